@@ -1,0 +1,14 @@
+"""Shared set-up of the tests."""
+
+import os
+import sys
+from pathlib import Path
+
+import hypothesis
+import torch
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+torch.set_num_threads(1)
+sys.path.insert(0, str(Path(__file__).parent))
+hypothesis.settings.register_profile("default", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("default")
