@@ -44,7 +44,9 @@ def test_row_bands_and_row_cost_describe_the_mask(slices):
     assert (slices.row_cost(N) == want.sum(1)).all()
 
 
-@given(slice_lists(N, N), st.tuples(st.integers(0, N), st.integers(0, N)), st.tuples(st.integers(0, N), st.integers(0, N)))
+@given(
+    slice_lists(N, N), st.tuples(st.integers(0, N), st.integers(0, N)), st.tuples(st.integers(0, N), st.integers(0, N))
+)
 def test_clipping_is_the_mask_inside_the_window(slices, rows, keys):
     (a, b), (c, d) = sorted(rows), sorted(keys)
     table = slices.canonical().table.astype(np.int64)

@@ -52,7 +52,9 @@ class AttnSlices:
         bad = (mask_type < 0) | (mask_type > 3)
         if bad.any():
             i = int(bad.argmax())
-            raise ValueError(f"slice {i} has mask_type {mask_type[i]}; use 0 FULL, 1 CAUSAL, 2 INV_CAUSAL or 3 BI_CAUSAL")
+            raise ValueError(
+                f"slice {i} has mask_type {mask_type[i]}; use 0 FULL, 1 CAUSAL, 2 INV_CAUSAL or 3 BI_CAUSAL"
+            )
         self.table = _frozen(array)
         self._canonical: AttnSlices | None = None
 
