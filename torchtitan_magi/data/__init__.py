@@ -1,0 +1,18 @@
+"""Training data: records -> tokens and labels -> packs -> batches. Knows nothing of torchtitan."""
+
+from torchtitan_magi.data.chat import ChatTokenizer
+from torchtitan_magi.data.documents import IGNORE_INDEX, TokenizedDocument
+from torchtitan_magi.data.packing import PackingCounts, pack_best_fit
+from torchtitan_magi.data.records import RecordFile
+from torchtitan_magi.data.sft import PackedSFTDataset, collate_packs
+
+__all__ = [
+    "IGNORE_INDEX",
+    "ChatTokenizer",
+    "PackedSFTDataset",
+    "PackingCounts",
+    "RecordFile",
+    "TokenizedDocument",
+    "collate_packs",
+    "pack_best_fit",
+]

@@ -1,0 +1,247 @@
+"""Records -> tokens and the mask of the assistant's tokens, through a Hugging Face chat template.
+
+Where the assistant's text is: `{% generation %} ... {% endgeneration %}` in the template marks it. A template without
+these markers is rendered again up to each assistant turn: what `messages[: i + 1]` has beyond `messages[:i]` with a
+generation prompt is turn i. In both ways the end-of-turn token that the template writes belongs to the turn.
+
+The rendered text is encoded once, so the tokens are those of plain encoding, and a token that holds any character of an
+assistant turn is to be predicted.
+"""
+
+import json
+import os
+import re
+from datetime import datetime
+from itertools import accumulate
+from typing import Any
+
+import jinja2
+import numpy as np
+from jinja2 import nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer
+
+from torchtitan_magi.data.documents import TokenizedDocument
+
+# Used when the assets have no chat template; the first if the vocabulary has the two ChatML tokens.
+CHATML_TEMPLATE = """\
+{{ bos_token }}{% for message in messages %}
+{% if message.role == 'assistant' %}
+{{ '<|im_start|>assistant\n' }}{% generation %}{{ message.content + '<|im_end|>\n' }}{% endgeneration %}
+{% else %}
+{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}
+{%- endif %}
+{% endfor %}
+{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}
+"""
+PLAIN_TEMPLATE = """\
+{{ bos_token }}{% for message in messages %}
+{% if message.role == 'assistant' %}
+{{ 'Assistant:' }}{% generation %}{{ ' ' + message.content }}{{ eos_token }}{{ '\n' }}{% endgeneration %}
+{% else %}
+{{ message.role | capitalize + ': ' + message.content + '\n' }}
+{%- endif %}
+{% endfor %}
+{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}
+"""
+
+_START, _END = "\ufdd0", "\ufdd1"  # Unicode noncharacters: around assistant text while it is rendered
+_GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\b")
+# A template may print the date. All ranks, and a run that resumes another day, must render the same text, so it is the
+# date that the Llama 3 templates use when they are given none.
+_TEMPLATE_DATE = datetime(2024, 7, 26)
+
+
+class ChatTokenizer:
+    """Tokenizes a record: `ChatTokenizer(...)(record) -> TokenizedDocument`. Picklable.
+
+    `messages` are rendered by `template` and the loss is on assistant text; `text` becomes BOS (if there is one), text,
+    EOS (if there is one), with loss on everything.
+
+    Args:
+        tokenizer: a `tokenizers.Tokenizer`; its truncation and padding, if any, are not applied.
+        bos_id, eos_id: token ids or None; the template sees their text as `bos_token` and `eos_token`.
+        template: jinja2 source, run in a sandbox; see `load_chat_template`.
+
+    Raises ValueError for a template that is not jinja2 and for ids outside the vocabulary; when called, for a record
+    that the template refuses or whose assistant turns cannot be found.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, bos_id: int | None, eos_id: int | None, template: str):
+        if tokenizer.truncation or tokenizer.padding:
+            tokenizer = Tokenizer.from_str(tokenizer.to_str())
+            tokenizer.no_truncation()
+            tokenizer.no_padding()
+        self.tokenizer, self.bos_id, self.eos_id, self.template = tokenizer, bos_id, eos_id, template
+        self._special_tokens = {}
+        for name, token_id in (("bos", bos_id), ("eos", eos_id)):
+            if token_id is not None:
+                token = tokenizer.id_to_token(token_id)
+                if token is None:
+                    raise ValueError(f"{name}_id is {token_id}, not in the vocabulary; correct tokenizer_config.json")
+                self._special_tokens[f"{name}_token"] = token
+        self._has_markers = _GENERATION_TAG.search(template) is not None
+        try:
+            self._compiled = _environment().from_string(template)
+        except jinja2.TemplateError as error:
+            raise ValueError(f"the chat template is not valid ({error}); correct it in the model's assets") from error
+
+    @classmethod
+    def from_assets(
+        cls, tokenizer: Tokenizer, bos_id: int | None, eos_id: int | None, assets_path: str | os.PathLike[str]
+    ) -> "ChatTokenizer":
+        """With the chat template of a Hugging Face assets directory, or the default one."""
+        return cls(tokenizer, bos_id, eos_id, load_chat_template(assets_path) or default_template(tokenizer))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.tokenizer, self.bos_id, self.eos_id, self.template)
+
+    def __call__(self, record: dict[str, Any]) -> TokenizedDocument:
+        if "text" in record:
+            ids = self.tokenizer.encode(record["text"], add_special_tokens=False).ids
+            ids = [i for i in (self.bos_id,) if i is not None] + ids + [i for i in (self.eos_id,) if i is not None]
+            return TokenizedDocument(np.array(ids, dtype=np.int32), np.ones(len(ids), dtype=bool))
+        text, spans = self.render(record["messages"])
+        encoding = self.tokenizer.encode(text, add_special_tokens=False)
+        offsets = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
+        return TokenizedDocument(np.array(encoding.ids, dtype=np.int32), _tokens_in_spans(offsets, spans))
+
+    def render(self, messages: list[dict[str, Any]]) -> tuple[str, list[tuple[int, int]]]:
+        """The conversation as text, and the half-open character spans of its assistant turns."""
+        if not self._has_markers:
+            return self._render_turns(messages)
+        for message in messages:
+            if _START in message["content"] or _END in message["content"]:
+                raise ValueError("the text holds the Unicode noncharacter U+FDD0 or U+FDD1; remove it")
+        return _strip_marks(self._render(messages))
+
+    def _render_turns(self, messages: list[dict[str, Any]]) -> tuple[str, list[tuple[int, int]]]:
+        text = self._render(messages)
+        spans = []
+        for index, message in enumerate(messages):
+            if message["role"] == "assistant":
+                prompt = self._render(messages[:index], add_generation_prompt=True)
+                turn = self._render(messages[: index + 1])
+                if not (turn.startswith(prompt) and text.startswith(turn)):
+                    raise ValueError(
+                        f"the chat template writes messages[{index}] differently when it is the last message, so the"
+                        " assistant's text cannot be told from the rest; put {% generation %} and {% endgeneration %}"
+                        " around it in the template"
+                    )
+                spans.append((len(prompt), len(turn)))
+        return text, spans
+
+    def _render(self, messages: list[dict[str, Any]], add_generation_prompt: bool = False) -> str:
+        try:
+            return self._compiled.render(
+                messages=messages,
+                tools=None,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+                **self._special_tokens,
+            )
+        except Exception as error:  # a template is a program: it may fail in any way
+            reason = " ".join(str(error).split())
+            raise ValueError(f"the chat template refuses the messages ({reason}); change the record or it") from error
+
+
+def load_chat_template(assets_path: str | os.PathLike[str]) -> str | None:
+    """The chat template of a Hugging Face assets directory; None when it has none.
+
+    `chat_template.jinja` goes before "chat_template" in `tokenizer_config.json`, which is a string or a list of
+    `{"name", "template"}` of which "default" is taken. Raises ValueError for files that cannot be read as such.
+    """
+    if not os.path.isdir(assets_path):
+        raise ValueError(f"{os.fspath(assets_path)!r} is not a directory; give the one that holds tokenizer.json")
+    try:
+        with open(os.path.join(assets_path, "chat_template.jinja"), encoding="utf-8") as file:
+            return file.read()
+    except FileNotFoundError:
+        pass
+    path = os.path.join(assets_path, "tokenizer_config.json")
+    try:
+        with open(path, encoding="utf-8") as file:
+            template = json.load(file).get("chat_template")
+    except FileNotFoundError:
+        return None
+    except (ValueError, AttributeError) as error:
+        raise ValueError(f"{path} is not a JSON object ({error}); download the tokenizer's files again") from None
+    if isinstance(template, list):
+        return _named_template(template, path)
+    if template is not None and not isinstance(template, str):
+        raise ValueError(f'{path}: "chat_template" is a {type(template).__name__}; write a string or a list')
+    return template
+
+
+def _named_template(templates: list[Any], path: str) -> str:
+    try:
+        by_name = {entry["name"]: entry["template"] for entry in templates}
+    except (TypeError, KeyError):
+        raise ValueError(f'{path}: "chat_template" is a list; give each entry a "name" and a "template"') from None
+    if "default" not in by_name:
+        raise ValueError(f'{path}: the chat templates are named {sorted(by_name)}; name one of them "default"')
+    return by_name["default"]
+
+
+def default_template(tokenizer: Tokenizer) -> str:
+    """The template for assets without one: ChatML if the vocabulary has its two tokens, else plain text."""
+    has_chatml = all(tokenizer.token_to_id(token) is not None for token in ("<|im_start|>", "<|im_end|>"))
+    return CHATML_TEMPLATE if has_chatml else PLAIN_TEMPLATE
+
+
+class _GenerationTag(Extension):
+    """`{% generation %} ... {% endgeneration %}`: puts marks around what it renders."""
+
+    tags = {"generation"}  # noqa: RUF012 (jinja2's own declaration)
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
+
+    def _mark(self, caller: Any) -> str:
+        return f"{_START}{caller()}{_END}"
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    """What the templates on the Hugging Face hub expect: the globals, filters and white space of transformers."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, "jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _TEMPLATE_DATE.strftime
+    return environment
+
+
+def _tojson(
+    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    """jinja2's own filter escapes HTML characters, which has no place in a prompt."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _strip_marks(marked: str) -> tuple[str, list[tuple[int, int]]]:
+    """Text without the marks, and the character spans in it that they enclosed."""
+    parts = re.split(f"[{_START}{_END}]", marked)  # outside, inside, outside, ...
+    ends = list(accumulate(map(len, parts)))
+    return "".join(parts), list(zip(ends[:-1:2], ends[1::2], strict=True))
+
+
+def _tokens_in_spans(offsets: np.ndarray, spans: list[tuple[int, int]]) -> np.ndarray:
+    """Which tokens hold a character of a span. offsets: int [n, 2], half-open characters; bool [n].
+
+    A tokenizer may leave the space before a word out of the word's offsets: such a space is that token's.
+    """
+    ends = offsets[:, 1]
+    begins = np.minimum(offsets[:, 0], np.concatenate([[0], ends[:-1]]))
+    inside = np.zeros(len(offsets), dtype=bool)
+    for start, stop in spans:
+        inside |= (begins < stop) & (ends > start)
+    return inside

@@ -1,0 +1,69 @@
+"""Best-fit-decreasing bin packing of documents, and what it counts."""
+
+from bisect import bisect_left, insort
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+
+def pack_best_fit(lengths: np.ndarray, capacity: int) -> list[list[int]]:
+    """Best-fit-decreasing: the longest document first, each into the fullest pack that still has room for it.
+
+    lengths: integers [n], tokens, each in 1..capacity. Returns the document indices of every pack; each index occurs
+    once. Deterministic. O(n log n) apart from list insertion: 100,000 documents take well under a second.
+    """
+    if len(lengths) == 0:
+        return []
+    smallest, largest = int(lengths.min()), int(lengths.max())
+    assert 1 <= smallest <= largest <= capacity, (smallest, largest, capacity)
+    packs: list[list[int]] = []
+    open_packs: dict[int, list[int]] = {}  # free tokens -> the packs that have so many; none that fits no document
+    rooms: list[int] = []  # the keys of open_packs, ascending
+    for document in np.argsort(-lengths, kind="stable").tolist():
+        length = int(lengths[document])
+        fit = bisect_left(rooms, length)
+        if fit == len(rooms):
+            room, pack = capacity, len(packs)
+            packs.append([])
+        else:
+            room = rooms[fit]
+            pack = open_packs[room].pop()
+            if not open_packs[room]:
+                del open_packs[room], rooms[fit]
+        packs[pack].append(document)
+        room -= length
+        if room >= smallest:
+            if room not in open_packs:
+                insort(rooms, room)
+                open_packs[room] = []
+            open_packs[room].append(pack)
+    return packs
+
+
+@dataclass(frozen=True)
+class PackingCounts:
+    """What became of the records read so far, over all data-parallel ranks; `str()` is one line for the log."""
+
+    documents: int = 0  # records read
+    truncated: int = 0  # documents cut to seq_len
+    truncated_tokens: int = 0  # tokens lost by that
+    split: int = 0  # documents cut to several pieces
+    unlabeled: int = 0  # documents, or pieces of one, left out because no token of theirs is to be predicted
+    packs: int = 0
+    tokens: int = 0  # in those packs
+    slots: int = 0  # packs x seq_len
+
+    @property
+    def fill(self) -> float:
+        """Share of the packs' positions that documents fill, 0 to 1."""
+        return self.tokens / max(1, self.slots)
+
+    def __add__(self, other: "PackingCounts") -> "PackingCounts":
+        return PackingCounts(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
+
+    def __str__(self) -> str:
+        return (
+            f"{self.documents:,} documents, {self.packs:,} packs {100 * self.fill:.1f}% full;"
+            f" {self.truncated:,} truncated ({self.truncated_tokens:,} tokens), {self.split:,} split,"
+            f" {self.unlabeled:,} without a label left out"
+        )

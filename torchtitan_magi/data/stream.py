@@ -1,0 +1,155 @@
+"""The global stream of packs: one sequence, the same on every rank, that can be entered at any pack.
+
+Per epoch the records come in a seeded order. A window of them, enough to fill `window_packs` packs, is tokenized and
+packed together; the emptiest packs are taken apart again and their pieces carried into the next window, except in the
+epoch's last. Only a window is in memory, and a position in the stream is a few numbers.
+
+Every rank tokenizes every record. That is the price of packs that are independent of the number of ranks.
+"""
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from torchtitan_magi.data.documents import LongDocuments, Piece, TokenizedDocument, cut_document
+from torchtitan_magi.data.packing import PackingCounts, pack_best_fit
+from torchtitan_magi.data.records import RecordFile
+
+logger = logging.getLogger(__name__)
+
+Tokenize = Callable[[dict[str, Any]], TokenizedDocument]
+
+_FULL = 0.98  # a pack filled to this share is never carried over
+_MAX_CARRIED = 1 / 8  # of a window's packs, though always one
+
+
+@dataclass(frozen=True)
+class Cursor:
+    """A position in the stream: `given` packs into the window that starts at record `position` of the epoch's order."""
+
+    epoch: int = 0
+    position: int = 0
+    carried: tuple[tuple[int, int], ...] = ()  # (record, start) of each piece carried into this window
+    given: int = 0
+    counts: PackingCounts = field(default_factory=PackingCounts)  # this window included once given > 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"carried": [list(piece) for piece in self.carried]}
+
+    @classmethod
+    def from_state_dict(cls, state: dict[str, Any]) -> "Cursor":
+        carried = tuple((record, start) for record, start in state["carried"])
+        return cls(state["epoch"], state["position"], carried, state["given"], PackingCounts(**state["counts"]))
+
+
+@dataclass(frozen=True)
+class Pack:
+    """The pieces of one pack, at most seq_len tokens, and the cursor of the pack after it."""
+
+    pieces: list[Piece]
+    next_cursor: Cursor
+
+
+@dataclass(frozen=True)
+class PackStream:
+    """Packs of `seq_len` tokens from `records`; `tokenize` must be a pure function of its record.
+
+    Every piece in a pack has a label: documents and pieces without one are left out before packing and counted.
+    """
+
+    records: RecordFile
+    tokenize: Tokenize
+    seq_len: int
+    seed: int
+    long_documents: LongDocuments
+    shuffle: bool
+    infinite: bool
+    window_packs: int
+
+    def packs(self, cursor: Cursor) -> Iterator[Pack]:
+        """The packs from `cursor` on; one epoch, or without end if `infinite`.
+
+        Raises ValueError when a whole epoch holds no label, or when `tokenize` refuses a record (file and line).
+        """
+        carried = [self._reload(record, start) for record, start in cursor.carried]
+        while self.infinite or cursor.epoch == 0:
+            order = self._epoch_order(cursor.epoch)
+            while cursor.position < len(order):
+                packs, carried, after = self._window(order, cursor, carried)
+                inside = replace(cursor, counts=after.counts)
+                for number, pieces in enumerate(packs[cursor.given :], start=cursor.given + 1):
+                    yield Pack(pieces, after if number == len(packs) else replace(inside, given=number))
+                cursor = after
+            if cursor.counts.packs == 0:
+                raise ValueError(
+                    f"no record of {self.records.path!r} has a token to train on;"
+                    ' add assistant messages or "text" records, or raise the sequence length'
+                )
+            logger.info("%s: %d epochs read, %s", self.records.path, cursor.epoch + 1, cursor.counts)
+            cursor = Cursor(cursor.epoch + 1, counts=cursor.counts)
+
+    def _epoch_order(self, epoch: int) -> np.ndarray:
+        if not self.shuffle:
+            return np.arange(len(self.records))
+        return np.random.default_rng([self.seed, epoch]).permutation(len(self.records))
+
+    def _window(
+        self, order: np.ndarray, cursor: Cursor, carried: list[Piece]
+    ) -> tuple[list[list[Piece]], list[Piece], Cursor]:
+        """The window at `cursor`: its packs, the pieces carried out of it, and the cursor of the next window."""
+        pieces, position, read = self._read(order, cursor.position, carried)
+        packs = pack_best_fit(np.array([len(piece) for piece in pieces], dtype=np.int64), self.seq_len)
+        fill = np.array([sum(len(pieces[i]) for i in pack) for pack in packs], dtype=np.int64)
+        keep = np.ones(len(packs), dtype=bool)
+        if position < len(order):
+            emptiest = np.argsort(fill, kind="stable")[: max(1, int(_MAX_CARRIED * len(packs)))]
+            keep[emptiest] = fill[emptiest] >= _FULL * self.seq_len
+        chosen = np.flatnonzero(keep)
+        if self.shuffle:  # packing sorts by length
+            chosen = np.random.default_rng([self.seed, cursor.epoch, 1 + cursor.position]).permutation(chosen)
+        counts = cursor.counts
+        if cursor.given == 0:
+            packed = PackingCounts(packs=len(chosen), tokens=int(fill[keep].sum()), slots=len(chosen) * self.seq_len)
+            counts = counts + read + packed
+        carry = [pieces[i] for pack in np.flatnonzero(~keep) for i in packs[pack]]
+        after = Cursor(cursor.epoch, position, tuple((piece.record, piece.start) for piece in carry), counts=counts)
+        return [[pieces[i] for i in packs[pack]] for pack in chosen], carry, after
+
+    def _read(self, order: np.ndarray, position: int, carried: list[Piece]) -> tuple[list[Piece], int, PackingCounts]:
+        """Add records to the carried pieces until the window is full; the position after the last one read."""
+        pieces = list(carried)
+        tokens = sum(map(len, pieces))
+        first, counts = position, PackingCounts()
+        while position < len(order) and (position == first or tokens < self.window_packs * self.seq_len):
+            cut, removed = self._cut(int(order[position]))
+            labelled = [piece for piece in cut if piece.has_label]
+            counts = counts + PackingCounts(
+                documents=1,
+                truncated=int(removed > 0),
+                truncated_tokens=removed,
+                split=int(len(cut) > 1),
+                unlabeled=len(cut) - len(labelled) if cut else 1,
+            )
+            pieces += labelled
+            tokens += sum(map(len, labelled))
+            position += 1
+        return pieces, position, counts
+
+    def _cut(self, record: int) -> tuple[list[Piece], int]:
+        try:
+            document = self.tokenize(self.records[record])
+        except ValueError as error:
+            raise ValueError(f"{self.records.where(record)}: {error}") from error
+        return cut_document(record, document, self.seq_len, self.long_documents)
+
+    def _reload(self, record: int, start: int) -> Piece:
+        for piece in self._cut(record)[0]:
+            if piece.start == start:
+                return piece
+        raise ValueError(
+            f"{self.records.where(record)} has no token {start} as it had when the loader's state was saved;"
+            " resume with the same tokenizer and chat template"
+        )
