@@ -4,7 +4,7 @@
     python scripts/make_demo_data.py [out_dir]       (default assets/demo)
 
 Questions about Python with the answers of `pydoc` topics and the standard library's docstrings, as JSONL `messages`
-(`train.jsonl`, `validation.jsonl`), and a byte-level BPE tokenizer trained on them (`tokenizer/`) with 2,048 tokens, the
+(`train.jsonl`, `validation.jsonl`), and a byte-level BPE tokenizer trained on them (`tokenizer/`): 2,048 tokens, the
 vocabulary of torchtitan's debug models. The same Python version makes the same bytes. A complete out_dir is left alone.
 """
 

@@ -68,14 +68,14 @@ class RecordFile:
 def parse_record(line: bytes) -> dict[str, Any]:
     """The record on one line of JSON. Raises ValueError (`what; remedy`) when it is malformed."""
     try:
-        record = json.loads(line.decode("utf-8-sig"))  # a byte order mark is let through
+        record = json.loads(line.rstrip().decode("utf-8-sig"))  # a byte order mark is let through
     except UnicodeDecodeError as error:
         byte = f"byte 0x{line[error.start]:02x} at column {error.start + 1}"
         raise ValueError(f"{byte} is not UTF-8; save the file as UTF-8") from None
     except json.JSONDecodeError as error:
         raise ValueError(f"not JSON ({error.msg}, column {error.colno}); write one JSON object per line") from None
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"not JSON that can be read ({error}); write one JSON object per line") from None
+    except (ValueError, RecursionError):
+        raise ValueError("the JSON is nested too deeply or has a number of too many digits; remove the line") from None
     _check_record(record)
     if b"\\u" in line:
         _check_surrogates(record)

@@ -1,0 +1,266 @@
+"""Chat templates: tokens, assistant mask, where the template comes from, what is refused."""
+
+import json
+import pickle
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+from torchtitan_magi.data import ChatTokenizer
+from torchtitan_magi.data.chat import CHATML_TEMPLATE, PLAIN_TEMPLATE, default_template, load_chat_template
+
+SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
+LLAMA3_TEMPLATE = (
+    "{% set loop_messages = messages %}{% for message in loop_messages %}{% set content = '<|start_header_id|>' +"
+    " message['role'] + '<|end_header_id|>\n\n'+ message['content'] | trim + '<|eot_id|>' %}{% if loop.index0 == 0 %}"
+    "{% set content = bos_token + content %}{% endif %}{{ content }}{% endfor %}{% if add_generation_prompt %}"
+    "{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
+)
+# the same text as CHATML_TEMPLATE without generation markers
+CHATML_UNMARKED = (
+    "{{ bos_token }}{%- for message in messages %}{{ '<|im_start|>' + message.role + '\n' + message.content +"
+    " '<|im_end|>\n' }}{%- endfor %}{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+CONVERSATION = [
+    {"role": "system", "content": "be brief"},
+    {"role": "user", "content": "the cat"},
+    {"role": "assistant", "content": "the hat 🎩"},
+    {"role": "tool", "content": "42"},
+    {"role": "assistant", "content": " a dog"},
+]
+
+
+def byte_level_tokenizer(special=SPECIAL, trim_offsets=None) -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=special,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(["the cat and the hat,  a dog   and\n\n the end. assistant: user:"] * 3, trainer)
+    if trim_offsets is not None:
+        tokenizer.post_processor = processors.ByteLevel(trim_offsets=trim_offsets)
+    return tokenizer
+
+
+TOKENIZER = byte_level_tokenizer()
+messages_of = st.lists(
+    st.fixed_dictionaries(
+        {
+            "role": st.sampled_from(["system", "user", "assistant", "tool"]),
+            "content": st.one_of(st.text(max_size=12), st.text(alphabet=" \nthe catdog🎩é", max_size=20)),
+        }
+    ),
+    min_size=1,
+    max_size=6,
+).filter(lambda messages: not any("\ufdd0" in m["content"] or "\ufdd1" in m["content"] for m in messages))
+
+
+def chat(template, tokenizer=TOKENIZER) -> ChatTokenizer:
+    return ChatTokenizer(tokenizer, 0, 1, template)
+
+
+MARKED, UNMARKED = chat(CHATML_TEMPLATE), chat(CHATML_UNMARKED)
+TRIMMING, NOT_TRIMMING = (chat(CHATML_TEMPLATE, byte_level_tokenizer(trim_offsets=trim)) for trim in (True, False))
+
+
+def learned(document, tokenizer=TOKENIZER) -> str:
+    return tokenizer.decode(document.tokens[document.loss_mask].tolist(), skip_special_tokens=False)
+
+
+def test_labels_by_hand_on_a_small_conversation():
+    """One token per character: the mask can be read off the text."""
+    characters = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate("abehirsuy:\n")}, merges=[]))
+    template = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}\n{% endfor %}"
+    template += "{% if add_generation_prompt %}a:{% endif %}"
+    conversation = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "yes"},
+        {"role": "user", "content": "bye"},
+        {"role": "assistant", "content": "rah"},
+    ]
+    document = ChatTokenizer(characters, None, None, template)({"messages": conversation})
+    text = "".join(characters.id_to_token(i) for i in document.tokens.tolist())
+    mask = "".join("^" if m else "." for m in document.loss_mask)
+    assert text == "u:hi\na:yes\nu:bye\na:rah\n"
+    assert mask == ".......^^^^........^^^^"
+    assert document.tokens.dtype == np.int32
+    assert document.loss_mask.dtype == bool
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        (CHATML_TEMPLATE, "the hat 🎩<|im_end|>\n a dog<|im_end|>\n"),
+        (CHATML_UNMARKED, "the hat 🎩<|im_end|>\n a dog<|im_end|>\n"),
+        (PLAIN_TEMPLATE, " the hat 🎩</s>\n  a dog</s>\n"),
+        (LLAMA3_TEMPLATE, "the hat 🎩<|eot_id|>a dog<|eot_id|>"),
+    ],
+)
+def test_loss_is_on_assistant_turns_and_their_end_token(template, expected):
+    document = chat(template)({"messages": CONVERSATION})
+    assert learned(document) == expected
+    text, _ = chat(template).render(CONVERSATION)
+    assert document.tokens.tolist() == TOKENIZER.encode(text, add_special_tokens=False).ids
+    assert document.tokens.tolist().count(0) == 1  # BOS once
+
+
+def test_default_templates_render_as_documented():
+    assert chat(CHATML_TEMPLATE).render(CONVERSATION)[0] == (
+        "<s><|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nthe cat<|im_end|>\n"
+        "<|im_start|>assistant\nthe hat 🎩<|im_end|>\n<|im_start|>tool\n42<|im_end|>\n"
+        "<|im_start|>assistant\n a dog<|im_end|>\n"
+    )
+    assert chat(PLAIN_TEMPLATE).render(CONVERSATION)[0] == (
+        "<s>System: be brief\nUser: the cat\nAssistant: the hat 🎩</s>\nTool: 42\nAssistant:  a dog</s>\n"
+    )
+    without_bos = ChatTokenizer(TOKENIZER, None, None, PLAIN_TEMPLATE)
+    assert without_bos.render(CONVERSATION[1:3])[0] == "User: the cat\nAssistant: the hat 🎩\n"
+
+
+@settings(max_examples=60, deadline=None)
+@given(messages_of)
+def test_generation_markers_and_prefix_method_agree(messages):
+    assert MARKED.render(messages) == UNMARKED.render(messages)
+    one, two = MARKED({"messages": messages}), UNMARKED({"messages": messages})
+    np.testing.assert_array_equal(one.tokens, two.tokens)
+    np.testing.assert_array_equal(one.loss_mask, two.loss_mask)
+
+
+@settings(max_examples=60, deadline=None)
+@given(messages_of)
+def test_mask_is_the_tokens_that_hold_assistant_bytes(messages):
+    """Against bytes: byte-level tokens spell the text's bytes. Tokenizers that trim spaces off the offsets agree."""
+    text, spans = MARKED.render(messages)
+    wanted = np.zeros(len(text.encode()), dtype=bool)
+    for start, stop in spans:
+        wanted[len(text[:start].encode()) : len(text[:stop].encode())] = True
+    # a character whose bytes are in several tokens: each of them holds it
+    document = MARKED({"messages": messages})
+    sizes = [
+        len(token) if token not in SPECIAL else len(token.encode())
+        for token in map(TOKENIZER.id_to_token, document.tokens.tolist())
+    ]
+    ends = np.cumsum(sizes)
+    assert ends[-1] == len(wanted)
+    expected = [bool(wanted[end - size : end].any()) for size, end in zip(sizes, ends.tolist(), strict=True)]
+    assert document.loss_mask.tolist() == expected
+    for other in (TRIMMING, NOT_TRIMMING):
+        assert other({"messages": messages}).loss_mask.tolist() == expected
+
+
+def test_text_records_get_bos_and_eos_and_loss_everywhere():
+    document = chat(CHATML_TEMPLATE)({"text": "the cat"})
+    assert document.tokens.tolist() == [0, *TOKENIZER.encode("the cat").ids, 1]
+    assert document.loss_mask.all()
+    bare = ChatTokenizer(TOKENIZER, None, None, CHATML_TEMPLATE)({"text": "the cat"})
+    assert bare.tokens.tolist() == TOKENIZER.encode("the cat").ids
+
+
+def test_special_tokens_are_not_added_a_second_time_nor_truncated():
+    tokenizer = byte_level_tokenizer()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)]
+    )
+    tokenizer.enable_truncation(4)
+    tokenizer.enable_padding(length=500)
+    for record in ({"messages": CONVERSATION}, {"text": "the cat and the hat"}):
+        np.testing.assert_array_equal(
+            chat(PLAIN_TEMPLATE, tokenizer)(record).tokens, chat(PLAIN_TEMPLATE)(record).tokens
+        )
+    assert tokenizer.truncation["max_length"] == 4  # the caller's tokenizer is as it was
+
+
+def test_what_hub_templates_use_is_there():
+    template = (
+        "{% for m in messages %}{% if loop.index0 == 1 %}{% continue %}{% endif %}{{ m.content | tojson }}{% endfor %}"
+        "{% if tools is none and documents is none %}!{% endif %}{{ strftime_now('%d %b %Y') }}{{ pad_token }}"
+        "{% generation %}{{ namespace(a=1).a }}{% endgeneration %}"
+    )
+    text, spans = chat(template).render([{"role": "user", "content": "<é> 'q'"}, {"role": "user", "content": "no"}])
+    assert text == "\"<é> 'q'\"!26 Jul 20241"
+    assert [text[slice(*span)] for span in spans] == ["1"]
+
+
+def test_template_cannot_reach_the_interpreter():
+    escape = "{{ messages.__class__.__mro__[1].__subclasses__() }}"
+    with pytest.raises(ValueError, match="the chat template refuses the messages"):
+        chat(escape)({"messages": CONVERSATION})
+    with pytest.raises(ValueError, match="the chat template refuses the messages"):
+        chat("{{ messages.append(1) }}")({"messages": CONVERSATION})
+
+
+def test_template_that_rewrites_earlier_turns_needs_markers():
+    """Like Qwen3, which drops the reasoning of all but the last turn."""
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' and not loop.last %}"
+        "{{ m.content.split('</think>')[-1] }}{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    messages = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "<think>b</think>c"},
+        {"role": "user", "content": "d"},
+        {"role": "assistant", "content": "<think>e</think>f"},
+    ]
+    assert learned(chat(template)({"messages": messages[:2]})) == "<think>b</think>c<|im_end|>\n"
+    with pytest.raises(ValueError, match=r"messages\[1\].*; put \{% generation %\} and \{% endgeneration %\}"):
+        chat(template)({"messages": messages})
+
+
+def test_refusals_are_one_line_with_a_remedy():
+    with pytest.raises(ValueError, match=r"refuses the messages \(roles must alternate\); change the record"):
+        chat("{{ raise_exception('roles\nmust alternate') }}")({"messages": CONVERSATION})
+    with pytest.raises(ValueError, match=r"refuses the messages .*; change the record"):
+        chat("{{ messages[0].content + 1 }}")({"messages": CONVERSATION})
+    with pytest.raises(ValueError, match=r"the chat template is not valid \(.*endfor.*\); correct it"):
+        chat("{% for m in messages %}")
+    with pytest.raises(ValueError, match="bos_id is 9999, not in the vocabulary"):
+        ChatTokenizer(TOKENIZER, 9999, 1, PLAIN_TEMPLATE)
+    with pytest.raises(ValueError, match=r"U\+FDD0.*remove it"):
+        chat(CHATML_TEMPLATE)({"messages": [{"role": "user", "content": "a\ufdd0"}]})
+
+
+def test_template_is_found_in_the_assets(tmp_path):
+    def config(content):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(content))
+        return load_chat_template(tmp_path)
+
+    assert load_chat_template(tmp_path) is None
+    assert config({}) is None
+    assert config({"chat_template": "one"}) == "one"
+    named = [{"name": "tool_use", "template": "two"}, {"name": "default", "template": "three"}]
+    assert config({"chat_template": named}) == "three"
+    with pytest.raises(ValueError, match=r"named \['tool_use'\]; name one of them \"default\""):
+        config({"chat_template": named[:1]})
+    with pytest.raises(ValueError, match='give each entry a "name"'):
+        config({"chat_template": ["three"]})
+    with pytest.raises(ValueError, match="is a int; write a string or a list"):
+        config({"chat_template": 3})
+    with pytest.raises(ValueError, match="is not a JSON object"):
+        config([])
+    (tmp_path / "chat_template.jinja").write_text("four")
+    assert config({"chat_template": "one"}) == "four"
+    with pytest.raises(ValueError, match="is not a directory"):
+        load_chat_template(tmp_path / "nowhere")
+
+
+def test_default_template_follows_the_vocabulary(tmp_path):
+    assert default_template(TOKENIZER) == CHATML_TEMPLATE
+    plain = byte_level_tokenizer(["<s>", "</s>"])
+    assert default_template(plain) == PLAIN_TEMPLATE
+    assert ChatTokenizer.from_assets(plain, 0, 1, tmp_path).template == PLAIN_TEMPLATE
+
+
+def test_chat_tokenizer_can_be_sent_to_a_worker():
+    original = chat(CHATML_TEMPLATE)
+    copy = pickle.loads(pickle.dumps(original))
+    record = {"messages": CONVERSATION}
+    np.testing.assert_array_equal(copy(record).tokens, original(record).tokens)
+    np.testing.assert_array_equal(copy(record).loss_mask, original(record).loss_mask)

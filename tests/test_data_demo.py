@@ -1,0 +1,92 @@
+"""The demonstration data: complete, the same every time, usable as it is."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+
+from torchtitan_magi.data import ChatTokenizer, PackedSFTDataset, RecordFile
+
+SCRIPT = Path(__file__).parent.parent / "scripts" / "make_demo_data.py"
+FILES = ["train.jsonl", "validation.jsonl", "tokenizer/tokenizer.json", "tokenizer/tokenizer_config.json"]
+
+
+def make(out_dir):
+    return subprocess.run([sys.executable, SCRIPT, out_dir], capture_output=True, text=True, check=True)
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory):
+    out_dir = tmp_path_factory.mktemp("assets") / "demo"
+    result = make(out_dir)
+    assert result.stdout.count("\n") == 1
+    assert result.stderr == ""
+    return out_dir
+
+
+@pytest.fixture(scope="module")
+def chat(demo):
+    config = json.loads((demo / "tokenizer/tokenizer_config.json").read_text())
+    tokenizer = Tokenizer.from_file(str(demo / "tokenizer/tokenizer.json"))
+    bos, eos = (tokenizer.token_to_id(config[name]) for name in ("bos_token", "eos_token"))
+    return ChatTokenizer.from_assets(tokenizer, bos, eos, demo / "tokenizer")
+
+
+def test_same_bytes_every_time_and_nothing_left_over(demo, tmp_path):
+    make(tmp_path)
+    files = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file())
+    assert files == sorted(FILES)
+    for name in FILES:
+        assert (tmp_path / name).read_bytes() == (demo / name).read_bytes()
+
+
+def test_complete_data_is_left_alone_and_incomplete_data_completed(demo, tmp_path):
+    make(tmp_path)
+    before = (tmp_path / "train.jsonl").stat().st_mtime_ns
+    assert "left alone" in make(tmp_path).stdout
+    assert (tmp_path / "train.jsonl").stat().st_mtime_ns == before
+    (tmp_path / "tokenizer/tokenizer.json").unlink()
+    make(tmp_path)
+    assert (tmp_path / "tokenizer/tokenizer.json").read_bytes() == (demo / "tokenizer/tokenizer.json").read_bytes()
+
+
+def test_tokenizer_fits_the_debug_models(chat):
+    assert chat.tokenizer.get_vocab_size() == 2048
+    for text in ("def f(x):\n    return x ** 2  # ☃", "\x00 é 🎩"):
+        assert chat.tokenizer.decode(chat.tokenizer.encode(text).ids) == text
+    for token in ("<|begin_of_text|>", "<|end_of_text|>", "<|im_start|>", "<|im_end|>"):
+        assert len(chat.tokenizer.encode(token).ids) == 1
+
+
+def test_conversations_have_a_long_tail_and_several_turns(demo, chat):
+    records = RecordFile(demo / "train.jsonl")
+    lengths = sorted(len(chat(records[i]).tokens) for i in range(len(records)))
+    assert len(records) > 1000
+    assert lengths[len(lengths) // 2] < 200
+    assert lengths[-1] > 5000
+    turns = [sum(m["role"] == "assistant" for m in records[i]["messages"]) for i in range(len(records))]
+    assert min(turns) == 1
+    assert sum(t > 1 for t in turns) > 50
+    validation = RecordFile(demo / "validation.jsonl")
+    train = {records[i]["messages"][-1]["content"] for i in range(len(records))}
+    assert not any(validation[i]["messages"][-1]["content"] in train for i in range(len(validation)))
+
+
+def test_assistant_text_is_what_is_learned(demo, chat):
+    records = RecordFile(demo / "train.jsonl")
+    for index in range(50):
+        document = chat(records[index])
+        expected = [m["content"] + "<|im_end|>" for m in records[index]["messages"] if m["role"] == "assistant"]
+        learned = chat.tokenizer.decode(document.tokens[document.loss_mask].tolist(), skip_special_tokens=False)
+        assert learned == "".join(expected)
+        assert int(document.tokens[0]) == chat.bos_id
+
+
+def test_demo_data_packs_tightly(demo, chat):
+    packs = PackedSFTDataset(demo / "train.jsonl", chat, 2048, infinite=False, long_documents="split")
+    assert len(list(packs)) > 100
+    assert packs.counts.fill > 0.97
+    assert packs.counts.unlabeled == 0

@@ -1,0 +1,369 @@
+"""The packed stream: boundaries, labels, determinism, shards, resuming, loaders."""
+
+import itertools
+import json
+import logging
+import time
+
+import numpy as np
+import pytest
+import torch
+from torch.distributed.checkpoint.stateful import Stateful
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from torchtitan_magi.data import IGNORE_INDEX, PackedSFTDataset, TokenizedDocument, collate_packs
+
+SEQ_LEN = 64
+
+
+def tokenize(record):
+    """`text` is "id length first": tokens id * 1000, id * 1000 + 1, ..., the loss on those from `first` on."""
+    name, length, first = map(int, record["text"].split())
+    tokens = np.arange(name * 1000, name * 1000 + length, dtype=np.int32)
+    return TokenizedDocument(tokens, np.arange(length) >= first)
+
+
+def write(path, documents):
+    path.write_text("".join(json.dumps({"text": " ".join(map(str, d))}) + "\n" for d in documents))
+    return path
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    """120 documents: most short, some longer than a pack, some without a label."""
+    rng = np.random.default_rng(1)
+    lengths = np.clip(rng.lognormal(2.8, 1.1, 120), 1, 300).astype(int)
+    documents = [(i + 1, int(n), int(rng.integers(0, n + 2))) for i, n in enumerate(lengths)]
+    return write(tmp_path_factory.mktemp("corpus") / "train.jsonl", documents)
+
+
+def dataset(path, **options):
+    defaults = {"seq_len": SEQ_LEN, "seed": 5, "long_documents": "split", "infinite": False, "window_packs": 4}
+    return PackedSFTDataset(path, tokenize, **(defaults | options))
+
+
+def take(items, count):
+    return list(itertools.islice(items, count))
+
+
+def flat(batch):
+    inputs, labels = batch
+    return [inputs["input"].tolist(), inputs["positions"].tolist(), inputs["documents"].tolist(), labels.tolist()]
+
+
+def flats(batches):
+    return [flat(batch) for batch in batches]
+
+
+def spans(path, seq_len, truncate):
+    """By definition: (first input token, length) of every piece that has a label."""
+    expected = []
+    for line in path.read_text().splitlines():
+        name, length, first = map(int, json.loads(line)["text"].split())
+        for start in range(0, length - 1, seq_len):
+            stop = min(start + seq_len, length - 1)
+            if stop >= first:  # the last label is token `stop`
+                expected.append((name * 1000 + start, stop - start))
+            if truncate:
+                break
+    return sorted(expected)
+
+
+@pytest.mark.parametrize("long_documents", ["split", "truncate"])
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_an_epoch_holds_every_labelled_piece_once(corpus, long_documents, shuffle):
+    packs = dataset(corpus, long_documents=long_documents, shuffle=shuffle)
+    found = [
+        (int(inputs["input"][start]), end - start) for inputs, _ in packs for start, end in inputs["documents"].tolist()
+    ]
+    assert sorted(found) == spans(corpus, SEQ_LEN, long_documents == "truncate")
+
+
+def test_boundaries_positions_and_labels_of_every_pack(corpus):
+    for inputs, labels in dataset(corpus):
+        tokens, positions, documents = inputs["input"], inputs["positions"], inputs["documents"]
+        assert (tokens.shape, tokens.dtype) == ((SEQ_LEN,), torch.int64)
+        assert (positions.shape, positions.dtype) == ((SEQ_LEN,), torch.int32)
+        assert (labels.shape, labels.dtype) == ((SEQ_LEN,), torch.int64)
+        assert isinstance(documents, np.ndarray)
+        assert documents.dtype == np.int32
+        assert documents[0, 0] == 0
+        assert (documents[1:, 0] == documents[:-1, 1]).all()
+        assert (documents[:, 0] < documents[:, 1]).all()
+        for start, end in documents.tolist():
+            assert positions[start:end].tolist() == list(range(end - start))
+            assert tokens[start:end].tolist() == list(range(int(tokens[start]), int(tokens[start]) + end - start))
+            labelled = labels[start:end] != IGNORE_INDEX
+            assert labelled.any()
+            assert (labels[start:end] == tokens[start:end] + 1)[labelled].all()
+        padding = slice(int(documents[-1, 1]), None)
+        assert (labels[padding] == IGNORE_INDEX).all()
+        assert (tokens[padding] == 0).all()
+        assert (positions[padding] == 0).all()
+
+
+def test_a_pack_by_hand(tmp_path):
+    path = write(tmp_path / "train.jsonl", [(1, 4, 2), (2, 6, 0), (3, 3, 3), (4, 1, 0)])
+    (inputs, labels), *rest = dataset(path, seq_len=10)
+    assert not rest
+    assert inputs["documents"].tolist() == [[0, 5], [5, 8]]
+    assert inputs["input"].tolist() == [2000, 2001, 2002, 2003, 2004, 1000, 1001, 1002, 0, 0]
+    assert labels.tolist() == [2001, 2002, 2003, 2004, 2005, -100, 1002, 1003, -100, -100]
+    assert inputs["positions"].tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 0, 0]
+
+
+def test_no_label_is_lost_where_a_document_is_split(tmp_path):
+    path = write(tmp_path / "train.jsonl", [(1, 11, 0)])
+    packs = list(dataset(path, seq_len=4, shuffle=False))
+    labels = sorted(label for _, row in packs for label in row.tolist() if label != IGNORE_INDEX)
+    assert labels == list(range(1001, 1011))
+    assert all(inputs["positions"][0] == 0 for inputs, _ in packs)
+
+
+def test_counts_add_up(corpus):
+    packs = dataset(corpus, long_documents="truncate")
+    produced = list(packs)
+    lengths = [int(json.loads(line)["text"].split()[1]) for line in corpus.read_text().splitlines()]
+    counts = packs.counts
+    assert counts.documents == 120
+    assert counts.packs == len(produced)
+    assert counts.slots == len(produced) * SEQ_LEN
+    assert counts.truncated == sum(n - 1 > SEQ_LEN for n in lengths)
+    assert counts.truncated_tokens == sum(max(0, n - 1 - SEQ_LEN) for n in lengths)
+    assert counts.documents - counts.unlabeled == sum(len(inputs["documents"]) for inputs, _ in produced)
+    assert counts.tokens == sum(int(inputs["documents"][-1, 1]) for inputs, _ in produced)
+    assert counts.split == 0
+    split = dataset(corpus)
+    pieces = sum(len(inputs["documents"]) for inputs, _ in split)
+    assert split.counts.split == counts.truncated
+    assert pieces + split.counts.unlabeled == sum(max(1, -(-(n - 1) // SEQ_LEN)) for n in lengths)
+
+
+def test_epoch_is_reported_in_the_log(corpus, caplog):
+    with caplog.at_level(logging.INFO):
+        packs = dataset(corpus)
+        list(packs)
+    assert f"{corpus}: 1 epochs read, {packs.counts}" in caplog.text
+
+
+def test_order_depends_on_seed_and_epoch_only(corpus):
+    first = flats(dataset(corpus))
+    assert flats(dataset(corpus)) == first
+    assert flats(dataset(corpus, seed=6)) != first
+    two_epochs = flats(take(dataset(corpus, infinite=True), 2 * len(first)))
+    assert two_epochs[: len(first)] == first
+    assert two_epochs[len(first) :] != first
+    in_order = dataset(corpus, shuffle=False, seed=6)
+    assert flats(in_order) == flats(dataset(corpus, shuffle=False))
+
+
+def test_iterating_again_starts_over(corpus):
+    packs = dataset(corpus)
+    first = flats(packs)
+    take(packs, 3)
+    assert flats(packs) == first
+
+
+def test_underfull_packs_are_carried_into_the_next_window(tmp_path):
+    """Lengths 64, 40, 40 make the first window; a 40 waits for the 24 of the second instead of leaving with room."""
+    path = write(tmp_path / "train.jsonl", [(1, 65, 0), (2, 41, 0), (3, 41, 0), (4, 25, 0), (5, 65, 0)])
+    packs = dataset(path, shuffle=False, window_packs=2)
+    produced, carried = [], []
+    for inputs, _ in packs:
+        produced.append([int(inputs["input"][start]) // 1000 for start in inputs["documents"][:, 0]])
+        carried.append(packs.state_dict()["cursor"]["carried"])
+    assert produced == [[1], [3], [5], [2, 4]]
+    assert carried == [[], [[1, 0]], [[1, 0]], []]
+    assert packs.counts.fill == (64 + 40 + 64 + 64) / 256
+
+
+def test_state_and_memory_of_the_lookahead_are_bounded(tmp_path):
+    """Documents of which no two share a pack: every window leaves under-full packs, and few are carried."""
+    path = write(tmp_path / "train.jsonl", [(i, 36, 0) for i in range(1, 400)])
+    packs = dataset(path, window_packs=16)
+    for _ in packs:
+        assert len(packs.state_dict()["cursor"]["carried"]) <= 4
+    assert packs.counts.packs == 399
+
+
+@pytest.mark.parametrize("infinite", [True, False])
+@pytest.mark.parametrize("dp", [1, 2, 3, 4])
+def test_shards_partition_one_global_stream(corpus, dp, infinite):
+    stream = flats(take(dataset(corpus, infinite=infinite), 50))
+    shards = [flats(take(dataset(corpus, infinite=infinite, dp_rank=r, dp_world_size=dp), 50)) for r in range(dp)]
+    assert len({len(shard) for shard in shards}) == 1
+    rounds = [item for row in zip(*shards, strict=True) for item in row]
+    assert rounds[: len(stream)] == stream
+    if not infinite:
+        assert len(rounds) - len(stream) < dp
+        for tokens, positions, documents, labels in rounds[len(stream) :]:
+            assert documents == []
+            assert set(labels) == {IGNORE_INDEX}
+            assert set(tokens) == set(positions) == {0}
+
+
+@pytest.mark.parametrize("infinite", [True, False])
+@pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 2), (2, 1), (1, 4), (4, 2), (2, 3), (3, 8)])
+def test_resume_at_any_round_and_any_degree_continues_the_stream(corpus, before, after, infinite):
+    total = 90 if infinite else len(list(dataset(corpus)))
+    stream = flats(take(dataset(corpus, infinite=infinite), total))
+    assert total > 30
+    ranks = [dataset(corpus, infinite=infinite, dp_rank=r, dp_world_size=before) for r in range(before)]
+    iterators = [iter(rank) for rank in ranks]
+    for steps in range(-(-total // before) + 1):
+        states = [rank.state_dict() for rank in ranks]
+        assert all(state == states[0] for state in states)
+        if steps % 5 in (0, 1) or steps > total // before - 2:
+            state = json.loads(json.dumps(states[0]))  # plain values
+            rest = []
+            for rank in range(after):
+                resumed = dataset(corpus, infinite=infinite, dp_rank=rank, dp_world_size=after)
+                resumed.load_state_dict(state)
+                assert resumed.state_dict() == states[0]
+                rest.append(flats(take(resumed, max(0, -(-(total - steps * before) // after)))))
+            joined = [item for row in zip(*rest, strict=True) for item in row]
+            expected = stream[steps * before :]
+            assert joined[: len(expected)] == expected
+            assert all(item[2] == [] for item in joined[len(expected) :]) or infinite
+        if steps * before < total:
+            for iterator in iterators:
+                next(iterator)
+
+
+def test_counts_after_a_resume_are_those_of_one_run(corpus):
+    whole = dataset(corpus)
+    length = len(list(whole))
+    for stop in range(length):
+        packs = dataset(corpus)
+        take(packs, stop)
+        resumed = dataset(corpus)
+        resumed.load_state_dict(packs.state_dict())
+        assert len(list(resumed)) == length - stop
+        assert resumed.counts == whole.counts
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("seq_len", 32), ("seed", 6), ("long_documents", "truncate"), ("shuffle", False)]
+)
+def test_state_of_another_stream_is_refused(corpus, option, value):
+    state = dataset(corpus).state_dict()
+    with pytest.raises(ValueError, match=rf"{option} = .*, this run has {value!r}; resume with the same"):
+        dataset(corpus, **{option: value}).load_state_dict(state)
+
+
+def test_state_of_other_records_or_tokens_is_refused(corpus, tmp_path):
+    packs = dataset(corpus)
+    state = next(state for _ in packs if (state := packs.state_dict())["cursor"]["carried"])
+    other = tmp_path / "other.jsonl"
+    other.write_text(corpus.read_text() + '{"text": "121 3 0"}\n')
+    with pytest.raises(ValueError, match="num_records = 120, this run has 121; resume with the same value"):
+        dataset(other).load_state_dict(state)
+    state["cursor"]["carried"][0][1] += 1
+    resumed = dataset(corpus)
+    resumed.load_state_dict(state)
+    with pytest.raises(ValueError, match=r"train.jsonl:\d+ has no token .* resume with the same tokenizer"):
+        next(iter(resumed))
+
+
+@pytest.mark.parametrize("infinite", [True, False])
+def test_corpus_without_a_label_is_an_error_and_no_endless_loop(tmp_path, infinite):
+    path = write(tmp_path / "train.jsonl", [(1, 5, 5), (2, 1, 0), (3, 90, 80)])
+    with pytest.raises(ValueError, match=r"no record of .* has a token to train on; add assistant messages"):
+        next(iter(dataset(path, long_documents="truncate", infinite=infinite)))
+    assert len(list(dataset(path, long_documents="split"))) == 1
+
+
+def test_record_that_the_tokenizer_refuses_is_named(corpus, tmp_path):
+    path = tmp_path / "train.jsonl"
+    path.write_text('{"text": "1 5 0"}\n\n{"text": "not numbers"}\n')
+    with pytest.raises(ValueError, match=r"train.jsonl:3: invalid literal"):
+        list(dataset(path))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"seq_len": 0}, "seq_len is 0; give"),
+        ({"window_packs": 1}, "window_packs is 1; give"),
+        ({"dp_rank": 2, "dp_world_size": 2}, "dp_rank is 2 of 2; give"),
+        ({"seed": -1}, "seed is -1; give"),
+        ({"long_documents": "drop"}, "long_documents is 'drop'; use one of truncate, split"),
+    ],
+)
+def test_arguments_out_of_range_are_refused(corpus, options, words):
+    with pytest.raises(ValueError, match=words):
+        dataset(corpus, **options)
+
+
+def test_dataset_is_stateful(corpus):
+    assert isinstance(dataset(corpus), Stateful)
+
+
+def test_collate_stacks_rows_and_shifts_documents(corpus):
+    samples = take(dataset(corpus), 3)
+    empty = ({**samples[0][0], "documents": np.zeros((0, 2), dtype=np.int32)}, samples[0][1])
+    inputs, labels = collate_packs([samples[0], empty, samples[2]])
+    assert set(inputs) == {"input", "positions", "documents"}
+    assert inputs["input"].shape == inputs["positions"].shape == labels.shape == (3, SEQ_LEN)
+    assert torch.equal(inputs["input"][2], samples[2][0]["input"])
+    assert inputs["positions"].dtype == torch.int32
+    documents = inputs["documents"]
+    assert isinstance(documents, np.ndarray)
+    assert documents.dtype == np.int32
+    first, last = samples[0][0]["documents"], samples[2][0]["documents"]
+    np.testing.assert_array_equal(documents, np.concatenate([first, last + 2 * SEQ_LEN]))
+
+
+def loader(path, num_workers, batch_size=2, **options):
+    packs = dataset(path, **options)
+    return StatefulDataLoader(packs, batch_size=batch_size, num_workers=num_workers, collate_fn=collate_packs)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_loader_resumes_in_the_middle_of_an_epoch(corpus, num_workers):
+    reference = flats(take(loader(corpus, 0, infinite=True), 30))
+    for steps in (0, 1, 5, 17):
+        running = loader(corpus, num_workers, infinite=True)
+        assert flats(take(running, steps)) == reference[:steps]
+        state = running.state_dict()
+        resumed = loader(corpus, num_workers, infinite=True)
+        resumed.load_state_dict(state)
+        assert flats(take(resumed, 30 - steps)) == reference[steps:]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_loader_repeats_a_finite_epoch(corpus, num_workers):
+    """What a validation set needs."""
+    validation = loader(corpus, num_workers, dp_rank=1, dp_world_size=2)
+    first = flats(validation)
+    assert len(first) > 5
+    take(validation, 2)
+    assert flats(validation) == first
+    resumed = loader(corpus, num_workers, dp_rank=1, dp_world_size=2)
+    take(resumed, 3)
+    state = resumed.state_dict()
+    resumed = loader(corpus, num_workers, dp_rank=1, dp_world_size=2)
+    resumed.load_state_dict(state)
+    assert flats(resumed) == first[3:]
+    assert flats(resumed) == first
+
+
+def test_more_than_one_worker_is_refused(corpus):
+    with pytest.raises(ValueError, match="num_workers is 2; use 0 or 1"):
+        next(iter(loader(corpus, 2)))
+
+
+def test_packs_are_full_on_the_length_histogram(tmp_path):
+    """The benchmark's document lengths (cumulative % at each bin's upper edge), 64k packs: at least 98% full."""
+    edges = [1, 10, 50, 100, 200, 500, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072, 196608]
+    cumulative = [0.22, 3.13, 8.33, 18.56, 46.75, 71.38, 87.03, 94.37, 97.42, 98.71, 99.56, 99.70, 99.86, 100]
+    rng = np.random.default_rng(0)
+    bins = np.searchsorted(cumulative, rng.uniform(0, 100, 4000))
+    lengths = rng.integers(np.array(edges)[bins], np.array(edges)[bins + 1]) + 2
+    path = write(tmp_path / "train.jsonl", [(i, int(n), 0) for i, n in enumerate(lengths)])
+    for long_documents in ("split", "truncate"):
+        start = time.perf_counter()
+        packs = dataset(path, seq_len=65536, long_documents=long_documents, infinite=True, window_packs=32)
+        take(packs, 64)
+        assert packs.counts.fill >= 0.98
+        assert time.perf_counter() - start < 20  # 1 s on an idle core
