@@ -1,1 +1,28 @@
 """Varlen context parallelism for torchtitan: packed documents over the ranks of a context-parallel mesh."""
+
+from torchtitan_magi.attention import cp_varlen_attn, flex_flash_attn
+from torchtitan_magi.dispatch import dispatch, undispatch
+from torchtitan_magi.plan import AttnPlan, make_plan
+from torchtitan_magi.slices import (
+    AttnSlices,
+    block_causal,
+    shared_prompt,
+    sliding_window,
+    varlen_causal,
+    varlen_full,
+)
+
+__all__ = [
+    "AttnPlan",
+    "AttnSlices",
+    "block_causal",
+    "cp_varlen_attn",
+    "dispatch",
+    "flex_flash_attn",
+    "make_plan",
+    "shared_prompt",
+    "sliding_window",
+    "undispatch",
+    "varlen_causal",
+    "varlen_full",
+]

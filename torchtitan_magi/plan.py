@@ -1,7 +1,7 @@
 """The dispatch plan of one microbatch: who owns which tokens, who sends which K/V rows when, who computes what.
 
-A plan is a pure function of replicated input. Every rank computes the same one, without a process group or a collective,
-and any rank's share can be computed anywhere. It is made once per microbatch and shared by all layers.
+A plan is a pure function of replicated input. Every rank computes the same one, without a process group or a
+collective, and any rank's share can be computed anywhere. It is made once per microbatch and shared by all layers.
 """
 
 import functools
@@ -152,7 +152,7 @@ def _check_range(slices: AttnSlices, total_tokens: int) -> None:
     if (reach > total_tokens).any():
         i = int((reach > total_tokens).argmax())
         raise ValueError(
-            f"slice {i} is {slices.table[i].tolist()} but the pack has {total_tokens} tokens; cut it or pass more tokens"
+            f"slice {i} is {slices.table[i].tolist()} but the pack has {total_tokens} tokens; cut it to fit"
         )
 
 

@@ -1,13 +1,13 @@
 """Attention masks as lists of slices, and the geometry that the rest of the package needs of them.
 
-An ``AttnSlice`` ``(q_start, q_end, k_start, k_end, mask_type)`` lets each query row ``q`` in ``[q_start, q_end)`` see one
-interval of keys ``[lo(q), hi(q))``:
+An ``AttnSlice`` ``(q_start, q_end, k_start, k_end, mask_type)`` lets each query row ``q`` in ``[q_start, q_end)`` see
+one interval of keys ``[lo(q), hi(q))``:
 
     lo(q) = k_start + [INV_CAUSAL or BI_CAUSAL] * (q - q_start)
     hi(q) = k_end   - [CAUSAL or BI_CAUSAL]     * (q_end - 1 - q)
 
-so CAUSAL is aligned at the bottom right, INV_CAUSAL at the top left, and BI_CAUSAL is a diagonal band. ``mask_type`` is a
-bit field: bit 0 makes the upper bound move with the row, bit 1 the lower bound. A mask is the union of its slices.
+so CAUSAL is aligned at the bottom right, INV_CAUSAL at the top left, and BI_CAUSAL is a diagonal band. ``mask_type`` is
+a bit field: bit 0 makes the upper bound move with the row, bit 1 the lower bound. A mask is the union of its slices.
 """
 
 import itertools

@@ -1,0 +1,48 @@
+"""One context-parallel attention case, on any transport, against the dense fp64 reference."""
+
+from dataclasses import dataclass
+
+import torch
+from dense import assert_within_budget
+
+from torchtitan_magi import dispatch, make_plan, undispatch
+from torchtitan_magi.attention import BoundPlan, attention_op, choose_block_attn, make_handle
+from torchtitan_magi.slices import AttnSlices
+
+
+@dataclass(frozen=True)
+class Case:
+    slices: AttnSlices
+    mask: torch.Tensor  # bool [total, total], written down from the documents
+    heads: tuple[int, int] = (4, 2)
+    head_dim: int = 16
+    stages: int = 1
+    seed: int = 0
+    dtype: torch.dtype = torch.float32
+    fp32_reduce: bool = False
+
+
+def run_case(case, cp_size, mesh, device="cpu"):
+    """out, lse, dq, dk, dv of the whole pack (replicated), computed by the ranks of ``mesh``."""
+    total = len(case.mask)
+    q, k, v, dout = inputs(case, device)
+    plan = make_plan(case.slices, total, cp_size, case.stages)
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    q_local, k_local, v_local = (dispatch(x, plan, mesh) for x in (q, k, v))
+    block_attn = choose_block_attn("auto", q.device)
+    bound = BoundPlan(plan, mesh, block_attn, *case.heads, q.device, fp32_reduce=case.fp32_reduce)
+    out, lse = attention_op(q_local, k_local, v_local, make_handle(bound), case.head_dim**-0.5)
+    out = undispatch(out, plan, mesh)
+    out.backward(dout)
+    return {"out": out.detach(), "lse": undispatch(lse.detach(), plan, mesh), "dq": q.grad, "dk": k.grad, "dv": v.grad}
+
+
+def inputs(case, device="cpu"):
+    generator = torch.Generator().manual_seed(case.seed)
+    shapes = [(len(case.mask), heads, case.head_dim) for heads in (*case.heads, case.heads[1], case.heads[0])]
+    return [torch.randn(shape, generator=generator).to(case.dtype).to(device) for shape in shapes]
+
+
+def check(case, ours):
+    q, k, v, dout = inputs(case)
+    assert_within_budget({n: x.cpu() for n, x in ours.items()}, q, k, v, dout, case.mask, case.head_dim**-0.5)

@@ -1,0 +1,172 @@
+import gc
+
+import numpy as np
+import pytest
+import torch
+from cp_case import Case, check, inputs, run_case
+from dense import assert_within_budget, dense_with_grads
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from loopback import Loopback
+from masks import dense_mask, document_lengths, slice_lists
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import torchtitan_magi as magi
+from torchtitan_magi.attention import (
+    BoundPlan,
+    attention_backward_op,
+    attention_op,
+    choose_block_attn,
+    make_handle,
+    num_live_plans,
+)
+from torchtitan_magi.slices import AttnSlices
+
+HEADS = st.sampled_from([(4, 2), (2, 2), (4, 1), (5, 1)])
+
+
+def run_on_loopback(case, cp_size):
+    if cp_size == 1:
+        return run_case(case, 1, None)
+    results = Loopback(cp_size).run(lambda transport: run_case(case, cp_size, transport))
+    for result in results[1:]:
+        for name, value in result.items():
+            assert torch.equal(value, results[0][name]), name
+    return results[0]
+
+
+@given(
+    document_lengths(512), st.integers(0, 9), st.sampled_from([1, 2, 3, 4, 8]), HEADS, st.integers(0, 4),
+    st.sampled_from(["causal", "full", "window", "block"]), st.integers(1, 40), st.booleans(),
+)  # fmt: skip
+@settings(max_examples=80)
+def test_documents_over_ranks(lengths, padding, cp_size, heads, stages, kind, size, fp32_reduce):
+    cu = np.cumsum([0, *lengths])
+    total = int(cu[-1]) + padding
+    document = np.full(total, -1)
+    document[: cu[-1]] = np.repeat(np.arange(len(lengths)), lengths)
+    q, k = np.mgrid[:total, :total]
+    same = (document[:, None] == document[None]) & (document[:, None] >= 0)
+    block = (np.arange(total) - cu[np.maximum(document, 0)]) // size
+    slices, mask = {
+        "causal": (magi.varlen_causal(cu), same & (k <= q)),
+        "full": (magi.varlen_full(cu), same),
+        "window": (magi.sliding_window(cu, size), same & (k <= q) & (q - k < size)),
+        "block": (magi.block_causal(cu, size), same & (block[None] <= block[:, None])),
+    }[kind]
+    case = Case(slices, torch.from_numpy(mask), heads, 8, stages, fp32_reduce=fp32_reduce)
+    check(case, run_on_loopback(case, cp_size))
+
+
+@given(
+    st.integers(1, 60).flatmap(lambda n: st.tuples(st.just(n), slice_lists(n, n))), st.sampled_from([1, 2, 3, 8]), HEADS
+)
+@settings(max_examples=60)
+def test_any_slices_over_ranks(total_and_slices, cp_size, heads):
+    total, slices = total_and_slices
+    case = Case(slices, torch.from_numpy(dense_mask(slices.table, total, total)), heads, 8, 2)
+    check(case, run_on_loopback(case, cp_size))
+
+
+def test_shared_prompt_pairs_over_ranks():
+    lengths = np.array([[100, 30, 61], [7, 90, 12], [0, 20, 33]])
+    part = np.repeat(np.arange(9), lengths.ravel())
+    q, k = np.mgrid[: len(part), : len(part)]
+    mask = (part[q] // 3 == part[k] // 3) & (k <= q) & ((part[q] == part[k]) | (part[k] % 3 == 0))
+    case = Case(magi.shared_prompt(lengths), torch.from_numpy(mask), stages=3)
+    check(case, run_on_loopback(case, 4))
+
+
+@given(st.integers(1, 40), st.integers(0, 40), st.data())
+@settings(max_examples=60)
+def test_flex_flash_attn_on_one_device(num_q, num_k, data):
+    slices = data.draw(slice_lists(num_q, num_k))
+    mask = torch.from_numpy(dense_mask(slices.table, num_q, num_k))
+    generator = torch.Generator().manual_seed(num_q)
+    q, dout = (torch.randn(num_q, 4, 8, generator=generator) for _ in range(2))
+    k, v = (torch.randn(num_k, 2, 8, generator=generator) for _ in range(2))
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    out, lse = magi.flex_flash_attn(q, k, v, slices, softmax_scale=0.3)
+    out.backward(dout)
+    ours = {"out": out.detach(), "lse": lse.detach(), "dq": q.grad, "dk": k.grad, "dv": v.grad}
+    assert_within_budget(ours, q, k, v, dout, mask, 0.3)
+
+
+def test_low_precision_stays_within_the_budget():
+    cu = np.cumsum([0, 60, 5, 130, 61])
+    mask = torch.from_numpy(dense_mask(magi.varlen_causal(cu).table, 256, 256))
+    case = Case(magi.varlen_causal(cu), mask, (8, 2), 32, 2, dtype=torch.bfloat16)
+    check(case, run_on_loopback(case, 4))
+
+
+def test_flex_attention_and_the_written_out_backward_agree_with_fp64_to_fp64_precision():
+    cu = np.cumsum([0, 33, 1, 66])
+    mask = torch.from_numpy(dense_mask(magi.varlen_causal(cu).table, 100, 100))
+    case = Case(magi.varlen_causal(cu), mask, stages=2, dtype=torch.float64)
+    ours = run_on_loopback(case, 2)
+    q, k, v, dout = inputs(case)
+    want_all = dense_with_grads(q, k, v, dout, mask, case.head_dim**-0.5, torch.float64)
+    for name in ours:
+        torch.testing.assert_close(ours[name], want_all[name], rtol=1e-10, atol=1e-11)
+
+
+def test_the_public_call_is_differentiable_and_shares_index_data_between_layers():
+    before = num_live_plans()
+    plan = magi.make_plan(magi.varlen_causal([0, 20, 50]), 50, 1)
+    x = torch.randn(50, 2, 8, requires_grad=True)
+    y = magi.cp_varlen_attn(x, x, x, plan)
+    magi.cp_varlen_attn(y, y, y, plan).square().sum().backward()
+    assert num_live_plans() == before + 1
+    assert torch.isfinite(x.grad).all()
+    assert x.grad.norm() > 0
+
+
+def test_plans_live_as_long_as_a_graph_needs_them_and_no_longer():
+    gc.collect()
+    before = num_live_plans()
+    q = torch.randn(30, 2, 8, requires_grad=True)
+    out, _ = magi.flex_flash_attn(q, q, q, magi.varlen_causal([0, 30]))
+    gc.disable()
+    try:
+        assert num_live_plans() == before + 1
+        out.sum().backward()
+        del out
+        assert num_live_plans() == before
+    finally:
+        gc.enable()
+
+
+def test_ops_keep_their_promises_to_compilers():
+    """The fakes give the shapes, dtypes and strides of the real outputs."""
+    plan = magi.make_plan(magi.varlen_causal([0, 4, 9]), 9, 1)
+    bound = BoundPlan(plan, None, choose_block_attn("flex", torch.device("cpu")), 2, 1, torch.device("cpu"))
+    handle = make_handle(bound)
+    q, k, v, dout = (torch.randn(9, heads, 4, dtype=torch.bfloat16) for heads in (2, 1, 1, 2))
+    out, lse = attention_op(q, k, v, handle, 0.5)
+    grads = attention_backward_op(dout, q, k, v, out, lse, handle, 0.5)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        fake = attention_op(q, k, v, handle, 0.5)
+        fake_grads = attention_backward_op(dout, q, k, v, out, lse, handle, 0.5)
+    for real, promised in zip((out, lse, *grads), (*fake, *fake_grads), strict=True):
+        assert (real.shape, real.dtype, real.stride()) == (promised.shape, promised.dtype, promised.stride())
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda x, plan: magi.cp_varlen_attn(x[:7], x[:7], x[:7], plan), "q has 7 rows but the plan gives each rank 8"),
+        (lambda x, plan: magi.cp_varlen_attn(x, x[:, :3], x[:, :3], plan), "Hq a multiple of H"),
+        (lambda x, plan: magi.cp_varlen_attn(x, x, x, plan, backend="fla"), "backend is 'fla'; use one of"),
+        (lambda x, plan: magi.cp_varlen_attn(x, x, x, magi.make_plan(plan.slices, 8, 2)), "each rank 4 tokens"),
+        (lambda x, plan: magi.cp_varlen_attn(x[:4], x[:4], x[:4], magi.make_plan(plan.slices, 8, 2)), "mesh has 1"),
+        (lambda x, plan: magi.dispatch(x[:3], plan, None), "x has 3 rows but the plan 8 tokens"),
+        (lambda x, plan: magi.undispatch(x[:3], plan, None), "x_local has 3 rows"),
+        (lambda x, plan: magi.flex_flash_attn(x, x, x, AttnSlices([[0, 9, 0, 1, 0]])), "q has 8 rows"),
+        (lambda x, plan: magi.flex_flash_attn(x, x, x, AttnSlices([[0, 1, 0, 9, 0]])), "k has 8 rows"),
+    ],
+)
+def test_misuse_is_one_line_that_names_the_value(call, message):
+    plan = magi.make_plan(magi.varlen_causal([0, 8]), 8, 1)
+    with pytest.raises(ValueError, match=message) as error:
+        call(torch.randn(8, 4, 8), plan)
+    assert "\n" not in str(error.value)

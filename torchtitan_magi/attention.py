@@ -1,0 +1,364 @@
+"""Context-parallel attention of one layer: the stage loop, forward and backward, as ops no compiler looks into.
+
+Shapes: T local tokens, Hq query heads, H K/V heads, D head_dim, rows = K/V rows of a stage's buffer.
+"""
+
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torchtitan_magi.comm import Mesh, Transport, add_returned_rows, as_transport, group_cast, group_reduce
+from torchtitan_magi.plan import AttnPlan, Stage
+from torchtitan_magi.slices import AttnSlices
+
+BACKENDS = ("auto", "ffa", "flex")
+
+
+class BlockAttn(Protocol):
+    """Attention of one stage's queries over its K/V buffer: our kernel (ffa.py) or flex_attention (reference.py)."""
+
+    def prepare(self, slices: AttnSlices, num_q: int, num_k: int, num_heads_q: int, num_heads_kv: int) -> Any:
+        """Index data on the host, as ``.words`` (int32 [n]); its ``.to(words_on_device)`` is the mask of a call."""
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Any,
+        softmax_scale: float,
+        accumulate: tuple[Tensor, Tensor] | None,
+    ) -> tuple[Tensor, Tensor]: ...
+
+    def backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        lse: Tensor,
+        delta: Tensor,
+        mask: Any,
+        softmax_scale: float,
+        dq: Tensor,
+        dk: Tensor,
+        dv: Tensor,
+        deterministic: bool,
+    ) -> None: ...
+
+
+def choose_block_attn(backend: str, device: torch.device) -> BlockAttn:
+    """The block attention of a backend: "ffa" (our Hopper kernel), "flex" (flex_attention), or "auto".
+
+    "auto" is ffa on CUDA and flex on CPU; it never falls back from one to the other on its own.
+
+    Raises:
+        ValueError: an unknown backend, or ffa without a Hopper GPU.
+    """
+    if backend not in BACKENDS:
+        raise ValueError(f"backend is {backend!r}; use one of {', '.join(map(repr, BACKENDS))}")
+    if backend == "flex" or (backend == "auto" and device.type == "cpu"):
+        from torchtitan_magi.reference import FlexBlockAttn
+
+        return FlexBlockAttn()
+    from torchtitan_magi.ffa import FfaBlockAttn
+
+    return FfaBlockAttn(device)
+
+
+class BoundPlan:
+    """One rank's share of a plan, ready to run: index data on the device, the transport and the block attention.
+
+    Args:
+        plan: the microbatch's plan.
+        mesh: the context-parallel mesh or group; None for a single rank.
+        block_attn: from ``choose_block_attn``.
+        num_heads_q, num_heads_kv: heads of the layers on this rank (under tensor parallelism, its part of them).
+        device: of the layers' tensors.
+        deterministic: repeat bit for bit.
+        fp32_reduce: send dK/dV in float32 instead of the dtype of k.
+    """
+
+    def __init__(
+        self,
+        plan: AttnPlan,
+        mesh: Mesh,
+        block_attn: BlockAttn,
+        num_heads_q: int,
+        num_heads_kv: int,
+        device: torch.device,
+        deterministic: bool = False,
+        fp32_reduce: bool = False,
+    ) -> None:
+        self.transport: Transport = as_transport(mesh, plan.cp_size)
+        self.block_attn = block_attn
+        self.deterministic = deterministic
+        self.fp32_reduce = fp32_reduce
+        share = plan.ranks[self.transport.rank]
+        self.stages: tuple[Stage, ...] = share.stages
+        num_q = plan.tokens_per_rank
+        masks = [
+            block_attn.prepare(stage.slices, num_q, stage.num_rows, num_heads_q, num_heads_kv) for stage in self.stages
+        ]
+        # One copy to the device for all index data of the microbatch.
+        parts = [share.tokens, *(stage.send_rows for stage in self.stages), *(mask.words for mask in masks)]
+        words = np.concatenate([np.asarray(part, np.int32) for part in parts])
+        on_device = _upload(words, device).split([len(part) for part in parts])
+        self.tokens = on_device[0]  # the token behind each local token number, int32 [T]
+        self.send_rows = on_device[1 : 1 + len(self.stages)]
+        self.masks = [mask.to(part) for mask, part in zip(masks, on_device[1 + len(self.stages) :], strict=True)]
+
+
+def _upload(words: np.ndarray, device: torch.device) -> Tensor:
+    host = torch.from_numpy(words)
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
+
+
+# ------------------------------------------------------------------------------------------------------- the stage loop
+
+
+def _forward(bound: BoundPlan, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float) -> tuple[Tensor, Tensor]:
+    """out [T, Hq, D] in the dtype of q, lse [T, Hq] in float32 or wider."""
+    many = len(bound.stages) > 1
+    accumulate = None
+    if many:
+        wide = torch.promote_types(q.dtype, torch.float32)
+        accumulate = torch.zeros_like(q, dtype=wide), q.new_full(q.shape[:2], -torch.inf, dtype=wide)
+    arriving = _Arrivals(bound, k, v)
+    for i in range(len(bound.stages)):
+        k_rows, v_rows = arriving.take(i)
+        out, lse = bound.block_attn.forward(q, k_rows, v_rows, bound.masks[i], softmax_scale, accumulate)
+    return out.to(q.dtype), lse
+
+
+def _backward(
+    bound: BoundPlan, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, softmax_scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv with the shapes and dtypes of q, k, v."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    delta = (out.to(wide) * dout.to(wide)).sum(-1)
+    dq = torch.zeros_like(q, dtype=wide)
+    dkv = torch.empty(len(k), 2, *k.shape[1:], dtype=wide, device=k.device)
+    wire = wide if bound.fp32_reduce else k.dtype
+    finish_previous: Callable[[], None] | None = None
+    arriving = _Arrivals(bound, k, v)
+    for i, stage in enumerate(bound.stages):
+        k_rows, v_rows = arriving.take(i)
+        if i == 0 and not stage.communicates:
+            grad = dkv
+        else:
+            grad = torch.empty(stage.num_rows, 2, *k.shape[1:], dtype=wide if i == 0 else wire, device=k.device)
+        bound.block_attn.backward(
+            dout, q, k_rows, v_rows, lse, delta, bound.masks[i], softmax_scale, dq, grad[:, 0], grad[:, 1],
+            bound.deterministic,
+        )  # fmt: skip
+        if stage.communicates:
+            if stage.holds_local:
+                dkv.copy_(grad[: len(k)])
+                grad = grad[len(k) :].to(wire)
+            if finish_previous is not None:
+                finish_previous()
+            finish_previous = _start_reduce(bound, i, grad, dkv)
+    if finish_previous is not None:
+        finish_previous()
+    return dq.to(q.dtype), dkv[:, 0].to(k.dtype, copy=True), dkv[:, 1].to(v.dtype, copy=True)
+
+
+class _Arrivals:
+    """The K/V buffers of the stages, each on its way while the one before is attended to."""
+
+    def __init__(self, bound: BoundPlan, k: Tensor, v: Tensor) -> None:
+        self.bound, self.k, self.v = bound, k, v
+        self.pending = self._start(0)
+
+    def _start(self, i: int) -> tuple[Tensor, Callable[[], None]] | None:
+        if i >= len(self.bound.stages) or not self.bound.stages[i].communicates:
+            return None
+        return group_cast(self.bound.stages[i], self.bound.send_rows[i], self.k, self.v, self.bound.transport)
+
+    def take(self, i: int) -> tuple[Tensor, Tensor]:
+        """K and V rows of stage i, [rows, H, D] each; starts the communication of stage i + 1."""
+        pending = self.pending
+        if pending is not None:
+            pending[1]()
+        self.pending = self._start(i + 1)
+        return (self.k, self.v) if pending is None else (pending[0][:, 0], pending[0][:, 1])
+
+
+def _start_reduce(bound: BoundPlan, i: int, grad: Tensor, dkv: Tensor) -> Callable[[], None]:
+    returned, wait = group_reduce(bound.stages[i], grad, bound.transport)
+
+    def finish() -> None:
+        wait()
+        add_returned_rows(bound.stages[i], bound.send_rows[i], returned, dkv)
+
+    return finish
+
+
+# ------------------------------------------------------------------------------------------------------------- the ops
+# Compilers see one op for the forward and one for the backward. The plan reaches them through a handle: a 0-d int64 CPU
+# tensor that names it and keeps it alive, also while it is saved for the backward or for recomputation.
+
+_bound_plans: weakref.WeakValueDictionary[int, BoundPlan] = weakref.WeakValueDictionary()
+_next_handle = iter(range(1, 2**63 - 1))
+
+
+def make_handle(bound: BoundPlan) -> Tensor:
+    """A 0-d int64 CPU tensor through which ``attention_op`` finds ``bound``; it owns it."""
+    number = next(_next_handle)
+    handle = torch.tensor(number, dtype=torch.int64)
+    handle.bound_plan = bound  # type: ignore[attr-defined]
+    _bound_plans[number] = bound
+    return handle
+
+
+def num_live_plans() -> int:
+    """How many bound plans are alive."""
+    return len(_bound_plans)
+
+
+@torch.library.custom_op("torchtitan_magi::cp_varlen_attn", mutates_args=())
+def attention_op(q: Tensor, k: Tensor, v: Tensor, handle: Tensor, softmax_scale: float) -> tuple[Tensor, Tensor]:
+    """(out [T, Hq, D], lse [T, Hq]) of the bound plan behind ``handle``. q [T, Hq, D]; k, v [T, H, D]."""
+    return _forward(_bound_plans[int(handle)], q, k, v, softmax_scale)
+
+
+@attention_op.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, handle: Tensor, softmax_scale: float) -> tuple[Tensor, Tensor]:
+    lse_dtype = torch.promote_types(q.dtype, torch.float32)
+    return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=lse_dtype)
+
+
+@torch.library.custom_op("torchtitan_magi::cp_varlen_attn_backward", mutates_args=())
+def attention_backward_op(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, handle: Tensor, softmax_scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv) of ``attention_op``."""
+    return _backward(_bound_plans[int(handle)], dout, q, k, v, out, lse, softmax_scale)
+
+
+@attention_backward_op.register_fake
+def _(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, handle: Tensor, softmax_scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, handle, ctx.softmax_scale = inputs
+    ctx.save_for_backward(q, k, v, *output, handle)
+
+
+def _op_backward(ctx: Any, dout: Tensor, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    q, k, v, out, lse, handle = ctx.saved_tensors
+    grads = torch.ops.torchtitan_magi.cp_varlen_attn_backward(dout, q, k, v, out, lse, handle, ctx.softmax_scale)
+    return (*grads, None, None)
+
+
+attention_op.register_autograd(_op_backward, setup_context=_setup_context)
+
+
+# ---------------------------------------------------------------------------------------------------------- public API
+
+_handles: weakref.WeakKeyDictionary[AttnPlan, dict[tuple[Any, ...], Tensor]] = weakref.WeakKeyDictionary()
+
+
+def cp_varlen_attn(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: AttnPlan,
+    mesh: Mesh = None,
+    *,
+    softmax_scale: float | None = None,
+    backend: str = "auto",
+    deterministic: bool = False,
+    fp32_reduce: bool = False,
+) -> Tensor:
+    """Attention of this rank's tokens over all K/V their mask lets them see, wherever they are. Differentiable.
+
+    Every rank of the mesh calls it with its share of the tokens, in the order of ``dispatch``.
+
+    Args:
+        q: [T, Hq, D] with T = plan.tokens_per_rank. k, v: [T, H, D], Hq a multiple of H.
+        plan: from ``make_plan``, the same on every rank; layers that share it also share its index data.
+        mesh: the context-parallel mesh or group; None for a single rank.
+        softmax_scale: default D ** -0.5.
+        backend: "auto" (our kernel on CUDA, flex_attention on CPU), "ffa" or "flex".
+        deterministic: repeat bit for bit.
+        fp32_reduce: send dK/dV in float32 instead of the dtype of k.
+
+    Returns:
+        [T, Hq, D] in the dtype of q; rows that see no key are 0. Only ``out`` is differentiable.
+
+    Raises:
+        ValueError: shapes that do not fit each other or the plan; an unknown or unusable backend.
+    """
+    _check_shapes(q, k, v, plan.tokens_per_rank)
+    key = (q.shape[1], k.shape[1], q.device, backend, deterministic, fp32_reduce, mesh)
+    handles = _handles.setdefault(plan, {})
+    if key not in handles:
+        block_attn = choose_block_attn(backend, q.device)
+        handles[key] = make_handle(
+            BoundPlan(plan, mesh, block_attn, q.shape[1], k.shape[1], q.device, deterministic, fp32_reduce)
+        )
+    return attention_op(q, k, v, handles[key], q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale)[0]
+
+
+def flex_flash_attn(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    slices: AttnSlices,
+    *,
+    softmax_scale: float | None = None,
+    backend: str = "auto",
+    deterministic: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Attention under any list of AttnSlices, on one device. ``out`` is differentiable, ``lse`` is not.
+
+    Args:
+        q: [Tq, Hq, D]. k, v: [Tk, H, D], Hq a multiple of H.
+        slices: the mask; queries in rows of q, keys in rows of k.
+        softmax_scale, backend, deterministic: as in ``cp_varlen_attn``.
+
+    Returns:
+        out [Tq, Hq, D] in the dtype of q and lse [Tq, Hq], natural logarithms in float32 or wider; rows that no slice
+        touches have out 0 and lse -inf.
+
+    Raises:
+        ValueError: shapes that do not fit; a slice beyond Tq or Tk; an unknown or unusable backend.
+    """
+    _check_shapes(q, k, v, None)
+    bound = _SingleDevice(slices, q, k, choose_block_attn(backend, q.device), deterministic)
+    return attention_op(q, k, v, make_handle(bound), q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale)
+
+
+class _SingleDevice(BoundPlan):
+    """Slices over one device's q and k, which may differ in length, as a plan of one stage without communication."""
+
+    def __init__(self, slices: AttnSlices, q: Tensor, k: Tensor, block_attn: BlockAttn, deterministic: bool) -> None:
+        for name, length, column in (("q", len(q), 1), ("k", len(k), 3)):
+            beyond = slices.table[:, column] > length
+            if beyond.any():
+                i = int(beyond.argmax())
+                raise ValueError(f"slice {i} is {slices.table[i].tolist()} but {name} has {length} rows; cut the slice")
+        slices = slices.canonical()
+        self.block_attn, self.deterministic, self.fp32_reduce = block_attn, deterministic, True
+        self.stages = (Stage(slices, True, len(k), False, np.zeros(0, np.int64), (0,), (0,)),)
+        mask = block_attn.prepare(slices, len(q), len(k), q.shape[1], k.shape[1])
+        self.masks = [mask.to(_upload(mask.words, q.device))]
+
+
+def _check_shapes(q: Tensor, k: Tensor, v: Tensor, num_tokens: int | None) -> None:
+    if q.ndim != 3 or k.ndim != 3 or k.shape != v.shape or q.shape[-1] != k.shape[-1] or q.shape[1] % k.shape[1]:
+        raise ValueError(
+            f"q, k, v have shapes {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}; give [T, Hq, D], [T, H, D], "
+            "[T, H, D] with Hq a multiple of H"
+        )
+    if num_tokens is not None and not len(q) == len(k) == num_tokens:
+        raise ValueError(f"q has {len(q)} rows but the plan gives each rank {num_tokens} tokens; dispatch them first")

@@ -1,0 +1,144 @@
+"""Moving the K/V rows that are needed, and only those: group_cast to the ranks that need them, group_reduce back.
+
+Shapes: T tokens of this rank, S rows sent and R rows received in a stage, H K/V heads, D head_dim. K and V travel fused
+as [rows, 2, H, D]. What is received lies in the order in which the plan numbered it, so nothing is un-permuted.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from torchtitan_magi.plan import Stage
+
+Wait = Callable[[], None]
+
+
+class Transport(Protocol):
+    """What the module needs of a group of ranks."""
+
+    rank: int
+    size: int
+
+    def all_to_all(
+        self, output: Tensor, input: Tensor, output_splits: Sequence[int], input_splits: Sequence[int]
+    ) -> Wait:
+        """Starts to exchange blocks of rows (dim 0); calling the result waits until ``output`` may be read."""
+
+    def all_gather(self, output: Tensor, input: Tensor) -> None:
+        """Concatenates the equal-sized inputs of all ranks along dim 0."""
+
+
+class ProcessGroupTransport:
+    """Collectives of a torch process group (NCCL on GPUs, gloo on CPU)."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+
+    def all_to_all(
+        self, output: Tensor, input: Tensor, output_splits: Sequence[int], input_splits: Sequence[int]
+    ) -> Wait:
+        work = dist.all_to_all_single(
+            output, input, list(output_splits), list(input_splits), group=self.group, async_op=True
+        )
+
+        def wait() -> None:
+            work.wait()
+            # gloo has no streams, and NCCL's wait() orders `input` too: it may be freed from here on.
+            del input_kept_alive[:]
+
+        input_kept_alive = [input]
+        return wait
+
+    def all_gather(self, output: Tensor, input: Tensor) -> None:
+        dist.all_gather_into_tensor(output, input, group=self.group)
+
+
+class SingleRank:
+    """The transport of a group of one."""
+
+    rank, size = 0, 1
+
+    def all_to_all(
+        self, output: Tensor, input: Tensor, output_splits: Sequence[int], input_splits: Sequence[int]
+    ) -> Wait:
+        raise AssertionError("a plan for one rank never communicates")
+
+    def all_gather(self, output: Tensor, input: Tensor) -> None:
+        output.copy_(input)
+
+
+Mesh = DeviceMesh | dist.ProcessGroup | Transport | None
+
+
+def as_transport(mesh: Mesh, cp_size: int) -> Transport:
+    """The transport of a one-dimensional mesh, a process group, or None (a single rank).
+
+    Raises:
+        ValueError: the mesh has several dimensions, or not cp_size ranks.
+    """
+    if mesh is None:
+        transport: Transport = SingleRank()
+    elif isinstance(mesh, DeviceMesh):
+        if mesh.ndim != 1:
+            raise ValueError(
+                f"the mesh has dimensions {mesh.mesh_dim_names}; pass the context-parallel one, mesh['cp']"
+            )
+        transport = ProcessGroupTransport(mesh.get_group())
+    elif isinstance(mesh, dist.ProcessGroup):
+        transport = ProcessGroupTransport(mesh)
+    else:
+        transport = mesh
+    if transport.size != cp_size:
+        raise ValueError(
+            f"the plan is for {cp_size} ranks but the mesh has {transport.size}; plan with cp_size of the mesh"
+        )
+    return transport
+
+
+def group_cast(stage: Stage, send_rows: Tensor, k: Tensor, v: Tensor, transport: Transport) -> tuple[Tensor, Wait]:
+    """Starts to bring the K/V rows of a stage.
+
+    Args:
+        send_rows: ``stage.send_rows`` on the device of k.
+        k, v: [T, H, D], this rank's own.
+
+    Returns:
+        The stage's K/V buffer [stage.num_rows, 2, H, D] (own rows first if the stage holds them), to be read after
+        calling the second value.
+    """
+    buffer = k.new_empty(stage.num_rows, 2, *k.shape[1:])
+    received = buffer
+    if stage.holds_local:
+        buffer[: len(k), 0] = k
+        buffer[: len(k), 1] = v
+        received = buffer[len(k) :]
+    sent = torch.stack((k.index_select(0, send_rows), v.index_select(0, send_rows)), 1)
+    return buffer, transport.all_to_all(received, sent, stage.recv_splits, stage.send_splits)
+
+
+def group_reduce(stage: Stage, received_grad: Tensor, transport: Transport) -> tuple[Tensor, Wait]:
+    """Starts to send gradients of received K/V rows back to their owners; the reverse of ``group_cast``.
+
+    Args:
+        received_grad: [R, 2, H, D], contiguous, in the dtype in which it travels.
+
+    Returns:
+        [S, 2, H, D]: the gradients of the rows this rank sent, to be read after calling the second value.
+    """
+    returned = received_grad.new_empty(sum(stage.send_splits), *received_grad.shape[1:])
+    return returned, transport.all_to_all(returned, received_grad, stage.send_splits, stage.recv_splits)
+
+
+def add_returned_rows(stage: Stage, send_rows: Tensor, returned: Tensor, grad: Tensor) -> None:
+    """Adds what ``group_reduce`` brought to ``grad`` [T, 2, H, D], rank after rank.
+
+    One rank asks for a row at most once, so within one rank no two rows collide and the sums have a fixed order.
+    """
+    for rows, values in zip(send_rows.split(stage.send_splits), returned.split(stage.send_splits), strict=True):
+        grad.index_add_(0, rows, values.to(grad.dtype))
