@@ -1,0 +1,369 @@
+// FFA backward: dQ, dK, dV from dOut, Q, K, V, the final lse and delta = rowsum(out * dOut).
+//
+// A work item is one tile of 128 keys of one KV head; K and V stay in shared memory while the query blocks (64 rows = 64 / PACK
+// tokens x PACK heads) that see them stream by, one PACK of the group's heads after another, so that dK and dV of all heads add
+// up in registers. Warpgroup 0 holds the producer warp and the warp that adds dQ to global memory; warpgroups 1 and 2 own 64
+// keys each. With everything transposed, P and dS come out in the register layout of the next product's A operand:
+//
+//   S^T = K Q^T, dP^T = V dO^T                             [64 keys, 64 rows]
+//   P^T = exp2(scale * S^T - lse), dS^T = P^T (dP^T - delta)
+//   dV += P^T dO, dK += dS^T Q                             A from registers
+//   dQ[64 rows, half the columns] = dS K                   dS^T of both warpgroups through shared memory
+//
+// DETERMINISTIC orders the additions to a row of dQ by a counter per query block and head pack: tiles in descending order.
+#include "ffa_layout.cuh"
+
+constexpr int kRows = 64;
+constexpr int kTokens = kRows / PACK;
+constexpr int kStages = 2;
+constexpr int kQueryColumns = HEAD_DIM / 2;           // columns of dQ that one warpgroup computes
+
+// ---------------------------------------------------------------------------------------------- shared memory
+constexpr u32 kKeyPanel = kKeys * 128, kRowPanel = kRows * 128;
+constexpr u32 kKeyBytes = kPanels * kKeyPanel, kRowBytes = kPanels * kRowPanel;
+constexpr u32 kRowBytesCopied = kPanels * kTokens * PACK * 128;
+constexpr u32 kQueryGradPanel = kRows * 128;          // [64 rows][32 fp32 columns]
+struct Shared {
+  alignas(1024) unsigned char k[kKeyBytes];
+  alignas(1024) unsigned char v[kKeyBytes];
+  alignas(1024) unsigned char q[kStages][kRowBytes];
+  alignas(1024) unsigned char dout[kStages][kRowBytes];
+  alignas(1024) unsigned char ds[2][kKeys * 128];     // dS^T, [128 keys][64 rows]
+  alignas(1024) unsigned char dq[2][kQueryColumns / 32 * kQueryGradPanel];   // per warpgroup
+  float lse_log2[kStages][kRows];                     // + infinity where a row has no keys or does not exist
+  float delta[kStages][kRows];
+  int2 band[kStages][kRows];
+  int4 item;                                          // {tile, head (see Schedule), flags, 0}; tile < 0: no more work
+  int4 block[kStages];                                // {first token, first head, flags, component << 24 | tile}
+  int4 dq_block[2];                                   // the same, per warpgroup, for the warp that adds dQ
+  u64 kv_full, kv_empty, full[kStages], empty[kStages];
+};
+enum NamedBarrier { kScoreGradReady = 1, kQueryGradFull = 2, kQueryGradEmpty = 4 };   // the latter two + warpgroup
+constexpr int kQueryGradThreads = 128 + 32;
+
+struct BackwardParams {
+  void *dk, *dv;         // rows of head_dim, strides below; input type or fp32
+  const float* lse;      // [num_q, num_heads_q] natural log
+  const float* delta;    // [num_q, num_heads_q]
+  const int4* items;     // [num_tiles][3]
+  const int4* segments;  // [..][2]
+  const int2* bands;     // [layers][num_q]
+  const int* components; // deterministic: [num_q_blocks + 1] offsets into, then {first tile, last tile} of each component
+  int* semaphores;       // deterministic: [num_q_blocks][num_heads_q / PACK], zero before the launch
+  int* counter;          // [2]
+  Schedule schedule;     // heads = KV heads x num_splits
+  int num_splits;        // parts of a KV head's query heads; dk and dv of part s lie s * split_stride elements on
+  int packs_per_split;   // packs of PACK query heads in one part
+  int num_q, num_k, num_heads_q, head_dim, num_q_blocks;
+  int store_float;       // dk and dv are fp32
+  long long dk_token_stride, dk_head_stride, dv_token_stride, dv_head_stride, split_stride;   // elements
+  float softmax_scale, scale_log2;
+};
+
+// The place of (query block, tile) among the additions to the block's dQ: tiles descending, then components ascending.
+DEVICE int addition_rank(const BackwardParams& params, int q_block, int tile, int component) {
+  const int begin = __ldg(params.components + q_block), end = __ldg(params.components + q_block + 1);
+  const int2* spans = (const int2*)(params.components + (params.num_q_blocks + 2) / 2 * 2);
+  int rank = 0;
+  for (int c = begin; c < end; c++) {
+    const int2 span = __ldg(spans + c);
+    rank += max(0, span.y - max(tile, span.x - 1));
+    rank += c - begin < component && span.x <= tile && tile <= span.y;
+  }
+  return rank;
+}
+
+// ---------------------------------------------------------------------------------------------- the kernel
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ TensorMap map_dout,
+             const __grid_constant__ TensorMap map_k, const __grid_constant__ TensorMap map_v,
+             const __grid_constant__ TensorMap map_dq, const __grid_constant__ BackwardParams params) {
+  extern __shared__ unsigned char raw_smem[];
+  Shared& smem = *(Shared*)(((u64)raw_smem + 1023) & ~1023ull);
+  const int warp = warp_uniform(threadIdx.x / 32), warpgroup = warp / 4, lane = threadIdx.x % 32;
+  const u32 kv_full = smem_address(&smem.kv_full), kv_empty = smem_address(&smem.kv_empty);
+  const u32 full = smem_address(smem.full), empty = smem_address(smem.empty);
+  const u32 k = smem_address(smem.k), v = smem_address(smem.v);
+  const u32 q = smem_address(smem.q), dout = smem_address(smem.dout);
+  if (threadIdx.x == 0) {
+    mbarrier_init(kv_full, 1);
+    mbarrier_init(kv_empty, kConsumers / 32);
+    for (int i = 0; i < kStages; i++) {
+      mbarrier_init(full + 8 * i, 2);                 // the copy engine's bytes, and the row statistics
+      mbarrier_init(empty + 8 * i, 2);
+    }
+    mbarrier_init_fence();
+  }
+  if (kTokens * PACK < kRows) {                       // rows the copy engine never writes must not hold NaN
+    for (u32 i = threadIdx.x * 16; i < sizeof(smem.q) + sizeof(smem.dout); i += kThreads * 16)
+      *(uint4*)(raw_smem + q - smem_address(raw_smem) + i) = make_uint4(0, 0, 0, 0);   // dout follows q
+    fence_proxy_async();
+  }
+  __syncthreads();
+
+  if (warpgroup == 0) {
+    registers_release<40>();
+    if (warp == 0) {  // -------------------------------------------------------------------------- producer warp
+      Ring<kStages> ring;
+      u32 kv_phase = 1;
+      int index = blockIdx.x;
+      while (index < params.schedule.num_items()) {
+        int next_index = lane == 0 ? next_item(params.counter) : 0;
+        const WorkItem item = load_item(params.items, params.schedule.tile(index));
+        const int part = params.schedule.head(index);             // KV head x split
+        const int kv_head = part / params.num_splits;
+        mbarrier_wait(kv_empty, kv_phase);
+        kv_phase ^= 1;
+        if (lane == 0) {
+          smem.item = make_int4(item.tile, part, item.num_segments == 0 ? kLastBlock : 0, 0);
+          if (item.num_segments == 0) {
+            mbarrier_arrive(kv_full);
+          } else {
+            mbarrier_arrive_expect(kv_full, 2 * kKeyBytes);
+            for (int p = 0; p < kPanels; p++) {
+              tma_load_3d(k + p * kKeyPanel, &map_k, kv_full, p * 64, kv_head, item.tile * kKeys);
+              tma_load_3d(v + p * kKeyPanel, &map_v, kv_full, p * 64, kv_head, item.tile * kKeys);
+            }
+          }
+        }
+        const int packs = item.num_segments == 0 ? 0 : params.packs_per_split;
+        for (int pack = 0; pack < packs; pack++) {
+          const int head = (part * params.packs_per_split + pack) * PACK;
+          Segment segment = item.segment;
+          for (int i = 0; i < item.num_segments; i++) {
+            if (item.num_segments > 1)
+              segment = i == 0 ? item.segment : load_segment(params.segments, item.first_segment + i - 1);
+            for (int b = segment.first; b < segment.end; b++) {
+              const bool is_full = b >= segment.full_first && b < segment.full_end;
+              const bool last = pack + 1 == packs && i + 1 == item.num_segments && b + 1 == segment.end;
+              const int token = b * kTokens;
+              float lse[2], delta[2];                              // of rows lane and lane + 32
+              int2 band[2];
+#pragma unroll
+              for (int r = 0; r < 2; r++) {
+                const int row = lane + 32 * r, t = token + row / PACK;
+                lse[r] = -kInfinity, delta[r] = 0, band[r] = make_int2(0, 0);
+                if (row < kTokens * PACK && t < params.num_q) {
+                  const long long at = (long long)t * params.num_heads_q + head + row % PACK;
+                  lse[r] = __ldg(params.lse + at);
+                  delta[r] = __ldg(params.delta + at);
+                  if (!is_full) band[r] = __ldg(params.bands + segment.layer * params.num_q + t);
+                }
+              }
+              const int s = ring.stage;
+              mbarrier_wait(empty + 8 * s, ring.phase ^ 1);
+              if (lane == 0) {
+                mbarrier_arrive_expect(full + 8 * s, 2 * kRowBytesCopied);
+                for (int p = 0; p < kPanels; p++) {
+                  const u32 at = s * kRowBytes + p * kRowPanel;
+                  tma_load_3d(q + at, &map_q, full + 8 * s, p * 64, head, token);
+                  tma_load_3d(dout + at, &map_dout, full + 8 * s, p * 64, head, token);
+                }
+                smem.block[s] = make_int4(token, head, (is_full ? kFullBlock : 0) | (last ? kLastBlock : 0),
+                                          segment.component << 24 | item.tile);
+              }
+#pragma unroll
+              for (int r = 0; r < 2; r++) {
+                const int row = lane + 32 * r;
+                smem.lse_log2[s][row] = lse[r] == -kInfinity ? kInfinity : lse[r] * (1.f / kLn2);
+                smem.delta[s][row] = delta[r];
+                smem.band[s][row] = band[r];
+              }
+              __syncwarp();
+              if (lane == 0) mbarrier_arrive(full + 8 * s);
+              ring.advance();
+            }
+          }
+        }
+        index = __shfl_sync(~0u, next_index, 0);
+      }
+      mbarrier_wait(kv_empty, kv_phase);
+      if (lane == 0) {
+        smem.item = make_int4(-1, 0, 0, 0);
+        mbarrier_arrive(kv_full);
+        finish_items(params.counter);
+      }
+    } else if (warp == 1) {  // ------------------------------------------------------------------- dQ warp
+      const u32 dq = smem_address(smem.dq);
+      for (int w = 0; w < 2; w++) named_arrive(kQueryGradEmpty + w, kQueryGradThreads);
+      while (true) {
+        int4 block;
+        for (int w = 0; w < 2; w++) {
+          named_sync(kQueryGradFull + w, kQueryGradThreads);
+          block = smem.dq_block[w];
+          if (lane == 0 && block.x >= 0) {
+#ifdef DETERMINISTIC
+            if (w == 0) {
+              const int rank = addition_rank(params, block.x / kTokens, block.w & 0xFFFFFF, block.w >> 24);
+              const int* turn = params.semaphores + block.x / kTokens * (params.num_heads_q / PACK) + block.y / PACK;
+              int seen;
+              do asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(seen) : "l"(turn) : "memory");
+              while (seen != rank);
+              asm volatile("fence.proxy.async;" ::: "memory");
+            }
+#endif
+#pragma unroll
+            for (int p = 0; p < kQueryColumns / 32; p++)
+              tma_reduce_add_3d(&map_dq, dq + w * sizeof(smem.dq[0]) + p * kQueryGradPanel, w * kQueryColumns + p * 32, block.y,
+                                block.x);
+            bulk_commit();
+          }
+        }
+        if (block.x < 0) break;
+        if (lane == 0) {
+#ifdef DETERMINISTIC
+          bulk_wait<0>();
+          asm volatile("fence.proxy.async;" ::: "memory");
+          __threadfence();
+          int* turn = params.semaphores + block.x / kTokens * (params.num_heads_q / PACK) + block.y / PACK;
+          asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(turn) : "memory");
+#else
+          bulk_wait_read<0>();
+#endif
+        }
+        __syncwarp();
+        for (int w = 0; w < 2; w++) named_arrive(kQueryGradEmpty + w, kQueryGradThreads);
+      }
+      if (lane == 0) bulk_wait<0>();
+    }
+
+  } else {  // ----------------------------------------------------------------------------------- consumers
+    registers_acquire<232>();
+    const int w = warpgroup - 1;
+    const bool leader = threadIdx.x % 128 == 0;
+    const int key_row = w * 64 + warp % 4 * 16 + lane / 4;        // this thread's keys: key_row and key_row + 8
+    const u32 ds = smem_address(smem.ds), dq = smem_address(smem.dq[w]);
+    Ring<kStages> ring;
+    int ds_buffer = 0;
+    for (u32 kv_phase = 0;; kv_phase ^= 1) {
+      mbarrier_wait(kv_full, kv_phase);
+      if (warp_uniform(smem.item.x) < 0) break;
+      const int first_key = smem.item.x * kKeys;
+      float dk_rmem[HEAD_DIM / 2], dv_rmem[HEAD_DIM / 2];
+#pragma unroll
+      for (int j = 0; j < HEAD_DIM / 2; j++) dk_rmem[j] = dv_rmem[j] = 0;
+
+      int flags = warp_uniform(smem.item.z);
+      while (!(flags & kLastBlock)) {
+        const int s = ring.stage;
+        const u32 q_s = q + s * kRowBytes, dout_s = dout + s * kRowBytes;
+        float s_rmem[32], dp_rmem[32];
+        u32 p_rmem[16], ds_rmem[16];
+        mbarrier_wait(full + 8 * s, ring.phase);
+        const int4 block = smem.block[s];
+        flags = warp_uniform(block.z);
+        wgmma_fence();
+#pragma unroll
+        for (int i = 0; i < HEAD_DIM / 16; i++)
+          wgmma_ss<0, 0>(s_rmem, descriptor(k + w * kRowPanel + i / 4 * kKeyPanel + i % 4 * 32, 16),
+                         descriptor(q_s + i / 4 * kRowPanel + i % 4 * 32, 16), i > 0);
+        wgmma_commit();
+#pragma unroll
+        for (int i = 0; i < HEAD_DIM / 16; i++)
+          wgmma_ss<0, 0>(dp_rmem, descriptor(v + w * kRowPanel + i / 4 * kKeyPanel + i % 4 * 32, 16),
+                         descriptor(dout_s + i / 4 * kRowPanel + i % 4 * 32, 16), i > 0);
+        wgmma_commit();
+
+        wgmma_wait<1>();                                          // S
+        if (!(flags & kFullBlock)) {
+          const int key0 = first_key + key_row, key1 = key0 + 8;
+#pragma unroll
+          for (int g = 0; g < 8; g++) {
+            const int4 bands = *(const int4*)&smem.band[s][g * 8 + lane % 4 * 2];   // of two neighbouring rows
+            if (key0 < bands.x || key0 >= bands.y) s_rmem[4 * g] = kMasked;
+            if (key0 < bands.z || key0 >= bands.w) s_rmem[4 * g + 1] = kMasked;
+            if (key1 < bands.x || key1 >= bands.y) s_rmem[4 * g + 2] = kMasked;
+            if (key1 < bands.z || key1 >= bands.w) s_rmem[4 * g + 3] = kMasked;
+          }
+        }
+#pragma unroll
+        for (int g = 0; g < 8; g++) {
+          const float2 lse = *(const float2*)&smem.lse_log2[s][g * 8 + lane % 4 * 2];
+#pragma unroll
+          for (int e = 0; e < 4; e++)
+            s_rmem[4 * g + e] = exp2_fast(s_rmem[4 * g + e] * params.scale_log2 - (e % 2 ? lse.y : lse.x));
+        }
+
+        wgmma_wait<0>();                                          // dP
+#pragma unroll
+        for (int g = 0; g < 8; g++) {
+          const float2 delta = *(const float2*)&smem.delta[s][g * 8 + lane % 4 * 2];
+#pragma unroll
+          for (int e = 0; e < 4; e++)
+            dp_rmem[4 * g + e] = s_rmem[4 * g + e] * (dp_rmem[4 * g + e] - (e % 2 ? delta.y : delta.x));
+        }
+#pragma unroll
+        for (int j = 0; j < 16; j++) {
+          p_rmem[j] = pack2(s_rmem[2 * j], s_rmem[2 * j + 1]);
+          ds_rmem[j] = pack2(dp_rmem[2 * j], dp_rmem[2 * j + 1]);
+        }
+
+        wgmma_fence();
+#pragma unroll
+        for (int i = 0; i < kRows / 16; i++)
+          wgmma_rs(dv_rmem, p_rmem + 4 * i, descriptor(dout_s + i * 2048, kRowPanel), 1);
+        wgmma_commit();
+
+        const u32 ds_b = ds + ds_buffer * (u32)sizeof(smem.ds[0]);
+        ds_buffer ^= 1;
+#pragma unroll
+        for (int j = 0; j < 16; j++)
+          store_smem(ds_b + swizzle_128b((key_row + j % 2 * 8) * 128 + (j / 2 * 8 + lane % 4 * 2) * 2), ds_rmem[j]);
+        fence_proxy_async();
+        named_sync(kScoreGradReady, kConsumers);                  // dS of both warpgroups; the other buffer is free again
+
+        float dq_rmem[kQueryColumns / 2];
+        wgmma_fence();
+#pragma unroll
+        for (int i = 0; i < kKeys / 16; i++)
+          wgmma_ss<1, 1>(dq_rmem, descriptor(ds_b + i * 2048, 16),
+                         descriptor(k + (kPanels == 2 ? w * kKeyPanel : w * 64) + i * 2048, 16), i > 0);
+        wgmma_commit();
+#pragma unroll
+        for (int i = 0; i < kRows / 16; i++)
+          wgmma_rs(dk_rmem, ds_rmem + 4 * i, descriptor(q_s + i * 2048, kRowPanel), 1);
+        wgmma_commit();
+
+        wgmma_wait<1>();                                          // dV and dQ
+        named_sync(kQueryGradEmpty + w, kQueryGradThreads);
+#pragma unroll
+        for (int j = 0; j < kQueryColumns / 2; j += 2) {
+          const int row = warp % 4 * 16 + lane / 4 + j / 2 % 2 * 8, column = j / 4 * 8 + lane % 4 * 2;
+          store_smem(dq + column / 32 * kQueryGradPanel + swizzle_128b(row * 128 + column % 32 * 4),
+                     dq_rmem[j] * params.softmax_scale, dq_rmem[j + 1] * params.softmax_scale);
+        }
+        if (leader) smem.dq_block[w] = block;
+        fence_proxy_async();
+        named_arrive(kQueryGradFull + w, kQueryGradThreads);
+
+        wgmma_wait<0>();                                          // dK
+        if (leader) mbarrier_arrive(empty + 8 * s);
+        ring.advance();
+      }
+
+      // ------------------------------------------------------------------------------------- epilogue
+      const int kv_head = smem.item.y / params.num_splits, split = smem.item.y % params.num_splits;
+      __syncwarp();
+      if (lane == 0) mbarrier_arrive(kv_empty);
+      const int key0 = first_key + key_row, key1 = key0 + 8;
+      const bool valid0 = key0 < params.num_k, valid1 = key1 < params.num_k;
+      auto store = [&](const float(&acc)[HEAD_DIM / 2], void* base, long long token_stride, long long head_stride, float scale) {
+        const long long at0 = split * params.split_stride + key0 * token_stride + kv_head * head_stride;
+        const long long at1 = at0 + 8 * token_stride;
+        if (params.store_float) {
+          float* p = (float*)base;
+          store_rows_float<HEAD_DIM>(acc, scale, valid0 ? p + at0 : nullptr, valid1 ? p + at1 : nullptr, params.head_dim, lane);
+        } else {
+          unsigned short* p = (unsigned short*)base;
+          store_rows_packed<HEAD_DIM>(acc, scale, scale, valid0 ? p + at0 : nullptr, valid1 ? p + at1 : nullptr, params.head_dim,
+                                      lane);
+        }
+      };
+      store(dk_rmem, params.dk, params.dk_token_stride, params.dk_head_stride, params.softmax_scale);
+      store(dv_rmem, params.dv, params.dv_token_stride, params.dv_head_stride, 1.f);
+    }
+    named_sync(kQueryGradEmpty + w, kQueryGradThreads);           // tell the dQ warp to stop
+    if (leader) smem.dq_block[w] = make_int4(-1, 0, 0, 0);
+    named_arrive(kQueryGradFull + w, kQueryGradThreads);
+  }
+}

@@ -1,0 +1,311 @@
+// FFA forward: out = softmax(scale * Q K^T, over the keys of the mask) V, and its log-sum-exp.
+//
+// A work item is one tile of 128 query rows (128 / PACK tokens x PACK heads) of one KV head, with the blocks of 128 keys that
+// its rows see. Warpgroup 0 is the producer: it walks the lists and starts the copies. Warpgroups 1 and 2 own 64 rows each:
+//
+//   S(n+1) = Q K(n+1)^T        both issued at once, asynchronous
+//   O     += P(n) V(n)
+//   wait for S(n+1); mask and softmax of S(n+1) run under P(n) V(n)
+//   wait for O; scale it to the new row maximum; P(n+1) = S(n+1) rounded
+//
+// ACCUMULATE merges the result into earlier (out fp32, lse) in place; rows whose lse stays -inf keep out.
+#include "ffa_layout.cuh"
+
+constexpr int kRows = 128;
+constexpr int kTokens = kRows / PACK;
+#if HEAD_DIM == 64
+constexpr int kStages = 4;
+#else
+constexpr int kStages = 2;
+#endif
+
+// ---------------------------------------------------------------------------------------------- shared memory
+constexpr u32 kPanelBytes = 128 * 128;                 // 128 rows x 64 columns
+constexpr u32 kTileBytes = kPanels * kPanelBytes;      // Q tile = K block = V block
+constexpr u32 kQueryBytes = kPanels * kTokens * PACK * 128;   // what the copy engine writes of the Q tile
+struct Shared {
+  alignas(1024) unsigned char q[kTileBytes];
+  alignas(1024) unsigned char k[kStages][kTileBytes];
+  alignas(1024) unsigned char v[kStages][kTileBytes];
+  int4 item;                          // {first token, head group, flags, 0}; first token < 0: no more work
+  int4 block[kStages];                // {first key, flags, first index of the layer's bands, 0}
+  u64 q_full, q_empty;
+  u64 k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];
+};
+
+struct ForwardParams {
+  void* out;             // [num_q, num_heads_q, head_dim] input type, or fp32 when ACCUMULATE
+  float* lse;            // [num_q, num_heads_q] natural log
+  const int4* items;     // [num_tiles][3]
+  const int4* segments;  // [..][2]
+  const int2* bands;     // [layers][num_q]
+  int* counter;          // [2]
+  Schedule schedule;     // heads = groups of PACK query heads
+  int groups_per_kv;     // query head groups that share one KV head
+  int num_q, num_heads_q, head_dim;
+  float scale_log2;      // softmax_scale * log2(e)
+};
+
+// ---------------------------------------------------------------------------------------------- consumer steps
+// S[64, 128] = Q K^T for this warpgroup's 64 rows.
+DEVICE void scores(float (&s_rmem)[64], u32 q, u32 k) {
+#pragma unroll
+  for (int i = 0; i < HEAD_DIM / 16; i++) {
+    const u32 offset = i / 4 * kPanelBytes + i % 4 * 32;
+    wgmma_ss<0, 0>(s_rmem, descriptor(q + offset, 16), descriptor(k + offset, 16), i > 0);
+  }
+}
+
+// O[64, HEAD_DIM] += P V.
+DEVICE void weighted_values(float (&o_rmem)[HEAD_DIM / 2], const u32 (&p_rmem)[32], u32 v) {
+#pragma unroll
+  for (int i = 0; i < kKeys / 16; i++) wgmma_rs(o_rmem, p_rmem + 4 * i, descriptor(v + i * 2048, kPanelBytes), 1);
+}
+
+// Row r's keys are [band[r].x, band[r].y); s_rmem holds rows 0 and 8 of the thread's pair, columns from `first_key`.
+DEVICE void mask_scores(float (&s_rmem)[64], int first_key, const int2 (&band)[2], int lane) {
+  const int column = first_key + lane % 4 * 2;
+  const int lo0 = band[0].x - column, hi0 = band[0].y - column, lo1 = band[1].x - column, hi1 = band[1].y - column;
+#pragma unroll
+  for (int j = 0; j < 64; j++) {
+    const int c = j / 4 * 8 + j % 2;
+    if (j & 2 ? (c < lo1 || c >= hi1) : (c < lo0 || c >= hi0)) s_rmem[j] = kMasked;
+  }
+}
+
+// Replaces scores by exp2(scale * (score - row maximum)); updates maximum and sum; `rescale` = what O must be scaled by.
+DEVICE void softmax(float (&s_rmem)[64], float (&row_max)[2], float (&row_sum)[2], float (&rescale)[2], float scale_log2) {
+#pragma unroll
+  for (int r = 0; r < 2; r++) {
+    float top = row_max[r];
+#pragma unroll
+    for (int j = 2 * r; j < 64; j += 4) top = fmaxf(top, fmaxf(s_rmem[j], s_rmem[j + 1]));
+    top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
+    top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
+    rescale[r] = exp2_fast((row_max[r] - top) * scale_log2);
+    row_max[r] = top;
+    const float offset = top * scale_log2;
+    float sum = 0;
+#pragma unroll
+    for (int j = 2 * r; j < 64; j += 4) {
+      s_rmem[j] = exp2_fast(s_rmem[j] * scale_log2 - offset);
+      s_rmem[j + 1] = exp2_fast(s_rmem[j + 1] * scale_log2 - offset);
+      sum += s_rmem[j] + s_rmem[j + 1];
+    }
+    row_sum[r] = row_sum[r] * rescale[r] + sum;
+  }
+}
+
+DEVICE void round_probabilities(u32 (&p_rmem)[32], const float (&s_rmem)[64]) {
+#pragma unroll
+  for (int j = 0; j < 32; j++) p_rmem[j] = pack2(s_rmem[2 * j], s_rmem[2 * j + 1]);
+}
+
+// out = out * keep + acc * add for one row of fp32 output.
+template <int ROW>
+DEVICE void merge_row(float* row, const float (&acc)[HEAD_DIM / 2], float keep, float add, int head_dim, int lane) {
+#pragma unroll
+  for (int i = 0; i < HEAD_DIM / 8; i++) {
+    const int column = i * 8 + lane % 4 * 2;
+    if (column < head_dim) {
+      float2* p = (float2*)(row + column);
+      const float2 old = *p;
+      *p = make_float2(old.x * keep + acc[4 * i + 2 * ROW] * add, old.y * keep + acc[4 * i + 2 * ROW + 1] * add);
+    }
+  }
+}
+
+// ---------------------------------------------------------------------------------------------- the kernel
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+ffa_forward(const __grid_constant__ TensorMap map_q, const __grid_constant__ TensorMap map_k,
+            const __grid_constant__ TensorMap map_v, const __grid_constant__ ForwardParams params) {
+  extern __shared__ unsigned char raw_smem[];
+  Shared& smem = *(Shared*)(((u64)raw_smem + 1023) & ~1023ull);
+  const int warp = warp_uniform(threadIdx.x / 32), warpgroup = warp / 4;
+  const u32 q_full = smem_address(&smem.q_full), q_empty = smem_address(&smem.q_empty);
+  const u32 k_full = smem_address(smem.k_full), k_empty = smem_address(smem.k_empty);
+  const u32 v_full = smem_address(smem.v_full), v_empty = smem_address(smem.v_empty);
+  if (threadIdx.x == 0) {
+    mbarrier_init(q_full, 1);
+    mbarrier_init(q_empty, kConsumers / 32);
+    for (int i = 0; i < kStages; i++) {
+      mbarrier_init(k_full + 8 * i, 1);
+      mbarrier_init(v_full + 8 * i, 1);
+      mbarrier_init(k_empty + 8 * i, 2);
+      mbarrier_init(v_empty + 8 * i, 2);
+    }
+    mbarrier_init_fence();
+  }
+  __syncthreads();
+
+  if (warpgroup == 0) {  // -------------------------------------------------------------------- producer
+    registers_release<40>();
+    if (threadIdx.x != 0) return;
+    const u32 q = smem_address(smem.q), k = smem_address(smem.k), v = smem_address(smem.v);
+    Ring<kStages> ring;
+    u32 q_phase = 1;
+    int index = blockIdx.x;
+    while (index < params.schedule.num_items()) {
+      const int next_index = next_item(params.counter);
+      const WorkItem item = load_item(params.items, params.schedule.tile(index));
+      const int group = params.schedule.head(index), kv_head = group / params.groups_per_kv;
+      const int token = item.tile * kTokens;
+      mbarrier_wait(q_empty, q_phase);
+      q_phase ^= 1;
+      smem.item = make_int4(token, group, item.num_segments == 0 ? kLastBlock : 0, 0);
+      if (item.num_segments == 0) {
+        mbarrier_arrive(q_full);
+      } else {
+        mbarrier_arrive_expect(q_full, kQueryBytes);
+        for (int p = 0; p < kPanels; p++) tma_load_3d(q + p * kPanelBytes, &map_q, q_full, p * 64, group * PACK, token);
+      }
+      Segment segment = item.segment;
+      for (int i = 0; i < item.num_segments; i++) {
+        if (i > 0) segment = load_segment(params.segments, item.first_segment + i - 1);
+        for (int key = segment.first + (segment.end - 1 - segment.first) / kKeys * kKeys; key >= segment.first; key -= kKeys) {
+          const bool full = key >= segment.full_first && key + kKeys <= segment.full_end;
+          const bool last = i + 1 == item.num_segments && key == segment.first;
+          const int s = ring.stage;
+          mbarrier_wait(k_empty + 8 * s, ring.phase ^ 1);
+          smem.block[s] = make_int4(key, (full ? kFullBlock : 0) | (last ? kLastBlock : 0), segment.layer * params.num_q, 0);
+          mbarrier_arrive_expect(k_full + 8 * s, kTileBytes);
+          for (int p = 0; p < kPanels; p++)
+            tma_load_3d(k + s * kTileBytes + p * kPanelBytes, &map_k, k_full + 8 * s, p * 64, kv_head, key);
+          mbarrier_wait(v_empty + 8 * s, ring.phase ^ 1);
+          mbarrier_arrive_expect(v_full + 8 * s, kTileBytes);
+          for (int p = 0; p < kPanels; p++)
+            tma_load_3d(v + s * kTileBytes + p * kPanelBytes, &map_v, v_full + 8 * s, p * 64, kv_head, key);
+          ring.advance();
+        }
+      }
+      index = next_index;
+    }
+    mbarrier_wait(q_empty, q_phase);
+    smem.item = make_int4(-1, 0, 0, 0);
+    mbarrier_arrive(q_full);
+    finish_items(params.counter);
+
+  } else {  // ----------------------------------------------------------------------------------- consumers
+    registers_acquire<232>();
+    const int lane = threadIdx.x % 32;
+    const bool leader = threadIdx.x % 128 == 0;
+    const int row0 = (warp - 4) * 16 + lane / 4;           // this thread's rows: row0 and row0 + 8
+    const u32 q = smem_address(smem.q) + (warpgroup - 1) * 64 * 128;
+    const u32 k = smem_address(smem.k), v = smem_address(smem.v);
+    Ring<kStages> ring;
+    for (u32 q_phase = 0;; q_phase ^= 1) {
+      mbarrier_wait(q_full, q_phase);
+      const int4 item = smem.item;
+      __syncwarp();
+      if (warp_uniform(item.x) < 0) break;
+      int token[2], head[2];
+      bool valid[2];
+#pragma unroll
+      for (int r = 0; r < 2; r++) {
+        const int row = row0 + 8 * r;
+        token[r] = item.x + row / PACK;
+        head[r] = item.y * PACK + row % PACK;
+        valid[r] = row < kTokens * PACK && token[r] < params.num_q;
+      }
+      int2 band[2];
+      int band_layer = -1;
+      auto load_bands = [&](int layer) {
+        band_layer = layer;
+#pragma unroll
+        for (int r = 0; r < 2; r++) band[r] = valid[r] ? __ldg(params.bands + layer + token[r]) : make_int2(0, 0);
+      };
+
+      float o_rmem[HEAD_DIM / 2], row_max[2] = {kMasked, kMasked}, row_sum[2] = {0, 0}, rescale[2];
+#pragma unroll
+      for (int j = 0; j < HEAD_DIM / 2; j++) o_rmem[j] = 0;
+
+      if (warp_uniform(item.z) & kLastBlock) {  // no keys at all
+        if (lane == 0) mbarrier_arrive(q_empty);
+      } else {
+        float s_rmem[64];
+        u32 p_rmem[32];
+        mbarrier_wait(k_full + 8 * ring.stage, ring.phase);
+        int4 block = smem.block[ring.stage];
+        block.y = warp_uniform(block.y);
+        load_bands(block.z);
+        wgmma_fence();
+        scores(s_rmem, q, k + ring.stage * kTileBytes);
+        wgmma_commit();
+        wgmma_wait<0>();
+        if (leader) mbarrier_arrive(k_empty + 8 * ring.stage);
+        mask_scores(s_rmem, block.x, band, lane);
+        softmax(s_rmem, row_max, row_sum, rescale, params.scale_log2);
+        round_probabilities(p_rmem, s_rmem);
+
+        while (!(block.y & kLastBlock)) {
+          const Ring<kStages> previous = ring;
+          ring.advance();
+          mbarrier_wait(k_full + 8 * ring.stage, ring.phase);
+          block = smem.block[ring.stage];
+          block.y = warp_uniform(block.y);
+          wgmma_fence();
+          scores(s_rmem, q, k + ring.stage * kTileBytes);
+          wgmma_commit();
+          if (!(block.y & kFullBlock) && block.z != band_layer) load_bands(block.z);
+          mbarrier_wait(v_full + 8 * previous.stage, previous.phase);
+          weighted_values(o_rmem, p_rmem, v + previous.stage * kTileBytes);
+          wgmma_commit();
+          wgmma_wait<1>();
+          if (leader) mbarrier_arrive(k_empty + 8 * ring.stage);
+          if (!(block.y & kFullBlock)) mask_scores(s_rmem, block.x, band, lane);
+          softmax(s_rmem, row_max, row_sum, rescale, params.scale_log2);
+          wgmma_wait<0>();
+          if (leader) mbarrier_arrive(v_empty + 8 * previous.stage);
+          round_probabilities(p_rmem, s_rmem);
+#pragma unroll
+          for (int j = 0; j < HEAD_DIM / 2; j++) o_rmem[j] *= rescale[j / 2 % 2];
+        }
+
+        if (lane == 0) mbarrier_arrive(q_empty);
+        mbarrier_wait(v_full + 8 * ring.stage, ring.phase);
+        wgmma_fence();
+        weighted_values(o_rmem, p_rmem, v + ring.stage * kTileBytes);
+        wgmma_commit();
+        wgmma_wait<0>();
+        if (leader) mbarrier_arrive(v_empty + 8 * ring.stage);
+        ring.advance();
+      }
+
+      // ------------------------------------------------------------------------------------- epilogue
+      float scale[2], lse[2];
+      u64 index[2];                                               // of (token, head)
+#pragma unroll
+      for (int r = 0; r < 2; r++) {
+        row_sum[r] += __shfl_xor_sync(~0u, row_sum[r], 1);
+        row_sum[r] += __shfl_xor_sync(~0u, row_sum[r], 2);
+        const bool empty = row_max[r] == kMasked;                 // then row_sum counts masked keys
+        scale[r] = empty ? 0.f : 1.f / row_sum[r];
+        lse[r] = empty ? -kInfinity : (row_max[r] * params.scale_log2 + log2_fast(row_sum[r])) * kLn2;
+        index[r] = (u64)token[r] * params.num_heads_q + head[r];
+      }
+#ifdef ACCUMULATE
+      float* out = (float*)params.out;
+#pragma unroll
+      for (int r = 0; r < 2; r++) {
+        if (!valid[r] || lse[r] == -kInfinity) continue;
+        const float before = params.lse[index[r]];
+        const float top = fmaxf(before, lse[r]);
+        const float old_weight = exp2_fast((before - top) / kLn2), new_weight = exp2_fast((lse[r] - top) / kLn2);
+        const float total = old_weight + new_weight;
+        __syncwarp(__activemask());                               // all four lanes of the row have read lse
+        if (lane % 4 == 0) params.lse[index[r]] = top + log2_fast(total) * kLn2;
+        float* row = out + index[r] * params.head_dim;
+        if (r == 0) merge_row<0>(row, o_rmem, old_weight / total, new_weight / total * scale[r], params.head_dim, lane);
+        else merge_row<1>(row, o_rmem, old_weight / total, new_weight / total * scale[r], params.head_dim, lane);
+      }
+#else
+      unsigned short* out = (unsigned short*)params.out;
+      store_rows_packed<HEAD_DIM>(o_rmem, scale[0], scale[1], valid[0] ? out + index[0] * params.head_dim : nullptr,
+                                  valid[1] ? out + index[1] * params.head_dim : nullptr, params.head_dim, lane);
+#pragma unroll
+      for (int r = 0; r < 2; r++)
+        if (valid[r] && lane % 4 == 0) params.lse[index[r]] = lse[r];
+#endif
+    }
+  }
+}

@@ -1,0 +1,122 @@
+// What the forward and the backward share: compile-time shape, list records, register-to-global stores.
+//
+// Compile-time macros
+//   HEAD_DIM   64 or 128; smaller head dims are padded by the copy engine's zero fill
+//   PACK       query heads of one tile: a tile of R rows is R / PACK tokens x PACK heads of one KV head's group,
+//              row = token * PACK + head
+//   USE_FP16   inputs are fp16 (default bf16)
+//
+// Lists, made by torchtitan_magi/worklists.py. A segment is a run of tiles on one mask layer, 8 ints:
+//   forward  {layer, 0, 0, 0, first_key, end_key, full_first, full_end}
+//            keys [first_key, end_key) in blocks of 128 from first_key; a block inside [full_first, full_end) needs no mask
+//   backward {layer, component, 0, 0, first_block, end_block, full_first, full_end}
+//            query blocks of 64 / PACK tokens; a block inside [full_first, full_end) needs no mask
+//            component: position of this run of keys among those of its query blocks (deterministic mode only)
+// A work item is {tile, num_segments, first_segment, 0} + the same two halves of its first segment (12 ints).
+// bands[layer][row] = {lo, hi}: the keys that layer lets the row see. The intervals of a row are disjoint.
+#pragma once
+#include "sm90.cuh"
+
+#ifdef USE_FP16
+#define ELEMENT_IS_FP16 1
+#else
+#define ELEMENT_IS_FP16 0
+#endif
+
+constexpr int kThreads = 384;                 // one producer and two consumer warpgroups
+constexpr int kConsumers = 256;               // threads of the two consumer warpgroups
+constexpr int kKeys = 128;                    // keys of a block (forward) or tile (backward)
+constexpr int kPanels = HEAD_DIM / 64;        // 64-column, 128-byte-row panels of a [rows][HEAD_DIM] operand
+constexpr float kMasked = -1e30f;             // a masked score: finite, so that max and differences stay finite
+constexpr float kLn2 = 0.6931471805599453f;
+#define kInfinity __int_as_float(0x7f800000)
+
+enum BlockFlags { kFullBlock = 1, kLastBlock = 2 };
+
+struct Segment {
+  int layer, component, first, end, full_first, full_end;
+};
+
+struct WorkItem {
+  int tile, num_segments, first_segment;
+  Segment segment;
+};
+
+DEVICE Segment load_segment(const int4* segments, int index) {
+  const int4 a = __ldg(segments + 2 * index), b = __ldg(segments + 2 * index + 1);
+  return {a.x, a.y, b.x, b.y, b.z, b.w};
+}
+
+DEVICE WorkItem load_item(const int4* items, int index) {
+  const int4 a = __ldg(items + 3 * index), b = __ldg(items + 3 * index + 1), c = __ldg(items + 3 * index + 2);
+  return {a.x, a.y, a.z, {b.x, b.y, c.x, c.y, c.z, c.w}};
+}
+
+// The persistent grid's item order: tiles longest first, `heads_per_wave` heads at a time so that their K and V stay in
+// L2. heads_per_wave divides num_heads.
+struct Schedule {
+  int num_tiles, num_heads, heads_per_wave;
+  DEVICE int num_items() const { return num_tiles * num_heads; }
+  DEVICE int tile(int item) const { return item % (num_tiles * heads_per_wave) / heads_per_wave; }
+  DEVICE int head(int item) const {
+    return item / (num_tiles * heads_per_wave) * heads_per_wave + item % heads_per_wave;
+  }
+};
+
+// counter[0]: items handed out beyond the first of each CTA; counter[1]: CTAs that are done. The last one sets both back
+// to zero for the next launch.
+DEVICE int next_item(int* counter) { return atomicAdd(counter, 1) + (int)gridDim.x; }
+DEVICE void finish_items(int* counter) {
+  __threadfence();
+  if (atomicAdd(counter + 1, 1) == (int)gridDim.x - 1) {
+    counter[0] = 0;
+    counter[1] = 0;
+  }
+}
+
+// Transposes 4 x 4 words among the four lanes of a quad: lane i gets word i of every lane, in lane order.
+DEVICE uint4 quad_transpose(u32 w0, u32 w1, u32 w2, u32 w3, int lane) {
+  const bool odd = lane & 1, upper = lane & 2;
+  const u32 a = __shfl_xor_sync(~0u, odd ? w0 : w1, 1), b = __shfl_xor_sync(~0u, odd ? w2 : w3, 1);
+  const u32 x0 = odd ? a : w0, x1 = odd ? w1 : a;      // word (0 | 1) of this lane pair
+  const u32 y0 = odd ? b : w2, y1 = odd ? w3 : b;      // word (2 | 3)
+  const u32 c = __shfl_xor_sync(~0u, upper ? x0 : y0, 2), d = __shfl_xor_sync(~0u, upper ? x1 : y1, 2);
+  return upper ? make_uint4(c, d, y0, y1) : make_uint4(x0, x1, c, d);
+}
+
+// Stores accumulator rows r (elements 4i, 4i + 1, times scale_low) and r + 8 (4i + 2, 4i + 3, times scale_high) as the input
+// type, 16 bytes a lane. row_* = the row's first element, null when there is nothing to store.
+template <int N>
+DEVICE void store_rows_packed(const float (&acc)[N / 2], float scale_low, float scale_high, unsigned short* row_low,
+                              unsigned short* row_high, int head_dim, int lane) {
+#pragma unroll
+  for (int i = 0; i < N / 8; i += 4) {
+    u32 low[4], high[4];
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+      const int e = 4 * (i + j);
+      low[j] = pack2(acc[e] * scale_low, acc[e + 1] * scale_low);
+      high[j] = pack2(acc[e + 2] * scale_high, acc[e + 3] * scale_high);
+    }
+    const uint4 l = quad_transpose(low[0], low[1], low[2], low[3], lane);
+    const uint4 h = quad_transpose(high[0], high[1], high[2], high[3], lane);
+    const int column = (i + lane % 4) * 8;
+    if (column < head_dim) {
+      if (row_low) *(uint4*)(row_low + column) = l;
+      if (row_high) *(uint4*)(row_high + column) = h;
+    }
+  }
+}
+
+// The same as fp32, 8 bytes a lane.
+template <int N>
+DEVICE void store_rows_float(const float (&acc)[N / 2], float scale, float* row_low, float* row_high, int head_dim, int lane) {
+#pragma unroll
+  for (int i = 0; i < N / 8; i++) {
+    const int column = i * 8 + lane % 4 * 2;
+    if (column < head_dim) {
+      if (row_low) *(float2*)(row_low + column) = make_float2(acc[4 * i] * scale, acc[4 * i + 1] * scale);
+      if (row_high) *(float2*)(row_high + column) = make_float2(acc[4 * i + 2] * scale, acc[4 * i + 3] * scale);
+    }
+  }
+}

@@ -1,0 +1,175 @@
+// The Hopper instructions the FFA kernels use, one function each, and the index maths of their operands.
+//
+// Two notes on memory ordering, used throughout:
+//  * Shared memory written by ordinary stores and then read by wgmma or by the bulk copy engine needs
+//    `fence_proxy_async()` in every writing thread, before the barrier that announces the data.
+//  * An mbarrier arrival releases and a wait acquires, so ordinary shared-memory values written before an arrival
+//    (block descriptions, row statistics) are visible after the matching wait.
+#pragma once
+
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+#define DEVICE __device__ __forceinline__
+
+struct alignas(64) TensorMap { u64 opaque[16]; };   // the driver's CUtensorMap
+
+// Tells the compiler that a value is the same in all lanes, so that it and what follows from it can use uniform registers.
+DEVICE int warp_uniform(int x) { return __shfl_sync(~0u, x, 0); }
+
+DEVICE u32 smem_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+
+// ---------------------------------------------------------------------------------------------- mbarriers
+DEVICE void mbarrier_init(u32 bar, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(arrivals));
+}
+DEVICE void mbarrier_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+DEVICE void mbarrier_arrive(u32 bar) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");
+}
+DEVICE void mbarrier_arrive_expect(u32 bar, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
+}
+DEVICE void mbarrier_wait(u32 bar, u32 parity) {
+  asm volatile(
+      "{ .reg .pred done;\n"
+      "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again; }" ::"r"(bar), "r"(parity) : "memory");
+}
+
+// A ring position: which stage of `STAGES`, and the parity of its current phase.
+template <int STAGES>
+struct Ring {
+  int stage = 0;
+  u32 phase = 0;
+  DEVICE void advance() {
+    if (++stage == STAGES) { stage = 0; phase ^= 1; }
+  }
+};
+
+// ---------------------------------------------------------------------------------------------- named barriers
+DEVICE void named_sync(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+DEVICE void named_arrive(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// ---------------------------------------------------------------------------------------------- bulk tensor copies
+DEVICE void tma_load_3d(u32 dst_smem, const TensorMap* map, u32 bar, int x, int y, int z) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];" ::
+          "r"(dst_smem), "l"(map), "r"(bar), "r"(x), "r"(y), "r"(z) : "memory");
+}
+DEVICE void tma_reduce_add_3d(const TensorMap* map, u32 src_smem, int x, int y, int z) {
+  asm volatile(
+      "cp.reduce.async.bulk.tensor.3d.global.shared::cta.add.tile.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map),
+      "r"(src_smem), "r"(x), "r"(y), "r"(z) : "memory");
+}
+DEVICE void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+template <int PENDING>
+DEVICE void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory"); }
+template <int PENDING>
+DEVICE void bulk_wait() { asm volatile("cp.async.bulk.wait_group %0;" ::"n"(PENDING) : "memory"); }
+DEVICE void prefetch_map(const TensorMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
+DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// ---------------------------------------------------------------------------------------------- registers
+template <int COUNT>
+DEVICE void registers_release() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT)); }
+template <int COUNT>
+DEVICE void registers_acquire() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT)); }
+
+// ---------------------------------------------------------------------------------------------- arithmetic
+DEVICE float exp2_fast(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+DEVICE float log2_fast(float x) {
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+#ifdef USE_FP16
+#define OPERAND "f16"
+#else
+#define OPERAND "bf16"
+#endif
+
+// Two floats rounded to the input type, the first in the low half.
+DEVICE u32 pack2(float low, float high) {
+  u32 r;
+  asm("cvt.rn." OPERAND "x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+  return r;
+}
+
+// ---------------------------------------------------------------------------------------------- shared memory
+DEVICE void store_smem(u32 address, u32 value) {
+  asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
+}
+DEVICE void store_smem(u32 address, float x, float y) {
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(x), "f"(y) : "memory");
+}
+
+// The 128-byte swizzle: 16-byte chunk c of 128-byte row r lies at chunk c ^ (r % 8). Tiles start at multiples of 1024.
+DEVICE u32 swizzle_128b(u32 byte_offset) { return byte_offset ^ (((byte_offset >> 7) & 7) << 4); }
+
+// ---------------------------------------------------------------------------------------------- wgmma
+// Shared-memory operand descriptor, 128-byte swizzle. `panel` = one [rows][64 elements] block of 128-byte rows.
+//  K-major operand (its rows are M or N, columns are the reduction): leading offset unused, stride 1024 (8 rows),
+//    + 32 bytes per 16 columns inside a panel.
+//  MN-major operand (its rows are the reduction, columns are M or N): leading offset = distance between panels
+//    (64 columns of M or N), stride 1024 (8 rows), + 2048 bytes per 16 rows.
+DEVICE u64 descriptor(u32 address, u32 panel_bytes) {
+  return (u64)((address & 0x3FFFF) >> 4) | ((u64)(panel_bytes >> 4) << 16) | ((u64)(1024 >> 4) << 32) | ((u64)1 << 62);
+}
+DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int PENDING>
+DEVICE void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory"); }
+
+// Accumulator register lists: the placeholders inside the instruction, and the matching operands.
+#define REGS_16 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
+#define REGS_32 REGS_16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
+#define REGS_64                                                                         \
+  REGS_32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47"            \
+          ",%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+#define ACC_4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define ACC_16(d, i) ACC_4(d, i), ACC_4(d, i + 4), ACC_4(d, i + 8), ACC_4(d, i + 12)
+#define ACC_32(d) ACC_16(d, 0), ACC_16(d, 16)
+#define ACC_64(d) ACC_16(d, 0), ACC_16(d, 16), ACC_16(d, 32), ACC_16(d, 48)
+
+// D[64, N] (+)= A * B. `TRANS_A`, `TRANS_B` = 1 for an MN-major operand; `accumulate` = 0 overwrites D.
+// Element j of a thread's D is row lane / 4 + 8 * (j / 2 % 2) of its warp's 16, column 8 * (j / 4) + 2 * (lane % 4) + j % 2.
+#define WGMMA_SS(N, REGS, ACC, A_DESC, B_DESC, SCALE)                                                              \
+  template <int TRANS_A, int TRANS_B>                                                                               \
+  DEVICE void wgmma_ss(float (&d)[N / 2], u64 a, u64 b, int accumulate) {                                           \
+    asm volatile("{ .reg .pred keep; setp.ne.b32 keep, " SCALE ", 0;\n"                                             \
+                 "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." OPERAND "." OPERAND " {" REGS "}, " A_DESC ", " B_DESC \
+                 ", keep, 1, 1, %" TRANS_POSITION(N, 3) ", %" TRANS_POSITION(N, 4) "; }"                            \
+                 : ACC                                                                                              \
+                 : "l"(a), "l"(b), "r"(accumulate), "n"(TRANS_A), "n"(TRANS_B));                                    \
+  }
+#define TRANS_POSITION(N, k) TRANS_POSITION_##N##_##k
+#define TRANS_POSITION_32_3 "19"
+#define TRANS_POSITION_32_4 "20"
+#define TRANS_POSITION_64_3 "35"
+#define TRANS_POSITION_64_4 "36"
+#define TRANS_POSITION_128_3 "67"
+#define TRANS_POSITION_128_4 "68"
+WGMMA_SS(32, REGS_16, ACC_16(d, 0), "%16", "%17", "%18")
+WGMMA_SS(64, REGS_32, ACC_32(d), "%32", "%33", "%34")
+WGMMA_SS(128, REGS_64, ACC_64(d), "%64", "%65", "%66")
+
+// The same with A in registers: a[0..3] = the 16 columns of k-step i of an accumulator-shaped tile, packed in pairs
+// (elements 8i .. 8i + 7). B is MN-major.
+#define WGMMA_RS(N, REGS, ACC, A_REGS, B_DESC, SCALE)                                                              \
+  DEVICE void wgmma_rs(float (&d)[N / 2], const u32* a, u64 b, int accumulate) {                                    \
+    asm volatile("{ .reg .pred keep; setp.ne.b32 keep, " SCALE ", 0;\n"                                             \
+                 "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." OPERAND "." OPERAND " {" REGS "}, {" A_REGS "}, " B_DESC \
+                 ", keep, 1, 1, 1; }"                                                                               \
+                 : ACC                                                                                              \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));                            \
+  }
+WGMMA_RS(64, REGS_32, ACC_32(d), "%32,%33,%34,%35", "%36", "%37")
+WGMMA_RS(128, REGS_64, ACC_64(d), "%64,%65,%66,%67", "%68", "%69")

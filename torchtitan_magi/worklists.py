@@ -1,0 +1,317 @@
+"""The kernel's work lists, made on the host from attention slices. NumPy only.
+
+Vocabulary (kernels/ffa_layout.cuh has the records):
+    band       a query row's interval of keys on one mask layer; the intervals of a row are disjoint
+    pack       query heads of one KV head that share a tile; a tile's row = token * pack + head
+    q-tile     128 // pack query tokens (forward)        q-block   64 // pack query tokens (backward)
+    k-block    128 keys from a segment's first (forward)  k-tile    128 keys from a multiple of 128 (backward)
+    segment    a run of k-blocks of a q-tile, or of q-blocks of a k-tile, on one layer, and the part of it without a mask
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from torchtitan_magi.slices import AttnSlices
+
+ROWS, KEYS = 128, 128  # of a forward tile and block
+BACKWARD_ROWS = 64  # of a backward query block
+MAX_PACK = 16
+NUM_SMS = 132  # of an H200; only heuristics use it
+ITEMS_PER_SM = 4  # split work items while there are fewer
+L2_BYTES = 32 << 20  # share of the L2 cache that one wave of heads may claim
+FAR = 1 << 30  # beyond every key
+FIXED_COST = 1.2  # of a work item, in blocks: prologue and epilogue
+
+Int32Array = npt.NDArray[np.int32]
+Int64Array = npt.NDArray[np.int64]
+
+
+def tile_cost(num_blocks: Int64Array) -> npt.NDArray[np.float64]:
+    """Run time of work items by their number of blocks, in units of one 128 x 128 block; nothing to do costs nothing."""
+    return np.where(num_blocks > 0, num_blocks + FIXED_COST, 0.0)
+
+
+def largest_divisor(n: int, limit: int) -> int:
+    """The largest divisor of n that is at most `limit` (at least 1)."""
+    return next(d for d in range(max(1, min(n, limit)), 0, -1) if n % d == 0)
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Runs of keys that tiles of consecutive query rows see; parallel int64 arrays, sorted by tile, layer, first."""
+
+    tile: Int64Array
+    layer: Int64Array
+    first: Int64Array
+    end: Int64Array
+    full_first: Int64Array  # keys in [full_first, full_end) are seen by every row of the tile; may be an empty range
+    full_end: Int64Array
+
+    def __len__(self) -> int:
+        return len(self.tile)
+
+
+@dataclass(frozen=True)
+class ListSizes:
+    """Where the lists lie in the packed words (offsets and counts in int32 words and records), and what they are for."""
+
+    num_q: int
+    num_k: int
+    num_heads_q: int
+    num_heads_kv: int
+    forward_pack: int
+    backward_pack: int
+    num_splits: int
+    forward_heads_per_wave: int
+    backward_heads_per_wave: int
+    num_forward_tiles: int
+    num_forward_tiles_with_work: int
+    num_backward_tiles: int
+    num_q_blocks: int
+    bands: int
+    forward_items: int
+    forward_segments: int
+    backward_items: int
+    backward_items_in_order: int
+    backward_segments: int
+    components: int
+    num_forward_blocks: int  # 128 x 128 blocks that the forward computes per pack of heads
+
+
+@dataclass(frozen=True)
+class WorkLists:
+    """`words`: int32 [n], n a multiple of 4, everything the kernel reads; `sizes`: what the launch needs."""
+
+    words: Int32Array
+    sizes: ListSizes
+
+
+def build_worklists(
+    slices: AttnSlices,
+    num_q: int,
+    num_k: int,
+    num_heads_q: int,
+    num_heads_kv: int,
+    *,
+    backward_pack: int | None = None,
+    num_splits: int | None = None,
+) -> WorkLists:
+    """Lists for one call of the kernel, forward and backward.
+
+    Args:
+        slices: the mask; its rows index [0, num_q), its keys [0, num_k).
+        backward_pack, num_splits: override the heuristics; divisors of the group size, num_splits of group / backward_pack.
+
+    Raises:
+        ValueError: head counts do not divide, or a slice reaches beyond num_q or num_k.
+    """
+    if num_heads_kv < 1 or num_heads_q % num_heads_kv:
+        raise ValueError(f"num_heads_q {num_heads_q} must be a multiple of num_heads_kv {num_heads_kv}")
+    table = slices.canonical().table
+    if len(table) and (table[:, 1].max() > num_q or table[:, 3].max() > num_k):
+        raise ValueError(
+            f"slices reach query {table[:, 1].max()} and key {table[:, 3].max()}; there are {num_q} queries and {num_k} keys"
+        )
+    group = num_heads_q // num_heads_kv
+    forward_pack = largest_divisor(group, MAX_PACK)
+    backward_pack = backward_pack or choose_backward_pack(group, num_q)
+    lo, hi = slices.row_bands(num_q)
+    words = _Words()
+    bands = words.add(np.stack([lo, hi], 2))
+
+    tiles = row_segments(lo, hi, ROWS // forward_pack)
+    num_forward_tiles = -(-num_q // (ROWS // forward_pack))
+    num_blocks = np.bincount(tiles.tile, -(-(tiles.end - tiles.first) // KEYS), num_forward_tiles).astype(np.int64)
+    records = np.zeros((len(tiles), 8), np.int64)
+    records[:, 0] = tiles.layer
+    records[:, 4:] = np.stack([tiles.first, tiles.end, tiles.full_first, tiles.full_end], 1)
+    order = np.argsort(-tile_cost(num_blocks), kind="stable")
+    forward_items, forward_segments = (words.add(x) for x in _items(tiles.tile, records, order))
+
+    blocks = row_segments(lo, hi, BACKWARD_ROWS // backward_pack)
+    num_q_blocks = -(-num_q // (BACKWARD_ROWS // backward_pack))
+    tile, records, components = transpose_segments(blocks, num_q_blocks)
+    num_backward_tiles = -(-num_k // KEYS)
+    num_blocks_b = np.bincount(tile, records[:, 5] - records[:, 4], num_backward_tiles).astype(np.int64)
+    order_b = np.argsort(-tile_cost(num_blocks_b), kind="stable")
+    backward_items, backward_segments = (words.add(x) for x in _items(tile, records, order_b))
+    in_order = words.add(_items(tile, records, np.arange(num_backward_tiles)[::-1])[0])
+
+    packs = group // backward_pack
+    if num_splits is None:
+        wanted = -(-ITEMS_PER_SM * NUM_SMS // max(1, int((num_blocks_b > 0).sum()) * num_heads_kv))
+        num_splits = next(d for d in range(min(wanted, packs), packs + 1) if packs % d == 0)
+    groups_per_kv = group // forward_pack
+    key_bytes, query_bytes = max(1, num_k) * 512, max(1, num_q) * 1024 * backward_pack
+    sizes = ListSizes(
+        num_q=num_q,
+        num_k=num_k,
+        num_heads_q=num_heads_q,
+        num_heads_kv=num_heads_kv,
+        forward_pack=forward_pack,
+        backward_pack=backward_pack,
+        num_splits=num_splits,
+        forward_heads_per_wave=largest_divisor(num_heads_q // forward_pack, L2_BYTES // key_bytes * groups_per_kv),
+        backward_heads_per_wave=largest_divisor(num_heads_kv * num_splits, L2_BYTES // query_bytes),
+        num_forward_tiles=num_forward_tiles,
+        num_forward_tiles_with_work=int((num_blocks > 0).sum()),
+        num_backward_tiles=num_backward_tiles,
+        num_q_blocks=num_q_blocks,
+        bands=bands,
+        forward_items=forward_items,
+        forward_segments=forward_segments,
+        backward_items=backward_items,
+        backward_items_in_order=in_order,
+        backward_segments=backward_segments,
+        components=words.add(components),
+        num_forward_blocks=int(num_blocks.sum()),
+    )
+    return WorkLists(words.packed(), sizes)
+
+
+def choose_backward_pack(group: int, num_q: int) -> int:
+    """Query heads per backward tile. One: the queries of one head at a time, whose stream fits L2, and most ways to split."""
+    return 1
+
+
+def row_segments(lo: Int32Array, hi: Int32Array, tokens: int) -> Segments:
+    """The keys that each tile of `tokens` consecutive rows sees.
+
+    Keys that no row of the tile sees split a segment where there are at least KEYS of them in a row.
+
+    Args:
+        lo, hi: int32 [num_layers, num_rows], the rows' bands; empty where hi <= lo.
+    """
+    num_layers, num_rows = lo.shape
+    if num_rows == 0:
+        return Segments(*(np.zeros(0, np.int64) for _ in range(6)))
+    starts = np.arange(0, num_rows, tokens)
+    low = np.where(hi > lo, lo, FAR).astype(np.int32)
+    first, full_first = np.minimum.reduceat(low, starts, 1), np.maximum.reduceat(low, starts, 1)
+    end, full_end = np.maximum.reduceat(hi, starts, 1), np.minimum.reduceat(hi, starts, 1)
+    longest = np.maximum.reduceat(hi - lo, starts, 1)
+    used = end > first
+    holes = used & (end - first - longest >= KEYS)
+    layer, tile = np.nonzero(used & ~holes)
+    parts = [np.stack([tile, layer, *(x[layer, tile] for x in (first, end, full_first, full_end))])]
+    if holes.any():
+        parts.append(_split_at_holes(low, hi, tokens, *np.nonzero(holes)))
+    columns = np.concatenate(parts, 1).astype(np.int64)
+    if num_layers > 1 or len(parts) > 1:
+        columns = columns[:, np.lexsort(columns[2::-1])]
+    return Segments(*columns)
+
+
+def _split_at_holes(low: Int32Array, hi: Int32Array, tokens: int, layer: Int64Array, tile: Int64Array) -> Int64Array:
+    """Segments (columns as in Segments) of tiles whose keys may lie apart. low: FAR where a row sees nothing."""
+    rows = np.minimum(tile[:, None] * tokens + np.arange(tokens), low.shape[1] - 1)
+    first, end = low[layer[:, None], rows], hi[layer[:, None], rows]
+    order = np.argsort(first, 1)
+    first, end = np.take_along_axis(first, order, 1), np.take_along_axis(end, order, 1)
+    seen = first < FAR
+    reach = np.maximum.accumulate(np.where(seen, end, 0), 1)
+    starts_new = seen.copy()
+    starts_new[:, 1:] &= first[:, 1:] - reach[:, :-1] >= KEYS
+    starts_new[:, 0] = True  # tiles come here with at least one row that sees keys
+    begin = np.flatnonzero(starts_new)
+    part = begin // tokens
+    part_end = np.maximum.reduceat(np.where(seen, end, 0).ravel(), begin)
+    full_first = np.maximum.reduceat(first.ravel(), begin)
+    full_end = np.minimum.reduceat(np.where(seen, end, 0).ravel(), begin)
+    alone = np.bincount(part, minlength=len(tile))[part] == 1
+    return np.stack(
+        [
+            tile[part],
+            layer[part],
+            first.ravel()[begin],
+            part_end,
+            np.where(alone, full_first, FAR),
+            np.where(alone, full_end, 0),
+        ]
+    )
+
+
+def transpose_segments(blocks: Segments, num_q_blocks: int) -> tuple[Int64Array, Int64Array, Int32Array]:
+    """From the keys of each q-block to the q-blocks of each k-tile.
+
+    Consecutive q-blocks whose bounds never decrease form a chain; the blocks of a chain that see one k-tile are consecutive,
+    and so are those that see all of it, so two binary searches each find them for all k-tiles at once.
+
+    Returns:
+        tile: int64 [n], ascending: the k-tile of each record.
+        records: int64 [n, 8], the kernel's backward segments, per tile by component and block.
+        components: int32: num_q_blocks + 1 offsets (padded to an even number), then the first and last k-tile of each
+            component, i.e. of each segment of each q-block.
+    """
+    offsets = np.zeros((num_q_blocks + 2) // 2 * 2, np.int64)
+    counts = np.bincount(blocks.tile, minlength=num_q_blocks)
+    offsets[1 : num_q_blocks + 1] = np.cumsum(counts)
+    tile_a, tile_b = blocks.first // KEYS, (blocks.end - 1) // KEYS
+    full_a = np.minimum(-(-blocks.full_first // KEYS), FAR // KEYS)  # k-tiles [full_a, full_b] need no mask
+    full_b = blocks.full_end // KEYS - 1
+    components = np.concatenate([offsets, np.stack([tile_a, tile_b], 1).ravel()]).astype(np.int32)
+    if len(blocks) == 0:
+        return np.zeros(0, np.int64), np.zeros((0, 8), np.int64), components
+
+    component = np.arange(len(blocks)) - offsets[blocks.tile]
+    assert component.max() < 128
+    if component.any():
+        by_chain = np.lexsort((blocks.tile, component))
+    else:
+        by_chain = np.arange(len(blocks))
+    block, layer, component = blocks.tile[by_chain], blocks.layer[by_chain], component[by_chain]
+    bounds = np.stack([tile_a, tile_b, full_a, full_b])[:, by_chain]
+    breaks = np.ones(len(block), bool)
+    breaks[1:] = (
+        (np.diff(component) != 0) | (np.diff(layer) != 0) | (np.diff(block) != 1) | (np.diff(bounds, axis=1) < 0).any(0)
+    )
+    begin = np.flatnonzero(breaks)
+    chain = np.cumsum(breaks) - 1
+    last = np.append(begin[1:], len(block)) - 1
+    num_tiles = bounds[1, last] - bounds[0, begin] + 1
+    entry_chain = np.repeat(np.arange(len(begin)), num_tiles)
+    tile = np.arange(len(entry_chain)) - np.repeat(np.cumsum(num_tiles) - num_tiles - bounds[0, begin], num_tiles)
+    stride = FAR // KEYS + 2
+    keys, query = bounds + 1 + chain * stride, tile + 1 + entry_chain * stride
+    first, end = np.searchsorted(keys[1], query, "left"), np.searchsorted(keys[0], query, "right")
+    full_first, full_end = np.searchsorted(keys[3], query, "left"), np.searchsorted(keys[2], query, "right")
+    shift = (block - np.arange(len(block)))[begin][entry_chain]  # from position in the chain to q-block
+    records = np.zeros((len(tile), 8), np.int64)
+    records[:, 0], records[:, 1] = layer[begin][entry_chain], component[begin][entry_chain]
+    records[:, 4:] = np.stack([first, end, full_first, full_end], 1) + shift[:, None]
+    keep = end > first
+    tile, records = tile[keep], records[keep]
+    order = np.lexsort((records[:, 4], records[:, 1], tile))
+    return tile[order], records[order], components
+
+
+def _items(tile: Int64Array, records: Int64Array, order: Int64Array) -> tuple[Int64Array, Int64Array]:
+    """Work items [len(order), 12] with their first segment inside, and the further segments [.., 8]. tile ascends."""
+    counts = np.bincount(tile, minlength=len(order))
+    begin = np.cumsum(counts) - counts
+    is_first = np.zeros(len(tile), bool)
+    is_first[begin[counts > 0]] = True
+    further = begin - (np.cumsum(counts > 0) - (counts > 0))  # further segments of all earlier tiles
+    items = np.zeros((len(order), 12), np.int64)
+    items[:, 0], items[:, 1], items[:, 2] = np.arange(len(order)), counts, further
+    items[counts > 0, 4:] = records[is_first]
+    return items[order], records[~is_first]
+
+
+class _Words:
+    """Collects integer arrays into one int32 array; every part starts at a multiple of 4 words."""
+
+    def __init__(self) -> None:
+        self.parts: list[Int32Array] = []
+        self.size = 0
+
+    def add(self, array: npt.NDArray[np.integer]) -> int:
+        start, padding = self.size, -array.size % 4
+        self.parts += [array.astype(np.int32, copy=False).ravel(), np.zeros(padding, np.int32)]
+        self.size += array.size + padding
+        return start
+
+    def packed(self) -> Int32Array:
+        return np.concatenate(self.parts)
