@@ -4,10 +4,13 @@ import itertools
 import json
 import logging
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.distributed.checkpoint.stateful import Stateful
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -230,6 +233,39 @@ def test_resume_at_any_round_and_any_degree_continues_the_stream(corpus, before,
                 next(iterator)
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=st.lists(st.tuples(st.integers(1, 40), st.integers(0, 40)), min_size=1, max_size=60),
+    seq_len=st.integers(1, 20),
+    window_packs=st.integers(2, 8),
+    before=st.integers(1, 4),
+    after=st.integers(1, 4),
+    data=st.data(),
+)
+def test_any_corpus_is_packed_once_and_resumes_anywhere(
+    tmp_path_factory, lengths, seq_len, window_packs, before, after, data
+):
+    path = write(tmp_path_factory.mktemp("any") / "train.jsonl", [(i + 1, *row) for i, row in enumerate(lengths)])
+    expected = spans(path, seq_len, truncate=False)
+    if not expected:
+        return
+    options = {"seq_len": seq_len, "window_packs": window_packs}
+    stream = flats(dataset(path, **options))
+    found = [(tokens[a], b - a) for tokens, _, documents, _ in stream for a, b in documents]
+    assert sorted(found) == expected
+    steps = data.draw(st.integers(0, -(-len(stream) // before)))
+    first = dataset(path, dp_world_size=before, **options)
+    take(first, steps)
+    shards = []
+    for rank in range(after):
+        resumed = dataset(path, dp_rank=rank, dp_world_size=after, **options)
+        if steps:
+            resumed.load_state_dict(first.state_dict())
+        shards.append(flats(resumed))
+    rest = [item for row in zip(*shards, strict=True) for item in row if item[2]]
+    assert rest == stream[steps * before :]
+
+
 def test_counts_after_a_resume_are_those_of_one_run(corpus):
     whole = dataset(corpus)
     length = len(list(whole))
@@ -348,9 +384,10 @@ def test_loader_repeats_a_finite_epoch(corpus, num_workers):
     assert flats(resumed) == first
 
 
-def test_more_than_one_worker_is_refused(corpus):
+def test_more_than_one_worker_is_refused(corpus, monkeypatch):
+    monkeypatch.setattr("torchtitan_magi.data.sft.get_worker_info", lambda: SimpleNamespace(num_workers=2))
     with pytest.raises(ValueError, match="num_workers is 2; use 0 or 1"):
-        next(iter(loader(corpus, 2)))
+        next(iter(dataset(corpus)))
 
 
 def test_packs_are_full_on_the_length_histogram(tmp_path):

@@ -6,6 +6,7 @@ of a message reach the chat template.
 
 import json
 import os
+from array import array
 from typing import Any
 
 import numpy as np
@@ -46,13 +47,16 @@ class RecordFile:
 
     def where(self, index: int) -> str:
         """`path:line` of a record, for messages; reads the file up to there."""
+        number, offset = 1, 0
         with open(self.path, "rb") as file:
-            number = 1 + file.read(int(self._offsets[index])).count(b"\n")
+            while offset < self._offsets[index]:
+                offset += len(file.readline())
+                number += 1
         return f"{self.path}:{number}"
 
     def _index(self) -> np.ndarray:
         """Check every line; int64 [records + 1] byte offsets, the last one the end of the file."""
-        offsets, offset = [], 0
+        offsets, offset = array("q"), 0
         with open(self.path, "rb") as file:
             for number, line in enumerate(file, start=1):
                 if not line.isspace():
@@ -62,7 +66,8 @@ class RecordFile:
                         raise ValueError(f"{self.path}:{number}: {error}") from None
                     offsets.append(offset)
                 offset += len(line)
-        return np.array([*offsets, offset], dtype=np.int64)
+        offsets.append(offset)
+        return np.array(offsets, dtype=np.int64)
 
 
 def parse_record(line: bytes) -> dict[str, Any]:
