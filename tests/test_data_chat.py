@@ -251,11 +251,13 @@ def test_template_is_found_in_the_assets(tmp_path):
         load_chat_template(tmp_path / "nowhere")
 
 
-def test_default_template_follows_the_vocabulary(tmp_path):
+def test_default_template_follows_the_vocabulary(tmp_path, caplog):
+    caplog.set_level("INFO")
     assert default_template(TOKENIZER) == CHATML_TEMPLATE
     plain = byte_level_tokenizer(["<s>", "</s>"])
     assert default_template(plain) == PLAIN_TEMPLATE
     assert ChatTokenizer.from_assets(plain, 0, 1, tmp_path).template == PLAIN_TEMPLATE
+    assert f"no chat template in {tmp_path}: messages are written as plain text" in caplog.text
 
 
 def test_chat_tokenizer_can_be_sent_to_a_worker():

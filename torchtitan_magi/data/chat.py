@@ -9,6 +9,7 @@ assistant turn is to be predicted.
 """
 
 import json
+import logging
 import os
 import re
 from datetime import datetime
@@ -24,6 +25,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
 from torchtitan_magi.data.documents import TokenizedDocument
+
+logger = logging.getLogger(__name__)
 
 # Used when the assets have no chat template; the first if the vocabulary has the two ChatML tokens.
 CHATML_TEMPLATE = """\
@@ -92,8 +95,13 @@ class ChatTokenizer:
     def from_assets(
         cls, tokenizer: Tokenizer, bos_id: int | None, eos_id: int | None, assets_path: str | os.PathLike[str]
     ) -> "ChatTokenizer":
-        """With the chat template of a Hugging Face assets directory, or the default one."""
-        return cls(tokenizer, bos_id, eos_id, load_chat_template(assets_path) or default_template(tokenizer))
+        """With the chat template of a Hugging Face assets directory, or the default one (said in the log)."""
+        template = load_chat_template(assets_path)
+        if template is None:
+            template = default_template(tokenizer)
+            form = "ChatML" if template == CHATML_TEMPLATE else "plain text"
+            logger.info("no chat template in %s: messages are written as %s", os.fspath(assets_path), form)
+        return cls(tokenizer, bos_id, eos_id, template)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.tokenizer, self.bos_id, self.eos_id, self.template)
