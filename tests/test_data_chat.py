@@ -155,6 +155,16 @@ def test_mask_is_the_tokens_that_hold_assistant_bytes(messages):
         assert other({"messages": messages}).loss_mask.tolist() == expected
 
 
+@pytest.mark.parametrize("trim", [True, False])
+def test_space_at_the_end_of_a_turn_is_learned_though_offsets_leave_it_out(trim):
+    tokenizer = byte_level_tokenizer(trim_offsets=trim)
+    document = chat("[{% generation %}{{ messages[0].content }}{% endgeneration %}]", tokenizer)(
+        {"messages": [{"role": "assistant", "content": "the cat "}]}
+    )
+    assert tokenizer.decode(document.tokens.tolist()) == "[the cat ]"
+    assert learned(document) == "the cat "
+
+
 def test_text_records_get_bos_and_eos_and_loss_everywhere():
     document = chat(CHATML_TEMPLATE)({"text": "the cat"})
     assert document.tokens.tolist() == [0, *TOKENIZER.encode("the cat").ids, 1]
