@@ -38,6 +38,8 @@ struct Shared {
   int4 dq_block[2];                                   // the same, per warpgroup, for the warp that adds dQ
   u64 kv_full, kv_empty, full[kStages], empty[kStages];
 };
+static_assert(sizeof(Shared) + 1024 <= SHARED_BYTES, "ffa.py asks for too little shared memory");
+
 enum NamedBarrier { kScoreGradReady = 1, kQueryGradFull = 2, kQueryGradEmpty = 4 };   // the latter two + warpgroup
 constexpr int kQueryGradThreads = 128 + 32;
 

@@ -33,6 +33,8 @@ struct Shared {
   u64 k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];
 };
 
+static_assert(sizeof(Shared) + 1024 <= SHARED_BYTES, "ffa.py asks for too little shared memory");
+
 struct ForwardParams {
   void* out;             // [num_q, num_heads_q, head_dim] input type, or fp32 when ACCUMULATE
   float* lse;            // [num_q, num_heads_q] natural log

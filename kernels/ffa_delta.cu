@@ -1,0 +1,43 @@
+// delta = rowsum(out * dOut), one half-warp per row of at most 128 elements, 8 elements a lane.
+//
+// OUT_FP32: out is fp32 (the accumulated output of several stages), else the input type like dOut.
+#include "sm90.cuh"
+
+// The floats of two packed elements of the input type.
+DEVICE float2 unpack2(u32 x) {
+#ifdef USE_FP16
+  float2 r;
+  asm("{ .reg .f16 a, b; mov.b32 {a, b}, %2; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b; }" : "=f"(r.x), "=f"(r.y) : "r"(x));
+  return r;
+#else
+  return make_float2(__uint_as_float(x << 16), __uint_as_float(x & 0xFFFF0000u));
+#endif
+}
+
+// out, dout: [num_rows, head_dim] contiguous; delta: [num_rows]; head_dim a multiple of 8, at most 128
+extern "C" __global__ void __launch_bounds__(256)
+ffa_delta(const void* out, const void* dout, float* delta, long long num_rows, int head_dim) {
+  const long long row = (long long)blockIdx.x * 16 + threadIdx.x / 16;
+  const int column = threadIdx.x % 16 * 8;
+  float sum = 0;
+  if (row < num_rows && column < head_dim) {
+    const long long at = row * head_dim + column;
+    const uint4 g = *(const uint4*)((const unsigned short*)dout + at);
+    const u32 packed[4] = {g.x, g.y, g.z, g.w};
+#ifdef OUT_FP32
+    const float4 a = *(const float4*)((const float*)out + at), b = *(const float4*)((const float*)out + at + 4);
+    const float2 o[4] = {{a.x, a.y}, {a.z, a.w}, {b.x, b.y}, {b.z, b.w}};
+#else
+    const uint4 p = *(const uint4*)((const unsigned short*)out + at);
+    const float2 o[4] = {unpack2(p.x), unpack2(p.y), unpack2(p.z), unpack2(p.w)};
+#endif
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const float2 d = unpack2(packed[i]);
+      sum += o[i].x * d.x + o[i].y * d.y;
+    }
+  }
+#pragma unroll
+  for (int step = 8; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
+  if (row < num_rows && threadIdx.x % 16 == 0) delta[row] = sum;
+}

@@ -1,0 +1,346 @@
+"""Times the FFA kernel beside cuDNN (torch SDPA), torch varlen_attn and compiled flex_attention, in one run on a Hopper GPU.
+
+    python scripts/bench_kernel.py --json benchmarks/results/kernel_h200.json --plot benchmarks/results/kernel_h200.png
+
+TFLOP/s = 4 * (visible pairs) * head_dim * num_heads_q, backward 2.5 times that, over the median time by CUDA events. Backward
+times are a whole autograd backward (for ours: delta, zeroing and rounding dq, and the kernel). Work lists are built and uploaded
+before timing; building is reported beside it. Every implementation's output is compared with ours first.
+"""
+
+import argparse
+import json
+import math
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from triton.testing import do_bench
+
+from torchtitan_magi.ffa import FfaBlockAttn, ffa_attn, upload_lists
+from torchtitan_magi.slices import AttnSlices, block_causal, sliding_window, varlen_causal, varlen_full
+
+DOCUMENTS = (0.31, 0.19, 0.14, 0.11, 0.09, 0.07, 0.05, 0.04)  # of the length: KERNEL.md's eight documents
+# 13.46M documents: upper edges of the length bins and cumulative percentages
+HISTOGRAM_EDGES = (1, 10, 50, 100, 200, 500, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072, 196608)
+HISTOGRAM_CUMULATIVE = (0.22, 3.13, 8.33, 18.56, 46.75, 71.38, 87.03, 94.37, 97.42, 98.71, 99.56, 99.70, 99.86, 100.0)
+
+
+@dataclass
+class Case:
+    name: str
+    tokens: int
+    cu_seqlens: list[int]
+    kind: str  # full, causal, window, block
+    heads: tuple[int, int] = (64, 8)
+    head_dim: int = 128
+    dtype: torch.dtype = torch.bfloat16
+    window: int = 1024
+
+    def slices(self) -> AttnSlices:
+        build = {
+            "full": varlen_full,
+            "causal": varlen_causal,
+            "window": lambda cu: sliding_window(cu, self.window),
+            "block": lambda cu: block_causal(cu, self.window),
+        }
+        return build[self.kind](self.cu_seqlens)
+
+
+@dataclass
+class Row:
+    case: str
+    tokens: int
+    heads: str
+    head_dim: int
+    dtype: str
+    impl: str
+    fwd_ms: float
+    bwd_ms: float
+    fwd_tflops: float
+    bwd_tflops: float
+    build_ms: float = 0.0
+
+
+def eight_documents(tokens: int) -> list[int]:
+    lengths = [int(tokens * share) | 1 for share in DOCUMENTS]
+    lengths[0] += tokens - sum(lengths)
+    return [0, *np.cumsum(lengths).tolist()]
+
+
+def histogram_pack(tokens: int, seed: int) -> list[int]:
+    """Documents drawn from the histogram, capped at the pack, the last cut to fit."""
+    rng = np.random.default_rng(seed)
+    share = np.diff([0.0, *HISTOGRAM_CUMULATIVE]) / 100
+    lengths: list[int] = []
+    while sum(lengths) < tokens:
+        b = int(rng.choice(len(share), p=share / share.sum()))
+        length = int(rng.integers(HISTOGRAM_EDGES[b], HISTOGRAM_EDGES[b + 1] + 1))
+        lengths.append(min(length, tokens - sum(lengths)))
+    return [0, *np.cumsum(lengths).tolist()]
+
+
+def cases(which: str) -> Iterator[Case]:
+    """Cases of one group: quick, dense, varlen, packs, window, heads, long."""
+    k = 1024
+    if which == "quick":
+        for n in (8 * k, 16 * k, 32 * k):
+            yield Case("causal", n, [0, n], "causal")
+        yield Case("full", 8 * k, [0, 8 * k], "full")
+        for n in (2 * k, 8 * k, 32 * k):
+            yield Case("varlen causal", n, eight_documents(n), "causal")
+        for n in (8 * k, 64 * k):
+            yield Case("histogram 0", n, histogram_pack(n, 0), "causal")
+        yield Case("window 1024", 32 * k, [0, 32 * k], "window")
+        yield Case("varlen causal", 8 * k, eight_documents(8 * k), "causal", (8, 1))
+        yield Case("causal", 16 * k, [0, 16 * k], "causal", (64, 8), 64)
+    if which == "dense":
+        for kind in ("full", "causal"):
+            for n in (2 * k, 4 * k, 8 * k, 16 * k, 32 * k):
+                yield Case(kind, n, [0, n], kind)
+    if which == "varlen":
+        for kind in ("full", "causal"):
+            for n in (2 * k, 4 * k, 8 * k, 16 * k, 32 * k):
+                yield Case(f"varlen {kind}", n, eight_documents(n), kind)
+    if which == "packs":
+        for n in (8 * k, 32 * k, 64 * k, 256 * k):
+            for seed in (0, 1):
+                yield Case(f"histogram {seed}", n, histogram_pack(n, seed), "causal")
+    if which == "window":
+        for n in (8 * k, 32 * k, 128 * k):
+            yield Case("window 1024", n, [0, n], "window")
+            yield Case("block causal 1024", n, [0, n], "block")
+    if which == "heads":
+        for heads in ((8, 1), (40, 8), (32, 32)):
+            for head_dim in (64, 128):
+                yield Case("varlen causal", 8 * k, eight_documents(8 * k), "causal", heads, head_dim)
+                yield Case("causal", 16 * k, [0, 16 * k], "causal", heads, head_dim)
+        for n in (8 * k, 16 * k):
+            yield Case("causal", n, [0, n], "causal", (64, 8), 64)
+    if which == "long":
+        yield Case("causal", 128 * k, [0, 128 * k], "causal")
+        yield Case("varlen causal", 128 * k, eight_documents(128 * k), "causal")
+
+
+GROUPS = ("quick", "dense", "varlen", "packs", "window", "heads", "long")
+
+
+# ------------------------------------------------------------------------------------------------------ implementations
+# Each returns the attention of (q, k, v) [T, H, D], or None where it cannot do the case.
+def cudnn(case: Case) -> Callable[..., Tensor] | None:
+    if len(case.cu_seqlens) > 2 or case.kind not in ("full", "causal"):
+        return None
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        heads_first = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            out = F.scaled_dot_product_attention(*heads_first, is_causal=case.kind == "causal", enable_gqa=True)
+        return out[0].transpose(0, 1)
+
+    return run
+
+
+def torch_varlen(case: Case) -> Callable[..., Tensor] | None:
+    if case.kind == "block":
+        return None
+    from torch.nn.attention.varlen import varlen_attn
+
+    cu = torch.tensor(case.cu_seqlens, dtype=torch.int32, device="cuda")
+    longest = max(np.diff(case.cu_seqlens).tolist())
+    window = {"full": (-1, -1), "causal": (-1, 0), "window": (case.window - 1, 0)}[case.kind]
+    return lambda q, k, v: varlen_attn(q, k, v, cu, cu, longest, longest, window_size=window)
+
+
+def flex(case: Case) -> Callable[..., Tensor] | None:
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    document = torch.repeat_interleave(
+        torch.arange(len(case.cu_seqlens) - 1), torch.tensor(np.diff(case.cu_seqlens))
+    ).cuda()
+
+    def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        same = document[q] == document[k]
+        if case.kind == "full":
+            return same
+        if case.kind == "window":
+            return same & (k <= q) & (k > q - case.window)
+        return same & (k <= q) if case.kind == "causal" else same & (k // case.window <= q // case.window)
+
+    mask = create_block_mask(visible, None, None, case.tokens, case.tokens, device="cuda", _compile=True)
+    compiled = torch.compile(flex_attention)
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+        return compiled(q, k, v, block_mask=mask, enable_gqa=True)[0].transpose(0, 1)
+
+    return run
+
+
+def flash_attention_3(case: Case) -> Callable[..., Tensor] | None:
+    try:
+        from flash_attn_interface import flash_attn_varlen_func
+    except ImportError:
+        return None
+    if case.kind == "block":
+        return None
+    cu = torch.tensor(case.cu_seqlens, dtype=torch.int32, device="cuda")
+    longest = max(np.diff(case.cu_seqlens).tolist())
+    window = (case.window - 1, 0) if case.kind == "window" else (-1, -1)
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = flash_attn_varlen_func(
+            q, k, v, cu, cu, longest, longest, causal=case.kind == "causal", window_size=window
+        )
+        return out[0] if isinstance(out, tuple) else out
+
+    return run
+
+
+OTHERS = {"cudnn": cudnn, "varlen_attn": torch_varlen, "flex": flex, "fa3": flash_attention_3}
+
+
+def measure(case: Case, impls: list[str], ms: int) -> Iterator[Row]:
+    heads_q, heads_kv = case.heads
+    make = lambda h: torch.randn(case.tokens, h, case.head_dim, device="cuda", dtype=case.dtype)  # noqa: E731
+    q, k, v = (make(h).requires_grad_() for h in (heads_q, heads_kv, heads_kv))
+    dout = make(heads_q)
+    slices = case.slices()
+    attn = FfaBlockAttn("cuda")
+    flops = 4 * slices.area * case.head_dim * heads_q
+
+    build = []
+    for _ in range(3):
+        fresh = AttnSlices(slices.table)
+        start = time.perf_counter()
+        lists = attn.prepare(fresh, case.tokens, case.tokens, heads_q, heads_kv)
+        build.append(1e3 * (time.perf_counter() - start))
+    mask = upload_lists(lists, "cuda")
+
+    ours = ffa_attn(q, k, v, mask)[0]
+    grads = torch.autograd.grad(ours, (q, k, v), dout)
+    runs: dict[str, Callable[..., Tensor] | None] = {
+        "ours": lambda q, k, v: ffa_attn(q, k, v, mask)[0],
+        "ours deterministic": lambda q, k, v: ffa_attn(q, k, v, mask, deterministic=True)[0],
+        **{name: OTHERS[name](case) for name in OTHERS if name in impls},
+    }
+    for name, run in runs.items():
+        if run is None or name not in impls:
+            continue
+        try:
+            out = run(q, k, v)
+            theirs = torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
+        except (RuntimeError, ValueError, TypeError) as error:
+            print(f"  {name}: {str(error).splitlines()[0][:100]}", flush=True)
+            continue
+        for a, b in zip((ours, *grads), (out, *theirs), strict=True):
+            error = float((a.float() - b.float()).norm() / b.float().norm())
+            assert error < 2e-2, f"{name} and ours differ by {error:.1e} on {case}"
+
+        def forward(run: Callable[..., Tensor] = run) -> None:
+            with torch.no_grad():
+                run(q, k, v)
+
+        def backward(out: Tensor = out) -> None:
+            torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
+
+        fwd, bwd = (do_bench(f, warmup=ms // 3, rep=ms, return_mode="median") for f in (forward, backward))
+        yield Row(
+            case.name, case.tokens, f"{heads_q}:{heads_kv}", case.head_dim, str(case.dtype).removeprefix("torch."), name,
+            round(fwd, 4), round(bwd, 4), round(flops / fwd / 1e9, 1), round(2.5 * flops / bwd / 1e9, 1),
+            round(min(build), 2) if name == "ours" else 0.0,
+        )  # fmt: skip
+
+
+def print_table(rows: list[Row]) -> None:
+    names = list(dict.fromkeys(row.impl for row in rows))
+    print(f"{'TFLOP/s forward / backward':38s}" + "".join(f"{name:>20s}" for name in names))
+    for key in dict.fromkeys((r.case, r.tokens, r.heads, r.head_dim) for r in rows):
+        cells = {
+            r.impl: f"{r.fwd_tflops:.0f} / {r.bwd_tflops:.0f}"
+            for r in rows
+            if (r.case, r.tokens, r.heads, r.head_dim) == key
+        }
+        print(
+            f"{key[0]:18s}{key[1]:>8d} {key[2]:>6s} {key[3]:>4d}"
+            + "".join(f"{cells.get(name, '-'):>20s}" for name in names)
+        )
+
+
+def write_plot(rows: list[Row], path: str) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    labels = list(dict.fromkeys(f"{r.case}\n{r.tokens // 1024}k {r.heads} D{r.head_dim}" for r in rows))
+    names = list(dict.fromkeys(r.impl for r in rows))
+    figure, axes = plt.subplots(2, 1, figsize=(max(8, 0.7 * len(labels)), 8), sharex=True)
+    for axis, field in zip(axes, ("fwd_tflops", "bwd_tflops"), strict=True):
+        for i, name in enumerate(names):
+            values = {
+                f"{r.case}\n{r.tokens // 1024}k {r.heads} D{r.head_dim}": getattr(r, field)
+                for r in rows
+                if r.impl == name
+            }
+            axis.bar(
+                [x + i * 0.8 / len(names) for x in range(len(labels))],
+                [values.get(x, 0) for x in labels],
+                0.8 / len(names),
+                label=name,
+            )
+        axis.set_ylabel(field.replace("_tflops", "") + " TFLOP/s")
+        axis.legend()
+    axes[1].set_xticks([x + 0.4 for x in range(len(labels))], labels, rotation=90, fontsize=7)
+    figure.tight_layout()
+    figure.savefig(path)
+
+
+def provenance() -> dict[str, Any]:
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+    properties = torch.cuda.get_device_properties(0)
+    return {
+        "device": properties.name, "sms": properties.multi_processor_count, "torch": torch.__version__,
+        "cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version(), "python": platform.python_version(),
+        "commit": commit, "command": " ".join(sys.argv),
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--groups", nargs="+", default=["dense", "varlen", "packs", "window", "heads"], choices=GROUPS)
+    parser.add_argument("--impls", nargs="+", default=["ours", "ours deterministic", "cudnn", "varlen_attn", "fa3"])
+    parser.add_argument("--ms", type=int, default=100, help="time spent on each measurement")
+    parser.add_argument("--commit", help="commit of the tree, where git is missing")
+    parser.add_argument("--json")
+    parser.add_argument("--plot")
+    args = parser.parse_args()
+    rows: list[Row] = []
+    for group in args.groups:
+        for case in cases(group):
+            torch.manual_seed(0)
+            try:
+                rows += list(measure(case, args.impls, args.ms))
+            except torch.OutOfMemoryError:
+                print(f"  out of memory: {case}")
+            torch.cuda.empty_cache()
+            if args.json:  # after every case: a run that is cut short leaves what it has
+                facts = provenance()
+                facts["commit"] = args.commit or facts["commit"]
+                with open(args.json, "w") as file:
+                    json.dump(facts | {"rows": [asdict(row) for row in rows]}, file, indent=1)
+    print_table(rows)
+    assert all(math.isfinite(row.fwd_tflops) for row in rows)
+    if args.plot:
+        write_plot(rows, args.plot)
+
+
+if __name__ == "__main__":
+    main()

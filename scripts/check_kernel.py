@@ -1,0 +1,234 @@
+"""Checks the FFA kernel against an fp64 dense reference on a Hopper GPU: random slice lists, shapes, dtypes, heads.
+
+    python scripts/check_kernel.py --cases 300 --seed 0
+
+Every value of out, lse, dq, dk, dv must be within twice the largest error of a plain implementation in the input dtype, plus
+four units in the last place of the largest value; the same for the error's norm. Uninitialised memory is NaN.
+"""
+
+import argparse
+import json
+import random
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torchtitan_magi.ffa import FfaBlockAttn, HostLists, upload_lists
+from torchtitan_magi.slices import AttnSlices, block_causal, shared_prompt, sliding_window, varlen_causal, varlen_full
+from torchtitan_magi.worklists import build_worklists
+
+HEADS = [(8, 1), (8, 8), (5, 1), (14, 2), (16, 1), (8, 2), (3, 3), (20, 5), (34, 1), (12, 2)]
+HEAD_DIMS = [128, 64, 128, 64, 96, 32, 40, 8]
+
+
+@dataclass
+class Case:
+    """One call: `stages` slice lists over keys of their own, one set of queries."""
+
+    stages: list[AttnSlices]
+    num_q: int
+    num_k: list[int]
+    num_heads_q: int
+    num_heads_kv: int
+    head_dim: int
+    dtype: torch.dtype
+    deterministic: bool = False
+    accumulate: bool = False
+    backward_pack: int | None = None
+    num_splits: int | None = None
+    float_grads: bool = False
+    softmax_scale: float = 0.1
+    name: str = "random"
+
+
+def random_slices(rng: random.Random, num_q: int, num_k: int) -> AttnSlices:
+    def cut(n: int) -> tuple[int, int]:
+        a, b = sorted((rng.randint(0, n), rng.randint(0, n)))
+        return a, b
+
+    rows = []
+    for _ in range(rng.choice([0, 1, 1, 2, 3, 5, 9])):
+        rows.append([*cut(num_q), *cut(num_k), rng.randint(0, 3)])
+    return AttnSlices(rows)
+
+
+def random_case(rng: random.Random) -> Case:
+    """Odd lengths, all mask types, overlaps, empty rows, one to three stages."""
+    num_q = rng.choice([1, 2, 17, 64, rng.randint(1, 130), rng.randint(1, 600)])
+    heads_q, heads_kv = rng.choice(HEADS)
+    accumulate = rng.random() < 0.4
+    num_k = [rng.choice([1, 5, 128, rng.randint(1, 300), rng.randint(1, 900)]) for _ in range(1 + accumulate * 2)]
+    stages = [random_slices(rng, num_q, n) for n in num_k]
+    if rng.random() < 0.3:  # documents
+        cuts = sorted(rng.randint(0, num_q) for _ in range(rng.randint(0, 6)))
+        cu = [0, *cuts, num_q]
+        build = rng.choice([varlen_causal, varlen_full, lambda c: sliding_window(c, 37), lambda c: block_causal(c, 50)])
+        stages[0], num_k[0] = build(cu), num_q
+    group = heads_q // heads_kv
+    packs = [d for d in range(1, min(group, 16) + 1) if group % d == 0]
+    pack = rng.choice(packs)
+    splits = [d for d in range(1, group // pack + 1) if (group // pack) % d == 0]
+    return Case(
+        stages, num_q, num_k, heads_q, heads_kv, rng.choice(HEAD_DIMS), rng.choice([torch.bfloat16, torch.float16]),
+        deterministic=rng.random() < 0.4, accumulate=accumulate, backward_pack=pack, num_splits=rng.choice(splits),
+        float_grads=rng.random() < 0.5, softmax_scale=rng.choice([0.05, 0.125, 0.3]),
+    )  # fmt: skip
+
+
+def named_cases() -> list[Case]:
+    """Masks users have, at sizes that fill several tiles and CTAs."""
+    cu = [0, 3, 450, 451, 1100, 2048]
+    masks = {
+        "varlen causal": varlen_causal(cu),
+        "varlen full": varlen_full(cu),
+        "sliding window": sliding_window(cu, 200),
+        "block causal": block_causal(cu, 100),
+        "shared prompt": shared_prompt([[500, 300, 200], [600, 100, 348]]),
+        "causal": varlen_causal([0, 2048]),
+    }
+    cases = []
+    for name, slices in masks.items():
+        for heads, head_dim in (((16, 2), 128), ((16, 2), 64), ((7, 1), 128), ((4, 4), 128)):
+            for deterministic in (False, True):
+                cases.append(Case([slices], 2048, [2048], *heads, head_dim, torch.bfloat16, deterministic, name=name))
+    return cases
+
+
+def dense_mask(slices: AttnSlices, num_q: int, num_k: int) -> Tensor:
+    """bool [num_q, num_k] on the GPU, from the definition of the mask types."""
+    mask = torch.zeros(num_q, num_k, dtype=torch.bool, device="cuda")
+    for q_start, q_end, k_start, k_end, mask_type in slices.table.tolist():
+        q = torch.arange(q_start, q_end, device="cuda")[:, None]
+        k = torch.arange(k_start, k_end, device="cuda")[None]
+        seen = torch.ones(q_end - q_start, k_end - k_start, dtype=torch.bool, device="cuda")
+        if mask_type & 1:
+            seen &= k < k_end - (q_end - 1 - q)
+        if mask_type & 2:
+            seen &= k >= k_start + (q - q_start)
+        mask[q_start:q_end, k_start:k_end] |= seen
+    return mask
+
+
+def dense_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, dout: Tensor) -> dict[str, Tensor]:
+    """out, lse, dq, dk, dv of plain attention in the dtype of q; fp64 results."""
+    q, k, v = (x.detach().clone().requires_grad_() for x in (q, k, v))
+    group = q.shape[1] // k.shape[1]
+    keys, values = (x.repeat_interleave(group, 1).transpose(0, 1) for x in (k, v))
+    scores = (q.transpose(0, 1) @ keys.transpose(1, 2)) * scale
+    scores = scores.masked_fill(~mask, -torch.inf)
+    wide = scores.double() if q.dtype == torch.float64 else scores.float()
+    lse = wide.logsumexp(-1)
+    p = torch.where(lse.isinf()[..., None], 0.0, (wide - lse.masked_fill(lse.isinf(), 0.0)[..., None]).exp()).to(
+        q.dtype
+    )
+    out = (p @ values).transpose(0, 1)
+    out.backward(dout.to(out.dtype))
+    results = {"out": out, "lse": lse.transpose(0, 1), "dq": q.grad, "dk": k.grad, "dv": v.grad}
+    return {name: x.detach().double() for name, x in results.items()}
+
+
+def run_ours(case: Case, q: Tensor, kvs: list[Tensor], dout: Tensor) -> dict[str, Tensor]:
+    """out, lse, dq, dk, dv; dk and dv of all stages one after another."""
+    attn = FfaBlockAttn("cuda")
+    masks = []
+    for slices, num_k in zip(case.stages, case.num_k, strict=True):
+        lists = build_worklists(
+            slices, case.num_q, num_k, case.num_heads_q, case.num_heads_kv,
+            backward_pack=case.backward_pack, num_splits=case.num_splits,
+        )  # fmt: skip
+        masks.append(upload_lists(HostLists(lists), "cuda"))
+    accumulate = None
+    if case.accumulate:
+        lse = torch.full((case.num_q, case.num_heads_q), -torch.inf, device="cuda")
+        accumulate = torch.zeros(q.shape, device="cuda"), lse
+    for mask, kv in zip(masks, kvs, strict=True):
+        out, lse = attn.forward(q, kv[:, 0], kv[:, 1], mask, case.softmax_scale, accumulate)
+    delta = attn.delta(out, dout)
+    dq = torch.zeros(q.shape, device="cuda")
+    dks, dvs = [], []
+    for mask, kv in zip(masks, kvs, strict=True):
+        dkv = torch.full(kv.shape, torch.nan, dtype=torch.float32 if case.float_grads else kv.dtype, device="cuda")
+        attn.backward(
+            dout, q, kv[:, 0], kv[:, 1], lse, delta, mask, case.softmax_scale, dq, dkv[:, 0], dkv[:, 1],
+            deterministic=case.deterministic,
+        )  # fmt: skip
+        dks.append(dkv[:, 0])
+        dvs.append(dkv[:, 1])
+    return {"out": out, "lse": lse, "dq": dq, "dk": torch.cat(dks), "dv": torch.cat(dvs)}
+
+
+def run_case(case: Case, seed: int) -> tuple[dict[str, float], list[str]]:
+    """Error of each output as a share of its budget, and what is wrong."""
+    torch.manual_seed(seed)
+    shape_q = (case.num_q, case.num_heads_q, case.head_dim)
+    q = torch.randn(shape_q[0], 2, *shape_q[1:], device="cuda").to(case.dtype)[:, 1]  # strided
+    dout = torch.randn(shape_q, device="cuda").to(case.dtype)
+    kvs = [torch.randn(n, 2, case.num_heads_kv, case.head_dim, device="cuda").to(case.dtype) for n in case.num_k]
+    ours = run_ours(case, q, kvs, dout)
+    again = run_ours(case, q, kvs, dout)
+    mask = torch.cat([dense_mask(s, case.num_q, n) for s, n in zip(case.stages, case.num_k, strict=True)], 1)
+    kv = torch.cat(kvs)
+    plain = dense_attention(q, kv[:, 0], kv[:, 1], mask, case.softmax_scale, dout)
+    exact = dense_attention(*(x.double() for x in (q, kv[:, 0], kv[:, 1])), mask, case.softmax_scale, dout.double())
+    eps = torch.finfo(case.dtype).eps
+    shares, problems = {}, []
+    for name, want in exact.items():
+        got = ours[name].double()
+        infinite = want.isinf()
+        if not torch.equal(infinite, got.isinf()) or got.isnan().any():
+            problems.append(
+                f"{name}: {int(got.isnan().sum())} NaN, infinities differ {not torch.equal(infinite, got.isinf())}"
+            )
+            continue
+        want, got, low = (x.masked_fill(infinite, 0.0) for x in (want, got, plain[name]))
+        size = want.abs().max() if want.numel() else want.new_zeros(())
+        worst = (got - want).abs().max() / (2 * (low - want).abs().max() + 4 * eps * size + 1e-6)
+        norm = (got - want).norm() / (2 * (low - want).norm() + 0.1 * eps * want.norm() + 1e-6)
+        shares[name] = max(float(worst), float(norm))
+        if shares[name] > 1:
+            problems.append(f"{name}: {float(worst):.2f} of the largest error allowed, {float(norm):.2f} of the norm")
+        if (name in ("out", "lse") or case.deterministic) and not torch.equal(ours[name], again[name]):
+            problems.append(f"{name}: differs between two runs")
+    return shares, problems
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--cases", type=int, default=300, help="random cases")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seconds", type=float, default=500, help="stop starting cases after this long")
+    parser.add_argument("--json", help="where to write the summary")
+    args = parser.parse_args()
+    torch.use_deterministic_algorithms(True, warn_only=True)  # fills torch.empty with NaN
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    rng = random.Random(args.seed)
+    cases = named_cases() + [random_case(rng) for _ in range(args.cases)]
+    start, done, failed, worst = time.time(), 0, 0, {}
+    for i, case in enumerate(cases):
+        if time.time() - start > args.seconds:
+            break
+        shares, problems = run_case(case, args.seed + i)
+        done += 1
+        for name, share in shares.items():
+            worst[name] = max(worst.get(name, 0.0), share)
+        if problems:
+            failed += 1
+            if failed <= 12:
+                tables = [s.table.tolist() for s in case.stages] if case.name == "random" else case.name
+                print(f"case {i} FAILED {problems}\n  {case.num_q=} {case.num_k=} {case.num_heads_q}:{case.num_heads_kv} "
+                      f"D {case.head_dim} {case.dtype} det {case.deterministic} acc {case.accumulate} pack "
+                      f"{case.backward_pack} splits {case.num_splits} {str(tables)[:300]}", flush=True)  # fmt: skip
+    summary = {"cases": done, "failed": failed, "worst_share_of_budget": {k: round(v, 3) for k, v in worst.items()},
+               "seconds": round(time.time() - start, 1), "seed": args.seed}  # fmt: skip
+    print(summary)
+    if args.json:
+        with open(args.json, "w") as file:
+            json.dump(summary | {"device": torch.cuda.get_device_name(), "torch": torch.__version__}, file, indent=1)
+    np.testing.assert_equal(failed, 0)
+
+
+if __name__ == "__main__":
+    main()
