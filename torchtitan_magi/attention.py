@@ -21,6 +21,8 @@ BACKENDS = ("auto", "ffa", "flex")
 class BlockAttn(Protocol):
     """Attention of one stage's queries over its K/V buffer: our kernel (ffa.py) or flex_attention (reference.py)."""
 
+    name: str
+
     def prepare(self, slices: AttnSlices, num_q: int, num_k: int, num_heads_q: int, num_heads_kv: int) -> Any:
         """Index data on the host, as ``.words`` (int32 [n]); its ``.to(words_on_device)`` is the mask of a call."""
 

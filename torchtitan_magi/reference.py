@@ -39,8 +39,13 @@ class FlexMask:
         num_blocks = num_q_blocks * (1 + num_k_blocks)
         bands, blocks = words[: len(words) - num_blocks], words[len(words) - num_blocks :]
         lo, hi = bands.view(2, -1, self.num_q)
+        if words.device.type == "cpu":  # flex_attention makes the scores whole here, so the mask may be whole, too
+            keys = torch.arange(self.num_k)
+            dense = ((lo[..., None] <= keys) & (keys < hi[..., None])).any(0)
 
         def allowed(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            if words.device.type == "cpu":
+                return dense[q, k]
             inside = (lo[0][q] <= k) & (k < hi[0][q])
             for layer in range(1, len(lo)):
                 inside = inside | ((lo[layer][q] <= k) & (k < hi[layer][q]))
@@ -59,6 +64,8 @@ class FlexMask:
 
 class FlexBlockAttn:
     """Attention of one stage's queries over its K/V buffer. ``ffa.FfaBlockAttn`` has the same methods."""
+
+    name = "flex"
 
     def prepare(self, slices: AttnSlices, num_q: int, num_k: int, num_heads_q: int, num_heads_kv: int) -> FlexMask:
         """Index data of a stage, on the host. The heads do not matter here."""

@@ -1,0 +1,90 @@
+"""The ``[magi]`` section of a torchtitan TOML file, and what of the whole configuration is checked before a run.
+
+torchtitan merges this ``JobConfig`` into its own when ``[job] custom_config_module`` names ``torchtitan_magi.titan``.
+It needs real types here, so this file has no ``from __future__ import annotations``.
+"""
+
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, get_args
+
+from torchtitan_magi.attention import BACKENDS
+
+HOOK = "torchtitan_magi.titan"
+SFT_DATASET = "sft"
+
+
+@dataclass(frozen=True)
+class Magi:
+    """Varlen context parallelism and packed SFT data."""
+
+    backend: Literal["auto", "ffa", "flex"] = "auto"
+    """Attention kernel. "ffa": ours, for Hopper GPUs. "flex": torch's flex_attention, for any machine, slower. "auto":
+    ffa on CUDA, flex on CPU; it never falls back from one to the other."""
+
+    overlap_stages: int = 1
+    """Into how many stages the K/V of other ranks is cut, to travel while attention runs (a count). 0: no overlap."""
+
+    deterministic: bool = False
+    """Repeat bit for bit, forward and backward, on a fixed layout. Slower."""
+
+    fp32_reduce: bool = False
+    """Send the gradients of K and V between ranks in float32 instead of the training dtype. Sums are always float32."""
+
+    positions: Literal["auto", "document", "pack"] = "auto"
+    """Rotary positions. "document": restart at 0 in every document. "pack": run over the whole pack. "auto": document
+    for dataset "sft", pack for torchtitan's own datasets."""
+
+    long_documents: Literal["truncate", "split"] = "truncate"
+    """What becomes of documents longer than training.seq_len tokens, for dataset "sft"."""
+
+
+@dataclass
+class JobConfig:
+    magi: Magi = field(default_factory=Magi)
+
+
+def without_context_parallel(job_config: Any) -> Any:
+    """The same configuration with a context-parallel degree of 1, for torchtitan's guards against varlen with CP."""
+    return replace(job_config, parallelism=replace(job_config.parallelism, context_parallel_degree=1))
+
+
+def check_job_config(job_config: Any, attn_types: dict[str, str]) -> None:
+    """What a user can get wrong, before anything is built.
+
+    Args:
+        attn_types: attention type of each flavor of the model.
+
+    Raises:
+        ValueError: one line that names the value and the remedy.
+    """
+    if not isinstance(getattr(job_config, "magi", None), Magi):
+        raise ValueError(f'job.custom_config_module is {job_config.job.custom_config_module!r}; set it to "{HOOK}"')
+    if job_config.experimental.custom_import != HOOK:
+        raise ValueError(f'experimental.custom_import is {job_config.experimental.custom_import!r}; set it to "{HOOK}"')
+    magi, parallelism, model = job_config.magi, job_config.parallelism, job_config.model
+    for name, value, choices in (
+        ("backend", magi.backend, BACKENDS),
+        ("positions", magi.positions, get_args(Magi.__annotations__["positions"])),
+        ("long_documents", magi.long_documents, get_args(Magi.__annotations__["long_documents"])),
+    ):
+        if value not in choices:
+            raise ValueError(f"magi.{name} is {value!r}; use one of {', '.join(map(repr, choices))}")
+    if magi.overlap_stages < 0:
+        raise ValueError(f"magi.overlap_stages is {magi.overlap_stages}; use 0 for no overlap or the number of stages")
+    if parallelism.pipeline_parallel_degree > 1:
+        raise ValueError(
+            f"parallelism.pipeline_parallel_degree is {parallelism.pipeline_parallel_degree}; varlen attention works "
+            "without pipeline parallelism only: set it to 1 and use context, tensor or data parallelism"
+        )
+    if attn_types.get(model.flavor, "varlen") != "varlen":
+        varlen = [flavor for flavor, attn_type in attn_types.items() if attn_type == "varlen"]
+        raise ValueError(
+            f"model.flavor {model.flavor!r} has {attn_types[model.flavor]} attention; use one with varlen attention: "
+            + ", ".join(varlen)
+        )
+    for section, dataset, path in (
+        ("training", job_config.training.dataset, job_config.training.dataset_path),
+        ("validation", job_config.validation.dataset, job_config.validation.dataset_path),
+    ):
+        if dataset == SFT_DATASET and not path and (section == "training" or job_config.validation.enable):
+            raise ValueError(f"{section}.dataset_path is {path!r}; give the JSONL file of dataset {SFT_DATASET!r}")

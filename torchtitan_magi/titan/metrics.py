@@ -1,0 +1,92 @@
+"""The numbers torchtitan shows, made right for packed documents and for context parallelism."""
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torchtitan.components.loss import IGNORE_INDEX
+from torchtitan.components.metrics import MetricsProcessor
+from torchtitan.distributed import utils as dist_utils
+
+from torchtitan_magi.titan.runtime import WorkCount
+
+LossFunction = Callable[[Tensor, Tensor], Tensor]
+
+
+class LossRecord:
+    """The loss sums and the counts of valid labels of the last step's microbatches on this rank.
+
+    Args:
+        num_microbatches: of a step on this rank.
+    """
+
+    def __init__(self, num_microbatches: int) -> None:
+        self.microbatches: deque[tuple[Tensor, Tensor]] = deque(maxlen=num_microbatches)
+
+    def record(self, loss_fn: LossFunction) -> LossFunction:
+        """loss_fn, which sums over tokens, with each training call recorded."""
+
+        def recorded(pred: Tensor, labels: Tensor) -> Tensor:
+            loss_sum = loss_fn(pred, labels)
+            if torch.is_grad_enabled():
+                self.microbatches.append((loss_sum.detach(), (labels != IGNORE_INDEX).sum()))
+            return loss_sum
+
+        return recorded
+
+    def sum_and_count(self) -> Tensor:
+        """float32 [2]: summed loss and valid labels of the last step."""
+        losses = [loss.full_tensor() if isinstance(loss, DTensor) else loss for loss, _ in self.microbatches]
+        return torch.stack([sum(losses), sum(count for _, count in self.microbatches)]).float()  # type: ignore[list-item, arg-type]
+
+
+class MagiMetricsProcessor(MetricsProcessor):
+    """torchtitan's, with three of its numbers corrected.
+
+    - MFU and TFLOP/s count the attention that the packed documents need, 12 * D * Hq operations per layer and
+      (query, key) pair, forward and backward; torchtitan counts a dense pack.
+    - n_tokens_seen counts a token once, not once per context-parallel rank.
+    - global_max_loss is the largest mean loss of a data-parallel rank, also when its tokens are on several ranks and
+      some of these have no label.
+    """
+
+    num_flops_per_token: float  # set by the Trainer, without attention: see spec._without_guard
+
+    def __init__(self, job_config: Any, parallel_dims: Any, attention_flops: int, count: WorkCount, losses: LossRecord):
+        super().__init__(job_config, parallel_dims)
+        self.attention_flops, self.count, self.losses = attention_flops, count, losses
+
+    def log(
+        self,
+        step: int,
+        global_avg_loss: float,
+        global_max_loss: float,
+        grad_norm: float,
+        extra_metrics: dict[str, Any] | None = None,
+    ) -> None:
+        extra_metrics = dict(extra_metrics or {})
+        if "n_tokens_seen" in extra_metrics:
+            extra_metrics["n_tokens_seen"] /= self.parallel_dims.cp
+        tokens, area = self.count.take()
+        without_attention = self.num_flops_per_token
+        self.num_flops_per_token = without_attention + self.attention_flops * area / max(tokens, 1)
+        super().log(step, global_avg_loss, self._max_loss(), grad_norm, extra_metrics)
+        self.num_flops_per_token = without_attention
+
+    def log_validation(self, loss: float, step: int, extra_metrics: dict[str, Any] | None = None) -> None:
+        super().log_validation(loss, step, extra_metrics)
+        self.count.take()
+
+    def _max_loss(self) -> float:
+        sum_and_count = self.losses.sum_and_count()
+        if self.parallel_dims.cp_enabled:
+            dist.all_reduce(sum_and_count, group=self.parallel_dims.get_mesh("cp").get_group())
+        loss, count = sum_and_count
+        mean = torch.where(count > 0, loss / count.clamp(min=1), -torch.inf)
+        if self.parallel_dims.dp_enabled:
+            return dist_utils.dist_max(mean, self.parallel_dims.get_mesh("batch"))
+        return mean.item()

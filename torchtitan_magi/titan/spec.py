@@ -1,0 +1,185 @@
+"""torchtitan's train specs with varlen context parallelism, and the hooks that its Trainer calls by name."""
+
+import functools
+import importlib
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchtitan.distributed import context_parallel
+from torchtitan.models import _supported_models
+from torchtitan.protocols.train_spec import TrainSpec, get_train_spec, register_train_spec
+from torchtitan.tools import utils
+
+from torchtitan_magi.titan.cpu import allow_gloo_gradients, on_cpu, run_on_cpu
+from torchtitan_magi.titan.data import build_sft_dataloader
+from torchtitan_magi.titan.job_config import SFT_DATASET, check_job_config, without_context_parallel
+from torchtitan_magi.titan.metrics import LossRecord, MagiMetricsProcessor
+from torchtitan_magi.titan.runtime import MagiRuntime, PlanMetadata, WorkCount
+from torchtitan_magi.titan.validate import MagiValidator
+from torchtitan_magi.titan.wrapper import VarlenAttentionWrapper, op_to_save
+
+MODELS = ("llama3", "qwen3")
+
+
+def register() -> None:
+    """Makes torchtitan train MODELS with varlen context parallelism. Once per process."""
+    if on_cpu():
+        run_on_cpu()
+    context_parallel.cp_shard = _cp_shard(context_parallel.cp_shard)
+    for name in MODELS:
+        parallelize: Any = importlib.import_module(f"torchtitan.models.{name}.infra.parallelize")
+        parallelize._op_sac_save_list.add(op_to_save())
+        parallelize.apply_cp_to_attention_module = _apply_cp(parallelize.apply_cp_to_attention_module)
+        register_train_spec(name, _MagiSpec(get_train_spec(name)).train_spec())
+    for name in _supported_models - set(MODELS):
+        register_train_spec(name, _unsupported(name))
+
+
+class _MagiSpec:
+    """The functions of one model's train spec; the Trainer calls each once, in this order."""
+
+    def __init__(self, stock: TrainSpec) -> None:
+        self.stock = stock
+        self.model_args = _varlen_flavors(stock.model_args)
+        self.count = WorkCount()
+        self.losses = LossRecord(1)
+
+    def train_spec(self) -> TrainSpec:
+        return replace(
+            self.stock,
+            model_cls=_with_plan_metadata(self.stock.model_cls),
+            model_args={name: _without_guard(args) for name, args in self.model_args.items()},
+            build_tokenizer_fn=self.build_tokenizer,
+            build_dataloader_fn=self.build_dataloader,
+            build_metrics_processor_fn=self.build_metrics_processor,
+            build_loss_fn=self.build_loss,
+            parallelize_fn=self.parallelize,
+            build_validator_fn=MagiValidator,
+        )
+
+    def build_tokenizer(self, job_config: Any) -> Any:
+        check_job_config(job_config, {name: args.attn_type for name, args in self.model_args.items()})
+        assert self.stock.build_tokenizer_fn is not None
+        return self.stock.build_tokenizer_fn(job_config)
+
+    def build_dataloader(self, dp_world_size: int, dp_rank: int, tokenizer: Any, job_config: Any) -> Any:
+        section = job_config.training
+        if section.dataset == SFT_DATASET:
+            return build_sft_dataloader(section, section.seq_len, dp_world_size, dp_rank, tokenizer, job_config, True)
+        return self.stock.build_dataloader_fn(
+            dp_world_size=dp_world_size, dp_rank=dp_rank, tokenizer=tokenizer, job_config=job_config
+        )
+
+    def build_metrics_processor(self, job_config: Any, parallel_dims: Any, model_args: Any) -> MagiMetricsProcessor:
+        training = job_config.training
+        batches = parallel_dims.dp_replicate * parallel_dims.dp_shard * training.local_batch_size
+        self.losses = LossRecord(max(1, training.global_batch_size // batches))
+        num_layers, num_heads_q, _, head_dim = _shape(model_args)
+        attention_flops = 12 * num_layers * num_heads_q * head_dim
+        return MagiMetricsProcessor(job_config, parallel_dims, attention_flops, self.count, self.losses)
+
+    def build_loss(self, job_config: Any, **kwargs: Any) -> Any:
+        return self.losses.record(self.stock.build_loss_fn(job_config, **kwargs))
+
+    def parallelize(self, model: Any, parallel_dims: Any, job_config: Any) -> nn.Module:
+        _, num_heads_q, num_heads_kv, _ = _shape(model.model_args)
+        model.magi = MagiRuntime(
+            job_config.magi,
+            parallel_dims.get_optional_mesh("cp"),
+            num_heads_q // parallel_dims.tp,
+            num_heads_kv // parallel_dims.tp,
+            torch.device(
+                utils.device_type, utils.device_module.current_device() if utils.device_type != "cpu" else None
+            ),
+            self.count,
+        )
+        for block in model.layers.values():
+            block.attention.inner_attention = VarlenAttentionWrapper()
+        model = self.stock.parallelize_fn(model, parallel_dims, without_context_parallel(job_config))
+        if on_cpu():
+            allow_gloo_gradients(model)
+        return model
+
+
+def _shape(model_args: Any) -> tuple[int, int, int, int]:
+    """Layers, query heads, K/V heads, head_dim."""
+    num_heads_kv = model_args.n_kv_heads or model_args.n_heads
+    head_dim = getattr(model_args, "head_dim", model_args.dim // model_args.n_heads)
+    return model_args.n_layers, model_args.n_heads, num_heads_kv, head_dim
+
+
+def _varlen_flavors(stock: Mapping[str, Any]) -> dict[str, Any]:
+    """The model's flavors, and for each with dense attention and no varlen one yet, ``<flavor>_varlen``."""
+    flavors = dict(stock)
+    for name, args in stock.items():
+        if args.attn_type == "sdpa" and not {f"{name}_varlen", f"{name}_varlen_attn"} & set(stock):
+            flavors[f"{name}_varlen"] = replace(args, attn_type="varlen", attn_mask_type="block_causal")
+    return flavors
+
+
+def _without_guard(args: Any) -> Any:
+    """The model arguments, accepting varlen attention under context parallelism.
+
+    Their operation count leaves attention out, which ``MagiMetricsProcessor`` adds from the real documents.
+    """
+    stock = type(args)
+
+    def update_from_config(self: Any, job_config: Any, **kwargs: Any) -> None:
+        stock.update_from_config(self, without_context_parallel(job_config), **kwargs)
+
+    def get_nparams_and_flops(self: Any, model: nn.Module, seq_len: int) -> tuple[int, int]:
+        return stock.get_nparams_and_flops(self, model, 0)
+
+    methods = {"update_from_config": update_from_config, "get_nparams_and_flops": get_nparams_and_flops}
+    return type(stock.__name__, (stock,), methods)(**vars(args))
+
+
+def _with_plan_metadata(stock: Any) -> Any:
+    """The model class, making our metadata for varlen attention."""
+
+    def get_attention_masks(
+        self: Any, input_batch: Tensor, tokenizer: Any, extra_inputs: dict[str, Any] | None = None
+    ) -> PlanMetadata:
+        return self.magi.attention_metadata(input_batch, tokenizer.eos_id, {} if extra_inputs is None else extra_inputs)
+
+    return type(stock.__name__, (stock,), {"get_attention_masks": get_attention_masks})
+
+
+def _apply_cp(stock: Any) -> Any:
+    """apply_cp_to_attention_module that leaves varlen attention alone: our module is context-parallel by itself."""
+
+    @functools.wraps(stock)
+    def apply_cp_to_attention_module(attention_modules: Any, cp_mesh: Any, attention_type: str) -> None:
+        if attention_type != "varlen":
+            stock(attention_modules, cp_mesh, attention_type)
+
+    return apply_cp_to_attention_module
+
+
+def _cp_shard(stock: Any) -> Any:
+    """cp_shard that gives each rank the tokens of the microbatch's plan. Anything else goes to torchtitan's own."""
+
+    @functools.wraps(stock)
+    def cp_shard(cp_mesh: Any, inputs: tuple[Tensor, ...], attention_masks: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(attention_masks, PlanMetadata):
+            return stock(cp_mesh, inputs, attention_masks, *args, **kwargs)
+        tokens, labels, positions = inputs
+        if attention_masks.positions is not None:
+            positions = attention_masks.positions
+        return tuple(attention_masks.take(x) for x in (tokens, labels, positions)), attention_masks
+
+    return cp_shard
+
+
+def _unsupported(name: str) -> Any:
+    """A train spec that says which models have varlen attention."""
+
+    def refuse(job_config: Any) -> Any:
+        raise ValueError(f"model.name is {name!r}, which has no varlen attention; use one of {', '.join(MODELS)}")
+
+    fields = {"model_cls", "model_args", "parallelize_fn", "pipelining_fn", "build_optimizers_fn"}
+    fields |= {"build_lr_schedulers_fn", "build_dataloader_fn", "build_loss_fn"}
+    return TrainSpec(**dict.fromkeys(fields), build_tokenizer_fn=refuse)  # type: ignore[arg-type]
