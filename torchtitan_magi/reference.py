@@ -6,7 +6,7 @@ which flex_attention's own backward cannot take.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,46 +20,36 @@ from torchtitan_magi.merge import merge_
 from torchtitan_magi.slices import AttnSlices
 
 _BLOCK = 128  # flex_attention's default block of queries and of keys
+_CPU_ROWS = 256  # queries per call on CPU, where flex_attention makes its scores whole
 _BACKWARD_ROWS = 1024  # queries at a time, so that scores stay small
+
+Int32Array = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, eq=False)
 class FlexMask:
-    """One stage's mask on its device: as bands for flex_attention, as slices for the written-out backward."""
+    """One stage's mask, on the host until ``to``: bands for flex_attention, slices for the written-out backward."""
 
     slices: AttnSlices
     num_q: int
     num_k: int
-    words: npt.NDArray[np.int32]  # lo and hi [num_layers, num_q], then block counts and block numbers
-    block_mask: BlockMask | None = None
+    words: Int32Array  # lo and hi [num_layers, num_q], then key-block counts and numbers of each block of queries
+    calls: tuple[tuple[slice, slice, BlockMask], ...] = ()  # rows of q, rows of k and mask of each flex_attention call
 
     def to(self, words: Tensor) -> "FlexMask":
-        """The mask with its index data on the device of ``words`` (a copy of ``self.words``)."""
+        """The mask ready for calls, with its index data on the device of ``words``, a copy of ``self.words``."""
         num_q_blocks, num_k_blocks = -(-self.num_q // _BLOCK), -(-self.num_k // _BLOCK)
-        num_blocks = num_q_blocks * (1 + num_k_blocks)
-        bands, blocks = words[: len(words) - num_blocks], words[len(words) - num_blocks :]
-        lo, hi = bands.view(2, -1, self.num_q)
-        if words.device.type == "cpu":  # flex_attention makes the scores whole here, so the mask may be whole, too
-            keys = torch.arange(self.num_k)
-            dense = ((lo[..., None] <= keys) & (keys < hi[..., None])).any(0)
-
-        def allowed(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
-            if words.device.type == "cpu":
-                return dense[q, k]
-            inside = (lo[0][q] <= k) & (k < hi[0][q])
-            for layer in range(1, len(lo)):
-                inside = inside | ((lo[layer][q] <= k) & (k < hi[layer][q]))
-            return inside
-
-        block_mask = BlockMask.from_kv_blocks(
-            blocks[:num_q_blocks].view(1, 1, -1),
-            blocks[num_q_blocks:].view(1, 1, num_q_blocks, num_k_blocks),
-            BLOCK_SIZE=_BLOCK,
-            mask_mod=allowed,
-            seq_lengths=(self.num_q, self.num_k),
-            compute_q_blocks=False,
+        bands, counts, numbers = words.split(
+            [len(words) - num_q_blocks * (1 + num_k_blocks), num_q_blocks, num_q_blocks * num_k_blocks]
         )
-        return FlexMask(self.slices, self.num_q, self.num_k, self.words, block_mask)
+        lo, hi = bands.view(2, -1, self.num_q)
+        if words.device.type == "cpu":
+            calls = tuple(_cpu_calls(lo, hi))
+        else:
+            blocks = counts.view(1, 1, -1), numbers.view(1, 1, num_q_blocks, num_k_blocks)
+            mask = _block_mask(*blocks, functools.partial(_in_bands, lo, hi), self.num_q, self.num_k)
+            calls = ((slice(0, self.num_q), slice(0, self.num_k), mask),)
+        return FlexMask(self.slices, self.num_q, self.num_k, self.words, calls)
 
 
 class FlexBlockAttn:
@@ -92,19 +82,19 @@ class FlexBlockAttn:
             out [Tq, Hq, D] in the dtype of q (of accumulate if given) and lse [Tq, Hq], natural logarithms; rows
             that see no key have out 0 and lse -inf.
         """
-        if len(q) == 0 or len(k) == 0 or len(mask.slices) == 0:
-            lse_dtype = torch.promote_types(q.dtype, torch.float32)
-            return accumulate or (torch.zeros_like(q), q.new_full(q.shape[:2], -torch.inf, dtype=lse_dtype))
-        out, aux = _flex_attention(q.device.type)(
-            *(x.detach().transpose(0, 1).unsqueeze(0) for x in (q, k, v)),
-            block_mask=mask.block_mask,
-            scale=softmax_scale,
-            enable_gqa=True,
-            return_aux=AuxRequest(lse=True),
-        )
-        out, lse = out[0].transpose(0, 1), aux.lse[0].transpose(0, 1)
+        out = torch.zeros_like(q, memory_format=torch.contiguous_format)
+        lse = q.new_full(q.shape[:2], -torch.inf, dtype=torch.promote_types(q.dtype, torch.float32))
+        for rows, keys, block_mask in mask.calls if len(mask.slices) else ():
+            out_rows, aux = _flex_attention(q.device.type)(
+                *(x.detach().transpose(0, 1).unsqueeze(0) for x in (q[rows], k[keys], v[keys])),
+                block_mask=block_mask,
+                scale=softmax_scale,
+                enable_gqa=True,
+                return_aux=AuxRequest(lse=True),
+            )
+            out[rows], lse[rows] = out_rows[0].transpose(0, 1), aux.lse[0].transpose(0, 1)
         if accumulate is None:
-            return out.contiguous(), lse.contiguous()
+            return out, lse
         merge_(*accumulate, out, lse)
         return accumulate
 
@@ -169,9 +159,39 @@ def _flex_attention(device_type: str) -> Callable[..., Any]:
     return flex_attention
 
 
-def _key_blocks(
-    lo: npt.NDArray[np.int32], hi: npt.NDArray[np.int32], num_q: int, num_k: int
-) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+def _in_bands(lo: Tensor, hi: Tensor, batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    """flex_attention's mask function: whether key k is in one of the bands [num_layers, num_q] of row q."""
+    inside = (lo[0][q] <= k) & (k < hi[0][q])
+    for layer in range(1, len(lo)):
+        inside = inside | ((lo[layer][q] <= k) & (k < hi[layer][q]))
+    return inside
+
+
+def _in_dense(dense: Tensor, batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return dense[q, k]
+
+
+def _block_mask(counts: Tensor, numbers: Tensor, mask_mod: Callable[..., Tensor], num_q: int, num_k: int) -> BlockMask:
+    return BlockMask.from_kv_blocks(
+        counts, numbers, BLOCK_SIZE=_BLOCK, mask_mod=mask_mod, seq_lengths=(num_q, num_k), compute_q_blocks=False
+    )
+
+
+def _cpu_calls(lo: Tensor, hi: Tensor) -> Iterator[tuple[slice, slice, BlockMask]]:
+    """A call for each _CPU_ROWS rows that see anything, over the keys they reach; blocks mean nothing on CPU."""
+    no_blocks = torch.zeros(1, 1, 1, dtype=torch.int32), torch.zeros(1, 1, 1, 1, dtype=torch.int32)
+    for first in range(0, lo.shape[1], _CPU_ROWS):
+        rows = slice(first, min(first + _CPU_ROWS, lo.shape[1]))
+        row_lo, row_hi = lo[:, rows], hi[:, rows]
+        used = row_lo < row_hi
+        if used.any():
+            keys = slice(int(row_lo[used].min()), int(row_hi[used].max()))
+            key = torch.arange(keys.start, keys.stop)
+            dense = ((row_lo[..., None] <= key) & (key < row_hi[..., None])).any(0)
+            yield rows, keys, _block_mask(*no_blocks, functools.partial(_in_dense, dense), *dense.shape)
+
+
+def _key_blocks(lo: Int32Array, hi: Int32Array, num_q: int, num_k: int) -> tuple[Int32Array, Int32Array]:
     """For each block of queries, how many blocks of keys it touches, and their numbers first in its row."""
     num_q_blocks, num_k_blocks = -(-num_q // _BLOCK), -(-num_k // _BLOCK)
     edges = np.zeros((num_q_blocks, num_k_blocks + 1), np.int32)  # +1 where a run of blocks begins, -1 after its end
