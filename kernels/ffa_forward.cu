@@ -86,7 +86,7 @@ DEVICE void softmax(float (&s_rmem)[64], float (&row_max)[2], float (&row_sum)[2
     top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
     rescale[r] = exp2_fast((row_max[r] - top) * scale_log2);
     row_max[r] = top;
-    const float offset = top * scale_log2;
+    const float offset = top == kMasked ? 0.f : top * scale_log2;   // else rounding of the huge product could reach exp2
     float sum = 0;
 #pragma unroll
     for (int j = 2 * r; j < 64; j += 4) {

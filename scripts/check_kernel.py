@@ -185,8 +185,8 @@ def run_case(case: Case, seed: int) -> tuple[dict[str, float], list[str]]:
             continue
         want, got, low = (x.masked_fill(infinite, 0.0) for x in (want, got, plain[name]))
         size = want.abs().max() if want.numel() else want.new_zeros(())
-        worst = (got - want).abs().max() / (2 * (low - want).abs().max() + 4 * eps * size + 1e-6)
-        norm = (got - want).norm() / (2 * (low - want).norm() + 0.1 * eps * want.norm() + 1e-6)
+        worst = (got - want).abs().max() / (2 * (low - want).abs().max() + 4 * eps * size + 5e-5)
+        norm = (got - want).norm() / (2 * (low - want).norm() + 0.5 * eps * want.norm() + 5e-5 * want.numel() ** 0.5)
         shares[name] = max(float(worst), float(norm))
         if shares[name] > 1:
             problems.append(f"{name}: {float(worst):.2f} of the largest error allowed, {float(norm):.2f} of the norm")
