@@ -1,0 +1,11 @@
+#!/usr/bin/env bash
+# Lint, types and all tests: ./scripts/test.sh [pytest arguments]
+# Does all set-up. Tests marked gpu skip themselves, with a reason, where there is no Hopper GPU.
+set -euo pipefail
+needs="torch torchtitan pytest hypothesis ruff mypy"
+source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
+
+"$python" -m ruff check .
+"$python" -m ruff format --check .
+"$python" -m mypy
+exec "$python" -m pytest "$@"

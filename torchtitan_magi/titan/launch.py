@@ -1,0 +1,72 @@
+"""Starts torchtitan for a TOML file with as many processes as its parallel degrees multiply to.
+
+    python -m torchtitan_magi.titan.launch config.toml [torchtitan overrides ...]
+
+It runs the stock entry point, ``torchrun -m torchtitan.train``, on this machine. For several machines call torchrun.
+"""
+
+import math
+import os
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+DEGREES = ("data_parallel_replicate", "data_parallel_shard", "context_parallel", "tensor_parallel", "pipeline_parallel")
+HOOKS = (("job", "custom_config_module"), ("experimental", "custom_import"))
+
+
+def overridden(config: dict[str, Any], arguments: list[str], section: str, name: str) -> Any:
+    """An option as torchtitan will see it: from the command line, else from the file, else None."""
+    flags = {f"--{section}.{name}", f"--{section}.{name.replace('_', '-')}"}
+    value = config.get(section, {}).get(name)
+    for i, argument in enumerate(arguments):
+        flag, equals, given = argument.partition("=")
+        if flag in flags:
+            value = given if equals else arguments[i + 1]
+    return value
+
+
+def num_processes(config: dict[str, Any], arguments: list[str], num_gpus: int) -> int:
+    """The product of the degrees. A data_parallel_shard_degree of -1 (the default) takes the GPUs that are left over."""
+    degrees = {}
+    for name in DEGREES:
+        default = -1 if name == "data_parallel_shard" else 1
+        degrees[name] = int(overridden(config, arguments, "parallelism", f"{name}_degree") or default)
+    shard = degrees.pop("data_parallel_shard")
+    others = math.prod(degrees.values())
+    return others * (max(1, num_gpus // others) if shard == -1 else shard)
+
+
+def check_hooks(config: dict[str, Any], arguments: list[str]) -> None:
+    """A [magi] section needs the two lines that make torchtitan load us.
+
+    Raises:
+        ValueError: one is missing; names it.
+    """
+    for section, name in HOOKS:
+        if "magi" in config and not overridden(config, arguments, section, name):
+            raise ValueError(f'the file has [magi] but no {section}.{name}; add {name} = "torchtitan_magi.titan" to [{section}]')
+
+
+def main() -> None:
+    path, *arguments = sys.argv[1:]
+    try:
+        config = tomllib.loads(Path(path).read_text())
+        check_hooks(config, arguments)
+    except (OSError, ValueError) as error:
+        sys.exit(f"{path}: {error}")
+    import torch
+
+    num_gpus = torch.cuda.device_count()
+    processes = num_processes(config, arguments, num_gpus)
+    if num_gpus < processes:
+        print(f"{processes} processes, {num_gpus} GPUs: running on CPU with gloo", flush=True)
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    command += ["--local-ranks-filter=0", "--role=rank", "--tee=3", "-m", "torchtitan.train", "--job.config_file", path]
+    os.execv(sys.executable, command + arguments)
+
+
+if __name__ == "__main__":
+    main()
