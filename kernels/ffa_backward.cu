@@ -18,6 +18,14 @@ constexpr int kTokens = kRows / PACK;
 constexpr int kStages = 2;
 constexpr int kQueryColumns = HEAD_DIM / 2;           // columns of dQ that one warpgroup computes
 
+// Tiles of a causal document end at the same query: walking down, they read Q and add dQ close in time, so both stay in L2.
+// In deterministic mode a tile's first block must be one that the tiles before it have done: walking up from the diagonal.
+#ifdef DETERMINISTIC
+constexpr bool kDescending = false;
+#else
+constexpr bool kDescending = true;
+#endif
+
 // ---------------------------------------------------------------------------------------------- shared memory
 constexpr u32 kKeyPanel = kKeys * 128, kRowPanel = kRows * 128;
 constexpr u32 kKeyBytes = kPanels * kKeyPanel, kRowBytes = kPanels * kRowPanel;
@@ -38,7 +46,7 @@ struct Shared {
   int4 dq_block[2];                                   // the same, per warpgroup, for the warp that adds dQ
   u64 kv_full, kv_empty, full[kStages], empty[kStages];
 };
-static_assert(sizeof(Shared) + 1024 <= SHARED_BYTES, "ffa.py asks for too little shared memory");
+static_assert(sizeof(Shared) <= SHARED_BYTES, "ffa.py asks for too little shared memory");
 
 enum NamedBarrier { kScoreGradReady = 1, kQueryGradFull = 2, kQueryGradEmpty = 4 };   // the latter two + warpgroup
 constexpr int kQueryGradThreads = 128 + 32;
@@ -80,8 +88,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ TensorMap map_dout,
              const __grid_constant__ TensorMap map_k, const __grid_constant__ TensorMap map_v,
              const __grid_constant__ TensorMap map_dq, const __grid_constant__ BackwardParams params) {
-  extern __shared__ unsigned char raw_smem[];
-  Shared& smem = *(Shared*)(((u64)raw_smem + 1023) & ~1023ull);
+  extern __shared__ __align__(1024) unsigned char raw_smem[];   // alone in shared memory, so it starts at a multiple of 1024
+  Shared& smem = *(Shared*)raw_smem;
   const int warp = warp_uniform(threadIdx.x / 32), warpgroup = warp / 4, lane = threadIdx.x % 32;
   const u32 kv_full = smem_address(&smem.kv_full), kv_empty = smem_address(&smem.kv_empty);
   const u32 full = smem_address(smem.full), empty = smem_address(smem.empty);
@@ -132,12 +140,14 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
         for (int pack = 0; pack < packs; pack++) {
           const int head = (part * params.packs_per_split + pack) * PACK;
           Segment segment = item.segment;
-          for (int i = 0; i < item.num_segments; i++) {
+          for (int n = 0; n < item.num_segments; n++) {
+            const int i = kDescending ? item.num_segments - 1 - n : n;
             if (item.num_segments > 1)
               segment = i == 0 ? item.segment : load_segment(params.segments, item.first_segment + i - 1);
-            for (int b = segment.first; b < segment.end; b++) {
+            for (int m = segment.first; m < segment.end; m++) {
+              const int b = kDescending ? segment.first + segment.end - 1 - m : m;
               const bool is_full = b >= segment.full_first && b < segment.full_end;
-              const bool last = pack + 1 == packs && i + 1 == item.num_segments && b + 1 == segment.end;
+              const bool last = pack + 1 == packs && n + 1 == item.num_segments && m + 1 == segment.end;
               const int token = b * kTokens;
               float lse[2], delta[2];                              // of rows lane and lane + 32
               int2 band[2];
@@ -234,9 +244,15 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
     const int w = warpgroup - 1;
     const bool leader = threadIdx.x % 128 == 0;
     const int key_row = w * 64 + warp % 4 * 16 + lane / 4;        // this thread's keys: key_row and key_row + 8
-    const u32 ds = smem_address(smem.ds), dq = smem_address(smem.dq[w]);
+    const u32 k_rows = operand(k + w * kRowPanel), v_rows = operand(v + w * kRowPanel);        // this warpgroup's keys
+    const u32 k_columns = operand(k + (kPanels == 2 ? w * kKeyPanel : w * 64));                // its half of the columns
+    const u32 q_rows = operand(q, kRowPanel), dout_rows = operand(dout, kRowPanel);
+    const u32 ds_operand = operand(smem_address(smem.ds));
+    // where this thread stores: a row of a dS matrix (see store_matrices), its first row of dQ
+    const u32 ds_row = swizzled_row(smem_address(smem.ds), w * 64 + warp % 4 * 16 + lane % 16) ^ lane / 16 * 16;
+    const u32 dq_row = swizzled_row(smem_address(smem.dq[w]), warp % 4 * 16 + lane / 4) ^ lane % 4 * 8;
     Ring<kStages> ring;
-    int ds_buffer = 0;
+    u32 ds_b = 0;                                                 // byte offset of the dS buffer of this block
     for (u32 kv_phase = 0;; kv_phase ^= 1) {
       mbarrier_wait(kv_full, kv_phase);
       if (warp_uniform(smem.item.x) < 0) break;
@@ -248,7 +264,7 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
       int flags = warp_uniform(smem.item.z);
       while (!(flags & kLastBlock)) {
         const int s = ring.stage;
-        const u32 q_s = q + s * kRowBytes, dout_s = dout + s * kRowBytes;
+        const u32 q_s = moved(q_rows, s * kRowBytes), dout_s = moved(dout_rows, s * kRowBytes);
         float s_rmem[32], dp_rmem[32];
         u32 p_rmem[16], ds_rmem[16];
         mbarrier_wait(full + 8 * s, ring.phase);
@@ -257,13 +273,12 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
         wgmma_fence();
 #pragma unroll
         for (int i = 0; i < HEAD_DIM / 16; i++)
-          wgmma_ss<0, 0>(s_rmem, descriptor(k + w * kRowPanel + i / 4 * kKeyPanel + i % 4 * 32, 16),
-                         descriptor(q_s + i / 4 * kRowPanel + i % 4 * 32, 16), i > 0);
+          wgmma_ss<0, 0>(s_rmem, moved(k_rows, i / 4 * kKeyPanel + i % 4 * 32), moved(q_s, i / 4 * kRowPanel + i % 4 * 32), i > 0);
         wgmma_commit();
 #pragma unroll
         for (int i = 0; i < HEAD_DIM / 16; i++)
-          wgmma_ss<0, 0>(dp_rmem, descriptor(v + w * kRowPanel + i / 4 * kKeyPanel + i % 4 * 32, 16),
-                         descriptor(dout_s + i / 4 * kRowPanel + i % 4 * 32, 16), i > 0);
+          wgmma_ss<0, 0>(dp_rmem, moved(v_rows, i / 4 * kKeyPanel + i % 4 * 32), moved(dout_s, i / 4 * kRowPanel + i % 4 * 32),
+                         i > 0);
         wgmma_commit();
 
         wgmma_wait<1>();                                          // S
@@ -303,14 +318,12 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
         wgmma_fence();
 #pragma unroll
         for (int i = 0; i < kRows / 16; i++)
-          wgmma_rs(dv_rmem, p_rmem + 4 * i, descriptor(dout_s + i * 2048, kRowPanel), 1);
+          wgmma_rs(dv_rmem, p_rmem + 4 * i, moved(dout_s, i * 2048), 1);
         wgmma_commit();
 
-        const u32 ds_b = ds + ds_buffer * (u32)sizeof(smem.ds[0]);
-        ds_buffer ^= 1;
 #pragma unroll
-        for (int j = 0; j < 16; j++)
-          store_smem(ds_b + swizzle_128b((key_row + j % 2 * 8) * 128 + (j / 2 * 8 + lane % 4 * 2) * 2), ds_rmem[j]);
+        for (int i = 0; i < 4; i++)
+          store_matrices((ds_row ^ i * 32) + ds_b, ds_rmem[4 * i], ds_rmem[4 * i + 1], ds_rmem[4 * i + 2], ds_rmem[4 * i + 3]);
         fence_proxy_async();
         named_sync(kScoreGradReady, kConsumers);                  // dS of both warpgroups; the other buffer is free again
 
@@ -318,20 +331,20 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
         wgmma_fence();
 #pragma unroll
         for (int i = 0; i < kKeys / 16; i++)
-          wgmma_ss<1, 1>(dq_rmem, descriptor(ds_b + i * 2048, 16),
-                         descriptor(k + (kPanels == 2 ? w * kKeyPanel : w * 64) + i * 2048, 16), i > 0);
+          wgmma_ss<1, 1>(dq_rmem, moved(ds_operand, ds_b + i * 2048), moved(k_columns, i * 2048), i > 0);
         wgmma_commit();
 #pragma unroll
         for (int i = 0; i < kRows / 16; i++)
-          wgmma_rs(dk_rmem, ds_rmem + 4 * i, descriptor(q_s + i * 2048, kRowPanel), 1);
+          wgmma_rs(dk_rmem, ds_rmem + 4 * i, moved(q_s, i * 2048), 1);
         wgmma_commit();
+        ds_b ^= (u32)sizeof(smem.ds[0]);
 
         wgmma_wait<1>();                                          // dV and dQ
         named_sync(kQueryGradEmpty + w, kQueryGradThreads);
 #pragma unroll
         for (int j = 0; j < kQueryColumns / 2; j += 2) {
-          const int row = warp % 4 * 16 + lane / 4 + j / 2 % 2 * 8, column = j / 4 * 8 + lane % 4 * 2;
-          store_smem(dq + column / 32 * kQueryGradPanel + swizzle_128b(row * 128 + column % 32 * 4),
+          const int column = j / 4 * 8;                            // of this lane's group of four
+          store_smem((dq_row ^ column % 32 * 4) + column / 32 * kQueryGradPanel + j / 2 % 2 * 8 * 128,
                      dq_rmem[j] * params.softmax_scale, dq_rmem[j + 1] * params.softmax_scale);
         }
         if (leader) smem.dq_block[w] = block;

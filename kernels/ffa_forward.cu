@@ -33,7 +33,7 @@ struct Shared {
   u64 k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];
 };
 
-static_assert(sizeof(Shared) + 1024 <= SHARED_BYTES, "ffa.py asks for too little shared memory");
+static_assert(sizeof(Shared) <= SHARED_BYTES, "ffa.py asks for too little shared memory");
 
 struct ForwardParams {
   void* out;             // [num_q, num_heads_q, head_dim] input type, or fp32 when ACCUMULATE
@@ -54,14 +54,14 @@ DEVICE void scores(float (&s_rmem)[64], u32 q, u32 k) {
 #pragma unroll
   for (int i = 0; i < HEAD_DIM / 16; i++) {
     const u32 offset = i / 4 * kPanelBytes + i % 4 * 32;
-    wgmma_ss<0, 0>(s_rmem, descriptor(q + offset, 16), descriptor(k + offset, 16), i > 0);
+    wgmma_ss<0, 0>(s_rmem, moved(q, offset), moved(k, offset), i > 0);
   }
 }
 
 // O[64, HEAD_DIM] += P V.
 DEVICE void weighted_values(float (&o_rmem)[HEAD_DIM / 2], const u32 (&p_rmem)[32], u32 v) {
 #pragma unroll
-  for (int i = 0; i < kKeys / 16; i++) wgmma_rs(o_rmem, p_rmem + 4 * i, descriptor(v + i * 2048, kPanelBytes), 1);
+  for (int i = 0; i < kKeys / 16; i++) wgmma_rs(o_rmem, p_rmem + 4 * i, moved(v, i * 2048), 1);
 }
 
 // Row r's keys are [band[r].x, band[r].y); s_rmem holds rows 0 and 8 of the thread's pair, columns from `first_key`.
@@ -121,8 +121,8 @@ DEVICE void merge_row(float* row, const float (&acc)[HEAD_DIM / 2], float keep, 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
 ffa_forward(const __grid_constant__ TensorMap map_q, const __grid_constant__ TensorMap map_k,
             const __grid_constant__ TensorMap map_v, const __grid_constant__ ForwardParams params) {
-  extern __shared__ unsigned char raw_smem[];
-  Shared& smem = *(Shared*)(((u64)raw_smem + 1023) & ~1023ull);
+  extern __shared__ __align__(1024) unsigned char raw_smem[];   // alone in shared memory, so it starts at a multiple of 1024
+  Shared& smem = *(Shared*)raw_smem;
   const int warp = warp_uniform(threadIdx.x / 32), warpgroup = warp / 4;
   const u32 q_full = smem_address(&smem.q_full), q_empty = smem_address(&smem.q_empty);
   const u32 k_full = smem_address(smem.k_full), k_empty = smem_address(smem.k_empty);
@@ -192,8 +192,8 @@ ffa_forward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Ten
     const int lane = threadIdx.x % 32;
     const bool leader = threadIdx.x % 128 == 0;
     const int row0 = (warp - 4) * 16 + lane / 4;           // this thread's rows: row0 and row0 + 8
-    const u32 q = smem_address(smem.q) + (warpgroup - 1) * 64 * 128;
-    const u32 k = smem_address(smem.k), v = smem_address(smem.v);
+    const u32 q = operand(smem_address(smem.q) + (warpgroup - 1) * 64 * 128);
+    const u32 k = operand(smem_address(smem.k)), v = operand(smem_address(smem.v), kPanelBytes);
     Ring<kStages> ring;
     for (u32 q_phase = 0;; q_phase ^= 1) {
       mbarrier_wait(q_full, q_phase);
@@ -231,7 +231,7 @@ ffa_forward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Ten
         block.y = warp_uniform(block.y);
         load_bands(block.z);
         wgmma_fence();
-        scores(s_rmem, q, k + ring.stage * kTileBytes);
+        scores(s_rmem, q, moved(k, ring.stage * kTileBytes));
         wgmma_commit();
         wgmma_wait<0>();
         if (leader) mbarrier_arrive(k_empty + 8 * ring.stage);
@@ -246,11 +246,11 @@ ffa_forward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Ten
           block = smem.block[ring.stage];
           block.y = warp_uniform(block.y);
           wgmma_fence();
-          scores(s_rmem, q, k + ring.stage * kTileBytes);
+          scores(s_rmem, q, moved(k, ring.stage * kTileBytes));
           wgmma_commit();
           if (!(block.y & kFullBlock) && block.z != band_layer) load_bands(block.z);
           mbarrier_wait(v_full + 8 * previous.stage, previous.phase);
-          weighted_values(o_rmem, p_rmem, v + previous.stage * kTileBytes);
+          weighted_values(o_rmem, p_rmem, moved(v, previous.stage * kTileBytes));
           wgmma_commit();
           wgmma_wait<1>();
           if (leader) mbarrier_arrive(k_empty + 8 * ring.stage);
@@ -266,7 +266,7 @@ ffa_forward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Ten
         if (lane == 0) mbarrier_arrive(q_empty);
         mbarrier_wait(v_full + 8 * ring.stage, ring.phase);
         wgmma_fence();
-        weighted_values(o_rmem, p_rmem, v + ring.stage * kTileBytes);
+        weighted_values(o_rmem, p_rmem, moved(v, ring.stage * kTileBytes));
         wgmma_commit();
         wgmma_wait<0>();
         if (leader) mbarrier_arrive(v_empty + 8 * ring.stage);

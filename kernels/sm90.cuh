@@ -104,25 +104,31 @@ DEVICE u32 pack2(float low, float high) {
 }
 
 // ---------------------------------------------------------------------------------------------- shared memory
-DEVICE void store_smem(u32 address, u32 value) {
-  asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
-}
 DEVICE void store_smem(u32 address, float x, float y) {
   asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(x), "f"(y) : "memory");
 }
 
+// Stores four 8 x 8 matrices of 16-bit elements from accumulator-shaped registers; lane l gives the address of row l % 8 of
+// matrix l / 8.
+DEVICE void store_matrices(u32 address, u32 a, u32 b, u32 c, u32 d) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b), "r"(c),
+               "r"(d) : "memory");
+}
+
 // The 128-byte swizzle: 16-byte chunk c of 128-byte row r lies at chunk c ^ (r % 8). Tiles start at multiples of 1024.
-DEVICE u32 swizzle_128b(u32 byte_offset) { return byte_offset ^ (((byte_offset >> 7) & 7) << 4); }
+// swizzled_row: the address of a row, so that `swizzled_row(..) ^ byte` is the place of a byte of it.
+DEVICE u32 swizzled_row(u32 tile, int row) { return tile + row * 128 + (row % 8 << 4); }
 
 // ---------------------------------------------------------------------------------------------- wgmma
-// Shared-memory operand descriptor, 128-byte swizzle. `panel` = one [rows][64 elements] block of 128-byte rows.
+// Low word of a shared-memory operand descriptor, 128-byte swizzle. Moving by n bytes adds n >> 4, see `moved`.
+// `panel` = one [rows][64 elements] block of 128-byte rows.
 //  K-major operand (its rows are M or N, columns are the reduction): leading offset unused, stride 1024 (8 rows),
 //    + 32 bytes per 16 columns inside a panel.
 //  MN-major operand (its rows are the reduction, columns are M or N): leading offset = distance between panels
 //    (64 columns of M or N), stride 1024 (8 rows), + 2048 bytes per 16 rows.
-DEVICE u64 descriptor(u32 address, u32 panel_bytes) {
-  return (u64)((address & 0x3FFFF) >> 4) | ((u64)(panel_bytes >> 4) << 16) | ((u64)(1024 >> 4) << 32) | ((u64)1 << 62);
-}
+DEVICE u32 operand(u32 address, u32 panel_bytes = 16) { return address >> 4 | (panel_bytes >> 4) << 16; }
+DEVICE u32 moved(u32 operand, u32 bytes) { return operand + (bytes >> 4); }
+DEVICE u64 descriptor(u32 operand) { return (u64)(1u << 30 | 1024 >> 4) << 32 | operand; }
 DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int PENDING>
@@ -143,12 +149,12 @@ DEVICE void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n
 // Element j of a thread's D is row lane / 4 + 8 * (j / 2 % 2) of its warp's 16, column 8 * (j / 4) + 2 * (lane % 4) + j % 2.
 #define WGMMA_SS(N, REGS, ACC, A_DESC, B_DESC, SCALE)                                                              \
   template <int TRANS_A, int TRANS_B>                                                                               \
-  DEVICE void wgmma_ss(float (&d)[N / 2], u64 a, u64 b, int accumulate) {                                           \
+  DEVICE void wgmma_ss(float (&d)[N / 2], u32 a, u32 b, int accumulate) {                                           \
     asm volatile("{ .reg .pred keep; setp.ne.b32 keep, " SCALE ", 0;\n"                                             \
                  "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." OPERAND "." OPERAND " {" REGS "}, " A_DESC ", " B_DESC \
                  ", keep, 1, 1, %" TRANS_POSITION(N, 3) ", %" TRANS_POSITION(N, 4) "; }"                            \
                  : ACC                                                                                              \
-                 : "l"(a), "l"(b), "r"(accumulate), "n"(TRANS_A), "n"(TRANS_B));                                    \
+                 : "l"(descriptor(a)), "l"(descriptor(b)), "r"(accumulate), "n"(TRANS_A), "n"(TRANS_B));                                  \
   }
 #define TRANS_POSITION(N, k) TRANS_POSITION_##N##_##k
 #define TRANS_POSITION_32_3 "19"
@@ -164,12 +170,12 @@ WGMMA_SS(128, REGS_64, ACC_64(d), "%64", "%65", "%66")
 // The same with A in registers: a[0..3] = the 16 columns of k-step i of an accumulator-shaped tile, packed in pairs
 // (elements 8i .. 8i + 7). B is MN-major.
 #define WGMMA_RS(N, REGS, ACC, A_REGS, B_DESC, SCALE)                                                              \
-  DEVICE void wgmma_rs(float (&d)[N / 2], const u32* a, u64 b, int accumulate) {                                    \
+  DEVICE void wgmma_rs(float (&d)[N / 2], const u32* a, u32 b, int accumulate) {                                    \
     asm volatile("{ .reg .pred keep; setp.ne.b32 keep, " SCALE ", 0;\n"                                             \
                  "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." OPERAND "." OPERAND " {" REGS "}, {" A_REGS "}, " B_DESC \
                  ", keep, 1, 1, 1; }"                                                                               \
                  : ACC                                                                                              \
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));                            \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(descriptor(b)), "r"(accumulate));                            \
   }
 WGMMA_RS(64, REGS_32, ACC_32(d), "%32,%33,%34,%35", "%36", "%37")
 WGMMA_RS(128, REGS_64, ACC_64(d), "%64,%65,%66,%67", "%68", "%69")
