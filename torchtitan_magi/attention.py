@@ -4,7 +4,7 @@ Shapes: T local tokens, Hq query heads, H K/V heads, D head_dim, rows = K/V rows
 """
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -35,6 +35,8 @@ class BlockAttn(Protocol):
         softmax_scale: float,
         accumulate: tuple[Tensor, Tensor] | None,
     ) -> tuple[Tensor, Tensor]: ...
+
+    def delta(self, out: Tensor, dout: Tensor) -> Tensor: ...
 
     def backward(
         self,
@@ -106,18 +108,22 @@ class BoundPlan:
         masks = [
             block_attn.prepare(stage.slices, num_q, stage.num_rows, num_heads_q, num_heads_kv) for stage in self.stages
         ]
-        # One copy to the device for all index data of the microbatch.
-        parts = [share.tokens, *(stage.send_rows for stage in self.stages), *(mask.words for mask in masks)]
-        words = np.concatenate([np.asarray(part, np.int32) for part in parts])
-        on_device = _upload(words, device).split([len(part) for part in parts])
+        on_device = _upload(
+            [share.tokens, *(stage.send_rows for stage in self.stages), *(mask.words for mask in masks)], device
+        )
         self.tokens = on_device[0]  # the token behind each local token number, int32 [T]
         self.send_rows = on_device[1 : 1 + len(self.stages)]
         self.masks = [mask.to(part) for mask, part in zip(masks, on_device[1 + len(self.stages) :], strict=True)]
 
 
-def _upload(words: np.ndarray, device: torch.device) -> Tensor:
-    host = torch.from_numpy(words)
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
+def _upload(parts: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
+    """Integer arrays as int32 tensors on the device, in one copy; each begins at a multiple of 16 bytes."""
+    starts = np.cumsum([0, *(-(-len(part) // 4) * 4 for part in parts)]).tolist()
+    words = torch.zeros(starts[-1], dtype=torch.int32, pin_memory=device.type == "cuda")
+    for start, part in zip(starts, parts, strict=False):
+        words.numpy()[start : start + len(part)] = part
+    on_device = words.to(device, non_blocking=True)
+    return [on_device[start : start + len(part)] for start, part in zip(starts, parts, strict=False)]
 
 
 # ------------------------------------------------------------------------------------------------------- the stage loop
@@ -142,7 +148,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv with the shapes and dtypes of q, k, v."""
     wide = torch.promote_types(q.dtype, torch.float32)
-    delta = (out.to(wide) * dout.to(wide)).sum(-1)
+    delta = bound.block_attn.delta(out, dout)
     dq = torch.zeros_like(q, dtype=wide)
     dkv = torch.empty(len(k), 2, *k.shape[1:], dtype=wide, device=k.device)
     wire = wide if bound.fp32_reduce else k.dtype
@@ -353,7 +359,7 @@ class _SingleDevice(BoundPlan):
         self.block_attn, self.deterministic, self.fp32_reduce = block_attn, deterministic, True
         self.stages = (Stage(slices, True, len(k), False, np.zeros(0, np.int64), (0,), (0,)),)
         mask = block_attn.prepare(slices, len(q), len(k), q.shape[1], k.shape[1])
-        self.masks = [mask.to(_upload(mask.words, q.device))]
+        self.masks = [mask.to(*_upload([mask.words], q.device))]
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor, num_tokens: int | None) -> None:

@@ -5,7 +5,7 @@ as [rows, 2, H, D]. What is received lies in the order in which the plan numbere
 """
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -73,7 +73,7 @@ class SingleRank:
         output.copy_(input)
 
 
-Mesh = DeviceMesh | dist.ProcessGroup | Transport | None
+Mesh: TypeAlias = DeviceMesh | dist.ProcessGroup | Transport | None
 
 
 def as_transport(mesh: Mesh, cp_size: int) -> Transport:

@@ -209,7 +209,7 @@ def _stage(tables: _Tables, rank: int, stage: int) -> Stage:
     start, end, row = start[order], end[order], row[order]
 
     # The rank's slices: rows cut at its token ranges, keys cut at the buffer's ranges, both renumbered.
-    table = tables.slices.table.astype(np.int64)
+    table: IntArray = tables.slices.table.astype(np.int64)
     which, part = _intersecting(table[:, 0], table[:, 1], own[:, 0], own[:, 1])
     table = clip_rows(table[which], own[part, 0], own[part, 1])
     table[:, :2] += (own_offset - own[:, 0])[part, None]
@@ -251,7 +251,7 @@ def _intersecting(lo: IntArray, hi: IntArray, starts: IntArray, ends: IntArray) 
     return i, _expand(first, first + count)
 
 
-def _union(group: Int64Array, start: Int64Array, end: Int64Array, limit: int) -> Int64Array:
+def _union(group: IntArray, start: IntArray, end: IntArray, limit: int) -> Int64Array:
     """Union of ranges within each group: [n, 3] of group, start, end; disjoint, not adjacent, sorted."""
     if len(group) == 0:
         return np.zeros((0, 3), np.int64)

@@ -98,6 +98,11 @@ class FlexBlockAttn:
         merge_(*accumulate, out, lse)
         return accumulate
 
+    def delta(self, out: Tensor, dout: Tensor) -> Tensor:
+        """rowsum(out * dout) in float32 or wider, [Tq, Hq]. out, dout: [Tq, Hq, D]."""
+        wide = torch.promote_types(out.dtype, torch.float32)
+        return (out.to(wide) * dout.to(wide)).sum(-1)
+
     def backward(
         self,
         dout: Tensor,

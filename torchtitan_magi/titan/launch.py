@@ -46,7 +46,9 @@ def check_hooks(config: dict[str, Any], arguments: list[str]) -> None:
     """
     for section, name in HOOKS:
         if "magi" in config and not overridden(config, arguments, section, name):
-            raise ValueError(f'the file has [magi] but no {section}.{name}; add {name} = "torchtitan_magi.titan" to [{section}]')
+            raise ValueError(
+                f'the file has [magi] but no {section}.{name}; add {name} = "torchtitan_magi.titan" to [{section}]'
+            )
 
 
 def main() -> None:

@@ -26,7 +26,9 @@ class PlanMetadata(VarlenMetadata):
     casts the inputs, and anything else would be lost on the way to the layers.
     """
 
-    positions: Tensor | None  # int [batch, seq_len] of the whole pack; None: torchtitan's own. Read before the model runs
+    positions: (
+        Tensor | None
+    )  # int [batch, seq_len] of the whole pack; None: torchtitan's own. Read before the model runs
 
     @classmethod
     def of(cls, bound: BoundPlan, positions: Tensor | None) -> "PlanMetadata":
