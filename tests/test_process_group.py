@@ -1,0 +1,101 @@
+"""Real collectives: every case on gloo against the dense fp64 reference, and the ranks against each other."""
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from cp_case import Case, check, run_case
+from masks import dense_mask
+from pool import GlooPool
+from torch.distributed.device_mesh import init_device_mesh
+
+import torchtitan_magi as magi
+from torchtitan_magi.slices import AttnSlices
+
+
+@pytest.fixture(scope="module", params=[2, 3, 4, 8])
+def pool(request):
+    pool = GlooPool(request.param)
+    yield pool
+    pool.close()
+
+
+def documents(lengths, kind="causal", size=0, padding=0, **options):
+    """The case of documents under a builder, its mask written down from the documents."""
+    cu = np.cumsum([0, *lengths])
+    document = np.append(np.repeat(np.arange(len(lengths)), lengths), np.full(padding, -1))
+    q, k = np.mgrid[: len(document), : len(document)]
+    same = (document[:, None] == document) & (document[:, None] >= 0)
+    slices, mask = {
+        "causal": (magi.varlen_causal(cu), same & (k <= q)),
+        "full": (magi.varlen_full(cu), same),
+        "window": (magi.sliding_window(cu, max(size, 1)), same & (k <= q) & (q - k < size)),
+    }[kind]
+    return Case(slices, torch.from_numpy(mask), **options)
+
+
+def random_slices(seed, total, **options):
+    random = np.random.default_rng(seed)
+    q, k = (np.sort(random.integers(0, total + 1, (6, 2)), 1) for _ in range(2))
+    slices = AttnSlices(np.column_stack([q, k, random.integers(0, 4, 6)]))
+    return Case(slices, torch.from_numpy(dense_mask(slices.table, total, total)), **options)
+
+
+CASES = {
+    "mixed lengths": documents([300, 7, 1, 64, 500, 33]),
+    "one document over all ranks": documents([777]),
+    "one-token documents": documents([1] * 100),
+    "one token, ranks with only padding": documents([1]),
+    "a ragged tail": documents([100, 3, 250], padding=90),
+    "bidirectional": documents([200, 90, 410], "full", stages=2),
+    "sliding window": documents([700, 50], "window", 64, stages=2),
+    "no overlap": documents([300, 200, 100], stages=0),
+    "four stages": documents([300, 200, 101], stages=4),
+    "MHA": documents([150, 250], heads=(3, 3)),
+    "MQA": documents([150, 250], heads=(6, 1), stages=2),
+    "bf16 on the wire": documents([400, 111], heads=(8, 2), head_dim=32, dtype=torch.bfloat16),
+    "float32 on the wire": documents([400, 111], heads=(8, 2), head_dim=32, dtype=torch.bfloat16, fp32_reduce=True),
+    "fp16": documents([400, 111], heads=(4, 4), dtype=torch.float16, stages=3),
+    "a few thousand tokens": documents([1800, 40, 660], heads=(2, 1)),
+    **{f"random slices {seed}": random_slices(seed, 120 + 7 * seed, stages=seed % 4) for seed in range(10)},
+    "nothing attends": Case(AttnSlices([]), torch.zeros(50, 50, dtype=torch.bool)),
+}
+
+
+def run_on_rank(names):
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    return [run_case(CASES[name], mesh.size(), mesh) for name in names]
+
+
+def test_every_case_over_real_collectives(pool):
+    names = list(CASES)
+    results = pool.run(run_on_rank, names)
+    for name, *per_rank in zip(names, *results, strict=True):
+        check(CASES[name], per_rank[0])
+        for other in per_rank[1:]:
+            assert all(torch.equal(other[tensor], per_rank[0][tensor]) for tensor in other), name
+
+
+def repeat_on_rank(name, times):
+    runs = [run_case(CASES[name], dist.get_world_size(), dist.group.WORLD) for _ in range(times)]
+    return all(torch.equal(run[tensor], runs[0][tensor]) for run in runs for tensor in run)
+
+
+def test_runs_repeat_bit_for_bit(pool):
+    assert all(pool.run(repeat_on_rank, "mixed lengths", 3))
+
+
+def misuse_on_rank():
+    size = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (1, size), mesh_dim_names=("dp", "cp"))
+    x = torch.zeros(4 * size, 2, 8)
+    plan = magi.make_plan(magi.varlen_causal([0, 4 * size]), 4 * size, size)
+    with pytest.raises(ValueError, match="pass the context-parallel one"):
+        magi.dispatch(x, plan, mesh)
+    with pytest.raises(ValueError, match=f"the plan is for {size} ranks but the mesh has 1"):
+        magi.dispatch(x, plan, mesh["dp"])
+    return magi.dispatch(x, plan, mesh["cp"]).shape
+
+
+def test_a_mesh_that_does_not_fit_the_plan_is_refused(pool):
+    assert pool.run(misuse_on_rank) == [(4, 2, 8)] * pool.size
