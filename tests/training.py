@@ -1,0 +1,259 @@
+"""Runs torchtitan's own entry point in forked processes that have already imported everything: seconds a run.
+
+    run = train(2, ["--parallelism.context_parallel_degree", "2"])
+    run.losses, run.grad_norms, run.metrics
+
+The processes come from a fork server that preloads torch, torchtitan and the plugin. Each then does what ``python -m
+torchtitan.train`` does with the same arguments and the environment variables of torchrun.
+"""
+
+import functools
+import importlib.util
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from multiprocessing import connection
+from pathlib import Path
+from types import SimpleNamespace
+
+ROOT = Path(__file__).parent.parent
+DEBUG_TOML = ROOT / "train_configs" / "debug.toml"
+TIMEOUT = 240  # seconds
+PRELOAD = ["torch", "torch._dynamo", "torch.nn.attention.flex_attention", "torchtitan.train", "torchtitan_magi.titan"]
+PRELOAD += ["torchtitan_magi.reference", "torchtitan_magi.ffa", "torch.distributed.checkpoint"]
+
+
+class TrainingError(Exception):
+    """What a process of the run raised: ``type`` is the name of the exception's class, str() its message."""
+
+    def __init__(self, kind: str, message: str, trace: str, output: str) -> None:
+        super().__init__(message)
+        self.type, self.trace, self.output = kind, trace, output
+
+    def __str__(self) -> str:
+        return self.args[0]
+
+
+@dataclass
+class Run:
+    """What the processes of a run reported."""
+
+    events: list[list[tuple]] = field(default_factory=list)  # by rank: (name, ...)
+    output: str = ""  # of rank 0
+
+    def of(self, name: str, rank: int = 0) -> list[tuple]:
+        """The rest of the rank's events of that name."""
+        return [event[1:] for event in self.events[rank] if event[0] == name]
+
+    @property
+    def metrics(self) -> list[dict[str, float]]:
+        """What torchtitan would have sent to TensorBoard, one dict per step; every rank must have the same loss."""
+        logged = [{"step": step, **values} for step, values in self.of("metrics") if "grad_norm" in values]
+        for rank in range(1, len(self.events)):
+            losses = [v["loss_metrics/global_avg_loss"] for _, v in self.of("metrics", rank) if "grad_norm" in v]
+            assert losses == [values["loss_metrics/global_avg_loss"] for values in logged], f"rank {rank}"
+        return logged
+
+    @property
+    def losses(self) -> list[float]:
+        return [values["loss_metrics/global_avg_loss"] for values in self.metrics]
+
+    @property
+    def grad_norms(self) -> list[float]:
+        return [values["grad_norm"] for values in self.metrics]
+
+    @property
+    def validation_losses(self) -> list[float]:
+        key = "validation_metrics/loss"
+        return [float(values[key]) for _, values in self.of("metrics") if key in values]
+
+
+# ------------------------------------------------------------------------------------------------- the parent's side
+
+
+@functools.cache
+def _context() -> multiprocessing.context.ForkServerContext:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    environment = {
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    before = {name: os.environ.get(name) for name in environment}
+    os.environ.update(environment)
+    try:
+        multiprocessing.forkserver.ensure_running()
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
+    return context
+
+
+@functools.cache
+def demo() -> Path:
+    """The folder of the demonstration data, made if it is not there."""
+    spec = importlib.util.spec_from_file_location("make_demo_data", ROOT / "scripts" / "make_demo_data.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.make_demo_data(ROOT / "assets" / "demo")
+    return ROOT / "assets" / "demo"
+
+
+@functools.cache
+def _scratch() -> tempfile.TemporaryDirectory:
+    return tempfile.TemporaryDirectory(prefix="torchtitan_magi_")
+
+
+def new_folder() -> str:
+    """A folder that lives as long as this process."""
+    return tempfile.mkdtemp(dir=_scratch().name)
+
+
+SMALL = ("--training.seq_len", "256", "--training.mixed_precision_param", "float32", "--training.steps", "5")
+
+
+def train(
+    processes: int,
+    arguments: list[str],
+    *,
+    toml: Path | str = DEBUG_TOML,
+    defaults: tuple[str, ...] = SMALL,
+    setup: Callable[[Callable[..., None]], None] | None = None,
+    until: Callable[[Run], bool] | None = None,
+    timeout: float = TIMEOUT,
+) -> Run:
+    """Trains with the TOML file, ``defaults`` and ``arguments``; CP is 1 unless they say otherwise.
+
+    Args:
+        setup: called as setup(report) in each process before torchtitan starts; report(name, ...) makes an event.
+        until: after each event, whether to kill all processes at once (SIGKILL).
+
+    Raises:
+        TrainingError: a process raised. The others are killed.
+        TimeoutError: the run took longer than ``timeout`` seconds. All are killed.
+    """
+    if toml == DEBUG_TOML:
+        paths = ("--model.hf_assets_path", f"{demo()}/tokenizer", "--training.dataset_path", f"{demo()}/train.jsonl")
+        defaults = (*paths, "--parallelism.context_parallel_degree", "1", *defaults)
+    dump = ["--job.dump_folder", new_folder()]
+    return _run(processes, _train_in_child, ([*_last_wins(dump, defaults, arguments)], str(toml), setup), until, timeout)
+
+
+def call(function: Callable, *arguments: object, timeout: float = TIMEOUT) -> object:
+    """function(*arguments) in a fresh process that has torchtitan and the plugin imported."""
+    run = _run(1, _call_in_child, (function, arguments), None, timeout)
+    return run.of("result")[0][0]
+
+
+def _last_wins(*parts: object) -> list[str]:
+    """Arguments in which each option comes once, with the value that came last."""
+    flat = [argument for part in parts for argument in part]
+    options: dict[str, list[str]] = {}
+    for argument in flat:
+        if argument.startswith("--"):
+            options[name := argument] = []
+        else:
+            options[name].append(argument)
+    return [argument for name, values in options.items() for argument in (name, *values)]
+
+
+def _run(processes: int, target: Callable, arguments: tuple, until: Callable | None, timeout: float) -> Run:
+    from torch.distributed import TCPStore
+
+    store = TCPStore("127.0.0.1", 0, processes, is_master=True, wait_for_workers=False)  # any free port
+    folder, started, ranks, run = new_folder(), [], {}, Run([[] for _ in range(processes)])
+    deadline = time.monotonic() + timeout
+    try:
+        for rank in range(processes):
+            receive, send = multiprocessing.Pipe(duplex=False)
+            log = f"{folder}/rank{rank}.log"
+            process = _context().Process(
+                target=_child, args=(rank, processes, store.port, log, send, target, arguments), daemon=True
+            )
+            process.start()
+            send.close()
+            started.append(process)
+            ranks[receive] = rank
+        while ranks:
+            ready = connection.wait(list(ranks), timeout=deadline - time.monotonic())
+            if not ready:
+                raise TimeoutError(f"no end after {timeout} s; rank 0 printed\n{_tail(f'{folder}/rank0.log')}")
+            for pipe in ready:
+                rank = ranks[pipe]
+                try:
+                    event = pipe.recv()
+                except EOFError:
+                    event = ("error", "EOFError", f"rank {rank} died without a word", "")
+                if event[0] == "error":
+                    raise TrainingError(*event[1:], _tail(f"{folder}/rank{rank}.log"))
+                if event[0] == "end":
+                    del ranks[pipe]
+                    continue
+                run.events[rank].append(event)
+                if until is not None and until(run):
+                    return run
+        for process in started:
+            process.join(max(0, deadline - time.monotonic()))
+    finally:
+        for process in started:
+            process.kill()
+        for process in started:
+            process.join()
+    run.output = Path(f"{folder}/rank0.log").read_text()
+    return run
+
+
+def _tail(path: str) -> str:
+    return Path(path).read_text()[-4000:] if Path(path).exists() else ""
+
+
+# --------------------------------------------------------------------------------------------------- the child's side
+
+
+def _child(
+    rank: int, processes: int, port: int, log: str, send: connection.Connection, target: Callable, arguments: tuple
+) -> None:
+    with open(log, "w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(processes), LOCAL_WORLD_SIZE=str(processes),
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True", OMP_NUM_THREADS="1",
+    )  # fmt: skip
+    try:
+        target(*arguments, report=lambda *event: send.send(event))
+        send.send(("end",))
+    except BaseException as error:
+        traceback.print_exc()
+        sys.stderr.flush()
+        send.send(("error", type(error).__name__, str(error), traceback.format_exc()))
+
+
+def _call_in_child(function: Callable, arguments: tuple, report: Callable[..., None]) -> None:
+    report("result", function(*arguments))
+
+
+def _train_in_child(arguments: list[str], toml: str, setup: Callable | None, report: Callable[..., None]) -> None:
+    import torch.distributed as dist
+    import torchtitan.train
+    from torchtitan.components import metrics
+    from torchtitan.config import ConfigManager
+
+    class Report(metrics.BaseLogger):
+        def log(self, metrics: dict, step: int) -> None:
+            report("metrics", step, metrics)
+
+    metrics._build_metric_logger = lambda *_: Report()
+    # Rank 0 waits two seconds for the others at the end of a run; wait for them instead.
+    torchtitan.train.time = SimpleNamespace(perf_counter=time.perf_counter, sleep=lambda _: None)
+    ConfigManager.parse_args.__defaults__ = (["--job.config_file", toml, *arguments],)  # sys.argv at import time
+    if setup is not None:
+        setup(report)
+    torchtitan.train.main(torchtitan.train.Trainer)
+    assert not dist.is_initialized()
