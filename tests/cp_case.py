@@ -6,7 +6,7 @@ import torch
 from dense import assert_within_budget
 
 from torchtitan_magi import dispatch, make_plan, undispatch
-from torchtitan_magi.attention import BoundPlan, attention_op, choose_block_attn, make_handle
+from torchtitan_magi.attention import attention_op, bind_plan, choose_block_attn, make_handle
 from torchtitan_magi.slices import AttnSlices
 
 
@@ -30,7 +30,7 @@ def run_case(case, cp_size, mesh, device="cpu"):
     q, k, v = (x.requires_grad_() for x in (q, k, v))
     q_local, k_local, v_local = (dispatch(x, plan, mesh) for x in (q, k, v))
     block_attn = choose_block_attn("auto", q.device)
-    bound = BoundPlan(plan, mesh, block_attn, *case.heads, q.device, fp32_reduce=case.fp32_reduce)
+    bound = bind_plan(plan, mesh, block_attn, *case.heads, q.device, fp32_reduce=case.fp32_reduce)
     out, lse = attention_op(q_local, k_local, v_local, make_handle(bound), case.head_dim**-0.5)
     out = undispatch(out, plan, mesh)
     out.backward(dout)

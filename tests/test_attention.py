@@ -13,13 +13,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import torchtitan_magi as magi
 from torchtitan_magi.attention import (
-    BoundPlan,
     attention_backward_op,
     attention_op,
-    choose_block_attn,
+    bind_plan,
     make_handle,
     num_live_plans,
 )
+from torchtitan_magi.reference import FlexBlockAttn
 from torchtitan_magi.slices import AttnSlices
 
 HEADS = st.sampled_from([(4, 2), (2, 2), (4, 1), (5, 1)])
@@ -125,7 +125,8 @@ def test_plans_live_as_long_as_a_graph_needs_them_and_no_longer():
     gc.collect()
     before = num_live_plans()
     q = torch.randn(30, 2, 8, requires_grad=True)
-    out, _ = magi.flex_flash_attn(q, q, q, magi.varlen_causal([0, 30]))
+    plan = magi.make_plan(magi.varlen_causal([0, 30]), 30, 1)
+    out, _ = attention_op(q, q, q, make_handle(bind_plan(plan, None, FlexBlockAttn(), 2, 2, q.device)), 1.0)
     gc.disable()
     try:
         assert num_live_plans() == before + 1
@@ -139,7 +140,7 @@ def test_plans_live_as_long_as_a_graph_needs_them_and_no_longer():
 def test_ops_keep_their_promises_to_compilers():
     """The fakes give the shapes, dtypes and strides of the real outputs."""
     plan = magi.make_plan(magi.varlen_causal([0, 4, 9]), 9, 1)
-    bound = BoundPlan(plan, None, choose_block_attn("flex", torch.device("cpu")), 2, 1, torch.device("cpu"))
+    bound = bind_plan(plan, None, FlexBlockAttn(), 2, 1, torch.device("cpu"))
     handle = make_handle(bound)
     q, k, v, dout = (torch.randn(9, heads, 4, dtype=torch.bfloat16) for heads in (2, 1, 1, 2))
     out, lse = attention_op(q, k, v, handle, 0.5)

@@ -3,15 +3,26 @@
 Shapes: T local tokens, Hq query heads, H K/V heads, D head_dim, rows = K/V rows of a stage's buffer.
 """
 
+import functools
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from torchtitan_magi.comm import Mesh, Transport, add_returned_rows, as_transport, group_cast, group_reduce
+from torchtitan_magi.comm import (
+    Mesh,
+    SingleRank,
+    Transport,
+    Wait,
+    add_returned_rows,
+    as_transport,
+    group_cast,
+    group_reduce,
+)
 from torchtitan_magi.plan import AttnPlan, Stage
 from torchtitan_magi.slices import AttnSlices
 
@@ -74,8 +85,31 @@ def choose_block_attn(backend: str, device: torch.device) -> BlockAttn:
     return FfaBlockAttn(device)
 
 
+@dataclass(frozen=True, eq=False)
 class BoundPlan:
-    """One rank's share of a plan, ready to run: index data on the device, the transport and the block attention.
+    """One rank's share of a plan, ready to run: index data on the device, the transport and the block attention."""
+
+    stages: tuple[Stage, ...]
+    masks: list[Any]  # of each stage, for block_attn
+    send_rows: list[Tensor]  # of each stage, int32 [S]
+    tokens: Tensor  # the token behind each local token number, int32 [T]
+    transport: Transport
+    block_attn: BlockAttn
+    deterministic: bool
+    fp32_reduce: bool
+
+
+def bind_plan(
+    plan: AttnPlan,
+    mesh: Mesh,
+    block_attn: BlockAttn,
+    num_heads_q: int,
+    num_heads_kv: int,
+    device: torch.device,
+    deterministic: bool = False,
+    fp32_reduce: bool = False,
+) -> BoundPlan:
+    """Readies this rank's share of a plan for its layers.
 
     Args:
         plan: the microbatch's plan.
@@ -86,34 +120,44 @@ class BoundPlan:
         deterministic: repeat bit for bit.
         fp32_reduce: send dK/dV in float32 instead of the dtype of k.
     """
+    transport = as_transport(mesh, plan.cp_size)
+    share = plan.ranks[transport.rank]
+    masks = [
+        block_attn.prepare(stage.slices, plan.tokens_per_rank, stage.num_rows, num_heads_q, num_heads_kv)
+        for stage in share.stages
+    ]
+    tokens, *index_data = _upload(
+        [share.tokens, *(stage.send_rows for stage in share.stages), *(mask.words for mask in masks)], device
+    )
+    send_rows, words = index_data[: len(masks)], index_data[len(masks) :]
+    on_device = [mask.to(part) for mask, part in zip(masks, words, strict=True)]
+    return BoundPlan(share.stages, on_device, send_rows, tokens, transport, block_attn, deterministic, fp32_reduce)
 
-    def __init__(
-        self,
-        plan: AttnPlan,
-        mesh: Mesh,
-        block_attn: BlockAttn,
-        num_heads_q: int,
-        num_heads_kv: int,
-        device: torch.device,
-        deterministic: bool = False,
-        fp32_reduce: bool = False,
-    ) -> None:
-        self.transport: Transport = as_transport(mesh, plan.cp_size)
-        self.block_attn = block_attn
-        self.deterministic = deterministic
-        self.fp32_reduce = fp32_reduce
-        share = plan.ranks[self.transport.rank]
-        self.stages: tuple[Stage, ...] = share.stages
-        num_q = plan.tokens_per_rank
-        masks = [
-            block_attn.prepare(stage.slices, num_q, stage.num_rows, num_heads_q, num_heads_kv) for stage in self.stages
-        ]
-        on_device = _upload(
-            [share.tokens, *(stage.send_rows for stage in self.stages), *(mask.words for mask in masks)], device
-        )
-        self.tokens = on_device[0]  # the token behind each local token number, int32 [T]
-        self.send_rows = on_device[1 : 1 + len(self.stages)]
-        self.masks = [mask.to(part) for mask, part in zip(masks, on_device[1 + len(self.stages) :], strict=True)]
+
+@functools.lru_cache(maxsize=16)
+def _bind_slices(
+    slices: AttnSlices,
+    num_q: int,
+    num_k: int,
+    num_heads_q: int,
+    num_heads_kv: int,
+    device: torch.device,
+    backend: str,
+    deterministic: bool,
+) -> Tensor:
+    """The handle of a mask over one device's q and k, which may differ in length: one stage, no communication."""
+    for name, length, column in (("q", num_q, 1), ("k", num_k, 3)):
+        beyond = slices.table[:, column] > length
+        if beyond.any():
+            i = int(beyond.argmax())
+            raise ValueError(f"slice {i} is {slices.table[i].tolist()} but {name} has {length} rows; cut the slice")
+    block_attn = choose_block_attn(backend, device)
+    stage = Stage(slices.canonical(), True, num_k, False, np.zeros(0, np.int64), (0,), (0,))
+    mask = block_attn.prepare(stage.slices, num_q, num_k, num_heads_q, num_heads_kv)
+    words, none = _upload([mask.words, stage.send_rows], device)
+    return make_handle(
+        BoundPlan((stage,), [mask.to(words)], [none], none, SingleRank(), block_attn, deterministic, True)
+    )
 
 
 def _upload(parts: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
@@ -135,7 +179,7 @@ def _forward(bound: BoundPlan, q: Tensor, k: Tensor, v: Tensor, softmax_scale: f
     accumulate = None
     if many:
         wide = torch.promote_types(q.dtype, torch.float32)
-        accumulate = torch.zeros_like(q, dtype=wide), q.new_full(q.shape[:2], -torch.inf, dtype=wide)
+        accumulate = torch.zeros(q.shape, dtype=wide, device=q.device), q.new_full(q.shape[:2], -torch.inf, dtype=wide)
     arriving = _Arrivals(bound, k, v)
     for i in range(len(bound.stages)):
         k_rows, v_rows = arriving.take(i)
@@ -149,7 +193,13 @@ def _backward(
     """dq, dk, dv with the shapes and dtypes of q, k, v."""
     wide = torch.promote_types(q.dtype, torch.float32)
     delta = bound.block_attn.delta(out, dout)
-    dq = torch.zeros_like(q, dtype=wide)
+    dq = torch.zeros(q.shape, dtype=wide, device=q.device)
+    if len(bound.stages) == 1 and not bound.stages[0].communicates:
+        dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
+        bound.block_attn.backward(
+            dout, q, k, v, lse, delta, bound.masks[0], softmax_scale, dq, dk, dv, bound.deterministic
+        )
+        return dq.to(q.dtype), dk, dv
     dkv = torch.empty(len(k), 2, *k.shape[1:], dtype=wide, device=k.device)
     wire = wide if bound.fp32_reduce else k.dtype
     finish_previous: Callable[[], None] | None = None
@@ -183,7 +233,7 @@ class _Arrivals:
         self.bound, self.k, self.v = bound, k, v
         self.pending = self._start(0)
 
-    def _start(self, i: int) -> tuple[Tensor, Callable[[], None]] | None:
+    def _start(self, i: int) -> tuple[Tensor, Wait] | None:
         if i >= len(self.bound.stages) or not self.bound.stages[i].communicates:
             return None
         return group_cast(self.bound.stages[i], self.bound.send_rows[i], self.k, self.v, self.bound.transport)
@@ -312,7 +362,7 @@ def cp_varlen_attn(
     if key not in handles:
         block_attn = choose_block_attn(backend, q.device)
         handles[key] = make_handle(
-            BoundPlan(plan, mesh, block_attn, q.shape[1], k.shape[1], q.device, deterministic, fp32_reduce)
+            bind_plan(plan, mesh, block_attn, q.shape[1], k.shape[1], q.device, deterministic, fp32_reduce)
         )
     return attention_op(q, k, v, handles[key], q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale)[0]
 
@@ -342,24 +392,8 @@ def flex_flash_attn(
         ValueError: shapes that do not fit; a slice beyond Tq or Tk; an unknown or unusable backend.
     """
     _check_shapes(q, k, v, None)
-    bound = _SingleDevice(slices, q, k, choose_block_attn(backend, q.device), deterministic)
-    return attention_op(q, k, v, make_handle(bound), q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale)
-
-
-class _SingleDevice(BoundPlan):
-    """Slices over one device's q and k, which may differ in length, as a plan of one stage without communication."""
-
-    def __init__(self, slices: AttnSlices, q: Tensor, k: Tensor, block_attn: BlockAttn, deterministic: bool) -> None:
-        for name, length, column in (("q", len(q), 1), ("k", len(k), 3)):
-            beyond = slices.table[:, column] > length
-            if beyond.any():
-                i = int(beyond.argmax())
-                raise ValueError(f"slice {i} is {slices.table[i].tolist()} but {name} has {length} rows; cut the slice")
-        slices = slices.canonical()
-        self.block_attn, self.deterministic, self.fp32_reduce = block_attn, deterministic, True
-        self.stages = (Stage(slices, True, len(k), False, np.zeros(0, np.int64), (0,), (0,)),)
-        mask = block_attn.prepare(slices, len(q), len(k), q.shape[1], k.shape[1])
-        self.masks = [mask.to(*_upload([mask.words], q.device))]
+    handle = _bind_slices(slices, len(q), len(k), q.shape[1], k.shape[1], q.device, backend, deterministic)
+    return attention_op(q, k, v, handle, q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale)
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor, num_tokens: int | None) -> None:

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan_magi.plan import Stage
 
-Wait = Callable[[], None]
+Wait = Callable[[], object]
 
 
 class Transport(Protocol):
@@ -43,17 +43,8 @@ class ProcessGroupTransport:
     def all_to_all(
         self, output: Tensor, input: Tensor, output_splits: Sequence[int], input_splits: Sequence[int]
     ) -> Wait:
-        work = dist.all_to_all_single(
-            output, input, list(output_splits), list(input_splits), group=self.group, async_op=True
-        )
-
-        def wait() -> None:
-            work.wait()
-            # gloo has no streams, and NCCL's wait() orders `input` too: it may be freed from here on.
-            del input_kept_alive[:]
-
-        input_kept_alive = [input]
-        return wait
+        splits = list(output_splits), list(input_splits)
+        return dist.all_to_all_single(output, input, *splits, group=self.group, async_op=True).wait
 
     def all_gather(self, output: Tensor, input: Tensor) -> None:
         dist.all_gather_into_tensor(output, input, group=self.group)

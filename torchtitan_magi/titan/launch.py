@@ -28,7 +28,7 @@ def overridden(config: dict[str, Any], arguments: list[str], section: str, name:
 
 
 def num_processes(config: dict[str, Any], arguments: list[str], num_gpus: int) -> int:
-    """The product of the degrees. A data_parallel_shard_degree of -1 (the default) takes the GPUs that are left over."""
+    """The product of the degrees. A data_parallel_shard_degree of -1 (the default) takes what GPUs are left over."""
     degrees = {}
     for name in DEGREES:
         default = -1 if name == "data_parallel_shard" else 1

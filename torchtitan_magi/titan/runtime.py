@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.models.attention import VarlenMetadata
 from torchtitan.tools.logging import logger
 
-from torchtitan_magi.attention import BoundPlan, choose_block_attn, make_handle
+from torchtitan_magi.attention import BoundPlan, bind_plan, choose_block_attn, make_handle
 from torchtitan_magi.plan import make_plan
 from torchtitan_magi.report import describe_plan
 from torchtitan_magi.slices import CAUSAL, AttnSlices
@@ -109,7 +109,7 @@ class MagiRuntime:
         plan = make_plan(slices, tokens.numel(), self.cp_size, self.magi.overlap_stages)
         self.count.tokens += tokens.numel()
         self.count.area += plan.slices.area
-        bound = BoundPlan(
+        bound = bind_plan(
             plan,
             self.cp_mesh,
             self.block_attn,
