@@ -2,7 +2,7 @@
 //
 // A work item is one tile of 128 keys of one KV head; K and V stay in shared memory while the query blocks (64 rows = 64 / PACK
 // tokens x PACK heads) that see them stream by, one PACK of the group's heads after another, so that dK and dV of all heads add
-// up in registers. Warpgroup 0 holds the producer warp and the warp that adds dQ to global memory; warpgroups 1 and 2 own 64
+// up in registers. Warpgroup 0 holds the producer warp and the warps that add dQ to global memory; warpgroups 1 and 2 own 64
 // keys each. With everything transposed, P and dS come out in the register layout of the next product's A operand:
 //
 //   S^T = K Q^T, dP^T = V dO^T                             [64 keys, 64 rows]
@@ -31,43 +31,47 @@ constexpr u32 kKeyPanel = kKeys * 128, kRowPanel = kRows * 128;
 constexpr u32 kKeyBytes = kPanels * kKeyPanel, kRowBytes = kPanels * kRowPanel;
 constexpr u32 kRowBytesCopied = kPanels * kTokens * PACK * 128;
 constexpr u32 kQueryGradPanel = kRows * 128;          // [64 rows][32 fp32 columns]
+constexpr u32 kQueryGradBytes = kQueryColumns / 32 * kQueryGradPanel;
+constexpr int kQueryGradBuffers = 2;
 struct Shared {
   alignas(1024) unsigned char k[kKeyBytes];
   alignas(1024) unsigned char v[kKeyBytes];
   alignas(1024) unsigned char q[kStages][kRowBytes];
   alignas(1024) unsigned char dout[kStages][kRowBytes];
   alignas(1024) unsigned char ds[2][kKeys * 128];     // dS^T, [128 keys][64 rows]
-  alignas(1024) unsigned char dq[2][kQueryColumns / 32 * kQueryGradPanel];   // per warpgroup
+  alignas(1024) unsigned char dq[2][kQueryGradBuffers][kQueryGradBytes];     // per warpgroup
   float lse_log2[kStages][kRows];                     // + infinity where a row has no keys or does not exist
   float delta[kStages][kRows];
   int2 band[kStages][kRows];
-  int4 item;                                          // {tile, head (see Schedule), flags, 0}; tile < 0: no more work
+  int4 item;                                          // {tile, KV head, flags, slot}; tile < 0: no more work
   int4 block[kStages];                                // {first token, first head, flags, component << 24 | tile}
-  int4 dq_block[2];                                   // the same, per warpgroup, for the warp that adds dQ
+  int4 dq_block[2][kQueryGradBuffers];                // the same, for the warps that add dQ; first token < 0: no more work
   u64 kv_full, kv_empty, full[kStages], empty[kStages];
 };
 static_assert(sizeof(Shared) <= SHARED_BYTES, "ffa.py asks for too little shared memory");
 
-enum NamedBarrier { kScoreGradReady = 1, kQueryGradFull = 2, kQueryGradEmpty = 4 };   // the latter two + warpgroup
+enum NamedBarrier { kScoreGradReady = 1, kQueryGradFull = 2, kQueryGradEmpty = 6 };   // the latter two + warpgroup * 2 + buffer
 constexpr int kQueryGradThreads = 128 + 32;
 
 struct BackwardParams {
   void *dk, *dv;         // rows of head_dim, strides below; input type or fp32
   const float* lse;      // [num_q, num_heads_q] natural log
   const float* delta;    // [num_q, num_heads_q]
-  const int4* items;     // [num_tiles][3]
+  const int4* items;     // [num_items][3]
   const int4* segments;  // [..][2]
   const int2* bands;     // [layers][num_q]
   const int* components; // deterministic: [num_q_blocks + 1] offsets into, then {first tile, last tile} of each component
-  int* semaphores;       // deterministic: [num_q_blocks][num_heads_q / PACK], zero before the launch
+  int* semaphores;       // deterministic: [num_q_blocks][num_heads_q / PACK][2], zero before the launch
   int* counter;          // [2]
-  Schedule schedule;     // heads = KV heads x num_splits
-  int num_splits;        // parts of a KV head's query heads; dk and dv of part s lie s * split_stride elements on
-  int packs_per_split;   // packs of PACK query heads in one part
+  float* workspace;      // [2 (dk, dv)][num_slots][num_kv_heads][128][head_dim] of the parts of split tiles
+  Schedule schedule;     // heads = KV heads
+  int num_packs;         // packs of PACK query heads that share a KV head
+  int num_slots;
   int num_q, num_k, num_heads_q, head_dim, num_q_blocks;
   int store_float;       // dk and dv are fp32
-  long long dk_token_stride, dk_head_stride, dv_token_stride, dv_head_stride, split_stride;   // elements
+  long long dk_token_stride, dk_head_stride, dv_token_stride, dv_head_stride;   // elements
   float softmax_scale, scale_log2;
+  float* dq;
 };
 
 // The place of (query block, tile) among the additions to the block's dQ: tiles descending, then components ascending.
@@ -119,13 +123,12 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
       int index = blockIdx.x;
       while (index < params.schedule.num_items()) {
         int next_index = lane == 0 ? next_item(params.counter) : 0;
-        const WorkItem item = load_item(params.items, params.schedule.tile(index));
-        const int part = params.schedule.head(index);             // KV head x split
-        const int kv_head = part / params.num_splits;
+        const WorkItem item = load_item(params.items, params.schedule.list_index(index));
+        const int kv_head = params.schedule.head(index);
         mbarrier_wait(kv_empty, kv_phase);
         kv_phase ^= 1;
         if (lane == 0) {
-          smem.item = make_int4(item.tile, part, item.num_segments == 0 ? kLastBlock : 0, 0);
+          smem.item = make_int4(item.tile, kv_head, item.num_segments == 0 ? kLastBlock : 0, item.slot);
           if (item.num_segments == 0) {
             mbarrier_arrive(kv_full);
           } else {
@@ -136,9 +139,9 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
             }
           }
         }
-        const int packs = item.num_segments == 0 ? 0 : params.packs_per_split;
+        const int packs = item.num_segments == 0 ? 0 : params.num_packs;
         for (int pack = 0; pack < packs; pack++) {
-          const int head = (part * params.packs_per_split + pack) * PACK;
+          const int head = (kv_head * params.num_packs + pack) * PACK;
           Segment segment = item.segment;
           for (int n = 0; n < item.num_segments; n++) {
             const int i = kDescending ? item.num_segments - 1 - n : n;
@@ -195,46 +198,43 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
         mbarrier_arrive(kv_full);
         finish_items(params.counter);
       }
-    } else if (warp == 1) {  // ------------------------------------------------------------------- dQ warp
-      const u32 dq = smem_address(smem.dq);
-      for (int w = 0; w < 2; w++) named_arrive(kQueryGradEmpty + w, kQueryGradThreads);
-      while (true) {
-        int4 block;
-        for (int w = 0; w < 2; w++) {
-          named_sync(kQueryGradFull + w, kQueryGradThreads);
-          block = smem.dq_block[w];
-          if (lane == 0 && block.x >= 0) {
-#ifdef DETERMINISTIC
-            if (w == 0) {
-              const int rank = addition_rank(params, block.x / kTokens, block.w & 0xFFFFFF, block.w >> 24);
-              const int* turn = params.semaphores + block.x / kTokens * (params.num_heads_q / PACK) + block.y / PACK;
-              int seen;
-              do asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(seen) : "l"(turn) : "memory");
-              while (seen != rank);
-              asm volatile("fence.proxy.async;" ::: "memory");
-            }
-#endif
-#pragma unroll
-            for (int p = 0; p < kQueryColumns / 32; p++)
-              tma_reduce_add_3d(&map_dq, dq + w * sizeof(smem.dq[0]) + p * kQueryGradPanel, w * kQueryColumns + p * 32, block.y,
-                                block.x);
-            bulk_commit();
-          }
-        }
+    } else if (warp <= 2) {  // ------------------------------------------------------------------ dQ warps, one per warpgroup
+      const int w = warp - 1;
+      int buffer = 0;
+      for (int i = 0; i < kQueryGradBuffers; i++) named_arrive(kQueryGradEmpty + 2 * w + i, kQueryGradThreads);
+      for (bool first = true;; first = false, buffer ^= 1) {
+        named_sync(kQueryGradFull + 2 * w + buffer, kQueryGradThreads);
+        const int4 block = smem.dq_block[w][buffer];
         if (block.x < 0) break;
         if (lane == 0) {
+          const u32 dq = smem_address(smem.dq[w][buffer]);
+#ifdef DETERMINISTIC
+          const int rank = addition_rank(params, block.x / kTokens, block.w & 0xFFFFFF, block.w >> 24);
+          int* turn = params.semaphores + (block.x / kTokens * (params.num_heads_q / PACK) + block.y / PACK) * 2 + w;
+          int seen;
+          do asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(seen) : "l"(turn) : "memory");
+          while (seen != rank);
+          asm volatile("fence.proxy.async;" ::: "memory");
+#endif
+#ifdef LINEAR_DQ
+          const long long at = (((long long)(block.x / kTokens) * (params.num_heads_q / PACK) + block.y / PACK) * 2 + w) * (kQueryGradBytes / 4);
+          asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" :: "l"(params.dq + at), "r"(dq), "r"(kQueryGradBytes) : "memory");
+#else
+#pragma unroll
+          for (int p = 0; p < kQueryColumns / 32; p++)
+            tma_reduce_add_3d(&map_dq, dq + p * kQueryGradPanel, w * kQueryColumns + p * 32, block.y, block.x);
+#endif
+          bulk_commit();
 #ifdef DETERMINISTIC
           bulk_wait<0>();
           asm volatile("fence.proxy.async;" ::: "memory");
-          __threadfence();
-          int* turn = params.semaphores + block.x / kTokens * (params.num_heads_q / PACK) + block.y / PACK;
           asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(turn) : "memory");
 #else
-          bulk_wait_read<0>();
+          bulk_wait_read<kQueryGradBuffers - 1>();                // the buffer before this one has been read
 #endif
         }
         __syncwarp();
-        for (int w = 0; w < 2; w++) named_arrive(kQueryGradEmpty + w, kQueryGradThreads);
+        if (!first) named_arrive(kQueryGradEmpty + 2 * w + (buffer ^ 1), kQueryGradThreads);
       }
       if (lane == 0) bulk_wait<0>();
     }
@@ -250,9 +250,10 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
     const u32 ds_operand = operand(smem_address(smem.ds));
     // where this thread stores: a row of a dS matrix (see store_matrices), its first row of dQ
     const u32 ds_row = swizzled_row(smem_address(smem.ds), w * 64 + warp % 4 * 16 + lane % 16) ^ lane / 16 * 16;
-    const u32 dq_row = swizzled_row(smem_address(smem.dq[w]), warp % 4 * 16 + lane / 4) ^ lane % 4 * 8;
+    const u32 dq_row = swizzled_row(smem_address(smem.dq[w][0]), warp % 4 * 16 + lane / 4) ^ lane % 4 * 8;
     Ring<kStages> ring;
     u32 ds_b = 0;                                                 // byte offset of the dS buffer of this block
+    int dq_b = 0;                                                 // dQ buffer of this block
     for (u32 kv_phase = 0;; kv_phase ^= 1) {
       mbarrier_wait(kv_full, kv_phase);
       if (warp_uniform(smem.item.x) < 0) break;
@@ -340,16 +341,17 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
         ds_b ^= (u32)sizeof(smem.ds[0]);
 
         wgmma_wait<1>();                                          // dV and dQ
-        named_sync(kQueryGradEmpty + w, kQueryGradThreads);
+        named_sync(kQueryGradEmpty + 2 * w + dq_b, kQueryGradThreads);
 #pragma unroll
         for (int j = 0; j < kQueryColumns / 2; j += 2) {
           const int column = j / 4 * 8;                            // of this lane's group of four
-          store_smem((dq_row ^ column % 32 * 4) + column / 32 * kQueryGradPanel + j / 2 % 2 * 8 * 128,
+          store_smem((dq_row ^ column % 32 * 4) + dq_b * kQueryGradBytes + column / 32 * kQueryGradPanel + j / 2 % 2 * 8 * 128,
                      dq_rmem[j] * params.softmax_scale, dq_rmem[j + 1] * params.softmax_scale);
         }
-        if (leader) smem.dq_block[w] = block;
+        if (leader) smem.dq_block[w][dq_b] = block;
         fence_proxy_async();
-        named_arrive(kQueryGradFull + w, kQueryGradThreads);
+        named_arrive(kQueryGradFull + 2 * w + dq_b, kQueryGradThreads);
+        dq_b ^= 1;
 
         wgmma_wait<0>();                                          // dK
         if (leader) mbarrier_arrive(empty + 8 * s);
@@ -357,28 +359,34 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
       }
 
       // ------------------------------------------------------------------------------------- epilogue
-      const int kv_head = smem.item.y / params.num_splits, split = smem.item.y % params.num_splits;
+      const int kv_head = smem.item.y, slot = smem.item.w - 1;
       __syncwarp();
       if (lane == 0) mbarrier_arrive(kv_empty);
-      const int key0 = first_key + key_row, key1 = key0 + 8;
-      const bool valid0 = key0 < params.num_k, valid1 = key1 < params.num_k;
-      auto store = [&](const float(&acc)[HEAD_DIM / 2], void* base, long long token_stride, long long head_stride, float scale) {
-        const long long at0 = split * params.split_stride + key0 * token_stride + kv_head * head_stride;
-        const long long at1 = at0 + 8 * token_stride;
+      const bool valid0 = first_key + key_row < params.num_k, valid1 = first_key + key_row + 8 < params.num_k;
+      auto store = [&](const float(&acc)[HEAD_DIM / 2], void* base, long long token_stride, long long head_stride, int which,
+                       float scale) {
+        if (slot >= 0) {
+          const long long tile = ((long long)which * params.num_slots + slot) * params.schedule.num_heads + kv_head;
+          float* p = params.workspace + (tile * kKeys + key_row) * params.head_dim;
+          store_rows_float<HEAD_DIM>(acc, scale, p, p + 8 * params.head_dim, params.head_dim, lane);
+          return;
+        }
+        const long long at = (first_key + key_row) * token_stride + kv_head * head_stride;
         if (params.store_float) {
-          float* p = (float*)base;
-          store_rows_float<HEAD_DIM>(acc, scale, valid0 ? p + at0 : nullptr, valid1 ? p + at1 : nullptr, params.head_dim, lane);
+          float* p = (float*)base + at;
+          store_rows_float<HEAD_DIM>(acc, scale, valid0 ? p : nullptr, valid1 ? p + 8 * token_stride : nullptr, params.head_dim,
+                                     lane);
         } else {
-          unsigned short* p = (unsigned short*)base;
-          store_rows_packed<HEAD_DIM>(acc, scale, scale, valid0 ? p + at0 : nullptr, valid1 ? p + at1 : nullptr, params.head_dim,
-                                      lane);
+          unsigned short* p = (unsigned short*)base + at;
+          store_rows_packed<HEAD_DIM>(acc, scale, scale, valid0 ? p : nullptr, valid1 ? p + 8 * token_stride : nullptr,
+                                      params.head_dim, lane);
         }
       };
-      store(dk_rmem, params.dk, params.dk_token_stride, params.dk_head_stride, params.softmax_scale);
-      store(dv_rmem, params.dv, params.dv_token_stride, params.dv_head_stride, 1.f);
+      store(dk_rmem, params.dk, params.dk_token_stride, params.dk_head_stride, 0, params.softmax_scale);
+      store(dv_rmem, params.dv, params.dv_token_stride, params.dv_head_stride, 1, 1.f);
     }
-    named_sync(kQueryGradEmpty + w, kQueryGradThreads);           // tell the dQ warp to stop
-    if (leader) smem.dq_block[w] = make_int4(-1, 0, 0, 0);
-    named_arrive(kQueryGradFull + w, kQueryGradThreads);
+    named_sync(kQueryGradEmpty + 2 * w + dq_b, kQueryGradThreads);   // tell the dQ warp to stop
+    if (leader) smem.dq_block[w][dq_b] = make_int4(-1, 0, 0, 0);
+    named_arrive(kQueryGradFull + 2 * w + dq_b, kQueryGradThreads);
   }
 }

@@ -149,7 +149,7 @@ ffa_forward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Ten
     int index = blockIdx.x;
     while (index < params.schedule.num_items()) {
       const int next_index = next_item(params.counter);
-      const WorkItem item = load_item(params.items, params.schedule.tile(index));
+      const WorkItem item = load_item(params.items, params.schedule.list_index(index));
       const int group = params.schedule.head(index), kv_head = group / params.groups_per_kv;
       const int token = item.tile * kTokens;
       mbarrier_wait(q_empty, q_phase);

@@ -57,12 +57,12 @@ def walk_forward(lists: WorkLists, num_layers: int) -> np.ndarray:
 def walk_backward(lists: WorkLists, num_layers: int, items_offset: int) -> np.ndarray:
     s = lists.sizes
     bands = lists.words[s.bands :][: num_layers * s.num_q * 2].reshape(num_layers, s.num_q, 2)
-    seen = np.zeros((s.num_q, s.num_backward_tiles * KEYS), int)
+    seen = np.zeros((s.num_q, -(-s.num_k // KEYS) * KEYS), int)
     tokens = 64 // s.backward_pack
     offsets = lists.words[s.components :][: s.num_q_blocks + 1]
     spans = lists.words[s.components + (s.num_q_blocks + 2) // 2 * 2 :][: 2 * offsets[-1]].reshape(-1, 2)
     additions = np.zeros(s.num_q_blocks, int)
-    for item in read(lists, items_offset, s.num_backward_tiles, 12):
+    for item in read(lists, items_offset, s.num_backward_items, 12):
         tile = item[0]
         keys = np.arange(tile * KEYS, (tile + 1) * KEYS)
         for layer, component, _, _, first, end, full_first, full_end in segments_of(lists, item, s.backward_segments):
@@ -94,8 +94,15 @@ def masks(draw: st.DrawFn) -> tuple[AttnSlices, int, int]:
     return AttnSlices(rows), num_q, num_k
 
 
-def check(slices: AttnSlices, num_q: int, num_k: int, heads: tuple[int, int], backward_pack: int | None = None) -> None:
-    lists = build_worklists(slices, num_q, num_k, *heads, backward_pack=backward_pack)
+def check(
+    slices: AttnSlices,
+    num_q: int,
+    num_k: int,
+    heads: tuple[int, int],
+    backward_pack: int | None = None,
+    max_blocks: int | None = None,
+) -> None:
+    lists = build_worklists(slices, num_q, num_k, *heads, backward_pack=backward_pack, max_blocks=max_blocks)
     num_layers = len(slices.row_bands(num_q)[0])
     want = dense_mask(slices.table, num_q, num_k).astype(int)
     np.testing.assert_array_equal(walk_forward(lists, num_layers), want)
@@ -104,9 +111,15 @@ def check(slices: AttnSlices, num_q: int, num_k: int, heads: tuple[int, int], ba
 
 
 @settings(max_examples=60, deadline=None)
-@given(masks(), st.sampled_from([(8, 8, 1), (8, 1, 8), (7, 1, 7), (5, 1, 1), (16, 1, 4)]))
-def test_every_visible_pair_is_computed_once(mask: tuple[AttnSlices, int, int], heads: tuple[int, int, int]) -> None:
-    check(*mask, heads[:2], heads[2])
+@given(
+    masks(),
+    st.sampled_from([(8, 8, 1), (8, 1, 8), (7, 1, 7), (5, 1, 1), (16, 1, 4)]),
+    st.sampled_from([None, 1, 3, 20]),
+)
+def test_every_visible_pair_is_computed_once(
+    mask: tuple[AttnSlices, int, int], heads: tuple[int, int, int], max_blocks: int | None
+) -> None:
+    check(*mask, heads[:2], heads[2], max_blocks)
 
 
 @pytest.mark.parametrize(
@@ -139,11 +152,19 @@ def test_longest_items_come_first() -> None:
     assert (np.diff(tile_cost(np.arange(5))) > 0).all()
 
 
-def test_few_items_are_split_over_heads() -> None:
-    slices = varlen_causal([0, 2048])
-    assert build_worklists(slices, 2048, 2048, 8, 1).sizes.num_splits == 8
-    assert build_worklists(slices, 2048, 2048, 40, 40).sizes.num_splits == 1
-    assert build_worklists(varlen_causal([0, 65536]), 65536, 65536, 64, 8).sizes.num_splits == 1
+def test_long_items_are_split_while_there_are_few() -> None:
+    """Each part of a split tile has a slot of its own; the slots of a tile are consecutive, in the order of its parts."""
+    sizes = build_worklists(varlen_causal([0, 65536]), 65536, 65536, 64, 8).sizes
+    assert sizes.num_slots == 0
+    lists = build_worklists(varlen_causal([0, 2048]), 2048, 2048, 8, 1)
+    sizes = lists.sizes
+    assert sizes.num_backward_items > 100
+    items = read(lists, sizes.backward_items_in_order, sizes.num_backward_items, 12)
+    for tile, first_slot, num_slots, _ in read(lists, sizes.split_tiles, sizes.num_split_tiles, 4):
+        np.testing.assert_array_equal(items[items[:, 0] == tile, 3] - 1, first_slot + np.arange(num_slots))
+    whole = ~np.isin(items[:, 0], read(lists, sizes.split_tiles, sizes.num_split_tiles, 4)[:, 0])
+    assert (items[whole, 3] == 0).all()
+    assert sizes.num_slots == (items[:, 3] > 0).sum()
 
 
 def test_largest_divisor() -> None:

@@ -42,13 +42,23 @@ class ForwardParams(ctypes.Structure):
 class BackwardParams(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("dk", "dv", "lse", "delta", "items", "segments", "bands")),
-        *((name, ctypes.c_void_p) for name in ("components", "semaphores", "counter")),
+        *((name, ctypes.c_void_p) for name in ("components", "semaphores", "counter", "workspace")),
         ("schedule", Schedule),
-        *((name, ctypes.c_int) for name in ("num_splits", "packs_per_split", "num_q", "num_k", "num_heads_q")),
+        *((name, ctypes.c_int) for name in ("num_packs", "num_slots", "num_q", "num_k", "num_heads_q")),
         *((name, ctypes.c_int) for name in ("head_dim", "num_q_blocks", "store_float")),
         *((name, ctypes.c_longlong) for name in ("dk_token_stride", "dk_head_stride")),
-        *((name, ctypes.c_longlong) for name in ("dv_token_stride", "dv_head_stride", "split_stride")),
+        *((name, ctypes.c_longlong) for name in ("dv_token_stride", "dv_head_stride")),
         *((name, ctypes.c_float) for name in ("softmax_scale", "scale_log2")),
+        ("dq", ctypes.c_void_p),
+    ]
+
+
+class CombineParams(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("workspace", "dk", "dv", "split_tiles")),
+        *((name, ctypes.c_int) for name in ("num_slots", "num_heads", "num_k", "head_dim", "store_float")),
+        *((name, ctypes.c_longlong) for name in ("dk_token_stride", "dk_head_stride")),
+        *((name, ctypes.c_longlong) for name in ("dv_token_stride", "dv_head_stride")),
     ]
 
 
@@ -77,7 +87,7 @@ def backward_variant(head_dim: int, pack: int, dtype: torch.dtype, deterministic
     """Macros and bytes of shared memory of a backward kernel."""
     padded = padded_head_dim(head_dim)
     keys, rows = 2 * KEYS * padded * 2, 2 * 2 * BACKWARD_ROWS * padded * 2
-    shared = keys + rows + 2 * KEYS * 128 + BACKWARD_ROWS * padded * 4 + 2048 + 2048
+    shared = keys + rows + 2 * KEYS * 128 + 2 * BACKWARD_ROWS * padded * 4 + 3072
     macros = {"HEAD_DIM": padded, "PACK": pack, "SHARED_BYTES": shared, "USE_FP16": dtype == torch.float16}
     return _variant(macros | {"DETERMINISTIC": deterministic}), shared
 
@@ -139,13 +149,16 @@ def _next_counter(device: int) -> int:
     return base + next(numbers) % NUM_COUNTERS * 8
 
 
-def _launch(handle: Any, blocks: int, threads: int, shared_bytes: int, arguments: list[Any]) -> None:
+def _launch(
+    handle: Any, blocks: int | tuple[int, int, int], threads: int, shared_bytes: int, arguments: list[Any]
+) -> None:
     from cuda.bindings import driver
 
+    grid = (blocks, 1, 1) if isinstance(blocks, int) else blocks
     pointers = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(a) for a in arguments))
     stream = torch.cuda.current_stream().cuda_stream
     (status,) = driver.cuLaunchKernel(
-        handle, blocks, 1, 1, threads, 1, 1, shared_bytes, stream, ctypes.addressof(pointers), 0
+        handle, *grid, threads, 1, 1, shared_bytes, stream, ctypes.addressof(pointers), 0
     )
     if int(status) != 0:
         raise RuntimeError(f"kernel launch failed: {status!r}")
@@ -213,6 +226,8 @@ class FfaBlockAttn:
     Raises:
         ValueError: any other device.
     """
+
+    name = "ffa"
 
     def __init__(self, device: torch.device | str = "cuda") -> None:
         device = torch.device(device)
@@ -346,16 +361,16 @@ class FfaBlockAttn:
         device, head_dim = q.device.index, q.shape[2]
         variant, shared = backward_variant(head_dim, s.backward_pack, q.dtype, deterministic)
         tokens, num_packs = BACKWARD_ROWS // s.backward_pack, s.num_heads_q // s.backward_pack
-        dk_to, dv_to, split_stride = dk, dv, 0
-        if s.num_splits > 1:
-            parts = torch.empty(2, s.num_splits, *k.shape, dtype=torch.float32, device=k.device)
-            dk_to, dv_to, split_stride = parts[0, 0], parts[1, 0], parts.stride(1)
-        semaphores = (
-            torch.zeros(s.num_q_blocks * num_packs, dtype=torch.int32, device=k.device) if deterministic else None
-        )
+        workspace = None
+        if s.num_slots:
+            shape = (2, s.num_slots, s.num_heads_kv, KEYS, head_dim)
+            workspace = torch.empty(shape, dtype=torch.float32, device=k.device)
+        semaphores = torch.zeros(s.num_q_blocks * num_packs * 2, dtype=torch.int32, device=k.device) if deterministic else None
+        store_float = dk.dtype == torch.float32
+        strides = dk.stride(0), dk.stride(1), dv.stride(0), dv.stride(1)
         params = BackwardParams(
-            dk_to.data_ptr(),
-            dv_to.data_ptr(),
+            dk.data_ptr(),
+            dv.data_ptr(),
             lse.data_ptr(),
             delta.data_ptr(),
             mask.pointer(s.backward_items_in_order if deterministic else s.backward_items),
@@ -364,46 +379,61 @@ class FfaBlockAttn:
             mask.pointer(s.components),
             0 if semaphores is None else semaphores.data_ptr(),
             _next_counter(device),
-            Schedule(s.num_backward_tiles, s.num_heads_kv * s.num_splits, s.backward_heads_per_wave),
-            s.num_splits,
-            num_packs // s.num_heads_kv // s.num_splits,
+            0 if workspace is None else workspace.data_ptr(),
+            Schedule(s.num_backward_items, s.num_heads_kv, s.backward_heads_per_wave),
+            num_packs // s.num_heads_kv,
+            s.num_slots,
             s.num_q,
             s.num_k,
             s.num_heads_q,
             head_dim,
             s.num_q_blocks,
-            dk_to.dtype == torch.float32,
-            dk_to.stride(0),
-            dk_to.stride(1),
-            dv_to.stride(0),
-            dv_to.stride(1),
-            split_stride,
+            store_float,
+            *strides,
             softmax_scale,
             softmax_scale * math.log2(math.e),
+            dq.data_ptr(),
         )
         maps = [_tensor_map(x, s.backward_pack, tokens) for x in (q, dout)]
         maps += [_tensor_map(k, 1, KEYS), _tensor_map(v, 1, KEYS), _tensor_map(dq, s.backward_pack, tokens)]
         with torch.cuda.device(device):
             kernel = jit.load_kernel("ffa_backward.cu", "ffa_backward", variant, shared)
-            items = s.num_backward_tiles * s.num_heads_kv * s.num_splits
+            items = s.num_backward_items * s.num_heads_kv
             _launch(kernel, min(items, max(1, _num_sms(device) - sm_margin)), THREADS, shared, [*maps, params])
-        if s.num_splits > 1:
-            dk.copy_(parts[0].sum(0))
-            dv.copy_(parts[1].sum(0))
+            if workspace is not None:
+                combine = CombineParams(
+                    workspace.data_ptr(),
+                    dk.data_ptr(),
+                    dv.data_ptr(),
+                    mask.pointer(s.split_tiles),
+                    s.num_slots,
+                    s.num_heads_kv,
+                    s.num_k,
+                    head_dim,
+                    store_float,
+                    *strides,
+                )
+                kernel = jit.load_kernel("ffa_rows.cu", "ffa_combine", _variant({"USE_FP16": q.dtype == torch.float16}), 0)
+                _launch(kernel, (s.num_split_tiles, s.num_heads_kv, 2), 256, 0, [combine])
 
-    def delta(self, out: Tensor, dout: Tensor) -> Tensor:
-        """rowsum(out * dout), fp32 [Tq, Hq]. out: [Tq, Hq, D] fp32 or the dtype of dout; dout: bf16 or fp16."""
+    def delta(self, out: Tensor, dout: Tensor, dq: Tensor | None = None) -> Tensor:
+        """rowsum(out * dout), fp32 [Tq, Hq]; sets dq (fp32 [Tq, Hq, D], contiguous) to zero on the way if given.
+
+        Args:
+            out: [Tq, Hq, D] fp32 or the dtype of dout. dout: bf16 or fp16.
+        """
         padded_head_dim(out.shape[2])
+        assert out.dtype in (dout.dtype, torch.float32)
         out, dout = out.contiguous(), dout.contiguous()
         delta = torch.empty(out.shape[:2], dtype=torch.float32, device=out.device)
         if delta.numel() == 0:
             return delta
         switches = {"USE_FP16": dout.dtype == torch.float16, "OUT_FP32": out.dtype == torch.float32}
-        pointers = [ctypes.c_void_p(x.data_ptr()) for x in (out, dout, delta)]
+        pointers = [out.data_ptr(), dout.data_ptr(), delta.data_ptr(), 0 if dq is None else dq.data_ptr()]
         sizes = [ctypes.c_longlong(delta.numel()), ctypes.c_int(out.shape[2])]
         with torch.cuda.device(out.device):
-            kernel = jit.load_kernel("ffa_delta.cu", "ffa_delta", _variant(switches), 0)
-            _launch(kernel, -(-delta.numel() // 16), 256, 0, pointers + sizes)
+            kernel = jit.load_kernel("ffa_rows.cu", "ffa_delta", _variant(switches), 0)
+            _launch(kernel, -(-delta.numel() // 16), 256, 0, [*map(ctypes.c_void_p, pointers), *sizes])
         return delta
 
 
@@ -437,8 +467,8 @@ class _FfaAttn(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         block_attn = _block_attn(q.device)
         dout = grads[0]
-        delta = block_attn.delta(out, dout)
-        dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+        dq = torch.empty(q.shape, dtype=torch.float32, device=q.device)
+        delta = block_attn.delta(out, dout, dq)
         dk, dv = (
             torch.empty(k.shape, dtype=k.dtype, device=k.device),
             torch.empty(v.shape, dtype=v.dtype, device=v.device),

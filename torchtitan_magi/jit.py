@@ -71,7 +71,11 @@ def compile_source(name: str, source: str, macros: Macros) -> tuple[bytes, str]:
     except ImportError as error:
         raise RuntimeError("the FFA kernel is compiled through the package cuda-core; install it") from error
     options = ProgramOptions(
-        name=name, arch=ARCH, std=STD, ptxas_options=["-v"], define_macro=[(k, str(v)) for k, v in macros.items()] or None
+        name=name,
+        arch=ARCH,
+        std=STD,
+        ptxas_options=["-v"],
+        define_macro=[(k, str(v)) for k, v in macros.items()] or None,
     )
     log = io.StringIO()
     try:

@@ -19,7 +19,8 @@ ROWS, KEYS = 128, 128  # of a forward tile and block
 BACKWARD_ROWS = 64  # of a backward query block
 MAX_PACK = 16
 NUM_SMS = 132  # of an H200; only heuristics use it
-ITEMS_PER_SM = 4  # split work items while there are fewer
+ITEMS_PER_SM = 4  # split long work items while there are fewer
+MIN_SPLIT_BLOCKS = 16  # of a part of a split backward item
 L2_BYTES = 32 << 20  # share of the L2 cache that one wave of heads may claim
 FAR = 1 << 30  # beyond every key
 FIXED_COST = 1.2  # of a work item, in blocks: prologue and epilogue
@@ -63,12 +64,13 @@ class ListSizes:
     num_heads_kv: int
     forward_pack: int
     backward_pack: int
-    num_splits: int
     forward_heads_per_wave: int
     backward_heads_per_wave: int
     num_forward_tiles: int
     num_forward_tiles_with_work: int
-    num_backward_tiles: int
+    num_backward_items: int
+    num_slots: int  # parts of split k-tiles, whose dk and dv are summed by a second kernel
+    num_split_tiles: int
     num_q_blocks: int
     bands: int
     forward_items: int
@@ -77,6 +79,7 @@ class ListSizes:
     backward_items_in_order: int
     backward_segments: int
     components: int
+    split_tiles: int
     num_forward_blocks: int  # 128 x 128 blocks that the forward computes per pack of heads
 
 
@@ -96,13 +99,14 @@ def build_worklists(
     num_heads_kv: int,
     *,
     backward_pack: int | None = None,
-    num_splits: int | None = None,
+    max_blocks: int | None = None,
 ) -> WorkLists:
     """Lists for one call of the kernel, forward and backward.
 
     Args:
         slices: the mask; its rows index [0, num_q), its keys [0, num_k).
-        backward_pack, num_splits: override the heuristics; divisors of the group size, num_splits of group / backward_pack.
+        backward_pack: overrides the heuristic; a divisor of the group size.
+        max_blocks: split backward items longer than this many query blocks, whatever the heuristic says.
 
     Raises:
         ValueError: head counts do not divide, or a slice reaches beyond num_q or num_k.
@@ -116,7 +120,7 @@ def build_worklists(
         )
     group = num_heads_q // num_heads_kv
     forward_pack = largest_divisor(group, MAX_PACK)
-    backward_pack = backward_pack or choose_backward_pack(group, num_q)
+    backward_pack = backward_pack or choose_backward_pack(group)
     lo, hi = slices.row_bands(num_q)
     words = _Words()
     bands = words.add(np.stack([lo, hi], 2))
@@ -134,17 +138,20 @@ def build_worklists(
     num_q_blocks = -(-num_q // (BACKWARD_ROWS // backward_pack))
     tile, records, components = transpose_segments(blocks, num_q_blocks)
     num_backward_tiles = -(-num_k // KEYS)
-    num_blocks_b = np.bincount(tile, records[:, 5] - records[:, 4], num_backward_tiles).astype(np.int64)
-    order_b = np.argsort(-tile_cost(num_blocks_b), kind="stable")
-    backward_items, backward_segments = (words.add(x) for x in _items(tile, records, order_b))
-    in_order = words.add(_items(tile, records, np.arange(num_backward_tiles)[::-1])[0])
+    if max_blocks is None:
+        max_blocks = longest_backward_item(tile, records, num_heads_kv, group // backward_pack)
+    parts = split_tiles(tile, records, num_backward_tiles, max_blocks)
+    num_blocks_b = np.bincount(parts.part, parts.records[:, 5] - parts.records[:, 4], len(parts.tile)).astype(np.int64)
+    items, further = _items(parts.part, parts.records, np.arange(len(parts.tile)))
+    items[:, 0], items[:, 3] = parts.tile, parts.slot + 1
+    backward_segments = words.add(further)
+    backward_items = words.add(items[np.argsort(-tile_cost(num_blocks_b), kind="stable")])
+    in_order = words.add(items[np.argsort(-parts.tile, kind="stable")])
+    split = np.flatnonzero(parts.num_parts > 1)
+    first_slot = np.cumsum(parts.num_parts[split]) - parts.num_parts[split]
 
-    packs = group // backward_pack
-    if num_splits is None:
-        wanted = -(-ITEMS_PER_SM * NUM_SMS // max(1, int((num_blocks_b > 0).sum()) * num_heads_kv))
-        num_splits = next(d for d in range(min(wanted, packs), packs + 1) if packs % d == 0)
     groups_per_kv = group // forward_pack
-    key_bytes, query_bytes = max(1, num_k) * 512, max(1, num_q) * 1024 * backward_pack
+    key_bytes = max(1, num_k) * 512
     sizes = ListSizes(
         num_q=num_q,
         num_k=num_k,
@@ -152,12 +159,13 @@ def build_worklists(
         num_heads_kv=num_heads_kv,
         forward_pack=forward_pack,
         backward_pack=backward_pack,
-        num_splits=num_splits,
         forward_heads_per_wave=largest_divisor(num_heads_q // forward_pack, L2_BYTES // key_bytes * groups_per_kv),
-        backward_heads_per_wave=largest_divisor(num_heads_kv * num_splits, L2_BYTES // query_bytes),
+        backward_heads_per_wave=num_heads_kv,
         num_forward_tiles=num_forward_tiles,
         num_forward_tiles_with_work=int((num_blocks > 0).sum()),
-        num_backward_tiles=num_backward_tiles,
+        num_backward_items=len(parts.tile),
+        num_slots=int(parts.num_parts[split].sum()),
+        num_split_tiles=len(split),
         num_q_blocks=num_q_blocks,
         bands=bands,
         forward_items=forward_items,
@@ -166,14 +174,57 @@ def build_worklists(
         backward_items_in_order=in_order,
         backward_segments=backward_segments,
         components=words.add(components),
+        split_tiles=words.add(np.stack([split, first_slot, parts.num_parts[split], 0 * split], 1)),
         num_forward_blocks=int(num_blocks.sum()),
     )
     return WorkLists(words.packed(), sizes)
 
 
-def choose_backward_pack(group: int, num_q: int) -> int:
-    """Query heads per backward tile. One: the queries of one head at a time, whose stream fits L2, and most ways to split."""
-    return 1
+def choose_backward_pack(group: int) -> int:
+    """Query heads per backward tile: as many as fill at least 60 of its 64 rows."""
+    return max(d for d in range(1, 9) if group % d == 0 and BACKWARD_ROWS // d * d >= 60)
+
+
+def longest_backward_item(tile: Int64Array, records: Int64Array, num_heads_kv: int, packs: int) -> int:
+    """Query blocks above which a k-tile is split: when the longest would keep one SM busy for half of the ideal time."""
+    blocks = np.bincount(tile, records[:, 5] - records[:, 4])
+    wanted = max(MIN_SPLIT_BLOCKS / packs, blocks.sum() * num_heads_kv / (ITEMS_PER_SM * NUM_SMS))
+    return int(np.ceil(wanted)) if blocks.max(initial=0) > 2 * wanted else FAR
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Backward work items: k-tiles, the long ones in several parts of consecutive query blocks."""
+
+    tile: Int64Array  # of each part, ascending
+    slot: Int64Array  # where a part of a split tile puts its sums; -1: the whole tile, written to dk and dv
+    num_parts: Int64Array  # of each tile, at least 1
+    part: Int64Array  # of each record, ascending
+    records: Int64Array
+
+
+def split_tiles(tile: Int64Array, records: Int64Array, num_tiles: int, max_blocks: int) -> Parts:
+    """Cuts the segments of tiles with more than max_blocks query blocks into parts of equal length."""
+    length = records[:, 5] - records[:, 4]
+    num_blocks = np.bincount(tile, length, num_tiles).astype(np.int64)
+    num_parts = np.maximum(1, -(-num_blocks // max_blocks))
+    step = np.maximum(1, -(-num_blocks // num_parts))
+    num_parts = np.maximum(1, -(-num_blocks // step))
+    part_base = np.cumsum(num_parts) - num_parts
+    part_tile = np.repeat(np.arange(num_tiles), num_parts)
+    slot = np.where(num_parts[part_tile] > 1, np.cumsum(num_parts[part_tile] > 1) - 1, -1)
+    if num_parts.max(initial=1) == 1:
+        return Parts(part_tile, slot, num_parts, tile, records)
+    start = np.cumsum(length) - length - (np.cumsum(num_blocks) - num_blocks)[tile]  # of a record among its tile's blocks
+    first_part, last_part = start // step[tile], (start + length - 1) // step[tile]
+    pieces = last_part - first_part + 1
+    which = np.repeat(np.arange(len(tile)), pieces)
+    part = first_part[which] + np.arange(len(which)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    cut = records[which]
+    skipped = np.maximum(0, part * step[tile[which]] - start[which])
+    end = np.minimum(length[which], (part + 1) * step[tile[which]] - start[which])
+    cut[:, 4], cut[:, 5] = records[which, 4] + skipped, records[which, 4] + end
+    return Parts(part_tile, slot, num_parts, part_base[tile[which]] + part, cut)
 
 
 def row_segments(lo: Int32Array, hi: Int32Array, tokens: int) -> Segments:

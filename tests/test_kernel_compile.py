@@ -1,0 +1,57 @@
+"""Compiles every variant that ships, without a GPU, and reads the compiler's log."""
+
+import re
+
+import pytest
+import torch
+
+pytest.importorskip("cuda.core", reason="cuda-core compiles the kernels")
+pytest.importorskip("cuda.bindings", reason="NVRTC is reached through cuda-bindings")
+
+from torchtitan_magi import ffa, jit
+
+# Lines with a number of this kind are expected and harmless:
+#   C7519  "warpgroup.arrive is injected": ptxas orders register operands of wgmma itself; nothing waits because of it
+ALLOWED = {"C7519"}
+MAX_STACK_BYTES = 0
+
+# pack 8: heads 64:8; 1: no grouping, and the backward's default; 5 and 7: tiles with unused rows
+PACKS = (1, 5, 7, 8)
+
+
+def variants() -> list[tuple[str, ffa.Variant]]:
+    found = []
+    for head_dim in (64, 128):
+        for pack in PACKS:
+            for dtype in (torch.bfloat16, torch.float16):
+                for switch in (False, True):
+                    found.append(("ffa_forward.cu", ffa.forward_variant(head_dim, pack, dtype, switch)[0]))
+                    found.append(("ffa_backward.cu", ffa.backward_variant(head_dim, pack, dtype, switch)[0]))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "variant"), variants(), ids=lambda x: x if isinstance(x, str) else "-".join(f"{n}{v}" for n, v in x)
+)
+def test_no_spills_and_no_serialized_wgmma(name: str, variant: ffa.Variant) -> None:
+    _, log = jit.compile_source(name, jit.expand_source(name), dict(variant))
+    stack, stores, loads = map(
+        int, re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", log).groups()
+    )
+    assert stack <= MAX_STACK_BYTES, log
+    assert (stores, loads) == (0, 0), log
+    assert "serialized" not in log
+    assert set(re.findall(r"C7\d\d\d", log)) <= ALLOWED, log
+    assert "setmaxnreg ignored" not in log
+
+
+def test_row_dot_kernel_compiles() -> None:
+    for macros in ({}, {"USE_FP16": 1}, {"OUT_FP32": 1}):
+        jit.compile_source("ffa_rows.cu", jit.expand_source("ffa_rows.cu"), macros)
+
+
+def test_head_dims() -> None:
+    assert [ffa.padded_head_dim(d) for d in (8, 40, 64, 72, 128)] == [64, 64, 64, 128, 128]
+    for head_dim in (0, 12, 136, 256):
+        with pytest.raises(ValueError, match="head_dim"):
+            ffa.padded_head_dim(head_dim)
