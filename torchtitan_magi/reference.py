@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
+from torchtitan_magi.comm import TorchRows
 from torchtitan_magi.merge import merge_
 from torchtitan_magi.slices import AttnSlices
 
@@ -56,6 +57,9 @@ class FlexBlockAttn:
     """Attention of one stage's queries over its K/V buffer. ``ffa.FfaBlockAttn`` has the same methods."""
 
     name = "flex"
+
+    def rows(self) -> TorchRows:
+        return TorchRows()
 
     def prepare(self, slices: AttnSlices, num_q: int, num_k: int, num_heads_q: int, num_heads_kv: int) -> FlexMask:
         """Index data of a stage, on the host. The heads do not matter here."""
@@ -161,7 +165,21 @@ def _flex_attention(device_type: str) -> Callable[..., Any]:
         return torch.compile(flex_attention, dynamic=True)
     # Run it as plain operations: without this flag, torch traces it anew for every mask even when it is not compiled.
     torch.nn.attention.flex_attention._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = True
-    return flex_attention
+    return _with_vmap(flex_attention)
+
+
+def _with_vmap(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, able to use vmap below a compiled graph, which runs with vmap's dispatch keys switched off."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        included, excluded = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+        for key in ("DynamicLayerFrontMode", "DynamicLayerBackMode", "VmapMode", "Batched"):
+            excluded = excluded.remove(getattr(torch._C.DispatchKey, f"FuncTorch{key}"))
+        with torch._C._ForceDispatchKeyGuard(included, excluded):
+            return function(*args, **kwargs)
+
+    return call
 
 
 def _in_bands(lo: Tensor, hi: Tensor, batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
