@@ -4,6 +4,7 @@ Shapes: T local tokens, Hq query heads, H K/V heads, D head_dim, rows = K/V rows
 """
 
 import functools
+import itertools
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,16 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchtitan_magi.comm import (
-    Mesh,
-    SingleRank,
-    Transport,
-    Wait,
-    add_returned_rows,
-    as_transport,
-    group_cast,
-    group_reduce,
-)
+from torchtitan_magi.comm import Mesh, Rows, SingleRank, Transport, Wait, as_transport, group_cast, group_reduce
 from torchtitan_magi.plan import AttnPlan, Stage
 from torchtitan_magi.slices import AttnSlices
 
@@ -33,6 +25,9 @@ class BlockAttn(Protocol):
     """Attention of one stage's queries over its K/V buffer: our kernel (ffa.py) or flex_attention (reference.py)."""
 
     name: str
+
+    def rows(self) -> Rows:
+        """How K/V rows are packed for other ranks and returned gradients added."""
 
     def prepare(self, slices: AttnSlices, num_q: int, num_k: int, num_heads_q: int, num_heads_kv: int) -> Any:
         """Index data on the host, as ``.words`` (int32 [n]); its ``.to(words_on_device)`` is the mask of a call."""
@@ -91,7 +86,8 @@ class BoundPlan:
 
     stages: tuple[Stage, ...]
     masks: list[Any]  # of each stage, for block_attn
-    send_rows: list[Tensor]  # of each stage, int32 [S]
+    rows: Rows
+    row_index: list[list[Tensor]]  # of each stage, for rows
     tokens: Tensor  # the token behind each local token number, int32 [T]
     transport: Transport
     block_attn: BlockAttn
@@ -126,12 +122,15 @@ def bind_plan(
         block_attn.prepare(stage.slices, plan.tokens_per_rank, stage.num_rows, num_heads_q, num_heads_kv)
         for stage in share.stages
     ]
-    tokens, *index_data = _upload(
-        [share.tokens, *(stage.send_rows for stage in share.stages), *(mask.words for mask in masks)], device
+    rows = block_attn.rows()
+    indices = [rows.index(stage) for stage in share.stages]
+    tokens, *rest = _upload([share.tokens, *(mask.words for mask in masks), *itertools.chain(*indices)], device)
+    on_device = iter(rest)
+    device_masks = [mask.to(next(on_device)) for mask in masks]
+    row_index = [[next(on_device) for _ in index] for index in indices]
+    return BoundPlan(
+        share.stages, device_masks, rows, row_index, tokens, transport, block_attn, deterministic, fp32_reduce
     )
-    send_rows, words = index_data[: len(masks)], index_data[len(masks) :]
-    on_device = [mask.to(part) for mask, part in zip(masks, words, strict=True)]
-    return BoundPlan(share.stages, on_device, send_rows, tokens, transport, block_attn, deterministic, fp32_reduce)
 
 
 @functools.lru_cache(maxsize=16)
@@ -154,9 +153,10 @@ def _bind_slices(
     block_attn = choose_block_attn(backend, device)
     stage = Stage(slices.canonical(), True, num_k, False, np.zeros(0, np.int64), (0,), (0,))
     mask = block_attn.prepare(stage.slices, num_q, num_k, num_heads_q, num_heads_kv)
-    words, none = _upload([mask.words, stage.send_rows], device)
+    words, no_rows = _upload([mask.words, stage.send_rows], device)
+    rows = block_attn.rows()
     return make_handle(
-        BoundPlan((stage,), [mask.to(words)], [none], none, SingleRank(), block_attn, deterministic, True)
+        BoundPlan((stage,), [mask.to(words)], rows, [[]], no_rows, SingleRank(), block_attn, deterministic, True)
     )
 
 
@@ -236,7 +236,8 @@ class _Arrivals:
     def _start(self, i: int) -> tuple[Tensor, Wait] | None:
         if i >= len(self.bound.stages) or not self.bound.stages[i].communicates:
             return None
-        return group_cast(self.bound.stages[i], self.bound.send_rows[i], self.k, self.v, self.bound.transport)
+        bound = self.bound
+        return group_cast(bound.stages[i], bound.rows, bound.row_index[i], self.k, self.v, bound.transport)
 
     def take(self, i: int) -> tuple[Tensor, Tensor]:
         """K and V rows of stage i, [rows, H, D] each; starts the communication of stage i + 1."""
@@ -252,7 +253,7 @@ def _start_reduce(bound: BoundPlan, i: int, grad: Tensor, dkv: Tensor) -> Callab
 
     def finish() -> None:
         wait()
-        add_returned_rows(bound.stages[i], bound.send_rows[i], returned, dkv)
+        bound.rows.add(returned, bound.row_index[i], bound.stages[i], dkv)
 
     return finish
 

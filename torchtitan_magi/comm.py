@@ -7,6 +7,8 @@ as [rows, 2, H, D]. What is received lies in the order in which the plan numbere
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -92,11 +94,41 @@ def as_transport(mesh: Mesh, cp_size: int) -> Transport:
     return transport
 
 
-def group_cast(stage: Stage, send_rows: Tensor, k: Tensor, v: Tensor, transport: Transport) -> tuple[Tensor, Wait]:
+class Rows(Protocol):
+    """How rows are packed and added: by torch, or by our own kernels (rows.py)."""
+
+    def index(self, stage: Stage) -> list[npt.NDArray[np.integer]]:
+        """Index data of a stage, on the host; the other methods take it from the device."""
+
+    def gather(self, k: Tensor, v: Tensor, index: list[Tensor]) -> Tensor:
+        """The rows to send, [S, 2, H, D], of k and v [T, H, D]."""
+
+    def add(self, returned: Tensor, index: list[Tensor], stage: Stage, grad: Tensor) -> None:
+        """Adds returned rows [S, 2, H, D] to grad [T, 2, H, D], for each token in the order of the ranks."""
+
+
+class TorchRows:
+    """Row movement by torch's own operations, on any device."""
+
+    def index(self, stage: Stage) -> list[npt.NDArray[np.integer]]:
+        return [stage.send_rows]
+
+    def gather(self, k: Tensor, v: Tensor, index: list[Tensor]) -> Tensor:
+        return torch.stack((k.index_select(0, index[0]), v.index_select(0, index[0])), 1)
+
+    def add(self, returned: Tensor, index: list[Tensor], stage: Stage, grad: Tensor) -> None:
+        # One rank asks for a row at most once: within one rank no two rows collide, so the sums have a fixed order.
+        for rows, values in zip(index[0].split(stage.send_splits), returned.split(stage.send_splits), strict=True):
+            grad.index_add_(0, rows, values.to(grad.dtype))
+
+
+def group_cast(
+    stage: Stage, rows: Rows, index: list[Tensor], k: Tensor, v: Tensor, transport: Transport
+) -> tuple[Tensor, Wait]:
     """Starts to bring the K/V rows of a stage.
 
     Args:
-        send_rows: ``stage.send_rows`` on the device of k.
+        index: ``rows.index(stage)`` on the device of k.
         k, v: [T, H, D], this rank's own.
 
     Returns:
@@ -109,8 +141,7 @@ def group_cast(stage: Stage, send_rows: Tensor, k: Tensor, v: Tensor, transport:
         buffer[: len(k), 0] = k
         buffer[: len(k), 1] = v
         received = buffer[len(k) :]
-    sent = torch.stack((k.index_select(0, send_rows), v.index_select(0, send_rows)), 1)
-    return buffer, transport.all_to_all(received, sent, stage.recv_splits, stage.send_splits)
+    return buffer, transport.all_to_all(received, rows.gather(k, v, index), stage.recv_splits, stage.send_splits)
 
 
 def group_reduce(stage: Stage, received_grad: Tensor, transport: Transport) -> tuple[Tensor, Wait]:
@@ -120,16 +151,7 @@ def group_reduce(stage: Stage, received_grad: Tensor, transport: Transport) -> t
         received_grad: [R, 2, H, D], contiguous, in the dtype in which it travels.
 
     Returns:
-        [S, 2, H, D]: the gradients of the rows this rank sent, to be read after calling the second value.
+        [S, 2, H, D]: the gradients of the rows this rank sent, for ``Rows.add`` after calling the second value.
     """
     returned = received_grad.new_empty(sum(stage.send_splits), *received_grad.shape[1:])
     return returned, transport.all_to_all(returned, received_grad, stage.send_splits, stage.recv_splits)
-
-
-def add_returned_rows(stage: Stage, send_rows: Tensor, returned: Tensor, grad: Tensor) -> None:
-    """Adds what ``group_reduce`` brought to ``grad`` [T, 2, H, D], rank after rank.
-
-    One rank asks for a row at most once, so within one rank no two rows collide and the sums have a fixed order.
-    """
-    for rows, values in zip(send_rows.split(stage.send_splits), returned.split(stage.send_splits), strict=True):
-        grad.index_add_(0, rows, values.to(grad.dtype))

@@ -1,0 +1,94 @@
+"""Host half of rows.cu: packing K/V rows, adding returned rows. The counterpart of ``comm.TorchRows``.
+
+Shapes: T tokens of this rank, S rows sent in a stage, H K/V heads, D head_dim.
+"""
+
+import ctypes
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from torchtitan_magi import jit
+from torchtitan_magi.plan import Stage
+
+_WARPS = 8  # of a block, one row each
+_UNIT = 16  # bytes that a lane moves at once
+
+
+class _GatherParams(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("k", "v", "rows", "out")),
+        *((f"{name}_stride", ctypes.c_longlong) for name in ("k_token", "k_head", "v_token", "v_head")),
+        *((name, ctypes.c_int) for name in ("num_rows", "num_heads", "units_per_head")),
+    ]
+
+
+class _AddParams(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("returned", "grad", "tokens", "offsets", "order")),
+        *((name, ctypes.c_int) for name in ("num_tokens", "units")),
+    ]
+
+
+class CudaRows:
+    """Row movement by our own kernels, one launch each."""
+
+    def index(self, stage: Stage) -> list[npt.NDArray[np.integer]]:
+        """Index data of a stage: rows to send; and for what returns, the tokens, and each one's rows in rank order."""
+        order = np.argsort(stage.send_rows, kind="stable")
+        tokens, counts = np.unique(stage.send_rows, return_counts=True)
+        return [stage.send_rows, tokens, np.append(0, counts.cumsum()), order]
+
+    def gather(self, k: Tensor, v: Tensor, index: list[Tensor]) -> Tensor:
+        """The rows to send, [S, 2, H, D]. k, v: [T, H, D] bf16 or fp16, D a multiple of 8; strided views are fine."""
+        rows = index[0]
+        sent = torch.empty(len(rows), 2, *k.shape[1:], dtype=k.dtype, device=k.device)
+        if len(rows):
+            k, v = _in_units(k), _in_units(v)
+            units = _UNIT // k.element_size()
+            params = _GatherParams(
+                *(x.data_ptr() for x in (k, v, rows, sent)),
+                *(stride // units for x in (k, v) for stride in x.stride()[:2]),
+                len(rows),
+                k.shape[1],
+                k.shape[2] // units,
+            )
+            self._launch("gather_rows", (), params, len(rows), k.device)
+        return sent
+
+    def add(self, returned: Tensor, index: list[Tensor], stage: Stage, grad: Tensor) -> None:
+        """Adds returned rows [S, 2, H, D] (bf16, fp16 or fp32) to grad fp32 [T, 2, H, D], per token in rank order."""
+        _, tokens, offsets, order = index
+        if len(tokens):
+            assert grad.dtype == torch.float32
+            assert grad.is_contiguous()
+            assert returned.is_contiguous()
+            switches = (("WIRE_FP32", returned.dtype == torch.float32), ("USE_FP16", returned.dtype == torch.float16))
+            macros = tuple((name, 1) for name, on in switches if on)
+            params = _AddParams(
+                *(x.data_ptr() for x in (returned, grad, tokens, offsets, order)),
+                len(tokens),
+                grad[0].numel() * returned.element_size() // _UNIT,
+            )
+            self._launch("add_rows", macros, params, len(tokens), grad.device)
+
+    def _launch(
+        self,
+        function: str,
+        macros: tuple[tuple[str, int], ...],
+        params: ctypes.Structure,
+        rows: int,
+        device: torch.device,
+    ) -> None:
+        with torch.cuda.device(device):
+            kernel = jit.load_kernel("rows.cu", function, macros, 0)
+            jit.launch(kernel, min(-(-rows // _WARPS), 2048), _WARPS * 32, 0, [params])
+
+
+def _in_units(x: Tensor) -> Tensor:
+    """x, or a contiguous copy where its rows do not begin at multiples of 16 bytes."""
+    units = _UNIT // x.element_size()
+    fits = x.stride(2) == 1 and x.data_ptr() % _UNIT == 0 and not any(stride % units for stride in x.stride()[:2])
+    return x if fits else x.contiguous()
