@@ -43,6 +43,7 @@ def inputs(case, device="cpu"):
     return [torch.randn(shape, generator=generator).to(case.dtype).to(device) for shape in shapes]
 
 
-def check(case, ours):
-    q, k, v, dout = inputs(case)
-    assert_within_budget({n: x.cpu() for n, x in ours.items()}, q, k, v, dout, case.mask, case.head_dim**-0.5)
+def check(case, ours, device="cpu"):
+    q, k, v, dout = inputs(case, device)
+    ours = {name: value.to(device) for name, value in ours.items()}
+    assert_within_budget(ours, q, k, v, dout, case.mask.to(device), case.head_dim**-0.5)

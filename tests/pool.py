@@ -1,4 +1,4 @@
-"""A persistent pool of gloo ranks. Each rank is a process; a job is a function that every rank calls."""
+"""A persistent pool of ranks, on CPU with gloo or on GPUs with NCCL. A job is a function that every rank calls."""
 
 import multiprocessing
 import os
@@ -9,9 +9,13 @@ import torch
 import torch.distributed as dist
 
 
-def _serve(rank, size, store, jobs, results):
+def _serve(rank, size, device, store, jobs, results):
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(
+        "gloo" if device == "cpu" else "nccl", init_method=f"file://{store}", rank=rank, world_size=size
+    )
     while (job := jobs.get()) is not None:
         function, arguments = job
         try:
@@ -21,8 +25,8 @@ def _serve(rank, size, store, jobs, results):
     dist.destroy_process_group()
 
 
-class GlooPool:
-    def __init__(self, size):
+class RankPool:
+    def __init__(self, size, device="cpu"):
         self.size = size
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch", "torchtitan_magi"])
@@ -31,7 +35,9 @@ class GlooPool:
         self.folder = tempfile.TemporaryDirectory()
         store = os.path.join(self.folder.name, "store")
         self.processes = [
-            context.Process(target=_serve, args=(rank, size, store, self.queues[rank], self.results), daemon=True)
+            context.Process(
+                target=_serve, args=(rank, size, device, store, self.queues[rank], self.results), daemon=True
+            )
             for rank in range(size)
         ]
         for process in self.processes:

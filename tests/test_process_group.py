@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from cp_case import Case, check, run_case
 from masks import dense_mask
-from pool import GlooPool
+from pool import RankPool
 from torch.distributed.device_mesh import init_device_mesh
 
 import torchtitan_magi as magi
@@ -15,7 +15,7 @@ from torchtitan_magi.slices import AttnSlices
 
 @pytest.fixture(scope="module", params=[2, 3, 4, 8])
 def pool(request):
-    pool = GlooPool(request.param)
+    pool = RankPool(request.param)
     yield pool
     pool.close()
 

@@ -1,0 +1,86 @@
+"""Context-parallel attention on GPUs: our kernel, our row kernels and NCCL against the dense fp64 reference."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from cp_case import check, inputs, run_case
+from pool import RankPool
+from test_process_group import documents, random_slices
+
+import torchtitan_magi as magi
+from torchtitan_magi.attention import attention_op, bind_plan, choose_block_attn, make_handle
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def pool(request):
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs Hopper GPUs")
+    if torch.cuda.device_count() < request.param:
+        pytest.skip(f"needs {request.param} GPUs, there are {torch.cuda.device_count()}")
+    pool = RankPool(request.param, "cuda")
+    yield pool
+    pool.close()
+
+
+BF16 = {"dtype": torch.bfloat16, "head_dim": 128}
+CASES = {
+    "GQA 64:8": documents([900, 7, 1, 64, 500, 33, 495], heads=(64, 8), **BF16),
+    "GQA 8:1": documents([900, 7, 1, 64, 500, 33], heads=(8, 1), **BF16, stages=2),
+    "MHA, odd total": documents([700, 201], heads=(4, 4), **BF16, padding=2),
+    "GQA 5:1, head_dim 64": documents([700, 201], heads=(10, 2), dtype=torch.bfloat16, head_dim=64, stages=3),
+    "fp16": documents([1000, 211, 7], heads=(16, 4), dtype=torch.float16, head_dim=128),
+    "float32 on the wire": documents([1000, 211, 7], heads=(16, 4), **BF16, fp32_reduce=True, stages=2),
+    "bidirectional": documents([500, 90, 410], "full", heads=(8, 2), **BF16, stages=2),
+    "sliding window": documents([1700, 50], "window", 200, heads=(8, 2), **BF16, stages=2),
+    "no overlap": documents([600, 200, 300], heads=(8, 2), **BF16, stages=0),
+    "four stages": documents([600, 200, 301], heads=(8, 2), **BF16, stages=4),
+    "one-token documents": documents([1] * 300, heads=(8, 2), **BF16),
+    "one token": documents([1], heads=(8, 2), **BF16),
+    **{f"random slices {n}": random_slices(n, 500 + 77 * n, heads=(8, 2), **BF16, stages=n % 4) for n in range(8)},
+}
+
+
+def run_on_rank(names):
+    results = [run_case(CASES[name], dist.get_world_size(), dist.group.WORLD, "cuda") for name in names]
+    return [{tensor: value.cpu() for tensor, value in result.items()} for result in results]
+
+
+def test_every_case_over_nccl(pool):
+    names = list(CASES)
+    results = pool.run(run_on_rank, names)
+    for name, *per_rank in zip(names, *results, strict=True):
+        check(CASES[name], per_rank[0], "cuda")
+        for other in per_rank[1:]:
+            assert all(torch.equal(other[tensor], per_rank[0][tensor]) for tensor in other), name
+
+
+def repeat_on_rank(name, times):
+    """The same bits from `times` runs of attention, without the host ever waiting for the device."""
+    case = CASES[name]
+    plan = magi.make_plan(case.slices, len(case.mask), dist.get_world_size(), case.stages)
+    rank = dist.get_rank()
+    device = torch.device("cuda", rank)
+    bound = bind_plan(plan, dist.group.WORLD, choose_block_attn("ffa", device), *case.heads, device, deterministic=True)
+    handle = make_handle(bound)
+    local = [x[plan.ranks[rank].tokens % len(x)].to(device) for x in inputs(case)]
+    q, k, v = (x.requires_grad_() for x in local[:3])
+
+    def step():
+        out, lse = attention_op(q, k, v, handle, case.head_dim**-0.5)
+        return (out, lse, *torch.autograd.grad(out, (q, k, v), local[3]))
+
+    first = step()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        runs = [step() for _ in range(times)]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return all(torch.equal(a, b) for run in runs for a, b in zip(run, first, strict=True))
+
+
+@pytest.mark.parametrize("name", ["GQA 64:8", "GQA 8:1", "no overlap"])
+def test_fifty_deterministic_runs_give_the_same_bits_and_never_wait_for_the_device(pool, name):
+    assert all(pool.run(repeat_on_rank, name, 50))
