@@ -120,7 +120,21 @@ def make_plan(slices: AttnSlices, total_tokens: int, cp_size: int, overlap_stage
     _check_range(slices, total_tokens)
     slices = slices.canonical()
     padded_tokens = -(-total_tokens // cp_size) * cp_size
-    owned = place(slices, padded_tokens, cp_size)
+    return plan_ownership(slices, total_tokens, place(slices, padded_tokens, cp_size), overlap_stages)
+
+
+def plan_ownership(
+    slices: AttnSlices, total_tokens: int, owned: tuple[Int64Array, ...], overlap_stages: int
+) -> AttnPlan:
+    """The plan that follows from who owns which tokens.
+
+    Args:
+        slices: canonical.
+        owned: per rank int64 [n, 2] token ranges, ascending; together they cover the padded pack, equally many each.
+        overlap_stages: as in ``make_plan``.
+    """
+    cp_size = len(owned)
+    padded_tokens = int(sum((ranges[:, 1] - ranges[:, 0]).sum() for ranges in owned))
 
     # All owned ranges of all ranks, ascending: they cut the pack into parts with one owner each.
     part_rank = np.repeat(np.arange(cp_size), [len(ranges) for ranges in owned])
