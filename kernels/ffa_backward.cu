@@ -43,7 +43,7 @@ struct Shared {
   float lse_log2[kStages][kRows];                     // + infinity where a row has no keys or does not exist
   float delta[kStages][kRows];
   int2 band[kStages][kRows];
-  int4 item;                                          // {tile, KV head, flags, slot}; tile < 0: no more work
+  int4 item;                                          // {tile, KV head, flags, 0}; tile < 0: no more work
   int4 block[kStages];                                // {first token, first head, flags, component << 24 | tile}
   int4 dq_block[2][kQueryGradBuffers];                // the same, for the warps that add dQ; first token < 0: no more work
   u64 kv_full, kv_empty, full[kStages], empty[kStages];
@@ -52,6 +52,8 @@ static_assert(sizeof(Shared) <= SHARED_BYTES, "ffa.py asks for too little shared
 
 enum NamedBarrier { kScoreGradReady = 1, kQueryGradFull = 2, kQueryGradEmpty = 6 };   // the latter two + warpgroup * 2 + buffer
 constexpr int kQueryGradThreads = 128 + 32;
+
+enum Store { kStorePacked, kStoreFloat, kAddFloat };   // input type; fp32; added to fp32, by parts of one tile
 
 struct BackwardParams {
   void *dk, *dv;         // rows of head_dim, strides below; input type or fp32
@@ -63,15 +65,12 @@ struct BackwardParams {
   const int* components; // deterministic: [num_q_blocks + 1] offsets into, then {first tile, last tile} of each component
   int* semaphores;       // deterministic: [num_q_blocks][num_heads_q / PACK][2], zero before the launch
   int* counter;          // [2]
-  float* workspace;      // [2 (dk, dv)][num_slots][num_kv_heads][128][head_dim] of the parts of split tiles
   Schedule schedule;     // heads = KV heads
   int num_packs;         // packs of PACK query heads that share a KV head
-  int num_slots;
   int num_q, num_k, num_heads_q, head_dim, num_q_blocks;
-  int store_float;       // dk and dv are fp32
+  int store;             // how dk and dv leave, see Store
   long long dk_token_stride, dk_head_stride, dv_token_stride, dv_head_stride;   // elements
   float softmax_scale, scale_log2;
-  float* dq;
 };
 
 // The place of (query block, tile) among the additions to the block's dQ: tiles descending, then components ascending.
@@ -128,7 +127,7 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
         mbarrier_wait(kv_empty, kv_phase);
         kv_phase ^= 1;
         if (lane == 0) {
-          smem.item = make_int4(item.tile, kv_head, item.num_segments == 0 ? kLastBlock : 0, item.slot);
+          smem.item = make_int4(item.tile, kv_head, item.num_segments == 0 ? kLastBlock : 0, 0);
           if (item.num_segments == 0) {
             mbarrier_arrive(kv_full);
           } else {
@@ -216,14 +215,9 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
           while (seen != rank);
           asm volatile("fence.proxy.async;" ::: "memory");
 #endif
-#ifdef LINEAR_DQ
-          const long long at = (((long long)(block.x / kTokens) * (params.num_heads_q / PACK) + block.y / PACK) * 2 + w) * (kQueryGradBytes / 4);
-          asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" :: "l"(params.dq + at), "r"(dq), "r"(kQueryGradBytes) : "memory");
-#else
 #pragma unroll
           for (int p = 0; p < kQueryColumns / 32; p++)
             tma_reduce_add_3d(&map_dq, dq + p * kQueryGradPanel, w * kQueryColumns + p * 32, block.y, block.x);
-#endif
           bulk_commit();
 #ifdef DETERMINISTIC
           bulk_wait<0>();
@@ -359,31 +353,24 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
       }
 
       // ------------------------------------------------------------------------------------- epilogue
-      const int kv_head = smem.item.y, slot = smem.item.w - 1;
+      const int kv_head = smem.item.y;
       __syncwarp();
       if (lane == 0) mbarrier_arrive(kv_empty);
       const bool valid0 = first_key + key_row < params.num_k, valid1 = first_key + key_row + 8 < params.num_k;
-      auto store = [&](const float(&acc)[HEAD_DIM / 2], void* base, long long token_stride, long long head_stride, int which,
-                       float scale) {
-        if (slot >= 0) {
-          const long long tile = ((long long)which * params.num_slots + slot) * params.schedule.num_heads + kv_head;
-          float* p = params.workspace + (tile * kKeys + key_row) * params.head_dim;
-          store_rows_float<HEAD_DIM>(acc, scale, p, p + 8 * params.head_dim, params.head_dim, lane);
+      auto store = [&](const float(&acc)[HEAD_DIM / 2], void* base, long long token_stride, long long head_stride, float scale) {
+        const long long low = (first_key + key_row) * token_stride + kv_head * head_stride, high = low + 8 * token_stride;
+        if (params.store == kStorePacked) {
+          unsigned short* p = (unsigned short*)base;
+          store_rows_packed<HEAD_DIM>(acc, scale, scale, valid0 ? p + low : nullptr, valid1 ? p + high : nullptr,
+                                      params.head_dim, lane);
           return;
         }
-        const long long at = (first_key + key_row) * token_stride + kv_head * head_stride;
-        if (params.store_float) {
-          float* p = (float*)base + at;
-          store_rows_float<HEAD_DIM>(acc, scale, valid0 ? p : nullptr, valid1 ? p + 8 * token_stride : nullptr, params.head_dim,
-                                     lane);
-        } else {
-          unsigned short* p = (unsigned short*)base + at;
-          store_rows_packed<HEAD_DIM>(acc, scale, scale, valid0 ? p : nullptr, valid1 ? p + 8 * token_stride : nullptr,
-                                      params.head_dim, lane);
-        }
+        float *row_low = valid0 ? (float*)base + low : nullptr, *row_high = valid1 ? (float*)base + high : nullptr;
+        if (params.store == kAddFloat) store_rows_float<HEAD_DIM, true>(acc, scale, row_low, row_high, params.head_dim, lane);
+        else store_rows_float<HEAD_DIM, false>(acc, scale, row_low, row_high, params.head_dim, lane);
       };
-      store(dk_rmem, params.dk, params.dk_token_stride, params.dk_head_stride, 0, params.softmax_scale);
-      store(dv_rmem, params.dv, params.dv_token_stride, params.dv_head_stride, 1, 1.f);
+      store(dk_rmem, params.dk, params.dk_token_stride, params.dk_head_stride, params.softmax_scale);
+      store(dv_rmem, params.dv, params.dv_token_stride, params.dv_head_stride, 1.f);
     }
     named_sync(kQueryGradEmpty + 2 * w + dq_b, kQueryGradThreads);   // tell the dQ warp to stop
     if (leader) smem.dq_block[w][dq_b] = make_int4(-1, 0, 0, 0);

@@ -12,8 +12,8 @@
 //   backward {layer, component, 0, 0, first_block, end_block, full_first, full_end}
 //            query blocks of 64 / PACK tokens; a block inside [full_first, full_end) needs no mask
 //            component: position of this run of keys among those of its query blocks (deterministic mode only)
-// A work item is {tile, num_segments, first_segment, slot} + the same two halves of its first segment (12 ints); first_segment
-// counts its further segments only. slot: 0, or in the backward 1 + the workspace slot of one part of a split tile.
+// A work item is {tile, num_segments, first_segment, 0} + the same two halves of its first segment (12 ints); first_segment
+// counts its further segments only.
 // bands[layer][row] = {lo, hi}: the keys that layer lets the row see. The intervals of a row are disjoint.
 #pragma once
 #include "sm90.cuh"
@@ -39,7 +39,7 @@ struct Segment {
 };
 
 struct WorkItem {
-  int tile, num_segments, first_segment, slot;
+  int tile, num_segments, first_segment;
   Segment segment;
 };
 
@@ -50,7 +50,7 @@ DEVICE Segment load_segment(const int4* segments, int index) {
 
 DEVICE WorkItem load_item(const int4* items, int index) {
   const int4 a = __ldg(items + 3 * index), b = __ldg(items + 3 * index + 1), c = __ldg(items + 3 * index + 2);
-  return {a.x, a.y, a.z, a.w, {b.x, b.y, c.x, c.y, c.z, c.w}};
+  return {a.x, a.y, a.z, {b.x, b.y, c.x, c.y, c.z, c.w}};
 }
 
 // The persistent grid's item order: tiles longest first, `heads_per_wave` heads at a time so that their K and V stay in
@@ -109,15 +109,19 @@ DEVICE void store_rows_packed(const float (&acc)[N / 2], float scale_low, float 
   }
 }
 
-// The same as fp32, 8 bytes a lane.
-template <int N>
+// The same as fp32, 8 bytes a lane; ADD adds to what is there.
+template <int N, bool ADD>
 DEVICE void store_rows_float(const float (&acc)[N / 2], float scale, float* row_low, float* row_high, int head_dim, int lane) {
+  auto store = [](float* p, float x, float y) {
+    if (ADD) asm volatile("red.global.add.v2.f32 [%0], {%1, %2};" ::"l"(p), "f"(x), "f"(y) : "memory");
+    else *(float2*)p = make_float2(x, y);
+  };
 #pragma unroll
   for (int i = 0; i < N / 8; i++) {
     const int column = i * 8 + lane % 4 * 2;
     if (column < head_dim) {
-      if (row_low) *(float2*)(row_low + column) = make_float2(acc[4 * i] * scale, acc[4 * i + 1] * scale);
-      if (row_high) *(float2*)(row_high + column) = make_float2(acc[4 * i + 2] * scale, acc[4 * i + 3] * scale);
+      if (row_low) store(row_low + column, acc[4 * i] * scale, acc[4 * i + 1] * scale);
+      if (row_high) store(row_high + column, acc[4 * i + 2] * scale, acc[4 * i + 3] * scale);
     }
   }
 }

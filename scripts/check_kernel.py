@@ -38,7 +38,7 @@ class Case:
     deterministic: bool = False
     accumulate: bool = False
     backward_pack: int | None = None
-    max_blocks: int | None = None
+    chunk: int | None = None
     float_grads: bool = False
     softmax_scale: float = 0.1
     name: str = "random"
@@ -72,7 +72,7 @@ def random_case(rng: random.Random) -> Case:
     pack = rng.choice(packs)
     return Case(
         stages, num_q, num_k, heads_q, heads_kv, rng.choice(HEAD_DIMS), rng.choice([torch.bfloat16, torch.float16]),
-        deterministic=rng.random() < 0.4, accumulate=accumulate, backward_pack=pack, max_blocks=rng.choice([None, None, 1, 2, 7]),
+        deterministic=rng.random() < 0.4, accumulate=accumulate, backward_pack=pack, chunk=rng.choice([None, None, 1, 2, 7]),
         float_grads=rng.random() < 0.5, softmax_scale=rng.choice([0.05, 0.125, 0.3]),
     )  # fmt: skip
 
@@ -136,7 +136,7 @@ def run_ours(case: Case, q: Tensor, kvs: list[Tensor], dout: Tensor) -> dict[str
     for slices, num_k in zip(case.stages, case.num_k, strict=True):
         lists = build_worklists(
             slices, case.num_q, num_k, case.num_heads_q, case.num_heads_kv,
-            backward_pack=case.backward_pack, max_blocks=case.max_blocks,
+            backward_pack=case.backward_pack, chunk=case.chunk,
         )  # fmt: skip
         masks.append(upload_lists(HostLists(lists), "cuda"))
     accumulate = None
@@ -219,7 +219,7 @@ def main() -> None:
                 tables = [s.table.tolist() for s in case.stages] if case.name == "random" else case.name
                 print(f"case {i} FAILED {problems}\n  {case.num_q=} {case.num_k=} {case.num_heads_q}:{case.num_heads_kv} "
                       f"D {case.head_dim} {case.dtype} det {case.deterministic} acc {case.accumulate} pack "
-                      f"{case.backward_pack} max {case.max_blocks} {str(tables)[:300]}", flush=True)  # fmt: skip
+                      f"{case.backward_pack} max {case.chunk} {str(tables)[:300]}", flush=True)  # fmt: skip
     summary = {"cases": done, "failed": failed, "worst_share_of_budget": {k: round(v, 3) for k, v in worst.items()},
                "seconds": round(time.time() - start, 1), "seed": args.seed}  # fmt: skip
     print(summary)

@@ -47,7 +47,7 @@ def test_no_spills_and_no_serialized_wgmma(name: str, variant: ffa.Variant) -> N
 
 def test_row_dot_kernel_compiles() -> None:
     for macros in ({}, {"USE_FP16": 1}, {"OUT_FP32": 1}):
-        jit.compile_source("ffa_rows.cu", jit.expand_source("ffa_rows.cu"), macros)
+        jit.compile_source("ffa_delta.cu", jit.expand_source("ffa_delta.cu"), macros)
 
 
 def test_head_dims() -> None:

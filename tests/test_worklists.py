@@ -54,7 +54,7 @@ def walk_forward(lists: WorkLists, num_layers: int) -> np.ndarray:
     return seen[:, : s.num_k]
 
 
-def walk_backward(lists: WorkLists, num_layers: int, items_offset: int) -> np.ndarray:
+def walk_backward(lists: WorkLists, num_layers: int, whole: bool) -> np.ndarray:
     s = lists.sizes
     bands = lists.words[s.bands :][: num_layers * s.num_q * 2].reshape(num_layers, s.num_q, 2)
     seen = np.zeros((s.num_q, -(-s.num_k // KEYS) * KEYS), int)
@@ -62,17 +62,20 @@ def walk_backward(lists: WorkLists, num_layers: int, items_offset: int) -> np.nd
     offsets = lists.words[s.components :][: s.num_q_blocks + 1]
     spans = lists.words[s.components + (s.num_q_blocks + 2) // 2 * 2 :][: 2 * offsets[-1]].reshape(-1, 2)
     additions = np.zeros(s.num_q_blocks, int)
-    for item in read(lists, items_offset, s.num_backward_items, 12):
+    items, segments, count = s.backward_items, s.backward_segments, s.num_backward_items
+    if whole:
+        items, segments, count = s.whole_items, s.whole_segments, s.num_backward_tiles
+    for item in read(lists, items, count, 12):
         tile = item[0]
         keys = np.arange(tile * KEYS, (tile + 1) * KEYS)
-        for layer, component, _, _, first, end, full_first, full_end in segments_of(lists, item, s.backward_segments):
+        for layer, component, _, _, first, end, full_first, full_end in segments_of(lists, item, segments):
             for block in range(first, end):
                 rows = np.arange(block * tokens, min((block + 1) * tokens, s.num_q))
                 visible = (keys >= bands[layer, rows, :1]) & (keys < bands[layer, rows, 1:])
                 if full_first <= block < full_end:
                     assert visible.all()
                 seen[np.ix_(rows, keys)] += visible
-                if items_offset == s.backward_items_in_order:  # the kernel's addition_rank
+                if whole:  # the kernel's addition_rank
                     rank = 0
                     for c in range(offsets[block], offsets[block + 1]):
                         a, b = spans[c]
@@ -100,14 +103,14 @@ def check(
     num_k: int,
     heads: tuple[int, int],
     backward_pack: int | None = None,
-    max_blocks: int | None = None,
+    chunk: int | None = None,
 ) -> None:
-    lists = build_worklists(slices, num_q, num_k, *heads, backward_pack=backward_pack, max_blocks=max_blocks)
+    lists = build_worklists(slices, num_q, num_k, *heads, backward_pack=backward_pack, chunk=chunk)
     num_layers = len(slices.row_bands(num_q)[0])
     want = dense_mask(slices.table, num_q, num_k).astype(int)
     np.testing.assert_array_equal(walk_forward(lists, num_layers), want)
-    np.testing.assert_array_equal(walk_backward(lists, num_layers, lists.sizes.backward_items), want)
-    np.testing.assert_array_equal(walk_backward(lists, num_layers, lists.sizes.backward_items_in_order), want)
+    np.testing.assert_array_equal(walk_backward(lists, num_layers, False), want)
+    np.testing.assert_array_equal(walk_backward(lists, num_layers, True), want)
 
 
 @settings(max_examples=60, deadline=None)
@@ -117,9 +120,9 @@ def check(
     st.sampled_from([None, 1, 3, 20]),
 )
 def test_every_visible_pair_is_computed_once(
-    mask: tuple[AttnSlices, int, int], heads: tuple[int, int, int], max_blocks: int | None
+    mask: tuple[AttnSlices, int, int], heads: tuple[int, int, int], chunk: int | None
 ) -> None:
-    check(*mask, heads[:2], heads[2], max_blocks)
+    check(*mask, heads[:2], heads[2], chunk)
 
 
 @pytest.mark.parametrize(
@@ -152,19 +155,14 @@ def test_longest_items_come_first() -> None:
     assert (np.diff(tile_cost(np.arange(5))) > 0).all()
 
 
-def test_long_items_are_split_while_there_are_few() -> None:
-    """Each part of a split tile has a slot of its own; the slots of a tile are consecutive, in the order of its parts."""
-    sizes = build_worklists(varlen_causal([0, 65536]), 65536, 65536, 64, 8).sizes
-    assert sizes.num_slots == 0
-    lists = build_worklists(varlen_causal([0, 2048]), 2048, 2048, 8, 1)
-    sizes = lists.sizes
-    assert sizes.num_backward_items > 100
-    items = read(lists, sizes.backward_items_in_order, sizes.num_backward_items, 12)
-    for tile, first_slot, num_slots, _ in read(lists, sizes.split_tiles, sizes.num_split_tiles, 4):
-        np.testing.assert_array_equal(items[items[:, 0] == tile, 3] - 1, first_slot + np.arange(num_slots))
-    whole = ~np.isin(items[:, 0], read(lists, sizes.split_tiles, sizes.num_split_tiles, 4)[:, 0])
-    assert (items[whole, 3] == 0).all()
-    assert sizes.num_slots == (items[:, 3] > 0).sum()
+def test_parts_of_tiles_fill_the_gpu_and_end_at_chunks() -> None:
+    lists = build_worklists(varlen_causal([0, 16384]), 16384, 16384, 64, 8)
+    assert lists.sizes.is_split
+    items = read(lists, lists.sizes.backward_items, lists.sizes.num_backward_items, 12)
+    assert (items[:, 8] // 256 == (items[:, 9] - 1) // 256).all()
+    assert lists.sizes.num_backward_items * 8 > 4 * 132
+    assert (np.diff(items[:, 8] // 256) >= 0).all()  # one chunk of queries after another
+    assert not build_worklists(varlen_causal(np.arange(0, 65536, 64)), 65472, 65472, 64, 8).sizes.is_split
 
 
 def test_largest_divisor() -> None:

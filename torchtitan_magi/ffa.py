@@ -5,21 +5,20 @@ Shapes: Tq queries, Tk keys, Hq query heads, Hk K/V heads, D head_dim. Nothing C
 
 import ctypes
 import functools
-import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from torchtitan_magi import jit
+from torchtitan_magi import jit, launch
+from torchtitan_magi.rows import CudaRows
 from torchtitan_magi.slices import AttnSlices
 from torchtitan_magi.worklists import BACKWARD_ROWS, KEYS, ROWS, ListSizes, WorkLists, build_worklists
 
 THREADS = 384
-PANEL = 64  # columns of a 128-byte shared-memory row
-NUM_COUNTERS = 1024  # launches that may be in flight at once
+LOG2_E = math.log2(math.e)
 
 Variant = tuple[tuple[str, int], ...]
 
@@ -42,24 +41,17 @@ class ForwardParams(ctypes.Structure):
 class BackwardParams(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("dk", "dv", "lse", "delta", "items", "segments", "bands")),
-        *((name, ctypes.c_void_p) for name in ("components", "semaphores", "counter", "workspace")),
+        *((name, ctypes.c_void_p) for name in ("components", "semaphores", "counter")),
         ("schedule", Schedule),
-        *((name, ctypes.c_int) for name in ("num_packs", "num_slots", "num_q", "num_k", "num_heads_q")),
-        *((name, ctypes.c_int) for name in ("head_dim", "num_q_blocks", "store_float")),
+        *((name, ctypes.c_int) for name in ("num_packs", "num_q", "num_k", "num_heads_q")),
+        *((name, ctypes.c_int) for name in ("head_dim", "num_q_blocks", "store")),
         *((name, ctypes.c_longlong) for name in ("dk_token_stride", "dk_head_stride")),
         *((name, ctypes.c_longlong) for name in ("dv_token_stride", "dv_head_stride")),
         *((name, ctypes.c_float) for name in ("softmax_scale", "scale_log2")),
-        ("dq", ctypes.c_void_p),
     ]
 
 
-class CombineParams(ctypes.Structure):
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("workspace", "dk", "dv", "split_tiles")),
-        *((name, ctypes.c_int) for name in ("num_slots", "num_heads", "num_k", "head_dim", "store_float")),
-        *((name, ctypes.c_longlong) for name in ("dk_token_stride", "dk_head_stride")),
-        *((name, ctypes.c_longlong) for name in ("dv_token_stride", "dv_head_stride")),
-    ]
+STORE_PACKED, STORE_FLOAT, ADD_FLOAT = 0, 1, 2
 
 
 # -------------------------------------------------------------------------------------------------------------- variants
@@ -104,6 +96,7 @@ class DeviceLists:
 
     words: Tensor
     sizes: ListSizes
+    launches: dict[Any, Any] = field(default_factory=dict)  # what repeats from call to call, see _ForwardLaunch
 
     def pointer(self, offset: int) -> int:
         return self.words.data_ptr() + 4 * offset
@@ -126,96 +119,6 @@ class HostLists:
         return DeviceLists(device_words if aligned else device_words.clone(), self.lists.sizes)
 
 
-# ---------------------------------------------------------------------------------------------------------------- launch
-@functools.cache
-def _num_sms(device: int) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-@functools.cache
-def _counters(device: int) -> tuple[int, Any]:
-    """Work counters, two ints per launch in flight. The kernel leaves them at zero."""
-    counters = torch.zeros(NUM_COUNTERS, 2, dtype=torch.int32, device=f"cuda:{device}")
-    torch.cuda.synchronize(device)  # other streams may use them next
-    _keep_alive.append(counters)
-    return counters.data_ptr(), itertools.count()
-
-
-_keep_alive: list[Tensor] = []
-
-
-def _next_counter(device: int) -> int:
-    base, numbers = _counters(device)
-    return base + next(numbers) % NUM_COUNTERS * 8
-
-
-def _launch(
-    handle: Any, blocks: int | tuple[int, int, int], threads: int, shared_bytes: int, arguments: list[Any]
-) -> None:
-    from cuda.bindings import driver
-
-    grid = (blocks, 1, 1) if isinstance(blocks, int) else blocks
-    pointers = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(a) for a in arguments))
-    stream = torch.cuda.current_stream().cuda_stream
-    (status,) = driver.cuLaunchKernel(
-        handle, *grid, threads, 1, 1, shared_bytes, stream, ctypes.addressof(pointers), 0
-    )
-    if int(status) != 0:
-        raise RuntimeError(f"kernel launch failed: {status!r}")
-
-
-@functools.cache
-def _map_constants() -> Any:
-    from cuda.bindings import driver
-
-    types = {
-        torch.bfloat16: driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-        torch.float16: driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
-        torch.float32: driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_FLOAT32,
-    }
-    fixed = (
-        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-        driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
-        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
-    )
-    ones = [driver.cuuint32_t(1)] * 3
-    return driver.cuTensorMapEncodeTiled, types, fixed, ones, driver.cuuint64_t, driver.cuuint32_t
-
-
-def _tensor_map(x: Tensor, heads: int, tokens: int) -> Any:
-    """A map over x [T, H, D] whose box is 128 bytes of columns x `heads` x `tokens`, stored as 128-byte swizzled rows."""
-    encode, types, fixed, ones, u64, u32 = _map_constants()
-    num_tokens, num_heads, head_dim = x.shape
-    size = x.element_size()
-    row_bytes = -(-head_dim * size // 16) * 16  # stands in for the stride of a dimension of length 1
-    head_bytes = x.stride(1) * size if num_heads > 1 else row_bytes
-    token_bytes = x.stride(0) * size if num_tokens > 1 else row_bytes
-    status, tensor_map = encode(
-        types[x.dtype],
-        3,
-        x.data_ptr(),
-        [u64(head_dim), u64(num_heads), u64(num_tokens)],
-        [u64(head_bytes), u64(token_bytes)],
-        [u32(128 // size), u32(heads), u32(tokens)],
-        ones,
-        *fixed,
-    )
-    if int(status) != 0:
-        raise RuntimeError(
-            f"cuTensorMapEncodeTiled failed: {status!r} for shape {tuple(x.shape)}, strides {x.stride()}"
-        )
-    return (ctypes.c_ulonglong * 16).from_buffer_copy(ctypes.string_at(tensor_map.getPtr(), 128))
-
-
-def _copyable(x: Tensor) -> Tensor:
-    """x, or a contiguous copy where the copy engine cannot read it in place (it needs 16-byte aligned rows)."""
-    size = x.element_size()
-    strides = [stride * size % 16 for stride, length in zip(x.stride()[:2], x.shape[:2], strict=True) if length > 1]
-    fits = x.stride(2) == 1 and x.data_ptr() % 16 == 0 and not any(strides)
-    return x if fits else x.contiguous()
-
-
 # --------------------------------------------------------------------------------------------------------- the attention
 class FfaBlockAttn:
     """Attention of one stage's queries over its K/V buffer with our Hopper kernel; `reference.FlexBlockAttn`'s methods.
@@ -228,6 +131,9 @@ class FfaBlockAttn:
     """
 
     name = "ffa"
+
+    def rows(self) -> CudaRows:
+        return CudaRows()
 
     def __init__(self, device: torch.device | str = "cuda") -> None:
         device = torch.device(device)
@@ -288,33 +194,42 @@ class FfaBlockAttn:
             num_tiles = s.num_forward_tiles_with_work
         if num_tiles == 0:
             return out, lse
-        q, k, v = _copyable(q), _copyable(k), _copyable(v)
-        device, num_groups = q.device.index, s.num_heads_q // s.forward_pack
-        variant, shared = forward_variant(q.shape[2], s.forward_pack, q.dtype, accumulate is not None)
-        params = ForwardParams(
-            out.data_ptr(),
-            lse.data_ptr(),
-            mask.pointer(s.forward_items),
-            mask.pointer(s.forward_segments),
-            mask.pointer(s.bands),
-            _next_counter(device),
-            Schedule(num_tiles, num_groups, s.forward_heads_per_wave),
-            num_groups // s.num_heads_kv,
-            s.num_q,
-            s.num_heads_q,
-            q.shape[2],
-            softmax_scale * math.log2(math.e),
+        q, k, v = launch.copyable(q), launch.copyable(k), launch.copyable(v)
+        device = q.device.index
+        key = ("forward", q.shape[2], q.dtype, accumulate is not None)
+        if key not in mask.launches:
+            mask.launches[key] = self._forward_launch(mask, q.shape[2], q.dtype, accumulate is not None, num_tiles)
+        kernel, template = mask.launches[key]
+        params = ForwardParams.from_buffer_copy(template)
+        params.out, params.lse, params.counter = out.data_ptr(), lse.data_ptr(), launch.next_counter(device)
+        params.scale_log2 = softmax_scale * LOG2_E
+        kernel(
+            device,
+            min(num_tiles * template.schedule.num_heads, max(1, launch.num_sms(device) - sm_margin)),
+            launch.tensor_map(q, s.forward_pack, ROWS // s.forward_pack),
+            launch.tensor_map(k, 1, KEYS),
+            launch.tensor_map(v, 1, KEYS),
+            params,
         )
-        maps = [
-            _tensor_map(q, s.forward_pack, ROWS // s.forward_pack),
-            _tensor_map(k, 1, KEYS),
-            _tensor_map(v, 1, KEYS),
-        ]
-        with torch.cuda.device(device):
-            kernel = jit.load_kernel("ffa_forward.cu", "ffa_forward", variant, shared)
-            blocks = min(num_tiles * num_groups, max(1, _num_sms(device) - sm_margin))
-            _launch(kernel, blocks, THREADS, shared, [*maps, params])
         return out, lse
+
+    def _forward_launch(
+        self, mask: DeviceLists, head_dim: int, dtype: torch.dtype, accumulate: bool, num_tiles: int
+    ) -> tuple[launch.Kernel, ForwardParams]:
+        s = mask.sizes
+        variant, shared = forward_variant(head_dim, s.forward_pack, dtype, accumulate)
+        num_groups = s.num_heads_q // s.forward_pack
+        params = ForwardParams(
+            items=mask.pointer(s.forward_items),
+            segments=mask.pointer(s.forward_segments),
+            bands=mask.pointer(s.bands),
+            schedule=Schedule(num_tiles, num_groups, s.forward_heads_per_wave),
+            groups_per_kv=num_groups // s.num_heads_kv,
+            num_q=s.num_q,
+            num_heads_q=s.num_heads_q,
+            head_dim=head_dim,
+        )
+        return launch.load("ffa_forward.cu", "ffa_forward", variant, THREADS, shared), params
 
     def backward(
         self,
@@ -357,64 +272,69 @@ class FfaBlockAttn:
         if s.num_q == 0:
             dk.zero_(), dv.zero_()
             return
-        dout, q, k, v = _copyable(dout), _copyable(q), _copyable(k), _copyable(v)
-        device, head_dim = q.device.index, q.shape[2]
-        variant, shared = backward_variant(head_dim, s.backward_pack, q.dtype, deterministic)
-        tokens, num_packs = BACKWARD_ROWS // s.backward_pack, s.num_heads_q // s.backward_pack
-        workspace = None
-        if s.num_slots:
-            shape = (2, s.num_slots, s.num_heads_kv, KEYS, head_dim)
-            workspace = torch.empty(shape, dtype=torch.float32, device=k.device)
-        semaphores = torch.zeros(s.num_q_blocks * num_packs * 2, dtype=torch.int32, device=k.device) if deterministic else None
-        store_float = dk.dtype == torch.float32
-        strides = dk.stride(0), dk.stride(1), dv.stride(0), dv.stride(1)
-        params = BackwardParams(
-            dk.data_ptr(),
-            dv.data_ptr(),
-            lse.data_ptr(),
-            delta.data_ptr(),
-            mask.pointer(s.backward_items_in_order if deterministic else s.backward_items),
-            mask.pointer(s.backward_segments),
-            mask.pointer(s.bands),
-            mask.pointer(s.components),
-            0 if semaphores is None else semaphores.data_ptr(),
-            _next_counter(device),
-            0 if workspace is None else workspace.data_ptr(),
-            Schedule(s.num_backward_items, s.num_heads_kv, s.backward_heads_per_wave),
-            num_packs // s.num_heads_kv,
-            s.num_slots,
-            s.num_q,
-            s.num_k,
-            s.num_heads_q,
-            head_dim,
-            s.num_q_blocks,
-            store_float,
-            *strides,
-            softmax_scale,
-            softmax_scale * math.log2(math.e),
-            dq.data_ptr(),
+        dout, q, k, v = (launch.copyable(x) for x in (dout, q, k, v))
+        device = q.device.index
+        key = ("backward", q.shape[2], q.dtype, deterministic)
+        if key not in mask.launches:
+            mask.launches[key] = self._backward_launch(mask, q.shape[2], q.dtype, deterministic)
+        kernel, template = mask.launches[key]
+        params = BackwardParams.from_buffer_copy(template)
+        dk_to, dv_to = dk, dv
+        if s.is_split and not deterministic:  # parts of a tile add to fp32 sums
+            params.store = ADD_FLOAT
+            if dk.dtype != torch.float32:
+                dk_to, dv_to = torch.zeros(2, *k.shape, dtype=torch.float32, device=k.device)
+            else:
+                torch._foreach_zero_([dk, dv])
+        else:
+            params.store = STORE_FLOAT if dk.dtype == torch.float32 else STORE_PACKED
+        semaphores = None
+        if deterministic:
+            shape = (s.num_q_blocks, s.num_heads_q // s.backward_pack, 2)
+            semaphores = torch.zeros(shape, dtype=torch.int32, device=k.device)
+            params.semaphores = semaphores.data_ptr()
+        params.dk, params.dv, params.lse, params.delta = (x.data_ptr() for x in (dk_to, dv_to, lse, delta))
+        params.dk_token_stride, params.dk_head_stride, _ = dk_to.stride()
+        params.dv_token_stride, params.dv_head_stride, _ = dv_to.stride()
+        params.counter = launch.next_counter(device)
+        params.softmax_scale, params.scale_log2 = softmax_scale, softmax_scale * LOG2_E
+        num_items = template.schedule.num_tiles * template.schedule.num_heads
+        tokens = BACKWARD_ROWS // s.backward_pack
+        kernel(
+            device,
+            min(num_items, max(1, launch.num_sms(device) - sm_margin)),
+            launch.tensor_map(q, s.backward_pack, tokens),
+            launch.tensor_map(dout, s.backward_pack, tokens),
+            launch.tensor_map(k, 1, KEYS),
+            launch.tensor_map(v, 1, KEYS),
+            launch.tensor_map(dq, s.backward_pack, tokens),
+            params,
         )
-        maps = [_tensor_map(x, s.backward_pack, tokens) for x in (q, dout)]
-        maps += [_tensor_map(k, 1, KEYS), _tensor_map(v, 1, KEYS), _tensor_map(dq, s.backward_pack, tokens)]
-        with torch.cuda.device(device):
-            kernel = jit.load_kernel("ffa_backward.cu", "ffa_backward", variant, shared)
-            items = s.num_backward_items * s.num_heads_kv
-            _launch(kernel, min(items, max(1, _num_sms(device) - sm_margin)), THREADS, shared, [*maps, params])
-            if workspace is not None:
-                combine = CombineParams(
-                    workspace.data_ptr(),
-                    dk.data_ptr(),
-                    dv.data_ptr(),
-                    mask.pointer(s.split_tiles),
-                    s.num_slots,
-                    s.num_heads_kv,
-                    s.num_k,
-                    head_dim,
-                    store_float,
-                    *strides,
-                )
-                kernel = jit.load_kernel("ffa_rows.cu", "ffa_combine", _variant({"USE_FP16": q.dtype == torch.float16}), 0)
-                _launch(kernel, (s.num_split_tiles, s.num_heads_kv, 2), 256, 0, [combine])
+        if dk_to is not dk:
+            torch._foreach_copy_([dk, dv], [dk_to, dv_to])
+
+    def _backward_launch(
+        self, mask: DeviceLists, head_dim: int, dtype: torch.dtype, deterministic: bool
+    ) -> tuple[launch.Kernel, BackwardParams]:
+        s = mask.sizes
+        variant, shared = backward_variant(head_dim, s.backward_pack, dtype, deterministic)
+        num_items = s.num_backward_tiles if deterministic else s.num_backward_items
+        params = BackwardParams(
+            items=mask.pointer(s.whole_items if deterministic else s.backward_items),
+            segments=mask.pointer(s.whole_segments if deterministic else s.backward_segments),
+            bands=mask.pointer(s.bands),
+            components=mask.pointer(s.components),
+            schedule=Schedule(
+                num_items, s.num_heads_kv, s.num_heads_kv if deterministic else s.backward_heads_per_wave
+            ),
+            num_packs=s.num_heads_q // s.num_heads_kv // s.backward_pack,
+            num_q=s.num_q,
+            num_k=s.num_k,
+            num_heads_q=s.num_heads_q,
+            head_dim=head_dim,
+            num_q_blocks=s.num_q_blocks,
+        )
+        return launch.load("ffa_backward.cu", "ffa_backward", variant, THREADS, shared), params
 
     def delta(self, out: Tensor, dout: Tensor, dq: Tensor | None = None) -> Tensor:
         """rowsum(out * dout), fp32 [Tq, Hq]; sets dq (fp32 [Tq, Hq, D], contiguous) to zero on the way if given.
@@ -431,9 +351,8 @@ class FfaBlockAttn:
         switches = {"USE_FP16": dout.dtype == torch.float16, "OUT_FP32": out.dtype == torch.float32}
         pointers = [out.data_ptr(), dout.data_ptr(), delta.data_ptr(), 0 if dq is None else dq.data_ptr()]
         sizes = [ctypes.c_longlong(delta.numel()), ctypes.c_int(out.shape[2])]
-        with torch.cuda.device(out.device):
-            kernel = jit.load_kernel("ffa_rows.cu", "ffa_delta", _variant(switches), 0)
-            _launch(kernel, -(-delta.numel() // 16), 256, 0, [*map(ctypes.c_void_p, pointers), *sizes])
+        kernel = launch.load("ffa_delta.cu", "ffa_delta", _variant(switches), 256, 0)
+        kernel(out.device.index, -(-delta.numel() // 16), *map(ctypes.c_void_p, pointers), *sizes)
         return delta
 
 

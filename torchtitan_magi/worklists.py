@@ -19,8 +19,8 @@ ROWS, KEYS = 128, 128  # of a forward tile and block
 BACKWARD_ROWS = 64  # of a backward query block
 MAX_PACK = 16
 NUM_SMS = 132  # of an H200; only heuristics use it
-ITEMS_PER_SM = 4  # split long work items while there are fewer
-MIN_SPLIT_BLOCKS = 16  # of a part of a split backward item
+ITEMS_PER_SM = 8  # parts per SM that backward tiles are split into
+MIN_CHUNK, MAX_CHUNK = 32, 256  # query blocks of a part, times packs
 L2_BYTES = 32 << 20  # share of the L2 cache that one wave of heads may claim
 FAR = 1 << 30  # beyond every key
 FIXED_COST = 1.2  # of a work item, in blocks: prologue and epilogue
@@ -68,18 +68,18 @@ class ListSizes:
     backward_heads_per_wave: int
     num_forward_tiles: int
     num_forward_tiles_with_work: int
-    num_backward_items: int
-    num_slots: int  # parts of split k-tiles, whose dk and dv are summed by a second kernel
-    num_split_tiles: int
+    num_backward_tiles: int
+    num_backward_items: int  # parts of k-tiles
+    is_split: bool  # some tile has several parts: dk and dv are sums in fp32
     num_q_blocks: int
     bands: int
     forward_items: int
     forward_segments: int
     backward_items: int
-    backward_items_in_order: int
     backward_segments: int
+    whole_items: int  # k-tiles in one part each, from the last to the first: deterministic mode
+    whole_segments: int
     components: int
-    split_tiles: int
     num_forward_blocks: int  # 128 x 128 blocks that the forward computes per pack of heads
 
 
@@ -99,14 +99,14 @@ def build_worklists(
     num_heads_kv: int,
     *,
     backward_pack: int | None = None,
-    max_blocks: int | None = None,
+    chunk: int | None = None,
 ) -> WorkLists:
     """Lists for one call of the kernel, forward and backward.
 
     Args:
         slices: the mask; its rows index [0, num_q), its keys [0, num_k).
         backward_pack: overrides the heuristic; a divisor of the group size.
-        max_blocks: split backward items longer than this many query blocks, whatever the heuristic says.
+        chunk: overrides the heuristic; query blocks of a part of a backward tile.
 
     Raises:
         ValueError: head counts do not divide, or a slice reaches beyond num_q or num_k.
@@ -138,17 +138,24 @@ def build_worklists(
     num_q_blocks = -(-num_q // (BACKWARD_ROWS // backward_pack))
     tile, records, components = transpose_segments(blocks, num_q_blocks)
     num_backward_tiles = -(-num_k // KEYS)
-    if max_blocks is None:
-        max_blocks = longest_backward_item(tile, records, num_heads_kv, group // backward_pack)
-    parts = split_tiles(tile, records, num_backward_tiles, max_blocks)
-    num_blocks_b = np.bincount(parts.part, parts.records[:, 5] - parts.records[:, 4], len(parts.tile)).astype(np.int64)
-    items, further = _items(parts.part, parts.records, np.arange(len(parts.tile)))
-    items[:, 0], items[:, 3] = parts.tile, parts.slot + 1
-    backward_segments = words.add(further)
-    backward_items = words.add(items[np.argsort(-tile_cost(num_blocks_b), kind="stable")])
-    in_order = words.add(items[np.argsort(-parts.tile, kind="stable")])
-    split = np.flatnonzero(parts.num_parts > 1)
-    first_slot = np.cumsum(parts.num_parts[split]) - parts.num_parts[split]
+    packs = group // backward_pack
+    blocks_per_tile = np.bincount(tile, records[:, 5] - records[:, 4], num_backward_tiles).astype(np.int64)
+    chunk = chunk or backward_chunk(blocks_per_tile, num_heads_kv, packs)
+    in_order = np.arange(num_backward_tiles)[::-1]
+    whole_items, whole_segments = (words.add(x) for x in _items(tile, records, in_order))
+    part_tile, part, part_records = split_tiles(tile, records, blocks_per_tile, chunk)
+    is_split = len(part_tile) > len(np.unique(tile))
+    fits_l2 = num_q * num_heads_q * 1024 <= L2_BYTES  # q, dout and dq, 128 columns
+    if is_split:
+        num_blocks_b = np.bincount(part, part_records[:, 5] - part_records[:, 4]).astype(np.int64)
+        items, further = _items(part, part_records, np.arange(len(part_tile)))
+        items[:, 0] = part_tile
+        first_block = items[:, 8] // chunk
+        items = items[np.lexsort((-num_blocks_b, 0 * first_block if fits_l2 else first_block))]
+    else:
+        order = np.argsort(-tile_cost(blocks_per_tile), kind="stable")
+        items, further = _items(tile, records, order)
+    backward_items, backward_segments = words.add(items), words.add(further)
 
     groups_per_kv = group // forward_pack
     key_bytes = max(1, num_k) * 512
@@ -160,21 +167,21 @@ def build_worklists(
         forward_pack=forward_pack,
         backward_pack=backward_pack,
         forward_heads_per_wave=largest_divisor(num_heads_q // forward_pack, L2_BYTES // key_bytes * groups_per_kv),
-        backward_heads_per_wave=num_heads_kv,
+        backward_heads_per_wave=1 if is_split and not fits_l2 else num_heads_kv,
         num_forward_tiles=num_forward_tiles,
         num_forward_tiles_with_work=int((num_blocks > 0).sum()),
-        num_backward_items=len(parts.tile),
-        num_slots=int(parts.num_parts[split].sum()),
-        num_split_tiles=len(split),
+        num_backward_tiles=num_backward_tiles,
+        num_backward_items=len(items),
+        is_split=is_split,
         num_q_blocks=num_q_blocks,
         bands=bands,
         forward_items=forward_items,
         forward_segments=forward_segments,
         backward_items=backward_items,
-        backward_items_in_order=in_order,
         backward_segments=backward_segments,
+        whole_items=whole_items,
+        whole_segments=whole_segments,
         components=words.add(components),
-        split_tiles=words.add(np.stack([split, first_slot, parts.num_parts[split], 0 * split], 1)),
         num_forward_blocks=int(num_blocks.sum()),
     )
     return WorkLists(words.packed(), sizes)
@@ -185,46 +192,38 @@ def choose_backward_pack(group: int) -> int:
     return max(d for d in range(1, 9) if group % d == 0 and BACKWARD_ROWS // d * d >= 60)
 
 
-def longest_backward_item(tile: Int64Array, records: Int64Array, num_heads_kv: int, packs: int) -> int:
-    """Query blocks above which a k-tile is split: when the longest would keep one SM busy for half of the ideal time."""
-    blocks = np.bincount(tile, records[:, 5] - records[:, 4])
-    wanted = max(MIN_SPLIT_BLOCKS / packs, blocks.sum() * num_heads_kv / (ITEMS_PER_SM * NUM_SMS))
-    return int(np.ceil(wanted)) if blocks.max(initial=0) > 2 * wanted else FAR
+def backward_chunk(blocks_per_tile: Int64Array, num_heads_kv: int, packs: int) -> int:
+    """Query blocks of a part of a k-tile.
+
+    Parts end at multiples of it, so that the parts of one chunk, which run at the same time, read the same queries and add to
+    the same dq while both are in L2; and there are enough of them for every SM to end at nearly the same time.
+    """
+    wanted = blocks_per_tile.sum() * num_heads_kv * packs / (ITEMS_PER_SM * NUM_SMS)
+    return max(1, int(np.clip(wanted, MIN_CHUNK, MAX_CHUNK)) // packs)
 
 
-@dataclass(frozen=True)
-class Parts:
-    """Backward work items: k-tiles, the long ones in several parts of consecutive query blocks."""
+def split_tiles(
+    tile: Int64Array, records: Int64Array, blocks_per_tile: Int64Array, chunk: int
+) -> tuple[Int64Array, Int64Array, Int64Array]:
+    """Cuts the segments of k-tiles with more than `chunk` query blocks at multiples of `chunk` blocks.
 
-    tile: Int64Array  # of each part, ascending
-    slot: Int64Array  # where a part of a split tile puts its sums; -1: the whole tile, written to dk and dv
-    num_parts: Int64Array  # of each tile, at least 1
-    part: Int64Array  # of each record, ascending
-    records: Int64Array
-
-
-def split_tiles(tile: Int64Array, records: Int64Array, num_tiles: int, max_blocks: int) -> Parts:
-    """Cuts the segments of tiles with more than max_blocks query blocks into parts of equal length."""
-    length = records[:, 5] - records[:, 4]
-    num_blocks = np.bincount(tile, length, num_tiles).astype(np.int64)
-    num_parts = np.maximum(1, -(-num_blocks // max_blocks))
-    step = np.maximum(1, -(-num_blocks // num_parts))
-    num_parts = np.maximum(1, -(-num_blocks // step))
-    part_base = np.cumsum(num_parts) - num_parts
-    part_tile = np.repeat(np.arange(num_tiles), num_parts)
-    slot = np.where(num_parts[part_tile] > 1, np.cumsum(num_parts[part_tile] > 1) - 1, -1)
-    if num_parts.max(initial=1) == 1:
-        return Parts(part_tile, slot, num_parts, tile, records)
-    start = np.cumsum(length) - length - (np.cumsum(num_blocks) - num_blocks)[tile]  # of a record among its tile's blocks
-    first_part, last_part = start // step[tile], (start + length - 1) // step[tile]
-    pieces = last_part - first_part + 1
+    Returns:
+        part_tile: the k-tile of each part; tiles that nothing touches have none.
+        part: of each cut record, ascending; records: the cut records.
+    """
+    whole = (blocks_per_tile <= chunk)[tile]
+    first_chunk, last_chunk = records[:, 4] // chunk, (records[:, 5] - 1) // chunk
+    first_chunk[whole] = last_chunk[whole] = 0
+    pieces = last_chunk - first_chunk + 1
     which = np.repeat(np.arange(len(tile)), pieces)
-    part = first_part[which] + np.arange(len(which)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    at = first_chunk[which] + np.arange(len(which)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
     cut = records[which]
-    skipped = np.maximum(0, part * step[tile[which]] - start[which])
-    end = np.minimum(length[which], (part + 1) * step[tile[which]] - start[which])
-    cut[:, 4], cut[:, 5] = records[which, 4] + skipped, records[which, 4] + end
-    return Parts(part_tile, slot, num_parts, part_base[tile[which]] + part, cut)
+    end = np.where(whole[which], FAR, (at + 1) * chunk)
+    cut[:, 4], cut[:, 5] = np.maximum(cut[:, 4], at * chunk), np.minimum(cut[:, 5], end)
+    num_chunks = int(last_chunk.max(initial=0)) + 1
+    keys, part = np.unique(tile[which] * num_chunks + at, return_inverse=True)
+    order = np.argsort(part, kind="stable")
+    return keys // num_chunks, part[order], cut[order]
 
 
 def row_segments(lo: Int32Array, hi: Int32Array, tokens: int) -> Segments:

@@ -1,4 +1,4 @@
-// The memory-bound kernels beside the backward.
+// The memory-bound kernel before the backward.
 //
 //   USE_FP16   the input type is fp16 (default bf16)
 //   OUT_FP32   out is fp32 (the accumulated output of several stages), else the input type like dOut
@@ -47,37 +47,4 @@ ffa_delta(const void* out, const void* dout, float* delta, float* dq, long long 
 #pragma unroll
   for (int step = 8; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
   if (row < num_rows && threadIdx.x % 16 == 0) delta[row] = sum;
-}
-
-struct CombineParams {
-  const float* workspace;    // [2 (dk, dv)][num_slots][num_heads][128][head_dim]
-  void *dk, *dv;             // rows of head_dim, strides below; input type or fp32
-  const int4* split_tiles;   // {tile, first slot, number of slots, 0}
-  int num_slots, num_heads, num_k, head_dim, store_float;
-  long long dk_token_stride, dk_head_stride, dv_token_stride, dv_head_stride;   // elements
-};
-
-// dk and dv of split tiles: the sums of their slots, in order. Grid: [split tiles, KV heads, 2 (dk, dv)].
-extern "C" __global__ void __launch_bounds__(256) ffa_combine(const __grid_constant__ CombineParams params) {
-  const int4 split = params.split_tiles[blockIdx.x];
-  const int head = blockIdx.y, which = blockIdx.z, quads = params.head_dim / 4;
-  const long long slot_stride = (long long)params.num_heads * 128 * params.head_dim;
-  const float* from = params.workspace + ((long long)which * params.num_slots + split.y) * slot_stride +
-                      (long long)head * 128 * params.head_dim;
-  const long long token_stride = which ? params.dv_token_stride : params.dk_token_stride;
-  const long long head_stride = which ? params.dv_head_stride : params.dk_head_stride;
-  for (int i = threadIdx.x; i < 128 * quads; i += blockDim.x) {
-    const int row = i / quads, column = i % quads * 4;
-    const long long key = (long long)split.x * 128 + row;
-    if (key >= params.num_k) return;
-    float4 sum = make_float4(0, 0, 0, 0);
-    for (int slot = 0; slot < split.z; slot++) {
-      const float4 x = *(const float4*)(from + slot * slot_stride + row * params.head_dim + column);
-      sum.x += x.x, sum.y += x.y, sum.z += x.z, sum.w += x.w;
-    }
-    const long long at = key * token_stride + head * head_stride + column;
-    void* to = which ? params.dv : params.dk;
-    if (params.store_float) *(float4*)((float*)to + at) = sum;
-    else *(uint2*)((unsigned short*)to + at) = make_uint2(pack2(sum.x, sum.y), pack2(sum.z, sum.w));
-  }
 }
