@@ -94,14 +94,15 @@ class MagiRuntime:
             tokens: [batch, seq_len]; the rows of the batch are planned as one pack.
             eos_id: ends a document where the loader names no boundaries.
             extra_inputs: what else the loader gave. Taken out of it: ``documents``, int [n, 2] token ranges over the
-                flattened batch; ``positions`` if context parallelism shards them (without it they stay for the model).
+                flattened batch; ``positions`` if context parallelism shards them (else the model finds them here).
         """
         documents = extra_inputs.pop("documents", None)
         if documents is None:
             documents = documents_from_eos(tokens, eos_id)
         positions = self._positions(documents, extra_inputs.pop("positions", None), tokens)
-        if self.cp_size == 1 and positions is not None:
-            extra_inputs["positions"] = positions
+        if self.cp_size == 1:
+            in_pack = torch.arange(tokens.shape[1], device=tokens.device)[None]
+            extra_inputs["positions"] = in_pack if positions is None else positions
 
         started = time.perf_counter()
         start, end = documents.astype(np.int64).T

@@ -33,6 +33,8 @@ def register() -> None:
         parallelize: Any = importlib.import_module(f"torchtitan.models.{name}.infra.parallelize")
         parallelize._op_sac_save_list.add(op_to_save())
         parallelize.apply_cp_to_attention_module = _apply_cp(parallelize.apply_cp_to_attention_module)
+        if hasattr(parallelize, "apply_non_moe_tp"):
+            parallelize.apply_non_moe_tp = _apply_tp(parallelize.apply_non_moe_tp)
         register_train_spec(name, _MagiSpec(get_train_spec(name)).train_spec())
     for name in _supported_models - set(MODELS):
         register_train_spec(name, _unsupported(name))
@@ -157,6 +159,16 @@ def _apply_cp(stock: Any) -> Any:
             stock(attention_modules, cp_mesh, attention_type)
 
     return apply_cp_to_attention_module
+
+
+def _apply_tp(stock: Any) -> Any:
+    """qwen3's tensor parallelism, which expects positions under context parallelism only; the model always gets them."""
+
+    @functools.wraps(stock)
+    def apply_non_moe_tp(*args: Any, **kwargs: Any) -> None:
+        stock(*args, **{**kwargs, "cp_enabled": True})
+
+    return apply_non_moe_tp
 
 
 def _cp_shard(stock: Any) -> Any:
