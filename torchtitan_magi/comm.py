@@ -4,8 +4,9 @@ Shapes: T tokens of this rank, S rows sent and R rows received in a stage, H K/V
 as [rows, 2, H, D]. What is received lies in the order in which the plan numbered it, so nothing is un-permuted.
 """
 
+import functools
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeAlias
+from typing import Literal, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +20,9 @@ from torchtitan_magi.plan import Stage
 Wait = Callable[[], object]
 
 
+Channel = Literal["cast", "reduce"]
+
+
 class Transport(Protocol):
     """What the module needs of a group of ranks."""
 
@@ -26,30 +30,55 @@ class Transport(Protocol):
     size: int
 
     def all_to_all(
-        self, output: Tensor, input: Tensor, output_splits: Sequence[int], input_splits: Sequence[int]
+        self,
+        output: Tensor,
+        input: Tensor,
+        output_splits: Sequence[int],
+        input_splits: Sequence[int],
+        channel: Channel = "cast",
     ) -> Wait:
-        """Starts to exchange blocks of rows (dim 0); calling the result waits until ``output`` may be read."""
+        """Starts to exchange blocks of rows (dim 0); calling the result waits until ``output`` may be read.
+
+        Exchanges of different channels may overtake each other.
+        """
 
     def all_gather(self, output: Tensor, input: Tensor) -> None:
         """Concatenates the equal-sized inputs of all ranks along dim 0."""
 
 
 class ProcessGroupTransport:
-    """Collectives of a torch process group (NCCL on GPUs, gloo on CPU)."""
+    """Collectives of a torch process group (NCCL on GPUs, gloo on CPU).
+
+    On NCCL the "reduce" channel is a communicator of its own, so that in the backward gradients flow back while the
+    next K/V rows come in. Its creation is a collective of the group's ranks.
+    """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
+        self.groups: dict[Channel, dist.ProcessGroup] = {"cast": group, "reduce": group}
+        if self.size > 1 and dist.get_backend(group) == "nccl":
+            ranks = dist.get_process_group_ranks(group)
+            self.groups["reduce"] = dist.new_group(ranks, use_local_synchronization=True)
 
     def all_to_all(
-        self, output: Tensor, input: Tensor, output_splits: Sequence[int], input_splits: Sequence[int]
+        self,
+        output: Tensor,
+        input: Tensor,
+        output_splits: Sequence[int],
+        input_splits: Sequence[int],
+        channel: Channel = "cast",
     ) -> Wait:
         splits = list(output_splits), list(input_splits)
-        return dist.all_to_all_single(output, input, *splits, group=self.group, async_op=True).wait
+        return dist.all_to_all_single(output, input, *splits, group=self.groups[channel], async_op=True).wait
 
     def all_gather(self, output: Tensor, input: Tensor) -> None:
-        dist.all_gather_into_tensor(output, input, group=self.group)
+        dist.all_gather_into_tensor(output, input, group=self.groups["cast"])
+
+
+@functools.lru_cache(maxsize=8)
+def _process_group_transport(group: dist.ProcessGroup) -> ProcessGroupTransport:
+    return ProcessGroupTransport(group)
 
 
 class SingleRank:
@@ -58,7 +87,12 @@ class SingleRank:
     rank, size = 0, 1
 
     def all_to_all(
-        self, output: Tensor, input: Tensor, output_splits: Sequence[int], input_splits: Sequence[int]
+        self,
+        output: Tensor,
+        input: Tensor,
+        output_splits: Sequence[int],
+        input_splits: Sequence[int],
+        channel: Channel = "cast",
     ) -> Wait:
         raise AssertionError("a plan for one rank never communicates")
 
@@ -82,9 +116,9 @@ def as_transport(mesh: Mesh, cp_size: int) -> Transport:
             raise ValueError(
                 f"the mesh has dimensions {mesh.mesh_dim_names}; pass the context-parallel one, mesh['cp']"
             )
-        transport = ProcessGroupTransport(mesh.get_group())
+        transport = _process_group_transport(mesh.get_group())
     elif isinstance(mesh, dist.ProcessGroup):
-        transport = ProcessGroupTransport(mesh)
+        transport = _process_group_transport(mesh)
     else:
         transport = mesh
     if transport.size != cp_size:
@@ -154,4 +188,5 @@ def group_reduce(stage: Stage, received_grad: Tensor, transport: Transport) -> t
         [S, 2, H, D]: the gradients of the rows this rank sent, for ``Rows.add`` after calling the second value.
     """
     returned = received_grad.new_empty(sum(stage.send_splits), *received_grad.shape[1:])
-    return returned, transport.all_to_all(returned, received_grad, stage.send_splits, stage.recv_splits)
+    wait = transport.all_to_all(returned, received_grad, stage.send_splits, stage.recv_splits, "reduce")
+    return returned, wait
