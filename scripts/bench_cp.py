@@ -1,0 +1,259 @@
+"""Times context-parallel attention beside the strategies it replaces, each with our own kernel, on one machine.
+
+    torchrun --standalone --nproc-per-node 4 scripts/bench_cp.py [--output benchmarks/results/cp_h200x4.json]
+
+Strategies
+  ours        make_plan: balanced placement, only the K/V rows that are needed, overlapped with attention
+  resident    the same plan and kernels without any communication (results are wrong): what communication costs
+  all-gather  contiguous shares; every rank receives all K/V, then attends
+  all-gather balanced   the same with the ownership of ours
+  ring        contiguous shares; cp - 1 stages, each with the K/V of one other rank
+  ulysses     all-to-all from tokens to heads and back; needs K/V heads divisible by the ranks
+  ideal       our kernel on the whole pack on one GPU, time / cp
+
+TFLOP/s per GPU count the pairs of the mask: 4 * area * head_dim * num_heads_q forward, 2.5 times that backward.
+"""
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torchtitan_magi import flex_flash_attn, make_plan, varlen_causal
+from torchtitan_magi.attention import attention_op, bind_plan, choose_block_attn, make_handle
+from torchtitan_magi.comm import ProcessGroupTransport, Wait
+from torchtitan_magi.plan import AttnPlan, RankShare, _Tables, plan_ownership
+from torchtitan_magi.slices import AttnSlices
+
+HEAD_DIM = 128
+# Document lengths: upper edges in tokens and cumulative percentages of MagiAttention's benchmark histogram.
+EDGES = [0, 10, 50, 100, 200, 500, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072, 196608]
+PERCENT = [0, 0.22, 3.13, 8.33, 18.56, 46.75, 71.38, 87.03, 94.37, 97.42, 98.71, 99.56, 99.70, 99.86, 100]
+
+
+def histogram_pack(total: int, seed: int) -> np.ndarray:
+    """cu_seqlens of documents drawn from the histogram, each at most a quarter of the pack, shuffled."""
+    random = np.random.default_rng(seed)
+    lengths: list[int] = []
+    while sum(lengths) < total:
+        bin_ = int(np.searchsorted(PERCENT, random.uniform(0, 100), side="left"))
+        length = int(random.integers(EDGES[bin_ - 1] + 1, EDGES[bin_] + 1))
+        lengths.append(min(length, total // 4, total - sum(lengths)))
+    random.shuffle(lengths)
+    return np.cumsum([0, *lengths])
+
+
+class NoCommunication(ProcessGroupTransport):
+    """Every row is already there."""
+
+    def all_to_all(self, *arguments: object) -> Wait:
+        return lambda: None
+
+
+def with_transfers(plan: AttnPlan, transfers: np.ndarray, num_stages: int, in_first_stage: bool) -> AttnPlan:
+    """The same work, with other K/V rows travelling."""
+    owned = tuple(share.ranges for share in plan.ranks)
+    tables = _Tables(plan.slices, owned, transfers, num_stages, in_first_stage)
+    ranks = tuple(RankShare(rank, tables) for rank in range(plan.cp_size))
+    return AttnPlan(plan.slices, plan.total_tokens, plan.padded_tokens, plan.cp_size, ranks, plan.areas, transfers)
+
+
+def everything(plan: AttnPlan, stage: Callable[[int, int], int]) -> np.ndarray:
+    """Transfers of all rows to all ranks; stage(destination, source) says when."""
+    rows = [
+        (stage(destination, source), destination, source, start, end)
+        for destination in range(plan.cp_size)
+        for source in range(plan.cp_size)
+        if source != destination
+        for start, end in plan.ranks[source].ranges.tolist()
+    ]
+    return np.array(sorted(rows), dtype=np.int64)
+
+
+def contiguous(slices: AttnSlices, total: int, cp_size: int) -> AttnPlan:
+    share = total // cp_size
+    owned = tuple(np.array([[rank * share, (rank + 1) * share]]) for rank in range(cp_size))
+    return plan_ownership(slices.canonical(), total, owned, 0)
+
+
+def all_gather(plan: AttnPlan) -> AttnPlan:
+    return with_transfers(plan, everything(plan, lambda destination, source: 0), 1, True)
+
+
+def ring(plan: AttnPlan) -> AttnPlan:
+    cp_size = plan.cp_size
+    transfers = everything(plan, lambda destination, source: (destination - source) % cp_size)
+    return with_transfers(plan, transfers, cp_size, False)
+
+
+class _HeadsToTokens(torch.autograd.Function):
+    """[T, H, D] of all heads <-> [T * cp, H / cp, D] of some heads, by all-to-all."""
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor, to_heads: bool) -> Tensor:
+        ctx.to_heads = to_heads  # type: ignore[attr-defined]
+        return exchange_heads(x) if to_heads else exchange_tokens(x)
+
+    @staticmethod
+    def backward(ctx: object, grad: Tensor) -> tuple[Tensor, None]:
+        return (exchange_tokens(grad) if ctx.to_heads else exchange_heads(grad)), None  # type: ignore[attr-defined]
+
+
+def exchange_heads(x: Tensor) -> Tensor:
+    cp_size = dist.get_world_size()
+    by_rank = x.unflatten(1, (cp_size, -1)).transpose(0, 1).contiguous()
+    received = torch.empty_like(by_rank)
+    dist.all_to_all_single(received, by_rank)
+    return received.flatten(0, 1)
+
+
+def exchange_tokens(x: Tensor) -> Tensor:
+    cp_size = dist.get_world_size()
+    by_rank = x.contiguous().unflatten(0, (cp_size, -1))
+    received = torch.empty_like(by_rank)
+    dist.all_to_all_single(received, by_rank)
+    return received.transpose(0, 1).flatten(1, 2)
+
+
+def time_ms(run: Callable[[], object], repeats: int) -> float:
+    """Median over repeats of the slowest rank's time."""
+    times = []
+    for _ in range(repeats + 3):
+        dist.barrier()
+        torch.cuda.synchronize()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(1_000_000)  # work queued ahead, so that launch cost is hidden
+        start.record()
+        run()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end))
+    slowest = torch.tensor(times[3:], device="cuda")
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return slowest.median().item()
+
+
+def forward_and_backward(
+    q: Tensor, k: Tensor, v: Tensor, attend: Callable[..., Tensor], repeats: int
+) -> tuple[float, float]:
+    """Milliseconds forward, backward."""
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    out = attend(q, k, v)
+    dout = torch.randn_like(out)
+    forward = time_ms(lambda: attend(q, k, v), repeats)
+    backward = time_ms(lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True), repeats)
+    return forward, backward
+
+
+def bench_pack(name: str, cu: np.ndarray, heads: tuple[int, int], seed: int, repeats: int) -> list[dict]:
+    cp_size, rank = dist.get_world_size(), dist.get_rank()
+    device = torch.device("cuda", torch.cuda.current_device())
+    slices, total = varlen_causal(cu), int(cu[-1])
+    plan = make_plan(slices, total, cp_size)
+    local = total // cp_size
+    group = dist.group.WORLD
+    block_attn = choose_block_attn("ffa", device)
+
+    def rand(tokens: int, num_heads: int) -> Tensor:
+        return torch.randn(tokens, num_heads, HEAD_DIM, device=device, dtype=torch.bfloat16)
+
+    def by_plan(plan: AttnPlan, mesh: object) -> tuple[Callable[..., Tensor], int]:
+        handle = make_handle(bind_plan(plan, mesh, block_attn, *heads, device))  # type: ignore[arg-type]
+        received = int(plan.received_rows.max()) * 2 * heads[1] * HEAD_DIM * 2
+        return lambda q, k, v: attention_op(q, k, v, handle, HEAD_DIM**-0.5)[0], received
+
+    strategies = {
+        "ours": by_plan(plan, group),
+        "resident": by_plan(plan, NoCommunication(group)),
+        "all-gather": by_plan(all_gather(contiguous(slices, total, cp_size)), group),
+        "all-gather balanced": by_plan(all_gather(plan), group),
+        "ring": by_plan(ring(contiguous(slices, total, cp_size)), group),
+    }
+    if heads[1] % cp_size == 0:
+
+        def ulysses(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            q, k, v = (_HeadsToTokens.apply(x, True) for x in (q, k, v))
+            return _HeadsToTokens.apply(flex_flash_attn(q, k, v, slices)[0], False)
+
+        moved = (heads[0] * 2 + heads[1] * 2) * local * (cp_size - 1) // cp_size * HEAD_DIM * 2
+        strategies["ulysses"] = ulysses, moved
+
+    area = slices.area
+    flops = 4 * area * HEAD_DIM * heads[0]
+    rows = []
+    times = {}
+    for strategy, (attend, received) in strategies.items():
+        torch.manual_seed(seed)
+        tensors = (rand(local, num_heads) for num_heads in (heads[0], heads[1], heads[1]))
+        times[strategy] = forward_and_backward(*tensors, attend, repeats)
+        rows.append({"strategy": strategy, "recv_bytes_max": received})
+    # The ideal: every rank runs the whole pack by itself, at the same time, so that the clocks are the same.
+    ideal = forward_and_backward(
+        rand(total, heads[0]), rand(total, heads[1]), rand(total, heads[1]),
+        lambda q, k, v: flex_flash_attn(q, k, v, slices)[0], max(3, repeats // 3),
+    )  # fmt: skip
+    times["ideal"] = ideal[0] / cp_size, ideal[1] / cp_size
+    rows.append({"strategy": "ideal", "recv_bytes_max": 0})
+    for row in rows:
+        forward, backward = times[row["strategy"]]
+        row |= {
+            "pack": name, "tokens_per_gpu": local, "heads": f"{heads[0]}:{heads[1]}", "seed": seed, "cp": cp_size,
+            "fwd_ms": forward, "bwd_ms": backward,
+            "fwd_tflops_per_gpu": flops / cp_size / forward / 1e9,
+            "bwd_tflops_per_gpu": 2.5 * flops / cp_size / backward / 1e9,
+        }  # fmt: skip
+        if row["strategy"] == "ours":
+            spent = forward + backward
+            row["exposed_comm_share"] = (spent - sum(times["resident"])) / spent
+    if rank == 0:
+        for row in rows:
+            against = sum(times["ideal"]) / (row["fwd_ms"] + row["bwd_ms"])
+            speed = f"{row['fwd_tflops_per_gpu']:5.0f} {row['bwd_tflops_per_gpu']:5.0f} TFLOP/s {against:4.0%} of ideal"
+            exposed = f"  exposed {row['exposed_comm_share']:.1%}" if "exposed_comm_share" in row else ""
+            received = f"{row['recv_bytes_max'] / 2**20:7.1f} MiB"
+            print(f"{name:10s} {local:6d} {row['heads']:5s} {seed} {row['strategy']:20s} {speed} {received}{exposed}")
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 16384, 65536], help="tokens per GPU")
+    parser.add_argument("--heads", nargs="+", default=["64:8"], help="query heads : K/V heads")
+    parser.add_argument("--seeds", type=int, default=3, help="histogram packs per size")
+    parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--output", type=Path, help="JSON file to write")
+    arguments = parser.parse_args()
+    local_rank = int(os.environ["LOCAL_RANK"])
+    torch.cuda.set_device(local_rank)
+    dist.init_process_group("nccl", device_id=torch.device("cuda", local_rank))
+    rows = []
+    for heads in arguments.heads:
+        num_heads = tuple(map(int, heads.split(":")))
+        for tokens in arguments.tokens:
+            total = tokens * dist.get_world_size()
+            packs = [("histogram", histogram_pack(total, seed), seed) for seed in range(arguments.seeds)]
+            for name, cu, seed in [*packs, ("dense", np.array([0, total]), 0)]:
+                rows += bench_pack(name, cu, num_heads, seed, arguments.repeats)
+    if dist.get_rank() == 0 and arguments.output:
+        result = {
+            "device": torch.cuda.get_device_name(), "num_gpus": dist.get_world_size(), "torch": torch.__version__,
+            "nccl": ".".join(map(str, torch.cuda.nccl.version())), "python": platform.python_version(),
+            "commit": subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip(),
+            "command": "scripts/bench_cp.py " + " ".join(sys.argv[1:]), "rows": rows,
+        }  # fmt: skip
+        arguments.output.parent.mkdir(parents=True, exist_ok=True)
+        arguments.output.write_text(json.dumps(result, indent=1))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
