@@ -13,6 +13,7 @@ from torchtitan_magi.worklists import (
     WorkLists,
     build_worklists,
     largest_divisor,
+    row_bands,
     tile_cost,
 )
 
@@ -140,6 +141,14 @@ def test_every_visible_pair_is_computed_once(
 def test_named_masks(slices: AttnSlices, num_q: int, num_k: int) -> None:
     for heads in ((8, 8), (8, 1)):
         check(slices, num_q, num_k, heads)
+
+
+@settings(max_examples=60, deadline=None)
+@given(masks())
+def test_row_bands_are_those_of_the_slices(mask: tuple[AttnSlices, int, int]) -> None:
+    slices, num_q, _ = mask
+    for ours, theirs in zip(row_bands(slices.canonical().table, num_q), slices.row_bands(num_q), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
 
 
 def test_holes_between_keys_are_not_walked() -> None:

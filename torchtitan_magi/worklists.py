@@ -19,8 +19,8 @@ ROWS, KEYS = 128, 128  # of a forward tile and block
 BACKWARD_ROWS = 64  # of a backward query block
 MAX_PACK = 16
 NUM_SMS = 132  # of an H200; only heuristics use it
-ITEMS_PER_SM = 8  # parts per SM that backward tiles are split into
-MIN_CHUNK, MAX_CHUNK = 32, 256  # query blocks of a part, times packs
+ITEMS_PER_SM = 10  # parts per SM that backward tiles are split into
+MIN_CHUNK, MAX_CHUNK = 16, 256  # query blocks of a part, times packs
 L2_BYTES = 32 << 20  # share of the L2 cache that one wave of heads may claim
 FAR = 1 << 30  # beyond every key
 FIXED_COST = 1.2  # of a work item, in blocks: prologue and epilogue
@@ -121,7 +121,7 @@ def build_worklists(
     group = num_heads_q // num_heads_kv
     forward_pack = largest_divisor(group, MAX_PACK)
     backward_pack = backward_pack or choose_backward_pack(group)
-    lo, hi = slices.row_bands(num_q)
+    lo, hi = row_bands(table, num_q)
     words = _Words()
     bands = words.add(np.stack([lo, hi], 2))
 
@@ -147,14 +147,15 @@ def build_worklists(
     is_split = len(part_tile) > len(np.unique(tile))
     fits_l2 = num_q * num_heads_q * 1024 <= L2_BYTES  # q, dout and dq, 128 columns
     if is_split:
-        num_blocks_b = np.bincount(part, part_records[:, 5] - part_records[:, 4]).astype(np.int64)
         items, further = _items(part, part_records, np.arange(len(part_tile)))
         items[:, 0] = part_tile
-        first_block = items[:, 8] // chunk
-        items = items[np.lexsort((-num_blocks_b, 0 * first_block if fits_l2 else first_block))]
+        num_blocks_b = np.bincount(part, part_records[:, 5] - part_records[:, 4])
     else:
-        order = np.argsort(-tile_cost(blocks_per_tile), kind="stable")
-        items, further = _items(tile, records, order)
+        items, further = _items(tile, records, np.arange(num_backward_tiles))
+        num_blocks_b = blocks_per_tile
+    # Longest first, or, where the queries do not fit L2, one chunk of them after another.
+    at = np.zeros(len(items), np.int64) if fits_l2 else items[:, 8] // chunk
+    items = items[np.lexsort((-tile_cost(num_blocks_b), at))]
     backward_items, backward_segments = words.add(items), words.add(further)
 
     groups_per_kv = group // forward_pack
@@ -167,7 +168,7 @@ def build_worklists(
         forward_pack=forward_pack,
         backward_pack=backward_pack,
         forward_heads_per_wave=largest_divisor(num_heads_q // forward_pack, L2_BYTES // key_bytes * groups_per_kv),
-        backward_heads_per_wave=1 if is_split and not fits_l2 else num_heads_kv,
+        backward_heads_per_wave=num_heads_kv if fits_l2 else 1,
         num_forward_tiles=num_forward_tiles,
         num_forward_tiles_with_work=int((num_blocks > 0).sum()),
         num_backward_tiles=num_backward_tiles,
@@ -199,7 +200,8 @@ def backward_chunk(blocks_per_tile: Int64Array, num_heads_kv: int, packs: int) -
     the same dq while both are in L2; and there are enough of them for every SM to end at nearly the same time.
     """
     wanted = blocks_per_tile.sum() * num_heads_kv * packs / (ITEMS_PER_SM * NUM_SMS)
-    return max(1, int(np.clip(wanted, MIN_CHUNK, MAX_CHUNK)) // packs)
+    chunk = 2 ** round(np.log2(np.clip(wanted, MIN_CHUNK, MAX_CHUNK)))  # a power of two: chunks end where k-tiles do
+    return max(1, chunk // packs)
 
 
 def split_tiles(
@@ -224,6 +226,41 @@ def split_tiles(
     keys, part = np.unique(tile[which] * num_chunks + at, return_inverse=True)
     order = np.argsort(part, kind="stable")
     return keys // num_chunks, part[order], cut[order]
+
+
+def row_bands(table: Int32Array, num_q: int) -> tuple[Int32Array, Int32Array]:
+    """What AttnSlices.row_bands gives, for a canonical table: a layer's rows are runs of slices and of nothing between them."""
+    layer = slice_layers(table)
+    lo, hi = np.zeros((2, layer.max(initial=0) + 1, num_q), np.int32)
+    rows = np.arange(num_q, dtype=np.int32)
+    for j in range(len(lo)):
+        q_start, q_end, k_start, k_end, mask_type = table[layer == j].astype(np.int32).T
+        edges = np.zeros(2 * len(q_start) + 2, np.int32)
+        edges[1:-1:2], edges[2:-1:2], edges[-1] = q_start, q_end, num_q
+        lengths = np.diff(edges)
+        slope_lo, slope_hi = mask_type >> 1, mask_type & 1
+        bounds = ((lo[j], k_start, slope_lo, q_start), (hi[j], k_end, slope_hi, q_end - 1))
+        for out, constant, slope, anchor in bounds:
+            run = np.zeros(len(lengths), np.int32)  # 0 between slices
+            run[1::2] = constant - slope * anchor
+            out[:] = np.repeat(run, lengths)
+            if slope.any():
+                run[1::2] = slope
+                out += np.repeat(run, lengths) * rows
+    return lo, hi
+
+
+def slice_layers(table: Int32Array) -> Int64Array:
+    """Numbers the slices of a canonical table so that those of one number have no row in common, few numbers first."""
+    layer = np.zeros(len(table), np.int64)
+    if (table[1:, 0] >= table[:-1, 1]).all():
+        return layer
+    free_from: list[int] = []
+    for i, (start, end) in enumerate(table[:, :2].tolist()):
+        j = next((j for j, free in enumerate(free_from) if free <= start), len(free_from))
+        free_from[j : j + 1] = [end]
+        layer[i] = j
+    return layer
 
 
 def row_segments(lo: Int32Array, hi: Int32Array, tokens: int) -> Segments:
