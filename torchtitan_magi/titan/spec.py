@@ -162,7 +162,7 @@ def _apply_cp(stock: Any) -> Any:
 
 
 def _apply_tp(stock: Any) -> Any:
-    """qwen3's tensor parallelism, which expects positions under context parallelism only; the model always gets them."""
+    """qwen3's tensor parallelism, which expects positions only under context parallelism; ours come always."""
 
     @functools.wraps(stock)
     def apply_non_moe_tp(*args: Any, **kwargs: Any) -> None:
