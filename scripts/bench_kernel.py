@@ -1,9 +1,11 @@
-"""Times the FFA kernel beside cuDNN (torch SDPA), torch varlen_attn and compiled flex_attention, in one run on a Hopper GPU.
+"""Times the FFA kernel beside cuDNN (torch SDPA), torch varlen_attn and compiled flex_attention in one run.
 
     python scripts/bench_kernel.py --json benchmarks/results/kernel_h200.json --plot benchmarks/results/kernel_h200.png
 
-TFLOP/s = 4 * (visible pairs) * head_dim * num_heads_q, backward 2.5 times that, over the median time by CUDA events. Backward
-times are a whole autograd backward (for ours: delta, zeroing and rounding dq, and the kernel). Work lists are built and uploaded
+TFLOP/s = 4 * (visible pairs) * head_dim * num_heads_q, backward 2.5 times that, over the median time by CUDA events.
+Backward
+times are a whole autograd backward (for ours: delta, zeroing and rounding dq, and the kernel). Work lists are built
+and uploaded
 before timing; building is reported beside it. Every implementation's output is compared with ours first.
 """
 
@@ -253,7 +255,8 @@ def measure(case: Case, impls: list[str], ms: int) -> Iterator[Row]:
 
         fwd, bwd = (do_bench(f, warmup=ms // 3, rep=ms, return_mode="median") for f in (forward, backward))
         yield Row(
-            case.name, case.tokens, f"{heads_q}:{heads_kv}", case.head_dim, str(case.dtype).removeprefix("torch."), name,
+            case.name, case.tokens, f"{heads_q}:{heads_kv}", case.head_dim, str(case.dtype).removeprefix("torch."),
+            name,
             round(fwd, 4), round(bwd, 4), round(flops / fwd / 1e9, 1), round(2.5 * flops / bwd / 1e9, 1),
             round(min(build), 2) if name == "ours" else 0.0,
         )  # fmt: skip

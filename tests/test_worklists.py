@@ -1,4 +1,4 @@
-"""The kernel's work lists, walked on the host as the kernel walks them, must compute every visible pair exactly once."""
+"""The kernel's work lists, walked on the host as the kernel walks them, compute every visible pair exactly once."""
 
 import time
 

@@ -1,6 +1,7 @@
 """Host half of the FFA kernel: tensor maps, launches, and attention over work lists as a differentiable function.
 
-Shapes: Tq queries, Tk keys, Hq query heads, Hk K/V heads, D head_dim. Nothing CUDA is imported until a kernel is needed.
+Shapes: Tq queries, Tk keys, Hq query heads, Hk K/V heads, D head_dim. Nothing CUDA is imported until a kernel is
+needed.
 """
 
 import ctypes
@@ -23,7 +24,7 @@ LOG2_E = math.log2(math.e)
 Variant = tuple[tuple[str, int], ...]
 
 
-# ------------------------------------------------------------------------------------------------------ kernel parameters
+# ------------------------------------------------------------ kernel parameters
 # Field by field the structs of the same names in the .cu files.
 class Schedule(ctypes.Structure):
     _fields_ = [(name, ctypes.c_int) for name in ("num_tiles", "num_heads", "heads_per_wave")]
@@ -54,7 +55,7 @@ class BackwardParams(ctypes.Structure):
 STORE_PACKED, STORE_FLOAT, ADD_FLOAT = 0, 1, 2
 
 
-# -------------------------------------------------------------------------------------------------------------- variants
+# ------------------------------------------------------------ variants
 def padded_head_dim(head_dim: int) -> int:
     """The kernel's head dim that holds `head_dim`.
 
@@ -89,7 +90,7 @@ def _variant(macros: dict[str, int]) -> Variant:
     return tuple((name, int(value)) for name, value in macros.items() if value)
 
 
-# ----------------------------------------------------------------------------------------------------------------- lists
+# ------------------------------------------------------------ lists
 @dataclass(frozen=True, eq=False)
 class DeviceLists:
     """Work lists of one mask on a device; `words` int32 [n], 16-byte aligned."""
@@ -113,13 +114,14 @@ class HostLists:
         return self.lists.words
 
     def to(self, device_words: Tensor) -> DeviceLists:
-        """The lists around `device_words`, a copy of `words` on the device. Copies it when it is not 16-byte aligned."""
-        assert device_words.dtype == torch.int32 and len(device_words) == len(self.words)
+        """The lists around `device_words`, a copy of `words` on the device; cloned when not 16-byte aligned."""
+        assert device_words.dtype == torch.int32
+        assert len(device_words) == len(self.words)
         aligned = device_words.data_ptr() % 16 == 0 and device_words.is_contiguous()
         return DeviceLists(device_words if aligned else device_words.clone(), self.lists.sizes)
 
 
-# --------------------------------------------------------------------------------------------------------- the attention
+# ------------------------------------------------------------ the attention
 class FfaBlockAttn:
     """Attention of one stage's queries over its K/V buffer with our Hopper kernel; `reference.FlexBlockAttn`'s methods.
 
@@ -183,14 +185,16 @@ class FfaBlockAttn:
         s = mask.sizes
         _check_inputs(q, k, v, s, softmax_scale)
         if accumulate is None:
-            out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+            out = torch.empty_like(q, memory_format=torch.contiguous_format)
             lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
             num_tiles = s.num_forward_tiles
             if s.num_k == 0:
                 return out.zero_(), lse.fill_(-math.inf)
         else:
             out, lse = accumulate
-            assert out.dtype == lse.dtype == torch.float32 and out.is_contiguous() and lse.is_contiguous()
+            assert out.dtype == lse.dtype == torch.float32
+            assert out.is_contiguous()
+            assert lse.is_contiguous()
             num_tiles = s.num_forward_tiles_with_work
         if num_tiles == 0:
             return out, lse
@@ -255,7 +259,8 @@ class FfaBlockAttn:
             dout, q: [Tq, Hq, D]. k, v: [Tk, Hk, D]. bf16 or fp16, all alike; strided views are read in place.
             lse, delta: fp32 [Tq, Hq] contiguous, final over all stages; delta = rowsum(out * dout).
             dq: fp32 [Tq, Hq, D] contiguous, added to.
-            dk, dv: [Tk, Hk, D], overwritten; fp32 or the dtype of k, innermost dimension contiguous, rows 16-byte aligned.
+            dk, dv: [Tk, Hk, D], overwritten; fp32 or the dtype of k, innermost dimension contiguous, rows 16-byte
+            aligned.
             deterministic: add to dq in a fixed order, so that runs repeat bit for bit.
             sm_margin: SMs to leave to others.
 
@@ -264,9 +269,11 @@ class FfaBlockAttn:
         """
         s = mask.sizes
         _check_inputs(q, k, v, s, softmax_scale)
-        assert dq.dtype == lse.dtype == delta.dtype == torch.float32 and dout.dtype == q.dtype
-        assert dq.is_contiguous() and lse.is_contiguous() and delta.is_contiguous()
-        assert dk.dtype == dv.dtype and dk.stride(2) == dv.stride(2) == 1
+        assert dq.dtype == lse.dtype == delta.dtype == torch.float32
+        assert dout.dtype == q.dtype
+        assert all(x.is_contiguous() for x in (dq, lse, delta))
+        assert dk.dtype == dv.dtype
+        assert dk.stride(2) == dv.stride(2) == 1
         if s.num_k == 0:
             return
         if s.num_q == 0:
@@ -357,19 +364,22 @@ class FfaBlockAttn:
 
 
 def _check_inputs(q: Tensor, k: Tensor, v: Tensor, s: ListSizes, softmax_scale: float) -> None:
-    padded_head_dim(q.shape[2])
-    if q.dtype not in (torch.bfloat16, torch.float16) or not q.dtype == k.dtype == v.dtype:
+    head_dim, dtype = q.shape[2], q.dtype
+    if not 0 < head_dim <= 128 or head_dim % 8:
+        padded_head_dim(head_dim)  # raises
+    if dtype not in (torch.bfloat16, torch.float16) or not dtype == k.dtype == v.dtype:
         raise ValueError(
-            f"q, k, v are {q.dtype}, {k.dtype}, {v.dtype}; the ffa kernel takes bfloat16 or float16, all alike"
+            f"q, k, v are {dtype}, {k.dtype}, {v.dtype}; the ffa kernel takes bfloat16 or float16, all alike"
         )
     if not softmax_scale > 0:
         raise ValueError(f"softmax_scale is {softmax_scale}; it must be positive")
-    want = ((s.num_q, s.num_heads_q), (s.num_k, s.num_heads_kv), (s.num_k, s.num_heads_kv))
-    if tuple(tuple(x.shape[:2]) for x in (q, k, v)) != want or not q.shape[2] == k.shape[2] == v.shape[2]:
-        raise ValueError(f"q, k, v have shapes {[tuple(x.shape) for x in (q, k, v)]}; the work lists are for {want}")
+    want_q, want_k = (s.num_q, s.num_heads_q, head_dim), (s.num_k, s.num_heads_kv, head_dim)
+    if q.shape != want_q or k.shape != want_k or v.shape != want_k:
+        shapes = tuple(q.shape), tuple(k.shape), tuple(v.shape)
+        raise ValueError(f"q, k, v have shapes {shapes}; the work lists are for {want_q}, {want_k}, {want_k}")
 
 
-# ---------------------------------------------------------------------------------------------------------------- autograd
+# ------------------------------------------------------------ autograd
 class _FfaAttn(torch.autograd.Function):
     @staticmethod
     def forward(

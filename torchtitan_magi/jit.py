@@ -1,6 +1,7 @@
 """Compiles the CUDA sources in `kernels/` with NVRTC through `cuda.core`, keeps the result on disk, loads it.
 
-A cache entry is one file named by the hash of everything that decides the code: the source with its includes expanded, the
+A cache entry is one file named by the hash of everything that decides the code: the source with its includes expanded,
+the
 macros, the compiler options. It holds the SHA-256 of the machine code, then the machine code, so that a truncated or
 damaged entry is noticed and built again. Ranks that start together take a file lock: one compiles, the others read.
 """

@@ -33,7 +33,7 @@ def next_counter(device: int) -> int:
 
 
 def copyable(x: Tensor) -> Tensor:
-    """x [T, H, D], or a contiguous copy where the copy engine cannot read it in place: it needs 16-byte aligned rows."""
+    """x [T, H, D], or a contiguous copy where the copy engine cannot read it: it needs 16-byte aligned rows."""
     token_stride, head_stride, column_stride = x.stride()
     step = 16 // x.element_size()
     fits = (
@@ -46,8 +46,8 @@ def copyable(x: Tensor) -> Tensor:
 
 
 def tensor_map(x: Tensor, heads: int, tokens: int) -> Any:
-    """A map over x [T, H, D] whose box is 128 bytes of columns x `heads` x `tokens`, stored as 128-byte swizzled rows."""
-    return _encode(x.data_ptr(), x.dtype, tuple(x.shape), x.stride()[:2], heads, tokens)
+    """A map over x [T, H, D] with boxes of 128 bytes of columns x `heads` x `tokens`, stored as swizzled rows."""
+    return _encode(x.data_ptr(), x.dtype, x.shape, x.stride(), heads, tokens)
 
 
 @functools.lru_cache(maxsize=8192)
@@ -104,17 +104,22 @@ class Kernel:
         self._launch = driver.cuLaunchKernel
 
     def __call__(self, device: int, num_blocks: int, *arguments: Any) -> None:
-        """Launches on the current stream of `device`. arguments: ctypes values, in the order of the kernel's parameters."""
+        """Launches on the current stream of `device`. arguments: ctypes values, the kernel's parameters in order."""
         if torch.cuda.current_device() != device:
             with torch.cuda.device(device):
                 return self(device, num_blocks, *arguments)
-        pointers = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
-        stream = torch.cuda.current_stream(device).cuda_stream
+        pointers = _pointer_array(len(arguments))(*map(ctypes.addressof, arguments))
+        stream = torch._C._cuda_getCurrentRawStream(device)  # current_stream(device).cuda_stream without the objects
         (status,) = self._launch(
             self.handle, num_blocks, 1, 1, self.threads, 1, 1, self.shared_bytes, stream, ctypes.addressof(pointers), 0
         )
-        if int(status) != 0:
+        if status:
             raise RuntimeError(f"kernel launch failed: {status!r}")
 
 
 load = functools.cache(Kernel)
+
+
+@functools.cache
+def _pointer_array(length: int) -> type[ctypes.Array[ctypes.c_void_p]]:
+    return ctypes.c_void_p * length

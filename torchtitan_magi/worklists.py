@@ -5,7 +5,8 @@ Vocabulary (kernels/ffa_layout.cuh has the records):
     pack       query heads of one KV head that share a tile; a tile's row = token * pack + head
     q-tile     128 // pack query tokens (forward)        q-block   64 // pack query tokens (backward)
     k-block    128 keys from a segment's first (forward)  k-tile    128 keys from a multiple of 128 (backward)
-    segment    a run of k-blocks of a q-tile, or of q-blocks of a k-tile, on one layer, and the part of it without a mask
+    segment    a run of k-blocks of a q-tile, or of q-blocks of a k-tile, on one layer, and the part of it without a
+    mask
 """
 
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ Int64Array = npt.NDArray[np.int64]
 
 
 def tile_cost(num_blocks: Int64Array) -> npt.NDArray[np.float64]:
-    """Run time of work items by their number of blocks, in units of one 128 x 128 block; nothing to do costs nothing."""
+    """Run time of work items by their number of blocks, in units of one 128 x 128 block; no blocks, no cost."""
     return np.where(num_blocks > 0, num_blocks + FIXED_COST, 0.0)
 
 
@@ -56,7 +57,7 @@ class Segments:
 
 @dataclass(frozen=True)
 class ListSizes:
-    """Where the lists lie in the packed words (offsets and counts in int32 words and records), and what they are for."""
+    """Where the lists lie in the packed words (offsets in words, counts in records), and what they are for."""
 
     num_q: int
     num_k: int
@@ -116,7 +117,7 @@ def build_worklists(
     table = slices.canonical().table
     if len(table) and (table[:, 1].max() > num_q or table[:, 3].max() > num_k):
         raise ValueError(
-            f"slices reach query {table[:, 1].max()} and key {table[:, 3].max()}; there are {num_q} queries and {num_k} keys"
+            f"slices reach query {table[:, 1].max()} and key {table[:, 3].max()} of {num_q} queries and {num_k} keys"
         )
     group = num_heads_q // num_heads_kv
     forward_pack = largest_divisor(group, MAX_PACK)
@@ -196,7 +197,8 @@ def choose_backward_pack(group: int) -> int:
 def backward_chunk(blocks_per_tile: Int64Array, num_heads_kv: int, packs: int) -> int:
     """Query blocks of a part of a k-tile.
 
-    Parts end at multiples of it, so that the parts of one chunk, which run at the same time, read the same queries and add to
+    Parts end at multiples of it, so that the parts of one chunk, which run at the same time, read the same queries and
+    add to
     the same dq while both are in L2; and there are enough of them for every SM to end at nearly the same time.
     """
     wanted = blocks_per_tile.sum() * num_heads_kv * packs / (ITEMS_PER_SM * NUM_SMS)
@@ -229,7 +231,7 @@ def split_tiles(
 
 
 def row_bands(table: Int32Array, num_q: int) -> tuple[Int32Array, Int32Array]:
-    """What AttnSlices.row_bands gives, for a canonical table: a layer's rows are runs of slices and of nothing between them."""
+    """What AttnSlices.row_bands gives, for a canonical table: on a layer, runs of slices and of nothing alternate."""
     layer = slice_layers(table)
     lo, hi = np.zeros((2, layer.max(initial=0) + 1, num_q), np.int32)
     rows = np.arange(num_q, dtype=np.int32)
@@ -323,7 +325,8 @@ def _split_at_holes(low: Int32Array, hi: Int32Array, tokens: int, layer: Int64Ar
 def transpose_segments(blocks: Segments, num_q_blocks: int) -> tuple[Int64Array, Int64Array, Int32Array]:
     """From the keys of each q-block to the q-blocks of each k-tile.
 
-    Consecutive q-blocks whose bounds never decrease form a chain; the blocks of a chain that see one k-tile are consecutive,
+    Consecutive q-blocks whose bounds never decrease form a chain; the blocks of a chain that see one k-tile are
+    consecutive,
     and so are those that see all of it, so two binary searches each find them for all k-tiles at once.
 
     Returns:

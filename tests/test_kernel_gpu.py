@@ -1,0 +1,97 @@
+"""The FFA kernel on a Hopper GPU, against an fp64 dense reference: cases and budget of scripts/check_kernel.py."""
+
+import random
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU (sm_90)")]
+
+
+@pytest.fixture(autouse=True)
+def _poisoned_memory() -> Iterator[None]:
+    """torch.empty gives NaN."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_random_slice_lists_are_within_the_budget(seed: int) -> None:
+    from check_kernel import random_case, run_case
+
+    rng = random.Random(seed)
+    for i in range(40):
+        case = random_case(rng)
+        _, problems = run_case(case, i)
+        assert not problems, (case, problems)
+
+
+def test_masks_users_have_are_within_the_budget() -> None:
+    from check_kernel import named_cases, run_case
+
+    for case in named_cases():
+        _, problems = run_case(case, 0)
+        assert not problems, (case, problems)
+
+
+def test_empty_inputs() -> None:
+    from torchtitan_magi.ffa import FfaBlockAttn, ffa_attn, upload_lists
+    from torchtitan_magi.slices import AttnSlices
+
+    attn = FfaBlockAttn("cuda")
+    for num_q, num_k, slices in ((0, 5, []), (5, 0, []), (0, 0, []), (130, 200, []), (1, 1, [[0, 1, 0, 1, 1]])):
+        q, k, v = (torch.randn(n, 8, 64, device="cuda").bfloat16().requires_grad_() for n in (num_q, num_k, num_k))
+        mask = upload_lists(attn.prepare(AttnSlices(slices), num_q, num_k, 8, 8), "cuda")
+        out, lse = ffa_attn(q, k, v, mask)
+        out.sum().backward()
+        if not slices:
+            assert (out == 0).all()
+            assert lse.isneginf().all()
+        for x in (q, k, v):
+            assert x.grad is not None
+            assert not x.grad.isnan().any()
+
+
+def test_what_the_kernel_does_not_take_is_an_error() -> None:
+    from torchtitan_magi.ffa import FfaBlockAttn, upload_lists
+    from torchtitan_magi.slices import varlen_causal
+
+    attn = FfaBlockAttn("cuda")
+    mask = upload_lists(attn.prepare(varlen_causal([0, 16]), 16, 16, 4, 4), "cuda")
+
+    def call(dtype: torch.dtype = torch.bfloat16, head_dim: int = 64, tokens: int = 16, scale: float = 0.1) -> None:
+        q, k, v = (torch.randn(tokens, 4, head_dim, device="cuda").to(dtype) for _ in range(3))
+        attn.forward(q, k, v, mask, scale)
+
+    call()
+    for wrong, match in (
+        ({"dtype": torch.float32}, "bfloat16"),
+        ({"head_dim": 136}, "head_dim"),
+        ({"head_dim": 20}, "head_dim"),
+        ({"tokens": 17}, "work lists"),
+        ({"scale": 0.0}, "softmax_scale"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            call(**wrong)
+    with pytest.raises(ValueError, match="flex"):
+        FfaBlockAttn("cpu")
+
+
+def test_leaving_sms_free_changes_nothing() -> None:
+    from torchtitan_magi.ffa import FfaBlockAttn, upload_lists
+    from torchtitan_magi.slices import varlen_causal
+
+    attn = FfaBlockAttn("cuda")
+    mask = upload_lists(attn.prepare(varlen_causal([0, 300, 1000]), 1000, 1000, 8, 1), "cuda")
+    q, k, v = (torch.randn(1000, heads, 128, device="cuda").bfloat16() for heads in (8, 1, 1))
+    want = attn.forward(q, k, v, mask, 0.1)
+    for margin in (8, 131, 500):
+        for a, b in zip(attn.forward(q, k, v, mask, 0.1, sm_margin=margin), want, strict=True):
+            assert torch.equal(a, b)
