@@ -26,6 +26,9 @@ class BlockAttn(Protocol):
 
     name: str
 
+    def check(self, head_dim: int, dtype: torch.dtype) -> None:
+        """Raises ValueError for a head_dim or a dtype of q, k and v that it does not take."""
+
     def rows(self) -> Rows:
         """How K/V rows are packed for other ranks and returned gradients added."""
 

@@ -67,6 +67,15 @@ def padded_head_dim(head_dim: int) -> int:
     return 64 if head_dim <= 64 else 128
 
 
+def check_supported(head_dim: int, dtype: torch.dtype) -> None:
+    """Raises ValueError for a head_dim or a dtype of q, k and v that the kernel does not take."""
+    padded_head_dim(head_dim)
+    if dtype not in (torch.bfloat16, torch.float16):
+        raise ValueError(
+            f'attention runs in {dtype}; the ffa kernel takes bfloat16 or float16, or use backend = "flex"'
+        )
+
+
 def forward_variant(head_dim: int, pack: int, dtype: torch.dtype, accumulate: bool) -> tuple[Variant, int]:
     """Macros and bytes of shared memory of a forward kernel."""
     padded = padded_head_dim(head_dim)
@@ -133,6 +142,10 @@ class FfaBlockAttn:
     """
 
     name = "ffa"
+
+    def check(self, head_dim: int, dtype: torch.dtype) -> None:
+        """Raises ValueError for what the kernel does not take."""
+        check_supported(head_dim, dtype)
 
     def rows(self) -> CudaRows:
         return CudaRows()
@@ -365,12 +378,9 @@ class FfaBlockAttn:
 
 def _check_inputs(q: Tensor, k: Tensor, v: Tensor, s: ListSizes, softmax_scale: float) -> None:
     head_dim, dtype = q.shape[2], q.dtype
-    if not 0 < head_dim <= 128 or head_dim % 8:
-        padded_head_dim(head_dim)  # raises
-    if dtype not in (torch.bfloat16, torch.float16) or not dtype == k.dtype == v.dtype:
-        raise ValueError(
-            f"q, k, v are {dtype}, {k.dtype}, {v.dtype}; the ffa kernel takes bfloat16 or float16, all alike"
-        )
+    check_supported(head_dim, dtype)
+    if not dtype == k.dtype == v.dtype:
+        raise ValueError(f"q, k, v are {dtype}, {k.dtype}, {v.dtype}; give all three the same dtype")
     if not softmax_scale > 0:
         raise ValueError(f"softmax_scale is {softmax_scale}; it must be positive")
     want_q, want_k = (s.num_q, s.num_heads_q, head_dim), (s.num_k, s.num_heads_kv, head_dim)

@@ -7,7 +7,6 @@ damaged entry is noticed and built again. Ranks that start together take a file 
 """
 
 import contextlib
-import ctypes
 import fcntl
 import functools
 import hashlib
@@ -122,24 +121,6 @@ def load_kernel(name: str, function: str, macros: tuple[tuple[str, int], ...], s
         if is_hopper(device):
             check(driver.cuKernelSetAttribute(limit, shared_bytes, kernel, check(driver.cuDeviceGet(device))))
     return handle
-
-
-def launch(kernel: Any, blocks: int, threads: int, shared_bytes: int, arguments: list[Any]) -> None:
-    """Launches a kernel of ``load_kernel`` on torch's current stream.
-
-    Args:
-        arguments: ctypes values, the kernel's parameters in order.
-
-    Raises:
-        RuntimeError: the driver refuses the launch.
-    """
-    import torch
-    from cuda.bindings import driver
-
-    pointers = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(argument) for argument in arguments))
-    stream = torch.cuda.current_stream().cuda_stream
-    grid, block = (blocks, 1, 1), (threads, 1, 1)
-    check(driver.cuLaunchKernel(kernel, *grid, *block, shared_bytes, stream, ctypes.addressof(pointers), 0))
 
 
 @functools.cache

@@ -58,6 +58,9 @@ class FlexBlockAttn:
 
     name = "flex"
 
+    def check(self, head_dim: int, dtype: torch.dtype) -> None:
+        """Takes every head_dim and float dtype."""
+
     def rows(self) -> TorchRows:
         return TorchRows()
 

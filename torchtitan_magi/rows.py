@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from torchtitan_magi import jit
+from torchtitan_magi import launch
 from torchtitan_magi.plan import Stage
 
 _WARPS = 8  # of a block, one row each
@@ -46,7 +46,7 @@ class CudaRows:
         rows = index[0]
         sent = torch.empty(len(rows), 2, *k.shape[1:], dtype=k.dtype, device=k.device)
         if len(rows):
-            k, v = _in_units(k), _in_units(v)
+            k, v = launch.copyable(k), launch.copyable(v)
             units = _UNIT // k.element_size()
             params = _GatherParams(
                 *(x.data_ptr() for x in (k, v, rows, sent)),
@@ -55,7 +55,7 @@ class CudaRows:
                 k.shape[1],
                 k.shape[2] // units,
             )
-            self._launch("gather_rows", (), params, len(rows), k.device)
+            launch.load("rows.cu", "gather_rows", (), _WARPS * 32, 0)(k.device.index, _blocks(len(rows)), params)
         return sent
 
     def add(self, returned: Tensor, index: list[Tensor], stage: Stage, grad: Tensor) -> None:
@@ -72,23 +72,9 @@ class CudaRows:
                 len(tokens),
                 grad[0].numel() * returned.element_size() // _UNIT,
             )
-            self._launch("add_rows", macros, params, len(tokens), grad.device)
-
-    def _launch(
-        self,
-        function: str,
-        macros: tuple[tuple[str, int], ...],
-        params: ctypes.Structure,
-        rows: int,
-        device: torch.device,
-    ) -> None:
-        with torch.cuda.device(device):
-            kernel = jit.load_kernel("rows.cu", function, macros, 0)
-            jit.launch(kernel, min(-(-rows // _WARPS), 2048), _WARPS * 32, 0, [params])
+            kernel = launch.load("rows.cu", "add_rows", macros, _WARPS * 32, 0)
+            kernel(grad.device.index, _blocks(len(tokens)), params)
 
 
-def _in_units(x: Tensor) -> Tensor:
-    """x, or a contiguous copy where its rows do not begin at multiples of 16 bytes."""
-    units = _UNIT // x.element_size()
-    fits = x.stride(2) == 1 and x.data_ptr() % _UNIT == 0 and not any(stride % units for stride in x.stride()[:2])
-    return x if fits else x.contiguous()
+def _blocks(rows: int) -> int:
+    return min(-(-rows // _WARPS), 2048)

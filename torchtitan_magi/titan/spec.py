@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed import context_parallel
 from torchtitan.models import _supported_models
 from torchtitan.protocols.train_spec import TrainSpec, get_train_spec, register_train_spec
@@ -87,7 +88,7 @@ class _MagiSpec:
         return self.losses.record(self.stock.build_loss_fn(job_config, **kwargs))
 
     def parallelize(self, model: Any, parallel_dims: Any, job_config: Any) -> nn.Module:
-        _, num_heads_q, num_heads_kv, _ = _shape(model.model_args)
+        _, num_heads_q, num_heads_kv, head_dim = _shape(model.model_args)
         model.magi = MagiRuntime(
             job_config.magi,
             parallel_dims.get_optional_mesh("cp"),
@@ -98,12 +99,19 @@ class _MagiSpec:
             ),
             self.count,
         )
+        model.magi.block_attn.check(head_dim, _attention_dtype(parallel_dims, job_config.training))
         for block in model.layers.values():
             block.attention.inner_attention = VarlenAttentionWrapper()
         model = self.stock.parallelize_fn(model, parallel_dims, without_context_parallel(job_config))
         if on_cpu():
             allow_gloo_gradients(model)
         return model
+
+
+def _attention_dtype(parallel_dims: Any, training: Any) -> torch.dtype:
+    """The dtype of q, k and v: torchtitan leaves tensor parallelism without FSDP in the training dtype."""
+    mixed = parallel_dims.fsdp_enabled or not parallel_dims.tp_enabled
+    return TORCH_DTYPE_MAP[training.mixed_precision_param if mixed else training.dtype]
 
 
 def _shape(model_args: Any) -> tuple[int, int, int, int]:
