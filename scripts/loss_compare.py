@@ -189,6 +189,25 @@ class _Runs:
         return [json.loads(line) for line in record.read_text().splitlines()] if record.exists() else []
 
 
+def exact_gradient_norms() -> None:
+    """Makes torchtitan report norms summed in float64 on CPU, where torch sums float32 squares one after the other:
+    the rounding errors of large tensors, up to 1e-4, would hide or feign a difference between layouts."""
+    import torch
+    from torch.distributed.tensor import DTensor
+    from torchtitan.distributed import utils
+
+    clip = utils.clip_grad_norm_
+
+    def clip_and_report_exactly(parameters, *args, **kwargs):  # type: ignore[no-untyped-def]
+        parameters = list(parameters)
+        norm = torch.nn.utils.get_total_norm([p.grad.double() for p in parameters if p.grad is not None])
+        clip(parameters, *args, **kwargs)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    if not torch.cuda.is_available():
+        utils.clip_grad_norm_ = clip_and_report_exactly
+
+
 def record_run() -> None:
     """One process of a run: torchtitan's entry, with the metrics of rank 0 in a file at full precision."""
     path = sys.argv[2]
@@ -209,6 +228,7 @@ def record_run() -> None:
     MetricsProcessor.log = record_and_log
     if "--checkpoint.create_seed_checkpoint" not in sys.argv:
         CheckpointManager.save = lambda *_, **__: None  # not needed, and large
+    exact_gradient_norms()
     torchtitan.train.main(torchtitan.train.Trainer)
 
 

@@ -22,6 +22,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "scripts"))
+from loss_compare import exact_gradient_norms  # noqa: E402
+
 DEBUG_TOML = ROOT / "train_configs" / "debug.toml"
 TIMEOUT = 240  # seconds
 PRELOAD = ["torch", "torch._dynamo", "torch.nn.attention.flex_attention", "torchtitan.train", "torchtitan_magi.titan"]
@@ -141,26 +144,14 @@ def train(
     if toml == DEBUG_TOML:
         paths = ("--model.hf_assets_path", f"{demo()}/tokenizer", "--training.dataset_path", f"{demo()}/train.jsonl")
         defaults = (*paths, "--parallelism.context_parallel_degree", "1", *defaults)
-    dump = ["--job.dump_folder", new_folder()]
-    return _run(processes, _train_in_child, ([*_last_wins(dump, defaults, arguments)], str(toml), setup), until, timeout)
+    arguments = ["--job.config_file", str(toml), "--job.dump_folder", new_folder(), *defaults, *arguments]
+    return _run(processes, _train_in_child, (arguments, setup), until, timeout)
 
 
 def call(function: Callable, *arguments: object, timeout: float = TIMEOUT) -> object:
     """function(*arguments) in a fresh process that has torchtitan and the plugin imported."""
     run = _run(1, _call_in_child, (function, arguments), None, timeout)
     return run.of("result")[0][0]
-
-
-def _last_wins(*parts: object) -> list[str]:
-    """Arguments in which each option comes once, with the value that came last."""
-    flat = [argument for part in parts for argument in part]
-    options: dict[str, list[str]] = {}
-    for argument in flat:
-        if argument.startswith("--"):
-            options[name := argument] = []
-        else:
-            options[name].append(argument)
-    return [argument for name, values in options.items() for argument in (name, *values)]
 
 
 def _run(processes: int, target: Callable, arguments: tuple, until: Callable | None, timeout: float) -> Run:
@@ -239,7 +230,7 @@ def _call_in_child(function: Callable, arguments: tuple, report: Callable[..., N
     report("result", function(*arguments))
 
 
-def _train_in_child(arguments: list[str], toml: str, setup: Callable | None, report: Callable[..., None]) -> None:
+def _train_in_child(arguments: list[str], setup: Callable | None, report: Callable[..., None]) -> None:
     import torch.distributed as dist
     import torchtitan.train
     from torchtitan.components import metrics
@@ -252,7 +243,8 @@ def _train_in_child(arguments: list[str], toml: str, setup: Callable | None, rep
     metrics._build_metric_logger = lambda *_: Report()
     # Rank 0 waits two seconds for the others at the end of a run; wait for them instead.
     torchtitan.train.time = SimpleNamespace(perf_counter=time.perf_counter, sleep=lambda _: None)
-    ConfigManager.parse_args.__defaults__ = (["--job.config_file", toml, *arguments],)  # sys.argv at import time
+    ConfigManager.parse_args.__defaults__ = (arguments,)  # otherwise sys.argv at import time
+    exact_gradient_norms()
     if setup is not None:
         setup(report)
     torchtitan.train.main(torchtitan.train.Trainer)

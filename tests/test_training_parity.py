@@ -1,0 +1,75 @@
+"""Training is the same under every layout: the rows of scripts/loss_compare.py, on packs of real documents."""
+
+import functools
+
+import pytest
+from training import new_folder, train  # first: it adds scripts/ to the path
+
+from loss_compare import LAYOUTS, QWEN3_LAYOUTS, TOLERANCE, Layout, max_relative_difference  # isort: skip
+
+ALL_LAYOUTS = LAYOUTS | QWEN3_LAYOUTS
+
+
+@functools.cache
+def seed_checkpoint(model=""):
+    """A checkpoint of random weights, from torchtitan's own option."""
+    folder = new_folder()
+    arguments = ["--checkpoint.enable", "--checkpoint.create_seed_checkpoint", "--job.dump_folder", folder]
+    train(1, [*Layout({}, model=model).arguments, *arguments])
+    return f"{folder}/checkpoint/step-0"
+
+
+@functools.cache
+def trained(name):
+    layout = ALL_LAYOUTS[name]
+    load = ["--checkpoint.enable", "--checkpoint.initial_load_path", seed_checkpoint(layout.model)]
+    return train(layout.processes, [*layout.arguments, *load], setup=without_saving)
+
+
+def without_saving(report):
+    from torchtitan.components.checkpoint import CheckpointManager
+
+    CheckpointManager.save = lambda *_, **__: None
+
+
+def difference(run, reference):
+    losses = max_relative_difference(run.losses, reference.losses)
+    return max(losses, max_relative_difference(run.grad_norms, reference.grad_norms))
+
+
+@pytest.mark.parametrize("name", [name for name, layout in ALL_LAYOUTS.items() if layout.against])
+def test_loss_and_gradient_norm_of_every_step(name):
+    worst = difference(trained(name), trained(ALL_LAYOUTS[name].against))
+    print(f"{name}: {worst:.1e}")
+    assert worst <= TOLERANCE
+
+
+def test_data_parallel_ranks_train_on_the_packs_of_one_rank():
+    assert difference(trained("dp2"), trained("cp1")) <= TOLERANCE
+
+
+def test_qwen3_under_tensor_parallelism_is_qwen3():
+    assert difference(trained("qwen3_tp2"), trained("qwen3_cp1")) <= TOLERANCE
+
+
+def one_document_per_batch(report):
+    import numpy as np
+
+    from torchtitan_magi.titan.runtime import MagiRuntime
+
+    plan = MagiRuntime.attention_metadata
+
+    def without_boundaries(self, tokens, eos_id, extra_inputs):
+        extra_inputs["documents"] = np.array([[0, tokens.numel()]], np.int32)
+        return plan(self, tokens, eos_id, extra_inputs)
+
+    MagiRuntime.attention_metadata = without_boundaries
+    without_saving(report)
+
+
+def test_without_the_document_mask_it_is_another_training():
+    """So the comparison can tell."""
+    load = ["--checkpoint.enable", "--checkpoint.initial_load_path", seed_checkpoint()]
+    run = train(2, [*LAYOUTS["cp2"].arguments, *load], setup=one_document_per_batch)
+    assert max_relative_difference(run.grad_norms, trained("cp1").grad_norms) > 1e-3
+    assert max_relative_difference(run.losses, trained("cp1").losses) > TOLERANCE
