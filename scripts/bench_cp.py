@@ -29,7 +29,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan_magi import flex_flash_attn, make_plan, varlen_causal
-from torchtitan_magi.attention import attention_op, bind_plan, choose_block_attn, make_handle
+from torchtitan_magi.attention import attention_op, make_handle
+from torchtitan_magi.bind import bind_plan, choose_block_attn
 from torchtitan_magi.comm import ProcessGroupTransport, Wait
 from torchtitan_magi.plan import AttnPlan, RankShare, _Tables, plan_ownership
 from torchtitan_magi.slices import AttnSlices

@@ -6,7 +6,8 @@ import torch
 from dense import assert_within_budget
 
 from torchtitan_magi import dispatch, make_plan, undispatch
-from torchtitan_magi.attention import attention_op, bind_plan, choose_block_attn, make_handle
+from torchtitan_magi.attention import attention_op, make_handle
+from torchtitan_magi.bind import bind_plan, choose_block_attn
 from torchtitan_magi.slices import AttnSlices
 
 

@@ -15,10 +15,10 @@ import torchtitan_magi as magi
 from torchtitan_magi.attention import (
     attention_backward_op,
     attention_op,
-    bind_plan,
     make_handle,
     num_live_plans,
 )
+from torchtitan_magi.bind import bind_plan
 from torchtitan_magi.reference import FlexBlockAttn
 from torchtitan_magi.slices import AttnSlices
 

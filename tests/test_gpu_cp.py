@@ -8,7 +8,8 @@ from pool import RankPool
 from test_process_group import documents, random_slices
 
 import torchtitan_magi as magi
-from torchtitan_magi.attention import attention_op, bind_plan, choose_block_attn, make_handle
+from torchtitan_magi.attention import attention_op, make_handle
+from torchtitan_magi.bind import bind_plan, choose_block_attn
 
 pytestmark = pytest.mark.gpu
 

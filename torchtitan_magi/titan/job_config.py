@@ -7,7 +7,7 @@ It needs real types here, so this file has no ``from __future__ import annotatio
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
-from torchtitan_magi.attention import BACKENDS
+from torchtitan_magi.bind import BACKENDS
 
 HOOK = "torchtitan_magi.titan"
 SFT_DATASET = "sft"

@@ -12,7 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.models.attention import VarlenMetadata
 from torchtitan.tools.logging import logger
 
-from torchtitan_magi.attention import BoundPlan, bind_plan, choose_block_attn, make_handle
+from torchtitan_magi.attention import make_handle
+from torchtitan_magi.bind import BoundPlan, bind_plan, choose_block_attn
 from torchtitan_magi.plan import make_plan
 from torchtitan_magi.report import describe_plan
 from torchtitan_magi.slices import CAUSAL, AttnSlices

@@ -1,0 +1,169 @@
+"""From a plan to what the layers need of it: which kernel, and index data on the device, in one copy per microbatch."""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torchtitan_magi.comm import Mesh, Rows, SingleRank, Transport, as_transport
+from torchtitan_magi.plan import AttnPlan, Stage
+from torchtitan_magi.slices import AttnSlices
+
+BACKENDS = ("auto", "ffa", "flex")
+
+
+class BlockAttn(Protocol):
+    """Attention of one stage's queries over its K/V buffer: our kernel (ffa.py) or flex_attention (reference.py)."""
+
+    name: str
+
+    def check(self, head_dim: int, dtype: torch.dtype) -> None:
+        """Raises ValueError for a head_dim or a dtype of q, k and v that it does not take."""
+
+    def rows(self) -> Rows:
+        """How K/V rows are packed for other ranks and returned gradients added."""
+
+    def prepare(self, slices: AttnSlices, num_q: int, num_k: int, num_heads_q: int, num_heads_kv: int) -> Any:
+        """Index data on the host, as ``.words`` (int32 [n]); its ``.to(words_on_device)`` is the mask of a call."""
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Any,
+        softmax_scale: float,
+        accumulate: tuple[Tensor, Tensor] | None,
+    ) -> tuple[Tensor, Tensor]: ...
+
+    def delta(self, out: Tensor, dout: Tensor) -> Tensor: ...
+
+    def backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        lse: Tensor,
+        delta: Tensor,
+        mask: Any,
+        softmax_scale: float,
+        dq: Tensor,
+        dk: Tensor,
+        dv: Tensor,
+        deterministic: bool,
+    ) -> None: ...
+
+
+def choose_block_attn(backend: str, device: torch.device) -> BlockAttn:
+    """The block attention of a backend: "ffa" (our Hopper kernel), "flex" (flex_attention), or "auto".
+
+    "auto" is ffa on CUDA and flex on CPU; it never falls back from one to the other on its own.
+
+    Raises:
+        ValueError: an unknown backend, or ffa without a Hopper GPU.
+    """
+    if backend not in BACKENDS:
+        raise ValueError(f"backend is {backend!r}; use one of {', '.join(map(repr, BACKENDS))}")
+    if backend == "flex" or (backend == "auto" and device.type == "cpu"):
+        from torchtitan_magi.reference import FlexBlockAttn
+
+        return FlexBlockAttn()
+    from torchtitan_magi.ffa import FfaBlockAttn
+
+    return FfaBlockAttn(device)
+
+
+@dataclass(frozen=True, eq=False)
+class BoundPlan:
+    """One rank's share of a plan, ready to run: index data on the device, the transport and the block attention."""
+
+    stages: tuple[Stage, ...]
+    masks: list[Any]  # of each stage, for block_attn
+    rows: Rows
+    row_index: list[list[Tensor]]  # of each stage, for rows
+    tokens: Tensor  # the token behind each local token number, int32 [T]
+    transport: Transport
+    block_attn: BlockAttn
+    deterministic: bool
+    fp32_reduce: bool
+
+
+def bind_plan(
+    plan: AttnPlan,
+    mesh: Mesh,
+    block_attn: BlockAttn,
+    num_heads_q: int,
+    num_heads_kv: int,
+    device: torch.device,
+    deterministic: bool = False,
+    fp32_reduce: bool = False,
+) -> BoundPlan:
+    """Readies this rank's share of a plan for its layers.
+
+    Args:
+        plan: the microbatch's plan.
+        mesh: the context-parallel mesh or group; None for a single rank.
+        block_attn: from ``choose_block_attn``.
+        num_heads_q, num_heads_kv: heads of the layers on this rank (under tensor parallelism, its part of them).
+        device: of the layers' tensors.
+        deterministic: repeat bit for bit.
+        fp32_reduce: send dK/dV in float32 instead of the dtype of k.
+    """
+    transport = as_transport(mesh, plan.cp_size)
+    share = plan.ranks[transport.rank]
+    masks = [
+        block_attn.prepare(stage.slices, plan.tokens_per_rank, stage.num_rows, num_heads_q, num_heads_kv)
+        for stage in share.stages
+    ]
+    rows = block_attn.rows()
+    indices = [rows.index(stage) for stage in share.stages]
+    tokens, *rest = _upload([share.tokens, *(mask.words for mask in masks), *itertools.chain(*indices)], device)
+    on_device = iter(rest)
+    device_masks = [mask.to(next(on_device)) for mask in masks]
+    row_index = [[next(on_device) for _ in index] for index in indices]
+    return BoundPlan(
+        share.stages, device_masks, rows, row_index, tokens, transport, block_attn, deterministic, fp32_reduce
+    )
+
+
+def bind_slices(
+    slices: AttnSlices,
+    num_q: int,
+    num_k: int,
+    num_heads_q: int,
+    num_heads_kv: int,
+    block_attn: BlockAttn,
+    device: torch.device,
+    deterministic: bool,
+) -> BoundPlan:
+    """Readies a mask over one device's q and k, which may differ in length: one stage, no communication.
+
+    Raises:
+        ValueError: a slice reaches beyond num_q or num_k.
+    """
+    for name, length, column in (("q", num_q, 1), ("k", num_k, 3)):
+        beyond = slices.table[:, column] > length
+        if beyond.any():
+            i = int(beyond.argmax())
+            raise ValueError(f"slice {i} is {slices.table[i].tolist()} but {name} has {length} rows; cut the slice")
+    stage = Stage(slices.canonical(), True, num_k, False, np.zeros(0, np.int64), (0,), (0,))
+    mask = block_attn.prepare(stage.slices, num_q, num_k, num_heads_q, num_heads_kv)
+    words, no_rows = _upload([mask.words, stage.send_rows], device)
+    return BoundPlan(
+        (stage,), [mask.to(words)], block_attn.rows(), [[]], no_rows, SingleRank(), block_attn, deterministic, True
+    )
+
+
+def _upload(parts: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
+    """Integer arrays as int32 tensors on the device, in one copy; each begins at a multiple of 16 bytes."""
+    starts = np.cumsum([0, *(-(-len(part) // 4) * 4 for part in parts)]).tolist()
+    words = torch.zeros(starts[-1], dtype=torch.int32, pin_memory=device.type == "cuda")
+    for start, part in zip(starts, parts, strict=False):
+        words.numpy()[start : start + len(part)] = part
+    on_device = words.to(device, non_blocking=True)
+    return [on_device[start : start + len(part)] for start, part in zip(starts, parts, strict=False)]
