@@ -14,4 +14,4 @@ fi
 if grep -q assets/demo "$config"; then
     "$python" scripts/make_demo_data.py
 fi
-exec "$python" -m torchtitan_magi.titan.launch "$config" "$@"
+exec "$python" scripts/launch.py "$config" "$@"

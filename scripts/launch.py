@@ -1,6 +1,6 @@
 """Starts torchtitan for a TOML file with as many processes as its parallel degrees multiply to.
 
-    python -m torchtitan_magi.titan.launch config.toml [torchtitan overrides ...]
+    python scripts/launch.py config.toml [torchtitan overrides ...]
 
 It runs the stock entry point, ``torchrun -m torchtitan.train``, on this machine. For several machines call torchrun.
 """

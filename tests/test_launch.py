@@ -1,0 +1,61 @@
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "scripts"))
+
+from launch import check_hooks, num_processes, overridden  # noqa: E402
+
+HOOKED = {"magi": {}, "job": {"custom_config_module": "x"}, "experimental": {"custom_import": "x"}}
+
+
+@pytest.mark.parametrize(
+    ("degrees", "arguments", "num_gpus", "want"),
+    [
+        ({}, [], 0, 1),
+        ({}, [], 8, 8),  # data_parallel_shard_degree is -1 by default: all GPUs
+        ({"context_parallel_degree": 2}, [], 0, 2),
+        ({"context_parallel_degree": 2}, [], 8, 8),
+        ({"context_parallel_degree": 2}, [], 3, 2),
+        ({"context_parallel_degree": 2, "data_parallel_shard_degree": 2}, [], 8, 4),
+        ({"context_parallel_degree": 2}, ["--parallelism.tensor_parallel_degree", "2"], 0, 4),
+        ({"context_parallel_degree": 2}, ["--parallelism.context-parallel-degree=4"], 0, 4),
+        ({"data_parallel_replicate_degree": 2}, ["--parallelism.data_parallel_shard_degree", "3"], 0, 6),
+    ],
+)
+def test_the_number_of_processes_follows_from_the_degrees(degrees, arguments, num_gpus, want):
+    assert num_processes({"parallelism": degrees}, arguments, num_gpus) == want
+
+
+def test_the_command_line_goes_before_the_file():
+    config = {"job": {"custom_config_module": "from_file"}}
+    assert overridden(config, [], "job", "custom_config_module") == "from_file"
+    assert overridden(config, ["--job.custom-config-module", "given"], "job", "custom_config_module") == "given"
+    assert overridden(config, [], "experimental", "custom_import") is None
+
+
+@pytest.mark.parametrize(("section", "name"), [("job", "custom_config_module"), ("experimental", "custom_import")])
+def test_a_magi_section_without_a_hook_is_refused_by_name(section, name):
+    with pytest.raises(ValueError, match=f"no {section}.{name}"):
+        check_hooks({**HOOKED, section: {}}, [])
+    check_hooks(HOOKED, [])
+    check_hooks({**HOOKED, section: {}}, [f"--{section}.{name}=x"])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("[magi]\n", "no job.custom_config_module"), ("[magi\n", "line 1"), (None, "No such file")],
+)
+def test_a_file_that_cannot_run_ends_in_one_line(tmp_path, text, message):
+    path = tmp_path / "config.toml"
+    if text is not None:
+        path.write_text(text)
+    command = [sys.executable, ROOT / "scripts" / "launch.py", path]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 1
+    last = result.stderr.strip().splitlines()[-1]
+    assert message in last
+    assert "Traceback" not in result.stderr
