@@ -36,10 +36,8 @@ class TrainingError(Exception):
 
     def __init__(self, kind: str, message: str, trace: str, output: str) -> None:
         super().__init__(message)
-        self.type, self.trace, self.output = kind, trace, output
-
-    def __str__(self) -> str:
-        return self.args[0]
+        self.type = kind
+        self.add_note(f"{trace}\nprinted before:\n{output}")
 
 
 @dataclass
