@@ -1,18 +1,36 @@
-"""Which tokens each context-parallel rank owns: the same number for every rank, nearly the same attention work."""
+"""Which tokens each context-parallel rank owns: as many for every rank, nearly the same work, few K/V rows that travel.
 
-import heapq
+Documents that fit a rank stay whole; larger ones are spread over few ranks, each with a piece of the tail (heavy) and
+one of the front (light, and needed by everyone, so its sending is shared). ``placement_documents`` has the greedy.
+"""
+
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
+from torchtitan_magi.placement_documents import Recipe, WorkProfile, documents, place_documents
 from torchtitan_magi.slices import AttnSlices
+from torchtitan_magi.traffic import traffic
 
-# Chunks per rank: enough to balance the work, few enough that documents stay together.
-_MIN_CHUNKS, _MAX_CHUNKS, _CHUNK_TOKENS = 8, 32, 128
+Int64Array = npt.NDArray[np.int64]
+
+ALL = float("inf")
+# Tried in turn; the fewer ranks, the more of them (they are quick then).
+RECIPES = (
+    Recipe(0.01, 1.0, ALL),
+    Recipe(0.01, 0.5, ALL),
+    Recipe(0.01, 0.75, ALL),
+    Recipe(0.003, 1.0, 4.0),
+    Recipe(0.003, 0.5, ALL),
+    Recipe(0.003, 0.0, 0.0),
+    Recipe(0.003, 1.0, ALL),
+    Recipe(0.01, 0.0, 0.0),
+)
 
 
-def place(slices: AttnSlices, num_tokens: int, cp_size: int) -> tuple[npt.NDArray[np.int64], ...]:
-    """Splits the tokens into equal chunks and gives the heaviest to the rank with the least work so far.
+def place(slices: AttnSlices, num_tokens: int, cp_size: int) -> tuple[Int64Array, ...]:
+    """Splits the tokens of a pack over the ranks. The same input gives the same placement everywhere.
 
     Args:
         slices: the mask over the whole pack.
@@ -26,29 +44,17 @@ def place(slices: AttnSlices, num_tokens: int, cp_size: int) -> tuple[npt.NDArra
     tokens_per_rank = num_tokens // cp_size
     if tokens_per_rank == 0:
         return tuple(np.zeros((0, 2), np.int64) for _ in range(cp_size))
-    num_chunks = min(tokens_per_rank, max(_MIN_CHUNKS, min(_MAX_CHUNKS, tokens_per_rank // _CHUNK_TOKENS)))
-    size, rest = divmod(tokens_per_rank, num_chunks)
-    # Every rank gets num_chunks chunks of `size` tokens, and one of `rest` tokens from the end of the pack.
-    sizes = np.repeat([size, rest], [num_chunks * cp_size, cp_size if rest else 0])
-    ends = sizes.cumsum()
-    starts = ends - sizes
-    work = np.add.reduceat(slices.row_cost(num_tokens), starts)
-
-    owned: list[list[int]] = [[] for _ in range(cp_size)]
-    load = np.zeros(cp_size)
-    for first, last, capacity in ((0, num_chunks * cp_size, num_chunks), (num_chunks * cp_size, len(sizes), 1)):
-        heap = [(load[rank], rank, capacity) for rank in range(cp_size)]
-        heapq.heapify(heap)
-        for chunk in first + np.argsort(-work[first:last], kind="stable"):
-            _, rank, free = heapq.heappop(heap)
-            owned[rank].append(int(chunk))
-            load[rank] += work[chunk]
-            if free > 1:
-                heapq.heappush(heap, (load[rank], rank, free - 1))
-    return tuple(_joined(starts[chunks], ends[chunks]) for chunks in map(sorted, owned))
+    if cp_size == 1:
+        return (np.array([[0, num_tokens]]),)
+    profile = WorkProfile(slices, num_tokens)
+    stretches = documents(slices, num_tokens, longest_gap=-(-tokens_per_rank // 16))
+    recipes = RECIPES[: 8 if cp_size <= 8 else 4]
+    candidates = [place_documents(profile, stretches, num_tokens, cp_size, recipe) for recipe in recipes]
+    return min(candidates, key=lambda owned: _score(slices, owned))
 
 
-def _joined(starts: npt.NDArray[np.int64], ends: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Ascending ranges with adjacent ones joined, [n, 2]."""
-    new = np.append(True, starts[1:] != ends[:-1])
-    return np.stack([starts[new], ends[np.append(np.flatnonzero(new)[1:] - 1, len(ends) - 1)]], 1)
+def _score(slices: AttnSlices, owned: Sequence[Int64Array]) -> tuple[float, float]:
+    """Smaller is better: first the imbalance beyond what is allowed, then the rows that travel."""
+    area, received, sent = traffic(slices, owned)
+    excess = int(area.max()) * len(area) / max(1, int(area.sum())) - 1.016
+    return max(0.0, excess), max(received.max(), sent.max()) + received.mean() / 2
