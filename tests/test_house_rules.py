@@ -30,6 +30,7 @@ MAY_IMPORT = {
     "reference": {"slices", "merge", "comm"},
     "bind": {"slices", "plan", "comm", "ffa", "reference"},
     "attention": {"slices", "plan", "comm", "bind"},
+    "agreement": {"plan"},
     "report": {"plan"},
     "__init__": {"attention", "dispatch", "plan", "slices"},
 }

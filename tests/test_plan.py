@@ -94,6 +94,13 @@ def test_repeated_masks_are_planned_once():
     assert make_plan(varlen_causal([0, 7, 30]), 30, 2) is make_plan(varlen_causal([0, 7, 30]), 30, 2)
 
 
+def test_a_fingerprint_tells_plans_apart():
+    plans = [make_plan(varlen_causal(cu), 30, cp) for cu in ([0, 30], [0, 7, 30], [0, 7]) for cp in (1, 2)]
+    plans += [make_plan(varlen_full([0, 30]), 30, 2), make_plan(varlen_causal([0, 30]), 31, 2)]
+    assert len({plan.fingerprint for plan in plans}) == len(plans)
+    assert all(0 <= plan.fingerprint < 2**63 for plan in plans)
+
+
 def test_plans_do_not_depend_on_the_process():
     code = (
         "import numpy as np, hashlib; from torchtitan_magi.plan import make_plan; from torchtitan_magi.slices import *;"

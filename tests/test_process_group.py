@@ -1,5 +1,7 @@
 """Real collectives: every case on gloo against the dense fp64 reference, and the ranks against each other."""
 
+import time
+
 import numpy as np
 import pytest
 import torch
@@ -10,6 +12,7 @@ from pool import RankPool
 from torch.distributed.device_mesh import init_device_mesh
 
 import torchtitan_magi as magi
+from torchtitan_magi.agreement import PlanAgreement
 from torchtitan_magi.slices import AttnSlices
 
 
@@ -99,3 +102,24 @@ def misuse_on_rank():
 
 def test_a_mesh_that_does_not_fit_the_plan_is_refused(pool):
     assert pool.run(misuse_on_rank) == [(4, 2, 8)] * pool.size
+
+
+def disagree_on_rank(odd_rank):
+    """What each rank says after two microbatches, of which `odd_rank` has other documents in the second."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    agreement = PlanAgreement(dist.group.WORLD)
+    agreement.check(magi.make_plan(magi.varlen_causal([0, 40]), 40, size))
+    cut = 10 if rank == odd_rank else 11
+    agreement.check(magi.make_plan(magi.varlen_causal([0, cut, 40]), 40, size))
+    for _ in range(500):
+        if agreement.error is not None:
+            break
+        time.sleep(0.01)
+    with pytest.raises(RuntimeError) as error:
+        agreement.check(magi.make_plan(magi.varlen_causal([0, 40]), 40, size))
+    return str(error.value)
+
+
+def test_ranks_with_different_data_are_named(pool):
+    for message in pool.run(disagree_on_rank, 1):
+        assert message.startswith("microbatch 2: ranks [1] have other documents")

@@ -5,6 +5,7 @@ collective, and any rank's share can be computed anywhere. It is made once per m
 """
 
 import functools
+import hashlib
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -91,6 +92,15 @@ class AttnPlan:
     @property
     def tokens_per_rank(self) -> int:
         return self.padded_tokens // self.cp_size
+
+    @functools.cached_property
+    def fingerprint(self) -> int:
+        """A number that differs between different plans, in 63 bits."""
+        digest = hashlib.blake2b(digest_size=8)
+        for array in (self.slices.table, self.transfers, *(share.ranges for share in self.ranks)):
+            digest.update(np.ascontiguousarray(array).tobytes())
+        digest.update(f"{self.total_tokens} {self.cp_size}".encode())
+        return int.from_bytes(digest.digest()) >> 1
 
     @property
     def received_rows(self) -> Int64Array:

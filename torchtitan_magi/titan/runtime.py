@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.models.attention import VarlenMetadata
 from torchtitan.tools.logging import logger
 
+from torchtitan_magi.agreement import PlanAgreement
 from torchtitan_magi.attention import make_handle
 from torchtitan_magi.bind import BoundPlan, bind_plan, choose_block_attn
 from torchtitan_magi.plan import make_plan
@@ -86,6 +87,7 @@ class MagiRuntime:
         self.num_heads_q, self.num_heads_kv = num_heads_q, num_heads_kv
         self.cp_size = 1 if cp_mesh is None else cp_mesh.size()
         self.block_attn = choose_block_attn(magi.backend, device)
+        self.agreement = None if cp_mesh is None else PlanAgreement(cp_mesh.get_group())
         self.logged = False
 
     def attention_metadata(self, tokens: Tensor, eos_id: int | None, extra_inputs: dict[str, Any]) -> PlanMetadata:
@@ -109,6 +111,8 @@ class MagiRuntime:
         start, end = documents.astype(np.int64).T
         slices = AttnSlices(np.stack([start, end, start, end, np.full_like(start, CAUSAL)], 1))
         plan = make_plan(slices, tokens.numel(), self.cp_size, self.magi.overlap_stages)
+        if self.agreement is not None:
+            self.agreement.check(plan)
         self.count.tokens += tokens.numel()
         self.count.area += plan.slices.area
         bound = bind_plan(
