@@ -18,7 +18,7 @@ MAY_IMPORT = {
     "traffic": {"slices", "ranges"},
     "placement_documents": {"slices", "ranges"},
     "placement": {"slices", "traffic", "placement_documents"},
-    "plan": {"slices", "placement"},
+    "plan": {"slices", "ranges", "placement"},
     "dispatch": {"plan", "comm"},
     "comm": {"plan"},
     "merge": set(),

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchtitan_magi.placement import place
+from torchtitan_magi.ranges import expand, intersecting, union
 from torchtitan_magi.slices import AttnSlices, IntArray, clip_keys, clip_rows, slice_areas
 
 Int64Array = npt.NDArray[np.int64]
@@ -60,7 +61,7 @@ class RankShare:
     @functools.cached_property
     def tokens(self) -> Int64Array:
         """The token behind each local token number, int64 [tokens_per_rank]."""
-        return _expand(self.ranges[:, 0], self.ranges[:, 1])
+        return expand(self.ranges[:, 0], self.ranges[:, 1])
 
     @functools.cached_property
     def stages(self) -> tuple[Stage, ...]:
@@ -153,13 +154,13 @@ def plan_ownership(
     parts, part_rank = parts[order], part_rank[order]
 
     table = slices.table.astype(np.int64)
-    which, part = _intersecting(table[:, 0], table[:, 1], parts[:, 0], parts[:, 1])
+    which, part = intersecting(table[:, 0], table[:, 1], parts[:, 0], parts[:, 1])
     pieces = clip_rows(table[which], parts[part, 0], parts[part, 1])
     areas = np.bincount(part_rank[part], slice_areas(pieces), cp_size).astype(np.int64)
 
     # The keys that each rank needs, less those it owns, and who owns them.
-    needs = _union(part_rank[part], pieces[:, 2], pieces[:, 3], padded_tokens)
-    which, part = _intersecting(needs[:, 1], needs[:, 2], parts[:, 0], parts[:, 1])
+    needs = union(part_rank[part], pieces[:, 2], pieces[:, 3], padded_tokens)
+    which, part = intersecting(needs[:, 1], needs[:, 2], parts[:, 0], parts[:, 1])
     start, end = np.maximum(needs[which, 1], parts[part, 0]), np.minimum(needs[which, 2], parts[part, 1])
     transfers = np.stack([needs[which, 0], part_rank[part], start, end], 1)
     transfers = transfers[transfers[:, 0] != transfers[:, 1]]
@@ -221,7 +222,7 @@ def _stage(tables: _Tables, rank: int, stage: int) -> Stage:
     sent = transfers[transfers[:, 1] == rank]
     part = np.searchsorted(own[:, 0], sent[:, 2], side="right") - 1
     to_local = own_offset[part] - own[part, 0]
-    send_rows = _expand(sent[:, 2] + to_local, sent[:, 3] + to_local)
+    send_rows = expand(sent[:, 2] + to_local, sent[:, 3] + to_local)
 
     # The stage's buffer: ranges of tokens and the row at which each begins.
     start, end = received[:, 2], received[:, 3]
@@ -234,10 +235,10 @@ def _stage(tables: _Tables, rank: int, stage: int) -> Stage:
 
     # The rank's slices: rows cut at its token ranges, keys cut at the buffer's ranges, both renumbered.
     table: IntArray = tables.slices.table.astype(np.int64)
-    which, part = _intersecting(table[:, 0], table[:, 1], own[:, 0], own[:, 1])
+    which, part = intersecting(table[:, 0], table[:, 1], own[:, 0], own[:, 1])
     table = clip_rows(table[which], own[part, 0], own[part, 1])
     table[:, :2] += (own_offset - own[:, 0])[part, None]
-    which, part = _intersecting(table[:, 2], table[:, 3], start, end)
+    which, part = intersecting(table[:, 2], table[:, 3], start, end)
     table, origin = clip_keys(table[which], start[part], end[part])
     table[:, 2:4] += (row - start)[part][origin, None]
     table = table[np.lexsort((table[:, 2], table[:, 0]))]
@@ -256,33 +257,3 @@ def _stage(tables: _Tables, rank: int, stage: int) -> Stage:
 
 def _rows_per_rank(rank: Int64Array, transfers: Int64Array, cp_size: int) -> tuple[int, ...]:
     return tuple(np.bincount(rank, transfers[:, 3] - transfers[:, 2], cp_size).astype(int).tolist())
-
-
-# ----------------------------------------------------------------------------------------------- arithmetic of ranges
-
-
-def _expand(starts: Int64Array, ends: Int64Array) -> Int64Array:
-    """All integers of the ranges, one range after the other."""
-    lengths = ends - starts
-    return np.arange(lengths.sum()) + np.repeat(starts - lengths.cumsum() + lengths, lengths)
-
-
-def _intersecting(lo: IntArray, hi: IntArray, starts: IntArray, ends: IntArray) -> tuple[Int64Array, Int64Array]:
-    """All pairs (i, j) in which [lo[i], hi[i]) meets [starts[j], ends[j]); the latter are disjoint and ascending."""
-    first = np.searchsorted(ends, lo, side="right")
-    count = np.maximum(np.searchsorted(starts, hi, side="left") - first, 0)
-    i = np.repeat(np.arange(len(lo)), count)
-    return i, _expand(first, first + count)
-
-
-def _union(group: IntArray, start: IntArray, end: IntArray, limit: int) -> Int64Array:
-    """Union of ranges within each group: [n, 3] of group, start, end; disjoint, not adjacent, sorted."""
-    if len(group) == 0:
-        return np.zeros((0, 3), np.int64)
-    shift = group * (limit + 1)  # keeps the groups apart on one axis
-    order = np.argsort(start + shift)
-    start, end = (start + shift)[order], np.maximum.accumulate((end + shift)[order])
-    first = np.flatnonzero(np.append(True, start[1:] > end[:-1]))
-    start, end = start[first], end[np.append(first[1:], len(end)) - 1]
-    group = start // (limit + 1)
-    return np.stack([group, start - group * (limit + 1), end - group * (limit + 1)], 1)
