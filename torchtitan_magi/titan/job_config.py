@@ -69,19 +69,19 @@ def check_job_config(job_config: Any, attn_types: dict[str, str]) -> None:
     ):
         if value not in choices:
             raise ValueError(f"magi.{name} is {value!r}; use one of {', '.join(map(repr, choices))}")
-    if magi.overlap_stages < 0:
-        raise ValueError(f"magi.overlap_stages is {magi.overlap_stages}; use 0 for no overlap or the number of stages")
+    if not isinstance(magi.overlap_stages, int) or magi.overlap_stages < 0:
+        raise ValueError(
+            f"magi.overlap_stages is {magi.overlap_stages!r}; use 0 for no overlap or the number of stages"
+        )
     if parallelism.pipeline_parallel_degree > 1:
         raise ValueError(
             f"parallelism.pipeline_parallel_degree is {parallelism.pipeline_parallel_degree}; varlen attention works "
             "without pipeline parallelism only: set it to 1 and use context, tensor or data parallelism"
         )
-    if attn_types.get(model.flavor, "varlen") != "varlen":
+    if attn_types.get(model.flavor) != "varlen":
         varlen = [flavor for flavor, attn_type in attn_types.items() if attn_type == "varlen"]
-        raise ValueError(
-            f"model.flavor {model.flavor!r} has {attn_types[model.flavor]} attention; use one with varlen attention: "
-            + ", ".join(varlen)
-        )
+        has = f"has {attn_types[model.flavor]} attention" if model.flavor in attn_types else "is unknown"
+        raise ValueError(f"model.flavor {model.flavor!r} {has}; use one with varlen attention: {', '.join(varlen)}")
     for section, dataset, path in (
         ("training", job_config.training.dataset, job_config.training.dataset_path),
         ("validation", job_config.validation.dataset, job_config.validation.dataset_path),
