@@ -220,6 +220,7 @@ def _child(
         send.send(("end",))
     except BaseException as error:
         traceback.print_exc()
+        sys.stdout.flush()
         sys.stderr.flush()
         send.send(("error", type(error).__name__, str(error), traceback.format_exc()))
 

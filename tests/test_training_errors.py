@@ -1,0 +1,128 @@
+"""What a user can get wrong is one line before the first step, through torchtitan's own entry; and what --help says."""
+
+import subprocess
+import sys
+
+import pytest
+from training import DEBUG_TOML, ROOT, TrainingError, demo, train
+
+HOOKS = ('custom_config_module = "torchtitan_magi.titan"', 'custom_import = "torchtitan_magi.titan"')
+
+
+def error_of(arguments, processes=1, **kwargs):
+    with pytest.raises(TrainingError) as caught:
+        train(processes, arguments, **kwargs)
+    assert "Training starts" not in "".join(caught.value.__notes__)
+    return caught.value
+
+
+def assert_one_line(error, messages):
+    assert error.type == "ValueError"
+    assert "\n" not in str(error)
+    for message in messages:
+        assert message in str(error)
+
+
+def changed(folder, *replacements):
+    """The debug configuration with lines replaced."""
+    lines = DEBUG_TOML.read_text().replace("assets/demo", str(demo())).splitlines()
+    for old, new in (*replacements, ("context_parallel_degree", "")):
+        assert sum(line.startswith(old) for line in lines) == 1
+        lines = [new if line.startswith(old) else line for line in lines]
+    path = folder / "config.toml"
+    path.write_text("\n".join(lines))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("arguments", "processes", "messages"),
+    [
+        ("--parallelism.pipeline_parallel_degree 2", 2, ["pipeline_parallel_degree is 2", "set it to 1"]),
+        ("--model.flavor debugmodel", 1, ["'debugmodel' has sdpa attention", "use one", "debugmodel_varlen_attn"]),
+        ("--model.flavor debugmodel_flex_attn", 1, ["'debugmodel_flex_attn' has flex", "debugmodel_varlen_attn"]),
+        ("--model.flavor 9B", 1, ["'9B' is unknown", "use one with varlen attention", "8B_varlen"]),
+        ("--model.name llama4 --model.flavor debugmodel", 1, ["'llama4'", "no varlen attention", "llama3, qwen3"]),
+        ("--training.dataset_path=", 1, ["training.dataset_path is ''", "give the JSONL file of dataset 'sft'"]),
+        ("--training.dataset_path no.jsonl", 1, ["'no.jsonl': No such file", "check the path"]),
+        ("--validation.enable --validation.dataset sft", 1, ["validation.dataset_path is None", "give the JSONL file"]),
+    ],
+)
+def test_a_wrong_value_on_the_command_line(arguments, processes, messages):
+    assert_one_line(error_of(arguments.split(), processes), messages)
+
+
+@pytest.mark.parametrize(
+    ("option", "messages"),
+    [
+        ('backend = "fla"', ["magi.backend is 'fla'", "use one of 'auto', 'ffa', 'flex'"]),
+        ('positions = "row"', ["magi.positions is 'row'", "use one of 'auto', 'document', 'pack'"]),
+        ('long_documents = "drop"', ["magi.long_documents is 'drop'", "use one of 'truncate', 'split'"]),
+        ("overlap_stages = -3", ["magi.overlap_stages is -3", "use 0 for no overlap"]),
+        ('overlap_stages = "two"', ["magi.overlap_stages is 'two'", "use 0 for no overlap"]),
+    ],
+)
+def test_a_wrong_option_in_the_file(option, messages, tmp_path):
+    assert_one_line(error_of([], toml=changed(tmp_path, ("[magi]", f"[magi]\n{option}"))), messages)
+
+
+def test_an_unknown_option_is_named(tmp_path):
+    error = error_of([], toml=changed(tmp_path, ("[magi]", "[magi]\noverlap = 2")))
+    assert error.type == "ValueError"
+    assert "{'overlap'}" in str(error)
+
+
+def test_an_unknown_backend_on_the_command_line_is_a_usage_error():
+    error = error_of(["--magi.backend", "fla"])
+    assert (error.type, str(error)) == ("SystemExit", "2")
+    assert "invalid choice 'fla' for argument '--magi.backend'. Expected one of" in "".join(error.__notes__)
+
+
+def test_a_missing_hook_is_named(tmp_path):
+    without_import = changed(tmp_path, (HOOKS[1], ""))
+    assert_one_line(error_of([], toml=without_import), ["experimental.custom_import is ''", '"torchtitan_magi.titan"'])
+    without_module = changed(tmp_path, (HOOKS[0], ""), ("[magi]", ""))
+    assert_one_line(error_of([], toml=without_module), ["job.custom_config_module is ''", '"torchtitan_magi.titan"'])
+
+
+@pytest.mark.parametrize("missing", [HOOKS[:1], HOOKS])
+def test_without_the_hook_of_the_configuration_torchtitan_names_magi(missing, tmp_path):
+    """It reads the file before anything of ours is loaded."""
+    error = error_of([], toml=changed(tmp_path, *((hook, "") for hook in missing)))
+    assert error.type == "ValueError"
+    assert "{'magi'}" in str(error)
+
+
+def test_sft_without_a_path_in_the_file(tmp_path):
+    error = error_of([], toml=changed(tmp_path, ("dataset_path", "")))
+    assert_one_line(error, ["training.dataset_path is None", "give the JSONL file of dataset 'sft'"])
+
+
+@pytest.mark.parametrize(
+    ("text", "messages"),
+    [
+        ("", ["records.jsonl' holds no record", "write one JSON object per line"]),
+        ('{"text": "fine"}\n{"text": \n', ["records.jsonl:2: not JSON", "write one JSON object per line"]),
+        ('{"text": "fine"}\n\n{"txt": "?"}\n', ["records.jsonl:3:", "only the keys ['txt']", '"messages" or "text"']),
+    ],
+)
+def test_a_wrong_records_file(text, messages, tmp_path):
+    (tmp_path / "records.jsonl").write_text(text)
+    assert_one_line(error_of(["--training.dataset_path", f"{tmp_path}/records.jsonl"]), messages)
+
+
+def test_help_shows_each_option_with_its_unit():
+    command = [sys.executable, "-m", "torchtitan.train", "--job.config_file", DEBUG_TOML, "--help"]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    section = " ".join(result.stdout.split("magi options")[1].split("╰")[0].replace("│", " ").split())
+    for option, text in {
+        "--magi.backend {auto,ffa,flex}": "Attention kernel",
+        "--magi.overlap-stages INT": "(a count)",
+        "--magi.no-deterministic": "Repeat bit for bit",
+        "--magi.no-fp32-reduce": "float32 instead of the training dtype",
+        "--magi.positions {auto,document,pack}": "Rotary positions",
+        "--magi.long-documents {truncate,split}": "longer than training.seq_len tokens",
+    }.items():
+        assert option in section
+        help_text = section.split(option, 1)[1].split("--magi.", 1)[0]
+        assert text in help_text
+        assert "(default: " in help_text
