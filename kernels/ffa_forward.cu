@@ -103,18 +103,21 @@ DEVICE void round_probabilities(u32 (&p_rmem)[32], const float (&s_rmem)[64]) {
   for (int j = 0; j < 32; j++) p_rmem[j] = pack2(s_rmem[2 * j], s_rmem[2 * j + 1]);
 }
 
-// out = out * keep + acc * add for one row of fp32 output.
+// out = out * keep + acc * add for one row of fp32 output; all loads before the first store, none where keep is 0.
 template <int ROW>
 DEVICE void merge_row(float* row, const float (&acc)[HEAD_DIM / 2], float keep, float add, int head_dim, int lane) {
+  const int column = lane % 4 * 2;
+  float2 old[HEAD_DIM / 8];
 #pragma unroll
   for (int i = 0; i < HEAD_DIM / 8; i++) {
-    const int column = i * 8 + lane % 4 * 2;
-    if (column < head_dim) {
-      float2* p = (float2*)(row + column);
-      const float2 old = *p;
-      *p = make_float2(old.x * keep + acc[4 * i + 2 * ROW] * add, old.y * keep + acc[4 * i + 2 * ROW + 1] * add);
-    }
+    old[i] = make_float2(0, 0);
+    if (keep > 0 && i * 8 + column < head_dim) old[i] = *(const float2*)(row + i * 8 + column);
   }
+#pragma unroll
+  for (int i = 0; i < HEAD_DIM / 8; i++)
+    if (i * 8 + column < head_dim)
+      *(float2*)(row + i * 8 + column) =
+          make_float2(old[i].x * keep + acc[4 * i + 2 * ROW] * add, old[i].y * keep + acc[4 * i + 2 * ROW + 1] * add);
 }
 
 // ---------------------------------------------------------------------------------------------- the kernel

@@ -9,15 +9,18 @@ four units in the last place of the largest value; the same for the error's norm
 
 import argparse
 import json
+import multiprocessing
 import random
 import time
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from torchtitan_magi.ffa import FfaBlockAttn, HostLists, upload_lists
+from torchtitan_magi import jit
+from torchtitan_magi.ffa import FfaBlockAttn, HostLists, backward_variant, forward_variant, upload_lists
 from torchtitan_magi.slices import AttnSlices, block_causal, shared_prompt, sliding_window, varlen_causal, varlen_full
 from torchtitan_magi.worklists import build_worklists
 
@@ -196,17 +199,55 @@ def run_case(case: Case, seed: int) -> tuple[dict[str, float], list[str]]:
     return shares, problems
 
 
+def variants_of(case: Case) -> set[tuple[str, tuple[tuple[str, int], ...]]]:
+    """The kernels that a case runs."""
+    found = set()
+    for slices, num_k in zip(case.stages, case.num_k, strict=True):
+        lists = build_worklists(
+            slices, case.num_q, num_k, case.num_heads_q, case.num_heads_kv, backward_pack=case.backward_pack
+        )
+        forward = forward_variant(case.head_dim, lists.sizes.forward_pack, case.dtype, case.accumulate)[0]
+        backward = backward_variant(case.head_dim, lists.sizes.backward_pack, case.dtype, case.deterministic)[0]
+        found |= {("ffa_forward.cu", forward), ("ffa_backward.cu", backward)}
+    return found
+
+
+def compile_ahead(cases: list[Case]) -> None:
+    """Fills the disk cache in parallel."""
+    variants = sorted(set().union(*(variants_of(case) for case in cases)))
+    with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
+        list(pool.map(jit.cubin, [name for name, _ in variants], [dict(macros) for _, macros in variants]))
+    print(f"{len(variants)} kernels compiled", flush=True)
+
+
+def run_alone(rng: random.Random, num_cases: int) -> None:
+    """Small calls of our kernels and of nothing else that takes long."""
+    for _ in range(num_cases):
+        case = replace(random_case(rng), num_q=150, num_k=[200], accumulate=False, num_heads_q=8, num_heads_kv=2)
+        case = replace(case, stages=[random_slices(rng, 150, 200)], backward_pack=rng.choice([1, 4]))
+        q, dout = torch.randn(2, 150, 8, case.head_dim, device="cuda").to(case.dtype)
+        kv = torch.randn(200, 2, 2, case.head_dim, device="cuda").to(case.dtype)
+        run_ours(case, q, [kv], dout)
+        torch.cuda.synchronize()
+    print(f"ran {num_cases} cases")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cases", type=int, default=300, help="random cases")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=500, help="stop starting cases after this long")
+    parser.add_argument("--only-ours", action="store_true", help="run the kernels alone, small: for compute-sanitizer")
     parser.add_argument("--json", help="where to write the summary")
     args = parser.parse_args()
     torch.use_deterministic_algorithms(True, warn_only=True)  # fills torch.empty with NaN
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     rng = random.Random(args.seed)
+    if args.only_ours:
+        run_alone(rng, args.cases)
+        return
     cases = named_cases() + [random_case(rng) for _ in range(args.cases)]
+    compile_ahead(cases)
     start, done, failed, worst = time.time(), 0, 0, {}
     for i, case in enumerate(cases):
         if time.time() - start > args.seconds:

@@ -20,6 +20,7 @@ from torchtitan_magi.worklists import BACKWARD_ROWS, KEYS, ROWS, ListSizes, Work
 
 THREADS = 384
 LOG2_E = math.log2(math.e)
+MAX_COMPONENTS = 127  # the kernel packs component and tile in one int
 
 Variant = tuple[tuple[str, int], ...]
 
@@ -286,12 +287,17 @@ class FfaBlockAttn:
         assert dout.dtype == q.dtype
         assert all(x.is_contiguous() for x in (dq, lse, delta))
         assert dk.dtype == dv.dtype
-        assert dk.stride(2) == dv.stride(2) == 1
+        assert launch.copyable(dk) is dk
+        assert launch.copyable(dv) is dv
         if s.num_k == 0:
             return
         if s.num_q == 0:
             dk.zero_(), dv.zero_()
             return
+        if deterministic and s.max_components > MAX_COMPONENTS:
+            raise ValueError(
+                f"deterministic: {s.max_components} separate runs of keys in one block of queries; {MAX_COMPONENTS} is the most"
+            )
         dout, q, k, v = (launch.copyable(x) for x in (dout, q, k, v))
         device = q.device.index
         key = ("backward", q.shape[2], q.dtype, deterministic)

@@ -73,6 +73,7 @@ class ListSizes:
     num_backward_items: int  # parts of k-tiles
     is_split: bool  # some tile has several parts: dk and dv are sums in fp32
     num_q_blocks: int
+    max_components: int  # of one query block
     bands: int
     forward_items: int
     forward_segments: int
@@ -126,8 +127,10 @@ def build_worklists(
     words = _Words()
     bands = words.add(np.stack([lo, hi], 2))
 
-    tiles = row_segments(lo, hi, ROWS // forward_pack)
-    num_forward_tiles = -(-num_q // (ROWS // forward_pack))
+    tokens, block_tokens = ROWS // forward_pack, BACKWARD_ROWS // backward_pack
+    blocks, bounds = row_segments(lo, hi, block_tokens)
+    tiles, _ = row_segments(lo, hi, tokens, bounds if tokens % block_tokens == 0 else None)
+    num_forward_tiles = -(-num_q // tokens)
     num_blocks = np.bincount(tiles.tile, -(-(tiles.end - tiles.first) // KEYS), num_forward_tiles).astype(np.int64)
     records = np.zeros((len(tiles), 8), np.int64)
     records[:, 0] = tiles.layer
@@ -135,8 +138,7 @@ def build_worklists(
     order = np.argsort(-tile_cost(num_blocks), kind="stable")
     forward_items, forward_segments = (words.add(x) for x in _items(tiles.tile, records, order))
 
-    blocks = row_segments(lo, hi, BACKWARD_ROWS // backward_pack)
-    num_q_blocks = -(-num_q // (BACKWARD_ROWS // backward_pack))
+    num_q_blocks = -(-num_q // block_tokens)
     tile, records, components = transpose_segments(blocks, num_q_blocks)
     num_backward_tiles = -(-num_k // KEYS)
     packs = group // backward_pack
@@ -176,6 +178,7 @@ def build_worklists(
         num_backward_items=len(items),
         is_split=is_split,
         num_q_blocks=num_q_blocks,
+        max_components=int(records[:, 1].max(initial=0)) + 1,
         bands=bands,
         forward_items=forward_items,
         forward_segments=forward_segments,
@@ -197,11 +200,12 @@ def choose_backward_pack(group: int) -> int:
 def backward_chunk(blocks_per_tile: Int64Array, num_heads_kv: int, packs: int) -> int:
     """Query blocks of a part of a k-tile.
 
-    Parts end at multiples of it, so that the parts of one chunk, which run at the same time, read the same queries and
-    add to
-    the same dq while both are in L2; and there are enough of them for every SM to end at nearly the same time.
+    Parts end at multiples of it. The parts of one chunk run at the same time, read the same queries and add to the same
+    dq, so both stay in L2: the shorter the chunk against the tiles, the better. Parts also have to be many enough for
+    all SMs to end at nearly the same time, and long enough to pay for loading their keys and adding up dk and dv.
     """
-    wanted = blocks_per_tile.sum() * num_heads_kv * packs / (ITEMS_PER_SM * NUM_SMS)
+    longest = blocks_per_tile.max(initial=0) * packs
+    wanted = min(blocks_per_tile.sum() * num_heads_kv * packs / (ITEMS_PER_SM * NUM_SMS), longest / 8)
     chunk = 2 ** round(np.log2(np.clip(wanted, MIN_CHUNK, MAX_CHUNK)))  # a power of two: chunks end where k-tiles do
     return max(1, chunk // packs)
 
@@ -265,32 +269,74 @@ def slice_layers(table: Int32Array) -> Int64Array:
     return layer
 
 
-def row_segments(lo: Int32Array, hi: Int32Array, tokens: int) -> Segments:
+@dataclass(frozen=True)
+class Bounds:
+    """Of tiles of `tokens` rows, int32 [num_layers, num_tiles]: keys some row sees, keys all rows see, the longest band."""
+
+    tokens: int
+    first: Int32Array  # FAR where no row sees any
+    end: Int32Array
+    full_first: Int32Array
+    full_end: Int32Array
+    longest: Int32Array
+
+
+def row_segments(lo: Int32Array, hi: Int32Array, tokens: int, finer: Bounds | None = None) -> tuple[Segments, Bounds]:
     """The keys that each tile of `tokens` consecutive rows sees.
 
     Keys that no row of the tile sees split a segment where there are at least KEYS of them in a row.
 
     Args:
         lo, hi: int32 [num_layers, num_rows], the rows' bands; empty where hi <= lo.
+        finer: bounds of tiles of which one of these holds several; saves time.
+
+    Returns:
+        the segments, and the bounds of the tiles.
     """
     num_layers, num_rows = lo.shape
     if num_rows == 0:
-        return Segments(*(np.zeros(0, np.int64) for _ in range(6)))
-    starts = np.arange(0, num_rows, tokens)
-    low = np.where(hi > lo, lo, FAR).astype(np.int32)
-    first, full_first = np.minimum.reduceat(low, starts, 1), np.maximum.reduceat(low, starts, 1)
-    end, full_end = np.maximum.reduceat(hi, starts, 1), np.minimum.reduceat(hi, starts, 1)
-    longest = np.maximum.reduceat(hi - lo, starts, 1)
-    used = end > first
-    holes = used & (end - first - longest >= KEYS)
+        empty = np.zeros((num_layers, 0), np.int32)
+        return Segments(*(np.zeros(0, np.int64) for _ in range(6))), Bounds(tokens, *[empty] * 5)
+    bounds = tile_bounds(lo, hi, tokens) if finer is None else merge_bounds(finer, tokens)
+    used = bounds.end > bounds.first
+    holes = used & (bounds.end - bounds.first - bounds.longest >= KEYS)
     layer, tile = np.nonzero(used & ~holes)
-    parts = [np.stack([tile, layer, *(x[layer, tile] for x in (first, end, full_first, full_end))])]
+    limits = (bounds.first, bounds.end, bounds.full_first, bounds.full_end)
+    parts = [np.stack([tile, layer, *(x[layer, tile] for x in limits)])]
     if holes.any():
+        low = np.where(hi > lo, lo, np.int32(FAR))
         parts.append(_split_at_holes(low, hi, tokens, *np.nonzero(holes)))
-    columns = np.concatenate(parts, 1).astype(np.int64)
+    columns = np.concatenate(parts, 1).astype(np.int64) if len(parts) > 1 else parts[0]
     if num_layers > 1 or len(parts) > 1:
         columns = columns[:, np.lexsort(columns[2::-1])]
-    return Segments(*columns)
+    return Segments(*columns), bounds
+
+
+def tile_bounds(lo: Int32Array, hi: Int32Array, tokens: int) -> Bounds:
+    starts = np.arange(0, lo.shape[1], tokens)
+    low = np.where(hi > lo, lo, np.int32(FAR))
+    largest, smallest = np.maximum.reduceat, np.minimum.reduceat
+    return Bounds(
+        tokens,
+        smallest(low, starts, 1),
+        largest(hi, starts, 1),
+        largest(low, starts, 1),
+        smallest(hi, starts, 1),
+        largest(hi - lo, starts, 1),
+    )
+
+
+def merge_bounds(finer: Bounds, tokens: int) -> Bounds:
+    starts = np.arange(0, finer.first.shape[1], tokens // finer.tokens)
+    largest, smallest = np.maximum.reduceat, np.minimum.reduceat
+    return Bounds(
+        tokens,
+        smallest(finer.first, starts, 1),
+        largest(finer.end, starts, 1),
+        largest(finer.full_first, starts, 1),
+        smallest(finer.full_end, starts, 1),
+        largest(finer.longest, starts, 1),
+    )
 
 
 def _split_at_holes(low: Int32Array, hi: Int32Array, tokens: int, layer: Int64Array, tile: Int64Array) -> Int64Array:
@@ -346,7 +392,6 @@ def transpose_segments(blocks: Segments, num_q_blocks: int) -> tuple[Int64Array,
         return np.zeros(0, np.int64), np.zeros((0, 8), np.int64), components
 
     component = np.arange(len(blocks)) - offsets[blocks.tile]
-    assert component.max() < 128
     if component.any():
         by_chain = np.lexsort((blocks.tile, component))
     else:
@@ -380,13 +425,17 @@ def transpose_segments(blocks: Segments, num_q_blocks: int) -> tuple[Int64Array,
 def _items(tile: Int64Array, records: Int64Array, order: Int64Array) -> tuple[Int64Array, Int64Array]:
     """Work items [len(order), 12] with their first segment inside, and the further segments [.., 8]. tile ascends."""
     counts = np.bincount(tile, minlength=len(order))
+    used = counts > 0
     begin = np.cumsum(counts) - counts
-    is_first = np.zeros(len(tile), bool)
-    is_first[begin[counts > 0]] = True
-    further = begin - (np.cumsum(counts > 0) - (counts > 0))  # further segments of all earlier tiles
     items = np.zeros((len(order), 12), np.int64)
-    items[:, 0], items[:, 1], items[:, 2] = np.arange(len(order)), counts, further
-    items[counts > 0, 4:] = records[is_first]
+    items[:, 0], items[:, 1] = np.arange(len(order)), counts
+    items[:, 2] = begin - (np.cumsum(used) - used)  # further segments of all earlier tiles
+    if len(tile) == used.sum():
+        items[used, 4:] = records
+        return items[order], records[:0]
+    is_first = np.zeros(len(tile), bool)
+    is_first[begin[used]] = True
+    items[used, 4:] = records[is_first]
     return items[order], records[~is_first]
 
 
