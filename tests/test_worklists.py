@@ -7,13 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from torchtitan_magi.bands import KEYS, row_bands
 from torchtitan_magi.slices import AttnSlices, shared_prompt, sliding_window, varlen_causal
 from torchtitan_magi.worklists import (
-    KEYS,
     WorkLists,
     build_worklists,
     largest_divisor,
-    row_bands,
     tile_cost,
 )
 

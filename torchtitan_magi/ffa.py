@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from torchtitan_magi import jit, launch
+from torchtitan_magi.bands import KEYS
 from torchtitan_magi.rows import CudaRows
 from torchtitan_magi.slices import AttnSlices
-from torchtitan_magi.worklists import BACKWARD_ROWS, KEYS, ROWS, ListSizes, WorkLists, build_worklists
+from torchtitan_magi.worklists import BACKWARD_ROWS, ROWS, ListSizes, WorkLists, build_worklists
 
 THREADS = 384
 LOG2_E = math.log2(math.e)
@@ -296,7 +297,7 @@ class FfaBlockAttn:
             return
         if deterministic and s.max_components > MAX_COMPONENTS:
             raise ValueError(
-                f"deterministic: {s.max_components} separate runs of keys in one block of queries; {MAX_COMPONENTS} is the most"
+                f"deterministic: {s.max_components} runs of keys in one block of queries; at most {MAX_COMPONENTS}"
             )
         dout, q, k, v = (launch.copyable(x) for x in (dout, q, k, v))
         device = q.device.index
