@@ -1,0 +1,187 @@
+"""The numbers a user sees are those of the same training without context parallelism, and none of them is NaN."""
+
+import functools
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from test_training_parity import seed_checkpoint, without_saving
+from training import call, demo, new_folder, train
+
+from loss_compare import LAYOUTS  # isort: skip
+
+SEQ_LEN = 256
+TOKENS = 2 * SEQ_LEN  # of a step
+ATTENTION_FLOPS = 12 * 6 * 256  # per (query, key) pair: forward and backward, layers, width of the debug model
+
+
+def close(value):
+    return pytest.approx(value, rel=1e-5)
+
+
+@functools.cache
+def validation_file():
+    """Records of an odd number of packs, so that one of two data-parallel ranks gets padding only in the last round."""
+    path = Path(new_folder()) / "validation.jsonl"
+    records = (demo() / "validation.jsonl").read_text().splitlines(keepends=True)
+    for count in range(9, 40):
+        path.write_text("".join(records[:count]))
+        areas, last_of_two = call(packs_of, str(path), str(demo()), True)
+        if len(areas) % 2 and len(areas) >= 5:
+            assert last_of_two == ([], 0)
+            return str(path)
+    raise AssertionError("no odd number of packs")
+
+
+def packs_of(path, data, whole):
+    """(query, key) pairs of each pack; documents and number of labels in the last pack of the second of two ranks."""
+    from tokenizers import Tokenizer
+
+    from torchtitan_magi.data import ChatTokenizer, PackedSFTDataset
+
+    tokenizer = Tokenizer.from_file(f"{data}/tokenizer/tokenizer.json")
+    bos, eos = (tokenizer.token_to_id(name) for name in ("<|begin_of_text|>", "<|end_of_text|>"))
+    tokenize = ChatTokenizer.from_assets(tokenizer, bos, eos, f"{data}/tokenizer")
+    options = {"shuffle": not whole, "infinite": not whole}
+    areas = []
+    for inputs, _ in PackedSFTDataset(path, tokenize, SEQ_LEN, **options):
+        lengths = np.diff(inputs["documents"].astype(np.int64), axis=1)
+        areas.append(int((lengths * (lengths + 1) // 2).sum()))
+        if len(areas) == 6 and not whole:
+            return areas
+    *_, (inputs, labels) = PackedSFTDataset(path, tokenize, SEQ_LEN, 1, 2, **options)
+    return areas, (inputs["documents"].tolist(), int((labels != -100).sum()))
+
+
+@functools.cache
+def run(name):
+    """Three steps with validation after the first and the second."""
+    arguments = ["--validation.enable", "--validation.dataset", "sft", "--validation.dataset_path", validation_file()]
+    arguments += ["--validation.steps=-1", "--validation.freq", "2", "--validation.seq_len", f"{SEQ_LEN}"]
+    arguments += ["--checkpoint.enable", "--checkpoint.initial_load_path", seed_checkpoint(), "--training.steps", "3"]
+    layout = LAYOUTS[name]
+    return train(layout.processes, [*layout.arguments, *arguments], setup=without_saving)
+
+
+@pytest.mark.parametrize("name", ["cp2", "dp2", "dp2_cp2", "cp2_accumulation"])
+def test_validation_loss_with_a_last_round_that_leaves_a_rank_without_a_pack(name):
+    """Validation batches hold one pack and the loader one pass: all layouts see every pack once."""
+    assert len(run(name).validation_losses) == 2
+    assert run(name).validation_losses == close(run("cp1").validation_losses)
+    assert run("cp1").validation_losses[1] < run("cp1").validation_losses[0]
+
+
+@pytest.mark.parametrize("name", ["cp1", "cp2", "dp2", "dp2_cp2", "cp2_accumulation"])
+def test_tokens_and_tokens_per_second(name):
+    """tps is per process: all of them over the time of a step make the tokens of the step."""
+    for step, metrics in enumerate(run(name).metrics, 1):
+        assert metrics["n_tokens_seen"] == step * TOKENS
+        seconds = metrics["time_metrics/end_to_end(s)"]
+        assert metrics["throughput(tps)"] * seconds * LAYOUTS[name].processes == close(TOKENS)
+
+
+@pytest.mark.parametrize("name", ["cp1", "cp2", "dp2", "dp2_cp2", "cp2_accumulation"])
+def test_flops_per_token_count_the_attention_of_the_documents(name):
+    """Rank 0 counts the packs of its data-parallel rank."""
+    areas = call(packs_of, f"{demo()}/train.jsonl", str(demo()), False)
+    if name.startswith("dp2"):
+        areas, tokens = areas[::2], SEQ_LEN
+    else:
+        areas, tokens = [a + b for a, b in zip(areas[::2], areas[1::2], strict=True)], TOKENS
+        assert len(set(areas)) > 1
+    flops = [metrics["tflops"] * 1e12 / metrics["throughput(tps)"] for metrics in run(name).metrics]
+    without_attention = {count - ATTENTION_FLOPS * area / tokens for count, area in zip(flops, areas, strict=True)}
+    assert max(without_attention) == close(min(without_attention))
+    assert 6 * 5.6e6 < min(without_attention) < 6 * 6.2e6  # 6 per weight and token; the embedding has no product
+
+
+@pytest.mark.parametrize(("name", "against"), [("cp2", "cp1"), ("cp2_accumulation", "cp1"), ("dp2_cp2", "dp2")])
+def test_the_largest_loss_of_a_data_parallel_rank(name, against):
+    ours, reference = ([m["loss_metrics/global_max_loss"] for m in run(n).metrics] for n in (name, against))
+    assert ours == close(reference)
+    if against == "cp1":
+        assert ours == close(run(name).losses)
+    else:
+        assert all(largest > mean for largest, mean in zip(ours, run(name).losses, strict=True))
+
+
+# ------------------------------------------------------------------------------------------------- no label, no NaN
+
+
+def report_labels(report):
+    """How many labels this rank has in each microbatch after context parallelism has cut it."""
+    from torchtitan.distributed import context_parallel
+
+    cp_shard = context_parallel.cp_shard
+
+    def counting(*args, **kwargs):
+        (tokens, labels, positions), masks = cp_shard(*args, **kwargs)
+        report("labels", int((labels != -100).sum()))
+        return (tokens, labels, positions), masks
+
+    context_parallel.cp_shard = counting
+
+
+def all_finite(run):
+    logged = [metrics for rank in range(len(run.events)) for _, metrics in run.of("metrics", rank)]
+    return all(math.isfinite(value) for metrics in logged for value in metrics.values())
+
+
+def test_a_context_parallel_rank_without_a_label(tmp_path):
+    question = "why " * 90
+    messages = [{"role": "user", "content": question}, {"role": "assistant", "content": "so"}]
+    (tmp_path / "records.jsonl").write_text((json.dumps({"messages": messages}) + "\n") * 20)
+    arguments = ["--training.dataset_path", f"{tmp_path}/records.jsonl", "--training.steps", "2"]
+    arguments += ["--training.local_batch_size", "1", "--parallelism.context_parallel_degree", "4"]
+    run = train(4, arguments, setup=report_labels)
+    labels = [count for rank in range(4) for (count,) in run.of("labels", rank)]
+    assert 0 in labels
+    assert sum(labels) > 0
+    assert all_finite(run)
+
+
+class EveryOtherPackWithoutLabel:
+    def __init__(self, training, dp_rank, dp_world_size):
+        self.shape, self.first, self.step = (1, training.seq_len), dp_rank, dp_world_size
+
+    def __iter__(self):
+        import torch
+
+        number = self.first
+        while True:
+            tokens = torch.from_numpy(np.random.default_rng(number).integers(10, 2000, self.shape))
+            labels = tokens.roll(-1, 1) if number % 2 == 0 else torch.full(self.shape, -100)
+            yield {"input": tokens}, labels
+            number += self.step
+
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state_dict):
+        pass
+
+
+def feed_every_other_pack_without_label(report):
+    from torchtitan.protocols import train_spec
+
+    def build_dataloader(dp_world_size, dp_rank, tokenizer, job_config):
+        return EveryOtherPackWithoutLabel(job_config.training, dp_rank, dp_world_size)
+
+    spec = train_spec.get_train_spec("llama3")
+    train_spec._extra_train_specs["llama3"] = replace(spec, build_dataloader_fn=build_dataloader)
+    report_labels(report)
+    without_saving(report)
+
+
+@pytest.mark.parametrize("name", ["dp2_cp2", "cp2_accumulation"])
+def test_a_microbatch_or_a_data_parallel_rank_without_a_label(name):
+    arguments = [*LAYOUTS[name].arguments, "--training.dataset", "c4_test", "--training.steps", "2"]
+    arguments += ["--checkpoint.enable", "--checkpoint.initial_load_path", seed_checkpoint()]
+    run = train(LAYOUTS[name].processes, arguments, setup=feed_every_other_pack_without_label)
+    without = [count for rank in range(len(run.events)) for (count,) in run.of("labels", rank)].count(0)
+    assert without == 2 * 2  # one of two microbatches of a step, on both context-parallel ranks
+    assert all_finite(run)
+    assert [m["loss_metrics/global_max_loss"] for m in run.metrics] == close(run.losses)
