@@ -1,0 +1,62 @@
+"""Save, kill, resume: the steps after it are the steps of a run that was never interrupted."""
+
+import shutil
+
+import pytest
+from training import new_folder, train
+
+from loss_compare import LAYOUTS, TOLERANCE, max_relative_difference  # isort: skip
+
+STEPS, SAVED = 8, 4
+
+
+def report_saved(report):
+    from torchtitan.components.checkpoint import CheckpointManager
+
+    save = CheckpointManager.save
+
+    def save_and_report(self, curr_step, last_step=False):
+        saves = self._should_save(curr_step, last_step)
+        save(self, curr_step, last_step)
+        if saves:
+            report("saved", curr_step)
+
+    CheckpointManager.save = save_and_report
+
+
+def saved_on_all_ranks(run):
+    return all(run.of("saved", rank) == [(SAVED,)] for rank in range(len(run.events)))
+
+
+def run(name, folder, **kwargs):
+    arguments = [*LAYOUTS[name].arguments, "--training.steps", f"{STEPS}", "--checkpoint.enable"]
+    arguments += ["--checkpoint.interval", f"{SAVED}", "--job.dump_folder", folder]
+    return train(LAYOUTS[name].processes, arguments, setup=report_saved, **kwargs)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted():
+    return run("cp2", new_folder())
+
+
+@pytest.fixture(scope="module")
+def killed():
+    folder = new_folder()
+    part = run("cp2", folder, until=saved_on_all_ranks)
+    assert SAVED <= len(part.losses) < STEPS
+    return folder
+
+
+@pytest.mark.parametrize("name", ["cp2", "cp4"])
+def test_a_killed_run_continues(name, uninterrupted, killed, tmp_path):
+    """At the same degree with the same numbers; at another one with equal ones."""
+    shutil.copytree(killed, tmp_path / "killed")
+    resumed = run(name, f"{tmp_path}/killed")
+    assert [metrics["step"] for metrics in resumed.metrics] == list(range(SAVED + 1, STEPS + 1))
+    rest = uninterrupted.metrics[SAVED:]
+    assert [m["n_tokens_seen"] for m in resumed.metrics] == [m["n_tokens_seen"] for m in rest]
+    if name == "cp2":
+        assert resumed.losses == uninterrupted.losses[SAVED:]
+        assert resumed.grad_norms == uninterrupted.grad_norms[SAVED:]
+    assert max_relative_difference(resumed.losses, uninterrupted.losses[SAVED:]) <= TOLERANCE
+    assert max_relative_difference(resumed.grad_norms, uninterrupted.grad_norms[SAVED:]) <= TOLERANCE
