@@ -108,7 +108,7 @@ def min_heap(slices: AttnSlices, num_tokens: int, cp_size: int) -> Owned:
 
 
 def ours(slices: AttnSlices, num_tokens: int, cp_size: int) -> Owned:
-    return place(slices, num_tokens, cp_size)
+    return place(slices, num_tokens, cp_size, gpus_per_node=GPUS_PER_NODE)
 
 
 PLANNERS: dict[str, Callable[[AttnSlices, int, int], Owned]] = {

@@ -10,32 +10,39 @@ import numpy as np
 import numpy.typing as npt
 
 from torchtitan_magi.placement_documents import Recipe, WorkProfile, documents, place_documents
+from torchtitan_magi.placement_nodes import seat_in_nodes
 from torchtitan_magi.slices import AttnSlices
 from torchtitan_magi.traffic import traffic
 
 Int64Array = npt.NDArray[np.int64]
 
+IMBALANCE = 1.016  # that a placement may have for the sake of fewer rows
+NETWORK = 4  # how much more a row costs that crosses the network than one that stays in a node
+
 ALL = float("inf")
-# Tried in turn; the fewer ranks, the more of them (they are quick then).
-RECIPES = (
-    Recipe(0.01, 1.0, ALL),
-    Recipe(0.01, 0.5, ALL),
-    Recipe(0.01, 0.75, ALL),
-    Recipe(0.003, 1.0, 4.0),
-    Recipe(0.003, 0.5, ALL),
-    Recipe(0.003, 0.0, 0.0),
-    Recipe(0.003, 1.0, ALL),
-    Recipe(0.01, 0.0, 0.0),
-)
+RECIPES = tuple(Recipe(slack, prefix, reach) for slack, prefix, reach in (
+    (0.01, 1.0, ALL),
+    (0.01, 0.5, ALL),
+    (0.015, 1.0, ALL),
+    (0.005, 1.0, ALL),
+    (0.015, 0.5, ALL),
+    (0.01, 0.0, 0.0),
+    (0.003, 1.0, ALL),
+    (0.015, 1.0, 2.0),
+))  # fmt: skip
 
 
-def place(slices: AttnSlices, num_tokens: int, cp_size: int) -> tuple[Int64Array, ...]:
+def place(
+    slices: AttnSlices, num_tokens: int, cp_size: int, gpus_per_node: int | None = None
+) -> tuple[Int64Array, ...]:
     """Splits the tokens of a pack over the ranks. The same input gives the same placement everywhere.
 
     Args:
         slices: the mask over the whole pack.
         num_tokens: tokens of the pack, a multiple of cp_size.
         cp_size: number of ranks.
+        gpus_per_node: when given, ranks [0, gpus_per_node) are one node, and so on; ranks that share a document are
+            put in one node.
 
     Returns:
         per rank int64 [n, 2]: the half-open token ranges it owns, ascending, adjacent ones joined. Every rank owns
@@ -48,13 +55,18 @@ def place(slices: AttnSlices, num_tokens: int, cp_size: int) -> tuple[Int64Array
         return (np.array([[0, num_tokens]]),)
     profile = WorkProfile(slices, num_tokens)
     stretches = documents(slices, num_tokens, longest_gap=-(-tokens_per_rank // 16))
-    recipes = RECIPES[: 8 if cp_size <= 8 else 4]
-    candidates = [place_documents(profile, stretches, num_tokens, cp_size, recipe) for recipe in recipes]
-    return min(candidates, key=lambda owned: _score(slices, owned))
+    candidates = []
+    for recipe in RECIPES[: 8 if cp_size <= 16 else 5]:
+        owned = place_documents(profile, stretches, num_tokens, cp_size, recipe)
+        across = 0
+        if gpus_per_node is not None and gpus_per_node < cp_size:
+            owned, across = seat_in_nodes(slices, stretches[:, 0], owned, gpus_per_node)
+        candidates.append((_score(slices, owned, across), owned))
+    return min(candidates, key=lambda candidate: candidate[0])[1]
 
 
-def _score(slices: AttnSlices, owned: Sequence[Int64Array]) -> tuple[float, float]:
+def _score(slices: AttnSlices, owned: Sequence[Int64Array], across: int) -> tuple[int, int]:
     """Smaller is better: first the imbalance beyond what is allowed, then the rows that travel."""
     area, received, sent = traffic(slices, owned)
-    excess = int(area.max()) * len(area) / max(1, int(area.sum())) - 1.016
-    return max(0.0, excess), max(received.max(), sent.max()) + received.mean() / 2
+    excess = int(area.max()) - int(IMBALANCE * int(area.sum()) / len(area))
+    return max(0, excess), int(max(received.max(), sent.max()) + received.sum() // (2 * len(area))) + NETWORK * across

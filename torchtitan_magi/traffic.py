@@ -36,7 +36,7 @@ def transfers(needs: IntArray, parts: IntArray, owner: IntArray) -> Int64Array:
 
 
 def key_needs(table: IntArray, parts: IntArray, owner: IntArray) -> tuple[IntArray, IntArray, Int64Array]:
-    """A canonical slice table [n, 5] cut at the parts: rank and area of each piece, key ranges [m, 3] each rank needs."""
+    """A canonical slice table [n, 5] cut at the parts: rank and area of each piece, key ranges [m, 3] of each rank."""
     which, part = intersecting(table[:, 0], table[:, 1], parts[:, 0], parts[:, 1])
     pieces = clip_rows(table[which], parts[part, 0], parts[part, 1])
     limit = int(parts[-1, 1])
