@@ -44,7 +44,7 @@ struct Shared {
   float delta[kStages][kRows];
   int2 band[kStages][kRows];
   int4 item;                                          // {tile, KV head, flags, 0}; tile < 0: no more work
-  int4 block[kStages];                                // {first token, first head, flags, component << 24 | tile}
+  int4 block[kStages];                                // {first token, first head, flags, rank among the additions to dQ}
   int4 dq_block[2][kQueryGradBuffers];                // the same, for the warps that add dQ; first token < 0: no more work
   u64 kv_full, kv_empty, full[kStages], empty[kStages];
 };
@@ -150,6 +150,11 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
               const int b = kDescending ? segment.first + segment.end - 1 - m : m;
               const bool is_full = b >= segment.full_first && b < segment.full_end;
               const bool last = pack + 1 == packs && n + 1 == item.num_segments && m + 1 == segment.end;
+#ifdef DETERMINISTIC
+              const int rank = addition_rank(params, b, item.tile, segment.component);
+#else
+              const int rank = 0;
+#endif
               const int token = b * kTokens;
               float lse[2], delta[2];                              // of rows lane and lane + 32
               int2 band[2];
@@ -174,7 +179,7 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
                   tma_load_3d(dout + at, &map_dout, full + 8 * s, p * 64, head, token);
                 }
                 smem.block[s] = make_int4(token, head, (is_full ? kFullBlock : 0) | (last ? kLastBlock : 0),
-                                          segment.component << 24 | item.tile);
+                                          rank);
               }
 #pragma unroll
               for (int r = 0; r < 2; r++) {
@@ -208,11 +213,10 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
         if (lane == 0) {
           const u32 dq = smem_address(smem.dq[w][buffer]);
 #ifdef DETERMINISTIC
-          const int rank = addition_rank(params, block.x / kTokens, block.w & 0xFFFFFF, block.w >> 24);
           int* turn = params.semaphores + (block.x / kTokens * (params.num_heads_q / PACK) + block.y / PACK) * 2 + w;
           int seen;
           do asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(seen) : "l"(turn) : "memory");
-          while (seen != rank);
+          while (seen != block.w);
           asm volatile("fence.proxy.async;" ::: "memory");
 #endif
 #pragma unroll

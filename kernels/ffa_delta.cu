@@ -15,13 +15,20 @@ DEVICE float2 unpack2(u32 x) {
 #endif
 }
 
-// delta = rowsum(out * dOut), and dq = 0 where dq is given. One half-warp per row, 8 elements a lane.
+// delta = rowsum(out * dOut), and zero[..] = 0 on the way. One half-warp per row, 8 elements a lane.
 //
-// out, dout: [num_rows, head_dim] contiguous; delta: [num_rows]; dq: fp32 like out, or null; head_dim a multiple of 8, <= 128
+// out, dout: [num_rows, head_dim] contiguous; delta: [num_rows]; zero: [num_zero], num_zero a multiple of 8, may be 0;
+// head_dim a multiple of 8, at most 128. Grid: 16 threads per row, 1 per 8 elements of zero, whichever is more.
 extern "C" __global__ void __launch_bounds__(256)
-ffa_delta(const void* out, const void* dout, float* delta, float* dq, long long num_rows, int head_dim) {
+ffa_delta(const void* out, const void* dout, float* delta, float* zero, long long num_rows, long long num_zero,
+          int head_dim) {
   const long long row = (long long)blockIdx.x * 16 + threadIdx.x / 16;
   const int column = threadIdx.x % 16 * 8;
+  const long long z = ((long long)blockIdx.x * 256 + threadIdx.x) * 8;
+  if (z < num_zero) {
+    *(float4*)(zero + z) = make_float4(0, 0, 0, 0);
+    *(float4*)(zero + z + 4) = make_float4(0, 0, 0, 0);
+  }
   float sum = 0;
   if (row < num_rows && column < head_dim) {
     const long long at = row * head_dim + column;
@@ -38,10 +45,6 @@ ffa_delta(const void* out, const void* dout, float* delta, float* dq, long long 
     for (int i = 0; i < 4; i++) {
       const float2 d = unpack2(packed[i]);
       sum += o[i].x * d.x + o[i].y * d.y;
-    }
-    if (dq) {
-      *(float4*)(dq + at) = make_float4(0, 0, 0, 0);
-      *(float4*)(dq + at + 4) = make_float4(0, 0, 0, 0);
     }
   }
 #pragma unroll

@@ -106,18 +106,18 @@ def cases(which: str) -> Iterator[Case]:
         yield Case("causal", 16 * k, [0, 16 * k], "causal", (64, 8), 64)
     if which == "dense":
         for kind in ("full", "causal"):
-            for n in (2 * k, 4 * k, 8 * k, 16 * k, 32 * k):
+            for n in (2 * k, 8 * k, 16 * k, 32 * k):
                 yield Case(kind, n, [0, n], kind)
     if which == "varlen":
         for kind in ("full", "causal"):
             for n in (2 * k, 4 * k, 8 * k, 16 * k, 32 * k):
                 yield Case(f"varlen {kind}", n, eight_documents(n), kind)
     if which == "packs":
-        for n in (8 * k, 32 * k, 64 * k, 256 * k):
+        for n in (8 * k, 32 * k, 64 * k):
             for seed in (0, 1):
                 yield Case(f"histogram {seed}", n, histogram_pack(n, seed), "causal")
     if which == "window":
-        for n in (8 * k, 32 * k, 128 * k):
+        for n in (8 * k, 32 * k):
             yield Case("window 1024", n, [0, n], "window")
             yield Case("block causal 1024", n, [0, n], "block")
     if which == "heads":
@@ -130,6 +130,10 @@ def cases(which: str) -> Iterator[Case]:
     if which == "long":
         yield Case("causal", 128 * k, [0, 128 * k], "causal")
         yield Case("varlen causal", 128 * k, eight_documents(128 * k), "causal")
+        yield Case("window 1024", 128 * k, [0, 128 * k], "window")
+        yield Case("block causal 1024", 128 * k, [0, 128 * k], "block")
+        for seed in (0, 1):
+            yield Case(f"histogram {seed}", 256 * k, histogram_pack(256 * k, seed), "causal")
 
 
 GROUPS = ("quick", "dense", "varlen", "packs", "window", "heads", "long")
@@ -243,7 +247,8 @@ def measure(case: Case, impls: list[str], ms: int) -> Iterator[Row]:
             print(f"  {name}: {str(error).splitlines()[0][:100]}", flush=True)
             continue
         for a, b in zip((ours, *grads), (out, *theirs), strict=True):
-            error = float((a.float() - b.float()).norm() / b.float().norm())
+            a, b = a.detach().float(), b.detach().float()
+            error = float((a - b).norm() / b.norm())
             assert error < 2e-2, f"{name} and ours differ by {error:.1e} on {case}"
 
         def forward(run: Callable[..., Tensor] = run) -> None:

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from torchtitan_magi import jit
-from torchtitan_magi.ffa import FfaBlockAttn, HostLists, backward_variant, forward_variant, upload_lists
+from torchtitan_magi.ffa import FfaBlockAttn, HostLists, upload_lists
+from torchtitan_magi.launch import backward_variant, forward_variant
 from torchtitan_magi.slices import AttnSlices, block_causal, shared_prompt, sliding_window, varlen_causal, varlen_full
 from torchtitan_magi.worklists import build_worklists
 

@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("cuda.core", reason="cuda-core compiles the kernels")
 pytest.importorskip("cuda.bindings", reason="NVRTC is reached through cuda-bindings")
 
-from torchtitan_magi import ffa, jit
+from torchtitan_magi import jit, launch
 
 # Lines with a number of this kind are expected and harmless:
 #   C7519  "warpgroup.arrive is injected": ptxas orders register operands of wgmma itself; nothing waits because of it
@@ -19,21 +19,21 @@ MAX_STACK_BYTES = 0
 PACKS = (1, 5, 7, 8)
 
 
-def variants() -> list[tuple[str, ffa.Variant]]:
+def variants() -> list[tuple[str, launch.Variant]]:
     found = []
     for head_dim in (64, 128):
         for pack in PACKS:
             for dtype in (torch.bfloat16, torch.float16):
                 for switch in (False, True):
-                    found.append(("ffa_forward.cu", ffa.forward_variant(head_dim, pack, dtype, switch)[0]))
-                    found.append(("ffa_backward.cu", ffa.backward_variant(head_dim, pack, dtype, switch)[0]))
+                    found.append(("ffa_forward.cu", launch.forward_variant(head_dim, pack, dtype, switch)[0]))
+                    found.append(("ffa_backward.cu", launch.backward_variant(head_dim, pack, dtype, switch)[0]))
     return found
 
 
 @pytest.mark.parametrize(
     ("name", "variant"), variants(), ids=lambda x: x if isinstance(x, str) else "-".join(f"{n}{v}" for n, v in x)
 )
-def test_no_spills_and_no_serialized_wgmma(name: str, variant: ffa.Variant) -> None:
+def test_no_spills_and_no_serialized_wgmma(name: str, variant: launch.Variant) -> None:
     _, log = jit.compile_source(name, jit.expand_source(name), dict(variant))
     stack, stores, loads = map(
         int, re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", log).groups()
@@ -51,7 +51,7 @@ def test_row_dot_kernel_compiles() -> None:
 
 
 def test_head_dims() -> None:
-    assert [ffa.padded_head_dim(d) for d in (8, 40, 64, 72, 128)] == [64, 64, 64, 128, 128]
+    assert [launch.padded_head_dim(d) for d in (8, 40, 64, 72, 128)] == [64, 64, 64, 128, 128]
     for head_dim in (0, 12, 136, 256):
         with pytest.raises(ValueError, match="head_dim"):
-            ffa.padded_head_dim(head_dim)
+            launch.padded_head_dim(head_dim)

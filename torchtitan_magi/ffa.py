@@ -19,86 +19,7 @@ from torchtitan_magi.rows import CudaRows
 from torchtitan_magi.slices import AttnSlices
 from torchtitan_magi.worklists import BACKWARD_ROWS, ROWS, ListSizes, WorkLists, build_worklists
 
-THREADS = 384
 LOG2_E = math.log2(math.e)
-MAX_COMPONENTS = 127  # the kernel packs component and tile in one int
-
-Variant = tuple[tuple[str, int], ...]
-
-
-# ------------------------------------------------------------ kernel parameters
-# Field by field the structs of the same names in the .cu files.
-class Schedule(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_int) for name in ("num_tiles", "num_heads", "heads_per_wave")]
-
-
-class ForwardParams(ctypes.Structure):
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("out", "lse", "items", "segments", "bands", "counter")),
-        ("schedule", Schedule),
-        *((name, ctypes.c_int) for name in ("groups_per_kv", "num_q", "num_heads_q", "head_dim")),
-        ("scale_log2", ctypes.c_float),
-    ]
-
-
-class BackwardParams(ctypes.Structure):
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("dk", "dv", "lse", "delta", "items", "segments", "bands")),
-        *((name, ctypes.c_void_p) for name in ("components", "semaphores", "counter")),
-        ("schedule", Schedule),
-        *((name, ctypes.c_int) for name in ("num_packs", "num_q", "num_k", "num_heads_q")),
-        *((name, ctypes.c_int) for name in ("head_dim", "num_q_blocks", "store")),
-        *((name, ctypes.c_longlong) for name in ("dk_token_stride", "dk_head_stride")),
-        *((name, ctypes.c_longlong) for name in ("dv_token_stride", "dv_head_stride")),
-        *((name, ctypes.c_float) for name in ("softmax_scale", "scale_log2")),
-    ]
-
-
-STORE_PACKED, STORE_FLOAT, ADD_FLOAT = 0, 1, 2
-
-
-# ------------------------------------------------------------ variants
-def padded_head_dim(head_dim: int) -> int:
-    """The kernel's head dim that holds `head_dim`.
-
-    Raises:
-        ValueError: above 128, or not a multiple of 8 (the copy engine moves 16 bytes at a time).
-    """
-    if not 0 < head_dim <= 128 or head_dim % 8:
-        raise ValueError(f"head_dim is {head_dim}; the ffa kernel takes multiples of 8 up to 128")
-    return 64 if head_dim <= 64 else 128
-
-
-def check_supported(head_dim: int, dtype: torch.dtype) -> None:
-    """Raises ValueError for a head_dim or a dtype of q, k and v that the kernel does not take."""
-    padded_head_dim(head_dim)
-    if dtype not in (torch.bfloat16, torch.float16):
-        raise ValueError(
-            f'attention runs in {dtype}; the ffa kernel takes bfloat16 or float16, or use backend = "flex"'
-        )
-
-
-def forward_variant(head_dim: int, pack: int, dtype: torch.dtype, accumulate: bool) -> tuple[Variant, int]:
-    """Macros and bytes of shared memory of a forward kernel."""
-    padded = padded_head_dim(head_dim)
-    stages = 4 if padded == 64 else 2
-    shared = (1 + 2 * stages) * ROWS * padded * 2 + 2048
-    macros = {"HEAD_DIM": padded, "PACK": pack, "SHARED_BYTES": shared, "USE_FP16": dtype == torch.float16}
-    return _variant(macros | {"ACCUMULATE": accumulate}), shared
-
-
-def backward_variant(head_dim: int, pack: int, dtype: torch.dtype, deterministic: bool) -> tuple[Variant, int]:
-    """Macros and bytes of shared memory of a backward kernel."""
-    padded = padded_head_dim(head_dim)
-    keys, rows = 2 * KEYS * padded * 2, 2 * 2 * BACKWARD_ROWS * padded * 2
-    shared = keys + rows + 2 * KEYS * 128 + 2 * BACKWARD_ROWS * padded * 4 + 3072
-    macros = {"HEAD_DIM": padded, "PACK": pack, "SHARED_BYTES": shared, "USE_FP16": dtype == torch.float16}
-    return _variant(macros | {"DETERMINISTIC": deterministic}), shared
-
-
-def _variant(macros: dict[str, int]) -> Variant:
-    """Switches that are off are left undefined."""
-    return tuple((name, int(value)) for name, value in macros.items() if value)
 
 
 # ------------------------------------------------------------ lists
@@ -147,7 +68,7 @@ class FfaBlockAttn:
 
     def check(self, head_dim: int, dtype: torch.dtype) -> None:
         """Raises ValueError for what the kernel does not take."""
-        check_supported(head_dim, dtype)
+        launch.check_supported(head_dim, dtype)
 
     def rows(self) -> CudaRows:
         return CudaRows()
@@ -219,7 +140,7 @@ class FfaBlockAttn:
         if key not in mask.launches:
             mask.launches[key] = self._forward_launch(mask, q.shape[2], q.dtype, accumulate is not None, num_tiles)
         kernel, template = mask.launches[key]
-        params = ForwardParams.from_buffer_copy(template)
+        params = launch.ForwardParams.from_buffer_copy(template)
         params.out, params.lse, params.counter = out.data_ptr(), lse.data_ptr(), launch.next_counter(device)
         params.scale_log2 = softmax_scale * LOG2_E
         kernel(
@@ -234,21 +155,21 @@ class FfaBlockAttn:
 
     def _forward_launch(
         self, mask: DeviceLists, head_dim: int, dtype: torch.dtype, accumulate: bool, num_tiles: int
-    ) -> tuple[launch.Kernel, ForwardParams]:
+    ) -> tuple[launch.Kernel, launch.ForwardParams]:
         s = mask.sizes
-        variant, shared = forward_variant(head_dim, s.forward_pack, dtype, accumulate)
+        variant, shared = launch.forward_variant(head_dim, s.forward_pack, dtype, accumulate)
         num_groups = s.num_heads_q // s.forward_pack
-        params = ForwardParams(
+        params = launch.ForwardParams(
             items=mask.pointer(s.forward_items),
             segments=mask.pointer(s.forward_segments),
             bands=mask.pointer(s.bands),
-            schedule=Schedule(num_tiles, num_groups, s.forward_heads_per_wave),
+            schedule=launch.Schedule(num_tiles, num_groups, s.forward_heads_per_wave),
             groups_per_kv=num_groups // s.num_heads_kv,
             num_q=s.num_q,
             num_heads_q=s.num_heads_q,
             head_dim=head_dim,
         )
-        return launch.load("ffa_forward.cu", "ffa_forward", variant, THREADS, shared), params
+        return launch.load("ffa_forward.cu", "ffa_forward", variant, launch.THREADS, shared), params
 
     def backward(
         self,
@@ -265,6 +186,7 @@ class FfaBlockAttn:
         dv: Tensor,
         deterministic: bool = False,
         sm_margin: int = 0,
+        zeroed: bool = False,
     ) -> None:
         """Gradients of one stage.
 
@@ -278,6 +200,7 @@ class FfaBlockAttn:
             aligned.
             deterministic: add to dq in a fixed order, so that runs repeat bit for bit.
             sm_margin: SMs to leave to others.
+            zeroed: dk and dv hold zeros already; saves setting them where their parts are added up in place.
 
         Raises:
             ValueError: head_dim, dtype, scale or shapes that the kernel does not take.
@@ -295,26 +218,22 @@ class FfaBlockAttn:
         if s.num_q == 0:
             dk.zero_(), dv.zero_()
             return
-        if deterministic and s.max_components > MAX_COMPONENTS:
-            raise ValueError(
-                f"deterministic: {s.max_components} runs of keys in one block of queries; at most {MAX_COMPONENTS}"
-            )
         dout, q, k, v = (launch.copyable(x) for x in (dout, q, k, v))
         device = q.device.index
         key = ("backward", q.shape[2], q.dtype, deterministic)
         if key not in mask.launches:
             mask.launches[key] = self._backward_launch(mask, q.shape[2], q.dtype, deterministic)
         kernel, template = mask.launches[key]
-        params = BackwardParams.from_buffer_copy(template)
+        params = launch.BackwardParams.from_buffer_copy(template)
         dk_to, dv_to = dk, dv
         if s.is_split and not deterministic:  # parts of a tile add to fp32 sums
-            params.store = ADD_FLOAT
+            params.store = launch.ADD_FLOAT
             if dk.dtype != torch.float32:
                 dk_to, dv_to = torch.zeros(2, *k.shape, dtype=torch.float32, device=k.device)
-            else:
+            elif not zeroed:
                 torch._foreach_zero_([dk, dv])
         else:
-            params.store = STORE_FLOAT if dk.dtype == torch.float32 else STORE_PACKED
+            params.store = launch.STORE_FLOAT if dk.dtype == torch.float32 else launch.STORE_PACKED
         semaphores = None
         if deterministic:
             shape = (s.num_q_blocks, s.num_heads_q // s.backward_pack, 2)
@@ -342,16 +261,16 @@ class FfaBlockAttn:
 
     def _backward_launch(
         self, mask: DeviceLists, head_dim: int, dtype: torch.dtype, deterministic: bool
-    ) -> tuple[launch.Kernel, BackwardParams]:
+    ) -> tuple[launch.Kernel, launch.BackwardParams]:
         s = mask.sizes
-        variant, shared = backward_variant(head_dim, s.backward_pack, dtype, deterministic)
+        variant, shared = launch.backward_variant(head_dim, s.backward_pack, dtype, deterministic)
         num_items = s.num_backward_tiles if deterministic else s.num_backward_items
-        params = BackwardParams(
+        params = launch.BackwardParams(
             items=mask.pointer(s.whole_items if deterministic else s.backward_items),
             segments=mask.pointer(s.whole_segments if deterministic else s.backward_segments),
             bands=mask.pointer(s.bands),
             components=mask.pointer(s.components),
-            schedule=Schedule(
+            schedule=launch.Schedule(
                 num_items, s.num_heads_kv, s.num_heads_kv if deterministic else s.backward_heads_per_wave
             ),
             num_packs=s.num_heads_q // s.num_heads_kv // s.backward_pack,
@@ -361,31 +280,38 @@ class FfaBlockAttn:
             head_dim=head_dim,
             num_q_blocks=s.num_q_blocks,
         )
-        return launch.load("ffa_backward.cu", "ffa_backward", variant, THREADS, shared), params
+        return launch.load("ffa_backward.cu", "ffa_backward", variant, launch.THREADS, shared), params
 
-    def delta(self, out: Tensor, dout: Tensor, dq: Tensor | None = None) -> Tensor:
-        """rowsum(out * dout), fp32 [Tq, Hq]; sets dq (fp32 [Tq, Hq, D], contiguous) to zero on the way if given.
+    def delta(self, out: Tensor, dout: Tensor, zero: Tensor | None = None) -> Tensor:
+        """rowsum(out * dout), fp32 [Tq, Hq]; on the way sets `zero` to zero (fp32, contiguous, any multiple of 8 long).
 
         Args:
             out: [Tq, Hq, D] fp32 or the dtype of dout. dout: bf16 or fp16.
         """
-        padded_head_dim(out.shape[2])
+        launch.padded_head_dim(out.shape[2])
         assert out.dtype in (dout.dtype, torch.float32)
         out, dout = out.contiguous(), dout.contiguous()
         delta = torch.empty(out.shape[:2], dtype=torch.float32, device=out.device)
-        if delta.numel() == 0:
+        num_zero = 0 if zero is None else zero.numel()
+        threads = max(16 * delta.numel(), num_zero // 8)
+        if threads == 0:
             return delta
         switches = {"USE_FP16": dout.dtype == torch.float16, "OUT_FP32": out.dtype == torch.float32}
-        pointers = [out.data_ptr(), dout.data_ptr(), delta.data_ptr(), 0 if dq is None else dq.data_ptr()]
-        sizes = [ctypes.c_longlong(delta.numel()), ctypes.c_int(out.shape[2])]
-        kernel = launch.load("ffa_delta.cu", "ffa_delta", _variant(switches), 256, 0)
-        kernel(out.device.index, -(-delta.numel() // 16), *map(ctypes.c_void_p, pointers), *sizes)
+        kernel = launch.load("ffa_delta.cu", "ffa_delta", launch.variant_of(switches), 256, 0)
+        kernel(
+            out.device.index,
+            -(-threads // 256),
+            *(ctypes.c_void_p(x.data_ptr()) for x in (out, dout, delta)),
+            ctypes.c_void_p(None if zero is None else zero.data_ptr()),
+            *(ctypes.c_longlong(n) for n in (delta.numel(), num_zero)),
+            ctypes.c_int(out.shape[2]),
+        )
         return delta
 
 
 def _check_inputs(q: Tensor, k: Tensor, v: Tensor, s: ListSizes, softmax_scale: float) -> None:
     head_dim, dtype = q.shape[2], q.dtype
-    check_supported(head_dim, dtype)
+    launch.check_supported(head_dim, dtype)
     if not dtype == k.dtype == v.dtype:
         raise ValueError(f"q, k, v are {dtype}, {k.dtype}, {v.dtype}; give all three the same dtype")
     if not softmax_scale > 0:
@@ -413,16 +339,18 @@ class _FfaAttn(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         block_attn = _block_attn(q.device)
         dout = grads[0]
-        dq = torch.empty(q.shape, dtype=torch.float32, device=q.device)
-        delta = block_attn.delta(out, dout, dq)
-        dk, dv = (
-            torch.empty(k.shape, dtype=k.dtype, device=k.device),
-            torch.empty(v.shape, dtype=v.dtype, device=v.device),
-        )
+        # dq, dk, dv in one buffer: one launch sets it to zero, one rounds it
+        sizes = [q.numel(), k.numel(), v.numel()]
+        grads_fp32 = torch.empty(sum(sizes), dtype=torch.float32, device=q.device)
+        dq, dk, dv = (x.view(y.shape) for x, y in zip(grads_fp32.split(sizes), (q, k, v), strict=True))
+        delta = block_attn.delta(out, dout, grads_fp32)
         block_attn.backward(
-            dout, q, k, v, lse, delta, ctx.mask, ctx.softmax_scale, dq, dk, dv, deterministic=ctx.deterministic
-        )
-        return dq.to(q.dtype), dk, dv, None, None, None
+            dout, q, k, v, lse, delta, ctx.mask, ctx.softmax_scale, dq, dk, dv,
+            deterministic=ctx.deterministic, zeroed=True,
+        )  # fmt: skip
+        rounded = grads_fp32.to(q.dtype).split(sizes)
+        dq, dk, dv = (x.view(y.shape) for x, y in zip(rounded, (q, k, v), strict=True))
+        return dq, dk, dv, None, None, None
 
 
 @functools.cache

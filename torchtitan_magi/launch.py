@@ -1,4 +1,4 @@
-"""Launching our kernels: tensor maps, work counters, kernel arguments. Imports CUDA when first used."""
+"""Launching our kernels: variants, parameter structs, tensor maps, work counters. Imports CUDA when first used."""
 
 import ctypes
 import functools
@@ -10,8 +10,91 @@ import torch
 from torch import Tensor
 
 from torchtitan_magi import jit
+from torchtitan_magi.bands import KEYS
+from torchtitan_magi.worklists import BACKWARD_ROWS, ROWS
 
+THREADS = 384  # of a block of the forward and of the backward
 NUM_COUNTERS = 1024  # launches that may be in flight at once
+
+Variant = tuple[tuple[str, int], ...]
+
+
+# ------------------------------------------------------------ kernel parameters
+# Field by field the structs of the same names in the .cu files.
+class Schedule(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_int) for name in ("num_tiles", "num_heads", "heads_per_wave")]
+
+
+class ForwardParams(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("out", "lse", "items", "segments", "bands", "counter")),
+        ("schedule", Schedule),
+        *((name, ctypes.c_int) for name in ("groups_per_kv", "num_q", "num_heads_q", "head_dim")),
+        ("scale_log2", ctypes.c_float),
+    ]
+
+
+class BackwardParams(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("dk", "dv", "lse", "delta", "items", "segments", "bands")),
+        *((name, ctypes.c_void_p) for name in ("components", "semaphores", "counter")),
+        ("schedule", Schedule),
+        *((name, ctypes.c_int) for name in ("num_packs", "num_q", "num_k", "num_heads_q")),
+        *((name, ctypes.c_int) for name in ("head_dim", "num_q_blocks", "store")),
+        *((name, ctypes.c_longlong) for name in ("dk_token_stride", "dk_head_stride")),
+        *((name, ctypes.c_longlong) for name in ("dv_token_stride", "dv_head_stride")),
+        *((name, ctypes.c_float) for name in ("softmax_scale", "scale_log2")),
+    ]
+
+
+STORE_PACKED, STORE_FLOAT, ADD_FLOAT = 0, 1, 2
+
+
+# ------------------------------------------------------------ variants
+def padded_head_dim(head_dim: int) -> int:
+    """The kernel's head dim that holds `head_dim`.
+
+    Raises:
+        ValueError: above 128, or not a multiple of 8 (the copy engine moves 16 bytes at a time).
+    """
+    if not 0 < head_dim <= 128 or head_dim % 8:
+        raise ValueError(f"head_dim is {head_dim}; the ffa kernel takes multiples of 8 up to 128")
+    return 64 if head_dim <= 64 else 128
+
+
+def check_supported(head_dim: int, dtype: torch.dtype) -> None:
+    """Raises ValueError for a head_dim or a dtype of q, k and v that the kernel does not take."""
+    padded_head_dim(head_dim)
+    if dtype not in (torch.bfloat16, torch.float16):
+        raise ValueError(
+            f'attention runs in {dtype}; the ffa kernel takes bfloat16 or float16, or use backend = "flex"'
+        )
+
+
+def forward_variant(head_dim: int, pack: int, dtype: torch.dtype, accumulate: bool) -> tuple[Variant, int]:
+    """Macros and bytes of shared memory of a forward kernel."""
+    padded = padded_head_dim(head_dim)
+    stages = 4 if padded == 64 else 2
+    shared = (1 + 2 * stages) * ROWS * padded * 2 + 2048
+    macros = {"HEAD_DIM": padded, "PACK": pack, "SHARED_BYTES": shared, "USE_FP16": dtype == torch.float16}
+    return variant_of(macros | {"ACCUMULATE": accumulate}), shared
+
+
+def backward_variant(head_dim: int, pack: int, dtype: torch.dtype, deterministic: bool) -> tuple[Variant, int]:
+    """Macros and bytes of shared memory of a backward kernel."""
+    padded = padded_head_dim(head_dim)
+    keys, rows = 2 * KEYS * padded * 2, 2 * 2 * BACKWARD_ROWS * padded * 2
+    shared = keys + rows + 2 * KEYS * 128 + 2 * BACKWARD_ROWS * padded * 4 + 3072
+    macros = {"HEAD_DIM": padded, "PACK": pack, "SHARED_BYTES": shared, "USE_FP16": dtype == torch.float16}
+    return variant_of(macros | {"DETERMINISTIC": deterministic}), shared
+
+
+def variant_of(macros: dict[str, int]) -> Variant:
+    """Switches that are off are left undefined."""
+    return tuple((name, int(value)) for name, value in macros.items() if value)
+
+
+# ------------------------------------------------------------------------------------------------------------ launching
 
 
 @functools.cache

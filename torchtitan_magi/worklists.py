@@ -55,7 +55,6 @@ class ListSizes:
     num_backward_items: int  # parts of k-tiles
     is_split: bool  # some tile has several parts: dk and dv are sums in fp32
     num_q_blocks: int
-    max_components: int  # of one query block
     bands: int
     forward_items: int
     forward_segments: int
@@ -160,7 +159,6 @@ def build_worklists(
         num_backward_items=len(items),
         is_split=is_split,
         num_q_blocks=num_q_blocks,
-        max_components=int(records[:, 1].max(initial=0)) + 1,
         bands=bands,
         forward_items=forward_items,
         forward_segments=forward_segments,
