@@ -23,13 +23,27 @@ def seed_checkpoint(model=""):
 def trained(name):
     layout = ALL_LAYOUTS[name]
     load = ["--checkpoint.enable", "--checkpoint.initial_load_path", seed_checkpoint(layout.model)]
-    return train(layout.processes, [*layout.arguments, *load], setup=without_saving)
+    return train(layout.processes, [*layout.arguments, *load], setup=without_saving_and_counting_graphs)
 
 
 def without_saving(report):
     from torchtitan.components.checkpoint import CheckpointManager
 
     CheckpointManager.save = lambda *_, **__: None
+
+
+def without_saving_and_counting_graphs(report):
+    import torchtitan.train
+    from torch._dynamo.utils import counters
+
+    train_step = torchtitan.train.Trainer.train_step
+
+    def train_and_count(self, data_iterator):
+        train_step(self, data_iterator)
+        report("graphs", counters["stats"]["unique_graphs"])
+
+    torchtitan.train.Trainer.train_step = train_and_count
+    without_saving(report)
 
 
 def difference(run, reference):
@@ -42,6 +56,14 @@ def test_loss_and_gradient_norm_of_every_step(name):
     worst = difference(trained(name), trained(ALL_LAYOUTS[name].against))
     print(f"{name}: {worst:.1e}")
     assert worst <= TOLERANCE
+
+
+def test_other_documents_do_not_recompile():
+    for rank in range(2):
+        (first,), *later = trained("cp2_compile").of("graphs", rank)
+        assert first > 0
+        assert later == [(first,)] * 4
+    assert trained("cp2").of("graphs") == [(0,)] * 5
 
 
 def test_data_parallel_ranks_train_on_the_packs_of_one_rank():

@@ -1,0 +1,84 @@
+"""The commands themselves: torchrun with torchtitan's module, and scripts/loss_compare.py."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+from training import DEBUG_TOML, ROOT, SMALL, demo, new_folder, train
+
+import loss_compare  # isort: skip
+
+
+def command(*arguments):
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [sys.executable, *map(str, arguments)], capture_output=True, text=True, cwd=ROOT, env=environment, timeout=240
+    )
+
+
+def test_torchrun_prints_the_losses_of_the_forked_processes():
+    """The harness of these tests runs what users run."""
+    assert demo() == ROOT / "assets" / "demo"  # where the debug configuration looks for its data
+    arguments = [*SMALL, "--parallelism.context_parallel_degree", "2", "--magi.overlap_stages", "2"]
+    arguments += ["--training.steps", "2", "--metrics.disable_color_printing"]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--local-ranks-filter=0"]
+    files = ["--job.config_file", DEBUG_TOML, "--job.dump_folder", new_folder()]
+    result = command(*torchrun, "-m", "torchtitan.train", *files, *arguments)
+    assert result.returncode == 0, result.stderr[-4000:]
+    printed = re.findall(r"step: +(\d+)  loss: +([0-9.]+) ", result.stdout + result.stderr)
+    assert printed == [(f"{i}", f"{loss:.5f}") for i, loss in enumerate(train(2, arguments).losses, 1)]
+
+
+def test_loss_compare_prints_a_table():
+    result = command("scripts/loss_compare.py", "--layouts", "cp2", "--steps", "1")
+    assert result.returncode == 0, result.stderr[-4000:]
+    *_, head, line, row = result.stdout.splitlines()
+    assert head == "| layout | against | processes | max rel diff loss | max rel diff grad_norm | verdict |"
+    assert line == "| --- | --- | --- | --- | --- | --- |"
+    assert re.fullmatch(r"\| cp2 \| cp1 \| 2 \| \d\.\de[+-]\d\d \| \d\.\de[+-]\d\d \| equal \|", row)
+
+
+class Recorded:
+    """Stands in for the runs."""
+
+    def __init__(self, **runs):
+        self.runs = runs
+
+    def of(self, name, layout):
+        if name not in self.runs:
+            raise RuntimeError(f"{name} printed this")
+        loss, grad_norm = self.runs[name]
+        return {"loss": loss, "grad_norm": grad_norm}
+
+
+REFERENCE = [8.0, 7.0], [1.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("ours", "row"),
+    [
+        (([8.0, 7.0005], [1.0, 2.0]), "| 7.1e-05 | 0.0e+00 | equal |"),
+        (([8.0, 7.0], [1.0, 2.0004]), "| 0.0e+00 | 2.0e-04 | DIFFERS |"),
+        (([8.0, 7.001], [1.0, 2.0]), "| 1.4e-04 | 0.0e+00 | DIFFERS |"),
+        (([8.0, float("nan")], [1.0, 2.0]), "| inf | 0.0e+00 | DIFFERS |"),
+        (([8.0], [1.0]), "| inf | inf | DIFFERS |"),
+        (([], []), "| inf | inf | DIFFERS |"),
+        (None, "| | | failed |"),
+    ],
+)
+def test_loss_compare_fails_for_anything_but_equal_numbers(ours, row, capsys):
+    layouts = loss_compare.LAYOUTS
+    runs = Recorded(cp1=REFERENCE) if ours is None else Recorded(cp1=REFERENCE, cp2=ours)
+    failed = loss_compare.print_table({"cp2": layouts["cp2"]}, layouts, runs, 1e-4)
+    printed = capsys.readouterr()
+    assert printed.out.splitlines()[-1] == f"| cp2 | cp1 | 2 {row}"
+    assert failed == ("equal" not in row)
+    assert ("cp2 printed this" in printed.err) == (ours is None)
+
+
+def test_loss_compare_names_unknown_layouts():
+    result = command("scripts/loss_compare.py", DEBUG_TOML, "--layouts", "cp2,cp3")
+    assert result.returncode == 2
+    assert "unknown layouts cp3; use some of cp2, cp4" in result.stderr

@@ -1,0 +1,88 @@
+"""Plans and their handles go when their microbatch does: nothing grows, whatever the documents."""
+
+import gc
+
+import pytest
+from training import call, train
+
+STEPS, GC_FREQ = 1000, 50
+SETTLED = 250  # by then caches are full and allocators at their size
+TOKENS, HEADS, HEAD_DIM = 96, 2, 8
+
+
+def train_tiny_model(checkpointing):
+    """Every GC_FREQ steps after the first SETTLED: entries of the registry, objects of Python, resident KiB."""
+    import numpy as np
+    import torch
+    from torch.utils.checkpoint import checkpoint
+
+    from torchtitan_magi import attention
+    from torchtitan_magi.titan.job_config import Magi
+    from torchtitan_magi.titan.runtime import MagiRuntime, WorkCount
+
+    torch.set_num_threads(1)
+    runtime = MagiRuntime(Magi(), None, HEADS, HEADS, torch.device("cpu"), WorkCount())
+    projection = torch.nn.Linear(HEADS * HEAD_DIM, 3 * HEADS * HEAD_DIM)
+    optimizer = torch.optim.SGD(projection.parameters(), lr=1e-3)
+    embedding = torch.randn(TOKENS, HEADS * HEAD_DIM)
+    tokens = torch.zeros(1, TOKENS, dtype=torch.int64)
+    rng = np.random.default_rng(0)
+
+    def block(x, metadata):
+        q, k, v = projection(x).view(TOKENS, 3, HEADS, HEAD_DIM).unbind(1)
+        return x + attention.attention_op(q, k, v, metadata.handle, 0.3)[0].flatten(1)
+
+    plans, objects, resident = [], [], []
+    gc.disable()  # torchtitan collects every GC_FREQ steps; plans must not wait for it
+    for step in range(STEPS):
+        ends = np.append(np.sort(rng.choice(np.arange(1, TOKENS), rng.integers(1, 12), replace=False)), TOKENS)
+        documents = np.stack([np.append(0, ends[:-1]), ends], 1).astype(np.int32)
+        metadata = runtime.attention_metadata(tokens, None, {"documents": documents})
+        if checkpointing:
+            y = checkpoint(block, embedding, metadata, use_reentrant=False)
+        else:
+            y = block(embedding, metadata)
+        y.square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert attention.num_live_plans() == 1
+        del metadata, y
+        assert attention.num_live_plans() == 0
+        if step % GC_FREQ == 0:
+            gc.collect()
+        if step % GC_FREQ == 0 and step >= SETTLED:
+            plans.append(len(attention._handles))
+            objects.append(len(gc.get_objects()))
+            with open("/proc/self/statm") as file:
+                resident.append(int(file.read().split()[1]) * 4)
+    return plans, objects, resident
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_thousand_steps_with_ever_new_documents(checkpointing):
+    plans, objects, resident = call(train_tiny_model, checkpointing)
+    assert max(plans) == 0
+    assert max(objects) - objects[0] < 50
+    assert max(resident) - resident[0] < 4096
+
+
+def report_live_plans(report):
+    import torchtitan.train
+
+    from torchtitan_magi.attention import num_live_plans
+
+    train_step = torchtitan.train.Trainer.train_step
+
+    def train_and_report(self, data_iterator):
+        train_step(self, data_iterator)
+        report("live", num_live_plans())
+
+    torchtitan.train.Trainer.train_step = train_and_report
+
+
+def test_no_plan_outlives_its_step_in_the_trainer():
+    arguments = ["--training.seq_len", "64", "--training.local_batch_size", "1"]
+    arguments += ["--training.steps", "30", "--activation_checkpoint.mode", "full"]
+    run = train(2, [*arguments, "--parallelism.context_parallel_degree", "2"], setup=report_live_plans)
+    for rank in range(2):
+        assert run.of("live", rank) == [(0,)] * 30
