@@ -66,100 +66,54 @@ def slice_layers(table: Int32Array) -> Int64Array:
     return layer
 
 
-@dataclass(frozen=True)
-class Bounds:
-    """Of tiles of `tokens` rows, int32 [num_layers, num_tiles]: keys some row sees, keys all see, the longest band."""
-
-    tokens: int
-    first: Int32Array  # FAR where no row sees any
-    end: Int32Array
-    full_first: Int32Array
-    full_end: Int32Array
-    longest: Int32Array
-
-
-def row_segments(lo: Int32Array, hi: Int32Array, tokens: int, finer: Bounds | None = None) -> tuple[Segments, Bounds]:
+def tile_segments(table: Int32Array, num_q: int, tokens: int) -> Segments:
     """The keys that each tile of `tokens` consecutive rows sees.
 
     Keys that no row of the tile sees split a segment where there are at least KEYS of them in a row.
 
     Args:
-        lo, hi: int32 [num_layers, num_rows], the rows' bands; empty where hi <= lo.
-        finer: bounds of tiles of which one of these holds several; saves time.
-
-    Returns:
-        the segments, and the bounds of the tiles.
+        table: canonical slices, int32 [n, 5]; rows in [0, num_q).
     """
-    num_layers, num_rows = lo.shape
-    if num_rows == 0:
-        empty = np.zeros((num_layers, 0), np.int32)
-        return Segments(*(np.zeros(0, np.int64) for _ in range(6))), Bounds(tokens, *[empty] * 5)
-    bounds = tile_bounds(lo, hi, tokens) if finer is None else merge_bounds(finer, tokens)
-    used = bounds.end > bounds.first
-    holes = used & (bounds.end - bounds.first - bounds.longest >= KEYS)
-    layer, tile = np.nonzero(used & ~holes)
-    limits = (bounds.first, bounds.end, bounds.full_first, bounds.full_end)
-    parts = [np.stack([tile, layer, *(x[layer, tile] for x in limits)])]
-    if holes.any():
-        low = np.where(hi > lo, lo, np.int32(FAR))
-        parts.append(_split_at_holes(low, hi, tokens, *np.nonzero(holes)))
-    columns = np.concatenate(parts, 1).astype(np.int64) if len(parts) > 1 else parts[0]
-    if num_layers > 1 or len(parts) > 1:
-        columns = columns[:, np.lexsort(columns[2::-1])]
-    return Segments(*columns), bounds
+    if len(table) == 0:
+        return Segments(*(np.zeros(0, np.int64) for _ in range(6)))
+    # Step 1: cut the slices at the ends of tiles. The keys of a piece have no holes: bounds move by at most 1 per row.
+    slices = table.astype(np.int64)
+    first_tile, last_tile = slices[:, 0] // tokens, (slices[:, 1] - 1) // tokens
+    pieces = last_tile - first_tile + 1
+    which = np.repeat(np.arange(len(table)), pieces)
+    tile = np.arange(len(which)) - np.repeat(np.cumsum(pieces) - pieces - first_tile, pieces)
+    layer = slice_layers(table)[which]
+    q_start, q_end, k_start, k_end, mask_type = slices[which].T
+    row, last_row = np.maximum(q_start, tile * tokens), np.minimum(q_end, (tile + 1) * tokens) - 1
+    slope_lo, slope_hi = mask_type >> 1, mask_type & 1
+    lo, last_lo = k_start + slope_lo * (row - q_start), k_start + slope_lo * (last_row - q_start)
+    hi, last_hi = k_end - slope_hi * (q_end - 1 - row), k_end - slope_hi * (q_end - 1 - last_row)
+    num_rows = last_row - row + 1
 
+    # Step 2: bring the pieces of a tile together, by their first key.
+    group = tile + layer * (num_q + 1)
+    in_order = np.diff(group) > 0
+    if not (in_order | ((np.diff(group) == 0) & (np.diff(lo) >= 0))).all():
+        order = np.lexsort((lo, group))
+        group, tile, layer = group[order], tile[order], layer[order]
+        lo, last_lo, hi, last_hi, num_rows = (x[order] for x in (lo, last_lo, hi, last_hi, num_rows))
 
-def tile_bounds(lo: Int32Array, hi: Int32Array, tokens: int) -> Bounds:
-    starts = np.arange(0, lo.shape[1], tokens)
-    low = np.where(hi > lo, lo, np.int32(FAR))
-    largest, smallest = np.maximum.reduceat, np.minimum.reduceat
-    return Bounds(
-        tokens,
-        smallest(low, starts, 1),
-        largest(hi, starts, 1),
-        largest(low, starts, 1),
-        smallest(hi, starts, 1),
-        largest(hi - lo, starts, 1),
+    # Step 3: join what lies close.
+    new_tile = np.append(True, np.diff(group) != 0)
+    lift = np.cumsum(new_tile) * (2 * FAR)  # makes the running maximum start again at each tile
+    reach = np.maximum.accumulate(last_hi + lift) - lift
+    starts = np.flatnonzero(new_tile | np.append(True, lo[1:] - reach[:-1] >= KEYS))
+    tile, layer = tile[starts], layer[starts]
+    all_rows = np.add.reduceat(num_rows, starts) == np.minimum(tokens, num_q - tile * tokens)
+    segments = (
+        tile,
+        layer,
+        np.minimum.reduceat(lo, starts),
+        np.maximum.reduceat(last_hi, starts),
+        np.where(all_rows, np.maximum.reduceat(last_lo, starts), FAR),
+        np.where(all_rows, np.minimum.reduceat(hi, starts), 0),
     )
-
-
-def merge_bounds(finer: Bounds, tokens: int) -> Bounds:
-    starts = np.arange(0, finer.first.shape[1], tokens // finer.tokens)
-    largest, smallest = np.maximum.reduceat, np.minimum.reduceat
-    return Bounds(
-        tokens,
-        smallest(finer.first, starts, 1),
-        largest(finer.end, starts, 1),
-        largest(finer.full_first, starts, 1),
-        smallest(finer.full_end, starts, 1),
-        largest(finer.longest, starts, 1),
-    )
-
-
-def _split_at_holes(low: Int32Array, hi: Int32Array, tokens: int, layer: Int64Array, tile: Int64Array) -> Int64Array:
-    """Segments (columns as in Segments) of tiles whose keys may lie apart. low: FAR where a row sees nothing."""
-    rows = np.minimum(tile[:, None] * tokens + np.arange(tokens), low.shape[1] - 1)
-    first, end = low[layer[:, None], rows], hi[layer[:, None], rows]
-    order = np.argsort(first, 1)
-    first, end = np.take_along_axis(first, order, 1), np.take_along_axis(end, order, 1)
-    seen = first < FAR
-    reach = np.maximum.accumulate(np.where(seen, end, 0), 1)
-    starts_new = seen.copy()
-    starts_new[:, 1:] &= first[:, 1:] - reach[:, :-1] >= KEYS
-    starts_new[:, 0] = True  # tiles come here with at least one row that sees keys
-    begin = np.flatnonzero(starts_new)
-    part = begin // tokens
-    part_end = np.maximum.reduceat(np.where(seen, end, 0).ravel(), begin)
-    full_first = np.maximum.reduceat(first.ravel(), begin)
-    full_end = np.minimum.reduceat(np.where(seen, end, 0).ravel(), begin)
-    alone = np.bincount(part, minlength=len(tile))[part] == 1
-    return np.stack(
-        [
-            tile[part],
-            layer[part],
-            first.ravel()[begin],
-            part_end,
-            np.where(alone, full_first, FAR),
-            np.where(alone, full_end, 0),
-        ]
-    )
+    if layer[-1] == 0:
+        return Segments(*segments)
+    order = np.lexsort((segments[2], layer, tile))
+    return Segments(*(x[order] for x in segments))

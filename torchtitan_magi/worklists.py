@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from torchtitan_magi.bands import FAR, KEYS, Int32Array, Int64Array, Segments, row_bands, row_segments
+from torchtitan_magi.bands import FAR, KEYS, Int32Array, Int64Array, Segments, row_bands, tile_segments
 from torchtitan_magi.slices import AttnSlices
 
 ROWS = 128  # of a forward tile
@@ -109,8 +109,7 @@ def build_worklists(
     bands = words.add(np.stack([lo, hi], 2))
 
     tokens, block_tokens = ROWS // forward_pack, BACKWARD_ROWS // backward_pack
-    blocks, bounds = row_segments(lo, hi, block_tokens)
-    tiles, _ = row_segments(lo, hi, tokens, bounds if tokens % block_tokens == 0 else None)
+    blocks, tiles = tile_segments(table, num_q, block_tokens), tile_segments(table, num_q, tokens)
     num_forward_tiles = -(-num_q // tokens)
     num_blocks = np.bincount(tiles.tile, -(-(tiles.end - tiles.first) // KEYS), num_forward_tiles).astype(np.int64)
     records = np.zeros((len(tiles), 8), np.int64)
