@@ -9,15 +9,15 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from torchtitan_magi.placement_documents import Recipe, WorkProfile, documents, place_documents
+from torchtitan_magi.placement_documents import Recipe, place_documents
 from torchtitan_magi.placement_nodes import seat_in_nodes
+from torchtitan_magi.placement_pool import WorkProfile, documents
 from torchtitan_magi.slices import AttnSlices
 from torchtitan_magi.traffic import traffic
 
 Int64Array = npt.NDArray[np.int64]
 
 IMBALANCE = 1.016  # that a placement may have for the sake of fewer rows
-NETWORK = 4  # how much more a row costs that crosses the network than one that stays in a node
 
 ALL = float("inf")
 RECIPES = tuple(Recipe(slack, prefix, reach) for slack, prefix, reach in (
@@ -54,19 +54,28 @@ def place(
     if cp_size == 1:
         return (np.array([[0, num_tokens]]),)
     profile = WorkProfile(slices, num_tokens)
-    stretches = documents(slices, num_tokens, longest_gap=-(-tokens_per_rank // 16))
-    candidates = []
-    for recipe in RECIPES[: 8 if cp_size <= 16 else 5]:
-        owned = place_documents(profile, stretches, num_tokens, cp_size, recipe)
-        across = 0
-        if gpus_per_node is not None and gpus_per_node < cp_size:
-            owned, across = seat_in_nodes(slices, stretches[:, 0], owned, gpus_per_node)
-        candidates.append((_score(slices, owned, across), owned))
-    return min(candidates, key=lambda candidate: candidate[0])[1]
+    gap = -(-tokens_per_rank // 16)
+    readings = [documents(slices, num_tokens, gap)]
+    if np.diff(readings[0]).max() > tokens_per_rank:
+        loose = documents(slices, num_tokens, gap, keep_links=False)
+        readings += [loose] if len(loose) > len(readings[0]) else []
+    recipes = RECIPES[: (6 if cp_size <= 16 else 5) // len(readings) + len(readings) - 1]
+    candidates = [
+        (place_documents(profile, stretches, num_tokens, cp_size, recipe), stretches)
+        for recipe in recipes
+        for stretches in readings
+    ]
+    owned, stretches = min(candidates, key=lambda candidate: _score(slices, candidate[0]))
+    if gpus_per_node is not None and gpus_per_node < cp_size:
+        owned = seat_in_nodes(slices, stretches[:, 0], owned, gpus_per_node)
+    return owned
 
 
-def _score(slices: AttnSlices, owned: Sequence[Int64Array], across: int) -> tuple[int, int]:
+def _score(slices: AttnSlices, owned: Sequence[Int64Array]) -> tuple[int, int]:
     """Smaller is better: first the imbalance beyond what is allowed, then the rows that travel."""
     area, received, sent = traffic(slices, owned)
     excess = int(area.max()) - int(IMBALANCE * int(area.sum()) / len(area))
-    return max(0, excess), int(max(received.max(), sent.max()) + received.sum() // (2 * len(area))) + NETWORK * across
+    most_received, most_sent = int(received.max()), int(sent.max())
+    hot = max(0, most_sent - most_received * 9 // 8)  # senders that hold the others up
+    mean = int(received.sum()) // len(area)
+    return max(0, excess), max(most_received, most_sent) + 4 * hot + mean

@@ -7,7 +7,6 @@ Vocabulary:
     fill       what a rank owns besides its heaviest piece
 """
 
-import bisect
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,14 +14,13 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from torchtitan_magi.ranges import joined, union
-from torchtitan_magi.slices import AttnSlices, IntArray, upper_bound
+from torchtitan_magi.placement_pool import TOKENS, WORK, Pool, Range, WorkProfile
+from torchtitan_magi.placement_swaps import even_out
+from torchtitan_magi.ranges import joined
 
 Int64Array = npt.NDArray[np.int64]
-Range = tuple[int, int]
 
-START, END, TOKENS, WORK, TAIL = range(5)  # columns of the pool's table
-PAIR_CANDIDATES = 96
+PAIR_CANDIDATES = 96  # pieces whose pairs are tried to close a gap
 
 
 @dataclass(frozen=True)
@@ -38,111 +36,6 @@ class Recipe:
     slack: float
     prefix: float
     reach: float
-
-
-class WorkProfile:
-    """Work of any stretch of rows, exactly: piecewise quadratic in the row."""
-
-    def __init__(self, slices: AttnSlices, num_tokens: int) -> None:
-        table = slices.canonical().table.astype(np.int64)
-        q_start, q_end, k_start, _, mask_type = table.T
-        slope = (mask_type & 1) - (mask_type >> 1)
-        keys = upper_bound(table, q_start) - k_start - slope * q_start  # of row 0 if the slice reached it
-        edges = np.unique(np.concatenate([q_start, q_end, [0, num_tokens]]))
-        constant, linear = np.zeros((2, len(edges)), np.int64)
-        for rows, sign in ((q_start, 1), (q_end, -1)):
-            at = np.searchsorted(edges, rows)
-            np.add.at(constant, at, sign * keys)
-            np.add.at(linear, at, sign * slope)
-        self.slope = linear.cumsum()
-        self.keys = constant.cumsum() + self.slope * edges  # of the first row of each stretch
-        rows = np.diff(edges)
-        work = rows * self.keys[:-1] + self.slope[:-1] * (rows * (rows - 1) // 2)
-        self.edges = edges
-        self.work = np.append(0, work.cumsum())
-        self._lists = [array.tolist() for array in (self.edges, self.work, self.keys, self.slope)]
-
-    def below(self, row: int) -> int:
-        """Work of the rows [0, row)."""
-        edges, work, keys, slope = self._lists
-        i = bisect.bisect_right(edges, row) - 1
-        rows = row - edges[i]
-        return work[i] + rows * keys[i] + slope[i] * (rows * (rows - 1) // 2)
-
-    def below_each(self, row: Int64Array) -> Int64Array:
-        """The same for an array of rows."""
-        i = np.searchsorted(self.edges, row, side="right") - 1
-        rows = row - self.edges[i]
-        return self.work[i] + rows * self.keys[i] + self.slope[i] * (rows * (rows - 1) // 2)
-
-
-def documents(slices: AttnSlices, num_tokens: int, longest_gap: int) -> Int64Array:
-    """Cuts the pack into stretches that attend to nothing outside themselves, int64 [n, 2], ascending.
-
-    Tokens that take part in nothing (padding) make stretches of at most `longest_gap`.
-    """
-    table = slices.canonical().table.astype(np.int64)
-    start, end = np.minimum(table[:, 0], table[:, 2]), np.maximum(table[:, 1], table[:, 3])
-    start, end = union(np.zeros(len(table), np.int64), start, end, num_tokens, join=False)[:, 1:].T
-    gap_start, gap_end = np.append(0, end), np.append(start, num_tokens)
-    steps = -(-(gap_end - gap_start) // longest_gap)
-    which = np.repeat(np.arange(len(steps)), steps)
-    begin = gap_start[which] + longest_gap * (np.arange(len(which)) - np.repeat(steps.cumsum() - steps, steps))
-    gaps = np.stack([begin, np.minimum(begin + longest_gap, gap_end[which])], 1)
-    all_stretches = np.concatenate([np.stack([start, end], 1), gaps])
-    return all_stretches[np.argsort(all_stretches[:, 0], kind="stable")]
-
-
-class Pool:
-    """The pieces that no rank owns yet, lightest (work per token) first."""
-
-    def __init__(self, profile: WorkProfile, stretches: Int64Array) -> None:
-        self.profile = profile
-        self.document_starts = stretches[:, 0]
-        self.table = self._rows(stretches[:, 0], stretches[:, 1])
-        self._set(self.table[np.argsort(self.table[:, WORK] / self.table[:, TOKENS], kind="stable")])
-
-    def _rows(self, start: Int64Array, end: Int64Array) -> Int64Array:
-        below = self.profile.below_each
-        work, tail = below(end) - below(start), below(end) - below(end - 1)
-        return np.stack([start, end, end - start, work, tail], 1)
-
-    def _set(self, table: Int64Array) -> None:
-        self.table = table
-        self.tokens = np.append(0, table[:, TOKENS].cumsum())  # of the i lightest pieces
-        self.work = np.append(0, table[:, WORK].cumsum())
-
-    def __len__(self) -> int:
-        return len(self.table)
-
-    def heaviest(self) -> int:
-        """Index of the piece whose last row sees the most keys."""
-        return int(self.table[:, TAIL].argmax())
-
-    def document_start(self, token: Int64Array) -> Int64Array:
-        """First tokens of the documents that these tokens belong to."""
-        return self.document_starts[np.searchsorted(self.document_starts, token, side="right") - 1]
-
-    def take(self, which: IntArray) -> list[Range]:
-        """Removes these pieces of the table."""
-        taken = self.table[which, :2].tolist()
-        self._set(np.delete(self.table, which, 0))
-        return [(start, end) for start, end in taken]
-
-    def put(self, start: int, end: int) -> None:
-        """Adds a piece."""
-        if start < end:
-            row = self._rows(np.array([start]), np.array([end]))
-            at = int(np.searchsorted(self.table[:, WORK] / self.table[:, TOKENS], row[0, WORK] / row[0, TOKENS]))
-            self._set(np.concatenate([self.table[:at], row, self.table[at:]]))
-
-    def lightest_work(self, tokens: int) -> int:
-        """Work of the lightest pieces that hold so many tokens, the last one cut."""
-        i = int(np.searchsorted(self.tokens, tokens, side="right")) - 1
-        work, rest = int(self.work[i]), tokens - int(self.tokens[i])
-        if rest:
-            work += int(self.table[i, WORK]) * rest // int(self.table[i, TOKENS])
-        return work
 
 
 def place_documents(
@@ -172,80 +65,8 @@ def place_documents(
             ranges = pool.take(np.arange(len(pool)))
         owned.append(joined(*np.array(sorted(ranges), np.int64).T))
         work.append(int(np.diff(profile.below_each(owned[-1])).sum()))
-    _even_out(profile, stretches[:, 0], owned, np.array(work), limit)
+    even_out(profile, owned, np.array(work), limit)
     return tuple(owned)
-
-
-def _even_out(
-    profile: WorkProfile, document_starts: Int64Array, owned: list[Int64Array], work: Int64Array, limit: int
-) -> None:
-    """While a rank exceeds the limit, it swaps equal numbers of tokens with the rank of least work. In place."""
-    for _ in range(4 * len(owned)):
-        a, b = int(work.argmax()), int(work.argmin())
-        if work[a] <= limit:
-            return
-        least, most = int(work[a]) - limit, limit - int(work[b])
-        swap = _best_swap(profile, document_starts, owned[a], owned[b], min(least, most), most)
-        if swap is None:
-            return
-        (give, get), moved = swap
-        owned[a], owned[b] = _exchange(owned[a], give, get), _exchange(owned[b], get, give)
-        work[a] -= moved
-        work[b] += moved
-
-
-def _best_swap(
-    profile: WorkProfile, document_starts: Int64Array, mine: Int64Array, theirs: Int64Array, least: int, most: int
-) -> tuple[tuple[Range, Range], int] | None:
-    """The stretch to give away and the equally long one to get for it, and the work that this moves.
-
-    Of the swaps that move between `least` and `most` work the one that should add the fewest received rows; else the
-    one that moves the most below `least`.
-    """
-    # Step 1: candidates: front or tail of each of the heaviest ranges on both sides, in quarters of the shorter one.
-    mine, theirs = (_heaviest_ranges(profile, ranges) for ranges in (mine, theirs))
-    i, j, quarters, give_tail, get_tail = (
-        x.ravel() for x in np.meshgrid(range(len(mine)), range(len(theirs)), range(1, 5), (0, 1), (0, 1), indexing="ij")
-    )
-    (give_lo, give_hi), (get_lo, get_hi) = mine[i].T, theirs[j].T
-    tokens = np.minimum(give_hi - give_lo, get_hi - get_lo) * quarters // 4
-    give = np.where(give_tail, give_hi - tokens, give_lo)
-    get = np.where(get_tail, get_hi - tokens, get_lo)
-    below = profile.below_each
-    moved = below(give + tokens) - below(give) - below(get + tokens) + below(get)
-
-    # Step 2: rows that a cut adds: who owns the rest of the range needs the front, who gets a tail all before it.
-    added = np.zeros(len(moved), np.int64)
-    for start, lo, hi in ((give, give_lo, give_hi), (get, get_lo, get_hi)):
-        document = document_starts[np.searchsorted(document_starts, lo, side="right") - 1]
-        is_cut = tokens < hi - lo
-        added += np.where(is_cut, np.where(start > lo, start - document, tokens + lo - document), 0)
-
-    # Step 3: choose.
-    good = (moved >= max(1, least)) & (moved <= most)
-    if good.any():
-        best = int(np.where(good, added, np.iinfo(np.int64).max).argmin())
-    else:
-        best = int(np.where(moved <= most, moved, -1).argmax())
-        if moved[best] <= 0 or moved[best] > most:
-            return None
-    n = int(tokens[best])
-    give_start, get_start = int(give[best]), int(get[best])
-    return ((give_start, give_start + n), (get_start, get_start + n)), int(moved[best])
-
-
-def _heaviest_ranges(profile: WorkProfile, ranges: Int64Array, count: int = 24) -> Int64Array:
-    work = profile.below_each(ranges[:, 1]) - profile.below_each(ranges[:, 0])
-    return ranges[np.argsort(-work, kind="stable")[:count]]
-
-
-def _exchange(ranges: Int64Array, out: Range, into: Range) -> Int64Array:
-    """The ranges without `out`, the front or the tail of one of them, and with `into`."""
-    i = int(np.searchsorted(ranges[:, 0], out[0], side="right")) - 1
-    start, end = ranges[i].tolist()
-    rest = [row for row in ((start, out[0]), (out[1], end)) if row[0] < row[1]]
-    changed = np.concatenate([np.delete(ranges, i, 0), np.array([*rest, into], np.int64)])
-    return joined(*changed[np.argsort(changed[:, 0], kind="stable")].T)
 
 
 def _one_rank(pool: Pool, tokens: int, budget: int, recipe: Recipe, mean_keys: float) -> list[Range]:
@@ -390,7 +211,8 @@ def _close(pool: Pool, gap: int, budget: int, mean_work: int, rank_tokens: int) 
             continue
         below = pool.profile.below_each
         front = below(start[longer] + gap) - below(start[longer])
-        added = start[longer] - pool.document_start(start[longer]) + np.where(lengths[longer] > gap, gap, 0)
+        keys = below(start[longer] + gap) - below(start[longer] + gap - 1)
+        added = keys - np.where(lengths[longer] > gap, 0, gap)
         score = added + _as_rows(np.abs(front - budget), mean_work, rank_tokens)
         return ranges + _cut(pool, int(longer[score.argmin()]), gap)
     return ranges

@@ -1,0 +1,119 @@
+"""Work of any stretch of rows, the documents of a mask, and the pool of pieces that placement draws from."""
+
+import bisect
+
+import numpy as np
+import numpy.typing as npt
+
+from torchtitan_magi.ranges import union
+from torchtitan_magi.slices import AttnSlices, IntArray, upper_bound
+
+Int64Array = npt.NDArray[np.int64]
+Range = tuple[int, int]
+
+START, END, TOKENS, WORK, TAIL = range(5)  # columns of the pool's table: TAIL is the work of the last row
+
+
+class WorkProfile:
+    """Work of any stretch of rows, exactly: piecewise quadratic in the row."""
+
+    def __init__(self, slices: AttnSlices, num_tokens: int) -> None:
+        table = slices.canonical().table.astype(np.int64)
+        q_start, q_end, k_start, _, mask_type = table.T
+        slope = (mask_type & 1) - (mask_type >> 1)
+        keys = upper_bound(table, q_start) - k_start - slope * q_start  # of row 0 if the slice reached it
+        edges = np.unique(np.concatenate([q_start, q_end, [0, num_tokens]]))
+        constant, linear = np.zeros((2, len(edges)), np.int64)
+        for rows, sign in ((q_start, 1), (q_end, -1)):
+            at = np.searchsorted(edges, rows)
+            np.add.at(constant, at, sign * keys)
+            np.add.at(linear, at, sign * slope)
+        self.slope = linear.cumsum()
+        self.keys = constant.cumsum() + self.slope * edges  # of the first row of each stretch
+        rows = np.diff(edges)
+        work = rows * self.keys[:-1] + self.slope[:-1] * (rows * (rows - 1) // 2)
+        self.edges = edges
+        self.work = np.append(0, work.cumsum())
+        self._lists = [array.tolist() for array in (self.edges, self.work, self.keys, self.slope)]
+
+    def below(self, row: int) -> int:
+        """Work of the rows [0, row)."""
+        edges, work, keys, slope = self._lists
+        i = bisect.bisect_right(edges, row) - 1
+        rows = row - edges[i]
+        return work[i] + rows * keys[i] + slope[i] * (rows * (rows - 1) // 2)
+
+    def below_each(self, row: Int64Array) -> Int64Array:
+        """The same for an array of rows."""
+        i = np.searchsorted(self.edges, row, side="right") - 1
+        rows = row - self.edges[i]
+        return self.work[i] + rows * self.keys[i] + self.slope[i] * (rows * (rows - 1) // 2)
+
+
+def documents(slices: AttnSlices, num_tokens: int, longest_gap: int, keep_links: bool = True) -> Int64Array:
+    """Cuts the pack into stretches that attend to nothing outside themselves, int64 [n, 2], ascending.
+
+    Args:
+        longest_gap: tokens that take part in nothing (padding) make stretches of at most so many.
+        keep_links: whether slices whose keys lie wholly outside their rows tie both together. Without, keys that many
+            rows share (a common prefix) do not make one document of everything.
+    """
+    table = slices.canonical().table.astype(np.int64)
+    if not keep_links:
+        table = table[(table[:, 0] < table[:, 3]) & (table[:, 2] < table[:, 1])]
+    start, end = np.minimum(table[:, 0], table[:, 2]), np.maximum(table[:, 1], table[:, 3])
+    start, end = union(np.zeros(len(table), np.int64), start, end, num_tokens, join=False)[:, 1:].T
+    gap_start, gap_end = np.append(0, end), np.append(start, num_tokens)
+    steps = -(-(gap_end - gap_start) // longest_gap)
+    which = np.repeat(np.arange(len(steps)), steps)
+    begin = gap_start[which] + longest_gap * (np.arange(len(which)) - np.repeat(steps.cumsum() - steps, steps))
+    gaps = np.stack([begin, np.minimum(begin + longest_gap, gap_end[which])], 1)
+    stretches = np.concatenate([np.stack([start, end], 1), gaps])
+    return stretches[np.argsort(stretches[:, 0], kind="stable")]
+
+
+class Pool:
+    """The pieces that no rank owns yet, lightest (work per token) first."""
+
+    def __init__(self, profile: WorkProfile, stretches: Int64Array) -> None:
+        self.profile = profile
+        start, end = stretches.T
+        below = profile.below_each
+        work, tail = below(end) - below(start), below(end) - below(end - 1)
+        table = np.stack([start, end, end - start, work, tail], 1)
+        self._set(table[np.argsort(work / (end - start), kind="stable")])
+
+    def _set(self, table: Int64Array) -> None:
+        self.table = table
+        self.tokens = np.append(0, table[:, TOKENS].cumsum())  # of the i lightest pieces
+        self.work = np.append(0, table[:, WORK].cumsum())
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def heaviest(self) -> int:
+        """Index of the piece whose last row sees the most keys."""
+        return int(self.table[:, TAIL].argmax())
+
+    def take(self, which: IntArray) -> list[Range]:
+        """Removes these pieces of the table."""
+        taken = self.table[which, :2].tolist()
+        self._set(np.delete(self.table, which, 0))
+        return [(start, end) for start, end in taken]
+
+    def put(self, start: int, end: int) -> None:
+        """Adds a piece."""
+        if start < end:
+            below = self.profile.below
+            tokens, work, tail = end - start, below(end) - below(start), below(end) - below(end - 1)
+            at = int(np.searchsorted(self.table[:, WORK] / self.table[:, TOKENS], work / tokens))
+            row = np.array([[start, end, tokens, work, tail]])
+            self._set(np.concatenate([self.table[:at], row, self.table[at:]]))
+
+    def lightest_work(self, tokens: int) -> int:
+        """Work of the lightest pieces that hold so many tokens, the last one cut."""
+        i = int(np.searchsorted(self.tokens, tokens, side="right")) - 1
+        work, rest = int(self.work[i]), tokens - int(self.tokens[i])
+        if rest:
+            work += int(self.table[i, WORK]) * rest // int(self.table[i, TOKENS])
+        return work

@@ -1,0 +1,82 @@
+"""Evens out the work of a placement by swapping stretches of tokens between ranks."""
+
+import numpy as np
+import numpy.typing as npt
+
+from torchtitan_magi.placement_pool import Range, WorkProfile
+from torchtitan_magi.ranges import joined
+
+Int64Array = npt.NDArray[np.int64]
+
+SWAP_RANGES = 12  # of each side that are looked at
+SWAP_SHARES = (64, 48, 32, 16, 8, 4, 2, 1)  # how much of a range to swap, of 64
+
+
+def even_out(profile: WorkProfile, owned: list[Int64Array], work: Int64Array, limit: int) -> None:
+    """While a rank exceeds the limit, it swaps equal numbers of tokens with the rank of least work. In place."""
+    for _ in range(4 * len(owned)):
+        a, b = int(work.argmax()), int(work.argmin())
+        if work[a] <= limit:
+            return
+        least, most = int(work[a]) - limit, limit - int(work[b])
+        swap = _best_swap(profile, owned[a], owned[b], min(least, most), most)
+        if swap is None:
+            return
+        (give, get), moved = swap
+        owned[a], owned[b] = _exchange(owned[a], give, get), _exchange(owned[b], get, give)
+        work[a] -= moved
+        work[b] += moved
+
+
+def _best_swap(
+    profile: WorkProfile, mine: Int64Array, theirs: Int64Array, least: int, most: int
+) -> tuple[tuple[Range, Range], int] | None:
+    """The stretch to give away and the equally long one to get for it, and the work that this moves.
+
+    Of the swaps that move between `least` and `most` work the one that should add the fewest received rows; else the
+    one that moves the most below `least`.
+    """
+    # Step 1: candidates: front or tail of each of the heaviest ranges on both sides, the shorter one or part of it.
+    mine, theirs = (_heaviest_ranges(profile, ranges) for ranges in (mine, theirs))
+    i, j, share, give_tail, get_tail = (
+        x.ravel() for x in np.meshgrid(range(len(mine)), range(len(theirs)), SWAP_SHARES, (0, 1), (0, 1), indexing="ij")
+    )
+    (give_lo, give_hi), (get_lo, get_hi) = mine[i].T, theirs[j].T
+    tokens = np.minimum(give_hi - give_lo, get_hi - get_lo) * share // 64
+    give = np.where(give_tail, give_hi - tokens, give_lo)
+    get = np.where(get_tail, get_hi - tokens, get_lo)
+    below = profile.below_each
+    moved = below(give + tokens) - below(give) - below(get + tokens) + below(get)
+
+    # Step 2: rows that a cut adds. Who gets a front or a tail needs the keys of its last row; when it was a front, who
+    # keeps the rest needs that front too.
+    added = np.zeros(len(moved), np.int64)
+    for start, lo, hi in ((give, give_lo, give_hi), (get, get_lo, get_hi)):
+        keys = below(start + tokens) - below(np.maximum(start + tokens - 1, 0))
+        added += np.where(tokens < hi - lo, keys - np.where(start > lo, tokens, 0), 0)
+
+    # Step 3: choose.
+    good = (moved >= max(1, least)) & (moved <= most)
+    if good.any():
+        best = int(np.where(good, added, np.iinfo(np.int64).max).argmin())
+    else:
+        best = int(np.where(moved <= most, moved, -1).argmax())
+        if moved[best] <= 0 or moved[best] > most:
+            return None
+    n = int(tokens[best])
+    give_start, get_start = int(give[best]), int(get[best])
+    return ((give_start, give_start + n), (get_start, get_start + n)), int(moved[best])
+
+
+def _heaviest_ranges(profile: WorkProfile, ranges: Int64Array, count: int = SWAP_RANGES) -> Int64Array:
+    work = profile.below_each(ranges[:, 1]) - profile.below_each(ranges[:, 0])
+    return ranges[np.argsort(-work, kind="stable")[:count]]
+
+
+def _exchange(ranges: Int64Array, out: Range, into: Range) -> Int64Array:
+    """The ranges without `out`, the front or the tail of one of them, and with `into`."""
+    i = int(np.searchsorted(ranges[:, 0], out[0], side="right")) - 1
+    start, end = ranges[i].tolist()
+    rest = [row for row in ((start, out[0]), (out[1], end)) if row[0] < row[1]]
+    changed = np.concatenate([np.delete(ranges, i, 0), np.array([*rest, into], np.int64)])
+    return joined(*changed[np.argsort(changed[:, 0], kind="stable")].T)
