@@ -78,6 +78,7 @@ DEVICE int addition_rank(const BackwardParams& params, int q_block, int tile, in
   const int begin = __ldg(params.components + q_block), end = __ldg(params.components + q_block + 1);
   const int2* spans = (const int2*)(params.components + (params.num_q_blocks + 2) / 2 * 2);
   int rank = 0;
+#pragma unroll 1
   for (int c = begin; c < end; c++) {
     const int2 span = __ldg(spans + c);
     rank += max(0, span.y - max(tile, span.x - 1));
