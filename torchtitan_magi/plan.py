@@ -12,8 +12,10 @@ import numpy as np
 import numpy.typing as npt
 
 from torchtitan_magi.placement import place
-from torchtitan_magi.ranges import expand, intersecting, union
-from torchtitan_magi.slices import AttnSlices, IntArray, clip_keys, clip_rows, slice_areas
+from torchtitan_magi.ranges import expand, intersecting
+from torchtitan_magi.slices import AttnSlices, IntArray, clip_keys, clip_rows
+from torchtitan_magi.traffic import key_needs, parts_of
+from torchtitan_magi.traffic import transfers as transfers_of
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -147,23 +149,11 @@ def plan_ownership(
     cp_size = len(owned)
     padded_tokens = int(sum((ranges[:, 1] - ranges[:, 0]).sum() for ranges in owned))
 
-    # All owned ranges of all ranks, ascending: they cut the pack into parts with one owner each.
-    part_rank = np.repeat(np.arange(cp_size), [len(ranges) for ranges in owned])
-    parts = np.concatenate(owned)
-    order = np.argsort(parts[:, 0])
-    parts, part_rank = parts[order], part_rank[order]
-
-    table = slices.table.astype(np.int64)
-    which, part = intersecting(table[:, 0], table[:, 1], parts[:, 0], parts[:, 1])
-    pieces = clip_rows(table[which], parts[part, 0], parts[part, 1])
-    areas = np.bincount(part_rank[part], slice_areas(pieces), cp_size).astype(np.int64)
-
-    # The keys that each rank needs, less those it owns, and who owns them.
-    needs = union(part_rank[part], pieces[:, 2], pieces[:, 3], padded_tokens)
-    which, part = intersecting(needs[:, 1], needs[:, 2], parts[:, 0], parts[:, 1])
-    start, end = np.maximum(needs[which, 1], parts[part, 0]), np.minimum(needs[which, 2], parts[part, 1])
-    transfers = np.stack([needs[which, 0], part_rank[part], start, end], 1)
-    transfers = transfers[transfers[:, 0] != transfers[:, 1]]
+    parts, owner = parts_of(owned)
+    rank, pairs, needs = key_needs(slices.table.astype(np.int64), parts, owner)
+    areas = np.bincount(rank, pairs, cp_size).astype(np.int64)
+    part, destination, start, end = transfers_of(needs, parts, owner).T
+    transfers = np.stack([destination, owner[part], start, end], 1)
     transfers = _cut_into_stages(transfers, overlap_stages)
 
     num_stages = 1 + (overlap_stages if len(transfers) else 0)

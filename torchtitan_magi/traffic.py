@@ -39,7 +39,7 @@ def key_needs(table: IntArray, parts: IntArray, owner: IntArray) -> tuple[IntArr
     """A canonical slice table [n, 5] cut at the parts: rank and area of each piece, key ranges [m, 3] of each rank."""
     which, part = intersecting(table[:, 0], table[:, 1], parts[:, 0], parts[:, 1])
     pieces = clip_rows(table[which], parts[part, 0], parts[part, 1])
-    limit = int(parts[-1, 1])
+    limit = int(parts[:, 1].max(initial=0))
     return owner[part], slice_areas(pieces), union(owner[part], pieces[:, 2], pieces[:, 3], limit)
 
 
