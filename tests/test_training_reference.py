@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from test_training_parity import difference, seed_checkpoint, without_saving
-from training import call, demo, train
+from training import LAYERS, call, demo, train
 
 from loss_compare import LAYOUTS, TOLERANCE  # isort: skip
 
@@ -120,7 +120,7 @@ def loop_over_documents(checkpoint, data):
     from torchtitan_magi.data import ChatTokenizer, PackedSFTDataset
 
     spec = get_train_spec()
-    args = replace(spec.model_args["debugmodel"], max_seq_len=SEQ_LEN)
+    args = replace(spec.model_args["debugmodel"], n_layers=LAYERS, max_seq_len=SEQ_LEN)
     model = spec.model_cls(args)
     with torch.no_grad():
         model.init_weights()

@@ -8,6 +8,7 @@ torchtitan.train`` does with the same arguments and the environment variables of
 """
 
 import functools
+import importlib
 import importlib.util
 import multiprocessing
 import os
@@ -116,6 +117,7 @@ def new_folder() -> str:
     return tempfile.mkdtemp(dir=_scratch().name)
 
 
+LAYERS = 2  # of the debug models, which have 6 and 8
 SMALL = ("--training.seq_len", "256", "--training.mixed_precision_param", "float32", "--training.steps", "5")
 
 
@@ -125,6 +127,7 @@ def train(
     *,
     toml: Path | str = DEBUG_TOML,
     defaults: tuple[str, ...] = SMALL,
+    layers: int | None = LAYERS,
     setup: Callable[[Callable[..., None]], None] | None = None,
     until: Callable[[Run], bool] | None = None,
     timeout: float = TIMEOUT,
@@ -132,6 +135,7 @@ def train(
     """Trains with the TOML file, ``defaults`` and ``arguments``; CP is 1 unless they say otherwise.
 
     Args:
+        layers: of the debug models; None leaves them as they are.
         setup: called as setup(report) in each process before torchtitan starts; report(name, ...) makes an event.
         until: after each event, whether to kill all processes at once (SIGKILL).
 
@@ -143,7 +147,7 @@ def train(
         paths = ("--model.hf_assets_path", f"{demo()}/tokenizer", "--training.dataset_path", f"{demo()}/train.jsonl")
         defaults = (*paths, "--parallelism.context_parallel_degree", "1", *defaults)
     arguments = ["--job.config_file", str(toml), "--job.dump_folder", new_folder(), *defaults, *arguments]
-    return _run(processes, _train_in_child, (arguments, setup), until, timeout)
+    return _run(processes, _train_in_child, (arguments, layers, setup), until, timeout)
 
 
 def call(function: Callable, *arguments: object, timeout: float = TIMEOUT) -> object:
@@ -229,11 +233,14 @@ def _call_in_child(function: Callable, arguments: tuple, report: Callable[..., N
     report("result", function(*arguments))
 
 
-def _train_in_child(arguments: list[str], setup: Callable | None, report: Callable[..., None]) -> None:
+def _train_in_child(
+    arguments: list[str], layers: int | None, setup: Callable | None, report: Callable[..., None]
+) -> None:
     import torch.distributed as dist
     import torchtitan.train
     from torchtitan.components import metrics
     from torchtitan.config import ConfigManager
+    from torchtitan.protocols.train_spec import get_train_spec
 
     class Report(metrics.BaseLogger):
         def log(self, metrics: dict, step: int) -> None:
@@ -244,6 +251,11 @@ def _train_in_child(arguments: list[str], setup: Callable | None, report: Callab
     torchtitan.train.time = SimpleNamespace(perf_counter=time.perf_counter, sleep=lambda _: None)
     ConfigManager.parse_args.__defaults__ = (arguments,)  # otherwise sys.argv at import time
     exact_gradient_norms()
+    if layers is not None:
+        for name in ("llama3", "qwen3"):
+            stock = importlib.import_module(f"torchtitan.models.{name}").get_train_spec()
+            for args in (*stock.model_args.values(), *get_train_spec(name).model_args.values()):
+                args.n_layers = layers
     if setup is not None:
         setup(report)
     torchtitan.train.main(torchtitan.train.Trainer)
