@@ -38,8 +38,8 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv with the shapes and dtypes of q, k, v."""
     wide = torch.promote_types(q.dtype, torch.float32)
-    delta = bound.block_attn.delta(out, dout)
-    dq = torch.zeros(q.shape, dtype=wide, device=q.device)
+    dq = torch.empty(q.shape, dtype=wide, device=q.device)
+    delta = bound.block_attn.delta(out, dout, zero=dq)
     if len(bound.stages) == 1 and not bound.stages[0].communicates:
         dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
         bound.block_attn.backward(

@@ -105,8 +105,10 @@ class FlexBlockAttn:
         merge_(*accumulate, out, lse)
         return accumulate
 
-    def delta(self, out: Tensor, dout: Tensor) -> Tensor:
-        """rowsum(out * dout) in float32 or wider, [Tq, Hq]. out, dout: [Tq, Hq, D]."""
+    def delta(self, out: Tensor, dout: Tensor, zero: Tensor | None = None) -> Tensor:
+        """rowsum(out * dout) in float32 or wider, [Tq, Hq]. out, dout: [Tq, Hq, D]. Fills ``zero`` with zeros."""
+        if zero is not None:
+            zero.zero_()
         wide = torch.promote_types(out.dtype, torch.float32)
         return (out.to(wide) * dout.to(wide)).sum(-1)
 
