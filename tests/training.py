@@ -18,9 +18,10 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from multiprocessing import connection
+from multiprocessing import connection, forkserver, popen_forkserver
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -79,22 +80,24 @@ class Run:
 
 
 @functools.cache
-def _context() -> multiprocessing.context.ForkServerContext:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
-    environment = {
-        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
-        "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-    }
-    before = {name: os.environ.get(name) for name in environment}
-    os.environ.update(environment)
-    try:
-        multiprocessing.forkserver.ensure_running()
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name) if value is None else os.environ.update({name: value})
-    return context
+def _server() -> forkserver.ForkServer:
+    """A fork server of our own: other tests use Python's, with other imports and perhaps with GPUs."""
+    server = forkserver.ForkServer()
+    server.set_forkserver_preload(PRELOAD)
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    with mock.patch.dict(os.environ, PYTHONPATH=path, OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES=""):
+        server.ensure_running()
+    return server
+
+
+class _Popen(popen_forkserver.Popen):
+    def _launch(self, process: multiprocessing.process.BaseProcess) -> None:
+        with mock.patch.object(forkserver, "connect_to_new_process", _server().connect_to_new_process):
+            super()._launch(process)
+
+
+class _Process(multiprocessing.context.ForkServerProcess):
+    _Popen = staticmethod(_Popen)
 
 
 @functools.cache
@@ -166,7 +169,7 @@ def _run(processes: int, target: Callable, arguments: tuple, until: Callable | N
         for rank in range(processes):
             receive, send = multiprocessing.Pipe(duplex=False)
             log = f"{folder}/rank{rank}.log"
-            process = _context().Process(
+            process = _Process(
                 target=_child, args=(rank, processes, store.port, log, send, target, arguments), daemon=True
             )
             process.start()
