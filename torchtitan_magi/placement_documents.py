@@ -39,34 +39,30 @@ class Recipe:
 
 
 def place_documents(
-    profile: WorkProfile, stretches: Int64Array, num_tokens: int, cp_size: int, recipe: Recipe
-) -> tuple[Int64Array, ...]:
+    profile: WorkProfile, stretches: Int64Array, num_tokens: int, cp_size: int, recipe: Recipe, mean_work: int
+) -> tuple[tuple[Int64Array, ...], Int64Array]:
     """Runs the greedy once, then evens out what the last ranks were left with.
 
     Args:
         profile: work of the rows. stretches: [n, 2] documents that cover the pack.
         num_tokens: a multiple of cp_size, cp_size at most num_tokens.
+        mean_work: of a rank in the end, a guess; cuts add work, so it is more than that of the whole documents.
 
     Returns:
-        per rank int64 [n, 2] ascending ranges; every rank owns num_tokens / cp_size tokens.
+        per rank int64 [n, 2] ascending ranges, and the work of each rank, int64 [cp_size]. Every rank owns
+        num_tokens / cp_size tokens.
     """
     pool = Pool(profile, stretches)
     tokens = num_tokens // cp_size
-    total = profile.below(num_tokens)
-    limit = int(total / cp_size * (1 + recipe.slack))
+    limit = int(mean_work * (1 + recipe.slack))
+    mean_keys = profile.below(num_tokens) / num_tokens
     owned: list[Int64Array] = []
-    work: list[int] = []
-    for rank in range(cp_size):
-        if rank < cp_size - 1:
-            ranges = _one_rank(
-                pool, tokens, max(limit, int(pool.work[-1]) // (cp_size - rank)), recipe, total / num_tokens
-            )
-        else:
-            ranges = pool.take(np.arange(len(pool)))
-        owned.append(joined(*np.array(sorted(ranges), np.int64).T))
-        work.append(int(np.diff(profile.below_each(owned[-1])).sum()))
-    even_out(profile, owned, np.array(work), limit)
-    return tuple(owned)
+    for rank in range(cp_size - 1):
+        budget = max(limit, int(pool.work[-1]) // (cp_size - rank))
+        owned.append(np.array(sorted(_one_rank(pool, tokens, budget, recipe, mean_keys)), np.int64))
+    owned.append(np.array(sorted(pool.take(np.arange(len(pool)))), np.int64))
+    work = even_out(profile, owned, limit)
+    return tuple(joined(*ranges.T) for ranges in owned), work
 
 
 def _one_rank(pool: Pool, tokens: int, budget: int, recipe: Recipe, mean_keys: float) -> list[Range]:
@@ -81,10 +77,9 @@ def _one_rank(pool: Pool, tokens: int, budget: int, recipe: Recipe, mean_keys: f
 
 def _split(pool: Pool, start: int, end: int, tokens: int, budget: int, recipe: Recipe, mean_keys: float) -> list[Range]:
     """A tail of the piece [start, end) and a prefix of it, filled with the lightest pieces."""
-    below = pool.profile.below
-    below_start, below_end, length = below(start), below(end), end - start
+    work_of, length = pool.profile.of, end - start
     others = int(pool.tokens[-1])
-    front_keys = below(start + 1) - below_start
+    front_keys = pool.profile.below(start + 1) - pool.profile.below(start)
     share = recipe.prefix if front_keys < recipe.reach * mean_keys else 0.0
 
     # Step 1: the longest tail that the budget allows, with its share of prefix and the lightest fill.
@@ -94,7 +89,7 @@ def _split(pool: Pool, start: int, end: int, tokens: int, budget: int, recipe: R
 
     def is_within(tail: int) -> bool:
         prefix = prefix_of(tail)
-        own = below_end - below(end - tail) + below(start + prefix) - below_start
+        own = work_of(end - tail, end) + work_of(start, start + prefix)
         return own + pool.lightest_work(tokens - tail - prefix) <= budget
 
     tail = _last_true(is_within, 0, min(tokens, length))
@@ -112,11 +107,11 @@ def _split(pool: Pool, start: int, end: int, tokens: int, budget: int, recipe: R
         work_left = budget - int(pool.work[count])
         ranges = pool.take(np.arange(count))
         tail = _last_true(
-            lambda tail: below_end - below(end - tail) + below(start + rest - tail) - below_start <= work_left, 0, rest
+            lambda tail: work_of(end - tail, end) + work_of(start, start + rest - tail) <= work_left, 0, rest
         )
         prefix = rest - tail
     else:
-        work_left = budget - (below(start + prefix) - below_start)
+        work_left = budget - work_of(start, start + prefix)
         tail, ranges = _fill_beside_tail(pool, tokens - prefix, work_left, start + prefix, end, count)
     pool.put(start + prefix, end - tail)
     return ranges + [(a, b) for a, b in ((start, start + prefix), (end - tail, end)) if a < b]
@@ -133,7 +128,7 @@ def _fill_beside_tail(
     Returns:
         the length of the tail, and the other ranges.
     """
-    below, below_each, below_end = pool.profile.below, pool.profile.below_each, pool.profile.below(end)
+    work_of = pool.profile.of
     # Step 1: two pieces of any length in place of the last one, so that the tail needs no cut piece beside it.
     kept = max(0, count - 1)
     candidates = np.arange(kept, min(len(pool), kept + PAIR_CANDIDATES))
@@ -143,7 +138,7 @@ def _fill_beside_tail(
     work = int(pool.work[kept]) + pair_work[i] + pair_work[j]
     is_possible = (tail >= 0) & (tail <= end - start)
     tail = np.where(is_possible, tail, 0)
-    work_left = budget - work - (below_end - below_each(end - tail))
+    work_left = budget - work - pool.profile.of_each(end - tail, np.full_like(tail, end))
     off = np.where(is_possible & (work_left >= 0), work_left, np.iinfo(np.int64).max)
     best = int(off.argmin())
     if off[best] <= budget // 128:
@@ -157,9 +152,8 @@ def _fill_beside_tail(
     if len(pool) == 0:
         return tokens, ranges
     next_start, next_end = pool.table[0, :2].tolist()
-    below_next = below(next_start)
     cut_tail = _last_true(
-        lambda tail: below_end - below(end - tail) + below(next_start + tokens - tail) - below_next <= budget,
+        lambda tail: work_of(end - tail, end) + work_of(next_start, next_start + tokens - tail) <= budget,
         max(0, tokens - (next_end - next_start)),
         min(tokens, end - start),
     )
@@ -210,7 +204,7 @@ def _close(pool: Pool, gap: int, budget: int, mean_work: int, rank_tokens: int) 
             ranges += pool.take(np.array([i]))
             continue
         below = pool.profile.below_each
-        front = below(start[longer] + gap) - below(start[longer])
+        front = pool.profile.of_each(start[longer], start[longer] + gap)
         keys = below(start[longer] + gap) - below(start[longer] + gap - 1)
         added = keys - np.where(lengths[longer] > gap, 0, gap)
         score = added + _as_rows(np.abs(front - budget), mean_work, rank_tokens)

@@ -11,13 +11,20 @@ from torchtitan_magi.slices import AttnSlices, IntArray, upper_bound
 Int64Array = npt.NDArray[np.int64]
 Range = tuple[int, int]
 
-START, END, TOKENS, WORK, TAIL = range(5)  # columns of the pool's table: TAIL is the work of the last row
+START, END, TOKENS, WORK, TAIL = range(5)  # columns of the pool's table: TAIL is the keys of the last row
 
 
 class WorkProfile:
-    """Work of any stretch of rows, exactly: piecewise quadratic in the row."""
+    """What stretches of rows cost: their (query, key) pairs, exactly, and the tiles that they fill only in part.
 
-    def __init__(self, slices: AttnSlices, num_tokens: int) -> None:
+    A stretch of n rows at any offset touches (n - 1) / tile_rows + 1 tiles in the mean, so its pairs count
+    (n + tile_rows - 1) / n times. What every row costs alike is left out: ranks have equally many rows.
+
+    Args:
+        tile_rows: tokens of a tile of the kernel; 1 counts pairs alone.
+    """
+
+    def __init__(self, slices: AttnSlices, num_tokens: int, tile_rows: int) -> None:
         table = slices.canonical().table.astype(np.int64)
         q_start, q_end, k_start, _, mask_type = table.T
         slope = (mask_type & 1) - (mask_type >> 1)
@@ -34,10 +41,11 @@ class WorkProfile:
         work = rows * self.keys[:-1] + self.slope[:-1] * (rows * (rows - 1) // 2)
         self.edges = edges
         self.work = np.append(0, work.cumsum())
+        self.rows_wasted = tile_rows - 1
         self._lists = [array.tolist() for array in (self.edges, self.work, self.keys, self.slope)]
 
     def below(self, row: int) -> int:
-        """Work of the rows [0, row)."""
+        """Pairs of the rows [0, row)."""
         edges, work, keys, slope = self._lists
         i = bisect.bisect_right(edges, row) - 1
         rows = row - edges[i]
@@ -45,9 +53,21 @@ class WorkProfile:
 
     def below_each(self, row: Int64Array) -> Int64Array:
         """The same for an array of rows."""
-        i = np.searchsorted(self.edges, row, side="right") - 1
+        i = self.edges.searchsorted(row, side="right") - 1
         rows = row - self.edges[i]
         return self.work[i] + rows * self.keys[i] + self.slope[i] * (rows * (rows - 1) // 2)
+
+    def of(self, start: int, end: int) -> int:
+        """Work of the stretch [start, end)."""
+        if start >= end:
+            return 0
+        pairs = self.below(end) - self.below(start)
+        return pairs + pairs * self.rows_wasted // (end - start)
+
+    def of_each(self, start: Int64Array, end: Int64Array) -> Int64Array:
+        """The same for arrays of stretches; those that are empty cost nothing."""
+        pairs = self.below_each(end) - self.below_each(start)
+        return pairs + pairs * self.rows_wasted // np.maximum(end - start, 1)
 
 
 def documents(slices: AttnSlices, num_tokens: int, longest_gap: int, keep_links: bool = True) -> Int64Array:
@@ -78,15 +98,15 @@ class Pool:
     def __init__(self, profile: WorkProfile, stretches: Int64Array) -> None:
         self.profile = profile
         start, end = stretches.T
-        below = profile.below_each
-        work, tail = below(end) - below(start), below(end) - below(end - 1)
+        work, tail = profile.of_each(start, end), profile.below_each(end) - profile.below_each(end - 1)
         table = np.stack([start, end, end - start, work, tail], 1)
         self._set(table[np.argsort(work / (end - start), kind="stable")])
 
     def _set(self, table: Int64Array) -> None:
         self.table = table
-        self.tokens = np.append(0, table[:, TOKENS].cumsum())  # of the i lightest pieces
-        self.work = np.append(0, table[:, WORK].cumsum())
+        sums = np.zeros((2, len(table) + 1), np.int64)
+        np.cumsum(table[:, TOKENS : WORK + 1].T, axis=1, out=sums[:, 1:])
+        self.tokens, self.work = sums  # of the i lightest pieces
 
     def __len__(self) -> int:
         return len(self.table)
@@ -104,15 +124,15 @@ class Pool:
     def put(self, start: int, end: int) -> None:
         """Adds a piece."""
         if start < end:
-            below = self.profile.below
-            tokens, work, tail = end - start, below(end) - below(start), below(end) - below(end - 1)
+            tokens, work = end - start, self.profile.of(start, end)
+            tail = self.profile.below(end) - self.profile.below(end - 1)
             at = int(np.searchsorted(self.table[:, WORK] / self.table[:, TOKENS], work / tokens))
             row = np.array([[start, end, tokens, work, tail]])
             self._set(np.concatenate([self.table[:at], row, self.table[at:]]))
 
     def lightest_work(self, tokens: int) -> int:
         """Work of the lightest pieces that hold so many tokens, the last one cut."""
-        i = int(np.searchsorted(self.tokens, tokens, side="right")) - 1
+        i = int(self.tokens.searchsorted(tokens, side="right")) - 1
         work, rest = int(self.work[i]), tokens - int(self.tokens[i])
         if rest:
             work += int(self.table[i, WORK]) * rest // int(self.table[i, TOKENS])

@@ -4,7 +4,6 @@ import numpy as np
 import numpy.typing as npt
 
 from torchtitan_magi.placement_pool import Range, WorkProfile
-from torchtitan_magi.ranges import joined
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -12,26 +11,38 @@ SWAP_RANGES = 12  # of each side that are looked at
 SWAP_SHARES = (64, 48, 32, 16, 8, 4, 2, 1)  # how much of a range to swap, of 64
 
 
-def even_out(profile: WorkProfile, owned: list[Int64Array], work: Int64Array, limit: int) -> None:
-    """While a rank exceeds the limit, it swaps equal numbers of tokens with the rank of least work. In place."""
+def even_out(profile: WorkProfile, owned: list[Int64Array], limit: int) -> Int64Array:
+    """While a rank has too much work, it swaps equal numbers of tokens with the rank of least work.
+
+    Args:
+        owned: per rank its pieces, int64 [n, 2]; changed in place.
+        limit: of the work of a rank; when even the mean exceeds it, 1.01 times the mean.
+
+    Returns:
+        the work of each rank, int64 [ranks].
+    """
+    work = np.array([int(profile.of_each(*ranges.T).sum()) for ranges in owned])
+    if work.mean() > limit:
+        limit = int(work.mean() * 1.01)
     for _ in range(4 * len(owned)):
         a, b = int(work.argmax()), int(work.argmin())
         if work[a] <= limit:
-            return
+            break
         least, most = int(work[a]) - limit, limit - int(work[b])
         swap = _best_swap(profile, owned[a], owned[b], min(least, most), most)
         if swap is None:
-            return
-        (give, get), moved = swap
+            break
+        give, get = swap
         owned[a], owned[b] = _exchange(owned[a], give, get), _exchange(owned[b], get, give)
-        work[a] -= moved
-        work[b] += moved
+        for rank in (a, b):
+            work[rank] = profile.of_each(*owned[rank].T).sum()
+    return work
 
 
 def _best_swap(
     profile: WorkProfile, mine: Int64Array, theirs: Int64Array, least: int, most: int
-) -> tuple[tuple[Range, Range], int] | None:
-    """The stretch to give away and the equally long one to get for it, and the work that this moves.
+) -> tuple[Range, Range] | None:
+    """The stretch to give away and the equally long one to get for it.
 
     Of the swaps that move between `least` and `most` work the one that should add the fewest received rows; else the
     one that moves the most below `least`.
@@ -65,11 +76,11 @@ def _best_swap(
             return None
     n = int(tokens[best])
     give_start, get_start = int(give[best]), int(get[best])
-    return ((give_start, give_start + n), (get_start, get_start + n)), int(moved[best])
+    return (give_start, give_start + n), (get_start, get_start + n)
 
 
 def _heaviest_ranges(profile: WorkProfile, ranges: Int64Array, count: int = SWAP_RANGES) -> Int64Array:
-    work = profile.below_each(ranges[:, 1]) - profile.below_each(ranges[:, 0])
+    work = profile.of_each(*ranges.T)
     return ranges[np.argsort(-work, kind="stable")[:count]]
 
 
@@ -79,4 +90,4 @@ def _exchange(ranges: Int64Array, out: Range, into: Range) -> Int64Array:
     start, end = ranges[i].tolist()
     rest = [row for row in ((start, out[0]), (out[1], end)) if row[0] < row[1]]
     changed = np.concatenate([np.delete(ranges, i, 0), np.array([*rest, into], np.int64)])
-    return joined(*changed[np.argsort(changed[:, 0], kind="stable")].T)
+    return changed[np.argsort(changed[:, 0], kind="stable")]
