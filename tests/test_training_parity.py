@@ -95,3 +95,30 @@ def test_without_the_document_mask_it_is_another_training():
     run = train(2, [*LAYOUTS["cp2"].arguments, *load], setup=one_document_per_batch)
     assert max_relative_difference(run.grad_norms, trained("cp1").grad_norms) > 1e-3
     assert max_relative_difference(run.losses, trained("cp1").losses) > TOLERANCE
+
+
+def test_positions_over_the_pack_are_those_in_the_documents():
+    """Rotary embeddings see differences of positions only, and those within a document are the same."""
+    assert difference(trained("cp1_positions_pack"), trained("cp1")) <= TOLERANCE
+    assert trained("cp1_positions_pack").grad_norms != trained("cp1").grad_norms  # they did change
+
+
+def test_wrong_positions_are_another_training():
+    """So the comparison can tell: here every rank counts its own tokens."""
+    load = ["--checkpoint.enable", "--checkpoint.initial_load_path", seed_checkpoint()]
+    run = train(2, [*LAYOUTS["cp2"].arguments, *load], setup=positions_of_the_rank)
+    assert max_relative_difference(run.grad_norms, trained("cp1").grad_norms) > 1e-3
+
+
+def positions_of_the_rank(report):
+    import torch
+    from torchtitan.distributed import context_parallel
+
+    cp_shard = context_parallel.cp_shard
+
+    def shard(*args, **kwargs):
+        (tokens, labels, positions), masks = cp_shard(*args, **kwargs)
+        return (tokens, labels, torch.arange(positions.shape[1]).expand_as(positions).contiguous()), masks
+
+    context_parallel.cp_shard = shard
+    without_saving(report)
