@@ -8,6 +8,7 @@ T, the tokens of a rank. The lower bound holds for every placement with equal to
 """
 
 import argparse
+import functools
 import heapq
 import json
 import platform
@@ -20,8 +21,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from torchtitan_magi import plan as planning
 from torchtitan_magi.placement import place
+from torchtitan_magi.plan import plan_ownership
 from torchtitan_magi.ranges import expand, intersecting
 from torchtitan_magi.slices import AttnSlices, clip_rows, varlen_causal
 from torchtitan_magi.traffic import node_traffic, parts_of, traffic
@@ -202,29 +203,36 @@ def figures(slices: AttnSlices, owned: Owned, num_tokens: int) -> dict[str, floa
 
 
 def plan_ms(slices: AttnSlices, num_tokens: int, cp_size: int, repeats: int = 3) -> float:
-    """Processor milliseconds of make_plan and of the stages of the rank with the most ranges; median."""
+    """Processor milliseconds of a plan (as in make_plan) and of the stages of the rank with most ranges; median."""
     times = []
     for _ in range(repeats):
         fresh = AttnSlices(slices.table)
         begin = time.process_time()
-        plan = planning.make_plan.__wrapped__(fresh, num_tokens, cp_size)
+        owned = ours(fresh.canonical(), -(-num_tokens // cp_size) * cp_size, cp_size)
+        plan = plan_ownership(fresh.canonical(), num_tokens, owned, overlap_stages=1)
         share = max(plan.ranks, key=lambda share: len(share.ranges))
         _ = share.stages
         times.append(time.process_time() - begin)
     return float(np.median(times)) * 1e3
 
 
+@functools.cache
+def pack(distribution: str, total: int, cp_size: int, seed: int) -> tuple[AttnSlices, float]:
+    """The mask of a pack and its lower bound."""
+    lengths = document_lengths(distribution, total, seed)
+    return varlen_causal(np.append(0, np.cumsum(lengths))).canonical(), lower_bound_mean(lengths, cp_size)
+
+
 def bench(distribution: str, case: str, planner: str, seed: int) -> dict[str, object]:
     total, cp_size = parse_case(case)
-    lengths = document_lengths(distribution, total, seed)
-    slices = varlen_causal(np.append(0, np.cumsum(lengths))).canonical()
+    slices, bound = pack(distribution, total, cp_size, seed)
     padded = -(-total // cp_size) * cp_size
     begin = time.process_time()
     owned = PLANNERS[planner](slices, padded, cp_size)
     elapsed = (time.process_time() - begin) * 1e3
     row = {"distribution": distribution, "total": total, "cp": cp_size, "planner": planner, "seed": seed}
     row |= figures(slices, owned, padded)
-    row["lower_bound_mean"] = lower_bound_mean(lengths, cp_size)
+    row["lower_bound_mean"] = bound
     row["place_ms"] = elapsed
     row["plan_ms"] = plan_ms(slices, total, cp_size) if planner == "ours" else None
     return row

@@ -20,6 +20,7 @@ Int64Array = npt.NDArray[np.int64]
 IMBALANCE = 1.016  # that a placement may have for the sake of fewer rows
 
 ALL = float("inf")
+# Tried in this order; small groups of ranks, for which a try is quick, try more of them.
 RECIPES = tuple(Recipe(slack, prefix, reach) for slack, prefix, reach in (
     (0.01, 1.0, ALL),
     (0.01, 0.5, ALL),
@@ -27,8 +28,10 @@ RECIPES = tuple(Recipe(slack, prefix, reach) for slack, prefix, reach in (
     (0.005, 1.0, ALL),
     (0.013, 0.5, ALL),
     (0.01, 0.0, 0.0),
+    (0.01, 0.75, ALL),
     (0.003, 1.0, ALL),
     (0.013, 1.0, 2.0),
+    (0.013, 0.25, ALL),
 ))  # fmt: skip
 
 
@@ -60,10 +63,10 @@ def place(
     if np.diff(readings[0]).max() > tokens_per_rank:
         loose = documents(slices, num_tokens, gap, keep_links=False)
         readings += [loose] if len(loose) > len(readings[0]) else []
-    recipes = RECIPES[: (8 if cp_size <= 4 else 6 if cp_size <= 16 else 5) // len(readings) + len(readings) - 1]
+    tries = 10 if cp_size <= 4 else 6 if cp_size <= 16 else 5
     candidates = []
     mean_work = _expected_work(profile, readings[0], cp_size)
-    for recipe in recipes:
+    for recipe in RECIPES[: -(-tries // len(readings))]:
         for stretches in readings:
             owned, work = place_documents(profile, stretches, num_tokens, cp_size, recipe, mean_work)
             mean_work = int(work.mean())

@@ -3,7 +3,7 @@
 Vocabulary:
     document   a stretch of tokens that attends to nothing outside itself
     piece      a stretch [start, end) of one document that no rank owns yet
-    work       (query, key) pairs
+    work       (query, key) pairs, and the tiles of the kernel that are filled only in part
     fill       what a rank owns besides its heaviest piece
 """
 
@@ -169,7 +169,8 @@ def _window(pool: Pool, tokens: int, budget: int, mean_work: int, rank_tokens: i
     possible = pool.tokens[-1] - pool.tokens[:-1] >= tokens
     rest = tokens - (pool.tokens[ends] - pool.tokens[:-1])
     following = np.minimum(ends, len(pool) - 1)
-    work = pool.work[ends] - pool.work[:-1] + rest * pool.table[following, WORK] // pool.table[following, TOKENS]
+    keys = pool.table[:, WORK] // pool.table[:, TOKENS]
+    work = pool.work[ends] - pool.work[:-1] + rest * keys[following]
     # Step 2: the window whose work is nearest, less its last two pieces.
     first = int(np.where(possible, np.abs(work - budget), np.iinfo(np.int64).max).argmin())
     end = max(first, int(ends[first]) - 2)
@@ -183,7 +184,7 @@ def _window(pool: Pool, tokens: int, budget: int, mean_work: int, rank_tokens: i
     i, j = _pairs(len(candidates))
     pair_tokens, pair_work = (np.append(pool.table[candidates, c], [0, 0]) for c in (TOKENS, WORK))
     gaps = gap - pair_tokens[i] - pair_tokens[j]
-    off = np.abs(budget - pair_work[i] - pair_work[j] - gaps * int(pool.table[0, WORK]) // int(pool.table[0, TOKENS]))
+    off = np.abs(budget - pair_work[i] - pair_work[j] - gaps * keys[0])
     score = np.where(gaps >= 0, 2 * gaps + _as_rows(off, mean_work, rank_tokens), np.iinfo(np.int64).max)
     best = int(score.argmin())
     chosen = candidates[[k for k in (int(i[best]), int(j[best])) if k < len(candidates)]]

@@ -24,7 +24,7 @@ def even_out(profile: WorkProfile, owned: list[Int64Array], limit: int) -> Int64
     work = np.array([int(profile.of_each(*ranges.T).sum()) for ranges in owned])
     if work.mean() > limit:
         limit = int(work.mean() * 1.01)
-    for _ in range(4 * len(owned)):
+    for _ in range(len(owned) + 16):
         a, b = int(work.argmax()), int(work.argmin())
         if work[a] <= limit:
             break
