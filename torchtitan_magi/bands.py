@@ -1,7 +1,8 @@
 """What a mask's rows see, as bands per row and as segments per tile of rows. NumPy only.
 
 A band is a query row's interval of keys on one mask layer; the intervals of a row are disjoint. A segment is a run of
-keys that a tile of consecutive rows sees on one layer.
+keys that a tile of consecutive rows sees on one layer. Inside a slice both move evenly from row to row and from tile to
+tile, so they are made as runs, few per slice, and only what the kernel reads of them is written out.
 """
 
 from dataclasses import dataclass
@@ -17,43 +18,89 @@ Int64Array = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Segments:
-    """Runs of keys that tiles of consecutive query rows see; parallel int64 arrays, sorted by tile, layer, first."""
+class SegmentRuns:
+    """Runs of keys that tiles of consecutive query rows see: `count` tiles from `tile`, one segment each.
+
+    Parallel int64 arrays, one entry per run. Written out run after run, the segments are sorted by tile, layer, first.
+    """
 
     tile: Int64Array
+    count: Int64Array  # at least 1
     layer: Int64Array
-    first: Int64Array
+    first: Int64Array  # of the run's first tile, as the following
     end: Int64Array
     full_first: Int64Array  # keys in [full_first, full_end) are seen by every row of the tile; may be an empty range
     full_end: Int64Array
+    step_lo: Int64Array  # by which first and full_first grow from tile to tile
+    step_hi: Int64Array  # by which end and full_end grow
 
     def __len__(self) -> int:
         return len(self.tile)
 
-
-def row_bands(table: Int32Array, num_q: int) -> tuple[Int32Array, Int32Array]:
-    """What AttnSlices.row_bands gives, for a canonical table: on a layer, runs of slices and of nothing alternate."""
-    layer = slice_layers(table)
-    lo, hi = np.zeros((2, layer.max(initial=0) + 1, num_q), np.int32)
-    rows = np.arange(num_q, dtype=np.int32)
-    for j in range(len(lo)):
-        q_start, q_end, k_start, k_end, mask_type = table[layer == j].astype(np.int32).T
-        edges = np.zeros(2 * len(q_start) + 2, np.int32)
-        edges[1:-1:2], edges[2:-1:2], edges[-1] = q_start, q_end, num_q
-        lengths = np.diff(edges)
-        slope_lo, slope_hi = mask_type >> 1, mask_type & 1
-        bounds = ((lo[j], k_start, slope_lo, q_start), (hi[j], k_end, slope_hi, q_end - 1))
-        for out, constant, slope, anchor in bounds:
-            run = np.zeros(len(lengths), np.int32)  # 0 between slices
-            run[1::2] = constant - slope * anchor
-            out[:] = np.repeat(run, lengths)
-            if slope.any():
-                run[1::2] = slope
-                out += np.repeat(run, lengths) * rows
-    return lo, hi
+    def tiles(self) -> Int64Array:
+        """The tile of each segment."""
+        return np.arange(self.count.sum()) + np.repeat(self.tile - starts_of(self.count), self.count)
 
 
-def slice_layers(table: Int32Array) -> Int64Array:
+def starts_of(count: Int64Array) -> Int64Array:
+    """Where each of `count` things begins, one group after another."""
+    return np.cumsum(count) - count
+
+
+def is_new(values: Int64Array) -> npt.NDArray[np.bool_]:
+    """Which of `values` [n] differ from the one before; the first does."""
+    new = np.ones(len(values), bool)
+    np.not_equal(values[1:], values[:-1], out=new[1:])
+    return new
+
+
+def write_ramps(
+    count: Int64Array,
+    lo: Int64Array,
+    hi: Int64Array,
+    step_lo: Int64Array,
+    step_hi: Int64Array,
+    out: Int64Array,
+) -> None:
+    """Pairs of int32 that grow evenly, run after run: (lo + i * step_lo, hi + i * step_hi) for i < count.
+
+    The two halves of an int64 grow together (the machine is little-endian): one running sum writes both.
+
+    Args:
+        count: int64 [runs], at least 1; the others [runs] too. No value of a pair is negative.
+        out: [count.sum()], pairs seen as int64; set.
+    """
+    value, step = lo + (hi << 32), step_lo + (step_hi << 32)
+    steps = np.repeat(step, count)
+    jump = value.copy()
+    jump[1:] -= (value + (count - 1) * step)[:-1]
+    steps[starts_of(count)] = jump
+    np.cumsum(steps, out=out)
+
+
+def write_row_bands(table: Int64Array, layer: Int64Array, num_q: int, out: Int32Array) -> None:
+    """The intervals of keys of each row: AttnSlices.row_bands. On a layer, runs of slices and of nothing alternate.
+
+    Args:
+        table: canonical slices, int64 [n, 5]; layer: of each slice, int64 [n], from `slice_layers`.
+        out: int32 [layers * num_q * 2], 8-byte aligned; set to lo, hi of each row, layer after layer.
+    """
+    if layer.any():
+        order = np.argsort(layer, kind="stable")
+        table, layer = table[order], layer[order]
+    q_start, q_end, k_start, k_end, mask_type = table.T
+    edges = np.zeros(2 * len(table) + 2, np.int64)
+    edges[1:-1:2], edges[2:-1:2], edges[-1] = q_start + layer * num_q, q_end + layer * num_q, len(out) // 2
+    lengths = edges[1:] - edges[:-1]
+    runs = np.zeros((4, len(lengths)), np.int64)  # lo, hi, their steps; 0 between slices
+    slope_lo, slope_hi = mask_type >> 1, mask_type & 1
+    runs[:, 1::2] = k_start, k_end - slope_hi * (q_end - 1 - q_start), slope_lo, slope_hi
+    some = lengths > 0
+    lo, hi, step_lo, step_hi = runs[:, some]
+    write_ramps(lengths[some], lo, hi, step_lo, step_hi, out.view(np.int64))
+
+
+def slice_layers(table: Int64Array) -> Int64Array:
     """Numbers the slices of a canonical table so that those of one number have no row in common, few numbers first."""
     layer = np.zeros(len(table), np.int64)
     if (table[1:, 0] >= table[:-1, 1]).all():
@@ -66,54 +113,97 @@ def slice_layers(table: Int32Array) -> Int64Array:
     return layer
 
 
-def tile_segments(table: Int32Array, num_q: int, tokens: int) -> Segments:
+def tile_segments(table: Int64Array, layer: Int64Array, num_q: int, tokens: int) -> SegmentRuns:
     """The keys that each tile of `tokens` consecutive rows sees.
 
     Keys that no row of the tile sees split a segment where there are at least KEYS of them in a row.
 
     Args:
-        table: canonical slices, int32 [n, 5]; rows in [0, num_q).
+        table: canonical slices, int64 [n, 5]; rows in [0, num_q).
+        layer: of each slice, int64 [n], from `slice_layers`.
     """
-    if len(table) == 0:
-        return Segments(*(np.zeros(0, np.int64) for _ in range(6)))
-    # Step 1: cut the slices at the ends of tiles. The keys of a piece have no holes: bounds move by at most 1 per row.
-    slices = table.astype(np.int64)
-    first_tile, last_tile = slices[:, 0] // tokens, (slices[:, 1] - 1) // tokens
-    pieces = last_tile - first_tile + 1
-    which = np.repeat(np.arange(len(table)), pieces)
-    tile = np.arange(len(which)) - np.repeat(np.cumsum(pieces) - pieces - first_tile, pieces)
-    layer = slice_layers(table)[which]
-    q_start, q_end, k_start, k_end, mask_type = slices[which].T
-    row, last_row = np.maximum(q_start, tile * tokens), np.minimum(q_end, (tile + 1) * tokens) - 1
+    q_start, q_end, k_start, k_end, mask_type = table.T
     slope_lo, slope_hi = mask_type >> 1, mask_type & 1
-    lo, last_lo = k_start + slope_lo * (row - q_start), k_start + slope_lo * (last_row - q_start)
-    hi, last_hi = k_end - slope_hi * (q_end - 1 - row), k_end - slope_hi * (q_end - 1 - last_row)
-    num_rows = last_row - row + 1
+    first_tile, end_tile = -(-q_start // tokens), q_end // tokens  # tiles in between lie in the slice whole
+    # The rows of a slice before and after its whole tiles, at most a part of a tile each.
+    start = np.stack([q_start, end_tile * tokens], 1)
+    end = np.stack([np.minimum(first_tile * tokens, q_end), q_end], 1)
+    which, side = np.nonzero((start < end) & (start >= q_start[:, None]))
+    parts = _join_parts(table[which], layer[which], start[which, side], end[which, side], num_q, tokens)
 
-    # Step 2: bring the pieces of a tile together, by their first key.
+    whole = np.flatnonzero(first_tile < end_tile)
+    tile, slope_lo, slope_hi = first_tile[whole], slope_lo[whole], slope_hi[whole]
+    row = tile * tokens
+    lo = k_start[whole] + slope_lo * (row - q_start[whole])
+    hi = k_end[whole] - slope_hi * (q_end[whole] - 1 - row)
+    steps_lo, steps_hi = slope_lo * tokens, slope_hi * tokens
+    last_lo, last_hi = lo + steps_lo - slope_lo, hi + steps_hi - slope_hi
+    inside = np.stack(
+        [tile, end_tile[whole] - tile, layer[whole], lo, last_hi, last_lo, hi, steps_lo, steps_hi],
+    )
+    runs = np.concatenate([parts, inside], 1)
+    if layer.any():  # layers share tiles, so their runs would interleave: write them out
+        runs = _written_out(runs)
+        return SegmentRuns(*runs[:, np.lexsort((runs[3], runs[2], runs[0]))])
+    return SegmentRuns(*runs[:, np.argsort(runs[0], kind="stable")])
+
+
+def _join_parts(
+    table: Int64Array, layer: Int64Array, row: Int64Array, end_row: Int64Array, num_q: int, tokens: int
+) -> Int64Array:
+    """Segments of tiles that no slice covers alone, as runs of one tile, int64 [9, n]: the fields of SegmentRuns.
+
+    Args:
+        table, layer: the slice of each part, int64 [n, 5] and [n].
+        row, end_row: int64 [n], the rows of each part, all in one tile. Its keys have no holes: bounds move by at most
+            1 per row.
+
+    Returns:
+        sorted by layer, tile, first.
+    """
+    if len(row) == 0:
+        return np.zeros((9, 0), np.int64)
+    # Step 1: bring the parts of a tile together, by their first key.
+    q_start, q_end, k_start, k_end, mask_type = table.T
+    slope_lo, slope_hi = mask_type >> 1, mask_type & 1
+    num_rows, tile = end_row - row, row // tokens
+    lo, hi = k_start + slope_lo * (row - q_start), k_end - slope_hi * (q_end - 1 - row)
     group = tile + layer * (num_q + 1)
-    in_order = np.diff(group) > 0
-    if not (in_order | ((np.diff(group) == 0) & (np.diff(lo) >= 0))).all():
+    step = group[1:] - group[:-1]
+    if not ((step > 0) | ((step == 0) & (lo[1:] >= lo[:-1]))).all():
         order = np.lexsort((lo, group))
-        group, tile, layer = group[order], tile[order], layer[order]
-        lo, last_lo, hi, last_hi, num_rows = (x[order] for x in (lo, last_lo, hi, last_hi, num_rows))
+        group, tile, layer, slope_lo, slope_hi = (x[order] for x in (group, tile, layer, slope_lo, slope_hi))
+        lo, hi, num_rows = lo[order], hi[order], num_rows[order]
+    last_lo, last_hi = lo + slope_lo * (num_rows - 1), hi + slope_hi * (num_rows - 1)
 
-    # Step 3: join what lies close.
-    new_tile = np.append(True, np.diff(group) != 0)
+    # Step 2: join what lies close.
+    new_tile = is_new(group)
     lift = np.cumsum(new_tile) * (2 * FAR)  # makes the running maximum start again at each tile
     reach = np.maximum.accumulate(last_hi + lift) - lift
-    starts = np.flatnonzero(new_tile | np.append(True, lo[1:] - reach[:-1] >= KEYS))
-    tile, layer = tile[starts], layer[starts]
+    is_first = new_tile.copy()
+    is_first[1:] |= lo[1:] - reach[:-1] >= KEYS
+    starts = np.flatnonzero(is_first)
+    tile = tile[starts]
     all_rows = np.add.reduceat(num_rows, starts) == np.minimum(tokens, num_q - tile * tokens)
-    segments = (
+    joined = np.zeros((9, len(starts)), np.int64)
+    joined[:7] = (
         tile,
-        layer,
+        np.ones_like(tile),
+        layer[starts],
         np.minimum.reduceat(lo, starts),
         np.maximum.reduceat(last_hi, starts),
         np.where(all_rows, np.maximum.reduceat(last_lo, starts), FAR),
         np.where(all_rows, np.minimum.reduceat(hi, starts), 0),
     )
-    if layer[-1] == 0:
-        return Segments(*segments)
-    order = np.lexsort((segments[2], layer, tile))
-    return Segments(*(x[order] for x in segments))
+    return joined
+
+
+def _written_out(runs: Int64Array) -> Int64Array:
+    """Runs of one tile each in place of longer ones; int64 [9, runs] -> [9, segments]."""
+    _, count, _, _, _, _, _, step_lo, step_hi = runs
+    zero, one = np.zeros_like(count), np.ones_like(count)
+    steps = np.stack([one, zero, zero, step_lo, step_hi, step_lo, step_hi, zero, zero])
+    i = np.arange(count.sum()) - np.repeat(starts_of(count), count)
+    written = np.repeat(runs, count, 1) + np.repeat(steps, count, 1) * i
+    written[1] = 1
+    return written

@@ -9,12 +9,25 @@ Vocabulary (kernels/ffa_layout.cuh has the records):
     mask
 """
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from torchtitan_magi.bands import FAR, KEYS, Int32Array, Int64Array, Segments, row_bands, tile_segments
+from torchtitan_magi.bands import (
+    FAR,
+    KEYS,
+    Int32Array,
+    Int64Array,
+    SegmentRuns,
+    is_new,
+    slice_layers,
+    starts_of,
+    tile_segments,
+    write_ramps,
+    write_row_bands,
+)
 from torchtitan_magi.slices import AttnSlices
 
 ROWS = 128  # of a forward tile
@@ -104,42 +117,38 @@ def build_worklists(
     group = num_heads_q // num_heads_kv
     forward_pack = largest_divisor(group, MAX_PACK)
     backward_pack = backward_pack or choose_backward_pack(group)
-    lo, hi = row_bands(table, num_q)
+    rows = table.astype(np.int64)
+    layer = slice_layers(rows)
     words = _Words()
-    bands = words.add(np.stack([lo, hi], 2))
+    num_bands = int(layer.max(initial=0) + 1) * num_q
+    bands = words.reserve(2 * num_bands)
 
     tokens, block_tokens = ROWS // forward_pack, BACKWARD_ROWS // backward_pack
-    blocks, tiles = tile_segments(table, num_q, block_tokens), tile_segments(table, num_q, tokens)
     num_forward_tiles = -(-num_q // tokens)
-    num_blocks = np.bincount(tiles.tile, -(-(tiles.end - tiles.first) // KEYS), num_forward_tiles).astype(np.int64)
-    records = np.zeros((len(tiles), 8), np.int64)
-    records[:, 0] = tiles.layer
-    records[:, 4:] = np.stack([tiles.first, tiles.end, tiles.full_first, tiles.full_end], 1)
-    order = np.argsort(-tile_cost(num_blocks), kind="stable")
-    forward_items, forward_segments = (words.add(x) for x in _items(tiles.tile, records, order))
+    tile, records, num_blocks = forward_records(tile_segments(rows, layer, num_q, tokens), num_forward_tiles)
+    items, further = _items(tile, records, num_forward_tiles)
+    forward_items, forward_segments = words.add(items, longest_first(num_blocks)), words.add(further)
 
     num_q_blocks = -(-num_q // block_tokens)
-    tile, records, components = transpose_segments(blocks, num_q_blocks)
+    tile, records, components = transpose_segments(tile_segments(rows, layer, num_q, block_tokens), num_q_blocks)
     num_backward_tiles = -(-num_k // KEYS)
     packs = group // backward_pack
     blocks_per_tile = np.bincount(tile, records[:, 5] - records[:, 4], num_backward_tiles).astype(np.int64)
     chunk = chunk or backward_chunk(blocks_per_tile, num_heads_kv, packs)
-    in_order = np.arange(num_backward_tiles)[::-1]
-    whole_items, whole_segments = (words.add(x) for x in _items(tile, records, in_order))
+    items, further = _items(tile, records, num_backward_tiles)
+    whole_items, whole_segments = words.add(items[::-1]), words.add(further)
     part_tile, part, part_records = split_tiles(tile, records, blocks_per_tile, chunk)
-    is_split = len(part_tile) > len(np.unique(tile))
+    is_split = len(part_tile) > int(is_new(tile).sum())
     fits_l2 = num_q * num_heads_q * 1024 <= L2_BYTES  # q, dout and dq, 128 columns
     if is_split:
-        items, further = _items(part, part_records, np.arange(len(part_tile)))
+        items, further = _items(part, part_records, len(part_tile))
         items[:, 0] = part_tile
-        num_blocks_b = np.bincount(part, part_records[:, 5] - part_records[:, 4])
+        num_blocks_b = np.bincount(part, part_records[:, 5] - part_records[:, 4]).astype(np.int64)
     else:
-        items, further = _items(tile, records, np.arange(num_backward_tiles))
         num_blocks_b = blocks_per_tile
     # Longest first, or, where the queries do not fit L2, one chunk of them after another.
-    at = np.zeros(len(items), np.int64) if fits_l2 else items[:, 8] // chunk
-    items = items[np.lexsort((-tile_cost(num_blocks_b), at))]
-    backward_items, backward_segments = words.add(items), words.add(further)
+    at = 0 if fits_l2 else items[:, 8].astype(np.int64) // chunk
+    backward_items, backward_segments = words.add(items, longest_first(num_blocks_b, at)), words.add(further)
 
     groups_per_kv = group // forward_pack
     key_bytes = max(1, num_k) * 512
@@ -168,7 +177,9 @@ def build_worklists(
         components=words.add(components),
         num_forward_blocks=int(num_blocks.sum()),
     )
-    return WorkLists(words.packed(), sizes)
+    packed = words.packed()
+    write_row_bands(rows, layer, num_q, packed[bands : bands + 2 * num_bands])
+    return WorkLists(packed, sizes)
 
 
 def choose_backward_pack(group: int) -> int:
@@ -183,119 +194,179 @@ def backward_chunk(blocks_per_tile: Int64Array, num_heads_kv: int, packs: int) -
     dq, so both stay in L2: the shorter the chunk against the tiles, the better. Parts also have to be many enough for
     all SMs to end at nearly the same time, and long enough to pay for loading their keys and adding up dk and dv.
     """
-    longest = blocks_per_tile.max(initial=0) * packs
-    wanted = min(blocks_per_tile.sum() * num_heads_kv * packs / (ITEMS_PER_SM * NUM_SMS), longest / 8)
-    chunk = 2 ** round(np.log2(np.clip(wanted, MIN_CHUNK, MAX_CHUNK)))  # a power of two: chunks end where k-tiles do
+    longest = int(blocks_per_tile.max(initial=0)) * packs
+    wanted = min(int(blocks_per_tile.sum()) * num_heads_kv * packs / (ITEMS_PER_SM * NUM_SMS), longest / 8)
+    chunk = 2 ** round(math.log2(min(max(wanted, MIN_CHUNK), MAX_CHUNK)))  # a power of two: chunks end where k-tiles do
     return max(1, chunk // packs)
 
 
-def split_tiles(
-    tile: Int64Array, records: Int64Array, blocks_per_tile: Int64Array, chunk: int
-) -> tuple[Int64Array, Int64Array, Int64Array]:
-    """Cuts the segments of k-tiles with more than `chunk` query blocks at multiples of `chunk` blocks.
+def longest_first(num_blocks: Int64Array, at: Int64Array | int = 0) -> Int64Array:
+    """The order of work items by `at`, then from the most blocks to the fewest, then as they are. Both [n]."""
+    most = num_blocks.max(initial=0)
+    key = at * (most + 1) + (most - num_blocks)
+    return np.argsort(key.astype(np.min_scalar_type(key.max(initial=0))), kind="stable")  # 16 bits: a radix sort
+
+
+def forward_records(runs: SegmentRuns, num_tiles: int) -> tuple[Int64Array, Int32Array, Int64Array]:
+    """What the forward reads of the segments of its q-tiles.
 
     Returns:
-        part_tile: the k-tile of each part; tiles that nothing touches have none.
-        part: of each cut record, ascending; records: the cut records.
+        tile: int64 [n], ascending: the q-tile of each record.
+        records: int32 [n, 8], the kernel's forward segments.
+        num_blocks: int64 [num_tiles], key blocks of each q-tile.
+    """
+    tile = runs.tiles()
+    records = np.zeros((len(tile), 8), np.int32)
+    if runs.layer.any():
+        records[:, 0] = np.repeat(runs.layer, runs.count)
+    pairs = records.view(np.int64)
+    write_ramps(runs.count, runs.first, runs.end, runs.step_lo, runs.step_hi, pairs[:, 2])
+    write_ramps(runs.count, runs.full_first, runs.full_end, runs.step_lo, runs.step_hi, pairs[:, 3])
+    num_blocks = np.bincount(tile, (records[:, 5] - records[:, 4] + (KEYS - 1)) // KEYS, num_tiles)
+    return tile, records, num_blocks.astype(np.int64)
+
+
+def split_tiles(
+    tile: Int64Array, records: Int32Array, blocks_per_tile: Int64Array, chunk: int
+) -> tuple[Int64Array, Int64Array, Int32Array]:
+    """Cuts the segments of k-tiles with more than `chunk` query blocks at multiples of `chunk` blocks.
+
+    Args:
+        tile: int64 [n]; records: int32 [n, 8]; blocks_per_tile: int64 [num_tiles].
+
+    Returns:
+        part_tile: int64 [parts], the k-tile of each part; tiles that nothing touches have none.
+        part: int64 [m], of each cut record, ascending; records: int32 [m, 8], the cut records.
     """
     whole = (blocks_per_tile <= chunk)[tile]
     first_chunk, last_chunk = records[:, 4] // chunk, (records[:, 5] - 1) // chunk
     first_chunk[whole] = last_chunk[whole] = 0
     pieces = last_chunk - first_chunk + 1
     which = np.repeat(np.arange(len(tile)), pieces)
-    at = first_chunk[which] + np.arange(len(which)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    at = np.arange(len(which)) + np.repeat(first_chunk - starts_of(pieces), pieces)
     cut = records[which]
     end = np.where(whole[which], FAR, (at + 1) * chunk)
     cut[:, 4], cut[:, 5] = np.maximum(cut[:, 4], at * chunk), np.minimum(cut[:, 5], end)
     num_chunks = int(last_chunk.max(initial=0)) + 1
-    keys, part = np.unique(tile[which] * num_chunks + at, return_inverse=True)
-    order = np.argsort(part, kind="stable")
-    return keys // num_chunks, part[order], cut[order]
+    key = tile[which] * num_chunks + at
+    order = np.argsort(key, kind="stable")
+    key = key[order]
+    begins = is_new(key)
+    return key[begins] // num_chunks, np.cumsum(begins) - 1, cut[order]
 
 
-def transpose_segments(blocks: Segments, num_q_blocks: int) -> tuple[Int64Array, Int64Array, Int32Array]:
+def transpose_segments(runs: SegmentRuns, num_q_blocks: int) -> tuple[Int64Array, Int32Array, Int32Array]:
     """From the keys of each q-block to the q-blocks of each k-tile.
 
     Consecutive q-blocks whose bounds never decrease form a chain; the blocks of a chain that see one k-tile are
-    consecutive,
-    and so are those that see all of it, so two binary searches each find them for all k-tiles at once.
+    consecutive, and so are those that see all of it, so two binary searches each find them for all k-tiles at once.
+    Bounds never decrease inside a run: the searches are among runs, and the place inside a run is a division.
 
     Returns:
         tile: int64 [n], ascending: the k-tile of each record.
-        records: int64 [n, 8], the kernel's backward segments, per tile by component and block.
+        records: int32 [n, 8], the kernel's backward segments, per tile by component and block.
         components: int32: num_q_blocks + 1 offsets (padded to an even number), then the first and last k-tile of each
             component, i.e. of each segment of each q-block.
     """
-    offsets = np.zeros((num_q_blocks + 2) // 2 * 2, np.int64)
-    counts = np.bincount(blocks.tile, minlength=num_q_blocks)
-    offsets[1 : num_q_blocks + 1] = np.cumsum(counts)
-    tile_a, tile_b = blocks.first // KEYS, (blocks.end - 1) // KEYS
-    full_a = np.minimum(-(-blocks.full_first // KEYS), FAR // KEYS)  # k-tiles [full_a, full_b] need no mask
-    full_b = blocks.full_end // KEYS - 1
-    components = np.concatenate([offsets, np.stack([tile_a, tile_b], 1).ravel()]).astype(np.int32)
-    if len(blocks) == 0:
-        return np.zeros(0, np.int64), np.zeros((0, 8), np.int64), components
+    num_offsets = (num_q_blocks + 2) // 2 * 2
+    begin = starts_of(runs.count)  # of the run among all segments
+    components = np.zeros(num_offsets + 2 * int(runs.count.sum()), np.int32)
+    changes = np.zeros(num_q_blocks + 1, np.int32)
+    np.add.at(changes, runs.tile, 1)
+    np.subtract.at(changes, runs.tile + runs.count, 1)
+    offsets = components[1 : num_q_blocks + 1]
+    np.cumsum(np.cumsum(changes, out=changes)[:-1], out=offsets)
+    if len(runs) == 0:
+        return np.zeros(0, np.int64), np.zeros((0, 8), np.int32), components
+    spans = components[num_offsets:]
+    write_ramps(runs.count, runs.first, runs.end - 1, runs.step_lo, runs.step_hi, spans.view(np.int64))
+    spans //= KEYS
 
-    component = np.arange(len(blocks)) - offsets[blocks.tile]
+    component = begin - components[runs.tile]
+    fields = np.stack([runs.tile, runs.count, runs.layer, component])
+    # Four bounds of a q-block, as k-tiles: the last and the first with a key that some row sees, the last and the first
+    # with all keys seen by all rows. Each is keys // KEYS, and keys grow by `steps` from block to block.
+    keys = np.stack([runs.end - 1, runs.first, runs.full_end - KEYS, runs.full_first + (KEYS - 1)])
+    steps = np.stack([runs.step_hi, runs.step_lo, runs.step_hi, runs.step_lo])
     if component.any():
-        by_chain = np.lexsort((blocks.tile, component))
-    else:
-        by_chain = np.arange(len(blocks))
-    block, layer, component = blocks.tile[by_chain], blocks.layer[by_chain], component[by_chain]
-    bounds = np.stack([tile_a, tile_b, full_a, full_b])[:, by_chain]
-    breaks = np.ones(len(block), bool)
-    breaks[1:] = (
-        (np.diff(component) != 0) | (np.diff(layer) != 0) | (np.diff(block) != 1) | (np.diff(bounds, axis=1) < 0).any(0)
-    )
+        by_chain = np.lexsort((runs.tile, component))
+        fields, keys, steps = fields[:, by_chain], keys[:, by_chain], steps[:, by_chain]
+    block, count, layer, component = fields
+    first_bounds, last_bounds = keys // KEYS, (keys + steps * (count - 1)) // KEYS
+    breaks = is_new(component) | is_new(layer)
+    breaks[1:] |= (block[1:] != (block + count)[:-1]) | (first_bounds[:, 1:] < last_bounds[:, :-1]).any(0)
     begin = np.flatnonzero(breaks)
-    chain = np.cumsum(breaks) - 1
-    last = np.append(begin[1:], len(block)) - 1
-    num_tiles = bounds[1, last] - bounds[0, begin] + 1
-    entry_chain = np.repeat(np.arange(len(begin)), num_tiles)
-    tile = np.arange(len(entry_chain)) - np.repeat(np.cumsum(num_tiles) - num_tiles - bounds[0, begin], num_tiles)
-    stride = FAR // KEYS + 2
-    keys, query = bounds + 1 + chain * stride, tile + 1 + entry_chain * stride
-    first, end = np.searchsorted(keys[1], query, "left"), np.searchsorted(keys[0], query, "right")
-    full_first, full_end = np.searchsorted(keys[3], query, "left"), np.searchsorted(keys[2], query, "right")
-    shift = (block - np.arange(len(block)))[begin][entry_chain]  # from position in the chain to q-block
-    records = np.zeros((len(tile), 8), np.int64)
-    records[:, 0], records[:, 1] = layer[begin][entry_chain], component[begin][entry_chain]
-    records[:, 4:] = np.stack([first, end, full_first, full_end], 1) + shift[:, None]
-    keep = end > first
+    end = np.append(begin[1:], len(block))
+    first_tile = first_bounds[1, begin]
+    num_tiles = last_bounds[0, end - 1] - first_tile + 1
+    chain, entry_chain = np.cumsum(breaks) - 1, np.repeat(np.arange(len(begin)), num_tiles)
+    tile = np.arange(len(entry_chain)) + np.repeat(first_tile - starts_of(num_tiles), num_tiles)
+
+    # A record's four numbers: the first block of the chain whose bound is this tile or later, or later than this tile.
+    wanted = tile + np.array([[0], [1], [0], [1]])
+    row = np.arange(4)[:, None]  # one search among all four bounds of all chains
+    stride, row_stride = FAR // KEYS + 2, (FAR // KEYS + 2) * len(begin)
+    sorted_bounds = last_bounds + (chain * stride + row * row_stride)
+    run = np.searchsorted(sorted_bounds.ravel(), wanted + (entry_chain * stride + row * row_stride))
+    beyond = run == end[entry_chain] + row * len(block)  # no block of the chain
+    run -= beyond
+    inside = -(-(wanted * KEYS - keys.ravel()[run]) // np.maximum(steps.ravel()[run], 1))
+    found = block[run - row * len(block)] + np.maximum(inside, 0)
+    records = np.zeros((len(tile), 8), np.int32)
+    records[:, :2] = fields[2:, begin].T[entry_chain]
+    records[:, 4:] = np.where(beyond, (block + count)[end - 1][entry_chain], found).T
+    keep = records[:, 5] > records[:, 4]
     tile, records = tile[keep], records[keep]
-    order = np.lexsort((records[:, 4], records[:, 1], tile))
-    return tile[order], records[order], components
+    if component.any() or (tile[1:] < tile[:-1]).any():
+        order = np.lexsort((records[:, 4], records[:, 1], tile))
+        tile, records = tile[order], records[order]
+    return tile, records, components
 
 
-def _items(tile: Int64Array, records: Int64Array, order: Int64Array) -> tuple[Int64Array, Int64Array]:
-    """Work items [len(order), 12] with their first segment inside, and the further segments [.., 8]. tile ascends."""
-    counts = np.bincount(tile, minlength=len(order))
+def _items(tile: Int64Array, records: Int32Array, num_items: int) -> tuple[Int32Array, Int32Array]:
+    """Work items [num_items, 12] with their first segment inside, and the further segments [.., 8]. tile ascends."""
+    counts = np.bincount(tile, minlength=num_items)
     used = counts > 0
-    begin = np.cumsum(counts) - counts
-    items = np.zeros((len(order), 12), np.int64)
-    items[:, 0], items[:, 1] = np.arange(len(order)), counts
-    items[:, 2] = begin - (np.cumsum(used) - used)  # further segments of all earlier tiles
-    if len(tile) == used.sum():
-        items[used, 4:] = records
-        return items[order], records[:0]
-    is_first = np.zeros(len(tile), bool)
-    is_first[begin[used]] = True
+    items = np.zeros((num_items, 12), np.int32)
+    items[:, 0], items[:, 1] = np.arange(num_items), counts
+    if len(tile) == np.count_nonzero(used):
+        items[slice(None) if len(tile) == num_items else tile, 4:] = records
+        return items, records[:0]
+    items[:, 2] = starts_of(counts - used)  # further segments of all earlier tiles
+    is_first = is_new(tile)
     items[used, 4:] = records[is_first]
-    return items[order], records[~is_first]
+    return items, records[~is_first]
 
 
 class _Words:
     """Collects integer arrays into one int32 array; every part starts at a multiple of 4 words."""
 
     def __init__(self) -> None:
-        self.parts: list[Int32Array] = []
+        self.parts: list[tuple[int, Int32Array, Int64Array | None]] = []
+        self.ends: list[int] = []
         self.size = 0
 
-    def add(self, array: npt.NDArray[np.integer]) -> int:
-        start, padding = self.size, -array.size % 4
-        self.parts += [array.astype(np.int32, copy=False).ravel(), np.zeros(padding, np.int32)]
-        self.size += array.size + padding
+    def reserve(self, size: int) -> int:
+        """Leaves room for `size` words."""
+        start = self.size
+        self.ends.append(start + size)
+        self.size = start + -(-size // 4) * 4
+        return start
+
+    def add(self, array: Int32Array, order: Int64Array | None = None) -> int:
+        """Copies `array`, or its rows in that order, when packed."""
+        start = self.reserve(array.size)
+        self.parts.append((start, array, order))
         return start
 
     def packed(self) -> Int32Array:
-        return np.concatenate(self.parts)
+        words = np.empty(self.size, np.int32)
+        for end in self.ends:
+            words[end : -(-end // 4) * 4] = 0
+        for start, array, order in self.parts:
+            part = words[start : start + array.size].reshape(array.shape)
+            if order is None:
+                part[:] = array
+            else:
+                np.take(array, order, axis=0, out=part, mode="clip")  # the default mode would copy twice
+        return words
