@@ -44,7 +44,7 @@ class SegmentRuns:
 
 def starts_of(count: Int64Array) -> Int64Array:
     """Where each of `count` things begins, one group after another."""
-    return np.cumsum(count) - count
+    return count.cumsum() - count
 
 
 def is_new(values: Int64Array) -> npt.NDArray[np.bool_]:
@@ -126,10 +126,12 @@ def tile_segments(table: Int64Array, layer: Int64Array, num_q: int, tokens: int)
     slope_lo, slope_hi = mask_type >> 1, mask_type & 1
     first_tile, end_tile = -(-q_start // tokens), q_end // tokens  # tiles in between lie in the slice whole
     # The rows of a slice before and after its whole tiles, at most a part of a tile each.
-    start = np.stack([q_start, end_tile * tokens], 1)
-    end = np.stack([np.minimum(first_tile * tokens, q_end), q_end], 1)
-    which, side = np.nonzero((start < end) & (start >= q_start[:, None]))
-    parts = _join_parts(table[which], layer[which], start[which, side], end[which, side], num_q, tokens)
+    tail = end_tile * tokens
+    start = np.array([q_start, np.where(tail < q_start, q_end, tail)]).T.ravel()
+    end = np.array([np.minimum(first_tile * tokens, q_end), q_end]).T.ravel()
+    some = np.flatnonzero(start < end)
+    which = some // 2
+    parts = _join_parts(table[which], layer[which], start[some], end[some], num_q, tokens)
 
     whole = np.flatnonzero(first_tile < end_tile)
     tile, slope_lo, slope_hi = first_tile[whole], slope_lo[whole], slope_hi[whole]
@@ -138,9 +140,8 @@ def tile_segments(table: Int64Array, layer: Int64Array, num_q: int, tokens: int)
     hi = k_end[whole] - slope_hi * (q_end[whole] - 1 - row)
     steps_lo, steps_hi = slope_lo * tokens, slope_hi * tokens
     last_lo, last_hi = lo + steps_lo - slope_lo, hi + steps_hi - slope_hi
-    inside = np.stack(
-        [tile, end_tile[whole] - tile, layer[whole], lo, last_hi, last_lo, hi, steps_lo, steps_hi],
-    )
+    count = end_tile[whole] - tile
+    inside = np.array([tile, count, layer[whole], lo, last_hi, last_lo, hi, steps_lo, steps_hi])
     runs = np.concatenate([parts, inside], 1)
     if layer.any():  # layers share tiles, so their runs would interleave: write them out
         runs = _written_out(runs)

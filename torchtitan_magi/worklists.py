@@ -272,8 +272,9 @@ def transpose_segments(runs: SegmentRuns, num_q_blocks: int) -> tuple[Int64Array
     begin = starts_of(runs.count)  # of the run among all segments
     components = np.zeros(num_offsets + 2 * int(runs.count.sum()), np.int32)
     changes = np.zeros(num_q_blocks + 1, np.int32)
-    np.add.at(changes, runs.tile, 1)
-    np.subtract.at(changes, runs.tile + runs.count, 1)
+    one = np.int32(1)  # of the same type: a cast would cost ten times as much
+    np.add.at(changes, runs.tile, one)
+    np.subtract.at(changes, runs.tile + runs.count, one)
     offsets = components[1 : num_q_blocks + 1]
     np.cumsum(np.cumsum(changes, out=changes)[:-1], out=offsets)
     if len(runs) == 0:
@@ -283,11 +284,11 @@ def transpose_segments(runs: SegmentRuns, num_q_blocks: int) -> tuple[Int64Array
     spans //= KEYS
 
     component = begin - components[runs.tile]
-    fields = np.stack([runs.tile, runs.count, runs.layer, component])
+    fields = np.array([runs.tile, runs.count, runs.layer, component])
     # Four bounds of a q-block, as k-tiles: the last and the first with a key that some row sees, the last and the first
     # with all keys seen by all rows. Each is keys // KEYS, and keys grow by `steps` from block to block.
-    keys = np.stack([runs.end - 1, runs.first, runs.full_end - KEYS, runs.full_first + (KEYS - 1)])
-    steps = np.stack([runs.step_hi, runs.step_lo, runs.step_hi, runs.step_lo])
+    keys = np.array([runs.end - 1, runs.first, runs.full_end - KEYS, runs.full_first + (KEYS - 1)])
+    steps = np.array([runs.step_hi, runs.step_lo, runs.step_hi, runs.step_lo])
     if component.any():
         by_chain = np.lexsort((runs.tile, component))
         fields, keys, steps = fields[:, by_chain], keys[:, by_chain], steps[:, by_chain]
