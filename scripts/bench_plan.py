@@ -93,19 +93,17 @@ def zigzag(slices: AttnSlices, num_tokens: int, cp_size: int) -> Owned:
 
 def min_heap(slices: AttnSlices, num_tokens: int, cp_size: int) -> Owned:
     """Equal chunks, heaviest first, each to the rank with the least area so far: MagiAttention's default idea."""
-    tokens = num_tokens // cp_size
-    chunks = next(c for c in range(min(32, max(8, tokens // 128)), 0, -1) if tokens % c == 0)
-    size = tokens // chunks
-    starts = np.arange(chunks * cp_size) * size
-    work = np.add.reduceat(slices.row_cost(num_tokens), starts)
+    per_rank = min(32, max(8, num_tokens // cp_size // 128))
+    edges = np.arange(per_rank * cp_size + 1) * num_tokens // (per_rank * cp_size)
+    work = np.add.reduceat(slices.row_cost(num_tokens), edges[:-1])
     owned: list[list[int]] = [[] for _ in range(cp_size)]
     heap = [(0, rank) for rank in range(cp_size)]
     for chunk in np.argsort(-work, kind="stable").tolist():
         load, rank = heapq.heappop(heap)
         owned[rank].append(chunk)
-        if len(owned[rank]) < chunks:
+        if len(owned[rank]) < per_rank:
             heapq.heappush(heap, (load + int(work[chunk]), rank))
-    return tuple(np.stack([starts[sorted(c)], starts[sorted(c)] + size], 1) for c in owned)
+    return tuple(np.stack([edges[sorted(c)], edges[1:][sorted(c)]], 1) for c in owned)
 
 
 def ours(slices: AttnSlices, num_tokens: int, cp_size: int) -> Owned:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from torchtitan_magi.placement_documents import Recipe, place_documents
 from torchtitan_magi.placement_nodes import seat_in_nodes
-from torchtitan_magi.placement_pool import WorkProfile, documents
+from torchtitan_magi.placement_pool import WorkProfile, bundle, documents
 from torchtitan_magi.slices import AttnSlices
 from torchtitan_magi.traffic import traffic
 
@@ -64,6 +64,8 @@ def place(
         loose = documents(slices, num_tokens, gap, keep_links=False)
         readings += [loose] if len(loose) > len(readings[0]) else []
     tries = 10 if cp_size <= 4 else 6 if cp_size <= 16 else 5
+    short = max(1, tokens_per_rank // 128)
+    readings = [bundle(stretches, short) for stretches in readings]
     candidates = []
     mean_work = _expected_work(profile, readings[0], cp_size)
     for recipe in RECIPES[: -(-tries // len(readings))]:

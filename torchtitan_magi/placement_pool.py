@@ -92,6 +92,16 @@ def documents(slices: AttnSlices, num_tokens: int, longest_gap: int, keep_links:
     return stretches[np.argsort(stretches[:, 0], kind="stable")]
 
 
+def bundle(stretches: Int64Array, tokens: int) -> Int64Array:
+    """Joins neighbours of at most so many tokens, up to about as many: fewer pieces to place, longer ranges."""
+    start, end = stretches.T
+    is_short = end - start <= tokens
+    cell = np.where(is_short, start // tokens, -1)
+    is_first = np.append(True, ~is_short[1:] | (cell[1:] != cell[:-1]))
+    first = start[is_first]
+    return np.stack([first, np.append(first[1:], end[-1])], 1)
+
+
 class Pool:
     """The pieces that no rank owns yet, lightest (work per token) first."""
 
