@@ -122,7 +122,7 @@ class FfaBlockAttn:
         _check_inputs(q, k, v, s, softmax_scale)
         if accumulate is None:
             out = torch.empty_like(q, memory_format=torch.contiguous_format)
-            lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+            lse = torch.empty(s.num_q, s.num_heads_q, dtype=torch.float32, device=q.device)
             num_tiles = s.num_forward_tiles
             if s.num_k == 0:
                 return out.zero_(), lse.fill_(-math.inf)
@@ -288,25 +288,34 @@ class FfaBlockAttn:
         Args:
             out: [Tq, Hq, D] fp32 or the dtype of dout. dout: bf16 or fp16.
         """
-        launch.padded_head_dim(out.shape[2])
+        num_q, num_heads, head_dim = out.shape
+        launch.padded_head_dim(head_dim)
         assert out.dtype in (dout.dtype, torch.float32)
         out, dout = out.contiguous(), dout.contiguous()
-        delta = torch.empty(out.shape[:2], dtype=torch.float32, device=out.device)
+        delta = torch.empty(num_q, num_heads, dtype=torch.float32, device=out.device)
         num_zero = 0 if zero is None else zero.numel()
         threads = max(16 * delta.numel(), num_zero // 8)
         if threads == 0:
             return delta
-        switches = {"USE_FP16": dout.dtype == torch.float16, "OUT_FP32": out.dtype == torch.float32}
-        kernel = launch.load("ffa_delta.cu", "ffa_delta", launch.variant_of(switches), 256, 0)
+        kernel = _delta_kernel(dout.dtype == torch.float16, out.dtype == torch.float32)
         kernel(
             out.device.index,
             -(-threads // 256),
-            *(ctypes.c_void_p(x.data_ptr()) for x in (out, dout, delta)),
+            ctypes.c_void_p(out.data_ptr()),
+            ctypes.c_void_p(dout.data_ptr()),
+            ctypes.c_void_p(delta.data_ptr()),
             ctypes.c_void_p(None if zero is None else zero.data_ptr()),
-            *(ctypes.c_longlong(n) for n in (delta.numel(), num_zero)),
-            ctypes.c_int(out.shape[2]),
+            ctypes.c_longlong(delta.numel()),
+            ctypes.c_longlong(num_zero),
+            ctypes.c_int(head_dim),
         )
         return delta
+
+
+@functools.cache
+def _delta_kernel(use_fp16: bool, out_fp32: bool) -> launch.Kernel:
+    switches = launch.variant_of({"USE_FP16": use_fp16, "OUT_FP32": out_fp32})
+    return launch.load("ffa_delta.cu", "ffa_delta", switches, 256, 0)
 
 
 def _check_inputs(q: Tensor, k: Tensor, v: Tensor, s: ListSizes, softmax_scale: float) -> None:
