@@ -301,7 +301,11 @@ def main() -> None:
             "processor": f"{platform.machine()}, one core",
         }
         arguments.output.parent.mkdir(parents=True, exist_ok=True)
-        arguments.output.write_text(json.dumps(header | {"rows": rows}, indent=1) + "\n")
+        lines = ",\n  ".join(
+            json.dumps({k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}) for row in rows
+        )
+        head = json.dumps(header, indent=1).removesuffix("\n}")
+        arguments.output.write_text(f'{head},\n "rows": [\n  {lines}\n ]\n}}\n')
 
 
 if __name__ == "__main__":
