@@ -184,14 +184,15 @@ def test_slices_beyond_the_tensors_are_an_error() -> None:
         build_worklists(AttnSlices([]), 8, 8, 3, 2)
 
 
-def test_building_is_fast() -> None:
-    """Issue figure: 1 ms for 64k tokens in 150 documents; a shared test machine gets ten times that."""
-    cuts = np.sort(np.random.default_rng(0).choice(65536, 149, replace=False))
-    slices = varlen_causal(np.concatenate([[0], cuts, [65536]]))
+@pytest.mark.parametrize(("tokens", "documents", "wanted"), [(65536, 150, 0.001), (1 << 20, 1000, 0.010)])
+def test_building_is_fast(tokens: int, documents: int, wanted: float) -> None:
+    """The figures wanted of a free core; a shared test machine gets ten times that."""
+    cuts = np.sort(np.random.default_rng(0).choice(tokens, documents - 1, replace=False))
+    slices = varlen_causal(np.concatenate([[0], cuts, [tokens]]))
     slices.canonical()
     times = []
     for _ in range(5):
         start = time.perf_counter()
-        build_worklists(slices, 65536, 65536, 64, 8)
+        build_worklists(slices, tokens, tokens, 64, 8)
         times.append(time.perf_counter() - start)
-    assert min(times) < 0.030
+    assert min(times) < 10 * wanted

@@ -145,8 +145,8 @@ def tile_segments(table: Int64Array, layer: Int64Array, num_q: int, tokens: int)
     runs = np.concatenate([parts, inside], 1)
     if layer.any():  # layers share tiles, so their runs would interleave: write them out
         runs = _written_out(runs)
-        return SegmentRuns(*runs[:, np.lexsort((runs[3], runs[2], runs[0]))])
-    return SegmentRuns(*runs[:, np.argsort(runs[0], kind="stable")])
+    by_tile = np.argsort(runs[0] * (layer.max(initial=0) + 1) + runs[2], kind="stable")
+    return SegmentRuns(*runs[:, by_tile])
 
 
 def _join_parts(

@@ -290,7 +290,7 @@ def transpose_segments(runs: SegmentRuns, num_q_blocks: int) -> tuple[Int64Array
     keys = np.array([runs.end - 1, runs.first, runs.full_end - KEYS, runs.full_first + (KEYS - 1)])
     steps = np.array([runs.step_hi, runs.step_lo, runs.step_hi, runs.step_lo])
     if component.any():
-        by_chain = np.lexsort((runs.tile, component))
+        by_chain = np.argsort(component, kind="stable")
         fields, keys, steps = fields[:, by_chain], keys[:, by_chain], steps[:, by_chain]
     block, count, layer, component = fields
     first_bounds, last_bounds = keys // KEYS, (keys + steps * (count - 1)) // KEYS
@@ -318,8 +318,8 @@ def transpose_segments(runs: SegmentRuns, num_q_blocks: int) -> tuple[Int64Array
     records[:, 4:] = np.where(beyond, (block + count)[end - 1][entry_chain], found).T
     keep = records[:, 5] > records[:, 4]
     tile, records = tile[keep], records[keep]
-    if component.any() or (tile[1:] < tile[:-1]).any():
-        order = np.lexsort((records[:, 4], records[:, 1], tile))
+    if (tile[1:] < tile[:-1]).any():
+        order = np.argsort(tile, kind="stable")  # chains are in the order of their components and blocks
         tile, records = tile[order], records[order]
     return tile, records, components
 
