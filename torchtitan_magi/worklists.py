@@ -244,7 +244,7 @@ def split_tiles(
     pieces = last_chunk - first_chunk + 1
     which = np.repeat(np.arange(len(tile)), pieces)
     at = np.arange(len(which)) + np.repeat(first_chunk - starts_of(pieces), pieces)
-    cut = records[which]
+    cut = records.take(which, 0)
     end = np.where(whole[which], FAR, (at + 1) * chunk)
     cut[:, 4], cut[:, 5] = np.maximum(cut[:, 4], at * chunk), np.minimum(cut[:, 5], end)
     num_chunks = int(last_chunk.max(initial=0)) + 1
@@ -252,7 +252,7 @@ def split_tiles(
     order = np.argsort(key, kind="stable")
     key = key[order]
     begins = is_new(key)
-    return key[begins] // num_chunks, np.cumsum(begins) - 1, cut[order]
+    return key[begins] // num_chunks, np.cumsum(begins) - 1, cut.take(order, 0)
 
 
 def transpose_segments(runs: SegmentRuns, num_q_blocks: int) -> tuple[Int64Array, Int32Array, Int32Array]:
@@ -314,13 +314,13 @@ def transpose_segments(runs: SegmentRuns, num_q_blocks: int) -> tuple[Int64Array
     inside = -(-(wanted * KEYS - keys.ravel()[run]) // np.maximum(steps.ravel()[run], 1))
     found = block[run - row * len(block)] + np.maximum(inside, 0)
     records = np.zeros((len(tile), 8), np.int32)
-    records[:, :2] = fields[2:, begin].T[entry_chain]
+    records[:, :2] = fields[2:, begin].T.take(entry_chain, 0)
     records[:, 4:] = np.where(beyond, (block + count)[end - 1][entry_chain], found).T
     keep = records[:, 5] > records[:, 4]
-    tile, records = tile[keep], records[keep]
+    tile, records = tile[keep], records.compress(keep, 0)
     if (tile[1:] < tile[:-1]).any():
         order = np.argsort(tile, kind="stable")  # chains are in the order of their components and blocks
-        tile, records = tile[order], records[order]
+        tile, records = tile[order], records.take(order, 0)
     return tile, records, components
 
 
@@ -335,8 +335,8 @@ def _items(tile: Int64Array, records: Int32Array, num_items: int) -> tuple[Int32
         return items, records[:0]
     items[:, 2] = starts_of(counts - used)  # further segments of all earlier tiles
     is_first = is_new(tile)
-    items[used, 4:] = records[is_first]
-    return items, records[~is_first]
+    items[used, 4:] = records.compress(is_first, 0)
+    return items, records.compress(~is_first, 0)
 
 
 class _Words:
