@@ -59,23 +59,22 @@ def _best_swap(
     below = profile.below_each
     moved = below(give + tokens) - below(give) - below(get + tokens) + below(get)
 
-    # Step 2: rows that a cut adds. Who gets a front or a tail needs the keys of its last row; when it was a front, who
-    # keeps the rest needs that front too.
-    added = np.zeros(len(moved), np.int64)
-    for start, lo, hi in ((give, give_lo, give_hi), (get, get_lo, get_hi)):
-        keys = below(start + tokens) - below(np.maximum(start + tokens - 1, 0))
-        added += np.where(tokens < hi - lo, keys - np.where(start > lo, tokens, 0), 0)
-
-    # Step 3: choose.
-    good = (moved >= max(1, least)) & (moved <= most)
-    if good.any():
-        best = int(np.where(good, added, np.iinfo(np.int64).max).argmin())
+    # Step 2: of those that move enough work the one whose cuts add the fewest rows. Who gets a front or a tail needs
+    # the keys of its last row; when it was a front, who keeps the rest needs that front too.
+    good = np.flatnonzero((moved >= max(1, least)) & (moved <= most))
+    if len(good):
+        added = np.zeros(len(good), np.int64)
+        length = tokens[good]
+        for start, lo, hi in ((give, give_lo, give_hi), (get, get_lo, get_hi)):
+            start, lo, hi = start[good], lo[good], hi[good]
+            keys = below(start + length) - below(start + length - 1)
+            added += np.where(length < hi - lo, keys - np.where(start > lo, length, 0), 0)
+        best = int(good[added.argmin()])
     else:
         best = int(np.where(moved <= most, moved, -1).argmax())
         if moved[best] <= 0 or moved[best] > most:
             return None
-    n = int(tokens[best])
-    give_start, get_start = int(give[best]), int(get[best])
+    n, give_start, get_start = int(tokens[best]), int(give[best]), int(get[best])
     return (give_start, give_start + n), (get_start, get_start + n)
 
 
