@@ -34,7 +34,7 @@ class AttnSlices:
         ValueError: wrong shape, a reversed or negative range, an unknown mask type.
     """
 
-    __slots__ = ("_canonical", "table")
+    __slots__ = ("_canonical", "_hash", "table")
 
     table: npt.NDArray[np.int32]
 
@@ -57,13 +57,14 @@ class AttnSlices:
             )
         self.table = _frozen(array)
         self._canonical: AttnSlices | None = None
+        self._hash: int | None = None
 
     @classmethod
     def _trusted(cls, table: IntArray) -> "AttnSlices":
         """Wraps a table that is already canonical."""
         slices = cls.__new__(cls)
         slices.table = _frozen(table)
-        slices._canonical = slices
+        slices._canonical, slices._hash = slices, None
         return slices
 
     def __len__(self) -> int:
@@ -73,7 +74,9 @@ class AttnSlices:
         return isinstance(other, AttnSlices) and np.array_equal(self.table, other.table)
 
     def __hash__(self) -> int:
-        return hash(self.table.tobytes())
+        if self._hash is None:
+            self._hash = hash(self.table.tobytes())
+        return self._hash
 
     def __repr__(self) -> str:
         return f"AttnSlices({self.table.tolist()})"
