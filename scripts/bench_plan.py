@@ -92,8 +92,11 @@ def zigzag(slices: AttnSlices, num_tokens: int, cp_size: int) -> Owned:
 
 
 def min_heap(slices: AttnSlices, num_tokens: int, cp_size: int) -> Owned:
-    """Equal chunks, heaviest first, each to the rank with the least area so far: MagiAttention's default idea."""
-    per_rank = min(32, max(8, num_tokens // cp_size // 128))
+    """Equal chunks, heaviest first, each to the rank with the least area so far: MagiAttention's default idea.
+
+    Chunks of 1024 tokens, at least 8 and at most 32 per rank.
+    """
+    per_rank = min(32, max(8, num_tokens // cp_size // 1024))
     edges = np.arange(per_rank * cp_size + 1) * num_tokens // (per_rank * cp_size)
     work = np.add.reduceat(slices.row_cost(num_tokens), edges[:-1])
     owned: list[list[int]] = [[] for _ in range(cp_size)]

@@ -7,7 +7,7 @@ from torchtitan_magi.placement_pool import Range, WorkProfile
 
 Int64Array = npt.NDArray[np.int64]
 
-SWAP_RANGES = 12  # of each side that are looked at
+SWAP_RANGES = 8  # of each side that are looked at
 SWAP_SHARES = (64, 48, 32, 16, 8, 4, 2, 1)  # how much of a range to swap, of 64
 
 
