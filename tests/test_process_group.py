@@ -60,7 +60,12 @@ CASES = {
     "float32 on the wire": documents([400, 111], heads=(8, 2), head_dim=32, dtype=torch.bfloat16, fp32_reduce=True),
     "fp16": documents([400, 111], heads=(4, 4), dtype=torch.float16, stages=3),
     "a few thousand tokens": documents([1800, 40, 660], heads=(2, 1)),
-    **{f"random slices {seed}": random_slices(seed, 120 + 7 * seed, stages=seed % 4) for seed in range(10)},
+    **{f"random slices {seed}": random_slices(seed, 120 + 7 * seed, stages=seed % 4) for seed in range(14)},
+    "shared prompt pairs": Case(
+        magi.shared_prompt([[200, 60, 90], [7, 150, 33]]),
+        torch.from_numpy(dense_mask(magi.shared_prompt([[200, 60, 90], [7, 150, 33]]).table, 540, 540)),
+        stages=2,
+    ),
     "nothing attends": Case(AttnSlices([]), torch.zeros(50, 50, dtype=torch.bool)),
 }
 
