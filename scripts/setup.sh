@@ -15,6 +15,8 @@ if ! imports_all "$python"; then
         python3 -m venv .venv
         # torch first and pinned: an unpinned dependency of another package would choose a newer one.
         "$python" -m pip install --quiet "$(grep '^torch==' scripts/constraints.txt)"
-        "$python" -m pip install --quiet --constraint scripts/constraints.txt --editable ".[dev]"
+        extras=dev
+        "$python" -c 'import sys, torch; sys.exit(torch.version.cuda is None)' || extras=dev,compile
+        "$python" -m pip install --quiet --constraint scripts/constraints.txt --editable ".[$extras]"
     fi
 fi
