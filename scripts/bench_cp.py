@@ -225,18 +225,30 @@ def bench_pack(name: str, cu: np.ndarray, heads: tuple[int, int], seed: int, rep
     return rows
 
 
+def write(rows: list[dict], path: Path, commit: str | None) -> None:
+    head = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
+    facts = {
+        "device": torch.cuda.get_device_name(), "num_gpus": dist.get_world_size(), "torch": torch.__version__,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())), "python": platform.python_version(),
+        "commit": commit or head, "command": "scripts/bench_cp.py " + " ".join(sys.argv[1:]),
+    }  # fmt: skip
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(facts | {"rows": rows}, indent=1))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 16384, 65536], help="tokens per GPU")
     parser.add_argument("--heads", nargs="+", default=["64:8"], help="query heads : K/V heads")
     parser.add_argument("--seeds", type=int, default=3, help="histogram packs per size")
     parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--commit", help="commit of the tree, where git is missing")
     parser.add_argument("--output", type=Path, help="JSON file to write")
     arguments = parser.parse_args()
     local_rank = int(os.environ["LOCAL_RANK"])
     torch.cuda.set_device(local_rank)
     dist.init_process_group("nccl", device_id=torch.device("cuda", local_rank))
-    rows = []
+    rows: list[dict] = []
     for heads in arguments.heads:
         num_heads = tuple(map(int, heads.split(":")))
         for tokens in arguments.tokens:
@@ -244,15 +256,8 @@ def main() -> None:
             packs = [("histogram", histogram_pack(total, seed), seed) for seed in range(arguments.seeds)]
             for name, cu, seed in [*packs, ("dense", np.array([0, total]), 0)]:
                 rows += bench_pack(name, cu, num_heads, seed, arguments.repeats)
-    if dist.get_rank() == 0 and arguments.output:
-        result = {
-            "device": torch.cuda.get_device_name(), "num_gpus": dist.get_world_size(), "torch": torch.__version__,
-            "nccl": ".".join(map(str, torch.cuda.nccl.version())), "python": platform.python_version(),
-            "commit": subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip(),
-            "command": "scripts/bench_cp.py " + " ".join(sys.argv[1:]), "rows": rows,
-        }  # fmt: skip
-        arguments.output.parent.mkdir(parents=True, exist_ok=True)
-        arguments.output.write_text(json.dumps(result, indent=1))
+                if dist.get_rank() == 0 and arguments.output:  # after every pack: a run cut short leaves what it has
+                    write(rows, arguments.output, arguments.commit)
     dist.destroy_process_group()
 
 
