@@ -11,6 +11,28 @@ from torchtitan_magi.bind import BACKENDS
 
 HOOK = "torchtitan_magi.titan"
 SFT_DATASET = "sft"
+DPO_DATASET = "dpo"
+
+
+@dataclass(frozen=True)
+class DPO:
+    """Direct preference optimisation (arXiv 2305.18290), for dataset "dpo"."""
+
+    loss: Literal["sigmoid", "ipo", "hinge"] = "sigmoid"
+    """Loss of a pair's margin. "ipo" (arXiv 2310.12036) and "hinge" (arXiv 2305.10425) instead of DPO's own."""
+
+    beta: float = 0.1
+    """How strongly the policy is held to the reference; the scale of the rewards (no unit)."""
+
+    label_smoothing: float = 0.0
+    """Share of pairs whose preference is taken to be the wrong way round, 0 to 0.5 (exclusive), for loss "sigmoid"."""
+
+    reference: Literal["model", "file"] = "model"
+    """Where reference log-probabilities come from. "model": a frozen copy of the initial model, sharded like the policy.
+    "file": computed once before training and kept beside the data, which needs no second model in memory."""
+
+    shared_prompt: bool = True
+    """Compute a pair's prompt once, chosen and rejected both attending to it. False: two separate documents."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +58,8 @@ class Magi:
 
     long_documents: Literal["truncate", "split"] = "truncate"
     """What becomes of documents longer than training.seq_len tokens, for dataset "sft"."""
+
+    dpo: DPO = field(default_factory=DPO)
 
 
 @dataclass
