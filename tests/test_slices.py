@@ -86,6 +86,14 @@ def test_shared_prompt_lets_both_answers_see_the_prompt_and_not_each_other():
     assert (dense_mask(slices.table, 15, 15) == want).all()
 
 
+def test_pairs_may_stand_anywhere():
+    lengths = [[3, 2, 4], [0, 2, 1]]
+    mask = dense_mask(shared_prompt(lengths, [2, 13]).table, 20, 20)
+    assert (mask[2:11, 2:11] == dense_mask(shared_prompt(lengths[:1]).table, 9, 9)).all()
+    assert (mask[13:16, 13:16] == dense_mask(shared_prompt(lengths[1:]).table, 3, 3)).all()
+    assert mask.sum() == shared_prompt(lengths).area
+
+
 def test_cu_seqlens_may_be_a_list_an_array_or_a_tensor():
     assert varlen_causal([0, 3, 3, 7]) == varlen_causal(torch.tensor([0, 3, 3, 7], dtype=torch.int32))
     assert varlen_causal([0, 3, 3, 7]) == AttnSlices([[0, 3, 0, 3, 1], [3, 7, 3, 7, 1]])
@@ -103,6 +111,7 @@ def test_cu_seqlens_may_be_a_list_an_array_or_a_tensor():
         (lambda: sliding_window([0, 5], 0), "window is 0"),
         (lambda: block_causal([0, 5], 0), "block_size is 0"),
         (lambda: shared_prompt([[1, 2]]), "num_pairs, 3"),
+        (lambda: shared_prompt([[1, 2, 3]], [0, 6]), r"starts has shape \(2,\) for 1 pairs"),
         (lambda: AttnSlices([[0, 1, 0, 1]]), r"give \[n, 5\]"),
         (lambda: AttnSlices([[0, 1, 0, 1, 4]]), "mask_type 4"),
         (lambda: AttnSlices([[0, 1, 0, 1, 0], [3, 1, 0, 1, 0]]), r"slice 1 is \[3, 1, 0, 1, 0\]"),

@@ -184,23 +184,26 @@ def block_causal(cu_seqlens: object, block_size: int, total_tokens: int | None =
     return AttnSlices(np.stack([q_start, q_end, cu[document], q_end, np.full_like(q_start, FULL)], 1))
 
 
-def shared_prompt(lengths: object) -> AttnSlices:
-    """Preference pairs that share their prompt, laid out as prompt, chosen, rejected, pair after pair.
+def shared_prompt(lengths: object, starts: object = None) -> AttnSlices:
+    """Preference pairs that share their prompt, each laid out as prompt, chosen, rejected.
 
     Chosen and rejected each see the prompt and their own earlier tokens, not each other.
 
     Args:
         lengths: integers [num_pairs, 3]: tokens of prompt, chosen and rejected.
+        starts: integers [num_pairs]: first token of each pair; by default pair follows pair.
 
     Raises:
-        ValueError: wrong shape or a negative length.
+        ValueError: wrong shape or a negative value.
     """
     array = _as_int64(lengths, "lengths")
     if array.ndim != 2 or array.shape[1] != 3 or (array < 0).any():
         raise ValueError(f"lengths has shape {array.shape}; give non-negative [num_pairs, 3]: prompt, chosen, rejected")
-    ends = array.cumsum().reshape(-1, 3)
-    start = ends[:, 0] - array[:, 0]
-    prompt_end, chosen_end, rejected_end = ends.T
+    total = array.sum(1)
+    start = total.cumsum() - total if starts is None else _as_int64(starts, "starts")
+    if start.shape != total.shape:
+        raise ValueError(f"starts has shape {start.shape} for {len(total)} pairs; give the first token of each pair")
+    prompt_end, chosen_end, rejected_end = start + array.cumsum(1).T
     causal, full = np.full_like(start, CAUSAL), np.full_like(start, FULL)
     return AttnSlices(
         np.concatenate(

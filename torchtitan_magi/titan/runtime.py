@@ -17,7 +17,7 @@ from torchtitan_magi.attention import make_handle
 from torchtitan_magi.bind import BoundPlan, bind_plan, choose_block_attn
 from torchtitan_magi.plan import make_plan
 from torchtitan_magi.report import describe_plan
-from torchtitan_magi.slices import CAUSAL, AttnSlices
+from torchtitan_magi.slices import CAUSAL, AttnSlices, shared_prompt
 from torchtitan_magi.titan.job_config import Magi
 
 
@@ -97,10 +97,14 @@ class MagiRuntime:
             tokens: [batch, seq_len]; the rows of the batch are planned as one pack.
             eos_id: ends a document where the loader names no boundaries.
             extra_inputs: what else the loader gave. Taken out of it: ``documents``, int [n, 2] token ranges over the
-                flattened batch; ``positions`` if context parallelism shards them (else the model finds them here).
+                flattened batch; or ``pairs``, int [n, 4] of preference pairs: their start, the starts of chosen and
+                of rejected, their end; ``positions`` if context parallelism shards them (else the model finds them
+                here).
         """
-        documents = extra_inputs.pop("documents", None)
-        if documents is None:
+        documents, pairs = extra_inputs.pop("documents", None), extra_inputs.pop("pairs", None)
+        if pairs is not None:
+            documents = pairs[:, [0, 3]]
+        elif documents is None:
             documents = documents_from_eos(tokens, eos_id)
         positions = self._positions(documents, extra_inputs.pop("positions", None), tokens)
         if self.cp_size == 1:
@@ -108,8 +112,11 @@ class MagiRuntime:
             extra_inputs["positions"] = in_pack if positions is None else positions
 
         started = time.perf_counter()
-        start, end = documents.astype(np.int64).T
-        slices = AttnSlices(np.stack([start, end, start, end, np.full_like(start, CAUSAL)], 1))
+        if pairs is not None:
+            slices = shared_prompt(np.diff(pairs, axis=1), pairs[:, 0])
+        else:
+            start, end = documents.astype(np.int64).T
+            slices = AttnSlices(np.stack([start, end, start, end, np.full_like(start, CAUSAL)], 1))
         plan = make_plan(slices, tokens.numel(), self.cp_size, self.magi.overlap_stages)
         if self.agreement is not None:
             self.agreement.check(plan)
