@@ -27,7 +27,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from triton.testing import do_bench
 
-from torchtitan_magi.ffa import FfaBlockAttn, ffa_attn, upload_lists
+from torchtitan_magi import flex_flash_attn
+from torchtitan_magi.ffa import FfaBlockAttn
 from torchtitan_magi.slices import AttnSlices, block_causal, sliding_window, varlen_causal, varlen_full
 
 DOCUMENTS = (0.31, 0.19, 0.14, 0.11, 0.09, 0.07, 0.05, 0.04)  # of the length: KERNEL.md's eight documents
@@ -226,15 +227,14 @@ def measure(case: Case, impls: list[str], ms: int) -> Iterator[Row]:
     for _ in range(3):
         fresh = AttnSlices(slices.table)
         start = time.perf_counter()
-        lists = attn.prepare(fresh, case.tokens, case.tokens, heads_q, heads_kv)
+        attn.prepare(fresh, case.tokens, case.tokens, heads_q, heads_kv)
         build.append(1e3 * (time.perf_counter() - start))
-    mask = upload_lists(lists, "cuda")
 
-    ours = ffa_attn(q, k, v, mask)[0]
+    ours = flex_flash_attn(q, k, v, slices)[0]  # the first call makes and uploads the lists
     grads = torch.autograd.grad(ours, (q, k, v), dout)
     runs: dict[str, Callable[..., Tensor] | None] = {
-        "ours": lambda q, k, v: ffa_attn(q, k, v, mask)[0],
-        "ours deterministic": lambda q, k, v: ffa_attn(q, k, v, mask, deterministic=True)[0],
+        "ours": lambda q, k, v: flex_flash_attn(q, k, v, slices)[0],
+        "ours deterministic": lambda q, k, v: flex_flash_attn(q, k, v, slices, deterministic=True)[0],
         **{name: OTHERS[name](case) for name in OTHERS if name in impls},
     }
     for name, run in runs.items():

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from torchtitan_magi import jit
-from torchtitan_magi.ffa import FfaBlockAttn, HostLists, upload_lists
+from torchtitan_magi.ffa import DeviceLists, FfaBlockAttn, HostLists
 from torchtitan_magi.launch import backward_variant, forward_variant
 from torchtitan_magi.slices import AttnSlices, block_causal, shared_prompt, sliding_window, varlen_causal, varlen_full
 from torchtitan_magi.worklists import build_worklists
@@ -153,6 +153,10 @@ def backward_from_rounded_out(
     return {"dq": (ds @ keys).transpose(0, 1), "dk": dk}
 
 
+def on_gpu(lists: HostLists) -> DeviceLists:
+    return lists.to(torch.from_numpy(lists.words).cuda())
+
+
 def run_ours(case: Case, q: Tensor, kvs: list[Tensor], dout: Tensor) -> dict[str, Tensor]:
     """out, lse, dq, dk, dv; dk and dv of all stages one after another."""
     attn = FfaBlockAttn("cuda")
@@ -162,7 +166,7 @@ def run_ours(case: Case, q: Tensor, kvs: list[Tensor], dout: Tensor) -> dict[str
             slices, case.num_q, num_k, case.num_heads_q, case.num_heads_kv,
             backward_pack=case.backward_pack, chunk=case.chunk,
         )  # fmt: skip
-        masks.append(upload_lists(HostLists(lists), "cuda"))
+        masks.append(on_gpu(HostLists(lists)))
     accumulate = None
     if case.accumulate:
         lse = torch.full((case.num_q, case.num_heads_q), -torch.inf, device="cuda")

@@ -137,6 +137,18 @@ def test_plans_live_as_long_as_a_graph_needs_them_and_no_longer():
         gc.enable()
 
 
+def test_the_ops_compile():
+    """torch's own checks of schema, autograd registration, fakes and tracing with static and dynamic shapes."""
+    plan = magi.make_plan(magi.varlen_causal([0, 4, 9]), 9, 1)
+    handle = make_handle(bind_plan(plan, None, FlexBlockAttn(), 2, 1, torch.device("cpu")))
+    q, k, v = (torch.randn(9, heads, 4, requires_grad=True) for heads in (2, 1, 1))
+    torch.library.opcheck(attention_op, (q, k, v, handle, 0.5))
+    out, lse = attention_op(q, k, v, handle, 0.5)
+    assert not lse.requires_grad
+    saved = (x.detach() for x in (torch.randn_like(out), q, k, v, out, lse))
+    torch.library.opcheck(attention_backward_op, (*saved, handle, 0.5))
+
+
 def test_ops_keep_their_promises_to_compilers():
     """The fakes give the shapes, dtypes and strides of the real outputs."""
     plan = magi.make_plan(magi.varlen_causal([0, 4, 9]), 9, 1)

@@ -42,14 +42,11 @@ def test_masks_users_have_are_within_the_budget() -> None:
 
 
 def test_empty_inputs() -> None:
-    from torchtitan_magi.ffa import FfaBlockAttn, ffa_attn, upload_lists
-    from torchtitan_magi.slices import AttnSlices
+    from torchtitan_magi import AttnSlices, flex_flash_attn
 
-    attn = FfaBlockAttn("cuda")
     for num_q, num_k, slices in ((0, 5, []), (5, 0, []), (0, 0, []), (130, 200, []), (1, 1, [[0, 1, 0, 1, 1]])):
         q, k, v = (torch.randn(n, 8, 64, device="cuda").bfloat16().requires_grad_() for n in (num_q, num_k, num_k))
-        mask = upload_lists(attn.prepare(AttnSlices(slices), num_q, num_k, 8, 8), "cuda")
-        out, lse = ffa_attn(q, k, v, mask)
+        out, lse = flex_flash_attn(q, k, v, AttnSlices(slices))
         out.sum().backward()
         if not slices:
             assert (out == 0).all()
@@ -60,11 +57,13 @@ def test_empty_inputs() -> None:
 
 
 def test_what_the_kernel_does_not_take_is_an_error() -> None:
-    from torchtitan_magi.ffa import FfaBlockAttn, upload_lists
+    from check_kernel import on_gpu
+
+    from torchtitan_magi.ffa import FfaBlockAttn
     from torchtitan_magi.slices import varlen_causal
 
     attn = FfaBlockAttn("cuda")
-    mask = upload_lists(attn.prepare(varlen_causal([0, 16]), 16, 16, 4, 4), "cuda")
+    mask = on_gpu(attn.prepare(varlen_causal([0, 16]), 16, 16, 4, 4))
 
     def call(dtype: torch.dtype = torch.bfloat16, head_dim: int = 64, tokens: int = 16, scale: float = 0.1) -> None:
         q, k, v = (torch.randn(tokens, 4, head_dim, device="cuda").to(dtype) for _ in range(3))
@@ -85,11 +84,13 @@ def test_what_the_kernel_does_not_take_is_an_error() -> None:
 
 
 def test_leaving_sms_free_changes_nothing() -> None:
-    from torchtitan_magi.ffa import FfaBlockAttn, upload_lists
+    from check_kernel import on_gpu
+
+    from torchtitan_magi.ffa import FfaBlockAttn
     from torchtitan_magi.slices import varlen_causal
 
     attn = FfaBlockAttn("cuda")
-    mask = upload_lists(attn.prepare(varlen_causal([0, 300, 1000]), 1000, 1000, 8, 1), "cuda")
+    mask = on_gpu(attn.prepare(varlen_causal([0, 300, 1000]), 1000, 1000, 8, 1))
     q, k, v = (torch.randn(1000, heads, 128, device="cuda").bfloat16() for heads in (8, 1, 1))
     want = attn.forward(q, k, v, mask, 0.1)
     for margin in (8, 131, 500):

@@ -42,10 +42,12 @@ def _backward(
     delta = bound.block_attn.delta(out, dout, zero=dq)
     if len(bound.stages) == 1 and not bound.stages[0].communicates:
         dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
+        rounded = dq if q.dtype == wide else torch.empty(q.shape, dtype=q.dtype, device=q.device)
         bound.block_attn.backward(
-            dout, q, k, v, lse, delta, bound.masks[0], softmax_scale, dq, dk, dv, bound.deterministic
-        )
-        return dq.to(q.dtype), dk, dv
+            dout, q, k, v, lse, delta, bound.masks[0], softmax_scale, dq, dk, dv, bound.deterministic,
+            spare=None if rounded is dq else rounded,
+        )  # fmt: skip
+        return rounded if rounded is dq else rounded.copy_(dq), dk, dv
     dkv = torch.empty(len(k), 2, *k.shape[1:], dtype=wide, device=k.device)
     wire = wide if bound.fp32_reduce else k.dtype
     finish_previous: Callable[[], None] | None = None
@@ -126,45 +128,74 @@ def num_live_plans() -> int:
     return len(_bound_plans)
 
 
-@torch.library.custom_op("torchtitan_magi::cp_varlen_attn", mutates_args=())
-def attention_op(q: Tensor, k: Tensor, v: Tensor, handle: Tensor, softmax_scale: float) -> tuple[Tensor, Tensor]:
-    """(out [T, Hq, D], lse [T, Hq]) of the bound plan behind ``handle``. q [T, Hq, D]; k, v [T, H, D]."""
+_library = torch.library.Library("torchtitan_magi", "DEF")
+_library.define(
+    "cp_varlen_attn(Tensor q, Tensor k, Tensor v, Tensor handle, float softmax_scale) -> (Tensor, Tensor)",
+    tags=torch.Tag.pt2_compliant_tag,
+)
+_library.define(
+    "cp_varlen_attn_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor handle, "
+    "float softmax_scale) -> (Tensor, Tensor, Tensor)",
+    tags=torch.Tag.pt2_compliant_tag,
+)
+
+attention_op = torch.ops.torchtitan_magi.cp_varlen_attn.default
+"""(out [T, Hq, D], lse [T, Hq]) of the bound plan behind ``handle``. q [T, Hq, D]; k, v [T, H, D]. Only ``out`` is
+differentiable."""
+
+attention_backward_op = torch.ops.torchtitan_magi.cp_varlen_attn_backward.default
+"""(dq, dk, dv) of ``attention_op``."""
+
+
+@torch.library.impl(_library, "cp_varlen_attn", "CompositeExplicitAutograd")
+def _(q: Tensor, k: Tensor, v: Tensor, handle: Tensor, softmax_scale: float) -> tuple[Tensor, Tensor]:
     return _forward(_bound_plans[int(handle)], q, k, v, softmax_scale)
 
 
-@attention_op.register_fake
+@torch.library.impl(_library, "cp_varlen_attn_backward", "CompositeExplicitAutograd")
+def _(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, handle: Tensor, softmax_scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _backward(_bound_plans[int(handle)], dout, q, k, v, out, lse, softmax_scale)
+
+
+@torch.library.register_fake("torchtitan_magi::cp_varlen_attn", lib=_library)
 def _(q: Tensor, k: Tensor, v: Tensor, handle: Tensor, softmax_scale: float) -> tuple[Tensor, Tensor]:
     lse_dtype = torch.promote_types(q.dtype, torch.float32)
     return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=lse_dtype)
 
 
-@torch.library.custom_op("torchtitan_magi::cp_varlen_attn_backward", mutates_args=())
-def attention_backward_op(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, handle: Tensor, softmax_scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv) of ``attention_op``."""
-    return _backward(_bound_plans[int(handle)], dout, q, k, v, out, lse, softmax_scale)
-
-
-@attention_backward_op.register_fake
+@torch.library.register_fake("torchtitan_magi::cp_varlen_attn_backward", lib=_library)
 def _(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, handle: Tensor, softmax_scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, handle, ctx.softmax_scale = inputs
-    ctx.save_for_backward(q, k, v, *output, handle)
+class _Attention(torch.autograd.Function):
+    """The derivative, registered by hand: torch.library's own wrappers double the host time of a call."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, handle: Tensor, softmax_scale: float
+    ) -> tuple[Tensor, Tensor]:
+        with torch._C._AutoDispatchBelowAutograd():
+            out, lse = attention_op(q, k, v, handle, softmax_scale)
+        ctx.save_for_backward(q, k, v, out, lse, handle)
+        ctx.softmax_scale = softmax_scale
+        ctx.mark_non_differentiable(lse)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse, handle = ctx.saved_tensors
+        dq, dk, dv = attention_backward_op(grads[0], q, k, v, out, lse, handle, ctx.softmax_scale)
+        return dq, dk, dv, None, None
 
 
-def _op_backward(ctx: Any, dout: Tensor, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-    q, k, v, out, lse, handle = ctx.saved_tensors
-    grads = torch.ops.torchtitan_magi.cp_varlen_attn_backward(dout, q, k, v, out, lse, handle, ctx.softmax_scale)
-    return (*grads, None, None)
-
-
-attention_op.register_autograd(_op_backward, setup_context=_setup_context)
+@torch.library.impl(_library, "cp_varlen_attn", "Autograd")
+def _(q: Tensor, k: Tensor, v: Tensor, handle: Tensor, softmax_scale: float) -> tuple[Tensor, Tensor]:
+    return _Attention.apply(q, k, v, handle, softmax_scale)
 
 
 # ---------------------------------------------------------------------------------------------------------- public API

@@ -56,6 +56,7 @@ class BlockAttn(Protocol):
         dk: Tensor,
         dv: Tensor,
         deterministic: bool,
+        spare: Tensor | None = None,
     ) -> None: ...
 
 

@@ -185,8 +185,8 @@ class FfaBlockAttn:
         dk: Tensor,
         dv: Tensor,
         deterministic: bool = False,
+        spare: Tensor | None = None,
         sm_margin: int = 0,
-        zeroed: bool = False,
     ) -> None:
         """Gradients of one stage.
 
@@ -199,8 +199,9 @@ class FfaBlockAttn:
             dk, dv: [Tk, Hk, D], overwritten; fp32 or the dtype of k, innermost dimension contiguous, rows 16-byte
             aligned.
             deterministic: add to dq in a fixed order, so that runs repeat bit for bit.
+            spare: contiguous memory that may be overwritten, for the float32 sums of dk and dv where the work is split;
+            where it is too small they are allocated.
             sm_margin: SMs to leave to others.
-            zeroed: dk and dv hold zeros already; saves setting them where their parts are added up in place.
 
         Raises:
             ValueError: head_dim, dtype, scale or shapes that the kernel does not take.
@@ -229,8 +230,8 @@ class FfaBlockAttn:
         if s.is_split and not deterministic:  # parts of a tile add to fp32 sums
             params.store = launch.ADD_FLOAT
             if dk.dtype != torch.float32:
-                dk_to, dv_to = torch.zeros(2, *k.shape, dtype=torch.float32, device=k.device)
-            elif not zeroed:
+                dk_to, dv_to = _float_sums(k, spare)
+            else:
                 torch._foreach_zero_([dk, dv])
         else:
             params.store = launch.STORE_FLOAT if dk.dtype == torch.float32 else launch.STORE_PACKED
@@ -331,60 +332,8 @@ def _check_inputs(q: Tensor, k: Tensor, v: Tensor, s: ListSizes, softmax_scale: 
         raise ValueError(f"q, k, v have shapes {shapes}; the work lists are for {want_q}, {want_k}, {want_k}")
 
 
-# ------------------------------------------------------------ autograd
-class _FfaAttn(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: DeviceLists, softmax_scale: float, deterministic: bool
-    ) -> tuple[Tensor, Tensor]:
-        out, lse = _block_attn(q.device).forward(q, k, v, mask, softmax_scale)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.mask, ctx.softmax_scale, ctx.deterministic = mask, softmax_scale, deterministic
-        ctx.mark_non_differentiable(lse)
-        return out, lse
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
-        block_attn = _block_attn(q.device)
-        dout = grads[0]
-        # dq, dk, dv in one buffer: one launch sets it to zero, one rounds it
-        sizes = [q.numel(), k.numel(), v.numel()]
-        grads_fp32 = torch.empty(sum(sizes), dtype=torch.float32, device=q.device)
-        dq, dk, dv = (x.view(y.shape) for x, y in zip(grads_fp32.split(sizes), (q, k, v), strict=True))
-        delta = block_attn.delta(out, dout, grads_fp32)
-        block_attn.backward(
-            dout, q, k, v, lse, delta, ctx.mask, ctx.softmax_scale, dq, dk, dv,
-            deterministic=ctx.deterministic, zeroed=True,
-        )  # fmt: skip
-        rounded = grads_fp32.to(q.dtype).split(sizes)
-        dq, dk, dv = (x.view(y.shape) for x, y in zip(rounded, (q, k, v), strict=True))
-        return dq, dk, dv, None, None, None
-
-
-@functools.cache
-def _block_attn(device: torch.device) -> FfaBlockAttn:
-    return FfaBlockAttn(device)
-
-
-def upload_lists(lists: HostLists, device: torch.device | str) -> DeviceLists:
-    """The lists on a device, in one copy."""
-    return lists.to(torch.from_numpy(lists.words).to(device))
-
-
-def ffa_attn(
-    q: Tensor, k: Tensor, v: Tensor, mask: DeviceLists, softmax_scale: float | None = None, deterministic: bool = False
-) -> tuple[Tensor, Tensor]:
-    """Attention on one device under work lists that are already there. `out` is differentiable, `lse` is not.
-
-    Args:
-        q: [Tq, Hq, D] bf16 or fp16. k, v: [Tk, Hk, D].
-        mask: `upload_lists(FfaBlockAttn(device).prepare(slices, Tq, Tk, Hq, Hk), device)`.
-        softmax_scale: default D ** -0.5.
-        deterministic: a backward that repeats bit for bit.
-
-    Returns:
-        out [Tq, Hq, D] in the dtype of q, lse fp32 [Tq, Hq]; rows that see no key have out 0 and lse -inf.
-    """
-    scale = q.shape[2] ** -0.5 if softmax_scale is None else softmax_scale
-    return _FfaAttn.apply(q, k, v, mask, scale, deterministic)
+def _float_sums(k: Tensor, spare: Tensor | None) -> Tensor:
+    """float32 zeros [2, Tk, Hk, D], in `spare` if they fit."""
+    if spare is None or spare.nbytes < 8 * k.numel():
+        return torch.zeros(2, *k.shape, dtype=torch.float32, device=k.device)
+    return spare.view(-1).view(torch.float32)[: 2 * k.numel()].view(2, *k.shape).zero_()

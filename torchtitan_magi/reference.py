@@ -126,6 +126,7 @@ class FlexBlockAttn:
         dk: Tensor,
         dv: Tensor,
         deterministic: bool = False,
+        spare: Tensor | None = None,
     ) -> None:
         """Gradients of one stage; always deterministic.
 

@@ -28,7 +28,7 @@ class DPO:
     """Share of pairs whose preference is taken to be the wrong way round, 0 to 0.5 (exclusive), for loss "sigmoid"."""
 
     reference: Literal["model", "file"] = "model"
-    """Where reference log-probabilities come from. "model": a frozen copy of the initial model, sharded like the policy.
+    """Source of the reference log-probabilities. "model": a frozen copy of the initial model, sharded like the policy.
     "file": computed once before training and kept beside the data, which needs no second model in memory."""
 
     shared_prompt: bool = True
