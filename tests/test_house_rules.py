@@ -36,6 +36,9 @@ MAY_IMPORT = {
     "attention": {"slices", "plan", "comm", "bind"},
     "agreement": {"plan"},
     "report": {"plan"},
+    "logprobs": set(),
+    "preference": set(),
+    "train": {"titan"},
     "__init__": {"attention", "dispatch", "plan", "slices"},
 }
 

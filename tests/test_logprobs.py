@@ -1,0 +1,107 @@
+"""Log-probabilities from chunks and from shares of the vocabulary are those of log_softmax."""
+
+import pytest
+import torch
+from pool import RankPool
+
+from torchtitan_magi.logprobs import token_logprobs
+
+VOCABULARY, WIDTH = 24, 5
+
+
+def case(num_tokens, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(num_tokens)
+    hidden, weight = (torch.randn(n, WIDTH, generator=generator, dtype=torch.float64) for n in (num_tokens, VOCABULARY))
+    targets = torch.randint(0, VOCABULARY, (num_tokens,), generator=generator)
+    targets[::3] = -100
+    return hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_(), targets
+
+
+def plain(hidden, weight, targets):
+    logprobs = (hidden @ weight.T).log_softmax(1)
+    picked = logprobs.gather(1, targets.clamp(min=0)[:, None])[:, 0]
+    return picked.where(targets != -100, 0)
+
+
+def with_gradients(function, hidden, weight, targets, **options):
+    """Log-probabilities and the gradients of a sum of them in which each has another weight."""
+    logprobs = function(hidden, weight, targets, **options)
+    weights = torch.arange(1, len(targets) + 1, dtype=logprobs.dtype)
+    return [logprobs.detach(), *torch.autograd.grad((logprobs * weights).sum(), (hidden, weight))]
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 7, 100, None])
+def test_it_is_log_softmax_whatever_the_chunk(chunk):
+    got = with_gradients(token_logprobs, *case(10), chunk=chunk)
+    for ours, reference in zip(got, with_gradients(plain, *case(10)), strict=True):
+        torch.testing.assert_close(ours, reference, rtol=1e-12, atol=1e-12)
+
+
+def test_its_gradient_is_that_of_finite_differences():
+    hidden, weight, targets = case(7)
+    assert torch.autograd.gradcheck(lambda h, w: token_logprobs(h, w, targets, chunk=3), (hidden, weight))
+
+
+@pytest.mark.parametrize("num_tokens", [0, 6])
+def test_no_target_gives_zeros(num_tokens):
+    hidden, weight, targets = case(num_tokens)
+    for tensor in with_gradients(token_logprobs, hidden, weight, torch.full_like(targets, -100), chunk=4):
+        assert not tensor.any()
+    assert with_gradients(token_logprobs, hidden, weight, targets)[1].shape == hidden.shape
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_low_precision_gives_float32_and_gradients_in_the_inputs_dtype(dtype):
+    got = with_gradients(token_logprobs, *case(10, dtype), chunk=3)
+    assert [tensor.dtype for tensor in got] == [torch.float32, dtype, dtype]
+    hidden, weight, targets = case(10, dtype)
+    reference = with_gradients(plain, hidden.double(), weight.double(), targets)
+    tolerance = 1e-5 if dtype == torch.float32 else 3e-2
+    for ours, exact in zip(got, reference, strict=True):
+        assert (ours.double() - exact).norm() <= tolerance * exact.norm()
+
+
+def test_autocast_decides_the_dtype_of_the_logits():
+    hidden, weight, targets = case(10, torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        logprobs = token_logprobs(hidden, weight, targets)
+    assert torch.equal(logprobs, token_logprobs(hidden.bfloat16(), weight.bfloat16(), targets))
+    gradients = torch.autograd.grad(logprobs.sum(), (hidden, weight))
+    assert [gradient.dtype for gradient in gradients] == [torch.float32] * 2
+
+
+def test_large_logits_stay_finite():
+    hidden, weight, targets = case(9, torch.float32)
+    got = with_gradients(token_logprobs, 1e4 * hidden, weight, targets, chunk=2)
+    assert all(tensor.isfinite().all() for tensor in got)
+
+
+# ------------------------------------------------------------------------------------------- a vocabulary in shares
+
+
+@pytest.fixture(scope="module")
+def pool():
+    pool = RankPool(3)
+    yield pool
+    pool.close()
+
+
+def on_a_rank(num_tokens, chunk):
+    import torch.distributed as dist
+
+    hidden, weight, targets = case(num_tokens)
+    rows = VOCABULARY // dist.get_world_size()
+    share = weight.detach()[dist.get_rank() * rows :][:rows].clone().requires_grad_()
+    return with_gradients(token_logprobs, hidden, share, targets, group=dist.group.WORLD, chunk=chunk)
+
+
+@pytest.mark.parametrize(("num_tokens", "chunk"), [(10, 4), (10, None), (1, 1), (0, 4)])
+def test_ranks_that_share_the_vocabulary_get_what_one_gets(pool, num_tokens, chunk):
+    results = pool.run(on_a_rank, num_tokens, chunk)
+    logprobs, grad_hidden, grad_weight = with_gradients(plain, *case(num_tokens))
+    for ours, _, _ in results:
+        torch.testing.assert_close(ours, logprobs, rtol=1e-12, atol=1e-12)
+    added = sum(result[1] for result in results)
+    torch.testing.assert_close(added, grad_hidden, rtol=1e-12, atol=1e-12)
+    gathered = torch.cat([result[2] for result in results])
+    torch.testing.assert_close(gathered, grad_weight, rtol=1e-12, atol=1e-12)
