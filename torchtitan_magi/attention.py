@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from torchtitan_magi.bind import BoundPlan, bind_plan, bind_slices, choose_block_attn
 from torchtitan_magi.comm import Mesh, Wait, group_cast, group_reduce
@@ -22,6 +23,8 @@ from torchtitan_magi.slices import AttnSlices
 def _forward(bound: BoundPlan, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float) -> tuple[Tensor, Tensor]:
     """out [T, Hq, D] in the dtype of q, lse [T, Hq] in float32 or wider."""
     many = len(bound.stages) > 1
+    if not many and not bound.stages[0].communicates:
+        return bound.block_attn.forward(q, k, v, bound.masks[0], softmax_scale, None)
     accumulate = None
     if many:
         wide = torch.promote_types(q.dtype, torch.float32)
@@ -179,8 +182,11 @@ class _Attention(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, handle: Tensor, softmax_scale: float
     ) -> tuple[Tensor, Tensor]:
-        with torch._C._AutoDispatchBelowAutograd():
-            out, lse = attention_op(q, k, v, handle, softmax_scale)
+        if is_in_torch_dispatch_mode() or type(q) is not Tensor:  # tracing, or checkpointing that looks for the op
+            with torch._C._AutoDispatchBelowAutograd():
+                out, lse = attention_op(q, k, v, handle, softmax_scale)
+        else:
+            out, lse = _forward(_bound_plans[int(handle)], q, k, v, softmax_scale)
         ctx.save_for_backward(q, k, v, out, lse, handle)
         ctx.softmax_scale = softmax_scale
         ctx.mark_non_differentiable(lse)
@@ -270,7 +276,7 @@ def flex_flash_attn(
         ValueError: shapes that do not fit; a slice beyond Tq or Tk; an unknown or unusable backend.
     """
     _check_shapes(q, k, v, None)
-    handle = _slices_handle(slices, len(q), len(k), q.shape[1], k.shape[1], q.device, backend, deterministic)
+    handle = _slices_handle(slices, q.shape[0], k.shape[0], q.shape[1], k.shape[1], q.device, backend, deterministic)
     return attention_op(q, k, v, handle, q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale)
 
 
@@ -295,5 +301,5 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor, num_tokens: int | None) -> No
             f"q, k, v have shapes {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}; give [T, Hq, D], [T, H, D], "
             "[T, H, D] with Hq a multiple of H"
         )
-    if num_tokens is not None and not len(q) == len(k) == num_tokens:
+    if num_tokens is not None and not q.shape[0] == k.shape[0] == num_tokens:
         raise ValueError(f"q has {len(q)} rows but the plan gives each rank {num_tokens} tokens; dispatch them first")
