@@ -4,8 +4,10 @@
     python scripts/make_demo_data.py [out_dir]       (default assets/demo)
 
 Questions about Python with the answers of `pydoc` topics and the standard library's docstrings, as JSONL `messages`
-(`train.jsonl`, `validation.jsonl`), and a byte-level BPE tokenizer trained on them (`tokenizer/`): 2,048 tokens, the
-vocabulary of torchtitan's debug models. The same Python version makes the same bytes. A complete out_dir is left alone.
+(`train.jsonl`, `validation.jsonl`). The same as preference pairs (`pairs.jsonl`, `validation_pairs.jsonl`): the chosen
+answer is the true text, the rejected one the text of something else or the true one cut short. And a byte-level BPE
+tokenizer trained on them (`tokenizer/`): 2,048 tokens, the vocabulary of torchtitan's debug models. The same Python
+version makes the same bytes. A complete out_dir is left alone.
 """
 
 import argparse
@@ -54,7 +56,8 @@ QUESTIONS = (
 )
 FOLLOW_UPS = ("And {name}?", "What about {name}?", "Now explain {name}.")
 SYSTEM = "You answer questions about Python from its documentation."
-FILES = ("train.jsonl", "validation.jsonl", "tokenizer/tokenizer.json", "tokenizer/tokenizer_config.json")
+FILES = ("train.jsonl", "validation.jsonl", "pairs.jsonl", "validation_pairs.jsonl")
+FILES += ("tokenizer/tokenizer.json", "tokenizer/tokenizer_config.json")
 MIN_ANSWER = 40  # characters
 
 
@@ -62,18 +65,28 @@ def make_demo_data(out_dir: Path) -> str:
     """Write FILES into out_dir unless all are there; a line that says what was done."""
     if all((out_dir / name).is_file() for name in FILES):
         return f"{out_dir}: complete, left alone"
-    conversations = make_conversations(random.Random(0))
-    validation, train = conversations[::20], [c for i, c in enumerate(conversations) if i % 20]
+    validation, train = split(make_conversations(random.Random(0)))
+    validation_pairs, pairs = split(make_pairs(random.Random(0)))
     out_dir.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out_dir) as temporary:
         made = Path(temporary)
         write_jsonl(made / "train.jsonl", train)
         write_jsonl(made / "validation.jsonl", validation)
+        write_jsonl(made / "pairs.jsonl", pairs)
+        write_jsonl(made / "validation_pairs.jsonl", validation_pairs)
         write_tokenizer(made / "tokenizer", [m["content"] for c in train for m in c["messages"]])
         (out_dir / "tokenizer").mkdir(exist_ok=True)
         for name in FILES:
             os.replace(made / name, out_dir / name)
-    return f"{out_dir}: {len(train):,} training and {len(validation):,} validation conversations, {VOCAB_SIZE:,} tokens"
+    return (
+        f"{out_dir}: {len(train):,} training and {len(validation):,} validation conversations, {len(pairs):,} and"
+        f" {len(validation_pairs):,} preference pairs, {VOCAB_SIZE:,} tokens"
+    )
+
+
+def split(records: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Validation (one in twenty) and training records."""
+    return records[::20], [record for i, record in enumerate(records) if i % 20]
 
 
 def make_conversations(rng: random.Random) -> list[dict[str, Any]]:
@@ -92,6 +105,36 @@ def make_conversations(rng: random.Random) -> list[dict[str, Any]]:
             conversations.append({"messages": messages})
     rng.shuffle(conversations)
     return conversations
+
+
+def make_pairs(rng: random.Random) -> list[dict[str, Any]]:
+    """One pair for every documented thing, in each form that a record may have; some with an earlier turn."""
+    pairs = []
+    for answers in sources():
+        names = sorted(answers)
+        for index, name in enumerate(names):
+            other = answers[names[index - 1]]
+            answer = answers[name]
+            rejected = answer[: len(answer) // 2] if rng.random() < 1 / 3 or other == answer else other
+            question = rng.choice(QUESTIONS).format(name=name)
+            messages = [{"role": "system", "content": SYSTEM}] if rng.random() < 0.25 else []
+            if rng.random() < 0.2:
+                earlier = {"role": "user", "content": rng.choice(QUESTIONS).format(name=names[index - 1])}
+                messages += [earlier, {"role": "assistant", "content": other}]
+                rejected = answer[: len(answer) // 2]
+                question = rng.choice(FOLLOW_UPS).format(name=name)
+            pairs.append(pair_record(rng, [*messages, {"role": "user", "content": question}], answer, rejected))
+    rng.shuffle(pairs)
+    return pairs
+
+
+def pair_record(rng: random.Random, prompt: list[dict[str, str]], chosen: str, rejected: str) -> dict[str, Any]:
+    if len(prompt) == 1 and rng.random() < 0.7:
+        return {"prompt": prompt[0]["content"], "chosen": chosen, "rejected": rejected}
+    turns = [[{"role": "assistant", "content": answer}] for answer in (chosen, rejected)]
+    if rng.random() < 0.5:
+        return {"prompt": prompt, "chosen": turns[0], "rejected": turns[1]}
+    return {"chosen": prompt + turns[0], "rejected": prompt + turns[1]}
 
 
 def sources() -> Iterator[dict[str, str]]:

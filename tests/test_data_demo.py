@@ -5,13 +5,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from torchtitan_magi.data import ChatTokenizer, PackedSFTDataset, RecordFile
+from torchtitan_magi.data import ChatTokenizer, PackedPairDataset, PackedSFTDataset, RecordFile
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "make_demo_data.py"
-FILES = ["train.jsonl", "validation.jsonl", "tokenizer/tokenizer.json", "tokenizer/tokenizer_config.json"]
+FILES = ["train.jsonl", "validation.jsonl", "pairs.jsonl", "validation_pairs.jsonl"]
+FILES += ["tokenizer/tokenizer.json", "tokenizer/tokenizer_config.json"]
 
 
 def make(out_dir):
@@ -86,7 +88,23 @@ def test_assistant_text_is_what_is_learned(demo, chat):
 
 
 def test_demo_data_packs_tightly(demo, chat):
-    packs = PackedSFTDataset(demo / "train.jsonl", chat, 2048, infinite=False, long_documents="split")
+    packs = PackedSFTDataset(demo / "train.jsonl", chat, 2048, epochs=1, long_documents="split")
     assert len(list(packs)) > 100
     assert packs.counts.fill > 0.97
     assert packs.counts.unlabeled == 0
+
+
+def test_demo_pairs_have_every_form_and_a_long_tail(demo, chat):
+    lines = [json.loads(line) for line in (demo / "pairs.jsonl").read_text().splitlines()]
+    forms = {(type(line.get("prompt")).__name__, type(line["chosen"]).__name__) for line in lines}
+    assert forms == {("str", "str"), ("list", "list"), ("NoneType", "list")}
+    packs = PackedPairDataset(demo / "pairs.jsonl", chat.pair, 16384, epochs=1)
+    lengths = sorted(int(end - start) for inputs, _ in packs for start, _, _, end in inputs["pairs"])
+    assert len(lengths) > 1000
+    assert lengths[len(lengths) // 2] < 500
+    assert lengths[-1] > 5000
+    counts = packs.counts
+    assert counts.fill > 0.97
+    assert counts.equal + counts.long_prompts + counts.unlabeled == 0
+    prompts = [start for inputs, _ in packs for start in np.diff(inputs["pairs"][:, :2]).ravel().tolist()]
+    assert max(prompts) > 1000

@@ -21,7 +21,7 @@ MALFORMED = {
     "half a surrogate pair": (b'{"text": "\\ud83d"}', ["\\ud83d", "surrogate"]),
     "an array": (b"[1, 2]", ["[1, 2] (list)", "write an object"]),
     "null": (b"null", ["the line is null"]),
-    "neither key": (b'{"conversations": []}', ["'conversations'", '"messages" or "text"']),
+    "neither key": (b'{"dialogue": []}', ["'dialogue'", '"messages" or "text"']),
     "both keys": (b'{"text": "a", "messages": []}', ["both", 'either "messages" or "text"']),
     "text a number": (b'{"text": 3}', ['"text" is 3 (int)', "string"]),
     "text empty": (b'{"text": ""}', ['"text" is empty', "remove the line"]),
@@ -33,7 +33,10 @@ MALFORMED = {
     "role a number": (b'{"messages": [{"role": 1, "content": "hi"}]}', ["messages[0].role is 1 (int)"]),
     "unknown role": (b'{"messages": [{"role": "human", "content": "hi"}]}', ["'human'", "user, assistant"]),
     "content null": (b'{"messages": [{"role": "user", "content": null}]}', ["messages[0].content is null"]),
-    "content a list": (b'{"messages": [{"role": "user", "content": [{"text": "a"}]}]}', ["content is [{", "string"]),
+    "content a list": (
+        b'{"messages": [{"role": "user", "content": [{"text": "a"}]}]}',
+        ["content[0] is {", '"type": "text"'],
+    ),
 }
 
 
@@ -71,7 +74,7 @@ def test_file_that_cannot_be_read_is_refused(tmp_path):
 @pytest.mark.parametrize("end", ["\n", "\r\n", "\n\n", "\n  \n"])
 @pytest.mark.parametrize("last", ["", "end"])
 def test_random_access_gives_the_lines(tmp_path, end, last):
-    records = [{"text": f"line {i} ☃ \u2028 \x85 {'x' * (7 * i % 31)}", "id": i} for i in range(20)]
+    records = [{"text": f"line {i} ☃ \u2028 \x85 {'x' * (7 * i % 31)}"} for i in range(20)]
     path = tmp_path / "train.jsonl"
     lines = end.join(json.dumps(record, ensure_ascii=False) for record in records)
     path.write_bytes((lines + (end if last else "")).encode())
@@ -85,8 +88,10 @@ def test_random_access_gives_the_lines(tmp_path, end, last):
 
 def test_byte_order_mark_and_extra_keys_are_let_through(tmp_path):
     path = tmp_path / "train.jsonl"
-    record = {"id": 7, "messages": [{"role": "assistant", "content": "", "name": "bot", "tool_calls": []}]}
-    path.write_bytes(b"\xef\xbb\xbf" + json.dumps(record).encode() + b'\n{"text": "\\ud83d\\ude00 \\u0000"}')
+    messages = [{"role": "assistant", "content": "x", "name": "bot", "tool_calls": []}]
+    path.write_bytes(
+        b"\xef\xbb\xbf" + json.dumps({"id": 7, "messages": messages}).encode() + b'\n{"text": "\\ud83d\\ude00 \\u0000"}'
+    )
     file = RecordFile(path)
-    assert file[0] == record
+    assert file[0] == {"messages": messages}
     assert file[1] == {"text": "\U0001f600 \x00"}

@@ -41,7 +41,7 @@ def corpus(tmp_path_factory):
 
 
 def dataset(path, **options):
-    defaults = {"seq_len": SEQ_LEN, "seed": 5, "long_documents": "split", "infinite": False, "window_packs": 4}
+    defaults = {"seq_len": SEQ_LEN, "seed": 5, "long_documents": "split", "epochs": 1, "window_packs": 4}
     return PackedSFTDataset(path, tokenize, **(defaults | options))
 
 
@@ -153,7 +153,7 @@ def test_order_depends_on_seed_and_epoch_only(corpus):
     first = flats(dataset(corpus))
     assert flats(dataset(corpus)) == first
     assert flats(dataset(corpus, seed=6)) != first
-    two_epochs = flats(take(dataset(corpus, infinite=True), 2 * len(first)))
+    two_epochs = flats(take(dataset(corpus, epochs=-1), 2 * len(first)))
     assert two_epochs[: len(first)] == first
     assert two_epochs[len(first) :] != first
     in_order = dataset(corpus, shuffle=False, seed=6)
@@ -189,15 +189,15 @@ def test_state_and_memory_of_the_lookahead_are_bounded(tmp_path):
     assert packs.counts.packs == 399
 
 
-@pytest.mark.parametrize("infinite", [True, False])
+@pytest.mark.parametrize("epochs", [-1, 1])
 @pytest.mark.parametrize("dp", [1, 2, 3, 4])
-def test_shards_partition_one_global_stream(corpus, dp, infinite):
-    stream = flats(take(dataset(corpus, infinite=infinite), 50))
-    shards = [flats(take(dataset(corpus, infinite=infinite, dp_rank=r, dp_world_size=dp), 50)) for r in range(dp)]
+def test_shards_partition_one_global_stream(corpus, dp, epochs):
+    stream = flats(take(dataset(corpus, epochs=epochs), 50))
+    shards = [flats(take(dataset(corpus, epochs=epochs, dp_rank=r, dp_world_size=dp), 50)) for r in range(dp)]
     assert len({len(shard) for shard in shards}) == 1
     rounds = [item for row in zip(*shards, strict=True) for item in row]
     assert rounds[: len(stream)] == stream
-    if not infinite:
+    if epochs == 1:
         assert len(rounds) - len(stream) < dp
         for tokens, positions, documents, labels in rounds[len(stream) :]:
             assert documents == []
@@ -205,13 +205,13 @@ def test_shards_partition_one_global_stream(corpus, dp, infinite):
             assert set(tokens) == set(positions) == {0}
 
 
-@pytest.mark.parametrize("infinite", [True, False])
+@pytest.mark.parametrize("epochs", [-1, 1])
 @pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 2), (2, 1), (1, 4), (4, 2), (2, 3), (3, 8)])
-def test_resume_at_any_round_and_any_degree_continues_the_stream(corpus, before, after, infinite):
-    total = 90 if infinite else len(list(dataset(corpus)))
-    stream = flats(take(dataset(corpus, infinite=infinite), total))
+def test_resume_at_any_round_and_any_degree_continues_the_stream(corpus, before, after, epochs):
+    total = 90 if epochs == -1 else len(list(dataset(corpus)))
+    stream = flats(take(dataset(corpus, epochs=epochs), total))
     assert total > 30
-    ranks = [dataset(corpus, infinite=infinite, dp_rank=r, dp_world_size=before) for r in range(before)]
+    ranks = [dataset(corpus, epochs=epochs, dp_rank=r, dp_world_size=before) for r in range(before)]
     iterators = [iter(rank) for rank in ranks]
     for steps in range(-(-total // before) + 1):
         states = [rank.state_dict() for rank in ranks]
@@ -220,14 +220,14 @@ def test_resume_at_any_round_and_any_degree_continues_the_stream(corpus, before,
             state = json.loads(json.dumps(states[0]))  # plain values
             rest = []
             for rank in range(after):
-                resumed = dataset(corpus, infinite=infinite, dp_rank=rank, dp_world_size=after)
+                resumed = dataset(corpus, epochs=epochs, dp_rank=rank, dp_world_size=after)
                 resumed.load_state_dict(state)
                 assert resumed.state_dict() == states[0]
                 rest.append(flats(take(resumed, max(0, -(-(total - steps * before) // after)))))
             joined = [item for row in zip(*rest, strict=True) for item in row]
             expected = stream[steps * before :]
             assert joined[: len(expected)] == expected
-            assert all(item[2] == [] for item in joined[len(expected) :]) or infinite
+            assert all(item[2] == [] for item in joined[len(expected) :]) or epochs == -1
         if steps * before < total:
             for iterator in iterators:
                 next(iterator)
@@ -301,11 +301,11 @@ def test_state_of_other_records_or_tokens_is_refused(corpus, tmp_path):
         next(iter(resumed))
 
 
-@pytest.mark.parametrize("infinite", [True, False])
-def test_corpus_without_a_label_is_an_error_and_no_endless_loop(tmp_path, infinite):
+@pytest.mark.parametrize("epochs", [-1, 1])
+def test_corpus_without_a_label_is_an_error_and_no_endless_loop(tmp_path, epochs):
     path = write(tmp_path / "train.jsonl", [(1, 5, 5), (2, 1, 0), (3, 90, 80)])
     with pytest.raises(ValueError, match=r"no record of .* has a token to train on; add assistant messages"):
-        next(iter(dataset(path, long_documents="truncate", infinite=infinite)))
+        next(iter(dataset(path, long_documents="truncate", epochs=epochs)))
     assert len(list(dataset(path, long_documents="split"))) == 1
 
 
@@ -357,12 +357,12 @@ def loader(path, num_workers, batch_size=2, **options):
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_loader_resumes_in_the_middle_of_an_epoch(corpus, num_workers):
-    reference = flats(take(loader(corpus, 0, infinite=True), 30))
+    reference = flats(take(loader(corpus, 0, epochs=-1), 30))
     for steps in (0, 1, 5, 17):
-        running = loader(corpus, num_workers, infinite=True)
+        running = loader(corpus, num_workers, epochs=-1)
         assert flats(take(running, steps)) == reference[:steps]
         state = running.state_dict()
-        resumed = loader(corpus, num_workers, infinite=True)
+        resumed = loader(corpus, num_workers, epochs=-1)
         resumed.load_state_dict(state)
         assert flats(take(resumed, 30 - steps)) == reference[steps:]
 
@@ -385,7 +385,7 @@ def test_loader_repeats_a_finite_epoch(corpus, num_workers):
 
 
 def test_more_than_one_worker_is_refused(corpus, monkeypatch):
-    monkeypatch.setattr("torchtitan_magi.data.sft.get_worker_info", lambda: SimpleNamespace(num_workers=2))
+    monkeypatch.setattr("torchtitan_magi.data.packed.get_worker_info", lambda: SimpleNamespace(num_workers=2))
     with pytest.raises(ValueError, match="num_workers is 2; use 0 or 1"):
         next(iter(dataset(corpus)))
 
@@ -400,7 +400,7 @@ def test_packs_are_full_on_the_length_histogram(tmp_path):
     path = write(tmp_path / "train.jsonl", [(i, int(n), 0) for i, n in enumerate(lengths)])
     for long_documents in ("split", "truncate"):
         start = time.perf_counter()
-        packs = dataset(path, seq_len=65536, long_documents=long_documents, infinite=True, window_packs=32)
+        packs = dataset(path, seq_len=65536, long_documents=long_documents, epochs=-1, window_packs=32)
         take(packs, 64)
         assert packs.counts.fill >= 0.98
         assert time.perf_counter() - start < 20  # 1 s on an idle core

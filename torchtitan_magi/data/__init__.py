@@ -2,17 +2,21 @@
 
 from torchtitan_magi.data.chat import ChatTokenizer
 from torchtitan_magi.data.documents import IGNORE_INDEX, TokenizedDocument
+from torchtitan_magi.data.packed import collate_packs
 from torchtitan_magi.data.packing import PackingCounts, pack_best_fit
+from torchtitan_magi.data.pairs import PackedPairDataset, TokenizedPair
 from torchtitan_magi.data.records import RecordFile
-from torchtitan_magi.data.sft import PackedSFTDataset, collate_packs
+from torchtitan_magi.data.sft import PackedSFTDataset
 
 __all__ = [
     "IGNORE_INDEX",
     "ChatTokenizer",
+    "PackedPairDataset",
     "PackedSFTDataset",
     "PackingCounts",
     "RecordFile",
     "TokenizedDocument",
+    "TokenizedPair",
     "collate_packs",
     "pack_best_fit",
 ]

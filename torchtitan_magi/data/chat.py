@@ -25,6 +25,10 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
 from torchtitan_magi.data.documents import TokenizedDocument
+from torchtitan_magi.data.formats import Messages
+from torchtitan_magi.data.pairs import TokenizedPair, pair_of
+
+Spans = list[tuple[int, int]]  # half-open, of characters
 
 logger = logging.getLogger(__name__)
 
@@ -111,27 +115,44 @@ class ChatTokenizer:
             ids = self.tokenizer.encode(record["text"], add_special_tokens=False).ids
             ids = [i for i in (self.bos_id,) if i is not None] + ids + [i for i in (self.eos_id,) if i is not None]
             return TokenizedDocument(np.array(ids, dtype=np.int32), np.ones(len(ids), dtype=bool))
-        text, spans = self.render(record["messages"])
+        return self._encode(*self.render(record["messages"], record.get("tools")))
+
+    def pair(self, record: dict[str, Any]) -> TokenizedPair:
+        """Tokenizes a preference pair, see `pairs`. Raises what a call raises."""
+        prompt, tools = record["prompt"], record.get("tools")
+        chosen, rejected = (
+            self._encode(*self.render(prompt + record[name], tools, len(prompt))) for name in ("chosen", "rejected")
+        )
+        return pair_of(chosen, rejected)
+
+    def _encode(self, text: str, spans: Spans) -> TokenizedDocument:
         encoding = self.tokenizer.encode(text, add_special_tokens=False)
         offsets = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
         return TokenizedDocument(np.array(encoding.ids, dtype=np.int32), _tokens_in_spans(offsets, spans))
 
-    def render(self, messages: list[dict[str, Any]]) -> tuple[str, list[tuple[int, int]]]:
-        """The conversation as text, and the half-open character spans of its assistant turns."""
+    def render(self, messages: Messages, tools: Messages | None = None, first: int = 0) -> tuple[str, Spans]:
+        """The conversation as text, and the half-open character spans of the assistant's turns in messages[first:]."""
+        for word, used in (("tools", tools), ("tool_calls", any(message.get("tool_calls") for message in messages))):
+            if used and word not in self.template:
+                raise ValueError(f'the chat template has no place for "{word}"; give the assets one that has')
         if not self._has_markers:
-            return self._render_turns(messages)
+            return self._render_turns(messages, tools, first)
         for message in messages:
-            if _START in message["content"] or _END in message["content"]:
+            if any(mark in (message["content"] or "") for mark in (_START, _END)):
                 raise ValueError("the text holds the Unicode noncharacter U+FDD0 or U+FDD1; remove it")
-        return _strip_marks(self._render(messages))
+        text, spans = _strip_marks(self._render(messages, tools))
+        if first:
+            _, before = _strip_marks(self._render(messages[:first], tools, add_generation_prompt=True))
+            spans = spans[len(before) :]
+        return text, spans
 
-    def _render_turns(self, messages: list[dict[str, Any]]) -> tuple[str, list[tuple[int, int]]]:
-        text = self._render(messages)
+    def _render_turns(self, messages: Messages, tools: Messages | None, first: int) -> tuple[str, Spans]:
+        text = self._render(messages, tools)
         spans = []
         for index, message in enumerate(messages):
-            if message["role"] == "assistant":
-                prompt = self._render(messages[:index], add_generation_prompt=True)
-                turn = self._render(messages[: index + 1])
+            if message["role"] == "assistant" and index >= first:
+                prompt = self._render(messages[:index], tools, add_generation_prompt=True)
+                turn = self._render(messages[: index + 1], tools)
                 if not (turn.startswith(prompt) and text.startswith(turn)):
                     raise ValueError(
                         f"the chat template writes messages[{index}] differently when it is the last message, so the"
@@ -141,11 +162,11 @@ class ChatTokenizer:
                 spans.append((len(prompt), len(turn)))
         return text, spans
 
-    def _render(self, messages: list[dict[str, Any]], add_generation_prompt: bool = False) -> str:
+    def _render(self, messages: Messages, tools: Messages | None, add_generation_prompt: bool = False) -> str:
         try:
             return self._compiled.render(
                 messages=messages,
-                tools=None,
+                tools=tools,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
                 **self._special_tokens,
@@ -235,14 +256,14 @@ def _raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
-def _strip_marks(marked: str) -> tuple[str, list[tuple[int, int]]]:
+def _strip_marks(marked: str) -> tuple[str, Spans]:
     """Text without the marks, and the character spans in it that they enclosed."""
     parts = re.split(f"[{_START}{_END}]", marked)  # outside, inside, outside, ...
     ends = list(accumulate(map(len, parts)))
     return "".join(parts), list(zip(ends[:-1:2], ends[1::2], strict=True))
 
 
-def _tokens_in_spans(offsets: np.ndarray, spans: list[tuple[int, int]]) -> np.ndarray:
+def _tokens_in_spans(offsets: np.ndarray, spans: Spans) -> np.ndarray:
     """Which tokens hold a character of a span. offsets: int [n, 2], half-open characters; bool [n].
 
     A tokenizer may leave the space before a word out of the word's offsets: such a space is that token's.

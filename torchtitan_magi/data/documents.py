@@ -1,4 +1,4 @@
-"""A tokenized document and the training positions made from it."""
+"""Tokens of a record, and the pieces made of them: what is packed."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -20,16 +20,20 @@ class TokenizedDocument:
 
 @dataclass(frozen=True)
 class Piece:
-    """Consecutive positions of a record's document, packed as a document of their own.
+    """Consecutive positions of a pack, made from one record: a document, a part of one, or a preference pair.
 
     record: index of the record; start: first position within its document; inputs, labels: int32 [length], already
-    shifted (`labels[i]` is the token after `inputs[i]`, or IGNORE_INDEX).
+    shifted (`labels[i]` is the token to predict after `inputs[i]`, or IGNORE_INDEX); positions: int32 [length], rotary;
+    bounds: where its parts begin and the last one ends, from 0 to length: (0, length) for a document, and
+    (0, chosen_start, rejected_start, length) for a pair.
     """
 
     record: int
     start: int
     inputs: np.ndarray
     labels: np.ndarray
+    positions: np.ndarray
+    bounds: tuple[int, ...]
 
     def __len__(self) -> int:
         return len(self.inputs)
@@ -37,6 +41,11 @@ class Piece:
     @property
     def has_label(self) -> bool:
         return bool((self.labels != IGNORE_INDEX).any())
+
+
+def labels_of(document: TokenizedDocument) -> np.ndarray:
+    """int32 [n]: the tokens to predict, IGNORE_INDEX in place of the others."""
+    return np.where(document.loss_mask, document.tokens, np.int32(IGNORE_INDEX))
 
 
 def cut_document(
@@ -50,7 +59,11 @@ def cut_document(
     Returns the pieces and the number of positions that truncation removed.
     """
     inputs = document.tokens[:-1]
-    labels = np.where(document.loss_mask[1:], document.tokens[1:], np.int32(IGNORE_INDEX))
+    labels = labels_of(document)[1:]
     kept = len(inputs) if long_documents == "split" else min(len(inputs), seq_len)
-    cuts = [slice(start, min(start + seq_len, kept)) for start in range(0, kept, seq_len)]
-    return [Piece(record, cut.start, inputs[cut], labels[cut]) for cut in cuts], len(inputs) - kept
+    pieces = []
+    for start in range(0, kept, seq_len):
+        stop = min(start + seq_len, kept)
+        positions, bounds = np.arange(stop - start, dtype=np.int32), (0, stop - start)
+        pieces.append(Piece(record, start, inputs[start:stop], labels[start:stop], positions, bounds))
+    return pieces, len(inputs) - kept

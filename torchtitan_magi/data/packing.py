@@ -42,14 +42,26 @@ def pack_best_fit(lengths: np.ndarray, capacity: int) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class PackingCounts:
-    """What became of the records read so far, over all data-parallel ranks; `str()` is one line for the log."""
+    """What became of the records read so far, over all data-parallel ranks; `str()` is one line for the log.
 
-    documents: int = 0  # records read
-    truncated: int = 0  # documents cut to seq_len
-    truncated_tokens: int = 0  # tokens lost by that
+    Nothing is lost without being counted: at the end of an epoch
+    `documents + extra_pieces == pieces + unlabeled + skipped + equal + long_prompts`, and
+    `tokens_read == tokens + truncated_tokens + tokens_left_out`.
+    """
+
+    documents: int = 0  # records read: documents or preference pairs
+    tokens_read: int = 0  # positions that they would take up uncut
+    truncated: int = 0  # documents or pairs cut to seq_len
+    truncated_tokens: int = 0  # positions lost by that
     split: int = 0  # documents cut to several pieces
-    unlabeled: int = 0  # documents, or pieces of one, left out because no token of theirs is to be predicted
+    extra_pieces: int = 0  # pieces beyond the first of those documents
+    unlabeled: int = 0  # pieces left out because no token of theirs is to be predicted
+    skipped: int = 0  # malformed records left out
+    equal: int = 0  # pairs left out because chosen and rejected are the same tokens, perhaps after truncation
+    long_prompts: int = 0  # pairs left out because their prompt leaves no room for both completions
+    tokens_left_out: int = 0  # positions of the pieces and pairs left out
     packs: int = 0
+    pieces: int = 0  # in those packs
     tokens: int = 0  # in those packs
     slots: int = 0  # packs x seq_len
 
@@ -62,8 +74,15 @@ class PackingCounts:
         return PackingCounts(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
 
     def __str__(self) -> str:
+        left_out = (
+            (self.unlabeled, "without a label"),
+            (self.skipped, "malformed"),
+            (self.equal, "with chosen equal to rejected"),
+            (self.long_prompts, "with too long a prompt"),
+        )
+        reasons = ", ".join(f"{count:,} {reason}" for count, reason in left_out if count) or "none"
         return (
             f"{self.documents:,} documents, {self.packs:,} packs {100 * self.fill:.1f}% full;"
-            f" {self.truncated:,} truncated ({self.truncated_tokens:,} tokens), {self.split:,} split,"
-            f" {self.unlabeled:,} without a label left out"
+            f" {self.truncated:,} truncated ({self.truncated_tokens:,} tokens), {self.split:,} split;"
+            f" left out: {reasons}"
         )

@@ -14,13 +14,14 @@ from typing import Any
 
 import numpy as np
 
-from torchtitan_magi.data.documents import LongDocuments, Piece, TokenizedDocument, cut_document
+from torchtitan_magi.data.documents import Piece
 from torchtitan_magi.data.packing import PackingCounts, pack_best_fit
 from torchtitan_magi.data.records import RecordFile
 
 logger = logging.getLogger(__name__)
 
-Tokenize = Callable[[dict[str, Any]], TokenizedDocument]
+# number of a record, its content -> pieces of at most seq_len tokens, each with a label; what to count
+MakePieces = Callable[[int, dict[str, Any]], tuple[list[Piece], PackingCounts]]
 
 _FULL = 0.98  # a pack filled to this share is never carried over
 _MAX_CARRIED = 1 / 8  # of a window's packs, though always one
@@ -55,27 +56,23 @@ class Pack:
 
 @dataclass(frozen=True)
 class PackStream:
-    """Packs of `seq_len` tokens from `records`; `tokenize` must be a pure function of its record.
-
-    Every piece in a pack has a label: documents and pieces without one are left out before packing and counted.
-    """
+    """Packs of `seq_len` tokens from `records`; `make_pieces` must be a pure function. epochs: -1 for no end."""
 
     records: RecordFile
-    tokenize: Tokenize
+    make_pieces: MakePieces
     seq_len: int
     seed: int
-    long_documents: LongDocuments
     shuffle: bool
-    infinite: bool
+    epochs: int
     window_packs: int
 
     def packs(self, cursor: Cursor) -> Iterator[Pack]:
-        """The packs from `cursor` on; one epoch, or without end if `infinite`.
+        """The packs from `cursor` to the end of the last epoch.
 
-        Raises ValueError when a whole epoch holds no label, or when `tokenize` refuses a record (file and line).
+        Raises ValueError when a whole epoch holds no label, or when `make_pieces` refuses a record (file and line).
         """
         carried = [self._reload(record, start) for record, start in cursor.carried]
-        while self.infinite or cursor.epoch == 0:
+        while self.epochs == -1 or cursor.epoch < self.epochs:
             order = self._epoch_order(cursor.epoch)
             while cursor.position < len(order):
                 packs, carried, after = self._window(order, cursor, carried)
@@ -112,7 +109,12 @@ class PackStream:
             chosen = np.random.default_rng([self.seed, cursor.epoch, 1 + cursor.position]).permutation(chosen)
         counts = cursor.counts
         if cursor.given == 0:
-            packed = PackingCounts(packs=len(chosen), tokens=int(fill[keep].sum()), slots=len(chosen) * self.seq_len)
+            packed = PackingCounts(
+                packs=len(chosen),
+                pieces=sum(len(packs[pack]) for pack in chosen),
+                tokens=int(fill[chosen].sum()),
+                slots=len(chosen) * self.seq_len,
+            )
             counts = counts + read + packed
         carry = [pieces[i] for pack in np.flatnonzero(~keep) for i in packs[pack]]
         after = Cursor(cursor.epoch, position, tuple((piece.record, piece.start) for piece in carry), counts=counts)
@@ -124,29 +126,21 @@ class PackStream:
         tokens = sum(map(len, pieces))
         first, counts = position, PackingCounts()
         while position < len(order) and (position == first or tokens < self.window_packs * self.seq_len):
-            cut, removed = self._cut(int(order[position]))
-            labelled = [piece for piece in cut if piece.has_label]
-            counts = counts + PackingCounts(
-                documents=1,
-                truncated=int(removed > 0),
-                truncated_tokens=removed,
-                split=int(len(cut) > 1),
-                unlabeled=len(cut) - len(labelled) if cut else 1,
-            )
-            pieces += labelled
-            tokens += sum(map(len, labelled))
+            made, found = self._make(int(order[position]))
+            pieces += made
+            counts = counts + found
+            tokens += sum(map(len, made))
             position += 1
         return pieces, position, counts
 
-    def _cut(self, record: int) -> tuple[list[Piece], int]:
+    def _make(self, record: int) -> tuple[list[Piece], PackingCounts]:
         try:
-            document = self.tokenize(self.records[record])
+            return self.make_pieces(record, self.records[record])
         except ValueError as error:
             raise ValueError(f"{self.records.where(record)}: {error}") from error
-        return cut_document(record, document, self.seq_len, self.long_documents)
 
     def _reload(self, record: int, start: int) -> Piece:
-        for piece in self._cut(record)[0]:
+        for piece in self._make(record)[0]:
             if piece.start == start:
                 return piece
         raise ValueError(

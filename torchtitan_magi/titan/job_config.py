@@ -12,6 +12,7 @@ from torchtitan_magi.bind import BACKENDS
 HOOK = "torchtitan_magi.titan"
 SFT_DATASET = "sft"
 DPO_DATASET = "dpo"
+OUR_DATASETS = (SFT_DATASET, DPO_DATASET)
 
 
 @dataclass(frozen=True)
@@ -110,5 +111,12 @@ def check_job_config(job_config: Any, attn_types: dict[str, str]) -> None:
         ("training", job_config.training.dataset, job_config.training.dataset_path),
         ("validation", job_config.validation.dataset, job_config.validation.dataset_path),
     ):
-        if dataset == SFT_DATASET and not path and (section == "training" or job_config.validation.enable):
-            raise ValueError(f"{section}.dataset_path is {path!r}; give the JSONL file of dataset {SFT_DATASET!r}")
+        if section == "validation" and not job_config.validation.enable:
+            continue
+        if dataset in OUR_DATASETS and not path:
+            raise ValueError(f"{section}.dataset_path is {path!r}; give the JSONL file of dataset {dataset!r}")
+        if dataset == DPO_DATASET and magi.long_documents != "truncate":
+            raise ValueError(
+                f"magi.long_documents is {magi.long_documents!r}, but a preference pair cannot be split;"
+                ' use "truncate" with dataset "dpo"'
+            )

@@ -15,8 +15,8 @@ from torchtitan.protocols.train_spec import TrainSpec, get_train_spec, register_
 from torchtitan.tools import utils
 
 from torchtitan_magi.titan.cpu import allow_gloo_gradients, on_cpu, run_on_cpu
-from torchtitan_magi.titan.data import build_sft_dataloader
-from torchtitan_magi.titan.job_config import SFT_DATASET, check_job_config, without_context_parallel
+from torchtitan_magi.titan.data import build_dataloader
+from torchtitan_magi.titan.job_config import OUR_DATASETS, check_job_config, without_context_parallel
 from torchtitan_magi.titan.metrics import LossRecord, MagiMetricsProcessor
 from torchtitan_magi.titan.runtime import MagiRuntime, PlanMetadata, WorkCount
 from torchtitan_magi.titan.validate import MagiValidator
@@ -70,8 +70,8 @@ class _MagiSpec:
 
     def build_dataloader(self, dp_world_size: int, dp_rank: int, tokenizer: Any, job_config: Any) -> Any:
         section = job_config.training
-        if section.dataset == SFT_DATASET:
-            return build_sft_dataloader(section, section.seq_len, dp_world_size, dp_rank, tokenizer, job_config, True)
+        if section.dataset in OUR_DATASETS:
+            return build_dataloader(section, section.seq_len, dp_world_size, dp_rank, tokenizer, job_config, True)
         return self.stock.build_dataloader_fn(
             dp_world_size=dp_world_size, dp_rank=dp_rank, tokenizer=tokenizer, job_config=job_config
         )

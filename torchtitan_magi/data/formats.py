@@ -1,0 +1,212 @@
+"""The forms a record may have, brought to one form each for documents and for preference pairs.
+
+Documents (`parse_document`), told apart by their key:
+
+    {"messages": [{"role": "user", "content": "..."}, ...]}              the form of chat interfaces
+    {"conversations": [{"from": "human", "value": "..."}, ...]}          ShareGPT
+    {"prompt": "..." or messages, "completion": "..." or messages}
+    {"instruction": "...", "input": "...", "output": "..."}              Alpaca; "input" may be left out
+    {"text": "..."}                                                      plain text, all of it learned
+
+Pairs (`parse_pair`): `{"prompt", "chosen", "rejected"}`, each a string or messages. Without "prompt", or with "chosen"
+and "rejected" that repeat it, these two are whole conversations, and the messages they begin with alike are the prompt.
+
+A string is a turn: the user's as prompt, the assistant's as completion. "tools" goes to the chat template with the
+messages, "system" (a string) becomes a first message. Other keys of a record are ignored, other keys of a message reach
+the template. Content is a string or a list of `{"type": "text", "text": ...}`, which is joined; it may be null next to
+"tool_calls".
+"""
+
+import json
+from typing import Any
+
+ROLES = ("system", "user", "assistant", "tool")
+_SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"} | {role: role for role in ROLES}
+
+Messages = list[dict[str, Any]]
+
+
+def parse_document(record: Any) -> dict[str, Any]:
+    """A JSON value -> `{"text": str}` or `{"messages": Messages}`, perhaps with "tools".
+
+    Raises ValueError (`what; remedy`) when it has none of the forms.
+    """
+    _check_object(record, '"messages" or "text"')
+    forms = [key for key in ("messages", "conversations", "completion", "output", "text") if key in record]
+    if len(forms) > 1:
+        both = " and ".join(f'"{form}"' for form in forms)
+        raise ValueError(f'the record has both {both}; give it either "messages" or "text"')
+    if not forms:
+        raise ValueError(f'the record has only the keys {_keys(record)}; give it either "messages" or "text"')
+    (form,) = forms
+    if form == "text":
+        return {"text": _text(record, "text")}
+    if form == "messages":
+        messages = _messages("messages", record["messages"])
+    elif form == "conversations":
+        messages = _sharegpt(record["conversations"])
+    elif form == "completion":
+        messages = _turn(record, "prompt", "user") + _completion(record, "completion")
+    else:
+        messages = _alpaca(record)
+    return _with_tools(record, {"messages": _with_system(record, messages)})
+
+
+def parse_pair(record: Any) -> dict[str, Any]:
+    """A JSON value -> `{"prompt": Messages, "chosen": Messages, "rejected": Messages}`, perhaps with "tools".
+
+    Raises ValueError (`what; remedy`) when it has none of the forms.
+    """
+    _check_object(record, '"prompt", "chosen" and "rejected"')
+    chosen, rejected = _completion(record, "chosen"), _completion(record, "rejected")
+    prompt = _turn(record, "prompt", "user") if "prompt" in record else []
+    if not prompt or (chosen[: len(prompt)] == prompt == rejected[: len(prompt)]):
+        alike = 0
+        while alike < min(len(chosen), len(rejected)) - 1 and chosen[alike] == rejected[alike]:
+            alike += 1
+        prompt, chosen, rejected = chosen[:alike], chosen[alike:], rejected[alike:]
+    if not prompt:
+        raise ValueError('chosen and rejected begin with different messages; give the record a "prompt"')
+    for name, completion in (("chosen", chosen), ("rejected", rejected)):
+        if not any(message["role"] == "assistant" for message in completion):
+            raise ValueError(f'"{name}" has no assistant message after the prompt; add one')
+    return _with_tools(record, {"prompt": _with_system(record, prompt), "chosen": chosen, "rejected": rejected})
+
+
+def _check_object(record: Any, keys: str) -> None:
+    if not isinstance(record, dict):
+        raise ValueError(f"the line is {_kind(record)}; write an object with {keys}")
+
+
+def _text(record: dict[str, Any], key: str) -> str:
+    if key not in record:
+        raise ValueError(f'the record has no "{key}", only the keys {_keys(record)}; add it')
+    if not isinstance(record[key], str):
+        raise ValueError(f'"{key}" is {_kind(record[key])}; write a string')
+    if not record[key]:
+        raise ValueError(f'"{key}" is empty; remove the line')
+    return record[key]
+
+
+def _turn(record: dict[str, Any], key: str, role: str) -> Messages:
+    """A string, which is one turn of `role`, or messages."""
+    if isinstance(record.get(key), list):
+        return _messages(key, record[key])
+    return [{"role": role, "content": _text(record, key)}]
+
+
+def _completion(record: dict[str, Any], key: str) -> Messages:
+    if isinstance(record.get(key), dict):  # one message
+        return _messages(key, [record[key]])
+    return _turn(record, key, "assistant")
+
+
+def _alpaca(record: dict[str, Any]) -> Messages:
+    question = _text(record, "instruction")
+    if record.get("input"):
+        question += "\n\n" + _text(record, "input")
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": _text(record, "output")}]
+
+
+def _sharegpt(turns: Any) -> Messages:
+    messages = []
+    for index, turn in enumerate(_list("conversations", turns)):
+        name = f"conversations[{index}]"
+        if isinstance(turn, dict) and "from" in turn:
+            _check_keys(name, turn, ("from", "value"))
+            role = _SHAREGPT_ROLES.get(turn["from"]) if isinstance(turn["from"], str) else None
+            if role is None:
+                raise ValueError(f"{name}.from is {_short(turn['from'])}; use one of {', '.join(_SHAREGPT_ROLES)}")
+            rest = {key: value for key, value in turn.items() if key not in ("from", "value")}
+            turn = {"role": role, "content": turn["value"], **rest}
+        messages.append(_message(name, turn))
+    return messages
+
+
+def _messages(name: str, messages: Any) -> Messages:
+    return [_message(f"{name}[{index}]", message) for index, message in enumerate(_list(name, messages))]
+
+
+def _list(name: str, value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        raise ValueError(f'"{name}" is {_kind(value)}; write a list of objects with "role" and "content"')
+    if not value:
+        raise ValueError(f'"{name}" is empty; remove the line')
+    return value
+
+
+def _message(name: str, message: Any) -> dict[str, Any]:
+    calls = message.get("tool_calls") if isinstance(message, dict) else None
+    _check_keys(name, message, ("role",) if calls else ("role", "content"))
+    if not isinstance(message["role"], str):
+        raise ValueError(f"{name}.role is {_kind(message['role'])}; write a string")
+    if message["role"] not in ROLES:
+        raise ValueError(f"{name}.role is {_short(message['role'])}; use one of {', '.join(ROLES)}")
+    if calls and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
+        raise ValueError(f"{name}.tool_calls is {_kind(calls)}; write a list of objects")
+    content = message.get("content")
+    if content is None and calls:
+        return {**message, "content": None}
+    content = _content(name, content)
+    if not content and not calls and message["role"] == "assistant":
+        raise ValueError(f"{name}.content is empty, and it is the assistant's; write text or remove the message")
+    return {**message, "content": content}
+
+
+def _content(name: str, content: Any) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise ValueError(f"{name}.content is {_kind(content)}; write a string")
+    texts = []
+    for index, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind != "text" or not isinstance(part.get("text"), str):
+            raise ValueError(
+                f'{name}.content[{index}] is {_kind(part)}; only parts {{"type": "text", "text": "..."}} are understood'
+            )
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+def _check_keys(name: str, message: Any, keys: tuple[str, ...]) -> None:
+    if not isinstance(message, dict):
+        raise ValueError(f'{name} is {_kind(message)}; write an object with "role" and "content"')
+    for key in keys:
+        if key not in message:
+            raise ValueError(f'{name} has no "{key}", only the keys {_keys(message)}; add it')
+
+
+def _with_system(record: dict[str, Any], messages: Messages) -> Messages:
+    system = record.get("system")
+    if not system or messages[0]["role"] == "system":
+        return messages
+    return [{"role": "system", "content": _text(record, "system")}, *messages]
+
+
+def _with_tools(record: dict[str, Any], parsed: dict[str, Any]) -> dict[str, Any]:
+    """`tools` as a list of objects; some data sets hold it as JSON text."""
+    tools = record.get("tools")
+    if isinstance(tools, str) and tools:
+        try:
+            tools = json.loads(tools)
+        except ValueError:
+            raise ValueError(f'"tools" is {_kind(tools)}, which is not JSON; write a list of objects') from None
+    if not tools:
+        return parsed
+    if not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+        raise ValueError(f'"tools" is {_kind(tools)}; write a list of objects')
+    return {**parsed, "tools": tools}
+
+
+def _kind(value: Any) -> str:
+    return "null" if value is None else f"{_short(value)} ({type(value).__name__})"
+
+
+def _keys(record: dict[str, Any]) -> str:
+    return _short(sorted(record))
+
+
+def _short(value: Any, limit: int = 60) -> str:
+    text = repr(value)
+    return text if len(text) <= limit else text[: limit - 3] + "..."
