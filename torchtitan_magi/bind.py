@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torchtitan_magi.comm import Mesh, Rows, SingleRank, Transport, as_transport
-from torchtitan_magi.plan import AttnPlan, Stage
+from torchtitan_magi.plan import AttnPlan, RankShare, Stage
 from torchtitan_magi.slices import AttnSlices
 
 BACKENDS = ("auto", "ffa", "flex")
@@ -94,6 +94,31 @@ class BoundPlan:
     fp32_reduce: bool
 
 
+@dataclass(frozen=True, eq=False)
+class IndexData:
+    """What a rank's share of a plan needs on the device, still on the host. No process group, no device is involved."""
+
+    share: RankShare
+    masks: list[Any]  # of each stage, from BlockAttn.prepare
+    row_index: list[list[np.ndarray]]  # of each stage, from Rows.index
+
+
+def index_data(plan: AttnPlan, rank: int, block_attn: BlockAttn, num_heads_q: int, num_heads_kv: int) -> IndexData:
+    """Index data of one rank, the costly part of ``bind_plan``; may be made ahead of time in another thread.
+
+    Args:
+        plan: the microbatch's plan. rank: in its context-parallel group.
+        block_attn: from ``choose_block_attn``.
+        num_heads_q, num_heads_kv: heads of the layers on this rank (under tensor parallelism, its part of them).
+    """
+    share, rows = plan.ranks[rank], block_attn.rows()
+    masks = [
+        block_attn.prepare(stage.slices, plan.tokens_per_rank, stage.num_rows, num_heads_q, num_heads_kv)
+        for stage in share.stages
+    ]
+    return IndexData(share, masks, [rows.index(stage) for stage in share.stages])
+
+
 def bind_plan(
     plan: AttnPlan,
     mesh: Mesh,
@@ -103,6 +128,7 @@ def bind_plan(
     device: torch.device,
     deterministic: bool = False,
     fp32_reduce: bool = False,
+    index: IndexData | None = None,
 ) -> BoundPlan:
     """Readies this rank's share of a plan for its layers.
 
@@ -114,21 +140,26 @@ def bind_plan(
         device: of the layers' tensors.
         deterministic: repeat bit for bit.
         fp32_reduce: send dK/dV in float32 instead of the dtype of k.
+        index: this rank's ``index_data``, if it was made ahead of time.
     """
     transport = as_transport(mesh, plan.cp_size)
-    share = plan.ranks[transport.rank]
-    masks = [
-        block_attn.prepare(stage.slices, plan.tokens_per_rank, stage.num_rows, num_heads_q, num_heads_kv)
-        for stage in share.stages
-    ]
-    rows = block_attn.rows()
-    indices = [rows.index(stage) for stage in share.stages]
-    tokens, *rest = _upload([share.tokens, *(mask.words for mask in masks), *itertools.chain(*indices)], device)
+    if index is None:
+        index = index_data(plan, transport.rank, block_attn, num_heads_q, num_heads_kv)
+    words = [index.share.tokens, *(mask.words for mask in index.masks), *itertools.chain(*index.row_index)]
+    tokens, *rest = _upload(words, device)
     on_device = iter(rest)
-    device_masks = [mask.to(next(on_device)) for mask in masks]
-    row_index = [[next(on_device) for _ in index] for index in indices]
+    masks = [mask.to(next(on_device)) for mask in index.masks]
+    row_index = [[next(on_device) for _ in rows] for rows in index.row_index]
     return BoundPlan(
-        share.stages, device_masks, rows, row_index, tokens, transport, block_attn, deterministic, fp32_reduce
+        index.share.stages,
+        masks,
+        block_attn.rows(),
+        row_index,
+        tokens,
+        transport,
+        block_attn,
+        deterministic,
+        fp32_reduce,
     )
 
 
