@@ -71,9 +71,10 @@ class MagiMetricsProcessor(MetricsProcessor):
         extra_metrics = dict(extra_metrics or {})
         if "n_tokens_seen" in extra_metrics:
             extra_metrics["n_tokens_seen"] /= self.parallel_dims.cp
-        tokens, area = self.count.take()
+        counted = self.count.take()
+        extra_metrics["time_metrics/plan_wait(s)"] = counted.waited
         without_attention = self.num_flops_per_token
-        self.num_flops_per_token = without_attention + self.attention_flops * area / max(tokens, 1)
+        self.num_flops_per_token = without_attention + self.attention_flops * counted.area / max(counted.tokens, 1)
         super().log(step, global_avg_loss, self._max_loss(), grad_norm, extra_metrics)
         self.num_flops_per_token = without_attention
 

@@ -1,7 +1,7 @@
 """From a microbatch to the attention metadata of all layers: boundaries -> plan -> index data on the device."""
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -14,8 +14,8 @@ from torchtitan.tools.logging import logger
 
 from torchtitan_magi.agreement import PlanAgreement
 from torchtitan_magi.attention import make_handle
-from torchtitan_magi.bind import BoundPlan, bind_plan, choose_block_attn
-from torchtitan_magi.plan import make_plan
+from torchtitan_magi.bind import BoundPlan, IndexData, bind_plan, choose_block_attn, index_data
+from torchtitan_magi.plan import AttnPlan, make_plan
 from torchtitan_magi.report import describe_plan
 from torchtitan_magi.slices import CAUSAL, AttnSlices, shared_prompt
 from torchtitan_magi.titan.job_config import Magi
@@ -50,21 +50,34 @@ class PlanMetadata(VarlenMetadata):
         return x.flatten(0, 1).index_select(0, tokens).unflatten(0, (len(x), -1))
 
 
+@dataclass(frozen=True, eq=False)
+class PlannedBatch:
+    """The plan of a batch and this rank's index data, on the host."""
+
+    plan: AttnPlan
+    index: IndexData
+    seconds: float  # that planning took
+
+
 @dataclass
 class WorkCount:
     """What the metrics need to know of the microbatches since they were last logged."""
 
     tokens: int = 0
     area: int = 0  # (query, key) pairs
+    waited: float = 0.0  # seconds, for plans
 
-    def take(self) -> tuple[int, int]:
-        counted = self.tokens, self.area
-        self.tokens = self.area = 0
+    def wait(self, seconds: float) -> None:
+        self.waited += seconds
+
+    def take(self) -> "WorkCount":
+        counted = replace(self)
+        self.tokens, self.area, self.waited = 0, 0, 0.0
         return counted
 
 
 class MagiRuntime:
-    """Makes the metadata of each microbatch.
+    """Plans microbatches and makes the metadata of each.
 
     Args:
         magi: the [magi] options.
@@ -86,44 +99,64 @@ class MagiRuntime:
         self.magi, self.cp_mesh, self.device, self.count = magi, cp_mesh, device, count
         self.num_heads_q, self.num_heads_kv = num_heads_q, num_heads_kv
         self.cp_size = 1 if cp_mesh is None else cp_mesh.size()
+        self.cp_rank = 0 if cp_mesh is None else cp_mesh.get_local_rank()
         self.block_attn = choose_block_attn(magi.backend, device)
         self.agreement = None if cp_mesh is None else PlanAgreement(cp_mesh.get_group())
         self.logged = False
 
-    def attention_metadata(self, tokens: Tensor, eos_id: int | None, extra_inputs: dict[str, Any]) -> PlanMetadata:
-        """Plans one microbatch.
+    def plan_ahead(self, inputs: dict[str, Any], eos_id: int | None) -> dict[str, Any]:
+        """Plans one microbatch on the host; may run in another thread than the training.
 
         Args:
-            tokens: [batch, seq_len]; the rows of the batch are planned as one pack.
+            inputs: of the loader. ``input``: int [batch, seq_len] tokens, the rows planned as one pack. ``documents``:
+                int [n, 2] token ranges over the flattened batch; or ``pairs``: int [n, 4] of preference pairs: their
+                start, the starts of chosen and of rejected, their end; without either, documents end with EOS.
             eos_id: ends a document where the loader names no boundaries.
-            extra_inputs: what else the loader gave. Taken out of it: ``documents``, int [n, 2] token ranges over the
-                flattened batch; or ``pairs``, int [n, 4] of preference pairs: their start, the starts of chosen and
-                of rejected, their end; ``positions`` if context parallelism shards them (else the model finds them
-                here).
-        """
-        documents, pairs = extra_inputs.pop("documents", None), extra_inputs.pop("pairs", None)
-        if pairs is not None:
-            documents = pairs[:, [0, 3]]
-        elif documents is None:
-            documents = documents_from_eos(tokens, eos_id)
-        positions = self._positions(documents, extra_inputs.pop("positions", None), tokens)
-        if self.cp_size == 1:
-            in_pack = torch.arange(tokens.shape[1], device=tokens.device)[None]
-            extra_inputs["positions"] = in_pack if positions is None else positions
 
+        Returns:
+            inputs with ``planned`` (a PlannedBatch), and with ``positions`` if they are not to run over the pack.
+        """
         started = time.perf_counter()
+        tokens, pairs = inputs["input"], inputs.get("pairs")
         if pairs is not None:
-            slices = shared_prompt(np.diff(pairs, axis=1), pairs[:, 0])
+            documents, slices = pairs[:, [0, 3]], shared_prompt(np.diff(pairs, axis=1), pairs[:, 0])
         else:
+            documents = inputs["documents"] if "documents" in inputs else documents_from_eos(tokens, eos_id)
             start, end = documents.astype(np.int64).T
             slices = AttnSlices(np.stack([start, end, start, end, np.full_like(start, CAUSAL)], 1))
         plan = make_plan(slices, tokens.numel(), self.cp_size, self.magi.overlap_stages)
+        index = index_data(plan, self.cp_rank, self.block_attn, self.num_heads_q, self.num_heads_kv)
+        planned = inputs | {"planned": PlannedBatch(plan, index, time.perf_counter() - started)}
+        if self.magi.positions == "pack":
+            planned.pop("positions", None)
+        elif self.magi.positions == "document" and "positions" not in inputs:
+            planned["positions"] = positions_in(documents, tokens)
+        return planned
+
+    def attention_metadata(self, tokens: Tensor, eos_id: int | None, extra_inputs: dict[str, Any]) -> PlanMetadata:
+        """The metadata that all layers of one microbatch share.
+
+        Args:
+            tokens: [batch, seq_len] on the device.
+            eos_id: see ``plan_ahead``.
+            extra_inputs: what else the loader gave, planned or not. What the model does not take is taken out of it;
+                ``positions`` only if context parallelism shards them (else the model finds them here).
+        """
+        if "planned" not in extra_inputs:
+            extra_inputs |= self.plan_ahead({"input": tokens, **extra_inputs}, eos_id)
+            del extra_inputs["input"]
+        planned, positions = extra_inputs.pop("planned"), extra_inputs.pop("positions", None)
+        for name in ("documents", "pairs"):
+            extra_inputs.pop(name, None)
+        if self.cp_size == 1:
+            in_pack = torch.arange(tokens.shape[1], device=tokens.device)[None]
+            extra_inputs["positions"] = in_pack if positions is None else positions
         if self.agreement is not None:
-            self.agreement.check(plan)
+            self.agreement.check(planned.plan)
         self.count.tokens += tokens.numel()
-        self.count.area += plan.slices.area
+        self.count.area += planned.plan.slices.area
         bound = bind_plan(
-            plan,
+            planned.plan,
             self.cp_mesh,
             self.block_attn,
             self.num_heads_q,
@@ -131,29 +164,25 @@ class MagiRuntime:
             self.device,
             self.magi.deterministic,
             self.magi.fp32_reduce,
+            planned.index,
         )
         if not self.logged:
             self.logged = True
-            milliseconds = 1e3 * (time.perf_counter() - started)
-            logger.info(f"{describe_plan(plan)}; planned in {milliseconds:.1f} ms; {self.block_attn.name} attention")
+            took = f"planned in {1e3 * planned.seconds:.1f} ms"
+            logger.info(f"{describe_plan(planned.plan)}; {took}; {self.block_attn.name} attention")
         return PlanMetadata.of(bound, positions)
 
-    def _positions(self, documents: npt.NDArray[np.int32], loaded: Tensor | None, tokens: Tensor) -> Tensor | None:
-        """int [batch, seq_len], or None for torchtitan's own, which run over the pack."""
-        if self.magi.positions == "pack":
-            return None
-        if self.magi.positions == "document" and loaded is None:
-            starts = np.zeros(tokens.numel(), np.int64)
-            starts[documents[:, 0]] = documents[:, 0]
-            own = np.arange(tokens.numel()) - np.maximum.accumulate(starts)
-            return torch.from_numpy(own.astype(np.int32)).view(tokens.shape).to(tokens.device)
-        return loaded
+
+def positions_in(documents: npt.NDArray[np.int32], tokens: Tensor) -> Tensor:
+    """int32 [batch, seq_len] like tokens: restarting at 0 with every document, int [n, 2] of the flattened batch."""
+    starts = np.zeros(tokens.numel(), np.int64)
+    starts[documents[:, 0]] = documents[:, 0]
+    positions = np.arange(tokens.numel()) - np.maximum.accumulate(starts)
+    return torch.from_numpy(positions.astype(np.int32)).view(tokens.shape).to(tokens.device)
 
 
 def documents_from_eos(tokens: Tensor, eos_id: int | None) -> npt.NDArray[np.int32]:
     """Token ranges int32 [n, 2] of the documents of a batch [batch, seq_len]: each ends with an EOS or its row.
-
-    Waits for the device, as torchtitan's own boundaries do; loaders that name their boundaries avoid it.
 
     Raises:
         ValueError: no eos_id.

@@ -14,6 +14,7 @@ from torchtitan.models import _supported_models
 from torchtitan.protocols.train_spec import TrainSpec, get_train_spec, register_train_spec
 from torchtitan.tools import utils
 
+from torchtitan_magi.titan.ahead import PlannedLoader
 from torchtitan_magi.titan.cpu import allow_gloo_gradients, on_cpu, run_on_cpu
 from torchtitan_magi.titan.data import build_dataloader
 from torchtitan_magi.titan.job_config import OUR_DATASETS, check_job_config, without_context_parallel
@@ -49,6 +50,7 @@ class _MagiSpec:
         self.model_args = _varlen_flavors(stock.model_args)
         self.count = WorkCount()
         self.losses = LossRecord(1)
+        self.runtime: MagiRuntime
 
     def train_spec(self) -> TrainSpec:
         return replace(
@@ -60,7 +62,7 @@ class _MagiSpec:
             build_metrics_processor_fn=self.build_metrics_processor,
             build_loss_fn=self.build_loss,
             parallelize_fn=self.parallelize,
-            build_validator_fn=MagiValidator,
+            build_validator_fn=self.build_validator,
         )
 
     def build_tokenizer(self, job_config: Any) -> Any:
@@ -71,10 +73,21 @@ class _MagiSpec:
     def build_dataloader(self, dp_world_size: int, dp_rank: int, tokenizer: Any, job_config: Any) -> Any:
         section = job_config.training
         if section.dataset in OUR_DATASETS:
-            return build_dataloader(section, section.seq_len, dp_world_size, dp_rank, tokenizer, job_config, True)
-        return self.stock.build_dataloader_fn(
-            dp_world_size=dp_world_size, dp_rank=dp_rank, tokenizer=tokenizer, job_config=job_config
-        )
+            loader = build_dataloader(section, section.seq_len, dp_world_size, dp_rank, tokenizer, job_config, True)
+        else:
+            loader = self.stock.build_dataloader_fn(
+                dp_world_size=dp_world_size, dp_rank=dp_rank, tokenizer=tokenizer, job_config=job_config
+            )
+        return self.planned(loader, tokenizer)
+
+    def planned(self, loader: Any, tokenizer: Any) -> PlannedLoader:
+        """The loader with plans made ahead, by the runtime that ``parallelize`` will have made when it is iterated."""
+        return PlannedLoader(loader, lambda inputs: self.runtime.plan_ahead(inputs, tokenizer.eos_id), self.count.wait)
+
+    def build_validator(self, tokenizer: Any, **kwargs: Any) -> MagiValidator:
+        validator = MagiValidator(tokenizer=tokenizer, **kwargs)
+        validator.validation_dataloader = self.planned(validator.validation_dataloader, tokenizer)
+        return validator
 
     def build_metrics_processor(self, job_config: Any, parallel_dims: Any, model_args: Any) -> MagiMetricsProcessor:
         training = job_config.training
@@ -89,7 +102,7 @@ class _MagiSpec:
 
     def parallelize(self, model: Any, parallel_dims: Any, job_config: Any) -> nn.Module:
         _, num_heads_q, num_heads_kv, head_dim = _shape(model.model_args)
-        model.magi = MagiRuntime(
+        self.runtime = model.magi = MagiRuntime(
             job_config.magi,
             parallel_dims.get_optional_mesh("cp"),
             num_heads_q // parallel_dims.tp,

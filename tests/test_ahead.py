@@ -1,0 +1,78 @@
+"""Plans made ahead of time by a thread: the same batches, the state of what was given out, errors, and an end."""
+
+import threading
+import time
+
+import pytest
+
+from torchtitan_magi.titan.ahead import BATCHES_AHEAD, PlannedLoader
+
+
+class Numbers:
+    """A stateful loader of the numbers below `end`."""
+
+    def __init__(self, end, fails_at=None):
+        self.end, self.fails_at, self.number = end, fails_at, 0
+
+    def __iter__(self):
+        while self.number < self.end:
+            if self.number == self.fails_at:
+                raise ValueError("line 7 is not JSON")
+            self.number += 1
+            yield {"input": self.number - 1}, None
+
+    def state_dict(self):
+        return {"number": self.number}
+
+    def load_state_dict(self, state):
+        self.number = state["number"]
+
+
+def planned(numbers, waits=None, seconds=0.0):
+    def plan(inputs):
+        time.sleep(seconds)
+        return inputs | {"planned": 10 * inputs["input"]}
+
+    return PlannedLoader(numbers, plan, (waits if waits is not None else []).append)
+
+
+def test_every_batch_comes_once_in_order_with_its_plan():
+    assert [inputs for inputs, _ in planned(Numbers(5))] == [{"input": i, "planned": 10 * i} for i in range(5)]
+
+
+@pytest.mark.parametrize("taken", [0, 1, 3, 5])
+def test_the_state_is_that_of_the_batches_given_out(taken):
+    loader = planned(Numbers(6))
+    batches = iter(loader)
+    for _ in range(taken):
+        next(batches)
+    resumed = planned(Numbers(6))
+    resumed.load_state_dict(loader.state_dict())
+    assert [inputs["input"] for inputs, _ in resumed] == list(range(taken, 6))
+
+
+def test_batches_are_loaded_while_the_consumer_works():
+    numbers, waits = Numbers(8), []
+    batches = iter(planned(numbers, waits, seconds=0.02))
+    next(batches)
+    deadline = time.monotonic() + 30
+    while numbers.number < 1 + BATCHES_AHEAD:  # without another call of next
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert len(waits) == 1
+    assert waits[0] > 0
+
+
+def test_an_error_of_the_loader_reaches_the_consumer_in_its_turn():
+    batches = iter(planned(Numbers(5, fails_at=2)))
+    assert [next(batches)[0]["input"] for _ in range(2)] == [0, 1]
+    with pytest.raises(ValueError, match="line 7 is not JSON"):
+        next(batches)
+
+
+def test_no_thread_outlives_its_consumer():
+    batches = iter(planned(Numbers(5)))
+    next(batches)
+    assert any(thread.name.startswith("plan_") for thread in threading.enumerate())
+    batches.close()
+    assert not any(thread.name.startswith("plan_") for thread in threading.enumerate())

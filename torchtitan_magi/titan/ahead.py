@@ -1,0 +1,67 @@
+"""Plans made ahead of time: a thread loads the next batches and plans them while the current step runs."""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from torch import Tensor
+from torchtitan.components.dataloader import BaseDataLoader
+
+Batch = tuple[dict[str, Any], Tensor]
+
+BATCHES_AHEAD = 2
+
+
+class PlannedLoader(BaseDataLoader):
+    """A data loader whose batches come with their plan.
+
+    Its state is that of the batches given out, not of those loaded ahead.
+
+    Args:
+        loader: torchtitan's or ours; ``state_dict`` may be called after each of its batches.
+        plan: the inputs of a batch -> the same with what planning adds; called in the thread.
+        waited: called with the seconds that the consumer waited for each batch's plan.
+    """
+
+    def __init__(
+        self,
+        loader: BaseDataLoader,
+        plan: Callable[[dict[str, Any]], dict[str, Any]],
+        waited: Callable[[float], None],
+    ) -> None:
+        self.loader, self.plan, self.waited = loader, plan, waited
+        self.state: dict[str, Any] | None = None  # after the last batch given out; None: before the first
+
+    def __iter__(self) -> Iterator[Batch]:
+        batches = iter(self.loader)
+        with ThreadPoolExecutor(1, thread_name_prefix="plan") as thread:
+            ahead = deque(thread.submit(self._next, batches) for _ in range(BATCHES_AHEAD))
+            while True:
+                started = time.perf_counter()
+                result = ahead.popleft().result()
+                if result is None:
+                    return
+                batch, self.state, planning = result
+                self.waited(min(time.perf_counter() - started, planning))
+                ahead.append(thread.submit(self._next, batches))
+                yield batch
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.loader.state_dict() if self.state is None else self.state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.loader.load_state_dict(state_dict)
+        self.state = None
+
+    def _next(self, batches: Iterator[Batch]) -> tuple[Batch, dict[str, Any], float] | None:
+        """The next batch, the loader's state after it, and the seconds that planning took; None at the end."""
+        try:
+            inputs, labels = next(batches)
+        except StopIteration:
+            return None
+        state = self.loader.state_dict()
+        started = time.perf_counter()
+        inputs = self.plan(inputs)
+        return (inputs, labels), state, time.perf_counter() - started
