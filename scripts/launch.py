@@ -2,7 +2,7 @@
 
     python scripts/launch.py config.toml [torchtitan overrides ...]
 
-It runs the stock entry point, ``torchrun -m torchtitan.train``, on this machine. For several machines call torchrun.
+It runs ``torchrun -m torchtitan_magi.train`` on this machine. For several machines call torchrun.
 """
 
 import math
@@ -66,7 +66,8 @@ def main() -> None:
         print(f"{processes} processes, {num_gpus} GPUs: running on CPU with gloo", flush=True)
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    command += ["--local-ranks-filter=0", "--role=rank", "--tee=3", "-m", "torchtitan.train", "--job.config_file", path]
+    command += ["--local-ranks-filter=0", "--role=rank", "--tee=3", "-m", "torchtitan_magi.train"]
+    command += ["--job.config_file", path]
     os.execv(sys.executable, command + arguments)
 
 

@@ -21,7 +21,9 @@ MAY_IMPORT = {
     "placement_documents": {"ranges", "placement_pool", "placement_swaps"},
     "placement_nodes": {"slices", "traffic"},
     "placement": {"slices", "traffic", "placement_pool", "placement_documents", "placement_nodes"},
-    "plan": {"slices", "ranges", "traffic", "placement"},
+    "routes": {"ranges"},
+    "stages": {"slices", "worklists"},
+    "plan": {"slices", "ranges", "traffic", "placement", "routes", "stages"},
     "dispatch": {"plan", "comm"},
     "comm": {"plan"},
     "merge": set(),
@@ -38,6 +40,7 @@ MAY_IMPORT = {
     "report": {"plan"},
     "logprobs": set(),
     "preference": set(),
+    "token_weights": set(),
     "train": {"titan"},
     "__init__": {"attention", "dispatch", "plan", "slices"},
 }

@@ -30,6 +30,7 @@ from loss_compare import exact_gradient_norms  # noqa: E402
 DEBUG_TOML = ROOT / "train_configs" / "debug.toml"
 TIMEOUT = 240  # seconds
 PRELOAD = ["torch", "torch._dynamo", "torch.nn.attention.flex_attention", "torchtitan.train", "torchtitan_magi.titan"]
+PRELOAD += ["torchtitan_magi.titan.trainer"]
 PRELOAD += ["torchtitan_magi.reference", "torchtitan_magi.ffa", "torch.distributed.checkpoint"]
 
 
@@ -131,6 +132,7 @@ def train(
     toml: Path | str = DEBUG_TOML,
     defaults: tuple[str, ...] = SMALL,
     layers: int | None = LAYERS,
+    entry: str = "torchtitan.train",
     setup: Callable[[Callable[..., None]], None] | None = None,
     until: Callable[[Run], bool] | None = None,
     timeout: float = TIMEOUT,
@@ -139,6 +141,7 @@ def train(
 
     Args:
         layers: of the debug models; None leaves them as they are.
+        entry: the module that torchrun would start, or "torchtitan_magi.train".
         setup: called as setup(report) in each process before torchtitan starts; report(name, ...) makes an event.
         until: after each event, whether to kill all processes at once (SIGKILL).
 
@@ -150,7 +153,7 @@ def train(
         paths = ("--model.hf_assets_path", f"{demo()}/tokenizer", "--training.dataset_path", f"{demo()}/train.jsonl")
         defaults = (*paths, "--parallelism.context_parallel_degree", "1", *defaults)
     arguments = ["--job.config_file", str(toml), "--job.dump_folder", new_folder(), *defaults, *arguments]
-    return _run(processes, _train_in_child, (arguments, layers, setup), until, timeout)
+    return _run(processes, _train_in_child, (arguments, layers, entry, setup), until, timeout)
 
 
 def call(function: Callable, *arguments: object, timeout: float = TIMEOUT) -> object:
@@ -237,13 +240,15 @@ def _call_in_child(function: Callable, arguments: tuple, report: Callable[..., N
 
 
 def _train_in_child(
-    arguments: list[str], layers: int | None, setup: Callable | None, report: Callable[..., None]
+    arguments: list[str], layers: int | None, entry: str, setup: Callable | None, report: Callable[..., None]
 ) -> None:
     import torch.distributed as dist
     import torchtitan.train
     from torchtitan.components import metrics
     from torchtitan.config import ConfigManager
     from torchtitan.protocols.train_spec import get_train_spec
+
+    import torchtitan_magi.titan.trainer
 
     class Report(metrics.BaseLogger):
         def log(self, metrics: dict, step: int) -> None:
@@ -261,5 +266,8 @@ def _train_in_child(
                 args.n_layers = layers
     if setup is not None:
         setup(report)
-    torchtitan.train.main(torchtitan.train.Trainer)
+    if entry == "torchtitan_magi.train":
+        torchtitan_magi.titan.trainer.main()
+    else:
+        torchtitan.train.main(torchtitan.train.Trainer)
     assert not dist.is_initialized()

@@ -4,12 +4,14 @@ torchtitan merges this ``JobConfig`` into its own when ``[job] custom_config_mod
 It needs real types here, so this file has no ``from __future__ import annotations``.
 """
 
-from dataclasses import dataclass, field, replace
+import math
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, get_args
 
 from torchtitan_magi.bind import BACKENDS
 
 HOOK = "torchtitan_magi.titan"
+ENTRY = "torchrun -m torchtitan_magi.train"
 SFT_DATASET = "sft"
 DPO_DATASET = "dpo"
 OUR_DATASETS = (SFT_DATASET, DPO_DATASET)
@@ -38,7 +40,7 @@ class DPO:
 
 @dataclass(frozen=True)
 class Magi:
-    """Varlen context parallelism and packed SFT data."""
+    """Varlen context parallelism, packed SFT data and preference training."""
 
     backend: Literal["auto", "ffa", "flex"] = "auto"
     """Attention kernel. "ffa": ours, for Hopper GPUs. "flex": torch's flex_attention, for any machine, slower. "auto":
@@ -60,6 +62,10 @@ class Magi:
     long_documents: Literal["truncate", "split"] = "truncate"
     """What becomes of documents longer than training.seq_len tokens, for dataset "sft"."""
 
+    loss_per: Literal["token", "document"] = "token"
+    """What the loss of dataset "sft" is a mean over. "token": all labels of a step. "document": its documents, each by
+    the mean over its labels, so that short answers weigh as much as long ones."""
+
     dpo: DPO = field(default_factory=DPO)
 
 
@@ -73,11 +79,12 @@ def without_context_parallel(job_config: Any) -> Any:
     return replace(job_config, parallelism=replace(job_config.parallelism, context_parallel_degree=1))
 
 
-def check_job_config(job_config: Any, attn_types: dict[str, str]) -> None:
+def check_job_config(job_config: Any, attn_types: dict[str, str], has_objectives: bool) -> None:
     """What a user can get wrong, before anything is built.
 
     Args:
         attn_types: attention type of each flavor of the model.
+        has_objectives: whether our Trainer runs, not torchtitan's own.
 
     Raises:
         ValueError: one line that names the value and the remedy.
@@ -87,13 +94,12 @@ def check_job_config(job_config: Any, attn_types: dict[str, str]) -> None:
     if job_config.experimental.custom_import != HOOK:
         raise ValueError(f'experimental.custom_import is {job_config.experimental.custom_import!r}; set it to "{HOOK}"')
     magi, parallelism, model = job_config.magi, job_config.parallelism, job_config.model
-    for name, value, choices in (
-        ("backend", magi.backend, BACKENDS),
-        ("positions", magi.positions, get_args(Magi.__annotations__["positions"])),
-        ("long_documents", magi.long_documents, get_args(Magi.__annotations__["long_documents"])),
-    ):
-        if value not in choices:
-            raise ValueError(f"magi.{name} is {value!r}; use one of {', '.join(map(repr, choices))}")
+    for options, prefix in ((magi, "magi"), (magi.dpo, "magi.dpo")):
+        for option in fields(options):
+            choices = BACKENDS if option.name == "backend" else get_args(option.type)
+            value = getattr(options, option.name)
+            if choices and value not in choices:
+                raise ValueError(f"{prefix}.{option.name} is {value!r}; use one of {', '.join(map(repr, choices))}")
     if not isinstance(magi.overlap_stages, int) or magi.overlap_stages < 0:
         raise ValueError(
             f"magi.overlap_stages is {magi.overlap_stages!r}; use 0 for no overlap or the number of stages"
@@ -107,16 +113,48 @@ def check_job_config(job_config: Any, attn_types: dict[str, str]) -> None:
         varlen = [flavor for flavor, attn_type in attn_types.items() if attn_type == "varlen"]
         has = f"has {attn_types[model.flavor]} attention" if model.flavor in attn_types else "is unknown"
         raise ValueError(f"model.flavor {model.flavor!r} {has}; use one with varlen attention: {', '.join(varlen)}")
-    for section, dataset, path in (
-        ("training", job_config.training.dataset, job_config.training.dataset_path),
-        ("validation", job_config.validation.dataset, job_config.validation.dataset_path),
-    ):
-        if section == "validation" and not job_config.validation.enable:
-            continue
-        if dataset in OUR_DATASETS and not path:
-            raise ValueError(f"{section}.dataset_path is {path!r}; give the JSONL file of dataset {dataset!r}")
-        if dataset == DPO_DATASET and magi.long_documents != "truncate":
+    sections = {"training": job_config.training}
+    if job_config.validation.enable:
+        sections["validation"] = job_config.validation
+    for name, section in sections.items():
+        if section.dataset in OUR_DATASETS and not section.dataset_path:
+            path = section.dataset_path
+            raise ValueError(f"{name}.dataset_path is {path!r}; give the JSONL file of dataset {section.dataset!r}")
+        if (section.dataset == DPO_DATASET) != (job_config.training.dataset == DPO_DATASET):
             raise ValueError(
-                f"magi.long_documents is {magi.long_documents!r}, but a preference pair cannot be split;"
-                ' use "truncate" with dataset "dpo"'
+                f"validation.dataset is {section.dataset!r} and training.dataset {job_config.training.dataset!r}; "
+                f"validate on what is trained, preference pairs ({DPO_DATASET!r}) or not"
             )
+        if magi.loss_per == "document" and section.dataset != SFT_DATASET:
+            raise ValueError(
+                f'magi.loss_per is "document" and {name}.dataset {section.dataset!r}; it needs the documents of '
+                f'dataset {SFT_DATASET!r}: use that, or "token"'
+            )
+    if not has_objectives and (magi.loss_per == "document" or job_config.training.dataset == DPO_DATASET):
+        what = f"training.dataset is {DPO_DATASET!r}" if magi.loss_per == "token" else 'magi.loss_per is "document"'
+        raise ValueError(f"{what}, which torchtitan's own entry point does not know; start it with {ENTRY}")
+    if job_config.training.dataset == DPO_DATASET:
+        _check_dpo(magi)
+
+
+def _check_dpo(magi: Magi) -> None:
+    dpo = magi.dpo
+    if not 0 < dpo.beta < math.inf:
+        raise ValueError(f"magi.dpo.beta is {dpo.beta}; use a positive number, such as 0.1")
+    if not 0 <= dpo.label_smoothing < 0.5:
+        raise ValueError(f"magi.dpo.label_smoothing is {dpo.label_smoothing}; use 0 or more and less than 0.5")
+    if dpo.label_smoothing and dpo.loss != "sigmoid":
+        raise ValueError(
+            f"magi.dpo.label_smoothing is {dpo.label_smoothing} with magi.dpo.loss {dpo.loss!r}; "
+            'use it with loss "sigmoid", or set it to 0'
+        )
+    if magi.long_documents != "truncate":
+        raise ValueError(
+            f"magi.long_documents is {magi.long_documents!r}, but a preference pair cannot be split; "
+            f'use "truncate" with dataset {DPO_DATASET!r}'
+        )
+    if magi.positions == "pack":
+        raise ValueError(
+            f'magi.positions is "pack", but both answers of a pair continue the positions of its prompt; '
+            f'use "auto" with dataset {DPO_DATASET!r}'
+        )

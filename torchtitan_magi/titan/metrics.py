@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.distributed import utils as dist_utils
+from torchtitan.tools.logging import logger
 
 from torchtitan_magi.titan.runtime import WorkCount
 
@@ -18,14 +19,20 @@ LossFunction = Callable[[Tensor, Tensor], Tensor]
 
 
 class LossRecord:
-    """The loss sums and the counts of valid labels of the last step's microbatches on this rank.
+    """The loss sums and what they are sums over (valid labels, documents or pairs), of the last step's microbatches.
+
+    Both are this rank's share: they add up over the context-parallel ranks.
 
     Args:
         num_microbatches: of a step on this rank.
     """
 
     def __init__(self, num_microbatches: int) -> None:
-        self.microbatches: deque[tuple[Tensor, Tensor]] = deque(maxlen=num_microbatches)
+        self.microbatches: deque[tuple[Tensor, Tensor | float]] = deque(maxlen=num_microbatches)
+
+    def add(self, loss_sum: Tensor, count: Tensor | float) -> None:
+        """The share of one microbatch."""
+        self.microbatches.append((loss_sum.detach(), count))
 
     def record(self, loss_fn: LossFunction) -> LossFunction:
         """loss_fn, which sums over tokens, with each training call recorded."""
@@ -33,15 +40,17 @@ class LossRecord:
         def recorded(pred: Tensor, labels: Tensor) -> Tensor:
             loss_sum = loss_fn(pred, labels)
             if torch.is_grad_enabled():
-                self.microbatches.append((loss_sum.detach(), (labels != IGNORE_INDEX).sum()))
+                self.add(loss_sum, (labels != IGNORE_INDEX).sum())
             return loss_sum
 
         return recorded
 
     def sum_and_count(self) -> Tensor:
-        """float32 [2]: summed loss and valid labels of the last step."""
-        losses = [loss.full_tensor() if isinstance(loss, DTensor) else loss for loss, _ in self.microbatches]
-        return torch.stack([sum(losses), sum(count for _, count in self.microbatches)]).float()  # type: ignore[list-item, arg-type]
+        """float32 [2]: summed loss and count of the last step."""
+        loss = sum(loss.full_tensor() if isinstance(loss, DTensor) else loss for loss, _ in self.microbatches)
+        assert isinstance(loss, Tensor)
+        count = torch.as_tensor(sum(count for _, count in self.microbatches), device=loss.device)
+        return torch.stack([loss.float(), count.float()])
 
 
 class MagiMetricsProcessor(MetricsProcessor):
@@ -52,6 +61,8 @@ class MagiMetricsProcessor(MetricsProcessor):
     - n_tokens_seen counts a token once, not once per context-parallel rank.
     - global_max_loss is the largest mean loss of a data-parallel rank, also when its tokens are on several ranks and
       some of these have no label.
+
+    It also logs what ``objective_metrics`` returns, which a Trainer may set.
     """
 
     num_flops_per_token: float  # set by the Trainer, without attention: see spec._without_guard
@@ -59,6 +70,7 @@ class MagiMetricsProcessor(MetricsProcessor):
     def __init__(self, job_config: Any, parallel_dims: Any, attention_flops: int, count: WorkCount, losses: LossRecord):
         super().__init__(job_config, parallel_dims)
         self.attention_flops, self.count, self.losses = attention_flops, count, losses
+        self.objective_metrics: Callable[[], dict[str, float]] = dict
 
     def log(
         self,
@@ -75,8 +87,12 @@ class MagiMetricsProcessor(MetricsProcessor):
         extra_metrics["time_metrics/plan_wait(s)"] = counted.waited
         without_attention = self.num_flops_per_token
         self.num_flops_per_token = without_attention + self.attention_flops * counted.area / max(counted.tokens, 1)
-        super().log(step, global_avg_loss, self._max_loss(), grad_norm, extra_metrics)
+        objective_metrics = self.objective_metrics()
+        super().log(step, global_avg_loss, self._max_loss(), grad_norm, extra_metrics | objective_metrics)
         self.num_flops_per_token = without_attention
+        if objective_metrics:
+            named = (f"{name.split('/')[-1]}: {value:.4f}" for name, value in objective_metrics.items())
+            logger.info(f"step: {step:2}  {'  '.join(named)}")
 
     def log_validation(self, loss: float, step: int, extra_metrics: dict[str, Any] | None = None) -> None:
         super().log_validation(loss, step, extra_metrics)

@@ -37,13 +37,15 @@ def register() -> None:
         parallelize.apply_cp_to_attention_module = _apply_cp(parallelize.apply_cp_to_attention_module)
         if hasattr(parallelize, "apply_non_moe_tp"):
             parallelize.apply_non_moe_tp = _apply_tp(parallelize.apply_non_moe_tp)
-        register_train_spec(name, _MagiSpec(get_train_spec(name)).train_spec())
+        register_train_spec(name, MagiSpec(get_train_spec(name)).train_spec())
     for name in _supported_models - set(MODELS):
         register_train_spec(name, _unsupported(name))
 
 
-class _MagiSpec:
+class MagiSpec:
     """The functions of one model's train spec; the Trainer calls each once, in this order."""
+
+    has_objectives = False  # whether our own Trainer runs, which alone knows pairs and means over documents
 
     def __init__(self, stock: TrainSpec) -> None:
         self.stock = stock
@@ -66,7 +68,8 @@ class _MagiSpec:
         )
 
     def build_tokenizer(self, job_config: Any) -> Any:
-        check_job_config(job_config, {name: args.attn_type for name, args in self.model_args.items()})
+        attn_types = {name: args.attn_type for name, args in self.model_args.items()}
+        check_job_config(job_config, attn_types, self.has_objectives)
         assert self.stock.build_tokenizer_fn is not None
         return self.stock.build_tokenizer_fn(job_config)
 
@@ -100,9 +103,9 @@ class _MagiSpec:
     def build_loss(self, job_config: Any, **kwargs: Any) -> Any:
         return self.losses.record(self.stock.build_loss_fn(job_config, **kwargs))
 
-    def parallelize(self, model: Any, parallel_dims: Any, job_config: Any) -> nn.Module:
-        _, num_heads_q, num_heads_kv, head_dim = _shape(model.model_args)
-        self.runtime = model.magi = MagiRuntime(
+    def make_runtime(self, model_args: Any, parallel_dims: Any, job_config: Any) -> MagiRuntime:
+        _, num_heads_q, num_heads_kv, head_dim = _shape(model_args)
+        runtime = MagiRuntime(
             job_config.magi,
             parallel_dims.get_optional_mesh("cp"),
             num_heads_q // parallel_dims.tp,
@@ -112,7 +115,13 @@ class _MagiSpec:
             ),
             self.count,
         )
-        model.magi.block_attn.check(head_dim, _attention_dtype(parallel_dims, job_config.training))
+        runtime.block_attn.check(head_dim, _attention_dtype(parallel_dims, job_config.training))
+        return runtime
+
+    def parallelize(self, model: Any, parallel_dims: Any, job_config: Any) -> nn.Module:
+        if not hasattr(self, "runtime"):  # a second model, the reference of preference training, runs on the same plans
+            self.runtime = self.make_runtime(model.model_args, parallel_dims, job_config)
+        model.magi = self.runtime
         for block in model.layers.values():
             block.attention.inner_attention = VarlenAttentionWrapper()
         model = self.stock.parallelize_fn(model, parallel_dims, without_context_parallel(job_config))

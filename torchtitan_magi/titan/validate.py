@@ -1,24 +1,27 @@
 """Validation loss that is the same number under every layout."""
 
+from functools import partial
 from itertools import islice
 from typing import Any
 
 import torch
 from torch import nn
-from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.components.validate import BaseValidator, Validator
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools import utils
 
 from torchtitan_magi.titan.data import build_validation_dataloader
+from torchtitan_magi.titan.objective import LogitsLoss, Objective
 
 
 class MagiValidator(Validator):
-    """torchtitan's validator with the loss taken over all tokens of all ranks: summed loss / valid labels.
+    """torchtitan's validator with the loss taken over all items of all ranks: summed loss / number of items.
 
     torchtitan counts labels after context parallelism has cut them, so its loss grows with the degree, and a rank
-    without a label divides by zero.
+    without a label divides by zero. Items are tokens with a label, unless our Trainer sets an ``objective``.
     """
+
+    objective: Objective | None = None
 
     def __init__(
         self,
@@ -44,26 +47,32 @@ class MagiValidator(Validator):
         """Logs the loss of the validation set."""
         (model,) = model_parts
         model.eval()
+        objective = self.objective or LogitsLoss(model, self.loss_fn)
+        process = partial(self.post_dataloading_process, model_parts=model_parts)
+        objective.start_step()
         steps = self.job_config.validation.steps
         loss_sum = torch.zeros((), device=utils.device_type)
-        valid = torch.zeros((), dtype=torch.int64)
-        for input_dict, labels in islice(self.validation_dataloader, steps if steps != -1 else None):
+        num_items = torch.zeros((), dtype=torch.int64)
+        for inputs, labels in islice(self.validation_dataloader, steps if steps != -1 else None):
             self.metrics_processor.ntokens_since_last_log += labels.numel()
-            valid += (labels != IGNORE_INDEX).sum()
-            on_device = {
-                name: value.to(utils.device_type) if isinstance(value, torch.Tensor) else value
-                for name, value in input_dict.items()
-            }
-            inputs, labels, extra_inputs, extra_kwargs = self.post_dataloading_process(
-                on_device, labels.to(utils.device_type), model_parts
-            )
+            num_items += objective.weigh(inputs, labels)
             with self.validation_context(), self.maybe_enable_amp:
-                loss = self.loss_fn(model(inputs, **extra_inputs, **extra_kwargs), labels)
-            loss_sum += dist_utils.DTensor.full_tensor(loss) if isinstance(loss, dist_utils.DTensor) else loss
+                loss = objective.loss(to_device(inputs), labels.to(utils.device_type), process)
+            loss = dist_utils.DTensor.full_tensor(loss) if isinstance(loss, dist_utils.DTensor) else loss
+            loss_sum += loss / objective.copies
         dims = self.parallel_dims
         total_loss = dist_utils.dist_sum(loss_sum, dims.get_mesh("loss") if dims.dp_cp_enabled else None)
-        total_valid = dist_utils.dist_sum(
-            valid.to(utils.device_type), dims.get_mesh("batch") if dims.dp_enabled else None
+        total_items = dist_utils.dist_sum(
+            num_items.to(utils.device_type), dims.get_mesh("batch") if dims.dp_enabled else None
         )
-        self.metrics_processor.log_validation(loss=total_loss / max(total_valid, 1), step=step)
+        metrics = {f"validation_metrics/{name.split('/')[-1]}": value for name, value in objective.metrics().items()}
+        self.metrics_processor.log_validation(total_loss / max(total_items, 1), step, metrics)
         model.train()
+
+
+def to_device(inputs: dict[str, Any]) -> dict[str, Any]:
+    """The tensors of a batch on the device; the rest as it is."""
+    return {
+        name: value.to(utils.device_type) if isinstance(value, torch.Tensor) else value
+        for name, value in inputs.items()
+    }

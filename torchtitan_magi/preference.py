@@ -1,0 +1,92 @@
+"""Losses of preference pairs, and the log-probability sums they are made of."""
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional
+
+PreferenceLoss = Literal["sigmoid", "ipo", "hinge"]
+
+
+def preference_losses(
+    policy: Tensor, reference: Tensor, loss: PreferenceLoss, beta: float, label_smoothing: float = 0.0
+) -> Tensor:
+    """The loss of each pair.
+
+    With the margin m = (log pi(chosen) - log pi(rejected)) - (log ref(chosen) - log ref(rejected)):
+
+    - "sigmoid": -log sigmoid(beta m), DPO (arXiv 2305.18290, equation 7); with label smoothing e its mean over a
+      preference that is wrong with probability e, (1 - e) l(m) + e l(-m);
+    - "ipo": (m - 1 / (2 beta))^2, arXiv 2310.12036 with tau = beta. As there, log-probabilities are sums over tokens;
+      some implementations take means;
+    - "hinge": max(0, 1 - beta m), from arXiv 2305.10425 with the margin to the reference.
+
+    Args:
+        policy, reference: [n, 2], sums of the log-probabilities of chosen and rejected.
+        beta: > 0. label_smoothing: in [0, 0.5), for "sigmoid".
+    """
+    margin = _margin(policy, reference)
+    if loss == "ipo":
+        return (margin - 1 / (2 * beta)) ** 2
+    if loss == "hinge":
+        return functional.relu(1 - beta * margin)
+    wrong = label_smoothing * functional.logsigmoid(-beta * margin) if label_smoothing else 0.0
+    return -(1 - label_smoothing) * functional.logsigmoid(beta * margin) - wrong
+
+
+PREFERENCE_METRICS = ("reward_margin", "accuracy", "chosen_logprob", "rejected_logprob", "reference_distance")
+
+
+def preference_metrics(policy: Tensor, reference: Tensor, beta: float) -> Tensor:
+    """PREFERENCE_METRICS summed over the pairs, one number each; arguments as in ``preference_losses``.
+
+    The reward of an answer is beta (log pi - log ref); "reward_margin" is chosen less rejected, and "accuracy" counts
+    positive margins, a margin of zero as half. "reference_distance" is the mean of log pi - log ref over both answers.
+    """
+    margin, distance = _margin(policy, reference), policy - reference
+    per_pair = (beta * margin, (margin.sign() + 1) / 2, policy[:, 0], policy[:, 1], distance.mean(1))
+    return torch.stack(per_pair).sum(1)
+
+
+def _margin(policy: Tensor, reference: Tensor) -> Tensor:
+    difference = policy - reference
+    return difference[:, 0] - difference[:, 1]
+
+
+# ------------------------------------------------------------------------------------------------ sums over branches
+
+
+def branch_sums(logprobs: Tensor, branch: Tensor, num_pairs: int, group: dist.ProcessGroup | None = None) -> Tensor:
+    """float32 [num_pairs, 2]: summed log-probabilities of chosen and rejected.
+
+    Args:
+        logprobs: [T], this rank's tokens. branch: integers [T], see ``token_weights.branches``.
+        group: ranks that share the tokens. All get the sums of all; the gradient of each goes to its own tokens only,
+            so that every rank may compute the whole loss.
+    """
+    slot = torch.where(branch >= 0, branch, 2 * num_pairs).long()
+    # Accumulating by index_put is deterministic on a GPU, index_add is not.
+    sums = logprobs.new_zeros(2 * num_pairs + 1).index_put((slot,), logprobs, accumulate=True)[:-1]
+    if group is not None:
+        sums = _SumOverRanks.apply(sums, group)
+    return sums.view(num_pairs, 2)
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """The sum over the ranks of a group; its gradient is the same on all of them, and is that of each addend."""
+
+    apply: Callable[..., Any]
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        x = x.clone()
+        if x.numel():
+            dist.all_reduce(x, group=group)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0], None

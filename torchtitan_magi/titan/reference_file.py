@@ -1,0 +1,163 @@
+"""The reference of preference training as numbers beside the data, computed once with the initial weights."""
+
+import hashlib
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.tensor import DTensor
+from torchtitan.tools.logging import logger
+
+from torchtitan_magi.data.chat import load_chat_template
+from torchtitan_magi.titan.data import build_dataloader
+from torchtitan_magi.titan.dpo import PairBatch, PairReader, Reference
+from torchtitan_magi.titan.validate import to_device
+
+T = TypeVar("T")
+BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
+
+
+class ReferenceFile(Reference):
+    """Log-probabilities of all pairs of a data set in ``<dataset_path>.reference.npz``, written by the first run.
+
+    The file holds fingerprints of model and data, and is used by a run that has the same ones.
+
+    Args:
+        trainer: a ``MagiTrainer``.
+        section: job_config.training or job_config.validation.
+    """
+
+    def __init__(self, trainer: Any, section: Any) -> None:
+        self.trainer, self.section = trainer, section
+        self.path = Path(f"{str(section.dataset_path).rstrip('/')}.reference.npz")
+        self.model_fingerprint = ""
+        self.logprobs_of_pairs = torch.empty(0, 2)
+
+    def prepare(self, step: int) -> None:
+        """Reads the file, or makes it in a new run.
+
+        Raises:
+            ValueError: the file is of another model or of other data; it cannot be written; a resumed run has none.
+        """
+        if step == 0:
+            self.model_fingerprint = fingerprint_of_model(
+                self.trainer.model_parts[0], self.trainer.job_config.training.mixed_precision_param
+            )
+        fingerprints, logprobs = _on_rank_0(self._read)
+        if logprobs is None:
+            if step > 0:
+                raise ValueError(
+                    f"reference file {self.path} does not exist, and a run resumed at step {step} cannot make it; "
+                    "put it back, or start a new run"
+                )
+            logprobs = self._compute()
+            _on_rank_0(lambda: self._write(fingerprints, logprobs))
+        self.logprobs_of_pairs = torch.from_numpy(logprobs).to(self.trainer.device)
+
+    def logprobs(self, batch: PairBatch) -> Tensor:
+        return self.logprobs_of_pairs[torch.from_numpy(batch.pair_ids).to(self.logprobs_of_pairs.device)]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"reference_model": self.model_fingerprint}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.model_fingerprint = state_dict["reference_model"]
+
+    def _read(self) -> tuple[dict[str, str], npt.NDArray[np.float32] | None]:
+        """The run's fingerprints, and the file's numbers if there is one."""
+        job_config, tokenizer = self.trainer.job_config, self.trainer.tokenizer.tokenizer
+        template = load_chat_template(job_config.model.hf_assets_path)
+        options = (self.section.seq_len, job_config.magi.dpo.shared_prompt, tokenizer.to_str(), template)
+        fingerprints = {
+            "model": self.model_fingerprint,
+            "data": fingerprint_of_data(Path(self.section.dataset_path), repr(options)),
+        }
+        if not self.path.exists():
+            return fingerprints, None
+        with np.load(self.path) as file:
+            for name, now in fingerprints.items():
+                stored = str(file[name])
+                if stored != now:
+                    raise ValueError(
+                        f"reference file {self.path} is of the {name} {stored}, this run has the {name} {now} (its "
+                        "fingerprint); delete the file to have it made anew, or go back to what it was made with"
+                    )
+            return fingerprints, file["logprobs"]
+
+    def _compute(self) -> npt.NDArray[np.float32]:
+        """One pass over the data."""
+        trainer, dims = self.trainer, self.trainer.parallel_dims
+        batch_mesh = dims.get_optional_mesh("batch")
+        shard: tuple[int, int] = (1, 0) if batch_mesh is None else (batch_mesh.size(), batch_mesh.get_local_rank())
+        logger.info(f"Computing the reference's log-probabilities for {self.path}")
+        loader = build_dataloader(
+            self.section, self.section.seq_len, *shard, trainer.tokenizer, trainer.job_config, False
+        )
+        reader = PairReader(dims)
+        logprobs = torch.zeros(loader.dataset.num_records, 2, device=trainer.device)
+        with torch.no_grad(), trainer.maybe_enable_amp:
+            for inputs, labels in loader:
+                reader.weigh(inputs, labels)
+                batch = reader.read(to_device(inputs), labels.to(trainer.device), trainer.post_dataloading_process)
+                logprobs[torch.from_numpy(batch.pair_ids).to(trainer.device)] = batch.logprobs(trainer.model)
+        if batch_mesh is not None:
+            dist.all_reduce(logprobs, group=batch_mesh.get_group())
+        trainer.metrics_processor.count.take()  # this was no training
+        trainer.metrics_processor.time_last_log = time.perf_counter()
+        return logprobs.cpu().numpy()
+
+    def _write(self, fingerprints: dict[str, str], logprobs: npt.NDArray[np.float32]) -> None:
+        unfinished = self.path.with_name(f"{self.path.name}.{os.getpid()}.npz")
+        np.savez(unfinished, logprobs=logprobs, **fingerprints)  # type: ignore[arg-type]
+        unfinished.replace(self.path)
+
+
+def fingerprint_of_data(path: Path, options: str) -> str:
+    """Of the content of a file, or of all files of a folder, and of what else tokens depend on."""
+    digest = hashlib.sha256(options.encode())
+    for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
+        if file.is_file():
+            with open(file, "rb") as stream:
+                digest.update(hashlib.file_digest(stream, "sha256").digest())
+    return digest.hexdigest()[:16]
+
+
+def fingerprint_of_model(model: nn.Module, precision: str) -> str:
+    """Of all parameters and the precision of the layers, the same under every layout: parameters enter by the sum of
+    their bit patterns as integers, which is exact in any order. A collective of all ranks."""
+    digest = hashlib.sha256(precision.encode())
+    for name, value in sorted(get_model_state_dict(model).items()):
+        local = value.to_local() if isinstance(value, DTensor) else value
+        total = local.view(BITS[local.element_size()]).sum(dtype=torch.int64)
+        if isinstance(value, DTensor):
+            for axis, placement in enumerate(value.placements):
+                if not placement.is_replicate():
+                    dist.all_reduce(total, group=value.device_mesh.get_group(axis))
+        digest.update(f"{name} {tuple(value.shape)} {local.dtype} {total.item()}\n".encode())
+    return digest.hexdigest()[:16]
+
+
+def _on_rank_0(function: Callable[[], T]) -> T:
+    """What function() returns there, on all ranks; so that all take the same path on a file system of any kind.
+
+    Raises:
+        ValueError: function raised one, or an OSError.
+    """
+    outcome: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            outcome[0] = function()
+        except (ValueError, OSError) as error:
+            outcome[1] = str(error)
+    dist.broadcast_object_list(outcome)
+    if outcome[1] is not None:
+        raise ValueError(outcome[1])
+    return outcome[0]

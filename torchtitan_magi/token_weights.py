@@ -1,0 +1,47 @@
+"""What a loss needs to know of each token of a packed batch, from the boundaries of its documents or pairs."""
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+IGNORE_INDEX = -100
+
+
+def spread(
+    starts: npt.NDArray[Any], ends: npt.NDArray[Any], values: npt.NDArray[Any], num_tokens: int, elsewhere: float
+) -> npt.NDArray[Any]:
+    """[num_tokens]: ``values[i]`` on the tokens [starts[i], ends[i]), which are disjoint, and ``elsewhere``."""
+    lengths = ends.astype(np.int64) - starts
+    spread_values = np.full(num_tokens, elsewhere, values.dtype)
+    where = np.repeat(starts - (lengths.cumsum() - lengths), lengths) + np.arange(lengths.sum())
+    spread_values[where] = np.repeat(values, lengths)
+    return spread_values
+
+
+def document_weights(
+    documents: npt.NDArray[np.int32], labels: npt.NDArray[np.int64]
+) -> tuple[npt.NDArray[np.float32], int]:
+    """Weights that turn a sum over tokens into a sum over documents of the mean over the document's labels.
+
+    Args:
+        documents: [n, 2] token ranges. labels: [num_tokens], IGNORE_INDEX where there is none.
+
+    Returns:
+        float32 [num_tokens], and the number of documents with a label.
+    """
+    starts, ends = documents.T
+    labels_before = np.append(0, (labels != IGNORE_INDEX).cumsum())
+    num_labels = labels_before[ends] - labels_before[starts]
+    weights = (1 / np.maximum(num_labels, 1)).astype(np.float32)
+    return spread(starts, ends, weights, len(labels), 0), int((num_labels > 0).sum())
+
+
+def branches(pairs: npt.NDArray[np.int32], num_tokens: int) -> npt.NDArray[np.int32]:
+    """Which answer each token belongs to: 2 i for chosen and 2 i + 1 for rejected of pair i, -1 for none.
+
+    Args:
+        pairs: [n, 4]: start of the shared prompt, of chosen, of rejected, and the end, as tokens.
+    """
+    numbers = np.arange(2 * len(pairs), dtype=np.int32)
+    return spread(pairs[:, 1:3].ravel(), pairs[:, 2:4].ravel(), numbers, num_tokens, -1)
