@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 
-from torchtitan_magi.data import RecordFile
+from torchtitan_magi.data import Corpus, RecordFile
 
 GOOD = b'{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]}\n'
 
@@ -46,7 +46,7 @@ def test_malformed_line_is_refused_with_file_and_line(tmp_path, name):
     path = tmp_path / "train.jsonl"
     path.write_bytes(GOOD + b"\n" + GOOD + line + b"\n" + GOOD)
     with pytest.raises(ValueError) as error:
-        RecordFile(path)
+        Corpus(path).check()
     message = str(error.value)
     assert message.startswith(f"{path}:4: ")
     assert "\n" not in message
@@ -61,14 +61,14 @@ def test_file_without_a_record_is_refused(tmp_path, content):
     path = tmp_path / "train.jsonl"
     path.write_bytes(content)
     with pytest.raises(ValueError, match=r"train.jsonl' holds no record; write one JSON object per line"):
-        RecordFile(path)
+        Corpus(path)
 
 
 def test_file_that_cannot_be_read_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"cannot read records file .*nowhere.jsonl': No such file .*; check the path"):
         RecordFile(tmp_path / "nowhere.jsonl")
     with pytest.raises(ValueError, match=r"cannot read records file .*Is a directory"):
-        RecordFile(tmp_path)
+        RecordFile(tmp_path)  # a folder is for a Corpus
 
 
 @pytest.mark.parametrize("end", ["\n", "\r\n", "\n\n", "\n  \n"])

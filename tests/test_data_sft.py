@@ -292,7 +292,7 @@ def test_state_of_other_records_or_tokens_is_refused(corpus, tmp_path):
     state = next(state for _ in packs if (state := packs.state_dict())["cursor"]["carried"])
     other = tmp_path / "other.jsonl"
     other.write_text(corpus.read_text() + '{"text": "121 3 0"}\n')
-    with pytest.raises(ValueError, match="num_records = 120, this run has 121; resume with the same value"):
+    with pytest.raises(ValueError, match=r"records = .*120 records.* this run has .*121 records.*; resume with"):
         dataset(other).load_state_dict(state)
     state["cursor"]["carried"][0][1] += 1
     resumed = dataset(corpus)
@@ -304,7 +304,9 @@ def test_state_of_other_records_or_tokens_is_refused(corpus, tmp_path):
 @pytest.mark.parametrize("epochs", [-1, 1])
 def test_corpus_without_a_label_is_an_error_and_no_endless_loop(tmp_path, epochs):
     path = write(tmp_path / "train.jsonl", [(1, 5, 5), (2, 1, 0), (3, 90, 80)])
-    with pytest.raises(ValueError, match=r"no record of .* has a token to train on; add assistant messages"):
+    with pytest.raises(
+        ValueError, match=r"no record of .* has a token to train on \(.*3 without a label\); add"
+    ):
         next(iter(dataset(path, long_documents="truncate", epochs=epochs)))
     assert len(list(dataset(path, long_documents="split"))) == 1
 

@@ -1,6 +1,7 @@
 """Training data: records -> tokens and labels -> packs -> batches. Knows nothing of torchtitan."""
 
 from torchtitan_magi.data.chat import ChatTokenizer
+from torchtitan_magi.data.corpus import Corpus
 from torchtitan_magi.data.documents import IGNORE_INDEX, TokenizedDocument
 from torchtitan_magi.data.packed import collate_packs
 from torchtitan_magi.data.packing import PackingCounts, pack_best_fit
@@ -11,6 +12,7 @@ from torchtitan_magi.data.sft import PackedSFTDataset
 __all__ = [
     "IGNORE_INDEX",
     "ChatTokenizer",
+    "Corpus",
     "PackedPairDataset",
     "PackedSFTDataset",
     "PackingCounts",

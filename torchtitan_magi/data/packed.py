@@ -4,18 +4,19 @@ import os
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, get_args
 
 import numpy as np
 import torch
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.utils.data import IterableDataset, get_worker_info
 
+from torchtitan_magi.data.corpus import Corpus
 from torchtitan_magi.data.documents import IGNORE_INDEX, Piece
 from torchtitan_magi.data.packing import PackingCounts
-from torchtitan_magi.data.records import RecordFile
 from torchtitan_magi.data.stream import Cursor, PackStream
 
+BadRecords = Literal["error", "skip"]
 Sample = tuple[dict[str, Any], torch.Tensor]
 
 
@@ -36,18 +37,23 @@ class PackedDataset(IterableDataset, Stateful):
     the last round, ranks left without a pack get one of padding only (no boundaries, no labels).
 
     Args:
-        path: JSONL file of records (see `records`).
+        paths: JSONL files of records, see `Corpus`.
         tokenize: record -> tokens, a method of a `ChatTokenizer`; a pure function, picklable for workers.
         seq_len: tokens per pack.
         dp_rank, dp_world_size: this shard, and the number of shards.
         seed: of the order of records and packs, >= 0.
         shuffle: new order in every epoch; otherwise the file's order, as far as packing allows.
         epochs: passes over the records; -1 for passes without end.
+        bad_records: what becomes of a malformed record. "error": all are checked now, and one that the chat template
+            refuses ends the run when it is read. "skip": they are left out when they are read, counted, and the first
+            ones logged.
+        weighted: whether the weights of the sources count; otherwise an epoch has each record once.
+        check: whether to check the records now, where bad_records is "error"; otherwise see `records.check`.
         window_packs: records are packed together until they fill so many packs; more packs tighter and takes more
             memory and time before the first item.
 
-    Raises ValueError for arguments out of range and for a records file that is missing, empty or malformed; while
-    iterating, when no record holds a label or a chat template refuses one. Works with 0 or 1 loader workers.
+    Raises ValueError for arguments out of range, for records files that are missing or empty and for malformed records;
+    while iterating, when no record holds a label or a chat template refuses one. Works with 0 or 1 loader workers.
     """
 
     bounds_name: ClassVar[str]  # "documents" or "pairs"
@@ -59,7 +65,7 @@ class PackedDataset(IterableDataset, Stateful):
 
     def __init__(
         self,
-        path: str | os.PathLike[str],
+        paths: str | os.PathLike[str],
         tokenize: Callable[[dict[str, Any]], Any],
         seq_len: int,
         dp_rank: int = 0,
@@ -67,6 +73,9 @@ class PackedDataset(IterableDataset, Stateful):
         seed: int = 0,
         shuffle: bool = True,
         epochs: int = -1,
+        bad_records: BadRecords = "error",
+        check: bool = True,
+        weighted: bool = True,
         window_packs: int = 32,
     ):
         if seq_len < 1:
@@ -79,9 +88,15 @@ class PackedDataset(IterableDataset, Stateful):
             raise ValueError(f"seed is {seed}; give an integer >= 0")
         if epochs < 1 and epochs != -1:
             raise ValueError(f"epochs is {epochs}; give at least 1, or -1 for epochs without end")
+        if bad_records not in get_args(BadRecords):
+            raise ValueError(f"bad_records is {bad_records!r}; use one of {', '.join(get_args(BadRecords))}")
         self.tokenize, self.seq_len, self.dp_rank, self.dp_world_size = tokenize, seq_len, dp_rank, dp_world_size
-        records = RecordFile(path, self.parse)
-        self._stream = PackStream(records, self.make_pieces, seq_len, seed, shuffle, epochs, window_packs)
+        self.records, skip_bad = Corpus(paths, self.parse), bad_records == "skip"
+        if check and not skip_bad:
+            self.records.check()
+        self._stream = PackStream(
+            self.records, self.make_pieces, seq_len, seed, shuffle, epochs, window_packs, skip_bad, weighted
+        )
         self._cursor, self._resuming = Cursor(), False
 
     @abstractmethod
@@ -96,7 +111,7 @@ class PackedDataset(IterableDataset, Stateful):
     @property
     def num_records(self) -> int:
         """Records in the data set; the numbers in `pair_ids` are below it."""
-        return len(self._stream.records)
+        return len(self.records)
 
     def __iter__(self) -> Iterator[Sample]:
         worker = get_worker_info()
@@ -135,6 +150,11 @@ class PackedDataset(IterableDataset, Stateful):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """The next `iter()` continues there. Raises ValueError if the state is of another stream of packs."""
+        self.check_state(state_dict)
+        self._cursor, self._resuming = Cursor.from_state_dict(state_dict["cursor"]), True
+
+    def check_state(self, state_dict: dict[str, Any]) -> None:
+        """Raises ValueError if the state is of another stream of packs."""
         for name, now in self.identity().items():
             saved = state_dict["stream"].get(name)
             if saved != now:
@@ -142,15 +162,14 @@ class PackedDataset(IterableDataset, Stateful):
                     f"the loader's saved state has {name} = {saved!r}, this run has {now!r};"
                     " resume with the same value, or without the loader's state"
                 )
-        self._cursor, self._resuming = Cursor.from_state_dict(state_dict["cursor"]), True
 
     def identity(self) -> dict[str, Any]:
         """What the stream of packs depends on, apart from the tokenizer; plain Python values."""
         stream = self._stream
         return {
             "kind": self.bounds_name,
-            "num_records": len(stream.records),
-            "num_bytes": stream.records.num_bytes,
+            "records": self.records.fingerprint,
+            "weights": [source.weight if stream.weighted else 1.0 for source in self.records.sources],
             "seq_len": stream.seq_len,
             "seed": stream.seed,
             "shuffle": stream.shuffle,
@@ -158,9 +177,10 @@ class PackedDataset(IterableDataset, Stateful):
         }
 
 
-def collate_packs(samples: Sequence[Sample]) -> Sample:
-    """b items -> tensors [b, seq_len]; the boundaries become one NumPy int32 [n, k] over the b * seq_len tokens, and
-    `pair_ids` one int64 [n]."""
+def collate_packs(samples: Sequence[Sample], num_rows: int | None = None) -> Sample:
+    """Items -> tensors [b, seq_len]; the boundaries become one NumPy int32 [n, k] over the b * seq_len tokens, and
+    `pair_ids` one int64 [n]. num_rows: b, filled up with padding; None: the number of items."""
+    samples = [*samples, *[_padding_like(samples[0])] * ((num_rows or 0) - len(samples))]
     seq_len = len(samples[0][1])
     inputs: dict[str, Any] = {}
     for name, first in samples[0][0].items():
@@ -172,3 +192,9 @@ def collate_packs(samples: Sequence[Sample]) -> Sample:
         else:
             inputs[name] = np.concatenate(values)
     return inputs, torch.stack([labels for _, labels in samples])
+
+
+def _padding_like(sample: Sample) -> Sample:
+    inputs, labels = sample
+    empty = {name: torch.zeros_like(x) if isinstance(x, torch.Tensor) else x[:0] for name, x in inputs.items()}
+    return empty, torch.full_like(labels, IGNORE_INDEX)

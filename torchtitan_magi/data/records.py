@@ -1,10 +1,10 @@
-"""Training records in a JSONL file: checked once, line by line, then read at random by byte offset."""
+"""Training records in a JSONL file, read at random by byte offset, and the check of every line."""
 
 import json
 import os
-from array import array
+import zlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -12,63 +12,96 @@ from torchtitan_magi.data.formats import parse_document
 
 Parse = Callable[[Any], dict[str, Any]]
 
+MAX_RECORD_BYTES = 16 * 2**20  # a longer line is malformed; it is never read into memory
+_CHUNK_BYTES = 2**20
+_IS_SPACE = np.isin(np.arange(256), list(b" \t\r\n\v\f"))
+_NEWLINE = ord("\n")
+
 
 class RecordFile:
     """The records of one JSONL file. Only an int64 offset per record stays in memory; blank lines are skipped.
 
-    parse: the JSON value of a line -> the record, a function of `formats`.
+    Opening it reads the file once, for the offsets and a checksum. A line is parsed when it is asked for; `check` does
+    so with all of them.
 
-    Raises ValueError, in one line `path:line: what; remedy`, for a file that cannot be read or holds no record and for
-    the first malformed line.
+    Args:
+        path: of the file.
+        parse: the JSON value of a line -> the record, a function of `formats`.
+
+    Attributes:
+        num_bytes: size of the file.
+        crc32: checksum of its bytes.
+
+    Raises ValueError for a file that cannot be read; when a record is asked for, for a malformed line (`what; remedy`).
     """
 
     def __init__(self, path: str | os.PathLike[str], parse: Parse = parse_document):
         self.path, self.parse = os.fspath(path), parse
+        self.num_bytes = self.crc32 = 0
         try:
             self._offsets = self._index()
         except OSError as error:
             reason = error.strerror or error
             raise ValueError(f"cannot read records file {self.path!r}: {reason}; check the path") from None
-        if len(self) == 0:
-            raise ValueError(f"records file {self.path!r} holds no record; write one JSON object per line")
 
     def __len__(self) -> int:
         return len(self._offsets) - 1
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         start, stop = self._offsets[index : index + 2].tolist()
+        if stop - start > MAX_RECORD_BYTES:
+            raise ValueError(f"the line has {stop - start:,} bytes, more than {MAX_RECORD_BYTES:,}; split the record")
         with open(self.path, "rb") as file:  # opened anew, so that forked workers share no file position
             file.seek(start)
             return parse_line(file.read(stop - start), self.parse)
 
-    @property
-    def num_bytes(self) -> int:
-        """Size of the file when it was indexed."""
-        return int(self._offsets[-1])
-
     def where(self, index: int) -> str:
         """`path:line` of a record, for messages; reads the file up to there."""
-        number, offset = 1, 0
+        number, left = 1, int(self._offsets[index])
         with open(self.path, "rb") as file:
-            while offset < self._offsets[index]:
-                offset += len(file.readline())
-                number += 1
+            while left:
+                chunk = file.read(min(left, _CHUNK_BYTES))
+                number += chunk.count(b"\n")
+                left -= len(chunk)
         return f"{self.path}:{number}"
 
+    def check(self, first: int = 0, last: int | None = None) -> None:
+        """Parses records[first:last]. Raises ValueError (`path:line: what; remedy`) for the first malformed one."""
+        for index in range(first, len(self) if last is None else last):
+            try:
+                self[index]
+            except ValueError as error:
+                raise ValueError(f"{self.where(index)}: {error}") from None
+
     def _index(self) -> np.ndarray:
-        """Check every line; int64 [records + 1] byte offsets, the last one the end of the file."""
-        offsets, offset = array("q"), 0
+        """int64 [records + 1]: the byte where each line begins that is not blank, and the end of the file."""
+        found, spaced, begins_line = [], [], True
         with open(self.path, "rb") as file:
-            for number, line in enumerate(file, start=1):
-                if not line.isspace():
-                    try:
-                        parse_line(line, self.parse)
-                    except ValueError as error:
-                        raise ValueError(f"{self.path}:{number}: {error}") from None
-                    offsets.append(offset)
-                offset += len(line)
-        offsets.append(offset)
-        return np.array(offsets, dtype=np.int64)
+            while chunk := file.read(_CHUNK_BYTES):
+                self.crc32 = zlib.crc32(chunk, self.crc32)
+                data = np.frombuffer(chunk, dtype=np.uint8)
+                begins = np.flatnonzero(data == _NEWLINE) + 1
+                if begins_line:
+                    begins = np.append(0, begins)
+                begins_line = len(begins) > 0 and int(begins[-1]) == len(data)
+                begins = begins[: len(begins) - begins_line]
+                begins = begins[data[begins] != _NEWLINE]
+                found.append(begins + self.num_bytes)
+                spaced.append(begins[_IS_SPACE[data[begins]]] + self.num_bytes)  # perhaps blank
+                self.num_bytes += len(data)
+            offsets = np.concatenate([*found, [self.num_bytes]]).astype(np.int64)
+            blank = [offset for part in spaced for offset in part.tolist() if _is_blank_line(file, offset)]
+        return np.setdiff1d(offsets, blank)
+
+
+def _is_blank_line(file: BinaryIO, offset: int) -> bool:
+    file.seek(offset)
+    while part := file.readline(_CHUNK_BYTES):
+        if not part.isspace():
+            return False
+        if part.endswith(b"\n"):
+            break
+    return True
 
 
 def parse_line(line: bytes, parse: Parse) -> dict[str, Any]:

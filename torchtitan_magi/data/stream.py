@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
+from torchtitan_magi.data.corpus import Corpus
 from torchtitan_magi.data.documents import Piece
 from torchtitan_magi.data.packing import PackingCounts, pack_best_fit
-from torchtitan_magi.data.records import RecordFile
 
 logger = logging.getLogger(__name__)
 
@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 MakePieces = Callable[[int, dict[str, Any]], tuple[list[Piece], PackingCounts]]
 
 _FULL = 0.98  # a pack filled to this share is never carried over
+_MAX_SKIPS_LOGGED = 10  # of a run
 _MAX_CARRIED = 1 / 8  # of a window's packs, though always one
 
 
@@ -56,48 +57,50 @@ class Pack:
 
 @dataclass(frozen=True)
 class PackStream:
-    """Packs of `seq_len` tokens from `records`; `make_pieces` must be a pure function. epochs: -1 for no end."""
+    """Packs of `seq_len` tokens from `records`, see `PackedDataset` for the options.
 
-    records: RecordFile
+    make_pieces: a pure function. skip_bad: a record that is malformed or that `make_pieces` refuses is left out and
+    counted; otherwise it raises ValueError.
+    """
+
+    records: Corpus
     make_pieces: MakePieces
     seq_len: int
     seed: int
     shuffle: bool
     epochs: int
     window_packs: int
+    skip_bad: bool
+    weighted: bool
 
     def packs(self, cursor: Cursor) -> Iterator[Pack]:
         """The packs from `cursor` to the end of the last epoch.
 
-        Raises ValueError when a whole epoch holds no label, or when `make_pieces` refuses a record (file and line).
+        Raises ValueError when a whole epoch holds no label, or for a bad record (file and line).
         """
         carried = [self._reload(record, start) for record, start in cursor.carried]
         while self.epochs == -1 or cursor.epoch < self.epochs:
-            order = self._epoch_order(cursor.epoch)
+            order = self.records.epoch_order(self.seed, cursor.epoch, self.shuffle, self.weighted)
             while cursor.position < len(order):
                 packs, carried, after = self._window(order, cursor, carried)
+                self._report(cursor.counts, after.counts)
                 inside = replace(cursor, counts=after.counts)
                 for number, pieces in enumerate(packs[cursor.given :], start=cursor.given + 1):
                     yield Pack(pieces, after if number == len(packs) else replace(inside, given=number))
                 cursor = after
             if cursor.counts.packs == 0:
                 raise ValueError(
-                    f"no record of {self.records.path!r} has a token to train on;"
-                    ' add assistant messages or "text" records, or raise the sequence length'
+                    f"no record of {self.records.paths!r} has a token to train on ({cursor.counts});"
+                    " add records with an assistant's answer, or raise the sequence length"
                 )
-            logger.info("%s: %d epochs read, %s", self.records.path, cursor.epoch + 1, cursor.counts)
+            logger.info("%s: %d epochs read, %s", self.records.paths, cursor.epoch + 1, cursor.counts)
             cursor = Cursor(cursor.epoch + 1, counts=cursor.counts)
-
-    def _epoch_order(self, epoch: int) -> np.ndarray:
-        if not self.shuffle:
-            return np.arange(len(self.records))
-        return np.random.default_rng([self.seed, epoch]).permutation(len(self.records))
 
     def _window(
         self, order: np.ndarray, cursor: Cursor, carried: list[Piece]
     ) -> tuple[list[list[Piece]], list[Piece], Cursor]:
         """The window at `cursor`: its packs, the pieces carried out of it, and the cursor of the next window."""
-        pieces, position, read = self._read(order, cursor.position, carried)
+        pieces, position, read = self._read(order, cursor.position, carried, cursor.counts.skipped)
         packs = pack_best_fit(np.array([len(piece) for piece in pieces], dtype=np.int64), self.seq_len)
         fill = np.array([sum(len(pieces[i]) for i in pack) for pack in packs], dtype=np.int64)
         keep = np.ones(len(packs), dtype=bool)
@@ -120,24 +123,35 @@ class PackStream:
         after = Cursor(cursor.epoch, position, tuple((piece.record, piece.start) for piece in carry), counts=counts)
         return [[pieces[i] for i in packs[pack]] for pack in chosen], carry, after
 
-    def _read(self, order: np.ndarray, position: int, carried: list[Piece]) -> tuple[list[Piece], int, PackingCounts]:
+    def _read(
+        self, order: np.ndarray, position: int, carried: list[Piece], num_skipped: int
+    ) -> tuple[list[Piece], int, PackingCounts]:
         """Add records to the carried pieces until the window is full; the position after the last one read."""
         pieces = list(carried)
         tokens = sum(map(len, pieces))
         first, counts = position, PackingCounts()
         while position < len(order) and (position == first or tokens < self.window_packs * self.seq_len):
-            made, found = self._make(int(order[position]))
+            made, found = self._make(int(order[position]), num_skipped + counts.skipped)
             pieces += made
             counts = counts + found
             tokens += sum(map(len, made))
             position += 1
         return pieces, position, counts
 
-    def _make(self, record: int) -> tuple[list[Piece], PackingCounts]:
+    def _make(self, record: int, num_skipped: int = 0) -> tuple[list[Piece], PackingCounts]:
         try:
             return self.make_pieces(record, self.records[record])
         except ValueError as error:
-            raise ValueError(f"{self.records.where(record)}: {error}") from error
+            if not self.skip_bad:
+                raise ValueError(f"{self.records.where(record)}: {error}") from error
+            if num_skipped < _MAX_SKIPS_LOGGED:
+                logger.warning("record left out: %s: %s", self.records.where(record), error)
+            return [], PackingCounts(documents=1, skipped=1)
+
+    def _report(self, before: PackingCounts, after: PackingCounts) -> None:
+        """Logs the counts when the number of packs has doubled: often at first, then ever more seldom."""
+        if before.packs.bit_length() < after.packs.bit_length():
+            logger.info("%s: %s", self.records.paths, after)
 
     def _reload(self, record: int, start: int) -> Piece:
         for piece in self._make(record)[0]:

@@ -62,6 +62,17 @@ class Magi:
     long_documents: Literal["truncate", "split"] = "truncate"
     """What becomes of documents longer than training.seq_len tokens, for dataset "sft"."""
 
+    epochs: int = -1
+    """How many times training passes over the data before it ends (a count), at training.steps at the latest. -1: no
+    end. For datasets "sft" and "dpo", as the next two."""
+
+    shuffle: bool = True
+    """A new seeded order in every epoch. False: the order of the files, as far as packing allows."""
+
+    bad_records: Literal["error", "skip"] = "error"
+    """What becomes of malformed records. "error": the run stops, before the first step where that can be told. "skip":
+    they are left out, counted, and the first of them logged with file and line."""
+
     loss_per: Literal["token", "document"] = "token"
     """What the loss of dataset "sft" is a mean over. "token": all labels of a step. "document": its documents, each by
     the mean over its labels, so that short answers weigh as much as long ones."""
@@ -113,6 +124,8 @@ def check_job_config(job_config: Any, attn_types: dict[str, str], has_objectives
         varlen = [flavor for flavor, attn_type in attn_types.items() if attn_type == "varlen"]
         has = f"has {attn_types[model.flavor]} attention" if model.flavor in attn_types else "is unknown"
         raise ValueError(f"model.flavor {model.flavor!r} {has}; use one with varlen attention: {', '.join(varlen)}")
+    if not isinstance(magi.epochs, int) or (magi.epochs < 1 and magi.epochs != -1):
+        raise ValueError(f"magi.epochs is {magi.epochs!r}; use a number of passes over the data, or -1 for no end")
     sections = {"training": job_config.training}
     if job_config.validation.enable:
         sections["validation"] = job_config.validation
@@ -120,6 +133,11 @@ def check_job_config(job_config: Any, attn_types: dict[str, str], has_objectives
         if section.dataset in OUR_DATASETS and not section.dataset_path:
             path = section.dataset_path
             raise ValueError(f"{name}.dataset_path is {path!r}; give the JSONL file of dataset {section.dataset!r}")
+        if section.dataset in OUR_DATASETS and section.dataloader.num_workers > 1:
+            raise ValueError(
+                f"{name}.dataloader.num_workers is {section.dataloader.num_workers}; use 0 or 1 for dataset "
+                f"{section.dataset!r}, whose packs are made in one sequence"
+            )
         if (section.dataset == DPO_DATASET) != (job_config.training.dataset == DPO_DATASET):
             raise ValueError(
                 f"validation.dataset is {section.dataset!r} and training.dataset {job_config.training.dataset!r}; "

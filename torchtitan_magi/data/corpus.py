@@ -1,0 +1,158 @@
+"""The records of one or several sources of JSONL files, numbered through, and how often an epoch passes over each."""
+
+import functools
+import glob
+import os
+import zlib
+from dataclasses import dataclass
+
+import numpy as np
+
+from torchtitan_magi.data.formats import parse_document
+from torchtitan_magi.data.records import Parse, RecordFile
+
+
+@dataclass(frozen=True)
+class Source:
+    """Files that share a weight; first: number of their first record."""
+
+    path: str
+    weight: float
+    files: list[RecordFile]
+    first: int
+
+    def __len__(self) -> int:
+        return sum(map(len, self.files))
+
+    def share(self, weight: float, seed: int | None, epoch: int) -> np.ndarray:
+        """Numbers of the records that an epoch takes from this source, int64.
+
+        Passes over the source, each in its own seeded order (or in the files' order, if seed is None), follow each
+        other without end, and every epoch takes the next `weight` of a pass. So with weight 0.5 each record comes once
+        in two epochs.
+        """
+        size = len(self)
+        begin, end = (round(number * weight * size) for number in (epoch, epoch + 1))
+        passes, places = np.divmod(np.arange(begin, end, dtype=np.int64), size)
+        if seed is not None:
+            for number in np.unique(passes).tolist():
+                order = np.random.default_rng([seed, self.first, number]).permutation(size)
+                places[passes == number] = order[places[passes == number]]
+        return self.first + places
+
+
+class Corpus:
+    """The records of a data set.
+
+    Args:
+        paths: sources, separated by commas: each a JSONL file, a folder (its `*.jsonl` files, not those of folders
+            in it) or a glob pattern (`**` goes down folders), the files in order of their names. `source=2` or
+            `source=0.5` gives the source a weight: how many times an epoch passes over it. A path with a comma or an
+            equals sign in it is understood where such a file or folder exists.
+        parse: the JSON value of a line -> the record, a function of `formats`.
+
+    Raises ValueError for sources that cannot be read, hold no record, or name a file a second time.
+    """
+
+    def __init__(self, paths: str | os.PathLike[str], parse: Parse = parse_document):
+        self.paths = os.fspath(paths)
+        self.sources: list[Source] = []
+        seen: set[str] = set()
+        for path, weight in _split(self.paths):
+            files = []
+            for name in _files_of(path):
+                if os.path.realpath(name) in seen:
+                    raise ValueError(
+                        f"records file {name!r} is in the data set twice; give its source a weight instead"
+                    )
+                seen.add(os.path.realpath(name))
+                files.append(RecordFile(name, parse))
+            source = Source(path, weight, files, len(self))
+            if len(source) == 0:
+                raise ValueError(f"records file {path!r} holds no record; write one JSON object per line")
+            self.sources.append(source)
+        self._files = [file for source in self.sources for file in source.files]
+        self._firsts = np.cumsum([0, *map(len, self._files)])
+
+    def __len__(self) -> int:
+        return sum(map(len, self.sources))
+
+    def __getitem__(self, index: int) -> dict[str, object]:
+        file, place = self._locate(index)
+        return file[place]
+
+    def where(self, index: int) -> str:
+        """`path:line` of a record, for messages."""
+        file, place = self._locate(index)
+        return file.where(place)
+
+    def check(self, share: int = 0, shares: int = 1) -> None:
+        """Parses a share of the records. Raises ValueError (`path:line: what; remedy`) for its first malformed one.
+
+        The shares are in the order of the records, so that the first share with an error has the corpus's first one.
+        """
+        begin, end = (len(self) * number // shares for number in (share, share + 1))
+        for file, first in zip(self._files, self._firsts.tolist(), strict=False):
+            file.check(max(0, begin - first), min(len(file), end - first))
+
+    def epoch_order(self, seed: int, epoch: int, shuffle: bool, weighted: bool) -> np.ndarray:
+        """Numbers of an epoch's records in the order in which they are read, int64.
+
+        weighted: whether the weights count; otherwise each record comes once.
+        """
+        passes = [(source, source.weight if weighted else 1.0) for source in self.sources]
+        shares = np.concatenate([source.share(weight, seed if shuffle else None, epoch) for source, weight in passes])
+        return np.random.default_rng([seed, epoch]).permutation(shares) if shuffle else shares
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """What the records are, in words: it changes with the contents and the order of files, not with their names."""
+        crc32 = 0
+        for file in self._files:
+            crc32 = zlib.crc32(f"{file.num_bytes} {file.crc32} ".encode(), crc32)
+        num_bytes = sum(file.num_bytes for file in self._files)
+        return f"{len(self._files)} files with {len(self):,} records, {num_bytes:,} bytes, checksum {crc32:08x}"
+
+    def _locate(self, index: int) -> tuple[RecordFile, int]:
+        number = int(np.searchsorted(self._firsts, index, side="right")) - 1
+        return self._files[number], index - int(self._firsts[number])
+
+
+def _split(paths: str) -> list[tuple[str, float]]:
+    """(path, weight) of each source."""
+    if os.path.exists(paths):
+        return [(paths, 1.0)]
+    sources = []
+    for entry in filter(None, map(str.strip, paths.split(","))):
+        path, equals, weight = entry.rpartition("=")
+        if not equals or os.path.exists(entry):
+            sources.append((entry, 1.0))
+            continue
+        try:
+            sources.append((path, float(weight)))
+        except ValueError:
+            raise ValueError(f"source {entry!r}: weight {weight!r} is not a number; write path=0.5") from None
+        if not 0 < sources[-1][1] < 1e6:
+            raise ValueError(
+                f"source {entry!r}: weight {weight} is out of range; give a number above 0, or leave it out"
+            )
+    if not sources:
+        raise ValueError(f"{paths!r} names no source; give a JSONL file")
+    return sources
+
+
+def _files_of(path: str) -> list[str]:
+    """The JSONL files of a source; a path that is neither folder nor pattern stands for itself."""
+    if os.path.isdir(path):
+        files = sorted(glob.glob(os.path.join(glob.escape(path), "*.jsonl")))
+        if not files:
+            raise ValueError(
+                f"folder {path!r} holds no *.jsonl file; give one that does, or a pattern such as {path}/**"
+            )
+        return files
+    if os.path.exists(path) or not glob.has_magic(path):
+        return [path]
+    files = [name for name in sorted(glob.glob(path, recursive=True)) if os.path.isfile(name)]
+    if not files:
+        raise ValueError(f"no file matches {path!r}; check the pattern")
+    return files
