@@ -90,13 +90,18 @@ class MagiMetricsProcessor(MetricsProcessor):
         objective_metrics = self.objective_metrics()
         super().log(step, global_avg_loss, self._max_loss(), grad_norm, extra_metrics | objective_metrics)
         self.num_flops_per_token = without_attention
-        if objective_metrics:
-            named = (f"{name.split('/')[-1]}: {value:.4f}" for name, value in objective_metrics.items())
-            logger.info(f"step: {step:2}  {'  '.join(named)}")
+        self._print("step", step, objective_metrics)
 
     def log_validation(self, loss: float, step: int, extra_metrics: dict[str, Any] | None = None) -> None:
         super().log_validation(loss, step, extra_metrics)
         self.count.take()
+        self._print("validate step", step, extra_metrics or {})
+
+    def _print(self, what: str, step: int, metrics: dict[str, float]) -> None:
+        """A line for what torchtitan's own does not show."""
+        if metrics:
+            named = (f"{name.split('/')[-1]}: {value:.4f}" for name, value in metrics.items())
+            logger.info(f"{what}: {step:2}  {'  '.join(named)}")
 
     def _max_loss(self) -> float:
         sum_and_count = self.losses.sum_and_count()

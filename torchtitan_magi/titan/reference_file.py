@@ -1,8 +1,8 @@
 """The reference of preference training as numbers beside the data, computed once with the initial weights."""
 
 import hashlib
-import os
 import time
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torchtitan.tools.logging import logger
 
@@ -26,9 +27,9 @@ BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an elemen
 
 
 class ReferenceFile(Reference):
-    """Log-probabilities of all pairs of a data set in ``<dataset_path>.reference.npz``, written by the first run.
+    """Log-probabilities of all pairs of a data set in ``<file>.reference.npz`` beside its first file.
 
-    The file holds fingerprints of model and data, and is used by a run that has the same ones.
+    The first run writes it, with fingerprints of model and data; a run that has the same ones uses it.
 
     Args:
         trainer: a ``MagiTrainer``.
@@ -37,9 +38,8 @@ class ReferenceFile(Reference):
 
     def __init__(self, trainer: Any, section: Any) -> None:
         self.trainer, self.section = trainer, section
-        self.path = Path(f"{str(section.dataset_path).rstrip('/')}.reference.npz")
         self.model_fingerprint = ""
-        self.logprobs_of_pairs = torch.empty(0, 2)
+        self.logprobs_of_records = torch.empty(0, 2)
 
     def prepare(self, step: int) -> None:
         """Reads the file, or makes it in a new run.
@@ -47,23 +47,31 @@ class ReferenceFile(Reference):
         Raises:
             ValueError: the file is of another model or of other data; it cannot be written; a resumed run has none.
         """
+        trainer, batch_mesh = self.trainer, self.trainer.parallel_dims.get_optional_mesh("batch")
         if step == 0:
-            self.model_fingerprint = fingerprint_of_model(
-                self.trainer.model_parts[0], self.trainer.job_config.training.mixed_precision_param
-            )
-        fingerprints, logprobs = _on_rank_0(self._read)
+            precision = trainer.job_config.training.mixed_precision_param
+            self.model_fingerprint = fingerprint_of_model(trainer.model_parts[0], precision)
+        size, rank = (1, 0) if batch_mesh is None else (batch_mesh.size(), batch_mesh.get_local_rank())
+        loader = build_dataloader(
+            self.section, self.section.seq_len, size, rank, trainer.tokenizer, trainer.job_config, False
+        )
+        records = loader.dataset.records
+        path = Path(f"{records.sources[0].files[0].path}.reference.npz")
+        fingerprints = {"model": self.model_fingerprint, "data": self._fingerprint_of_data(records.fingerprint)}
+        logprobs = _on_rank_0(lambda: read_logprobs(path, fingerprints))
         if logprobs is None:
             if step > 0:
                 raise ValueError(
-                    f"reference file {self.path} does not exist, and a run resumed at step {step} cannot make it; "
+                    f"reference file {path} does not exist, and a run resumed at step {step} cannot make it; "
                     "put it back, or start a new run"
                 )
-            logprobs = self._compute()
-            _on_rank_0(lambda: self._write(fingerprints, logprobs))
-        self.logprobs_of_pairs = torch.from_numpy(logprobs).to(self.trainer.device)
+            logger.info(f"Computing the reference's log-probabilities for {path}")
+            logprobs = self._compute(loader, batch_mesh)
+            _on_rank_0(lambda: write_logprobs(path, fingerprints, logprobs))
+        self.logprobs_of_records = torch.from_numpy(logprobs).to(trainer.device)
 
     def logprobs(self, batch: PairBatch) -> Tensor:
-        return self.logprobs_of_pairs[torch.from_numpy(batch.pair_ids).to(self.logprobs_of_pairs.device)]
+        return self.logprobs_of_records[torch.from_numpy(batch.pair_ids).to(self.logprobs_of_records.device)]
 
     def state_dict(self) -> dict[str, Any]:
         return {"reference_model": self.model_fingerprint}
@@ -71,37 +79,15 @@ class ReferenceFile(Reference):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.model_fingerprint = state_dict["reference_model"]
 
-    def _read(self) -> tuple[dict[str, str], npt.NDArray[np.float32] | None]:
-        """The run's fingerprints, and the file's numbers if there is one."""
+    def _fingerprint_of_data(self, records: str) -> str:
         job_config, tokenizer = self.trainer.job_config, self.trainer.tokenizer.tokenizer
-        template = load_chat_template(job_config.model.hf_assets_path)
-        options = (self.section.seq_len, job_config.magi.dpo.shared_prompt, tokenizer.to_str(), template)
-        fingerprints = {
-            "model": self.model_fingerprint,
-            "data": fingerprint_of_data(Path(self.section.dataset_path), repr(options)),
-        }
-        if not self.path.exists():
-            return fingerprints, None
-        with np.load(self.path) as file:
-            for name, now in fingerprints.items():
-                stored = str(file[name])
-                if stored != now:
-                    raise ValueError(
-                        f"reference file {self.path} is of the {name} {stored}, this run has the {name} {now} (its "
-                        "fingerprint); delete the file to have it made anew, or go back to what it was made with"
-                    )
-            return fingerprints, file["logprobs"]
+        text = f"{tokenizer.to_str()} {load_chat_template(job_config.model.hf_assets_path)}"
+        layout = f"{self.section.seq_len} tokens per pack, shared_prompt {job_config.magi.dpo.shared_prompt}"
+        return f"{records}, tokenizer {zlib.crc32(text.encode()):08x}, {layout}"
 
-    def _compute(self) -> npt.NDArray[np.float32]:
-        """One pass over the data."""
-        trainer, dims = self.trainer, self.trainer.parallel_dims
-        batch_mesh = dims.get_optional_mesh("batch")
-        shard: tuple[int, int] = (1, 0) if batch_mesh is None else (batch_mesh.size(), batch_mesh.get_local_rank())
-        logger.info(f"Computing the reference's log-probabilities for {self.path}")
-        loader = build_dataloader(
-            self.section, self.section.seq_len, *shard, trainer.tokenizer, trainer.job_config, False
-        )
-        reader = PairReader(dims)
+    def _compute(self, loader: Any, batch_mesh: DeviceMesh | None) -> npt.NDArray[np.float32]:
+        """float32 [records, 2] in one pass over the data; 0 for records that are in no pack."""
+        trainer, reader = self.trainer, PairReader(self.trainer.parallel_dims)
         logprobs = torch.zeros(loader.dataset.num_records, 2, device=trainer.device)
         with torch.no_grad(), trainer.maybe_enable_amp:
             for inputs, labels in loader:
@@ -114,20 +100,30 @@ class ReferenceFile(Reference):
         trainer.metrics_processor.time_last_log = time.perf_counter()
         return logprobs.cpu().numpy()
 
-    def _write(self, fingerprints: dict[str, str], logprobs: npt.NDArray[np.float32]) -> None:
-        unfinished = self.path.with_name(f"{self.path.name}.{os.getpid()}.npz")
-        np.savez(unfinished, logprobs=logprobs, **fingerprints)  # type: ignore[arg-type]
-        unfinished.replace(self.path)
+
+def read_logprobs(path: Path, fingerprints: dict[str, str]) -> npt.NDArray[np.float32] | None:
+    """The numbers of a reference file, None if there is none.
+
+    Raises:
+        ValueError: it has other fingerprints.
+    """
+    if not path.exists():
+        return None
+    with np.load(path) as file:
+        for name, now in fingerprints.items():
+            if file[name] != now:
+                raise ValueError(
+                    f"reference file {path} was made with the {name} [{file[name]}], this run has [{now}]; "
+                    "delete the file to have it made anew, or go back to what it was made with"
+                )
+        return file["logprobs"]
 
 
-def fingerprint_of_data(path: Path, options: str) -> str:
-    """Of the content of a file, or of all files of a folder, and of what else tokens depend on."""
-    digest = hashlib.sha256(options.encode())
-    for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
-        if file.is_file():
-            with open(file, "rb") as stream:
-                digest.update(hashlib.file_digest(stream, "sha256").digest())
-    return digest.hexdigest()[:16]
+def write_logprobs(path: Path, fingerprints: dict[str, str], logprobs: npt.NDArray[np.float32]) -> None:
+    """Writes a reference file, whole or not at all."""
+    unfinished = path.with_name(f"{path.name}.unfinished.npz")
+    np.savez(unfinished, logprobs=logprobs, **fingerprints)  # type: ignore[arg-type]
+    unfinished.replace(path)
 
 
 def fingerprint_of_model(model: nn.Module, precision: str) -> str:
