@@ -214,6 +214,7 @@ def record_run() -> None:
     sys.argv[1:3] = []
 
     import torchtitan.train
+    from torch._dynamo.utils import counters
     from torchtitan.components.checkpoint import CheckpointManager
     from torchtitan.components.metrics import MetricsProcessor
 
@@ -221,8 +222,10 @@ def record_run() -> None:
 
     def record_and_log(self, step, global_avg_loss, global_max_loss, grad_norm, extra_metrics=None):  # type: ignore[no-untyped-def]
         if os.environ["RANK"] == "0":
+            line = {"step": step, "loss": global_avg_loss, "grad_norm": grad_norm}
+            line["graphs"] = counters["stats"]["unique_graphs"]
             with open(path, "a") as file:
-                file.write(json.dumps({"step": step, "loss": global_avg_loss, "grad_norm": grad_norm}) + "\n")
+                file.write(json.dumps(line) + "\n")
         log(self, step, global_avg_loss, global_max_loss, grad_norm, extra_metrics)
 
     MetricsProcessor.log = record_and_log

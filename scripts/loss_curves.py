@@ -1,0 +1,176 @@
+#!/usr/bin/env python3
+"""Trains 200 steps in bfloat16 under several layouts on the GPUs of this machine and compares their loss curves.
+
+    python scripts/loss_curves.py [--steps 200] [--output benchmarks/results/loss_curves_h200x4.json] [--plot FILE.png]
+
+All runs start from one seed checkpoint and see the same data. Two runs without context parallelism, which differ only
+in the order of summation (two packs at once, or one after the other), set the scale: the largest difference of any
+layout's loss from that of the run without context parallelism must stay within three times theirs. Compiled runs, whose
+fused kernels round in other places, are compared with a compiled one, and must not compile again after their first
+steps. Runs share the machine, each with GPUs of its own.
+"""
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+from loss_compare import DEBUG_TOML, RECORD, ROOT, Layout
+
+REFERENCE, SPREAD = "cp1", "cp1_accumulation"
+TIMES_SPREAD = 3
+SETTLED = 20  # steps after which a compiled run must have all its graphs
+LAYOUTS = {
+    REFERENCE: Layout({}, None),
+    "cp1_compile": Layout({}, None, options="--compile.enable"),
+    SPREAD: Layout({}, options="--training.local_batch_size 1"),
+    "cp4": Layout({"cp": 4}),
+    "cp2_tp2": Layout({"cp": 2, "tp": 2}),
+    "dp2_cp2": Layout({"dp": 2, "cp": 2}),
+    "cp2_compile": Layout({"cp": 2}, "cp1_compile", "--compile.enable"),
+    "cp4_compile_ac_selective": Layout(
+        {"cp": 4}, "cp1_compile", "--compile.enable --activation_checkpoint.selective_ac_option op"
+    ),
+    "cp2_ac_full": Layout({"cp": 2}, options="--activation_checkpoint.mode full"),
+}
+TRAINING = "--training.mixed_precision_param bfloat16 --lr_scheduler.warmup_steps 10"
+
+
+class Gpus:
+    """The GPUs of this machine, lent to runs; without any, four places on its CPU."""
+
+    def __init__(self) -> None:
+        self.on_cpu = not torch.cuda.is_available()
+        self.free = list(range(torch.cuda.device_count() or 4))
+        self.returned = threading.Condition()
+
+    def take(self, count: int) -> list[int]:
+        with self.returned:
+            self.returned.wait_for(lambda: len(self.free) >= count)
+            taken, self.free = self.free[:count], self.free[count:]
+        return taken
+
+    def give(self, taken: list[int]) -> None:
+        with self.returned:
+            self.free += taken
+            self.returned.notify_all()
+
+
+def train(layout: Layout, folder: Path, arguments: list[str], gpus: Gpus) -> list[dict]:
+    """One run; "loss", "grad_norm" and "graphs" (compiled so far) of each step."""
+    folder.mkdir()
+    taken = gpus.take(layout.processes)
+    record = folder / "record.jsonl"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={layout.processes}"]
+    command += [str(ROOT / "scripts" / "loss_compare.py"), RECORD, str(record), "--job.config_file", str(DEBUG_TOML)]
+    command += [
+        *layout.arguments,
+        *TRAINING.split(),
+        "--job.dump_folder",
+        str(folder),
+        "--checkpoint.enable",
+        *arguments,
+    ]
+    visible = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, taken)), "OMP_NUM_THREADS": "1"}
+    try:
+        result = subprocess.run(
+            [*command, *arguments], env={**os.environ, **visible}, cwd=ROOT, capture_output=True, text=True
+        )
+    finally:
+        gpus.give(taken)
+    if result.returncode:
+        raise RuntimeError(f"{' '.join(command)}\n{(result.stdout + result.stderr)[-5000:]}")
+    return [json.loads(line) for line in record.read_text().splitlines()] if record.exists() else []
+
+
+def largest_difference(curve: list[float], reference: list[float]) -> float:
+    assert len(curve) == len(reference)
+    return max(abs(a - b) for a, b in zip(curve, reference, strict=True))
+
+
+def write_plot(curves: dict[str, list[float]], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (above, below) = pyplot.subplots(2, 1, figsize=(8, 7), sharex=True, height_ratios=[2, 1])
+    for name, curve in curves.items():
+        above.plot(range(1, len(curve) + 1), curve, label=name, linewidth=1)
+        against = LAYOUTS[name].against or name
+        if name != against:
+            difference = [abs(a - b) for a, b in zip(curve, curves[against], strict=True)]
+            style = {"color": "black", "linewidth": 2} if name == SPREAD else {"linewidth": 1}
+            below.semilogy(range(1, len(curve) + 1), difference, label=name, **style)
+    above.set_ylabel("loss")
+    above.legend()
+    below.set_ylabel("|loss - loss without context parallelism|")
+    below.set_xlabel("step")
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--seq_len", type=int, default=8192, help="tokens per pack; two packs a step")
+    parser.add_argument("--layouts", default=",".join(LAYOUTS), help="comma-separated (default: %(default)s)")
+    parser.add_argument("--commit", help="commit of the tree, where git is missing")
+    parser.add_argument("--output", type=Path, help="JSON file to write")
+    parser.add_argument("--plot", type=Path, help="picture to write")
+    options = parser.parse_args()
+    chosen = options.layouts.split(",")
+    against = [LAYOUTS[name].against or REFERENCE for name in chosen]
+    names = list(dict.fromkeys([REFERENCE, SPREAD, *against, *chosen]))
+    subprocess.run([sys.executable, ROOT / "scripts" / "make_demo_data.py"], check=True, cwd=ROOT)
+    gpus = Gpus()
+    most = max(LAYOUTS[name].processes for name in names)
+    if len(gpus.free) < most:
+        sys.exit(f"{len(gpus.free)} GPUs, {most} needed; choose --layouts that fit")
+
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        start = ["--training.steps", str(options.steps), "--training.seq_len", str(options.seq_len)]
+        train(Layout({}), folder / "seed", ["--checkpoint.create_seed_checkpoint", *start], gpus)
+        start += ["--checkpoint.initial_load_path", f"{folder}/seed/checkpoint/step-0"]
+        with ThreadPoolExecutor(len(names)) as threads:
+            runs = {name: threads.submit(train, LAYOUTS[name], folder / name, start, gpus) for name in names}
+            records = {name: run.result() for name, run in runs.items()}
+
+    curves = {name: [step["loss"] for step in record] for name, record in records.items()}
+    spread = largest_difference(curves[SPREAD], curves[REFERENCE])
+    failed = []
+    print(f"| layout | loss of step 1, {options.steps} | max difference of loss | of the spread | graphs |")
+    print("| --- | --- | --- | --- | --- |")
+    for name, record in records.items():
+        difference = largest_difference(curves[name], curves[LAYOUTS[name].against or name])
+        graphs = [step["graphs"] for step in record]
+        ends = f"{curves[name][0]:.4f}, {curves[name][-1]:.4f}"
+        print(f"| {name} | {ends} | {difference:.2e} | {difference / spread:.2f} | {graphs[-1]} |")
+        if difference > TIMES_SPREAD * spread:
+            failed.append(f"{name}: loss differs by {difference:.2e}, more than {TIMES_SPREAD} x {spread:.2e}")
+        if graphs[-1] != graphs[min(SETTLED, len(graphs)) - 1]:
+            failed.append(f"{name}: {graphs[-1]} graphs at the end, {graphs[SETTLED - 1]} after step {SETTLED}")
+    if options.output:
+        commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=ROOT).stdout.strip()
+        facts = {
+            "device": "CPU" if gpus.on_cpu else torch.cuda.get_device_name(), "num_gpus": torch.cuda.device_count(),
+            "torch": torch.__version__,
+            "python": platform.python_version(), "commit": options.commit or commit,
+            "command": "scripts/loss_curves.py " + " ".join(sys.argv[1:]), "spread": spread,
+        }  # fmt: skip
+        options.output.write_text(json.dumps(facts | {"runs": records}, indent=1))
+    if options.plot:
+        write_plot(curves, options.plot)
+    sys.exit("\n".join(failed))
+
+
+if __name__ == "__main__":
+    main()
