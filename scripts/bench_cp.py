@@ -21,6 +21,7 @@ import platform
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -34,6 +35,7 @@ from torchtitan_magi.bind import bind_plan, choose_block_attn
 from torchtitan_magi.comm import ProcessGroupTransport, Wait
 from torchtitan_magi.plan import AttnPlan, RankShare, _Tables, plan_ownership
 from torchtitan_magi.slices import AttnSlices
+from torchtitan_magi.stages import Shares, equal_stages
 
 HEAD_DIM = 128
 # Document lengths: upper edges in tokens and cumulative percentages of MagiAttention's benchmark histogram.
@@ -60,24 +62,22 @@ class NoCommunication(ProcessGroupTransport):
         return lambda: None
 
 
-def with_transfers(plan: AttnPlan, transfers: np.ndarray, num_stages: int, in_first_stage: bool) -> AttnPlan:
-    """The same work, with other K/V rows travelling."""
+def everything(plan: AttnPlan, shares: Shares, stage: Callable[[int, int], int]) -> AttnPlan:
+    """The same work, with all rows sent to all ranks; stage(destination, source) of num_stages equal ones says when."""
     owned = tuple(share.ranges for share in plan.ranks)
-    tables = _Tables(plan.slices, owned, transfers, num_stages, in_first_stage)
+    tokens, num_stages = plan.tokens_per_rank, max(1, len(shares) - 1)
+    hops = []
+    for destination in range(plan.cp_size):
+        for source in range(plan.cp_size):
+            if source != destination:
+                before = stage(destination, source) * tokens  # a stage brings a share of what has a place in all stages
+                for start, end in owned[source].tolist():
+                    hops.append((destination, source, start, end, before, num_stages * tokens))
+                    before += end - start
+    table = np.array(hops, dtype=np.int64)
+    tables = _Tables(plan.slices, owned, table[:, :4], table, plan.cp_size, shares, shares)
     ranks = tuple(RankShare(rank, tables) for rank in range(plan.cp_size))
-    return AttnPlan(plan.slices, plan.total_tokens, plan.padded_tokens, plan.cp_size, ranks, plan.areas, transfers)
-
-
-def everything(plan: AttnPlan, stage: Callable[[int, int], int]) -> np.ndarray:
-    """Transfers of all rows to all ranks; stage(destination, source) says when."""
-    rows = [
-        (stage(destination, source), destination, source, start, end)
-        for destination in range(plan.cp_size)
-        for source in range(plan.cp_size)
-        if source != destination
-        for start, end in plan.ranks[source].ranges.tolist()
-    ]
-    return np.array(sorted(rows), dtype=np.int64)
+    return replace(plan, ranks=ranks, transfers=table[:, :4], hops=table, forward=shares, backward=shares)
 
 
 def contiguous(slices: AttnSlices, total: int, cp_size: int) -> AttnPlan:
@@ -87,13 +87,12 @@ def contiguous(slices: AttnSlices, total: int, cp_size: int) -> AttnPlan:
 
 
 def all_gather(plan: AttnPlan) -> AttnPlan:
-    return with_transfers(plan, everything(plan, lambda destination, source: 0), 1, True)
+    return everything(plan, equal_stages(0), lambda destination, source: 0)
 
 
 def ring(plan: AttnPlan) -> AttnPlan:
     cp_size = plan.cp_size
-    transfers = everything(plan, lambda destination, source: (destination - source) % cp_size)
-    return with_transfers(plan, transfers, cp_size, False)
+    return everything(plan, equal_stages(cp_size - 1), lambda destination, source: (destination - source) % cp_size - 1)
 
 
 class _HeadsToTokens(torch.autograd.Function):

@@ -9,6 +9,7 @@ from torchtitan_magi import dispatch, make_plan, undispatch
 from torchtitan_magi.attention import attention_op, make_handle
 from torchtitan_magi.bind import bind_plan, choose_block_attn
 from torchtitan_magi.slices import AttnSlices
+from torchtitan_magi.stages import H200, CostModel, Heads
 
 
 @dataclass(frozen=True)
@@ -18,6 +19,8 @@ class Case:
     heads: tuple[int, int] = (4, 2)
     head_dim: int = 16
     stages: int = 1
+    gpus_per_node: int | None = None
+    cost: CostModel = H200
     seed: int = 0
     dtype: torch.dtype = torch.float32
     fp32_reduce: bool = False
@@ -27,7 +30,10 @@ def run_case(case, cp_size, mesh, device="cpu"):
     """out, lse, dq, dk, dv of the whole pack (replicated), computed by the ranks of ``mesh``."""
     total = len(case.mask)
     q, k, v, dout = inputs(case, device)
-    plan = make_plan(case.slices, total, cp_size, case.stages)
+    plan = make_plan(
+        case.slices, total, cp_size, case.stages, heads=Heads(*case.heads, case.head_dim),
+        gpus_per_node=case.gpus_per_node, cost=case.cost,
+    )  # fmt: skip
     q, k, v = (x.requires_grad_() for x in (q, k, v))
     q_local, k_local, v_local = (dispatch(x, plan, mesh) for x in (q, k, v))
     block_attn = choose_block_attn("auto", q.device)

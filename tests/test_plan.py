@@ -9,13 +9,31 @@ from masks import dense_mask, document_lengths, slice_lists
 
 from torchtitan_magi.plan import make_plan
 from torchtitan_magi.slices import AttnSlices, sliding_window, varlen_causal, varlen_full
+from torchtitan_magi.stages import H200, RESIDENT
 
-CP_SIZES = st.sampled_from([1, 2, 3, 4, 8])
-STAGES = st.integers(0, 4)
+CP_SIZES = st.sampled_from([1, 2, 3, 4, 6, 8])
+STAGES = st.integers(-1, 4)
+NODES = st.sampled_from([None, 1, 2, 3, 4])
 
 
-def assert_plan_is_right(slices, total, cp_size, stages):
-    plan = make_plan(slices, total, cp_size, stages)
+def received_tokens(plan, number, s, exchange, rank, tokens_of):
+    """The tokens that an exchange of stage s brings to a rank; tokens_of(source) is what the source sends from."""
+    received = []
+    for source in range(plan.cp_size):
+        sent = stages_of(plan, number, source)[s].exchanges[exchange]
+        first = sum(sent.send_splits[:rank])
+        rows = sent.send_rows[first : first + sent.send_splits[rank]]
+        assert len(rows) == stages_of(plan, number, rank)[s].exchanges[exchange].recv_splits[source]
+        received.append(tokens_of(source)[rows])
+    return np.concatenate(received)
+
+
+def stages_of(plan, direction, rank):
+    return getattr(plan.ranks[rank], direction)
+
+
+def assert_plan_is_right(slices, total, cp_size, stages, gpus_per_node=None, cost=H200):
+    plan = make_plan(slices, total, cp_size, stages, gpus_per_node=gpus_per_node, cost=cost)
     mask = dense_mask(slices.table, plan.padded_tokens, plan.padded_tokens)
     owned = [share.tokens for share in plan.ranks]
 
@@ -23,48 +41,78 @@ def assert_plan_is_right(slices, total, cp_size, stages):
     assert sorted(np.concatenate(owned)) == list(range(plan.padded_tokens))
     assert {len(tokens) for tokens in owned} == {plan.tokens_per_rank}
     assert plan.padded_tokens - total in range(cp_size)
-    assert [len(share.stages) for share in plan.ranks] == [len(plan.ranks[0].stages)] * cp_size
-
-    for rank, share in enumerate(plan.ranks):
-        needed = set(np.flatnonzero(mask[owned[rank]].any(0))) - set(owned[rank])
-        received_all, computed = [], np.zeros_like(mask, int)
-        for s, stage in enumerate(share.stages):
-            assert stage.communicates == plan.ranks[0].stages[s].communicates
-            received = []
-            for source, other in enumerate(plan.ranks):
-                sent = other.stages[s]
-                first = sum(sent.send_splits[:rank])
-                rows = sent.send_rows[first : first + sent.send_splits[rank]]
-                assert len(rows) == stage.recv_splits[source]
-                received += owned[source][rows].tolist()
-            assert stage.communicates or not received
-            received_all += received
-            buffer = np.array((owned[rank].tolist() if stage.holds_local else []) + received, dtype=int)
-            assert len(buffer) == stage.num_rows
-            local = np.zeros((plan.tokens_per_rank, stage.num_rows), int)
-            for row in stage.slices.table:
-                local += dense_mask(row[None], *local.shape)
-            computed[np.ix_(owned[rank], buffer)] += local
-        # Zero redundancy: each row that is needed and not owned comes exactly once, and no other row comes.
-        assert sorted(received_all) == sorted(needed)
-        assert plan.received_rows[rank] == len(needed)
-        # Each pair of the rank's rows is computed exactly once.
-        assert (computed[owned[rank]] == mask[owned[rank]]).all()
+    for rank in range(cp_size):
         assert plan.areas[rank] == mask[owned[rank]].sum()
+    for direction in ("forward", "backward") if plan.forward != plan.backward else ("forward",):
+        assert_stages_are_right(plan, direction, mask, owned)
+    return plan
 
 
-@given(document_lengths(200), CP_SIZES, STAGES, st.booleans(), st.integers(0, 30))
+def assert_stages_are_right(plan, direction, mask, owned):
+    ranks, node = range(plan.cp_size), np.arange(plan.cp_size) // plan.gpus_per_node
+    need = [set(np.flatnonzero(mask[owned[rank]].any(0))) - set(owned[rank]) for rank in ranks]
+    came = [[] for _ in ranks]  # rows for the rank's own attention
+    crossed = [[] for _ in ranks]
+    computed = [np.zeros_like(mask, int) for _ in ranks]
+    for s in range(len(stages_of(plan, direction, 0))):
+        stage = [stages_of(plan, direction, rank)[s] for rank in ranks]
+        assert {len(one.exchanges) for one in stage} == {len(stage[0].exchanges)}
+        first, second = [np.zeros(0, int)] * plan.cp_size, [np.zeros(0, int)] * plan.cp_size
+        if stage[0].exchanges:
+            first = [received_tokens(plan, direction, s, 0, rank, owned.__getitem__) for rank in ranks]
+        if len(stage[0].exchanges) == 2:
+            second = [received_tokens(plan, direction, s, 1, rank, first.__getitem__) for rank in ranks]
+            for rank, one in enumerate(stage):
+                assert not [d for d, rows in enumerate(one.exchanges[1].send_splits) if rows and node[d] != node[rank]]
+        for rank, one in enumerate(stage):
+            own = owned[rank] if one.holds_local else owned[rank][:0]
+            buffer = np.concatenate([own, first[rank], second[rank]]).astype(int)
+            assert len(buffer) == one.num_rows
+            local = np.zeros((plan.tokens_per_rank, one.num_rows), int)
+            for row in one.slices.table:
+                local += dense_mask(row[None], *local.shape)
+            computed[rank][np.ix_(owned[rank], buffer)] += local
+            came[rank] += [token for token in (*first[rank], *second[rank]) if token in need[rank]]
+            owner_node = np.zeros(plan.padded_tokens, int)
+            for other in ranks:
+                owner_node[owned[other]] = node[other]
+            far = owner_node[first[rank]] != node[rank]
+            crossed[rank] += first[rank][far].tolist()
+            # Besides what it needs, a rank receives only what it passes on.
+            extra = sorted(set(first[rank]) - need[rank])
+            passed = set(first[rank][one.exchanges[1].send_rows]) if len(one.exchanges) == 2 else set()
+            assert set(extra) <= passed
+            assert not set(extra) & set(first[rank][~far])
+            assert set(second[rank]) <= need[rank]
+    for rank in ranks:
+        # Zero redundancy: each row that is needed and not owned comes exactly once to the rank.
+        assert sorted(came[rank]) == sorted(need[rank])
+        assert plan.received_rows[rank] == len(need[rank])
+        assert plan.rows_across_nodes[rank] == len(crossed[rank])
+        # Each pair of the rank's rows is computed exactly once.
+        assert (computed[rank][owned[rank]] == mask[owned[rank]]).all()
+    for n in set(node.tolist()):
+        # And exactly once to the node, shared evenly by its ranks.
+        members = np.flatnonzero(node == n)
+        held = set(np.concatenate([owned[rank] for rank in members]))
+        rows = sorted(token for rank in members for token in crossed[rank])
+        assert rows == sorted(set().union(*(need[rank] for rank in members)) - held)
+        counts = [len(crossed[rank]) for rank in members]
+        assert max(counts) - min(counts) <= 1
+
+
+@given(document_lengths(200), CP_SIZES, STAGES, st.booleans(), st.integers(0, 30), NODES)
 @settings(max_examples=60)
-def test_document_plans(lengths, cp_size, stages, causal, padding):
+def test_document_plans(lengths, cp_size, stages, causal, padding, nodes):
     cu = np.cumsum([0, *lengths])
-    assert_plan_is_right((varlen_causal if causal else varlen_full)(cu), int(cu[-1]) + padding, cp_size, stages)
+    assert_plan_is_right((varlen_causal if causal else varlen_full)(cu), int(cu[-1]) + padding, cp_size, stages, nodes)
 
 
-@given(st.integers(0, 70).flatmap(lambda n: st.tuples(st.just(n), slice_lists(n, n))), CP_SIZES, STAGES)
+@given(st.integers(0, 70).flatmap(lambda n: st.tuples(st.just(n), slice_lists(n, n))), CP_SIZES, STAGES, NODES)
 @settings(max_examples=120)
-def test_any_slices(total_and_slices, cp_size, stages):
+def test_any_slices(total_and_slices, cp_size, stages, nodes):
     total, slices = total_and_slices
-    assert_plan_is_right(slices, total, cp_size, stages)
+    assert_plan_is_right(slices, total, cp_size, stages, nodes)
 
 
 def test_special_packs():
@@ -86,8 +134,8 @@ def test_work_is_balanced():
 def test_documents_that_stay_on_one_rank_move_nothing():
     plan = make_plan(varlen_causal(range(0, 4096 + 1, 1)), 4096, 4)
     assert len(plan.transfers) == 0
-    assert len(plan.ranks[0].stages) == 1
-    assert not plan.ranks[0].stages[0].communicates
+    assert plan.forward == plan.backward == RESIDENT
+    assert [stage.exchanges for stage in plan.ranks[0].forward] == [()]
 
 
 def test_repeated_masks_are_planned_once():
@@ -104,8 +152,9 @@ def test_a_fingerprint_tells_plans_apart():
 def test_plans_do_not_depend_on_the_process():
     code = (
         "import numpy as np, hashlib; from torchtitan_magi.plan import make_plan; from torchtitan_magi.slices import *;"
-        "cu = np.cumsum([0, 500, 20, 1300, 7, 81]); p = make_plan(varlen_causal(cu), 1908, 4, 2);"
-        "print(hashlib.sha1(p.transfers.tobytes() + b''.join(r.tokens.tobytes() for r in p.ranks)).hexdigest())"
+        "cu = np.cumsum([0, 500, 20, 1300, 7, 81]); p = make_plan(varlen_causal(cu), 1908, 4, gpus_per_node=2);"
+        "print(p.forward, p.backward, p.fingerprint, hashlib.sha1(p.hops.tobytes() + b''.join(r.tokens.tobytes()"
+        " for r in p.ranks)).hexdigest())"
     )
     seen = {
         subprocess.run(
@@ -121,7 +170,7 @@ def test_plans_do_not_depend_on_the_process():
     [
         ((AttnSlices([[0, 4, 0, 9, 0]]), 8, 2), r"slice 0 is \[0, 4, 0, 9, 0\] but the pack has 8 tokens"),
         ((varlen_causal([0, 4]), 4, 0), "cp_size is 0"),
-        ((varlen_causal([0, 4]), 4, 2, -1), "overlap_stages is -1"),
+        ((varlen_causal([0, 4]), 4, 2, -2), "overlap_stages is -2"),
     ],
 )
 def test_a_bad_request_names_the_value(arguments, message):

@@ -1,6 +1,7 @@
 """Real collectives: every case on gloo against the dense fp64 reference, and the ranks against each other."""
 
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import torchtitan_magi as magi
 from torchtitan_magi.agreement import PlanAgreement
 from torchtitan_magi.slices import AttnSlices
+from torchtitan_magi.stages import H200, KernelCost, Link
 
 
 @pytest.fixture(scope="module", params=[2, 3, 4, 8])
@@ -44,6 +46,18 @@ def random_slices(seed, total, **options):
     return Case(slices, torch.from_numpy(dense_mask(slices.table, total, total)), **options)
 
 
+SLOW_LINKS = replace(H200, backward=KernelCost(1.0, 0, 0, 0, 0), inside=Link(0.0, 1e6), across=Link(0.0, 1e6))
+NODES = {
+    "documents": documents([300, 7, 1, 64, 500, 33, 120]),
+    "one document over all ranks": documents([777], stages=2),
+    "no overlap": documents([300, 200, 100], stages=0, heads=(3, 3)),
+    "four stages": documents([500, 200, 101], stages=4, heads=(6, 1)),
+    "bidirectional": documents([200, 90, 410], "full", stages=1),
+    "random slices": random_slices(3, 150, stages=2),
+    "float32 on the wire": documents([400, 111], dtype=torch.bfloat16, fp32_reduce=True, stages=2),
+    "bf16 on the wire": documents([400, 111], dtype=torch.bfloat16, heads=(8, 2), head_dim=32),
+    "different stages forward and backward": documents([500, 150], stages=-1, cost=SLOW_LINKS),
+}
 CASES = {
     "mixed lengths": documents([300, 7, 1, 64, 500, 33]),
     "one document over all ranks": documents([777]),
@@ -66,6 +80,11 @@ CASES = {
         torch.from_numpy(dense_mask(magi.shared_prompt([[200, 60, 90], [7, 150, 33]]).table, 540, 540)),
         stages=2,
     ),
+    "chosen stages": documents([300, 7, 1, 64, 500, 33], stages=-1),
+    "different stages forward and backward": NODES["different stages forward and backward"],
+    **{f"nodes of 2, {name}": replace(NODES[name], gpus_per_node=2) for name in NODES},
+    **{f"nodes of 4, {name}": replace(NODES[name], gpus_per_node=4) for name in list(NODES)[:4]},
+    "nodes of 3, documents": replace(NODES["documents"], gpus_per_node=3),
     "nothing attends": Case(AttnSlices([]), torch.zeros(50, 50, dtype=torch.bool)),
 }
 
@@ -84,6 +103,13 @@ def test_every_case_over_real_collectives(pool):
             assert all(torch.equal(other[tensor], per_rank[0][tensor]) for tensor in other), name
 
 
+def test_the_case_of_different_stages_has_them():
+    case = NODES["different stages forward and backward"]
+    plan = magi.make_plan(case.slices, len(case.mask), 4, -1, cost=case.cost)
+    assert len(plan.forward) == 1
+    assert len(plan.backward) > 2
+
+
 def repeat_on_rank(name, times):
     runs = [run_case(CASES[name], dist.get_world_size(), dist.group.WORLD) for _ in range(times)]
     return all(torch.equal(run[tensor], runs[0][tensor]) for run in runs for tensor in run)
@@ -91,6 +117,7 @@ def repeat_on_rank(name, times):
 
 def test_runs_repeat_bit_for_bit(pool):
     assert all(pool.run(repeat_on_rank, "mixed lengths", 3))
+    assert all(pool.run(repeat_on_rank, "nodes of 2, four stages", 3))
 
 
 def misuse_on_rank():

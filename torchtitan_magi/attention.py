@@ -5,14 +5,13 @@ Shapes: T local tokens, Hq query heads, H K/V heads, D head_dim, rows = K/V rows
 
 import functools
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from torchtitan_magi.bind import BoundPlan, bind_plan, bind_slices, choose_block_attn
+from torchtitan_magi.bind import BoundPlan, BoundStage, bind_plan, bind_slices, choose_block_attn
 from torchtitan_magi.comm import Mesh, Wait, group_cast, group_reduce
 from torchtitan_magi.plan import AttnPlan
 from torchtitan_magi.slices import AttnSlices
@@ -22,17 +21,18 @@ from torchtitan_magi.slices import AttnSlices
 
 def _forward(bound: BoundPlan, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float) -> tuple[Tensor, Tensor]:
     """out [T, Hq, D] in the dtype of q, lse [T, Hq] in float32 or wider."""
-    many = len(bound.stages) > 1
-    if not many and not bound.stages[0].communicates:
-        return bound.block_attn.forward(q, k, v, bound.masks[0], softmax_scale, None)
+    stages = bound.forward
+    many = len(stages) > 1
+    if not many and not stages[0].stage.exchanges:
+        return bound.block_attn.forward(q, k, v, stages[0].mask, softmax_scale, None)
     accumulate = None
     if many:
         wide = torch.promote_types(q.dtype, torch.float32)
         accumulate = torch.zeros(q.shape, dtype=wide, device=q.device), q.new_full(q.shape[:2], -torch.inf, dtype=wide)
-    arriving = _Arrivals(bound, k, v)
-    for i in range(len(bound.stages)):
+    arriving = _Arrivals(bound, stages, k, v)
+    for i, bound_stage in enumerate(stages):
         k_rows, v_rows = arriving.take(i)
-        out, lse = bound.block_attn.forward(q, k_rows, v_rows, bound.masks[i], softmax_scale, accumulate)
+        out, lse = bound.block_attn.forward(q, k_rows, v_rows, bound_stage.mask, softmax_scale, accumulate)
     return out.to(q.dtype), lse
 
 
@@ -43,35 +43,37 @@ def _backward(
     wide = torch.promote_types(q.dtype, torch.float32)
     dq = torch.empty(q.shape, dtype=wide, device=q.device)
     delta = bound.block_attn.delta(out, dout, zero=dq)
-    if len(bound.stages) == 1 and not bound.stages[0].communicates:
+    stages = bound.backward
+    if len(stages) == 1 and not stages[0].stage.exchanges:
         dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
         rounded = dq if q.dtype == wide else torch.empty(q.shape, dtype=q.dtype, device=q.device)
         bound.block_attn.backward(
-            dout, q, k, v, lse, delta, bound.masks[0], softmax_scale, dq, dk, dv, bound.deterministic,
+            dout, q, k, v, lse, delta, stages[0].mask, softmax_scale, dq, dk, dv, bound.deterministic,
             spare=None if rounded is dq else rounded,
         )  # fmt: skip
         return rounded if rounded is dq else rounded.copy_(dq), dk, dv
     dkv = torch.empty(len(k), 2, *k.shape[1:], dtype=wide, device=k.device)
     wire = wide if bound.fp32_reduce else k.dtype
-    finish_previous: Callable[[], None] | None = None
-    arriving = _Arrivals(bound, k, v)
-    for i, stage in enumerate(bound.stages):
+    finish_previous: Wait | None = None
+    arriving = _Arrivals(bound, stages, k, v)
+    for i, bound_stage in enumerate(stages):
+        stage = bound_stage.stage
         k_rows, v_rows = arriving.take(i)
-        if i == 0 and not stage.communicates:
+        if i == 0 and not stage.exchanges:
             grad = dkv
-        else:
-            grad = torch.empty(stage.num_rows, 2, *k.shape[1:], dtype=wide if i == 0 else wire, device=k.device)
+        else:  # in the dtype in which it travels, unless something is added to it first
+            dtype = wide if i == 0 or len(stage.exchanges) > 1 else wire
+            grad = torch.empty(stage.num_rows, 2, *k.shape[1:], dtype=dtype, device=k.device)
         bound.block_attn.backward(
-            dout, q, k_rows, v_rows, lse, delta, bound.masks[i], softmax_scale, dq, grad[:, 0], grad[:, 1],
+            dout, q, k_rows, v_rows, lse, delta, bound_stage.mask, softmax_scale, dq, grad[:, 0], grad[:, 1],
             bound.deterministic,
         )  # fmt: skip
-        if stage.communicates:
+        if stage.exchanges:
             if stage.holds_local:
                 dkv.copy_(grad[: len(k)])
-                grad = grad[len(k) :].to(wire)
             if finish_previous is not None:
                 finish_previous()
-            finish_previous = _start_reduce(bound, i, grad, dkv)
+            finish_previous = group_reduce(stage, bound.rows, bound_stage.row_index, grad, wire, dkv, bound.transport)
     if finish_previous is not None:
         finish_previous()
     return dq.to(q.dtype), dkv[:, 0].to(k.dtype, copy=True), dkv[:, 1].to(v.dtype, copy=True)
@@ -80,15 +82,15 @@ def _backward(
 class _Arrivals:
     """The K/V buffers of the stages, each on its way while the one before is attended to."""
 
-    def __init__(self, bound: BoundPlan, k: Tensor, v: Tensor) -> None:
-        self.bound, self.k, self.v = bound, k, v
+    def __init__(self, bound: BoundPlan, stages: tuple[BoundStage, ...], k: Tensor, v: Tensor) -> None:
+        self.bound, self.stages, self.k, self.v = bound, stages, k, v
         self.pending = self._start(0)
 
     def _start(self, i: int) -> tuple[Tensor, Wait] | None:
-        if i >= len(self.bound.stages) or not self.bound.stages[i].communicates:
+        if i >= len(self.stages) or not self.stages[i].stage.exchanges:
             return None
-        bound = self.bound
-        return group_cast(bound.stages[i], bound.rows, bound.row_index[i], self.k, self.v, bound.transport)
+        bound, stage = self.bound, self.stages[i]
+        return group_cast(stage.stage, bound.rows, stage.row_index, self.k, self.v, bound.transport)
 
     def take(self, i: int) -> tuple[Tensor, Tensor]:
         """K and V rows of stage i, [rows, H, D] each; starts the communication of stage i + 1."""
@@ -97,16 +99,6 @@ class _Arrivals:
             pending[1]()
         self.pending = self._start(i + 1)
         return (self.k, self.v) if pending is None else (pending[0][:, 0], pending[0][:, 1])
-
-
-def _start_reduce(bound: BoundPlan, i: int, grad: Tensor, dkv: Tensor) -> Callable[[], None]:
-    returned, wait = group_reduce(bound.stages[i], grad, bound.transport)
-
-    def finish() -> None:
-        wait()
-        bound.rows.add(returned, bound.row_index[i], bound.stages[i], dkv)
-
-    return finish
 
 
 # ------------------------------------------------------------------------------------------------------------- the ops

@@ -80,13 +80,21 @@ def choose_block_attn(backend: str, device: torch.device) -> BlockAttn:
 
 
 @dataclass(frozen=True, eq=False)
+class BoundStage:
+    """A stage with its index data on the device."""
+
+    stage: Stage
+    mask: Any  # for block_attn
+    row_index: list[list[Tensor]]  # of each exchange, for rows
+
+
+@dataclass(frozen=True, eq=False)
 class BoundPlan:
     """One rank's share of a plan, ready to run: index data on the device, the transport and the block attention."""
 
-    stages: tuple[Stage, ...]
-    masks: list[Any]  # of each stage, for block_attn
+    forward: tuple[BoundStage, ...]
+    backward: tuple[BoundStage, ...]
     rows: Rows
-    row_index: list[list[Tensor]]  # of each stage, for rows
     tokens: Tensor  # the token behind each local token number, int32 [T]
     transport: Transport
     block_attn: BlockAttn
@@ -99,8 +107,8 @@ class IndexData:
     """What a rank's share of a plan needs on the device, still on the host. No process group, no device is involved."""
 
     share: RankShare
-    masks: list[Any]  # of each stage, from BlockAttn.prepare
-    row_index: list[list[np.ndarray]]  # of each stage, from Rows.index
+    masks: dict[Stage, Any]  # from BlockAttn.prepare
+    row_index: dict[Stage, list[list[np.ndarray]]]  # of each exchange, from Rows.index
 
 
 def index_data(plan: AttnPlan, rank: int, block_attn: BlockAttn, num_heads_q: int, num_heads_kv: int) -> IndexData:
@@ -112,11 +120,12 @@ def index_data(plan: AttnPlan, rank: int, block_attn: BlockAttn, num_heads_q: in
         num_heads_q, num_heads_kv: heads of the layers on this rank (under tensor parallelism, its part of them).
     """
     share, rows = plan.ranks[rank], block_attn.rows()
-    masks = [
-        block_attn.prepare(stage.slices, plan.tokens_per_rank, stage.num_rows, num_heads_q, num_heads_kv)
-        for stage in share.stages
-    ]
-    return IndexData(share, masks, [rows.index(stage) for stage in share.stages])
+    stages = dict.fromkeys((*share.forward, *share.backward))  # each once
+    masks = {
+        stage: block_attn.prepare(stage.slices, plan.tokens_per_rank, stage.num_rows, num_heads_q, num_heads_kv)
+        for stage in stages
+    }
+    return IndexData(share, masks, {stage: [rows.index(exchange) for exchange in stage.exchanges] for stage in stages})
 
 
 def bind_plan(
@@ -145,22 +154,18 @@ def bind_plan(
     transport = as_transport(mesh, plan.cp_size)
     if index is None:
         index = index_data(plan, transport.rank, block_attn, num_heads_q, num_heads_kv)
-    words = [index.share.tokens, *(mask.words for mask in index.masks), *itertools.chain(*index.row_index)]
-    tokens, *rest = _upload(words, device)
+    row_index = itertools.chain.from_iterable(itertools.chain.from_iterable(index.row_index.values()))
+    tokens, *rest = _upload([index.share.tokens, *(mask.words for mask in index.masks.values()), *row_index], device)
     on_device = iter(rest)
-    masks = [mask.to(next(on_device)) for mask in index.masks]
-    row_index = [[next(on_device) for _ in rows] for rows in index.row_index]
-    return BoundPlan(
-        index.share.stages,
-        masks,
-        block_attn.rows(),
-        row_index,
-        tokens,
-        transport,
-        block_attn,
-        deterministic,
-        fp32_reduce,
+    masks = {stage: mask.to(next(on_device)) for stage, mask in index.masks.items()}
+    bound = {
+        stage: BoundStage(stage, masks[stage], [[next(on_device) for _ in rows] for rows in exchanges])
+        for stage, exchanges in index.row_index.items()
+    }
+    forward, backward = (
+        tuple(bound[stage] for stage in stages) for stages in (index.share.forward, index.share.backward)
     )
+    return BoundPlan(forward, backward, block_attn.rows(), tokens, transport, block_attn, deterministic, fp32_reduce)
 
 
 def bind_slices(
@@ -183,12 +188,11 @@ def bind_slices(
         if beyond.any():
             i = int(beyond.argmax())
             raise ValueError(f"slice {i} is {slices.table[i].tolist()} but {name} has {length} rows; cut the slice")
-    stage = Stage(slices.canonical(), True, num_k, False, np.zeros(0, np.int64), (0,), (0,))
+    stage = Stage(slices.canonical(), True, num_k, ())
     mask = block_attn.prepare(stage.slices, num_q, num_k, num_heads_q, num_heads_kv)
-    words, no_rows = _upload([mask.words, stage.send_rows], device)
-    return BoundPlan(
-        (stage,), [mask.to(words)], block_attn.rows(), [[]], no_rows, SingleRank(), block_attn, deterministic, True
-    )
+    words, no_tokens = _upload([mask.words, np.zeros(0, np.int64)], device)
+    stages = (BoundStage(stage, mask.to(words), []),)
+    return BoundPlan(stages, stages, block_attn.rows(), no_tokens, SingleRank(), block_attn, deterministic, True)
 
 
 def _upload(parts: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:

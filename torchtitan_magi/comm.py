@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchtitan_magi.plan import Stage
+from torchtitan_magi.plan import Exchange, Stage
 
 Wait = Callable[[], object]
 
@@ -131,38 +131,39 @@ def as_transport(mesh: Mesh, cp_size: int) -> Transport:
 class Rows(Protocol):
     """How rows are packed and added: by torch, or by our own kernels (rows.py)."""
 
-    def index(self, stage: Stage) -> list[npt.NDArray[np.integer]]:
-        """Index data of a stage, on the host; the other methods take it from the device."""
+    def index(self, exchange: Exchange) -> list[npt.NDArray[np.integer]]:
+        """Index data of an exchange, on the host; the other methods take it from the device."""
 
     def gather(self, k: Tensor, v: Tensor, index: list[Tensor]) -> Tensor:
         """The rows to send, [S, 2, H, D], of k and v [T, H, D]."""
 
-    def add(self, returned: Tensor, index: list[Tensor], stage: Stage, grad: Tensor) -> None:
+    def add(self, returned: Tensor, index: list[Tensor], exchange: Exchange, grad: Tensor) -> None:
         """Adds returned rows [S, 2, H, D] to grad [T, 2, H, D], for each token in the order of the ranks."""
 
 
 class TorchRows:
     """Row movement by torch's own operations, on any device."""
 
-    def index(self, stage: Stage) -> list[npt.NDArray[np.integer]]:
-        return [stage.send_rows]
+    def index(self, exchange: Exchange) -> list[npt.NDArray[np.integer]]:
+        return [exchange.send_rows]
 
     def gather(self, k: Tensor, v: Tensor, index: list[Tensor]) -> Tensor:
         return torch.stack((k.index_select(0, index[0]), v.index_select(0, index[0])), 1)
 
-    def add(self, returned: Tensor, index: list[Tensor], stage: Stage, grad: Tensor) -> None:
+    def add(self, returned: Tensor, index: list[Tensor], exchange: Exchange, grad: Tensor) -> None:
         # One rank asks for a row at most once: within one rank no two rows collide, so the sums have a fixed order.
-        for rows, values in zip(index[0].split(stage.send_splits), returned.split(stage.send_splits), strict=True):
+        splits = exchange.send_splits
+        for rows, values in zip(index[0].split(splits), returned.split(splits), strict=True):
             grad.index_add_(0, rows, values.to(grad.dtype))
 
 
 def group_cast(
-    stage: Stage, rows: Rows, index: list[Tensor], k: Tensor, v: Tensor, transport: Transport
+    stage: Stage, rows: Rows, index: list[list[Tensor]], k: Tensor, v: Tensor, transport: Transport
 ) -> tuple[Tensor, Wait]:
     """Starts to bring the K/V rows of a stage.
 
     Args:
-        index: ``rows.index(stage)`` on the device of k.
+        index: ``rows.index`` of each exchange of the stage, on the device of k.
         k, v: [T, H, D], this rank's own.
 
     Returns:
@@ -170,23 +171,97 @@ def group_cast(
         calling the second value.
     """
     buffer = k.new_empty(stage.num_rows, 2, *k.shape[1:])
-    received = buffer
+    own, *arriving = _parts(stage, buffer)
     if stage.holds_local:
-        buffer[: len(k), 0] = k
-        buffer[: len(k), 1] = v
-        received = buffer[len(k) :]
-    return buffer, transport.all_to_all(received, rows.gather(k, v, index), stage.recv_splits, stage.send_splits)
+        own[:, 0], own[:, 1] = k, v
+
+    def exchange(i: int, k: Tensor, v: Tensor) -> Wait:
+        splits = stage.exchanges[i].recv_splits, stage.exchanges[i].send_splits
+        return transport.all_to_all(arriving[i], rows.gather(k, v, index[i]), *splits)
+
+    if len(stage.exchanges) == 1:
+        return buffer, exchange(0, k, v)
+
+    def both() -> None:
+        exchange(0, k, v)()
+        exchange(1, arriving[0][:, 0], arriving[0][:, 1])()
+
+    return buffer, _beside(both, k.device, "cast")
 
 
-def group_reduce(stage: Stage, received_grad: Tensor, transport: Transport) -> tuple[Tensor, Wait]:
-    """Starts to send gradients of received K/V rows back to their owners; the reverse of ``group_cast``.
+def group_reduce(
+    stage: Stage,
+    rows: Rows,
+    index: list[list[Tensor]],
+    grad: Tensor,
+    wire: torch.dtype,
+    dkv: Tensor,
+    transport: Transport,
+) -> Wait:
+    """Starts to send gradients of a stage's K/V rows back to their owners; the reverse of ``group_cast``.
+
+    Gradients of rows that a relay passed on are added to the relay's own before they leave the node.
 
     Args:
-        received_grad: [R, 2, H, D], contiguous, in the dtype in which it travels.
-
-    Returns:
-        [S, 2, H, D]: the gradients of the rows this rank sent, for ``Rows.add`` after calling the second value.
+        grad: [stage.num_rows, 2, H, D], contiguous; float32 or wider where the stage has a second exchange.
+        wire: dtype in which gradients travel.
+        dkv: [T, 2, H, D], float32 or wider: to which calling the result adds what comes back.
     """
-    returned = received_grad.new_empty(sum(stage.send_splits), *received_grad.shape[1:])
-    wait = transport.all_to_all(returned, received_grad, stage.send_splits, stage.recv_splits, "reduce")
-    return returned, wait
+    _, *leaving = _parts(stage, grad)
+
+    def exchange(i: int) -> tuple[Tensor, Wait]:
+        send_splits, recv_splits = stage.exchanges[i].send_splits, stage.exchanges[i].recv_splits
+        returned = grad.new_empty(sum(send_splits), *grad.shape[1:], dtype=wire)
+        return returned, transport.all_to_all(returned, leaving[i].to(wire), send_splits, recv_splits, "reduce")
+
+    if len(stage.exchanges) == 1:
+        returned, wait = exchange(0)
+    else:
+        # On the stream that will read it, so that the memory is not given away too early.
+        first = stage.exchanges[0]
+        returned = grad.new_empty(sum(first.send_splits), *grad.shape[1:], dtype=wire)
+
+        def both() -> None:
+            passed_on, wait = exchange(1)
+            wait()
+            rows.add(passed_on, index[1], stage.exchanges[1], leaving[0])
+            transport.all_to_all(returned, leaving[0].to(wire), first.send_splits, first.recv_splits, "reduce")()
+
+        wait = _beside(both, grad.device, "reduce")
+
+    def finish() -> None:
+        wait()
+        rows.add(returned, index[0], stage.exchanges[0], dkv)
+
+    return finish
+
+
+def _parts(stage: Stage, buffer: Tensor) -> tuple[Tensor, ...]:
+    """The stage's buffer by where its rows come from: the rank itself, then each exchange."""
+    arriving = [sum(exchange.recv_splits) for exchange in stage.exchanges]
+    return buffer.split([len(buffer) - sum(arriving), *arriving])
+
+
+def _beside(work: Callable[[], None], device: torch.device, channel: Channel) -> Wait:
+    """Does `work` beside what the current CUDA stream does next; calling the result makes the stream wait for it.
+
+    On the CPU it is done at once.
+    """
+    if device.type != "cuda":
+        work()
+        return lambda: None
+    side = _side_stream(device, channel)
+    side.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(side):
+        work()
+    return functools.partial(_wait_for, device, side.record_event(), work)
+
+
+def _wait_for(device: torch.device, done: torch.cuda.Event, work: Callable[[], None]) -> None:
+    """`work` is kept until here, and with it the memory that it reads and writes."""
+    torch.cuda.current_stream(device).wait_event(done)
+
+
+@functools.lru_cache(maxsize=16)
+def _side_stream(device: torch.device, channel: Channel) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)

@@ -13,7 +13,23 @@ import numpy.typing as npt
 
 from torchtitan_magi.placement import place
 from torchtitan_magi.ranges import expand, intersecting
-from torchtitan_magi.slices import AttnSlices, IntArray, clip_keys, clip_rows
+from torchtitan_magi.routes import cut, first_hops, second_hops
+from torchtitan_magi.slices import AttnSlices, IntArray, clip_keys, clip_rows, slice_areas
+from torchtitan_magi.stages import (
+    H200,
+    LLAMA_HEADS,
+    RESIDENT,
+    CostModel,
+    Heads,
+    Share,
+    Shares,
+    Timeline,
+    Workload,
+    choose_stages,
+    equal_stages,
+    predict,
+    workload,
+)
 from torchtitan_magi.traffic import key_needs, parts_of
 from torchtitan_magi.traffic import transfers as transfers_of
 
@@ -21,20 +37,27 @@ Int64Array = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False)
+class Exchange:
+    """One rank's part in one all-to-all-v of K/V rows. Rows travel in ascending token order, rank after rank."""
+
+    send_rows: Int64Array  # by destination rank; what they number, see Stage
+    send_splits: tuple[int, ...]  # rows sent to each rank
+    recv_splits: tuple[int, ...]  # rows received from each rank
+
+
+@dataclass(frozen=True, eq=False)
 class Stage:
     """One rank's part in one stage: the K/V rows that travel, then attention over the stage's K/V buffer.
 
-    The buffer holds the rank's own tokens first if ``holds_local``, then the received rows by source rank and, from one
-    source, by ascending token.
+    The buffer holds the rank's own tokens first if ``holds_local``, then what each exchange brings. The first exchange
+    sends tokens of the rank, by local number. In a plan for several nodes there is a second one, inside the nodes: it
+    passes on rows that the first one brought, numbered as it brought them. All ranks take part in the same exchanges.
     """
 
     slices: AttnSlices  # queries in local token numbers, keys in rows of the stage's buffer
     holds_local: bool
     num_rows: int  # rows of the stage's K/V buffer
-    communicates: bool  # whether any rank sends anything in this stage; the same on every rank
-    send_rows: Int64Array  # local token numbers of the rows this rank sends, by destination rank
-    send_splits: tuple[int, ...]  # rows sent to each rank
-    recv_splits: tuple[int, ...]  # rows received from each rank
+    exchanges: tuple[Exchange, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,9 +66,11 @@ class _Tables:
 
     slices: AttnSlices  # canonical, over the whole pack
     owned: tuple[Int64Array, ...]  # per rank [n, 2] token ranges
-    transfers: Int64Array  # [n, 5]: stage, destination rank, source rank, first token, end token; sorted
-    num_stages: int
-    local_stage_communicates: bool
+    transfers: Int64Array  # [n, 4]: destination, source, first token, end token
+    hops: Int64Array  # [n, 6]: from `routes.first_hops`
+    gpus_per_node: int
+    forward: Shares
+    backward: Shares
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,6 +79,7 @@ class RankShare:
 
     rank: int
     _tables: _Tables
+    _stages: dict[tuple[bool, Share], Stage] = field(default_factory=dict, repr=False)
 
     @property
     def ranges(self) -> Int64Array:
@@ -65,9 +91,22 @@ class RankShare:
         """The token behind each local token number, int64 [tokens_per_rank]."""
         return expand(self.ranges[:, 0], self.ranges[:, 1])
 
-    @functools.cached_property
-    def stages(self) -> tuple[Stage, ...]:
-        return tuple(_stage(self._tables, self.rank, stage) for stage in range(self._tables.num_stages))
+    @property
+    def forward(self) -> tuple[Stage, ...]:
+        """The stages of a layer's forward."""
+        return self._stages_of(self._tables.forward)
+
+    @property
+    def backward(self) -> tuple[Stage, ...]:
+        """The stages of a layer's backward; a stage that both have is the same object."""
+        return self._stages_of(self._tables.backward)
+
+    def _stages_of(self, shares: Shares) -> tuple[Stage, ...]:
+        keys = [(i == 0, share) for i, share in enumerate(shares)]
+        for key in keys:
+            if key not in self._stages:
+                self._stages[key] = _stage(self._tables, self.rank, *key)
+        return tuple(self._stages[key] for key in keys)
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,18 +118,29 @@ class AttnPlan:
         total_tokens: tokens of the pack.
         padded_tokens: the same, rounded up to a multiple of cp_size; the padding comes last and takes part in nothing.
         cp_size: number of context-parallel ranks.
-        ranks: per rank its share (``ranges``, ``tokens``, ``stages``).
+        gpus_per_node: ranks [0, gpus_per_node) are one node, and so on; cp_size if all ranks are in one.
+        ranks: per rank its share (``ranges``, ``tokens``, ``forward`` and ``backward`` stages).
         areas: (query, key) pairs that each rank computes, int64 [cp_size].
-        transfers: K/V row ranges that travel, int64 [n, 5]: stage, destination, source, first token, end token.
+        transfers: K/V rows that each rank needs of others, int64 [n, 4]: destination, source, first token, end token.
+        hops: how they travel at first, int64 [n, 6], see ``routes.first_hops``.
+        forward, backward: which share of the remote K/V each stage brings.
+        work: what each rank has to do, in the terms of the cost model.
+        heads: of the layers, for which the plan was made.
     """
 
     slices: AttnSlices
     total_tokens: int
     padded_tokens: int
     cp_size: int
+    gpus_per_node: int
     ranks: tuple[RankShare, ...] = field(repr=False)
     areas: Int64Array = field(repr=False)
     transfers: Int64Array = field(repr=False)
+    hops: Int64Array = field(repr=False)
+    forward: Shares
+    backward: Shares
+    work: Workload = field(repr=False)
+    heads: Heads
 
     @property
     def tokens_per_rank(self) -> int:
@@ -100,20 +150,42 @@ class AttnPlan:
     def fingerprint(self) -> int:
         """A number that differs between different plans, in 63 bits."""
         digest = hashlib.blake2b(digest_size=8)
-        for array in (self.slices.table, self.transfers, *(share.ranges for share in self.ranks)):
+        for array in (self.slices.table, self.hops, self.transfers, *(share.ranges for share in self.ranks)):
             digest.update(np.ascontiguousarray(array).tobytes())
-        digest.update(f"{self.total_tokens} {self.cp_size}".encode())
+        numbers = self.total_tokens, self.cp_size, self.gpus_per_node, self.forward, self.backward
+        digest.update(repr(numbers).encode())
         return int.from_bytes(digest.digest()) >> 1
 
     @property
     def received_rows(self) -> Int64Array:
-        """K/V rows that each rank receives, int64 [cp_size]."""
-        _, destination, _, start, end = self.transfers.T
+        """K/V rows of others that each rank needs, int64 [cp_size]."""
+        destination, _, start, end = self.transfers.T
         return np.bincount(destination, end - start, self.cp_size).astype(np.int64)
+
+    @property
+    def rows_across_nodes(self) -> Int64Array:
+        """K/V rows that each rank receives from other nodes, for itself or as a relay, int64 [cp_size]."""
+        receiver, source, start, end = self.hops[:, :4].T
+        crosses = receiver // self.gpus_per_node != source // self.gpus_per_node
+        return np.bincount(receiver, (end - start) * crosses, self.cp_size).astype(np.int64)
+
+    def predict(self, cost: CostModel = H200) -> tuple[Timeline, Timeline]:
+        """When a layer's forward and backward do what, by the cost model."""
+        forward, backward = ((self.forward, False), (self.backward, True))
+        return predict(cost, self.work, self.heads, *forward), predict(cost, self.work, self.heads, *backward)
 
 
 @functools.lru_cache(maxsize=16)
-def make_plan(slices: AttnSlices, total_tokens: int, cp_size: int, overlap_stages: int = 1) -> AttnPlan:
+def make_plan(
+    slices: AttnSlices,
+    total_tokens: int,
+    cp_size: int,
+    overlap_stages: int = -1,
+    *,
+    heads: Heads = LLAMA_HEADS,
+    gpus_per_node: int | None = None,
+    cost: CostModel = H200,
+) -> AttnPlan:
     """Plans one microbatch.
 
     Args:
@@ -122,44 +194,71 @@ def make_plan(slices: AttnSlices, total_tokens: int, cp_size: int, overlap_stage
         cp_size: number of context-parallel ranks.
         overlap_stages: into how many stages the remote K/V is cut. The first is on its way while a rank attends to its
             own K/V, each next one while the one before is attended to. 0: no overlap, one attention call over all K/V.
+            -1: what the cost model predicts to be fastest, for the forward and for the backward.
+        heads: shape of the attention layers on one rank. It guides the balance and the choice of stages; the plan holds
+            for any.
+        gpus_per_node: ranks [0, gpus_per_node) are in one node, and so on. A K/V row then crosses to a node once and is
+            passed on inside, and ranks that share a document are put in one node. None: all ranks are in one node.
+        cost: of what stages do, see ``CostModel.load``.
 
     Raises:
-        ValueError: a slice reaches beyond total_tokens; a size below 1 (stages: below 0).
+        ValueError: a slice reaches beyond total_tokens; a size below 1 (stages: below -1).
     """
     if cp_size < 1 or total_tokens < 0:
         raise ValueError(f"cp_size is {cp_size} and total_tokens {total_tokens}; they must be at least 1 and 0")
-    if overlap_stages < 0:
-        raise ValueError(f"overlap_stages is {overlap_stages}; use 0 for no overlap or the number of stages")
+    if overlap_stages < -1:
+        raise ValueError(
+            f"overlap_stages is {overlap_stages}; use 0 for no overlap, the number of stages, or -1 to have it chosen"
+        )
+    if gpus_per_node is not None and gpus_per_node < 1:
+        raise ValueError(f"gpus_per_node is {gpus_per_node}; use None for one node or the ranks of each node")
     _check_range(slices, total_tokens)
     slices = slices.canonical()
     padded_tokens = -(-total_tokens // cp_size) * cp_size
-    return plan_ownership(slices, total_tokens, place(slices, padded_tokens, cp_size), overlap_stages)
+    gpus_per_node = min(gpus_per_node or cp_size, cp_size)
+    owned = place(slices, padded_tokens, cp_size, gpus_per_node, heads.tile_rows)
+    return plan_ownership(slices, total_tokens, owned, overlap_stages, heads, gpus_per_node, cost)
 
 
 def plan_ownership(
-    slices: AttnSlices, total_tokens: int, owned: tuple[Int64Array, ...], overlap_stages: int
+    slices: AttnSlices,
+    total_tokens: int,
+    owned: tuple[Int64Array, ...],
+    overlap_stages: int,
+    heads: Heads = LLAMA_HEADS,
+    gpus_per_node: int | None = None,
+    cost: CostModel = H200,
 ) -> AttnPlan:
     """The plan that follows from who owns which tokens.
 
     Args:
         slices: canonical.
         owned: per rank int64 [n, 2] token ranges, ascending; together they cover the padded pack, equally many each.
-        overlap_stages: as in ``make_plan``.
+        overlap_stages, heads, gpus_per_node, cost: as in ``make_plan``.
     """
     cp_size = len(owned)
+    gpus_per_node = gpus_per_node or cp_size
     padded_tokens = int(sum((ranges[:, 1] - ranges[:, 0]).sum() for ranges in owned))
 
     parts, owner = parts_of(owned)
-    rank, pairs, needs = key_needs(slices.table.astype(np.int64), parts, owner)
-    areas = np.bincount(rank, pairs, cp_size).astype(np.int64)
+    rank, pieces, needs = key_needs(slices.table.astype(np.int64), parts, owner)
+    areas = np.bincount(rank, slice_areas(pieces), cp_size).astype(np.int64)
     part, destination, start, end = transfers_of(needs, parts, owner).T
     transfers = np.stack([destination, owner[part], start, end], 1)
-    transfers = _cut_into_stages(transfers, overlap_stages)
-
-    num_stages = 1 + (overlap_stages if len(transfers) else 0)
-    tables = _Tables(slices, owned, transfers, num_stages, overlap_stages == 0 and len(transfers) > 0)
+    hops = first_hops(transfers, cp_size, gpus_per_node)
+    work = workload(rank, pieces, transfers, hops, cp_size, padded_tokens // cp_size, gpus_per_node, heads)
+    if len(transfers) == 0:
+        forward = backward = RESIDENT
+    elif overlap_stages == -1:
+        forward, backward = choose_stages(cost, work, heads)
+    else:
+        forward = backward = equal_stages(overlap_stages)
+    tables = _Tables(slices, owned, transfers, hops, gpus_per_node, forward, backward)
     ranks = tuple(RankShare(rank, tables) for rank in range(cp_size))
-    return AttnPlan(slices, total_tokens, padded_tokens, cp_size, ranks, areas, transfers)
+    return AttnPlan(
+        slices, total_tokens, padded_tokens, cp_size, gpus_per_node, ranks, areas, transfers, hops, forward, backward,
+        work, heads,
+    )  # fmt: skip
 
 
 def _check_range(slices: AttnSlices, total_tokens: int) -> None:
@@ -171,53 +270,29 @@ def _check_range(slices: AttnSlices, total_tokens: int) -> None:
         )
 
 
-def _cut_into_stages(transfers: Int64Array, overlap_stages: int) -> Int64Array:
-    """Adds the stage: of the rows from one source to one destination, every stage carries the same share, in order.
-
-    Args:
-        transfers: [n, 4]: destination, source, first token, end token.
-
-    Returns:
-        [m, 5]: stage, destination, source, first token, end token; sorted.
-    """
-    transfers = transfers[np.lexsort((transfers[:, 2], transfers[:, 1], transfers[:, 0]))]
-    stages = [transfers]
-    if overlap_stages > 1 and len(transfers):
-        destination, source, start, end = transfers.T
-        rows = end - start
-        before = rows.cumsum() - rows
-        new_pair = np.append(True, (np.diff(destination) != 0) | (np.diff(source) != 0))
-        pair = new_pair.cumsum() - 1
-        before -= before[new_pair][pair]
-        total = np.bincount(pair, rows).astype(np.int64)[pair]
-        stages = []
-        for stage in range(overlap_stages):
-            first, last = total * stage // overlap_stages, total * (stage + 1) // overlap_stages
-            cut_start = start + np.clip(first - before, 0, rows)
-            cut_end = start + np.clip(last - before, 0, rows)
-            stages.append(np.stack([destination, source, cut_start, cut_end], 1)[cut_start < cut_end])
-    first_stage = 1 if overlap_stages else 0
-    return np.concatenate([np.insert(rows, 0, stage, 1) for stage, rows in enumerate(stages, first_stage)])
-
-
-def _stage(tables: _Tables, rank: int, stage: int) -> Stage:
-    own = tables.owned[rank]
+def _stage(tables: _Tables, rank: int, holds_local: bool, share: Share) -> Stage:
+    own, cp_size = tables.owned[rank], len(tables.owned)
     own_rows = own[:, 1] - own[:, 0]
     own_offset = own_rows.cumsum() - own_rows
-    holds_local = stage == 0
-    transfers = tables.transfers[tables.transfers[:, 0] == stage, 1:]
 
-    # What travels. A source keeps its rows in ascending order, so sender and receiver agree without talking.
-    received = transfers[transfers[:, 0] == rank]
-    sent = transfers[transfers[:, 1] == rank]
-    part = np.searchsorted(own[:, 0], sent[:, 2], side="right") - 1
-    to_local = own_offset[part] - own[part, 0]
-    send_rows = expand(sent[:, 2] + to_local, sent[:, 3] + to_local)
-
-    # The stage's buffer: ranges of tokens and the row at which each begins.
-    start, end = received[:, 2], received[:, 3]
-    if holds_local:
-        start, end = np.append(own[:, 0], start), np.append(own[:, 1], end)
+    # What travels, and the stage's buffer: ranges of tokens, one after another. From rank to rank rows travel in
+    # ascending order, so sender and receiver agree without talking.
+    exchanges = []
+    buffer = [own if holds_local else own[:0]]
+    if share[0] < share[1]:
+        node = rank // tables.gpus_per_node
+        hops = cut(_concerning(tables, rank, node), share)
+        received = hops[hops[:, 0] == rank]
+        exchanges.append(_exchange(rank, hops, own[:, 0], own_offset, cp_size))
+        buffer.append(received[:, 2:])
+        if 1 < tables.gpus_per_node < cp_size:
+            relayed = hops[(hops[:, 0] // tables.gpus_per_node == node) & (hops[:, 1] // tables.gpus_per_node != node)]
+            passed = second_hops(relayed, _from_other_nodes(tables, node))
+            rows = received[:, 3] - received[:, 2]
+            by_token = np.argsort(received[:, 2])
+            exchanges.append(_exchange(rank, passed, received[by_token, 2], (rows.cumsum() - rows)[by_token], cp_size))
+            buffer.append(passed[passed[:, 0] == rank, 2:])
+    start, end = np.concatenate(buffer).T
     row = (end - start).cumsum() - (end - start)
     num_rows = int((end - start).sum())
     order = np.argsort(start)
@@ -232,18 +307,38 @@ def _stage(tables: _Tables, rank: int, stage: int) -> Stage:
     table, origin = clip_keys(table[which], start[part], end[part])
     table[:, 2:4] += (row - start)[part][origin, None]
     table = table[np.lexsort((table[:, 2], table[:, 0]))]
+    return Stage(AttnSlices._trusted(table), holds_local, num_rows, tuple(exchanges))
 
-    cp_size = len(tables.owned)
-    return Stage(
-        slices=AttnSlices._trusted(table),
-        holds_local=holds_local,
-        num_rows=num_rows,
-        communicates=tables.local_stage_communicates if holds_local else True,
-        send_rows=send_rows,
-        send_splits=_rows_per_rank(sent[:, 0], sent, cp_size),
-        recv_splits=_rows_per_rank(received[:, 1], received, cp_size),
+
+def _concerning(tables: _Tables, rank: int, node: int) -> Int64Array:
+    """The hops to and from a rank, and those to its node from other nodes."""
+    receiver, source = tables.hops[:, 0], tables.hops[:, 1]
+    mine = (receiver == rank) | (source == rank)
+    if 1 < tables.gpus_per_node < len(tables.owned):
+        mine |= receiver // tables.gpus_per_node == node
+    return tables.hops[mine]
+
+
+def _from_other_nodes(tables: _Tables, node: int) -> Int64Array:
+    """What the ranks of a node need from other nodes: destination, source, first token, end token."""
+    destination, source = tables.transfers[:, 0] // tables.gpus_per_node, tables.transfers[:, 1] // tables.gpus_per_node
+    return tables.transfers[(destination == node) & (source != node)]
+
+
+def _exchange(rank: int, hops: Int64Array, starts: Int64Array, rows: Int64Array, cp_size: int) -> Exchange:
+    """A rank's part in hops [n, 4]: receiver, sender, first token, end token; sorted.
+
+    Args:
+        starts, rows: first token, ascending, and first row number of each range of tokens that the rank can send.
+    """
+    sent, received = hops[hops[:, 1] == rank], hops[hops[:, 0] == rank]
+    part = np.searchsorted(starts, sent[:, 2], side="right") - 1
+    shift = (rows[part] - starts[part]) if len(part) else part
+    send_rows = expand(sent[:, 2] + shift, sent[:, 3] + shift)
+    return Exchange(
+        send_rows, _rows_per_rank(sent[:, 0], sent, cp_size), _rows_per_rank(received[:, 1], received, cp_size)
     )
 
 
-def _rows_per_rank(rank: Int64Array, transfers: Int64Array, cp_size: int) -> tuple[int, ...]:
-    return tuple(np.bincount(rank, transfers[:, 3] - transfers[:, 2], cp_size).astype(int).tolist())
+def _rows_per_rank(rank: Int64Array, hops: Int64Array, cp_size: int) -> tuple[int, ...]:
+    return tuple(np.bincount(rank, hops[:, 3] - hops[:, 2], cp_size).astype(int).tolist())

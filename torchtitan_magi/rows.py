@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from torchtitan_magi import launch
-from torchtitan_magi.plan import Stage
+from torchtitan_magi.plan import Exchange
 
 _WARPS = 8  # of a block, one row each
 _UNIT = 16  # bytes that a lane moves at once
@@ -35,11 +35,11 @@ class _AddParams(ctypes.Structure):
 class CudaRows:
     """Row movement by our own kernels, one launch each."""
 
-    def index(self, stage: Stage) -> list[npt.NDArray[np.integer]]:
-        """Index data of a stage: rows to send; and for what returns, the tokens, and each one's rows in rank order."""
-        order = np.argsort(stage.send_rows, kind="stable")
-        tokens, counts = np.unique(stage.send_rows, return_counts=True)
-        return [stage.send_rows, tokens, np.append(0, counts.cumsum()), order]
+    def index(self, exchange: Exchange) -> list[npt.NDArray[np.integer]]:
+        """Index data of an exchange: rows to send; for what returns, the tokens, and each one's rows in rank order."""
+        order = np.argsort(exchange.send_rows, kind="stable")
+        tokens, counts = np.unique(exchange.send_rows, return_counts=True)
+        return [exchange.send_rows, tokens, np.append(0, counts.cumsum()), order]
 
     def gather(self, k: Tensor, v: Tensor, index: list[Tensor]) -> Tensor:
         """The rows to send, [S, 2, H, D]. k, v: [T, H, D] bf16 or fp16, D a multiple of 8; strided views are fine."""
@@ -58,7 +58,7 @@ class CudaRows:
             launch.load("rows.cu", "gather_rows", (), _WARPS * 32, 0)(k.device.index, _blocks(len(rows)), params)
         return sent
 
-    def add(self, returned: Tensor, index: list[Tensor], stage: Stage, grad: Tensor) -> None:
+    def add(self, returned: Tensor, index: list[Tensor], exchange: Exchange, grad: Tensor) -> None:
         """Adds returned rows [S, 2, H, D] (bf16, fp16 or fp32) to grad fp32 [T, 2, H, D], per token in rank order."""
         _, tokens, offsets, order = index
         if len(tokens):

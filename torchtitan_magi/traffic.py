@@ -36,20 +36,20 @@ def transfers(needs: IntArray, parts: IntArray, owner: IntArray) -> Int64Array:
 
 
 def key_needs(table: IntArray, parts: IntArray, owner: IntArray) -> tuple[IntArray, IntArray, Int64Array]:
-    """A canonical slice table [n, 5] cut at the parts: rank and area of each piece, key ranges [m, 3] of each rank."""
+    """A canonical slice table [n, 5] cut at the parts: rank of each piece, pieces, key ranges [m, 3] of each rank."""
     which, part = intersecting(table[:, 0], table[:, 1], parts[:, 0], parts[:, 1])
     pieces = clip_rows(table[which], parts[part, 0], parts[part, 1])
     limit = int(parts[:, 1].max(initial=0))
-    return owner[part], slice_areas(pieces), union(owner[part], pieces[:, 2], pieces[:, 3], limit)
+    return owner[part], pieces, union(owner[part], pieces[:, 2], pieces[:, 3], limit)
 
 
 def traffic(slices: AttnSlices, owned: Sequence[IntArray]) -> tuple[Int64Array, Int64Array, Int64Array]:
     """(query, key) pairs computed, K/V rows received and K/V rows sent by each rank; int64 [ranks] each."""
     table = slices.canonical().table.astype(np.int64)
     parts, owner = parts_of(owned)
-    rank, areas, needs = key_needs(table, parts, owner)
+    rank, pieces, needs = key_needs(table, parts, owner)
     part, destination, start, end = transfers(needs, parts, owner).T
-    counts = ((rank, areas), (destination, end - start), (owner[part], end - start))
+    counts = ((rank, slice_areas(pieces)), (destination, end - start), (owner[part], end - start))
     area, received, sent = (_sums(which, values, len(owned)) for which, values in counts)
     return area, received, sent
 

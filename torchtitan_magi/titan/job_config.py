@@ -46,8 +46,9 @@ class Magi:
     """Attention kernel. "ffa": ours, for Hopper GPUs. "flex": torch's flex_attention, for any machine, slower. "auto":
     ffa on CUDA, flex on CPU; it never falls back from one to the other."""
 
-    overlap_stages: int = 1
-    """Into how many stages the K/V of other ranks is cut, to travel while attention runs (a count). 0: no overlap."""
+    overlap_stages: int = -1
+    """Into how many stages the K/V of other ranks is cut, to travel while attention runs (a count). 0: no overlap. -1:
+    chosen for each microbatch, for the forward and for the backward, by what a cost model predicts."""
 
     deterministic: bool = False
     """Repeat bit for bit, forward and backward, on a fixed layout. Slower."""
@@ -111,9 +112,10 @@ def check_job_config(job_config: Any, attn_types: dict[str, str], has_objectives
             value = getattr(options, option.name)
             if choices and value not in choices:
                 raise ValueError(f"{prefix}.{option.name} is {value!r}; use one of {', '.join(map(repr, choices))}")
-    if not isinstance(magi.overlap_stages, int) or magi.overlap_stages < 0:
+    if not isinstance(magi.overlap_stages, int) or magi.overlap_stages < -1:
         raise ValueError(
-            f"magi.overlap_stages is {magi.overlap_stages!r}; use 0 for no overlap or the number of stages"
+            f"magi.overlap_stages is {magi.overlap_stages!r}; use 0 for no overlap, the number of stages, or -1 to have it "
+            "chosen"
         )
     if parallelism.pipeline_parallel_degree > 1:
         raise ValueError(

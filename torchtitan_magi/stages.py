@@ -1,0 +1,362 @@
+"""Into how many stages remote K/V are cut, by a model of what a stage costs and what it hides.
+
+The model predicts when each rank's stages arrive, run and return in one layer, and the cut with the shortest prediction
+is chosen, for the forward and for the backward. All ranks run the same stages, as each begins with a collective.
+Its constants were fitted to measurements; `scripts/calibrate.py` measures them on other machines.
+"""
+
+import itertools
+import json
+from dataclasses import asdict, dataclass, fields
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from torchtitan_magi.slices import IntArray, slice_areas
+from torchtitan_magi.worklists import MAX_PACK, ROWS, largest_divisor
+
+FloatArray = npt.NDArray[np.float64]
+Share = tuple[Fraction, Fraction]  # from which to which part of the remote K/V
+Shares = tuple[Share, ...]  # of each stage; the first one also holds the rank's own K/V
+
+NONE, ALL = Fraction(0), Fraction(1)
+RESIDENT: Shares = ((NONE, NONE),)  # nothing travels
+SIMPLER = 0.99  # a cut into more stages must be predicted to take less than this part of the time
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Shape of the attention layers on one rank."""
+
+    num_heads_q: int
+    num_heads_kv: int
+    head_dim: int
+
+    def __post_init__(self) -> None:
+        if self.num_heads_kv < 1 or self.num_heads_q < 1 or self.num_heads_q % self.num_heads_kv or self.head_dim < 1:
+            raise ValueError(
+                f"{self.num_heads_q} query heads, {self.num_heads_kv} K/V heads, head_dim {self.head_dim}; "
+                "the query heads must be a multiple of the K/V heads"
+            )
+
+    @property
+    def tile_rows(self) -> int:
+        """Tokens of a tile of the kernel's forward."""
+        return ROWS // largest_divisor(self.num_heads_q // self.num_heads_kv, MAX_PACK)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one token's K and V in 16 bits."""
+        return 4 * self.num_heads_kv * self.head_dim
+
+    @property
+    def out_elements(self) -> int:
+        """Elements of one token's attention output."""
+        return self.num_heads_q * self.head_dim
+
+
+LLAMA_HEADS = Heads(num_heads_q=64, num_heads_kv=8, head_dim=128)  # of Llama 3.1 70B
+
+
+@dataclass(frozen=True)
+class KernelCost:
+    """Seconds of a kernel call: `launch`, and per query head what its pairs and its rows cost.
+
+    A pair of a query and a key costs pair + pair_dim * head_dim, a row (a query token with any key) row + row_dim *
+    head_dim: rows pay for blocks that are filled only in part, for prologue and epilogue. So short documents run slow.
+    """
+
+    launch: float  # s
+    pair: float  # s
+    pair_dim: float  # s per element
+    row: float  # s
+    row_dim: float  # s per element
+
+    def seconds(self, pairs: FloatArray, rows: FloatArray, heads: Heads) -> FloatArray:
+        dim = heads.head_dim
+        work = pairs * (self.pair + self.pair_dim * dim) + rows * (self.row + self.row_dim * dim)
+        return self.launch + heads.num_heads_q * work
+
+
+@dataclass(frozen=True)
+class Link:
+    """An all-to-all: every GPU sends and receives at once."""
+
+    latency: float  # s
+    bandwidth: float  # bytes/s that a GPU sends, and receives
+
+    def seconds(self, num_bytes: FloatArray) -> FloatArray:
+        return self.latency + num_bytes / self.bandwidth
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """What one layer's attention and communication cost on a kind of machine."""
+
+    forward: KernelCost
+    backward: KernelCost
+    merge: float  # s per element of out: what a forward takes longer that adds to the stages before
+    stage: float  # s of a stage that communicates: packing its rows, starting its exchange
+    memory: float  # bytes/s of element-wise passes
+    slowdown: float  # part of the kernel's speed that communication takes while both run
+    inside: Link  # a node
+    across: Link  # nodes
+
+    @classmethod
+    def load(cls, path: Path) -> "CostModel":
+        """From the JSON file that `save` or scripts/calibrate.py wrote."""
+        values = json.loads(path.read_text())["cost_model"]
+        return cls(**{f.name: f.type(**values[f.name]) if f.type in _PARTS else values[f.name] for f in fields(cls)})
+
+    def save(self, path: Path, **notes: Any) -> None:
+        """As JSON, with notes on where the values come from."""
+        path.write_text(json.dumps({**notes, "cost_model": asdict(self)}, indent=1) + "\n")
+
+
+_PARTS = (KernelCost, Link)
+
+# Kernel: least relative error over the 42 cases of benchmarks/results/kernel_h200.json (scripts/calibrate.py --fit);
+# errors -9% to +10% forward, -29% to +17% backward. Links inside a node: NCCL all_to_all_single among 4 GPUs, 36 us
+# for 1 MiB per rank, 175 GiB/s at 16 MiB, 280 GiB/s at 256 MiB. merge: the accumulating forward against the plain one,
+# causal 16k and varlen 2k (kernels/NOTES.md). memory: a little below the 4.3 TB/s in kernels/NOTES.md.
+# Estimates that nobody has measured yet: stage, slowdown, and across (one 400 Gb/s adapter per GPU).
+H200 = CostModel(
+    forward=KernelCost(launch=14e-6, pair=3.14e-13, pair_dim=3.39e-15, row=1.47e-10, row_dim=0.0),
+    backward=KernelCost(launch=70e-6, pair=4.65e-13, pair_dim=1.42e-14, row=7.32e-10, row_dim=6.26e-13),
+    merge=1.0e-12,
+    stage=20e-6,
+    memory=4.0e12,
+    slowdown=0.12,
+    inside=Link(latency=35e-6, bandwidth=3.1e11),
+    across=Link(latency=60e-6, bandwidth=4.5e10),
+)
+
+
+# ------------------------------------------------------------------------------------------------------------- the work
+
+
+@dataclass(frozen=True, eq=False)
+class Workload:
+    """What each rank does in one layer; float64 [ranks] each, but for `tokens`."""
+
+    tokens: int  # of a rank
+    local_pairs: FloatArray  # with its own keys, and what tiles that are filled in part add to them
+    local_rows: FloatArray  # queries with any own key
+    remote_pairs: FloatArray
+    remote_rows: FloatArray
+    received: FloatArray  # K/V rows that it gets from others
+    sent: FloatArray  # rows that others add up into its gradients
+    inside: FloatArray  # rows sent or received in its node, the larger, in the first exchange
+    across: FloatArray  # the same to and from other nodes
+    passed_on: FloatArray  # rows that it gets from relays in its node, or relays itself; 0 without a second exchange
+
+
+def workload(
+    rank: IntArray,
+    pieces: IntArray,
+    transfers: IntArray,
+    hops: IntArray,
+    cp_size: int,
+    tokens_per_rank: int,
+    gpus_per_node: int,
+    heads: Heads,
+) -> Workload:
+    """Sums up a plan.
+
+    Args:
+        rank, pieces: int64 [n], [n, 5]: the slices cut at the ranks' token ranges, and whose each is.
+        transfers: int64 [m, 4]: destination, source, first token, end token.
+        hops: from `routes.first_hops`.
+    """
+    rows, pairs = pieces[:, 1] - pieces[:, 0], slice_areas(pieces)
+    # Of a piece's keys those that are received: all rows see them, or, where bounds move, as many as there are pairs.
+    remote = np.minimum(pairs, rows * _received_keys(rank, pieces, transfers))
+    tiles = 1 + (heads.tile_rows - 1) / np.maximum(rows, 1)  # a stretch of rows at any offset, in the mean
+
+    def per_rank(which: IntArray, values: npt.NDArray[Any]) -> FloatArray:
+        return np.bincount(which, values, cp_size).astype(np.float64)
+
+    def both_ways(some: npt.NDArray[np.bool_]) -> FloatArray:
+        receiver, source, start, end = hops[some, :4].T
+        return np.maximum(per_rank(receiver, end - start), per_rank(source, end - start))
+
+    destination, source, start, end = transfers.T
+    crosses = hops[:, 0] // gpus_per_node != hops[:, 1] // gpus_per_node
+    is_far = destination // gpus_per_node != source // gpus_per_node
+    return Workload(
+        tokens=tokens_per_rank,
+        local_pairs=per_rank(rank, (pairs - remote) * tiles),
+        local_rows=per_rank(rank, np.where(pairs > remote, rows, 0)),
+        remote_pairs=per_rank(rank, remote * tiles),
+        remote_rows=per_rank(rank, np.where(remote > 0, rows, 0)),
+        received=per_rank(destination, end - start),
+        sent=per_rank(source, end - start),
+        inside=both_ways(~crosses),
+        across=both_ways(crosses),
+        passed_on=per_rank(destination, (end - start) * is_far) if gpus_per_node > 1 else np.zeros(cp_size),
+    )
+
+
+def _received_keys(rank: IntArray, pieces: IntArray, transfers: IntArray) -> IntArray:
+    """How many of the keys in each piece's range its rank receives, int64 [n]."""
+    # The ranks' tokens one after another on one axis: received keys below any place of it, then differences.
+    limit = int(max(pieces[:, 3].max(initial=0), transfers[:, 3].max(initial=0))) + 1
+    place = transfers[:, 0] * limit + transfers[:, 2]
+    order = np.argsort(place, kind="stable")
+    place = np.append(-1, place[order])
+    count = np.append(0, (transfers[:, 3] - transfers[:, 2])[order])
+    before = count.cumsum() - count
+
+    def below(token: IntArray) -> IntArray:
+        at = rank * limit + token
+        i = np.searchsorted(place, at, side="right") - 1
+        return before[i] + np.minimum(at - place[i], count[i])
+
+    return below(pieces[:, 3]) - below(pieces[:, 2])
+
+
+# ------------------------------------------------------------------------------------------------------- the prediction
+
+
+@dataclass(frozen=True, eq=False)
+class Timeline:
+    """When what happens in one layer's forward or backward, in seconds since its start.
+
+    float64 [stages, 2, ranks] each: start and end; what does not happen ends when it starts.
+    """
+
+    casts: FloatArray  # K/V arrive
+    attends: FloatArray
+    reduces: FloatArray  # dK/dV return; backward only
+    end: FloatArray  # [ranks]
+
+    @property
+    def seconds(self) -> float:
+        """Until the last rank is done."""
+        return float(self.end.max())
+
+
+def predict(cost: CostModel, work: Workload, heads: Heads, shares: Shares, backward: bool) -> Timeline:
+    """The timeline of one layer. K/V of the next stage arrive while a stage runs; dK/dV of the one before return."""
+    num_ranks = len(work.received)
+    casts, attends, reduces = np.zeros((3, len(shares), 2, num_ranks))
+    link = 0.0  # since when it is free; a collective begins when all ranks have come to it
+    travel = [_exchange_seconds(cost, work, heads, share) if share[0] < share[1] else None for share in shares]
+    now = np.zeros(num_ranks)
+
+    def exchange(times: FloatArray, seconds: FloatArray, issued: FloatArray) -> None:
+        nonlocal link
+        times[0] = max(link, float(issued.max()))
+        times[1] = times[0] + seconds
+        link = float(times[1].max())
+
+    for i in range(len(shares)):
+        if i == 0 and travel[0] is not None:
+            exchange(casts[0], travel[0], now)
+        start = np.maximum(now, casts[i, 1])
+        beside = np.zeros(num_ranks)
+        if i + 1 < len(shares) and (following := travel[i + 1]) is not None:
+            exchange(casts[i + 1], following, start)
+            beside += following
+        if i > 0 and backward:
+            beside += reduces[i - 1, 1] - reduces[i - 1, 0]
+        seconds = _stage_seconds(cost, work, heads, shares, i, backward)
+        now = start + seconds + cost.slowdown * np.minimum(beside, seconds)
+        attends[i] = start, now
+        if backward and (returning := travel[i]) is not None:
+            exchange(reduces[i], returning, now)
+    if backward:
+        now = np.maximum(now, reduces[-1, 1]) + _adding_seconds(cost, work, heads, shares)
+    elif len(shares) > 1:  # out in 32 bits: set to zero, read, rounded
+        now = now + 10 * work.tokens * heads.out_elements / cost.memory
+    return Timeline(casts, attends, reduces, now)
+
+
+def _exchange_seconds(cost: CostModel, work: Workload, heads: Heads, share: Share) -> FloatArray:
+    """Time of a stage's exchanges, [ranks]."""
+    size = float(share[1] - share[0]) * heads.row_bytes
+    seconds = cost.inside.seconds(work.inside * size)
+    if work.across.any():
+        seconds = np.maximum(seconds, cost.across.seconds(work.across * size))
+    if work.passed_on.any():
+        seconds = seconds + cost.inside.seconds(work.passed_on * size)
+    return seconds
+
+
+def _stage_seconds(cost: CostModel, work: Workload, heads: Heads, shares: Shares, i: int, backward: bool) -> FloatArray:
+    """Time that a stage keeps the GPU busy, [ranks]."""
+    part = float(shares[i][1] - shares[i][0])
+    pairs, keys = part * work.remote_pairs, part * work.received
+    rows = work.remote_rows if part else np.zeros_like(pairs)
+    if i == 0:
+        pairs, keys, rows = pairs + work.local_pairs, keys + work.tokens, np.maximum(rows, work.local_rows)
+    if backward:
+        seconds = cost.backward.seconds(pairs, (rows + keys) / 2, heads)
+    else:
+        seconds = cost.forward.seconds(pairs, rows, heads)
+        if len(shares) > 1:
+            seconds = seconds + cost.merge * rows * heads.out_elements
+    if part:
+        seconds = seconds + cost.stage
+        if i == 0:  # the rank's own K/V are copied beside those that it receives, and their gradients back
+            passes = 10 if backward else 2
+            seconds = seconds + passes * work.tokens * heads.row_bytes / cost.memory
+    return seconds
+
+
+def _adding_seconds(cost: CostModel, work: Workload, heads: Heads, shares: Shares) -> FloatArray:
+    """Time to add the gradients that the last stage brings back: read in 16 bits, read and written in 32, [ranks]."""
+    part = float(shares[-1][1] - shares[-1][0])
+    return 5 * part * work.sent * heads.row_bytes / cost.memory
+
+
+# ----------------------------------------------------------------------------------------------------------- the choice
+
+
+def equal_stages(count: int) -> Shares:
+    """Remote K/V in so many equal stages after the rank's own. 0: no overlap, one stage with everything."""
+    if count == 0:
+        return ((NONE, ALL),)
+    return (*RESIDENT, *((Fraction(i, count), Fraction(i + 1, count)) for i in range(count)))
+
+
+def _growing_stages(*sizes: int) -> Shares:
+    """Stages after the rank's own, of these sizes relative to each other."""
+    edges = [Fraction(sum(sizes[:i]), sum(sizes)) for i in range(len(sizes) + 1)]
+    return (*RESIDENT, *itertools.pairwise(edges))
+
+
+# From few stages to many. Where little local work hides the first one, it is better small.
+CANDIDATES = (
+    equal_stages(0),
+    equal_stages(1),
+    equal_stages(2),
+    _growing_stages(1, 2),
+    _growing_stages(1, 3),
+    equal_stages(3),
+    _growing_stages(1, 2, 4),
+    equal_stages(4),
+    _growing_stages(1, 2, 4, 8),
+    equal_stages(6),
+)
+
+
+def choose_stages(cost: CostModel, work: Workload, heads: Heads) -> tuple[Shares, Shares]:
+    """Stages of the forward and of the backward; the same unless that costs time, as both then share index data."""
+    if not work.received.any():
+        return RESIDENT, RESIDENT
+    forward, backward = (_fastest(cost, work, heads, is_backward) for is_backward in (False, True))
+    times = [predict(cost, work, heads, shares, True).seconds for shares in (backward, forward)]
+    return forward, backward if times[0] < SIMPLER * times[1] else forward
+
+
+def _fastest(cost: CostModel, work: Workload, heads: Heads, backward: bool) -> Shares:
+    best, shortest = CANDIDATES[0], predict(cost, work, heads, CANDIDATES[0], backward).seconds
+    for shares in CANDIDATES[1:]:
+        seconds = predict(cost, work, heads, shares, backward).seconds
+        if seconds < SIMPLER * shortest:
+            best, shortest = shares, seconds
+    return best
