@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import torchtitan_magi as magi
 from torchtitan_magi.agreement import PlanAgreement
+from torchtitan_magi.comm import gpus_per_node
 from torchtitan_magi.slices import AttnSlices
 from torchtitan_magi.stages import H200, KernelCost, Link
 
@@ -134,6 +135,26 @@ def misuse_on_rank():
 
 def test_a_mesh_that_does_not_fit_the_plan_is_refused(pool):
     assert pool.run(misuse_on_rank) == [(4, 2, 8)] * pool.size
+
+
+def nodes_on_rank():
+    """gpus_per_node of the world, and of groups with tensor parallelism inside and outside, for machines of 4."""
+    world, half = dist.get_world_size(), dist.get_world_size() // 2
+    meshes = init_device_mesh("cpu", (half, 2), mesh_dim_names=("cp", "tp")), init_device_mesh("cpu", (2, half))
+    groups = [dist.group.WORLD, meshes[0]["cp"], meshes[0]["tp"].get_group(), meshes[1].get_group(0)]
+    uneven = dist.new_group(range(world - 1))
+    counts = [gpus_per_node(group, 4) for group in groups]
+    return counts, gpus_per_node(uneven, 4) if dist.get_rank() < world - 1 else None
+
+
+def test_ranks_are_counted_by_node():
+    pool = RankPool(8)
+    try:
+        results = pool.run(nodes_on_rank)
+    finally:
+        pool.close()
+    assert [counts for counts, _ in results] == [[4, 2, None, 1]] * 8
+    assert {count for _, count in results} == {None}
 
 
 def disagree_on_rank(odd_rank):

@@ -128,6 +128,23 @@ def as_transport(mesh: Mesh, cp_size: int) -> Transport:
     return transport
 
 
+def gpus_per_node(mesh: Mesh, local_world_size: int) -> int | None:
+    """How many ranks of the mesh sit in each node, for ``make_plan``; None if all sit in one, or not equally many.
+
+    Args:
+        mesh: a one-dimensional mesh or a process group, whose ranks may be any of the world's, ascending.
+        local_world_size: processes on each machine; torchrun's LOCAL_WORLD_SIZE.
+    """
+    if isinstance(mesh, DeviceMesh):
+        mesh = mesh.get_group()
+    if not isinstance(mesh, dist.ProcessGroup):
+        return None
+    nodes = [rank // local_world_size for rank in dist.get_process_group_ranks(mesh)]
+    count = nodes.count(nodes[0])
+    is_regular = all(nodes[first : first + count] == [nodes[first]] * count for first in range(0, len(nodes), count))
+    return count if is_regular and count < len(nodes) else None
+
+
 class Rows(Protocol):
     """How rows are packed and added: by torch, or by our own kernels (rows.py)."""
 
