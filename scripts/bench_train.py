@@ -1,0 +1,182 @@
+#!/usr/bin/env python3
+"""Times torchtitan training steps: ours, torchtitan's own flex context parallelism, and no context parallelism.
+
+    python scripts/bench_train.py [--gpus 4] [--tokens 16384 65536] [--output benchmarks/results/train_h200x4.json]
+
+The model has the layer shapes of llama3 8B but few layers. All strategies read the same packed documents, the sources
+of Python's standard library, through torchtitan's text data set with a loader worker; documents end with EOS.
+
+Strategies
+  ours          this package, context parallelism over all GPUs
+  ours, dp 2    the same, half the GPUs in context parallelism, two data-parallel ranks (FSDP)
+  ours, tp 2    the same, half the GPUs in context parallelism, tensor parallelism of two
+  flex          torchtitan's flex_attention with context parallelism and the load balancer for it ("ptrr")
+  no CP         torchtitan's varlen attention, one pack of `tokens` per GPU, data parallelism (FSDP)
+"""
+
+import argparse
+import itertools
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+RECORD = "--record-to"  # first argument of this file as a process of a run
+WARM_UP = 5  # steps before timing
+HOOKS = "--job.custom_config_module torchtitan_magi.titan --experimental.custom_import torchtitan_magi.titan"
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """Degrees as shares of the GPUs: a degree of 0 is all that the others leave."""
+
+    attention: str  # suffix of the flavor
+    cp: int = 1
+    tp: int = 1
+    dp: int = 1
+    options: str = ""
+
+    def on(self, gpus: int) -> "Strategy":
+        """With its degrees filled up to so many GPUs."""
+        rest = gpus // max(1, self.cp * self.tp * self.dp)
+        return replace(self, cp=self.cp or gpus // (self.tp * self.dp), dp=self.dp or rest)
+
+
+STRATEGIES = {
+    "ours": Strategy("varlen", cp=0, options=HOOKS),
+    "ours, dp 2": Strategy("varlen", cp=0, dp=2, options=HOOKS),
+    "ours, tp 2": Strategy("varlen", cp=0, tp=2, options=HOOKS),
+    "flex": Strategy("flex", cp=0, options="--parallelism.context_parallel_load_balancer ptrr"),
+    "no CP": Strategy("varlen", dp=0),
+}
+
+
+def run(strategy: Strategy, tokens: int, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Tokens per second over all GPUs, and GiB at the peak of the fullest one."""
+    strategy = strategy.on(arguments.gpus)
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={arguments.gpus}"]
+        command += [__file__, RECORD, folder, arguments.shapes, str(arguments.layers), "--model.name", "llama3"]
+        command += ["--model.flavor", f"bench_{strategy.attention}", "--model.hf_assets_path", "assets/demo/tokenizer"]
+        command += ["--training.dataset", "documents", "--training.dataloader.num_workers", "1"]
+        command += ["--training.local_batch_size", "1", "--training.seq_len", str(tokens * strategy.cp * strategy.tp)]
+        command += ["--training.steps", str(arguments.steps), "--metrics.log_freq", "1", "--job.dump_folder", folder]
+        command += ["--parallelism.context_parallel_degree", str(strategy.cp)]
+        command += ["--parallelism.tensor_parallel_degree", str(strategy.tp)]
+        command += ["--parallelism.data_parallel_shard_degree", str(strategy.dp), "--comm.trace_buf_size", "0"]
+        command += [*strategy.options.split(), *arguments.options.split()]
+        environment = {"OMP_NUM_THREADS": "1", **os.environ}
+        result = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=400)
+        if result.returncode:
+            return {"error": (result.stdout + result.stderr)[-3000:]}
+        ranks = [json.loads(path.read_text()) for path in Path(folder).glob("rank*.json")]
+    seconds = statistics.median(ranks[0]["seconds"][WARM_UP:])
+    return {
+        "tokens_per_gpu": tokens, "cp": strategy.cp, "tp": strategy.tp, "dp_shard": strategy.dp,
+        "tokens_per_s": tokens * arguments.gpus / seconds, "step_ms": 1e3 * seconds,
+        "peak_memory_gib": max(rank["peak_gib"] for rank in ranks), "loss": ranks[0]["losses"][-1],
+    }  # fmt: skip
+
+
+def record_run() -> None:
+    """One process of a run: torchtitan's entry with the model and the data of the benchmark."""
+    folder, shapes, layers = sys.argv[2:5]
+    sys.argv[1:5] = []
+
+    import datasets
+    import torch
+    import torchtitan.train
+    from torchtitan.components.metrics import MetricsProcessor
+    from torchtitan.hf_datasets import DatasetConfig, text_datasets
+    from torchtitan.models.llama3 import llama3_args
+
+    for attention in ("flex", "varlen"):
+        llama3_args[f"bench_{attention}"] = replace(
+            llama3_args[shapes], n_layers=int(layers), attn_type=attention, attn_mask_type="block_causal"
+        )
+    text_datasets.DATASETS["documents"] = DatasetConfig(
+        path="", loader=lambda _: datasets.Dataset.from_list(documents()), sample_processor=lambda row: row["text"]
+    )
+    times: list[float] = []
+    losses: list[float] = []
+    log = MetricsProcessor.log
+
+    def record_and_log(self, step, global_avg_loss, *arguments, **options):  # type: ignore[no-untyped-def]
+        times.append(time.perf_counter())
+        losses.append(float(global_avg_loss))
+        log(self, step, global_avg_loss, *arguments, **options)
+
+    MetricsProcessor.log = record_and_log
+    torchtitan.train.main(torchtitan.train.Trainer)
+    peak = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0
+    seconds = [after - before for before, after in itertools.pairwise(times)]
+    record = {"seconds": seconds, "losses": losses, "peak_gib": peak}
+    Path(folder, f"rank{os.environ['RANK']}.json").write_text(json.dumps(record))
+
+
+def documents() -> list[dict[str, str]]:
+    """The standard library's modules, in a fixed order that mixes short and long ones."""
+    paths = sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py"), key=lambda path: (hash_of(path.name), str(path)))
+    texts = (path.read_text(errors="ignore") for path in paths if "site-packages" not in path.parts)
+    return [{"text": text} for text in texts if text.strip()]
+
+
+def hash_of(name: str) -> int:
+    import zlib
+
+    return zlib.crc32(name.encode())
+
+
+def main() -> None:
+    import torch
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gpus", type=int, default=4)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[16384, 65536], help="per GPU and step")
+    parser.add_argument("--strategies", nargs="+", default=list(STRATEGIES), choices=STRATEGIES)
+    parser.add_argument("--steps", type=int, default=25)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--shapes", default="8B", help="flavor of llama3 whose layers are trained")
+    parser.add_argument(
+        "--options", default="--compile.enable --activation_checkpoint.mode none", help="torchtitan overrides for all"
+    )
+    parser.add_argument("--commit", help="commit of the tree, where git is missing")
+    parser.add_argument("--output", type=Path, help="JSON file to write")
+    arguments = parser.parse_args()
+    subprocess.run([sys.executable, ROOT / "scripts" / "make_demo_data.py"], check=True, cwd=ROOT)
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=ROOT).stdout.strip()
+    facts = {
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU", "num_gpus": arguments.gpus,
+        "torch": torch.__version__, "python": platform.python_version(), "commit": arguments.commit or commit,
+        "command": "scripts/bench_train.py " + " ".join(sys.argv[1:]), "layers": arguments.layers,
+        "options": arguments.options,
+    }  # fmt: skip
+    rows = []
+    print(
+        "| strategy | tokens per GPU | cp, tp, dp | tokens/s | per GPU | GiB |\n| --- | --- | --- | --- | --- | --- |"
+    )
+    for tokens in arguments.tokens:
+        for name in arguments.strategies:
+            row = {"strategy": name} | run(STRATEGIES[name], tokens, arguments)
+            if "error" in row:
+                print(f"| {name} | {tokens} | failed |\n{row['error']}", flush=True)
+                continue
+            degrees = f"{row['cp']}, {row['tp']}, {row['dp_shard']}"
+            speed = f"{row['tokens_per_s']:,.0f} | {row['tokens_per_s'] / arguments.gpus:,.0f}"
+            print(f"| {name} | {tokens} | {degrees} | {speed} | {row['peak_memory_gib']:.1f} |", flush=True)
+            rows.append(row)
+            if arguments.output:  # after every run: a benchmark that is cut short leaves what it has
+                arguments.output.write_text(json.dumps(facts | {"rows": rows}, indent=1))
+
+
+if __name__ == "__main__":
+    record_run() if sys.argv[1:2] == [RECORD] else main()
