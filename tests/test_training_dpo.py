@@ -1,0 +1,263 @@
+"""Preference training is the same under every layout, however pairs are laid out, and wherever the reference is from.
+
+One step takes all pairs of a small data set, so that runs with other packs have the same losses and gradients.
+"""
+
+import functools
+import json
+import math
+import random
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from training import ROOT, TrainingError, demo, new_folder, train
+
+from loss_compare import COMMON, DEGREES, max_relative_difference  # isort: skip
+
+DPO_TOML = ROOT / "train_configs" / "dpo_debug.toml"
+NUM_PAIRS = 8
+STEPS = 3
+
+
+def write_pairs(path, num_pairs, seed):
+    """Of 70 to 83 tokens each with the prompt shared, 110 to 128 without."""
+    rng = random.Random(seed)
+    words = ["list", "dict", "set", "tuple", "file", "path", "loop", "class", "module", "string", "number", "value"]
+
+    def text(least, most):
+        return " ".join(rng.choices(words, k=rng.randint(least, most)))
+
+    records = [
+        {"prompt": text(29, 34), "chosen": f"yes {text(12, 15)}", "rejected": f"no {text(12, 15)}"}
+        for _ in range(num_pairs)
+    ]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+@functools.cache
+def data():
+    folder = Path(new_folder())
+    write_pairs(folder / "pairs.jsonl", NUM_PAIRS, seed=0)
+    write_pairs(folder / "validation.jsonl", 5, seed=1)
+    return folder
+
+
+def arguments(degrees, *, folder=None, seq_len=512, local_batch_size=2, global_batch_size=2, steps=STEPS):
+    """All pairs in two packs of 512 tokens, which data-parallel ranks share; so in eight of 128."""
+    folder = folder or data()
+    layout = [f"--parallelism.{DEGREES[name]} {degree}" for name, degree in degrees.items()]
+    local_batch_size //= degrees.get("dp", 1)
+    options = (
+        f"{COMMON} {' '.join(layout)} --model.hf_assets_path {demo()}/tokenizer --training.steps {steps} "
+        f"--training.seq_len {seq_len} --training.local_batch_size {local_batch_size} "
+        f"--training.global_batch_size {global_batch_size} --training.dataset_path {folder}/pairs.jsonl "
+        f"--validation.enable --validation.dataset_path {folder}/validation.jsonl --validation.steps=-1 "
+        f"--validation.freq {STEPS} --validation.seq_len {seq_len} --validation.local_batch_size 1"
+    )
+    return options.split()
+
+
+@functools.cache
+def seed_checkpoint():
+    folder = new_folder()
+    create = ["--checkpoint.enable", "--checkpoint.create_seed_checkpoint", "--job.dump_folder", folder]
+    train(1, [*arguments({}), *create], toml=DPO_TOML, defaults=(), entry="torchtitan_magi.train")
+    return f"{folder}/checkpoint/step-0"
+
+
+def dpo(processes, options, *, load=True, setup=None, **kwargs):
+    initial = ["--checkpoint.initial_load_path", seed_checkpoint()] if load else []
+    options = [*options, "--checkpoint.enable", *initial]
+    return train(processes, options, toml=DPO_TOML, defaults=(), entry="torchtitan_magi.train", setup=setup, **kwargs)
+
+
+def report_pairs(report):
+    """The log-probabilities of each pair in training."""
+    from torchtitan.components.checkpoint import CheckpointManager
+
+    from torchtitan_magi.titan import dpo
+
+    read, losses, seen = dpo.PairReader.read, dpo.preference_losses, []
+
+    def read_and_remember(self, *args):
+        batch = read(self, *args)
+        seen.append(batch.pair_ids.tolist())
+        return batch
+
+    def losses_and_report(policy, reference, *args):
+        if policy.requires_grad:
+            report("pairs", seen[-1], policy.tolist(), reference.tolist())
+        return losses(policy, reference, *args)
+
+    dpo.PairReader.read, dpo.preference_losses = read_and_remember, losses_and_report
+    CheckpointManager.save = lambda *_, **__: None
+
+
+VARIANTS = {
+    "cp1": ({}, {}, ""),
+    "cp2": ({"cp": 2}, {}, ""),
+    "cp4": ({"cp": 4}, {}, ""),
+    "tp2": ({"tp": 2}, {}, ""),
+    "dp2": ({"dp": 2}, {}, ""),
+    "dp2_cp2": ({"dp": 2, "cp": 2}, {}, ""),
+    "one_pair_per_pack": ({}, {"seq_len": 128, "local_batch_size": 1, "global_batch_size": 8}, ""),
+    "separate_documents": ({"cp": 2}, {}, "--magi.dpo.no-shared_prompt"),
+    "reference_file": ({"cp": 2}, {}, "--magi.dpo.reference file"),
+}
+
+
+@functools.cache
+def trained(name):
+    degrees, batch, options = VARIANTS[name]
+    return dpo(math.prod(degrees.values()), [*arguments(degrees, **batch), *options.split()], setup=report_pairs)
+
+
+def first_step(name):
+    """(policy, reference) of each record in the first step: float [NUM_PAIRS, 2]; all ranks agree."""
+    run, found = trained(name), {}
+    for rank in range(len(run.events)):
+        seen = set()
+        for ids, policy, reference in run.of("pairs", rank):
+            if seen & set(ids):
+                break  # the second step
+            seen |= set(ids)
+            for record, *logprobs in zip(ids, policy, reference, strict=True):
+                assert found.setdefault(record, logprobs) == logprobs
+    assert sorted(found) == list(range(NUM_PAIRS))
+    return np.array([found[record] for record in range(NUM_PAIRS)]).transpose(1, 0, 2)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_the_first_loss_is_ln_2_and_the_policy_the_reference(name):
+    assert trained(name).losses[0] == pytest.approx(math.log(2), abs=1e-6)
+    policy, reference = first_step(name)
+    if name == "reference_file":
+        np.testing.assert_allclose(policy, reference, rtol=1e-6)
+    else:
+        assert (policy == reference).all()
+    assert len(np.unique(policy)) == 2 * NUM_PAIRS
+
+
+@pytest.mark.parametrize("name", [name for name in VARIANTS if name != "cp1"])
+def test_it_is_the_training_of_one_process(name):
+    ours, one = trained(name), trained("cp1")
+    np.testing.assert_allclose(first_step(name)[0], first_step("cp1")[0], rtol=1e-5)
+    differences = {
+        "loss": max_relative_difference(ours.losses, one.losses),
+        "grad_norm": max_relative_difference(ours.grad_norms, one.grad_norms),
+        "validation": max_relative_difference(ours.validation_losses, one.validation_losses),
+    }
+    print(f"{name}: {differences}")
+    assert max(differences.values()) <= 1e-4
+    assert len(ours.losses) == STEPS
+    assert len(ours.validation_losses) == 2
+
+
+@pytest.mark.parametrize("name", ["cp2", "tp2", "dp2_cp2", "one_pair_per_pack"])
+def test_its_metrics_are_those_of_one_process(name):
+    ours, one = ([values for _, values in trained(n).of("metrics")] for n in (name, "cp1"))
+    assert len(ours) == STEPS + 2
+    for step, reference in zip(ours, one, strict=True):
+        keys = [key for key in reference if key.split("/")[0] in ("preference_metrics", "validation_metrics")]
+        keys = [key for key in keys if "memory" not in key and "throughput" not in key]
+        assert len(keys) >= 5
+        for key in keys:
+            assert step[key] == pytest.approx(reference[key], rel=1e-4, abs=1e-5), key
+    assert one[0]["preference_metrics/accuracy"] == 0.5
+    assert "validation_metrics/accuracy" in one[1]
+    if "dp" not in name:
+        largest = [values["loss_metrics/global_max_loss"] for values in trained(name).metrics]
+        assert largest == pytest.approx(trained(name).losses)
+
+
+def test_accuracy_grows_on_a_toy_preference_set():
+    run = dpo(1, [*arguments({}, steps=12), "--optimizer.lr", "2e-3"], setup=report_pairs)
+    accuracy = [values["preference_metrics/accuracy"] for values in run.metrics]
+    assert accuracy[0] == 0.5
+    assert accuracy[-1] > 0.9
+    held_out = [values["validation_metrics/accuracy"] for _, values in run.of("metrics") if "grad_norm" not in values]
+    assert held_out[-1] > 0.9
+    assert run.metrics[-1]["preference_metrics/reward_margin"] > run.metrics[1]["preference_metrics/reward_margin"]
+
+
+# -------------------------------------------------------------------------------------------- resume, reference file
+
+
+def copy_of_data():
+    """Without reference files."""
+    folder = Path(new_folder())
+    for name in ("pairs.jsonl", "validation.jsonl"):
+        shutil.copy(data() / name, folder / name)
+    return folder
+
+
+def saved(run):
+    return bool(run.of("saved"))
+
+
+def report_saved(report):
+    from torchtitan.components.checkpoint import CheckpointManager
+
+    save = CheckpointManager.save
+
+    def save_and_report(self, curr_step, last_step=False):
+        save(self, curr_step, last_step)
+        if curr_step == 2:
+            report("saved")
+
+    CheckpointManager.save = save_and_report
+
+
+@pytest.mark.parametrize("reference", ["model", "file"])
+def test_a_killed_run_continues(reference):
+    folder = copy_of_data()
+    options = [*arguments({}, folder=folder, steps=4), "--checkpoint.interval", "2", "--magi.dpo.reference", reference]
+    options += ["--validation.no-enable"]
+    whole = dpo(1, options)
+    killed = ["--job.dump_folder", new_folder()]
+    dpo(1, [*options, *killed], setup=report_saved, until=saved)
+    if reference == "model":
+        with pytest.raises(TrainingError, match=r"checkpoint\.initial_load_path is None.* set it to") as error:
+            dpo(1, [*options, *killed], load=False)
+        assert error.value.type == "ValueError"
+    resumed = dpo(1, [*options, *killed])
+    assert resumed.losses == whole.losses[2:]
+    assert resumed.grad_norms == whole.grad_norms[2:]
+    if reference == "file":
+        (folder / "pairs.jsonl.reference.npz").unlink()
+        with pytest.raises(TrainingError, match="does not exist, and a run resumed at step 4 cannot make it"):
+            dpo(1, [*options, *killed])
+
+
+def count_forwards(report):
+    from torchtitan_magi.titan.logprob_model import LogprobModel
+
+    call = LogprobModel.__call__
+
+    def call_and_report(self, *args, **kwargs):
+        report("forward")
+        return call(self, *args, **kwargs)
+
+    LogprobModel.__call__ = call_and_report
+    report_pairs(report)
+
+
+def test_the_reference_file_is_made_once_and_only_for_its_model_and_data():
+    folder = copy_of_data()
+    options = [*arguments({}, folder=folder, steps=1), "--magi.dpo.reference", "file", "--validation.no-enable"]
+    first, second = (dpo(1, options, setup=count_forwards) for _ in range(2))
+    assert (len(first.of("forward")), len(second.of("forward"))) == (1 + 1, 1)
+    assert second.losses == first.losses
+    table = np.load(folder / "pairs.jsonl.reference.npz")["logprobs"]
+    np.testing.assert_allclose(table, first_step("cp1")[1], rtol=1e-5)
+
+    with pytest.raises(TrainingError, match=r"was made with the model \[.*\], this run has \[.*delete the file"):
+        dpo(1, [*options, "--debug.seed", "1"], load=False)
+    write_pairs(folder / "pairs.jsonl", NUM_PAIRS, seed=2)
+    with pytest.raises(
+        TrainingError, match=r"was made with the data \[.*\], this run has \[.*delete the file"
+    ) as error:
+        dpo(1, options)
+    assert error.value.type == "ValueError"
