@@ -307,7 +307,18 @@ def _stage(tables: _Tables, rank: int, holds_local: bool, share: Share) -> Stage
     table, origin = clip_keys(table[which], start[part], end[part])
     table[:, 2:4] += (row - start)[part][origin, None]
     table = table[np.lexsort((table[:, 2], table[:, 0]))]
-    return Stage(AttnSlices._trusted(table), holds_local, num_rows, tuple(exchanges))
+    return Stage(AttnSlices._trusted(_join_keys(table)), holds_local, num_rows, tuple(exchanges))
+
+
+def _join_keys(table: IntArray) -> IntArray:
+    """Slices of the same rows whose keys follow each other as one, where one has the bounds of both. Sorted tables."""
+    q_start, q_end, k_start, k_end, mask_type = table.T
+    goes_on = (q_start[1:] == q_start[:-1]) & (q_end[1:] == q_end[:-1]) & (k_start[1:] == k_end[:-1])
+    goes_on &= (mask_type[:-1] & 1 == 0) & (mask_type[1:] & 2 == 0)  # neither bound moves where they meet
+    first = np.flatnonzero(np.append(True, ~goes_on)[: len(table)])
+    last = np.append(first[1:], len(table))[: len(first)] - 1
+    joined_type = (mask_type[first] & 2) | (mask_type[last] & 1)
+    return np.stack([q_start[first], q_end[first], k_start[first], k_end[last], joined_type], 1)
 
 
 def _concerning(tables: _Tables, rank: int, node: int) -> Int64Array:

@@ -37,9 +37,11 @@ class CudaRows:
 
     def index(self, exchange: Exchange) -> list[npt.NDArray[np.integer]]:
         """Index data of an exchange: rows to send; for what returns, the tokens, and each one's rows in rank order."""
-        order = np.argsort(exchange.send_rows, kind="stable")
-        tokens, counts = np.unique(exchange.send_rows, return_counts=True)
-        return [exchange.send_rows, tokens, np.append(0, counts.cumsum()), order]
+        rows = exchange.send_rows
+        counts = np.bincount(rows)
+        tokens = np.flatnonzero(counts)
+        order = np.argsort(rows.astype(np.min_scalar_type(len(counts))), kind="stable")  # 16 bits: a radix sort
+        return [rows, tokens, np.append(0, counts[tokens].cumsum()), order]
 
     def gather(self, k: Tensor, v: Tensor, index: list[Tensor]) -> Tensor:
         """The rows to send, [S, 2, H, D]. k, v: [T, H, D] bf16 or fp16, D a multiple of 8; strided views are fine."""
