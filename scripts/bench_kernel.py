@@ -1,6 +1,6 @@
 """Times the FFA kernel beside cuDNN (torch SDPA), torch varlen_attn and compiled flex_attention in one run.
 
-    python scripts/bench_kernel.py --json benchmarks/results/kernel_h200.json --plot benchmarks/results/kernel_h200.png
+    python scripts/bench_kernel.py --json benchmarks/results/kernel_h200.json
 
 TFLOP/s = 4 * (visible pairs) * head_dim * num_heads_q, backward 2.5 times that, over the median time by CUDA events.
 Backward
@@ -282,35 +282,6 @@ def print_table(rows: list[Row]) -> None:
         )
 
 
-def write_plot(rows: list[Row], path: str) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    labels = list(dict.fromkeys(f"{r.case}\n{r.tokens // 1024}k {r.heads} D{r.head_dim}" for r in rows))
-    names = list(dict.fromkeys(r.impl for r in rows))
-    figure, axes = plt.subplots(2, 1, figsize=(max(8, 0.7 * len(labels)), 8), sharex=True)
-    for axis, field in zip(axes, ("fwd_tflops", "bwd_tflops"), strict=True):
-        for i, name in enumerate(names):
-            values = {
-                f"{r.case}\n{r.tokens // 1024}k {r.heads} D{r.head_dim}": getattr(r, field)
-                for r in rows
-                if r.impl == name
-            }
-            axis.bar(
-                [x + i * 0.8 / len(names) for x in range(len(labels))],
-                [values.get(x, 0) for x in labels],
-                0.8 / len(names),
-                label=name,
-            )
-        axis.set_ylabel(field.replace("_tflops", "") + " TFLOP/s")
-        axis.legend()
-    axes[1].set_xticks([x + 0.4 for x in range(len(labels))], labels, rotation=90, fontsize=7)
-    figure.tight_layout()
-    figure.savefig(path)
-
-
 def provenance() -> dict[str, Any]:
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
     properties = torch.cuda.get_device_properties(0)
@@ -328,7 +299,6 @@ def main() -> None:
     parser.add_argument("--ms", type=int, default=100, help="time spent on each measurement")
     parser.add_argument("--commit", help="commit of the tree, where git is missing")
     parser.add_argument("--json")
-    parser.add_argument("--plot")
     args = parser.parse_args()
     rows: list[Row] = []
     for group in args.groups:
@@ -346,8 +316,6 @@ def main() -> None:
                     json.dump(facts | {"rows": [asdict(row) for row in rows]}, file, indent=1)
     print_table(rows)
     assert all(math.isfinite(row.fwd_tflops) for row in rows)
-    if args.plot:
-        write_plot(rows, args.plot)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,130 @@
+#!/usr/bin/env python3
+"""Draws benchmarks/results/*.json: every picture of a figure in the docs comes from here.
+
+python scripts/plot_results.py [benchmarks/results]
+"""
+
+import json
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib import pyplot
+
+Row = dict[str, Any]
+
+COLORS = {
+    "ours": "#1b6ca8", "resident": "#8fbbd9", "ideal": "#222222", "ours deterministic": "#8fbbd9",
+    "ours, dp 2": "#4c93c4", "ours, tp 2": "#8fbbd9", "cudnn": "#5a9e3d", "varlen_attn": "#d98e32", "flex": "#a05195",
+    "fa3": "#c0392b", "all-gather": "#d98e32", "all-gather balanced": "#c0572b", "ring": "#a05195",
+    "ulysses": "#5a9e3d", "no CP": "#222222",
+}  # fmt: skip
+KERNEL_PANELS = {
+    "causal": "one causal document", "full": "one document, full attention", "varlen causal": "8 documents, causal",
+    "varlen full": "8 documents, full attention", "histogram": "documents of a length histogram, causal",
+    "window": "sliding window of 1,024", "block causal": "blocks of 1,024, causal",
+}  # fmt: skip
+
+
+def bars(axis: Any, rows: list[Row], length: str, name: str, field: str, scale: float = 1) -> None:
+    """Means of a field over rows: groups by length, in each group a bar for every name."""
+    values: dict[tuple[int, str], list[float]] = {}
+    for row in rows:
+        values.setdefault((row[length], row[name]), []).append(row[field] * scale)
+    names = list(dict.fromkeys(row[name] for row in rows))
+    lengths = sorted({row[length] for row in rows})
+    width = 0.82 / max(3, len(names))
+    for i, label in enumerate(names):
+        at = [x + (i - (len(names) - 1) / 2) * width for x in range(len(lengths))]
+        heights = [statistics.mean(values.get((tokens, label), [0])) for tokens in lengths]
+        axis.bar(at, heights, 0.92 * width, label=label, color=COLORS.get(label))
+    axis.set_xticks(range(len(lengths)), [f"{tokens / 1024:g}k" for tokens in lengths])
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.grid(axis="y", linewidth=0.4)
+    axis.set_axisbelow(True)
+
+
+def facts(result: dict[str, Any]) -> str:
+    return f"{result['device']}, torch {result['torch']}, commit {result['commit'][:7]}"
+
+
+def draw_kernel(result: dict[str, Any]) -> Any:
+    """TFLOP/s of attention on one GPU, heads 64:8, head_dim 128, by mask and length."""
+    rows = [row for row in result["rows"] if row["heads"] == "64:8" and row["head_dim"] == 128]
+    panels = [name for name in KERNEL_PANELS if any(family(row) == name for row in rows)]
+    figure, axes = pyplot.subplots(len(panels), 2, figsize=(11, 2.1 * len(panels)), sharey=True, squeeze=False)
+    for line, panel in zip(axes, panels, strict=True):
+        mine = [row for row in rows if family(row) == panel]
+        for axis, field in zip(line, ("fwd_tflops", "bwd_tflops"), strict=True):
+            bars(axis, mine, "tokens", "impl", field)
+        line[0].set_title(KERNEL_PANELS[panel], loc="left", fontsize=10)
+        line[0].set_ylabel("TFLOP/s")
+    axes[0][1].set_title("backward", loc="right", fontsize=10)
+    for axis in axes[-1]:
+        axis.set_xlabel("tokens")
+    axes[0][0].set_title("forward", loc="right", fontsize=10)
+    figure.suptitle(f"Attention, bf16, heads 64:8, head_dim 128: {facts(result)}", fontsize=11)
+    return figure, axes[0][0]
+
+
+def draw_cp(result: dict[str, Any]) -> Any:
+    """TFLOP/s per GPU of context-parallel attention, forward and backward together, by pack and strategy."""
+    rows = result["rows"]
+    for row in rows:  # operations: 1 forward, 2.5 backward
+        flops = row["fwd_tflops_per_gpu"] * row["fwd_ms"] + row["bwd_tflops_per_gpu"] * row["bwd_ms"]
+        row["tflops"] = flops / (row["fwd_ms"] + row["bwd_ms"])
+    kinds = list(dict.fromkeys((row["heads"], row["pack"]) for row in rows))
+    figure, axes = pyplot.subplots(len(kinds), 1, figsize=(10, 2.8 * len(kinds)), squeeze=False)
+    for (axis,), (heads, pack) in zip(axes, kinds, strict=True):
+        mine = [row for row in rows if (row["heads"], row["pack"]) == (heads, pack)]
+        bars(axis, mine, "tokens_per_gpu", "strategy", "tflops")
+        axis.set_ylabel("TFLOP/s per GPU")
+        axis.set_title(f"{pack} packs, heads {heads}", loc="left", fontsize=10)
+        axis.set_xlabel("tokens per GPU")
+    figure.suptitle(f"Attention over {result['num_gpus']} GPUs, forward and backward: {facts(result)}", fontsize=11)
+    return figure, axes[0][0]
+
+
+def draw_train(result: dict[str, Any]) -> Any:
+    """Tokens per second and GPU of training steps, by strategy."""
+    rows = result["rows"]
+    figure, (above, below) = pyplot.subplots(2, 1, figsize=(9, 6), sharex=True)
+    bars(above, rows, "tokens_per_gpu", "strategy", "tokens_per_s", 1 / result["num_gpus"])
+    bars(below, rows, "tokens_per_gpu", "strategy", "peak_memory_gib")
+    below.set_xlabel("tokens per GPU")
+    above.set_ylabel("tokens/s per GPU")
+    below.set_ylabel("GiB at the peak")
+    title = f"Training steps, llama3 8B layers ({result['layers']} of them), {result['num_gpus']} GPUs"
+    figure.suptitle(f"{title}: {facts(result)}", fontsize=11)
+    return figure, above
+
+
+def family(row: Row) -> str:
+    """The panel of a kernel benchmark's case."""
+    return next((name for name in sorted(KERNEL_PANELS, key=len, reverse=True) if row["case"].startswith(name)), "")
+
+
+DRAWINGS = {"kernel_h200": draw_kernel, "cp_h200x4": draw_cp, "train_h200x4": draw_train}
+
+
+def main() -> None:
+    folder = Path(sys.argv[1] if len(sys.argv) > 1 else Path(__file__).parent.parent / "benchmarks" / "results")
+    for name, draw in DRAWINGS.items():
+        path = folder / f"{name}.json"
+        if not path.exists():
+            print(f"{path}: not measured yet")
+            continue
+        figure, axis = draw(json.loads(path.read_text()))
+        handles, labels = axis.get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False, fontsize=9)
+        figure.tight_layout(rect=(0, 0.03, 1, 0.99))
+        figure.savefig(path.with_suffix(".png"), dpi=110)
+        print(path.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    main()
