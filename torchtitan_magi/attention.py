@@ -80,25 +80,29 @@ def _backward(
 
 
 class _Arrivals:
-    """The K/V buffers of the stages, each on its way while the one before is attended to."""
+    """The K/V buffers of the stages.
+
+    All are on their way from the start: an exchange begins when the last rank has come to it, and ranks come to their
+    later stages at different times, as some have more work with their own K/V than others.
+    """
 
     def __init__(self, bound: BoundPlan, stages: tuple[BoundStage, ...], k: Tensor, v: Tensor) -> None:
-        self.bound, self.stages, self.k, self.v = bound, stages, k, v
-        self.pending = self._start(0)
-
-    def _start(self, i: int) -> tuple[Tensor, Wait] | None:
-        if i >= len(self.stages) or not self.stages[i].stage.exchanges:
-            return None
-        bound, stage = self.bound, self.stages[i]
-        return group_cast(stage.stage, bound.rows, stage.row_index, self.k, self.v, bound.transport)
+        self.k, self.v = k, v
+        self.pending = [
+            group_cast(stage.stage, bound.rows, stage.row_index, k, v, bound.transport)
+            if stage.stage.exchanges
+            else None
+            for stage in stages
+        ]
 
     def take(self, i: int) -> tuple[Tensor, Tensor]:
-        """K and V rows of stage i, [rows, H, D] each; starts the communication of stage i + 1."""
-        pending = self.pending
-        if pending is not None:
-            pending[1]()
-        self.pending = self._start(i + 1)
-        return (self.k, self.v) if pending is None else (pending[0][:, 0], pending[0][:, 1])
+        """K and V rows of stage i, [rows, H, D] each; once."""
+        pending, self.pending[i] = self.pending[i], None
+        if pending is None:
+            return self.k, self.v
+        buffer, wait = pending
+        wait()
+        return buffer[:, 0], buffer[:, 1]
 
 
 # ------------------------------------------------------------------------------------------------------------- the ops

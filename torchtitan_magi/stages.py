@@ -24,7 +24,7 @@ Shares = tuple[Share, ...]  # of each stage; the first one also holds the rank's
 
 NONE, ALL = Fraction(0), Fraction(1)
 RESIDENT: Shares = ((NONE, NONE),)  # nothing travels
-SIMPLER = 0.99  # a cut into more stages must be predicted to take less than this part of the time
+SIMPLER = 0.98  # a cut into more stages must be predicted to take less than this part of the time
 
 
 @dataclass(frozen=True)
@@ -240,34 +240,31 @@ class Timeline:
 
 
 def predict(cost: CostModel, work: Workload, heads: Heads, shares: Shares, backward: bool) -> Timeline:
-    """The timeline of one layer. K/V of the next stage arrive while a stage runs; dK/dV of the one before return."""
+    """The timeline of one layer: K/V of all stages are sent at its start, dK/dV of a stage return when it has run."""
     num_ranks = len(work.received)
     casts, attends, reduces = np.zeros((3, len(shares), 2, num_ranks))
     link = 0.0  # since when it is free; a collective begins when all ranks have come to it
     travel = [_exchange_seconds(cost, work, heads, share) if share[0] < share[1] else None for share in shares]
     now = np.zeros(num_ranks)
 
-    def exchange(times: FloatArray, seconds: FloatArray, issued: FloatArray) -> None:
+    def exchange(times: FloatArray, seconds: FloatArray | None, issued: FloatArray) -> None:
         nonlocal link
-        times[0] = max(link, float(issued.max()))
-        times[1] = times[0] + seconds
-        link = float(times[1].max())
+        if seconds is not None:
+            times[0] = max(link, float(issued.max()))
+            times[1] = times[0] + seconds
+            link = float(times[1].max())
 
+    for i, seconds in enumerate(travel):
+        exchange(casts[i], seconds, now)
     for i in range(len(shares)):
-        if i == 0 and travel[0] is not None:
-            exchange(casts[0], travel[0], now)
         start = np.maximum(now, casts[i, 1])
-        beside = np.zeros(num_ranks)
-        if i + 1 < len(shares) and (following := travel[i + 1]) is not None:
-            exchange(casts[i + 1], following, start)
-            beside += following
-        if i > 0 and backward:
-            beside += reduces[i - 1, 1] - reduces[i - 1, 0]
         seconds = _stage_seconds(cost, work, heads, shares, i, backward)
-        now = start + seconds + cost.slowdown * np.minimum(beside, seconds)
+        beside = np.concatenate([casts, reduces])
+        shared = np.minimum(beside[:, 1], start + seconds) - np.maximum(beside[:, 0], start)
+        now = start + seconds + cost.slowdown * np.maximum(shared, 0).sum(0)
         attends[i] = start, now
-        if backward and (returning := travel[i]) is not None:
-            exchange(reduces[i], returning, now)
+        if backward:
+            exchange(reduces[i], travel[i], now)
     if backward:
         now = np.maximum(now, reduces[-1, 1]) + _adding_seconds(cost, work, heads, shares)
     elif len(shares) > 1:  # out in 32 bits: set to zero, read, rounded
