@@ -18,17 +18,20 @@ def command(*arguments):
     )
 
 
-def test_torchrun_prints_the_losses_of_the_forked_processes():
+@pytest.mark.parametrize("entry", ["torchtitan.train", "torchtitan_magi.train"])
+def test_torchrun_prints_the_losses_of_the_forked_processes(entry):
     """The harness of these tests runs what users run."""
     assert demo() == ROOT / "assets" / "demo"  # where the debug configuration looks for its data
     arguments = [*SMALL, "--parallelism.context_parallel_degree", "2", "--magi.overlap_stages", "2"]
     arguments += ["--training.steps", "2", "--metrics.disable_color_printing"]
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--local-ranks-filter=0"]
     files = ["--job.config_file", DEBUG_TOML, "--job.dump_folder", new_folder()]
-    result = command(*torchrun, "-m", "torchtitan.train", *files, *arguments)
+    result = command(*torchrun, "-m", entry, *files, *arguments)
     assert result.returncode == 0, result.stderr[-4000:]
     printed = re.findall(r"step: +(\d+)  loss: +([0-9.]+) ", result.stdout + result.stderr)
-    assert printed == [(f"{i}", f"{loss:.5f}") for i, loss in enumerate(train(2, arguments, layers=None).losses, 1)]
+    assert printed == [
+        (f"{i}", f"{loss:.5f}") for i, loss in enumerate(train(2, arguments, layers=None, entry=entry).losses, 1)
+    ]
 
 
 def test_loss_compare_prints_a_table():

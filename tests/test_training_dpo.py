@@ -216,19 +216,19 @@ def test_a_killed_run_continues(reference):
     options = [*arguments({}, folder=folder, steps=4), "--checkpoint.interval", "2", "--magi.dpo.reference", reference]
     options += ["--validation.no-enable"]
     whole = dpo(1, options)
-    killed = ["--job.dump_folder", new_folder()]
-    dpo(1, [*options, *killed], setup=report_saved, until=saved)
-    if reference == "model":
-        with pytest.raises(TrainingError, match=r"checkpoint\.initial_load_path is None.* set it to") as error:
-            dpo(1, [*options, *killed], load=False)
-        assert error.value.type == "ValueError"
-    resumed = dpo(1, [*options, *killed])
+    killed = new_folder()
+    dpo(1, [*options, "--job.dump_folder", killed], setup=report_saved, until=saved)
+    shutil.copytree(killed, f"{killed}/again")
+    resumed = dpo(1, [*options, "--job.dump_folder", killed])
     assert resumed.losses == whole.losses[2:]
     assert resumed.grad_norms == whole.grad_norms[2:]
+    message = r"checkpoint\.initial_load_path is None.* resumes at step 2 .* set it to"
     if reference == "file":
         (folder / "pairs.jsonl.reference.npz").unlink()
-        with pytest.raises(TrainingError, match="does not exist, and a run resumed at step 4 cannot make it"):
-            dpo(1, [*options, *killed])
+        message = "does not exist, and a run resumed at step 2 cannot make it; put it back"
+    with pytest.raises(TrainingError, match=message) as error:
+        dpo(1, [*options, "--job.dump_folder", f"{killed}/again"], load=False)
+    assert error.value.type == "ValueError"
 
 
 def count_forwards(report):

@@ -1,0 +1,145 @@
+"""Our own entry point: the loss without all logits is torchtitan's, and a loss per document is what it says."""
+
+import math
+
+import pytest
+from test_training_parity import ALL_LAYOUTS, seed_checkpoint, trained, without_saving
+from training import call, demo, train
+
+from loss_compare import TOLERANCE, max_relative_difference  # isort: skip
+
+
+def ours(name, *options, setup=without_saving, entry="torchtitan_magi.train"):
+    layout = ALL_LAYOUTS[name]
+    load = ["--checkpoint.enable", "--checkpoint.initial_load_path", seed_checkpoint(layout.model)]
+    arguments = [*layout.arguments, *load, *options]
+    return train(layout.processes, arguments, entry=entry, setup=setup)
+
+
+def in_chunks(report):
+    from torchtitan_magi import logprobs
+
+    logprobs.CHUNK_LOGITS = 100 * 2048  # 100 tokens of the debug model's vocabulary
+    without_saving(report)
+
+
+@pytest.mark.parametrize("name", ["cp1", "cp2_tp2", "dp2_cp2", "cp2_accumulation", "qwen3_tp2"])
+def test_without_all_logits_it_is_the_training_of_torchtitan(name):
+    run, stock = ours(name, setup=in_chunks), trained(name)
+    assert max_relative_difference(run.losses, stock.losses) <= 1e-5
+    assert max_relative_difference(run.grad_norms, stock.grad_norms) <= TOLERANCE
+    for key in ("loss_metrics/global_max_loss", "tflops"):
+        assert all(math.isfinite(values[key]) for values in run.metrics)
+    largest = [[values["loss_metrics/global_max_loss"] for values in one.metrics] for one in (run, stock)]
+    assert largest[0] == pytest.approx(largest[1], rel=1e-5)
+
+
+def test_without_all_logits_validation_is_that_of_the_stock_entry_point(tmp_path):
+    path = tmp_path / "some.jsonl"
+    path.write_text("".join((demo() / "validation.jsonl").read_text().splitlines(keepends=True)[:12]))
+    options = ["--validation.enable", "--validation.dataset", "sft", "--validation.dataset_path", str(path)]
+    options += ["--validation.steps=-1", "--validation.seq_len", "256", "--training.steps", "1"]
+    stock, run = ours("cp1", *options, entry="torchtitan.train"), ours("dp2_cp2", *options)
+    assert len(run.validation_losses) == 1
+    assert run.validation_losses == pytest.approx(stock.validation_losses, rel=1e-5)
+
+
+def report_token_losses(report):
+    """The documents of each microbatch, and the loss of each token."""
+    from torchtitan_magi.titan import objective
+
+    weigh, call = objective.SFT.weigh, objective.LogprobModel.__call__
+
+    def weigh_and_report(self, inputs, labels):
+        report("documents", inputs["documents"].tolist())
+        return weigh(self, inputs, labels)
+
+    def call_and_report(self, targets, *args, **kwargs):
+        logprobs = call(self, targets, *args, **kwargs)
+        report("losses", targets.flatten().tolist(), (-logprobs).flatten().tolist())
+        return logprobs
+
+    objective.SFT.weigh, objective.LogprobModel.__call__ = weigh_and_report, call_and_report
+    without_saving(report)
+
+
+def test_the_loss_per_document_by_hand():
+    run = ours("cp1", "--magi.loss_per", "document", "--training.steps", "1", setup=report_token_losses)
+    ((documents,),), ((targets, losses),) = run.of("documents"), run.of("losses")
+    means = []
+    for start, end in documents:
+        labelled = [losses[i] for i in range(start, end) if targets[i] != -100]
+        means += [sum(labelled) / len(labelled)] if labelled else []
+    assert len(means) > 5
+    assert run.losses == pytest.approx([sum(means) / len(means)], rel=1e-6)
+    assert abs(run.losses[0] - trained("cp1").losses[0]) > 1e-4
+
+
+def test_the_loss_per_document_is_the_same_under_every_layout():
+    one = ours("cp1", "--magi.loss_per", "document")
+    for name in ("dp2_cp2", "cp2_accumulation"):
+        run = ours(name, "--magi.loss_per", "document")
+        assert max_relative_difference(run.losses, one.losses) <= TOLERANCE
+        assert max_relative_difference(run.grad_norms, one.grad_norms) <= TOLERANCE
+    assert max_relative_difference(one.grad_norms, trained("cp1").grad_norms) > 1e-3
+
+
+# --------------------------------------------------------------------------------------------- what a user gets wrong
+
+DPO = ["--training.dataset", "dpo"]
+FOR_DPO = {
+    "--magi.dpo.beta 0": ["magi.dpo.beta is 0.0", "use a positive number"],
+    "--magi.dpo.beta=-1": ["magi.dpo.beta is -1.0"],
+    "--magi.dpo.beta nan": ["magi.dpo.beta is nan"],
+    "--magi.dpo.label_smoothing 0.5": ["label_smoothing is 0.5", "less than 0.5"],
+    "--magi.dpo.label_smoothing=-0.1": ["label_smoothing is -0.1", "0 or more"],
+    "--magi.dpo.label_smoothing 0.1 --magi.dpo.loss ipo": ["0.1 with magi.dpo.loss 'ipo'", "set it to 0"],
+    "--magi.dpo.label_smoothing 0.1 --magi.dpo.loss hinge": ["with magi.dpo.loss 'hinge'", "set it to 0"],
+    "--magi.long_documents split": ["magi.long_documents is 'split'", 'use "truncate"'],
+    "--magi.positions pack": ['magi.positions is "pack"', 'use "auto"'],
+    "--validation.enable --validation.dataset sft --validation.dataset_path x": [
+        "validation.dataset is 'sft'",
+        "'dpo'",
+    ],
+    "--magi.loss_per document": ['magi.loss_per is "document"', "training.dataset 'dpo'", 'use that, or "token"'],
+}
+FOR_SFT = {
+    "--magi.loss_per document --training.dataset c4": ["training.dataset 'c4'", "dataset 'sft'"],
+    "--validation.enable --validation.dataset dpo --validation.dataset_path x": ["validation.dataset is 'dpo'"],
+}
+
+
+def errors_of(cases, has_objectives, options=""):
+    """What the check of the configuration says to each case of arguments."""
+    from torchtitan.config import ConfigManager
+    from training import DEBUG_TOML
+
+    from torchtitan_magi.titan.job_config import check_job_config
+
+    said = []
+    for arguments in cases:
+        config = ConfigManager().parse_args(["--job.config_file", str(DEBUG_TOML), *arguments])
+        try:
+            check_job_config(config, {config.model.flavor: "varlen"}, has_objectives)
+            said.append(None)
+        except ValueError as error:
+            said.append(str(error))
+    return said
+
+
+def test_a_wrong_option_is_one_line_that_names_the_remedy():
+    cases = [[*DPO, *case.split()] for case in FOR_DPO] + [case.split() for case in FOR_SFT]
+    for said, messages in zip(call(errors_of, cases, True), [*FOR_DPO.values(), *FOR_SFT.values()], strict=True):
+        assert said is not None
+        assert "\n" not in said
+        assert all(message in said for message in messages), said
+    assert call(errors_of, [[], DPO, ["--magi.loss_per", "document"]], True) == [None] * 3
+
+
+def test_the_stock_entry_point_names_ours():
+    sft, pairs, documents = call(errors_of, [[], DPO, ["--magi.loss_per", "document"]], False)
+    assert sft is None
+    remedy = "start it with torchrun -m torchtitan_magi.train"
+    assert pairs == f"training.dataset is 'dpo', which torchtitan's own entry point does not know; {remedy}"
+    assert documents.startswith('magi.loss_per is "document"')
+    assert documents.endswith(remedy)
