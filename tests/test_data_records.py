@@ -22,7 +22,7 @@ MALFORMED = {
     "an array": (b"[1, 2]", ["[1, 2] (list)", "write an object"]),
     "null": (b"null", ["the line is null"]),
     "neither key": (b'{"dialogue": []}', ["'dialogue'", '"messages" or "text"']),
-    "both keys": (b'{"text": "a", "messages": []}', ["both", 'either "messages" or "text"']),
+    "both keys": (b'{"text": "a", "messages": []}', ['"messages" and "text"', "leave it one"]),
     "text a number": (b'{"text": 3}', ['"text" is 3 (int)', "string"]),
     "text empty": (b'{"text": ""}', ['"text" is empty', "remove the line"]),
     "messages a string": (b'{"messages": "hi"}', ["\"messages\" is 'hi' (str)", "list"]),

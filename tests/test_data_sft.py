@@ -304,9 +304,7 @@ def test_state_of_other_records_or_tokens_is_refused(corpus, tmp_path):
 @pytest.mark.parametrize("epochs", [-1, 1])
 def test_corpus_without_a_label_is_an_error_and_no_endless_loop(tmp_path, epochs):
     path = write(tmp_path / "train.jsonl", [(1, 5, 5), (2, 1, 0), (3, 90, 80)])
-    with pytest.raises(
-        ValueError, match=r"no record of .* has a token to train on \(.*3 without a label\); add"
-    ):
+    with pytest.raises(ValueError, match=r"no record of .* has a token to train on \(.*3 without a label\); add"):
         next(iter(dataset(path, long_documents="truncate", epochs=epochs)))
     assert len(list(dataset(path, long_documents="split"))) == 1
 

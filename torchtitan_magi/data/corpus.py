@@ -111,7 +111,7 @@ class Corpus:
         for file in self._files:
             crc32 = zlib.crc32(f"{file.num_bytes} {file.crc32} ".encode(), crc32)
         num_bytes = sum(file.num_bytes for file in self._files)
-        return f"{len(self._files)} files with {len(self):,} records, {num_bytes:,} bytes, checksum {crc32:08x}"
+        return f"{len(self):,} records, {num_bytes:,} bytes, checksum {crc32:08x}"
 
     def _locate(self, index: int) -> tuple[RecordFile, int]:
         number = int(np.searchsorted(self._firsts, index, side="right")) - 1

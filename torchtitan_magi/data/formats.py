@@ -35,7 +35,7 @@ def parse_document(record: Any) -> dict[str, Any]:
     forms = [key for key in ("messages", "conversations", "completion", "output", "text") if key in record]
     if len(forms) > 1:
         both = " and ".join(f'"{form}"' for form in forms)
-        raise ValueError(f'the record has both {both}; give it either "messages" or "text"')
+        raise ValueError(f"the record has {both}; leave it one of them")
     if not forms:
         raise ValueError(f'the record has only the keys {_keys(record)}; give it either "messages" or "text"')
     (form,) = forms

@@ -180,7 +180,7 @@ class PackedDataset(IterableDataset, Stateful):
 def collate_packs(samples: Sequence[Sample], num_rows: int | None = None) -> Sample:
     """Items -> tensors [b, seq_len]; the boundaries become one NumPy int32 [n, k] over the b * seq_len tokens, and
     `pair_ids` one int64 [n]. num_rows: b, filled up with padding; None: the number of items."""
-    samples = [*samples, *[_padding_like(samples[0])] * ((num_rows or 0) - len(samples))]
+    samples = [*samples, *[padding_like(samples[0])] * ((num_rows or 0) - len(samples))]
     seq_len = len(samples[0][1])
     inputs: dict[str, Any] = {}
     for name, first in samples[0][0].items():
@@ -194,7 +194,8 @@ def collate_packs(samples: Sequence[Sample], num_rows: int | None = None) -> Sam
     return inputs, torch.stack([labels for _, labels in samples])
 
 
-def _padding_like(sample: Sample) -> Sample:
+def padding_like(sample: Sample) -> Sample:
+    """An item or batch of the same shape that is only padding."""
     inputs, labels = sample
     empty = {name: torch.zeros_like(x) if isinstance(x, torch.Tensor) else x[:0] for name, x in inputs.items()}
     return empty, torch.full_like(labels, IGNORE_INDEX)

@@ -48,12 +48,16 @@ class RecordFile:
         return len(self._offsets) - 1
 
     def __getitem__(self, index: int) -> dict[str, Any]:
+        with open(self.path, "rb") as file:  # opened anew, so that forked workers share no file position
+            return self._read(file, index)
+
+    def _read(self, file: BinaryIO, index: int) -> dict[str, Any]:
         start, stop = self._offsets[index : index + 2].tolist()
         if stop - start > MAX_RECORD_BYTES:
             raise ValueError(f"the line has {stop - start:,} bytes, more than {MAX_RECORD_BYTES:,}; split the record")
-        with open(self.path, "rb") as file:  # opened anew, so that forked workers share no file position
+        if file.tell() != start:
             file.seek(start)
-            return parse_line(file.read(stop - start), self.parse)
+        return parse_line(file.read(stop - start), self.parse)
 
     def where(self, index: int) -> str:
         """`path:line` of a record, for messages; reads the file up to there."""
@@ -67,11 +71,12 @@ class RecordFile:
 
     def check(self, first: int = 0, last: int | None = None) -> None:
         """Parses records[first:last]. Raises ValueError (`path:line: what; remedy`) for the first malformed one."""
-        for index in range(first, len(self) if last is None else last):
-            try:
-                self[index]
-            except ValueError as error:
-                raise ValueError(f"{self.where(index)}: {error}") from None
+        with open(self.path, "rb") as file:
+            for index in range(first, len(self) if last is None else last):
+                try:
+                    self._read(file, index)
+                except ValueError as error:
+                    raise ValueError(f"{self.where(index)}: {error}") from None
 
     def _index(self) -> np.ndarray:
         """int64 [records + 1]: the byte where each line begins that is not blank, and the end of the file."""

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset
-from torchtitan.components.dataloader import BaseDataLoader
+from torchtitan.components.dataloader import BaseDataLoader, ParallelAwareDataloader
 from torchtitan.hf_datasets.text_datasets import build_text_validation_dataloader
 from torchtitan.tools.logging import logger
 
 from torchtitan_magi.data import ChatTokenizer, PackedPairDataset, PackedSFTDataset, collate_packs
-from torchtitan_magi.data.packed import PackedDataset, Sample
+from torchtitan_magi.data.packed import PackedDataset, Sample, padding_like
 from torchtitan_magi.titan.job_config import DPO_DATASET, OUR_DATASETS
 
 
@@ -22,31 +22,46 @@ class PackLoader(BaseDataLoader):
 
     The state is the dataset's after the last batch given out, so it is the same on every data-parallel rank, is saved
     once in a checkpoint and can be loaded at another data-parallel degree. ``iter()`` begins at a loaded state, else at
-    the first pack. The last batch is filled up with padding.
+    the first pack. At the end the last batch is filled up with padding, and the last step with batches of padding, so
+    that no pack is left over.
 
     Args:
         dataset: the rank's shard.
         batch_size: packs per batch.
+        batches_per_step: microbatches of a training step on this rank.
         options: of torch's DataLoader; at most one worker, which lives for one pass.
     """
 
-    def __init__(self, dataset: PackedDataset, batch_size: int, **options: Any) -> None:
-        self.dataset, self.batch_size, self.options = dataset, batch_size, options
+    def __init__(self, dataset: PackedDataset, batch_size: int, batches_per_step: int = 1, **options: Any) -> None:
+        self.dataset, self.batch_size, self.batches_per_step = dataset, batch_size, batches_per_step
+        self.options = options
         if not options.get("num_workers"):
             self.options = {k: v for k, v in options.items() if k not in ("persistent_workers", "prefetch_factor")}
         self._state = json.dumps(dataset.state_dict())
-        self._resuming = False
+        self._exhausted = self._resuming = False
 
     def __iter__(self) -> Iterator[Sample]:
         packs = _PacksWithState(self.dataset, self._state if self._resuming else None)
-        self._resuming = False
-        collate = functools.partial(_collate_with_state, num_rows=self.batch_size)
-        for batch, state in DataLoader(packs, batch_size=self.batch_size, collate_fn=collate, **self.options):
-            self._state = state
+        self._exhausted = self._resuming = False
+        batches = self._whole_steps(packs)
+        following = next(batches, None)
+        while following is not None:
+            (batch, self._state), following = following, next(batches, None)
+            self._exhausted = following is None
             yield batch
 
+    def _whole_steps(self, packs: "_PacksWithState") -> Iterator[tuple[Sample, str]]:
+        collate = functools.partial(_collate_with_state, num_rows=self.batch_size)
+        number = 0
+        for batch, state in DataLoader(packs, batch_size=self.batch_size, collate_fn=collate, **self.options):
+            number += 1
+            yield batch, state
+        for _ in range(-number % self.batches_per_step):
+            yield padding_like(batch), state
+
     def state_dict(self) -> dict[str, Any]:
-        return {"state": self._state}
+        """state: the dataset's, as JSON; exhausted: whether the last batch has been given out."""
+        return {"state": self._state, "exhausted": self._exhausted}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Raises ValueError if the state is of other data or other options."""
@@ -72,6 +87,19 @@ class _PacksWithState(IterableDataset):
 def _collate_with_state(items: list[tuple[Sample, str]], num_rows: int) -> tuple[Sample, str]:
     samples, states = zip(*items, strict=True)
     return collate_packs(samples, num_rows), states[-1]
+
+
+def save_at_the_end_of_data(save: Any) -> Any:
+    """``CheckpointManager.save`` that also takes the step that used up our data for the last one."""
+
+    @functools.wraps(save)
+    def save_step(self: Any, curr_step: int, last_step: bool = False) -> None:
+        loader = self.states["dataloader"]
+        if isinstance(loader, BaseDataLoader) and not isinstance(loader, ParallelAwareDataloader):
+            last_step |= loader.state_dict().get("exhausted", False)
+        save(self, curr_step, last_step)
+
+    return save_step
 
 
 def build_dataset(
@@ -141,8 +169,10 @@ def build_dataloader(
 ) -> PackLoader:
     """Batches of ``build_dataset``, whose arguments it takes."""
     dataset = build_dataset(section, seq_len, dp_world_size, dp_rank, tokenizer, job_config, training)
+    packs_per_batch = section.local_batch_size * dp_world_size
+    batches_per_step = max(1, section.global_batch_size // packs_per_batch) if training else 1
     logger.info(f"Packing {section.dataset_path} into {seq_len} tokens per pack: {dataset.records.fingerprint}")
-    return PackLoader(dataset, section.local_batch_size, **asdict(section.dataloader))
+    return PackLoader(dataset, section.local_batch_size, batches_per_step, **asdict(section.dataloader))
 
 
 def build_validation_dataloader(dp_world_size: int, dp_rank: int, tokenizer: Any, job_config: Any) -> BaseDataLoader:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed import context_parallel
 from torchtitan.models import _supported_models
@@ -16,7 +17,7 @@ from torchtitan.tools import utils
 
 from torchtitan_magi.titan.ahead import PlannedLoader
 from torchtitan_magi.titan.cpu import allow_gloo_gradients, on_cpu, run_on_cpu
-from torchtitan_magi.titan.data import build_dataloader
+from torchtitan_magi.titan.data import build_dataloader, save_at_the_end_of_data
 from torchtitan_magi.titan.job_config import OUR_DATASETS, check_job_config, without_context_parallel
 from torchtitan_magi.titan.metrics import LossRecord, MagiMetricsProcessor
 from torchtitan_magi.titan.runtime import MagiRuntime, PlanMetadata, WorkCount
@@ -31,6 +32,7 @@ def register() -> None:
     if on_cpu():
         run_on_cpu()
     context_parallel.cp_shard = _cp_shard(context_parallel.cp_shard)
+    CheckpointManager.save = save_at_the_end_of_data(CheckpointManager.save)
     for name in MODELS:
         parallelize: Any = importlib.import_module(f"torchtitan.models.{name}.infra.parallelize")
         parallelize._op_sac_save_list.add(op_to_save())

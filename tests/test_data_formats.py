@@ -1,0 +1,134 @@
+"""Forms of document records, and what of them reaches the chat template."""
+
+import json
+
+import pytest
+from test_data_chat import CHATML_UNMARKED, LLAMA3_TEMPLATE, chat, learned
+
+from torchtitan_magi.data.chat import CHATML_TEMPLATE, PLAIN_TEMPLATE
+from torchtitan_magi.data.formats import parse_document
+
+USER, ASSISTANT = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
+SYSTEM, TOOL = {"role": "system", "content": "s"}, {"role": "tool", "content": "42"}
+CALLS = [{"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}]
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+# as templates with tools do it: the tools in the first turn, calls as JSON, content that may be null
+TOOL_TEMPLATE = (
+    "{% if tools %}[tools {{ tools | tojson }}]{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% generation %}{% if m.content is not none %}{{ m.content }}{% endif %}{% for call in m.tool_calls or [] %}"
+    "<call>{{ call.function | tojson }}</call>{% endfor %}<|im_end|>\n{% endgeneration %}{% endfor %}"
+)
+UNMARKED_TOOL_TEMPLATE = TOOL_TEMPLATE.replace("{% generation %}", "").replace("{% endgeneration %}", "") + (
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("record", "messages"),
+    [
+        ({"messages": [USER, ASSISTANT], "source": "x"}, [USER, ASSISTANT]),
+        ({"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}, [USER, ASSISTANT]),
+        (
+            {
+                "conversations": [
+                    {"from": "system", "value": "s"},
+                    {"from": "user", "value": "q"},
+                    {"from": "tool", "value": "42"},
+                    {"from": "assistant", "value": "a"},
+                ]
+            },
+            [SYSTEM, USER, TOOL, ASSISTANT],
+        ),
+        ({"conversations": [USER, ASSISTANT]}, [USER, ASSISTANT]),
+        (
+            {"system": "s", "conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
+            [SYSTEM, USER, ASSISTANT],
+        ),
+        ({"prompt": "q", "completion": "a"}, [USER, ASSISTANT]),
+        ({"prompt": [SYSTEM, USER], "completion": [ASSISTANT]}, [SYSTEM, USER, ASSISTANT]),
+        ({"prompt": [USER], "completion": ASSISTANT}, [USER, ASSISTANT]),
+        ({"instruction": "q", "output": "a"}, [USER, ASSISTANT]),
+        ({"instruction": "q", "input": "", "output": "a", "system": ""}, [USER, ASSISTANT]),
+        ({"instruction": "q", "input": "i", "output": "a"}, [{**USER, "content": "q\n\ni"}, ASSISTANT]),
+        ({"messages": [SYSTEM, USER, ASSISTANT], "system": "no"}, [SYSTEM, USER, ASSISTANT]),
+        (
+            {
+                "messages": [
+                    {**USER, "content": [{"type": "text", "text": "q"}, {"type": "text", "text": "!"}]},
+                    ASSISTANT,
+                ]
+            },
+            [{**USER, "content": "q!"}, ASSISTANT],
+        ),
+        (
+            {"messages": [USER, {"role": "assistant", "tool_calls": CALLS}, TOOL]},
+            [USER, {"role": "assistant", "tool_calls": CALLS, "content": None}, TOOL],
+        ),
+    ],
+)
+def test_every_form_of_a_conversation(record, messages):
+    assert parse_document(record) == {"messages": messages}
+
+
+def test_text_and_tools():
+    assert parse_document({"text": "x", "id": 1}) == {"text": "x"}
+    for tools in (TOOLS, json.dumps(TOOLS)):
+        assert parse_document({"messages": [USER], "tools": tools}) == {"messages": [USER], "tools": TOOLS}
+    for tools in (None, [], ""):
+        assert parse_document({"messages": [USER], "tools": tools}) == {"messages": [USER]}
+
+
+@pytest.mark.parametrize("template", [TOOL_TEMPLATE, UNMARKED_TOOL_TEMPLATE])
+def test_tools_and_calls_reach_the_template_and_calls_are_learned(template):
+    if template == TOOL_TEMPLATE:  # only the assistant's turns are marked
+        template = template.replace("{% generation %}", "{% if m.role == 'assistant' %}{% generation %}", 1).replace(
+            "{% endgeneration %}", "{% endgeneration %}{% else %}{{ m.content }}<|im_end|>\n{% endif %}"
+        )
+    record = {
+        "tools": TOOLS,
+        "messages": [SYSTEM, USER, {"role": "assistant", "content": None, "tool_calls": CALLS}, TOOL, ASSISTANT],
+    }
+    tokenizer = chat(template)
+    text, _ = tokenizer.render(**parse_document(record))
+    assert text == (
+        f"[tools {json.dumps(TOOLS)}]<|im_start|>system\ns<|im_end|>\n<|im_start|>user\nq<|im_end|>\n"
+        '<|im_start|>assistant\n<call>{"name": "f", "arguments": {"x": 1}}</call><|im_end|>\n'
+        "<|im_start|>tool\n42<|im_end|>\n<|im_start|>assistant\na<|im_end|>\n"
+    )
+    assert learned(tokenizer(parse_document(record))) == (
+        '<call>{"name": "f", "arguments": {"x": 1}}</call><|im_end|>\na<|im_end|>\n'
+    )
+
+
+@pytest.mark.parametrize("template", [CHATML_TEMPLATE, CHATML_UNMARKED, PLAIN_TEMPLATE, LLAMA3_TEMPLATE])
+def test_a_template_without_a_place_for_tools_refuses_them(template):
+    """They would be lost in silence."""
+    with pytest.raises(ValueError, match='no place for "tools"; give the assets one that has'):
+        chat(template)({"messages": [USER, ASSISTANT], "tools": TOOLS})
+    with pytest.raises(ValueError, match='no place for "tool_calls"'):
+        chat(template)({"messages": [USER, {"role": "assistant", "content": None, "tool_calls": CALLS}]})
+
+
+@pytest.mark.parametrize(
+    ("template", "end"),
+    [
+        (LLAMA3_TEMPLATE, "<|eot_id|>"),
+        (CHATML_TEMPLATE, "<|im_end|>\n"),
+        (CHATML_UNMARKED, "<|im_end|>\n"),
+        (PLAIN_TEMPLATE, "</s>\n"),
+    ],
+)
+def test_every_form_is_learned_where_the_assistant_speaks(template, end):
+    space = " " if template == PLAIN_TEMPLATE else ""
+    sharegpt = {
+        "conversations": [
+            {"from": "system", "value": "be brief"},
+            {"from": "human", "value": "the cat"},
+            {"from": "gpt", "value": "the hat"},
+            {"from": "tool", "value": "42"},
+            {"from": "gpt", "value": "a dog"},
+        ]
+    }
+    alpaca = {"instruction": "the cat", "input": "and", "output": "a dog"}
+    assert learned(chat(template)(parse_document(sharegpt))) == f"{space}the hat{end}{space}a dog{end}"
+    assert learned(chat(template)(parse_document(alpaca))) == f"{space}a dog{end}"

@@ -1,0 +1,170 @@
+"""The loader of a run: state, workers, the end of the data; and whole runs that resume and end."""
+
+import json
+import shutil
+from itertools import islice
+
+import pytest
+from training import TrainingError, call, demo, new_folder, train
+
+SEQ_LEN, RECORDS = 64, 60
+
+
+def tokenize(record):
+    """`text` is "id length": tokens id * 1000, id * 1000 + 1, ..., all learned."""
+    import numpy as np
+
+    from torchtitan_magi.data import TokenizedDocument
+
+    name, length = map(int, record["text"].split())
+    return TokenizedDocument(np.arange(name * 1000, name * 1000 + length, dtype=np.int32), np.ones(length, dtype=bool))
+
+
+def make_loader(path, rank=0, ranks=1, batch_size=2, batches_per_step=1, num_workers=0, epochs=1, **options):
+    from torchtitan_magi.data import PackedSFTDataset
+    from torchtitan_magi.titan.data import PackLoader
+
+    packs = PackedSFTDataset(path, tokenize, SEQ_LEN, rank, ranks, epochs=epochs, window_packs=4)
+    loader_options = {"num_workers": num_workers, "persistent_workers": False, "prefetch_factor": None}
+    return PackLoader(packs, batch_size, batches_per_step, **loader_options, **options)
+
+
+def rows(batches):
+    """The packs, row by row, padding left out."""
+    return [row for inputs, _ in batches for row in inputs["input"].tolist() if any(row)]
+
+
+def with_workers(case, *arguments):
+    """In a daemon, as the processes of `training` are, Python starts no workers; and here they shall be forked."""
+    import multiprocessing
+
+    multiprocessing.current_process()._config["daemon"] = False
+    multiprocessing.set_start_method("fork", force=True)
+    return case(*arguments)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    path = tmp_path_factory.mktemp("loader") / "train.jsonl"
+    path.write_text("".join(json.dumps({"text": f"{i + 1} {5 + 11 * i % 40}"}) + "\n" for i in range(RECORDS)))
+    return path
+
+
+def resume_at_another_degree(path, num_workers):
+    """Every state of a run on two ranks is the same on both; the rest is the same on one rank or three."""
+    whole = rows(make_loader(path))
+    loaders = [make_loader(path, rank, 2, batch_size=1, num_workers=num_workers) for rank in range(2)]
+    iterators = [iter(loader) for loader in loaders]
+    for step in range(8):
+        states = [loader.state_dict() for loader in loaders]
+        assert states[0] == states[1]
+        for ranks, batch_size in ((1, 2), (3, 2), (2, 1)):
+            rest = []
+            for rank in range(ranks):
+                resumed = make_loader(path, rank, ranks, batch_size, num_workers=num_workers if step == 3 else 0)
+                resumed.load_state_dict(states[0])
+                assert resumed.state_dict()["state"] == states[0]["state"]
+                rest.append([inputs["input"].tolist() for inputs, _ in resumed])
+            joined = [row for r in zip(*rest, strict=True) for batch in zip(*r, strict=True) for row in batch]
+            assert [row for row in joined if any(row)] == whole[2 * step :], (step, ranks)
+        for iterator in iterators:
+            next(iterator)
+    return True
+
+
+def stops_and_repeats(path, num_workers):
+    """The last batch is filled with padding, the last step with batches; a second pass is the same as the first."""
+    from torchtitan_magi.data import IGNORE_INDEX
+
+    whole = rows(make_loader(path, batch_size=1))
+    loader = make_loader(path, batch_size=4, batches_per_step=4, num_workers=num_workers)
+    assert len(whole) % 16 not in (0, 15)
+    for _ in range(2):
+        batches, ends = [], []
+        for inputs, labels in loader:
+            batches.append((inputs, labels))
+            ends.append(loader.state_dict()["exhausted"])
+        assert ends == [False] * (len(batches) - 1) + [True]
+        assert len(batches) == 4 * -(-len(whole) // 16)
+        assert {tuple(inputs["input"].shape) for inputs, _ in batches} == {(4, SEQ_LEN)}
+        assert rows(batches) == whole
+        assert (batches[-1][1] == IGNORE_INDEX).all()
+        assert batches[-1][0]["documents"].shape == (0, 2)
+        list(islice(loader, 2))  # as validation with a number of steps
+    finished = make_loader(path, batch_size=4)
+    finished.load_state_dict(loader.state_dict())
+    rest = rows(finished)
+    assert rest == whole[8:]
+    list(loader)
+    finished.load_state_dict(loader.state_dict())
+    assert list(finished) == []
+    more = make_loader(path, batch_size=4, epochs=2)
+    more.load_state_dict(loader.state_dict())
+    assert rows(more) == rows(make_loader(path, batch_size=1, epochs=2))[len(whole) :]
+    return True
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("case", [resume_at_another_degree, stops_and_repeats])
+def test_the_loader(case, num_workers, path):
+    assert call(with_workers, case, str(path), num_workers)
+
+
+def test_state_of_other_data_is_refused_before_the_first_batch(path, tmp_path):
+    other = tmp_path / "other.jsonl"
+    other.write_text(path.read_text() + '{"text": "99 9"}\n')
+    with pytest.raises(TrainingError, match=r"records = '60 records.*, this run has '61 records.*; resume with"):
+        call(load_other, str(path), str(other))
+
+
+def load_other(path, other):
+    make_loader(other).load_state_dict(make_loader(path).state_dict())
+
+
+def resume(processes, folder, *arguments, **kwargs):
+    layout = ("--parallelism.data_parallel_shard_degree", f"{processes}", "--training.global_batch_size", "2")
+    checkpoints = ("--checkpoint.enable", "--checkpoint.interval", "3", "--job.dump_folder", folder)
+    return train(processes, [*layout, "--training.local_batch_size", "1", *checkpoints, *arguments], **kwargs)
+
+
+def test_a_run_on_two_ranks_continues_on_one_with_the_same_batches():
+    """In the middle of an epoch: losses of a run that was never interrupted, and of one on two ranks."""
+    folder = new_folder()
+    whole = resume(2, folder, "--training.steps", "6")
+    shutil.rmtree(f"{folder}/checkpoint/step-6")
+    rest = resume(1, folder, "--training.steps", "6")
+    assert [metrics["step"] for metrics in rest.metrics] == [4, 5, 6]
+    assert rest.losses == pytest.approx(whole.losses[3:], rel=2e-6)
+    assert rest.grad_norms == pytest.approx(whole.grad_norms[3:], rel=2e-5)
+
+
+def test_training_ends_with_the_last_epoch_and_saves(tmp_path):
+    """Steps and interval say nothing of it; resumed, there is nothing left to do, and with an epoch more there is."""
+    lines = (demo() / "train.jsonl").read_text().splitlines()[:12]
+    (tmp_path / "few.jsonl").write_text("\n".join(lines))
+    data = ["--training.dataset_path", f"{tmp_path}/few.jsonl", "--training.steps", "90"]
+    data += ["--checkpoint.interval", "80", "--checkpoint.no_last_save_model_only"]
+    run, again, more = (resume(1, str(tmp_path), *data, "--magi.epochs", epochs) for epochs in ("2", "2", "3"))
+    steps = len(run.losses)
+    assert 4 <= steps < 40
+    assert "Ran out of data" in run.output
+    assert again.losses == []
+    assert more.metrics[0]["step"] == steps + 1
+    saved = {f"step-{steps}", f"step-{more.metrics[-1]['step']}"}
+    assert {path.name for path in (tmp_path / "checkpoint").iterdir()} == saved
+
+
+def test_a_bad_record_stops_all_ranks_with_one_message(tmp_path):
+    """It lies in the share of the second rank."""
+    lines = (demo() / "train.jsonl").read_text().splitlines()[:100]
+    lines[70] = '{"text": '
+    (tmp_path / "bad.jsonl").write_text("\n".join(lines))
+    arguments = ["--training.dataset_path", f"{tmp_path}/bad.jsonl", "--parallelism.data_parallel_shard_degree", "2"]
+    with pytest.raises(TrainingError) as caught:
+        train(2, arguments)
+    message = "bad.jsonl:71: not JSON (Expecting value, column 9); write one JSON object per line"
+    assert str(caught.value) == f"{tmp_path}/{message}"
+    assert caught.value.type == "ValueError"
+    assert "Training starts" not in "".join(caught.value.__notes__)
+    run = train(2, [*arguments, "--magi.bad_records", "skip", "--training.steps", "2"])
+    assert len(run.losses) == 2
