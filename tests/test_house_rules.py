@@ -35,7 +35,7 @@ MAY_IMPORT = {
     "ffa": {"slices", "jit", "launch", "bands", "worklists", "rows"},
     "reference": {"slices", "merge", "comm"},
     "bind": {"slices", "plan", "comm", "ffa", "reference"},
-    "attention": {"slices", "plan", "comm", "bind"},
+    "attention": {"slices", "plan", "comm", "bind", "stages"},
     "agreement": {"plan"},
     "report": {"plan"},
     "logprobs": set(),

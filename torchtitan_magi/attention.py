@@ -15,6 +15,7 @@ from torchtitan_magi.bind import BoundPlan, BoundStage, bind_plan, bind_slices, 
 from torchtitan_magi.comm import Mesh, Wait, group_cast, group_reduce
 from torchtitan_magi.plan import AttnPlan
 from torchtitan_magi.slices import AttnSlices
+from torchtitan_magi.stages import sent_before
 
 # ------------------------------------------------------------------------------------------------------- the stage loop
 
@@ -33,6 +34,7 @@ def _forward(bound: BoundPlan, q: Tensor, k: Tensor, v: Tensor, softmax_scale: f
     for i, bound_stage in enumerate(stages):
         k_rows, v_rows = arriving.take(i)
         out, lse = bound.block_attn.forward(q, k_rows, v_rows, bound_stage.mask, softmax_scale, accumulate)
+        del k_rows, v_rows  # their memory is for a later stage
     return out.to(q.dtype), lse
 
 
@@ -68,6 +70,7 @@ def _backward(
             dout, q, k_rows, v_rows, lse, delta, bound_stage.mask, softmax_scale, dq, grad[:, 0], grad[:, 1],
             bound.deterministic,
         )  # fmt: skip
+        del k_rows, v_rows
         if stage.exchanges:
             if stage.holds_local:
                 dkv.copy_(grad[: len(k)])
@@ -80,29 +83,29 @@ def _backward(
 
 
 class _Arrivals:
-    """The K/V buffers of the stages.
-
-    All are on their way from the start: an exchange begins when the last rank has come to it, and ranks come to their
-    later stages at different times, as some have more work with their own K/V than others.
-    """
+    """The K/V buffers of the stages: one in use and one under way, or two under way while a rank's own K/V are used."""
 
     def __init__(self, bound: BoundPlan, stages: tuple[BoundStage, ...], k: Tensor, v: Tensor) -> None:
-        self.k, self.v = k, v
-        self.pending = [
-            group_cast(stage.stage, bound.rows, stage.row_index, k, v, bound.transport)
-            if stage.stage.exchanges
-            else None
-            for stage in stages
-        ]
+        self.bound, self.stages, self.k, self.v = bound, stages, k, v
+        self.pending: list[tuple[Tensor, Wait] | None] = []
+        self._start(0)
+
+    def _start(self, i: int) -> None:
+        travels = bool(self.stages[i].stage.exchanges)
+        for bound_stage in self.stages[len(self.pending) : sent_before(i, travels, len(self.stages))]:
+            stage, row_index = bound_stage.stage, bound_stage.row_index
+            if not stage.exchanges:
+                self.pending.append(None)
+            else:
+                self.pending.append(group_cast(stage, self.bound.rows, row_index, self.k, self.v, self.bound.transport))
 
     def take(self, i: int) -> tuple[Tensor, Tensor]:
-        """K and V rows of stage i, [rows, H, D] each; once."""
+        """K and V rows of stage i, [rows, H, D] each; once. Starts what may be under way while it is used."""
         pending, self.pending[i] = self.pending[i], None
-        if pending is None:
-            return self.k, self.v
-        buffer, wait = pending
-        wait()
-        return buffer[:, 0], buffer[:, 1]
+        if pending is not None:
+            pending[1]()
+        self._start(i)
+        return (self.k, self.v) if pending is None else (pending[0][:, 0], pending[0][:, 1])
 
 
 # ------------------------------------------------------------------------------------------------------------- the ops

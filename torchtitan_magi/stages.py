@@ -240,7 +240,7 @@ class Timeline:
 
 
 def predict(cost: CostModel, work: Workload, heads: Heads, shares: Shares, backward: bool) -> Timeline:
-    """The timeline of one layer: K/V of all stages are sent at its start, dK/dV of a stage return when it has run."""
+    """The timeline of one layer: K/V of two stages are under way or in use, dK/dV of a stage return when it has run."""
     num_ranks = len(work.received)
     casts, attends, reduces = np.zeros((3, len(shares), 2, num_ranks))
     link = 0.0  # since when it is free; a collective begins when all ranks have come to it
@@ -254,10 +254,13 @@ def predict(cost: CostModel, work: Workload, heads: Heads, shares: Shares, backw
             times[1] = times[0] + seconds
             link = float(times[1].max())
 
-    for i, seconds in enumerate(travel):
-        exchange(casts[i], seconds, now)
+    sent = 0
     for i in range(len(shares)):
-        start = np.maximum(now, casts[i, 1])
+        start = np.maximum(now, casts[i, 1]) if i < sent else now
+        for j in range(sent, sent_before(i, travel[i] is not None, len(shares))):
+            exchange(casts[j], travel[j], start)
+            sent += 1
+        start = np.maximum(start, casts[i, 1])
         seconds = _stage_seconds(cost, work, heads, shares, i, backward)
         beside = np.concatenate([casts, reduces])
         shared = np.minimum(beside[:, 1], start + seconds) - np.maximum(beside[:, 0], start)
@@ -270,6 +273,18 @@ def predict(cost: CostModel, work: Workload, heads: Heads, shares: Shares, backw
     elif len(shares) > 1:  # out in 32 bits: set to zero, read, rounded
         now = now + 10 * work.tokens * heads.out_elements / cost.memory
     return Timeline(casts, attends, reduces, now)
+
+
+def sent_before(i: int, travels: bool, num_stages: int) -> int:
+    """How many stages' K/V are sent before stage i runs, so that at most two stages of them take memory.
+
+    As many as possible: an exchange begins when the last rank has come to it, and ranks come to their later stages at
+    different times, as some have more work with their own K/V than others.
+
+    Args:
+        travels: whether any of stage i's own K/V do; the others' all travel.
+    """
+    return min(i + (2 if travels else 3), num_stages)
 
 
 def _exchange_seconds(cost: CostModel, work: Workload, heads: Heads, share: Share) -> FloatArray:

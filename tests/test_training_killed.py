@@ -1,0 +1,72 @@
+"""A rank that dies in the middle of a step ends the job with its reason; the job continues from its checkpoint."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from training import DEBUG_TOML, ROOT, SMALL, demo, new_folder, train
+
+from loss_compare import TOLERANCE, max_relative_difference  # isort: skip
+
+NUM_GPUS = torch.cuda.device_count()
+ENOUGH_GPUS = pytest.mark.skipif(NUM_GPUS < 2, reason=f"needs two GPUs, finds {NUM_GPUS}")
+TIMEOUT = 60  # seconds, of torchtitan's train_timeout_seconds
+
+
+def process_of_rank(rank, launcher):
+    """The process that torchrun's process `launcher` started for a rank."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            if parent == launcher and f"\0RANK={rank}\0" in (folder / "environ").read_text():
+                return int(folder.name)
+        except OSError:  # it ended meanwhile
+            continue
+    raise AssertionError(f"torchrun has no process of rank {rank}")
+
+
+def run_and_strike(folder, arguments, device, blow):
+    """torchrun's exit code, what it printed, and the seconds until it ended after rank 1 got the signal `blow`."""
+    visible = {} if device == "cuda" else {"CUDA_VISIBLE_DEVICES": ""}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | visible
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    torchrun += ["-m", "torchtitan_magi.train", "--job.config_file", DEBUG_TOML, "--job.dump_folder", folder]
+    with open(f"{folder}/log", "w+") as log:
+        job = subprocess.Popen([*torchrun, *arguments], stdout=log, stderr=subprocess.STDOUT, cwd=ROOT, env=environment)
+        deadline = time.monotonic() + 240
+        while not re.search(r"step: +3 ", Path(log.name).read_text()):
+            assert job.poll() is None, Path(log.name).read_text()[-4000:]
+            assert time.monotonic() < deadline, "no third step"
+            time.sleep(0.05)
+        struck = time.monotonic()
+        os.kill(process_of_rank(1, job.pid), blow)
+        code = job.wait(TIMEOUT + 120)
+        return code, Path(log.name).read_text(), time.monotonic() - struck
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, ENOUGH_GPUS])])
+def test_a_killed_rank_ends_the_job_which_then_continues(device):
+    demo()
+    folder = new_folder()
+    arguments = [*SMALL, "--parallelism.context_parallel_degree", "2", "--metrics.disable_color_printing"]
+    arguments += ["--checkpoint.enable", "--checkpoint.interval", "2", "--lr_scheduler.decay_ratio", "0"]
+    endless = ["--training.steps", "100000", "--comm.train_timeout_seconds", f"{TIMEOUT}"]
+    code, log, seconds = run_and_strike(folder, [*arguments, *endless], device, signal.SIGKILL)
+    assert code != 0
+    assert seconds < TIMEOUT
+    assert re.search(r"exitcode *: -9", log)
+    assert "SIGKILL" in log
+    complete = Path(folder, "checkpoint").glob("step-*/.metadata")
+    saved = max(int(path.parent.name.removeprefix("step-")) for path in complete)
+    if device == "cpu":
+        arguments += ["--training.steps", f"{saved + 2}"]
+        resumed = train(2, [*arguments, "--job.dump_folder", folder], layers=None)
+        assert [metrics["step"] for metrics in resumed.metrics] == [saved + 1, saved + 2]
+        whole = train(2, [*arguments, "--job.dump_folder", new_folder()], layers=None)
+        assert max_relative_difference(resumed.losses, whole.losses[saved:]) <= TOLERANCE
