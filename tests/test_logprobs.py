@@ -3,6 +3,7 @@
 import pytest
 import torch
 from pool import RankPool
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchtitan_magi.logprobs import token_logprobs
 
@@ -74,6 +75,28 @@ def test_large_logits_stay_finite():
     hidden, weight, targets = case(9, torch.float32)
     got = with_gradients(token_logprobs, 1e4 * hidden, weight, targets, chunk=2)
     assert all(tensor.isfinite().all() for tensor in got)
+
+
+class LargestTensor(TorchDispatchMode):
+    """Elements of the largest tensor that an operation makes."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor):
+            self.elements = max(self.elements, result.numel())
+        return result
+
+
+def test_no_more_logits_than_those_of_a_chunk_exist_at_a_time():
+    hidden, weight, targets = case(100)
+    with LargestTensor() as largest:
+        with_gradients(token_logprobs, hidden, weight, targets, chunk=25)
+    assert largest.elements == 25 * VOCABULARY
+    with LargestTensor() as largest:
+        with_gradients(plain, hidden, weight, targets)
+    assert largest.elements == 100 * VOCABULARY
 
 
 # ------------------------------------------------------------------------------------------- a vocabulary in shares

@@ -81,6 +81,7 @@ def test_document_weights_by_hand():
 def test_branch_sums_by_hand():
     logprobs = torch.arange(12.0, requires_grad=True)
     sums = branch_sums(logprobs, torch.tensor(BRANCH, dtype=torch.int32), 2)
+    assert sums.dtype == torch.float64
     assert sums.tolist() == [[3 + 4, 5 + 6 + 7], [9, 10 + 11]]
     (sums * torch.tensor([[1, 2], [3, 4]])).sum().backward()
     assert logprobs.grad.tolist() == [{-1: 0, 0: 1, 1: 2, 2: 3, 3: 4}[b] for b in BRANCH]

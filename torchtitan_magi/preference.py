@@ -60,16 +60,19 @@ def _margin(policy: Tensor, reference: Tensor) -> Tensor:
 
 
 def branch_sums(logprobs: Tensor, branch: Tensor, num_pairs: int, group: dist.ProcessGroup | None = None) -> Tensor:
-    """float32 [num_pairs, 2]: summed log-probabilities of chosen and rejected.
+    """float64 [num_pairs, 2]: summed log-probabilities of chosen and rejected.
+
+    Losses take differences of these sums, of which float32 would leave few digits for long answers.
 
     Args:
-        logprobs: [T], this rank's tokens. branch: integers [T], see ``token_weights.branches``.
+        logprobs: float32 [T], this rank's tokens. branch: integers [T], see ``token_weights.branches``.
         group: ranks that share the tokens. All get the sums of all; the gradient of each goes to its own tokens only,
             so that every rank may compute the whole loss.
     """
     slot = torch.where(branch >= 0, branch, 2 * num_pairs).long()
     # Accumulating by index_put is deterministic on a GPU, index_add is not.
-    sums = logprobs.new_zeros(2 * num_pairs + 1).index_put((slot,), logprobs, accumulate=True)[:-1]
+    zeros = logprobs.new_zeros(2 * num_pairs + 1, dtype=torch.float64)
+    sums = zeros.index_put((slot,), logprobs.double(), accumulate=True)[:-1]
     if group is not None:
         sums = _SumOverRanks.apply(sums, group)
     return sums.view(num_pairs, 2)

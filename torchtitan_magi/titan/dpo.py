@@ -29,7 +29,7 @@ class PairBatch:
     cp_group: dist.ProcessGroup | None
 
     def logprobs(self, model: LogprobModel) -> Tensor:
-        """float32 [n, 2]: summed log-probabilities of chosen and rejected."""
+        """float64 [n, 2]: summed log-probabilities of chosen and rejected."""
         logprobs = model(self.labels, self.tokens, **self.model_inputs)
         return branch_sums(logprobs.flatten(), self.branch.flatten(), len(self.pair_ids), self.cp_group)
 
@@ -63,7 +63,7 @@ class Reference:
         raise NotImplementedError
 
     def logprobs(self, batch: PairBatch) -> Tensor:
-        """float32 [n, 2] of the batch's pairs, without a gradient."""
+        """float64 [n, 2] of the batch's pairs, without a gradient."""
         raise NotImplementedError
 
     def state_dict(self) -> dict[str, Any]:
@@ -111,6 +111,8 @@ class DPO(Objective):
         return preference_losses(policy, reference, options.loss, options.beta, options.label_smoothing).sum()
 
     def metrics(self) -> dict[str, float]:
+        if not self.sums:
+            return {}
         sums = torch.stack(self.sums).sum(0)
         if self.batch_mesh is not None:
             dist.all_reduce(sums, group=self.batch_mesh.get_group())

@@ -85,10 +85,10 @@ class ReferenceFile(Reference):
         layout = f"{self.section.seq_len} tokens per pack, shared_prompt {job_config.magi.dpo.shared_prompt}"
         return f"{records}, tokenizer {zlib.crc32(text.encode()):08x}, {layout}"
 
-    def _compute(self, loader: Any, batch_mesh: DeviceMesh | None) -> npt.NDArray[np.float32]:
-        """float32 [records, 2] in one pass over the data; 0 for records that are in no pack."""
+    def _compute(self, loader: Any, batch_mesh: DeviceMesh | None) -> npt.NDArray[np.float64]:
+        """float64 [records, 2] in one pass over the data; 0 for records that are in no pack."""
         trainer, reader = self.trainer, PairReader(self.trainer.parallel_dims)
-        logprobs = torch.zeros(loader.dataset.num_records, 2, device=trainer.device)
+        logprobs = torch.zeros(loader.dataset.num_records, 2, dtype=torch.float64, device=trainer.device)
         with torch.no_grad(), trainer.maybe_enable_amp:
             for inputs, labels in loader:
                 reader.weigh(inputs, labels)
@@ -101,7 +101,7 @@ class ReferenceFile(Reference):
         return logprobs.cpu().numpy()
 
 
-def read_logprobs(path: Path, fingerprints: dict[str, str]) -> npt.NDArray[np.float32] | None:
+def read_logprobs(path: Path, fingerprints: dict[str, str]) -> npt.NDArray[np.float64] | None:
     """The numbers of a reference file, None if there is none.
 
     Raises:
@@ -119,7 +119,7 @@ def read_logprobs(path: Path, fingerprints: dict[str, str]) -> npt.NDArray[np.fl
         return file["logprobs"]
 
 
-def write_logprobs(path: Path, fingerprints: dict[str, str], logprobs: npt.NDArray[np.float32]) -> None:
+def write_logprobs(path: Path, fingerprints: dict[str, str], logprobs: npt.NDArray[np.float64]) -> None:
     """Writes a reference file, whole or not at all."""
     unfinished = path.with_name(f"{path.name}.unfinished.npz")
     np.savez(unfinished, logprobs=logprobs, **fingerprints)  # type: ignore[arg-type]
