@@ -20,19 +20,22 @@ Int64Array = npt.NDArray[np.int64]
 IMBALANCE = 1.016  # that a placement may have for the sake of fewer rows
 
 ALL = float("inf")
-# Tried in this order; small groups of ranks, for which a try is quick, try more of them.
-RECIPES = tuple(Recipe(slack, prefix, reach) for slack, prefix, reach in (
-    (0.01, 1.0, ALL),
-    (0.01, 0.5, ALL),
-    (0.013, 1.0, ALL),
-    (0.005, 1.0, ALL),
-    (0.013, 0.5, ALL),
-    (0.01, 0.0, 0.0),
-    (0.01, 0.75, ALL),
-    (0.003, 1.0, ALL),
-    (0.013, 1.0, 2.0),
-    (0.013, 0.25, ALL),
-))  # fmt: skip
+# What is tried, the best kept: subsets of 28 recipes that together did best on packs of benchmarks/results/plan.json.
+FEW_RANKS = 16
+RECIPES_FEW = (
+    Recipe(slack=0.01, prefix=1.0, reach=ALL),
+    Recipe(slack=0.013, prefix=0.5, reach=ALL),
+    Recipe(slack=0.013, prefix=0.0, reach=0.0),
+    Recipe(slack=0.013, prefix=0.25, reach=ALL),
+)
+RECIPES_MANY = (
+    Recipe(slack=0.013, prefix=0.5, reach=ALL),
+    Recipe(slack=0.013, prefix=0.25, reach=ALL),
+    Recipe(slack=0.01, prefix=1.0, reach=ALL),
+    Recipe(slack=0.013, prefix=0.75, reach=ALL),
+    Recipe(slack=0.01, prefix=1.0, reach=4.0),
+    Recipe(slack=0.005, prefix=1.0, reach=2.0),
+)
 
 
 def place(
@@ -63,12 +66,12 @@ def place(
     if np.diff(readings[0]).max() > tokens_per_rank:
         loose = documents(slices, num_tokens, gap, keep_links=False)
         readings += [loose] if len(loose) > len(readings[0]) else []
-    tries = 10 if cp_size <= 4 else 6 if cp_size <= 16 else 5
+    recipes = RECIPES_FEW if cp_size <= FEW_RANKS else RECIPES_MANY
     short = max(1, tokens_per_rank // 128)
     readings = [bundle(stretches, short) for stretches in readings]
     candidates = []
     mean_work = _expected_work(profile, readings[0], cp_size)
-    for recipe in RECIPES[: -(-tries // len(readings))]:
+    for recipe in recipes[: -(-len(recipes) // len(readings))]:
         for stretches in readings:
             owned, work = place_documents(profile, stretches, num_tokens, cp_size, recipe, mean_work)
             mean_work = int(work.mean())

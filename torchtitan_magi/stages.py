@@ -7,6 +7,7 @@ Its constants were fitted to measurements; `scripts/calibrate.py` measures them 
 
 import itertools
 import json
+import math
 from dataclasses import asdict, dataclass, fields
 from fractions import Fraction
 from pathlib import Path
@@ -24,7 +25,7 @@ Shares = tuple[Share, ...]  # of each stage; the first one also holds the rank's
 
 NONE, ALL = Fraction(0), Fraction(1)
 RESIDENT: Shares = ((NONE, NONE),)  # nothing travels
-SIMPLER = 0.98  # a cut into more stages must be predicted to take less than this part of the time
+SIMPLER = 0.98  # what has more stages, or index data of its own, must be predicted to take less than this of the time
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,10 @@ class Heads:
     def tile_rows(self) -> int:
         """Tokens of a tile of the kernel's forward."""
         return ROWS // largest_divisor(self.num_heads_q // self.num_heads_kv, MAX_PACK)
+
+    def tile_filling(self, rows: npt.NDArray[Any]) -> FloatArray:
+        """Pairs that the tiles over a stretch of so many rows compute, over pairs of the mask; at any offset, mean."""
+        return 1 + (self.tile_rows - 1) / np.maximum(rows, 1)
 
     @property
     def row_bytes(self) -> int:
@@ -174,7 +179,7 @@ def workload(
     rows, pairs = pieces[:, 1] - pieces[:, 0], slice_areas(pieces)
     # Of a piece's keys those that are received: all rows see them, or, where bounds move, as many as there are pairs.
     remote = np.minimum(pairs, rows * _received_keys(rank, pieces, transfers))
-    tiles = 1 + (heads.tile_rows - 1) / np.maximum(rows, 1)  # a stretch of rows at any offset, in the mean
+    tiles = heads.tile_filling(rows)
 
     def per_rank(which: IntArray, values: npt.NDArray[Any]) -> FloatArray:
         return np.bincount(which, values, cp_size).astype(np.float64)
@@ -351,8 +356,6 @@ CANDIDATES = (
     equal_stages(3),
     _growing_stages(1, 2, 4),
     equal_stages(4),
-    _growing_stages(1, 2, 4, 8),
-    equal_stages(6),
 )
 
 
@@ -360,14 +363,14 @@ def choose_stages(cost: CostModel, work: Workload, heads: Heads) -> tuple[Shares
     """Stages of the forward and of the backward; the same unless that costs time, as both then share index data."""
     if not work.received.any():
         return RESIDENT, RESIDENT
-    forward, backward = (_fastest(cost, work, heads, is_backward) for is_backward in (False, True))
-    times = [predict(cost, work, heads, shares, True).seconds for shares in (backward, forward)]
-    return forward, backward if times[0] < SIMPLER * times[1] else forward
+    forward = _fastest(cost, work, heads, False, CANDIDATES)
+    return forward, _fastest(cost, work, heads, True, (forward, *CANDIDATES))
 
 
-def _fastest(cost: CostModel, work: Workload, heads: Heads, backward: bool) -> Shares:
-    best, shortest = CANDIDATES[0], predict(cost, work, heads, CANDIDATES[0], backward).seconds
-    for shares in CANDIDATES[1:]:
+def _fastest(cost: CostModel, work: Workload, heads: Heads, backward: bool, candidates: tuple[Shares, ...]) -> Shares:
+    """The candidate of the shortest prediction; a later one only if it is clearly shorter than the ones before."""
+    best, shortest = candidates[0], math.inf
+    for shares in candidates:
         seconds = predict(cost, work, heads, shares, backward).seconds
         if seconds < SIMPLER * shortest:
             best, shortest = shares, seconds
