@@ -50,6 +50,18 @@ def run_and_strike(folder, arguments, device, blow):
         return code, Path(log.name).read_text(), time.monotonic() - struck
 
 
+@pytest.mark.gpu
+@ENOUGH_GPUS
+def test_a_rank_that_hangs_ends_the_job_within_the_timeout():
+    demo()
+    arguments = [*SMALL, "--parallelism.context_parallel_degree", "2", "--metrics.disable_color_printing"]
+    arguments += ["--training.steps", "100000", "--comm.train_timeout_seconds", "20"]
+    code, log, seconds = run_and_strike(new_folder(), arguments, "cuda", signal.SIGSTOP)
+    assert code != 0
+    assert seconds < 20 + 60  # torchrun gives processes 30 seconds to end by themselves
+    assert "timeout" in log.lower()
+
+
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, ENOUGH_GPUS])])
 def test_a_killed_rank_ends_the_job_which_then_continues(device):
     demo()

@@ -6,6 +6,7 @@ as [rows, 2, H, D]. What is received lies in the order in which the plan numbere
 
 import functools
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Literal, Protocol, TypeAlias
 
 import numpy as np
@@ -61,6 +62,11 @@ class ProcessGroupTransport:
             ranks = dist.get_process_group_ranks(group)
             self.groups["reduce"] = dist.new_group(ranks, use_local_synchronization=True)
 
+    def set_timeout(self, timeout: timedelta) -> None:
+        """How long a collective may take before it ends the process."""
+        for group in set(self.groups.values()):
+            dist.distributed_c10d._set_pg_timeout(timeout, group)
+
     def all_to_all(
         self,
         output: Tensor,
@@ -77,7 +83,8 @@ class ProcessGroupTransport:
 
 
 @functools.lru_cache(maxsize=8)
-def _process_group_transport(group: dist.ProcessGroup) -> ProcessGroupTransport:
+def process_group_transport(group: dist.ProcessGroup) -> ProcessGroupTransport:
+    """The one transport of a group."""
     return ProcessGroupTransport(group)
 
 
@@ -116,9 +123,9 @@ def as_transport(mesh: Mesh, cp_size: int) -> Transport:
             raise ValueError(
                 f"the mesh has dimensions {mesh.mesh_dim_names}; pass the context-parallel one, mesh['cp']"
             )
-        transport = _process_group_transport(mesh.get_group())
+        transport = process_group_transport(mesh.get_group())
     elif isinstance(mesh, dist.ProcessGroup):
-        transport = _process_group_transport(mesh)
+        transport = process_group_transport(mesh)
     else:
         transport = mesh
     if transport.size != cp_size:

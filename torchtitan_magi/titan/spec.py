@@ -4,6 +4,7 @@ import functools
 import importlib
 from collections.abc import Mapping
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -11,10 +12,12 @@ from torch import Tensor, nn
 from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed import context_parallel
+from torchtitan.distributed import utils as dist_utils
 from torchtitan.models import _supported_models
 from torchtitan.protocols.train_spec import TrainSpec, get_train_spec, register_train_spec
 from torchtitan.tools import utils
 
+from torchtitan_magi.comm import process_group_transport
 from torchtitan_magi.titan.ahead import PlannedLoader
 from torchtitan_magi.titan.cpu import allow_gloo_gradients, on_cpu, run_on_cpu
 from torchtitan_magi.titan.data import build_dataloader, save_at_the_end_of_data
@@ -32,6 +35,7 @@ def register() -> None:
     if on_cpu():
         run_on_cpu()
     context_parallel.cp_shard = _cp_shard(context_parallel.cp_shard)
+    dist_utils.set_pg_timeouts = _set_pg_timeouts(dist_utils.set_pg_timeouts)
     CheckpointManager.save = save_at_the_end_of_data(CheckpointManager.save)
     for name in MODELS:
         parallelize: Any = importlib.import_module(f"torchtitan.models.{name}.infra.parallelize")
@@ -216,6 +220,18 @@ def _cp_shard(stock: Any) -> Any:
         return tuple(attention_masks.take(x) for x in (tokens, labels, positions)), attention_masks
 
     return cp_shard
+
+
+def _set_pg_timeouts(stock: Any) -> Any:
+    """set_pg_timeouts that knows the communicators of our own, too."""
+
+    @functools.wraps(stock)
+    def set_pg_timeouts(timeout: timedelta, parallel_dims: Any) -> None:
+        stock(timeout, parallel_dims)
+        if parallel_dims.cp_enabled:
+            process_group_transport(parallel_dims.get_mesh("cp").get_group()).set_timeout(timeout)
+
+    return set_pg_timeouts
 
 
 def _unsupported(name: str) -> Any:
