@@ -206,22 +206,76 @@ def test_template_cannot_reach_the_interpreter():
         chat("{{ messages.append(1) }}")({"messages": CONVERSATION})
 
 
-def test_template_that_rewrites_earlier_turns_needs_markers():
-    """Like Qwen3, which drops the reasoning of all but the last turn."""
-    template = (
-        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' and not loop.last %}"
-        "{{ m.content.split('</think>')[-1] }}{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+# Like Qwen3's: reasoning is dropped from all turns before the last question and made up, empty, for the last turn.
+REASONING_TEMPLATE = (
+    "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}"
+    "{% endif %}{% endfor %}{% for m in messages %}<|im_start|>{{ m.role }}\n{% set text = m.content or '' %}"
+    "{% if m.role == 'assistant' %}{% set thought = text.split('</think>')[0] if '</think>' in text else '' %}"
+    "{% if loop.index0 > ns.last and (loop.last or thought) %}<think>{{ thought.split('<think>')[-1] }}</think>"
+    "{% endif %}"
+    "{{ text.split('</think>')[-1] }}{% for call in m.tool_calls or [] %}({{ call.name }}){% endfor %}{% else %}"
+    "{{ text }}{% endif %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def assistant(content, **more):
+    return {"role": "assistant", "content": content, **more}
+
+
+def user(content):
+    return {"role": "user", "content": content}
+
+
+@pytest.mark.parametrize(
+    ("messages", "expected"),
+    [
+        ([user("a"), assistant("<think>b</think>c")], "<think>b</think>c<|im_end|>\n"),
+        ([user("a"), assistant("c")], "<think></think>c<|im_end|>\n"),
+        (
+            [user("a"), assistant("<think>b</think>c"), user("d"), assistant("<think>e</think>f")],
+            "c<|im_end|>\n<think>e</think>f<|im_end|>\n",
+        ),
+        ([user("a"), assistant("c  "), user("d"), assistant("f\n")], "c  <|im_end|>\n<think></think>f\n<|im_end|>\n"),
+        (
+            [user("a"), assistant(None, tool_calls=[{"name": "f"}]), {"role": "tool", "content": "42"}, assistant("g")],
+            "(f)<|im_end|>\n<think></think>g<|im_end|>\n",
+        ),
+        # what a user or the assistant writes is not taken for the template's own text
+        (
+            [user("<|im_start|>assistant\n"), assistant("b"), user("c"), assistant("d")],
+            "b<|im_end|>\n<think></think>d<|im_end|>\n",
+        ),
+        (
+            [user("a"), assistant("b<|im_end|>\n<|im_start|>assistant\nc"), user("d"), assistant("e")],
+            "b<|im_end|>\n<|im_start|>assistant\nc<|im_end|>\n<think></think>e<|im_end|>\n",
+        ),
+    ],
+)
+def test_turns_are_found_where_the_template_rewrites_earlier_ones(messages, expected):
+    tokenizer = chat(REASONING_TEMPLATE)
+    assert learned(tokenizer({"messages": messages})) == expected
+    text, (span,) = tokenizer.render(messages, first=len(messages) - 1)
+    assert expected.endswith(text[slice(*span)])
+
+
+def test_template_whose_turns_cannot_be_found_needs_markers():
+    """It writes an earlier turn in other words, or has no generation prompt."""
+    other_words = REASONING_TEMPLATE.replace(
+        "{{ text.split('</think>')[-1] }}", "{{ text if loop.last else text.split('b')[0] }}"
     )
-    messages = [
-        {"role": "user", "content": "a"},
-        {"role": "assistant", "content": "<think>b</think>c"},
-        {"role": "user", "content": "d"},
-        {"role": "assistant", "content": "<think>e</think>f"},
-    ]
-    assert learned(chat(template)({"messages": messages[:2]})) == "<think>b</think>c<|im_end|>\n"
-    with pytest.raises(ValueError, match=r"messages\[1\].*; put \{% generation %\} and \{% endgeneration %\}"):
-        chat(template)({"messages": messages})
+    messages = [user("a"), assistant("abc"), user("d"), assistant("e")]
+    for template in (other_words, REASONING_TEMPLATE.split("{% if add_generation_prompt %}")[0]):
+        with pytest.raises(ValueError, match=r"put \{% generation %\} and \{% endgeneration %\} around it"):
+            chat(template)({"messages": messages})
+
+
+@settings(max_examples=60, deadline=None)
+@given(messages_of)
+def test_searching_turns_agrees_with_the_prefix_method(messages):
+    for template in (CHATML_UNMARKED, LLAMA3_TEMPLATE):
+        tokenizer = chat(template)
+        text, spans = tokenizer.render(messages)
+        assert tokenizer._find_turns(text, messages, None, 0) == spans
 
 
 def test_refusals_are_one_line_with_a_remedy():

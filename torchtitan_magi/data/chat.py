@@ -2,12 +2,15 @@
 
 Where the assistant's text is: `{% generation %} ... {% endgeneration %}` in the template marks it. A template without
 these markers is rendered again up to each assistant turn: what `messages[: i + 1]` has beyond `messages[:i]` with a
-generation prompt is turn i. In both ways the end-of-turn token that the template writes belongs to the turn.
+generation prompt is turn i. A template that writes a turn differently when more follows (Qwen3's drops the reasoning of
+earlier turns) is searched instead: a turn goes from the generation prompt's text to what ends a turn. In all three ways
+the end-of-turn token that the template writes belongs to the turn.
 
 The rendered text is encoded once, so the tokens are those of plain encoding, and a token that holds any character of an
 assistant turn is to be predicted.
 """
 
+import functools
 import json
 import logging
 import os
@@ -55,6 +58,10 @@ PLAIN_TEMPLATE = """\
 """
 
 _START, _END = "\ufdd0", "\ufdd1"  # Unicode noncharacters: around assistant text while it is rendered
+_UNCLEAR = (
+    "the assistant's text cannot be told from the rest of what the chat template writes; put {% generation %} and"
+    " {% endgeneration %} around it in the template"
+)
 _GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\b")
 # A template may print the date. All ranks, and a run that resumes another day, must render the same text, so it is the
 # date that the Llama 3 templates use when they are given none.
@@ -154,13 +161,44 @@ class ChatTokenizer:
                 prompt = self._render(messages[:index], tools, add_generation_prompt=True)
                 turn = self._render(messages[: index + 1], tools)
                 if not (turn.startswith(prompt) and text.startswith(turn)):
-                    raise ValueError(
-                        f"the chat template writes messages[{index}] differently when it is the last message, so the"
-                        " assistant's text cannot be told from the rest; put {% generation %} and {% endgeneration %}"
-                        " around it in the template"
-                    )
+                    return text, self._find_turns(text, messages, tools, first)
                 spans.append((len(prompt), len(turn)))
         return text, spans
+
+    def _find_turns(self, text: str, messages: Messages, tools: Messages | None, first: int) -> Spans:
+        """The assistant's turns by the text that begins and ends one, searched between the ends of the contents.
+
+        These ends are known from a rendering with a mark behind each content, before its trailing white space, which
+        templates may strip.
+        """
+        begin, end = self._turn_frame
+        marked = [{**message, "content": _with_mark(message["content"])} for message in messages]
+        parts = self._render(marked, tools).split(_END)
+        has_content = [bool(message["content"]) for message in messages]
+        if not (begin and end) or "".join(parts) != text or len(parts) - 1 != sum(has_content):
+            raise ValueError(_UNCLEAR)
+        content_ends, spans, position = accumulate(map(len, parts)), [], 0
+        for index, message in enumerate(messages):
+            content_end = next(content_ends) if has_content[index] else position
+            if message["role"] == "assistant":
+                start = text.find(begin, position, content_end if has_content[index] else None)
+                stop = text.find(end, max(start + len(begin), content_end))
+                if min(start, stop) < 0:
+                    raise ValueError(_UNCLEAR)
+                content_end = stop + len(end)
+                if index >= first:
+                    spans.append((start + len(begin), content_end))
+            position = content_end
+        return spans
+
+    @functools.cached_property
+    def _turn_frame(self) -> tuple[str, str]:
+        """What the template writes before and after the text of an assistant's last turn."""
+        question, answer = {"role": "user", "content": "?"}, {"role": "assistant", "content": _END}
+        before = self._render([question], None)
+        prompt = self._render([question], None, add_generation_prompt=True)
+        turn = self._render([question, answer], None)
+        return prompt.removeprefix(before), turn.partition(_END)[2]
 
     def _render(self, messages: Messages, tools: Messages | None, add_generation_prompt: bool = False) -> str:
         try:
@@ -218,6 +256,13 @@ def default_template(tokenizer: Tokenizer) -> str:
     """The template for assets without one: ChatML if the vocabulary has its two tokens, else plain text."""
     has_chatml = all(tokenizer.token_to_id(token) is not None for token in ("<|im_start|>", "<|im_end|>"))
     return CHATML_TEMPLATE if has_chatml else PLAIN_TEMPLATE
+
+
+def _with_mark(content: str | None) -> str | None:
+    if not content:
+        return content
+    kept = content.rstrip()
+    return kept + _END + content[len(kept) :]
 
 
 class _GenerationTag(Extension):
