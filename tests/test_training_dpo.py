@@ -47,8 +47,9 @@ def data():
 def arguments(degrees, *, folder=None, seq_len=512, local_batch_size=2, global_batch_size=2, steps=STEPS):
     """All pairs in two packs of 512 tokens, which data-parallel ranks share; so in eight of 128."""
     folder = folder or data()
-    layout = [f"--parallelism.{DEGREES[name]} {degree}" for name, degree in degrees.items()]
-    local_batch_size //= degrees.get("dp", 1)
+    names = DEGREES | {"ddp": "data_parallel_replicate_degree"}
+    layout = [f"--parallelism.{names[name]} {degree}" for name, degree in degrees.items()]
+    local_batch_size //= degrees.get("dp", 1) * degrees.get("ddp", 1)
     options = (
         f"{COMMON} {' '.join(layout)} --model.hf_assets_path {demo()}/tokenizer --training.steps {steps} "
         f"--training.seq_len {seq_len} --training.local_batch_size {local_batch_size} "
@@ -101,6 +102,7 @@ VARIANTS = {
     "cp4": ({"cp": 4}, {}, ""),
     "tp2": ({"tp": 2}, {}, ""),
     "dp2": ({"dp": 2}, {}, ""),
+    "ddp2": ({"ddp": 2}, {}, ""),
     "dp2_cp2": ({"dp": 2, "cp": 2}, {}, ""),
     "one_pair_per_pack": ({}, {"seq_len": 128, "local_batch_size": 1, "global_batch_size": 8}, ""),
     "separate_documents": ({"cp": 2}, {}, "--magi.dpo.no-shared_prompt"),

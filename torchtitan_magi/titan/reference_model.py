@@ -55,7 +55,10 @@ class ReferenceModel(Reference):
 
 
 def build_frozen_copy(trainer: Trainer) -> nn.Module:
-    """A model built as the Trainer builds its own, with weights of no meaning, without activation checkpointing."""
+    """A model built as the Trainer builds its own, with weights of no meaning, without activation checkpointing.
+
+    It never gets gradients because it runs without autograd; DDP refuses parameters that do not require any.
+    """
     job_config, spec = trainer.job_config, trainer.train_spec
     job_config = replace(
         job_config,
@@ -65,7 +68,6 @@ def build_frozen_copy(trainer: Trainer) -> nn.Module:
     with torch.device("meta"), utils.set_default_dtype(TORCH_DTYPE_MAP[job_config.training.dtype]):
         model: Any = spec.model_cls(trainer.model_args)
     build_model_converters(job_config, trainer.parallel_dims).convert(model)
-    model.requires_grad_(False)
     model = spec.parallelize_fn(model, trainer.parallel_dims, job_config)
     offload = job_config.training.enable_cpu_offload
     model.to_empty(device="cpu" if offload else utils.device_type)

@@ -32,6 +32,9 @@ class MagiTrainer(Trainer):
         # Our log-probabilities share the vocabulary among TP ranks by themselves.
         parallelism = replace(job_config.parallelism, disable_loss_parallel=True)
         super().__init__(replace(job_config, parallelism=parallelism))
+        dims = self.parallel_dims
+        # DDP takes the mean of the ranks' gradients, while torchtitan tells FSDP2 to add them.
+        self.gradient_factor = dims.dp_replicate if dims.dp_replicate_enabled and not dims.fsdp_enabled else 1
         self.model = LogprobModel(self.model_parts[0])
         self.reference_model = ReferenceModel(self)
         self.objective = self._make_objective(self.job_config.training)
@@ -74,7 +77,7 @@ class MagiTrainer(Trainer):
             with self.maybe_enable_amp:
                 loss_sum = self.objective.loss(input_dict, labels, self.post_dataloading_process)
                 loss = loss_sum / self.num_items
-            loss.backward()
+            (loss * self.gradient_factor).backward()
         copies = self.objective.copies
         self.metrics_processor.losses.add(loss_sum / copies, num_items / self.parallel_dims.cp)
         return loss.detach() / copies
