@@ -168,3 +168,22 @@ def test_a_bad_record_stops_all_ranks_with_one_message(tmp_path):
     assert "Training starts" not in "".join(caught.value.__notes__)
     run = train(2, [*arguments, "--magi.bad_records", "skip", "--training.steps", "2"])
     assert len(run.losses) == 2
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        (("--magi.epochs", "0"), "magi.epochs is 0; use a number of passes over the data, or -1 for no end"),
+        (
+            ("--training.dataloader.num_workers", "2"),
+            "training.dataloader.num_workers is 2; use 0 or 1 for dataset",
+        ),
+        (("--training.dataset_path", "*.no"), "no file matches '*.no'; check the pattern"),
+    ],
+)
+def test_options_that_cannot_be_used_are_refused(option, message):
+    with pytest.raises(TrainingError) as caught:
+        train(1, [*option])
+    assert str(caught.value).startswith(message)
+    assert caught.value.type == "ValueError"
+    assert "\n" not in str(caught.value)

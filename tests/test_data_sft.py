@@ -3,6 +3,7 @@
 import itertools
 import json
 import logging
+import re
 import time
 from types import SimpleNamespace
 
@@ -142,11 +143,22 @@ def test_counts_add_up(corpus):
     assert pieces + split.counts.unlabeled == sum(max(1, -(-(n - 1) // SEQ_LEN)) for n in lengths)
 
 
-def test_epoch_is_reported_in_the_log(corpus, caplog):
-    with caplog.at_level(logging.INFO):
-        packs = dataset(corpus)
-        list(packs)
-    assert f"{corpus}: 1 epochs read, {packs.counts}" in caplog.text
+def test_counts_are_logged_at_the_end_of_each_epoch_and_whenever_packs_have_doubled(corpus, caplog):
+    caplog.set_level(logging.INFO)
+    packs = dataset(corpus)
+    list(packs)
+    assert [record.getMessage() for record in caplog.records] == [f"{corpus}: end of epoch 1: {packs.counts}"]
+    caplog.clear()
+    packs = dataset(corpus, epochs=4)
+    list(packs)
+    lines = [record.getMessage().removeprefix(f"{corpus}: ") for record in caplog.records]
+    ends = [line for line in lines if line.startswith("end of epoch ")]
+    assert [line.split(":")[0] for line in ends] == [f"end of epoch {number}" for number in (1, 2, 3, 4)]
+    assert ends[-1] == f"end of epoch 4: {packs.counts}"
+    packs_logged = [int(re.search(r"documents, (\d+) packs", line)[1]) for line in lines if line not in ends]
+    assert len({packs.bit_length() for packs in packs_logged}) == len(packs_logged)
+    assert packs_logged[0] < 8
+    assert 2 * packs_logged[-1] > packs.counts.packs
 
 
 def test_order_depends_on_seed_and_epoch_only(corpus):

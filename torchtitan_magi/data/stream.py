@@ -93,7 +93,7 @@ class PackStream:
                     f"no record of {self.records.paths!r} has a token to train on ({cursor.counts});"
                     " add records with an assistant's answer, or raise the sequence length"
                 )
-            logger.info("%s: %d epochs read, %s", self.records.paths, cursor.epoch + 1, cursor.counts)
+            logger.info("%s: end of epoch %d: %s", self.records.paths, cursor.epoch + 1, cursor.counts)
             cursor = Cursor(cursor.epoch + 1, counts=cursor.counts)
 
     def _window(
@@ -149,8 +149,11 @@ class PackStream:
             return [], PackingCounts(documents=1, skipped=1)
 
     def _report(self, before: PackingCounts, after: PackingCounts) -> None:
-        """Logs the counts when the number of packs has doubled: often at first, then ever more seldom."""
-        if before.packs.bit_length() < after.packs.bit_length():
+        """Logs the counts when the number of packs has doubled: often at first, then ever more seldom.
+
+        Not for a single epoch, as of a validation set, which only reports its end.
+        """
+        if self.epochs != 1 and before.packs.bit_length() < after.packs.bit_length():
             logger.info("%s: %s", self.records.paths, after)
 
     def _reload(self, record: int, start: int) -> Piece:
