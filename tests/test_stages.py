@@ -1,14 +1,19 @@
 """The cost model: what it predicts, and which stages are chosen for it."""
 
 import itertools
+import sys
 from dataclasses import replace
 from fractions import Fraction
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from masks import dense_mask, slice_lists
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
+from calibrate import Sample, fit_kernel, fit_link, recorded_samples
 
 from torchtitan_magi.plan import make_plan
 from torchtitan_magi.slices import varlen_causal
@@ -139,12 +144,37 @@ def test_shares_bring_everything_once_in_order(shares):
     assert all(isinstance(edge, Fraction) for share in shares for edge in share)
 
 
-def test_the_model_repeats_the_measured_kernel():
-    """Figures of benchmarks/results/kernel_h200.json: one causal document of 16k tokens, one of 8k, 64:8 heads."""
-    for tokens, forward, backward in ((8192, 1.5853e-3, 5.386e-3), (16384, 6.5905e-3, 19.7659e-3)):
-        plan = make_plan(varlen_causal([0, tokens]), tokens, 1)
-        times = [timeline.seconds for timeline in plan.predict()]
-        assert times == pytest.approx([forward, backward], rel=0.12)
+@pytest.mark.parametrize("cost", [KernelCost(2e-5, 1e-13, 2e-15, 3e-10, 4e-12), KernelCost(0.0, 1e-13, 0.0, 0.0, 0.0)])
+def test_calibration_finds_the_constants_of_a_kernel_from_its_timings(cost):
+    samples = []
+    for heads in (Heads(64, 8, 128), Heads(64, 8, 64), Heads(16, 16, 128), Heads(8, 1, 96)):
+        for tokens, length in ((2048, 2048), (8192, 128), (8192, 1024), (16384, 512)):
+            samples.append(Sample(varlen_causal(np.arange(0, tokens + 1, length)), tokens, heads, 0.0, 0.0))
+    works = [make_plan(sample.slices, sample.num_tokens, 1, heads=sample.heads).work for sample in samples]
+    seconds = [
+        float(cost.seconds(work.local_pairs, work.local_rows, sample.heads)[0])
+        for work, sample in zip(works, samples, strict=True)
+    ]
+    fitted, ratio = fit_kernel(samples, np.array(seconds))
+    np.testing.assert_allclose(ratio, 1, rtol=1e-6)
+    for name, value in vars(cost).items():
+        assert getattr(fitted, name) == pytest.approx(value, rel=1e-4, abs=1e-19), name
+
+
+def test_calibration_finds_latency_and_bandwidth():
+    sizes = [1 << 20, 1 << 24, 1 << 28]
+    link = fit_link(sizes, [3e-5 + size / 2e11 for size in sizes])
+    assert (link.latency, link.bandwidth) == (pytest.approx(3e-5), pytest.approx(2e11))
+
+
+def test_the_shipped_constants_fit_the_stored_figures():
+    samples = recorded_samples(Path(__file__).parent.parent / "benchmarks" / "results" / "kernel_h200.json")
+    assert len(samples) > 30
+    for name in ("forward", "backward"):
+        for sample in samples:
+            plan = make_plan(sample.slices, sample.num_tokens, 1, heads=sample.heads)
+            predicted = plan.predict()[name == "backward"].seconds
+            assert predicted == pytest.approx(getattr(sample, name), rel=0.35), sample
 
 
 def test_a_cost_model_survives_a_file(tmp_path):

@@ -124,13 +124,13 @@ class CostModel:
 _PARTS = (KernelCost, Link)
 
 # Kernel: least relative error over the 42 cases of benchmarks/results/kernel_h200.json (scripts/calibrate.py --fit);
-# errors -9% to +10% forward, -29% to +17% backward. Links inside a node: NCCL all_to_all_single among 4 GPUs, 36 us
+# errors -9% to +10% forward, -27% to +17% backward. Links inside a node: NCCL all_to_all_single among 4 GPUs, 36 us
 # for 1 MiB per rank, 175 GiB/s at 16 MiB, 280 GiB/s at 256 MiB. merge: the accumulating forward against the plain one,
 # causal 16k and varlen 2k (kernels/NOTES.md). memory: a little below the 4.3 TB/s in kernels/NOTES.md.
 # Estimates that nobody has measured yet: stage, slowdown, and across (one 400 Gb/s adapter per GPU).
 H200 = CostModel(
     forward=KernelCost(launch=14e-6, pair=3.14e-13, pair_dim=3.39e-15, row=1.47e-10, row_dim=0.0),
-    backward=KernelCost(launch=70e-6, pair=4.65e-13, pair_dim=1.42e-14, row=7.32e-10, row_dim=6.26e-13),
+    backward=KernelCost(launch=70e-6, pair=4.69e-13, pair_dim=1.41e-14, row=7.0e-10, row_dim=7.7e-13),
     merge=1.0e-12,
     stage=20e-6,
     memory=4.0e12,
