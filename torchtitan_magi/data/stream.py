@@ -2,7 +2,8 @@
 
 Per epoch the records come in a seeded order. A window of them, enough to fill `window_packs` packs, is tokenized and
 packed together; the emptiest packs are taken apart again and their pieces carried into the next window, except in the
-epoch's last. Only a window is in memory, and a position in the stream is a few numbers.
+epoch's last. The next window is read little by little as the packs of the present one are given out, so that no pack
+waits for long but the first. Two windows are in memory, and a position in the stream is a few numbers.
 
 Every rank tokenizes every record. That is the price of packs that are independent of the number of ranks.
 """
@@ -55,6 +56,15 @@ class Pack:
     next_cursor: Cursor
 
 
+class _Window:
+    """Records to be packed together: the pieces carried into the window, and those of the records read so far."""
+
+    def __init__(self, position: int, carried: list[Piece]) -> None:
+        self.position, self.pieces = position, list(carried)  # position: of the next record in the epoch's order
+        self.num_tokens = sum(map(len, carried))
+        self.counts = PackingCounts()  # of the records read
+
+
 @dataclass(frozen=True)
 class PackStream:
     """Packs of `seq_len` tokens from `records`, see `PackedDataset` for the options.
@@ -81,12 +91,16 @@ class PackStream:
         carried = [self._reload(record, start) for record, start in cursor.carried]
         while self.epochs == -1 or cursor.epoch < self.epochs:
             order = self.records.epoch_order(self.seed, cursor.epoch, self.shuffle, self.weighted)
+            window = _Window(cursor.position, carried)
             while cursor.position < len(order):
-                packs, carried, after = self._window(order, cursor, carried)
+                self._read(window, order, cursor.counts.skipped)
+                packs, carried, after = self._pack(window, cursor, is_last=window.position == len(order))
                 self._report(cursor.counts, after.counts)
                 inside = replace(cursor, counts=after.counts)
+                window = _Window(after.position, carried)
                 for number, pieces in enumerate(packs[cursor.given :], start=cursor.given + 1):
                     yield Pack(pieces, after if number == len(packs) else replace(inside, given=number))
+                    self._read(window, order, after.counts.skipped, number / len(packs))
                 cursor = after
             if cursor.counts.packs == 0:
                 raise ValueError(
@@ -96,15 +110,24 @@ class PackStream:
             logger.info("%s: end of epoch %d: %s", self.records.paths, cursor.epoch + 1, cursor.counts)
             cursor = Cursor(cursor.epoch + 1, counts=cursor.counts)
 
-    def _window(
-        self, order: np.ndarray, cursor: Cursor, carried: list[Piece]
-    ) -> tuple[list[list[Piece]], list[Piece], Cursor]:
-        """The window at `cursor`: its packs, the pieces carried out of it, and the cursor of the next window."""
-        pieces, position, read = self._read(order, cursor.position, carried, cursor.counts.skipped)
+    def _read(self, window: "_Window", order: np.ndarray, num_skipped: int, share: float = 1.0) -> None:
+        """Adds records to the window until that share of it is filled, and at least one."""
+        while window.position < len(order) and (
+            window.num_tokens < share * self.window_packs * self.seq_len or window.counts.documents == 0
+        ):
+            made, found = self._make(int(order[window.position]), num_skipped + window.counts.skipped)
+            window.pieces += made
+            window.num_tokens += sum(map(len, made))
+            window.counts += found
+            window.position += 1
+
+    def _pack(self, window: "_Window", cursor: Cursor, is_last: bool) -> tuple[list[list[Piece]], list[Piece], Cursor]:
+        """A window read at `cursor`: its packs, the pieces carried out of it, and the cursor of the next window."""
+        pieces = window.pieces
         packs = pack_best_fit(np.array([len(piece) for piece in pieces], dtype=np.int64), self.seq_len)
         fill = np.array([sum(len(pieces[i]) for i in pack) for pack in packs], dtype=np.int64)
         keep = np.ones(len(packs), dtype=bool)
-        if position < len(order):
+        if not is_last:
             emptiest = np.argsort(fill, kind="stable")[: max(1, int(_MAX_CARRIED * len(packs)))]
             keep[emptiest] = fill[emptiest] >= _FULL * self.seq_len
         chosen = np.flatnonzero(keep)
@@ -118,25 +141,11 @@ class PackStream:
                 tokens=int(fill[chosen].sum()),
                 slots=len(chosen) * self.seq_len,
             )
-            counts = counts + read + packed
+            counts = counts + window.counts + packed
         carry = [pieces[i] for pack in np.flatnonzero(~keep) for i in packs[pack]]
-        after = Cursor(cursor.epoch, position, tuple((piece.record, piece.start) for piece in carry), counts=counts)
+        origins = tuple((piece.record, piece.start) for piece in carry)
+        after = Cursor(cursor.epoch, window.position, origins, counts=counts)
         return [[pieces[i] for i in packs[pack]] for pack in chosen], carry, after
-
-    def _read(
-        self, order: np.ndarray, position: int, carried: list[Piece], num_skipped: int
-    ) -> tuple[list[Piece], int, PackingCounts]:
-        """Add records to the carried pieces until the window is full; the position after the last one read."""
-        pieces = list(carried)
-        tokens = sum(map(len, pieces))
-        first, counts = position, PackingCounts()
-        while position < len(order) and (position == first or tokens < self.window_packs * self.seq_len):
-            made, found = self._make(int(order[position]), num_skipped + counts.skipped)
-            pieces += made
-            counts = counts + found
-            tokens += sum(map(len, made))
-            position += 1
-        return pieces, position, counts
 
     def _make(self, record: int, num_skipped: int = 0) -> tuple[list[Piece], PackingCounts]:
         try:
