@@ -1,0 +1,67 @@
+"""The ready configurations: torchtitan reads them, they fit their hardware, and a batch of them can be planned."""
+
+import importlib
+import re
+import tomllib
+
+import numpy as np
+import pytest
+from torchtitan.config import ConfigManager
+from torchtitan.protocols.train_spec import get_train_spec
+from training import ROOT
+
+import torchtitan_magi as magi
+from torchtitan_magi.stages import Heads
+
+from launch import num_processes  # isort: skip
+
+CONFIGS = sorted((ROOT / "train_configs").glob("*.toml"))
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_a_configuration_is_complete_and_fits_its_hardware(path):
+    importlib.import_module("torchtitan_magi.titan")
+    from torchtitan_magi.titan.job_config import check_job_config
+
+    text = path.read_text()
+    config = ConfigManager().parse_args(["--job.config_file", str(path)])
+    flavors = get_train_spec(config.model.name).model_args
+    check_job_config(config, {name: args.attn_type for name, args in flavors.items()}, True)
+
+    args, parallelism, training = flavors[config.model.flavor], config.parallelism, config.training
+    cp, tp = parallelism.context_parallel_degree, parallelism.tensor_parallel_degree
+    num_heads_kv = args.n_kv_heads or args.n_heads
+    assert num_heads_kv % tp == 0
+    assert training.seq_len % (2 * cp * tp) == 0  # torchtitan's rule
+    named = re.search(r"(\d+) GPUs|two GPUs", text.partition("[job]")[0])
+    assert num_processes(tomllib.loads(text), [], 0) == int(named[1] or 2)
+
+    rng = np.random.default_rng(0)
+    total = training.local_batch_size * training.seq_len
+    lengths = np.minimum(rng.lognormal(7, 1.5, 10_000).astype(int) + 2, training.seq_len // 2)
+    cu_seqlens = np.append(0, lengths.cumsum())
+    cu_seqlens = np.append(cu_seqlens[cu_seqlens < total], total)
+    heads = Heads(args.n_heads // tp, num_heads_kv // tp, getattr(args, "head_dim", args.dim // args.n_heads))
+    gpus_per_node = max(1, 8 // tp)
+    plan = magi.make_plan(magi.varlen_causal(cu_seqlens), total, cp, heads=heads, gpus_per_node=gpus_per_node)
+    assert {len(share.tokens) for share in plan.ranks} == {total // cp}
+    assert plan.areas.max() <= 1.1 * plan.areas.mean()
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_line_that_is_not_a_default_says_why(path):
+    plain = (
+        "description",
+        "name",
+        "steps",
+        "seq_len",
+        "flavor",
+        "enable_tensorboard",
+        "seed",
+        "log_freq",
+        "enable",
+        "freq",
+    )
+    for line in path.read_text().splitlines():
+        if "=" in line and not line.startswith("#"):
+            assert " # " in line or line.partition(" =")[0] in plain, line
