@@ -9,7 +9,6 @@ T, the tokens of a rank. The lower bound holds for every placement with equal to
 
 import argparse
 import functools
-import heapq
 import json
 import platform
 import subprocess
@@ -21,12 +20,14 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from torchtitan_magi.baselines import contiguous, min_heap, zigzag
+from torchtitan_magi.outcome import tile_work
+from torchtitan_magi.packs import draw_pack
 from torchtitan_magi.placement import place
 from torchtitan_magi.plan import plan_ownership
-from torchtitan_magi.ranges import expand, intersecting
-from torchtitan_magi.slices import AttnSlices, clip_rows, varlen_causal
-from torchtitan_magi.traffic import node_traffic, parts_of, traffic
-from torchtitan_magi.worklists import KEYS, tile_cost
+from torchtitan_magi.slices import AttnSlices, varlen_causal
+from torchtitan_magi.traffic import node_traffic, traffic
+from torchtitan_magi.worklists import KEYS
 
 ROOT = Path(__file__).parent.parent
 RESULT = ROOT / "benchmarks" / "results" / "plan.json"
@@ -36,77 +37,11 @@ Owned = tuple[Int64Array, ...]
 GPUS_PER_NODE = 8
 IMBALANCE = 1.02  # that the lower bound allows
 CASES = ["256k/4", "64k/8", "256k/8", "512k/8", "256k/32", "512k/64", "2M/32", "4M/64", "1M/128"]
-OTHER_CASES = {"lognormal": "512k/8 512k/64", "few_huge": "512k/8 512k/64", "one_document": "64k/8 512k/64"}
+OTHER_CASES = {"lognormal": "512k/8 512k/64", "few-huge": "512k/8 512k/64", "dense": "64k/8 512k/64"}
 ODD_CASES = ["300001/3", "1000003/5", "777777/6", "1M/12", "999983/96"]
-
-# Document lengths of MagiAttention's benchmark: cumulative percentage of documents at the upper edge of each bin.
-HISTOGRAM = {
-    10: 0.22, 50: 3.13, 100: 8.33, 200: 18.56, 500: 46.75, 1024: 71.38, 2048: 87.03, 4096: 94.37,
-    8192: 97.42, 16384: 98.71, 32768: 99.56, 65536: 99.70, 131072: 99.86, 196608: 100.0,
-}  # fmt: skip
-
-
-# ------------------------------------------------------------------------------------------------------------- packs
-
-
-def document_lengths(distribution: str, total: int, seed: int) -> Int64Array:
-    """Lengths of the documents of one pack, in tokens; they sum to total."""
-    rng = np.random.default_rng(seed)
-    if distribution == "one_document":
-        return np.array([total])
-    lengths: list[int] = []
-    while sum(lengths) < total:
-        lengths += np.minimum(_draw(distribution, rng, total), max(1, total // 4)).tolist()
-    ends = np.cumsum(lengths)
-    count = int(np.searchsorted(ends, total)) + 1
-    packed = np.array(lengths[:count])
-    packed[-1] -= ends[count - 1] - total
-    return rng.permutation(packed)
-
-
-def _draw(distribution: str, rng: np.random.Generator, total: int) -> Int64Array:
-    """A batch of document lengths."""
-    if distribution == "lognormal":
-        return np.clip(rng.lognormal(np.log(4096) - 1.1**2 / 2, 1.1, 256), 1024, 8192).astype(np.int64)
-    if distribution == "few_huge":  # half of the tokens in documents of an eighth of the pack, half in tiny ones
-        tiny = rng.integers(16, 512, max(1, total // 8 // 264))
-        return np.append(tiny, total // 8)
-    edges = np.array([0, *HISTOGRAM])
-    bins = np.searchsorted(np.array(list(HISTOGRAM.values())), rng.random(1024) * 100)
-    return rng.integers(edges[bins] + 1, edges[bins + 1] + 1)
 
 
 # -------------------------------------------------------------------------------------------------------- strategies
-
-
-def contiguous(slices: AttnSlices, num_tokens: int, cp_size: int) -> Owned:
-    """Rank r owns the r-th stretch of the pack."""
-    tokens = num_tokens // cp_size
-    return tuple(np.array([[r * tokens, (r + 1) * tokens]]) for r in range(cp_size))
-
-
-def zigzag(slices: AttnSlices, num_tokens: int, cp_size: int) -> Owned:
-    """Rank r owns the r-th stretch from the front and the r-th from the back, of 2 cp_size stretches of the pack."""
-    edges = np.arange(2 * cp_size + 1) * num_tokens // (2 * cp_size)
-    return tuple(np.array([edges[r : r + 2], edges[2 * cp_size - r - 1 :][:2]]) for r in range(cp_size))
-
-
-def min_heap(slices: AttnSlices, num_tokens: int, cp_size: int) -> Owned:
-    """Equal chunks, heaviest first, each to the rank with the least area so far: MagiAttention's default idea.
-
-    Chunks of 1024 tokens, at least 8 and at most 32 per rank.
-    """
-    per_rank = min(32, max(8, num_tokens // cp_size // 1024))
-    edges = np.arange(per_rank * cp_size + 1) * num_tokens // (per_rank * cp_size)
-    work = np.add.reduceat(slices.row_cost(num_tokens), edges[:-1])
-    owned: list[list[int]] = [[] for _ in range(cp_size)]
-    heap = [(0, rank) for rank in range(cp_size)]
-    for chunk in np.argsort(-work, kind="stable").tolist():
-        load, rank = heapq.heappop(heap)
-        owned[rank].append(chunk)
-        if len(owned[rank]) < per_rank:
-            heapq.heappush(heap, (load + int(work[chunk]), rank))
-    return tuple(np.stack([edges[sorted(c)], edges[1:][sorted(c)]], 1) for c in owned)
 
 
 def ours(slices: AttnSlices, num_tokens: int, cp_size: int) -> Owned:
@@ -153,37 +88,6 @@ def lower_bound_mean(lengths: Int64Array, cp_size: int, imbalance: float = IMBAL
     return max(0.0, needed) / total
 
 
-def tile_work(slices: AttnSlices, owned: Owned, tile_rows: int) -> npt.NDArray[np.float64]:
-    """Run time of the forward kernel's tiles on each rank in units of one block: `tile_rows` local tokens by 128 keys.
-
-    All of a rank's keys count as one buffer in token order (no overlap stages).
-    """
-    table = slices.canonical().table.astype(np.int64)
-    parts, owner = parts_of(owned)
-    rank_start = np.arange(len(owned)) * -(-(parts[:, 1] - parts[:, 0]).sum() // len(owned) // tile_rows) * tile_rows
-    by_rank = np.lexsort((parts[:, 0], owner))
-    lengths = (parts[:, 1] - parts[:, 0])[by_rank]
-    local = np.empty(len(parts), np.int64)  # local row of each part's first token
-    first = np.searchsorted(owner[by_rank], np.arange(len(owned)))
-    before = lengths.cumsum() - lengths
-    local[by_rank] = before - before[first][owner[by_rank]]
-    local += rank_start[owner]
-
-    # Step 1: the slices' rows in local numbers, cut at tiles.
-    which, part = intersecting(table[:, 0], table[:, 1], parts[:, 0], parts[:, 1])
-    pieces = clip_rows(table[which], parts[part, 0], parts[part, 1])
-    shift = local[part] - parts[part, 0]
-    first_tile, end_tile = (pieces[:, 0] + shift) // tile_rows, -(-(pieces[:, 1] + shift) // tile_rows)
-    piece = np.repeat(np.arange(len(pieces)), end_tile - first_tile)
-    tile = expand(first_tile, end_tile)
-    cut = clip_rows(pieces[piece], tile * tile_rows - shift[piece], (tile + 1) * tile_rows - shift[piece])
-
-    # Step 2: blocks per tile, cost per tile, cost per rank.
-    tiles_per_rank = rank_start[1] // tile_rows if len(owned) > 1 else tile.max(initial=0) + 1
-    blocks = np.bincount(tile, -(-(cut[:, 3] - cut[:, 2]) // KEYS), tiles_per_rank * len(owned))
-    return tile_cost(blocks.astype(np.int64)).reshape(len(owned), -1).sum(1)
-
-
 def figures(slices: AttnSlices, owned: Owned, num_tokens: int) -> dict[str, float]:
     """Balance and volumes of one placement."""
     cp_size = len(owned)
@@ -212,7 +116,7 @@ def plan_ms(slices: AttnSlices, num_tokens: int, cp_size: int, repeats: int = 3)
         owned = ours(fresh.canonical(), -(-num_tokens // cp_size) * cp_size, cp_size)
         plan = plan_ownership(fresh.canonical(), num_tokens, owned, overlap_stages=1)
         share = max(plan.ranks, key=lambda share: len(share.ranges))
-        _ = share.stages
+        _ = share.forward, share.backward
         times.append(time.process_time() - begin)
     return float(np.median(times)) * 1e3
 
@@ -220,7 +124,7 @@ def plan_ms(slices: AttnSlices, num_tokens: int, cp_size: int, repeats: int = 3)
 @functools.cache
 def pack(distribution: str, total: int, cp_size: int, seed: int) -> tuple[AttnSlices, float]:
     """The mask of a pack and its lower bound."""
-    lengths = document_lengths(distribution, total, seed)
+    lengths = draw_pack(distribution, total, seed)
     return varlen_causal(np.append(0, np.cumsum(lengths))).canonical(), lower_bound_mean(lengths, cp_size)
 
 

@@ -37,7 +37,12 @@ MAY_IMPORT = {
     "bind": {"slices", "plan", "comm", "ffa", "reference"},
     "attention": {"slices", "plan", "comm", "bind", "stages"},
     "agreement": {"plan"},
-    "report": {"plan"},
+    "packs": {"data"},
+    "outcome": {"slices", "ranges", "traffic", "worklists", "stages", "plan"},
+    "baselines": {"slices", "stages", "plan", "outcome"},  # for comparison only
+    "sizing": {"slices", "stages", "plan", "packs", "outcome", "baselines"},
+    "report": {"stages", "plan", "packs", "baselines", "sizing", "report_picture"},
+    "report_picture": {"traffic", "stages", "plan", "sizing", "report"},
     "logprobs": set(),
     "preference": set(),
     "token_weights": set(),
