@@ -3,8 +3,6 @@
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -25,7 +23,7 @@ class PairBatch:
     labels: Tensor  # int64 [b, s]
     model_inputs: dict[str, Any]
     branch: Tensor  # int32 [b, s], see token_weights.branches
-    pair_ids: npt.NDArray[np.int64]  # [n], the number of each pair's record
+    pair_ids: Tensor  # int64 [n], the number of each pair's record
     cp_group: dist.ProcessGroup | None
 
     def logprobs(self, model: LogprobModel) -> Tensor:
@@ -42,7 +40,8 @@ class PairReader:
         self.cp_group = None if cp_mesh is None else cp_mesh.get_group()
 
     def weigh(self, inputs: dict[str, Any], labels: Tensor) -> int:
-        """The number of pairs; adds the answer of each token, which travels to the device with the other tensors."""
+        """The number of pairs; adds tensors that travel to the device with the others."""
+        inputs["pair_ids"] = torch.from_numpy(inputs["pair_ids"])
         inputs["branch"] = torch.from_numpy(branches(inputs["pairs"], labels.numel())).view(labels.shape)
         return len(inputs["pairs"])
 
@@ -106,7 +105,7 @@ class DPO(Objective):
         policy = batch.logprobs(self.model)
         with torch.no_grad():
             metrics = preference_metrics(policy, reference, self.options.beta)
-            self.sums.append(torch.cat([metrics, metrics.new_tensor([len(policy)])]))
+            self.sums.append(torch.cat([metrics, metrics.new_full((1,), len(policy))]))
         options = self.options
         return preference_losses(policy, reference, options.loss, options.beta, options.label_smoothing).sum()
 

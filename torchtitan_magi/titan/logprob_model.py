@@ -57,6 +57,7 @@ class LogprobModel:
             mesh = hidden.device_mesh
             # Each rank's share of the vocabulary adds to the gradient of hidden.
             hidden, weight = hidden.to_local(grad_placements=[Partial()]), weight.to_local()
-        logprobs = token_logprobs(hidden.flatten(0, 1), weight, self.targets.flatten(), mesh and mesh.get_group())
+        group = None if mesh is None else mesh.get_group()
+        logprobs = token_logprobs(hidden.flatten(0, 1), weight, self.targets.flatten(), group)
         logprobs = logprobs.view(self.targets.shape)
         return logprobs if mesh is None else DTensor.from_local(logprobs, mesh, [Replicate()], run_check=False)

@@ -71,7 +71,7 @@ class ReferenceFile(Reference):
         self.logprobs_of_records = torch.from_numpy(logprobs).to(trainer.device)
 
     def logprobs(self, batch: PairBatch) -> Tensor:
-        return self.logprobs_of_records[torch.from_numpy(batch.pair_ids).to(self.logprobs_of_records.device)]
+        return self.logprobs_of_records[batch.pair_ids]
 
     def state_dict(self) -> dict[str, Any]:
         return {"reference_model": self.model_fingerprint}
@@ -93,7 +93,7 @@ class ReferenceFile(Reference):
             for inputs, labels in loader:
                 reader.weigh(inputs, labels)
                 batch = reader.read(to_device(inputs), labels.to(trainer.device), trainer.post_dataloading_process)
-                logprobs[torch.from_numpy(batch.pair_ids).to(trainer.device)] = batch.logprobs(trainer.model)
+                logprobs[batch.pair_ids] = batch.logprobs(trainer.model)
         if batch_mesh is not None:
             dist.all_reduce(logprobs, group=batch_mesh.get_group())
         trainer.metrics_processor.count.take()  # this was no training

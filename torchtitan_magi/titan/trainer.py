@@ -62,7 +62,7 @@ class MagiTrainer(Trainer):
         for inputs, labels in microbatches:
             inputs["num_items"] = self.objective.weigh(inputs, labels)
             num_items += inputs["num_items"]
-        self.num_items = torch.tensor(num_items, device=self.device)
+        self.num_items = torch.full((), num_items, device=self.device)
         if self.parallel_dims.dp_enabled:
             dist.all_reduce(self.num_items, group=self.parallel_dims.get_mesh("batch").get_group())
         self.num_items.clamp_(min=1)  # a step without any item has no loss
