@@ -58,7 +58,7 @@ class Magi:
 
     positions: Literal["auto", "document", "pack"] = "auto"
     """Rotary positions. "document": restart at 0 in every document. "pack": run over the whole pack. "auto": document
-    for dataset "sft", pack for torchtitan's own datasets."""
+    for datasets "sft" and "dpo", pack for torchtitan's own."""
 
     long_documents: Literal["truncate", "split"] = "truncate"
     """What becomes of documents longer than training.seq_len tokens, for dataset "sft"."""
@@ -114,8 +114,8 @@ def check_job_config(job_config: Any, attn_types: dict[str, str], has_objectives
                 raise ValueError(f"{prefix}.{option.name} is {value!r}; use one of {', '.join(map(repr, choices))}")
     if not isinstance(magi.overlap_stages, int) or magi.overlap_stages < -1:
         raise ValueError(
-            f"magi.overlap_stages is {magi.overlap_stages!r}; use 0 for no overlap, the number of stages, or -1 to have it "
-            "chosen"
+            f"magi.overlap_stages is {magi.overlap_stages!r}; use 0 for no overlap, the number of stages, or -1 to "
+            "have it chosen"
         )
     if parallelism.pipeline_parallel_degree > 1:
         raise ValueError(
