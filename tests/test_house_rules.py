@@ -41,8 +41,9 @@ MAY_IMPORT = {
     "outcome": {"slices", "ranges", "traffic", "worklists", "stages", "plan"},
     "baselines": {"slices", "stages", "plan", "outcome"},  # for comparison only
     "sizing": {"slices", "stages", "plan", "packs", "outcome", "baselines"},
-    "report": {"stages", "plan", "packs", "baselines", "sizing", "report_picture"},
-    "report_picture": {"traffic", "stages", "plan", "sizing", "report"},
+    "report_text": {"packs", "baselines", "sizing"},
+    "report_picture": {"traffic", "stages", "plan", "sizing", "report_text"},
+    "report": {"stages", "plan", "packs", "sizing", "report_text", "report_picture"},
     "logprobs": set(),
     "preference": set(),
     "token_weights": set(),

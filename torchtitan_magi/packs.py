@@ -36,8 +36,13 @@ def make_packs(
         tokenizer: for a data set: directory with tokenizer.json, tokenizer_config.json and perhaps a chat template.
 
     Raises:
-        ValueError: an unknown name, a file that cannot be read or holds no lengths, a data set without a tokenizer.
+        ValueError: a number out of range, an unknown name, a file that cannot be read or holds no lengths, a data set
+            without a tokenizer.
     """
+    if not 1 <= total < 2**31:
+        raise ValueError(f"total is {total} tokens; give 1 to 2,147,483,647")
+    if count < 1 or seed < 0:
+        raise ValueError(f"{count} packs with seed {seed}; give at least 1 pack and a seed of at least 0")
     if source in DISTRIBUTIONS:
         count = 1 if source == "dense" else count  # they would all be the same
         return [draw_pack(source, total, seed + number) for number in range(count)]

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from torchtitan_magi.plan import AttnPlan
-from torchtitan_magi.report import COLUMNS, column_groups, headline, notes, setting
+from torchtitan_magi.report_text import COLUMNS, column_groups, headline, notes, setting
 from torchtitan_magi.sizing import OURS, Sizing
 from torchtitan_magi.stages import Timeline
 from torchtitan_magi.traffic import parts_of

@@ -8,7 +8,7 @@ import numpy as np
 
 from torchtitan_magi.baselines import compare
 from torchtitan_magi.outcome import Case, Outcome, plan_outcome
-from torchtitan_magi.packs import make_packs
+from torchtitan_magi.packs import Int64Array
 from torchtitan_magi.plan import AttnPlan, make_plan
 from torchtitan_magi.slices import varlen_causal
 from torchtitan_magi.stages import H200, CostModel, Heads
@@ -81,34 +81,31 @@ class Sizing:
 
 def size_run(
     source: str,
+    packs: list[Int64Array],
     total: int,
     cp_size: int,
     gpus_per_node: int,
     heads: Heads,
-    count: int = 5,
-    seed: int = 0,
-    tokenizer: str | None = None,
     cost: CostModel = H200,
 ) -> Sizing:
-    """Plans up to ``count`` packs and compares strategies on them.
+    """Plans packs and compares strategies on them.
 
     Args:
-        source, total, count, seed, tokenizer: as in ``packs.make_packs``.
-        cp_size: context-parallel GPUs.
-        gpus_per_node: of them in one node.
+        source, total: where the packs are from, and tokens of one.
+        packs: from ``packs.make_packs``.
+        cp_size: context-parallel GPUs; gpus_per_node: of them in one node.
         heads: of the layers.
+        cost: of the machine.
 
     Raises:
-        ValueError: a number out of range, or what ``make_packs`` raises.
+        ValueError: no GPU, or more GPUs than tokens.
     """
-    if cp_size < 1 or gpus_per_node < 1 or count < 1 or seed < 0:
-        numbers = f"cp is {cp_size}, GPUs per node {gpus_per_node}, packs {count}, seed {seed}"
-        raise ValueError(f"{numbers}; all but the seed must be at least 1, and the seed at least 0")
-    if not cp_size <= total < 2**31:
-        raise ValueError(f"total is {total} tokens for {cp_size} GPUs; give from one per GPU to 2,147,483,647")
-    lengths = make_packs(source, total, count, seed, tokenizer)
+    if cp_size < 1 or gpus_per_node < 1:
+        raise ValueError(f"{cp_size} GPUs, {gpus_per_node} per node; both must be at least 1")
+    if cp_size > total:
+        raise ValueError(f"total is {total} tokens for {cp_size} GPUs; give at least one token per GPU")
     node = min(gpus_per_node, cp_size)
-    return Sizing(source, total, [_size_pack(Case(pack, total, cp_size, node, heads, cost)) for pack in lengths])
+    return Sizing(source, total, [_size_pack(Case(pack, total, cp_size, node, heads, cost)) for pack in packs])
 
 
 def _size_pack(case: Case) -> SizedPack:
