@@ -12,7 +12,7 @@ from pathlib import Path
 
 from torchtitan_magi.packs import DISTRIBUTIONS, make_packs
 from torchtitan_magi.plan import AttnPlan
-from torchtitan_magi.report_text import SCAN_NOTE, as_json, headline, notes, scan_table, setting, text_table
+from torchtitan_magi.report_text import SCAN_NOTE, as_json, headline, notes, rank_line, scan_table, setting, text_table
 from torchtitan_magi.sizing import Sizing, size_run
 from torchtitan_magi.stages import H200, CostModel, Heads
 
@@ -63,7 +63,15 @@ def _text(sizings: list[Sizing]) -> list[str]:
     first = sizings[0]
     if len(sizings) > 1:
         return [*map(_wrapped, setting(first)[1:]), "", scan_table(sizings), "", SCAN_NOTE]
-    lines = [*map(_wrapped, setting(first)), "", text_table(first), "", _wrapped(headline(first)), ""]
+    lines = [
+        *map(_wrapped, setting(first)),
+        "",
+        text_table(first),
+        "",
+        _wrapped(headline(first)),
+        _wrapped(rank_line(first)),
+        "",
+    ]
     return lines + notes(first)
 
 

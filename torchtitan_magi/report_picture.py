@@ -56,13 +56,12 @@ def html_page(sizing: Sizing) -> str:
 
 
 def _png(sizing: Sizing) -> bytes:
-    with matplotlib.rc_context(STYLE):
-        figure = draw(sizing)
-        buffer = io.BytesIO()
-        figure.savefig(buffer, format="png", dpi=120)
+    buffer = io.BytesIO()
+    draw(sizing).savefig(buffer, format="png", dpi=120)
     return buffer.getvalue()
 
 
+@matplotlib.rc_context(STYLE)
 def draw(sizing: Sizing) -> Figure:
     """All pictures on one sheet."""
     figure = Figure(figsize=(15, 15.2))

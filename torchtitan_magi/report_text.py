@@ -3,10 +3,11 @@
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from torchtitan_magi.baselines import DESCRIPTIONS
 from torchtitan_magi.packs import DISTRIBUTIONS
-from torchtitan_magi.sizing import OURS, Sizing
+from torchtitan_magi.sizing import OURS, SizedPack, Sizing
 
 HIDDEN = 0.02  # part of the time that may be exposed of communication that counts as hidden
 
@@ -122,7 +123,7 @@ def scan_table(sizings: list[Sizing]) -> str:
         lines.append(
             f"{plan.cp_size:4}  {plan.tokens_per_rank:9,}  {ours['forward_ms']:6.2f}  {ours['backward_ms']:6.2f}"
             f"  {ours['exposed_share']:7.1%}  {ours['tflops_per_gpu']:13.0f}  {ours['efficiency']:8.0%}"
-            f"  {ours['efficiency_worst']:5.0%}  {ours['across_max_mib']:14,.0f}"
+            f"  {ours['efficiency_worst']:5.0%}  {ours['across_max_mib']:9,.0f}"
             f"  {np.mean([pack.plan_ms for pack in sizing.packs]):7.0f}"
             + (f"  {best['efficiency']:.0%} {best['strategy']}" if best else "")
         )
@@ -150,6 +151,31 @@ def notes(sizing: Sizing) -> list[str]:
     return [*LEGEND, *strategies]
 
 
+def rank_times(pack: SizedPack) -> list[dict[str, float]]:
+    """Predicted ms of each rank in a layer: attending, and everything else until it is done (waiting, above all)."""
+    timelines = dict(zip(("forward", "backward"), pack.plan.predict(pack.case.cost), strict=True))
+    times: dict[str, npt.NDArray[np.float64]] = {}
+    for name, timeline in timelines.items():
+        times[f"{name}_attention_ms"] = 1e3 * (timeline.attends[:, 1] - timeline.attends[:, 0]).sum(0)
+        times[f"{name}_other_ms"] = 1e3 * timeline.end - times[f"{name}_attention_ms"]
+    return [{name: float(values[rank]) for name, values in times.items()} for rank in range(pack.plan.cp_size)]
+
+
+def rank_line(sizing: Sizing) -> str:
+    """How the ranks of the first pack differ."""
+    ranks = rank_times(sizing.packs[0])
+
+    def between(name: str) -> str:
+        values = [rank[f"{name}_ms"] for rank in ranks]
+        return f"{min(values):.2f} to {max(values):.2f}"
+
+    directions = (
+        f"{name} {between(f'{name}_attention')} ms of attention, {between(f'{name}_other')} of waiting and the rest"
+        for name in ("forward", "backward")
+    )
+    return "Ranks of the first pack: " + "; ".join(directions) + "."
+
+
 def as_json(sizing: Sizing) -> dict[str, Any]:
     """Everything in the report: settings, a summary, and each pack; times in ms, volumes in units of T or MiB."""
     plan, heads = sizing.first, sizing.first.heads
@@ -161,6 +187,7 @@ def as_json(sizing: Sizing) -> dict[str, Any]:
             "plan_ms": pack.plan_ms,
             "ideal_forward_ms": 1e3 * pack.case.ideal_seconds[0],
             "ideal_backward_ms": 1e3 * pack.case.ideal_seconds[1],
+            "ranks": rank_times(pack),
             "strategies": Sizing(sizing.source, sizing.total, [pack]).summary(),
         }
         for pack in sizing.packs
