@@ -106,7 +106,7 @@ VARIANTS = {
     "dp2_cp2": ({"dp": 2, "cp": 2}, {}, ""),
     "one_pair_per_pack": ({}, {"seq_len": 128, "local_batch_size": 1, "global_batch_size": 8}, ""),
     "separate_documents": ({"cp": 2}, {}, "--magi.dpo.no-shared_prompt"),
-    "reference_file": ({"cp": 2}, {}, "--magi.dpo.reference file"),
+    "reference_file": ({"dp": 2}, {}, "--magi.dpo.reference file"),
 }
 
 

@@ -143,3 +143,24 @@ def test_the_stock_entry_point_names_ours():
     assert pairs == f"training.dataset is 'dpo', which torchtitan's own entry point does not know; {remedy}"
     assert documents.startswith('magi.loss_per is "document"')
     assert documents.endswith(remedy)
+
+
+def error_of_the_output_layer():
+    from types import SimpleNamespace
+
+    from torch import nn
+
+    from torchtitan_magi.titan.logprob_model import LogprobModel
+
+    class Float8Linear(nn.Linear):
+        def forward(self, x):
+            return x
+
+    try:
+        LogprobModel(SimpleNamespace(output=Float8Linear(2, 3, bias=False)))
+    except ValueError as error:
+        return str(error)
+
+
+def test_a_converted_output_layer_is_refused():
+    assert call(error_of_the_output_layer).startswith("the model's output layer is Float8Linear, but")
