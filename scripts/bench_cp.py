@@ -35,7 +35,7 @@ from torchtitan_magi.bind import bind_plan, choose_block_attn
 from torchtitan_magi.comm import ProcessGroupTransport, Wait
 from torchtitan_magi.plan import AttnPlan, RankShare, _Tables, plan_ownership
 from torchtitan_magi.slices import AttnSlices
-from torchtitan_magi.stages import Shares, equal_stages
+from torchtitan_magi.stages import Heads, Shares, equal_stages
 
 HEAD_DIM = 128
 # Document lengths: upper edges in tokens and cumulative percentages of MagiAttention's benchmark histogram.
@@ -158,7 +158,7 @@ def bench_pack(name: str, cu: np.ndarray, heads: tuple[int, int], seed: int, rep
     cp_size, rank = dist.get_world_size(), dist.get_rank()
     device = torch.device("cuda", torch.cuda.current_device())
     slices, total = varlen_causal(cu), int(cu[-1])
-    plan = make_plan(slices, total, cp_size)
+    plan = make_plan(slices, total, cp_size, heads=Heads(*heads, HEAD_DIM))
     local = total // cp_size
     group = dist.group.WORLD
     block_attn = choose_block_attn("ffa", device)
