@@ -265,7 +265,7 @@ def test_turns_are_found_where_the_template_rewrites_earlier_ones(messages, expe
 
 
 def test_template_whose_turns_cannot_be_found_needs_markers():
-    """It writes an earlier turn in other words, or has no generation prompt."""
+    """It writes an earlier turn in other words, has no generation prompt, or ends a call in another way."""
     other_words = REASONING_TEMPLATE.replace(
         "{{ text.split('</think>')[-1] }}", "{{ text if loop.last else text.split('b')[0] }}"
     )
@@ -273,6 +273,11 @@ def test_template_whose_turns_cannot_be_found_needs_markers():
     for template in (other_words, REASONING_TEMPLATE.split("{% if add_generation_prompt %}")[0]):
         with pytest.raises(ValueError, match=r"put \{% generation %\} and \{% endgeneration %\} around it"):
             chat(template)({"messages": messages})
+
+    other_end = REASONING_TEMPLATE.replace("<|im_end|>", "{% if not m.tool_calls %}<|im_end|>{% endif %}")
+    call = assistant("x", tool_calls=[{"name": "f"}])
+    with pytest.raises(ValueError, match="cannot be told from the rest"):
+        chat(other_end)({"messages": [user("a"), call, {"role": "tool", "content": "42"}, assistant("g")]})
 
 
 @settings(max_examples=60, deadline=None)

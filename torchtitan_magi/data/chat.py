@@ -177,12 +177,14 @@ class ChatTokenizer:
         has_content = [bool(message["content"]) for message in messages]
         if not (begin and end) or "".join(parts) != text or len(parts) - 1 != sum(has_content):
             raise ValueError(_UNCLEAR)
-        content_ends, spans, position = accumulate(map(len, parts)), [], 0
+        ends, spans, position = list(accumulate(map(len, parts)))[:-1], [], 0
         for index, message in enumerate(messages):
-            content_end = next(content_ends) if has_content[index] else position
+            content_end = ends.pop(0) if has_content[index] else position
             if message["role"] == "assistant":
-                start = text.find(begin, position, content_end if has_content[index] else None)
-                stop = text.find(end, max(start + len(begin), content_end))
+                following = next((m["content"].strip() for m in messages[index + 1 :] if m["content"]), "")
+                limit = ends[0] - len(following) if ends else len(text)
+                start = text.find(begin, position, content_end if has_content[index] else limit)
+                stop = text.find(end, max(start + len(begin), content_end), limit)
                 if min(start, stop) < 0:
                     raise ValueError(_UNCLEAR)
                 content_end = stop + len(end)
