@@ -17,11 +17,12 @@ def train_tiny_model(checkpointing):
     from torch.utils.checkpoint import checkpoint
 
     from torchtitan_magi import attention
+    from torchtitan_magi.stages import Heads
     from torchtitan_magi.titan.job_config import Magi
     from torchtitan_magi.titan.runtime import MagiRuntime, WorkCount
 
     torch.set_num_threads(1)
-    runtime = MagiRuntime(Magi(), None, HEADS, HEADS, torch.device("cpu"), WorkCount())
+    runtime = MagiRuntime(Magi(), None, Heads(HEADS, HEADS, HEAD_DIM), torch.device("cpu"), WorkCount())
     projection = torch.nn.Linear(HEADS * HEAD_DIM, 3 * HEADS * HEAD_DIM)
     optimizer = torch.optim.SGD(projection.parameters(), lr=1e-3)
     embedding = torch.randn(TOKENS, HEADS * HEAD_DIM)

@@ -1,5 +1,6 @@
 """From a microbatch to the attention metadata of all layers: boundaries -> plan -> index data on the device."""
 
+import os
 import time
 from dataclasses import dataclass, replace
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.models.attention import VarlenMetadata
@@ -15,9 +17,11 @@ from torchtitan.tools.logging import logger
 from torchtitan_magi.agreement import PlanAgreement
 from torchtitan_magi.attention import make_handle
 from torchtitan_magi.bind import BoundPlan, IndexData, bind_plan, choose_block_attn, index_data
+from torchtitan_magi.comm import gpus_per_node
 from torchtitan_magi.plan import AttnPlan, make_plan
 from torchtitan_magi.report import describe_plan
 from torchtitan_magi.slices import CAUSAL, AttnSlices, shared_prompt
+from torchtitan_magi.stages import Heads
 from torchtitan_magi.titan.job_config import Magi
 
 
@@ -82,7 +86,7 @@ class MagiRuntime:
     Args:
         magi: the [magi] options.
         cp_mesh: torchtitan's context-parallel mesh, None without context parallelism.
-        num_heads_q, num_heads_kv: heads of a layer on this rank.
+        heads: shape of the attention layers on this rank.
         device: of the model.
         count: to which the work of each microbatch is added.
     """
@@ -91,15 +95,17 @@ class MagiRuntime:
         self,
         magi: Magi,
         cp_mesh: DeviceMesh | None,
-        num_heads_q: int,
-        num_heads_kv: int,
+        heads: Heads,
         device: torch.device,
         count: WorkCount,
     ) -> None:
         self.magi, self.cp_mesh, self.device, self.count = magi, cp_mesh, device, count
-        self.num_heads_q, self.num_heads_kv = num_heads_q, num_heads_kv
+        self.heads = heads
         self.cp_size = 1 if cp_mesh is None else cp_mesh.size()
         self.cp_rank = 0 if cp_mesh is None else cp_mesh.get_local_rank()
+        self.gpus_per_node = None
+        if cp_mesh is not None:
+            self.gpus_per_node = gpus_per_node(cp_mesh, int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size())))
         self.block_attn = choose_block_attn(magi.backend, device)
         self.agreement = None if cp_mesh is None else PlanAgreement(cp_mesh.get_group())
         self.logged = False
@@ -124,8 +130,9 @@ class MagiRuntime:
             documents = inputs["documents"] if "documents" in inputs else documents_from_eos(tokens, eos_id)
             start, end = documents.astype(np.int64).T
             slices = AttnSlices(np.stack([start, end, start, end, np.full_like(start, CAUSAL)], 1))
-        plan = make_plan(slices, tokens.numel(), self.cp_size, self.magi.overlap_stages)
-        index = index_data(plan, self.cp_rank, self.block_attn, self.num_heads_q, self.num_heads_kv)
+        stages, heads = self.magi.overlap_stages, self.heads
+        plan = make_plan(slices, tokens.numel(), self.cp_size, stages, heads=heads, gpus_per_node=self.gpus_per_node)
+        index = index_data(plan, self.cp_rank, self.block_attn, heads.num_heads_q, heads.num_heads_kv)
         planned = inputs | {"planned": PlannedBatch(plan, index, time.perf_counter() - started)}
         if self.magi.positions == "pack":
             planned.pop("positions", None)
@@ -159,8 +166,8 @@ class MagiRuntime:
             planned.plan,
             self.cp_mesh,
             self.block_attn,
-            self.num_heads_q,
-            self.num_heads_kv,
+            self.heads.num_heads_q,
+            self.heads.num_heads_kv,
             self.device,
             self.magi.deterministic,
             self.magi.fp32_reduce,

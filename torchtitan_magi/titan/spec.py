@@ -18,6 +18,7 @@ from torchtitan.protocols.train_spec import TrainSpec, get_train_spec, register_
 from torchtitan.tools import utils
 
 from torchtitan_magi.comm import process_group_transport
+from torchtitan_magi.stages import Heads
 from torchtitan_magi.titan.ahead import PlannedLoader
 from torchtitan_magi.titan.cpu import allow_gloo_gradients, on_cpu, run_on_cpu
 from torchtitan_magi.titan.data import build_dataloader, save_at_the_end_of_data
@@ -114,8 +115,7 @@ class MagiSpec:
         runtime = MagiRuntime(
             job_config.magi,
             parallel_dims.get_optional_mesh("cp"),
-            num_heads_q // parallel_dims.tp,
-            num_heads_kv // parallel_dims.tp,
+            Heads(num_heads_q // parallel_dims.tp, num_heads_kv // parallel_dims.tp, head_dim),
             torch.device(
                 utils.device_type, utils.device_module.current_device() if utils.device_type != "cpu" else None
             ),
