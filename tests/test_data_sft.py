@@ -143,6 +143,20 @@ def test_counts_add_up(corpus):
     assert pieces + split.counts.unlabeled == sum(max(1, -(-(n - 1) // SEQ_LEN)) for n in lengths)
 
 
+@pytest.mark.parametrize("long_documents", ["split", "truncate"])
+def test_nothing_is_lost_without_being_counted(corpus, long_documents):
+    for epochs in (1, 3):
+        packs = dataset(corpus, long_documents=long_documents, epochs=epochs)
+        produced = list(packs)
+        counts = packs.counts
+        assert counts.documents == 120 * epochs
+        assert counts.pieces == sum(len(inputs["documents"]) for inputs, _ in produced)
+        assert counts.documents + counts.extra_pieces == counts.pieces + counts.unlabeled
+        assert counts.tokens_read == counts.tokens + counts.truncated_tokens + counts.tokens_left_out
+        assert (counts.extra_pieces > 0) == (long_documents == "split")
+        assert counts.unlabeled > 0
+
+
 def test_counts_are_logged_at_the_end_of_each_epoch_and_whenever_packs_have_doubled(corpus, caplog):
     caplog.set_level(logging.INFO)
     packs = dataset(corpus)
