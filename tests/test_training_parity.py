@@ -79,13 +79,12 @@ def one_document_per_batch(report):
 
     from torchtitan_magi.titan.runtime import MagiRuntime
 
-    plan = MagiRuntime.attention_metadata
+    plan = MagiRuntime.plan_ahead
 
-    def without_boundaries(self, tokens, eos_id, extra_inputs):
-        extra_inputs["documents"] = np.array([[0, tokens.numel()]], np.int32)
-        return plan(self, tokens, eos_id, extra_inputs)
+    def without_boundaries(self, inputs, eos_id):
+        return plan(self, inputs | {"documents": np.array([[0, inputs["input"].numel()]], np.int32)}, eos_id)
 
-    MagiRuntime.attention_metadata = without_boundaries
+    MagiRuntime.plan_ahead = without_boundaries
     without_saving(report)
 
 
