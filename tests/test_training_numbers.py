@@ -45,7 +45,7 @@ def packs_of(path, data, whole):
     tokenizer = Tokenizer.from_file(f"{data}/tokenizer/tokenizer.json")
     bos, eos = (tokenizer.token_to_id(name) for name in ("<|begin_of_text|>", "<|end_of_text|>"))
     tokenize = ChatTokenizer.from_assets(tokenizer, bos, eos, f"{data}/tokenizer")
-    options = {"shuffle": not whole, "infinite": not whole}
+    options = {"shuffle": not whole, "epochs": 1 if whole else -1}
     areas = []
     for inputs, _ in PackedSFTDataset(path, tokenize, SEQ_LEN, **options):
         lengths = np.diff(inputs["documents"].astype(np.int64), axis=1)
