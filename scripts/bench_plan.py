@@ -209,7 +209,7 @@ def draw(rows: list[dict], path: Path) -> None:
     cases = list(dict.fromkeys((row["total"], row["cp"]) for row in rows))
     colors = {"ours": "#1b6ca8", "contiguous": "#d98e32", "zigzag": "#5a9e3d", "min_heap": "#a05195"}
     panels = {
-        "mean K/V received / lower bound": lambda some: (
+        "mean K/V received / least possible with balanced work": lambda some: (
             np.mean([row["recv_mean"] for row in some]) / np.mean([row["lower_bound_mean"] for row in some])
         ),
         "most K/V sent by a rank, in tokens of a rank": lambda some: max(row["send_max"] for row in some),
@@ -230,10 +230,11 @@ def draw(rows: list[dict], path: Path) -> None:
         axis.spines[["top", "right"]].set_visible(False)
         axis.grid(axis="y", linewidth=0.4)
         axis.set_axisbelow(True)
-        axis.set_yscale("linear" if "ms" in title else "log")
+        axis.set_yscale("log" if "sent" in title or "heaviest" in title else "linear")
+        axis.yaxis.set_major_formatter("{x:g}")
     axes[0].axhline(1, color="black", linewidth=0.8)
     axes[2].set_ylim(bottom=1)
-    axes[0].legend(ncols=4, fontsize=8, frameon=False, loc="upper right")
+    axes[0].legend(ncols=4, fontsize=8, frameon=False, loc="lower right", bbox_to_anchor=(1, 1))
     names = [f"{total >> 10}k / {cp}" if total < 1 << 20 else f"{total >> 20}M / {cp}" for total, cp in cases]
     axes[3].set_xticks(range(len(cases)), names)
     axes[3].set_xlabel("tokens of the pack / ranks; documents of the length histogram")

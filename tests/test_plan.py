@@ -10,6 +10,7 @@ from masks import dense_mask, document_lengths, slice_lists
 from torchtitan_magi.plan import make_plan
 from torchtitan_magi.slices import AttnSlices, sliding_window, varlen_causal, varlen_full
 from torchtitan_magi.stages import H200, RESIDENT
+from torchtitan_magi.traffic import node_traffic
 
 CP_SIZES = st.sampled_from([1, 2, 3, 4, 6, 8])
 STAGES = st.integers(-1, 4)
@@ -120,6 +121,9 @@ def test_special_packs():
     assert_plan_is_right(varlen_causal(range(65)), 64, 8, 2)  # one-token documents
     assert_plan_is_right(varlen_causal([0, 256]), 256, 8, 3)  # one document over all ranks
     assert_plan_is_right(sliding_window([0, 100, 300], 16), 300, 4, 1)
+    documents = varlen_causal(np.cumsum([0, 3, 90, 1, 33, 61, 100, 7]))
+    for cp_size, gpus_per_node in ((5, 2), (12, 4), (12, 5), (96, 8)):  # nothing divides
+        assert_plan_is_right(documents, 301, cp_size, 2, gpus_per_node)
     assert_plan_is_right(AttnSlices([]), 10, 3, 2)  # nothing attends to anything
     assert_plan_is_right(AttnSlices([]), 0, 2, 2)
 
@@ -136,6 +140,24 @@ def test_documents_that_stay_on_one_rank_move_nothing():
     assert len(plan.transfers) == 0
     assert plan.forward == plan.backward == RESIDENT
     assert [stage.exchanges for stage in plan.ranks[0].forward] == [()]
+
+
+def test_keys_that_follow_each_other_are_one_slice():
+    plan = make_plan(varlen_causal([0, 4096]), 4096, 8, 1)
+    for share in plan.ranks:
+        local, remote = share.forward
+        assert len(local.slices) <= 3
+        assert len(remote.slices) <= 2  # of the rank's part of the front and of the tail
+        assert remote.slices.table[-1, 2:4].tolist() == [0, remote.num_rows]  # the tail sees all that came
+
+
+def test_a_row_crosses_to_a_node_once():
+    cu = np.linspace(0, 16 * 512, 3).astype(int)
+    plan = make_plan(varlen_causal(cu), 16 * 512, 16, gpus_per_node=4)
+    relayed = node_traffic(plan.slices, [share.ranges for share in plan.ranks], 4)
+    flat = make_plan(varlen_causal(cu), 16 * 512, 16, gpus_per_node=1).rows_across_nodes
+    assert plan.rows_across_nodes.reshape(4, 4).max(1).tolist() == relayed.tolist()
+    assert plan.rows_across_nodes.sum() < 0.5 * flat.sum()
 
 
 def test_repeated_masks_are_planned_once():
