@@ -213,9 +213,9 @@ def draw_transfers(figure: Any, plan: AttnPlan) -> None:
 
 
 def draw_timeline(axes: Axes, plan: AttnPlan, ideal: tuple[float, float], sizing: Sizing) -> None:
-    """Forward and backward of a layer on the rank that ends last, one after the other."""
+    """Forward and backward of a layer, one after the other, each on the rank whose attention ends last."""
     forward, backward = plan.predict(sizing.packs[0].case.cost)
-    ranks = [int(timeline.end.argmax()) for timeline in (forward, backward)]
+    ranks = [int(timeline.attends[-1, 1].argmax()) for timeline in (forward, backward)]
     gap = 0.015 * (forward.seconds + backward.seconds)
     starts = 0.0, forward.seconds + gap
     limit = starts[1] + backward.seconds
@@ -255,7 +255,7 @@ def _draw_lanes(axes: Axes, timeline: Timeline, start: float, rank: int, limit: 
                 lane, end - begin, left=start + begin, height=0.62, color=tuple(shade), edgecolor=PAPER, linewidth=0.6
             )
             if end - begin > 0.022 * limit:
-                text = "own" if stage == 0 and lane == 0 and len(timeline.attends) > 1 else f"{stage}"
+                text = str(stage) if stage else "own" if len(timeline.attends) > 1 else "all"
                 axes.text(start + (begin + end) / 2, lane, text, ha="center", va="center", color=PAPER, fontsize=8.5)
     last = 1e3 * float(timeline.attends[-1, 1, rank])
     finish = 1e3 * float(timeline.end[rank])
