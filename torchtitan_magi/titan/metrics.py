@@ -15,6 +15,8 @@ from torchtitan.tools.logging import logger
 
 from torchtitan_magi.titan.runtime import WorkCount
 
+NOTICEABLE = 0.1  # seconds that the steps between two lines of the log may wait for plans
+
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -71,6 +73,8 @@ class MagiMetricsProcessor(MetricsProcessor):
         super().__init__(job_config, parallel_dims)
         self.attention_flops, self.count, self.losses = attention_flops, count, losses
         self.objective_metrics: Callable[[], dict[str, float]] = dict
+        self.last_logged: int | None = None  # step
+        self.said_waiting = False
 
     def log(
         self,
@@ -91,6 +95,7 @@ class MagiMetricsProcessor(MetricsProcessor):
         super().log(step, global_avg_loss, self._max_loss(), grad_norm, extra_metrics | objective_metrics)
         self.num_flops_per_token = without_attention
         self._print("step", step, objective_metrics)
+        self._report_waiting(step, counted.waited)
 
     def log_validation(self, loss: float, step: int, extra_metrics: dict[str, Any] | None = None) -> None:
         super().log_validation(loss, step, extra_metrics)
@@ -102,6 +107,15 @@ class MagiMetricsProcessor(MetricsProcessor):
         if metrics:
             named = (f"{name.split('/')[-1]}: {value:.4f}" for name, value in metrics.items())
             logger.info(f"{what}: {step:2}  {'  '.join(named)}")
+
+    def _report_waiting(self, step: int, seconds: float) -> None:
+        """Says once that plans are there in time, and again whenever they are not. The first step has to wait."""
+        if self.last_logged is not None and (not self.said_waiting or seconds > NOTICEABLE):
+            first = self.last_logged + 1
+            steps = f"Step {step}" if first == step else f"Steps {first} to {step} together"
+            logger.info(f"{steps} waited {1e3 * seconds:.1f} ms for plans")
+            self.said_waiting = True
+        self.last_logged = step
 
     def _max_loss(self) -> float:
         sum_and_count = self.losses.sum_and_count()
