@@ -19,7 +19,8 @@ from torchtitan_magi.stages import H200, CostModel, Heads
 
 def describe_plan(plan: AttnPlan) -> str:
     """One line: tokens per rank, balance of the work, and K/V received against an all-gather."""
-    balance = plan.areas.max() / plan.areas.mean() if plan.areas.any() else 1.0
+    work = plan.work.local_pairs + plan.work.remote_pairs  # as the kernel's tiles have it
+    balance = work.max() / work.mean() if work.any() else 1.0
     line = (
         f"Plan: {plan.tokens_per_rank:,} tokens on each of {plan.cp_size} ranks, heaviest rank {balance:.3f} x the mean"
     )
