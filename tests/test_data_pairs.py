@@ -307,6 +307,17 @@ def test_state_of_the_other_layout_or_of_documents_is_refused(corpus):
         dataset(corpus, shared_prompt=False).load_state_dict(state)
 
 
+def test_state_of_another_tokenizer_or_template_is_refused(tmp_path):
+    path = tmp_path / "pairs.jsonl"
+    path.write_text('{"prompt": "q", "chosen": "the cat", "rejected": "the hat"}\n')
+    state = PackedPairDataset(path, chat(CHATML_TEMPLATE).pair, 40).state_dict()
+    same = pickle.loads(pickle.dumps(chat(CHATML_TEMPLATE)))
+    PackedPairDataset(path, same.pair, 40).load_state_dict(state)
+    for other in (chat(PLAIN_TEMPLATE), ChatTokenizer(TOKENIZER, None, 1, CHATML_TEMPLATE)):
+        with pytest.raises(ValueError, match=r"tokenizer = '.*', this run has '.*'; resume with the same value"):
+            PackedPairDataset(path, other.pair, 40).load_state_dict(state)
+
+
 def test_collate_shifts_pairs_and_joins_their_ids(corpus):
     samples = list(dataset(corpus))[:2]
     inputs, labels = collate_packs(samples)

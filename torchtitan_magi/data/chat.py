@@ -15,6 +15,7 @@ import json
 import logging
 import os
 import re
+import zlib
 from datetime import datetime
 from itertools import accumulate
 from typing import Any
@@ -123,6 +124,12 @@ class ChatTokenizer:
             ids = [i for i in (self.bos_id,) if i is not None] + ids + [i for i in (self.eos_id,) if i is not None]
             return TokenizedDocument(np.array(ids, dtype=np.int32), np.ones(len(ids), dtype=bool))
         return self._encode(*self.render(record["messages"], record.get("tools")))
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """Of all that the tokens of a record depend on: 8 hexadecimal digits."""
+        parts = (self.tokenizer.to_str(), str(self._special_tokens), self.template)
+        return f"{zlib.crc32(chr(0).join(parts).encode()):08x}"
 
     def pair(self, record: dict[str, Any]) -> TokenizedPair:
         """Tokenizes a preference pair, see `pairs`. Raises what a call raises."""

@@ -38,7 +38,8 @@ class PackedDataset(IterableDataset, Stateful):
 
     Args:
         paths: JSONL files of records, see `Corpus`.
-        tokenize: record -> tokens, a method of a `ChatTokenizer`; a pure function, picklable for workers.
+        tokenize: record -> tokens, a `ChatTokenizer` or a method of one; a pure function, picklable for workers. If it
+            has a `fingerprint`, a state is only loaded with the same one.
         seq_len: tokens per pack.
         dp_rank, dp_world_size: this shard, and the number of shards.
         seed: of the order of records and packs, >= 0.
@@ -164,12 +165,14 @@ class PackedDataset(IterableDataset, Stateful):
                 )
 
     def identity(self) -> dict[str, Any]:
-        """What the stream of packs depends on, apart from the tokenizer; plain Python values."""
+        """What the stream of packs depends on; plain Python values."""
         stream = self._stream
+        tokenizer = getattr(self.tokenize, "__self__", self.tokenize)  # of a bound method, its object
         return {
             "kind": self.bounds_name,
             "records": self.records.fingerprint,
             "weights": [source.weight if stream.weighted else 1.0 for source in self.records.sources],
+            "tokenizer": getattr(tokenizer, "fingerprint", None),
             "seq_len": stream.seq_len,
             "seed": stream.seed,
             "shuffle": stream.shuffle,
