@@ -106,6 +106,10 @@ def record_run() -> None:
     text_datasets.DATASETS["documents"] = DatasetConfig(
         path="", loader=lambda _: datasets.Dataset.from_list(documents()), sample_processor=lambda row: row["text"]
     )
+    if "torchtitan_magi.titan" in sys.argv:  # after the flavors, which it extends
+        from torchtitan_magi.titan.trainer import MagiTrainer as Trainer
+    else:
+        from torchtitan.train import Trainer
     times: list[float] = []
     losses: list[float] = []
     log = MetricsProcessor.log
@@ -116,7 +120,7 @@ def record_run() -> None:
         log(self, step, global_avg_loss, *arguments, **options)
 
     MetricsProcessor.log = record_and_log
-    torchtitan.train.main(torchtitan.train.Trainer)
+    torchtitan.train.main(Trainer)
     peak = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0
     seconds = [after - before for before, after in itertools.pairwise(times)]
     record = {"seconds": seconds, "losses": losses, "peak_gib": peak}

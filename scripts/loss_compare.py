@@ -209,7 +209,7 @@ def exact_gradient_norms() -> None:
 
 
 def record_run() -> None:
-    """One process of a run: torchtitan's entry, with the metrics of rank 0 in a file at full precision."""
+    """One process of a run: our entry, with the metrics of rank 0 in a file at full precision."""
     path = sys.argv[2]
     sys.argv[1:3] = []
 
@@ -217,6 +217,8 @@ def record_run() -> None:
     from torch._dynamo.utils import counters
     from torchtitan.components.checkpoint import CheckpointManager
     from torchtitan.components.metrics import MetricsProcessor
+
+    from torchtitan_magi.titan.trainer import MagiTrainer
 
     log = MetricsProcessor.log
 
@@ -232,7 +234,7 @@ def record_run() -> None:
     if "--checkpoint.create_seed_checkpoint" not in sys.argv:
         CheckpointManager.save = lambda *_, **__: None  # not needed, and large
     exact_gradient_norms()
-    torchtitan.train.main(torchtitan.train.Trainer)
+    torchtitan.train.main(MagiTrainer)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Trains 200 steps in bfloat16 under several layouts on the GPUs of this machine and compares their loss curves.
 
-    python scripts/loss_curves.py [--steps 200] [--output benchmarks/results/loss_curves_h200x4.json] [--plot FILE.png]
+    python scripts/loss_curves.py [config.toml] [--steps 200] [--output FILE.json] [--plot FILE.png]
 
 All runs start from one seed checkpoint and see the same data. Two runs without context parallelism, which differ only
 in the order of summation (two packs at once, or one after the other), set the scale: the largest difference of any
@@ -63,13 +63,13 @@ class Gpus:
             self.returned.notify_all()
 
 
-def train(layout: Layout, folder: Path, arguments: list[str], gpus: Gpus) -> list[dict]:
+def train(config: Path, layout: Layout, folder: Path, arguments: list[str], gpus: Gpus) -> list[dict]:
     """One run; "loss", "grad_norm" and "graphs" (compiled so far) of each step."""
     folder.mkdir()
     taken = gpus.take(layout.processes)
     record = folder / "record.jsonl"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={layout.processes}"]
-    command += [str(ROOT / "scripts" / "loss_compare.py"), RECORD, str(record), "--job.config_file", str(DEBUG_TOML)]
+    command += [str(ROOT / "scripts" / "loss_compare.py"), RECORD, str(record), "--job.config_file", str(config)]
     command += [
         *layout.arguments,
         *TRAINING.split(),
@@ -119,6 +119,7 @@ def write_plot(curves: dict[str, list[float]], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("config", type=Path, nargs="?", default=DEBUG_TOML, help="torchtitan TOML file, SFT or DPO")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--seq_len", type=int, default=8192, help="tokens per pack; two packs a step")
     parser.add_argument("--layouts", default=",".join(LAYOUTS), help="comma-separated (default: %(default)s)")
@@ -138,10 +139,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         start = ["--training.steps", str(options.steps), "--training.seq_len", str(options.seq_len)]
-        train(Layout({}), folder / "seed", ["--checkpoint.create_seed_checkpoint", *start], gpus)
+        config = options.config.resolve()
+        train(config, Layout({}), folder / "seed", ["--checkpoint.create_seed_checkpoint", *start], gpus)
         start += ["--checkpoint.initial_load_path", f"{folder}/seed/checkpoint/step-0"]
         with ThreadPoolExecutor(len(names)) as threads:
-            runs = {name: threads.submit(train, LAYOUTS[name], folder / name, start, gpus) for name in names}
+            runs = {name: threads.submit(train, config, LAYOUTS[name], folder / name, start, gpus) for name in names}
             records = {name: run.result() for name, run in runs.items()}
 
     curves = {name: [step["loss"] for step in record] for name, record in records.items()}
