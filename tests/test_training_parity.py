@@ -74,6 +74,31 @@ def test_qwen3_under_tensor_parallelism_is_qwen3():
     assert difference(trained("qwen3_tp2"), trained("qwen3_cp1")) <= TOLERANCE
 
 
+def two_ranks_per_node(report):
+    import os
+
+    from torchtitan_magi.titan.runtime import MagiRuntime
+
+    os.environ["LOCAL_WORLD_SIZE"] = "2"  # as torchrun says on each of two machines
+    plan = MagiRuntime.plan_ahead
+
+    def plan_and_count(self, inputs, eos_id):
+        planned = plan(self, inputs, eos_id)
+        exchanges = max(len(stage.exchanges) for stage in planned["planned"].index.share.backward)
+        report("plan", exchanges, int(planned["planned"].plan.rows_across_nodes.sum()))
+        return planned
+
+    MagiRuntime.plan_ahead = plan_and_count
+    without_saving(report)
+
+
+def test_rows_that_cross_to_a_node_once_train_alike():
+    load = ["--checkpoint.enable", "--checkpoint.initial_load_path", seed_checkpoint()]
+    run = train(4, [*LAYOUTS["cp4"].arguments, *load], setup=two_ranks_per_node)
+    assert difference(run, trained("cp1")) <= TOLERANCE
+    assert any(exchanges == 2 and rows > 0 for exchanges, rows in run.of("plan"))
+
+
 def one_document_per_batch(report):
     import numpy as np
 
