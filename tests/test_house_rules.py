@@ -48,7 +48,7 @@ MAY_IMPORT = {
     "preference": set(),
     "token_weights": set(),
     "train": {"titan"},
-    "__init__": {"attention", "dispatch", "plan", "slices"},
+    "__init__": {"attention", "dispatch", "plan", "slices", "stages"},
 }
 
 

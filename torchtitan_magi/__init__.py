@@ -11,10 +11,13 @@ from torchtitan_magi.slices import (
     varlen_causal,
     varlen_full,
 )
+from torchtitan_magi.stages import CostModel, Heads
 
 __all__ = [
     "AttnPlan",
     "AttnSlices",
+    "CostModel",
+    "Heads",
     "block_causal",
     "cp_varlen_attn",
     "dispatch",
