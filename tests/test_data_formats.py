@@ -70,6 +70,11 @@ def test_every_form_of_a_conversation(record, messages):
     assert parse_document(record) == {"messages": messages}
 
 
+def test_rows_of_alpaca_may_repeat_themselves_as_text():
+    row = {"instruction": "Add.", "input": "1 2", "output": "3", "text": "Below is an instruction ... 3"}
+    assert parse_document(row) == parse_document({name: row[name] for name in ("instruction", "input", "output")})
+
+
 def test_text_and_tools():
     assert parse_document({"text": "x", "id": 1}) == {"text": "x"}
     for tools in (TOOLS, json.dumps(TOOLS)):

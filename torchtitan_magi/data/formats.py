@@ -33,6 +33,8 @@ def parse_document(record: Any) -> dict[str, Any]:
     """
     _check_object(record, '"messages" or "text"')
     forms = [key for key in ("messages", "conversations", "completion", "output", "text") if key in record]
+    if forms == ["output", "text"]:  # Alpaca's own rows repeat themselves as text
+        forms.pop()
     if len(forms) > 1:
         both = " and ".join(f'"{form}"' for form in forms)
         raise ValueError(f"the record has {both}; leave it one of them")
