@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torchtitan_magi import baselines, packs, report, report_text
 from torchtitan_magi.outcome import FREE, Case
 from torchtitan_magi.plan import make_plan
-from torchtitan_magi.sizing import size_run
+from torchtitan_magi.sizing import size_pack, size_run
 from torchtitan_magi.slices import varlen_causal
 from torchtitan_magi.stages import H200, LLAMA_HEADS, CostModel, Heads, KernelCost, Link
 
@@ -413,6 +413,29 @@ def test_as_a_module():
     result = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "2 GPUs: " in result.stdout
     assert result.stderr == ""
+
+
+def test_predictions_are_compared_with_measurements_of_the_same_packs(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parent.parent / "scripts")
+    import check_prediction
+
+    rows = []
+    for pack, seed in (("histogram", 1), ("dense", 0)):
+        settings = {"pack": pack, "tokens_per_gpu": 4096, "heads": "8:4", "seed": seed, "cp": 4}
+        case = check_prediction.case_of(settings, H200)
+        assert case.lengths.sum() == 4 * 4096
+        outcomes = {"ours": size_pack(case).outcomes["ours"], "ulysses": baselines.compare(case)["Ulysses"]}
+        times = {name: outcome.seconds for name, outcome in outcomes.items()} | {"ideal": case.ideal_seconds}
+        slower = {"ours": 1, "ulysses": 2, "ideal": 1}  # than predicted
+        for name, (forward, backward) in times.items():
+            factor = 1e3 * slower[name]
+            rows.append(settings | {"strategy": name, "fwd_ms": factor * forward, "bwd_ms": factor * backward})
+    found = check_prediction.comparisons(rows, H200)
+    assert [line[0].split()[-1] for line in found] == ["ours", "Ulysses"] * 2
+    for label, measured, predicted, share, predicted_share in found:
+        factor = 1 if "ours" in label else 2
+        assert measured == pytest.approx(factor * predicted)
+        assert factor * share == pytest.approx(predicted_share)
 
 
 # ------------------------------------------------------------------------------------------------------------ pictures

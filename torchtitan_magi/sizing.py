@@ -105,10 +105,11 @@ def size_run(
     if cp_size > total:
         raise ValueError(f"total is {total} tokens for {cp_size} GPUs; give at least one token per GPU")
     node = min(gpus_per_node, cp_size)
-    return Sizing(source, total, [_size_pack(Case(pack, total, cp_size, node, heads, cost)) for pack in packs])
+    return Sizing(source, total, [size_pack(Case(pack, total, cp_size, node, heads, cost)) for pack in packs])
 
 
-def _size_pack(case: Case) -> SizedPack:
+def size_pack(case: Case) -> SizedPack:
+    """Plans one pack and compares strategies on it."""
     begin = time.process_time()
     # Not the cached function: equal packs are planned again.
     plan = make_plan.__wrapped__(
