@@ -167,6 +167,8 @@ def test_repeated_masks_are_planned_once():
 def test_a_fingerprint_tells_plans_apart():
     plans = [make_plan(varlen_causal(cu), 30, cp) for cu in ([0, 30], [0, 7, 30], [0, 7]) for cp in (1, 2)]
     plans += [make_plan(varlen_full([0, 30]), 30, 2), make_plan(varlen_causal([0, 30]), 31, 2)]
+    plans += [make_plan(varlen_causal([0, 30]), 30, 2, stages) for stages in (1, 2)]
+    plans += [make_plan(varlen_causal([0, 30]), 30, 2, gpus_per_node=1)]
     assert len({plan.fingerprint for plan in plans}) == len(plans)
     assert all(0 <= plan.fingerprint < 2**63 for plan in plans)
 
@@ -198,3 +200,8 @@ def test_plans_do_not_depend_on_the_process():
 def test_a_bad_request_names_the_value(arguments, message):
     with pytest.raises(ValueError, match=message):
         make_plan(*arguments)
+
+
+def test_nodes_have_ranks():
+    with pytest.raises(ValueError, match="gpus_per_node is 0; use None for one node"):
+        make_plan(varlen_causal([0, 4]), 4, 2, gpus_per_node=0)
