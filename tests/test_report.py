@@ -477,6 +477,8 @@ def test_the_mask_is_drawn_in_the_colours_of_its_owners():
     assert rough == pytest.approx(
         np.where(mask[2::4].reshape(32, 32, 4).any(2)[..., None], colors[owner[2::4]][:, None], 1.0)
     )
+    long = picture.mask_image(make_plan(varlen_causal([0, 1 << 22]), 1 << 22, 1), 64)  # products beyond 32 bits
+    assert ((long != 1).any(2) == np.tri(64, dtype=bool)).all()
     assert (picture.transfer_matrix(plan) == needed_rows(mask, owner, 4)).all()
 
 

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from torchtitan_magi.plan import AttnPlan
-from torchtitan_magi.report_text import COLUMNS, column_groups, headline, notes, setting
+from torchtitan_magi.report_text import COLUMNS, column_groups, counted, headline, notes, setting
 from torchtitan_magi.sizing import OURS, Sizing
 from torchtitan_magi.stages import Timeline
 from torchtitan_magi.traffic import parts_of
@@ -101,8 +101,8 @@ def mask_image(plan: AttnPlan, pixels: int = PIXELS) -> Image:
     """
     pixels = min(pixels, plan.padded_tokens)
     query = ((np.arange(pixels) + 0.5) * plan.padded_tokens / pixels).astype(np.int64)
-    lo, hi = (bound[:, query] for bound in plan.slices.row_bands(plan.padded_tokens))
-    first, end = (lo * pixels) // plan.padded_tokens, -(-(hi.astype(np.int64) * pixels) // plan.padded_tokens)
+    lo, hi = (bound[:, query].astype(np.int64) for bound in plan.slices.row_bands(plan.padded_tokens))
+    first, end = lo * pixels // plan.padded_tokens, -(-hi * pixels // plan.padded_tokens)
     column = np.arange(pixels)
     seen = ((first[..., None] <= column) & (column < end[..., None]) & (hi > lo)[..., None]).any(0)
     image = np.ones((pixels, pixels, 3))
@@ -141,13 +141,14 @@ def _rank_legend(axes: Axes, plan: AttnPlan) -> None:
     if plan.cp_size <= len(HUES):
         entries = [Patch(color=tuple(colors[r]), label=f"rank {r}") for r in range(plan.cp_size)]
     elif nodes > 1:
-        shown = range(min(nodes, 2 * len(HUES)))
-        firsts = [node * plan.gpus_per_node for node in shown]
+        firsts = [node * plan.gpus_per_node for node in range(min(nodes, len(HUES)))]
         lasts = [min(first + plan.gpus_per_node, plan.cp_size) - 1 for first in firsts]
         entries = [
             Patch(color=tuple(colors[first]), label=f"node {node}: ranks {first}-{last}")
-            for node, first, last in zip(shown, firsts, lasts, strict=True)
+            for node, (first, last) in enumerate(zip(firsts, lasts, strict=True))
         ]
+        if nodes > len(HUES):
+            entries.append(Patch(alpha=0, label="then again from the top"))
     else:
         some = np.linspace(0, plan.cp_size - 1, 8).astype(int).tolist()
         entries = [Patch(color=tuple(colors[r]), label=f"rank {r}") for r in some]
@@ -180,10 +181,12 @@ def draw_transfers(figure: Any, plan: AttnPlan) -> None:
     unit = plan.tokens_per_rank
     axes = figure.add_axes((0.09, 0.1, 0.63, 0.63))
     image = axes.imshow(rows / unit, cmap=ROWS_MAP, aspect="equal", vmin=0, vmax=max(rows.max() / unit, 1e-9))
+    width = min(0.5, 4 * plan.gpus_per_node / cp_size)
     for edge in range(plan.gpus_per_node, cp_size, plan.gpus_per_node):
-        axes.axhline(edge - 0.5, color=QUIET, linewidth=0.5)
-        axes.axvline(edge - 0.5, color=QUIET, linewidth=0.5)
-    step = max(1, plan.gpus_per_node if cp_size > plan.gpus_per_node else -(-cp_size // 16))
+        axes.axhline(edge - 0.5, color=QUIET, linewidth=width)
+        axes.axvline(edge - 0.5, color=QUIET, linewidth=width)
+    step = plan.gpus_per_node * -(-cp_size // (16 * plan.gpus_per_node)) if cp_size > plan.gpus_per_node else 1
+    step = max(step, -(-cp_size // 16))
     axes.set_xticks(range(0, cp_size, step))
     axes.set_yticks(range(0, cp_size, step))
     axes.set_xlabel("sending rank" + (" (lines: nodes)" if cp_size > plan.gpus_per_node else ""))
@@ -288,7 +291,7 @@ def draw_strategies(axes: Axes, sizing: Sizing) -> None:
     axes.tick_params(axis="y", length=0)
     axes.set_ylim(len(rows) - 0.5, -0.6)
     axes.set_xlim(0, 1.17 * longest)
-    axes.set_xlabel(f"ms per layer, forward and backward (mean of {len(sizing.packs)} packs)")
+    axes.set_xlabel(f"ms per layer, forward and backward (mean of {counted(len(sizing.packs), 'pack')})")
     axes.set_title("How long: all strategies, by the same cost model", pad=24)
     handles = [Patch(color=color, label=name) for name, _, _, color in parts]
     handles.append(Patch(color=CAST, label="communication not hidden"))

@@ -19,7 +19,7 @@ def headline(sizing: Sizing) -> str:
     plan, rows = sizing.first, sizing.summary()
     ours, others = rows[0], rows[1:]
     nodes = -(-plan.cp_size // plan.gpus_per_node)
-    place = _counted(plan.cp_size, "GPU") + (f" in {nodes} nodes" if nodes > 1 else "")
+    place = counted(plan.cp_size, "GPU") + (f" in {nodes} nodes" if nodes > 1 else "")
     exposed, rest = ours["exposed_share"], 1 - ours["efficiency"] - ours["exposed_share"]
     parts = [f"{place}: {ours['efficiency']:.0%} of ideal (worst pack {ours['efficiency_worst']:.0%})"]
     if exposed <= HIDDEN:
@@ -44,23 +44,24 @@ def headline(sizing: Sizing) -> str:
     return " ".join(lines)
 
 
-def _counted(count: int, noun: str) -> str:
+def counted(count: int, noun: str) -> str:
+    """'1 pack', '2 packs'."""
     return f"{count:,} {noun}{'s' if count != 1 else ''}"
 
 
 def setting(sizing: Sizing) -> list[str]:
     """What was sized: two lines."""
     plan, heads = sizing.first, sizing.first.heads
-    layout = f"{_counted(plan.cp_size, 'GPU')}, {plan.gpus_per_node} per node"
+    layout = f"{counted(plan.cp_size, 'GPU')}, {plan.gpus_per_node} per node"
     counts = [len(pack.case.lengths) for pack in sizing.packs]
     fill = sum(int(pack.case.lengths.sum()) for pack in sizing.packs) / (sizing.total * len(counts))
     longest = max(int(pack.case.lengths.max(initial=0)) for pack in sizing.packs)
     what = f" ({DISTRIBUTIONS[sizing.source]})" if sizing.source in DISTRIBUTIONS else ""
-    documents = _counted(round(np.mean(counts)), "causal document")
+    documents = counted(round(np.mean(counts)), "causal document")
     return [
         f"{layout}; packs of {sizing.total:,} tokens, T = {plan.tokens_per_rank:,} on each GPU; "
         f"heads {heads.num_heads_q}:{heads.num_heads_kv}, head_dim {heads.head_dim}, 16 bits",
-        f"{_counted(len(counts), 'pack')} of {sizing.source}{what}: {documents} in one, "
+        f"{counted(len(counts), 'pack')} of {sizing.source}{what}: {documents} in one, "
         f"the longest {longest:,} tokens, {fill:.1%} full",
     ]
 
