@@ -24,7 +24,7 @@ DESCRIPTIONS = {
     "all-gather zigzag": "the same with every document cut into 2 cp parts, two for each rank (Megatron-style)",
     "ring": "the zigzag parts; K/V and their gradients go round in cp - 1 steps beside attention",
     "Ulysses": "all-to-all from tokens to heads and back; every rank attends to the whole pack with some heads",
-    "min-heap": "equal chunks, heaviest first, to the rank with least work; only needed rows (MagiAttention's default)",
+    "min-heap": "equal chunks, heaviest first, to the rank with least work; needed rows go straight to each rank",
 }
 
 # ------------------------------------------------------------------------------------------------ who owns which tokens
