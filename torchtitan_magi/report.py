@@ -88,7 +88,7 @@ def _sizings(options: argparse.Namespace) -> list[Sizing]:
         try:
             cost = CostModel.load(options.cost)
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{options.cost} is no cost model ({error!r}); write one with scripts/calibrate.py") from None
+            raise ValueError(f"{options.cost} is no cost model ({error!r}); make one by scripts/calibrate.py") from None
     total = count_of_tokens(options.total)
     nodes = [gpus_in_node(options, cp_size) for cp_size in options.cp]
     packs = make_packs(options.source, total, options.packs, options.seed, options.tokenizer)
