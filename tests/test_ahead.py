@@ -29,7 +29,7 @@ class Numbers:
 
 
 def planned(numbers, waits=None, seconds=0.0):
-    def plan(inputs):
+    def plan(inputs, labels):
         time.sleep(seconds)
         return inputs | {"planned": 10 * inputs["input"]}
 

@@ -34,6 +34,34 @@ def test_without_all_logits_it_is_the_training_of_torchtitan(name):
     assert largest[0] == pytest.approx(largest[1], rel=1e-5)
 
 
+def report_tokens_of_the_output_layer(report):
+    from torchtitan_magi.titan import logprob_model, objective
+
+    token_logprobs, weigh = logprob_model.token_logprobs, objective.SFT.weigh
+
+    def count_and_call(hidden, *args):
+        report("rows", len(hidden))
+        return token_logprobs(hidden, *args)
+
+    def weigh_and_report(self, inputs, labels):
+        count = weigh(self, inputs, labels)
+        report("labels", count, labels.numel())
+        return count
+
+    logprob_model.token_logprobs, objective.SFT.weigh = count_and_call, weigh_and_report
+    without_saving(report)
+
+
+def test_the_output_layer_runs_for_tokens_with_a_label_only():
+    run = ours("cp2_tp2", "--training.steps", "2", setup=report_tokens_of_the_output_layer)
+    rows = [[count for (count,) in run.of("rows", rank)] for rank in range(4)]
+    assert rows[0] == rows[1]  # the two ranks that share the vocabulary
+    assert rows[2] == rows[3]
+    labels = run.of("labels")
+    assert [a + b for a, b in zip(rows[0], rows[2], strict=True)] == [count for count, _ in labels]
+    assert all(count < tokens for count, tokens in labels)
+
+
 def test_without_all_logits_validation_is_that_of_the_stock_entry_point(tmp_path):
     path = tmp_path / "some.jsonl"
     path.write_text("".join((demo() / "validation.jsonl").read_text().splitlines(keepends=True)[:12]))

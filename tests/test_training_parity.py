@@ -82,8 +82,8 @@ def two_ranks_per_node(report):
     os.environ["LOCAL_WORLD_SIZE"] = "2"  # as torchrun says on each of two machines
     plan = MagiRuntime.plan_ahead
 
-    def plan_and_count(self, inputs, eos_id):
-        planned = plan(self, inputs, eos_id)
+    def plan_and_count(self, inputs, labels, eos_id):
+        planned = plan(self, inputs, labels, eos_id)
         exchanges = max(len(stage.exchanges) for stage in planned["planned"].index.share.backward)
         report("plan", exchanges, int(planned["planned"].plan.rows_across_nodes.sum()))
         return planned
@@ -106,8 +106,9 @@ def one_document_per_batch(report):
 
     plan = MagiRuntime.plan_ahead
 
-    def without_boundaries(self, inputs, eos_id):
-        return plan(self, inputs | {"documents": np.array([[0, inputs["input"].numel()]], np.int32)}, eos_id)
+    def without_boundaries(self, inputs, labels, eos_id):
+        whole = np.array([[0, inputs["input"].numel()]], np.int32)
+        return plan(self, inputs | {"documents": whole}, labels, eos_id)
 
     MagiRuntime.plan_ahead = without_boundaries
     without_saving(report)

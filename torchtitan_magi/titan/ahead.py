@@ -21,14 +21,14 @@ class PlannedLoader(BaseDataLoader):
 
     Args:
         loader: torchtitan's or ours; ``state_dict`` may be called after each of its batches.
-        plan: the inputs of a batch -> the same with what planning adds; called in the thread.
+        plan: inputs and labels of a batch -> the inputs with what planning adds; called in the thread.
         waited: called with the seconds that the consumer waited for each batch's plan.
     """
 
     def __init__(
         self,
         loader: BaseDataLoader,
-        plan: Callable[[dict[str, Any]], dict[str, Any]],
+        plan: Callable[[dict[str, Any], Tensor], dict[str, Any]],
         waited: Callable[[float], None],
     ) -> None:
         self.loader, self.plan, self.waited = loader, plan, waited
@@ -63,5 +63,5 @@ class PlannedLoader(BaseDataLoader):
             return None
         state = self.loader.state_dict()
         started = time.perf_counter()
-        inputs = self.plan(inputs)
+        inputs = self.plan(inputs, labels)
         return (inputs, labels), state, time.perf_counter() - started

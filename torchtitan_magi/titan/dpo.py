@@ -21,6 +21,7 @@ class PairBatch:
 
     tokens: Tensor  # int64 [b, s], this rank's
     labels: Tensor  # int64 [b, s]
+    labelled: Tensor | None  # see LogprobModel
     model_inputs: dict[str, Any]
     branch: Tensor  # int32 [b, s], see token_weights.branches
     pair_ids: Tensor  # int64 [n], the number of each pair's record
@@ -28,7 +29,7 @@ class PairBatch:
 
     def logprobs(self, model: LogprobModel) -> Tensor:
         """float64 [n, 2]: summed log-probabilities of chosen and rejected."""
-        logprobs = model(self.labels, self.tokens, **self.model_inputs)
+        logprobs = model(self.labels, self.tokens, self.labelled, **self.model_inputs)
         return branch_sums(logprobs.flatten(), self.branch.flatten(), len(self.pair_ids), self.cp_group)
 
 
@@ -47,11 +48,11 @@ class PairReader:
 
     def read(self, inputs: dict[str, Any], labels: Tensor, process: Process) -> PairBatch:
         """After ``weigh``, with the tensors on the device."""
-        branch, pair_ids = inputs.pop("branch"), inputs.pop("pair_ids")
+        branch, pair_ids, labelled = inputs.pop("branch"), inputs.pop("pair_ids"), inputs.pop("labelled", None)
         tokens, labels, extra_inputs, masks = process(inputs, labels)
         if self.cp_group is not None:
             branch = masks["attention_masks"].take(branch)
-        return PairBatch(tokens, labels, extra_inputs | masks, branch, pair_ids, self.cp_group)
+        return PairBatch(tokens, labels, labelled, extra_inputs | masks, branch, pair_ids, self.cp_group)
 
 
 class Reference:

@@ -40,13 +40,23 @@ class LogprobModel:
                 )
         self.model, self.output = model, output
         self.targets: Tensor | None = None
+        self.labelled: Tensor | None = None
         output.forward = self._logprobs
 
-    def __call__(self, targets: Tensor, tokens: Tensor, **inputs: Any) -> Tensor:
-        """float32 [b, s]: log p(target), 0 where there is none; ``targets`` and ``tokens`` are int64 [b, s]."""
-        self.targets = targets
+    def __call__(self, targets: Tensor, tokens: Tensor, labelled: Tensor | None = None, **inputs: Any) -> Tensor:
+        """Log-probabilities of the targets.
+
+        Args:
+            targets, tokens: int64 [b, s].
+            labelled: int64 [n], numbers of the tokens that have a target, of b * s; None if nobody has counted them.
+                The output layer runs for these only.
+
+        Returns:
+            float32 [b, s]: log p(target), 0 where there is none.
+        """
+        self.targets, self.labelled = targets, labelled
         logprobs = self.model(tokens, **inputs)
-        self.targets = None
+        self.targets = self.labelled = None
         return logprobs
 
     def _logprobs(self, hidden: Tensor) -> Tensor:

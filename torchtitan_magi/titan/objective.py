@@ -78,9 +78,9 @@ class SFT(Objective):
         return num_documents
 
     def loss(self, inputs: dict[str, Any], labels: Tensor, process: Process) -> Tensor:
-        weights = inputs.pop("token_weights", None)
+        weights, labelled = inputs.pop("token_weights", None), inputs.pop("labelled", None)
         tokens, labels, extra_inputs, masks = process(inputs, labels)
-        losses = -self.model(labels, tokens, **extra_inputs, **masks)
+        losses = -self.model(labels, tokens, labelled, **extra_inputs, **masks)
         if weights is not None:
             losses = losses * (masks["attention_masks"].take(weights) if self.cp_enabled else weights)
         return losses.sum()

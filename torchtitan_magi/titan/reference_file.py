@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torchtitan.tools.logging import logger
 
 from torchtitan_magi.data.chat import load_chat_template
+from torchtitan_magi.titan.ahead import PlannedLoader
 from torchtitan_magi.titan.data import build_dataloader
 from torchtitan_magi.titan.dpo import PairBatch, PairReader, Reference
 from torchtitan_magi.titan.validate import to_device
@@ -89,8 +90,13 @@ class ReferenceFile(Reference):
         """float64 [records, 2] in one pass over the data; 0 for records that are in no pack."""
         trainer, reader = self.trainer, PairReader(self.trainer.parallel_dims)
         logprobs = torch.zeros(loader.dataset.num_records, 2, dtype=torch.float64, device=trainer.device)
+        runtime = trainer.model_parts[0].magi
+
+        def plan(inputs: dict[str, Any], labels: Tensor) -> dict[str, Any]:
+            return runtime.plan_ahead(inputs, labels, eos_id=None)
+
         with torch.no_grad(), trainer.maybe_enable_amp:
-            for inputs, labels in loader:
+            for inputs, labels in PlannedLoader(loader, plan, waited=lambda seconds: None):
                 reader.weigh(inputs, labels)
                 batch = reader.read(to_device(inputs), labels.to(trainer.device), trainer.post_dataloading_process)
                 logprobs[batch.pair_ids] = batch.logprobs(trainer.model)

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.models.attention import VarlenMetadata
 from torchtitan.tools.logging import logger
 
@@ -110,17 +111,19 @@ class MagiRuntime:
         self.agreement = None if cp_mesh is None else PlanAgreement(cp_mesh.get_group())
         self.logged = False
 
-    def plan_ahead(self, inputs: dict[str, Any], eos_id: int | None) -> dict[str, Any]:
+    def plan_ahead(self, inputs: dict[str, Any], labels: Tensor | None, eos_id: int | None) -> dict[str, Any]:
         """Plans one microbatch on the host; may run in another thread than the training.
 
         Args:
             inputs: of the loader. ``input``: int [batch, seq_len] tokens, the rows planned as one pack. ``documents``:
                 int [n, 2] token ranges over the flattened batch; or ``pairs``: int [n, 4] of preference pairs: their
                 start, the starts of chosen and of rejected, their end; without either, documents end with EOS.
+            labels: int64 [batch, seq_len], if the caller has use for ``labelled``.
             eos_id: ends a document where the loader names no boundaries.
 
         Returns:
-            inputs with ``planned`` (a PlannedBatch), and with ``positions`` if they are not to run over the pack.
+            inputs with ``planned`` (a PlannedBatch); with ``labelled``, int64 [n], which of this rank's tokens have a
+            label; and with ``positions`` if they are not to run over the pack.
         """
         started = time.perf_counter()
         tokens, pairs = inputs["input"], inputs.get("pairs")
@@ -134,6 +137,9 @@ class MagiRuntime:
         plan = make_plan(slices, tokens.numel(), self.cp_size, stages, heads=heads, gpus_per_node=self.gpus_per_node)
         index = index_data(plan, self.cp_rank, self.block_attn, heads.num_heads_q, heads.num_heads_kv)
         planned = inputs | {"planned": PlannedBatch(plan, index, time.perf_counter() - started)}
+        if labels is not None:
+            own = labels.flatten().numpy()[index.share.tokens]
+            planned["labelled"] = torch.from_numpy(np.flatnonzero(own != IGNORE_INDEX))
         if self.magi.positions == "pack":
             planned.pop("positions", None)
         elif self.magi.positions == "document" and "positions" not in inputs:
@@ -150,10 +156,10 @@ class MagiRuntime:
                 ``positions`` only if context parallelism shards them (else the model finds them here).
         """
         if "planned" not in extra_inputs:
-            extra_inputs |= self.plan_ahead({"input": tokens, **extra_inputs}, eos_id)
+            extra_inputs |= self.plan_ahead({"input": tokens, **extra_inputs}, None, eos_id)
             del extra_inputs["input"]
         planned, positions = extra_inputs.pop("planned"), extra_inputs.pop("positions", None)
-        for name in ("documents", "pairs"):
+        for name in ("documents", "pairs", "labelled"):
             extra_inputs.pop(name, None)
         if self.cp_size == 1:
             in_pack = torch.arange(tokens.shape[1], device=tokens.device)[None]

@@ -92,7 +92,11 @@ class MagiSpec:
 
     def planned(self, loader: Any, tokenizer: Any) -> PlannedLoader:
         """The loader with plans made ahead, by the runtime that ``parallelize`` will have made when it is iterated."""
-        return PlannedLoader(loader, lambda inputs: self.runtime.plan_ahead(inputs, tokenizer.eos_id), self.count.wait)
+
+        def plan(inputs: dict[str, Any], labels: Tensor) -> dict[str, Any]:
+            return self.runtime.plan_ahead(inputs, labels, tokenizer.eos_id)
+
+        return PlannedLoader(loader, plan, self.count.wait)
 
     def build_validator(self, tokenizer: Any, **kwargs: Any) -> MagiValidator:
         validator = MagiValidator(tokenizer=tokenizer, **kwargs)
