@@ -26,11 +26,19 @@ from torchtitan_magi.stages import Heads
 from torchtitan_magi.titan.job_config import Magi
 
 
+class HandleHolder:
+    """Keeps a handle from being taken for data: the tensor stays as it is, wherever the inputs of a model go."""
+
+    def __init__(self, handle: Tensor) -> None:
+        self.handle = handle
+
+
 class PlanMetadata(VarlenMetadata):
     """What torchtitan hands to every layer of one microbatch: the handle of its plan.
 
-    The handle takes the place of ``cu_seq_q`` and ``cu_seq_k``: FSDP2 rebuilds named tuples from their fields when it
-    casts the inputs, and anything else would be lost on the way to the layers.
+    It takes the place of ``cu_seq_q``: FSDP2 rebuilds named tuples from their fields, and anything else would be lost
+    on the way to the layers. It travels inside an object, because FSDP2 copies tensors to the GPU: a copy of a handle
+    owns no plan, and reading it would make every layer wait for the device.
     """
 
     positions: (
@@ -39,15 +47,14 @@ class PlanMetadata(VarlenMetadata):
 
     @classmethod
     def of(cls, bound: BoundPlan, positions: Tensor | None) -> "PlanMetadata":
-        handle = make_handle(bound)
-        metadata = cls(handle, handle, 0, 0)
+        metadata = cls(HandleHolder(make_handle(bound)), None, 0, 0)  # type: ignore[arg-type]
         metadata.positions = positions
         return metadata
 
     @property
     def handle(self) -> Tensor:
         """0-d int64 on the CPU, see ``attention.make_handle``."""
-        return self.cu_seq_q
+        return self.cu_seq_q.handle  # type: ignore[attr-defined]
 
     def take(self, x: Tensor) -> Tensor:
         """This rank's tokens of x [batch, seq_len, ...] as [batch, seq_len / cp, ...]."""
