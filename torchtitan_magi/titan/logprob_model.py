@@ -68,6 +68,11 @@ class LogprobModel:
             # Each rank's share of the vocabulary adds to the gradient of hidden.
             hidden, weight = hidden.to_local(grad_placements=[Partial()]), weight.to_local()
         group = None if mesh is None else mesh.get_group()
-        logprobs = token_logprobs(hidden.flatten(0, 1), weight, self.targets.flatten(), group)
+        hidden, targets, labelled = hidden.flatten(0, 1), self.targets.flatten(), self.labelled
+        if labelled is None:
+            logprobs = token_logprobs(hidden, weight, targets, group)
+        else:
+            some = token_logprobs(hidden.index_select(0, labelled), weight, targets.index_select(0, labelled), group)
+            logprobs = some.new_zeros(len(targets)).index_copy(0, labelled, some)
         logprobs = logprobs.view(self.targets.shape)
         return logprobs if mesh is None else DTensor.from_local(logprobs, mesh, [Replicate()], run_check=False)
