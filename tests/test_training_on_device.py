@@ -1,7 +1,7 @@
-"""What FSDP2 does on a GPU only: it moves the root module's inputs, and with them all tensors of the metadata."""
+"""What happens on a GPU only, and can be had on a CPU: FSDP2 moves the inputs, autocast runs norms in float32."""
 
 import pytest
-from training import train
+from training import call, train
 
 
 def move_inputs_as_on_a_gpu(report):
@@ -37,3 +37,31 @@ def test_the_plan_reaches_the_layers_and_their_backward_although_inputs_are_move
     assert run.of("moved")
     assert run.of("owns its plan")
     assert all(owns for (owns,) in run.of("owns its plan"))
+
+
+def attend_to_normed_queries():
+    """dtypes of the output and of the gradients of float32 q and k and bfloat16 v; whether rounding q and k first gives
+    the same output."""
+    import torch
+
+    from torchtitan_magi.stages import Heads
+    from torchtitan_magi.titan.job_config import Magi
+    from torchtitan_magi.titan.runtime import MagiRuntime, WorkCount
+    from torchtitan_magi.titan.wrapper import VarlenAttentionWrapper
+
+    runtime = MagiRuntime(Magi(), None, Heads(4, 2, 8), torch.device("cpu"), WorkCount())
+    tokens = torch.zeros(1, 32, dtype=torch.int64)
+    metadata = runtime.attention_metadata(tokens, None, {"documents": torch.tensor([[0, 20], [20, 32]]).int().numpy()})
+    q, k, v = (torch.randn(1, heads, 32, 8) for heads in (4, 2, 2))
+    inputs = [x.requires_grad_() for x in (q, k, v.bfloat16())]
+    attend = VarlenAttentionWrapper()
+    out = attend(*inputs, metadata)
+    out.sum().backward()
+    same = torch.equal(out, attend(*(x.bfloat16() for x in inputs), metadata))
+    return [str(x.dtype) for x in (out, *(x.grad for x in inputs))], same
+
+
+def test_queries_and_keys_that_autocast_left_in_float32_attend_in_the_dtype_of_the_values():
+    dtypes, same = call(attend_to_normed_queries)
+    assert dtypes == ["torch.bfloat16", "torch.float32", "torch.float32", "torch.bfloat16"]
+    assert same

@@ -36,6 +36,7 @@ class VarlenAttentionWrapper(titan_attention.VarlenAttentionWrapper):
         placements = q.placements if isinstance(q, DTensor) else None
         if mesh is not None:
             q, k, v = (x.to_local() for x in (q, k, v))
+        q, k = q.to(v.dtype), k.to(v.dtype)  # on CUDA autocast leaves the norms of qwen3's q and k in float32
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         out, _ = attention_op(q, k, v, attention_masks.handle, scale)
         return out if mesh is None else DTensor.from_local(out, mesh, placements, run_check=False)
