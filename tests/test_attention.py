@@ -137,6 +137,13 @@ def test_plans_live_as_long_as_a_graph_needs_them_and_no_longer():
         gc.enable()
 
 
+def test_second_derivatives_are_refused():
+    x = torch.randn(6, 2, 8, requires_grad=True)
+    out, _ = magi.flex_flash_attn(x, x, x, magi.varlen_causal([0, 6]))
+    with pytest.raises(RuntimeError, match="no second derivatives"):
+        torch.autograd.grad(out.sum(), x, create_graph=True)
+
+
 def test_the_ops_compile():
     """torch's own checks of schema, autograd registration, fakes and tracing with static and dynamic shapes."""
     plan = magi.make_plan(magi.varlen_causal([0, 4, 9]), 9, 1)

@@ -203,6 +203,16 @@ def _(q: Tensor, k: Tensor, v: Tensor, handle: Tensor, softmax_scale: float) -> 
     return _Attention.apply(q, k, v, handle, softmax_scale)
 
 
+@torch.library.impl(_library, "cp_varlen_attn_backward", "Autograd")
+def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    if torch.is_grad_enabled() and any(x.requires_grad for x in arguments if isinstance(x, Tensor)):
+        raise RuntimeError(
+            "attention has no second derivatives; take its gradients without create_graph"
+        )
+    with torch._C._AutoDispatchBelowAutograd():
+        return attention_backward_op(*arguments)
+
+
 # ---------------------------------------------------------------------------------------------------------- public API
 
 _handles: weakref.WeakKeyDictionary[AttnPlan, dict[tuple[Any, ...], Tensor]] = weakref.WeakKeyDictionary()
