@@ -206,9 +206,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, handle: Tensor, softmax_scale: float) -> 
 @torch.library.impl(_library, "cp_varlen_attn_backward", "Autograd")
 def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     if torch.is_grad_enabled() and any(x.requires_grad for x in arguments if isinstance(x, Tensor)):
-        raise RuntimeError(
-            "attention has no second derivatives; take its gradients without create_graph"
-        )
+        raise RuntimeError("attention has no second derivatives; take its gradients without create_graph")
     with torch._C._AutoDispatchBelowAutograd():
         return attention_backward_op(*arguments)
 
