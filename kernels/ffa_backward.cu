@@ -120,7 +120,7 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
     if (warp == 0) {  // -------------------------------------------------------------------------- producer warp
       Ring<kStages> ring;
       u32 kv_phase = 1;
-      int index = blockIdx.x;
+      int index = __shfl_sync(~0u, lane == 0 ? first_item(params.counter) : 0, 0);
       while (index < params.schedule.num_items()) {
         int next_index = lane == 0 ? next_item(params.counter) : 0;
         const WorkItem item = load_item(params.items, params.schedule.list_index(index));

@@ -64,9 +64,16 @@ struct Schedule {
   }
 };
 
-// counter[0]: items handed out beyond the first of each CTA; counter[1]: CTAs that are done. The last one sets both back
-// to zero for the next launch.
+// counter[0]: items handed out, if not by block number; counter[1]: CTAs that are done. The last one sets both back to zero
+// for the next launch. In deterministic mode items wait for earlier ones, which must be with CTAs that run: while another
+// kernel holds SMs not all do, so no item belongs to a CTA before it starts.
+#ifdef DETERMINISTIC
+DEVICE int first_item(int* counter) { return atomicAdd(counter, 1); }
+DEVICE int next_item(int* counter) { return atomicAdd(counter, 1); }
+#else
+DEVICE int first_item(int*) { return blockIdx.x; }
 DEVICE int next_item(int* counter) { return atomicAdd(counter, 1) + (int)gridDim.x; }
+#endif
 DEVICE void finish_items(int* counter) {
   __threadfence();
   if (atomicAdd(counter + 1, 1) == (int)gridDim.x - 1) {

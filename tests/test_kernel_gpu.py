@@ -1,5 +1,6 @@
 """The FFA kernel on a Hopper GPU, against an fp64 dense reference: cases and budget of scripts/check_kernel.py."""
 
+import math
 import random
 import sys
 from collections.abc import Iterator
@@ -54,6 +55,39 @@ def test_empty_inputs() -> None:
         for x in (q, k, v):
             assert x.grad is not None
             assert not x.grad.isnan().any()
+
+
+def test_tensors_at_odd_addresses() -> None:
+    from torchtitan_magi import flex_flash_attn, varlen_causal
+
+    def odd(*shape: int) -> torch.Tensor:
+        return torch.randn(1 + math.prod(shape), device="cuda").bfloat16()[1:].view(shape)
+
+    q, k, v, dout = (odd(100, heads, 64) for heads in (8, 2, 2, 8))
+    results = []
+    for move in (lambda x: x, torch.clone):
+        inputs = [move(x).requires_grad_() for x in (q, k, v)]
+        out, _ = flex_flash_attn(*inputs, varlen_causal([0, 30, 100]), deterministic=True)
+        results.append((out, *torch.autograd.grad(out, inputs, move(dout))))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_the_deterministic_backward_ends_while_another_kernel_holds_an_sm() -> None:
+    """Items wait for earlier ones, so none may belong to a block that has no room yet: with NCCL that can deadlock."""
+    from torchtitan_magi import flex_flash_attn, varlen_causal
+
+    q, k, v = (torch.randn(16384, heads, 128, device="cuda").bfloat16().requires_grad_() for heads in (8, 8, 8))
+    out, _ = flex_flash_attn(q, k, v, varlen_causal([0, 16384]), deterministic=True)
+    dout = torch.randn_like(out)
+    torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
+    torch.cuda.synchronize()
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(4_000_000_000)  # about two seconds
+        awake = side.record_event()
+    torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
+    torch.cuda.current_stream().synchronize()
+    assert not awake.query()
 
 
 def test_what_the_kernel_does_not_take_is_an_error() -> None:
