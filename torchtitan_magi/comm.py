@@ -58,7 +58,7 @@ class ProcessGroupTransport:
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
         self.groups: dict[Channel, dist.ProcessGroup] = {"cast": group, "reduce": group}
-        if self.size > 1 and dist.get_backend(group) == "nccl":
+        if self.size > 1 and "nccl" in dist.get_backend_config(group):  # with CPU offload beside gloo
             ranks = dist.get_process_group_ranks(group)
             self.groups["reduce"] = dist.new_group(ranks, use_local_synchronization=True)
 

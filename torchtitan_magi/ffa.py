@@ -292,7 +292,7 @@ class FfaBlockAttn:
         num_q, num_heads, head_dim = out.shape
         launch.padded_head_dim(head_dim)
         assert out.dtype in (dout.dtype, torch.float32)
-        out, dout = out.contiguous(), dout.contiguous()
+        out, dout = out.contiguous(), launch.copyable(dout).contiguous()
         delta = torch.empty(num_q, num_heads, dtype=torch.float32, device=out.device)
         num_zero = 0 if zero is None else zero.numel()
         threads = max(16 * delta.numel(), num_zero // 8)

@@ -103,12 +103,12 @@ def cubin(name: str, macros: Macros) -> bytes:
     return code
 
 
-@functools.cache
-def load_kernel(name: str, function: str, macros: tuple[tuple[str, int], ...], shared_bytes: int) -> Any:
-    """The driver's handle of `function` in one variant of `kernels/<name>`, usable on every device of this process.
+def load_kernel(name: str, function: str, macros: tuple[tuple[str, int], ...], shared_bytes: int, device: int) -> Any:
+    """The driver's handle of `function` in one variant of `kernels/<name>`.
 
     Args:
         shared_bytes: dynamic shared memory that the launches ask for.
+        device: the current one; handles are of one device.
     """
     from cuda.bindings import driver
 
@@ -117,9 +117,7 @@ def load_kernel(name: str, function: str, macros: tuple[tuple[str, int], ...], s
     kernel = check(driver.cuLibraryGetKernel(library, function.encode()))
     handle = check(driver.cuKernelGetFunction(kernel))
     limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-    for device in range(check(driver.cuDeviceGetCount())):
-        if is_hopper(device):
-            check(driver.cuKernelSetAttribute(limit, shared_bytes, kernel, check(driver.cuDeviceGet(device))))
+    check(driver.cuKernelSetAttribute(limit, shared_bytes, kernel, check(driver.cuDeviceGet(device))))
     return handle
 
 

@@ -125,7 +125,7 @@ def copyable(x: Tensor) -> Tensor:
         and (token_stride % step == 0 or x.shape[0] == 1)
         and (head_stride % step == 0 or x.shape[1] == 1)
     )
-    return x if fits else x.contiguous()
+    return x if fits else x.clone(memory_format=torch.contiguous_format)
 
 
 def tensor_map(x: Tensor, heads: int, tokens: int) -> Any:
@@ -182,7 +182,7 @@ class Kernel:
     ) -> None:
         from cuda.bindings import driver
 
-        self.handle = jit.load_kernel(name, function, variant, shared_bytes)
+        self.load = functools.cache(functools.partial(jit.load_kernel, name, function, variant, shared_bytes))
         self.threads, self.shared_bytes = threads, shared_bytes
         self._launch = driver.cuLaunchKernel
 
@@ -193,9 +193,8 @@ class Kernel:
                 return self(device, num_blocks, *arguments)
         pointers = _pointer_array(len(arguments))(*map(ctypes.addressof, arguments))
         stream = torch._C._cuda_getCurrentRawStream(device)  # current_stream(device).cuda_stream without the objects
-        (status,) = self._launch(
-            self.handle, num_blocks, 1, 1, self.threads, 1, 1, self.shared_bytes, stream, ctypes.addressof(pointers), 0
-        )
+        shape = num_blocks, 1, 1, self.threads, 1, 1, self.shared_bytes
+        (status,) = self._launch(self.load(device), *shape, stream, ctypes.addressof(pointers), 0)
         if status:
             raise RuntimeError(f"kernel launch failed: {status!r}")
 
