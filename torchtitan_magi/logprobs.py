@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 IGNORE_INDEX = -100
-CHUNK_LOGITS = 2**27  # of a chunk: 0.5 GiB in float32, about three times that while they are worked on
+CHUNK_LOGITS = 2**28  # of a chunk: 1 GiB in float32, about three times that while they are worked on
 
 
 def token_logprobs(
