@@ -26,11 +26,11 @@ def _forward(bound: BoundPlan, q: Tensor, k: Tensor, v: Tensor, softmax_scale: f
     many = len(stages) > 1
     if not many and not stages[0].stage.exchanges:
         return bound.block_attn.forward(q, k, v, stages[0].mask, softmax_scale, None)
+    arriving = _Arrivals(bound, stages, k, v)  # first, see there
     accumulate = None
     if many:
         wide = torch.promote_types(q.dtype, torch.float32)
         accumulate = torch.zeros(q.shape, dtype=wide, device=q.device), q.new_full(q.shape[:2], -torch.inf, dtype=wide)
-    arriving = _Arrivals(bound, stages, k, v)
     for i, bound_stage in enumerate(stages):
         k_rows, v_rows = arriving.take(i)
         out, lse = bound.block_attn.forward(q, k_rows, v_rows, bound_stage.mask, softmax_scale, accumulate)
@@ -42,10 +42,11 @@ def _backward(
     bound: BoundPlan, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, softmax_scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv with the shapes and dtypes of q, k, v."""
+    stages = bound.backward
+    arriving = _Arrivals(bound, stages, k, v)  # first, see there
     wide = torch.promote_types(q.dtype, torch.float32)
     dq = torch.empty(q.shape, dtype=wide, device=q.device)
     delta = bound.block_attn.delta(out, dout, zero=dq)
-    stages = bound.backward
     if len(stages) == 1 and not stages[0].stage.exchanges:
         dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
         rounded = dq if q.dtype == wide else torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -57,7 +58,6 @@ def _backward(
     dkv = torch.empty(len(k), 2, *k.shape[1:], dtype=wide, device=k.device)
     wire = wide if bound.fp32_reduce else k.dtype
     finish_previous: Wait | None = None
-    arriving = _Arrivals(bound, stages, k, v)
     for i, bound_stage in enumerate(stages):
         stage = bound_stage.stage
         k_rows, v_rows = arriving.take(i)
@@ -83,7 +83,11 @@ def _backward(
 
 
 class _Arrivals:
-    """The K/V buffers of the stages: one in use and one under way, or two under way while a rank's own K/V are used."""
+    """The K/V buffers of the stages: one in use and one under way, or two under way while a rank's own K/V are used.
+
+    To be made before the short kernels that come before the first stage's attention: attention takes every SM until its
+    end, and an exchange that is not running by then would wait for it.
+    """
 
     def __init__(self, bound: BoundPlan, stages: tuple[BoundStage, ...], k: Tensor, v: Tensor) -> None:
         self.bound, self.stages, self.k, self.v = bound, stages, k, v
