@@ -80,9 +80,7 @@ def train(config: Path, layout: Layout, folder: Path, arguments: list[str], gpus
     ]
     visible = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, taken)), "OMP_NUM_THREADS": "1"}
     try:
-        result = subprocess.run(
-            [*command, *arguments], env={**os.environ, **visible}, cwd=ROOT, capture_output=True, text=True
-        )
+        result = subprocess.run(command, env={**os.environ, **visible}, cwd=ROOT, capture_output=True, text=True)
     finally:
         gpus.give(taken)
     if result.returncode:
