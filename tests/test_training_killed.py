@@ -37,6 +37,8 @@ def run_and_strike(folder, arguments, device, blow):
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | visible
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     torchrun += ["-m", "torchtitan_magi.train", "--job.config_file", DEBUG_TOML, "--job.dump_folder", folder]
+    if device == "cuda":
+        arguments = [*arguments, "--training.mixed_precision_param", "bfloat16"]  # the kernel takes no float32
     with open(f"{folder}/log", "w+") as log:
         job = subprocess.Popen([*torchrun, *arguments], stdout=log, stderr=subprocess.STDOUT, cwd=ROOT, env=environment)
         deadline = time.monotonic() + 240
