@@ -213,8 +213,9 @@ def test_nodes_do_not_change_what_the_ranks_own():
 def test_placements_do_not_depend_on_the_process():
     code = (
         "import numpy as np, hashlib; from torchtitan_magi.placement import place; "
-        "from torchtitan_magi.slices import varlen_causal; from test_placement import histogram_pack;"
+        "from torchtitan_magi.slices import varlen_causal; from test_placement import few_documents, histogram_pack;"
         "owned = place(varlen_causal(histogram_pack(96000, 5)), 96000, 12, gpus_per_node=4);"
+        "owned += place(varlen_causal(few_documents(12, 8000, 5)), 96000, 12, gpus_per_node=4);"
         "print(hashlib.sha1(b''.join(ranges.tobytes() for ranges in owned)).hexdigest())"
     )
     seen = {
