@@ -240,7 +240,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 16384, 65536], help="tokens per GPU")
     parser.add_argument("--heads", nargs="+", default=["64:8"], help="query heads : K/V heads")
     parser.add_argument("--seeds", type=int, default=3, help="histogram packs per size")
-    parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--repeats", type=int, default=10, help="up to 16k tokens per GPU; fewer for more")
     parser.add_argument("--commit", help="commit of the tree, where git is missing")
     parser.add_argument("--output", type=Path, help="JSON file to write")
     arguments = parser.parse_args()
@@ -254,7 +254,7 @@ def main() -> None:
             total = tokens * dist.get_world_size()
             packs = [("histogram", histogram_pack(total, seed), seed) for seed in range(arguments.seeds)]
             for name, cu, seed in [*packs, ("dense", np.array([0, total]), 0)]:
-                rows += bench_pack(name, cu, num_heads, seed, arguments.repeats)
+                rows += bench_pack(name, cu, num_heads, seed, max(3, arguments.repeats * 16384 // max(tokens, 16384)))
                 if dist.get_rank() == 0 and arguments.output:  # after every pack: a run cut short leaves what it has
                     write(rows, arguments.output, arguments.commit)
     dist.destroy_process_group()

@@ -19,6 +19,7 @@ import itertools
 import json
 import os
 import platform
+import signal
 import statistics
 import subprocess
 import sys
@@ -32,6 +33,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 RECORD = "--record-to"  # first argument of this file as a process of a run
 WARM_UP = 5  # steps before timing
+TIMEOUT = 300  # seconds of a run
 HOOKS = "--job.custom_config_module torchtitan_magi.titan --experimental.custom_import torchtitan_magi.titan"
 
 
@@ -75,9 +77,17 @@ def run(strategy: Strategy, tokens: int, arguments: argparse.Namespace) -> dict[
         command += ["--parallelism.data_parallel_shard_degree", str(strategy.dp), "--comm.trace_buf_size", "0"]
         command += [*strategy.options.split(), *arguments.options.split()]
         environment = {"OMP_NUM_THREADS": "1", **os.environ}
-        result = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=400)
-        if result.returncode:
-            return {"error": (result.stdout + result.stderr)[-3000:]}
+        with open(f"{folder}/log", "w+") as log:
+            job = subprocess.Popen(
+                command, env=environment, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            )
+            try:
+                failed = job.wait(TIMEOUT) != 0
+            except subprocess.TimeoutExpired:
+                os.killpg(job.pid, signal.SIGKILL)
+                failed = True
+        if failed:
+            return {"error": Path(folder, "log").read_text()[-3000:]}
         ranks = [json.loads(path.read_text()) for path in Path(folder).glob("rank*.json")]
     seconds = statistics.median(ranks[0]["seconds"][WARM_UP:])
     return {

@@ -24,8 +24,9 @@ DEBUG_TOML = ROOT / "train_configs" / "debug.toml"
 TOLERANCE = 1e-4
 RECORD = "--record-to"  # first argument of this file as a process of a run
 
-COMMON = (
-    "--training.global_batch_size 2 --training.local_batch_size 2 --training.mixed_precision_param float32 "
+COMMON = (  # float32 is for flex_attention; our kernel takes 16 bits
+    "--magi.backend flex --training.mixed_precision_param float32 "
+    "--training.global_batch_size 2 --training.local_batch_size 2 "
     "--parallelism.data_parallel_replicate_degree 1 --parallelism.data_parallel_shard_degree 1 "
     "--parallelism.context_parallel_degree 1 --parallelism.tensor_parallel_degree 1 "
     "--activation_checkpoint.mode selective --metrics.log_freq 1 --validation.no-enable --compile.no-enable"

@@ -3,11 +3,11 @@
 
     python scripts/loss_curves.py [config.toml] [--steps 200] [--output FILE.json] [--plot FILE.png]
 
-All runs start from one seed checkpoint and see the same data. Two runs without context parallelism, which differ only
-in the order of summation (two packs at once, or one after the other), set the scale: the largest difference of any
-layout's loss from that of the run without context parallelism must stay within three times theirs. Compiled runs, whose
-fused kernels round in other places, are compared with a compiled one, and must not compile again after their first
-steps. Runs share the machine, each with GPUs of its own.
+All runs start from one seed checkpoint, see the same data and shard the model by FSDP2. Runs without context
+parallelism that differ only in the order of summation (packs one after the other, or on more ranks) set the scale: the
+largest difference of any layout's loss from that of the first of them must stay within three times theirs. Compiled
+runs, whose fused kernels round in other places, are compared with a compiled one, and must not compile again after
+their first steps. Runs share the machine, each with GPUs of its own.
 """
 
 import argparse
@@ -24,23 +24,24 @@ from pathlib import Path
 import torch
 from loss_compare import DEBUG_TOML, RECORD, ROOT, Layout
 
-REFERENCE, SPREAD = "cp1", "cp1_accumulation"
+PACKS = 4  # of a step
+REFERENCE, REORDERED = "dp2", ("dp2_accumulation", "dp4")
 TIMES_SPREAD = 3
 SETTLED = 20  # steps after which a compiled run must have all its graphs
+SELECTIVE = "--compile.enable --activation_checkpoint.selective_ac_option op"
 LAYOUTS = {
-    REFERENCE: Layout({}, None),
-    "cp1_compile": Layout({}, None, options="--compile.enable"),
-    SPREAD: Layout({}, options="--training.local_batch_size 1"),
-    "cp4": Layout({"cp": 4}),
-    "cp2_tp2": Layout({"cp": 2, "tp": 2}),
-    "dp2_cp2": Layout({"dp": 2, "cp": 2}),
-    "cp2_compile": Layout({"cp": 2}, "cp1_compile", "--compile.enable"),
-    "cp4_compile_ac_selective": Layout(
-        {"cp": 4}, "cp1_compile", "--compile.enable --activation_checkpoint.selective_ac_option op"
-    ),
-    "cp2_ac_full": Layout({"cp": 2}, options="--activation_checkpoint.mode full"),
+    "dp2": Layout({"dp": 2}, None),
+    "dp2_accumulation": Layout({"dp": 2}, "dp2", "--training.local_batch_size 1"),
+    "dp4": Layout({"dp": 4}, "dp2"),
+    "dp2_compile": Layout({"dp": 2}, None, "--compile.enable"),
+    "cp4": Layout({"cp": 4}, "dp2"),
+    "cp2_tp2": Layout({"cp": 2, "tp": 2}, "dp2"),
+    "dp2_cp2": Layout({"dp": 2, "cp": 2}, "dp2"),
+    "cp2_compile": Layout({"cp": 2}, "dp2_compile", "--compile.enable"),
+    "cp4_compile_ac_selective": Layout({"cp": 4}, "dp2_compile", SELECTIVE),
+    "cp2_ac_full": Layout({"cp": 2}, "dp2", "--activation_checkpoint.mode full"),
 }
-TRAINING = "--training.mixed_precision_param bfloat16 --lr_scheduler.warmup_steps 10"
+TRAINING = "--magi.backend auto --training.mixed_precision_param bfloat16 --lr_scheduler.warmup_steps 10"
 
 
 class Gpus:
@@ -70,14 +71,10 @@ def train(config: Path, layout: Layout, folder: Path, arguments: list[str], gpus
     record = folder / "record.jsonl"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={layout.processes}"]
     command += [str(ROOT / "scripts" / "loss_compare.py"), RECORD, str(record), "--job.config_file", str(config)]
-    command += [
-        *layout.arguments,
-        *TRAINING.split(),
-        "--job.dump_folder",
-        str(folder),
-        "--checkpoint.enable",
-        *arguments,
-    ]
+    batch = ["--training.global_batch_size", str(PACKS)]
+    batch += ["--training.local_batch_size", str(PACKS // layout.degrees.get("dp", 1)), *layout.options.split()]
+    command += [*layout.arguments, *TRAINING.split(), *batch, "--job.dump_folder", str(folder), "--checkpoint.enable"]
+    command += arguments
     visible = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, taken)), "OMP_NUM_THREADS": "1"}
     try:
         result = subprocess.run(command, env={**os.environ, **visible}, cwd=ROOT, capture_output=True, text=True)
@@ -105,7 +102,7 @@ def write_plot(curves: dict[str, list[float]], path: Path) -> None:
         against = LAYOUTS[name].against or name
         if name != against:
             difference = [abs(a - b) for a, b in zip(curve, curves[against], strict=True)]
-            style = {"color": "black", "linewidth": 2} if name == SPREAD else {"linewidth": 1}
+            style = {"color": "black", "linewidth": 2} if name in REORDERED else {"linewidth": 1}
             below.semilogy(range(1, len(curve) + 1), difference, label=name, **style)
     above.set_ylabel("loss")
     above.legend()
@@ -119,7 +116,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", type=Path, nargs="?", default=DEBUG_TOML, help="torchtitan TOML file, SFT or DPO")
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--seq_len", type=int, default=8192, help="tokens per pack; two packs a step")
+    parser.add_argument("--seq_len", type=int, default=8192, help="tokens per pack")
     parser.add_argument("--layouts", default=",".join(LAYOUTS), help="comma-separated (default: %(default)s)")
     parser.add_argument("--commit", help="commit of the tree, where git is missing")
     parser.add_argument("--output", type=Path, help="JSON file to write")
@@ -127,7 +124,7 @@ def main() -> None:
     options = parser.parse_args()
     chosen = options.layouts.split(",")
     against = [LAYOUTS[name].against or REFERENCE for name in chosen]
-    names = list(dict.fromkeys([REFERENCE, SPREAD, *against, *chosen]))
+    names = list(dict.fromkeys([REFERENCE, *REORDERED, *against, *chosen]))
     subprocess.run([sys.executable, ROOT / "scripts" / "make_demo_data.py"], check=True, cwd=ROOT)
     gpus = Gpus()
     most = max(LAYOUTS[name].processes for name in names)
@@ -145,7 +142,7 @@ def main() -> None:
             records = {name: run.result() for name, run in runs.items()}
 
     curves = {name: [step["loss"] for step in record] for name, record in records.items()}
-    spread = largest_difference(curves[SPREAD], curves[REFERENCE])
+    spread = max(largest_difference(curves[name], curves[REFERENCE]) for name in REORDERED)
     failed = []
     print(f"| layout | loss of step 1, {options.steps} | max difference of loss | of the spread | graphs |")
     print("| --- | --- | --- | --- | --- |")
