@@ -132,6 +132,8 @@ def check_job_config(job_config: Any, attn_types: dict[str, str], has_objectives
     if job_config.validation.enable:
         sections["validation"] = job_config.validation
     for name, section in sections.items():
+        if section.local_batch_size < 1:
+            raise ValueError(f"{name}.local_batch_size is {section.local_batch_size}; use at least 1 pack")
         if section.dataset in OUR_DATASETS and not section.dataset_path:
             path = section.dataset_path
             raise ValueError(f"{name}.dataset_path is {path!r}; give the JSONL file of dataset {section.dataset!r}")
