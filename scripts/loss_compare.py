@@ -85,7 +85,7 @@ LAYOUTS = {
 QWEN3_LAYOUTS = {
     "qwen3_cp1": Layout({}, None, model=QWEN3),
     "qwen3_tp2": Layout({"tp": 2}, None, model=QWEN3),
-    "qwen3_cp2_tp2": Layout({"cp": 2, "tp": 2}, "qwen3_tp2", model=QWEN3),
+    "qwen3_cp2_tp2": Layout({"cp": 2, "tp": 2}, "qwen3_cp1", model=QWEN3),
 }
 
 
