@@ -7,7 +7,8 @@ All runs start from one seed checkpoint, see the same data and shard the model b
 parallelism that differ only in the order of summation (packs one after the other, or on more ranks) set the scale: the
 largest difference of any layout's loss from that of the first of them must stay within three times theirs. Compiled
 runs, whose fused kernels round in other places, are compared with a compiled one, and must not compile again after
-their first steps. Runs share the machine, each with GPUs of its own.
+their first steps. Layouts that need more GPUs than there are wait for a larger machine. Runs share the machine, each
+with GPUs of its own unless --per_gpu says otherwise.
 """
 
 import argparse
@@ -34,6 +35,7 @@ LAYOUTS = {
     "dp2_accumulation": Layout({"dp": 2}, "dp2", "--training.local_batch_size 1"),
     "dp4": Layout({"dp": 4}, "dp2"),
     "dp2_compile": Layout({"dp": 2}, None, "--compile.enable"),
+    "cp2": Layout({"cp": 2}, "dp2"),
     "cp4": Layout({"cp": 4}, "dp2"),
     "cp2_tp2": Layout({"cp": 2, "tp": 2}, "dp2"),
     "dp2_cp2": Layout({"dp": 2, "cp": 2}, "dp2"),
@@ -45,17 +47,20 @@ TRAINING = "--magi.backend auto --training.mixed_precision_param bfloat16 --lr_s
 
 
 class Gpus:
-    """The GPUs of this machine, lent to runs; without any, four places on its CPU."""
+    """The GPUs of this machine, each lent to `per_gpu` runs at a time; without any, four places on its CPU."""
 
-    def __init__(self) -> None:
+    def __init__(self, per_gpu: int) -> None:
         self.on_cpu = not torch.cuda.is_available()
-        self.free = list(range(torch.cuda.device_count() or 4))
+        self.count = torch.cuda.device_count() or 4
+        self.free = list(range(self.count)) * per_gpu
         self.returned = threading.Condition()
 
     def take(self, count: int) -> list[int]:
         with self.returned:
-            self.returned.wait_for(lambda: len(self.free) >= count)
-            taken, self.free = self.free[:count], self.free[count:]
+            self.returned.wait_for(lambda: len(set(self.free)) >= count)
+            taken = sorted(set(self.free), key=self.free.count)[-count:]  # those with the most room
+            for gpu in taken:
+                self.free.remove(gpu)
         return taken
 
     def give(self, taken: list[int]) -> None:
@@ -117,19 +122,21 @@ def main() -> None:
     parser.add_argument("config", type=Path, nargs="?", default=DEBUG_TOML, help="torchtitan TOML file, SFT or DPO")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--seq_len", type=int, default=8192, help="tokens per pack")
-    parser.add_argument("--layouts", default=",".join(LAYOUTS), help="comma-separated (default: %(default)s)")
+    parser.add_argument("--layouts", help=f"comma-separated, of {','.join(LAYOUTS)} (default: all that fit)")
+    parser.add_argument("--per_gpu", type=int, default=1, help="runs that share a GPU at a time")
     parser.add_argument("--commit", help="commit of the tree, where git is missing")
     parser.add_argument("--output", type=Path, help="JSON file to write")
     parser.add_argument("--plot", type=Path, help="picture to write")
     options = parser.parse_args()
-    chosen = options.layouts.split(",")
+    gpus = Gpus(options.per_gpu)
+    fitting = [name for name in LAYOUTS if LAYOUTS[name].processes <= gpus.count]
+    chosen = options.layouts.split(",") if options.layouts else fitting
+    if missing := [name for name in (REFERENCE, *chosen) if name not in fitting]:
+        sys.exit(f"{gpus.count} GPUs are too few for {', '.join(missing)}; choose --layouts that fit")
+    reordered = [name for name in REORDERED if name in fitting]
     against = [LAYOUTS[name].against or REFERENCE for name in chosen]
-    names = list(dict.fromkeys([REFERENCE, *REORDERED, *against, *chosen]))
+    names = list(dict.fromkeys([REFERENCE, *reordered, *against, *chosen]))
     subprocess.run([sys.executable, ROOT / "scripts" / "make_demo_data.py"], check=True, cwd=ROOT)
-    gpus = Gpus()
-    most = max(LAYOUTS[name].processes for name in names)
-    if len(gpus.free) < most:
-        sys.exit(f"{len(gpus.free)} GPUs, {most} needed; choose --layouts that fit")
 
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
@@ -142,7 +149,7 @@ def main() -> None:
             records = {name: run.result() for name, run in runs.items()}
 
     curves = {name: [step["loss"] for step in record] for name, record in records.items()}
-    spread = max(largest_difference(curves[name], curves[REFERENCE]) for name in REORDERED)
+    spread = max(largest_difference(curves[name], curves[REFERENCE]) for name in reordered)
     failed = []
     print(f"| layout | loss of step 1, {options.steps} | max difference of loss | of the spread | graphs |")
     print("| --- | --- | --- | --- | --- |")
