@@ -173,7 +173,8 @@ def main() -> None:
         options.output.write_text(json.dumps(facts | {"runs": records}, indent=1))
     if options.plot:
         write_plot(curves, options.plot)
-    sys.exit("\n".join(failed))
+    if failed:
+        sys.exit("\n".join(failed))
 
 
 if __name__ == "__main__":

@@ -34,7 +34,8 @@ def process_of_rank(rank, launcher):
 def run_and_strike(folder, arguments, device, blow):
     """torchrun's exit code, what it printed, and the seconds until it ended after rank 1 got the signal `blow`."""
     visible = {} if device == "cuda" else {"CUDA_VISIBLE_DEVICES": ""}
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | visible
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path} | visible
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     torchrun += ["-m", "torchtitan_magi.train", "--job.config_file", DEBUG_TOML, "--job.dump_folder", folder]
     if device == "cuda":
