@@ -261,28 +261,29 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
 #pragma unroll
       for (int j = 0; j < HEAD_DIM / 2; j++) dk_rmem[j] = dv_rmem[j] = 0;
 
-      int flags = warp_uniform(smem.item.z);
-      while (!(flags & kLastBlock)) {
-        const int s = ring.stage;
-        const u32 q_s = moved(q_rows, s * kRowBytes), dout_s = moved(dout_rows, s * kRowBytes);
-        float s_rmem[32], dp_rmem[32];
-        u32 p_rmem[16], ds_rmem[16];
-        mbarrier_wait(full + 8 * s, ring.phase);
-        const int4 block = smem.block[s];
-        flags = warp_uniform(block.z);
+      float s_rmem[32];
+      int4 block = make_int4(0, 0, 0, 0);
+      auto scores = [&](int stage) {
         wgmma_fence();
 #pragma unroll
         for (int i = 0; i < HEAD_DIM / 16; i++)
-          wgmma_ss<0, 0>(s_rmem, moved(k_rows, i / 4 * kKeyPanel + i % 4 * 32), moved(q_s, i / 4 * kRowPanel + i % 4 * 32), i > 0);
+          wgmma_ss<0, 0>(s_rmem, moved(k_rows, i / 4 * kKeyPanel + i % 4 * 32),
+                         moved(q_rows, stage * kRowBytes + i / 4 * kRowPanel + i % 4 * 32), i > 0);
         wgmma_commit();
+      };
+      auto step = [&](bool more) {                                // the block of ring.stage, whose S^T is on its way
+        const int s = ring.stage;
+        const u32 q_s = moved(q_rows, s * kRowBytes), dout_s = moved(dout_rows, s * kRowBytes);
+        float dp_rmem[32];
+        u32 p_rmem[16], ds_rmem[16];
+        wgmma_fence();
 #pragma unroll
         for (int i = 0; i < HEAD_DIM / 16; i++)
           wgmma_ss<0, 0>(dp_rmem, moved(v_rows, i / 4 * kKeyPanel + i % 4 * 32), moved(dout_s, i / 4 * kRowPanel + i % 4 * 32),
                          i > 0);
         wgmma_commit();
 
-        wgmma_wait<1>();                                          // S
-        if (!(flags & kFullBlock)) {
+        if (!(block.z & kFullBlock)) {
           const int key0 = first_key + key_row, key1 = key0 + 8;
 #pragma unroll
           for (int g = 0; g < 8; g++) {
@@ -300,6 +301,8 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
           for (int e = 0; e < 4; e++)
             s_rmem[4 * g + e] = exp2_fast(s_rmem[4 * g + e] * params.scale_log2 - (e % 2 ? lse.y : lse.x));
         }
+#pragma unroll
+        for (int j = 0; j < 16; j++) p_rmem[j] = pack2(s_rmem[2 * j], s_rmem[2 * j + 1]);
 
         wgmma_wait<0>();                                          // dP
 #pragma unroll
@@ -310,21 +313,20 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
             dp_rmem[4 * g + e] = s_rmem[4 * g + e] * (dp_rmem[4 * g + e] - (e % 2 ? delta.y : delta.x));
         }
 #pragma unroll
-        for (int j = 0; j < 16; j++) {
-          p_rmem[j] = pack2(s_rmem[2 * j], s_rmem[2 * j + 1]);
-          ds_rmem[j] = pack2(dp_rmem[2 * j], dp_rmem[2 * j + 1]);
-        }
+        for (int j = 0; j < 16; j++) ds_rmem[j] = pack2(dp_rmem[2 * j], dp_rmem[2 * j + 1]);
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+          store_matrices((ds_row ^ i * 32) + ds_b, ds_rmem[4 * i], ds_rmem[4 * i + 1], ds_rmem[4 * i + 2], ds_rmem[4 * i + 3]);
+        fence_proxy_async();
 
         wgmma_fence();
 #pragma unroll
         for (int i = 0; i < kRows / 16; i++)
           wgmma_rs(dv_rmem, p_rmem + 4 * i, moved(dout_s, i * 2048), 1);
-        wgmma_commit();
-
 #pragma unroll
-        for (int i = 0; i < 4; i++)
-          store_matrices((ds_row ^ i * 32) + ds_b, ds_rmem[4 * i], ds_rmem[4 * i + 1], ds_rmem[4 * i + 2], ds_rmem[4 * i + 3]);
-        fence_proxy_async();
+        for (int i = 0; i < kRows / 16; i++)
+          wgmma_rs(dk_rmem, ds_rmem + 4 * i, moved(q_s, i * 2048), 1);
+        wgmma_commit();
         named_sync(kScoreGradReady, kConsumers);                  // dS of both warpgroups; the other buffer is free again
 
         float dq_rmem[kQueryColumns / 2];
@@ -333,13 +335,17 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
         for (int i = 0; i < kKeys / 16; i++)
           wgmma_ss<1, 1>(dq_rmem, moved(ds_operand, ds_b + i * 2048), moved(k_columns, i * 2048), i > 0);
         wgmma_commit();
-#pragma unroll
-        for (int i = 0; i < kRows / 16; i++)
-          wgmma_rs(dk_rmem, ds_rmem + 4 * i, moved(q_s, i * 2048), 1);
-        wgmma_commit();
         ds_b ^= (u32)sizeof(smem.ds[0]);
-
-        wgmma_wait<1>();                                          // dV and dQ
+        ring.advance();
+        wgmma_wait<1>();                                          // dV and dK
+        if (leader) mbarrier_arrive(empty + 8 * s);
+        if (more) {
+          mbarrier_wait(full + 8 * ring.stage, ring.phase);
+          scores(ring.stage);
+          wgmma_wait<1>();                                        // dQ
+        } else {
+          wgmma_wait<0>();
+        }
         named_sync(kQueryGradEmpty + 2 * w + dq_b, kQueryGradThreads);
 #pragma unroll
         for (int j = 0; j < kQueryColumns / 2; j += 2) {
@@ -351,10 +357,20 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
         fence_proxy_async();
         named_arrive(kQueryGradFull + 2 * w + dq_b, kQueryGradThreads);
         dq_b ^= 1;
-
-        wgmma_wait<0>();                                          // dK
-        if (leader) mbarrier_arrive(empty + 8 * s);
-        ring.advance();
+        wgmma_wait<0>();                                          // S of the next block
+        if (more) {
+          block = smem.block[ring.stage];
+          block.z = warp_uniform(block.z);
+        }
+      };
+      if (!(warp_uniform(smem.item.z) & kLastBlock)) {
+        mbarrier_wait(full + 8 * ring.stage, ring.phase);
+        scores(ring.stage);
+        wgmma_wait<0>();
+        block = smem.block[ring.stage];
+        block.z = warp_uniform(block.z);
+        while (!(block.z & kLastBlock)) step(true);
+        step(false);
       }
 
       // ------------------------------------------------------------------------------------- epilogue
