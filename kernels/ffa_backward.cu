@@ -1,6 +1,6 @@
 // FFA backward: dQ, dK, dV from dOut, Q, K, V, the final lse and delta = rowsum(out * dOut).
 //
-// A work item is one tile of 128 keys of one KV head; K and V stay in shared memory while the query blocks (64 rows = 64 / PACK
+// A work item is one tile of up to 128 keys of one KV head; K and V stay in shared memory while the query blocks (64 rows = 64 / PACK
 // tokens x PACK heads) that see them stream by, one PACK of the group's heads after another, so that dK and dV of all heads add
 // up in registers. Warpgroup 0 holds the producer warp and the warps that add dQ to global memory; warpgroups 1 and 2 own 64
 // keys each. With everything transposed, P and dS come out in the register layout of the next product's A operand:
@@ -43,7 +43,7 @@ struct Shared {
   float lse_log2[kStages][kRows];                     // + infinity where a row has no keys or does not exist
   float delta[kStages][kRows];
   int2 band[kStages][kRows];
-  int4 item;                                          // {tile, KV head, flags, 0}; tile < 0: no more work
+  int4 item;                                          // {first key, KV head, flags, end key}; first key < 0: no more work
   int4 block[kStages];                                // {first token, first head, flags, rank among the additions to dQ}
   int4 dq_block[2][kQueryGradBuffers];                // the same, for the warps that add dQ; first token < 0: no more work
   u64 kv_full, kv_empty, full[kStages], empty[kStages];
@@ -52,6 +52,8 @@ static_assert(sizeof(Shared) <= SHARED_BYTES, "ffa.py asks for too little shared
 
 enum NamedBarrier { kScoreGradReady = 1, kQueryGradFull = 2, kQueryGradEmpty = 6 };   // the latter two + warpgroup * 2 + buffer
 constexpr int kQueryGradThreads = 128 + 32;
+
+constexpr int kNoKey = 0x7fffffff;
 
 enum Store { kStorePacked, kStoreFloat, kAddFloat };   // input type; fp32; added to fp32, by parts of one tile
 
@@ -67,7 +69,7 @@ struct BackwardParams {
   int* counter;          // [2]
   Schedule schedule;     // heads = KV heads
   int num_packs;         // packs of PACK query heads that share a KV head
-  int num_q, num_k, num_heads_q, head_dim, num_q_blocks;
+  int num_q, num_heads_q, head_dim, num_q_blocks;
   int store;             // how dk and dv leave, see Store
   long long dk_token_stride, dk_head_stride, dv_token_stride, dv_head_stride;   // elements
   float softmax_scale, scale_log2;
@@ -128,14 +130,14 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
         mbarrier_wait(kv_empty, kv_phase);
         kv_phase ^= 1;
         if (lane == 0) {
-          smem.item = make_int4(item.tile, kv_head, item.num_segments == 0 ? kLastBlock : 0, 0);
+          smem.item = make_int4(item.first_key, kv_head, item.num_segments == 0 ? kLastBlock : 0, item.end_key);
           if (item.num_segments == 0) {
             mbarrier_arrive(kv_full);
           } else {
             mbarrier_arrive_expect(kv_full, 2 * kKeyBytes);
             for (int p = 0; p < kPanels; p++) {
-              tma_load_3d(k + p * kKeyPanel, &map_k, kv_full, p * 64, kv_head, item.tile * kKeys);
-              tma_load_3d(v + p * kKeyPanel, &map_v, kv_full, p * 64, kv_head, item.tile * kKeys);
+              tma_load_3d(k + p * kKeyPanel, &map_k, kv_full, p * 64, kv_head, item.first_key);
+              tma_load_3d(v + p * kKeyPanel, &map_v, kv_full, p * 64, kv_head, item.first_key);
             }
           }
         }
@@ -256,35 +258,36 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
     for (u32 kv_phase = 0;; kv_phase ^= 1) {
       mbarrier_wait(kv_full, kv_phase);
       if (warp_uniform(smem.item.x) < 0) break;
-      const int first_key = smem.item.x * kKeys;
+      const int first_key = smem.item.x;
       float dk_rmem[HEAD_DIM / 2], dv_rmem[HEAD_DIM / 2];
 #pragma unroll
       for (int j = 0; j < HEAD_DIM / 2; j++) dk_rmem[j] = dv_rmem[j] = 0;
 
-      float s_rmem[32];
-      int4 block = make_int4(0, 0, 0, 0);
-      auto scores = [&](int stage) {
+      int flags = warp_uniform(smem.item.z);
+      while (!(flags & kLastBlock)) {
+        const int s = ring.stage;
+        const u32 q_s = moved(q_rows, s * kRowBytes), dout_s = moved(dout_rows, s * kRowBytes);
+        float s_rmem[32], dp_rmem[32];
+        u32 p_rmem[16], ds_rmem[16];
+        mbarrier_wait(full + 8 * s, ring.phase);
+        const int4 block = smem.block[s];
+        flags = warp_uniform(block.z);
         wgmma_fence();
 #pragma unroll
         for (int i = 0; i < HEAD_DIM / 16; i++)
-          wgmma_ss<0, 0>(s_rmem, moved(k_rows, i / 4 * kKeyPanel + i % 4 * 32),
-                         moved(q_rows, stage * kRowBytes + i / 4 * kRowPanel + i % 4 * 32), i > 0);
+          wgmma_ss<0, 0>(s_rmem, moved(k_rows, i / 4 * kKeyPanel + i % 4 * 32), moved(q_s, i / 4 * kRowPanel + i % 4 * 32), i > 0);
         wgmma_commit();
-      };
-      auto step = [&](bool more) {                                // the block of ring.stage, whose S^T is on its way
-        const int s = ring.stage;
-        const u32 q_s = moved(q_rows, s * kRowBytes), dout_s = moved(dout_rows, s * kRowBytes);
-        float dp_rmem[32];
-        u32 p_rmem[16], ds_rmem[16];
-        wgmma_fence();
 #pragma unroll
         for (int i = 0; i < HEAD_DIM / 16; i++)
           wgmma_ss<0, 0>(dp_rmem, moved(v_rows, i / 4 * kKeyPanel + i % 4 * 32), moved(dout_s, i / 4 * kRowPanel + i % 4 * 32),
                          i > 0);
         wgmma_commit();
 
-        if (!(block.z & kFullBlock)) {
-          const int key0 = first_key + key_row, key1 = key0 + 8;
+        wgmma_wait<1>();                                          // S
+        if (!(flags & kFullBlock)) {
+          const int end_key = smem.item.w;                        // what lies beyond the tile is in no band
+          const int key0 = first_key + key_row < end_key ? first_key + key_row : kNoKey;
+          const int key1 = first_key + key_row + 8 < end_key ? first_key + key_row + 8 : kNoKey;
 #pragma unroll
           for (int g = 0; g < 8; g++) {
             const int4 bands = *(const int4*)&smem.band[s][g * 8 + lane % 4 * 2];   // of two neighbouring rows
@@ -301,8 +304,6 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
           for (int e = 0; e < 4; e++)
             s_rmem[4 * g + e] = exp2_fast(s_rmem[4 * g + e] * params.scale_log2 - (e % 2 ? lse.y : lse.x));
         }
-#pragma unroll
-        for (int j = 0; j < 16; j++) p_rmem[j] = pack2(s_rmem[2 * j], s_rmem[2 * j + 1]);
 
         wgmma_wait<0>();                                          // dP
 #pragma unroll
@@ -313,20 +314,21 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
             dp_rmem[4 * g + e] = s_rmem[4 * g + e] * (dp_rmem[4 * g + e] - (e % 2 ? delta.y : delta.x));
         }
 #pragma unroll
-        for (int j = 0; j < 16; j++) ds_rmem[j] = pack2(dp_rmem[2 * j], dp_rmem[2 * j + 1]);
-#pragma unroll
-        for (int i = 0; i < 4; i++)
-          store_matrices((ds_row ^ i * 32) + ds_b, ds_rmem[4 * i], ds_rmem[4 * i + 1], ds_rmem[4 * i + 2], ds_rmem[4 * i + 3]);
-        fence_proxy_async();
+        for (int j = 0; j < 16; j++) {
+          p_rmem[j] = pack2(s_rmem[2 * j], s_rmem[2 * j + 1]);
+          ds_rmem[j] = pack2(dp_rmem[2 * j], dp_rmem[2 * j + 1]);
+        }
 
         wgmma_fence();
 #pragma unroll
         for (int i = 0; i < kRows / 16; i++)
           wgmma_rs(dv_rmem, p_rmem + 4 * i, moved(dout_s, i * 2048), 1);
-#pragma unroll
-        for (int i = 0; i < kRows / 16; i++)
-          wgmma_rs(dk_rmem, ds_rmem + 4 * i, moved(q_s, i * 2048), 1);
         wgmma_commit();
+
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+          store_matrices((ds_row ^ i * 32) + ds_b, ds_rmem[4 * i], ds_rmem[4 * i + 1], ds_rmem[4 * i + 2], ds_rmem[4 * i + 3]);
+        fence_proxy_async();
         named_sync(kScoreGradReady, kConsumers);                  // dS of both warpgroups; the other buffer is free again
 
         float dq_rmem[kQueryColumns / 2];
@@ -335,17 +337,13 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
         for (int i = 0; i < kKeys / 16; i++)
           wgmma_ss<1, 1>(dq_rmem, moved(ds_operand, ds_b + i * 2048), moved(k_columns, i * 2048), i > 0);
         wgmma_commit();
+#pragma unroll
+        for (int i = 0; i < kRows / 16; i++)
+          wgmma_rs(dk_rmem, ds_rmem + 4 * i, moved(q_s, i * 2048), 1);
+        wgmma_commit();
         ds_b ^= (u32)sizeof(smem.ds[0]);
-        ring.advance();
-        wgmma_wait<1>();                                          // dV and dK
-        if (leader) mbarrier_arrive(empty + 8 * s);
-        if (more) {
-          mbarrier_wait(full + 8 * ring.stage, ring.phase);
-          scores(ring.stage);
-          wgmma_wait<1>();                                        // dQ
-        } else {
-          wgmma_wait<0>();
-        }
+
+        wgmma_wait<1>();                                          // dV and dQ
         named_sync(kQueryGradEmpty + 2 * w + dq_b, kQueryGradThreads);
 #pragma unroll
         for (int j = 0; j < kQueryColumns / 2; j += 2) {
@@ -357,27 +355,17 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
         fence_proxy_async();
         named_arrive(kQueryGradFull + 2 * w + dq_b, kQueryGradThreads);
         dq_b ^= 1;
-        wgmma_wait<0>();                                          // S of the next block
-        if (more) {
-          block = smem.block[ring.stage];
-          block.z = warp_uniform(block.z);
-        }
-      };
-      if (!(warp_uniform(smem.item.z) & kLastBlock)) {
-        mbarrier_wait(full + 8 * ring.stage, ring.phase);
-        scores(ring.stage);
-        wgmma_wait<0>();
-        block = smem.block[ring.stage];
-        block.z = warp_uniform(block.z);
-        while (!(block.z & kLastBlock)) step(true);
-        step(false);
+
+        wgmma_wait<0>();                                          // dK
+        if (leader) mbarrier_arrive(empty + 8 * s);
+        ring.advance();
       }
 
       // ------------------------------------------------------------------------------------- epilogue
-      const int kv_head = smem.item.y;
+      const int kv_head = smem.item.y, end_key = smem.item.w;
       __syncwarp();
       if (lane == 0) mbarrier_arrive(kv_empty);
-      const bool valid0 = first_key + key_row < params.num_k, valid1 = first_key + key_row + 8 < params.num_k;
+      const bool valid0 = first_key + key_row < end_key, valid1 = first_key + key_row + 8 < end_key;
       auto store = [&](const float(&acc)[HEAD_DIM / 2], void* base, long long token_stride, long long head_stride, float scale) {
         const long long low = (first_key + key_row) * token_stride + kv_head * head_stride, high = low + 8 * token_stride;
         if (params.store == kStorePacked) {

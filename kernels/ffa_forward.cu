@@ -13,6 +13,7 @@
 
 constexpr int kRows = 128;
 constexpr int kTokens = kRows / PACK;
+constexpr float kHeadroom = 8;                         // probabilities reach 2^8: far inside the range of fp16
 #if HEAD_DIM == 64
 constexpr int kStages = 4;
 #else
@@ -75,18 +76,32 @@ DEVICE void mask_scores(float (&s_rmem)[64], int first_key, const int2 (&band)[2
   }
 }
 
-// Replaces scores by exp2(scale * (score - row maximum)); updates maximum and sum; `rescale` = what O must be scaled by.
-DEVICE void softmax(float (&s_rmem)[64], float (&row_max)[2], float (&row_sum)[2], float (&rescale)[2], float scale_log2) {
+// Replaces scores by exp2(scale * (score - row maximum)) and updates the row sums. The row maximum is one that was seen
+// before: it is raised only when a score exceeds it by kHeadroom in base 2, since only the exponent's range is at stake.
+// Returns whether any row of the warp was raised; then O must be scaled by `rescale`.
+DEVICE bool softmax(float (&s_rmem)[64], float (&row_max)[2], float (&row_sum)[2], float (&rescale)[2], float scale_log2) {
+  float top[2];
 #pragma unroll
   for (int r = 0; r < 2; r++) {
-    float top = row_max[r];
+    top[r] = row_max[r];
 #pragma unroll
-    for (int j = 2 * r; j < 64; j += 4) top = fmaxf(top, fmaxf(s_rmem[j], s_rmem[j + 1]));
-    top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
-    top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
-    rescale[r] = exp2_fast((row_max[r] - top) * scale_log2);
-    row_max[r] = top;
-    const float offset = top == kMasked ? 0.f : top * scale_log2;   // else rounding of the huge product could reach exp2
+    for (int j = 2 * r; j < 64; j += 4) top[r] = fmaxf(top[r], fmaxf(s_rmem[j], s_rmem[j + 1]));
+    top[r] = fmaxf(top[r], __shfl_xor_sync(~0u, top[r], 1));
+    top[r] = fmaxf(top[r], __shfl_xor_sync(~0u, top[r], 2));
+  }
+  const float growth = fmaxf(top[0] - row_max[0], top[1] - row_max[1]) * scale_log2;
+  const bool raised = __any_sync(~0u, growth > kHeadroom);
+  if (raised) {
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      rescale[r] = exp2_fast((row_max[r] - top[r]) * scale_log2);
+      row_max[r] = top[r];
+      row_sum[r] *= rescale[r];
+    }
+  }
+#pragma unroll
+  for (int r = 0; r < 2; r++) {
+    const float offset = row_max[r] == kMasked ? 0.f : row_max[r] * scale_log2;   // else rounding of the huge product could reach exp2
     float sum = 0;
 #pragma unroll
     for (int j = 2 * r; j < 64; j += 4) {
@@ -94,8 +109,9 @@ DEVICE void softmax(float (&s_rmem)[64], float (&row_max)[2], float (&row_sum)[2
       s_rmem[j + 1] = exp2_fast(s_rmem[j + 1] * scale_log2 - offset);
       sum += s_rmem[j] + s_rmem[j + 1];
     }
-    row_sum[r] = row_sum[r] * rescale[r] + sum;
+    row_sum[r] += sum;
   }
+  return raised;
 }
 
 DEVICE void round_probabilities(u32 (&p_rmem)[32], const float (&s_rmem)[64]) {
@@ -258,12 +274,14 @@ ffa_forward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Ten
           wgmma_wait<1>();
           if (leader) mbarrier_arrive(k_empty + 8 * ring.stage);
           if (!(block.y & kFullBlock)) mask_scores(s_rmem, block.x, band, lane);
-          softmax(s_rmem, row_max, row_sum, rescale, params.scale_log2);
+          const bool raised = softmax(s_rmem, row_max, row_sum, rescale, params.scale_log2);
           wgmma_wait<0>();
           if (leader) mbarrier_arrive(v_empty + 8 * previous.stage);
           round_probabilities(p_rmem, s_rmem);
+          if (raised) {
 #pragma unroll
-          for (int j = 0; j < HEAD_DIM / 2; j++) o_rmem[j] *= rescale[j / 2 % 2];
+            for (int j = 0; j < HEAD_DIM / 2; j++) o_rmem[j] *= rescale[j / 2 % 2];
+          }
         }
 
         if (lane == 0) mbarrier_arrive(q_empty);

@@ -57,7 +57,8 @@ def walk_forward(lists: WorkLists, num_layers: int) -> np.ndarray:
 def walk_backward(lists: WorkLists, num_layers: int, whole: bool) -> np.ndarray:
     s = lists.sizes
     bands = lists.words[s.bands :][: num_layers * s.num_q * 2].reshape(num_layers, s.num_q, 2)
-    seen = np.zeros((s.num_q, -(-s.num_k // KEYS) * KEYS), int)
+    seen = np.zeros((s.num_q, s.num_k + KEYS), int)
+    stored = np.zeros(s.num_k, int)
     tokens = 64 // s.backward_pack
     offsets = lists.words[s.components :][: s.num_q_blocks + 1]
     spans = lists.words[s.components + (s.num_q_blocks + 2) // 2 * 2 :][: 2 * offsets[-1]].reshape(-1, 2)
@@ -67,11 +68,12 @@ def walk_backward(lists: WorkLists, num_layers: int, whole: bool) -> np.ndarray:
         items, segments, count = s.whole_items, s.whole_segments, s.num_backward_tiles
     for item in read(lists, items, count, 12):
         tile = item[0]
-        keys = np.arange(tile * KEYS, (tile + 1) * KEYS)
+        keys = np.arange(item[3], item[3] + KEYS)
+        stored[item[3] : item[6]] += 1
         for layer, component, _, _, first, end, full_first, full_end in segments_of(lists, item, segments):
             for block in range(first, end):
                 rows = np.arange(block * tokens, min((block + 1) * tokens, s.num_q))
-                visible = (keys >= bands[layer, rows, :1]) & (keys < bands[layer, rows, 1:])
+                visible = (keys >= bands[layer, rows, :1]) & (keys < np.minimum(bands[layer, rows, 1:], item[6]))
                 if full_first <= block < full_end:
                     assert visible.all()
                 seen[np.ix_(rows, keys)] += visible
@@ -83,6 +85,8 @@ def walk_backward(lists: WorkLists, num_layers: int, whole: bool) -> np.ndarray:
                         rank += c - offsets[block] < component and a <= tile <= b
                     assert rank == additions[block]
                     additions[block] += 1
+    if whole or not s.is_split:  # each key's gradient is stored once
+        assert (stored == 1).all()
     return seen[:, : s.num_k]
 
 

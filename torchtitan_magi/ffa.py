@@ -276,7 +276,6 @@ class FfaBlockAttn:
             ),
             num_packs=s.num_heads_q // s.num_heads_kv // s.backward_pack,
             num_q=s.num_q,
-            num_k=s.num_k,
             num_heads_q=s.num_heads_q,
             head_dim=head_dim,
             num_q_blocks=s.num_q_blocks,

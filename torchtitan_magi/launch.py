@@ -39,7 +39,7 @@ class BackwardParams(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("dk", "dv", "lse", "delta", "items", "segments", "bands")),
         *((name, ctypes.c_void_p) for name in ("components", "semaphores", "counter")),
         ("schedule", Schedule),
-        *((name, ctypes.c_int) for name in ("num_packs", "num_q", "num_k", "num_heads_q")),
+        *((name, ctypes.c_int) for name in ("num_packs", "num_q", "num_heads_q")),
         *((name, ctypes.c_int) for name in ("head_dim", "num_q_blocks", "store")),
         *((name, ctypes.c_longlong) for name in ("dk_token_stride", "dk_head_stride")),
         *((name, ctypes.c_longlong) for name in ("dv_token_stride", "dv_head_stride")),

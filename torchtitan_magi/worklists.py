@@ -4,7 +4,7 @@ Vocabulary (kernels/ffa_layout.cuh has the records):
     band       a query row's interval of keys on one mask layer; the intervals of a row are disjoint
     pack       query heads of one KV head that share a tile; a tile's row = token * pack + head
     q-tile     128 // pack query tokens (forward)        q-block   64 // pack query tokens (backward)
-    k-block    128 keys from a segment's first (forward)  k-tile    128 keys from a multiple of 128 (backward)
+    k-block    128 keys from a segment's first (forward)  k-tile    up to 128 keys, see key_tiles (backward)
     segment    a run of k-blocks of a q-tile, or of q-blocks of a k-tile, on one layer, and the part of it without a
     mask
 """
@@ -130,19 +130,22 @@ def build_worklists(
     forward_items, forward_segments = words.add(items, longest_first(num_blocks)), words.add(further)
 
     num_q_blocks = -(-num_q // block_tokens)
-    tile, records, components = transpose_segments(tile_segments(rows, layer, num_q, block_tokens), num_q_blocks)
-    num_backward_tiles = -(-num_k // KEYS)
+    starts = key_tiles(rows, num_k)
+    runs = tile_segments(rows, layer, num_q, block_tokens)
+    tile, records, components = transpose_segments(runs, num_q_blocks, starts)
+    num_backward_tiles = len(starts) - 1
     packs = group // backward_pack
     blocks_per_tile = np.bincount(tile, records[:, 5] - records[:, 4], num_backward_tiles).astype(np.int64)
     chunk = chunk or backward_chunk(blocks_per_tile, num_heads_kv, packs)
     items, further = _items(tile, records, num_backward_tiles)
+    items[:, 3], items[:, 6] = starts[:-1], starts[1:]
     whole_items, whole_segments = words.add(items[::-1]), words.add(further)
     part_tile, part, part_records = split_tiles(tile, records, blocks_per_tile, chunk)
     is_split = len(part_tile) > int(is_new(tile).sum())
     fits_l2 = num_q * num_heads_q * 1024 <= L2_BYTES  # q, dout and dq, 128 columns
     if is_split:
         items, further = _items(part, part_records, len(part_tile))
-        items[:, 0] = part_tile
+        items[:, 0], items[:, 3], items[:, 6] = part_tile, starts[part_tile], starts[part_tile + 1]
         num_blocks_b = np.bincount(part, part_records[:, 5] - part_records[:, 4]).astype(np.int64)
     else:
         num_blocks_b = blocks_per_tile
@@ -226,6 +229,34 @@ def forward_records(runs: SegmentRuns, num_tiles: int) -> tuple[Int64Array, Int3
     return tile, records, num_blocks.astype(np.int64)
 
 
+def key_tiles(table: Int64Array, num_k: int) -> Int64Array:
+    """Where the k-tiles start, and num_k: int64 [tiles + 1], steps of at most KEYS.
+
+    The keys of one document (slices whose key ranges overlap) are cut from its first key on, so that its queries meet as
+    few tiles as can be; a document shares a tile with those before it only if it fits there whole.
+
+    Args:
+        table: slices, int64 [n, 5]; keys in [0, num_k).
+    """
+    if num_k == 0:
+        return np.zeros(1, np.int64)
+    _, _, k_start, k_end, _ = table[np.argsort(table[:, 2], kind="stable")].T
+    reach = np.maximum.accumulate(k_end)
+    begins = k_start[1:][k_start[1:] >= reach[:-1]]  # no slice reaches across
+    documents = np.unique(np.concatenate([[0], k_start[:1], begins]))
+    openers, room_to = [], 0  # documents that open a tile; where the open tile ends
+    ends = [*documents[1:].tolist(), num_k]
+    for start, end in zip(documents.tolist(), ends, strict=True):
+        if end > room_to:
+            openers.append((start, end))
+            room_to = end + (start - end) % KEYS
+    first, end = np.array(openers).T
+    end[:-1] = first[1:]  # with the documents that share its last tile
+    count = -(-(end - first) // KEYS)
+    tiles = np.arange(count.sum()) - np.repeat(starts_of(count), count)
+    return np.append(np.repeat(first, count) + tiles * KEYS, num_k)
+
+
 def split_tiles(
     tile: Int64Array, records: Int32Array, blocks_per_tile: Int64Array, chunk: int
 ) -> tuple[Int64Array, Int64Array, Int32Array]:
@@ -255,12 +286,17 @@ def split_tiles(
     return key[begins] // num_chunks, np.cumsum(begins) - 1, cut.take(order, 0)
 
 
-def transpose_segments(runs: SegmentRuns, num_q_blocks: int) -> tuple[Int64Array, Int32Array, Int32Array]:
+def transpose_segments(
+    runs: SegmentRuns, num_q_blocks: int, starts: Int64Array
+) -> tuple[Int64Array, Int32Array, Int32Array]:
     """From the keys of each q-block to the q-blocks of each k-tile.
 
     Consecutive q-blocks whose bounds never decrease form a chain; the blocks of a chain that see one k-tile are
     consecutive, and so are those that see all of it, so two binary searches each find them for all k-tiles at once.
     Bounds never decrease inside a run: the searches are among runs, and the place inside a run is a division.
+
+    Args:
+        starts: of the k-tiles, from `key_tiles`.
 
     Returns:
         tile: int64 [n], ascending: the k-tile of each record.
@@ -281,41 +317,44 @@ def transpose_segments(runs: SegmentRuns, num_q_blocks: int) -> tuple[Int64Array
         return np.zeros(0, np.int64), np.zeros((0, 8), np.int32), components
     spans = components[num_offsets:]
     write_ramps(runs.count, runs.first, runs.end - 1, runs.step_lo, runs.step_hi, spans.view(np.int64))
-    spans //= KEYS
+    tile_of = np.repeat(np.arange(len(starts) - 1, dtype=np.int32), np.diff(starts))
+    tile_of.take(spans, out=spans)
 
     component = begin - components[runs.tile]
     fields = np.array([runs.tile, runs.count, runs.layer, component])
-    # Four bounds of a q-block, as k-tiles: the last and the first with a key that some row sees, the last and the first
-    # with all keys seen by all rows. Each is keys // KEYS, and keys grow by `steps` from block to block.
+    # Four bounds of a q-block: its last and its first key, and where a whole tile of keys that all rows see may start
+    # last, and first (plus KEYS - 1). They grow by `steps` from block to block.
     keys = np.array([runs.end - 1, runs.first, runs.full_end - KEYS, runs.full_first + (KEYS - 1)])
     steps = np.array([runs.step_hi, runs.step_lo, runs.step_hi, runs.step_lo])
     if component.any():
         by_chain = np.argsort(component, kind="stable")
         fields, keys, steps = fields[:, by_chain], keys[:, by_chain], steps[:, by_chain]
     block, count, layer, component = fields
-    first_bounds, last_bounds = keys // KEYS, (keys + steps * (count - 1)) // KEYS
+    last_bounds = keys + steps * (count - 1)
     breaks = is_new(component) | is_new(layer)
-    breaks[1:] |= (block[1:] != (block + count)[:-1]) | (first_bounds[:, 1:] < last_bounds[:, :-1]).any(0)
+    breaks[1:] |= (block[1:] != (block + count)[:-1]) | (keys[:, 1:] < last_bounds[:, :-1]).any(0)
     begin = np.flatnonzero(breaks)
     end = np.append(begin[1:], len(block))
-    first_tile = first_bounds[1, begin]
-    num_tiles = last_bounds[0, end - 1] - first_tile + 1
+    first_tile = tile_of[keys[1, begin]].astype(np.int64)
+    num_tiles = tile_of[last_bounds[0, end - 1]] - first_tile + 1
     chain, entry_chain = np.cumsum(breaks) - 1, np.repeat(np.arange(len(begin)), num_tiles)
     tile = np.arange(len(entry_chain)) + np.repeat(first_tile - starts_of(num_tiles), num_tiles)
 
-    # A record's four numbers: the first block of the chain whose bound is this tile or later, or later than this tile.
-    wanted = tile + np.array([[0], [1], [0], [1]])
+    # A record's four numbers: the first block of the chain whose bound is at least what is wanted.
+    tile_start, tile_end = starts[tile], starts[tile + 1]
+    wanted = np.array([tile_start, tile_end, tile_start, tile_start + KEYS])
     row = np.arange(4)[:, None]  # one search among all four bounds of all chains
-    stride, row_stride = FAR // KEYS + 2, (FAR // KEYS + 2) * len(begin)
+    stride, row_stride = FAR + 4 * KEYS, (FAR + 4 * KEYS) * len(begin)
     sorted_bounds = last_bounds + (chain * stride + row * row_stride)
     run = np.searchsorted(sorted_bounds.ravel(), wanted + (entry_chain * stride + row * row_stride))
     beyond = run == end[entry_chain] + row * len(block)  # no block of the chain
     run -= beyond
-    inside = -(-(wanted * KEYS - keys.ravel()[run]) // np.maximum(steps.ravel()[run], 1))
+    inside = -(-(wanted - keys.ravel()[run]) // np.maximum(steps.ravel()[run], 1))
     found = block[run - row * len(block)] + np.maximum(inside, 0)
     records = np.zeros((len(tile), 8), np.int32)
     records[:, :2] = fields[2:, begin].T.take(entry_chain, 0)
     records[:, 4:] = np.where(beyond, (block + count)[end - 1][entry_chain], found).T
+    records[tile_end - tile_start < KEYS, 6:] = 0  # what lies beyond the tile is masked
     keep = records[:, 5] > records[:, 4]
     tile, records = tile[keep], records.compress(keep, 0)
     if (tile[1:] < tile[:-1]).any():
