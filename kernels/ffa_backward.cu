@@ -106,7 +106,7 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
     mbarrier_init(kv_empty, kConsumers / 32);
     for (int i = 0; i < kStages; i++) {
       mbarrier_init(full + 8 * i, 2);                 // the copy engine's bytes, and the row statistics
-      mbarrier_init(empty + 8 * i, 2);
+      mbarrier_init(empty + 8 * i, kConsumers / 32);
     }
     mbarrier_init_fence();
   }
@@ -130,14 +130,15 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
         mbarrier_wait(kv_empty, kv_phase);
         kv_phase ^= 1;
         if (lane == 0) {
-          smem.item = make_int4(item.first_key, kv_head, item.num_segments == 0 ? kLastBlock : 0, item.end_key);
+          const int2 keys = __ldg((const int2*)(params.items + 3 * params.schedule.list_index(index) + 1) + 1);
+          smem.item = make_int4(keys.x, kv_head, item.num_segments == 0 ? kLastBlock : 0, keys.y);
           if (item.num_segments == 0) {
             mbarrier_arrive(kv_full);
           } else {
             mbarrier_arrive_expect(kv_full, 2 * kKeyBytes);
             for (int p = 0; p < kPanels; p++) {
-              tma_load_3d(k + p * kKeyPanel, &map_k, kv_full, p * 64, kv_head, item.first_key);
-              tma_load_3d(v + p * kKeyPanel, &map_v, kv_full, p * 64, kv_head, item.first_key);
+              tma_load_3d(k + p * kKeyPanel, &map_k, kv_full, p * 64, kv_head, keys.x);
+              tma_load_3d(v + p * kKeyPanel, &map_v, kv_full, p * 64, kv_head, keys.x);
             }
           }
         }
@@ -191,8 +192,7 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
                 smem.delta[s][row] = delta[r];
                 smem.band[s][row] = band[r];
               }
-              __syncwarp();
-              if (lane == 0) mbarrier_arrive(full + 8 * s);
+              mbarrier_arrive_warp(full + 8 * s);
               ring.advance();
             }
           }
@@ -357,14 +357,13 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
         dq_b ^= 1;
 
         wgmma_wait<0>();                                          // dK
-        if (leader) mbarrier_arrive(empty + 8 * s);
+        mbarrier_arrive_warp(empty + 8 * s);
         ring.advance();
       }
 
       // ------------------------------------------------------------------------------------- epilogue
       const int kv_head = smem.item.y, end_key = smem.item.w;
-      __syncwarp();
-      if (lane == 0) mbarrier_arrive(kv_empty);
+      mbarrier_arrive_warp(kv_empty);
       const bool valid0 = first_key + key_row < end_key, valid1 = first_key + key_row + 8 < end_key;
       auto store = [&](const float(&acc)[HEAD_DIM / 2], void* base, long long token_stride, long long head_stride, float scale) {
         const long long low = (first_key + key_row) * token_stride + kv_head * head_stride, high = low + 8 * token_stride;

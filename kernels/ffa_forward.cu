@@ -8,11 +8,18 @@
 //   wait for S(n+1); mask and softmax of S(n+1) run under P(n) V(n)
 //   wait for O; scale it to the new row maximum; P(n+1) = S(n+1) rounded
 //
-// ACCUMULATE merges the result into earlier (out fp32, lse) in place; rows whose lse stays -inf keep out.
+// Attention over keys that arrive in stages is merged on the way out:
+//   EARLIER  adds to (out fp32, lse) of the stages before; lse in place, rows that see no new key keep theirs
+//   MORE     out is fp32, for stages that follow (in place if there were some before), else the input type
 #include "ffa_layout.cuh"
 
 constexpr int kRows = 128;
 constexpr int kTokens = kRows / PACK;
+#ifdef MORE
+constexpr bool kMore = true;
+#else
+constexpr bool kMore = false;
+#endif
 constexpr float kHeadroom = 8;                         // probabilities reach 2^8: far inside the range of fp16
 #if HEAD_DIM == 64
 constexpr int kStages = 4;
@@ -25,19 +32,20 @@ constexpr u32 kPanelBytes = 128 * 128;                 // 128 rows x 64 columns
 constexpr u32 kTileBytes = kPanels * kPanelBytes;      // Q tile = K block = V block
 constexpr u32 kQueryBytes = kPanels * kTokens * PACK * 128;   // what the copy engine writes of the Q tile
 struct Shared {
-  alignas(1024) unsigned char q[kTileBytes];
+  alignas(1024) unsigned char q[2][kTileBytes];
   alignas(1024) unsigned char k[kStages][kTileBytes];
   alignas(1024) unsigned char v[kStages][kTileBytes];
-  int4 item;                          // {first token, head group, flags, 0}; first token < 0: no more work
+  int4 item[2];                       // {first token, head group, flags, 0}; first token < 0: no more work
   int4 block[kStages];                // {first key, flags, first index of the layer's bands, 0}
-  u64 q_full, q_empty;
+  u64 q_full[2], q_empty[2];
   u64 k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];
 };
 
 static_assert(sizeof(Shared) <= SHARED_BYTES, "ffa.py asks for too little shared memory");
 
 struct ForwardParams {
-  void* out;             // [num_q, num_heads_q, head_dim] input type, or fp32 when ACCUMULATE
+  void* out;             // [num_q, num_heads_q, head_dim] input type, or fp32 with MORE
+  const float* earlier;  // EARLIER: out of the stages before, [num_q, num_heads_q, head_dim]; may be `out`
   float* lse;            // [num_q, num_heads_q] natural log
   const int4* items;     // [num_tiles][3]
   const int4* segments;  // [..][2]
@@ -119,21 +127,21 @@ DEVICE void round_probabilities(u32 (&p_rmem)[32], const float (&s_rmem)[64]) {
   for (int j = 0; j < 32; j++) p_rmem[j] = pack2(s_rmem[2 * j], s_rmem[2 * j + 1]);
 }
 
-// out = out * keep + acc * add for one row of fp32 output; all loads before the first store, none where keep is 0.
+// acc = earlier * keep + acc * add for accumulator row ROW; reads nothing where keep is 0.
 template <int ROW>
-DEVICE void merge_row(float* row, const float (&acc)[HEAD_DIM / 2], float keep, float add, int head_dim, int lane) {
+DEVICE void merge_row(float (&acc)[HEAD_DIM / 2], const float* earlier, float keep, float add, int head_dim, int lane) {
   const int column = lane % 4 * 2;
   float2 old[HEAD_DIM / 8];
 #pragma unroll
   for (int i = 0; i < HEAD_DIM / 8; i++) {
     old[i] = make_float2(0, 0);
-    if (keep > 0 && i * 8 + column < head_dim) old[i] = *(const float2*)(row + i * 8 + column);
+    if (keep > 0 && i * 8 + column < head_dim) old[i] = *(const float2*)(earlier + i * 8 + column);
   }
 #pragma unroll
-  for (int i = 0; i < HEAD_DIM / 8; i++)
-    if (i * 8 + column < head_dim)
-      *(float2*)(row + i * 8 + column) =
-          make_float2(old[i].x * keep + acc[4 * i + 2 * ROW] * add, old[i].y * keep + acc[4 * i + 2 * ROW + 1] * add);
+  for (int i = 0; i < HEAD_DIM / 8; i++) {
+    acc[4 * i + 2 * ROW] = old[i].x * keep + acc[4 * i + 2 * ROW] * add;
+    acc[4 * i + 2 * ROW + 1] = old[i].y * keep + acc[4 * i + 2 * ROW + 1] * add;
+  }
 }
 
 // ---------------------------------------------------------------------------------------------- the kernel
@@ -143,17 +151,19 @@ ffa_forward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Ten
   extern __shared__ __align__(1024) unsigned char raw_smem[];   // alone in shared memory, so it starts at a multiple of 1024
   Shared& smem = *(Shared*)raw_smem;
   const int warp = warp_uniform(threadIdx.x / 32), warpgroup = warp / 4;
-  const u32 q_full = smem_address(&smem.q_full), q_empty = smem_address(&smem.q_empty);
+  const u32 q_full = smem_address(smem.q_full), q_empty = smem_address(smem.q_empty);
   const u32 k_full = smem_address(smem.k_full), k_empty = smem_address(smem.k_empty);
   const u32 v_full = smem_address(smem.v_full), v_empty = smem_address(smem.v_empty);
   if (threadIdx.x == 0) {
-    mbarrier_init(q_full, 1);
-    mbarrier_init(q_empty, kConsumers / 32);
+    for (int i = 0; i < 2; i++) {
+      mbarrier_init(q_full + 8 * i, 1);
+      mbarrier_init(q_empty + 8 * i, kConsumers / 32);
+    }
     for (int i = 0; i < kStages; i++) {
       mbarrier_init(k_full + 8 * i, 1);
       mbarrier_init(v_full + 8 * i, 1);
-      mbarrier_init(k_empty + 8 * i, 2);
-      mbarrier_init(v_empty + 8 * i, 2);
+      mbarrier_init(k_empty + 8 * i, kConsumers / 32);
+      mbarrier_init(v_empty + 8 * i, kConsumers / 32);
     }
     mbarrier_init_fence();
   }
@@ -164,22 +174,27 @@ ffa_forward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Ten
     if (threadIdx.x != 0) return;
     const u32 q = smem_address(smem.q), k = smem_address(smem.k), v = smem_address(smem.v);
     Ring<kStages> ring;
-    u32 q_phase = 1;
+    Ring<2> q_ring;
     int index = blockIdx.x;
     while (index < params.schedule.num_items()) {
       const int next_index = next_item(params.counter);
       const WorkItem item = load_item(params.items, params.schedule.list_index(index));
       const int group = params.schedule.head(index), kv_head = group / params.groups_per_kv;
       const int token = item.tile * kTokens;
-      mbarrier_wait(q_empty, q_phase);
-      q_phase ^= 1;
-      smem.item = make_int4(token, group, item.num_segments == 0 ? kLastBlock : 0, 0);
+      const u32 q_s = q + q_ring.stage * kTileBytes, q_full_s = q_full + 8 * q_ring.stage;
+      mbarrier_wait(q_empty + 8 * q_ring.stage, q_ring.phase ^ 1);
+      smem.item[q_ring.stage] = make_int4(token, group, item.num_segments == 0 ? kLastBlock : 0, 0);
+      q_ring.advance();
       if (item.num_segments == 0) {
-        mbarrier_arrive(q_full);
+        mbarrier_arrive(q_full_s);
       } else {
-        mbarrier_arrive_expect(q_full, kQueryBytes);
-        for (int p = 0; p < kPanels; p++) tma_load_3d(q + p * kPanelBytes, &map_q, q_full, p * 64, group * PACK, token);
+        mbarrier_arrive_expect(q_full_s, kQueryBytes);
+        for (int p = 0; p < kPanels; p++) tma_load_3d(q_s + p * kPanelBytes, &map_q, q_full_s, p * 64, group * PACK, token);
       }
+#ifdef EARLIER
+      for (int t = token; t < min(token + kTokens, params.num_q); t++)
+        prefetch_l2(params.earlier + ((u64)t * params.num_heads_q + group * PACK) * params.head_dim, PACK * params.head_dim * 4);
+#endif
       Segment segment = item.segment;
       for (int i = 0; i < item.num_segments; i++) {
         if (i > 0) segment = load_segment(params.segments, item.first_segment + i - 1);
@@ -201,26 +216,52 @@ ffa_forward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Ten
       }
       index = next_index;
     }
-    mbarrier_wait(q_empty, q_phase);
-    smem.item = make_int4(-1, 0, 0, 0);
-    mbarrier_arrive(q_full);
+    mbarrier_wait(q_empty + 8 * q_ring.stage, q_ring.phase ^ 1);
+    smem.item[q_ring.stage] = make_int4(-1, 0, 0, 0);
+    mbarrier_arrive(q_full + 8 * q_ring.stage);
     finish_items(params.counter);
 
   } else {  // ----------------------------------------------------------------------------------- consumers
     registers_acquire<232>();
     const int lane = threadIdx.x % 32;
-    const bool leader = threadIdx.x % 128 == 0;
     const int row0 = (warp - 4) * 16 + lane / 4;           // this thread's rows: row0 and row0 + 8
     const u32 q = operand(smem_address(smem.q) + (warpgroup - 1) * 64 * 128);
     const u32 k = operand(smem_address(smem.k)), v = operand(smem_address(smem.v), kPanelBytes);
-    Ring<kStages> ring;
-    for (u32 q_phase = 0;; q_phase ^= 1) {
-      mbarrier_wait(q_full, q_phase);
-      const int4 item = smem.item;
-      __syncwarp();
-      if (warp_uniform(item.x) < 0) break;
-      int token[2], head[2];
-      bool valid[2];
+    Ring<kStages> ring;                                    // of the block whose scores are in s_rmem
+    Ring<2> q_ring;
+    int token[2], head[2];
+    bool valid[2];
+    int2 band[2];
+    int band_layer;
+    auto load_bands = [&](int layer) {
+      band_layer = layer;
+#pragma unroll
+      for (int r = 0; r < 2; r++) band[r] = valid[r] ? __ldg(params.bands + layer + token[r]) : make_int2(0, 0);
+    };
+
+    // The scores of an item's first block are computed while the item before it ends: with nothing to do, of old memory.
+    float s_rmem[64];
+    int4 item = make_int4(0, 0, kLastBlock, 0), block = item;
+    bool has_keys = false;
+    auto first_scores = [&] {                              // of the next item; in flight when it returns
+      mbarrier_wait(q_full + 8 * q_ring.stage, q_ring.phase);
+      item = smem.item[q_ring.stage];
+      item.x = warp_uniform(item.x);
+      has_keys = !(warp_uniform(item.z) & kLastBlock) && item.x >= 0;
+      if (has_keys) {
+        mbarrier_wait(k_full + 8 * ring.stage, ring.phase);
+        block = smem.block[ring.stage];
+        block.y = warp_uniform(block.y);
+      }
+      wgmma_fence();
+      scores(s_rmem, moved(q, q_ring.stage * kTileBytes), moved(k, ring.stage * kTileBytes));
+      wgmma_commit();
+    };
+    first_scores();
+    while (true) {
+      wgmma_wait<0>();
+      if (item.x < 0) break;
+      if (has_keys) mbarrier_arrive_warp(k_empty + 8 * ring.stage);
 #pragma unroll
       for (int r = 0; r < 2; r++) {
         const int row = row0 + 8 * r;
@@ -228,32 +269,15 @@ ffa_forward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Ten
         head[r] = item.y * PACK + row % PACK;
         valid[r] = row < kTokens * PACK && token[r] < params.num_q;
       }
-      int2 band[2];
-      int band_layer = -1;
-      auto load_bands = [&](int layer) {
-        band_layer = layer;
-#pragma unroll
-        for (int r = 0; r < 2; r++) band[r] = valid[r] ? __ldg(params.bands + layer + token[r]) : make_int2(0, 0);
-      };
-
       float o_rmem[HEAD_DIM / 2], row_max[2] = {kMasked, kMasked}, row_sum[2] = {0, 0}, rescale[2];
 #pragma unroll
       for (int j = 0; j < HEAD_DIM / 2; j++) o_rmem[j] = 0;
+      const u32 q_empty_s = q_empty + 8 * q_ring.stage, q_s = moved(q, q_ring.stage * kTileBytes);
+      q_ring.advance();
 
-      if (warp_uniform(item.z) & kLastBlock) {  // no keys at all
-        if (lane == 0) mbarrier_arrive(q_empty);
-      } else {
-        float s_rmem[64];
+      if (has_keys) {
         u32 p_rmem[32];
-        mbarrier_wait(k_full + 8 * ring.stage, ring.phase);
-        int4 block = smem.block[ring.stage];
-        block.y = warp_uniform(block.y);
         load_bands(block.z);
-        wgmma_fence();
-        scores(s_rmem, q, moved(k, ring.stage * kTileBytes));
-        wgmma_commit();
-        wgmma_wait<0>();
-        if (leader) mbarrier_arrive(k_empty + 8 * ring.stage);
         mask_scores(s_rmem, block.x, band, lane);
         softmax(s_rmem, row_max, row_sum, rescale, params.scale_log2);
         round_probabilities(p_rmem, s_rmem);
@@ -265,18 +289,18 @@ ffa_forward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Ten
           block = smem.block[ring.stage];
           block.y = warp_uniform(block.y);
           wgmma_fence();
-          scores(s_rmem, q, moved(k, ring.stage * kTileBytes));
+          scores(s_rmem, q_s, moved(k, ring.stage * kTileBytes));
           wgmma_commit();
           if (!(block.y & kFullBlock) && block.z != band_layer) load_bands(block.z);
           mbarrier_wait(v_full + 8 * previous.stage, previous.phase);
           weighted_values(o_rmem, p_rmem, moved(v, previous.stage * kTileBytes));
           wgmma_commit();
           wgmma_wait<1>();
-          if (leader) mbarrier_arrive(k_empty + 8 * ring.stage);
+          mbarrier_arrive_warp(k_empty + 8 * ring.stage);
           if (!(block.y & kFullBlock)) mask_scores(s_rmem, block.x, band, lane);
           const bool raised = softmax(s_rmem, row_max, row_sum, rescale, params.scale_log2);
           wgmma_wait<0>();
-          if (leader) mbarrier_arrive(v_empty + 8 * previous.stage);
+          mbarrier_arrive_warp(v_empty + 8 * previous.stage);
           round_probabilities(p_rmem, s_rmem);
           if (raised) {
 #pragma unroll
@@ -284,14 +308,19 @@ ffa_forward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Ten
           }
         }
 
-        if (lane == 0) mbarrier_arrive(q_empty);
+        mbarrier_arrive_warp(q_empty_s);
         mbarrier_wait(v_full + 8 * ring.stage, ring.phase);
         wgmma_fence();
         weighted_values(o_rmem, p_rmem, moved(v, ring.stage * kTileBytes));
         wgmma_commit();
-        wgmma_wait<0>();
-        if (leader) mbarrier_arrive(v_empty + 8 * ring.stage);
+        const u32 v_empty_s = v_empty + 8 * ring.stage;
         ring.advance();
+        first_scores();
+        wgmma_wait<1>();
+        mbarrier_arrive_warp(v_empty_s);
+      } else {
+        mbarrier_arrive_warp(q_empty_s);
+        first_scores();
       }
 
       // ------------------------------------------------------------------------------------- epilogue
@@ -306,29 +335,41 @@ ffa_forward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Ten
         lse[r] = empty ? -kInfinity : (row_max[r] * params.scale_log2 + log2_fast(row_sum[r])) * kLn2;
         index[r] = (u64)token[r] * params.num_heads_q + head[r];
       }
-#ifdef ACCUMULATE
-      float* out = (float*)params.out;
+      bool stored[2] = {valid[0], valid[1]};
+#ifdef EARLIER
+      float before[2];
+#pragma unroll
+      for (int r = 0; r < 2; r++) before[r] = valid[r] ? params.lse[index[r]] : -kInfinity;
+      __syncwarp();                                               // all four lanes of a row have read its lse
 #pragma unroll
       for (int r = 0; r < 2; r++) {
-        if (!valid[r] || lse[r] == -kInfinity) continue;
-        const float before = params.lse[index[r]];
-        const float top = fmaxf(before, lse[r]);
-        const float old_weight = exp2_fast((before - top) / kLn2), new_weight = exp2_fast((lse[r] - top) / kLn2);
+        if (kMore && lse[r] == -kInfinity) stored[r] = false;     // nothing new
+        const float top = fmaxf(before[r], lse[r]);
+        if (!stored[r] || top == -kInfinity) continue;
+        const float old_weight = exp2_fast((before[r] - top) / kLn2), new_weight = exp2_fast((lse[r] - top) / kLn2);
         const float total = old_weight + new_weight;
-        __syncwarp(__activemask());                               // all four lanes of the row have read lse
-        if (lane % 4 == 0) params.lse[index[r]] = top + log2_fast(total) * kLn2;
-        float* row = out + index[r] * params.head_dim;
-        if (r == 0) merge_row<0>(row, o_rmem, old_weight / total, new_weight / total * scale[r], params.head_dim, lane);
-        else merge_row<1>(row, o_rmem, old_weight / total, new_weight / total * scale[r], params.head_dim, lane);
+        lse[r] = top + log2_fast(total) * kLn2;
+        const float* row = params.earlier + index[r] * params.head_dim;
+        const float keep = old_weight / total, add = new_weight / total * scale[r];
+        if (r == 0) merge_row<0>(o_rmem, row, keep, add, params.head_dim, lane);
+        else merge_row<1>(o_rmem, row, keep, add, params.head_dim, lane);
+        scale[r] = 1;
       }
+#endif
+#ifdef MORE
+      float* out = (float*)params.out;
+#pragma unroll
+      for (int j = 0; j < HEAD_DIM / 2; j++) o_rmem[j] *= scale[j / 2 % 2];
+      store_rows_float<HEAD_DIM, false>(o_rmem, 1, stored[0] ? out + index[0] * params.head_dim : nullptr,
+                                        stored[1] ? out + index[1] * params.head_dim : nullptr, params.head_dim, lane);
 #else
       unsigned short* out = (unsigned short*)params.out;
-      store_rows_packed<HEAD_DIM>(o_rmem, scale[0], scale[1], valid[0] ? out + index[0] * params.head_dim : nullptr,
-                                  valid[1] ? out + index[1] * params.head_dim : nullptr, params.head_dim, lane);
+      store_rows_packed<HEAD_DIM>(o_rmem, scale[0], scale[1], stored[0] ? out + index[0] * params.head_dim : nullptr,
+                                  stored[1] ? out + index[1] * params.head_dim : nullptr, params.head_dim, lane);
+#endif
 #pragma unroll
       for (int r = 0; r < 2; r++)
-        if (valid[r] && lane % 4 == 0) params.lse[index[r]] = lse[r];
-#endif
+        if (stored[r] && lane % 4 == 0) params.lse[index[r]] = lse[r];
     }
   }
 }

@@ -12,9 +12,8 @@
 //   backward {layer, component, 0, 0, first_block, end_block, full_first, full_end}
 //            query blocks of 64 / PACK tokens; a block inside [full_first, full_end) needs no mask
 //            component: position of this run of keys among those of its query blocks (deterministic mode only)
-// A work item is {tile, num_segments, first_segment, first_key} + the same two halves of its first segment (12 ints), the
-// first of them as {layer, component, end_key, 0}; first_segment counts its further segments only. first_key and end_key
-// are the tile's keys, backward only.
+// A work item is {tile, num_segments, first_segment, 0} + the same two halves of its first segment (12 ints), the first of
+// them, backward, as {layer, component, first_key, end_key}: the keys of the tile. first_segment counts further segments only.
 // bands[layer][row] = {lo, hi}: the keys that layer lets the row see. The intervals of a row are disjoint.
 #pragma once
 #include "sm90.cuh"
@@ -40,7 +39,7 @@ struct Segment {
 };
 
 struct WorkItem {
-  int tile, num_segments, first_segment, first_key, end_key;   // keys: backward only
+  int tile, num_segments, first_segment;
   Segment segment;
 };
 
@@ -51,7 +50,7 @@ DEVICE Segment load_segment(const int4* segments, int index) {
 
 DEVICE WorkItem load_item(const int4* items, int index) {
   const int4 a = __ldg(items + 3 * index), b = __ldg(items + 3 * index + 1), c = __ldg(items + 3 * index + 2);
-  return {a.x, a.y, a.z, a.w, b.z, {b.x, b.y, c.x, c.y, c.z, c.w}};
+  return {a.x, a.y, a.z, {b.x, b.y, c.x, c.y, c.z, c.w}};
 }
 
 // The persistent grid's item order: tiles longest first, `heads_per_wave` heads at a time so that their K and V stay in

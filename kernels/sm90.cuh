@@ -27,6 +27,11 @@ DEVICE void mbarrier_init_fence() { asm volatile("fence.mbarrier_init.release.cl
 DEVICE void mbarrier_arrive(u32 bar) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");
 }
+// One arrival for the whole warp, after all its lanes have come here.
+DEVICE void mbarrier_arrive_warp(u32 bar) {
+  __syncwarp();
+  asm volatile("{ .reg .pred one; elect.sync _|one, -1; @one mbarrier.arrive.shared::cta.b64 _, [%0]; }" ::"r"(bar) : "memory");
+}
 DEVICE void mbarrier_arrive_expect(u32 bar, u32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
 }
@@ -63,6 +68,9 @@ DEVICE void tma_reduce_add_3d(const TensorMap* map, u32 src_smem, int x, int y, 
   asm volatile(
       "cp.reduce.async.bulk.tensor.3d.global.shared::cta.add.tile.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map),
       "r"(src_smem), "r"(x), "r"(y), "r"(z) : "memory");
+}
+DEVICE void prefetch_l2(const void* p, u32 bytes) {   // both multiples of 16
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(p), "r"(bytes) : "memory");
 }
 DEVICE void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 template <int PENDING>

@@ -43,7 +43,6 @@ class Case:
     head_dim: int
     dtype: torch.dtype
     deterministic: bool = False
-    accumulate: bool = False
     backward_pack: int | None = None
     chunk: int | None = None
     float_grads: bool = False
@@ -66,8 +65,8 @@ def random_case(rng: random.Random) -> Case:
     """Odd lengths, all mask types, overlaps, empty rows, one to three stages."""
     num_q = rng.choice([1, 2, 17, 64, rng.randint(1, 130), rng.randint(1, 600)])
     heads_q, heads_kv = rng.choice(HEADS)
-    accumulate = rng.random() < 0.4
-    num_k = [rng.choice([1, 5, 128, rng.randint(1, 300), rng.randint(1, 900)]) for _ in range(1 + accumulate * 2)]
+    num_stages = rng.choice([1, 1, 1, 2, 3])
+    num_k = [rng.choice([1, 5, 128, rng.randint(1, 300), rng.randint(1, 900)]) for _ in range(num_stages)]
     stages = [random_slices(rng, num_q, n) for n in num_k]
     if rng.random() < 0.3:  # documents
         cuts = sorted(rng.randint(0, num_q) for _ in range(rng.randint(0, 6)))
@@ -79,7 +78,7 @@ def random_case(rng: random.Random) -> Case:
     pack = rng.choice(packs)
     return Case(
         stages, num_q, num_k, heads_q, heads_kv, rng.choice(HEAD_DIMS), rng.choice([torch.bfloat16, torch.float16]),
-        deterministic=rng.random() < 0.4, accumulate=accumulate, backward_pack=pack, chunk=rng.choice([None, None, 1,
+        deterministic=rng.random() < 0.4, backward_pack=pack, chunk=rng.choice([None, None, 1,
         2, 7]),
         float_grads=rng.random() < 0.5, softmax_scale=rng.choice([0.05, 0.125, 0.3]),
     )  # fmt: skip
@@ -167,12 +166,10 @@ def run_ours(case: Case, q: Tensor, kvs: list[Tensor], dout: Tensor) -> dict[str
             backward_pack=case.backward_pack, chunk=case.chunk,
         )  # fmt: skip
         masks.append(on_gpu(HostLists(lists)))
-    accumulate = None
-    if case.accumulate:
-        lse = torch.full((case.num_q, case.num_heads_q), -torch.inf, device="cuda")
-        accumulate = torch.zeros(q.shape, device="cuda"), lse
-    for mask, kv in zip(masks, kvs, strict=True):
-        out, lse = attn.forward(q, kv[:, 0], kv[:, 1], mask, case.softmax_scale, accumulate)
+    result = None
+    for i, (mask, kv) in enumerate(zip(masks, kvs, strict=True)):
+        result = attn.forward(q, kv[:, 0], kv[:, 1], mask, case.softmax_scale, result, more=i + 1 < len(masks))
+    out, lse = result
     dq = torch.empty(q.shape, dtype=torch.float32, device="cuda")
     delta = attn.delta(out, dout, dq)
     dks, dvs = [], []
@@ -231,11 +228,12 @@ def run_case(case: Case, seed: int) -> tuple[dict[str, float], list[str]]:
 def variants_of(case: Case) -> set[tuple[str, tuple[tuple[str, int], ...]]]:
     """The kernels that a case runs."""
     found = set()
-    for slices, num_k in zip(case.stages, case.num_k, strict=True):
+    for i, (slices, num_k) in enumerate(zip(case.stages, case.num_k, strict=True)):
         lists = build_worklists(
             slices, case.num_q, num_k, case.num_heads_q, case.num_heads_kv, backward_pack=case.backward_pack
         )
-        forward = forward_variant(case.head_dim, lists.sizes.forward_pack, case.dtype, case.accumulate)[0]
+        more = i + 1 < len(case.stages)
+        forward = forward_variant(case.head_dim, lists.sizes.forward_pack, case.dtype, i > 0, more)[0]
         backward = backward_variant(case.head_dim, lists.sizes.backward_pack, case.dtype, case.deterministic)[0]
         found |= {("ffa_forward.cu", forward), ("ffa_backward.cu", backward)}
     return found
@@ -252,7 +250,7 @@ def compile_ahead(cases: list[Case]) -> None:
 def run_alone(rng: random.Random, num_cases: int) -> None:
     """Small calls of our kernels and of nothing else that takes long."""
     for _ in range(num_cases):
-        case = replace(random_case(rng), num_q=150, num_k=[200], accumulate=False, num_heads_q=8, num_heads_kv=2)
+        case = replace(random_case(rng), num_q=150, num_k=[200], num_heads_q=8, num_heads_kv=2)
         case = replace(case, stages=[random_slices(rng, 150, 200)], backward_pack=rng.choice([1, 4]))
         q, dout = torch.randn(2, 150, 8, case.head_dim, device="cuda").to(case.dtype)
         kv = torch.randn(200, 2, 2, case.head_dim, device="cuda").to(case.dtype)

@@ -1,5 +1,6 @@
 """Compiles every variant that ships, without a GPU, and reads the compiler's log."""
 
+import itertools
 import re
 
 import pytest
@@ -24,11 +25,12 @@ def variants() -> list[tuple[str, launch.Variant]]:
     for head_dim in (64, 128):
         for dtype in (torch.bfloat16, torch.float16):
             hardest = head_dim == 128 and dtype == torch.bfloat16
-            for switch in (False, True):
+            for a, b in itertools.product((False, True), repeat=2):
                 for pack in FORWARD_PACKS if hardest else SOME_PACKS:
-                    found.append(("ffa_forward.cu", launch.forward_variant(head_dim, pack, dtype, switch)[0]))
+                    found.append(("ffa_forward.cu", launch.forward_variant(head_dim, pack, dtype, a, b)[0]))
+            for deterministic in (False, True):
                 for pack in BACKWARD_PACKS if hardest else SOME_PACKS:
-                    found.append(("ffa_backward.cu", launch.backward_variant(head_dim, pack, dtype, switch)[0]))
+                    found.append(("ffa_backward.cu", launch.backward_variant(head_dim, pack, dtype, deterministic)[0]))
     return found
 
 

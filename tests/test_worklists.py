@@ -68,12 +68,12 @@ def walk_backward(lists: WorkLists, num_layers: int, whole: bool) -> np.ndarray:
         items, segments, count = s.whole_items, s.whole_segments, s.num_backward_tiles
     for item in read(lists, items, count, 12):
         tile = item[0]
-        keys = np.arange(item[3], item[3] + KEYS)
-        stored[item[3] : item[6]] += 1
+        keys = np.arange(item[6], item[6] + KEYS)
+        stored[item[6] : item[7]] += 1
         for layer, component, _, _, first, end, full_first, full_end in segments_of(lists, item, segments):
             for block in range(first, end):
                 rows = np.arange(block * tokens, min((block + 1) * tokens, s.num_q))
-                visible = (keys >= bands[layer, rows, :1]) & (keys < np.minimum(bands[layer, rows, 1:], item[6]))
+                visible = (keys >= bands[layer, rows, :1]) & (keys < np.minimum(bands[layer, rows, 1:], item[7]))
                 if full_first <= block < full_end:
                     assert visible.all()
                 seen[np.ix_(rows, keys)] += visible

@@ -23,19 +23,17 @@ from torchtitan_magi.stages import sent_before
 def _forward(bound: BoundPlan, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float) -> tuple[Tensor, Tensor]:
     """out [T, Hq, D] in the dtype of q, lse [T, Hq] in float32 or wider."""
     stages = bound.forward
-    many = len(stages) > 1
-    if not many and not stages[0].stage.exchanges:
-        return bound.block_attn.forward(q, k, v, stages[0].mask, softmax_scale, None)
-    arriving = _Arrivals(bound, stages, k, v)  # first, see there
-    accumulate = None
-    if many:
-        wide = torch.promote_types(q.dtype, torch.float32)
-        accumulate = torch.zeros(q.shape, dtype=wide, device=q.device), q.new_full(q.shape[:2], -torch.inf, dtype=wide)
+    if len(stages) == 1 and not stages[0].stage.exchanges:
+        return bound.block_attn.forward(q, k, v, stages[0].mask, softmax_scale)
+    arriving = _Arrivals(bound, stages, k, v)
+    result = None
     for i, bound_stage in enumerate(stages):
         k_rows, v_rows = arriving.take(i)
-        out, lse = bound.block_attn.forward(q, k_rows, v_rows, bound_stage.mask, softmax_scale, accumulate)
+        more = i + 1 < len(stages)
+        result = bound.block_attn.forward(q, k_rows, v_rows, bound_stage.mask, softmax_scale, result, more)
         del k_rows, v_rows  # their memory is for a later stage
-    return out.to(q.dtype), lse
+    assert result is not None  # every rank has a stage
+    return result
 
 
 def _backward(
@@ -45,11 +43,12 @@ def _backward(
     stages = bound.backward
     arriving = _Arrivals(bound, stages, k, v)  # first, see there
     wide = torch.promote_types(q.dtype, torch.float32)
-    dq = torch.empty(q.shape, dtype=wide, device=q.device)
+    contiguous = torch.contiguous_format
+    dq = torch.empty_like(q, dtype=wide, memory_format=contiguous)
     delta = bound.block_attn.delta(out, dout, zero=dq)
     if len(stages) == 1 and not stages[0].stage.exchanges:
-        dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
-        rounded = dq if q.dtype == wide else torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        dk, dv = torch.empty_like(k, memory_format=contiguous), torch.empty_like(v, memory_format=contiguous)
+        rounded = dq if q.dtype == wide else torch.empty_like(q, memory_format=contiguous)
         bound.block_attn.backward(
             dout, q, k, v, lse, delta, stages[0].mask, softmax_scale, dq, dk, dv, bound.deterministic,
             spare=None if rounded is dq else rounded,
@@ -178,6 +177,11 @@ def _(
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
+def _is_watched(q: Tensor) -> bool:
+    """Whether someone wants to see the op: tracing, or checkpointing that looks for it. Else it is host time."""
+    return type(q) is not Tensor or is_in_torch_dispatch_mode()
+
+
 class _Attention(torch.autograd.Function):
     """The derivative, registered by hand: torch.library's own wrappers double the host time of a call."""
 
@@ -185,7 +189,7 @@ class _Attention(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, handle: Tensor, softmax_scale: float
     ) -> tuple[Tensor, Tensor]:
-        if is_in_torch_dispatch_mode() or type(q) is not Tensor:  # tracing, or checkpointing that looks for the op
+        if _is_watched(q):
             with torch._C._AutoDispatchBelowAutograd():
                 out, lse = attention_op(q, k, v, handle, softmax_scale)
         else:
@@ -198,7 +202,11 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, handle = ctx.saved_tensors
-        dq, dk, dv = attention_backward_op(grads[0], q, k, v, out, lse, handle, ctx.softmax_scale)
+        if _is_watched(q) or torch.is_grad_enabled():
+            dq, dk, dv = attention_backward_op(grads[0], q, k, v, out, lse, handle, ctx.softmax_scale)
+        else:
+            bound = _bound_plans[int(handle)]
+            dq, dk, dv = _backward(bound, grads[0], q, k, v, out, lse, ctx.softmax_scale)
         return dq, dk, dv, None, None
 
 
@@ -213,6 +221,15 @@ def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
         raise RuntimeError("attention has no second derivatives; take its gradients without create_graph")
     with torch._C._AutoDispatchBelowAutograd():
         return attention_backward_op(*arguments)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, handle: Tensor, softmax_scale: float) -> tuple[Tensor, Tensor]:
+    """``attention_op``, called directly where nobody watches: half the host time."""
+    if torch.compiler.is_compiling() or _is_watched(q):
+        return attention_op(q, k, v, handle, softmax_scale)
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        return _Attention.apply(q, k, v, handle, softmax_scale)
+    return _forward(_bound_plans[int(handle)], q, k, v, softmax_scale)
 
 
 # ---------------------------------------------------------------------------------------------------------- public API
@@ -259,7 +276,7 @@ def cp_varlen_attn(
         handles[key] = make_handle(
             bind_plan(plan, mesh, block_attn, q.shape[1], k.shape[1], q.device, deterministic, fp32_reduce)
         )
-    return attention_op(q, k, v, handles[key], q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale)[0]
+    return attend(q, k, v, handles[key], q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale)[0]
 
 
 def flex_flash_attn(
@@ -288,7 +305,7 @@ def flex_flash_attn(
     """
     _check_shapes(q, k, v, None)
     handle = _slices_handle(slices, q.shape[0], k.shape[0], q.shape[1], k.shape[1], q.device, backend, deterministic)
-    return attention_op(q, k, v, handle, q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale)
+    return attend(q, k, v, handle, q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale)
 
 
 @functools.lru_cache(maxsize=16)

@@ -37,7 +37,8 @@ class BlockAttn(Protocol):
         v: Tensor,
         mask: Any,
         softmax_scale: float,
-        accumulate: tuple[Tensor, Tensor] | None,
+        earlier: tuple[Tensor, Tensor] | None = None,
+        more: bool = False,
     ) -> tuple[Tensor, Tensor]: ...
 
     def delta(self, out: Tensor, dout: Tensor, zero: Tensor | None = None) -> Tensor: ...

@@ -100,65 +100,70 @@ class FfaBlockAttn:
         v: Tensor,
         mask: DeviceLists,
         softmax_scale: float,
-        accumulate: tuple[Tensor, Tensor] | None = None,
+        earlier: tuple[Tensor, Tensor] | None = None,
+        more: bool = False,
         sm_margin: int = 0,
     ) -> tuple[Tensor, Tensor]:
-        """Attention over k, v; merged into `accumulate` in place if given.
+        """Attention over k, v and over the keys of earlier stages.
 
         Args:
             q: [Tq, Hq, D] bf16 or fp16. k, v: [Tk, Hk, D], the same dtype. Strided views are read in place.
-            accumulate: contiguous fp32 (out [Tq, Hq, D], lse [Tq, Hq]); 0 and -inf where no key was seen yet.
+            earlier: what the call for the stages before returned, with `more`; overwritten.
+            more: further stages follow.
             softmax_scale: > 0.
             sm_margin: SMs to leave to others.
 
         Returns:
-            out [Tq, Hq, D] in the dtype of q and lse fp32 [Tq, Hq], natural logarithms; rows that see no key have out 0
-            and lse -inf. With accumulate, that pair, merged; rows that see no key are left as they were.
+            out [Tq, Hq, D], contiguous, in the dtype of q, or fp32 if more stages follow; lse fp32 [Tq, Hq], natural
+            logarithms. Rows that have seen no key have out 0 and lse -inf.
 
         Raises:
             ValueError: head_dim, dtype, scale or shapes that the kernel does not take.
         """
         s = mask.sizes
-        _check_inputs(q, k, v, s, softmax_scale)
-        if accumulate is None:
-            out = torch.empty_like(q, memory_format=torch.contiguous_format)
-            lse = torch.empty(s.num_q, s.num_heads_q, dtype=torch.float32, device=q.device)
-            num_tiles = s.num_forward_tiles
-            if s.num_k == 0:
-                return out.zero_(), lse.fill_(-math.inf)
-        else:
-            out, lse = accumulate
-            assert out.dtype == lse.dtype == torch.float32
-            assert out.is_contiguous()
-            assert lse.is_contiguous()
-            num_tiles = s.num_forward_tiles_with_work
-        if num_tiles == 0:
-            return out, lse
-        q, k, v = launch.copyable(q), launch.copyable(k), launch.copyable(v)
-        device = q.device.index
-        key = ("forward", q.shape[2], q.dtype, accumulate is not None)
+        key = ("forward", q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, earlier is None, more)
         if key not in mask.launches:
-            mask.launches[key] = self._forward_launch(mask, q.shape[2], q.dtype, accumulate is not None, num_tiles)
+            _check_inputs(q, k, v, s)
+            mask.launches[key] = self._forward_launch(mask, q.shape[2], q.dtype, earlier is not None, more)
+        _check_scale(softmax_scale)
         kernel, template = mask.launches[key]
-        params = launch.ForwardParams.from_buffer_copy(template)
-        params.out, params.lse, params.counter = out.data_ptr(), lse.data_ptr(), launch.next_counter(device)
-        params.scale_log2 = softmax_scale * LOG2_E
-        kernel(
-            device,
-            min(num_tiles * template.schedule.num_heads, max(1, launch.num_sms(device) - sm_margin)),
-            launch.tensor_map(q, s.forward_pack, ROWS // s.forward_pack),
+        if more and earlier is not None:
+            out, lse = earlier
+        else:
+            dtype = torch.float32 if more else q.dtype
+            out = torch.empty_like(q, dtype=dtype, memory_format=torch.contiguous_format)
+            lse = earlier[1] if earlier else torch.empty(s.num_q, s.num_heads_q, dtype=torch.float32, device=q.device)
+        num_items = template.schedule.num_tiles * template.schedule.num_heads
+        if num_items == 0:
+            return out, lse
+        if s.num_k == 0:  # nothing to copy from
+            if earlier is None:
+                return out.zero_(), lse.fill_(-math.inf)
+            return out.copy_(earlier[0]), lse
+        device = q.device.index
+        tokens = ROWS // s.forward_pack
+        maps = (
+            launch.tensor_map(q, s.forward_pack, tokens),
             launch.tensor_map(k, 1, KEYS),
             launch.tensor_map(v, 1, KEYS),
-            params,
         )
+        params = launch.ForwardParams.from_buffer_copy(template)
+        params.out, params.lse, params.counter = out.data_ptr(), lse.data_ptr(), launch.next_counter(device)
+        params.earlier = None if earlier is None else earlier[0].data_ptr()
+        params.scale_log2 = softmax_scale * LOG2_E
+        grid = min(num_items, max(1, launch.num_sms(device) - sm_margin))
+        kernel(device, grid, *(encoded for encoded, _ in maps), params)
         return out, lse
 
     def _forward_launch(
-        self, mask: DeviceLists, head_dim: int, dtype: torch.dtype, accumulate: bool, num_tiles: int
+        self, mask: DeviceLists, head_dim: int, dtype: torch.dtype, earlier: bool, more: bool
     ) -> tuple[launch.Kernel, launch.ForwardParams]:
         s = mask.sizes
-        variant, shared = launch.forward_variant(head_dim, s.forward_pack, dtype, accumulate)
+        variant, shared = launch.forward_variant(head_dim, s.forward_pack, dtype, earlier, more)
         num_groups = s.num_heads_q // s.forward_pack
+        num_tiles = (
+            s.num_forward_tiles_with_work if earlier and more else s.num_forward_tiles
+        )  # the others stay as they are
         params = launch.ForwardParams(
             items=mask.pointer(s.forward_items),
             segments=mask.pointer(s.forward_segments),
@@ -207,23 +212,22 @@ class FfaBlockAttn:
             ValueError: head_dim, dtype, scale or shapes that the kernel does not take.
         """
         s = mask.sizes
-        _check_inputs(q, k, v, s, softmax_scale)
+        key = ("backward", q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, dout.dtype, deterministic)
+        if key not in mask.launches:
+            _check_inputs(q, k, v, s)
+            assert dout.dtype == q.dtype
+            mask.launches[key] = self._backward_launch(mask, q.shape[2], q.dtype, deterministic)
+        _check_scale(softmax_scale)
         assert dq.dtype == lse.dtype == delta.dtype == torch.float32
-        assert dout.dtype == q.dtype
-        assert all(x.is_contiguous() for x in (dq, lse, delta))
-        assert dk.dtype == dv.dtype
-        assert launch.copyable(dk) is dk
-        assert launch.copyable(dv) is dv
+        assert dq.is_contiguous()
+        assert lse.is_contiguous()
+        assert delta.is_contiguous()
         if s.num_k == 0:
             return
         if s.num_q == 0:
             dk.zero_(), dv.zero_()
             return
-        dout, q, k, v = (launch.copyable(x) for x in (dout, q, k, v))
         device = q.device.index
-        key = ("backward", q.shape[2], q.dtype, deterministic)
-        if key not in mask.launches:
-            mask.launches[key] = self._backward_launch(mask, q.shape[2], q.dtype, deterministic)
         kernel, template = mask.launches[key]
         params = launch.BackwardParams.from_buffer_copy(template)
         dk_to, dv_to = dk, dv
@@ -232,7 +236,7 @@ class FfaBlockAttn:
             if dk.dtype != torch.float32:
                 dk_to, dv_to = _float_sums(k, spare)
             else:
-                torch._foreach_zero_([dk, dv])
+                dk.zero_(), dv.zero_()
         else:
             params.store = launch.STORE_FLOAT if dk.dtype == torch.float32 else launch.STORE_PACKED
         semaphores = None
@@ -246,19 +250,16 @@ class FfaBlockAttn:
         params.counter = launch.next_counter(device)
         params.softmax_scale, params.scale_log2 = softmax_scale, softmax_scale * LOG2_E
         num_items = template.schedule.num_tiles * template.schedule.num_heads
-        tokens = BACKWARD_ROWS // s.backward_pack
-        kernel(
-            device,
-            min(num_items, max(1, launch.num_sms(device) - sm_margin)),
-            launch.tensor_map(q, s.backward_pack, tokens),
-            launch.tensor_map(dout, s.backward_pack, tokens),
-            launch.tensor_map(k, 1, KEYS),
-            launch.tensor_map(v, 1, KEYS),
-            launch.tensor_map(dq, s.backward_pack, tokens),
-            params,
+        pack, tokens = s.backward_pack, BACKWARD_ROWS // s.backward_pack
+        maps = (
+            *(launch.tensor_map(x, pack, tokens) for x in (q, dout)),
+            *(launch.tensor_map(x, 1, KEYS) for x in (k, v)),
+            launch.tensor_map(dq, pack, tokens),
         )
+        grid = min(num_items, max(1, launch.num_sms(device) - sm_margin))
+        kernel(device, grid, *(encoded for encoded, _ in maps), params)
         if dk_to is not dk:
-            torch._foreach_copy_([dk, dv], [dk_to, dv_to])
+            dk.copy_(dk_to), dv.copy_(dv_to)
 
     def _backward_launch(
         self, mask: DeviceLists, head_dim: int, dtype: torch.dtype, deterministic: bool
@@ -318,13 +319,16 @@ def _delta_kernel(use_fp16: bool, out_fp32: bool) -> launch.Kernel:
     return launch.load("ffa_delta.cu", "ffa_delta", switches, 256, 0)
 
 
-def _check_inputs(q: Tensor, k: Tensor, v: Tensor, s: ListSizes, softmax_scale: float) -> None:
+def _check_scale(softmax_scale: float) -> None:
+    if not softmax_scale > 0:
+        raise ValueError(f"softmax_scale is {softmax_scale}; it must be positive")
+
+
+def _check_inputs(q: Tensor, k: Tensor, v: Tensor, s: ListSizes) -> None:
     head_dim, dtype = q.shape[2], q.dtype
     launch.check_supported(head_dim, dtype)
     if not dtype == k.dtype == v.dtype:
         raise ValueError(f"q, k, v are {dtype}, {k.dtype}, {v.dtype}; give all three the same dtype")
-    if not softmax_scale > 0:
-        raise ValueError(f"softmax_scale is {softmax_scale}; it must be positive")
     want_q, want_k = (s.num_q, s.num_heads_q, head_dim), (s.num_k, s.num_heads_kv, head_dim)
     if q.shape != want_q or k.shape != want_k or v.shape != want_k:
         shapes = tuple(q.shape), tuple(k.shape), tuple(v.shape)

@@ -27,7 +27,7 @@ class Schedule(ctypes.Structure):
 
 class ForwardParams(ctypes.Structure):
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("out", "lse", "items", "segments", "bands", "counter")),
+        *((name, ctypes.c_void_p) for name in ("out", "earlier", "lse", "items", "segments", "bands", "counter")),
         ("schedule", Schedule),
         *((name, ctypes.c_int) for name in ("groups_per_kv", "num_q", "num_heads_q", "head_dim")),
         ("scale_log2", ctypes.c_float),
@@ -71,13 +71,13 @@ def check_supported(head_dim: int, dtype: torch.dtype) -> None:
         )
 
 
-def forward_variant(head_dim: int, pack: int, dtype: torch.dtype, accumulate: bool) -> tuple[Variant, int]:
+def forward_variant(head_dim: int, pack: int, dtype: torch.dtype, earlier: bool, more: bool) -> tuple[Variant, int]:
     """Macros and bytes of shared memory of a forward kernel."""
     padded = padded_head_dim(head_dim)
     stages = 4 if padded == 64 else 2
-    shared = (1 + 2 * stages) * ROWS * padded * 2 + 2048
+    shared = (2 + 2 * stages) * ROWS * padded * 2 + 2048
     macros = {"HEAD_DIM": padded, "PACK": pack, "SHARED_BYTES": shared, "USE_FP16": dtype == torch.float16}
-    return variant_of(macros | {"ACCUMULATE": accumulate}), shared
+    return variant_of(macros | {"EARLIER": earlier, "MORE": more}), shared
 
 
 def backward_variant(head_dim: int, pack: int, dtype: torch.dtype, deterministic: bool) -> tuple[Variant, int]:
@@ -117,26 +117,35 @@ def next_counter(device: int) -> int:
 
 def copyable(x: Tensor) -> Tensor:
     """x [T, H, D], or a contiguous copy where the copy engine cannot read it: it needs 16-byte aligned rows."""
-    token_stride, head_stride, column_stride = x.stride()
-    step = 16 // x.element_size()
-    fits = (
-        column_stride == 1
-        and x.data_ptr() % 16 == 0
-        and (token_stride % step == 0 or x.shape[0] == 1)
-        and (head_stride % step == 0 or x.shape[1] == 1)
-    )
+    fits = _fits(x.data_ptr(), x.element_size(), x.shape, x.stride())
     return x if fits else x.clone(memory_format=torch.contiguous_format)
 
 
-def tensor_map(x: Tensor, heads: int, tokens: int) -> Any:
-    """A map over x [T, H, D] with boxes of 128 bytes of columns x `heads` x `tokens`, stored as swizzled rows."""
-    return _encode(x.data_ptr(), x.dtype, x.shape, x.stride(), heads, tokens)
+def _fits(address: int, element_size: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    token_stride, head_stride, column_stride = strides
+    step = 16 // element_size
+    return (
+        column_stride == 1
+        and address % 16 == 0
+        and (token_stride % step == 0 or shape[0] == 1)
+        and (head_stride % step == 0 or shape[1] == 1)
+    )
+
+
+def tensor_map(x: Tensor, heads: int, tokens: int) -> tuple[Any, Tensor]:
+    """A map over x [T, H, D], or over a copy of it, with boxes of 128 bytes of columns x `heads` x `tokens`, stored as
+    swizzled rows; and the tensor that it maps, see `copyable`.
+    """
+    encoded = _encode(x.data_ptr(), x.dtype, x.shape, x.stride(), heads, tokens)
+    return (encoded, x) if encoded is not None else tensor_map(copyable(x), heads, tokens)
 
 
 @functools.lru_cache(maxsize=8192)
 def _encode(
     address: int, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], heads: int, tokens: int
 ) -> Any:
+    if not _fits(address, dtype.itemsize, shape, strides):
+        return None
     from cuda.bindings import driver
 
     types = {

@@ -77,17 +77,19 @@ class FlexBlockAttn:
         v: Tensor,
         mask: FlexMask,
         softmax_scale: float,
-        accumulate: tuple[Tensor, Tensor] | None,
+        earlier: tuple[Tensor, Tensor] | None = None,
+        more: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """Attention over k, v; merged into ``accumulate`` in place if given.
+        """Attention over k, v and over the keys of earlier stages.
 
         Args:
             q: [Tq, Hq, D]. k, v: [Tk, Hkv, D].
-            accumulate: (out [Tq, Hq, D], lse [Tq, Hq]) in float32 or wider; 0 and -inf where no key was seen yet.
+            earlier: what the call for the stages before returned, with ``more``; overwritten.
+            more: further stages follow.
 
         Returns:
-            out [Tq, Hq, D] in the dtype of q (of accumulate if given) and lse [Tq, Hq], natural logarithms; rows
-            that see no key have out 0 and lse -inf.
+            out [Tq, Hq, D] in the dtype of q, or float32 or wider if more stages follow; lse [Tq, Hq], natural
+            logarithms. Rows that have seen no key have out 0 and lse -inf.
         """
         out = torch.zeros_like(q, memory_format=torch.contiguous_format)
         lse = q.new_full(q.shape[:2], -torch.inf, dtype=torch.promote_types(q.dtype, torch.float32))
@@ -100,10 +102,10 @@ class FlexBlockAttn:
                 return_aux=AuxRequest(lse=True),
             )
             out[rows], lse[rows] = out_rows[0].transpose(0, 1), aux.lse[0].transpose(0, 1)
-        if accumulate is None:
-            return out, lse
-        merge_(*accumulate, out, lse)
-        return accumulate
+        if earlier is not None:
+            merge_(*earlier, out, lse)
+            out, lse = earlier
+        return out.to(lse.dtype if more else q.dtype), lse
 
     def delta(self, out: Tensor, dout: Tensor, zero: Tensor | None = None) -> Tensor:
         """rowsum(out * dout) in float32 or wider, [Tq, Hq]. out, dout: [Tq, Hq, D]. Fills ``zero`` with zeros."""

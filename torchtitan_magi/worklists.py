@@ -138,14 +138,14 @@ def build_worklists(
     blocks_per_tile = np.bincount(tile, records[:, 5] - records[:, 4], num_backward_tiles).astype(np.int64)
     chunk = chunk or backward_chunk(blocks_per_tile, num_heads_kv, packs)
     items, further = _items(tile, records, num_backward_tiles)
-    items[:, 3], items[:, 6] = starts[:-1], starts[1:]
+    items[:, 6], items[:, 7] = starts[:-1], starts[1:]
     whole_items, whole_segments = words.add(items[::-1]), words.add(further)
     part_tile, part, part_records = split_tiles(tile, records, blocks_per_tile, chunk)
     is_split = len(part_tile) > int(is_new(tile).sum())
     fits_l2 = num_q * num_heads_q * 1024 <= L2_BYTES  # q, dout and dq, 128 columns
     if is_split:
         items, further = _items(part, part_records, len(part_tile))
-        items[:, 0], items[:, 3], items[:, 6] = part_tile, starts[part_tile], starts[part_tile + 1]
+        items[:, 0], items[:, 6], items[:, 7] = part_tile, starts[part_tile], starts[part_tile + 1]
         num_blocks_b = np.bincount(part, part_records[:, 5] - part_records[:, 4]).astype(np.int64)
     else:
         num_blocks_b = blocks_per_tile
@@ -232,8 +232,8 @@ def forward_records(runs: SegmentRuns, num_tiles: int) -> tuple[Int64Array, Int3
 def key_tiles(table: Int64Array, num_k: int) -> Int64Array:
     """Where the k-tiles start, and num_k: int64 [tiles + 1], steps of at most KEYS.
 
-    The keys of one document (slices whose key ranges overlap) are cut from its first key on, so that its queries meet as
-    few tiles as can be; a document shares a tile with those before it only if it fits there whole.
+    The keys of one document (slices whose key ranges overlap) are cut from its first key on, so that its queries meet
+    as few tiles as can be; a document shares a tile with those before it only if it fits there whole.
 
     Args:
         table: slices, int64 [n, 5]; keys in [0, num_k).
