@@ -45,7 +45,9 @@ struct Shared {
   int2 band[kStages][kRows];
   int4 item;                                          // {first key, KV head, flags, end key}; first key < 0: no more work
   int4 block[kStages];                                // {first token, first head, flags, rank among the additions to dQ}
-  int4 dq_block[2][kQueryGradBuffers];                // the same, for the warps that add dQ; first token < 0: no more work
+  // for the warps that add: {first token, first head, kQueryGrad, rank} of a piece of dQ, {first key, head, k*Grad, first
+  // column} of a piece of dK or dV; first token < 0: no more work
+  int4 grad_piece[2][kQueryGradBuffers];
   u64 kv_full, kv_empty, full[kStages], empty[kStages];
 };
 static_assert(sizeof(Shared) <= SHARED_BYTES, "ffa.py asks for too little shared memory");
@@ -55,6 +57,7 @@ constexpr int kQueryGradThreads = 128 + 32;
 
 constexpr int kNoKey = 0x7fffffff;
 
+enum Grad { kQueryGrad, kKeyGrad, kValueGrad };
 enum Store { kStorePacked, kStoreFloat, kAddFloat };   // input type; fp32; added to fp32, by parts of one tile
 
 struct BackwardParams {
@@ -93,7 +96,8 @@ DEVICE int addition_rank(const BackwardParams& params, int q_block, int tile, in
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
 ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ TensorMap map_dout,
              const __grid_constant__ TensorMap map_k, const __grid_constant__ TensorMap map_v,
-             const __grid_constant__ TensorMap map_dq, const __grid_constant__ BackwardParams params) {
+             const __grid_constant__ TensorMap map_dq, const __grid_constant__ TensorMap map_dk,
+             const __grid_constant__ TensorMap map_dv, const __grid_constant__ BackwardParams params) {
   extern __shared__ __align__(1024) unsigned char raw_smem[];   // alone in shared memory, so it starts at a multiple of 1024
   Shared& smem = *(Shared*)raw_smem;
   const int warp = warp_uniform(threadIdx.x / 32), warpgroup = warp / 4, lane = threadIdx.x % 32;
@@ -105,7 +109,7 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
     mbarrier_init(kv_full, 1);
     mbarrier_init(kv_empty, kConsumers / 32);
     for (int i = 0; i < kStages; i++) {
-      mbarrier_init(full + 8 * i, 2);                 // the copy engine's bytes, and the row statistics
+      mbarrier_init(full + 8 * i, 1 + 32);            // the copy engine's bytes, and the row statistics of each lane
       mbarrier_init(empty + 8 * i, kConsumers / 32);
     }
     mbarrier_init_fence();
@@ -123,25 +127,32 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
       Ring<kStages> ring;
       u32 kv_phase = 1;
       int index = __shfl_sync(~0u, lane == 0 ? first_item(params.counter) : 0, 0);
+      auto item_word = [&](int i) {                   // word `lane` of item i
+        const int* words = (const int*)(params.items + 3 * params.schedule.list_index(i));
+        return lane < 12 && i < params.schedule.num_items() ? __ldg(words + lane) : 0;
+      };
+      int next_word = item_word(index);
       while (index < params.schedule.num_items()) {
-        int next_index = lane == 0 ? next_item(params.counter) : 0;
-        const WorkItem item = load_item(params.items, params.schedule.list_index(index));
+        const int fetched = lane == 0 ? next_item(params.counter) : 0;
+        const WorkItem item = share_item(next_word);
         const int kv_head = params.schedule.head(index);
+        const int first_key = __shfl_sync(~0u, next_word, 6), end_key = __shfl_sync(~0u, next_word, 7);
         mbarrier_wait(kv_empty, kv_phase);
         kv_phase ^= 1;
         if (lane == 0) {
-          const int2 keys = __ldg((const int2*)(params.items + 3 * params.schedule.list_index(index) + 1) + 1);
-          smem.item = make_int4(keys.x, kv_head, item.num_segments == 0 ? kLastBlock : 0, keys.y);
+          smem.item = make_int4(first_key, kv_head, item.num_segments == 0 ? kLastBlock : 0, end_key);
           if (item.num_segments == 0) {
             mbarrier_arrive(kv_full);
           } else {
             mbarrier_arrive_expect(kv_full, 2 * kKeyBytes);
             for (int p = 0; p < kPanels; p++) {
-              tma_load_3d(k + p * kKeyPanel, &map_k, kv_full, p * 64, kv_head, keys.x);
-              tma_load_3d(v + p * kKeyPanel, &map_v, kv_full, p * 64, kv_head, keys.x);
+              tma_load_3d(k + p * kKeyPanel, &map_k, kv_full, p * 64, kv_head, first_key);
+              tma_load_3d(v + p * kKeyPanel, &map_v, kv_full, p * 64, kv_head, first_key);
             }
           }
         }
+        index = __shfl_sync(~0u, fetched, 0);
+        next_word = item_word(index);
         const int packs = item.num_segments == 0 ? 0 : params.num_packs;
         for (int pack = 0; pack < packs; pack++) {
           const int head = (kv_head * params.num_packs + pack) * PACK;
@@ -192,12 +203,11 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
                 smem.delta[s][row] = delta[r];
                 smem.band[s][row] = band[r];
               }
-              mbarrier_arrive_warp(full + 8 * s);
+              mbarrier_arrive(full + 8 * s);
               ring.advance();
             }
           }
         }
-        index = __shfl_sync(~0u, next_index, 0);
       }
       mbarrier_wait(kv_empty, kv_phase);
       if (lane == 0) {
@@ -211,7 +221,7 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
       for (int i = 0; i < kQueryGradBuffers; i++) named_arrive(kQueryGradEmpty + 2 * w + i, kQueryGradThreads);
       for (bool first = true;; first = false, buffer ^= 1) {
         named_sync(kQueryGradFull + 2 * w + buffer, kQueryGradThreads);
-        const int4 block = smem.dq_block[w][buffer];
+        const int4 block = smem.grad_piece[w][buffer];
         if (block.x < 0) break;
         if (lane == 0) {
           const u32 dq = smem_address(smem.dq[w][buffer]);
@@ -223,8 +233,11 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
           asm volatile("fence.proxy.async;" ::: "memory");
 #endif
 #pragma unroll
-          for (int p = 0; p < kQueryColumns / 32; p++)
-            tma_reduce_add_3d(&map_dq, dq + p * kQueryGradPanel, w * kQueryColumns + p * 32, block.y, block.x);
+          for (int p = 0; p < kQueryColumns / 32; p++) {
+            const TensorMap* map = block.z == kQueryGrad ? &map_dq : block.z == kKeyGrad ? &map_dk : &map_dv;
+            const int column = block.z == kQueryGrad ? w * kQueryColumns : block.w;
+            tma_reduce_add_3d(map, dq + p * kQueryGradPanel, column + p * 32, block.y, block.x);
+          }
           bulk_commit();
 #ifdef DETERMINISTIC
           bulk_wait<0>();
@@ -255,6 +268,20 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
     Ring<kStages> ring;
     u32 ds_b = 0;                                                 // byte offset of the dS buffer of this block
     int dq_b = 0;                                                 // dQ buffer of this block
+    // Gives 64 rows of gradients, kQueryColumns columns from x[FIRST], to the warp that adds them to global memory.
+    auto hand_over = [&](const float* x, float scale, int4 piece) {
+      named_sync(kQueryGradEmpty + 2 * w + dq_b, kQueryGradThreads);
+#pragma unroll
+      for (int j = 0; j < kQueryColumns / 2; j += 2) {
+        const int column = j / 4 * 8;                              // of this lane's group of four
+        store_smem((dq_row ^ column % 32 * 4) + dq_b * kQueryGradBytes + column / 32 * kQueryGradPanel + j / 2 % 2 * 8 * 128,
+                   x[j] * scale, x[j + 1] * scale);
+      }
+      if (leader) smem.grad_piece[w][dq_b] = piece;
+      fence_proxy_async();
+      named_arrive(kQueryGradFull + 2 * w + dq_b, kQueryGradThreads);
+      dq_b ^= 1;
+    };
     for (u32 kv_phase = 0;; kv_phase ^= 1) {
       mbarrier_wait(kv_full, kv_phase);
       if (warp_uniform(smem.item.x) < 0) break;
@@ -344,17 +371,7 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
         ds_b ^= (u32)sizeof(smem.ds[0]);
 
         wgmma_wait<1>();                                          // dV and dQ
-        named_sync(kQueryGradEmpty + 2 * w + dq_b, kQueryGradThreads);
-#pragma unroll
-        for (int j = 0; j < kQueryColumns / 2; j += 2) {
-          const int column = j / 4 * 8;                            // of this lane's group of four
-          store_smem((dq_row ^ column % 32 * 4) + dq_b * kQueryGradBytes + column / 32 * kQueryGradPanel + j / 2 % 2 * 8 * 128,
-                     dq_rmem[j] * params.softmax_scale, dq_rmem[j + 1] * params.softmax_scale);
-        }
-        if (leader) smem.dq_block[w][dq_b] = block;
-        fence_proxy_async();
-        named_arrive(kQueryGradFull + 2 * w + dq_b, kQueryGradThreads);
-        dq_b ^= 1;
+        hand_over(dq_rmem, params.softmax_scale, make_int4(block.x, block.y, kQueryGrad, block.w));
 
         wgmma_wait<0>();                                          // dK
         mbarrier_arrive_warp(empty + 8 * s);
@@ -364,6 +381,18 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
       // ------------------------------------------------------------------------------------- epilogue
       const int kv_head = smem.item.y, end_key = smem.item.w;
       mbarrier_arrive_warp(kv_empty);
+#ifndef DETERMINISTIC
+      if (params.store == kAddFloat) {                             // rows beyond end_key are 0
+#pragma unroll
+        for (int i = 0; i < 2; i++)
+          hand_over(dk_rmem + i * kQueryColumns / 2, params.softmax_scale,
+                    make_int4(first_key + w * 64, kv_head, kKeyGrad, i * kQueryColumns));
+#pragma unroll
+        for (int i = 0; i < 2; i++)
+          hand_over(dv_rmem + i * kQueryColumns / 2, 1, make_int4(first_key + w * 64, kv_head, kValueGrad, i * kQueryColumns));
+        continue;
+      }
+#endif
       const bool valid0 = first_key + key_row < end_key, valid1 = first_key + key_row + 8 < end_key;
       auto store = [&](const float(&acc)[HEAD_DIM / 2], void* base, long long token_stride, long long head_stride, float scale) {
         const long long low = (first_key + key_row) * token_stride + kv_head * head_stride, high = low + 8 * token_stride;
@@ -374,14 +403,13 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
           return;
         }
         float *row_low = valid0 ? (float*)base + low : nullptr, *row_high = valid1 ? (float*)base + high : nullptr;
-        if (params.store == kAddFloat) store_rows_float<HEAD_DIM, true>(acc, scale, row_low, row_high, params.head_dim, lane);
-        else store_rows_float<HEAD_DIM, false>(acc, scale, row_low, row_high, params.head_dim, lane);
+        store_rows_float<HEAD_DIM>(acc, scale, row_low, row_high, params.head_dim, lane);
       };
       store(dk_rmem, params.dk, params.dk_token_stride, params.dk_head_stride, params.softmax_scale);
       store(dv_rmem, params.dv, params.dv_token_stride, params.dv_head_stride, 1.f);
     }
     named_sync(kQueryGradEmpty + 2 * w + dq_b, kQueryGradThreads);   // tell the dQ warp to stop
-    if (leader) smem.dq_block[w][dq_b] = make_int4(-1, 0, 0, 0);
+    if (leader) smem.grad_piece[w][dq_b] = make_int4(-1, 0, 0, 0);
     named_arrive(kQueryGradFull + 2 * w + dq_b, kQueryGradThreads);
   }
 }

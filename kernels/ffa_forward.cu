@@ -97,11 +97,12 @@ DEVICE bool softmax(float (&s_rmem)[64], float (&row_max)[2], float (&row_sum)[2
     top[r] = fmaxf(top[r], __shfl_xor_sync(~0u, top[r], 1));
     top[r] = fmaxf(top[r], __shfl_xor_sync(~0u, top[r], 2));
   }
-  const float growth = fmaxf(top[0] - row_max[0], top[1] - row_max[1]) * scale_log2;
-  const bool raised = __any_sync(~0u, growth > kHeadroom);
+  const bool raise[2] = {(top[0] - row_max[0]) * scale_log2 > kHeadroom, (top[1] - row_max[1]) * scale_log2 > kHeadroom};
+  const bool raised = __any_sync(~0u, raise[0] || raise[1]);
   if (raised) {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
+      if (!raise[r]) top[r] = row_max[r];                   // a row does not depend on the others
       rescale[r] = exp2_fast((row_max[r] - top[r]) * scale_log2);
       row_max[r] = top[r];
       row_sum[r] *= rescale[r];
@@ -176,9 +177,10 @@ ffa_forward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Ten
     Ring<kStages> ring;
     Ring<2> q_ring;
     int index = blockIdx.x;
+    WorkItem next = load_item(params.items, params.schedule.list_index(index));
     while (index < params.schedule.num_items()) {
       const int next_index = next_item(params.counter);
-      const WorkItem item = load_item(params.items, params.schedule.list_index(index));
+      const WorkItem item = next;
       const int group = params.schedule.head(index), kv_head = group / params.groups_per_kv;
       const int token = item.tile * kTokens;
       const u32 q_s = q + q_ring.stage * kTileBytes, q_full_s = q_full + 8 * q_ring.stage;
@@ -196,6 +198,7 @@ ffa_forward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Ten
         prefetch_l2(params.earlier + ((u64)t * params.num_heads_q + group * PACK) * params.head_dim, PACK * params.head_dim * 4);
 #endif
       Segment segment = item.segment;
+      if (next_index < params.schedule.num_items()) next = load_item(params.items, params.schedule.list_index(next_index));
       for (int i = 0; i < item.num_segments; i++) {
         if (i > 0) segment = load_segment(params.segments, item.first_segment + i - 1);
         for (int key = segment.first + (segment.end - 1 - segment.first) / kKeys * kKeys; key >= segment.first; key -= kKeys) {
@@ -360,8 +363,8 @@ ffa_forward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Ten
       float* out = (float*)params.out;
 #pragma unroll
       for (int j = 0; j < HEAD_DIM / 2; j++) o_rmem[j] *= scale[j / 2 % 2];
-      store_rows_float<HEAD_DIM, false>(o_rmem, 1, stored[0] ? out + index[0] * params.head_dim : nullptr,
-                                        stored[1] ? out + index[1] * params.head_dim : nullptr, params.head_dim, lane);
+      store_rows_float<HEAD_DIM>(o_rmem, 1, stored[0] ? out + index[0] * params.head_dim : nullptr,
+                                 stored[1] ? out + index[1] * params.head_dim : nullptr, params.head_dim, lane);
 #else
       unsigned short* out = (unsigned short*)params.out;
       store_rows_packed<HEAD_DIM>(o_rmem, scale[0], scale[1], stored[0] ? out + index[0] * params.head_dim : nullptr,

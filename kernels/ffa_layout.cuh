@@ -48,6 +48,12 @@ DEVICE Segment load_segment(const int4* segments, int index) {
   return {a.x, a.y, b.x, b.y, b.z, b.w};
 }
 
+// The item whose word i lane i holds.
+DEVICE WorkItem share_item(int word) {
+  auto at = [&](int i) { return __shfl_sync(~0u, word, i); };
+  return {at(0), at(1), at(2), {at(4), at(5), at(8), at(9), at(10), at(11)}};
+}
+
 DEVICE WorkItem load_item(const int4* items, int index) {
   const int4 a = __ldg(items + 3 * index), b = __ldg(items + 3 * index + 1), c = __ldg(items + 3 * index + 2);
   return {a.x, a.y, a.z, {b.x, b.y, c.x, c.y, c.z, c.w}};
@@ -116,19 +122,15 @@ DEVICE void store_rows_packed(const float (&acc)[N / 2], float scale_low, float 
   }
 }
 
-// The same as fp32, 8 bytes a lane; ADD adds to what is there.
-template <int N, bool ADD>
+// The same as fp32, 8 bytes a lane.
+template <int N>
 DEVICE void store_rows_float(const float (&acc)[N / 2], float scale, float* row_low, float* row_high, int head_dim, int lane) {
-  auto store = [](float* p, float x, float y) {
-    if (ADD) asm volatile("red.global.add.v2.f32 [%0], {%1, %2};" ::"l"(p), "f"(x), "f"(y) : "memory");
-    else *(float2*)p = make_float2(x, y);
-  };
 #pragma unroll
   for (int i = 0; i < N / 8; i++) {
     const int column = i * 8 + lane % 4 * 2;
     if (column < head_dim) {
-      if (row_low) store(row_low + column, acc[4 * i] * scale, acc[4 * i + 1] * scale);
-      if (row_high) store(row_high + column, acc[4 * i + 2] * scale, acc[4 * i + 3] * scale);
+      if (row_low) *(float2*)(row_low + column) = make_float2(acc[4 * i] * scale, acc[4 * i + 1] * scale);
+      if (row_high) *(float2*)(row_high + column) = make_float2(acc[4 * i + 2] * scale, acc[4 * i + 3] * scale);
     }
   }
 }

@@ -194,14 +194,14 @@ class _Attention(torch.autograd.Function):
                 out, lse = attention_op(q, k, v, handle, softmax_scale)
         else:
             out, lse = _forward(_bound_plans[int(handle)], q, k, v, softmax_scale)
-        ctx.save_for_backward(q, k, v, out, lse, handle)
-        ctx.softmax_scale = softmax_scale
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.handle, ctx.softmax_scale = handle, softmax_scale
         ctx.mark_non_differentiable(lse)
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse, handle = ctx.saved_tensors
+        (q, k, v, out, lse), handle = ctx.saved_tensors, ctx.handle
         if _is_watched(q) or torch.is_grad_enabled():
             dq, dk, dv = attention_backward_op(grads[0], q, k, v, out, lse, handle, ctx.softmax_scale)
         else:
@@ -210,9 +210,13 @@ class _Attention(torch.autograd.Function):
         return dq, dk, dv, None, None
 
 
+# Function.apply itself would first look for functorch's transforms, which this op does not have.
+_apply_attention = super(torch.autograd.Function, _Attention).apply
+
+
 @torch.library.impl(_library, "cp_varlen_attn", "Autograd")
 def _(q: Tensor, k: Tensor, v: Tensor, handle: Tensor, softmax_scale: float) -> tuple[Tensor, Tensor]:
-    return _Attention.apply(q, k, v, handle, softmax_scale)
+    return _apply_attention(q, k, v, handle, softmax_scale)
 
 
 @torch.library.impl(_library, "cp_varlen_attn_backward", "Autograd")
@@ -228,7 +232,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, handle: Tensor, softmax_scale: float
     if torch.compiler.is_compiling() or _is_watched(q):
         return attention_op(q, k, v, handle, softmax_scale)
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        return _Attention.apply(q, k, v, handle, softmax_scale)
+        return _apply_attention(q, k, v, handle, softmax_scale)
     return _forward(_bound_plans[int(handle)], q, k, v, softmax_scale)
 
 

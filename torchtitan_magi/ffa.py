@@ -255,6 +255,10 @@ class FfaBlockAttn:
             *(launch.tensor_map(x, pack, tokens) for x in (q, dout)),
             *(launch.tensor_map(x, 1, KEYS) for x in (k, v)),
             launch.tensor_map(dq, pack, tokens),
+            *(
+                launch.tensor_map(x, 1, BACKWARD_ROWS)
+                for x in ((dk_to, dv_to) if params.store == launch.ADD_FLOAT else (dq, dq))
+            ),
         )
         grid = min(num_items, max(1, launch.num_sms(device) - sm_margin))
         kernel(device, grid, *(encoded for encoded, _ in maps), params)
