@@ -32,12 +32,12 @@ constexpr u32 kPanelBytes = 128 * 128;                 // 128 rows x 64 columns
 constexpr u32 kTileBytes = kPanels * kPanelBytes;      // Q tile = K block = V block
 constexpr u32 kQueryBytes = kPanels * kTokens * PACK * 128;   // what the copy engine writes of the Q tile
 struct Shared {
-  alignas(1024) unsigned char q[2][kTileBytes];
+  alignas(1024) unsigned char q[kTileBytes];
   alignas(1024) unsigned char k[kStages][kTileBytes];
   alignas(1024) unsigned char v[kStages][kTileBytes];
-  int4 item[2];                       // {first token, head group, flags, 0}; first token < 0: no more work
+  int4 item;                          // {first token, head group, flags, 0}; first token < 0: no more work
   int4 block[kStages];                // {first key, flags, first index of the layer's bands, 0}
-  u64 q_full[2], q_empty[2];
+  u64 q_full, q_empty;
   u64 k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];
 };
 
@@ -152,14 +152,12 @@ ffa_forward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Ten
   extern __shared__ __align__(1024) unsigned char raw_smem[];   // alone in shared memory, so it starts at a multiple of 1024
   Shared& smem = *(Shared*)raw_smem;
   const int warp = warp_uniform(threadIdx.x / 32), warpgroup = warp / 4;
-  const u32 q_full = smem_address(smem.q_full), q_empty = smem_address(smem.q_empty);
+  const u32 q_full = smem_address(&smem.q_full), q_empty = smem_address(&smem.q_empty);
   const u32 k_full = smem_address(smem.k_full), k_empty = smem_address(smem.k_empty);
   const u32 v_full = smem_address(smem.v_full), v_empty = smem_address(smem.v_empty);
   if (threadIdx.x == 0) {
-    for (int i = 0; i < 2; i++) {
-      mbarrier_init(q_full + 8 * i, 1);
-      mbarrier_init(q_empty + 8 * i, kConsumers / 32);
-    }
+    mbarrier_init(q_full, 1);
+    mbarrier_init(q_empty, kConsumers / 32);
     for (int i = 0; i < kStages; i++) {
       mbarrier_init(k_full + 8 * i, 1);
       mbarrier_init(v_full + 8 * i, 1);
@@ -175,7 +173,7 @@ ffa_forward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Ten
     if (threadIdx.x != 0) return;
     const u32 q = smem_address(smem.q), k = smem_address(smem.k), v = smem_address(smem.v);
     Ring<kStages> ring;
-    Ring<2> q_ring;
+    u32 q_phase = 1;
     int index = blockIdx.x;
     WorkItem next = load_item(params.items, params.schedule.list_index(index));
     while (index < params.schedule.num_items()) {
@@ -183,15 +181,14 @@ ffa_forward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Ten
       const WorkItem item = next;
       const int group = params.schedule.head(index), kv_head = group / params.groups_per_kv;
       const int token = item.tile * kTokens;
-      const u32 q_s = q + q_ring.stage * kTileBytes, q_full_s = q_full + 8 * q_ring.stage;
-      mbarrier_wait(q_empty + 8 * q_ring.stage, q_ring.phase ^ 1);
-      smem.item[q_ring.stage] = make_int4(token, group, item.num_segments == 0 ? kLastBlock : 0, 0);
-      q_ring.advance();
+      mbarrier_wait(q_empty, q_phase);
+      q_phase ^= 1;
+      smem.item = make_int4(token, group, item.num_segments == 0 ? kLastBlock : 0, 0);
       if (item.num_segments == 0) {
-        mbarrier_arrive(q_full_s);
+        mbarrier_arrive(q_full);
       } else {
-        mbarrier_arrive_expect(q_full_s, kQueryBytes);
-        for (int p = 0; p < kPanels; p++) tma_load_3d(q_s + p * kPanelBytes, &map_q, q_full_s, p * 64, group * PACK, token);
+        mbarrier_arrive_expect(q_full, kQueryBytes);
+        for (int p = 0; p < kPanels; p++) tma_load_3d(q + p * kPanelBytes, &map_q, q_full, p * 64, group * PACK, token);
       }
 #ifdef EARLIER
       for (int t = token; t < min(token + kTokens, params.num_q); t++)
@@ -219,9 +216,9 @@ ffa_forward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Ten
       }
       index = next_index;
     }
-    mbarrier_wait(q_empty + 8 * q_ring.stage, q_ring.phase ^ 1);
-    smem.item[q_ring.stage] = make_int4(-1, 0, 0, 0);
-    mbarrier_arrive(q_full + 8 * q_ring.stage);
+    mbarrier_wait(q_empty, q_phase);
+    smem.item = make_int4(-1, 0, 0, 0);
+    mbarrier_arrive(q_full);
     finish_items(params.counter);
 
   } else {  // ----------------------------------------------------------------------------------- consumers
@@ -230,41 +227,14 @@ ffa_forward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Ten
     const int row0 = (warp - 4) * 16 + lane / 4;           // this thread's rows: row0 and row0 + 8
     const u32 q = operand(smem_address(smem.q) + (warpgroup - 1) * 64 * 128);
     const u32 k = operand(smem_address(smem.k)), v = operand(smem_address(smem.v), kPanelBytes);
-    Ring<kStages> ring;                                    // of the block whose scores are in s_rmem
-    Ring<2> q_ring;
-    int token[2], head[2];
-    bool valid[2];
-    int2 band[2];
-    int band_layer;
-    auto load_bands = [&](int layer) {
-      band_layer = layer;
-#pragma unroll
-      for (int r = 0; r < 2; r++) band[r] = valid[r] ? __ldg(params.bands + layer + token[r]) : make_int2(0, 0);
-    };
-
-    // The scores of an item's first block are computed while the item before it ends: with nothing to do, of old memory.
-    float s_rmem[64];
-    int4 item = make_int4(0, 0, kLastBlock, 0), block = item;
-    bool has_keys = false;
-    auto first_scores = [&] {                              // of the next item; in flight when it returns
-      mbarrier_wait(q_full + 8 * q_ring.stage, q_ring.phase);
-      item = smem.item[q_ring.stage];
-      item.x = warp_uniform(item.x);
-      has_keys = !(warp_uniform(item.z) & kLastBlock) && item.x >= 0;
-      if (has_keys) {
-        mbarrier_wait(k_full + 8 * ring.stage, ring.phase);
-        block = smem.block[ring.stage];
-        block.y = warp_uniform(block.y);
-      }
-      wgmma_fence();
-      scores(s_rmem, moved(q, q_ring.stage * kTileBytes), moved(k, ring.stage * kTileBytes));
-      wgmma_commit();
-    };
-    first_scores();
-    while (true) {
-      wgmma_wait<0>();
-      if (item.x < 0) break;
-      if (has_keys) mbarrier_arrive_warp(k_empty + 8 * ring.stage);
+    Ring<kStages> ring;
+    for (u32 q_phase = 0;; q_phase ^= 1) {
+      mbarrier_wait(q_full, q_phase);
+      const int4 item = smem.item;
+      __syncwarp();
+      if (warp_uniform(item.x) < 0) break;
+      int token[2], head[2];
+      bool valid[2];
 #pragma unroll
       for (int r = 0; r < 2; r++) {
         const int row = row0 + 8 * r;
@@ -272,15 +242,32 @@ ffa_forward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Ten
         head[r] = item.y * PACK + row % PACK;
         valid[r] = row < kTokens * PACK && token[r] < params.num_q;
       }
+      int2 band[2];
+      int band_layer = -1;
+      auto load_bands = [&](int layer) {
+        band_layer = layer;
+#pragma unroll
+        for (int r = 0; r < 2; r++) band[r] = valid[r] ? __ldg(params.bands + layer + token[r]) : make_int2(0, 0);
+      };
+
       float o_rmem[HEAD_DIM / 2], row_max[2] = {kMasked, kMasked}, row_sum[2] = {0, 0}, rescale[2];
 #pragma unroll
       for (int j = 0; j < HEAD_DIM / 2; j++) o_rmem[j] = 0;
-      const u32 q_empty_s = q_empty + 8 * q_ring.stage, q_s = moved(q, q_ring.stage * kTileBytes);
-      q_ring.advance();
 
-      if (has_keys) {
+      if (warp_uniform(item.z) & kLastBlock) {  // no keys at all
+        mbarrier_arrive_warp(q_empty);
+      } else {
+        float s_rmem[64];
         u32 p_rmem[32];
+        mbarrier_wait(k_full + 8 * ring.stage, ring.phase);
+        int4 block = smem.block[ring.stage];
+        block.y = warp_uniform(block.y);
         load_bands(block.z);
+        wgmma_fence();
+        scores(s_rmem, q, moved(k, ring.stage * kTileBytes));
+        wgmma_commit();
+        wgmma_wait<0>();
+        mbarrier_arrive_warp(k_empty + 8 * ring.stage);
         mask_scores(s_rmem, block.x, band, lane);
         softmax(s_rmem, row_max, row_sum, rescale, params.scale_log2);
         round_probabilities(p_rmem, s_rmem);
@@ -292,7 +279,7 @@ ffa_forward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Ten
           block = smem.block[ring.stage];
           block.y = warp_uniform(block.y);
           wgmma_fence();
-          scores(s_rmem, q_s, moved(k, ring.stage * kTileBytes));
+          scores(s_rmem, q, moved(k, ring.stage * kTileBytes));
           wgmma_commit();
           if (!(block.y & kFullBlock) && block.z != band_layer) load_bands(block.z);
           mbarrier_wait(v_full + 8 * previous.stage, previous.phase);
@@ -311,19 +298,14 @@ ffa_forward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Ten
           }
         }
 
-        mbarrier_arrive_warp(q_empty_s);
+        mbarrier_arrive_warp(q_empty);
         mbarrier_wait(v_full + 8 * ring.stage, ring.phase);
         wgmma_fence();
         weighted_values(o_rmem, p_rmem, moved(v, ring.stage * kTileBytes));
         wgmma_commit();
-        const u32 v_empty_s = v_empty + 8 * ring.stage;
+        wgmma_wait<0>();
+        mbarrier_arrive_warp(v_empty + 8 * ring.stage);
         ring.advance();
-        first_scores();
-        wgmma_wait<1>();
-        mbarrier_arrive_warp(v_empty_s);
-      } else {
-        mbarrier_arrive_warp(q_empty_s);
-        first_scores();
       }
 
       // ------------------------------------------------------------------------------------- epilogue

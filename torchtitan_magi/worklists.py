@@ -35,7 +35,7 @@ BACKWARD_ROWS = 64  # of a backward query block
 MAX_PACK = 16
 NUM_SMS = 132  # of an H200; only heuristics use it
 ITEMS_PER_SM = 10  # parts per SM that backward tiles are split into
-MIN_CHUNK, MAX_CHUNK = 16, 256  # query blocks of a part, times packs
+MIN_CHUNK, MAX_CHUNK = 8, 256  # query blocks of a part, times packs
 L2_BYTES = 32 << 20  # share of the L2 cache that one wave of heads may claim
 FIXED_COST = 1.2  # of a work item, in blocks: prologue and epilogue
 
