@@ -16,7 +16,7 @@
 constexpr int kRows = 64;
 constexpr int kTokens = kRows / PACK;
 constexpr int kStages = 2;
-constexpr int kQueryColumns = HEAD_DIM / 2;           // columns of dQ that one warpgroup computes
+constexpr int kGradColumns = HEAD_DIM / 2;           // columns of dQ that one warpgroup computes
 
 // Tiles of a causal document end at the same query: walking down, they read Q and add dQ close in time, so both stay in L2.
 // In deterministic mode a tile's first block must be one that the tiles before it have done: walking up from the diagonal.
@@ -30,16 +30,16 @@ constexpr bool kDescending = true;
 constexpr u32 kKeyPanel = kKeys * 128, kRowPanel = kRows * 128;
 constexpr u32 kKeyBytes = kPanels * kKeyPanel, kRowBytes = kPanels * kRowPanel;
 constexpr u32 kRowBytesCopied = kPanels * kTokens * PACK * 128;
-constexpr u32 kQueryGradPanel = kRows * 128;          // [64 rows][32 fp32 columns]
-constexpr u32 kQueryGradBytes = kQueryColumns / 32 * kQueryGradPanel;
-constexpr int kQueryGradBuffers = 2;
+constexpr u32 kGradPanel = kRows * 128;               // [64 rows][32 fp32 columns]
+constexpr u32 kGradBytes = kGradColumns / 32 * kGradPanel;
+constexpr int kGradBuffers = 2;
 struct Shared {
   alignas(1024) unsigned char k[kKeyBytes];
   alignas(1024) unsigned char v[kKeyBytes];
   alignas(1024) unsigned char q[kStages][kRowBytes];
   alignas(1024) unsigned char dout[kStages][kRowBytes];
   alignas(1024) unsigned char ds[2][kKeys * 128];     // dS^T, [128 keys][64 rows]
-  alignas(1024) unsigned char dq[2][kQueryGradBuffers][kQueryGradBytes];     // per warpgroup
+  alignas(1024) unsigned char grad[2][kGradBuffers][kGradBytes];             // pieces on their way out, per warpgroup
   float lse_log2[kStages][kRows];                     // + infinity where a row has no keys or does not exist
   float delta[kStages][kRows];
   int2 band[kStages][kRows];
@@ -47,13 +47,12 @@ struct Shared {
   int4 block[kStages];                                // {first token, first head, flags, rank among the additions to dQ}
   // for the warps that add: {first token, first head, kQueryGrad, rank} of a piece of dQ, {first key, head, k*Grad, first
   // column} of a piece of dK or dV; first token < 0: no more work
-  int4 grad_piece[2][kQueryGradBuffers];
-  u64 kv_full, kv_empty, full[kStages], empty[kStages];
+  int4 grad_piece[2][kGradBuffers];
+  u64 kv_full, kv_empty, full[kStages], empty[kStages], grad_full[2][kGradBuffers], grad_empty[2][kGradBuffers];
 };
 static_assert(sizeof(Shared) <= SHARED_BYTES, "ffa.py asks for too little shared memory");
 
-enum NamedBarrier { kScoreGradReady = 1, kQueryGradFull = 2, kQueryGradEmpty = 6 };   // the latter two + warpgroup * 2 + buffer
-constexpr int kQueryGradThreads = 128 + 32;
+enum NamedBarrier { kScoreGradReady = 1 };
 
 constexpr int kNoKey = 0x7fffffff;
 
@@ -105,12 +104,17 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
   const u32 full = smem_address(smem.full), empty = smem_address(smem.empty);
   const u32 k = smem_address(smem.k), v = smem_address(smem.v);
   const u32 q = smem_address(smem.q), dout = smem_address(smem.dout);
+  const u32 grad_full = smem_address(smem.grad_full), grad_empty = smem_address(smem.grad_empty);
   if (threadIdx.x == 0) {
     mbarrier_init(kv_full, 1);
     mbarrier_init(kv_empty, kConsumers / 32);
     for (int i = 0; i < kStages; i++) {
       mbarrier_init(full + 8 * i, 1 + 32);            // the copy engine's bytes, and the row statistics of each lane
       mbarrier_init(empty + 8 * i, kConsumers / 32);
+    }
+    for (int i = 0; i < 2 * kGradBuffers; i++) {
+      mbarrier_init(grad_full + 8 * i, 4);            // the warps of a warpgroup
+      mbarrier_init(grad_empty + 8 * i, 1);
     }
     mbarrier_init_fence();
   }
@@ -217,38 +221,34 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
       }
     } else if (warp <= 2) {  // ------------------------------------------------------------------ dQ warps, one per warpgroup
       const int w = warp - 1;
-      int buffer = 0;
-      for (int i = 0; i < kQueryGradBuffers; i++) named_arrive(kQueryGradEmpty + 2 * w + i, kQueryGradThreads);
-      for (bool first = true;; first = false, buffer ^= 1) {
-        named_sync(kQueryGradFull + 2 * w + buffer, kQueryGradThreads);
-        const int4 block = smem.grad_piece[w][buffer];
-        if (block.x < 0) break;
-        if (lane == 0) {
-          const u32 dq = smem_address(smem.dq[w][buffer]);
+      Ring<kGradBuffers> ring;
+      for (bool first = true; lane == 0; first = false, ring.advance()) {
+        mbarrier_wait(grad_full + 8 * (w * kGradBuffers + ring.stage), ring.phase);
+        const int4 piece = smem.grad_piece[w][ring.stage];
+        if (piece.x < 0) break;
+        const u32 grad = smem_address(smem.grad[w][ring.stage]);
 #ifdef DETERMINISTIC
-          int* turn = params.semaphores + (block.x / kTokens * (params.num_heads_q / PACK) + block.y / PACK) * 2 + w;
-          int seen;
-          do asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(seen) : "l"(turn) : "memory");
-          while (seen != block.w);
-          asm volatile("fence.proxy.async;" ::: "memory");
+        int* turn = params.semaphores + (piece.x / kTokens * (params.num_heads_q / PACK) + piece.y / PACK) * 2 + w;
+        int seen;
+        do asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(seen) : "l"(turn) : "memory");
+        while (seen != piece.w);
+        asm volatile("fence.proxy.async;" ::: "memory");
 #endif
 #pragma unroll
-          for (int p = 0; p < kQueryColumns / 32; p++) {
-            const TensorMap* map = block.z == kQueryGrad ? &map_dq : block.z == kKeyGrad ? &map_dk : &map_dv;
-            const int column = block.z == kQueryGrad ? w * kQueryColumns : block.w;
-            tma_reduce_add_3d(map, dq + p * kQueryGradPanel, column + p * 32, block.y, block.x);
-          }
-          bulk_commit();
-#ifdef DETERMINISTIC
-          bulk_wait<0>();
-          asm volatile("fence.proxy.async;" ::: "memory");
-          asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(turn) : "memory");
-#else
-          bulk_wait_read<kQueryGradBuffers - 1>();                // the buffer before this one has been read
-#endif
+        for (int p = 0; p < kGradColumns / 32; p++) {
+          const TensorMap* map = piece.z == kQueryGrad ? &map_dq : piece.z == kKeyGrad ? &map_dk : &map_dv;
+          const int column = piece.z == kQueryGrad ? w * kGradColumns : piece.w;
+          tma_reduce_add_3d(map, grad + p * kGradPanel, column + p * 32, piece.y, piece.x);
         }
-        __syncwarp();
-        if (!first) named_arrive(kQueryGradEmpty + 2 * w + (buffer ^ 1), kQueryGradThreads);
+        bulk_commit();
+#ifdef DETERMINISTIC
+        bulk_wait<0>();
+        asm volatile("fence.proxy.async;" ::: "memory");
+        asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(turn) : "memory");
+#else
+        bulk_wait_read<kGradBuffers - 1>();                       // the buffer before this one has been read
+#endif
+        if (!first) mbarrier_arrive(grad_empty + 8 * (w * kGradBuffers + (ring.stage ^ 1)));
       }
       if (lane == 0) bulk_wait<0>();
     }
@@ -262,25 +262,26 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
     const u32 k_columns = operand(k + (kPanels == 2 ? w * kKeyPanel : w * 64));                // its half of the columns
     const u32 q_rows = operand(q, kRowPanel), dout_rows = operand(dout, kRowPanel);
     const u32 ds_operand = operand(smem_address(smem.ds));
-    // where this thread stores: a row of a dS matrix (see store_matrices), its first row of dQ
+    // where this thread stores: a row of a dS matrix (see store_matrices), its first row of a piece of gradients
     const u32 ds_row = swizzled_row(smem_address(smem.ds), w * 64 + warp % 4 * 16 + lane % 16) ^ lane / 16 * 16;
-    const u32 dq_row = swizzled_row(smem_address(smem.dq[w][0]), warp % 4 * 16 + lane / 4) ^ lane % 4 * 8;
+    const u32 grad_row = swizzled_row(smem_address(smem.grad[w][0]), warp % 4 * 16 + lane / 4) ^ lane % 4 * 8;
     Ring<kStages> ring;
     u32 ds_b = 0;                                                 // byte offset of the dS buffer of this block
-    int dq_b = 0;                                                 // dQ buffer of this block
-    // Gives 64 rows of gradients, kQueryColumns columns from x[FIRST], to the warp that adds them to global memory.
+    Ring<kGradBuffers> grad_ring;
+    // Gives 64 rows of gradients, kGradColumns columns from x on, to the warp that adds them to global memory.
     auto hand_over = [&](const float* x, float scale, int4 piece) {
-      named_sync(kQueryGradEmpty + 2 * w + dq_b, kQueryGradThreads);
+      const int buffer = w * kGradBuffers + grad_ring.stage;
+      mbarrier_wait(grad_empty + 8 * buffer, grad_ring.phase ^ 1);
 #pragma unroll
-      for (int j = 0; j < kQueryColumns / 2; j += 2) {
+      for (int j = 0; j < kGradColumns / 2; j += 2) {
         const int column = j / 4 * 8;                              // of this lane's group of four
-        store_smem((dq_row ^ column % 32 * 4) + dq_b * kQueryGradBytes + column / 32 * kQueryGradPanel + j / 2 % 2 * 8 * 128,
+        store_smem((grad_row ^ column % 32 * 4) + grad_ring.stage * kGradBytes + column / 32 * kGradPanel + j / 2 % 2 * 8 * 128,
                    x[j] * scale, x[j + 1] * scale);
       }
-      if (leader) smem.grad_piece[w][dq_b] = piece;
+      if (leader) smem.grad_piece[w][grad_ring.stage] = piece;
       fence_proxy_async();
-      named_arrive(kQueryGradFull + 2 * w + dq_b, kQueryGradThreads);
-      dq_b ^= 1;
+      mbarrier_arrive_warp(grad_full + 8 * buffer);
+      grad_ring.advance();
     };
     for (u32 kv_phase = 0;; kv_phase ^= 1) {
       mbarrier_wait(kv_full, kv_phase);
@@ -358,7 +359,7 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
         fence_proxy_async();
         named_sync(kScoreGradReady, kConsumers);                  // dS of both warpgroups; the other buffer is free again
 
-        float dq_rmem[kQueryColumns / 2];
+        float dq_rmem[kGradColumns / 2];
         wgmma_fence();
 #pragma unroll
         for (int i = 0; i < kKeys / 16; i++)
@@ -385,11 +386,11 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
       if (params.store == kAddFloat) {                             // rows beyond end_key are 0
 #pragma unroll
         for (int i = 0; i < 2; i++)
-          hand_over(dk_rmem + i * kQueryColumns / 2, params.softmax_scale,
-                    make_int4(first_key + w * 64, kv_head, kKeyGrad, i * kQueryColumns));
+          hand_over(dk_rmem + i * kGradColumns / 2, params.softmax_scale,
+                    make_int4(first_key + w * 64, kv_head, kKeyGrad, i * kGradColumns));
 #pragma unroll
         for (int i = 0; i < 2; i++)
-          hand_over(dv_rmem + i * kQueryColumns / 2, 1, make_int4(first_key + w * 64, kv_head, kValueGrad, i * kQueryColumns));
+          hand_over(dv_rmem + i * kGradColumns / 2, 1, make_int4(first_key + w * 64, kv_head, kValueGrad, i * kGradColumns));
         continue;
       }
 #endif
@@ -408,8 +409,9 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
       store(dk_rmem, params.dk, params.dk_token_stride, params.dk_head_stride, params.softmax_scale);
       store(dv_rmem, params.dv, params.dv_token_stride, params.dv_head_stride, 1.f);
     }
-    named_sync(kQueryGradEmpty + 2 * w + dq_b, kQueryGradThreads);   // tell the dQ warp to stop
-    if (leader) smem.grad_piece[w][dq_b] = make_int4(-1, 0, 0, 0);
-    named_arrive(kQueryGradFull + 2 * w + dq_b, kQueryGradThreads);
+    const int buffer = w * kGradBuffers + grad_ring.stage;        // tells the warp that adds to stop
+    mbarrier_wait(grad_empty + 8 * buffer, grad_ring.phase ^ 1);
+    if (leader) smem.grad_piece[w][grad_ring.stage] = make_int4(-1, 0, 0, 0);
+    mbarrier_arrive_warp(grad_full + 8 * buffer);
   }
 }

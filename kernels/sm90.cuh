@@ -54,9 +54,6 @@ struct Ring {
 
 // ---------------------------------------------------------------------------------------------- named barriers
 DEVICE void named_sync(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
-DEVICE void named_arrive(int id, int threads) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
 
 // ---------------------------------------------------------------------------------------------- bulk tensor copies
 DEVICE void tma_load_3d(u32 dst_smem, const TensorMap* map, u32 bar, int x, int y, int z) {
