@@ -107,13 +107,13 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
   const u32 grad_full = smem_address(smem.grad_full), grad_empty = smem_address(smem.grad_empty);
   if (threadIdx.x == 0) {
     mbarrier_init(kv_full, 1);
-    mbarrier_init(kv_empty, kConsumers / 32);
+    mbarrier_init(kv_empty, kConsumers / 32 * kWarpArrivals);
     for (int i = 0; i < kStages; i++) {
       mbarrier_init(full + 8 * i, 1 + 32);            // the copy engine's bytes, and the row statistics of each lane
-      mbarrier_init(empty + 8 * i, kConsumers / 32);
+      mbarrier_init(empty + 8 * i, kConsumers / 32 * kWarpArrivals);
     }
     for (int i = 0; i < 2 * kGradBuffers; i++) {
-      mbarrier_init(grad_full + 8 * i, 4);            // the warps of a warpgroup
+      mbarrier_init(grad_full + 8 * i, 4 * kWarpArrivals);   // the warps of a warpgroup
       mbarrier_init(grad_empty + 8 * i, 1);
     }
     mbarrier_init_fence();

@@ -157,12 +157,12 @@ ffa_forward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Ten
   const u32 v_full = smem_address(smem.v_full), v_empty = smem_address(smem.v_empty);
   if (threadIdx.x == 0) {
     mbarrier_init(q_full, 1);
-    mbarrier_init(q_empty, kConsumers / 32);
+    mbarrier_init(q_empty, kConsumers / 32 * kWarpArrivals);
     for (int i = 0; i < kStages; i++) {
       mbarrier_init(k_full + 8 * i, 1);
       mbarrier_init(v_full + 8 * i, 1);
-      mbarrier_init(k_empty + 8 * i, kConsumers / 32);
-      mbarrier_init(v_empty + 8 * i, kConsumers / 32);
+      mbarrier_init(k_empty + 8 * i, kConsumers / 32 * kWarpArrivals);
+      mbarrier_init(v_empty + 8 * i, kConsumers / 32 * kWarpArrivals);
     }
     mbarrier_init_fence();
   }

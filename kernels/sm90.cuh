@@ -27,11 +27,18 @@ DEVICE void mbarrier_init_fence() { asm volatile("fence.mbarrier_init.release.cl
 DEVICE void mbarrier_arrive(u32 bar) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");
 }
-// One arrival for the whole warp, after all its lanes have come here.
+// kWarpArrivals arrivals for the whole warp, after all its lanes have come here. EVERY_LANE_ARRIVES is for race checkers, which
+// do not see that the lanes of a warp are ordered before the arrival of one of them.
+#ifdef EVERY_LANE_ARRIVES
+constexpr int kWarpArrivals = 32;
+DEVICE void mbarrier_arrive_warp(u32 bar) { mbarrier_arrive(bar); }
+#else
+constexpr int kWarpArrivals = 1;
 DEVICE void mbarrier_arrive_warp(u32 bar) {
   __syncwarp();
   asm volatile("{ .reg .pred one; elect.sync _|one, -1; @one mbarrier.arrive.shared::cta.b64 _, [%0]; }" ::"r"(bar) : "memory");
 }
+#endif
 DEVICE void mbarrier_arrive_expect(u32 bar, u32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
 }

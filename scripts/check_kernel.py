@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchtitan_magi import jit
+from torchtitan_magi import jit, launch
 from torchtitan_magi.ffa import DeviceLists, FfaBlockAttn, HostLists
 from torchtitan_magi.launch import backward_variant, forward_variant
 from torchtitan_magi.slices import AttnSlices, block_causal, shared_prompt, sliding_window, varlen_causal, varlen_full
@@ -248,7 +248,9 @@ def compile_ahead(cases: list[Case]) -> None:
 
 
 def run_alone(rng: random.Random, num_cases: int) -> None:
-    """Small calls of our kernels and of nothing else that takes long."""
+    """Small calls of our kernels and of nothing else that takes long, built so that race checkers can follow them."""
+    plain = launch.variant_of
+    launch.variant_of = lambda macros: (*plain(macros), ("EVERY_LANE_ARRIVES", 1))
     for _ in range(num_cases):
         case = replace(random_case(rng), num_q=150, num_k=[200], num_heads_q=8, num_heads_kv=2)
         case = replace(case, stages=[random_slices(rng, 150, 200)], backward_pack=rng.choice([1, 4]))

@@ -343,4 +343,5 @@ def _float_sums(k: Tensor, spare: Tensor | None) -> Tensor:
     """float32 zeros [2, Tk, Hk, D], in `spare` if they fit."""
     if spare is None or spare.nbytes < 8 * k.numel():
         return torch.zeros(2, *k.shape, dtype=torch.float32, device=k.device)
-    return spare.view(-1).view(torch.float32)[: 2 * k.numel()].view(2, *k.shape).zero_()
+    strides = (k.numel(), k.shape[1] * k.shape[2], k.shape[2], 1)
+    return spare.view(torch.float32).as_strided((2, *k.shape), strides).zero_()

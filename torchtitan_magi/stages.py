@@ -103,7 +103,7 @@ class CostModel:
 
     forward: KernelCost
     backward: KernelCost
-    merge: float  # s per element of out: what a forward takes longer that adds to the stages before
+    merge: float  # s per element of out: what a forward takes longer as one of several, on average of first and last
     stage: float  # s of a stage that communicates: packing its rows, starting its exchange
     memory: float  # bytes/s of element-wise passes
     slowdown: float  # part of the kernel's speed that communication takes while both run
@@ -275,8 +275,6 @@ def predict(cost: CostModel, work: Workload, heads: Heads, shares: Shares, backw
             exchange(reduces[i], travel[i], now)
     if backward:
         now = np.maximum(now, reduces[-1, 1]) + _adding_seconds(cost, work, heads, shares)
-    elif len(shares) > 1:  # out in 32 bits: set to zero, read, rounded
-        now = now + 10 * work.tokens * heads.out_elements / cost.memory
     return Timeline(casts, attends, reduces, now)
 
 

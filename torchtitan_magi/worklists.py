@@ -198,8 +198,9 @@ def backward_chunk(blocks_per_tile: Int64Array, num_heads_kv: int, packs: int) -
     all SMs to end at nearly the same time, and long enough to pay for loading their keys and adding up dk and dv.
     """
     longest = int(blocks_per_tile.max(initial=0)) * packs
-    wanted = min(int(blocks_per_tile.sum()) * num_heads_kv * packs / (ITEMS_PER_SM * NUM_SMS), longest / 8)
-    chunk = 2 ** round(math.log2(min(max(wanted, MIN_CHUNK), MAX_CHUNK)))  # a power of two: chunks end where k-tiles do
+    enough = int(blocks_per_tile.sum()) * num_heads_kv * packs / (ITEMS_PER_SM * NUM_SMS)
+    wanted = min(enough, max(longest / 8, 2 * MIN_CHUNK), MAX_CHUNK)
+    chunk = 2 ** round(math.log2(max(wanted, MIN_CHUNK)))  # a power of two: chunks end where k-tiles do
     return max(1, chunk // packs)
 
 
@@ -240,18 +241,20 @@ def key_tiles(table: Int64Array, num_k: int) -> Int64Array:
     """
     if num_k == 0:
         return np.zeros(1, np.int64)
-    _, _, k_start, k_end, _ = table[np.argsort(table[:, 2], kind="stable")].T
+    k_start, k_end = table[:, 2], table[:, 3]
+    if (k_start[1:] < k_start[:-1]).any():
+        order = np.argsort(k_start)
+        k_start, k_end = k_start[order], k_end[order]
     reach = np.maximum.accumulate(k_end)
-    begins = k_start[1:][k_start[1:] >= reach[:-1]]  # no slice reaches across
-    documents = np.unique(np.concatenate([[0], k_start[:1], begins]))
+    documents = np.concatenate([[0], k_start[:1], k_start[1:][k_start[1:] >= reach[:-1]]])  # no slice reaches across
+    documents = documents[is_new(documents)].tolist()
     openers, room_to = [], 0  # documents that open a tile; where the open tile ends
-    ends = [*documents[1:].tolist(), num_k]
-    for start, end in zip(documents.tolist(), ends, strict=True):
+    for start, end in zip(documents, [*documents[1:], num_k], strict=True):
         if end > room_to:
-            openers.append((start, end))
+            openers.append(start)
             room_to = end + (start - end) % KEYS
-    first, end = np.array(openers).T
-    end[:-1] = first[1:]  # with the documents that share its last tile
+    first = np.array(openers)
+    end = np.append(first[1:], num_k)  # with the documents that share its last tile
     count = -(-(end - first) // KEYS)
     tiles = np.arange(count.sum()) - np.repeat(starts_of(count), count)
     return np.append(np.repeat(first, count) + tiles * KEYS, num_k)
