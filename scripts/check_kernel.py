@@ -158,12 +158,12 @@ def on_gpu(lists: HostLists) -> DeviceLists:
 
 def run_ours(case: Case, q: Tensor, kvs: list[Tensor], dout: Tensor) -> dict[str, Tensor]:
     """out, lse, dq, dk, dv; dk and dv of all stages one after another."""
-    attn = FfaBlockAttn("cuda")
+    attn = FfaBlockAttn("cuda", case.deterministic)
     masks = []
     for slices, num_k in zip(case.stages, case.num_k, strict=True):
         lists = build_worklists(
             slices, case.num_q, num_k, case.num_heads_q, case.num_heads_kv,
-            backward_pack=case.backward_pack, chunk=case.chunk,
+            deterministic=case.deterministic, backward_pack=case.backward_pack, chunk=case.chunk,
         )  # fmt: skip
         masks.append(on_gpu(HostLists(lists)))
     result = None
@@ -177,7 +177,6 @@ def run_ours(case: Case, q: Tensor, kvs: list[Tensor], dout: Tensor) -> dict[str
         dkv = torch.full(kv.shape, torch.nan, dtype=torch.float32 if case.float_grads else kv.dtype, device="cuda")
         attn.backward(
             dout, q, kv[:, 0], kv[:, 1], lse, delta, mask, case.softmax_scale, dq, dkv[:, 0], dkv[:, 1],
-            deterministic=case.deterministic,
         )  # fmt: skip
         dks.append(dkv[:, 0])
         dvs.append(dkv[:, 1])

@@ -66,7 +66,8 @@ def repeat_on_rank(name, times):
     plan = magi.make_plan(case.slices, len(case.mask), dist.get_world_size(), case.stages)
     rank = dist.get_rank()
     device = torch.device("cuda", rank)
-    bound = bind_plan(plan, dist.group.WORLD, choose_block_attn("ffa", device), *case.heads, device, deterministic=True)
+    block_attn = choose_block_attn("ffa", device, deterministic=True)
+    bound = bind_plan(plan, dist.group.WORLD, block_attn, *case.heads, device)
     handle = make_handle(bound)
     local = [x[plan.ranks[rank].tokens % len(x)].to(device) for x in inputs(case)]
     q, k, v = (x.requires_grad_() for x in local[:3])

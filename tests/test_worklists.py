@@ -54,30 +54,28 @@ def walk_forward(lists: WorkLists, num_layers: int) -> np.ndarray:
     return seen[:, : s.num_k]
 
 
-def walk_backward(lists: WorkLists, num_layers: int, whole: bool) -> np.ndarray:
+def walk_backward(lists: WorkLists, num_layers: int) -> np.ndarray:
     s = lists.sizes
     bands = lists.words[s.bands :][: num_layers * s.num_q * 2].reshape(num_layers, s.num_q, 2)
     seen = np.zeros((s.num_q, s.num_k + KEYS), int)
     stored = np.zeros(s.num_k, int)
     tokens = 64 // s.backward_pack
-    offsets = lists.words[s.components :][: s.num_q_blocks + 1]
-    spans = lists.words[s.components + (s.num_q_blocks + 2) // 2 * 2 :][: 2 * offsets[-1]].reshape(-1, 2)
+    if s.deterministic:
+        offsets = lists.words[s.components :][: s.num_q_blocks + 1]
+        spans = lists.words[s.components + (s.num_q_blocks + 2) // 2 * 2 :][: 2 * offsets[-1]].reshape(-1, 2)
     additions = np.zeros(s.num_q_blocks, int)
-    items, segments, count = s.backward_items, s.backward_segments, s.num_backward_items
-    if whole:
-        items, segments, count = s.whole_items, s.whole_segments, s.num_backward_tiles
-    for item in read(lists, items, count, 12):
+    for item in read(lists, s.backward_items, s.num_backward_items, 12):
         tile = item[0]
         keys = np.arange(item[6], item[6] + KEYS)
         stored[item[6] : item[7]] += 1
-        for layer, component, _, _, first, end, full_first, full_end in segments_of(lists, item, segments):
+        for layer, component, _, _, first, end, full_first, full_end in segments_of(lists, item, s.backward_segments):
             for block in range(first, end):
                 rows = np.arange(block * tokens, min((block + 1) * tokens, s.num_q))
                 visible = (keys >= bands[layer, rows, :1]) & (keys < np.minimum(bands[layer, rows, 1:], item[7]))
                 if full_first <= block < full_end:
                     assert visible.all()
                 seen[np.ix_(rows, keys)] += visible
-                if whole:  # the kernel's addition_rank
+                if s.deterministic:  # the kernel's addition_rank
                     rank = 0
                     for c in range(offsets[block], offsets[block + 1]):
                         a, b = spans[c]
@@ -85,7 +83,7 @@ def walk_backward(lists: WorkLists, num_layers: int, whole: bool) -> np.ndarray:
                         rank += c - offsets[block] < component and a <= tile <= b
                     assert rank == additions[block]
                     additions[block] += 1
-    if whole or not s.is_split:  # each key's gradient is stored once
+    if not s.is_split:  # each key's gradient is stored once
         assert (stored == 1).all()
     return seen[:, : s.num_k]
 
@@ -109,12 +107,13 @@ def check(
     backward_pack: int | None = None,
     chunk: int | None = None,
 ) -> None:
-    lists = build_worklists(slices, num_q, num_k, *heads, backward_pack=backward_pack, chunk=chunk)
     num_layers = len(slices.row_bands(num_q)[0])
     want = dense_mask(slices.table, num_q, num_k).astype(int)
-    np.testing.assert_array_equal(walk_forward(lists, num_layers), want)
-    np.testing.assert_array_equal(walk_backward(lists, num_layers, False), want)
-    np.testing.assert_array_equal(walk_backward(lists, num_layers, True), want)
+    for deterministic in (False, True):
+        overrides = {"deterministic": deterministic, "backward_pack": backward_pack, "chunk": chunk}
+        lists = build_worklists(slices, num_q, num_k, *heads, **overrides)
+        np.testing.assert_array_equal(walk_forward(lists, num_layers), want)
+        np.testing.assert_array_equal(walk_backward(lists, num_layers), want)
 
 
 @settings(max_examples=60, deadline=None)

@@ -50,7 +50,7 @@ def _backward(
         dk, dv = torch.empty_like(k, memory_format=contiguous), torch.empty_like(v, memory_format=contiguous)
         rounded = dq if q.dtype == wide else torch.empty_like(q, memory_format=contiguous)
         bound.block_attn.backward(
-            dout, q, k, v, lse, delta, stages[0].mask, softmax_scale, dq, dk, dv, bound.deterministic,
+            dout, q, k, v, lse, delta, stages[0].mask, softmax_scale, dq, dk, dv,
             spare=None if rounded is dq else rounded,
         )  # fmt: skip
         return rounded if rounded is dq else rounded.copy_(dq), dk, dv
@@ -67,7 +67,6 @@ def _backward(
             grad = torch.empty(stage.num_rows, 2, *k.shape[1:], dtype=dtype, device=k.device)
         bound.block_attn.backward(
             dout, q, k_rows, v_rows, lse, delta, bound_stage.mask, softmax_scale, dq, grad[:, 0], grad[:, 1],
-            bound.deterministic,
         )  # fmt: skip
         del k_rows, v_rows
         if stage.exchanges:
@@ -276,10 +275,8 @@ def cp_varlen_attn(
     key = (q.shape[1], k.shape[1], q.device, backend, deterministic, fp32_reduce, mesh)
     handles = _handles.setdefault(plan, {})
     if key not in handles:
-        block_attn = choose_block_attn(backend, q.device)
-        handles[key] = make_handle(
-            bind_plan(plan, mesh, block_attn, q.shape[1], k.shape[1], q.device, deterministic, fp32_reduce)
-        )
+        block_attn = choose_block_attn(backend, q.device, deterministic)
+        handles[key] = make_handle(bind_plan(plan, mesh, block_attn, q.shape[1], k.shape[1], q.device, fp32_reduce))
     return attend(q, k, v, handles[key], q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale)[0]
 
 
@@ -323,8 +320,8 @@ def _slices_handle(
     backend: str,
     deterministic: bool,
 ) -> Tensor:
-    block_attn = choose_block_attn(backend, device)
-    return make_handle(bind_slices(slices, num_q, num_k, num_heads_q, num_heads_kv, block_attn, device, deterministic))
+    block_attn = choose_block_attn(backend, device, deterministic)
+    return make_handle(bind_slices(slices, num_q, num_k, num_heads_q, num_heads_kv, block_attn, device))
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor, num_tokens: int | None) -> None:

@@ -56,15 +56,15 @@ class BlockAttn(Protocol):
         dq: Tensor,
         dk: Tensor,
         dv: Tensor,
-        deterministic: bool,
         spare: Tensor | None = None,
     ) -> None: ...
 
 
-def choose_block_attn(backend: str, device: torch.device) -> BlockAttn:
+def choose_block_attn(backend: str, device: torch.device, deterministic: bool = False) -> BlockAttn:
     """The block attention of a backend: "ffa" (our Hopper kernel), "flex" (flex_attention), or "auto".
 
-    "auto" is ffa on CUDA and flex on CPU; it never falls back from one to the other on its own.
+    "auto" is ffa on CUDA and flex on CPU; it never falls back from one to the other on its own. With `deterministic`,
+    runs repeat bit for bit; flex always does.
 
     Raises:
         ValueError: an unknown backend, or ffa without a Hopper GPU.
@@ -77,7 +77,7 @@ def choose_block_attn(backend: str, device: torch.device) -> BlockAttn:
         return FlexBlockAttn()
     from torchtitan_magi.ffa import FfaBlockAttn
 
-    return FfaBlockAttn(device)
+    return FfaBlockAttn(device, deterministic)
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,7 +99,6 @@ class BoundPlan:
     tokens: Tensor  # the token behind each local token number, int32 [T]
     transport: Transport
     block_attn: BlockAttn
-    deterministic: bool
     fp32_reduce: bool
 
 
@@ -136,7 +135,6 @@ def bind_plan(
     num_heads_q: int,
     num_heads_kv: int,
     device: torch.device,
-    deterministic: bool = False,
     fp32_reduce: bool = False,
     index: IndexData | None = None,
 ) -> BoundPlan:
@@ -148,7 +146,6 @@ def bind_plan(
         block_attn: from ``choose_block_attn``.
         num_heads_q, num_heads_kv: heads of the layers on this rank (under tensor parallelism, its part of them).
         device: of the layers' tensors.
-        deterministic: repeat bit for bit.
         fp32_reduce: send dK/dV in float32 instead of the dtype of k.
         index: this rank's ``index_data``, if it was made ahead of time.
     """
@@ -166,7 +163,7 @@ def bind_plan(
     forward, backward = (
         tuple(bound[stage] for stage in stages) for stages in (index.share.forward, index.share.backward)
     )
-    return BoundPlan(forward, backward, block_attn.rows(), tokens, transport, block_attn, deterministic, fp32_reduce)
+    return BoundPlan(forward, backward, block_attn.rows(), tokens, transport, block_attn, fp32_reduce)
 
 
 def bind_slices(
@@ -177,7 +174,6 @@ def bind_slices(
     num_heads_kv: int,
     block_attn: BlockAttn,
     device: torch.device,
-    deterministic: bool,
 ) -> BoundPlan:
     """Readies a mask over one device's q and k, which may differ in length: one stage, no communication.
 
@@ -193,7 +189,7 @@ def bind_slices(
     mask = block_attn.prepare(stage.slices, num_q, num_k, num_heads_q, num_heads_kv)
     words, no_tokens = _upload([mask.words, np.zeros(0, np.int64)], device)
     stages = (BoundStage(stage, mask.to(words), []),)
-    return BoundPlan(stages, stages, block_attn.rows(), no_tokens, SingleRank(), block_attn, deterministic, True)
+    return BoundPlan(stages, stages, block_attn.rows(), no_tokens, SingleRank(), block_attn, True)
 
 
 def _upload(parts: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:

@@ -59,6 +59,7 @@ class FfaBlockAttn:
 
     Args:
         device: a CUDA device of compute capability 9.0.
+        deterministic: the backward adds to dq in a fixed order, so that runs repeat bit for bit.
 
     Raises:
         ValueError: any other device.
@@ -73,8 +74,8 @@ class FfaBlockAttn:
     def rows(self) -> CudaRows:
         return CudaRows()
 
-    def __init__(self, device: torch.device | str = "cuda") -> None:
-        device = torch.device(device)
+    def __init__(self, device: torch.device | str = "cuda", deterministic: bool = False) -> None:
+        self.deterministic, device = deterministic, torch.device(device)
         if device.type != "cuda" or not torch.cuda.is_available():
             raise ValueError(f'backend "ffa" needs a Hopper GPU (sm_90), not {device}; use backend = "flex"')
         index = torch.cuda.current_device() if device.index is None else device.index
@@ -91,7 +92,9 @@ class FfaBlockAttn:
         Raises:
             ValueError: head counts do not divide, or a slice reaches beyond num_q or num_k.
         """
-        return HostLists(build_worklists(slices, num_q, num_k, num_heads_q, num_heads_kv))
+        return HostLists(
+            build_worklists(slices, num_q, num_k, num_heads_q, num_heads_kv, deterministic=self.deterministic)
+        )
 
     def forward(
         self,
@@ -189,7 +192,6 @@ class FfaBlockAttn:
         dq: Tensor,
         dk: Tensor,
         dv: Tensor,
-        deterministic: bool = False,
         spare: Tensor | None = None,
         sm_margin: int = 0,
     ) -> None:
@@ -203,7 +205,6 @@ class FfaBlockAttn:
             dq: fp32 [Tq, Hq, D] contiguous, added to.
             dk, dv: [Tk, Hk, D], overwritten; fp32 or the dtype of k, innermost dimension contiguous, rows 16-byte
             aligned.
-            deterministic: add to dq in a fixed order, so that runs repeat bit for bit.
             spare: contiguous memory that may be overwritten, for the float32 sums of dk and dv where the work is split;
             where it is too small they are allocated.
             sm_margin: SMs to leave to others.
@@ -212,11 +213,11 @@ class FfaBlockAttn:
             ValueError: head_dim, dtype, scale or shapes that the kernel does not take.
         """
         s = mask.sizes
-        key = ("backward", q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, dout.dtype, deterministic)
+        key = ("backward", q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, dout.dtype)
         if key not in mask.launches:
             _check_inputs(q, k, v, s)
             assert dout.dtype == q.dtype
-            mask.launches[key] = self._backward_launch(mask, q.shape[2], q.dtype, deterministic)
+            mask.launches[key] = self._backward_launch(mask, q.shape[2], q.dtype)
         _check_scale(softmax_scale)
         assert dq.dtype == lse.dtype == delta.dtype == torch.float32
         assert dq.is_contiguous()
@@ -231,7 +232,7 @@ class FfaBlockAttn:
         kernel, template = mask.launches[key]
         params = launch.BackwardParams.from_buffer_copy(template)
         dk_to, dv_to = dk, dv
-        if s.is_split and not deterministic:  # parts of a tile add to fp32 sums
+        if s.is_split:  # parts of a tile add to fp32 sums
             params.store = launch.ADD_FLOAT
             if dk.dtype != torch.float32:
                 dk_to, dv_to = _float_sums(k, spare)
@@ -240,7 +241,7 @@ class FfaBlockAttn:
         else:
             params.store = launch.STORE_FLOAT if dk.dtype == torch.float32 else launch.STORE_PACKED
         semaphores = None
-        if deterministic:
+        if s.deterministic:
             shape = (s.num_q_blocks, s.num_heads_q // s.backward_pack, 2)
             semaphores = torch.zeros(shape, dtype=torch.int32, device=k.device)
             params.semaphores = semaphores.data_ptr()
@@ -266,19 +267,16 @@ class FfaBlockAttn:
             dk.copy_(dk_to), dv.copy_(dv_to)
 
     def _backward_launch(
-        self, mask: DeviceLists, head_dim: int, dtype: torch.dtype, deterministic: bool
+        self, mask: DeviceLists, head_dim: int, dtype: torch.dtype
     ) -> tuple[launch.Kernel, launch.BackwardParams]:
         s = mask.sizes
-        variant, shared = launch.backward_variant(head_dim, s.backward_pack, dtype, deterministic)
-        num_items = s.num_backward_tiles if deterministic else s.num_backward_items
+        variant, shared = launch.backward_variant(head_dim, s.backward_pack, dtype, s.deterministic)
         params = launch.BackwardParams(
-            items=mask.pointer(s.whole_items if deterministic else s.backward_items),
-            segments=mask.pointer(s.whole_segments if deterministic else s.backward_segments),
+            items=mask.pointer(s.backward_items),
+            segments=mask.pointer(s.backward_segments),
             bands=mask.pointer(s.bands),
             components=mask.pointer(s.components),
-            schedule=launch.Schedule(
-                num_items, s.num_heads_kv, s.num_heads_kv if deterministic else s.backward_heads_per_wave
-            ),
+            schedule=launch.Schedule(s.num_backward_items, s.num_heads_kv, s.backward_heads_per_wave),
             num_packs=s.num_heads_q // s.num_heads_kv // s.backward_pack,
             num_q=s.num_q,
             num_heads_q=s.num_heads_q,

@@ -127,7 +127,6 @@ class FlexBlockAttn:
         dq: Tensor,
         dk: Tensor,
         dv: Tensor,
-        deterministic: bool = False,
         spare: Tensor | None = None,
     ) -> None:
         """Gradients of one stage; always deterministic.

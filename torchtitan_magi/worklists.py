@@ -64,17 +64,15 @@ class ListSizes:
     backward_heads_per_wave: int
     num_forward_tiles: int
     num_forward_tiles_with_work: int
-    num_backward_tiles: int
     num_backward_items: int  # parts of k-tiles
     is_split: bool  # some tile has several parts: dk and dv are sums in fp32
+    deterministic: bool  # k-tiles whole, from the last to the first; there are `components`
     num_q_blocks: int
     bands: int
     forward_items: int
     forward_segments: int
     backward_items: int
     backward_segments: int
-    whole_items: int  # k-tiles in one part each, from the last to the first: deterministic mode
-    whole_segments: int
     components: int
     num_forward_blocks: int  # 128 x 128 blocks that the forward computes per pack of heads
 
@@ -94,6 +92,7 @@ def build_worklists(
     num_heads_q: int,
     num_heads_kv: int,
     *,
+    deterministic: bool = False,
     backward_pack: int | None = None,
     chunk: int | None = None,
 ) -> WorkLists:
@@ -101,6 +100,7 @@ def build_worklists(
 
     Args:
         slices: the mask; its rows index [0, num_q), its keys [0, num_k).
+        deterministic: the backward adds to each row of dq in a fixed order.
         backward_pack: overrides the heuristic; a divisor of the group size.
         chunk: overrides the heuristic; query blocks of a part of a backward tile.
 
@@ -132,27 +132,26 @@ def build_worklists(
     num_q_blocks = -(-num_q // block_tokens)
     starts = key_tiles(rows, num_k)
     runs = tile_segments(rows, layer, num_q, block_tokens)
-    tile, records, components = transpose_segments(runs, num_q_blocks, starts)
-    num_backward_tiles = len(starts) - 1
-    packs = group // backward_pack
-    blocks_per_tile = np.bincount(tile, records[:, 5] - records[:, 4], num_backward_tiles).astype(np.int64)
-    chunk = chunk or backward_chunk(blocks_per_tile, num_heads_kv, packs)
-    items, further = _items(tile, records, num_backward_tiles)
-    items[:, 6], items[:, 7] = starts[:-1], starts[1:]
-    whole_items, whole_segments = words.add(items[::-1]), words.add(further)
-    part_tile, part, part_records = split_tiles(tile, records, blocks_per_tile, chunk)
-    is_split = len(part_tile) > int(is_new(tile).sum())
+    tile, records = transpose_segments(runs, starts)
+    num_tiles = len(starts) - 1
+    num_blocks_b = np.bincount(tile, records[:, 5] - records[:, 4], num_tiles).astype(np.int64)
     fits_l2 = num_q * num_heads_q * 1024 <= L2_BYTES  # q, dout and dq, 128 columns
-    if is_split:
-        items, further = _items(part, part_records, len(part_tile))
-        items[:, 0], items[:, 6], items[:, 7] = part_tile, starts[part_tile], starts[part_tile + 1]
-        num_blocks_b = np.bincount(part, part_records[:, 5] - part_records[:, 4]).astype(np.int64)
-    else:
-        num_blocks_b = blocks_per_tile
-    # Longest first, or, where the queries do not fit L2, one chunk of them after another.
-    at = 0 if fits_l2 else items[:, 8].astype(np.int64) // chunk
-    backward_items, backward_segments = words.add(items, longest_first(num_blocks_b, at)), words.add(further)
-
+    part_tile, part = np.arange(num_tiles), tile
+    is_split = False
+    chunk = chunk or backward_chunk(num_blocks_b, num_heads_kv, group // backward_pack)
+    if not deterministic:
+        parts = split_tiles(tile, records, num_blocks_b, chunk)
+        is_split = len(parts[0]) > int(is_new(tile).sum())
+        if is_split:
+            part_tile, part, records = parts
+            num_blocks_b = np.bincount(part, records[:, 5] - records[:, 4]).astype(np.int64)
+    items, further = _items(part, records, len(part_tile))
+    items[:, 0], items[:, 6], items[:, 7] = part_tile, starts[part_tile], starts[part_tile + 1]
+    if deterministic:
+        order = np.arange(num_tiles)[::-1]
+    else:  # longest first, or, where the queries do not fit L2, one chunk of them after another
+        order = longest_first(num_blocks_b, 0 if fits_l2 else items[:, 8].astype(np.int64) // chunk)
+    backward_items, backward_segments = words.add(items, order), words.add(further)
     groups_per_kv = group // forward_pack
     key_bytes = max(1, num_k) * 512
     sizes = ListSizes(
@@ -163,21 +162,19 @@ def build_worklists(
         forward_pack=forward_pack,
         backward_pack=backward_pack,
         forward_heads_per_wave=largest_divisor(num_heads_q // forward_pack, L2_BYTES // key_bytes * groups_per_kv),
-        backward_heads_per_wave=num_heads_kv if fits_l2 else 1,
+        backward_heads_per_wave=num_heads_kv if fits_l2 or deterministic else 1,
         num_forward_tiles=num_forward_tiles,
         num_forward_tiles_with_work=int((num_blocks > 0).sum()),
-        num_backward_tiles=num_backward_tiles,
         num_backward_items=len(items),
         is_split=is_split,
+        deterministic=deterministic,
         num_q_blocks=num_q_blocks,
         bands=bands,
         forward_items=forward_items,
         forward_segments=forward_segments,
         backward_items=backward_items,
         backward_segments=backward_segments,
-        whole_items=whole_items,
-        whole_segments=whole_segments,
-        components=words.add(components),
+        components=words.add(addition_spans(runs, num_q_blocks, starts)) if deterministic else 0,
         num_forward_blocks=int(num_blocks.sum()),
     )
     packed = words.packed()
@@ -289,9 +286,37 @@ def split_tiles(
     return key[begins] // num_chunks, np.cumsum(begins) - 1, cut.take(order, 0)
 
 
-def transpose_segments(
-    runs: SegmentRuns, num_q_blocks: int, starts: Int64Array
-) -> tuple[Int64Array, Int32Array, Int32Array]:
+def addition_spans(runs: SegmentRuns, num_q_blocks: int, starts: Int64Array) -> Int32Array:
+    """Which k-tiles add to each q-block: a span of tiles for each of its segments.
+
+    Returns:
+        int32: where the spans of each q-block start (num_q_blocks + 1, padded to an even number), then the first and
+        the last k-tile of each span.
+    """
+    num_offsets = (num_q_blocks + 2) // 2 * 2
+    words = np.zeros(num_offsets + 2 * int(runs.count.sum()), np.int32)
+    words[: num_q_blocks + 1] = segments_before(runs, np.arange(num_q_blocks + 1))
+    spans = words[num_offsets:]
+    write_ramps(runs.count, runs.first, runs.end - 1, runs.step_lo, runs.step_hi, spans.view(np.int64))
+    tile_of(starts).take(spans, out=spans)
+    return words
+
+
+def segments_before(runs: SegmentRuns, tile: Int64Array) -> Int64Array:
+    """How many segments belong to tiles before each of `tile`. The runs ascend by tile."""
+    count = np.zeros_like(tile)
+    for sign, edges in ((1, runs.tile), (-1, np.sort(runs.tile + runs.count))):
+        number = np.searchsorted(edges, tile)
+        count += sign * (number * tile - np.append(0, edges.cumsum())[number])
+    return count
+
+
+def tile_of(starts: Int64Array) -> Int32Array:
+    """The k-tile of each key."""
+    return np.repeat(np.arange(len(starts) - 1, dtype=np.int32), np.diff(starts))
+
+
+def transpose_segments(runs: SegmentRuns, starts: Int64Array) -> tuple[Int64Array, Int32Array]:
     """From the keys of each q-block to the q-blocks of each k-tile.
 
     Consecutive q-blocks whose bounds never decrease form a chain; the blocks of a chain that see one k-tile are
@@ -304,26 +329,10 @@ def transpose_segments(
     Returns:
         tile: int64 [n], ascending: the k-tile of each record.
         records: int32 [n, 8], the kernel's backward segments, per tile by component and block.
-        components: int32: num_q_blocks + 1 offsets (padded to an even number), then the first and last k-tile of each
-            component, i.e. of each segment of each q-block.
     """
-    num_offsets = (num_q_blocks + 2) // 2 * 2
-    begin = starts_of(runs.count)  # of the run among all segments
-    components = np.zeros(num_offsets + 2 * int(runs.count.sum()), np.int32)
-    changes = np.zeros(num_q_blocks + 1, np.int32)
-    one = np.int32(1)  # of the same type: a cast would cost ten times as much
-    np.add.at(changes, runs.tile, one)
-    np.subtract.at(changes, runs.tile + runs.count, one)
-    offsets = components[1 : num_q_blocks + 1]
-    np.cumsum(np.cumsum(changes, out=changes)[:-1], out=offsets)
     if len(runs) == 0:
-        return np.zeros(0, np.int64), np.zeros((0, 8), np.int32), components
-    spans = components[num_offsets:]
-    write_ramps(runs.count, runs.first, runs.end - 1, runs.step_lo, runs.step_hi, spans.view(np.int64))
-    tile_of = np.repeat(np.arange(len(starts) - 1, dtype=np.int32), np.diff(starts))
-    tile_of.take(spans, out=spans)
-
-    component = begin - components[runs.tile]
+        return np.zeros(0, np.int64), np.zeros((0, 8), np.int32)
+    component = starts_of(runs.count) - segments_before(runs, runs.tile)  # its number among the segments of its q-block
     fields = np.array([runs.tile, runs.count, runs.layer, component])
     # Four bounds of a q-block: its last and its first key, and where a whole tile of keys that all rows see may start
     # last, and first (plus KEYS - 1). They grow by `steps` from block to block.
@@ -338,8 +347,8 @@ def transpose_segments(
     breaks[1:] |= (block[1:] != (block + count)[:-1]) | (keys[:, 1:] < last_bounds[:, :-1]).any(0)
     begin = np.flatnonzero(breaks)
     end = np.append(begin[1:], len(block))
-    first_tile = tile_of[keys[1, begin]].astype(np.int64)
-    num_tiles = tile_of[last_bounds[0, end - 1]] - first_tile + 1
+    first_tile, last_tile = np.searchsorted(starts, [keys[1, begin], last_bounds[0, end - 1]], "right") - 1
+    num_tiles = last_tile - first_tile + 1
     chain, entry_chain = np.cumsum(breaks) - 1, np.repeat(np.arange(len(begin)), num_tiles)
     tile = np.arange(len(entry_chain)) + np.repeat(first_tile - starts_of(num_tiles), num_tiles)
 
@@ -363,7 +372,7 @@ def transpose_segments(
     if (tile[1:] < tile[:-1]).any():
         order = np.argsort(tile, kind="stable")  # chains are in the order of their components and blocks
         tile, records = tile[order], records.take(order, 0)
-    return tile, records, components
+    return tile, records
 
 
 def _items(tile: Int64Array, records: Int32Array, num_items: int) -> tuple[Int32Array, Int32Array]:

@@ -114,7 +114,7 @@ class MagiRuntime:
         self.gpus_per_node = None
         if cp_mesh is not None:
             self.gpus_per_node = gpus_per_node(cp_mesh, int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size())))
-        self.block_attn = choose_block_attn(magi.backend, device)
+        self.block_attn = choose_block_attn(magi.backend, device, magi.deterministic)
         self.agreement = None if cp_mesh is None else PlanAgreement(cp_mesh.get_group())
         self.logged = False
 
@@ -182,7 +182,6 @@ class MagiRuntime:
             self.heads.num_heads_q,
             self.heads.num_heads_kv,
             self.device,
-            self.magi.deterministic,
             self.magi.fp32_reduce,
             planned.index,
         )
