@@ -205,14 +205,13 @@ def measure_slowdown(partners: Sequence[int]) -> float:
     """Part of the kernel's speed that an exchange takes while both run."""
     layer = Layer(16384, 4096, HEADS[0])
     alone = seconds_of(layer.backward)
-    exchange, rounds = Exchange(EXCHANGES[-1], partners), 4
+    exchange = Exchange(EXCHANGES[-1], partners)
 
     def both(attend: bool) -> None:
-        waits = [exchange.start() for _ in range(rounds)]
+        wait = exchange.start()  # one: attention leaves no SM to a second that starts while it runs
         if attend:
             layer.backward()
-        for wait in waits:
-            wait()
+        wait()
 
     travel = seconds_of(lambda: both(False))
     return float(np.clip((seconds_of(lambda: both(True)) - max(alone, travel)) / min(alone, travel), 0, 1))

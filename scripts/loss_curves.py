@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Trains 200 steps in bfloat16 under several layouts on the GPUs of this machine and compares their loss curves.
 
-    python scripts/loss_curves.py [config.toml] [--steps 200] [--output FILE.json] [--plot FILE.png]
+    python scripts/loss_curves.py [config.toml] [--steps 200] [--output FILE.json]
 
 All runs start from one seed checkpoint, see the same data and shard the model by FSDP2. Runs without context
 parallelism that differ only in the order of summation (packs one after the other, or on more ranks) set the scale: the
@@ -95,28 +95,6 @@ def largest_difference(curve: list[float], reference: list[float]) -> float:
     return max(abs(a - b) for a, b in zip(curve, reference, strict=True))
 
 
-def write_plot(curves: dict[str, list[float]], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (above, below) = pyplot.subplots(2, 1, figsize=(8, 7), sharex=True, height_ratios=[2, 1])
-    for name, curve in curves.items():
-        above.plot(range(1, len(curve) + 1), curve, label=name, linewidth=1)
-        against = LAYOUTS[name].against or name
-        if name != against:
-            difference = [abs(a - b) for a, b in zip(curve, curves[against], strict=True)]
-            style = {"color": "black", "linewidth": 2} if name in REORDERED else {"linewidth": 1}
-            below.semilogy(range(1, len(curve) + 1), difference, label=name, **style)
-    above.set_ylabel("loss")
-    above.legend()
-    below.set_ylabel("|loss - loss without context parallelism|")
-    below.set_xlabel("step")
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", type=Path, nargs="?", default=DEBUG_TOML, help="torchtitan TOML file, SFT or DPO")
@@ -125,8 +103,7 @@ def main() -> None:
     parser.add_argument("--layouts", help=f"comma-separated, of {','.join(LAYOUTS)} (default: all that fit)")
     parser.add_argument("--per_gpu", type=int, default=1, help="runs that share a GPU at a time")
     parser.add_argument("--commit", help="commit of the tree, where git is missing")
-    parser.add_argument("--output", type=Path, help="JSON file to write")
-    parser.add_argument("--plot", type=Path, help="picture to write")
+    parser.add_argument("--output", type=Path, help="JSON file to write; scripts/plot_results.py draws it")
     options = parser.parse_args()
     gpus = Gpus(options.per_gpu)
     fitting = [name for name in LAYOUTS if LAYOUTS[name].processes <= gpus.count]
@@ -169,10 +146,9 @@ def main() -> None:
             "torch": torch.__version__,
             "python": platform.python_version(), "commit": options.commit or commit,
             "command": "scripts/loss_curves.py " + " ".join(sys.argv[1:]), "spread": spread,
+            "against": {name: LAYOUTS[name].against for name in records},
         }  # fmt: skip
         options.output.write_text(json.dumps(facts | {"runs": records}, indent=1))
-    if options.plot:
-        write_plot(curves, options.plot)
     if failed:
         sys.exit("\n".join(failed))
 

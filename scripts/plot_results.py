@@ -103,20 +103,42 @@ def draw_train(result: dict[str, Any]) -> Any:
     return figure, above
 
 
+def draw_curves(result: dict[str, Any]) -> Any:
+    """Losses of the layouts, and how far each is from the run without context parallelism that it is compared with."""
+    figure, (above, below) = pyplot.subplots(2, 1, figsize=(9, 7), sharex=True, height_ratios=[2, 1])
+    curves = {name: [step["loss"] for step in steps] for name, steps in result["runs"].items()}
+    for name, curve in curves.items():
+        steps, against = range(1, len(curve) + 1), result["against"][name]
+        (line,) = above.plot(steps, curve, label=name, linewidth=1)
+        if against is not None:
+            below.plot(steps, [abs(a - b) for a, b in zip(curve, curves[against], strict=True)], color=line.get_color())
+    below.axhline(result["spread"], color="black", linestyle="--", linewidth=1)
+    below.text(1, result["spread"], "largest change by another order of summation", va="bottom", fontsize=8)
+    below.set_yscale("log")
+    below.set_ylim(bottom=1e-6)
+    above.set_ylabel("loss")
+    below.set_ylabel("difference of loss")
+    below.set_xlabel("step")
+    figure.suptitle(f"bf16, our kernel, {result['num_gpus']} GPUs: {facts(result)}", fontsize=11)
+    return figure, above
+
+
 def family(row: Row) -> str:
     """The panel of a kernel benchmark's case."""
     return next((name for name in sorted(KERNEL_PANELS, key=len, reverse=True) if row["case"].startswith(name)), "")
 
 
-DRAWINGS = {"kernel_h200": draw_kernel, "cp_h200x4": draw_cp, "train_h200x4": draw_train}
+DRAWINGS = {  # by how the file's name begins
+    "kernel_": draw_kernel, "cp_": draw_cp, "train_": draw_train, "loss_curves_": draw_curves,
+    "dpo_curves_": draw_curves,
+}  # fmt: skip
 
 
 def main() -> None:
     folder = Path(sys.argv[1] if len(sys.argv) > 1 else Path(__file__).parent.parent / "benchmarks" / "results")
-    for name, draw in DRAWINGS.items():
-        path = folder / f"{name}.json"
-        if not path.exists():
-            print(f"{path}: not measured yet")
+    for path in sorted(folder.glob("*.json")):
+        draw = next((draw for prefix, draw in DRAWINGS.items() if path.name.startswith(prefix)), None)
+        if draw is None:
             continue
         figure, axis = draw(json.loads(path.read_text()))
         handles, labels = axis.get_legend_handles_labels()

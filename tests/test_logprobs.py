@@ -5,7 +5,7 @@ import torch
 from pool import RankPool
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchtitan_magi.logprobs import token_logprobs
+from torchtitan_magi.logprobs import summed_logprobs, token_logprobs
 
 VOCABULARY, WIDTH = 24, 5
 
@@ -31,9 +31,49 @@ def with_gradients(function, hidden, weight, targets, **options):
     return [logprobs.detach(), *torch.autograd.grad((logprobs * weights).sum(), (hidden, weight))]
 
 
+def summed_with_gradients(function, hidden, weight, targets, **options):
+    """The same sum and its gradients, from ``summed_logprobs``."""
+    weights = torch.arange(1, len(targets) + 1, dtype=torch.promote_types(hidden.dtype, torch.float32))
+    if function is summed_logprobs:
+        total = summed_logprobs(hidden, weight, targets, weights, **options)
+    else:
+        total = (function(hidden, weight, targets, **options) * weights).sum()
+    return [total.detach(), *torch.autograd.grad(3 * total, (hidden, weight))]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("chunk", [1, 4, 100, None])
+def test_the_sum_with_its_gradient_made_on_the_way_is_the_same(chunk, compiled):
+    got = summed_with_gradients(summed_logprobs, *case(10), chunk=chunk, compiled=compiled)
+    for ours, reference in zip(got, summed_with_gradients(plain, *case(10)), strict=True):
+        torch.testing.assert_close(ours, reference, rtol=1e-12, atol=1e-12)
+
+
+def test_the_sum_counts_tokens_alike_without_a_scale_and_needs_no_gradient():
+    hidden, weight, targets = case(10)
+    with torch.no_grad():
+        assert not summed_logprobs(hidden, weight, targets).requires_grad
+    torch.testing.assert_close(summed_logprobs(hidden, weight, targets), plain(hidden, weight, targets).sum())
+    frozen = summed_logprobs(hidden, weight.detach(), targets)
+    (gradient,) = torch.autograd.grad(frozen, hidden)
+    torch.testing.assert_close(gradient, torch.autograd.grad(plain(hidden, weight, targets).sum(), hidden)[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_sum_in_low_precision(dtype):
+    got = summed_with_gradients(summed_logprobs, *case(10, dtype), chunk=3)
+    assert [tensor.dtype for tensor in got] == [torch.float32, dtype, dtype]
+    hidden, weight, targets = case(10, dtype)
+    reference = summed_with_gradients(plain, hidden.double(), weight.double(), targets)
+    tolerance = 1e-5 if dtype == torch.float32 else 3e-2
+    for ours, exact in zip(got, reference, strict=True):
+        assert (ours.double() - exact).norm() <= tolerance * exact.norm()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("chunk", [1, 4, 7, 100, None])
-def test_it_is_log_softmax_whatever_the_chunk(chunk):
-    got = with_gradients(token_logprobs, *case(10), chunk=chunk)
+def test_it_is_log_softmax_whatever_the_chunk(chunk, compiled):
+    got = with_gradients(token_logprobs, *case(10), chunk=chunk, compiled=compiled)
     for ours, reference in zip(got, with_gradients(plain, *case(10)), strict=True):
         torch.testing.assert_close(ours, reference, rtol=1e-12, atol=1e-12)
 
@@ -95,6 +135,9 @@ def test_no_more_logits_than_those_of_a_chunk_exist_at_a_time():
         with_gradients(token_logprobs, hidden, weight, targets, chunk=25)
     assert largest.elements == 25 * VOCABULARY
     with LargestTensor() as largest:
+        summed_with_gradients(summed_logprobs, hidden, weight, targets, chunk=25)
+    assert largest.elements == 25 * VOCABULARY
+    with LargestTensor() as largest:
         with_gradients(plain, hidden, weight, targets)
     assert largest.elements == 100 * VOCABULARY
 
@@ -115,16 +158,21 @@ def on_a_rank(num_tokens, chunk):
     hidden, weight, targets = case(num_tokens)
     rows = VOCABULARY // dist.get_world_size()
     share = weight.detach()[dist.get_rank() * rows :][:rows].clone().requires_grad_()
-    return with_gradients(token_logprobs, hidden, share, targets, group=dist.group.WORLD, chunk=chunk)
+    options = {"group": dist.group.WORLD, "chunk": chunk}
+    return (
+        with_gradients(token_logprobs, hidden, share, targets, **options),
+        summed_with_gradients(summed_logprobs, hidden, share, targets, **options),
+    )
 
 
 @pytest.mark.parametrize(("num_tokens", "chunk"), [(10, 4), (10, None), (1, 1), (0, 4)])
 def test_ranks_that_share_the_vocabulary_get_what_one_gets(pool, num_tokens, chunk):
-    results = pool.run(on_a_rank, num_tokens, chunk)
-    logprobs, grad_hidden, grad_weight = with_gradients(plain, *case(num_tokens))
-    for ours, _, _ in results:
-        torch.testing.assert_close(ours, logprobs, rtol=1e-12, atol=1e-12)
-    added = sum(result[1] for result in results)
-    torch.testing.assert_close(added, grad_hidden, rtol=1e-12, atol=1e-12)
-    gathered = torch.cat([result[2] for result in results])
-    torch.testing.assert_close(gathered, grad_weight, rtol=1e-12, atol=1e-12)
+    results = zip(*pool.run(on_a_rank, num_tokens, chunk), strict=True)
+    for of_ranks, function in zip(results, (with_gradients, summed_with_gradients), strict=True):
+        logprobs, grad_hidden, grad_weight = function(plain, *case(num_tokens))
+        for ours, _, _ in of_ranks:
+            torch.testing.assert_close(ours, logprobs, rtol=1e-12, atol=1e-12)
+        added = sum(result[1] for result in of_ranks)
+        torch.testing.assert_close(added, grad_hidden, rtol=1e-12, atol=1e-12)
+        gathered = torch.cat([result[2] for result in of_ranks])
+        torch.testing.assert_close(gathered, grad_weight, rtol=1e-12, atol=1e-12)

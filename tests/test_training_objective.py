@@ -3,6 +3,7 @@
 import math
 
 import pytest
+import torch
 from test_training_parity import ALL_LAYOUTS, seed_checkpoint, trained, without_saving
 from training import call, demo, train
 
@@ -37,18 +38,18 @@ def test_without_all_logits_it_is_the_training_of_torchtitan(name):
 def report_tokens_of_the_output_layer(report):
     from torchtitan_magi.titan import logprob_model, objective
 
-    token_logprobs, weigh = logprob_model.token_logprobs, objective.SFT.weigh
+    summed_logprobs, weigh = logprob_model.summed_logprobs, objective.SFT.weigh
 
-    def count_and_call(hidden, *args):
+    def count_and_call(hidden, *args, **options):
         report("rows", len(hidden))
-        return token_logprobs(hidden, *args)
+        return summed_logprobs(hidden, *args, **options)
 
     def weigh_and_report(self, inputs, labels):
         count = weigh(self, inputs, labels)
         report("labels", count, labels.numel())
         return count
 
-    logprob_model.token_logprobs, objective.SFT.weigh = count_and_call, weigh_and_report
+    logprob_model.summed_logprobs, objective.SFT.weigh = count_and_call, weigh_and_report
     without_saving(report)
 
 
@@ -76,18 +77,19 @@ def report_token_losses(report):
     """The documents of each microbatch, and the loss of each token."""
     from torchtitan_magi.titan import objective
 
-    weigh, call = objective.SFT.weigh, objective.LogprobModel.__call__
+    weigh, summed = objective.SFT.weigh, objective.LogprobModel.summed
 
     def weigh_and_report(self, inputs, labels):
         report("documents", inputs["documents"].tolist())
         return weigh(self, inputs, labels)
 
-    def call_and_report(self, targets, *args, **kwargs):
-        logprobs = call(self, targets, *args, **kwargs)
+    def sum_and_report(self, targets, tokens, labelled, scale, **inputs):
+        with torch.no_grad():
+            logprobs = self(targets, tokens, labelled, **inputs)
         report("losses", targets.flatten().tolist(), (-logprobs).flatten().tolist())
-        return logprobs
+        return summed(self, targets, tokens, labelled, scale, **inputs)
 
-    objective.SFT.weigh, objective.LogprobModel.__call__ = weigh_and_report, call_and_report
+    objective.SFT.weigh, objective.LogprobModel.summed = weigh_and_report, sum_and_report
     without_saving(report)
 
 

@@ -4,6 +4,8 @@ Shape suffixes: T tokens, D width of the model, V vocabulary (under tensor paral
 chunk.
 """
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ def token_logprobs(
     targets_T: Tensor,
     group: dist.ProcessGroup | None = None,
     chunk: int | None = None,
+    compiled: bool = False,
 ) -> Tensor:
     """log p(target) under the softmax of ``hidden @ weight.T``, differentiable in both.
 
@@ -34,16 +37,39 @@ def token_logprobs(
         targets_T: int64; IGNORE_INDEX where there is none.
         group: ranks that share the vocabulary.
         chunk: tokens of a chunk; by default as many as CHUNK_LOGITS allows.
+        compiled: what is done with the logits by torch.compile, so that they are read and written once.
 
     Returns:
         float32 [T] (float64 for float64 inputs), 0 where there is no target.
     """
-    if torch.is_autocast_enabled(hidden_TD.device.type):
-        dtype = torch.get_autocast_dtype(hidden_TD.device.type)
-        hidden_TD, weight_VD = hidden_TD.to(dtype), weight_VD.to(dtype)
-    if chunk is None:
-        chunk = max(1, CHUNK_LOGITS // len(weight_VD))
-    return _TokenLogprobs.apply(hidden_TD, weight_VD, targets_T, group, chunk)
+    hidden_TD, weight_VD = _as_autocast_wants(hidden_TD, weight_VD)
+    chunk = chunk or max(1, CHUNK_LOGITS // len(weight_VD))
+    return _TokenLogprobs.apply(hidden_TD, weight_VD, targets_T, group, chunk, compiled)
+
+
+def summed_logprobs(
+    hidden_TD: Tensor,
+    weight_VD: Tensor,
+    targets_T: Tensor,
+    scale_T: Tensor | None = None,
+    group: dist.ProcessGroup | None = None,
+    chunk: int | None = None,
+    compiled: bool = False,
+) -> Tensor:
+    """``(scale * token_logprobs(...)).sum()``, with its gradient computed on the way: logits are made only once.
+
+    Args:
+        scale_T: how much each token counts, no gradient; None: all alike.
+        The others, and memory, as for ``token_logprobs``.
+
+    Returns:
+        0-d, float32 (float64 for float64 inputs).
+    """
+    hidden_TD, weight_VD = _as_autocast_wants(hidden_TD, weight_VD)
+    chunk = chunk or max(1, CHUNK_LOGITS // len(weight_VD))
+    if not torch.is_grad_enabled():
+        hidden_TD, weight_VD = hidden_TD.detach(), weight_VD.detach()
+    return _SummedLogprobs.apply(hidden_TD, weight_VD, targets_T, scale_T, group, chunk, compiled)
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -55,62 +81,135 @@ class _TokenLogprobs(torch.autograd.Function):
         targets_T: Tensor,
         group: dist.ProcessGroup | None,
         chunk: int,
+        compiled: bool,
     ) -> Tensor:
         has_target_T = targets_T != IGNORE_INDEX
-        row_T, is_here_T = _rows(targets_T, has_target_T, len(weight_VD), group)
-        picked, lse = [], []
-        for hidden_CD, row_C in zip(hidden_TD.split(chunk), row_T.split(chunk), strict=True):
-            logits_CV = _logits(hidden_CD, weight_VD)
-            lse.append(logits_CV.logsumexp(1))
-            picked.append(logits_CV.gather(1, row_C[:, None])[:, 0])
-        lse_T, picked_T = torch.cat(lse), torch.cat(picked).mul_(is_here_T)
-        if group is not None and len(lse_T):
-            lse_T = _over_ranks(lse_T, picked_T, group)
-        ctx.save_for_backward(hidden_TD, weight_VD, row_T, is_here_T, has_target_T, lse_T)
-        ctx.chunk = chunk
+        row_T = _rows(targets_T, len(weight_VD), group)
+        statistics = _maybe_compiled(_statistics, compiled)
+        parts = [
+            statistics(hidden_CD @ weight_VD.T, row_C)
+            for hidden_CD, row_C in zip(hidden_TD.split(chunk), row_T.split(chunk), strict=True)
+        ]
+        lse_T, picked_T = _over_ranks(torch.cat([lse for lse, _ in parts]), torch.cat([at for _, at in parts]), group)
+        ctx.save_for_backward(hidden_TD, weight_VD, row_T, has_target_T, lse_T)
+        ctx.chunk, ctx.compiled = chunk, compiled
         return torch.where(has_target_T, picked_T - lse_T, 0)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        hidden_TD, weight_VD, row_T, is_here_T, has_target_T, lse_T = ctx.saved_tensors
+        hidden_TD, weight_VD, row_T, has_target_T, lse_T = ctx.saved_tensors
+        sums = _GradientSums(hidden_TD, weight_VD, lse_T.dtype, ctx.needs_input_grad, ctx.compiled)
         grad_T = gradients[0] * has_target_T
-        grad_picked_T = grad_T * is_here_T
-        grad_hidden_TD = torch.empty_like(hidden_TD) if ctx.needs_input_grad[0] else None
-        grad_weight_VD = torch.zeros_like(weight_VD, dtype=lse_T.dtype) if ctx.needs_input_grad[1] else None
         for start in range(0, len(hidden_TD), ctx.chunk):
             at = slice(start, start + ctx.chunk)
-            # d log p(target) / d logit = [is target] - softmax
-            grad_logits_CV = _logits(hidden_TD[at], weight_VD).sub_(lse_T[at, None]).exp_().mul_(-grad_T[at, None])
-            grad_logits_CV.scatter_add_(1, row_T[at, None], grad_picked_T[at, None])
-            grad_logits_CV = grad_logits_CV.to(weight_VD.dtype)
-            if grad_hidden_TD is not None:
-                torch.mm(grad_logits_CV, weight_VD, out=grad_hidden_TD[at])
-            if grad_weight_VD is not None:
-                grad_weight_VD += grad_logits_CV.T @ hidden_TD[at]
-        if grad_weight_VD is not None:
-            grad_weight_VD = grad_weight_VD.to(weight_VD.dtype)
-        return grad_hidden_TD, grad_weight_VD, None, None, None
+            sums.add(at, hidden_TD[at] @ weight_VD.T, lse_T[at], row_T[at], grad_T[at])
+        rounded = (None if x is None else x.to(hidden_TD.dtype) for x in sums.sums)
+        return *rounded, None, None, None, None
 
 
-def _logits(hidden_CD: Tensor, weight_VD: Tensor) -> Tensor:
-    """[C, V], at least float32 and a tensor of its own."""
-    logits_CV = hidden_CD @ weight_VD.T
-    return logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32))
+class _SummedLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_TD: Tensor,
+        weight_VD: Tensor,
+        targets_T: Tensor,
+        scale_T: Tensor | None,
+        group: dist.ProcessGroup | None,
+        chunk: int,
+        compiled: bool,
+    ) -> Tensor:
+        dtype = torch.promote_types(hidden_TD.dtype, torch.float32)
+        grad_T = (targets_T != IGNORE_INDEX).to(dtype)
+        if scale_T is not None:
+            grad_T *= scale_T
+        row_T = _rows(targets_T, len(weight_VD), group)
+        statistics = _maybe_compiled(_statistics, compiled)
+        sums = _GradientSums(hidden_TD, weight_VD, dtype, ctx.needs_input_grad, compiled)
+        total = grad_T.new_zeros(())
+        for start in range(0, len(hidden_TD), chunk):
+            at = slice(start, start + chunk)
+            logits_CV = hidden_TD[at] @ weight_VD.T
+            lse_C, picked_C = statistics(logits_CV, row_T[at])
+            lse_C, picked_C = _over_ranks(lse_C, picked_C, group)
+            total += (grad_T[at] * (picked_C - lse_C)).sum()
+            sums.add(at, logits_CV, lse_C, row_T[at], grad_T[at])
+        ctx.save_for_backward(*sums.sums)
+        ctx.dtype = hidden_TD.dtype
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        scaled = (None if x is None else (x * gradients[0]).to(ctx.dtype) for x in ctx.saved_tensors)
+        return *scaled, None, None, None, None, None
 
 
-def _rows(targets_T: Tensor, has_target_T: Tensor, rows: int, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
-    """Row of this rank's weight for each target, and whether it is here; row 0 where it is not."""
-    first = 0 if group is None else dist.get_rank(group) * rows
-    row_T = targets_T - first
-    is_here_T = has_target_T if group is None else has_target_T & (row_T >= 0) & (row_T < rows)
-    return row_T.where(is_here_T, 0), is_here_T
+class _GradientSums:
+    """Gradients of hidden and of the weight, chunk by chunk, as far as they are needed."""
+
+    def __init__(
+        self, hidden_TD: Tensor, weight_VD: Tensor, dtype: torch.dtype, needed: tuple[bool, ...], compiled: bool
+    ) -> None:
+        self.hidden_TD, self.weight_VD = hidden_TD, weight_VD
+        self.grad_hidden_TD = torch.empty_like(hidden_TD) if needed[0] else None
+        self.grad_weight_VD = torch.zeros_like(weight_VD, dtype=dtype) if needed[1] else None
+        self.grad_logits = _maybe_compiled(_grad_logits, compiled)
+
+    def add(self, at: slice, logits_CV: Tensor, lse_C: Tensor, row_C: Tensor, grad_C: Tensor) -> None:
+        """Adds what the tokens ``at`` contribute. grad_C: of the log-probabilities, 0 where there is no target."""
+        if self.grad_hidden_TD is None and self.grad_weight_VD is None:
+            return
+        grad_logits_CV = self.grad_logits(logits_CV, lse_C, row_C, grad_C)
+        if self.grad_hidden_TD is not None:
+            torch.mm(grad_logits_CV, self.weight_VD, out=self.grad_hidden_TD[at])
+        if self.grad_weight_VD is not None:
+            self.grad_weight_VD += grad_logits_CV.T @ self.hidden_TD[at]
+
+    @property
+    def sums(self) -> tuple[Tensor | None, Tensor | None]:
+        """Of hidden in its dtype, of the weight in float32 or wider."""
+        return self.grad_hidden_TD, self.grad_weight_VD
 
 
-def _over_ranks(lse_T: Tensor, picked_T: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The logsumexp over all ranks' shares of the vocabulary. Puts the logit of the rank that has it into picked_T."""
+def _as_autocast_wants(hidden_TD: Tensor, weight_VD: Tensor) -> tuple[Tensor, Tensor]:
+    if not torch.is_autocast_enabled(hidden_TD.device.type):
+        return hidden_TD, weight_VD
+    dtype = torch.get_autocast_dtype(hidden_TD.device.type)
+    return hidden_TD.to(dtype), weight_VD.to(dtype)
+
+
+@functools.cache
+def _maybe_compiled(function: Callable[..., Any], compiled: bool) -> Callable[..., Any]:
+    return torch.compile(function, dynamic=True) if compiled else function
+
+
+def _statistics(logits_CV: Tensor, row_C: Tensor) -> tuple[Tensor, Tensor]:
+    """logsumexp and the logit of the target's row, 0 where it is not here (row -1); at least float32."""
+    wide_CV = logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32))
+    picked_C = logits_CV.gather(1, row_C.clamp(min=0)[:, None])[:, 0].to(wide_CV.dtype)
+    return wide_CV.logsumexp(1), picked_C * (row_C >= 0)
+
+
+def _grad_logits(logits_CV: Tensor, lse_C: Tensor, row_C: Tensor, grad_C: Tensor) -> Tensor:
+    """Gradient of the logits for that of the log-probabilities: d log p(target) / d logit = [is target] - softmax."""
+    softmax_CV = (logits_CV.to(lse_C.dtype) - lse_C[:, None]).exp()
+    is_target_CV = torch.arange(logits_CV.shape[1], device=logits_CV.device) == row_C[:, None]
+    return ((is_target_CV.to(lse_C.dtype) - softmax_CV) * grad_C[:, None]).to(logits_CV.dtype)
+
+
+def _rows(targets_T: Tensor, rows: int, group: dist.ProcessGroup | None) -> Tensor:
+    """Row of this rank's weight for each target; -1 where there is none or another rank has it."""
+    row_T = targets_T - (0 if group is None else dist.get_rank(group) * rows)
+    is_here_T = (targets_T != IGNORE_INDEX) & (row_T >= 0) & (row_T < rows)
+    return row_T.where(is_here_T, -1)
+
+
+def _over_ranks(lse_T: Tensor, picked_T: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
+    """logsumexp over all ranks' shares of the vocabulary, and the logit of the rank that has the target."""
+    if group is None or not len(lse_T):
+        return lse_T, picked_T
     largest_T = lse_T.clone()
     dist.all_reduce(largest_T, dist.ReduceOp.MAX, group)
     sums_2T = torch.stack([(lse_T - largest_T).exp_(), picked_T])
     dist.all_reduce(sums_2T, dist.ReduceOp.SUM, group)
-    picked_T.copy_(sums_2T[1])
-    return largest_T + sums_2T[0].log_()
+    return largest_T + sums_2T[0].log_(), sums_2T[1]

@@ -123,17 +123,17 @@ class CostModel:
 
 _PARTS = (KernelCost, Link)
 
-# Kernel: least relative error over the 42 cases of benchmarks/results/kernel_h200.json (scripts/calibrate.py --fit);
-# errors -9% to +10% forward, -27% to +17% backward. Links inside a node: NCCL all_to_all_single among 4 GPUs, 36 us
-# for 1 MiB per rank, 175 GiB/s at 16 MiB, 280 GiB/s at 256 MiB. merge: the accumulating forward against the plain one,
-# causal 16k and varlen 2k (kernels/NOTES.md). memory: a little below the 4.3 TB/s in kernels/NOTES.md.
-# Estimates that nobody has measured yet: stage, slowdown, and across (one 400 Gb/s adapter per GPU).
+# Kernel, merge, memory: scripts/calibrate.py on two H200 (benchmarks/results/cost_h200x2.json). The kernel's constants
+# predict the cases of kernel_h200.json to -15% and +12% forward, -21% and +15% backward, but for one short backward that
+# the host holds up. Links inside a node: NCCL all_to_all_single among 4 GPUs, 36 us for 1 MiB per rank, 175 GiB/s at
+# 16 MiB, 280 GiB/s at 256 MiB. Estimates that nobody has measured yet: stage among more than two GPUs, slowdown, and
+# across (one 400 Gb/s adapter per GPU).
 H200 = CostModel(
-    forward=KernelCost(launch=14e-6, pair=3.14e-13, pair_dim=3.39e-15, row=1.47e-10, row_dim=0.0),
-    backward=KernelCost(launch=70e-6, pair=4.69e-13, pair_dim=1.41e-14, row=7.0e-10, row_dim=7.7e-13),
-    merge=1.0e-12,
+    forward=KernelCost(launch=13.5e-6, pair=3.47e-13, pair_dim=2.47e-15, row=1.12e-10, row_dim=6.6e-13),
+    backward=KernelCost(launch=60e-6, pair=5.30e-13, pair_dim=1.28e-14, row=7.7e-11, row_dim=5.14e-12),
+    merge=6.0e-13,
     stage=20e-6,
-    memory=4.0e12,
+    memory=4.2e12,
     slowdown=0.12,
     inside=Link(latency=35e-6, bandwidth=3.1e11),
     across=Link(latency=60e-6, bandwidth=4.5e10),

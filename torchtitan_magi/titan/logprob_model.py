@@ -1,11 +1,13 @@
 """A torchtitan model that gives log-probabilities of targets in place of logits."""
 
+from collections.abc import Callable
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from torchtitan_magi.logprobs import token_logprobs
+from torchtitan_magi.logprobs import summed_logprobs, token_logprobs
 
 
 class LogprobModel:
@@ -18,12 +20,13 @@ class LogprobModel:
 
     Args:
         model: parallelized.
+        compiled: as for ``token_logprobs``.
 
     Raises:
         ValueError: the output layer is not a plain linear one, or its vocabulary does not divide by the TP degree.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, compiled: bool = False) -> None:
         output = model.output
         if type(output).forward is not nn.Linear.forward or output.bias is not None:
             raise ValueError(
@@ -38,10 +41,9 @@ class LogprobModel:
                     f"parallelism.tensor_parallel_degree is {size}, which does not divide the vocabulary of "
                     f"{len(weight)} tokens; use a degree that does"
                 )
-        self.model, self.output = model, output
-        self.targets: Tensor | None = None
-        self.labelled: Tensor | None = None
-        output.forward = self._logprobs
+        self.model, self.output, self.compiled = model, output, compiled
+        self.of_output: Callable[[Tensor, Tensor, dist.ProcessGroup | None], Tensor] | None = None
+        output.forward = self._output
 
     def __call__(self, targets: Tensor, tokens: Tensor, labelled: Tensor | None = None, **inputs: Any) -> Tensor:
         """Log-probabilities of the targets.
@@ -54,25 +56,53 @@ class LogprobModel:
         Returns:
             float32 [b, s]: log p(target), 0 where there is none.
         """
-        self.targets, self.labelled = targets, labelled
-        logprobs = self.model(tokens, **inputs)
-        self.targets = self.labelled = None
-        return logprobs
 
-    def _logprobs(self, hidden: Tensor) -> Tensor:
-        """forward of the output layer: hidden [b, s, d] -> [b, s]."""
-        assert self.targets is not None
+        def logprobs(hidden: Tensor, weight: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+            some = targets.flatten()
+            if labelled is not None:
+                hidden, some = hidden.index_select(0, labelled), some.index_select(0, labelled)
+            values = token_logprobs(hidden, weight, some, group, compiled=self.compiled)
+            if labelled is not None:
+                values = values.new_zeros(targets.numel()).index_copy(0, labelled, values)
+            return values.view(targets.shape)
+
+        return self._run(logprobs, tokens, inputs)
+
+    def summed(
+        self,
+        targets: Tensor,
+        tokens: Tensor,
+        labelled: Tensor | None = None,
+        scale: Tensor | None = None,
+        **inputs: Any,
+    ) -> Tensor:
+        """The sum of log-probabilities, each times its ``scale`` (float [b, s], no gradient) if given; float32, 0-d."""
+
+        def total(hidden: Tensor, weight: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+            some, scales = targets.flatten(), None if scale is None else scale.flatten()
+            if labelled is not None:
+                hidden, some = hidden.index_select(0, labelled), some.index_select(0, labelled)
+                scales = None if scales is None else scales.index_select(0, labelled)
+            return summed_logprobs(hidden, weight, some, scales, group, compiled=self.compiled)
+
+        return self._run(total, tokens, inputs)
+
+    def _run(
+        self, of_output: Callable[[Tensor, Tensor, dist.ProcessGroup | None], Tensor], tokens: Tensor, inputs: Any
+    ) -> Tensor:
+        self.of_output = of_output
+        try:
+            return self.model(tokens, **inputs)
+        finally:
+            self.of_output = None
+
+    def _output(self, hidden: Tensor) -> Tensor:
+        """forward of the output layer: of hidden [b, s, d], what was asked for."""
+        assert self.of_output is not None
         weight, mesh = self.output.weight, None
         if isinstance(hidden, DTensor):
             mesh = hidden.device_mesh
             # Each rank's share of the vocabulary adds to the gradient of hidden.
             hidden, weight = hidden.to_local(grad_placements=[Partial()]), weight.to_local()
-        group = None if mesh is None else mesh.get_group()
-        hidden, targets, labelled = hidden.flatten(0, 1), self.targets.flatten(), self.labelled
-        if labelled is None:
-            logprobs = token_logprobs(hidden, weight, targets, group)
-        else:
-            some = token_logprobs(hidden.index_select(0, labelled), weight, targets.index_select(0, labelled), group)
-            logprobs = some.new_zeros(len(targets)).index_copy(0, labelled, some)
-        logprobs = logprobs.view(self.targets.shape)
-        return logprobs if mesh is None else DTensor.from_local(logprobs, mesh, [Replicate()], run_check=False)
+        result = self.of_output(hidden.flatten(0, 1), weight, None if mesh is None else mesh.get_group())
+        return result if mesh is None else DTensor.from_local(result, mesh, [Replicate()], run_check=False)

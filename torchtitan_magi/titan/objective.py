@@ -80,7 +80,6 @@ class SFT(Objective):
     def loss(self, inputs: dict[str, Any], labels: Tensor, process: Process) -> Tensor:
         weights, labelled = inputs.pop("token_weights", None), inputs.pop("labelled", None)
         tokens, labels, extra_inputs, masks = process(inputs, labels)
-        losses = -self.model(labels, tokens, labelled, **extra_inputs, **masks)
-        if weights is not None:
-            losses = losses * (masks["attention_masks"].take(weights) if self.cp_enabled else weights)
-        return losses.sum()
+        if weights is not None and self.cp_enabled:
+            weights = masks["attention_masks"].take(weights)
+        return -self.model.summed(labels, tokens, labelled, weights, **extra_inputs, **masks)

@@ -47,7 +47,7 @@ class ReferenceModel(Reference):
                 parameter.detach().copy_(source.detach())
         else:
             _load(model, path, trainer)
-        self.model = LogprobModel(model)
+        self.model = LogprobModel(model, self.trainer.model.compiled)
 
     def logprobs(self, batch: PairBatch) -> Tensor:
         assert self.model is not None

@@ -35,7 +35,9 @@ class MagiTrainer(Trainer):
         dims = self.parallel_dims
         # DDP takes the mean of the ranks' gradients, while torchtitan tells FSDP2 to add them.
         self.gradient_factor = dims.dp_replicate if dims.dp_replicate_enabled and not dims.fsdp_enabled else 1
-        self.model = LogprobModel(self.model_parts[0])
+        compile_config = self.job_config.compile
+        compiled = compile_config.enable and "loss" in compile_config.components
+        self.model = LogprobModel(self.model_parts[0], compiled)
         self.reference_model = ReferenceModel(self)
         self.objective = self._make_objective(self.job_config.training)
         self.metrics_processor.objective_metrics = self.objective.metrics
