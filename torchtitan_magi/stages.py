@@ -125,8 +125,8 @@ _PARTS = (KernelCost, Link)
 
 # Kernel, merge, memory: scripts/calibrate.py on two H200 (benchmarks/results/cost_h200x2.json). The kernel's constants
 # predict the cases of kernel_h200.json to -15% and +12% forward, -21% and +15% backward, but for one short backward
-# that the host holds up. Links inside a node: NCCL all_to_all_single among 4 GPUs, 36 us for 1 MiB per rank, 175 GiB/s at
-# 16 MiB, 280 GiB/s at 256 MiB. Estimates that nobody has measured yet: stage among more than two GPUs, slowdown, and
+# that the host holds up. Links inside a node: NCCL all_to_all_single among 4 GPUs, 36 us for 1 MiB per rank, 175 GiB/s
+# at 16 MiB, 280 GiB/s at 256 MiB. Estimates that nobody has measured yet: stage among more than two GPUs, slowdown, and
 # across (one 400 Gb/s adapter per GPU).
 H200 = CostModel(
     forward=KernelCost(launch=13.5e-6, pair=3.47e-13, pair_dim=2.47e-15, row=1.12e-10, row_dim=6.6e-13),
