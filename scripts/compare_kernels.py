@@ -1,0 +1,107 @@
+"""Times the kernels of this tree against those of another folder, in one run: what a change is worth.
+
+    git worktree add /tmp/before HEAD~1
+    python scripts/compare_kernels.py /tmp/before/kernels --groups quick
+
+Two runs of a benchmark on two GPUs, or on one that has become warm, differ by more than most changes do. Here both
+versions take turns on the same inputs, in a new order every round, and the table has the medians' ratio. The host half
+is this tree's for both, so both must take the same parameters and work lists. Kernels alone, without autograd.
+"""
+
+import argparse
+import random
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from bench_kernel import GROUPS, Case, cases
+from torch import Tensor
+
+from torchtitan_magi import jit, launch
+from torchtitan_magi.ffa import FfaBlockAttn
+
+SCALE = 0.1
+CLOSE = 5e-3  # relative difference of results, from another order of additions or roundings
+
+
+class Version:
+    """Forward and backward of a case with the kernels of a folder."""
+
+    def __init__(self, folder: Path, case: Case, inputs: tuple[Tensor, ...]) -> None:
+        jit.kernel_dir = lambda: folder
+        launch.load.cache_clear()
+        self.q, self.k, self.v, self.dout = inputs
+        self.attn = FfaBlockAttn("cuda")
+        lists = self.attn.prepare(case.slices(), case.tokens, case.tokens, *case.heads)
+        self.mask = lists.to(torch.from_numpy(lists.words).cuda())
+        self.out, self.lse = self.forward()  # now the kernels are compiled and loaded
+        self.dq = torch.empty_like(self.q, dtype=torch.float32)
+        self.delta = self.attn.delta(self.out, self.dout, self.dq)
+        self.dk, self.dv, self.spare = (torch.empty_like(x) for x in (self.k, self.v, self.q))
+        self.backward()
+        self.results = [x.float().clone() for x in (self.out, self.dq, self.dk, self.dv)]
+
+    def forward(self) -> tuple[Tensor, Tensor]:
+        return self.attn.forward(self.q, self.k, self.v, self.mask, SCALE)
+
+    def backward(self) -> None:
+        self.attn.backward(
+            self.dout, self.q, self.k, self.v, self.lse, self.delta, self.mask, SCALE, self.dq, self.dk, self.dv,
+            spare=self.spare,
+        )  # fmt: skip
+
+
+def milliseconds(run: Callable[[], object], wanted: float) -> float:
+    """Mean over as many runs as take `wanted` milliseconds."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    run()
+    start.record()
+    run()
+    end.record()
+    torch.cuda.synchronize()
+    repeats = max(3, round(wanted / start.elapsed_time(end)))
+    start.record()
+    for _ in range(repeats):
+        run()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) / repeats
+
+
+def compare(case: Case, folders: dict[str, Path], rounds: int, wanted: float) -> str:
+    torch.manual_seed(0)
+    heads = (case.heads[0], case.heads[1], case.heads[1], case.heads[0])
+    inputs = tuple(torch.randn(case.tokens, h, case.head_dim, device="cuda", dtype=case.dtype) for h in heads)
+    versions = {name: Version(folder, case, inputs) for name, folder in folders.items()}
+    for ours, theirs in zip(*(version.results for version in versions.values()), strict=True):
+        difference = float((ours - theirs).norm() / theirs.norm())
+        assert difference < CLOSE, f"the two versions differ by {difference:.1e} on {case}"
+    cells = []
+    for direction, work in (("forward", 4), ("backward", 10)):
+        times: dict[str, list[float]] = {name: [] for name in versions}
+        for _ in range(rounds):
+            for name in random.sample(list(versions), len(versions)):
+                times[name].append(milliseconds(getattr(versions[name], direction), wanted))
+        this, other = (statistics.median(times[name]) for name in versions)
+        tflops = work * case.slices().area * case.head_dim * case.heads[0] / this / 1e9
+        cells.append(f"{direction} {tflops:4.0f} TFLOP/s, x {other / this:.3f}")
+    heads_text = "{}:{}".format(*case.heads)
+    return f"{case.name:18s}{case.tokens:>8d} {heads_text:>6s} {case.head_dim:>4d}  " + "   ".join(cells)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("other", type=Path, help="the folder of the kernels to compare with")
+    parser.add_argument("--groups", nargs="+", default=["quick"], choices=GROUPS, help="cases of bench_kernel.py")
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--ms", type=float, default=20, help="time of each measurement")
+    arguments = parser.parse_args()
+    folders = {"this": jit.kernel_dir(), "other": arguments.other}
+    for group in arguments.groups:
+        for case in cases(group):
+            print(compare(case, folders, arguments.rounds, arguments.ms), flush=True)
+
+
+if __name__ == "__main__":
+    main()
