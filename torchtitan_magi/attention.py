@@ -127,6 +127,12 @@ def make_handle(bound: BoundPlan) -> Tensor:
     return handle
 
 
+def _bound_plan(handle: Tensor) -> BoundPlan:
+    """What a handle names: a copy of it, which owns nothing, names the same."""
+    own: BoundPlan | None = getattr(handle, "bound_plan", None)
+    return _bound_plans[int(handle)] if own is None else own
+
+
 def num_live_plans() -> int:
     """How many bound plans are alive."""
     return len(_bound_plans)
@@ -153,14 +159,14 @@ attention_backward_op = torch.ops.torchtitan_magi.cp_varlen_attn_backward.defaul
 
 @torch.library.impl(_library, "cp_varlen_attn", "CompositeExplicitAutograd")
 def _(q: Tensor, k: Tensor, v: Tensor, handle: Tensor, softmax_scale: float) -> tuple[Tensor, Tensor]:
-    return _forward(_bound_plans[int(handle)], q, k, v, softmax_scale)
+    return _forward(_bound_plan(handle), q, k, v, softmax_scale)
 
 
 @torch.library.impl(_library, "cp_varlen_attn_backward", "CompositeExplicitAutograd")
 def _(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, handle: Tensor, softmax_scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _backward(_bound_plans[int(handle)], dout, q, k, v, out, lse, softmax_scale)
+    return _backward(_bound_plan(handle), dout, q, k, v, out, lse, softmax_scale)
 
 
 @torch.library.register_fake("torchtitan_magi::cp_varlen_attn", lib=_library)
@@ -192,7 +198,7 @@ class _Attention(torch.autograd.Function):
             with torch._C._AutoDispatchBelowAutograd():
                 out, lse = attention_op(q, k, v, handle, softmax_scale)
         else:
-            out, lse = _forward(_bound_plans[int(handle)], q, k, v, softmax_scale)
+            out, lse = _forward(_bound_plan(handle), q, k, v, softmax_scale)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.handle, ctx.softmax_scale = handle, softmax_scale
         ctx.mark_non_differentiable(lse)
@@ -204,8 +210,7 @@ class _Attention(torch.autograd.Function):
         if _is_watched(q) or torch.is_grad_enabled():
             dq, dk, dv = attention_backward_op(grads[0], q, k, v, out, lse, handle, ctx.softmax_scale)
         else:
-            bound = _bound_plans[int(handle)]
-            dq, dk, dv = _backward(bound, grads[0], q, k, v, out, lse, ctx.softmax_scale)
+            dq, dk, dv = _backward(_bound_plan(handle), grads[0], q, k, v, out, lse, ctx.softmax_scale)
         return dq, dk, dv, None, None
 
 
@@ -232,7 +237,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, handle: Tensor, softmax_scale: float
         return attention_op(q, k, v, handle, softmax_scale)
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         return _apply_attention(q, k, v, handle, softmax_scale)
-    return _forward(_bound_plans[int(handle)], q, k, v, softmax_scale)
+    return _forward(_bound_plan(handle), q, k, v, softmax_scale)
 
 
 # ---------------------------------------------------------------------------------------------------------- public API
@@ -271,7 +276,11 @@ def cp_varlen_attn(
     Raises:
         ValueError: shapes that do not fit each other or the plan; an unknown or unusable backend.
     """
-    _check_shapes(q, k, v, plan.tokens_per_rank)
+    _check_shapes(q.shape, k.shape, v.shape)
+    if not len(q) == len(k) == plan.tokens_per_rank:
+        raise ValueError(
+            f"q has {len(q)} rows but the plan gives each rank {plan.tokens_per_rank} tokens; dispatch them first"
+        )
     key = (q.shape[1], k.shape[1], q.device, backend, deterministic, fp32_reduce, mesh)
     handles = _handles.setdefault(plan, {})
     if key not in handles:
@@ -304,31 +313,28 @@ def flex_flash_attn(
     Raises:
         ValueError: shapes that do not fit; a slice beyond Tq or Tk; an unknown or unusable backend.
     """
-    _check_shapes(q, k, v, None)
-    handle = _slices_handle(slices, q.shape[0], k.shape[0], q.shape[1], k.shape[1], q.device, backend, deterministic)
+    handle = _slices_handle(slices, q.shape, k.shape, v.shape, q.device, backend, deterministic)
     return attend(q, k, v, handle, q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale)
 
 
 @functools.lru_cache(maxsize=16)
 def _slices_handle(
     slices: AttnSlices,
-    num_q: int,
-    num_k: int,
-    num_heads_q: int,
-    num_heads_kv: int,
+    q_shape: torch.Size,
+    k_shape: torch.Size,
+    v_shape: torch.Size,
     device: torch.device,
     backend: str,
     deterministic: bool,
 ) -> Tensor:
+    _check_shapes(q_shape, k_shape, v_shape)
     block_attn = choose_block_attn(backend, device, deterministic)
-    return make_handle(bind_slices(slices, num_q, num_k, num_heads_q, num_heads_kv, block_attn, device))
+    return make_handle(bind_slices(slices, q_shape[0], k_shape[0], q_shape[1], k_shape[1], block_attn, device))
 
 
-def _check_shapes(q: Tensor, k: Tensor, v: Tensor, num_tokens: int | None) -> None:
-    if q.ndim != 3 or k.ndim != 3 or k.shape != v.shape or q.shape[-1] != k.shape[-1] or q.shape[1] % k.shape[1]:
+def _check_shapes(q: torch.Size, k: torch.Size, v: torch.Size) -> None:
+    if len(q) != 3 or len(k) != 3 or k != v or q[-1] != k[-1] or q[1] % k[1]:
         raise ValueError(
-            f"q, k, v have shapes {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}; give [T, Hq, D], [T, H, D], "
-            "[T, H, D] with Hq a multiple of H"
+            f"q, k, v have shapes {tuple(q)}, {tuple(k)}, {tuple(v)}; give [T, Hq, D], [T, H, D], [T, H, D] with Hq a "
+            "multiple of H"
         )
-    if num_tokens is not None and not q.shape[0] == k.shape[0] == num_tokens:
-        raise ValueError(f"q has {len(q)} rows but the plan gives each rank {num_tokens} tokens; dispatch them first")

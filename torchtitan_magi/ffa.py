@@ -125,11 +125,13 @@ class FfaBlockAttn:
         """
         s = mask.sizes
         key = ("forward", q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, earlier is None, more)
-        if key not in mask.launches:
+        prepared = mask.launches.get(key)
+        if prepared is None:
             _check_inputs(q, k, v, s)
-            mask.launches[key] = self._forward_launch(mask, q.shape[2], q.dtype, earlier is not None, more)
+            prepared = self._forward_launch(mask, q.shape[2], q.dtype, earlier is not None, more)
+            mask.launches[key] = prepared
         _check_scale(softmax_scale)
-        kernel, template = mask.launches[key]
+        kernel, template = prepared
         if more and earlier is not None:
             out, lse = earlier
         else:
