@@ -153,6 +153,18 @@ def test_row_bands_are_those_of_the_slices(mask: tuple[AttnSlices, int, int]) ->
     np.testing.assert_array_equal(lists.words[lists.sizes.bands :][: want.size], want.ravel())
 
 
+def test_lists_of_one_direction_are_those_of_both() -> None:
+    slices = shared_prompt([[300, 200, 150], [20, 40, 500]])
+    whole, layers = build_worklists(slices, 1210, 1210, 8, 1), len(slices.row_bands(1210)[0])
+    one = build_worklists(slices, 1210, 1210, 8, 1, backward=False)
+    assert one.sizes.backward_pack == 0
+    np.testing.assert_array_equal(walk_forward(one, layers), walk_forward(whole, layers))
+    other = build_worklists(slices, 1210, 1210, 8, 1, forward=False)
+    assert other.sizes.forward_pack == 0
+    np.testing.assert_array_equal(walk_backward(other, layers), walk_backward(whole, layers))
+    assert len(one.words) + len(other.words) == len(whole.words) + 2 * 1210 * layers  # the bands are in both
+
+
 def test_holes_between_keys_are_not_walked() -> None:
     slices = AttnSlices([[0, 8, 0, 256, 0], [8, 16, 100_000, 100_256, 0]])
     assert build_worklists(slices, 16, 100_256, 8, 1).sizes.num_forward_blocks == 4

@@ -27,8 +27,18 @@ class BlockAttn(Protocol):
     def rows(self) -> Rows:
         """How K/V rows are packed for other ranks and returned gradients added."""
 
-    def prepare(self, slices: AttnSlices, num_q: int, num_k: int, num_heads_q: int, num_heads_kv: int) -> Any:
-        """Index data on the host, as ``.words`` (int32 [n]); its ``.to(words_on_device)`` is the mask of a call."""
+    def prepare(
+        self,
+        slices: AttnSlices,
+        num_q: int,
+        num_k: int,
+        num_heads_q: int,
+        num_heads_kv: int,
+        forward: bool = True,
+        backward: bool = True,
+    ) -> Any:
+        """Index data on the host for the calls that will be made, as ``.words`` (int32 [n]); its
+        ``.to(words_on_device)`` is the mask of a call."""
 
     def forward(
         self,
@@ -121,10 +131,11 @@ def index_data(plan: AttnPlan, rank: int, block_attn: BlockAttn, num_heads_q: in
     """
     share, rows = plan.ranks[rank], block_attn.rows()
     stages = dict.fromkeys((*share.forward, *share.backward))  # each once
-    masks = {
-        stage: block_attn.prepare(stage.slices, plan.tokens_per_rank, stage.num_rows, num_heads_q, num_heads_kv)
-        for stage in stages
-    }
+    masks = {}
+    for stage in stages:
+        shape = plan.tokens_per_rank, stage.num_rows, num_heads_q, num_heads_kv
+        used = stage in share.forward, stage in share.backward
+        masks[stage] = block_attn.prepare(stage.slices, *shape, *used)
     return IndexData(share, masks, {stage: [rows.index(exchange) for exchange in stage.exchanges] for stage in stages})
 
 

@@ -86,14 +86,29 @@ class FfaBlockAttn:
                 'use backend = "flex"'
             )
 
-    def prepare(self, slices: AttnSlices, num_q: int, num_k: int, num_heads_q: int, num_heads_kv: int) -> HostLists:
+    def prepare(
+        self,
+        slices: AttnSlices,
+        num_q: int,
+        num_k: int,
+        num_heads_q: int,
+        num_heads_kv: int,
+        forward: bool = True,
+        backward: bool = True,
+    ) -> HostLists:
         """Work lists on the host; their `.to(words_on_device)` is the `mask` of the calls below.
+
+        Args:
+            forward, backward: whether such calls will be made.
 
         Raises:
             ValueError: head counts do not divide, or a slice reaches beyond num_q or num_k.
         """
+        heads, deterministic = (num_heads_q, num_heads_kv), self.deterministic
         return HostLists(
-            build_worklists(slices, num_q, num_k, num_heads_q, num_heads_kv, deterministic=self.deterministic)
+            build_worklists(
+                slices, num_q, num_k, *heads, forward=forward, backward=backward, deterministic=deterministic
+            )
         )
 
     def forward(
@@ -164,6 +179,7 @@ class FfaBlockAttn:
         self, mask: DeviceLists, head_dim: int, dtype: torch.dtype, earlier: bool, more: bool
     ) -> tuple[launch.Kernel, launch.ForwardParams]:
         s = mask.sizes
+        assert s.forward_pack  # else the lists were made for the backward only
         variant, shared = launch.forward_variant(head_dim, s.forward_pack, dtype, earlier, more)
         num_groups = s.num_heads_q // s.forward_pack
         num_tiles = (
@@ -272,6 +288,7 @@ class FfaBlockAttn:
         self, mask: DeviceLists, head_dim: int, dtype: torch.dtype
     ) -> tuple[launch.Kernel, launch.BackwardParams]:
         s = mask.sizes
+        assert s.backward_pack  # else the lists were made for the forward only
         variant, shared = launch.backward_variant(head_dim, s.backward_pack, dtype, s.deterministic)
         params = launch.BackwardParams(
             items=mask.pointer(s.backward_items),

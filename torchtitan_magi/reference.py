@@ -64,8 +64,17 @@ class FlexBlockAttn:
     def rows(self) -> TorchRows:
         return TorchRows()
 
-    def prepare(self, slices: AttnSlices, num_q: int, num_k: int, num_heads_q: int, num_heads_kv: int) -> FlexMask:
-        """Index data of a stage, on the host. The heads do not matter here."""
+    def prepare(
+        self,
+        slices: AttnSlices,
+        num_q: int,
+        num_k: int,
+        num_heads_q: int,
+        num_heads_kv: int,
+        forward: bool = True,
+        backward: bool = True,
+    ) -> FlexMask:
+        """Index data of a stage, on the host. The heads and the direction do not matter here."""
         lo, hi = slices.row_bands(num_q)
         counts, numbers = _key_blocks(lo, hi, num_q, num_k)
         return FlexMask(slices, num_q, num_k, np.concatenate([a.ravel() for a in (lo, hi, counts, numbers)]))

@@ -11,6 +11,7 @@ Vocabulary (kernels/ffa_layout.cuh has the records):
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -58,23 +59,25 @@ class ListSizes:
     num_k: int
     num_heads_q: int
     num_heads_kv: int
-    forward_pack: int
-    backward_pack: int
-    forward_heads_per_wave: int
-    backward_heads_per_wave: int
-    num_forward_tiles: int
-    num_forward_tiles_with_work: int
-    num_backward_items: int  # parts of k-tiles
-    is_split: bool  # some tile has several parts: dk and dv are sums in fp32
-    deterministic: bool  # k-tiles whole, from the last to the first; there are `components`
-    num_q_blocks: int
     bands: int
-    forward_items: int
-    forward_segments: int
-    backward_items: int
-    backward_segments: int
-    components: int
-    num_forward_blocks: int  # 128 x 128 blocks that the forward computes per pack of heads
+
+    forward_pack: int = 0  # 0: no lists of that direction
+    forward_heads_per_wave: int = 0
+    num_forward_tiles: int = 0
+    num_forward_tiles_with_work: int = 0
+    num_forward_blocks: int = 0  # 128 x 128 blocks that the forward computes per pack of heads
+    forward_items: int = 0
+    forward_segments: int = 0
+
+    backward_pack: int = 0
+    backward_heads_per_wave: int = 0
+    num_q_blocks: int = 0
+    num_backward_items: int = 0  # parts of k-tiles
+    is_split: bool = False  # some tile has several parts: dk and dv are sums in fp32
+    deterministic: bool = False  # k-tiles whole, from the last to the first; there are `components`
+    backward_items: int = 0
+    backward_segments: int = 0
+    components: int = 0
 
 
 @dataclass(frozen=True)
@@ -92,6 +95,8 @@ def build_worklists(
     num_heads_q: int,
     num_heads_kv: int,
     *,
+    forward: bool = True,
+    backward: bool = True,
     deterministic: bool = False,
     backward_pack: int | None = None,
     chunk: int | None = None,
@@ -100,6 +105,7 @@ def build_worklists(
 
     Args:
         slices: the mask; its rows index [0, num_q), its keys [0, num_k).
+        forward, backward: whether to make the lists of that direction.
         deterministic: the backward adds to each row of dq in a fixed order.
         backward_pack: overrides the heuristic; a divisor of the group size.
         chunk: overrides the heuristic; query blocks of a part of a backward tile.
@@ -114,72 +120,90 @@ def build_worklists(
         raise ValueError(
             f"slices reach query {table[:, 1].max()} and key {table[:, 3].max()} of {num_q} queries and {num_k} keys"
         )
-    group = num_heads_q // num_heads_kv
-    forward_pack = largest_divisor(group, MAX_PACK)
-    backward_pack = backward_pack or choose_backward_pack(group)
     rows = table.astype(np.int64)
-    layer = slice_layers(rows)
+    mask = _Mask(rows, slice_layers(rows), num_q, num_k, num_heads_q, num_heads_kv)
     words = _Words()
-    num_bands = int(layer.max(initial=0) + 1) * num_q
+    num_bands = int(mask.layer.max(initial=0) + 1) * num_q
     bands = words.reserve(2 * num_bands)
+    sizes: dict[str, Any] = {}
+    if forward:
+        sizes |= _forward_lists(mask, words)
+    if backward:
+        group = num_heads_q // num_heads_kv
+        sizes |= _backward_lists(mask, words, deterministic, backward_pack or choose_backward_pack(group), chunk)
+    packed = words.packed()
+    write_row_bands(rows, mask.layer, num_q, packed[bands : bands + 2 * num_bands])
+    return WorkLists(packed, ListSizes(num_q, num_k, num_heads_q, num_heads_kv, bands, **sizes))
 
-    tokens, block_tokens = ROWS // forward_pack, BACKWARD_ROWS // backward_pack
-    num_forward_tiles = -(-num_q // tokens)
-    tile, records, num_blocks = forward_records(tile_segments(rows, layer, num_q, tokens), num_forward_tiles)
-    items, further = _items(tile, records, num_forward_tiles)
-    forward_items, forward_segments = words.add(items, longest_first(num_blocks)), words.add(further)
 
-    num_q_blocks = -(-num_q // block_tokens)
-    starts = key_tiles(rows, num_k)
-    runs = tile_segments(rows, layer, num_q, block_tokens)
-    tile, records = transpose_segments(runs, starts)
+@dataclass(frozen=True)
+class _Mask:
+    """rows: canonical slices, int64 [n, 5]; layer: of each, int64 [n]."""
+
+    rows: Int64Array
+    layer: Int64Array
+    num_q: int
+    num_k: int
+    num_heads_q: int
+    num_heads_kv: int
+
+
+def _forward_lists(mask: _Mask, words: "_Words") -> dict[str, Any]:
+    """Adds them to `words`; fields of ListSizes."""
+    group = mask.num_heads_q // mask.num_heads_kv
+    pack = largest_divisor(group, MAX_PACK)
+    tokens, groups_per_kv = ROWS // pack, group // pack
+    num_tiles = -(-mask.num_q // tokens)
+    runs = tile_segments(mask.rows, mask.layer, mask.num_q, tokens)
+    tile, records, num_blocks = forward_records(runs, num_tiles)
+    items, further = _items(tile, records, num_tiles)
+    key_bytes = max(1, mask.num_k) * 512
+    return {
+        "forward_pack": pack,
+        "forward_heads_per_wave": largest_divisor(mask.num_heads_q // pack, L2_BYTES // key_bytes * groups_per_kv),
+        "num_forward_tiles": num_tiles,
+        "num_forward_tiles_with_work": int((num_blocks > 0).sum()),
+        "num_forward_blocks": int(num_blocks.sum()),
+        "forward_items": words.add(items, longest_first(num_blocks)),
+        "forward_segments": words.add(further),
+    }
+
+
+def _backward_lists(mask: _Mask, words: "_Words", deterministic: bool, pack: int, chunk: int | None) -> dict[str, Any]:
+    """Adds them to `words`; fields of ListSizes."""
+    tokens, num_packs = BACKWARD_ROWS // pack, mask.num_heads_q // mask.num_heads_kv // pack
+    num_q_blocks = -(-mask.num_q // tokens)
+    starts = key_tiles(mask.rows, mask.num_k)
     num_tiles = len(starts) - 1
-    num_blocks_b = np.bincount(tile, records[:, 5] - records[:, 4], num_tiles).astype(np.int64)
-    fits_l2 = num_q * num_heads_q * 1024 <= L2_BYTES  # q, dout and dq, 128 columns
-    part_tile, part = np.arange(num_tiles), tile
-    is_split = False
-    chunk = chunk or backward_chunk(num_blocks_b, num_heads_kv, group // backward_pack)
+    runs = tile_segments(mask.rows, mask.layer, mask.num_q, tokens)
+    tile, records = transpose_segments(runs, starts)
+    num_blocks = np.bincount(tile, records[:, 5] - records[:, 4], num_tiles).astype(np.int64)
+    chunk = chunk or backward_chunk(num_blocks, mask.num_heads_kv, num_packs)
+    part_tile, part, is_split = np.arange(num_tiles), tile, False
     if not deterministic:
-        parts = split_tiles(tile, records, num_blocks_b, chunk)
+        parts = split_tiles(tile, records, num_blocks, chunk)
         is_split = len(parts[0]) > int(is_new(tile).sum())
         if is_split:
             part_tile, part, records = parts
-            num_blocks_b = np.bincount(part, records[:, 5] - records[:, 4]).astype(np.int64)
+            num_blocks = np.bincount(part, records[:, 5] - records[:, 4]).astype(np.int64)
     items, further = _items(part, records, len(part_tile))
     items[:, 0], items[:, 6], items[:, 7] = part_tile, starts[part_tile], starts[part_tile + 1]
+    fits_l2 = mask.num_q * mask.num_heads_q * 1024 <= L2_BYTES  # q, dout and dq, 128 columns
     if deterministic:
         order = np.arange(num_tiles)[::-1]
     else:  # longest first, or, where the queries do not fit L2, one chunk of them after another
-        order = longest_first(num_blocks_b, 0 if fits_l2 else items[:, 8].astype(np.int64) // chunk)
-    backward_items, backward_segments = words.add(items, order), words.add(further)
-    groups_per_kv = group // forward_pack
-    key_bytes = max(1, num_k) * 512
-    sizes = ListSizes(
-        num_q=num_q,
-        num_k=num_k,
-        num_heads_q=num_heads_q,
-        num_heads_kv=num_heads_kv,
-        forward_pack=forward_pack,
-        backward_pack=backward_pack,
-        forward_heads_per_wave=largest_divisor(num_heads_q // forward_pack, L2_BYTES // key_bytes * groups_per_kv),
-        backward_heads_per_wave=num_heads_kv if fits_l2 or deterministic else 1,
-        num_forward_tiles=num_forward_tiles,
-        num_forward_tiles_with_work=int((num_blocks > 0).sum()),
-        num_backward_items=len(items),
-        is_split=is_split,
-        deterministic=deterministic,
-        num_q_blocks=num_q_blocks,
-        bands=bands,
-        forward_items=forward_items,
-        forward_segments=forward_segments,
-        backward_items=backward_items,
-        backward_segments=backward_segments,
-        components=words.add(addition_spans(runs, num_q_blocks, starts)) if deterministic else 0,
-        num_forward_blocks=int(num_blocks.sum()),
-    )
-    packed = words.packed()
-    write_row_bands(rows, layer, num_q, packed[bands : bands + 2 * num_bands])
-    return WorkLists(packed, sizes)
+        order = longest_first(num_blocks, 0 if fits_l2 else items[:, 8].astype(np.int64) // chunk)
+    return {
+        "backward_pack": pack,
+        "backward_heads_per_wave": mask.num_heads_kv if fits_l2 or deterministic else 1,
+        "num_q_blocks": num_q_blocks,
+        "num_backward_items": len(items),
+        "is_split": is_split,
+        "deterministic": deterministic,
+        "backward_items": words.add(items, order),
+        "backward_segments": words.add(further),
+        "components": words.add(addition_spans(runs, num_q_blocks, starts)) if deterministic else 0,
+    }
 
 
 def choose_backward_pack(group: int) -> int:
