@@ -5,7 +5,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torchtitan.models import attention as titan_attention
 
-from torchtitan_magi.attention import attention_op
+from torchtitan_magi.attention import attend, attention_op
 from torchtitan_magi.titan.runtime import PlanMetadata
 
 
@@ -38,10 +38,10 @@ class VarlenAttentionWrapper(titan_attention.VarlenAttentionWrapper):
             q, k, v = (x.to_local() for x in (q, k, v))
         q, k = q.to(v.dtype), k.to(v.dtype)  # on CUDA autocast leaves the norms of qwen3's q and k in float32
         scale = q.shape[-1] ** -0.5 if scale is None else scale
-        out, _ = attention_op(q, k, v, attention_masks.handle, scale)
+        out, _ = attend(q, k, v, attention_masks.handle, scale)
         return out if mesh is None else DTensor.from_local(out, mesh, placements, run_check=False)
 
 
 def op_to_save() -> torch._ops.OpOverload:
     """The op whose results selective activation checkpointing keeps instead of redoing attention and communication."""
-    return torch.ops.torchtitan_magi.cp_varlen_attn.default
+    return attention_op
