@@ -18,7 +18,6 @@ import argparse
 import json
 import os
 import platform
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -27,6 +26,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
+from provenance import commit_of
 from torch import Tensor
 
 from torchtitan_magi import flex_flash_attn, make_plan, varlen_causal
@@ -225,11 +225,10 @@ def bench_pack(name: str, cu: np.ndarray, heads: tuple[int, int], seed: int, rep
 
 
 def write(rows: list[dict], path: Path, commit: str | None) -> None:
-    head = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
     facts = {
         "device": torch.cuda.get_device_name(), "num_gpus": dist.get_world_size(), "torch": torch.__version__,
         "nccl": ".".join(map(str, torch.cuda.nccl.version())), "python": platform.python_version(),
-        "commit": commit or head, "command": "scripts/bench_cp.py " + " ".join(sys.argv[1:]),
+        "commit": commit_of(commit), "command": "scripts/bench_cp.py " + " ".join(sys.argv[1:]),
     }  # fmt: skip
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(facts | {"rows": rows}, indent=1))

@@ -12,7 +12,6 @@ import argparse
 import json
 import math
 import platform
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -22,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from provenance import commit_of
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from triton.testing import do_bench
@@ -282,13 +282,12 @@ def print_table(rows: list[Row]) -> None:
         )
 
 
-def provenance() -> dict[str, Any]:
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+def provenance(commit: str | None) -> dict[str, Any]:
     properties = torch.cuda.get_device_properties(0)
     return {
         "device": properties.name, "sms": properties.multi_processor_count, "torch": torch.__version__,
         "cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version(), "python": platform.python_version(),
-        "commit": commit, "command": " ".join(sys.argv),
+        "commit": commit_of(commit), "command": " ".join(sys.argv),
     }  # fmt: skip
 
 
@@ -310,8 +309,7 @@ def main() -> None:
                 print(f"  out of memory: {case}")
             torch.cuda.empty_cache()
             if args.json:  # after every case: a run that is cut short leaves what it has
-                facts = provenance()
-                facts["commit"] = args.commit or facts["commit"]
+                facts = provenance(args.commit)
                 with open(args.json, "w") as file:
                     json.dump(facts | {"rows": [asdict(row) for row in rows]}, file, indent=1)
     print_table(rows)

@@ -14,7 +14,6 @@ import argparse
 import functools
 import json
 import platform
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -22,6 +21,7 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+from provenance import commit_of
 
 from torchtitan_magi.baselines import contiguous, min_heap, zigzag
 from torchtitan_magi.outcome import tile_work
@@ -267,10 +267,9 @@ def main() -> None:
             rows += packs
             print(table_line(packs), flush=True)
     if arguments.cases is None:
-        commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=ROOT).stdout.strip()
         header = {
             "command": "python " + " ".join(sys.argv),
-            "commit": commit,
+            "commit": commit_of(None),
             "python": platform.python_version(),
             "numpy": np.__version__,
             "processor": f"{platform.machine()}, one core, other work beside it; times are the least of 5 repeats",

@@ -30,6 +30,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from provenance import commit_of
+
 ROOT = Path(__file__).resolve().parent.parent
 RECORD = "--record-to"  # first argument of this file as a process of a run
 WARM_UP = 5  # steps before timing
@@ -167,10 +169,9 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="JSON file to write")
     arguments = parser.parse_args()
     subprocess.run([sys.executable, ROOT / "scripts" / "make_demo_data.py"], check=True, cwd=ROOT)
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=ROOT).stdout.strip()
     facts = {
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU", "num_gpus": arguments.gpus,
-        "torch": torch.__version__, "python": platform.python_version(), "commit": arguments.commit or commit,
+        "torch": torch.__version__, "python": platform.python_version(), "commit": commit_of(arguments.commit),
         "command": "scripts/bench_train.py " + " ".join(sys.argv[1:]), "layers": arguments.layers,
         "options": arguments.options,
     }  # fmt: skip

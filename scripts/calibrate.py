@@ -11,6 +11,7 @@ With --fit, the kernel's constants are fitted to figures of scripts/bench_kernel
 import argparse
 import json
 import os
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -19,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
+from provenance import commit_of
 
 from torchtitan_magi.comm import Wait
 from torchtitan_magi.ffa import FfaBlockAttn
@@ -251,6 +253,7 @@ def measure() -> CostModel:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, default=Path("cost.json"))
+    parser.add_argument("--commit", help="commit of the tree, where git is missing")
     parser.add_argument("--fit", type=Path, help="figures of bench_kernel.py; fits the kernel's constants, no GPU")
     arguments = parser.parse_args()
     if arguments.fit is not None:
@@ -269,6 +272,8 @@ def main() -> None:
             "gpus": dist.get_world_size(),
             "gpus_per_node": int(os.environ["LOCAL_WORLD_SIZE"]),
             "torch": torch.__version__,
+            "commit": commit_of(arguments.commit),
+            "command": "scripts/calibrate.py " + " ".join(sys.argv[1:]),
         }
         model.save(arguments.output, **notes)
         print(json.dumps(asdict(model), indent=1))

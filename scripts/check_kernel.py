@@ -13,12 +13,14 @@ import argparse
 import json
 import multiprocessing
 import random
+import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from provenance import commit_of
 from torch import Tensor
 
 from torchtitan_magi import jit, launch
@@ -266,6 +268,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=500, help="stop starting cases after this long")
     parser.add_argument("--only-ours", action="store_true", help="run the kernels alone, small: for compute-sanitizer")
+    parser.add_argument("--commit", help="commit of the tree, where git is missing")
     parser.add_argument("--json", help="where to write the summary")
     args = parser.parse_args()
     torch.use_deterministic_algorithms(True, warn_only=True)  # fills torch.empty with NaN
@@ -294,7 +297,11 @@ def main() -> None:
     print(summary)
     if args.json:
         with open(args.json, "w") as file:
-            json.dump(summary | {"device": torch.cuda.get_device_name(), "torch": torch.__version__}, file, indent=1)
+            facts = {
+                "device": torch.cuda.get_device_name(), "torch": torch.__version__, "commit": commit_of(args.commit),
+                "command": "scripts/check_kernel.py " + " ".join(sys.argv[1:]),
+            }  # fmt: skip
+            json.dump(facts | summary, file, indent=1)
     np.testing.assert_equal(failed, 0)
 
 

@@ -24,6 +24,7 @@ from pathlib import Path
 
 import torch
 from loss_compare import DEBUG_TOML, RECORD, ROOT, Layout
+from provenance import commit_of
 
 PACKS = 4  # of a step
 REFERENCE, REORDERED = "dp2", ("dp2_accumulation", "dp4")
@@ -140,11 +141,10 @@ def main() -> None:
         if graphs[-1] != graphs[min(SETTLED, len(graphs)) - 1]:
             failed.append(f"{name}: {graphs[-1]} graphs at the end, {graphs[SETTLED - 1]} after step {SETTLED}")
     if options.output:
-        commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=ROOT).stdout.strip()
         facts = {
             "device": "CPU" if gpus.on_cpu else torch.cuda.get_device_name(), "num_gpus": torch.cuda.device_count(),
             "torch": torch.__version__,
-            "python": platform.python_version(), "commit": options.commit or commit,
+            "python": platform.python_version(), "commit": commit_of(options.commit),
             "command": "scripts/loss_curves.py " + " ".join(sys.argv[1:]), "spread": spread,
             "against": {name: LAYOUTS[name].against for name in records},
         }  # fmt: skip
