@@ -41,12 +41,7 @@ def summed_with_gradients(function, hidden, weight, targets, **options):
     return [total.detach(), *torch.autograd.grad(3 * total, (hidden, weight))]
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("chunk", [1, 4, 100, None])
-def test_the_sum_with_its_gradient_made_on_the_way_is_the_same(chunk, compiled):
-    got = summed_with_gradients(summed_logprobs, *case(10), chunk=chunk, compiled=compiled)
-    for ours, reference in zip(got, summed_with_gradients(plain, *case(10)), strict=True):
-        torch.testing.assert_close(ours, reference, rtol=1e-12, atol=1e-12)
+BOTH = [(with_gradients, token_logprobs), (summed_with_gradients, summed_logprobs)]
 
 
 def test_the_sum_counts_tokens_alike_without_a_scale_and_needs_no_gradient():
@@ -59,22 +54,12 @@ def test_the_sum_counts_tokens_alike_without_a_scale_and_needs_no_gradient():
     torch.testing.assert_close(gradient, torch.autograd.grad(plain(hidden, weight, targets).sum(), hidden)[0])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_sum_in_low_precision(dtype):
-    got = summed_with_gradients(summed_logprobs, *case(10, dtype), chunk=3)
-    assert [tensor.dtype for tensor in got] == [torch.float32, dtype, dtype]
-    hidden, weight, targets = case(10, dtype)
-    reference = summed_with_gradients(plain, hidden.double(), weight.double(), targets)
-    tolerance = 1e-5 if dtype == torch.float32 else 3e-2
-    for ours, exact in zip(got, reference, strict=True):
-        assert (ours.double() - exact).norm() <= tolerance * exact.norm()
-
-
+@pytest.mark.parametrize(("evaluate", "function"), BOTH)
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("chunk", [1, 4, 7, 100, None])
-def test_it_is_log_softmax_whatever_the_chunk(chunk, compiled):
-    got = with_gradients(token_logprobs, *case(10), chunk=chunk, compiled=compiled)
-    for ours, reference in zip(got, with_gradients(plain, *case(10)), strict=True):
+def test_it_is_log_softmax_whatever_the_chunk(chunk, compiled, evaluate, function):
+    got = evaluate(function, *case(10), chunk=chunk, compiled=compiled)
+    for ours, reference in zip(got, evaluate(plain, *case(10)), strict=True):
         torch.testing.assert_close(ours, reference, rtol=1e-12, atol=1e-12)
 
 
@@ -91,12 +76,13 @@ def test_no_target_gives_zeros(num_tokens):
     assert with_gradients(token_logprobs, hidden, weight, targets)[1].shape == hidden.shape
 
 
+@pytest.mark.parametrize(("evaluate", "function"), BOTH)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_low_precision_gives_float32_and_gradients_in_the_inputs_dtype(dtype):
-    got = with_gradients(token_logprobs, *case(10, dtype), chunk=3)
+def test_low_precision_gives_float32_and_gradients_in_the_inputs_dtype(dtype, evaluate, function):
+    got = evaluate(function, *case(10, dtype), chunk=3)
     assert [tensor.dtype for tensor in got] == [torch.float32, dtype, dtype]
     hidden, weight, targets = case(10, dtype)
-    reference = with_gradients(plain, hidden.double(), weight.double(), targets)
+    reference = evaluate(plain, hidden.double(), weight.double(), targets)
     tolerance = 1e-5 if dtype == torch.float32 else 3e-2
     for ours, exact in zip(got, reference, strict=True):
         assert (ours.double() - exact).norm() <= tolerance * exact.norm()

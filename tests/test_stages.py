@@ -172,7 +172,7 @@ def test_the_shipped_constants_fit_the_stored_figures():
     assert len(samples) > 30
     for name in ("forward", "backward"):
         for sample in samples:
-            if sample.backward < 0.4e-3:  # the host holds such short ones up
+            if name == "backward" and sample.backward < 0.4e-3:  # the host holds such short ones up
                 continue
             plan = make_plan(sample.slices, sample.num_tokens, 1, heads=sample.heads)
             predicted = plan.predict()[name == "backward"].seconds

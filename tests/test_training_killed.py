@@ -61,7 +61,7 @@ def test_a_rank_that_hangs_ends_the_job_within_the_timeout():
     arguments += ["--training.steps", "100000", "--comm.train_timeout_seconds", "20"]
     code, log, seconds = run_and_strike(new_folder(), arguments, "cuda", signal.SIGSTOP)
     assert code != 0
-    assert seconds < 20 + 120  # NCCL's watchdog and torchrun, which waits for the processes to end, take 90 of them
+    assert seconds < 20 + 60  # torchrun gives processes 30 seconds to end by themselves
     assert "timeout" in log.lower()
 
 
