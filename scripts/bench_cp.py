@@ -11,6 +11,9 @@ Strategies
   ulysses     all-to-all from tokens to heads and back; needs K/V heads divisible by the ranks
   ideal       our kernel on the whole pack on one GPU, time / cp
 
+Of ours it also says what the host does: its time to launch a layer while the GPU is busy, and the speed when nothing is
+queued ahead, so that the GPU waits for the host.
+
 TFLOP/s per GPU count the pairs of the mask: 4 * area * head_dim * num_heads_q forward, 2.5 times that backward.
 """
 
@@ -18,9 +21,12 @@ import argparse
 import json
 import os
 import platform
+import statistics
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -124,14 +130,14 @@ def exchange_tokens(x: Tensor) -> Tensor:
     return received.transpose(0, 1).flatten(1, 2)
 
 
-def time_ms(run: Callable[[], object], repeats: int) -> float:
-    """Median over repeats of the slowest rank's time."""
+def time_ms(run: Callable[[], object], repeats: int, queued: int = 1_000_000) -> float:
+    """Median over repeats of the slowest rank's time, behind work of so many cycles that hides what launches cost."""
     times = []
     for _ in range(repeats + 3):
         dist.barrier()
         torch.cuda.synchronize()
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(1_000_000)  # work queued ahead, so that launch cost is hidden
+        torch.cuda._sleep(queued)
         start.record()
         run()
         end.record()
@@ -142,15 +148,30 @@ def time_ms(run: Callable[[], object], repeats: int) -> float:
     return slowest.median().item()
 
 
+def host_us(run: Callable[[], object], calls: int = 10) -> float:
+    """Host time of a call while the device is busy; the slowest rank's median."""
+    times = []
+    for _ in range(calls):
+        dist.barrier()
+        torch.cuda.synchronize()
+        torch.cuda._sleep(2_000_000)
+        start = time.perf_counter()
+        run()
+        times.append(1e6 * (time.perf_counter() - start))
+    slowest = torch.tensor(statistics.median(times), device="cuda")
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return slowest.item()
+
+
 def forward_and_backward(
-    q: Tensor, k: Tensor, v: Tensor, attend: Callable[..., Tensor], repeats: int
+    q: Tensor, k: Tensor, v: Tensor, attend: Callable[..., Tensor], measure: Callable[[Callable[[], object]], float]
 ) -> tuple[float, float]:
-    """Milliseconds forward, backward."""
+    """`measure` of the forward and of the backward."""
     q, k, v = (x.requires_grad_() for x in (q, k, v))
     out = attend(q, k, v)
     dout = torch.randn_like(out)
-    forward = time_ms(lambda: attend(q, k, v), repeats)
-    backward = time_ms(lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True), repeats)
+    forward = measure(lambda: attend(q, k, v))
+    backward = measure(lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True))
     return forward, backward
 
 
@@ -193,13 +214,17 @@ def bench_pack(name: str, cu: np.ndarray, heads: tuple[int, int], seed: int, rep
     times = {}
     for strategy, (attend, received) in strategies.items():
         torch.manual_seed(seed)
-        tensors = (rand(local, num_heads) for num_heads in (heads[0], heads[1], heads[1]))
-        times[strategy] = forward_and_backward(*tensors, attend, repeats)
+        tensors = [rand(local, num_heads) for num_heads in (heads[0], heads[1], heads[1])]
+        times[strategy] = forward_and_backward(*tensors, attend, partial(time_ms, repeats=repeats))
         rows.append({"strategy": strategy, "recv_bytes_max": received})
+        if strategy == "ours":
+            unqueued = forward_and_backward(*tensors, attend, partial(time_ms, repeats=repeats, queued=0))
+            rows[-1]["speed_unqueued"] = sum(times[strategy]) / sum(unqueued)
+            rows[-1]["fwd_host_us"], rows[-1]["bwd_host_us"] = forward_and_backward(*tensors, attend, host_us)
     # The ideal: every rank runs the whole pack by itself, at the same time, so that the clocks are the same.
     ideal = forward_and_backward(
         rand(total, heads[0]), rand(total, heads[1]), rand(total, heads[1]),
-        lambda q, k, v: flex_flash_attn(q, k, v, slices)[0], max(3, repeats // 3),
+        lambda q, k, v: flex_flash_attn(q, k, v, slices)[0], partial(time_ms, repeats=max(3, repeats // 3)),
     )  # fmt: skip
     times["ideal"] = ideal[0] / cp_size, ideal[1] / cp_size
     rows.append({"strategy": "ideal", "recv_bytes_max": 0})
@@ -218,26 +243,38 @@ def bench_pack(name: str, cu: np.ndarray, heads: tuple[int, int], seed: int, rep
         for row in rows:
             against = sum(times["ideal"]) / (row["fwd_ms"] + row["bwd_ms"])
             speed = f"{row['fwd_tflops_per_gpu']:5.0f} {row['bwd_tflops_per_gpu']:5.0f} TFLOP/s {against:4.0%} of ideal"
-            exposed = f"  exposed {row['exposed_comm_share']:.1%}" if "exposed_comm_share" in row else ""
+            exposed = ""
+            if row["strategy"] == "ours":
+                exposed = f"  exposed {row['exposed_comm_share']:.1%}  unqueued {row['speed_unqueued']:.2f} x"
+                exposed += f"  host {row['fwd_host_us']:.0f}, {row['bwd_host_us']:.0f} us"
             received = f"{row['recv_bytes_max'] / 2**20:7.1f} MiB"
             print(f"{name:10s} {local:6d} {row['heads']:5s} {seed} {row['strategy']:20s} {speed} {received}{exposed}")
     return rows
 
 
-def write(rows: list[dict], path: Path, commit: str | None) -> None:
-    facts = {
+def describe_run(commit: str | None) -> dict:
+    """Where and with what the figures were made."""
+    return {
         "device": torch.cuda.get_device_name(), "num_gpus": dist.get_world_size(), "torch": torch.__version__,
         "nccl": ".".join(map(str, torch.cuda.nccl.version())), "python": platform.python_version(),
-        "commit": commit_of(commit), "command": "scripts/bench_cp.py " + " ".join(sys.argv[1:]),
+        "commit": commit_of(commit), "command": f"scripts/{Path(sys.argv[0]).name} " + " ".join(sys.argv[1:]),
     }  # fmt: skip
+
+
+def write(figures: dict, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(facts | {"rows": rows}, indent=1))
+    path.write_text(json.dumps(figures, indent=1))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 16384, 65536], help="tokens per GPU")
-    parser.add_argument("--heads", nargs="+", default=["64:8"], help="query heads : K/V heads")
+    parser.add_argument(
+        "--heads",
+        nargs="+",
+        default=["64:8", "32:32"],
+        help="query heads : K/V heads; all but the first at the first size only",
+    )
     parser.add_argument("--seeds", type=int, default=3, help="histogram packs per size")
     parser.add_argument("--repeats", type=int, default=10, help="up to 16k tokens per GPU; fewer for more")
     parser.add_argument("--commit", help="commit of the tree, where git is missing")
@@ -249,13 +286,13 @@ def main() -> None:
     rows: list[dict] = []
     for heads in arguments.heads:
         num_heads = tuple(map(int, heads.split(":")))
-        for tokens in arguments.tokens:
+        for tokens in arguments.tokens[: None if heads == arguments.heads[0] else 1]:
             total = tokens * dist.get_world_size()
             packs = [("histogram", histogram_pack(total, seed), seed) for seed in range(arguments.seeds)]
             for name, cu, seed in [*packs, ("dense", np.array([0, total]), 0)]:
                 rows += bench_pack(name, cu, num_heads, seed, max(3, arguments.repeats * 16384 // max(tokens, 16384)))
                 if dist.get_rank() == 0 and arguments.output:  # after every pack: a run cut short leaves what it has
-                    write(rows, arguments.output, arguments.commit)
+                    write(describe_run(arguments.commit) | {"rows": rows}, arguments.output)
     dist.destroy_process_group()
 
 

@@ -89,3 +89,46 @@ def repeat_on_rank(name, times):
 @pytest.mark.parametrize("name", ["GQA 64:8", "GQA 8:1", "no overlap"])
 def test_fifty_deterministic_runs_give_the_same_bits_and_never_wait_for_the_device(pool, name):
     assert all(pool.run(repeat_on_rank, name, 50))
+
+
+def memory_on_rank(num_stages):
+    """Bytes at the peak of a layer's forward and of its backward beyond its inputs, and what they may be."""
+    heads, head_dim, tokens = (64, 8), 128, 4096
+    total = tokens * dist.get_world_size()
+    plan = magi.make_plan(magi.varlen_causal([0, total]), total, dist.get_world_size(), num_stages)
+    rank, device = dist.get_rank(), torch.device("cuda", dist.get_rank())
+    handle = make_handle(bind_plan(plan, dist.group.WORLD, choose_block_attn("ffa", device), *heads, device))
+    q, k, v, dout = (
+        torch.randn(tokens, n, head_dim, device=device, dtype=torch.bfloat16)
+        for n in (heads[0], *heads[1:] * 2, heads[0])
+    )
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+
+    def peak_of(run):
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        result = run()
+        return torch.cuda.max_memory_allocated() - before, result
+
+    peaks = []
+    for _ in range(2):  # the first one also makes what stays
+        forward, (out, _) = peak_of(lambda: attention_op(q, k, v, handle, head_dim**-0.5))
+        backward, _ = peak_of(lambda out=out: torch.autograd.grad(out, (q, k, v), dout))
+        peaks = forward, backward
+    stages = plan.ranks[rank].forward
+    arriving = sorted((sum(map(len, (e.send_rows for e in s.exchanges))), s.num_rows) for s in stages if s.exchanges)
+    row = 2 * heads[1] * head_dim  # elements of a K/V row
+    sent, received = max(n for n, _ in arriving), sum(n for _, n in arriving[-2:])
+    lse_bytes, local = tokens * heads[0] * 4, q.numel()
+    may_forward = 2 * local + lse_bytes + 4 * local + 2 * row * (sent + received)
+    own = tokens * row * (2 + 4)  # dk, dv, and their sums
+    may_backward = (4 + 2) * local + lse_bytes + own + 2 * row * (2 * sent + 2 * received)
+    return *peaks, may_forward, may_backward
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 4])
+def test_a_layer_takes_the_memory_of_two_stages(pool, num_stages):
+    for forward, backward, may_forward, may_backward in pool.run(memory_on_rank, num_stages):
+        assert forward <= 1.01 * may_forward
+        assert backward <= 1.01 * may_backward

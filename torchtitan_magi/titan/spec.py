@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import os
 from collections.abc import Mapping
 from dataclasses import replace
 from datetime import timedelta
@@ -29,12 +30,16 @@ from torchtitan_magi.titan.validate import MagiValidator
 from torchtitan_magi.titan.wrapper import VarlenAttentionWrapper, op_to_save
 
 MODELS = ("llama3", "qwen3")
+# A rank whose collective timed out waits four times this long, for itself and others to write torchtitan's flight
+# records, before it ends; PyTorch's own value makes that a minute.
+DUMP_MILLISECONDS = 3000
 
 
 def register() -> None:
     """Makes torchtitan train MODELS with varlen context parallelism. Once per process."""
     if on_cpu():
         run_on_cpu()
+    os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", str(DUMP_MILLISECONDS))
     context_parallel.cp_shard = _cp_shard(context_parallel.cp_shard)
     dist_utils.set_pg_timeouts = _set_pg_timeouts(dist_utils.set_pg_timeouts)
     CheckpointManager.save = save_at_the_end_of_data(CheckpointManager.save)
