@@ -1,4 +1,4 @@
-// Packs K/V rows for group_cast, and adds the rows that group_reduce brings back. One launch each per stage.
+// Packs K/V rows for group_cast, adds the rows that group_reduce brings back, and rounds the sums. One launch each.
 //
 // Rows move in units of 16 bytes. A warp handles one row of K and V, so its lanes touch consecutive units.
 //
@@ -12,16 +12,17 @@ constexpr int kWarps = 8;
 struct GatherParams {
   const uint4 *k, *v;                     // [T, heads, units_per_head] units, strides below
   const int* rows;                        // [num_rows] local token numbers
-  uint4* out;                             // [num_rows, 2, heads, units_per_head] contiguous
+  uint4 *sent, *own;                      // [num_rows] and [num_own = T or 0], [2, heads, units_per_head] contiguous
   long long k_token_stride, k_head_stride, v_token_stride, v_head_stride;   // units
-  int num_rows, num_heads, units_per_head;
+  int num_rows, num_own, num_heads, units_per_head;
 };
 
 extern "C" __global__ void __launch_bounds__(kWarps * 32) gather_rows(const __grid_constant__ GatherParams params) {
   const int lane = threadIdx.x % 32, units = params.num_heads * params.units_per_head;
-  for (int i = blockIdx.x * kWarps + threadIdx.x / 32; i < params.num_rows; i += gridDim.x * kWarps) {
-    const long long token = __ldg(params.rows + i);
-    uint4* out = params.out + (long long)i * 2 * units;
+  for (int i = blockIdx.x * kWarps + threadIdx.x / 32; i < params.num_rows + params.num_own; i += gridDim.x * kWarps) {
+    const bool leaves = i < params.num_rows;
+    const long long token = leaves ? __ldg(params.rows + i) : i - params.num_rows;
+    uint4* out = leaves ? params.sent + (long long)i * 2 * units : params.own + token * 2 * units;
     for (int u = lane; u < units; u += 32) {
       const int head = u / params.units_per_head, column = u % params.units_per_head;
       out[u] = params.k[token * params.k_token_stride + head * params.k_head_stride + column];
@@ -77,5 +78,28 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32) add_rows(const __grid_
       grad[0] = low, grad[1] = high;
 #endif
     }
+  }
+}
+
+// The final gradients in the input type, from their fp32 sums. A unit is 8 elements.
+struct RoundParams {
+  const float4 *dq, *dkv;                 // [dq_units, 2], [T, 2, row_units, 2]
+  uint4 *dq_to, *dk_to, *dv_to;           // [dq_units], [T, row_units] twice
+  long long dq_units, dkv_units;
+  int row_units;                          // of one token's dk
+};
+
+extern "C" __global__ void __launch_bounds__(kWarps * 32) round_grads(const __grid_constant__ RoundParams params) {
+  const long long end = params.dq_units + params.dkv_units;
+  for (long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x; i < end; i += (long long)gridDim.x * blockDim.x) {
+    const bool of_dq = i < params.dq_units;
+    const long long j = of_dq ? i : i - params.dq_units, row = j / params.row_units;
+    const float4* from = (of_dq ? params.dq : params.dkv) + 2 * j;
+    const float4 low = from[0], high = from[1];
+    const uint4 rounded = {pack2(low.x, low.y), pack2(low.z, low.w), pack2(high.x, high.y), pack2(high.z, high.w)};
+    if (of_dq)
+      params.dq_to[j] = rounded;
+    else
+      (row % 2 ? params.dv_to : params.dk_to)[row / 2 * params.row_units + j % params.row_units] = rounded;
   }
 }

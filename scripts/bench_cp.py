@@ -4,6 +4,7 @@
 
 Strategies
   ours        make_plan: balanced placement, only the K/V rows that are needed, overlapped with attention
+  ours by NCCL   the same without peer memory
   resident    the same plan and kernels without any communication (results are wrong): what communication costs
   all-gather  contiguous shares; every rank receives all K/V, then attends
   all-gather balanced   the same with the ownership of ours
@@ -21,7 +22,6 @@ import argparse
 import json
 import os
 import platform
-import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -38,10 +38,10 @@ from torch import Tensor
 from torchtitan_magi import flex_flash_attn, make_plan, varlen_causal
 from torchtitan_magi.attention import attention_op, make_handle
 from torchtitan_magi.bind import bind_plan, choose_block_attn
-from torchtitan_magi.comm import ProcessGroupTransport, Wait
 from torchtitan_magi.plan import AttnPlan, RankShare, _Tables, plan_ownership
 from torchtitan_magi.slices import AttnSlices
 from torchtitan_magi.stages import Heads, Shares, equal_stages
+from torchtitan_magi.transport import ProcessGroupTransport, Wait
 
 HEAD_DIM = 128
 # Document lengths: upper edges in tokens and cumulative percentages of MagiAttention's benchmark histogram.
@@ -130,49 +130,45 @@ def exchange_tokens(x: Tensor) -> Tensor:
     return received.transpose(0, 1).flatten(1, 2)
 
 
-def time_ms(run: Callable[[], object], repeats: int, queued: int = 1_000_000) -> float:
-    """Median over repeats of the slowest rank's time, behind work of so many cycles that hides what launches cost."""
-    times = []
-    for _ in range(repeats + 3):
-        dist.barrier()
-        torch.cuda.synchronize()
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(queued)
-        start.record()
-        run()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end))
-    slowest = torch.tensor(times[3:], device="cuda")
+Run = Callable[[], object]
+
+
+def once_ms(run: Run, queued: int = 1_000_000) -> float:
+    """This rank's time, behind work of so many cycles that hides what launches cost."""
+    dist.barrier()
+    torch.cuda.synchronize()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(queued)
+    start.record()
+    run()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end)
+
+
+def host_us(run: Run) -> float:
+    """Host time of a call while the device is busy."""
+    dist.barrier()
+    torch.cuda.synchronize()
+    torch.cuda._sleep(2_000_000)
+    start = time.perf_counter()
+    run()
+    return 1e6 * (time.perf_counter() - start)
+
+
+def take_turns(runs: dict[str, Run], repeats: int, measure: Callable[[Run], float] = once_ms) -> dict[str, float]:
+    """Of each run the median over repeats of the slowest rank's figure; one after another, so that clocks are alike."""
+    figures = [[measure(run) for run in runs.values()] for _ in range(repeats + 3)][3:]
+    slowest = torch.tensor(figures, device="cuda")
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    return slowest.median().item()
+    return dict(zip(runs, slowest.median(0).values.tolist(), strict=True))
 
 
-def host_us(run: Callable[[], object], calls: int = 10) -> float:
-    """Host time of a call while the device is busy; the slowest rank's median."""
-    times = []
-    for _ in range(calls):
-        dist.barrier()
-        torch.cuda.synchronize()
-        torch.cuda._sleep(2_000_000)
-        start = time.perf_counter()
-        run()
-        times.append(1e6 * (time.perf_counter() - start))
-    slowest = torch.tensor(statistics.median(times), device="cuda")
-    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    return slowest.item()
-
-
-def forward_and_backward(
-    q: Tensor, k: Tensor, v: Tensor, attend: Callable[..., Tensor], measure: Callable[[Callable[[], object]], float]
-) -> tuple[float, float]:
-    """`measure` of the forward and of the backward."""
-    q, k, v = (x.requires_grad_() for x in (q, k, v))
+def forward_and_backward(q: Tensor, k: Tensor, v: Tensor, attend: Callable[..., Tensor]) -> tuple[Run, Run]:
+    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
     out = attend(q, k, v)
     dout = torch.randn_like(out)
-    forward = measure(lambda: attend(q, k, v))
-    backward = measure(lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True))
-    return forward, backward
+    return lambda: attend(q, k, v), lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
 
 
 def bench_pack(name: str, cu: np.ndarray, heads: tuple[int, int], seed: int, repeats: int) -> list[dict]:
@@ -194,6 +190,7 @@ def bench_pack(name: str, cu: np.ndarray, heads: tuple[int, int], seed: int, rep
 
     strategies = {
         "ours": by_plan(plan, group),
+        "ours by NCCL": by_plan(plan, ProcessGroupTransport(group)),
         "resident": by_plan(plan, NoCommunication(group)),
         "all-gather": by_plan(all_gather(contiguous(slices, total, cp_size)), group),
         "all-gather balanced": by_plan(all_gather(plan), group),
@@ -208,45 +205,40 @@ def bench_pack(name: str, cu: np.ndarray, heads: tuple[int, int], seed: int, rep
         moved = (heads[0] * 2 + heads[1] * 2) * local * (cp_size - 1) // cp_size * HEAD_DIM * 2
         strategies["ulysses"] = ulysses, moved
 
-    area = slices.area
-    flops = 4 * area * HEAD_DIM * heads[0]
-    rows = []
-    times = {}
-    for strategy, (attend, received) in strategies.items():
-        torch.manual_seed(seed)
-        tensors = [rand(local, num_heads) for num_heads in (heads[0], heads[1], heads[1])]
-        times[strategy] = forward_and_backward(*tensors, attend, partial(time_ms, repeats=repeats))
-        rows.append({"strategy": strategy, "recv_bytes_max": received})
-        if strategy == "ours":
-            unqueued = forward_and_backward(*tensors, attend, partial(time_ms, repeats=repeats, queued=0))
-            rows[-1]["speed_unqueued"] = sum(times[strategy]) / sum(unqueued)
-            rows[-1]["fwd_host_us"], rows[-1]["bwd_host_us"] = forward_and_backward(*tensors, attend, host_us)
+    torch.manual_seed(seed)
+    shares = [rand(local, num_heads) for num_heads in (heads[0], heads[1], heads[1])]
+    runs = {name: forward_and_backward(*shares, attend) for name, (attend, _) in strategies.items()}
     # The ideal: every rank runs the whole pack by itself, at the same time, so that the clocks are the same.
-    ideal = forward_and_backward(
-        rand(total, heads[0]), rand(total, heads[1]), rand(total, heads[1]),
-        lambda q, k, v: flex_flash_attn(q, k, v, slices)[0], partial(time_ms, repeats=max(3, repeats // 3)),
-    )  # fmt: skip
-    times["ideal"] = ideal[0] / cp_size, ideal[1] / cp_size
-    rows.append({"strategy": "ideal", "recv_bytes_max": 0})
-    for row in rows:
-        forward, backward = times[row["strategy"]]
-        row |= {
-            "pack": name, "tokens_per_gpu": local, "heads": f"{heads[0]}:{heads[1]}", "seed": seed, "cp": cp_size,
-            "fwd_ms": forward, "bwd_ms": backward,
+    whole = (rand(total, num_heads) for num_heads in (heads[0], heads[1], heads[1]))
+    runs["ideal"] = forward_and_backward(*whole, lambda q, k, v: flex_flash_attn(q, k, v, slices)[0])
+    forwards, backwards = (
+        take_turns({name: both[i] for name, both in runs.items()}, repeats) for i in range(2)
+    )  # backwards apart, as in training
+    unqueued = sum(take_turns({"ours": run}, repeats, partial(once_ms, queued=0))["ours"] for run in runs["ours"])
+    host = [take_turns({"ours": run}, repeats, host_us)["ours"] for run in runs["ours"]]
+    forwards["ideal"], backwards["ideal"] = forwards["ideal"] / cp_size, backwards["ideal"] / cp_size
+
+    flops = 4 * slices.area * HEAD_DIM * heads[0]
+    rows = []
+    for strategy, forward in forwards.items():
+        backward, received = backwards[strategy], strategies[strategy][1] if strategy in strategies else 0
+        rows.append({
+            "strategy": strategy, "pack": name, "tokens_per_gpu": local, "heads": f"{heads[0]}:{heads[1]}",
+            "seed": seed, "cp": cp_size, "recv_bytes_max": received, "fwd_ms": forward, "bwd_ms": backward,
             "fwd_tflops_per_gpu": flops / cp_size / forward / 1e9,
             "bwd_tflops_per_gpu": 2.5 * flops / cp_size / backward / 1e9,
-        }  # fmt: skip
-        if row["strategy"] == "ours":
-            spent = forward + backward
-            row["exposed_comm_share"] = (spent - sum(times["resident"])) / spent
+        })  # fmt: skip
+        if strategy.startswith("ours"):
+            rows[-1]["exposed_comm_share"] = 1 - (forwards["resident"] + backwards["resident"]) / (forward + backward)
+    spent = forwards["ours"] + backwards["ours"]
+    rows[0] |= {"speed_unqueued": spent / unqueued, "fwd_host_us": host[0], "bwd_host_us": host[1]}
     if rank == 0:
         for row in rows:
-            against = sum(times["ideal"]) / (row["fwd_ms"] + row["bwd_ms"])
+            against = (forwards["ideal"] + backwards["ideal"]) / (row["fwd_ms"] + row["bwd_ms"])
             speed = f"{row['fwd_tflops_per_gpu']:5.0f} {row['bwd_tflops_per_gpu']:5.0f} TFLOP/s {against:4.0%} of ideal"
-            exposed = ""
+            exposed = f"  exposed {row['exposed_comm_share']:.1%}" if "exposed_comm_share" in row else ""
             if row["strategy"] == "ours":
-                exposed = f"  exposed {row['exposed_comm_share']:.1%}  unqueued {row['speed_unqueued']:.2f} x"
-                exposed += f"  host {row['fwd_host_us']:.0f}, {row['bwd_host_us']:.0f} us"
+                exposed += f"  unqueued {row['speed_unqueued']:.2f} x  host {host[0]:.0f}, {host[1]:.0f} us"
             received = f"{row['recv_bytes_max'] / 2**20:7.1f} MiB"
             print(f"{name:10s} {local:6d} {row['heads']:5s} {seed} {row['strategy']:20s} {speed} {received}{exposed}")
     return rows

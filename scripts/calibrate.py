@@ -22,11 +22,13 @@ import torch
 import torch.distributed as dist
 from provenance import commit_of
 
-from torchtitan_magi.comm import Wait
+from torchtitan_magi.comm import process_group_transport
 from torchtitan_magi.ffa import FfaBlockAttn
-from torchtitan_magi.plan import make_plan
+from torchtitan_magi.plan import Exchange, make_plan
+from torchtitan_magi.rows import CudaRows
 from torchtitan_magi.slices import AttnSlices, varlen_causal
-from torchtitan_magi.stages import H200, CostModel, Heads, KernelCost, Link
+from torchtitan_magi.stages import ALL, H200, NONE, CostModel, Heads, KernelCost, Link
+from torchtitan_magi.transport import Wait
 
 FloatArray = npt.NDArray[np.float64]
 MIB = 1 << 20
@@ -181,36 +183,46 @@ def measure_memory() -> float:
     return 2 * len(source) / seconds_of(lambda: target.copy_(source))
 
 
-class Exchange:
-    """An all-to-all in which each rank sends so many bytes, evenly to its partners."""
+ROW_BYTES = 4096
+
+
+class EvenExchange:
+    """An exchange in which each rank sends so many bytes, evenly to its partners."""
 
     def __init__(self, num_bytes: int, partners: Sequence[int]) -> None:
-        share = num_bytes // len(partners)
-        self.num_bytes = share * len(partners)
-        self.splits = [share if rank in partners else 0 for rank in range(dist.get_world_size())]
-        self.sent, self.received = (torch.empty(self.num_bytes, dtype=torch.uint8, device="cuda") for _ in range(2))
+        rank, size = dist.get_rank(), dist.get_world_size()
+        share = num_bytes // len(partners) // ROW_BYTES
+        splits = tuple(share if other in partners else 0 for other in range(size))
+        pairs = [(a, b, 0, share, 0, share) for a in range(size) for b in range(size) if a != b]
+        hops = np.array(pairs) if len(partners) == size - 1 else None
+        self.exchange = Exchange(rank, np.arange(share * len(partners)), splits, splits, hops, (NONE, ALL))
+        self.shape = (share * len(partners), ROW_BYTES)
+        self.received = torch.empty(self.shape, dtype=torch.uint8, device="cuda")
+        self.transport = process_group_transport(dist.group.WORLD)
 
-    def start(self) -> Wait:
-        work = dist.all_to_all_single(self.received, self.sent, self.splits, self.splits, async_op=True)
-        return work.wait
+    def start(self, pack: Callable[[torch.Tensor], object] = lambda sent: None) -> Wait:
+        device = self.received.device
+        sent = self.transport.send_buffer(self.shape, torch.uint8, device, self.exchange, back=False)
+        pack(sent)
+        return self.transport.all_to_all(self.received, sent, self.exchange, back=False)
 
     def run(self) -> None:
         self.start()()
 
 
 def measure_link(partners: Sequence[int]) -> Link:
-    exchanges = [Exchange(size, partners) for size in EXCHANGES]
-    return fit_link([one.num_bytes for one in exchanges], [seconds_of(one.run) for one in exchanges])
+    exchanges = [EvenExchange(size, partners) for size in EXCHANGES]
+    return fit_link([one.received.nbytes for one in exchanges], [seconds_of(one.run) for one in exchanges])
 
 
 def measure_slowdown(partners: Sequence[int]) -> float:
     """Part of the kernel's speed that an exchange takes while both run."""
     layer = Layer(16384, 4096, HEADS[0])
     alone = seconds_of(layer.backward)
-    exchange = Exchange(EXCHANGES[-1], partners)
+    exchange = EvenExchange(EXCHANGES[-1], partners)
 
     def both(attend: bool) -> None:
-        wait = exchange.start()  # one: attention leaves no SM to a second that starts while it runs
+        wait = exchange.start()
         if attend:
             layer.backward()
         wait()
@@ -221,13 +233,15 @@ def measure_slowdown(partners: Sequence[int]) -> float:
 
 def measure_stage(link: Link, partners: Sequence[int]) -> float:
     """What a stage with hardly any rows costs beyond the latency: packing them, starting the exchange."""
-    rows = torch.arange(8 * len(partners), device="cuda")
+    rows = torch.arange(8 * len(partners), device="cuda", dtype=torch.int32)
     k, v = (torch.randn(8192, 8, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    exchange = Exchange(4096 * len(rows), partners)
+    exchange = EvenExchange(ROW_BYTES * len(rows), partners)
+
+    def pack(sent: torch.Tensor) -> None:
+        CudaRows().gather(k, v, [rows], sent, None)
 
     def stage() -> None:
-        torch.stack((k[rows], v[rows]), 1)
-        exchange.run()
+        exchange.start(pack)()
 
     return max(0.0, seconds_of(stage) - link.latency)
 
@@ -264,7 +278,7 @@ def main() -> None:
     if "LOCAL_RANK" not in os.environ:
         raise ValueError("calibrate measures communication: start it with torchrun --nproc-per-node <GPUs>")
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl")
+    dist.init_process_group("nccl", device_id=torch.device("cuda", int(os.environ["LOCAL_RANK"])))
     model = measure()
     if dist.get_rank() == 0:
         notes = {

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from bench_cp import HEAD_DIM, NoCommunication, describe_run, forward_and_backward, histogram_pack, time_ms, write
+from bench_cp import HEAD_DIM, NoCommunication, describe_run, forward_and_backward, histogram_pack, take_turns, write
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
@@ -59,10 +59,11 @@ def main() -> None:
     def attend(handle: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return attention_op(q, k, v, handle, HEAD_DIM**-0.5)[0]
 
-    times = {
-        name: sum(forward_and_backward(q, k, v, partial(attend, handle), partial(time_ms, repeats=20)))
-        for name, handle in (("ours", ours), ("resident", resident))
-    }
+    handles = {"ours": ours, "resident": resident}
+    runs = {name: forward_and_backward(q, k, v, partial(attend, handle)) for name, handle in handles.items()}
+    halves = [take_turns({name: both[i] for name, both in runs.items()}, 20) for i in range(2)]
+    times = {name: sum(half[name] for half in halves) for name in runs}
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
     dout = torch.randn_like(q)
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         dist.barrier()

@@ -3,20 +3,30 @@
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
+import torch
+
 
 class _Rank:
     def __init__(self, group, rank):
         self.group, self.rank, self.size = group, rank, group.size
 
-    def all_to_all(self, output, input, output_splits, input_splits, channel="cast"):
-        assert sum(input_splits) == len(input)
-        assert sum(output_splits) == len(output)
-        for target, sent in zip(
-            output.split(list(output_splits)),
-            self.group.exchange(self.rank, input.split(list(input_splits))),
-            strict=True,
-        ):
-            target.copy_(sent)
+    def send_buffer(self, shape, dtype, device, exchange, back):
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    def all_to_all(self, output, input, exchange, back):
+        received, sent = exchange.splits(back)
+        assert sum(sent) == len(input)
+        assert sum(received) == len(output)
+        if exchange.hops is not None:  # as through peer memory: everyone takes what is his
+            ready = self.group.exchange(self.rank, [input] * self.size)
+            assert max(map(len, ready)) == exchange.most_sent(back)
+            for source, first, rows, place in exchange.fetches(back):
+                output[place : place + rows] = ready[source][first : first + rows]
+            assert sum(fetch.rows for fetch in exchange.fetches(back)) == len(output)
+        else:
+            arrived = self.group.exchange(self.rank, input.split(list(sent)))
+            for target, part in zip(output.split(list(received)), arrived, strict=True):
+                target.copy_(part)
         return lambda: None
 
     def all_gather(self, output, input):

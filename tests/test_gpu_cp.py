@@ -10,6 +10,9 @@ from test_process_group import documents, random_slices
 import torchtitan_magi as magi
 from torchtitan_magi.attention import attention_op, make_handle
 from torchtitan_magi.bind import bind_plan, choose_block_attn
+from torchtitan_magi.comm import process_group_transport
+from torchtitan_magi.peer import PeerTransport
+from torchtitan_magi.transport import ProcessGroupTransport
 
 pytestmark = pytest.mark.gpu
 
@@ -46,18 +49,28 @@ CASES = {
 }
 
 
-def run_on_rank(names):
-    results = [run_case(CASES[name], dist.get_world_size(), dist.group.WORLD, "cuda") for name in names]
+def run_on_rank(names, by_nccl=False):
+    mesh = ProcessGroupTransport(dist.group.WORLD) if by_nccl else dist.group.WORLD
+    results = [run_case(CASES[name], dist.get_world_size(), mesh, "cuda") for name in names]
     return [{tensor: value.cpu() for tensor, value in result.items()} for result in results]
 
 
-def test_every_case_over_nccl(pool):
+@pytest.mark.parametrize("by_nccl", [False, True], ids=["peer memory", "NCCL"])
+def test_every_case(pool, by_nccl):
     names = list(CASES)
-    results = pool.run(run_on_rank, names)
+    results = pool.run(run_on_rank, names, by_nccl)
     for name, *per_rank in zip(names, *results, strict=True):
         check(CASES[name], per_rank[0], "cuda")
         for other in per_rank[1:]:
             assert all(torch.equal(other[tensor], per_rank[0][tensor]) for tensor in other), name
+
+
+def transport_on_rank():
+    return type(process_group_transport(dist.group.WORLD)) is PeerTransport
+
+
+def test_ranks_of_one_machine_use_peer_memory(pool):
+    assert all(pool.run(transport_on_rank))
 
 
 def repeat_on_rank(name, times):

@@ -49,9 +49,15 @@ def test_no_spills_and_no_serialized_wgmma(name: str, variant: launch.Variant) -
     assert "setmaxnreg ignored" not in log
 
 
-def test_row_dot_kernel_compiles() -> None:
-    for macros in ({}, {"USE_FP16": 1}, {"OUT_FP32": 1}):
-        jit.compile_source("ffa_delta.cu", jit.expand_source("ffa_delta.cu"), macros)
+@pytest.mark.parametrize(
+    ("name", "switches"), [("ffa_delta.cu", ("USE_FP16", "OUT_FP32")), ("rows.cu", ("USE_FP16", "WIRE_FP32"))]
+)
+def test_kernels_around_attention_do_not_spill(name: str, switches: tuple[str, ...]) -> None:
+    for on in itertools.product((0, 1), repeat=len(switches)):
+        _, log = jit.compile_source(name, jit.expand_source(name), dict(zip(switches, on, strict=True)))
+        frames = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", log)
+        assert frames
+        assert set(frames) == {("0", "0", "0")}, log
 
 
 def test_head_dims() -> None:

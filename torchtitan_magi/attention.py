@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from torchtitan_magi.bind import BoundPlan, BoundStage, bind_plan, bind_slices, choose_block_attn
-from torchtitan_magi.comm import Mesh, Wait, group_cast, group_reduce
+from torchtitan_magi.comm import Mesh, Wait, grad_buffer, group_cast, group_reduce
 from torchtitan_magi.plan import AttnPlan
 from torchtitan_magi.slices import AttnSlices
 from torchtitan_magi.stages import sent_before
@@ -43,12 +43,12 @@ def _backward(
     stages = bound.backward
     arriving = _Arrivals(bound, stages, k, v)  # first, see there
     wide = torch.promote_types(q.dtype, torch.float32)
-    contiguous = torch.contiguous_format
-    dq = torch.empty_like(q, dtype=wide, memory_format=contiguous)
+    dq = torch.empty(q.shape, dtype=wide, device=q.device)
     delta = bound.block_attn.delta(out, dout, zero=dq)
     if len(stages) == 1 and not stages[0].stage.exchanges:
-        dk, dv = torch.empty_like(k, memory_format=contiguous), torch.empty_like(v, memory_format=contiguous)
-        rounded = dq if q.dtype == wide else torch.empty_like(q, memory_format=contiguous)
+        dk, dv, rounded = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v, q))
+        if q.dtype == wide:
+            rounded = dq
         bound.block_attn.backward(
             dout, q, k, v, lse, delta, stages[0].mask, softmax_scale, dq, dk, dv,
             spare=None if rounded is dq else rounded,
@@ -60,11 +60,7 @@ def _backward(
     for i, bound_stage in enumerate(stages):
         stage = bound_stage.stage
         k_rows, v_rows = arriving.take(i)
-        if i == 0 and not stage.exchanges:
-            grad = dkv
-        else:  # in the dtype in which it travels, unless something is added to it first
-            dtype = wide if i == 0 or len(stage.exchanges) > 1 else wire
-            grad = torch.empty(stage.num_rows, 2, *k.shape[1:], dtype=dtype, device=k.device)
+        grad = grad_buffer(stage, k, wire, bound.transport) if stage.exchanges else dkv
         bound.block_attn.backward(
             dout, q, k_rows, v_rows, lse, delta, bound_stage.mask, softmax_scale, dq, grad[:, 0], grad[:, 1],
         )  # fmt: skip
@@ -77,7 +73,7 @@ def _backward(
             finish_previous = group_reduce(stage, bound.rows, bound_stage.row_index, grad, wire, dkv, bound.transport)
     if finish_previous is not None:
         finish_previous()
-    return dq.to(q.dtype), dkv[:, 0].to(k.dtype, copy=True), dkv[:, 1].to(v.dtype, copy=True)
+    return bound.rows.round(dq, dkv, q.dtype)
 
 
 class _Arrivals:

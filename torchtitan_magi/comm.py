@@ -5,9 +5,8 @@ as [rows, 2, H, D]. What is received lies in the order in which the plan numbere
 """
 
 import functools
-from collections.abc import Callable, Sequence
-from datetime import timedelta
-from typing import Literal, Protocol, TypeAlias
+from collections.abc import Callable
+from typing import Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -16,95 +15,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from torchtitan_magi.peer import PeerTransport, can_reach_each_other
 from torchtitan_magi.plan import Exchange, Stage
-
-Wait = Callable[[], object]
-
-
-Channel = Literal["cast", "reduce"]
-
-
-class Transport(Protocol):
-    """What the module needs of a group of ranks."""
-
-    rank: int
-    size: int
-
-    def all_to_all(
-        self,
-        output: Tensor,
-        input: Tensor,
-        output_splits: Sequence[int],
-        input_splits: Sequence[int],
-        channel: Channel = "cast",
-    ) -> Wait:
-        """Starts to exchange blocks of rows (dim 0); calling the result waits until ``output`` may be read.
-
-        Exchanges of different channels may overtake each other.
-        """
-
-    def all_gather(self, output: Tensor, input: Tensor) -> None:
-        """Concatenates the equal-sized inputs of all ranks along dim 0."""
-
-
-class ProcessGroupTransport:
-    """Collectives of a torch process group (NCCL on GPUs, gloo on CPU).
-
-    On NCCL the "reduce" channel is a communicator of its own, so that in the backward gradients flow back while the
-    next K/V rows come in. Its creation is a collective of the group's ranks.
-    """
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.rank = dist.get_rank(group)
-        self.size = dist.get_world_size(group)
-        self.groups: dict[Channel, dist.ProcessGroup] = {"cast": group, "reduce": group}
-        if self.size > 1 and "nccl" in dist.get_backend_config(group):  # with CPU offload beside gloo
-            ranks = dist.get_process_group_ranks(group)
-            self.groups["reduce"] = dist.new_group(ranks, use_local_synchronization=True)
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        """How long a collective may take before it ends the process."""
-        for group in set(self.groups.values()):
-            dist.distributed_c10d._set_pg_timeout(timeout, group)
-
-    def all_to_all(
-        self,
-        output: Tensor,
-        input: Tensor,
-        output_splits: Sequence[int],
-        input_splits: Sequence[int],
-        channel: Channel = "cast",
-    ) -> Wait:
-        splits = list(output_splits), list(input_splits)
-        return dist.all_to_all_single(output, input, *splits, group=self.groups[channel], async_op=True).wait
-
-    def all_gather(self, output: Tensor, input: Tensor) -> None:
-        dist.all_gather_into_tensor(output, input, group=self.groups["cast"])
+from torchtitan_magi.transport import Channel, ProcessGroupTransport, SingleRank, Transport, Wait
 
 
 @functools.lru_cache(maxsize=8)
 def process_group_transport(group: dist.ProcessGroup) -> ProcessGroupTransport:
-    """The one transport of a group."""
+    """The one transport of a group. Its first call is a collective of the group's ranks."""
+    if "nccl" in dist.get_backend_config(group) and dist.get_world_size(group) > 1 and can_reach_each_other(group):
+        return PeerTransport(group)
     return ProcessGroupTransport(group)
-
-
-class SingleRank:
-    """The transport of a group of one."""
-
-    rank, size = 0, 1
-
-    def all_to_all(
-        self,
-        output: Tensor,
-        input: Tensor,
-        output_splits: Sequence[int],
-        input_splits: Sequence[int],
-        channel: Channel = "cast",
-    ) -> Wait:
-        raise AssertionError("a plan for one rank never communicates")
-
-    def all_gather(self, output: Tensor, input: Tensor) -> None:
-        output.copy_(input)
 
 
 Mesh: TypeAlias = DeviceMesh | dist.ProcessGroup | Transport | None
@@ -153,16 +74,19 @@ def gpus_per_node(mesh: Mesh, local_world_size: int) -> int | None:
 
 
 class Rows(Protocol):
-    """How rows are packed and added: by torch, or by our own kernels (rows.py)."""
+    """How rows are packed, added and rounded: by torch, or by our own kernels (rows.py)."""
 
     def index(self, exchange: Exchange) -> list[npt.NDArray[np.integer]]:
         """Index data of an exchange, on the host; the other methods take it from the device."""
 
-    def gather(self, k: Tensor, v: Tensor, index: list[Tensor]) -> Tensor:
-        """The rows to send, [S, 2, H, D], of k and v [T, H, D]."""
+    def gather(self, k: Tensor, v: Tensor, index: list[Tensor], sent: Tensor, own: Tensor | None) -> None:
+        """Copies rows of k and v [T, H, D]: those to send to sent [S, 2, H, D], all to the first T of own."""
 
     def add(self, returned: Tensor, index: list[Tensor], exchange: Exchange, grad: Tensor) -> None:
         """Adds returned rows [S, 2, H, D] to grad [T, 2, H, D], for each token in the order of the ranks."""
+
+    def round(self, dq: Tensor, dkv: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+        """dq [T, Hq, D], and dk and dv [T, H, D] of dkv [T, 2, H, D], in `dtype`."""
 
 
 class TorchRows:
@@ -171,14 +95,19 @@ class TorchRows:
     def index(self, exchange: Exchange) -> list[npt.NDArray[np.integer]]:
         return [exchange.send_rows]
 
-    def gather(self, k: Tensor, v: Tensor, index: list[Tensor]) -> Tensor:
-        return torch.stack((k.index_select(0, index[0]), v.index_select(0, index[0])), 1)
+    def gather(self, k: Tensor, v: Tensor, index: list[Tensor], sent: Tensor, own: Tensor | None) -> None:
+        sent[:, 0], sent[:, 1] = k.index_select(0, index[0]), v.index_select(0, index[0])
+        if own is not None:
+            own[: len(k), 0], own[: len(v), 1] = k, v
 
     def add(self, returned: Tensor, index: list[Tensor], exchange: Exchange, grad: Tensor) -> None:
         # One rank asks for a row at most once: within one rank no two rows collide, so the sums have a fixed order.
         splits = exchange.send_splits
         for rows, values in zip(index[0].split(splits), returned.split(splits), strict=True):
             grad.index_add_(0, rows, values.to(grad.dtype))
+
+    def round(self, dq: Tensor, dkv: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+        return dq.to(dtype), dkv[:, 0].to(dtype, copy=True), dkv[:, 1].to(dtype, copy=True)
 
 
 def group_cast(
@@ -194,23 +123,44 @@ def group_cast(
         The stage's K/V buffer [stage.num_rows, 2, H, D] (own rows first if the stage holds them), to be read after
         calling the second value.
     """
-    buffer = k.new_empty(stage.num_rows, 2, *k.shape[1:])
-    own, *arriving = _parts(stage, buffer)
-    if stage.holds_local:
-        own[:, 0], own[:, 1] = k, v
+    buffer = torch.empty(stage.num_rows, 2, *k.shape[1:], dtype=k.dtype, device=k.device)
+    own = buffer if stage.holds_local else None
 
-    def exchange(i: int, k: Tensor, v: Tensor) -> Wait:
-        splits = stage.exchanges[i].recv_splits, stage.exchanges[i].send_splits
-        return transport.all_to_all(arriving[i], rows.gather(k, v, index[i]), *splits)
+    def exchange(i: int, k: Tensor, v: Tensor, own: Tensor | None) -> Wait:
+        exchange = stage.exchanges[i]
+        shape = (len(exchange.send_rows), *buffer.shape[1:])
+        sent = transport.send_buffer(shape, k.dtype, k.device, exchange, back=False)
+        rows.gather(k, v, index[i], sent, own)
+        return transport.all_to_all(_of_exchange(stage, i, buffer), sent, exchange, back=False)
 
     if len(stage.exchanges) == 1:
-        return buffer, exchange(0, k, v)
+        return buffer, exchange(0, k, v, own)
 
     def both() -> None:
-        exchange(0, k, v)()
-        exchange(1, arriving[0][:, 0], arriving[0][:, 1])()
+        exchange(0, k, v, own)()
+        arrived = _of_exchange(stage, 0, buffer)
+        exchange(1, arrived[:, 0], arrived[:, 1], None)()
 
     return buffer, _beside(both, k.device, "cast")
+
+
+def grad_buffer(stage: Stage, like: Tensor, wire: torch.dtype, transport: Transport) -> Tensor:
+    """Memory for the gradients of a stage's K/V rows, [stage.num_rows, 2, H, D], contiguous.
+
+    In the dtype in which they travel, and where they are sent from, unless something is added to them first: what the
+    rank keeps, and what it passes on, is in float32 or wider.
+
+    Args:
+        like: k [T, H, D].
+    """
+    shape = (stage.num_rows, 2, *like.shape[1:])
+    if _travels_whole(stage):
+        return transport.send_buffer(shape, wire, like.device, stage.exchanges[0], back=True)
+    return torch.empty(shape, dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)
+
+
+def _travels_whole(stage: Stage) -> bool:
+    return not stage.holds_local and len(stage.exchanges) == 1
 
 
 def group_reduce(
@@ -227,29 +177,32 @@ def group_reduce(
     Gradients of rows that a relay passed on are added to the relay's own before they leave the node.
 
     Args:
-        grad: [stage.num_rows, 2, H, D], contiguous; float32 or wider where the stage has a second exchange.
+        grad: from ``grad_buffer``.
         wire: dtype in which gradients travel.
         dkv: [T, 2, H, D], float32 or wider: to which calling the result adds what comes back.
     """
-    _, *leaving = _parts(stage, grad)
 
-    def exchange(i: int) -> tuple[Tensor, Wait]:
-        send_splits, recv_splits = stage.exchanges[i].send_splits, stage.exchanges[i].recv_splits
-        returned = grad.new_empty(sum(send_splits), *grad.shape[1:], dtype=wire)
-        return returned, transport.all_to_all(returned, leaving[i].to(wire), send_splits, recv_splits, "reduce")
+    def exchange(i: int, returned: Tensor) -> Wait:
+        sent, exchange = _of_exchange(stage, i, grad), stage.exchanges[i]
+        if not _travels_whole(stage):
+            wide, sent = sent, transport.send_buffer(sent.shape, wire, grad.device, exchange, back=True)
+            sent.copy_(wide)
+        return transport.all_to_all(returned, sent, exchange, back=True)
 
+    def returned_to(i: int) -> Tensor:
+        shape = (len(stage.exchanges[i].send_rows), *grad.shape[1:])
+        return torch.empty(shape, dtype=wire, device=grad.device)
+
+    returned = returned_to(0)
     if len(stage.exchanges) == 1:
-        returned, wait = exchange(0)
+        wait = exchange(0, returned)
     else:
-        # On the stream that will read it, so that the memory is not given away too early.
-        first = stage.exchanges[0]
-        returned = grad.new_empty(sum(first.send_splits), *grad.shape[1:], dtype=wire)
 
-        def both() -> None:
-            passed_on, wait = exchange(1)
-            wait()
-            rows.add(passed_on, index[1], stage.exchanges[1], leaving[0])
-            transport.all_to_all(returned, leaving[0].to(wire), first.send_splits, first.recv_splits, "reduce")()
+        def both() -> None:  # what comes back first was made on the stream that reads it last
+            passed_on = returned_to(1)
+            exchange(1, passed_on)()
+            rows.add(passed_on, index[1], stage.exchanges[1], _of_exchange(stage, 0, grad))
+            exchange(0, returned)()
 
         wait = _beside(both, grad.device, "reduce")
 
@@ -260,10 +213,10 @@ def group_reduce(
     return finish
 
 
-def _parts(stage: Stage, buffer: Tensor) -> tuple[Tensor, ...]:
-    """The stage's buffer by where its rows come from: the rank itself, then each exchange."""
-    arriving = [sum(exchange.recv_splits) for exchange in stage.exchanges]
-    return buffer.split([len(buffer) - sum(arriving), *arriving])
+def _of_exchange(stage: Stage, i: int, buffer: Tensor) -> Tensor:
+    """Rows of the stage's buffer that exchange i brings."""
+    start, rows = stage.arriving[i]
+    return buffer if rows == stage.num_rows else buffer.narrow(0, start, rows)
 
 
 def _beside(work: Callable[[], None], device: torch.device, channel: Channel) -> Wait:

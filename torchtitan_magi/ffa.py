@@ -151,7 +151,7 @@ class FfaBlockAttn:
             out, lse = earlier
         else:
             dtype = torch.float32 if more else q.dtype
-            out = torch.empty_like(q, dtype=dtype, memory_format=torch.contiguous_format)
+            out = torch.empty(q.shape, dtype=dtype, device=q.device)
             lse = earlier[1] if earlier else torch.empty(s.num_q, s.num_heads_q, dtype=torch.float32, device=q.device)
         num_items = template.schedule.num_tiles * template.schedule.num_heads
         if num_items == 0:
@@ -162,17 +162,15 @@ class FfaBlockAttn:
             return out.copy_(earlier[0]), lse
         device = q.device.index
         tokens = ROWS // s.forward_pack
-        maps = (
-            launch.tensor_map(q, s.forward_pack, tokens),
-            launch.tensor_map(k, 1, KEYS),
-            launch.tensor_map(v, 1, KEYS),
-        )
+        map_q, q = launch.tensor_map(q, s.forward_pack, tokens)  # the tensors too: a copy must live until it is read
+        map_k, k = launch.tensor_map(k, 1, KEYS)
+        map_v, v = launch.tensor_map(v, 1, KEYS)
         params = launch.ForwardParams.from_buffer_copy(template)
         params.out, params.lse, params.counter = out.data_ptr(), lse.data_ptr(), launch.next_counter(device)
         params.earlier = None if earlier is None else earlier[0].data_ptr()
         params.scale_log2 = softmax_scale * LOG2_E
         grid = min(num_items, max(1, launch.num_sms(device) - sm_margin))
-        kernel(device, grid, *(encoded for encoded, _ in maps), params)
+        kernel(device, grid, map_q, map_k, map_v, params)
         return out, lse
 
     def _forward_launch(
@@ -263,24 +261,24 @@ class FfaBlockAttn:
             shape = (s.num_q_blocks, s.num_heads_q // s.backward_pack, 2)
             semaphores = torch.zeros(shape, dtype=torch.int32, device=k.device)
             params.semaphores = semaphores.data_ptr()
-        params.dk, params.dv, params.lse, params.delta = (x.data_ptr() for x in (dk_to, dv_to, lse, delta))
+        params.dk, params.dv = dk_to.data_ptr(), dv_to.data_ptr()
+        params.lse, params.delta = lse.data_ptr(), delta.data_ptr()
         params.dk_token_stride, params.dk_head_stride, _ = dk_to.stride()
         params.dv_token_stride, params.dv_head_stride, _ = dv_to.stride()
         params.counter = launch.next_counter(device)
         params.softmax_scale, params.scale_log2 = softmax_scale, softmax_scale * LOG2_E
         num_items = template.schedule.num_tiles * template.schedule.num_heads
         pack, tokens = s.backward_pack, BACKWARD_ROWS // s.backward_pack
-        maps = (
-            *(launch.tensor_map(x, pack, tokens) for x in (q, dout)),
-            *(launch.tensor_map(x, 1, KEYS) for x in (k, v)),
-            launch.tensor_map(dq, pack, tokens),
-            *(
-                launch.tensor_map(x, 1, BACKWARD_ROWS)
-                for x in ((dk_to, dv_to) if params.store == launch.ADD_FLOAT else (dq, dq))
-            ),
-        )
+        map_dq, _ = launch.tensor_map(dq, pack, tokens)
+        map_dk = map_dv = map_dq  # unused unless parts are added up
+        if params.store == launch.ADD_FLOAT:
+            (map_dk, _), (map_dv, _) = (launch.tensor_map(x, 1, BACKWARD_ROWS) for x in (dk_to, dv_to))
+        map_q, q = launch.tensor_map(q, pack, tokens)  # the tensors too: a copy must live until it is read
+        map_dout, dout = launch.tensor_map(dout, pack, tokens)
+        map_k, k = launch.tensor_map(k, 1, KEYS)
+        map_v, v = launch.tensor_map(v, 1, KEYS)
         grid = min(num_items, max(1, launch.num_sms(device) - sm_margin))
-        kernel(device, grid, *(encoded for encoded, _ in maps), params)
+        kernel(device, grid, map_q, map_dout, map_k, map_v, map_dq, map_dk, map_dv, params)
         if dk_to is not dk:
             dk.copy_(dk_to), dv.copy_(dv_to)
 

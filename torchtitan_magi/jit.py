@@ -103,7 +103,7 @@ def cubin(name: str, macros: Macros) -> bytes:
     return code
 
 
-def load_kernel(name: str, function: str, macros: tuple[tuple[str, int], ...], shared_bytes: int, device: int) -> Any:
+def load_kernel(name: str, function: str, macros: tuple[tuple[str, int], ...], shared_bytes: int, device: int) -> int:
     """The driver's handle of `function` in one variant of `kernels/<name>`.
 
     Args:
@@ -118,7 +118,7 @@ def load_kernel(name: str, function: str, macros: tuple[tuple[str, int], ...], s
     handle = check(driver.cuKernelGetFunction(kernel))
     limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
     check(driver.cuKernelSetAttribute(limit, shared_bytes, kernel, check(driver.cuDeviceGet(device))))
-    return handle
+    return int(handle)
 
 
 @functools.cache

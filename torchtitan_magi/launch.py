@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchtitan_magi import jit
+from torchtitan_magi import driver, jit
 from torchtitan_magi.bands import KEYS
 from torchtitan_magi.worklists import BACKWARD_ROWS, ROWS
 
@@ -146,21 +146,21 @@ def _encode(
 ) -> Any:
     if not _fits(address, dtype.itemsize, shape, strides):
         return None
-    from cuda.bindings import driver
+    from cuda.bindings import driver as bindings
 
     types = {
-        torch.bfloat16: driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-        torch.float16: driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
-        torch.float32: driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_FLOAT32,
+        torch.bfloat16: bindings.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+        torch.float16: bindings.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+        torch.float32: bindings.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_FLOAT32,
     }
-    u32, u64 = driver.cuuint32_t, driver.cuuint64_t
+    u32, u64 = bindings.cuuint32_t, bindings.cuuint64_t
     num_tokens, num_heads, head_dim = shape
     size = dtype.itemsize
     row_bytes = -(-head_dim * size // 16) * 16  # stands in for the stride of a dimension of length 1
     head_bytes = strides[1] * size if num_heads > 1 else row_bytes
     token_bytes = strides[0] * size if num_tokens > 1 else row_bytes
     encoded = jit.check(
-        driver.cuTensorMapEncodeTiled(
+        bindings.cuTensorMapEncodeTiled(
             types[dtype],
             3,
             address,
@@ -168,10 +168,10 @@ def _encode(
             [u64(head_bytes), u64(token_bytes)],
             [u32(128 // size), u32(heads), u32(tokens)],
             [u32(1)] * 3,
-            driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-            driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
-            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-            driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+            bindings.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+            bindings.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+            bindings.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+            bindings.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
         )
     )
     return (ctypes.c_ulonglong * 16).from_buffer_copy(ctypes.string_at(encoded.getPtr(), 128))
@@ -189,11 +189,9 @@ class Kernel:
     def __init__(
         self, name: str, function: str, variant: tuple[tuple[str, int], ...], threads: int, shared_bytes: int
     ) -> None:
-        from cuda.bindings import driver
-
         self.load = functools.cache(functools.partial(jit.load_kernel, name, function, variant, shared_bytes))
         self.threads, self.shared_bytes = threads, shared_bytes
-        self._launch = driver.cuLaunchKernel
+        self._launch = driver.function("cuLaunchKernel")
 
     def __call__(self, device: int, num_blocks: int, *arguments: Any) -> None:
         """Launches on the current stream of `device`. arguments: ctypes values, the kernel's parameters in order."""
@@ -203,9 +201,7 @@ class Kernel:
         pointers = _pointer_array(len(arguments))(*map(ctypes.addressof, arguments))
         stream = torch._C._cuda_getCurrentRawStream(device)  # current_stream(device).cuda_stream without the objects
         shape = num_blocks, 1, 1, self.threads, 1, 1, self.shared_bytes
-        (status,) = self._launch(self.load(device), *shape, stream, ctypes.addressof(pointers), 0)
-        if status:
-            raise RuntimeError(f"kernel launch failed: {status!r}")
+        driver.check(self._launch(self.load(device), *shape, stream, pointers, None))
 
 
 load = functools.cache(Kernel)

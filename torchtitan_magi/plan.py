@@ -7,6 +7,7 @@ collective, and any rank's share can be computed anywhere. It is made once per m
 import functools
 import hashlib
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -36,13 +37,61 @@ from torchtitan_magi.traffic import transfers as transfers_of
 Int64Array = npt.NDArray[np.int64]
 
 
+class Fetch(NamedTuple):
+    """Consecutive rows that a rank may read out of what another one has ready to send."""
+
+    source: int  # rank
+    first: int  # row in what the source sends
+    rows: int
+    place: int  # row in what is received
+
+
 @dataclass(frozen=True, eq=False)
 class Exchange:
-    """One rank's part in one all-to-all-v of K/V rows. Rows travel in ascending token order, rank after rank."""
+    """One rank's part in one all-to-all-v of K/V rows. Rows travel in ascending token order, rank after rank.
 
+    The same rows, as gradients, go back in its reverse.
+    """
+
+    rank: int
     send_rows: Int64Array  # by destination rank; what they number, see Stage
     send_splits: tuple[int, ...]  # rows sent to each rank
     recv_splits: tuple[int, ...]  # rows received from each rank
+    hops: Int64Array | None  # [n, 4+], of all ranks: receiver, source, ...; None where rows go through relays
+    share: Share  # of the hops
+
+    def splits(self, back: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Rows received from and sent to each rank; of the reverse if `back`."""
+        return (self.send_splits, self.recv_splits) if back else (self.recv_splits, self.send_splits)
+
+    @functools.cached_property
+    def between(self) -> Int64Array:
+        """Rows by receiver and source, of all ranks: int64 [ranks, ranks]."""
+        assert self.hops is not None
+        receiver, source, start, end = cut(self.hops, self.share).T
+        size = len(self.send_splits)
+        return np.bincount(receiver * size + source, end - start, size * size).astype(np.int64).reshape(size, size)
+
+    def most_sent(self, back: bool) -> int:
+        """Rows that the rank sends that sends most."""
+        return self._both_ways[back][0]
+
+    def fetches(self, back: bool) -> tuple[Fetch, ...]:
+        """What this rank receives, from the next rank on, so that not all begin with the same one."""
+        return self._both_ways[back][1]
+
+    @functools.cached_property
+    def _both_ways(self) -> tuple[tuple[int, tuple[Fetch, ...]], ...]:
+        return tuple((int(rows.sum(0).max()), _fetches(rows, self.rank)) for rows in (self.between, self.between.T))
+
+
+def _fetches(between: Int64Array, rank: int) -> tuple[Fetch, ...]:
+    """What `rank` receives of rows [receiver, source]: a source has them ready by receiver."""
+    first = between[:rank].sum(0)
+    rows = between[rank]
+    place = rows.cumsum() - rows
+    sources = [source % len(rows) for source in range(rank + 1, rank + len(rows))]
+    return tuple(Fetch(i, int(first[i]), int(rows[i]), int(place[i])) for i in sources if rows[i])
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,6 +107,12 @@ class Stage:
     holds_local: bool
     num_rows: int  # rows of the stage's K/V buffer
     exchanges: tuple[Exchange, ...]
+
+    @functools.cached_property
+    def arriving(self) -> tuple[tuple[int, int], ...]:
+        """First row in the buffer, and rows, of each exchange; they come last."""
+        rows = [sum(exchange.recv_splits) for exchange in self.exchanges]
+        return tuple((self.num_rows - sum(rows[i:]), rows[i]) for i in range(len(rows)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -283,14 +338,17 @@ def _stage(tables: _Tables, rank: int, holds_local: bool, share: Share) -> Stage
         node = rank // tables.gpus_per_node
         hops = cut(_concerning(tables, rank, node), share)
         received = hops[hops[:, 0] == rank]
-        exchanges.append(_exchange(rank, hops, own[:, 0], own_offset, cp_size))
+        relays = 1 < tables.gpus_per_node < cp_size
+        all_hops = None if relays else tables.hops
+        exchanges.append(_exchange(rank, hops, own[:, 0], own_offset, cp_size, all_hops, share))
         buffer.append(received[:, 2:])
-        if 1 < tables.gpus_per_node < cp_size:
+        if relays:
             relayed = hops[(hops[:, 0] // tables.gpus_per_node == node) & (hops[:, 1] // tables.gpus_per_node != node)]
             passed = second_hops(relayed, _from_other_nodes(tables, node))
             rows = received[:, 3] - received[:, 2]
             by_token = np.argsort(received[:, 2])
-            exchanges.append(_exchange(rank, passed, received[by_token, 2], (rows.cumsum() - rows)[by_token], cp_size))
+            first_row = (rows.cumsum() - rows)[by_token]
+            exchanges.append(_exchange(rank, passed, received[by_token, 2], first_row, cp_size, None, share))
             buffer.append(passed[passed[:, 0] == rank, 2:])
     start, end = np.concatenate(buffer).T
     row = (end - start).cumsum() - (end - start)
@@ -336,19 +394,27 @@ def _from_other_nodes(tables: _Tables, node: int) -> Int64Array:
     return tables.transfers[(destination == node) & (source != node)]
 
 
-def _exchange(rank: int, hops: Int64Array, starts: Int64Array, rows: Int64Array, cp_size: int) -> Exchange:
+def _exchange(
+    rank: int,
+    hops: Int64Array,
+    starts: Int64Array,
+    rows: Int64Array,
+    cp_size: int,
+    all_hops: Int64Array | None,
+    share: Share,
+) -> Exchange:
     """A rank's part in hops [n, 4]: receiver, sender, first token, end token; sorted.
 
     Args:
         starts, rows: first token, ascending, and first row number of each range of tokens that the rank can send.
+        all_hops, share: see Exchange.
     """
     sent, received = hops[hops[:, 1] == rank], hops[hops[:, 0] == rank]
     part = np.searchsorted(starts, sent[:, 2], side="right") - 1
     shift = (rows[part] - starts[part]) if len(part) else part
     send_rows = expand(sent[:, 2] + shift, sent[:, 3] + shift)
-    return Exchange(
-        send_rows, _rows_per_rank(sent[:, 0], sent, cp_size), _rows_per_rank(received[:, 1], received, cp_size)
-    )
+    splits = _rows_per_rank(sent[:, 0], sent, cp_size), _rows_per_rank(received[:, 1], received, cp_size)
+    return Exchange(rank, send_rows, *splits, all_hops, share)
 
 
 def _rows_per_rank(rank: Int64Array, hops: Int64Array, cp_size: int) -> tuple[int, ...]:

@@ -1,0 +1,59 @@
+"""Calls of the CUDA driver that every layer makes, through ctypes: cuda.bindings would take more of the host's time."""
+
+import ctypes
+import functools
+from typing import Any
+
+_INT, _UINT, _POINTER = ctypes.c_int, ctypes.c_uint, ctypes.c_void_p
+_SIGNATURES: dict[str, list[Any]] = {
+    # function, grid x y z, block x y z, shared bytes, stream, arguments, extra
+    "cuLaunchKernel": [_POINTER, *[_UINT] * 7, _POINTER, _POINTER, _POINTER],
+    "cuMemcpyAsync": [_POINTER, _POINTER, ctypes.c_size_t, _POINTER],  # to, from, bytes, stream
+    "cuStreamBatchMemOp_v2": [_POINTER, _UINT, _POINTER, _UINT],  # stream, number, operations, flags
+    "cuEventCreate": [_POINTER, _UINT],  # where the event goes, flags
+    "cuEventRecord": [_POINTER, _POINTER],  # event, stream
+    "cuStreamWaitEvent": [_POINTER, _POINTER, _UINT],  # stream, event, flags
+}
+DISABLE_TIMING = 2  # an event's flag
+
+
+class StreamOperation(ctypes.Structure):
+    """CUstreamBatchMemOpParams of a 32-bit wait or write."""
+
+    WAIT, WRITE = 1, 2
+    VALUE_WORD = 2  # which 8 bytes hold the value
+    _fields_ = [
+        ("operation", _UINT),
+        ("address", ctypes.c_uint64),
+        ("value", ctypes.c_uint64),
+        ("flags", _UINT),  # 0: a wait is over when the word has reached the value, in 32-bit modular order
+        ("alias", ctypes.c_uint64),
+        ("unused", ctypes.c_uint64),
+    ]
+
+
+@functools.cache
+def _library() -> ctypes.PyDLL:
+    # A PyDLL keeps the interpreter lock: these calls are short, and to get it back may take long while a thread plans.
+    return ctypes.PyDLL("libcuda.so.1")
+
+
+def function(name: str) -> Any:
+    """A function of the driver; it returns a status for `check`."""
+    found = getattr(_library(), name)
+    found.argtypes, found.restype = _SIGNATURES[name], _INT
+    return found
+
+
+def check(status: int) -> None:
+    """Raises RuntimeError when a call failed."""
+    if status:
+        raise RuntimeError(f"CUDA driver call failed with error {status}")
+
+
+def event() -> int:
+    """A new event without timing, of the current device; for as long as the process lives."""
+    handle = ctypes.c_void_p()
+    check(function("cuEventCreate")(ctypes.byref(handle), DISABLE_TIMING))
+    assert handle.value
+    return handle.value

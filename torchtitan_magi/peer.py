@@ -1,0 +1,158 @@
+"""Exchanges between GPUs of one machine through peer memory: copy engines fetch rows out of each other's send buffers.
+
+No SM takes part, so attention has all of them, and an exchange starts while attention runs; NCCL's kernels would wait
+for its end, or take SMs from it. Ranks find each other by stream operations of the driver: before a rank fetches, its
+stream writes the exchange's number into every peer's memory and waits for theirs. The host waits for nobody.
+"""
+
+import ctypes
+import functools
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torchtitan_magi import driver
+from torchtitan_magi.driver import StreamOperation
+from torchtitan_magi.plan import Exchange
+from torchtitan_magi.transport import ProcessGroupTransport, Wait
+
+# Send buffers of a channel, taken in turn. An exchange is issued after the wait for the last but one before it, thus
+# after every peer came to that one, and by then had fetched all of the one before: the buffer of three exchanges ago.
+SLOTS = 3
+FLAG_BYTES = 4096  # for the numbers, before the slots
+
+
+class _Channel:
+    """A stream for one kind of exchange, and how far it has come."""
+
+    def __init__(self, peers: int) -> None:
+        self.stream = torch.cuda.Stream(priority=-1)
+        self.raw_stream = self.stream.cuda_stream
+        self.number = 0  # of the exchange before the next
+        self.events = [(driver.event(), driver.event()) for _ in range(SLOTS)]  # input ready, output there
+        self.operations = (StreamOperation * (2 * peers))()
+        words = (ctypes.c_uint64 * (len(self.operations) * ctypes.sizeof(StreamOperation) // 8)).from_buffer(
+            self.operations
+        )
+        self.values = np.ctypeslib.as_array(words).reshape(len(self.operations), -1)[:, StreamOperation.VALUE_WORD]
+
+    def aim(self, mine: list[int], theirs: list[int]) -> None:
+        """Writes go to `theirs`, waits look at `mine`: addresses, one for each peer."""
+        kinds = [StreamOperation.WRITE] * len(theirs) + [StreamOperation.WAIT] * len(mine)
+        for operation, kind, address in zip(self.operations, kinds, theirs + mine, strict=True):
+            operation.operation, operation.address = kind, address
+        self.number = 0
+
+
+class PeerTransport(ProcessGroupTransport):
+    """Exchanges through peer memory; relays and all-gathers by NCCL.
+
+    Send buffers lie in symmetric memory that grows when an exchange needs more: all ranks know what each of them sends,
+    so they grow together. Creating the object and growing are collectives of the group.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__(group)
+        self.group = group
+        self.device = torch.cuda.current_device()
+        self.channels = _Channel(self.size - 1), _Channel(self.size - 1)  # there, back
+        self.slot_bytes = 0
+        self.memory: Any = None  # uint8: the flags, then the slots of both channels
+        self.typed: dict[torch.dtype, Tensor] = {}
+        self.bases: list[int] = []  # of each rank's memory, as this rank sees it
+
+    def send_buffer(
+        self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, exchange: Exchange, back: bool
+    ) -> Tensor:
+        if exchange.hops is None:
+            return super().send_buffer(shape, dtype, device, exchange, back)
+        strides = _strides(shape[1:])
+        if (needed := exchange.most_sent(back) * strides[0] * dtype.itemsize) > self.slot_bytes:
+            self._grow(needed)
+        if dtype not in self.typed:
+            self.typed[dtype] = self.memory.view(dtype)
+        return self.typed[dtype].as_strided(shape, strides, self._slot(back) // dtype.itemsize)
+
+    def all_to_all(self, output: Tensor, input: Tensor, exchange: Exchange, back: bool) -> Wait:
+        if exchange.hops is None:
+            return super().all_to_all(output, input, exchange, back)
+        channel, slot = self.channels[back], self._slot(back)
+        assert input.numel() == 0 or input.data_ptr() == self.bases[self.rank] + slot
+        calls, stream = _calls(), channel.raw_stream
+        ready, there = channel.events[channel.number % SLOTS]
+        channel.number += 1
+        channel.values[:] = channel.number
+        row_bytes, to = output.stride(0) * output.element_size(), output.data_ptr()
+        status = calls.record(ready, torch._C._cuda_getCurrentRawStream(self.device))
+        status |= calls.wait(stream, ready, 0)
+        status |= calls.operate(stream, len(channel.operations), channel.operations, 0)
+        for source, first, rows, place in exchange.fetches(back):
+            taken = self.bases[source] + slot + first * row_bytes
+            status |= calls.copy(to + place * row_bytes, taken, rows * row_bytes, stream)
+        driver.check(status | calls.record(there, stream))
+        return functools.partial(self._wait, there)
+
+    def _wait(self, event: int) -> None:
+        driver.check(_calls().wait(torch._C._cuda_getCurrentRawStream(self.device), event, 0))
+
+    def _slot(self, back: bool) -> int:
+        """Where in the memory the channel's next send buffer begins, in bytes."""
+        return FLAG_BYTES + (back * SLOTS + self.channels[back].number % SLOTS) * self.slot_bytes
+
+    def _grow(self, needed: int) -> None:
+        """Symmetric memory with slots of the next power of two of bytes. A collective; waits for the device."""
+        from torch._C._distributed_c10d import _SymmetricMemory
+
+        torch.cuda.synchronize(self.device)  # fetches out of the old one are done when all ranks have come here
+        self.slot_bytes = max(1 << 20, 1 << (needed - 1).bit_length())
+        self.typed, self.memory = {}, None
+        size, name = FLAG_BYTES + 2 * SLOTS * self.slot_bytes, self.group.group_name
+        self.memory = _SymmetricMemory.empty_strided_p2p(
+            (size,), (1,), torch.uint8, torch.device("cuda", self.device), name
+        )
+        self.memory[:FLAG_BYTES].zero_()
+        torch.cuda.synchronize(self.device)  # before anyone may write there
+        self.bases = list(_SymmetricMemory.rendezvous(self.memory, name).buffer_ptrs)
+        peers = [rank for rank in range(self.size) if rank != self.rank]
+        for i, channel in enumerate(self.channels):
+            flags = [base + 4 * i * self.size for base in self.bases]
+            channel.aim(
+                [flags[self.rank] + 4 * peer for peer in peers], [flags[peer] + 4 * self.rank for peer in peers]
+            )
+
+
+@functools.lru_cache(maxsize=64)
+def _strides(row: tuple[int, ...]) -> tuple[int, ...]:
+    """Of contiguous rows of a shape."""
+    return tuple(math.prod(row[i:]) for i in range(len(row) + 1))
+
+
+class _Calls:
+    def __init__(self) -> None:
+        self.record, self.wait = driver.function("cuEventRecord"), driver.function("cuStreamWaitEvent")
+        self.operate, self.copy = driver.function("cuStreamBatchMemOp_v2"), driver.function("cuMemcpyAsync")
+
+
+_calls = functools.cache(_Calls)
+
+
+def can_reach_each_other(group: dist.ProcessGroup) -> bool:
+    """Whether all ranks of an NCCL group sit in one machine and reach each other's GPU memory. A collective."""
+    machine = Path("/proc/sys/kernel/random/boot_id").read_text()
+    mine = machine, str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, mine, group)
+    here = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
+    others = [other for other in everyone if other != mine]
+    reached = all(
+        boot == machine and gpu in here and torch.cuda.can_device_access_peer(here[mine[1]], here[gpu])
+        for boot, gpu in others
+    )
+    verdicts: list[Any] = [None] * len(everyone)
+    dist.all_gather_object(verdicts, reached, group)
+    return all(verdicts)

@@ -1,0 +1,90 @@
+"""How rows travel between the ranks of a group: by collectives of torch, or not at all. peer.py has a third way."""
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Literal, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torchtitan_magi.plan import Exchange
+
+Wait = Callable[[], object]
+Channel = Literal["cast", "reduce"]
+
+
+class Transport(Protocol):
+    """What the module needs of a group of ranks.
+
+    An exchange and its reverse (`back`) travel on channels of their own: one may overtake the other.
+    """
+
+    rank: int
+    size: int
+
+    def send_buffer(
+        self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, exchange: Exchange, back: bool
+    ) -> Tensor:
+        """Memory for what the channel sends next, contiguous."""
+
+    def all_to_all(self, output: Tensor, input: Tensor, exchange: Exchange, back: bool) -> Wait:
+        """Starts an exchange of rows (dim 0); calling the result waits until ``output`` may be read.
+
+        Args:
+            input: from `send_buffer`.
+        """
+
+    def all_gather(self, output: Tensor, input: Tensor) -> None:
+        """Concatenates the equal-sized inputs of all ranks along dim 0."""
+
+
+class ProcessGroupTransport:
+    """Collectives of a torch process group (NCCL on GPUs, gloo on CPU).
+
+    On NCCL the "reduce" channel is a communicator of its own, so that in the backward gradients flow back while the
+    next K/V rows come in. Its creation is a collective of the group's ranks.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+        self.groups: dict[Channel, dist.ProcessGroup] = {"cast": group, "reduce": group}
+        if self.size > 1 and "nccl" in dist.get_backend_config(group):  # with CPU offload beside gloo
+            ranks = dist.get_process_group_ranks(group)
+            self.groups["reduce"] = dist.new_group(ranks, use_local_synchronization=True)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """How long a collective may take before it ends the process."""
+        for group in set(self.groups.values()):
+            dist.distributed_c10d._set_pg_timeout(timeout, group)
+
+    def send_buffer(
+        self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, exchange: Exchange, back: bool
+    ) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    def all_to_all(self, output: Tensor, input: Tensor, exchange: Exchange, back: bool) -> Wait:
+        received, sent = map(list, exchange.splits(back))
+        group = self.groups["reduce" if back else "cast"]
+        return dist.all_to_all_single(output, input, received, sent, group=group, async_op=True).wait
+
+    def all_gather(self, output: Tensor, input: Tensor) -> None:
+        dist.all_gather_into_tensor(output, input, group=self.groups["cast"])
+
+
+class SingleRank:
+    """The transport of a group of one."""
+
+    rank, size = 0, 1
+
+    def send_buffer(
+        self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, exchange: Exchange, back: bool
+    ) -> Tensor:
+        raise AssertionError("a plan for one rank never communicates")
+
+    def all_to_all(self, output: Tensor, input: Tensor, exchange: Exchange, back: bool) -> Wait:
+        raise AssertionError("a plan for one rank never communicates")
+
+    def all_gather(self, output: Tensor, input: Tensor) -> None:
+        output.copy_(input)
