@@ -1,6 +1,6 @@
 // Packs K/V rows for group_cast, adds the rows that group_reduce brings back, and rounds the sums. One launch each.
 //
-// Rows move in units of 16 bytes. A warp handles one row of K and V, so its lanes touch consecutive units.
+// The packing moves units of 16 bytes. A warp handles one row of K and V, so its lanes touch consecutive units.
 //
 // Compile-time macros
 //   WIRE_FP32  returned gradients are fp32 (default: the input type)
@@ -31,14 +31,13 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32) gather_rows(const __gr
   }
 }
 
-// The returned rows of one token are added in the order of their ranks, by one warp, so that sums repeat bit for bit.
-struct AddParams {
-  const uint4* returned;                  // [S, units] 16 bytes each, contiguous; a row is K and V together
-  float4* grad;                           // [T, units * (16 bytes / wire element) / 4] contiguous
-  const int* tokens;                      // [num_tokens] local token numbers, each once
-  const int* offsets;                     // [num_tokens + 1] into order
-  const int* order;                       // rows of `returned`, by token and then by rank
-  int num_tokens, units;
+// Gradients that came back. Those of one token are added in the order of their ranks, so that sums repeat bit for bit.
+// A unit is 8 elements.
+struct ReturnedRows {
+  const uint4* rows;                      // [S, units] of the wire's type; a row is K and V together
+  const int* offsets;                     // [num_tokens + 1] into order; the tokens after these have nothing
+  const int* order;                       // rows, by token and then by rank
+  unsigned num_tokens, units;
 };
 
 DEVICE float2 widen(u32 pair) {
@@ -51,55 +50,59 @@ DEVICE float2 widen(u32 pair) {
 #endif
 }
 
-extern "C" __global__ void __launch_bounds__(kWarps * 32) add_rows(const __grid_constant__ AddParams params) {
-  const int lane = threadIdx.x % 32;
-  for (int i = blockIdx.x * kWarps + threadIdx.x / 32; i < params.num_tokens; i += gridDim.x * kWarps) {
-    const int begin = __ldg(params.offsets + i), end = __ldg(params.offsets + i + 1);
-    const long long token = __ldg(params.tokens + i);
-    for (int u = lane; u < params.units; u += 32) {
+DEVICE void add(float4& sum, float x, float y, float z, float w) { sum.x += x, sum.y += y, sum.z += z, sum.w += w; }
+
+DEVICE void add_returned(const ReturnedRows& returned, unsigned token, unsigned unit, float4& low, float4& high) {
+  if (token >= returned.num_tokens) return;
+  const int end = __ldg(returned.offsets + token + 1);
+  for (int i = __ldg(returned.offsets + token); i < end; i++) {
+    const long long at = (long long)__ldg(returned.order + i) * returned.units + unit;
 #ifdef WIRE_FP32
-      float4* grad = params.grad + token * params.units + u;
-      float4 sum = *grad;
-      for (int j = begin; j < end; j++) {
-        const uint4 x = params.returned[(long long)__ldg(params.order + j) * params.units + u];
-        sum.x += __uint_as_float(x.x), sum.y += __uint_as_float(x.y);
-        sum.z += __uint_as_float(x.z), sum.w += __uint_as_float(x.w);
-      }
-      *grad = sum;
+    const float4* x = reinterpret_cast<const float4*>(returned.rows) + 2 * at;
+    const float4 a = x[0], b = x[1];
+    add(low, a.x, a.y, a.z, a.w), add(high, b.x, b.y, b.z, b.w);
 #else
-      float4* grad = params.grad + (token * params.units + u) * 2;
-      float4 low = grad[0], high = grad[1];
-      for (int j = begin; j < end; j++) {
-        const uint4 x = params.returned[(long long)__ldg(params.order + j) * params.units + u];
-        const float2 a = widen(x.x), b = widen(x.y), c = widen(x.z), d = widen(x.w);
-        low.x += a.x, low.y += a.y, low.z += b.x, low.w += b.y;
-        high.x += c.x, high.y += c.y, high.z += d.x, high.w += d.y;
-      }
-      grad[0] = low, grad[1] = high;
+    const uint4 x = returned.rows[at];
+    const float2 a = widen(x.x), b = widen(x.y), c = widen(x.z), d = widen(x.w);
+    add(low, a.x, a.y, b.x, b.y), add(high, c.x, c.y, d.x, d.y);
 #endif
-    }
   }
 }
 
-// The final gradients in the input type, from their fp32 sums. A unit is 8 elements.
-struct RoundParams {
-  const float4 *dq, *dkv;                 // [dq_units, 2], [T, 2, row_units, 2]
-  uint4 *dq_to, *dk_to, *dv_to;           // [dq_units], [T, row_units] twice
-  long long dq_units, dkv_units;
-  int row_units;                          // of one token's dk
+// To the sums of dK/dV, [T, units] of 8 floats.
+extern "C" __global__ void __launch_bounds__(kWarps * 32)
+    add_rows(const __grid_constant__ ReturnedRows returned, float4* dkv) {
+  const unsigned end = returned.num_tokens * returned.units;
+  for (unsigned i = blockIdx.x * blockDim.x + threadIdx.x; i < end; i += gridDim.x * blockDim.x) {
+    const unsigned token = i / returned.units;
+    if (__ldg(returned.offsets + token) == __ldg(returned.offsets + token + 1)) continue;
+    float4 low = dkv[2ll * i], high = dkv[2ll * i + 1];
+    add_returned(returned, token, i % returned.units, low, high);
+    dkv[2ll * i] = low, dkv[2ll * i + 1] = high;
+  }
+}
+
+// The final gradients in the input type: the last rows that return are added, and sums rounded.
+struct FinishParams {
+  ReturnedRows returned;
+  const float4 *dkv, *dq;                 // [dkv_units, 2]: [T, K and V, units / 2] and [dq_units, 2]
+  uint4 *dk_to, *dv_to, *dq_to;           // [T, units / 2] twice, [dq_units]
+  unsigned dkv_units, dq_units;
 };
 
-extern "C" __global__ void __launch_bounds__(kWarps * 32) round_grads(const __grid_constant__ RoundParams params) {
-  const long long end = params.dq_units + params.dkv_units;
-  for (long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x; i < end; i += (long long)gridDim.x * blockDim.x) {
-    const bool of_dq = i < params.dq_units;
-    const long long j = of_dq ? i : i - params.dq_units, row = j / params.row_units;
-    const float4* from = (of_dq ? params.dq : params.dkv) + 2 * j;
-    const float4 low = from[0], high = from[1];
-    const uint4 rounded = {pack2(low.x, low.y), pack2(low.z, low.w), pack2(high.x, high.y), pack2(high.z, high.w)};
-    if (of_dq)
-      params.dq_to[j] = rounded;
-    else
-      (row % 2 ? params.dv_to : params.dk_to)[row / 2 * params.row_units + j % params.row_units] = rounded;
+extern "C" __global__ void __launch_bounds__(kWarps * 32) finish_grads(const __grid_constant__ FinishParams params) {
+  const unsigned end = params.dkv_units + params.dq_units, units = params.returned.units;
+  for (unsigned i = blockIdx.x * blockDim.x + threadIdx.x; i < end; i += gridDim.x * blockDim.x) {
+    const bool of_dq = i >= params.dkv_units;
+    const unsigned j = of_dq ? i - params.dkv_units : i;
+    const float4* from = (of_dq ? params.dq : params.dkv) + 2ll * j;
+    float4 low = from[0], high = from[1];
+    uint4* to = params.dq_to + j;
+    if (!of_dq) {
+      const unsigned token = j / units, unit = j % units, half = units / 2;
+      add_returned(params.returned, token, unit, low, high);
+      to = (unit < half ? params.dk_to + unit : params.dv_to + unit - half) + (long long)token * half;
+    }
+    *to = {pack2(low.x, low.y), pack2(low.z, low.w), pack2(high.x, high.y), pack2(high.z, high.w)};
   }
 }

@@ -3,13 +3,15 @@
 
     python scripts/bench_train.py [--gpus 4] [--tokens 16384 65536] [--output benchmarks/results/train_h200x4.json]
 
-The model has the layer shapes of llama3 8B but few layers. All strategies read the same packed documents, the sources
-of Python's standard library, through torchtitan's text data set with a loader worker; documents end with EOS.
+The model has the layer shapes of llama3 8B but few layers. All strategies read the same packed documents through
+torchtitan's text data set with a loader worker: the sources of Python's standard library, cut into documents whose
+lengths follow the histogram of bench_cp.py, up to a quarter of the pack over all GPUs; documents end with EOS.
 
 Strategies
   ours          this package, context parallelism over all GPUs
   ours, dp 2    the same, half the GPUs in context parallelism, two data-parallel ranks (FSDP)
   ours, tp 2    the same, half the GPUs in context parallelism, tensor parallelism of two
+  no attention  ours with its attention and communication left out: what the rest of a step takes
   flex          torchtitan's flex_attention with context parallelism and the load balancer for it ("ptrr")
   no CP         torchtitan's varlen attention, one pack of `tokens` per GPU, data parallelism (FSDP)
 """
@@ -30,12 +32,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from bench_cp import histogram_pack
 from provenance import commit_of
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORD = "--record-to"  # first argument of this file as a process of a run
 WARM_UP = 5  # steps before timing
 TIMEOUT = 300  # seconds of a run
+PACKS = 40  # until documents repeat
+CHARACTERS = 3  # of a token, about, by the demo tokenizer
 HOOKS = "--job.custom_config_module torchtitan_magi.titan --experimental.custom_import torchtitan_magi.titan"
 
 
@@ -59,17 +65,19 @@ STRATEGIES = {
     "ours": Strategy("varlen", cp=0, options=HOOKS),
     "ours, dp 2": Strategy("varlen", cp=0, dp=2, options=HOOKS),
     "ours, tp 2": Strategy("varlen", cp=0, tp=2, options=HOOKS),
+    "no attention": Strategy("varlen", cp=0, options=HOOKS),
     "flex": Strategy("flex", cp=0, options="--parallelism.context_parallel_load_balancer ptrr"),
     "no CP": Strategy("varlen", dp=0),
 }
 
 
-def run(strategy: Strategy, tokens: int, arguments: argparse.Namespace) -> dict[str, Any]:
+def run(name: str, tokens: int, arguments: argparse.Namespace) -> dict[str, Any]:
     """Tokens per second over all GPUs, and GiB at the peak of the fullest one."""
-    strategy = strategy.on(arguments.gpus)
+    strategy = STRATEGIES[name].on(arguments.gpus)
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={arguments.gpus}"]
-        command += [__file__, RECORD, folder, arguments.shapes, str(arguments.layers), "--model.name", "llama3"]
+        command += [__file__, RECORD, folder, arguments.shapes, str(arguments.layers)]
+        command += [str(tokens * arguments.gpus), str(int(name != "no attention")), "--model.name", "llama3"]
         command += ["--model.flavor", f"bench_{strategy.attention}", "--model.hf_assets_path", "assets/demo/tokenizer"]
         command += ["--training.dataset", "documents", "--training.dataloader.num_workers", "1"]
         command += ["--training.local_batch_size", "1", "--training.seq_len", str(tokens * strategy.cp * strategy.tp)]
@@ -101,8 +109,8 @@ def run(strategy: Strategy, tokens: int, arguments: argparse.Namespace) -> dict[
 
 def record_run() -> None:
     """One process of a run: torchtitan's entry with the model and the data of the benchmark."""
-    folder, shapes, layers = sys.argv[2:5]
-    sys.argv[1:5] = []
+    folder, shapes, layers, pack, has_attention = sys.argv[2:7]
+    sys.argv[1:7] = []
 
     import datasets
     import torch
@@ -116,10 +124,16 @@ def record_run() -> None:
             llama3_args[shapes], n_layers=int(layers), attn_type=attention, attn_mask_type="block_causal"
         )
     text_datasets.DATASETS["documents"] = DatasetConfig(
-        path="", loader=lambda _: datasets.Dataset.from_list(documents()), sample_processor=lambda row: row["text"]
+        path="",
+        loader=lambda _: datasets.Dataset.from_list(documents(int(pack))),
+        sample_processor=lambda row: row["text"],
     )
     if "torchtitan_magi.titan" in sys.argv:  # after the flavors, which it extends
+        from torchtitan_magi.titan import wrapper
         from torchtitan_magi.titan.trainer import MagiTrainer as Trainer
+
+        if not int(has_attention):  # all gradients still exist
+            wrapper.attend = lambda q, k, v, *_: (q + 0 * (k.mean() + v.mean()), None)
     else:
         from torchtitan.train import Trainer
     times: list[float] = []
@@ -139,17 +153,13 @@ def record_run() -> None:
     Path(folder, f"rank{os.environ['RANK']}.json").write_text(json.dumps(record))
 
 
-def documents() -> list[dict[str, str]]:
-    """The standard library's modules, in a fixed order that mixes short and long ones."""
-    paths = sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py"), key=lambda path: (hash_of(path.name), str(path)))
-    texts = (path.read_text(errors="ignore") for path in paths if "site-packages" not in path.parts)
-    return [{"text": text} for text in texts if text.strip()]
-
-
-def hash_of(name: str) -> int:
-    import zlib
-
-    return zlib.crc32(name.encode())
+def documents(pack: int) -> list[dict[str, str]]:
+    """The standard library's sources, again and again, cut into documents of PACKS packs."""
+    paths = sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py"))
+    text = "".join(path.read_text(errors="ignore") for path in paths if "site-packages" not in path.parts)
+    lengths = np.concatenate([np.diff(histogram_pack(pack, seed)) for seed in range(PACKS)]) * CHARACTERS
+    starts = np.cumsum(lengths) % (len(text) - lengths.max())
+    return [{"text": text[start : start + length]} for start, length in zip(starts, lengths, strict=True)]
 
 
 def main() -> None:
@@ -181,7 +191,7 @@ def main() -> None:
     )
     for tokens in arguments.tokens:
         for name in arguments.strategies:
-            row = {"strategy": name} | run(STRATEGIES[name], tokens, arguments)
+            row = {"strategy": name} | run(name, tokens, arguments)
             if "error" in row:
                 print(f"| {name} | {tokens} | failed |\n{row['error']}", flush=True)
                 continue

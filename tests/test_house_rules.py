@@ -34,7 +34,7 @@ MAY_IMPORT = {
     "jit": set(),
     "bands": set(),
     "worklists": {"slices", "bands"},
-    "rows": {"plan", "launch"},
+    "rows": {"plan", "launch", "transport"},
     "launch": {"driver", "jit", "bands", "worklists"},
     "ffa": {"slices", "jit", "launch", "bands", "worklists", "rows"},
     "reference": {"slices", "merge", "comm"},

@@ -54,26 +54,26 @@ def _backward(
             spare=None if rounded is dq else rounded,
         )  # fmt: skip
         return rounded if rounded is dq else rounded.copy_(dq), dk, dv
-    dkv = torch.empty(len(k), 2, *k.shape[1:], dtype=wide, device=k.device)
     wire = wide if bound.fp32_reduce else k.dtype
-    finish_previous: Wait | None = None
+    returned = None
     for i, bound_stage in enumerate(stages):
         stage = bound_stage.stage
         k_rows, v_rows = arriving.take(i)
-        grad = grad_buffer(stage, k, wire, bound.transport) if stage.exchanges else dkv
+        grad = grad_buffer(stage, k, wire, bound.transport)
         bound.block_attn.backward(
             dout, q, k_rows, v_rows, lse, delta, bound_stage.mask, softmax_scale, dq, grad[:, 0], grad[:, 1],
         )  # fmt: skip
         del k_rows, v_rows
+        if stage.holds_local:  # the first one
+            dkv = grad.narrow(0, 0, k.shape[0])
+        if returned is not None:
+            returned.wait()
+            bound.rows.add(returned, dkv)
         if stage.exchanges:
-            if stage.holds_local:
-                dkv.copy_(grad[: len(k)])
-            if finish_previous is not None:
-                finish_previous()
-            finish_previous = group_reduce(stage, bound.rows, bound_stage.row_index, grad, wire, dkv, bound.transport)
-    if finish_previous is not None:
-        finish_previous()
-    return bound.rows.round(dq, dkv, q.dtype)
+            returned = group_reduce(stage, bound.rows, bound_stage.row_index, grad, wire, bound.transport)
+    if returned is not None:
+        returned.wait()
+    return bound.rows.finish(returned, dq, dkv, q.dtype)
 
 
 class _Arrivals:

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan_magi.peer import PeerTransport, can_reach_each_other
 from torchtitan_magi.plan import Exchange, Stage
-from torchtitan_magi.transport import Channel, ProcessGroupTransport, SingleRank, Transport, Wait
+from torchtitan_magi.transport import Channel, ProcessGroupTransport, Returned, SingleRank, Transport, Wait
 
 
 @functools.lru_cache(maxsize=8)
@@ -82,11 +82,13 @@ class Rows(Protocol):
     def gather(self, k: Tensor, v: Tensor, index: list[Tensor], sent: Tensor, own: Tensor | None) -> None:
         """Copies rows of k and v [T, H, D]: those to send to sent [S, 2, H, D], all to the first T of own."""
 
-    def add(self, returned: Tensor, index: list[Tensor], exchange: Exchange, grad: Tensor) -> None:
-        """Adds returned rows [S, 2, H, D] to grad [T, 2, H, D], for each token in the order of the ranks."""
+    def add(self, returned: Returned, grad: Tensor) -> None:
+        """Adds returned rows to grad [T, 2, H, D], for each token in the order of the ranks."""
 
-    def round(self, dq: Tensor, dkv: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-        """dq [T, Hq, D], and dk and dv [T, H, D] of dkv [T, 2, H, D], in `dtype`."""
+    def finish(
+        self, returned: Returned | None, dq: Tensor, dkv: Tensor, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """dq [T, Hq, D], and dk and dv [T, H, D] of dkv [T, 2, H, D] with `returned` added to it; in `dtype`."""
 
 
 class TorchRows:
@@ -100,13 +102,17 @@ class TorchRows:
         if own is not None:
             own[: len(k), 0], own[: len(v), 1] = k, v
 
-    def add(self, returned: Tensor, index: list[Tensor], exchange: Exchange, grad: Tensor) -> None:
+    def add(self, returned: Returned, grad: Tensor) -> None:
         # One rank asks for a row at most once: within one rank no two rows collide, so the sums have a fixed order.
-        splits = exchange.send_splits
-        for rows, values in zip(index[0].split(splits), returned.split(splits), strict=True):
+        splits = returned.exchange.send_splits
+        for rows, values in zip(returned.index[0].split(splits), returned.rows.split(splits), strict=True):
             grad.index_add_(0, rows, values.to(grad.dtype))
 
-    def round(self, dq: Tensor, dkv: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    def finish(
+        self, returned: Returned | None, dq: Tensor, dkv: Tensor, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if returned is not None:
+            self.add(returned, dkv)
         return dq.to(dtype), dkv[:, 0].to(dtype, copy=True), dkv[:, 1].to(dtype, copy=True)
 
 
@@ -164,14 +170,8 @@ def _travels_whole(stage: Stage) -> bool:
 
 
 def group_reduce(
-    stage: Stage,
-    rows: Rows,
-    index: list[list[Tensor]],
-    grad: Tensor,
-    wire: torch.dtype,
-    dkv: Tensor,
-    transport: Transport,
-) -> Wait:
+    stage: Stage, rows: Rows, index: list[list[Tensor]], grad: Tensor, wire: torch.dtype, transport: Transport
+) -> Returned:
     """Starts to send gradients of a stage's K/V rows back to their owners; the reverse of ``group_cast``.
 
     Gradients of rows that a relay passed on are added to the relay's own before they leave the node.
@@ -179,38 +179,32 @@ def group_reduce(
     Args:
         grad: from ``grad_buffer``.
         wire: dtype in which gradients travel.
-        dkv: [T, 2, H, D], float32 or wider: to which calling the result adds what comes back.
+
+    Returns:
+        What comes back to this rank, for ``Rows.add`` or ``Rows.finish``.
     """
 
-    def exchange(i: int, returned: Tensor) -> Wait:
+    def memory(i: int) -> Tensor:
+        return torch.empty((len(stage.exchanges[i].send_rows), *grad.shape[1:]), dtype=wire, device=grad.device)
+
+    def exchange(i: int, returned: Tensor) -> Returned:
         sent, exchange = _of_exchange(stage, i, grad), stage.exchanges[i]
         if not _travels_whole(stage):
             wide, sent = sent, transport.send_buffer(sent.shape, wire, grad.device, exchange, back=True)
             sent.copy_(wide)
-        return transport.all_to_all(returned, sent, exchange, back=True)
+        return Returned(returned, index[i], exchange, transport.all_to_all(returned, sent, exchange, back=True))
 
-    def returned_to(i: int) -> Tensor:
-        shape = (len(stage.exchanges[i].send_rows), *grad.shape[1:])
-        return torch.empty(shape, dtype=wire, device=grad.device)
-
-    returned = returned_to(0)
+    returned = memory(0)
     if len(stage.exchanges) == 1:
-        wait = exchange(0, returned)
-    else:
+        return exchange(0, returned)
 
-        def both() -> None:  # what comes back first was made on the stream that reads it last
-            passed_on = returned_to(1)
-            exchange(1, passed_on)()
-            rows.add(passed_on, index[1], stage.exchanges[1], _of_exchange(stage, 0, grad))
-            exchange(0, returned)()
+    def both() -> None:  # `returned` was made on the stream that reads it last
+        passed_on = exchange(1, memory(1))
+        passed_on.wait()
+        rows.add(passed_on, _of_exchange(stage, 0, grad))
+        exchange(0, returned).wait()
 
-        wait = _beside(both, grad.device, "reduce")
-
-    def finish() -> None:
-        wait()
-        rows.add(returned, index[0], stage.exchanges[0], dkv)
-
-    return finish
+    return Returned(returned, index[0], stage.exchanges[0], _beside(both, grad.device, "reduce"))
 
 
 def _of_exchange(stage: Stage, i: int, buffer: Tensor) -> Tensor:

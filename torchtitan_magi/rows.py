@@ -4,6 +4,7 @@ The counterpart of ``comm.TorchRows``. Shapes: T tokens of this rank, S rows sen
 """
 
 import ctypes
+import functools
 
 import numpy as np
 import numpy.typing as npt
@@ -12,9 +13,11 @@ from torch import Tensor
 
 from torchtitan_magi import launch
 from torchtitan_magi.plan import Exchange
+from torchtitan_magi.transport import Returned
 
 _WARPS = 8  # of a block, one row each
 _UNIT = 16  # bytes that a lane moves at once
+_ELEMENTS = 8  # of a gradient that a thread handles at once
 
 
 class _GatherParams(ctypes.Structure):
@@ -25,18 +28,18 @@ class _GatherParams(ctypes.Structure):
     ]
 
 
-class _AddParams(ctypes.Structure):
+class _ReturnedRows(ctypes.Structure):
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("returned", "grad", "tokens", "offsets", "order")),
-        *((name, ctypes.c_int) for name in ("num_tokens", "units")),
+        *((name, ctypes.c_void_p) for name in ("rows", "offsets", "order")),
+        *((name, ctypes.c_uint) for name in ("num_tokens", "units")),
     ]
 
 
-class _RoundParams(ctypes.Structure):
+class _FinishParams(ctypes.Structure):
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("dq", "dkv", "dq_to", "dk_to", "dv_to")),
-        *((name, ctypes.c_longlong) for name in ("dq_units", "dkv_units")),
-        ("row_units", ctypes.c_int),
+        ("returned", _ReturnedRows),
+        *((name, ctypes.c_void_p) for name in ("dkv", "dq", "dk_to", "dv_to", "dq_to")),
+        *((name, ctypes.c_uint) for name in ("dkv_units", "dq_units")),
     ]
 
 
@@ -44,12 +47,11 @@ class CudaRows:
     """Row movement by our own kernels, one launch each."""
 
     def index(self, exchange: Exchange) -> list[npt.NDArray[np.integer]]:
-        """Index data of an exchange: rows to send; for what returns, the tokens, and each one's rows in rank order."""
+        """Index data of an exchange: rows to send; for what returns, each token's rows in rank order: where, which."""
         rows = exchange.send_rows
         counts = np.bincount(rows)
-        tokens = np.flatnonzero(counts)
         order = np.argsort(rows.astype(np.min_scalar_type(len(counts))), kind="stable")  # 16 bits: a radix sort
-        return [rows, tokens, np.append(0, counts[tokens].cumsum()), order]
+        return [rows, np.append(0, counts.cumsum()), order]
 
     def gather(self, k: Tensor, v: Tensor, index: list[Tensor], sent: Tensor, own: Tensor | None) -> None:
         """The rows to send, to sent [S, 2, H, D]; all rows to the first T of own [, 2, H, D]; both contiguous.
@@ -73,37 +75,54 @@ class CudaRows:
         )
         launch.load("rows.cu", "gather_rows", (), _WARPS * 32, 0)(k.device.index, _blocks(num_sent + num_own), params)
 
-    def add(self, returned: Tensor, index: list[Tensor], exchange: Exchange, grad: Tensor) -> None:
-        """Adds returned rows [S, 2, H, D] (bf16, fp16 or fp32) to grad fp32 [T, 2, H, D], per token in rank order."""
-        _, tokens, offsets, order = index
-        if num_tokens := tokens.shape[0]:
-            assert grad.dtype == torch.float32
-            assert grad.is_contiguous()
-            assert returned.is_contiguous()
-            switches = (("WIRE_FP32", returned.dtype == torch.float32), ("USE_FP16", returned.dtype == torch.float16))
-            macros = tuple((name, 1) for name, on in switches if on)
-            params = _AddParams(
-                *(x.data_ptr() for x in (returned, grad, tokens, offsets, order)),
-                num_tokens,
-                grad.stride(0) * returned.element_size() // _UNIT,
-            )
-            kernel = launch.load("rows.cu", "add_rows", macros, _WARPS * 32, 0)
-            kernel(grad.device.index, _blocks(num_tokens), params)
+    def add(self, returned: Returned, grad: Tensor) -> None:
+        """Adds returned rows (bf16, fp16 or fp32) to grad fp32 [T, 2, H, D], per token in rank order."""
+        assert grad.dtype == torch.float32
+        assert grad.is_contiguous()
+        params = _returned_rows(returned, grad.stride(0) // _ELEMENTS)
+        if params.num_tokens:
+            kernel = _kernel("add_rows", returned.rows.dtype, returned.rows.dtype)
+            kernel(
+                grad.device.index, _thread_blocks(params.num_tokens * params.units), params,
+                ctypes.c_void_p(grad.data_ptr()),
+            )  # fmt: skip
 
-    def round(self, dq: Tensor, dkv: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-        """dq [T, Hq, D], and dk and dv [T, H, D] of dkv [T, 2, H, D], in `dtype`; from fp32, contiguous, D % 8 = 0."""
+    def finish(
+        self, returned: Returned | None, dq: Tensor, dkv: Tensor, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """dq [T, Hq, D], and dk and dv [T, H, D] of dkv [T, 2, H, D] with `returned` added to it; in `dtype`.
+
+        dq and dkv are fp32 and contiguous, D is a multiple of 8; the sums are per token in rank order.
+        """
         num_tokens, _, num_heads, head_dim = dkv.shape
         dq_to = torch.empty(dq.shape, dtype=dtype, device=dq.device)
         dk, dv = (torch.empty(num_tokens, num_heads, head_dim, dtype=dtype, device=dq.device) for _ in range(2))
         assert dq.is_contiguous()
         assert dkv.is_contiguous()
-        params = _RoundParams(
-            *(x.data_ptr() for x in (dq, dkv, dq_to, dk, dv)), dq.numel() // 8, dkv.numel() // 8, dk[0].numel() // 8
-        )
-        macros = (("USE_FP16", 1),) if dtype == torch.float16 else ()
-        blocks = min(-(-(dq.numel() + dkv.numel()) // (8 * _WARPS * 32)), 1 << 20)
-        launch.load("rows.cu", "round_grads", macros, _WARPS * 32, 0)(dq.device.index, blocks, params)
+        units = 2 * num_heads * head_dim // _ELEMENTS
+        parts = _ReturnedRows(None, None, None, 0, units) if returned is None else _returned_rows(returned, units)
+        dkv_units, dq_units = num_tokens * units, dq.numel() // _ELEMENTS
+        addresses = (x.data_ptr() for x in (dkv, dq, dk, dv, dq_to))
+        params = _FinishParams(parts, *addresses, dkv_units, dq_units)
+        kernel = _kernel("finish_grads", dtype, dtype if returned is None else returned.rows.dtype)
+        kernel(dq.device.index, _thread_blocks(dkv_units + dq_units), params)
         return dq_to, dk, dv
+
+
+def _returned_rows(returned: Returned, units: int) -> _ReturnedRows:
+    _, offsets, order = returned.index
+    assert returned.rows.is_contiguous()
+    return _ReturnedRows(returned.rows.data_ptr(), offsets.data_ptr(), order.data_ptr(), offsets.shape[0] - 1, units)
+
+
+@functools.cache
+def _kernel(name: str, dtype: torch.dtype, wire: torch.dtype) -> launch.Kernel:
+    macros = {"USE_FP16": dtype == torch.float16, "WIRE_FP32": wire == torch.float32}
+    return launch.load("rows.cu", name, launch.variant_of(macros), _WARPS * 32, 0)
+
+
+def _thread_blocks(units: int) -> int:
+    return min(-(-units // (_WARPS * 32)), 1 << 20)
 
 
 def _blocks(rows: int) -> int:

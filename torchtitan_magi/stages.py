@@ -123,19 +123,18 @@ class CostModel:
 
 _PARTS = (KernelCost, Link)
 
-# Kernel, merge, memory: scripts/calibrate.py on two H200 (benchmarks/results/cost_h200x2.json). The kernel's constants
-# predict the cases of kernel_h200.json to -15% and +12% forward, -21% and +15% backward, but for one short backward
-# that the host holds up. Links inside a node: NCCL all_to_all_single among 4 GPUs, 36 us for 1 MiB per rank, 175 GiB/s
-# at 16 MiB, 280 GiB/s at 256 MiB. Estimates that nobody has measured yet: stage among more than two GPUs, slowdown, and
-# across (one 400 Gb/s adapter per GPU).
+# Kernel: scripts/calibrate.py on two H200 (benchmarks/results/cost_h200x2.json); it predicts the cases of
+# kernel_h200.json to -15% and +12% forward, -21% and +15% backward, but for one short backward that the host holds up.
+# The rest: on four (cost_h200x4.json), rows fetched through peer memory; slowdown there is of a backward, the forward
+# showed 0.03. `across` nobody has measured yet: one 400 Gb/s adapter per GPU.
 H200 = CostModel(
     forward=KernelCost(launch=13.5e-6, pair=3.47e-13, pair_dim=2.47e-15, row=1.12e-10, row_dim=6.6e-13),
     backward=KernelCost(launch=60e-6, pair=5.30e-13, pair_dim=1.28e-14, row=7.7e-11, row_dim=5.14e-12),
     merge=6.0e-13,
-    stage=20e-6,
+    stage=12e-6,
     memory=4.2e12,
-    slowdown=0.12,
-    inside=Link(latency=35e-6, bandwidth=3.1e11),
+    slowdown=0.1,
+    inside=Link(latency=45e-6, bandwidth=3.8e11),
     across=Link(latency=60e-6, bandwidth=4.5e10),
 )
 

@@ -1,6 +1,7 @@
 """How rows travel between the ranks of a group: by collectives of torch, or not at all. peer.py has a third way."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal, Protocol
 
@@ -12,6 +13,16 @@ from torchtitan_magi.plan import Exchange
 
 Wait = Callable[[], object]
 Channel = Literal["cast", "reduce"]
+
+
+@dataclass(frozen=True, eq=False)
+class Returned:
+    """Gradients of rows that came back from an exchange, to be read after calling `wait`."""
+
+    rows: Tensor  # [S, 2, H, D]
+    index: list[Tensor]  # Rows.index of the exchange
+    exchange: Exchange
+    wait: Wait
 
 
 class Transport(Protocol):
