@@ -133,7 +133,7 @@ def exchange_tokens(x: Tensor) -> Tensor:
 Run = Callable[[], object]
 
 
-def once_ms(run: Run, queued: int = 1_000_000) -> float:
+def once_ms(run: Run, queued: int = 6_000_000) -> float:
     """This rank's time, behind work of so many cycles that hides what launches cost."""
     dist.barrier()
     torch.cuda.synchronize()
@@ -150,7 +150,7 @@ def host_us(run: Run) -> float:
     """Host time of a call while the device is busy."""
     dist.barrier()
     torch.cuda.synchronize()
-    torch.cuda._sleep(2_000_000)
+    torch.cuda._sleep(6_000_000)
     start = time.perf_counter()
     run()
     return 1e6 * (time.perf_counter() - start)

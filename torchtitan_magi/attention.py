@@ -43,9 +43,9 @@ def _backward(
     stages = bound.backward
     arriving = _Arrivals(bound, stages, k, v)  # first, see there
     wide = torch.promote_types(q.dtype, torch.float32)
-    dq = torch.empty(q.shape, dtype=wide, device=q.device)
-    delta = bound.block_attn.delta(out, dout, zero=dq)
     if len(stages) == 1 and not stages[0].stage.exchanges:
+        dq = torch.empty(q.shape, dtype=wide, device=q.device)
+        delta = bound.block_attn.delta(out, dout, zero=dq)
         dk, dv, rounded = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v, q))
         if q.dtype == wide:
             rounded = dq
@@ -54,18 +54,24 @@ def _backward(
             spare=None if rounded is dq else rounded,
         )  # fmt: skip
         return rounded if rounded is dq else rounded.copy_(dq), dk, dv
+    # dq and the first stage's dK/dV [rows, 2, H, D], of which the rank's own gather what the other ranks return
+    sums = torch.empty(q.numel() + stages[0].stage.num_rows * 2 * k.shape[1] * k.shape[2], dtype=wide, device=q.device)
+    dq = sums[: q.numel()].view(q.shape)
+    grad = sums[q.numel() :].view(-1, 2, *k.shape[1:])
+    dkv = grad[: k.shape[0]]
+    delta = bound.block_attn.delta(out, dout, zero=sums)
     wire = wide if bound.fp32_reduce else k.dtype
     returned = None
     for i, bound_stage in enumerate(stages):
         stage = bound_stage.stage
         k_rows, v_rows = arriving.take(i)
-        grad = grad_buffer(stage, k, wire, bound.transport)
+        if i > 0:
+            grad = grad_buffer(stage, k, wire, bound.transport)
         bound.block_attn.backward(
             dout, q, k_rows, v_rows, lse, delta, bound_stage.mask, softmax_scale, dq, grad[:, 0], grad[:, 1],
+            zeroed=i == 0,
         )  # fmt: skip
         del k_rows, v_rows
-        if stage.holds_local:  # the first one
-            dkv = grad.narrow(0, 0, k.shape[0])
         if returned is not None:
             returned.wait()
             bound.rows.add(returned, dkv)

@@ -66,6 +66,7 @@ class BlockAttn(Protocol):
         dq: Tensor,
         dk: Tensor,
         dv: Tensor,
+        zeroed: bool = False,
         spare: Tensor | None = None,
     ) -> None: ...
 

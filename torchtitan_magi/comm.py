@@ -151,10 +151,10 @@ def group_cast(
 
 
 def grad_buffer(stage: Stage, like: Tensor, wire: torch.dtype, transport: Transport) -> Tensor:
-    """Memory for the gradients of a stage's K/V rows, [stage.num_rows, 2, H, D], contiguous.
+    """Memory for the gradients of a later stage's K/V rows, [stage.num_rows, 2, H, D], contiguous.
 
-    In the dtype in which they travel, and where they are sent from, unless something is added to them first: what the
-    rank keeps, and what it passes on, is in float32 or wider.
+    In the dtype in which they travel, and where they are sent from, unless something is added to them first: what a
+    rank passes on is in float32 or wider.
 
     Args:
         like: k [T, H, D].
@@ -177,7 +177,7 @@ def group_reduce(
     Gradients of rows that a relay passed on are added to the relay's own before they leave the node.
 
     Args:
-        grad: from ``grad_buffer``.
+        grad: of the stage's rows; float32 or wider for the first stage, from ``grad_buffer`` for the others.
         wire: dtype in which gradients travel.
 
     Returns:

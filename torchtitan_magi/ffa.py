@@ -208,6 +208,7 @@ class FfaBlockAttn:
         dq: Tensor,
         dk: Tensor,
         dv: Tensor,
+        zeroed: bool = False,
         spare: Tensor | None = None,
         sm_margin: int = 0,
     ) -> None:
@@ -221,6 +222,7 @@ class FfaBlockAttn:
             dq: fp32 [Tq, Hq, D] contiguous, added to.
             dk, dv: [Tk, Hk, D], overwritten; fp32 or the dtype of k, innermost dimension contiguous, rows 16-byte
             aligned.
+            zeroed: dk and dv hold zeros.
             spare: contiguous memory that may be overwritten, for the float32 sums of dk and dv where the work is split;
             where it is too small they are allocated.
             sm_margin: SMs to leave to others.
@@ -252,7 +254,7 @@ class FfaBlockAttn:
             params.store = launch.ADD_FLOAT
             if dk.dtype != torch.float32:
                 dk_to, dv_to = _float_sums(k, spare)
-            else:
+            elif not zeroed:
                 dk.zero_(), dv.zero_()
         else:
             params.store = launch.STORE_FLOAT if dk.dtype == torch.float32 else launch.STORE_PACKED

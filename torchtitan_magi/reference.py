@@ -136,6 +136,7 @@ class FlexBlockAttn:
         dq: Tensor,
         dk: Tensor,
         dv: Tensor,
+        zeroed: bool = False,
         spare: Tensor | None = None,
     ) -> None:
         """Gradients of one stage; always deterministic.
