@@ -4,24 +4,18 @@
 //   OUT_FP32   out is fp32 (the accumulated output of several stages), else the input type like dOut
 #include "sm90.cuh"
 
-// The floats of two packed elements of the input type.
-DEVICE float2 unpack2(u32 x) {
-#ifdef USE_FP16
-  float2 r;
-  asm("{ .reg .f16 a, b; mov.b32 {a, b}, %2; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b; }" : "=f"(r.x), "=f"(r.y) : "r"(x));
-  return r;
-#else
-  return make_float2(__uint_as_float(x << 16), __uint_as_float(x & 0xFFFF0000u));
-#endif
-}
-
 // delta = rowsum(out * dOut), and zero[..] = 0 on the way. One half-warp per row, 8 elements a lane.
 //
-// out, dout: [num_rows, head_dim] contiguous; delta: [num_rows]; zero: [num_zero], num_zero a multiple of 8, may be 0;
-// head_dim a multiple of 8, at most 128. Grid: 16 threads per row, 1 per 8 elements of zero, whichever is more.
-extern "C" __global__ void __launch_bounds__(256)
-ffa_delta(const void* out, const void* dout, float* delta, float* zero, long long num_rows, long long num_zero,
-          int head_dim) {
+// Grid: 16 threads per row, 1 per 8 elements of zero, whichever is more.
+struct DeltaParams {
+  const void *out, *dout;                 // [num_rows, head_dim] contiguous
+  float *delta, *zero;                    // [num_rows], [num_zero]
+  long long num_rows, num_zero;           // num_zero: a multiple of 8, may be 0
+  int head_dim;                           // a multiple of 8, at most 128
+};
+
+extern "C" __global__ void __launch_bounds__(256) ffa_delta(const __grid_constant__ DeltaParams params) {
+  const auto [out, dout, delta, zero, num_rows, num_zero, head_dim] = params;
   const long long row = (long long)blockIdx.x * 16 + threadIdx.x / 16;
   const int column = threadIdx.x % 16 * 8;
   const long long z = ((long long)blockIdx.x * 256 + threadIdx.x) * 8;

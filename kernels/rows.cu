@@ -40,16 +40,6 @@ struct ReturnedRows {
   unsigned num_tokens, units;
 };
 
-DEVICE float2 widen(u32 pair) {
-#ifdef USE_FP16
-  float low, high;
-  asm("{ .reg .f16 a, b; mov.b32 {a, b}, %2; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b; }" : "=f"(low), "=f"(high) : "r"(pair));
-  return make_float2(low, high);
-#else
-  return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xFFFF0000u));
-#endif
-}
-
 DEVICE void add(float4& sum, float x, float y, float z, float w) { sum.x += x, sum.y += y, sum.z += z, sum.w += w; }
 
 DEVICE void add_returned(const ReturnedRows& returned, unsigned token, unsigned unit, float4& low, float4& high) {
@@ -63,7 +53,7 @@ DEVICE void add_returned(const ReturnedRows& returned, unsigned token, unsigned 
     add(low, a.x, a.y, a.z, a.w), add(high, b.x, b.y, b.z, b.w);
 #else
     const uint4 x = returned.rows[at];
-    const float2 a = widen(x.x), b = widen(x.y), c = widen(x.z), d = widen(x.w);
+    const float2 a = unpack2(x.x), b = unpack2(x.y), c = unpack2(x.z), d = unpack2(x.w);
     add(low, a.x, a.y, b.x, b.y), add(high, c.x, c.y, d.x, d.y);
 #endif
   }

@@ -114,6 +114,17 @@ DEVICE u32 pack2(float low, float high) {
   return r;
 }
 
+// The floats of two packed elements of the input type.
+DEVICE float2 unpack2(u32 x) {
+#ifdef USE_FP16
+  float2 r;
+  asm("{ .reg .f16 a, b; mov.b32 {a, b}, %2; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b; }" : "=f"(r.x), "=f"(r.y) : "r"(x));
+  return r;
+#else
+  return make_float2(__uint_as_float(x << 16), __uint_as_float(x & 0xFFFF0000u));
+#endif
+}
+
 // ---------------------------------------------------------------------------------------------- shared memory
 DEVICE void store_smem(u32 address, float x, float y) {
   asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(x), "f"(y) : "memory");

@@ -4,6 +4,7 @@ Shapes: T local tokens, Hq query heads, H K/V heads, D head_dim, rows = K/V rows
 """
 
 import functools
+import math
 import weakref
 from typing import Any
 
@@ -55,10 +56,10 @@ def _backward(
         )  # fmt: skip
         return rounded if rounded is dq else rounded.copy_(dq), dk, dv
     # dq and the first stage's dK/dV [rows, 2, H, D], of which the rank's own gather what the other ranks return
-    sums = torch.empty(q.numel() + stages[0].stage.num_rows * 2 * k.shape[1] * k.shape[2], dtype=wide, device=q.device)
-    dq = sums[: q.numel()].view(q.shape)
-    grad = sums[q.numel() :].view(-1, 2, *k.shape[1:])
-    dkv = grad[: k.shape[0]]
+    shape = (stages[0].stage.num_rows, 2, *k.shape[1:])
+    sums = torch.empty(q.numel() + math.prod(shape), dtype=wide, device=q.device)
+    dq, grad = sums[: q.numel()].view(q.shape), sums[q.numel() :].view(shape)
+    dkv = grad.narrow(0, 0, k.shape[0])
     delta = bound.block_attn.delta(out, dout, zero=sums)
     wire = wide if bound.fp32_reduce else k.dtype
     returned = None
@@ -67,10 +68,10 @@ def _backward(
         k_rows, v_rows = arriving.take(i)
         if i > 0:
             grad = grad_buffer(stage, k, wire, bound.transport)
+        dk, dv = grad.unbind(1)
         bound.block_attn.backward(
-            dout, q, k_rows, v_rows, lse, delta, bound_stage.mask, softmax_scale, dq, grad[:, 0], grad[:, 1],
-            zeroed=i == 0,
-        )  # fmt: skip
+            dout, q, k_rows, v_rows, lse, delta, bound_stage.mask, softmax_scale, dq, dk, dv, zeroed=i == 0
+        )
         del k_rows, v_rows
         if returned is not None:
             returned.wait()
@@ -109,7 +110,10 @@ class _Arrivals:
         if pending is not None:
             pending[1]()
         self._start(i)
-        return (self.k, self.v) if pending is None else (pending[0][:, 0], pending[0][:, 1])
+        if pending is None:
+            return self.k, self.v
+        k_rows, v_rows = pending[0].unbind(1)
+        return k_rows, v_rows
 
 
 # ------------------------------------------------------------------------------------------------------------- the ops

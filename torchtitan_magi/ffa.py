@@ -4,7 +4,6 @@ Shapes: Tq queries, Tk keys, Hq query heads, Hk K/V heads, D head_dim. Nothing C
 needed.
 """
 
-import ctypes
 import functools
 import math
 from dataclasses import dataclass, field
@@ -315,22 +314,14 @@ class FfaBlockAttn:
         assert out.dtype in (dout.dtype, torch.float32)
         out, dout = out.contiguous(), launch.copyable(dout).contiguous()
         delta = torch.empty(num_q, num_heads, dtype=torch.float32, device=out.device)
-        num_zero = 0 if zero is None else zero.numel()
-        threads = max(16 * delta.numel(), num_zero // 8)
-        if threads == 0:
-            return delta
-        kernel = _delta_kernel(dout.dtype == torch.float16, out.dtype == torch.float32)
-        kernel(
-            out.device.index,
-            -(-threads // 256),
-            ctypes.c_void_p(out.data_ptr()),
-            ctypes.c_void_p(dout.data_ptr()),
-            ctypes.c_void_p(delta.data_ptr()),
-            ctypes.c_void_p(None if zero is None else zero.data_ptr()),
-            ctypes.c_longlong(delta.numel()),
-            ctypes.c_longlong(num_zero),
-            ctypes.c_int(head_dim),
-        )
+        num_rows, num_zero = num_q * num_heads, 0 if zero is None else zero.numel()
+        threads = max(16 * num_rows, num_zero // 8)
+        if threads:
+            addresses = out.data_ptr(), dout.data_ptr(), delta.data_ptr(), None if zero is None else zero.data_ptr()
+            params = launch.DeltaParams(*addresses, num_rows, num_zero, head_dim)
+            _delta_kernel(dout.dtype == torch.float16, out.dtype == torch.float32)(
+                out.device.index, -(-threads // 256), params
+            )
         return delta
 
 

@@ -50,6 +50,14 @@ class BackwardParams(ctypes.Structure):
 STORE_PACKED, STORE_FLOAT, ADD_FLOAT = 0, 1, 2
 
 
+class DeltaParams(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("out", "dout", "delta", "zero")),
+        *((name, ctypes.c_longlong) for name in ("num_rows", "num_zero")),
+        ("head_dim", ctypes.c_int),
+    ]
+
+
 # ------------------------------------------------------------ variants
 def padded_head_dim(head_dim: int) -> int:
     """The kernel's head dim that holds `head_dim`.

@@ -315,9 +315,8 @@ def _stage_seconds(cost: CostModel, work: Workload, heads: Heads, shares: Shares
             seconds = seconds + cost.merge * rows * heads.out_elements
     if part:
         seconds = seconds + cost.stage
-        if i == 0:  # the rank's own K/V are copied beside those that it receives, and their gradients back
-            passes = 10 if backward else 2
-            seconds = seconds + passes * work.tokens * heads.row_bytes / cost.memory
+        if i == 0:  # the rank's own K/V are copied beside those that it receives
+            seconds = seconds + 2 * work.tokens * heads.row_bytes / cost.memory
     return seconds
 
 
