@@ -75,6 +75,7 @@ struct BackwardParams {
   int store;             // how dk and dv leave, see Store
   long long dk_token_stride, dk_head_stride, dv_token_stride, dv_head_stride;   // elements
   float softmax_scale, scale_log2;
+  LateKeys late;
 };
 
 // The place of (query block, tile) among the additions to the block's dQ: tiles descending, then components ascending.
@@ -143,6 +144,7 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
         const int first_key = __shfl_sync(~0u, next_word, 6), end_key = __shfl_sync(~0u, next_word, 7);
         mbarrier_wait(kv_empty, kv_phase);
         kv_phase ^= 1;
+        if (item.num_segments > 0) wait_for_keys(params.late, first_key + kKeys);
         if (lane == 0) {
           smem.item = make_int4(first_key, kv_head, item.num_segments == 0 ? kLastBlock : 0, end_key);
           if (item.num_segments == 0) {

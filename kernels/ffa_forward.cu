@@ -55,6 +55,7 @@ struct ForwardParams {
   int groups_per_kv;     // query head groups that share one KV head
   int num_q, num_heads_q, head_dim;
   float scale_log2;      // softmax_scale * log2(e)
+  LateKeys late;
 };
 
 // ---------------------------------------------------------------------------------------------- consumer steps
@@ -203,6 +204,7 @@ ffa_forward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Ten
           const bool last = i + 1 == item.num_segments && key == segment.first;
           const int s = ring.stage;
           mbarrier_wait(k_empty + 8 * s, ring.phase ^ 1);
+          wait_for_keys(params.late, key + kKeys);
           smem.block[s] = make_int4(key, (full ? kFullBlock : 0) | (last ? kLastBlock : 0), segment.layer * params.num_q, 0);
           mbarrier_arrive_expect(k_full + 8 * s, kTileBytes);
           for (int p = 0; p < kPanels; p++)

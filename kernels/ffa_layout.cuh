@@ -70,6 +70,21 @@ struct Schedule {
   }
 };
 
+// Keys from `first` on are being fetched: they are there once *arrived has reached `number`. Null: all keys are there.
+struct LateKeys {
+  const int* arrived;
+  int number, first;
+};
+
+// Before copies out of keys before `end`, by the thread that starts them.
+DEVICE void wait_for_keys(const LateKeys& late, int end) {
+  if (!late.arrived || end <= late.first) return;
+  int seen;
+  do asm volatile("ld.acquire.sys.global.b32 %0, [%1];" : "=r"(seen) : "l"(late.arrived) : "memory");
+  while (seen - late.number < 0);
+  asm volatile("fence.proxy.async.global;" ::: "memory");
+}
+
 // counter[0]: items handed out, if not by block number; counter[1]: CTAs that are done. The last one sets both back to zero
 // for the next launch. In deterministic mode items wait for earlier ones, which must be with CTAs that run: while another
 // kernel holds SMs not all do, so no item belongs to a CTA before it starts.

@@ -41,7 +41,7 @@ from torchtitan_magi.bind import bind_plan, choose_block_attn
 from torchtitan_magi.plan import AttnPlan, RankShare, _Tables, plan_ownership
 from torchtitan_magi.slices import AttnSlices
 from torchtitan_magi.stages import Heads, Shares, equal_stages
-from torchtitan_magi.transport import ProcessGroupTransport, Wait
+from torchtitan_magi.transport import Arrival, ProcessGroupTransport
 
 HEAD_DIM = 128
 # Document lengths: upper edges in tokens and cumulative percentages of MagiAttention's benchmark histogram.
@@ -64,8 +64,8 @@ def histogram_pack(total: int, seed: int) -> np.ndarray:
 class NoCommunication(ProcessGroupTransport):
     """Every row is already there."""
 
-    def all_to_all(self, *arguments: object, **back: object) -> Wait:
-        return lambda: None
+    def all_to_all(self, *arguments: object, **back: object) -> Arrival:
+        return Arrival(lambda: None)
 
 
 def everything(plan: AttnPlan, shares: Shares, stage: Callable[[int, int], int]) -> AttnPlan:

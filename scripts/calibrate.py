@@ -28,7 +28,7 @@ from torchtitan_magi.plan import Exchange, make_plan
 from torchtitan_magi.rows import CudaRows
 from torchtitan_magi.slices import AttnSlices, varlen_causal
 from torchtitan_magi.stages import ALL, H200, NONE, CostModel, Heads, KernelCost, Link
-from torchtitan_magi.transport import Wait
+from torchtitan_magi.transport import Arrival
 
 FloatArray = npt.NDArray[np.float64]
 MIB = 1 << 20
@@ -200,14 +200,14 @@ class EvenExchange:
         self.received = torch.empty(self.shape, dtype=torch.uint8, device="cuda")
         self.transport = process_group_transport(dist.group.WORLD)
 
-    def start(self, pack: Callable[[torch.Tensor], object] = lambda sent: None) -> Wait:
+    def start(self, pack: Callable[[torch.Tensor], object] = lambda sent: None) -> Arrival:
         device = self.received.device
         sent = self.transport.send_buffer(self.shape, torch.uint8, device, self.exchange, back=False)
         pack(sent)
         return self.transport.all_to_all(self.received, sent, self.exchange, back=False)
 
     def run(self) -> None:
-        self.start()()
+        self.start().wait()
 
 
 def measure_link(partners: Sequence[int]) -> Link:
@@ -222,10 +222,10 @@ def measure_slowdown(partners: Sequence[int]) -> float:
     exchange = EvenExchange(EXCHANGES[-1], partners)
 
     def both(attend: bool) -> None:
-        wait = exchange.start()
+        arrival = exchange.start()
         if attend:
             layer.backward()
-        wait()
+        arrival.wait()
 
     travel = seconds_of(lambda: both(False))
     return float(np.clip((seconds_of(lambda: both(True)) - max(alone, travel)) / min(alone, travel), 0, 1))
@@ -241,7 +241,7 @@ def measure_stage(link: Link, partners: Sequence[int]) -> float:
         CudaRows().gather(k, v, [rows], sent, None)
 
     def stage() -> None:
-        exchange.start(pack)()
+        exchange.start(pack).wait()
 
     return max(0.0, seconds_of(stage) - link.latency)
 

@@ -5,6 +5,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
+from torchtitan_magi.transport import Arrival
+
 
 class _Rank:
     def __init__(self, group, rank):
@@ -27,7 +29,7 @@ class _Rank:
             arrived = self.group.exchange(self.rank, input.split(list(sent)))
             for target, part in zip(output.split(list(received)), arrived, strict=True):
                 target.copy_(part)
-        return lambda: None
+        return Arrival(lambda: None)
 
     def all_gather(self, output, input):
         parts = self.group.exchange(self.rank, [input] * self.size)

@@ -178,6 +178,19 @@ def test_longest_items_come_first() -> None:
     assert (np.diff(tile_cost(np.arange(5))) > 0).all()
 
 
+def test_what_needs_no_late_keys_goes_first() -> None:
+    slices = AttnSlices([[0, 512, 0, 256, 0], [0, 512, 640, 4000, 0], [512, 3000, 640, 4000, 0]])
+    lists = build_worklists(slices, 3000, 4000, 8, 1, late_from=600)
+    forward = read(lists, lists.sizes.forward_items, lists.sizes.num_forward_tiles, 12)
+    is_late = forward[:, 8] >= 600
+    assert 0 < is_late.sum() < len(is_late)
+    assert (np.diff(is_late.astype(int)) >= 0).all()
+    backward = read(lists, lists.sizes.backward_items, lists.sizes.num_backward_items, 12)
+    is_late = backward[:, 7] > 600
+    assert 0 < is_late.sum() < len(is_late)
+    assert (np.diff(is_late.astype(int)) >= 0).all()
+
+
 def test_parts_of_tiles_fill_the_gpu_and_end_at_chunks() -> None:
     lists = build_worklists(varlen_causal([0, 16384]), 16384, 16384, 64, 8)
     assert lists.sizes.is_split

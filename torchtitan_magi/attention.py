@@ -13,10 +13,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from torchtitan_magi.bind import BoundPlan, BoundStage, bind_plan, bind_slices, choose_block_attn
-from torchtitan_magi.comm import Mesh, Wait, grad_buffer, group_cast, group_reduce
+from torchtitan_magi.comm import Mesh, grad_buffer, group_cast, group_reduce
 from torchtitan_magi.plan import AttnPlan
 from torchtitan_magi.slices import AttnSlices
 from torchtitan_magi.stages import sent_before
+from torchtitan_magi.transport import Arrival, LateKeys
 
 # ------------------------------------------------------------------------------------------------------- the stage loop
 
@@ -29,9 +30,10 @@ def _forward(bound: BoundPlan, q: Tensor, k: Tensor, v: Tensor, softmax_scale: f
     arriving = _Arrivals(bound, stages, k, v)
     result = None
     for i, bound_stage in enumerate(stages):
-        k_rows, v_rows = arriving.take(i)
+        k_rows, v_rows, late = arriving.take(i)
         more = i + 1 < len(stages)
-        result = bound.block_attn.forward(q, k_rows, v_rows, bound_stage.mask, softmax_scale, result, more)
+        result = bound.block_attn.forward(q, k_rows, v_rows, bound_stage.mask, softmax_scale, result, more, late)
+        arriving.settle()
         del k_rows, v_rows  # their memory is for a later stage
     assert result is not None  # every rank has a stage
     return result
@@ -65,13 +67,14 @@ def _backward(
     returned = None
     for i, bound_stage in enumerate(stages):
         stage = bound_stage.stage
-        k_rows, v_rows = arriving.take(i)
+        k_rows, v_rows, late = arriving.take(i)
         if i > 0:
             grad = grad_buffer(stage, k, wire, bound.transport)
         dk, dv = grad.unbind(1)
         bound.block_attn.backward(
-            dout, q, k_rows, v_rows, lse, delta, bound_stage.mask, softmax_scale, dq, dk, dv, zeroed=i == 0
+            dout, q, k_rows, v_rows, lse, delta, bound_stage.mask, softmax_scale, dq, dk, dv, zeroed=i == 0, late=late
         )
+        arriving.settle()
         del k_rows, v_rows
         if returned is not None:
             returned.wait()
@@ -92,7 +95,8 @@ class _Arrivals:
 
     def __init__(self, bound: BoundPlan, stages: tuple[BoundStage, ...], k: Tensor, v: Tensor) -> None:
         self.bound, self.stages, self.k, self.v = bound, stages, k, v
-        self.pending: list[tuple[Tensor, Wait] | None] = []
+        self.pending: list[tuple[Tensor, Arrival] | None] = []
+        self.unsettled: Arrival | None = None
         self._start(0)
 
     def _start(self, i: int) -> None:
@@ -104,16 +108,31 @@ class _Arrivals:
             else:
                 self.pending.append(group_cast(stage, self.bound.rows, row_index, self.k, self.v, self.bound.transport))
 
-    def take(self, i: int) -> tuple[Tensor, Tensor]:
-        """K and V rows of stage i, [rows, H, D] each; once. Starts what may be under way while it is used."""
+    def take(self, i: int) -> tuple[Tensor, Tensor, LateKeys | None]:
+        """K and V rows of stage i, [rows, H, D] each; once. Starts what may be under way while it is used.
+
+        Rows beside the rank's own may still be under way, if the kernel waits for them by itself; then `settle` follows
+        its launch.
+        """
         pending, self.pending[i] = self.pending[i], None
+        late = None
         if pending is not None:
-            pending[1]()
+            arrival = pending[1]
+            if self.stages[i].stage.holds_local and arrival.flag is not None and self.bound.block_attn.awaits_keys:
+                late, self.unsettled = LateKeys(*arrival.flag, self.k.shape[0]), arrival
+            else:
+                arrival.wait()
         self._start(i)
         if pending is None:
-            return self.k, self.v
+            return self.k, self.v, None
         k_rows, v_rows = pending[0].unbind(1)
-        return k_rows, v_rows
+        return k_rows, v_rows, late
+
+    def settle(self) -> None:
+        """Lets the stream wait for what a kernel awaits: for its memory, and for what must not begin before."""
+        if self.unsettled is not None:
+            self.unsettled.wait()
+            self.unsettled = None
 
 
 # ------------------------------------------------------------------------------------------------------------- the ops

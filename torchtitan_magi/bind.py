@@ -12,6 +12,7 @@ from torch import Tensor
 from torchtitan_magi.comm import Mesh, Rows, SingleRank, Transport, as_transport
 from torchtitan_magi.plan import AttnPlan, RankShare, Stage
 from torchtitan_magi.slices import AttnSlices
+from torchtitan_magi.transport import LateKeys
 
 BACKENDS = ("auto", "ffa", "flex")
 
@@ -20,6 +21,7 @@ class BlockAttn(Protocol):
     """Attention of one stage's queries over its K/V buffer: our kernel (ffa.py) or flex_attention (reference.py)."""
 
     name: str
+    awaits_keys: bool  # whether forward and backward take `late`
 
     def check(self, head_dim: int, dtype: torch.dtype) -> None:
         """Raises ValueError for a head_dim or a dtype of q, k and v that it does not take."""
@@ -36,9 +38,10 @@ class BlockAttn(Protocol):
         num_heads_kv: int,
         forward: bool = True,
         backward: bool = True,
+        late_from: int | None = None,
     ) -> Any:
         """Index data on the host for the calls that will be made, as ``.words`` (int32 [n]); its
-        ``.to(words_on_device)`` is the mask of a call."""
+        ``.to(words_on_device)`` is the mask of a call. Keys from `late_from` on come late."""
 
     def forward(
         self,
@@ -49,6 +52,7 @@ class BlockAttn(Protocol):
         softmax_scale: float,
         earlier: tuple[Tensor, Tensor] | None = None,
         more: bool = False,
+        late: LateKeys | None = None,
     ) -> tuple[Tensor, Tensor]: ...
 
     def delta(self, out: Tensor, dout: Tensor, zero: Tensor | None = None) -> Tensor: ...
@@ -68,6 +72,7 @@ class BlockAttn(Protocol):
         dv: Tensor,
         zeroed: bool = False,
         spare: Tensor | None = None,
+        late: LateKeys | None = None,
     ) -> None: ...
 
 
@@ -136,7 +141,7 @@ def index_data(plan: AttnPlan, rank: int, block_attn: BlockAttn, num_heads_q: in
     for stage in stages:
         shape = plan.tokens_per_rank, stage.num_rows, num_heads_q, num_heads_kv
         used = stage in share.forward, stage in share.backward
-        masks[stage] = block_attn.prepare(stage.slices, *shape, *used)
+        masks[stage] = block_attn.prepare(stage.slices, *shape, *used, stage.late_from)
     return IndexData(share, masks, {stage: [rows.index(exchange) for exchange in stage.exchanges] for stage in stages})
 
 

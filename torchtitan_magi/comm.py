@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan_magi.peer import PeerTransport, can_reach_each_other
 from torchtitan_magi.plan import Exchange, Stage
-from torchtitan_magi.transport import Channel, ProcessGroupTransport, Returned, SingleRank, Transport, Wait
+from torchtitan_magi.transport import Arrival, Channel, ProcessGroupTransport, Returned, SingleRank, Transport, Wait
 
 
 @functools.lru_cache(maxsize=8)
@@ -118,7 +118,7 @@ class TorchRows:
 
 def group_cast(
     stage: Stage, rows: Rows, index: list[list[Tensor]], k: Tensor, v: Tensor, transport: Transport
-) -> tuple[Tensor, Wait]:
+) -> tuple[Tensor, Arrival]:
     """Starts to bring the K/V rows of a stage.
 
     Args:
@@ -126,13 +126,13 @@ def group_cast(
         k, v: [T, H, D], this rank's own.
 
     Returns:
-        The stage's K/V buffer [stage.num_rows, 2, H, D] (own rows first if the stage holds them), to be read after
-        calling the second value.
+        The stage's K/V buffer [stage.num_rows, 2, H, D] (own rows first if the stage holds them), and when the others
+        may be read.
     """
     buffer = torch.empty(stage.num_rows, 2, *k.shape[1:], dtype=k.dtype, device=k.device)
     own = buffer if stage.holds_local else None
 
-    def exchange(i: int, k: Tensor, v: Tensor, own: Tensor | None) -> Wait:
+    def exchange(i: int, k: Tensor, v: Tensor, own: Tensor | None) -> Arrival:
         exchange = stage.exchanges[i]
         shape = (len(exchange.send_rows), *buffer.shape[1:])
         sent = transport.send_buffer(shape, k.dtype, k.device, exchange, back=False)
@@ -143,11 +143,11 @@ def group_cast(
         return buffer, exchange(0, k, v, own)
 
     def both() -> None:
-        exchange(0, k, v, own)()
+        exchange(0, k, v, own).wait()
         arrived = _of_exchange(stage, 0, buffer)
-        exchange(1, arrived[:, 0], arrived[:, 1], None)()
+        exchange(1, arrived[:, 0], arrived[:, 1], None).wait()
 
-    return buffer, _beside(both, k.device, "cast")
+    return buffer, Arrival(_beside(both, k.device, "cast"))
 
 
 def grad_buffer(stage: Stage, like: Tensor, wire: torch.dtype, transport: Transport) -> Tensor:
@@ -192,7 +192,7 @@ def group_reduce(
         if not _travels_whole(stage):
             wide, sent = sent, transport.send_buffer(sent.shape, wire, grad.device, exchange, back=True)
             sent.copy_(wide)
-        return Returned(returned, index[i], exchange, transport.all_to_all(returned, sent, exchange, back=True))
+        return Returned(returned, index[i], exchange, transport.all_to_all(returned, sent, exchange, back=True).wait)
 
     returned = memory(0)
     if len(stage.exchanges) == 1:

@@ -16,6 +16,7 @@ from torchtitan_magi import jit, launch
 from torchtitan_magi.bands import KEYS
 from torchtitan_magi.rows import CudaRows
 from torchtitan_magi.slices import AttnSlices
+from torchtitan_magi.transport import LateKeys
 from torchtitan_magi.worklists import BACKWARD_ROWS, ROWS, ListSizes, WorkLists, build_worklists
 
 LOG2_E = math.log2(math.e)
@@ -65,6 +66,7 @@ class FfaBlockAttn:
     """
 
     name = "ffa"
+    awaits_keys = True
 
     def check(self, head_dim: int, dtype: torch.dtype) -> None:
         """Raises ValueError for what the kernel does not take."""
@@ -94,21 +96,23 @@ class FfaBlockAttn:
         num_heads_kv: int,
         forward: bool = True,
         backward: bool = True,
+        late_from: int | None = None,
     ) -> HostLists:
         """Work lists on the host; their `.to(words_on_device)` is the `mask` of the calls below.
 
         Args:
             forward, backward: whether such calls will be made.
+            late_from: keys from this one on may come while the kernel runs; work on the others is done first.
 
         Raises:
             ValueError: head counts do not divide, or a slice reaches beyond num_q or num_k.
         """
-        heads, deterministic = (num_heads_q, num_heads_kv), self.deterministic
         return HostLists(
             build_worklists(
-                slices, num_q, num_k, *heads, forward=forward, backward=backward, deterministic=deterministic
+                slices, num_q, num_k, num_heads_q, num_heads_kv, forward=forward, backward=backward,
+                deterministic=self.deterministic, late_from=late_from,
             )
-        )
+        )  # fmt: skip
 
     def forward(
         self,
@@ -119,6 +123,7 @@ class FfaBlockAttn:
         softmax_scale: float,
         earlier: tuple[Tensor, Tensor] | None = None,
         more: bool = False,
+        late: LateKeys | None = None,
         sm_margin: int = 0,
     ) -> tuple[Tensor, Tensor]:
         """Attention over k, v and over the keys of earlier stages.
@@ -127,6 +132,7 @@ class FfaBlockAttn:
             q: [Tq, Hq, D] bf16 or fp16. k, v: [Tk, Hk, D], the same dtype. Strided views are read in place.
             earlier: what the call for the stages before returned, with `more`; overwritten.
             more: further stages follow.
+            late: rows of k and v that are still being fetched; the kernel waits for them.
             softmax_scale: > 0.
             sm_margin: SMs to leave to others.
 
@@ -168,6 +174,8 @@ class FfaBlockAttn:
         params.out, params.lse, params.counter = out.data_ptr(), lse.data_ptr(), launch.next_counter(device)
         params.earlier = None if earlier is None else earlier[0].data_ptr()
         params.scale_log2 = softmax_scale * LOG2_E
+        if late is not None:
+            params.late = launch.LateKeys(*late)
         grid = min(num_items, max(1, launch.num_sms(device) - sm_margin))
         kernel(device, grid, map_q, map_k, map_v, params)
         return out, lse
@@ -209,6 +217,7 @@ class FfaBlockAttn:
         dv: Tensor,
         zeroed: bool = False,
         spare: Tensor | None = None,
+        late: LateKeys | None = None,
         sm_margin: int = 0,
     ) -> None:
         """Gradients of one stage.
@@ -224,6 +233,7 @@ class FfaBlockAttn:
             zeroed: dk and dv hold zeros.
             spare: contiguous memory that may be overwritten, for the float32 sums of dk and dv where the work is split;
             where it is too small they are allocated.
+            late: as in forward.
             sm_margin: SMs to leave to others.
 
         Raises:
@@ -268,6 +278,8 @@ class FfaBlockAttn:
         params.dv_token_stride, params.dv_head_stride, _ = dv_to.stride()
         params.counter = launch.next_counter(device)
         params.softmax_scale, params.scale_log2 = softmax_scale, softmax_scale * LOG2_E
+        if late is not None:
+            params.late = launch.LateKeys(*late)
         num_items = template.schedule.num_tiles * template.schedule.num_heads
         pack, tokens = s.backward_pack, BACKWARD_ROWS // s.backward_pack
         map_dq, _ = launch.tensor_map(dq, pack, tokens)

@@ -25,12 +25,17 @@ class Schedule(ctypes.Structure):
     _fields_ = [(name, ctypes.c_int) for name in ("num_tiles", "num_heads", "heads_per_wave")]
 
 
+class LateKeys(ctypes.Structure):
+    _fields_ = [("arrived", ctypes.c_void_p), *((name, ctypes.c_int) for name in ("number", "first"))]
+
+
 class ForwardParams(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("out", "earlier", "lse", "items", "segments", "bands", "counter")),
         ("schedule", Schedule),
         *((name, ctypes.c_int) for name in ("groups_per_kv", "num_q", "num_heads_q", "head_dim")),
         ("scale_log2", ctypes.c_float),
+        ("late", LateKeys),
     ]
 
 
@@ -44,6 +49,7 @@ class BackwardParams(ctypes.Structure):
         *((name, ctypes.c_longlong) for name in ("dk_token_stride", "dk_head_stride")),
         *((name, ctypes.c_longlong) for name in ("dv_token_stride", "dv_head_stride")),
         *((name, ctypes.c_float) for name in ("softmax_scale", "scale_log2")),
+        ("late", LateKeys),
     ]
 
 

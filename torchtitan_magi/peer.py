@@ -19,7 +19,7 @@ from torch import Tensor
 from torchtitan_magi import driver
 from torchtitan_magi.driver import StreamOperation
 from torchtitan_magi.plan import Exchange
-from torchtitan_magi.transport import ProcessGroupTransport, Wait
+from torchtitan_magi.transport import Arrival, Flag, ProcessGroupTransport
 
 # Send buffers of a channel, taken in turn. An exchange is issued after the wait for the last but one before it, thus
 # after every peer came to that one, and by then had fetched all of the one before: the buffer of three exchanges ago.
@@ -36,17 +36,18 @@ class _Channel:
         self.number = 0  # of the exchange before the next
         self.events = [(driver.event(), driver.event()) for _ in range(SLOTS)]  # input ready, output there
         self.operations = (StreamOperation * (2 * peers))()
+        self.announcement = StreamOperation(StreamOperation.WRITE)  # of the output, to this rank's own kernels
         words = (ctypes.c_uint64 * (len(self.operations) * ctypes.sizeof(StreamOperation) // 8)).from_buffer(
             self.operations
         )
         self.values = np.ctypeslib.as_array(words).reshape(len(self.operations), -1)[:, StreamOperation.VALUE_WORD]
 
-    def aim(self, mine: list[int], theirs: list[int]) -> None:
-        """Writes go to `theirs`, waits look at `mine`: addresses, one for each peer."""
+    def aim(self, mine: list[int], theirs: list[int], own: int) -> None:
+        """Writes go to `theirs`, waits look at `mine`, addresses, one for each peer; announcements go to `own`."""
         kinds = [StreamOperation.WRITE] * len(theirs) + [StreamOperation.WAIT] * len(mine)
         for operation, kind, address in zip(self.operations, kinds, theirs + mine, strict=True):
             operation.operation, operation.address = kind, address
-        self.number = 0
+        self.announcement.address, self.number = own, 0
 
 
 class PeerTransport(ProcessGroupTransport):
@@ -78,7 +79,7 @@ class PeerTransport(ProcessGroupTransport):
             self.typed[dtype] = self.memory.view(dtype)
         return self.typed[dtype].as_strided(shape, strides, self._slot(back) // dtype.itemsize)
 
-    def all_to_all(self, output: Tensor, input: Tensor, exchange: Exchange, back: bool) -> Wait:
+    def all_to_all(self, output: Tensor, input: Tensor, exchange: Exchange, back: bool) -> Arrival:
         if exchange.hops is None:
             return super().all_to_all(output, input, exchange, back)
         channel, slot = self.channels[back], self._slot(back)
@@ -86,7 +87,7 @@ class PeerTransport(ProcessGroupTransport):
         calls, stream = _calls(), channel.raw_stream
         ready, there = channel.events[channel.number % SLOTS]
         channel.number += 1
-        channel.values[:] = channel.number
+        channel.values[:] = channel.announcement.value = channel.number
         row_bytes, to = output.stride(0) * output.element_size(), output.data_ptr()
         status = calls.record(ready, torch._C._cuda_getCurrentRawStream(self.device))
         status |= calls.wait(stream, ready, 0)
@@ -94,8 +95,12 @@ class PeerTransport(ProcessGroupTransport):
         for source, first, rows, place in exchange.fetches(back):
             taken = self.bases[source] + slot + first * row_bytes
             status |= calls.copy(to + place * row_bytes, taken, rows * row_bytes, stream)
+        flag = None
+        if not back:  # gradients have no kernel that waits for them
+            flag = Flag(channel.announcement.address, channel.number)
+            status |= calls.operate(stream, 1, ctypes.byref(channel.announcement), 0)
         driver.check(status | calls.record(there, stream))
-        return functools.partial(self._wait, there)
+        return Arrival(functools.partial(self._wait, there), flag)
 
     def _wait(self, event: int) -> None:
         driver.check(_calls().wait(torch._C._cuda_getCurrentRawStream(self.device), event, 0))
@@ -121,9 +126,11 @@ class PeerTransport(ProcessGroupTransport):
         peers = [rank for rank in range(self.size) if rank != self.rank]
         for i, channel in enumerate(self.channels):
             flags = [base + 4 * i * self.size for base in self.bases]
-            channel.aim(
-                [flags[self.rank] + 4 * peer for peer in peers], [flags[peer] + 4 * self.rank for peer in peers]
+            mine, theirs = (
+                [flags[self.rank] + 4 * peer for peer in peers],
+                [flags[peer] + 4 * self.rank for peer in peers],
             )
+            channel.aim(mine, theirs, own=flags[self.rank] + 4 * self.rank)
 
 
 @functools.lru_cache(maxsize=64)

@@ -108,6 +108,11 @@ class Stage:
     num_rows: int  # rows of the stage's K/V buffer
     exchanges: tuple[Exchange, ...]
 
+    @property
+    def late_from(self) -> int | None:
+        """The first row that comes from others, where they follow the rank's own."""
+        return self.arriving[0][0] if self.holds_local and self.exchanges else None
+
     @functools.cached_property
     def arriving(self) -> tuple[tuple[int, int], ...]:
         """First row in the buffer, and rows, of each exchange; they come last."""
@@ -365,14 +370,20 @@ def _stage(tables: _Tables, rank: int, holds_local: bool, share: Share) -> Stage
     table, origin = clip_keys(table[which], start[part], end[part])
     table[:, 2:4] += (row - start)[part][origin, None]
     table = table[np.lexsort((table[:, 2], table[:, 0]))]
-    return Stage(AttnSlices._trusted(_join_keys(table)), holds_local, num_rows, tuple(exchanges))
+    own_end = int(own_rows.sum()) if holds_local else 0
+    return Stage(AttnSlices._trusted(_join_keys(table, own_end)), holds_local, num_rows, tuple(exchanges))
 
 
-def _join_keys(table: IntArray) -> IntArray:
-    """Slices of the same rows whose keys follow each other as one, where one has the bounds of both. Sorted tables."""
+def _join_keys(table: IntArray, apart: int) -> IntArray:
+    """Slices of the same rows whose keys follow each other as one, where one has the bounds of both. Sorted tables.
+
+    Keys before `apart` and after it stay apart: they do not come at the same time.
+    """
     q_start, q_end, k_start, k_end, mask_type = table.T
     goes_on = (q_start[1:] == q_start[:-1]) & (q_end[1:] == q_end[:-1]) & (k_start[1:] == k_end[:-1])
-    goes_on &= (mask_type[:-1] & 1 == 0) & (mask_type[1:] & 2 == 0)  # neither bound moves where they meet
+    goes_on &= (
+        (k_start[1:] != apart) & (mask_type[:-1] & 1 == 0) & (mask_type[1:] & 2 == 0)
+    )  # neither bound moves where they meet
     first = np.flatnonzero(np.append(True, ~goes_on)[: len(table)])
     last = np.append(first[1:], len(table))[: len(first)] - 1
     joined_type = (mask_type[first] & 2) | (mask_type[last] & 1)

@@ -19,6 +19,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 from torchtitan_magi.comm import TorchRows
 from torchtitan_magi.merge import merge_
 from torchtitan_magi.slices import AttnSlices
+from torchtitan_magi.transport import LateKeys
 
 _BLOCK = 128  # flex_attention's default block of queries and of keys
 _CPU_ROWS = 256  # queries per call on CPU, where flex_attention makes its scores whole
@@ -57,6 +58,7 @@ class FlexBlockAttn:
     """Attention of one stage's queries over its K/V buffer. ``ffa.FfaBlockAttn`` has the same methods."""
 
     name = "flex"
+    awaits_keys = False
 
     def check(self, head_dim: int, dtype: torch.dtype) -> None:
         """Takes every head_dim and float dtype."""
@@ -73,8 +75,9 @@ class FlexBlockAttn:
         num_heads_kv: int,
         forward: bool = True,
         backward: bool = True,
+        late_from: int | None = None,
     ) -> FlexMask:
-        """Index data of a stage, on the host. The heads and the direction do not matter here."""
+        """Index data of a stage, on the host. The heads, the direction and late keys do not matter here."""
         lo, hi = slices.row_bands(num_q)
         counts, numbers = _key_blocks(lo, hi, num_q, num_k)
         return FlexMask(slices, num_q, num_k, np.concatenate([a.ravel() for a in (lo, hi, counts, numbers)]))
@@ -88,6 +91,7 @@ class FlexBlockAttn:
         softmax_scale: float,
         earlier: tuple[Tensor, Tensor] | None = None,
         more: bool = False,
+        late: LateKeys | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Attention over k, v and over the keys of earlier stages.
 
@@ -100,6 +104,7 @@ class FlexBlockAttn:
             out [Tq, Hq, D] in the dtype of q, or float32 or wider if more stages follow; lse [Tq, Hq], natural
             logarithms. Rows that have seen no key have out 0 and lse -inf.
         """
+        assert late is None
         out = torch.zeros_like(q, memory_format=torch.contiguous_format)
         lse = q.new_full(q.shape[:2], -torch.inf, dtype=torch.promote_types(q.dtype, torch.float32))
         for rows, keys, block_mask in mask.calls if len(mask.slices) else ():
@@ -138,6 +143,7 @@ class FlexBlockAttn:
         dv: Tensor,
         zeroed: bool = False,
         spare: Tensor | None = None,
+        late: LateKeys | None = None,
     ) -> None:
         """Gradients of one stage; always deterministic.
 
@@ -148,6 +154,7 @@ class FlexBlockAttn:
                 rowsum(out * dout).
             dq: [Tq, Hq, D] in float32 or wider, added to. dk, dv: [Tk, Hkv, D], overwritten.
         """
+        assert late is None
         groups = (k.shape[1], q.shape[1] // k.shape[1])
         dk_sum, dv_sum = (torch.zeros(x.shape, dtype=dq.dtype, device=x.device) for x in (k, v))
         for q_start, q_end, k_start, k_end, kind in mask.slices.table.tolist():

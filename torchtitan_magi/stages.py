@@ -264,8 +264,12 @@ def predict(cost: CostModel, work: Workload, heads: Heads, shares: Shares, backw
         for j in range(sent, sent_before(i, travel[i] is not None, len(shares))):
             exchange(casts[j], travel[j], start)
             sent += 1
-        start = np.maximum(start, casts[i, 1])
         seconds = _stage_seconds(cost, work, heads, shares, i, backward)
+        early = np.zeros(num_ranks)  # what the stage can do before its K/V are there
+        if i == 0 and not work.across.any():  # the kernel itself waits for what comes late
+            part = float(shares[0][1] - shares[0][0])
+            early = seconds * work.local_pairs / np.maximum(work.local_pairs + part * work.remote_pairs, 1)
+        start = np.maximum(start, casts[i, 1] - early)
         beside = np.concatenate([casts, reduces])
         shared = np.minimum(beside[:, 1], start + seconds) - np.maximum(beside[:, 0], start)
         now = start + seconds + cost.slowdown * np.maximum(shared, 0).sum(0)

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,28 @@ from torchtitan_magi.plan import Exchange
 
 Wait = Callable[[], object]
 Channel = Literal["cast", "reduce"]
+
+
+class Flag(NamedTuple):
+    """A word in device memory that says when something has arrived: when it has reached `number`, modulo 2^32."""
+
+    address: int
+    number: int
+
+
+class LateKeys(NamedTuple):
+    """K/V rows still under way: those from `first` on are there once the word at `address` has reached `number`."""
+
+    address: int
+    number: int
+    first: int
+
+
+class Arrival(NamedTuple):
+    """What is under way may be read on the current stream after `wait`, or by kernels that see the flag themselves."""
+
+    wait: Wait
+    flag: Flag | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,8 +61,8 @@ class Transport(Protocol):
     ) -> Tensor:
         """Memory for what the channel sends next, contiguous."""
 
-    def all_to_all(self, output: Tensor, input: Tensor, exchange: Exchange, back: bool) -> Wait:
-        """Starts an exchange of rows (dim 0); calling the result waits until ``output`` may be read.
+    def all_to_all(self, output: Tensor, input: Tensor, exchange: Exchange, back: bool) -> Arrival:
+        """Starts an exchange of rows (dim 0) into ``output``.
 
         Args:
             input: from `send_buffer`.
@@ -75,10 +97,10 @@ class ProcessGroupTransport:
     ) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
 
-    def all_to_all(self, output: Tensor, input: Tensor, exchange: Exchange, back: bool) -> Wait:
+    def all_to_all(self, output: Tensor, input: Tensor, exchange: Exchange, back: bool) -> Arrival:
         received, sent = map(list, exchange.splits(back))
         group = self.groups["reduce" if back else "cast"]
-        return dist.all_to_all_single(output, input, received, sent, group=group, async_op=True).wait
+        return Arrival(dist.all_to_all_single(output, input, received, sent, group=group, async_op=True).wait)
 
     def all_gather(self, output: Tensor, input: Tensor) -> None:
         dist.all_gather_into_tensor(output, input, group=self.groups["cast"])
@@ -94,7 +116,7 @@ class SingleRank:
     ) -> Tensor:
         raise AssertionError("a plan for one rank never communicates")
 
-    def all_to_all(self, output: Tensor, input: Tensor, exchange: Exchange, back: bool) -> Wait:
+    def all_to_all(self, output: Tensor, input: Tensor, exchange: Exchange, back: bool) -> Arrival:
         raise AssertionError("a plan for one rank never communicates")
 
     def all_gather(self, output: Tensor, input: Tensor) -> None:

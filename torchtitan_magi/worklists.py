@@ -98,6 +98,7 @@ def build_worklists(
     forward: bool = True,
     backward: bool = True,
     deterministic: bool = False,
+    late_from: int | None = None,
     backward_pack: int | None = None,
     chunk: int | None = None,
 ) -> WorkLists:
@@ -107,6 +108,7 @@ def build_worklists(
         slices: the mask; its rows index [0, num_q), its keys [0, num_k).
         forward, backward: whether to make the lists of that direction.
         deterministic: the backward adds to each row of dq in a fixed order.
+        late_from: keys from this one on come while the kernel runs: what can begin without them goes first.
         backward_pack: overrides the heuristic; a divisor of the group size.
         chunk: overrides the heuristic; query blocks of a part of a backward tile.
 
@@ -121,7 +123,8 @@ def build_worklists(
             f"slices reach query {table[:, 1].max()} and key {table[:, 3].max()} of {num_q} queries and {num_k} keys"
         )
     rows = table.astype(np.int64)
-    mask = _Mask(rows, slice_layers(rows), num_q, num_k, num_heads_q, num_heads_kv)
+    late_from = num_k if late_from is None else late_from
+    mask = _Mask(rows, slice_layers(rows), num_q, num_k, num_heads_q, num_heads_kv, late_from)
     words = _Words()
     num_bands = int(mask.layer.max(initial=0) + 1) * num_q
     bands = words.reserve(2 * num_bands)
@@ -146,6 +149,7 @@ class _Mask:
     num_k: int
     num_heads_q: int
     num_heads_kv: int
+    late_from: int
 
 
 def _forward_lists(mask: _Mask, words: "_Words") -> dict[str, Any]:
@@ -164,7 +168,7 @@ def _forward_lists(mask: _Mask, words: "_Words") -> dict[str, Any]:
         "num_forward_tiles": num_tiles,
         "num_forward_tiles_with_work": int((num_blocks > 0).sum()),
         "num_forward_blocks": int(num_blocks.sum()),
-        "forward_items": words.add(items, longest_first(num_blocks)),
+        "forward_items": words.add(items, longest_first(num_blocks, (items[:, 8] >= mask.late_from).astype(np.int64))),
         "forward_segments": words.add(further),
     }
 
@@ -192,7 +196,8 @@ def _backward_lists(mask: _Mask, words: "_Words", deterministic: bool, pack: int
     if deterministic:
         order = np.arange(num_tiles)[::-1]
     else:  # longest first, or, where the queries do not fit L2, one chunk of them after another
-        order = longest_first(num_blocks, 0 if fits_l2 else items[:, 8].astype(np.int64) // chunk)
+        is_late = (items[:, 7] > mask.late_from).astype(np.int64)
+        order = longest_first(num_blocks, is_late if fits_l2 else items[:, 8].astype(np.int64) // chunk * 2 + is_late)
     return {
         "backward_pack": pack,
         "backward_heads_per_wave": mask.num_heads_kv if fits_l2 or deterministic else 1,
