@@ -21,8 +21,9 @@ COLORS = {
     "ours": "#1b6ca8", "resident": "#8fbbd9", "ideal": "#222222", "ours deterministic": "#8fbbd9",
     "ours, dp 2": "#4c93c4", "ours, tp 2": "#8fbbd9", "cudnn": "#5a9e3d", "varlen_attn": "#d98e32", "flex": "#a05195",
     "fa3": "#c0392b", "all-gather": "#d98e32", "all-gather balanced": "#c0572b", "ring": "#a05195",
-    "ulysses": "#5a9e3d", "no CP": "#222222",
+    "ulysses": "#5a9e3d", "no CP": "#222222", "ours by NCCL": "#4c93c4", "no attention": "#cccccc",
 }  # fmt: skip
+TRACE_COLORS = {"attention": "#1b6ca8", "communication": "#d98e32", "rows and sums": "#8fbbd9"}
 KERNEL_PANELS = {
     "causal": "one causal document", "full": "one document, full attention", "varlen causal": "8 documents, causal",
     "varlen full": "8 documents, full attention", "histogram": "documents of a length histogram, causal",
@@ -123,6 +124,23 @@ def draw_curves(result: dict[str, Any]) -> Any:
     return figure, above
 
 
+def draw_trace(result: dict[str, Any]) -> Any:
+    """What each GPU does in a layer's forward and backward: its streams one above the other."""
+    ranks = result["ranks"]
+    figure, axes = pyplot.subplots(len(ranks), 1, figsize=(11, 1.3 * len(ranks) + 1.2), sharex=True, squeeze=False)
+    for (axis,), (rank, kernels) in zip(axes, enumerate(ranks), strict=True):
+        for line, (kind, color) in enumerate(TRACE_COLORS.items()):
+            spans = [(kernel["start_us"], max(kernel["us"], 2)) for kernel in kernels if kernel["kind"] == kind]
+            axis.broken_barh(spans, (-line - 0.4, 0.8), color=color, label=kind)
+        axis.set_yticks(range(0, -len(TRACE_COLORS), -1), list(TRACE_COLORS), fontsize=8)
+        axis.set_title(f"GPU {rank}", loc="left", fontsize=9)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[-1][0].set_xlabel("microseconds")
+    title = f"One layer, {result['tokens_per_gpu']:,} tokens per GPU, heads {result['heads']}: {facts(result)}"
+    figure.suptitle(f"{title}\n{result['exposed_comm_share']:.1%} of the time is exposed communication", fontsize=10)
+    return figure, axes[0][0]
+
+
 def family(row: Row) -> str:
     """The panel of a kernel benchmark's case."""
     return next((name for name in sorted(KERNEL_PANELS, key=len, reverse=True) if row["case"].startswith(name)), "")
@@ -130,7 +148,7 @@ def family(row: Row) -> str:
 
 DRAWINGS = {  # by how the file's name begins
     "kernel_": draw_kernel, "cp_": draw_cp, "train_": draw_train, "loss_curves_": draw_curves,
-    "dpo_curves_": draw_curves,
+    "dpo_curves_": draw_curves, "trace_": draw_trace,
 }  # fmt: skip
 
 
@@ -142,8 +160,8 @@ def main() -> None:
             continue
         figure, axis = draw(json.loads(path.read_text()))
         handles, labels = axis.get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False, fontsize=9)
-        figure.tight_layout(rect=(0, 0.03, 1, 0.99))
+        figure.legend(handles, labels, loc="outside lower center", ncols=min(6, len(labels)), frameon=False, fontsize=9)
+        figure.tight_layout(rect=(0, 0.035 * -(-len(labels) // 6), 1, 0.99))
         figure.savefig(path.with_suffix(".png"), dpi=110)
         print(path.with_suffix(".png"))
 
