@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from torchtitan_magi.bind import BoundPlan, BoundStage, bind_plan, bind_slices, choose_block_attn
 from torchtitan_magi.comm import Mesh, grad_buffer, group_cast, group_reduce
+from torchtitan_magi.memory import empty
 from torchtitan_magi.plan import AttnPlan
 from torchtitan_magi.slices import AttnSlices
 from torchtitan_magi.stages import sent_before
@@ -47,11 +48,10 @@ def _backward(
     arriving = _Arrivals(bound, stages, k, v)  # first, see there
     wide = torch.promote_types(q.dtype, torch.float32)
     if len(stages) == 1 and not stages[0].stage.exchanges:
-        dq = torch.empty(q.shape, dtype=wide, device=q.device)
+        dq = empty(q.shape, wide, q.device)
         delta = bound.block_attn.delta(out, dout, zero=dq)
-        dk, dv, rounded = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v, q))
-        if q.dtype == wide:
-            rounded = dq
+        dk, dv = empty(k.shape, k.dtype, k.device), empty(v.shape, v.dtype, v.device)
+        rounded = dq if q.dtype == wide else empty(q.shape, q.dtype, q.device)
         bound.block_attn.backward(
             dout, q, k, v, lse, delta, stages[0].mask, softmax_scale, dq, dk, dv,
             spare=None if rounded is dq else rounded,
@@ -59,7 +59,7 @@ def _backward(
         return rounded if rounded is dq else rounded.copy_(dq), dk, dv
     # dq and the first stage's dK/dV [rows, 2, H, D], of which the rank's own gather what the other ranks return
     shape = (stages[0].stage.num_rows, 2, *k.shape[1:])
-    sums = torch.empty(q.numel() + math.prod(shape), dtype=wide, device=q.device)
+    sums = empty((q.numel() + math.prod(shape),), wide, q.device)
     dq, grad = sums[: q.numel()].view(q.shape), sums[q.numel() :].view(shape)
     dkv = grad.narrow(0, 0, k.shape[0])
     delta = bound.block_attn.delta(out, dout, zero=sums)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from torchtitan_magi.memory import empty
 from torchtitan_magi.peer import PeerTransport, can_reach_each_other
 from torchtitan_magi.plan import Exchange, Stage
 from torchtitan_magi.transport import Arrival, Channel, ProcessGroupTransport, Returned, SingleRank, Transport, Wait
@@ -129,7 +130,7 @@ def group_cast(
         The stage's K/V buffer [stage.num_rows, 2, H, D] (own rows first if the stage holds them), and when the others
         may be read.
     """
-    buffer = torch.empty(stage.num_rows, 2, *k.shape[1:], dtype=k.dtype, device=k.device)
+    buffer = empty((stage.num_rows, 2, *k.shape[1:]), k.dtype, k.device)
     own = buffer if stage.holds_local else None
 
     def exchange(i: int, k: Tensor, v: Tensor, own: Tensor | None) -> Arrival:
@@ -162,7 +163,7 @@ def grad_buffer(stage: Stage, like: Tensor, wire: torch.dtype, transport: Transp
     shape = (stage.num_rows, 2, *like.shape[1:])
     if _travels_whole(stage):
         return transport.send_buffer(shape, wire, like.device, stage.exchanges[0], back=True)
-    return torch.empty(shape, dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)
+    return empty(shape, torch.promote_types(like.dtype, torch.float32), like.device)
 
 
 def _travels_whole(stage: Stage) -> bool:
@@ -185,7 +186,7 @@ def group_reduce(
     """
 
     def memory(i: int) -> Tensor:
-        return torch.empty((len(stage.exchanges[i].send_rows), *grad.shape[1:]), dtype=wire, device=grad.device)
+        return empty((len(stage.exchanges[i].send_rows), *grad.shape[1:]), wire, grad.device)
 
     def exchange(i: int, returned: Tensor) -> Returned:
         sent, exchange = _of_exchange(stage, i, grad), stage.exchanges[i]

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from torchtitan_magi import jit, launch
 from torchtitan_magi.bands import KEYS
+from torchtitan_magi.memory import empty
 from torchtitan_magi.rows import CudaRows
 from torchtitan_magi.slices import AttnSlices
 from torchtitan_magi.transport import LateKeys
@@ -156,8 +157,8 @@ class FfaBlockAttn:
             out, lse = earlier
         else:
             dtype = torch.float32 if more else q.dtype
-            out = torch.empty(q.shape, dtype=dtype, device=q.device)
-            lse = earlier[1] if earlier else torch.empty(s.num_q, s.num_heads_q, dtype=torch.float32, device=q.device)
+            out = empty(q.shape, dtype, q.device)
+            lse = earlier[1] if earlier else empty((s.num_q, s.num_heads_q), torch.float32, q.device)
         num_items = template.schedule.num_tiles * template.schedule.num_heads
         if num_items == 0:
             return out, lse
@@ -325,7 +326,7 @@ class FfaBlockAttn:
         launch.padded_head_dim(head_dim)
         assert out.dtype in (dout.dtype, torch.float32)
         out, dout = out.contiguous(), launch.copyable(dout).contiguous()
-        delta = torch.empty(num_q, num_heads, dtype=torch.float32, device=out.device)
+        delta = empty((num_q, num_heads), torch.float32, out.device)
         num_rows, num_zero = num_q * num_heads, 0 if zero is None else zero.numel()
         threads = max(16 * num_rows, num_zero // 8)
         if threads:

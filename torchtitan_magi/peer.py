@@ -7,7 +7,6 @@ stream writes the exchange's number into every peer's memory and waits for their
 
 import ctypes
 import functools
-import math
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from torchtitan_magi import driver
 from torchtitan_magi.driver import StreamOperation
+from torchtitan_magi.memory import layout
 from torchtitan_magi.plan import Exchange
 from torchtitan_magi.transport import Arrival, Flag, ProcessGroupTransport
 
@@ -72,7 +72,7 @@ class PeerTransport(ProcessGroupTransport):
     ) -> Tensor:
         if exchange.hops is None:
             return super().send_buffer(shape, dtype, device, exchange, back)
-        strides = _strides(shape[1:])
+        _, strides = layout(shape)
         if (needed := exchange.most_sent(back) * strides[0] * dtype.itemsize) > self.slot_bytes:
             self._grow(needed)
         if dtype not in self.typed:
@@ -122,21 +122,19 @@ class PeerTransport(ProcessGroupTransport):
         )
         self.memory[:FLAG_BYTES].zero_()
         torch.cuda.synchronize(self.device)  # before anyone may write there
-        self.bases = list(_SymmetricMemory.rendezvous(self.memory, name).buffer_ptrs)
+        self._aim(list(_SymmetricMemory.rendezvous(self.memory, name).buffer_ptrs))
+
+    def _aim(self, bases: list[int]) -> None:
+        """Takes up the addresses of all ranks' memory."""
+        self.bases = bases
         peers = [rank for rank in range(self.size) if rank != self.rank]
         for i, channel in enumerate(self.channels):
-            flags = [base + 4 * i * self.size for base in self.bases]
+            flags = [base + 4 * i * self.size for base in bases]
             mine, theirs = (
                 [flags[self.rank] + 4 * peer for peer in peers],
                 [flags[peer] + 4 * self.rank for peer in peers],
             )
             channel.aim(mine, theirs, own=flags[self.rank] + 4 * self.rank)
-
-
-@functools.lru_cache(maxsize=64)
-def _strides(row: tuple[int, ...]) -> tuple[int, ...]:
-    """Of contiguous rows of a shape."""
-    return tuple(math.prod(row[i:]) for i in range(len(row) + 1))
 
 
 class _Calls:

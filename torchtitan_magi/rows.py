@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from torchtitan_magi import launch
+from torchtitan_magi.memory import empty
 from torchtitan_magi.plan import Exchange
 from torchtitan_magi.transport import Returned
 
@@ -95,8 +96,8 @@ class CudaRows:
         dq and dkv are fp32 and contiguous, D is a multiple of 8; the sums are per token in rank order.
         """
         num_tokens, _, num_heads, head_dim = dkv.shape
-        dq_to = torch.empty(dq.shape, dtype=dtype, device=dq.device)
-        dk, dv = (torch.empty(num_tokens, num_heads, head_dim, dtype=dtype, device=dq.device) for _ in range(2))
+        dq_to = empty(dq.shape, dtype, dq.device)
+        dk, dv = (empty((num_tokens, num_heads, head_dim), dtype, dq.device) for _ in range(2))
         assert dq.is_contiguous()
         assert dkv.is_contiguous()
         units = 2 * num_heads * head_dim // _ELEMENTS

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torchtitan_magi.memory import empty
 from torchtitan_magi.plan import Exchange
 
 Wait = Callable[[], object]
@@ -95,7 +96,7 @@ class ProcessGroupTransport:
     def send_buffer(
         self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, exchange: Exchange, back: bool
     ) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=device)
+        return empty(shape, dtype, device)
 
     def all_to_all(self, output: Tensor, input: Tensor, exchange: Exchange, back: bool) -> Arrival:
         received, sent = map(list, exchange.splits(back))

@@ -1,0 +1,134 @@
+"""Exchanges through peer memory, without GPUs: the driver's calls are done at once on memory of the host."""
+
+import ctypes
+import struct
+
+import numpy as np
+import pytest
+import torch
+
+from torchtitan_magi import driver, make_plan, peer, varlen_causal
+from torchtitan_magi.memory import empty, layout
+from torchtitan_magi.peer import FLAG_BYTES, SLOTS, PeerTransport
+
+CPU = torch.device("cpu")
+
+
+class Driver:
+    """Does copies and flag writes, and requires of every wait that it is over."""
+
+    def __init__(self):
+        self.waits = []
+
+    def function(self, name):
+        return {"cuMemcpyAsync": self.copy, "cuStreamBatchMemOp_v2": self.operate}.get(name, lambda *_: 0)
+
+    def copy(self, to, origin, size, stream):
+        ctypes.memmove(to, origin, size)
+        return 0
+
+    def operate(self, stream, count, operations, flags):
+        operations = ctypes.cast(operations, ctypes.POINTER(driver.StreamOperation))
+        for operation in operations[:count]:
+            if operation.operation == driver.StreamOperation.WRITE:
+                ctypes.c_uint32.from_address(operation.address).value = operation.value
+            else:
+                self.waits.append((operation.address, operation.value))
+        return 0
+
+
+class Rank(PeerTransport):
+    """A rank among others in this process, in memory of the host."""
+
+    def __init__(self, rank, everyone):
+        self.rank, self.size, self.everyone, self.device = rank, everyone.size, everyone, None
+        self.channels = tuple(peer._Channel(self.size - 1) for _ in range(2))
+        self.slot_bytes, self.typed, self.memory, self.bases = 0, {}, None, []
+
+
+class Everyone:
+    def __init__(self, size):
+        self.size = size
+        self.ranks = [Rank(rank, self) for rank in range(size)]
+
+    def grow(self, slot_bytes):
+        memories = [torch.zeros(FLAG_BYTES + 2 * SLOTS * slot_bytes, dtype=torch.uint8) for _ in self.ranks]
+        for rank, memory in zip(self.ranks, memories, strict=True):
+            rank.slot_bytes, rank.memory, rank.typed = slot_bytes, memory, {}
+            rank._aim([memory.data_ptr() for memory in memories])
+
+
+@pytest.fixture
+def fake_driver(monkeypatch):
+    fake = Driver()
+    monkeypatch.setattr(driver, "function", fake.function)
+    monkeypatch.setattr(driver, "event", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda priority: type("Stream", (), {"cuda_stream": 0}))
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
+    monkeypatch.setattr(Rank, "_grow", lambda self, needed: self.everyone.grow(1 << (needed - 1).bit_length()))
+    peer._calls.cache_clear()
+    yield fake
+    peer._calls.cache_clear()
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 8])
+def test_every_rank_fetches_what_is_its_own(fake_driver, size):
+    everyone = Everyone(size)
+    cu = np.cumsum([0, 900, 7, 1, 64, 500, 33, 495])
+    plan = make_plan(varlen_causal(cu), int(cu[-1]), size, overlap_stages=2)
+    stages = [share.forward[1:] for share in plan.ranks]  # those that travel
+    for turn in range(5):  # more than there are slots
+        for back in (False, True):
+            for i in range(2):
+                exchanges = [stages[rank][i].exchanges[0] for rank in range(size)]
+                rows = [sum(exchange.splits(back)[1]) for exchange in exchanges]
+                everyone.grow(1 << 16) if turn == 3 else None
+                sent = [
+                    everyone.ranks[rank].send_buffer((rows[rank], 3), torch.float32, CPU, exchanges[rank], back)
+                    for rank in range(size)
+                ]
+                for rank, buffer in enumerate(sent):
+                    buffer.copy_(torch.arange(buffer.numel()).view(buffer.shape) + 1000 * rank + turn)
+                received = [torch.full((sum(exchange.splits(back)[0]), 3), -1.0) for exchange in exchanges]
+                fake_driver.waits.clear()
+                arrivals = [
+                    everyone.ranks[rank].all_to_all(received[rank], sent[rank], exchanges[rank], back)
+                    for rank in range(size)
+                ]
+                parts = [buffer.split(list(exchanges[rank].splits(back)[1])) for rank, buffer in enumerate(sent)]
+                for rank in range(size):
+                    assert torch.equal(received[rank], torch.cat([parts[source][rank] for source in range(size)]))
+                for address, value in fake_driver.waits:
+                    assert ctypes.c_uint32.from_address(address).value >= value
+                for arrival in arrivals:
+                    assert (arrival.flag is None) == back
+                    if arrival.flag is not None:
+                        assert ctypes.c_uint32.from_address(arrival.flag.address).value == arrival.flag.number
+
+
+def test_slots_are_taken_in_turn_and_flags_lie_before_them(fake_driver):
+    everyone = Everyone(2)
+    cu = np.array([0, 512])
+    exchange = make_plan(varlen_causal(cu), 512, 2, overlap_stages=0).ranks[0].forward[0].exchanges[0]
+    rank, starts = everyone.ranks[0], []
+    for _ in range(2 * SLOTS):
+        sent = rank.send_buffer((sum(exchange.send_splits), 4), torch.float32, CPU, exchange, False)
+        starts.append(sent.data_ptr() - rank.memory.data_ptr())
+        rank.all_to_all(torch.empty(sum(exchange.recv_splits), 4), sent, exchange, False)
+    assert starts[:SLOTS] == starts[SLOTS:]
+    assert starts[:SLOTS] == [FLAG_BYTES + i * rank.slot_bytes for i in range(SLOTS)]
+    back = rank.send_buffer((sum(exchange.recv_splits), 4), torch.float32, CPU, exchange, True)
+    assert back.data_ptr() - rank.memory.data_ptr() == FLAG_BYTES + SLOTS * rank.slot_bytes
+
+
+def test_stream_operations_have_the_layout_of_the_driver():
+    operation = driver.StreamOperation(driver.StreamOperation.WRITE, 0x1234, 7)
+    assert ctypes.sizeof(operation) == 48
+    assert struct.unpack_from("<IxxxxQQI", bytes(operation)) == (2, 0x1234, 7, 0)
+
+
+@pytest.mark.parametrize("shape", [(3, 4, 5), (0, 2, 5), (7,), torch.Size([2, 3])])
+def test_empty_is_contiguous(shape):
+    ours, theirs = empty(shape, torch.bfloat16, CPU), torch.empty(shape, dtype=torch.bfloat16)
+    assert (ours.shape, ours.stride(), ours.dtype) == (theirs.shape, theirs.stride(), theirs.dtype)
+    assert type(layout(shape)[0]) is tuple

@@ -1,0 +1,27 @@
+"""Uninitialised tensors for little of the host's time."""
+
+import functools
+import math
+
+import torch
+from torch import Tensor
+from torch._C._dynamo.guards import (  # type: ignore[attr-defined]  # what code made by torch.compile calls
+    _empty_strided_cpu,
+    _empty_strided_cuda,
+)
+
+
+def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """torch.empty, contiguous, in a third of its time; CUDA devices other than the current one take the long way."""
+    sizes, strides = layout(shape)
+    if device.type == "cpu":
+        return _empty_strided_cpu(sizes, strides, dtype)
+    if device.index == torch.cuda.current_device():
+        return _empty_strided_cuda(sizes, strides, dtype)
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
+@functools.lru_cache(maxsize=1024)
+def layout(shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Sizes and strides of a contiguous tensor, as tuples of ints and nothing else."""
+    return tuple(shape), tuple(math.prod(shape[i:]) for i in range(1, len(shape) + 1))
