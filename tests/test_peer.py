@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from torchtitan_magi import driver, make_plan, peer, varlen_causal
-from torchtitan_magi.memory import empty, layout
 from torchtitan_magi.peer import FLAG_BYTES, SLOTS, PeerTransport
 
 CPU = torch.device("cpu")
@@ -125,10 +124,3 @@ def test_stream_operations_have_the_layout_of_the_driver():
     operation = driver.StreamOperation(driver.StreamOperation.WRITE, 0x1234, 7)
     assert ctypes.sizeof(operation) == 48
     assert struct.unpack_from("<IxxxxQQI", bytes(operation)) == (2, 0x1234, 7, 0)
-
-
-@pytest.mark.parametrize("shape", [(3, 4, 5), (0, 2, 5), (7,), torch.Size([2, 3])])
-def test_empty_is_contiguous(shape):
-    ours, theirs = empty(shape, torch.bfloat16, CPU), torch.empty(shape, dtype=torch.bfloat16)
-    assert (ours.shape, ours.stride(), ours.dtype) == (theirs.shape, theirs.stride(), theirs.dtype)
-    assert type(layout(shape)[0]) is tuple

@@ -12,12 +12,17 @@ from torch._C._dynamo.guards import (  # type: ignore[attr-defined]  # what code
 
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """torch.empty, contiguous, in a third of its time; CUDA devices other than the current one take the long way."""
-    sizes, strides = layout(shape)
-    if device.type == "cpu":
-        return _empty_strided_cpu(sizes, strides, dtype)
-    if device.index == torch.cuda.current_device():
-        return _empty_strided_cuda(sizes, strides, dtype)
+    """torch.empty, contiguous, in a third of its time.
+
+    CUDA devices other than the current one take the long way, and so does torch's deterministic mode, which fills what
+    is not initialised with NaN.
+    """
+    if not torch._C._get_deterministic_algorithms():
+        sizes, strides = layout(shape)
+        if device.type == "cpu":
+            return _empty_strided_cpu(sizes, strides, dtype)
+        if device.index == torch.cuda.current_device():
+            return _empty_strided_cuda(sizes, strides, dtype)
     return torch.empty(shape, dtype=dtype, device=device)
 
 
