@@ -87,6 +87,7 @@ def test_a_pack_of_one_document_trains_as_in_stock_torchtitan(tmp_path):
         arguments = ["--training.dataset", "c4_test", "--parallelism.context_parallel_degree", f"{cp}"]
         ours = train(cp, [*arguments, *initial_weights()], setup=feed_one_document_per_pack)
         assert "flex attention" in ours.output
+        assert ("rows by gloo" in ours.output) == (cp == 2)
         assert difference(ours, stock) <= TOLERANCE
 
 

@@ -59,7 +59,7 @@ class PeerTransport(ProcessGroupTransport):
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__(group)
-        self.group = group
+        self.group, self.way = group, "peer memory"
         self.device = torch.cuda.current_device()
         self.channels = _Channel(self.size - 1), _Channel(self.size - 1)  # there, back
         self.slot_bytes = 0

@@ -56,6 +56,7 @@ class Transport(Protocol):
 
     rank: int
     size: int
+    way: str  # what rows travel by, for the log
 
     def send_buffer(
         self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, exchange: Exchange, back: bool
@@ -83,6 +84,7 @@ class ProcessGroupTransport:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
+        self.way = dist.get_backend(group)
         self.groups: dict[Channel, dist.ProcessGroup] = {"cast": group, "reduce": group}
         if self.size > 1 and "nccl" in dist.get_backend_config(group):  # with CPU offload beside gloo
             ranks = dist.get_process_group_ranks(group)
@@ -110,7 +112,7 @@ class ProcessGroupTransport:
 class SingleRank:
     """The transport of a group of one."""
 
-    rank, size = 0, 1
+    rank, size, way = 0, 1, "nothing"
 
     def send_buffer(
         self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, exchange: Exchange, back: bool

@@ -188,7 +188,8 @@ class MagiRuntime:
         if not self.logged:
             self.logged = True
             took = f"planned in {1e3 * planned.seconds:.1f} ms"
-            logger.info(f"{describe_plan(planned.plan)}; {took}; {self.block_attn.name} attention")
+            way = f", rows by {bound.transport.way}" if self.cp_size > 1 else ""
+            logger.info(f"{describe_plan(planned.plan)}; {took}; {self.block_attn.name} attention{way}")
         return PlanMetadata.of(bound, positions)
 
 
