@@ -36,7 +36,7 @@ MAY_IMPORT = {
     "bands": set(),
     "worklists": {"slices", "bands"},
     "rows": {"plan", "launch", "transport", "memory"},
-    "launch": {"driver", "jit", "bands", "worklists"},
+    "launch": {"driver", "jit", "bands", "worklists", "memory"},
     "ffa": {"slices", "jit", "launch", "bands", "worklists", "rows", "transport", "memory"},
     "reference": {"slices", "merge", "comm", "transport"},
     "bind": {"slices", "plan", "comm", "ffa", "reference", "transport"},

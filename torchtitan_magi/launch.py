@@ -11,6 +11,7 @@ from torch import Tensor
 
 from torchtitan_magi import driver, jit
 from torchtitan_magi.bands import KEYS
+from torchtitan_magi.memory import current_device
 from torchtitan_magi.worklists import BACKWARD_ROWS, ROWS
 
 THREADS = 384  # of a block of the forward and of the backward
@@ -209,7 +210,7 @@ class Kernel:
 
     def __call__(self, device: int, num_blocks: int, *arguments: Any) -> None:
         """Launches on the current stream of `device`. arguments: ctypes values, the kernel's parameters in order."""
-        if torch.cuda.current_device() != device:
+        if current_device() != device:
             with torch.cuda.device(device):
                 return self(device, num_blocks, *arguments)
         pointers = _pointer_array(len(arguments))(*map(ctypes.addressof, arguments))

@@ -2,6 +2,7 @@
 
 import functools
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -9,6 +10,10 @@ from torch._C._dynamo.guards import (  # type: ignore[attr-defined]  # what code
     _empty_strided_cpu,
     _empty_strided_cuda,
 )
+
+
+# torch.cuda.current_device without its check that CUDA has been used before; missing where torch has no CUDA.
+current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -21,7 +26,7 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
         sizes, strides = layout(shape)
         if device.type == "cpu":
             return _empty_strided_cpu(sizes, strides, dtype)
-        if device.index == torch.cuda.current_device():
+        if device.index == current_device():
             return _empty_strided_cuda(sizes, strides, dtype)
     return torch.empty(shape, dtype=dtype, device=device)
 
