@@ -11,7 +11,6 @@ from torch._C._dynamo.guards import (  # type: ignore[attr-defined]  # what code
     _empty_strided_cuda,
 )
 
-
 # torch.cuda.current_device without its check that CUDA has been used before; missing where torch has no CUDA.
 current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 
