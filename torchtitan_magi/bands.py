@@ -6,6 +6,8 @@ tile, so they are made as runs, few per slice, and only what the kernel reads of
 table, `take` and `compress` are several times as fast as an index.)
 """
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -114,8 +116,8 @@ def slice_layers(table: Int64Array) -> Int64Array:
     return layer
 
 
-def tile_segments(table: Int64Array, layer: Int64Array, num_q: int, tokens: int) -> SegmentRuns:
-    """The keys that each tile of `tokens` consecutive rows sees.
+def tile_segments(table: Int64Array, layer: Int64Array, num_q: int, sizes: Sequence[int]) -> list[SegmentRuns]:
+    """The keys that each tile of `size` consecutive rows sees, for each of `sizes`.
 
     Keys that no row of the tile sees split a segment where there are at least KEYS of them in a row.
 
@@ -123,6 +125,11 @@ def tile_segments(table: Int64Array, layer: Int64Array, num_q: int, tokens: int)
         table: canonical slices, int64 [n, 5]; rows in [0, num_q).
         layer: of each slice, int64 [n], from `slice_layers`.
     """
+    # All sizes at once, as the time goes into calls: the slices again for each size, on layers of its own.
+    num_layers = int(layer.max(initial=0)) + 1
+    tokens = np.repeat(sizes, len(table))
+    layer = np.concatenate([layer + i * num_layers for i in range(len(sizes))])
+    table = np.concatenate([table] * len(sizes))
     q_start, q_end, k_start, k_end, mask_type = table.T
     slope_lo, slope_hi = mask_type >> 1, mask_type & 1
     first_tile, end_tile = -(-q_start // tokens), q_end // tokens  # tiles in between lie in the slice whole
@@ -132,10 +139,10 @@ def tile_segments(table: Int64Array, layer: Int64Array, num_q: int, tokens: int)
     end = np.array([np.minimum(first_tile * tokens, q_end), q_end]).T.ravel()
     some = np.flatnonzero(start < end)
     which = some // 2
-    parts = _join_parts(table.take(which, 0), layer[which], start[some], end[some], num_q, tokens)
+    parts = _join_parts(table.take(which, 0), layer[which], start[some], end[some], num_q, tokens[which])
 
     whole = np.flatnonzero(first_tile < end_tile)
-    tile, slope_lo, slope_hi = first_tile[whole], slope_lo[whole], slope_hi[whole]
+    tile, slope_lo, slope_hi, tokens = first_tile[whole], slope_lo[whole], slope_hi[whole], tokens[whole]
     row = tile * tokens
     lo = k_start[whole] + slope_lo * (row - q_start[whole])
     hi = k_end[whole] - slope_hi * (q_end[whole] - 1 - row)
@@ -144,19 +151,23 @@ def tile_segments(table: Int64Array, layer: Int64Array, num_q: int, tokens: int)
     count = end_tile[whole] - tile
     inside = np.array([tile, count, layer[whole], lo, last_hi, last_lo, hi, steps_lo, steps_hi])
     runs = np.concatenate([parts, inside], 1)
-    if layer.any():  # layers share tiles, so their runs would interleave: write them out
+    if num_layers > 1:  # layers share tiles, so their runs would interleave: write them out
         runs = _written_out(runs)
-    by_tile = np.argsort(runs[0] * (layer.max(initial=0) + 1) + runs[2], kind="stable")
-    return SegmentRuns(*runs.take(by_tile, 1))
+    size, runs[2] = np.divmod(runs[2], num_layers)
+    place = (size * (num_q + 1) + runs[0]) * num_layers + runs[2]
+    by_tile = np.argsort(place, kind="stable")
+    runs = runs.take(by_tile, 1)
+    edges = [0, *np.bincount(size, minlength=len(sizes)).cumsum()]
+    return [SegmentRuns(*runs[:, begin:end]) for begin, end in itertools.pairwise(edges)]
 
 
 def _join_parts(
-    table: Int64Array, layer: Int64Array, row: Int64Array, end_row: Int64Array, num_q: int, tokens: int
+    table: Int64Array, layer: Int64Array, row: Int64Array, end_row: Int64Array, num_q: int, tokens: Int64Array
 ) -> Int64Array:
     """Segments of tiles that no slice covers alone, as runs of one tile, int64 [9, n]: the fields of SegmentRuns.
 
     Args:
-        table, layer: the slice of each part, int64 [n, 5] and [n].
+        table, layer: the slice of each part, int64 [n, 5] and [n]. tokens: of its tile, int64 [n].
         row, end_row: int64 [n], the rows of each part, all in one tile. Its keys have no holes: bounds move by at most
             1 per row.
 
@@ -175,7 +186,7 @@ def _join_parts(
     if not ((step > 0) | ((step == 0) & (lo[1:] >= lo[:-1]))).all():
         order = np.lexsort((lo, group))
         group, tile, layer, slope_lo, slope_hi = (x[order] for x in (group, tile, layer, slope_lo, slope_hi))
-        lo, hi, num_rows = lo[order], hi[order], num_rows[order]
+        lo, hi, num_rows, tokens = lo[order], hi[order], num_rows[order], tokens[order]
     last_lo, last_hi = lo + slope_lo * (num_rows - 1), hi + slope_hi * (num_rows - 1)
 
     # Step 2: join what lies close.
@@ -185,7 +196,7 @@ def _join_parts(
     is_first = new_tile.copy()
     is_first[1:] |= lo[1:] - reach[:-1] >= KEYS
     starts = np.flatnonzero(is_first)
-    tile = tile[starts]
+    tile, tokens = tile[starts], tokens[starts]
     all_rows = np.add.reduceat(num_rows, starts) == np.minimum(tokens, num_q - tile * tokens)
     joined = np.zeros((9, len(starts)), np.int64)
     joined[:7] = (

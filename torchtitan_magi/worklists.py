@@ -129,11 +129,14 @@ def build_worklists(
     num_bands = int(mask.layer.max(initial=0) + 1) * num_q
     bands = words.reserve(2 * num_bands)
     sizes: dict[str, Any] = {}
+    group = num_heads_q // num_heads_kv
+    forward_pack, backward_pack = largest_divisor(group, MAX_PACK), backward_pack or choose_backward_pack(group)
+    tokens = [ROWS // forward_pack] * forward + [BACKWARD_ROWS // backward_pack] * backward
+    runs = iter(tile_segments(rows, mask.layer, num_q, tokens) if tokens else ())
     if forward:
-        sizes |= _forward_lists(mask, words)
+        sizes |= _forward_lists(mask, next(runs), words, forward_pack)
     if backward:
-        group = num_heads_q // num_heads_kv
-        sizes |= _backward_lists(mask, words, deterministic, backward_pack or choose_backward_pack(group), chunk)
+        sizes |= _backward_lists(mask, next(runs), words, deterministic, backward_pack, chunk)
     packed = words.packed()
     write_row_bands(rows, mask.layer, num_q, packed[bands : bands + 2 * num_bands])
     return WorkLists(packed, ListSizes(num_q, num_k, num_heads_q, num_heads_kv, bands, **sizes))
@@ -152,13 +155,10 @@ class _Mask:
     late_from: int
 
 
-def _forward_lists(mask: _Mask, words: "_Words") -> dict[str, Any]:
+def _forward_lists(mask: _Mask, runs: SegmentRuns, words: "_Words", pack: int) -> dict[str, Any]:
     """Adds them to `words`; fields of ListSizes."""
-    group = mask.num_heads_q // mask.num_heads_kv
-    pack = largest_divisor(group, MAX_PACK)
-    tokens, groups_per_kv = ROWS // pack, group // pack
+    tokens, groups_per_kv = ROWS // pack, mask.num_heads_q // mask.num_heads_kv // pack
     num_tiles = -(-mask.num_q // tokens)
-    runs = tile_segments(mask.rows, mask.layer, mask.num_q, tokens)
     tile, records, num_blocks = forward_records(runs, num_tiles)
     items, further = _items(tile, records, num_tiles)
     key_bytes = max(1, mask.num_k) * 512
@@ -173,13 +173,14 @@ def _forward_lists(mask: _Mask, words: "_Words") -> dict[str, Any]:
     }
 
 
-def _backward_lists(mask: _Mask, words: "_Words", deterministic: bool, pack: int, chunk: int | None) -> dict[str, Any]:
+def _backward_lists(
+    mask: _Mask, runs: SegmentRuns, words: "_Words", deterministic: bool, pack: int, chunk: int | None
+) -> dict[str, Any]:
     """Adds them to `words`; fields of ListSizes."""
     tokens, num_packs = BACKWARD_ROWS // pack, mask.num_heads_q // mask.num_heads_kv // pack
     num_q_blocks = -(-mask.num_q // tokens)
     starts = key_tiles(mask.rows, mask.num_k)
     num_tiles = len(starts) - 1
-    runs = tile_segments(mask.rows, mask.layer, mask.num_q, tokens)
     tile, records = transpose_segments(runs, starts)
     num_blocks = np.bincount(tile, records[:, 5] - records[:, 4], num_tiles).astype(np.int64)
     chunk = chunk or backward_chunk(num_blocks, mask.num_heads_kv, num_packs)
