@@ -147,17 +147,25 @@ _calls = functools.cache(_Calls)
 
 
 def can_reach_each_other(group: dist.ProcessGroup) -> bool:
-    """Whether all ranks of an NCCL group sit in one machine and reach each other's GPU memory. A collective."""
+    """Whether all ranks of an NCCL group sit in one machine, with GPUs that reach each other's memory. A collective."""
     machine = Path("/proc/sys/kernel/random/boot_id").read_text()
     mine = machine, str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
     everyone: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, mine, group)
     here = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
     others = [other for other in everyone if other != mine]
-    reached = all(
+    reached = _has_stream_operations() and all(
         boot == machine and gpu in here and torch.cuda.can_device_access_peer(here[mine[1]], here[gpu])
         for boot, gpu in others
     )
     verdicts: list[Any] = [None] * len(everyone)
     dist.all_gather_object(verdicts, reached, group)
     return all(verdicts)
+
+
+def _has_stream_operations() -> bool:
+    """Whether the current device's streams write to memory by themselves; under some virtual GPUs they do not."""
+    word = torch.zeros(1, dtype=torch.int32, device="cuda")
+    operation = StreamOperation(StreamOperation.WRITE, word.data_ptr(), 1)
+    status = _calls().operate(torch.cuda.current_stream().cuda_stream, 1, ctypes.byref(operation), 0)
+    return status == 0 and word.item() == 1
