@@ -38,15 +38,14 @@ from torch import Tensor
 from torchtitan_magi import flex_flash_attn, make_plan, varlen_causal
 from torchtitan_magi.attention import attention_op, make_handle
 from torchtitan_magi.bind import bind_plan, choose_block_attn
+from torchtitan_magi.histogram import HISTOGRAM
 from torchtitan_magi.plan import AttnPlan, RankShare, _Tables, plan_ownership
 from torchtitan_magi.slices import AttnSlices
 from torchtitan_magi.stages import Heads, Shares, equal_stages
 from torchtitan_magi.transport import Arrival, ProcessGroupTransport
 
 HEAD_DIM = 128
-# Document lengths: upper edges in tokens and cumulative percentages of MagiAttention's benchmark histogram.
-EDGES = [0, 10, 50, 100, 200, 500, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072, 196608]
-PERCENT = [0, 0.22, 3.13, 8.33, 18.56, 46.75, 71.38, 87.03, 94.37, 97.42, 98.71, 99.56, 99.70, 99.86, 100]
+EDGES, PERCENT = [0, *HISTOGRAM], [0, *HISTOGRAM.values()]
 
 
 def histogram_pack(total: int, seed: int) -> np.ndarray:

@@ -28,12 +28,10 @@ from triton.testing import do_bench
 
 from torchtitan_magi import flex_flash_attn
 from torchtitan_magi.ffa import FfaBlockAttn
+from torchtitan_magi.histogram import HISTOGRAM
 from torchtitan_magi.slices import AttnSlices, block_causal, sliding_window, varlen_causal, varlen_full
 
 DOCUMENTS = (0.31, 0.19, 0.14, 0.11, 0.09, 0.07, 0.05, 0.04)  # of the length: KERNEL.md's eight documents
-# 13.46M documents: upper edges of the length bins and cumulative percentages
-HISTOGRAM_EDGES = (1, 10, 50, 100, 200, 500, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072, 196608)
-HISTOGRAM_CUMULATIVE = (0.22, 3.13, 8.33, 18.56, 46.75, 71.38, 87.03, 94.37, 97.42, 98.71, 99.56, 99.70, 99.86, 100.0)
 
 
 @dataclass
@@ -81,11 +79,11 @@ def eight_documents(tokens: int) -> list[int]:
 def histogram_pack(tokens: int, seed: int) -> list[int]:
     """Documents drawn from the histogram, capped at the pack, the last cut to fit."""
     rng = np.random.default_rng(seed)
-    share = np.diff([0.0, *HISTOGRAM_CUMULATIVE]) / 100
+    edges, share = [1, *HISTOGRAM], np.diff([0.0, *HISTOGRAM.values()]) / 100
     lengths: list[int] = []
     while sum(lengths) < tokens:
         b = int(rng.choice(len(share), p=share / share.sum()))
-        length = int(rng.integers(HISTOGRAM_EDGES[b], HISTOGRAM_EDGES[b + 1] + 1))
+        length = int(rng.integers(edges[b], edges[b + 1] + 1))
         lengths.append(min(length, tokens - sum(lengths)))
     return [0, *np.cumsum(lengths).tolist()]
 

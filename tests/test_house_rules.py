@@ -42,7 +42,8 @@ MAY_IMPORT = {
     "bind": {"slices", "plan", "comm", "ffa", "reference", "transport"},
     "attention": {"slices", "plan", "comm", "bind", "stages", "transport", "memory"},
     "agreement": {"plan"},
-    "packs": {"data"},
+    "histogram": set(),
+    "packs": {"data", "histogram"},
     "outcome": {"slices", "ranges", "traffic", "worklists", "stages", "plan"},
     "baselines": {"slices", "stages", "plan", "outcome"},  # for comparison only
     "sizing": {"slices", "stages", "plan", "packs", "outcome", "baselines"},

@@ -9,14 +9,10 @@ import numpy.typing as npt
 from tokenizers import Tokenizer
 
 from torchtitan_magi.data import ChatTokenizer, PackedSFTDataset, pack_best_fit
+from torchtitan_magi.histogram import HISTOGRAM
 
 Int64Array = npt.NDArray[np.int64]
 
-# Document lengths of MagiAttention's benchmark: cumulative percentage of documents at the upper edge of each bin.
-HISTOGRAM = {
-    10: 0.22, 50: 3.13, 100: 8.33, 200: 18.56, 500: 46.75, 1024: 71.38, 2048: 87.03, 4096: 94.37,
-    8192: 97.42, 16384: 98.71, 32768: 99.56, 65536: 99.70, 131072: 99.86, 196608: 100.0,
-}  # fmt: skip
 DISTRIBUTIONS = {
     "histogram": "lengths of a real corpus: median 570, mean 1,800, up to a quarter of the pack",
     "lognormal": "lognormal lengths of 1,024 to 8,192, mean 3,250",
