@@ -12,6 +12,7 @@ from torchtitan_magi.slices import AttnSlices, shared_prompt, sliding_window, va
 from torchtitan_magi.worklists import (
     WorkLists,
     build_worklists,
+    early_first,
     largest_divisor,
     tile_cost,
 )
@@ -179,16 +180,25 @@ def test_longest_items_come_first() -> None:
 
 
 def test_what_needs_no_late_keys_goes_first() -> None:
-    slices = AttnSlices([[0, 512, 0, 256, 0], [0, 512, 640, 4000, 0], [512, 3000, 640, 4000, 0]])
+    slices = AttnSlices([[0, 512, 0, 256, 0], [512, 1024, 0, 256, 0], [512, 3000, 640, 4000, 0]])
     lists = build_worklists(slices, 3000, 4000, 8, 1, late_from=600)
     forward = read(lists, lists.sizes.forward_items, lists.sizes.num_forward_tiles, 12)
-    is_late = forward[:, 8] >= 600
-    assert 0 < is_late.sum() < len(is_late)
-    assert (np.diff(is_late.astype(int)) >= 0).all()
+    is_late = (forward[:, 1] > 1) | (forward[:, 9] > 600)
+    assert is_late[: 512 // 16].sum() == 0  # the shortest ones
+    assert is_late[512 // 16 :].all()
     backward = read(lists, lists.sizes.backward_items, lists.sizes.num_backward_items, 12)
     is_late = backward[:, 7] > 600
     assert 0 < is_late.sum() < len(is_late)
     assert (np.diff(is_late.astype(int)) >= 0).all()
+
+
+def test_only_as_much_goes_first_as_covers_the_wait() -> None:
+    blocks, waits = np.array([9, 8, 7, 6, 5]), np.array([True, False, True, False, False])
+    order = np.arange(5)
+    assert early_first(order, blocks, waits, 8).tolist() == [1, 0, 2, 3, 4]
+    assert early_first(order, blocks, waits, 9).tolist() == [1, 3, 0, 2, 4]
+    assert early_first(order, blocks, waits, 1000).tolist() == [1, 3, 4, 0, 2]
+    assert early_first(order, blocks, waits, 0).tolist() == order.tolist()
 
 
 def test_parts_of_tiles_fill_the_gpu_and_end_at_chunks() -> None:

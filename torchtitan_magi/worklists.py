@@ -38,6 +38,7 @@ NUM_SMS = 132  # of an H200; only heuristics use it
 ITEMS_PER_SM = 10  # parts per SM that backward tiles are split into
 MIN_CHUNK, MAX_CHUNK = 8, 256  # query blocks of a part, times packs
 L2_BYTES = 32 << 20  # share of the L2 cache that one wave of heads may claim
+EARLY_BLOCKS = 64  # 128 x 128 blocks per SM, about 100 us, that the forward does before it wants keys that come late
 FIXED_COST = 1.2  # of a work item, in blocks: prologue and epilogue
 
 
@@ -162,13 +163,19 @@ def _forward_lists(mask: _Mask, runs: SegmentRuns, words: "_Words", pack: int) -
     tile, records, num_blocks = forward_records(runs, num_tiles)
     items, further = _items(tile, records, num_tiles)
     key_bytes = max(1, mask.num_k) * 512
+    heads_per_wave = largest_divisor(mask.num_heads_q // pack, L2_BYTES // key_bytes * groups_per_kv)
+    order = longest_first(num_blocks)
+    if mask.late_from < mask.num_k:
+        waits = np.zeros(num_tiles, bool)
+        waits[tile[records[:, 5] > mask.late_from]] = True
+        order = early_first(order, num_blocks, waits, EARLY_BLOCKS * NUM_SMS // heads_per_wave)
     return {
         "forward_pack": pack,
-        "forward_heads_per_wave": largest_divisor(mask.num_heads_q // pack, L2_BYTES // key_bytes * groups_per_kv),
+        "forward_heads_per_wave": heads_per_wave,
         "num_forward_tiles": num_tiles,
         "num_forward_tiles_with_work": int((num_blocks > 0).sum()),
         "num_forward_blocks": int(num_blocks.sum()),
-        "forward_items": words.add(items, longest_first(num_blocks, (items[:, 8] >= mask.late_from).astype(np.int64))),
+        "forward_items": words.add(items, order),
         "forward_segments": words.add(further),
     }
 
@@ -236,6 +243,13 @@ def longest_first(num_blocks: Int64Array, at: Int64Array | int = 0) -> Int64Arra
     most = num_blocks.max(initial=0)
     key = at * (most + 1) + (most - num_blocks)
     return np.argsort(key.astype(np.min_scalar_type(key.max(initial=0))), kind="stable")  # 16 bits: a radix sort
+
+
+def early_first(order: Int64Array, num_blocks: Int64Array, waits: npt.NDArray[np.bool_], enough: int) -> Int64Array:
+    """`order`, but items that do not wait come first, as they come, until they have `enough` blocks. All [n]."""
+    blocks = np.where(waits, 0, num_blocks)[order]
+    early = ~waits[order] & (blocks.cumsum() - blocks < enough)
+    return np.concatenate([order[early], order[~early]])
 
 
 def forward_records(runs: SegmentRuns, num_tiles: int) -> tuple[Int64Array, Int32Array, Int64Array]:
