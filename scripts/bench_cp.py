@@ -243,6 +243,14 @@ def bench_pack(name: str, cu: np.ndarray, heads: tuple[int, int], seed: int, rep
     return rows
 
 
+def start_rank() -> torch.device:
+    """Joins the processes that torchrun started; this one's GPU."""
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", device_id=device)
+    return device
+
+
 def describe_run(commit: str | None) -> dict:
     """Where and with what the figures were made."""
     return {
@@ -271,9 +279,7 @@ def main() -> None:
     parser.add_argument("--commit", help="commit of the tree, where git is missing")
     parser.add_argument("--output", type=Path, help="JSON file to write")
     arguments = parser.parse_args()
-    local_rank = int(os.environ["LOCAL_RANK"])
-    torch.cuda.set_device(local_rank)
-    dist.init_process_group("nccl", device_id=torch.device("cuda", local_rank))
+    start_rank()
     rows: list[dict] = []
     for heads in arguments.heads:
         num_heads = tuple(map(int, heads.split(":")))

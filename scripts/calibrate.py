@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
+from bench_cp import start_rank
 from provenance import commit_of
 
 from torchtitan_magi.comm import process_group_transport
@@ -277,8 +278,7 @@ def main() -> None:
         return
     if "LOCAL_RANK" not in os.environ:
         raise ValueError("calibrate measures communication: start it with torchrun --nproc-per-node <GPUs>")
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl", device_id=torch.device("cuda", int(os.environ["LOCAL_RANK"])))
+    start_rank()
     model = measure()
     if dist.get_rank() == 0:
         notes = {

@@ -9,13 +9,21 @@ already resident) / t, from bench_cp.py's way of timing.
 """
 
 import argparse
-import os
 from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from bench_cp import HEAD_DIM, NoCommunication, describe_run, forward_and_backward, histogram_pack, take_turns, write
+from bench_cp import (
+    HEAD_DIM,
+    NoCommunication,
+    describe_run,
+    forward_and_backward,
+    histogram_pack,
+    start_rank,
+    take_turns,
+    write,
+)
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
@@ -40,11 +48,8 @@ def main() -> None:
     parser.add_argument("--commit", help="commit of the tree, where git is missing")
     parser.add_argument("--output", type=Path, help="JSON file to write")
     arguments = parser.parse_args()
-    local_rank = int(os.environ["LOCAL_RANK"])
-    torch.cuda.set_device(local_rank)
-    dist.init_process_group("nccl", device_id=torch.device("cuda", local_rank))
+    device, group = start_rank(), dist.group.WORLD
     heads = tuple(map(int, arguments.heads.split(":")))
-    device, group = torch.device("cuda", local_rank), dist.group.WORLD
     cu = histogram_pack(arguments.tokens * dist.get_world_size(), arguments.seed)
     plan = make_plan(varlen_causal(cu), int(cu[-1]), dist.get_world_size(), heads=Heads(*heads, HEAD_DIM))
     block_attn = choose_block_attn("ffa", device)

@@ -381,9 +381,8 @@ def _join_keys(table: IntArray, apart: int) -> IntArray:
     """
     q_start, q_end, k_start, k_end, mask_type = table.T
     goes_on = (q_start[1:] == q_start[:-1]) & (q_end[1:] == q_end[:-1]) & (k_start[1:] == k_end[:-1])
-    goes_on &= (
-        (k_start[1:] != apart) & (mask_type[:-1] & 1 == 0) & (mask_type[1:] & 2 == 0)
-    )  # neither bound moves where they meet
+    goes_on &= (mask_type[:-1] & 1 == 0) & (mask_type[1:] & 2 == 0)  # neither bound moves where they meet
+    goes_on &= k_start[1:] != apart
     first = np.flatnonzero(np.append(True, ~goes_on)[: len(table)])
     last = np.append(first[1:], len(table))[: len(first)] - 1
     joined_type = (mask_type[first] & 2) | (mask_type[last] & 1)
