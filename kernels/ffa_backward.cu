@@ -8,7 +8,7 @@
 //   S^T = K Q^T, dP^T = V dO^T                             [64 keys, 64 rows]
 //   P^T = exp2(scale * S^T - lse), dS^T = P^T (dP^T - delta)
 //   dV += P^T dO, dK += dS^T Q                             A from registers
-//   dQ[64 rows, half the columns] = dS K                   dS^T of both warpgroups through shared memory
+//   dQ[64 rows, half the columns] += dS K                  dS^T of both warpgroups through shared memory; no softmax_scale yet
 //
 // DETERMINISTIC orders the additions to a row of dQ by a counter per query block and head pack: tiles in descending order.
 #include "ffa_layout.cuh"
@@ -43,6 +43,7 @@ struct Shared {
   float lse_log2[kStages][kRows];                     // + infinity where a row has no keys or does not exist
   float delta[kStages][kRows];
   int2 band[kStages][kRows];
+  ushort2 place[kRows];                               // a row's token and head in the block
   int4 item;                                          // {first key, KV head, flags, end key}; first key < 0: no more work
   int4 block[kStages];                                // {first token, first head, flags, rank among the additions to dQ}
   // for the warps that add: {first token, first head, kQueryGrad, rank} of a piece of dQ, {first key, head, k*Grad, first
@@ -57,6 +58,8 @@ enum NamedBarrier { kScoreGradReady = 1 };
 constexpr int kNoKey = 0x7fffffff;
 
 enum Grad { kQueryGrad, kKeyGrad, kValueGrad };
+template <int VALUE>
+struct Tag { static constexpr int value = VALUE; };
 enum Store { kStorePacked, kStoreFloat, kAddFloat };   // input type; fp32; added to fp32, by parts of one tile
 
 struct BackwardParams {
@@ -119,6 +122,7 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
     }
     mbarrier_init_fence();
   }
+  if (threadIdx.x < kRows) smem.place[threadIdx.x] = make_ushort2(threadIdx.x / PACK, threadIdx.x % PACK);
   if (kTokens * PACK < kRows) {                       // rows the copy engine never writes must not hold NaN
     for (u32 i = threadIdx.x * 16; i < sizeof(smem.q) + sizeof(smem.dout); i += kThreads * 16)
       *(uint4*)(raw_smem + q - smem_address(raw_smem) + i) = make_uint4(0, 0, 0, 0);   // dout follows q
@@ -127,7 +131,7 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
   __syncthreads();
 
   if (warpgroup == 0) {
-    registers_release<40>();
+    registers_release<24>();
     if (warp == 0) {  // -------------------------------------------------------------------------- producer warp
       Ring<kStages> ring;
       u32 kv_phase = 1;
@@ -139,7 +143,8 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
       int next_word = item_word(index);
       while (index < params.schedule.num_items()) {
         const int fetched = lane == 0 ? next_item(params.counter) : 0;
-        const WorkItem item = share_item(next_word);
+        WorkItem item = share_item(next_word);
+        const int4* first_segment = params.items + 3 * params.schedule.list_index(index) + 1;
         const int kv_head = params.schedule.head(index);
         const int first_key = __shfl_sync(~0u, next_word, 6), end_key = __shfl_sync(~0u, next_word, 7);
         mbarrier_wait(kv_empty, kv_phase);
@@ -162,11 +167,11 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
         const int packs = item.num_segments == 0 ? 0 : params.num_packs;
         for (int pack = 0; pack < packs; pack++) {
           const int head = (kv_head * params.num_packs + pack) * PACK;
-          Segment segment = item.segment;
           for (int n = 0; n < item.num_segments; n++) {
             const int i = kDescending ? item.num_segments - 1 - n : n;
+            Segment& segment = item.segment;
             if (item.num_segments > 1)
-              segment = i == 0 ? item.segment : load_segment(params.segments, item.first_segment + i - 1);
+              segment = load_segment(i == 0 ? first_segment : params.segments + 2 * (item.first_segment + i - 1));
             for (int m = segment.first; m < segment.end; m++) {
               const int b = kDescending ? segment.first + segment.end - 1 - m : m;
               const bool is_full = b >= segment.full_first && b < segment.full_end;
@@ -181,10 +186,12 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
               int2 band[2];
 #pragma unroll
               for (int r = 0; r < 2; r++) {
-                const int row = lane + 32 * r, t = token + row / PACK;
+                const int row = lane + 32 * r;
+                const ushort2 place = smem.place[row];
+                const int t = token + place.x;
                 lse[r] = -kInfinity, delta[r] = 0, band[r] = make_int2(0, 0);
                 if (row < kTokens * PACK && t < params.num_q) {
-                  const long long at = (long long)t * params.num_heads_q + head + row % PACK;
+                  const u32 at = (u32)t * params.num_heads_q + head + place.y;
                   lse[r] = __ldg(params.lse + at);
                   delta[r] = __ldg(params.delta + at);
                   if (!is_full) band[r] = __ldg(params.bands + segment.layer * params.num_q + t);
@@ -256,7 +263,7 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
     }
 
   } else {  // ----------------------------------------------------------------------------------- consumers
-    registers_acquire<232>();
+    registers_acquire<240>();
     const int w = warpgroup - 1;
     const bool leader = threadIdx.x % 128 == 0;
     const int key_row = w * 64 + warp % 4 * 16 + lane / 4;        // this thread's keys: key_row and key_row + 8
@@ -264,21 +271,31 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
     const u32 k_columns = operand(k + (kPanels == 2 ? w * kKeyPanel : w * 64));                // its half of the columns
     const u32 q_rows = operand(q, kRowPanel), dout_rows = operand(dout, kRowPanel);
     const u32 ds_operand = operand(smem_address(smem.ds));
-    // where this thread stores: a row of a dS matrix (see store_matrices), its first row of a piece of gradients
+    // where this thread stores: a row of a dS matrix and of a piece of dQ (see store_matrices), its first row of a piece of dK or dV
     const u32 ds_row = swizzled_row(smem_address(smem.ds), w * 64 + warp % 4 * 16 + lane % 16) ^ lane / 16 * 16;
-    const u32 grad_row = swizzled_row(smem_address(smem.grad[w][0]), warp % 4 * 16 + lane / 4) ^ lane % 4 * 8;
+    const u32 grad = smem_address(smem.grad[w][0]);
+    const u32 dq_row = swizzled_row(grad, warp % 4 * 16 + lane / 16 * 8 + lane % 8) ^ lane / 8 % 2 * 16;
     Ring<kStages> ring;
     u32 ds_b = 0;                                                 // byte offset of the dS buffer of this block
     Ring<kGradBuffers> grad_ring;
-    // Gives 64 rows of gradients, kGradColumns columns from x on, to the warp that adds them to global memory.
-    auto hand_over = [&](const float* x, float scale, int4 piece) {
+    // Gives 64 rows of gradients, kGradColumns columns from x on, to the warp that adds them to global memory. Those of dQ go as
+    // matrices of 4 columns: the even ones of each 8, then the odd ones.
+    auto hand_over = [&](auto grad_of, const float* x, float scale, int4 piece) {
       const int buffer = w * kGradBuffers + grad_ring.stage;
+      const u32 to = grad_ring.stage * kGradBytes;
       mbarrier_wait(grad_empty + 8 * buffer, grad_ring.phase ^ 1);
+      if constexpr (decltype(grad_of)::value == kQueryGrad) {
 #pragma unroll
-      for (int j = 0; j < kGradColumns / 2; j += 2) {
-        const int column = j / 4 * 8;                              // of this lane's group of four
-        store_smem((grad_row ^ column % 32 * 4) + grad_ring.stage * kGradBytes + column / 32 * kGradPanel + j / 2 % 2 * 8 * 128,
-                   x[j] * scale, x[j + 1] * scale);
+        for (int g = 0; g < kGradColumns / 8; g++)
+          store_matrices((dq_row ^ g % 4 * 32) + to + g / 4 * kGradPanel, __float_as_uint(x[4 * g]), __float_as_uint(x[4 * g + 1]),
+                         __float_as_uint(x[4 * g + 2]), __float_as_uint(x[4 * g + 3]));
+      } else {
+        const u32 row = swizzled_row(grad, warp % 4 * 16 + lane / 4) ^ lane % 4 * 8;
+#pragma unroll
+        for (int j = 0; j < kGradColumns / 2; j += 2) {
+          const int column = j / 4 * 8;                            // of this lane's group of four
+          store_smem((row ^ column % 32 * 4) + to + column / 32 * kGradPanel + j / 2 % 2 * 8 * 128, x[j] * scale, x[j + 1] * scale);
+        }
       }
       if (leader) smem.grad_piece[w][grad_ring.stage] = piece;
       fence_proxy_async();
@@ -374,7 +391,7 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
         ds_b ^= (u32)sizeof(smem.ds[0]);
 
         wgmma_wait<1>();                                          // dV and dQ
-        hand_over(dq_rmem, params.softmax_scale, make_int4(block.x, block.y, kQueryGrad, block.w));
+        hand_over(Tag<kQueryGrad>(), dq_rmem, 1, make_int4(block.x, block.y, kQueryGrad, block.w));
 
         wgmma_wait<0>();                                          // dK
         mbarrier_arrive_warp(empty + 8 * s);
@@ -388,11 +405,11 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
       if (params.store == kAddFloat) {                             // rows beyond end_key are 0
 #pragma unroll
         for (int i = 0; i < 2; i++)
-          hand_over(dk_rmem + i * kGradColumns / 2, params.softmax_scale,
+          hand_over(Tag<kKeyGrad>(), dk_rmem + i * kGradColumns / 2, params.softmax_scale,
                     make_int4(first_key + w * 64, kv_head, kKeyGrad, i * kGradColumns));
 #pragma unroll
         for (int i = 0; i < 2; i++)
-          hand_over(dv_rmem + i * kGradColumns / 2, 1, make_int4(first_key + w * 64, kv_head, kValueGrad, i * kGradColumns));
+          hand_over(Tag<kValueGrad>(), dv_rmem + i * kGradColumns / 2, 1, make_int4(first_key + w * 64, kv_head, kValueGrad, i * kGradColumns));
         continue;
       }
 #endif

@@ -59,8 +59,9 @@ struct ForwardParams {
 };
 
 // ---------------------------------------------------------------------------------------------- consumer steps
-// S[64, 128] = Q K^T for this warpgroup's 64 rows.
-DEVICE void scores(float (&s_rmem)[64], u32 q, u32 k) {
+// S[64, keys] = Q K^T for this warpgroup's 64 rows; N = keys / 2.
+template <int N>
+DEVICE void scores(float (&s_rmem)[N], u32 q, u32 k) {
 #pragma unroll
   for (int i = 0; i < HEAD_DIM / 16; i++) {
     const u32 offset = i / 4 * kPanelBytes + i % 4 * 32;
@@ -75,11 +76,12 @@ DEVICE void weighted_values(float (&o_rmem)[HEAD_DIM / 2], const u32 (&p_rmem)[3
 }
 
 // Row r's keys are [band[r].x, band[r].y); s_rmem holds rows 0 and 8 of the thread's pair, columns from `first_key`.
-DEVICE void mask_scores(float (&s_rmem)[64], int first_key, const int2 (&band)[2], int lane) {
+template <int N>
+DEVICE void mask_scores(float (&s_rmem)[N], int first_key, const int2 (&band)[2], int lane) {
   const int column = first_key + lane % 4 * 2;
   const int lo0 = band[0].x - column, hi0 = band[0].y - column, lo1 = band[1].x - column, hi1 = band[1].y - column;
 #pragma unroll
-  for (int j = 0; j < 64; j++) {
+  for (int j = 0; j < N; j++) {
     const int c = j / 4 * 8 + j % 2;
     if (j & 2 ? (c < lo1 || c >= hi1) : (c < lo0 || c >= hi0)) s_rmem[j] = kMasked;
   }
@@ -88,13 +90,14 @@ DEVICE void mask_scores(float (&s_rmem)[64], int first_key, const int2 (&band)[2
 // Replaces scores by exp2(scale * (score - row maximum)) and updates the row sums. The row maximum is one that was seen
 // before: it is raised only when a score exceeds it by kHeadroom in base 2, since only the exponent's range is at stake.
 // Returns whether any row of the warp was raised; then O must be scaled by `rescale`.
-DEVICE bool softmax(float (&s_rmem)[64], float (&row_max)[2], float (&row_sum)[2], float (&rescale)[2], float scale_log2) {
+template <int N>
+DEVICE bool softmax(float (&s_rmem)[N], float (&row_max)[2], float (&row_sum)[2], float (&rescale)[2], float scale_log2) {
   float top[2];
 #pragma unroll
   for (int r = 0; r < 2; r++) {
     top[r] = row_max[r];
 #pragma unroll
-    for (int j = 2 * r; j < 64; j += 4) top[r] = fmaxf(top[r], fmaxf(s_rmem[j], s_rmem[j + 1]));
+    for (int j = 2 * r; j < N; j += 4) top[r] = fmaxf(top[r], fmaxf(s_rmem[j], s_rmem[j + 1]));
     top[r] = fmaxf(top[r], __shfl_xor_sync(~0u, top[r], 1));
     top[r] = fmaxf(top[r], __shfl_xor_sync(~0u, top[r], 2));
   }
@@ -114,7 +117,7 @@ DEVICE bool softmax(float (&s_rmem)[64], float (&row_max)[2], float (&row_sum)[2
     const float offset = row_max[r] == kMasked ? 0.f : row_max[r] * scale_log2;   // else rounding of the huge product could reach exp2
     float sum = 0;
 #pragma unroll
-    for (int j = 2 * r; j < 64; j += 4) {
+    for (int j = 2 * r; j < N; j += 4) {
       s_rmem[j] = exp2_fast(s_rmem[j] * scale_log2 - offset);
       s_rmem[j + 1] = exp2_fast(s_rmem[j + 1] * scale_log2 - offset);
       sum += s_rmem[j] + s_rmem[j + 1];
@@ -182,15 +185,18 @@ ffa_forward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Ten
       const WorkItem item = next;
       const int group = params.schedule.head(index), kv_head = group / params.groups_per_kv;
       const int token = item.tile * kTokens;
-      mbarrier_wait(q_empty, q_phase);
-      q_phase ^= 1;
-      smem.item = make_int4(token, group, item.num_segments == 0 ? kLastBlock : 0, 0);
-      if (item.num_segments == 0) {
-        mbarrier_arrive(q_full);
-      } else {
-        mbarrier_arrive_expect(q_full, kQueryBytes);
-        for (int p = 0; p < kPanels; p++) tma_load_3d(q + p * kPanelBytes, &map_q, q_full, p * 64, group * PACK, token);
-      }
+      auto load_query = [&]() {
+        mbarrier_wait(q_empty, q_phase);
+        q_phase ^= 1;
+        smem.item = make_int4(token, group, item.num_segments == 0 ? kLastBlock : 0, 0);
+        if (item.num_segments == 0) {
+          mbarrier_arrive(q_full);
+        } else {
+          mbarrier_arrive_expect(q_full, kQueryBytes);
+          for (int p = 0; p < kPanels; p++) tma_load_3d(q + p * kPanelBytes, &map_q, q_full, p * 64, group * PACK, token);
+        }
+      };
+      if (item.num_segments == 0) load_query();
 #ifdef EARLIER
       for (int t = token; t < min(token + kTokens, params.num_q); t++)
         prefetch_l2(params.earlier + ((u64)t * params.num_heads_q + group * PACK) * params.head_dim, PACK * params.head_dim * 4);
@@ -198,17 +204,20 @@ ffa_forward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Ten
       Segment segment = item.segment;
       if (next_index < params.schedule.num_items()) next = load_item(params.items, params.schedule.list_index(next_index));
       for (int i = 0; i < item.num_segments; i++) {
-        if (i > 0) segment = load_segment(params.segments, item.first_segment + i - 1);
+        if (i > 0) segment = load_segment(params.segments + 2 * (item.first_segment + i - 1));
         for (int key = segment.first + (segment.end - 1 - segment.first) / kKeys * kKeys; key >= segment.first; key -= kKeys) {
           const bool full = key >= segment.full_first && key + kKeys <= segment.full_end;
-          const bool last = i + 1 == item.num_segments && key == segment.first;
+          const bool first = i == 0 && key + kKeys >= segment.end, last = i + 1 == item.num_segments && key == segment.first;
+          const bool half = first && key + kKeys / 2 >= segment.end;
           const int s = ring.stage;
           mbarrier_wait(k_empty + 8 * s, ring.phase ^ 1);
           wait_for_keys(params.late, key + kKeys);
-          smem.block[s] = make_int4(key, (full ? kFullBlock : 0) | (last ? kLastBlock : 0), segment.layer * params.num_q, 0);
+          const int flags = (full ? kFullBlock : 0) | (last ? kLastBlock : 0) | (half ? kHalfBlock : 0);
+          smem.block[s] = make_int4(key, flags, segment.layer * params.num_q, 0);
           mbarrier_arrive_expect(k_full + 8 * s, kTileBytes);
           for (int p = 0; p < kPanels; p++)
             tma_load_3d(k + s * kTileBytes + p * kPanelBytes, &map_k, k_full + 8 * s, p * 64, kv_head, key);
+          if (first) load_query();             // after keys, which need not wait until the item before is done with its queries
           mbarrier_wait(v_empty + 8 * s, ring.phase ^ 1);
           mbarrier_arrive_expect(v_full + 8 * s, kTileBytes);
           for (int p = 0; p < kPanels; p++)
@@ -264,14 +273,25 @@ ffa_forward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Ten
         mbarrier_wait(k_full + 8 * ring.stage, ring.phase);
         int4 block = smem.block[ring.stage];
         block.y = warp_uniform(block.y);
-        load_bands(block.z);
-        wgmma_fence();
-        scores(s_rmem, q, moved(k, ring.stage * kTileBytes));
-        wgmma_commit();
-        wgmma_wait<0>();
-        mbarrier_arrive_warp(k_empty + 8 * ring.stage);
-        mask_scores(s_rmem, block.x, band, lane);
-        softmax(s_rmem, row_max, row_sum, rescale, params.scale_log2);
+        auto first_block = [&](auto& s_rmem) {
+          wgmma_fence();
+          scores(s_rmem, q, moved(k, ring.stage * kTileBytes));
+          wgmma_commit();
+          load_bands(block.z);
+          wgmma_wait<0>();
+          mbarrier_arrive_warp(k_empty + 8 * ring.stage);
+          if (block.y & kLastBlock) mbarrier_arrive_warp(q_empty);
+          mask_scores(s_rmem, block.x, band, lane);
+          softmax(s_rmem, row_max, row_sum, rescale, params.scale_log2);
+        };
+        if (block.y & kHalfBlock) {
+          float half[32];
+          first_block(half);
+#pragma unroll
+          for (int j = 0; j < 64; j++) s_rmem[j] = j < 32 ? half[j] : 0;
+        } else {
+          first_block(s_rmem);
+        }
         round_probabilities(p_rmem, s_rmem);
 
         while (!(block.y & kLastBlock)) {
@@ -289,6 +309,7 @@ ffa_forward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Ten
           wgmma_commit();
           wgmma_wait<1>();
           mbarrier_arrive_warp(k_empty + 8 * ring.stage);
+          if (block.y & kLastBlock) mbarrier_arrive_warp(q_empty);
           if (!(block.y & kFullBlock)) mask_scores(s_rmem, block.x, band, lane);
           const bool raised = softmax(s_rmem, row_max, row_sum, rescale, params.scale_log2);
           wgmma_wait<0>();
@@ -300,7 +321,6 @@ ffa_forward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Ten
           }
         }
 
-        mbarrier_arrive_warp(q_empty);
         mbarrier_wait(v_full + 8 * ring.stage, ring.phase);
         wgmma_fence();
         weighted_values(o_rmem, p_rmem, moved(v, ring.stage * kTileBytes));

@@ -32,7 +32,7 @@ constexpr float kMasked = -1e30f;             // a masked score: finite, so that
 constexpr float kLn2 = 0.6931471805599453f;
 #define kInfinity __int_as_float(0x7f800000)
 
-enum BlockFlags { kFullBlock = 1, kLastBlock = 2 };
+enum BlockFlags { kFullBlock = 1, kLastBlock = 2, kHalfBlock = 4 };   // half (forward): the second 64 keys are beyond the segment
 
 struct Segment {
   int layer, component, first, end, full_first, full_end;
@@ -43,8 +43,8 @@ struct WorkItem {
   Segment segment;
 };
 
-DEVICE Segment load_segment(const int4* segments, int index) {
-  const int4 a = __ldg(segments + 2 * index), b = __ldg(segments + 2 * index + 1);
+DEVICE Segment load_segment(const int4* words) {
+  const int4 a = __ldg(words), b = __ldg(words + 1);
   return {a.x, a.y, b.x, b.y, b.z, b.w};
 }
 

@@ -78,6 +78,7 @@ struct FinishParams {
   const float4 *dkv, *dq;                 // [dkv_units, 2]: [T, K and V, units / 2] and [dq_units, 2]
   uint4 *dk_to, *dv_to, *dq_to;           // [T, units / 2] twice, [dq_units]
   unsigned dkv_units, dq_units;
+  float softmax_scale;                    // dq still lacks it, and has the even columns of each 8 before the odd ones
 };
 
 extern "C" __global__ void __launch_bounds__(kWarps * 32) finish_grads(const __grid_constant__ FinishParams params) {
@@ -88,7 +89,12 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32) finish_grads(const __g
     const float4* from = (of_dq ? params.dq : params.dkv) + 2ll * j;
     float4 low = from[0], high = from[1];
     uint4* to = params.dq_to + j;
-    if (!of_dq) {
+    if (of_dq) {
+      const float4 even = low, odd = high;
+      const float scale = params.softmax_scale;
+      low = make_float4(even.x * scale, odd.x * scale, even.y * scale, odd.y * scale);
+      high = make_float4(even.z * scale, odd.z * scale, even.w * scale, odd.w * scale);
+    } else {
       const unsigned token = j / units, unit = j % units, half = units / 2;
       add_returned(params.returned, token, unit, low, high);
       to = (unit < half ? params.dk_to + unit : params.dv_to + unit - half) + (long long)token * half;

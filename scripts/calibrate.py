@@ -156,7 +156,7 @@ class Layer:
         delta = self.block_attn.delta(self.out, self.dout, zero=dq)
         dk, dv = torch.empty_like(self.k), torch.empty_like(self.v)
         self.block_attn.backward(self.dout, self.q, self.k, self.v, self.lse, delta, self.mask, self.scale, dq, dk, dv)
-        dq.to(self.q.dtype)
+        self.block_attn.rows().round(dq, self.scale, torch.empty_like(self.q))
 
 
 def measure_kernel() -> list[Sample]:

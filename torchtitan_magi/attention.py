@@ -51,12 +51,10 @@ def _backward(
         dq = empty(q.shape, wide, q.device)
         delta = bound.block_attn.delta(out, dout, zero=dq)
         dk, dv = empty(k.shape, k.dtype, k.device), empty(v.shape, v.dtype, v.device)
-        rounded = dq if q.dtype == wide else empty(q.shape, q.dtype, q.device)
-        bound.block_attn.backward(
-            dout, q, k, v, lse, delta, stages[0].mask, softmax_scale, dq, dk, dv,
-            spare=None if rounded is dq else rounded,
-        )  # fmt: skip
-        return rounded if rounded is dq else rounded.copy_(dq), dk, dv
+        rounded = empty(q.shape, q.dtype, q.device)
+        bound.block_attn.backward(dout, q, k, v, lse, delta, stages[0].mask, softmax_scale, dq, dk, dv, spare=rounded)
+        bound.rows.round(dq, softmax_scale, rounded)
+        return rounded, dk, dv
     # dq and the first stage's dK/dV [rows, 2, H, D], of which the rank's own gather what the other ranks return
     shape = (stages[0].stage.num_rows, 2, *k.shape[1:])
     sums = empty((q.numel() + math.prod(shape),), wide, q.device)
@@ -83,7 +81,7 @@ def _backward(
             returned = group_reduce(stage, bound.rows, bound_stage.row_index, grad, wire, bound.transport)
     if returned is not None:
         returned.wait()
-    return bound.rows.finish(returned, dq, dkv, q.dtype)
+    return bound.rows.finish(returned, dq, dkv, softmax_scale, q.dtype)
 
 
 class _Arrivals:

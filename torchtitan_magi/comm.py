@@ -86,10 +86,13 @@ class Rows(Protocol):
     def add(self, returned: Returned, grad: Tensor) -> None:
         """Adds returned rows to grad [T, 2, H, D], for each token in the order of the ranks."""
 
+    def round(self, dq: Tensor, softmax_scale: float, out: Tensor) -> None:
+        """What the block attention left in dq [T, Hq, D], times the scale, to out."""
+
     def finish(
-        self, returned: Returned | None, dq: Tensor, dkv: Tensor, dtype: torch.dtype
+        self, returned: Returned | None, dq: Tensor, dkv: Tensor, softmax_scale: float, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """dq [T, Hq, D], and dk and dv [T, H, D] of dkv [T, 2, H, D] with `returned` added to it; in `dtype`."""
+        """In `dtype`: dq as `round` has it, and dk and dv [T, H, D] of dkv [T, 2, H, D] with `returned` added to it."""
 
 
 class TorchRows:
@@ -109,12 +112,15 @@ class TorchRows:
         for rows, values in zip(returned.index[0].split(splits), returned.rows.split(splits), strict=True):
             grad.index_add_(0, rows, values.to(grad.dtype))
 
+    def round(self, dq: Tensor, softmax_scale: float, out: Tensor) -> None:
+        out.copy_(dq * softmax_scale)
+
     def finish(
-        self, returned: Returned | None, dq: Tensor, dkv: Tensor, dtype: torch.dtype
+        self, returned: Returned | None, dq: Tensor, dkv: Tensor, softmax_scale: float, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor, Tensor]:
         if returned is not None:
             self.add(returned, dkv)
-        return dq.to(dtype), dkv[:, 0].to(dtype, copy=True), dkv[:, 1].to(dtype, copy=True)
+        return (dq * softmax_scale).to(dtype), dkv[:, 0].to(dtype, copy=True), dkv[:, 1].to(dtype, copy=True)
 
 
 def group_cast(

@@ -228,7 +228,8 @@ class FfaBlockAttn:
         Args:
             dout, q: [Tq, Hq, D]. k, v: [Tk, Hk, D]. bf16 or fp16, all alike; strided views are read in place.
             lse, delta: fp32 [Tq, Hq] contiguous, final over all stages; delta = rowsum(out * dout).
-            dq: fp32 [Tq, Hq, D] contiguous, added to.
+            dq: fp32 [Tq, Hq, D] contiguous: dS K is added to it, without softmax_scale, and with the even columns of
+            each 8 before the odd ones; `CudaRows.round` or `finish` makes gradients of it.
             dk, dv: [Tk, Hk, D], overwritten; fp32 or the dtype of k, innermost dimension contiguous, rows 16-byte
             aligned.
             zeroed: dk and dv hold zeros.

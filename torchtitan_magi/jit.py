@@ -75,6 +75,7 @@ def compile_source(name: str, source: str, macros: Macros) -> tuple[bytes, str]:
         name=name,
         arch=ARCH,
         std=STD,
+        device_as_default_execution_space=True,
         ptxas_options=["-v"],
         define_macro=[(k, str(v)) for k, v in macros.items()] or None,
     )

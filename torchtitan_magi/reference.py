@@ -152,7 +152,8 @@ class FlexBlockAttn:
         Args:
             dout, q: [Tq, Hq, D]. k, v: [Tk, Hkv, D]. lse, delta: [Tq, Hq], final over all stages; delta is
                 rowsum(out * dout).
-            dq: [Tq, Hq, D] in float32 or wider, added to. dk, dv: [Tk, Hkv, D], overwritten.
+            dq: [Tq, Hq, D] in float32 or wider: dS K, without softmax_scale, is added to it. dk, dv: [Tk, Hkv, D],
+                overwritten.
         """
         assert late is None
         groups = (k.shape[1], q.shape[1] // k.shape[1])
@@ -176,10 +177,10 @@ class FlexBlockAttn:
                         outside |= col < k_start + (row - q_start)
                     probs = probs.masked_fill(outside, 0.0)
                 dv_sum[keys] += torch.einsum("hgqk,qhgd->khd", probs, dout_rows)
-                dscores = probs * (torch.einsum("qhgd,khd->hgqk", dout_rows, v_rows) - delta_rows) * softmax_scale
+                dscores = probs * (torch.einsum("qhgd,khd->hgqk", dout_rows, v_rows) - delta_rows)
                 dq[rows] += torch.einsum("hgqk,khd->qhgd", dscores, k_rows).flatten(1, 2)
                 dk_sum[keys] += torch.einsum("hgqk,qhgd->khd", dscores, q_rows)
-        dk.copy_(dk_sum)
+        dk.copy_(dk_sum * softmax_scale)
         dv.copy_(dv_sum)
 
 

@@ -41,6 +41,7 @@ class _FinishParams(ctypes.Structure):
         ("returned", _ReturnedRows),
         *((name, ctypes.c_void_p) for name in ("dkv", "dq", "dk_to", "dv_to", "dq_to")),
         *((name, ctypes.c_uint) for name in ("dkv_units", "dq_units")),
+        ("softmax_scale", ctypes.c_float),
     ]
 
 
@@ -88,26 +89,45 @@ class CudaRows:
                 ctypes.c_void_p(grad.data_ptr()),
             )  # fmt: skip
 
+    def round(self, dq: Tensor, softmax_scale: float, out: Tensor) -> None:
+        """What FfaBlockAttn.backward left in dq (fp32 [T, Hq, D], contiguous), times the scale, to out (16 bits)."""
+        nothing = _ReturnedRows(None, None, None, 0, 1)
+        _finish(nothing, None, dq, (None, None, out.data_ptr()), 0, softmax_scale, out.dtype, out.dtype)
+
     def finish(
-        self, returned: Returned | None, dq: Tensor, dkv: Tensor, dtype: torch.dtype
+        self, returned: Returned | None, dq: Tensor, dkv: Tensor, softmax_scale: float, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """dq [T, Hq, D], and dk and dv [T, H, D] of dkv [T, 2, H, D] with `returned` added to it; in `dtype`.
+        """In `dtype`: dq as `round` has it, and dk and dv [T, H, D] of dkv [T, 2, H, D] with `returned` added to it.
 
         dq and dkv are fp32 and contiguous, D is a multiple of 8; the sums are per token in rank order.
         """
         num_tokens, _, num_heads, head_dim = dkv.shape
         dq_to = empty(dq.shape, dtype, dq.device)
         dk, dv = (empty((num_tokens, num_heads, head_dim), dtype, dq.device) for _ in range(2))
-        assert dq.is_contiguous()
         assert dkv.is_contiguous()
         units = 2 * num_heads * head_dim // _ELEMENTS
-        parts = _ReturnedRows(None, None, None, 0, units) if returned is None else _returned_rows(returned, units)
-        dkv_units, dq_units = num_tokens * units, dq.numel() // _ELEMENTS
-        addresses = (x.data_ptr() for x in (dkv, dq, dk, dv, dq_to))
-        params = _FinishParams(parts, *addresses, dkv_units, dq_units)
-        kernel = _kernel("finish_grads", dtype, dtype if returned is None else returned.rows.dtype)
-        kernel(dq.device.index, _thread_blocks(dkv_units + dq_units), params)
+        rows = _ReturnedRows(None, None, None, 0, units) if returned is None else _returned_rows(returned, units)
+        wire = dtype if returned is None else returned.rows.dtype
+        to = dk.data_ptr(), dv.data_ptr(), dq_to.data_ptr()
+        _finish(rows, dkv.data_ptr(), dq, to, num_tokens * units, softmax_scale, dtype, wire)
         return dq_to, dk, dv
+
+
+def _finish(
+    returned: _ReturnedRows,
+    dkv: int | None,
+    dq: Tensor,
+    to: tuple[int | None, int | None, int],
+    dkv_units: int,
+    softmax_scale: float,
+    dtype: torch.dtype,
+    wire: torch.dtype,
+) -> None:
+    assert dq.is_contiguous()
+    dq_units = dq.numel() // _ELEMENTS
+    params = _FinishParams(returned, dkv, dq.data_ptr(), *to, dkv_units, dq_units, softmax_scale)
+    if dkv_units + dq_units:
+        _kernel("finish_grads", dtype, wire)(dq.device.index, _thread_blocks(dkv_units + dq_units), params)
 
 
 def _returned_rows(returned: Returned, units: int) -> _ReturnedRows:
