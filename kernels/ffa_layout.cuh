@@ -59,14 +59,18 @@ DEVICE WorkItem load_item(const int4* items, int index) {
   return {a.x, a.y, a.z, {b.x, b.y, c.x, c.y, c.z, c.w}};
 }
 
-// The persistent grid's item order: tiles longest first, `heads_per_wave` heads at a time so that their K and V stay in
-// L2. heads_per_wave divides num_heads.
+// The persistent grid's item order: tiles as listed, `heads_per_wave` heads at a time so that what they read stays in L2, and at
+// the end a tail of tiles of all heads. heads_per_wave divides num_heads.
 struct Schedule {
-  int num_tiles, num_heads, heads_per_wave;
-  DEVICE int num_items() const { return num_tiles * num_heads; }
-  DEVICE int list_index(int item) const { return item % (num_tiles * heads_per_wave) / heads_per_wave; }
+  int num_tiles, num_tail, num_heads, heads_per_wave;
+  DEVICE int num_items() const { return (num_tiles + num_tail) * num_heads; }
+  DEVICE int list_index(int item) const {
+    const int beyond = item - num_tiles * num_heads;
+    return beyond >= 0 ? num_tiles + beyond / num_heads : item % (num_tiles * heads_per_wave) / heads_per_wave;
+  }
   DEVICE int head(int item) const {
-    return item / (num_tiles * heads_per_wave) * heads_per_wave + item % heads_per_wave;
+    const int beyond = item - num_tiles * num_heads;
+    return beyond >= 0 ? beyond % num_heads : item / (num_tiles * heads_per_wave) * heads_per_wave + item % heads_per_wave;
   }
 };
 

@@ -19,6 +19,7 @@ TFLOP/s per GPU count the pairs of the mask: 4 * area * head_dim * num_heads_q f
 """
 
 import argparse
+import itertools
 import json
 import os
 import platform
@@ -145,14 +146,34 @@ def once_ms(run: Run, queued: int = 6_000_000) -> float:
     return start.elapsed_time(end)
 
 
+LAYERS = 8  # of the chain that host times are taken from
+
+
 def host_us(run: Run) -> float:
-    """Host time of a call while the device is busy."""
+    """Host time of one of LAYERS calls while the device is busy."""
     dist.barrier()
     torch.cuda.synchronize()
     torch.cuda._sleep(6_000_000)
     start = time.perf_counter()
     run()
-    return 1e6 * (time.perf_counter() - start)
+    return 1e6 * (time.perf_counter() - start) / LAYERS
+
+
+def chain(q: Tensor, k: Tensor, v: Tensor, attend: Callable[..., Tensor]) -> tuple[Run, Run]:
+    """Forward and backward of LAYERS layers, one after another, as training has them."""
+    layers = [[x.detach().requires_grad_() for x in (k, v)] for _ in range(LAYERS)]
+    q = q.detach().requires_grad_()
+
+    def forward() -> Tensor:
+        out = q
+        for keys, values in layers:
+            out = attend(out, keys, values)
+        return out
+
+    out = forward()
+    dout = torch.randn_like(out)
+    inputs = [q, *itertools.chain(*layers)]
+    return forward, lambda: torch.autograd.grad(out, inputs, dout, retain_graph=True)
 
 
 def take_turns(runs: dict[str, Run], repeats: int, measure: Callable[[Run], float] = once_ms) -> dict[str, float]:
@@ -214,7 +235,8 @@ def bench_pack(name: str, cu: np.ndarray, heads: tuple[int, int], seed: int, rep
         take_turns({name: both[i] for name, both in runs.items()}, repeats) for i in range(2)
     )  # backwards apart, as in training
     unqueued = sum(take_turns({"ours": run}, repeats, partial(once_ms, queued=0))["ours"] for run in runs["ours"])
-    host = [take_turns({"ours": run}, repeats, host_us)["ours"] for run in runs["ours"]]
+    layers = chain(*shares, strategies["ours"][0])
+    host = [take_turns({"ours": run}, repeats, host_us)["ours"] for run in layers]
     forwards["ideal"], backwards["ideal"] = forwards["ideal"] / cp_size, backwards["ideal"] / cp_size
 
     flops = 4 * slices.area * HEAD_DIM * heads[0]

@@ -207,7 +207,13 @@ def test_parts_of_tiles_fill_the_gpu_and_end_at_chunks() -> None:
     items = read(lists, lists.sizes.backward_items, lists.sizes.num_backward_items, 12)
     assert (items[:, 8] // 256 == (items[:, 9] - 1) // 256).all()
     assert lists.sizes.num_backward_items * 8 > 4 * 132
-    assert (np.diff(items[:, 8] // 256) >= 0).all()  # one chunk of queries after another
+    main = len(items) - lists.sizes.num_backward_tail
+    assert (np.diff(items[:main, 8] // 256) >= 0).all()  # one chunk of queries after another
+    blocks = items[:, 9] - items[:, 8]
+    assert blocks[:main].max() == 256
+    assert blocks[main:].max() == 64  # at the end short ones, longest first
+    assert (np.diff(blocks[main:]) <= 0).all()
+    assert 132 * 256 <= blocks[main:].sum() * 8 <= 2 * 132 * 256
     assert not build_worklists(varlen_causal(np.arange(0, 65536, 64)), 65472, 65472, 64, 8).sizes.is_split
 
 

@@ -159,7 +159,7 @@ class FfaBlockAttn:
             dtype = torch.float32 if more else q.dtype
             out = empty(q.shape, dtype, q.device)
             lse = earlier[1] if earlier else empty((s.num_q, s.num_heads_q), torch.float32, q.device)
-        num_items = template.schedule.num_tiles * template.schedule.num_heads
+        num_items = template.schedule.num_items
         if num_items == 0:
             return out, lse
         if s.num_k == 0:  # nothing to copy from
@@ -195,7 +195,7 @@ class FfaBlockAttn:
             items=mask.pointer(s.forward_items),
             segments=mask.pointer(s.forward_segments),
             bands=mask.pointer(s.bands),
-            schedule=launch.Schedule(num_tiles, num_groups, s.forward_heads_per_wave),
+            schedule=launch.Schedule(num_tiles, 0, num_groups, s.forward_heads_per_wave),
             groups_per_kv=num_groups // s.num_heads_kv,
             num_q=s.num_q,
             num_heads_q=s.num_heads_q,
@@ -282,7 +282,7 @@ class FfaBlockAttn:
         params.softmax_scale, params.scale_log2 = softmax_scale, softmax_scale * LOG2_E
         if late is not None:
             params.late = launch.LateKeys(*late)
-        num_items = template.schedule.num_tiles * template.schedule.num_heads
+        num_items = template.schedule.num_items
         pack, tokens = s.backward_pack, BACKWARD_ROWS // s.backward_pack
         map_dq, _ = launch.tensor_map(dq, pack, tokens)
         map_dk = map_dv = map_dq  # unused unless parts are added up
@@ -308,7 +308,9 @@ class FfaBlockAttn:
             segments=mask.pointer(s.backward_segments),
             bands=mask.pointer(s.bands),
             components=mask.pointer(s.components),
-            schedule=launch.Schedule(s.num_backward_items, s.num_heads_kv, s.backward_heads_per_wave),
+            schedule=launch.Schedule(
+                s.num_backward_items - s.num_backward_tail, s.num_backward_tail, s.num_heads_kv, 1
+            ),
             num_packs=s.num_heads_q // s.num_heads_kv // s.backward_pack,
             num_q=s.num_q,
             num_heads_q=s.num_heads_q,

@@ -38,6 +38,10 @@ NUM_SMS = 132  # of an H200; only heuristics use it
 ITEMS_PER_SM = 10  # parts per SM that backward tiles are split into
 MIN_CHUNK, MAX_CHUNK = 8, 256  # query blocks of a part, times packs
 L2_BYTES = 32 << 20  # share of the L2 cache that one wave of heads may claim
+TAIL = (
+    1.0  # of the blocks that all SMs do in the time of the longest part: so many are kept for the end, in small parts
+)
+TAIL_PARTS = 4  # of them make one part of usual length
 EARLY_BLOCKS = 64  # 128 x 128 blocks per SM, about 100 us, that the forward does before it wants keys that come late
 FIXED_COST = 1.2  # of a work item, in blocks: prologue and epilogue
 
@@ -71,9 +75,9 @@ class ListSizes:
     forward_segments: int = 0
 
     backward_pack: int = 0
-    backward_heads_per_wave: int = 0
     num_q_blocks: int = 0
     num_backward_items: int = 0  # parts of k-tiles
+    num_backward_tail: int = 0  # the last of them, done when all heads are through the others
     is_split: bool = False  # some tile has several parts: dk and dv are sums in fp32
     deterministic: bool = False  # k-tiles whole, from the last to the first; there are `components`
     backward_items: int = 0
@@ -191,26 +195,29 @@ def _backward_lists(
     tile, records = transpose_segments(runs, starts)
     num_blocks = np.bincount(tile, records[:, 5] - records[:, 4], num_tiles).astype(np.int64)
     chunk = chunk or backward_chunk(num_blocks, mask.num_heads_kv, num_packs)
+    fits_l2 = mask.num_q * mask.num_heads_q * 1024 <= L2_BYTES  # q, dout and dq, 128 columns
+    at_once = fits_l2 or deterministic  # all heads together, else one after another
+    in_tail = np.full(num_tiles, True) if at_once else tail_tiles(num_blocks, chunk, mask.num_heads_kv)
     part_tile, part, is_split = np.arange(num_tiles), tile, False
-    if not deterministic:
-        parts = split_tiles(tile, records, num_blocks, chunk)
-        is_split = len(parts[0]) > int(is_new(tile).sum())
-        if is_split:
-            part_tile, part, records = parts
-            num_blocks = np.bincount(part, records[:, 5] - records[:, 4]).astype(np.int64)
+    if not deterministic and num_blocks.max(initial=0) > chunk:
+        finer = chunk if at_once else max(chunk // TAIL_PARTS, MIN_CHUNK // num_packs, 1)
+        part_tile, part, records = split_tiles(tile, records, num_blocks, np.where(in_tail, finer, chunk))
+        is_split = len(part_tile) > int(np.count_nonzero(num_blocks))
+        num_blocks = np.bincount(part, records[:, 5] - records[:, 4]).astype(np.int64)
     items, further = _items(part, records, len(part_tile))
     items[:, 0], items[:, 6], items[:, 7] = part_tile, starts[part_tile], starts[part_tile + 1]
-    fits_l2 = mask.num_q * mask.num_heads_q * 1024 <= L2_BYTES  # q, dout and dq, 128 columns
+    in_tail = in_tail[part_tile]
     if deterministic:
         order = np.arange(num_tiles)[::-1]
-    else:  # longest first, or, where the queries do not fit L2, one chunk of them after another
-        is_late = (items[:, 7] > mask.late_from).astype(np.int64)
-        order = longest_first(num_blocks, is_late if fits_l2 else items[:, 8].astype(np.int64) // chunk * 2 + is_late)
+    else:  # one chunk of queries after another, then the tail; what waits for keys comes last
+        stage = items[:, 8].astype(np.int64) // chunk
+        is_late = items[:, 7] > mask.late_from
+        order = longest_first(num_blocks, np.where(in_tail, stage.max(initial=0) + 1, stage) * 2 + is_late)
     return {
         "backward_pack": pack,
-        "backward_heads_per_wave": mask.num_heads_kv if fits_l2 or deterministic else 1,
         "num_q_blocks": num_q_blocks,
         "num_backward_items": len(items),
+        "num_backward_tail": int(np.count_nonzero(in_tail)),
         "is_split": is_split,
         "deterministic": deterministic,
         "backward_items": words.add(items, order),
@@ -236,6 +243,16 @@ def backward_chunk(blocks_per_tile: Int64Array, num_heads_kv: int, packs: int) -
     wanted = min(enough, max(longest / 8, 2 * MIN_CHUNK), MAX_CHUNK)
     chunk = 2 ** round(math.log2(max(wanted, MIN_CHUNK)))  # a power of two: chunks end where k-tiles do
     return max(1, chunk // packs)
+
+
+def tail_tiles(blocks_per_tile: Int64Array, chunk: int, num_heads_kv: int) -> npt.NDArray[np.bool_]:
+    """Which k-tiles are kept for the end, so that all SMs end at nearly the same time: short ones, bool [num_tiles]."""
+    wanted = TAIL * NUM_SMS * min(chunk, blocks_per_tile.max(initial=0)) / num_heads_kv
+    order = np.argsort(blocks_per_tile)
+    before = blocks_per_tile[order].cumsum() - blocks_per_tile[order]
+    tail = np.zeros(len(order), bool)
+    tail[order[before < wanted]] = True
+    return tail
 
 
 def longest_first(num_blocks: Int64Array, at: Int64Array | int = 0) -> Int64Array:
@@ -302,24 +319,25 @@ def key_tiles(table: Int64Array, num_k: int) -> Int64Array:
 
 
 def split_tiles(
-    tile: Int64Array, records: Int32Array, blocks_per_tile: Int64Array, chunk: int
+    tile: Int64Array, records: Int32Array, blocks_per_tile: Int64Array, chunk_of_tile: Int64Array
 ) -> tuple[Int64Array, Int64Array, Int32Array]:
     """Cuts the segments of k-tiles with more than `chunk` query blocks at multiples of `chunk` blocks.
 
     Args:
-        tile: int64 [n]; records: int32 [n, 8]; blocks_per_tile: int64 [num_tiles].
+        tile: int64 [n]; records: int32 [n, 8]; blocks_per_tile, chunk_of_tile: int64 [num_tiles].
 
     Returns:
         part_tile: int64 [parts], the k-tile of each part; tiles that nothing touches have none.
         part: int64 [m], of each cut record, ascending; records: int32 [m, 8], the cut records.
     """
-    whole = (blocks_per_tile <= chunk)[tile]
+    whole, chunk = (blocks_per_tile <= chunk_of_tile)[tile], chunk_of_tile[tile]
     first_chunk, last_chunk = records[:, 4] // chunk, (records[:, 5] - 1) // chunk
     first_chunk[whole] = last_chunk[whole] = 0
     pieces = last_chunk - first_chunk + 1
     which = np.repeat(np.arange(len(tile)), pieces)
     at = np.arange(len(which)) + np.repeat(first_chunk - starts_of(pieces), pieces)
     cut = records.take(which, 0)
+    chunk = chunk[which]
     end = np.where(whole[which], FAR, (at + 1) * chunk)
     cut[:, 4], cut[:, 5] = np.maximum(cut[:, 4], at * chunk), np.minimum(cut[:, 5], end)
     num_chunks = int(last_chunk.max(initial=0)) + 1
