@@ -201,9 +201,11 @@ def _backward_lists(
     part_tile, part, is_split = np.arange(num_tiles), tile, False
     if not deterministic and num_blocks.max(initial=0) > chunk:
         finer = chunk if at_once else max(chunk // TAIL_PARTS, MIN_CHUNK // num_packs, 1)
-        part_tile, part, records = split_tiles(tile, records, num_blocks, np.where(in_tail, finer, chunk))
-        is_split = len(part_tile) > int(np.count_nonzero(num_blocks))
-        num_blocks = np.bincount(part, records[:, 5] - records[:, 4]).astype(np.int64)
+        parts = split_tiles(tile, records, num_blocks, np.where(in_tail, finer, chunk))
+        is_split = len(parts[0]) > int(np.count_nonzero(num_blocks))
+        if is_split:
+            part_tile, part, records = parts
+            num_blocks = np.bincount(part, records[:, 5] - records[:, 4]).astype(np.int64)
     items, further = _items(part, records, len(part_tile))
     items[:, 0], items[:, 6], items[:, 7] = part_tile, starts[part_tile], starts[part_tile + 1]
     in_tail = in_tail[part_tile]
