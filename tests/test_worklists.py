@@ -218,7 +218,7 @@ def test_parts_of_tiles_fill_the_gpu_and_end_at_chunks() -> None:
 
 
 def test_tiles_without_queries_are_stored_too_where_long_ones_turn_out_to_be_whole() -> None:
-    """Three layers over the same 200 query blocks of 256: more blocks than a chunk, but no end of a chunk among them."""
+    """Three layers over 200 query blocks: more blocks than a chunk of 256, but no end of a chunk among them."""
     slices = AttnSlices([[0, 1600, 0, 40, 0], [0, 1600, 50, 80, 0], [0, 1600, 90, 128, 0]])
     check(slices, 1600, 1000, (8, 1), chunk=256)
 

@@ -123,13 +123,13 @@ class CostModel:
 
 _PARTS = (KernelCost, Link)
 
-# Kernel: scripts/calibrate.py on two H200 (benchmarks/results/cost_h200x2.json); it predicts the cases of
-# kernel_h200.json to -15% and +12% forward, -21% and +15% backward, but for one short backward that the host holds up.
+# Kernel: `scripts/calibrate.py --fit benchmarks/results/kernel_h200.json`; it predicts those cases to -10% and +12%
+# forward, -27% (2k tokens, where the host holds up) and +13% backward.
 # The rest: on four (cost_h200x4.json), rows fetched through peer memory; slowdown there is of a backward, the forward
 # showed 0.03. `across` nobody has measured yet: one 400 Gb/s adapter per GPU.
 H200 = CostModel(
-    forward=KernelCost(launch=13.5e-6, pair=3.47e-13, pair_dim=2.47e-15, row=1.12e-10, row_dim=6.6e-13),
-    backward=KernelCost(launch=60e-6, pair=5.30e-13, pair_dim=1.28e-14, row=7.7e-11, row_dim=5.14e-12),
+    forward=KernelCost(launch=14.3e-6, pair=3.12e-13, pair_dim=3.34e-15, row=1.19e-10, row_dim=0.0),
+    backward=KernelCost(launch=61.1e-6, pair=5.33e-13, pair_dim=1.23e-14, row=5.27e-10, row_dim=2.12e-12),
     merge=6.0e-13,
     stage=12e-6,
     memory=4.2e12,
