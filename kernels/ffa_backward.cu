@@ -280,24 +280,26 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
     Ring<kGradBuffers> grad_ring;
     // Gives 64 rows of gradients, kGradColumns columns from x on, to the warp that adds them to global memory. Those of dQ go as
     // matrices of 4 columns: the even ones of each 8, then the odd ones.
-    auto hand_over = [&](auto grad_of, const float* x, float scale, int4 piece) {
+    auto hand_over = [&](auto grad_of, const float* x, int row, int head, int rank_or_column) {
+      constexpr int kGrad = decltype(grad_of)::value;
       const int buffer = w * kGradBuffers + grad_ring.stage;
       const u32 to = grad_ring.stage * kGradBytes;
       mbarrier_wait(grad_empty + 8 * buffer, grad_ring.phase ^ 1);
-      if constexpr (decltype(grad_of)::value == kQueryGrad) {
+      if constexpr (kGrad == kQueryGrad) {
 #pragma unroll
         for (int g = 0; g < kGradColumns / 8; g++)
           store_matrices((dq_row ^ g % 4 * 32) + to + g / 4 * kGradPanel, __float_as_uint(x[4 * g]), __float_as_uint(x[4 * g + 1]),
                          __float_as_uint(x[4 * g + 2]), __float_as_uint(x[4 * g + 3]));
       } else {
-        const u32 row = swizzled_row(grad, warp % 4 * 16 + lane / 4) ^ lane % 4 * 8;
+        const float scale = kGrad == kKeyGrad ? params.softmax_scale : 1;
+        const u32 first_row = swizzled_row(grad, warp % 4 * 16 + lane / 4) ^ lane % 4 * 8;
 #pragma unroll
         for (int j = 0; j < kGradColumns / 2; j += 2) {
           const int column = j / 4 * 8;                            // of this lane's group of four
-          store_smem((row ^ column % 32 * 4) + to + column / 32 * kGradPanel + j / 2 % 2 * 8 * 128, x[j] * scale, x[j + 1] * scale);
+          store_smem((first_row ^ column % 32 * 4) + to + column / 32 * kGradPanel + j / 2 % 2 * 8 * 128, x[j] * scale, x[j + 1] * scale);
         }
       }
-      if (leader) smem.grad_piece[w][grad_ring.stage] = piece;
+      if (leader) smem.grad_piece[w][grad_ring.stage] = make_int4(row, head, kGrad, rank_or_column);
       fence_proxy_async();
       mbarrier_arrive_warp(grad_full + 8 * buffer);
       grad_ring.advance();
@@ -391,7 +393,7 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
         ds_b ^= (u32)sizeof(smem.ds[0]);
 
         wgmma_wait<1>();                                          // dV and dQ
-        hand_over(Tag<kQueryGrad>(), dq_rmem, 1, make_int4(block.x, block.y, kQueryGrad, block.w));
+        hand_over(Tag<kQueryGrad>(), dq_rmem, block.x, block.y, block.w);
 
         wgmma_wait<0>();                                          // dK
         mbarrier_arrive_warp(empty + 8 * s);
@@ -405,11 +407,10 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
       if (params.store == kAddFloat) {                             // rows beyond end_key are 0
 #pragma unroll
         for (int i = 0; i < 2; i++)
-          hand_over(Tag<kKeyGrad>(), dk_rmem + i * kGradColumns / 2, params.softmax_scale,
-                    make_int4(first_key + w * 64, kv_head, kKeyGrad, i * kGradColumns));
+          hand_over(Tag<kKeyGrad>(), dk_rmem + i * kGradColumns / 2, first_key + w * 64, kv_head, i * kGradColumns);
 #pragma unroll
         for (int i = 0; i < 2; i++)
-          hand_over(Tag<kValueGrad>(), dv_rmem + i * kGradColumns / 2, 1, make_int4(first_key + w * 64, kv_head, kValueGrad, i * kGradColumns));
+          hand_over(Tag<kValueGrad>(), dv_rmem + i * kGradColumns / 2, first_key + w * 64, kv_head, i * kGradColumns);
         continue;
       }
 #endif

@@ -234,9 +234,8 @@ def bench_pack(name: str, cu: np.ndarray, heads: tuple[int, int], seed: int, rep
     forwards, backwards = (
         take_turns({name: both[i] for name, both in runs.items()}, repeats) for i in range(2)
     )  # backwards apart, as in training
-    with torch.autograd.set_multithreading_enabled(
-        False
-    ):  # else autograd's thread is woken first: once a step in training
+    # Without autograd's thread: to wake it takes longer than a layer, and happens once a step in training.
+    with torch.autograd.set_multithreading_enabled(False):
         unqueued = sum(take_turns({"ours": run}, repeats, partial(once_ms, queued=0))["ours"] for run in runs["ours"])
     layers = chain(*shares, strategies["ours"][0])
     host = [take_turns({"ours": run}, repeats, host_us)["ours"] for run in layers]

@@ -130,10 +130,8 @@ class PeerTransport(ProcessGroupTransport):
         peers = [rank for rank in range(self.size) if rank != self.rank]
         for i, channel in enumerate(self.channels):
             flags = [base + 4 * i * self.size for base in bases]
-            mine, theirs = (
-                [flags[self.rank] + 4 * peer for peer in peers],
-                [flags[peer] + 4 * self.rank for peer in peers],
-            )
+            mine = [flags[self.rank] + 4 * peer for peer in peers]
+            theirs = [flags[peer] + 4 * self.rank for peer in peers]
             channel.aim(mine, theirs, own=flags[self.rank] + 4 * self.rank)
 
 

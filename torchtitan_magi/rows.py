@@ -91,8 +91,7 @@ class CudaRows:
 
     def round(self, dq: Tensor, softmax_scale: float, out: Tensor) -> None:
         """What FfaBlockAttn.backward left in dq (fp32 [T, Hq, D], contiguous), times the scale, to out (16 bits)."""
-        nothing = _ReturnedRows(None, None, None, 0, 1)
-        _finish(nothing, None, dq, (None, None, out.data_ptr()), 0, softmax_scale, out.dtype, out.dtype)
+        _finish(_FinishParams(_ReturnedRows(units=1)), dq, softmax_scale, out, out.dtype)
 
     def finish(
         self, returned: Returned | None, dq: Tensor, dkv: Tensor, softmax_scale: float, dtype: torch.dtype
@@ -106,28 +105,21 @@ class CudaRows:
         dk, dv = (empty((num_tokens, num_heads, head_dim), dtype, dq.device) for _ in range(2))
         assert dkv.is_contiguous()
         units = 2 * num_heads * head_dim // _ELEMENTS
-        rows = _ReturnedRows(None, None, None, 0, units) if returned is None else _returned_rows(returned, units)
-        wire = dtype if returned is None else returned.rows.dtype
-        to = dk.data_ptr(), dv.data_ptr(), dq_to.data_ptr()
-        _finish(rows, dkv.data_ptr(), dq, to, num_tokens * units, softmax_scale, dtype, wire)
+        rows = _ReturnedRows(units=units) if returned is None else _returned_rows(returned, units)
+        params = _FinishParams(
+            rows, dkv.data_ptr(), dk_to=dk.data_ptr(), dv_to=dv.data_ptr(), dkv_units=num_tokens * units
+        )
+        _finish(params, dq, softmax_scale, dq_to, dtype if returned is None else returned.rows.dtype)
         return dq_to, dk, dv
 
 
-def _finish(
-    returned: _ReturnedRows,
-    dkv: int | None,
-    dq: Tensor,
-    to: tuple[int | None, int | None, int],
-    dkv_units: int,
-    softmax_scale: float,
-    dtype: torch.dtype,
-    wire: torch.dtype,
-) -> None:
+def _finish(params: _FinishParams, dq: Tensor, softmax_scale: float, dq_to: Tensor, wire: torch.dtype) -> None:
+    """Launches with dq added to what `params` say of dk and dv."""
     assert dq.is_contiguous()
-    dq_units = dq.numel() // _ELEMENTS
-    params = _FinishParams(returned, dkv, dq.data_ptr(), *to, dkv_units, dq_units, softmax_scale)
-    if dkv_units + dq_units:
-        _kernel("finish_grads", dtype, wire)(dq.device.index, _thread_blocks(dkv_units + dq_units), params)
+    params.dq, params.dq_to, params.dq_units = dq.data_ptr(), dq_to.data_ptr(), dq.numel() // _ELEMENTS
+    params.softmax_scale = softmax_scale
+    if units := params.dkv_units + params.dq_units:
+        _kernel("finish_grads", dq_to.dtype, wire)(dq.device.index, _thread_blocks(units), params)
 
 
 def _returned_rows(returned: Returned, units: int) -> _ReturnedRows:

@@ -124,7 +124,8 @@ class CostModel:
 _PARTS = (KernelCost, Link)
 
 # Kernel: `scripts/calibrate.py --fit benchmarks/results/kernel_h200.json`; it predicts those cases to -10% and +12%
-# forward, -27% (2k tokens, where the host holds up) and +13% backward.
+# forward, -15% and +13% backward, but for -27% with heads 32:32 at 8k tokens, whose fp32 sums of dK and dV take passes
+# of their own.
 # The rest: on four (cost_h200x4.json), rows fetched through peer memory; slowdown there is of a backward, the forward
 # showed 0.03. `across` nobody has measured yet: one 400 Gb/s adapter per GPU.
 H200 = CostModel(

@@ -38,10 +38,8 @@ NUM_SMS = 132  # of an H200; only heuristics use it
 ITEMS_PER_SM = 10  # parts per SM that backward tiles are split into
 MIN_CHUNK, MAX_CHUNK = 8, 256  # query blocks of a part, times packs
 L2_BYTES = 32 << 20  # share of the L2 cache that one wave of heads may claim
-TAIL = (
-    1.0  # of the blocks that all SMs do in the time of the longest part: so many are kept for the end, in small parts
-)
-TAIL_PARTS = 4  # of them make one part of usual length
+TAIL = 1.0  # of what all SMs do during the longest part, in blocks: as much is kept for the end, in small parts
+TAIL_PARTS = 4  # small parts in one of usual length
 EARLY_BLOCKS = 64  # 128 x 128 blocks per SM, about 100 us, that the forward does before it wants keys that come late
 FIXED_COST = 1.2  # of a work item, in blocks: prologue and epilogue
 
@@ -323,7 +321,7 @@ def key_tiles(table: Int64Array, num_k: int) -> Int64Array:
 def split_tiles(
     tile: Int64Array, records: Int32Array, blocks_per_tile: Int64Array, chunk_of_tile: Int64Array
 ) -> tuple[Int64Array, Int64Array, Int32Array]:
-    """Cuts the segments of k-tiles with more than `chunk` query blocks at multiples of `chunk` blocks.
+    """Cuts the segments of k-tiles with more query blocks than their chunk at multiples of it.
 
     Args:
         tile: int64 [n]; records: int32 [n, 8]; blocks_per_tile, chunk_of_tile: int64 [num_tiles].
