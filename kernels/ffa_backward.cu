@@ -10,21 +10,16 @@
 //   dV += P^T dO, dK += dS^T Q                             A from registers
 //   dQ[64 rows, half the columns] += dS K                  dS^T of both warpgroups through shared memory; no softmax_scale yet
 //
-// DETERMINISTIC orders the additions to a row of dQ by a counter per query block and head pack: tiles in descending order.
+// Query blocks are walked down: the tiles of a causal document end at the same query, so that they read Q and add dQ close in
+// time, and both stay in L2.
+//
+// DETERMINISTIC orders the additions to a row of dQ by a counter per query block and head pack: tiles in ascending order.
 #include "ffa_layout.cuh"
 
 constexpr int kRows = 64;
 constexpr int kTokens = kRows / PACK;
 constexpr int kStages = 2;
 constexpr int kGradColumns = HEAD_DIM / 2;           // columns of dQ that one warpgroup computes
-
-// Tiles of a causal document end at the same query: walking down, they read Q and add dQ close in time, so both stay in L2.
-// In deterministic mode a tile's first block must be one that the tiles before it have done: walking up from the diagonal.
-#ifdef DETERMINISTIC
-constexpr bool kDescending = false;
-#else
-constexpr bool kDescending = true;
-#endif
 
 // ---------------------------------------------------------------------------------------------- shared memory
 constexpr u32 kKeyPanel = kKeys * 128, kRowPanel = kRows * 128;
@@ -81,7 +76,7 @@ struct BackwardParams {
   LateKeys late;
 };
 
-// The place of (query block, tile) among the additions to the block's dQ: tiles descending, then components ascending.
+// The place of (query block, tile) among the additions to the block's dQ: tiles ascending, then components descending.
 DEVICE int addition_rank(const BackwardParams& params, int q_block, int tile, int component) {
   const int begin = __ldg(params.components + q_block), end = __ldg(params.components + q_block + 1);
   const int2* spans = (const int2*)(params.components + (params.num_q_blocks + 2) / 2 * 2);
@@ -89,10 +84,21 @@ DEVICE int addition_rank(const BackwardParams& params, int q_block, int tile, in
 #pragma unroll 1
   for (int c = begin; c < end; c++) {
     const int2 span = __ldg(spans + c);
-    rank += max(0, span.y - max(tile, span.x - 1));
-    rank += c - begin < component && span.x <= tile && tile <= span.y;
+    rank += max(0, min(tile, span.y + 1) - span.x);
+    rank += c - begin > component && span.x <= tile && tile <= span.y;
   }
   return rank;
+}
+
+DEVICE int load_acquire(const int* address) {
+  int value;
+  asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+  return value;
+}
+// After an addition of this thread has landed: the next one to those rows may begin.
+DEVICE void pass_turn(int* turn) {
+  asm volatile("fence.proxy.async;" ::: "memory");
+  asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(turn) : "memory");
 }
 
 // ---------------------------------------------------------------------------------------------- the kernel
@@ -167,15 +173,13 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
         const int packs = item.num_segments == 0 ? 0 : params.num_packs;
         for (int pack = 0; pack < packs; pack++) {
           const int head = (kv_head * params.num_packs + pack) * PACK;
-          for (int n = 0; n < item.num_segments; n++) {
-            const int i = kDescending ? item.num_segments - 1 - n : n;
+          for (int i = item.num_segments - 1; i >= 0; i--) {
             Segment& segment = item.segment;
             if (item.num_segments > 1)
               segment = load_segment(i == 0 ? first_segment : params.segments + 2 * (item.first_segment + i - 1));
-            for (int m = segment.first; m < segment.end; m++) {
-              const int b = kDescending ? segment.first + segment.end - 1 - m : m;
+            for (int b = segment.end - 1; b >= segment.first; b--) {
               const bool is_full = b >= segment.full_first && b < segment.full_end;
-              const bool last = pack + 1 == packs && n + 1 == item.num_segments && m + 1 == segment.end;
+              const bool last = pack + 1 == packs && i == 0 && b == segment.first;
 #ifdef DETERMINISTIC
               const int rank = addition_rank(params, b, item.tile, segment.component);
 #else
@@ -231,16 +235,30 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
     } else if (warp <= 2) {  // ------------------------------------------------------------------ dQ warps, one per warpgroup
       const int w = warp - 1;
       Ring<kGradBuffers> ring;
+#ifdef DETERMINISTIC
+      int* landing = nullptr;                         // the turn to pass on when the last addition has landed
+      auto settle = [&]() {
+        if (!landing) return;
+        bulk_wait<0>();
+        pass_turn(landing);
+        landing = nullptr;
+      };
+#endif
       for (bool first = true; lane == 0; first = false, ring.advance()) {
-        mbarrier_wait(grad_full + 8 * (w * kGradBuffers + ring.stage), ring.phase);
+        const u32 piece_full = grad_full + 8 * (w * kGradBuffers + ring.stage);
+#ifdef DETERMINISTIC
+        if (!mbarrier_is_over(piece_full, ring.phase)) settle();
+#endif
+        mbarrier_wait(piece_full, ring.phase);
         const int4 piece = smem.grad_piece[w][ring.stage];
         if (piece.x < 0) break;
         const u32 grad = smem_address(smem.grad[w][ring.stage]);
 #ifdef DETERMINISTIC
         int* turn = params.semaphores + (piece.x / kTokens * (params.num_heads_q / PACK) + piece.y / PACK) * 2 + w;
-        int seen;
-        do asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(seen) : "l"(turn) : "memory");
-        while (seen != piece.w);
+        if (load_acquire(turn) != piece.w) {
+          settle();                                   // others may need it before this turn comes
+          while (load_acquire(turn) != piece.w) {}
+        }
         asm volatile("fence.proxy.async;" ::: "memory");
 #endif
 #pragma unroll
@@ -251,15 +269,20 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
         }
         bulk_commit();
 #ifdef DETERMINISTIC
-        bulk_wait<0>();
-        asm volatile("fence.proxy.async;" ::: "memory");
-        asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(turn) : "memory");
-#else
-        bulk_wait_read<kGradBuffers - 1>();                       // the buffer before this one has been read
+        if (landing) {
+          bulk_wait<1>();
+          pass_turn(landing);
+        }
+        landing = turn;
 #endif
+        bulk_wait_read<kGradBuffers - 1>();                       // the buffer before this one has been read
         if (!first) mbarrier_arrive(grad_empty + 8 * (w * kGradBuffers + (ring.stage ^ 1)));
       }
+#ifdef DETERMINISTIC
+      if (lane == 0) settle();
+#else
       if (lane == 0) bulk_wait<0>();
+#endif
     }
 
   } else {  // ----------------------------------------------------------------------------------- consumers

@@ -4,24 +4,24 @@
 //   OUT_FP32   out is fp32 (the accumulated output of several stages), else the input type like dOut
 #include "sm90.cuh"
 
-// delta = rowsum(out * dOut), and zero[..] = 0 on the way. One half-warp per row, 8 elements a lane.
+// delta = rowsum(out * dOut), and zero[..] = more_zero[..] = 0 on the way. One half-warp per row, 8 elements a lane.
 //
-// Grid: 16 threads per row, 1 per 8 elements of zero, whichever is more.
+// Grid: 16 threads per row, 1 per 8 elements to zero, whichever is more.
 struct DeltaParams {
   const void *out, *dout;                 // [num_rows, head_dim] contiguous
-  float *delta, *zero;                    // [num_rows], [num_zero]
-  long long num_rows, num_zero;           // num_zero: a multiple of 8, may be 0
+  float *delta, *zero, *more_zero;        // [num_rows], [num_zero], [num_more_zero]
+  long long num_rows, num_zero, num_more_zero;   // what is to be zeroed: multiples of 8, may be 0
   int head_dim;                           // a multiple of 8, at most 128
 };
 
 extern "C" __global__ void __launch_bounds__(256) ffa_delta(const __grid_constant__ DeltaParams params) {
-  const auto [out, dout, delta, zero, num_rows, num_zero, head_dim] = params;
+  const auto [out, dout, delta, zero, more_zero, num_rows, num_zero, num_more_zero, head_dim] = params;
   const long long row = (long long)blockIdx.x * 16 + threadIdx.x / 16;
   const int column = threadIdx.x % 16 * 8;
   const long long z = ((long long)blockIdx.x * 256 + threadIdx.x) * 8;
-  if (z < num_zero) {
-    *(float4*)(zero + z) = make_float4(0, 0, 0, 0);
-    *(float4*)(zero + z + 4) = make_float4(0, 0, 0, 0);
+  if (z < num_zero + num_more_zero) {
+    float4* to = (float4*)(z < num_zero ? zero + z : more_zero + (z - num_zero));
+    to[0] = to[1] = make_float4(0, 0, 0, 0);
   }
   float sum = 0;
   if (row < num_rows && column < head_dim) {

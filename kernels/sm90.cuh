@@ -48,6 +48,12 @@ DEVICE void mbarrier_wait(u32 bar, u32 parity) {
       "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
       "@!done bra again; }" ::"r"(bar), "r"(parity) : "memory");
 }
+DEVICE bool mbarrier_is_over(u32 bar, u32 parity) {
+  u32 done;
+  asm volatile("{ .reg .pred done; mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2; selp.u32 %0, 1, 0, done; }"
+               : "=r"(done) : "r"(bar), "r"(parity) : "memory");
+  return done;
+}
 
 // A ring position: which stage of `STAGES`, and the parity of its current phase.
 template <int STAGES>

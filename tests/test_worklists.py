@@ -69,8 +69,8 @@ def walk_backward(lists: WorkLists, num_layers: int) -> np.ndarray:
         tile = item[0]
         keys = np.arange(item[6], item[6] + KEYS)
         stored[item[6] : item[7]] += 1
-        for layer, component, _, _, first, end, full_first, full_end in segments_of(lists, item, s.backward_segments):
-            for block in range(first, end):
+        for layer, component, _, _, first, end, full_first, full_end in segments_of(lists, item, s.backward_segments)[::-1]:
+            for block in range(first, end)[::-1]:
                 rows = np.arange(block * tokens, min((block + 1) * tokens, s.num_q))
                 visible = (keys >= bands[layer, rows, :1]) & (keys < np.minimum(bands[layer, rows, 1:], item[7]))
                 if full_first <= block < full_end:
@@ -80,8 +80,8 @@ def walk_backward(lists: WorkLists, num_layers: int) -> np.ndarray:
                     rank = 0
                     for c in range(offsets[block], offsets[block + 1]):
                         a, b = spans[c]
-                        rank += max(0, b - max(tile, a - 1))
-                        rank += c - offsets[block] < component and a <= tile <= b
+                        rank += max(0, min(tile, b + 1) - a)
+                        rank += c - offsets[block] > component and a <= tile <= b
                     assert rank == additions[block]
                     additions[block] += 1
     if not s.is_split:  # each key's gradient is stored once

@@ -48,11 +48,17 @@ def _backward(
     arriving = _Arrivals(bound, stages, k, v)  # first, see there
     wide = torch.promote_types(q.dtype, torch.float32)
     if len(stages) == 1 and not stages[0].stage.exchanges:
-        dq = empty(q.shape, wide, q.device)
-        delta = bound.block_attn.delta(out, dout, zero=dq)
-        dk, dv = empty(k.shape, k.dtype, k.device), empty(v.shape, v.dtype, v.device)
-        rounded = empty(q.shape, q.dtype, q.device)
-        bound.block_attn.backward(dout, q, k, v, lse, delta, stages[0].mask, softmax_scale, dq, dk, dv, spare=rounded)
+        dq, rounded = empty(q.shape, wide, q.device), empty(q.shape, q.dtype, q.device)
+        sums = bound.block_attn.sums(stages[0].mask, k, rounded)
+        delta = bound.block_attn.delta(out, dout, dq, sums)
+        if sums is None:
+            dk, dv = empty(k.shape, k.dtype, k.device), empty(v.shape, v.dtype, v.device)
+        else:
+            dk, dv = sums.unbind(1)
+        mask, zeroed = stages[0].mask, sums is not None
+        bound.block_attn.backward(dout, q, k, v, lse, delta, mask, softmax_scale, dq, dk, dv, zeroed=zeroed)
+        if sums is not None:
+            dk, dv = bound.rows.round_keys(sums, k.dtype)
         bound.rows.round(dq, softmax_scale, rounded)
         return rounded, dk, dv
     # dq and the first stage's dK/dV [rows, 2, H, D], of which the rank's own gather what the other ranks return
@@ -60,7 +66,7 @@ def _backward(
     sums = empty((q.numel() + math.prod(shape),), wide, q.device)
     dq, grad = sums[: q.numel()].view(q.shape), sums[q.numel() :].view(shape)
     dkv = grad.narrow(0, 0, k.shape[0])
-    delta = bound.block_attn.delta(out, dout, zero=sums)
+    delta = bound.block_attn.delta(out, dout, sums)
     wire = wide if bound.fp32_reduce else k.dtype
     returned = None
     for i, bound_stage in enumerate(stages):

@@ -55,7 +55,9 @@ class BlockAttn(Protocol):
         late: LateKeys | None = None,
     ) -> tuple[Tensor, Tensor]: ...
 
-    def delta(self, out: Tensor, dout: Tensor, zero: Tensor | None = None) -> Tensor: ...
+    def sums(self, mask: Any, k: Tensor, spare: Tensor) -> Tensor | None: ...
+
+    def delta(self, out: Tensor, dout: Tensor, zero: Tensor, more_zero: Tensor | None = None) -> Tensor: ...
 
     def backward(
         self,
@@ -71,7 +73,6 @@ class BlockAttn(Protocol):
         dk: Tensor,
         dv: Tensor,
         zeroed: bool = False,
-        spare: Tensor | None = None,
         late: LateKeys | None = None,
     ) -> None: ...
 

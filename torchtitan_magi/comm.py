@@ -89,6 +89,9 @@ class Rows(Protocol):
     def round(self, dq: Tensor, softmax_scale: float, out: Tensor) -> None:
         """What the block attention left in dq [T, Hq, D], times the scale, to out."""
 
+    def round_keys(self, dkv: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """dk and dv [T, H, D] of dkv [T, 2, H, D], in `dtype`."""
+
     def finish(
         self, returned: Returned | None, dq: Tensor, dkv: Tensor, softmax_scale: float, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -115,12 +118,15 @@ class TorchRows:
     def round(self, dq: Tensor, softmax_scale: float, out: Tensor) -> None:
         out.copy_(dq * softmax_scale)
 
+    def round_keys(self, dkv: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        return dkv[:, 0].to(dtype, copy=True), dkv[:, 1].to(dtype, copy=True)
+
     def finish(
         self, returned: Returned | None, dq: Tensor, dkv: Tensor, softmax_scale: float, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor, Tensor]:
         if returned is not None:
             self.add(returned, dkv)
-        return (dq * softmax_scale).to(dtype), dkv[:, 0].to(dtype, copy=True), dkv[:, 1].to(dtype, copy=True)
+        return (dq * softmax_scale).to(dtype), *self.round_keys(dkv, dtype)
 
 
 def group_cast(

@@ -13,8 +13,12 @@ _SIGNATURES: dict[str, list[Any]] = {
     "cuEventCreate": [_POINTER, _UINT],  # where the event goes, flags
     "cuEventRecord": [_POINTER, _POINTER],  # event, stream
     "cuStreamWaitEvent": [_POINTER, _POINTER, _UINT],  # stream, event, flags
+    # where the map goes, type, rank, address, sizes, strides, box, steps, interleave, swizzle, L2 promotion, fill
+    "cuTensorMapEncodeTiled": [_POINTER, _INT, _UINT, *[_POINTER] * 5, *[_INT] * 4],
 }
 DISABLE_TIMING = 2  # an event's flag
+TENSOR_MAP_FLOAT16, TENSOR_MAP_FLOAT32, TENSOR_MAP_BFLOAT16 = 6, 7, 9
+SWIZZLE_128B, PROMOTION_256B = 3, 3
 
 
 class StreamOperation(ctypes.Structure):
@@ -38,6 +42,7 @@ def _library() -> ctypes.PyDLL:
     return ctypes.PyDLL("libcuda.so.1")
 
 
+@functools.cache
 def function(name: str) -> Any:
     """A function of the driver; it returns a status for `check`."""
     found = getattr(_library(), name)

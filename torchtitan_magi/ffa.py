@@ -14,7 +14,7 @@ from torch import Tensor
 
 from torchtitan_magi import jit, launch
 from torchtitan_magi.bands import KEYS
-from torchtitan_magi.memory import empty
+from torchtitan_magi.memory import empty, layout
 from torchtitan_magi.rows import CudaRows
 from torchtitan_magi.slices import AttnSlices
 from torchtitan_magi.transport import LateKeys
@@ -217,7 +217,6 @@ class FfaBlockAttn:
         dk: Tensor,
         dv: Tensor,
         zeroed: bool = False,
-        spare: Tensor | None = None,
         late: LateKeys | None = None,
         sm_margin: int = 0,
     ) -> None:
@@ -233,8 +232,6 @@ class FfaBlockAttn:
             dk, dv: [Tk, Hk, D], overwritten; fp32 or the dtype of k, innermost dimension contiguous, rows 16-byte
             aligned.
             zeroed: dk and dv hold zeros.
-            spare: contiguous memory that may be overwritten, for the float32 sums of dk and dv where the work is split;
-            where it is too small they are allocated.
             late: as in forward.
             sm_margin: SMs to leave to others.
 
@@ -264,7 +261,7 @@ class FfaBlockAttn:
         if s.is_split:  # parts of a tile add to fp32 sums
             params.store = launch.ADD_FLOAT
             if dk.dtype != torch.float32:
-                dk_to, dv_to = _float_sums(k, spare)
+                dk_to, dv_to = torch.zeros(2, *k.shape, dtype=torch.float32, device=k.device)
             elif not zeroed:
                 dk.zero_(), dv.zero_()
         else:
@@ -319,8 +316,20 @@ class FfaBlockAttn:
         )
         return launch.load("ffa_backward.cu", "ffa_backward", variant, launch.THREADS, shared), params
 
-    def delta(self, out: Tensor, dout: Tensor, zero: Tensor | None = None) -> Tensor:
-        """rowsum(out * dout), fp32 [Tq, Hq]; on the way sets `zero` to zero (fp32, contiguous, any multiple of 8 long).
+    def sums(self, mask: DeviceLists, k: Tensor, spare: Tensor) -> Tensor | None:
+        """Memory for dk and dv, fp32 [Tk, 2, Hk, D], where the backward adds up parts and they must be zeroed before.
+
+        In `spare`, contiguous, where they fit.
+        """
+        if not mask.sizes.is_split or k.dtype == torch.float32:
+            return None
+        shape = (k.shape[0], 2, *k.shape[1:])
+        if spare.nbytes < 8 * k.numel():
+            return empty(shape, torch.float32, k.device)
+        return spare.view(torch.float32).as_strided(shape, layout(shape)[1])
+
+    def delta(self, out: Tensor, dout: Tensor, zero: Tensor, more_zero: Tensor | None = None) -> Tensor:
+        """rowsum(out * dout), fp32 [Tq, Hq]; sets `zero` and `more_zero` to 0 (fp32, contiguous, multiples of 8 long).
 
         Args:
             out: [Tq, Hq, D] fp32 or the dtype of dout. dout: bf16 or fp16.
@@ -330,11 +339,12 @@ class FfaBlockAttn:
         assert out.dtype in (dout.dtype, torch.float32)
         out, dout = out.contiguous(), launch.copyable(dout).contiguous()
         delta = empty((num_q, num_heads), torch.float32, out.device)
-        num_rows, num_zero = num_q * num_heads, 0 if zero is None else zero.numel()
-        threads = max(16 * num_rows, num_zero // 8)
+        num_rows, num_zero = num_q * num_heads, zero.numel()
+        more, num_more = (None, 0) if more_zero is None else (more_zero.data_ptr(), more_zero.numel())
+        threads = max(16 * num_rows, (num_zero + num_more) // 8)
         if threads:
-            addresses = out.data_ptr(), dout.data_ptr(), delta.data_ptr(), None if zero is None else zero.data_ptr()
-            params = launch.DeltaParams(*addresses, num_rows, num_zero, head_dim)
+            addresses = out.data_ptr(), dout.data_ptr(), delta.data_ptr(), zero.data_ptr(), more
+            params = launch.DeltaParams(*addresses, num_rows, num_zero, num_more, head_dim)
             _delta_kernel(dout.dtype == torch.float16, out.dtype == torch.float32)(
                 out.device.index, -(-threads // 256), params
             )
@@ -361,11 +371,3 @@ def _check_inputs(q: Tensor, k: Tensor, v: Tensor, s: ListSizes) -> None:
     if q.shape != want_q or k.shape != want_k or v.shape != want_k:
         shapes = tuple(q.shape), tuple(k.shape), tuple(v.shape)
         raise ValueError(f"q, k, v have shapes {shapes}; the work lists are for {want_q}, {want_k}, {want_k}")
-
-
-def _float_sums(k: Tensor, spare: Tensor | None) -> Tensor:
-    """float32 zeros [2, Tk, Hk, D], in `spare` if they fit."""
-    if spare is None or spare.nbytes < 8 * k.numel():
-        return torch.zeros(2, *k.shape, dtype=torch.float32, device=k.device)
-    strides = (k.numel(), k.shape[1] * k.shape[2], k.shape[2], 1)
-    return spare.view(torch.float32).as_strided((2, *k.shape), strides).zero_()

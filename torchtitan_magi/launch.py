@@ -63,8 +63,8 @@ STORE_PACKED, STORE_FLOAT, ADD_FLOAT = 0, 1, 2
 
 class DeltaParams(ctypes.Structure):
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("out", "dout", "delta", "zero")),
-        *((name, ctypes.c_longlong) for name in ("num_rows", "num_zero")),
+        *((name, ctypes.c_void_p) for name in ("out", "dout", "delta", "zero", "more_zero")),
+        *((name, ctypes.c_longlong) for name in ("num_rows", "num_zero", "num_more_zero")),
         ("head_dim", ctypes.c_int),
     ]
 
@@ -159,41 +159,45 @@ def tensor_map(x: Tensor, heads: int, tokens: int) -> tuple[Any, Tensor]:
     return (encoded, x) if encoded is not None else tensor_map(copyable(x), heads, tokens)
 
 
+_TENSOR_MAP_TYPES = {
+    torch.float16: driver.TENSOR_MAP_FLOAT16,
+    torch.float32: driver.TENSOR_MAP_FLOAT32,
+    torch.bfloat16: driver.TENSOR_MAP_BFLOAT16,
+}
+
+
 @functools.lru_cache(maxsize=8192)
 def _encode(
     address: int, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], heads: int, tokens: int
 ) -> Any:
-    if not _fits(address, dtype.itemsize, shape, strides):
-        return None
-    from cuda.bindings import driver as bindings
-
-    types = {
-        torch.bfloat16: bindings.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-        torch.float16: bindings.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
-        torch.float32: bindings.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_FLOAT32,
-    }
-    u32, u64 = bindings.cuuint32_t, bindings.cuuint64_t
-    num_tokens, num_heads, head_dim = shape
     size = dtype.itemsize
+    if not _fits(address, size, shape, strides):
+        return None
+    dimensions = _dimensions(size, shape, strides, heads, tokens)
+    memory = (ctypes.c_ulonglong * 24)()
+    gap = -ctypes.addressof(memory) % 64  # a map begins at a multiple of 64 bytes
+    encode = driver.function("cuTensorMapEncodeTiled")
+    to, kind = ctypes.addressof(memory) + gap, _TENSOR_MAP_TYPES[dtype]
+    driver.check(encode(to, kind, 3, address, *dimensions, 0, driver.SWIZZLE_128B, driver.PROMOTION_256B, 0))
+    return (ctypes.c_ulonglong * 16).from_buffer(memory, gap)
+
+
+@functools.lru_cache(maxsize=1024)
+def _dimensions(
+    size: int, shape: tuple[int, ...], strides: tuple[int, ...], heads: int, tokens: int
+) -> tuple[ctypes.Array[Any], ...]:
+    """What a map says of a tensor with elements of `size` bytes: sizes, strides in bytes, box, steps."""
+    num_tokens, num_heads, head_dim = shape
     row_bytes = -(-head_dim * size // 16) * 16  # stands in for the stride of a dimension of length 1
     head_bytes = strides[1] * size if num_heads > 1 else row_bytes
     token_bytes = strides[0] * size if num_tokens > 1 else row_bytes
-    encoded = jit.check(
-        bindings.cuTensorMapEncodeTiled(
-            types[dtype],
-            3,
-            address,
-            [u64(head_dim), u64(num_heads), u64(num_tokens)],
-            [u64(head_bytes), u64(token_bytes)],
-            [u32(128 // size), u32(heads), u32(tokens)],
-            [u32(1)] * 3,
-            bindings.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-            bindings.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
-            bindings.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-            bindings.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
-        )
+    box = ctypes.c_uint * 3
+    return (
+        (ctypes.c_ulonglong * 3)(head_dim, num_heads, num_tokens),
+        (ctypes.c_ulonglong * 2)(head_bytes, token_bytes),
+        box(128 // size, heads, tokens),
+        box(1, 1, 1),
     )
-    return (ctypes.c_ulonglong * 16).from_buffer_copy(ctypes.string_at(encoded.getPtr(), 128))
 
 
 class Kernel:

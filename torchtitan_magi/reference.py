@@ -121,10 +121,12 @@ class FlexBlockAttn:
             out, lse = earlier
         return out.to(lse.dtype if more else q.dtype), lse
 
-    def delta(self, out: Tensor, dout: Tensor, zero: Tensor | None = None) -> Tensor:
+    def sums(self, mask: FlexMask, k: Tensor, spare: Tensor) -> None:
+        """None: the backward needs no memory for sums of dk and dv."""
+
+    def delta(self, out: Tensor, dout: Tensor, zero: Tensor, more_zero: Tensor | None = None) -> Tensor:
         """rowsum(out * dout) in float32 or wider, [Tq, Hq]. out, dout: [Tq, Hq, D]. Fills ``zero`` with zeros."""
-        if zero is not None:
-            zero.zero_()
+        zero.zero_()
         wide = torch.promote_types(out.dtype, torch.float32)
         return (out.to(wide) * dout.to(wide)).sum(-1)
 
@@ -142,7 +144,6 @@ class FlexBlockAttn:
         dk: Tensor,
         dv: Tensor,
         zeroed: bool = False,
-        spare: Tensor | None = None,
         late: LateKeys | None = None,
     ) -> None:
         """Gradients of one stage; always deterministic.

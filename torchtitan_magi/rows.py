@@ -91,7 +91,15 @@ class CudaRows:
 
     def round(self, dq: Tensor, softmax_scale: float, out: Tensor) -> None:
         """What FfaBlockAttn.backward left in dq (fp32 [T, Hq, D], contiguous), times the scale, to out (16 bits)."""
-        _finish(_FinishParams(_ReturnedRows(units=1)), dq, softmax_scale, out, out.dtype)
+        params = _FinishParams(_ReturnedRows(units=1))
+        _add_queries(params, dq, softmax_scale, out)
+        _finish(params, dq.device, out.dtype, out.dtype)
+
+    def round_keys(self, dkv: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """dk and dv [T, H, D] of dkv [T, 2, H, D], fp32 and contiguous, in `dtype`."""
+        params, dk, dv = _of_keys(None, dkv, dtype)
+        _finish(params, dkv.device, dtype, dtype)
+        return dk, dv
 
     def finish(
         self, returned: Returned | None, dq: Tensor, dkv: Tensor, softmax_scale: float, dtype: torch.dtype
@@ -100,26 +108,32 @@ class CudaRows:
 
         dq and dkv are fp32 and contiguous, D is a multiple of 8; the sums are per token in rank order.
         """
-        num_tokens, _, num_heads, head_dim = dkv.shape
+        params, dk, dv = _of_keys(returned, dkv, dtype)
         dq_to = empty(dq.shape, dtype, dq.device)
-        dk, dv = (empty((num_tokens, num_heads, head_dim), dtype, dq.device) for _ in range(2))
-        assert dkv.is_contiguous()
-        units = 2 * num_heads * head_dim // _ELEMENTS
-        rows = _ReturnedRows(units=units) if returned is None else _returned_rows(returned, units)
-        params = _FinishParams(
-            rows, dkv.data_ptr(), dk_to=dk.data_ptr(), dv_to=dv.data_ptr(), dkv_units=num_tokens * units
-        )
-        _finish(params, dq, softmax_scale, dq_to, dtype if returned is None else returned.rows.dtype)
+        _add_queries(params, dq, softmax_scale, dq_to)
+        _finish(params, dq.device, dtype, dtype if returned is None else returned.rows.dtype)
         return dq_to, dk, dv
 
 
-def _finish(params: _FinishParams, dq: Tensor, softmax_scale: float, dq_to: Tensor, wire: torch.dtype) -> None:
-    """Launches with dq added to what `params` say of dk and dv."""
+def _of_keys(returned: Returned | None, dkv: Tensor, dtype: torch.dtype) -> tuple[_FinishParams, Tensor, Tensor]:
+    num_tokens, _, num_heads, head_dim = dkv.shape
+    assert dkv.is_contiguous()
+    dk, dv = (empty((num_tokens, num_heads, head_dim), dtype, dkv.device) for _ in range(2))
+    units = 2 * num_heads * head_dim // _ELEMENTS
+    rows = _ReturnedRows(units=units) if returned is None else _returned_rows(returned, units)
+    params = _FinishParams(rows, dkv.data_ptr(), dk_to=dk.data_ptr(), dv_to=dv.data_ptr(), dkv_units=num_tokens * units)
+    return params, dk, dv
+
+
+def _add_queries(params: _FinishParams, dq: Tensor, softmax_scale: float, dq_to: Tensor) -> None:
     assert dq.is_contiguous()
     params.dq, params.dq_to, params.dq_units = dq.data_ptr(), dq_to.data_ptr(), dq.numel() // _ELEMENTS
     params.softmax_scale = softmax_scale
+
+
+def _finish(params: _FinishParams, device: torch.device, dtype: torch.dtype, wire: torch.dtype) -> None:
     if units := params.dkv_units + params.dq_units:
-        _kernel("finish_grads", dq_to.dtype, wire)(dq.device.index, _thread_blocks(units), params)
+        _kernel("finish_grads", dtype, wire)(device.index, _thread_blocks(units), params)
 
 
 def _returned_rows(returned: Returned, units: int) -> _ReturnedRows:

@@ -77,7 +77,7 @@ class ListSizes:
     num_backward_items: int = 0  # parts of k-tiles
     num_backward_tail: int = 0  # the last of them, done when all heads are through the others
     is_split: bool = False  # some tile has several parts: dk and dv are sums in fp32
-    deterministic: bool = False  # k-tiles whole, from the last to the first; there are `components`
+    deterministic: bool = False  # k-tiles whole, ascending where they share queries; there are `components`
     backward_items: int = 0
     backward_segments: int = 0
     components: int = 0
@@ -207,8 +207,9 @@ def _backward_lists(
     items, further = _items(part, records, len(part_tile))
     items[:, 0], items[:, 6], items[:, 7] = part_tile, starts[part_tile], starts[part_tile + 1]
     in_tail = in_tail[part_tile]
+    spans = addition_spans(runs, num_q_blocks, starts) if deterministic else np.zeros(0, np.int32)
     if deterministic:
-        order = np.arange(num_tiles)[::-1]
+        order = longest_first(longest_from_here(num_blocks, spans, num_q_blocks))
     else:  # one chunk of queries after another, then the tail; what waits for keys comes last
         stage = items[:, 8].astype(np.int64) // chunk
         is_late = items[:, 7] > mask.late_from
@@ -222,7 +223,7 @@ def _backward_lists(
         "deterministic": deterministic,
         "backward_items": words.add(items, order),
         "backward_segments": words.add(further),
-        "components": words.add(addition_spans(runs, num_q_blocks, starts)) if deterministic else 0,
+        "components": words.add(spans),
     }
 
 
@@ -362,6 +363,25 @@ def addition_spans(runs: SegmentRuns, num_q_blocks: int, starts: Int64Array) -> 
     write_ramps(runs.count, runs.first, runs.end - 1, runs.step_lo, runs.step_hi, spans.view(np.int64))
     tile_of(starts).take(spans, out=spans)
     return words
+
+
+def longest_from_here(num_blocks: Int64Array, spans: Int32Array, num_q_blocks: int) -> Int64Array:
+    """The most blocks of a k-tile and of the later ones that it shares queries with, directly or through others.
+
+    Sorted by it, tiles that share queries stay in their order.
+
+    Args:
+        num_blocks: int64 [num_tiles]. spans: from `addition_spans`.
+    """
+    offsets, tiles = spans[: num_q_blocks + 1], spans[(num_q_blocks + 2) // 2 * 2 :]
+    used = np.flatnonzero(np.diff(offsets))
+    first = np.minimum.reduceat(tiles[::2], offsets[used]) if len(used) else used
+    last = np.maximum.reduceat(tiles[1::2], offsets[used]) if len(used) else used
+    num_tiles = len(num_blocks)
+    joined = np.bincount(first, minlength=num_tiles) - np.bincount(last, minlength=num_tiles)  # to the tile before
+    group = np.cumsum(np.append(0, joined.cumsum()[:-1]) <= 0)
+    above = (group[-1:] - group) * (num_blocks.max(initial=0) + 1)  # so that a maximum does not reach beyond its group
+    return np.maximum.accumulate((num_blocks + above)[::-1])[::-1] - above
 
 
 def segments_before(runs: SegmentRuns, tile: Int64Array) -> Int64Array:
