@@ -20,6 +20,7 @@ constexpr bool kMore = true;
 #else
 constexpr bool kMore = false;
 #endif
+constexpr int kTakenAt = 6;                            // blocks before its end that an item's CTA takes the next one
 constexpr float kHeadroom = 8;                         // probabilities reach 2^8: far inside the range of fp16
 #if HEAD_DIM == 64
 constexpr int kStages = 4;
@@ -181,7 +182,6 @@ ffa_forward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Ten
     int index = blockIdx.x;
     WorkItem next = load_item(params.items, params.schedule.list_index(index));
     while (index < params.schedule.num_items()) {
-      const int next_index = next_item(params.counter);
       const WorkItem item = next;
       const int group = params.schedule.head(index), kv_head = group / params.groups_per_kv;
       const int token = item.tile * kTokens;
@@ -202,17 +202,25 @@ ffa_forward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Ten
         prefetch_l2(params.earlier + ((u64)t * params.num_heads_q + group * PACK) * params.head_dim, PACK * params.head_dim * 4);
 #endif
       Segment segment = item.segment;
-      if (next_index < params.schedule.num_items()) next = load_item(params.items, params.schedule.list_index(next_index));
+      // The next item is taken late, so that one which nobody has begun goes to a CTA that is done.
+      auto take_next = [&]() { index = next_item(params.counter); };
+      auto load_next = [&]() {
+        if (index < params.schedule.num_items()) next = load_item(params.items, params.schedule.list_index(index));
+      };
+      if (item.num_segments == 0) take_next(), load_next();
       for (int i = 0; i < item.num_segments; i++) {
         if (i > 0) segment = load_segment(params.segments + 2 * (item.first_segment + i - 1));
         for (int key = segment.first + (segment.end - 1 - segment.first) / kKeys * kKeys; key >= segment.first; key -= kKeys) {
           const bool full = key >= segment.full_first && key + kKeys <= segment.full_end;
-          const bool first = i == 0 && key + kKeys >= segment.end, last = i + 1 == item.num_segments && key == segment.first;
+          const bool opens = key + kKeys >= segment.end, first = opens && i == 0;
+          const int left = i + 1 == item.num_segments ? (key - segment.first) / kKeys : 1 << 30;   // blocks after this one
+          auto reaches = [&](int n) { return left == n || (opens && left < n); };
           const bool half = first && key + kKeys / 2 >= segment.end;
           const int s = ring.stage;
+          if (reaches(kTakenAt)) take_next();
           mbarrier_wait(k_empty + 8 * s, ring.phase ^ 1);
           wait_for_keys(params.late, key + kKeys);
-          const int flags = (full ? kFullBlock : 0) | (last ? kLastBlock : 0) | (half ? kHalfBlock : 0);
+          const int flags = (full ? kFullBlock : 0) | (left == 0 ? kLastBlock : 0) | (half ? kHalfBlock : 0);
           smem.block[s] = make_int4(key, flags, segment.layer * params.num_q, 0);
           mbarrier_arrive_expect(k_full + 8 * s, kTileBytes);
           for (int p = 0; p < kPanels; p++)
@@ -222,10 +230,10 @@ ffa_forward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Ten
           mbarrier_arrive_expect(v_full + 8 * s, kTileBytes);
           for (int p = 0; p < kPanels; p++)
             tma_load_3d(v + s * kTileBytes + p * kPanelBytes, &map_v, v_full + 8 * s, p * 64, kv_head, key);
+          if (reaches(kTakenAt - 1)) load_next();
           ring.advance();
         }
       }
-      index = next_index;
     }
     mbarrier_wait(q_empty, q_phase);
     smem.item = make_int4(-1, 0, 0, 0);

@@ -37,6 +37,7 @@ MAX_PACK = 16
 NUM_SMS = 132  # of an H200; only heuristics use it
 ITEMS_PER_SM = 10  # parts per SM that backward tiles are split into
 MIN_CHUNK, MAX_CHUNK = 8, 256  # query blocks of a part, times packs
+WHOLE_TILES_PER_SM = 4  # enough not to split them where sums of dk and dv would be as large as dq: no grouped heads
 L2_BYTES = 32 << 20  # share of the L2 cache that one wave of heads may claim
 TAIL = 1.0  # of what all SMs do during the longest part, in blocks: as much is kept for the end, in small parts
 TAIL_PARTS = 4  # small parts in one of usual length
@@ -186,13 +187,16 @@ def _backward_lists(
     mask: _Mask, runs: SegmentRuns, words: "_Words", deterministic: bool, pack: int, chunk: int | None
 ) -> dict[str, Any]:
     """Adds them to `words`; fields of ListSizes."""
-    tokens, num_packs = BACKWARD_ROWS // pack, mask.num_heads_q // mask.num_heads_kv // pack
+    group = mask.num_heads_q // mask.num_heads_kv
+    tokens, num_packs = BACKWARD_ROWS // pack, group // pack
     num_q_blocks = -(-mask.num_q // tokens)
     starts = key_tiles(mask.rows, mask.num_k)
     num_tiles = len(starts) - 1
     tile, records = transpose_segments(runs, starts)
     num_blocks = np.bincount(tile, records[:, 5] - records[:, 4], num_tiles).astype(np.int64)
-    chunk = chunk or backward_chunk(num_blocks, mask.num_heads_kv, num_packs)
+    if not chunk:
+        enough_whole = group == 1 and num_tiles * mask.num_heads_kv >= WHOLE_TILES_PER_SM * NUM_SMS
+        chunk = num_q_blocks if enough_whole else backward_chunk(num_blocks, mask.num_heads_kv, num_packs)
     fits_l2 = mask.num_q * mask.num_heads_q * 1024 <= L2_BYTES  # q, dout and dq, 128 columns
     at_once = fits_l2 or deterministic  # all heads together, else one after another
     in_tail = np.full(num_tiles, True) if at_once else tail_tiles(num_blocks, chunk, mask.num_heads_kv)
@@ -240,8 +244,9 @@ def backward_chunk(blocks_per_tile: Int64Array, num_heads_kv: int, packs: int) -
     all SMs to end at nearly the same time, and long enough to pay for loading their keys and adding up dk and dv.
     """
     longest = int(blocks_per_tile.max(initial=0)) * packs
-    enough = int(blocks_per_tile.sum()) * num_heads_kv * packs / (ITEMS_PER_SM * NUM_SMS)
-    wanted = min(enough, max(longest / 8, 2 * MIN_CHUNK), MAX_CHUNK)
+    per_sm = int(blocks_per_tile.sum()) * num_heads_kv * packs / NUM_SMS
+    enough = max(per_sm / ITEMS_PER_SM, min(per_sm / 2, 2 * MIN_CHUNK))
+    wanted = min(enough, max(longest / 8, 3 * MIN_CHUNK), MAX_CHUNK)
     chunk = 2 ** round(math.log2(max(wanted, MIN_CHUNK)))  # a power of two: chunks end where k-tiles do
     return max(1, chunk // packs)
 
