@@ -19,6 +19,7 @@
 constexpr int kRows = 64;
 constexpr int kTokens = kRows / PACK;
 constexpr int kStages = 2;
+constexpr int kTakenAt = 3;                          // blocks before its end that an item's CTA takes the next one
 constexpr int kGradColumns = HEAD_DIM / 2;           // columns of dQ that one warpgroup computes
 
 // ---------------------------------------------------------------------------------------------- shared memory
@@ -148,7 +149,6 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
       };
       int next_word = item_word(index);
       while (index < params.schedule.num_items()) {
-        const int fetched = lane == 0 ? next_item(params.counter) : 0;
         WorkItem item = share_item(next_word);
         const int4* first_segment = params.items + 3 * params.schedule.list_index(index) + 1;
         const int kv_head = params.schedule.head(index);
@@ -168,8 +168,8 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
             }
           }
         }
-        index = __shfl_sync(~0u, fetched, 0);
-        next_word = item_word(index);
+        // The next item is taken late, so that one which nobody has begun goes to a CTA that is done.
+        if (item.num_segments == 0 && lane == 0) index = next_item(params.counter);
         const int packs = item.num_segments == 0 ? 0 : params.num_packs;
         for (int pack = 0; pack < packs; pack++) {
           const int head = (kv_head * params.num_packs + pack) * PACK;
@@ -179,7 +179,8 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
               segment = load_segment(i == 0 ? first_segment : params.segments + 2 * (item.first_segment + i - 1));
             for (int b = segment.end - 1; b >= segment.first; b--) {
               const bool is_full = b >= segment.full_first && b < segment.full_end;
-              const bool last = pack + 1 == packs && i == 0 && b == segment.first;
+              const int left = pack + 1 == packs && i == 0 ? b - segment.first : 1 << 30;   // blocks after this one
+              if (lane == 0 && (left == kTakenAt || (left < kTakenAt && b + 1 == segment.end))) index = next_item(params.counter);
 #ifdef DETERMINISTIC
               const int rank = addition_rank(params, b, item.tile, segment.component);
 #else
@@ -210,7 +211,7 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
                   tma_load_3d(q + at, &map_q, full + 8 * s, p * 64, head, token);
                   tma_load_3d(dout + at, &map_dout, full + 8 * s, p * 64, head, token);
                 }
-                smem.block[s] = make_int4(token, head, (is_full ? kFullBlock : 0) | (last ? kLastBlock : 0),
+                smem.block[s] = make_int4(token, head, (is_full ? kFullBlock : 0) | (left == 0 ? kLastBlock : 0),
                                           rank);
               }
 #pragma unroll
@@ -225,6 +226,8 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
             }
           }
         }
+        index = __shfl_sync(~0u, index, 0);
+        next_word = item_word(index);
       }
       mbarrier_wait(kv_empty, kv_phase);
       if (lane == 0) {
