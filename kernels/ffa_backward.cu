@@ -13,7 +13,8 @@
 // Query blocks are walked down: the tiles of a causal document end at the same query, so that they read Q and add dQ close in
 // time, and both stay in L2.
 //
-// DETERMINISTIC orders the additions to a row of dQ by a counter per query block and head pack: tiles in ascending order.
+// DETERMINISTIC orders the additions to a row of dQ by a counter per query block and head pack: tiles in ascending order; and what the
+// parts of a tile add to dK and dV by a counter per tile and head.
 #include "ffa_layout.cuh"
 
 constexpr int kRows = 64;
@@ -42,8 +43,9 @@ struct Shared {
   ushort2 place[kRows];                               // a row's token and head in the block
   int4 item;                                          // {first key, KV head, flags, end key}; first key < 0: no more work
   int4 block[kStages];                                // {first token, first head, flags, rank among the additions to dQ}
-  // for the warps that add: {first token, first head, kQueryGrad, rank} of a piece of dQ, {first key, head, k*Grad, first
-  // column} of a piece of dK or dV; first token < 0: no more work
+  int2 part;                                          // deterministic: {tile, parts of the tile before this one}
+  // for the warps that add: {first token, first head, kQueryGrad, rank} of a piece of dQ, {first key, head | tile << kLowBits, k*Grad,
+  // first column | parts before << kLowBits} of a piece of dK or dV; first token < 0: no more work
   int4 grad_piece[2][kGradBuffers];
   u64 kv_full, kv_empty, full[kStages], empty[kStages], grad_full[2][kGradBuffers], grad_empty[2][kGradBuffers];
 };
@@ -53,6 +55,7 @@ enum NamedBarrier { kScoreGradReady = 1 };
 
 constexpr int kNoKey = 0x7fffffff;
 
+constexpr int kLowBits = 10, kLow = (1 << kLowBits) - 1;   // of a word that holds two numbers
 enum Grad { kQueryGrad, kKeyGrad, kValueGrad };
 template <int VALUE>
 struct Tag { static constexpr int value = VALUE; };
@@ -67,6 +70,7 @@ struct BackwardParams {
   const int2* bands;     // [layers][num_q]
   const int* components; // deterministic: [num_q_blocks + 1] offsets into, then {first tile, last tile} of each component
   int* semaphores;       // deterministic: [num_q_blocks][num_heads_q / PACK][2], zero before the launch
+  int* part_semaphores;  // deterministic: [k-tiles][KV heads][2], the same
   int* counter;          // [2]
   Schedule schedule;     // heads = KV heads
   int num_packs;         // packs of PACK query heads that share a KV head
@@ -153,11 +157,15 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
         const int4* first_segment = params.items + 3 * params.schedule.list_index(index) + 1;
         const int kv_head = params.schedule.head(index);
         const int first_key = __shfl_sync(~0u, next_word, 6), end_key = __shfl_sync(~0u, next_word, 7);
+        [[maybe_unused]] const int parts_before = __shfl_sync(~0u, next_word, 3);
         mbarrier_wait(kv_empty, kv_phase);
         kv_phase ^= 1;
         if (item.num_segments > 0) wait_for_keys(params.late, first_key + kKeys);
         if (lane == 0) {
           smem.item = make_int4(first_key, kv_head, item.num_segments == 0 ? kLastBlock : 0, end_key);
+#ifdef DETERMINISTIC
+          smem.part = make_int2(item.tile, parts_before);
+#endif
           if (item.num_segments == 0) {
             mbarrier_arrive(kv_full);
           } else {
@@ -256,19 +264,22 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
         const int4 piece = smem.grad_piece[w][ring.stage];
         if (piece.x < 0) break;
         const u32 grad = smem_address(smem.grad[w][ring.stage]);
+        const bool of_queries = piece.z == kQueryGrad;
+        const int head = of_queries ? piece.y : piece.y & kLow, column = of_queries ? w * kGradColumns : piece.w & kLow;
 #ifdef DETERMINISTIC
-        int* turn = params.semaphores + (piece.x / kTokens * (params.num_heads_q / PACK) + piece.y / PACK) * 2 + w;
-        if (load_acquire(turn) != piece.w) {
+        int* turn = of_queries ? params.semaphores + (piece.x / kTokens * (params.num_heads_q / PACK) + head / PACK) * 2 + w
+                               : params.part_semaphores + ((piece.y >> kLowBits) * params.schedule.num_heads + head) * 2 + w;
+        const int wanted = of_queries ? piece.w : piece.w >> kLowBits;
+        if (load_acquire(turn) != wanted) {
           settle();                                   // others may need it before this turn comes
-          while (load_acquire(turn) != piece.w) {}
+          while (load_acquire(turn) != wanted) {}
         }
         asm volatile("fence.proxy.async;" ::: "memory");
 #endif
 #pragma unroll
         for (int p = 0; p < kGradColumns / 32; p++) {
-          const TensorMap* map = piece.z == kQueryGrad ? &map_dq : piece.z == kKeyGrad ? &map_dk : &map_dv;
-          const int column = piece.z == kQueryGrad ? w * kGradColumns : piece.w;
-          tma_reduce_add_3d(map, grad + p * kGradPanel, column + p * 32, piece.y, piece.x);
+          const TensorMap* map = of_queries ? &map_dq : piece.z == kKeyGrad ? &map_dk : &map_dv;
+          tma_reduce_add_3d(map, grad + p * kGradPanel, column + p * 32, head, piece.x);
         }
         bulk_commit();
 #ifdef DETERMINISTIC
@@ -276,7 +287,7 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
           bulk_wait<1>();
           pass_turn(landing);
         }
-        landing = turn;
+        landing = of_queries || (piece.z == kValueGrad && column == kGradColumns) ? turn : nullptr;   // a part's last piece
         bulk_wait_read<0>();                          // the next turn may take long: gives the buffer back before
         mbarrier_arrive(grad_empty + 8 * (w * kGradBuffers + ring.stage));
 #else
@@ -431,18 +442,22 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
 
       // ------------------------------------------------------------------------------------- epilogue
       const int kv_head = smem.item.y, end_key = smem.item.w;
+#ifdef DETERMINISTIC
+      const int2 part = smem.part;
+#else
+      const int2 part = make_int2(0, 0);
+#endif
       mbarrier_arrive_warp(kv_empty);
-#ifndef DETERMINISTIC
       if (params.store == kAddFloat) {                             // rows beyond end_key are 0
+        const int head = kv_head | part.x << kLowBits, parts = part.y << kLowBits;
 #pragma unroll
         for (int i = 0; i < 2; i++)
-          hand_over(Tag<kKeyGrad>(), dk_rmem + i * kGradColumns / 2, first_key + w * 64, kv_head, i * kGradColumns);
+          hand_over(Tag<kKeyGrad>(), dk_rmem + i * kGradColumns / 2, first_key + w * 64, head, parts | i * kGradColumns);
 #pragma unroll
         for (int i = 0; i < 2; i++)
-          hand_over(Tag<kValueGrad>(), dv_rmem + i * kGradColumns / 2, first_key + w * 64, kv_head, i * kGradColumns);
+          hand_over(Tag<kValueGrad>(), dv_rmem + i * kGradColumns / 2, first_key + w * 64, head, parts | i * kGradColumns);
         continue;
       }
-#endif
       const bool valid0 = first_key + key_row < end_key, valid1 = first_key + key_row + 8 < end_key;
       auto store = [&](const float(&acc)[HEAD_DIM / 2], void* base, long long token_stride, long long head_stride, float scale) {
         const long long low = (first_key + key_row) * token_stride + kv_head * head_stride, high = low + 8 * token_stride;

@@ -12,8 +12,9 @@
 //   backward {layer, component, 0, 0, first_block, end_block, full_first, full_end}
 //            query blocks of 64 / PACK tokens; a block inside [full_first, full_end) needs no mask
 //            component: position of this run of keys among those of its query blocks (deterministic mode only)
-// A work item is {tile, num_segments, first_segment, 0} + the same two halves of its first segment (12 ints), the first of
-// them, backward, as {layer, component, first_key, end_key}: the keys of the tile. first_segment counts further segments only.
+// A work item is {tile, num_segments, first_segment, parts of the tile before it (deterministic backward)} + the same two halves of
+// its first segment (12 ints), the first of them, backward, as {layer, component, first_key, end_key}: the keys of the tile.
+// first_segment counts further segments only.
 // bands[layer][row] = {lo, hi}: the keys that layer lets the row see. The intervals of a row are disjoint.
 #pragma once
 #include "sm90.cuh"

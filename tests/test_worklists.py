@@ -64,11 +64,14 @@ def walk_backward(lists: WorkLists, num_layers: int) -> np.ndarray:
     if s.deterministic:
         offsets = lists.words[s.components :][: s.num_q_blocks + 1]
         spans = lists.words[s.components + (s.num_q_blocks + 2) // 2 * 2 :][: 2 * offsets[-1]].reshape(-1, 2)
-    additions = np.zeros(s.num_q_blocks, int)
+    additions, parts = np.zeros(s.num_q_blocks, int), np.zeros(s.num_k_tiles, int)
     for item in read(lists, s.backward_items, s.num_backward_items, 12):
         tile = item[0]
         keys = np.arange(item[6], item[6] + KEYS)
         stored[item[6] : item[7]] += 1
+        if s.deterministic:
+            assert item[3] == parts[tile]
+            parts[tile] += 1
         for layer, component, _, _, first, end, full_first, full_end in segments_of(lists, item, s.backward_segments)[::-1]:
             for block in range(first, end)[::-1]:
                 rows = np.arange(block * tokens, min((block + 1) * tokens, s.num_q))

@@ -268,9 +268,10 @@ class FfaBlockAttn:
             params.store = launch.STORE_FLOAT if dk.dtype == torch.float32 else launch.STORE_PACKED
         semaphores = None
         if s.deterministic:
-            shape = (s.num_q_blocks, s.num_heads_q // s.backward_pack, 2)
-            semaphores = torch.zeros(shape, dtype=torch.int32, device=k.device)
+            counts = 2 * s.num_q_blocks * (s.num_heads_q // s.backward_pack), 2 * s.num_k_tiles * s.num_heads_kv
+            semaphores = torch.zeros(sum(counts), dtype=torch.int32, device=k.device)
             params.semaphores = semaphores.data_ptr()
+            params.part_semaphores = semaphores.data_ptr() + 4 * counts[0]
         params.dk, params.dv = dk_to.data_ptr(), dv_to.data_ptr()
         params.lse, params.delta = lse.data_ptr(), delta.data_ptr()
         params.dk_token_stride, params.dk_head_stride, _ = dk_to.stride()

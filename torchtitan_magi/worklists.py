@@ -75,10 +75,11 @@ class ListSizes:
 
     backward_pack: int = 0
     num_q_blocks: int = 0
+    num_k_tiles: int = 0
     num_backward_items: int = 0  # parts of k-tiles
     num_backward_tail: int = 0  # the last of them, done when all heads are through the others
     is_split: bool = False  # some tile has several parts: dk and dv are sums in fp32
-    deterministic: bool = False  # k-tiles whole, ascending where they share queries; there are `components`
+    deterministic: bool = False  # k-tiles ascend inside a chunk of queries; there are `components`
     backward_items: int = 0
     backward_segments: int = 0
     components: int = 0
@@ -197,13 +198,14 @@ def _backward_lists(
     if not chunk:
         enough_whole = group == 1 and num_tiles * mask.num_heads_kv >= WHOLE_TILES_PER_SM * NUM_SMS
         chunk = num_q_blocks if enough_whole else backward_chunk(num_blocks, mask.num_heads_kv, num_packs)
+        chunk *= 1 + deterministic  # a part waits for others when it begins and when it ends
     fits_l2 = mask.num_q * mask.num_heads_q * 1024 <= L2_BYTES  # q, dout and dq, 128 columns
     at_once = fits_l2 or deterministic  # all heads together, else one after another
     in_tail = np.full(num_tiles, True) if at_once else tail_tiles(num_blocks, chunk, mask.num_heads_kv)
     part_tile, part, is_split = np.arange(num_tiles), tile, False
-    if not deterministic and num_blocks.max(initial=0) > chunk:
+    if num_blocks.max(initial=0) > chunk:
         finer = chunk if at_once else max(chunk // TAIL_PARTS, MIN_CHUNK // num_packs, 1)
-        parts = split_tiles(tile, records, num_blocks, np.where(in_tail, finer, chunk))
+        parts = split_tiles(tile, records, num_blocks, np.where(in_tail, finer, chunk), everywhere=deterministic)
         is_split = len(parts[0]) > int(np.count_nonzero(num_blocks))
         if is_split:
             part_tile, part, records = parts
@@ -211,23 +213,24 @@ def _backward_lists(
     items, further = _items(part, records, len(part_tile))
     items[:, 0], items[:, 6], items[:, 7] = part_tile, starts[part_tile], starts[part_tile + 1]
     in_tail = in_tail[part_tile]
-    spans = addition_spans(runs, num_q_blocks, starts) if deterministic else np.zeros(0, np.int32)
-    if deterministic:
-        order = longest_first(longest_from_here(num_blocks, spans, num_q_blocks))
+    stage = items[:, 8].astype(np.int64) // chunk
+    if deterministic:  # from the last chunk of queries to the first, in each from the first tile to the last
+        order = np.argsort((-stage if is_split else 0) * num_tiles + part_tile, kind="stable")
+        items[order, 3] = place_among_equals(part_tile[order])
     else:  # one chunk of queries after another, then the tail; what waits for keys comes last
-        stage = items[:, 8].astype(np.int64) // chunk
         is_late = items[:, 7] > mask.late_from
         order = longest_first(num_blocks, np.where(in_tail, stage.max(initial=0) + 1, stage) * 2 + is_late)
     return {
         "backward_pack": pack,
         "num_q_blocks": num_q_blocks,
+        "num_k_tiles": num_tiles,
         "num_backward_items": len(items),
         "num_backward_tail": int(np.count_nonzero(in_tail)),
         "is_split": is_split,
         "deterministic": deterministic,
         "backward_items": words.add(items, order),
         "backward_segments": words.add(further),
-        "components": words.add(spans),
+        "components": words.add(addition_spans(runs, num_q_blocks, starts)) if deterministic else 0,
     }
 
 
@@ -266,6 +269,15 @@ def longest_first(num_blocks: Int64Array, at: Int64Array | int = 0) -> Int64Arra
     most = num_blocks.max(initial=0)
     key = at * (most + 1) + (most - num_blocks)
     return np.argsort(key.astype(np.min_scalar_type(key.max(initial=0))), kind="stable")  # 16 bits: a radix sort
+
+
+def place_among_equals(x: Int64Array) -> Int64Array:
+    """How many equal values come before each. [n]."""
+    order = np.argsort(x, kind="stable")
+    counts = np.bincount(x)
+    place = np.empty_like(x)
+    place[order] = np.arange(len(x)) - np.repeat(starts_of(counts), counts)
+    return place
 
 
 def early_first(order: Int64Array, num_blocks: Int64Array, waits: npt.NDArray[np.bool_], enough: int) -> Int64Array:
@@ -325,18 +337,24 @@ def key_tiles(table: Int64Array, num_k: int) -> Int64Array:
 
 
 def split_tiles(
-    tile: Int64Array, records: Int32Array, blocks_per_tile: Int64Array, chunk_of_tile: Int64Array
+    tile: Int64Array,
+    records: Int32Array,
+    blocks_per_tile: Int64Array,
+    chunk_of_tile: Int64Array,
+    everywhere: bool = False,
 ) -> tuple[Int64Array, Int64Array, Int32Array]:
     """Cuts the segments of k-tiles with more query blocks than their chunk at multiples of it.
 
     Args:
         tile: int64 [n]; records: int32 [n, 8]; blocks_per_tile, chunk_of_tile: int64 [num_tiles].
+        everywhere: shorter tiles too.
 
     Returns:
         part_tile: int64 [parts], the k-tile of each part; tiles that nothing touches have none.
         part: int64 [m], of each cut record, ascending; records: int32 [m, 8], the cut records.
     """
-    whole, chunk = (blocks_per_tile <= chunk_of_tile)[tile], chunk_of_tile[tile]
+    chunk = chunk_of_tile[tile]
+    whole = (blocks_per_tile <= chunk_of_tile)[tile] & (not everywhere)
     first_chunk, last_chunk = records[:, 4] // chunk, (records[:, 5] - 1) // chunk
     first_chunk[whole] = last_chunk[whole] = 0
     pieces = last_chunk - first_chunk + 1
@@ -368,25 +386,6 @@ def addition_spans(runs: SegmentRuns, num_q_blocks: int, starts: Int64Array) -> 
     write_ramps(runs.count, runs.first, runs.end - 1, runs.step_lo, runs.step_hi, spans.view(np.int64))
     tile_of(starts).take(spans, out=spans)
     return words
-
-
-def longest_from_here(num_blocks: Int64Array, spans: Int32Array, num_q_blocks: int) -> Int64Array:
-    """The most blocks of a k-tile and of the later ones that it shares queries with, directly or through others.
-
-    Sorted by it, tiles that share queries stay in their order.
-
-    Args:
-        num_blocks: int64 [num_tiles]. spans: from `addition_spans`.
-    """
-    offsets, tiles = spans[: num_q_blocks + 1], spans[(num_q_blocks + 2) // 2 * 2 :]
-    used = np.flatnonzero(np.diff(offsets))
-    first = np.minimum.reduceat(tiles[::2], offsets[used]) if len(used) else used
-    last = np.maximum.reduceat(tiles[1::2], offsets[used]) if len(used) else used
-    num_tiles = len(num_blocks)
-    joined = np.bincount(first, minlength=num_tiles) - np.bincount(last, minlength=num_tiles)  # to the tile before
-    group = np.cumsum(np.append(0, joined.cumsum()[:-1]) <= 0)
-    above = (group[-1:] - group) * (num_blocks.max(initial=0) + 1)  # so that a maximum does not reach beyond its group
-    return np.maximum.accumulate((num_blocks + above)[::-1])[::-1] - above
 
 
 def segments_before(runs: SegmentRuns, tile: Int64Array) -> Int64Array:
