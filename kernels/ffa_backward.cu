@@ -140,6 +140,7 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
     fence_proxy_async();
   }
   __syncthreads();
+  wait_for_kernel_before();
 
   if (warpgroup == 0) {
     registers_release<24>();

@@ -18,6 +18,7 @@ extern "C" __global__ void __launch_bounds__(256) ffa_delta(const __grid_constan
   const auto [out, dout, delta, zero, more_zero, num_rows, num_zero, num_more_zero, head_dim] = params;
   const long long row = (long long)blockIdx.x * 16 + threadIdx.x / 16;
   const int column = threadIdx.x % 16 * 8;
+  wait_for_kernel_before();
   const long long z = ((long long)blockIdx.x * 256 + threadIdx.x) * 8;
   if (z < num_zero + num_more_zero) {
     float4* to = (float4*)(z < num_zero ? zero + z : more_zero + (z - num_zero));

@@ -18,6 +18,7 @@ struct GatherParams {
 };
 
 extern "C" __global__ void __launch_bounds__(kWarps * 32) gather_rows(const __grid_constant__ GatherParams params) {
+  wait_for_kernel_before();
   const int lane = threadIdx.x % 32, units = params.num_heads * params.units_per_head;
   for (int i = blockIdx.x * kWarps + threadIdx.x / 32; i < params.num_rows + params.num_own; i += gridDim.x * kWarps) {
     const bool leaves = i < params.num_rows;
@@ -62,6 +63,7 @@ DEVICE void add_returned(const ReturnedRows& returned, unsigned token, unsigned 
 // To the sums of dK/dV, [T, units] of 8 floats.
 extern "C" __global__ void __launch_bounds__(kWarps * 32)
     add_rows(const __grid_constant__ ReturnedRows returned, float4* dkv) {
+  wait_for_kernel_before();
   const unsigned end = returned.num_tokens * returned.units;
   for (unsigned i = blockIdx.x * blockDim.x + threadIdx.x; i < end; i += gridDim.x * blockDim.x) {
     const unsigned token = i / returned.units;
@@ -82,6 +84,7 @@ struct FinishParams {
 };
 
 extern "C" __global__ void __launch_bounds__(kWarps * 32) finish_grads(const __grid_constant__ FinishParams params) {
+  wait_for_kernel_before();
   const unsigned end = params.dkv_units + params.dq_units, units = params.returned.units;
   for (unsigned i = blockIdx.x * blockDim.x + threadIdx.x; i < end; i += gridDim.x * blockDim.x) {
     const bool of_dq = i >= params.dkv_units;

@@ -19,6 +19,13 @@ DEVICE int warp_uniform(int x) { return __shfl_sync(~0u, x, 0); }
 
 DEVICE u32 smem_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
+// The host launches each kernel so that it may begin while the one before it in its stream comes to an end, and that one's writes
+// are there after this call. Every kernel makes it, before it touches global memory.
+DEVICE void wait_for_kernel_before() {
+  asm volatile("griddepcontrol.launch_dependents;");
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+
 // ---------------------------------------------------------------------------------------------- mbarriers
 DEVICE void mbarrier_init(u32 bar, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(arrivals));

@@ -6,8 +6,7 @@ from typing import Any
 
 _INT, _UINT, _POINTER = ctypes.c_int, ctypes.c_uint, ctypes.c_void_p
 _SIGNATURES: dict[str, list[Any]] = {
-    # function, grid x y z, block x y z, shared bytes, stream, arguments, extra
-    "cuLaunchKernel": [_POINTER, *[_UINT] * 7, _POINTER, _POINTER, _POINTER],
+    "cuLaunchKernelEx": [_POINTER, _POINTER, _POINTER, _POINTER],  # LaunchConfig, function, arguments, extra
     "cuMemcpyAsync": [_POINTER, _POINTER, ctypes.c_size_t, _POINTER],  # to, from, bytes, stream
     "cuStreamBatchMemOp_v2": [_POINTER, _UINT, _POINTER, _UINT],  # stream, number, operations, flags
     "cuEventCreate": [_POINTER, _UINT],  # where the event goes, flags
@@ -19,6 +18,32 @@ _SIGNATURES: dict[str, list[Any]] = {
 DISABLE_TIMING = 2  # an event's flag
 TENSOR_MAP_FLOAT16, TENSOR_MAP_FLOAT32, TENSOR_MAP_BFLOAT16 = 6, 7, 9
 SWIZZLE_128B, PROMOTION_256B = 3, 3
+
+
+class _LaunchAttribute(ctypes.Structure):
+    """CUlaunchAttribute."""
+
+    PROGRAMMATIC_STREAM_SERIALIZATION = 6
+    _fields_ = [("id", _UINT), ("padding", _UINT), ("value", _INT), ("unused", _UINT * 15)]
+
+
+# The kernel may begin before the one ahead of it in its stream has ended, and waits for it by itself.
+_MAY_BEGIN_EARLY = _LaunchAttribute(_LaunchAttribute.PROGRAMMATIC_STREAM_SERIALIZATION, 0, 1)
+
+
+class LaunchConfig(ctypes.Structure):
+    """CUlaunchConfig of blocks in one dimension."""
+
+    _fields_ = [
+        *((name, _UINT) for name in ("num_blocks", "grid_y", "grid_z", "threads", "block_y", "block_z", "shared_bytes")),
+        *((name, _POINTER) for name in ("stream", "attributes")),
+        ("num_attributes", _UINT),
+    ]
+
+    @classmethod
+    def of(cls, num_blocks: int, threads: int, shared_bytes: int, stream: int) -> "LaunchConfig":
+        attributes = ctypes.addressof(_MAY_BEGIN_EARLY)
+        return cls(num_blocks, 1, 1, threads, 1, 1, shared_bytes, stream, attributes, 1)
 
 
 class StreamOperation(ctypes.Structure):

@@ -214,7 +214,7 @@ class Kernel:
     ) -> None:
         self.load = functools.cache(functools.partial(jit.load_kernel, name, function, variant, shared_bytes))
         self.threads, self.shared_bytes = threads, shared_bytes
-        self._launch = driver.function("cuLaunchKernel")
+        self._launch = driver.function("cuLaunchKernelEx")
 
     def __call__(self, device: int, num_blocks: int, *arguments: Any) -> None:
         """Launches on the current stream of `device`. arguments: ctypes values, the kernel's parameters in order."""
@@ -223,8 +223,8 @@ class Kernel:
                 return self(device, num_blocks, *arguments)
         pointers = _pointer_array(len(arguments))(*map(ctypes.addressof, arguments))
         stream = torch._C._cuda_getCurrentRawStream(device)  # current_stream(device).cuda_stream without the objects
-        shape = num_blocks, 1, 1, self.threads, 1, 1, self.shared_bytes
-        driver.check(self._launch(self.load(device), *shape, stream, pointers, None))
+        config = driver.LaunchConfig.of(num_blocks, self.threads, self.shared_bytes, stream)
+        driver.check(self._launch(ctypes.addressof(config), self.load(device), pointers, None))
 
 
 load = functools.cache(Kernel)
