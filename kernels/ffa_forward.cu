@@ -9,7 +9,8 @@
 //   wait for O; scale it to the new row maximum; P(n+1) = S(n+1) rounded
 //
 // Attention over keys that arrive in stages is merged on the way out:
-//   EARLIER  adds to (out fp32, lse) of the stages before; lse in place, rows that see no new key keep theirs
+//   EARLIER  adds to (out fp32, lse) of the stages before; lse in place, rows that see no new key keep theirs; the copy engine
+//            brings the rows of out while the item's last blocks are worked on
 //   MORE     out is fp32, for stages that follow (in place if there were some before), else the input type
 #include "ffa_layout.cuh"
 
@@ -32,10 +33,15 @@ constexpr int kStages = 2;
 constexpr u32 kPanelBytes = 128 * 128;                 // 128 rows x 64 columns
 constexpr u32 kTileBytes = kPanels * kPanelBytes;      // Q tile = K block = V block
 constexpr u32 kQueryBytes = kPanels * kTokens * PACK * 128;   // what the copy engine writes of the Q tile
+constexpr int kFloatPanels = HEAD_DIM / 32;            // of the rows of earlier stages: 32 columns, fp32
 struct Shared {
   alignas(1024) unsigned char q[kTileBytes];
   alignas(1024) unsigned char k[kStages][kTileBytes];
   alignas(1024) unsigned char v[kStages][kTileBytes];
+#ifdef EARLIER
+  alignas(1024) unsigned char earlier[kFloatPanels][kPanelBytes];
+  u64 earlier_full, earlier_empty;
+#endif
   int4 item;                          // {first token, head group, flags, 0}; first token < 0: no more work
   int4 block[kStages];                // {first key, flags, first index of the layer's bands, 0}
   u64 q_full, q_empty;
@@ -46,7 +52,6 @@ static_assert(sizeof(Shared) <= SHARED_BYTES, "ffa.py asks for too little shared
 
 struct ForwardParams {
   void* out;             // [num_q, num_heads_q, head_dim] input type, or fp32 with MORE
-  const float* earlier;  // EARLIER: out of the stages before, [num_q, num_heads_q, head_dim]; may be `out`
   float* lse;            // [num_q, num_heads_q] natural log
   const int4* items;     // [num_tiles][3]
   const int4* segments;  // [..][2]
@@ -133,27 +138,28 @@ DEVICE void round_probabilities(u32 (&p_rmem)[32], const float (&s_rmem)[64]) {
   for (int j = 0; j < 32; j++) p_rmem[j] = pack2(s_rmem[2 * j], s_rmem[2 * j + 1]);
 }
 
-// acc = earlier * keep + acc * add for accumulator row ROW; reads nothing where keep is 0.
+#ifdef EARLIER
+// acc = earlier * keep + acc * add for accumulator row ROW, which is `row` of the tile.
 template <int ROW>
-DEVICE void merge_row(float (&acc)[HEAD_DIM / 2], const float* earlier, float keep, float add, int head_dim, int lane) {
-  const int column = lane % 4 * 2;
-  float2 old[HEAD_DIM / 8];
+DEVICE void merge_row(float (&acc)[HEAD_DIM / 2], const Shared& smem, int row, float keep, float add, int lane) {
 #pragma unroll
   for (int i = 0; i < HEAD_DIM / 8; i++) {
-    old[i] = make_float2(0, 0);
-    if (keep > 0 && i * 8 + column < head_dim) old[i] = *(const float2*)(earlier + i * 8 + column);
-  }
-#pragma unroll
-  for (int i = 0; i < HEAD_DIM / 8; i++) {
-    acc[4 * i + 2 * ROW] = old[i].x * keep + acc[4 * i + 2 * ROW] * add;
-    acc[4 * i + 2 * ROW + 1] = old[i].y * keep + acc[4 * i + 2 * ROW + 1] * add;
+    const u32 place = swizzled_row(0, row) ^ (i % 4 * 32 + lane % 4 * 8);
+    const float2 old = *(const float2*)(smem.earlier[i / 4] + place);
+    acc[4 * i + 2 * ROW] = old.x * keep + acc[4 * i + 2 * ROW] * add;
+    acc[4 * i + 2 * ROW + 1] = old.y * keep + acc[4 * i + 2 * ROW + 1] * add;
   }
 }
+#endif
 
 // ---------------------------------------------------------------------------------------------- the kernel
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
 ffa_forward(const __grid_constant__ TensorMap map_q, const __grid_constant__ TensorMap map_k,
-            const __grid_constant__ TensorMap map_v, const __grid_constant__ ForwardParams params) {
+            const __grid_constant__ TensorMap map_v,
+#ifdef EARLIER
+            const __grid_constant__ TensorMap map_earlier,   // out of the stages before, fp32 [num_q, num_heads_q, head_dim]
+#endif
+            const __grid_constant__ ForwardParams params) {
   extern __shared__ __align__(1024) unsigned char raw_smem[];   // alone in shared memory, so it starts at a multiple of 1024
   Shared& smem = *(Shared*)raw_smem;
   const int warp = warp_uniform(threadIdx.x / 32), warpgroup = warp / 4;
@@ -169,6 +175,10 @@ ffa_forward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Ten
       mbarrier_init(k_empty + 8 * i, kConsumers / 32 * kWarpArrivals);
       mbarrier_init(v_empty + 8 * i, kConsumers / 32 * kWarpArrivals);
     }
+#ifdef EARLIER
+    mbarrier_init(smem_address(&smem.earlier_full), 1);
+    mbarrier_init(smem_address(&smem.earlier_empty), kConsumers / 32 * kWarpArrivals);
+#endif
     mbarrier_init_fence();
   }
   __syncthreads();
@@ -198,10 +208,6 @@ ffa_forward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Ten
         }
       };
       if (item.num_segments == 0) load_query();
-#ifdef EARLIER
-      for (int t = token; t < min(token + kTokens, params.num_q); t++)
-        prefetch_l2(params.earlier + ((u64)t * params.num_heads_q + group * PACK) * params.head_dim, PACK * params.head_dim * 4);
-#endif
       Segment segment = item.segment;
       // The next item is taken late, so that one which nobody has begun goes to a CTA that is done.
       auto take_next = [&]() { index = next_item(params.counter); };
@@ -235,6 +241,13 @@ ffa_forward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Ten
           ring.advance();
         }
       }
+#ifdef EARLIER
+      const u32 earlier_full = smem_address(&smem.earlier_full);
+      mbarrier_wait(smem_address(&smem.earlier_empty), q_phase ^ 1);   // once per item, like the queries
+      mbarrier_arrive_expect(earlier_full, kFloatPanels * kTokens * PACK * 128);
+      for (int p = 0; p < kFloatPanels; p++)
+        tma_load_3d(smem_address(smem.earlier[p]), &map_earlier, earlier_full, p * 32, group * PACK, token);
+#endif
     }
     mbarrier_wait(q_empty, q_phase);
     smem.item = make_int4(-1, 0, 0, 0);
@@ -262,6 +275,11 @@ ffa_forward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Ten
         head[r] = item.y * PACK + row % PACK;
         valid[r] = row < kTokens * PACK && token[r] < params.num_q;
       }
+#ifdef EARLIER
+      float before[2];                                             // lse of the stages before
+#pragma unroll
+      for (int r = 0; r < 2; r++) before[r] = valid[r] ? params.lse[(u64)token[r] * params.num_heads_q + head[r]] : -kInfinity;
+#endif
       int2 band[2];
       int band_layer = -1;
       auto load_bands = [&](int layer) {
@@ -353,10 +371,7 @@ ffa_forward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Ten
       }
       bool stored[2] = {valid[0], valid[1]};
 #ifdef EARLIER
-      float before[2];
-#pragma unroll
-      for (int r = 0; r < 2; r++) before[r] = valid[r] ? params.lse[index[r]] : -kInfinity;
-      __syncwarp();                                               // all four lanes of a row have read its lse
+      mbarrier_wait(smem_address(&smem.earlier_full), q_phase);    // once per item, like the queries
 #pragma unroll
       for (int r = 0; r < 2; r++) {
         if (kMore && lse[r] == -kInfinity) stored[r] = false;     // nothing new
@@ -365,12 +380,12 @@ ffa_forward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Ten
         const float old_weight = exp2_fast((before[r] - top) / kLn2), new_weight = exp2_fast((lse[r] - top) / kLn2);
         const float total = old_weight + new_weight;
         lse[r] = top + log2_fast(total) * kLn2;
-        const float* row = params.earlier + index[r] * params.head_dim;
         const float keep = old_weight / total, add = new_weight / total * scale[r];
-        if (r == 0) merge_row<0>(o_rmem, row, keep, add, params.head_dim, lane);
-        else merge_row<1>(o_rmem, row, keep, add, params.head_dim, lane);
+        if (r == 0) merge_row<0>(o_rmem, smem, row0, keep, add, lane);
+        else merge_row<1>(o_rmem, smem, row0 + 8, keep, add, lane);
         scale[r] = 1;
       }
+      mbarrier_arrive_warp(smem_address(&smem.earlier_empty));
 #endif
 #ifdef MORE
       float* out = (float*)params.out;

@@ -86,9 +86,6 @@ DEVICE void tma_reduce_add_3d(const TensorMap* map, u32 src_smem, int x, int y, 
       "cp.reduce.async.bulk.tensor.3d.global.shared::cta.add.tile.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map),
       "r"(src_smem), "r"(x), "r"(y), "r"(z) : "memory");
 }
-DEVICE void prefetch_l2(const void* p, u32 bytes) {   // both multiples of 16
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(p), "r"(bytes) : "memory");
-}
 DEVICE void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 template <int PENDING>
 DEVICE void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory"); }

@@ -171,14 +171,16 @@ class FfaBlockAttn:
         map_q, q = launch.tensor_map(q, s.forward_pack, tokens)  # the tensors too: a copy must live until it is read
         map_k, k = launch.tensor_map(k, 1, KEYS)
         map_v, v = launch.tensor_map(v, 1, KEYS)
+        maps = [map_q, map_k, map_v]
+        if earlier is not None:
+            maps.append(launch.tensor_map(earlier[0], s.forward_pack, tokens)[0])
         params = launch.ForwardParams.from_buffer_copy(template)
         params.out, params.lse, params.counter = out.data_ptr(), lse.data_ptr(), launch.next_counter(device)
-        params.earlier = None if earlier is None else earlier[0].data_ptr()
         params.scale_log2 = softmax_scale * LOG2_E
         if late is not None:
             params.late = launch.LateKeys(*late)
         grid = min(num_items, max(1, launch.num_sms(device) - sm_margin))
-        kernel(device, grid, map_q, map_k, map_v, params)
+        kernel(device, grid, *maps, params)
         return out, lse
 
     def _forward_launch(
