@@ -3,20 +3,23 @@
     python scripts/bench_kernel.py --json benchmarks/results/kernel_h200.json
 
 TFLOP/s = 4 * (visible pairs) * head_dim * num_heads_q, backward 2.5 times that, over the median time by CUDA events.
-Calls find other work queued ahead, as in training, so that the time is the GPU's, and a cold L2 cache. Backward times are a whole autograd backward (for ours: delta, zeroing and rounding dq, and the kernel). Work lists are
-built and uploaded before timing; building is reported beside it. Every implementation's output is compared with ours
-first.
+Implementations take turns. Calls find other work queued ahead, as in training, so that the time is the GPU's, and a
+cold L2 cache. Backward times are a whole autograd backward (for ours: delta, zeroing and rounding dq, and the kernel).
+Work lists are built and uploaded before timing; building is reported beside it. Every implementation's output is
+compared with ours first.
 """
 
 import argparse
 import json
 import math
 import platform
+import random
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -212,11 +215,11 @@ def flash_attention_3(case: Case) -> Callable[..., Tensor] | None:
 OTHERS = {"cudnn": cudnn, "varlen_attn": torch_varlen, "flex": flex, "fa3": flash_attention_3}
 
 
-def median_ms(run: Callable[[], object], wanted: float) -> float:
-    """Median GPU time over as many runs as take `wanted` milliseconds."""
+def take_turns(runs: dict[str, Callable[[], object]], wanted: float) -> dict[str, float]:
+    """Median GPU times; each run gets about `wanted` milliseconds, one after another so that clocks are alike."""
     cache = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
 
-    def once() -> float:
+    def once(run: Callable[[], object]) -> float:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         cache.zero_()
         torch.cuda._sleep(1_000_000)  # more than the host takes to launch
@@ -226,8 +229,13 @@ def median_ms(run: Callable[[], object], wanted: float) -> float:
         torch.cuda.synchronize()
         return start.elapsed_time(end)
 
-    first = min(once() for _ in range(3))
-    return statistics.median(once() for _ in range(max(5, round(wanted / first))))
+    first = [once(run) for _ in range(2) for run in runs.values()]
+    rounds = max(5, round(wanted * len(first) / sum(first)))
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(rounds):
+        for name in random.sample(list(runs), len(runs)):
+            times[name].append(once(runs[name]))
+    return {name: statistics.median(x) for name, x in times.items()}
 
 
 def measure(case: Case, impls: list[str], ms: int) -> Iterator[Row]:
@@ -253,6 +261,7 @@ def measure(case: Case, impls: list[str], ms: int) -> Iterator[Row]:
         "ours deterministic": lambda q, k, v: flex_flash_attn(q, k, v, slices, deterministic=True)[0],
         **{name: OTHERS[name](case) for name in OTHERS if name in impls},
     }
+    forwards, backwards = {}, {}
     for name, run in runs.items():
         if run is None or name not in impls:
             continue
@@ -267,14 +276,12 @@ def measure(case: Case, impls: list[str], ms: int) -> Iterator[Row]:
             error = float((a - b).norm() / b.norm())
             assert error < 2e-2, f"{name} and ours differ by {error:.1e} on {case}"
 
-        def forward(run: Callable[..., Tensor] = run) -> None:
-            with torch.no_grad():
-                run(q, k, v)
-
-        def backward(out: Tensor = out) -> None:
-            torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
-
-        fwd, bwd = (median_ms(f, ms) for f in (forward, backward))
+        forwards[name] = torch.no_grad()(partial(run, q, k, v))
+        backwards[name] = partial(torch.autograd.grad, out, (q, k, v), dout, retain_graph=True)
+    del out, theirs, grads
+    times = take_turns(forwards, ms), take_turns(backwards, ms)
+    for name in forwards:
+        fwd, bwd = times[0][name], times[1][name]
         yield Row(
             case.name, case.tokens, f"{heads_q}:{heads_kv}", case.head_dim, str(case.dtype).removeprefix("torch."),
             name,
@@ -311,7 +318,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--groups", nargs="+", default=[g for g in GROUPS if g != "quick"], choices=GROUPS)
     parser.add_argument("--impls", nargs="+", default=["ours", "ours deterministic", "cudnn", "varlen_attn", "fa3"])
-    parser.add_argument("--ms", type=int, default=100, help="time spent on each measurement")
+    parser.add_argument("--ms", type=int, default=100, help="GPU time of each measurement")
     parser.add_argument("--commit", help="commit of the tree, where git is missing")
     parser.add_argument("--json")
     args = parser.parse_args()
