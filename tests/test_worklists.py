@@ -72,7 +72,8 @@ def walk_backward(lists: WorkLists, num_layers: int) -> np.ndarray:
         if s.deterministic:
             assert item[3] == parts[tile]
             parts[tile] += 1
-        for layer, component, _, _, first, end, full_first, full_end in segments_of(lists, item, s.backward_segments)[::-1]:
+        segments = segments_of(lists, item, s.backward_segments)[::-1]
+        for layer, component, _, _, first, end, full_first, full_end in segments:
             for block in range(first, end)[::-1]:
                 rows = np.arange(block * tokens, min((block + 1) * tokens, s.num_q))
                 visible = (keys >= bands[layer, rows, :1]) & (keys < np.minimum(bands[layer, rows, 1:], item[7]))

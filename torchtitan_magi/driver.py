@@ -35,7 +35,8 @@ class LaunchConfig(ctypes.Structure):
     """CUlaunchConfig of blocks in one dimension."""
 
     _fields_ = [
-        *((name, _UINT) for name in ("num_blocks", "grid_y", "grid_z", "threads", "block_y", "block_z", "shared_bytes")),
+        *((name, _UINT) for name in ("num_blocks", "grid_y", "grid_z", "threads", "block_y", "block_z")),
+        ("shared_bytes", _UINT),
         *((name, _POINTER) for name in ("stream", "attributes")),
         ("num_attributes", _UINT),
     ]
