@@ -23,6 +23,7 @@ import itertools
 import json
 import os
 import platform
+import random
 import sys
 import time
 from collections.abc import Callable
@@ -177,9 +178,17 @@ def chain(q: Tensor, k: Tensor, v: Tensor, attend: Callable[..., Tensor]) -> tup
 
 
 def take_turns(runs: dict[str, Run], repeats: int, measure: Callable[[Run], float] = once_ms) -> dict[str, float]:
-    """Of each run the median over repeats of the slowest rank's figure; one after another, so that clocks are alike."""
-    figures = [[measure(run) for run in runs.values()] for _ in range(repeats + 3)][3:]
-    slowest = torch.tensor(figures, device="cuda")
+    """Of each run the median over repeats of the slowest rank's figure.
+
+    One after another, in a new order each time (the same on all ranks), so that clocks are alike: what follows a heavy
+    run finds a warm GPU.
+    """
+    figures = []
+    for repeat in range(repeats + 3):
+        order = random.Random(repeat).sample(list(runs), len(runs))
+        found = {name: measure(runs[name]) for name in order}
+        figures.append([found[name] for name in runs])
+    slowest = torch.tensor(figures[3:], device="cuda")
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     return dict(zip(runs, slowest.median(0).values.tolist(), strict=True))
 

@@ -123,14 +123,13 @@ class CostModel:
 
 _PARTS = (KernelCost, Link)
 
-# Kernel: `scripts/calibrate.py --fit benchmarks/results/kernel_h200.json`; it predicts those cases to -10% and +12%
-# forward, -15% and +13% backward, but for -27% with heads 32:32 at 8k tokens, whose fp32 sums of dK and dV take passes
-# of their own.
+# Kernel: `scripts/calibrate.py --fit benchmarks/results/kernel_h200.json`; it predicts those cases to -12% and +7%
+# forward, -7% and +10% backward.
 # The rest: on four (cost_h200x4.json), rows fetched through peer memory; slowdown there is of a backward, the forward
 # showed 0.03. `across` nobody has measured yet: one 400 Gb/s adapter per GPU.
 H200 = CostModel(
-    forward=KernelCost(launch=14.3e-6, pair=3.12e-13, pair_dim=3.34e-15, row=1.19e-10, row_dim=0.0),
-    backward=KernelCost(launch=61.1e-6, pair=5.33e-13, pair_dim=1.23e-14, row=5.27e-10, row_dim=2.12e-12),
+    forward=KernelCost(launch=9.1e-6, pair=2.95e-13, pair_dim=3.27e-15, row=1.43e-10, row_dim=0.0),
+    backward=KernelCost(launch=25.6e-6, pair=5.44e-13, pair_dim=1.18e-14, row=2.16e-10, row_dim=4.31e-12),
     merge=6.0e-13,
     stage=12e-6,
     memory=4.2e12,
