@@ -158,15 +158,13 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
         const int4* first_segment = params.items + 3 * params.schedule.list_index(index) + 1;
         const int kv_head = params.schedule.head(index);
         const int first_key = __shfl_sync(~0u, next_word, 6), end_key = __shfl_sync(~0u, next_word, 7);
-        [[maybe_unused]] const int parts_before = __shfl_sync(~0u, next_word, 3);
+        const int parts_before = __shfl_sync(~0u, next_word, 3);
         mbarrier_wait(kv_empty, kv_phase);
         kv_phase ^= 1;
         if (item.num_segments > 0) wait_for_keys(params.late, first_key + kKeys);
         if (lane == 0) {
           smem.item = make_int4(first_key, kv_head, item.num_segments == 0 ? kLastBlock : 0, end_key);
-#ifdef DETERMINISTIC
-          smem.part = make_int2(item.tile, parts_before);
-#endif
+          if (kDeterministic) smem.part = make_int2(item.tile, parts_before);
           if (item.num_segments == 0) {
             mbarrier_arrive(kv_full);
           } else {
@@ -190,11 +188,7 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
               const bool is_full = b >= segment.full_first && b < segment.full_end;
               const int left = pack + 1 == packs && i == 0 ? b - segment.first : 1 << 30;   // blocks after this one
               if (lane == 0 && (left == kTakenAt || (left < kTakenAt && b + 1 == segment.end))) index = next_item(params.counter);
-#ifdef DETERMINISTIC
-              const int rank = addition_rank(params, b, item.tile, segment.component);
-#else
-              const int rank = 0;
-#endif
+              const int rank = kDeterministic ? addition_rank(params, b, item.tile, segment.component) : 0;
               const int token = b * kTokens;
               float lse[2], delta[2];                              // of rows lane and lane + 32
               int2 band[2];
@@ -247,60 +241,53 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
     } else if (warp <= 2) {  // ------------------------------------------------------------------ dQ warps, one per warpgroup
       const int w = warp - 1;
       Ring<kGradBuffers> ring;
-#ifdef DETERMINISTIC
-      int* landing = nullptr;                         // the turn to pass on when the last addition has landed
+      int* landing = nullptr;                         // deterministic: the turn to pass on when the last addition has landed
       auto settle = [&]() {
         if (!landing) return;
         bulk_wait<0>();
         pass_turn(landing);
         landing = nullptr;
       };
-#endif
-      for ([[maybe_unused]] bool first = true; lane == 0; first = false, ring.advance()) {
+      for (bool first = true; lane == 0; first = false, ring.advance()) {
         const u32 piece_full = grad_full + 8 * (w * kGradBuffers + ring.stage);
-#ifdef DETERMINISTIC
-        if (!mbarrier_is_over(piece_full, ring.phase)) settle();
-#endif
+        if (kDeterministic && !mbarrier_is_over(piece_full, ring.phase)) settle();
         mbarrier_wait(piece_full, ring.phase);
         const int4 piece = smem.grad_piece[w][ring.stage];
         if (piece.x < 0) break;
         const u32 grad = smem_address(smem.grad[w][ring.stage]);
         const bool of_queries = piece.z == kQueryGrad;
         const int head = of_queries ? piece.y : piece.y & kLow, column = of_queries ? w * kGradColumns : piece.w & kLow;
-#ifdef DETERMINISTIC
-        int* turn = of_queries ? params.semaphores + (piece.x / kTokens * (params.num_heads_q / PACK) + head / PACK) * 2 + w
-                               : params.part_semaphores + ((piece.y >> kLowBits) * params.schedule.num_heads + head) * 2 + w;
-        const int wanted = of_queries ? piece.w : piece.w >> kLowBits;
-        if (load_acquire(turn) != wanted) {
-          settle();                                   // others may need it before this turn comes
-          while (load_acquire(turn) != wanted) {}
+        int* turn = nullptr;
+        if (kDeterministic) {
+          turn = of_queries ? params.semaphores + (piece.x / kTokens * (params.num_heads_q / PACK) + head / PACK) * 2 + w
+                            : params.part_semaphores + ((piece.y >> kLowBits) * params.schedule.num_heads + head) * 2 + w;
+          const int wanted = of_queries ? piece.w : piece.w >> kLowBits;
+          if (load_acquire(turn) != wanted) {
+            settle();                                 // others may need it before this turn comes
+            while (load_acquire(turn) != wanted) {}
+          }
+          asm volatile("fence.proxy.async;" ::: "memory");
         }
-        asm volatile("fence.proxy.async;" ::: "memory");
-#endif
 #pragma unroll
         for (int p = 0; p < kGradColumns / 32; p++) {
           const TensorMap* map = of_queries ? &map_dq : piece.z == kKeyGrad ? &map_dk : &map_dv;
           tma_reduce_add_3d(map, grad + p * kGradPanel, column + p * 32, head, piece.x);
         }
         bulk_commit();
-#ifdef DETERMINISTIC
-        if (landing) {
-          bulk_wait<1>();
-          pass_turn(landing);
+        if (kDeterministic) {
+          if (landing) {
+            bulk_wait<1>();
+            pass_turn(landing);
+          }
+          landing = of_queries || (piece.z == kValueGrad && column == kGradColumns) ? turn : nullptr;   // a part's last piece
+          bulk_wait_read<0>();                        // the next turn may take long: gives the buffer back before
+          mbarrier_arrive(grad_empty + 8 * (w * kGradBuffers + ring.stage));
+        } else {
+          bulk_wait_read<kGradBuffers - 1>();         // the buffer before this one has been read
+          if (!first) mbarrier_arrive(grad_empty + 8 * (w * kGradBuffers + (ring.stage ^ 1)));
         }
-        landing = of_queries || (piece.z == kValueGrad && column == kGradColumns) ? turn : nullptr;   // a part's last piece
-        bulk_wait_read<0>();                          // the next turn may take long: gives the buffer back before
-        mbarrier_arrive(grad_empty + 8 * (w * kGradBuffers + ring.stage));
-#else
-        bulk_wait_read<kGradBuffers - 1>();           // the buffer before this one has been read
-        if (!first) mbarrier_arrive(grad_empty + 8 * (w * kGradBuffers + (ring.stage ^ 1)));
-#endif
       }
-#ifdef DETERMINISTIC
-      if (lane == 0) settle();
-#else
-      if (lane == 0) bulk_wait<0>();
-#endif
+      if (lane == 0) settle(), bulk_wait<0>();
     }
 
   } else {  // ----------------------------------------------------------------------------------- consumers
@@ -443,11 +430,7 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
 
       // ------------------------------------------------------------------------------------- epilogue
       const int kv_head = smem.item.y, end_key = smem.item.w;
-#ifdef DETERMINISTIC
-      const int2 part = smem.part;
-#else
-      const int2 part = make_int2(0, 0);
-#endif
+      const int2 part = kDeterministic ? smem.part : make_int2(0, 0);
       mbarrier_arrive_warp(kv_empty);
       if (params.store == kAddFloat) {                             // rows beyond end_key are 0
         const int head = kv_head | part.x << kLowBits, parts = part.y << kLowBits;

@@ -19,6 +19,11 @@
 #pragma once
 #include "sm90.cuh"
 
+#ifdef DETERMINISTIC
+constexpr bool kDeterministic = true;
+#else
+constexpr bool kDeterministic = false;
+#endif
 #ifdef USE_FP16
 #define ELEMENT_IS_FP16 1
 #else
@@ -93,13 +98,8 @@ DEVICE void wait_for_keys(const LateKeys& late, int end) {
 // counter[0]: items handed out, if not by block number; counter[1]: CTAs that are done. The last one sets both back to zero
 // for the next launch. In deterministic mode items wait for earlier ones, which must be with CTAs that run: while another
 // kernel holds SMs not all do, so no item belongs to a CTA before it starts.
-#ifdef DETERMINISTIC
-DEVICE int first_item(int* counter) { return atomicAdd(counter, 1); }
-DEVICE int next_item(int* counter) { return atomicAdd(counter, 1); }
-#else
-DEVICE int first_item(int*) { return blockIdx.x; }
-DEVICE int next_item(int* counter) { return atomicAdd(counter, 1) + (int)gridDim.x; }
-#endif
+DEVICE int first_item(int* counter) { return kDeterministic ? atomicAdd(counter, 1) : blockIdx.x; }
+DEVICE int next_item(int* counter) { return atomicAdd(counter, 1) + (kDeterministic ? 0 : (int)gridDim.x); }
 DEVICE void finish_items(int* counter) {
   __threadfence();
   if (atomicAdd(counter + 1, 1) == (int)gridDim.x - 1) {
