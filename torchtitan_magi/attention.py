@@ -119,18 +119,18 @@ class _Arrivals:
         its launch.
         """
         pending, self.pending[i] = self.pending[i], None
-        late = None
-        if pending is not None:
-            arrival = pending[1]
-            if self.stages[i].stage.holds_local and arrival.flag is not None and self.bound.block_attn.awaits_keys:
-                late, self.unsettled = LateKeys(*arrival.flag, self.k.shape[0]), arrival
-            else:
-                arrival.wait()
-        self._start(i)
         if pending is None:
+            self._start(i)
             return self.k, self.v, None
-        k_rows, v_rows = pending[0].unbind(1)
-        return k_rows, v_rows, late
+        buffer, arrival = pending
+        if self.stages[i].stage.holds_local and self.bound.block_attn.awaits_keys and arrival.flag() is not None:
+            self.unsettled = arrival
+        else:
+            arrival.wait()
+        self._start(i)  # this may replace the memory that flags lie in
+        flag = None if self.unsettled is None else arrival.flag()
+        k_rows, v_rows = buffer.unbind(1)
+        return k_rows, v_rows, None if flag is None else LateKeys(*flag, self.k.shape[0])
 
     def settle(self) -> None:
         """Lets the stream wait for what a kernel awaits: for its memory, and for what must not begin before."""

@@ -95,15 +95,20 @@ class PeerTransport(ProcessGroupTransport):
         for source, first, rows, place in exchange.fetches(back):
             taken = self.bases[source] + slot + first * row_bytes
             status |= calls.copy(to + place * row_bytes, taken, rows * row_bytes, stream)
-        flag = None
         if not back:  # gradients have no kernel that waits for them
-            flag = Flag(channel.announcement.address, channel.number)
             status |= calls.operate(stream, 1, ctypes.byref(channel.announcement), 0)
         driver.check(status | calls.record(there, stream))
-        return Arrival(functools.partial(self._wait, there), flag)
+        wait = functools.partial(self._wait, there)
+        if back:
+            return Arrival(wait)
+        return Arrival(wait, functools.partial(self._flag, self.memory, channel.announcement.address, channel.number))
 
     def _wait(self, event: int) -> None:
         driver.check(_calls().wait(torch._C._cuda_getCurrentRawStream(self.device), event, 0))
+
+    def _flag(self, memory: Tensor, address: int, number: int) -> Flag | None:
+        """None when `memory`, where the flag lay, has been replaced: before that everything had arrived."""
+        return Flag(address, number) if memory is self.memory else None
 
     def _slot(self, back: bool) -> int:
         """Where in the memory the channel's next send buffer begins, in bytes."""

@@ -32,10 +32,13 @@ class LateKeys(NamedTuple):
 
 
 class Arrival(NamedTuple):
-    """What is under way may be read on the current stream after `wait`, or by kernels that see the flag themselves."""
+    """What is under way may be read on the current stream after `wait`, or by kernels that see the flag themselves.
+
+    `flag` returns None where there is none, or none any more because everything has arrived.
+    """
 
     wait: Wait
-    flag: Flag | None = None
+    flag: Callable[[], Flag | None] = lambda: None
 
 
 @dataclass(frozen=True, eq=False)
