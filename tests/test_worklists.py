@@ -227,6 +227,23 @@ def test_tiles_without_queries_are_stored_too_where_long_ones_turn_out_to_be_who
     check(slices, 1600, 1000, (8, 1), chunk=256)
 
 
+@pytest.mark.filterwarnings("error")
+def test_tiles_stay_whole_where_each_query_head_has_its_own_keys() -> None:
+    assert build_worklists(varlen_causal([0, 16384]), 16384, 16384, 8, 2).sizes.is_split
+    assert not build_worklists(varlen_causal([0, 16384]), 16384, 16384, 8, 8).sizes.is_split
+    assert build_worklists(varlen_causal([0, 4096]), 4096, 4096, 2, 2).sizes.is_split  # else most SMs would have nothing
+    assert not build_worklists(AttnSlices([]), 0, 16384, 8, 8).sizes.is_split
+
+
+def test_a_deterministic_tile_counts_its_parts_in_the_order_of_the_list() -> None:
+    lists = build_worklists(varlen_causal([0, 16384]), 16384, 16384, 64, 8, deterministic=True)
+    items = read(lists, lists.sizes.backward_items, lists.sizes.num_backward_items, 12)
+    assert (np.diff(items[:, 8] // 512) <= 0).all()  # from the last chunk of queries to the first
+    for chunk in range(4):
+        assert (np.diff(items[items[:, 8] // 512 == chunk, 0]) == 1).all()  # in each, one tile after another
+    assert items[items[:, 0] == 0, 3].tolist() == [0, 1, 2, 3]
+
+
 def test_largest_divisor() -> None:
     assert [largest_divisor(n, 16) for n in (1, 5, 7, 8, 16, 32, 34, 71)] == [1, 5, 7, 8, 16, 16, 2, 1]
 

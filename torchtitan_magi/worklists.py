@@ -197,7 +197,7 @@ def _backward_lists(
     num_blocks = np.bincount(tile, records[:, 5] - records[:, 4], num_tiles).astype(np.int64)
     if not chunk:
         enough_whole = group == 1 and num_tiles * mask.num_heads_kv >= WHOLE_TILES_PER_SM * NUM_SMS
-        chunk = num_q_blocks if enough_whole else backward_chunk(num_blocks, mask.num_heads_kv, num_packs)
+        chunk = max(1, num_q_blocks) if enough_whole else backward_chunk(num_blocks, mask.num_heads_kv, num_packs)
         chunk *= 1 + deterministic  # a part waits for others when it begins and when it ends
     fits_l2 = mask.num_q * mask.num_heads_q * 1024 <= L2_BYTES  # q, dout and dq, 128 columns
     at_once = fits_l2 or deterministic  # all heads together, else one after another
