@@ -13,8 +13,8 @@
 // Query blocks are walked down: the tiles of a causal document end at the same query, so that they read Q and add dQ close in
 // time, and both stay in L2.
 //
-// DETERMINISTIC orders the additions to a row of dQ by a counter per query block and head pack: tiles in ascending order; and what the
-// parts of a tile add to dK and dV by a counter per tile and head.
+// DETERMINISTIC orders the additions to a row of dQ by a counter per query block and head pack: tiles in ascending order; and what
+// the parts of a tile add to dK and dV by a counter per tile and head.
 #include "ffa_layout.cuh"
 
 constexpr int kRows = 64;
@@ -44,8 +44,8 @@ struct Shared {
   int4 item;                                          // {first key, KV head, flags, end key}; first key < 0: no more work
   int4 block[kStages];                                // {first token, first head, flags, rank among the additions to dQ}
   int2 part;                                          // deterministic: {tile, parts of the tile before this one}
-  // for the warps that add: {first token, first head, kQueryGrad, rank} of a piece of dQ, {first key, head | tile << kLowBits, k*Grad,
-  // first column | parts before << kLowBits} of a piece of dK or dV; first token < 0: no more work
+  // for the warps that add: {first token, first head, kQueryGrad, rank} of a piece of dQ, {first key, head | tile << kLowBits,
+  // k*Grad, first column | parts before << kLowBits} of a piece of dK or dV; first token < 0: no more work
   int4 grad_piece[2][kGradBuffers];
   u64 kv_full, kv_empty, full[kStages], empty[kStages], grad_full[2][kGradBuffers], grad_empty[2][kGradBuffers];
 };

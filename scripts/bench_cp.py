@@ -52,13 +52,13 @@ EDGES, PERCENT = [0, *HISTOGRAM], [0, *HISTOGRAM.values()]
 
 def histogram_pack(total: int, seed: int) -> np.ndarray:
     """cu_seqlens of documents drawn from the histogram, each at most a quarter of the pack, shuffled."""
-    random = np.random.default_rng(seed)
+    draw = np.random.default_rng(seed)
     lengths: list[int] = []
     while sum(lengths) < total:
-        bin_ = int(np.searchsorted(PERCENT, random.uniform(0, 100), side="left"))
-        length = int(random.integers(EDGES[bin_ - 1] + 1, EDGES[bin_] + 1))
+        bin_ = int(np.searchsorted(PERCENT, draw.uniform(0, 100), side="left"))
+        length = int(draw.integers(EDGES[bin_ - 1] + 1, EDGES[bin_] + 1))
         lengths.append(min(length, total // 4, total - sum(lengths)))
-    random.shuffle(lengths)
+    draw.shuffle(lengths)
     return np.cumsum([0, *lengths])
 
 

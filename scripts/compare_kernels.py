@@ -9,13 +9,10 @@ is this tree's for both, so both must take the same parameters and work lists. K
 """
 
 import argparse
-import random
-import statistics
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from bench_kernel import GROUPS, Case, cases
+from bench_kernel import GROUPS, Case, cases, take_turns
 from torch import Tensor
 
 from torchtitan_magi import jit, launch
@@ -52,24 +49,7 @@ class Version:
         )  # fmt: skip
 
 
-def milliseconds(run: Callable[[], object], wanted: float) -> float:
-    """Mean over as many runs as take `wanted` milliseconds."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    run()
-    start.record()
-    run()
-    end.record()
-    torch.cuda.synchronize()
-    repeats = max(3, round(wanted / start.elapsed_time(end)))
-    start.record()
-    for _ in range(repeats):
-        run()
-    end.record()
-    torch.cuda.synchronize()
-    return start.elapsed_time(end) / repeats
-
-
-def compare(case: Case, folders: dict[str, Path], rounds: int, wanted: float) -> str:
+def compare(case: Case, folders: dict[str, Path], wanted: float) -> str:
     torch.manual_seed(0)
     heads = (case.heads[0], case.heads[1], case.heads[1], case.heads[0])
     inputs = tuple(torch.randn(case.tokens, h, case.head_dim, device="cuda", dtype=case.dtype) for h in heads)
@@ -79,11 +59,8 @@ def compare(case: Case, folders: dict[str, Path], rounds: int, wanted: float) ->
         assert difference < CLOSE, f"the two versions differ by {difference:.1e} on {case}"
     cells = []
     for direction, work in (("forward", 4), ("backward", 10)):
-        times: dict[str, list[float]] = {name: [] for name in versions}
-        for _ in range(rounds):
-            for name in random.sample(list(versions), len(versions)):
-                times[name].append(milliseconds(getattr(versions[name], direction), wanted))
-        this, other = (statistics.median(times[name]) for name in versions)
+        times = take_turns({name: getattr(version, direction) for name, version in versions.items()}, wanted)
+        this, other = (times[name] for name in versions)
         tflops = work * case.slices().area * case.head_dim * case.heads[0] / this / 1e9
         cells.append(f"{direction} {tflops:4.0f} TFLOP/s, x {other / this:.3f}")
     heads_text = "{}:{}".format(*case.heads)
@@ -94,13 +71,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("other", type=Path, help="the folder of the kernels to compare with")
     parser.add_argument("--groups", nargs="+", default=["quick"], choices=GROUPS, help="cases of bench_kernel.py")
-    parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--ms", type=float, default=20, help="time of each measurement")
+    parser.add_argument("--ms", type=float, default=160, help="GPU time of each measurement")
     arguments = parser.parse_args()
     folders = {"this": jit.kernel_dir(), "other": arguments.other}
     for group in arguments.groups:
         for case in cases(group):
-            print(compare(case, folders, arguments.rounds, arguments.ms), flush=True)
+            print(compare(case, folders, arguments.ms), flush=True)
 
 
 if __name__ == "__main__":

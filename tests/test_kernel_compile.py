@@ -60,6 +60,15 @@ def test_kernels_around_attention_do_not_spill(name: str, switches: tuple[str, .
         assert set(frames) == {("0", "0", "0")}, log
 
 
+def test_every_kernel_waits_for_the_one_before_it() -> None:
+    """Launches are programmatic: without the wait a kernel would read what the one before it still writes."""
+    for path in jit.kernel_dir().glob("*.cu"):
+        kernels = path.read_text().split("__global__")[1:]
+        assert kernels
+        for kernel in kernels:
+            assert kernel.count("wait_for_kernel_before();") == 1, path
+
+
 def test_head_dims() -> None:
     assert [launch.padded_head_dim(d) for d in (8, 40, 64, 72, 128)] == [64, 64, 64, 128, 128]
     for head_dim in (0, 12, 136, 256):

@@ -216,7 +216,7 @@ def _backward_lists(
     stage = items[:, 8].astype(np.int64) // chunk
     if deterministic:  # from the last chunk of queries to the first, in each from the first tile to the last
         order = np.argsort((-stage if is_split else 0) * num_tiles + part_tile, kind="stable")
-        items[order, 3] = place_among_equals(part_tile[order])
+        items[:, 3] = np.bincount(part_tile).cumsum()[part_tile] - 1 - np.arange(len(items))  # parts of its tile before
     else:  # one chunk of queries after another, then the tail; what waits for keys comes last
         is_late = items[:, 7] > mask.late_from
         order = longest_first(num_blocks, np.where(in_tail, stage.max(initial=0) + 1, stage) * 2 + is_late)
@@ -269,15 +269,6 @@ def longest_first(num_blocks: Int64Array, at: Int64Array | int = 0) -> Int64Arra
     most = num_blocks.max(initial=0)
     key = at * (most + 1) + (most - num_blocks)
     return np.argsort(key.astype(np.min_scalar_type(key.max(initial=0))), kind="stable")  # 16 bits: a radix sort
-
-
-def place_among_equals(x: Int64Array) -> Int64Array:
-    """How many equal values come before each. [n]."""
-    order = np.argsort(x, kind="stable")
-    counts = np.bincount(x)
-    place = np.empty_like(x)
-    place[order] = np.arange(len(x)) - np.repeat(starts_of(counts), counts)
-    return place
 
 
 def early_first(order: Int64Array, num_blocks: Int64Array, waits: npt.NDArray[np.bool_], enough: int) -> Int64Array:
