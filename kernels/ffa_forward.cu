@@ -9,9 +9,10 @@
 //   wait for O; scale it to the new row maximum; P(n+1) = S(n+1) rounded
 //
 // Attention over keys that arrive in stages is merged on the way out:
-//   EARLIER  adds to (out fp32, lse) of the stages before; lse in place, rows that see no new key keep theirs; the copy engine
-//            brings the rows of out while the item's last blocks are worked on
+//   EARLIER  adds to (out fp32, lse) of the stages before; lse in place, rows that see no new key keep theirs
 //   MORE     out is fp32, for stages that follow (in place if there were some before), else the input type
+// Rows in fp32 pass through shared memory: the producer fetches them before the item ends, a second warp of warpgroup 0 writes them
+// while the next item is worked on. They have the even columns of each 8 before the odd ones, see store_matrices.
 #include "ffa_layout.cuh"
 
 constexpr int kRows = 128;
@@ -21,26 +22,31 @@ constexpr bool kMore = true;
 #else
 constexpr bool kMore = false;
 #endif
-constexpr int kTakenAt = 6;                            // blocks before its end that an item's CTA takes the next one
-constexpr float kHeadroom = 8;                         // probabilities reach 2^8: far inside the range of fp16
-#if HEAD_DIM == 64
-constexpr int kStages = 4;
+#ifdef EARLIER
+constexpr bool kEarlier = true;
 #else
-constexpr int kStages = 2;
+constexpr bool kEarlier = false;
 #endif
+#if defined(EARLIER) || defined(MORE)
+#define FLOAT_ROWS
+#endif
+constexpr int kTakenAt = 6;                            // blocks before its end that an item's CTA takes the next one
+constexpr int kRowsAt = 4;                             // and that it begins to fetch rows of earlier stages, a panel with each block
+constexpr float kHeadroom = 8;                         // probabilities reach 2^8: far inside the range of fp16
+constexpr int kStages = HEAD_DIM == 64 ? 4 : 2;
 
 // ---------------------------------------------------------------------------------------------- shared memory
 constexpr u32 kPanelBytes = 128 * 128;                 // 128 rows x 64 columns
 constexpr u32 kTileBytes = kPanels * kPanelBytes;      // Q tile = K block = V block
 constexpr u32 kQueryBytes = kPanels * kTokens * PACK * 128;   // what the copy engine writes of the Q tile
-constexpr int kFloatPanels = HEAD_DIM / 32;            // of the rows of earlier stages: 32 columns, fp32
+constexpr int kFloatPanels = HEAD_DIM / 32;            // of rows in fp32: 32 columns
 struct Shared {
   alignas(1024) unsigned char q[kTileBytes];
   alignas(1024) unsigned char k[kStages][kTileBytes];
   alignas(1024) unsigned char v[kStages][kTileBytes];
-#ifdef EARLIER
-  alignas(1024) unsigned char earlier[kFloatPanels][kPanelBytes];
-  u64 earlier_full, earlier_empty;
+#ifdef FLOAT_ROWS
+  alignas(1024) unsigned char rows[kFloatPanels][kPanelBytes];
+  u64 rows_empty, rows_ready, rows_done;   // for the producer; consumers, with earlier rows; the warp that writes, with new ones
 #endif
   int4 item;                          // {first token, head group, flags, 0}; first token < 0: no more work
   int4 block[kStages];                // {first key, flags, first index of the layer's bands, 0}
@@ -138,26 +144,12 @@ DEVICE void round_probabilities(u32 (&p_rmem)[32], const float (&s_rmem)[64]) {
   for (int j = 0; j < 32; j++) p_rmem[j] = pack2(s_rmem[2 * j], s_rmem[2 * j + 1]);
 }
 
-#ifdef EARLIER
-// acc = earlier * keep + acc * add for accumulator row ROW, which is `row` of the tile.
-template <int ROW>
-DEVICE void merge_row(float (&acc)[HEAD_DIM / 2], const Shared& smem, int row, float keep, float add, int lane) {
-#pragma unroll
-  for (int i = 0; i < HEAD_DIM / 8; i++) {
-    const u32 place = swizzled_row(0, row) ^ (i % 4 * 32 + lane % 4 * 8);
-    const float2 old = *(const float2*)(smem.earlier[i / 4] + place);
-    acc[4 * i + 2 * ROW] = old.x * keep + acc[4 * i + 2 * ROW] * add;
-    acc[4 * i + 2 * ROW + 1] = old.y * keep + acc[4 * i + 2 * ROW + 1] * add;
-  }
-}
-#endif
-
 // ---------------------------------------------------------------------------------------------- the kernel
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
 ffa_forward(const __grid_constant__ TensorMap map_q, const __grid_constant__ TensorMap map_k,
             const __grid_constant__ TensorMap map_v,
-#ifdef EARLIER
-            const __grid_constant__ TensorMap map_earlier,   // out of the stages before, fp32 [num_q, num_heads_q, head_dim]
+#ifdef FLOAT_ROWS
+            const __grid_constant__ TensorMap map_rows,   // fp32 [num_q, num_heads_q, head_dim]: out, or that of the stages before
 #endif
             const __grid_constant__ ForwardParams params) {
   extern __shared__ __align__(1024) unsigned char raw_smem[];   // alone in shared memory, so it starts at a multiple of 1024
@@ -168,24 +160,43 @@ ffa_forward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Ten
   const u32 v_full = smem_address(smem.v_full), v_empty = smem_address(smem.v_empty);
   if (threadIdx.x == 0) {
     mbarrier_init(q_full, 1);
-    mbarrier_init(q_empty, kConsumers / 32 * kWarpArrivals);
+    mbarrier_init(q_empty, kConsumers / 32 * kWarpArrivals + kMore);
+#ifdef FLOAT_ROWS
+    mbarrier_init(smem_address(&smem.rows_empty), kMore ? 1 : kConsumers / 32 * kWarpArrivals);
+    mbarrier_init(smem_address(&smem.rows_ready), 1);
+    mbarrier_init(smem_address(&smem.rows_done), kConsumers / 32 * kWarpArrivals);
+#endif
     for (int i = 0; i < kStages; i++) {
       mbarrier_init(k_full + 8 * i, 1);
       mbarrier_init(v_full + 8 * i, 1);
       mbarrier_init(k_empty + 8 * i, kConsumers / 32 * kWarpArrivals);
       mbarrier_init(v_empty + 8 * i, kConsumers / 32 * kWarpArrivals);
     }
-#ifdef EARLIER
-    mbarrier_init(smem_address(&smem.earlier_full), 1);
-    mbarrier_init(smem_address(&smem.earlier_empty), kConsumers / 32 * kWarpArrivals);
-#endif
     mbarrier_init_fence();
   }
   __syncthreads();
   wait_for_kernel_before();
 
   if (warpgroup == 0) {  // -------------------------------------------------------------------- producer
-    registers_release<40>();
+    registers_release<56>();
+#ifdef MORE
+    if (threadIdx.x == 32) {  // the warp that writes rows in fp32
+      const u32 rows = smem_address(smem.rows);
+      for (u32 phase = 0;; phase ^= 1) {
+        mbarrier_wait(q_full, phase);
+        const int token = smem.item.x, head = smem.item.y * PACK;
+        mbarrier_arrive(q_empty);
+        if (token < 0) break;
+        if (!kEarlier) mbarrier_arrive(smem_address(&smem.rows_ready));
+        mbarrier_wait(smem_address(&smem.rows_done), phase);
+        for (int p = 0; p < kFloatPanels; p++) tma_store_3d(&map_rows, rows + p * kPanelBytes, p * 32, head, token);
+        bulk_commit();
+        bulk_wait_read<0>();
+        if (kEarlier) mbarrier_arrive(smem_address(&smem.rows_empty));
+      }
+      bulk_wait<0>();
+    }
+#endif
     if (threadIdx.x != 0) return;
     const u32 q = smem_address(smem.q), k = smem_address(smem.k), v = smem_address(smem.v);
     Ring<kStages> ring;
@@ -208,6 +219,18 @@ ffa_forward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Ten
         }
       };
       if (item.num_segments == 0) load_query();
+#ifdef EARLIER
+      int fetched = 0;
+      auto fetch_rows = [&](int panels) {
+        const u32 ready = smem_address(&smem.rows_ready);
+        if (fetched == 0) {
+          mbarrier_wait(smem_address(&smem.rows_empty), q_phase ^ 1);   // once per item, like the queries
+          mbarrier_arrive_expect(ready, kFloatPanels * kTokens * PACK * 128);
+        }
+        for (; fetched < panels; fetched++)
+          tma_load_3d(smem_address(smem.rows) + fetched * kPanelBytes, &map_rows, ready, fetched * 32, group * PACK, token);
+      };
+#endif
       Segment segment = item.segment;
       // The next item is taken late, so that one which nobody has begun goes to a CTA that is done.
       auto take_next = [&]() { index = next_item(params.counter); };
@@ -238,15 +261,14 @@ ffa_forward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Ten
           for (int p = 0; p < kPanels; p++)
             tma_load_3d(v + s * kTileBytes + p * kPanelBytes, &map_v, v_full + 8 * s, p * 64, kv_head, key);
           if (reaches(kTakenAt - 1)) load_next();
+#ifdef EARLIER
+          if (left <= kRowsAt && !first) fetch_rows(min(kRowsAt + 1 - left, kFloatPanels));
+#endif
           ring.advance();
         }
       }
 #ifdef EARLIER
-      const u32 earlier_full = smem_address(&smem.earlier_full);
-      mbarrier_wait(smem_address(&smem.earlier_empty), q_phase ^ 1);   // once per item, like the queries
-      mbarrier_arrive_expect(earlier_full, kFloatPanels * kTokens * PACK * 128);
-      for (int p = 0; p < kFloatPanels; p++)
-        tma_load_3d(smem_address(smem.earlier[p]), &map_earlier, earlier_full, p * 32, group * PACK, token);
+      fetch_rows(kFloatPanels);
 #endif
     }
     mbarrier_wait(q_empty, q_phase);
@@ -255,7 +277,7 @@ ffa_forward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Ten
     finish_items(params.counter);
 
   } else {  // ----------------------------------------------------------------------------------- consumers
-    registers_acquire<232>();
+    registers_acquire<224>();
     const int lane = threadIdx.x % 32;
     const int row0 = (warp - 4) * 16 + lane / 4;           // this thread's rows: row0 and row0 + 8
     const u32 q = operand(smem_address(smem.q) + (warpgroup - 1) * 64 * 128);
@@ -369,38 +391,56 @@ ffa_forward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Ten
         lse[r] = empty ? -kInfinity : (row_max[r] * params.scale_log2 + log2_fast(row_sum[r])) * kLn2;
         index[r] = (u64)token[r] * params.num_heads_q + head[r];
       }
-      bool stored[2] = {valid[0], valid[1]};
+#ifdef FLOAT_ROWS
 #ifdef EARLIER
-      mbarrier_wait(smem_address(&smem.earlier_full), q_phase);    // once per item, like the queries
+      float keep[2];                                              // of earlier rows
 #pragma unroll
       for (int r = 0; r < 2; r++) {
-        if (kMore && lse[r] == -kInfinity) stored[r] = false;     // nothing new
         const float top = fmaxf(before[r], lse[r]);
-        if (!stored[r] || top == -kInfinity) continue;
-        const float old_weight = exp2_fast((before[r] - top) / kLn2), new_weight = exp2_fast((lse[r] - top) / kLn2);
-        const float total = old_weight + new_weight;
-        lse[r] = top + log2_fast(total) * kLn2;
-        const float keep = old_weight / total, add = new_weight / total * scale[r];
-        if (r == 0) merge_row<0>(o_rmem, smem, row0, keep, add, lane);
-        else merge_row<1>(o_rmem, smem, row0 + 8, keep, add, lane);
-        scale[r] = 1;
+        if (lse[r] == -kInfinity) {                               // nothing new
+          keep[r] = 1;
+          lse[r] = before[r];
+        } else {
+          const float old_weight = exp2_fast((before[r] - top) / kLn2), new_weight = exp2_fast((lse[r] - top) / kLn2);
+          const float total = old_weight + new_weight;
+          lse[r] = top + log2_fast(total) * kLn2;
+          keep[r] = old_weight / total, scale[r] *= new_weight / total;
+        }
       }
-      mbarrier_arrive_warp(smem_address(&smem.earlier_empty));
+#endif
+      mbarrier_wait(smem_address(&smem.rows_ready), q_phase);      // once per item, like the queries
+      const u32 rows = swizzled_row(smem_address(smem.rows), (warp - 4) * 16 + lane / 16 * 8 + lane % 8) ^ lane / 8 % 2 * 16;
+#pragma unroll
+      for (int i = 0; i < HEAD_DIM / 8; i++) {                     // 8 columns
+        const u32 matrices = (rows ^ i % 4 * 32) + i / 4 * kPanelBytes;
+        float x[4];
+#pragma unroll
+        for (int e = 0; e < 4; e++) x[e] = o_rmem[4 * i + e] * scale[e / 2];
+#ifdef EARLIER
+        float old[4];
+        load_matrices(matrices, old);
+#pragma unroll
+        for (int e = 0; e < 4; e++) x[e] += old[e] * keep[e / 2];
 #endif
 #ifdef MORE
-      float* out = (float*)params.out;
-#pragma unroll
-      for (int j = 0; j < HEAD_DIM / 2; j++) o_rmem[j] *= scale[j / 2 % 2];
-      store_rows_float<HEAD_DIM>(o_rmem, 1, stored[0] ? out + index[0] * params.head_dim : nullptr,
-                                 stored[1] ? out + index[1] * params.head_dim : nullptr, params.head_dim, lane);
+        store_matrices(matrices, __float_as_uint(x[0]), __float_as_uint(x[1]), __float_as_uint(x[2]), __float_as_uint(x[3]));
 #else
+#pragma unroll
+        for (int e = 0; e < 4; e++) o_rmem[4 * i + e] = x[e];
+#endif
+      }
+      if (kMore) fence_proxy_async();
+      scale[0] = scale[1] = 1;
+      mbarrier_arrive_warp(smem_address(kMore ? &smem.rows_done : &smem.rows_empty));
+#endif
+#ifndef MORE
       unsigned short* out = (unsigned short*)params.out;
-      store_rows_packed<HEAD_DIM>(o_rmem, scale[0], scale[1], stored[0] ? out + index[0] * params.head_dim : nullptr,
-                                  stored[1] ? out + index[1] * params.head_dim : nullptr, params.head_dim, lane);
+      store_rows_packed<HEAD_DIM>(o_rmem, scale[0], scale[1], valid[0] ? out + index[0] * params.head_dim : nullptr,
+                                  valid[1] ? out + index[1] * params.head_dim : nullptr, params.head_dim, lane);
 #endif
 #pragma unroll
       for (int r = 0; r < 2; r++)
-        if (stored[r] && lane % 4 == 0) params.lse[index[r]] = lse[r];
+        if (valid[r] && lane % 4 == 0) params.lse[index[r]] = lse[r];
     }
   }
 }

@@ -81,6 +81,10 @@ DEVICE void tma_load_3d(u32 dst_smem, const TensorMap* map, u32 bar, int x, int 
       "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];" ::
           "r"(dst_smem), "l"(map), "r"(bar), "r"(x), "r"(y), "r"(z) : "memory");
 }
+DEVICE void tma_store_3d(const TensorMap* map, u32 src_smem, int x, int y, int z) {
+  asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map), "r"(src_smem),
+               "r"(x), "r"(y), "r"(z) : "memory");
+}
 DEVICE void tma_reduce_add_3d(const TensorMap* map, u32 src_smem, int x, int y, int z) {
   asm volatile(
       "cp.reduce.async.bulk.tensor.3d.global.shared::cta.add.tile.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map),
@@ -145,6 +149,12 @@ DEVICE void store_smem(u32 address, float x, float y) {
 DEVICE void store_matrices(u32 address, u32 a, u32 b, u32 c, u32 d) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b), "r"(c),
                "r"(d) : "memory");
+}
+
+// The reverse, of floats.
+DEVICE void load_matrices(u32 address, float (&x)[4]) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3]) : "r"(address) : "memory");
 }
 
 // The 128-byte swizzle: 16-byte chunk c of 128-byte row r lies at chunk c ^ (r % 8). Tiles start at multiples of 1024.

@@ -13,6 +13,7 @@ from torchtitan_magi.worklists import (
     WorkLists,
     build_worklists,
     early_first,
+    heads_in_step,
     largest_divisor,
     tile_cost,
 )
@@ -238,10 +239,21 @@ def test_tiles_stay_whole_where_each_query_head_has_its_own_keys() -> None:
 def test_a_deterministic_tile_counts_its_parts_in_the_order_of_the_list() -> None:
     lists = build_worklists(varlen_causal([0, 16384]), 16384, 16384, 64, 8, deterministic=True)
     items = read(lists, lists.sizes.backward_items, lists.sizes.num_backward_items, 12)
-    assert (np.diff(items[:, 8] // 512) <= 0).all()  # from the last chunk of queries to the first
-    for chunk in range(4):
-        assert (np.diff(items[items[:, 8] // 512 == chunk, 0]) == 1).all()  # in each, one tile after another
-    assert items[items[:, 0] == 0, 3].tolist() == [0, 1, 2, 3]
+    assert (np.diff(items[:, 8] // 128) <= 0).all()  # from the last chunk of queries to the first
+    for chunk in range(16):
+        assert (np.diff(items[items[:, 8] // 128 == chunk, 0]) == 1).all()  # in each, one tile after another
+    assert items[items[:, 0] == 0, 3].tolist() == list(range(16))
+    assert lists.sizes.num_backward_tail == 0  # which would be out of order
+
+
+@pytest.mark.parametrize(
+    ("tiles", "heads", "wanted"),
+    [(128, 8, (4, 128)), (20, 8, (8, 64)), (20, 32, (16, 64)), (128, 2, (2, 128)), (0, 5, (5, 64)), (128, 5, (5, 64))],
+)
+def test_few_heads_at_a_time_are_kept_in_step_where_documents_are_long(
+    tiles: int, heads: int, wanted: tuple[int, int]
+) -> None:
+    assert heads_in_step(np.arange(16 * tiles + 1), 8, heads) == wanted
 
 
 def test_largest_divisor() -> None:

@@ -138,8 +138,9 @@ class FfaBlockAttn:
             sm_margin: SMs to leave to others.
 
         Returns:
-            out [Tq, Hq, D], contiguous, in the dtype of q, or fp32 if more stages follow; lse fp32 [Tq, Hq], natural
-            logarithms. Rows that have seen no key have out 0 and lse -inf.
+            out [Tq, Hq, D], contiguous, in the dtype of q; or, if more stages follow, fp32 with the even columns of
+            each 8 before the odd ones. lse fp32 [Tq, Hq], natural logarithms. Rows that have seen no key have out 0 and
+            lse -inf.
 
         Raises:
             ValueError: head_dim, dtype, scale or shapes that the kernel does not take.
@@ -165,15 +166,15 @@ class FfaBlockAttn:
         if s.num_k == 0:  # nothing to copy from
             if earlier is None:
                 return out.zero_(), lse.fill_(-math.inf)
-            return out.copy_(earlier[0]), lse
+            return (out if more else out.copy_(_columns_in_order(earlier[0]))), lse
         device = q.device.index
         tokens = ROWS // s.forward_pack
         map_q, q = launch.tensor_map(q, s.forward_pack, tokens)  # the tensors too: a copy must live until it is read
         map_k, k = launch.tensor_map(k, 1, KEYS)
         map_v, v = launch.tensor_map(v, 1, KEYS)
         maps = [map_q, map_k, map_v]
-        if earlier is not None:
-            maps.append(launch.tensor_map(earlier[0], s.forward_pack, tokens)[0])
+        if earlier is not None or more:  # rows in fp32
+            maps.append(launch.tensor_map(earlier[0] if earlier else out, s.forward_pack, tokens)[0])
         params = launch.ForwardParams.from_buffer_copy(template)
         params.out, params.lse, params.counter = out.data_ptr(), lse.data_ptr(), launch.next_counter(device)
         params.scale_log2 = softmax_scale * LOG2_E
@@ -309,7 +310,10 @@ class FfaBlockAttn:
             bands=mask.pointer(s.bands),
             components=mask.pointer(s.components),
             schedule=launch.Schedule(
-                s.num_backward_items - s.num_backward_tail, s.num_backward_tail, s.num_heads_kv, 1
+                s.num_backward_items - s.num_backward_tail,
+                s.num_backward_tail,
+                s.num_heads_kv,
+                s.backward_heads_per_wave,
             ),
             num_packs=s.num_heads_q // s.num_heads_kv // s.backward_pack,
             num_q=s.num_q,
@@ -358,6 +362,11 @@ class FfaBlockAttn:
 def _delta_kernel(use_fp16: bool, out_fp32: bool) -> launch.Kernel:
     switches = launch.variant_of({"USE_FP16": use_fp16, "OUT_FP32": out_fp32})
     return launch.load("ffa_delta.cu", "ffa_delta", switches, 256, 0)
+
+
+def _columns_in_order(x: Tensor) -> Tensor:
+    """x [T, H, D] whose every 8 columns have the even ones before the odd ones."""
+    return x.unflatten(2, (-1, 2, 4)).mT.flatten(2)
 
 
 def _check_scale(softmax_scale: float) -> None:

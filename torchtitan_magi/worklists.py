@@ -39,6 +39,10 @@ ITEMS_PER_SM = 10  # parts per SM that backward tiles are split into
 MIN_CHUNK, MAX_CHUNK = 8, 256  # query blocks of a part, times packs
 WHOLE_TILES_PER_SM = 4  # enough not to split them where sums of dk and dv would be as large as dq: no grouped heads
 L2_BYTES = 32 << 20  # share of the L2 cache that one wave of heads may claim
+HEADS_IN_STEP, BLOCKS_IN_STEP = (
+    4,
+    128,
+)  # deterministic: heads at a time, query blocks of a part; more heads, fewer blocks
 TAIL = 1.0  # of what all SMs do during the longest part, in blocks: as much is kept for the end, in small parts
 TAIL_PARTS = 4  # small parts in one of usual length
 EARLY_BLOCKS = 64  # 128 x 128 blocks per SM, about 100 us, that the forward does before it wants keys that come late
@@ -76,6 +80,7 @@ class ListSizes:
     backward_pack: int = 0
     num_q_blocks: int = 0
     num_k_tiles: int = 0
+    backward_heads_per_wave: int = 0
     num_backward_items: int = 0  # parts of k-tiles
     num_backward_tail: int = 0  # the last of them, done when all heads are through the others
     is_split: bool = False  # some tile has several parts: dk and dv are sums in fp32
@@ -195,16 +200,20 @@ def _backward_lists(
     num_tiles = len(starts) - 1
     tile, records = transpose_segments(runs, starts)
     num_blocks = np.bincount(tile, records[:, 5] - records[:, 4], num_tiles).astype(np.int64)
-    if not chunk:
-        enough_whole = group == 1 and num_tiles * mask.num_heads_kv >= WHOLE_TILES_PER_SM * NUM_SMS
-        chunk = max(1, num_q_blocks) if enough_whole else backward_chunk(num_blocks, mask.num_heads_kv, num_packs)
-        chunk *= 1 + deterministic  # a part waits for others when it begins and when it ends
+    heads_per_wave, in_tail = 1, np.zeros(num_tiles, bool)
     fits_l2 = mask.num_q * mask.num_heads_q * 1024 <= L2_BYTES  # q, dout and dq, 128 columns
-    at_once = fits_l2 or deterministic  # all heads together, else one after another
-    in_tail = np.full(num_tiles, True) if at_once else tail_tiles(num_blocks, chunk, mask.num_heads_kv)
+    if deterministic:
+        heads_per_wave, own_chunk = heads_in_step(num_blocks, tokens, mask.num_heads_kv)
+    elif group == 1 and num_tiles * mask.num_heads_kv >= WHOLE_TILES_PER_SM * NUM_SMS:
+        own_chunk = max(1, num_q_blocks)
+    else:
+        own_chunk = backward_chunk(num_blocks, mask.num_heads_kv, num_packs)
+    chunk = chunk or own_chunk
+    if not deterministic:  # all heads together if they fit, else one after another up to the tail
+        in_tail = np.ones(num_tiles, bool) if fits_l2 else tail_tiles(num_blocks, chunk, mask.num_heads_kv)
     part_tile, part, is_split = np.arange(num_tiles), tile, False
     if num_blocks.max(initial=0) > chunk:
-        finer = chunk if at_once else max(chunk // TAIL_PARTS, MIN_CHUNK // num_packs, 1)
+        finer = chunk if fits_l2 else max(chunk // TAIL_PARTS, MIN_CHUNK // num_packs, 1)
         parts = split_tiles(tile, records, num_blocks, np.where(in_tail, finer, chunk), everywhere=deterministic)
         is_split = len(parts[0]) > int(np.count_nonzero(num_blocks))
         if is_split:
@@ -224,6 +233,7 @@ def _backward_lists(
         "backward_pack": pack,
         "num_q_blocks": num_q_blocks,
         "num_k_tiles": num_tiles,
+        "backward_heads_per_wave": heads_per_wave,
         "num_backward_items": len(items),
         "num_backward_tail": int(np.count_nonzero(in_tail)),
         "is_split": is_split,
@@ -252,6 +262,21 @@ def backward_chunk(blocks_per_tile: Int64Array, num_heads_kv: int, packs: int) -
     wanted = min(enough, max(longest / 8, 3 * MIN_CHUNK), MAX_CHUNK)
     chunk = 2 ** round(math.log2(max(wanted, MIN_CHUNK)))  # a power of two: chunks end where k-tiles do
     return max(1, chunk // packs)
+
+
+def heads_in_step(blocks_per_tile: Int64Array, tokens: int, num_heads_kv: int) -> tuple[int, int]:
+    """How many heads the deterministic backward works on at a time, and the query blocks of a part of a k-tile.
+
+    The tiles of a head follow each other through the queries of a part. Many heads keep the SMs busy where documents
+    have few tiles, few heads keep what they work on in L2 where tiles fall behind.
+
+    Args:
+        blocks_per_tile: int64 [num_tiles]; tokens: of a query block.
+    """
+    longest = max(1, int(blocks_per_tile.max(initial=0)) * tokens // KEYS)  # tiles of the longest document
+    wanted = max(HEADS_IN_STEP, 2 * NUM_SMS // longest)
+    heads = next(d for d in range(1, num_heads_kv + 1) if num_heads_kv % d == 0 and d >= min(wanted, num_heads_kv))
+    return heads, BLOCKS_IN_STEP // (1 if heads <= HEADS_IN_STEP else 2)
 
 
 def tail_tiles(blocks_per_tile: Int64Array, chunk: int, num_heads_kv: int) -> npt.NDArray[np.bool_]:
