@@ -3,10 +3,10 @@
     python scripts/bench_kernel.py --json benchmarks/results/kernel_h200.json
 
 TFLOP/s = 4 * (visible pairs) * head_dim * num_heads_q, backward 2.5 times that, over the median time by CUDA events.
-Implementations take turns. A timed call finds work queued ahead, so that the time is the GPU's, a cold L2 cache, and the
-clock that the GPU has after a call of the same kind: power is what limits most of them. Backward times are a whole autograd backward (for ours: delta, zeroing and rounding dq, and the kernel).
-Work lists are built and uploaded before timing; building is reported beside it. Every implementation's output is
-compared with ours first.
+Implementations take turns. A timed call finds work queued ahead, so that the time is the GPU's, a cold L2 cache, and
+the clock that the GPU has after a call of the same kind: power is what limits most of them. Backward times are a whole
+autograd backward (for ours: delta, zeroing and rounding dq, and the kernel). Work lists are built and uploaded before
+timing; building is reported beside it. Every implementation's output is compared with ours first.
 """
 
 import argparse
