@@ -9,13 +9,9 @@ _SIGNATURES: dict[str, list[Any]] = {
     "cuLaunchKernelEx": [_POINTER, _POINTER, _POINTER, _POINTER],  # LaunchConfig, function, arguments, extra
     "cuMemcpyAsync": [_POINTER, _POINTER, ctypes.c_size_t, _POINTER],  # to, from, bytes, stream
     "cuStreamBatchMemOp_v2": [_POINTER, _UINT, _POINTER, _UINT],  # stream, number, operations, flags
-    "cuEventCreate": [_POINTER, _UINT],  # where the event goes, flags
-    "cuEventRecord": [_POINTER, _POINTER],  # event, stream
-    "cuStreamWaitEvent": [_POINTER, _POINTER, _UINT],  # stream, event, flags
     # where the map goes, type, rank, address, sizes, strides, box, steps, interleave, swizzle, L2 promotion, fill
     "cuTensorMapEncodeTiled": [_POINTER, _INT, _UINT, *[_POINTER] * 5, *[_INT] * 4],
 }
-DISABLE_TIMING = 2  # an event's flag
 TENSOR_MAP_FLOAT16, TENSOR_MAP_FLOAT32, TENSOR_MAP_BFLOAT16 = 6, 7, 9
 SWIZZLE_128B, PROMOTION_256B = 3, 3
 
@@ -80,11 +76,3 @@ def check(status: int) -> None:
     """Raises RuntimeError when a call failed."""
     if status:
         raise RuntimeError(f"CUDA driver call failed with error {status}")
-
-
-def event() -> int:
-    """A new event without timing, of the current device; for as long as the process lives."""
-    handle = ctypes.c_void_p()
-    check(function("cuEventCreate")(ctypes.byref(handle), DISABLE_TIMING))
-    assert handle.value
-    return handle.value

@@ -7,6 +7,7 @@ stream writes the exchange's number into every peer's memory and waits for their
 
 import ctypes
 import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,20 +35,20 @@ class _Channel:
         self.stream = torch.cuda.Stream(priority=-1)
         self.raw_stream = self.stream.cuda_stream
         self.number = 0  # of the exchange before the next
-        self.events = [(driver.event(), driver.event()) for _ in range(SLOTS)]  # input ready, output there
-        self.operations = (StreamOperation * (2 * peers))()
-        self.announcement = StreamOperation(StreamOperation.WRITE)  # of the output, to this rank's own kernels
+        self.ready = StreamOperation(StreamOperation.WRITE)  # the input is there, says this rank's stream to the channel's
+        self.there = StreamOperation(StreamOperation.WRITE)  # the output is there, says the channel's stream
+        self.operations = (StreamOperation * (1 + 2 * peers))()
         words = (ctypes.c_uint64 * (len(self.operations) * ctypes.sizeof(StreamOperation) // 8)).from_buffer(
             self.operations
         )
         self.values = np.ctypeslib.as_array(words).reshape(len(self.operations), -1)[:, StreamOperation.VALUE_WORD]
 
-    def aim(self, mine: list[int], theirs: list[int], own: int) -> None:
-        """Writes go to `theirs`, waits look at `mine`, addresses, one for each peer; announcements go to `own`."""
-        kinds = [StreamOperation.WRITE] * len(theirs) + [StreamOperation.WAIT] * len(mine)
-        for operation, kind, address in zip(self.operations, kinds, theirs + mine, strict=True):
+    def aim(self, mine: list[int], theirs: list[int], ready: int, there: int) -> None:
+        """Writes go to `theirs`, waits look at `mine`, addresses, one for each peer; `ready` and `there` are this rank's."""
+        kinds = [StreamOperation.WAIT] + [StreamOperation.WRITE] * len(theirs) + [StreamOperation.WAIT] * len(mine)
+        for operation, kind, address in zip(self.operations, kinds, [ready, *theirs, *mine], strict=True):
             operation.operation, operation.address = kind, address
-        self.announcement.address, self.number = own, 0
+        self.ready.address, self.there.address, self.number = ready, there, 0
 
 
 class PeerTransport(ProcessGroupTransport):
@@ -85,26 +86,23 @@ class PeerTransport(ProcessGroupTransport):
         channel, slot = self.channels[back], self._slot(back)
         assert input.numel() == 0 or input.data_ptr() == self.bases[self.rank] + slot
         calls, stream = _calls(), channel.raw_stream
-        ready, there = channel.events[channel.number % SLOTS]
         channel.number += 1
-        channel.values[:] = channel.announcement.value = channel.number
+        channel.values[:] = channel.ready.value = channel.there.value = channel.number
         row_bytes, to = output.stride(0) * output.element_size(), output.data_ptr()
-        status = calls.record(ready, torch._C._cuda_getCurrentRawStream(self.device))
-        status |= calls.wait(stream, ready, 0)
+        status = calls.operate(torch._C._cuda_getCurrentRawStream(self.device), 1, ctypes.byref(channel.ready), 0)
         status |= calls.operate(stream, len(channel.operations), channel.operations, 0)
         for source, first, rows, place in exchange.fetches(back):
             taken = self.bases[source] + slot + first * row_bytes
             status |= calls.copy(to + place * row_bytes, taken, rows * row_bytes, stream)
-        if not back:  # gradients have no kernel that waits for them
-            status |= calls.operate(stream, 1, ctypes.byref(channel.announcement), 0)
-        driver.check(status | calls.record(there, stream))
-        wait = functools.partial(self._wait, there)
-        if back:
-            return Arrival(wait)
-        return Arrival(wait, functools.partial(self._flag, self.memory, channel.announcement.address, channel.number))
+        driver.check(status | calls.operate(stream, 1, ctypes.byref(channel.there), 0))
+        there = functools.partial(self._flag, self.memory, channel.there.address, channel.number)
+        return Arrival(functools.partial(self._wait, there), there)
 
-    def _wait(self, event: int) -> None:
-        driver.check(_calls().wait(torch._C._cuda_getCurrentRawStream(self.device), event, 0))
+    def _wait(self, there: Callable[[], Flag | None]) -> None:
+        if (flag := there()) is not None:
+            wait = StreamOperation(StreamOperation.WAIT, *flag)
+            stream = torch._C._cuda_getCurrentRawStream(self.device)
+            driver.check(_calls().operate(stream, 1, ctypes.byref(wait), 0))
 
     def _flag(self, memory: Tensor, address: int, number: int) -> Flag | None:
         """None when `memory`, where the flag lay, has been replaced: before that everything had arrived."""
@@ -134,15 +132,15 @@ class PeerTransport(ProcessGroupTransport):
         self.bases = bases
         peers = [rank for rank in range(self.size) if rank != self.rank]
         for i, channel in enumerate(self.channels):
-            flags = [base + 4 * i * self.size for base in bases]
+            flags = [base + 4 * i * (self.size + 1) for base in bases]  # of each rank, its own says `there`; then `ready`
             mine = [flags[self.rank] + 4 * peer for peer in peers]
             theirs = [flags[peer] + 4 * self.rank for peer in peers]
-            channel.aim(mine, theirs, own=flags[self.rank] + 4 * self.rank)
+            own = flags[self.rank]
+            channel.aim(mine, theirs, ready=own + 4 * self.size, there=own + 4 * self.rank)
 
 
 class _Calls:
     def __init__(self) -> None:
-        self.record, self.wait = driver.function("cuEventRecord"), driver.function("cuStreamWaitEvent")
         self.operate, self.copy = driver.function("cuStreamBatchMemOp_v2"), driver.function("cuMemcpyAsync")
 
 
