@@ -42,7 +42,7 @@ class Rank(PeerTransport):
     def __init__(self, rank, everyone):
         self.rank, self.size, self.everyone, self.device = rank, everyone.size, everyone, None
         self.channels = tuple(peer._Channel(self.size - 1) for _ in range(2))
-        self.slot_bytes, self.typed, self.memory, self.bases = 0, {}, None, []
+        self.slot_bytes, self.memory, self.bases, self.view = 0, None, [], self._view
 
 
 class Everyone:
@@ -53,7 +53,7 @@ class Everyone:
     def grow(self, slot_bytes):
         memories = [torch.zeros(FLAG_BYTES + 2 * SLOTS * slot_bytes, dtype=torch.uint8) for _ in self.ranks]
         for rank, memory in zip(self.ranks, memories, strict=True):
-            rank.slot_bytes, rank.memory, rank.typed = slot_bytes, memory, {}
+            rank.slot_bytes, rank.memory = slot_bytes, memory
             rank._aim([memory.data_ptr() for memory in memories])
 
 

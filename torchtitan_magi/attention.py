@@ -4,7 +4,6 @@ Shapes: T local tokens, Hq query heads, H K/V heads, D head_dim, rows = K/V rows
 """
 
 import functools
-import math
 import weakref
 from typing import Any
 
@@ -61,12 +60,10 @@ def _backward(
             dk, dv = bound.rows.round_keys(sums, k.dtype)
         bound.rows.round(dq, softmax_scale, rounded)
         return rounded, dk, dv
-    # dq and the first stage's dK/dV [rows, 2, H, D], of which the rank's own gather what the other ranks return
-    shape = (stages[0].stage.num_rows, 2, *k.shape[1:])
-    sums = empty((q.numel() + math.prod(shape),), wide, q.device)
-    dq, grad = sums[: q.numel()].view(q.shape), sums[q.numel() :].view(shape)
-    dkv = grad.narrow(0, 0, k.shape[0])
-    delta = bound.block_attn.delta(out, dout, sums)
+    dq = empty(q.shape, wide, q.device)
+    # the first stage's dK/dV, of which the rank's own rows, the first, gather what the other ranks return
+    own = grad = empty((stages[0].stage.num_rows, 2, *k.shape[1:]), wide, q.device)
+    delta = bound.block_attn.delta(out, dout, dq, grad)
     wire = wide if bound.fp32_reduce else k.dtype
     returned = None
     for i, bound_stage in enumerate(stages):
@@ -82,12 +79,12 @@ def _backward(
         del k_rows, v_rows
         if returned is not None:
             returned.wait()
-            bound.rows.add(returned, dkv)
+            bound.rows.add(returned, own)
         if stage.exchanges:
             returned = group_reduce(stage, bound.rows, bound_stage.row_index, grad, wire, bound.transport)
     if returned is not None:
         returned.wait()
-    return bound.rows.finish(returned, dq, dkv, softmax_scale, q.dtype)
+    return bound.rows.finish(returned, dq, own, softmax_scale, q.dtype)
 
 
 class _Arrivals:

@@ -126,7 +126,7 @@ class TorchRows:
     ) -> tuple[Tensor, Tensor, Tensor]:
         if returned is not None:
             self.add(returned, dkv)
-        return (dq * softmax_scale).to(dtype), *self.round_keys(dkv, dtype)
+        return (dq * softmax_scale).to(dtype), *self.round_keys(dkv[: len(dq)], dtype)
 
 
 def group_cast(

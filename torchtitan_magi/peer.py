@@ -35,7 +35,9 @@ class _Channel:
         self.stream = torch.cuda.Stream(priority=-1)
         self.raw_stream = self.stream.cuda_stream
         self.number = 0  # of the exchange before the next
-        self.ready = StreamOperation(StreamOperation.WRITE)  # the input is there, says this rank's stream to the channel's
+        self.ready = StreamOperation(
+            StreamOperation.WRITE
+        )  # the input is there, says this rank's stream to the channel's
         self.there = StreamOperation(StreamOperation.WRITE)  # the output is there, says the channel's stream
         self.operations = (StreamOperation * (1 + 2 * peers))()
         words = (ctypes.c_uint64 * (len(self.operations) * ctypes.sizeof(StreamOperation) // 8)).from_buffer(
@@ -44,7 +46,7 @@ class _Channel:
         self.values = np.ctypeslib.as_array(words).reshape(len(self.operations), -1)[:, StreamOperation.VALUE_WORD]
 
     def aim(self, mine: list[int], theirs: list[int], ready: int, there: int) -> None:
-        """Writes go to `theirs`, waits look at `mine`, addresses, one for each peer; `ready` and `there` are this rank's."""
+        """Writes go to `theirs`, waits look at `mine`, an address for each peer; `ready` and `there` are its own."""
         kinds = [StreamOperation.WAIT] + [StreamOperation.WRITE] * len(theirs) + [StreamOperation.WAIT] * len(mine)
         for operation, kind, address in zip(self.operations, kinds, [ready, *theirs, *mine], strict=True):
             operation.operation, operation.address = kind, address
@@ -65,7 +67,7 @@ class PeerTransport(ProcessGroupTransport):
         self.channels = _Channel(self.size - 1), _Channel(self.size - 1)  # there, back
         self.slot_bytes = 0
         self.memory: Any = None  # uint8: the flags, then the slots of both channels
-        self.typed: dict[torch.dtype, Tensor] = {}
+        self.view = functools.lru_cache(maxsize=64)(self._view)
         self.bases: list[int] = []  # of each rank's memory, as this rank sees it
 
     def send_buffer(
@@ -76,9 +78,13 @@ class PeerTransport(ProcessGroupTransport):
         _, strides = layout(shape)
         if (needed := exchange.most_sent(back) * strides[0] * dtype.itemsize) > self.slot_bytes:
             self._grow(needed)
-        if dtype not in self.typed:
-            self.typed[dtype] = self.memory.view(dtype)
-        return self.typed[dtype].as_strided(shape, strides, self._slot(back) // dtype.itemsize)
+        return self.view(shape, dtype, self._slot(back))
+
+    def _view(self, shape: tuple[int, ...], dtype: torch.dtype, start: int) -> Tensor:
+        """The memory from byte `start` on."""
+        _, strides = layout(shape)
+        view: Tensor = self.memory.view(dtype).as_strided(shape, strides, start // dtype.itemsize)
+        return view
 
     def all_to_all(self, output: Tensor, input: Tensor, exchange: Exchange, back: bool) -> Arrival:
         if exchange.hops is None:
@@ -118,7 +124,8 @@ class PeerTransport(ProcessGroupTransport):
 
         torch.cuda.synchronize(self.device)  # fetches out of the old one are done when all ranks have come here
         self.slot_bytes = max(1 << 20, 1 << (needed - 1).bit_length())
-        self.typed, self.memory = {}, None
+        self.view.cache_clear()
+        self.memory = None
         size, name = FLAG_BYTES + 2 * SLOTS * self.slot_bytes, self.group.group_name
         self.memory = _SymmetricMemory.empty_strided_p2p(
             (size,), (1,), torch.uint8, torch.device("cuda", self.device), name
@@ -132,7 +139,7 @@ class PeerTransport(ProcessGroupTransport):
         self.bases = bases
         peers = [rank for rank in range(self.size) if rank != self.rank]
         for i, channel in enumerate(self.channels):
-            flags = [base + 4 * i * (self.size + 1) for base in bases]  # of each rank, its own says `there`; then `ready`
+            flags = [base + 4 * i * (self.size + 1) for base in bases]  # of each rank, its own: `there`; then `ready`
             mine = [flags[self.rank] + 4 * peer for peer in peers]
             theirs = [flags[peer] + 4 * self.rank for peer in peers]
             own = flags[self.rank]

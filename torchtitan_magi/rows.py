@@ -97,26 +97,29 @@ class CudaRows:
 
     def round_keys(self, dkv: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """dk and dv [T, H, D] of dkv [T, 2, H, D], fp32 and contiguous, in `dtype`."""
-        params, dk, dv = _of_keys(None, dkv, dtype)
+        params, dk, dv = _of_keys(None, dkv, dkv.shape[0], dtype)
         _finish(params, dkv.device, dtype, dtype)
         return dk, dv
 
     def finish(
         self, returned: Returned | None, dq: Tensor, dkv: Tensor, softmax_scale: float, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """In `dtype`: dq as `round` has it, and dk and dv [T, H, D] of dkv [T, 2, H, D] with `returned` added to it.
+        """In `dtype`: dq [T, Hq, D] as `round` has it, and dk and dv [T, H, D] of the first T rows of dkv [.., 2, H, D]
+        with `returned` added to them.
 
         dq and dkv are fp32 and contiguous, D is a multiple of 8; the sums are per token in rank order.
         """
-        params, dk, dv = _of_keys(returned, dkv, dtype)
+        params, dk, dv = _of_keys(returned, dkv, dq.shape[0], dtype)
         dq_to = empty(dq.shape, dtype, dq.device)
         _add_queries(params, dq, softmax_scale, dq_to)
         _finish(params, dq.device, dtype, dtype if returned is None else returned.rows.dtype)
         return dq_to, dk, dv
 
 
-def _of_keys(returned: Returned | None, dkv: Tensor, dtype: torch.dtype) -> tuple[_FinishParams, Tensor, Tensor]:
-    num_tokens, _, num_heads, head_dim = dkv.shape
+def _of_keys(
+    returned: Returned | None, dkv: Tensor, num_tokens: int, dtype: torch.dtype
+) -> tuple[_FinishParams, Tensor, Tensor]:
+    num_heads, head_dim = dkv.shape[2:]
     assert dkv.is_contiguous()
     dk, dv = (empty((num_tokens, num_heads, head_dim), dtype, dkv.device) for _ in range(2))
     units = 2 * num_heads * head_dim // _ELEMENTS
