@@ -12,7 +12,7 @@ Strategies
   ulysses     all-to-all from tokens to heads and back; needs K/V heads divisible by the ranks
   ideal       our kernel on the whole pack on one GPU, time / cp
 
-Of ours it also says what the host does: its time to launch a layer while the GPU is busy, and the speed when nothing is
+Of ours it also says what the host does: its time for the op of a layer while the GPU is busy, and the speed when nothing is
 queued ahead, so that the GPU waits for the host.
 
 TFLOP/s per GPU count the pairs of the mask: 4 * area * head_dim * num_heads_q forward, 2.5 times that backward.
@@ -38,7 +38,7 @@ from provenance import commit_of
 from torch import Tensor
 
 from torchtitan_magi import flex_flash_attn, make_plan, varlen_causal
-from torchtitan_magi.attention import attention_op, make_handle
+from torchtitan_magi.attention import attention_backward_op, attention_op, make_handle
 from torchtitan_magi.bind import bind_plan, choose_block_attn
 from torchtitan_magi.histogram import HISTOGRAM
 from torchtitan_magi.plan import AttnPlan, RankShare, _Tables, plan_ownership
@@ -147,7 +147,7 @@ def once_ms(run: Run, queued: int = 6_000_000) -> float:
     return start.elapsed_time(end)
 
 
-LAYERS = 8  # of the chain that host times are taken from
+LAYERS = 8  # one after another, that host times are taken from
 
 
 def host_us(run: Run) -> float:
@@ -160,21 +160,21 @@ def host_us(run: Run) -> float:
     return 1e6 * (time.perf_counter() - start) / LAYERS
 
 
-def chain(q: Tensor, k: Tensor, v: Tensor, attend: Callable[..., Tensor]) -> tuple[Run, Run]:
-    """Forward and backward of LAYERS layers, one after another, as training has them."""
-    layers = [[x.detach().requires_grad_() for x in (k, v)] for _ in range(LAYERS)]
-    q = q.detach().requires_grad_()
-
-    def forward() -> Tensor:
-        out = q
-        for keys, values in layers:
-            out = attend(out, keys, values)
-        return out
-
-    out = forward()
+def layer_calls(q: Tensor, k: Tensor, v: Tensor, handle: Tensor) -> tuple[Run, Run]:
+    """Forward and backward of LAYERS layers, one after another, as ops: without what autograd or a compiler adds."""
+    scale = HEAD_DIM**-0.5
+    out, lse = attention_op(q, k, v, handle, scale)
     dout = torch.randn_like(out)
-    inputs = [q, *itertools.chain(*layers)]
-    return forward, lambda: torch.autograd.grad(out, inputs, dout, retain_graph=True)
+
+    def forward() -> None:
+        for _ in range(LAYERS):
+            attention_op(q, k, v, handle, scale)
+
+    def backward() -> None:
+        for _ in range(LAYERS):
+            attention_backward_op(dout, q, k, v, out, lse, handle, scale)
+
+    return forward, backward
 
 
 def take_turns(runs: dict[str, Run], repeats: int, measure: Callable[[Run], float] = once_ms) -> dict[str, float]:
@@ -246,7 +246,7 @@ def bench_pack(name: str, cu: np.ndarray, heads: tuple[int, int], seed: int, rep
     # Without autograd's thread: to wake it takes longer than a layer, and happens once a step in training.
     with torch.autograd.set_multithreading_enabled(False):
         unqueued = sum(take_turns({"ours": run}, repeats, partial(once_ms, queued=0))["ours"] for run in runs["ours"])
-    layers = chain(*shares, strategies["ours"][0])
+    layers = layer_calls(*shares, make_handle(bind_plan(plan, group, block_attn, *heads, device)))
     host = [take_turns({"ours": run}, repeats, host_us)["ours"] for run in layers]
     forwards["ideal"], backwards["ideal"] = forwards["ideal"] / cp_size, backwards["ideal"] / cp_size
 
