@@ -12,14 +12,13 @@ Strategies
   ulysses     all-to-all from tokens to heads and back; needs K/V heads divisible by the ranks
   ideal       our kernel on the whole pack on one GPU, time / cp
 
-Of ours it also says what the host does: its time for the op of a layer while the GPU is busy, and the speed when nothing is
-queued ahead, so that the GPU waits for the host.
+Of ours it also says what the host does: its time for the op of a layer while the GPU is busy, and the speed when
+nothing is queued ahead, so that the GPU waits for the host.
 
 TFLOP/s per GPU count the pairs of the mask: 4 * area * head_dim * num_heads_q forward, 2.5 times that backward.
 """
 
 import argparse
-import itertools
 import json
 import os
 import platform
@@ -161,15 +160,17 @@ def host_us(run: Run) -> float:
 
 
 def layer_calls(q: Tensor, k: Tensor, v: Tensor, handle: Tensor) -> tuple[Run, Run]:
-    """Forward and backward of LAYERS layers, one after another, as ops: without what autograd or a compiler adds."""
+    """Forward and backward of LAYERS layers, one after another, as ops, below autograd."""
     scale = HEAD_DIM**-0.5
     out, lse = attention_op(q, k, v, handle, scale)
     dout = torch.randn_like(out)
 
+    @torch.inference_mode()
     def forward() -> None:
         for _ in range(LAYERS):
             attention_op(q, k, v, handle, scale)
 
+    @torch.inference_mode()
     def backward() -> None:
         for _ in range(LAYERS):
             attention_backward_op(dout, q, k, v, out, lse, handle, scale)
