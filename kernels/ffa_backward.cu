@@ -106,6 +106,54 @@ DEVICE void pass_turn(int* turn) {
   asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(turn) : "memory");
 }
 
+// ---------------------------------------------------------------------------------------------- whole tiles of dK and dV
+// Transposes 4 x 4 words among the four lanes of a quad: lane i gets word i of every lane, in lane order.
+DEVICE uint4 quad_transpose(u32 w0, u32 w1, u32 w2, u32 w3, int lane) {
+  const bool odd = lane & 1, upper = lane & 2;
+  const u32 a = __shfl_xor_sync(~0u, odd ? w0 : w1, 1), b = __shfl_xor_sync(~0u, odd ? w2 : w3, 1);
+  const u32 x0 = odd ? a : w0, x1 = odd ? w1 : a;      // word (0 | 1) of this lane pair
+  const u32 y0 = odd ? b : w2, y1 = odd ? w3 : b;      // word (2 | 3)
+  const u32 c = __shfl_xor_sync(~0u, upper ? x0 : y0, 2), d = __shfl_xor_sync(~0u, upper ? x1 : y1, 2);
+  return upper ? make_uint4(c, d, y0, y1) : make_uint4(x0, x1, c, d);
+}
+
+// Stores accumulator rows r (elements 4i, 4i + 1) and r + 8 (4i + 2, 4i + 3), times `scale`, as the input type, 16 bytes a
+// lane. row_* = the row's first element, null when there is nothing to store.
+template <int N>
+DEVICE void store_rows_packed(const float (&acc)[N / 2], float scale, unsigned short* row_low, unsigned short* row_high,
+                              int head_dim, int lane) {
+#pragma unroll
+  for (int i = 0; i < N / 8; i += 4) {
+    u32 low[4], high[4];
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+      const int e = 4 * (i + j);
+      low[j] = pack2(acc[e] * scale, acc[e + 1] * scale);
+      high[j] = pack2(acc[e + 2] * scale, acc[e + 3] * scale);
+    }
+    const uint4 l = quad_transpose(low[0], low[1], low[2], low[3], lane);
+    const uint4 h = quad_transpose(high[0], high[1], high[2], high[3], lane);
+    const int column = (i + lane % 4) * 8;
+    if (column < head_dim) {
+      if (row_low) *(uint4*)(row_low + column) = l;
+      if (row_high) *(uint4*)(row_high + column) = h;
+    }
+  }
+}
+
+// The same as fp32, 8 bytes a lane.
+template <int N>
+DEVICE void store_rows_float(const float (&acc)[N / 2], float scale, float* row_low, float* row_high, int head_dim, int lane) {
+#pragma unroll
+  for (int i = 0; i < N / 8; i++) {
+    const int column = i * 8 + lane % 4 * 2;
+    if (column < head_dim) {
+      if (row_low) *(float2*)(row_low + column) = make_float2(acc[4 * i] * scale, acc[4 * i + 1] * scale);
+      if (row_high) *(float2*)(row_high + column) = make_float2(acc[4 * i + 2] * scale, acc[4 * i + 3] * scale);
+    }
+  }
+}
+
 // ---------------------------------------------------------------------------------------------- the kernel
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
 ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ TensorMap map_dout,
@@ -447,8 +495,8 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
         const long long low = (first_key + key_row) * token_stride + kv_head * head_stride, high = low + 8 * token_stride;
         if (params.store == kStorePacked) {
           unsigned short* p = (unsigned short*)base;
-          store_rows_packed<HEAD_DIM>(acc, scale, scale, valid0 ? p + low : nullptr, valid1 ? p + high : nullptr,
-                                      params.head_dim, lane);
+          store_rows_packed<HEAD_DIM>(acc, scale, valid0 ? p + low : nullptr, valid1 ? p + high : nullptr, params.head_dim,
+                                      lane);
           return;
         }
         float *row_low = valid0 ? (float*)base + low : nullptr, *row_high = valid1 ? (float*)base + high : nullptr;

@@ -11,8 +11,9 @@
 // Attention over keys that arrive in stages is merged on the way out:
 //   EARLIER  adds to (out fp32, lse) of the stages before; lse in place, rows that see no new key keep theirs
 //   MORE     out is fp32, for stages that follow (in place if there were some before), else the input type
-// Rows in fp32 pass through shared memory: the producer fetches them before the item ends, a second warp of warpgroup 0 writes them
-// while the next item is worked on. They have the even columns of each 8 before the odd ones, see store_matrices.
+// Rows of out pass through shared memory: the producer fetches those of earlier stages before the item ends, a second warp of
+// warpgroup 0 writes the new ones while the next item is worked on. In fp32 they have the even columns of each 8 before the odd
+// ones, see store_matrices.
 #include "ffa_layout.cuh"
 
 constexpr int kRows = 128;
@@ -27,9 +28,6 @@ constexpr bool kEarlier = true;
 #else
 constexpr bool kEarlier = false;
 #endif
-#if defined(EARLIER) || defined(MORE)
-#define FLOAT_ROWS
-#endif
 constexpr int kTakenAt = 6;                            // blocks before its end that an item's CTA takes the next one
 constexpr int kRowsAt = 4;                             // and that it begins to fetch rows of earlier stages, a panel with each block
 constexpr float kHeadroom = 8;                         // probabilities reach 2^8: far inside the range of fp16
@@ -40,24 +38,22 @@ constexpr u32 kPanelBytes = 128 * 128;                 // 128 rows x 64 columns
 constexpr u32 kTileBytes = kPanels * kPanelBytes;      // Q tile = K block = V block
 constexpr u32 kQueryBytes = kPanels * kTokens * PACK * 128;   // what the copy engine writes of the Q tile
 constexpr int kFloatPanels = HEAD_DIM / 32;            // of rows in fp32: 32 columns
+constexpr int kRowPanels = kEarlier || kMore ? kFloatPanels : kPanels, kOutPanels = kMore ? kFloatPanels : kPanels;
 struct Shared {
   alignas(1024) unsigned char q[kTileBytes];
   alignas(1024) unsigned char k[kStages][kTileBytes];
   alignas(1024) unsigned char v[kStages][kTileBytes];
-#ifdef FLOAT_ROWS
-  alignas(1024) unsigned char rows[kFloatPanels][kPanelBytes];
-  u64 rows_empty, rows_ready, rows_done;   // for the producer; consumers, with earlier rows; the warp that writes, with new ones
-#endif
+  alignas(1024) unsigned char rows[kRowPanels][kPanelBytes];   // of earlier stages, then of out
   int4 item;                          // {first token, head group, flags, 0}; first token < 0: no more work
   int4 block[kStages];                // {first key, flags, first index of the layer's bands, 0}
   u64 q_full, q_empty;
+  u64 rows_empty, rows_ready, rows_done;   // for the producer; consumers, with earlier rows; the warp that writes, with new ones
   u64 k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];
 };
 
 static_assert(sizeof(Shared) <= SHARED_BYTES, "ffa.py asks for too little shared memory");
 
 struct ForwardParams {
-  void* out;             // [num_q, num_heads_q, head_dim] input type, or fp32 with MORE
   float* lse;            // [num_q, num_heads_q] natural log
   const int4* items;     // [num_tiles][3]
   const int4* segments;  // [..][2]
@@ -65,7 +61,7 @@ struct ForwardParams {
   int* counter;          // [2]
   Schedule schedule;     // heads = groups of PACK query heads
   int groups_per_kv;     // query head groups that share one KV head
-  int num_q, num_heads_q, head_dim;
+  int num_q, num_heads_q;
   float scale_log2;      // softmax_scale * log2(e)
   LateKeys late;
 };
@@ -148,8 +144,9 @@ DEVICE void round_probabilities(u32 (&p_rmem)[32], const float (&s_rmem)[64]) {
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
 ffa_forward(const __grid_constant__ TensorMap map_q, const __grid_constant__ TensorMap map_k,
             const __grid_constant__ TensorMap map_v,
-#ifdef FLOAT_ROWS
-            const __grid_constant__ TensorMap map_rows,   // fp32 [num_q, num_heads_q, head_dim]: out, or that of the stages before
+            const __grid_constant__ TensorMap map_out,       // [num_q, num_heads_q, head_dim] input type, or fp32 with MORE
+#ifdef EARLIER
+            const __grid_constant__ TensorMap map_earlier,   // fp32, out of the stages before
 #endif
             const __grid_constant__ ForwardParams params) {
   extern __shared__ __align__(1024) unsigned char raw_smem[];   // alone in shared memory, so it starts at a multiple of 1024
@@ -160,12 +157,10 @@ ffa_forward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Ten
   const u32 v_full = smem_address(smem.v_full), v_empty = smem_address(smem.v_empty);
   if (threadIdx.x == 0) {
     mbarrier_init(q_full, 1);
-    mbarrier_init(q_empty, kConsumers / 32 * kWarpArrivals + kMore);
-#ifdef FLOAT_ROWS
-    mbarrier_init(smem_address(&smem.rows_empty), kMore ? 1 : kConsumers / 32 * kWarpArrivals);
+    mbarrier_init(q_empty, kConsumers / 32 * kWarpArrivals + 1);
+    mbarrier_init(smem_address(&smem.rows_empty), 1);
     mbarrier_init(smem_address(&smem.rows_ready), 1);
     mbarrier_init(smem_address(&smem.rows_done), kConsumers / 32 * kWarpArrivals);
-#endif
     for (int i = 0; i < kStages; i++) {
       mbarrier_init(k_full + 8 * i, 1);
       mbarrier_init(v_full + 8 * i, 1);
@@ -179,8 +174,7 @@ ffa_forward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Ten
 
   if (warpgroup == 0) {  // -------------------------------------------------------------------- producer
     registers_release<56>();
-#ifdef MORE
-    if (threadIdx.x == 32) {  // the warp that writes rows in fp32
+    if (threadIdx.x == 32) {  // the warp that writes rows
       const u32 rows = smem_address(smem.rows);
       for (u32 phase = 0;; phase ^= 1) {
         mbarrier_wait(q_full, phase);
@@ -189,14 +183,13 @@ ffa_forward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Ten
         if (token < 0) break;
         if (!kEarlier) mbarrier_arrive(smem_address(&smem.rows_ready));
         mbarrier_wait(smem_address(&smem.rows_done), phase);
-        for (int p = 0; p < kFloatPanels; p++) tma_store_3d(&map_rows, rows + p * kPanelBytes, p * 32, head, token);
+        for (int p = 0; p < kOutPanels; p++) tma_store_3d(&map_out, rows + p * kPanelBytes, p * HEAD_DIM / kOutPanels, head, token);
         bulk_commit();
         bulk_wait_read<0>();
         if (kEarlier) mbarrier_arrive(smem_address(&smem.rows_empty));
       }
       bulk_wait<0>();
     }
-#endif
     if (threadIdx.x != 0) return;
     const u32 q = smem_address(smem.q), k = smem_address(smem.k), v = smem_address(smem.v);
     Ring<kStages> ring;
@@ -228,7 +221,7 @@ ffa_forward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Ten
           mbarrier_arrive_expect(ready, kFloatPanels * kTokens * PACK * 128);
         }
         for (; fetched < panels; fetched++)
-          tma_load_3d(smem_address(smem.rows) + fetched * kPanelBytes, &map_rows, ready, fetched * 32, group * PACK, token);
+          tma_load_3d(smem_address(smem.rows) + fetched * kPanelBytes, &map_earlier, ready, fetched * 32, group * PACK, token);
       };
 #endif
       Segment segment = item.segment;
@@ -391,7 +384,6 @@ ffa_forward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Ten
         lse[r] = empty ? -kInfinity : (row_max[r] * params.scale_log2 + log2_fast(row_sum[r])) * kLn2;
         index[r] = (u64)token[r] * params.num_heads_q + head[r];
       }
-#ifdef FLOAT_ROWS
 #ifdef EARLIER
       float keep[2];                                              // of earlier rows
 #pragma unroll
@@ -411,33 +403,31 @@ ffa_forward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Ten
       mbarrier_wait(smem_address(&smem.rows_ready), q_phase);      // once per item, like the queries
       const u32 rows = swizzled_row(smem_address(smem.rows), (warp - 4) * 16 + lane / 16 * 8 + lane % 8) ^ lane / 8 % 2 * 16;
 #pragma unroll
-      for (int i = 0; i < HEAD_DIM / 8; i++) {                     // 8 columns
-        const u32 matrices = (rows ^ i % 4 * 32) + i / 4 * kPanelBytes;
-        float x[4];
-#pragma unroll
-        for (int e = 0; e < 4; e++) x[e] = o_rmem[4 * i + e] * scale[e / 2];
+      for (int j = 0; j < HEAD_DIM / 2; j++) o_rmem[j] *= scale[j / 2 % 2];
 #ifdef EARLIER
+#pragma unroll
+      for (int i = 0; i < HEAD_DIM / 8; i++) {                     // 8 columns
         float old[4];
-        load_matrices(matrices, old);
+        load_matrices((rows ^ i % 4 * 32) + i / 4 * kPanelBytes, old);
 #pragma unroll
-        for (int e = 0; e < 4; e++) x[e] += old[e] * keep[e / 2];
-#endif
-#ifdef MORE
-        store_matrices(matrices, __float_as_uint(x[0]), __float_as_uint(x[1]), __float_as_uint(x[2]), __float_as_uint(x[3]));
-#else
-#pragma unroll
-        for (int e = 0; e < 4; e++) o_rmem[4 * i + e] = x[e];
-#endif
+        for (int e = 0; e < 4; e++) o_rmem[4 * i + e] += old[e] * keep[e / 2];
       }
-      if (kMore) fence_proxy_async();
-      scale[0] = scale[1] = 1;
-      mbarrier_arrive_warp(smem_address(kMore ? &smem.rows_done : &smem.rows_empty));
+      __syncwarp();
 #endif
-#ifndef MORE
-      unsigned short* out = (unsigned short*)params.out;
-      store_rows_packed<HEAD_DIM>(o_rmem, scale[0], scale[1], valid[0] ? out + index[0] * params.head_dim : nullptr,
-                                  valid[1] ? out + index[1] * params.head_dim : nullptr, params.head_dim, lane);
-#endif
+      if (kMore) {
+#pragma unroll
+        for (int i = 0; i < HEAD_DIM / 8; i++)
+          store_matrices((rows ^ i % 4 * 32) + i / 4 * kPanelBytes, __float_as_uint(o_rmem[4 * i]), __float_as_uint(o_rmem[4 * i + 1]),
+                         __float_as_uint(o_rmem[4 * i + 2]), __float_as_uint(o_rmem[4 * i + 3]));
+      } else {
+#pragma unroll
+        for (int i = 0; i < HEAD_DIM / 16; i++)                    // 16 columns
+          store_matrices((rows ^ i % 4 * 32) + i / 4 * kPanelBytes, pack2(o_rmem[8 * i], o_rmem[8 * i + 1]),
+                         pack2(o_rmem[8 * i + 4], o_rmem[8 * i + 5]), pack2(o_rmem[8 * i + 2], o_rmem[8 * i + 3]),
+                         pack2(o_rmem[8 * i + 6], o_rmem[8 * i + 7]));
+      }
+      fence_proxy_async();
+      mbarrier_arrive_warp(smem_address(&smem.rows_done));
 #pragma unroll
       for (int r = 0; r < 2; r++)
         if (valid[r] && lane % 4 == 0) params.lse[index[r]] = lse[r];

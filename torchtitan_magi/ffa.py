@@ -172,11 +172,11 @@ class FfaBlockAttn:
         map_q, q = launch.tensor_map(q, s.forward_pack, tokens)  # the tensors too: a copy must live until it is read
         map_k, k = launch.tensor_map(k, 1, KEYS)
         map_v, v = launch.tensor_map(v, 1, KEYS)
-        maps = [map_q, map_k, map_v]
-        if earlier is not None or more:  # rows in fp32
-            maps.append(launch.tensor_map(earlier[0] if earlier else out, s.forward_pack, tokens)[0])
+        maps = [map_q, map_k, map_v, launch.tensor_map(out, s.forward_pack, tokens)[0]]
+        if earlier is not None:
+            maps.append(launch.tensor_map(earlier[0], s.forward_pack, tokens)[0])
         params = launch.ForwardParams.from_buffer_copy(template)
-        params.out, params.lse, params.counter = out.data_ptr(), lse.data_ptr(), launch.next_counter(device)
+        params.lse, params.counter = lse.data_ptr(), launch.next_counter(device)
         params.scale_log2 = softmax_scale * LOG2_E
         if late is not None:
             params.late = launch.LateKeys(*late)
@@ -202,7 +202,6 @@ class FfaBlockAttn:
             groups_per_kv=num_groups // s.num_heads_kv,
             num_q=s.num_q,
             num_heads_q=s.num_heads_q,
-            head_dim=head_dim,
         )
         return launch.load("ffa_forward.cu", "ffa_forward", variant, launch.THREADS, shared), params
 

@@ -36,9 +36,9 @@ class LateKeys(ctypes.Structure):
 
 class ForwardParams(ctypes.Structure):
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("out", "lse", "items", "segments", "bands", "counter")),
+        *((name, ctypes.c_void_p) for name in ("lse", "items", "segments", "bands", "counter")),
         ("schedule", Schedule),
-        *((name, ctypes.c_int) for name in ("groups_per_kv", "num_q", "num_heads_q", "head_dim")),
+        *((name, ctypes.c_int) for name in ("groups_per_kv", "num_q", "num_heads_q")),
         ("scale_log2", ctypes.c_float),
         ("late", LateKeys),
     ]
@@ -94,7 +94,7 @@ def forward_variant(head_dim: int, pack: int, dtype: torch.dtype, earlier: bool,
     """Macros and bytes of shared memory of a forward kernel."""
     padded = padded_head_dim(head_dim)
     stages = 4 if padded == 64 else 2
-    shared = (1 + 2 * stages + 2 * (earlier or more)) * ROWS * padded * 2 + 2048
+    shared = (2 + 2 * stages + (earlier or more)) * ROWS * padded * 2 + 2048
     macros = {"HEAD_DIM": padded, "PACK": pack, "SHARED_BYTES": shared, "USE_FP16": dtype == torch.float16}
     return variant_of(macros | {"EARLIER": earlier, "MORE": more}), shared
 
