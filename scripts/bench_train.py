@@ -138,18 +138,20 @@ def record_run() -> None:
         from torchtitan.train import Trainer
     times: list[float] = []
     losses: list[float] = []
+    peaks = [0]
     log = MetricsProcessor.log
 
     def record_and_log(self, step, global_avg_loss, *arguments, **options):  # type: ignore[no-untyped-def]
         times.append(time.perf_counter())
         losses.append(float(global_avg_loss))
+        if torch.cuda.is_available():
+            peaks.append(torch.cuda.max_memory_allocated())  # the log resets it
         log(self, step, global_avg_loss, *arguments, **options)
 
     MetricsProcessor.log = record_and_log
     torchtitan.train.main(Trainer)
-    peak = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0
     seconds = [after - before for before, after in itertools.pairwise(times)]
-    record = {"seconds": seconds, "losses": losses, "peak_gib": peak}
+    record = {"seconds": seconds, "losses": losses, "peak_gib": max(peaks) / 2**30}
     Path(folder, f"rank{os.environ['RANK']}.json").write_text(json.dumps(record))
 
 
