@@ -63,7 +63,8 @@ def _backward(
     dq = empty(q.shape, wide, q.device)
     # the first stage's dK/dV, of which the rank's own rows, the first, gather what the other ranks return
     own = grad = empty((stages[0].stage.num_rows, 2, *k.shape[1:]), wide, q.device)
-    delta = bound.block_attn.delta(out, dout, dq, grad)
+    adds_keys = bound.block_attn.adds_keys(stages[0].mask)
+    delta = bound.block_attn.delta(out, dout, dq, grad if adds_keys else None)
     wire = wide if bound.fp32_reduce else k.dtype
     returned = None
     for i, bound_stage in enumerate(stages):
@@ -71,9 +72,9 @@ def _backward(
         k_rows, v_rows, late = arriving.take(i)
         if i > 0:
             grad = grad_buffer(stage, k, wire, bound.transport)
-        dk, dv = grad.unbind(1)
+        (dk, dv), zeroed = grad.unbind(1), adds_keys and i == 0
         bound.block_attn.backward(
-            dout, q, k_rows, v_rows, lse, delta, bound_stage.mask, softmax_scale, dq, dk, dv, zeroed=i == 0, late=late
+            dout, q, k_rows, v_rows, lse, delta, bound_stage.mask, softmax_scale, dq, dk, dv, zeroed=zeroed, late=late
         )
         arriving.settle()
         del k_rows, v_rows

@@ -163,10 +163,8 @@ class FfaBlockAttn:
         num_items = template.schedule.num_items
         if num_items == 0:
             return out, lse
-        if s.num_k == 0:  # nothing to copy from
-            if earlier is None:
-                return out.zero_(), lse.fill_(-math.inf)
-            return (out if more else out.copy_(_columns_in_order(earlier[0]))), lse
+        if s.num_k == 0:
+            k = v = q  # something to point at, which is never read
         device = q.device.index
         tokens = ROWS // s.forward_pack
         map_q, q = launch.tensor_map(q, s.forward_pack, tokens)  # the tensors too: a copy must live until it is read
@@ -322,6 +320,10 @@ class FfaBlockAttn:
         )
         return launch.load("ffa_backward.cu", "ffa_backward", variant, launch.THREADS, shared), params
 
+    def adds_keys(self, mask: DeviceLists) -> bool:
+        """Whether the backward adds parts of dk and dv up, to zeros."""
+        return mask.sizes.is_split
+
     def sums(self, mask: DeviceLists, k: Tensor, spare: Tensor) -> Tensor | None:
         """Memory for dk and dv, fp32 [Tk, 2, Hk, D], where the backward adds up parts and they must be zeroed before.
 
@@ -361,11 +363,6 @@ class FfaBlockAttn:
 def _delta_kernel(use_fp16: bool, out_fp32: bool) -> launch.Kernel:
     switches = launch.variant_of({"USE_FP16": use_fp16, "OUT_FP32": out_fp32})
     return launch.load("ffa_delta.cu", "ffa_delta", switches, 256, 0)
-
-
-def _columns_in_order(x: Tensor) -> Tensor:
-    """x [T, H, D] whose every 8 columns have the even ones before the odd ones."""
-    return x.unflatten(2, (-1, 2, 4)).mT.flatten(2)
 
 
 def _check_scale(softmax_scale: float) -> None:

@@ -121,6 +121,10 @@ class FlexBlockAttn:
             out, lse = earlier
         return out.to(lse.dtype if more else q.dtype), lse
 
+    def adds_keys(self, mask: FlexMask) -> bool:
+        """False: the backward overwrites dk and dv."""
+        return False
+
     def sums(self, mask: FlexMask, k: Tensor, spare: Tensor) -> None:
         """None: the backward needs no memory for sums of dk and dv."""
 

@@ -123,13 +123,13 @@ class CostModel:
 
 _PARTS = (KernelCost, Link)
 
-# Kernel: `scripts/calibrate.py --fit benchmarks/results/kernel_h200.json`; it predicts those cases to -12% and +7%
-# forward, -7% and +10% backward.
+# Kernel: `scripts/calibrate.py --fit benchmarks/results/kernel_h200.json`; it predicts those cases to -13% and +6%
+# forward, -8% and +7% backward.
 # The rest: on four (cost_h200x4.json), rows fetched through peer memory; slowdown there is of a backward, the forward
 # showed 0.03. `across` nobody has measured yet: one 400 Gb/s adapter per GPU.
 H200 = CostModel(
-    forward=KernelCost(launch=9.1e-6, pair=2.95e-13, pair_dim=3.27e-15, row=1.43e-10, row_dim=0.0),
-    backward=KernelCost(launch=25.6e-6, pair=5.44e-13, pair_dim=1.18e-14, row=2.16e-10, row_dim=4.31e-12),
+    forward=KernelCost(launch=10.1e-6, pair=2.69e-13, pair_dim=3.31e-15, row=1.25e-10, row_dim=0.0),
+    backward=KernelCost(launch=25.2e-6, pair=6.11e-13, pair_dim=1.07e-14, row=1.31e-10, row_dim=5.3e-12),
     merge=6.0e-13,
     stage=12e-6,
     memory=4.2e12,
@@ -315,8 +315,9 @@ def _stage_seconds(cost: CostModel, work: Workload, heads: Heads, shares: Shares
         seconds = cost.backward.seconds(pairs, (rows + keys) / 2, heads)
     else:
         seconds = cost.forward.seconds(pairs, rows, heads)
-        if len(shares) > 1:
-            seconds = seconds + cost.merge * rows * heads.out_elements
+        if len(shares) > 1:  # the last one rounds all rows
+            merged = rows if i + 1 < len(shares) else np.full_like(rows, work.tokens)
+            seconds = seconds + cost.merge * merged * heads.out_elements
     if part:
         seconds = seconds + cost.stage
         if i == 0:  # the rank's own K/V are copied beside those that it receives
