@@ -10,6 +10,7 @@ timing; building is reported beside it. Every implementation's output is compare
 """
 
 import argparse
+import functools
 import json
 import math
 import platform
@@ -35,6 +36,7 @@ from torchtitan_magi.histogram import HISTOGRAM
 from torchtitan_magi.slices import AttnSlices, block_causal, sliding_window, varlen_causal, varlen_full
 
 PACKS = (0, 1, 2)  # seeds of histogram packs
+PACK_NAMES = [f"histogram {seed}" for seed in PACKS]
 DOCUMENTS = (0.31, 0.19, 0.14, 0.11, 0.09, 0.07, 0.05, 0.04)  # of the length: KERNEL.md's eight documents
 
 
@@ -72,6 +74,9 @@ class Row:
     fwd_tflops: float
     bwd_tflops: float
     build_ms: float = 0.0
+    # beside a histogram pack: ours on one causal document of 16k in the same turns, as clocks differ from case to case
+    causal_fwd_tflops: float = 0.0
+    causal_bwd_tflops: float = 0.0
 
 
 def eight_documents(tokens: int) -> list[int]:
@@ -116,8 +121,8 @@ def cases(which: str) -> Iterator[Case]:
                 yield Case(f"varlen {kind}", n, eight_documents(n), kind)
     if which == "packs":
         for n in (8 * k, 32 * k, 64 * k):
-            for seed in PACKS:
-                yield Case(f"histogram {seed}", n, histogram_pack(n, seed), "causal")
+            for seed, name in zip(PACKS, PACK_NAMES, strict=True):
+                yield Case(name, n, histogram_pack(n, seed), "causal")
     if which == "window":
         for n in (8 * k, 32 * k):
             yield Case("window 1024", n, [0, n], "window")
@@ -134,8 +139,8 @@ def cases(which: str) -> Iterator[Case]:
         yield Case("varlen causal", 128 * k, eight_documents(128 * k), "causal")
         yield Case("window 1024", 128 * k, [0, 128 * k], "window")
         yield Case("block causal 1024", 128 * k, [0, 128 * k], "block")
-        for seed in PACKS:
-            yield Case(f"histogram {seed}", 256 * k, histogram_pack(256 * k, seed), "causal")
+        for seed, name in zip(PACKS, PACK_NAMES, strict=True):
+            yield Case(name, 256 * k, histogram_pack(256 * k, seed), "causal")
 
 
 GROUPS = ("quick", "dense", "varlen", "packs", "window", "heads", "long")
@@ -239,6 +244,23 @@ def take_turns(runs: dict[str, Callable[[], object]], wanted: float) -> dict[str
     return {name: statistics.median(x) for name, x in times.items()}
 
 
+@functools.cache
+def yardstick() -> tuple[float, dict[str, Callable[[], object]]]:
+    """Ours on one causal document of 16k: its TFLOP forward, and what to run."""
+    case = Case("causal", 16384, [0, 16384], "causal")
+    heads = case.heads[0], *case.heads[1:] * 2
+    q, k, v = (
+        torch.randn(case.tokens, h, case.head_dim, device="cuda", dtype=case.dtype).requires_grad_() for h in heads
+    )
+    slices = case.slices()
+    out = flex_flash_attn(q, k, v, slices)[0]
+    dout = torch.randn_like(out)
+    return 4e-12 * slices.area * case.head_dim * heads[0], {
+        "forward": torch.no_grad()(partial(flex_flash_attn, q, k, v, slices)),
+        "backward": partial(torch.autograd.grad, out, (q, k, v), dout, retain_graph=True),
+    }
+
+
 def measure(case: Case, impls: list[str], ms: int) -> Iterator[Row]:
     heads_q, heads_kv = case.heads
     make = lambda h: torch.randn(case.tokens, h, case.head_dim, device="cuda", dtype=case.dtype)  # noqa: E731
@@ -280,14 +302,20 @@ def measure(case: Case, impls: list[str], ms: int) -> Iterator[Row]:
         forwards[name] = torch.no_grad()(partial(run, q, k, v))
         backwards[name] = partial(torch.autograd.grad, out, (q, k, v), dout, retain_graph=True)
     del out, theirs, grads
+    names, causal = list(forwards), (0.0, 0.0)
+    if case.name in PACK_NAMES:
+        tflop, runs_of_causal = yardstick()
+        forwards["causal"], backwards["causal"] = runs_of_causal["forward"], runs_of_causal["backward"]
     times = take_turns(forwards, ms), take_turns(backwards, ms)
-    for name in forwards:
+    if case.name in PACK_NAMES:
+        causal = round(1e3 * tflop / times[0]["causal"], 1), round(2.5e3 * tflop / times[1]["causal"], 1)
+    for name in names:
         fwd, bwd = times[0][name], times[1][name]
         yield Row(
             case.name, case.tokens, f"{heads_q}:{heads_kv}", case.head_dim, str(case.dtype).removeprefix("torch."),
             name,
             round(fwd, 4), round(bwd, 4), round(flops / fwd / 1e9, 1), round(2.5 * flops / bwd / 1e9, 1),
-            round(min(build), 2) if name == "ours" else 0.0,
+            round(min(build), 2) if name == "ours" else 0.0, *causal,
         )  # fmt: skip
 
 
@@ -295,7 +323,7 @@ def together(rows: list[Row]) -> list[Row]:
     """The histogram packs of each length as one case: all their work in the sum of their times."""
     groups: dict[tuple[int, str], list[Row]] = {}
     for row in rows:
-        if row.case in {f"histogram {seed}" for seed in PACKS}:
+        if row.case in PACK_NAMES:
             groups.setdefault((row.tokens, row.impl), []).append(row)
     sums = []
     for packs in groups.values():
@@ -303,8 +331,12 @@ def together(rows: list[Row]) -> list[Row]:
             fwd, bwd = sum(row.fwd_ms for row in packs), sum(row.bwd_ms for row in packs)
             work = sum(row.fwd_ms * row.fwd_tflops for row in packs), sum(row.bwd_ms * row.bwd_tflops for row in packs)
             tflops = round(work[0] / fwd, 1), round(work[1] / bwd, 1)
-            sums.append(replace(packs[0], case="histogram, all", fwd_ms=round(fwd, 4), bwd_ms=round(bwd, 4),
-                                fwd_tflops=tflops[0], bwd_tflops=tflops[1], build_ms=0.0))  # fmt: skip
+            sums.append(replace(
+                packs[0], case="histogram, all", fwd_ms=round(fwd, 4), bwd_ms=round(bwd, 4), fwd_tflops=tflops[0],
+                bwd_tflops=tflops[1], build_ms=0.0,
+                causal_fwd_tflops=round(statistics.mean(row.causal_fwd_tflops for row in packs), 1),
+                causal_bwd_tflops=round(statistics.mean(row.causal_bwd_tflops for row in packs), 1),
+            ))  # fmt: skip
     return sums
 
 
@@ -321,6 +353,10 @@ def print_table(rows: list[Row]) -> None:
             f"{key[0]:18s}{key[1]:>8d} {key[2]:>6s} {key[3]:>4d}"
             + "".join(f"{cells.get(name, '-'):>20s}" for name in names)
         )
+    for row in rows:
+        if row.impl == "ours" and row.causal_fwd_tflops:
+            shares = row.fwd_tflops / row.causal_fwd_tflops, row.bwd_tflops / row.causal_bwd_tflops
+            print(f"{row.case:18s}{row.tokens:>8d}  {shares[0]:.2f} / {shares[1]:.2f} of causal 16k in the same turns")
 
 
 def provenance(commit: str | None) -> dict[str, Any]:
