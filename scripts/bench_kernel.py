@@ -248,14 +248,12 @@ def take_turns(runs: dict[str, Callable[[], object]], wanted: float) -> dict[str
 def yardstick() -> tuple[float, dict[str, Callable[[], object]]]:
     """Ours on one causal document of 16k: its TFLOP forward, and what to run."""
     case = Case("causal", 16384, [0, 16384], "causal")
-    heads = case.heads[0], *case.heads[1:] * 2
-    q, k, v = (
-        torch.randn(case.tokens, h, case.head_dim, device="cuda", dtype=case.dtype).requires_grad_() for h in heads
-    )
+    make = partial(torch.randn, device="cuda", dtype=case.dtype, requires_grad=True)
+    q, k, v = (make(case.tokens, heads, case.head_dim) for heads in (case.heads[0], case.heads[1], case.heads[1]))
     slices = case.slices()
     out = flex_flash_attn(q, k, v, slices)[0]
     dout = torch.randn_like(out)
-    return 4e-12 * slices.area * case.head_dim * heads[0], {
+    return 4e-12 * slices.area * case.head_dim * case.heads[0], {
         "forward": torch.no_grad()(partial(flex_flash_attn, q, k, v, slices)),
         "backward": partial(torch.autograd.grad, out, (q, k, v), dout, retain_graph=True),
     }

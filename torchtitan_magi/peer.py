@@ -35,10 +35,8 @@ class _Channel:
         self.stream = torch.cuda.Stream(priority=-1)
         self.raw_stream = self.stream.cuda_stream
         self.number = 0  # of the exchange before the next
-        self.ready = StreamOperation(
-            StreamOperation.WRITE
-        )  # the input is there, says this rank's stream to the channel's
-        self.there = StreamOperation(StreamOperation.WRITE)  # the output is there, says the channel's stream
+        self.ready = StreamOperation(StreamOperation.WRITE)  # this rank's stream tells the channel's: input is there
+        self.there = StreamOperation(StreamOperation.WRITE)  # the other way round: output is there
         self.operations = (StreamOperation * (1 + 2 * peers))()
         words = (ctypes.c_uint64 * (len(self.operations) * ctypes.sizeof(StreamOperation) // 8)).from_buffer(
             self.operations

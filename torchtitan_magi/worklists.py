@@ -39,10 +39,8 @@ ITEMS_PER_SM = 10  # parts per SM that backward tiles are split into
 MIN_CHUNK, MAX_CHUNK = 8, 256  # query blocks of a part, times packs
 WHOLE_TILES_PER_SM = 4  # enough not to split them where sums of dk and dv would be as large as dq: no grouped heads
 L2_BYTES = 32 << 20  # share of the L2 cache that one wave of heads may claim
-HEADS_IN_STEP, BLOCKS_IN_STEP = (
-    4,
-    128,
-)  # deterministic: heads at a time, query blocks of a part; more heads, fewer blocks
+HEADS_IN_STEP = 4  # deterministic: at a time, where that keeps the SMs busy
+BLOCKS_IN_STEP = 128  # deterministic: query blocks of a part; half as many with more heads
 TAIL = 1.0  # of what all SMs do during the longest part, in blocks: as much is kept for the end, in small parts
 TAIL_PARTS = 4  # small parts in one of usual length
 EARLY_BLOCKS = 64  # 128 x 128 blocks per SM, about 100 us, that the forward does before it wants keys that come late
@@ -200,7 +198,7 @@ def _backward_lists(
     num_tiles = len(starts) - 1
     tile, records = transpose_segments(runs, starts)
     num_blocks = np.bincount(tile, records[:, 5] - records[:, 4], num_tiles).astype(np.int64)
-    heads_per_wave, in_tail = 1, np.zeros(num_tiles, bool)
+    heads_per_wave = 1
     fits_l2 = mask.num_q * mask.num_heads_q * 1024 <= L2_BYTES  # q, dout and dq, 128 columns
     if deterministic:
         heads_per_wave, own_chunk = heads_in_step(num_blocks, tokens, mask.num_heads_kv)
@@ -209,8 +207,10 @@ def _backward_lists(
     else:
         own_chunk = backward_chunk(num_blocks, mask.num_heads_kv, num_packs)
     chunk = chunk or own_chunk
-    if not deterministic:  # all heads together if they fit, else one after another up to the tail
-        in_tail = np.ones(num_tiles, bool) if fits_l2 else tail_tiles(num_blocks, chunk, mask.num_heads_kv)
+    if deterministic or fits_l2:  # nothing is kept for the end, or everything: then all heads are worked on together
+        in_tail = np.full(num_tiles, not deterministic)
+    else:
+        in_tail = tail_tiles(num_blocks, chunk, mask.num_heads_kv)
     part_tile, part, is_split = np.arange(num_tiles), tile, False
     if num_blocks.max(initial=0) > chunk:
         finer = chunk if fits_l2 else max(chunk // TAIL_PARTS, MIN_CHUNK // num_packs, 1)
