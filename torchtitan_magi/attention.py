@@ -61,8 +61,8 @@ def _backward(
         bound.rows.round(dq, softmax_scale, rounded)
         return rounded, dk, dv
     dq = empty(q.shape, wide, q.device)
-    # the first stage's dK/dV, of which the rank's own rows, the first, gather what the other ranks return
-    own = grad = empty((stages[0].stage.num_rows, 2, *k.shape[1:]), wide, q.device)
+    # dK/dV of the first stage; its first rows, the rank's own, gather what other ranks return
+    gathered = grad = empty((stages[0].stage.num_rows, 2, *k.shape[1:]), wide, q.device)
     adds_keys = bound.block_attn.adds_keys(stages[0].mask)
     delta = bound.block_attn.delta(out, dout, dq, grad if adds_keys else None)
     wire = wide if bound.fp32_reduce else k.dtype
@@ -80,12 +80,12 @@ def _backward(
         del k_rows, v_rows
         if returned is not None:
             returned.wait()
-            bound.rows.add(returned, own)
+            bound.rows.add(returned, gathered)
         if stage.exchanges:
             returned = group_reduce(stage, bound.rows, bound_stage.row_index, grad, wire, bound.transport)
     if returned is not None:
         returned.wait()
-    return bound.rows.finish(returned, dq, own, softmax_scale, q.dtype)
+    return bound.rows.finish(returned, dq, gathered, softmax_scale, q.dtype)
 
 
 class _Arrivals:

@@ -329,7 +329,7 @@ class FfaBlockAttn:
 
         In `spare`, contiguous, where they fit.
         """
-        if not mask.sizes.is_split or k.dtype == torch.float32:
+        if not self.adds_keys(mask) or k.dtype == torch.float32:
             return None
         shape = (k.shape[0], 2, *k.shape[1:])
         if spare.nbytes < 8 * k.numel():
