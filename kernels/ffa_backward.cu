@@ -158,6 +158,7 @@ DEVICE void store_rows_float(const float (&acc)[N / 2], float scale, float* row_
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
 ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ TensorMap map_dout,
              const __grid_constant__ TensorMap map_k, const __grid_constant__ TensorMap map_v,
+             const __grid_constant__ TensorMap map_late_k, const __grid_constant__ TensorMap map_late_v,
              const __grid_constant__ TensorMap map_dq, const __grid_constant__ TensorMap map_dk,
              const __grid_constant__ TensorMap map_dv, const __grid_constant__ BackwardParams params) {
   extern __shared__ __align__(1024) unsigned char raw_smem[];   // alone in shared memory, so it starts at a multiple of 1024
@@ -209,17 +210,19 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
         const int parts_before = __shfl_sync(~0u, next_word, 3);
         mbarrier_wait(kv_empty, kv_phase);
         kv_phase ^= 1;
-        if (item.num_segments > 0) wait_for_keys(params.late, first_key + kKeys);
+        const bool late = first_key >= params.late.first;
+        if (item.num_segments > 0 && late) wait_for_keys(params.late);
         if (lane == 0) {
           smem.item = make_int4(first_key, kv_head, item.num_segments == 0 ? kLastBlock : 0, end_key);
           if (kDeterministic) smem.part = make_int2(item.tile, parts_before);
           if (item.num_segments == 0) {
             mbarrier_arrive(kv_full);
           } else {
+            const int row = late ? first_key - params.late.first : first_key;
             mbarrier_arrive_expect(kv_full, 2 * kKeyBytes);
             for (int p = 0; p < kPanels; p++) {
-              tma_load_3d(k + p * kKeyPanel, &map_k, kv_full, p * 64, kv_head, first_key);
-              tma_load_3d(v + p * kKeyPanel, &map_v, kv_full, p * 64, kv_head, first_key);
+              tma_load_3d(k + p * kKeyPanel, late ? &map_late_k : &map_k, kv_full, p * 64, kv_head, row);
+              tma_load_3d(v + p * kKeyPanel, late ? &map_late_v : &map_v, kv_full, p * 64, kv_head, row);
             }
           }
         }

@@ -45,7 +45,7 @@ struct Shared {
   alignas(1024) unsigned char v[kStages][kTileBytes];
   alignas(1024) unsigned char rows[kRowPanels][kPanelBytes];   // of earlier stages, then of out
   int4 item;                          // {first token, head group, flags, 0}; first token < 0: no more work
-  int4 block[kStages];                // {first key, flags, first index of the layer's bands, 0}
+  int4 block[kStages];                // {first key, flags, first index of the layer's bands, where the segment ends}
   u64 q_full, q_empty;
   u64 rows_empty, rows_ready, rows_done;   // for the producer; consumers, with earlier rows; the warp that writes, with new ones
   u64 k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];
@@ -83,11 +83,12 @@ DEVICE void weighted_values(float (&o_rmem)[HEAD_DIM / 2], const u32 (&p_rmem)[3
   for (int i = 0; i < kKeys / 16; i++) wgmma_rs(o_rmem, p_rmem + 4 * i, moved(v, i * 2048), 1);
 }
 
-// Row r's keys are [band[r].x, band[r].y); s_rmem holds rows 0 and 8 of the thread's pair, columns from `first_key`.
+// Row r's keys are [band[r].x, band[r].y), and before `end`; s_rmem holds rows 0 and 8 of the thread's pair, columns from `first_key`.
 template <int N>
-DEVICE void mask_scores(float (&s_rmem)[N], int first_key, const int2 (&band)[2], int lane) {
+DEVICE void mask_scores(float (&s_rmem)[N], int first_key, int end, const int2 (&band)[2], int lane) {
   const int column = first_key + lane % 4 * 2;
-  const int lo0 = band[0].x - column, hi0 = band[0].y - column, lo1 = band[1].x - column, hi1 = band[1].y - column;
+  const int lo0 = band[0].x - column, hi0 = min(band[0].y, end) - column;
+  const int lo1 = band[1].x - column, hi1 = min(band[1].y, end) - column;
 #pragma unroll
   for (int j = 0; j < N; j++) {
     const int c = j / 4 * 8 + j % 2;
@@ -143,7 +144,8 @@ DEVICE void round_probabilities(u32 (&p_rmem)[32], const float (&s_rmem)[64]) {
 // ---------------------------------------------------------------------------------------------- the kernel
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
 ffa_forward(const __grid_constant__ TensorMap map_q, const __grid_constant__ TensorMap map_k,
-            const __grid_constant__ TensorMap map_v,
+            const __grid_constant__ TensorMap map_v, const __grid_constant__ TensorMap map_late_k,
+            const __grid_constant__ TensorMap map_late_v,
             const __grid_constant__ TensorMap map_out,       // [num_q, num_heads_q, head_dim] input type, or fp32 with MORE
 #ifdef EARLIER
             const __grid_constant__ TensorMap map_earlier,   // fp32, out of the stages before
@@ -242,17 +244,19 @@ ffa_forward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Ten
           const int s = ring.stage;
           if (reaches(kTakenAt)) take_next();
           mbarrier_wait(k_empty + 8 * s, ring.phase ^ 1);
-          wait_for_keys(params.late, key + kKeys);
+          const bool late = key >= params.late.first;
+          if (late) wait_for_keys(params.late);
+          const int row = late ? key - params.late.first : key;
           const int flags = (full ? kFullBlock : 0) | (left == 0 ? kLastBlock : 0) | (half ? kHalfBlock : 0);
-          smem.block[s] = make_int4(key, flags, segment.layer * params.num_q, 0);
+          smem.block[s] = make_int4(key, flags, segment.layer * params.num_q, segment.end);
           mbarrier_arrive_expect(k_full + 8 * s, kTileBytes);
           for (int p = 0; p < kPanels; p++)
-            tma_load_3d(k + s * kTileBytes + p * kPanelBytes, &map_k, k_full + 8 * s, p * 64, kv_head, key);
+            tma_load_3d(k + s * kTileBytes + p * kPanelBytes, late ? &map_late_k : &map_k, k_full + 8 * s, p * 64, kv_head, row);
           if (first) load_query();             // after keys, which need not wait until the item before is done with its queries
           mbarrier_wait(v_empty + 8 * s, ring.phase ^ 1);
           mbarrier_arrive_expect(v_full + 8 * s, kTileBytes);
           for (int p = 0; p < kPanels; p++)
-            tma_load_3d(v + s * kTileBytes + p * kPanelBytes, &map_v, v_full + 8 * s, p * 64, kv_head, key);
+            tma_load_3d(v + s * kTileBytes + p * kPanelBytes, late ? &map_late_v : &map_v, v_full + 8 * s, p * 64, kv_head, row);
           if (reaches(kTakenAt - 1)) load_next();
 #ifdef EARLIER
           if (left <= kRowsAt && !first) fetch_rows(min(kRowsAt + 1 - left, kFloatPanels));
@@ -323,7 +327,7 @@ ffa_forward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Ten
           wgmma_wait<0>();
           mbarrier_arrive_warp(k_empty + 8 * ring.stage);
           if (block.y & kLastBlock) mbarrier_arrive_warp(q_empty);
-          mask_scores(s_rmem, block.x, band, lane);
+          mask_scores(s_rmem, block.x, block.w, band, lane);
           softmax(s_rmem, row_max, row_sum, rescale, params.scale_log2);
         };
         if (block.y & kHalfBlock) {
@@ -352,7 +356,7 @@ ffa_forward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Ten
           wgmma_wait<1>();
           mbarrier_arrive_warp(k_empty + 8 * ring.stage);
           if (block.y & kLastBlock) mbarrier_arrive_warp(q_empty);
-          if (!(block.y & kFullBlock)) mask_scores(s_rmem, block.x, band, lane);
+          if (!(block.y & kFullBlock)) mask_scores(s_rmem, block.x, block.w, band, lane);
           const bool raised = softmax(s_rmem, row_max, row_sum, rescale, params.scale_log2);
           wgmma_wait<0>();
           mbarrier_arrive_warp(v_empty + 8 * previous.stage);

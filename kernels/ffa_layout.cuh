@@ -80,15 +80,16 @@ struct Schedule {
   }
 };
 
-// Keys from `first` on are being fetched: they are there once *arrived has reached `number`. Null: all keys are there.
+// Keys from `first` on lie in tensors of their own; no block has keys of both sides. They are being fetched, and there once
+// *arrived has reached `number`; null: they are there.
 struct LateKeys {
   const int* arrived;
   int number, first;
 };
 
-// Before copies out of keys before `end`, by the thread that starts them.
-DEVICE void wait_for_keys(const LateKeys& late, int end) {
-  if (!late.arrived || end <= late.first) return;
+// Before copies out of late keys, by the thread that starts them.
+DEVICE void wait_for_keys(const LateKeys& late) {
+  if (!late.arrived) return;
   int seen;
   do asm volatile("ld.acquire.sys.global.b32 %0, [%1];" : "=r"(seen) : "l"(late.arrived) : "memory");
   while (seen - late.number < 0);

@@ -12,18 +12,17 @@ constexpr int kWarps = 8;
 struct GatherParams {
   const uint4 *k, *v;                     // [T, heads, units_per_head] units, strides below
   const int* rows;                        // [num_rows] local token numbers
-  uint4 *sent, *own;                      // [num_rows] and [num_own = T or 0], [2, heads, units_per_head] contiguous
+  uint4* sent;                            // [num_rows, 2, heads, units_per_head] contiguous
   long long k_token_stride, k_head_stride, v_token_stride, v_head_stride;   // units
-  int num_rows, num_own, num_heads, units_per_head;
+  int num_rows, num_heads, units_per_head;
 };
 
 extern "C" __global__ void __launch_bounds__(kWarps * 32) gather_rows(const __grid_constant__ GatherParams params) {
   wait_for_kernel_before();
   const int lane = threadIdx.x % 32, units = params.num_heads * params.units_per_head;
-  for (int i = blockIdx.x * kWarps + threadIdx.x / 32; i < params.num_rows + params.num_own; i += gridDim.x * kWarps) {
-    const bool leaves = i < params.num_rows;
-    const long long token = leaves ? __ldg(params.rows + i) : i - params.num_rows;
-    uint4* out = leaves ? params.sent + (long long)i * 2 * units : params.own + token * 2 * units;
+  for (int i = blockIdx.x * kWarps + threadIdx.x / 32; i < params.num_rows; i += gridDim.x * kWarps) {
+    const long long token = __ldg(params.rows + i);
+    uint4* out = params.sent + (long long)i * 2 * units;
     for (int u = lane; u < units; u += 32) {
       const int head = u / params.units_per_head, column = u % params.units_per_head;
       out[u] = params.k[token * params.k_token_stride + head * params.k_head_stride + column];

@@ -239,7 +239,7 @@ def measure_stage(link: Link, partners: Sequence[int]) -> float:
     exchange = EvenExchange(ROW_BYTES * len(rows), partners)
 
     def pack(sent: torch.Tensor) -> None:
-        CudaRows().gather(k, v, [rows], sent, None)
+        CudaRows().gather(k, v, [rows], sent)
 
     def stage() -> None:
         exchange.start(pack).wait()

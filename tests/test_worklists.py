@@ -48,7 +48,7 @@ def walk_forward(lists: WorkLists, num_layers: int) -> np.ndarray:
         for layer, _, _, _, first, end, full_first, full_end in segments_of(lists, item, s.forward_segments):
             for key in range(first, end, KEYS):
                 keys = np.arange(key, key + KEYS)
-                visible = (keys >= bands[layer, rows, :1]) & (keys < bands[layer, rows, 1:])
+                visible = (keys >= bands[layer, rows, :1]) & (keys < np.minimum(bands[layer, rows, 1:], end))
                 if key >= full_first and key + KEYS <= full_end:
                     assert visible.all()
                 seen[rows, key : key + KEYS] += visible
@@ -195,6 +195,30 @@ def test_what_needs_no_late_keys_goes_first() -> None:
     is_late = backward[:, 7] > 600
     assert 0 < is_late.sum() < len(is_late)
     assert (np.diff(is_late.astype(int)) >= 0).all()
+
+
+@given(masks(), masks())
+@settings(max_examples=60, deadline=None)
+def test_late_keys_share_no_block_and_no_tile_with_others(
+    own: tuple[AttnSlices, int, int], others: tuple[AttnSlices, int, int]
+) -> None:
+    late_from, num_q, num_k = own[2], max(own[1], others[1]), own[2] + others[2]
+    table = np.concatenate(
+        [own[0].canonical().table, others[0].canonical().table + np.array([0, 0, late_from, late_from, 0])]
+    )
+    slices = AttnSlices._trusted(table[np.lexsort((table[:, 2], table[:, 0]))])  # as a plan has them
+    want = dense_mask(slices.table, num_q, num_k).astype(int)
+    for deterministic in (False, True):
+        lists = build_worklists(slices, num_q, num_k, 8, 1, deterministic=deterministic, late_from=late_from)
+        s = lists.sizes
+        for item in read(lists, s.forward_items, s.num_forward_tiles, 12):
+            for *_, first, end, _, _ in segments_of(lists, item, s.forward_segments):
+                assert end <= late_from or first >= late_from
+        for item in read(lists, s.backward_items, s.num_backward_items, 12):
+            assert item[7] <= late_from or item[6] >= late_from
+        num_layers = max(1, (s.forward_items - s.bands) // (2 * num_q))
+        np.testing.assert_array_equal(walk_forward(lists, num_layers), want)
+        np.testing.assert_array_equal(walk_backward(lists, num_layers), want)
 
 
 def test_only_as_much_goes_first_as_covers_the_wait() -> None:

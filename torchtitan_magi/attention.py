@@ -111,24 +111,27 @@ class _Arrivals:
                 self.pending.append(group_cast(stage, self.bound.rows, row_index, self.k, self.v, self.bound.transport))
 
     def take(self, i: int) -> tuple[Tensor, Tensor, LateKeys | None]:
-        """K and V rows of stage i, [rows, H, D] each; once. Starts what may be under way while it is used.
+        """K and V rows of stage i, [rows, H, D] each, and those that follow; once. Starts what may be under way beside
+        it.
 
-        Rows beside the rank's own may still be under way, if the kernel waits for them by itself; then `settle` follows
-        its launch.
+        Rows that follow the rank's own may still be under way, if the kernel waits for them by itself; then `settle`
+        follows its launch.
         """
         pending, self.pending[i] = self.pending[i], None
         if pending is None:
             self._start(i)
             return self.k, self.v, None
         buffer, arrival = pending
-        if self.stages[i].stage.holds_local and self.bound.block_attn.awaits_keys and arrival.flag() is not None:
+        holds_local = self.stages[i].stage.holds_local
+        if holds_local and self.bound.block_attn.awaits_keys and arrival.flag() is not None:
             self.unsettled = arrival
         else:
             arrival.wait()
         self._start(i)  # this may replace the memory that flags lie in
-        flag = None if self.unsettled is None else arrival.flag()
         k_rows, v_rows = buffer.unbind(1)
-        return k_rows, v_rows, None if flag is None else LateKeys(*flag, self.k.shape[0])
+        if not holds_local:
+            return k_rows, v_rows, None
+        return self.k, self.v, LateKeys(k_rows, v_rows, None if self.unsettled is None else arrival.flag())
 
     def settle(self) -> None:
         """Lets the stream wait for what a kernel awaits: for its memory, and for what must not begin before."""

@@ -116,7 +116,9 @@ def slice_layers(table: Int64Array) -> Int64Array:
     return layer
 
 
-def tile_segments(table: Int64Array, layer: Int64Array, num_q: int, sizes: Sequence[int]) -> list[SegmentRuns]:
+def tile_segments(
+    table: Int64Array, layer: Int64Array, num_q: int, sizes: Sequence[int], apart: int = FAR
+) -> list[SegmentRuns]:
     """The keys that each tile of `size` consecutive rows sees, for each of `sizes`.
 
     Keys that no row of the tile sees split a segment where there are at least KEYS of them in a row.
@@ -124,6 +126,7 @@ def tile_segments(table: Int64Array, layer: Int64Array, num_q: int, sizes: Seque
     Args:
         table: canonical slices, int64 [n, 5]; rows in [0, num_q).
         layer: of each slice, int64 [n], from `slice_layers`.
+        apart: keys before it and from it on share no segment; nor do they share a slice.
     """
     # All sizes at once, as the time goes into calls: the slices again for each size, on layers of its own.
     num_layers = int(layer.max(initial=0)) + 1
@@ -139,7 +142,7 @@ def tile_segments(table: Int64Array, layer: Int64Array, num_q: int, sizes: Seque
     end = np.array([np.minimum(first_tile * tokens, q_end), q_end]).T.ravel()
     some = np.flatnonzero(start < end)
     which = some // 2
-    parts = _join_parts(table.take(which, 0), layer[which], start[some], end[some], num_q, tokens[which])
+    parts = _join_parts(table.take(which, 0), layer[which], start[some], end[some], num_q, tokens[which], apart)
 
     whole = np.flatnonzero(first_tile < end_tile)
     tile, slope_lo, slope_hi, tokens = first_tile[whole], slope_lo[whole], slope_hi[whole], tokens[whole]
@@ -162,7 +165,13 @@ def tile_segments(table: Int64Array, layer: Int64Array, num_q: int, sizes: Seque
 
 
 def _join_parts(
-    table: Int64Array, layer: Int64Array, row: Int64Array, end_row: Int64Array, num_q: int, tokens: Int64Array
+    table: Int64Array,
+    layer: Int64Array,
+    row: Int64Array,
+    end_row: Int64Array,
+    num_q: int,
+    tokens: Int64Array,
+    apart: int,
 ) -> Int64Array:
     """Segments of tiles that no slice covers alone, as runs of one tile, int64 [9, n]: the fields of SegmentRuns.
 
@@ -170,6 +179,7 @@ def _join_parts(
         table, layer: the slice of each part, int64 [n, 5] and [n]. tokens: of its tile, int64 [n].
         row, end_row: int64 [n], the rows of each part, all in one tile. Its keys have no holes: bounds move by at most
             1 per row.
+        apart: see tile_segments.
 
     Returns:
         sorted by layer, tile, first.
@@ -194,7 +204,7 @@ def _join_parts(
     lift = np.cumsum(new_tile) * (2 * FAR)  # makes the running maximum start again at each tile
     reach = np.maximum.accumulate(last_hi + lift) - lift
     is_first = new_tile.copy()
-    is_first[1:] |= lo[1:] - reach[:-1] >= KEYS
+    is_first[1:] |= (lo[1:] - reach[:-1] >= KEYS) | (lo[1:] >= apart) & (reach[:-1] <= apart)
     starts = np.flatnonzero(is_first)
     tile, tokens = tile[starts], tokens[starts]
     all_rows = np.add.reduceat(num_rows, starts) == np.minimum(tokens, num_q - tile * tokens)

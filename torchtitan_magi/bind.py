@@ -21,7 +21,7 @@ class BlockAttn(Protocol):
     """Attention of one stage's queries over its K/V buffer: our kernel (ffa.py) or flex_attention (reference.py)."""
 
     name: str
-    awaits_keys: bool  # whether forward and backward take `late`
+    awaits_keys: bool  # whether forward and backward wait for the flag of `late` by themselves
 
     def check(self, head_dim: int, dtype: torch.dtype) -> None:
         """Raises ValueError for a head_dim or a dtype of q, k and v that it does not take."""
@@ -41,7 +41,7 @@ class BlockAttn(Protocol):
         late_from: int | None = None,
     ) -> Any:
         """Index data on the host for the calls that will be made, as ``.words`` (int32 [n]); its
-        ``.to(words_on_device)`` is the mask of a call. Keys from `late_from` on come late."""
+        ``.to(words_on_device)`` is the mask of a call. Keys from `late_from` on come as `late`."""
 
     def forward(
         self,

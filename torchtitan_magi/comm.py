@@ -80,8 +80,8 @@ class Rows(Protocol):
     def index(self, exchange: Exchange) -> list[npt.NDArray[np.integer]]:
         """Index data of an exchange, on the host; the other methods take it from the device."""
 
-    def gather(self, k: Tensor, v: Tensor, index: list[Tensor], sent: Tensor, own: Tensor | None) -> None:
-        """Copies rows of k and v [T, H, D]: those to send to sent [S, 2, H, D], all to the first T of own."""
+    def gather(self, k: Tensor, v: Tensor, index: list[Tensor], sent: Tensor) -> None:
+        """Copies the rows of k and v [T, H, D] that are sent to sent [S, 2, H, D]."""
 
     def add(self, returned: Returned, grad: Tensor) -> None:
         """Adds returned rows to grad [T, 2, H, D], for each token in the order of the ranks."""
@@ -104,10 +104,8 @@ class TorchRows:
     def index(self, exchange: Exchange) -> list[npt.NDArray[np.integer]]:
         return [exchange.send_rows]
 
-    def gather(self, k: Tensor, v: Tensor, index: list[Tensor], sent: Tensor, own: Tensor | None) -> None:
+    def gather(self, k: Tensor, v: Tensor, index: list[Tensor], sent: Tensor) -> None:
         sent[:, 0], sent[:, 1] = k.index_select(0, index[0]), v.index_select(0, index[0])
-        if own is not None:
-            own[: len(k), 0], own[: len(v), 1] = k, v
 
     def add(self, returned: Returned, grad: Tensor) -> None:
         # One rank asks for a row at most once: within one rank no two rows collide, so the sums have a fixed order.
@@ -139,26 +137,25 @@ def group_cast(
         k, v: [T, H, D], this rank's own.
 
     Returns:
-        The stage's K/V buffer [stage.num_rows, 2, H, D] (own rows first if the stage holds them), and when the others
-        may be read.
+        The stage's K/V rows [rows, 2, H, D] without the rank's own, and when they may be read.
     """
-    buffer = empty((stage.num_rows, 2, *k.shape[1:]), k.dtype, k.device)
-    own = buffer if stage.holds_local else None
+    first = stage.arriving[0][0]
+    buffer = empty((stage.num_rows - first, 2, *k.shape[1:]), k.dtype, k.device)
 
-    def exchange(i: int, k: Tensor, v: Tensor, own: Tensor | None) -> Arrival:
+    def exchange(i: int, k: Tensor, v: Tensor) -> Arrival:
         exchange = stage.exchanges[i]
         shape = (len(exchange.send_rows), *buffer.shape[1:])
         sent = transport.send_buffer(shape, k.dtype, k.device, exchange, back=False)
-        rows.gather(k, v, index[i], sent, own)
-        return transport.all_to_all(_of_exchange(stage, i, buffer), sent, exchange, back=False)
+        rows.gather(k, v, index[i], sent)
+        return transport.all_to_all(_of_exchange(stage, i, buffer, first), sent, exchange, back=False)
 
     if len(stage.exchanges) == 1:
-        return buffer, exchange(0, k, v, own)
+        return buffer, exchange(0, k, v)
 
     def both() -> None:
-        exchange(0, k, v, own).wait()
-        arrived = _of_exchange(stage, 0, buffer)
-        exchange(1, arrived[:, 0], arrived[:, 1], None).wait()
+        exchange(0, k, v).wait()
+        arrived = _of_exchange(stage, 0, buffer, first)
+        exchange(1, arrived[:, 0], arrived[:, 1]).wait()
 
     return buffer, Arrival(_beside(both, k.device, "cast"))
 
@@ -220,10 +217,10 @@ def group_reduce(
     return Returned(returned, index[0], stage.exchanges[0], _beside(both, grad.device, "reduce"))
 
 
-def _of_exchange(stage: Stage, i: int, buffer: Tensor) -> Tensor:
-    """Rows of the stage's buffer that exchange i brings."""
+def _of_exchange(stage: Stage, i: int, buffer: Tensor, first: int = 0) -> Tensor:
+    """Rows of the stage that exchange i brings, in a buffer that begins with row `first`."""
     start, rows = stage.arriving[i]
-    return buffer if rows == stage.num_rows else buffer.narrow(0, start, rows)
+    return buffer if rows == buffer.shape[0] else buffer.narrow(0, start - first, rows)
 
 
 def _beside(work: Callable[[], None], device: torch.device, channel: Channel) -> Wait:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from torchtitan_magi import jit, launch
-from torchtitan_magi.bands import KEYS
+from torchtitan_magi.bands import FAR, KEYS
 from torchtitan_magi.memory import empty, layout
 from torchtitan_magi.rows import CudaRows
 from torchtitan_magi.slices import AttnSlices
@@ -21,6 +21,7 @@ from torchtitan_magi.transport import LateKeys
 from torchtitan_magi.worklists import BACKWARD_ROWS, ROWS, ListSizes, WorkLists, build_worklists
 
 LOG2_E = math.log2(math.e)
+NO_LATE_KEYS = launch.LateKeys(None, 0, FAR)
 
 
 # ------------------------------------------------------------ lists
@@ -103,7 +104,7 @@ class FfaBlockAttn:
 
         Args:
             forward, backward: whether such calls will be made.
-            late_from: keys from this one on may come while the kernel runs; work on the others is done first.
+            late_from: keys from this one on come as `late`; work on the others is done first.
 
         Raises:
             ValueError: head counts do not divide, or a slice reaches beyond num_q or num_k.
@@ -133,7 +134,7 @@ class FfaBlockAttn:
             q: [Tq, Hq, D] bf16 or fp16. k, v: [Tk, Hk, D], the same dtype. Strided views are read in place.
             earlier: what the call for the stages before returned, with `more`; overwritten.
             more: further stages follow.
-            late: rows of k and v that are still being fetched; the kernel waits for them.
+            late: rows of k and v that follow; the kernel waits for them if they are still being fetched.
             softmax_scale: > 0.
             sm_margin: SMs to leave to others.
 
@@ -146,10 +147,10 @@ class FfaBlockAttn:
             ValueError: head_dim, dtype, scale or shapes that the kernel does not take.
         """
         s = mask.sizes
-        key = ("forward", q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, earlier is None, more)
+        key = ("forward", q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, earlier is None, more, late is None)
         prepared = mask.launches.get(key)
         if prepared is None:
-            _check_inputs(q, k, v, s)
+            _check_inputs(q, k, v, late, s)
             prepared = self._forward_launch(mask, q.shape[2], q.dtype, earlier is not None, more)
             mask.launches[key] = prepared
         _check_scale(softmax_scale)
@@ -170,14 +171,13 @@ class FfaBlockAttn:
         map_q, q = launch.tensor_map(q, s.forward_pack, tokens)  # the tensors too: a copy must live until it is read
         map_k, k = launch.tensor_map(k, 1, KEYS)
         map_v, v = launch.tensor_map(v, 1, KEYS)
-        maps = [map_q, map_k, map_v, launch.tensor_map(out, s.forward_pack, tokens)[0]]
+        map_late_k, map_late_v, late_keys = _late(late, map_k, map_v, k.shape[0])
+        maps = [map_q, map_k, map_v, map_late_k, map_late_v, launch.tensor_map(out, s.forward_pack, tokens)[0]]
         if earlier is not None:
             maps.append(launch.tensor_map(earlier[0], s.forward_pack, tokens)[0])
         params = launch.ForwardParams.from_buffer_copy(template)
         params.lse, params.counter = lse.data_ptr(), launch.next_counter(device)
-        params.scale_log2 = softmax_scale * LOG2_E
-        if late is not None:
-            params.late = launch.LateKeys(*late)
+        params.scale_log2, params.late = softmax_scale * LOG2_E, late_keys
         grid = min(num_items, max(1, launch.num_sms(device) - sm_margin))
         kernel(device, grid, *maps, params)
         return out, lse
@@ -229,8 +229,8 @@ class FfaBlockAttn:
             lse, delta: fp32 [Tq, Hq] contiguous, final over all stages; delta = rowsum(out * dout).
             dq: fp32 [Tq, Hq, D] contiguous: dS K is added to it, without softmax_scale, and with the even columns of
             each 8 before the odd ones; `CudaRows.round` or `finish` makes gradients of it.
-            dk, dv: [Tk, Hk, D], overwritten; fp32 or the dtype of k, innermost dimension contiguous, rows 16-byte
-            aligned.
+            dk, dv: [Tk and late rows, Hk, D], overwritten; fp32 or the dtype of k, innermost dimension contiguous, rows
+            16-byte aligned.
             zeroed: dk and dv hold zeros.
             late: as in forward.
             sm_margin: SMs to leave to others.
@@ -239,9 +239,9 @@ class FfaBlockAttn:
             ValueError: head_dim, dtype, scale or shapes that the kernel does not take.
         """
         s = mask.sizes
-        key = ("backward", q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, dout.dtype)
+        key = ("backward", q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, dout.dtype, late is None)
         if key not in mask.launches:
-            _check_inputs(q, k, v, s)
+            _check_inputs(q, k, v, late, s)
             assert dout.dtype == q.dtype
             mask.launches[key] = self._backward_launch(mask, q.shape[2], q.dtype)
         _check_scale(softmax_scale)
@@ -261,7 +261,7 @@ class FfaBlockAttn:
         if s.is_split:  # parts of a tile add to fp32 sums
             params.store = launch.ADD_FLOAT
             if dk.dtype != torch.float32:
-                dk_to, dv_to = torch.zeros(2, *k.shape, dtype=torch.float32, device=k.device)
+                dk_to, dv_to = torch.zeros(2, *dk.shape, dtype=torch.float32, device=k.device)
             elif not zeroed:
                 dk.zero_(), dv.zero_()
         else:
@@ -278,8 +278,6 @@ class FfaBlockAttn:
         params.dv_token_stride, params.dv_head_stride, _ = dv_to.stride()
         params.counter = launch.next_counter(device)
         params.softmax_scale, params.scale_log2 = softmax_scale, softmax_scale * LOG2_E
-        if late is not None:
-            params.late = launch.LateKeys(*late)
         num_items = template.schedule.num_items
         pack, tokens = s.backward_pack, BACKWARD_ROWS // s.backward_pack
         map_dq, _ = launch.tensor_map(dq, pack, tokens)
@@ -290,8 +288,11 @@ class FfaBlockAttn:
         map_dout, dout = launch.tensor_map(dout, pack, tokens)
         map_k, k = launch.tensor_map(k, 1, KEYS)
         map_v, v = launch.tensor_map(v, 1, KEYS)
+        map_late_k, map_late_v, params.late = _late(late, map_k, map_v, k.shape[0])
         grid = min(num_items, max(1, launch.num_sms(device) - sm_margin))
-        kernel(device, grid, map_q, map_dout, map_k, map_v, map_dq, map_dk, map_dv, params)
+        kernel(
+            device, grid, map_q, map_dout, map_k, map_v, map_late_k, map_late_v, map_dq, map_dk, map_dv, params
+        )  # fmt: skip
         if dk_to is not dk:
             dk.copy_(dk_to), dv.copy_(dv_to)
 
@@ -370,12 +371,21 @@ def _check_scale(softmax_scale: float) -> None:
         raise ValueError(f"softmax_scale is {softmax_scale}; it must be positive")
 
 
-def _check_inputs(q: Tensor, k: Tensor, v: Tensor, s: ListSizes) -> None:
+def _late(late: LateKeys | None, map_k: Any, map_v: Any, first: int) -> tuple[Any, Any, launch.LateKeys]:
+    """Maps of late K and V rows, and what the kernel is told of them; without any, maps of others."""
+    if late is None or late.k.shape[0] == 0:
+        return map_k, map_v, NO_LATE_KEYS
+    (map_late_k, _), (map_late_v, _) = launch.tensor_map(late.k, 1, KEYS), launch.tensor_map(late.v, 1, KEYS)
+    return map_late_k, map_late_v, launch.LateKeys(*(late.flag or (None, 0)), first)
+
+
+def _check_inputs(q: Tensor, k: Tensor, v: Tensor, late: LateKeys | None, s: ListSizes) -> None:
     head_dim, dtype = q.shape[2], q.dtype
     launch.check_supported(head_dim, dtype)
     if not dtype == k.dtype == v.dtype:
         raise ValueError(f"q, k, v are {dtype}, {k.dtype}, {v.dtype}; give all three the same dtype")
-    want_q, want_k = (s.num_q, s.num_heads_q, head_dim), (s.num_k, s.num_heads_kv, head_dim)
+    num_late = 0 if late is None else late.k.shape[0]
+    want_q, want_k = (s.num_q, s.num_heads_q, head_dim), (s.num_k - num_late, s.num_heads_kv, head_dim)
     if q.shape != want_q or k.shape != want_k or v.shape != want_k:
         shapes = tuple(q.shape), tuple(k.shape), tuple(v.shape)
         raise ValueError(f"q, k, v have shapes {shapes}; the work lists are for {want_q}, {want_k}, {want_k}")

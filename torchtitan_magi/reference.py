@@ -99,12 +99,13 @@ class FlexBlockAttn:
             q: [Tq, Hq, D]. k, v: [Tk, Hkv, D].
             earlier: what the call for the stages before returned, with ``more``; overwritten.
             more: further stages follow.
+            late: rows of k and v that follow.
 
         Returns:
             out [Tq, Hq, D] in the dtype of q, or float32 or wider if more stages follow; lse [Tq, Hq], natural
             logarithms. Rows that have seen no key have out 0 and lse -inf.
         """
-        assert late is None
+        k, v = _with_late(k, v, late)
         out = torch.zeros_like(q, memory_format=torch.contiguous_format)
         lse = q.new_full(q.shape[:2], -torch.inf, dtype=torch.promote_types(q.dtype, torch.float32))
         for rows, keys, block_mask in mask.calls if len(mask.slices) else ():
@@ -162,7 +163,7 @@ class FlexBlockAttn:
             dq: [Tq, Hq, D] in float32 or wider: dS K, without softmax_scale, is added to it. dk, dv: [Tk, Hkv, D],
                 overwritten.
         """
-        assert late is None
+        k, v = _with_late(k, v, late)
         groups = (k.shape[1], q.shape[1] // k.shape[1])
         dk_sum, dv_sum = (torch.zeros(x.shape, dtype=dq.dtype, device=x.device) for x in (k, v))
         for q_start, q_end, k_start, k_end, kind in mask.slices.table.tolist():
@@ -189,6 +190,13 @@ class FlexBlockAttn:
                 dk_sum[keys] += torch.einsum("hgqk,qhgd->khd", dscores, q_rows)
         dk.copy_(dk_sum * softmax_scale)
         dv.copy_(dv_sum)
+
+
+def _with_late(k: Tensor, v: Tensor, late: LateKeys | None) -> tuple[Tensor, Tensor]:
+    if late is None:
+        return k, v
+    assert late.flag is None
+    return torch.cat([k, late.k]), torch.cat([v, late.v])
 
 
 @functools.cache

@@ -23,9 +23,9 @@ _ELEMENTS = 8  # of a gradient that a thread handles at once
 
 class _GatherParams(ctypes.Structure):
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("k", "v", "rows", "sent", "own")),
+        *((name, ctypes.c_void_p) for name in ("k", "v", "rows", "sent")),
         *((f"{name}_stride", ctypes.c_longlong) for name in ("k_token", "k_head", "v_token", "v_head")),
-        *((name, ctypes.c_int) for name in ("num_rows", "num_own", "num_heads", "units_per_head")),
+        *((name, ctypes.c_int) for name in ("num_rows", "num_heads", "units_per_head")),
     ]
 
 
@@ -55,27 +55,25 @@ class CudaRows:
         order = np.argsort(rows.astype(np.min_scalar_type(len(counts))), kind="stable")  # 16 bits: a radix sort
         return [rows, np.append(0, counts.cumsum()), order]
 
-    def gather(self, k: Tensor, v: Tensor, index: list[Tensor], sent: Tensor, own: Tensor | None) -> None:
-        """The rows to send, to sent [S, 2, H, D]; all rows to the first T of own [, 2, H, D]; both contiguous.
+    def gather(self, k: Tensor, v: Tensor, index: list[Tensor], sent: Tensor) -> None:
+        """The rows to send, to sent [S, 2, H, D], contiguous.
 
         k, v: [T, H, D] bf16 or fp16, D a multiple of 8; strided views are fine.
         """
-        rows, num_own = index[0], 0 if own is None else k.shape[0]
-        num_sent = rows.shape[0]
-        if num_sent + num_own == 0:
+        rows = index[0]
+        num_rows = rows.shape[0]
+        if num_rows == 0:
             return
         k, v = launch.copyable(k), launch.copyable(v)
         units = _UNIT // k.element_size()
         params = _GatherParams(
             *(x.data_ptr() for x in (k, v, rows, sent)),
-            None if own is None else own.data_ptr(),
             *(stride // units for x in (k, v) for stride in x.stride()[:2]),
-            num_sent,
-            num_own,
+            num_rows,
             k.shape[1],
             k.shape[2] // units,
         )
-        launch.load("rows.cu", "gather_rows", (), _WARPS * 32, 0)(k.device.index, _blocks(num_sent + num_own), params)
+        launch.load("rows.cu", "gather_rows", (), _WARPS * 32, 0)(k.device.index, _blocks(num_rows), params)
 
     def add(self, returned: Returned, grad: Tensor) -> None:
         """Adds returned rows (bf16, fp16 or fp32) to grad fp32 [T, 2, H, D], per token in rank order."""

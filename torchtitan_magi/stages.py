@@ -320,8 +320,6 @@ def _stage_seconds(cost: CostModel, work: Workload, heads: Heads, shares: Shares
             seconds = seconds + cost.merge * merged * heads.out_elements
     if part:
         seconds = seconds + cost.stage
-        if i == 0:  # the rank's own K/V are copied beside those that it receives
-            seconds = seconds + 2 * work.tokens * heads.row_bytes / cost.memory
     return seconds
 
 

@@ -24,11 +24,11 @@ class Flag(NamedTuple):
 
 
 class LateKeys(NamedTuple):
-    """K/V rows still under way: those from `first` on are there once the word at `address` has reached `number`."""
+    """K/V rows [rows, H, D] that follow a rank's own; they are there when `flag` says so, or already."""
 
-    address: int
-    number: int
-    first: int
+    k: Tensor
+    v: Tensor
+    flag: Flag | None
 
 
 class Arrival(NamedTuple):

@@ -116,7 +116,8 @@ def build_worklists(
         slices: the mask; its rows index [0, num_q), its keys [0, num_k).
         forward, backward: whether to make the lists of that direction.
         deterministic: the backward adds to each row of dq in a fixed order.
-        late_from: keys from this one on come while the kernel runs: what can begin without them goes first.
+        late_from: keys from this one on lie elsewhere and come while the kernel runs: what can begin without them goes
+            first. No canonical slice reaches across.
         backward_pack: overrides the heuristic; a divisor of the group size.
         chunk: overrides the heuristic; query blocks of a part of a backward tile.
 
@@ -132,6 +133,7 @@ def build_worklists(
         )
     rows = table.astype(np.int64)
     late_from = num_k if late_from is None else late_from
+    assert ((rows[:, 3] <= late_from) | (rows[:, 2] >= late_from)).all()
     mask = _Mask(rows, slice_layers(rows), num_q, num_k, num_heads_q, num_heads_kv, late_from)
     words = _Words()
     num_bands = int(mask.layer.max(initial=0) + 1) * num_q
@@ -140,7 +142,7 @@ def build_worklists(
     group = num_heads_q // num_heads_kv
     forward_pack, backward_pack = largest_divisor(group, MAX_PACK), backward_pack or choose_backward_pack(group)
     tokens = [ROWS // forward_pack] * forward + [BACKWARD_ROWS // backward_pack] * backward
-    runs = iter(tile_segments(rows, mask.layer, num_q, tokens) if tokens else ())
+    runs = iter(tile_segments(rows, mask.layer, num_q, tokens, late_from) if tokens else ())
     if forward:
         sizes |= _forward_lists(mask, next(runs), words, forward_pack)
     if backward:
@@ -194,7 +196,7 @@ def _backward_lists(
     group = mask.num_heads_q // mask.num_heads_kv
     tokens, num_packs = BACKWARD_ROWS // pack, group // pack
     num_q_blocks = -(-mask.num_q // tokens)
-    starts = key_tiles(mask.rows, mask.num_k)
+    starts = key_tiles(mask.rows, mask.num_k, mask.late_from)
     num_tiles = len(starts) - 1
     tile, records = transpose_segments(runs, starts)
     num_blocks = np.bincount(tile, records[:, 5] - records[:, 4], num_tiles).astype(np.int64)
@@ -322,7 +324,7 @@ def forward_records(runs: SegmentRuns, num_tiles: int) -> tuple[Int64Array, Int3
     return tile, records, num_blocks.astype(np.int64)
 
 
-def key_tiles(table: Int64Array, num_k: int) -> Int64Array:
+def key_tiles(table: Int64Array, num_k: int, apart: int = FAR) -> Int64Array:
     """Where the k-tiles start, and num_k: int64 [tiles + 1], steps of at most KEYS.
 
     The keys of one document (slices whose key ranges overlap) are cut from its first key on, so that its queries meet
@@ -330,6 +332,7 @@ def key_tiles(table: Int64Array, num_k: int) -> Int64Array:
 
     Args:
         table: slices, int64 [n, 5]; keys in [0, num_k).
+        apart: a tile starts there.
     """
     if num_k == 0:
         return np.zeros(1, np.int64)
@@ -339,10 +342,12 @@ def key_tiles(table: Int64Array, num_k: int) -> Int64Array:
         k_start, k_end = k_start[order], k_end[order]
     reach = np.maximum.accumulate(k_end)
     documents = np.concatenate([[0], k_start[:1], k_start[1:][k_start[1:] >= reach[:-1]]])  # no slice reaches across
+    if 0 < apart < num_k:
+        documents = np.sort(np.append(documents, apart))
     documents = documents[is_new(documents)].tolist()
     openers, room_to = [], 0  # documents that open a tile; where the open tile ends
     for start, end in zip(documents, [*documents[1:], num_k], strict=True):
-        if end > room_to:
+        if end > room_to or start == apart:
             openers.append(start)
             room_to = end + (start - end) % KEYS
     first = np.array(openers)
