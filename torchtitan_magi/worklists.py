@@ -35,13 +35,12 @@ ROWS = 128  # of a forward tile
 BACKWARD_ROWS = 64  # of a backward query block
 MAX_PACK = 16
 NUM_SMS = 132  # of an H200; only heuristics use it
-ITEMS_PER_SM = 10  # parts per SM that backward tiles are split into
-MIN_CHUNK, MAX_CHUNK = 8, 256  # query blocks of a part, times packs
+CHUNKS = 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256  # query blocks of a part of a backward tile, times packs
 WHOLE_TILES_PER_SM = 4  # enough not to split them where sums of dk and dv would be as large as dq: no grouped heads
 L2_BYTES = 32 << 20  # share of the L2 cache that one wave of heads may claim
 HEADS_IN_STEP = 4  # deterministic: at a time, where that keeps the SMs busy
 BLOCKS_IN_STEP = 128  # deterministic: query blocks of a part; half as many with more heads
-TAIL = 1.0  # of what all SMs do during the longest part, in blocks: as much is kept for the end, in small parts
+TAIL = 0.5  # of what all SMs do during the longest part, in blocks: as much is kept for the end, in small parts
 TAIL_PARTS = 4  # small parts in one of usual length
 EARLY_BLOCKS = 64  # 128 x 128 blocks per SM, about 100 us, that the forward does before it wants keys that come late
 FIXED_COST = 1.2  # of a work item, in blocks: prologue and epilogue
@@ -215,7 +214,7 @@ def _backward_lists(
         in_tail = tail_tiles(num_blocks, chunk, mask.num_heads_kv)
     part_tile, part, is_split = np.arange(num_tiles), tile, False
     if num_blocks.max(initial=0) > chunk:
-        finer = chunk if fits_l2 else max(chunk // TAIL_PARTS, MIN_CHUNK // num_packs, 1)
+        finer = chunk if fits_l2 else max(chunk // TAIL_PARTS, CHUNKS[0] // num_packs, 1)
         parts = split_tiles(tile, records, num_blocks, np.where(in_tail, finer, chunk), everywhere=deterministic)
         is_split = len(parts[0]) > int(np.count_nonzero(num_blocks))
         if is_split:
@@ -255,15 +254,13 @@ def backward_chunk(blocks_per_tile: Int64Array, num_heads_kv: int, packs: int) -
     """Query blocks of a part of a k-tile.
 
     Parts end at multiples of it. The parts of one chunk run at the same time, read the same queries and add to the same
-    dq, so both stay in L2: the shorter the chunk against the tiles, the better. Parts also have to be many enough for
-    all SMs to end at nearly the same time, and long enough to pay for loading their keys and adding up dk and dv.
+    dq, so both stay in L2 while chunks are short against the tiles. Parts also have to be many enough for all SMs to
+    end at nearly the same time, and long enough to pay for loading their keys and adding up dk and dv.
     """
     longest = int(blocks_per_tile.max(initial=0)) * packs
     per_sm = int(blocks_per_tile.sum()) * num_heads_kv * packs / NUM_SMS
-    enough = max(per_sm / ITEMS_PER_SM, min(per_sm / 2, 2 * MIN_CHUNK))
-    wanted = min(enough, max(longest / 8, 3 * MIN_CHUNK), MAX_CHUNK)
-    chunk = 2 ** round(math.log2(max(wanted, MIN_CHUNK)))  # a power of two: chunks end where k-tiles do
-    return max(1, chunk // packs)
+    wanted = max(min(per_sm / 2, max(longest / 8, 32)), 1)
+    return max(1, min(CHUNKS, key=lambda chunk: abs(math.log(chunk / wanted))) // packs)
 
 
 def heads_in_step(blocks_per_tile: Int64Array, tokens: int, num_heads_kv: int) -> tuple[int, int]:
