@@ -207,14 +207,13 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
         const int4* first_segment = params.items + 3 * params.schedule.list_index(index) + 1;
         const int kv_head = params.schedule.head(index);
         const int first_key = __shfl_sync(~0u, next_word, 6), end_key = __shfl_sync(~0u, next_word, 7);
-        const int parts_before = __shfl_sync(~0u, next_word, 3);
         mbarrier_wait(kv_empty, kv_phase);
         kv_phase ^= 1;
         const bool late = first_key >= params.late.first;
         if (item.num_segments > 0 && late) wait_for_keys(params.late);
         if (lane == 0) {
           smem.item = make_int4(first_key, kv_head, item.num_segments == 0 ? kLastBlock : 0, end_key);
-          if (kDeterministic) smem.part = make_int2(item.tile, parts_before);
+          if (kDeterministic) smem.part = make_int2(item.tile, item.part);
           if (item.num_segments == 0) {
             mbarrier_arrive(kv_full);
           } else {

@@ -14,6 +14,9 @@
 // Rows of out pass through shared memory: the producer fetches those of earlier stages before the item ends, a second warp of
 // warpgroup 0 writes the new ones while the next item is worked on. In fp32 they have the even columns of each 8 before the odd
 // ones, see store_matrices.
+//
+// A tile may be cut into parts with some of its key blocks each, so that all SMs end at nearly the same time. They leave what they
+// have in memory; the part that is done last adds all up, in their order, and goes on as a whole tile does.
 #include "ffa_layout.cuh"
 
 constexpr int kRows = 128;
@@ -44,8 +47,9 @@ struct Shared {
   alignas(1024) unsigned char k[kStages][kTileBytes];
   alignas(1024) unsigned char v[kStages][kTileBytes];
   alignas(1024) unsigned char rows[kRowPanels][kPanelBytes];   // of earlier stages, then of out
-  int4 item;                          // {first token, head group, flags, 0}; first token < 0: no more work
+  int4 item;                          // {first token, head group, flags, part}; first token < 0: no more work
   int4 block[kStages];                // {first key, flags, first index of the layer's bands, where the segment ends}
+  int is_last_part;                   // of its tile
   u64 q_full, q_empty;
   u64 rows_empty, rows_ready, rows_done;   // for the producer; consumers, with earlier rows; the warp that writes, with new ones
   u64 k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];
@@ -53,15 +57,19 @@ struct Shared {
 
 static_assert(sizeof(Shared) <= SHARED_BYTES, "ffa.py asks for too little shared memory");
 
+enum NamedBarrier { kPartsReady = 1 };
+
 struct ForwardParams {
   float* lse;            // [num_q, num_heads_q] natural log
   const int4* items;     // [num_tiles][3]
   const int4* segments;  // [..][2]
   const int2* bands;     // [layers][num_q]
-  int* counter;          // [2]
+  int* counter;          // [2 + cut tiles * heads]
+  float4* parts;         // [parts of cut tiles][heads][kPartWords][kConsumers]
   Schedule schedule;     // heads = groups of PACK query heads
   int groups_per_kv;     // query head groups that share one KV head
   int num_q, num_heads_q;
+  int parts_per_tile;    // of a tile that is cut
   float scale_log2;      // softmax_scale * log2(e)
   LateKeys late;
 };
@@ -141,6 +149,59 @@ DEVICE void round_probabilities(u32 (&p_rmem)[32], const float (&s_rmem)[64]) {
   for (int j = 0; j < 32; j++) p_rmem[j] = pack2(s_rmem[2 * j], s_rmem[2 * j + 1]);
 }
 
+// Parts of a tile: every thread leaves its elements of out and its rows' lse; returns whether this part is the tile's last one to be
+// done. Then they become those of the whole tile.
+constexpr int kPartWords = HEAD_DIM / 8 + 1;
+DEVICE bool join_parts(float (&out)[HEAD_DIM / 2], float (&lse)[2], int part, int group, const ForwardParams& params, int& is_last) {
+  const int thread = threadIdx.x - 128, num_parts = params.parts_per_tile, heads = params.schedule.num_heads;
+  const int tile = (part - 1) / num_parts, own = (part - 1) % num_parts;
+  auto word = [&](int p, int i) {
+    return params.parts + (((u64)(tile * num_parts + p) * heads + group) * kPartWords + i) * kConsumers + thread;
+  };
+#pragma unroll
+  for (int i = 0; i < HEAD_DIM / 8; i++) __stcg(word(own, i), make_float4(out[4 * i], out[4 * i + 1], out[4 * i + 2], out[4 * i + 3]));
+  __stcg(word(own, HEAD_DIM / 8), make_float4(lse[0], lse[1], 0, 0));
+  named_sync(kPartsReady, kConsumers);
+  if (thread == 0) {
+    __threadfence();
+    int* done = params.counter + 2 + tile * heads + group;
+    is_last = atomicAdd(done, 1) == num_parts - 1;
+    if (is_last) *done = 0;
+    __threadfence();
+  }
+  named_sync(kPartsReady, kConsumers);
+  if (!is_last) return false;
+
+  float top[2] = {kMasked, kMasked}, total[2] = {0, 0};
+#pragma unroll 4
+  for (int p = 0; p < num_parts; p++) {
+    const float4 seen = __ldcg(word(p, HEAD_DIM / 8));
+    top[0] = fmaxf(top[0], seen.x), top[1] = fmaxf(top[1], seen.y);
+  }
+#pragma unroll
+  for (int j = 0; j < HEAD_DIM / 2; j++) out[j] = 0;
+#pragma unroll 2
+  for (int p = 0; p < num_parts; p++) {
+    const float4 seen = __ldcg(word(p, HEAD_DIM / 8));
+    const float weight[2] = {exp2_fast((seen.x - top[0]) / kLn2), exp2_fast((seen.y - top[1]) / kLn2)};
+    total[0] += weight[0], total[1] += weight[1];
+#pragma unroll
+    for (int i = 0; i < HEAD_DIM / 8; i++) {
+      const float4 x = __ldcg(word(p, i));
+      out[4 * i] += weight[0] * x.x, out[4 * i + 1] += weight[0] * x.y;
+      out[4 * i + 2] += weight[1] * x.z, out[4 * i + 3] += weight[1] * x.w;
+    }
+  }
+#pragma unroll
+  for (int r = 0; r < 2; r++) {
+    const float scale = total[r] == 0 ? 0.f : 1.f / total[r];
+    lse[r] = top[r] + log2_fast(total[r]) * kLn2;             // -inf without any keys
+#pragma unroll
+    for (int j = 2 * r; j < HEAD_DIM / 2; j += 4) out[j] *= scale, out[j + 1] *= scale;
+  }
+  return true;
+}
+
 // ---------------------------------------------------------------------------------------------- the kernel
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
 ffa_forward(const __grid_constant__ TensorMap map_q, const __grid_constant__ TensorMap map_k,
@@ -181,11 +242,12 @@ ffa_forward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Ten
       for (u32 phase = 0;; phase ^= 1) {
         mbarrier_wait(q_full, phase);
         const int token = smem.item.x, head = smem.item.y * PACK;
+        const bool is_part = smem.item.w != 0;
         mbarrier_arrive(q_empty);
         if (token < 0) break;
         if (!kEarlier) mbarrier_arrive(smem_address(&smem.rows_ready));
         mbarrier_wait(smem_address(&smem.rows_done), phase);
-        for (int p = 0; p < kOutPanels; p++) tma_store_3d(&map_out, rows + p * kPanelBytes, p * HEAD_DIM / kOutPanels, head, token);
+        for (int p = 0; p < (is_part && !smem.is_last_part ? 0 : kOutPanels); p++) tma_store_3d(&map_out, rows + p * kPanelBytes, p * HEAD_DIM / kOutPanels, head, token);
         bulk_commit();
         bulk_wait_read<0>();
         if (kEarlier) mbarrier_arrive(smem_address(&smem.rows_empty));
@@ -205,7 +267,7 @@ ffa_forward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Ten
       auto load_query = [&]() {
         mbarrier_wait(q_empty, q_phase);
         q_phase ^= 1;
-        smem.item = make_int4(token, group, item.num_segments == 0 ? kLastBlock : 0, 0);
+        smem.item = make_int4(token, group, item.num_segments == 0 ? kLastBlock : 0, item.part);
         if (item.num_segments == 0) {
           mbarrier_arrive(q_full);
         } else {
@@ -388,6 +450,13 @@ ffa_forward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Ten
         lse[r] = empty ? -kInfinity : (row_max[r] * params.scale_log2 + log2_fast(row_sum[r])) * kLn2;
         index[r] = (u64)token[r] * params.num_heads_q + head[r];
       }
+      mbarrier_wait(smem_address(&smem.rows_ready), q_phase);      // once per item, like the queries
+#pragma unroll
+      for (int j = 0; j < HEAD_DIM / 2; j++) o_rmem[j] *= scale[j / 2 % 2];
+      if (const int part = warp_uniform(item.w)) {
+        const bool is_last = join_parts(o_rmem, lse, part, item.y, params, smem.is_last_part);
+        valid[0] = valid[0] && is_last, valid[1] = valid[1] && is_last;
+      }
 #ifdef EARLIER
       float keep[2];                                              // of earlier rows
 #pragma unroll
@@ -400,21 +469,18 @@ ffa_forward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Ten
           const float old_weight = exp2_fast((before[r] - top) / kLn2), new_weight = exp2_fast((lse[r] - top) / kLn2);
           const float total = old_weight + new_weight;
           lse[r] = top + log2_fast(total) * kLn2;
-          keep[r] = old_weight / total, scale[r] *= new_weight / total;
+          keep[r] = old_weight / total, scale[r] = new_weight / total;
         }
       }
 #endif
-      mbarrier_wait(smem_address(&smem.rows_ready), q_phase);      // once per item, like the queries
       const u32 rows = swizzled_row(smem_address(smem.rows), (warp - 4) * 16 + lane / 16 * 8 + lane % 8) ^ lane / 8 % 2 * 16;
-#pragma unroll
-      for (int j = 0; j < HEAD_DIM / 2; j++) o_rmem[j] *= scale[j / 2 % 2];
 #ifdef EARLIER
 #pragma unroll
       for (int i = 0; i < HEAD_DIM / 8; i++) {                     // 8 columns
         float old[4];
         load_matrices((rows ^ i % 4 * 32) + i / 4 * kPanelBytes, old);
 #pragma unroll
-        for (int e = 0; e < 4; e++) o_rmem[4 * i + e] += old[e] * keep[e / 2];
+        for (int e = 0; e < 4; e++) o_rmem[4 * i + e] = o_rmem[4 * i + e] * scale[e / 2] + old[e] * keep[e / 2];
       }
       __syncwarp();
 #endif

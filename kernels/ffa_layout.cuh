@@ -12,9 +12,9 @@
 //   backward {layer, component, 0, 0, first_block, end_block, full_first, full_end}
 //            query blocks of 64 / PACK tokens; a block inside [full_first, full_end) needs no mask
 //            component: position of this run of keys among those of its query blocks (deterministic mode only)
-// A work item is {tile, num_segments, first_segment, parts of the tile before it (deterministic backward)} + the same two halves of
-// its first segment (12 ints), the first of them, backward, as {layer, component, first_key, end_key}: the keys of the tile.
-// first_segment counts further segments only.
+// A work item is {tile, num_segments, first_segment, part} + the same two halves of its first segment (12 ints), the first of
+// them, backward, as {layer, component, first_key, end_key}: the keys of the tile. first_segment counts further segments only.
+//   part     forward: 0, or the number of a part of a tile that is cut, from 1 on; deterministic backward: parts of the tile before it
 // bands[layer][row] = {lo, hi}: the keys that layer lets the row see. The intervals of a row are disjoint.
 #pragma once
 #include "sm90.cuh"
@@ -45,7 +45,7 @@ struct Segment {
 };
 
 struct WorkItem {
-  int tile, num_segments, first_segment;
+  int tile, num_segments, first_segment, part;
   Segment segment;
 };
 
@@ -57,12 +57,12 @@ DEVICE Segment load_segment(const int4* words) {
 // The item whose word i lane i holds.
 DEVICE WorkItem share_item(int word) {
   auto at = [&](int i) { return __shfl_sync(~0u, word, i); };
-  return {at(0), at(1), at(2), {at(4), at(5), at(8), at(9), at(10), at(11)}};
+  return {at(0), at(1), at(2), at(3), {at(4), at(5), at(8), at(9), at(10), at(11)}};
 }
 
 DEVICE WorkItem load_item(const int4* items, int index) {
   const int4 a = __ldg(items + 3 * index), b = __ldg(items + 3 * index + 1), c = __ldg(items + 3 * index + 2);
-  return {a.x, a.y, a.z, {b.x, b.y, c.x, c.y, c.z, c.w}};
+  return {a.x, a.y, a.z, a.w, {b.x, b.y, c.x, c.y, c.z, c.w}};
 }
 
 // The persistent grid's item order: tiles as listed, `heads_per_wave` heads at a time so that what they read stays in L2, and at
@@ -96,8 +96,8 @@ DEVICE void wait_for_keys(const LateKeys& late) {
   asm volatile("fence.proxy.async.global;" ::: "memory");
 }
 
-// counter[0]: items handed out, if not by block number; counter[1]: CTAs that are done. The last one sets both back to zero
-// for the next launch. In deterministic mode items wait for earlier ones, which must be with CTAs that run: while another
+// counter[0]: items handed out, if not by block number; counter[1]: CTAs that are done; then, for each tile that the forward
+// cuts, the parts that are done. The last one sets them back to zero for the next launch. In deterministic mode items wait for earlier ones, which must be with CTAs that run: while another
 // kernel holds SMs not all do, so no item belongs to a CTA before it starts.
 DEVICE int first_item(int* counter) { return kDeterministic ? atomicAdd(counter, 1) : blockIdx.x; }
 DEVICE int next_item(int* counter) { return atomicAdd(counter, 1) + (kDeterministic ? 0 : (int)gridDim.x); }

@@ -45,6 +45,7 @@ class Case:
     head_dim: int
     dtype: torch.dtype
     deterministic: bool = False
+    parts: int | None = None
     backward_pack: int | None = None
     chunk: int | None = None
     float_grads: bool = False
@@ -80,9 +81,9 @@ def random_case(rng: random.Random) -> Case:
     pack = rng.choice(packs)
     return Case(
         stages, num_q, num_k, heads_q, heads_kv, rng.choice(HEAD_DIMS), rng.choice([torch.bfloat16, torch.float16]),
-        deterministic=rng.random() < 0.4, backward_pack=pack, chunk=rng.choice([None, None, 1,
-        2, 7]),
-        float_grads=rng.random() < 0.5, softmax_scale=rng.choice([0.05, 0.125, 0.3]),
+        deterministic=rng.random() < 0.4, parts=rng.choice([None, 2, 3, 5]), backward_pack=pack,
+        chunk=rng.choice([None, None, 1, 2, 7]), float_grads=rng.random() < 0.5,
+        softmax_scale=rng.choice([0.05, 0.125, 0.3]),
     )  # fmt: skip
 
 
@@ -174,7 +175,7 @@ def run_ours(case: Case, q: Tensor, kvs: list[Tensor], dout: Tensor) -> dict[str
     for slices, num_k in zip(case.stages, case.num_k, strict=True):
         lists = build_worklists(
             slices, case.num_q, num_k, case.num_heads_q, case.num_heads_kv,
-            deterministic=case.deterministic, backward_pack=case.backward_pack, chunk=case.chunk,
+            deterministic=case.deterministic, parts=case.parts, backward_pack=case.backward_pack, chunk=case.chunk,
         )  # fmt: skip
         masks.append(on_gpu(HostLists(lists)))
     result = None

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchtitan_magi.bands import KEYS
-from torchtitan_magi.slices import AttnSlices, shared_prompt, sliding_window, varlen_causal
+from torchtitan_magi.slices import AttnSlices, shared_prompt, sliding_window, varlen_causal, varlen_full
 from torchtitan_magi.worklists import (
     WorkLists,
     build_worklists,
@@ -43,7 +43,16 @@ def walk_forward(lists: WorkLists, num_layers: int) -> np.ndarray:
     bands = lists.words[s.bands :][: num_layers * s.num_q * 2].reshape(num_layers, s.num_q, 2)
     seen = np.zeros((s.num_q, s.num_k + KEYS), int)
     tokens = 128 // s.forward_pack
-    for item in read(lists, s.forward_items, s.num_forward_tiles, 12):
+    items = read(lists, s.forward_items, s.num_forward_items, 12)
+    parts = items[items[:, 3] > 0]  # of each tile that is cut, numbered one after another
+    parts = parts[np.argsort(parts[:, 3])]
+    assert (parts[:, 3] == np.arange(s.num_forward_parts) + 1).all()
+    if s.num_forward_parts:
+        of_tile = parts[:, 0].reshape(-1, s.forward_parts_per_tile)
+        assert (of_tile == of_tile[:, :1]).all()
+        assert len(set(of_tile[:, 0].tolist())) == len(of_tile)
+    assert len(items) - len(parts) + s.num_forward_parts // max(1, s.forward_parts_per_tile) == -(-s.num_q // tokens)
+    for item in items:
         rows = np.arange(item[0] * tokens, min((item[0] + 1) * tokens, s.num_q))
         for layer, _, _, _, first, end, full_first, full_end in segments_of(lists, item, s.forward_segments):
             for key in range(first, end, KEYS):
@@ -110,13 +119,14 @@ def check(
     num_q: int,
     num_k: int,
     heads: tuple[int, int],
+    parts: int | None = None,
     backward_pack: int | None = None,
     chunk: int | None = None,
 ) -> None:
     num_layers = len(slices.row_bands(num_q)[0])
     want = dense_mask(slices.table, num_q, num_k).astype(int)
     for deterministic in (False, True):
-        overrides = {"deterministic": deterministic, "backward_pack": backward_pack, "chunk": chunk}
+        overrides = {"deterministic": deterministic, "parts": parts, "backward_pack": backward_pack, "chunk": chunk}
         lists = build_worklists(slices, num_q, num_k, *heads, **overrides)
         np.testing.assert_array_equal(walk_forward(lists, num_layers), want)
         np.testing.assert_array_equal(walk_backward(lists, num_layers), want)
@@ -127,11 +137,12 @@ def check(
     masks(),
     st.sampled_from([(8, 8, 1), (8, 1, 8), (7, 1, 7), (5, 1, 1), (16, 1, 4)]),
     st.sampled_from([None, 1, 3, 20]),
+    st.sampled_from([None, 2, 3]),
 )
 def test_every_visible_pair_is_computed_once(
-    mask: tuple[AttnSlices, int, int], heads: tuple[int, int, int], chunk: int | None
+    mask: tuple[AttnSlices, int, int], heads: tuple[int, int, int], chunk: int | None, parts: int | None
 ) -> None:
-    check(*mask, heads[:2], heads[2], chunk)
+    check(*mask, heads[:2], parts, heads[2], chunk)
 
 
 @pytest.mark.parametrize(
@@ -178,7 +189,7 @@ def test_holes_between_keys_are_not_walked() -> None:
 
 def test_longest_items_come_first() -> None:
     lists = build_worklists(varlen_causal([0, 700, 4000]), 4000, 4000, 8, 1)
-    items = read(lists, lists.sizes.forward_items, lists.sizes.num_forward_tiles, 12)
+    items = read(lists, lists.sizes.forward_items, lists.sizes.num_forward_items, 12)
     blocks = -(-(items[:, 9] - items[:, 8]) // KEYS)
     assert (np.diff(blocks) <= 0).all()
     assert (np.diff(tile_cost(np.arange(5))) > 0).all()
@@ -187,7 +198,7 @@ def test_longest_items_come_first() -> None:
 def test_what_needs_no_late_keys_goes_first() -> None:
     slices = AttnSlices([[0, 512, 0, 256, 0], [512, 1024, 0, 256, 0], [512, 3000, 640, 4000, 0]])
     lists = build_worklists(slices, 3000, 4000, 8, 1, late_from=600)
-    forward = read(lists, lists.sizes.forward_items, lists.sizes.num_forward_tiles, 12)
+    forward = read(lists, lists.sizes.forward_items, lists.sizes.num_forward_items, 12)
     is_late = (forward[:, 1] > 1) | (forward[:, 9] > 600)
     assert is_late[: 512 // 16].sum() == 0  # the shortest ones
     assert is_late[512 // 16 :].all()
@@ -211,7 +222,7 @@ def test_late_keys_share_no_block_and_no_tile_with_others(
     for deterministic in (False, True):
         lists = build_worklists(slices, num_q, num_k, 8, 1, deterministic=deterministic, late_from=late_from)
         s = lists.sizes
-        for item in read(lists, s.forward_items, s.num_forward_tiles, 12):
+        for item in read(lists, s.forward_items, s.num_forward_items, 12):
             for *_, first, end, _, _ in segments_of(lists, item, s.forward_segments):
                 assert end <= late_from or first >= late_from
         for item in read(lists, s.backward_items, s.num_backward_items, 12):
@@ -244,6 +255,13 @@ def test_parts_of_tiles_fill_the_gpu_and_end_at_chunks() -> None:
     assert (np.diff(blocks[main:]) <= 0).all()
     assert 132 * 128 <= blocks[main:].sum() * 8 <= 132 * 256
     assert not build_worklists(varlen_causal(np.arange(0, 65536, 64)), 65472, 65472, 64, 8).sizes.is_split
+
+
+def test_equal_tiles_that_would_be_left_over_are_cut() -> None:
+    sizes = build_worklists(varlen_full([0, 8192]), 8192, 8192, 64, 8).sizes  # 512 tiles of 8 heads: 31.03 for each SM
+    assert (sizes.num_forward_items, sizes.num_forward_parts, sizes.forward_parts_per_tile) == (511 + 4, 4, 4)
+    for slices in (varlen_causal([0, 8192]), varlen_causal(range(0, 8193, 512)), AttnSlices([])):
+        assert build_worklists(slices, 8192, 8192, 64, 8).sizes.num_forward_parts == 0
 
 
 def test_tiles_without_queries_are_stored_too_where_long_ones_turn_out_to_be_whole() -> None:

@@ -178,6 +178,10 @@ class FfaBlockAttn:
         params = launch.ForwardParams.from_buffer_copy(template)
         params.lse, params.counter = lse.data_ptr(), launch.next_counter(device)
         params.scale_log2, params.late = softmax_scale * LOG2_E, late_keys
+        if s.num_forward_parts:
+            words = s.num_forward_parts, template.schedule.num_heads, ROWS, launch.padded_head_dim(q.shape[2]) + 8
+            parts = empty(words, torch.float32, q.device)
+            params.parts = parts.data_ptr()
         grid = min(num_items, max(1, launch.num_sms(device) - sm_margin))
         kernel(device, grid, *maps, params)
         return out, lse
@@ -189,17 +193,18 @@ class FfaBlockAttn:
         assert s.forward_pack  # else the lists were made for the backward only
         variant, shared = launch.forward_variant(head_dim, s.forward_pack, dtype, earlier, more)
         num_groups = s.num_heads_q // s.forward_pack
-        num_tiles = (
-            s.num_forward_tiles_with_work if earlier and more else s.num_forward_tiles
+        num_items = (
+            s.num_forward_items_with_work if earlier and more else s.num_forward_items
         )  # the others stay as they are
         params = launch.ForwardParams(
             items=mask.pointer(s.forward_items),
             segments=mask.pointer(s.forward_segments),
             bands=mask.pointer(s.bands),
-            schedule=launch.Schedule(num_tiles, 0, num_groups, s.forward_heads_per_wave),
+            schedule=launch.Schedule(num_items, 0, num_groups, s.forward_heads_per_wave),
             groups_per_kv=num_groups // s.num_heads_kv,
             num_q=s.num_q,
             num_heads_q=s.num_heads_q,
+            parts_per_tile=s.forward_parts_per_tile,
         )
         return launch.load("ffa_forward.cu", "ffa_forward", variant, launch.THREADS, shared), params
 

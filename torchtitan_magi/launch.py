@@ -12,10 +12,11 @@ from torch import Tensor
 from torchtitan_magi import driver, jit
 from torchtitan_magi.bands import KEYS
 from torchtitan_magi.memory import current_device
-from torchtitan_magi.worklists import BACKWARD_ROWS, ROWS
+from torchtitan_magi.worklists import BACKWARD_ROWS, MAX_CUT, ROWS
 
 THREADS = 384  # of a block of the forward and of the backward
 NUM_COUNTERS = 1024  # launches that may be in flight at once
+COUNTER_WORDS = 2 + MAX_CUT
 
 Variant = tuple[tuple[str, int], ...]
 
@@ -36,9 +37,9 @@ class LateKeys(ctypes.Structure):
 
 class ForwardParams(ctypes.Structure):
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("lse", "items", "segments", "bands", "counter")),
+        *((name, ctypes.c_void_p) for name in ("lse", "items", "segments", "bands", "counter", "parts")),
         ("schedule", Schedule),
-        *((name, ctypes.c_int) for name in ("groups_per_kv", "num_q", "num_heads_q")),
+        *((name, ctypes.c_int) for name in ("groups_per_kv", "num_q", "num_heads_q", "parts_per_tile")),
         ("scale_log2", ctypes.c_float),
         ("late", LateKeys),
     ]
@@ -123,15 +124,15 @@ def num_sms(device: int) -> int:
 
 @functools.cache
 def _counters(device: int) -> tuple[Tensor, int, Iterator[int]]:
-    counters = torch.zeros(NUM_COUNTERS, 2, dtype=torch.int32, device=f"cuda:{device}")
+    counters = torch.zeros(NUM_COUNTERS, COUNTER_WORDS, dtype=torch.int32, device=f"cuda:{device}")
     torch.cuda.synchronize(device)  # other streams may use them next
     return counters, counters.data_ptr(), itertools.count()
 
 
 def next_counter(device: int) -> int:
-    """Address of a work counter: two int32 zeros, which the kernel leaves at zero when it ends."""
+    """Address of a work counter: COUNTER_WORDS int32 zeros, which the kernel leaves at zero when it ends."""
     _, base, numbers = _counters(device)
-    return base + next(numbers) % NUM_COUNTERS * 8
+    return base + next(numbers) % NUM_COUNTERS * 4 * COUNTER_WORDS
 
 
 def copyable(x: Tensor) -> Tensor:

@@ -44,6 +44,11 @@ TAIL = 0.5  # of what all SMs do during the longest part, in blocks: as much is 
 TAIL_PARTS = 4  # small parts in one of usual length
 EARLY_BLOCKS = 64  # 128 x 128 blocks per SM, about 100 us, that the forward does before it wants keys that come late
 FIXED_COST = 1.2  # of a work item, in blocks: prologue and epilogue
+PART_COST = 6.0  # more for a part of a forward tile: to leave its rows
+JOIN_COST = 1.0  # to add up a part
+PART_MEMORY = 0.009  # what parts leave, in fp32, against inputs and outputs
+MAX_CUT = NUM_SMS // 2  # forward tiles, times head groups, that are cut at most
+WORTH_CUTTING = 0.01  # share of the forward's time
 
 
 def tile_cost(num_blocks: Int64Array) -> npt.NDArray[np.float64]:
@@ -68,8 +73,10 @@ class ListSizes:
 
     forward_pack: int = 0  # 0: no lists of that direction
     forward_heads_per_wave: int = 0
-    num_forward_tiles: int = 0
-    num_forward_tiles_with_work: int = 0
+    num_forward_items: int = 0  # q-tiles, or parts of them
+    num_forward_items_with_work: int = 0
+    num_forward_parts: int = 0  # how many of them are parts of tiles that are cut
+    forward_parts_per_tile: int = 0
     num_forward_blocks: int = 0  # 128 x 128 blocks that the forward computes per pack of heads
     forward_items: int = 0
     forward_segments: int = 0
@@ -106,6 +113,7 @@ def build_worklists(
     backward: bool = True,
     deterministic: bool = False,
     late_from: int | None = None,
+    parts: int | None = None,
     backward_pack: int | None = None,
     chunk: int | None = None,
 ) -> WorkLists:
@@ -117,6 +125,7 @@ def build_worklists(
         deterministic: the backward adds to each row of dq in a fixed order.
         late_from: keys from this one on lie elsewhere and come while the kernel runs: what can begin without them goes
             first. No canonical slice reaches across.
+        parts: overrides the heuristic; parts of forward tiles that have as many blocks, up to MAX_CUT.
         backward_pack: overrides the heuristic; a divisor of the group size.
         chunk: overrides the heuristic; query blocks of a part of a backward tile.
 
@@ -143,7 +152,7 @@ def build_worklists(
     tokens = [ROWS // forward_pack] * forward + [BACKWARD_ROWS // backward_pack] * backward
     runs = iter(tile_segments(rows, mask.layer, num_q, tokens, late_from) if tokens else ())
     if forward:
-        sizes |= _forward_lists(mask, next(runs), words, forward_pack)
+        sizes |= _forward_lists(mask, next(runs), words, forward_pack, parts)
     if backward:
         sizes |= _backward_lists(mask, next(runs), words, deterministic, backward_pack, chunk)
     packed = words.packed()
@@ -164,24 +173,38 @@ class _Mask:
     late_from: int
 
 
-def _forward_lists(mask: _Mask, runs: SegmentRuns, words: "_Words", pack: int) -> dict[str, Any]:
+def _forward_lists(mask: _Mask, runs: SegmentRuns, words: "_Words", pack: int, parts: int | None) -> dict[str, Any]:
     """Adds them to `words`; fields of ListSizes."""
     tokens, groups_per_kv = ROWS // pack, mask.num_heads_q // mask.num_heads_kv // pack
     num_tiles = -(-mask.num_q // tokens)
     tile, records, num_blocks = forward_records(runs, num_tiles)
-    items, further = _items(tile, records, num_tiles)
     key_bytes = max(1, mask.num_k) * 512
-    heads_per_wave = largest_divisor(mask.num_heads_q // pack, L2_BYTES // key_bytes * groups_per_kv)
+    num_groups = mask.num_heads_q // pack
+    heads_per_wave = largest_divisor(num_groups, L2_BYTES // key_bytes * groups_per_kv)
+    if parts:
+        cut, num_parts = np.flatnonzero(num_blocks >= parts)[: MAX_CUT // num_groups], parts
+    else:
+        rows = mask.num_q * mask.num_heads_q + mask.num_k * mask.num_heads_kv  # 16 bits, twice: q, out and k, v
+        cut, num_parts = tiles_to_cut(num_blocks, num_groups, int(PART_MEMORY * rows / ROWS))
+    tile_of_item, item = np.arange(num_tiles), tile
+    if num_parts:
+        tile_of_item, item, records, num_blocks = cut_tiles(tile, records, num_blocks, cut, num_parts)
+    items, further = _items(item, records, len(tile_of_item))
+    items[:, 0] = tile_of_item
+    if num_parts:
+        items[np.isin(tile_of_item, cut), 3] = np.arange(len(cut) * num_parts) + 1
     order = longest_first(num_blocks)
     if mask.late_from < mask.num_k:
-        waits = np.zeros(num_tiles, bool)
-        waits[tile[records[:, 5] > mask.late_from]] = True
+        waits = np.zeros(len(items), bool)
+        waits[item[records[:, 5] > mask.late_from]] = True
         order = early_first(order, num_blocks, waits, EARLY_BLOCKS * NUM_SMS // heads_per_wave)
     return {
         "forward_pack": pack,
         "forward_heads_per_wave": heads_per_wave,
-        "num_forward_tiles": num_tiles,
-        "num_forward_tiles_with_work": int((num_blocks > 0).sum()),
+        "num_forward_items": len(items),
+        "num_forward_items_with_work": int((num_blocks > 0).sum()),
+        "num_forward_parts": len(cut) * num_parts,
+        "forward_parts_per_tile": num_parts,
         "num_forward_blocks": int(num_blocks.sum()),
         "forward_items": words.add(items, order),
         "forward_segments": words.add(further),
@@ -288,6 +311,88 @@ def tail_tiles(blocks_per_tile: Int64Array, chunk: int, num_heads_kv: int) -> np
     return tail
 
 
+def tiles_to_cut(blocks_per_tile: Int64Array, num_groups: int, room: int) -> tuple[Int64Array, int]:
+    """Which q-tiles are cut, and into how many parts each, so that the SMs end at nearly the same time.
+
+    Of long tiles of one length some are left over when each SM has had as many as the others. So the longest tiles, as
+    many as make one part for each SM, are cut if that makes the schedule shorter; tiles that differ fill it anyway.
+
+    Args:
+        blocks_per_tile: int64 [num_tiles]; num_groups: of heads, each with all tiles.
+        room: how many parts there may be, of all groups.
+
+    Returns:
+        the tiles, int64, ascending; parts of each, 0 without any.
+    """
+    costs = tile_cost(blocks_per_tile)
+    per_sm = float(costs.sum()) * num_groups / NUM_SMS
+    cut, num_parts = np.zeros(0, np.int64), 0
+    short = costs[costs <= WORTH_CUTTING * per_sm]
+    if float(short.sum()) * num_groups >= NUM_SMS * costs.max(initial=0):  # they fill what gaps long ones leave
+        return cut, num_parts
+    shortest = (1 - WORTH_CUTTING) * last_end(costs, num_groups)
+    if shortest < per_sm:
+        return cut, num_parts
+    order = longest_first(blocks_per_tile)
+    for parts in (2, 4, 8, 16):
+        some = order[: min(room, NUM_SMS) // (parts * num_groups)]
+        some = some[blocks_per_tile[some] >= 2 * parts]
+        of_part = tile_cost(-(-blocks_per_tile[some] // parts)) + PART_COST + JOIN_COST * parts
+        end = last_end(np.append(np.delete(costs, some), of_part.repeat(parts)), num_groups)
+        if end < shortest:
+            cut, num_parts, shortest = np.sort(some), parts, end
+    return cut, num_parts
+
+
+def last_end(costs: npt.NDArray[np.float64], num_groups: int) -> float:
+    """When the last SM ends if each takes the longest item left when it is through with one; nearly."""
+    items, busy = np.sort(costs)[::-1].repeat(num_groups), np.zeros(NUM_SMS)
+    for start in range(0, len(items), NUM_SMS):
+        few = items[start : start + NUM_SMS]
+        busy.sort()
+        busy[: len(few)] += few
+    return float(busy.max())
+
+
+def cut_tiles(
+    tile: Int64Array, records: Int32Array, blocks_per_tile: Int64Array, cut: Int64Array, num_parts: int
+) -> tuple[Int64Array, Int64Array, Int32Array, Int64Array]:
+    """Cuts q-tiles into parts with as many key blocks each.
+
+    Args:
+        tile: int64 [n], ascending; records: int32 [n, 8]; blocks_per_tile: int64 [num_tiles].
+        cut: the tiles, with at least num_parts blocks each.
+
+    Returns:
+        tile_of_item: int64 [items], ascending, of the parts and of the other tiles.
+        item: int64 [m], ascending, of each record; records: int32 [m, 8]; num_blocks: int64 [items].
+    """
+    parts = np.ones(len(blocks_per_tile), np.int64)
+    parts[cut] = num_parts
+    tile_of_item = np.repeat(np.arange(len(parts)), parts)
+    first_item = starts_of(parts)
+    blocks = key_blocks(records)
+    begin = blocks.cumsum() - blocks
+    begin -= begin[np.searchsorted(tile, tile)]  # among the blocks of its tile
+    which = np.repeat(np.arange(len(tile)), parts[tile])  # each record for each part of its tile
+    part = np.arange(len(which)) - np.repeat(starts_of(parts[tile]), parts[tile])
+    of_tile = tile[which]
+    first, end = (blocks_per_tile[of_tile] * (part + i) // parts[of_tile] - begin[which] for i in (0, 1))
+    first, end = np.maximum(first, 0), np.minimum(end, blocks[which])
+    item, pieces = first_item[of_tile] + part, records.take(which, 0)
+    pieces[:, 5] = np.minimum(pieces[:, 5], pieces[:, 4] + KEYS * end)
+    pieces[:, 4] += KEYS * first
+    kept = np.flatnonzero(first < end)
+    kept = kept[np.argsort(item[kept], kind="stable")]
+    item, pieces = item[kept], pieces.take(kept, 0)
+    return tile_of_item, item, pieces, np.bincount(item, key_blocks(pieces), len(tile_of_item)).astype(np.int64)
+
+
+def key_blocks(records: Int32Array) -> Int32Array:
+    """Blocks of KEYS keys of forward records [n, 8]."""
+    return (records[:, 5] - records[:, 4] + (KEYS - 1)) // KEYS
+
+
 def longest_first(num_blocks: Int64Array, at: Int64Array | int = 0) -> Int64Array:
     """The order of work items by `at`, then from the most blocks to the fewest, then as they are. Both [n]."""
     most = num_blocks.max(initial=0)
@@ -317,8 +422,7 @@ def forward_records(runs: SegmentRuns, num_tiles: int) -> tuple[Int64Array, Int3
     pairs = records.view(np.int64)
     write_ramps(runs.count, runs.first, runs.end, runs.step_lo, runs.step_hi, pairs[:, 2])
     write_ramps(runs.count, runs.full_first, runs.full_end, runs.step_lo, runs.step_hi, pairs[:, 3])
-    num_blocks = np.bincount(tile, (records[:, 5] - records[:, 4] + (KEYS - 1)) // KEYS, num_tiles)
-    return tile, records, num_blocks.astype(np.int64)
+    return tile, records, np.bincount(tile, key_blocks(records), num_tiles).astype(np.int64)
 
 
 def key_tiles(table: Int64Array, num_k: int, apart: int = FAR) -> Int64Array:
