@@ -15,8 +15,8 @@
 // warpgroup 0 writes the new ones while the next item is worked on. In fp32 they have the even columns of each 8 before the odd
 // ones, see store_matrices.
 //
-// A tile may be cut into parts with some of its key blocks each, so that all SMs end at nearly the same time. They leave what they
-// have in memory; the part that is done last adds all up, in their order, and goes on as a whole tile does.
+// A tile may be cut into parts with some of its key blocks each, so that all SMs end at nearly the same time. Parts leave what they
+// have in memory; the last one to be done adds all of them up, in their order, and goes on as a whole tile does.
 #include "ffa_layout.cuh"
 
 constexpr int kRows = 128;
@@ -61,7 +61,7 @@ enum NamedBarrier { kPartsReady = 1 };
 
 struct ForwardParams {
   float* lse;            // [num_q, num_heads_q] natural log
-  const int4* items;     // [num_tiles][3]
+  const int4* items;     // [tiles, or parts of them][3]
   const int4* segments;  // [..][2]
   const int2* bands;     // [layers][num_q]
   int* counter;          // [2 + cut tiles * heads]
@@ -149,8 +149,8 @@ DEVICE void round_probabilities(u32 (&p_rmem)[32], const float (&s_rmem)[64]) {
   for (int j = 0; j < 32; j++) p_rmem[j] = pack2(s_rmem[2 * j], s_rmem[2 * j + 1]);
 }
 
-// Parts of a tile: every thread leaves its elements of out and its rows' lse; returns whether this part is the tile's last one to be
-// done. Then they become those of the whole tile.
+// At the end of a part of a tile: leaves its out and lse, each thread what it has. Returns whether all other parts of the tile are
+// done; then out and lse become those of the whole tile.
 constexpr int kPartWords = HEAD_DIM / 8 + 1;
 DEVICE bool join_parts(float (&out)[HEAD_DIM / 2], float (&lse)[2], int part, int group, const ForwardParams& params, int& is_last) {
   const int thread = threadIdx.x - 128, num_parts = params.parts_per_tile, heads = params.schedule.num_heads;
@@ -247,7 +247,8 @@ ffa_forward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Ten
         if (token < 0) break;
         if (!kEarlier) mbarrier_arrive(smem_address(&smem.rows_ready));
         mbarrier_wait(smem_address(&smem.rows_done), phase);
-        for (int p = 0; p < (is_part && !smem.is_last_part ? 0 : kOutPanels); p++) tma_store_3d(&map_out, rows + p * kPanelBytes, p * HEAD_DIM / kOutPanels, head, token);
+        for (int p = 0; p < (is_part && !smem.is_last_part ? 0 : kOutPanels); p++)
+          tma_store_3d(&map_out, rows + p * kPanelBytes, p * HEAD_DIM / kOutPanels, head, token);
         bulk_commit();
         bulk_wait_read<0>();
         if (kEarlier) mbarrier_arrive(smem_address(&smem.rows_empty));
