@@ -97,8 +97,9 @@ DEVICE void wait_for_keys(const LateKeys& late) {
 }
 
 // counter[0]: items handed out, if not by block number; counter[1]: CTAs that are done; then, for each tile that the forward
-// cuts, the parts that are done. The last one sets them back to zero for the next launch. In deterministic mode items wait for earlier ones, which must be with CTAs that run: while another
-// kernel holds SMs not all do, so no item belongs to a CTA before it starts.
+// cuts, the parts that are done. The last one sets them back to zero for the next launch. In deterministic mode items wait for
+// earlier ones, which must be with CTAs that run: while another kernel holds SMs not all do, so no item belongs to a CTA before
+// it starts.
 DEVICE int first_item(int* counter) { return kDeterministic ? atomicAdd(counter, 1) : blockIdx.x; }
 DEVICE int next_item(int* counter) { return atomicAdd(counter, 1) + (kDeterministic ? 0 : (int)gridDim.x); }
 DEVICE void finish_items(int* counter) {

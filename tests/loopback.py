@@ -9,8 +9,6 @@ from torchtitan_magi.transport import Arrival
 
 
 class _Rank:
-    takes_sms = False
-
     def __init__(self, group, rank):
         self.group, self.rank, self.size = group, rank, group.size
 

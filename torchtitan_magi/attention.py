@@ -1,6 +1,6 @@
 """Context-parallel attention of one layer: the stage loop, forward and backward, as ops no compiler looks into.
 
-Shapes: T local tokens, Hq query heads, H K/V heads, D head_dim, rows = K/V rows of a stage's buffer.
+Shapes: T local tokens, Hq query heads, H K/V heads, D head_dim, rows = K/V rows of a stage.
 """
 
 import functools

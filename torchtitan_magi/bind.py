@@ -18,7 +18,7 @@ BACKENDS = ("auto", "ffa", "flex")
 
 
 class BlockAttn(Protocol):
-    """Attention of one stage's queries over its K/V buffer: our kernel (ffa.py) or flex_attention (reference.py)."""
+    """Attention of one stage's queries over its K/V rows: our kernel (ffa.py) or flex_attention (reference.py)."""
 
     name: str
     awaits_keys: bool  # whether forward and backward wait for the flag of `late` by themselves

@@ -96,16 +96,16 @@ def _fetches(between: Int64Array, rank: int) -> tuple[Fetch, ...]:
 
 @dataclass(frozen=True, eq=False)
 class Stage:
-    """One rank's part in one stage: the K/V rows that travel, then attention over the stage's K/V buffer.
+    """One rank's part in one stage: the K/V rows that travel, then attention over the stage's K/V rows.
 
-    The buffer holds the rank's own tokens first if ``holds_local``, then what each exchange brings. The first exchange
+    These are the rank's own tokens first if ``holds_local``, then what each exchange brings. The first exchange
     sends tokens of the rank, by local number. In a plan for several nodes there is a second one, inside the nodes: it
     passes on rows that the first one brought, numbered as it brought them. All ranks take part in the same exchanges.
     """
 
-    slices: AttnSlices  # queries in local token numbers, keys in rows of the stage's buffer
+    slices: AttnSlices  # queries in local token numbers, keys in rows of the stage
     holds_local: bool
-    num_rows: int  # rows of the stage's K/V buffer
+    num_rows: int  # K/V rows of the stage
     exchanges: tuple[Exchange, ...]
 
     @property
@@ -115,7 +115,7 @@ class Stage:
 
     @functools.cached_property
     def arriving(self) -> tuple[tuple[int, int], ...]:
-        """First row in the buffer, and rows, of each exchange; they come last."""
+        """First row, and number of rows, of each exchange; they come last."""
         rows = [sum(exchange.recv_splits) for exchange in self.exchanges]
         return tuple((self.num_rows - sum(rows[i:]), rows[i]) for i in range(len(rows)))
 

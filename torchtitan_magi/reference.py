@@ -55,7 +55,7 @@ class FlexMask:
 
 
 class FlexBlockAttn:
-    """Attention of one stage's queries over its K/V buffer. ``ffa.FfaBlockAttn`` has the same methods."""
+    """Attention of one stage's queries over its K/V rows. ``ffa.FfaBlockAttn`` has the same methods."""
 
     name = "flex"
     awaits_keys = False

@@ -189,8 +189,7 @@ def _forward_lists(mask: _Mask, runs: SegmentRuns, words: "_Words", pack: int, p
     tile_of_item, item = np.arange(num_tiles), tile
     if num_parts:
         tile_of_item, item, records, num_blocks = cut_tiles(tile, records, num_blocks, cut, num_parts)
-    items, further = _items(item, records, len(tile_of_item))
-    items[:, 0] = tile_of_item
+    items, further = _items(tile_of_item, item, records)
     if num_parts:
         items[np.isin(tile_of_item, cut), 3] = np.arange(len(cut) * num_parts) + 1
     order = longest_first(num_blocks)
@@ -243,8 +242,8 @@ def _backward_lists(
         if is_split:
             part_tile, part, records = parts
             num_blocks = np.bincount(part, records[:, 5] - records[:, 4]).astype(np.int64)
-    items, further = _items(part, records, len(part_tile))
-    items[:, 0], items[:, 6], items[:, 7] = part_tile, starts[part_tile], starts[part_tile + 1]
+    items, further = _items(part_tile, part, records)
+    items[:, 6], items[:, 7] = starts[part_tile], starts[part_tile + 1]
     in_tail = in_tail[part_tile]
     stage = items[:, 8].astype(np.int64) // chunk
     if deterministic:  # from the last chunk of queries to the first, in each from the first tile to the last
@@ -583,17 +582,22 @@ def transpose_segments(runs: SegmentRuns, starts: Int64Array) -> tuple[Int64Arra
     return tile, records
 
 
-def _items(tile: Int64Array, records: Int32Array, num_items: int) -> tuple[Int32Array, Int32Array]:
-    """Work items [num_items, 12] with their first segment inside, and the further segments [.., 8]. tile ascends."""
-    counts = np.bincount(tile, minlength=num_items)
+def _items(tile_of_item: Int64Array, item: Int64Array, records: Int32Array) -> tuple[Int32Array, Int32Array]:
+    """Work items [num_items, 12] with their first segment inside, and the further segments [.., 8].
+
+    Args:
+        tile_of_item: int64 [num_items]; item: of each record, int64 [n], ascending; records: int32 [n, 8].
+    """
+    num_items = len(tile_of_item)
+    counts = np.bincount(item, minlength=num_items)
     used = counts > 0
     items = np.zeros((num_items, 12), np.int32)
-    items[:, 0], items[:, 1] = np.arange(num_items), counts
-    if len(tile) == np.count_nonzero(used):
-        items[slice(None) if len(tile) == num_items else tile, 4:] = records
+    items[:, 0], items[:, 1] = tile_of_item, counts
+    if len(item) == np.count_nonzero(used):
+        items[slice(None) if len(item) == num_items else item, 4:] = records
         return items, records[:0]
-    items[:, 2] = starts_of(counts - used)  # further segments of all earlier tiles
-    is_first = is_new(tile)
+    items[:, 2] = starts_of(counts - used)  # further segments of all earlier items
+    is_first = is_new(item)
     items[used, 4:] = records.compress(is_first, 0)
     return items, records.compress(~is_first, 0)
 
