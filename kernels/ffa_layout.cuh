@@ -90,9 +90,7 @@ struct LateKeys {
 // Before copies out of late keys, by the thread that starts them.
 DEVICE void wait_for_keys(const LateKeys& late) {
   if (!late.arrived) return;
-  int seen;
-  do asm volatile("ld.acquire.sys.global.b32 %0, [%1];" : "=r"(seen) : "l"(late.arrived) : "memory");
-  while (seen - late.number < 0);
+  wait_until(late.arrived, late.number);
   asm volatile("fence.proxy.async.global;" ::: "memory");
 }
 

@@ -1,4 +1,5 @@
-// Packs K/V rows for group_cast, adds the rows that group_reduce brings back, and rounds the sums. One launch each.
+// Packs K/V rows for group_cast and their gradients for group_reduce, adds the rows that come back, and rounds the sums. One
+// launch each. Rows are packed into one buffer, or written to where they are wanted, in the memory of several GPUs.
 //
 // The packing moves units of 16 bytes. A warp handles one row of K and V, so its lanes touch consecutive units.
 //
@@ -9,10 +10,38 @@
 
 constexpr int kWarps = 8;
 
+constexpr int kMaxPlaces = 7;
+struct Places {
+  uint4* to[kMaxPlaces];                  // where row 0 would lie if it were of this place
+  int* flags[kMaxPlaces];                 // words of other GPUs, to be counted up when all rows are written
+  int* blocks_done;                       // zero, and zero afterwards; unused without flags
+  int ends[kMaxPlaces];                   // the row after the last of each place, ascending
+  int num_flags;
+};
+
+DEVICE uint4* place_of(const Places& places, int row) {
+  int i = 0;
+  while (row >= places.ends[i]) i++;
+  return places.to[i];
+}
+
+// By all threads of all blocks, when they have written their rows.
+DEVICE void report(const Places& places) {
+  if (places.num_flags == 0) return;
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  __threadfence_system();
+  if (atomicAdd(places.blocks_done, 1) != (int)gridDim.x - 1) return;
+  __threadfence_system();
+  *places.blocks_done = 0;
+  for (int i = 0; i < places.num_flags; i++)
+    asm volatile("red.relaxed.sys.global.add.s32 [%0], 1;" ::"l"(places.flags[i]) : "memory");
+}
+
 struct GatherParams {
   const uint4 *k, *v;                     // [T, heads, units_per_head] units, strides below
   const int* rows;                        // [num_rows] local token numbers
-  uint4* sent;                            // [num_rows, 2, heads, units_per_head] contiguous
+  Places places;                          // rows [2, heads, units_per_head] contiguous
   long long k_token_stride, k_head_stride, v_token_stride, v_head_stride;   // units
   int num_rows, num_heads, units_per_head;
 };
@@ -22,13 +51,37 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32) gather_rows(const __gr
   const int lane = threadIdx.x % 32, units = params.num_heads * params.units_per_head;
   for (int i = blockIdx.x * kWarps + threadIdx.x / 32; i < params.num_rows; i += gridDim.x * kWarps) {
     const long long token = __ldg(params.rows + i);
-    uint4* out = params.sent + (long long)i * 2 * units;
+    uint4* out = place_of(params.places, i) + (long long)i * 2 * units;
     for (int u = lane; u < units; u += 32) {
       const int head = u / params.units_per_head, column = u % params.units_per_head;
       out[u] = params.k[token * params.k_token_stride + head * params.k_head_stride + column];
       out[units + u] = params.v[token * params.v_token_stride + head * params.v_head_stride + column];
     }
   }
+  report(params.places);
+}
+
+struct PackParams {
+  const float4* grad;                     // [num_rows, units, 2]
+  Places places;                          // rows [units] of 8 elements of the wire's type
+  int num_rows;
+  unsigned units;
+};
+
+extern "C" __global__ void __launch_bounds__(kWarps * 32) pack_grads(const __grid_constant__ PackParams params) {
+  wait_for_kernel_before();
+  const unsigned end = params.num_rows * params.units;
+  for (unsigned i = blockIdx.x * blockDim.x + threadIdx.x; i < end; i += gridDim.x * blockDim.x) {
+    const float4 low = params.grad[2ll * i], high = params.grad[2ll * i + 1];
+    uint4* to = place_of(params.places, i / params.units);
+#ifdef WIRE_FP32
+    float4* wide = reinterpret_cast<float4*>(to) + 2ll * i;
+    wide[0] = low, wide[1] = high;
+#else
+    to[i] = {pack2(low.x, low.y), pack2(low.z, low.w), pack2(high.x, high.y), pack2(high.z, high.w)};
+#endif
+  }
+  report(params.places);
 }
 
 // Gradients that came back. Those of one token are added in the order of their ranks, so that sums repeat bit for bit.
@@ -73,9 +126,11 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32)
   }
 }
 
-// The final gradients in the input type: the last rows that return are added, and sums rounded.
+// The final gradients in the input type: sums are rounded, those of dK/dV after adding the last rows that return.
 struct FinishParams {
   ReturnedRows returned;
+  const int* arrived;                     // they are there when it has reached `number`; null: they are
+  int number;
   const float4 *dkv, *dq;                 // [dkv_units, 2]: [T, K and V, units / 2] and [dq_units, 2]
   uint4 *dk_to, *dv_to, *dq_to;           // [T, units / 2] twice, [dq_units]
   unsigned dkv_units, dq_units;
@@ -84,10 +139,10 @@ struct FinishParams {
 
 extern "C" __global__ void __launch_bounds__(kWarps * 32) finish_grads(const __grid_constant__ FinishParams params) {
   wait_for_kernel_before();
-  const unsigned end = params.dkv_units + params.dq_units, units = params.returned.units;
+  const unsigned end = params.dq_units + params.dkv_units, units = params.returned.units;
   for (unsigned i = blockIdx.x * blockDim.x + threadIdx.x; i < end; i += gridDim.x * blockDim.x) {
-    const bool of_dq = i >= params.dkv_units;
-    const unsigned j = of_dq ? i - params.dkv_units : i;
+    const bool of_dq = i < params.dq_units;  // first, as they wait for nothing
+    const unsigned j = of_dq ? i : i - params.dq_units;
     const float4* from = (of_dq ? params.dq : params.dkv) + 2ll * j;
     float4 low = from[0], high = from[1];
     uint4* to = params.dq_to + j;
@@ -98,6 +153,7 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32) finish_grads(const __g
       high = make_float4(even.z * scale, odd.z * scale, even.w * scale, odd.w * scale);
     } else {
       const unsigned token = j / units, unit = j % units, half = units / 2;
+      if (params.arrived && token < params.returned.num_tokens) wait_until(params.arrived, params.number);
       add_returned(params.returned, token, unit, low, high);
       to = (unit < half ? params.dk_to + unit : params.dv_to + unit - half) + (long long)token * half;
     }

@@ -26,6 +26,13 @@ DEVICE void wait_for_kernel_before() {
   asm volatile("griddepcontrol.wait;" ::: "memory");
 }
 
+// Until *word, which something outside of this kernel raises, has reached `number`, modulo 2^32; what came before is seen then.
+DEVICE void wait_until(const int* word, int number) {
+  int seen;
+  do asm volatile("ld.acquire.sys.global.b32 %0, [%1];" : "=r"(seen) : "l"(word) : "memory");
+  while (seen - number < 0);
+}
+
 // ---------------------------------------------------------------------------------------------- mbarriers
 DEVICE void mbarrier_init(u32 bar, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(arrivals));

@@ -8,10 +8,11 @@ from pool import RankPool
 from test_process_group import documents, random_slices
 
 import torchtitan_magi as magi
+from torchtitan_magi import peer
 from torchtitan_magi.attention import attention_op, make_handle
 from torchtitan_magi.bind import bind_plan, choose_block_attn
 from torchtitan_magi.comm import process_group_transport
-from torchtitan_magi.peer import PeerTransport
+from torchtitan_magi.peer import WRITTEN_BYTES, PeerTransport
 from torchtitan_magi.transport import ProcessGroupTransport
 
 pytestmark = pytest.mark.gpu
@@ -49,16 +50,17 @@ CASES = {
 }
 
 
-def run_on_rank(names, by_nccl=False):
-    mesh = ProcessGroupTransport(dist.group.WORLD) if by_nccl else dist.group.WORLD
+def run_on_rank(names, way):
+    mesh = ProcessGroupTransport(dist.group.WORLD) if way == "NCCL" else dist.group.WORLD
+    peer.WRITTEN_BYTES = 0 if way == "fetched" else WRITTEN_BYTES
     results = [run_case(CASES[name], dist.get_world_size(), mesh, "cuda") for name in names]
     return [{tensor: value.cpu() for tensor, value in result.items()} for result in results]
 
 
-@pytest.mark.parametrize("by_nccl", [False, True], ids=["peer memory", "NCCL"])
-def test_every_case(pool, by_nccl):
+@pytest.mark.parametrize("way", ["written", "fetched", "NCCL"])
+def test_every_case(pool, way):
     names = list(CASES)
-    results = pool.run(run_on_rank, names, by_nccl)
+    results = pool.run(run_on_rank, names, way)
     for name, *per_rank in zip(names, *results, strict=True):
         check(CASES[name], per_rank[0], "cuda")
         for other in per_rank[1:]:
@@ -73,8 +75,9 @@ def test_ranks_of_one_machine_use_peer_memory(pool):
     assert all(pool.run(transport_on_rank))
 
 
-def repeat_on_rank(name, times):
+def repeat_on_rank(name, times, way):
     """The same bits from `times` runs of attention, without the host ever waiting for the device."""
+    peer.WRITTEN_BYTES = 0 if way == "fetched" else WRITTEN_BYTES
     case = CASES[name]
     plan = magi.make_plan(case.slices, len(case.mask), dist.get_world_size(), case.stages)
     rank = dist.get_rank()
@@ -99,9 +102,10 @@ def repeat_on_rank(name, times):
     return all(torch.equal(a, b) for run in runs for a, b in zip(run, first, strict=True))
 
 
+@pytest.mark.parametrize("way", ["written", "fetched"])
 @pytest.mark.parametrize("name", ["GQA 64:8", "GQA 8:1", "no overlap"])
-def test_fifty_deterministic_runs_give_the_same_bits_and_never_wait_for_the_device(pool, name):
-    assert all(pool.run(repeat_on_rank, name, 50))
+def test_fifty_deterministic_runs_give_the_same_bits_and_never_wait_for_the_device(pool, name, way):
+    assert all(pool.run(repeat_on_rank, name, 50, way))
 
 
 def memory_on_rank(num_stages):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from torchtitan_magi import driver, make_plan, peer, varlen_causal
-from torchtitan_magi.peer import FLAG_BYTES, SLOTS, PeerTransport
+from torchtitan_magi.peer import FLAG_BYTES, SLOTS, WRITTEN_BYTES, PeerTransport
 
 CPU = torch.device("cpu")
 
@@ -105,6 +105,63 @@ def test_every_rank_fetches_what_is_its_own(fake_driver, size):
                 if turn == 4:
                     everyone.grow(1 << 16)
                     assert all(arrival.flag() is None for arrival in arrivals)  # nobody looks into memory that is gone
+
+
+def write(inboxes, rows):
+    """What the kernel does that packs rows."""
+    first = 0
+    for end, address in zip(inboxes.ends, inboxes.addresses, strict=True):
+        part = rows[first:end].contiguous()
+        ctypes.memmove(address + first * rows.stride(0) * rows.element_size(), part.data_ptr(), part.nbytes)
+        first = end
+    assert first == len(rows)
+    for flag in inboxes.flags:
+        ctypes.c_int32.from_address(flag).value += 1
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 8])
+def test_every_rank_is_written_what_is_its_own(fake_driver, size):
+    everyone = Everyone(size)
+    cu = np.cumsum([0, 900, 7, 1, 64, 500, 33, 495])
+    plan = make_plan(varlen_causal(cu), int(cu[-1]), size, overlap_stages=0)
+    exchanges = [share.forward[0].exchanges[0] for share in plan.ranks]
+    for turn in range(2 * SLOTS):
+        for back in (False, True):
+            everyone.grow(1 << 16) if turn == 4 else None
+            inboxes = [
+                rank.inboxes((3,), torch.float32, exchange, back)
+                for rank, exchange in zip(everyone.ranks, exchanges, strict=True)
+            ]
+            sent = []
+            for i, exchange in enumerate(exchanges):
+                flag = inboxes[i].arrival.flag()
+                assert ctypes.c_int32.from_address(flag.address).value == flag.number - (size - 1)
+                rows = sum(exchange.splits(back)[1])
+                sent.append(torch.arange(3.0 * rows).view(rows, 3) + 1000 * i + turn)
+            for box, rows in zip(inboxes, sent, strict=True):
+                write(box, rows)
+            parts = [rows.split(list(exchanges[i].splits(back)[1])) for i, rows in enumerate(sent)]
+            for i, box in enumerate(inboxes):
+                assert torch.equal(box.received, torch.cat([parts[source][i] for source in range(size)]))
+                flag = box.arrival.flag()
+                assert ctypes.c_int32.from_address(flag.address).value == flag.number
+                box.arrival.wait()
+
+
+def test_what_is_not_written(fake_driver):
+    everyone = Everyone(2)
+    cu = np.array([0, 512])
+
+    def inboxes(stages, row, back):
+        stage = make_plan(varlen_causal(cu), 512, 2, overlap_stages=stages).ranks[0].forward[-1]
+        return everyone.ranks[0].inboxes((row,), torch.uint8, stage.exchanges[0], back)
+
+    received = 256  # rows, the most of any rank
+    assert inboxes(0, WRITTEN_BYTES // received, back=False) is not None
+    assert inboxes(0, WRITTEN_BYTES // received + 1, back=False) is None  # attention runs meanwhile
+    assert inboxes(0, WRITTEN_BYTES // received + 1, back=True) is not None  # nothing does
+    assert inboxes(2, 1, back=False) is None  # one of several stages
+    assert inboxes(2, 1, back=True) is None
 
 
 def test_slots_are_taken_in_turn_and_flags_lie_before_them(fake_driver):

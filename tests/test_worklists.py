@@ -227,6 +227,9 @@ def test_late_keys_share_no_block_and_no_tile_with_others(
                 assert end <= late_from or first >= late_from
         for item in read(lists, s.backward_items, s.num_backward_items, 12):
             assert item[7] <= late_from or item[6] >= late_from
+        assert s.forward_awaits == s.backward_awaits == want[:, late_from:].any()
+        work = [item for item in read(lists, s.backward_items, s.num_backward_items, 12) if item[1] > 0]
+        assert s.backward_awaits == any(item[6] >= late_from for item in work)  # as the kernel has it
         num_layers = max(1, (s.forward_items - s.bands) // (2 * num_q))
         np.testing.assert_array_equal(walk_forward(lists, num_layers), want)
         np.testing.assert_array_equal(walk_backward(lists, num_layers), want)

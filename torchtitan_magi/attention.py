@@ -33,8 +33,7 @@ def _forward(bound: BoundPlan, q: Tensor, k: Tensor, v: Tensor, softmax_scale: f
         k_rows, v_rows, late = arriving.take(i)
         more = i + 1 < len(stages)
         result = bound.block_attn.forward(q, k_rows, v_rows, bound_stage.mask, softmax_scale, result, more, late)
-        arriving.settle()
-        del k_rows, v_rows  # their memory is for a later stage
+        del k_rows, v_rows, late  # their memory is for a later stage
     assert result is not None  # every rank has a stage
     return result
 
@@ -76,15 +75,11 @@ def _backward(
         bound.block_attn.backward(
             dout, q, k_rows, v_rows, lse, delta, bound_stage.mask, softmax_scale, dq, dk, dv, zeroed=zeroed, late=late
         )
-        arriving.settle()
-        del k_rows, v_rows
+        del k_rows, v_rows, late
         if returned is not None:
-            returned.wait()
             bound.rows.add(returned, gathered)
         if stage.exchanges:
             returned = group_reduce(stage, bound.rows, bound_stage.row_index, grad, wire, bound.transport)
-    if returned is not None:
-        returned.wait()
     return bound.rows.finish(returned, dq, gathered, softmax_scale, q.dtype)
 
 
@@ -98,7 +93,6 @@ class _Arrivals:
     def __init__(self, bound: BoundPlan, stages: tuple[BoundStage, ...], k: Tensor, v: Tensor) -> None:
         self.bound, self.stages, self.k, self.v = bound, stages, k, v
         self.pending: list[tuple[Tensor, Arrival] | None] = []
-        self.unsettled: Arrival | None = None
         self._start(0)
 
     def _start(self, i: int) -> None:
@@ -111,33 +105,22 @@ class _Arrivals:
                 self.pending.append(group_cast(stage, self.bound.rows, row_index, self.k, self.v, self.bound.transport))
 
     def take(self, i: int) -> tuple[Tensor, Tensor, LateKeys | None]:
-        """K and V rows of stage i, [rows, H, D] each, and those that follow; once. Starts what may be under way beside
-        it.
+        """K and V rows of stage i, [rows, H, D] each, and those that follow and may still be under way; once.
 
-        Rows that follow the rank's own may still be under way, if the kernel waits for them by itself; then `settle`
-        follows its launch.
+        Starts what may be under way beside the stage.
         """
         pending, self.pending[i] = self.pending[i], None
         if pending is None:
             self._start(i)
             return self.k, self.v, None
         buffer, arrival = pending
-        holds_local = self.stages[i].stage.holds_local
-        if holds_local and self.bound.block_attn.awaits_keys and arrival.flag() is not None:
-            self.unsettled = arrival
-        else:
-            arrival.wait()
-        self._start(i)  # this may replace the memory that flags lie in
         k_rows, v_rows = buffer.unbind(1)
-        if not holds_local:
-            return k_rows, v_rows, None
-        return self.k, self.v, LateKeys(k_rows, v_rows, None if self.unsettled is None else arrival.flag())
-
-    def settle(self) -> None:
-        """Lets the stream wait for what a kernel awaits: for its memory, and for what must not begin before."""
-        if self.unsettled is not None:
-            self.unsettled.wait()
-            self.unsettled = None
+        if self.stages[i].stage.holds_local:
+            self._start(i)  # this may replace the memory that flags lie in
+            return self.k, self.v, LateKeys(k_rows, v_rows, arrival)
+        arrival.wait()
+        self._start(i)
+        return k_rows, v_rows, None
 
 
 # ------------------------------------------------------------------------------------------------------------- the ops

@@ -21,7 +21,6 @@ class BlockAttn(Protocol):
     """Attention of one stage's queries over its K/V rows: our kernel (ffa.py) or flex_attention (reference.py)."""
 
     name: str
-    awaits_keys: bool  # whether forward and backward wait for the flag of `late` by themselves
 
     def check(self, head_dim: int, dtype: torch.dtype) -> None:
         """Raises ValueError for a head_dim or a dtype of q, k and v that it does not take."""

@@ -18,7 +18,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchtitan_magi.memory import empty
 from torchtitan_magi.peer import PeerTransport, can_reach_each_other
 from torchtitan_magi.plan import Exchange, Stage
-from torchtitan_magi.transport import Arrival, Channel, ProcessGroupTransport, Returned, SingleRank, Transport, Wait
+from torchtitan_magi.transport import (
+    Arrival,
+    Channel,
+    Inboxes,
+    ProcessGroupTransport,
+    Returned,
+    SingleRank,
+    Transport,
+    Wait,
+)
 
 
 @functools.lru_cache(maxsize=8)
@@ -80,11 +89,14 @@ class Rows(Protocol):
     def index(self, exchange: Exchange) -> list[npt.NDArray[np.integer]]:
         """Index data of an exchange, on the host; the other methods take it from the device."""
 
-    def gather(self, k: Tensor, v: Tensor, index: list[Tensor], sent: Tensor) -> None:
-        """Copies the rows of k and v [T, H, D] that are sent to sent [S, 2, H, D]."""
+    def gather(self, k: Tensor, v: Tensor, index: list[Tensor], to: Tensor | Inboxes) -> None:
+        """Copies the rows of k and v [T, H, D] that are sent: to a tensor [S, 2, H, D], or to who gets them."""
+
+    def pack(self, grad: Tensor, to: Tensor | Inboxes, wire: torch.dtype) -> None:
+        """Copies rows of gradients [R, 2, H, D] the same way, in the dtype in which they travel."""
 
     def add(self, returned: Returned, grad: Tensor) -> None:
-        """Adds returned rows to grad [T, 2, H, D], for each token in the order of the ranks."""
+        """Adds returned rows to grad [T, 2, H, D], for each token in the order of the ranks, when they are there."""
 
     def round(self, dq: Tensor, softmax_scale: float, out: Tensor) -> None:
         """What the block attention left in dq [T, Hq, D], times the scale, to out."""
@@ -95,7 +107,8 @@ class Rows(Protocol):
     def finish(
         self, returned: Returned | None, dq: Tensor, dkv: Tensor, softmax_scale: float, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """In `dtype`: dq as `round` has it, and dk and dv [T, H, D] of dkv [T, 2, H, D] with `returned` added to it."""
+        """In `dtype`: dq as `round` has it, and dk and dv [T, H, D] of dkv [T, 2, H, D] with `returned` added to it, as
+        `add` does."""
 
 
 class TorchRows:
@@ -104,10 +117,16 @@ class TorchRows:
     def index(self, exchange: Exchange) -> list[npt.NDArray[np.integer]]:
         return [exchange.send_rows]
 
-    def gather(self, k: Tensor, v: Tensor, index: list[Tensor], sent: Tensor) -> None:
-        sent[:, 0], sent[:, 1] = k.index_select(0, index[0]), v.index_select(0, index[0])
+    def gather(self, k: Tensor, v: Tensor, index: list[Tensor], to: Tensor | Inboxes) -> None:
+        assert isinstance(to, Tensor)  # torch has no operation that writes to several places
+        to[:, 0], to[:, 1] = k.index_select(0, index[0]), v.index_select(0, index[0])
+
+    def pack(self, grad: Tensor, to: Tensor | Inboxes, wire: torch.dtype) -> None:
+        assert isinstance(to, Tensor)
+        to.copy_(grad)
 
     def add(self, returned: Returned, grad: Tensor) -> None:
+        returned.arrival.wait()
         # One rank asks for a row at most once: within one rank no two rows collide, so the sums have a fixed order.
         splits = returned.exchange.send_splits
         for rows, values in zip(returned.index[0].split(splits), returned.rows.split(splits), strict=True):
@@ -139,6 +158,11 @@ def group_cast(
     Returns:
         The stage's K/V rows [rows, 2, H, D] without the rank's own, and when they may be read.
     """
+    if len(stage.exchanges) == 1:
+        inboxes = transport.inboxes((2, *k.shape[1:]), k.dtype, stage.exchanges[0], back=False)
+        if inboxes is not None:
+            rows.gather(k, v, index[0], inboxes)
+            return inboxes.received, inboxes.arrival
     first = stage.arriving[0][0]
     buffer = empty((stage.num_rows - first, 2, *k.shape[1:]), k.dtype, k.device)
 
@@ -194,6 +218,12 @@ def group_reduce(
         What comes back to this rank, for ``Rows.add`` or ``Rows.finish``.
     """
 
+    if len(stage.exchanges) == 1 and stage.holds_local:
+        inboxes = transport.inboxes(grad.shape[1:], wire, stage.exchanges[0], back=True)
+        if inboxes is not None:
+            rows.pack(_of_exchange(stage, 0, grad), inboxes, wire)
+            return Returned(inboxes.received, index[0], stage.exchanges[0], inboxes.arrival)
+
     def memory(i: int) -> Tensor:
         return empty((len(stage.exchanges[i].send_rows), *grad.shape[1:]), wire, grad.device)
 
@@ -201,20 +231,18 @@ def group_reduce(
         sent, exchange = _of_exchange(stage, i, grad), stage.exchanges[i]
         if not _travels_whole(stage):
             wide, sent = sent, transport.send_buffer(sent.shape, wire, grad.device, exchange, back=True)
-            sent.copy_(wide)
-        return Returned(returned, index[i], exchange, transport.all_to_all(returned, sent, exchange, back=True).wait)
+            rows.pack(wide, sent, wire)
+        return Returned(returned, index[i], exchange, transport.all_to_all(returned, sent, exchange, back=True))
 
     returned = memory(0)
     if len(stage.exchanges) == 1:
         return exchange(0, returned)
 
     def both() -> None:  # `returned` was made on the stream that reads it last
-        passed_on = exchange(1, memory(1))
-        passed_on.wait()
-        rows.add(passed_on, _of_exchange(stage, 0, grad))
-        exchange(0, returned).wait()
+        rows.add(exchange(1, memory(1)), _of_exchange(stage, 0, grad))
+        exchange(0, returned).arrival.wait()
 
-    return Returned(returned, index[0], stage.exchanges[0], _beside(both, grad.device, "reduce"))
+    return Returned(returned, index[0], stage.exchanges[0], Arrival(_beside(both, grad.device, "reduce")))
 
 
 def _of_exchange(stage: Stage, i: int, buffer: Tensor, first: int = 0) -> Tensor:

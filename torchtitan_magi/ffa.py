@@ -68,7 +68,6 @@ class FfaBlockAttn:
     """
 
     name = "ffa"
-    awaits_keys = True
 
     def check(self, head_dim: int, dtype: torch.dtype) -> None:
         """Raises ValueError for what the kernel does not take."""
@@ -134,7 +133,7 @@ class FfaBlockAttn:
             q: [Tq, Hq, D] bf16 or fp16. k, v: [Tk, Hk, D], the same dtype. Strided views are read in place.
             earlier: what the call for the stages before returned, with `more`; overwritten.
             more: further stages follow.
-            late: rows of k and v that follow; the kernel waits for them if they are still being fetched.
+            late: rows of k and v that follow; the kernel waits for them.
             softmax_scale: > 0.
             sm_margin: SMs to leave to others.
 
@@ -163,6 +162,7 @@ class FfaBlockAttn:
             lse = earlier[1] if earlier else empty((s.num_q, s.num_heads_q), torch.float32, q.device)
         num_items = template.schedule.num_items
         if num_items == 0:
+            _wait_if_kernel_does_not(late, s.forward_awaits)
             return out, lse
         if s.num_k == 0:
             k = v = q  # something to point at, which is never read
@@ -171,7 +171,7 @@ class FfaBlockAttn:
         map_q, q = launch.tensor_map(q, s.forward_pack, tokens)  # the tensors too: a copy must live until it is read
         map_k, k = launch.tensor_map(k, 1, KEYS)
         map_v, v = launch.tensor_map(v, 1, KEYS)
-        map_late_k, map_late_v, late_keys = _late(late, map_k, map_v, k.shape[0])
+        map_late_k, map_late_v, late_keys = _late(late, s.forward_awaits, map_k, map_v, k.shape[0])
         maps = [map_q, map_k, map_v, map_late_k, map_late_v, launch.tensor_map(out, s.forward_pack, tokens)[0]]
         if earlier is not None:
             maps.append(launch.tensor_map(earlier[0], s.forward_pack, tokens)[0])
@@ -184,6 +184,7 @@ class FfaBlockAttn:
             params.parts = parts.data_ptr()
         grid = min(num_items, max(1, launch.num_sms(device) - sm_margin))
         kernel(device, grid, *maps, params)
+        _wait_if_kernel_does_not(late, s.forward_awaits)
         return out, lse
 
     def _forward_launch(
@@ -257,6 +258,7 @@ class FfaBlockAttn:
         if s.num_k == 0:
             return
         if s.num_q == 0:
+            _wait_if_kernel_does_not(late, s.backward_awaits)
             dk.zero_(), dv.zero_()
             return
         device = q.device.index
@@ -293,11 +295,12 @@ class FfaBlockAttn:
         map_dout, dout = launch.tensor_map(dout, pack, tokens)
         map_k, k = launch.tensor_map(k, 1, KEYS)
         map_v, v = launch.tensor_map(v, 1, KEYS)
-        map_late_k, map_late_v, params.late = _late(late, map_k, map_v, k.shape[0])
+        map_late_k, map_late_v, params.late = _late(late, s.backward_awaits, map_k, map_v, k.shape[0])
         grid = min(num_items, max(1, launch.num_sms(device) - sm_margin))
         kernel(
             device, grid, map_q, map_dout, map_k, map_v, map_late_k, map_late_v, map_dq, map_dk, map_dv, params
         )  # fmt: skip
+        _wait_if_kernel_does_not(late, s.backward_awaits)
         if dk_to is not dk:
             dk.copy_(dk_to), dv.copy_(dv_to)
 
@@ -376,12 +379,20 @@ def _check_scale(softmax_scale: float) -> None:
         raise ValueError(f"softmax_scale is {softmax_scale}; it must be positive")
 
 
-def _late(late: LateKeys | None, map_k: Any, map_v: Any, first: int) -> tuple[Any, Any, launch.LateKeys]:
-    """Maps of late K and V rows, and what the kernel is told of them; without any, maps of others."""
-    if late is None or late.k.shape[0] == 0:
+def _late(late: LateKeys | None, awaits: bool, map_k: Any, map_v: Any, first: int) -> tuple[Any, Any, launch.LateKeys]:
+    """Maps of late K and V rows, and what the kernel is told of them; without any that it reads, maps of others."""
+    if late is None or not awaits:
         return map_k, map_v, NO_LATE_KEYS
     (map_late_k, _), (map_late_v, _) = launch.tensor_map(late.k, 1, KEYS), launch.tensor_map(late.v, 1, KEYS)
-    return map_late_k, map_late_v, launch.LateKeys(*(late.flag or (None, 0)), first)
+    if (flag := late.arrival.flag()) is None:
+        late.arrival.wait()
+    return map_late_k, map_late_v, launch.LateKeys(*(flag or (None, 0)), first)
+
+
+def _wait_if_kernel_does_not(late: LateKeys | None, awaits: bool) -> None:
+    """Beside the kernel: nobody reads the keys, but their memory is used again when the stream has waited."""
+    if late is not None and not awaits:
+        late.arrival.wait()
 
 
 def _check_inputs(q: Tensor, k: Tensor, v: Tensor, late: LateKeys | None, s: ListSizes) -> None:

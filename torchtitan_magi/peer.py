@@ -1,12 +1,17 @@
-"""Exchanges between GPUs of one machine through peer memory: copy engines fetch rows out of each other's send buffers.
+"""Exchanges between GPUs of one machine through peer memory, in one of two ways. The host waits for nobody.
 
-No SM takes part, so attention has all of them, and an exchange starts while attention runs; NCCL's kernels would wait
-for its end, or take SMs from it. Ranks find each other by stream operations of the driver: before a rank fetches, its
-stream writes the exchange's number into every peer's memory and waits for theirs. The host waits for nobody.
+Copy engines fetch rows out of each other's send buffers. No SM takes part, so attention has all of them, and an
+exchange starts while attention runs; NCCL's kernels would wait for its end, or take SMs from it. Ranks find each other
+by stream operations of the driver: before a rank fetches, its stream writes the exchange's number into every peer's
+memory and waits for theirs.
+
+Or the kernel that packs rows writes them where they are wanted, and then counts up a word there. That is one launch for
+the host, and done sooner where nothing could be done meanwhile: for few rows, and for gradients that come back last.
 """
 
 import ctypes
 import functools
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,12 +25,15 @@ from torchtitan_magi import driver
 from torchtitan_magi.driver import StreamOperation
 from torchtitan_magi.memory import layout
 from torchtitan_magi.plan import Exchange
-from torchtitan_magi.transport import Arrival, Flag, ProcessGroupTransport
+from torchtitan_magi.transport import Arrival, Flag, Inboxes, ProcessGroupTransport
 
-# Send buffers of a channel, taken in turn. An exchange is issued after the wait for the last but one before it, thus
-# after every peer came to that one, and by then had fetched all of the one before: the buffer of three exchanges ago.
+# Buffers of a channel, taken in turn, to send from or to be written to. An exchange is issued after the wait for the
+# last but one before it, thus after every peer came to that one, and by then was done with the one before: had fetched
+# all of it, or used what was written to it, as nothing that is written follows before that. Hence three.
 SLOTS = 3
 FLAG_BYTES = 4096  # for the numbers, before the slots
+WRITTEN_BYTES = 8 << 20  # K/V rows up to so many bytes per rank are written; more are fetched while attention runs
+MAX_PEERS = 7  # that one kernel writes to
 
 
 class _Channel:
@@ -35,6 +43,8 @@ class _Channel:
         self.stream = torch.cuda.Stream(priority=-1)
         self.raw_stream = self.stream.cuda_stream
         self.number = 0  # of the exchange before the next
+        self.written = 0  # how many of them were written
+        self.counts: list[int] = []  # addresses of the words that writers count up: this rank's, then the peers'
         self.ready = StreamOperation(StreamOperation.WRITE)  # this rank's stream tells the channel's: input is there
         self.there = StreamOperation(StreamOperation.WRITE)  # the other way round: output is there
         self.operations = (StreamOperation * (1 + 2 * peers))()
@@ -43,12 +53,13 @@ class _Channel:
         )
         self.values = np.ctypeslib.as_array(words).reshape(len(self.operations), -1)[:, StreamOperation.VALUE_WORD]
 
-    def aim(self, mine: list[int], theirs: list[int], ready: int, there: int) -> None:
+    def aim(self, mine: list[int], theirs: list[int], ready: int, there: int, counts: list[int]) -> None:
         """Writes go to `theirs`, waits look at `mine`, an address for each peer; `ready` and `there` are its own."""
         kinds = [StreamOperation.WAIT] + [StreamOperation.WRITE] * len(theirs) + [StreamOperation.WAIT] * len(mine)
         for operation, kind, address in zip(self.operations, kinds, [ready, *theirs, *mine], strict=True):
             operation.operation, operation.address = kind, address
         self.ready.address, self.there.address, self.number = ready, there, 0
+        self.counts, self.written = counts, 0
 
 
 class PeerTransport(ProcessGroupTransport):
@@ -73,8 +84,28 @@ class PeerTransport(ProcessGroupTransport):
     ) -> Tensor:
         if exchange.hops is None:
             return super().send_buffer(shape, dtype, device, exchange, back)
+        return self._buffer(shape, dtype, exchange.most_sent(back), back)
+
+    def inboxes(self, shape: tuple[int, ...], dtype: torch.dtype, exchange: Exchange, back: bool) -> Inboxes | None:
+        most, row_bytes = exchange.most_sent(not back), math.prod(shape) * dtype.itemsize
+        is_writable = exchange.hops is not None and exchange.is_whole and self.size - 1 <= MAX_PEERS
+        if not is_writable or (not back and most * row_bytes > WRITTEN_BYTES):
+            return None
+        received = self._buffer((sum(exchange.splits(back)[0]), *shape), dtype, most, back)
+        channel, slot, ends, addresses = self.channels[back], self._slot(back), [], []
+        for receiver, first, rows, place in exchange.deliveries(back):
+            ends.append(first + rows)
+            addresses.append(self.bases[receiver] + slot + (place - first) * row_bytes)
+        channel.number += 1
+        channel.written += 1
+        mine, *others = channel.counts
+        arrival = self._arrival(mine, channel.written * (self.size - 1))
+        return Inboxes(ends, addresses, others, received, arrival)
+
+    def _buffer(self, shape: tuple[int, ...], dtype: torch.dtype, most: int, back: bool) -> Tensor:
+        """The channel's next buffer; `most` rows are the most that any rank needs of it."""
         _, strides = layout(shape)
-        if (needed := exchange.most_sent(back) * strides[0] * dtype.itemsize) > self.slot_bytes:
+        if (needed := most * strides[0] * dtype.itemsize) > self.slot_bytes:
             self._grow(needed)
         return self.view(shape, dtype, self._slot(back))
 
@@ -99,7 +130,10 @@ class PeerTransport(ProcessGroupTransport):
             taken = self.bases[source] + slot + first * row_bytes
             status |= calls.copy(to + place * row_bytes, taken, rows * row_bytes, stream)
         driver.check(status | calls.operate(stream, 1, ctypes.byref(channel.there), 0))
-        there = functools.partial(self._flag, self.memory, channel.there.address, channel.number)
+        return self._arrival(channel.there.address, channel.number)
+
+    def _arrival(self, address: int, number: int) -> Arrival:
+        there = functools.partial(self._flag, self.memory, address, number)
         return Arrival(functools.partial(self._wait, there), there)
 
     def _wait(self, there: Callable[[], Flag | None]) -> None:
@@ -113,7 +147,7 @@ class PeerTransport(ProcessGroupTransport):
         return Flag(address, number) if memory is self.memory else None
 
     def _slot(self, back: bool) -> int:
-        """Where in the memory the channel's next send buffer begins, in bytes."""
+        """Where in the memory the channel's next buffer begins, in bytes."""
         return FLAG_BYTES + (back * SLOTS + self.channels[back].number % SLOTS) * self.slot_bytes
 
     def _grow(self, needed: int) -> None:
@@ -137,11 +171,13 @@ class PeerTransport(ProcessGroupTransport):
         self.bases = bases
         peers = [rank for rank in range(self.size) if rank != self.rank]
         for i, channel in enumerate(self.channels):
-            flags = [base + 4 * i * (self.size + 1) for base in bases]  # of each rank, its own: `there`; then `ready`
+            # A word for each rank, its own: `there`; then `ready`, and the count of what was written.
+            flags = [base + 4 * i * (self.size + 2) for base in bases]
             mine = [flags[self.rank] + 4 * peer for peer in peers]
             theirs = [flags[peer] + 4 * self.rank for peer in peers]
             own = flags[self.rank]
-            channel.aim(mine, theirs, ready=own + 4 * self.size, there=own + 4 * self.rank)
+            counts = [flags[rank] + 4 * (self.size + 1) for rank in (self.rank, *peers)]
+            channel.aim(mine, theirs, ready=own + 4 * self.size, there=own + 4 * self.rank, counts=counts)
 
 
 class _Calls:

@@ -17,8 +17,10 @@ from torchtitan_magi.ranges import expand, intersecting
 from torchtitan_magi.routes import cut, first_hops, second_hops
 from torchtitan_magi.slices import AttnSlices, IntArray, clip_keys, clip_rows, slice_areas
 from torchtitan_magi.stages import (
+    ALL,
     H200,
     LLAMA_HEADS,
+    NONE,
     RESIDENT,
     CostModel,
     Heads,
@@ -37,11 +39,11 @@ from torchtitan_magi.traffic import transfers as transfers_of
 Int64Array = npt.NDArray[np.int64]
 
 
-class Fetch(NamedTuple):
-    """Consecutive rows that a rank may read out of what another one has ready to send."""
+class Parcel(NamedTuple):
+    """The rows that one rank sends to another one."""
 
-    source: int  # rank
-    first: int  # row in what the source sends
+    other: int  # the rank at the other end
+    first: int  # row in what is sent
     rows: int
     place: int  # row in what is received
 
@@ -72,26 +74,44 @@ class Exchange:
         size = len(self.send_splits)
         return np.bincount(receiver * size + source, end - start, size * size).astype(np.int64).reshape(size, size)
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether everything that travels does so at once."""
+        return self.share == (NONE, ALL)
+
     def most_sent(self, back: bool) -> int:
         """Rows that the rank sends that sends most."""
         return self._both_ways[back][0]
 
-    def fetches(self, back: bool) -> tuple[Fetch, ...]:
+    def fetches(self, back: bool) -> tuple[Parcel, ...]:
         """What this rank receives, from the next rank on, so that not all begin with the same one."""
         return self._both_ways[back][1]
 
+    def deliveries(self, back: bool) -> tuple[Parcel, ...]:
+        """What this rank sends, in the order of the rows."""
+        return self._both_ways[back][2]
+
     @functools.cached_property
-    def _both_ways(self) -> tuple[tuple[int, tuple[Fetch, ...]], ...]:
-        return tuple((int(rows.sum(0).max()), _fetches(rows, self.rank)) for rows in (self.between, self.between.T))
+    def _both_ways(self) -> tuple[tuple[int, tuple[Parcel, ...], tuple[Parcel, ...]], ...]:
+        both = self.between, self.between.T
+        return tuple((int(x.sum(0).max()), _fetches(x, self.rank), _deliveries(x, self.rank)) for x in both)
 
 
-def _fetches(between: Int64Array, rank: int) -> tuple[Fetch, ...]:
+def _fetches(between: Int64Array, rank: int) -> tuple[Parcel, ...]:
     """What `rank` receives of rows [receiver, source]: a source has them ready by receiver."""
     first = between[:rank].sum(0)
     rows = between[rank]
     place = rows.cumsum() - rows
     sources = [source % len(rows) for source in range(rank + 1, rank + len(rows))]
-    return tuple(Fetch(i, int(first[i]), int(rows[i]), int(place[i])) for i in sources if rows[i])
+    return tuple(Parcel(i, int(first[i]), int(rows[i]), int(place[i])) for i in sources if rows[i])
+
+
+def _deliveries(between: Int64Array, rank: int) -> tuple[Parcel, ...]:
+    """What `rank` sends of rows [receiver, source]."""
+    rows = between[:, rank]
+    first = rows.cumsum() - rows
+    place = between[:, :rank].sum(1)
+    return tuple(Parcel(i, int(first[i]), int(rows[i]), int(place[i])) for i in range(len(rows)) if rows[i])
 
 
 @dataclass(frozen=True, eq=False)

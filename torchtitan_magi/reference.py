@@ -58,7 +58,6 @@ class FlexBlockAttn:
     """Attention of one stage's queries over its K/V rows. ``ffa.FfaBlockAttn`` has the same methods."""
 
     name = "flex"
-    awaits_keys = False
 
     def check(self, head_dim: int, dtype: torch.dtype) -> None:
         """Takes every head_dim and float dtype."""
@@ -195,7 +194,7 @@ class FlexBlockAttn:
 def _with_late(k: Tensor, v: Tensor, late: LateKeys | None) -> tuple[Tensor, Tensor]:
     if late is None:
         return k, v
-    assert late.flag is None
+    late.arrival.wait()
     return torch.cat([k, late.k]), torch.cat([v, late.v])
 
 

@@ -14,18 +14,41 @@ from torch import Tensor
 from torchtitan_magi import launch
 from torchtitan_magi.memory import empty
 from torchtitan_magi.plan import Exchange
-from torchtitan_magi.transport import Returned
+from torchtitan_magi.transport import Inboxes, Returned
 
 _WARPS = 8  # of a block, one row each
 _UNIT = 16  # bytes that a lane moves at once
 _ELEMENTS = 8  # of a gradient that a thread handles at once
 
 
+_MAX_PLACES = 7
+
+
+class _Places(ctypes.Structure):
+    _fields_ = [
+        ("to", ctypes.c_void_p * _MAX_PLACES),
+        ("flags", ctypes.c_void_p * _MAX_PLACES),
+        ("blocks_done", ctypes.c_void_p),
+        ("ends", ctypes.c_int * _MAX_PLACES),
+        ("num_flags", ctypes.c_int),
+    ]
+
+
 class _GatherParams(ctypes.Structure):
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("k", "v", "rows", "sent")),
+        *((name, ctypes.c_void_p) for name in ("k", "v", "rows")),
+        ("places", _Places),
         *((f"{name}_stride", ctypes.c_longlong) for name in ("k_token", "k_head", "v_token", "v_head")),
         *((name, ctypes.c_int) for name in ("num_rows", "num_heads", "units_per_head")),
+    ]
+
+
+class _PackParams(ctypes.Structure):
+    _fields_ = [
+        ("grad", ctypes.c_void_p),
+        ("places", _Places),
+        ("num_rows", ctypes.c_int),
+        ("units", ctypes.c_uint),
     ]
 
 
@@ -39,6 +62,8 @@ class _ReturnedRows(ctypes.Structure):
 class _FinishParams(ctypes.Structure):
     _fields_ = [
         ("returned", _ReturnedRows),
+        ("arrived", ctypes.c_void_p),
+        ("number", ctypes.c_int),
         *((name, ctypes.c_void_p) for name in ("dkv", "dq", "dk_to", "dv_to", "dq_to")),
         *((name, ctypes.c_uint) for name in ("dkv_units", "dq_units")),
         ("softmax_scale", ctypes.c_float),
@@ -55,28 +80,42 @@ class CudaRows:
         order = np.argsort(rows.astype(np.min_scalar_type(len(counts))), kind="stable")  # 16 bits: a radix sort
         return [rows, np.append(0, counts.cumsum()), order]
 
-    def gather(self, k: Tensor, v: Tensor, index: list[Tensor], sent: Tensor) -> None:
-        """The rows to send, to sent [S, 2, H, D], contiguous.
+    def gather(self, k: Tensor, v: Tensor, index: list[Tensor], to: Tensor | Inboxes) -> None:
+        """The rows to send, to a tensor [S, 2, H, D], contiguous, or to who gets them.
 
         k, v: [T, H, D] bf16 or fp16, D a multiple of 8; strided views are fine.
         """
         rows = index[0]
         num_rows = rows.shape[0]
-        if num_rows == 0:
+        if num_rows == 0 and isinstance(to, Tensor):
             return
         k, v = launch.copyable(k), launch.copyable(v)
         units = _UNIT // k.element_size()
         params = _GatherParams(
-            *(x.data_ptr() for x in (k, v, rows, sent)),
+            *(x.data_ptr() for x in (k, v, rows)),
+            _places(to, num_rows, k.device),
             *(stride // units for x in (k, v) for stride in x.stride()[:2]),
             num_rows,
             k.shape[1],
             k.shape[2] // units,
         )
-        launch.load("rows.cu", "gather_rows", (), _WARPS * 32, 0)(k.device.index, _blocks(num_rows), params)
+        blocks = _few(-(-num_rows // _WARPS))
+        launch.load("rows.cu", "gather_rows", (), _WARPS * 32, 0)(k.device.index, blocks, params)
+
+    def pack(self, grad: Tensor, to: Tensor | Inboxes, wire: torch.dtype) -> None:
+        """Gradients fp32 [R, 2, H, D], contiguous, in the dtype `wire`, to a tensor like them or to who gets them."""
+        assert grad.dtype == torch.float32
+        assert grad.is_contiguous()
+        num_rows, units = grad.shape[0], grad.stride(0) // _ELEMENTS
+        if num_rows == 0 and isinstance(to, Tensor):
+            return
+        params = _PackParams(grad.data_ptr(), _places(to, num_rows, grad.device), num_rows, units)
+        blocks = _few(-(-num_rows * units // (_WARPS * 32)))
+        _kernel("pack_grads", wire, wire)(grad.device.index, blocks, params)
 
     def add(self, returned: Returned, grad: Tensor) -> None:
         """Adds returned rows (bf16, fp16 or fp32) to grad fp32 [T, 2, H, D], per token in rank order."""
+        returned.arrival.wait()
         assert grad.dtype == torch.float32
         assert grad.is_contiguous()
         params = _returned_rows(returned, grad.stride(0) // _ELEMENTS)
@@ -103,15 +142,33 @@ class CudaRows:
         self, returned: Returned | None, dq: Tensor, dkv: Tensor, softmax_scale: float, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor, Tensor]:
         """In `dtype`: dq [T, Hq, D] as `round` has it, and dk and dv [T, H, D] of the first T rows of dkv [.., 2, H, D]
-        with `returned` added to them.
+        with `returned` added to them, as soon as it is there.
 
         dq and dkv are fp32 and contiguous, D is a multiple of 8; the sums are per token in rank order.
         """
         params, dk, dv = _of_keys(returned, dkv, dq.shape[0], dtype)
         dq_to = empty(dq.shape, dtype, dq.device)
         _add_queries(params, dq, softmax_scale, dq_to)
+        if returned is not None:
+            if params.returned.num_tokens and (flag := returned.arrival.flag()):
+                params.arrived, params.number = flag
+            else:
+                returned.arrival.wait()
         _finish(params, dq.device, dtype, dtype if returned is None else returned.rows.dtype)
         return dq_to, dk, dv
+
+
+def _places(to: Tensor | Inboxes, num_rows: int, device: torch.device) -> _Places:
+    places = _Places()
+    if isinstance(to, Tensor):
+        places.to[0], places.ends[0] = to.data_ptr(), num_rows
+    else:
+        count = len(to.ends)
+        places.to[:count], places.ends[:count] = to.addresses, to.ends
+        places.num_flags = len(to.flags)
+        places.flags[: places.num_flags] = to.flags
+        places.blocks_done = launch.next_counter(device.index)
+    return places
 
 
 def _of_keys(
@@ -122,7 +179,9 @@ def _of_keys(
     dk, dv = (empty((num_tokens, num_heads, head_dim), dtype, dkv.device) for _ in range(2))
     units = 2 * num_heads * head_dim // _ELEMENTS
     rows = _ReturnedRows(units=units) if returned is None else _returned_rows(returned, units)
-    params = _FinishParams(rows, dkv.data_ptr(), dk_to=dk.data_ptr(), dv_to=dv.data_ptr(), dkv_units=num_tokens * units)
+    params = _FinishParams(
+        rows, dkv=dkv.data_ptr(), dk_to=dk.data_ptr(), dv_to=dv.data_ptr(), dkv_units=num_tokens * units
+    )
     return params, dk, dv
 
 
@@ -153,5 +212,6 @@ def _thread_blocks(units: int) -> int:
     return min(-(-units // (_WARPS * 32)), 1 << 20)
 
 
-def _blocks(rows: int) -> int:
-    return min(-(-rows // _WARPS), 2048)
+def _few(blocks: int) -> int:
+    """So many that all run at once: at its end each waits until what it wrote has arrived."""
+    return max(1, min(blocks, 1024))

@@ -23,32 +23,44 @@ class Flag(NamedTuple):
     number: int
 
 
-class LateKeys(NamedTuple):
-    """K/V rows [rows, H, D] that follow a rank's own; they are there when `flag` says so, or already."""
-
-    k: Tensor
-    v: Tensor
-    flag: Flag | None
-
-
 class Arrival(NamedTuple):
     """What is under way may be read on the current stream after `wait`, or by kernels that see the flag themselves.
 
-    `flag` returns None where there is none, or none any more because everything has arrived.
+    `flag` returns None where there is none, or none any more because everything has arrived. Either way something on
+    the stream has to wait, and memory is used again in the belief that it did.
     """
 
     wait: Wait
     flag: Callable[[], Flag | None] = lambda: None
 
 
+class LateKeys(NamedTuple):
+    """K/V rows [rows, H, D] that follow a rank's own. Who reads them waits for them."""
+
+    k: Tensor
+    v: Tensor
+    arrival: Arrival
+
+
 @dataclass(frozen=True, eq=False)
 class Returned:
-    """Gradients of rows that came back from an exchange, to be read after calling `wait`."""
+    """Gradients of rows that come back from an exchange. Who reads them waits for them."""
 
     rows: Tensor  # [S, 2, H, D]
     index: list[Tensor]  # Rows.index of the exchange
     exchange: Exchange
-    wait: Wait
+    arrival: Arrival
+
+
+@dataclass(frozen=True, eq=False)
+class Inboxes:
+    """Memory of the ranks that rows go to, for a kernel that packs them right there, and this rank's own."""
+
+    ends: list[int]  # of each rank: the row after its last one, in the order in which rows are sent; ascending
+    addresses: list[int]  # of each rank: where row 0 would be if it were the rank's
+    flags: list[int]  # addresses of words of all ranks, int32, to which the kernel adds one when all rows are written
+    received: Tensor  # what this rank gets
+    arrival: Arrival  # of that
 
 
 class Transport(Protocol):
@@ -60,6 +72,13 @@ class Transport(Protocol):
     rank: int
     size: int
     way: str  # what rows travel by, for the log
+
+    def inboxes(self, shape: tuple[int, ...], dtype: torch.dtype, exchange: Exchange, back: bool) -> Inboxes | None:
+        """Where a kernel is to write what the channel sends next; that is the exchange. None: it takes an `all_to_all`.
+
+        Args:
+            shape: of a row.
+        """
 
     def send_buffer(
         self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, exchange: Exchange, back: bool
@@ -98,6 +117,9 @@ class ProcessGroupTransport:
         for group in set(self.groups.values()):
             dist.distributed_c10d._set_pg_timeout(timeout, group)
 
+    def inboxes(self, shape: tuple[int, ...], dtype: torch.dtype, exchange: Exchange, back: bool) -> Inboxes | None:
+        return None
+
     def send_buffer(
         self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, exchange: Exchange, back: bool
     ) -> Tensor:
@@ -116,6 +138,9 @@ class SingleRank:
     """The transport of a group of one."""
 
     rank, size, way = 0, 1, "nothing"
+
+    def inboxes(self, shape: tuple[int, ...], dtype: torch.dtype, exchange: Exchange, back: bool) -> Inboxes | None:
+        raise AssertionError("a plan for one rank never communicates")
 
     def send_buffer(
         self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, exchange: Exchange, back: bool

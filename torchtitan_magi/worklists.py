@@ -78,6 +78,7 @@ class ListSizes:
     num_forward_parts: int = 0  # how many of them are parts of tiles that are cut
     forward_parts_per_tile: int = 0
     num_forward_blocks: int = 0  # 128 x 128 blocks that the forward computes per pack of heads
+    forward_awaits: bool = False  # some item has keys that come late
     forward_items: int = 0
     forward_segments: int = 0
 
@@ -88,6 +89,7 @@ class ListSizes:
     num_backward_items: int = 0  # parts of k-tiles
     num_backward_tail: int = 0  # the last of them, done when all heads are through the others
     is_split: bool = False  # some tile has several parts: dk and dv are sums in fp32
+    backward_awaits: bool = False
     deterministic: bool = False  # k-tiles ascend inside a chunk of queries; there are `components`
     backward_items: int = 0
     backward_segments: int = 0
@@ -193,9 +195,9 @@ def _forward_lists(mask: _Mask, runs: SegmentRuns, words: "_Words", pack: int, p
     if num_parts:
         items[np.isin(tile_of_item, cut), 3] = np.arange(len(cut) * num_parts) + 1
     order = longest_first(num_blocks)
-    if mask.late_from < mask.num_k:
-        waits = np.zeros(len(items), bool)
-        waits[item[records[:, 5] > mask.late_from]] = True
+    waits = np.zeros(len(items), bool)
+    waits[item[records[:, 5] > mask.late_from]] = True
+    if waits.any():
         order = early_first(order, num_blocks, waits, EARLY_BLOCKS * NUM_SMS // heads_per_wave)
     return {
         "forward_pack": pack,
@@ -205,6 +207,7 @@ def _forward_lists(mask: _Mask, runs: SegmentRuns, words: "_Words", pack: int, p
         "num_forward_parts": len(cut) * num_parts,
         "forward_parts_per_tile": num_parts,
         "num_forward_blocks": int(num_blocks.sum()),
+        "forward_awaits": bool(waits.any()),
         "forward_items": words.add(items, order),
         "forward_segments": words.add(further),
     }
@@ -246,11 +249,11 @@ def _backward_lists(
     items[:, 6], items[:, 7] = starts[part_tile], starts[part_tile + 1]
     in_tail = in_tail[part_tile]
     stage = items[:, 8].astype(np.int64) // chunk
+    is_late = items[:, 7] > mask.late_from
     if deterministic:  # from the last chunk of queries to the first, in each from the first tile to the last
         order = np.argsort((-stage if is_split else 0) * num_tiles + part_tile, kind="stable")
         items[:, 3] = np.bincount(part_tile).cumsum()[part_tile] - 1 - np.arange(len(items))  # parts of its tile before
     else:  # one chunk of queries after another, then the tail; what waits for keys comes last
-        is_late = items[:, 7] > mask.late_from
         order = longest_first(num_blocks, np.where(in_tail, stage.max(initial=0) + 1, stage) * 2 + is_late)
     return {
         "backward_pack": pack,
@@ -260,6 +263,7 @@ def _backward_lists(
         "num_backward_items": len(items),
         "num_backward_tail": int(np.count_nonzero(in_tail)),
         "is_split": is_split,
+        "backward_awaits": bool((is_late & (num_blocks > 0)).any()),
         "deterministic": deterministic,
         "backward_items": words.add(items, order),
         "backward_segments": words.add(further),
