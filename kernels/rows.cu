@@ -25,13 +25,13 @@ DEVICE uint4* place_of(const Places& places, int row) {
   return places.to[i];
 }
 
-// By all threads of all blocks, when they have written their rows.
-DEVICE void report(const Places& places) {
+// By all threads of all `num_blocks` blocks that write rows, when they have.
+DEVICE void report(const Places& places, unsigned num_blocks) {
   if (places.num_flags == 0) return;
   __syncthreads();
   if (threadIdx.x != 0) return;
   __threadfence_system();
-  if (atomicAdd(places.blocks_done, 1) != (int)gridDim.x - 1) return;
+  if (atomicAdd(places.blocks_done, 1) != (int)num_blocks - 1) return;
   __threadfence_system();
   *places.blocks_done = 0;
   for (int i = 0; i < places.num_flags; i++)
@@ -58,30 +58,7 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32) gather_rows(const __gr
       out[units + u] = params.v[token * params.v_token_stride + head * params.v_head_stride + column];
     }
   }
-  report(params.places);
-}
-
-struct PackParams {
-  const float4* grad;                     // [num_rows, units, 2]
-  Places places;                          // rows [units] of 8 elements of the wire's type
-  int num_rows;
-  unsigned units;
-};
-
-extern "C" __global__ void __launch_bounds__(kWarps * 32) pack_grads(const __grid_constant__ PackParams params) {
-  wait_for_kernel_before();
-  const unsigned end = params.num_rows * params.units;
-  for (unsigned i = blockIdx.x * blockDim.x + threadIdx.x; i < end; i += gridDim.x * blockDim.x) {
-    const float4 low = params.grad[2ll * i], high = params.grad[2ll * i + 1];
-    uint4* to = place_of(params.places, i / params.units);
-#ifdef WIRE_FP32
-    float4* wide = reinterpret_cast<float4*>(to) + 2ll * i;
-    wide[0] = low, wide[1] = high;
-#else
-    to[i] = {pack2(low.x, low.y), pack2(low.z, low.w), pack2(high.x, high.y), pack2(high.z, high.w)};
-#endif
-  }
-  report(params.places);
+  report(params.places, gridDim.x);
 }
 
 // Gradients that came back. Those of one token are added in the order of their ranks, so that sums repeat bit for bit.
@@ -126,37 +103,78 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32)
   }
 }
 
-// The final gradients in the input type: sums are rounded, those of dK/dV after adding the last rows that return.
+// The end of a backward: gradients of rows that other ranks own are written to them, those of the rank's own queries rounded, and
+// those of its own keys, after what came back is added. In this order, as the last part may have to wait for other ranks. A block
+// does kUnits units of one part. Blocks are numbered as they start, so that none waits before all that write have begun.
+constexpr int kUnits = 4 * kWarps * 32;
+
 struct FinishParams {
+  Places places;                          // for [unsent_units] of 16 bytes, or 32 if the wire is wider
+  const float4* unsent;                   // [unsent_units, 2]: [rows, units]
+  int* started;                           // blocks: zero, and zero afterwards; null: nothing to write
   ReturnedRows returned;
   const int* arrived;                     // they are there when it has reached `number`; null: they are
   int number;
   const float4 *dkv, *dq;                 // [dkv_units, 2]: [T, K and V, units / 2] and [dq_units, 2]
   uint4 *dk_to, *dv_to, *dq_to;           // [T, units / 2] twice, [dq_units]
-  unsigned dkv_units, dq_units;
+  unsigned unsent_units, dq_units, dkv_units;
   float softmax_scale;                    // dq still lacks it, and has the even columns of each 8 before the odd ones
 };
 
+DEVICE uint4 rounded(float4 low, float4 high) {
+  return {pack2(low.x, low.y), pack2(low.z, low.w), pack2(high.x, high.y), pack2(high.z, high.w)};
+}
+
+DEVICE unsigned blocks_for(unsigned units) { return (units + kUnits - 1) / kUnits; }
+
 extern "C" __global__ void __launch_bounds__(kWarps * 32) finish_grads(const __grid_constant__ FinishParams params) {
   wait_for_kernel_before();
-  const unsigned end = params.dq_units + params.dkv_units, units = params.returned.units;
-  for (unsigned i = blockIdx.x * blockDim.x + threadIdx.x; i < end; i += gridDim.x * blockDim.x) {
-    const bool of_dq = i < params.dq_units;  // first, as they wait for nothing
-    const unsigned j = of_dq ? i : i - params.dq_units;
-    const float4* from = (of_dq ? params.dq : params.dkv) + 2ll * j;
-    float4 low = from[0], high = from[1];
-    uint4* to = params.dq_to + j;
-    if (of_dq) {
-      const float4 even = low, odd = high;
-      const float scale = params.softmax_scale;
-      low = make_float4(even.x * scale, odd.x * scale, even.y * scale, odd.y * scale);
-      high = make_float4(even.z * scale, odd.z * scale, even.w * scale, odd.w * scale);
-    } else {
-      const unsigned token = j / units, unit = j % units, half = units / 2;
-      if (params.arrived && token < params.returned.num_tokens) wait_until(params.arrived, params.number);
-      add_returned(params.returned, token, unit, low, high);
-      to = (unit < half ? params.dk_to + unit : params.dv_to + unit - half) + (long long)token * half;
+  unsigned block = blockIdx.x;
+  if (params.started) {
+    __shared__ unsigned number;
+    if (threadIdx.x == 0) {
+      number = atomicAdd(params.started, 1);
+      if (number == gridDim.x - 1) *params.started = 0;
     }
-    *to = {pack2(low.x, low.y), pack2(low.z, low.w), pack2(high.x, high.y), pack2(high.z, high.w)};
+    __syncthreads();
+    block = number;
+  }
+  const unsigned writers = params.started ? max(1u, blocks_for(params.unsent_units)) : 0, units = params.returned.units;
+  auto each = [&](unsigned first_block, unsigned end, auto handle) {
+#pragma unroll
+    for (int n = 0; n < kUnits; n += kWarps * 32) {
+      const unsigned i = (block - first_block) * kUnits + n + threadIdx.x;
+      if (i < end) handle(i);
+    }
+  };
+  if (block < writers) {
+    each(0, params.unsent_units, [&](unsigned i) {
+      const float4 low = params.unsent[2ll * i], high = params.unsent[2ll * i + 1];
+      uint4* to = place_of(params.places, i / units);
+#ifdef WIRE_FP32
+      float4* wide = reinterpret_cast<float4*>(to) + 2ll * i;
+      wide[0] = low, wide[1] = high;
+#else
+      to[i] = rounded(low, high);
+#endif
+    });
+    report(params.places, writers);
+  } else if (block < writers + blocks_for(params.dq_units)) {
+    each(writers, params.dq_units, [&](unsigned i) {
+      const float4 even = params.dq[2ll * i], odd = params.dq[2ll * i + 1];
+      const float scale = params.softmax_scale;
+      params.dq_to[i] = rounded(make_float4(even.x * scale, odd.x * scale, even.y * scale, odd.y * scale),
+                                make_float4(even.z * scale, odd.z * scale, even.w * scale, odd.w * scale));
+    });
+  } else {
+    const unsigned first_block = writers + blocks_for(params.dq_units);
+    const bool awaits = (block - first_block) * kUnits / units < params.returned.num_tokens;
+    if (params.arrived && awaits) wait_until(params.arrived, params.number);
+    each(first_block, params.dkv_units, [&](unsigned i) {
+      const unsigned token = i / units, unit = i % units, half = units / 2;
+      float4 low = params.dkv[2ll * i], high = params.dkv[2ll * i + 1];
+      add_returned(params.returned, token, unit, low, high);
+      (unit < half ? params.dk_to + unit : params.dv_to + unit - half)[(long long)token * half] = rounded(low, high);
+    });
   }
 }

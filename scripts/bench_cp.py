@@ -64,7 +64,7 @@ def histogram_pack(total: int, seed: int) -> np.ndarray:
 class NoCommunication(ProcessGroupTransport):
     """Every row is already there."""
 
-    def all_to_all(self, *arguments: object, **back: object) -> Arrival:
+    def all_to_all(self, *arguments: object, **options: object) -> Arrival:
         return Arrival(lambda: None)
 
 
@@ -134,11 +134,16 @@ Run = Callable[[], object]
 
 
 def once_ms(run: Run, queued: int = 6_000_000) -> float:
-    """This rank's time, behind work of so many cycles that hides what launches cost."""
+    """This rank's time, behind work of so many cycles that hides what launches cost.
+
+    Ranks then begin together: so many cycles take one GPU longer than another, and who is ahead would wait for rows.
+    """
     dist.barrier()
     torch.cuda.synchronize()
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda._sleep(queued)
+    if queued:
+        torch.cuda._sleep(queued)
+        dist.all_reduce(torch.zeros(1, device="cuda"))
     start.record()
     run()
     end.record()

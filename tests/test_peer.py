@@ -42,7 +42,8 @@ class Rank(PeerTransport):
     def __init__(self, rank, everyone):
         self.rank, self.size, self.everyone, self.device = rank, everyone.size, everyone, None
         self.channels = tuple(peer._Channel(self.size - 1) for _ in range(2))
-        self.slot_bytes, self.memory, self.bases, self.view = 0, None, [], self._view
+        self.slot_bytes, self.memory, self.bases = 0, None, []
+        self.view, self.written = self._view, self._written
 
 
 class Everyone:
@@ -128,13 +129,16 @@ def test_every_rank_is_written_what_is_its_own(fake_driver, size):
     for turn in range(2 * SLOTS):
         for back in (False, True):
             everyone.grow(1 << 16) if turn == 4 else None
-            inboxes = [
-                rank.inboxes((3,), torch.float32, exchange, back)
-                for rank, exchange in zip(everyone.ranks, exchanges, strict=True)
-            ]
+            inboxes, arrivals = zip(
+                *(
+                    rank.inboxes((3,), torch.float32, exchange, back)
+                    for rank, exchange in zip(everyone.ranks, exchanges, strict=True)
+                ),
+                strict=True,
+            )
             sent = []
             for i, exchange in enumerate(exchanges):
-                flag = inboxes[i].arrival.flag()
+                flag = arrivals[i].flag()
                 assert ctypes.c_int32.from_address(flag.address).value == flag.number - (size - 1)
                 rows = sum(exchange.splits(back)[1])
                 sent.append(torch.arange(3.0 * rows).view(rows, 3) + 1000 * i + turn)
@@ -143,9 +147,9 @@ def test_every_rank_is_written_what_is_its_own(fake_driver, size):
             parts = [rows.split(list(exchanges[i].splits(back)[1])) for i, rows in enumerate(sent)]
             for i, box in enumerate(inboxes):
                 assert torch.equal(box.received, torch.cat([parts[source][i] for source in range(size)]))
-                flag = box.arrival.flag()
+                flag = arrivals[i].flag()
                 assert ctypes.c_int32.from_address(flag.address).value == flag.number
-                box.arrival.wait()
+                arrivals[i].wait()
 
 
 def test_what_is_not_written(fake_driver):
@@ -162,6 +166,30 @@ def test_what_is_not_written(fake_driver):
     assert inboxes(0, WRITTEN_BYTES // received + 1, back=True) is not None  # nothing does
     assert inboxes(2, 1, back=False) is None  # one of several stages
     assert inboxes(2, 1, back=True) is None
+
+
+def test_an_exchange_that_is_to_begin_later_fetches_nothing_before(fake_driver):
+    everyone = Everyone(2)
+    plan = make_plan(varlen_causal([0, 512]), 512, 2, overlap_stages=0)
+    exchanges = [share.forward[0].exchanges[0] for share in plan.ranks]
+    sent = [
+        rank.send_buffer((sum(exchange.send_splits), 4), torch.float32, CPU, exchange, False)
+        for rank, exchange in zip(everyone.ranks, exchanges, strict=True)
+    ]
+    for buffer in sent:
+        buffer.fill_(7)
+    received = [torch.zeros(sum(exchange.recv_splits), 4) for exchange in exchanges]
+    arrivals = [
+        rank.all_to_all(*tensors, False, later=True)
+        for rank, *tensors in zip(everyone.ranks, received, sent, exchanges, strict=True)
+    ]
+    flags = [arrival.flag() for arrival in arrivals]
+    assert not any(buffer.any() for buffer in received)
+    assert all(ctypes.c_uint32.from_address(flag.address).value < flag.number for flag in flags)
+    for arrival in arrivals:
+        arrival.begin()
+    assert all((buffer == 7).all() for buffer in received)
+    assert all(ctypes.c_uint32.from_address(flag.address).value == flag.number for flag in flags)
 
 
 def test_slots_are_taken_in_turn_and_flags_lie_before_them(fake_driver):

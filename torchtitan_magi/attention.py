@@ -87,7 +87,8 @@ class _Arrivals:
     """The K/V buffers of the stages: one in use and one under way, or two under way while a rank's own K/V are used.
 
     To be made before the short kernels that come before the first stage's attention: attention takes every SM until its
-    end, and an exchange that is not running by then would wait for it.
+    end, and rows that are not packed by then would wait for it. What the host has to do to start an only exchange
+    comes after the launch of attention.
     """
 
     def __init__(self, bound: BoundPlan, stages: tuple[BoundStage, ...], k: Tensor, v: Tensor) -> None:
@@ -102,7 +103,10 @@ class _Arrivals:
             if not stage.exchanges:
                 self.pending.append(None)
             else:
-                self.pending.append(group_cast(stage, self.bound.rows, row_index, self.k, self.v, self.bound.transport))
+                cast = group_cast(
+                    stage, self.bound.rows, row_index, self.k, self.v, self.bound.transport, len(self.stages) == 1
+                )
+                self.pending.append(cast)
 
     def take(self, i: int) -> tuple[Tensor, Tensor, LateKeys | None]:
         """K and V rows of stage i, [rows, H, D] each, and those that follow and may still be under way; once.

@@ -92,9 +92,6 @@ class Rows(Protocol):
     def gather(self, k: Tensor, v: Tensor, index: list[Tensor], to: Tensor | Inboxes) -> None:
         """Copies the rows of k and v [T, H, D] that are sent: to a tensor [S, 2, H, D], or to who gets them."""
 
-    def pack(self, grad: Tensor, to: Tensor | Inboxes, wire: torch.dtype) -> None:
-        """Copies rows of gradients [R, 2, H, D] the same way, in the dtype in which they travel."""
-
     def add(self, returned: Returned, grad: Tensor) -> None:
         """Adds returned rows to grad [T, 2, H, D], for each token in the order of the ranks, when they are there."""
 
@@ -121,10 +118,6 @@ class TorchRows:
         assert isinstance(to, Tensor)  # torch has no operation that writes to several places
         to[:, 0], to[:, 1] = k.index_select(0, index[0]), v.index_select(0, index[0])
 
-    def pack(self, grad: Tensor, to: Tensor | Inboxes, wire: torch.dtype) -> None:
-        assert isinstance(to, Tensor)
-        to.copy_(grad)
-
     def add(self, returned: Returned, grad: Tensor) -> None:
         returned.arrival.wait()
         # One rank asks for a row at most once: within one rank no two rows collide, so the sums have a fixed order.
@@ -147,34 +140,36 @@ class TorchRows:
 
 
 def group_cast(
-    stage: Stage, rows: Rows, index: list[list[Tensor]], k: Tensor, v: Tensor, transport: Transport
+    stage: Stage, rows: Rows, index: list[list[Tensor]], k: Tensor, v: Tensor, transport: Transport, later: bool = False
 ) -> tuple[Tensor, Arrival]:
     """Starts to bring the K/V rows of a stage.
 
     Args:
         index: ``rows.index`` of each exchange of the stage, on the device of k.
         k, v: [T, H, D], this rank's own.
+        later: the arrival's `begin` will be called, soon and before the next exchange.
 
     Returns:
         The stage's K/V rows [rows, 2, H, D] without the rank's own, and when they may be read.
     """
     if len(stage.exchanges) == 1:
-        inboxes = transport.inboxes((2, *k.shape[1:]), k.dtype, stage.exchanges[0], back=False)
-        if inboxes is not None:
+        written = transport.inboxes((2, *k.shape[1:]), k.dtype, stage.exchanges[0], back=False)
+        if written is not None:
+            inboxes, arrival = written
             rows.gather(k, v, index[0], inboxes)
-            return inboxes.received, inboxes.arrival
+            return inboxes.received, arrival
     first = stage.arriving[0][0]
     buffer = empty((stage.num_rows - first, 2, *k.shape[1:]), k.dtype, k.device)
 
-    def exchange(i: int, k: Tensor, v: Tensor) -> Arrival:
+    def exchange(i: int, k: Tensor, v: Tensor, later: bool = False) -> Arrival:
         exchange = stage.exchanges[i]
         shape = (len(exchange.send_rows), *buffer.shape[1:])
         sent = transport.send_buffer(shape, k.dtype, k.device, exchange, back=False)
         rows.gather(k, v, index[i], sent)
-        return transport.all_to_all(_of_exchange(stage, i, buffer, first), sent, exchange, back=False)
+        return transport.all_to_all(_of_exchange(stage, i, buffer, first), sent, exchange, back=False, later=later)
 
     if len(stage.exchanges) == 1:
-        return buffer, exchange(0, k, v)
+        return buffer, exchange(0, k, v, later)
 
     def both() -> None:
         exchange(0, k, v).wait()
@@ -208,6 +203,8 @@ def group_reduce(
 ) -> Returned:
     """Starts to send gradients of a stage's K/V rows back to their owners; the reverse of ``group_cast``.
 
+    Where a kernel writes them to the owners, ``Rows.finish`` does so.
+
     Gradients of rows that a relay passed on are added to the relay's own before they leave the node.
 
     Args:
@@ -219,10 +216,11 @@ def group_reduce(
     """
 
     if len(stage.exchanges) == 1 and stage.holds_local:
-        inboxes = transport.inboxes(grad.shape[1:], wire, stage.exchanges[0], back=True)
-        if inboxes is not None:
-            rows.pack(_of_exchange(stage, 0, grad), inboxes, wire)
-            return Returned(inboxes.received, index[0], stage.exchanges[0], inboxes.arrival)
+        written = transport.inboxes(grad.shape[1:], wire, stage.exchanges[0], back=True)
+        if written is not None:
+            inboxes, arrival = written
+            unsent = _of_exchange(stage, 0, grad), inboxes
+            return Returned(inboxes.received, index[0], stage.exchanges[0], arrival, unsent)
 
     def memory(i: int) -> Tensor:
         return empty((len(stage.exchanges[i].send_rows), *grad.shape[1:]), wire, grad.device)
@@ -231,7 +229,7 @@ def group_reduce(
         sent, exchange = _of_exchange(stage, i, grad), stage.exchanges[i]
         if not _travels_whole(stage):
             wide, sent = sent, transport.send_buffer(sent.shape, wire, grad.device, exchange, back=True)
-            rows.pack(wide, sent, wire)
+            sent.copy_(wide)
         return Returned(returned, index[i], exchange, transport.all_to_all(returned, sent, exchange, back=True))
 
     returned = memory(0)

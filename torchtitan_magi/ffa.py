@@ -162,7 +162,7 @@ class FfaBlockAttn:
             lse = earlier[1] if earlier else empty((s.num_q, s.num_heads_q), torch.float32, q.device)
         num_items = template.schedule.num_items
         if num_items == 0:
-            _wait_if_kernel_does_not(late, s.forward_awaits)
+            _settle(late, s.forward_awaits)
             return out, lse
         if s.num_k == 0:
             k = v = q  # something to point at, which is never read
@@ -184,7 +184,7 @@ class FfaBlockAttn:
             params.parts = parts.data_ptr()
         grid = min(num_items, max(1, launch.num_sms(device) - sm_margin))
         kernel(device, grid, *maps, params)
-        _wait_if_kernel_does_not(late, s.forward_awaits)
+        _settle(late, s.forward_awaits)
         return out, lse
 
     def _forward_launch(
@@ -258,7 +258,7 @@ class FfaBlockAttn:
         if s.num_k == 0:
             return
         if s.num_q == 0:
-            _wait_if_kernel_does_not(late, s.backward_awaits)
+            _settle(late, s.backward_awaits)
             dk.zero_(), dv.zero_()
             return
         device = q.device.index
@@ -300,7 +300,7 @@ class FfaBlockAttn:
         kernel(
             device, grid, map_q, map_dout, map_k, map_v, map_late_k, map_late_v, map_dq, map_dk, map_dv, params
         )  # fmt: skip
-        _wait_if_kernel_does_not(late, s.backward_awaits)
+        _settle(late, s.backward_awaits)
         if dk_to is not dk:
             dk.copy_(dk_to), dv.copy_(dv_to)
 
@@ -389,10 +389,12 @@ def _late(late: LateKeys | None, awaits: bool, map_k: Any, map_v: Any, first: in
     return map_late_k, map_late_v, launch.LateKeys(*(flag or (None, 0)), first)
 
 
-def _wait_if_kernel_does_not(late: LateKeys | None, awaits: bool) -> None:
-    """Beside the kernel: nobody reads the keys, but their memory is used again when the stream has waited."""
-    if late is not None and not awaits:
-        late.arrival.wait()
+def _settle(late: LateKeys | None, awaits: bool) -> None:
+    """After the launch. If the kernel does not wait for late keys, the stream does: then their memory is used again."""
+    if late is not None:
+        late.arrival.begin()
+        if not awaits:
+            late.arrival.wait()
 
 
 def _check_inputs(q: Tensor, k: Tensor, v: Tensor, late: LateKeys | None, s: ListSizes) -> None:

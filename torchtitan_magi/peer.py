@@ -5,7 +5,7 @@ exchange starts while attention runs; NCCL's kernels would wait for its end, or 
 by stream operations of the driver: before a rank fetches, its stream writes the exchange's number into every peer's
 memory and waits for theirs.
 
-Or the kernel that packs rows writes them where they are wanted, and then counts up a word there. That is one launch for
+Or a kernel of ours writes rows where they are wanted, and then counts up a word there. That is at most one launch for
 the host, and done sooner where nothing could be done meanwhile: for few rows, and for gradients that come back last.
 """
 
@@ -24,8 +24,8 @@ from torch import Tensor
 from torchtitan_magi import driver
 from torchtitan_magi.driver import StreamOperation
 from torchtitan_magi.memory import layout
-from torchtitan_magi.plan import Exchange
-from torchtitan_magi.transport import Arrival, Flag, Inboxes, ProcessGroupTransport
+from torchtitan_magi.plan import Exchange, Parcel
+from torchtitan_magi.transport import MAX_PEERS, Arrival, Flag, Inboxes, ProcessGroupTransport
 
 # Buffers of a channel, taken in turn, to send from or to be written to. An exchange is issued after the wait for the
 # last but one before it, thus after every peer came to that one, and by then was done with the one before: had fetched
@@ -33,7 +33,6 @@ from torchtitan_magi.transport import Arrival, Flag, Inboxes, ProcessGroupTransp
 SLOTS = 3
 FLAG_BYTES = 4096  # for the numbers, before the slots
 WRITTEN_BYTES = 8 << 20  # K/V rows up to so many bytes per rank are written; more are fetched while attention runs
-MAX_PEERS = 7  # that one kernel writes to
 
 
 class _Channel:
@@ -77,6 +76,7 @@ class PeerTransport(ProcessGroupTransport):
         self.slot_bytes = 0
         self.memory: Any = None  # uint8: the flags, then the slots of both channels
         self.view = functools.lru_cache(maxsize=64)(self._view)
+        self.written = functools.lru_cache(maxsize=32)(self._written)
         self.bases: list[int] = []  # of each rank's memory, as this rank sees it
 
     def send_buffer(
@@ -86,21 +86,31 @@ class PeerTransport(ProcessGroupTransport):
             return super().send_buffer(shape, dtype, device, exchange, back)
         return self._buffer(shape, dtype, exchange.most_sent(back), back)
 
-    def inboxes(self, shape: tuple[int, ...], dtype: torch.dtype, exchange: Exchange, back: bool) -> Inboxes | None:
+    def inboxes(
+        self, shape: tuple[int, ...], dtype: torch.dtype, exchange: Exchange, back: bool
+    ) -> tuple[Inboxes, Arrival] | None:
+        channel = self.channels[back]
+        inboxes = self.written(shape, dtype, exchange, back, channel.number % SLOTS)
+        if inboxes is None:
+            return None
+        channel.number += 1
+        channel.written += 1
+        return inboxes, self._arrival(channel.counts[0], channel.written * (self.size - 1))
+
+    def _written(
+        self, shape: tuple[int, ...], dtype: torch.dtype, exchange: Exchange, back: bool, slot: int
+    ) -> Inboxes | None:
+        """The inboxes of an exchange that is written, with the channel's next slot."""
         most, row_bytes = exchange.most_sent(not back), math.prod(shape) * dtype.itemsize
         is_writable = exchange.hops is not None and exchange.is_whole and self.size - 1 <= MAX_PEERS
         if not is_writable or (not back and most * row_bytes > WRITTEN_BYTES):
             return None
         received = self._buffer((sum(exchange.splits(back)[0]), *shape), dtype, most, back)
-        channel, slot, ends, addresses = self.channels[back], self._slot(back), [], []
+        start, ends, addresses = self._slot(back), [], []
         for receiver, first, rows, place in exchange.deliveries(back):
             ends.append(first + rows)
-            addresses.append(self.bases[receiver] + slot + (place - first) * row_bytes)
-        channel.number += 1
-        channel.written += 1
-        mine, *others = channel.counts
-        arrival = self._arrival(mine, channel.written * (self.size - 1))
-        return Inboxes(ends, addresses, others, received, arrival)
+            addresses.append(self.bases[receiver] + start + (place - first) * row_bytes)
+        return Inboxes(ends, addresses, self.channels[back].counts[1:], received)
 
     def _buffer(self, shape: tuple[int, ...], dtype: torch.dtype, most: int, back: bool) -> Tensor:
         """The channel's next buffer; `most` rows are the most that any rank needs of it."""
@@ -115,22 +125,30 @@ class PeerTransport(ProcessGroupTransport):
         view: Tensor = self.memory.view(dtype).as_strided(shape, strides, start // dtype.itemsize)
         return view
 
-    def all_to_all(self, output: Tensor, input: Tensor, exchange: Exchange, back: bool) -> Arrival:
+    def all_to_all(self, output: Tensor, input: Tensor, exchange: Exchange, back: bool, later: bool = False) -> Arrival:
         if exchange.hops is None:
             return super().all_to_all(output, input, exchange, back)
         channel, slot = self.channels[back], self._slot(back)
         assert input.numel() == 0 or input.data_ptr() == self.bases[self.rank] + slot
-        calls, stream = _calls(), channel.raw_stream
         channel.number += 1
         channel.values[:] = channel.ready.value = channel.there.value = channel.number
+        stream = torch._C._cuda_getCurrentRawStream(self.device)
+        driver.check(_calls().operate(stream, 1, ctypes.byref(channel.ready), 0))
+        fetch = functools.partial(self._fetch, channel, slot, output, exchange.fetches(back))
+        if not later:
+            fetch()
+        arrival = self._arrival(channel.there.address, channel.number)
+        return arrival._replace(begin=fetch) if later else arrival
+
+    def _fetch(self, channel: _Channel, slot: int, output: Tensor, fetches: tuple[Parcel, ...]) -> None:
+        """Lets the channel's stream find the peers and fetch the rows."""
+        calls, stream = _calls(), channel.raw_stream
         row_bytes, to = output.stride(0) * output.element_size(), output.data_ptr()
-        status = calls.operate(torch._C._cuda_getCurrentRawStream(self.device), 1, ctypes.byref(channel.ready), 0)
-        status |= calls.operate(stream, len(channel.operations), channel.operations, 0)
-        for source, first, rows, place in exchange.fetches(back):
+        status = calls.operate(stream, len(channel.operations), channel.operations, 0)
+        for source, first, rows, place in fetches:
             taken = self.bases[source] + slot + first * row_bytes
             status |= calls.copy(to + place * row_bytes, taken, rows * row_bytes, stream)
         driver.check(status | calls.operate(stream, 1, ctypes.byref(channel.there), 0))
-        return self._arrival(channel.there.address, channel.number)
 
     def _arrival(self, address: int, number: int) -> Arrival:
         there = functools.partial(self._flag, self.memory, address, number)
@@ -157,6 +175,7 @@ class PeerTransport(ProcessGroupTransport):
         torch.cuda.synchronize(self.device)  # fetches out of the old one are done when all ranks have come here
         self.slot_bytes = max(1 << 20, 1 << (needed - 1).bit_length())
         self.view.cache_clear()
+        self.written.cache_clear()
         self.memory = None
         size, name = FLAG_BYTES + 2 * SLOTS * self.slot_bytes, self.group.group_name
         self.memory = _SymmetricMemory.empty_strided_p2p(

@@ -194,6 +194,7 @@ class FlexBlockAttn:
 def _with_late(k: Tensor, v: Tensor, late: LateKeys | None) -> tuple[Tensor, Tensor]:
     if late is None:
         return k, v
+    late.arrival.begin()
     late.arrival.wait()
     return torch.cat([k, late.k]), torch.cat([v, late.v])
 

@@ -14,22 +14,20 @@ from torch import Tensor
 from torchtitan_magi import launch
 from torchtitan_magi.memory import empty
 from torchtitan_magi.plan import Exchange
-from torchtitan_magi.transport import Inboxes, Returned
+from torchtitan_magi.transport import MAX_PEERS, Inboxes, Returned
 
 _WARPS = 8  # of a block, one row each
 _UNIT = 16  # bytes that a lane moves at once
 _ELEMENTS = 8  # of a gradient that a thread handles at once
-
-
-_MAX_PLACES = 7
+_FINISH_UNITS = 1024  # times so many, that a block of finish_grads handles
 
 
 class _Places(ctypes.Structure):
     _fields_ = [
-        ("to", ctypes.c_void_p * _MAX_PLACES),
-        ("flags", ctypes.c_void_p * _MAX_PLACES),
+        ("to", ctypes.c_void_p * MAX_PEERS),
+        ("flags", ctypes.c_void_p * MAX_PEERS),
         ("blocks_done", ctypes.c_void_p),
-        ("ends", ctypes.c_int * _MAX_PLACES),
+        ("ends", ctypes.c_int * MAX_PEERS),
         ("num_flags", ctypes.c_int),
     ]
 
@@ -43,15 +41,6 @@ class _GatherParams(ctypes.Structure):
     ]
 
 
-class _PackParams(ctypes.Structure):
-    _fields_ = [
-        ("grad", ctypes.c_void_p),
-        ("places", _Places),
-        ("num_rows", ctypes.c_int),
-        ("units", ctypes.c_uint),
-    ]
-
-
 class _ReturnedRows(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("rows", "offsets", "order")),
@@ -61,11 +50,13 @@ class _ReturnedRows(ctypes.Structure):
 
 class _FinishParams(ctypes.Structure):
     _fields_ = [
+        ("places", _Places),
+        *((name, ctypes.c_void_p) for name in ("unsent", "started")),
         ("returned", _ReturnedRows),
         ("arrived", ctypes.c_void_p),
         ("number", ctypes.c_int),
         *((name, ctypes.c_void_p) for name in ("dkv", "dq", "dk_to", "dv_to", "dq_to")),
-        *((name, ctypes.c_uint) for name in ("dkv_units", "dq_units")),
+        *((name, ctypes.c_uint) for name in ("unsent_units", "dq_units", "dkv_units")),
         ("softmax_scale", ctypes.c_float),
     ]
 
@@ -90,28 +81,18 @@ class CudaRows:
         if num_rows == 0 and isinstance(to, Tensor):
             return
         k, v = launch.copyable(k), launch.copyable(v)
-        units = _UNIT // k.element_size()
+        device, units = k.device.index, _UNIT // k.element_size()
+        (k_token, k_head, _), (v_token, v_head, _), (_, num_heads, head_dim) = k.stride(), v.stride(), k.shape
         params = _GatherParams(
-            *(x.data_ptr() for x in (k, v, rows)),
-            _places(to, num_rows, k.device),
-            *(stride // units for x in (k, v) for stride in x.stride()[:2]),
-            num_rows,
-            k.shape[1],
-            k.shape[2] // units,
-        )
-        blocks = _few(-(-num_rows // _WARPS))
-        launch.load("rows.cu", "gather_rows", (), _WARPS * 32, 0)(k.device.index, blocks, params)
-
-    def pack(self, grad: Tensor, to: Tensor | Inboxes, wire: torch.dtype) -> None:
-        """Gradients fp32 [R, 2, H, D], contiguous, in the dtype `wire`, to a tensor like them or to who gets them."""
-        assert grad.dtype == torch.float32
-        assert grad.is_contiguous()
-        num_rows, units = grad.shape[0], grad.stride(0) // _ELEMENTS
-        if num_rows == 0 and isinstance(to, Tensor):
-            return
-        params = _PackParams(grad.data_ptr(), _places(to, num_rows, grad.device), num_rows, units)
-        blocks = _few(-(-num_rows * units // (_WARPS * 32)))
-        _kernel("pack_grads", wire, wire)(grad.device.index, blocks, params)
+            k.data_ptr(), v.data_ptr(), rows.data_ptr(), _places(to, num_rows),
+            k_token // units, k_head // units, v_token // units, v_head // units,
+            num_rows, num_heads, head_dim // units,
+        )  # fmt: skip
+        if not isinstance(to, Tensor):
+            params.places.blocks_done = launch.next_counter(device)
+        # So many that all run at once: at its end each waits until what it wrote has arrived.
+        blocks = max(1, min(-(-num_rows // _WARPS), 1024))
+        launch.load("rows.cu", "gather_rows", (), _WARPS * 32, 0)(device, blocks, params)
 
     def add(self, returned: Returned, grad: Tensor) -> None:
         """Adds returned rows (bf16, fp16 or fp32) to grad fp32 [T, 2, H, D], per token in rank order."""
@@ -128,7 +109,7 @@ class CudaRows:
 
     def round(self, dq: Tensor, softmax_scale: float, out: Tensor) -> None:
         """What FfaBlockAttn.backward left in dq (fp32 [T, Hq, D], contiguous), times the scale, to out (16 bits)."""
-        params = _FinishParams(_ReturnedRows(units=1))
+        params = _FinishParams(returned=_ReturnedRows(units=1))
         _add_queries(params, dq, softmax_scale, out)
         _finish(params, dq.device, out.dtype, out.dtype)
 
@@ -142,32 +123,47 @@ class CudaRows:
         self, returned: Returned | None, dq: Tensor, dkv: Tensor, softmax_scale: float, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor, Tensor]:
         """In `dtype`: dq [T, Hq, D] as `round` has it, and dk and dv [T, H, D] of the first T rows of dkv [.., 2, H, D]
-        with `returned` added to them, as soon as it is there.
+        with `returned` added to them, as soon as it is there. What is unsent is sent before.
 
         dq and dkv are fp32 and contiguous, D is a multiple of 8; the sums are per token in rank order.
         """
         params, dk, dv = _of_keys(returned, dkv, dq.shape[0], dtype)
         dq_to = empty(dq.shape, dtype, dq.device)
         _add_queries(params, dq, softmax_scale, dq_to)
-        if returned is not None:
-            if params.returned.num_tokens and (flag := returned.arrival.flag()):
-                params.arrived, params.number = flag
-            else:
-                returned.arrival.wait()
-        _finish(params, dq.device, dtype, dtype if returned is None else returned.rows.dtype)
+        if returned is None:
+            _finish(params, dq.device, dtype, dtype)
+            return dq_to, dk, dv
+        if (flag := returned.arrival.flag()) is None:
+            returned.arrival.wait()
+        elif params.returned.num_tokens:
+            params.arrived, params.number = flag
+        if returned.unsent is not None:
+            grad, inboxes = returned.unsent
+            assert grad.is_contiguous()
+            params.unsent, params.unsent_units = grad.data_ptr(), grad.numel() // _ELEMENTS
+            params.places = _places_of(inboxes)
+            params.started = launch.next_counter(dq.device.index)
+            params.places.blocks_done = params.started + 4
+        _finish(params, dq.device, dtype, returned.rows.dtype)
+        if not params.returned.num_tokens:
+            returned.arrival.wait()  # only now, as other ranks may wait for what has been sent
         return dq_to, dk, dv
 
 
-def _places(to: Tensor | Inboxes, num_rows: int, device: torch.device) -> _Places:
+def _places(to: Tensor | Inboxes, num_rows: int) -> _Places:
+    if not isinstance(to, Tensor):
+        return _places_of(to)
     places = _Places()
-    if isinstance(to, Tensor):
-        places.to[0], places.ends[0] = to.data_ptr(), num_rows
-    else:
-        count = len(to.ends)
-        places.to[:count], places.ends[:count] = to.addresses, to.ends
-        places.num_flags = len(to.flags)
-        places.flags[: places.num_flags] = to.flags
-        places.blocks_done = launch.next_counter(device.index)
+    places.to[0], places.ends[0] = to.data_ptr(), num_rows
+    return places
+
+
+@functools.lru_cache(maxsize=32)
+def _places_of(inboxes: Inboxes) -> _Places:
+    """To be completed by `blocks_done`."""
+    places, count = _Places(num_flags=len(inboxes.flags)), len(inboxes.ends)
+    places.to[:count], places.ends[:count] = inboxes.addresses, inboxes.ends
+    places.flags[: places.num_flags] = inboxes.flags
     return places
 
 
@@ -180,7 +176,7 @@ def _of_keys(
     units = 2 * num_heads * head_dim // _ELEMENTS
     rows = _ReturnedRows(units=units) if returned is None else _returned_rows(returned, units)
     params = _FinishParams(
-        rows, dkv=dkv.data_ptr(), dk_to=dk.data_ptr(), dv_to=dv.data_ptr(), dkv_units=num_tokens * units
+        returned=rows, dkv=dkv.data_ptr(), dk_to=dk.data_ptr(), dv_to=dv.data_ptr(), dkv_units=num_tokens * units
     )
     return params, dk, dv
 
@@ -192,8 +188,13 @@ def _add_queries(params: _FinishParams, dq: Tensor, softmax_scale: float, dq_to:
 
 
 def _finish(params: _FinishParams, device: torch.device, dtype: torch.dtype, wire: torch.dtype) -> None:
-    if units := params.dkv_units + params.dq_units:
-        _kernel("finish_grads", dtype, wire)(device.index, _thread_blocks(units), params)
+    writers = max(1, _finish_blocks(params.unsent_units)) if params.started else 0
+    if blocks := writers + _finish_blocks(params.dq_units) + _finish_blocks(params.dkv_units):
+        _kernel("finish_grads", dtype, wire)(device.index, blocks, params)
+
+
+def _finish_blocks(units: int) -> int:
+    return -(-units // _FINISH_UNITS)
 
 
 def _returned_rows(returned: Returned, units: int) -> _ReturnedRows:
@@ -210,8 +211,3 @@ def _kernel(name: str, dtype: torch.dtype, wire: torch.dtype) -> launch.Kernel:
 
 def _thread_blocks(units: int) -> int:
     return min(-(-units // (_WARPS * 32)), 1 << 20)
-
-
-def _few(blocks: int) -> int:
-    """So many that all run at once: at its end each waits until what it wrote has arrived."""
-    return max(1, min(blocks, 1024))

@@ -14,6 +14,7 @@ from torchtitan_magi.plan import Exchange
 
 Wait = Callable[[], object]
 Channel = Literal["cast", "reduce"]
+MAX_PEERS = 7  # that one kernel writes to
 
 
 class Flag(NamedTuple):
@@ -32,23 +33,14 @@ class Arrival(NamedTuple):
 
     wait: Wait
     flag: Callable[[], Flag | None] = lambda: None
+    begin: Callable[[], object] = lambda: None  # once; does something if it was to be begun later
 
 
 class LateKeys(NamedTuple):
-    """K/V rows [rows, H, D] that follow a rank's own. Who reads them waits for them."""
+    """K/V rows [rows, H, D] that follow a rank's own. Who reads them begins their exchange and waits for them."""
 
     k: Tensor
     v: Tensor
-    arrival: Arrival
-
-
-@dataclass(frozen=True, eq=False)
-class Returned:
-    """Gradients of rows that come back from an exchange. Who reads them waits for them."""
-
-    rows: Tensor  # [S, 2, H, D]
-    index: list[Tensor]  # Rows.index of the exchange
-    exchange: Exchange
     arrival: Arrival
 
 
@@ -60,7 +52,17 @@ class Inboxes:
     addresses: list[int]  # of each rank: where row 0 would be if it were the rank's
     flags: list[int]  # addresses of words of all ranks, int32, to which the kernel adds one when all rows are written
     received: Tensor  # what this rank gets
-    arrival: Arrival  # of that
+
+
+@dataclass(frozen=True, eq=False)
+class Returned:
+    """Gradients of rows that come back from an exchange. Who reads them waits for them."""
+
+    rows: Tensor  # [S, 2, H, D]
+    index: list[Tensor]  # Rows.index of the exchange
+    exchange: Exchange
+    arrival: Arrival
+    unsent: tuple[Tensor, Inboxes] | None = None  # gradients that this rank still has to send before: rows.finish does
 
 
 class Transport(Protocol):
@@ -73,7 +75,9 @@ class Transport(Protocol):
     size: int
     way: str  # what rows travel by, for the log
 
-    def inboxes(self, shape: tuple[int, ...], dtype: torch.dtype, exchange: Exchange, back: bool) -> Inboxes | None:
+    def inboxes(
+        self, shape: tuple[int, ...], dtype: torch.dtype, exchange: Exchange, back: bool
+    ) -> tuple[Inboxes, Arrival] | None:
         """Where a kernel is to write what the channel sends next; that is the exchange. None: it takes an `all_to_all`.
 
         Args:
@@ -85,11 +89,12 @@ class Transport(Protocol):
     ) -> Tensor:
         """Memory for what the channel sends next, contiguous."""
 
-    def all_to_all(self, output: Tensor, input: Tensor, exchange: Exchange, back: bool) -> Arrival:
+    def all_to_all(self, output: Tensor, input: Tensor, exchange: Exchange, back: bool, later: bool = False) -> Arrival:
         """Starts an exchange of rows (dim 0) into ``output``.
 
         Args:
-            input: from `send_buffer`.
+            input: from `send_buffer`; what the stream does next is not waited for.
+            later: what the host takes long for may be left to the arrival's `begin`.
         """
 
     def all_gather(self, output: Tensor, input: Tensor) -> None:
@@ -117,7 +122,9 @@ class ProcessGroupTransport:
         for group in set(self.groups.values()):
             dist.distributed_c10d._set_pg_timeout(timeout, group)
 
-    def inboxes(self, shape: tuple[int, ...], dtype: torch.dtype, exchange: Exchange, back: bool) -> Inboxes | None:
+    def inboxes(
+        self, shape: tuple[int, ...], dtype: torch.dtype, exchange: Exchange, back: bool
+    ) -> tuple[Inboxes, Arrival] | None:
         return None
 
     def send_buffer(
@@ -125,7 +132,7 @@ class ProcessGroupTransport:
     ) -> Tensor:
         return empty(shape, dtype, device)
 
-    def all_to_all(self, output: Tensor, input: Tensor, exchange: Exchange, back: bool) -> Arrival:
+    def all_to_all(self, output: Tensor, input: Tensor, exchange: Exchange, back: bool, later: bool = False) -> Arrival:
         received, sent = map(list, exchange.splits(back))
         group = self.groups["reduce" if back else "cast"]
         return Arrival(dist.all_to_all_single(output, input, received, sent, group=group, async_op=True).wait)
@@ -139,7 +146,9 @@ class SingleRank:
 
     rank, size, way = 0, 1, "nothing"
 
-    def inboxes(self, shape: tuple[int, ...], dtype: torch.dtype, exchange: Exchange, back: bool) -> Inboxes | None:
+    def inboxes(
+        self, shape: tuple[int, ...], dtype: torch.dtype, exchange: Exchange, back: bool
+    ) -> tuple[Inboxes, Arrival] | None:
         raise AssertionError("a plan for one rank never communicates")
 
     def send_buffer(
@@ -147,7 +156,7 @@ class SingleRank:
     ) -> Tensor:
         raise AssertionError("a plan for one rank never communicates")
 
-    def all_to_all(self, output: Tensor, input: Tensor, exchange: Exchange, back: bool) -> Arrival:
+    def all_to_all(self, output: Tensor, input: Tensor, exchange: Exchange, back: bool, later: bool = False) -> Arrival:
         raise AssertionError("a plan for one rank never communicates")
 
     def all_gather(self, output: Tensor, input: Tensor) -> None:
