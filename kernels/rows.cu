@@ -17,6 +17,7 @@ struct Places {
   int* blocks_done;                       // zero, and zero afterwards; unused without flags
   int ends[kMaxPlaces];                   // the row after the last of each place, ascending
   int num_flags;
+  int begin;                              // the row to begin with
 };
 
 DEVICE uint4* place_of(const Places& places, int row) {
@@ -49,7 +50,8 @@ struct GatherParams {
 extern "C" __global__ void __launch_bounds__(kWarps * 32) gather_rows(const __grid_constant__ GatherParams params) {
   wait_for_kernel_before();
   const int lane = threadIdx.x % 32, units = params.num_heads * params.units_per_head;
-  for (int i = blockIdx.x * kWarps + threadIdx.x / 32; i < params.num_rows; i += gridDim.x * kWarps) {
+  for (int n = blockIdx.x * kWarps + threadIdx.x / 32; n < params.num_rows; n += gridDim.x * kWarps) {
+    const int i = n + params.places.begin < params.num_rows ? n + params.places.begin : n + params.places.begin - params.num_rows;
     const long long token = __ldg(params.rows + i);
     uint4* out = place_of(params.places, i) + (long long)i * 2 * units;
     for (int u = lane; u < units; u += 32) {
@@ -148,7 +150,9 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32) finish_grads(const __g
     }
   };
   if (block < writers) {
-    each(0, params.unsent_units, [&](unsigned i) {
+    const unsigned begin = params.places.begin * units;
+    each(0, params.unsent_units, [&](unsigned n) {
+      const unsigned i = n + begin < params.unsent_units ? n + begin : n + begin - params.unsent_units;
       const float4 low = params.unsent[2ll * i], high = params.unsent[2ll * i + 1];
       uint4* to = place_of(params.places, i / units);
 #ifdef WIRE_FP32

@@ -143,6 +143,7 @@ def test_every_rank_is_written_what_is_its_own(fake_driver, size):
                 rows = sum(exchange.splits(back)[1])
                 sent.append(torch.arange(3.0 * rows).view(rows, 3) + 1000 * i + turn)
             for box, rows in zip(inboxes, sent, strict=True):
+                assert box.begin in (0, *box.ends)
                 write(box, rows)
             parts = [rows.split(list(exchanges[i].splits(back)[1])) for i, rows in enumerate(sent)]
             for i, box in enumerate(inboxes):

@@ -106,11 +106,11 @@ class PeerTransport(ProcessGroupTransport):
         if not is_writable or (not back and most * row_bytes > WRITTEN_BYTES):
             return None
         received = self._buffer((sum(exchange.splits(back)[0]), *shape), dtype, most, back)
-        start, ends, addresses = self._slot(back), [], []
-        for receiver, first, rows, place in exchange.deliveries(back):
-            ends.append(first + rows)
-            addresses.append(self.bases[receiver] + start + (place - first) * row_bytes)
-        return Inboxes(ends, addresses, self.channels[back].counts[1:], received)
+        start, deliveries, counts = self._slot(back), exchange.deliveries(back), self.channels[back].counts
+        ends = [parcel.first + parcel.rows for parcel in deliveries]
+        addresses = [self.bases[other] + start + (place - first) * row_bytes for other, first, _, place in deliveries]
+        begin = next((parcel.first for parcel in deliveries if parcel.other > self.rank), 0)
+        return Inboxes(ends, addresses, begin, counts[1:], received)
 
     def _buffer(self, shape: tuple[int, ...], dtype: torch.dtype, most: int, back: bool) -> Tensor:
         """The channel's next buffer; `most` rows are the most that any rank needs of it."""

@@ -28,7 +28,7 @@ class _Places(ctypes.Structure):
         ("flags", ctypes.c_void_p * MAX_PEERS),
         ("blocks_done", ctypes.c_void_p),
         ("ends", ctypes.c_int * MAX_PEERS),
-        ("num_flags", ctypes.c_int),
+        *((name, ctypes.c_int) for name in ("num_flags", "begin")),
     ]
 
 
@@ -161,7 +161,7 @@ def _places(to: Tensor | Inboxes, num_rows: int) -> _Places:
 @functools.lru_cache(maxsize=32)
 def _places_of(inboxes: Inboxes) -> _Places:
     """To be completed by `blocks_done`."""
-    places, count = _Places(num_flags=len(inboxes.flags)), len(inboxes.ends)
+    places, count = _Places(num_flags=len(inboxes.flags), begin=inboxes.begin), len(inboxes.ends)
     places.to[:count], places.ends[:count] = inboxes.addresses, inboxes.ends
     places.flags[: places.num_flags] = inboxes.flags
     return places

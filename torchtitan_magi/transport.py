@@ -50,6 +50,7 @@ class Inboxes:
 
     ends: list[int]  # of each rank: the row after its last one, in the order in which rows are sent; ascending
     addresses: list[int]  # of each rank: where row 0 would be if it were the rank's
+    begin: int  # the row to begin with, so that not all write to the same rank at once
     flags: list[int]  # addresses of words of all ranks, int32, to which the kernel adds one when all rows are written
     received: Tensor  # what this rank gets
 

@@ -1,0 +1,78 @@
+"""Our row kernels on a GPU that writes to itself, as if its memory were that of several ranks."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from torchtitan_magi.rows import CudaRows
+from torchtitan_magi.transport import Arrival, Flag, Inboxes, Returned
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU (sm_90)")]
+TOKENS, HEADS, DIM = 3000, 8, 128
+
+
+def boxes(counts, row_bytes, flags, dtype, begin):
+    """Inboxes of ranks that get so many rows each, and the memory that they write to, a tensor each."""
+    targets = [torch.full((count, 2, HEADS, DIM), torch.nan, dtype=dtype, device="cuda") for count in counts]
+    ends = np.cumsum(counts).tolist()
+    starts = [end - count for end, count in zip(ends, counts, strict=True)]
+    addresses = [x.data_ptr() - start * row_bytes for x, start in zip(targets, starts, strict=True)]
+    words = [flags.data_ptr() + 4 * i for i in range(len(flags))]
+    return Inboxes(ends, addresses, starts[begin], words, targets[0]), targets
+
+
+@pytest.mark.parametrize("counts", [[700], [1, 900, 333], [5, 4, 3, 2, 1, 600, 7]])
+def test_rows_are_written_to_each_place_and_then_counted(counts):
+    k, v = torch.randn(2, TOKENS, HEADS, DIM, device="cuda", dtype=torch.bfloat16)
+    rows = torch.cat([torch.randperm(TOKENS)[:n].sort().values for n in counts]).int().cuda()
+    flags = torch.zeros(len(counts), dtype=torch.int32, device="cuda")
+    for turn in range(3):
+        inboxes, targets = boxes(counts, 2 * HEADS * DIM * 2, flags, k.dtype, turn % len(counts))
+        CudaRows().gather(k, v, [rows], inboxes)
+        for target, part in zip(targets, rows.split(counts), strict=True):
+            assert torch.equal(target, torch.stack([k[part.long()], v[part.long()]], 1))
+        assert (flags == turn + 1).all()
+
+
+def test_no_rows_are_counted_too():
+    k = torch.randn(TOKENS, HEADS, DIM, device="cuda", dtype=torch.bfloat16)
+    flags = torch.zeros(2, dtype=torch.int32, device="cuda")
+    inboxes = Inboxes([], [], 0, [flags.data_ptr(), flags.data_ptr() + 4], k)
+    CudaRows().gather(k, k, [torch.zeros(0, dtype=torch.int32, device="cuda")], inboxes)
+    assert flags.tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("wire", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("unsent", [0, 1, 900])
+def test_the_end_of_a_backward_sends_before_it_waits(wire, unsent):
+    """Several ranks in one: what is sent comes back at once, and only then may be added."""
+    counts = [n for n in (unsent // 3, unsent - unsent // 3) if n]
+    sent = [torch.randperm(TOKENS)[:n].sort().values for n in counts]
+    exchange = SimpleNamespace(send_rows=torch.cat([*sent, torch.zeros(0, dtype=torch.int64)]).numpy())
+    index = [torch.from_numpy(np.asarray(part)).int().cuda() for part in CudaRows().index(exchange)]
+    dq = torch.randn(TOKENS, 64, DIM, device="cuda")
+    dkv, grad = (torch.randn(n, 2, HEADS, DIM, device="cuda") for n in (TOKENS, unsent))
+    flag = torch.zeros(1, dtype=torch.int32, device="cuda")
+    for turn in range(3):
+        received = torch.full((unsent, 2, HEADS, DIM), torch.nan, dtype=wire, device="cuda")
+        ends = np.cumsum(counts).tolist()
+        addresses = [received.data_ptr()] * len(counts)
+        inboxes = Inboxes(ends, addresses, 0, [flag.data_ptr()], received)
+        arrival = Arrival(lambda: None, lambda turn=turn: Flag(flag.data_ptr(), turn + 1))
+        returned = Returned(received, index, exchange, arrival, (grad, inboxes))
+        rounded, dk, dv = CudaRows().finish(returned, dq, dkv, 0.25, torch.bfloat16)
+        want = dkv.clone()
+        for rows, end in zip(sent, ends, strict=True):
+            want.index_add_(0, rows.cuda(), grad[end - len(rows) : end].to(wire).float())
+        assert torch.equal(received, grad.to(wire))
+        torch.testing.assert_close(torch.stack([dk, dv], 1), want.bfloat16(), rtol=8e-3, atol=1e-6)
+        assert torch.equal(rounded, _plain_order(dq * 0.25).bfloat16())
+        assert flag.item() == turn + 1
+
+
+def _plain_order(x):
+    """Columns of each 8 as they are in gradients; the kernel keeps the even ones before the odd ones."""
+    return x.unflatten(-1, (-1, 2, 4)).transpose(-1, -2).flatten(-3)
