@@ -37,6 +37,7 @@ CASES = {
     "GQA 5:1, head_dim 64": documents([700, 201], heads=(10, 2), dtype=torch.bfloat16, head_dim=64, stages=3),
     "fp16": documents([1000, 211, 7], heads=(16, 4), dtype=torch.float16, head_dim=128),
     "float32 on the wire": documents([1000, 211, 7], heads=(16, 4), **BF16, fp32_reduce=True, stages=2),
+    "float32 on the wire, no overlap": documents([100, 211, 7], heads=(16, 4), **BF16, fp32_reduce=True, stages=0),
     "bidirectional": documents([500, 90, 410], "full", heads=(8, 2), **BF16, stages=2),
     "sliding window": documents([1700, 50], "window", 200, heads=(8, 2), **BF16, stages=2),
     "no overlap": documents([600, 200, 300], heads=(8, 2), **BF16, stages=0),

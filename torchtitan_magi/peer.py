@@ -12,6 +12,7 @@ the host, and done sooner where nothing could be done meanwhile: for few rows, a
 import ctypes
 import functools
 import math
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -135,10 +136,11 @@ class PeerTransport(ProcessGroupTransport):
         stream = torch._C._cuda_getCurrentRawStream(self.device)
         driver.check(_calls().operate(stream, 1, ctypes.byref(channel.ready), 0))
         fetch = functools.partial(self._fetch, channel, slot, output, exchange.fetches(back))
-        if not later:
-            fetch()
         arrival = self._arrival(channel.there.address, channel.number)
-        return arrival._replace(begin=fetch) if later else arrival
+        if later and not _launches_block():
+            return arrival._replace(begin=fetch)
+        fetch()
+        return arrival
 
     def _fetch(self, channel: _Channel, slot: int, output: Tensor, fetches: tuple[Parcel, ...]) -> None:
         """Lets the channel's stream find the peers and fetch the rows."""
@@ -205,6 +207,11 @@ class _Calls:
 
 
 _calls = functools.cache(_Calls)
+
+
+def _launches_block() -> bool:
+    """Whether the host waits for each kernel: then an exchange must be under way before the kernel that awaits it."""
+    return os.environ.get("CUDA_LAUNCH_BLOCKING", "0") != "0"
 
 
 def can_reach_each_other(group: dist.ProcessGroup) -> bool:
