@@ -154,8 +154,8 @@ class Layer:
     def backward(self) -> None:
         dq = torch.empty(self.q.shape, dtype=torch.float32, device="cuda")
         delta = self.block_attn.delta(self.out, self.dout, zero=dq)
-        dk, dv = torch.empty_like(self.k), torch.empty_like(self.v)
-        self.block_attn.backward(self.dout, self.q, self.k, self.v, self.lse, delta, self.mask, self.scale, dq, dk, dv)
+        dkv = torch.empty_like(self.k), torch.empty_like(self.v)
+        self.block_attn.backward(self.dout, self.q, self.k, self.v, self.lse, delta, self.mask, self.scale, dq, dkv)
         self.block_attn.rows().round(dq, self.scale, torch.empty_like(self.q))
 
 

@@ -187,9 +187,7 @@ def run_ours(case: Case, q: Tensor, kvs: list[Tensor], dout: Tensor) -> dict[str
     dks, dvs = [], []
     for mask, kv in zip(masks, kvs, strict=True):
         dkv = torch.full(kv.shape, torch.nan, dtype=torch.float32 if case.float_grads else kv.dtype, device="cuda")
-        attn.backward(
-            dout, q, kv[:, 0], kv[:, 1], lse, delta, mask, case.softmax_scale, dq, dkv[:, 0], dkv[:, 1],
-        )  # fmt: skip
+        attn.backward(dout, q, kv[:, 0], kv[:, 1], lse, delta, mask, case.softmax_scale, dq, dkv)
         dks.append(dkv[:, 0])
         dvs.append(dkv[:, 1])
     rounded = torch.empty_like(dout)

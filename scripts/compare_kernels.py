@@ -35,17 +35,16 @@ class Version:
         self.out, self.lse = self.forward()  # now the kernels are compiled and loaded
         self.dq = torch.empty_like(self.q, dtype=torch.float32)
         self.delta = self.attn.delta(self.out, self.dout, self.dq)
-        self.dk, self.dv = (torch.zeros_like(x, dtype=torch.float32) for x in (self.k, self.v))
+        self.dkv = torch.zeros_like(self.k, dtype=torch.float32), torch.zeros_like(self.v, dtype=torch.float32)
         self.backward()
-        self.results = [x.float().clone() for x in (self.out, self.dq, self.dk, self.dv)]
+        self.results = [x.float().clone() for x in (self.out, self.dq, *self.dkv)]
 
     def forward(self) -> tuple[Tensor, Tensor]:
         return self.attn.forward(self.q, self.k, self.v, self.mask, SCALE)
 
     def backward(self) -> None:
         self.attn.backward(
-            self.dout, self.q, self.k, self.v, self.lse, self.delta, self.mask, SCALE, self.dq, self.dk, self.dv,
-            zeroed=True,
+            self.dout, self.q, self.k, self.v, self.lse, self.delta, self.mask, SCALE, self.dq, self.dkv, zeroed=True
         )  # fmt: skip
 
 

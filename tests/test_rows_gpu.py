@@ -62,7 +62,7 @@ def test_the_end_of_a_backward_sends_before_it_waits(wire, unsent):
         addresses = [received.data_ptr()] * len(counts)
         inboxes = Inboxes(ends, addresses, 0, [flag.data_ptr()], received)
         arrival = Arrival(lambda: None, lambda turn=turn: Flag(flag.data_ptr(), turn + 1))
-        returned = Returned(received, index, exchange, arrival, (grad, inboxes))
+        returned = Returned(received, index, exchange, arrival, (grad, 0, inboxes))
         rounded, dk, dv = CudaRows().finish(returned, dq, dkv, 0.25, torch.bfloat16)
         want = dkv.clone()
         for rows, end in zip(sent, ends, strict=True):

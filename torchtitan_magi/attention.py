@@ -49,13 +49,12 @@ def _backward(
         dq, rounded = empty(q.shape, wide, q.device), empty(q.shape, q.dtype, q.device)
         sums = bound.block_attn.sums(stages[0].mask, k, rounded)
         delta = bound.block_attn.delta(out, dout, dq, sums)
+        mask = stages[0].mask
         if sums is None:
             dk, dv = empty(k.shape, k.dtype, k.device), empty(v.shape, v.dtype, v.device)
+            bound.block_attn.backward(dout, q, k, v, lse, delta, mask, softmax_scale, dq, (dk, dv))
         else:
-            dk, dv = sums.unbind(1)
-        mask, zeroed = stages[0].mask, sums is not None
-        bound.block_attn.backward(dout, q, k, v, lse, delta, mask, softmax_scale, dq, dk, dv, zeroed=zeroed)
-        if sums is not None:
+            bound.block_attn.backward(dout, q, k, v, lse, delta, mask, softmax_scale, dq, sums, zeroed=True)
             dk, dv = bound.rows.round_keys(sums, k.dtype)
         bound.rows.round(dq, softmax_scale, rounded)
         return rounded, dk, dv
@@ -71,9 +70,9 @@ def _backward(
         k_rows, v_rows, late = arriving.take(i)
         if i > 0:
             grad = grad_buffer(stage, k, wire, bound.transport)
-        (dk, dv), zeroed = grad.unbind(1), adds_keys and i == 0
+        zeroed = adds_keys and i == 0
         bound.block_attn.backward(
-            dout, q, k_rows, v_rows, lse, delta, bound_stage.mask, softmax_scale, dq, dk, dv, zeroed=zeroed, late=late
+            dout, q, k_rows, v_rows, lse, delta, bound_stage.mask, softmax_scale, dq, grad, zeroed=zeroed, late=late
         )
         del k_rows, v_rows, late
         if returned is not None:
@@ -118,12 +117,12 @@ class _Arrivals:
             self._start(i)
             return self.k, self.v, None
         buffer, arrival = pending
-        k_rows, v_rows = buffer.unbind(1)
         if self.stages[i].stage.holds_local:
             self._start(i)  # this may replace the memory that flags lie in
-            return self.k, self.v, LateKeys(k_rows, v_rows, arrival)
+            return self.k, self.v, LateKeys(buffer, arrival)
         arrival.wait()
         self._start(i)
+        k_rows, v_rows = buffer.unbind(1)
         return k_rows, v_rows, None
 
 

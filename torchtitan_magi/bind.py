@@ -12,7 +12,7 @@ from torch import Tensor
 from torchtitan_magi.comm import Mesh, Rows, SingleRank, Transport, as_transport
 from torchtitan_magi.plan import AttnPlan, RankShare, Stage
 from torchtitan_magi.slices import AttnSlices
-from torchtitan_magi.transport import LateKeys
+from torchtitan_magi.transport import KeysAndValues, LateKeys
 
 BACKENDS = ("auto", "ffa", "flex")
 
@@ -71,8 +71,7 @@ class BlockAttn(Protocol):
         mask: Any,
         softmax_scale: float,
         dq: Tensor,
-        dk: Tensor,
-        dv: Tensor,
+        dkv: KeysAndValues,
         zeroed: bool = False,
         late: LateKeys | None = None,
     ) -> None: ...

@@ -219,7 +219,7 @@ def group_reduce(
         written = transport.inboxes(grad.shape[1:], wire, stage.exchanges[0], back=True)
         if written is not None:
             inboxes, arrival = written
-            unsent = _of_exchange(stage, 0, grad), inboxes
+            unsent = grad, stage.arriving[0][0], inboxes
             return Returned(inboxes.received, index[0], stage.exchanges[0], arrival, unsent)
 
     def memory(i: int) -> Tensor:

@@ -17,7 +17,7 @@ from torchtitan_magi.bands import FAR, KEYS
 from torchtitan_magi.memory import empty, layout
 from torchtitan_magi.rows import CudaRows
 from torchtitan_magi.slices import AttnSlices
-from torchtitan_magi.transport import LateKeys
+from torchtitan_magi.transport import KeysAndValues, LateKeys
 from torchtitan_magi.worklists import BACKWARD_ROWS, ROWS, ListSizes, WorkLists, build_worklists
 
 LOG2_E = math.log2(math.e)
@@ -220,8 +220,7 @@ class FfaBlockAttn:
         mask: DeviceLists,
         softmax_scale: float,
         dq: Tensor,
-        dk: Tensor,
-        dv: Tensor,
+        dkv: KeysAndValues,
         zeroed: bool = False,
         late: LateKeys | None = None,
         sm_margin: int = 0,
@@ -235,9 +234,9 @@ class FfaBlockAttn:
             lse, delta: fp32 [Tq, Hq] contiguous, final over all stages; delta = rowsum(out * dout).
             dq: fp32 [Tq, Hq, D] contiguous: dS K is added to it, without softmax_scale, and with the even columns of
             each 8 before the odd ones; `CudaRows.round` or `finish` makes gradients of it.
-            dk, dv: [Tk and late rows, Hk, D], overwritten; fp32 or the dtype of k, innermost dimension contiguous, rows
-            16-byte aligned.
-            zeroed: dk and dv hold zeros.
+            dkv: of Tk and late rows, overwritten; fp32 or the dtype of k, innermost dimension contiguous, rows 16-byte
+            aligned.
+            zeroed: dkv holds zeros.
             late: as in forward.
             sm_margin: SMs to leave to others.
 
@@ -259,30 +258,31 @@ class FfaBlockAttn:
             return
         if s.num_q == 0:
             _settle(late, s.backward_awaits)
-            dk.zero_(), dv.zero_()
+            _zero(dkv)
             return
         device = q.device.index
         kernel, template = mask.launches[key]
         params = launch.BackwardParams.from_buffer_copy(template)
-        dk_to, dv_to = dk, dv
+        to, sums = dkv, None
+        is_float = (dkv[0] if isinstance(dkv, tuple) else dkv).dtype == torch.float32
         if s.is_split:  # parts of a tile add to fp32 sums
             params.store = launch.ADD_FLOAT
-            if dk.dtype != torch.float32:
-                dk_to, dv_to = torch.zeros(2, *dk.shape, dtype=torch.float32, device=k.device)
+            if not is_float:
+                to = sums = torch.zeros(s.num_k, 2, s.num_heads_kv, q.shape[2], dtype=torch.float32, device=k.device)
             elif not zeroed:
-                dk.zero_(), dv.zero_()
+                _zero(dkv)
         else:
-            params.store = launch.STORE_FLOAT if dk.dtype == torch.float32 else launch.STORE_PACKED
+            params.store = launch.STORE_FLOAT if is_float else launch.STORE_PACKED
         semaphores = None
         if s.deterministic:
             counts = 2 * s.num_q_blocks * (s.num_heads_q // s.backward_pack), 2 * s.num_k_tiles * s.num_heads_kv
             semaphores = torch.zeros(sum(counts), dtype=torch.int32, device=k.device)
             params.semaphores = semaphores.data_ptr()
             params.part_semaphores = semaphores.data_ptr() + 4 * counts[0]
-        params.dk, params.dv = dk_to.data_ptr(), dv_to.data_ptr()
         params.lse, params.delta = lse.data_ptr(), delta.data_ptr()
-        params.dk_token_stride, params.dk_head_stride, _ = dk_to.stride()
-        params.dv_token_stride, params.dv_head_stride, _ = dv_to.stride()
+        (params.dk, _, dk_strides), (params.dv, _, dv_strides) = _keys_and_values(to)
+        params.dk_token_stride, params.dk_head_stride, _ = dk_strides
+        params.dv_token_stride, params.dv_head_stride, _ = dv_strides
         params.counter = launch.next_counter(device)
         params.softmax_scale, params.scale_log2 = softmax_scale, softmax_scale * LOG2_E
         num_items = template.schedule.num_items
@@ -290,7 +290,7 @@ class FfaBlockAttn:
         map_dq, _ = launch.tensor_map(dq, pack, tokens)
         map_dk = map_dv = map_dq  # unused unless parts are added up
         if params.store == launch.ADD_FLOAT:
-            (map_dk, _), (map_dv, _) = (launch.tensor_map(x, 1, BACKWARD_ROWS) for x in (dk_to, dv_to))
+            map_dk, map_dv = _maps(to, torch.float32, BACKWARD_ROWS)
         map_q, q = launch.tensor_map(q, pack, tokens)  # the tensors too: a copy must live until it is read
         map_dout, dout = launch.tensor_map(dout, pack, tokens)
         map_k, k = launch.tensor_map(k, 1, KEYS)
@@ -301,8 +301,9 @@ class FfaBlockAttn:
             device, grid, map_q, map_dout, map_k, map_v, map_late_k, map_late_v, map_dq, map_dk, map_dv, params
         )  # fmt: skip
         _settle(late, s.backward_awaits)
-        if dk_to is not dk:
-            dk.copy_(dk_to), dv.copy_(dv_to)
+        if sums is not None:
+            for x, wide in zip(dkv if isinstance(dkv, tuple) else dkv.unbind(1), sums.unbind(1), strict=True):
+                x.copy_(wide)
 
     def _backward_launch(
         self, mask: DeviceLists, head_dim: int, dtype: torch.dtype
@@ -379,11 +380,31 @@ def _check_scale(softmax_scale: float) -> None:
         raise ValueError(f"softmax_scale is {softmax_scale}; it must be positive")
 
 
+def _keys_and_values(both: KeysAndValues) -> list[tuple[int, tuple[int, ...], tuple[int, ...]]]:
+    """Address, shape and strides of K and of V; views of a tensor would take long to make."""
+    if isinstance(both, tuple):
+        return [(x.data_ptr(), x.shape, x.stride()) for x in both]
+    rows, _, *head = both.shape
+    token, half, *in_head = both.stride()
+    address, shape, strides = both.data_ptr(), (rows, *head), (token, *in_head)
+    return [(address, shape, strides), (address + half * both.element_size(), shape, strides)]
+
+
+def _maps(both: KeysAndValues, dtype: torch.dtype, tokens: int) -> list[Any]:
+    """Maps of rows that are aligned, with boxes of so many tokens."""
+    return [launch.encode(*at, dtype, 1, tokens) for at in _keys_and_values(both)]
+
+
+def _zero(both: KeysAndValues) -> None:
+    for x in both if isinstance(both, tuple) else (both,):
+        x.zero_()
+
+
 def _late(late: LateKeys | None, awaits: bool, map_k: Any, map_v: Any, first: int) -> tuple[Any, Any, launch.LateKeys]:
     """Maps of late K and V rows, and what the kernel is told of them; without any that it reads, maps of others."""
     if late is None or not awaits:
         return map_k, map_v, NO_LATE_KEYS
-    (map_late_k, _), (map_late_v, _) = launch.tensor_map(late.k, 1, KEYS), launch.tensor_map(late.v, 1, KEYS)
+    map_late_k, map_late_v = _maps(late.kv, late.kv.dtype, KEYS)
     if (flag := late.arrival.flag()) is None:
         late.arrival.wait()
     return map_late_k, map_late_v, launch.LateKeys(*(flag or (None, 0)), first)
@@ -402,7 +423,7 @@ def _check_inputs(q: Tensor, k: Tensor, v: Tensor, late: LateKeys | None, s: Lis
     launch.check_supported(head_dim, dtype)
     if not dtype == k.dtype == v.dtype:
         raise ValueError(f"q, k, v are {dtype}, {k.dtype}, {v.dtype}; give all three the same dtype")
-    num_late = 0 if late is None else late.k.shape[0]
+    num_late = 0 if late is None else late.kv.shape[0]
     want_q, want_k = (s.num_q, s.num_heads_q, head_dim), (s.num_k - num_late, s.num_heads_kv, head_dim)
     if q.shape != want_q or k.shape != want_k or v.shape != want_k:
         shapes = tuple(q.shape), tuple(k.shape), tuple(v.shape)

@@ -156,7 +156,7 @@ def tensor_map(x: Tensor, heads: int, tokens: int) -> tuple[Any, Tensor]:
     """A map over x [T, H, D], or over a copy of it, with boxes of 128 bytes of columns x `heads` x `tokens`, stored as
     swizzled rows; and the tensor that it maps, see `copyable`.
     """
-    encoded = _encode(x.data_ptr(), x.dtype, x.shape, x.stride(), heads, tokens)
+    encoded = encode(x.data_ptr(), x.shape, x.stride(), x.dtype, heads, tokens)
     return (encoded, x) if encoded is not None else tensor_map(copyable(x), heads, tokens)
 
 
@@ -168,9 +168,10 @@ _TENSOR_MAP_TYPES = {
 
 
 @functools.lru_cache(maxsize=8192)
-def _encode(
-    address: int, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], heads: int, tokens: int
+def encode(
+    address: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, heads: int, tokens: int
 ) -> Any:
+    """The map of `tensor_map` over a tensor of which that is known; None if the copy engine cannot read it."""
     size = dtype.itemsize
     if not _fits(address, size, shape, strides):
         return None

@@ -19,7 +19,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 from torchtitan_magi.comm import TorchRows
 from torchtitan_magi.merge import merge_
 from torchtitan_magi.slices import AttnSlices
-from torchtitan_magi.transport import LateKeys
+from torchtitan_magi.transport import KeysAndValues, LateKeys
 
 _BLOCK = 128  # flex_attention's default block of queries and of keys
 _CPU_ROWS = 256  # queries per call on CPU, where flex_attention makes its scores whole
@@ -147,8 +147,7 @@ class FlexBlockAttn:
         mask: FlexMask,
         softmax_scale: float,
         dq: Tensor,
-        dk: Tensor,
-        dv: Tensor,
+        dkv: KeysAndValues,
         zeroed: bool = False,
         late: LateKeys | None = None,
     ) -> None:
@@ -159,8 +158,8 @@ class FlexBlockAttn:
         Args:
             dout, q: [Tq, Hq, D]. k, v: [Tk, Hkv, D]. lse, delta: [Tq, Hq], final over all stages; delta is
                 rowsum(out * dout).
-            dq: [Tq, Hq, D] in float32 or wider: dS K, without softmax_scale, is added to it. dk, dv: [Tk, Hkv, D],
-                overwritten.
+            dq: [Tq, Hq, D] in float32 or wider: dS K, without softmax_scale, is added to it.
+            dkv: of Tk and late rows, overwritten.
         """
         k, v = _with_late(k, v, late)
         groups = (k.shape[1], q.shape[1] // k.shape[1])
@@ -187,6 +186,7 @@ class FlexBlockAttn:
                 dscores = probs * (torch.einsum("qhgd,khd->hgqk", dout_rows, v_rows) - delta_rows)
                 dq[rows] += torch.einsum("hgqk,khd->qhgd", dscores, k_rows).flatten(1, 2)
                 dk_sum[keys] += torch.einsum("hgqk,qhgd->khd", dscores, q_rows)
+        dk, dv = dkv if isinstance(dkv, tuple) else dkv.unbind(1)
         dk.copy_(dk_sum * softmax_scale)
         dv.copy_(dv_sum)
 
@@ -196,7 +196,8 @@ def _with_late(k: Tensor, v: Tensor, late: LateKeys | None) -> tuple[Tensor, Ten
         return k, v
     late.arrival.begin()
     late.arrival.wait()
-    return torch.cat([k, late.k]), torch.cat([v, late.v])
+    late_k, late_v = late.kv.unbind(1)
+    return torch.cat([k, late_k]), torch.cat([v, late_v])
 
 
 @functools.cache

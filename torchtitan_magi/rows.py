@@ -138,9 +138,12 @@ class CudaRows:
         elif params.returned.num_tokens:
             params.arrived, params.number = flag
         if returned.unsent is not None:
-            grad, inboxes = returned.unsent
+            grad, first, inboxes = returned.unsent
             assert grad.is_contiguous()
-            params.unsent, params.unsent_units = grad.data_ptr(), grad.numel() // _ELEMENTS
+            assert grad.dtype == torch.float32
+            row = grad.stride(0)
+            params.unsent = grad.data_ptr() + 4 * first * row
+            params.unsent_units = (grad.shape[0] - first) * row // _ELEMENTS
             params.places = _places_of(inboxes)
             params.started = launch.next_counter(dq.device.index)
             params.places.blocks_done = params.started + 4

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -36,11 +36,13 @@ class Arrival(NamedTuple):
     begin: Callable[[], object] = lambda: None  # once; does something if it was to be begun later
 
 
-class LateKeys(NamedTuple):
-    """K/V rows [rows, H, D] that follow a rank's own. Who reads them begins their exchange and waits for them."""
+KeysAndValues: TypeAlias = Tensor | tuple[Tensor, Tensor]  # [rows, 2, H, D], or K and V of [rows, H, D] each
 
-    k: Tensor
-    v: Tensor
+
+class LateKeys(NamedTuple):
+    """K/V rows that follow a rank's own. Who reads them begins their exchange and waits for them."""
+
+    kv: Tensor  # [rows, 2, H, D], contiguous
     arrival: Arrival
 
 
@@ -63,7 +65,7 @@ class Returned:
     index: list[Tensor]  # Rows.index of the exchange
     exchange: Exchange
     arrival: Arrival
-    unsent: tuple[Tensor, Inboxes] | None = None  # gradients that this rank still has to send before: rows.finish does
+    unsent: tuple[Tensor, int, Inboxes] | None = None  # rows from this one on are still to be sent: Rows.finish does
 
 
 class Transport(Protocol):
