@@ -12,8 +12,8 @@ Strategies
   ulysses     all-to-all from tokens to heads and back; needs K/V heads divisible by the ranks
   ideal       our kernel on the whole pack on one GPU, time / cp
 
-Of ours it also says what the host does: its time for the op of a layer while the GPU is busy, and the speed when
-nothing is queued ahead, so that the GPU waits for the host.
+Of ours it also says what the host does: its time for the op of a layer while the GPU is busy, beside that of torch's
+add_, and the speed when nothing is queued ahead, so that the GPU waits for the host.
 
 TFLOP/s per GPU count the pairs of the mask: 4 * area * head_dim * num_heads_q forward, 2.5 times that backward.
 """
@@ -183,6 +183,17 @@ def layer_calls(q: Tensor, k: Tensor, v: Tensor, handle: Tensor) -> tuple[Run, R
     return forward, backward
 
 
+def small_calls(device: torch.device) -> Run:
+    """As many calls of one of torch's smallest operations, which say how fast the CPU is."""
+    x = torch.zeros(1, device=device)
+
+    def add() -> None:
+        for _ in range(LAYERS):
+            x.add_(1)
+
+    return add
+
+
 def take_turns(runs: dict[str, Run], repeats: int, measure: Callable[[Run], float] = once_ms) -> dict[str, float]:
     """Of each run the median over repeats of the slowest rank's figure.
 
@@ -252,8 +263,9 @@ def bench_pack(name: str, cu: np.ndarray, heads: tuple[int, int], seed: int, rep
     # Without autograd's thread: to wake it takes longer than a layer, and happens once a step in training.
     with torch.autograd.set_multithreading_enabled(False):
         unqueued = sum(take_turns({"ours": run}, repeats, partial(once_ms, queued=0))["ours"] for run in runs["ours"])
-    layers = layer_calls(*shares, make_handle(bind_plan(plan, group, block_attn, *heads, device)))
-    host = [take_turns({"ours": run}, repeats, host_us)["ours"] for run in layers]
+    forward, backward = layer_calls(*shares, make_handle(bind_plan(plan, group, block_attn, *heads, device)))
+    calls = {"fwd_host_us": forward, "bwd_host_us": backward, "add_host_us": small_calls(device)}
+    host = {name: take_turns({name: run}, repeats, host_us)[name] for name, run in calls.items()}
     forwards["ideal"], backwards["ideal"] = forwards["ideal"] / cp_size, backwards["ideal"] / cp_size
 
     flops = 4 * slices.area * HEAD_DIM * heads[0]
@@ -269,14 +281,15 @@ def bench_pack(name: str, cu: np.ndarray, heads: tuple[int, int], seed: int, rep
         if strategy.startswith("ours"):
             rows[-1]["exposed_comm_share"] = 1 - (forwards["resident"] + backwards["resident"]) / (forward + backward)
     spent = forwards["ours"] + backwards["ours"]
-    rows[0] |= {"speed_unqueued": spent / unqueued, "fwd_host_us": host[0], "bwd_host_us": host[1]}
+    rows[0] |= {"speed_unqueued": spent / unqueued, **host}
     if rank == 0:
         for row in rows:
             against = (forwards["ideal"] + backwards["ideal"]) / (row["fwd_ms"] + row["bwd_ms"])
             speed = f"{row['fwd_tflops_per_gpu']:5.0f} {row['bwd_tflops_per_gpu']:5.0f} TFLOP/s {against:4.0%} of ideal"
             exposed = f"  exposed {row['exposed_comm_share']:.1%}" if "exposed_comm_share" in row else ""
             if row["strategy"] == "ours":
-                exposed += f"  unqueued {row['speed_unqueued']:.2f} x  host {host[0]:.0f}, {host[1]:.0f} us"
+                times = ", ".join(f"{us:.0f}" for us in host.values())
+                exposed += f"  unqueued {row['speed_unqueued']:.2f} x  host {times} us"
             received = f"{row['recv_bytes_max'] / 2**20:7.1f} MiB"
             print(f"{name:10s} {local:6d} {row['heads']:5s} {seed} {row['strategy']:20s} {speed} {received}{exposed}")
     return rows
