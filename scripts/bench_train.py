@@ -5,7 +5,9 @@
 
 The model has the layer shapes of llama3 8B but few layers. All strategies read the same packed documents through
 torchtitan's text data set with a loader worker: the sources of Python's standard library, cut into documents whose
-lengths follow the histogram of bench_cp.py, up to a quarter of the pack over all GPUs; documents end with EOS.
+lengths follow the histogram of bench_cp.py, up to a quarter of the pack over all GPUs; documents end with EOS. Steps are
+means over all packs after the first ones. Beside ours stands what its attention would take at best: our kernel on the
+same packs, each whole on one GPU, times layers, divided by the GPUs of the pack.
 
 Strategies
   ours          this package, context parallelism over all GPUs
@@ -99,10 +101,12 @@ def run(name: str, tokens: int, arguments: argparse.Namespace) -> dict[str, Any]
         if failed:
             return {"error": Path(folder, "log").read_text()[-3000:]}
         ranks = [json.loads(path.read_text()) for path in Path(folder).glob("rank*.json")]
-    seconds = statistics.median(ranks[0]["seconds"][WARM_UP:])
+    seconds = statistics.mean(ranks[0]["seconds"][WARM_UP:])  # packs differ in their work, so all of them count
+    ideal = [statistics.mean(rank["ideal_attention"][WARM_UP:]) for rank in ranks if rank["ideal_attention"]]
     return {
         "tokens_per_gpu": tokens, "cp": strategy.cp, "tp": strategy.tp, "dp_shard": strategy.dp,
         "tokens_per_s": tokens * arguments.gpus / seconds, "step_ms": 1e3 * seconds,
+        "ideal_attention_ms": 1e3 * max(ideal) if ideal else None,
         "peak_memory_gib": max(rank["peak_gib"] for rank in ranks), "loss": ranks[0]["losses"][-1],
     }  # fmt: skip
 
@@ -128,10 +132,19 @@ def record_run() -> None:
         loader=lambda _: datasets.Dataset.from_list(documents(int(pack))),
         sample_processor=lambda row: row["text"],
     )
+    packs: list[Any] = []  # of each step: its plan, and a rank's heads
     if "torchtitan_magi.titan" in sys.argv:  # after the flavors, which it extends
         from torchtitan_magi.titan import wrapper
+        from torchtitan_magi.titan.runtime import MagiRuntime
         from torchtitan_magi.titan.trainer import MagiTrainer as Trainer
 
+        attention_metadata = MagiRuntime.attention_metadata
+
+        def remember_plan(self, tokens, eos_id, extra_inputs):  # type: ignore[no-untyped-def]
+            packs.append((extra_inputs["planned"].plan, self.heads))
+            return attention_metadata(self, tokens, eos_id, extra_inputs)
+
+        MagiRuntime.attention_metadata = remember_plan  # type: ignore[method-assign]
         if not int(has_attention):  # all gradients still exist
             wrapper.attend = lambda q, k, v, *_: (q + 0 * (k.mean() + v.mean()), None)
     else:
@@ -151,8 +164,30 @@ def record_run() -> None:
     MetricsProcessor.log = record_and_log
     torchtitan.train.main(Trainer)
     seconds = [after - before for before, after in itertools.pairwise(times)]
-    record = {"seconds": seconds, "losses": losses, "peak_gib": max(peaks) / 2**30}
+    record = {"seconds": seconds, "losses": losses, "peak_gib": max(peaks) / 2**30, "ideal_attention": []}
+    if packs and int(has_attention) and torch.cuda.is_available():
+        steps = packs[1 : len(times)]  # those of `seconds`
+        record["ideal_attention"] = [int(layers) * ideal_seconds(plan, heads) for plan, heads in steps]
     Path(folder, f"rank{os.environ['RANK']}.json").write_text(json.dumps(record))
+
+
+def ideal_seconds(plan: Any, heads: Any) -> float:
+    """One layer's attention, forward and backward, over the whole pack on this GPU, divided by the plan's ranks."""
+    import torch
+
+    from torchtitan_magi import flex_flash_attn
+
+    numbers = heads.num_heads_q, heads.num_heads_kv, heads.num_heads_kv, heads.num_heads_q
+    shapes = [(plan.total_tokens, number, heads.head_dim) for number in numbers]
+    q, k, v, dout = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in shapes)
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    for event in (start, end):  # the first call also makes work lists
+        out, _ = flex_flash_attn(*inputs, plan.slices)
+        torch.autograd.grad(out, inputs, dout)
+        event.record()
+    torch.cuda.synchronize()
+    return 1e-3 * start.elapsed_time(end) / plan.cp_size
 
 
 def documents(pack: int) -> list[dict[str, str]]:
@@ -188,9 +223,8 @@ def main() -> None:
         "options": arguments.options,
     }  # fmt: skip
     rows = []
-    print(
-        "| strategy | tokens per GPU | cp, tp, dp | tokens/s | per GPU | GiB |\n| --- | --- | --- | --- | --- | --- |"
-    )
+    columns = "strategy", "tokens per GPU", "cp, tp, dp", "tokens/s", "per GPU", "ms", "ideal attention", "GiB"
+    print(f"| {' | '.join(columns)} |\n|{' --- |' * len(columns)}")
     for tokens in arguments.tokens:
         for name in arguments.strategies:
             row = {"strategy": name} | run(name, tokens, arguments)
@@ -199,7 +233,9 @@ def main() -> None:
                 continue
             degrees = f"{row['cp']}, {row['tp']}, {row['dp_shard']}"
             speed = f"{row['tokens_per_s']:,.0f} | {row['tokens_per_s'] / arguments.gpus:,.0f}"
-            print(f"| {name} | {tokens} | {degrees} | {speed} | {row['peak_memory_gib']:.1f} |", flush=True)
+            ideal = f"{row['ideal_attention_ms']:.0f}" if row["ideal_attention_ms"] else ""
+            step = f"{row['step_ms']:.0f} | {ideal}"
+            print(f"| {name} | {tokens} | {degrees} | {speed} | {step} | {row['peak_memory_gib']:.1f} |", flush=True)
             rows.append(row)
             if arguments.output:  # after every run: a benchmark that is cut short leaves what it has
                 arguments.output.write_text(json.dumps(facts | {"rows": rows}, indent=1))
