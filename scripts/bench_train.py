@@ -5,9 +5,9 @@
 
 The model has the layer shapes of llama3 8B but few layers. All strategies read the same packed documents through
 torchtitan's text data set with a loader worker: the sources of Python's standard library, cut into documents whose
-lengths follow the histogram of bench_cp.py, up to a quarter of the pack over all GPUs; documents end with EOS. Steps are
-means over all packs after the first ones. Beside ours stands what its attention would take at best: our kernel on the
-same packs, each whole on one GPU, times layers, divided by the GPUs of the pack.
+lengths follow the histogram of bench_cp.py, up to a quarter of the pack over all GPUs; documents end with EOS. Steps
+are means over all packs after the first ones. Beside ours stands what its attention would take at best: our kernel on
+the same packs, each whole on one GPU, times layers, divided by the GPUs of the pack.
 
 Strategies
   ours          this package, context parallelism over all GPUs

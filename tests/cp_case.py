@@ -26,7 +26,7 @@ class Case:
     fp32_reduce: bool = False
 
 
-def run_case(case, cp_size, mesh, device="cpu"):
+def run_case(case, cp_size, mesh, device="cpu", backend="auto"):
     """out, lse, dq, dk, dv of the whole pack (replicated), computed by the ranks of ``mesh``."""
     total = len(case.mask)
     q, k, v, dout = inputs(case, device)
@@ -36,7 +36,7 @@ def run_case(case, cp_size, mesh, device="cpu"):
     )  # fmt: skip
     q, k, v = (x.requires_grad_() for x in (q, k, v))
     q_local, k_local, v_local = (dispatch(x, plan, mesh) for x in (q, k, v))
-    block_attn = choose_block_attn("auto", q.device)
+    block_attn = choose_block_attn(backend, q.device)
     bound = bind_plan(plan, mesh, block_attn, *case.heads, q.device, fp32_reduce=case.fp32_reduce)
     out, lse = attention_op(q_local, k_local, v_local, make_handle(bound), case.head_dim**-0.5)
     out = undispatch(out, plan, mesh)

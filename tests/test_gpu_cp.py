@@ -68,6 +68,17 @@ def test_every_case(pool, way):
             assert all(torch.equal(other[tensor], per_rank[0][tensor]) for tensor in other), name
 
 
+def flex_on_rank(name):
+    result = run_case(CASES[name], dist.get_world_size(), dist.group.WORLD, "cuda", "flex")
+    return {tensor: value.cpu() for tensor, value in result.items()}
+
+
+@pytest.mark.parametrize("name", ["no overlap", "four stages"])
+def test_flex_attention_through_peer_memory(pool, name):
+    for result in pool.run(flex_on_rank, name):
+        check(CASES[name], result, "cuda")
+
+
 def transport_on_rank():
     return type(process_group_transport(dist.group.WORLD)) is PeerTransport
 

@@ -86,6 +86,8 @@ def gpus_per_node(mesh: Mesh, local_world_size: int) -> int | None:
 class Rows(Protocol):
     """How rows are packed, added and rounded: by torch, or by our own kernels (rows.py)."""
 
+    writes_to_inboxes: bool  # whether `gather` and `finish` write to other ranks' memory
+
     def index(self, exchange: Exchange) -> list[npt.NDArray[np.integer]]:
         """Index data of an exchange, on the host; the other methods take it from the device."""
 
@@ -111,11 +113,13 @@ class Rows(Protocol):
 class TorchRows:
     """Row movement by torch's own operations, on any device."""
 
+    writes_to_inboxes = False
+
     def index(self, exchange: Exchange) -> list[npt.NDArray[np.integer]]:
         return [exchange.send_rows]
 
     def gather(self, k: Tensor, v: Tensor, index: list[Tensor], to: Tensor | Inboxes) -> None:
-        assert isinstance(to, Tensor)  # torch has no operation that writes to several places
+        assert isinstance(to, Tensor)
         to[:, 0], to[:, 1] = k.index_select(0, index[0]), v.index_select(0, index[0])
 
     def add(self, returned: Returned, grad: Tensor) -> None:
@@ -152,7 +156,7 @@ def group_cast(
     Returns:
         The stage's K/V rows [rows, 2, H, D] without the rank's own, and when they may be read.
     """
-    if len(stage.exchanges) == 1:
+    if len(stage.exchanges) == 1 and rows.writes_to_inboxes:
         written = transport.inboxes((2, *k.shape[1:]), k.dtype, stage.exchanges[0], back=False)
         if written is not None:
             inboxes, arrival = written
@@ -215,7 +219,7 @@ def group_reduce(
         What comes back to this rank, for ``Rows.add`` or ``Rows.finish``.
     """
 
-    if len(stage.exchanges) == 1 and stage.holds_local:
+    if len(stage.exchanges) == 1 and stage.holds_local and rows.writes_to_inboxes:
         written = transport.inboxes(grad.shape[1:], wire, stage.exchanges[0], back=True)
         if written is not None:
             inboxes, arrival = written

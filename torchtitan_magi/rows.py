@@ -64,6 +64,8 @@ class _FinishParams(ctypes.Structure):
 class CudaRows:
     """Row movement by our own kernels, one launch each."""
 
+    writes_to_inboxes = True
+
     def index(self, exchange: Exchange) -> list[npt.NDArray[np.integer]]:
         """Index data of an exchange: rows to send; for what returns, each token's rows in rank order: where, which."""
         rows = exchange.send_rows
