@@ -37,7 +37,7 @@ from provenance import commit_of
 from torch import Tensor
 
 from torchtitan_magi import flex_flash_attn, make_plan, varlen_causal
-from torchtitan_magi.attention import attention_backward_op, attention_op, make_handle
+from torchtitan_magi.attention import attend, attention_backward_op, attention_op, make_handle
 from torchtitan_magi.bind import bind_plan, choose_block_attn
 from torchtitan_magi.histogram import HISTOGRAM
 from torchtitan_magi.plan import AttnPlan, RankShare, _Tables, plan_ownership
@@ -232,7 +232,7 @@ def bench_pack(name: str, cu: np.ndarray, heads: tuple[int, int], seed: int, rep
     def by_plan(plan: AttnPlan, mesh: object) -> tuple[Callable[..., Tensor], int]:
         handle = make_handle(bind_plan(plan, mesh, block_attn, *heads, device))  # type: ignore[arg-type]
         received = int(plan.received_rows.max()) * 2 * heads[1] * HEAD_DIM * 2
-        return lambda q, k, v: attention_op(q, k, v, handle, HEAD_DIM**-0.5)[0], received
+        return lambda q, k, v: attend(q, k, v, handle, HEAD_DIM**-0.5)[0], received
 
     strategies = {
         "ours": by_plan(plan, group),
