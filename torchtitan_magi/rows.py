@@ -163,13 +163,14 @@ def _places(to: Tensor | Inboxes, num_rows: int) -> _Places:
     return places
 
 
-@functools.lru_cache(maxsize=32)
 def _places_of(inboxes: Inboxes) -> _Places:
     """To be completed by `blocks_done`."""
-    places, count = _Places(num_flags=len(inboxes.flags), begin=inboxes.begin), len(inboxes.ends)
-    places.to[:count], places.ends[:count] = inboxes.addresses, inboxes.ends
-    places.flags[: places.num_flags] = inboxes.flags
-    return places
+    if "places" not in inboxes.prepared:
+        places, count = _Places(num_flags=len(inboxes.flags), begin=inboxes.begin), len(inboxes.ends)
+        places.to[:count], places.ends[:count] = inboxes.addresses, inboxes.ends
+        places.flags[: places.num_flags] = inboxes.flags
+        inboxes.prepared["places"] = places
+    return inboxes.prepared["places"]
 
 
 def _of_keys(

@@ -1,9 +1,9 @@
 """How rows travel between the ranks of a group: by collectives of torch, or not at all. peer.py has a third way."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Literal, NamedTuple, Protocol, TypeAlias
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -55,6 +55,7 @@ class Inboxes:
     begin: int  # the row to begin with, so that not all write to the same rank at once
     flags: list[int]  # addresses of words of all ranks, int32, to which the kernel adds one when all rows are written
     received: Tensor  # what this rank gets
+    prepared: dict[str, Any] = field(default_factory=dict)  # what repeats from call to call
 
 
 @dataclass(frozen=True, eq=False)
