@@ -1,5 +1,5 @@
-# Sourced by train.sh and test.sh. Sets `python` to an interpreter that imports the modules named in `needs`: the one on
-# the PATH if it has them, else that of .venv, which is made here on first use, with the versions of constraints.txt.
+# Sourced by train.sh, test.sh and test_gpu.sh. Sets `python` to an interpreter that imports the modules named in `needs`:
+# the one on the PATH if it has them, else that of .venv, made here on first use, with the versions of constraints.txt.
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"

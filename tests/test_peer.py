@@ -43,7 +43,7 @@ class Rank(PeerTransport):
         self.rank, self.size, self.everyone, self.device = rank, everyone.size, everyone, None
         self.channels = tuple(peer._Channel(self.size - 1) for _ in range(2))
         self.slot_bytes, self.memory, self.bases = 0, None, []
-        self.view, self.written = self._view, self._written
+        self.view, self.inboxes_of = self._view, self._inboxes_of
 
 
 class Everyone:
@@ -66,8 +66,10 @@ def fake_driver(monkeypatch):
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
     monkeypatch.setattr(Rank, "_grow", lambda self, needed: self.everyone.grow(1 << (needed - 1).bit_length()))
     peer._calls.cache_clear()
+    peer._launches_block.cache_clear()
     yield fake
     peer._calls.cache_clear()
+    peer._launches_block.cache_clear()
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 8])

@@ -17,7 +17,7 @@ from torchtitan_magi.bands import FAR, KEYS
 from torchtitan_magi.memory import empty, layout
 from torchtitan_magi.rows import CudaRows
 from torchtitan_magi.slices import AttnSlices
-from torchtitan_magi.transport import KeysAndValues, LateKeys
+from torchtitan_magi.transport import KeysAndValues, LateKeys, keys_and_values
 from torchtitan_magi.worklists import BACKWARD_ROWS, ROWS, ListSizes, WorkLists, build_worklists
 
 LOG2_E = math.log2(math.e)
@@ -280,7 +280,7 @@ class FfaBlockAttn:
             params.semaphores = semaphores.data_ptr()
             params.part_semaphores = semaphores.data_ptr() + 4 * counts[0]
         params.lse, params.delta = lse.data_ptr(), delta.data_ptr()
-        (params.dk, _, dk_strides), (params.dv, _, dv_strides) = _keys_and_values(to)
+        (params.dk, _, dk_strides), (params.dv, _, dv_strides) = _layout_of(to)
         params.dk_token_stride, params.dk_head_stride, _ = dk_strides
         params.dv_token_stride, params.dv_head_stride, _ = dv_strides
         params.counter = launch.next_counter(device)
@@ -302,7 +302,7 @@ class FfaBlockAttn:
         )  # fmt: skip
         _settle(late, s.backward_awaits)
         if sums is not None:
-            for x, wide in zip(dkv if isinstance(dkv, tuple) else dkv.unbind(1), sums.unbind(1), strict=True):
+            for x, wide in zip(keys_and_values(dkv), keys_and_values(sums), strict=True):
                 x.copy_(wide)
 
     def _backward_launch(
@@ -380,7 +380,7 @@ def _check_scale(softmax_scale: float) -> None:
         raise ValueError(f"softmax_scale is {softmax_scale}; it must be positive")
 
 
-def _keys_and_values(both: KeysAndValues) -> list[tuple[int, tuple[int, ...], tuple[int, ...]]]:
+def _layout_of(both: KeysAndValues) -> list[tuple[int, tuple[int, ...], tuple[int, ...]]]:
     """Address, shape and strides of K and of V; views of a tensor would take long to make."""
     if isinstance(both, tuple):
         return [(x.data_ptr(), x.shape, x.stride()) for x in both]
@@ -392,7 +392,7 @@ def _keys_and_values(both: KeysAndValues) -> list[tuple[int, tuple[int, ...], tu
 
 def _maps(both: KeysAndValues, dtype: torch.dtype, tokens: int) -> list[Any]:
     """Maps of rows that are aligned, with boxes of so many tokens."""
-    return [launch.encode(*at, dtype, 1, tokens) for at in _keys_and_values(both)]
+    return [launch.encode(*at, dtype, 1, tokens) for at in _layout_of(both)]
 
 
 def _zero(both: KeysAndValues) -> None:

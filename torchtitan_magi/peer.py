@@ -77,7 +77,7 @@ class PeerTransport(ProcessGroupTransport):
         self.slot_bytes = 0
         self.memory: Any = None  # uint8: the flags, then the slots of both channels
         self.view = functools.lru_cache(maxsize=64)(self._view)
-        self.written = functools.lru_cache(maxsize=32)(self._written)
+        self.inboxes_of = functools.lru_cache(maxsize=32)(self._inboxes_of)
         self.bases: list[int] = []  # of each rank's memory, as this rank sees it
 
     def send_buffer(
@@ -91,14 +91,14 @@ class PeerTransport(ProcessGroupTransport):
         self, shape: tuple[int, ...], dtype: torch.dtype, exchange: Exchange, back: bool
     ) -> tuple[Inboxes, Arrival] | None:
         channel = self.channels[back]
-        inboxes = self.written(shape, dtype, exchange, back, channel.number % SLOTS)
+        inboxes = self.inboxes_of(shape, dtype, exchange, back, channel.number % SLOTS)
         if inboxes is None:
             return None
         channel.number += 1
         channel.written += 1
         return inboxes, self._arrival(channel.counts[0], channel.written * (self.size - 1))
 
-    def _written(
+    def _inboxes_of(
         self, shape: tuple[int, ...], dtype: torch.dtype, exchange: Exchange, back: bool, slot: int
     ) -> Inboxes | None:
         """The inboxes of an exchange that is written, with the channel's next slot."""
@@ -177,7 +177,7 @@ class PeerTransport(ProcessGroupTransport):
         torch.cuda.synchronize(self.device)  # fetches out of the old one are done when all ranks have come here
         self.slot_bytes = max(1 << 20, 1 << (needed - 1).bit_length())
         self.view.cache_clear()
-        self.written.cache_clear()
+        self.inboxes_of.cache_clear()
         self.memory = None
         size, name = FLAG_BYTES + 2 * SLOTS * self.slot_bytes, self.group.group_name
         self.memory = _SymmetricMemory.empty_strided_p2p(
@@ -209,6 +209,7 @@ class _Calls:
 _calls = functools.cache(_Calls)
 
 
+@functools.cache
 def _launches_block() -> bool:
     """Whether the host waits for each kernel: then an exchange must be under way before the kernel that awaits it."""
     return os.environ.get("CUDA_LAUNCH_BLOCKING", "0") != "0"

@@ -19,7 +19,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 from torchtitan_magi.comm import TorchRows
 from torchtitan_magi.merge import merge_
 from torchtitan_magi.slices import AttnSlices
-from torchtitan_magi.transport import KeysAndValues, LateKeys
+from torchtitan_magi.transport import KeysAndValues, LateKeys, keys_and_values
 
 _BLOCK = 128  # flex_attention's default block of queries and of keys
 _CPU_ROWS = 256  # queries per call on CPU, where flex_attention makes its scores whole
@@ -186,7 +186,7 @@ class FlexBlockAttn:
                 dscores = probs * (torch.einsum("qhgd,khd->hgqk", dout_rows, v_rows) - delta_rows)
                 dq[rows] += torch.einsum("hgqk,khd->qhgd", dscores, k_rows).flatten(1, 2)
                 dk_sum[keys] += torch.einsum("hgqk,qhgd->khd", dscores, q_rows)
-        dk, dv = dkv if isinstance(dkv, tuple) else dkv.unbind(1)
+        dk, dv = keys_and_values(dkv)
         dk.copy_(dk_sum * softmax_scale)
         dv.copy_(dv_sum)
 
@@ -196,7 +196,7 @@ def _with_late(k: Tensor, v: Tensor, late: LateKeys | None) -> tuple[Tensor, Ten
         return k, v
     late.arrival.begin()
     late.arrival.wait()
-    late_k, late_v = late.kv.unbind(1)
+    late_k, late_v = keys_and_values(late.kv)
     return torch.cat([k, late_k]), torch.cat([v, late_v])
 
 

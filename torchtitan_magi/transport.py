@@ -39,6 +39,14 @@ class Arrival(NamedTuple):
 KeysAndValues: TypeAlias = Tensor | tuple[Tensor, Tensor]  # [rows, 2, H, D], or K and V of [rows, H, D] each
 
 
+def keys_and_values(both: KeysAndValues) -> tuple[Tensor, Tensor]:
+    """Two tensors [rows, H, D]."""
+    if isinstance(both, tuple):
+        return both
+    keys, values = both.unbind(1)
+    return keys, values
+
+
 class LateKeys(NamedTuple):
     """K/V rows that follow a rank's own. Who reads them begins their exchange and waits for them."""
 
