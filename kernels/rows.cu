@@ -1,7 +1,6 @@
-// Packs K/V rows for group_cast and their gradients for group_reduce, adds the rows that come back, and rounds the sums. One
-// launch each. Rows are packed into one buffer, or written to where they are wanted, in the memory of several GPUs.
-//
-// The packing moves units of 16 bytes. A warp handles one row of K and V, so its lanes touch consecutive units.
+// What is done around attention at the speed of memory, one launch each: before it K/V rows are packed for group_cast, and a
+// backward's row sums taken; after it gradients are packed for group_reduce, those that come back added, and the sums rounded.
+// Rows are packed into one buffer, or written to where they are wanted, in the memory of several GPUs.
 //
 // Compile-time macros
 //   WIRE_FP32  returned gradients are fp32 (default: the input type)
@@ -13,7 +12,7 @@ constexpr int kWarps = 8;
 constexpr int kMaxPlaces = 7;
 struct Places {
   uint4* to[kMaxPlaces];                  // where row 0 would lie if it were of this place
-  int* flags[kMaxPlaces];                 // words of other GPUs, to be counted up when all rows are written
+  int* flags[kMaxPlaces + 1];             // words of the GPUs, to be counted up when all rows are written
   int* blocks_done;                       // zero, and zero afterwards; unused without flags
   int ends[kMaxPlaces];                   // the row after the last of each place, ascending
   int num_flags;
@@ -39,18 +38,53 @@ DEVICE void report(const Places& places, unsigned num_blocks) {
     asm volatile("red.relaxed.sys.global.add.s32 [%0], 1;" ::"l"(places.flags[i]) : "memory");
 }
 
+// delta = rowsum(out * dOut), and zeros on the way. One half-warp per row, 8 elements a lane.
+struct RowSums {
+  const uint4 *out, *dout;                // [num_rows, head_dim / 8] contiguous
+  float *delta, *zero, *more_zero;        // [num_rows], [num_zero], [num_more_zero]
+  long long num_rows, num_zero, num_more_zero;   // what is to be zeroed: multiples of 8, may be 0
+  int head_dim;                           // a multiple of 8, at most 128
+};
+
+// By blocks of 256 threads: 16 threads per row, one per 8 elements to zero, whichever is more.
+DEVICE void sum_rows(const RowSums& params, unsigned block) {
+  const long long i = (long long)block * 256 + threadIdx.x, row = i / 16;
+  const int unit = i % 16, units = params.head_dim / 8;
+  if (const long long z = 8 * i; z < params.num_zero + params.num_more_zero) {
+    float4* to = (float4*)(z < params.num_zero ? params.zero + z : params.more_zero + (z - params.num_zero));
+    to[0] = to[1] = make_float4(0, 0, 0, 0);
+  }
+  float sum = 0;
+  if (row < params.num_rows && unit < units) {
+    const uint4 o = params.out[row * units + unit], d = params.dout[row * units + unit];
+    const u32 outs[4] = {o.x, o.y, o.z, o.w}, douts[4] = {d.x, d.y, d.z, d.w};
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+      const float2 x = unpack2(outs[j]), y = unpack2(douts[j]);
+      sum += x.x * y.x + x.y * y.y;
+    }
+  }
+#pragma unroll
+  for (int step = 8; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
+  if (row < params.num_rows && unit == 0) params.delta[row] = sum;
+}
+
+// The packing moves units of 16 bytes. A warp handles one row of K and V, so its lanes touch consecutive units.
 struct GatherParams {
   const uint4 *k, *v;                     // [T, heads, units_per_head] units, strides below
   const int* rows;                        // [num_rows] local token numbers
   Places places;                          // rows [2, heads, units_per_head] contiguous
   long long k_token_stride, k_head_stride, v_token_stride, v_head_stride;   // units
   int num_rows, num_heads, units_per_head;
+  unsigned num_blocks;                    // that pack; those after them sum rows up
+  RowSums sums;
 };
 
 extern "C" __global__ void __launch_bounds__(kWarps * 32) gather_rows(const __grid_constant__ GatherParams params) {
   wait_for_kernel_before();
+  if (blockIdx.x >= params.num_blocks) return sum_rows(params.sums, blockIdx.x - params.num_blocks);
   const int lane = threadIdx.x % 32, units = params.num_heads * params.units_per_head;
-  for (int n = blockIdx.x * kWarps + threadIdx.x / 32; n < params.num_rows; n += gridDim.x * kWarps) {
+  for (int n = blockIdx.x * kWarps + threadIdx.x / 32; n < params.num_rows; n += params.num_blocks * kWarps) {
     const int i = n + params.places.begin < params.num_rows ? n + params.places.begin : n + params.places.begin - params.num_rows;
     const long long token = __ldg(params.rows + i);
     uint4* out = place_of(params.places, i) + (long long)i * 2 * units;
@@ -60,7 +94,7 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32) gather_rows(const __gr
       out[units + u] = params.v[token * params.v_token_stride + head * params.v_head_stride + column];
     }
   }
-  report(params.places, gridDim.x);
+  report(params.places, params.num_blocks);
 }
 
 // Gradients that came back. Those of one token are added in the order of their ranks, so that sums repeat bit for bit.
@@ -91,9 +125,13 @@ DEVICE void add_returned(const ReturnedRows& returned, unsigned token, unsigned 
   }
 }
 
-// To the sums of dK/dV, [T, units] of 8 floats.
-extern "C" __global__ void __launch_bounds__(kWarps * 32)
-    add_rows(const __grid_constant__ ReturnedRows returned, float4* dkv) {
+struct AddParams {
+  ReturnedRows returned;
+  float4* dkv;                            // [T, units, 2]
+};
+
+extern "C" __global__ void __launch_bounds__(kWarps * 32) add_rows(const __grid_constant__ AddParams params) {
+  const auto [returned, dkv] = params;
   wait_for_kernel_before();
   const unsigned end = returned.num_tokens * returned.units;
   for (unsigned i = blockIdx.x * blockDim.x + threadIdx.x; i < end; i += gridDim.x * blockDim.x) {

@@ -19,6 +19,7 @@ TFLOP/s per GPU count the pairs of the mask: 4 * area * head_dim * num_heads_q f
 """
 
 import argparse
+import gc
 import json
 import os
 import platform
@@ -331,6 +332,7 @@ def main() -> None:
     parser.add_argument("--commit", help="commit of the tree, where git is missing")
     parser.add_argument("--output", type=Path, help="JSON file to write")
     arguments = parser.parse_args()
+    gc.disable()  # as in torchtitan's training
     start_rank()
     rows: list[dict] = []
     for heads in arguments.heads:

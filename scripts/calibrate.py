@@ -29,7 +29,7 @@ from torchtitan_magi.plan import Exchange, make_plan
 from torchtitan_magi.rows import CudaRows
 from torchtitan_magi.slices import AttnSlices, varlen_causal
 from torchtitan_magi.stages import ALL, H200, NONE, CostModel, Heads, KernelCost, Link
-from torchtitan_magi.transport import Arrival
+from torchtitan_magi.transport import Arrival, RowSums
 
 FloatArray = npt.NDArray[np.float64]
 MIB = 1 << 20
@@ -152,8 +152,8 @@ class Layer:
         return self.block_attn.forward(self.q, self.k, self.v, self.mask, self.scale, earlier, more)
 
     def backward(self) -> None:
-        dq = torch.empty(self.q.shape, dtype=torch.float32, device="cuda")
-        delta = self.block_attn.delta(self.out, self.dout, zero=dq)
+        dq, delta = torch.empty_like(self.q, dtype=torch.float32), torch.empty_like(self.lse)
+        self.block_attn.rows().sum(RowSums(self.out, self.dout, delta, (dq,)))
         dkv = torch.empty_like(self.k), torch.empty_like(self.v)
         self.block_attn.backward(self.dout, self.q, self.k, self.v, self.lse, delta, self.mask, self.scale, dq, dkv)
         self.block_attn.rows().round(dq, self.scale, torch.empty_like(self.q))

@@ -27,6 +27,7 @@ from torchtitan_magi import jit, launch
 from torchtitan_magi.ffa import DeviceLists, FfaBlockAttn, HostLists
 from torchtitan_magi.launch import backward_variant, forward_variant
 from torchtitan_magi.slices import AttnSlices, block_causal, shared_prompt, sliding_window, varlen_causal, varlen_full
+from torchtitan_magi.transport import RowSums
 from torchtitan_magi.worklists import build_worklists
 
 HEADS = [(8, 1), (8, 8), (5, 1), (14, 2), (16, 1), (8, 2), (3, 3), (20, 5), (34, 1), (12, 2)]
@@ -182,8 +183,8 @@ def run_ours(case: Case, q: Tensor, kvs: list[Tensor], dout: Tensor) -> dict[str
     for i, (mask, kv) in enumerate(zip(masks, kvs, strict=True)):
         result = attn.forward(q, kv[:, 0], kv[:, 1], mask, case.softmax_scale, result, more=i + 1 < len(masks))
     out, lse = result
-    dq = torch.empty(q.shape, dtype=torch.float32, device="cuda")
-    delta = attn.delta(out, dout, dq)
+    dq, delta = torch.empty(q.shape, dtype=torch.float32, device="cuda"), torch.empty_like(lse)
+    attn.rows().sum(RowSums(out, dout, delta, (dq,)))
     dks, dvs = [], []
     for mask, kv in zip(masks, kvs, strict=True):
         dkv = torch.full(kv.shape, torch.nan, dtype=torch.float32 if case.float_grads else kv.dtype, device="cuda")

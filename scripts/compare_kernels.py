@@ -17,6 +17,7 @@ from torch import Tensor
 
 from torchtitan_magi import jit, launch
 from torchtitan_magi.ffa import FfaBlockAttn
+from torchtitan_magi.transport import RowSums
 
 SCALE = 0.1
 CLOSE = 5e-3  # relative difference of results, from another order of additions or roundings
@@ -33,8 +34,8 @@ class Version:
         lists = self.attn.prepare(case.slices(), case.tokens, case.tokens, *case.heads)
         self.mask = lists.to(torch.from_numpy(lists.words).cuda())
         self.out, self.lse = self.forward()  # now the kernels are compiled and loaded
-        self.dq = torch.empty_like(self.q, dtype=torch.float32)
-        self.delta = self.attn.delta(self.out, self.dout, self.dq)
+        self.dq, self.delta = torch.empty_like(self.q, dtype=torch.float32), torch.empty_like(self.lse)
+        self.attn.rows().sum(RowSums(self.out, self.dout, self.delta, (self.dq,)))
         self.dkv = torch.zeros_like(self.k, dtype=torch.float32), torch.zeros_like(self.v, dtype=torch.float32)
         self.backward()
         self.results = [x.float().clone() for x in (self.out, self.dq, *self.dkv)]

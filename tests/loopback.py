@@ -12,13 +12,13 @@ class _Rank:
     def __init__(self, group, rank):
         self.group, self.rank, self.size = group, rank, group.size
 
-    def inboxes(self, shape, dtype, exchange, back):
+    def places(self, shape, dtype, exchange, back):
         raise AssertionError("torch has no operation that writes to several places")
 
     def send_buffer(self, shape, dtype, device, exchange, back):
         return torch.empty(shape, dtype=dtype, device=device)
 
-    def all_to_all(self, output, input, exchange, back, later=False):
+    def all_to_all(self, output, input, exchange, back):
         received, sent = exchange.splits(back)
         assert sum(sent) == len(input)
         assert sum(received) == len(output)

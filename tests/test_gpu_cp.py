@@ -18,7 +18,7 @@ from torchtitan_magi.transport import ProcessGroupTransport
 pytestmark = pytest.mark.gpu
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=[2, 4, 8])
 def pool(request):
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs Hopper GPUs")

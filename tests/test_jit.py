@@ -69,7 +69,7 @@ def slow_compile(name, source, macros):
     time.sleep(0.5)
     return b"code", ""
 jit.compile_source = slow_compile
-assert jit.cubin("ffa_delta.cu", {}) == b"code"
+assert jit.cubin("rows.cu", {}) == b"code"
 """
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from torchtitan_magi.rows import CudaRows
-from torchtitan_magi.transport import Arrival, Flag, Inboxes, Returned
+from torchtitan_magi.transport import Arrival, Flag, Places, Returned, RowSums
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU (sm_90)")]
@@ -15,13 +15,13 @@ TOKENS, HEADS, DIM = 3000, 8, 128
 
 
 def boxes(counts, row_bytes, flags, dtype, begin):
-    """Inboxes of ranks that get so many rows each, and the memory that they write to, a tensor each."""
+    """Places of ranks that get so many rows each, and the memory that they write to, a tensor each."""
     targets = [torch.full((count, 2, HEADS, DIM), torch.nan, dtype=dtype, device="cuda") for count in counts]
     ends = np.cumsum(counts).tolist()
     starts = [end - count for end, count in zip(ends, counts, strict=True)]
     addresses = [x.data_ptr() - start * row_bytes for x, start in zip(targets, starts, strict=True)]
     words = [flags.data_ptr() + 4 * i for i in range(len(flags))]
-    return Inboxes(ends, addresses, starts[begin], words, targets[0]), targets
+    return Places(ends, addresses, starts[begin], words), targets
 
 
 @pytest.mark.parametrize("counts", [[700], [1, 900, 333], [5, 4, 3, 2, 1, 600, 7]])
@@ -30,8 +30,8 @@ def test_rows_are_written_to_each_place_and_then_counted(counts):
     rows = torch.cat([torch.randperm(TOKENS)[:n].sort().values for n in counts]).int().cuda()
     flags = torch.zeros(len(counts), dtype=torch.int32, device="cuda")
     for turn in range(3):
-        inboxes, targets = boxes(counts, 2 * HEADS * DIM * 2, flags, k.dtype, turn % len(counts))
-        CudaRows().gather(k, v, [rows], inboxes)
+        places, targets = boxes(counts, 2 * HEADS * DIM * 2, flags, k.dtype, turn % len(counts))
+        CudaRows().gather(k, v, [rows], places)
         for target, part in zip(targets, rows.split(counts), strict=True):
             assert torch.equal(target, torch.stack([k[part.long()], v[part.long()]], 1))
         assert (flags == turn + 1).all()
@@ -40,9 +40,29 @@ def test_rows_are_written_to_each_place_and_then_counted(counts):
 def test_no_rows_are_counted_too():
     k = torch.randn(TOKENS, HEADS, DIM, device="cuda", dtype=torch.bfloat16)
     flags = torch.zeros(2, dtype=torch.int32, device="cuda")
-    inboxes = Inboxes([], [], 0, [flags.data_ptr(), flags.data_ptr() + 4], k)
-    CudaRows().gather(k, k, [torch.zeros(0, dtype=torch.int32, device="cuda")], inboxes)
+    places = Places([], [], 0, [flags.data_ptr(), flags.data_ptr() + 4])
+    CudaRows().gather(k, k, [torch.zeros(0, dtype=torch.int32, device="cuda")], places)
     assert flags.tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("num_rows", [None, 0, 700])
+@pytest.mark.parametrize("head_dim", [128, 72])
+@pytest.mark.parametrize("more", [0, 8, 1 << 20])
+def test_row_sums_and_zeros_beside_packing(num_rows, head_dim, more):
+    k, v = torch.randn(2, TOKENS, HEADS, DIM, device="cuda", dtype=torch.bfloat16)
+    out, dout = torch.randn(2, TOKENS, 5, head_dim, device="cuda", dtype=torch.bfloat16)
+    zeros = [torch.full((n,), torch.nan, device="cuda") for n in (out.numel(), more)[: 1 + bool(more)]]
+    delta = torch.full((TOKENS, 5), torch.nan, device="cuda")
+    sums = RowSums(out, dout, delta, tuple(zeros))
+    if num_rows is None:
+        CudaRows().sum(sums)
+    else:
+        rows = torch.randperm(TOKENS)[:num_rows].int().cuda()
+        sent = torch.full((num_rows, 2, HEADS, DIM), torch.nan, dtype=k.dtype, device="cuda")
+        CudaRows().gather(k, v, [rows], sent, sums)
+        assert torch.equal(sent, torch.stack([k[rows.long()], v[rows.long()]], 1))
+    torch.testing.assert_close(delta, (out.float() * dout.float()).sum(-1), rtol=1e-5, atol=1e-4)
+    assert not any(zero.any() for zero in zeros)
 
 
 @pytest.mark.parametrize("wire", [torch.bfloat16, torch.float32])
@@ -60,9 +80,9 @@ def test_the_end_of_a_backward_sends_before_it_waits(wire, unsent):
         received = torch.full((unsent, 2, HEADS, DIM), torch.nan, dtype=wire, device="cuda")
         ends = np.cumsum(counts).tolist()
         addresses = [received.data_ptr()] * len(counts)
-        inboxes = Inboxes(ends, addresses, 0, [flag.data_ptr()], received)
+        places = Places(ends, addresses, 0, [flag.data_ptr()])
         arrival = Arrival(lambda: None, lambda turn=turn: Flag(flag.data_ptr(), turn + 1))
-        returned = Returned(received, index, exchange, arrival, (grad, 0, inboxes))
+        returned = Returned(received, index, exchange, arrival, (grad, 0, places))
         rounded, dk, dv = CudaRows().finish(returned, dq, dkv, 0.25, torch.bfloat16)
         want = dkv.clone()
         for rows, end in zip(sent, ends, strict=True):

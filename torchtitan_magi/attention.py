@@ -17,7 +17,7 @@ from torchtitan_magi.memory import empty
 from torchtitan_magi.plan import AttnPlan
 from torchtitan_magi.slices import AttnSlices
 from torchtitan_magi.stages import sent_before
-from torchtitan_magi.transport import Arrival, LateKeys
+from torchtitan_magi.transport import Arrival, LateKeys, RowSums
 
 # ------------------------------------------------------------------------------------------------------- the stage loop
 
@@ -43,13 +43,12 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv with the shapes and dtypes of q, k, v."""
     stages = bound.backward
-    arriving = _Arrivals(bound, stages, k, v)  # first, see there
     wide = torch.promote_types(q.dtype, torch.float32)
+    dq, delta = empty(q.shape, wide, q.device), empty(lse.shape, wide, q.device)
     if len(stages) == 1 and not stages[0].stage.exchanges:
-        dq, rounded = empty(q.shape, wide, q.device), empty(q.shape, q.dtype, q.device)
-        sums = bound.block_attn.sums(stages[0].mask, k, rounded)
-        delta = bound.block_attn.delta(out, dout, dq, sums)
-        mask = stages[0].mask
+        mask, rounded = stages[0].mask, empty(q.shape, q.dtype, q.device)
+        sums = bound.block_attn.sums(mask, k, rounded)
+        bound.rows.sum(RowSums(out, dout, delta, (dq,) if sums is None else (dq, sums)))
         if sums is None:
             dk, dv = empty(k.shape, k.dtype, k.device), empty(v.shape, v.dtype, v.device)
             bound.block_attn.backward(dout, q, k, v, lse, delta, mask, softmax_scale, dq, (dk, dv))
@@ -58,11 +57,10 @@ def _backward(
             dk, dv = bound.rows.round_keys(sums, k.dtype)
         bound.rows.round(dq, softmax_scale, rounded)
         return rounded, dk, dv
-    dq = empty(q.shape, wide, q.device)
     # dK/dV of the first stage; its first rows, the rank's own, gather what other ranks return
     gathered = grad = empty((stages[0].stage.num_rows, 2, *k.shape[1:]), wide, q.device)
     adds_keys = bound.block_attn.adds_keys(stages[0].mask)
-    delta = bound.block_attn.delta(out, dout, dq, grad if adds_keys else None)
+    arriving = _Arrivals(bound, stages, k, v, RowSums(out, dout, delta, (dq, grad) if adds_keys else (dq,)))
     wire = wide if bound.fp32_reduce else k.dtype
     returned = None
     for i, bound_stage in enumerate(stages):
@@ -85,15 +83,19 @@ def _backward(
 class _Arrivals:
     """The K/V buffers of the stages: one in use and one under way, or two under way while a rank's own K/V are used.
 
-    To be made before the short kernels that come before the first stage's attention: attention takes every SM until its
-    end, and rows that are not packed by then would wait for it. What the host has to do to start an only exchange
-    comes after the launch of attention.
+    Rows are packed before all else: attention takes every SM until its end, and what is not packed by then would wait
+    for it. `sums` are done right after the first ones. What the host has to do to start an only exchange comes after
+    the launch of attention.
     """
 
-    def __init__(self, bound: BoundPlan, stages: tuple[BoundStage, ...], k: Tensor, v: Tensor) -> None:
-        self.bound, self.stages, self.k, self.v = bound, stages, k, v
+    def __init__(
+        self, bound: BoundPlan, stages: tuple[BoundStage, ...], k: Tensor, v: Tensor, sums: RowSums | None = None
+    ) -> None:
+        self.bound, self.stages, self.k, self.v, self.sums = bound, stages, k, v, sums
         self.pending: list[tuple[Tensor, Arrival] | None] = []
         self._start(0)
+        if self.sums is not None:
+            bound.rows.sum(self.sums)
 
     def _start(self, i: int) -> None:
         travels = bool(self.stages[i].stage.exchanges)
@@ -102,8 +104,9 @@ class _Arrivals:
             if not stage.exchanges:
                 self.pending.append(None)
             else:
+                sums, self.sums = self.sums, None
                 cast = group_cast(
-                    stage, self.bound.rows, row_index, self.k, self.v, self.bound.transport, len(self.stages) == 1
+                    stage, self.bound.rows, row_index, self.k, self.v, self.bound.transport, len(self.stages) == 1, sums
                 )
                 self.pending.append(cast)
 

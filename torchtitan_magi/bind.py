@@ -58,8 +58,6 @@ class BlockAttn(Protocol):
 
     def sums(self, mask: Any, k: Tensor, spare: Tensor) -> Tensor | None: ...
 
-    def delta(self, out: Tensor, dout: Tensor, zero: Tensor, more_zero: Tensor | None = None) -> Tensor: ...
-
     def backward(
         self,
         dout: Tensor,

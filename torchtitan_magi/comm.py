@@ -5,6 +5,7 @@ as [rows, 2, H, D]. What is received lies in the order in which the plan numbere
 """
 
 import functools
+import os
 from collections.abc import Callable
 from typing import Protocol, TypeAlias
 
@@ -21,9 +22,10 @@ from torchtitan_magi.plan import Exchange, Stage
 from torchtitan_magi.transport import (
     Arrival,
     Channel,
-    Inboxes,
+    Places,
     ProcessGroupTransport,
     Returned,
+    RowSums,
     SingleRank,
     Transport,
     Wait,
@@ -86,13 +88,18 @@ def gpus_per_node(mesh: Mesh, local_world_size: int) -> int | None:
 class Rows(Protocol):
     """How rows are packed, added and rounded: by torch, or by our own kernels (rows.py)."""
 
-    writes_to_inboxes: bool  # whether `gather` and `finish` write to other ranks' memory
+    packs_to_places: bool  # whether `gather` and `finish` write to other ranks' memory
 
     def index(self, exchange: Exchange) -> list[npt.NDArray[np.integer]]:
         """Index data of an exchange, on the host; the other methods take it from the device."""
 
-    def gather(self, k: Tensor, v: Tensor, index: list[Tensor], to: Tensor | Inboxes) -> None:
-        """Copies the rows of k and v [T, H, D] that are sent: to a tensor [S, 2, H, D], or to who gets them."""
+    def gather(
+        self, k: Tensor, v: Tensor, index: list[Tensor], to: Tensor | Places, sums: RowSums | None = None
+    ) -> None:
+        """Copies the rows of k and v [T, H, D] that are sent, to a tensor [S, 2, H, D] or to places; then `sums`."""
+
+    def sum(self, sums: RowSums) -> None:
+        """Does what `sums` says."""
 
     def add(self, returned: Returned, grad: Tensor) -> None:
         """Adds returned rows to grad [T, 2, H, D], for each token in the order of the ranks, when they are there."""
@@ -113,20 +120,30 @@ class Rows(Protocol):
 class TorchRows:
     """Row movement by torch's own operations, on any device."""
 
-    writes_to_inboxes = False
+    packs_to_places = False
 
     def index(self, exchange: Exchange) -> list[npt.NDArray[np.integer]]:
         return [exchange.send_rows]
 
-    def gather(self, k: Tensor, v: Tensor, index: list[Tensor], to: Tensor | Inboxes) -> None:
+    def gather(
+        self, k: Tensor, v: Tensor, index: list[Tensor], to: Tensor | Places, sums: RowSums | None = None
+    ) -> None:
         assert isinstance(to, Tensor)
         to[:, 0], to[:, 1] = k.index_select(0, index[0]), v.index_select(0, index[0])
+        if sums is not None:
+            self.sum(sums)
+
+    def sum(self, sums: RowSums) -> None:
+        wide = sums.delta.dtype
+        torch.sum(sums.out.to(wide) * sums.dout.to(wide), -1, out=sums.delta)
+        for zero in sums.zeros:
+            zero.zero_()
 
     def add(self, returned: Returned, grad: Tensor) -> None:
         returned.arrival.wait()
         # One rank asks for a row at most once: within one rank no two rows collide, so the sums have a fixed order.
         splits = returned.exchange.send_splits
-        for rows, values in zip(returned.index[0].split(splits), returned.rows.split(splits), strict=True):
+        for rows, values in zip(returned.row_index[0].split(splits), returned.rows.split(splits), strict=True):
             grad.index_add_(0, rows, values.to(grad.dtype))
 
     def round(self, dq: Tensor, softmax_scale: float, out: Tensor) -> None:
@@ -144,7 +161,14 @@ class TorchRows:
 
 
 def group_cast(
-    stage: Stage, rows: Rows, index: list[list[Tensor]], k: Tensor, v: Tensor, transport: Transport, later: bool = False
+    stage: Stage,
+    rows: Rows,
+    index: list[list[Tensor]],
+    k: Tensor,
+    v: Tensor,
+    transport: Transport,
+    later: bool = False,
+    sums: RowSums | None = None,
 ) -> tuple[Tensor, Arrival]:
     """Starts to bring the K/V rows of a stage.
 
@@ -152,35 +176,47 @@ def group_cast(
         index: ``rows.index`` of each exchange of the stage, on the device of k.
         k, v: [T, H, D], this rank's own.
         later: the arrival's `begin` will be called, soon and before the next exchange.
+        sums: what is to be done besides, while the rows travel.
 
     Returns:
         The stage's K/V rows [rows, 2, H, D] without the rank's own, and when they may be read.
     """
-    if len(stage.exchanges) == 1 and rows.writes_to_inboxes:
-        written = transport.inboxes((2, *k.shape[1:]), k.dtype, stage.exchanges[0], back=False)
-        if written is not None:
-            inboxes, arrival = written
-            rows.gather(k, v, index[0], inboxes)
-            return inboxes.received, arrival
+    if len(stage.exchanges) == 1 and rows.packs_to_places:
+        found = transport.places((2, *k.shape[1:]), k.dtype, stage.exchanges[0], back=False)
+        if found is not None:
+            places, received, arrival = found
+            rows.gather(k, v, index[0], places, sums)
+            return received, arrival if later and not _launches_block() else _begun(arrival)
     first = stage.arriving[0][0]
     buffer = empty((stage.num_rows - first, 2, *k.shape[1:]), k.dtype, k.device)
 
-    def exchange(i: int, k: Tensor, v: Tensor, later: bool = False) -> Arrival:
+    def exchange(i: int, k: Tensor, v: Tensor) -> Arrival:
         exchange = stage.exchanges[i]
         shape = (len(exchange.send_rows), *buffer.shape[1:])
         sent = transport.send_buffer(shape, k.dtype, k.device, exchange, back=False)
         rows.gather(k, v, index[i], sent)
-        return transport.all_to_all(_of_exchange(stage, i, buffer, first), sent, exchange, back=False, later=later)
-
-    if len(stage.exchanges) == 1:
-        return buffer, exchange(0, k, v, later)
+        return transport.all_to_all(_of_exchange(stage, i, buffer, first), sent, exchange, back=False)
 
     def both() -> None:
         exchange(0, k, v).wait()
         arrived = _of_exchange(stage, 0, buffer, first)
         exchange(1, arrived[:, 0], arrived[:, 1]).wait()
 
-    return buffer, Arrival(_beside(both, k.device, "cast"))
+    arrival = exchange(0, k, v) if len(stage.exchanges) == 1 else Arrival(_beside(both, k.device, "cast"))
+    if sums is not None:
+        rows.sum(sums)
+    return buffer, arrival
+
+
+def _begun(arrival: Arrival) -> Arrival:
+    arrival.begin()
+    return Arrival(arrival.wait, arrival.flag)
+
+
+@functools.cache
+def _launches_block() -> bool:
+    """Whether the host waits for each kernel: then an exchange must be under way before the kernel that awaits it."""
+    return os.environ.get("CUDA_LAUNCH_BLOCKING", "0") != "0"
 
 
 def grad_buffer(stage: Stage, like: Tensor, wire: torch.dtype, transport: Transport) -> Tensor:
@@ -219,12 +255,11 @@ def group_reduce(
         What comes back to this rank, for ``Rows.add`` or ``Rows.finish``.
     """
 
-    if len(stage.exchanges) == 1 and stage.holds_local and rows.writes_to_inboxes:
-        written = transport.inboxes(grad.shape[1:], wire, stage.exchanges[0], back=True)
-        if written is not None:
-            inboxes, arrival = written
-            unsent = grad, stage.arriving[0][0], inboxes
-            return Returned(inboxes.received, index[0], stage.exchanges[0], arrival, unsent)
+    if len(stage.exchanges) == 1 and stage.holds_local and rows.packs_to_places:
+        found = transport.places(grad.shape[1:], wire, stage.exchanges[0], back=True)
+        if found is not None:
+            places, received, arrival = found
+            return Returned(received, index[0], stage.exchanges[0], arrival, (grad, stage.arriving[0][0], places))
 
     def memory(i: int) -> Tensor:
         return empty((len(stage.exchanges[i].send_rows), *grad.shape[1:]), wire, grad.device)

@@ -38,9 +38,7 @@ class LaunchConfig(ctypes.Structure):
     ]
 
     @classmethod
-    @functools.lru_cache(maxsize=512)
     def of(cls, num_blocks: int, threads: int, shared_bytes: int, stream: int) -> "LaunchConfig":
-        """One for all launches alike, not to be changed."""
         attributes = ctypes.addressof(_MAY_BEGIN_EARLY)
         return cls(num_blocks, 1, 1, threads, 1, 1, shared_bytes, stream, attributes, 1)
 

@@ -4,9 +4,9 @@ Shapes: Tq queries, Tk keys, Hq query heads, Hk K/V heads, D head_dim. Nothing C
 needed.
 """
 
-import functools
 import math
 from dataclasses import dataclass, field
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -21,7 +21,6 @@ from torchtitan_magi.transport import KeysAndValues, LateKeys, keys_and_values
 from torchtitan_magi.worklists import BACKWARD_ROWS, ROWS, ListSizes, WorkLists, build_worklists
 
 LOG2_E = math.log2(math.e)
-NO_LATE_KEYS = launch.LateKeys(None, 0, FAR)
 
 
 # ------------------------------------------------------------ lists
@@ -31,7 +30,7 @@ class DeviceLists:
 
     words: Tensor
     sizes: ListSizes
-    launches: dict[Any, Any] = field(default_factory=dict)  # what repeats from call to call, see _ForwardLaunch
+    launches: dict[Any, launch.Launch] = field(default_factory=dict)  # what repeats from call to call
 
     def pointer(self, offset: int) -> int:
         return self.words.data_ptr() + 4 * offset
@@ -146,56 +145,61 @@ class FfaBlockAttn:
             ValueError: head_dim, dtype, scale or shapes that the kernel does not take.
         """
         s = mask.sizes
-        key = ("forward", q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, earlier is None, more, late is None)
+        key = (
+            get_ident(), q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
+            earlier is None, more, late is None, sm_margin,
+        )  # fmt: skip
         prepared = mask.launches.get(key)
-        if prepared is None:
+        q_at, k_at, v_at = q.data_ptr(), k.data_ptr(), v.data_ptr()
+        if prepared is None or (q_at | k_at | v_at) % 16:
             _check_inputs(q, k, v, late, s)
-            prepared = self._forward_launch(mask, q.shape[2], q.dtype, earlier is not None, more)
-            mask.launches[key] = prepared
+            if not _are_copyable(q, k, v):
+                q, k, v = map(launch.copyable, (q, k, v))
+                return self.forward(q, k, v, mask, softmax_scale, earlier, more, late, sm_margin)
+            prepared = mask.launches[key] = self._forward_launch(mask, q, k, v, earlier, more, late, sm_margin)
         _check_scale(softmax_scale)
-        kernel, template = prepared
         if more and earlier is not None:
             out, lse = earlier
         else:
             dtype = torch.float32 if more else q.dtype
             out = empty(q.shape, dtype, q.device)
             lse = earlier[1] if earlier else empty((s.num_q, s.num_heads_q), torch.float32, q.device)
-        num_items = template.schedule.num_items
-        if num_items == 0:
+        if prepared.num_blocks == 0:
             _settle(late, s.forward_awaits)
             return out, lse
+        params = prepared.params
+        params.lse, params.counter = lse.data_ptr(), launch.next_counter(prepared.device)
+        params.scale_log2 = softmax_scale * LOG2_E
         if s.num_k == 0:
-            k = v = q  # something to point at, which is never read
-        device = q.device.index
-        tokens = ROWS // s.forward_pack
-        map_q, q = launch.tensor_map(q, s.forward_pack, tokens)  # the tensors too: a copy must live until it is read
-        map_k, k = launch.tensor_map(k, 1, KEYS)
-        map_v, v = launch.tensor_map(v, 1, KEYS)
-        map_late_k, map_late_v, late_keys = _late(late, s.forward_awaits, map_k, map_v, k.shape[0])
-        maps = [map_q, map_k, map_v, map_late_k, map_late_v, launch.tensor_map(out, s.forward_pack, tokens)[0]]
+            k_at = v_at = q_at
+        maps = [q_at, k_at, v_at, *_late_addresses(late, s.forward_awaits, k_at, v_at, params), out.data_ptr()]
         if earlier is not None:
-            maps.append(launch.tensor_map(earlier[0], s.forward_pack, tokens)[0])
-        params = launch.ForwardParams.from_buffer_copy(template)
-        params.lse, params.counter = lse.data_ptr(), launch.next_counter(device)
-        params.scale_log2, params.late = softmax_scale * LOG2_E, late_keys
+            maps.append(earlier[0].data_ptr())
         if s.num_forward_parts:
-            words = s.num_forward_parts, template.schedule.num_heads, ROWS, launch.padded_head_dim(q.shape[2]) + 8
+            words = s.num_forward_parts, params.schedule.num_heads, ROWS, launch.padded_head_dim(q.shape[2]) + 8
             parts = empty(words, torch.float32, q.device)
             params.parts = parts.data_ptr()
-        grid = min(num_items, max(1, launch.num_sms(device) - sm_margin))
-        kernel(device, grid, *maps, params)
+        prepared(*maps)
         _settle(late, s.forward_awaits)
         return out, lse
 
     def _forward_launch(
-        self, mask: DeviceLists, head_dim: int, dtype: torch.dtype, earlier: bool, more: bool
-    ) -> tuple[launch.Kernel, launch.ForwardParams]:
+        self,
+        mask: DeviceLists,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        earlier: tuple[Tensor, Tensor] | None,
+        more: bool,
+        late: LateKeys | None,
+        sm_margin: int,
+    ) -> launch.Launch:
         s = mask.sizes
         assert s.forward_pack  # else the lists were made for the backward only
-        variant, shared = launch.forward_variant(head_dim, s.forward_pack, dtype, earlier, more)
+        variant, shared = launch.forward_variant(q.shape[2], s.forward_pack, q.dtype, earlier is not None, more)
         num_groups = s.num_heads_q // s.forward_pack
         num_items = (
-            s.num_forward_items_with_work if earlier and more else s.num_forward_items
+            s.num_forward_items_with_work if earlier is not None and more else s.num_forward_items
         )  # the others stay as they are
         params = launch.ForwardParams(
             items=mask.pointer(s.forward_items),
@@ -206,8 +210,19 @@ class FfaBlockAttn:
             num_q=s.num_q,
             num_heads_q=s.num_heads_q,
             parts_per_tile=s.forward_parts_per_tile,
+            late=_late_keys(k, late, s.forward_awaits),
         )
-        return launch.load("ffa_forward.cu", "ffa_forward", variant, launch.THREADS, shared), params
+        if s.num_k == 0:
+            k = v = q  # something to point at, which is never read
+        box = s.forward_pack, ROWS // s.forward_pack
+        shape, (_, strides) = tuple(q.shape), layout(q.shape)
+        maps = [_layout_of(q, *box), *_key_layouts(k, v, late, s.forward_awaits)]
+        maps.append(launch.MapLayout(shape, strides, torch.float32 if more else q.dtype, *box))
+        if earlier is not None:
+            maps.append(launch.MapLayout(shape, strides, torch.float32, *box))
+        kernel = launch.load("ffa_forward.cu", "ffa_forward", variant, launch.THREADS, shared)
+        blocks = min(params.schedule.num_items, max(1, launch.num_sms(q.device.index) - sm_margin))
+        return launch.Launch(kernel, q.device.index, blocks, maps, params)
 
     def backward(
         self,
@@ -244,11 +259,22 @@ class FfaBlockAttn:
             ValueError: head_dim, dtype, scale or shapes that the kernel does not take.
         """
         s = mask.sizes
-        key = ("backward", q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, dout.dtype, late is None)
-        if key not in mask.launches:
+        pair = dkv if isinstance(dkv, tuple) else (dkv, dkv)
+        is_float = pair[0].dtype == torch.float32
+        key = (
+            get_ident(), q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), dout.stride(),
+            q.dtype, k.dtype, v.dtype, dout.dtype, pair[0].stride(), pair[1].stride(), is_float, late is None,
+            sm_margin,
+        )  # fmt: skip
+        prepared = mask.launches.get(key)
+        q_at, dout_at, k_at, v_at = q.data_ptr(), dout.data_ptr(), k.data_ptr(), v.data_ptr()
+        if prepared is None or (q_at | dout_at | k_at | v_at) % 16:
             _check_inputs(q, k, v, late, s)
             assert dout.dtype == q.dtype
-            mask.launches[key] = self._backward_launch(mask, q.shape[2], q.dtype)
+            if not _are_copyable(dout, q, k, v):
+                dout, q, k, v = map(launch.copyable, (dout, q, k, v))
+                return self.backward(dout, q, k, v, lse, delta, mask, softmax_scale, dq, dkv, zeroed, late, sm_margin)
+            prepared = mask.launches[key] = self._backward_launch(mask, dout, q, k, v, dkv, late, sm_margin)
         _check_scale(softmax_scale)
         assert dq.dtype == lse.dtype == delta.dtype == torch.float32
         assert dq.is_contiguous()
@@ -260,57 +286,46 @@ class FfaBlockAttn:
             _settle(late, s.backward_awaits)
             _zero(dkv)
             return
-        device = q.device.index
-        kernel, template = mask.launches[key]
-        params = launch.BackwardParams.from_buffer_copy(template)
+        params = prepared.params
         to, sums = dkv, None
-        is_float = (dkv[0] if isinstance(dkv, tuple) else dkv).dtype == torch.float32
         if s.is_split:  # parts of a tile add to fp32 sums
-            params.store = launch.ADD_FLOAT
             if not is_float:
                 to = sums = torch.zeros(s.num_k, 2, s.num_heads_kv, q.shape[2], dtype=torch.float32, device=k.device)
             elif not zeroed:
                 _zero(dkv)
-        else:
-            params.store = launch.STORE_FLOAT if is_float else launch.STORE_PACKED
-        semaphores = None
         if s.deterministic:
             counts = 2 * s.num_q_blocks * (s.num_heads_q // s.backward_pack), 2 * s.num_k_tiles * s.num_heads_kv
             semaphores = torch.zeros(sum(counts), dtype=torch.int32, device=k.device)
             params.semaphores = semaphores.data_ptr()
             params.part_semaphores = semaphores.data_ptr() + 4 * counts[0]
         params.lse, params.delta = lse.data_ptr(), delta.data_ptr()
-        (params.dk, _, dk_strides), (params.dv, _, dv_strides) = _layout_of(to)
-        params.dk_token_stride, params.dk_head_stride, _ = dk_strides
-        params.dv_token_stride, params.dv_head_stride, _ = dv_strides
-        params.counter = launch.next_counter(device)
+        params.dk, params.dv = _addresses_of(to)
+        params.counter = launch.next_counter(prepared.device)
         params.softmax_scale, params.scale_log2 = softmax_scale, softmax_scale * LOG2_E
-        num_items = template.schedule.num_items
-        pack, tokens = s.backward_pack, BACKWARD_ROWS // s.backward_pack
-        map_dq, _ = launch.tensor_map(dq, pack, tokens)
-        map_dk = map_dv = map_dq  # unused unless parts are added up
-        if params.store == launch.ADD_FLOAT:
-            map_dk, map_dv = _maps(to, torch.float32, BACKWARD_ROWS)
-        map_q, q = launch.tensor_map(q, pack, tokens)  # the tensors too: a copy must live until it is read
-        map_dout, dout = launch.tensor_map(dout, pack, tokens)
-        map_k, k = launch.tensor_map(k, 1, KEYS)
-        map_v, v = launch.tensor_map(v, 1, KEYS)
-        map_late_k, map_late_v, params.late = _late(late, s.backward_awaits, map_k, map_v, k.shape[0])
-        grid = min(num_items, max(1, launch.num_sms(device) - sm_margin))
-        kernel(
-            device, grid, map_q, map_dout, map_k, map_v, map_late_k, map_late_v, map_dq, map_dk, map_dv, params
-        )  # fmt: skip
+        maps = [q_at, dout_at, k_at, v_at, *_late_addresses(late, s.backward_awaits, k_at, v_at, params), dq.data_ptr()]
+        if s.is_split:
+            prepared(*maps, params.dk, params.dv)
+        else:
+            prepared(*maps, maps[-1], maps[-1])
         _settle(late, s.backward_awaits)
         if sums is not None:
             for x, wide in zip(keys_and_values(dkv), keys_and_values(sums), strict=True):
                 x.copy_(wide)
 
     def _backward_launch(
-        self, mask: DeviceLists, head_dim: int, dtype: torch.dtype
-    ) -> tuple[launch.Kernel, launch.BackwardParams]:
-        s = mask.sizes
+        self,
+        mask: DeviceLists,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        dkv: KeysAndValues,
+        late: LateKeys | None,
+        sm_margin: int,
+    ) -> launch.Launch:
+        s, head_dim = mask.sizes, q.shape[2]
         assert s.backward_pack  # else the lists were made for the forward only
-        variant, shared = launch.backward_variant(head_dim, s.backward_pack, dtype, s.deterministic)
+        variant, shared = launch.backward_variant(head_dim, s.backward_pack, q.dtype, s.deterministic)
         params = launch.BackwardParams(
             items=mask.pointer(s.backward_items),
             segments=mask.pointer(s.backward_segments),
@@ -327,8 +342,25 @@ class FfaBlockAttn:
             num_heads_q=s.num_heads_q,
             head_dim=head_dim,
             num_q_blocks=s.num_q_blocks,
+            late=_late_keys(k, late, s.backward_awaits),
         )
-        return launch.load("ffa_backward.cu", "ffa_backward", variant, launch.THREADS, shared), params
+        is_float = (dkv[0] if isinstance(dkv, tuple) else dkv).dtype == torch.float32
+        params.store = launch.ADD_FLOAT if s.is_split else launch.STORE_FLOAT if is_float else launch.STORE_PACKED
+        own_sums = s.is_split and not is_float  # made for each call
+        dk, dv = [(2 * s.num_heads_kv * head_dim, head_dim, 1)] * 2 if own_sums else _strides_of(dkv)
+        params.dk_token_stride, params.dk_head_stride, _ = dk
+        params.dv_token_stride, params.dv_head_stride, _ = dv
+        box = s.backward_pack, BACKWARD_ROWS // s.backward_pack
+        of_dq = launch.MapLayout(tuple(q.shape), layout(q.shape)[1], torch.float32, *box)
+        maps = [_layout_of(q, *box), _layout_of(dout, *box), *_key_layouts(k, v, late, s.backward_awaits), of_dq]
+        if s.is_split:
+            shape = s.num_k, s.num_heads_kv, head_dim
+            maps += [launch.MapLayout(shape, strides, torch.float32, 1, BACKWARD_ROWS) for strides in (dk, dv)]
+        else:
+            maps += [of_dq] * 2  # unused
+        kernel = launch.load("ffa_backward.cu", "ffa_backward", variant, launch.THREADS, shared)
+        blocks = min(params.schedule.num_items, max(1, launch.num_sms(q.device.index) - sm_margin))
+        return launch.Launch(kernel, q.device.index, blocks, maps, params)
 
     def adds_keys(self, mask: DeviceLists) -> bool:
         """Whether the backward adds parts of dk and dv up, to zeros."""
@@ -346,53 +378,33 @@ class FfaBlockAttn:
             return empty(shape, torch.float32, k.device)
         return spare.view(torch.float32).as_strided(shape, layout(shape)[1])
 
-    def delta(self, out: Tensor, dout: Tensor, zero: Tensor, more_zero: Tensor | None = None) -> Tensor:
-        """rowsum(out * dout), fp32 [Tq, Hq]; sets `zero` and `more_zero` to 0 (fp32, contiguous, multiples of 8 long).
-
-        Args:
-            out: [Tq, Hq, D] fp32 or the dtype of dout. dout: bf16 or fp16.
-        """
-        num_q, num_heads, head_dim = out.shape
-        launch.padded_head_dim(head_dim)
-        assert out.dtype in (dout.dtype, torch.float32)
-        out, dout = out.contiguous(), launch.copyable(dout).contiguous()
-        delta = empty((num_q, num_heads), torch.float32, out.device)
-        num_rows, num_zero = num_q * num_heads, zero.numel()
-        more, num_more = (None, 0) if more_zero is None else (more_zero.data_ptr(), more_zero.numel())
-        threads = max(16 * num_rows, (num_zero + num_more) // 8)
-        if threads:
-            addresses = out.data_ptr(), dout.data_ptr(), delta.data_ptr(), zero.data_ptr(), more
-            params = launch.DeltaParams(*addresses, num_rows, num_zero, num_more, head_dim)
-            _delta_kernel(dout.dtype == torch.float16, out.dtype == torch.float32)(
-                out.device.index, -(-threads // 256), params
-            )
-        return delta
-
-
-@functools.cache
-def _delta_kernel(use_fp16: bool, out_fp32: bool) -> launch.Kernel:
-    switches = launch.variant_of({"USE_FP16": use_fp16, "OUT_FP32": out_fp32})
-    return launch.load("ffa_delta.cu", "ffa_delta", switches, 256, 0)
-
 
 def _check_scale(softmax_scale: float) -> None:
     if not softmax_scale > 0:
         raise ValueError(f"softmax_scale is {softmax_scale}; it must be positive")
 
 
-def _layout_of(both: KeysAndValues) -> list[tuple[int, tuple[int, ...], tuple[int, ...]]]:
-    """Address, shape and strides of K and of V; views of a tensor would take long to make."""
+def _are_copyable(*tensors: Tensor) -> bool:
+    return all(launch.copyable(x) is x for x in tensors)
+
+
+def _addresses_of(both: KeysAndValues) -> tuple[int, int]:
+    """Of K and of V; views of a tensor would take long to make."""
     if isinstance(both, tuple):
-        return [(x.data_ptr(), x.shape, x.stride()) for x in both]
-    rows, _, *head = both.shape
-    token, half, *in_head = both.stride()
-    address, shape, strides = both.data_ptr(), (rows, *head), (token, *in_head)
-    return [(address, shape, strides), (address + half * both.element_size(), shape, strides)]
+        return both[0].data_ptr(), both[1].data_ptr()
+    address = both.data_ptr()
+    return address, address + both.stride(1) * both.element_size()
 
 
-def _maps(both: KeysAndValues, dtype: torch.dtype, tokens: int) -> list[Any]:
-    """Maps of rows that are aligned, with boxes of so many tokens."""
-    return [launch.encode(*at, dtype, 1, tokens) for at in _layout_of(both)]
+def _strides_of(both: KeysAndValues) -> list[tuple[int, ...]]:
+    if isinstance(both, tuple):
+        return [x.stride() for x in both]
+    token, _, head, column = both.stride()
+    return [(token, head, column)] * 2
+
+
+def _layout_of(x: Tensor, heads: int, tokens: int) -> launch.MapLayout:
+    return launch.MapLayout(tuple(x.shape), x.stride(), x.dtype, heads, tokens)
 
 
 def _zero(both: KeysAndValues) -> None:
@@ -400,14 +412,27 @@ def _zero(both: KeysAndValues) -> None:
         x.zero_()
 
 
-def _late(late: LateKeys | None, awaits: bool, map_k: Any, map_v: Any, first: int) -> tuple[Any, Any, launch.LateKeys]:
-    """Maps of late K and V rows, and what the kernel is told of them; without any that it reads, maps of others."""
+def _key_layouts(k: Tensor, v: Tensor, late: LateKeys | None, awaits: bool) -> list[launch.MapLayout]:
+    """Of K and V, and of those that follow; where the kernel reads none, the first two again."""
+    own = [_layout_of(x, 1, KEYS) for x in (k, v)]
     if late is None or not awaits:
-        return map_k, map_v, NO_LATE_KEYS
-    map_late_k, map_late_v = _maps(late.kv, late.kv.dtype, KEYS)
+        return own * 2
+    rows, _, *head = late.kv.shape
+    return own + [launch.MapLayout((rows, *head), at, late.kv.dtype, 1, KEYS) for at in _strides_of(late.kv)]
+
+
+def _late_keys(k: Tensor, late: LateKeys | None, awaits: bool) -> launch.LateKeys:
+    return launch.LateKeys(None, 0, FAR if late is None or not awaits else k.shape[0])
+
+
+def _late_addresses(late: LateKeys | None, awaits: bool, k: int, v: int, params: Any) -> tuple[int, int]:
+    """Of late K and V, as `_key_layouts` has them; tells the kernel of them."""
+    if late is None or not awaits:
+        return k, v
     if (flag := late.arrival.flag()) is None:
         late.arrival.wait()
-    return map_late_k, map_late_v, launch.LateKeys(*(flag or (None, 0)), first)
+    params.late.arrived, params.late.number = flag or (None, 0)
+    return _addresses_of(late.kv)
 
 
 def _settle(late: LateKeys | None, awaits: bool) -> None:

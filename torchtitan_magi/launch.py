@@ -3,8 +3,8 @@
 import ctypes
 import functools
 import itertools
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -60,14 +60,6 @@ class BackwardParams(ctypes.Structure):
 
 
 STORE_PACKED, STORE_FLOAT, ADD_FLOAT = 0, 1, 2
-
-
-class DeltaParams(ctypes.Structure):
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("out", "dout", "delta", "zero", "more_zero")),
-        *((name, ctypes.c_longlong) for name in ("num_rows", "num_zero", "num_more_zero")),
-        ("head_dim", ctypes.c_int),
-    ]
 
 
 # ------------------------------------------------------------ variants
@@ -137,27 +129,19 @@ def next_counter(device: int) -> int:
 
 def copyable(x: Tensor) -> Tensor:
     """x [T, H, D], or a contiguous copy where the copy engine cannot read it: it needs 16-byte aligned rows."""
-    fits = _fits(x.data_ptr(), x.element_size(), x.shape, x.stride())
+    fits = x.data_ptr() % 16 == 0 and has_aligned_rows(x)
     return x if fits else x.clone(memory_format=torch.contiguous_format)
 
 
-def _fits(address: int, element_size: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    token_stride, head_stride, column_stride = strides
-    step = 16 // element_size
+def has_aligned_rows(x: Tensor) -> bool:
+    """Whether the rows of x [T, H, D] are, if the first one is."""
+    token_stride, head_stride, column_stride = x.stride()
+    step = 16 // x.element_size()
     return (
         column_stride == 1
-        and address % 16 == 0
-        and (token_stride % step == 0 or shape[0] == 1)
-        and (head_stride % step == 0 or shape[1] == 1)
+        and (token_stride % step == 0 or x.shape[0] == 1)
+        and (head_stride % step == 0 or x.shape[1] == 1)
     )
-
-
-def tensor_map(x: Tensor, heads: int, tokens: int) -> tuple[Any, Tensor]:
-    """A map over x [T, H, D], or over a copy of it, with boxes of 128 bytes of columns x `heads` x `tokens`, stored as
-    swizzled rows; and the tensor that it maps, see `copyable`.
-    """
-    encoded = encode(x.data_ptr(), x.shape, x.stride(), x.dtype, heads, tokens)
-    return (encoded, x) if encoded is not None else tensor_map(copyable(x), heads, tokens)
 
 
 _TENSOR_MAP_TYPES = {
@@ -167,43 +151,59 @@ _TENSOR_MAP_TYPES = {
 }
 
 
-@functools.lru_cache(maxsize=8192)
-def encode(
-    address: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, heads: int, tokens: int
-) -> Any:
-    """The map of `tensor_map` over a tensor of which that is known; None if the copy engine cannot read it."""
-    size = dtype.itemsize
-    if not _fits(address, size, shape, strides):
-        return None
-    dimensions = _dimensions(size, shape, strides, heads, tokens)
-    memory = (ctypes.c_ulonglong * 24)()
-    gap = -ctypes.addressof(memory) % 64  # a map begins at a multiple of 64 bytes
-    encode = driver.function("cuTensorMapEncodeTiled")
-    to, kind = ctypes.addressof(memory) + gap, _TENSOR_MAP_TYPES[dtype]
-    driver.check(encode(to, kind, 3, address, *dimensions, 0, driver.SWIZZLE_128B, driver.PROMOTION_256B, 0))
-    return (ctypes.c_ulonglong * 16).from_buffer(memory, gap)
+class MapLayout(NamedTuple):
+    """What a tensor map says of its tensor [T, H, D], but for the address, and of its boxes: 128 bytes of columns x
+    `heads` x `tokens`, stored as swizzled rows.
+    """
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    heads: int
+    tokens: int
 
 
-@functools.lru_cache(maxsize=1024)
-def _dimensions(
-    size: int, shape: tuple[int, ...], strides: tuple[int, ...], heads: int, tokens: int
-) -> tuple[ctypes.Array[Any], ...]:
-    """What a map says of a tensor with elements of `size` bytes: sizes, strides in bytes, box, steps."""
-    num_tokens, num_heads, head_dim = shape
-    row_bytes = -(-head_dim * size // 16) * 16  # stands in for the stride of a dimension of length 1
-    head_bytes = strides[1] * size if num_heads > 1 else row_bytes
-    token_bytes = strides[0] * size if num_tokens > 1 else row_bytes
-    box = ctypes.c_uint * 3
-    return (
-        (ctypes.c_ulonglong * 3)(head_dim, num_heads, num_tokens),
-        (ctypes.c_ulonglong * 2)(head_bytes, token_bytes),
-        box(128 // size, heads, tokens),
-        box(1, 1, 1),
-    )
+class Maps(dict[int, int]):
+    """Addresses of tensor maps of one layout, by those of the tensors, which are multiples of 16; made when missing."""
+
+    KEPT = 4096
+
+    def __init__(self, layout: MapLayout) -> None:
+        (num_tokens, num_heads, head_dim), size = layout.shape, layout.dtype.itemsize
+        row_bytes = -(-head_dim * size // 16) * 16  # stands in for the stride of a dimension of length 1
+        head_bytes = layout.strides[1] * size if num_heads > 1 else row_bytes
+        token_bytes = layout.strides[0] * size if num_tokens > 1 else row_bytes
+        box = ctypes.c_uint * 3
+        self.kind = _TENSOR_MAP_TYPES[layout.dtype]
+        self.dimensions = (  # sizes, strides in bytes, box, steps
+            (ctypes.c_ulonglong * 3)(head_dim, num_heads, num_tokens),
+            (ctypes.c_ulonglong * 2)(head_bytes, token_bytes),
+            box(128 // size, layout.heads, layout.tokens),
+            box(1, 1, 1),
+        )
+        self.memory: list[Any] = []
+        self.memory_before = self.memory  # of maps that are no longer found, but may be about to be used
+
+    def __missing__(self, address: int) -> int:
+        if len(self) == self.KEPT:
+            self.clear()
+            self.memory_before, self.memory = self.memory, []
+        memory = (ctypes.c_ulonglong * 24)()
+        start = ctypes.addressof(memory)
+        start += -start % 64  # a map begins at a multiple of 64 bytes
+        encode = driver.function("cuTensorMapEncodeTiled")
+        options = 0, driver.SWIZZLE_128B, driver.PROMOTION_256B, 0
+        driver.check(encode(start, self.kind, 3, address, *self.dimensions, *options))
+        self.memory.append(memory)
+        self[address] = start
+        return start
+
+
+maps_over = functools.lru_cache(maxsize=512)(Maps)
 
 
 class Kernel:
-    """One compiled variant, ready to launch.
+    """One compiled variant, ready to launch. Its last argument is a struct of parameters; tensor maps come before it.
 
     Args:
         name, function: file in kernels/ and kernel in it.
@@ -217,21 +217,49 @@ class Kernel:
         self.load = functools.cache(functools.partial(jit.load_kernel, name, function, variant, shared_bytes))
         self.threads, self.shared_bytes = threads, shared_bytes
         self._launch = driver.function("cuLaunchKernelEx")
+        self._config = functools.lru_cache(maxsize=256)(self._make_config)
 
-    def __call__(self, device: int, num_blocks: int, *arguments: Any) -> None:
-        """Launches on the current stream of `device`. arguments: ctypes values, the kernel's parameters in order."""
+    def __call__(self, device: int, num_blocks: int, params: ctypes.Structure) -> None:
+        """Launches on the current stream of `device`."""
+        self.launch(device, num_blocks, _OnePointer(ctypes.addressof(params)))
+
+    def launch(self, device: int, num_blocks: int, arguments: ctypes.Array[ctypes.c_void_p]) -> None:
+        """The same with addresses of all arguments."""
         if current_device() != device:
             with torch.cuda.device(device):
-                return self(device, num_blocks, *arguments)
-        pointers = _pointer_array(len(arguments))(*map(ctypes.addressof, arguments))
+                return self.launch(device, num_blocks, arguments)
         stream = torch._C._cuda_getCurrentRawStream(device)  # current_stream(device).cuda_stream without the objects
+        _config, address, function = self._config(device, num_blocks, stream)
+        driver.check(self._launch(address, function, arguments, None))
+
+    def _make_config(self, device: int, num_blocks: int, stream: int) -> tuple[driver.LaunchConfig, int, int]:
+        """Not to be changed; the address of it; the kernel's handle."""
         config = driver.LaunchConfig.of(num_blocks, self.threads, self.shared_bytes, stream)
-        driver.check(self._launch(ctypes.addressof(config), self.load(device), pointers, None))
+        return config, ctypes.addressof(config), self.load(device)
 
 
 load = functools.cache(Kernel)
+_OnePointer = ctypes.c_void_p * 1
 
 
-@functools.cache
-def _pointer_array(length: int) -> type[ctypes.Array[ctypes.c_void_p]]:
-    return ctypes.c_void_p * length
+class Launch:
+    """A launch that repeats from call to call, with its arguments in place, for one thread at a time.
+
+    Args:
+        maps: layouts of what the tensor maps are over; they are the kernel's first arguments.
+        params: the last one; what has changed since the call before is set there before a call.
+    """
+
+    def __init__(
+        self, kernel: Kernel, device: int, num_blocks: int, maps: Sequence[MapLayout], params: ctypes.Structure
+    ) -> None:
+        self.kernel, self.device, self.num_blocks = kernel, device, num_blocks
+        self.params: Any = params
+        self._maps = [maps_over(layout) for layout in maps]
+        self._arguments = (ctypes.c_void_p * (len(maps) + 1))()
+        self._arguments[len(maps)] = ctypes.addressof(params)
+
+    def __call__(self, *addresses: int) -> None:
+        """addresses: of what the maps are over, multiples of 16."""
+        self._arguments[: len(addresses)] = [maps[at] for maps, at in zip(self._maps, addresses, strict=True)]
+        self.kernel.launch(self.device, self.num_blocks, self._arguments)

@@ -1,9 +1,10 @@
 """Exchanges between GPUs of one machine through peer memory, in one of two ways. The host waits for nobody.
 
 Copy engines fetch rows out of each other's send buffers. No SM takes part, so attention has all of them, and an
-exchange starts while attention runs; NCCL's kernels would wait for its end, or take SMs from it. Ranks find each other
-by stream operations of the driver: before a rank fetches, its stream writes the exchange's number into every peer's
-memory and waits for theirs.
+exchange starts while attention runs; NCCL's kernels would wait for its end, or take SMs from it. Before a rank fetches,
+a stream of its own waits for words in its memory that say what the peers have ready: the kernel that packs their rows
+counts them up, or where several exchanges overlap or no kernel of ours packs, their streams write the number of the
+exchange there.
 
 Or a kernel of ours writes rows where they are wanted, and then counts up a word there. That is at most one launch for
 the host, and done sooner where nothing could be done meanwhile: for few rows, and for gradients that come back last.
@@ -12,7 +13,6 @@ the host, and done sooner where nothing could be done meanwhile: for few rows, a
 import ctypes
 import functools
 import math
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,9 +24,9 @@ from torch import Tensor
 
 from torchtitan_magi import driver
 from torchtitan_magi.driver import StreamOperation
-from torchtitan_magi.memory import layout
-from torchtitan_magi.plan import Exchange, Parcel
-from torchtitan_magi.transport import MAX_PEERS, Arrival, Flag, Inboxes, ProcessGroupTransport
+from torchtitan_magi.memory import empty, layout
+from torchtitan_magi.plan import Exchange
+from torchtitan_magi.transport import MAX_PEERS, Arrival, Flag, Places, ProcessGroupTransport
 
 # Buffers of a channel, taken in turn, to send from or to be written to. An exchange is issued after the wait for the
 # last but one before it, thus after every peer came to that one, and by then was done with the one before: had fetched
@@ -36,30 +36,51 @@ FLAG_BYTES = 4096  # for the numbers, before the slots
 WRITTEN_BYTES = 8 << 20  # K/V rows up to so many bytes per rank are written; more are fetched while attention runs
 
 
+class _Batch:
+    """Stream operations that all wait for the same number, or write it."""
+
+    def __init__(self, *operations: tuple[int, int]) -> None:
+        """operations: kind and address of each."""
+        self.operations = (StreamOperation * len(operations))(*(StreamOperation(*each) for each in operations))
+        words = (ctypes.c_uint64 * (ctypes.sizeof(self.operations) // 8)).from_buffer(self.operations)
+        self.values = np.ctypeslib.as_array(words).reshape(len(operations), -1)[:, StreamOperation.VALUE_WORD]
+
+    def issue(self, stream: int, number: int) -> int:
+        """The driver's status."""
+        self.values[:] = number
+        status: int = _calls().operate(stream, len(self.operations), self.operations, 0)
+        return status
+
+
 class _Channel:
     """A stream for one kind of exchange, and how far it has come."""
 
-    def __init__(self, peers: int) -> None:
+    number = 0  # of the exchange before the next
+    written = 0  # how many of them were written
+    packed = 0  # of how many a kernel told the other ranks that its rows may be fetched
+
+    def __init__(self) -> None:
         self.stream = torch.cuda.Stream(priority=-1)
         self.raw_stream = self.stream.cuda_stream
-        self.number = 0  # of the exchange before the next
-        self.written = 0  # how many of them were written
-        self.counts: list[int] = []  # addresses of the words that writers count up: this rank's, then the peers'
-        self.ready = StreamOperation(StreamOperation.WRITE)  # this rank's stream tells the channel's: input is there
-        self.there = StreamOperation(StreamOperation.WRITE)  # the other way round: output is there
-        self.operations = (StreamOperation * (1 + 2 * peers))()
-        words = (ctypes.c_uint64 * (len(self.operations) * ctypes.sizeof(StreamOperation) // 8)).from_buffer(
-            self.operations
-        )
-        self.values = np.ctypeslib.as_array(words).reshape(len(self.operations), -1)[:, StreamOperation.VALUE_WORD]
 
-    def aim(self, mine: list[int], theirs: list[int], ready: int, there: int, counts: list[int]) -> None:
-        """Writes go to `theirs`, waits look at `mine`, an address for each peer; `ready` and `there` are its own."""
-        kinds = [StreamOperation.WAIT] + [StreamOperation.WRITE] * len(theirs) + [StreamOperation.WAIT] * len(mine)
-        for operation, kind, address in zip(self.operations, kinds, [ready, *theirs, *mine], strict=True):
-            operation.operation, operation.address = kind, address
-        self.ready.address, self.there.address, self.number = ready, there, 0
-        self.counts, self.written = counts, 0
+    def aim(self, rank: int, flags: list[int]) -> None:
+        """Takes up the words at `flags` of each rank, all zero, and begins to count anew."""
+        size, own = len(flags), flags[rank]
+        peers = [other for other in range(size) if other != rank]
+        ready, self.there, self.arrived = own + 4 * size, own + 4 * rank, own + 4 * (size + 1)
+        write, wait = StreamOperation.WRITE, StreamOperation.WAIT
+        self.say_ready = _Batch((write, ready))  # this rank's stream tells the channel's: input is there
+        self.say_there = _Batch((write, self.there))  # the other way round: output is there
+        self.meet = _Batch(
+            (wait, ready),
+            *((write, flags[peer] + 4 * rank) for peer in peers),
+            *((wait, own + 4 * peer) for peer in peers),
+        )
+        everyone = range(size)  # this rank too: when it has packed, what `received` was before is used no more
+        self.await_packed = _Batch(*((wait, own + 4 * (size + 2 + other)) for other in everyone))
+        self.packed_words = [flags[other] + 4 * (size + 2 + rank) for other in everyone]
+        self.written_words = [flags[peer] + 4 * (size + 1) for peer in peers]
+        self.number = self.written = self.packed = 0
 
 
 class PeerTransport(ProcessGroupTransport):
@@ -73,11 +94,11 @@ class PeerTransport(ProcessGroupTransport):
         super().__init__(group)
         self.group, self.way = group, "peer memory"
         self.device = torch.cuda.current_device()
-        self.channels = _Channel(self.size - 1), _Channel(self.size - 1)  # there, back
+        self.channels = _Channel(), _Channel()  # there, back
         self.slot_bytes = 0
         self.memory: Any = None  # uint8: the flags, then the slots of both channels
         self.view = functools.lru_cache(maxsize=64)(self._view)
-        self.inboxes_of = functools.lru_cache(maxsize=32)(self._inboxes_of)
+        self.places_of = functools.lru_cache(maxsize=32)(self._places_of)
         self.bases: list[int] = []  # of each rank's memory, as this rank sees it
 
     def send_buffer(
@@ -87,31 +108,43 @@ class PeerTransport(ProcessGroupTransport):
             return super().send_buffer(shape, dtype, device, exchange, back)
         return self._buffer(shape, dtype, exchange.most_sent(back), back)
 
-    def inboxes(
+    def places(
         self, shape: tuple[int, ...], dtype: torch.dtype, exchange: Exchange, back: bool
-    ) -> tuple[Inboxes, Arrival] | None:
+    ) -> tuple[Places, Tensor, Arrival] | None:
         channel = self.channels[back]
-        inboxes = self.inboxes_of(shape, dtype, exchange, back, channel.number % SLOTS)
-        if inboxes is None:
+        found = self.places_of(shape, dtype, exchange, back, channel.number % SLOTS)
+        if found is None:
             return None
+        places, received = found
         channel.number += 1
-        channel.written += 1
-        return inboxes, self._arrival(channel.counts[0], channel.written * (self.size - 1))
+        if received is not None:
+            channel.written += 1
+            return places, received, self._arrival(channel.arrived, channel.written * (self.size - 1))
+        channel.packed += 1
+        received = empty((sum(exchange.recv_splits), *shape), dtype, self.memory.device)
+        fetch = functools.partial(
+            self._fetch, channel, channel.await_packed, channel.packed, places.addresses[0], received, exchange, back
+        )
+        return places, received, self._arrival(channel.there, channel.number)._replace(begin=fetch)
 
-    def _inboxes_of(
+    def _places_of(
         self, shape: tuple[int, ...], dtype: torch.dtype, exchange: Exchange, back: bool, slot: int
-    ) -> Inboxes | None:
-        """The inboxes of an exchange that is written, with the channel's next slot."""
+    ) -> tuple[Places, Tensor | None] | None:
+        """`places` with the channel's next slot, and if other ranks write to it, what they will have written."""
         most, row_bytes = exchange.most_sent(not back), math.prod(shape) * dtype.itemsize
-        is_writable = exchange.hops is not None and exchange.is_whole and self.size - 1 <= MAX_PEERS
-        if not is_writable or (not back and most * row_bytes > WRITTEN_BYTES):
+        if exchange.hops is None or not exchange.is_whole or self.size - 1 > MAX_PEERS:
             return None
-        received = self._buffer((sum(exchange.splits(back)[0]), *shape), dtype, most, back)
-        start, deliveries, counts = self._slot(back), exchange.deliveries(back), self.channels[back].counts
-        ends = [parcel.first + parcel.rows for parcel in deliveries]
-        addresses = [self.bases[other] + start + (place - first) * row_bytes for other, first, _, place in deliveries]
-        begin = next((parcel.first for parcel in deliveries if parcel.other > self.rank), 0)
-        return Inboxes(ends, addresses, begin, counts[1:], received)
+        channel = self.channels[back]
+        if back or most * row_bytes <= WRITTEN_BYTES:
+            received = self._buffer((sum(exchange.splits(back)[0]), *shape), dtype, most, back)
+            start, deliveries = self._slot(back), exchange.deliveries(back)
+            ends = [parcel.first + parcel.rows for parcel in deliveries]
+            places = [self.bases[other] + start + (place - first) * row_bytes for other, first, _, place in deliveries]
+            begin = next((parcel.first for parcel in deliveries if parcel.other > self.rank), 0)
+            return Places(ends, places, begin, channel.written_words), received
+        rows = len(exchange.send_rows)
+        self._buffer((rows, *shape), dtype, exchange.most_sent(back), back)
+        return Places([rows], [self.bases[self.rank] + self._slot(back)], 0, channel.packed_words), None
 
     def _buffer(self, shape: tuple[int, ...], dtype: torch.dtype, most: int, back: bool) -> Tensor:
         """The channel's next buffer; `most` rows are the most that any rank needs of it."""
@@ -126,31 +159,27 @@ class PeerTransport(ProcessGroupTransport):
         view: Tensor = self.memory.view(dtype).as_strided(shape, strides, start // dtype.itemsize)
         return view
 
-    def all_to_all(self, output: Tensor, input: Tensor, exchange: Exchange, back: bool, later: bool = False) -> Arrival:
+    def all_to_all(self, output: Tensor, input: Tensor, exchange: Exchange, back: bool) -> Arrival:
         if exchange.hops is None:
             return super().all_to_all(output, input, exchange, back)
-        channel, slot = self.channels[back], self._slot(back)
-        assert input.numel() == 0 or input.data_ptr() == self.bases[self.rank] + slot
+        channel, sent = self.channels[back], self.bases[self.rank] + self._slot(back)
+        assert input.numel() == 0 or input.data_ptr() == sent
         channel.number += 1
-        channel.values[:] = channel.ready.value = channel.there.value = channel.number
-        stream = torch._C._cuda_getCurrentRawStream(self.device)
-        driver.check(_calls().operate(stream, 1, ctypes.byref(channel.ready), 0))
-        fetch = functools.partial(self._fetch, channel, slot, output, exchange.fetches(back))
-        arrival = self._arrival(channel.there.address, channel.number)
-        if later and not _launches_block():
-            return arrival._replace(begin=fetch)
-        fetch()
-        return arrival
+        driver.check(channel.say_ready.issue(torch._C._cuda_getCurrentRawStream(self.device), channel.number))
+        self._fetch(channel, channel.meet, channel.number, sent, output, exchange, back)
+        return self._arrival(channel.there, channel.number)
 
-    def _fetch(self, channel: _Channel, slot: int, output: Tensor, fetches: tuple[Parcel, ...]) -> None:
-        """Lets the channel's stream find the peers and fetch the rows."""
-        calls, stream = _calls(), channel.raw_stream
+    def _fetch(
+        self, channel: _Channel, meet: _Batch, number: int, sent: int, output: Tensor, exchange: Exchange, back: bool
+    ) -> None:
+        """Lets the channel's stream meet the peers and fetch the rows, which all have where this rank has `sent`."""
+        stream, copy, offset = channel.raw_stream, _calls().copy, sent - self.bases[self.rank]
         row_bytes, to = output.stride(0) * output.element_size(), output.data_ptr()
-        status = calls.operate(stream, len(channel.operations), channel.operations, 0)
-        for source, first, rows, place in fetches:
-            taken = self.bases[source] + slot + first * row_bytes
-            status |= calls.copy(to + place * row_bytes, taken, rows * row_bytes, stream)
-        driver.check(status | calls.operate(stream, 1, ctypes.byref(channel.there), 0))
+        status = meet.issue(stream, number)
+        for source, first, rows, place in exchange.fetches(back):
+            taken = self.bases[source] + offset + first * row_bytes
+            status |= copy(to + place * row_bytes, taken, rows * row_bytes, stream)
+        driver.check(status | channel.say_there.issue(stream, channel.number))
 
     def _arrival(self, address: int, number: int) -> Arrival:
         there = functools.partial(self._flag, self.memory, address, number)
@@ -177,7 +206,7 @@ class PeerTransport(ProcessGroupTransport):
         torch.cuda.synchronize(self.device)  # fetches out of the old one are done when all ranks have come here
         self.slot_bytes = max(1 << 20, 1 << (needed - 1).bit_length())
         self.view.cache_clear()
-        self.inboxes_of.cache_clear()
+        self.places_of.cache_clear()
         self.memory = None
         size, name = FLAG_BYTES + 2 * SLOTS * self.slot_bytes, self.group.group_name
         self.memory = _SymmetricMemory.empty_strided_p2p(
@@ -190,15 +219,10 @@ class PeerTransport(ProcessGroupTransport):
     def _aim(self, bases: list[int]) -> None:
         """Takes up the addresses of all ranks' memory."""
         self.bases = bases
-        peers = [rank for rank in range(self.size) if rank != self.rank]
         for i, channel in enumerate(self.channels):
-            # A word for each rank, its own: `there`; then `ready`, and the count of what was written.
-            flags = [base + 4 * i * (self.size + 2) for base in bases]
-            mine = [flags[self.rank] + 4 * peer for peer in peers]
-            theirs = [flags[peer] + 4 * self.rank for peer in peers]
-            own = flags[self.rank]
-            counts = [flags[rank] + 4 * (self.size + 1) for rank in (self.rank, *peers)]
-            channel.aim(mine, theirs, ready=own + 4 * self.size, there=own + 4 * self.rank, counts=counts)
+            # Words of each channel: one for each rank, of which the own one says `there`; then `ready`, and what counts
+            # what is written; then again one for each rank, which its kernels count up.
+            channel.aim(self.rank, [base + 4 * i * (2 * self.size + 2) for base in bases])
 
 
 class _Calls:
@@ -207,12 +231,6 @@ class _Calls:
 
 
 _calls = functools.cache(_Calls)
-
-
-@functools.cache
-def _launches_block() -> bool:
-    """Whether the host waits for each kernel: then an exchange must be under way before the kernel that awaits it."""
-    return os.environ.get("CUDA_LAUNCH_BLOCKING", "0") != "0"
 
 
 def can_reach_each_other(group: dist.ProcessGroup) -> bool:

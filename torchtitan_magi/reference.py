@@ -128,14 +128,6 @@ class FlexBlockAttn:
     def sums(self, mask: FlexMask, k: Tensor, spare: Tensor) -> None:
         """None: the backward needs no memory for sums of dk and dv."""
 
-    def delta(self, out: Tensor, dout: Tensor, zero: Tensor, more_zero: Tensor | None = None) -> Tensor:
-        """rowsum(out * dout) in float32 or wider, [Tq, Hq]; out, dout: [Tq, Hq, D]. Zeroes ``zero``, ``more_zero``."""
-        for sums in (zero, more_zero):
-            if sums is not None:
-                sums.zero_()
-        wide = torch.promote_types(out.dtype, torch.float32)
-        return (out.to(wide) * dout.to(wide)).sum(-1)
-
     def backward(
         self,
         dout: Tensor,

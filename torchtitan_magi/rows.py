@@ -14,21 +14,30 @@ from torch import Tensor
 from torchtitan_magi import launch
 from torchtitan_magi.memory import empty
 from torchtitan_magi.plan import Exchange
-from torchtitan_magi.transport import MAX_PEERS, Inboxes, Returned
+from torchtitan_magi.transport import MAX_PEERS, Places, Returned, RowSums
 
 _WARPS = 8  # of a block, one row each
 _UNIT = 16  # bytes that a lane moves at once
 _ELEMENTS = 8  # of a gradient that a thread handles at once
+_THREADS_PER_ROW = 16  # of out and dout
 _FINISH_UNITS = 1024  # times so many, that a block of finish_grads handles
 
 
 class _Places(ctypes.Structure):
     _fields_ = [
         ("to", ctypes.c_void_p * MAX_PEERS),
-        ("flags", ctypes.c_void_p * MAX_PEERS),
+        ("flags", ctypes.c_void_p * (MAX_PEERS + 1)),
         ("blocks_done", ctypes.c_void_p),
         ("ends", ctypes.c_int * MAX_PEERS),
         *((name, ctypes.c_int) for name in ("num_flags", "begin")),
+    ]
+
+
+class _RowSums(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("out", "dout", "delta", "zero", "more_zero")),
+        *((name, ctypes.c_longlong) for name in ("num_rows", "num_zero", "num_more_zero")),
+        ("head_dim", ctypes.c_int),
     ]
 
 
@@ -37,7 +46,8 @@ class _GatherParams(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("k", "v", "rows")),
         ("places", _Places),
         *((f"{name}_stride", ctypes.c_longlong) for name in ("k_token", "k_head", "v_token", "v_head")),
-        *((name, ctypes.c_int) for name in ("num_rows", "num_heads", "units_per_head")),
+        *((name, ctypes.c_int) for name in ("num_rows", "num_heads", "units_per_head", "num_blocks")),
+        ("sums", _RowSums),
     ]
 
 
@@ -46,6 +56,10 @@ class _ReturnedRows(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("rows", "offsets", "order")),
         *((name, ctypes.c_uint) for name in ("num_tokens", "units")),
     ]
+
+
+class _AddParams(ctypes.Structure):
+    _fields_ = [("returned", _ReturnedRows), ("dkv", ctypes.c_void_p)]
 
 
 class _FinishParams(ctypes.Structure):
@@ -64,7 +78,7 @@ class _FinishParams(ctypes.Structure):
 class CudaRows:
     """Row movement by our own kernels, one launch each."""
 
-    writes_to_inboxes = True
+    packs_to_places = True
 
     def index(self, exchange: Exchange) -> list[npt.NDArray[np.integer]]:
         """Index data of an exchange: rows to send; for what returns, each token's rows in rank order: where, which."""
@@ -73,41 +87,51 @@ class CudaRows:
         order = np.argsort(rows.astype(np.min_scalar_type(len(counts))), kind="stable")  # 16 bits: a radix sort
         return [rows, np.append(0, counts.cumsum()), order]
 
-    def gather(self, k: Tensor, v: Tensor, index: list[Tensor], to: Tensor | Inboxes) -> None:
-        """The rows to send, to a tensor [S, 2, H, D], contiguous, or to who gets them.
+    def gather(
+        self, k: Tensor, v: Tensor, index: list[Tensor], to: Tensor | Places, sums: RowSums | None = None
+    ) -> None:
+        """The rows to send, to a tensor [S, 2, H, D], contiguous, or to several places; then `sums`.
 
         k, v: [T, H, D] bf16 or fp16, D a multiple of 8; strided views are fine.
         """
         rows = index[0]
         num_rows = rows.shape[0]
         if num_rows == 0 and isinstance(to, Tensor):
-            return
+            return None if sums is None else self.sum(sums)
         k, v = launch.copyable(k), launch.copyable(v)
         device, units = k.device.index, _UNIT // k.element_size()
         (k_token, k_head, _), (v_token, v_head, _), (_, num_heads, head_dim) = k.stride(), v.stride(), k.shape
+        # So many that all run at once: at its end each waits until what it wrote has arrived.
+        blocks = max(1, min(-(-num_rows // _WARPS), 1024))
         params = _GatherParams(
             k.data_ptr(), v.data_ptr(), rows.data_ptr(), _places(to, num_rows),
             k_token // units, k_head // units, v_token // units, v_head // units,
-            num_rows, num_heads, head_dim // units,
+            num_rows, num_heads, head_dim // units, blocks,
         )  # fmt: skip
         if not isinstance(to, Tensor):
             params.places.blocks_done = launch.next_counter(device)
-        # So many that all run at once: at its end each waits until what it wrote has arrived.
-        blocks = max(1, min(-(-num_rows // _WARPS), 1024))
-        launch.load("rows.cu", "gather_rows", (), _WARPS * 32, 0)(device, blocks, params)
+        if sums is not None:
+            params.sums, more_blocks, _alive = _row_sums(sums)
+            blocks += more_blocks
+        _kernel("gather_rows", k.dtype, k.dtype)(device, blocks, params)
+
+    def sum(self, sums: RowSums) -> None:
+        """delta = rowsum(out * dout) of bf16 or fp16, and the zeros; sizes are multiples of 8."""
+        row_sums, blocks, _alive = _row_sums(sums)
+        if blocks:
+            kernel = _kernel("gather_rows", sums.out.dtype, sums.out.dtype)
+            kernel(sums.out.device.index, blocks, _GatherParams(sums=row_sums))
 
     def add(self, returned: Returned, grad: Tensor) -> None:
         """Adds returned rows (bf16, fp16 or fp32) to grad fp32 [T, 2, H, D], per token in rank order."""
         returned.arrival.wait()
         assert grad.dtype == torch.float32
         assert grad.is_contiguous()
-        params = _returned_rows(returned, grad.stride(0) // _ELEMENTS)
-        if params.num_tokens:
+        rows = _returned_rows(returned, grad.stride(0) // _ELEMENTS)
+        if rows.num_tokens:
             kernel = _kernel("add_rows", returned.rows.dtype, returned.rows.dtype)
-            kernel(
-                grad.device.index, _thread_blocks(params.num_tokens * params.units), params,
-                ctypes.c_void_p(grad.data_ptr()),
-            )  # fmt: skip
+            blocks = _thread_blocks(rows.num_tokens * rows.units)
+            kernel(grad.device.index, blocks, _AddParams(rows, grad.data_ptr()))
 
     def round(self, dq: Tensor, softmax_scale: float, out: Tensor) -> None:
         """What FfaBlockAttn.backward left in dq (fp32 [T, Hq, D], contiguous), times the scale, to out (16 bits)."""
@@ -140,13 +164,13 @@ class CudaRows:
         elif params.returned.num_tokens:
             params.arrived, params.number = flag
         if returned.unsent is not None:
-            grad, first, inboxes = returned.unsent
+            grad, first, places = returned.unsent
             assert grad.is_contiguous()
             assert grad.dtype == torch.float32
             row = grad.stride(0)
             params.unsent = grad.data_ptr() + 4 * first * row
             params.unsent_units = (grad.shape[0] - first) * row // _ELEMENTS
-            params.places = _places_of(inboxes)
+            params.places = _places_of(places)
             params.started = launch.next_counter(dq.device.index)
             params.places.blocks_done = params.started + 4
         _finish(params, dq.device, dtype, returned.rows.dtype)
@@ -155,7 +179,25 @@ class CudaRows:
         return dq_to, dk, dv
 
 
-def _places(to: Tensor | Inboxes, num_rows: int) -> _Places:
+def _row_sums(sums: RowSums) -> tuple[_RowSums, int, tuple[Tensor, Tensor]]:
+    """What the kernel is told, the number of its blocks, and tensors that must live until it is launched."""
+    num_q, num_heads, head_dim = sums.out.shape
+    assert sums.out.dtype == sums.dout.dtype
+    assert sums.delta.dtype == torch.float32
+    assert sums.delta.is_contiguous()
+    out, dout = launch.copyable(sums.out).contiguous(), launch.copyable(sums.dout).contiguous()
+    params = _RowSums(
+        out.data_ptr(), dout.data_ptr(), sums.delta.data_ptr(), num_rows=num_q * num_heads, head_dim=head_dim
+    )
+    zero, *more = sums.zeros
+    params.zero, params.num_zero = zero.data_ptr(), zero.numel()
+    if more:
+        params.more_zero, params.num_more_zero = more[0].data_ptr(), more[0].numel()
+    threads = max(_THREADS_PER_ROW * params.num_rows, (params.num_zero + params.num_more_zero) // _ELEMENTS)
+    return params, -(-threads // (_WARPS * 32)), (out, dout)
+
+
+def _places(to: Tensor | Places, num_rows: int) -> _Places:
     if not isinstance(to, Tensor):
         return _places_of(to)
     places = _Places()
@@ -163,14 +205,14 @@ def _places(to: Tensor | Inboxes, num_rows: int) -> _Places:
     return places
 
 
-def _places_of(inboxes: Inboxes) -> _Places:
+def _places_of(places: Places) -> _Places:
     """To be completed by `blocks_done`."""
-    if "places" not in inboxes.prepared:
-        places, count = _Places(num_flags=len(inboxes.flags), begin=inboxes.begin), len(inboxes.ends)
-        places.to[:count], places.ends[:count] = inboxes.addresses, inboxes.ends
-        places.flags[: places.num_flags] = inboxes.flags
-        inboxes.prepared["places"] = places
-    return inboxes.prepared["places"]
+    if "params" not in places.prepared:
+        params, count = _Places(num_flags=len(places.flags), begin=places.begin), len(places.ends)
+        params.to[:count], params.ends[:count] = places.addresses, places.ends
+        params.flags[: params.num_flags] = places.flags
+        places.prepared["params"] = params
+    return places.prepared["params"]
 
 
 def _of_keys(
@@ -204,7 +246,7 @@ def _finish_blocks(units: int) -> int:
 
 
 def _returned_rows(returned: Returned, units: int) -> _ReturnedRows:
-    _, offsets, order = returned.index
+    _, offsets, order = returned.row_index
     assert returned.rows.is_contiguous()
     return _ReturnedRows(returned.rows.data_ptr(), offsets.data_ptr(), order.data_ptr(), offsets.shape[0] - 1, units)
 

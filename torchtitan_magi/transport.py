@@ -33,7 +33,7 @@ class Arrival(NamedTuple):
 
     wait: Wait
     flag: Callable[[], Flag | None] = lambda: None
-    begin: Callable[[], object] = lambda: None  # once; does something if it was to be begun later
+    begin: Callable[[], object] = lambda: None  # to be called once: the host's part in an exchange from `places`
 
 
 KeysAndValues: TypeAlias = Tensor | tuple[Tensor, Tensor]  # [rows, 2, H, D], or K and V of [rows, H, D] each
@@ -55,26 +55,36 @@ class LateKeys(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Inboxes:
-    """Memory of the ranks that rows go to, for a kernel that packs them right there, and this rank's own."""
+class Places:
+    """Where a kernel packs the rows of an exchange: in memory of the ranks that they go to, or in this rank's own."""
 
-    ends: list[int]  # of each rank: the row after its last one, in the order in which rows are sent; ascending
-    addresses: list[int]  # of each rank: where row 0 would be if it were the rank's
+    ends: list[int]  # of each place: the row after its last one, in the order in which rows are sent; ascending
+    addresses: list[int]  # of each place: where row 0 would be if it belonged there
     begin: int  # the row to begin with, so that not all write to the same rank at once
-    flags: list[int]  # addresses of words of all ranks, int32, to which the kernel adds one when all rows are written
-    received: Tensor  # what this rank gets
+    flags: list[int]  # addresses of words of the ranks, int32, to which the kernel adds one when it has packed
     prepared: dict[str, Any] = field(default_factory=dict)  # what repeats from call to call
 
 
-@dataclass(frozen=True, eq=False)
-class Returned:
+class RowSums(NamedTuple):
+    """What is done before a backward: delta = rowsum(out * dout), and zeros where sums are kept.
+
+    out, dout: [T, Hq, D] of one dtype. delta: [T, Hq], float32 or wider. zeros: one or two, contiguous, of that dtype.
+    """
+
+    out: Tensor
+    dout: Tensor
+    delta: Tensor
+    zeros: tuple[Tensor, ...]
+
+
+class Returned(NamedTuple):
     """Gradients of rows that come back from an exchange. Who reads them waits for them."""
 
     rows: Tensor  # [S, 2, H, D]
-    index: list[Tensor]  # Rows.index of the exchange
+    row_index: list[Tensor]  # Rows.index of the exchange
     exchange: Exchange
     arrival: Arrival
-    unsent: tuple[Tensor, int, Inboxes] | None = None  # rows from this one on are still to be sent: Rows.finish does
+    unsent: tuple[Tensor, int, Places] | None = None  # rows from this one on are still to be sent: Rows.finish does
 
 
 class Transport(Protocol):
@@ -87,10 +97,10 @@ class Transport(Protocol):
     size: int
     way: str  # what rows travel by, for the log
 
-    def inboxes(
+    def places(
         self, shape: tuple[int, ...], dtype: torch.dtype, exchange: Exchange, back: bool
-    ) -> tuple[Inboxes, Arrival] | None:
-        """Where a kernel is to write what the channel sends next; that is the exchange. None: it takes an `all_to_all`.
+    ) -> tuple[Places, Tensor, Arrival] | None:
+        """Where a kernel is to pack what the channel sends next, and what this rank gets. None: it takes `all_to_all`.
 
         Args:
             shape: of a row.
@@ -101,12 +111,11 @@ class Transport(Protocol):
     ) -> Tensor:
         """Memory for what the channel sends next, contiguous."""
 
-    def all_to_all(self, output: Tensor, input: Tensor, exchange: Exchange, back: bool, later: bool = False) -> Arrival:
+    def all_to_all(self, output: Tensor, input: Tensor, exchange: Exchange, back: bool) -> Arrival:
         """Starts an exchange of rows (dim 0) into ``output``.
 
         Args:
             input: from `send_buffer`; what the stream does next is not waited for.
-            later: what the host takes long for may be left to the arrival's `begin`.
         """
 
     def all_gather(self, output: Tensor, input: Tensor) -> None:
@@ -134,9 +143,9 @@ class ProcessGroupTransport:
         for group in set(self.groups.values()):
             dist.distributed_c10d._set_pg_timeout(timeout, group)
 
-    def inboxes(
+    def places(
         self, shape: tuple[int, ...], dtype: torch.dtype, exchange: Exchange, back: bool
-    ) -> tuple[Inboxes, Arrival] | None:
+    ) -> tuple[Places, Tensor, Arrival] | None:
         return None
 
     def send_buffer(
@@ -144,7 +153,7 @@ class ProcessGroupTransport:
     ) -> Tensor:
         return empty(shape, dtype, device)
 
-    def all_to_all(self, output: Tensor, input: Tensor, exchange: Exchange, back: bool, later: bool = False) -> Arrival:
+    def all_to_all(self, output: Tensor, input: Tensor, exchange: Exchange, back: bool) -> Arrival:
         received, sent = map(list, exchange.splits(back))
         group = self.groups["reduce" if back else "cast"]
         return Arrival(dist.all_to_all_single(output, input, received, sent, group=group, async_op=True).wait)
@@ -158,9 +167,9 @@ class SingleRank:
 
     rank, size, way = 0, 1, "nothing"
 
-    def inboxes(
+    def places(
         self, shape: tuple[int, ...], dtype: torch.dtype, exchange: Exchange, back: bool
-    ) -> tuple[Inboxes, Arrival] | None:
+    ) -> tuple[Places, Tensor, Arrival] | None:
         raise AssertionError("a plan for one rank never communicates")
 
     def send_buffer(
@@ -168,7 +177,7 @@ class SingleRank:
     ) -> Tensor:
         raise AssertionError("a plan for one rank never communicates")
 
-    def all_to_all(self, output: Tensor, input: Tensor, exchange: Exchange, back: bool, later: bool = False) -> Arrival:
+    def all_to_all(self, output: Tensor, input: Tensor, exchange: Exchange, back: bool) -> Arrival:
         raise AssertionError("a plan for one rank never communicates")
 
     def all_gather(self, output: Tensor, input: Tensor) -> None:
