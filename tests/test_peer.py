@@ -16,14 +16,23 @@ CPU = torch.device("cpu")
 class Driver:
     """Does copies and flag writes, and requires of every wait that it is over."""
 
-    def __init__(self):
+    def __init__(self, is_new):
         self.waits = []
+        self.more = {"cuMemcpyBatchAsync_v2": self.copy_many if is_new else None}
 
     def function(self, name):
-        return {"cuMemcpyAsync": self.copy, "cuStreamBatchMemOp_v2": self.operate}.get(name, lambda *_: 0)
+        return {"cuMemcpyAsync": self.copy, "cuStreamBatchMemOp_v2": self.operate, **self.more}[name]
 
     def copy(self, to, origin, size, stream):
         ctypes.memmove(to, origin, size)
+        return 0
+
+    def copy_many(self, to, origins, sizes, count, attributes, firsts, num_attributes, stream):
+        assert (attributes._obj.source_access, firsts._obj.value, num_attributes) == (1, 0, 1)
+        for each in zip(to, origins, sizes, strict=True):
+            count -= 1
+            self.copy(*each, stream)
+        assert count == 0
         return 0
 
     def operate(self, stream, count, operations, flags):
@@ -43,7 +52,7 @@ class Rank(PeerTransport):
         self.rank, self.size, self.everyone, self.device = rank, everyone.size, everyone, None
         self.channels = tuple(peer._Channel() for _ in range(2))
         self.slot_bytes, self.memory, self.bases = 0, None, []
-        self.view, self.places_of = self._view, self._places_of
+        self.view, self.places_of, self.copies_of = self._view, self._places_of, self._copies_of
 
 
 class Everyone:
@@ -58,9 +67,9 @@ class Everyone:
             rank._aim([memory.data_ptr() for memory in memories])
 
 
-@pytest.fixture
-def fake_driver(monkeypatch):
-    fake = Driver()
+@pytest.fixture(params=[False, True], ids=["old driver", "new driver"])
+def fake_driver(request, monkeypatch):
+    fake = Driver(request.param)
     monkeypatch.setattr(driver, "function", fake.function)
     monkeypatch.setattr(torch.cuda, "Stream", lambda priority: type("Stream", (), {"cuda_stream": 0}))
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)

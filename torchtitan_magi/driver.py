@@ -8,6 +8,8 @@ _INT, _UINT, _POINTER = ctypes.c_int, ctypes.c_uint, ctypes.c_void_p
 _SIGNATURES: dict[str, list[Any]] = {
     "cuLaunchKernelEx": [_POINTER, _POINTER, _POINTER, _POINTER],  # LaunchConfig, function, arguments, extra
     "cuMemcpyAsync": [_POINTER, _POINTER, ctypes.c_size_t, _POINTER],  # to, from, bytes, stream
+    # many of them: to, from, bytes, number, attributes, the first copy of each attribute, number of those, stream
+    "cuMemcpyBatchAsync_v2": [*[_POINTER] * 3, ctypes.c_size_t, *[_POINTER] * 2, ctypes.c_size_t, _POINTER],
     "cuStreamBatchMemOp_v2": [_POINTER, _UINT, _POINTER, _UINT],  # stream, number, operations, flags
     # where the map goes, type, rank, address, sizes, strides, box, steps, interleave, swizzle, L2 promotion, fill
     "cuTensorMapEncodeTiled": [_POINTER, _INT, _UINT, *[_POINTER] * 5, *[_INT] * 4],
@@ -43,6 +45,13 @@ class LaunchConfig(ctypes.Structure):
         return cls(num_blocks, 1, 1, threads, 1, 1, shared_bytes, stream, attributes, 1)
 
 
+class CopyAttributes(ctypes.Structure):
+    """CUmemcpyAttributes."""
+
+    IN_STREAM_ORDER = 1  # sources are read when the copy's turn has come
+    _fields_ = [("source_access", _INT), ("location_hints", _INT * 4), ("flags", _UINT)]
+
+
 class StreamOperation(ctypes.Structure):
     """CUstreamBatchMemOpParams of a 32-bit wait or write."""
 
@@ -66,9 +75,9 @@ def _library() -> ctypes.PyDLL:
 
 @functools.cache
 def function(name: str) -> Any:
-    """A function of the driver; it returns a status for `check`."""
-    found = getattr(_library(), name)
-    found.argtypes, found.restype = _SIGNATURES[name], _INT
+    """A function of the driver, which returns a status for `check`; None if this driver lacks it."""
+    if (found := getattr(_library(), name, None)) is not None:
+        found.argtypes, found.restype = _SIGNATURES[name], _INT
     return found
 
 

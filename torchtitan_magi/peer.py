@@ -23,9 +23,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan_magi import driver
-from torchtitan_magi.driver import StreamOperation
+from torchtitan_magi.driver import CopyAttributes, StreamOperation
 from torchtitan_magi.memory import empty, layout
-from torchtitan_magi.plan import Exchange
+from torchtitan_magi.plan import Exchange, Parcel
 from torchtitan_magi.transport import MAX_PEERS, Arrival, Flag, Places, ProcessGroupTransport
 
 # Buffers of a channel, taken in turn, to send from or to be written to. An exchange is issued after the wait for the
@@ -49,6 +49,34 @@ class _Batch:
         """The driver's status."""
         self.values[:] = number
         status: int = _calls().operate(stream, len(self.operations), self.operations, 0)
+        return status
+
+
+class _Copies:
+    """Copies of an exchange's rows out of the other ranks' memory."""
+
+    IN_ORDER = CopyAttributes(CopyAttributes.IN_STREAM_ORDER)
+    FROM_THE_FIRST = ctypes.c_size_t(0)
+
+    def __init__(self, fetches: tuple[Parcel, ...], sources: list[int], row_bytes: int) -> None:
+        """sources: where the rows of each rank begin."""
+        addresses, self.count = ctypes.c_uint64 * len(fetches), len(fetches)
+        self.places = np.array([fetch.place * row_bytes for fetch in fetches], np.uint64)
+        self.sources = addresses(*(sources[fetch.other] + fetch.first * row_bytes for fetch in fetches))
+        self.sizes = addresses(*(fetch.rows * row_bytes for fetch in fetches))
+        self.targets = addresses()
+        self.values = np.ctypeslib.as_array(self.targets)
+
+    def issue(self, to: int, stream: int) -> int:
+        """To the rows that begin at `to`; the driver's status."""
+        np.add(self.places, np.uint64(to), out=self.values)
+        calls, status = _calls(), 0
+        if self.count > 1 and calls.copy_many is not None:
+            attributes, first = ctypes.byref(self.IN_ORDER), ctypes.byref(self.FROM_THE_FIRST)
+            status = calls.copy_many(self.targets, self.sources, self.sizes, self.count, attributes, first, 1, stream)
+            return status
+        for each in zip(self.targets, self.sources, self.sizes, strict=True):
+            status |= calls.copy(*each, stream)
         return status
 
 
@@ -99,6 +127,7 @@ class PeerTransport(ProcessGroupTransport):
         self.memory: Any = None  # uint8: the flags, then the slots of both channels
         self.view = functools.lru_cache(maxsize=64)(self._view)
         self.places_of = functools.lru_cache(maxsize=32)(self._places_of)
+        self.copies_of = functools.lru_cache(maxsize=32)(self._copies_of)
         self.bases: list[int] = []  # of each rank's memory, as this rank sees it
 
     def send_buffer(
@@ -173,13 +202,15 @@ class PeerTransport(ProcessGroupTransport):
         self, channel: _Channel, meet: _Batch, number: int, sent: int, output: Tensor, exchange: Exchange, back: bool
     ) -> None:
         """Lets the channel's stream meet the peers and fetch the rows, which all have where this rank has `sent`."""
-        stream, copy, offset = channel.raw_stream, _calls().copy, sent - self.bases[self.rank]
-        row_bytes, to = output.stride(0) * output.element_size(), output.data_ptr()
-        status = meet.issue(stream, number)
-        for source, first, rows, place in exchange.fetches(back):
-            taken = self.bases[source] + offset + first * row_bytes
-            status |= copy(to + place * row_bytes, taken, rows * row_bytes, stream)
+        stream, offset = channel.raw_stream, sent - self.bases[self.rank]
+        row_bytes = output.stride(0) * output.element_size()
+        copies = self.copies_of(exchange, back, offset, row_bytes)
+        status = meet.issue(stream, number) | copies.issue(output.data_ptr(), stream)
         driver.check(status | channel.say_there.issue(stream, channel.number))
+
+    def _copies_of(self, exchange: Exchange, back: bool, offset: int, row_bytes: int) -> _Copies:
+        """Of what each rank has at `offset` in its memory."""
+        return _Copies(exchange.fetches(back), [base + offset for base in self.bases], row_bytes)
 
     def _arrival(self, address: int, number: int) -> Arrival:
         there = functools.partial(self._flag, self.memory, address, number)
@@ -207,6 +238,7 @@ class PeerTransport(ProcessGroupTransport):
         self.slot_bytes = max(1 << 20, 1 << (needed - 1).bit_length())
         self.view.cache_clear()
         self.places_of.cache_clear()
+        self.copies_of.cache_clear()
         self.memory = None
         size, name = FLAG_BYTES + 2 * SLOTS * self.slot_bytes, self.group.group_name
         self.memory = _SymmetricMemory.empty_strided_p2p(
@@ -228,6 +260,7 @@ class PeerTransport(ProcessGroupTransport):
 class _Calls:
     def __init__(self) -> None:
         self.operate, self.copy = driver.function("cuStreamBatchMemOp_v2"), driver.function("cuMemcpyAsync")
+        self.copy_many = driver.function("cuMemcpyBatchAsync_v2")  # new in CUDA 13
 
 
 _calls = functools.cache(_Calls)
