@@ -153,7 +153,7 @@ class FfaBlockAttn:
         q_at, k_at, v_at = q.data_ptr(), k.data_ptr(), v.data_ptr()
         if prepared is None or (q_at | k_at | v_at) % 16:
             _check_inputs(q, k, v, late, s)
-            if not _are_copyable(q, k, v):
+            if not launch.are_copyable(q, k, v):
                 q, k, v = map(launch.copyable, (q, k, v))
                 return self.forward(q, k, v, mask, softmax_scale, earlier, more, late, sm_margin)
             prepared = mask.launches[key] = self._forward_launch(mask, q, k, v, earlier, more, late, sm_margin)
@@ -271,7 +271,7 @@ class FfaBlockAttn:
         if prepared is None or (q_at | dout_at | k_at | v_at) % 16:
             _check_inputs(q, k, v, late, s)
             assert dout.dtype == q.dtype
-            if not _are_copyable(dout, q, k, v):
+            if not launch.are_copyable(dout, q, k, v):
                 dout, q, k, v = map(launch.copyable, (dout, q, k, v))
                 return self.backward(dout, q, k, v, lse, delta, mask, softmax_scale, dq, dkv, zeroed, late, sm_margin)
             prepared = mask.launches[key] = self._backward_launch(mask, dout, q, k, v, dkv, late, sm_margin)
@@ -382,10 +382,6 @@ class FfaBlockAttn:
 def _check_scale(softmax_scale: float) -> None:
     if not softmax_scale > 0:
         raise ValueError(f"softmax_scale is {softmax_scale}; it must be positive")
-
-
-def _are_copyable(*tensors: Tensor) -> bool:
-    return all(launch.copyable(x) is x for x in tensors)
 
 
 def _addresses_of(both: KeysAndValues) -> tuple[int, int]:

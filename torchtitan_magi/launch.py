@@ -129,11 +129,15 @@ def next_counter(device: int) -> int:
 
 def copyable(x: Tensor) -> Tensor:
     """x [T, H, D], or a contiguous copy where the copy engine cannot read it: it needs 16-byte aligned rows."""
-    fits = x.data_ptr() % 16 == 0 and has_aligned_rows(x)
+    fits = x.data_ptr() % 16 == 0 and _has_aligned_rows(x)
     return x if fits else x.clone(memory_format=torch.contiguous_format)
 
 
-def has_aligned_rows(x: Tensor) -> bool:
+def are_copyable(*tensors: Tensor) -> bool:
+    return all(copyable(x) is x for x in tensors)
+
+
+def _has_aligned_rows(x: Tensor) -> bool:
     """Whether the rows of x [T, H, D] are, if the first one is."""
     token_stride, head_stride, column_stride = x.stride()
     step = 16 // x.element_size()
@@ -261,5 +265,7 @@ class Launch:
 
     def __call__(self, *addresses: int) -> None:
         """addresses: of what the maps are over, multiples of 16."""
+        if not self.num_blocks:
+            return
         self._arguments[: len(addresses)] = [maps[at] for maps, at in zip(self._maps, addresses, strict=True)]
         self.kernel.launch(self.device, self.num_blocks, self._arguments)

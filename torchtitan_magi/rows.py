@@ -5,6 +5,7 @@ The counterpart of ``comm.TorchRows``. Shapes: T tokens of this rank, S rows sen
 
 import ctypes
 import functools
+from threading import get_ident
 
 import numpy as np
 import numpy.typing as npt
@@ -95,29 +96,28 @@ class CudaRows:
         k, v: [T, H, D] bf16 or fp16, D a multiple of 8; strided views are fine.
         """
         rows = index[0]
-        num_rows = rows.shape[0]
-        if num_rows == 0 and isinstance(to, Tensor):
-            return None if sums is None else self.sum(sums)
-        k, v = launch.copyable(k), launch.copyable(v)
-        device, units = k.device.index, _UNIT // k.element_size()
-        (k_token, k_head, _), (v_token, v_head, _), (_, num_heads, head_dim) = k.stride(), v.stride(), k.shape
-        # So many that all run at once: at its end each waits until what it wrote has arrived.
-        blocks = max(1, min(-(-num_rows // _WARPS), 1024))
-        params = _GatherParams(
-            k.data_ptr(), v.data_ptr(), rows.data_ptr(), _places(to, num_rows),
-            k_token // units, k_head // units, v_token // units, v_head // units,
-            num_rows, num_heads, head_dim // units, blocks,
-        )  # fmt: skip
-        if not isinstance(to, Tensor):
-            params.places.blocks_done = launch.next_counter(device)
-        if sums is not None:
-            params.sums, more_blocks, _alive = _row_sums(sums)
-            blocks += more_blocks
-        _kernel("gather_rows", k.dtype, k.dtype)(device, blocks, params)
+        if isinstance(to, Tensor):
+            if not rows.shape[0]:
+                return None if sums is None else self.sum(sums)
+            to = Places([rows.shape[0]], [to.data_ptr()], 0, [])
+        of_sums = None if sums is None else (sums.out.shape, sums.zeros[-1].shape)
+        key = get_ident(), k.shape, k.stride(), v.stride(), k.dtype, of_sums
+        prepared, k_at, v_at = to.prepared.get(key), k.data_ptr(), v.data_ptr()
+        if prepared is None or (k_at | v_at) % 16:
+            if not launch.are_copyable(k, v):
+                return self.gather(launch.copyable(k), launch.copyable(v), index, to, sums)
+            prepared = to.prepared[key] = _gather_launch(k, v, rows.shape[0], to, sums)
+        params = prepared.params
+        params.k, params.v, params.rows = k_at, v_at, rows.data_ptr()
+        if to.flags:
+            params.places.blocks_done = launch.next_counter(prepared.device)
+        _alive = None if sums is None else _aim_sums(params.sums, sums)
+        prepared()
 
     def sum(self, sums: RowSums) -> None:
         """delta = rowsum(out * dout) of bf16 or fp16, and the zeros; sizes are multiples of 8."""
-        row_sums, blocks, _alive = _row_sums(sums)
+        row_sums, blocks = _row_sums(sums)
+        _alive = _aim_sums(row_sums, sums)
         if blocks:
             kernel = _kernel("gather_rows", sums.out.dtype, sums.out.dtype)
             kernel(sums.out.device.index, blocks, _GatherParams(sums=row_sums))
@@ -127,7 +127,7 @@ class CudaRows:
         returned.arrival.wait()
         assert grad.dtype == torch.float32
         assert grad.is_contiguous()
-        rows = _returned_rows(returned, grad.stride(0) // _ELEMENTS)
+        rows = _returned_rows(returned, grad.stride(0))
         if rows.num_tokens:
             kernel = _kernel("add_rows", returned.rows.dtype, returned.rows.dtype)
             blocks = _thread_blocks(rows.num_tokens * rows.units)
@@ -135,14 +135,20 @@ class CudaRows:
 
     def round(self, dq: Tensor, softmax_scale: float, out: Tensor) -> None:
         """What FfaBlockAttn.backward left in dq (fp32 [T, Hq, D], contiguous), times the scale, to out (16 bits)."""
-        params = _FinishParams(returned=_ReturnedRows(units=1))
-        _add_queries(params, dq, softmax_scale, out)
-        _finish(params, dq.device, out.dtype, out.dtype)
+        assert dq.is_contiguous()
+        rounding = _finish_launch(dq.device, out.dtype, out.dtype, dq.numel(), 0, 1)
+        rounding.params.dq, rounding.params.dq_to = dq.data_ptr(), out.data_ptr()
+        rounding.params.softmax_scale = softmax_scale
+        rounding()
 
     def round_keys(self, dkv: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """dk and dv [T, H, D] of dkv [T, 2, H, D], fp32 and contiguous, in `dtype`."""
-        params, dk, dv = _of_keys(None, dkv, dkv.shape[0], dtype)
-        _finish(params, dkv.device, dtype, dtype)
+        assert dkv.is_contiguous()
+        dk, dv = (empty((dkv.shape[0], *dkv.shape[2:]), dtype, dkv.device) for _ in range(2))
+        rounding = _finish_launch(dkv.device, dtype, dtype, 0, dkv.numel(), dkv.stride(0))
+        params = rounding.params
+        params.dkv, params.dk_to, params.dv_to = dkv.data_ptr(), dk.data_ptr(), dv.data_ptr()
+        rounding()
         return dk, dv
 
     def finish(
@@ -153,102 +159,117 @@ class CudaRows:
 
         dq and dkv are fp32 and contiguous, D is a multiple of 8; the sums are per token in rank order.
         """
-        params, dk, dv = _of_keys(returned, dkv, dq.shape[0], dtype)
-        dq_to = empty(dq.shape, dtype, dq.device)
-        _add_queries(params, dq, softmax_scale, dq_to)
+        assert dq.is_contiguous()
+        assert dkv.is_contiguous()
+        device, shape, row = dq.device, (dq.shape[0], *dkv.shape[2:]), dkv.stride(0)
+        dq_to, dk, dv = empty(dq.shape, dtype, device), empty(shape, dtype, device), empty(shape, dtype, device)
+        unsent = None if returned is None else returned.unsent
+        launches = {} if unsent is None else unsent[2].prepared
+        key = "finish", get_ident(), dq.shape, dkv.shape, dtype
+        finishing = launches.get(key)
+        if finishing is None:
+            wire = dtype if returned is None else returned.rows.dtype
+            finishing = _finish_launch(device, dtype, wire, dq.numel(), shape[0] * row, row, unsent)
+            launches[key] = finishing
+        params = finishing.params
+        params.dq, params.dkv, params.softmax_scale = dq.data_ptr(), dkv.data_ptr(), softmax_scale
+        params.dq_to, params.dk_to, params.dv_to = dq_to.data_ptr(), dk.data_ptr(), dv.data_ptr()
+        params.arrived = None
+        if unsent is not None:
+            grad, first, _ = unsent
+            assert grad.is_contiguous()
+            params.unsent = grad.data_ptr() + 4 * first * row
+            params.started = launch.next_counter(finishing.device)
+            params.places.blocks_done = params.started + 4
         if returned is None:
-            _finish(params, dq.device, dtype, dtype)
+            finishing()
             return dq_to, dk, dv
+        params.returned = _returned_rows(returned, row)
         if (flag := returned.arrival.flag()) is None:
             returned.arrival.wait()
         elif params.returned.num_tokens:
             params.arrived, params.number = flag
-        if returned.unsent is not None:
-            grad, first, places = returned.unsent
-            assert grad.is_contiguous()
-            assert grad.dtype == torch.float32
-            row = grad.stride(0)
-            params.unsent = grad.data_ptr() + 4 * first * row
-            params.unsent_units = (grad.shape[0] - first) * row // _ELEMENTS
-            params.places = _places_of(places)
-            params.started = launch.next_counter(dq.device.index)
-            params.places.blocks_done = params.started + 4
-        _finish(params, dq.device, dtype, returned.rows.dtype)
+        finishing()
         if not params.returned.num_tokens:
             returned.arrival.wait()  # only now, as other ranks may wait for what has been sent
         return dq_to, dk, dv
 
 
-def _row_sums(sums: RowSums) -> tuple[_RowSums, int, tuple[Tensor, Tensor]]:
-    """What the kernel is told, the number of its blocks, and tensors that must live until it is launched."""
+def _gather_launch(k: Tensor, v: Tensor, num_rows: int, to: Places, sums: RowSums | None) -> launch.Launch:
+    (k_token, k_head, _), (v_token, v_head, _), (_, num_heads, head_dim) = k.stride(), v.stride(), k.shape
+    units = _UNIT // k.element_size()
+    # So many that all run at once: at its end each waits until what it wrote has arrived.
+    blocks = max(1, min(-(-num_rows // _WARPS), 1024))
+    params = _GatherParams(
+        None, None, None, _places(to), k_token // units, k_head // units, v_token // units, v_head // units,
+        num_rows, num_heads, head_dim // units, blocks,
+    )  # fmt: skip
+    if sums is not None:
+        params.sums, sums_blocks = _row_sums(sums)
+        blocks += sums_blocks
+    return launch.Launch(_kernel("gather_rows", k.dtype, k.dtype), k.device.index, blocks, (), params)
+
+
+def _row_sums(sums: RowSums) -> tuple[_RowSums, int]:
+    """Sizes, and the number of blocks."""
     num_q, num_heads, head_dim = sums.out.shape
+    num_zero, num_more_zero = sums.zeros[0].numel(), sum(zero.numel() for zero in sums.zeros[1:])
+    params = _RowSums(num_rows=num_q * num_heads, num_zero=num_zero, num_more_zero=num_more_zero, head_dim=head_dim)
+    threads = max(_THREADS_PER_ROW * params.num_rows, (num_zero + num_more_zero) // _ELEMENTS)
+    return params, -(-threads // (_WARPS * 32))
+
+
+def _aim_sums(params: _RowSums, sums: RowSums) -> tuple[Tensor, Tensor]:
+    """Sets addresses; returns what must live until the launch."""
     assert sums.out.dtype == sums.dout.dtype
     assert sums.delta.dtype == torch.float32
-    assert sums.delta.is_contiguous()
-    out, dout = launch.copyable(sums.out).contiguous(), launch.copyable(sums.dout).contiguous()
-    params = _RowSums(
-        out.data_ptr(), dout.data_ptr(), sums.delta.data_ptr(), num_rows=num_q * num_heads, head_dim=head_dim
-    )
-    zero, *more = sums.zeros
-    params.zero, params.num_zero = zero.data_ptr(), zero.numel()
-    if more:
-        params.more_zero, params.num_more_zero = more[0].data_ptr(), more[0].numel()
-    threads = max(_THREADS_PER_ROW * params.num_rows, (params.num_zero + params.num_more_zero) // _ELEMENTS)
-    return params, -(-threads // (_WARPS * 32)), (out, dout)
+    out, dout = sums.out.contiguous(), launch.copyable(sums.dout).contiguous()
+    params.out, params.dout, params.delta = out.data_ptr(), dout.data_ptr(), sums.delta.data_ptr()
+    params.zero = sums.zeros[0].data_ptr()
+    if len(sums.zeros) > 1:
+        params.more_zero = sums.zeros[1].data_ptr()
+    return out, dout
 
 
-def _places(to: Tensor | Places, num_rows: int) -> _Places:
-    if not isinstance(to, Tensor):
-        return _places_of(to)
-    places = _Places()
-    places.to[0], places.ends[0] = to.data_ptr(), num_rows
-    return places
-
-
-def _places_of(places: Places) -> _Places:
+def _places(places: Places) -> _Places:
     """To be completed by `blocks_done`."""
-    if "params" not in places.prepared:
-        params, count = _Places(num_flags=len(places.flags), begin=places.begin), len(places.ends)
-        params.to[:count], params.ends[:count] = places.addresses, places.ends
-        params.flags[: params.num_flags] = places.flags
-        places.prepared["params"] = params
-    return places.prepared["params"]
+    params, count = _Places(num_flags=len(places.flags), begin=places.begin), len(places.ends)
+    params.to[:count], params.ends[:count] = places.addresses, places.ends
+    params.flags[: params.num_flags] = places.flags
+    return params
 
 
-def _of_keys(
-    returned: Returned | None, dkv: Tensor, num_tokens: int, dtype: torch.dtype
-) -> tuple[_FinishParams, Tensor, Tensor]:
-    num_heads, head_dim = dkv.shape[2:]
-    assert dkv.is_contiguous()
-    dk, dv = (empty((num_tokens, num_heads, head_dim), dtype, dkv.device) for _ in range(2))
-    units = 2 * num_heads * head_dim // _ELEMENTS
-    rows = _ReturnedRows(units=units) if returned is None else _returned_rows(returned, units)
-    params = _FinishParams(
-        returned=rows, dkv=dkv.data_ptr(), dk_to=dk.data_ptr(), dv_to=dv.data_ptr(), dkv_units=num_tokens * units
-    )
-    return params, dk, dv
-
-
-def _add_queries(params: _FinishParams, dq: Tensor, softmax_scale: float, dq_to: Tensor) -> None:
-    assert dq.is_contiguous()
-    params.dq, params.dq_to, params.dq_units = dq.data_ptr(), dq_to.data_ptr(), dq.numel() // _ELEMENTS
-    params.softmax_scale = softmax_scale
-
-
-def _finish(params: _FinishParams, device: torch.device, dtype: torch.dtype, wire: torch.dtype) -> None:
-    writers = max(1, _finish_blocks(params.unsent_units)) if params.started else 0
-    if blocks := writers + _finish_blocks(params.dq_units) + _finish_blocks(params.dkv_units):
-        _kernel("finish_grads", dtype, wire)(device.index, blocks, params)
+def _finish_launch(
+    device: torch.device,
+    dtype: torch.dtype,
+    wire: torch.dtype,
+    num_dq: int,
+    num_dkv: int,
+    row: int,
+    unsent: tuple[Tensor, int, Places] | None = None,
+) -> launch.Launch:
+    """Of so many elements; a row of dkv has `row`."""
+    params = _FinishParams(returned=_ReturnedRows(units=row // _ELEMENTS or 1))
+    params.dq_units, params.dkv_units = num_dq // _ELEMENTS, num_dkv // _ELEMENTS
+    writers = 0
+    if unsent is not None:
+        grad, first, places = unsent
+        assert grad.dtype == torch.float32
+        params.unsent_units, params.places = (grad.shape[0] - first) * row // _ELEMENTS, _places(places)
+        writers = max(1, _finish_blocks(params.unsent_units))
+    blocks = writers + _finish_blocks(params.dq_units) + _finish_blocks(params.dkv_units)
+    return launch.Launch(_kernel("finish_grads", dtype, wire), device.index, blocks, (), params)
 
 
 def _finish_blocks(units: int) -> int:
     return -(-units // _FINISH_UNITS)
 
 
-def _returned_rows(returned: Returned, units: int) -> _ReturnedRows:
+def _returned_rows(returned: Returned, row: int) -> _ReturnedRows:
     _, offsets, order = returned.row_index
     assert returned.rows.is_contiguous()
-    return _ReturnedRows(returned.rows.data_ptr(), offsets.data_ptr(), order.data_ptr(), offsets.shape[0] - 1, units)
+    addresses = returned.rows.data_ptr(), offsets.data_ptr(), order.data_ptr()
+    return _ReturnedRows(*addresses, offsets.shape[0] - 1, row // _ELEMENTS)
 
 
 @functools.cache

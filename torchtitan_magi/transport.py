@@ -62,7 +62,7 @@ class Places:
     addresses: list[int]  # of each place: where row 0 would be if it belonged there
     begin: int  # the row to begin with, so that not all write to the same rank at once
     flags: list[int]  # addresses of words of the ranks, int32, to which the kernel adds one when it has packed
-    prepared: dict[str, Any] = field(default_factory=dict)  # what repeats from call to call
+    prepared: dict[Any, Any] = field(default_factory=dict)  # launches that repeat from call to call
 
 
 class RowSums(NamedTuple):
