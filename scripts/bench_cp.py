@@ -13,7 +13,8 @@ Strategies
   ideal       our kernel on the whole pack on one GPU, time / cp
 
 Of ours it also says what the host does: its time for the op of a layer while the GPU is busy, beside that of torch's
-add_, and the speed when nothing is queued ahead, so that the GPU waits for the host.
+add_, the speed when nothing is queued ahead, so that the GPU waits for the host, and what it takes to pick a rank's
+share of a batch: tokens, labels and positions.
 
 TFLOP/s per GPU count the pairs of the mask: 4 * area * head_dim * num_heads_q forward, 2.5 times that backward.
 """
@@ -264,7 +265,10 @@ def bench_pack(name: str, cu: np.ndarray, heads: tuple[int, int], seed: int, rep
     # Without autograd's thread: to wake it takes longer than a layer, and happens once a step in training.
     with torch.autograd.set_multithreading_enabled(False):
         unqueued = sum(take_turns({"ours": run}, repeats, partial(once_ms, queued=0))["ours"] for run in runs["ours"])
-    forward, backward = layer_calls(*shares, make_handle(bind_plan(plan, group, block_attn, *heads, device)))
+    bound = bind_plan(plan, group, block_attn, *heads, device)
+    batch = torch.zeros(3, total, dtype=torch.int64, device=device)  # tokens, labels, positions
+    dispatch = take_turns({"dispatch": lambda: [x.index_select(0, bound.tokens) for x in batch]}, repeats)["dispatch"]
+    forward, backward = layer_calls(*shares, make_handle(bound))
     calls = {"fwd_host_us": forward, "bwd_host_us": backward, "add_host_us": small_calls(device)}
     host = {name: take_turns({name: run}, repeats, host_us)[name] for name, run in calls.items()}
     forwards["ideal"], backwards["ideal"] = forwards["ideal"] / cp_size, backwards["ideal"] / cp_size
@@ -282,7 +286,7 @@ def bench_pack(name: str, cu: np.ndarray, heads: tuple[int, int], seed: int, rep
         if strategy.startswith("ours"):
             rows[-1]["exposed_comm_share"] = 1 - (forwards["resident"] + backwards["resident"]) / (forward + backward)
     spent = forwards["ours"] + backwards["ours"]
-    rows[0] |= {"speed_unqueued": spent / unqueued, **host}
+    rows[0] |= {"speed_unqueued": spent / unqueued, "dispatch_us": 1e3 * dispatch, **host}
     if rank == 0:
         for row in rows:
             against = (forwards["ideal"] + backwards["ideal"]) / (row["fwd_ms"] + row["bwd_ms"])
@@ -290,7 +294,9 @@ def bench_pack(name: str, cu: np.ndarray, heads: tuple[int, int], seed: int, rep
             exposed = f"  exposed {row['exposed_comm_share']:.1%}" if "exposed_comm_share" in row else ""
             if row["strategy"] == "ours":
                 times = ", ".join(f"{us:.0f}" for us in host.values())
-                exposed += f"  unqueued {row['speed_unqueued']:.2f} x  host {times} us"
+                exposed += (
+                    f"  unqueued {row['speed_unqueued']:.2f} x  host {times} us  dispatch {row['dispatch_us']:.0f} us"
+                )
             received = f"{row['recv_bytes_max'] / 2**20:7.1f} MiB"
             print(f"{name:10s} {local:6d} {row['heads']:5s} {seed} {row['strategy']:20s} {speed} {received}{exposed}")
     return rows
