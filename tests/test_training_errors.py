@@ -127,3 +127,31 @@ def test_help_shows_each_option_with_its_unit():
         help_text = section.split(option, 1)[1].split("--magi.", 1)[0]
         assert text in help_text
         assert "(default: " in help_text
+
+
+EXIT = """
+import atexit, gc
+from pathlib import Path
+import torch.distributed as dist
+from torchtitan_magi.titan.cpu import run_on_cpu
+
+def gloo_threads():
+    return sum("gloo" in path.read_text() for path in Path("/proc/self/task").glob("*/comm"))
+
+atexit.register(lambda: print(gloo_threads()))  # what is registered first comes last
+run_on_cpu()
+gc.disable()
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+cycle = [dist.group.WORLD]
+cycle.append(cycle)
+del cycle
+dist.destroy_process_group()
+print(gloo_threads())
+"""
+
+
+def test_groups_that_only_cycles_hold_end_before_the_interpreter():
+    """Their threads could end a process that has done all its work with an error."""
+    result = subprocess.run([sys.executable, "-c", EXIT], cwd=ROOT, capture_output=True, text=True, check=True)
+    before, at_last = map(int, result.stdout.split())
+    assert before > at_last == 0

@@ -1,5 +1,7 @@
 """torchtitan on a machine without an accelerator: gloo instead of NCCL, process memory instead of GPU memory."""
 
+import atexit
+import gc
 import importlib
 import resource
 from datetime import timedelta
@@ -33,6 +35,9 @@ def run_on_cpu() -> None:
                 setattr(module, name, value)
     modules["components.metrics"].build_device_memory_monitor = _ProcessMemory  # type: ignore[attr-defined]
     modules["distributed.utils"].set_pg_timeouts = _set_pg_timeouts  # type: ignore[attr-defined]
+    # torchtitan turns the garbage collector off, and gloo's threads in groups that only cycles hold can end a process
+    # that has done all its work with "terminate called without an active exception".
+    atexit.register(gc.collect)
 
 
 def allow_gloo_gradients(model: nn.Module) -> None:
