@@ -154,7 +154,7 @@ class PeerTransport(ProcessGroupTransport):
         fetch = functools.partial(
             self._fetch, channel, channel.await_packed, channel.packed, places.addresses[0], received, exchange, back
         )
-        return places, received, self._arrival(channel.there, channel.number)._replace(begin=fetch)
+        return places, received, self._arrival(channel.there, channel.number, fetch)
 
     def _places_of(
         self, shape: tuple[int, ...], dtype: torch.dtype, exchange: Exchange, back: bool, slot: int
@@ -212,9 +212,9 @@ class PeerTransport(ProcessGroupTransport):
         """Of what each rank has at `offset` in its memory."""
         return _Copies(exchange.fetches(back), [base + offset for base in self.bases], row_bytes)
 
-    def _arrival(self, address: int, number: int) -> Arrival:
+    def _arrival(self, address: int, number: int, begin: Callable[[], object] = lambda: None) -> Arrival:
         there = functools.partial(self._flag, self.memory, address, number)
-        return Arrival(functools.partial(self._wait, there), there)
+        return Arrival(functools.partial(self._wait, there), there, begin)
 
     def _wait(self, there: Callable[[], Flag | None]) -> None:
         if (flag := there()) is not None:
