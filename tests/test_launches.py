@@ -1,0 +1,308 @@
+"""What the host hands to the kernels, without GPUs: the driver's calls are written down instead of made."""
+
+import ctypes
+import itertools
+import threading
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from torchtitan_magi import driver, jit, launch, rows, varlen_causal
+from torchtitan_magi.ffa import FfaBlockAttn
+from torchtitan_magi.rows import CudaRows
+from torchtitan_magi.transport import Arrival, Flag, LateKeys, Places, Returned, RowSums
+
+TOKENS, HEADS_Q, HEADS, DIM = 256, 8, 2, 64
+ROW = 2 * HEADS * DIM
+SCALE = 0.125
+PARAMS = {
+    "ffa_forward": launch.ForwardParams,
+    "ffa_backward": launch.BackwardParams,
+    "gather_rows": rows._GatherParams,
+    "finish_grads": rows._FinishParams,
+    "add_rows": rows._AddParams,
+}
+
+
+class Recorder:
+    """Launches with copies of their maps (address, type, sizes, bytes from token to token), of their parameters, and of
+    the first 16 bytes that they read.
+    """
+
+    def __init__(self):
+        self.launches = []
+
+    def function(self, name):
+        return {"cuLaunchKernelEx": self.launch, "cuTensorMapEncodeTiled": self.encode}[name]
+
+    def encode(self, to, kind, rank, address, sizes, strides, box, steps, *options):
+        assert to % 64 == 0
+        assert address % 16 == 0
+        assert all(stride % 16 == 0 for stride in strides)
+        ctypes.memmove(to, (ctypes.c_uint64 * 6)(address, kind, *sizes, strides[1]), 48)
+        return 0
+
+    def launch(self, config, function, arguments, extra):
+        name, params_type = function
+        maps = [tuple((ctypes.c_uint64 * 6).from_address(at)) for at in arguments[: len(arguments) - 1]]
+        params = params_type.from_buffer_copy(params_type.from_address(arguments[len(arguments) - 1]))
+        blocks = driver.LaunchConfig.from_address(config).num_blocks
+        address = maps[0][0] if maps else getattr(params, "k", None)
+        first = list((ctypes.c_int16 * 8).from_address(address)) if address else None
+        self.launches.append(SimpleNamespace(name=name, maps=maps, params=params, blocks=blocks, first=first))
+        return 0
+
+
+@pytest.fixture
+def recorder(monkeypatch):
+    recorder = Recorder()
+    counters = torch.zeros(launch.NUM_COUNTERS, launch.COUNTER_WORDS, dtype=torch.int32)
+    numbers = itertools.count()
+    monkeypatch.setattr(driver, "function", recorder.function)
+    monkeypatch.setattr(jit, "load_kernel", lambda _, function, *__: (function, PARAMS[function]))
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
+    monkeypatch.setattr(launch, "current_device", lambda: None)
+    monkeypatch.setattr(launch, "num_sms", lambda device: 132)
+    monkeypatch.setattr(launch, "_counters", lambda device: (counters, counters.data_ptr(), numbers))
+    caches = launch.load, launch.maps_over, rows._kernel
+    for cache in caches:
+        cache.cache_clear()
+    yield recorder
+    for cache in caches:
+        cache.cache_clear()
+
+
+# ------------------------------------------------------------ attention
+class HostAttn(FfaBlockAttn):
+    """Takes tensors on the CPU for those of a device."""
+
+    def __init__(self, deterministic=False):
+        self.deterministic = deterministic
+
+
+def mask_of(attn, late_from=None):
+    cu_seqlens = [0, late_from or 100, TOKENS]
+    lists = attn.prepare(varlen_causal(cu_seqlens), TOKENS, TOKENS, HEADS_Q, HEADS, late_from=late_from)
+    return lists.to(torch.from_numpy(lists.words))
+
+
+def tensors(*heads):
+    return [torch.randn(TOKENS, n, DIM).bfloat16() for n in heads]
+
+
+def bits(row):
+    return row[:8].contiguous().view(torch.int16).tolist()
+
+
+def test_a_launch_is_kept_and_takes_new_tensors(recorder):
+    attn = HostAttn()
+    mask = mask_of(attn)
+    for _ in range(3):
+        q, k, v = tensors(HEADS_Q, HEADS, HEADS)
+        out, lse = attn.forward(q, k, v, mask, SCALE)
+        last = recorder.launches[-1]
+        addresses = [x.data_ptr() for x in (q, k, v, k, v, out)]
+        assert [at[0] for at in last.maps] == addresses
+        assert [at[2:5] for at in last.maps] == [(DIM, x.shape[1], TOKENS) for x in (q, k, v, k, v, out)]
+        assert last.params.lse == lse.data_ptr()
+        assert last.params.scale_log2 == pytest.approx(SCALE * 1.4426950408889634)
+        assert last.blocks == min(132, mask.sizes.num_forward_items * last.params.schedule.num_heads)
+    assert len(mask.launches) == 1
+    assert len({launched.params.counter for launched in recorder.launches}) == 3
+    attn.forward(q, k, v, mask, SCALE, sm_margin=130)
+    assert recorder.launches[-1].blocks == 2
+
+
+def test_what_the_copy_engine_cannot_read_is_copied(recorder):
+    attn = HostAttn()
+    mask = mask_of(attn)
+    k, v = tensors(HEADS, HEADS)
+    shifted = torch.randn(TOKENS * HEADS_Q * DIM + 1).bfloat16()[1:].view(TOKENS, HEADS_Q, DIM)
+    odd_rows = torch.randn(TOKENS, HEADS_Q * DIM + 4).bfloat16()[:, : HEADS_Q * DIM].view(TOKENS, HEADS_Q, DIM)
+    columns_apart = torch.randn(TOKENS, DIM, HEADS_Q).bfloat16().transpose(1, 2)
+    for q in (shifted, odd_rows, columns_apart, shifted):
+        attn.forward(q, k, v, mask, SCALE)
+        last = recorder.launches[-1]
+        assert last.maps[0][0] != q.data_ptr()
+        assert last.first == bits(q[0, 0])
+    fused = torch.randn(TOKENS, 3, HEADS_Q, DIM).bfloat16()
+    attn.forward(fused[:, 1], k, v, mask, SCALE)
+    assert recorder.launches[-1].maps[0][0] == fused[:, 1].data_ptr()  # aligned views are read in place
+    assert recorder.launches[-1].maps[0][5] == 2 * 3 * HEADS_Q * DIM
+
+
+def test_gradients_go_where_the_caller_wants_them(recorder):
+    attn = HostAttn()
+    mask = mask_of(attn)
+    q, k, v, dout = tensors(HEADS_Q, HEADS, HEADS, HEADS_Q)
+    lse, delta = torch.zeros(2, TOKENS, HEADS_Q)
+    dq = torch.zeros(TOKENS, HEADS_Q, DIM)
+    for dtype in (torch.float32, torch.bfloat16):
+        fused = torch.empty(TOKENS, 2, HEADS, DIM, dtype=dtype)
+        pair = torch.empty(TOKENS, HEADS, DIM, dtype=dtype), torch.empty(TOKENS, HEADS, DIM, dtype=dtype)
+        for dkv, dk, dv in ((fused, fused[:, 0], fused[:, 1]), (pair, *pair)):
+            attn.backward(dout, q, k, v, lse, delta, mask, SCALE, dq, dkv)
+            params, maps = recorder.launches[-1].params, recorder.launches[-1].maps
+            assert [at[0] for at in maps[:4]] == [x.data_ptr() for x in (q, dout, k, v)]
+            assert maps[6][0] == dq.data_ptr()
+            assert (params.lse, params.delta) == (lse.data_ptr(), delta.data_ptr())
+            if mask.sizes.is_split and dtype == torch.bfloat16:
+                assert params.dk_token_stride == 2 * HEADS * DIM
+                assert params.dk != dk.data_ptr()  # summed elsewhere in float32 first
+            else:
+                assert (params.dk, params.dv) == (dk.data_ptr(), dv.data_ptr())
+                assert (params.dk_token_stride, params.dv_token_stride) == (dk.stride(0), dv.stride(0))
+
+
+def test_late_keys_have_maps_and_a_flag(recorder):
+    attn = HostAttn()
+    own, waits = TOKENS // 2, []
+    mask = mask_of(attn, late_from=own)
+    q, k, v = tensors(HEADS_Q, HEADS, HEADS)
+    assert mask.sizes.forward_awaits
+    for flag in (Flag(4096, 7), None):
+        kv = torch.randn(TOKENS - own, 2, HEADS, DIM).bfloat16()
+        late = LateKeys(kv, Arrival(lambda: waits.append(1), lambda flag=flag: flag))
+        attn.forward(q, k[:own], v[:own], mask, SCALE, late=late)
+        last = recorder.launches[-1]
+        assert [at[0] for at in last.maps[3:5]] == [kv.data_ptr(), kv[:, 1].data_ptr()]
+        assert last.params.late.first == own
+        assert (last.params.late.arrived, last.params.late.number) == (flag or (None, 0))
+    assert len(waits) == 1  # the stream, where the kernel sees no flag
+
+
+def test_each_thread_has_launches_of_its_own(recorder):
+    attn = HostAttn()
+    mask = mask_of(attn)
+    inputs = tensors(HEADS_Q, HEADS, HEADS)
+    attn.forward(*inputs, mask, SCALE)
+    thread = threading.Thread(target=lambda: attn.forward(*inputs, mask, SCALE))
+    thread.start()
+    thread.join()
+    assert len(mask.launches) == len(recorder.launches) == 2
+
+
+def test_maps_that_are_given_up_live_on_until_they_are_used(recorder, monkeypatch):
+    monkeypatch.setattr(launch.Maps, "KEPT", 4)
+    maps = launch.Maps(launch.MapLayout((TOKENS, HEADS_Q, DIM), (HEADS_Q * DIM, DIM, 1), torch.bfloat16, 1, 64))
+    places = [maps[16 * i] for i in range(1, 9)]
+    _others = [(ctypes.c_ulonglong * 24)(*[1] * 24) for _ in range(100)]  # where memory is free
+    assert [ctypes.c_uint64.from_address(place).value for place in places] == [16 * i for i in range(1, 9)]
+    assert maps[16 * 8] == places[-1]
+    assert len(maps) == 4
+
+
+# ------------------------------------------------------------ around attention
+def places_of_two():
+    return Places([5, 12], [1 << 20, 2 << 20], 5, [64, 128])
+
+
+def sums_of(zeros=1):
+    out, dout = torch.randn(2, TOKENS, HEADS_Q, DIM).bfloat16()
+    memory = torch.empty(TOKENS, HEADS_Q, DIM), torch.empty(TOKENS, 2, HEADS, DIM)
+    return RowSums(out, dout, torch.empty(TOKENS, HEADS_Q), memory[:zeros])
+
+
+def index_of(num_rows):
+    exchange = SimpleNamespace(send_rows=np.arange(num_rows) % 7)
+    return [torch.from_numpy(part.astype(np.int32)) for part in CudaRows().index(exchange)], exchange
+
+
+def test_packing_to_places_is_kept_and_takes_new_tensors(recorder):
+    places, (index, _) = places_of_two(), index_of(12)
+    for zeros in (0, 1, 2, 1):
+        k, v = torch.randn(2, TOKENS, HEADS, DIM).bfloat16()
+        sums = sums_of(zeros) if zeros else None
+        CudaRows().gather(k, v, index, places, sums)
+        params = recorder.launches[-1].params
+        assert (params.k, params.v, params.rows) == (k.data_ptr(), v.data_ptr(), index[0].data_ptr())
+        assert list(params.places.to[:2]) == places.addresses
+        assert list(params.places.ends[:2]) == places.ends
+        assert list(params.places.flags[:2]) == places.flags
+        assert (params.places.begin, params.places.num_flags, params.num_rows) == (5, 2, 12)
+        assert (params.k_token_stride, params.k_head_stride) == (HEADS * DIM // 8, DIM // 8)
+        assert recorder.launches[-1].blocks - params.num_blocks == (0 if sums is None else TOKENS * HEADS_Q // 16)
+        if sums is not None:
+            named = params.sums.out, params.sums.dout, params.sums.delta, params.sums.zero, params.sums.more_zero
+            tensors = [sums.out, sums.dout, sums.delta, *sums.zeros]
+            assert named == (*(x.data_ptr() for x in tensors), *(None,) * (5 - len(tensors)))
+            sizes = params.sums.num_rows, params.sums.num_zero, params.sums.num_more_zero
+            assert sizes == (TOKENS * HEADS_Q, sums.out.numel(), TOKENS * ROW if zeros == 2 else 0)
+    assert len(places.prepared) == 3
+    assert len({launched.params.places.blocks_done for launched in recorder.launches}) == 4
+
+
+def test_rows_that_cannot_be_read_in_units_are_copied(recorder):
+    (index, _), v = index_of(12), torch.randn(TOKENS, HEADS, DIM).bfloat16()
+    shifted = torch.randn(TOKENS * HEADS * DIM + 1).bfloat16()[1:].view(TOKENS, HEADS, DIM)
+    odd_rows = torch.randn(TOKENS, HEADS * DIM + 4).bfloat16()[:, : HEADS * DIM].view(TOKENS, HEADS, DIM)
+    places = places_of_two()
+    CudaRows().gather(v, v, index, places)
+    for k in (shifted, odd_rows):
+        CudaRows().gather(k, v, index, places)
+        last = recorder.launches[-1]
+        assert last.params.k != k.data_ptr()
+        assert last.first == bits(k[0, 0])
+        assert last.params.k_token_stride == HEADS * DIM // 8
+
+
+def test_packing_into_one_tensor_tells_nobody(recorder):
+    (index, _), k = index_of(12), torch.randn(TOKENS, HEADS, DIM).bfloat16()
+    sent = torch.empty(12, 2, HEADS, DIM, dtype=torch.bfloat16)
+    CudaRows().gather(k, k, index, sent)
+    params = recorder.launches[-1].params
+    assert (params.places.to[0], params.places.ends[0], params.places.num_flags) == (sent.data_ptr(), 12, 0)
+    CudaRows().gather(k, k, index_of(0)[0], sent[:0])
+    assert len(recorder.launches) == 1
+    CudaRows().gather(k, k, index_of(0)[0], sent[:0], sums_of())
+    assert (recorder.launches[-1].params.num_blocks, recorder.launches[-1].blocks) == (0, TOKENS * HEADS_Q // 16)
+
+
+@pytest.mark.parametrize("wire", [torch.bfloat16, torch.float32])
+def test_the_end_of_a_backward(recorder, wire):
+    (index, exchange), places, waits = index_of(12), places_of_two(), []
+    dq = torch.randn(TOKENS, HEADS_Q, DIM)
+    first = 45  # rows before belong to this rank and to nobody
+    for flag in (Flag(64, 3), Flag(64, 4), None):
+        dkv = torch.randn(first + 12, 2, HEADS, DIM)
+        received = torch.empty(12, 2, HEADS, DIM, dtype=wire)
+        arrival = Arrival(lambda: waits.append(1), lambda flag=flag: flag)
+        returned = Returned(received, index, exchange, arrival, (dkv, first, places))
+        results = CudaRows().finish(returned, dq, dkv, 0.5, torch.bfloat16)
+        params = recorder.launches[-1].params
+        assert (params.dq_to, params.dk_to, params.dv_to) == tuple(x.data_ptr() for x in results)
+        assert [x.shape for x in results] == [(TOKENS, HEADS_Q, DIM), *[(TOKENS, HEADS, DIM)] * 2]
+        assert (params.dq, params.dkv, params.softmax_scale) == (dq.data_ptr(), dkv.data_ptr(), 0.5)
+        assert params.unsent == dkv[first:].data_ptr()
+        units = params.unsent_units, params.dq_units, params.dkv_units, params.returned.units
+        assert units == (12 * ROW // 8, dq.numel() // 8, TOKENS * ROW // 8, ROW // 8)
+        assert (params.returned.rows, params.returned.num_tokens) == (received.data_ptr(), 7)
+        assert params.places.blocks_done == params.started + 4
+        assert (params.arrived, params.number) == (flag or (None, params.number))
+    assert len(waits) == 1  # the stream, where the kernel sees no flag
+    assert len(places.prepared) == 1
+    assert len({launched.params.started for launched in recorder.launches}) == 3
+
+
+def test_an_end_with_nothing_to_send_or_to_add(recorder):
+    dq, dkv = torch.randn(TOKENS, HEADS_Q, DIM), torch.randn(TOKENS, 2, HEADS, DIM)
+    CudaRows().finish(None, dq, dkv, 0.5, torch.bfloat16)
+    rounded = torch.empty(dq.shape, dtype=torch.bfloat16)
+    CudaRows().round(dq, 0.25, rounded)
+    CudaRows().round_keys(dkv, torch.bfloat16)
+    whole, queries, keys = (launched.params for launched in recorder.launches)
+    assert [params.started for params in (whole, queries, keys)] == [None] * 3
+    assert [params.returned.num_tokens for params in (whole, queries, keys)] == [0] * 3
+    assert (whole.dq_units, whole.dkv_units) == (dq.numel() // 8, dkv.numel() // 8)
+    assert (queries.dq_units, queries.dkv_units, queries.dq_to) == (dq.numel() // 8, 0, rounded.data_ptr())
+    assert (queries.softmax_scale, keys.dq_units, keys.dkv_units) == (0.25, 0, dkv.numel() // 8)
+    empty = torch.empty(0, HEADS_Q, DIM)
+    CudaRows().round(empty, 0.25, empty.bfloat16())
+    assert len(recorder.launches) == 3
+
+
+def test_counters_are_taken_in_turn(recorder):
+    taken = {launch.next_counter(0) for _ in range(2 * launch.NUM_COUNTERS)}
+    assert len(taken) == launch.NUM_COUNTERS
