@@ -28,7 +28,8 @@ class Driver:
         return 0
 
     def copy_many(self, to, origins, sizes, count, attributes, firsts, num_attributes, stream):
-        assert (attributes._obj.source_access, firsts._obj.value, num_attributes) == (1, 0, 1)
+        assert driver.CopyAttributes.from_address(attributes).source_access == driver.CopyAttributes.IN_STREAM_ORDER
+        assert (ctypes.c_size_t.from_address(firsts).value, num_attributes) == (0, 1)
         for each in zip(to, origins, sizes, strict=True):
             count -= 1
             self.copy(*each, stream)

@@ -56,7 +56,6 @@ class StreamOperation(ctypes.Structure):
     """CUstreamBatchMemOpParams of a 32-bit wait or write."""
 
     WAIT, WRITE = 1, 2
-    VALUE_WORD = 2  # which 8 bytes hold the value
     _fields_ = [
         ("operation", _UINT),
         ("address", ctypes.c_uint64),

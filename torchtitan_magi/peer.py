@@ -17,7 +17,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -42,13 +41,13 @@ class _Batch:
     def __init__(self, *operations: tuple[int, int]) -> None:
         """operations: kind and address of each."""
         self.operations = (StreamOperation * len(operations))(*(StreamOperation(*each) for each in operations))
-        words = (ctypes.c_uint64 * (ctypes.sizeof(self.operations) // 8)).from_buffer(self.operations)
-        self.values = np.ctypeslib.as_array(words).reshape(len(operations), -1)[:, StreamOperation.VALUE_WORD]
+        self.each = list(self.operations)
 
     def issue(self, stream: int, number: int) -> int:
         """The driver's status."""
-        self.values[:] = number
-        status: int = _calls().operate(stream, len(self.operations), self.operations, 0)
+        for operation in self.each:
+            operation.value = number
+        status: int = _calls().operate(stream, len(self.each), self.operations, 0)
         return status
 
 
@@ -60,21 +59,19 @@ class _Copies:
 
     def __init__(self, fetches: tuple[Parcel, ...], sources: list[int], row_bytes: int) -> None:
         """sources: where the rows of each rank begin."""
-        addresses, self.count = ctypes.c_uint64 * len(fetches), len(fetches)
-        self.places = np.array([fetch.place * row_bytes for fetch in fetches], np.uint64)
+        addresses = ctypes.c_uint64 * len(fetches)
+        self.places = [fetch.place * row_bytes for fetch in fetches]
         self.sources = addresses(*(sources[fetch.other] + fetch.first * row_bytes for fetch in fetches))
         self.sizes = addresses(*(fetch.rows * row_bytes for fetch in fetches))
         self.targets = addresses()
-        self.values = np.ctypeslib.as_array(self.targets)
+        self.how = ctypes.addressof(self.IN_ORDER), ctypes.addressof(self.FROM_THE_FIRST), 1
 
     def issue(self, to: int, stream: int) -> int:
         """To the rows that begin at `to`; the driver's status."""
-        np.add(self.places, np.uint64(to), out=self.values)
-        calls, status = _calls(), 0
-        if self.count > 1 and calls.copy_many is not None:
-            attributes, first = ctypes.byref(self.IN_ORDER), ctypes.byref(self.FROM_THE_FIRST)
-            status = calls.copy_many(self.targets, self.sources, self.sizes, self.count, attributes, first, 1, stream)
-            return status
+        self.targets[:] = [to + place for place in self.places]
+        calls, count, status = _calls(), len(self.places), 0
+        if count > 1 and calls.copy_many is not None:
+            return int(calls.copy_many(self.targets, self.sources, self.sizes, count, *self.how, stream))
         for each in zip(self.targets, self.sources, self.sizes, strict=True):
             status |= calls.copy(*each, stream)
         return status

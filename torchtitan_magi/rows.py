@@ -127,10 +127,11 @@ class CudaRows:
         returned.arrival.wait()
         assert grad.dtype == torch.float32
         assert grad.is_contiguous()
-        rows = _returned_rows(returned, grad.stride(0))
+        units = grad.stride(0) // _ELEMENTS
+        rows = _ReturnedRows(*_addresses_of(returned), _num_tokens(returned), units)
         if rows.num_tokens:
             kernel = _kernel("add_rows", returned.rows.dtype, returned.rows.dtype)
-            blocks = _thread_blocks(rows.num_tokens * rows.units)
+            blocks = _thread_blocks(rows.num_tokens * units)
             kernel(grad.device.index, blocks, _AddParams(rows, grad.data_ptr()))
 
     def round(self, dq: Tensor, softmax_scale: float, out: Tensor) -> None:
@@ -170,6 +171,7 @@ class CudaRows:
         if finishing is None:
             wire = dtype if returned is None else returned.rows.dtype
             finishing = _finish_launch(device, dtype, wire, dq.numel(), shape[0] * row, row, unsent)
+            finishing.params.returned.num_tokens = 0 if returned is None else _num_tokens(returned)
             launches[key] = finishing
         params = finishing.params
         params.dq, params.dkv, params.softmax_scale = dq.data_ptr(), dkv.data_ptr(), softmax_scale
@@ -184,7 +186,7 @@ class CudaRows:
         if returned is None:
             finishing()
             return dq_to, dk, dv
-        params.returned = _returned_rows(returned, row)
+        params.returned.rows, params.returned.offsets, params.returned.order = _addresses_of(returned)
         if (flag := returned.arrival.flag()) is None:
             returned.arrival.wait()
         elif params.returned.num_tokens:
@@ -265,11 +267,15 @@ def _finish_blocks(units: int) -> int:
     return -(-units // _FINISH_UNITS)
 
 
-def _returned_rows(returned: Returned, row: int) -> _ReturnedRows:
+def _addresses_of(returned: Returned) -> tuple[int, int, int]:
     _, offsets, order = returned.row_index
     assert returned.rows.is_contiguous()
-    addresses = returned.rows.data_ptr(), offsets.data_ptr(), order.data_ptr()
-    return _ReturnedRows(*addresses, offsets.shape[0] - 1, row // _ELEMENTS)
+    return returned.rows.data_ptr(), offsets.data_ptr(), order.data_ptr()
+
+
+def _num_tokens(returned: Returned) -> int:
+    """The last token to which something returns, plus one."""
+    return returned.row_index[1].shape[0] - 1
 
 
 @functools.cache
