@@ -156,7 +156,11 @@ class PeerTransport(ProcessGroupTransport):
     def _places_of(
         self, shape: tuple[int, ...], dtype: torch.dtype, exchange: Exchange, back: bool, slot: int
     ) -> tuple[Places, Tensor | None] | None:
-        """`places` with the channel's next slot, and if other ranks write to it, what they will have written."""
+        """`places` with the channel's next slot, and if other ranks write to it, what they will have written.
+
+        For a layer's only exchange: between overlapping ones a kernel's word would tell that the rank has come to an
+        exchange, but not that its stream has fetched all rows of the one before.
+        """
         most, row_bytes = exchange.most_sent(not back), math.prod(shape) * dtype.itemsize
         if exchange.hops is None or not exchange.is_whole or self.size - 1 > MAX_PEERS:
             return None
