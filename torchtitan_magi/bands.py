@@ -73,11 +73,16 @@ def write_ramps(
         count: int64 [runs], at least 1; the others [runs] too. No value of a pair is negative.
         out: [count.sum()], pairs seen as int64; set.
     """
+    if len(count) == 0:
+        return
     value, step = lo + (hi << 32), step_lo + (step_hi << 32)
-    steps = np.repeat(step, count)
-    jump = value.copy()
-    jump[1:] -= (value + (count - 1) * step)[:-1]
-    steps[starts_of(count)] = jump
+    if (step == step[0]).all():  # as in a pack of causal documents: then no memory is needed
+        steps = out
+        steps[:] = step[0]
+    else:
+        steps = np.repeat(step, count)
+    value[1:] -= (value + (count - 1) * step)[:-1]
+    steps[starts_of(count)] = value
     np.cumsum(steps, out=out)
 
 

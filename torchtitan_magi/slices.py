@@ -324,12 +324,16 @@ def _per_document(cu: npt.NDArray[np.int64], mask_type: int) -> AttnSlices:
 
 
 def _sorted(table: IntArray) -> IntArray:
+    if (table[1:, 0] > table[:-1, 0]).all():
+        return table
     return table[np.lexsort((table[:, 2], table[:, 0]))]
 
 
 def _overlapping_rectangles(table: IntArray) -> npt.NDArray[np.bool_]:
     """Which slices of a table sorted by q_start share part of their q x k bounding rectangle with another one."""
     overlapping = np.zeros(len(table), bool)
+    if (table[1:, 0] >= table[:-1, 1]).all():
+        return overlapping
     # Slices i < j overlap in q if q_start[j] < q_end[i]: for each i the candidates j are consecutive.
     last = np.searchsorted(table[:, 0], table[:, 1], side="left")
     count = last - np.arange(len(table)) - 1

@@ -398,8 +398,12 @@ def key_blocks(records: Int32Array) -> Int32Array:
 
 def longest_first(num_blocks: Int64Array, at: Int64Array | int = 0) -> Int64Array:
     """The order of work items by `at`, then from the most blocks to the fewest, then as they are. Both [n]."""
-    most = num_blocks.max(initial=0)
-    key = at * (most + 1) + (most - num_blocks)
+    order = _radix_sort(num_blocks.max(initial=0) - num_blocks)
+    return order if isinstance(at, int) else order[_radix_sort(at[order])]
+
+
+def _radix_sort(key: Int64Array) -> Int64Array:
+    """Stable order of small numbers [n]."""
     return np.argsort(key.astype(np.min_scalar_type(key.max(initial=0))), kind="stable")  # 16 bits: a radix sort
 
 
@@ -491,10 +495,11 @@ def split_tiles(
     cut[:, 4], cut[:, 5] = np.maximum(cut[:, 4], at * chunk), np.minimum(cut[:, 5], end)
     num_chunks = int(last_chunk.max(initial=0)) + 1
     key = tile[which] * num_chunks + at
-    order = np.argsort(key, kind="stable")
-    key = key[order]
+    if (key[1:] < key[:-1]).any():
+        order = np.argsort(key, kind="stable")
+        key, cut = key[order], cut.take(order, 0)
     begins = is_new(key)
-    return key[begins] // num_chunks, np.cumsum(begins) - 1, cut.take(order, 0)
+    return key[begins] // num_chunks, np.cumsum(begins) - 1, cut
 
 
 def addition_spans(runs: SegmentRuns, num_q_blocks: int, starts: Int64Array) -> Int32Array:
