@@ -396,14 +396,14 @@ def key_blocks(records: Int32Array) -> Int32Array:
     return (records[:, 5] - records[:, 4] + (KEYS - 1)) // KEYS
 
 
-def longest_first(num_blocks: Int64Array, at: Int64Array | int = 0) -> Int64Array:
+def longest_first(num_blocks: Int64Array, at: Int64Array | None = None) -> Int64Array:
     """The order of work items by `at`, then from the most blocks to the fewest, then as they are. Both [n]."""
     order = _radix_sort(num_blocks.max(initial=0) - num_blocks)
-    return order if isinstance(at, int) else order[_radix_sort(at[order])]
+    return order if at is None else order[_radix_sort(at[order])]
 
 
 def _radix_sort(key: Int64Array) -> Int64Array:
-    """Stable order of small numbers [n]."""
+    """Stable order of numbers from 0 on [n]."""
     return np.argsort(key.astype(np.min_scalar_type(key.max(initial=0))), kind="stable")  # 16 bits: a radix sort
 
 
