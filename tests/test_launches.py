@@ -173,6 +173,18 @@ def test_late_keys_have_maps_and_a_flag(recorder):
     assert len(waits) == 1  # the stream, where the kernel sees no flag
 
 
+def test_without_queries_or_work_nothing_is_launched(recorder):
+    attn = HostAttn()
+    q, k, v = tensors(HEADS_Q, HEADS, HEADS)
+    nothing = attn.prepare(varlen_causal([0]), 0, TOKENS, HEADS_Q, HEADS)
+    out, lse = attn.forward(q[:0], k, v, nothing.to(torch.from_numpy(nothing.words)), SCALE)
+    assert (out.shape, lse.shape) == ((0, HEADS_Q, DIM), (0, HEADS_Q))
+    unseen = attn.prepare(varlen_causal([0]), TOKENS, TOKENS, HEADS_Q, HEADS)
+    earlier = torch.zeros(TOKENS, HEADS_Q, DIM), torch.zeros(TOKENS, HEADS_Q)
+    assert attn.forward(q, k, v, unseen.to(torch.from_numpy(unseen.words)), SCALE, earlier, more=True) == earlier
+    assert not recorder.launches
+
+
 def test_each_thread_has_launches_of_its_own(recorder):
     attn = HostAttn()
     mask = mask_of(attn)

@@ -145,6 +145,7 @@ class FfaBlockAttn:
             ValueError: head_dim, dtype, scale or shapes that the kernel does not take.
         """
         s = mask.sizes
+        read_late = late if s.forward_awaits else None
         key = (
             get_ident(), q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
             earlier is None, more, late is None, sm_margin,
@@ -156,7 +157,7 @@ class FfaBlockAttn:
             if not launch.are_copyable(q, k, v):
                 q, k, v = map(launch.copyable, (q, k, v))
                 return self.forward(q, k, v, mask, softmax_scale, earlier, more, late, sm_margin)
-            prepared = mask.launches[key] = self._forward_launch(mask, q, k, v, earlier, more, late, sm_margin)
+            prepared = mask.launches[key] = self._forward_launch(mask, q, k, v, earlier, more, read_late, sm_margin)
         _check_scale(softmax_scale)
         if more and earlier is not None:
             out, lse = earlier
@@ -164,15 +165,12 @@ class FfaBlockAttn:
             dtype = torch.float32 if more else q.dtype
             out = empty(q.shape, dtype, q.device)
             lse = earlier[1] if earlier else empty((s.num_q, s.num_heads_q), torch.float32, q.device)
-        if prepared.num_blocks == 0:
-            _settle(late, s.forward_awaits)
-            return out, lse
         params = prepared.params
         params.lse, params.counter = lse.data_ptr(), launch.next_counter(prepared.device)
         params.scale_log2 = softmax_scale * LOG2_E
         if s.num_k == 0:
             k_at = v_at = q_at
-        maps = [q_at, k_at, v_at, *_late_addresses(late, s.forward_awaits, k_at, v_at, params), out.data_ptr()]
+        maps = [q_at, k_at, v_at, *_late_addresses(read_late, k_at, v_at, params), out.data_ptr()]
         if earlier is not None:
             maps.append(earlier[0].data_ptr())
         if s.num_forward_parts:
@@ -210,13 +208,13 @@ class FfaBlockAttn:
             num_q=s.num_q,
             num_heads_q=s.num_heads_q,
             parts_per_tile=s.forward_parts_per_tile,
-            late=_late_keys(k, late, s.forward_awaits),
+            late=launch.LateKeys(None, 0, FAR if late is None else k.shape[0]),
         )
         if s.num_k == 0:
             k = v = q  # something to point at, which is never read
         box = s.forward_pack, ROWS // s.forward_pack
         shape, (_, strides) = tuple(q.shape), layout(q.shape)
-        maps = [_layout_of(q, *box), *_key_layouts(k, v, late, s.forward_awaits)]
+        maps = [_layout_of(q, *box), *_key_layouts(k, v, late)]
         maps.append(launch.MapLayout(shape, strides, torch.float32 if more else q.dtype, *box))
         if earlier is not None:
             maps.append(launch.MapLayout(shape, strides, torch.float32, *box))
@@ -259,6 +257,7 @@ class FfaBlockAttn:
             ValueError: head_dim, dtype, scale or shapes that the kernel does not take.
         """
         s = mask.sizes
+        read_late = late if s.backward_awaits else None
         pair = dkv if isinstance(dkv, tuple) else (dkv, dkv)
         is_float = pair[0].dtype == torch.float32
         key = (
@@ -274,7 +273,7 @@ class FfaBlockAttn:
             if not launch.are_copyable(dout, q, k, v):
                 dout, q, k, v = map(launch.copyable, (dout, q, k, v))
                 return self.backward(dout, q, k, v, lse, delta, mask, softmax_scale, dq, dkv, zeroed, late, sm_margin)
-            prepared = mask.launches[key] = self._backward_launch(mask, dout, q, k, v, dkv, late, sm_margin)
+            prepared = mask.launches[key] = self._backward_launch(mask, dout, q, k, v, dkv, read_late, sm_margin)
         _check_scale(softmax_scale)
         assert dq.dtype == lse.dtype == delta.dtype == torch.float32
         assert dq.is_contiguous()
@@ -302,7 +301,7 @@ class FfaBlockAttn:
         params.dk, params.dv = _addresses_of(to)
         params.counter = launch.next_counter(prepared.device)
         params.softmax_scale, params.scale_log2 = softmax_scale, softmax_scale * LOG2_E
-        maps = [q_at, dout_at, k_at, v_at, *_late_addresses(late, s.backward_awaits, k_at, v_at, params), dq.data_ptr()]
+        maps = [q_at, dout_at, k_at, v_at, *_late_addresses(read_late, k_at, v_at, params), dq.data_ptr()]
         if s.is_split:
             prepared(*maps, params.dk, params.dv)
         else:
@@ -342,7 +341,7 @@ class FfaBlockAttn:
             num_heads_q=s.num_heads_q,
             head_dim=head_dim,
             num_q_blocks=s.num_q_blocks,
-            late=_late_keys(k, late, s.backward_awaits),
+            late=launch.LateKeys(None, 0, FAR if late is None else k.shape[0]),
         )
         is_float = (dkv[0] if isinstance(dkv, tuple) else dkv).dtype == torch.float32
         params.store = launch.ADD_FLOAT if s.is_split else launch.STORE_FLOAT if is_float else launch.STORE_PACKED
@@ -352,7 +351,7 @@ class FfaBlockAttn:
         params.dv_token_stride, params.dv_head_stride, _ = dv
         box = s.backward_pack, BACKWARD_ROWS // s.backward_pack
         of_dq = launch.MapLayout(tuple(q.shape), layout(q.shape)[1], torch.float32, *box)
-        maps = [_layout_of(q, *box), _layout_of(dout, *box), *_key_layouts(k, v, late, s.backward_awaits), of_dq]
+        maps = [_layout_of(q, *box), _layout_of(dout, *box), *_key_layouts(k, v, late), of_dq]
         if s.is_split:
             shape = s.num_k, s.num_heads_kv, head_dim
             maps += [launch.MapLayout(shape, strides, torch.float32, 1, BACKWARD_ROWS) for strides in (dk, dv)]
@@ -408,22 +407,18 @@ def _zero(both: KeysAndValues) -> None:
         x.zero_()
 
 
-def _key_layouts(k: Tensor, v: Tensor, late: LateKeys | None, awaits: bool) -> list[launch.MapLayout]:
-    """Of K and V, and of those that follow; where the kernel reads none, the first two again."""
+def _key_layouts(k: Tensor, v: Tensor, late: LateKeys | None) -> list[launch.MapLayout]:
+    """Of K and V, and of those that follow; without any, the first two again."""
     own = [_layout_of(x, 1, KEYS) for x in (k, v)]
-    if late is None or not awaits:
+    if late is None:
         return own * 2
     rows, _, *head = late.kv.shape
     return own + [launch.MapLayout((rows, *head), at, late.kv.dtype, 1, KEYS) for at in _strides_of(late.kv)]
 
 
-def _late_keys(k: Tensor, late: LateKeys | None, awaits: bool) -> launch.LateKeys:
-    return launch.LateKeys(None, 0, FAR if late is None or not awaits else k.shape[0])
-
-
-def _late_addresses(late: LateKeys | None, awaits: bool, k: int, v: int, params: Any) -> tuple[int, int]:
+def _late_addresses(late: LateKeys | None, k: int, v: int, params: Any) -> tuple[int, int]:
     """Of late K and V, as `_key_layouts` has them; tells the kernel of them."""
-    if late is None or not awaits:
+    if late is None:
         return k, v
     if (flag := late.arrival.flag()) is None:
         late.arrival.wait()

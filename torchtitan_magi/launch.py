@@ -264,7 +264,7 @@ class Launch:
         self._arguments[len(maps)] = ctypes.addressof(params)
 
     def __call__(self, *addresses: int) -> None:
-        """addresses: of what the maps are over, multiples of 16."""
+        """Does nothing where there is no block. addresses: of what the maps are over, multiples of 16."""
         if not self.num_blocks:
             return
         self._arguments[: len(addresses)] = [maps[at] for maps, at in zip(self._maps, addresses, strict=True)]

@@ -141,7 +141,7 @@ class PeerTransport(ProcessGroupTransport):
         found = self.places_of(shape, dtype, exchange, back, channel.number % SLOTS)
         if found is None:
             return None
-        places, received = found
+        (places, received), slot = found, self._slot(back)
         channel.number += 1
         if received is not None:
             channel.written += 1
@@ -149,7 +149,7 @@ class PeerTransport(ProcessGroupTransport):
         channel.packed += 1
         received = empty((sum(exchange.recv_splits), *shape), dtype, self.memory.device)
         fetch = functools.partial(
-            self._fetch, channel, channel.await_packed, channel.packed, places.addresses[0], received, exchange, back
+            self._fetch, channel, channel.await_packed, channel.packed, slot, received, exchange, back
         )
         return places, received, self._arrival(channel.there, channel.number, fetch)
 
@@ -192,26 +192,24 @@ class PeerTransport(ProcessGroupTransport):
     def all_to_all(self, output: Tensor, input: Tensor, exchange: Exchange, back: bool) -> Arrival:
         if exchange.hops is None:
             return super().all_to_all(output, input, exchange, back)
-        channel, sent = self.channels[back], self.bases[self.rank] + self._slot(back)
-        assert input.numel() == 0 or input.data_ptr() == sent
+        channel, slot = self.channels[back], self._slot(back)
+        assert input.numel() == 0 or input.data_ptr() == self.bases[self.rank] + slot
         channel.number += 1
         driver.check(channel.say_ready.issue(torch._C._cuda_getCurrentRawStream(self.device), channel.number))
-        self._fetch(channel, channel.meet, channel.number, sent, output, exchange, back)
+        self._fetch(channel, channel.meet, channel.number, slot, output, exchange, back)
         return self._arrival(channel.there, channel.number)
 
     def _fetch(
-        self, channel: _Channel, meet: _Batch, number: int, sent: int, output: Tensor, exchange: Exchange, back: bool
+        self, channel: _Channel, meet: _Batch, number: int, slot: int, output: Tensor, exchange: Exchange, back: bool
     ) -> None:
-        """Lets the channel's stream meet the peers and fetch the rows, which all have where this rank has `sent`."""
-        stream, offset = channel.raw_stream, sent - self.bases[self.rank]
-        row_bytes = output.stride(0) * output.element_size()
-        copies = self.copies_of(exchange, back, offset, row_bytes)
+        """Lets the channel's stream meet the peers and fetch the rows out of their slots."""
+        stream, row_bytes = channel.raw_stream, output.stride(0) * output.element_size()
+        copies = self.copies_of(exchange, back, slot, row_bytes)
         status = meet.issue(stream, number) | copies.issue(output.data_ptr(), stream)
         driver.check(status | channel.say_there.issue(stream, channel.number))
 
-    def _copies_of(self, exchange: Exchange, back: bool, offset: int, row_bytes: int) -> _Copies:
-        """Of what each rank has at `offset` in its memory."""
-        return _Copies(exchange.fetches(back), [base + offset for base in self.bases], row_bytes)
+    def _copies_of(self, exchange: Exchange, back: bool, slot: int, row_bytes: int) -> _Copies:
+        return _Copies(exchange.fetches(back), [base + slot for base in self.bases], row_bytes)
 
     def _arrival(self, address: int, number: int, begin: Callable[[], object] = lambda: None) -> Arrival:
         there = functools.partial(self._flag, self.memory, address, number)
