@@ -9,11 +9,11 @@
 // Lists, made by torchtitan_magi/worklists.py. A segment is a run of tiles on one mask layer, 8 ints:
 //   forward  {layer, 0, 0, 0, first_key, end_key, full_first, full_end}
 //            keys [first_key, end_key) in blocks of 128 from first_key; a block inside [full_first, full_end) needs no mask
-//   backward {layer, component, 0, 0, first_block, end_block, full_first, full_end}
+//   backward {layer, component, first_key, end_key, first_block, end_block, full_first, full_end}
 //            query blocks of 64 / PACK tokens; a block inside [full_first, full_end) needs no mask
 //            component: position of this run of keys among those of its query blocks (deterministic mode only)
-// A work item is {tile, num_segments, first_segment, part} + the same two halves of its first segment (12 ints), the first of
-// them, backward, as {layer, component, first_key, end_key}: the keys of the tile. first_segment counts further segments only.
+//            [first_key, end_key): the keys of the tile
+// A work item is {tile, num_segments, first_segment, part} + its first segment (12 ints). first_segment counts further segments.
 //   part     forward: 0, or the number of a part of a tile that is cut, from 1 on; deterministic backward: parts of the tile before it
 // bands[layer][row] = {lo, hi}: the keys that layer lets the row see. The intervals of a row are disjoint.
 #pragma once

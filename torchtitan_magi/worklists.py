@@ -6,7 +6,8 @@ Vocabulary (kernels/ffa_layout.cuh has the records):
     q-tile     128 // pack query tokens (forward)        q-block   64 // pack query tokens (backward)
     k-block    128 keys from a segment's first (forward)  k-tile    up to 128 keys, see key_tiles (backward)
     segment    a run of k-blocks of a q-tile, or of q-blocks of a k-tile, on one layer, and the part of it without a
-    mask
+               mask
+    record     12 words: four for the work item whose first segment it may become, then the segment
 """
 
 import math
@@ -34,6 +35,7 @@ from torchtitan_magi.slices import AttnSlices
 ROWS = 128  # of a forward tile
 BACKWARD_ROWS = 64  # of a backward query block
 MAX_PACK = 16
+FIRST, END, FULL = 8, 9, 10  # words of a record
 NUM_SMS = 132  # of an H200; only heuristics use it
 CHUNKS = 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256  # query blocks of a part of a backward tile, times packs
 WHOLE_TILES_PER_SM = 4  # enough not to split them where sums of dk and dv would be as large as dq: no grouped heads
@@ -196,7 +198,7 @@ def _forward_lists(mask: _Mask, runs: SegmentRuns, words: "_Words", pack: int, p
         items[np.isin(tile_of_item, cut), 3] = np.arange(len(cut) * num_parts) + 1
     order = longest_first(num_blocks)
     waits = np.zeros(len(items), bool)
-    waits[item[records[:, 5] > mask.late_from]] = True
+    waits[item[records[:, END] > mask.late_from]] = True
     if waits.any():
         order = early_first(order, num_blocks, waits, EARLY_BLOCKS * NUM_SMS // heads_per_wave)
     return {
@@ -223,7 +225,7 @@ def _backward_lists(
     starts = key_tiles(mask.rows, mask.num_k, mask.late_from)
     num_tiles = len(starts) - 1
     tile, records = transpose_segments(runs, starts)
-    num_blocks = np.bincount(tile, records[:, 5] - records[:, 4], num_tiles).astype(np.int64)
+    num_blocks = np.bincount(tile, records[:, END] - records[:, FIRST], num_tiles).astype(np.int64)
     heads_per_wave = 1
     fits_l2 = mask.num_q * mask.num_heads_q * 1024 <= L2_BYTES  # q, dout and dq, 128 columns
     if deterministic:
@@ -244,11 +246,13 @@ def _backward_lists(
         is_split = len(parts[0]) > int(np.count_nonzero(num_blocks))
         if is_split:
             part_tile, part, records = parts
-            num_blocks = np.bincount(part, records[:, 5] - records[:, 4]).astype(np.int64)
+            num_blocks = np.bincount(part, records[:, END] - records[:, FIRST]).astype(np.int64)
     items, further = _items(part_tile, part, records)
-    items[:, 6], items[:, 7] = starts[part_tile], starts[part_tile + 1]
+    untouched = np.flatnonzero(items[:, 1] == 0)
+    if len(untouched):  # their dk and dv are zeros
+        items[untouched, 6], items[untouched, 7] = starts[part_tile[untouched]], starts[part_tile[untouched] + 1]
     in_tail = in_tail[part_tile]
-    stage = items[:, 8].astype(np.int64) // chunk
+    stage = items[:, FIRST].astype(np.int64) // chunk
     is_late = items[:, 7] > mask.late_from
     if deterministic:  # from the last chunk of queries to the first, in each from the first tile to the last
         order = np.argsort((-stage if is_split else 0) * num_tiles + part_tile, kind="stable")
@@ -363,12 +367,12 @@ def cut_tiles(
     """Cuts q-tiles into parts with as many key blocks each.
 
     Args:
-        tile: int64 [n], ascending; records: int32 [n, 8]; blocks_per_tile: int64 [num_tiles].
+        tile: int64 [n], ascending; records: int32 [n, 12]; blocks_per_tile: int64 [num_tiles].
         cut: the tiles, with at least num_parts blocks each.
 
     Returns:
         tile_of_item: int64 [items], ascending, of the parts and of the other tiles.
-        item: int64 [m], ascending, of each record; records: int32 [m, 8]; num_blocks: int64 [items].
+        item: int64 [m], ascending, of each record; records: int32 [m, 12]; num_blocks: int64 [items].
     """
     parts = np.ones(len(blocks_per_tile), np.int64)
     parts[cut] = num_parts
@@ -383,8 +387,8 @@ def cut_tiles(
     first, end = (blocks_per_tile[of_tile] * (part + i) // parts[of_tile] - begin[which] for i in (0, 1))
     first, end = np.maximum(first, 0), np.minimum(end, blocks[which])
     item, pieces = first_item[of_tile] + part, records.take(which, 0)
-    pieces[:, 5] = np.minimum(pieces[:, 5], pieces[:, 4] + KEYS * end)
-    pieces[:, 4] += KEYS * first
+    pieces[:, END] = np.minimum(pieces[:, END], pieces[:, FIRST] + KEYS * end)
+    pieces[:, FIRST] += KEYS * first
     kept = np.flatnonzero(first < end)
     kept = kept[np.argsort(item[kept], kind="stable")]
     item, pieces = item[kept], pieces.take(kept, 0)
@@ -392,8 +396,8 @@ def cut_tiles(
 
 
 def key_blocks(records: Int32Array) -> Int32Array:
-    """Blocks of KEYS keys of forward records [n, 8]."""
-    return (records[:, 5] - records[:, 4] + (KEYS - 1)) // KEYS
+    """Blocks of KEYS keys of forward records [n, 12]."""
+    return (records[:, END] - records[:, FIRST] + (KEYS - 1)) // KEYS
 
 
 def longest_first(num_blocks: Int64Array, at: Int64Array | None = None) -> Int64Array:
@@ -419,16 +423,16 @@ def forward_records(runs: SegmentRuns, num_tiles: int) -> tuple[Int64Array, Int3
 
     Returns:
         tile: int64 [n], ascending: the q-tile of each record.
-        records: int32 [n, 8], the kernel's forward segments.
+        records: int32 [n, 12], with the kernel's forward segments.
         num_blocks: int64 [num_tiles], key blocks of each q-tile.
     """
     tile = runs.tiles()
-    records = np.zeros((len(tile), 8), np.int32)
+    records = np.zeros((len(tile), 12), np.int32)
     if runs.layer.any():
-        records[:, 0] = np.repeat(runs.layer, runs.count)
+        records[:, 4] = np.repeat(runs.layer, runs.count)
     pairs = records.view(np.int64)
-    write_ramps(runs.count, runs.first, runs.end, runs.step_lo, runs.step_hi, pairs[:, 2])
-    write_ramps(runs.count, runs.full_first, runs.full_end, runs.step_lo, runs.step_hi, pairs[:, 3])
+    write_ramps(runs.count, runs.first, runs.end, runs.step_lo, runs.step_hi, pairs[:, FIRST // 2])
+    write_ramps(runs.count, runs.full_first, runs.full_end, runs.step_lo, runs.step_hi, pairs[:, FULL // 2])
     return tile, records, np.bincount(tile, key_blocks(records), num_tiles).astype(np.int64)
 
 
@@ -475,31 +479,31 @@ def split_tiles(
     """Cuts the segments of k-tiles with more query blocks than their chunk at multiples of it.
 
     Args:
-        tile: int64 [n]; records: int32 [n, 8]; blocks_per_tile, chunk_of_tile: int64 [num_tiles].
+        tile: int64 [n]; records: int32 [n, 12]; blocks_per_tile, chunk_of_tile: int64 [num_tiles].
         everywhere: shorter tiles too.
 
     Returns:
         part_tile: int64 [parts], the k-tile of each part; tiles that nothing touches have none.
-        part: int64 [m], of each cut record, ascending; records: int32 [m, 8], the cut records.
+        part: int64 [m], of each cut record, ascending; records: int32 [m, 12], the cut records.
     """
+    if not everywhere:
+        chunk_of_tile = np.where(blocks_per_tile <= chunk_of_tile, FAR, chunk_of_tile)
     chunk = chunk_of_tile[tile]
-    whole = (blocks_per_tile <= chunk_of_tile)[tile] & (not everywhere)
-    first_chunk, last_chunk = records[:, 4] // chunk, (records[:, 5] - 1) // chunk
-    first_chunk[whole] = last_chunk[whole] = 0
+    first_chunk, last_chunk = records[:, FIRST] // chunk, (records[:, END] - 1) // chunk
     pieces = last_chunk - first_chunk + 1
     which = np.repeat(np.arange(len(tile)), pieces)
     at = np.arange(len(which)) + np.repeat(first_chunk - starts_of(pieces), pieces)
-    cut = records.take(which, 0)
-    chunk = chunk[which]
-    end = np.where(whole[which], FAR, (at + 1) * chunk)
-    cut[:, 4], cut[:, 5] = np.maximum(cut[:, 4], at * chunk), np.minimum(cut[:, 5], end)
-    num_chunks = int(last_chunk.max(initial=0)) + 1
-    key = tile[which] * num_chunks + at
+    key = at + np.repeat(tile * (int(last_chunk.max(initial=0)) + 1), pieces)
     if (key[1:] < key[:-1]).any():
         order = np.argsort(key, kind="stable")
-        key, cut = key[order], cut.take(order, 0)
+        key, which, at = key[order], which[order], at[order]
+    cut = records.take(which, 0)
+    chunk = chunk[which]
+    start = at * chunk
+    np.maximum(cut[:, FIRST], start, out=cut[:, FIRST], casting="unsafe")
+    np.minimum(cut[:, END], start + chunk, out=cut[:, END], casting="unsafe")
     begins = is_new(key)
-    return key[begins] // num_chunks, np.cumsum(begins) - 1, cut
+    return tile[which[begins]], np.cumsum(begins) - 1, cut
 
 
 def addition_spans(runs: SegmentRuns, num_q_blocks: int, starts: Int64Array) -> Int32Array:
@@ -544,10 +548,10 @@ def transpose_segments(runs: SegmentRuns, starts: Int64Array) -> tuple[Int64Arra
 
     Returns:
         tile: int64 [n], ascending: the k-tile of each record.
-        records: int32 [n, 8], the kernel's backward segments, per tile by component and block.
+        records: int32 [n, 12], with the kernel's backward segments, per tile by component and block.
     """
     if len(runs) == 0:
-        return np.zeros(0, np.int64), np.zeros((0, 8), np.int32)
+        return np.zeros(0, np.int64), np.zeros((0, 12), np.int32)
     component = starts_of(runs.count) - segments_before(runs, runs.tile)  # its number among the segments of its q-block
     fields = np.array([runs.tile, runs.count, runs.layer, component])
     # Four bounds of a q-block: its last and its first key, and where a whole tile of keys that all rows see may start
@@ -573,17 +577,20 @@ def transpose_segments(runs: SegmentRuns, starts: Int64Array) -> tuple[Int64Arra
     wanted = np.array([tile_start, tile_end, tile_start, tile_start + KEYS])
     row = np.arange(4)[:, None]  # one search among all four bounds of all chains
     stride, row_stride = FAR + 4 * KEYS, (FAR + 4 * KEYS) * len(begin)
-    sorted_bounds = last_bounds + (chain * stride + row * row_stride)
-    run = np.searchsorted(sorted_bounds.ravel(), wanted + (entry_chain * stride + row * row_stride))
+    bounds = (last_bounds + (chain * stride + row * row_stride)).ravel()
+    sought = (wanted + (entry_chain * stride + row * row_stride)).ravel()
+    # Both ascend: how many bounds lie before each that is sought is counted, which takes a search per bound only.
+    run = np.bincount(np.searchsorted(sought, bounds, "right"), minlength=len(sought) + 1)[:-1].cumsum().reshape(4, -1)
     beyond = run == end[entry_chain] + row * len(block)  # no block of the chain
     run -= beyond
     inside = -(-(wanted - keys.ravel()[run]) // np.maximum(steps.ravel()[run], 1))
     found = block[run - row * len(block)] + np.maximum(inside, 0)
-    records = np.zeros((len(tile), 8), np.int32)
-    records[:, :2] = fields[2:, begin].T.take(entry_chain, 0)
-    records[:, 4:] = np.where(beyond, (block + count)[end - 1][entry_chain], found).T
-    records[tile_end - tile_start < KEYS, 6:] = 0  # what lies beyond the tile is masked
-    keep = records[:, 5] > records[:, 4]
+    records = np.zeros((len(tile), 12), np.int32)
+    records[:, 4:6] = fields[2:, begin].T.take(entry_chain, 0)
+    records[:, 6], records[:, 7] = tile_start, tile_end
+    records[:, FIRST:] = np.where(beyond, (block + count)[end - 1][entry_chain], found).T
+    records[tile_end - tile_start < KEYS, FULL:] = 0  # what lies beyond the tile is masked
+    keep = records[:, END] > records[:, FIRST]
     tile, records = tile[keep], records.compress(keep, 0)
     if (tile[1:] < tile[:-1]).any():
         order = np.argsort(tile, kind="stable")  # chains are in the order of their components and blocks
@@ -595,20 +602,21 @@ def _items(tile_of_item: Int64Array, item: Int64Array, records: Int32Array) -> t
     """Work items [num_items, 12] with their first segment inside, and the further segments [.., 8].
 
     Args:
-        tile_of_item: int64 [num_items]; item: of each record, int64 [n], ascending; records: int32 [n, 8].
+        tile_of_item: int64 [num_items]; item: of each record, int64 [n], ascending; records: int32 [n, 12]; they become
+            the items where each has one.
     """
     num_items = len(tile_of_item)
     counts = np.bincount(item, minlength=num_items)
     used = counts > 0
-    items = np.zeros((num_items, 12), np.int32)
+    if used.all() and len(item) == num_items:
+        items, further = records, records[:0, 4:]
+    else:
+        items = np.zeros((num_items, 12), np.int32)
+        is_first = is_new(item)
+        items[used], further = records.compress(is_first, 0), records.compress(~is_first, 0)[:, 4:]
+        items[:, 2] = starts_of(counts - used)  # further segments of all earlier items
     items[:, 0], items[:, 1] = tile_of_item, counts
-    if len(item) == np.count_nonzero(used):
-        items[slice(None) if len(item) == num_items else item, 4:] = records
-        return items, records[:0]
-    items[:, 2] = starts_of(counts - used)  # further segments of all earlier items
-    is_first = is_new(item)
-    items[used, 4:] = records.compress(is_first, 0)
-    return items, records.compress(~is_first, 0)
+    return items, further
 
 
 class _Words:
