@@ -10,7 +10,7 @@ import torch
 
 from torchtitan_magi import comm, driver, make_plan, peer, varlen_causal
 from torchtitan_magi.peer import FLAG_BYTES, SLOTS, WRITTEN_BYTES, PeerTransport
-from torchtitan_magi.transport import Arrival, Places
+from torchtitan_magi.transport import Arrival, Places, ProcessGroupTransport
 
 CPU = torch.device("cpu")
 
@@ -52,10 +52,11 @@ class Rank(PeerTransport):
     """A rank among others in this process, in memory of the host."""
 
     def __init__(self, rank, everyone):
-        self.rank, self.size, self.everyone, self.device = rank, everyone.size, everyone, None
-        self.channels = tuple(peer._Channel() for _ in range(2))
-        self.slot_bytes, self.memory, self.bases = 0, None, []
-        self.view, self.places_of, self.copies_of = self._view, self._places_of, self._copies_of
+        self.rank, self.size, self.everyone = rank, everyone.size, everyone
+        super().__init__(None)
+
+    def _grow(self, needed):
+        self.everyone.grow(1 << (needed - 1).bit_length())
 
 
 class Everyone:
@@ -66,8 +67,9 @@ class Everyone:
     def grow(self, slot_bytes):
         memories = [torch.zeros(FLAG_BYTES + 2 * SLOTS * slot_bytes, dtype=torch.uint8) for _ in self.ranks]
         for rank, memory in zip(self.ranks, memories, strict=True):
-            rank.slot_bytes, rank.memory = slot_bytes, memory
-            rank._aim([memory.data_ptr() for memory in memories])
+            rank._let_go()
+            rank.slot_bytes = slot_bytes
+            rank._take_up(memory, [memory.data_ptr() for memory in memories])
 
 
 @pytest.fixture(params=[False, True], ids=["old driver", "new driver"])
@@ -76,7 +78,8 @@ def fake_driver(request, monkeypatch):
     monkeypatch.setattr(driver, "function", fake.function)
     monkeypatch.setattr(torch.cuda, "Stream", lambda priority: type("Stream", (), {"cuda_stream": 0}))
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
-    monkeypatch.setattr(Rank, "_grow", lambda self, needed: self.everyone.grow(1 << (needed - 1).bit_length()))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+    monkeypatch.setattr(ProcessGroupTransport, "__init__", lambda self, group: None)
     peer._calls.cache_clear()
     yield fake
     peer._calls.cache_clear()
@@ -132,10 +135,46 @@ def pack(places, rows):
         ctypes.c_int32.from_address(flag).value += 1
 
 
-@pytest.mark.parametrize("written_bytes", [0, WRITTEN_BYTES])
+def exchange_by_kernels(fake_driver, everyone, exchanges, back, columns, number):
+    """What kernels pack for each rank arrives there."""
+    size, is_written = everyone.size, back or peer.WRITTEN_BYTES > 0
+    found = [
+        rank.places((columns,), torch.float32, exchange, back)
+        for rank, exchange in zip(everyone.ranks, exchanges, strict=True)
+    ]
+    sent = []
+    for i, (exchange, (_, _, arrival)) in enumerate(zip(exchanges, found, strict=True)):
+        flag = arrival.flag()
+        missing = flag.number - ctypes.c_int32.from_address(flag.address).value
+        assert missing == (size - 1 if is_written else 1)
+        rows = sum(exchange.splits(back)[1])
+        sent.append(torch.arange(float(columns * rows)).view(rows, columns) + 1000 * i + number)
+    for (places, _, _), rows in zip(found, sent, strict=True):
+        assert places.begin in (0, *places.ends)
+        pack(places, rows)
+    fake_driver.waits.clear()
+    for _, _, arrival in found:
+        arrival.begin()
+    for address, value in fake_driver.waits:
+        assert ctypes.c_uint32.from_address(address).value == value
+    assert len(fake_driver.waits) == (0 if is_written else size * size)
+    parts = [rows.split(list(exchanges[i].splits(back)[1])) for i, rows in enumerate(sent)]
+    for i, (_, received, arrival) in enumerate(found):
+        assert torch.equal(received, torch.cat([parts[source][i] for source in range(size)]))
+        flag = arrival.flag()
+        assert ctypes.c_int32.from_address(flag.address).value == flag.number
+        arrival.wait()
+    return [places for places, _, _ in found]
+
+
+@pytest.fixture(params=[0, WRITTEN_BYTES], ids=["fetched", "written"])
+def written_bytes(request, monkeypatch):
+    monkeypatch.setattr(peer, "WRITTEN_BYTES", request.param)
+
+
+@pytest.mark.usefixtures("written_bytes")
 @pytest.mark.parametrize("size", [2, 3, 4, 8])
-def test_every_rank_gets_what_kernels_pack_for_it(fake_driver, monkeypatch, size, written_bytes):
-    monkeypatch.setattr(peer, "WRITTEN_BYTES", written_bytes)
+def test_every_rank_gets_what_kernels_pack_for_it(fake_driver, size):
     everyone = Everyone(size)
     cu = np.cumsum([0, 900, 7, 1, 64, 500, 33, 495])
     plan = make_plan(varlen_causal(cu), int(cu[-1]), size, overlap_stages=0)
@@ -143,32 +182,23 @@ def test_every_rank_gets_what_kernels_pack_for_it(fake_driver, monkeypatch, size
     for turn in range(2 * SLOTS):
         for back in (False, True):
             everyone.grow(1 << 16) if turn == 4 else None
-            found = [
-                rank.places((3,), torch.float32, exchange, back)
-                for rank, exchange in zip(everyone.ranks, exchanges, strict=True)
-            ]
-            sent = []
-            for i, (exchange, (_, _, arrival)) in enumerate(zip(exchanges, found, strict=True)):
-                flag = arrival.flag()
-                missing = flag.number - ctypes.c_int32.from_address(flag.address).value
-                assert missing == (size - 1 if back or written_bytes else 1)
-                rows = sum(exchange.splits(back)[1])
-                sent.append(torch.arange(3.0 * rows).view(rows, 3) + 1000 * i + turn)
-            for (places, _, _), rows in zip(found, sent, strict=True):
-                assert places.begin in (0, *places.ends)
-                pack(places, rows)
-            fake_driver.waits.clear()
-            for _, _, arrival in found:
-                arrival.begin()
-            for address, value in fake_driver.waits:
-                assert ctypes.c_uint32.from_address(address).value == value
-            assert len(fake_driver.waits) == (0 if back or written_bytes else size * size)
-            parts = [rows.split(list(exchanges[i].splits(back)[1])) for i, rows in enumerate(sent)]
-            for i, (_, received, arrival) in enumerate(found):
-                assert torch.equal(received, torch.cat([parts[source][i] for source in range(size)]))
-                flag = arrival.flag()
-                assert ctypes.c_int32.from_address(flag.address).value == flag.number
-                arrival.wait()
+            exchange_by_kernels(fake_driver, everyone, exchanges, back, 3, turn)
+
+
+@pytest.mark.usefixtures("written_bytes")
+@pytest.mark.parametrize("earlier", range(SLOTS + 1))
+def test_memory_that_grows_at_any_time_is_used_slot_by_slot(fake_driver, earlier):
+    everyone, cu = Everyone(2), np.array([0, 512])
+    plan = make_plan(varlen_causal(cu), 512, 2, overlap_stages=0)
+    exchanges = [share.forward[0].exchanges[0] for share in plan.ranks]
+    for number in range(earlier):
+        exchange_by_kernels(fake_driver, everyone, exchanges, False, 4, number)
+    starts = []
+    for number in range(2 * SLOTS):
+        places, _ = exchange_by_kernels(fake_driver, everyone, exchanges, False, 64, number)  # the first one grows
+        starts.append(places.addresses[0])
+    assert starts[:SLOTS] == starts[SLOTS:]
+    assert len(set(starts)) == SLOTS
 
 
 def test_what_is_written_and_what_is_fetched(fake_driver):

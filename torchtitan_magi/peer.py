@@ -80,13 +80,19 @@ class _Copies:
 class _Channel:
     """A stream for one kind of exchange, and how far it has come."""
 
-    number = 0  # of the exchange before the next
+    number = 0  # of the last exchange, counted since the memory was taken up
     written = 0  # how many of them were written
     packed = 0  # of how many a kernel told the other ranks that its rows may be fetched
 
     def __init__(self) -> None:
         self.stream = torch.cuda.Stream(priority=-1)
         self.raw_stream = self.stream.cuda_stream
+        self.slot = 0  # of the next exchange; stays when the memory grows, as what is prepared then is kept by slot
+
+    def begin(self) -> None:
+        """An exchange."""
+        self.number += 1
+        self.slot = (self.slot + 1) % SLOTS
 
     def aim(self, rank: int, flags: list[int]) -> None:
         """Takes up the words at `flags` of each rank, all zero, and begins to count anew."""
@@ -138,18 +144,18 @@ class PeerTransport(ProcessGroupTransport):
         self, shape: tuple[int, ...], dtype: torch.dtype, exchange: Exchange, back: bool
     ) -> tuple[Places, Tensor, Arrival] | None:
         channel = self.channels[back]
-        found = self.places_of(shape, dtype, exchange, back, channel.number % SLOTS)
+        found = self.places_of(shape, dtype, exchange, back, channel.slot)
         if found is None:
             return None
-        (places, received), slot = found, self._slot(back)
-        channel.number += 1
+        (places, received), start = found, self._start(back)
+        channel.begin()
         if received is not None:
             channel.written += 1
             return places, received, self._arrival(channel.arrived, channel.written * (self.size - 1))
         channel.packed += 1
         received = empty((sum(exchange.recv_splits), *shape), dtype, self.memory.device)
         fetch = functools.partial(
-            self._fetch, channel, channel.await_packed, channel.packed, slot, received, exchange, back
+            self._fetch, channel, channel.await_packed, channel.packed, start, received, exchange, back
         )
         return places, received, self._arrival(channel.there, channel.number, fetch)
 
@@ -167,21 +173,21 @@ class PeerTransport(ProcessGroupTransport):
         channel = self.channels[back]
         if back or most * row_bytes <= WRITTEN_BYTES:
             received = self._buffer((sum(exchange.splits(back)[0]), *shape), dtype, most, back)
-            start, deliveries = self._slot(back), exchange.deliveries(back)
+            start, deliveries = self._start(back), exchange.deliveries(back)
             ends = [parcel.first + parcel.rows for parcel in deliveries]
             places = [self.bases[other] + start + (place - first) * row_bytes for other, first, _, place in deliveries]
             begin = next((parcel.first for parcel in deliveries if parcel.other > self.rank), 0)
             return Places(ends, places, begin, channel.written_words), received
         rows = len(exchange.send_rows)
         self._buffer((rows, *shape), dtype, exchange.most_sent(back), back)
-        return Places([rows], [self.bases[self.rank] + self._slot(back)], 0, channel.packed_words), None
+        return Places([rows], [self.bases[self.rank] + self._start(back)], 0, channel.packed_words), None
 
     def _buffer(self, shape: tuple[int, ...], dtype: torch.dtype, most: int, back: bool) -> Tensor:
         """The channel's next buffer; `most` rows are the most that any rank needs of it."""
         _, strides = layout(shape)
         if (needed := most * strides[0] * dtype.itemsize) > self.slot_bytes:
             self._grow(needed)
-        return self.view(shape, dtype, self._slot(back))
+        return self.view(shape, dtype, self._start(back))
 
     def _view(self, shape: tuple[int, ...], dtype: torch.dtype, start: int) -> Tensor:
         """The memory from byte `start` on."""
@@ -192,24 +198,24 @@ class PeerTransport(ProcessGroupTransport):
     def all_to_all(self, output: Tensor, input: Tensor, exchange: Exchange, back: bool) -> Arrival:
         if exchange.hops is None:
             return super().all_to_all(output, input, exchange, back)
-        channel, slot = self.channels[back], self._slot(back)
-        assert input.numel() == 0 or input.data_ptr() == self.bases[self.rank] + slot
-        channel.number += 1
+        channel, start = self.channels[back], self._start(back)
+        assert input.numel() == 0 or input.data_ptr() == self.bases[self.rank] + start
+        channel.begin()
         driver.check(channel.say_ready.issue(torch._C._cuda_getCurrentRawStream(self.device), channel.number))
-        self._fetch(channel, channel.meet, channel.number, slot, output, exchange, back)
+        self._fetch(channel, channel.meet, channel.number, start, output, exchange, back)
         return self._arrival(channel.there, channel.number)
 
     def _fetch(
-        self, channel: _Channel, meet: _Batch, number: int, slot: int, output: Tensor, exchange: Exchange, back: bool
+        self, channel: _Channel, meet: _Batch, number: int, start: int, output: Tensor, exchange: Exchange, back: bool
     ) -> None:
-        """Lets the channel's stream meet the peers and fetch the rows out of their slots."""
+        """Lets the channel's stream meet the peers and fetch the rows, from byte `start` of their memory on."""
         stream, row_bytes = channel.raw_stream, output.stride(0) * output.element_size()
-        copies = self.copies_of(exchange, back, slot, row_bytes)
+        copies = self.copies_of(exchange, back, start, row_bytes)
         status = meet.issue(stream, number) | copies.issue(output.data_ptr(), stream)
         driver.check(status | channel.say_there.issue(stream, channel.number))
 
-    def _copies_of(self, exchange: Exchange, back: bool, slot: int, row_bytes: int) -> _Copies:
-        return _Copies(exchange.fetches(back), [base + slot for base in self.bases], row_bytes)
+    def _copies_of(self, exchange: Exchange, back: bool, start: int, row_bytes: int) -> _Copies:
+        return _Copies(exchange.fetches(back), [base + start for base in self.bases], row_bytes)
 
     def _arrival(self, address: int, number: int, begin: Callable[[], object] = lambda: None) -> Arrival:
         there = functools.partial(self._flag, self.memory, address, number)
@@ -225,31 +231,32 @@ class PeerTransport(ProcessGroupTransport):
         """None when `memory`, where the flag lay, has been replaced: before that everything had arrived."""
         return Flag(address, number) if memory is self.memory else None
 
-    def _slot(self, back: bool) -> int:
+    def _start(self, back: bool) -> int:
         """Where in the memory the channel's next buffer begins, in bytes."""
-        return FLAG_BYTES + (back * SLOTS + self.channels[back].number % SLOTS) * self.slot_bytes
+        return FLAG_BYTES + (back * SLOTS + self.channels[back].slot) * self.slot_bytes
 
     def _grow(self, needed: int) -> None:
         """Symmetric memory with slots of the next power of two of bytes. A collective; waits for the device."""
         from torch._C._distributed_c10d import _SymmetricMemory
 
         torch.cuda.synchronize(self.device)  # fetches out of the old one are done when all ranks have come here
+        self._let_go()
         self.slot_bytes = max(1 << 20, 1 << (needed - 1).bit_length())
-        self.view.cache_clear()
-        self.places_of.cache_clear()
-        self.copies_of.cache_clear()
-        self.memory = None
         size, name = FLAG_BYTES + 2 * SLOTS * self.slot_bytes, self.group.group_name
-        self.memory = _SymmetricMemory.empty_strided_p2p(
-            (size,), (1,), torch.uint8, torch.device("cuda", self.device), name
-        )
-        self.memory[:FLAG_BYTES].zero_()
+        memory = _SymmetricMemory.empty_strided_p2p((size,), (1,), torch.uint8, torch.device("cuda", self.device), name)
+        memory[:FLAG_BYTES].zero_()
         torch.cuda.synchronize(self.device)  # before anyone may write there
-        self._aim(list(_SymmetricMemory.rendezvous(self.memory, name).buffer_ptrs))
+        self._take_up(memory, list(_SymmetricMemory.rendezvous(memory, name).buffer_ptrs))
 
-    def _aim(self, bases: list[int]) -> None:
-        """Takes up the addresses of all ranks' memory."""
-        self.bases = bases
+    def _let_go(self) -> None:
+        """Of the memory, and of all that was prepared for it."""
+        self.memory = None
+        for prepared in (self.view, self.places_of, self.copies_of):
+            prepared.cache_clear()
+
+    def _take_up(self, memory: Tensor, bases: list[int]) -> None:
+        """This rank's memory, with flags that are zero, and the addresses of all ranks'."""
+        self.memory, self.bases = memory, bases
         for i, channel in enumerate(self.channels):
             # Words of each channel: one for each rank, of which the own one says `there`; then `ready`, and what counts
             # what is written; then again one for each rank, which its kernels count up.
