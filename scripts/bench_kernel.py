@@ -329,11 +329,15 @@ def together(rows: list[Row]) -> list[Row]:
             fwd, bwd = sum(row.fwd_ms for row in packs), sum(row.bwd_ms for row in packs)
             work = sum(row.fwd_ms * row.fwd_tflops for row in packs), sum(row.bwd_ms * row.bwd_tflops for row in packs)
             tflops = round(work[0] / fwd, 1), round(work[1] / bwd, 1)
+            # What causal 16k would do with all their work, at its speed in the turns of each.
+            as_causal = (
+                sum(row.fwd_ms * row.fwd_tflops / row.causal_fwd_tflops for row in packs),
+                sum(row.bwd_ms * row.bwd_tflops / row.causal_bwd_tflops for row in packs),
+            )
             sums.append(replace(
                 packs[0], case="histogram, all", fwd_ms=round(fwd, 4), bwd_ms=round(bwd, 4), fwd_tflops=tflops[0],
-                bwd_tflops=tflops[1], build_ms=0.0,
-                causal_fwd_tflops=round(statistics.mean(row.causal_fwd_tflops for row in packs), 1),
-                causal_bwd_tflops=round(statistics.mean(row.causal_bwd_tflops for row in packs), 1),
+                bwd_tflops=tflops[1], build_ms=0.0, causal_fwd_tflops=round(work[0] / as_causal[0], 1),
+                causal_bwd_tflops=round(work[1] / as_causal[1], 1),
             ))  # fmt: skip
     return sums
 
