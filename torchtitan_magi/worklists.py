@@ -615,7 +615,7 @@ def _items(tile_of_item: Int64Array, item: Int64Array, records: Int32Array) -> t
         is_first = is_new(item)
         items[used], further = records.compress(is_first, 0), records.compress(~is_first, 0)[:, 4:]
         items[:, 2] = starts_of(counts - used)  # further segments of all earlier items
-    items[:, 0], items[:, 1] = tile_of_item, counts
+    items.view(np.int64)[:, 0] = tile_of_item + (counts << 32)  # both words at once; the machine is little-endian
     return items, further
 
 
