@@ -2,9 +2,9 @@
 
 Copy engines fetch rows out of each other's send buffers. No SM takes part, so attention has all of them, and an
 exchange starts while attention runs; NCCL's kernels would wait for its end, or take SMs from it. Before a rank fetches,
-a stream of its own waits for words in its memory that say what the peers have ready: the kernel that packs their rows
-counts them up, or where several exchanges overlap or no kernel of ours packs, their streams write the number of the
-exchange there.
+a stream of its own waits for words in its memory that say what the peers have ready: the kernels that pack their rows
+count one up, or where several exchanges overlap or no kernel of ours packs, their streams write the number of the
+exchange to one each.
 
 Or a kernel of ours writes rows where they are wanted, and then counts up a word there. That is at most one launch for
 the host, and done sooner where nothing could be done meanwhile: for few rows, and for gradients that come back last.
@@ -81,8 +81,7 @@ class _Channel:
     """A stream for one kind of exchange, and how far it has come."""
 
     number = 0  # of the last exchange, counted since the memory was taken up
-    written = 0  # how many of them were written
-    packed = 0  # of how many a kernel told the other ranks that its rows may be fetched
+    packed = 0  # how often kernels of all ranks will have said that they have packed, after this rank's last exchange
 
     def __init__(self) -> None:
         self.stream = torch.cuda.Stream(priority=-1)
@@ -98,7 +97,7 @@ class _Channel:
         """Takes up the words at `flags` of each rank, all zero, and begins to count anew."""
         size, own = len(flags), flags[rank]
         peers = [other for other in range(size) if other != rank]
-        ready, self.there, self.arrived = own + 4 * size, own + 4 * rank, own + 4 * (size + 1)
+        ready, self.there, self.packed_word = own + 4 * size, own + 4 * rank, own + 4 * (size + 1)
         write, wait = StreamOperation.WRITE, StreamOperation.WAIT
         self.say_ready = _Batch((write, ready))  # this rank's stream tells the channel's: input is there
         self.say_there = _Batch((write, self.there))  # the other way round: output is there
@@ -107,11 +106,11 @@ class _Channel:
             *((write, flags[peer] + 4 * rank) for peer in peers),
             *((wait, own + 4 * peer) for peer in peers),
         )
-        everyone = range(size)  # this rank too: when it has packed, what `received` was before is used no more
-        self.await_packed = _Batch(*((wait, own + 4 * (size + 2 + other)) for other in everyone))
-        self.packed_words = [flags[other] + 4 * (size + 2 + rank) for other in everyone]
-        self.written_words = [flags[peer] + 4 * (size + 1) for peer in peers]
-        self.number = self.written = self.packed = 0
+        # Counted up by every rank, this one too: when it has packed, what `received` was before is used no more. One
+        # word is enough, as no rank packs for an exchange before it has waited for the one before, thus for all ranks.
+        self.await_packed = _Batch((wait, self.packed_word))
+        self.packed_words = [flag + 4 * (size + 1) for flag in flags]
+        self.number = self.packed = 0
 
 
 class PeerTransport(ProcessGroupTransport):
@@ -149,10 +148,9 @@ class PeerTransport(ProcessGroupTransport):
             return None
         (places, received), start = found, self._start(back)
         channel.begin()
+        channel.packed += self.size
         if received is not None:
-            channel.written += 1
-            return places, received, self._arrival(channel.arrived, channel.written * (self.size - 1))
-        channel.packed += 1
+            return places, received, self._arrival(channel.packed_word, channel.packed)
         received = empty((sum(exchange.recv_splits), *shape), dtype, self.memory.device)
         fetch = functools.partial(
             self._fetch, channel, channel.await_packed, channel.packed, start, received, exchange, back
@@ -177,7 +175,7 @@ class PeerTransport(ProcessGroupTransport):
             ends = [parcel.first + parcel.rows for parcel in deliveries]
             places = [self.bases[other] + start + (place - first) * row_bytes for other, first, _, place in deliveries]
             begin = next((parcel.first for parcel in deliveries if parcel.other > self.rank), 0)
-            return Places(ends, places, begin, channel.written_words), received
+            return Places(ends, places, begin, channel.packed_words), received
         rows = len(exchange.send_rows)
         self._buffer((rows, *shape), dtype, exchange.most_sent(back), back)
         return Places([rows], [self.bases[self.rank] + self._start(back)], 0, channel.packed_words), None
@@ -258,9 +256,8 @@ class PeerTransport(ProcessGroupTransport):
         """This rank's memory, with flags that are zero, and the addresses of all ranks'."""
         self.memory, self.bases = memory, bases
         for i, channel in enumerate(self.channels):
-            # Words of each channel: one for each rank, of which the own one says `there`; then `ready`, and what counts
-            # what is written; then again one for each rank, which its kernels count up.
-            channel.aim(self.rank, [base + 4 * i * (2 * self.size + 2) for base in bases])
+            # Words of each channel: one for each rank, its own for `there`; then `ready`, and what kernels count up.
+            channel.aim(self.rank, [base + 4 * i * (self.size + 2) for base in bases])
 
 
 class _Calls:
