@@ -10,7 +10,7 @@ Vocabulary (kernels/ffa_layout.cuh has the records):
     record     12 words: four for the work item whose first segment it may become, then the segment
 """
 
-import math
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,6 +58,7 @@ def tile_cost(num_blocks: Int64Array) -> npt.NDArray[np.float64]:
     return np.where(num_blocks > 0, num_blocks + FIXED_COST, 0.0)
 
 
+@functools.cache
 def largest_divisor(n: int, limit: int) -> int:
     """The largest divisor of n that is at most `limit` (at least 1)."""
     return next(d for d in range(max(1, min(n, limit)), 0, -1) if n % d == 0)
@@ -275,6 +276,7 @@ def _backward_lists(
     }
 
 
+@functools.cache
 def choose_backward_pack(group: int) -> int:
     """Query heads per backward tile: as many as fill at least 60 of its 64 rows."""
     return max(d for d in range(1, 9) if group % d == 0 and BACKWARD_ROWS // d * d >= 60)
@@ -290,7 +292,7 @@ def backward_chunk(blocks_per_tile: Int64Array, num_heads_kv: int, packs: int) -
     longest = int(blocks_per_tile.max(initial=0)) * packs
     per_sm = int(blocks_per_tile.sum()) * num_heads_kv * packs / NUM_SMS
     wanted = max(min(per_sm / 2, max(longest / 8, 32)), 1)
-    return max(1, min(CHUNKS, key=lambda chunk: abs(math.log(chunk / wanted))) // packs)
+    return max(1, min(CHUNKS, key=lambda chunk: max(chunk / wanted, wanted / chunk)) // packs)
 
 
 def heads_in_step(blocks_per_tile: Int64Array, tokens: int, num_heads_kv: int) -> tuple[int, int]:
@@ -311,7 +313,7 @@ def heads_in_step(blocks_per_tile: Int64Array, tokens: int, num_heads_kv: int) -
 def tail_tiles(blocks_per_tile: Int64Array, chunk: int, num_heads_kv: int) -> npt.NDArray[np.bool_]:
     """Which k-tiles are kept for the end, so that all SMs end at nearly the same time: short ones, bool [num_tiles]."""
     wanted = TAIL * NUM_SMS * min(chunk, blocks_per_tile.max(initial=0)) / num_heads_kv
-    order = np.argsort(blocks_per_tile)
+    order = _radix_sort(blocks_per_tile)
     before = blocks_per_tile[order].cumsum() - blocks_per_tile[order]
     tail = np.zeros(len(order), bool)
     tail[order[before < wanted]] = True
@@ -552,7 +554,9 @@ def transpose_segments(runs: SegmentRuns, starts: Int64Array) -> tuple[Int64Arra
     """
     if len(runs) == 0:
         return np.zeros(0, np.int64), np.zeros((0, 12), np.int32)
-    component = starts_of(runs.count) - segments_before(runs, runs.tile)  # its number among the segments of its q-block
+    component = np.zeros_like(runs.tile)  # of a segment: its number among those of its q-block
+    if (runs.tile[1:] < (runs.tile + runs.count)[:-1]).any():
+        component = starts_of(runs.count) - segments_before(runs, runs.tile)
     fields = np.array([runs.tile, runs.count, runs.layer, component])
     # Four bounds of a q-block: its last and its first key, and where a whole tile of keys that all rows see may start
     # last, and first (plus KEYS - 1). They grow by `steps` from block to block.
