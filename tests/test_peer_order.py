@@ -1,0 +1,203 @@
+"""Exchanges through peer memory in whatever order GPUs get to their work: streams that run ahead of each other.
+
+Nothing is done when it is issued. Each stream of each rank is a queue, and whose turn comes next is drawn: a wait that is
+not over holds its queue up. What arrives is compared when the stream that uses it gets there, and memory is used again
+as soon as what used it has been issued, as the caching allocator does.
+"""
+
+import ctypes
+import itertools
+from collections import deque
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from test_peer import Rank, pack
+
+from torchtitan_magi import driver, make_plan, peer, varlen_causal
+from torchtitan_magi.peer import FLAG_BYTES, SLOTS
+from torchtitan_magi.transport import ProcessGroupTransport
+
+SIZE = 3
+DOCUMENTS = np.cumsum([0, 90, 7, 1, 40, 33])
+
+
+def always():
+    return True
+
+
+class Streams:
+    """The driver: queues of (whether it may be done, what to do), and the memory that flags lie in."""
+
+    def __init__(self):
+        self.queues = {}
+        self.names = itertools.count(1)
+
+    def new(self, **_):
+        name = next(self.names)
+        self.queues[name] = deque()
+        return type("Stream", (), {"cuda_stream": name})
+
+    def put(self, stream, work, ready=always):
+        self.queues[stream].append((ready, work))
+
+    def function(self, name):
+        return {"cuMemcpyAsync": self.copy, "cuStreamBatchMemOp_v2": self.operate, "cuMemcpyBatchAsync_v2": None}[name]
+
+    def copy(self, to, origin, size, stream):
+        self.put(stream, partial(ctypes.memmove, to, origin, size))
+        return 0
+
+    def operate(self, stream, count, operations, flags):
+        for each in ctypes.cast(operations, ctypes.POINTER(driver.StreamOperation))[:count]:
+            word, value = ctypes.c_uint32.from_address(each.address), each.value
+            if each.operation == driver.StreamOperation.WRITE:
+                self.put(stream, partial(setattr, word, "value", value))
+            else:
+                self.put(stream, always, lambda word=word, value=value: word.value >= value)
+        return 0
+
+    def run(self, draw):
+        """Until all queues are empty."""
+        while any(self.queues.values()):
+            ready = [queue for queue in self.queues.values() if queue and queue[0][0]()]
+            assert ready, "every stream waits"
+            draw(ready).popleft()[1]()
+
+
+class Cluster:
+    """Ranks whose hosts issue the same exchanges, one after another."""
+
+    def __init__(self, streams, draw):
+        self.streams, self.draw, self.size = streams, draw, SIZE
+        self.ranks = [Rank(rank, self) for rank in range(SIZE)]
+        for rank in self.ranks:
+            rank.device = streams.new().cuda_stream
+        self.free = [[] for _ in self.ranks]
+        self.numbers = itertools.count(1)
+
+    def grow(self, slot_bytes):
+        self.streams.run(self.draw)
+        memories = [torch.zeros(FLAG_BYTES + 2 * SLOTS * slot_bytes, dtype=torch.uint8) for _ in self.ranks]
+        for rank, memory in zip(self.ranks, memories, strict=True):
+            rank._let_go()
+            rank.slot_bytes = slot_bytes
+            rank._take_up(memory, [memory.data_ptr() for memory in memories])
+
+    def allocate(self, rank, rows, columns):
+        """Memory given back last, if it is large enough: as long as the stream's order protects it."""
+        free = self.free[rank]
+        found = next((i for i in reversed(range(len(free))) if free[i].numel() >= rows * columns), None)
+        block = torch.zeros(1 << 14) if found is None else free.pop(found)
+        return block, block[: rows * columns].view(rows, columns)
+
+    def content(self, exchanges, columns, back):
+        number = next(self.numbers)
+        sent = [
+            torch.arange(float(columns * sum(exchange.splits(back)[1]))).view(-1, columns) + 1e5 * rank + 7 * number
+            for rank, exchange in enumerate(exchanges)
+        ]
+        parts = [rows.split(list(exchanges[i].splits(back)[1])) for i, rows in enumerate(sent)]
+        return sent, [torch.cat([parts[source][i] for source in range(SIZE)]) for i in range(SIZE)]
+
+    def by_kernels(self, exchanges, columns, back, monkeypatch, later):
+        """An exchange for which kernels pack, and a kernel that waits for it."""
+        sent, expected = self.content(exchanges, columns, back)
+        for i, (rank, exchange) in enumerate(zip(self.ranks, exchanges, strict=True)):
+            blocks = []
+
+            def empty(shape, dtype, device, i=i, blocks=blocks):
+                block, view = self.allocate(i, *shape)
+                blocks.append(block)
+                return view
+
+            monkeypatch.setattr(peer, "empty", empty)
+            places, received, arrival = rank.places((columns,), torch.float32, exchange, back)
+            self.streams.put(rank.device, partial(pack, places, sent[i]))
+            if not later:
+                arrival.begin()
+            word, number = arrival.flag()
+            word = ctypes.c_uint32.from_address(word)
+            self.streams.put(
+                rank.device, partial(self.compare, received, expected[i]), lambda w=word, n=number: w.value >= n
+            )
+            if later:
+                arrival.begin()
+            self.free[i] += blocks
+
+    def overlapping(self, exchanges, columns, back, count):
+        """As many exchanges, each issued after the wait for the last but one before it."""
+        contents = [self.content(exchanges, columns, back) for _ in range(count)]
+        for i, (rank, exchange) in enumerate(zip(self.ranks, exchanges, strict=True)):
+            under_way = deque()
+
+            def start(sent, i=i, rank=rank, exchange=exchange, under_way=under_way):
+                buffer = rank.send_buffer(tuple(sent.shape), torch.float32, torch.device("cpu"), exchange, back)
+                self.streams.put(rank.device, partial(buffer.copy_, sent))
+                block, output = self.allocate(i, sum(exchange.splits(back)[0]), columns)
+                under_way.append((block, output, rank.all_to_all(output, buffer, exchange, back)))
+
+            for n in range(count):
+                for m in range(n + len(under_way), min(n + 2, count)):
+                    start(contents[m][0][i])
+                block, output, arrival = under_way.popleft()
+                arrival.wait()
+                if n + 2 < count:
+                    start(contents[n + 2][0][i])
+                self.streams.put(rank.device, partial(self.compare, output, contents[n][1][i]))
+                self.free[i].append(block)
+
+    def compare(self, received, expected):
+        assert torch.equal(received, expected)
+
+
+PLANS = {
+    stages: make_plan(varlen_causal(DOCUMENTS), int(DOCUMENTS[-1]), SIZE, overlap_stages=stages) for stages in (0, 2)
+}
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(["fetched", "fetched later", "written", "overlapping"]),
+        st.booleans(),  # back
+        st.sampled_from([1, 4, 30]),  # columns: memory grows
+        st.integers(1, 4),  # how many, one after another
+    ),
+    min_size=1,
+    max_size=6,
+)
+
+
+@given(steps=STEPS, seed=st.integers(0, 1 << 30))
+def test_whatever_stream_runs_ahead_rows_arrive_before_they_are_used(steps, seed):
+    random = np.random.default_rng(seed)
+    streams = Streams()
+    patience = random.choice([0.0, 0.1, 1.0], 3 * SIZE)  # of each stream: how often it goes on when it may
+
+    def draw(ready):
+        names = [name for name, queue in streams.queues.items() if any(queue is each for each in ready)]
+        willing = [name for name in names if random.random() < patience[name - 1]]
+        return streams.queues[random.choice(willing or names)]
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(driver, "function", streams.function)
+        monkeypatch.setattr(torch.cuda, "Stream", streams.new)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: device, raising=False)
+        monkeypatch.setattr(ProcessGroupTransport, "__init__", lambda self, group: None)
+        peer._calls.cache_clear()
+        cluster = Cluster(streams, draw)
+        for kind, back, columns, count in steps:
+            stages = [share.forward[-1].exchanges for share in PLANS[2 if kind == "overlapping" else 0].ranks]
+            exchanges = [stage[0] for stage in stages]
+            if kind == "overlapping":
+                cluster.overlapping(exchanges, columns, back, count)
+                continue
+            monkeypatch.setattr(peer, "WRITTEN_BYTES", 8 << 20 if kind == "written" else 0)
+            for rank in cluster.ranks:
+                rank.places_of.cache_clear()  # it keeps which way was taken
+            for _ in range(count):
+                cluster.by_kernels(exchanges, columns, back, monkeypatch, kind == "fetched later")
+        streams.run(draw)
+    peer._calls.cache_clear()
