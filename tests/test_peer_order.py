@@ -1,8 +1,8 @@
 """Exchanges through peer memory in whatever order GPUs get to their work: streams that run ahead of each other.
 
-Nothing is done when it is issued. Each stream of each rank is a queue, and whose turn comes next is drawn: a wait that is
-not over holds its queue up. What arrives is compared when the stream that uses it gets there, and memory is used again
-as soon as what used it has been issued, as the caching allocator does.
+Nothing is done when it is issued. Each stream of each rank is a queue, and whose turn comes next is drawn: a wait that
+is not over holds its queue up. What arrives is compared when the stream that uses it gets there, and memory is used
+again as soon as what used it has been issued, as the caching allocator does.
 """
 
 import ctypes
