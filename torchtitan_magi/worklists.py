@@ -493,17 +493,17 @@ def split_tiles(
     chunk = chunk_of_tile[tile]
     first_chunk, last_chunk = records[:, FIRST] // chunk, (records[:, END] - 1) // chunk
     pieces = last_chunk - first_chunk + 1
+    ends = pieces.cumsum()
     which = np.repeat(np.arange(len(tile)), pieces)
-    at = np.arange(len(which)) + np.repeat(first_chunk - starts_of(pieces), pieces)
+    at = np.arange(len(which)) + np.repeat(first_chunk - (ends - pieces), pieces)
+    cut, chunk = records.take(which, 0), chunk[which]
+    start = at * chunk
+    cut[:, FIRST], cut[:, END] = start, start + chunk
+    cut[ends - pieces, FIRST], cut[ends - 1, END] = records[:, FIRST], records[:, END]
     key = at + np.repeat(tile * (int(last_chunk.max(initial=0)) + 1), pieces)
     if (key[1:] < key[:-1]).any():
         order = np.argsort(key, kind="stable")
-        key, which, at = key[order], which[order], at[order]
-    cut = records.take(which, 0)
-    chunk = chunk[which]
-    start = at * chunk
-    np.maximum(cut[:, FIRST], start, out=cut[:, FIRST], casting="unsafe")
-    np.minimum(cut[:, END], start + chunk, out=cut[:, END], casting="unsafe")
+        key, which, cut = key[order], which[order], cut.take(order, 0)
     begins = is_new(key)
     return tile[which[begins]], np.cumsum(begins) - 1, cut
 
