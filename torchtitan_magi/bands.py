@@ -114,19 +114,6 @@ def write_row_bands(table: Int64Array, layer: Int64Array, num_q: int, out: Int32
     write_ramps(lengths[some], lo, hi, step_lo, step_hi, out.view(np.int64))
 
 
-def slice_layers(table: Int64Array) -> Int64Array:
-    """Numbers the slices of a canonical table so that those of one number have no row in common, few numbers first."""
-    layer = np.zeros(len(table), np.int64)
-    if (table[1:, 0] >= table[:-1, 1]).all():
-        return layer
-    free_from: list[int] = []
-    for i, (start, end) in enumerate(table[:, :2].tolist()):
-        j = next((j for j, free in enumerate(free_from) if free <= start), len(free_from))
-        free_from[j : j + 1] = [end]
-        layer[i] = j
-    return layer
-
-
 def tile_segments(
     table: Int64Array, layer: Int64Array, num_q: int, sizes: Sequence[int], apart: int = FAR
 ) -> list[SegmentRuns]:

@@ -120,7 +120,7 @@ class AttnSlices:
             intervals of a row are disjoint; unused ones are 0, 0. num_layers is at least 1.
         """
         table = self.canonical().table.astype(np.int64)
-        layer = _layers(table)
+        layer = slice_layers(table)
         lengths = table[:, 1] - table[:, 0]
         which = np.repeat(np.arange(len(table)), lengths)
         row = np.arange(len(which)) - np.repeat(lengths.cumsum() - lengths - table[:, 0], lengths)
@@ -377,19 +377,14 @@ def _merge_rows(table: IntArray) -> IntArray:
     return np.stack([row[first], row[last] + 1, lo[first], hi[last], mask_type], 1)
 
 
-def _layers(table: IntArray) -> npt.NDArray[np.int64]:
-    """Numbers the slices of a canonical table so that slices with a row in common have different numbers."""
+def slice_layers(table: IntArray) -> npt.NDArray[np.int64]:
+    """Numbers the slices of a canonical table so that those of one number have no row in common, few numbers first."""
     layer = np.zeros(len(table), np.int64)
     if (table[1:, 0] >= table[:-1, 1]).all():
         return layer
     free_from: list[int] = []
     for i, (start, end) in enumerate(table[:, :2].tolist()):
-        for j, free in enumerate(free_from):
-            if free <= start:
-                free_from[j] = end
-                layer[i] = j
-                break
-        else:
-            layer[i] = len(free_from)
-            free_from.append(end)
+        j = next((j for j, free in enumerate(free_from) if free <= start), len(free_from))
+        free_from[j : j + 1] = [end]
+        layer[i] = j
     return layer

@@ -24,13 +24,12 @@ from torchtitan_magi.bands import (
     Int64Array,
     SegmentRuns,
     is_new,
-    slice_layers,
     starts_of,
     tile_segments,
     write_ramps,
     write_row_bands,
 )
-from torchtitan_magi.slices import AttnSlices
+from torchtitan_magi.slices import AttnSlices, slice_layers
 
 ROWS = 128  # of a forward tile
 BACKWARD_ROWS = 64  # of a backward query block
