@@ -65,18 +65,22 @@ DEVICE WorkItem load_item(const int4* items, int index) {
   return {a.x, a.y, a.z, a.w, {b.x, b.y, c.x, c.y, c.z, c.w}};
 }
 
-// The persistent grid's item order: tiles as listed, `heads_per_wave` heads at a time so that what they read stays in L2, and at
-// the end a tail of tiles of all heads. heads_per_wave divides num_heads.
+// The persistent grid's item order: a few tiles of all heads; then tiles as listed, `heads_per_wave` heads at a time so that what
+// they read stays in L2; and at the end a tail of tiles of all heads. heads_per_wave divides num_heads.
 struct Schedule {
-  int num_tiles, num_tail, num_heads, heads_per_wave;
-  DEVICE int num_items() const { return (num_tiles + num_tail) * num_heads; }
-  DEVICE int list_index(int item) const {
-    const int beyond = item - num_tiles * num_heads;
-    return beyond >= 0 ? num_tiles + beyond / num_heads : item % (num_tiles * heads_per_wave) / heads_per_wave;
+  int num_early, num_tiles, num_tail, num_heads, heads_per_wave;
+  DEVICE constexpr int num_items() const { return (num_early + num_tiles + num_tail) * num_heads; }
+  DEVICE constexpr bool is_of_all_heads(int item) const {
+    return item < num_early * num_heads || item >= (num_early + num_tiles) * num_heads;
   }
-  DEVICE int head(int item) const {
-    const int beyond = item - num_tiles * num_heads;
-    return beyond >= 0 ? beyond % num_heads : item / (num_tiles * heads_per_wave) * heads_per_wave + item % heads_per_wave;
+  DEVICE constexpr int list_index(int item) const {
+    const int in_waves = item - num_early * num_heads;
+    return is_of_all_heads(item) ? item / num_heads : num_early + in_waves % (num_tiles * heads_per_wave) / heads_per_wave;
+  }
+  DEVICE constexpr int head(int item) const {
+    const int in_waves = item - num_early * num_heads;
+    return is_of_all_heads(item) ? item % num_heads
+                                 : in_waves / (num_tiles * heads_per_wave) * heads_per_wave + in_waves % heads_per_wave;
   }
 };
 

@@ -1,7 +1,9 @@
 """Compiles every variant that ships, without a GPU, and reads the compiler's log."""
 
+import ctypes
 import itertools
 import re
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -9,7 +11,7 @@ import torch
 pytest.importorskip("cuda.core", reason="cuda-core compiles the kernels")
 pytest.importorskip("cuda.bindings", reason="NVRTC is reached through cuda-bindings")
 
-from torchtitan_magi import jit, launch
+from torchtitan_magi import jit, launch, rows
 
 # Lines with a number of this kind are expected and harmless:
 #   C7519  "warpgroup.arrive is injected": ptxas orders register operands of wgmma itself; nothing waits because of it
@@ -72,3 +74,63 @@ def test_head_dims() -> None:
     for head_dim in (0, 12, 136, 256):
         with pytest.raises(ValueError, match="head_dim"):
             launch.padded_head_dim(head_dim)
+
+
+def fields_of(struct: type[ctypes.Structure], path: str = "") -> Iterator[tuple[str, int]]:
+    """Every field, nested ones as a.b, and where it lies."""
+    for name, kind in struct._fields_:
+        at = getattr(struct, name).offset
+        yield path + name, at
+        if issubclass(kind, ctypes.Structure):
+            yield from ((field, at + inner) for field, inner in fields_of(kind, f"{path}{name}."))
+
+
+@pytest.mark.parametrize(
+    ("name", "variant", "structs"),
+    [
+        ("ffa_forward.cu", launch.forward_variant(128, 8, torch.bfloat16, False, False)[0], [launch.ForwardParams]),
+        ("ffa_backward.cu", launch.backward_variant(128, 8, torch.bfloat16, True)[0], [launch.BackwardParams]),
+        ("rows.cu", (), [rows._GatherParams, rows._AddParams, rows._FinishParams]),
+    ],
+)
+def test_parameters_lie_where_the_host_puts_them(
+    name: str, variant: launch.Variant, structs: list[type[ctypes.Structure]]
+) -> None:
+    checks = []
+    for struct in structs:
+        ours = struct.__name__.removeprefix("_")
+        checks += [f"sizeof({ours}) == {ctypes.sizeof(struct)}"]
+        checks += [f"__INTADDR__(&(({ours}*)nullptr)->{field}) == {at}" for field, at in fields_of(struct)]
+    asserts = "".join(f'static_assert({check}, "{check}");\n' for check in checks)
+    jit.compile_source(name, jit.expand_source(name) + asserts, dict(variant))
+
+
+def test_a_schedule_gives_every_tile_to_every_head_once_and_early_ones_first() -> None:
+    source = (
+        jit.expand_source("ffa_layout.cuh")
+        + """
+    constexpr bool is_complete(Schedule s) {
+      const int num_tiles = s.num_early + s.num_tiles + s.num_tail, in_waves = s.num_early + s.num_tiles;
+      bool done[400] = {};
+      int last = 0;
+      for (int item = 0; item < s.num_items(); item++) {
+        const int tile = s.list_index(item), head = s.head(item), stage = (tile >= s.num_early) + (tile >= in_waves);
+        const int wave = stage == 1 ? head / s.heads_per_wave : 0;   // of heads, one after another
+        const int place = (stage * 100 + wave) * 100 + tile;
+        if (tile < 0 || tile >= num_tiles || head < 0 || head >= s.num_heads || place < last) return false;
+        if (done[tile * s.num_heads + head]) return false;
+        done[tile * s.num_heads + head] = true;
+        last = place;
+      }
+      return s.num_items() == num_tiles * s.num_heads;
+    }
+    """
+    )
+    schedules = [
+        (early, tiles, tail, heads, per_wave)
+        for early, tiles, tail in itertools.product((0, 1, 5), (0, 1, 7), (0, 3))
+        for heads, per_wave in ((1, 1), (8, 1), (8, 4), (6, 3), (8, 8))
+    ]
+    asserts = "".join(f'static_assert(is_complete({{{", ".join(map(str, s))}}}), "{s}");\n' for s in schedules)
+    macros = dict(launch.forward_variant(128, 8, torch.bfloat16, False, False)[0])
+    jit.compile_source("ffa_layout.cuh", source + asserts, macros)

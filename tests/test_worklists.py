@@ -200,6 +200,7 @@ def test_what_needs_no_late_keys_goes_first() -> None:
     lists = build_worklists(slices, 3000, 4000, 8, 1, late_from=600)
     forward = read(lists, lists.sizes.forward_items, lists.sizes.num_forward_items, 12)
     is_late = (forward[:, 1] > 1) | (forward[:, 9] > 600)
+    assert lists.sizes.num_forward_early == 512 // 16
     assert is_late[: 512 // 16].sum() == 0  # the shortest ones
     assert is_late[512 // 16 :].all()
     backward = read(lists, lists.sizes.backward_items, lists.sizes.num_backward_items, 12)
@@ -238,10 +239,17 @@ def test_late_keys_share_no_block_and_no_tile_with_others(
 def test_only_as_much_goes_first_as_covers_the_wait() -> None:
     blocks, waits = np.array([9, 8, 7, 6, 5]), np.array([True, False, True, False, False])
     order = np.arange(5)
-    assert early_first(order, blocks, waits, 8).tolist() == [1, 0, 2, 3, 4]
-    assert early_first(order, blocks, waits, 9).tolist() == [1, 3, 0, 2, 4]
-    assert early_first(order, blocks, waits, 1000).tolist() == [1, 3, 4, 0, 2]
-    assert early_first(order, blocks, waits, 0).tolist() == order.tolist()
+
+    def ordered(enough: int) -> tuple[list[int], int]:
+        found, num_early = early_first(order, blocks, waits, enough)
+        return found.tolist(), num_early
+
+    assert ordered(8) == ([1, 0, 2, 3, 4], 1)
+    assert ordered(9) == ([1, 3, 0, 2, 4], 2)
+    assert ordered(1000) == ([1, 3, 4, 0, 2], 3)
+    assert ordered(0) == (order.tolist(), 0)
+    blocks[4] = 0
+    assert ordered(1000) == ([1, 3, 0, 2, 4], 2)
 
 
 def test_parts_of_tiles_fill_the_gpu_and_end_at_chunks() -> None:

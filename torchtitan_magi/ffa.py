@@ -203,7 +203,9 @@ class FfaBlockAttn:
             items=mask.pointer(s.forward_items),
             segments=mask.pointer(s.forward_segments),
             bands=mask.pointer(s.bands),
-            schedule=launch.Schedule(num_items, 0, num_groups, s.forward_heads_per_wave),
+            schedule=launch.Schedule(
+                s.num_forward_early, num_items - s.num_forward_early, 0, num_groups, s.forward_heads_per_wave
+            ),
             groups_per_kv=num_groups // s.num_heads_kv,
             num_q=s.num_q,
             num_heads_q=s.num_heads_q,
@@ -331,6 +333,7 @@ class FfaBlockAttn:
             bands=mask.pointer(s.bands),
             components=mask.pointer(s.components),
             schedule=launch.Schedule(
+                0,
                 s.num_backward_items - s.num_backward_tail,
                 s.num_backward_tail,
                 s.num_heads_kv,

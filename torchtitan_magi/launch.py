@@ -24,11 +24,11 @@ Variant = tuple[tuple[str, int], ...]
 # ------------------------------------------------------------ kernel parameters
 # Field by field the structs of the same names in the .cu files.
 class Schedule(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_int) for name in ("num_tiles", "num_tail", "num_heads", "heads_per_wave")]
+    _fields_ = [(name, ctypes.c_int) for name in ("num_early", "num_tiles", "num_tail", "num_heads", "heads_per_wave")]
 
     @property
     def num_items(self) -> int:
-        return (self.num_tiles + self.num_tail) * self.num_heads
+        return (self.num_early + self.num_tiles + self.num_tail) * self.num_heads
 
 
 class LateKeys(ctypes.Structure):

@@ -43,7 +43,10 @@ HEADS_IN_STEP = 4  # deterministic: at a time, where that keeps the SMs busy
 BLOCKS_IN_STEP = 128  # deterministic: query blocks of a part; half as many with more heads
 TAIL = 0.5  # of what all SMs do during the longest part, in blocks: as much is kept for the end, in small parts
 TAIL_PARTS = 4  # small parts in one of usual length
-EARLY_BLOCKS = 64  # 128 x 128 blocks per SM, about 100 us, that the forward does before it wants keys that come late
+# Blocks per SM that the forward does before it wants keys that come late, with a third to spare: a block of 128 columns
+# takes 1.6 us, packing rows and the first of them 45 us, a MiB 2.8 us.
+EARLY_BLOCKS = 36
+EARLY_BLOCKS_PER_MIB = 2.2
 FIXED_COST = 1.2  # of a work item, in blocks: prologue and epilogue
 PART_COST = 6.0  # more for a part of a forward tile: to leave its rows
 JOIN_COST = 1.0  # to add up a part
@@ -77,6 +80,7 @@ class ListSizes:
     forward_heads_per_wave: int = 0
     num_forward_items: int = 0  # q-tiles, or parts of them
     num_forward_items_with_work: int = 0
+    num_forward_early: int = 0  # the first of them, done by all heads before any of the others
     num_forward_parts: int = 0  # how many of them are parts of tiles that are cut
     forward_parts_per_tile: int = 0
     num_forward_blocks: int = 0  # 128 x 128 blocks that the forward computes per pack of heads
@@ -199,13 +203,17 @@ def _forward_lists(mask: _Mask, runs: SegmentRuns, words: "_Words", pack: int, p
     order = longest_first(num_blocks)
     waits = np.zeros(len(items), bool)
     waits[item[records[:, END] > mask.late_from]] = True
+    num_early = 0
     if waits.any():
-        order = early_first(order, num_blocks, waits, EARLY_BLOCKS * NUM_SMS // heads_per_wave)
+        late_mib = (mask.num_k - mask.late_from) * mask.num_heads_kv * 512 / 2**20  # 128 columns of K and V
+        enough = int((EARLY_BLOCKS + EARLY_BLOCKS_PER_MIB * late_mib) * NUM_SMS / num_groups)
+        order, num_early = early_first(order, num_blocks, waits, enough)
     return {
         "forward_pack": pack,
         "forward_heads_per_wave": heads_per_wave,
         "num_forward_items": len(items),
         "num_forward_items_with_work": int((num_blocks > 0).sum()),
+        "num_forward_early": num_early,
         "num_forward_parts": len(cut) * num_parts,
         "forward_parts_per_tile": num_parts,
         "num_forward_blocks": int(num_blocks.sum()),
@@ -412,11 +420,17 @@ def _radix_sort(key: Int64Array) -> Int64Array:
     return np.argsort(key.astype(np.min_scalar_type(key.max(initial=0))), kind="stable")  # 16 bits: a radix sort
 
 
-def early_first(order: Int64Array, num_blocks: Int64Array, waits: npt.NDArray[np.bool_], enough: int) -> Int64Array:
-    """`order`, but items that do not wait come first, as they come, until they have `enough` blocks. All [n]."""
+def early_first(
+    order: Int64Array, num_blocks: Int64Array, waits: npt.NDArray[np.bool_], enough: int
+) -> tuple[Int64Array, int]:
+    """`order`, but items that do not wait come first, as they come, until they have `enough` blocks. All [n].
+
+    Returns:
+        the order, and how many come first; none without blocks does.
+    """
     blocks = np.where(waits, 0, num_blocks)[order]
-    early = ~waits[order] & (blocks.cumsum() - blocks < enough)
-    return np.concatenate([order[early], order[~early]])
+    early = (blocks > 0) & (blocks.cumsum() - blocks < enough)
+    return np.concatenate([order[early], order[~early]]), int(np.count_nonzero(early))
 
 
 def forward_records(runs: SegmentRuns, num_tiles: int) -> tuple[Int64Array, Int32Array, Int64Array]:
