@@ -10,6 +10,11 @@ from hypothesis import strategies as st
 from torchtitan_magi.bands import KEYS
 from torchtitan_magi.slices import AttnSlices, shared_prompt, sliding_window, varlen_causal, varlen_full
 from torchtitan_magi.worklists import (
+    BACKWARD_BLOCK_US,
+    BLOCK_US,
+    LATE_US,
+    LATE_US_PER_MIB,
+    SUMS_BYTES_PER_US,
     WorkLists,
     build_worklists,
     early_first,
@@ -229,6 +234,12 @@ def test_late_keys_share_no_block_and_no_tile_with_others(
         for item in read(lists, s.backward_items, s.num_backward_items, 12):
             assert item[7] <= late_from or item[6] >= late_from
         assert s.forward_awaits == s.backward_awaits == want[:, late_from:].any()
+        for item in read(lists, s.forward_items, s.num_forward_early, 12):
+            assert item[1] > 0
+            assert all(end <= late_from for *_, end, _, _ in segments_of(lists, item, s.forward_segments))
+        assert (read(lists, s.backward_items, s.num_backward_early, 12)[:, 7] <= late_from).all()
+        assert (read(lists, s.backward_items, s.num_backward_early, 12)[:, 1] > 0).all()
+        assert s.num_backward_early == 0 or not deterministic
         work = [item for item in read(lists, s.backward_items, s.num_backward_items, 12) if item[1] > 0]
         assert s.backward_awaits == any(item[6] >= late_from for item in work)  # as the kernel has it
         num_layers = max(1, (s.forward_items - s.bands) // (2 * num_q))
@@ -250,6 +261,26 @@ def test_only_as_much_goes_first_as_covers_the_wait() -> None:
     assert ordered(0) == (order.tolist(), 0)
     blocks[4] = 0
     assert ordered(1000) == ([1, 3, 0, 2, 4], 2)
+
+
+def test_all_heads_have_work_until_late_keys_are_there() -> None:
+    """Half of the queries see only keys of this rank; 12 MiB come late."""
+    num_q, late = 8192, 3072
+    slices = AttnSlices([[0, 4096, 0, 4096, 1], [4096, num_q, num_q, num_q + late, 0]])
+    lists = build_worklists(slices, num_q, num_q + late, 64, 8, late_from=num_q)
+    s = lists.sizes
+    items = read(lists, s.forward_items, s.num_forward_early, 12)
+    blocks = -(-(items[:, 9] - items[:, 8]) // KEYS)
+    wanted = (LATE_US + 12 * LATE_US_PER_MIB) / BLOCK_US * 132 / 8
+    assert wanted <= blocks.sum() < wanted + blocks.max()
+    lists = build_worklists(slices, num_q, num_q + late, 8, 8, late_from=num_q)  # fewer query heads: little else to do
+    s = lists.sizes
+    items = read(lists, s.backward_items, s.num_backward_early, 12)
+    blocks = items[:, 9] - items[:, 8]
+    wanted = (LATE_US + 12 * LATE_US_PER_MIB - 8192 * 8 * 1024 / SUMS_BYTES_PER_US) / BACKWARD_BLOCK_US * 132 / 8
+    main = read(lists, s.backward_items, s.num_backward_items - s.num_backward_tail, 12)
+    assert (wanted <= blocks.sum() < wanted + blocks.max()) or (main[len(items) :, 7] > num_q).all()
+    assert len(items) > 0
 
 
 def test_parts_of_tiles_fill_the_gpu_and_end_at_chunks() -> None:

@@ -333,8 +333,8 @@ class FfaBlockAttn:
             bands=mask.pointer(s.bands),
             components=mask.pointer(s.components),
             schedule=launch.Schedule(
-                0,
-                s.num_backward_items - s.num_backward_tail,
+                s.num_backward_early,
+                s.num_backward_items - s.num_backward_early - s.num_backward_tail,
                 s.num_backward_tail,
                 s.num_heads_kv,
                 s.backward_heads_per_wave,

@@ -43,10 +43,9 @@ HEADS_IN_STEP = 4  # deterministic: at a time, where that keeps the SMs busy
 BLOCKS_IN_STEP = 128  # deterministic: query blocks of a part; half as many with more heads
 TAIL = 0.5  # of what all SMs do during the longest part, in blocks: as much is kept for the end, in small parts
 TAIL_PARTS = 4  # small parts in one of usual length
-# Blocks per SM that the forward does before it wants keys that come late, with a third to spare: a block of 128 columns
-# takes 1.6 us, packing rows and the first of them 45 us, a MiB 2.8 us.
-EARLY_BLOCKS = 36
-EARLY_BLOCKS_PER_MIB = 2.2
+BLOCK_US, BACKWARD_BLOCK_US = 1.6, 2.6  # of an SM, 128 columns
+LATE_US, LATE_US_PER_MIB = 70.0, 3.4  # until keys that come late are there, with a fifth to spare
+SUMS_BYTES_PER_US = 4.2e6  # of the row sums and zeros that are made meanwhile, before a backward
 FIXED_COST = 1.2  # of a work item, in blocks: prologue and epilogue
 PART_COST = 6.0  # more for a part of a forward tile: to leave its rows
 JOIN_COST = 1.0  # to add up a part
@@ -93,6 +92,7 @@ class ListSizes:
     num_k_tiles: int = 0
     backward_heads_per_wave: int = 0
     num_backward_items: int = 0  # parts of k-tiles
+    num_backward_early: int = 0  # the first of them, done by all heads before any of the others
     num_backward_tail: int = 0  # the last of them, done when all heads are through the others
     is_split: bool = False  # some tile has several parts: dk and dv are sums in fp32
     backward_awaits: bool = False
@@ -180,6 +180,11 @@ class _Mask:
     num_heads_kv: int
     late_from: int
 
+    @property
+    def late_us(self) -> float:
+        """Until late keys are there, when a forward could begin."""
+        return LATE_US + LATE_US_PER_MIB * (self.num_k - self.late_from) * self.num_heads_kv * 512 / 2**20
+
 
 def _forward_lists(mask: _Mask, runs: SegmentRuns, words: "_Words", pack: int, parts: int | None) -> dict[str, Any]:
     """Adds them to `words`; fields of ListSizes."""
@@ -205,9 +210,7 @@ def _forward_lists(mask: _Mask, runs: SegmentRuns, words: "_Words", pack: int, p
     waits[item[records[:, END] > mask.late_from]] = True
     num_early = 0
     if waits.any():
-        late_mib = (mask.num_k - mask.late_from) * mask.num_heads_kv * 512 / 2**20  # 128 columns of K and V
-        enough = int((EARLY_BLOCKS + EARLY_BLOCKS_PER_MIB * late_mib) * NUM_SMS / num_groups)
-        order, num_early = early_first(order, num_blocks, waits, enough)
+        order, num_early = early_first(order, num_blocks, waits, mask.late_us / BLOCK_US * NUM_SMS / num_groups)
     return {
         "forward_pack": pack,
         "forward_heads_per_wave": heads_per_wave,
@@ -262,20 +265,28 @@ def _backward_lists(
     in_tail = in_tail[part_tile]
     stage = items[:, FIRST].astype(np.int64) // chunk
     is_late = items[:, 7] > mask.late_from
+    num_tail, num_early, waits = int(np.count_nonzero(in_tail)), 0, is_late & (num_blocks > 0)
     if deterministic:  # from the last chunk of queries to the first, in each from the first tile to the last
         order = np.argsort((-stage if is_split else 0) * num_tiles + part_tile, kind="stable")
         items[:, 3] = np.bincount(part_tile).cumsum()[part_tile] - 1 - np.arange(len(items))  # parts of its tile before
     else:  # one chunk of queries after another, then the tail; what waits for keys comes last
         order = longest_first(num_blocks, np.where(in_tail, stage.max(initial=0) + 1, stage) * 2 + is_late)
+        if waits.any():
+            main = len(order) - num_tail
+            sums_us = mask.num_q * mask.num_heads_q * 1024 / SUMS_BYTES_PER_US  # out, dout and dq, 128 columns
+            enough = (mask.late_us - sums_us) / BACKWARD_BLOCK_US * NUM_SMS / (mask.num_heads_kv * num_packs)
+            first, num_early = early_first(order[:main], num_blocks, waits, enough)
+            order = np.concatenate([first, order[main:]])
     return {
         "backward_pack": pack,
         "num_q_blocks": num_q_blocks,
         "num_k_tiles": num_tiles,
         "backward_heads_per_wave": heads_per_wave,
         "num_backward_items": len(items),
-        "num_backward_tail": int(np.count_nonzero(in_tail)),
+        "num_backward_early": num_early,
+        "num_backward_tail": num_tail,
         "is_split": is_split,
-        "backward_awaits": bool((is_late & (num_blocks > 0)).any()),
+        "backward_awaits": bool(waits.any()),
         "deterministic": deterministic,
         "backward_items": words.add(items, order),
         "backward_segments": words.add(further),
@@ -421,9 +432,9 @@ def _radix_sort(key: Int64Array) -> Int64Array:
 
 
 def early_first(
-    order: Int64Array, num_blocks: Int64Array, waits: npt.NDArray[np.bool_], enough: int
+    order: Int64Array, num_blocks: Int64Array, waits: npt.NDArray[np.bool_], enough: float
 ) -> tuple[Int64Array, int]:
-    """`order`, but items that do not wait come first, as they come, until they have `enough` blocks. All [n].
+    """`order` [n], but items that do not wait come first, as they come, until they have `enough` blocks.
 
     Returns:
         the order, and how many come first; none without blocks does.
