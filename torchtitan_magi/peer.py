@@ -81,7 +81,7 @@ class _Channel:
     """A stream for one kind of exchange, and how far it has come."""
 
     number = 0  # of the last exchange, counted since the memory was taken up
-    packed = 0  # how often kernels of all ranks will have said that they have packed, after this rank's last exchange
+    packed = 0  # how often kernels, one of each rank at a time, will have said by then that they have packed
 
     def __init__(self) -> None:
         self.stream = torch.cuda.Stream(priority=-1)

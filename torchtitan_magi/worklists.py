@@ -182,7 +182,7 @@ class _Mask:
 
     @property
     def late_us(self) -> float:
-        """Until late keys are there, when a forward could begin."""
+        """From when a forward could begin until late keys are there."""
         return LATE_US + LATE_US_PER_MIB * (self.num_k - self.late_from) * self.num_heads_kv * 512 / 2**20
 
 
