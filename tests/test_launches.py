@@ -169,6 +169,9 @@ def test_late_keys_have_maps_and_a_flag(recorder):
         last = recorder.launches[-1]
         assert [at[0] for at in last.maps[3:5]] == [kv.data_ptr(), kv[:, 1].data_ptr()]
         assert last.params.late.first == own
+        schedule, sizes = last.params.schedule, mask.sizes
+        assert schedule.num_early == sizes.num_forward_early > 0
+        assert schedule.num_early + schedule.num_tiles == sizes.num_forward_items
         assert (last.params.late.arrived, last.params.late.number) == (flag or (None, 0))
     assert len(waits) == 1  # the stream, where the kernel sees no flag
 
