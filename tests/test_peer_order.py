@@ -29,8 +29,12 @@ def always():
     return True
 
 
+def compare(received, expected):
+    assert torch.equal(received, expected)
+
+
 class Streams:
-    """The driver: queues of (whether it may be done, what to do), and the memory that flags lie in."""
+    """The driver: for each stream a queue of what is to be done and whether it may be."""
 
     def __init__(self):
         self.queues = {}
@@ -122,7 +126,7 @@ class Cluster:
             word, number = arrival.flag()
             word = ctypes.c_uint32.from_address(word)
             self.streams.put(
-                rank.device, partial(self.compare, received, expected[i]), lambda w=word, n=number: w.value >= n
+                rank.device, partial(compare, received, expected[i]), lambda w=word, n=number: w.value >= n
             )
             if later:
                 arrival.begin()
@@ -147,11 +151,8 @@ class Cluster:
                 arrival.wait()
                 if n + 2 < count:
                     start(contents[n + 2][0][i])
-                self.streams.put(rank.device, partial(self.compare, output, contents[n][1][i]))
+                self.streams.put(rank.device, partial(compare, output, contents[n][1][i]))
                 self.free[i].append(block)
-
-    def compare(self, received, expected):
-        assert torch.equal(received, expected)
 
 
 PLANS = {
