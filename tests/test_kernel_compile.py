@@ -1,4 +1,4 @@
-"""Compiles every variant that ships, without a GPU, and reads the compiler's log."""
+"""Compiles every variant that ships, without a GPU, and reads the compiler's log; asks it where things lie."""
 
 import ctypes
 import itertools

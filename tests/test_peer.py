@@ -1,5 +1,6 @@
 """Exchanges through peer memory, without GPUs: the driver's calls are done at once on memory of the host."""
 
+import contextlib
 import ctypes
 import struct
 from types import SimpleNamespace
@@ -72,17 +73,31 @@ class Everyone:
             rank._take_up(memory, [memory.data_ptr() for memory in memories])
 
 
+@contextlib.contextmanager
+def in_place_of_the_driver(fake, new_stream, current_stream):
+    """Without CUDA: calls go to `fake`; new_stream: a handle; current_stream: the one of a device."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(driver, "function", fake.function)
+        monkeypatch.setattr(torch.cuda, "Stream", lambda priority: SimpleNamespace(cuda_stream=new_stream()))
+        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", current_stream, raising=False)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+        monkeypatch.setattr(ProcessGroupTransport, "__init__", lambda self, group: None)
+        peer._calls.cache_clear()
+        yield monkeypatch
+        peer._calls.cache_clear()
+
+
 @pytest.fixture(params=[False, True], ids=["old driver", "new driver"])
-def fake_driver(request, monkeypatch):
+def fake_driver(request):
     fake = Driver(request.param)
-    monkeypatch.setattr(driver, "function", fake.function)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda priority: type("Stream", (), {"cuda_stream": 0}))
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
-    monkeypatch.setattr(ProcessGroupTransport, "__init__", lambda self, group: None)
-    peer._calls.cache_clear()
-    yield fake
-    peer._calls.cache_clear()
+    with in_place_of_the_driver(fake, lambda: 0, lambda device: 0):
+        yield fake
+
+
+def exchanged(sent, exchanges, back):
+    """What each rank gets of the rows that each rank sends."""
+    parts = [rows.split(list(exchange.splits(back)[1])) for rows, exchange in zip(sent, exchanges, strict=True)]
+    return [torch.cat(rows) for rows in zip(*parts, strict=True)]
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 8])
@@ -109,9 +124,8 @@ def test_every_rank_fetches_what_is_its_own(fake_driver, size):
                     everyone.ranks[rank].all_to_all(received[rank], sent[rank], exchanges[rank], back)
                     for rank in range(size)
                 ]
-                parts = [buffer.split(list(exchanges[rank].splits(back)[1])) for rank, buffer in enumerate(sent)]
-                for rank in range(size):
-                    assert torch.equal(received[rank], torch.cat([parts[source][rank] for source in range(size)]))
+                for rank, expected in enumerate(exchanged(sent, exchanges, back)):
+                    assert torch.equal(received[rank], expected)
                 for address, value in fake_driver.waits:
                     assert ctypes.c_uint32.from_address(address).value >= value
                 for arrival in arrivals:
@@ -158,9 +172,8 @@ def exchange_by_kernels(fake_driver, everyone, exchanges, back, columns, number)
     for address, value in fake_driver.waits:
         assert ctypes.c_uint32.from_address(address).value == value
     assert len(fake_driver.waits) == (0 if is_written else size)
-    parts = [rows.split(list(exchanges[i].splits(back)[1])) for i, rows in enumerate(sent)]
-    for i, (_, received, arrival) in enumerate(found):
-        assert torch.equal(received, torch.cat([parts[source][i] for source in range(size)]))
+    for (_, received, arrival), expected in zip(found, exchanged(sent, exchanges, back), strict=True):
+        assert torch.equal(received, expected)
         flag = arrival.flag()
         assert ctypes.c_int32.from_address(flag.address).value == flag.number
         arrival.wait()

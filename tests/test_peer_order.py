@@ -11,15 +11,12 @@ from collections import deque
 from functools import partial
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from test_peer import Rank, pack
+from test_peer import Everyone, exchanged, in_place_of_the_driver, pack
 
 from torchtitan_magi import driver, make_plan, peer, varlen_causal
-from torchtitan_magi.peer import FLAG_BYTES, SLOTS
-from torchtitan_magi.transport import ProcessGroupTransport
 
 SIZE = 3
 DOCUMENTS = np.cumsum([0, 90, 7, 1, 40, 33])
@@ -40,10 +37,10 @@ class Streams:
         self.queues = {}
         self.names = itertools.count(1)
 
-    def new(self, **_):
+    def new(self):
         name = next(self.names)
         self.queues[name] = deque()
-        return type("Stream", (), {"cuda_stream": name})
+        return name
 
     def put(self, stream, work, ready=always):
         self.queues[stream].append((ready, work))
@@ -72,24 +69,20 @@ class Streams:
             draw(ready).popleft()[1]()
 
 
-class Cluster:
+class Cluster(Everyone):
     """Ranks whose hosts issue the same exchanges, one after another."""
 
     def __init__(self, streams, draw):
-        self.streams, self.draw, self.size = streams, draw, SIZE
-        self.ranks = [Rank(rank, self) for rank in range(SIZE)]
+        super().__init__(SIZE)
+        self.streams, self.draw = streams, draw
         for rank in self.ranks:
-            rank.device = streams.new().cuda_stream
+            rank.device = streams.new()
         self.free = [[] for _ in self.ranks]
         self.numbers = itertools.count(1)
 
     def grow(self, slot_bytes):
         self.streams.run(self.draw)
-        memories = [torch.zeros(FLAG_BYTES + 2 * SLOTS * slot_bytes, dtype=torch.uint8) for _ in self.ranks]
-        for rank, memory in zip(self.ranks, memories, strict=True):
-            rank._let_go()
-            rank.slot_bytes = slot_bytes
-            rank._take_up(memory, [memory.data_ptr() for memory in memories])
+        super().grow(slot_bytes)
 
     def allocate(self, rank, rows, columns):
         """Memory given back last, if it is large enough: as long as the stream's order protects it."""
@@ -104,8 +97,7 @@ class Cluster:
             torch.arange(float(columns * sum(exchange.splits(back)[1]))).view(-1, columns) + 1e5 * rank + 7 * number
             for rank, exchange in enumerate(exchanges)
         ]
-        parts = [rows.split(list(exchanges[i].splits(back)[1])) for i, rows in enumerate(sent)]
-        return sent, [torch.cat([parts[source][i] for source in range(SIZE)]) for i in range(SIZE)]
+        return sent, exchanged(sent, exchanges, back)
 
     def by_kernels(self, exchanges, columns, back, monkeypatch, later):
         """An exchange for which kernels pack, and a kernel that waits for it."""
@@ -181,13 +173,7 @@ def test_whatever_stream_runs_ahead_rows_arrive_before_they_are_used(steps, seed
         willing = [name for name in names if random.random() < patience[name - 1]]
         return streams.queues[random.choice(willing or names)]
 
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(driver, "function", streams.function)
-        monkeypatch.setattr(torch.cuda, "Stream", streams.new)
-        monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
-        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: device, raising=False)
-        monkeypatch.setattr(ProcessGroupTransport, "__init__", lambda self, group: None)
-        peer._calls.cache_clear()
+    with in_place_of_the_driver(streams, streams.new, lambda device: device) as monkeypatch:
         cluster = Cluster(streams, draw)
         for kind, back, columns, count in steps:
             stages = [share.forward[-1].exchanges for share in PLANS[2 if kind == "overlapping" else 0].ranks]
@@ -201,4 +187,3 @@ def test_whatever_stream_runs_ahead_rows_arrive_before_they_are_used(steps, seed
             for _ in range(count):
                 cluster.by_kernels(exchanges, columns, back, monkeypatch, kind == "fetched later")
         streams.run(draw)
-    peer._calls.cache_clear()

@@ -58,11 +58,6 @@ def is_new(values: Int64Array) -> npt.NDArray[np.bool_]:
     return new
 
 
-def add_up(values: Int64Array, out: Int64Array) -> None:
-    """Running sums, by torch: NumPy's take six times as long on some CPUs, as each is read back from memory."""
-    torch.cumsum(torch.from_numpy(values), 0, out=torch.from_numpy(out))
-
-
 def write_ramps(
     count: Int64Array,
     lo: Int64Array,
@@ -89,7 +84,8 @@ def write_ramps(
         steps = np.repeat(step, count)
     value[1:] -= (value + (count - 1) * step)[:-1]
     steps[starts_of(count)] = value
-    add_up(steps, out)
+    # NumPy's running sums take six times as long on some CPUs, as each is read back from memory.
+    torch.cumsum(torch.from_numpy(steps), 0, out=torch.from_numpy(out))
 
 
 def write_row_bands(table: Int64Array, layer: Int64Array, num_q: int, out: Int32Array) -> None:

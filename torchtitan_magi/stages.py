@@ -123,8 +123,8 @@ class CostModel:
 
 _PARTS = (KernelCost, Link)
 
-# Kernel: `scripts/calibrate.py --fit benchmarks/results/kernel_h200.json`; it predicts those cases to -11% and +8%
-# forward, -9% and +9% backward.
+# Kernel: `scripts/calibrate.py --fit benchmarks/results/kernel_h200.json` at commit 729f566; they predict the cases of
+# that file, then and now (f4d2feb), to -11% and +8% forward, -9% and +9% backward.
 # The rest: on four (cost_h200x4.json), rows fetched through peer memory; slowdown there is of a backward, the forward
 # showed 0.03. `across` nobody has measured yet: one 400 Gb/s adapter per GPU.
 H200 = CostModel(
