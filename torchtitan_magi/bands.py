@@ -43,7 +43,7 @@ class SegmentRuns:
 
     def tiles(self) -> Int64Array:
         """The tile of each segment."""
-        return np.arange(self.count.sum()) + np.repeat(self.tile - starts_of(self.count), self.count)
+        return np.arange(self.count.sum()) + (self.tile - starts_of(self.count)).repeat(self.count)
 
 
 def starts_of(count: Int64Array) -> Int64Array:
@@ -81,7 +81,7 @@ def write_ramps(
         steps = out
         steps[:] = step[0]
     else:
-        steps = np.repeat(step, count)
+        steps = step.repeat(count)
     value[1:] -= (value + (count - 1) * step)[:-1]
     steps[starts_of(count)] = value
     # NumPy's running sums take six times as long on some CPUs, as each is read back from memory.
@@ -96,7 +96,7 @@ def write_row_bands(table: Int64Array, layer: Int64Array, num_q: int, out: Int32
         out: int32 [layers * num_q * 2], 8-byte aligned; set to lo, hi of each row, layer after layer.
     """
     if layer.any():
-        order = np.argsort(layer, kind="stable")
+        order = layer.argsort(kind="stable")
         table, layer = table[order], layer[order]
     q_start, q_end, k_start, k_end, mask_type = table.T
     edges = np.zeros(2 * len(table) + 2, np.int64)
@@ -124,7 +124,7 @@ def tile_segments(
     """
     # All sizes at once, as the time goes into calls: the slices again for each size, on layers of its own.
     num_layers = int(layer.max(initial=0)) + 1
-    tokens = np.repeat(sizes, len(table))
+    tokens = np.array(sizes).repeat(len(table))
     layer = np.concatenate([layer + i * num_layers for i in range(len(sizes))])
     table = np.concatenate([table] * len(sizes))
     q_start, q_end, k_start, k_end, mask_type = table.T
@@ -134,11 +134,11 @@ def tile_segments(
     tail = end_tile * tokens
     start = np.array([q_start, np.where(tail < q_start, q_end, tail)]).T.ravel()
     end = np.array([np.minimum(first_tile * tokens, q_end), q_end]).T.ravel()
-    some = np.flatnonzero(start < end)
+    some = (start < end).nonzero()[0]
     which = some // 2
     parts = _join_parts(table.take(which, 0), layer[which], start[some], end[some], num_q, tokens[which], apart)
 
-    whole = np.flatnonzero(first_tile < end_tile)
+    whole = (first_tile < end_tile).nonzero()[0]
     tile, slope_lo, slope_hi, tokens = first_tile[whole], slope_lo[whole], slope_hi[whole], tokens[whole]
     row = tile * tokens
     lo = k_start[whole] + slope_lo * (row - q_start[whole])
@@ -152,7 +152,7 @@ def tile_segments(
         runs = _written_out(runs)
     size, runs[2] = np.divmod(runs[2], num_layers)
     place = (size * (num_q + 1) + runs[0]) * num_layers + runs[2]
-    by_tile = np.argsort(place, kind="stable")
+    by_tile = place.argsort(kind="stable")
     runs = runs.take(by_tile, 1)
     edges = [0, *np.bincount(size, minlength=len(sizes)).cumsum()]
     return [SegmentRuns(*runs[:, begin:end]) for begin, end in itertools.pairwise(edges)]
@@ -195,11 +195,11 @@ def _join_parts(
 
     # Step 2: join what lies close.
     new_tile = is_new(group)
-    lift = np.cumsum(new_tile) * (2 * FAR)  # makes the running maximum start again at each tile
+    lift = new_tile.cumsum() * (2 * FAR)  # makes the running maximum start again at each tile
     reach = np.maximum.accumulate(last_hi + lift) - lift
     is_first = new_tile.copy()
     is_first[1:] |= (lo[1:] - reach[:-1] >= KEYS) | (lo[1:] >= apart) & (reach[:-1] <= apart)
-    starts = np.flatnonzero(is_first)
+    starts = is_first.nonzero()[0]
     tile, tokens = tile[starts], tokens[starts]
     all_rows = np.add.reduceat(num_rows, starts) == np.minimum(tokens, num_q - tile * tokens)
     joined = np.zeros((9, len(starts)), np.int64)
