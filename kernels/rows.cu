@@ -1,4 +1,4 @@
-// What is done around attention at the speed of memory, one launch each: before it K/V rows are packed for group_cast, and a
+// What is done around attention at the speed of memory, one launch each: once per mask its row bands are written; before attention K/V rows are packed for group_cast, and a
 // backward's row sums taken; after it gradients are packed for group_reduce, those that come back added, and the sums rounded.
 // Rows are packed into one buffer, or written to where they are wanted, in the memory of several GPUs.
 //
@@ -67,6 +67,31 @@ DEVICE void sum_rows(const RowSums& params, unsigned block) {
 #pragma unroll
   for (int step = 8; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
   if (row < params.num_rows && unit == 0) params.delta[row] = sum;
+}
+
+// bands[layer][row]: the keys that a row sees, of the slices of a mask. The rows are counted through all layers.
+struct BandsParams {
+  const int* slices;                      // [num_slices, 5]: first row, end; first key, end; type. Ascending, no row in two
+  int2* bands;                            // [num_bands] = {lo, hi}
+  int num_slices, num_bands;
+};
+
+extern "C" __global__ void __launch_bounds__(kWarps * 32) write_bands(const __grid_constant__ BandsParams params) {
+  wait_for_kernel_before();
+  const int row = blockIdx.x * blockDim.x + threadIdx.x;
+  if (row >= params.num_bands) return;
+  int before = 0, end = params.num_slices;   // of all slices, how many begin at this row or before
+  while (before < end) {
+    const int middle = (before + end) / 2;
+    if (__ldg(params.slices + 5 * middle) <= row) before = middle + 1;
+    else end = middle;
+  }
+  int2 band = make_int2(0, 0);
+  if (const int* slice = params.slices + 5 * (before - 1); before > 0 && row < slice[1]) {
+    const int type = slice[4];               // bit 0: the end moves with the row; bit 1: the first key does
+    band = make_int2(slice[2] + (type >> 1) * (row - slice[0]), slice[3] - (type & 1) * (slice[1] - 1 - row));
+  }
+  params.bands[row] = band;
 }
 
 // The packing moves units of 16 bytes. A warp handles one row of K and V, so its lanes touch consecutive units.

@@ -90,7 +90,7 @@ def fields_of(struct: type[ctypes.Structure], path: str = "") -> Iterator[tuple[
     [
         ("ffa_forward.cu", launch.forward_variant(128, 8, torch.bfloat16, False, False)[0], [launch.ForwardParams]),
         ("ffa_backward.cu", launch.backward_variant(128, 8, torch.bfloat16, True)[0], [launch.BackwardParams]),
-        ("rows.cu", (), [rows._GatherParams, rows._AddParams, rows._FinishParams]),
+        ("rows.cu", (), [rows._BandsParams, rows._GatherParams, rows._AddParams, rows._FinishParams]),
     ],
 )
 def test_parameters_lie_where_the_host_puts_them(

@@ -20,6 +20,7 @@ SCALE = 0.125
 PARAMS = {
     "ffa_forward": launch.ForwardParams,
     "ffa_backward": launch.BackwardParams,
+    "write_bands": rows._BandsParams,
     "gather_rows": rows._GatherParams,
     "finish_grads": rows._FinishParams,
     "add_rows": rows._AddParams,
@@ -96,6 +97,19 @@ def bits(row):
     return row[:8].contiguous().view(torch.int16).tolist()
 
 
+def test_row_bands_are_made_once_of_the_slices(recorder):
+    attn = HostAttn()
+    mask = mask_of(attn)
+    (made,) = recorder.launches
+    s = mask.sizes
+    assert (made.name, made.params.num_slices, made.params.num_bands) == ("write_bands", s.num_slices, s.num_bands)
+    assert 256 * made.blocks >= TOKENS == s.num_bands > 256 * (made.blocks - 1)
+    assert made.params.slices == mask.words[s.slices :].data_ptr()
+    attn.forward(*tensors(HEADS_Q, HEADS, HEADS), mask, SCALE)
+    assert recorder.launches[-1].params.bands == made.params.bands == mask.bands.data_ptr()
+    assert len(recorder.launches) == 2
+
+
 def test_a_launch_is_kept_and_takes_new_tensors(recorder):
     attn = HostAttn()
     mask = mask_of(attn)
@@ -110,7 +124,7 @@ def test_a_launch_is_kept_and_takes_new_tensors(recorder):
         assert last.params.scale_log2 == pytest.approx(SCALE * 1.4426950408889634)
         assert last.blocks == min(132, mask.sizes.num_forward_items * last.params.schedule.num_heads)
     assert len(mask.launches) == 1
-    assert len({launched.params.counter for launched in recorder.launches}) == 3
+    assert len({launched.params.counter for launched in recorder.launches[1:]}) == 3
     attn.forward(q, k, v, mask, SCALE, sm_margin=130)
     assert recorder.launches[-1].blocks == 2
 
@@ -182,10 +196,11 @@ def test_without_queries_or_work_nothing_is_launched(recorder):
     nothing = attn.prepare(varlen_causal([0]), 0, TOKENS, HEADS_Q, HEADS)
     out, lse = attn.forward(q[:0], k, v, nothing.to(torch.from_numpy(nothing.words)), SCALE)
     assert (out.shape, lse.shape) == ((0, HEADS_Q, DIM), (0, HEADS_Q))
+    assert not recorder.launches
     unseen = attn.prepare(varlen_causal([0]), TOKENS, TOKENS, HEADS_Q, HEADS)
     earlier = torch.zeros(TOKENS, HEADS_Q, DIM), torch.zeros(TOKENS, HEADS_Q)
     assert attn.forward(q, k, v, unseen.to(torch.from_numpy(unseen.words)), SCALE, earlier, more=True) == earlier
-    assert not recorder.launches
+    assert [launched.name for launched in recorder.launches] == ["write_bands"]
 
 
 def test_each_thread_has_launches_of_its_own(recorder):
@@ -196,7 +211,7 @@ def test_each_thread_has_launches_of_its_own(recorder):
     thread = threading.Thread(target=lambda: attn.forward(*inputs, mask, SCALE))
     thread.start()
     thread.join()
-    assert len(mask.launches) == len(recorder.launches) == 2
+    assert len(mask.launches) == len(recorder.launches[1:]) == 2
 
 
 def test_maps_that_are_given_up_live_on_until_they_are_used(recorder, monkeypatch):

@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from torchtitan_magi.rows import CudaRows
+from torchtitan_magi import AttnSlices, shared_prompt, sliding_window, varlen_causal
+from torchtitan_magi.rows import CudaRows, write_bands
 from torchtitan_magi.transport import Arrival, Flag, Places, Returned, RowSums
+from torchtitan_magi.worklists import build_worklists
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU (sm_90)")]
@@ -22,6 +24,26 @@ def boxes(counts, row_bytes, flags, dtype, begin):
     addresses = [x.data_ptr() - start * row_bytes for x, start in zip(targets, starts, strict=True)]
     words = [flags.data_ptr() + 4 * i for i in range(len(flags))]
     return Places(ends, addresses, starts[begin], words), targets
+
+
+@pytest.mark.parametrize(
+    "slices",
+    [
+        varlen_causal([0, 3, 100, 101, 640, 900]),
+        sliding_window([0, 700, 1100], 130),
+        shared_prompt([[300, 200, 150], [20, 40, 500]]),
+        AttnSlices([[3, 40, 0, 100, 0], [40, 80, 5000, 5100, 0], [60, 200, 2000, 2300, 3]]),
+        AttnSlices([]),
+    ],
+)
+def test_row_bands(slices):
+    num_q = 1300
+    lists = build_worklists(slices, num_q, 6000, 1, 1)
+    table = torch.from_numpy(lists.words[lists.sizes.slices :][: 5 * lists.sizes.num_slices]).cuda().view(-1, 5)
+    bands = torch.full((lists.sizes.num_bands, 2), -1, dtype=torch.int32, device="cuda")
+    write_bands(table, bands)
+    want = np.stack(slices.row_bands(num_q), 2).reshape(-1, 2)
+    np.testing.assert_array_equal(bands.cpu().numpy(), want)
 
 
 @pytest.mark.parametrize("counts", [[700], [1, 900, 333], [5, 4, 3, 2, 1, 600, 7]])

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchtitan_magi.bands import KEYS
+from torchtitan_magi.segments import KEYS
 from torchtitan_magi.slices import AttnSlices, shared_prompt, sliding_window, varlen_causal, varlen_full
 from torchtitan_magi.worklists import (
     BACKWARD_BLOCK_US,
@@ -43,9 +43,19 @@ def segments_of(lists: WorkLists, item: np.ndarray, segments: int) -> list[np.nd
     return [item[4:], *further] if item[1] else []
 
 
-def walk_forward(lists: WorkLists, num_layers: int) -> np.ndarray:
+def bands_of(lists: WorkLists) -> np.ndarray:
+    """What write_bands in rows.cu makes of the slices: lo and hi, [layers, num_q, 2]."""
     s = lists.sizes
-    bands = lists.words[s.bands :][: num_layers * s.num_q * 2].reshape(num_layers, s.num_q, 2)
+    bands, last = np.zeros((s.num_bands, 2), int), 0
+    for start, end, lo, hi, mask_type in read(lists, s.slices, s.num_slices, 5):
+        assert last <= start < end  # it finds a row's slice by bisection
+        rows, last = np.arange(start, end), end
+        bands[rows, 0], bands[rows, 1] = lo + (mask_type >> 1) * (rows - start), hi - (mask_type & 1) * (end - 1 - rows)
+    return bands.reshape(-1, s.num_q, 2) if s.num_q else np.zeros((1, 0, 2), int)
+
+
+def walk_forward(lists: WorkLists) -> np.ndarray:
+    s, bands = lists.sizes, bands_of(lists)
     seen = np.zeros((s.num_q, s.num_k + KEYS), int)
     tokens = 128 // s.forward_pack
     items = read(lists, s.forward_items, s.num_forward_items, 12)
@@ -70,9 +80,8 @@ def walk_forward(lists: WorkLists, num_layers: int) -> np.ndarray:
     return seen[:, : s.num_k]
 
 
-def walk_backward(lists: WorkLists, num_layers: int) -> np.ndarray:
-    s = lists.sizes
-    bands = lists.words[s.bands :][: num_layers * s.num_q * 2].reshape(num_layers, s.num_q, 2)
+def walk_backward(lists: WorkLists) -> np.ndarray:
+    s, bands = lists.sizes, bands_of(lists)
     seen = np.zeros((s.num_q, s.num_k + KEYS), int)
     stored = np.zeros(s.num_k, int)
     tokens = 64 // s.backward_pack
@@ -128,13 +137,12 @@ def check(
     backward_pack: int | None = None,
     chunk: int | None = None,
 ) -> None:
-    num_layers = len(slices.row_bands(num_q)[0])
     want = dense_mask(slices.table, num_q, num_k).astype(int)
     for deterministic in (False, True):
         overrides = {"deterministic": deterministic, "parts": parts, "backward_pack": backward_pack, "chunk": chunk}
         lists = build_worklists(slices, num_q, num_k, *heads, **overrides)
-        np.testing.assert_array_equal(walk_forward(lists, num_layers), want)
-        np.testing.assert_array_equal(walk_backward(lists, num_layers), want)
+        np.testing.assert_array_equal(walk_forward(lists), want)
+        np.testing.assert_array_equal(walk_backward(lists), want)
 
 
 @settings(max_examples=60, deadline=None)
@@ -171,20 +179,21 @@ def test_named_masks(slices: AttnSlices, num_q: int, num_k: int) -> None:
 @given(masks())
 def test_row_bands_are_those_of_the_slices(mask: tuple[AttnSlices, int, int]) -> None:
     slices, num_q, num_k = mask
-    lists, want = build_worklists(slices, num_q, num_k, 1, 1), np.stack(slices.row_bands(num_q), 2)
-    np.testing.assert_array_equal(lists.words[lists.sizes.bands :][: want.size], want.ravel())
+    want = np.stack(slices.row_bands(num_q), 2)
+    np.testing.assert_array_equal(bands_of(build_worklists(slices, num_q, num_k, 1, 1)), want)
 
 
 def test_lists_of_one_direction_are_those_of_both() -> None:
     slices = shared_prompt([[300, 200, 150], [20, 40, 500]])
-    whole, layers = build_worklists(slices, 1210, 1210, 8, 1), len(slices.row_bands(1210)[0])
+    whole = build_worklists(slices, 1210, 1210, 8, 1)
     one = build_worklists(slices, 1210, 1210, 8, 1, backward=False)
     assert one.sizes.backward_pack == 0
-    np.testing.assert_array_equal(walk_forward(one, layers), walk_forward(whole, layers))
+    np.testing.assert_array_equal(walk_forward(one), walk_forward(whole))
     other = build_worklists(slices, 1210, 1210, 8, 1, forward=False)
     assert other.sizes.forward_pack == 0
-    np.testing.assert_array_equal(walk_backward(other, layers), walk_backward(whole, layers))
-    assert len(one.words) + len(other.words) == len(whole.words) + 2 * 1210 * layers  # the bands are in both
+    np.testing.assert_array_equal(walk_backward(other), walk_backward(whole))
+    slices_too = -(-5 * whole.sizes.num_slices // 4) * 4  # are in both
+    assert len(one.words) + len(other.words) == len(whole.words) + slices_too
 
 
 def test_holes_between_keys_are_not_walked() -> None:
@@ -242,9 +251,8 @@ def test_late_keys_share_no_block_and_no_tile_with_others(
         assert s.num_backward_early == 0 or not deterministic
         work = [item for item in read(lists, s.backward_items, s.num_backward_items, 12) if item[1] > 0]
         assert s.backward_awaits == any(item[6] >= late_from for item in work)  # as the kernel has it
-        num_layers = max(1, (s.forward_items - s.bands) // (2 * num_q))
-        np.testing.assert_array_equal(walk_forward(lists, num_layers), want)
-        np.testing.assert_array_equal(walk_backward(lists, num_layers), want)
+        np.testing.assert_array_equal(walk_forward(lists), want)
+        np.testing.assert_array_equal(walk_backward(lists), want)
 
 
 def test_only_as_much_goes_first_as_covers_the_wait() -> None:

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from torchtitan_magi import jit, launch
-from torchtitan_magi.bands import FAR, KEYS
 from torchtitan_magi.memory import empty, layout
-from torchtitan_magi.rows import CudaRows
+from torchtitan_magi.rows import CudaRows, write_bands
+from torchtitan_magi.segments import FAR, KEYS
 from torchtitan_magi.slices import AttnSlices
 from torchtitan_magi.transport import KeysAndValues, LateKeys, keys_and_values
 from torchtitan_magi.worklists import BACKWARD_ROWS, ROWS, ListSizes, WorkLists, build_worklists
@@ -26,9 +26,10 @@ LOG2_E = math.log2(math.e)
 # ------------------------------------------------------------ lists
 @dataclass(frozen=True, eq=False)
 class DeviceLists:
-    """Work lists of one mask on a device; `words` int32 [n], 16-byte aligned."""
+    """Work lists of one mask on a device; `words` int32 [n], 16-byte aligned; `bands` int32 [layers * rows, 2]."""
 
     words: Tensor
+    bands: Tensor
     sizes: ListSizes
     launches: dict[Any, launch.Launch] = field(default_factory=dict)  # what repeats from call to call
 
@@ -50,8 +51,12 @@ class HostLists:
         """The lists around `device_words`, a copy of `words` on the device; cloned when not 16-byte aligned."""
         assert device_words.dtype == torch.int32
         assert len(device_words) == len(self.words)
+        s = self.lists.sizes
         aligned = device_words.data_ptr() % 16 == 0 and device_words.is_contiguous()
-        return DeviceLists(device_words if aligned else device_words.clone(), self.lists.sizes)
+        words = device_words if aligned else device_words.clone()
+        bands = empty((s.num_bands, 2), torch.int32, words.device)
+        write_bands(words[s.slices :][: 5 * s.num_slices].view(-1, 5), bands)
+        return DeviceLists(words, bands, s)
 
 
 # ------------------------------------------------------------ the attention
@@ -202,7 +207,7 @@ class FfaBlockAttn:
         params = launch.ForwardParams(
             items=mask.pointer(s.forward_items),
             segments=mask.pointer(s.forward_segments),
-            bands=mask.pointer(s.bands),
+            bands=mask.bands.data_ptr(),
             schedule=launch.Schedule(
                 s.num_forward_early, num_items - s.num_forward_early, 0, num_groups, s.forward_heads_per_wave
             ),
@@ -330,7 +335,7 @@ class FfaBlockAttn:
         params = launch.BackwardParams(
             items=mask.pointer(s.backward_items),
             segments=mask.pointer(s.backward_segments),
-            bands=mask.pointer(s.bands),
+            bands=mask.bands.data_ptr(),
             components=mask.pointer(s.components),
             schedule=launch.Schedule(
                 s.num_backward_early,

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from torchtitan_magi import driver, jit
-from torchtitan_magi.bands import KEYS
 from torchtitan_magi.memory import current_device
+from torchtitan_magi.segments import KEYS
 from torchtitan_magi.worklists import BACKWARD_ROWS, MAX_CUT, ROWS
 
 THREADS = 384  # of a block of the forward and of the backward

@@ -1,4 +1,4 @@
-"""Host half of rows.cu: packing K/V rows, adding returned rows, rounding gradients.
+"""Host half of rows.cu: row bands, packing K/V rows, adding returned rows, rounding gradients.
 
 The counterpart of ``comm.TorchRows``. Shapes: T tokens of this rank, S rows sent in a stage, H K/V heads, D head_dim.
 """
@@ -39,6 +39,13 @@ class _RowSums(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("out", "dout", "delta", "zero", "more_zero")),
         *((name, ctypes.c_longlong) for name in ("num_rows", "num_zero", "num_more_zero")),
         ("head_dim", ctypes.c_int),
+    ]
+
+
+class _BandsParams(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("slices", "bands")),
+        *((name, ctypes.c_int) for name in ("num_slices", "num_bands")),
     ]
 
 
@@ -195,6 +202,19 @@ class CudaRows:
         if not params.returned.num_tokens:
             returned.arrival.wait()  # only now, as other ranks may wait for what has been sent
         return dq_to, dk, dv
+
+
+def write_bands(slices: Tensor, bands: Tensor) -> None:
+    """The keys that each row sees.
+
+    Args:
+        slices: int32 [n, 5], contiguous, ascending: first row and end, first key and end, mask type; no row in two.
+        bands: int32 [rows, 2], contiguous; set to lo, hi: keys [lo, hi). 0, 0 for rows of no slice.
+    """
+    if len(bands):
+        kernel = _kernel("write_bands", torch.bfloat16, torch.bfloat16)
+        params = _BandsParams(slices.data_ptr(), bands.data_ptr(), len(slices), len(bands))
+        kernel(bands.device.index, -(-len(bands) // (_WARPS * 32)), params)
 
 
 def _gather_launch(k: Tensor, v: Tensor, num_rows: int, to: Places, sums: RowSums | None) -> launch.Launch:

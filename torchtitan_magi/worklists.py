@@ -1,7 +1,7 @@
 """The kernel's work lists, made on the host from attention slices. NumPy only.
 
 Vocabulary (kernels/ffa_layout.cuh has the records):
-    band       a query row's interval of keys on one mask layer; the intervals of a row are disjoint
+    band       a query row's interval of keys on one mask layer; the intervals of a row are disjoint; made on the device
     pack       query heads of one KV head that share a tile; a tile's row = token * pack + head
     q-tile     128 // pack query tokens (forward)        q-block   64 // pack query tokens (backward)
     k-block    128 keys from a segment's first (forward)  k-tile    up to 128 keys, see key_tiles (backward)
@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from torchtitan_magi.bands import (
+from torchtitan_magi.segments import (
     FAR,
     KEYS,
     Int32Array,
@@ -27,7 +27,6 @@ from torchtitan_magi.bands import (
     starts_of,
     tile_segments,
     write_ramps,
-    write_row_bands,
 )
 from torchtitan_magi.slices import AttnSlices, slice_layers
 
@@ -53,6 +52,10 @@ PART_MEMORY = 0.009  # what parts leave, in fp32, against inputs and outputs
 MAX_CUT = NUM_SMS // 2  # forward tiles, times head groups, that are cut at most
 WORTH_CUTTING = 0.01  # share of the forward's time
 
+# glibc keeps freed memory for later up to twice the largest block freed so far, of at most 32 MiB. Without this one the
+# pages of the lists of a pack of 1M tokens go back to the system and come anew each time: a third of the time it takes.
+np.empty((32 << 20) - 8192, np.uint8)
+
 
 def tile_cost(num_blocks: Int64Array) -> npt.NDArray[np.float64]:
     """Run time of work items by their number of blocks, in units of one 128 x 128 block; no blocks, no cost."""
@@ -73,7 +76,9 @@ class ListSizes:
     num_k: int
     num_heads_q: int
     num_heads_kv: int
-    bands: int
+    num_bands: int  # rows, on all layers
+    num_slices: int
+    slices: int
 
     forward_pack: int = 0  # 0: no lists of that direction
     forward_heads_per_wave: int = 0
@@ -152,8 +157,12 @@ def build_worklists(
     assert ((rows[:, 3] <= late_from) | (rows[:, 2] >= late_from)).all()
     mask = _Mask(rows, slice_layers(rows), num_q, num_k, num_heads_q, num_heads_kv, late_from)
     words = _Words()
-    num_bands = int(mask.layer.max(initial=0) + 1) * num_q
-    bands = words.reserve(2 * num_bands)
+    num_layers, by_layer = int(mask.layer.max(initial=0)) + 1, table
+    if num_layers > 1:
+        order = mask.layer.argsort(kind="stable")
+        by_layer = table[order]
+        by_layer[:, :2] += (mask.layer[order] * num_q)[:, None].astype(np.int32)
+    in_words = words.add(by_layer)
     sizes: dict[str, Any] = {}
     group = num_heads_q // num_heads_kv
     forward_pack, backward_pack = largest_divisor(group, MAX_PACK), backward_pack or choose_backward_pack(group)
@@ -163,9 +172,8 @@ def build_worklists(
         sizes |= _forward_lists(mask, next(runs), words, forward_pack, parts)
     if backward:
         sizes |= _backward_lists(mask, next(runs), words, deterministic, backward_pack, chunk)
-    packed = words.packed()
-    write_row_bands(rows, mask.layer, num_q, packed[bands : bands + 2 * num_bands])
-    return WorkLists(packed, ListSizes(num_q, num_k, num_heads_q, num_heads_kv, bands, **sizes))
+    shape = num_q, num_k, num_heads_q, num_heads_kv
+    return WorkLists(words.packed(), ListSizes(*shape, num_layers * num_q, len(table), in_words, **sizes))
 
 
 @dataclass(frozen=True)
@@ -655,28 +663,21 @@ class _Words:
 
     def __init__(self) -> None:
         self.parts: list[tuple[int, Int32Array, Int64Array | None]] = []
-        self.ends: list[int] = []
         self.size = 0
 
-    def reserve(self, size: int) -> int:
-        """Leaves room for `size` words."""
-        start = self.size
-        self.ends.append(start + size)
-        self.size = start + -(-size // 4) * 4
-        return start
-
     def add(self, array: Int32Array, order: Int64Array | None = None) -> int:
-        """Copies `array`, or its rows in that order, when packed."""
-        start = self.reserve(array.size)
+        """Copies `array`, or its rows in that order, when packed; returns where to."""
+        start, end = self.size, self.size + array.size
         self.parts.append((start, array, order))
+        self.size = -(-end // 4) * 4
         return start
 
     def packed(self) -> Int32Array:
         words = np.empty(self.size, np.int32)
-        for end in self.ends:
-            words[end : -(-end // 4) * 4] = 0
         for start, array, order in self.parts:
-            part = words[start : start + array.size].reshape(array.shape)
+            end = start + array.size
+            words[end : -(-end // 4) * 4] = 0
+            part = words[start:end].reshape(array.shape)
             if order is None:
                 part[:] = array
             else:

@@ -1,9 +1,9 @@
-"""What a mask's rows see, as bands per row and as segments per tile of rows.
+"""What the rows of a mask see, tile by tile.
 
-A band is a query row's interval of keys on one mask layer; the intervals of a row are disjoint. A segment is a run of
-keys that a tile of consecutive rows sees on one layer. Inside a slice both move evenly from row to row and from tile to
-tile, so they are made as runs, few per slice, and only what the kernel reads of them is written out. (Of the rows of a
-table, `take` and `compress` are several times as fast as an index.)
+A segment is a run of keys that a tile of consecutive rows sees on one mask layer. Inside a slice it moves evenly from
+tile to tile, so segments are made as runs, few per slice, and only what the kernel reads of them is written out. (Of
+the rows of a table, `take` and `compress` are several times as fast as an index; methods of arrays are faster than
+NumPy's functions of the same name.)
 """
 
 import itertools
@@ -86,28 +86,6 @@ def write_ramps(
     steps[starts_of(count)] = value
     # NumPy's running sums take six times as long on some CPUs, as each is read back from memory.
     torch.cumsum(torch.from_numpy(steps), 0, out=torch.from_numpy(out))
-
-
-def write_row_bands(table: Int64Array, layer: Int64Array, num_q: int, out: Int32Array) -> None:
-    """The intervals of keys of each row: AttnSlices.row_bands. On a layer, runs of slices and of nothing alternate.
-
-    Args:
-        table: canonical slices, int64 [n, 5]; layer: of each slice, int64 [n], from `slice_layers`.
-        out: int32 [layers * num_q * 2], 8-byte aligned; set to lo, hi of each row, layer after layer.
-    """
-    if layer.any():
-        order = layer.argsort(kind="stable")
-        table, layer = table[order], layer[order]
-    q_start, q_end, k_start, k_end, mask_type = table.T
-    edges = np.zeros(2 * len(table) + 2, np.int64)
-    edges[1:-1:2], edges[2:-1:2], edges[-1] = q_start + layer * num_q, q_end + layer * num_q, len(out) // 2
-    lengths = edges[1:] - edges[:-1]
-    runs = np.zeros((4, len(lengths)), np.int64)  # lo, hi, their steps; 0 between slices
-    slope_lo, slope_hi = mask_type >> 1, mask_type & 1
-    runs[:, 1::2] = k_start, k_end - slope_hi * (q_end - 1 - q_start), slope_lo, slope_hi
-    some = lengths > 0
-    lo, hi, step_lo, step_hi = runs.compress(some, 1)
-    write_ramps(lengths[some], lo, hi, step_lo, step_hi, out.view(np.int64))
 
 
 def tile_segments(
