@@ -154,7 +154,7 @@ def build_worklists(
         )
     rows = table.astype(np.int64)
     late_from = num_k if late_from is None else late_from
-    assert ((rows[:, 3] <= late_from) | (rows[:, 2] >= late_from)).all()
+    assert late_from >= num_k or ((rows[:, 3] <= late_from) | (rows[:, 2] >= late_from)).all()
     mask = _Mask(rows, slice_layers(rows), num_q, num_k, num_heads_q, num_heads_kv, late_from)
     words = _Words()
     num_layers, by_layer = int(mask.layer.max(initial=0)) + 1, table
@@ -468,7 +468,8 @@ def forward_records(runs: SegmentRuns, num_tiles: int) -> tuple[Int64Array, Int3
         records[:, 4] = runs.layer.repeat(runs.count)
     pairs = records.view(np.int64)
     write_ramps(runs.count, runs.first, runs.end, runs.step_lo, runs.step_hi, pairs[:, FIRST // 2])
-    write_ramps(runs.count, runs.full_first, runs.full_end, runs.step_lo, runs.step_hi, pairs[:, FULL // 2])
+    further = (runs.full_first - runs.first) + ((runs.full_end - runs.end) << 32)  # in a run always the same
+    np.add(pairs[:, FIRST // 2], further.repeat(runs.count), out=pairs[:, FULL // 2])
     return tile, records, np.bincount(tile, key_blocks(records), num_tiles).astype(np.int64)
 
 
