@@ -237,7 +237,7 @@ def take_turns(runs: dict[str, Callable[[], object]], wanted: float) -> dict[str
         return start.elapsed_time(end)
 
     first = [once(run) for _ in range(2) for run in runs.values()]
-    rounds = max(3, round(wanted * len(first) / sum(first)))
+    rounds = max(5, round(wanted * len(first) / sum(first)))
     times: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(rounds):
         for name in random.sample(list(runs), len(runs)):

@@ -123,13 +123,13 @@ class CostModel:
 
 _PARTS = (KernelCost, Link)
 
-# Kernel: `scripts/calibrate.py --fit benchmarks/results/kernel_h200.json` at commit 729f566; they predict the cases of
-# that file, then and now (f4d2feb), to -11% and +8% forward, -9% and +9% backward.
+# Kernel: `scripts/calibrate.py --fit benchmarks/results/kernel_h200.json` at commit 16ed43a; they predict the cases of
+# that file to -15% (a pack of 256k tokens; -11% else) and +9% forward, -8% and +9% backward.
 # The rest: on four (cost_h200x4.json), rows fetched through peer memory; slowdown there is of a backward, the forward
 # showed 0.03. `across` nobody has measured yet: one 400 Gb/s adapter per GPU.
 H200 = CostModel(
-    forward=KernelCost(launch=10.1e-6, pair=2.56e-13, pair_dim=3.59e-15, row=1.17e-10, row_dim=0.0),
-    backward=KernelCost(launch=20.7e-6, pair=6.02e-13, pair_dim=1.09e-14, row=1.78e-10, row_dim=4.81e-12),
+    forward=KernelCost(launch=9.3e-6, pair=2.40e-13, pair_dim=3.80e-15, row=1.20e-10, row_dim=0.0),
+    backward=KernelCost(launch=22.6e-6, pair=6.10e-13, pair_dim=1.09e-14, row=1.72e-10, row_dim=4.89e-12),
     merge=6.0e-13,
     stage=12e-6,
     memory=4.2e12,
