@@ -1,6 +1,7 @@
 """The cost model: what it predicts, and which stages are chosen for it."""
 
 import itertools
+import json
 import sys
 from dataclasses import replace
 from fractions import Fraction
@@ -14,6 +15,7 @@ from masks import dense_mask, slice_lists
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
 from calibrate import Sample, fit_kernel, fit_link, recorded_samples
+from check_prediction import comparisons
 
 from torchtitan_magi.plan import make_plan
 from torchtitan_magi.slices import varlen_causal
@@ -30,6 +32,8 @@ from torchtitan_magi.stages import (
     equal_stages,
     predict,
 )
+
+RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
 
 # One second per pair and query head; everything else is free.
 PLAIN = CostModel(
@@ -98,6 +102,34 @@ def test_what_travels_under_attention_costs_nothing():
     returned = predict(hidden, plan.work, plan.heads, equal_stages(1), True)
     assert returned.seconds > nothing  # the last gradients return when nothing is left to hide them
     assert returned.reduces[1, 1].max() == pytest.approx(returned.seconds)
+
+
+def test_gradients_of_an_only_exchange_are_written_inside_a_node():
+    cost = replace(PLAIN, inside=Link(latency=7.0, bandwidth=1e3), across=Link(latency=11.0, bandwidth=1e3))
+    inside, nodes = (documents(4, 64, gpus_per_node=n, heads=ONE_ROW_TILES) for n in (4, 2))
+    taken = {}
+    for plan, name in ((inside, "inside"), (nodes, "nodes")):
+        for count in (0, 1, 2):
+            start, end = predict(cost, plan.work, plan.heads, equal_stages(count), True).reduces[-1]
+            taken[name, count] = (end - start).max()
+    num_bytes = inside.work.inside.max() * ONE_ROW_TILES.row_bytes
+    assert taken["inside", 0] == taken["inside", 1] == pytest.approx(num_bytes / 1e3)
+    assert taken["inside", 2] == pytest.approx(7 + num_bytes / 2e3)
+    assert taken["nodes", 0] == taken["nodes", 1] > 11
+
+
+@pytest.mark.parametrize(("count", "of_returned"), [(0, 1), (1, 1), (2, 3)])
+def test_gradients_that_are_sums_take_passes_over_memory(count, of_returned):
+    plan, alone = documents(4, 64, heads=ONE_ROW_TILES), documents(4, 64, count=4, heads=ONE_ROW_TILES)
+    narrow = replace(PLAIN, memory=1e3)
+
+    def added(plan, shares):
+        wide, passes = (predict(cost, plan.work, plan.heads, shares, True).end for cost in (PLAIN, narrow))
+        return (passes - wide) * 1e3 / ONE_ROW_TILES.row_bytes
+
+    expected = 4 * 64 + 3 * plan.work.received + of_returned * plan.work.sent
+    np.testing.assert_allclose(added(plan, equal_stages(count)), expected, rtol=1e-6)
+    assert not added(alone, RESIDENT).any()
 
 
 def test_nodes_are_slow_to_reach_and_each_row_crosses_once():
@@ -171,13 +203,26 @@ def test_calibration_finds_latency_and_bandwidth():
 
 
 def test_the_shipped_constants_fit_the_stored_figures():
-    samples = recorded_samples(Path(__file__).parent.parent / "benchmarks" / "results" / "kernel_h200.json")
+    samples = recorded_samples(RESULTS / "kernel_h200.json")
     assert len(samples) > 30
     for name in ("forward", "backward"):
         for sample in samples:
             plan = make_plan(sample.slices, sample.num_tokens, 1, heads=sample.heads)
             predicted = plan.predict()[name == "backward"].seconds
             assert predicted == pytest.approx(getattr(sample, name), rel=0.15), sample
+
+
+@pytest.mark.parametrize(
+    "name", ["cp_h200x2", "cp_h200x4", "cp_h200x2_64k", "cp_h200x4_64k", "cp_h200x2_32_32", "cp_h200x4_32_32"]
+)
+def test_the_shipped_constants_predict_the_layers_that_were_measured(name):
+    rows = json.loads((RESULTS / f"{name}.json").read_text())["rows"]
+    found = [
+        (share, predicted) for label, *_, share, predicted in comparisons(rows, H200) if label.split()[-1] == "ours"
+    ]
+    assert len(found) >= 3
+    for share, predicted in found:
+        assert predicted == pytest.approx(share, abs=0.05)
 
 
 def test_a_cost_model_survives_a_file(tmp_path):
