@@ -227,7 +227,18 @@ def test_the_shipped_constants_predict_the_layers_that_were_measured(name):
 
 def test_a_cost_model_survives_a_file(tmp_path):
     H200.save(tmp_path / "cost.json", device="NVIDIA H200")
-    assert CostModel.load(tmp_path / "cost.json") == H200
+    assert CostModel.load(tmp_path / "cost.json") == CostModel.load(str(tmp_path / "cost.json")) == H200
+
+
+@pytest.mark.parametrize(
+    "text", [None, "words", "{}", "[]", '{"cost_model": {"merge": 1}}', '{"cost_model": {"forward": 1}}']
+)
+def test_what_is_no_cost_model_is_refused(tmp_path, text):
+    path = tmp_path / "cost.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ValueError, match=r"cost\.json is no cost model .*scripts/calibrate.py"):
+        CostModel.load(path)
 
 
 def test_heads_that_do_not_divide_are_refused():

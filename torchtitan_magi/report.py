@@ -83,12 +83,7 @@ def _wrapped(text: str) -> str:
 def _sizings(options: argparse.Namespace) -> list[Sizing]:
     """One for each number of GPUs, all of the same packs."""
     heads = heads_of(options.heads, options.head_dim)
-    cost = H200
-    if options.cost is not None:
-        try:
-            cost = CostModel.load(options.cost)
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{options.cost} is no cost model ({error!r}); make one by scripts/calibrate.py") from None
+    cost = H200 if options.cost is None else CostModel.load(options.cost)
     total = count_of_tokens(options.total)
     nodes = [gpus_in_node(options, cp_size) for cp_size in options.cp]
     packs = make_packs(options.source, total, options.packs, options.seed, options.tokenizer)

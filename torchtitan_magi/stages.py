@@ -111,10 +111,18 @@ class CostModel:
     across: Link  # nodes
 
     @classmethod
-    def load(cls, path: Path) -> "CostModel":
-        """From the JSON file that `save` or scripts/calibrate.py wrote."""
-        values = json.loads(path.read_text())["cost_model"]
-        return cls(**{f.name: f.type(**values[f.name]) if f.type in _PARTS else values[f.name] for f in fields(cls)})
+    def load(cls, path: str | Path) -> "CostModel":
+        """From the JSON file that `save` or scripts/calibrate.py wrote.
+
+        Raises:
+            ValueError: there is none, or it says something else.
+        """
+        try:
+            values = json.loads(Path(path).read_text())["cost_model"]
+            parts = {f.name: f.type(**values[f.name]) if f.type in _PARTS else values[f.name] for f in fields(cls)}
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{path} is no cost model ({error!r}); make one by scripts/calibrate.py") from None
+        return cls(**parts)
 
     def save(self, path: Path, **notes: Any) -> None:
         """As JSON, with notes on where the values come from."""
@@ -125,8 +133,9 @@ _PARTS = (KernelCost, Link)
 
 # Kernel: `scripts/calibrate.py --fit benchmarks/results/kernel_h200.json` at commit 16ed43a; they predict the cases of
 # that file to -15% (a pack of 256k tokens; -11% else) and +9% forward, -8% and +9% backward.
-# The rest: on four (cost_h200x4.json), rows fetched through peer memory; slowdown there is of a backward, the forward
-# showed 0.03. `across` nobody has measured yet: one 400 Gb/s adapter per GPU.
+# The rest: calibrate.py on four at 27e378a, rows fetched through peer memory; slowdown is of a backward, the forward
+# showed 0.03. cost_h200x4.json, of a later run, has 81 us and 353 GB/s and predicts layers no better. `across` nobody
+# has measured yet: one 400 Gb/s adapter per GPU.
 H200 = CostModel(
     forward=KernelCost(launch=9.3e-6, pair=2.40e-13, pair_dim=3.80e-15, row=1.20e-10, row_dim=0.0),
     backward=KernelCost(launch=22.6e-6, pair=6.10e-13, pair_dim=1.09e-14, row=1.72e-10, row_dim=4.89e-12),
