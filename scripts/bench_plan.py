@@ -27,7 +27,7 @@ from torchtitan_magi.baselines import contiguous, min_heap, zigzag
 from torchtitan_magi.outcome import tile_work
 from torchtitan_magi.packs import draw_pack
 from torchtitan_magi.placement import place
-from torchtitan_magi.plan import make_plan
+from torchtitan_magi.plan import plan_afresh
 from torchtitan_magi.rows import CudaRows
 from torchtitan_magi.slices import AttnSlices, varlen_causal
 from torchtitan_magi.stages import LLAMA_HEADS
@@ -121,7 +121,7 @@ def plan_ms(slices: AttnSlices, num_tokens: int, cp_size: int, repeats: int = 5)
     for _ in range(repeats):
         fresh = AttnSlices(slices.table)
         begin = time.process_time()
-        plan = make_plan.__wrapped__(fresh, num_tokens, cp_size, gpus_per_node=GPUS_PER_NODE)
+        plan = plan_afresh(fresh, num_tokens, cp_size, gpus_per_node=GPUS_PER_NODE)
         planned = time.process_time()
         share = max(plan.ranks, key=lambda share: len(share.ranges))
         for stage in dict.fromkeys((*share.forward, *share.backward)):

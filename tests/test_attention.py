@@ -137,6 +137,39 @@ def test_plans_live_as_long_as_a_graph_needs_them_and_no_longer():
         gc.enable()
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_what_inference_made_serves_training(compiled):
+    plan = magi.make_plan(magi.varlen_causal([0, 3, 11]), 11, 1)
+    x = torch.randn(11, 2, 8, requires_grad=True)
+    with torch.inference_mode():
+        expected = magi.cp_varlen_attn(x, x, x, plan)
+    attend = torch.compile(magi.cp_varlen_attn, backend="aot_eager") if compiled else magi.cp_varlen_attn
+    out = attend(x, x, x, plan)
+    assert torch.equal(out, expected)
+    out[:, 0].square().sum().backward()
+    assert x.grad.any()
+
+
+def test_a_pack_without_tokens():
+    x = torch.randn(0, 2, 8, requires_grad=True)
+    out = magi.cp_varlen_attn(x, x, x, magi.make_plan(magi.varlen_causal([0]), 0, 1))
+    assert out.shape == x.shape
+    out.sum().backward()
+    assert x.grad.shape == x.shape
+    k = torch.randn(5, 1, 8)
+    out, lse = magi.flex_flash_attn(x, k, k, AttnSlices([]))
+    assert (out.shape, lse.shape) == ((0, 2, 8), (0, 2))
+
+
+def test_another_default_device_changes_nothing():
+    x = torch.randn(9, 2, 8)
+    slices = magi.varlen_causal([0, 4, 9])
+    expected = magi.flex_flash_attn(x, x, x, slices)
+    with torch.device("meta"):
+        for got, want in zip(magi.flex_flash_attn(x, x, x, AttnSlices(slices.table[::-1])), expected, strict=True):
+            assert torch.equal(got, want)
+
+
 def test_second_derivatives_are_refused():
     x = torch.randn(6, 2, 8, requires_grad=True)
     out, _ = magi.flex_flash_attn(x, x, x, magi.varlen_causal([0, 6]))
@@ -183,6 +216,10 @@ def test_ops_keep_their_promises_to_compilers():
         (lambda x, plan: magi.undispatch(x[:3], plan, None), "x_local has 3 rows"),
         (lambda x, plan: magi.flex_flash_attn(x, x, x, AttnSlices([[0, 9, 0, 1, 0]])), "q has 8 rows"),
         (lambda x, plan: magi.flex_flash_attn(x, x, x, AttnSlices([[0, 1, 0, 9, 0]])), "k has 8 rows"),
+        (lambda x, plan: magi.flex_flash_attn(x, x, x, [[0, 1, 0, 1, 0]]), "slices are a list; give AttnSlices"),
+        (lambda x, plan: magi.make_plan([[0, 1, 0, 1, 0]], 8, 1), "slices are a list; give AttnSlices"),
+        (lambda x, plan: magi.cp_varlen_attn(x, x[:, :0], x[:, :0], plan), "Hq a multiple of H"),
+        (lambda x, plan: magi.cp_varlen_attn(x[:, :0], x, x, plan), "Hq a multiple of H"),
     ],
 )
 def test_misuse_is_one_line_that_names_the_value(call, message):

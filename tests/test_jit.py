@@ -46,6 +46,22 @@ def test_a_damaged_entry_is_rebuilt(compiled: list[str], damage: bytes) -> None:
     assert len(compiled) == 3
 
 
+def test_a_folder_that_cannot_be_written_to_is_named(compiled: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHTITAN_MAGI_CACHE", "/proc/nowhere")
+    with pytest.raises(
+        ValueError, match="kernels cannot be kept in /proc/nowhere .*set TORCHTITAN_MAGI_CACHE"
+    ) as error:
+        jit.cubin("a.cu", {})
+    assert "\n" not in str(error.value)
+    assert not compiled
+
+
+def test_other_users_may_read_an_entry(compiled: list[str]) -> None:
+    jit.cubin("a.cu", {})
+    (entry,) = jit.cache_dir().glob("*.cubin")
+    assert entry.stat().st_mode & 0o444 == 0o444
+
+
 def test_a_change_of_the_source_is_a_new_entry(compiled: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     jit.cubin("a.cu", {})
     monkeypatch.setattr(jit, "expand_source", lambda name: SMALL + " // changed")

@@ -26,6 +26,9 @@ class Driver:
     def function(self, name):
         return {"cuMemcpyAsync": self.copy, "cuStreamBatchMemOp_v2": self.operate, **self.more}[name]
 
+    def stream(self, name):
+        return SimpleNamespace()  # the only one
+
     def copy(self, to, origin, size, stream):
         ctypes.memmove(to, origin, size)
         return 0
@@ -81,6 +84,7 @@ def in_place_of_the_driver(fake, new_stream, current_stream):
         monkeypatch.setattr(torch.cuda, "Stream", lambda priority: SimpleNamespace(cuda_stream=new_stream()))
         monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", current_stream, raising=False)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: fake.stream(current_stream(device)))
         monkeypatch.setattr(ProcessGroupTransport, "__init__", lambda self, group: None)
         peer._calls.cache_clear()
         yield monkeypatch
@@ -212,6 +216,27 @@ def test_memory_that_grows_at_any_time_is_used_slot_by_slot(fake_driver, earlier
         starts.append(places.addresses[0])
     assert starts[:SLOTS] == starts[SLOTS:]
     assert len(set(starts)) == SLOTS
+
+
+@pytest.mark.parametrize("stages", [0, 2, 4])
+@pytest.mark.parametrize("back", [False, True])
+def test_a_first_exchange_may_be_without_rows(fake_driver, stages, back):
+    everyone = Everyone(2)
+    plan = make_plan(varlen_causal([0, 33, 64]), 64, 2, overlap_stages=stages)
+    assert len(plan.transfers) == 1
+    for i in range(len(plan.ranks[0].forward)):
+        exchanges = [exchange for share in plan.ranks for exchange in share.forward[i].exchanges]
+        if exchanges and stages == 0:
+            exchange_by_kernels(fake_driver, everyone, exchanges, back, 4, i)
+        elif exchanges:
+            sent = [
+                rank.send_buffer((sum(exchange.splits(back)[1]), 4), torch.float32, CPU, exchange, back).fill_(i)
+                for rank, exchange in zip(everyone.ranks, exchanges, strict=True)
+            ]
+            for rank, exchange, rows in zip(everyone.ranks, exchanges, sent, strict=True):
+                received = torch.zeros(sum(exchange.splits(back)[0]), 4)
+                rank.all_to_all(received, rows, exchange, back)
+                assert torch.equal(received, torch.full_like(received, i))
 
 
 def test_what_is_written_and_what_is_fetched(fake_driver):

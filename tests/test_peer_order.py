@@ -9,6 +9,7 @@ import ctypes
 import itertools
 from collections import deque
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -20,6 +21,12 @@ from torchtitan_magi import driver, make_plan, peer, varlen_causal
 
 SIZE = 3
 DOCUMENTS = np.cumsum([0, 90, 7, 1, 40, 33])
+
+
+class Queue(deque):
+    """Of a stream."""
+
+    issued = done = 0
 
 
 def always():
@@ -39,11 +46,18 @@ class Streams:
 
     def new(self):
         name = next(self.names)
-        self.queues[name] = deque()
+        self.queues[name] = Queue()
         return name
 
     def put(self, stream, work, ready=always):
         self.queues[stream].append((ready, work))
+        self.queues[stream].issued += 1
+
+    def stream(self, name):
+        return SimpleNamespace(name=name, wait_stream=lambda other: self.wait_stream(name, self.queues[other.name]))
+
+    def wait_stream(self, stream, other):
+        self.put(stream, always, lambda so_far=other.issued: other.done >= so_far)
 
     def function(self, name):
         return {"cuMemcpyAsync": self.copy, "cuStreamBatchMemOp_v2": self.operate, "cuMemcpyBatchAsync_v2": None}[name]
@@ -66,7 +80,9 @@ class Streams:
         while any(self.queues.values()):
             ready = [queue for queue in self.queues.values() if queue and queue[0][0]()]
             assert ready, "every stream waits"
-            draw(ready).popleft()[1]()
+            queue = draw(ready)
+            queue.popleft()[1]()
+            queue.done += 1
 
 
 class Cluster(Everyone):
@@ -75,10 +91,14 @@ class Cluster(Everyone):
     def __init__(self, streams, draw):
         super().__init__(SIZE)
         self.streams, self.draw = streams, draw
-        for rank in self.ranks:
-            rank.device = streams.new()
-        self.free = [[] for _ in self.ranks]
+        self.main = [(streams.new(), streams.new()) for _ in self.ranks]
+        self.use_stream(0)
+        self.free = {stream: [] for streams_of_rank in self.main for stream in streams_of_rank}
         self.numbers = itertools.count(1)
+
+    def use_stream(self, which):
+        for rank, streams in zip(self.ranks, self.main, strict=True):
+            rank.device = streams[which]
 
     def grow(self, slot_bytes):
         self.streams.run(self.draw)
@@ -86,7 +106,7 @@ class Cluster(Everyone):
 
     def allocate(self, rank, rows, columns):
         """Memory given back last, if it is large enough: as long as the stream's order protects it."""
-        free = self.free[rank]
+        free = self.free[self.ranks[rank].device]
         found = next((i for i in reversed(range(len(free))) if free[i].numel() >= rows * columns), None)
         block = torch.zeros(1 << 14) if found is None else free.pop(found)
         return block, block[: rows * columns].view(rows, columns)
@@ -122,7 +142,7 @@ class Cluster(Everyone):
             )
             if later:
                 arrival.begin()
-            self.free[i] += blocks
+            self.free[rank.device] += blocks
 
     def overlapping(self, exchanges, columns, back, count):
         """As many exchanges, each issued after the wait for the last but one before it."""
@@ -144,7 +164,7 @@ class Cluster(Everyone):
                 if n + 2 < count:
                     start(contents[n + 2][0][i])
                 self.streams.put(rank.device, partial(compare, output, contents[n][1][i]))
-                self.free[i].append(block)
+                self.free[rank.device].append(block)
 
 
 PLANS = {
@@ -156,6 +176,7 @@ STEPS = st.lists(
         st.booleans(),  # back
         st.sampled_from([1, 4, 30]),  # columns: memory grows
         st.integers(1, 4),  # how many, one after another
+        st.integers(0, 1),  # on which stream
     ),
     min_size=1,
     max_size=6,
@@ -166,7 +187,7 @@ STEPS = st.lists(
 def test_whatever_stream_runs_ahead_rows_arrive_before_they_are_used(steps, seed):
     random = np.random.default_rng(seed)
     streams = Streams()
-    patience = random.choice([0.0, 0.1, 1.0], 3 * SIZE)  # of each stream: how often it goes on when it may
+    patience = random.choice([0.0, 0.1, 1.0], 4 * SIZE)  # of each stream: how often it goes on when it may
 
     def draw(ready):
         names = [name for name, queue in streams.queues.items() if any(queue is each for each in ready)]
@@ -175,7 +196,8 @@ def test_whatever_stream_runs_ahead_rows_arrive_before_they_are_used(steps, seed
 
     with in_place_of_the_driver(streams, streams.new, lambda device: device) as monkeypatch:
         cluster = Cluster(streams, draw)
-        for kind, back, columns, count in steps:
+        for kind, back, columns, count, which in steps:
+            cluster.use_stream(which)
             stages = [share.forward[-1].exchanges for share in PLANS[2 if kind == "overlapping" else 0].ranks]
             exchanges = [stage[0] for stage in stages]
             if kind == "overlapping":

@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import replace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from cp_case import Case, check, run_case
 from masks import dense_mask
 from pool import RankPool
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import torchtitan_magi as magi
 from torchtitan_magi.agreement import PlanAgreement
@@ -135,6 +136,26 @@ def misuse_on_rank():
 
 def test_a_mesh_that_does_not_fit_the_plan_is_refused(pool):
     assert pool.run(misuse_on_rank) == [(4, 2, 8)] * pool.size
+
+
+def mesh_anew_on_rank():
+    """Calls with one plan and two meshes that compare equal, the first of which has ended: the second's group is used."""
+    size = dist.get_world_size()
+    plan = magi.make_plan(magi.varlen_causal([0, 4 * size]), 4 * size, size)
+    x, meshes = torch.randn(4, 2, 8), []
+    for _ in range(2):
+        group = dist.new_group(range(size))
+        meshes.append(DeviceMesh.from_group(group, "cpu", mesh_dim_names=("cp",)))
+        with mock.patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as spy:
+            magi.cp_varlen_attn(x, x, x, plan, meshes[-1])
+        used = {call.kwargs["group"] for call in spy.call_args_list}
+        dist.barrier()
+        dist.destroy_process_group(group)
+    return meshes[0] == meshes[1] and used == {group}
+
+
+def test_a_mesh_like_one_whose_group_has_ended(pool):
+    assert all(pool.run(mesh_anew_on_rank))
 
 
 def nodes_on_rank():

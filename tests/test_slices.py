@@ -114,6 +114,7 @@ def test_cu_seqlens_may_be_a_list_an_array_or_a_tensor():
         (lambda: shared_prompt([[1, 2, 3]], [0, 6]), r"starts has shape \(2,\) for 1 pairs"),
         (lambda: AttnSlices([[0, 1, 0, 1]]), r"give \[n, 5\]"),
         (lambda: AttnSlices([[0, 1, 0, 1, 4]]), "mask_type 4"),
+        (lambda: AttnSlices([[0, 1.5, 0, 1, 0]]), "slices are of type float64; give integers"),
         (lambda: AttnSlices([[0, 1, 0, 1, 0], [3, 1, 0, 1, 0]]), r"slice 1 is \[3, 1, 0, 1, 0\]"),
         (lambda: AttnSlices([[0, 1, -1, 1, 0]]), "0 <= start <= end"),
     ],

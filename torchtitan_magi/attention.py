@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from torchtitan_magi.bind import BoundPlan, BoundStage, bind_plan, bind_slices, choose_block_attn
-from torchtitan_magi.comm import Mesh, grad_buffer, group_cast, group_reduce
+from torchtitan_magi.comm import Mesh, as_transport, grad_buffer, group_cast, group_reduce
 from torchtitan_magi.memory import empty
 from torchtitan_magi.plan import AttnPlan
-from torchtitan_magi.slices import AttnSlices
+from torchtitan_magi.slices import AttnSlices, check_slices
 from torchtitan_magi.stages import sent_before
 from torchtitan_magi.transport import Arrival, LateKeys, RowSums
 
@@ -77,6 +77,7 @@ def _backward(
             bound.rows.add(returned, gathered)
         if stage.exchanges:
             returned = group_reduce(stage, bound.rows, bound_stage.row_index, grad, wire, bound.transport)
+    assert returned is not None  # of the last stage
     return bound.rows.finish(returned, dq, gathered, softmax_scale, q.dtype)
 
 
@@ -137,10 +138,11 @@ _bound_plans: weakref.WeakValueDictionary[int, BoundPlan] = weakref.WeakValueDic
 _next_handle = iter(range(1, 2**63 - 1))
 
 
+@torch.inference_mode(False)  # it may be saved for a backward
 def make_handle(bound: BoundPlan) -> Tensor:
     """A 0-d int64 CPU tensor through which ``attention_op`` finds ``bound``; it owns it."""
     number = next(_next_handle)
-    handle = torch.tensor(number, dtype=torch.int64)
+    handle = torch.tensor(number, dtype=torch.int64, device="cpu")
     handle.bound_plan = bound  # type: ignore[attr-defined]
     _bound_plans[number] = bound
     return handle
@@ -293,18 +295,20 @@ def cp_varlen_attn(
         [T, Hq, D] in the dtype of q; rows that see no key are 0. Only ``out`` is differentiable.
 
     Raises:
-        ValueError: shapes that do not fit each other or the plan; an unknown or unusable backend.
+        ValueError: shapes that do not fit each other, the plan or the mesh; an unknown or unusable backend.
     """
     _check_shapes(q.shape, k.shape, v.shape)
     if not len(q) == len(k) == plan.tokens_per_rank:
         raise ValueError(
             f"q has {len(q)} rows but the plan gives each rank {plan.tokens_per_rank} tokens; dispatch them first"
         )
-    key = (q.shape[1], k.shape[1], q.device, backend, deterministic, fp32_reduce, mesh)
+    transport = as_transport(mesh, plan.cp_size)  # not the mesh: one like it may come after its groups have ended
+    key = (q.shape[1], k.shape[1], q.device, backend, deterministic, fp32_reduce, transport)
     handles = _handles.setdefault(plan, {})
     if key not in handles:
         block_attn = choose_block_attn(backend, q.device, deterministic)
-        handles[key] = make_handle(bind_plan(plan, mesh, block_attn, q.shape[1], k.shape[1], q.device, fp32_reduce))
+        bound = bind_plan(plan, transport, block_attn, q.shape[1], k.shape[1], q.device, fp32_reduce)
+        handles[key] = make_handle(bound)
     return attend(q, k, v, handles[key], q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale)[0]
 
 
@@ -330,8 +334,9 @@ def flex_flash_attn(
         touches have out 0 and lse -inf.
 
     Raises:
-        ValueError: shapes that do not fit; a slice beyond Tq or Tk; an unknown or unusable backend.
+        ValueError: shapes that do not fit; no AttnSlices, or one beyond Tq or Tk; an unknown or unusable backend.
     """
+    check_slices(slices)
     handle = _slices_handle(slices, q.shape, k.shape, v.shape, q.device, backend, deterministic)
     return attend(q, k, v, handle, q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale)
 
@@ -352,7 +357,7 @@ def _slices_handle(
 
 
 def _check_shapes(q: torch.Size, k: torch.Size, v: torch.Size) -> None:
-    if len(q) != 3 or len(k) != 3 or k != v or q[-1] != k[-1] or q[1] % k[1]:
+    if len(q) != 3 or len(k) != 3 or k != v or q[-1] != k[-1] or not q[1] or not k[1] or q[1] % k[1]:
         raise ValueError(
             f"q, k, v have shapes {tuple(q)}, {tuple(k)}, {tuple(v)}; give [T, Hq, D], [T, H, D], [T, H, D] with Hq a "
             "multiple of H"

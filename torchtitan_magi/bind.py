@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchtitan_magi.comm import Mesh, Rows, SingleRank, Transport, as_transport
+from torchtitan_magi.comm import Mesh, Rows, Transport, as_transport
 from torchtitan_magi.plan import AttnPlan, RankShare, Stage
 from torchtitan_magi.slices import AttnSlices
-from torchtitan_magi.transport import KeysAndValues, LateKeys
+from torchtitan_magi.transport import SINGLE_RANK, KeysAndValues, LateKeys
 
 BACKENDS = ("auto", "ffa", "flex")
 
@@ -144,6 +144,7 @@ def index_data(plan: AttnPlan, rank: int, block_attn: BlockAttn, num_heads_q: in
     return IndexData(share, masks, {stage: [rows.index(exchange) for exchange in stage.exchanges] for stage in stages})
 
 
+@torch.inference_mode(False)  # layers in training may share it
 def bind_plan(
     plan: AttnPlan,
     mesh: Mesh,
@@ -182,6 +183,7 @@ def bind_plan(
     return BoundPlan(forward, backward, block_attn.rows(), tokens, transport, block_attn, fp32_reduce)
 
 
+@torch.inference_mode(False)
 def bind_slices(
     slices: AttnSlices,
     num_q: int,
@@ -205,13 +207,13 @@ def bind_slices(
     mask = block_attn.prepare(stage.slices, num_q, num_k, num_heads_q, num_heads_kv)
     words, no_tokens = _upload([mask.words, np.zeros(0, np.int64)], device)
     stages = (BoundStage(stage, mask.to(words), []),)
-    return BoundPlan(stages, stages, block_attn.rows(), no_tokens, SingleRank(), block_attn, True)
+    return BoundPlan(stages, stages, block_attn.rows(), no_tokens, SINGLE_RANK, block_attn, True)
 
 
 def _upload(parts: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
     """Integer arrays as int32 tensors on the device, in one copy; each begins at a multiple of 16 bytes."""
     starts = np.cumsum([0, *(-(-len(part) // 4) * 4 for part in parts)]).tolist()
-    words = torch.zeros(starts[-1], dtype=torch.int32, pin_memory=device.type == "cuda")
+    words = torch.zeros(starts[-1], dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
     for start, part in zip(starts, parts, strict=False):
         words.numpy()[start : start + len(part)] = part
     on_device = words.to(device, non_blocking=True)

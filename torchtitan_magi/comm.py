@@ -20,13 +20,13 @@ from torchtitan_magi.memory import empty
 from torchtitan_magi.peer import PeerTransport, can_reach_each_other
 from torchtitan_magi.plan import Exchange, Stage
 from torchtitan_magi.transport import (
+    SINGLE_RANK,
     Arrival,
     Channel,
     Places,
     ProcessGroupTransport,
     Returned,
     RowSums,
-    SingleRank,
     Transport,
     Wait,
 )
@@ -50,7 +50,7 @@ def as_transport(mesh: Mesh, cp_size: int) -> Transport:
         ValueError: the mesh has several dimensions, or not cp_size ranks.
     """
     if mesh is None:
-        transport: Transport = SingleRank()
+        transport: Transport = SINGLE_RANK
     elif isinstance(mesh, DeviceMesh):
         if mesh.ndim != 1:
             raise ValueError(
@@ -111,7 +111,7 @@ class Rows(Protocol):
         """dk and dv [T, H, D] of dkv [T, 2, H, D], in `dtype`."""
 
     def finish(
-        self, returned: Returned | None, dq: Tensor, dkv: Tensor, softmax_scale: float, dtype: torch.dtype
+        self, returned: Returned, dq: Tensor, dkv: Tensor, softmax_scale: float, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor, Tensor]:
         """In `dtype`: dq as `round` has it, and dk and dv [T, H, D] of dkv [T, 2, H, D] with `returned` added to it, as
         `add` does."""
@@ -153,10 +153,9 @@ class TorchRows:
         return dkv[:, 0].to(dtype, copy=True), dkv[:, 1].to(dtype, copy=True)
 
     def finish(
-        self, returned: Returned | None, dq: Tensor, dkv: Tensor, softmax_scale: float, dtype: torch.dtype
+        self, returned: Returned, dq: Tensor, dkv: Tensor, softmax_scale: float, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor, Tensor]:
-        if returned is not None:
-            self.add(returned, dkv)
+        self.add(returned, dkv)
         return (dq * softmax_scale).to(dtype), *self.round_keys(dkv[: len(dq)], dtype)
 
 

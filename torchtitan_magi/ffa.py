@@ -378,7 +378,7 @@ class FfaBlockAttn:
 
         In `spare`, contiguous, where they fit.
         """
-        if not self.adds_keys(mask) or k.dtype == torch.float32:
+        if not self.adds_keys(mask):
             return None
         shape = (k.shape[0], 2, *k.shape[1:])
         if spare.nbytes < 8 * k.numel():

@@ -88,19 +88,29 @@ def compile_source(name: str, source: str, macros: Macros) -> tuple[bytes, str]:
 
 
 def cubin(name: str, macros: Macros) -> bytes:
-    """Machine code of one variant of `kernels/<name>`, from the disk cache or compiled now."""
+    """Machine code of one variant of `kernels/<name>`, from the disk cache or compiled now.
+
+    Raises:
+        ValueError: the cache folder cannot be written to.
+    """
     source = expand_source(name)
     key = hashlib.sha256(repr((name, source, sorted(macros.items()), ARCH, STD)).encode()).hexdigest()[:32]
     path = cache_dir() / f"{Path(name).stem}-{key}.cubin"
     code = _read_entry(path)
     if code is not None:
         return code
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(path.with_suffix(".lock")):
-        code = _read_entry(path)  # another process may have compiled it while we waited
-        if code is None:
-            code, _ = compile_source(name, source, macros)
-            _write_entry(path, code)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(path.with_suffix(".lock")):
+            code = _read_entry(path)  # another process may have compiled it while we waited
+            if code is None:
+                code, _ = compile_source(name, source, macros)
+                _write_entry(path, code)
+    except OSError as error:
+        raise ValueError(
+            f"kernels cannot be kept in {path.parent} ({error}); set TORCHTITAN_MAGI_CACHE to a folder that can be "
+            "written to"
+        ) from error
     return code
 
 
@@ -149,6 +159,7 @@ def _read_entry(path: Path) -> bytes | None:
 def _write_entry(path: Path, code: bytes) -> None:
     with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
         file.write(hashlib.sha256(code).digest() + code)
+    os.chmod(file.name, 0o644)  # other users may share the folder
     os.replace(file.name, path)
 
 

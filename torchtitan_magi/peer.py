@@ -87,6 +87,8 @@ class _Channel:
         self.stream = torch.cuda.Stream(priority=-1)
         self.raw_stream = self.stream.cuda_stream
         self.slot = 0  # of the next exchange; stays when the memory grows, as what is prepared then is kept by slot
+        self.issuer: Any = None  # the stream that the last exchange was issued on
+        self.raw_issuer = -1
 
     def begin(self) -> None:
         """An exchange."""
@@ -137,6 +139,7 @@ class PeerTransport(ProcessGroupTransport):
     ) -> Tensor:
         if exchange.hops is None:
             return super().send_buffer(shape, dtype, device, exchange, back)
+        self._follow(self.channels[back])
         return self._buffer(shape, dtype, exchange.most_sent(back), back)
 
     def places(
@@ -147,6 +150,7 @@ class PeerTransport(ProcessGroupTransport):
         if found is None:
             return None
         (places, received), start = found, self._start(back)
+        self._follow(channel)
         channel.begin()
         channel.packed += self.size
         if received is not None:
@@ -183,10 +187,12 @@ class PeerTransport(ProcessGroupTransport):
     def _buffer(self, shape: tuple[int, ...], dtype: torch.dtype, most: int, back: bool) -> Tensor:
         """The channel's next buffer; `most` rows are the most that any rank needs of it."""
         _, strides = layout(shape)
-        if (needed := most * strides[0] * dtype.itemsize) > self.slot_bytes:
+        needed = most * strides[0] * dtype.itemsize
+        if needed > self.slot_bytes or self.memory is None:
             self._grow(needed)
         return self.view(shape, dtype, self._start(back))
 
+    @torch.inference_mode(False)  # it may serve training later
     def _view(self, shape: tuple[int, ...], dtype: torch.dtype, start: int) -> Tensor:
         """The memory from byte `start` on."""
         _, strides = layout(shape)
@@ -202,6 +208,18 @@ class PeerTransport(ProcessGroupTransport):
         driver.check(channel.say_ready.issue(torch._C._cuda_getCurrentRawStream(self.device), channel.number))
         self._fetch(channel, channel.meet, channel.number, start, output, exchange, back)
         return self._arrival(channel.there, channel.number)
+
+    def _follow(self, channel: _Channel) -> None:
+        """If the current stream is not that of the exchange before, it waits for all that was issued there.
+
+        Peers count this rank's exchanges, so they must come one after another.
+        """
+        raw = torch._C._cuda_getCurrentRawStream(self.device)
+        if raw != channel.raw_issuer:
+            current = torch.cuda.current_stream(self.device)
+            if channel.issuer is not None:
+                current.wait_stream(channel.issuer)
+            channel.issuer, channel.raw_issuer = current, raw
 
     def _fetch(
         self, channel: _Channel, meet: _Batch, number: int, start: int, output: Tensor, exchange: Exchange, back: bool
@@ -233,6 +251,7 @@ class PeerTransport(ProcessGroupTransport):
         """Where in the memory the channel's next buffer begins, in bytes."""
         return FLAG_BYTES + (back * SLOTS + self.channels[back].slot) * self.slot_bytes
 
+    @torch.inference_mode(False)
     def _grow(self, needed: int) -> None:
         """Symmetric memory with slots of the next power of two of bytes. A collective; waits for the device."""
         from torch._C._distributed_c10d import _SymmetricMemory

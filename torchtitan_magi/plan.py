@@ -15,7 +15,7 @@ import numpy.typing as npt
 from torchtitan_magi.placement import place
 from torchtitan_magi.ranges import expand, intersecting
 from torchtitan_magi.routes import cut, first_hops, second_hops
-from torchtitan_magi.slices import AttnSlices, IntArray, clip_keys, clip_rows, slice_areas
+from torchtitan_magi.slices import AttnSlices, IntArray, check_slices, clip_keys, clip_rows, slice_areas
 from torchtitan_magi.stages import (
     ALL,
     H200,
@@ -255,7 +255,6 @@ class AttnPlan:
         return predict(cost, self.work, self.heads, *forward), predict(cost, self.work, self.heads, *backward)
 
 
-@functools.lru_cache(maxsize=16)
 def make_plan(
     slices: AttnSlices,
     total_tokens: int,
@@ -282,8 +281,22 @@ def make_plan(
         cost: of what stages do, see ``CostModel.load``.
 
     Raises:
-        ValueError: a slice reaches beyond total_tokens; a size below 1 (stages: below -1).
+        ValueError: no AttnSlices; a slice reaches beyond total_tokens; a size below 1 (stages: below -1).
     """
+    check_slices(slices)
+    return _recent_plan(slices, total_tokens, cp_size, overlap_stages, heads, gpus_per_node, cost)
+
+
+def plan_afresh(
+    slices: AttnSlices,
+    total_tokens: int,
+    cp_size: int,
+    overlap_stages: int = -1,
+    heads: Heads = LLAMA_HEADS,
+    gpus_per_node: int | None = None,
+    cost: CostModel = H200,
+) -> AttnPlan:
+    """`make_plan`, which remembers its last plans, without that."""
     if cp_size < 1 or total_tokens < 0:
         raise ValueError(f"cp_size is {cp_size} and total_tokens {total_tokens}; they must be at least 1 and 0")
     if overlap_stages < -1:
@@ -298,6 +311,9 @@ def make_plan(
     gpus_per_node = min(gpus_per_node or cp_size, cp_size)
     owned = place(slices, padded_tokens, cp_size, gpus_per_node, heads.tile_rows)
     return plan_ownership(slices, total_tokens, owned, overlap_stages, heads, gpus_per_node, cost)
+
+
+_recent_plan = functools.lru_cache(maxsize=16)(plan_afresh)
 
 
 def plan_ownership(

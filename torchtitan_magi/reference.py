@@ -44,7 +44,7 @@ class FlexMask:
         bands, counts, numbers = words.split(
             [len(words) - num_q_blocks * (1 + num_k_blocks), num_q_blocks, num_q_blocks * num_k_blocks]
         )
-        lo, hi = bands.view(2, -1, self.num_q)
+        lo, hi = bands.view(2, -1, self.num_q) if self.num_q else bands.view(2, 1, 0)
         if words.device.type == "cpu":
             calls = tuple(_cpu_calls(lo, hi))
         else:
@@ -235,14 +235,14 @@ def _block_mask(counts: Tensor, numbers: Tensor, mask_mod: Callable[..., Tensor]
 
 def _cpu_calls(lo: Tensor, hi: Tensor) -> Iterator[tuple[slice, slice, BlockMask]]:
     """A call for each _CPU_ROWS rows that see anything, over the keys they reach; blocks mean nothing on CPU."""
-    no_blocks = torch.zeros(1, 1, 1, dtype=torch.int32), torch.zeros(1, 1, 1, 1, dtype=torch.int32)
+    no_blocks = (lo.new_zeros(1, 1, 1), lo.new_zeros(1, 1, 1, 1))
     for first in range(0, lo.shape[1], _CPU_ROWS):
         rows = slice(first, min(first + _CPU_ROWS, lo.shape[1]))
         row_lo, row_hi = lo[:, rows], hi[:, rows]
         used = row_lo < row_hi
         if used.any():
             keys = slice(int(row_lo[used].min()), int(row_hi[used].max()))
-            key = torch.arange(keys.start, keys.stop)
+            key = torch.arange(keys.start, keys.stop, device=lo.device)
             dense = ((row_lo[..., None] <= key) & (key < row_hi[..., None])).any(0)
             yield rows, keys, _block_mask(*no_blocks, functools.partial(_in_dense, dense), *dense.shape)
 

@@ -160,7 +160,7 @@ class CudaRows:
         return dk, dv
 
     def finish(
-        self, returned: Returned | None, dq: Tensor, dkv: Tensor, softmax_scale: float, dtype: torch.dtype
+        self, returned: Returned, dq: Tensor, dkv: Tensor, softmax_scale: float, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor, Tensor]:
         """In `dtype`: dq [T, Hq, D] as `round` has it, and dk and dv [T, H, D] of the first T rows of dkv [.., 2, H, D]
         with `returned` added to them, as soon as it is there. What is unsent is sent before.
@@ -171,14 +171,13 @@ class CudaRows:
         assert dkv.is_contiguous()
         device, shape, row = dq.device, (dq.shape[0], *dkv.shape[2:]), dkv.stride(0)
         dq_to, dk, dv = empty(dq.shape, dtype, device), empty(shape, dtype, device), empty(shape, dtype, device)
-        unsent = None if returned is None else returned.unsent
+        unsent = returned.unsent
         launches = {} if unsent is None else unsent[2].prepared
         key = "finish", get_ident(), dq.shape, dkv.shape, dtype
         finishing = launches.get(key)
         if finishing is None:
-            wire = dtype if returned is None else returned.rows.dtype
-            finishing = _finish_launch(device, dtype, wire, dq.numel(), shape[0] * row, row, unsent)
-            finishing.params.returned.num_tokens = 0 if returned is None else _num_tokens(returned)
+            finishing = _finish_launch(device, dtype, returned.rows.dtype, dq.numel(), shape[0] * row, row, unsent)
+            finishing.params.returned.num_tokens = _num_tokens(returned)
             launches[key] = finishing
         params = finishing.params
         params.dq, params.dkv, params.softmax_scale = dq.data_ptr(), dkv.data_ptr(), softmax_scale
@@ -190,9 +189,6 @@ class CudaRows:
             params.unsent = grad.data_ptr() + 4 * first * row
             params.started = launch.next_counter(finishing.device)
             params.places.blocks_done = params.started + 4
-        if returned is None:
-            finishing()
-            return dq_to, dk, dv
         params.returned.rows, params.returned.offsets, params.returned.order = _addresses_of(returned)
         if (flag := returned.arrival.flag()) is None:
             returned.arrival.wait()

@@ -9,7 +9,7 @@ import numpy as np
 from torchtitan_magi.baselines import compare
 from torchtitan_magi.outcome import Case, Outcome, plan_outcome
 from torchtitan_magi.packs import Int64Array
-from torchtitan_magi.plan import AttnPlan, make_plan
+from torchtitan_magi.plan import AttnPlan, plan_afresh
 from torchtitan_magi.slices import varlen_causal
 from torchtitan_magi.stages import H200, CostModel, Heads
 
@@ -111,8 +111,7 @@ def size_run(
 def size_pack(case: Case) -> SizedPack:
     """Plans one pack and compares strategies on it."""
     begin = time.process_time()
-    # Not the cached function: equal packs are planned again.
-    plan = make_plan.__wrapped__(
+    plan = plan_afresh(
         varlen_causal(np.append(0, case.lengths.cumsum())), case.total, case.cp_size,
         heads=case.heads, gpus_per_node=case.gpus_per_node, cost=case.cost,
     )  # fmt: skip

@@ -31,7 +31,7 @@ class AttnSlices:
             2 INV_CAUSAL, 3 BI_CAUSAL). Ranges may overlap in any way and may be empty.
 
     Raises:
-        ValueError: wrong shape, a reversed or negative range, an unknown mask type.
+        ValueError: wrong shape, no integers, a reversed or negative range, an unknown mask type.
     """
 
     __slots__ = ("_canonical", "_hash", "table")
@@ -39,9 +39,12 @@ class AttnSlices:
     table: npt.NDArray[np.int32]
 
     def __init__(self, table: Sequence[Sequence[int]] | IntArray) -> None:
-        array = np.array(table, dtype=np.int64)
+        array = np.array(table)
         if array.size == 0:
             array = array.reshape(0, 5)
+        if array.size and array.dtype.kind not in "iu":
+            raise ValueError(f"slices are of type {array.dtype}; give integers: tokens and mask types")
+        array = array.astype(np.int64)
         if array.ndim != 2 or array.shape[1] != 5:
             raise ValueError(f"slices have shape {array.shape}; give [n, 5]: q_start, q_end, k_start, k_end, mask_type")
         q_start, q_end, k_start, k_end, mask_type = array.T
@@ -128,6 +131,12 @@ class AttnSlices:
         lo[layer[which], row] = lower_bound(table[which], row)
         hi[layer[which], row] = upper_bound(table[which], row)
         return lo, hi
+
+
+def check_slices(slices: AttnSlices) -> None:
+    """Raises ValueError for a mask in another form, as a list."""
+    if not isinstance(slices, AttnSlices):
+        raise ValueError(f"slices are a {type(slices).__name__}; give AttnSlices, such as varlen_causal(cu_seqlens)")
 
 
 # ---------------------------------------------------------------------------------------------------------- builders

@@ -152,11 +152,25 @@ def check_job_config(job_config: Any, attn_types: dict[str, str], has_objectives
                 f'magi.loss_per is "document" and {name}.dataset {section.dataset!r}; it needs the documents of '
                 f'dataset {SFT_DATASET!r}: use that, or "token"'
             )
+    if job_config.validation.enable:
+        _check_validation_seq_len(job_config)
     if not has_objectives and (magi.loss_per == "document" or job_config.training.dataset == DPO_DATASET):
         what = f"training.dataset is {DPO_DATASET!r}" if magi.loss_per == "token" else 'magi.loss_per is "document"'
         raise ValueError(f"{what}, which torchtitan's own entry point does not know; start it with {ENTRY}")
     if job_config.training.dataset == DPO_DATASET:
         _check_dpo(magi)
+
+
+def _check_validation_seq_len(job_config: Any) -> None:
+    seq_len, longest, parallelism = job_config.validation.seq_len, job_config.training.seq_len, job_config.parallelism
+    if seq_len > longest:  # torchtitan makes as many rotary positions as training needs
+        raise ValueError(f"validation.seq_len is {seq_len}; use at most training.seq_len, {longest}")
+    divisor = 2 * parallelism.context_parallel_degree * parallelism.tensor_parallel_degree
+    if seq_len < 1 or seq_len % divisor:
+        raise ValueError(
+            f"validation.seq_len is {seq_len}; use a multiple of {divisor}, twice the context-parallel times the "
+            "tensor-parallel degree"
+        )
 
 
 def _check_dpo(magi: Magi) -> None:

@@ -62,9 +62,13 @@ class MagiSpec:
     def __init__(self, stock: TrainSpec) -> None:
         self.stock = stock
         self.model_args = _varlen_flavors(stock.model_args)
+        self._begin_run()
+
+    def _begin_run(self) -> None:
+        """torchtitan keeps one spec of a model for all Trainers of a process."""
         self.count = WorkCount()
         self.losses = LossRecord(1)
-        self.runtime: MagiRuntime
+        self.runtime: MagiRuntime | None = None
 
     def train_spec(self) -> TrainSpec:
         return replace(
@@ -80,6 +84,8 @@ class MagiSpec:
         )
 
     def build_tokenizer(self, job_config: Any) -> Any:
+        """The first that a Trainer asks for."""
+        self._begin_run()
         attn_types = {name: args.attn_type for name, args in self.model_args.items()}
         check_job_config(job_config, attn_types, self.has_objectives)
         assert self.stock.build_tokenizer_fn is not None
@@ -99,6 +105,7 @@ class MagiSpec:
         """The loader with plans made ahead, by the runtime that ``parallelize`` will have made when it is iterated."""
 
         def plan(inputs: dict[str, Any], labels: Tensor) -> dict[str, Any]:
+            assert self.runtime is not None
             return self.runtime.plan_ahead(inputs, labels, tokenizer.eos_id)
 
         return PlannedLoader(loader, plan, self.count.wait)
@@ -121,10 +128,16 @@ class MagiSpec:
 
     def make_runtime(self, model_args: Any, parallel_dims: Any, job_config: Any) -> MagiRuntime:
         _, num_heads_q, num_heads_kv, head_dim = _shape(model_args)
+        tp = parallel_dims.tp
+        if num_heads_q % tp or num_heads_kv % tp:
+            raise ValueError(
+                f"parallelism.tensor_parallel_degree is {tp}, but the model has {num_heads_q} query heads and "
+                f"{num_heads_kv} K/V heads; use a degree that divides both"
+            )
         runtime = MagiRuntime(
             job_config.magi,
             parallel_dims.get_optional_mesh("cp"),
-            Heads(num_heads_q // parallel_dims.tp, num_heads_kv // parallel_dims.tp, head_dim),
+            Heads(num_heads_q // tp, num_heads_kv // tp, head_dim),
             torch.device(
                 utils.device_type, utils.device_module.current_device() if utils.device_type != "cpu" else None
             ),
@@ -134,7 +147,7 @@ class MagiSpec:
         return runtime
 
     def parallelize(self, model: Any, parallel_dims: Any, job_config: Any) -> nn.Module:
-        if not hasattr(self, "runtime"):  # a second model, the reference of preference training, runs on the same plans
+        if self.runtime is None:  # a second model, the reference of preference training, runs on the same plans
             self.runtime = self.make_runtime(model.model_args, parallel_dims, job_config)
         model.magi = self.runtime
         for block in model.layers.values():
