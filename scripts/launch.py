@@ -7,6 +7,7 @@ It runs ``torchrun -m torchtitan_magi.train`` on this machine. For several machi
 
 import math
 import os
+import re
 import sys
 import tomllib
 from pathlib import Path
@@ -23,16 +24,26 @@ def overridden(config: dict[str, Any], arguments: list[str], section: str, name:
     for i, argument in enumerate(arguments):
         flag, equals, given = argument.partition("=")
         if flag in flags:
+            if not equals and i + 1 == len(arguments):
+                raise ValueError(f"{flag} has no value; give it one")
             value = given if equals else arguments[i + 1]
     return value
 
 
 def num_processes(config: dict[str, Any], arguments: list[str], num_gpus: int) -> int:
-    """The product of the degrees. A data_parallel_shard_degree of -1 (the default) takes what GPUs are left over."""
+    """The product of the degrees. A data_parallel_shard_degree of -1 (the default) takes what GPUs are left over.
+
+    Raises:
+        ValueError: a degree is no positive number; names it.
+    """
     degrees = {}
     for name in DEGREES:
         default = -1 if name == "data_parallel_shard" else 1
-        degrees[name] = int(overridden(config, arguments, "parallelism", f"{name}_degree") or default)
+        value = overridden(config, arguments, "parallelism", f"{name}_degree")
+        degrees[name] = default if value is None else int(value) if re.fullmatch(r"-?\d+", str(value)) else 0
+        if degrees[name] < 1 and degrees[name] != default:
+            left = ", or -1 for the GPUs that are left" if default == -1 else ""
+            raise ValueError(f"parallelism.{name}_degree is {value!r}; use a whole number of at least 1{left}")
     shard = degrees.pop("data_parallel_shard")
     others = math.prod(degrees.values())
     return others * (max(1, num_gpus // others) if shard == -1 else shard)
@@ -56,12 +67,12 @@ def main() -> None:
     try:
         config = tomllib.loads(Path(path).read_text())
         check_hooks(config, arguments)
+        import torch
+
+        num_gpus = torch.cuda.device_count()
+        processes = num_processes(config, arguments, num_gpus)
     except (OSError, ValueError) as error:
         sys.exit(f"{path}: {error}")
-    import torch
-
-    num_gpus = torch.cuda.device_count()
-    processes = num_processes(config, arguments, num_gpus)
     if num_gpus < processes:
         print(f"{processes} processes, {num_gpus} GPUs: running on CPU with gloo", flush=True)
         os.environ["CUDA_VISIBLE_DEVICES"] = ""

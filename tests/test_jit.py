@@ -49,7 +49,7 @@ def test_a_damaged_entry_is_rebuilt(compiled: list[str], damage: bytes) -> None:
 def test_a_folder_that_cannot_be_written_to_is_named(compiled: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHTITAN_MAGI_CACHE", "/proc/nowhere")
     with pytest.raises(
-        ValueError, match="kernels cannot be kept in /proc/nowhere .*set TORCHTITAN_MAGI_CACHE"
+        ValueError, match=r"kernels cannot be kept in /proc/nowhere .*set TORCHTITAN_MAGI_CACHE"
     ) as error:
         jit.cubin("a.cu", {})
     assert "\n" not in str(error.value)

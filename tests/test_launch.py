@@ -30,6 +30,20 @@ def test_the_number_of_processes_follows_from_the_degrees(degrees, arguments, nu
     assert num_processes({"parallelism": degrees}, arguments, num_gpus) == want
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("context_parallel_degree", 0), ("context_parallel_degree", -1), ("tensor_parallel_degree", "abc"),
+        ("data_parallel_shard_degree", 0), ("data_parallel_shard_degree", -2), ("context_parallel_degree", 2.5),
+    ],
+)  # fmt: skip
+def test_a_degree_that_is_no_number_of_processes_is_named(name, value):
+    with pytest.raises(ValueError, match=rf"parallelism.{name} is {value!r}; use a whole number of at least 1"):
+        num_processes({"parallelism": {name: value}}, [], 8)
+    with pytest.raises(ValueError, match=f"{name} has no value"):
+        num_processes({}, [f"--parallelism.{name}"], 8)
+
+
 def test_the_command_line_goes_before_the_file():
     config = {"job": {"custom_config_module": "from_file"}}
     assert overridden(config, [], "job", "custom_config_module") == "from_file"
@@ -47,8 +61,11 @@ def test_a_magi_section_without_a_hook_is_refused_by_name(section, name):
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("[magi]\n", "no job.custom_config_module"), ("[magi\n", "line 1"), (None, "No such file")],
-)
+    [
+        ("[magi]\n", "no job.custom_config_module"), ("[magi\n", "line 1"), (None, "No such file"),
+        ("[parallelism]\ncontext_parallel_degree = 0\n", "context_parallel_degree is 0"),
+    ],
+)  # fmt: skip
 def test_a_file_that_cannot_run_ends_in_one_line(tmp_path, text, message):
     path = tmp_path / "config.toml"
     if text is not None:

@@ -139,7 +139,7 @@ def test_a_mesh_that_does_not_fit_the_plan_is_refused(pool):
 
 
 def mesh_anew_on_rank():
-    """Calls with one plan and two meshes that compare equal, the first of which has ended: the second's group is used."""
+    """One plan, two meshes that compare equal, the first of which has ended: whether calls use the group of each."""
     size = dist.get_world_size()
     plan = magi.make_plan(magi.varlen_causal([0, 4 * size]), 4 * size, size)
     x, meshes = torch.randn(4, 2, 8), []

@@ -60,6 +60,8 @@ def test_a_wrong_value_on_the_command_line(arguments, processes, messages):
         ('long_documents = "drop"', ["magi.long_documents is 'drop'", "use one of 'truncate', 'split'"]),
         ("overlap_stages = -3", ["magi.overlap_stages is -3", "use 0 for no overlap"]),
         ('overlap_stages = "two"', ["magi.overlap_stages is 'two'", "use 0 for no overlap"]),
+        ("epochs = true", ["magi.epochs is True", "use a number of passes"]),
+        ('shuffle = "false"', ["magi.shuffle is 'false'", "use true or false"]),
     ],
 )
 def test_a_wrong_option_in_the_file(option, messages, tmp_path):
@@ -103,6 +105,10 @@ def test_sft_without_a_path_in_the_file(tmp_path):
     [
         ("", ["records.jsonl' holds no record", "write one JSON object per line"]),
         ('{"text": "fine"}\n{"text": \n', ["records.jsonl:2: not JSON", "write one JSON object per line"]),
+        (
+            '{"chosen": "a", "rejected": "b"}\n',
+            ["records.jsonl:1:", "is a preference pair", 'use it with dataset "dpo"'],
+        ),
         ('{"text": "fine"}\n\n{"txt": "?"}\n', ["records.jsonl:3:", "only the keys ['txt']", '"messages" or "text"']),
     ],
 )

@@ -1,6 +1,7 @@
 """Our own entry point: the loss without all logits is torchtitan's, and a loss per document is what it says."""
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -133,9 +134,17 @@ FOR_DPO = {
     ],
     "--magi.loss_per document": ['magi.loss_per is "document"', "training.dataset 'dpo'", 'use that, or "token"'],
 }
+VALIDATION = "--validation.enable --validation.dataset sft --validation.dataset_path x"
 FOR_SFT = {
     "--magi.loss_per document --training.dataset c4": ["training.dataset 'c4'", "dataset 'sft'"],
     "--validation.enable --validation.dataset dpo --validation.dataset_path x": ["validation.dataset is 'dpo'"],
+    "--training.seq_len 1002": ["training.seq_len is 1002", "multiple of 4", "context_parallel_degree"],
+    "--parallelism.context_parallel_degree 3": ["training.seq_len is 1024", "multiple of 6"],
+    f"{VALIDATION} --validation.seq_len 1001": ["validation.seq_len is 1001", "multiple of 4"],
+    VALIDATION: ["validation.seq_len is 2048", "at most training.seq_len, 1024"],
+    "--training.steps 0": ["training.steps is 0", "at least 1"],
+    "--training.dataset stf": ["training.dataset is 'stf'", "'sft', 'dpo'"],
+    "--magi.overlap_stages 17": ["magi.overlap_stages is 17", "at most 16"],
 }
 
 
@@ -164,6 +173,67 @@ def test_a_wrong_option_is_one_line_that_names_the_remedy():
         assert "\n" not in said
         assert all(message in said for message in messages), said
     assert call(errors_of, [[], DPO, ["--magi.loss_per", "document"]], True) == [None] * 3
+
+
+def errors_of_continuing(folder):
+    """What is said of continuing from checkpoints of steps 1 (whole), 2 and 3 (weights only)."""
+    import torch
+    import torch.distributed.checkpoint as dcp
+
+    for step in (1, 2):
+        state = {"model": torch.zeros(2)} | ({"dataloader": {"state": torch.zeros(1)}} if step == 1 else {})
+        dcp.save(state, checkpoint_id=f"{folder}/checkpoint/step-{step}", no_dist=True)
+    (Path(folder) / "checkpoint" / "step-3").mkdir()
+    (Path(folder) / "checkpoint" / "step-3" / "model.safetensors.index.json").write_text("{}")
+    continued = ["--job.dump_folder", folder, "--checkpoint.enable"]
+    cases = [[], ["--checkpoint.load_step", "1"], ["--checkpoint.load_step", "2"], ["--checkpoint.load_step", "7"]]
+    cases += [["--checkpoint.exclude_from_loading", "dataloader"], ["--checkpoint.load_only"]]
+    said = errors_of([continued + case for case in cases], True)
+    return [*said, *errors_of([["--job.dump_folder", folder], ["--job.dump_folder", f"{folder}/new"]], True)]
+
+
+def test_a_run_does_not_continue_from_weights_alone(tmp_path):
+    last, whole, weights, *others = call(errors_of_continuing, str(tmp_path))
+    for said, step in ((last, 3), (weights, 2)):
+        assert f"checkpoint/step-{step} has no state of the data loader" in said
+        assert "set checkpoint.load_step to 1" in said
+    assert [whole, *others] == [None] * 6
+
+
+def test_a_token_that_the_model_does_not_have_is_named():
+    import torch
+
+    from torchtitan_magi.titan.runtime import check_tokens
+
+    check_tokens(torch.tensor([[0, 99]]), 100)
+    check_tokens(torch.zeros(1, 0, dtype=torch.int64), 100)
+    with pytest.raises(ValueError, match="the data has token 100, but the model a vocabulary of 100; use"):
+        check_tokens(torch.tensor([[0, 100]]), 100)
+
+
+def what_a_second_trainer_finds():
+    """Of one spec: what is left of the first run, and what heads that tensor parallelism cannot divide lead to."""
+    from types import SimpleNamespace
+
+    from torchtitan.config import ConfigManager
+    from torchtitan.protocols.train_spec import get_train_spec
+    from training import DEBUG_TOML, demo
+
+    spec = get_train_spec("llama3").build_tokenizer_fn.__self__
+    paths = ["--job.config_file", str(DEBUG_TOML), "--model.hf_assets_path", f"{demo()}/tokenizer"]
+    config = ConfigManager().parse_args(paths)
+    spec.runtime, spec.count.tokens = "of the first run", 7
+    spec.build_tokenizer(config)
+    try:
+        spec.make_runtime(spec.model_args["8B_varlen"], SimpleNamespace(tp=3), config)
+    except ValueError as error:
+        return spec.runtime, spec.count.tokens, str(error)
+
+
+def test_a_second_trainer_begins_anew_and_heads_must_divide():
+    runtime, tokens, said = call(what_a_second_trainer_finds)
+    assert (runtime, tokens) == (None, 0)
+    assert said.startswith("parallelism.tensor_parallel_degree is 3, but the model has 32 query heads and 8 K/V heads")
 
 
 def test_the_stock_entry_point_names_ours():

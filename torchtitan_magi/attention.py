@@ -295,9 +295,14 @@ def cp_varlen_attn(
         [T, Hq, D] in the dtype of q; rows that see no key are 0. Only ``out`` is differentiable.
 
     Raises:
-        ValueError: shapes that do not fit each other, the plan or the mesh; an unknown or unusable backend.
+        ValueError: shapes that do not fit each other, the plan or the mesh; dtypes that differ or are of integers; no
+            plan; an unknown or unusable backend.
     """
-    _check_shapes(q.shape, k.shape, v.shape)
+    if not isinstance(plan, AttnPlan):
+        raise ValueError(
+            f"plan is of type {type(plan).__name__}; make one with make_plan(slices, total_tokens, cp_size)"
+        )
+    _check_inputs(q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype)
     if not len(q) == len(k) == plan.tokens_per_rank:
         raise ValueError(
             f"q has {len(q)} rows but the plan gives each rank {plan.tokens_per_rank} tokens; dispatch them first"
@@ -334,31 +339,36 @@ def flex_flash_attn(
         touches have out 0 and lse -inf.
 
     Raises:
-        ValueError: shapes that do not fit; no AttnSlices, or one beyond Tq or Tk; an unknown or unusable backend.
+        ValueError: shapes or dtypes that do not fit; no AttnSlices, or one beyond Tq or Tk; an unknown or unusable
+            backend.
     """
     check_slices(slices)
-    handle = _slices_handle(slices, q.shape, k.shape, v.shape, q.device, backend, deterministic)
+    of_inputs = q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype
+    handle = _slices_handle(slices, of_inputs, q.device, backend, deterministic)
     return attend(q, k, v, handle, q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale)
 
 
 @functools.lru_cache(maxsize=16)
 def _slices_handle(
     slices: AttnSlices,
-    q_shape: torch.Size,
-    k_shape: torch.Size,
-    v_shape: torch.Size,
+    of_inputs: tuple[torch.Size, torch.Size, torch.Size, torch.dtype, torch.dtype, torch.dtype],
     device: torch.device,
     backend: str,
     deterministic: bool,
 ) -> Tensor:
-    _check_shapes(q_shape, k_shape, v_shape)
+    _check_inputs(*of_inputs)
+    q_shape, k_shape, *_ = of_inputs
     block_attn = choose_block_attn(backend, device, deterministic)
     return make_handle(bind_slices(slices, q_shape[0], k_shape[0], q_shape[1], k_shape[1], block_attn, device))
 
 
-def _check_shapes(q: torch.Size, k: torch.Size, v: torch.Size) -> None:
+def _check_inputs(
+    q: torch.Size, k: torch.Size, v: torch.Size, of_q: torch.dtype, of_k: torch.dtype, of_v: torch.dtype
+) -> None:
     if len(q) != 3 or len(k) != 3 or k != v or q[-1] != k[-1] or not q[1] or not k[1] or q[1] % k[1]:
         raise ValueError(
             f"q, k, v have shapes {tuple(q)}, {tuple(k)}, {tuple(v)}; give [T, Hq, D], [T, H, D], [T, H, D] with Hq a "
             "multiple of H"
         )
+    if not of_q == of_k == of_v or not of_q.is_floating_point:
+        raise ValueError(f"q, k, v are {of_q}, {of_k}, {of_v}; give all three the same floating-point dtype")

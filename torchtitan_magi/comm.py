@@ -47,7 +47,7 @@ def as_transport(mesh: Mesh, cp_size: int) -> Transport:
     """The transport of a one-dimensional mesh, a process group, or None (a single rank).
 
     Raises:
-        ValueError: the mesh has several dimensions, or not cp_size ranks.
+        ValueError: no mesh; it has several dimensions, or not cp_size ranks.
     """
     if mesh is None:
         transport: Transport = SINGLE_RANK
@@ -59,8 +59,10 @@ def as_transport(mesh: Mesh, cp_size: int) -> Transport:
         transport = process_group_transport(mesh.get_group())
     elif isinstance(mesh, dist.ProcessGroup):
         transport = process_group_transport(mesh)
-    else:
+    elif hasattr(mesh, "all_to_all"):
         transport = mesh
+    else:
+        raise ValueError(f"mesh is {mesh!r}; pass the context-parallel DeviceMesh, its process group, or None")
     if transport.size != cp_size:
         raise ValueError(
             f"the plan is for {cp_size} ranks but the mesh has {transport.size}; plan with cp_size of the mesh"

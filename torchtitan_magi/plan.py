@@ -38,6 +38,8 @@ from torchtitan_magi.traffic import transfers as transfers_of
 
 Int64Array = npt.NDArray[np.int64]
 
+MAX_STAGES = 16  # that a caller may ask for; each has launches and index data of its own
+
 
 class Parcel(NamedTuple):
     """The rows that one rank sends to another one."""
@@ -281,7 +283,8 @@ def make_plan(
         cost: of what stages do, see ``CostModel.load``.
 
     Raises:
-        ValueError: no AttnSlices; a slice reaches beyond total_tokens; a size below 1 (stages: below -1).
+        ValueError: no AttnSlices or Heads; a slice reaches beyond total_tokens; a size below 1; stages below -1 or
+            above MAX_STAGES.
     """
     check_slices(slices)
     return _recent_plan(slices, total_tokens, cp_size, overlap_stages, heads, gpus_per_node, cost)
@@ -299,10 +302,13 @@ def plan_afresh(
     """`make_plan`, which remembers its last plans, without that."""
     if cp_size < 1 or total_tokens < 0:
         raise ValueError(f"cp_size is {cp_size} and total_tokens {total_tokens}; they must be at least 1 and 0")
-    if overlap_stages < -1:
+    if not -1 <= overlap_stages <= MAX_STAGES:
         raise ValueError(
-            f"overlap_stages is {overlap_stages}; use 0 for no overlap, the number of stages, or -1 to have it chosen"
+            f"overlap_stages is {overlap_stages}; use 0 for no overlap, the number of stages (at most {MAX_STAGES}), "
+            "or -1 to have it chosen"
         )
+    if not isinstance(heads, Heads):
+        raise ValueError(f"heads is {heads!r}; give Heads(num_heads_q, num_heads_kv, head_dim) of one rank")
     if gpus_per_node is not None and gpus_per_node < 1:
         raise ValueError(f"gpus_per_node is {gpus_per_node}; use None for one node or the ranks of each node")
     _check_range(slices, total_tokens)

@@ -39,7 +39,14 @@ def parse_document(record: Any) -> dict[str, Any]:
         both = " and ".join(f'"{form}"' for form in forms)
         raise ValueError(f"the record has {both}; leave it one of them")
     if not forms:
-        raise ValueError(f'the record has only the keys {_keys(record)}; give it either "messages" or "text"')
+        if "chosen" in record:
+            raise ValueError(
+                f'the record is a preference pair, with the keys {_keys(record)}; use it with dataset "dpo"'
+            )
+        raise ValueError(
+            f'the record has only the keys {_keys(record)}; give it "messages" or "text" (or "conversations", "prompt" '
+            'and "completion", "instruction" and "output")'
+        )
     (form,) = forms
     if form == "text":
         return {"text": _text(record, "text")}

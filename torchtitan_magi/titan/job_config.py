@@ -6,9 +6,14 @@ It needs real types here, so this file has no ``from __future__ import annotatio
 
 import math
 from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any, Literal, get_args
 
+from torch.distributed.checkpoint import FileSystemReader
+from torchtitan.hf_datasets.text_datasets import DATASETS
+
 from torchtitan_magi.bind import BACKENDS
+from torchtitan_magi.plan import MAX_STAGES
 
 HOOK = "torchtitan_magi.titan"
 ENTRY = "torchrun -m torchtitan_magi.train"
@@ -112,10 +117,14 @@ def check_job_config(job_config: Any, attn_types: dict[str, str], has_objectives
             value = getattr(options, option.name)
             if choices and value not in choices:
                 raise ValueError(f"{prefix}.{option.name} is {value!r}; use one of {', '.join(map(repr, choices))}")
-    if not isinstance(magi.overlap_stages, int) or magi.overlap_stages < -1:
+            if option.type is bool and type(value) is not bool:
+                raise ValueError(f"{prefix}.{option.name} is {value!r}; use true or false")
+            if option.type is float and type(value) not in (int, float):
+                raise ValueError(f"{prefix}.{option.name} is {value!r}; use a number")
+    if type(magi.overlap_stages) is not int or not -1 <= magi.overlap_stages <= MAX_STAGES:
         raise ValueError(
-            f"magi.overlap_stages is {magi.overlap_stages!r}; use 0 for no overlap, the number of stages, or -1 to "
-            "have it chosen"
+            f"magi.overlap_stages is {magi.overlap_stages!r}; use 0 for no overlap, the number of stages (at most "
+            f"{MAX_STAGES}), or -1 to have it chosen"
         )
     if parallelism.pipeline_parallel_degree > 1:
         raise ValueError(
@@ -126,14 +135,20 @@ def check_job_config(job_config: Any, attn_types: dict[str, str], has_objectives
         varlen = [flavor for flavor, attn_type in attn_types.items() if attn_type == "varlen"]
         has = f"has {attn_types[model.flavor]} attention" if model.flavor in attn_types else "is unknown"
         raise ValueError(f"model.flavor {model.flavor!r} {has}; use one with varlen attention: {', '.join(varlen)}")
-    if not isinstance(magi.epochs, int) or (magi.epochs < 1 and magi.epochs != -1):
+    if type(magi.epochs) is not int or (magi.epochs < 1 and magi.epochs != -1):
         raise ValueError(f"magi.epochs is {magi.epochs!r}; use a number of passes over the data, or -1 for no end")
+    if job_config.training.steps < 1:
+        raise ValueError(f"training.steps is {job_config.training.steps}; use at least 1")
     sections = {"training": job_config.training}
     if job_config.validation.enable:
         sections["validation"] = job_config.validation
     for name, section in sections.items():
         if section.local_batch_size < 1:
             raise ValueError(f"{name}.local_batch_size is {section.local_batch_size}; use at least 1 pack")
+        _check_seq_len(name, section.seq_len, parallelism)
+        if section.dataset not in (*OUR_DATASETS, *DATASETS):
+            known = ", ".join(map(repr, (*OUR_DATASETS, *DATASETS)))
+            raise ValueError(f"{name}.dataset is {section.dataset!r}; use one of {known}")
         if section.dataset in OUR_DATASETS and not section.dataset_path:
             path = section.dataset_path
             raise ValueError(f"{name}.dataset_path is {path!r}; give the JSONL file of dataset {section.dataset!r}")
@@ -152,25 +167,53 @@ def check_job_config(job_config: Any, attn_types: dict[str, str], has_objectives
                 f'magi.loss_per is "document" and {name}.dataset {section.dataset!r}; it needs the documents of '
                 f'dataset {SFT_DATASET!r}: use that, or "token"'
             )
-    if job_config.validation.enable:
-        _check_validation_seq_len(job_config)
+    longest = job_config.training.seq_len
+    if job_config.validation.enable and job_config.validation.seq_len > longest:
+        raise ValueError(  # torchtitan makes as many rotary positions as training needs
+            f"validation.seq_len is {job_config.validation.seq_len}; use at most training.seq_len, {longest}"
+        )
     if not has_objectives and (magi.loss_per == "document" or job_config.training.dataset == DPO_DATASET):
         what = f"training.dataset is {DPO_DATASET!r}" if magi.loss_per == "token" else 'magi.loss_per is "document"'
         raise ValueError(f"{what}, which torchtitan's own entry point does not know; start it with {ENTRY}")
     if job_config.training.dataset == DPO_DATASET:
         _check_dpo(magi)
+    _check_continues(job_config)
 
 
-def _check_validation_seq_len(job_config: Any) -> None:
-    seq_len, longest, parallelism = job_config.validation.seq_len, job_config.training.seq_len, job_config.parallelism
-    if seq_len > longest:  # torchtitan makes as many rotary positions as training needs
-        raise ValueError(f"validation.seq_len is {seq_len}; use at most training.seq_len, {longest}")
+def _check_seq_len(name: str, seq_len: Any, parallelism: Any) -> None:
+    """torchtitan has the same rule for training, as an assertion without words."""
     divisor = 2 * parallelism.context_parallel_degree * parallelism.tensor_parallel_degree
-    if seq_len < 1 or seq_len % divisor:
+    if type(seq_len) is not int or seq_len < 1 or seq_len % divisor:
         raise ValueError(
-            f"validation.seq_len is {seq_len}; use a multiple of {divisor}, twice the context-parallel times the "
-            "tensor-parallel degree"
+            f"{name}.seq_len is {seq_len!r}; use a multiple of {divisor}, twice context_parallel_degree times "
+            "tensor_parallel_degree"
         )
+
+
+def _check_continues(job_config: Any) -> None:
+    """A checkpoint from which the run would continue must hold more than weights."""
+    checkpoint = job_config.checkpoint
+    if not checkpoint.enable or checkpoint.load_only or checkpoint.exclude_from_loading:
+        return
+    folder = Path(job_config.job.dump_folder) / checkpoint.folder
+    steps = sorted(int(path.name[5:]) for path in folder.glob("step-*") if path.name[5:].isdigit())
+    step = checkpoint.load_step if checkpoint.load_step != -1 else max(steps, default=0)
+    if step == 0 or step not in steps:
+        return
+    whole = [step for step in steps if step == 0 or _has_loader(folder / f"step-{step}")]
+    if step not in whole:
+        earlier = f"set checkpoint.load_step to {whole[-1]}, or " if whole else ""
+        raise ValueError(
+            f"{folder}/step-{step} has no state of the data loader, as a run's last checkpoint holds weights only "
+            f"unless checkpoint.last_save_model_only is false; {earlier}start another run with its path as "
+            "checkpoint.initial_load_path"
+        )
+
+
+def _has_loader(path: Path) -> bool:
+    if not (path / ".metadata").is_file():
+        return False
+    return any(name.startswith("dataloader") for name in FileSystemReader(path).read_metadata().state_dict_metadata)
 
 
 def _check_dpo(magi: Magi) -> None:

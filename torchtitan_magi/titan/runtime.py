@@ -193,6 +193,16 @@ class MagiRuntime:
         return PlanMetadata.of(bound, positions)
 
 
+def check_tokens(tokens: Tensor, vocab_size: int) -> None:
+    """Raises ValueError for a token that the model does not have, which on a GPU would end in a failed assertion."""
+    largest = int(tokens.max()) if tokens.numel() else 0
+    if largest >= vocab_size:
+        raise ValueError(
+            f"the data has token {largest}, but the model a vocabulary of {vocab_size:,}; use the model's tokenizer "
+            "(model.hf_assets_path), or a flavor of its size"
+        )
+
+
 def positions_in(documents: npt.NDArray[np.int32], tokens: Tensor) -> Tensor:
     """int32 [batch, seq_len] like tokens: restarting at 0 with every document, int [n, 2] of the flattened batch."""
     starts = np.zeros(tokens.numel(), np.int64)

@@ -18,6 +18,7 @@ from torchtitan.models import _supported_models
 from torchtitan.protocols.train_spec import TrainSpec, get_train_spec, register_train_spec
 from torchtitan.tools import utils
 
+from torchtitan_magi.bind import choose_block_attn
 from torchtitan_magi.comm import process_group_transport
 from torchtitan_magi.stages import Heads
 from torchtitan_magi.titan.ahead import PlannedLoader
@@ -25,7 +26,7 @@ from torchtitan_magi.titan.cpu import allow_gloo_gradients, on_cpu, run_on_cpu
 from torchtitan_magi.titan.data import build_dataloader, save_at_the_end_of_data
 from torchtitan_magi.titan.job_config import OUR_DATASETS, check_job_config, without_context_parallel
 from torchtitan_magi.titan.metrics import LossRecord, MagiMetricsProcessor
-from torchtitan_magi.titan.runtime import MagiRuntime, PlanMetadata, WorkCount
+from torchtitan_magi.titan.runtime import MagiRuntime, PlanMetadata, WorkCount, check_tokens
 from torchtitan_magi.titan.validate import MagiValidator
 from torchtitan_magi.titan.wrapper import VarlenAttentionWrapper, op_to_save
 
@@ -69,6 +70,7 @@ class MagiSpec:
         self.count = WorkCount()
         self.losses = LossRecord(1)
         self.runtime: MagiRuntime | None = None
+        self.vocab_size = 0
 
     def train_spec(self) -> TrainSpec:
         return replace(
@@ -88,6 +90,8 @@ class MagiSpec:
         self._begin_run()
         attn_types = {name: args.attn_type for name, args in self.model_args.items()}
         check_job_config(job_config, attn_types, self.has_objectives)
+        choose_block_attn(job_config.magi.backend, torch.device(utils.device_type))  # or say now why not
+        self.vocab_size = self.model_args[job_config.model.flavor].vocab_size
         assert self.stock.build_tokenizer_fn is not None
         return self.stock.build_tokenizer_fn(job_config)
 
@@ -106,6 +110,7 @@ class MagiSpec:
 
         def plan(inputs: dict[str, Any], labels: Tensor) -> dict[str, Any]:
             assert self.runtime is not None
+            check_tokens(inputs["input"], self.vocab_size)
             return self.runtime.plan_ahead(inputs, labels, tokenizer.eos_id)
 
         return PlannedLoader(loader, plan, self.count.wait)
