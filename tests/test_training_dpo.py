@@ -233,6 +233,13 @@ def test_a_killed_run_continues(reference):
     assert error.value.type == "ValueError"
 
 
+def test_a_run_that_could_not_continue_says_so_when_it_starts():
+    options = [*arguments({}, folder=copy_of_data(), steps=1), "--validation.no-enable"]
+    loaded, random = (dpo(1, options, load=load).output for load in (True, False))
+    assert "cannot be resumed" not in loaded
+    assert "cannot be resumed" in random
+
+
 def count_forwards(report):
     from torchtitan_magi.titan.logprob_model import LogprobModel
 

@@ -10,6 +10,7 @@ from torchtitan.components.checkpoint import ModelWrapper
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.protocols.model_converter import build_model_converters
 from torchtitan.tools import utils
+from torchtitan.tools.logging import logger
 from torchtitan.train import Trainer
 
 from torchtitan_magi.titan.dpo import PairBatch, Reference
@@ -40,6 +41,11 @@ class ReferenceModel(Reference):
             raise ValueError(
                 f"checkpoint.initial_load_path is {checkpoint.initial_load_path!r}, but the run resumes at step {step} "
                 "and the reference is the model before step 1; set it to those weights"
+            )
+        if checkpoint.enable and not path:
+            logger.warning(
+                "This run cannot be resumed: the reference is the model as it is now, and no "
+                "checkpoint.initial_load_path says where to find it again"
             )
         model = build_frozen_copy(trainer)
         if step == 0:
