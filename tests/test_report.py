@@ -335,6 +335,13 @@ def test_every_kind_of_input(tmp_path, capsys):
                 assert (pack["documents"], pack["tokens"], pack["longest"]) == (5, 960, 600)
 
 
+def test_data_sets_are_named_as_training_names_them(tmp_path, capsys):
+    write_data_set(tmp_path)
+    source = f"{tmp_path}/data.jsonl, {tmp_path}/*.jsonl=1"
+    report.main([source, "--total", "2k", "--cp", "4", "--packs", "1", "--tokenizer", str(tmp_path)])
+    assert "10 causal documents" in " ".join(capsys.readouterr().out.split())
+
+
 def test_several_numbers_of_gpus(tmp_path, capsys):
     arguments = ["lognormal", "--total", "16k", "--packs", "1", "--nodes", "2", "--json", str(tmp_path / "all.json")]
     report.main([*arguments, "--cp", "4", "8"])

@@ -28,7 +28,8 @@ def make_packs(
 
     Args:
         source: a name in DISTRIBUTIONS; a file of lengths in tokens (.npy, otherwise text: integers between white
-            space or commas), packed as training packs them; or a .jsonl data set, packed by training's own code.
+            space or commas), packed as training packs them; or a data set for SFT as training takes it, one or several
+            .jsonl files or folders, packed by training's own code.
         tokenizer: for a data set: directory with tokenizer.json, tokenizer_config.json and perhaps a chat template.
 
     Raises:
@@ -43,13 +44,13 @@ def make_packs(
         count = 1 if source == "dense" else count  # they would all be the same
         return [draw_pack(source, total, seed + number) for number in range(count)]
     path = Path(source)
+    if ".jsonl" in source or path.is_dir():
+        if tokenizer is None:
+            raise ValueError(f"{source} is a data set; give --tokenizer, the directory that holds tokenizer.json")
+        return read_data_set(source, Path(tokenizer), total, count, seed)
     if not path.exists():
         names = ", ".join(DISTRIBUTIONS)
         raise ValueError(f"{source!r} is neither a file nor a distribution; give an existing file or one of {names}")
-    if path.suffix == ".jsonl" or path.is_dir():
-        if tokenizer is None:
-            raise ValueError(f"{source} is a data set; give --tokenizer, the directory that holds tokenizer.json")
-        return read_data_set(path, Path(tokenizer), total, count, seed)
     return pack_lengths(read_lengths(path), total, count, seed)
 
 
@@ -121,10 +122,10 @@ def pack_lengths(lengths: Int64Array, total: int, count: int, seed: int) -> list
     return [packs[i] for i in rng.permutation(len(packs))[:count]]
 
 
-def read_data_set(path: Path, tokenizer: Path, total: int, count: int, seed: int) -> list[Int64Array]:
+def read_data_set(paths: str, tokenizer: Path, total: int, count: int, seed: int) -> list[Int64Array]:
     """Packs as training makes them of JSONL records. Raises ValueError for bad records and tokenizer files."""
     chat = _chat_tokenizer(tokenizer)
-    dataset = PackedSFTDataset(path, chat, total, seed=seed, epochs=1, check=False, window_packs=max(2, 2 * count))
+    dataset = PackedSFTDataset(paths, chat, total, seed=seed, epochs=1, check=False, window_packs=max(2, 2 * count))
     packs = (inputs["documents"] for inputs, _ in itertools.islice(dataset, count))
     return [(documents[:, 1] - documents[:, 0]).astype(np.int64) for documents in packs]
 
