@@ -337,7 +337,8 @@ def test_every_kind_of_input(tmp_path, capsys):
 
 def test_data_sets_are_named_as_training_names_them(tmp_path, capsys):
     write_data_set(tmp_path)
-    source = f"{tmp_path}/data.jsonl, {tmp_path}/*.jsonl=1"
+    (tmp_path / "more.jsonl").write_text((tmp_path / "data.jsonl").read_text())
+    source = f"{tmp_path}/data.jsonl, {tmp_path}/m*.jsonl=1"
     report.main([source, "--total", "2k", "--cp", "4", "--packs", "1", "--tokenizer", str(tmp_path)])
     assert "10 causal documents" in " ".join(capsys.readouterr().out.split())
 
