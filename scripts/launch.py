@@ -2,7 +2,8 @@
 
     python scripts/launch.py config.toml [torchtitan overrides ...]
 
-It runs ``torchrun -m torchtitan_magi.train`` on this machine. For several machines call torchrun.
+It does what ``torchrun -m torchtitan_magi.train`` does on this machine, and says last what went wrong first. For
+several machines call torchrun.
 """
 
 import math
@@ -62,6 +63,13 @@ def check_hooks(config: dict[str, Any], arguments: list[str]) -> None:
             )
 
 
+def reason(failure: Any) -> str:
+    """What torchrun knows of a process's end: the exception, the signal, or no more than the exit code."""
+    if isinstance(failure.message, dict):
+        return str(failure.message["message"])
+    return f"exit code {failure.exitcode}" if failure.exitcode > 0 else str(failure.message)
+
+
 def main() -> None:
     path, *arguments = sys.argv[1:]
     try:
@@ -76,10 +84,16 @@ def main() -> None:
     if num_gpus < processes:
         print(f"{processes} processes, {num_gpus} GPUs: running on CPU with gloo", flush=True)
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    command += ["--local-ranks-filter=0", "--role=rank", "--tee=3", "-m", "torchtitan_magi.train"]
-    command += ["--job.config_file", path]
-    os.execv(sys.executable, command + arguments)
+    from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    options = ["--standalone", f"--nproc-per-node={processes}", "--local-ranks-filter=0", "--role=rank", "--tee=3"]
+    command = ["-m", "torchtitan_magi.train", "--job.config_file", path, *arguments]
+    try:
+        run.run(run.parse_args(options + command))
+    except ChildFailedError as error:
+        _, failure = error.get_first_failure()
+        sys.exit(f"rank {failure.local_rank} failed: {reason(failure)}")
 
 
 if __name__ == "__main__":

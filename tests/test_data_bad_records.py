@@ -44,7 +44,7 @@ MALFORMED = {
     "a number": (b"3", r"the line is 3 \(int\)"),
     "null": (b"null", "the line is null"),
     "an empty object": (b"{}", r"only the keys \[\]"),
-    "unknown keys": (b'{"question": "a", "answer": "b"}', "give it either"),
+    "unknown keys": (b'{"question": "a", "answer": "b"}', 'give it "messages" or "text" \\(or "conversations"'),
     "two forms": (b'{"text": "a", "messages": []}', '"messages" and "text"; leave it one of them'),
     "text not a string": (b'{"text": ["a"]}', '"text" is .*; write a string'),
     "empty text": (b'{"text": ""}', '"text" is empty; remove the line'),

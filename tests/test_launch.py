@@ -1,13 +1,16 @@
+import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
 
-from launch import check_hooks, num_processes, overridden  # noqa: E402
+from launch import check_hooks, num_processes, overridden, reason  # noqa: E402
 
 HOOKED = {"magi": {}, "job": {"custom_config_module": "x"}, "experimental": {"custom_import": "x"}}
 
@@ -76,3 +79,28 @@ def test_a_file_that_cannot_run_ends_in_one_line(tmp_path, text, message):
     last = result.stderr.strip().splitlines()[-1]
     assert message in last
     assert "Traceback" not in result.stderr
+
+
+def test_the_first_failure_is_the_last_line():
+    arguments = [ROOT / "train_configs" / "debug.toml", "--magi.epochs", "0"]
+    command = [sys.executable, ROOT / "scripts" / "launch.py", *arguments]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert result.returncode == 1
+    last = result.stderr.strip().splitlines()[-1]
+    assert re.fullmatch(r"rank [01] failed: ValueError: magi.epochs is 0; use .*", last)
+
+
+@pytest.mark.parametrize(
+    ("exitcode", "recorded", "said"),
+    [
+        (-9, None, r"Signal 9 \(SIGKILL\) .*"),
+        (2, None, "exit code 2"),
+        (1, {"message": {"message": "why", "extraInfo": {}}}, "why"),
+    ],
+)
+def test_how_a_process_ended(tmp_path, exitcode, recorded, said):
+    if recorded is not None:
+        recorded["message"]["extraInfo"] = {"timestamp": "1", "py_callstack": ""}
+        (tmp_path / "error.json").write_text(json.dumps(recorded))
+    failure = ProcessFailure(0, 1, exitcode, str(tmp_path / "error.json"))
+    assert re.fullmatch(said, reason(failure))
