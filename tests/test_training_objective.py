@@ -176,7 +176,7 @@ def test_a_wrong_option_is_one_line_that_names_the_remedy():
 
 
 def errors_of_continuing(folder):
-    """What is said of continuing from checkpoints of steps 1 (whole), 2 and 3 (weights only)."""
+    """What is said of continuing from checkpoints of steps 1 (whole), 2, 3 (weights only) and 4 (never finished)."""
     import torch
     import torch.distributed.checkpoint as dcp
 
@@ -184,6 +184,7 @@ def errors_of_continuing(folder):
         state = {"model": torch.zeros(2)} | ({"dataloader": {"state": torch.zeros(1)}} if step == 1 else {})
         dcp.save(state, checkpoint_id=f"{folder}/checkpoint/step-{step}", no_dist=True)
     (Path(folder) / "checkpoint" / "step-3").mkdir()
+    (Path(folder) / "checkpoint" / "step-4").mkdir()
     (Path(folder) / "checkpoint" / "step-3" / "model.safetensors.index.json").write_text("{}")
     continued = ["--job.dump_folder", folder, "--checkpoint.enable"]
     cases = [[], ["--checkpoint.load_step", "1"], ["--checkpoint.load_step", "2"], ["--checkpoint.load_step", "7"]]

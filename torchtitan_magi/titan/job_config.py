@@ -4,6 +4,7 @@ torchtitan merges this ``JobConfig`` into its own when ``[job] custom_config_mod
 It needs real types here, so this file has no ``from __future__ import annotations``.
 """
 
+import itertools
 import math
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -196,23 +197,26 @@ def _check_continues(job_config: Any) -> None:
     if not checkpoint.enable or checkpoint.load_only or checkpoint.exclude_from_loading:
         return
     folder = Path(job_config.job.dump_folder) / checkpoint.folder
-    steps = sorted(int(path.name[5:]) for path in folder.glob("step-*") if path.name[5:].isdigit())
+    finished = itertools.chain(folder.glob("step-*/.metadata"), folder.glob("step-*/model.safetensors.index.json"))
+    names = {path.parent.name[5:] for path in finished}
+    steps = sorted(map(int, filter(str.isdigit, names)), reverse=True)
     step = checkpoint.load_step if checkpoint.load_step != -1 else max(steps, default=0)
-    if step == 0 or step not in steps:
+    if step not in steps or _can_continue(folder, step):
         return
-    whole = [step for step in steps if step == 0 or _has_loader(folder / f"step-{step}")]
-    if step not in whole:
-        earlier = f"set checkpoint.load_step to {whole[-1]}, or " if whole else ""
-        raise ValueError(
-            f"{folder}/step-{step} has no state of the data loader, as a run's last checkpoint holds weights only "
-            f"unless checkpoint.last_save_model_only is false; {earlier}start another run with its path as "
-            "checkpoint.initial_load_path"
-        )
+    earlier = next((other for other in steps if other < step and _can_continue(folder, other)), None)
+    raise ValueError(
+        f"{folder}/step-{step} has no state of the data loader, as a run's last checkpoint holds weights only unless "
+        f"checkpoint.last_save_model_only is false; "
+        + ("" if earlier is None else f"set checkpoint.load_step to {earlier}, or ")
+        + "start another run with its path as checkpoint.initial_load_path"
+    )
 
 
-def _has_loader(path: Path) -> bool:
-    if not (path / ".metadata").is_file():
-        return False
+def _can_continue(folder: Path, step: int) -> bool:
+    """Of step 0 torchtitan takes the weights only."""
+    path = folder / f"step-{step}"
+    if step == 0 or not (path / ".metadata").is_file():
+        return step == 0
     return any(name.startswith("dataloader") for name in FileSystemReader(path).read_metadata().state_dict_metadata)
 
 
