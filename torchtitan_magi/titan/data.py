@@ -179,6 +179,11 @@ def build_validation_dataloader(dp_world_size: int, dp_rank: int, tokenizer: Any
     """The validation set of the job, one pass of ``validation.steps`` batches (-1: all of it)."""
     section = job_config.validation
     if section.dataset in OUR_DATASETS:
+        if section.seq_len < (longest := job_config.training.seq_len):
+            logger.warning(
+                f"Validation packs have {section.seq_len} tokens, those of training {longest}: documents that are whole "
+                "there may not be here; set validation.seq_len to compare their losses"
+            )
         return build_dataloader(section, section.seq_len, dp_world_size, dp_rank, tokenizer, job_config, False)
     infinite = section.steps != -1
     return build_text_validation_dataloader(dp_world_size, dp_rank, tokenizer, job_config, infinite)
