@@ -181,8 +181,8 @@ def build_validation_dataloader(dp_world_size: int, dp_rank: int, tokenizer: Any
     if section.dataset in OUR_DATASETS:
         if section.seq_len < (longest := job_config.training.seq_len):
             logger.warning(
-                f"Validation packs have {section.seq_len} tokens, those of training {longest}: documents that are whole "
-                "there may not be here; set validation.seq_len to compare their losses"
+                f"Validation packs have {section.seq_len} tokens, those of training {longest}: documents whole there "
+                "may be truncated here; set validation.seq_len to compare losses"
             )
         return build_dataloader(section, section.seq_len, dp_world_size, dp_rank, tokenizer, job_config, False)
     infinite = section.steps != -1
