@@ -1,5 +1,6 @@
-// What is done around attention at the speed of memory, one launch each: once per mask its row bands are written; before attention K/V rows are packed for group_cast, and a
-// backward's row sums taken; after it gradients are packed for group_reduce, those that come back added, and the sums rounded.
+// What is done around attention at the speed of memory, one launch each. Once per mask: row bands are written. Before attention:
+// K/V rows are packed for group_cast, and a backward's row sums taken. After it: gradients are packed for group_reduce, those
+// that come back added, and the sums rounded.
 // Rows are packed into one buffer, or written to where they are wanted, in the memory of several GPUs.
 //
 // Compile-time macros

@@ -30,7 +30,7 @@ from torchtitan_magi.placement import place
 from torchtitan_magi.plan import plan_afresh
 from torchtitan_magi.rows import CudaRows
 from torchtitan_magi.slices import AttnSlices, varlen_causal
-from torchtitan_magi.stages import LLAMA_HEADS
+from torchtitan_magi.stages import H200, LLAMA_HEADS
 from torchtitan_magi.traffic import node_traffic, traffic
 from torchtitan_magi.worklists import KEYS, build_worklists
 
@@ -121,7 +121,7 @@ def plan_ms(slices: AttnSlices, num_tokens: int, cp_size: int, repeats: int = 5)
     for _ in range(repeats):
         fresh = AttnSlices(slices.table)
         begin = time.process_time()
-        plan = plan_afresh(fresh, num_tokens, cp_size, gpus_per_node=GPUS_PER_NODE)
+        plan = plan_afresh(fresh, num_tokens, cp_size, -1, LLAMA_HEADS, GPUS_PER_NODE, H200)
         planned = time.process_time()
         share = max(plan.ranks, key=lambda share: len(share.ranges))
         for stage in dict.fromkeys((*share.forward, *share.backward)):

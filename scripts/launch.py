@@ -41,10 +41,11 @@ def num_processes(config: dict[str, Any], arguments: list[str], num_gpus: int) -
     for name in DEGREES:
         default = -1 if name == "data_parallel_shard" else 1
         value = overridden(config, arguments, "parallelism", f"{name}_degree")
-        degrees[name] = default if value is None else int(value) if re.fullmatch(r"-?\d+", str(value)) else 0
-        if degrees[name] < 1 and degrees[name] != default:
+        text = str(default if value is None else value)
+        if not re.fullmatch(r"[1-9]\d*", text) and text != str(default):
             left = ", or -1 for the GPUs that are left" if default == -1 else ""
             raise ValueError(f"parallelism.{name}_degree is {value!r}; use a whole number of at least 1{left}")
+        degrees[name] = int(text)
     shard = degrees.pop("data_parallel_shard")
     others = math.prod(degrees.values())
     return others * (max(1, num_gpus // others) if shard == -1 else shard)
@@ -71,13 +72,13 @@ def reason(failure: Any) -> str:
 
 
 def main() -> None:
+    import torch
+
     path, *arguments = sys.argv[1:]
+    num_gpus = torch.cuda.device_count()
     try:
         config = tomllib.loads(Path(path).read_text())
         check_hooks(config, arguments)
-        import torch
-
-        num_gpus = torch.cuda.device_count()
         processes = num_processes(config, arguments, num_gpus)
     except (OSError, ValueError) as error:
         sys.exit(f"{path}: {error}")

@@ -335,6 +335,12 @@ def test_every_kind_of_input(tmp_path, capsys):
                 assert (pack["documents"], pack["tokens"], pack["longest"]) == (5, 960, 600)
 
 
+def test_lengths_may_lie_beside_a_data_set(tmp_path):
+    path = tmp_path / "data.jsonl.lengths.txt"
+    path.write_text("200 40 30")
+    assert sorted(packs.make_packs(str(path), 1024, 1)[0]) == [30, 40, 200]
+
+
 def test_data_sets_are_named_as_training_names_them(tmp_path, capsys):
     write_data_set(tmp_path)
     (tmp_path / "more.jsonl").write_text((tmp_path / "data.jsonl").read_text())

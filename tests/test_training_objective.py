@@ -177,7 +177,6 @@ def test_a_wrong_option_is_one_line_that_names_the_remedy():
 
 def errors_of_continuing(folder):
     """What is said of continuing from checkpoints of steps 1 (whole), 2, 3 (weights only) and 4 (never finished)."""
-    import torch
     import torch.distributed.checkpoint as dcp
 
     for step in (1, 2):
@@ -202,8 +201,6 @@ def test_a_run_does_not_continue_from_weights_alone(tmp_path):
 
 
 def test_a_token_that_the_model_does_not_have_is_named():
-    import torch
-
     from torchtitan_magi.titan.runtime import check_tokens
 
     check_tokens(torch.tensor([[0, 99]]), 100)

@@ -44,14 +44,14 @@ def make_packs(
         count = 1 if source == "dense" else count  # they would all be the same
         return [draw_pack(source, total, seed + number) for number in range(count)]
     path = Path(source)
-    if ".jsonl" in source or path.is_dir():
-        if tokenizer is None:
-            raise ValueError(f"{source} is a data set; give --tokenizer, the directory that holds tokenizer.json")
-        return read_data_set(source, Path(tokenizer), total, count, seed)
-    if not path.exists():
+    if path.exists() and path.suffix != ".jsonl" and not path.is_dir():
+        return pack_lengths(read_lengths(path), total, count, seed)
+    if not path.exists() and ".jsonl" not in source:
         names = ", ".join(DISTRIBUTIONS)
         raise ValueError(f"{source!r} is neither a file nor a distribution; give an existing file or one of {names}")
-    return pack_lengths(read_lengths(path), total, count, seed)
+    if tokenizer is None:
+        raise ValueError(f"{source} is a data set; give --tokenizer, the directory that holds tokenizer.json")
+    return read_data_set(source, Path(tokenizer), total, count, seed)
 
 
 def draw_pack(distribution: str, total: int, seed: int) -> Int64Array:

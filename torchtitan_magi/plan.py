@@ -294,10 +294,10 @@ def plan_afresh(
     slices: AttnSlices,
     total_tokens: int,
     cp_size: int,
-    overlap_stages: int = -1,
-    heads: Heads = LLAMA_HEADS,
-    gpus_per_node: int | None = None,
-    cost: CostModel = H200,
+    overlap_stages: int,
+    heads: Heads,
+    gpus_per_node: int | None,
+    cost: CostModel,
 ) -> AttnPlan:
     """`make_plan`, which remembers its last plans, without that."""
     if cp_size < 1 or total_tokens < 0:

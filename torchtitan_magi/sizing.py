@@ -111,10 +111,8 @@ def size_run(
 def size_pack(case: Case) -> SizedPack:
     """Plans one pack and compares strategies on it."""
     begin = time.process_time()
-    plan = plan_afresh(
-        varlen_causal(np.append(0, case.lengths.cumsum())), case.total, case.cp_size,
-        heads=case.heads, gpus_per_node=case.gpus_per_node, cost=case.cost,
-    )  # fmt: skip
+    slices = varlen_causal(np.append(0, case.lengths.cumsum()))
+    plan = plan_afresh(slices, case.total, case.cp_size, -1, case.heads, case.gpus_per_node, case.cost)
     _ = plan.ranks[-1].forward, plan.ranks[-1].backward
     plan_ms = 1e3 * (time.process_time() - begin)
     ours: dict[str, Outcome | None] = {OURS: plan_outcome(OURS, case, plan)}

@@ -204,19 +204,20 @@ def _check_continues(job_config: Any) -> None:
     if step not in steps or _can_continue(folder, step):
         return
     earlier = next((other for other in steps if other < step and _can_continue(folder, other)), None)
+    instead = "" if earlier is None else f"set checkpoint.load_step to {earlier}, or "
     raise ValueError(
         f"{folder}/step-{step} has no state of the data loader, as a run's last checkpoint holds weights only unless "
-        f"checkpoint.last_save_model_only is false; "
-        + ("" if earlier is None else f"set checkpoint.load_step to {earlier}, or ")
-        + "start another run with its path as checkpoint.initial_load_path"
+        f"checkpoint.last_save_model_only is false; {instead}start another run with its path as "
+        "checkpoint.initial_load_path"
     )
 
 
 def _can_continue(folder: Path, step: int) -> bool:
-    """Of step 0 torchtitan takes the weights only."""
     path = folder / f"step-{step}"
-    if step == 0 or not (path / ".metadata").is_file():
-        return step == 0
+    if step == 0:  # of which torchtitan takes the weights only
+        return True
+    if not (path / ".metadata").is_file():  # safetensors
+        return False
     return any(name.startswith("dataloader") for name in FileSystemReader(path).read_metadata().state_dict_metadata)
 
 
