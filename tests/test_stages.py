@@ -24,6 +24,7 @@ from torchtitan_magi.stages import (
     H200,
     LLAMA_HEADS,
     RESIDENT,
+    SIMPLER,
     CostModel,
     Heads,
     KernelCost,
@@ -161,6 +162,16 @@ def test_much_to_hide_is_cut_and_more_when_stages_are_cheap():
     assert counts[1] > 2
     costly = replace(slow, stage=1e-2)
     assert len(choose_stages(costly, plan.work, LLAMA_HEADS)[0]) <= 2
+
+
+@pytest.mark.parametrize("cp_size", [4, 8, 16])
+def test_each_stage_must_promise_to_pay(cp_size):
+    heads = Heads(32, 32, 128)
+    plan = make_plan(varlen_causal(np.array([0, 8192 * cp_size])), 8192 * cp_size, cp_size, heads=heads)
+    (forward, _), one = choose_stages(H200, plan.work, heads), equal_stages(0)
+    staged, whole = (predict(H200, plan.work, heads, shares, False).seconds for shares in (forward, one))
+    assert staged <= SIMPLER ** (len(forward) - 1) * whole
+    assert (len(forward) > 1) == (cp_size > 4)  # with four, two stages would promise 3%
 
 
 def test_forward_and_backward_are_chosen_apart():
