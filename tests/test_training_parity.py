@@ -1,9 +1,12 @@
 """Training is the same under every layout: the rows of scripts/loss_compare.py, on packs of real documents."""
 
 import functools
+from dataclasses import replace
 
 import pytest
 from training import new_folder, train  # first: it adds scripts/ to the path
+
+from torchtitan_magi.stages import H200, KernelCost, Link
 
 from loss_compare import LAYOUTS, QWEN3_LAYOUTS, TOLERANCE, Layout, max_relative_difference  # isort: skip
 
@@ -112,6 +115,32 @@ def one_document_per_batch(report):
 
     MagiRuntime.plan_ahead = without_boundaries
     without_saving(report)
+
+
+def report_stages_of_one_document(report):
+    from torchtitan_magi.titan.runtime import MagiRuntime
+
+    one_document_per_batch(report)
+    plan = MagiRuntime.plan_ahead
+
+    def plan_and_report(self, inputs, labels, eos_id):
+        planned = plan(self, inputs, labels, eos_id)
+        report("stages", len(planned["planned"].plan.forward), len(planned["planned"].plan.backward))
+        return planned
+
+    MagiRuntime.plan_ahead = plan_and_report
+
+
+def test_stages_are_chosen_by_the_cost_model_that_is_named(tmp_path):
+    kernel = KernelCost(launch=0.0, pair=1e-10, pair_dim=0.0, row=0.0, row_dim=0.0)
+    cost = replace(H200, forward=kernel, backward=kernel, merge=0.0, stage=0.0, inside=Link(0.0, 1e9))
+    cost.save(tmp_path / "cost.json")
+    arguments = [*LAYOUTS["cp2"].arguments, "--training.steps", "1"]
+    named = [*arguments, "--magi.cost_model", str(tmp_path / "cost.json")]
+    runs = (train(2, options, setup=report_stages_of_one_document) for options in (arguments, named))
+    shipped, chosen = (set(run.of("stages")) for run in runs)
+    assert shipped == {(1, 1)}
+    assert min(chosen) >= (3, 3)
 
 
 def test_without_the_document_mask_it_is_another_training():

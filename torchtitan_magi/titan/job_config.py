@@ -15,6 +15,7 @@ from torchtitan.hf_datasets.text_datasets import DATASETS
 
 from torchtitan_magi.bind import BACKENDS
 from torchtitan_magi.plan import MAX_STAGES
+from torchtitan_magi.stages import CostModel
 
 HOOK = "torchtitan_magi.titan"
 ENTRY = "torchrun -m torchtitan_magi.train"
@@ -55,6 +56,10 @@ class Magi:
     overlap_stages: int = -1
     """Into how many stages the K/V of other ranks is cut, to travel while attention runs (a count). 0: no overlap. -1:
     chosen for each microbatch, for the forward and for the backward, by what a cost model predicts."""
+
+    cost_model: str = ""
+    """Path of the cost model for that choice, from ``scripts/calibrate.py`` on this kind of machine. "": what was
+    measured on H200 GPUs, and between nodes an estimate for 400 Gb/s per GPU."""
 
     deterministic: bool = False
     """Repeat bit for bit, forward and backward, on a fixed layout. Slower."""
@@ -127,6 +132,8 @@ def check_job_config(job_config: Any, attn_types: dict[str, str], has_objectives
             f"magi.overlap_stages is {magi.overlap_stages!r}; use 0 for no overlap, the number of stages (at most "
             f"{MAX_STAGES}), or -1 to have it chosen"
         )
+    if magi.cost_model:
+        CostModel.load(magi.cost_model)
     if parallelism.pipeline_parallel_degree > 1:
         raise ValueError(
             f"parallelism.pipeline_parallel_degree is {parallelism.pipeline_parallel_degree}; varlen attention works "

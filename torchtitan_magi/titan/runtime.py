@@ -22,7 +22,7 @@ from torchtitan_magi.comm import gpus_per_node
 from torchtitan_magi.plan import AttnPlan, make_plan
 from torchtitan_magi.report import describe_plan
 from torchtitan_magi.slices import CAUSAL, AttnSlices, shared_prompt
-from torchtitan_magi.stages import Heads
+from torchtitan_magi.stages import H200, CostModel, Heads
 from torchtitan_magi.titan.job_config import Magi
 
 
@@ -109,6 +109,7 @@ class MagiRuntime:
     ) -> None:
         self.magi, self.cp_mesh, self.device, self.count = magi, cp_mesh, device, count
         self.heads = heads
+        self.cost = CostModel.load(magi.cost_model) if magi.cost_model else H200
         self.cp_size = 1 if cp_mesh is None else cp_mesh.size()
         self.cp_rank = 0 if cp_mesh is None else cp_mesh.get_local_rank()
         self.gpus_per_node = None
@@ -140,8 +141,8 @@ class MagiRuntime:
             documents = inputs["documents"] if "documents" in inputs else documents_from_eos(tokens, eos_id)
             start, end = documents.astype(np.int64).T
             slices = AttnSlices(np.stack([start, end, start, end, np.full_like(start, CAUSAL)], 1))
-        stages, heads = self.magi.overlap_stages, self.heads
-        plan = make_plan(slices, tokens.numel(), self.cp_size, stages, heads=heads, gpus_per_node=self.gpus_per_node)
+        stages, heads, nodes = self.magi.overlap_stages, self.heads, self.gpus_per_node
+        plan = make_plan(slices, tokens.numel(), self.cp_size, stages, heads=heads, cost=self.cost, gpus_per_node=nodes)
         index = index_data(plan, self.cp_rank, self.block_attn, heads.num_heads_q, heads.num_heads_kv)
         planned = inputs | {"planned": PlannedBatch(plan, index, time.perf_counter() - started)}
         if labels is not None:
