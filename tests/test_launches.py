@@ -60,13 +60,13 @@ class Recorder:
 def recorder(monkeypatch):
     recorder = Recorder()
     counters = torch.zeros(launch.NUM_COUNTERS, launch.COUNTER_WORDS, dtype=torch.int32)
-    numbers = itertools.count()
     monkeypatch.setattr(driver, "function", recorder.function)
     monkeypatch.setattr(jit, "load_kernel", lambda _, function, *__: (function, PARAMS[function]))
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
     monkeypatch.setattr(launch, "current_device", lambda: None)
     monkeypatch.setattr(launch, "num_sms", lambda device: 132)
-    monkeypatch.setattr(launch, "_counters", lambda device: (counters, counters.data_ptr(), numbers))
+    addresses = itertools.cycle(row.data_ptr() for row in counters)
+    monkeypatch.setattr(launch, "_counters", lambda device: (addresses, counters))
     caches = launch.load, launch.maps_over, rows._kernel
     for cache in caches:
         cache.cache_clear()

@@ -4,6 +4,7 @@ import ctypes
 import functools
 import itertools
 from collections.abc import Iterator, Sequence
+from operator import getitem
 from typing import Any, NamedTuple
 
 import torch
@@ -115,16 +116,16 @@ def num_sms(device: int) -> int:
 
 
 @functools.cache
-def _counters(device: int) -> tuple[Tensor, int, Iterator[int]]:
+def _counters(device: int) -> tuple[Iterator[int], Tensor]:
+    """Addresses of the counters in turn, and what they lie in."""
     counters = torch.zeros(NUM_COUNTERS, COUNTER_WORDS, dtype=torch.int32, device=f"cuda:{device}")
     torch.cuda.synchronize(device)  # other streams may use them next
-    return counters, counters.data_ptr(), itertools.count()
+    return itertools.cycle([row.data_ptr() for row in counters]), counters
 
 
 def next_counter(device: int) -> int:
     """Address of a work counter: COUNTER_WORDS int32 zeros, which the kernel leaves at zero when it ends."""
-    _, base, numbers = _counters(device)
-    return base + next(numbers) % NUM_COUNTERS * 4 * COUNTER_WORDS
+    return next(_counters(device)[0])
 
 
 def copyable(x: Tensor) -> Tensor:
@@ -267,5 +268,7 @@ class Launch:
         """Does nothing where there is no block. addresses: of what the maps are over, multiples of 16."""
         if not self.num_blocks:
             return
-        self._arguments[: len(addresses)] = [maps[at] for maps, at in zip(self._maps, addresses, strict=True)]
+        if addresses:
+            assert len(addresses) == len(self._maps)
+            self._arguments[: len(addresses)] = list(map(getitem, self._maps, addresses))
         self.kernel.launch(self.device, self.num_blocks, self._arguments)
