@@ -18,7 +18,7 @@ from torchtitan_magi.histogram import HISTOGRAM
 from torchtitan_magi.outcome import FREE, Case
 from torchtitan_magi.plan import make_plan
 from torchtitan_magi.sizing import size_pack, size_run
-from torchtitan_magi.slices import varlen_causal
+from torchtitan_magi.slices import shared_prompt, varlen_causal
 from torchtitan_magi.stages import H200, LLAMA_HEADS, CostModel, Heads, KernelCost, Link
 
 NAMES = ["all-gather", "all-gather zigzag", "ring", "Ulysses", "min-heap"]
@@ -349,6 +349,42 @@ def test_data_sets_are_named_as_training_names_them(tmp_path, capsys):
     assert "10 causal documents" in " ".join(capsys.readouterr().out.split())
 
 
+def write_pairs(folder):
+    """Preference pairs of known lengths, beside `write_data_set`'s tokenizer: prompt, chosen, rejected in words."""
+    write_data_set(folder)
+    lengths = [(100, 30, 61), (7, 90, 12), (200, 20, 33)]
+    records = [
+        {name: " ".join(["a"] * length) for name, length in zip(("prompt", "chosen", "rejected"), words, strict=True)}
+        for words in lengths
+    ]
+    (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, records)) + "\n")
+    return lengths
+
+
+def test_preference_pairs_are_packed_and_masked_as_in_training(tmp_path, capsys):
+    lengths = write_pairs(tmp_path)
+    (pack,) = packs.make_packs(str(tmp_path / "pairs.jsonl"), 1024, 2, tokenizer=tmp_path, pairs=True)
+    assert pack.shape == (3, 3)
+    differences = np.array(sorted(pack.tolist())) - np.array(sorted(lengths))  # tokens of the plain template
+    assert (differences == differences[0]).all()
+    case = case_of(pack, 4, total=1024)
+    assert case.slices.area == shared_prompt(pack).area
+    assert case.documents.tolist() == pack.sum(1).tolist()
+    prompts, answers = case.lengths[:, :1], case.lengths[:, 1:]
+    whole = (
+        prompts * (prompts + 1) // 2 + (answers * (answers + 1) // 2 + answers * prompts).sum(1, keepdims=True)
+    ).sum()
+    assert case.slices.area == whole
+
+    options = ["--total", "1k", "--cp", "4", "--tokenizer", str(tmp_path), "--dataset", "dpo"]
+    report.main([str(tmp_path / "pairs.jsonl"), *options, "--json", str(tmp_path / "report.json")])
+    printed, figures = capsys.readouterr().out, json.loads((tmp_path / "report.json").read_text())
+    assert "3 preference pairs in one" in " ".join(printed.split())
+    assert [row["strategy"] for row in figures["summary"]] == ["ours", "all-gather", "Ulysses", "min-heap"]
+    assert (figures["packs"][0]["documents"], figures["packs"][0]["tokens"]) == (3, pack.sum())
+    assert "\nring: cuts causal documents; chosen and rejected with one prompt are none\n" in printed
+
+
 def test_several_numbers_of_gpus(tmp_path, capsys):
     arguments = ["lognormal", "--total", "16k", "--packs", "1", "--nodes", "2", "--json", str(tmp_path / "all.json")]
     report.main([*arguments, "--cp", "4", "8"])
@@ -383,6 +419,9 @@ def test_a_cost_model_of_another_machine(tmp_path, capsys):
         ("data.jsonl --total 1k --cp 2", "give --tokenizer, the directory that holds tokenizer.json"),
         ("data.jsonl --total 1k --cp 2 --tokenizer nowhere", "tokenizer.json does not exist"),
         ("bad.jsonl --total 1k --cp 2 --tokenizer .", "bad.jsonl:1: "),
+        ("pairs.jsonl --total 1k --cp 2 --tokenizer .", "is a preference pair, .*use it with dataset .dpo."),
+        ("dense --total 1k --cp 2 --dataset dpo", "dense has no preference pairs; give a .jsonl data set of them"),
+        ("words.txt --total 1k --cp 2 --dataset dpo", "words.txt has no preference pairs"),
         ("dense --total 12 --cp 16", "total is 12 tokens for 16 GPUs; give at least one token per GPU"),
         ("dense --total 1x --cp 2", "--total is '1x'; write tokens as 300000, 512k or 1M"),
         ("dense --total 0 --cp 2", "total is 0 tokens; give 1 to"),
@@ -399,7 +438,7 @@ def test_a_cost_model_of_another_machine(tmp_path, capsys):
 )
 def test_bad_input_is_one_line_that_names_the_value(arguments, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    write_data_set(tmp_path)
+    write_pairs(tmp_path)
     for name, text in {"empty": "\n", "negative": "3 -5 7", "words": "1 2 ten"}.items():
         (tmp_path / f"{name}.txt").write_text(text)
     (tmp_path / "bad.jsonl").write_text('{"texts": 1}\n')

@@ -66,16 +66,23 @@ def chunks_per_rank(num_tokens: int, cp_size: int) -> int:
 
 
 def compare(case: Case) -> dict[str, Outcome | None]:
-    """All baselines on one pack; None where a strategy cannot run. Nothing for one rank."""
+    """All baselines on one pack; None where `why_not` says why a strategy cannot run. Nothing for one rank."""
     if case.cp_size == 1:
         return {}
     return {
         "all-gather": _all_gather(case),
-        "all-gather zigzag": _all_gather_zigzag(case),
-        "ring": _ring(case),
+        "all-gather zigzag": None if case.has_pairs else _all_gather_zigzag(case),
+        "ring": None if case.has_pairs else _ring(case),
         "Ulysses": _ulysses(case),
         "min-heap": _min_heap(case),
     }
+
+
+def why_not(name: str, case: Case) -> str:
+    """Why a strategy, of the name, cannot run on a pack."""
+    if name == "Ulysses":
+        return f"cannot spread {case.heads.num_heads_q}:{case.heads.num_heads_kv} heads over {case.cp_size} GPUs"
+    return "cuts causal documents; chosen and rejected with one prompt are none"
 
 
 def _all_gather(case: Case) -> Outcome:

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from torchtitan_magi.plan import AttnPlan
 from torchtitan_magi.ranges import expand, intersecting
-from torchtitan_magi.slices import AttnSlices, IntArray, clip_rows, slice_areas, varlen_causal
+from torchtitan_magi.slices import AttnSlices, IntArray, clip_rows, shared_prompt, slice_areas, varlen_causal
 from torchtitan_magi.stages import CostModel, Heads, Link, Shares, Workload, predict
 from torchtitan_magi.traffic import parts_of
 from torchtitan_magi.worklists import KEYS, tile_cost
@@ -22,10 +22,10 @@ FREE = Link(latency=0.0, bandwidth=inf)  # of a machine on which communication t
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """A pack of causal documents, and the machine and layers that it is for.
+    """A pack, and the machine and layers that it is for.
 
-    lengths: int64 [documents], tokens; total: tokens of the pack, of which the last may be padding; gpus_per_node: at
-    most cp_size.
+    lengths: int64, tokens: [n] of causal documents, or [n, 3] of preference pairs: prompt, chosen, rejected; total:
+    tokens of the pack, of which the last may be padding; gpus_per_node: at most cp_size.
     """
 
     lengths: npt.NDArray[np.int64]
@@ -35,8 +35,19 @@ class Case:
     heads: Heads
     cost: CostModel
 
+    @property
+    def has_pairs(self) -> bool:
+        return self.lengths.ndim == 2
+
+    @property
+    def documents(self) -> npt.NDArray[np.int64]:
+        """Tokens of each document, or pair, [n]."""
+        return self.lengths.sum(1) if self.has_pairs else self.lengths
+
     @functools.cached_property
     def slices(self) -> AttnSlices:
+        if self.has_pairs:
+            return shared_prompt(self.lengths).canonical()
         return varlen_causal(np.append(0, self.lengths.cumsum())).canonical()
 
     @property
@@ -47,9 +58,8 @@ class Case:
     @property
     def ideal_seconds(self) -> tuple[float, float]:
         """Our kernel on the whole pack on one GPU, time over the number of ranks; forward and backward."""
-        pairs = np.array(
-            (slice_areas(self.slices.table.astype(np.int64)) * self.heads.tile_filling(self.lengths)).sum()
-        )
+        table = self.slices.table.astype(np.int64)
+        pairs = np.array((slice_areas(table) * self.heads.tile_filling(table[:, 1] - table[:, 0])).sum())
         rows = np.array(float(self.lengths.sum()))
         kernels = self.cost.forward, self.cost.backward
         forward, backward = (float(kernel.seconds(pairs, rows, self.heads)) / self.cp_size for kernel in kernels)

@@ -3,12 +3,13 @@
 import itertools
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer
 
-from torchtitan_magi.data import ChatTokenizer, PackedSFTDataset, pack_best_fit
+from torchtitan_magi.data import ChatTokenizer, PackedPairDataset, PackedSFTDataset, pack_best_fit
 from torchtitan_magi.histogram import HISTOGRAM
 
 Int64Array = npt.NDArray[np.int64]
@@ -22,36 +23,43 @@ DISTRIBUTIONS = {
 
 
 def make_packs(
-    source: str, total: int, count: int, seed: int = 0, tokenizer: str | Path | None = None
+    source: str, total: int, count: int, seed: int = 0, tokenizer: str | Path | None = None, pairs: bool = False
 ) -> list[Int64Array]:
     """Document lengths of each of up to ``count`` packs of at most ``total`` tokens.
 
     Args:
         source: a name in DISTRIBUTIONS; a file of lengths in tokens (.npy, otherwise text: integers between white
-            space or commas), packed as training packs them; or a data set for SFT as training takes it, one or several
-            .jsonl files or folders, packed by training's own code.
+            space or commas), packed as training packs them; or a data set as training takes it, one or several .jsonl
+            files or folders, packed by training's own code.
         tokenizer: for a data set: directory with tokenizer.json, tokenizer_config.json and perhaps a chat template.
+        pairs: the data set has preference pairs, for DPO with shared prompts.
+
+    Returns:
+        int64 [n] each; of pairs [n, 3]: prompt, chosen, rejected.
 
     Raises:
         ValueError: a number out of range, an unknown name, a file that cannot be read or holds no lengths, a data set
-            without a tokenizer.
+            without a tokenizer, pairs of no data set.
     """
     if not 1 <= total < 2**31:
         raise ValueError(f"total is {total} tokens; give 1 to 2,147,483,647")
     if count < 1 or seed < 0:
         raise ValueError(f"{count} packs with seed {seed}; give at least 1 pack and a seed of at least 0")
+    path = Path(source)
+    is_file_of_lengths = path.exists() and path.suffix != ".jsonl" and not path.is_dir()
+    if pairs and (source in DISTRIBUTIONS or is_file_of_lengths):
+        raise ValueError(f"{source} has no preference pairs; give a .jsonl data set of them, or --dataset sft")
     if source in DISTRIBUTIONS:
         count = 1 if source == "dense" else count  # they would all be the same
         return [draw_pack(source, total, seed + number) for number in range(count)]
-    path = Path(source)
-    if path.exists() and path.suffix != ".jsonl" and not path.is_dir():
+    if is_file_of_lengths:
         return pack_lengths(read_lengths(path), total, count, seed)
     if not path.exists() and ".jsonl" not in source:
         names = ", ".join(DISTRIBUTIONS)
         raise ValueError(f"{source!r} is neither a file nor a distribution; give an existing file or one of {names}")
     if tokenizer is None:
         raise ValueError(f"{source} is a data set; give --tokenizer, the directory that holds tokenizer.json")
-    return read_data_set(source, Path(tokenizer), total, count, seed)
+    return read_data_set(source, Path(tokenizer), total, count, seed, pairs)
 
 
 def draw_pack(distribution: str, total: int, seed: int) -> Int64Array:
@@ -122,12 +130,15 @@ def pack_lengths(lengths: Int64Array, total: int, count: int, seed: int) -> list
     return [packs[i] for i in rng.permutation(len(packs))[:count]]
 
 
-def read_data_set(paths: str, tokenizer: Path, total: int, count: int, seed: int) -> list[Int64Array]:
+def read_data_set(paths: str, tokenizer: Path, total: int, count: int, seed: int, pairs: bool) -> list[Int64Array]:
     """Packs as training makes them of JSONL records. Raises ValueError for bad records and tokenizer files."""
     chat = _chat_tokenizer(tokenizer)
-    dataset = PackedSFTDataset(paths, chat, total, seed=seed, epochs=1, check=False, window_packs=max(2, 2 * count))
-    packs = (inputs["documents"] for inputs, _ in itertools.islice(dataset, count))
-    return [(documents[:, 1] - documents[:, 0]).astype(np.int64) for documents in packs]
+    options: dict[str, Any] = {"seed": seed, "epochs": 1, "check": False, "window_packs": max(2, 2 * count)}
+    if pairs:
+        of_pairs = itertools.islice(PackedPairDataset(paths, chat.pair, total, **options), count)
+        return [np.diff(inputs["pairs"]).astype(np.int64) for inputs, _ in of_pairs]
+    of_documents = itertools.islice(PackedSFTDataset(paths, chat, total, **options), count)
+    return [np.diff(inputs["documents"])[:, 0].astype(np.int64) for inputs, _ in of_documents]
 
 
 def _chat_tokenizer(directory: Path) -> ChatTokenizer:

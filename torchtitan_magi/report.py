@@ -86,7 +86,7 @@ def _sizings(options: argparse.Namespace) -> list[Sizing]:
     cost = H200 if options.cost is None else CostModel.load(options.cost)
     total = count_of_tokens(options.total)
     nodes = [gpus_in_node(options, cp_size) for cp_size in options.cp]
-    packs = make_packs(options.source, total, options.packs, options.seed, options.tokenizer)
+    packs = make_packs(options.source, total, options.packs, options.seed, options.tokenizer, options.dataset == "dpo")
     layouts = zip(options.cp, nodes, strict=True)
     return [size_run(options.source, packs, total, *layout, heads, cost) for layout in layouts]
 
@@ -148,6 +148,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--packs", type=int, default=5, metavar="N", help="packs to draw; default: 5")
     add("--seed", type=int, default=0, help="of the draw; default: 0")
     add("--tokenizer", metavar="DIR", help="for a data set: Hugging Face tokenizer.json and chat template")
+    add(
+        "--dataset",
+        choices=("sft", "dpo"),
+        default="sft",
+        help="dpo: of preference pairs, prompts shared; default: sft",
+    )
     add("--cost", type=Path, metavar="FILE", help="cost model of your machine; default: H200")
     add("--json", type=Path, metavar="FILE", help="write all figures")
     add("--html", type=Path, metavar="FILE", help="write a page with table and pictures (needs matplotlib)")

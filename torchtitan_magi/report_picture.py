@@ -13,6 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
+from matplotlib.ticker import MaxNLocator
 
 from torchtitan_magi.plan import AttnPlan
 from torchtitan_magi.report_text import COLUMNS, column_groups, counted, headline, notes, setting
@@ -205,8 +206,10 @@ def draw_transfers(figure: Any, plan: AttnPlan) -> None:
     above.set_ylim(0, limit)
     beside.set_xlim(0, limit)
     above.set_title("Who needs what of whom: K/V rows of one layer's forward")
-    bar = figure.add_axes((0.9, 0.1, 0.018, 0.63))
-    colorbar = figure.colorbar(image, cax=bar)
+    bar = figure.add_axes((0.89, 0.1, 0.018, 0.63))
+    colorbar = figure.colorbar(
+        image, cax=bar, ticks=MaxNLocator(5, steps=[1, 2, 5, 10])
+    )  # few digits, room for a label
     colorbar.outline.set_visible(False)
     mib = unit * plan.heads.row_bytes / 2**20
     colorbar.set_label(f"K/V rows in units of T = {unit:,} rows = {mib:,.0f} MiB")

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from torchtitan_magi.baselines import DESCRIPTIONS
+from torchtitan_magi.baselines import DESCRIPTIONS, why_not
 from torchtitan_magi.packs import DISTRIBUTIONS
 from torchtitan_magi.sizing import OURS, SizedPack, Sizing
 
@@ -53,11 +53,12 @@ def setting(sizing: Sizing) -> list[str]:
     """What was sized: two lines."""
     plan, heads = sizing.first, sizing.first.heads
     layout = f"{counted(plan.cp_size, 'GPU')}, {plan.gpus_per_node} per node"
-    counts = [len(pack.case.lengths) for pack in sizing.packs]
-    fill = sum(int(pack.case.lengths.sum()) for pack in sizing.packs) / (sizing.total * len(counts))
-    longest = max(int(pack.case.lengths.max(initial=0)) for pack in sizing.packs)
+    counts = [len(pack.case.documents) for pack in sizing.packs]
+    fill = sum(int(pack.case.documents.sum()) for pack in sizing.packs) / (sizing.total * len(counts))
+    longest = max(int(pack.case.documents.max(initial=0)) for pack in sizing.packs)
     what = f" ({DISTRIBUTIONS[sizing.source]})" if sizing.source in DISTRIBUTIONS else ""
-    documents = counted(round(np.mean(counts)), "causal document")
+    kind = "preference pair" if sizing.packs[0].case.has_pairs else "causal document"
+    documents = counted(round(np.mean(counts)), kind)
     return [
         f"{layout}; packs of {sizing.total:,} tokens, T = {plan.tokens_per_rank:,} on each GPU; "
         f"heads {heads.num_heads_q}:{heads.num_heads_kv}, head_dim {heads.head_dim}, 16 bits",
@@ -143,11 +144,11 @@ def column_groups() -> list[tuple[str, list[int]]]:
 
 def notes(sizing: Sizing) -> list[str]:
     """What the columns and the strategies are, a line each, and which ones cannot run."""
-    heads, plan = sizing.first.heads, sizing.first
-    reason = f"cannot spread {heads.num_heads_q}:{heads.num_heads_kv} heads over {plan.cp_size} GPUs"
-    outcomes = sizing.packs[0].outcomes
+    pack = sizing.packs[0]
     strategies = [
-        f"{name}: {DESCRIPTIONS[name] if outcome else reason}" for name, outcome in outcomes.items() if name != OURS
+        f"{name}: {DESCRIPTIONS[name] if outcome else why_not(name, pack.case)}"
+        for name, outcome in pack.outcomes.items()
+        if name != OURS
     ]
     return [*LEGEND, *strategies]
 
@@ -182,9 +183,9 @@ def as_json(sizing: Sizing) -> dict[str, Any]:
     plan, heads = sizing.first, sizing.first.heads
     packs = [
         {
-            "documents": len(pack.case.lengths),
-            "tokens": int(pack.case.lengths.sum()),
-            "longest": int(pack.case.lengths.max(initial=0)),
+            "documents": len(pack.case.documents),
+            "tokens": int(pack.case.documents.sum()),
+            "longest": int(pack.case.documents.max(initial=0)),
             "plan_ms": pack.plan_ms,
             "ideal_forward_ms": 1e3 * pack.case.ideal_seconds[0],
             "ideal_backward_ms": 1e3 * pack.case.ideal_seconds[1],

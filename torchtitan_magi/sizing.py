@@ -10,7 +10,6 @@ from torchtitan_magi.baselines import compare
 from torchtitan_magi.outcome import Case, Outcome, plan_outcome
 from torchtitan_magi.packs import Int64Array
 from torchtitan_magi.plan import AttnPlan, plan_afresh
-from torchtitan_magi.slices import varlen_causal
 from torchtitan_magi.stages import H200, CostModel, Heads
 
 OURS = "ours"
@@ -111,8 +110,7 @@ def size_run(
 def size_pack(case: Case) -> SizedPack:
     """Plans one pack and compares strategies on it."""
     begin = time.process_time()
-    slices = varlen_causal(np.append(0, case.lengths.cumsum()))
-    plan = plan_afresh(slices, case.total, case.cp_size, -1, case.heads, case.gpus_per_node, case.cost)
+    plan = plan_afresh(case.slices, case.total, case.cp_size, -1, case.heads, case.gpus_per_node, case.cost)
     _ = plan.ranks[-1].forward, plan.ranks[-1].backward
     plan_ms = 1e3 * (time.process_time() - begin)
     ours: dict[str, Outcome | None] = {OURS: plan_outcome(OURS, case, plan)}
