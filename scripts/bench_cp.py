@@ -23,9 +23,7 @@ import argparse
 import gc
 import json
 import os
-import platform
 import random
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -35,7 +33,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-from provenance import commit_of
+from provenance import facts_of_run
 from torch import Tensor
 
 from torchtitan_magi import flex_flash_attn, make_plan, varlen_causal
@@ -323,11 +321,8 @@ def start_rank() -> torch.device:
 
 def describe_run(commit: str | None) -> dict:
     """Where and with what the figures were made."""
-    return {
-        "device": torch.cuda.get_device_name(), "num_gpus": dist.get_world_size(), "torch": torch.__version__,
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())), "python": platform.python_version(),
-        "commit": commit_of(commit), "command": f"scripts/{Path(sys.argv[0]).name} " + " ".join(sys.argv[1:]),
-    }  # fmt: skip
+    nccl = ".".join(map(str, torch.cuda.nccl.version()))
+    return facts_of_run(commit) | {"num_gpus": dist.get_world_size(), "nccl": nccl}
 
 
 def write(figures: dict, path: Path) -> None:

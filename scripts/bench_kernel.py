@@ -13,10 +13,8 @@ import argparse
 import functools
 import json
 import math
-import platform
 import random
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
@@ -26,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from provenance import commit_of
+from provenance import facts_of_run
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -377,11 +375,8 @@ def print_table(rows: list[Row]) -> None:
 
 def provenance(commit: str | None) -> dict[str, Any]:
     properties = torch.cuda.get_device_properties(0)
-    return {
-        "device": properties.name, "sms": properties.multi_processor_count, "torch": torch.__version__,
-        "cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version(), "python": platform.python_version(),
-        "commit": commit_of(commit), "command": " ".join(sys.argv),
-    }  # fmt: skip
+    versions = {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
+    return facts_of_run(commit) | versions | {"sms": properties.multi_processor_count}
 
 
 def main() -> None:

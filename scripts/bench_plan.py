@@ -14,14 +14,13 @@ import argparse
 import functools
 import json
 import platform
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from provenance import commit_of
+from provenance import facts_of_run
 
 from torchtitan_magi.baselines import contiguous, min_heap, zigzag
 from torchtitan_magi.outcome import tile_work
@@ -267,10 +266,7 @@ def main() -> None:
             rows += packs
             print(table_line(packs), flush=True)
     if arguments.cases is None:
-        header = {
-            "command": "python " + " ".join(sys.argv),
-            "commit": commit_of(None),
-            "python": platform.python_version(),
+        header = facts_of_run(None) | {
             "numpy": np.__version__,
             "processor": f"{platform.machine()}, one core, other work beside it; times are the least of 5 repeats",
         }

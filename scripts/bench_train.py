@@ -22,7 +22,6 @@ import argparse
 import itertools
 import json
 import os
-import platform
 import signal
 import statistics
 import subprocess
@@ -36,7 +35,7 @@ from typing import Any
 
 import numpy as np
 from bench_cp import histogram_pack
-from provenance import commit_of
+from provenance import facts_of_run
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORD = "--record-to"  # first argument of this file as a process of a run
@@ -200,7 +199,6 @@ def documents(pack: int) -> list[dict[str, str]]:
 
 
 def main() -> None:
-    import torch
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpus", type=int, default=4)
@@ -216,12 +214,8 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="JSON file to write")
     arguments = parser.parse_args()
     subprocess.run([sys.executable, ROOT / "scripts" / "make_demo_data.py"], check=True, cwd=ROOT)
-    facts = {
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU", "num_gpus": arguments.gpus,
-        "torch": torch.__version__, "python": platform.python_version(), "commit": commit_of(arguments.commit),
-        "command": "scripts/bench_train.py " + " ".join(sys.argv[1:]), "layers": arguments.layers,
-        "options": arguments.options,
-    }  # fmt: skip
+    options = {"num_gpus": arguments.gpus, "layers": arguments.layers, "options": arguments.options}
+    facts = facts_of_run(arguments.commit) | options
     rows = []
     columns = "strategy", "tokens per GPU", "cp, tp, dp", "tokens/s", "per GPU", "ms", "ideal attention", "GiB"
     print(f"| {' | '.join(columns)} |\n|{' --- |' * len(columns)}")

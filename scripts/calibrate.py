@@ -11,7 +11,6 @@ With --fit, the kernel's constants are fitted to figures of scripts/bench_kernel
 import argparse
 import json
 import os
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -21,7 +20,7 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from bench_cp import start_rank
-from provenance import commit_of
+from provenance import facts_of_run
 
 from torchtitan_magi.comm import process_group_transport
 from torchtitan_magi.ffa import FfaBlockAttn
@@ -281,15 +280,8 @@ def main() -> None:
     start_rank()
     model = measure()
     if dist.get_rank() == 0:
-        notes = {
-            "device": torch.cuda.get_device_name(),
-            "gpus": dist.get_world_size(),
-            "gpus_per_node": int(os.environ["LOCAL_WORLD_SIZE"]),
-            "torch": torch.__version__,
-            "commit": commit_of(arguments.commit),
-            "command": "scripts/calibrate.py " + " ".join(sys.argv[1:]),
-        }
-        model.save(arguments.output, **notes)
+        sizes = {"gpus": dist.get_world_size(), "gpus_per_node": int(os.environ["LOCAL_WORLD_SIZE"])}
+        model.save(arguments.output, **facts_of_run(arguments.commit), **sizes)
         print(json.dumps(asdict(model), indent=1))
     dist.destroy_process_group()
 

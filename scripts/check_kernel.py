@@ -13,14 +13,13 @@ import argparse
 import json
 import multiprocessing
 import random
-import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from provenance import commit_of
+from provenance import facts_of_run
 from torch import Tensor
 
 from torchtitan_magi import jit, launch
@@ -312,11 +311,7 @@ def main() -> None:
     print(summary)
     if args.json:
         with open(args.json, "w") as file:
-            facts = {
-                "device": torch.cuda.get_device_name(), "torch": torch.__version__, "commit": commit_of(args.commit),
-                "command": "scripts/check_kernel.py " + " ".join(sys.argv[1:]),
-            }  # fmt: skip
-            json.dump(facts | summary, file, indent=1)
+            json.dump(facts_of_run(args.commit) | summary, file, indent=1)
     np.testing.assert_equal(failed, 0)
 
 

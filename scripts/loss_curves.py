@@ -14,7 +14,6 @@ with GPUs of its own unless --per_gpu says otherwise.
 import argparse
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
@@ -24,7 +23,7 @@ from pathlib import Path
 
 import torch
 from loss_compare import DEBUG_TOML, RECORD, ROOT, Layout
-from provenance import commit_of
+from provenance import facts_of_run
 
 PACKS = 4  # of a step
 REFERENCE, REORDERED = "dp2", ("dp2_accumulation", "dp4")
@@ -141,14 +140,9 @@ def main() -> None:
         if graphs[-1] != graphs[min(SETTLED, len(graphs)) - 1]:
             failed.append(f"{name}: {graphs[-1]} graphs at the end, {graphs[SETTLED - 1]} after step {SETTLED}")
     if options.output:
-        facts = {
-            "device": "CPU" if gpus.on_cpu else torch.cuda.get_device_name(), "num_gpus": torch.cuda.device_count(),
-            "torch": torch.__version__,
-            "python": platform.python_version(), "commit": commit_of(options.commit),
-            "command": "scripts/loss_curves.py " + " ".join(sys.argv[1:]), "spread": spread,
-            "against": {name: LAYOUTS[name].against for name in records},
-        }  # fmt: skip
-        options.output.write_text(json.dumps(facts | {"runs": records}, indent=1))
+        against = {name: LAYOUTS[name].against for name in records}
+        found = {"num_gpus": torch.cuda.device_count(), "spread": spread, "against": against, "runs": records}
+        options.output.write_text(json.dumps(facts_of_run(options.commit) | found, indent=1))
     if failed:
         sys.exit("\n".join(failed))
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Draws benchmarks/results/*.json: every picture of a figure in the docs comes from here.
 
-python scripts/plot_results.py [benchmarks/results]
+python scripts/plot_results.py [FILE.json ...]
 """
 
 import json
@@ -155,10 +155,11 @@ DRAWINGS = {  # by how the file's name begins
 
 
 def main() -> None:
-    folder = Path(sys.argv[1] if len(sys.argv) > 1 else Path(__file__).parent.parent / "benchmarks" / "results")
-    for path in sorted(folder.glob("*.json")):
+    folder = Path(__file__).parent.parent / "benchmarks" / "results"
+    for path in map(Path, sys.argv[1:]) if sys.argv[1:] else sorted(folder.glob("*.json")):
         draw = next((draw for prefix, draw in DRAWINGS.items() if path.name.startswith(prefix)), None)
         if draw is None:
+            print(f"{path}: nothing to draw")
             continue
         figure, axis = draw(json.loads(path.read_text()))
         handles, labels = axis.get_legend_handles_labels()

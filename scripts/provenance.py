@@ -1,11 +1,22 @@
-"""Which commit a figure is of."""
+"""What stands beside figures: where, with what and by which command they were made."""
 
+import platform
+import shlex
 import subprocess
+import sys
 from pathlib import Path
 
+import torch
 
-def commit_of(given: str | None) -> str:
-    """`given`, or the commit of this tree; empty where git does not know."""
+
+def facts_of_run(commit: str | None) -> dict[str, str]:
+    """Device, versions, commit and command. commit: of the tree, where git does not know it."""
     root = Path(__file__).resolve().parent.parent
     head = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=root, check=False)
-    return given or head.stdout.strip()
+    return {
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "commit": commit or head.stdout.strip(),
+        "command": shlex.join([f"scripts/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
+    }
