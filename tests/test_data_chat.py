@@ -264,6 +264,32 @@ def test_turns_are_found_where_the_template_rewrites_earlier_ones(messages, expe
         spans = spans[message["role"] == "assistant" :]
 
 
+# Like Qwen3's: a line break between content and calls, which a mark behind content that is dropped would bring forth.
+CALLING_TEMPLATE = REASONING_TEMPLATE.replace("<|im_end|>", "{% if m.tool_calls %}!{% endif %}<|im_end|>").replace(
+    "({{ call.name }})", "{% if text.split('</think>')[-1] %}{{ '\n' }}{% endif %}({{ call }})"
+)
+
+
+def test_calls_after_reasoning_that_the_template_drops_are_found():
+    call = assistant("<think>b</think>", tool_calls=[{"name": "f"}])
+    messages = [user("a"), call, {"role": "tool", "content": "42"}, assistant("c"), user("d"), assistant("e")]
+    tokenizer = chat(CALLING_TEMPLATE)
+    assert learned(tokenizer({"messages": messages})) == (
+        "({'name': 'f'})!<|im_end|>\nc<|im_end|>\n<think></think>e<|im_end|>\n"
+    )
+    for strange in ({"content": "<think>b<|im_end|></think>"}, {"tool_calls": [{"name": "<|im_end|>"}]}):
+        with pytest.raises(ValueError, match="cannot be told from the rest"):
+            tokenizer({"messages": [user("a"), call | strange, *messages[2:]]})
+
+
+@pytest.mark.parametrize("template", [CHATML_TEMPLATE, CHATML_UNMARKED, LLAMA3_TEMPLATE])
+def test_a_conversation_may_begin_with_the_assistant(template):
+    """Templates refuse to render no message at all."""
+    strict = "{% if not messages[0].role %}{% endif %}" + template
+    end = "<|eot_id|>" if template == LLAMA3_TEMPLATE else "<|im_end|>\n"
+    assert learned(chat(strict)({"messages": [assistant("a"), user("b"), assistant("c")]})) == f"a{end}c{end}"
+
+
 def test_template_whose_turns_cannot_be_found_needs_markers():
     """It writes an earlier turn in other words, has no generation prompt, or ends a call in another way."""
     other_words = REASONING_TEMPLATE.replace(

@@ -46,6 +46,13 @@ def test_a_source_is_a_file_a_folder_or_a_pattern(folder):
     assert Corpus(f"{folder}/more,{folder}").where(17) == f"{folder}/b.jsonl:2"
 
 
+def test_a_pattern_that_ends_in_two_stars_goes_down_to_records(folder):
+    (folder / "a.jsonl.reference.npz").write_bytes(b"what training keeps beside the data")
+    (folder / "more/README.md").write_text("no records")
+    assert names(Corpus(f"{folder}/**")) == [*range(26)]
+    assert names(Corpus(f"{folder}/a*")) == [*range(10)]
+
+
 def test_a_path_may_hold_commas_and_equals_signs_where_it_exists(tmp_path):
     odd = write(tmp_path / "a,b=3.jsonl", [1])
     other = write(tmp_path / "lr=0.5", [2])
@@ -53,6 +60,8 @@ def test_a_path_may_hold_commas_and_equals_signs_where_it_exists(tmp_path):
     assert names(Corpus(odd)) == [1]
     assert [source.weight for source in Corpus(f"{other}, {brackets}=2").sources] == [1, 2]
     assert names(Corpus(f"{other},{brackets}")) == [2, 3]
+    write(tmp_path / "lang=en/x.jsonl", [4])
+    assert names(Corpus(f"{tmp_path}/lang=en/*.jsonl")) == [4]
 
 
 @pytest.mark.parametrize(
@@ -66,6 +75,7 @@ def test_a_path_may_hold_commas_and_equals_signs_where_it_exists(tmp_path):
             "records file '.*a.jsonl' is in the data set twice; give its source a weight",
         ),
         ("{folder}=half", "source '.*=half': weight 'half' is not a number; write path=0.5"),
+        ("{folder}/a.jsonl=0.01", "the weights of '.*=0.01' leave less than one record an epoch; give larger ones"),
         ("{folder}=0", "source '.*=0': weight 0 is out of range; give a number above 0"),
         ("{folder}=-1", "weight -1 is out of range"),
         ("{folder}=nan", "weight nan is out of range"),
@@ -137,6 +147,14 @@ def test_state_of_other_files_or_weights_is_refused(folder):
     moved.write_text(moved.read_text().replace("0 9 0", "1 9 0"))  # as many bytes
     with pytest.raises(ValueError, match=r"records = '10 records, .*', this run has '10 records, "):
         dataset(moved).load_state_dict(state)
+
+
+def test_state_of_files_in_other_sources_is_refused(tmp_path):
+    for number in range(3):
+        write(tmp_path / f"x{number}.jsonl", range(10 * number, 10 * number + 10))
+    state = dataset(f"{tmp_path}/x[01].jsonl=2, {tmp_path}/x2.jsonl").state_dict()
+    with pytest.raises(ValueError, match=r"records of the sources = \[20, 10\], this run has \[10, 20\]"):
+        dataset(f"{tmp_path}/x0.jsonl=2, {tmp_path}/x[12].jsonl").load_state_dict(state)
 
 
 def test_check_in_shares_finds_each_bad_line_once(folder):

@@ -70,6 +70,26 @@ def test_every_form_of_a_conversation(record, messages):
     assert parse_document(record) == {"messages": messages}
 
 
+def test_what_exporters_fill_in_is_left_out():
+    """Templates ask whether a message has "tool_calls"."""
+    for nothing in (None, []):
+        empty = {"tool_calls": nothing, "name": None, "tool_call_id": None}
+        assert parse_document({"messages": [USER | empty, ASSISTANT | empty]}) == {"messages": [USER, ASSISTANT]}
+
+
+def test_arguments_of_calls_may_be_json_text():
+    for arguments in ('{"x": 1}', {"x": 1}):
+        for call in ({"function": {"name": "f", "arguments": arguments}}, {"name": "f", "arguments": arguments}):
+            (message,) = parse_document({"messages": [{"role": "assistant", "tool_calls": [call]}]})["messages"]
+            (parsed,) = message["tool_calls"]
+            assert parsed.get("function", parsed)["arguments"] == {"x": 1}
+    for other in ("x = 1", "[1]", None):
+        call = {"name": "f", "arguments": other}
+        assert parse_document({"messages": [{"role": "assistant", "tool_calls": [call]}]})["messages"][0][
+            "tool_calls"
+        ] == [call]
+
+
 def test_rows_of_alpaca_may_repeat_themselves_as_text():
     row = {"instruction": "Add.", "input": "1 2", "output": "3", "text": "Below is an instruction ... 3"}
     assert parse_document(row) == parse_document({name: row[name] for name in ("instruction", "input", "output")})

@@ -89,6 +89,19 @@ def test_every_form_of_a_pair_is_the_same_pair(record):
     assert parse_pair(record) == PAIR
 
 
+def test_conversations_may_repeat_the_prompt_after_a_system_message_and_otherwise_not_in_part():
+    system = {"role": "system", "content": "s"}
+    pair = parse_pair({"prompt": "q", "chosen": [system, USER, YES], "rejected": [system, USER, NO]})
+    assert pair == {"prompt": [system, USER], "chosen": [YES], "rejected": [NO]}
+    for chosen, rejected, prompt in (
+        ([USER, YES], [NO], [USER]),
+        ([YES], [system, USER, NO], [USER]),
+        ([USER, YES], [USER, NO], [system, USER]),
+    ):
+        with pytest.raises(ValueError, match='repeats some of "prompt"; let both repeat all of it, or none'):
+            parse_pair({"prompt": prompt, "chosen": chosen, "rejected": rejected})
+
+
 def test_the_prompt_of_two_conversations_is_what_they_begin_with_alike():
     again, more = {"role": "user", "content": "and?"}, {"role": "assistant", "content": "more"}
     two = parse_pair({"chosen": [USER, YES, again, YES], "rejected": [USER, YES, again, more]})

@@ -93,5 +93,5 @@ def test_byte_order_mark_and_extra_keys_are_let_through(tmp_path):
         b"\xef\xbb\xbf" + json.dumps({"id": 7, "messages": messages}).encode() + b'\n{"text": "\\ud83d\\ude00 \\u0000"}'
     )
     file = RecordFile(path)
-    assert file[0] == {"messages": messages}
+    assert file[0] == {"messages": [{"role": "assistant", "content": "x", "name": "bot"}]}
     assert file[1] == {"text": "\U0001f600 \x00"}

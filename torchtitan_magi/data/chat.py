@@ -165,6 +165,8 @@ class ChatTokenizer:
         spans = []
         for index, message in enumerate(messages):
             if message["role"] == "assistant" and index >= first:
+                if index == 0:  # templates refuse to render nothing
+                    return text, self._find_turns(text, messages, tools, first)
                 prompt = self._render(messages[:index], tools, add_generation_prompt=True)
                 turn = self._render(messages[: index + 1], tools)
                 if not (turn.startswith(prompt) and text.startswith(turn)):
@@ -173,32 +175,50 @@ class ChatTokenizer:
         return text, spans
 
     def _find_turns(self, text: str, messages: Messages, tools: Messages | None, first: int) -> Spans:
-        """The assistant's turns by the text that begins and ends one, searched between the ends of the contents.
-
-        These ends are known from a rendering with a mark behind each content, before its trailing white space, which
-        templates may strip.
-        """
+        """The assistant's turns by the text that begins and ends one, searched between the ends of the contents."""
         begin, end = self._turn_frame
-        marked = [{**message, "content": _with_mark(message["content"])} for message in messages]
-        parts = self._render(marked, tools).split(_END)
-        has_content = [bool(message["content"]) for message in messages]
-        if not (begin and end) or "".join(parts) != text or len(parts) - 1 != sum(has_content):
+        if not (begin and end):
             raise ValueError(_UNCLEAR)
-        ends, spans, position = list(accumulate(map(len, parts)))[:-1], [], 0
-        for index, message in enumerate(messages):
-            content_end = ends.pop(0) if has_content[index] else position
+        ends, spans, position = self._content_ends(text, messages, tools), [], 0
+        for index, (message, content_end) in enumerate(zip(messages, ends, strict=True)):
+            known = content_end is not None
+            stops = position if content_end is None else content_end
             if message["role"] == "assistant":
-                following = next((m["content"].strip() for m in messages[index + 1 :] if m["content"]), "")
-                limit = ends[0] - len(following) if ends else len(text)
-                start = text.find(begin, position, content_end if has_content[index] else limit)
-                stop = text.find(end, max(start + len(begin), content_end), limit)
+                later = zip(messages[index + 1 :], ends[index + 1 :], strict=True)
+                limit = next((e - len(m["content"].strip()) for m, e in later if e is not None), len(text))
+                start = text.find(begin, position, stops if known else limit)
+                stop = text.find(end, max(start + len(begin), stops), limit)
                 if min(start, stop) < 0:
                     raise ValueError(_UNCLEAR)
-                content_end = stop + len(end)
+                stops = stop + len(end)
                 if index >= first:
-                    spans.append((start + len(begin), content_end))
-            position = content_end
+                    spans.append((start + len(begin), stops))
+            position = stops
         return spans
+
+    def _content_ends(self, text: str, messages: Messages, tools: Messages | None) -> list[int | None]:
+        """Where the content of each message ends in the text, before its trailing white space; None without one.
+
+        Known from a rendering with a mark there. Where marks change what a template writes, as it asks whether there is
+        content beside tool calls, those contents count as none.
+        """
+        has_content = [bool(message["content"]) for message in messages]
+        has_calls = [bool(message.get("tool_calls")) for message in messages]
+        beside_calls = [message for message, calls in zip(messages, has_calls, strict=True) if calls]
+        without_calls = [has and not calls for has, calls in zip(has_content, has_calls, strict=True)]
+        calls_alone = [message["tool_calls"] for message in beside_calls]
+        for is_marked, unmarked in ((has_content, calls_alone), (without_calls, beside_calls)):
+            if any(frame.strip() in json.dumps(unmarked, ensure_ascii=False) for frame in self._turn_frame):
+                break  # it would be taken for the end of a turn
+            marked = [
+                {**message, "content": _with_mark(message["content"])} if mark else message
+                for message, mark in zip(messages, is_marked, strict=True)
+            ]
+            parts = self._render(marked, tools).split(_END)
+            if "".join(parts) == text and len(parts) - 1 == sum(is_marked):
+                ends = accumulate(map(len, parts))
+                return [next(ends) if mark else None for mark in is_marked]
+        raise ValueError(_UNCLEAR)
 
     @functools.cached_property
     def _turn_frame(self) -> tuple[str, str]:
@@ -267,9 +287,7 @@ def default_template(tokenizer: Tokenizer) -> str:
     return CHATML_TEMPLATE if has_chatml else PLAIN_TEMPLATE
 
 
-def _with_mark(content: str | None) -> str | None:
-    if not content:
-        return content
+def _with_mark(content: str) -> str:
     kept = content.rstrip()
     return kept + _END + content[len(kept) :]
 

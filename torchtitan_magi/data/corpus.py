@@ -11,6 +11,8 @@ import numpy as np
 from torchtitan_magi.data.formats import parse_document
 from torchtitan_magi.data.records import Parse, RecordFile
 
+OTHER_FILES = (".reference.npz", ".unfinished.npz")  # that training itself keeps beside data
+
 
 @dataclass(frozen=True)
 class Source:
@@ -46,12 +48,14 @@ class Corpus:
 
     Args:
         paths: sources, separated by commas: each a JSONL file, a folder (its `*.jsonl` files, not those of folders
-            in it) or a glob pattern (`**` goes down folders), the files in order of their names. `source=2` or
-            `source=0.5` gives the source a weight: how many times an epoch passes over it. A path with a comma or an
-            equals sign in it is understood where such a file or folder exists.
+            in it) or a glob pattern (`**` goes down folders, at its end to their `*.jsonl` files), the files in order
+            of their names. `source=2` or `source=0.5` gives the source a weight: how many times an epoch passes over
+            it. A path with a comma or an equals sign in it is understood where such a file or folder exists, and where
+            a slash follows the sign.
         parse: the JSON value of a line -> the record, a function of `formats`.
 
-    Raises ValueError for sources that cannot be read, hold no record, or name a file a second time.
+    Raises ValueError for sources that cannot be read, hold no record, or name a file a second time, and for weights
+    that leave no record.
     """
 
     def __init__(self, paths: str | os.PathLike[str], parse: Parse = parse_document):
@@ -71,6 +75,8 @@ class Corpus:
             if len(source) == 0:
                 raise ValueError(f"records file {path!r} holds no record; write one JSON object per line")
             self.sources.append(source)
+        if sum(source.weight * len(source) for source in self.sources) < 1:
+            raise ValueError(f"the weights of {self.paths!r} leave less than one record an epoch; give larger ones")
         self._files = [file for source in self.sources for file in source.files]
         self._firsts = np.cumsum([0, *map(len, self._files)])
 
@@ -125,7 +131,7 @@ def _split(paths: str) -> list[tuple[str, float]]:
     sources = []
     for entry in filter(None, map(str.strip, paths.split(","))):
         path, equals, weight = entry.rpartition("=")
-        if not equals or os.path.exists(entry):
+        if not equals or os.path.exists(entry) or "/" in weight:
             sources.append((entry, 1.0))
             continue
         try:
@@ -152,7 +158,8 @@ def _files_of(path: str) -> list[str]:
         return files
     if os.path.exists(path) or not glob.has_magic(path):
         return [path]
-    files = [name for name in sorted(glob.glob(path, recursive=True)) if os.path.isfile(name)]
+    found = sorted(glob.glob(os.path.join(path, "*.jsonl") if path.endswith("**") else path, recursive=True))
+    files = [name for name in found if os.path.isfile(name) and not name.endswith(OTHER_FILES)]
     if not files:
         raise ValueError(f"no file matches {path!r}; check the pattern")
     return files

@@ -13,8 +13,8 @@ and "rejected" that repeat it, these two are whole conversations, and the messag
 
 A string is a turn: the user's as prompt, the assistant's as completion. "tools" goes to the chat template with the
 messages, "system" (a string) becomes a first message. Other keys of a record are ignored, other keys of a message reach
-the template. Content is a string or a list of `{"type": "text", "text": ...}`, which is joined; it may be null next to
-"tool_calls".
+the template, unless they are null. Content is a string or a list of `{"type": "text", "text": ...}`, which is joined;
+it may be null next to "tool_calls", whose "arguments" are an object, or its JSON text as OpenAI has it.
 """
 
 import json
@@ -69,7 +69,10 @@ def parse_pair(record: Any) -> dict[str, Any]:
     _check_object(record, '"prompt", "chosen" and "rejected"')
     chosen, rejected = _completion(record, "chosen"), _completion(record, "rejected")
     prompt = _turn(record, "prompt", "user") if "prompt" in record else []
-    if not prompt or (chosen[: len(prompt)] == prompt == rejected[: len(prompt)]):
+    repeats = {name: _repeats(prompt, each) for name, each in (("chosen", chosen), ("rejected", rejected))}
+    if not all(repeats.values()) and (any(repeats.values()) or prompt[-1] in (chosen[0], rejected[0])):
+        raise ValueError('"chosen" or "rejected" repeats some of "prompt"; let both repeat all of it, or none')
+    if all(repeats.values()):
         alike = 0
         while alike < min(len(chosen), len(rejected)) - 1 and chosen[alike] == rejected[alike]:
             alike += 1
@@ -80,6 +83,12 @@ def parse_pair(record: Any) -> dict[str, Any]:
         if not any(message["role"] == "assistant" for message in completion):
             raise ValueError(f'"{name}" has no assistant message after the prompt; add one')
     return _with_tools(record, {"prompt": _with_system(record, prompt), "chosen": chosen, "rejected": rejected})
+
+
+def _repeats(prompt: Messages, completion: Messages) -> bool:
+    """Whether a completion begins with the prompt, perhaps after a system message that the prompt does not have."""
+    start = int(bool(prompt) and completion[0]["role"] == "system" != prompt[0]["role"])
+    return completion[start : start + len(prompt)] == prompt
 
 
 def _check_object(record: Any, keys: str) -> None:
@@ -154,12 +163,24 @@ def _message(name: str, message: Any) -> dict[str, Any]:
     if calls and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
         raise ValueError(f"{name}.tool_calls is {_kind(calls)}; write a list of objects")
     content = message.get("content")
-    if content is None and calls:
-        return {**message, "content": None}
-    content = _content(name, content)
+    if content is not None or not calls:
+        content = _content(name, content)
     if not content and not calls and message["role"] == "assistant":
         raise ValueError(f"{name}.content is empty, and it is the assistant's; write text or remove the message")
-    return {**message, "content": content}
+    # Exporters fill in what a message lacks; templates ask whether it is there.
+    given = {key: value for key, value in message.items() if value is not None and key != "tool_calls"}
+    return given | {"content": content} | ({"tool_calls": [_with_arguments(call) for call in calls]} if calls else {})
+
+
+def _with_arguments(call: dict[str, Any]) -> dict[str, Any]:
+    """A tool call whose arguments are an object, not its JSON text."""
+    if isinstance(call.get("function"), dict):
+        return {**call, "function": _with_arguments(call["function"])}
+    try:
+        arguments = json.loads(call.get("arguments"))  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return call
+    return {**call, "arguments": arguments} if isinstance(arguments, dict) else call
 
 
 def _content(name: str, content: Any) -> str:

@@ -172,6 +172,7 @@ class PackedDataset(IterableDataset, Stateful):
             "kind": self.bounds_name,
             "records": self.records.fingerprint,
             "weights": [source.weight if stream.weighted else 1.0 for source in self.records.sources],
+            "records of the sources": [len(source) for source in self.records.sources] if stream.weighted else [],
             "tokenizer": getattr(tokenizer, "fingerprint", None),
             "seq_len": stream.seq_len,
             "seed": stream.seed,
