@@ -240,6 +240,17 @@ def test_a_run_that_could_not_continue_says_so_when_it_starts():
     assert "cannot be resumed" in random
 
 
+def test_a_run_with_a_reference_model_does_not_continue_with_a_file():
+    options = [*arguments({}, folder=copy_of_data(), steps=4), "--checkpoint.interval", "2", "--validation.no-enable"]
+    options += ["--job.dump_folder", new_folder()]
+    dpo(1, options, setup=report_saved, until=saved)
+    with pytest.raises(
+        TrainingError, match=r'reference is "file", but .*step-2 is of a run with "model"; set it'
+    ) as error:
+        dpo(1, [*options, "--magi.dpo.reference", "file"])
+    assert error.value.type == "ValueError"
+
+
 def count_forwards(report):
     from torchtitan_magi.titan.logprob_model import LogprobModel
 
@@ -262,6 +273,13 @@ def test_the_reference_file_is_made_once_and_only_for_its_model_and_data():
     table = np.load(folder / "pairs.jsonl.reference.npz")["logprobs"]
     np.testing.assert_allclose(table, first_step("cp1")[1], rtol=1e-5)
 
+    validation = ["--validation.enable", "--validation.dataset_path", str(folder / "pairs.jsonl")]
+    validation += ["--validation.dataset", "dpo", "--validation.seq_len", "256", "--validation.steps", "1"]
+    dpo(1, [*options[:-1], *validation])  # which has a file of its own, as its packs are others
+    (folder / "pairs.jsonl.validation.reference.npz").unlink()
+    (folder / "pairs.jsonl.validation.reference.npz.unfinished.npz").mkdir()
+    with pytest.raises(TrainingError, match=r"npz cannot be written .*set magi\.dpo\.reference"):
+        dpo(1, [*options[:-1], *validation])
     with pytest.raises(TrainingError, match=r"was made with the model \[.*\], this run has \[.*delete the file"):
         dpo(1, [*options, "--debug.seed", "1"], load=False)
     write_pairs(folder / "pairs.jsonl", NUM_PAIRS, seed=2)

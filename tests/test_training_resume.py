@@ -47,6 +47,13 @@ def killed():
     return folder
 
 
+def test_tokens_are_counted_on_at_another_data_parallel_degree(uninterrupted, killed, tmp_path):
+    shutil.copytree(killed, tmp_path / "killed")
+    resumed = run("dp2", f"{tmp_path}/killed", entry="torchtitan_magi.train")
+    rest = uninterrupted.metrics[SAVED:]
+    assert [m["n_tokens_seen"] for m in resumed.metrics] == [m["n_tokens_seen"] for m in rest]
+
+
 @pytest.mark.parametrize("name", ["cp2", "cp4"])
 def test_a_killed_run_continues(name, uninterrupted, killed, tmp_path):
     """At the same degree with the same numbers; at another one with equal ones."""

@@ -208,7 +208,15 @@ def _check_continues(job_config: Any) -> None:
     names = {path.parent.name[5:] for path in finished}
     steps = sorted(map(int, filter(str.isdigit, names)), reverse=True)
     step = checkpoint.load_step if checkpoint.load_step != -1 else max(steps, default=0)
-    if step not in steps or _can_continue(folder, step):
+    if step not in steps:
+        return
+    if _can_continue(folder, step):
+        needs_file = job_config.training.dataset == DPO_DATASET and job_config.magi.dpo.reference == "file"
+        if step > 0 and needs_file and "train_state.reference_model" not in _names_in(folder, step):
+            raise ValueError(
+                f'magi.dpo.reference is "file", but {folder}/step-{step} is of a run with "model"; set it to that, or '
+                "start another run"
+            )
         return
     earlier = next((other for other in steps if other < step and _can_continue(folder, other)), None)
     instead = "" if earlier is None else f"set checkpoint.load_step to {earlier}, or "
@@ -220,12 +228,16 @@ def _check_continues(job_config: Any) -> None:
 
 
 def _can_continue(folder: Path, step: int) -> bool:
+    """Of step 0 torchtitan takes the weights only."""
+    return step == 0 or any(name.startswith("dataloader") for name in _names_in(folder, step))
+
+
+def _names_in(folder: Path, step: int) -> list[str]:
+    """What a checkpoint holds; nothing is said of safetensors."""
     path = folder / f"step-{step}"
-    if step == 0:  # of which torchtitan takes the weights only
-        return True
-    if not (path / ".metadata").is_file():  # safetensors
-        return False
-    return any(name.startswith("dataloader") for name in FileSystemReader(path).read_metadata().state_dict_metadata)
+    if not (path / ".metadata").is_file():
+        return []
+    return list(FileSystemReader(path).read_metadata().state_dict_metadata)
 
 
 def _check_dpo(magi: Magi) -> None:

@@ -2,7 +2,6 @@
 
 import hashlib
 import time
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,10 +16,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torchtitan.tools.logging import logger
 
-from torchtitan_magi.data.chat import load_chat_template
 from torchtitan_magi.titan.ahead import PlannedLoader
 from torchtitan_magi.titan.data import build_dataloader
 from torchtitan_magi.titan.dpo import PairBatch, PairReader, Reference
+from torchtitan_magi.titan.runtime import check_tokens
 from torchtitan_magi.titan.validate import to_device
 
 T = TypeVar("T")
@@ -28,7 +27,8 @@ BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an elemen
 
 
 class ReferenceFile(Reference):
-    """Log-probabilities of all pairs of a data set in ``<file>.reference.npz`` beside its first file.
+    """Log-probabilities of all pairs of a data set in ``<file>.reference.npz`` beside its first file; of a validation
+    section's in ``<file>.validation.reference.npz``.
 
     The first run writes it, with fingerprints of model and data; a run that has the same ones uses it.
 
@@ -57,8 +57,11 @@ class ReferenceFile(Reference):
             self.section, self.section.seq_len, size, rank, trainer.tokenizer, trainer.job_config, False
         )
         records = loader.dataset.records
-        path = Path(f"{records.sources[0].files[0].path}.reference.npz")
-        fingerprints = {"model": self.model_fingerprint, "data": self._fingerprint_of_data(records.fingerprint)}
+        kind = ".validation" if self.section is trainer.job_config.validation else ""
+        path = Path(f"{records.sources[0].files[0].path}{kind}.reference.npz")
+        layout = f"{self.section.seq_len} tokens per pack, shared_prompt {trainer.job_config.magi.dpo.shared_prompt}"
+        data = f"{records.fingerprint}, tokenizer {loader.dataset.identity()['tokenizer']}, {layout}"
+        fingerprints = {"model": self.model_fingerprint, "data": data}
         logprobs = _on_rank_0(lambda: read_logprobs(path, fingerprints))
         if logprobs is None:
             if step > 0:
@@ -66,6 +69,7 @@ class ReferenceFile(Reference):
                     f"reference file {path} does not exist, and a run resumed at step {step} cannot make it; "
                     "put it back, or start a new run"
                 )
+            _on_rank_0(lambda: check_writable(path))
             logger.info(f"Computing the reference's log-probabilities for {path}")
             logprobs = self._compute(loader, batch_mesh)
             _on_rank_0(lambda: write_logprobs(path, fingerprints, logprobs))
@@ -80,12 +84,6 @@ class ReferenceFile(Reference):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.model_fingerprint = state_dict["reference_model"]
 
-    def _fingerprint_of_data(self, records: str) -> str:
-        job_config, tokenizer = self.trainer.job_config, self.trainer.tokenizer.tokenizer
-        text = f"{tokenizer.to_str()} {load_chat_template(job_config.model.hf_assets_path)}"
-        layout = f"{self.section.seq_len} tokens per pack, shared_prompt {job_config.magi.dpo.shared_prompt}"
-        return f"{records}, tokenizer {zlib.crc32(text.encode()):08x}, {layout}"
-
     def _compute(self, loader: Any, batch_mesh: DeviceMesh | None) -> npt.NDArray[np.float64]:
         """float64 [records, 2] in one pass over the data; 0 for records that are in no pack."""
         trainer, reader = self.trainer, PairReader(self.trainer.parallel_dims)
@@ -93,6 +91,7 @@ class ReferenceFile(Reference):
         runtime = trainer.model_parts[0].magi
 
         def plan(inputs: dict[str, Any], labels: Tensor) -> dict[str, Any]:
+            check_tokens(inputs["input"], trainer.model_args.vocab_size)
             return runtime.plan_ahead(inputs, labels, eos_id=None)
 
         with torch.no_grad(), trainer.maybe_enable_amp:
@@ -125,9 +124,23 @@ def read_logprobs(path: Path, fingerprints: dict[str, str]) -> npt.NDArray[np.fl
         return file["logprobs"]
 
 
+def check_writable(path: Path) -> None:
+    """Raises ValueError where a reference file cannot be written."""
+    try:
+        _unfinished(path).open("ab").close()
+    except OSError as error:
+        raise ValueError(
+            f'reference file {path} cannot be written ({error}); let it be, or set magi.dpo.reference to "model"'
+        ) from None
+
+
+def _unfinished(path: Path) -> Path:
+    return path.with_name(f"{path.name}.unfinished.npz")
+
+
 def write_logprobs(path: Path, fingerprints: dict[str, str], logprobs: npt.NDArray[np.float64]) -> None:
     """Writes a reference file, whole or not at all."""
-    unfinished = path.with_name(f"{path.name}.unfinished.npz")
+    unfinished = _unfinished(path)
     np.savez(unfinished, logprobs=logprobs, **fingerprints)  # type: ignore[arg-type]
     unfinished.replace(path)
 

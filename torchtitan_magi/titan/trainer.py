@@ -85,12 +85,19 @@ class MagiTrainer(Trainer):
         return loss.detach() / copies
 
     def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | self.objective.state_dict()
+        """Tokens of all data-parallel ranks, of which another run may have more or fewer."""
+        state = super().state_dict()
+        return state | {"ntokens_seen": state["ntokens_seen"] * self._num_batches} | self.objective.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)
+        super().load_state_dict(state_dict | {"ntokens_seen": state_dict["ntokens_seen"] // self._num_batches})
         for objective in self._objectives():
             objective.load_state_dict(state_dict)
+
+    @property
+    def _num_batches(self) -> int:
+        """That data-parallel ranks read at a time."""
+        return self.parallel_dims.dp_replicate * self.parallel_dims.dp_shard
 
     def _objectives(self) -> list[Objective]:
         return [self.objective, *([self.validator.objective] if self.job_config.validation.enable else [])]
