@@ -11,12 +11,14 @@ import torch
 
 def facts_of_run(commit: str | None) -> dict[str, str]:
     """Device, versions, commit and command. commit: of the tree, where git does not know it."""
-    root = Path(__file__).resolve().parent.parent
-    head = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=root, check=False)
+    if commit is None:
+        root = Path(__file__).resolve().parent.parent
+        head = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=root, check=False)
+        commit = head.stdout.strip()
     return {
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "commit": commit or head.stdout.strip(),
+        "commit": commit,
         "command": shlex.join([f"scripts/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
     }

@@ -219,7 +219,9 @@ def test_ops_keep_their_promises_to_compilers():
         (lambda x, plan: magi.flex_flash_attn(x, x, x, [[0, 1, 0, 1, 0]]), "slices are a list; give AttnSlices"),
         (lambda x, plan: magi.make_plan([[0, 1, 0, 1, 0]], 8, 1), "slices are a list; give AttnSlices"),
         (lambda x, plan: magi.make_plan(torch.tensor([0, 8]), 8, 1), "slices are a Tensor; give AttnSlices"),
-        (lambda x, plan: magi.make_plan(plan.slices, 8, 1, heads=(4, 4, 8)), r"heads is \(4, 4, 8\); give Heads"),
+        (lambda x, plan: magi.make_plan(plan.slices, 8, 1, heads=(4, 4, 8)), r"heads is \(4, 4, 8\) .*; give Heads"),
+        (lambda x, plan: magi.make_plan(plan.slices, 8, 1, heads=[4, 4, 8]), r"heads is \[4, 4, 8\] .*; give Heads"),
+        (lambda x, plan: magi.make_plan(plan.slices, 8, 1, cost=None), "cost None; give .* a CostModel"),
         (lambda x, plan: magi.make_plan(plan.slices, 8, 1, 17), "overlap_stages is 17; .*at most 16"),
         (
             lambda x, plan: magi.cp_varlen_attn(x, x, x, plan.slices),

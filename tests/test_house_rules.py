@@ -23,7 +23,7 @@ MAY_IMPORT = {
     "placement_nodes": {"slices", "traffic"},
     "placement": {"slices", "traffic", "placement_pool", "placement_documents", "placement_pairs", "placement_nodes"},
     "routes": {"ranges"},
-    "stages": {"slices", "worklists"},
+    "stages": {"ranges", "slices", "worklists"},
     "plan": {"slices", "ranges", "traffic", "placement", "routes", "stages"},
     "dispatch": {"plan", "comm"},
     "memory": set(),

@@ -376,6 +376,9 @@ def test_preference_pairs_are_packed_and_masked_as_in_training(tmp_path, capsys)
     ).sum()
     assert case.slices.area == whole
 
+    alone = size_run("pairs", [np.array([[4000, 3000, 1192]])], 8192, 1, 8, LLAMA_HEADS).summary()[0]
+    assert alone["efficiency"] == pytest.approx(1, abs=1e-3)  # rows that are in two slices count once
+
     options = ["--total", "1k", "--cp", "4", "--tokenizer", str(tmp_path), "--dataset", "dpo"]
     report.main([str(tmp_path / "pairs.jsonl"), *options, "--json", str(tmp_path / "report.json")])
     printed, figures = capsys.readouterr().out, json.loads((tmp_path / "report.json").read_text())
@@ -416,6 +419,9 @@ def test_a_cost_model_of_another_machine(tmp_path, capsys):
         ("words.txt --total 1k --cp 2", "'ten' at index 2 is not a length; write integers"),
         ("float.npy --total 1k --cp 2", r"float64 of shape \(2,\); give one list of integers"),
         ("broken.npy --total 1k --cp 2", "cannot be read as document lengths"),
+        ("nothing.npy --total 1k --cp 2", "cannot be read as document lengths"),
+        ("several.npy --total 1k --cp 2", "several.npy holds several arrays; give one list of integers"),
+        (",".join(f"part-{i:04}.jsonl" for i in range(400)) + " --total 1k --cp 2", "is a data set; give --tokenizer"),
         ("data.jsonl --total 1k --cp 2", "give --tokenizer, the directory that holds tokenizer.json"),
         ("data.jsonl --total 1k --cp 2 --tokenizer nowhere", "tokenizer.json does not exist"),
         ("bad.jsonl --total 1k --cp 2 --tokenizer .", "bad.jsonl:1: "),
@@ -444,6 +450,9 @@ def test_bad_input_is_one_line_that_names_the_value(arguments, message, tmp_path
     (tmp_path / "bad.jsonl").write_text('{"texts": 1}\n')
     (tmp_path / "broken.npy").write_text("not an array")
     np.save(tmp_path / "float.npy", np.ones(2))
+    (tmp_path / "nothing.npy").write_bytes(b"")
+    with open(tmp_path / "several.npy", "wb") as file:
+        np.savez(file, one=np.ones(2), two=np.ones(2))
     with pytest.raises(SystemExit) as stop:
         report.main(arguments.split())
     assert stop.value.code == 2

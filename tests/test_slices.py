@@ -1,3 +1,5 @@
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -98,6 +100,14 @@ def test_cu_seqlens_may_be_a_list_an_array_or_a_tensor():
     assert varlen_causal([0, 3, 3, 7]) == varlen_causal(torch.tensor([0, 3, 3, 7], dtype=torch.int32))
     assert varlen_causal([0, 3, 3, 7]) == AttnSlices([[0, 3, 0, 3, 1], [3, 7, 3, 7, 1]])
     assert len(varlen_causal([0])) == 0
+
+
+def test_a_window_and_blocks_as_large_as_can_be_are_no_limit():
+    mask = dense_mask(varlen_causal([0, 3, 9]).table, 9, 9)
+    for size in (9, sys.maxsize, 2**70):
+        assert (dense_mask(sliding_window([0, 3, 9], size).table, 9, 9) == mask).all()
+    full = dense_mask(varlen_full([0, 3, 9]).table, 9, 9)
+    assert (dense_mask(block_causal([0, 3, 9], sys.maxsize).table, 9, 9) == full).all()
 
 
 @pytest.mark.parametrize(

@@ -67,11 +67,11 @@ def test_the_work_is_what_the_dense_mask_says(total_and_slices, cp_size):
         own = np.isin(np.arange(plan.padded_tokens), share.tokens)
         work = plan.work
         tiles = 1 + (ONE_ROW_TILES.tile_rows - 1)  # at most so many times the pairs
-        pairs = work.local_pairs[rank] + work.remote_pairs[rank]
-        assert rows.sum() <= pairs <= tiles * rows.sum()
+        assert rows[:, own].sum() <= work.local_pairs[rank] <= tiles * rows[:, own].sum()
+        assert rows[:, ~own].sum() <= work.remote_pairs[rank] <= tiles * rows[:, ~own].sum()
+        assert work.local_rows[rank] == rows[:, own].any(1).sum()
         assert work.received[rank] == (rows.any(0) & ~own).sum()
-        assert bool(work.remote_pairs[rank]) == rows[:, ~own].any()
-        assert work.remote_rows[rank] >= rows[:, ~own].any(1).sum()
+        assert rows[:, ~own].any(1).sum() <= work.remote_rows[rank] <= rows.any(1).sum()
 
 
 def test_without_other_costs_a_layer_takes_as_long_as_its_heaviest_rank_has_pairs():
@@ -239,6 +239,19 @@ def test_the_shipped_constants_predict_the_layers_that_were_measured(name):
 def test_a_cost_model_survives_a_file(tmp_path):
     H200.save(tmp_path / "cost.json", device="NVIDIA H200")
     assert CostModel.load(tmp_path / "cost.json") == CostModel.load(str(tmp_path / "cost.json")) == H200
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("merge", "6e-13"), ("stage", None), ("slowdown", [1]), ("merge", float("nan")), ("stage", -1.0), ("memory", 0.0)],
+)
+def test_a_cost_model_has_figures_only(tmp_path, name, value):
+    replace(H200, **{name: value}).save(tmp_path / "cost.json")
+    with pytest.raises(ValueError, match=r"cost\.json is no cost model .*scripts/calibrate.py"):
+        CostModel.load(tmp_path / "cost.json")
+    replace(H200, across=Link(1e-6, "fast")).save(tmp_path / "cost.json")
+    with pytest.raises(ValueError, match=r"cost\.json is no cost model"):
+        CostModel.load(tmp_path / "cost.json")
 
 
 @pytest.mark.parametrize(

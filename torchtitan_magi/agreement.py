@@ -58,7 +58,8 @@ class PlanAgreement:
             if others:
                 self.error = (
                     f"microbatch {number}: ranks {others} have other documents than the rest of ranks {self.ranks}; "
-                    "all context-parallel ranks of a data-parallel rank must load the same data"
+                    "all context-parallel ranks of a data-parallel rank must load the same data "
+                    "and the same magi.cost_model"
                 )
                 if not self.raised.wait(_GRACE_SECONDS):
                     logger.error(self.error)

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,8 @@ def make_packs(
     if count < 1 or seed < 0:
         raise ValueError(f"{count} packs with seed {seed}; give at least 1 pack and a seed of at least 0")
     path = Path(source)
-    is_file_of_lengths = path.exists() and path.suffix != ".jsonl" and not path.is_dir()
+    exists = os.path.exists(path)  # False also for what is too long for a path: several sources
+    is_file_of_lengths = exists and path.suffix != ".jsonl" and not path.is_dir()
     if pairs and (source in DISTRIBUTIONS or is_file_of_lengths):
         raise ValueError(f"{source} has no preference pairs; give a .jsonl data set of them, or --dataset sft")
     if source in DISTRIBUTIONS:
@@ -54,7 +56,7 @@ def make_packs(
         return [draw_pack(source, total, seed + number) for number in range(count)]
     if is_file_of_lengths:
         return pack_lengths(read_lengths(path), total, count, seed)
-    if not path.exists() and ".jsonl" not in source:
+    if not exists and ".jsonl" not in source:
         names = ", ".join(DISTRIBUTIONS)
         raise ValueError(f"{source!r} is neither a file nor a distribution; give an existing file or one of {names}")
     if tokenizer is None:
@@ -96,10 +98,12 @@ def read_lengths(path: Path) -> Int64Array:
     """Document lengths from a file. Raises ValueError when it holds anything but integers of at least 1."""
     try:
         values = np.load(path) if path.suffix == ".npy" else np.array(_integers(path.read_text(), path), np.int64)
-    except (OSError, UnicodeDecodeError, ValueError) as error:
+    except (OSError, EOFError, UnicodeDecodeError, ValueError) as error:
         if isinstance(error, ValueError) and str(error).startswith(str(path)):
             raise
         raise ValueError(f"{path} cannot be read as document lengths ({error}); give text or .npy") from None
+    if not isinstance(values, np.ndarray):
+        raise ValueError(f"{path} holds several arrays; give one list of integers")
     if not np.issubdtype(values.dtype, np.integer) or values.ndim != 1:
         raise ValueError(f"{path} holds {values.dtype} of shape {values.shape}; give one list of integers")
     if len(values) == 0:

@@ -287,6 +287,11 @@ def make_plan(
             above MAX_STAGES.
     """
     check_slices(slices)
+    if not isinstance(heads, Heads) or not isinstance(cost, CostModel):
+        raise ValueError(
+            f"heads is {heads!r} and cost {cost!r}; give Heads(num_heads_q, num_heads_kv, head_dim) of one rank and a "
+            "CostModel, or leave them out"
+        )
     return _recent_plan(slices, total_tokens, cp_size, overlap_stages, heads, gpus_per_node, cost)
 
 
@@ -307,8 +312,6 @@ def plan_afresh(
             f"overlap_stages is {overlap_stages}; use 0 for no overlap, the number of stages (at most {MAX_STAGES}), "
             "or -1 to have it chosen"
         )
-    if not isinstance(heads, Heads):
-        raise ValueError(f"heads is {heads!r}; give Heads(num_heads_q, num_heads_kv, head_dim) of one rank")
     if gpus_per_node is not None and gpus_per_node < 1:
         raise ValueError(f"gpus_per_node is {gpus_per_node}; use None for one node or the ranks of each node")
     _check_range(slices, total_tokens)
@@ -348,7 +351,9 @@ def plan_ownership(
     part, destination, start, end = transfers_of(needs, parts, owner).T
     transfers = np.stack([destination, owner[part], start, end], 1)
     hops = first_hops(transfers, cp_size, gpus_per_node)
-    work = workload(rank, pieces, transfers, hops, cp_size, padded_tokens // cp_size, gpus_per_node, heads)
+    work = workload(
+        rank, pieces, parts, owner, transfers, hops, cp_size, padded_tokens // cp_size, gpus_per_node, heads
+    )
     if len(transfers) == 0:
         forward = backward = RESIDENT
     elif overlap_stages == -1:

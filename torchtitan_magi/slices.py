@@ -169,6 +169,7 @@ def sliding_window(cu_seqlens: object, window: int, total_tokens: int | None = N
     if window < 1:
         raise ValueError(f"window is {window}; it counts the tokens a row sees, itself included: use at least 1")
     cu = _check_cu_seqlens(cu_seqlens, total_tokens)
+    window = min(window, max(1, int(cu[-1])))
     start, end = cu[:-1], cu[1:]
     knee = np.minimum(start + window, end)
     head = np.stack([start, knee, start, knee, np.full_like(start, CAUSAL)], 1)
@@ -185,6 +186,7 @@ def block_causal(cu_seqlens: object, block_size: int, total_tokens: int | None =
     if block_size < 1:
         raise ValueError(f"block_size is {block_size}; it counts the tokens of a block: use at least 1")
     cu = _check_cu_seqlens(cu_seqlens, total_tokens)
+    block_size = min(block_size, max(1, int(cu[-1])))
     num_blocks = -(-np.diff(cu) // block_size)
     document = np.repeat(np.arange(len(num_blocks)), num_blocks)
     block = np.arange(len(document)) - np.repeat(num_blocks.cumsum() - num_blocks, num_blocks)

@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from torchtitan_magi.slices import IntArray, slice_areas
+from torchtitan_magi.ranges import intersecting, union
+from torchtitan_magi.slices import IntArray, clip_keys, slice_areas
 from torchtitan_magi.worklists import MAX_PACK, ROWS, largest_divisor
 
 FloatArray = npt.NDArray[np.float64]
@@ -25,9 +26,9 @@ Shares = tuple[Share, ...]  # of each stage; the first one also holds the rank's
 
 NONE, ALL = Fraction(0), Fraction(1)
 RESIDENT: Shares = ((NONE, NONE),)  # nothing travels
-# What has index data of its own must be predicted to take less than this of the time, and so much less again for each
-# stage that it has more: one takes the host 60 us forward and 150 backward, and measured, backwards with some took
-# longer than predicted.
+# What has a stage more must be predicted to take less than this of the time, and so much less for each further one: a
+# stage takes the host 60 us forward and 150 backward, and measured, backwards with some took longer than predicted. As
+# many stages cut in another way must, too, as they have index data of their own.
 SIMPLER = 0.98
 
 
@@ -123,6 +124,10 @@ class CostModel:
         try:
             values = json.loads(Path(path).read_text())["cost_model"]
             parts = {f.name: f.type(**values[f.name]) if f.type in _PARTS else values[f.name] for f in fields(cls)}
+            if any(not 0 <= value < math.inf for value in _figures(parts)):
+                raise ValueError("its figures must be numbers of at least 0")
+            if not min(parts["memory"], parts["inside"].bandwidth, parts["across"].bandwidth) > 0:
+                raise ValueError("bandwidths must be above 0")
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path} is no cost model ({error!r}); make one by scripts/calibrate.py") from None
         return cls(**parts)
@@ -133,6 +138,11 @@ class CostModel:
 
 
 _PARTS = (KernelCost, Link)
+
+
+def _figures(parts: dict[str, Any]) -> list[float]:
+    return [value for part in parts.values() for value in (vars(part).values() if type(part) in _PARTS else (part,))]
+
 
 # Kernel: `scripts/calibrate.py --fit benchmarks/results/kernel_h200.json` at commit 16ed43a; they predict the cases of
 # that file to -15% (a pack of 256k tokens; -11% else) and +9% forward, -8% and +9% backward.
@@ -173,6 +183,8 @@ class Workload:
 def workload(
     rank: IntArray,
     pieces: IntArray,
+    parts: IntArray,
+    owner: IntArray,
     transfers: IntArray,
     hops: IntArray,
     cp_size: int,
@@ -184,16 +196,22 @@ def workload(
 
     Args:
         rank, pieces: int64 [n], [n, 5]: the slices cut at the ranks' token ranges, and whose each is.
+        parts: int64 [p, 2]: the ranks' token ranges, ascending; owner: int64 [p], whose each is.
         transfers: int64 [m, 4]: destination, source, first token, end token.
         hops: from `routes.first_hops`.
     """
     rows, pairs = pieces[:, 1] - pieces[:, 0], slice_areas(pieces)
-    # Of a piece's keys those that are received: all rows see them, or, where bounds move, as many as there are pairs.
-    remote = np.minimum(pairs, rows * _received_keys(rank, pieces, transfers))
+    own, piece = _own_keys(rank, pieces, parts, owner)
+    remote = pairs - np.bincount(piece, slice_areas(own), len(pieces)).astype(np.int64)
     tiles = heads.tile_filling(rows)
 
     def per_rank(which: IntArray, values: npt.NDArray[Any]) -> FloatArray:
         return np.bincount(which, values, cp_size).astype(np.float64)
+
+    def rows_of(which: IntArray, table: IntArray) -> FloatArray:
+        """Query rows of slices of the ranks; one that is in several counts once."""
+        found = union(which, table[:, 0], table[:, 1], int(parts[:, 1].max(initial=0)))
+        return per_rank(found[:, 0], found[:, 2] - found[:, 1])
 
     def both_ways(some: npt.NDArray[np.bool_]) -> FloatArray:
         receiver, source, start, end = hops[some, :4].T
@@ -205,9 +223,9 @@ def workload(
     return Workload(
         tokens=tokens_per_rank,
         local_pairs=per_rank(rank, (pairs - remote) * tiles),
-        local_rows=per_rank(rank, np.where(pairs > remote, rows, 0)),
+        local_rows=rows_of(rank[piece], own),
         remote_pairs=per_rank(rank, remote * tiles),
-        remote_rows=per_rank(rank, np.where(remote > 0, rows, 0)),
+        remote_rows=rows_of(rank[remote > 0], pieces[remote > 0]),
         received=per_rank(destination, end - start),
         sent=per_rank(source, end - start),
         inside=both_ways(~crosses),
@@ -216,22 +234,14 @@ def workload(
     )
 
 
-def _received_keys(rank: IntArray, pieces: IntArray, transfers: IntArray) -> IntArray:
-    """How many of the keys in each piece's range its rank receives, int64 [n]."""
-    # The ranks' tokens one after another on one axis: received keys below any place of it, then differences.
-    limit = int(max(pieces[:, 3].max(initial=0), transfers[:, 3].max(initial=0))) + 1
-    place = transfers[:, 0] * limit + transfers[:, 2]
-    order = np.argsort(place, kind="stable")
-    place = np.append(-1, place[order])
-    count = np.append(0, (transfers[:, 3] - transfers[:, 2])[order])
-    before = count.cumsum() - count
-
-    def below(token: IntArray) -> IntArray:
-        at = rank * limit + token
-        i = np.searchsorted(place, at, side="right") - 1
-        return before[i] + np.minimum(at - place[i], count[i])
-
-    return below(pieces[:, 3]) - below(pieces[:, 2])
+def _own_keys(rank: IntArray, pieces: IntArray, parts: IntArray, owner: IntArray) -> tuple[IntArray, IntArray]:
+    """The pieces restricted to the keys that their ranks own: [m, 5], and of which piece each is, [m]."""
+    limit = int(parts[:, 1].max(initial=0)) + 1  # the ranks' tokens one after another on one axis
+    order = np.argsort(owner, kind="stable")
+    own, shift = parts[order], limit * owner[order, None]
+    which, part = intersecting(pieces[:, 2] + rank * limit, pieces[:, 3] + rank * limit, *(own + shift).T)
+    table, origin = clip_keys(pieces[which], *own[part].T)
+    return table, which[origin]
 
 
 # ------------------------------------------------------------------------------------------------------- the prediction
@@ -381,7 +391,10 @@ CANDIDATES = (
 
 
 def choose_stages(cost: CostModel, work: Workload, heads: Heads) -> tuple[Shares, Shares]:
-    """Stages of the forward and of the backward; the same unless that costs time, as both then share index data."""
+    """Stages of the forward and of the backward.
+
+    The backward has the forward's, with which it shares index data, unless others are clearly faster.
+    """
     if not work.received.any():
         return RESIDENT, RESIDENT
     forward = _fastest(cost, work, heads, False, CANDIDATES)
