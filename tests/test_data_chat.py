@@ -282,11 +282,24 @@ def test_calls_after_reasoning_that_the_template_drops_are_found():
             tokenizer({"messages": [user("a"), call | strange, *messages[2:]]})
 
 
-@pytest.mark.parametrize("template", [CHATML_TEMPLATE, CHATML_UNMARKED, LLAMA3_TEMPLATE])
-def test_a_conversation_may_begin_with_the_assistant(template):
+LINES_TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "end"),
+    [
+        (CHATML_TEMPLATE, "<|im_end|>\n"),
+        (CHATML_UNMARKED, "<|im_end|>\n"),
+        (LLAMA3_TEMPLATE, "<|eot_id|>"),
+        (LINES_TEMPLATE, "\n"),
+    ],
+)
+def test_a_conversation_may_begin_with_the_assistant(template, end):
     """Templates refuse to render no message at all."""
     strict = "{% if not messages[0].role %}{% endif %}" + template
-    end = "<|eot_id|>" if template == LLAMA3_TEMPLATE else "<|im_end|>\n"
     assert learned(chat(strict)({"messages": [assistant("a"), user("b"), assistant("c")]})) == f"a{end}c{end}"
 
 

@@ -207,9 +207,8 @@ def draw_transfers(figure: Any, plan: AttnPlan) -> None:
     beside.set_xlim(0, limit)
     above.set_title("Who needs what of whom: K/V rows of one layer's forward")
     bar = figure.add_axes((0.89, 0.1, 0.018, 0.63))
-    colorbar = figure.colorbar(
-        image, cax=bar, ticks=MaxNLocator(5, steps=[1, 2, 5, 10])
-    )  # few digits, room for a label
+    few_digits = MaxNLocator(5, steps=[1, 2, 5, 10])  # so that there is room for a label
+    colorbar = figure.colorbar(image, cax=bar, ticks=few_digits)
     colorbar.outline.set_visible(False)
     mib = unit * plan.heads.row_bytes / 2**20
     colorbar.set_label(f"K/V rows in units of T = {unit:,} rows = {mib:,.0f} MiB")

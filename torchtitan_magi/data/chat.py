@@ -207,8 +207,9 @@ class ChatTokenizer:
         beside_calls = [message for message, calls in zip(messages, has_calls, strict=True) if calls]
         without_calls = [has and not calls for has, calls in zip(has_content, has_calls, strict=True)]
         calls_alone = [message["tool_calls"] for message in beside_calls]
+        frames = [frame.strip() for frame in self._turn_frame if frame.strip()]
         for is_marked, unmarked in ((has_content, calls_alone), (without_calls, beside_calls)):
-            if any(frame.strip() in json.dumps(unmarked, ensure_ascii=False) for frame in self._turn_frame):
+            if any(frame in json.dumps(unmarked, ensure_ascii=False) for frame in frames):
                 break  # it would be taken for the end of a turn
             marked = [
                 {**message, "content": _with_mark(message["content"])} if mark else message
