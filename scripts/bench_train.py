@@ -199,7 +199,6 @@ def documents(pack: int) -> list[dict[str, str]]:
 
 
 def main() -> None:
-
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpus", type=int, default=4)
     parser.add_argument("--tokens", type=int, nargs="+", default=[16384, 65536], help="per GPU and step")

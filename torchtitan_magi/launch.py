@@ -268,7 +268,7 @@ class Launch:
         """Does nothing where there is no block. addresses: of what the maps are over, multiples of 16."""
         if not self.num_blocks:
             return
+        assert len(addresses) == len(self._maps)
         if addresses:
-            assert len(addresses) == len(self._maps)
             self._arguments[: len(addresses)] = list(map(getitem, self._maps, addresses))
         self.kernel.launch(self.device, self.num_blocks, self._arguments)

@@ -181,12 +181,11 @@ class ChatTokenizer:
             raise ValueError(_UNCLEAR)
         ends, spans, position = self._content_ends(text, messages, tools), [], 0
         for index, (message, content_end) in enumerate(zip(messages, ends, strict=True)):
-            known = content_end is not None
             stops = position if content_end is None else content_end
             if message["role"] == "assistant":
                 later = zip(messages[index + 1 :], ends[index + 1 :], strict=True)
                 limit = next((e - len(m["content"].strip()) for m, e in later if e is not None), len(text))
-                start = text.find(begin, position, stops if known else limit)
+                start = text.find(begin, position, limit if content_end is None else content_end)
                 stop = text.find(end, max(start + len(begin), stops), limit)
                 if min(start, stop) < 0:
                     raise ValueError(_UNCLEAR)

@@ -69,10 +69,10 @@ def parse_pair(record: Any) -> dict[str, Any]:
     _check_object(record, '"prompt", "chosen" and "rejected"')
     chosen, rejected = _completion(record, "chosen"), _completion(record, "rejected")
     prompt = _turn(record, "prompt", "user") if "prompt" in record else []
-    repeats = {name: _repeats(prompt, each) for name, each in (("chosen", chosen), ("rejected", rejected))}
-    if not all(repeats.values()) and (any(repeats.values()) or prompt[-1] in (chosen[0], rejected[0])):
+    repeats = [_repeats(prompt, completion) for completion in (chosen, rejected)]
+    if not all(repeats) and (any(repeats) or prompt[-1] in (chosen[0], rejected[0])):
         raise ValueError('"chosen" or "rejected" repeats some of "prompt"; let both repeat all of it, or none')
-    if all(repeats.values()):
+    if all(repeats):
         alike = 0
         while alike < min(len(chosen), len(rejected)) - 1 and chosen[alike] == rejected[alike]:
             alike += 1

@@ -199,7 +199,7 @@ def _check_seq_len(name: str, seq_len: Any, parallelism: Any) -> None:
 
 
 def _check_continues(job_config: Any) -> None:
-    """A checkpoint from which the run would continue must hold more than weights."""
+    """A checkpoint from which the run would continue must hold what it needs, more than weights."""
     checkpoint = job_config.checkpoint
     if not checkpoint.enable or checkpoint.load_only or checkpoint.exclude_from_loading:
         return
@@ -211,12 +211,7 @@ def _check_continues(job_config: Any) -> None:
     if step not in steps:
         return
     if _can_continue(folder, step):
-        needs_file = job_config.training.dataset == DPO_DATASET and job_config.magi.dpo.reference == "file"
-        if step > 0 and needs_file and "train_state.reference_model" not in _names_in(folder, step):
-            raise ValueError(
-                f'magi.dpo.reference is "file", but {folder}/step-{step} is of a run with "model"; set it to that, or '
-                "start another run"
-            )
+        _check_reference(job_config, folder, step)
         return
     earlier = next((other for other in steps if other < step and _can_continue(folder, other)), None)
     instead = "" if earlier is None else f"set checkpoint.load_step to {earlier}, or "
@@ -225,6 +220,15 @@ def _check_continues(job_config: Any) -> None:
         f"checkpoint.last_save_model_only is false; {instead}start another run with its path as "
         "checkpoint.initial_load_path"
     )
+
+
+def _check_reference(job_config: Any, folder: Path, step: int) -> None:
+    needs_file = job_config.training.dataset == DPO_DATASET and job_config.magi.dpo.reference == "file"
+    if step > 0 and needs_file and "train_state.reference_model" not in _names_in(folder, step):
+        raise ValueError(
+            f'magi.dpo.reference is "file", but {folder}/step-{step} is of a run with "model"; set it to that, or '
+            "start another run"
+        )
 
 
 def _can_continue(folder: Path, step: int) -> bool:
