@@ -38,12 +38,12 @@ from torch import Tensor
 
 from torchtitan_magi import flex_flash_attn, make_plan, varlen_causal
 from torchtitan_magi.attention import attend, attention_backward_op, attention_op, make_handle
-from torchtitan_magi.bind import bind_plan, choose_block_attn
-from torchtitan_magi.histogram import HISTOGRAM
-from torchtitan_magi.plan import AttnPlan, RankShare, _Tables, plan_ownership
-from torchtitan_magi.slices import AttnSlices
-from torchtitan_magi.stages import Heads, Shares, equal_stages
-from torchtitan_magi.transport import Arrival, ProcessGroupTransport
+from torchtitan_magi.bound_plan import bind_plan, choose_block_attn
+from torchtitan_magi.exchange.transport import Arrival, ProcessGroupTransport
+from torchtitan_magi.masks.slices import AttnSlices
+from torchtitan_magi.planning.plan import AttnPlan, RankShare, _Tables, plan_ownership
+from torchtitan_magi.planning.stages import Heads, Shares, equal_stages
+from torchtitan_magi.report.histogram import HISTOGRAM
 
 HEAD_DIM = 128
 EDGES, PERCENT = [0, *HISTOGRAM], [0, *HISTOGRAM.values()]

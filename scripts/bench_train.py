@@ -133,9 +133,9 @@ def record_run() -> None:
     )
     packs: list[Any] = []  # of each step: its plan, and a rank's heads
     if "torchtitan_magi.titan" in sys.argv:  # after the flavors, which it extends
-        from torchtitan_magi.titan import wrapper
-        from torchtitan_magi.titan.runtime import MagiRuntime
-        from torchtitan_magi.titan.trainer import MagiTrainer as Trainer
+        from torchtitan_magi.titan.v02 import wrapper
+        from torchtitan_magi.titan.v02.runtime import MagiRuntime
+        from torchtitan_magi.titan.v02.trainer import MagiTrainer as Trainer
 
         attention_metadata = MagiRuntime.attention_metadata
 

@@ -22,13 +22,13 @@ import torch.distributed as dist
 from bench_cp import start_rank
 from provenance import facts_of_run
 
-from torchtitan_magi.comm import process_group_transport
-from torchtitan_magi.ffa import FfaBlockAttn
-from torchtitan_magi.plan import Exchange, make_plan
-from torchtitan_magi.rows import CudaRows
-from torchtitan_magi.slices import AttnSlices, varlen_causal
-from torchtitan_magi.stages import ALL, H200, NONE, CostModel, Heads, KernelCost, Link
-from torchtitan_magi.transport import Arrival, RowSums
+from torchtitan_magi.backends.ffa.block_attn import FfaBlockAttn
+from torchtitan_magi.backends.ffa.row_kernels import CudaRows
+from torchtitan_magi.exchange.group_cast import process_group_transport
+from torchtitan_magi.exchange.transport import Arrival, RowSums
+from torchtitan_magi.masks.slices import AttnSlices, varlen_causal
+from torchtitan_magi.planning.plan import Exchange, make_plan
+from torchtitan_magi.planning.stages import ALL, H200, NONE, CostModel, Heads, KernelCost, Link
 
 FloatArray = npt.NDArray[np.float64]
 MIB = 1 << 20

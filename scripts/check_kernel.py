@@ -22,12 +22,19 @@ import torch
 from provenance import facts_of_run
 from torch import Tensor
 
-from torchtitan_magi import jit, launch
-from torchtitan_magi.ffa import DeviceLists, FfaBlockAttn, HostLists
-from torchtitan_magi.launch import backward_variant, forward_variant
-from torchtitan_magi.slices import AttnSlices, block_causal, shared_prompt, sliding_window, varlen_causal, varlen_full
-from torchtitan_magi.transport import RowSums
-from torchtitan_magi.worklists import build_worklists
+from torchtitan_magi.backends.ffa.block_attn import DeviceLists, FfaBlockAttn, HostLists
+from torchtitan_magi.backends.ffa.worklists import build_worklists
+from torchtitan_magi.cuda import jit, launch
+from torchtitan_magi.cuda.launch import backward_variant, forward_variant
+from torchtitan_magi.exchange.transport import RowSums
+from torchtitan_magi.masks.slices import (
+    AttnSlices,
+    block_causal,
+    shared_prompt,
+    sliding_window,
+    varlen_causal,
+    varlen_full,
+)
 
 HEADS = [(8, 1), (8, 8), (5, 1), (14, 2), (16, 1), (8, 2), (3, 3), (20, 5), (34, 1), (12, 2)]
 HEAD_DIMS = [128, 64, 128, 64, 96, 32, 40, 8]

@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 from bench_cp import HEAD_DIM, histogram_pack
 
-from torchtitan_magi.outcome import Case
-from torchtitan_magi.sizing import size_pack
-from torchtitan_magi.stages import H200, CostModel, Heads
+from torchtitan_magi.planning.stages import H200, CostModel, Heads
+from torchtitan_magi.report.outcome import Case
+from torchtitan_magi.report.sizing import size_pack
 
 # In bench_cp -> in the report; its other strategies have no counterpart there.
 STRATEGIES = {"ours": "ours", "all-gather": "all-gather", "ulysses": "Ulysses"}

@@ -15,9 +15,9 @@ import torch
 from bench_kernel import GROUPS, Case, cases, take_turns
 from torch import Tensor
 
-from torchtitan_magi import jit, launch
-from torchtitan_magi.ffa import FfaBlockAttn
-from torchtitan_magi.transport import RowSums
+from torchtitan_magi.backends.ffa.block_attn import FfaBlockAttn
+from torchtitan_magi.cuda import jit, launch
+from torchtitan_magi.exchange.transport import RowSums
 
 SCALE = 0.1
 CLOSE = 5e-3  # relative difference of results, from another order of additions or roundings

@@ -219,7 +219,7 @@ def record_run() -> None:
     from torchtitan.components.checkpoint import CheckpointManager
     from torchtitan.components.metrics import MetricsProcessor
 
-    from torchtitan_magi.titan.trainer import MagiTrainer
+    from torchtitan_magi.titan.v02.trainer import MagiTrainer
 
     log = MetricsProcessor.log
 

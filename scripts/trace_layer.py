@@ -29,8 +29,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from torchtitan_magi import make_plan, varlen_causal
 from torchtitan_magi.attention import attention_op, make_handle
-from torchtitan_magi.bind import bind_plan, choose_block_attn
-from torchtitan_magi.stages import Heads
+from torchtitan_magi.bound_plan import bind_plan, choose_block_attn
+from torchtitan_magi.planning.stages import Heads
 
 KINDS = {"ffa_forward": "attention", "ffa_backward": "attention", "PtoP": "communication", "nccl": "communication"}
 OURS = ("gather_rows", "ffa_", "finish_grads", "add_rows")

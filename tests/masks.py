@@ -3,7 +3,7 @@
 import numpy as np
 from hypothesis import strategies as st
 
-from torchtitan_magi.slices import AttnSlices
+from torchtitan_magi.masks.slices import AttnSlices
 
 
 def dense_mask(table, num_q, num_k):

@@ -18,9 +18,9 @@ from torchtitan_magi.attention import (
     make_handle,
     num_live_plans,
 )
-from torchtitan_magi.bind import bind_plan
-from torchtitan_magi.reference import FlexBlockAttn
-from torchtitan_magi.slices import AttnSlices
+from torchtitan_magi.backends.flex import FlexBlockAttn
+from torchtitan_magi.bound_plan import bind_plan
+from torchtitan_magi.masks.slices import AttnSlices
 
 HEADS = st.sampled_from([(4, 2), (2, 2), (4, 1), (5, 1)])
 

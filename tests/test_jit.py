@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan_magi import jit
+from torchtitan_magi.cuda import jit
 
 SMALL = 'extern "C" __global__ void f(int* x) { *x = N; }'
 
@@ -78,7 +78,7 @@ def test_includes_are_expanded_once() -> None:
 PROCESS = """
 import sys, time
 from pathlib import Path
-from torchtitan_magi import jit
+from torchtitan_magi.cuda import jit
 def slow_compile(name, source, macros):
     with open(sys.argv[1], "a") as log:
         log.write("compiled\\n")

@@ -11,7 +11,8 @@ import torch
 pytest.importorskip("cuda.core", reason="cuda-core compiles the kernels")
 pytest.importorskip("cuda.bindings", reason="NVRTC is reached through cuda-bindings")
 
-from torchtitan_magi import jit, launch, rows
+from torchtitan_magi.backends.ffa import row_kernels as rows
+from torchtitan_magi.cuda import jit, launch
 
 # Lines with a number of this kind are expected and harmless:
 #   C7519  "warpgroup.arrive is injected": ptxas orders register operands of wgmma itself; nothing waits because of it

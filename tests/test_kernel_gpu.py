@@ -93,8 +93,8 @@ def test_the_deterministic_backward_ends_while_another_kernel_holds_an_sm() -> N
 def test_what_the_kernel_does_not_take_is_an_error() -> None:
     from check_kernel import on_gpu
 
-    from torchtitan_magi.ffa import FfaBlockAttn
-    from torchtitan_magi.slices import varlen_causal
+    from torchtitan_magi.backends.ffa.block_attn import FfaBlockAttn
+    from torchtitan_magi.masks.slices import varlen_causal
 
     attn = FfaBlockAttn("cuda")
     mask = on_gpu(attn.prepare(varlen_causal([0, 16]), 16, 16, 4, 4))
@@ -120,8 +120,8 @@ def test_what_the_kernel_does_not_take_is_an_error() -> None:
 def test_leaving_sms_free_changes_nothing() -> None:
     from check_kernel import on_gpu
 
-    from torchtitan_magi.ffa import FfaBlockAttn
-    from torchtitan_magi.slices import varlen_causal
+    from torchtitan_magi.backends.ffa.block_attn import FfaBlockAttn
+    from torchtitan_magi.masks.slices import varlen_causal
 
     attn = FfaBlockAttn("cuda")
     mask = on_gpu(attn.prepare(varlen_causal([0, 300, 1000]), 1000, 1000, 8, 1))

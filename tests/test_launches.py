@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from torchtitan_magi import driver, jit, launch, rows, varlen_causal
-from torchtitan_magi.ffa import FfaBlockAttn
-from torchtitan_magi.rows import CudaRows
-from torchtitan_magi.transport import Arrival, Flag, LateKeys, Places, Returned, RowSums
+from torchtitan_magi import varlen_causal
+from torchtitan_magi.backends.ffa import row_kernels as rows
+from torchtitan_magi.backends.ffa.block_attn import FfaBlockAttn
+from torchtitan_magi.backends.ffa.row_kernels import CudaRows
+from torchtitan_magi.cuda import driver, jit, launch
+from torchtitan_magi.exchange.transport import Arrival, Flag, LateKeys, Places, Returned, RowSums
 
 TOKENS, HEADS_Q, HEADS, DIM = 256, 8, 2, 64
 ROW = 2 * HEADS * DIM

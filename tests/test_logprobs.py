@@ -5,7 +5,7 @@ import torch
 from pool import RankPool
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchtitan_magi.logprobs import summed_logprobs, token_logprobs
+from torchtitan_magi.losses.logprobs import summed_logprobs, token_logprobs
 
 VOCABULARY, WIDTH = 24, 5
 

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from torchtitan_magi.memory import empty, layout
+from torchtitan_magi.cuda.memory import empty, layout
 
 CPU = torch.device("cpu")
 

@@ -9,9 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from torchtitan_magi import comm, driver, make_plan, peer, varlen_causal
-from torchtitan_magi.peer import FLAG_BYTES, SLOTS, WRITTEN_BYTES, PeerTransport
-from torchtitan_magi.transport import Arrival, Places, ProcessGroupTransport
+from torchtitan_magi import make_plan, varlen_causal
+from torchtitan_magi.cuda import driver
+from torchtitan_magi.exchange import group_cast as comm
+from torchtitan_magi.exchange import peer_memory as peer
+from torchtitan_magi.exchange.peer_memory import FLAG_BYTES, SLOTS, WRITTEN_BYTES, PeerTransport
+from torchtitan_magi.exchange.transport import Arrival, Places, ProcessGroupTransport
 
 CPU = torch.device("cpu")
 

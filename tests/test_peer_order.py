@@ -17,7 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_peer import Everyone, exchanged, in_place_of_the_driver, pack
 
-from torchtitan_magi import driver, make_plan, peer, varlen_causal
+from torchtitan_magi import make_plan, varlen_causal
+from torchtitan_magi.cuda import driver
+from torchtitan_magi.exchange import peer_memory as peer
 
 SIZE = 3
 DOCUMENTS = np.cumsum([0, 90, 7, 1, 40, 33])

@@ -7,10 +7,10 @@ import pytest
 import torch
 from pool import RankPool
 
-from torchtitan_magi.plan import make_plan
-from torchtitan_magi.preference import PREFERENCE_METRICS, branch_sums, preference_losses, preference_metrics
-from torchtitan_magi.slices import shared_prompt
-from torchtitan_magi.token_weights import branches, document_weights
+from torchtitan_magi.losses.preference import PREFERENCE_METRICS, branch_sums, preference_losses, preference_metrics
+from torchtitan_magi.losses.token_weights import branches, document_weights
+from torchtitan_magi.masks.slices import shared_prompt
+from torchtitan_magi.planning.plan import make_plan
 
 POLICY = torch.tensor([[-10.0, -14.0], [-3.0, -2.0], [-7.0, -7.0]])
 REFERENCE = torch.tensor([[-11.0, -12.0], [-3.0, -3.0], [-7.0, -7.0]])

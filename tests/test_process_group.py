@@ -14,10 +14,10 @@ from pool import RankPool
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import torchtitan_magi as magi
-from torchtitan_magi.agreement import PlanAgreement
-from torchtitan_magi.comm import gpus_per_node
-from torchtitan_magi.slices import AttnSlices
-from torchtitan_magi.stages import H200, KernelCost, Link
+from torchtitan_magi.exchange.agreement import PlanAgreement
+from torchtitan_magi.exchange.group_cast import gpus_per_node
+from torchtitan_magi.masks.slices import AttnSlices
+from torchtitan_magi.planning.stages import H200, KernelCost, Link
 
 
 @pytest.fixture(scope="module", params=[2, 3, 4, 8])

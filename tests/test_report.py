@@ -13,13 +13,15 @@ import pytest
 from masks import dense_mask
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from torchtitan_magi import baselines, packs, report, report_text
-from torchtitan_magi.histogram import HISTOGRAM
-from torchtitan_magi.outcome import FREE, Case
-from torchtitan_magi.plan import make_plan
-from torchtitan_magi.sizing import size_pack, size_run
-from torchtitan_magi.slices import shared_prompt, varlen_causal
-from torchtitan_magi.stages import H200, LLAMA_HEADS, CostModel, Heads, KernelCost, Link
+from torchtitan_magi.masks.slices import shared_prompt, varlen_causal
+from torchtitan_magi.planning.plan import make_plan
+from torchtitan_magi.planning.stages import H200, LLAMA_HEADS, CostModel, Heads, KernelCost, Link
+from torchtitan_magi.report import __main__ as report
+from torchtitan_magi.report import baselines, packs
+from torchtitan_magi.report import text as report_text
+from torchtitan_magi.report.histogram import HISTOGRAM
+from torchtitan_magi.report.outcome import FREE, Case
+from torchtitan_magi.report.sizing import size_pack, size_run
 
 NAMES = ["all-gather", "all-gather zigzag", "ring", "Ulysses", "min-heap"]
 FREE_KERNEL = KernelCost(0.0, 0.0, 0.0, 0.0, 0.0)
@@ -463,7 +465,7 @@ def test_bad_input_is_one_line_that_names_the_value(arguments, message, tmp_path
 def test_the_table_needs_no_matplotlib_and_the_pictures_say_so():
     code = (
         "import sys; sys.modules['matplotlib'] = None\n"
-        "from torchtitan_magi.report import main\n"
+        "from torchtitan_magi.report.__main__ import main\n"
         "main('dense --total 64 --cp 2'.split()); main('dense --total 64 --cp 2 --html x.html'.split())"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -505,7 +507,7 @@ def test_predictions_are_compared_with_measurements_of_the_same_packs(tmp_path, 
 
 
 def test_the_page_is_self_contained_and_has_the_parts(sizing):
-    picture = pytest.importorskip("torchtitan_magi.report_picture")
+    picture = pytest.importorskip("torchtitan_magi.report.picture")
     page = picture.html_page(sizing)
     assert "http" not in page
     assert "<script" not in page
@@ -517,7 +519,7 @@ def test_the_page_is_self_contained_and_has_the_parts(sizing):
 
 
 def test_pictures_of_few_and_many_ranks(tmp_path):
-    picture = pytest.importorskip("torchtitan_magi.report_picture")
+    picture = pytest.importorskip("torchtitan_magi.report.picture")
     for lengths, cp_size, node in (([64], 1, 8), ([100, 28], 2, 8), ([500], 20, 32), ([900, 124], 24, 7)):
         sizing = size_run("lengths.txt", [np.array(lengths)], sum(lengths), cp_size, node, LLAMA_HEADS)
         picture.write_png(sizing, tmp_path / "report.png")
@@ -529,7 +531,7 @@ def test_pictures_of_few_and_many_ranks(tmp_path):
 
 
 def test_the_mask_is_drawn_in_the_colours_of_its_owners():
-    picture = pytest.importorskip("torchtitan_magi.report_picture")
+    picture = pytest.importorskip("torchtitan_magi.report.picture")
     plan = make_plan(varlen_causal([0, 70, 75, 128]), 128, 4, gpus_per_node=2)
     mask, owner = dense_mask(plan.slices.table, 128, 128), owners_of([share.ranges for share in plan.ranks])
     colors = picture.rank_colors(4, 2)
@@ -546,7 +548,7 @@ def test_the_mask_is_drawn_in_the_colours_of_its_owners():
 
 
 def test_colours_tell_ranks_apart():
-    picture = pytest.importorskip("torchtitan_magi.report_picture")
+    picture = pytest.importorskip("torchtitan_magi.report.picture")
     for cp_size, gpus_per_node in ((8, 8), (10, 5), (64, 8), (72, 72), (80, 8)):
         assert len(np.unique(picture.rank_colors(cp_size, gpus_per_node), axis=0)) == cp_size
 

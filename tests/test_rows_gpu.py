@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from torchtitan_magi import AttnSlices, shared_prompt, sliding_window, varlen_causal
-from torchtitan_magi.rows import CudaRows, write_bands
-from torchtitan_magi.transport import Arrival, Flag, Places, Returned, RowSums
-from torchtitan_magi.worklists import build_worklists
+from torchtitan_magi.backends.ffa.row_kernels import CudaRows, write_bands
+from torchtitan_magi.backends.ffa.worklists import build_worklists
+from torchtitan_magi.exchange.transport import Arrival, Flag, Places, Returned, RowSums
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU (sm_90)")]

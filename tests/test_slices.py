@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from masks import dense_mask, document_lengths, slice_lists
 
-from torchtitan_magi.slices import (
+from torchtitan_magi.masks.slices import (
     AttnSlices,
     block_causal,
     clip_keys,

@@ -17,9 +17,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
 from calibrate import Sample, fit_kernel, fit_link, recorded_samples
 from check_prediction import comparisons
 
-from torchtitan_magi.plan import make_plan
-from torchtitan_magi.slices import varlen_causal
-from torchtitan_magi.stages import (
+from torchtitan_magi.masks.slices import varlen_causal
+from torchtitan_magi.planning.plan import make_plan
+from torchtitan_magi.planning.stages import (
     CANDIDATES,
     H200,
     LLAMA_HEADS,

@@ -11,7 +11,7 @@ from torchtitan.protocols.train_spec import get_train_spec
 from training import ROOT
 
 import torchtitan_magi as magi
-from torchtitan_magi.stages import Heads
+from torchtitan_magi.planning.stages import Heads
 
 from launch import num_processes  # isort: skip
 
@@ -21,7 +21,7 @@ CONFIGS = sorted((ROOT / "train_configs").glob("*.toml"))
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_a_configuration_is_complete_and_fits_its_hardware(path):
     importlib.import_module("torchtitan_magi.titan")
-    from torchtitan_magi.titan.job_config import check_job_config
+    from torchtitan_magi.titan.v02.job_config import check_job_config
 
     text = path.read_text()
     config = ConfigManager().parse_args(["--job.config_file", str(path)])

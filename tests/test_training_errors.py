@@ -140,7 +140,7 @@ EXIT = """
 import atexit, gc
 from pathlib import Path
 import torch.distributed as dist
-from torchtitan_magi.titan.cpu import run_on_cpu
+from torchtitan_magi.titan.v02.cpu import run_on_cpu
 
 def gloo_threads():
     return sum("gloo" in path.read_text() for path in Path("/proc/self/task").glob("*/comm"))

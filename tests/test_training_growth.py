@@ -17,9 +17,9 @@ def train_tiny_model(checkpointing):
     from torch.utils.checkpoint import checkpoint
 
     from torchtitan_magi import attention
-    from torchtitan_magi.stages import Heads
-    from torchtitan_magi.titan.job_config import Magi
-    from torchtitan_magi.titan.runtime import MagiRuntime, WorkCount
+    from torchtitan_magi.planning.stages import Heads
+    from torchtitan_magi.titan.v02.job_config import Magi
+    from torchtitan_magi.titan.v02.runtime import MagiRuntime, WorkCount
 
     torch.set_num_threads(1)
     runtime = MagiRuntime(Magi(), None, Heads(HEADS, HEADS, HEAD_DIM), torch.device("cpu"), WorkCount())

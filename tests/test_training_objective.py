@@ -19,7 +19,7 @@ def ours(name, *options, setup=without_saving, entry="torchtitan_magi.train"):
 
 
 def in_chunks(report):
-    from torchtitan_magi import logprobs
+    from torchtitan_magi.losses import logprobs
 
     logprobs.CHUNK_LOGITS = 100 * 2048  # 100 tokens of the debug model's vocabulary
     without_saving(report)
@@ -37,7 +37,7 @@ def test_without_all_logits_it_is_the_training_of_torchtitan(name):
 
 
 def report_tokens_of_the_output_layer(report):
-    from torchtitan_magi.titan import logprob_model, objective
+    from torchtitan_magi.titan.v02 import logprob_model, objective
 
     summed_logprobs, weigh = logprob_model.summed_logprobs, objective.SFT.weigh
 
@@ -76,7 +76,7 @@ def test_without_all_logits_validation_is_that_of_the_stock_entry_point(tmp_path
 
 def report_token_losses(report):
     """The documents of each microbatch, and the loss of each token."""
-    from torchtitan_magi.titan import objective
+    from torchtitan_magi.titan.v02 import objective
 
     weigh, summed = objective.SFT.weigh, objective.LogprobModel.summed
 
@@ -153,7 +153,7 @@ def errors_of(cases, has_objectives, options=""):
     from torchtitan.config import ConfigManager
     from training import DEBUG_TOML
 
-    from torchtitan_magi.titan.job_config import check_job_config
+    from torchtitan_magi.titan.v02.job_config import check_job_config
 
     said = []
     for arguments in cases:
@@ -201,7 +201,7 @@ def test_a_run_does_not_continue_from_weights_alone(tmp_path):
 
 
 def test_a_token_that_the_model_does_not_have_is_named():
-    from torchtitan_magi.titan.runtime import check_tokens
+    from torchtitan_magi.titan.v02.runtime import check_tokens
 
     check_tokens(torch.tensor([[0, 99]]), 100)
     check_tokens(torch.zeros(1, 0, dtype=torch.int64), 100)
@@ -213,7 +213,7 @@ def warnings_of_shorter_validation():
     from types import SimpleNamespace
     from unittest import mock
 
-    from torchtitan_magi.titan import data
+    from torchtitan_magi.titan.v02 import data
 
     found = []
     for seq_len in (256, 1024):
@@ -270,7 +270,7 @@ def error_of_the_output_layer():
 
     from torch import nn
 
-    from torchtitan_magi.titan.logprob_model import LogprobModel
+    from torchtitan_magi.titan.v02.logprob_model import LogprobModel
 
     class Float8Linear(nn.Linear):
         def forward(self, x):

@@ -10,7 +10,7 @@ def move_inputs_as_on_a_gpu(report):
     from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
     from torch.distributed.utils import _to_kwargs
 
-    from torchtitan_magi.titan.wrapper import VarlenAttentionWrapper
+    from torchtitan_magi.titan.v02.wrapper import VarlenAttentionWrapper
 
     pre_forward, attend = FSDPState._root_pre_forward, VarlenAttentionWrapper.forward
 
@@ -44,10 +44,10 @@ def attend_to_normed_queries():
     the same output."""
     import torch
 
-    from torchtitan_magi.stages import Heads
-    from torchtitan_magi.titan.job_config import Magi
-    from torchtitan_magi.titan.runtime import MagiRuntime, WorkCount
-    from torchtitan_magi.titan.wrapper import VarlenAttentionWrapper
+    from torchtitan_magi.planning.stages import Heads
+    from torchtitan_magi.titan.v02.job_config import Magi
+    from torchtitan_magi.titan.v02.runtime import MagiRuntime, WorkCount
+    from torchtitan_magi.titan.v02.wrapper import VarlenAttentionWrapper
 
     runtime = MagiRuntime(Magi(), None, Heads(4, 2, 8), torch.device("cpu"), WorkCount())
     tokens = torch.zeros(1, 32, dtype=torch.int64)

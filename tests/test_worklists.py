@@ -7,9 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchtitan_magi.segments import KEYS
-from torchtitan_magi.slices import AttnSlices, shared_prompt, sliding_window, varlen_causal, varlen_full
-from torchtitan_magi.worklists import (
+from torchtitan_magi.backends.ffa.segments import KEYS
+from torchtitan_magi.backends.ffa.worklists import (
     BACKWARD_BLOCK_US,
     BLOCK_US,
     LATE_US,
@@ -22,6 +21,7 @@ from torchtitan_magi.worklists import (
     largest_divisor,
     tile_cost,
 )
+from torchtitan_magi.masks.slices import AttnSlices, shared_prompt, sliding_window, varlen_causal, varlen_full
 
 
 def dense_mask(table: np.ndarray, num_q: int, num_k: int) -> np.ndarray:

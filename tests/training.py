@@ -30,8 +30,8 @@ from loss_compare import exact_gradient_norms  # noqa: E402
 DEBUG_TOML = ROOT / "train_configs" / "debug.toml"
 TIMEOUT = 240  # seconds
 PRELOAD = ["torch", "torch._dynamo", "torch.nn.attention.flex_attention", "torchtitan.train", "torchtitan_magi.titan"]
-PRELOAD += ["torchtitan_magi.titan.trainer"]
-PRELOAD += ["torchtitan_magi.reference", "torchtitan_magi.ffa", "torch.distributed.checkpoint"]
+PRELOAD += ["torchtitan_magi.titan.v02.trainer"]
+PRELOAD += ["torchtitan_magi.backends.flex", "torchtitan_magi.backends.ffa.block_attn", "torch.distributed.checkpoint"]
 
 
 class TrainingError(Exception):
@@ -248,7 +248,7 @@ def _train_in_child(
     from torchtitan.config import ConfigManager
     from torchtitan.protocols.train_spec import get_train_spec
 
-    import torchtitan_magi.titan.trainer
+    import torchtitan_magi.titan.v02.trainer
 
     class Report(metrics.BaseLogger):
         def log(self, metrics: dict, step: int) -> None:
@@ -267,7 +267,7 @@ def _train_in_child(
     if setup is not None:
         setup(report)
     if entry == "torchtitan_magi.train":
-        torchtitan_magi.titan.trainer.main()
+        torchtitan_magi.titan.v02.trainer.main()
     else:
         torchtitan.train.main(torchtitan.train.Trainer)
     assert not dist.is_initialized()

@@ -2,8 +2,7 @@
 
 from torchtitan_magi.attention import cp_varlen_attn, flex_flash_attn
 from torchtitan_magi.dispatch import dispatch, undispatch
-from torchtitan_magi.plan import AttnPlan, make_plan
-from torchtitan_magi.slices import (
+from torchtitan_magi.masks.slices import (
     AttnSlices,
     block_causal,
     shared_prompt,
@@ -11,7 +10,8 @@ from torchtitan_magi.slices import (
     varlen_causal,
     varlen_full,
 )
-from torchtitan_magi.stages import CostModel, Heads
+from torchtitan_magi.planning.plan import AttnPlan, make_plan
+from torchtitan_magi.planning.stages import CostModel, Heads
 
 __all__ = [
     "AttnPlan",

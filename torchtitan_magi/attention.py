@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from torchtitan_magi.bind import BoundPlan, BoundStage, bind_plan, bind_slices, choose_block_attn
-from torchtitan_magi.comm import Mesh, as_transport, grad_buffer, group_cast, group_reduce
-from torchtitan_magi.memory import empty
-from torchtitan_magi.plan import AttnPlan
-from torchtitan_magi.slices import AttnSlices, check_slices
-from torchtitan_magi.stages import sent_before
-from torchtitan_magi.transport import Arrival, LateKeys, RowSums
+from torchtitan_magi.bound_plan import BoundPlan, BoundStage, bind_plan, bind_slices, choose_block_attn
+from torchtitan_magi.cuda.memory import empty
+from torchtitan_magi.exchange.group_cast import Mesh, as_transport, grad_buffer, group_cast, group_reduce
+from torchtitan_magi.exchange.transport import Arrival, LateKeys, RowSums
+from torchtitan_magi.masks.slices import AttnSlices, check_slices
+from torchtitan_magi.planning.plan import AttnPlan
+from torchtitan_magi.planning.stages import sent_before
 
 # ------------------------------------------------------------------------------------------------------- the stage loop
 

@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchtitan_magi.comm import Mesh, Transport, as_transport
-from torchtitan_magi.plan import AttnPlan
+from torchtitan_magi.exchange.group_cast import Mesh, Transport, as_transport
+from torchtitan_magi.planning.plan import AttnPlan
 
 
 def dispatch(x: Tensor, plan: AttnPlan, mesh: Mesh, pad_value: float = 0) -> Tensor:

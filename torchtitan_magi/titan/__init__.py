@@ -1,13 +1,5 @@
-"""torchtitan_magi for torchtitan 0.2.2: the only part that knows it.
+"""The adapters of torchtitan; a TOML file names this module in ``[job] custom_config_module``."""
 
-Importing it registers everything; a TOML file does so by naming it in ``[job] custom_config_module`` and in
-``[experimental] custom_import``.
-"""
-
-from torchtitan_magi.titan.job_config import JobConfig, Magi
-from torchtitan_magi.titan.spec import register
-from torchtitan_magi.titan.wrapper import VarlenAttentionWrapper
+from torchtitan_magi.titan.v02 import JobConfig, Magi, VarlenAttentionWrapper
 
 __all__ = ["JobConfig", "Magi", "VarlenAttentionWrapper"]
-
-register()

@@ -1,0 +1,1 @@
+"""Attention of one stage: our kernel, or torch's flex_attention."""

@@ -1,0 +1,1 @@
+"""Our Hopper kernel, seen from the host."""

@@ -1,0 +1,304 @@
+"""Host half of rows.cu: row bands, packing K/V rows, adding returned rows, rounding gradients.
+
+The counterpart of ``comm.TorchRows``. Shapes: T tokens of this rank, S rows sent in a stage, H K/V heads, D head_dim.
+"""
+
+import ctypes
+import functools
+from threading import get_ident
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from torchtitan_magi.cuda import launch
+from torchtitan_magi.cuda.memory import empty
+from torchtitan_magi.exchange.transport import MAX_PEERS, Places, Returned, RowSums
+from torchtitan_magi.planning.plan import Exchange
+
+_WARPS = 8  # of a block, one row each
+_UNIT = 16  # bytes that a lane moves at once
+_ELEMENTS = 8  # of a gradient that a thread handles at once
+_THREADS_PER_ROW = 16  # of out and dout
+_FINISH_UNITS = 1024  # times so many, that a block of finish_grads handles
+
+
+class _Places(ctypes.Structure):
+    _fields_ = [
+        ("to", ctypes.c_void_p * MAX_PEERS),
+        ("flags", ctypes.c_void_p * (MAX_PEERS + 1)),
+        ("blocks_done", ctypes.c_void_p),
+        ("ends", ctypes.c_int * MAX_PEERS),
+        *((name, ctypes.c_int) for name in ("num_flags", "begin")),
+    ]
+
+
+class _RowSums(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("out", "dout", "delta", "zero", "more_zero")),
+        *((name, ctypes.c_longlong) for name in ("num_rows", "num_zero", "num_more_zero")),
+        ("head_dim", ctypes.c_int),
+    ]
+
+
+class _BandsParams(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("slices", "bands")),
+        *((name, ctypes.c_int) for name in ("num_slices", "num_bands")),
+    ]
+
+
+class _GatherParams(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("k", "v", "rows")),
+        ("places", _Places),
+        *((f"{name}_stride", ctypes.c_longlong) for name in ("k_token", "k_head", "v_token", "v_head")),
+        *((name, ctypes.c_int) for name in ("num_rows", "num_heads", "units_per_head", "num_blocks")),
+        ("sums", _RowSums),
+    ]
+
+
+class _ReturnedRows(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("rows", "offsets", "order")),
+        *((name, ctypes.c_uint) for name in ("num_tokens", "units")),
+    ]
+
+
+class _AddParams(ctypes.Structure):
+    _fields_ = [("returned", _ReturnedRows), ("dkv", ctypes.c_void_p)]
+
+
+class _FinishParams(ctypes.Structure):
+    _fields_ = [
+        ("places", _Places),
+        *((name, ctypes.c_void_p) for name in ("unsent", "started")),
+        ("returned", _ReturnedRows),
+        ("arrived", ctypes.c_void_p),
+        ("number", ctypes.c_int),
+        *((name, ctypes.c_void_p) for name in ("dkv", "dq", "dk_to", "dv_to", "dq_to")),
+        *((name, ctypes.c_uint) for name in ("unsent_units", "dq_units", "dkv_units")),
+        ("softmax_scale", ctypes.c_float),
+    ]
+
+
+class CudaRows:
+    """Row movement by our own kernels, one launch each."""
+
+    packs_to_places = True
+
+    def index(self, exchange: Exchange) -> list[npt.NDArray[np.integer]]:
+        """Index data of an exchange: rows to send; for what returns, each token's rows in rank order: where, which."""
+        rows = exchange.send_rows
+        counts = np.bincount(rows)
+        order = np.argsort(rows.astype(np.min_scalar_type(len(counts))), kind="stable")  # 16 bits: a radix sort
+        return [rows, np.append(0, counts.cumsum()), order]
+
+    def gather(
+        self, k: Tensor, v: Tensor, index: list[Tensor], to: Tensor | Places, sums: RowSums | None = None
+    ) -> None:
+        """The rows to send, to a tensor [S, 2, H, D], contiguous, or to several places; then `sums`.
+
+        k, v: [T, H, D] bf16 or fp16, D a multiple of 8; strided views are fine.
+        """
+        rows = index[0]
+        if isinstance(to, Tensor):
+            if not rows.shape[0]:
+                return None if sums is None else self.sum(sums)
+            to = Places([rows.shape[0]], [to.data_ptr()], 0, [])
+        of_sums = None if sums is None else (sums.out.shape, sums.zeros[-1].shape)
+        key = get_ident(), k.shape, k.stride(), v.stride(), k.dtype, of_sums
+        prepared, k_at, v_at = to.prepared.get(key), k.data_ptr(), v.data_ptr()
+        if prepared is None or (k_at | v_at) % 16:
+            if not launch.are_copyable(k, v):
+                return self.gather(launch.copyable(k), launch.copyable(v), index, to, sums)
+            prepared = to.prepared[key] = _gather_launch(k, v, rows.shape[0], to, sums)
+        params = prepared.params
+        params.k, params.v, params.rows = k_at, v_at, rows.data_ptr()
+        if to.flags:
+            params.places.blocks_done = launch.next_counter(prepared.device)
+        _alive = None if sums is None else _aim_sums(params.sums, sums)
+        prepared()
+
+    def sum(self, sums: RowSums) -> None:
+        """delta = rowsum(out * dout) of bf16 or fp16, and the zeros; sizes are multiples of 8."""
+        row_sums, blocks = _row_sums(sums)
+        _alive = _aim_sums(row_sums, sums)
+        if blocks:
+            kernel = _kernel("gather_rows", sums.out.dtype, sums.out.dtype)
+            kernel(sums.out.device.index, blocks, _GatherParams(sums=row_sums))
+
+    def add(self, returned: Returned, grad: Tensor) -> None:
+        """Adds returned rows (bf16, fp16 or fp32) to grad fp32 [T, 2, H, D], per token in rank order."""
+        returned.arrival.wait()
+        assert grad.dtype == torch.float32
+        assert grad.is_contiguous()
+        units = grad.stride(0) // _ELEMENTS
+        rows = _ReturnedRows(*_addresses_of(returned), _num_tokens(returned), units)
+        if rows.num_tokens:
+            kernel = _kernel("add_rows", returned.rows.dtype, returned.rows.dtype)
+            blocks = _thread_blocks(rows.num_tokens * units)
+            kernel(grad.device.index, blocks, _AddParams(rows, grad.data_ptr()))
+
+    def round(self, dq: Tensor, softmax_scale: float, out: Tensor) -> None:
+        """What FfaBlockAttn.backward left in dq (fp32 [T, Hq, D], contiguous), times the scale, to out (16 bits)."""
+        assert dq.is_contiguous()
+        rounding = _finish_launch(dq.device, out.dtype, out.dtype, dq.numel(), 0, 1)
+        rounding.params.dq, rounding.params.dq_to = dq.data_ptr(), out.data_ptr()
+        rounding.params.softmax_scale = softmax_scale
+        rounding()
+
+    def round_keys(self, dkv: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """dk and dv [T, H, D] of dkv [T, 2, H, D], fp32 and contiguous, in `dtype`."""
+        assert dkv.is_contiguous()
+        dk, dv = (empty((dkv.shape[0], *dkv.shape[2:]), dtype, dkv.device) for _ in range(2))
+        rounding = _finish_launch(dkv.device, dtype, dtype, 0, dkv.numel(), dkv.stride(0))
+        params = rounding.params
+        params.dkv, params.dk_to, params.dv_to = dkv.data_ptr(), dk.data_ptr(), dv.data_ptr()
+        rounding()
+        return dk, dv
+
+    def finish(
+        self, returned: Returned, dq: Tensor, dkv: Tensor, softmax_scale: float, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """In `dtype`: dq [T, Hq, D] as `round` has it, and dk and dv [T, H, D] of the first T rows of dkv [.., 2, H, D]
+        with `returned` added to them, as soon as it is there. What is unsent is sent before.
+
+        dq and dkv are fp32 and contiguous, D is a multiple of 8; the sums are per token in rank order.
+        """
+        assert dq.is_contiguous()
+        assert dkv.is_contiguous()
+        device, shape, row = dq.device, (dq.shape[0], *dkv.shape[2:]), dkv.stride(0)
+        dq_to, dk, dv = empty(dq.shape, dtype, device), empty(shape, dtype, device), empty(shape, dtype, device)
+        unsent = returned.unsent
+        launches = {} if unsent is None else unsent[2].prepared
+        key = "finish", get_ident(), dq.shape, dkv.shape, dtype
+        finishing = launches.get(key)
+        if finishing is None:
+            finishing = _finish_launch(device, dtype, returned.rows.dtype, dq.numel(), shape[0] * row, row, unsent)
+            finishing.params.returned.num_tokens = _num_tokens(returned)
+            launches[key] = finishing
+        params = finishing.params
+        params.dq, params.dkv, params.softmax_scale = dq.data_ptr(), dkv.data_ptr(), softmax_scale
+        params.dq_to, params.dk_to, params.dv_to = dq_to.data_ptr(), dk.data_ptr(), dv.data_ptr()
+        params.arrived = None
+        if unsent is not None:
+            grad, first, _ = unsent
+            assert grad.is_contiguous()
+            params.unsent = grad.data_ptr() + 4 * first * row
+            params.started = launch.next_counter(finishing.device)
+            params.places.blocks_done = params.started + 4
+        params.returned.rows, params.returned.offsets, params.returned.order = _addresses_of(returned)
+        if (flag := returned.arrival.flag()) is None:
+            returned.arrival.wait()
+        elif params.returned.num_tokens:
+            params.arrived, params.number = flag
+        finishing()
+        if not params.returned.num_tokens:
+            returned.arrival.wait()  # only now, as other ranks may wait for what has been sent
+        return dq_to, dk, dv
+
+
+def write_bands(slices: Tensor, bands: Tensor) -> None:
+    """The keys that each row sees.
+
+    Args:
+        slices: int32 [n, 5], contiguous, ascending: first row and end, first key and end, mask type; no row in two.
+        bands: int32 [rows, 2], contiguous; set to lo, hi: keys [lo, hi). 0, 0 for rows of no slice.
+    """
+    if len(bands):
+        kernel = _kernel("write_bands", torch.bfloat16, torch.bfloat16)
+        params = _BandsParams(slices.data_ptr(), bands.data_ptr(), len(slices), len(bands))
+        kernel(bands.device.index, -(-len(bands) // (_WARPS * 32)), params)
+
+
+def _gather_launch(k: Tensor, v: Tensor, num_rows: int, to: Places, sums: RowSums | None) -> launch.Launch:
+    (k_token, k_head, _), (v_token, v_head, _), (_, num_heads, head_dim) = k.stride(), v.stride(), k.shape
+    units = _UNIT // k.element_size()
+    # So many that all run at once: at its end each waits until what it wrote has arrived.
+    blocks = max(1, min(-(-num_rows // _WARPS), 1024))
+    params = _GatherParams(
+        None, None, None, _places(to), k_token // units, k_head // units, v_token // units, v_head // units,
+        num_rows, num_heads, head_dim // units, blocks,
+    )  # fmt: skip
+    if sums is not None:
+        params.sums, sums_blocks = _row_sums(sums)
+        blocks += sums_blocks
+    return launch.Launch(_kernel("gather_rows", k.dtype, k.dtype), k.device.index, blocks, (), params)
+
+
+def _row_sums(sums: RowSums) -> tuple[_RowSums, int]:
+    """Sizes, and the number of blocks."""
+    num_q, num_heads, head_dim = sums.out.shape
+    num_zero, num_more_zero = sums.zeros[0].numel(), sum(zero.numel() for zero in sums.zeros[1:])
+    params = _RowSums(num_rows=num_q * num_heads, num_zero=num_zero, num_more_zero=num_more_zero, head_dim=head_dim)
+    threads = max(_THREADS_PER_ROW * params.num_rows, (num_zero + num_more_zero) // _ELEMENTS)
+    return params, -(-threads // (_WARPS * 32))
+
+
+def _aim_sums(params: _RowSums, sums: RowSums) -> tuple[Tensor, Tensor]:
+    """Sets addresses; returns what must live until the launch."""
+    assert sums.out.dtype == sums.dout.dtype
+    assert sums.delta.dtype == torch.float32
+    out, dout = sums.out.contiguous(), launch.copyable(sums.dout).contiguous()
+    params.out, params.dout, params.delta = out.data_ptr(), dout.data_ptr(), sums.delta.data_ptr()
+    params.zero = sums.zeros[0].data_ptr()
+    if len(sums.zeros) > 1:
+        params.more_zero = sums.zeros[1].data_ptr()
+    return out, dout
+
+
+def _places(places: Places) -> _Places:
+    """To be completed by `blocks_done`."""
+    params, count = _Places(num_flags=len(places.flags), begin=places.begin), len(places.ends)
+    params.to[:count], params.ends[:count] = places.addresses, places.ends
+    params.flags[: params.num_flags] = places.flags
+    return params
+
+
+def _finish_launch(
+    device: torch.device,
+    dtype: torch.dtype,
+    wire: torch.dtype,
+    num_dq: int,
+    num_dkv: int,
+    row: int,
+    unsent: tuple[Tensor, int, Places] | None = None,
+) -> launch.Launch:
+    """Of so many elements; a row of dkv has `row`."""
+    params = _FinishParams(returned=_ReturnedRows(units=row // _ELEMENTS or 1))
+    params.dq_units, params.dkv_units = num_dq // _ELEMENTS, num_dkv // _ELEMENTS
+    writers = 0
+    if unsent is not None:
+        grad, first, places = unsent
+        assert grad.dtype == torch.float32
+        params.unsent_units, params.places = (grad.shape[0] - first) * row // _ELEMENTS, _places(places)
+        writers = max(1, _finish_blocks(params.unsent_units))
+    blocks = writers + _finish_blocks(params.dq_units) + _finish_blocks(params.dkv_units)
+    return launch.Launch(_kernel("finish_grads", dtype, wire), device.index, blocks, (), params)
+
+
+def _finish_blocks(units: int) -> int:
+    return -(-units // _FINISH_UNITS)
+
+
+def _addresses_of(returned: Returned) -> tuple[int, int, int]:
+    _, offsets, order = returned.row_index
+    assert returned.rows.is_contiguous()
+    return returned.rows.data_ptr(), offsets.data_ptr(), order.data_ptr()
+
+
+def _num_tokens(returned: Returned) -> int:
+    """The last token to which something returns, plus one."""
+    return returned.row_index[1].shape[0] - 1
+
+
+@functools.cache
+def _kernel(name: str, dtype: torch.dtype, wire: torch.dtype) -> launch.Kernel:
+    macros = {"USE_FP16": dtype == torch.float16, "WIRE_FP32": wire == torch.float32}
+    return launch.load("rows.cu", name, launch.variant_of(macros), _WARPS * 32, 0)
+
+
+def _thread_blocks(units: int) -> int:
+    return min(-(-units // (_WARPS * 32)), 1 << 20)

@@ -1,0 +1,1 @@
+"""The driver, the compiler and launches."""

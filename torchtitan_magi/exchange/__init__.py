@@ -1,0 +1,1 @@
+"""K/V rows between ranks, and their gradients back."""

@@ -1,0 +1,67 @@
+"""Checks that all context-parallel ranks planned the same microbatch, without making any of them wait.
+
+Plans are computed from replicated input. Ranks whose data loaders disagree would exchange rows that do not fit each
+other, which shows as a hang or as wrong numbers; here it becomes an error that names them.
+"""
+
+import logging
+import os
+import queue
+import threading
+
+import torch
+import torch.distributed as dist
+
+from torchtitan_magi.planning.plan import AttnPlan
+
+logger = logging.getLogger(__name__)
+
+_GRACE_SECONDS = 20  # for the main thread to raise the error by itself; it cannot when the device hangs
+
+
+class PlanAgreement:
+    """Compares the plans of a group's ranks in a thread of its own; an error is raised at the next plan.
+
+    Args:
+        group: of the context-parallel ranks. Creating the object is a collective of theirs.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.ranks = dist.get_process_group_ranks(group)
+        self.group = dist.new_group(self.ranks, backend="gloo", use_local_synchronization=True)
+        self.fingerprints: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self.error: str | None = None
+        self.raised = threading.Event()
+        threading.Thread(target=self._compare, name="plan-agreement", daemon=True).start()
+
+    def check(self, plan: AttnPlan) -> None:
+        """Hands over a plan for comparison.
+
+        Raises:
+            RuntimeError: an earlier plan was not the same on all ranks; names the ranks.
+        """
+        if self.error is not None:
+            self.raised.set()
+            raise RuntimeError(self.error)
+        self.fingerprints.put(plan.fingerprint)
+
+    def _compare(self) -> None:
+        for number, mine in enumerate(iter(self.fingerprints.get, None), 1):
+            everyone = torch.empty(len(self.ranks), dtype=torch.int64)
+            try:
+                dist.all_gather_into_tensor(everyone, torch.tensor([mine]), group=self.group)
+            except (RuntimeError, ValueError):
+                return  # another rank is gone, or the job is over; whoever failed says why
+            values = everyone.tolist()
+            most = max(values, key=values.count)
+            others = [rank for rank, value in zip(self.ranks, values, strict=True) if value != most]
+            if others:
+                self.error = (
+                    f"microbatch {number}: ranks {others} have other documents than the rest of ranks {self.ranks}; "
+                    "all context-parallel ranks of a data-parallel rank must load the same data "
+                    "and the same magi.cost_model"
+                )
+                if not self.raised.wait(_GRACE_SECONDS):
+                    logger.error(self.error)
+                    os._exit(1)
+                return

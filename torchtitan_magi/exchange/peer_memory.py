@@ -1,0 +1,313 @@
+"""Exchanges between GPUs of one machine through peer memory, in one of two ways. The host waits for nobody.
+
+Copy engines fetch rows out of each other's send buffers. No SM takes part, so attention has all of them, and an
+exchange starts while attention runs; NCCL's kernels would wait for its end, or take SMs from it. Before a rank fetches,
+a stream of its own waits for words in its memory that say what the peers have ready: the kernels that pack their rows
+count one up, or where several exchanges overlap or no kernel of ours packs, their streams write the number of the
+exchange to one each.
+
+Or a kernel of ours writes rows where they are wanted, and then counts up a word there. That is at most one launch for
+the host, and done sooner where nothing could be done meanwhile: for few rows, and for gradients that come back last.
+"""
+
+import ctypes
+import functools
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torchtitan_magi.cuda import driver
+from torchtitan_magi.cuda.driver import CopyAttributes, StreamOperation
+from torchtitan_magi.cuda.memory import empty, layout
+from torchtitan_magi.exchange.transport import MAX_PEERS, Arrival, Flag, Places, ProcessGroupTransport
+from torchtitan_magi.planning.plan import Exchange, Parcel
+
+# Buffers of a channel, taken in turn, to send from or to be written to. An exchange is issued after the wait for the
+# last but one before it, thus after every peer came to that one, and by then was done with the one before: had fetched
+# all of it, or used what was written to it, as nothing that is written follows before that. Hence three.
+SLOTS = 3
+FLAG_BYTES = 4096  # for the numbers, before the slots
+WRITTEN_BYTES = 8 << 20  # K/V rows up to so many bytes per rank are written; more are fetched while attention runs
+
+
+class _Batch:
+    """Stream operations that all wait for the same number, or write it."""
+
+    def __init__(self, *operations: tuple[int, int]) -> None:
+        """operations: kind and address of each."""
+        self.operations = (StreamOperation * len(operations))(*(StreamOperation(*each) for each in operations))
+        self.each = list(self.operations)
+
+    def issue(self, stream: int, number: int) -> int:
+        """The driver's status."""
+        for operation in self.each:
+            operation.value = number
+        status: int = _calls().operate(stream, len(self.each), self.operations, 0)
+        return status
+
+
+class _Copies:
+    """Copies of an exchange's rows out of the other ranks' memory."""
+
+    IN_ORDER = CopyAttributes(CopyAttributes.IN_STREAM_ORDER)
+    FROM_THE_FIRST = ctypes.c_size_t(0)
+
+    def __init__(self, fetches: tuple[Parcel, ...], sources: list[int], row_bytes: int) -> None:
+        """sources: where the rows of each rank begin."""
+        addresses = ctypes.c_uint64 * len(fetches)
+        self.places = [fetch.place * row_bytes for fetch in fetches]
+        self.sources = addresses(*(sources[fetch.other] + fetch.first * row_bytes for fetch in fetches))
+        self.sizes = addresses(*(fetch.rows * row_bytes for fetch in fetches))
+        self.targets = addresses()
+        self.how = ctypes.addressof(self.IN_ORDER), ctypes.addressof(self.FROM_THE_FIRST), 1
+
+    def issue(self, to: int, stream: int) -> int:
+        """To the rows that begin at `to`; the driver's status."""
+        self.targets[:] = [to + place for place in self.places]
+        calls, count, status = _calls(), len(self.places), 0
+        if count > 1 and calls.copy_many is not None:
+            return int(calls.copy_many(self.targets, self.sources, self.sizes, count, *self.how, stream))
+        for each in zip(self.targets, self.sources, self.sizes, strict=True):
+            status |= calls.copy(*each, stream)
+        return status
+
+
+class _Channel:
+    """A stream for one kind of exchange, and how far it has come."""
+
+    number = 0  # of the last exchange, counted since the memory was taken up
+    packed = 0  # how often kernels, one of each rank at a time, will have said by then that they have packed
+
+    def __init__(self) -> None:
+        self.stream = torch.cuda.Stream(priority=-1)
+        self.raw_stream = self.stream.cuda_stream
+        self.slot = 0  # of the next exchange; stays when the memory grows, as what is prepared then is kept by slot
+        self.issuer: Any = None  # the stream that the last exchange was issued on
+        self.raw_issuer = -1
+
+    def begin(self) -> None:
+        """An exchange."""
+        self.number += 1
+        self.slot = (self.slot + 1) % SLOTS
+
+    def aim(self, rank: int, flags: list[int]) -> None:
+        """Takes up the words at `flags` of each rank, all zero, and begins to count anew."""
+        size, own = len(flags), flags[rank]
+        peers = [other for other in range(size) if other != rank]
+        ready, self.there, self.packed_word = own + 4 * size, own + 4 * rank, own + 4 * (size + 1)
+        write, wait = StreamOperation.WRITE, StreamOperation.WAIT
+        self.say_ready = _Batch((write, ready))  # this rank's stream tells the channel's: input is there
+        self.say_there = _Batch((write, self.there))  # the other way round: output is there
+        self.meet = _Batch(
+            (wait, ready),
+            *((write, flags[peer] + 4 * rank) for peer in peers),
+            *((wait, own + 4 * peer) for peer in peers),
+        )
+        # Counted up by every rank, this one too: when it has packed, what `received` was before is used no more. One
+        # word is enough, as no rank packs for an exchange before it has waited for the one before, thus for all ranks.
+        self.await_packed = _Batch((wait, self.packed_word))
+        self.packed_words = [flag + 4 * (size + 1) for flag in flags]
+        self.number = self.packed = 0
+
+
+class PeerTransport(ProcessGroupTransport):
+    """Exchanges through peer memory; relays and all-gathers by NCCL.
+
+    Send buffers lie in symmetric memory that grows when an exchange needs more: all ranks know what each of them sends,
+    so they grow together. Creating the object and growing are collectives of the group.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__(group)
+        self.group, self.way = group, "peer memory"
+        self.device = torch.cuda.current_device()
+        self.channels = _Channel(), _Channel()  # there, back
+        self.slot_bytes = 0
+        self.memory: Any = None  # uint8: the flags, then the slots of both channels
+        self.view = functools.lru_cache(maxsize=64)(self._view)
+        self.places_of = functools.lru_cache(maxsize=32)(self._places_of)
+        self.copies_of = functools.lru_cache(maxsize=32)(self._copies_of)
+        self.bases: list[int] = []  # of each rank's memory, as this rank sees it
+
+    def send_buffer(
+        self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, exchange: Exchange, back: bool
+    ) -> Tensor:
+        if exchange.hops is None:
+            return super().send_buffer(shape, dtype, device, exchange, back)
+        self._follow(self.channels[back])
+        return self._buffer(shape, dtype, exchange.most_sent(back), back)
+
+    def places(
+        self, shape: tuple[int, ...], dtype: torch.dtype, exchange: Exchange, back: bool
+    ) -> tuple[Places, Tensor, Arrival] | None:
+        channel = self.channels[back]
+        found = self.places_of(shape, dtype, exchange, back, channel.slot)
+        if found is None:
+            return None
+        (places, received), start = found, self._start(back)
+        self._follow(channel)
+        channel.begin()
+        channel.packed += self.size
+        if received is not None:
+            return places, received, self._arrival(channel.packed_word, channel.packed)
+        received = empty((sum(exchange.recv_splits), *shape), dtype, self.memory.device)
+        fetch = functools.partial(
+            self._fetch, channel, channel.await_packed, channel.packed, start, received, exchange, back
+        )
+        return places, received, self._arrival(channel.there, channel.number, fetch)
+
+    def _places_of(
+        self, shape: tuple[int, ...], dtype: torch.dtype, exchange: Exchange, back: bool, slot: int
+    ) -> tuple[Places, Tensor | None] | None:
+        """`places` with the channel's next slot, and if other ranks write to it, what they will have written.
+
+        For a layer's only exchange: between overlapping ones a kernel's word would tell that the rank has come to an
+        exchange, but not that its stream has fetched all rows of the one before.
+        """
+        most, row_bytes = exchange.most_sent(not back), math.prod(shape) * dtype.itemsize
+        if exchange.hops is None or not exchange.is_whole or self.size - 1 > MAX_PEERS:
+            return None
+        channel = self.channels[back]
+        if back or most * row_bytes <= WRITTEN_BYTES:
+            received = self._buffer((sum(exchange.splits(back)[0]), *shape), dtype, most, back)
+            start, deliveries = self._start(back), exchange.deliveries(back)
+            ends = [parcel.first + parcel.rows for parcel in deliveries]
+            places = [self.bases[other] + start + (place - first) * row_bytes for other, first, _, place in deliveries]
+            begin = next((parcel.first for parcel in deliveries if parcel.other > self.rank), 0)
+            return Places(ends, places, begin, channel.packed_words), received
+        rows = len(exchange.send_rows)
+        self._buffer((rows, *shape), dtype, exchange.most_sent(back), back)
+        return Places([rows], [self.bases[self.rank] + self._start(back)], 0, channel.packed_words), None
+
+    def _buffer(self, shape: tuple[int, ...], dtype: torch.dtype, most: int, back: bool) -> Tensor:
+        """The channel's next buffer; `most` rows are the most that any rank needs of it."""
+        _, strides = layout(shape)
+        needed = most * strides[0] * dtype.itemsize
+        if needed > self.slot_bytes or self.memory is None:
+            self._grow(needed)
+        return self.view(shape, dtype, self._start(back))
+
+    @torch.inference_mode(False)  # it may serve training later
+    def _view(self, shape: tuple[int, ...], dtype: torch.dtype, start: int) -> Tensor:
+        """The memory from byte `start` on."""
+        _, strides = layout(shape)
+        view: Tensor = self.memory.view(dtype).as_strided(shape, strides, start // dtype.itemsize)
+        return view
+
+    def all_to_all(self, output: Tensor, input: Tensor, exchange: Exchange, back: bool) -> Arrival:
+        if exchange.hops is None:
+            return super().all_to_all(output, input, exchange, back)
+        channel, start = self.channels[back], self._start(back)
+        assert input.numel() == 0 or input.data_ptr() == self.bases[self.rank] + start
+        channel.begin()
+        driver.check(channel.say_ready.issue(torch._C._cuda_getCurrentRawStream(self.device), channel.number))
+        self._fetch(channel, channel.meet, channel.number, start, output, exchange, back)
+        return self._arrival(channel.there, channel.number)
+
+    def _follow(self, channel: _Channel) -> None:
+        """If the current stream is not that of the exchange before, it waits for all that was issued there.
+
+        Peers count this rank's exchanges, so they must come one after another.
+        """
+        raw = torch._C._cuda_getCurrentRawStream(self.device)
+        if raw != channel.raw_issuer:
+            current = torch.cuda.current_stream(self.device)
+            if channel.issuer is not None:
+                current.wait_stream(channel.issuer)
+            channel.issuer, channel.raw_issuer = current, raw
+
+    def _fetch(
+        self, channel: _Channel, meet: _Batch, number: int, start: int, output: Tensor, exchange: Exchange, back: bool
+    ) -> None:
+        """Lets the channel's stream meet the peers and fetch the rows, from byte `start` of their memory on."""
+        stream, row_bytes = channel.raw_stream, output.stride(0) * output.element_size()
+        copies = self.copies_of(exchange, back, start, row_bytes)
+        status = meet.issue(stream, number) | copies.issue(output.data_ptr(), stream)
+        driver.check(status | channel.say_there.issue(stream, channel.number))
+
+    def _copies_of(self, exchange: Exchange, back: bool, start: int, row_bytes: int) -> _Copies:
+        return _Copies(exchange.fetches(back), [base + start for base in self.bases], row_bytes)
+
+    def _arrival(self, address: int, number: int, begin: Callable[[], object] = lambda: None) -> Arrival:
+        there = functools.partial(self._flag, self.memory, address, number)
+        return Arrival(functools.partial(self._wait, there), there, begin)
+
+    def _wait(self, there: Callable[[], Flag | None]) -> None:
+        if (flag := there()) is not None:
+            wait = StreamOperation(StreamOperation.WAIT, *flag)
+            stream = torch._C._cuda_getCurrentRawStream(self.device)
+            driver.check(_calls().operate(stream, 1, ctypes.byref(wait), 0))
+
+    def _flag(self, memory: Tensor, address: int, number: int) -> Flag | None:
+        """None when `memory`, where the flag lay, has been replaced: before that everything had arrived."""
+        return Flag(address, number) if memory is self.memory else None
+
+    def _start(self, back: bool) -> int:
+        """Where in the memory the channel's next buffer begins, in bytes."""
+        return FLAG_BYTES + (back * SLOTS + self.channels[back].slot) * self.slot_bytes
+
+    @torch.inference_mode(False)
+    def _grow(self, needed: int) -> None:
+        """Symmetric memory with slots of the next power of two of bytes. A collective; waits for the device."""
+        from torch._C._distributed_c10d import _SymmetricMemory
+
+        torch.cuda.synchronize(self.device)  # fetches out of the old one are done when all ranks have come here
+        self._let_go()
+        self.slot_bytes = max(1 << 20, 1 << (needed - 1).bit_length())
+        size, name = FLAG_BYTES + 2 * SLOTS * self.slot_bytes, self.group.group_name
+        memory = _SymmetricMemory.empty_strided_p2p((size,), (1,), torch.uint8, torch.device("cuda", self.device), name)
+        memory[:FLAG_BYTES].zero_()
+        torch.cuda.synchronize(self.device)  # before anyone may write there
+        self._take_up(memory, list(_SymmetricMemory.rendezvous(memory, name).buffer_ptrs))
+
+    def _let_go(self) -> None:
+        """Of the memory, and of all that was prepared for it."""
+        self.memory = None
+        for prepared in (self.view, self.places_of, self.copies_of):
+            prepared.cache_clear()
+
+    def _take_up(self, memory: Tensor, bases: list[int]) -> None:
+        """This rank's memory, with flags that are zero, and the addresses of all ranks'."""
+        self.memory, self.bases = memory, bases
+        for i, channel in enumerate(self.channels):
+            # Words of each channel: one for each rank, its own for `there`; then `ready`, and what kernels count up.
+            channel.aim(self.rank, [base + 4 * i * (self.size + 2) for base in bases])
+
+
+class _Calls:
+    def __init__(self) -> None:
+        self.operate, self.copy = driver.function("cuStreamBatchMemOp_v2"), driver.function("cuMemcpyAsync")
+        self.copy_many = driver.function("cuMemcpyBatchAsync_v2")  # new in CUDA 13
+
+
+_calls = functools.cache(_Calls)
+
+
+def can_reach_each_other(group: dist.ProcessGroup) -> bool:
+    """Whether all ranks of an NCCL group sit in one machine, with GPUs that reach each other's memory. A collective."""
+    machine = Path("/proc/sys/kernel/random/boot_id").read_text()
+    mine = machine, str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, mine, group)
+    here = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
+    others = [other for other in everyone if other != mine]
+    reached = _has_stream_operations() and all(
+        boot == machine and gpu in here and torch.cuda.can_device_access_peer(here[mine[1]], here[gpu])
+        for boot, gpu in others
+    )
+    verdicts: list[Any] = [None] * len(everyone)
+    dist.all_gather_object(verdicts, reached, group)
+    return all(verdicts)
+
+
+def _has_stream_operations() -> bool:
+    """Whether the current device's streams write to memory by themselves; under some virtual GPUs they do not."""
+    word = torch.zeros(1, dtype=torch.int32, device="cuda")
+    operation = StreamOperation(StreamOperation.WRITE, word.data_ptr(), 1)
+    status = _calls().operate(torch.cuda.current_stream().cuda_stream, 1, ctypes.byref(operation), 0)
+    return status == 0 and word.item() == 1

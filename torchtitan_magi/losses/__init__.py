@@ -1,0 +1,1 @@
+"""Log-probabilities, preference losses, weights of tokens."""

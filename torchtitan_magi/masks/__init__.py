@@ -1,0 +1,1 @@
+"""What attends to what: lists of slices, and the arithmetic of ranges."""

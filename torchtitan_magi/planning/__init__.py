@@ -1,0 +1,1 @@
+"""Who owns which tokens, which rows travel, and in which stages."""

@@ -1,0 +1,115 @@
+"""Which rank number each share of a placement gets, so that ranks that need the same document sit in one node."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from torchtitan_magi.masks.slices import AttnSlices
+from torchtitan_magi.planning.needs import key_needs, node_traffic, parts_of, transfers
+
+Int64Array = npt.NDArray[np.int64]
+
+
+def seat_in_nodes(
+    slices: AttnSlices, document_starts: Int64Array, owned: tuple[Int64Array, ...], gpus_per_node: int
+) -> tuple[Int64Array, ...]:
+    """Reorders the shares for nodes of consecutive ranks, so that few rows reach any node from other nodes.
+
+    Args:
+        document_starts: first tokens of the documents, ascending.
+    """
+    reach, held = _documents_of_shares(slices, document_starts, owned)
+    seats = [list(range(len(owned))), _by_document(reach, held, gpus_per_node)]
+    if len(owned) % gpus_per_node == 0:
+        seats += [_swap_seats(order, reach, held, gpus_per_node) for order in seats]
+    candidates = [tuple(owned[share] for share in order) for order in seats]
+    return min(candidates, key=lambda shares: int(node_traffic(slices, shares, gpus_per_node).max()))
+
+
+def _documents_of_shares(
+    slices: AttnSlices, document_starts: Int64Array, owned: Sequence[Int64Array]
+) -> tuple[Int64Array, Int64Array]:
+    """What each share has to do with each document that travels, int64 [shares, documents] each.
+
+    Returns:
+        reach: keys from the document's first to the last one that the share needs; 0 if it receives none of them.
+        held: tokens of the document that the share owns.
+    """
+    table = slices.canonical().table.astype(np.int64)
+    parts, owner = parts_of(owned)
+    _, _, needs = key_needs(table, parts, owner)
+    _, rank, start, _ = transfers(needs, parts, owner).T
+    document = np.searchsorted(document_starts, start, side="right") - 1
+    travelling, column = np.unique(document, return_inverse=True)
+    first = document_starts[travelling]
+    end = np.append(document_starts, parts[-1, 1])[travelling + 1]
+    reach, held = np.zeros((2, len(owned), len(travelling)), np.int64)
+    which, document = np.nonzero((needs[:, 1:2] < end) & (needs[:, 2:] > first))
+    np.maximum.at(reach, (needs[which, 0], document), np.minimum(needs[which, 2], end[document]) - first[document])
+    which, document = np.nonzero((parts[:, :1] < end) & (parts[:, 1:] > first))
+    rows = np.minimum(parts[which, 1], end[document]) - np.maximum(parts[which, 0], first[document])
+    np.add.at(held, (owner[which], document), rows)
+    receives = np.zeros(reach.shape, bool)
+    receives[rank, column] = True
+    return np.where(receives, reach, 0), held
+
+
+def _by_document(reach: Int64Array, held: Int64Array, gpus_per_node: int) -> list[int]:
+    """An order of the shares that keeps those together that need the same document.
+
+    Shares that receive most of their rows from the same document form a group. A group larger than a node is cut into
+    nodes by how far into the document its shares reach: those that reach far need the most keys, and all of them the
+    same. What is left of the groups goes into nodes largest first; shares that receive nothing fill up.
+    """
+    num_shares = len(reach)
+    if reach.shape[1] == 0:
+        return list(range(num_shares))
+    received = np.maximum(reach - held, 0)
+    main, each = received.argmax(1), np.arange(num_shares)
+    receives = received[each, main] > 0
+    order = np.lexsort((each, -reach[each, main], main)).tolist()
+    groups: list[list[int]] = []
+    for document in np.unique(main[receives]).tolist():
+        members = [share for share in order if main[share] == document and receives[share]]
+        groups += [members[i : i + gpus_per_node] for i in range(0, len(members), gpus_per_node)]
+    groups.sort(key=lambda group: (-len(group), group))
+    groups += [[share] for share in order if not receives[share]]
+
+    room = [min(gpus_per_node, num_shares - first) for first in range(0, num_shares, gpus_per_node)]
+    nodes: list[list[int]] = [[] for _ in room]
+    for group in groups:
+        while group:
+            fitting = [i for i, free in enumerate(room) if free >= len(group)]
+            i = min(fitting, key=room.__getitem__) if fitting else max(range(len(room)), key=room.__getitem__)
+            nodes[i] += group[: room[i]]
+            group, room[i] = group[room[i] :], room[i] - min(room[i], len(group))
+    return [share for node in nodes for share in node]
+
+
+def _swap_seats(order: list[int], reach: Int64Array, held: Int64Array, gpus_per_node: int) -> list[int]:
+    """Swaps shares between the node that receives most and the others while that lowers the larger of the two."""
+    seats = np.array(order).reshape(-1, gpus_per_node)
+    for _ in range(4 * len(seats)):
+        received = np.maximum(reach[seats].max(1) - held[seats].sum(1), 0).sum(1)  # per node
+        node = int(received.argmax())
+        mine, others = seats[node], np.delete(seats, node, 0)
+        without_mine = _reach_without(reach[mine])  # [gpus, documents]
+        without_other = np.stack([_reach_without(reach[other]) for other in others])  # [nodes - 1, gpus, documents]
+        # Volumes of both nodes if share i of this node and share j of another one swap seats: [nodes - 1, i, j].
+        moved = held[others][:, None] - held[mine][None, :, None]
+        here = np.maximum(without_mine[None, :, None], reach[others][:, None]) - held[mine].sum(0) - moved
+        there = np.maximum(without_other[:, None], reach[mine][None, :, None]) + moved
+        there -= held[others].sum(1)[:, None, None]
+        worse = np.maximum(np.maximum(here, 0).sum(3), np.maximum(there, 0).sum(3))
+        other, i, j = np.unravel_index(int(worse.argmin()), worse.shape)
+        if worse[other, i, j] >= received[node]:
+            break
+        other_node = other + (other >= node)
+        seats[node, i], seats[other_node, j] = seats[other_node, j], seats[node, i]
+    return seats.ravel().tolist()
+
+
+def _reach_without(reach: Int64Array) -> Int64Array:
+    """For each share of a node [gpus, documents] the farthest reach of the others."""
+    return np.stack([np.delete(reach, i, 0).max(0, initial=0) for i in range(len(reach))])

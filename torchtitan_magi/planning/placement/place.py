@@ -1,0 +1,114 @@
+"""Which tokens each context-parallel rank owns: as many for every rank, nearly the same work, few K/V rows that travel.
+
+Documents that fit a rank stay whole; larger ones are spread over few ranks, each with a piece of the tail (heavy) and
+one of the front (light, and needed by everyone, so its sending is shared). ``placement_documents`` has the greedy,
+``placement_pairs`` what improves its result for packs of few documents per rank.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from torchtitan_magi.masks.slices import AttnSlices
+from torchtitan_magi.planning.needs import traffic
+from torchtitan_magi.planning.placement.greedy import Recipe, place_documents
+from torchtitan_magi.planning.placement.nodes import seat_in_nodes
+from torchtitan_magi.planning.placement.pairs import divide_pairs
+from torchtitan_magi.planning.placement.pool import WorkProfile, bundle, documents
+
+Int64Array = npt.NDArray[np.int64]
+
+IMBALANCE = 1.016  # that a placement may have for the sake of fewer rows
+
+ALL = float("inf")
+# What is tried, the best kept: subsets of 28 recipes that together did best on packs of benchmarks/results/plan.json.
+FEW_RANKS = 16
+RECIPES_FEW = (
+    Recipe(slack=0.01, prefix=1.0, reach=ALL),
+    Recipe(slack=0.013, prefix=0.5, reach=ALL),
+    Recipe(slack=0.013, prefix=0.0, reach=0.0),
+    Recipe(slack=0.013, prefix=0.25, reach=ALL),
+)
+RECIPES_MANY = (
+    Recipe(slack=0.013, prefix=0.5, reach=ALL),
+    Recipe(slack=0.013, prefix=0.25, reach=ALL),
+    Recipe(slack=0.01, prefix=1.0, reach=ALL),
+    Recipe(slack=0.013, prefix=0.75, reach=ALL),
+    Recipe(slack=0.01, prefix=1.0, reach=4.0),
+    Recipe(slack=0.005, prefix=1.0, reach=2.0),
+)
+# Packs of few documents, each at most as long as a rank's share, do best from one looser start whose pairs of ranks
+# then divide their pieces anew.
+FEW_DOCUMENTS = 4  # per rank
+RECIPES_PAIRS = (Recipe(slack=0.015, prefix=0.25, reach=ALL),)
+PAIRS_TRIED = 7  # per rank
+
+
+def place(
+    slices: AttnSlices, num_tokens: int, cp_size: int, gpus_per_node: int | None = None, tile_rows: int = 16
+) -> tuple[Int64Array, ...]:
+    """Splits the tokens of a pack over the ranks. The same input gives the same placement everywhere.
+
+    Args:
+        slices: the mask over the whole pack.
+        num_tokens: tokens of the pack, a multiple of cp_size.
+        cp_size: number of ranks.
+        gpus_per_node: when given, ranks [0, gpus_per_node) are one node, and so on; ranks that share a document are
+            put in one node.
+        tile_rows: tokens of a tile of the kernel, 128 // (query heads per K/V head); ranks are balanced by tiles.
+
+    Returns:
+        per rank int64 [n, 2]: the half-open token ranges it owns, ascending, adjacent ones joined. Every rank owns
+        exactly ``num_tokens / cp_size`` tokens.
+    """
+    tokens_per_rank = num_tokens // cp_size
+    if tokens_per_rank == 0:
+        return tuple(np.zeros((0, 2), np.int64) for _ in range(cp_size))
+    if cp_size == 1:
+        return (np.array([[0, num_tokens]]),)
+    profile = WorkProfile(slices, num_tokens, tile_rows)
+    gap = -(-tokens_per_rank // 16)
+    readings = [documents(slices, num_tokens, gap)]
+    is_long = np.diff(readings[0]).max() > tokens_per_rank
+    if is_long:
+        loose = documents(slices, num_tokens, gap, keep_links=False)
+        readings += [loose] if len(loose) > len(readings[0]) else []
+    recipes: tuple[Recipe, ...] = RECIPES_FEW if cp_size <= FEW_RANKS else RECIPES_MANY
+    short = max(1, tokens_per_rank // 128)
+    readings = [bundle(stretches, short) for stretches in readings]
+    has_few = not is_long and len(readings[0]) <= FEW_DOCUMENTS * cp_size
+    if has_few:
+        recipes = RECIPES_PAIRS
+    candidates = []
+    mean_work = _expected_work(profile, readings[0], cp_size)
+    for recipe in recipes[: -(-len(recipes) // len(readings))]:
+        for stretches in readings:
+            owned, work = place_documents(profile, stretches, num_tokens, cp_size, recipe, mean_work)
+            mean_work = int(work.mean())
+            if has_few:
+                owned, work = divide_pairs(profile, stretches, owned, IMBALANCE, PAIRS_TRIED * cp_size)
+            candidates.append((_score(slices, owned, work), owned, stretches))
+    _, owned, stretches = min(candidates, key=lambda candidate: candidate[0])
+    if gpus_per_node is not None and gpus_per_node < cp_size:
+        owned = seat_in_nodes(slices, stretches[:, 0], owned, gpus_per_node)
+    return owned
+
+
+def _expected_work(profile: WorkProfile, stretches: Int64Array, cp_size: int) -> int:
+    """Mean work of a rank when documents too large for one are cut, each cut at about 0.7 of the heaviest rows."""
+    work = profile.of_each(*stretches.T)
+    mean = max(1, int(work.sum()) // cp_size)
+    keys = work // (stretches[:, 1] - stretches[:, 0])
+    cuts = work // mean
+    return mean + int((cuts * keys).sum()) * profile.rows_wasted * 7 // (5 * cp_size)
+
+
+def _score(slices: AttnSlices, owned: Sequence[Int64Array], work: Int64Array) -> tuple[int, int]:
+    """Smaller is better: first the imbalance beyond what is allowed, then the rows that travel."""
+    excess = int(work.max()) - int(work.mean() * IMBALANCE)
+    _, received, sent = traffic(slices, owned)
+    most_received, most_sent = int(received.max()), int(sent.max())
+    hot = max(0, most_sent - most_received * 9 // 8)  # senders that hold the others up
+    mean = int(received.sum()) // len(owned)
+    return max(0, excess), max(most_received, most_sent) + 4 * hot + mean

@@ -1,0 +1,1 @@
+"""``python -m torchtitan_magi.report``: a run before it has any GPUs."""

@@ -1,0 +1,165 @@
+"""A plan in numbers that a person can judge, and what a run would look like before it has any GPUs.
+
+python -m torchtitan_magi.report SOURCE --total TOKENS --cp GPUS [--gpus-per-node 8] [--html FILE]
+"""
+
+import argparse
+import importlib
+import json
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+
+from torchtitan_magi.planning.plan import AttnPlan
+from torchtitan_magi.planning.stages import H200, CostModel, Heads
+from torchtitan_magi.report.packs import DISTRIBUTIONS, make_packs
+from torchtitan_magi.report.sizing import Sizing, size_run
+from torchtitan_magi.report.text import SCAN_NOTE, as_json, headline, notes, rank_line, scan_table, setting, text_table
+
+
+def describe_plan(plan: AttnPlan) -> str:
+    """One line: tokens per rank, balance of the work, and K/V received against an all-gather."""
+    work = plan.work.local_pairs + plan.work.remote_pairs  # as the kernel's tiles have it
+    balance = work.max() / work.mean() if work.any() else 1.0
+    line = (
+        f"Plan: {plan.tokens_per_rank:,} tokens on each of {plan.cp_size} ranks, heaviest rank {balance:.3f} x the mean"
+    )
+    all_gather = plan.padded_tokens - plan.tokens_per_rank
+    if all_gather == 0:
+        return line
+    received = plan.received_rows
+    return (
+        f"{line}, K/V received {received.mean():,.0f} rows per rank (at most {received.max():,}; "
+        f"{received.mean() / all_gather:.0%} of an all-gather)"
+    )
+
+
+# ------------------------------------------------------------------------------------------------------- command line
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Prints a report, and writes the files that are asked for."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    try:
+        _check_outputs(options)
+        sizings = _sizings(options)
+    except ValueError as error:
+        parser.error(str(error))
+    print("\n".join(_text(sizings)))
+    if options.json:
+        reports = [as_json(sizing) for sizing in sizings]
+        options.json.write_text(json.dumps(reports if len(reports) > 1 else reports[0], indent=1) + "\n")
+    if options.html or options.png:
+        from torchtitan_magi.report import picture as report_picture
+
+        if options.html:
+            options.html.write_text(report_picture.html_page(sizings[0]))
+        if options.png:
+            report_picture.write_png(sizings[0], options.png)
+
+
+def _text(sizings: list[Sizing]) -> list[str]:
+    """Lines for a terminal."""
+    first = sizings[0]
+    if len(sizings) > 1:
+        return [*map(_wrapped, setting(first)[1:]), "", scan_table(sizings), "", SCAN_NOTE]
+    lines = [
+        *map(_wrapped, setting(first)),
+        "",
+        text_table(first),
+        "",
+        _wrapped(headline(first)),
+        _wrapped(rank_line(first)),
+        "",
+    ]
+    return lines + notes(first)
+
+
+def _wrapped(text: str) -> str:
+    return textwrap.fill(text, 120)
+
+
+def _sizings(options: argparse.Namespace) -> list[Sizing]:
+    """One for each number of GPUs, all of the same packs."""
+    heads = heads_of(options.heads, options.head_dim)
+    cost = H200 if options.cost is None else CostModel.load(options.cost)
+    total = count_of_tokens(options.total)
+    nodes = [gpus_in_node(options, cp_size) for cp_size in options.cp]
+    packs = make_packs(options.source, total, options.packs, options.seed, options.tokenizer, options.dataset == "dpo")
+    layouts = zip(options.cp, nodes, strict=True)
+    return [size_run(options.source, packs, total, *layout, heads, cost) for layout in layouts]
+
+
+def gpus_in_node(options: argparse.Namespace, cp_size: int) -> int:
+    """GPUs per node. Raises ValueError for a number of nodes that does not divide the GPUs."""
+    if options.nodes is None:
+        return options.gpus_per_node
+    if options.nodes < 1 or cp_size % options.nodes:
+        raise ValueError(f"--nodes is {options.nodes} for --cp {cp_size}; give a number that divides it")
+    return cp_size // options.nodes
+
+
+def _check_outputs(options: argparse.Namespace) -> None:
+    for path in filter(None, (options.json, options.html, options.png)):
+        if not path.parent.is_dir() or path.is_dir():
+            raise ValueError(f"cannot write {path}; give a file in a folder that exists")
+    if options.html or options.png:
+        if len(options.cp) > 1:
+            raise ValueError(f"--cp is {options.cp}; pictures are of one layout: give one number of GPUs")
+        try:
+            importlib.import_module("matplotlib")
+        except ImportError:
+            raise ValueError("--html and --png need matplotlib; install it, or torchtitan_magi[report]") from None
+
+
+def count_of_tokens(text: str) -> int:
+    """'512k' -> 524288; k is 1024 and M 1024 k. Raises ValueError for anything else."""
+    unit = {"k": 1 << 10, "K": 1 << 10, "M": 1 << 20}.get(text[-1:], 1)
+    digits = text[:-1] if unit > 1 else text
+    if not (digits.isdecimal() and len(digits) < 12):
+        raise ValueError(f"--total is {text!r}; write tokens as 300000, 512k or 1M")
+    return int(digits) * unit
+
+
+def heads_of(text: str, head_dim: int) -> Heads:
+    """'64:8' -> 64 query heads and 8 K/V heads; '32' -> as many of both. Raises ValueError for anything else."""
+    query, _, keys = text.partition(":")
+    if not (query.isdecimal() and (keys or query).isdecimal()):
+        raise ValueError(f"--heads is {text!r}; write query heads : K/V heads, as 64:8")
+    return Heads(int(query), int(keys or query), head_dim)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m torchtitan_magi.report",
+        description="What context parallelism would do with your documents on your GPUs, beside other strategies.",
+    )
+    names = ", ".join(DISTRIBUTIONS)
+    add = parser.add_argument
+    add("source", help=f"{names}; or a file: lengths in tokens (text or .npy), or a .jsonl data set with --tokenizer")
+    add("--total", required=True, metavar="TOKENS", help="tokens of a pack: 300000, 512k, 1M")
+    add("--cp", required=True, type=int, nargs="+", metavar="GPUS", help="context-parallel GPUs; several are compared")
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--gpus-per-node", type=int, default=8, metavar="N", help="default: 8")
+    where.add_argument("--nodes", type=int, metavar="N", help="instead: nodes that the GPUs are spread over evenly")
+    add("--heads", default="64:8", metavar="Q:KV", help="query and K/V heads of a layer on one GPU; default: 64:8")
+    add("--head-dim", type=int, default=128, metavar="D", help="default: 128")
+    add("--packs", type=int, default=5, metavar="N", help="packs to draw; default: 5")
+    add("--seed", type=int, default=0, help="of the draw; default: 0")
+    add("--tokenizer", metavar="DIR", help="for a data set: Hugging Face tokenizer.json and chat template")
+    add(
+        "--dataset",
+        choices=("sft", "dpo"),
+        default="sft",
+        help="dpo: of preference pairs, prompts shared; default: sft",
+    )
+    add("--cost", type=Path, metavar="FILE", help="cost model of your machine; default: H200")
+    add("--json", type=Path, metavar="FILE", help="write all figures")
+    add("--html", type=Path, metavar="FILE", help="write a page with table and pictures (needs matplotlib)")
+    add("--png", type=Path, metavar="FILE", help="write the pictures (needs matplotlib)")
+    return parser
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,169 @@
+"""Packs of documents to size a run with: of a named distribution, of lengths in a file, or of a data set."""
+
+import itertools
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from tokenizers import Tokenizer
+
+from torchtitan_magi.data import ChatTokenizer, PackedPairDataset, PackedSFTDataset, pack_best_fit
+from torchtitan_magi.report.histogram import HISTOGRAM
+
+Int64Array = npt.NDArray[np.int64]
+
+DISTRIBUTIONS = {
+    "histogram": "lengths of a real corpus: median 570, mean 1,800, up to a quarter of the pack",
+    "lognormal": "lognormal lengths of 1,024 to 8,192, mean 3,250",
+    "few-huge": "half of the tokens in documents of an eighth of the pack, half in tiny ones",
+    "dense": "one document as long as the pack",
+}
+
+
+def make_packs(
+    source: str, total: int, count: int, seed: int = 0, tokenizer: str | Path | None = None, pairs: bool = False
+) -> list[Int64Array]:
+    """Document lengths of each of up to ``count`` packs of at most ``total`` tokens.
+
+    Args:
+        source: a name in DISTRIBUTIONS; a file of lengths in tokens (.npy, otherwise text: integers between white
+            space or commas), packed as training packs them; or a data set as training takes it, one or several .jsonl
+            files or folders, packed by training's own code.
+        tokenizer: for a data set: directory with tokenizer.json, tokenizer_config.json and perhaps a chat template.
+        pairs: the data set has preference pairs, for DPO with shared prompts.
+
+    Returns:
+        int64 [n] each; of pairs [n, 3]: prompt, chosen, rejected.
+
+    Raises:
+        ValueError: a number out of range, an unknown name, a file that cannot be read or holds no lengths, a data set
+            without a tokenizer, pairs of no data set.
+    """
+    if not 1 <= total < 2**31:
+        raise ValueError(f"total is {total} tokens; give 1 to 2,147,483,647")
+    if count < 1 or seed < 0:
+        raise ValueError(f"{count} packs with seed {seed}; give at least 1 pack and a seed of at least 0")
+    path = Path(source)
+    exists = os.path.exists(path)  # False also for what is too long for a path: several sources
+    is_file_of_lengths = exists and path.suffix != ".jsonl" and not path.is_dir()
+    if pairs and (source in DISTRIBUTIONS or is_file_of_lengths):
+        raise ValueError(f"{source} has no preference pairs; give a .jsonl data set of them, or --dataset sft")
+    if source in DISTRIBUTIONS:
+        count = 1 if source == "dense" else count  # they would all be the same
+        return [draw_pack(source, total, seed + number) for number in range(count)]
+    if is_file_of_lengths:
+        return pack_lengths(read_lengths(path), total, count, seed)
+    if not exists and ".jsonl" not in source:
+        names = ", ".join(DISTRIBUTIONS)
+        raise ValueError(f"{source!r} is neither a file nor a distribution; give an existing file or one of {names}")
+    if tokenizer is None:
+        raise ValueError(f"{source} is a data set; give --tokenizer, the directory that holds tokenizer.json")
+    return read_data_set(source, Path(tokenizer), total, count, seed, pairs)
+
+
+def draw_pack(distribution: str, total: int, seed: int) -> Int64Array:
+    """Lengths of the documents of one pack, in tokens; they sum to total.
+
+    Documents are drawn, capped at a quarter of the pack, packed in sequence, the last one cut to fit, then shuffled.
+    """
+    rng = np.random.default_rng(seed)
+    if distribution == "dense":
+        return np.array([total])
+    lengths: list[int] = []
+    while sum(lengths) < total:
+        lengths += np.minimum(_draw(distribution, rng, total), max(1, total // 4)).tolist()
+    ends = np.cumsum(lengths)
+    count = int(np.searchsorted(ends, total)) + 1
+    packed = np.array(lengths[:count])
+    packed[-1] -= ends[count - 1] - total
+    return rng.permutation(packed)
+
+
+def _draw(distribution: str, rng: np.random.Generator, total: int) -> Int64Array:
+    """A batch of document lengths."""
+    if distribution == "lognormal":
+        return np.clip(rng.lognormal(np.log(4096) - 1.1**2 / 2, 1.1, 256), 1024, 8192).astype(np.int64)
+    if distribution == "few-huge":
+        tiny = rng.integers(16, 512, max(1, total // 8 // 264))
+        return np.append(tiny, max(1, total // 8))
+    edges = np.array([0, *HISTOGRAM])
+    bins = np.searchsorted(np.array(list(HISTOGRAM.values())), rng.random(1024) * 100)
+    return rng.integers(edges[bins] + 1, edges[bins + 1] + 1)
+
+
+def read_lengths(path: Path) -> Int64Array:
+    """Document lengths from a file. Raises ValueError when it holds anything but integers of at least 1."""
+    try:
+        values = np.load(path) if path.suffix == ".npy" else np.array(_integers(path.read_text(), path), np.int64)
+    except (OSError, EOFError, UnicodeDecodeError, ValueError) as error:
+        if isinstance(error, ValueError) and str(error).startswith(str(path)):
+            raise
+        raise ValueError(f"{path} cannot be read as document lengths ({error}); give text or .npy") from None
+    if not isinstance(values, np.ndarray):
+        raise ValueError(f"{path} holds several arrays; give one list of integers")
+    if not np.issubdtype(values.dtype, np.integer) or values.ndim != 1:
+        raise ValueError(f"{path} holds {values.dtype} of shape {values.shape}; give one list of integers")
+    if len(values) == 0:
+        raise ValueError(f"{path} holds no document length; write at least one integer")
+    if values.min() < 1:
+        first = int((values < 1).argmax())
+        raise ValueError(f"{path}: length {values[first]} at index {first}; documents have at least 1 token")
+    return values.astype(np.int64)
+
+
+def _integers(text: str, path: Path) -> list[int]:
+    words = text.replace(",", " ").split()
+    for index, word in enumerate(words):
+        if not word.lstrip("+-").isdecimal() or len(word) > 18:
+            raise ValueError(f"{path}: {word[:40]!r} at index {index} is not a length; write integers, in tokens")
+    return [int(word) for word in words]
+
+
+def pack_lengths(lengths: Int64Array, total: int, count: int, seed: int) -> list[Int64Array]:
+    """Packs of a sample of the documents, best fit decreasing as in training; longer documents are truncated."""
+    rng = np.random.default_rng(seed)
+    lengths = np.minimum(rng.permutation(lengths), total)
+    needed = int(np.searchsorted(lengths.cumsum(), 2 * count * total)) + 1
+    sample = lengths[:needed]
+    packs = [sample[pack] for pack in pack_best_fit(sample, total)]
+    if needed < len(lengths):  # training carries the emptiest packs over into the next ones
+        packs = sorted(packs, key=lambda pack: -int(pack.sum()))[: max(count, len(packs) * 7 // 8)]
+    return [packs[i] for i in rng.permutation(len(packs))[:count]]
+
+
+def read_data_set(paths: str, tokenizer: Path, total: int, count: int, seed: int, pairs: bool) -> list[Int64Array]:
+    """Packs as training makes them of JSONL records. Raises ValueError for bad records and tokenizer files."""
+    chat = _chat_tokenizer(tokenizer)
+    options: dict[str, Any] = {"seed": seed, "epochs": 1, "check": False, "window_packs": max(2, 2 * count)}
+    if pairs:
+        of_pairs = itertools.islice(PackedPairDataset(paths, chat.pair, total, **options), count)
+        return [np.diff(inputs["pairs"]).astype(np.int64) for inputs, _ in of_pairs]
+    of_documents = itertools.islice(PackedSFTDataset(paths, chat, total, **options), count)
+    return [np.diff(inputs["documents"])[:, 0].astype(np.int64) for inputs, _ in of_documents]
+
+
+def _chat_tokenizer(directory: Path) -> ChatTokenizer:
+    path = directory / "tokenizer.json"
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist; give the directory of a Hugging Face tokenizer")
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises nothing narrower
+        raise ValueError(f"{path} is not a tokenizer ({error}); download it again") from None
+    return ChatTokenizer.from_assets(tokenizer, *_bos_and_eos(tokenizer, directory), directory)
+
+
+def _bos_and_eos(tokenizer: Tokenizer, directory: Path) -> tuple[int | None, int | None]:
+    """Ids of the two tokens that tokenizer_config.json names, as text or as {"content": text}; None for no such."""
+    path = directory / "tokenizer_config.json"
+    try:
+        config = json.loads(path.read_text()) if path.exists() else {}
+        names = [config.get("bos_token"), config.get("eos_token")]
+    except (ValueError, AttributeError) as error:
+        raise ValueError(f"{path} is not a JSON object ({error}); download the tokenizer's files again") from None
+    texts = [name.get("content") if isinstance(name, dict) else name for name in names]
+    bos, eos = (None if text is None else tokenizer.token_to_id(str(text)) for text in texts)
+    return bos, eos

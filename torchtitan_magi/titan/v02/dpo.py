@@ -1,0 +1,127 @@
+"""Direct preference optimisation on packed pairs."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torchtitan.distributed import ParallelDims
+
+from torchtitan_magi.losses.preference import PREFERENCE_METRICS, branch_sums, preference_losses, preference_metrics
+from torchtitan_magi.losses.token_weights import branches
+from torchtitan_magi.titan.v02 import job_config
+from torchtitan_magi.titan.v02.logprob_model import LogprobModel
+from torchtitan_magi.titan.v02.objective import Objective, Process
+
+
+@dataclass(frozen=True)
+class PairBatch:
+    """A microbatch of pairs, ready for a model."""
+
+    tokens: Tensor  # int64 [b, s], this rank's
+    labels: Tensor  # int64 [b, s]
+    labelled: Tensor | None  # see LogprobModel
+    model_inputs: dict[str, Any]
+    branch: Tensor  # int32 [b, s], see token_weights.branches
+    pair_ids: Tensor  # int64 [n], the number of each pair's record
+    cp_group: dist.ProcessGroup | None
+
+    def logprobs(self, model: LogprobModel) -> Tensor:
+        """float64 [n, 2]: summed log-probabilities of chosen and rejected."""
+        logprobs = model(self.labels, self.tokens, self.labelled, **self.model_inputs)
+        return branch_sums(logprobs.flatten(), self.branch.flatten(), len(self.pair_ids), self.cp_group)
+
+
+class PairReader:
+    """Makes a ``PairBatch`` of what the loader gave."""
+
+    def __init__(self, parallel_dims: ParallelDims) -> None:
+        cp_mesh = parallel_dims.get_optional_mesh("cp")
+        self.cp_group = None if cp_mesh is None else cp_mesh.get_group()
+
+    def weigh(self, inputs: dict[str, Any], labels: Tensor) -> int:
+        """The number of pairs; adds tensors that travel to the device with the others."""
+        inputs["pair_ids"] = torch.from_numpy(inputs["pair_ids"])
+        inputs["branch"] = torch.from_numpy(branches(inputs["pairs"], labels.numel())).view(labels.shape)
+        return len(inputs["pairs"])
+
+    def read(self, inputs: dict[str, Any], labels: Tensor, process: Process) -> PairBatch:
+        """After ``weigh``, with the tensors on the device."""
+        branch, pair_ids, labelled = inputs.pop("branch"), inputs.pop("pair_ids"), inputs.pop("labelled", None)
+        tokens, labels, extra_inputs, masks = process(inputs, labels)
+        if self.cp_group is not None:
+            branch = masks["attention_masks"].take(branch)
+        return PairBatch(tokens, labels, labelled, extra_inputs | masks, branch, pair_ids, self.cp_group)
+
+
+class Reference:
+    """Where the log-probabilities of the reference come from."""
+
+    def prepare(self, step: int) -> None:
+        """Called once, with the policy's weights loaded, before the first step. step: as in ``Objective.prepare``."""
+        raise NotImplementedError
+
+    def logprobs(self, batch: PairBatch) -> Tensor:
+        """float64 [n, 2] of the batch's pairs, without a gradient."""
+        raise NotImplementedError
+
+    def state_dict(self) -> dict[str, Any]:
+        """As in ``Objective``."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As in ``Objective``."""
+
+
+class DPO(Objective):
+    """The mean loss of a pair.
+
+    All context-parallel ranks have the sums of all tokens and so the whole loss; their gradients are of their own
+    tokens only.
+    """
+
+    def __init__(
+        self, model: LogprobModel, parallel_dims: ParallelDims, options: job_config.DPO, reference: Reference
+    ) -> None:
+        self.model, self.options, self.reference = model, options, reference
+        self.reader = PairReader(parallel_dims)
+        self.copies = parallel_dims.cp
+        self.batch_mesh = parallel_dims.get_optional_mesh("batch")
+        self.sums: list[Tensor] = []  # by microbatch, of PREFERENCE_METRICS and pairs
+
+    def prepare(self, step: int) -> None:
+        self.reference.prepare(step)
+
+    def start_step(self) -> None:
+        self.sums.clear()
+
+    def weigh(self, inputs: dict[str, Any], labels: Tensor) -> int:
+        return self.reader.weigh(inputs, labels)
+
+    def loss(self, inputs: dict[str, Any], labels: Tensor, process: Process) -> Tensor:
+        batch = self.reader.read(inputs, labels, process)
+        with torch.no_grad():
+            reference = self.reference.logprobs(batch)  # first: no activations of the policy are held yet
+        policy = batch.logprobs(self.model)
+        with torch.no_grad():
+            metrics = preference_metrics(policy, reference, self.options.beta)
+            self.sums.append(torch.cat([metrics, metrics.new_full((1,), len(policy))]))
+        options = self.options
+        return preference_losses(policy, reference, options.loss, options.beta, options.label_smoothing).sum()
+
+    def metrics(self) -> dict[str, float]:
+        if not self.sums:
+            return {}
+        sums = torch.stack(self.sums).sum(0)
+        if self.batch_mesh is not None:
+            dist.all_reduce(sums, group=self.batch_mesh.get_group())
+        *values, num_pairs = sums.tolist()
+        means = (value / max(num_pairs, 1) for value in values)
+        return {f"preference_metrics/{name}": mean for name, mean in zip(PREFERENCE_METRICS, means, strict=True)}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.reference.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.reference.load_state_dict(state_dict)

@@ -1,0 +1,108 @@
+"""A torchtitan model that gives log-probabilities of targets in place of logits."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Replicate
+
+from torchtitan_magi.losses.logprobs import summed_logprobs, token_logprobs
+
+
+class LogprobModel:
+    """Calls the model with its output layer replaced by ``token_logprobs``.
+
+    Only the layer's ``forward`` is replaced, so that its parameter keeps its name, and the hooks of FSDP2 and of tensor
+    parallelism stay: when it runs, the weight is gathered by FSDP2, and tensor parallelism has made hidden a replicated
+    DTensor. What it returns is replicated as well, which is what its hooks pass on with
+    ``parallelism.disable_loss_parallel``.
+
+    Args:
+        model: parallelized.
+        compiled: as for ``token_logprobs``.
+
+    Raises:
+        ValueError: the output layer is not a plain linear one, or its vocabulary does not divide by the TP degree.
+    """
+
+    def __init__(self, model: Any, compiled: bool = False) -> None:
+        output = model.output
+        if type(output).forward is not nn.Linear.forward or output.bias is not None:
+            raise ValueError(
+                f"the model's output layer is {type(output).__name__}, but log-probabilities need a plain nn.Linear; "
+                'keep model.converters from it, for float8 by quantize.linear.float8.filter_fqns = ["output"]'
+            )
+        weight = output.weight
+        if isinstance(weight, DTensor) and "tp" in (weight.device_mesh.mesh_dim_names or ()):
+            size = weight.device_mesh["tp"].size()
+            if len(weight) % size:
+                raise ValueError(
+                    f"parallelism.tensor_parallel_degree is {size}, which does not divide the vocabulary of "
+                    f"{len(weight)} tokens; use a degree that does"
+                )
+        self.model, self.output, self.compiled = model, output, compiled
+        self.of_output: Callable[[Tensor, Tensor, dist.ProcessGroup | None], Tensor] | None = None
+        output.forward = self._output
+
+    def __call__(self, targets: Tensor, tokens: Tensor, labelled: Tensor | None = None, **inputs: Any) -> Tensor:
+        """Log-probabilities of the targets.
+
+        Args:
+            targets, tokens: int64 [b, s].
+            labelled: int64 [n], numbers of the tokens that have a target, of b * s; None if nobody has counted them.
+                The output layer runs for these only.
+
+        Returns:
+            float32 [b, s]: log p(target), 0 where there is none.
+        """
+
+        def logprobs(hidden: Tensor, weight: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+            some = targets.flatten()
+            if labelled is not None:
+                hidden, some = hidden.index_select(0, labelled), some.index_select(0, labelled)
+            values = token_logprobs(hidden, weight, some, group, compiled=self.compiled)
+            if labelled is not None:
+                values = values.new_zeros(targets.numel()).index_copy(0, labelled, values)
+            return values.view(targets.shape)
+
+        return self._run(logprobs, tokens, inputs)
+
+    def summed(
+        self,
+        targets: Tensor,
+        tokens: Tensor,
+        labelled: Tensor | None = None,
+        scale: Tensor | None = None,
+        **inputs: Any,
+    ) -> Tensor:
+        """The sum of log-probabilities, each times its ``scale`` (float [b, s], no gradient) if given; float32, 0-d."""
+
+        def total(hidden: Tensor, weight: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+            some, scales = targets.flatten(), None if scale is None else scale.flatten()
+            if labelled is not None:
+                hidden, some = hidden.index_select(0, labelled), some.index_select(0, labelled)
+                scales = None if scales is None else scales.index_select(0, labelled)
+            return summed_logprobs(hidden, weight, some, scales, group, compiled=self.compiled)
+
+        return self._run(total, tokens, inputs)
+
+    def _run(
+        self, of_output: Callable[[Tensor, Tensor, dist.ProcessGroup | None], Tensor], tokens: Tensor, inputs: Any
+    ) -> Tensor:
+        self.of_output = of_output
+        try:
+            return self.model(tokens, **inputs)
+        finally:
+            self.of_output = None
+
+    def _output(self, hidden: Tensor) -> Tensor:
+        """forward of the output layer: of hidden [b, s, d], what was asked for."""
+        assert self.of_output is not None
+        weight, mesh = self.output.weight, None
+        if isinstance(hidden, DTensor):
+            mesh = hidden.device_mesh
+            # Each rank's share of the vocabulary adds to the gradient of hidden.
+            hidden, weight = hidden.to_local(grad_placements=[Partial()]), weight.to_local()
+        result = self.of_output(hidden.flatten(0, 1), weight, None if mesh is None else mesh.get_group())
+        return result if mesh is None else DTensor.from_local(result, mesh, [Replicate()], run_check=False)

@@ -1,0 +1,128 @@
+"""The numbers torchtitan shows, made right for packed documents and for context parallelism."""
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torchtitan.components.loss import IGNORE_INDEX
+from torchtitan.components.metrics import MetricsProcessor
+from torchtitan.distributed import utils as dist_utils
+from torchtitan.tools.logging import logger
+
+from torchtitan_magi.titan.v02.runtime import WorkCount
+
+NOTICEABLE = 0.1  # seconds that the steps between two lines of the log may wait for plans
+
+LossFunction = Callable[[Tensor, Tensor], Tensor]
+
+
+class LossRecord:
+    """The loss sums and what they are sums over (valid labels, documents or pairs), of the last step's microbatches.
+
+    Both are this rank's share: they add up over the context-parallel ranks.
+
+    Args:
+        num_microbatches: of a step on this rank.
+    """
+
+    def __init__(self, num_microbatches: int) -> None:
+        self.microbatches: deque[tuple[Tensor, Tensor | float]] = deque(maxlen=num_microbatches)
+
+    def add(self, loss_sum: Tensor, count: Tensor | float) -> None:
+        """The share of one microbatch."""
+        self.microbatches.append((loss_sum.detach(), count))
+
+    def record(self, loss_fn: LossFunction) -> LossFunction:
+        """loss_fn, which sums over tokens, with each training call recorded."""
+
+        def recorded(pred: Tensor, labels: Tensor) -> Tensor:
+            loss_sum = loss_fn(pred, labels)
+            if torch.is_grad_enabled():
+                self.add(loss_sum, (labels != IGNORE_INDEX).sum())
+            return loss_sum
+
+        return recorded
+
+    def sum_and_count(self) -> Tensor:
+        """float32 [2]: summed loss and count of the last step."""
+        loss = sum(loss.full_tensor() if isinstance(loss, DTensor) else loss for loss, _ in self.microbatches)
+        assert isinstance(loss, Tensor)
+        count = torch.as_tensor(sum(count for _, count in self.microbatches), device=loss.device)
+        return torch.stack([loss.float(), count.float()])
+
+
+class MagiMetricsProcessor(MetricsProcessor):
+    """torchtitan's, with three of its numbers corrected.
+
+    - MFU and TFLOP/s count the attention that the packed documents need, 12 * D * Hq operations per layer and
+      (query, key) pair, forward and backward; torchtitan counts a dense pack.
+    - n_tokens_seen counts a token once, not once per context-parallel rank.
+    - global_max_loss is the largest mean loss of a data-parallel rank, also when its tokens are on several ranks and
+      some of these have no label.
+
+    It also logs what ``objective_metrics`` returns, which a Trainer may set.
+    """
+
+    num_flops_per_token: float  # set by the Trainer, without attention: see spec._without_guard
+
+    def __init__(self, job_config: Any, parallel_dims: Any, attention_flops: int, count: WorkCount, losses: LossRecord):
+        super().__init__(job_config, parallel_dims)
+        self.attention_flops, self.count, self.losses = attention_flops, count, losses
+        self.objective_metrics: Callable[[], dict[str, float]] = dict
+        self.last_logged: int | None = None  # step
+        self.said_waiting = False
+
+    def log(
+        self,
+        step: int,
+        global_avg_loss: float,
+        global_max_loss: float,
+        grad_norm: float,
+        extra_metrics: dict[str, Any] | None = None,
+    ) -> None:
+        extra_metrics = dict(extra_metrics or {})
+        if "n_tokens_seen" in extra_metrics:
+            extra_metrics["n_tokens_seen"] /= self.parallel_dims.cp
+        counted = self.count.take()
+        extra_metrics["time_metrics/plan_wait(s)"] = counted.waited
+        without_attention = self.num_flops_per_token
+        self.num_flops_per_token = without_attention + self.attention_flops * counted.area / max(counted.tokens, 1)
+        objective_metrics = self.objective_metrics()
+        super().log(step, global_avg_loss, self._max_loss(), grad_norm, extra_metrics | objective_metrics)
+        self.num_flops_per_token = without_attention
+        self._print("step", step, objective_metrics)
+        self._report_waiting(step, counted.waited)
+
+    def log_validation(self, loss: float, step: int, extra_metrics: dict[str, Any] | None = None) -> None:
+        super().log_validation(loss, step, extra_metrics)
+        self.count.take()
+        self._print("validate step", step, extra_metrics or {})
+
+    def _print(self, what: str, step: int, metrics: dict[str, float]) -> None:
+        """A line for what torchtitan's own does not show."""
+        if metrics:
+            named = (f"{name.split('/')[-1]}: {value:.4f}" for name, value in metrics.items())
+            logger.info(f"{what}: {step:2}  {'  '.join(named)}")
+
+    def _report_waiting(self, step: int, seconds: float) -> None:
+        """Says once that plans are there in time, and again whenever they are not. The first step has to wait."""
+        if self.last_logged is not None and (not self.said_waiting or seconds > NOTICEABLE):
+            first = self.last_logged + 1
+            steps = f"Step {step}" if first == step else f"Steps {first} to {step} together"
+            logger.info(f"{steps} waited {1e3 * seconds:.1f} ms for plans")
+            self.said_waiting = True
+        self.last_logged = step
+
+    def _max_loss(self) -> float:
+        sum_and_count = self.losses.sum_and_count()
+        if self.parallel_dims.cp_enabled:
+            dist.all_reduce(sum_and_count, group=self.parallel_dims.get_mesh("cp").get_group())
+        loss, count = sum_and_count
+        mean = torch.where(count > 0, loss / count.clamp(min=1), -torch.inf)
+        if self.parallel_dims.dp_enabled:
+            return dist_utils.dist_max(mean, self.parallel_dims.get_mesh("batch"))
+        return mean.item()

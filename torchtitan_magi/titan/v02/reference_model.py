@@ -1,0 +1,98 @@
+"""The reference of preference training as a frozen copy of the initial model, on the policy's mesh."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torchtitan.components.checkpoint import ModelWrapper
+from torchtitan.config import TORCH_DTYPE_MAP
+from torchtitan.protocols.model_converter import build_model_converters
+from torchtitan.tools import utils
+from torchtitan.tools.logging import logger
+from torchtitan.train import Trainer
+
+from torchtitan_magi.titan.v02.dpo import PairBatch, Reference
+from torchtitan_magi.titan.v02.logprob_model import LogprobModel
+
+
+class ReferenceModel(Reference):
+    """A second model, sharded like the policy. With the same weights it gives the same bits, except under
+    torch.compile, which may fuse differently where no gradient is needed."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+        self.model: LogprobModel | None = None
+
+    def prepare(self, step: int) -> None:
+        """Copies the policy's weights in a new run; in a resumed one loads the initial weights again.
+
+        Raises:
+            ValueError: the run is resumed, and nothing says where the initial weights are.
+        """
+        if self.model is not None:  # training and validation share it
+            return
+        trainer, checkpoint = self.trainer, self.trainer.job_config.checkpoint
+        path = checkpoint.initial_load_path
+        if not path and checkpoint.initial_load_in_hf:
+            path = trainer.job_config.model.hf_assets_path
+        if step > 0 and not path:
+            raise ValueError(
+                f"checkpoint.initial_load_path is {checkpoint.initial_load_path!r}, but the run resumes at step {step} "
+                "and the reference is the model before step 1; set it to those weights"
+            )
+        if checkpoint.enable and not path:
+            logger.warning(
+                "This run cannot be resumed: the reference is the model as it is now, and no "
+                "checkpoint.initial_load_path says where to find it again"
+            )
+        model = build_frozen_copy(trainer)
+        if step == 0:
+            for parameter, source in zip(model.parameters(), trainer.model_parts[0].parameters(), strict=True):
+                parameter.detach().copy_(source.detach())
+        else:
+            _load(model, path, trainer)
+        self.model = LogprobModel(model, self.trainer.model.compiled)
+
+    def logprobs(self, batch: PairBatch) -> Tensor:
+        assert self.model is not None
+        return batch.logprobs(self.model)
+
+
+def build_frozen_copy(trainer: Trainer) -> nn.Module:
+    """A model built as the Trainer builds its own, with weights of no meaning, without activation checkpointing.
+
+    It never gets gradients because it runs without autograd; DDP refuses parameters that do not require any.
+    """
+    job_config, spec = trainer.job_config, trainer.train_spec
+    job_config = replace(
+        job_config,
+        activation_checkpoint=replace(job_config.activation_checkpoint, mode="none"),
+        parallelism=replace(job_config.parallelism, fsdp_reshard_after_forward="always"),
+    )
+    with torch.device("meta"), utils.set_default_dtype(TORCH_DTYPE_MAP[job_config.training.dtype]):
+        model: Any = spec.model_cls(trainer.model_args)
+    build_model_converters(job_config, trainer.parallel_dims).convert(model)
+    model = spec.parallelize_fn(model, trainer.parallel_dims, job_config)
+    offload = job_config.training.enable_cpu_offload
+    model.to_empty(device="cpu" if offload else utils.device_type)
+    with torch.no_grad():
+        model.init_weights(buffer_device=torch.device(utils.device_type) if offload else None)  # and the buffers
+    return model.eval()
+
+
+def _load(model: nn.Module, path: str, trainer: Trainer) -> None:
+    """The weights of a checkpoint in torchtitan's or Hugging Face's format, as torchtitan's CheckpointManager does."""
+    checkpoint, states = trainer.job_config.checkpoint, ModelWrapper(model)
+    state_dict = states.state_dict()
+    if checkpoint.initial_load_in_hf:
+        adapter = trainer.checkpointer.sd_adapter
+        assert adapter is not None
+        state_dict = adapter.to_hf(state_dict)
+        reader = adapter.get_hf_storage_reader(path, checkpoint.initial_load_in_hf_quantized)
+        dcp.load(state_dict, storage_reader=reader)
+        state_dict = adapter.from_hf(state_dict)
+    else:
+        dcp.load(state_dict, checkpoint_id=path)
+    states.load_state_dict(state_dict)

@@ -1,0 +1,272 @@
+"""torchtitan's train specs with varlen context parallelism, and the hooks that its Trainer calls by name."""
+
+import functools
+import importlib
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchtitan.components.checkpoint import CheckpointManager
+from torchtitan.config import TORCH_DTYPE_MAP
+from torchtitan.distributed import context_parallel
+from torchtitan.distributed import utils as dist_utils
+from torchtitan.models import _supported_models
+from torchtitan.protocols.train_spec import TrainSpec, get_train_spec, register_train_spec
+from torchtitan.tools import utils
+
+from torchtitan_magi.bound_plan import choose_block_attn
+from torchtitan_magi.exchange.group_cast import process_group_transport
+from torchtitan_magi.planning.stages import Heads
+from torchtitan_magi.titan.v02.ahead import PlannedLoader
+from torchtitan_magi.titan.v02.cpu import allow_gloo_gradients, on_cpu, run_on_cpu
+from torchtitan_magi.titan.v02.data import build_dataloader, save_at_the_end_of_data
+from torchtitan_magi.titan.v02.job_config import OUR_DATASETS, check_job_config, without_context_parallel
+from torchtitan_magi.titan.v02.metrics import LossRecord, MagiMetricsProcessor
+from torchtitan_magi.titan.v02.runtime import MagiRuntime, PlanMetadata, WorkCount, check_tokens
+from torchtitan_magi.titan.v02.validate import MagiValidator
+from torchtitan_magi.titan.v02.wrapper import VarlenAttentionWrapper, op_to_save
+
+MODELS = ("llama3", "qwen3")
+# A rank whose collective timed out waits four times this long, for itself and others to write torchtitan's flight
+# records, before it ends; PyTorch's own value makes that a minute.
+DUMP_MILLISECONDS = 3000
+
+
+def register() -> None:
+    """Makes torchtitan train MODELS with varlen context parallelism. Once per process."""
+    if on_cpu():
+        run_on_cpu()
+    os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", str(DUMP_MILLISECONDS))
+    context_parallel.cp_shard = _cp_shard(context_parallel.cp_shard)
+    dist_utils.set_pg_timeouts = _set_pg_timeouts(dist_utils.set_pg_timeouts)
+    CheckpointManager.save = save_at_the_end_of_data(CheckpointManager.save)
+    for name in MODELS:
+        parallelize: Any = importlib.import_module(f"torchtitan.models.{name}.infra.parallelize")
+        parallelize._op_sac_save_list.add(op_to_save())
+        parallelize.apply_cp_to_attention_module = _apply_cp(parallelize.apply_cp_to_attention_module)
+        if hasattr(parallelize, "apply_non_moe_tp"):
+            parallelize.apply_non_moe_tp = _apply_tp(parallelize.apply_non_moe_tp)
+        register_train_spec(name, MagiSpec(get_train_spec(name)).train_spec())
+    for name in _supported_models - set(MODELS):
+        register_train_spec(name, _unsupported(name))
+
+
+class MagiSpec:
+    """The functions of one model's train spec; the Trainer calls each once, in this order."""
+
+    has_objectives = False  # whether our own Trainer runs, which alone knows pairs and means over documents
+
+    def __init__(self, stock: TrainSpec) -> None:
+        self.stock = stock
+        self.model_args = _varlen_flavors(stock.model_args)
+        self._begin_run()
+
+    def _begin_run(self) -> None:
+        """torchtitan keeps one spec of a model for all Trainers of a process."""
+        self.count = WorkCount()
+        self.losses = LossRecord(1)
+        self.runtime: MagiRuntime | None = None
+        self.vocab_size = 0
+
+    def train_spec(self) -> TrainSpec:
+        return replace(
+            self.stock,
+            model_cls=_with_plan_metadata(self.stock.model_cls),
+            model_args={name: _without_guard(args) for name, args in self.model_args.items()},
+            build_tokenizer_fn=self.build_tokenizer,
+            build_dataloader_fn=self.build_dataloader,
+            build_metrics_processor_fn=self.build_metrics_processor,
+            build_loss_fn=self.build_loss,
+            parallelize_fn=self.parallelize,
+            build_validator_fn=self.build_validator,
+        )
+
+    def build_tokenizer(self, job_config: Any) -> Any:
+        """The first that a Trainer asks for."""
+        self._begin_run()
+        attn_types = {name: args.attn_type for name, args in self.model_args.items()}
+        check_job_config(job_config, attn_types, self.has_objectives)
+        choose_block_attn(job_config.magi.backend, torch.device(utils.device_type))  # or say now why not
+        self.vocab_size = self.model_args[job_config.model.flavor].vocab_size
+        assert self.stock.build_tokenizer_fn is not None
+        return self.stock.build_tokenizer_fn(job_config)
+
+    def build_dataloader(self, dp_world_size: int, dp_rank: int, tokenizer: Any, job_config: Any) -> Any:
+        section = job_config.training
+        if section.dataset in OUR_DATASETS:
+            loader = build_dataloader(section, section.seq_len, dp_world_size, dp_rank, tokenizer, job_config, True)
+        else:
+            loader = self.stock.build_dataloader_fn(
+                dp_world_size=dp_world_size, dp_rank=dp_rank, tokenizer=tokenizer, job_config=job_config
+            )
+        return self.planned(loader, tokenizer)
+
+    def planned(self, loader: Any, tokenizer: Any) -> PlannedLoader:
+        """The loader with plans made ahead, by the runtime that ``parallelize`` will have made when it is iterated."""
+
+        def plan(inputs: dict[str, Any], labels: Tensor) -> dict[str, Any]:
+            assert self.runtime is not None
+            check_tokens(inputs["input"], self.vocab_size)
+            return self.runtime.plan_ahead(inputs, labels, tokenizer.eos_id)
+
+        return PlannedLoader(loader, plan, self.count.wait)
+
+    def build_validator(self, tokenizer: Any, **kwargs: Any) -> MagiValidator:
+        validator = MagiValidator(tokenizer=tokenizer, **kwargs)
+        validator.validation_dataloader = self.planned(validator.validation_dataloader, tokenizer)
+        return validator
+
+    def build_metrics_processor(self, job_config: Any, parallel_dims: Any, model_args: Any) -> MagiMetricsProcessor:
+        training = job_config.training
+        batches = parallel_dims.dp_replicate * parallel_dims.dp_shard * training.local_batch_size
+        self.losses = LossRecord(max(1, training.global_batch_size // batches))
+        num_layers, num_heads_q, _, head_dim = _shape(model_args)
+        attention_flops = 12 * num_layers * num_heads_q * head_dim
+        return MagiMetricsProcessor(job_config, parallel_dims, attention_flops, self.count, self.losses)
+
+    def build_loss(self, job_config: Any, **kwargs: Any) -> Any:
+        return self.losses.record(self.stock.build_loss_fn(job_config, **kwargs))
+
+    def make_runtime(self, model_args: Any, parallel_dims: Any, job_config: Any) -> MagiRuntime:
+        _, num_heads_q, num_heads_kv, head_dim = _shape(model_args)
+        tp = parallel_dims.tp
+        if num_heads_q % tp or num_heads_kv % tp:
+            raise ValueError(
+                f"parallelism.tensor_parallel_degree is {tp}, but the model has {num_heads_q} query heads and "
+                f"{num_heads_kv} K/V heads; use a degree that divides both"
+            )
+        runtime = MagiRuntime(
+            job_config.magi,
+            parallel_dims.get_optional_mesh("cp"),
+            Heads(num_heads_q // tp, num_heads_kv // tp, head_dim),
+            torch.device(
+                utils.device_type, utils.device_module.current_device() if utils.device_type != "cpu" else None
+            ),
+            self.count,
+        )
+        runtime.block_attn.check(head_dim, _attention_dtype(parallel_dims, job_config.training))
+        return runtime
+
+    def parallelize(self, model: Any, parallel_dims: Any, job_config: Any) -> nn.Module:
+        if self.runtime is None:  # a second model, the reference of preference training, runs on the same plans
+            self.runtime = self.make_runtime(model.model_args, parallel_dims, job_config)
+        model.magi = self.runtime
+        for block in model.layers.values():
+            block.attention.inner_attention = VarlenAttentionWrapper()
+        model = self.stock.parallelize_fn(model, parallel_dims, without_context_parallel(job_config))
+        if on_cpu():
+            allow_gloo_gradients(model)
+        return model
+
+
+def _attention_dtype(parallel_dims: Any, training: Any) -> torch.dtype:
+    """The dtype of q, k and v: torchtitan leaves tensor parallelism without FSDP in the training dtype."""
+    mixed = parallel_dims.fsdp_enabled or not parallel_dims.tp_enabled
+    return TORCH_DTYPE_MAP[training.mixed_precision_param if mixed else training.dtype]
+
+
+def _shape(model_args: Any) -> tuple[int, int, int, int]:
+    """Layers, query heads, K/V heads, head_dim."""
+    num_heads_kv = model_args.n_kv_heads or model_args.n_heads
+    head_dim = getattr(model_args, "head_dim", model_args.dim // model_args.n_heads)
+    return model_args.n_layers, model_args.n_heads, num_heads_kv, head_dim
+
+
+def _varlen_flavors(stock: Mapping[str, Any]) -> dict[str, Any]:
+    """The model's flavors, and for each with dense attention and no varlen one yet, ``<flavor>_varlen``."""
+    flavors = dict(stock)
+    for name, args in stock.items():
+        if args.attn_type == "sdpa" and not {f"{name}_varlen", f"{name}_varlen_attn"} & set(stock):
+            flavors[f"{name}_varlen"] = replace(args, attn_type="varlen", attn_mask_type="block_causal")
+    return flavors
+
+
+def _without_guard(args: Any) -> Any:
+    """The model arguments, accepting varlen attention under context parallelism.
+
+    Their operation count leaves attention out, which ``MagiMetricsProcessor`` adds from the real documents.
+    """
+    stock = type(args)
+
+    def update_from_config(self: Any, job_config: Any, **kwargs: Any) -> None:
+        stock.update_from_config(self, without_context_parallel(job_config), **kwargs)
+
+    def get_nparams_and_flops(self: Any, model: nn.Module, seq_len: int) -> tuple[int, int]:
+        return stock.get_nparams_and_flops(self, model, 0)
+
+    methods = {"update_from_config": update_from_config, "get_nparams_and_flops": get_nparams_and_flops}
+    return type(stock.__name__, (stock,), methods)(**vars(args))
+
+
+def _with_plan_metadata(stock: Any) -> Any:
+    """The model class, making our metadata for varlen attention."""
+
+    def get_attention_masks(
+        self: Any, input_batch: Tensor, tokenizer: Any, extra_inputs: dict[str, Any] | None = None
+    ) -> PlanMetadata:
+        return self.magi.attention_metadata(input_batch, tokenizer.eos_id, {} if extra_inputs is None else extra_inputs)
+
+    return type(stock.__name__, (stock,), {"get_attention_masks": get_attention_masks})
+
+
+def _apply_cp(stock: Any) -> Any:
+    """apply_cp_to_attention_module that leaves varlen attention alone: our module is context-parallel by itself."""
+
+    @functools.wraps(stock)
+    def apply_cp_to_attention_module(attention_modules: Any, cp_mesh: Any, attention_type: str) -> None:
+        if attention_type != "varlen":
+            stock(attention_modules, cp_mesh, attention_type)
+
+    return apply_cp_to_attention_module
+
+
+def _apply_tp(stock: Any) -> Any:
+    """qwen3's tensor parallelism, which expects positions only under context parallelism; ours come always."""
+
+    @functools.wraps(stock)
+    def apply_non_moe_tp(*args: Any, **kwargs: Any) -> None:
+        stock(*args, **{**kwargs, "cp_enabled": True})
+
+    return apply_non_moe_tp
+
+
+def _cp_shard(stock: Any) -> Any:
+    """cp_shard that gives each rank the tokens of the microbatch's plan. Anything else goes to torchtitan's own."""
+
+    @functools.wraps(stock)
+    def cp_shard(cp_mesh: Any, inputs: tuple[Tensor, ...], attention_masks: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(attention_masks, PlanMetadata):
+            return stock(cp_mesh, inputs, attention_masks, *args, **kwargs)
+        tokens, labels, positions = inputs
+        if attention_masks.positions is not None:
+            positions = attention_masks.positions
+        return tuple(attention_masks.take(x) for x in (tokens, labels, positions)), attention_masks
+
+    return cp_shard
+
+
+def _set_pg_timeouts(stock: Any) -> Any:
+    """set_pg_timeouts that knows the communicators of our own, too."""
+
+    @functools.wraps(stock)
+    def set_pg_timeouts(timeout: timedelta, parallel_dims: Any) -> None:
+        stock(timeout, parallel_dims)
+        if parallel_dims.cp_enabled:
+            process_group_transport(parallel_dims.get_mesh("cp").get_group()).set_timeout(timeout)
+
+    return set_pg_timeouts
+
+
+def _unsupported(name: str) -> Any:
+    """A train spec that says which models have varlen attention."""
+
+    def refuse(job_config: Any) -> Any:
+        raise ValueError(f"model.name is {name!r}, which has no varlen attention; use one of {', '.join(MODELS)}")
+
+    fields = {"model_cls", "model_args", "parallelize_fn", "pipelining_fn", "build_optimizers_fn"}
+    fields |= {"build_lr_schedulers_fn", "build_dataloader_fn", "build_loss_fn"}
+    return TrainSpec(**dict.fromkeys(fields), build_tokenizer_fn=refuse)  # type: ignore[arg-type]

@@ -1,0 +1,108 @@
+"""Our Trainer: SFT per token or per document, and DPO, without ever holding all logits."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torchtitan.train
+from torch import Tensor
+from torchtitan.train import Trainer
+
+from torchtitan_magi.titan.v02.dpo import DPO
+from torchtitan_magi.titan.v02.job_config import DPO_DATASET
+from torchtitan_magi.titan.v02.logprob_model import LogprobModel
+from torchtitan_magi.titan.v02.metrics import MagiMetricsProcessor
+from torchtitan_magi.titan.v02.objective import SFT, Objective
+from torchtitan_magi.titan.v02.reference_file import ReferenceFile
+from torchtitan_magi.titan.v02.reference_model import ReferenceModel
+from torchtitan_magi.titan.v02.spec import MagiSpec
+
+Batch = tuple[dict[str, Any], Tensor]
+
+
+class MagiTrainer(Trainer):
+    """torchtitan's Trainer with the loss of an ``Objective``, divided by the items of all microbatches and ranks."""
+
+    metrics_processor: MagiMetricsProcessor
+
+    def __init__(self, job_config: Any) -> None:
+        MagiSpec.has_objectives = True
+        # Our log-probabilities share the vocabulary among TP ranks by themselves.
+        parallelism = replace(job_config.parallelism, disable_loss_parallel=True)
+        super().__init__(replace(job_config, parallelism=parallelism))
+        dims = self.parallel_dims
+        # DDP takes the mean of the ranks' gradients, while torchtitan tells FSDP2 to add them.
+        self.gradient_factor = dims.dp_replicate if dims.dp_replicate_enabled and not dims.fsdp_enabled else 1
+        compile_config = self.job_config.compile
+        compiled = compile_config.enable and "loss" in compile_config.components
+        self.model = LogprobModel(self.model_parts[0], compiled)
+        self.reference_model = ReferenceModel(self)
+        self.objective = self._make_objective(self.job_config.training)
+        self.metrics_processor.objective_metrics = self.objective.metrics
+        if self.job_config.validation.enable:
+            self.validator.objective = self._make_objective(self.job_config.validation)
+
+    def _make_objective(self, section: Any) -> Objective:
+        magi = self.job_config.magi
+        if section.dataset != DPO_DATASET:
+            return SFT(self.model, self.parallel_dims, magi.loss_per)
+        reference = ReferenceFile(self, section) if magi.dpo.reference == "file" else self.reference_model
+        return DPO(self.model, self.parallel_dims, magi.dpo, reference)
+
+    def batch_generator(self, data_iterable: Iterable[Batch]) -> Iterator[Batch]:
+        """torchtitan calls this once, between loading the checkpoint and the first step."""
+        for objective in self._objectives():
+            objective.prepare(self.step)
+        return super().batch_generator(data_iterable)
+
+    def train_step(self, data_iterator: Iterator[Batch]) -> None:
+        microbatches = [next(data_iterator) for _ in range(self.gradient_accumulation_steps)]
+        self.objective.start_step()
+        num_items = 0
+        for inputs, labels in microbatches:
+            inputs["num_items"] = self.objective.weigh(inputs, labels)
+            num_items += inputs["num_items"]
+        self.num_items = torch.full((), num_items, device=self.device)
+        if self.parallel_dims.dp_enabled:
+            dist.all_reduce(self.num_items, group=self.parallel_dims.get_mesh("batch").get_group())
+        self.num_items.clamp_(min=1)  # a step without any item has no loss
+        super().train_step(iter(microbatches))
+
+    def forward_backward_step(
+        self, *, input_dict: dict[str, Any], labels: Tensor, global_valid_tokens: Tensor | float
+    ) -> Tensor:
+        """The microbatch's share of the step's mean loss, such that the shares of all ranks add up to it."""
+        num_items = input_dict.pop("num_items")
+        with self.train_context():
+            with self.maybe_enable_amp:
+                loss_sum = self.objective.loss(input_dict, labels, self.post_dataloading_process)
+                loss = loss_sum / self.num_items
+            (loss * self.gradient_factor).backward()
+        copies = self.objective.copies
+        self.metrics_processor.losses.add(loss_sum / copies, num_items / self.parallel_dims.cp)
+        return loss.detach() / copies
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tokens of all data-parallel ranks, of which another run may have more or fewer."""
+        state = super().state_dict()
+        return state | {"ntokens_seen": state["ntokens_seen"] * self._num_batches} | self.objective.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict | {"ntokens_seen": state_dict["ntokens_seen"] // self._num_batches})
+        for objective in self._objectives():
+            objective.load_state_dict(state_dict)
+
+    @property
+    def _num_batches(self) -> int:
+        """That data-parallel ranks read at a time."""
+        return self.parallel_dims.dp_replicate * self.parallel_dims.dp_shard
+
+    def _objectives(self) -> list[Objective]:
+        return [self.objective, *([self.validator.objective] if self.job_config.validation.enable else [])]
+
+
+def main() -> None:
+    """Trains as the command line says."""
+    torchtitan.train.main(MagiTrainer)

@@ -1,0 +1,78 @@
+"""Validation loss that is the same number under every layout."""
+
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import nn
+from torchtitan.components.validate import BaseValidator, Validator
+from torchtitan.distributed import utils as dist_utils
+from torchtitan.tools import utils
+
+from torchtitan_magi.titan.v02.data import build_validation_dataloader
+from torchtitan_magi.titan.v02.objective import LogitsLoss, Objective
+
+
+class MagiValidator(Validator):
+    """torchtitan's validator with the loss taken over all items of all ranks: summed loss / number of items.
+
+    torchtitan counts labels after context parallelism has cut them, so its loss grows with the degree, and a rank
+    without a label divides by zero. Items are tokens with a label, unless our Trainer sets an ``objective``.
+    """
+
+    objective: Objective | None = None
+
+    def __init__(
+        self,
+        job_config: Any,
+        dp_world_size: int,
+        dp_rank: int,
+        tokenizer: Any,
+        parallel_dims: Any,
+        loss_fn: Any,
+        validation_context: Any,
+        maybe_enable_amp: Any,
+        metrics_processor: Any,
+        **pipeline: Any,
+    ) -> None:
+        BaseValidator.__init__(self, job_config)
+        self.tokenizer, self.parallel_dims, self.loss_fn = tokenizer, parallel_dims, loss_fn
+        self.validation_context, self.maybe_enable_amp = validation_context, maybe_enable_amp
+        self.metrics_processor = metrics_processor
+        self.validation_dataloader = build_validation_dataloader(dp_world_size, dp_rank, tokenizer, job_config)
+
+    @torch.no_grad()
+    def validate(self, model_parts: list[nn.Module], step: int) -> None:
+        """Logs the loss of the validation set."""
+        (model,) = model_parts
+        model.eval()
+        objective = self.objective or LogitsLoss(model, self.loss_fn)
+        process = partial(self.post_dataloading_process, model_parts=model_parts)
+        objective.start_step()
+        steps = self.job_config.validation.steps
+        loss_sum = torch.zeros((), device=utils.device_type)
+        num_items = torch.zeros((), dtype=torch.int64)
+        for inputs, labels in islice(self.validation_dataloader, steps if steps != -1 else None):
+            self.metrics_processor.ntokens_since_last_log += labels.numel()
+            num_items += objective.weigh(inputs, labels)
+            with self.validation_context(), self.maybe_enable_amp:
+                loss = objective.loss(to_device(inputs), labels.to(utils.device_type), process)
+            loss = dist_utils.DTensor.full_tensor(loss) if isinstance(loss, dist_utils.DTensor) else loss
+            loss_sum += loss / objective.copies
+        dims = self.parallel_dims
+        total_loss = dist_utils.dist_sum(loss_sum, dims.get_mesh("loss") if dims.dp_cp_enabled else None)
+        total_items = dist_utils.dist_sum(
+            num_items.to(utils.device_type), dims.get_mesh("batch") if dims.dp_enabled else None
+        )
+        metrics = {f"validation_metrics/{name.split('/')[-1]}": value for name, value in objective.metrics().items()}
+        self.metrics_processor.log_validation(total_loss / max(total_items, 1), step, metrics)
+        model.train()
+
+
+def to_device(inputs: dict[str, Any]) -> dict[str, Any]:
+    """The tensors of a batch on the device; the rest as it is."""
+    return {
+        name: value.to(utils.device_type) if isinstance(value, torch.Tensor) else value
+        for name, value in inputs.items()
+    }

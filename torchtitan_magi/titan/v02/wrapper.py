@@ -1,0 +1,47 @@
+"""The attention module of a layer, in torchtitan's shapes."""
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torchtitan.models import attention as titan_attention
+
+from torchtitan_magi.attention import attend, attention_op
+from torchtitan_magi.titan.v02.runtime import PlanMetadata
+
+
+class VarlenAttentionWrapper(titan_attention.VarlenAttentionWrapper):
+    """torchtitan's varlen attention, over the ranks of the context-parallel mesh."""
+
+    def forward(
+        self,
+        xq: Tensor,
+        xk: Tensor,
+        xv: Tensor,
+        attention_masks: titan_attention.VarlenMetadata,
+        scale: float | None = None,
+    ) -> Tensor:
+        """Attention of this rank's tokens.
+
+        Args:
+            xq: [b, Hq, s, D]. xk, xv: [b, H, s, D]. Tensors, or DTensors that tensor parallelism shards by heads.
+            attention_masks: the microbatch's ``PlanMetadata``.
+            scale: of the scores; default D ** -0.5.
+
+        Returns:
+            [b * s, Hq, D]; a DTensor if xq is one.
+        """
+        assert isinstance(attention_masks, PlanMetadata)
+        q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (xq, xk, xv))
+        mesh = q.device_mesh if isinstance(q, DTensor) else None
+        placements = q.placements if isinstance(q, DTensor) else None
+        if mesh is not None:
+            q, k, v = (x.to_local() for x in (q, k, v))
+        q, k = q.to(v.dtype), k.to(v.dtype)  # on CUDA autocast leaves the norms of qwen3's q and k in float32
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        out, _ = attend(q, k, v, attention_masks.handle, scale)
+        return out if mesh is None else DTensor.from_local(out, mesh, placements, run_check=False)
+
+
+def op_to_save() -> torch._ops.OpOverload:
+    """The op whose results selective activation checkpointing keeps instead of redoing attention and communication."""
+    return attention_op
