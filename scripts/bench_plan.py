@@ -23,7 +23,7 @@ import numpy.typing as npt
 from provenance import facts_of_run
 
 from torchtitan_magi.backends.ffa.row_kernels import CudaRows
-from torchtitan_magi.backends.ffa.worklists import KEYS, build_worklists
+from torchtitan_magi.backends.ffa.worklists import build_worklists
 from torchtitan_magi.masks.slices import AttnSlices, varlen_causal
 from torchtitan_magi.planning.needs import node_traffic, traffic
 from torchtitan_magi.planning.placement.place import place
@@ -32,6 +32,7 @@ from torchtitan_magi.planning.stages import H200, LLAMA_HEADS
 from torchtitan_magi.report.baselines import contiguous, min_heap, zigzag
 from torchtitan_magi.report.outcome import tile_work
 from torchtitan_magi.report.packs import draw_pack
+from torchtitan_magi.tiles import KEYS
 
 ROOT = Path(__file__).parent.parent
 RESULT = ROOT / "benchmarks" / "results" / "plan.json"

@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchtitan_magi.backends.ffa.segments import KEYS
 from torchtitan_magi.backends.ffa.worklists import (
     BACKWARD_BLOCK_US,
     BLOCK_US,
@@ -19,9 +18,9 @@ from torchtitan_magi.backends.ffa.worklists import (
     early_first,
     heads_in_step,
     largest_divisor,
-    tile_cost,
 )
 from torchtitan_magi.masks.slices import AttnSlices, shared_prompt, sliding_window, varlen_causal, varlen_full
+from torchtitan_magi.tiles import KEYS, tile_cost
 
 
 def dense_mask(table: np.ndarray, num_q: int, num_k: int) -> np.ndarray:

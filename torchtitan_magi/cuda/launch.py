@@ -10,10 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchtitan_magi.backends.ffa.segments import KEYS
-from torchtitan_magi.backends.ffa.worklists import BACKWARD_ROWS, MAX_CUT, ROWS
 from torchtitan_magi.cuda import driver, jit
 from torchtitan_magi.cuda.memory import current_device
+from torchtitan_magi.tiles import BACKWARD_ROWS, KEYS, MAX_CUT, ROWS
 
 THREADS = 384  # of a block of the forward and of the backward
 NUM_COUNTERS = 1024  # launches that may be in flight at once

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from torchtitan_magi.backends.ffa.worklists import MAX_PACK, ROWS, largest_divisor
 from torchtitan_magi.masks.geometry import intersecting, union
 from torchtitan_magi.masks.slices import IntArray, clip_keys, slice_areas
+from torchtitan_magi.tiles import MAX_PACK, ROWS, largest_divisor
 
 FloatArray = npt.NDArray[np.float64]
 Share = tuple[Fraction, Fraction]  # from which to which part of the remote K/V

@@ -8,12 +8,12 @@ from math import inf
 import numpy as np
 import numpy.typing as npt
 
-from torchtitan_magi.backends.ffa.worklists import KEYS, tile_cost
 from torchtitan_magi.masks.geometry import expand, intersecting
 from torchtitan_magi.masks.slices import AttnSlices, IntArray, clip_rows, shared_prompt, slice_areas, varlen_causal
 from torchtitan_magi.planning.needs import parts_of
 from torchtitan_magi.planning.plan import AttnPlan
 from torchtitan_magi.planning.stages import CostModel, Heads, Link, Shares, Workload, predict
+from torchtitan_magi.tiles import KEYS, tile_cost
 
 FloatArray = npt.NDArray[np.float64]
 

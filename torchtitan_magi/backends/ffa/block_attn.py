@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from torchtitan_magi.backends.ffa.row_kernels import CudaRows, write_bands
-from torchtitan_magi.backends.ffa.segments import FAR, KEYS
-from torchtitan_magi.backends.ffa.worklists import BACKWARD_ROWS, ROWS, ListSizes, WorkLists, build_worklists
+from torchtitan_magi.backends.ffa.segments import FAR
+from torchtitan_magi.backends.ffa.worklists import ListSizes, WorkLists, build_worklists
 from torchtitan_magi.cuda import jit, launch
 from torchtitan_magi.cuda.memory import empty, layout
 from torchtitan_magi.exchange.transport import KeysAndValues, LateKeys, keys_and_values
 from torchtitan_magi.masks.slices import AttnSlices
+from torchtitan_magi.tiles import BACKWARD_ROWS, KEYS, ROWS
 
 LOG2_E = math.log2(math.e)
 

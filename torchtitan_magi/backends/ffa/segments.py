@@ -14,7 +14,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-KEYS = 128  # of a block or tile of the kernel
+from torchtitan_magi.tiles import KEYS
+
 FAR = 1 << 30  # beyond every key
 
 Int32Array = npt.NDArray[np.int32]

@@ -19,7 +19,6 @@ import numpy.typing as npt
 
 from torchtitan_magi.backends.ffa.segments import (
     FAR,
-    KEYS,
     Int32Array,
     Int64Array,
     SegmentRuns,
@@ -29,12 +28,18 @@ from torchtitan_magi.backends.ffa.segments import (
     write_ramps,
 )
 from torchtitan_magi.masks.slices import AttnSlices, slice_layers
+from torchtitan_magi.tiles import (
+    BACKWARD_ROWS,
+    KEYS,
+    MAX_CUT,
+    MAX_PACK,
+    NUM_SMS,
+    ROWS,
+    largest_divisor,
+    tile_cost,
+)
 
-ROWS = 128  # of a forward tile
-BACKWARD_ROWS = 64  # of a backward query block
-MAX_PACK = 16
 FIRST, END, FULL = 8, 9, 10  # words of a record
-NUM_SMS = 132  # of an H200; only heuristics use it
 CHUNKS = 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256  # query blocks of a part of a backward tile, times packs
 WHOLE_TILES_PER_SM = 4  # enough not to split them where sums of dk and dv would be as large as dq: no grouped heads
 L2_BYTES = 32 << 20  # share of the L2 cache that one wave of heads may claim
@@ -45,27 +50,14 @@ TAIL_PARTS = 4  # small parts in one of usual length
 BLOCK_US, BACKWARD_BLOCK_US = 1.6, 2.6  # of an SM, 128 columns
 LATE_US, LATE_US_PER_MIB = 70.0, 3.4  # until keys that come late are there, with a fifth to spare
 SUMS_BYTES_PER_US = 4.2e6  # of the row sums and zeros that are made meanwhile, before a backward
-FIXED_COST = 1.2  # of a work item, in blocks: prologue and epilogue
 PART_COST = 6.0  # more for a part of a forward tile: to leave its rows
 JOIN_COST = 1.0  # to add up a part
 PART_MEMORY = 0.009  # what parts leave, in fp32, against inputs and outputs
-MAX_CUT = NUM_SMS // 2  # forward tiles, times head groups, that are cut at most
 WORTH_CUTTING = 0.01  # share of the forward's time
 
 # glibc keeps freed memory for later up to twice the largest block freed so far, of at most 32 MiB. Without this one the
 # pages of the lists of a pack of 1M tokens go back to the system and come anew each time: a third of the time it takes.
 np.empty((32 << 20) - 8192, np.uint8)
-
-
-def tile_cost(num_blocks: Int64Array) -> npt.NDArray[np.float64]:
-    """Run time of work items by their number of blocks, in units of one 128 x 128 block; no blocks, no cost."""
-    return np.where(num_blocks > 0, num_blocks + FIXED_COST, 0.0)
-
-
-@functools.cache
-def largest_divisor(n: int, limit: int) -> int:
-    """The largest divisor of n that is at most `limit` (at least 1)."""
-    return next(d for d in range(max(1, min(n, limit)), 0, -1) if n % d == 0)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,25 @@
+"""The kernel's tiles: their sizes, and what one costs. Shared by the planner and by the host half of the kernel."""
+
+import functools
+
+import numpy as np
+import numpy.typing as npt
+
+ROWS = 128  # of a forward tile, query tokens x the heads that share it
+BACKWARD_ROWS = 64  # of a backward query block
+KEYS = 128  # of a tile
+MAX_PACK = 16  # query heads of one K/V head that share a tile, at most
+NUM_SMS = 132  # of an H200; only heuristics use it
+MAX_CUT = NUM_SMS // 2  # forward tiles, times head groups, that are cut into parts, at most
+ITEM_COST = 1.2  # fixed cost of a work item, in 128 x 128 blocks: prologue and epilogue
+
+
+def tile_cost(num_blocks: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    """Run time of work items by their number of blocks, in units of one 128 x 128 block; no blocks, no cost."""
+    return np.where(num_blocks > 0, num_blocks + ITEM_COST, 0.0)
+
+
+@functools.cache
+def largest_divisor(n: int, limit: int) -> int:
+    """The largest divisor of n that is at most `limit` (at least 1)."""
+    return next(d for d in range(max(1, min(n, limit)), 0, -1) if n % d == 0)
