@@ -1,12 +1,16 @@
 """Records -> tokens and the mask of the assistant's tokens, through a Hugging Face chat template.
 
-Where the assistant's text is: `{% generation %} ... {% endgeneration %}` in the template marks it. A template without
-these markers is rendered again up to each assistant turn: what `messages[: i + 1]` has beyond `messages[:i]` with a
-generation prompt is turn i. A template that writes a turn differently when more follows (Qwen3's drops the reasoning of
-earlier turns) is searched instead: a turn goes from the generation prompt's text to what ends a turn. In all three ways
-the end-of-turn token that the template writes belongs to the turn.
+The assistant's turns are found in one of three ways:
 
-The rendered text is encoded once, so the tokens are those of plain encoding, and a token that holds any character of an
+- the template marks them with `{% generation %} ... {% endgeneration %}`;
+- a template without these markers is rendered once per assistant turn: turn i is what `messages[: i + 1]` adds to
+  `messages[:i]` with a generation prompt;
+- a template that renders a turn differently when more messages follow (Qwen3's drops the reasoning of earlier turns)
+  is searched: a turn begins after the generation prompt's text and ends with the text that closes a turn.
+
+In all three the end-of-turn token that the template writes belongs to the turn.
+
+The rendered text is encoded once, so the tokens are those of plain encoding. A token that holds any character of an
 assistant turn is to be predicted.
 """
 
@@ -32,7 +36,7 @@ from torchtitan_magi.data.documents import TokenizedDocument
 from torchtitan_magi.data.formats import Messages
 from torchtitan_magi.data.pairs import TokenizedPair, pair_of
 
-Spans = list[tuple[int, int]]  # half-open, of characters
+Spans = list[tuple[int, int]]  # half-open character ranges
 
 logger = logging.getLogger(__name__)
 
@@ -64,16 +68,16 @@ _UNCLEAR = (
     " {% endgeneration %} around it in the template"
 )
 _GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\b")
-# A template may print the date. All ranks, and a run that resumes another day, must render the same text, so it is the
-# date that the Llama 3 templates use when they are given none.
+# The date that templates print. It is fixed, so that all ranks and a run that resumes on another day render the same
+# text; the Llama 3 templates use it when they are given none.
 _TEMPLATE_DATE = datetime(2024, 7, 26)
 
 
 class ChatTokenizer:
     """Tokenizes a record: `ChatTokenizer(...)(record) -> TokenizedDocument`. Picklable.
 
-    `messages` are rendered by `template` and the loss is on assistant text; `text` becomes BOS (if there is one), text,
-    EOS (if there is one), with loss on everything.
+    `messages` are rendered by `template`, with loss on the assistant's text. `text` becomes BOS (if there is one),
+    text, EOS (if there is one), with loss on everything.
 
     Args:
         tokenizer: a `tokenizers.Tokenizer`; its truncation and padding, if any, are not applied.
@@ -107,7 +111,7 @@ class ChatTokenizer:
     def from_assets(
         cls, tokenizer: Tokenizer, bos_id: int | None, eos_id: int | None, assets_path: str | os.PathLike[str]
     ) -> "ChatTokenizer":
-        """With the chat template of a Hugging Face assets directory, or the default one (said in the log)."""
+        """Takes the chat template of a Hugging Face assets directory; without one, the default template (logged)."""
         template = load_chat_template(assets_path)
         if template is None:
             template = default_template(tokenizer)
@@ -127,12 +131,12 @@ class ChatTokenizer:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """Of all that the tokens of a record depend on: 8 hexadecimal digits."""
+        """Checksum of all that a record's tokens depend on: 8 hexadecimal digits."""
         parts = (self.tokenizer.to_str(), str(self._special_tokens), self.template)
         return f"{zlib.crc32(chr(0).join(parts).encode()):08x}"
 
     def pair(self, record: dict[str, Any]) -> TokenizedPair:
-        """Tokenizes a preference pair, see `pairs`. Raises what a call raises."""
+        """Tokenizes a preference pair, see `pairs`. Raises ValueError as `__call__` does."""
         prompt, tools = record["prompt"], record.get("tools")
         chosen, rejected = (
             self._encode(*self.render(prompt + record[name], tools, len(prompt))) for name in ("chosen", "rejected")
@@ -165,7 +169,7 @@ class ChatTokenizer:
         spans = []
         for index, message in enumerate(messages):
             if message["role"] == "assistant" and index >= first:
-                if index == 0:  # templates refuse to render nothing
+                if index == 0:  # templates refuse an empty list
                     return text, self._find_turns(text, messages, tools, first)
                 prompt = self._render(messages[:index], tools, add_generation_prompt=True)
                 turn = self._render(messages[: index + 1], tools)
@@ -175,7 +179,7 @@ class ChatTokenizer:
         return text, spans
 
     def _find_turns(self, text: str, messages: Messages, tools: Messages | None, first: int) -> Spans:
-        """The assistant's turns by the text that begins and ends one, searched between the ends of the contents."""
+        """Spans of the assistant's turns, found by the texts that begin and end one; `_content_ends` bounds the search."""
         begin, end = self._turn_frame
         if not (begin and end):
             raise ValueError(_UNCLEAR)
@@ -196,10 +200,10 @@ class ChatTokenizer:
         return spans
 
     def _content_ends(self, text: str, messages: Messages, tools: Messages | None) -> list[int | None]:
-        """Where the content of each message ends in the text, before its trailing white space; None without one.
+        """Per message: the character where its content ends, before trailing white space; None without content.
 
-        Known from a rendering with a mark there. Where marks change what a template writes, as it asks whether there is
-        content beside tool calls, those contents count as none.
+        Found by rendering with a mark at the end of each content. Some templates test whether there is content beside
+        tool calls, so marks there would change the text; then contents beside tool calls count as None.
         """
         has_content = [bool(message["content"]) for message in messages]
         has_calls = [bool(message.get("tool_calls")) for message in messages]
@@ -209,7 +213,7 @@ class ChatTokenizer:
         frames = [frame.strip() for frame in self._turn_frame if frame.strip()]
         for is_marked, unmarked in ((has_content, calls_alone), (without_calls, beside_calls)):
             if any(frame in json.dumps(unmarked, ensure_ascii=False) for frame in frames):
-                break  # it would be taken for the end of a turn
+                break  # this text would be taken for the end of a turn
             marked = [
                 {**message, "content": _with_mark(message["content"])} if mark else message
                 for message, mark in zip(messages, is_marked, strict=True)
@@ -238,7 +242,7 @@ class ChatTokenizer:
                 add_generation_prompt=add_generation_prompt,
                 **self._special_tokens,
             )
-        except Exception as error:  # a template is a program: it may fail in any way
+        except Exception as error:  # a template is a program and can raise anything
             reason = " ".join(str(error).split())
             raise ValueError(f"the chat template refuses the messages ({reason}); change the record or it") from error
 
@@ -246,8 +250,9 @@ class ChatTokenizer:
 def load_chat_template(assets_path: str | os.PathLike[str]) -> str | None:
     """The chat template of a Hugging Face assets directory; None when it has none.
 
-    `chat_template.jinja` goes before "chat_template" in `tokenizer_config.json`, which is a string or a list of
-    `{"name", "template"}` of which "default" is taken. Raises ValueError for files that cannot be read as such.
+    `chat_template.jinja` takes precedence over "chat_template" in `tokenizer_config.json`. The latter is a string, or a
+    list of `{"name", "template"}` from which "default" is taken. Raises ValueError if the path is no directory or the
+    files are malformed.
     """
     if not os.path.isdir(assets_path):
         raise ValueError(f"{os.fspath(assets_path)!r} is not a directory; give the one that holds tokenizer.json")
@@ -282,7 +287,7 @@ def _named_template(templates: list[Any], path: str) -> str:
 
 
 def default_template(tokenizer: Tokenizer) -> str:
-    """The template for assets without one: ChatML if the vocabulary has its two tokens, else plain text."""
+    """The template for assets without one: ChatML if the vocabulary has ChatML's two tokens, else plain text."""
     has_chatml = all(tokenizer.token_to_id(token) is not None for token in ("<|im_start|>", "<|im_end|>"))
     return CHATML_TEMPLATE if has_chatml else PLAIN_TEMPLATE
 
@@ -293,7 +298,7 @@ def _with_mark(content: str) -> str:
 
 
 class _GenerationTag(Extension):
-    """`{% generation %} ... {% endgeneration %}`: puts marks around what it renders."""
+    """`{% generation %} ... {% endgeneration %}`: puts marks around the text it renders."""
 
     tags = {"generation"}  # noqa: RUF012 (jinja2's own declaration)
 
@@ -307,7 +312,7 @@ class _GenerationTag(Extension):
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
-    """What the templates on the Hugging Face hub expect: the globals, filters and white space of transformers."""
+    """A sandbox with the globals, filters and white-space rules of transformers, which templates on the hub expect."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, "jinja2.ext.loopcontrols"]
     )
@@ -320,7 +325,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
 def _tojson(
     value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    """jinja2's own filter escapes HTML characters, which has no place in a prompt."""
+    """JSON without the HTML escapes of jinja2's own filter, which do not belong in a prompt."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -329,16 +334,16 @@ def _raise_exception(message: str) -> None:
 
 
 def _strip_marks(marked: str) -> tuple[str, Spans]:
-    """Text without the marks, and the character spans in it that they enclosed."""
+    """The text without the marks, and the character spans that they enclosed."""
     parts = re.split(f"[{_START}{_END}]", marked)  # outside, inside, outside, ...
     ends = list(accumulate(map(len, parts)))
     return "".join(parts), list(zip(ends[:-1:2], ends[1::2], strict=True))
 
 
 def _tokens_in_spans(offsets: np.ndarray, spans: Spans) -> np.ndarray:
-    """Which tokens hold a character of a span. offsets: int [n, 2], half-open characters; bool [n].
+    """bool [n]: which tokens hold a character of a span. offsets: int [n, 2], half-open, in characters.
 
-    A tokenizer may leave the space before a word out of the word's offsets: such a space is that token's.
+    A tokenizer may leave the space before a word out of the word's offsets; that space counts as part of the token.
     """
     ends = offsets[:, 1]
     begins = np.minimum(offsets[:, 0], np.concatenate([[0], ends[:-1]]))

@@ -1,4 +1,4 @@
-"""The records of one or several sources of JSONL files, numbered through, and how often an epoch passes over each."""
+"""The records of one or more JSONL sources under one numbering, with a weight per source."""
 
 import functools
 import glob
@@ -11,12 +11,12 @@ import numpy as np
 from torchtitan_magi.data.formats import parse_document
 from torchtitan_magi.data.records import Parse, RecordFile
 
-OTHER_FILES = (".reference.npz", ".unfinished.npz")  # that training itself keeps beside data
+OTHER_FILES = (".reference.npz", ".unfinished.npz")  # written by training beside the data
 
 
 @dataclass(frozen=True)
 class Source:
-    """Files that share a weight; first: number of their first record."""
+    """Files with one weight. first: number of their first record."""
 
     path: str
     weight: float
@@ -29,9 +29,8 @@ class Source:
     def share(self, weight: float, seed: int | None, epoch: int) -> np.ndarray:
         """Numbers of the records that an epoch takes from this source, int64.
 
-        Passes over the source, each in its own seeded order (or in the files' order, if seed is None), follow each
-        other without end, and every epoch takes the next `weight` of a pass. So with weight 0.5 each record comes once
-        in two epochs.
+        The source is passed over without end, each pass in its own seeded order (in the files' order if seed is None).
+        Every epoch takes the next `weight` passes: with weight 0.5 each record comes once in two epochs.
         """
         size = len(self)
         begin, end = (round(number * weight * size) for number in (epoch, epoch + 1))
@@ -47,15 +46,15 @@ class Corpus:
     """The records of a data set.
 
     Args:
-        paths: sources, separated by commas: each a JSONL file, a folder (its `*.jsonl` files, not those of folders
-            in it) or a glob pattern (`**` goes down folders, at its end to their `*.jsonl` files), the files in order
-            of their names. `source=2` or `source=0.5` gives the source a weight: how many times an epoch passes over
-            it. A path with a comma or an equals sign in it is understood where such a file or folder exists, and where
-            a slash follows the sign.
-        parse: the JSON value of a line -> the record, a function of `formats`.
+        paths: sources, separated by commas. A source is a JSONL file, a folder (its `*.jsonl` files, without
+            subfolders) or a glob pattern (`**` includes subfolders; at the end of the pattern, their `*.jsonl` files).
+            Files are sorted by name. `source=2` or `source=0.5` gives the source a weight: how many times an epoch
+            passes over it. A comma or an equals sign is part of the path if that file or folder exists; so is an
+            equals sign with a slash somewhere after it.
+        parse: the JSON value of a line -> the record; a function of `formats`.
 
-    Raises ValueError for sources that cannot be read, hold no record, or name a file a second time, and for weights
-    that leave no record.
+    Raises ValueError for sources that cannot be read, hold no record or name a file a second time, and for weights
+    that leave less than one record per epoch.
     """
 
     def __init__(self, paths: str | os.PathLike[str], parse: Parse = parse_document):
@@ -93,16 +92,17 @@ class Corpus:
         return file.where(place)
 
     def check(self, share: int = 0, shares: int = 1) -> None:
-        """Parses a share of the records. Raises ValueError (`path:line: what; remedy`) for its first malformed one.
+        """Parses share number `share` of `shares`. Raises ValueError (`path:line: what; remedy`) for its first error.
 
-        The shares are in the order of the records, so that the first share with an error has the corpus's first one.
+        A share is a span of consecutive records, one per rank, in order of rank: the first share with an error has the
+        first error of the corpus.
         """
         begin, end = (len(self) * number // shares for number in (share, share + 1))
         for file, first in zip(self._files, self._firsts.tolist(), strict=False):
             file.check(max(0, begin - first), min(len(file), end - first))
 
     def epoch_order(self, seed: int, epoch: int, shuffle: bool, weighted: bool) -> np.ndarray:
-        """Numbers of an epoch's records in the order in which they are read, int64.
+        """Numbers of an epoch's records in reading order, int64.
 
         weighted: whether the weights count; otherwise each record comes once.
         """
@@ -112,7 +112,7 @@ class Corpus:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """What the records are, in words: it changes with the contents and the order of files, not with their names."""
+        """Number of records, bytes and checksum, as text. Depends on the files' contents and order, not their names."""
         crc32 = 0
         for file in self._files:
             crc32 = zlib.crc32(f"{file.num_bytes} {file.crc32} ".encode(), crc32)
@@ -148,7 +148,7 @@ def _split(paths: str) -> list[tuple[str, float]]:
 
 
 def _files_of(path: str) -> list[str]:
-    """The JSONL files of a source; a path that is neither folder nor pattern stands for itself."""
+    """The JSONL files of a source; a path that is neither folder nor pattern is returned as it is."""
     if os.path.isdir(path):
         files = sorted(glob.glob(os.path.join(glob.escape(path), "*.jsonl")))
         if not files:

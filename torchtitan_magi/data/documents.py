@@ -1,11 +1,11 @@
-"""Tokens of a record, and the pieces made of them: what is packed."""
+"""The tokens of a record, and the pieces cut from them, which are packed."""
 
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 
-IGNORE_INDEX = -100  # the label of a position that the loss leaves out
+IGNORE_INDEX = -100  # label of a position that does not count in the loss
 
 LongDocuments = Literal["truncate", "split"]
 
@@ -20,12 +20,12 @@ class TokenizedDocument:
 
 @dataclass(frozen=True)
 class Piece:
-    """Consecutive positions of a pack, made from one record: a document, a part of one, or a preference pair.
+    """Consecutive positions of a pack, made from one record: a document, a cut of a long one, or a preference pair.
 
-    record: index of the record; start: first position within its document; inputs, labels: int32 [length], already
+    record: number of the record; start: first position within its document; inputs, labels: int32 [length], already
     shifted (`labels[i]` is the token to predict after `inputs[i]`, or IGNORE_INDEX); positions: int32 [length], rotary;
-    bounds: where its parts begin and the last one ends, from 0 to length: (0, length) for a document, and
-    (0, chosen_start, rejected_start, length) for a pair.
+    bounds: boundaries from 0 to length: (0, length) for a document, and (0, chosen_start, rejected_start, length) for a
+    pair.
     """
 
     record: int
@@ -51,10 +51,10 @@ def labels_of(document: TokenizedDocument) -> np.ndarray:
 def cut_document(
     record: int, document: TokenizedDocument, seq_len: int, long_documents: LongDocuments
 ) -> tuple[list[Piece], int]:
-    """Shift a document of n tokens to n - 1 positions and cut it to pieces of at most seq_len.
+    """Shifts a document of n tokens to n - 1 positions and cuts it into pieces of at most seq_len.
 
-    Shifting comes first, so the label of a piece's last position is the first token of the next piece: no label is
-    lost at a cut. "truncate" keeps the first piece.
+    Shifting comes first: the label of a piece's last position is the first token of the next piece, so no label is
+    lost at a cut. "truncate" keeps the first piece only.
 
     Returns the pieces and the number of positions that truncation removed.
     """

@@ -1,20 +1,21 @@
-"""The forms a record may have, brought to one form each for documents and for preference pairs.
+"""Record formats, normalised to one form for documents and one for preference pairs.
 
-Documents (`parse_document`), told apart by their key:
+Documents (`parse_document`), recognised by their key:
 
     {"messages": [{"role": "user", "content": "..."}, ...]}              the form of chat interfaces
     {"conversations": [{"from": "human", "value": "..."}, ...]}          ShareGPT
     {"prompt": "..." or messages, "completion": "..." or messages}
     {"instruction": "...", "input": "...", "output": "..."}              Alpaca; "input" may be left out
-    {"text": "..."}                                                      plain text, all of it learned
+    {"text": "..."}                                                      plain text, with loss on all of it
 
-Pairs (`parse_pair`): `{"prompt", "chosen", "rejected"}`, each a string or messages. Without "prompt", or with "chosen"
-and "rejected" that repeat it, these two are whole conversations, and the messages they begin with alike are the prompt.
+Pairs (`parse_pair`): `{"prompt", "chosen", "rejected"}`, each a string or messages. Without "prompt", or if "chosen"
+and "rejected" both repeat it, these two are whole conversations; the messages with which both begin are the prompt.
 
-A string is a turn: the user's as prompt, the assistant's as completion. "tools" goes to the chat template with the
-messages, "system" (a string) becomes a first message. Other keys of a record are ignored, other keys of a message reach
-the template, unless they are null. Content is a string or a list of `{"type": "text", "text": ...}`, which is joined;
-it may be null next to "tool_calls", whose "arguments" are an object, or its JSON text as OpenAI has it.
+A string stands for one turn: the user's in "prompt", the assistant's in "completion", "chosen" and "rejected". "tools"
+goes to the chat template with the messages; "system" (a string) becomes the first message. Other keys of a record are
+ignored; other keys of a message reach the template unless they are null. Content is a string, or a list of
+`{"type": "text", "text": ...}` that is joined. It may be null beside "tool_calls", whose "arguments" are an object or
+its JSON text, as in OpenAI's format.
 """
 
 import json
@@ -33,7 +34,7 @@ def parse_document(record: Any) -> dict[str, Any]:
     """
     _check_object(record, '"messages" or "text"')
     forms = [key for key in ("messages", "conversations", "completion", "output", "text") if key in record]
-    if forms == ["output", "text"]:  # Alpaca's own rows repeat themselves as text
+    if forms == ["output", "text"]:  # Alpaca's own records repeat themselves as "text"
         forms.pop()
     if len(forms) > 1:
         both = " and ".join(f'"{form}"' for form in forms)
@@ -86,7 +87,7 @@ def parse_pair(record: Any) -> dict[str, Any]:
 
 
 def _repeats(prompt: Messages, completion: Messages) -> bool:
-    """Whether a completion begins with the prompt, perhaps after a system message that the prompt does not have."""
+    """Whether a completion begins with the prompt; it may have a system message that the prompt lacks."""
     start = int(bool(prompt) and completion[0]["role"] == "system" != prompt[0]["role"])
     return completion[start : start + len(prompt)] == prompt
 
@@ -107,7 +108,7 @@ def _text(record: dict[str, Any], key: str) -> str:
 
 
 def _turn(record: dict[str, Any], key: str, role: str) -> Messages:
-    """A string, which is one turn of `role`, or messages."""
+    """Messages, or a string as one turn of `role`."""
     if isinstance(record.get(key), list):
         return _messages(key, record[key])
     return [{"role": role, "content": _text(record, key)}]
@@ -167,13 +168,13 @@ def _message(name: str, message: Any) -> dict[str, Any]:
         content = _content(name, content)
     if not content and not calls and message["role"] == "assistant":
         raise ValueError(f"{name}.content is empty, and it is the assistant's; write text or remove the message")
-    # Exporters fill in what a message lacks; templates ask whether it is there.
+    # Exporters write null for keys that a message lacks; templates test whether a key is present.
     given = {key: value for key, value in message.items() if value is not None and key != "tool_calls"}
     return given | {"content": content} | ({"tool_calls": [_with_arguments(call) for call in calls]} if calls else {})
 
 
 def _with_arguments(call: dict[str, Any]) -> dict[str, Any]:
-    """A tool call whose arguments are an object, not its JSON text."""
+    """The tool call with its arguments as an object instead of JSON text."""
     if isinstance(call.get("function"), dict):
         return {**call, "function": _with_arguments(call["function"])}
     try:
@@ -215,7 +216,7 @@ def _with_system(record: dict[str, Any], messages: Messages) -> Messages:
 
 
 def _with_tools(record: dict[str, Any], parsed: dict[str, Any]) -> dict[str, Any]:
-    """`tools` as a list of objects; some data sets hold it as JSON text."""
+    """The record with `tools` as a list of objects; some data sets hold them as JSON text."""
     tools = record.get("tools")
     if isinstance(tools, str) and tools:
         try:

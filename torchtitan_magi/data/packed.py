@@ -27,31 +27,31 @@ class PackedDataset(IterableDataset, Stateful):
 
     - `inputs["input"]`: int64 [seq_len] token ids, 0 on the padding at the end;
     - `inputs["positions"]`: int32 [seq_len], rotary positions, 0 on padding;
-    - `inputs["documents"]` or `inputs["pairs"]`: NumPy int32 [n, k], the boundaries; see the subclass. Padding belongs
-      to none;
+    - `inputs["documents"]` or `inputs["pairs"]`: NumPy int32 [n, k], the boundaries; see the subclass. They leave out
+      the padding;
     - `labels`: int64 [seq_len], already shifted: the token to predict after each input, or IGNORE_INDEX where there is
       none (and on padding). At least one is not IGNORE_INDEX.
 
     The state is taken between rounds of R packs, is the same on all ranks, and can be loaded with another R. Without a
-    loaded state, `iter()` starts at the beginning. After the last epoch all ranks have had the same number of items: in
-    the last round, ranks left without a pack get one of padding only (no boundaries, no labels).
+    loaded state, `iter()` starts at the beginning. All ranks get the same number of items: in the last round, ranks
+    without a pack get one of padding only (no boundaries, no labels).
 
     Args:
         paths: JSONL files of records, see `Corpus`.
-        tokenize: record -> tokens, a `ChatTokenizer` or a method of one; a pure function, picklable for workers. If it
-            has a `fingerprint`, a state is only loaded with the same one.
+        tokenize: record -> tokens, a `ChatTokenizer` or one of its methods; a pure function, picklable for workers. If
+            it has a `fingerprint`, a state is loaded only if its fingerprint is equal.
         seq_len: tokens per pack.
         dp_rank, dp_world_size: this shard, and the number of shards.
-        seed: of the order of records and packs, >= 0.
+        seed: seeds the order of records and packs, >= 0.
         shuffle: new order in every epoch; otherwise the file's order, as far as packing allows.
         epochs: passes over the records; -1 for passes without end.
-        bad_records: what becomes of a malformed record. "error": all are checked now, and one that the chat template
-            refuses ends the run when it is read. "skip": they are left out when they are read, counted, and the first
-            ones logged.
+        bad_records: what happens to malformed records. "error": the constructor checks all records, and a record that
+            the chat template refuses raises when it is read. "skip": they are left out when read, counted, and the
+            first few logged.
         weighted: whether the weights of the sources count; otherwise an epoch has each record once.
-        check: whether to check the records now, where bad_records is "error"; otherwise see `records.check`.
-        window_packs: records are packed together until they fill so many packs; more packs tighter and takes more
-            memory and time before the first item.
+        check: whether the constructor checks the records if bad_records is "error"; if not, call `records.check`.
+        window_packs: packs whose records are packed together; a larger window packs tighter and takes more memory and
+            time before the first item.
 
     Raises ValueError for arguments out of range, for records files that are missing or empty and for malformed records;
     while iterating, when no record holds a label or a chat template refuses one. Works with 0 or 1 loader workers.
@@ -102,11 +102,11 @@ class PackedDataset(IterableDataset, Stateful):
 
     @abstractmethod
     def make_pieces(self, record: int, content: dict[str, Any]) -> tuple[list[Piece], PackingCounts]:
-        """What is packed of the record with that number: pieces of at most seq_len tokens, each with a label."""
+        """The pieces of record number `record`, each of at most seq_len tokens and with a label; and its counts."""
 
     @property
     def counts(self) -> PackingCounts:
-        """What became of the records so far, over all ranks; up to date where the dataset is iterated."""
+        """Counts of the records so far, over all ranks; current only in the process that iterates the dataset."""
         return self._cursor.counts
 
     @property
@@ -127,7 +127,7 @@ class PackedDataset(IterableDataset, Stateful):
             yield self.lay_out(round_of_packs[self.dp_rank].pieces if self.dp_rank < len(round_of_packs) else [])
 
     def lay_out(self, pieces: Sequence[Piece]) -> Sample:
-        """Pieces of at most seq_len tokens together -> one item."""
+        """Pieces with at most seq_len tokens in total -> one item."""
         tokens = np.zeros(self.seq_len, dtype=np.int64)
         positions = np.zeros(self.seq_len, dtype=np.int32)
         labels = np.full(self.seq_len, IGNORE_INDEX, dtype=np.int64)
@@ -146,16 +146,16 @@ class PackedDataset(IterableDataset, Stateful):
         return inputs, torch.from_numpy(labels)
 
     def state_dict(self) -> dict[str, Any]:
-        """The position in the global stream, plain Python values, with what the stream depends on."""
+        """The position in the global stream and what the stream depends on, as plain Python values."""
         return {"cursor": self._cursor.state_dict(), "stream": self.identity()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """The next `iter()` continues there. Raises ValueError if the state is of another stream of packs."""
+        """The next `iter()` continues from this state. Raises ValueError if it belongs to another stream of packs."""
         self.check_state(state_dict)
         self._cursor, self._resuming = Cursor.from_state_dict(state_dict["cursor"]), True
 
     def check_state(self, state_dict: dict[str, Any]) -> None:
-        """Raises ValueError if the state is of another stream of packs."""
+        """Raises ValueError if the state belongs to another stream of packs."""
         for name, now in self.identity().items():
             saved = state_dict["stream"].get(name)
             if saved != now:
@@ -165,9 +165,9 @@ class PackedDataset(IterableDataset, Stateful):
                 )
 
     def identity(self) -> dict[str, Any]:
-        """What the stream of packs depends on; plain Python values."""
+        """All that the stream of packs depends on, as plain Python values."""
         stream = self._stream
-        tokenizer = getattr(self.tokenize, "__self__", self.tokenize)  # of a bound method, its object
+        tokenizer = getattr(self.tokenize, "__self__", self.tokenize)  # the object of a bound method
         return {
             "kind": self.bounds_name,
             "records": self.records.fingerprint,
@@ -182,8 +182,8 @@ class PackedDataset(IterableDataset, Stateful):
 
 
 def collate_packs(samples: Sequence[Sample], num_rows: int | None = None) -> Sample:
-    """Items -> tensors [b, seq_len]; the boundaries become one NumPy int32 [n, k] over the b * seq_len tokens, and
-    `pair_ids` one int64 [n]. num_rows: b, filled up with padding; None: the number of items."""
+    """Items -> tensors [b, seq_len]. The boundaries become one NumPy int32 [n, k] over the b * seq_len tokens, and
+    `pair_ids` one int64 [n]. num_rows: b, reached by adding padding; None: the number of items."""
     samples = [*samples, *[padding_like(samples[0])] * ((num_rows or 0) - len(samples))]
     seq_len = len(samples[0][1])
     inputs: dict[str, Any] = {}
@@ -199,7 +199,7 @@ def collate_packs(samples: Sequence[Sample], num_rows: int | None = None) -> Sam
 
 
 def padding_like(sample: Sample) -> Sample:
-    """An item or batch of the same shape that is only padding."""
+    """An item or batch of padding only, of the same shape."""
     inputs, labels = sample
     empty = {name: torch.zeros_like(x) if isinstance(x, torch.Tensor) else x[:0] for name, x in inputs.items()}
     return empty, torch.full_like(labels, IGNORE_INDEX)

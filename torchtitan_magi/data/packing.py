@@ -1,4 +1,4 @@
-"""Best-fit-decreasing bin packing of documents, and what it counts."""
+"""Best-fit-decreasing bin packing of documents, and the counts of packing."""
 
 from bisect import bisect_left, insort
 from dataclasses import dataclass, fields
@@ -17,7 +17,7 @@ def pack_best_fit(lengths: np.ndarray, capacity: int) -> list[list[int]]:
     smallest, largest = int(lengths.min()), int(lengths.max())
     assert 1 <= smallest <= largest <= capacity, (smallest, largest, capacity)
     packs: list[list[int]] = []
-    open_packs: dict[int, list[int]] = {}  # free tokens -> the packs that have so many; none that fits no document
+    open_packs: dict[int, list[int]] = {}  # free tokens -> packs with that many, if a document may still fit
     rooms: list[int] = []  # the keys of open_packs, ascending
     for document in np.argsort(-lengths, kind="stable").tolist():
         length = int(lengths[document])
@@ -42,32 +42,32 @@ def pack_best_fit(lengths: np.ndarray, capacity: int) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class PackingCounts:
-    """What became of the records read so far, over all data-parallel ranks; `str()` is one line for the log.
+    """Counts of the records read so far, over all data-parallel ranks; `str()` is one line for the log.
 
-    Nothing is lost without being counted: at the end of an epoch
+    The counts add up. At the end of an epoch
     `documents + extra_pieces == pieces + unlabeled + skipped + equal + long_prompts`, and
     `tokens_read == tokens + truncated_tokens + tokens_left_out`.
     """
 
     documents: int = 0  # records read: documents or preference pairs
-    tokens_read: int = 0  # positions that they would take up uncut
+    tokens_read: int = 0  # positions of these records before truncation
     truncated: int = 0  # documents or pairs cut to seq_len
-    truncated_tokens: int = 0  # positions lost by that
-    split: int = 0  # documents cut to several pieces
-    extra_pieces: int = 0  # pieces beyond the first of those documents
-    unlabeled: int = 0  # pieces left out because no token of theirs is to be predicted
+    truncated_tokens: int = 0  # positions removed by truncation
+    split: int = 0  # documents cut into several pieces
+    extra_pieces: int = 0  # pieces of split documents beyond the first
+    unlabeled: int = 0  # pieces left out because they have no label
     skipped: int = 0  # malformed records left out
-    equal: int = 0  # pairs left out because chosen and rejected are the same tokens, perhaps after truncation
+    equal: int = 0  # pairs left out because chosen and rejected have equal tokens, before or after truncation
     long_prompts: int = 0  # pairs left out because their prompt leaves no room for both completions
     tokens_left_out: int = 0  # positions of the pieces and pairs left out
     packs: int = 0
-    pieces: int = 0  # in those packs
-    tokens: int = 0  # in those packs
+    pieces: int = 0  # pieces in the packs
+    tokens: int = 0  # positions that the pieces fill
     slots: int = 0  # packs x seq_len
 
     @property
     def fill(self) -> float:
-        """Share of the packs' positions that documents fill, 0 to 1."""
+        """Fraction of the packs' positions that pieces fill, 0 to 1."""
         return self.tokens / max(1, self.slots)
 
     def __add__(self, other: "PackingCounts") -> "PackingCounts":

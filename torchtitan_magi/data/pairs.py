@@ -2,21 +2,21 @@
 
 The tokens. The conversations prompt + chosen and prompt + rejected are each rendered and encoded as a whole, so their
 tokens are those of SFT. A token that holds any character of the completion's assistant text is to be predicted, the
-end of its turn included. The prompt P of the pair is the longest beginning that the two encodings have in common before
-the first such token. Usually that is the whole rendered prompt. Where a merge of the tokenizer crosses from the prompt
-into the completion, or the template writes the prompt differently, the tokens that differ go to the completions C and R
-instead, without a label. So P + C and P + R are the plain encodings, whatever the layout. What follows the last token
-to predict of a completion has no use and is dropped.
+end of its turn included. The prompt P of the pair is the longest common prefix of the two encodings before the first
+such token. Usually that is the whole rendered prompt. If a merge of the tokenizer crosses from the prompt into the
+completion, or the template renders the prompt differently, the tokens that differ belong to the completions C and R,
+without a label. So P + C and P + R are the plain encodings in every layout. Tokens after the last label of a completion
+are dropped.
 
 The layout. With a shared prompt a pair takes p - 1 + |C| + |R| positions of the pack:
 
-    part              inputs               labels           positions
+    range             inputs               labels           positions
     shared prompt     P[:-1]               none             0 .. p - 2
     chosen branch     P[-1], C[:-1]        C                p - 1 .. p + |C| - 2
     rejected branch   P[-1], R[:-1]        R                p - 1 .. p + |R| - 2
 
-The last prompt token heads both branches, so each label is the token after its input, as everywhere. A branch attends
-to the shared prompt and to itself. Without a shared prompt the pair is two documents, (P + C)[:-1] and (P + R)[:-1],
+The last prompt token begins both branches, so each label is the token after its input. A branch attends to the shared
+prompt and to itself. Without a shared prompt the pair is two documents, (P + C)[:-1] and (P + R)[:-1],
 with positions from 0 and the same labels; they stay in one pack.
 """
 
@@ -33,22 +33,22 @@ from torchtitan_magi.data.packing import PackingCounts
 
 @dataclass(frozen=True)
 class TokenizedPair:
-    """prompt: int32 [p], p >= 1; chosen, rejected: completions C and R, of which `loss_mask` is to be predicted."""
+    """prompt: int32 [p], p >= 1; chosen, rejected: completions C and R, `loss_mask` true on the tokens to predict."""
 
     prompt: np.ndarray
     chosen: TokenizedDocument
     rejected: TokenizedDocument
 
     def num_positions(self, shared_prompt: bool) -> int:
-        """Positions of a pack that the pair takes up."""
+        """Number of positions that the pair takes in a pack."""
         shared = len(self.prompt) - 1
         return (1 if shared_prompt else 2) * shared + len(self.chosen.tokens) + len(self.rejected.tokens)
 
 
 def pair_of(chosen: TokenizedDocument, rejected: TokenizedDocument) -> TokenizedPair:
-    """The pair of two whole conversations, their prompt included; `loss_mask` holds of the completions only.
+    """Makes a pair of two whole conversations, prompt included; their `loss_mask` is true in the completions only.
 
-    Raises ValueError when they do not begin with a common token that is not to be predicted.
+    Raises ValueError if their first tokens differ or are to be predicted.
     """
     first_labels = [int(d.loss_mask.argmax()) if d.loss_mask.any() else len(d.tokens) for d in (chosen, rejected)]
     limit = min(first_labels)
@@ -67,10 +67,9 @@ def _completion(document: TokenizedDocument, start: int) -> TokenizedDocument:
 
 
 def fit_pair(pair: TokenizedPair, seq_len: int, shared_prompt: bool) -> TokenizedPair | None:
-    """The pair with its completions cut from the end until it fits; None if the prompt leaves too little room.
+    """The pair with its completions cut at the end until it fits; None if that leaves a completion without a label.
 
-    The longer completion is cut first, then both to the same length (or one token apart). "Too little" is a completion
-    without a label.
+    The longer completion is cut first, then both to the same length (or one token apart).
     """
     excess = pair.num_positions(shared_prompt) - seq_len
     if excess > 0:
@@ -111,16 +110,16 @@ class PackedPairDataset(PackedDataset):
     """Packs of preference pairs, for direct preference optimisation.
 
     See `PackedDataset` for the arguments, the shards and the state, `formats.parse_pair` for the records, and the
-    module's docstring for the positions of a pair. `tokenize` is record -> TokenizedPair, such as `ChatTokenizer.pair`.
-    An item has
+    module's docstring for the positions of a pair. `tokenize` maps a record to a TokenizedPair, as `ChatTokenizer.pair`
+    does. An item has
 
     - `inputs["pairs"]`: NumPy int32 [n, 4], rows (start, chosen_start, rejected_start, end): shared prompt
-      [start, chosen_start), chosen branch [chosen_start, rejected_start), rejected branch [rejected_start, end). In
-      order and without gaps. With `shared_prompt=False`, chosen_start is start and each branch a document of its own.
+      [start, chosen_start), chosen branch [chosen_start, rejected_start), rejected branch [rejected_start, end). Rows
+      are in order and without gaps. With `shared_prompt=False`, chosen_start equals start; each branch is a document.
     - `inputs["pair_ids"]`: NumPy int64 [n], the number of each pair's record in the data set, from 0.
 
-    A pair that does not fit a pack loses the end of its completions; the prompt is kept. Left out and counted: a pair
-    whose prompt leaves no room for a label of both completions, and one whose completions are the same tokens.
+    A pair that does not fit a pack loses the end of its completions; the prompt is kept. A pair is left out and counted
+    if its prompt leaves no room for a label of each completion, or if its completions have equal tokens.
     """
 
     bounds_name = "pairs"

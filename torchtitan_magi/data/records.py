@@ -1,4 +1,4 @@
-"""Training records in a JSONL file, read at random by byte offset, and the check of every line."""
+"""Training records in a JSONL file: random access by byte offset, and a check of every line."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from torchtitan_magi.data.formats import parse_document
 
 Parse = Callable[[Any], dict[str, Any]]
 
-MAX_RECORD_BYTES = 16 * 2**20  # a longer line is malformed; it is never read into memory
+MAX_RECORD_BYTES = 16 * 2**20  # a longer line is malformed and never read into memory
 _CHUNK_BYTES = 2**20
 _IS_SPACE = np.isin(np.arange(256), list(b" \t\r\n\v\f"))
 _NEWLINE = ord("\n")
@@ -21,18 +21,17 @@ _NEWLINE = ord("\n")
 class RecordFile:
     """The records of one JSONL file. Only an int64 offset per record stays in memory; blank lines are skipped.
 
-    Opening it reads the file once, for the offsets and a checksum. A line is parsed when it is asked for; `check` does
-    so with all of them.
+    The constructor reads the file once, for the offsets and a checksum. Indexing parses one line; `check` parses all.
 
     Args:
-        path: of the file.
-        parse: the JSON value of a line -> the record, a function of `formats`.
+        path: JSONL file.
+        parse: the JSON value of a line -> the record; a function of `formats`.
 
     Attributes:
         num_bytes: size of the file.
         crc32: checksum of its bytes.
 
-    Raises ValueError for a file that cannot be read; when a record is asked for, for a malformed line (`what; remedy`).
+    Raises ValueError for a file that cannot be read and, when indexed, for a malformed line (`what; remedy`).
     """
 
     def __init__(self, path: str | os.PathLike[str], parse: Parse = parse_document):
@@ -48,7 +47,7 @@ class RecordFile:
         return len(self._offsets) - 1
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        with open(self.path, "rb") as file:  # opened anew, so that forked workers share no file position
+        with open(self.path, "rb") as file:  # opened each time: forked workers would share a file position
             return self._read(file, index)
 
     def _read(self, file: BinaryIO, index: int) -> dict[str, Any]:
@@ -60,7 +59,7 @@ class RecordFile:
         return parse_line(file.read(stop - start), self.parse)
 
     def where(self, index: int) -> str:
-        """`path:line` of a record, for messages; reads the file up to there."""
+        """`path:line` of a record, for messages; reads the file up to that line."""
         number, left = 1, int(self._offsets[index])
         with open(self.path, "rb") as file:
             while left:
@@ -79,7 +78,7 @@ class RecordFile:
                     raise ValueError(f"{self.where(index)}: {error}") from None
 
     def _index(self) -> np.ndarray:
-        """int64 [records + 1]: the byte where each line begins that is not blank, and the end of the file."""
+        """int64 [records + 1]: first byte of each line that is not blank, and the size of the file."""
         found, spaced, begins_line = [], [], True
         with open(self.path, "rb") as file:
             while chunk := file.read(_CHUNK_BYTES):
@@ -92,7 +91,7 @@ class RecordFile:
                 begins = begins[: len(begins) - begins_line]
                 begins = begins[data[begins] != _NEWLINE]
                 found.append(begins + self.num_bytes)
-                spaced.append(begins[_IS_SPACE[data[begins]]] + self.num_bytes)  # perhaps blank
+                spaced.append(begins[_IS_SPACE[data[begins]]] + self.num_bytes)  # may be blank
                 self.num_bytes += len(data)
             offsets = np.concatenate([*found, [self.num_bytes]]).astype(np.int64)
             blank = [offset for part in spaced for offset in part.tolist() if _is_blank_line(file, offset)]
@@ -112,7 +111,7 @@ def _is_blank_line(file: BinaryIO, offset: int) -> bool:
 def parse_line(line: bytes, parse: Parse) -> dict[str, Any]:
     """The record on one line of JSON. Raises ValueError (`what; remedy`) when it is malformed."""
     try:
-        record = json.loads(line.rstrip().decode("utf-8-sig"))  # a byte order mark is let through
+        record = json.loads(line.rstrip().decode("utf-8-sig"))  # a byte order mark is accepted
     except UnicodeDecodeError as error:
         byte = f"byte 0x{line[error.start]:02x} at column {error.start + 1}"
         raise ValueError(f"{byte} is not UTF-8; save the file as UTF-8") from None
@@ -126,7 +125,7 @@ def parse_line(line: bytes, parse: Parse) -> dict[str, Any]:
 
 
 def _check_surrogates(record: Any) -> None:
-    """An escape such as \\ud83d without its other half is JSON, but no text that a tokenizer takes."""
+    """Raises ValueError for an escape such as \\ud83d without its other half: valid JSON, but not valid text."""
     try:
         json.dumps(record, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:

@@ -13,8 +13,8 @@ class PackedSFTDataset(PackedDataset):
 
     See `PackedDataset` for the arguments, the shards and the state, and `formats.parse_document` for the records. An
     item's boundaries are `inputs["documents"]`: NumPy int32 [n, 2], half-open token ranges of the documents, in order
-    and without gaps. Documents that do not fit a pack follow `long_documents`: "truncate", or "split" to several
-    documents, without losing a label at the cut. Documents, or pieces of one, without a label are left out.
+    and without gaps. `long_documents` decides about documents longer than a pack: "truncate", or "split" into several
+    documents (no label is lost at a cut). Documents and pieces without a label are left out.
     """
 
     bounds_name = "documents"

@@ -1,11 +1,11 @@
-"""The global stream of packs: one sequence, the same on every rank, that can be entered at any pack.
+"""The global stream of packs: one sequence, the same on every rank, that can be resumed at any pack.
 
-Per epoch the records come in a seeded order. A window of them, enough to fill `window_packs` packs, is tokenized and
-packed together; the emptiest packs are taken apart again and their pieces carried into the next window, except in the
-epoch's last. The next window is read little by little as the packs of the present one are given out, so that no pack
-waits for long but the first. Two windows are in memory, and a position in the stream is a few numbers.
+Each epoch has a seeded order of records. A window of records that fills `window_packs` packs is tokenized and packed
+together. The emptiest packs are dissolved and their pieces carried into the next window, except in the last window of
+an epoch. While the packs of one window are given out, the next window is read step by step, so only the first pack of a
+run waits for a whole window. Two windows are in memory. A position in the stream is a few numbers.
 
-Every rank tokenizes every record. That is the price of packs that are independent of the number of ranks.
+Every rank tokenizes every record. This makes the packs independent of the number of ranks.
 """
 
 import logging
@@ -21,12 +21,12 @@ from torchtitan_magi.data.packing import PackingCounts, pack_best_fit
 
 logger = logging.getLogger(__name__)
 
-# number of a record, its content -> pieces of at most seq_len tokens, each with a label; what to count
+# (number of a record, its content) -> (pieces of at most seq_len tokens, each with a label; counts)
 MakePieces = Callable[[int, dict[str, Any]], tuple[list[Piece], PackingCounts]]
 
-_FULL = 0.98  # a pack filled to this share is never carried over
-_MAX_SKIPS_LOGGED = 10  # of a run
-_MAX_CARRIED = 1 / 8  # of a window's packs, though always one
+_FULL = 0.98  # a pack filled to this fraction is never carried over
+_MAX_SKIPS_LOGGED = 10  # per run
+_MAX_CARRIED = 1 / 8  # fraction of a window's packs; at least one pack
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Cursor:
     position: int = 0
     carried: tuple[tuple[int, int], ...] = ()  # (record, start) of each piece carried into this window
     given: int = 0
-    counts: PackingCounts = field(default_factory=PackingCounts)  # this window included once given > 0
+    counts: PackingCounts = field(default_factory=PackingCounts)  # includes this window once given > 0
 
     def state_dict(self) -> dict[str, Any]:
         return asdict(self) | {"carried": [list(piece) for piece in self.carried]}
@@ -50,27 +50,27 @@ class Cursor:
 
 @dataclass(frozen=True)
 class Pack:
-    """The pieces of one pack, at most seq_len tokens, and the cursor of the pack after it."""
+    """The pieces of one pack, at most seq_len tokens in total, and the cursor of the next pack."""
 
     pieces: list[Piece]
     next_cursor: Cursor
 
 
 class _Window:
-    """Records to be packed together: the pieces carried into the window, and those of the records read so far."""
+    """Pieces to be packed together: those carried into the window and those of the records read so far."""
 
     def __init__(self, position: int, carried: list[Piece]) -> None:
-        self.position, self.pieces = position, list(carried)  # position: of the next record in the epoch's order
+        self.position, self.pieces = position, list(carried)  # position: next record in the epoch's order
         self.num_tokens = sum(map(len, carried))
-        self.counts = PackingCounts()  # of the records read
+        self.counts = PackingCounts()  # over the records read
 
 
 @dataclass(frozen=True)
 class PackStream:
-    """Packs of `seq_len` tokens from `records`, see `PackedDataset` for the options.
+    """Packs of `seq_len` tokens from `records`; see `PackedDataset` for the options.
 
-    make_pieces: a pure function. skip_bad: a record that is malformed or that `make_pieces` refuses is left out and
-    counted; otherwise it raises ValueError.
+    make_pieces: a pure function. skip_bad: whether a record that is malformed, or that `make_pieces` refuses, is left
+    out and counted; otherwise it raises ValueError.
     """
 
     records: Corpus
@@ -86,7 +86,7 @@ class PackStream:
     def packs(self, cursor: Cursor) -> Iterator[Pack]:
         """The packs from `cursor` to the end of the last epoch.
 
-        Raises ValueError when a whole epoch holds no label, or for a bad record (file and line).
+        Raises ValueError if a whole epoch has no label, and for a bad record (file and line).
         """
         carried = [self._reload(record, start) for record, start in cursor.carried]
         while self.epochs == -1 or cursor.epoch < self.epochs:
@@ -111,7 +111,7 @@ class PackStream:
             cursor = Cursor(cursor.epoch + 1, counts=cursor.counts)
 
     def _read(self, window: "_Window", order: np.ndarray, num_skipped: int, share: float = 1.0) -> None:
-        """Adds records to the window until that share of it is filled, and at least one."""
+        """Adds records to the window, at least one, until the fraction `share` of it is filled."""
         while window.position < len(order) and (
             window.num_tokens < share * self.window_packs * self.seq_len or window.counts.documents == 0
         ):
@@ -122,7 +122,7 @@ class PackStream:
             window.position += 1
 
     def _pack(self, window: "_Window", cursor: Cursor, is_last: bool) -> tuple[list[list[Piece]], list[Piece], Cursor]:
-        """A window read at `cursor`: its packs, the pieces carried out of it, and the cursor of the next window."""
+        """Packs a window read at `cursor`: its packs, the pieces it carries over, and the cursor of the next window."""
         pieces = window.pieces
         packs = pack_best_fit(np.array([len(piece) for piece in pieces], dtype=np.int64), self.seq_len)
         fill = np.array([sum(len(pieces[i]) for i in pack) for pack in packs], dtype=np.int64)
@@ -158,9 +158,9 @@ class PackStream:
             return [], PackingCounts(documents=1, skipped=1)
 
     def _report(self, before: PackingCounts, after: PackingCounts) -> None:
-        """Logs the counts when the number of packs has doubled: often at first, then ever more seldom.
+        """Logs the counts each time the number of packs has doubled, unless there is one epoch only.
 
-        Not for a single epoch, as of a validation set, which only reports its end.
+        A single epoch, such as validation's, is logged at its end.
         """
         if self.epochs != 1 and before.packs.bit_length() < after.packs.bit_length():
             logger.info("%s: %s", self.records.paths, after)
