@@ -179,7 +179,7 @@ class ChatTokenizer:
         return text, spans
 
     def _find_turns(self, text: str, messages: Messages, tools: Messages | None, first: int) -> Spans:
-        """Spans of the assistant's turns, found by the texts that begin and end one; `_content_ends` bounds the search."""
+        """Spans of the assistant's turns, found by the texts that begin and end one; `_content_ends` limits it."""
         begin, end = self._turn_frame
         if not (begin and end):
             raise ValueError(_UNCLEAR)
