@@ -9,9 +9,10 @@ from test_process_group import documents, random_slices
 
 import torchtitan_magi as magi
 from torchtitan_magi.attention import attention_op, make_handle
-from torchtitan_magi.bound_plan import bind_plan, choose_block_attn
+from torchtitan_magi.backends import choose_block_attn
+from torchtitan_magi.bound_plan import bind_plan
 from torchtitan_magi.exchange import peer_memory as peer
-from torchtitan_magi.exchange.group_cast import process_group_transport
+from torchtitan_magi.exchange.mesh import process_group_transport
 from torchtitan_magi.exchange.peer_memory import WRITTEN_BYTES, PeerTransport
 from torchtitan_magi.exchange.transport import ProcessGroupTransport
 

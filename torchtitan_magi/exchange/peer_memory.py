@@ -23,23 +23,25 @@ from torch import Tensor
 
 from torchtitan_magi.cuda import driver
 from torchtitan_magi.cuda.driver import CopyAttributes, StreamOperation
-from torchtitan_magi.cuda.memory import empty, layout
-from torchtitan_magi.exchange.transport import MAX_PEERS, Arrival, Flag, Places, ProcessGroupTransport
+from torchtitan_magi.exchange.in_flight import MAX_PEERS, Arrival, Flag, Places
+from torchtitan_magi.exchange.transport import ProcessGroupTransport
 from torchtitan_magi.planning.plan import Exchange, Parcel
 
-# Buffers of a channel, taken in turn, to send from or to be written to. An exchange is issued after the wait for the
-# last but one before it, thus after every peer came to that one, and by then was done with the one before: had fetched
-# all of it, or used what was written to it, as nothing that is written follows before that. Hence three.
+# Slots of a channel: buffers to send from or to be written to, taken in turn. Three suffice. Exchange n is issued only
+# after n-2 was waited for; every peer has then reached n-2, so it has finished with the slot of n-3.
 SLOTS = 3
 FLAG_BYTES = 4096  # for the numbers, before the slots
 WRITTEN_BYTES = 8 << 20  # K/V rows up to so many bytes per rank are written; more are fetched while attention runs
 
 
 class _Batch:
-    """Stream operations that all wait for the same number, or write it."""
+    """Stream operations that all wait for the same number, or write it.
+
+    Args:
+        operations: kind and address of each.
+    """
 
     def __init__(self, *operations: tuple[int, int]) -> None:
-        """operations: kind and address of each."""
         self.operations = (StreamOperation * len(operations))(*(StreamOperation(*each) for each in operations))
         self.each = list(self.operations)
 
@@ -124,7 +126,7 @@ class PeerTransport(ProcessGroupTransport):
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__(group)
-        self.group, self.way = group, "peer memory"
+        self.way = "peer memory"
         self.device = torch.cuda.current_device()
         self.channels = _Channel(), _Channel()  # there, back
         self.slot_bytes = 0
@@ -155,11 +157,15 @@ class PeerTransport(ProcessGroupTransport):
         channel.packed += self.size
         if received is not None:
             return places, received, self._arrival(channel.packed_word, channel.packed)
-        received = empty((sum(exchange.recv_splits), *shape), dtype, self.memory.device)
+        received = self._received((sum(exchange.recv_splits), *shape), dtype)
         fetch = functools.partial(
             self._fetch, channel, channel.await_packed, channel.packed, start, received, exchange, back
         )
         return places, received, self._arrival(channel.there, channel.number, fetch)
+
+    def _received(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Memory for rows that are fetched; PyTorch's allocator uses it again in the order of the stream."""
+        return torch.empty(shape, dtype=dtype, device=self.memory.device)
 
     def _places_of(
         self, shape: tuple[int, ...], dtype: torch.dtype, exchange: Exchange, back: bool, slot: int
@@ -186,8 +192,7 @@ class PeerTransport(ProcessGroupTransport):
 
     def _buffer(self, shape: tuple[int, ...], dtype: torch.dtype, most: int, back: bool) -> Tensor:
         """The channel's next buffer; `most` rows are the most that any rank needs of it."""
-        _, strides = layout(shape)
-        needed = most * strides[0] * dtype.itemsize
+        needed = most * math.prod(shape[1:]) * dtype.itemsize
         if needed > self.slot_bytes or self.memory is None:
             self._grow(needed)
         return self.view(shape, dtype, self._start(back))
@@ -195,7 +200,7 @@ class PeerTransport(ProcessGroupTransport):
     @torch.inference_mode(False)  # it may serve training later
     def _view(self, shape: tuple[int, ...], dtype: torch.dtype, start: int) -> Tensor:
         """The memory from byte `start` on."""
-        _, strides = layout(shape)
+        strides = torch.empty(shape, device="meta").stride()  # contiguous
         view: Tensor = self.memory.view(dtype).as_strided(shape, strides, start // dtype.itemsize)
         return view
 
@@ -259,14 +264,20 @@ class PeerTransport(ProcessGroupTransport):
         torch.cuda.synchronize(self.device)  # fetches out of the old one are done when all ranks have come here
         self._let_go()
         self.slot_bytes = max(1 << 20, 1 << (needed - 1).bit_length())
-        size, name = FLAG_BYTES + 2 * SLOTS * self.slot_bytes, self.group.group_name
+        size, name = FLAG_BYTES + 2 * SLOTS * self.slot_bytes, self.group("cast").group_name
         memory = _SymmetricMemory.empty_strided_p2p((size,), (1,), torch.uint8, torch.device("cuda", self.device), name)
         memory[:FLAG_BYTES].zero_()
         torch.cuda.synchronize(self.device)  # before anyone may write there
         self._take_up(memory, list(_SymmetricMemory.rendezvous(memory, name).buffer_ptrs))
 
+    def close(self) -> None:
+        super().close()
+        if self.memory is not None:
+            torch.cuda.synchronize(self.device)
+            self._let_go()
+
     def _let_go(self) -> None:
-        """Of the memory, and of all that was prepared for it."""
+        """Gives up the memory and all that was prepared for it."""
         self.memory = None
         for prepared in (self.view, self.places_of, self.copies_of):
             prepared.cache_clear()

@@ -1,6 +1,7 @@
 """Host half of rows.cu: row bands, packing K/V rows, adding returned rows, rounding gradients.
 
-The counterpart of ``comm.TorchRows``. Shapes: T tokens of this rank, S rows sent in a stage, H K/V heads, D head_dim.
+The counterpart of ``exchange.rows.TorchRowMover``.
+Shapes: T tokens of this rank, S rows sent in a stage, H K/V heads, D head_dim.
 """
 
 import ctypes
@@ -13,8 +14,7 @@ import torch
 from torch import Tensor
 
 from torchtitan_magi.cuda import launch
-from torchtitan_magi.cuda.memory import empty
-from torchtitan_magi.exchange.transport import MAX_PEERS, Places, Returned, RowSums
+from torchtitan_magi.exchange.in_flight import MAX_PEERS, Places, Returned, RowSums, Unsent
 from torchtitan_magi.planning.plan import Exchange
 
 _WARPS = 8  # of a block, one row each
@@ -83,7 +83,7 @@ class _FinishParams(ctypes.Structure):
     ]
 
 
-class CudaRows:
+class CudaRowMover:
     """Row movement by our own kernels, one launch each."""
 
     packs_to_places = True
@@ -152,7 +152,7 @@ class CudaRows:
     def round_keys(self, dkv: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """dk and dv [T, H, D] of dkv [T, 2, H, D], fp32 and contiguous, in `dtype`."""
         assert dkv.is_contiguous()
-        dk, dv = (empty((dkv.shape[0], *dkv.shape[2:]), dtype, dkv.device) for _ in range(2))
+        dk, dv = (dkv.new_empty(dkv.shape[0], *dkv.shape[2:], dtype=dtype) for _ in range(2))
         rounding = _finish_launch(dkv.device, dtype, dtype, 0, dkv.numel(), dkv.stride(0))
         params = rounding.params
         params.dkv, params.dk_to, params.dv_to = dkv.data_ptr(), dk.data_ptr(), dv.data_ptr()
@@ -170,9 +170,9 @@ class CudaRows:
         assert dq.is_contiguous()
         assert dkv.is_contiguous()
         device, shape, row = dq.device, (dq.shape[0], *dkv.shape[2:]), dkv.stride(0)
-        dq_to, dk, dv = empty(dq.shape, dtype, device), empty(shape, dtype, device), empty(shape, dtype, device)
+        dq_to, dk, dv = (dq.new_empty(size, dtype=dtype) for size in (dq.shape, shape, shape))
         unsent = returned.unsent
-        launches = {} if unsent is None else unsent[2].prepared
+        launches = {} if unsent is None else unsent.places.prepared
         key = "finish", get_ident(), dq.shape, dkv.shape, dtype
         finishing = launches.get(key)
         if finishing is None:
@@ -264,7 +264,7 @@ def _finish_launch(
     num_dq: int,
     num_dkv: int,
     row: int,
-    unsent: tuple[Tensor, int, Places] | None = None,
+    unsent: Unsent | None = None,
 ) -> launch.Launch:
     """Of so many elements; a row of dkv has `row`."""
     params = _FinishParams(returned=_ReturnedRows(units=row // _ELEMENTS or 1))
