@@ -7,7 +7,8 @@ from dense import assert_within_budget
 
 from torchtitan_magi import dispatch, make_plan, undispatch
 from torchtitan_magi.attention import attention_op, make_handle
-from torchtitan_magi.bound_plan import bind_plan, choose_block_attn
+from torchtitan_magi.backends import choose_block_attn
+from torchtitan_magi.bound_plan import bind_plan
 from torchtitan_magi.masks.slices import AttnSlices
 from torchtitan_magi.planning.stages import H200, CostModel, Heads
 

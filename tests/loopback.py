@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from torchtitan_magi.exchange.transport import Arrival
+from torchtitan_magi.exchange.in_flight import Arrival
 
 
 class _Rank:

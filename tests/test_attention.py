@@ -3,6 +3,8 @@ import gc
 import numpy as np
 import pytest
 import torch
+import torch.autograd.forward_ad as fwad
+import torch.distributed as dist
 from cp_case import Case, check, inputs, run_case
 from dense import assert_within_budget, dense_with_grads
 from hypothesis import given, settings
@@ -12,6 +14,7 @@ from masks import dense_mask, document_lengths, slice_lists
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import torchtitan_magi as magi
+from torchtitan_magi import attention
 from torchtitan_magi.attention import (
     attention_backward_op,
     attention_op,
@@ -19,7 +22,8 @@ from torchtitan_magi.attention import (
     num_live_plans,
 )
 from torchtitan_magi.backends.flex import FlexBlockAttn
-from torchtitan_magi.bound_plan import bind_plan
+from torchtitan_magi.bound_plan import bind_plan, bind_slices
+from torchtitan_magi.exchange.mesh import process_group_transport
 from torchtitan_magi.masks.slices import AttnSlices
 
 HEADS = st.sampled_from([(4, 2), (2, 2), (4, 1), (5, 1)])
@@ -111,6 +115,7 @@ def test_flex_attention_and_the_written_out_backward_agree_with_fp64_to_fp64_pre
 
 
 def test_the_public_call_is_differentiable_and_shares_index_data_between_layers():
+    magi.clear_caches()
     before = num_live_plans()
     plan = magi.make_plan(magi.varlen_causal([0, 20, 50]), 50, 1)
     x = torch.randn(50, 2, 8, requires_grad=True)
@@ -168,6 +173,73 @@ def test_another_default_device_changes_nothing():
     with torch.device("meta"):
         for got, want in zip(magi.flex_flash_attn(x, x, x, AttnSlices(slices.table[::-1])), expected, strict=True):
             assert torch.equal(got, want)
+
+
+def test_public_calls_keep_few_bytes_of_index_data_and_let_go_of_them(monkeypatch):
+    x = torch.randn(64, 2, 8)
+
+    def call(n):
+        magi.flex_flash_attn(x, x, x, magi.varlen_causal([0, n, 64]))
+        magi.cp_varlen_attn(x, x, x, magi.make_plan(magi.varlen_causal([0, n, 64]), 64, 1))
+
+    magi.clear_caches()
+    call(1)
+    (size, _), before = [attention._bound_plan(handle).num_bytes for handle in attention._handles.values()], 2
+    assert size > 0
+    for most, kept in ((attention.CACHED_BYTES, attention.CACHED_PLANS), (3 * size, 3), (0, 1)):
+        monkeypatch.setattr(attention, "CACHED_BYTES", most)
+        for n in range(2, 20):
+            call(n)
+            assert num_live_plans() == len(attention._handles) <= max(kept, before)
+        before = kept
+        assert len(attention._handles) <= kept
+    magi.clear_caches()
+    assert num_live_plans() == 0
+
+
+def test_a_transport_ends_with_its_group(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        transport = process_group_transport(dist.group.WORLD)
+        assert process_group_transport(dist.group.WORLD) is transport
+    finally:
+        dist.destroy_process_group()
+    gc.collect()
+    with pytest.raises(RuntimeError, match=r"process group .* has ended"):
+        transport.all_gather(torch.empty(1), torch.empty(1))
+
+
+@pytest.mark.parametrize("call", ["attend", "op"])
+@pytest.mark.parametrize("transform", ["grad", "vjp", "jvp", "vmap", "forward_ad", "forward_ad of a parameter"])
+def test_transforms_without_a_rule_are_refused_by_name(transform, call):
+    slices, x = magi.varlen_causal([0, 6]), torch.randn(6, 2, 8)
+    handle = make_handle(bind_slices(slices, 6, 6, 2, 2, FlexBlockAttn(), x.device))
+
+    def attend(x):
+        if call == "attend":
+            return magi.flex_flash_attn(x, x, x, slices)[0].sum()
+        return attention_op(x, x, x, handle, 0.3)[0].sum()
+
+    def forward_ad(f):
+        with fwad.dual_level():
+            return f(fwad.make_dual(x.requires_grad_("parameter" in transform), torch.ones_like(x)))
+
+    run = {
+        "grad": lambda: torch.func.grad(attend)(x),
+        "vjp": lambda: torch.func.vjp(attend, x),
+        "jvp": lambda: torch.func.jvp(attend, (x,), (x,)),
+        "vmap": lambda: torch.func.vmap(attend)(x[None]),
+    }.get(transform, lambda: forward_ad(attend))
+    if (transform, call) == ("vmap", "op"):  # torch calls the op once for each
+        return torch.testing.assert_close(run(), attend(x)[None])
+    with pytest.raises(RuntimeError, match=r"attention (cannot run inside torch.func|has no forward-mode)"):
+        run()
+    assert torch.isfinite(attend(x))  # and works again afterwards
+
+
+def test_ops_stay_out_of_cuda_graphs():
+    for op in (attention_op, attention_backward_op):
+        assert torch.Tag.cudagraph_unsafe in op.tags
 
 
 def test_second_derivatives_are_refused():
@@ -232,6 +304,16 @@ def test_ops_keep_their_promises_to_compilers():
         (lambda x, plan: magi.flex_flash_attn(*[x.int()] * 3, plan.slices), "torch.int32; give all three the same"),
         (lambda x, plan: magi.cp_varlen_attn(x, x[:, :0], x[:, :0], plan), "Hq a multiple of H"),
         (lambda x, plan: magi.cp_varlen_attn(x[:, :0], x, x, plan), "Hq a multiple of H"),
+        (lambda x, plan: magi.cp_varlen_attn(*[x[..., :0]] * 3, plan), r"\(8, 4, 0\).* D above 0"),
+        (lambda x, plan: magi.flex_flash_attn(*[x[..., :0]] * 3, plan.slices), r"\(8, 4, 0\).* D above 0"),
+        *(
+            (
+                lambda x, plan, s=s, call=call: call(x, x, x, plan, softmax_scale=s),
+                f"softmax_scale is {s!r}; it must be a positive",
+            )
+            for s in (0, -1.0, float("nan"), float("inf"), "1")
+            for call in (magi.cp_varlen_attn, lambda *args, **kw: magi.flex_flash_attn(*args[:3], args[3].slices, **kw))
+        ),
     ],
 )
 def test_misuse_is_one_line_that_names_the_value(call, message):

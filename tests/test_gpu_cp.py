@@ -1,5 +1,7 @@
 """Context-parallel attention on GPUs: our kernel, our row kernels and NCCL against the dense fp64 reference."""
 
+import gc
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,9 +11,10 @@ from test_process_group import documents, random_slices
 
 import torchtitan_magi as magi
 from torchtitan_magi.attention import attention_op, make_handle
-from torchtitan_magi.bound_plan import bind_plan, choose_block_attn
+from torchtitan_magi.backends import choose_block_attn
+from torchtitan_magi.bound_plan import bind_plan
 from torchtitan_magi.exchange import peer_memory as peer
-from torchtitan_magi.exchange.group_cast import process_group_transport
+from torchtitan_magi.exchange.mesh import process_group_transport
 from torchtitan_magi.exchange.peer_memory import WRITTEN_BYTES, PeerTransport
 from torchtitan_magi.exchange.transport import ProcessGroupTransport
 
@@ -85,6 +88,28 @@ def transport_on_rank():
 
 def test_ranks_of_one_machine_use_peer_memory(pool):
     assert all(pool.run(transport_on_rank))
+
+
+def ended_on_rank():
+    """Whether a transport let go of its memory with its group; bytes that came free on the device; its memory."""
+    group = dist.new_group(list(range(dist.get_world_size())))
+    run_case(CASES["GQA 64:8"], dist.get_world_size(), group, "cuda")
+    transport = process_group_transport(group)
+    held = transport.memory.nbytes
+    torch.cuda.synchronize()
+    dist.barrier()
+    before = torch.cuda.mem_get_info()[0]
+    dist.destroy_process_group(group)
+    del group
+    gc.collect()
+    dist.barrier()
+    return transport.memory is None, torch.cuda.mem_get_info()[0] - before, held
+
+
+def test_symmetric_memory_ends_with_its_group(pool):
+    for ended, freed, held in pool.run(ended_on_rank):
+        assert ended
+        assert freed >= held
 
 
 def repeat_on_rank(name, times, way):

@@ -14,7 +14,7 @@ from torchtitan_magi.backends.ffa import row_kernels as rows
 from torchtitan_magi.backends.ffa.block_attn import FfaBlockAttn
 from torchtitan_magi.backends.ffa.row_kernels import CudaRows
 from torchtitan_magi.cuda import driver, jit, launch
-from torchtitan_magi.exchange.transport import Arrival, Flag, LateKeys, Places, Returned, RowSums
+from torchtitan_magi.exchange.in_flight import Arrival, Flag, LateKeys, Places, Returned, RowSums
 
 TOKENS, HEADS_Q, HEADS, DIM = 256, 8, 2, 64
 ROW = 2 * HEADS * DIM

@@ -11,10 +11,11 @@ import torch
 
 from torchtitan_magi import make_plan, varlen_causal
 from torchtitan_magi.cuda import driver
-from torchtitan_magi.exchange import group_cast as comm
+from torchtitan_magi.exchange import group_cast
 from torchtitan_magi.exchange import peer_memory as peer
+from torchtitan_magi.exchange.in_flight import Arrival, Places
 from torchtitan_magi.exchange.peer_memory import FLAG_BYTES, SLOTS, WRITTEN_BYTES, PeerTransport
-from torchtitan_magi.exchange.transport import Arrival, Places, ProcessGroupTransport
+from torchtitan_magi.exchange.transport import ProcessGroupTransport
 
 CPU = torch.device("cpu")
 
@@ -265,18 +266,18 @@ def test_what_is_written_and_what_is_fetched(fake_driver):
 @pytest.mark.parametrize(("later", "launches_block"), [(False, False), (True, False), (True, True)])
 def test_an_exchange_begins_when_its_rows_are_packed_or_when_the_caller_says_so(monkeypatch, later, launches_block):
     monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", str(int(launches_block)))
-    comm._launches_block.cache_clear()
+    group_cast._launches_block.cache_clear()
     stage = make_plan(varlen_causal([0, 512]), 512, 2, overlap_stages=0).ranks[0].forward[0]
     events, k = [], torch.zeros(256, 1, 8)
     arrival = Arrival(lambda: events.append("wait"), begin=lambda: events.append("begin"))
     transport = SimpleNamespace(places=lambda *_, back: (Places([], [], 0, []), k, arrival))
     rows = SimpleNamespace(packs_to_places=True, gather=lambda *_: events.append("pack"))
-    _, arriving = comm.group_cast(stage, rows, [[]], k, k, transport, later)
+    _, arriving = group_cast.group_cast(group_cast.StageRows(stage, [[]], rows, transport), k, k, later)
     assert events == (["pack"] if later and not launches_block else ["pack", "begin"])
     arriving.begin()  # as who takes late keys does
     arriving.wait()
     assert events == ["pack", "begin", "wait"]
-    comm._launches_block.cache_clear()
+    group_cast._launches_block.cache_clear()
 
 
 def test_slots_are_taken_in_turn_and_flags_lie_before_them(fake_driver):

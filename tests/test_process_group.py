@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import torchtitan_magi as magi
 from torchtitan_magi.exchange.agreement import PlanAgreement
-from torchtitan_magi.exchange.group_cast import gpus_per_node
+from torchtitan_magi.exchange.mesh import gpus_per_node
 from torchtitan_magi.masks.slices import AttnSlices
 from torchtitan_magi.planning.stages import H200, KernelCost, Link
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from torchtitan_magi import AttnSlices, shared_prompt, sliding_window, varlen_causal
-from torchtitan_magi.backends.ffa.row_kernels import CudaRows, write_bands
+from torchtitan_magi.backends.ffa.row_kernels import CudaRowMover, write_bands
 from torchtitan_magi.backends.ffa.worklists import build_worklists
-from torchtitan_magi.exchange.transport import Arrival, Flag, Places, Returned, RowSums
+from torchtitan_magi.exchange.in_flight import Arrival, Flag, Places, Returned, RowSums, Unsent
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU (sm_90)")]
@@ -53,7 +53,7 @@ def test_rows_are_written_to_each_place_and_then_counted(counts):
     flags = torch.zeros(len(counts), dtype=torch.int32, device="cuda")
     for turn in range(3):
         places, targets = boxes(counts, 2 * HEADS * DIM * 2, flags, k.dtype, turn % len(counts))
-        CudaRows().gather(k, v, [rows], places)
+        CudaRowMover().gather(k, v, [rows], places)
         for target, part in zip(targets, rows.split(counts), strict=True):
             assert torch.equal(target, torch.stack([k[part.long()], v[part.long()]], 1))
         assert (flags == turn + 1).all()
@@ -63,7 +63,7 @@ def test_no_rows_are_counted_too():
     k = torch.randn(TOKENS, HEADS, DIM, device="cuda", dtype=torch.bfloat16)
     flags = torch.zeros(2, dtype=torch.int32, device="cuda")
     places = Places([], [], 0, [flags.data_ptr(), flags.data_ptr() + 4])
-    CudaRows().gather(k, k, [torch.zeros(0, dtype=torch.int32, device="cuda")], places)
+    CudaRowMover().gather(k, k, [torch.zeros(0, dtype=torch.int32, device="cuda")], places)
     assert flags.tolist() == [1, 1]
 
 
@@ -77,11 +77,11 @@ def test_row_sums_and_zeros_beside_packing(num_rows, head_dim, more):
     delta = torch.full((TOKENS, 5), torch.nan, device="cuda")
     sums = RowSums(out, dout, delta, tuple(zeros))
     if num_rows is None:
-        CudaRows().sum(sums)
+        CudaRowMover().sum(sums)
     else:
         rows = torch.randperm(TOKENS)[:num_rows].int().cuda()
         sent = torch.full((num_rows, 2, HEADS, DIM), torch.nan, dtype=k.dtype, device="cuda")
-        CudaRows().gather(k, v, [rows], sent, sums)
+        CudaRowMover().gather(k, v, [rows], sent, sums)
         assert torch.equal(sent, torch.stack([k[rows.long()], v[rows.long()]], 1))
     torch.testing.assert_close(delta, (out.float() * dout.float()).sum(-1), rtol=1e-5, atol=1e-4)
     assert not any(zero.any() for zero in zeros)
@@ -94,7 +94,7 @@ def test_the_end_of_a_backward_sends_before_it_waits(wire, unsent):
     counts = [n for n in (unsent // 3, unsent - unsent // 3) if n]
     sent = [torch.randperm(TOKENS)[:n].sort().values for n in counts]
     exchange = SimpleNamespace(send_rows=torch.cat([*sent, torch.zeros(0, dtype=torch.int64)]).numpy())
-    index = [torch.from_numpy(np.asarray(part)).int().cuda() for part in CudaRows().index(exchange)]
+    index = [torch.from_numpy(np.asarray(part)).int().cuda() for part in CudaRowMover().index(exchange)]
     dq = torch.randn(TOKENS, 64, DIM, device="cuda")
     dkv, grad = (torch.randn(n, 2, HEADS, DIM, device="cuda") for n in (TOKENS, unsent))
     flag = torch.zeros(1, dtype=torch.int32, device="cuda")
@@ -104,8 +104,8 @@ def test_the_end_of_a_backward_sends_before_it_waits(wire, unsent):
         addresses = [received.data_ptr()] * len(counts)
         places = Places(ends, addresses, 0, [flag.data_ptr()])
         arrival = Arrival(lambda: None, lambda turn=turn: Flag(flag.data_ptr(), turn + 1))
-        returned = Returned(received, index, exchange, arrival, (grad, 0, places))
-        rounded, dk, dv = CudaRows().finish(returned, dq, dkv, 0.25, torch.bfloat16)
+        returned = Returned(received, index, exchange, arrival, Unsent(grad, 0, places))
+        rounded, dk, dv = CudaRowMover().finish(returned, dq, dkv, 0.25, torch.bfloat16)
         want = dkv.clone()
         for rows, end in zip(sent, ends, strict=True):
             want.index_add_(0, rows.cuda(), grad[end - len(rows) : end].to(wire).float())

@@ -1,6 +1,6 @@
 """Varlen context parallelism for torchtitan: packed documents over the ranks of a context-parallel mesh."""
 
-from torchtitan_magi.attention import cp_varlen_attn, flex_flash_attn
+from torchtitan_magi.attention import clear_caches, cp_varlen_attn, flex_flash_attn
 from torchtitan_magi.dispatch import dispatch, undispatch
 from torchtitan_magi.masks.slices import (
     AttnSlices,
@@ -19,6 +19,7 @@ __all__ = [
     "CostModel",
     "Heads",
     "block_causal",
+    "clear_caches",
     "cp_varlen_attn",
     "dispatch",
     "flex_flash_attn",

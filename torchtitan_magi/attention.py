@@ -3,21 +3,23 @@
 Shapes: T local tokens, Hq query heads, H K/V heads, D head_dim, rows = K/V rows of a stage.
 """
 
-import functools
 import weakref
+from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from torchtitan_magi.bound_plan import BoundPlan, BoundStage, bind_plan, bind_slices, choose_block_attn
-from torchtitan_magi.cuda.memory import empty
-from torchtitan_magi.exchange.group_cast import Mesh, as_transport, grad_buffer, group_cast, group_reduce
-from torchtitan_magi.exchange.transport import Arrival, LateKeys, RowSums
+from torchtitan_magi.backends import Gradients, OutGrads, StageInputs, check_scale, choose_block_attn
+from torchtitan_magi.bound_plan import BoundPlan, BoundStage, bind_plan, bind_slices
+from torchtitan_magi.exchange.group_cast import StageCasts, grad_buffer, group_reduce
+from torchtitan_magi.exchange.in_flight import RowSums
+from torchtitan_magi.exchange.mesh import Mesh, as_transport
 from torchtitan_magi.masks.slices import AttnSlices, check_slices
-from torchtitan_magi.planning.plan import AttnPlan
-from torchtitan_magi.planning.stages import sent_before
+from torchtitan_magi.planning.plan import AttnPlan, forget_plans
 
 # ------------------------------------------------------------------------------------------------------- the stage loop
 
@@ -25,17 +27,22 @@ from torchtitan_magi.planning.stages import sent_before
 def _forward(bound: BoundPlan, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float) -> tuple[Tensor, Tensor]:
     """out [T, Hq, D] in the dtype of q, lse [T, Hq] in float32 or wider."""
     stages = bound.forward
-    if len(stages) == 1 and not stages[0].stage.exchanges:
-        return bound.block_attn.forward(q, k, v, stages[0].mask, softmax_scale)
-    arriving = _Arrivals(bound, stages, k, v)
+    if _is_alone(stages):
+        return bound.block_attn.forward(StageInputs(q, k, v, stages[0].mask, softmax_scale))
+    casts = StageCasts([stage.rows for stage in stages], k, v)
     result = None
-    for i, bound_stage in enumerate(stages):
-        k_rows, v_rows, late = arriving.take(i)
-        more = i + 1 < len(stages)
-        result = bound.block_attn.forward(q, k_rows, v_rows, bound_stage.mask, softmax_scale, result, more, late)
-        del k_rows, v_rows, late  # their memory is for a later stage
+    for i, stage in enumerate(stages):
+        k_rows, v_rows, late = casts.take(i)
+        inputs = StageInputs(q, k_rows, v_rows, stage.mask, softmax_scale, late)
+        result = bound.block_attn.forward(inputs, result, i + 1 < len(stages))
+        del k_rows, v_rows, late, inputs  # their memory is for a later stage
     assert result is not None  # every rank has a stage
     return result
+
+
+def _is_alone(stages: tuple[BoundStage, ...]) -> bool:
+    """Whether nothing travels."""
+    return len(stages) == 1 and not stages[0].rows.stage.exchanges
 
 
 def _backward(
@@ -43,91 +50,55 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv with the shapes and dtypes of q, k, v."""
     stages = bound.backward
+    if _is_alone(stages):
+        return _backward_alone(bound, dout, q, k, v, out, lse, softmax_scale)
     wide = torch.promote_types(q.dtype, torch.float32)
-    dq, delta = empty(q.shape, wide, q.device), empty(lse.shape, wide, q.device)
-    if len(stages) == 1 and not stages[0].stage.exchanges:
-        mask, rounded = stages[0].mask, empty(q.shape, q.dtype, q.device)
-        sums = bound.block_attn.sums(mask, k, rounded)
-        bound.rows.sum(RowSums(out, dout, delta, (dq,) if sums is None else (dq, sums)))
-        if sums is None:
-            dk, dv = empty(k.shape, k.dtype, k.device), empty(v.shape, v.dtype, v.device)
-            bound.block_attn.backward(dout, q, k, v, lse, delta, mask, softmax_scale, dq, (dk, dv))
-        else:
-            bound.block_attn.backward(dout, q, k, v, lse, delta, mask, softmax_scale, dq, sums, zeroed=True)
-            dk, dv = bound.rows.round_keys(sums, k.dtype)
-        bound.rows.round(dq, softmax_scale, rounded)
-        return rounded, dk, dv
+    dq, delta = torch.empty(q.shape, dtype=wide, device=q.device), torch.empty_like(lse)
     # dK/dV of the first stage; its first rows, the rank's own, gather what other ranks return
-    gathered = grad = empty((stages[0].stage.num_rows, 2, *k.shape[1:]), wide, q.device)
+    gathered = grad = dq.new_empty(stages[0].rows.stage.num_rows, 2, *k.shape[1:])
     adds_keys = bound.block_attn.adds_keys(stages[0].mask)
-    arriving = _Arrivals(bound, stages, k, v, RowSums(out, dout, delta, (dq, grad) if adds_keys else (dq,)))
+    zeros = (dq, grad) if adds_keys else (dq,)
+    casts = StageCasts([stage.rows for stage in stages], k, v, RowSums(out, dout, delta, zeros))
+    out_grads = OutGrads(dout, lse, delta)
     wire = wide if bound.fp32_reduce else k.dtype
     returned = None
-    for i, bound_stage in enumerate(stages):
-        stage = bound_stage.stage
-        k_rows, v_rows, late = arriving.take(i)
+    for i, stage in enumerate(stages):
+        k_rows, v_rows, late = casts.take(i)
         if i > 0:
-            grad = grad_buffer(stage, k, wire, bound.transport)
-        zeroed = adds_keys and i == 0
-        bound.block_attn.backward(
-            dout, q, k_rows, v_rows, lse, delta, bound_stage.mask, softmax_scale, dq, grad, zeroed=zeroed, late=late
-        )
-        del k_rows, v_rows, late
+            grad = grad_buffer(stage.rows, k, wire)
+        inputs = StageInputs(q, k_rows, v_rows, stage.mask, softmax_scale, late)
+        bound.block_attn.backward(inputs, out_grads, Gradients(dq, grad, zeroed=adds_keys and i == 0))
+        del k_rows, v_rows, late, inputs
         if returned is not None:
-            bound.rows.add(returned, gathered)
-        if stage.exchanges:
-            returned = group_reduce(stage, bound.rows, bound_stage.row_index, grad, wire, bound.transport)
-    assert returned is not None  # of the last stage
-    return bound.rows.finish(returned, dq, gathered, softmax_scale, q.dtype)
+            bound.mover.add(returned, gathered)
+        if stage.rows.stage.exchanges:
+            returned = group_reduce(stage.rows, grad, wire)
+    assert returned is not None  # the last stage's
+    return bound.mover.finish(returned, dq, gathered, softmax_scale, q.dtype)
 
 
-class _Arrivals:
-    """The K/V buffers of the stages: one in use and one under way, or two under way while a rank's own K/V are used.
+def _backward_alone(
+    bound: BoundPlan, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, softmax_scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`_backward` of a rank that has all its keys.
 
-    Rows are packed before all else: attention takes every SM until its end, and what is not packed by then would wait
-    for it. `sums` are done right after the first ones. What the host has to do to start an only exchange comes after
-    the launch of attention.
+    Where the kernel sums dk and dv up in float32, the sums lie in the memory of the rounded dq if they fit there. So
+    they are rounded to dk and dv before dq is.
     """
-
-    def __init__(
-        self, bound: BoundPlan, stages: tuple[BoundStage, ...], k: Tensor, v: Tensor, sums: RowSums | None = None
-    ) -> None:
-        self.bound, self.stages, self.k, self.v, self.sums = bound, stages, k, v, sums
-        self.pending: list[tuple[Tensor, Arrival] | None] = []
-        self._start(0)
-        if self.sums is not None:
-            bound.rows.sum(self.sums)
-
-    def _start(self, i: int) -> None:
-        travels = bool(self.stages[i].stage.exchanges)
-        for bound_stage in self.stages[len(self.pending) : sent_before(i, travels, len(self.stages))]:
-            stage, row_index = bound_stage.stage, bound_stage.row_index
-            if not stage.exchanges:
-                self.pending.append(None)
-            else:
-                sums, self.sums = self.sums, None
-                cast = group_cast(
-                    stage, self.bound.rows, row_index, self.k, self.v, self.bound.transport, len(self.stages) == 1, sums
-                )
-                self.pending.append(cast)
-
-    def take(self, i: int) -> tuple[Tensor, Tensor, LateKeys | None]:
-        """K and V rows of stage i, [rows, H, D] each, and those that follow and may still be under way; once.
-
-        Starts what may be under way beside the stage.
-        """
-        pending, self.pending[i] = self.pending[i], None
-        if pending is None:
-            self._start(i)
-            return self.k, self.v, None
-        buffer, arrival = pending
-        if self.stages[i].stage.holds_local:
-            self._start(i)  # this may replace the memory that flags lie in
-            return self.k, self.v, LateKeys(buffer, arrival)
-        arrival.wait()
-        self._start(i)
-        k_rows, v_rows = buffer.unbind(1)
-        return k_rows, v_rows, None
+    (stage,), wide = bound.backward, torch.promote_types(q.dtype, torch.float32)
+    dq, delta = torch.empty(q.shape, dtype=wide, device=q.device), torch.empty_like(lse)
+    rounded = dq.new_empty(q.shape, dtype=q.dtype)
+    sums = bound.block_attn.key_sums(stage.mask, k, rounded)
+    bound.mover.sum(RowSums(out, dout, delta, (dq,) if sums is None else (dq, sums)))
+    inputs, out_grads = StageInputs(q, k, v, stage.mask, softmax_scale), OutGrads(dout, lse, delta)
+    if sums is None:
+        dk, dv = dq.new_empty(k.shape, dtype=k.dtype), dq.new_empty(v.shape, dtype=v.dtype)
+        bound.block_attn.backward(inputs, out_grads, Gradients(dq, (dk, dv)))
+    else:
+        bound.block_attn.backward(inputs, out_grads, Gradients(dq, sums, zeroed=True))
+        dk, dv = bound.mover.round_keys(sums, k.dtype)
+    bound.mover.round(dq, softmax_scale, rounded)
+    return rounded, dk, dv
 
 
 # ------------------------------------------------------------------------------------------------------------- the ops
@@ -155,19 +126,21 @@ def _bound_plan(handle: Tensor) -> BoundPlan:
 
 
 def num_live_plans() -> int:
-    """How many bound plans are alive."""
+    """Number of bound plans that are alive."""
     return len(_bound_plans)
 
 
 _library = torch.library.Library("torchtitan_magi", "DEF")
+# A plan's index data and its exchanges are new in every microbatch: a replayed CUDA graph would run an old plan.
+_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe)
 _library.define(
     "cp_varlen_attn(Tensor q, Tensor k, Tensor v, Tensor handle, float softmax_scale) -> (Tensor, Tensor)",
-    tags=torch.Tag.pt2_compliant_tag,
+    tags=_TAGS,
 )
 _library.define(
     "cp_varlen_attn_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor handle, "
     "float softmax_scale) -> (Tensor, Tensor, Tensor)",
-    tags=torch.Tag.pt2_compliant_tag,
+    tags=_TAGS,
 )
 
 attention_op = torch.ops.torchtitan_magi.cp_varlen_attn.default
@@ -235,12 +208,29 @@ class _Attention(torch.autograd.Function):
         return dq, dk, dv, None, None
 
 
-# Function.apply itself would first look for functorch's transforms, which this op does not have.
+# Function.apply itself would first look for functorch's transforms, which `_check_transforms` refuses.
 _apply_attention = super(torch.autograd.Function, _Attention).apply
+
+
+def _check_transforms(*tensors: Tensor) -> None:
+    """Refuses what attention has no rule for, and what would drop tangents silently.
+
+    Raises:
+        RuntimeError: inside of torch.func's transforms, or with forward-mode tangents.
+    """
+    if torch._C._are_functorch_transforms_active() or any(
+        map(torch._C._functorch.is_functorch_wrapped_tensor, tensors)
+    ):
+        raise RuntimeError(
+            "attention cannot run inside torch.func transforms (grad, vjp, jvp, vmap); use torch.autograd.grad"
+        )
+    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+        raise RuntimeError("attention has no forward-mode derivative; use torch.autograd.grad")
 
 
 @torch.library.impl(_library, "cp_varlen_attn", "Autograd")
 def _(q: Tensor, k: Tensor, v: Tensor, handle: Tensor, softmax_scale: float) -> tuple[Tensor, Tensor]:
+    _check_transforms(q, k, v)
     return _apply_attention(q, k, v, handle, softmax_scale)
 
 
@@ -256,6 +246,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, handle: Tensor, softmax_scale: float
     """``attention_op``, called directly where nobody watches: half the host time."""
     if torch.compiler.is_compiling() or _is_watched(q):
         return attention_op(q, k, v, handle, softmax_scale)
+    _check_transforms(q, k, v)
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         return _apply_attention(q, k, v, handle, softmax_scale)
     return _forward(_bound_plan(handle), q, k, v, softmax_scale)
@@ -263,7 +254,29 @@ def attend(q: Tensor, k: Tensor, v: Tensor, handle: Tensor, softmax_scale: float
 
 # ---------------------------------------------------------------------------------------------------------- public API
 
-_handles: weakref.WeakKeyDictionary[AttnPlan, dict[tuple[Any, ...], Tensor]] = weakref.WeakKeyDictionary()
+CACHED_PLANS, CACHED_BYTES = 16, 256 << 20  # bound plans that the public calls keep, and their memory on the device
+
+
+class _Handles(OrderedDict[Any, Tensor]):
+    """Handles of the public calls' last bound plans: as many as CACHED_BYTES hold, at least one."""
+
+    def get_or_make(self, key: Any, bind: Callable[[], BoundPlan]) -> Tensor:
+        if key not in self:
+            self[key] = make_handle(bind())
+            sizes = {key: _bound_plan(handle).num_bytes for key, handle in self.items()}
+            while len(self) > CACHED_PLANS or (len(self) > 1 and sum(sizes.values()) > CACHED_BYTES):
+                sizes.pop(self.popitem(last=False)[0])
+        self.move_to_end(key)
+        return self[key]
+
+
+_handles = _Handles()
+
+
+def clear_caches() -> None:
+    """Forgets the plans of ``make_plan`` and what ``cp_varlen_attn`` and ``flex_flash_attn`` keep on devices."""
+    _handles.clear()
+    forget_plans()
 
 
 def cp_varlen_attn(
@@ -286,35 +299,40 @@ def cp_varlen_attn(
         q: [T, Hq, D] with T = plan.tokens_per_rank. k, v: [T, H, D], Hq a multiple of H.
         plan: from ``make_plan``, the same on every rank; layers that share it also share its index data.
         mesh: the context-parallel mesh or group; None for a single rank.
-        softmax_scale: default D ** -0.5.
+        softmax_scale: factor of the scores, positive; default D ** -0.5.
         backend: "auto" (our kernel on CUDA, flex_attention on CPU), "ffa" or "flex".
         deterministic: repeat bit for bit.
         fp32_reduce: send dK/dV in float32 instead of the dtype of k.
 
     Returns:
-        [T, Hq, D] in the dtype of q; rows that see no key are 0. Only ``out`` is differentiable.
+        [T, Hq, D] in the dtype of q; rows that see no key are 0.
+
+    Every value of q, k and v must be finite, also in tokens that the mask leaves out: a masked score counts as 0, and
+    0 times infinity or NaN is NaN. Fill padding with zeros, as ``dispatch`` does.
 
     Raises:
         ValueError: shapes that do not fit each other, the plan or the mesh; dtypes that differ or are of integers; no
-            plan; an unknown or unusable backend.
+            plan; a scale that is not positive; an unknown or unusable backend.
+        RuntimeError: inside torch.func's transforms or with forward-mode tangents; the mesh's process group has ended.
     """
     if not isinstance(plan, AttnPlan):
         raise ValueError(
             f"plan is of type {type(plan).__name__}; make one with make_plan(slices, total_tokens, cp_size)"
         )
-    _check_inputs(q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype)
+    _check_inputs(q, k, v)
     if not len(q) == len(k) == plan.tokens_per_rank:
         raise ValueError(
             f"q has {len(q)} rows but the plan gives each rank {plan.tokens_per_rank} tokens; dispatch them first"
         )
     transport = as_transport(mesh, plan.cp_size)  # not the mesh: one like it may come after its groups have ended
-    key = (q.shape[1], k.shape[1], q.device, backend, deterministic, fp32_reduce, transport)
-    handles = _handles.setdefault(plan, {})
-    if key not in handles:
+    key = (plan, q.shape[1], k.shape[1], q.shape[2], q.dtype, q.device, backend, deterministic, fp32_reduce, transport)
+
+    def bind() -> BoundPlan:
         block_attn = choose_block_attn(backend, q.device, deterministic)
-        bound = bind_plan(plan, transport, block_attn, q.shape[1], k.shape[1], q.device, fp32_reduce)
-        handles[key] = make_handle(bound)
-    return attend(q, k, v, handles[key], q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale)[0]
+        block_attn.check(q.shape[2], q.dtype)
+        return bind_plan(plan, transport, block_attn, q.shape[1], k.shape[1], q.device, fp32_reduce)
+
+    return attend(q, k, v, _handles.get_or_make(key, bind), _scale(softmax_scale, q))[0]
 
 
 def flex_flash_attn(
@@ -343,32 +361,31 @@ def flex_flash_attn(
             backend.
     """
     check_slices(slices)
-    of_inputs = q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype
-    handle = _slices_handle(slices, of_inputs, q.device, backend, deterministic)
-    return attend(q, k, v, handle, q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale)
+    _check_inputs(q, k, v)
+    key = (slices, q.shape, k.shape, q.dtype, q.device, backend, deterministic)
+
+    def bind() -> BoundPlan:
+        block_attn = choose_block_attn(backend, q.device, deterministic)
+        block_attn.check(q.shape[2], q.dtype)
+        return bind_slices(slices, len(q), len(k), q.shape[1], k.shape[1], block_attn, q.device)
+
+    return attend(q, k, v, _handles.get_or_make(key, bind), _scale(softmax_scale, q))
 
 
-@functools.lru_cache(maxsize=16)
-def _slices_handle(
-    slices: AttnSlices,
-    of_inputs: tuple[torch.Size, torch.Size, torch.Size, torch.dtype, torch.dtype, torch.dtype],
-    device: torch.device,
-    backend: str,
-    deterministic: bool,
-) -> Tensor:
-    _check_inputs(*of_inputs)
-    q_shape, k_shape, *_ = of_inputs
-    block_attn = choose_block_attn(backend, device, deterministic)
-    return make_handle(bind_slices(slices, q_shape[0], k_shape[0], q_shape[1], k_shape[1], block_attn, device))
+def _scale(softmax_scale: float | None, q: Tensor) -> float:
+    if softmax_scale is None:
+        return float(q.shape[-1] ** -0.5)
+    check_scale(softmax_scale)
+    return softmax_scale
 
 
-def _check_inputs(
-    q: torch.Size, k: torch.Size, v: torch.Size, of_q: torch.dtype, of_k: torch.dtype, of_v: torch.dtype
-) -> None:
-    if len(q) != 3 or len(k) != 3 or k != v or q[-1] != k[-1] or not q[1] or not k[1] or q[1] % k[1]:
+def _check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
+    _check_transforms(q, k, v)
+    fits = q.ndim == k.ndim == 3 and k.shape == v.shape and q.shape[2] == k.shape[2] and q.shape[2] > 0
+    if not fits or not q.shape[1] or not k.shape[1] or q.shape[1] % k.shape[1]:
+        shapes = ", ".join(str(tuple(x.shape)) for x in (q, k, v))
         raise ValueError(
-            f"q, k, v have shapes {tuple(q)}, {tuple(k)}, {tuple(v)}; give [T, Hq, D], [T, H, D], [T, H, D] with Hq a "
-            "multiple of H"
+            f"q, k, v have shapes {shapes}; give [T, Hq, D], [T, H, D], [T, H, D] with Hq a multiple of H and D above 0"
         )
-    if not of_q == of_k == of_v or not of_q.is_floating_point:
-        raise ValueError(f"q, k, v are {of_q}, {of_k}, {of_v}; give all three the same floating-point dtype")
+    if not q.dtype == k.dtype == v.dtype or not q.dtype.is_floating_point:
+        raise ValueError(f"q, k, v are {q.dtype}, {k.dtype}, {v.dtype}; give all three the same floating-point dtype")

@@ -3,105 +3,27 @@
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from torchtitan_magi.exchange.group_cast import Mesh, Rows, Transport, as_transport
-from torchtitan_magi.exchange.transport import SINGLE_RANK, KeysAndValues, LateKeys
+from torchtitan_magi.backends import BlockAttn
+from torchtitan_magi.exchange.group_cast import StageRows
+from torchtitan_magi.exchange.mesh import Mesh, as_transport
+from torchtitan_magi.exchange.rows import RowMover
+from torchtitan_magi.exchange.transport import SINGLE_RANK, Transport
 from torchtitan_magi.masks.slices import AttnSlices
 from torchtitan_magi.planning.plan import AttnPlan, RankShare, Stage
-
-BACKENDS = ("auto", "ffa", "flex")
-
-
-class BlockAttn(Protocol):
-    """Attention of one stage's queries over its K/V rows: our kernel (ffa.py) or flex_attention (reference.py)."""
-
-    name: str
-
-    def check(self, head_dim: int, dtype: torch.dtype) -> None:
-        """Raises ValueError for a head_dim or a dtype of q, k and v that it does not take."""
-
-    def rows(self) -> Rows:
-        """How K/V rows are packed for other ranks and returned gradients added."""
-
-    def prepare(
-        self,
-        slices: AttnSlices,
-        num_q: int,
-        num_k: int,
-        num_heads_q: int,
-        num_heads_kv: int,
-        forward: bool = True,
-        backward: bool = True,
-        late_from: int | None = None,
-    ) -> Any:
-        """Index data on the host for the calls that will be made, as ``.words`` (int32 [n]); its
-        ``.to(words_on_device)`` is the mask of a call. Keys from `late_from` on come as `late`."""
-
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Any,
-        softmax_scale: float,
-        earlier: tuple[Tensor, Tensor] | None = None,
-        more: bool = False,
-        late: LateKeys | None = None,
-    ) -> tuple[Tensor, Tensor]: ...
-
-    def adds_keys(self, mask: Any) -> bool: ...
-
-    def sums(self, mask: Any, k: Tensor, spare: Tensor) -> Tensor | None: ...
-
-    def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        lse: Tensor,
-        delta: Tensor,
-        mask: Any,
-        softmax_scale: float,
-        dq: Tensor,
-        dkv: KeysAndValues,
-        zeroed: bool = False,
-        late: LateKeys | None = None,
-    ) -> None: ...
-
-
-def choose_block_attn(backend: str, device: torch.device, deterministic: bool = False) -> BlockAttn:
-    """The block attention of a backend: "ffa" (our Hopper kernel), "flex" (flex_attention), or "auto".
-
-    "auto" is ffa on CUDA and flex on CPU; it never falls back from one to the other on its own. With `deterministic`,
-    runs repeat bit for bit; flex always does.
-
-    Raises:
-        ValueError: an unknown backend, or ffa without a Hopper GPU.
-    """
-    if backend not in BACKENDS:
-        raise ValueError(f"backend is {backend!r}; use one of {', '.join(map(repr, BACKENDS))}")
-    if backend == "flex" or (backend == "auto" and device.type == "cpu"):
-        from torchtitan_magi.backends.flex import FlexBlockAttn
-
-        return FlexBlockAttn()
-    from torchtitan_magi.backends.ffa.block_attn import FfaBlockAttn
-
-    return FfaBlockAttn(device, deterministic)
 
 
 @dataclass(frozen=True, eq=False)
 class BoundStage:
     """A stage with its index data on the device."""
 
-    stage: Stage
+    rows: StageRows
     mask: Any  # for block_attn
-    row_index: list[list[Tensor]]  # of each exchange, for rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,11 +32,12 @@ class BoundPlan:
 
     forward: tuple[BoundStage, ...]
     backward: tuple[BoundStage, ...]
-    rows: Rows
+    mover: RowMover
     tokens: Tensor  # the token behind each local token number, int32 [T]
     transport: Transport
     block_attn: BlockAttn
     fp32_reduce: bool
+    num_bytes: int  # index data on the device
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,25 +46,26 @@ class IndexData:
 
     share: RankShare
     masks: dict[Stage, Any]  # from BlockAttn.prepare
-    row_index: dict[Stage, list[list[np.ndarray]]]  # of each exchange, from Rows.index
+    row_index: dict[Stage, list[list[np.ndarray]]]  # RowMover.index of each exchange
 
 
 def index_data(plan: AttnPlan, rank: int, block_attn: BlockAttn, num_heads_q: int, num_heads_kv: int) -> IndexData:
     """Index data of one rank, the costly part of ``bind_plan``; may be made ahead of time in another thread.
 
     Args:
-        plan: the microbatch's plan. rank: in its context-parallel group.
+        plan: the microbatch's plan.
+        rank: this rank in its context-parallel group.
         block_attn: from ``choose_block_attn``.
         num_heads_q, num_heads_kv: heads of the layers on this rank (under tensor parallelism, its part of them).
     """
-    share, rows = plan.ranks[rank], block_attn.rows()
+    share, mover = plan.ranks[rank], block_attn.row_mover()
     stages = dict.fromkeys((*share.forward, *share.backward))  # each once
     masks = {}
     for stage in stages:
         shape = plan.tokens_per_rank, stage.num_rows, num_heads_q, num_heads_kv
         used = stage in share.forward, stage in share.backward
         masks[stage] = block_attn.prepare(stage.slices, *shape, *used, stage.late_from)
-    return IndexData(share, masks, {stage: [rows.index(exchange) for exchange in stage.exchanges] for stage in stages})
+    return IndexData(share, masks, {stage: [mover.index(exchange) for exchange in stage.exchanges] for stage in stages})
 
 
 @torch.inference_mode(False)  # layers in training may share it
@@ -162,7 +86,7 @@ def bind_plan(
         mesh: the context-parallel mesh or group; None for a single rank.
         block_attn: from ``choose_block_attn``.
         num_heads_q, num_heads_kv: heads of the layers on this rank (under tensor parallelism, its part of them).
-        device: of the layers' tensors.
+        device: device of the layers' tensors.
         fp32_reduce: send dK/dV in float32 instead of the dtype of k.
         index: this rank's ``index_data``, if it was made ahead of time.
     """
@@ -171,16 +95,19 @@ def bind_plan(
         index = index_data(plan, transport.rank, block_attn, num_heads_q, num_heads_kv)
     row_index = itertools.chain.from_iterable(itertools.chain.from_iterable(index.row_index.values()))
     tokens, *rest = _upload([index.share.tokens, *(mask.words for mask in index.masks.values()), *row_index], device)
-    on_device = iter(rest)
+    on_device, mover = iter(rest), block_attn.row_mover()
     masks = {stage: mask.to(next(on_device)) for stage, mask in index.masks.items()}
     bound = {
-        stage: BoundStage(stage, masks[stage], [[next(on_device) for _ in rows] for rows in exchanges])
+        stage: BoundStage(
+            StageRows(stage, [[next(on_device) for _ in each] for each in exchanges], mover, transport), masks[stage]
+        )
         for stage, exchanges in index.row_index.items()
     }
     forward, backward = (
         tuple(bound[stage] for stage in stages) for stages in (index.share.forward, index.share.backward)
     )
-    return BoundPlan(forward, backward, block_attn.rows(), tokens, transport, block_attn, fp32_reduce)
+    num_bytes = sum(x.nbytes for x in (tokens, *rest)) + sum(mask.num_bytes for mask in masks.values())
+    return BoundPlan(forward, backward, mover, tokens, transport, block_attn, fp32_reduce, num_bytes)
 
 
 @torch.inference_mode(False)
@@ -206,8 +133,10 @@ def bind_slices(
     stage = Stage(slices.canonical(), True, num_k, ())
     mask = block_attn.prepare(stage.slices, num_q, num_k, num_heads_q, num_heads_kv)
     words, no_tokens = _upload([mask.words, np.zeros(0, np.int64)], device)
-    stages = (BoundStage(stage, mask.to(words), []),)
-    return BoundPlan(stages, stages, block_attn.rows(), no_tokens, SINGLE_RANK, block_attn, True)
+    mover, on_device = block_attn.row_mover(), mask.to(words)
+    stages = (BoundStage(StageRows(stage, [], mover, SINGLE_RANK), on_device),)
+    num_bytes = words.nbytes + on_device.num_bytes
+    return BoundPlan(stages, stages, mover, no_tokens, SINGLE_RANK, block_attn, True, num_bytes)
 
 
 def _upload(parts: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:

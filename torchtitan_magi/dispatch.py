@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchtitan_magi.exchange.group_cast import Mesh, Transport, as_transport
+from torchtitan_magi.exchange.mesh import Mesh, as_transport
+from torchtitan_magi.exchange.transport import Transport
 from torchtitan_magi.planning.plan import AttnPlan
 
 

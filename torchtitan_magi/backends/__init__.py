@@ -1,1 +1,110 @@
-"""Attention of one stage: our kernel, or torch's flex_attention."""
+"""Attention of one stage: our kernel (ffa), or torch's flex_attention (flex). The one place that chooses."""
+
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from torchtitan_magi.exchange.in_flight import KeysAndValues, LateKeys
+from torchtitan_magi.exchange.rows import RowMover
+from torchtitan_magi.masks.slices import AttnSlices
+
+BACKENDS = ("auto", "ffa", "flex")
+
+
+class StageInputs(NamedTuple):
+    """What the attention of one stage reads. Tensors have one dtype; strided views are read in place."""
+
+    q: Tensor  # [Tq, Hq, D]
+    k: Tensor  # [Tk, H, D]
+    v: Tensor  # [Tk, H, D]
+    mask: Any  # from BlockAttn.prepare(...).to(words on the device)
+    softmax_scale: float  # > 0
+    late: LateKeys | None = None  # K/V rows that follow k and v; the attention settles their arrival
+
+
+class OutGrads(NamedTuple):
+    """What the backward of every stage reads of the layer's result."""
+
+    dout: Tensor  # [Tq, Hq, D], the dtype of q
+    lse: Tensor  # [Tq, Hq], float32 or wider, contiguous, final over all stages
+    delta: Tensor  # [Tq, Hq], rowsum(out * dout), like lse
+
+
+class Gradients(NamedTuple):
+    """What the backward of a stage fills."""
+
+    dq: Tensor  # [Tq, Hq, D], float32 or wider, contiguous; added to, in the layout that RowMover.round reads
+    dkv: KeysAndValues  # [Tk + late rows, 2, H, D], overwritten; float32 or wider, or the dtype of k
+    zeroed: bool = False  # dkv holds zeros
+
+
+class BlockAttn(Protocol):
+    """Attention of one stage's queries over its K/V rows."""
+
+    name: str
+
+    def check(self, head_dim: int, dtype: torch.dtype) -> None:
+        """Raises ValueError for a head_dim or a dtype of q, k and v that it does not take."""
+
+    def row_mover(self) -> RowMover:
+        """What packs K/V rows for other ranks and adds returned gradients."""
+
+    def prepare(
+        self,
+        slices: AttnSlices,
+        num_q: int,
+        num_k: int,
+        num_heads_q: int,
+        num_heads_kv: int,
+        forward: bool = True,
+        backward: bool = True,
+        late_from: int | None = None,
+    ) -> Any:
+        """Index data on the host for the calls that will be made, as ``.words`` (int32 [n]); its
+        ``.to(words_on_device)`` is the mask of a call. Keys from `late_from` on come as `late`."""
+
+    def forward(
+        self, inputs: StageInputs, earlier: tuple[Tensor, Tensor] | None = None, more: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """out [Tq, Hq, D] and lse [Tq, Hq] over the keys of this stage and of earlier ones.
+
+        Args:
+            earlier: result of the stages before, called with `more`; overwritten.
+            more: further stages follow.
+        """
+
+    def backward(self, inputs: StageInputs, out_grads: OutGrads, grads: Gradients) -> None:
+        """Fills the gradients of one stage."""
+
+    def adds_keys(self, mask: Any) -> bool:
+        """Whether the backward sums dk and dv up, from zeros."""
+
+    def key_sums(self, mask: Any, k: Tensor, spare: Tensor) -> Tensor | None:
+        """Memory for those sums, [Tk, 2, H, D] in float32, inside `spare` where they fit; None without sums."""
+
+
+def choose_block_attn(backend: str, device: torch.device, deterministic: bool = False) -> BlockAttn:
+    """The block attention of a backend: "ffa" (our Hopper kernel), "flex" (flex_attention), or "auto".
+
+    "auto" is ffa on CUDA and flex on CPU; it never falls back from one to the other on its own. With `deterministic`,
+    runs repeat bit for bit; flex always does.
+
+    Raises:
+        ValueError: an unknown backend, or ffa without a Hopper GPU.
+    """
+    if backend not in BACKENDS:
+        raise ValueError(f"backend is {backend!r}; use one of {', '.join(map(repr, BACKENDS))}")
+    if backend == "flex" or (backend == "auto" and device.type == "cpu"):
+        from torchtitan_magi.backends.flex import FlexBlockAttn
+
+        return FlexBlockAttn()
+    from torchtitan_magi.backends.ffa.block_attn import FfaBlockAttn
+
+    return FfaBlockAttn(device, deterministic)
+
+
+def check_scale(softmax_scale: float) -> None:
+    """Raises ValueError for a scale of the scores that is not a positive, finite number."""
+    if not isinstance(softmax_scale, (int, float)) or not 0 < softmax_scale < float("inf"):
+        raise ValueError(f"softmax_scale is {softmax_scale!r}; it must be a positive number, D ** -0.5 by default")

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
+from torchtitan_magi.backends import Gradients, OutGrads, StageInputs
 from torchtitan_magi.backends.merge import merge_
-from torchtitan_magi.exchange.group_cast import TorchRows
-from torchtitan_magi.exchange.transport import KeysAndValues, LateKeys, keys_and_values
+from torchtitan_magi.exchange.in_flight import LateKeys, keys_and_values
+from torchtitan_magi.exchange.rows import TorchRowMover
 from torchtitan_magi.masks.slices import AttnSlices
 
 _BLOCK = 128  # flex_attention's default block of queries and of keys
@@ -37,6 +38,8 @@ class FlexMask:
     num_k: int
     words: Int32Array  # lo and hi [num_layers, num_q], then key-block counts and numbers of each block of queries
     calls: tuple[tuple[slice, slice, BlockMask], ...] = ()  # rows of q, rows of k and mask of each flex_attention call
+
+    num_bytes = 0  # device memory beside the words
 
     def to(self, words: Tensor) -> "FlexMask":
         """The mask ready for calls, with its index data on the device of ``words``, a copy of ``self.words``."""
@@ -62,8 +65,8 @@ class FlexBlockAttn:
     def check(self, head_dim: int, dtype: torch.dtype) -> None:
         """Takes every head_dim and float dtype."""
 
-    def rows(self) -> TorchRows:
-        return TorchRows()
+    def row_mover(self) -> TorchRowMover:
+        return TorchRowMover()
 
     def prepare(
         self,
@@ -82,15 +85,7 @@ class FlexBlockAttn:
         return FlexMask(slices, num_q, num_k, np.concatenate([a.ravel() for a in (lo, hi, counts, numbers)]))
 
     def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: FlexMask,
-        softmax_scale: float,
-        earlier: tuple[Tensor, Tensor] | None = None,
-        more: bool = False,
-        late: LateKeys | None = None,
+        self, inputs: StageInputs, earlier: tuple[Tensor, Tensor] | None = None, more: bool = False
     ) -> tuple[Tensor, Tensor]:
         """Attention over k, v and over the keys of earlier stages.
 
@@ -104,6 +99,7 @@ class FlexBlockAttn:
             out [Tq, Hq, D] in the dtype of q, or float32 or wider if more stages follow; lse [Tq, Hq], natural
             logarithms. Rows that have seen no key have out 0 and lse -inf.
         """
+        q, k, v, mask, softmax_scale, late = inputs
         k, v = _with_late(k, v, late)
         out = torch.zeros_like(q, memory_format=torch.contiguous_format)
         lse = q.new_full(q.shape[:2], -torch.inf, dtype=torch.promote_types(q.dtype, torch.float32))
@@ -125,24 +121,10 @@ class FlexBlockAttn:
         """False: the backward overwrites dk and dv."""
         return False
 
-    def sums(self, mask: FlexMask, k: Tensor, spare: Tensor) -> None:
+    def key_sums(self, mask: FlexMask, k: Tensor, spare: Tensor) -> None:
         """None: the backward needs no memory for sums of dk and dv."""
 
-    def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        lse: Tensor,
-        delta: Tensor,
-        mask: FlexMask,
-        softmax_scale: float,
-        dq: Tensor,
-        dkv: KeysAndValues,
-        zeroed: bool = False,
-        late: LateKeys | None = None,
-    ) -> None:
+    def backward(self, inputs: StageInputs, out_grads: OutGrads, grads: Gradients) -> None:
         """Gradients of one stage; always deterministic.
 
         P = exp(scale * q k^T - lse), dS = P * (dout v^T - delta): the FlashAttention-2 backward (arXiv 2307.08691).
@@ -153,6 +135,7 @@ class FlexBlockAttn:
             dq: [Tq, Hq, D] in float32 or wider: dS K, without softmax_scale, is added to it.
             dkv: of Tk and late rows, overwritten.
         """
+        (q, k, v, mask, softmax_scale, late), (dout, lse, delta), (dq, dkv, _) = inputs, out_grads, grads
         k, v = _with_late(k, v, late)
         groups = (k.shape[1], q.shape[1] // k.shape[1])
         dk_sum, dv_sum = (torch.zeros(x.shape, dtype=dq.dtype, device=x.device) for x in (k, v))

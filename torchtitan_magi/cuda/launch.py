@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from torchtitan_magi.cuda import driver, jit
-from torchtitan_magi.cuda.memory import current_device
 from torchtitan_magi.tiles import BACKWARD_ROWS, KEYS, MAX_CUT, ROWS
 
 THREADS = 384  # of a block of the forward and of the backward
@@ -229,7 +228,7 @@ class Kernel:
 
     def launch(self, device: int, num_blocks: int, arguments: ctypes.Array[ctypes.c_void_p]) -> None:
         """The same with addresses of all arguments."""
-        if current_device() != device:
+        if torch.cuda.current_device() != device:
             with torch.cuda.device(device):
                 return self.launch(device, num_blocks, arguments)
         stream = torch._C._cuda_getCurrentRawStream(device)  # current_stream(device).cuda_stream without the objects

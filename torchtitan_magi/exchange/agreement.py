@@ -4,26 +4,29 @@ Plans are computed from replicated input. Ranks whose data loaders disagree woul
 other, which shows as a hang or as wrong numbers; here it becomes an error that names them.
 """
 
+import faulthandler
 import logging
-import os
 import queue
 import threading
 
 import torch
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from torchtitan_magi.planning.plan import AttnPlan
 
 logger = logging.getLogger(__name__)
 
-_GRACE_SECONDS = 20  # for the main thread to raise the error by itself; it cannot when the device hangs
+# The main thread has as long to raise the error by itself. It cannot when the device hangs: a launch into a full queue
+# never returns, and holds the interpreter's lock. A timer of faulthandler ends the process without that lock.
+_GRACE_SECONDS = 20
 
 
 class PlanAgreement:
     """Compares the plans of a group's ranks in a thread of its own; an error is raised at the next plan.
 
     Args:
-        group: of the context-parallel ranks. Creating the object is a collective of theirs.
+        group: group of the context-parallel ranks. Creating the object is a collective of theirs.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -31,7 +34,6 @@ class PlanAgreement:
         self.group = dist.new_group(self.ranks, backend="gloo", use_local_synchronization=True)
         self.fingerprints: queue.SimpleQueue[int] = queue.SimpleQueue()
         self.error: str | None = None
-        self.raised = threading.Event()
         threading.Thread(target=self._compare, name="plan-agreement", daemon=True).start()
 
     def check(self, plan: AttnPlan) -> None:
@@ -41,7 +43,7 @@ class PlanAgreement:
             RuntimeError: an earlier plan was not the same on all ranks; names the ranks.
         """
         if self.error is not None:
-            self.raised.set()
+            faulthandler.cancel_dump_traceback_later()
             raise RuntimeError(self.error)
         self.fingerprints.put(plan.fingerprint)
 
@@ -56,12 +58,13 @@ class PlanAgreement:
             most = max(values, key=values.count)
             others = [rank for rank, value in zip(self.ranks, values, strict=True) if value != most]
             if others:
-                self.error = (
+                error = (
                     f"microbatch {number}: ranks {others} have other documents than the rest of ranks {self.ranks}; "
                     "all context-parallel ranks of a data-parallel rank must load the same data "
                     "and the same magi.cost_model"
                 )
-                if not self.raised.wait(_GRACE_SECONDS):
-                    logger.error(self.error)
-                    os._exit(1)
+                logger.error(error)
+                get_error_handler().record_exception(RuntimeError(error))  # for torchrun's last line
+                faulthandler.dump_traceback_later(_GRACE_SECONDS, exit=True)
+                self.error = error
                 return

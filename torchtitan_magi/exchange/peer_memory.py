@@ -1,13 +1,13 @@
-"""Exchanges between GPUs of one machine through peer memory, in one of two ways. The host waits for nobody.
+"""Exchanges between GPUs of one machine through peer memory, in one of two ways. The host never waits.
 
-Copy engines fetch rows out of each other's send buffers. No SM takes part, so attention has all of them, and an
+Fetched: copy engines fetch rows from the peers' send buffers. No SM takes part, so attention has all of them, and an
 exchange starts while attention runs; NCCL's kernels would wait for its end, or take SMs from it. Before a rank fetches,
-a stream of its own waits for words in its memory that say what the peers have ready: the kernels that pack their rows
-count one up, or where several exchanges overlap or no kernel of ours packs, their streams write the number of the
-exchange to one each.
+a stream of its own waits for words in its memory that say what the peers have ready. The kernels that pack the rows
+count one word up; where several exchanges overlap, or torch packs, each peer's stream writes the number of the
+exchange to a word of its own.
 
-Or a kernel of ours writes rows where they are wanted, and then counts up a word there. That is at most one launch for
-the host, and done sooner where nothing could be done meanwhile: for few rows, and for gradients that come back last.
+Written: a kernel of ours writes rows straight into the receivers' memory, and then counts up a word there. It takes the
+host one launch at most, and is faster where nothing else runs meanwhile: for few rows, and for the last gradients.
 """
 
 import ctypes
@@ -23,28 +23,30 @@ from torch import Tensor
 
 from torchtitan_magi.cuda import driver
 from torchtitan_magi.cuda.driver import CopyAttributes, StreamOperation
-from torchtitan_magi.cuda.memory import empty, layout
-from torchtitan_magi.exchange.transport import MAX_PEERS, Arrival, Flag, Places, ProcessGroupTransport
+from torchtitan_magi.exchange.in_flight import MAX_PEERS, Arrival, Flag, Places
+from torchtitan_magi.exchange.transport import ProcessGroupTransport
 from torchtitan_magi.planning.plan import Exchange, Parcel
 
-# Buffers of a channel, taken in turn, to send from or to be written to. An exchange is issued after the wait for the
-# last but one before it, thus after every peer came to that one, and by then was done with the one before: had fetched
-# all of it, or used what was written to it, as nothing that is written follows before that. Hence three.
+# Slots of a channel: buffers to send from or to be written to, taken in turn. Three suffice. Exchange n is issued only
+# after n-2 was waited for; every peer has then reached n-2, so it has finished with the slot of n-3.
 SLOTS = 3
-FLAG_BYTES = 4096  # for the numbers, before the slots
-WRITTEN_BYTES = 8 << 20  # K/V rows up to so many bytes per rank are written; more are fetched while attention runs
+FLAG_BYTES = 4096  # for the words, before the slots
+WRITTEN_BYTES = 8 << 20  # at most as many bytes of K/V rows per rank are written; more are fetched beside attention
 
 
 class _Batch:
-    """Stream operations that all wait for the same number, or write it."""
+    """Stream operations that all wait for the same number, or write it.
+
+    Args:
+        operations: kind and address of each.
+    """
 
     def __init__(self, *operations: tuple[int, int]) -> None:
-        """operations: kind and address of each."""
         self.operations = (StreamOperation * len(operations))(*(StreamOperation(*each) for each in operations))
         self.each = list(self.operations)
 
     def issue(self, stream: int, number: int) -> int:
-        """The driver's status."""
+        """Issues the operations; returns the driver's status."""
         for operation in self.each:
             operation.value = number
         status: int = _calls().operate(stream, len(self.each), self.operations, 0)
@@ -52,13 +54,16 @@ class _Batch:
 
 
 class _Copies:
-    """Copies of an exchange's rows out of the other ranks' memory."""
+    """Copies of an exchange's rows from the other ranks' memory.
+
+    Args:
+        sources: where the rows of each rank begin.
+    """
 
     IN_ORDER = CopyAttributes(CopyAttributes.IN_STREAM_ORDER)
     FROM_THE_FIRST = ctypes.c_size_t(0)
 
     def __init__(self, fetches: tuple[Parcel, ...], sources: list[int], row_bytes: int) -> None:
-        """sources: where the rows of each rank begin."""
         addresses = ctypes.c_uint64 * len(fetches)
         self.places = [fetch.place * row_bytes for fetch in fetches]
         self.sources = addresses(*(sources[fetch.other] + fetch.first * row_bytes for fetch in fetches))
@@ -67,7 +72,7 @@ class _Copies:
         self.how = ctypes.addressof(self.IN_ORDER), ctypes.addressof(self.FROM_THE_FIRST), 1
 
     def issue(self, to: int, stream: int) -> int:
-        """To the rows that begin at `to`; the driver's status."""
+        """Copies to the rows that begin at `to`; returns the driver's status."""
         self.targets[:] = [to + place for place in self.places]
         calls, count, status = _calls(), len(self.places), 0
         if count > 1 and calls.copy_many is not None:
@@ -80,36 +85,36 @@ class _Copies:
 class _Channel:
     """A stream for one kind of exchange, and how far it has come."""
 
-    number = 0  # of the last exchange, counted since the memory was taken up
-    packed = 0  # how often kernels, one of each rank at a time, will have said by then that they have packed
+    number = 0  # exchanges issued since the memory was taken up
+    packed = 0  # how often the ranks' kernels will have counted up `packed_word` by then
 
     def __init__(self) -> None:
         self.stream = torch.cuda.Stream(priority=-1)
         self.raw_stream = self.stream.cuda_stream
-        self.slot = 0  # of the next exchange; stays when the memory grows, as what is prepared then is kept by slot
-        self.issuer: Any = None  # the stream that the last exchange was issued on
+        self.slot = 0  # slot of the next exchange; kept when the memory grows, as prepared launches are kept by slot
+        self.issuer: Any = None  # stream of the last exchange
         self.raw_issuer = -1
 
     def begin(self) -> None:
-        """An exchange."""
+        """Counts an exchange."""
         self.number += 1
         self.slot = (self.slot + 1) % SLOTS
 
     def aim(self, rank: int, flags: list[int]) -> None:
-        """Takes up the words at `flags` of each rank, all zero, and begins to count anew."""
+        """Counts anew in the words at `flags`, all zero: per rank the address of its first word."""
         size, own = len(flags), flags[rank]
         peers = [other for other in range(size) if other != rank]
         ready, self.there, self.packed_word = own + 4 * size, own + 4 * rank, own + 4 * (size + 1)
         write, wait = StreamOperation.WRITE, StreamOperation.WAIT
-        self.say_ready = _Batch((write, ready))  # this rank's stream tells the channel's: input is there
-        self.say_there = _Batch((write, self.there))  # the other way round: output is there
+        self.say_ready = _Batch((write, ready))  # from this rank's stream to the channel's: input is there
+        self.say_there = _Batch((write, self.there))  # from the channel's stream to this rank's: output is there
         self.meet = _Batch(
             (wait, ready),
             *((write, flags[peer] + 4 * rank) for peer in peers),
             *((wait, own + 4 * peer) for peer in peers),
         )
-        # Counted up by every rank, this one too: when it has packed, what `received` was before is used no more. One
-        # word is enough, as no rank packs for an exchange before it has waited for the one before, thus for all ranks.
+        # Every rank counts it up when it has packed, this one too: by then the memory of `received` is free again. One
+        # word suffices: a rank packs for an exchange only after it has waited for the one before, thus for all ranks.
         self.await_packed = _Batch((wait, self.packed_word))
         self.packed_words = [flag + 4 * (size + 1) for flag in flags]
         self.number = self.packed = 0
@@ -124,7 +129,7 @@ class PeerTransport(ProcessGroupTransport):
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__(group)
-        self.group, self.way = group, "peer memory"
+        self.way = "peer memory"
         self.device = torch.cuda.current_device()
         self.channels = _Channel(), _Channel()  # there, back
         self.slot_bytes = 0
@@ -155,11 +160,15 @@ class PeerTransport(ProcessGroupTransport):
         channel.packed += self.size
         if received is not None:
             return places, received, self._arrival(channel.packed_word, channel.packed)
-        received = empty((sum(exchange.recv_splits), *shape), dtype, self.memory.device)
+        received = self._received((sum(exchange.recv_splits), *shape), dtype)
         fetch = functools.partial(
             self._fetch, channel, channel.await_packed, channel.packed, start, received, exchange, back
         )
         return places, received, self._arrival(channel.there, channel.number, fetch)
+
+    def _received(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Memory for rows that are fetched; PyTorch's allocator uses it again in the order of the stream."""
+        return torch.empty(shape, dtype=dtype, device=self.memory.device)
 
     def _places_of(
         self, shape: tuple[int, ...], dtype: torch.dtype, exchange: Exchange, back: bool, slot: int
@@ -186,8 +195,7 @@ class PeerTransport(ProcessGroupTransport):
 
     def _buffer(self, shape: tuple[int, ...], dtype: torch.dtype, most: int, back: bool) -> Tensor:
         """The channel's next buffer; `most` rows are the most that any rank needs of it."""
-        _, strides = layout(shape)
-        needed = most * strides[0] * dtype.itemsize
+        needed = most * math.prod(shape[1:]) * dtype.itemsize
         if needed > self.slot_bytes or self.memory is None:
             self._grow(needed)
         return self.view(shape, dtype, self._start(back))
@@ -195,7 +203,7 @@ class PeerTransport(ProcessGroupTransport):
     @torch.inference_mode(False)  # it may serve training later
     def _view(self, shape: tuple[int, ...], dtype: torch.dtype, start: int) -> Tensor:
         """The memory from byte `start` on."""
-        _, strides = layout(shape)
+        strides = torch.empty(shape, device="meta").stride()  # contiguous
         view: Tensor = self.memory.view(dtype).as_strided(shape, strides, start // dtype.itemsize)
         return view
 
@@ -259,14 +267,20 @@ class PeerTransport(ProcessGroupTransport):
         torch.cuda.synchronize(self.device)  # fetches out of the old one are done when all ranks have come here
         self._let_go()
         self.slot_bytes = max(1 << 20, 1 << (needed - 1).bit_length())
-        size, name = FLAG_BYTES + 2 * SLOTS * self.slot_bytes, self.group.group_name
+        size, name = FLAG_BYTES + 2 * SLOTS * self.slot_bytes, self.group("cast").group_name
         memory = _SymmetricMemory.empty_strided_p2p((size,), (1,), torch.uint8, torch.device("cuda", self.device), name)
         memory[:FLAG_BYTES].zero_()
         torch.cuda.synchronize(self.device)  # before anyone may write there
         self._take_up(memory, list(_SymmetricMemory.rendezvous(memory, name).buffer_ptrs))
 
+    def close(self) -> None:
+        super().close()
+        if self.memory is not None:
+            torch.cuda.synchronize(self.device)
+            self._let_go()
+
     def _let_go(self) -> None:
-        """Of the memory, and of all that was prepared for it."""
+        """Gives up the memory and all that was prepared for it."""
         self.memory = None
         for prepared in (self.view, self.places_of, self.copies_of):
             prepared.cache_clear()

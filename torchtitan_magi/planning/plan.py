@@ -325,6 +325,11 @@ def plan_afresh(
 _recent_plan = functools.lru_cache(maxsize=16)(plan_afresh)
 
 
+def forget_plans() -> None:
+    """Forgets the plans that ``make_plan`` remembers."""
+    _recent_plan.cache_clear()
+
+
 def plan_ownership(
     slices: AttnSlices,
     total_tokens: int,

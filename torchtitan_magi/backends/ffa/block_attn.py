@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchtitan_magi.backends.ffa.row_kernels import CudaRows, write_bands
+from torchtitan_magi.backends import Gradients, OutGrads, StageInputs, check_scale
+from torchtitan_magi.backends.ffa.row_kernels import CudaRowMover, write_bands
 from torchtitan_magi.backends.ffa.segments import FAR
 from torchtitan_magi.backends.ffa.worklists import ListSizes, WorkLists, build_worklists
 from torchtitan_magi.cuda import jit, launch
-from torchtitan_magi.cuda.memory import empty, layout
-from torchtitan_magi.exchange.transport import KeysAndValues, LateKeys, keys_and_values
+from torchtitan_magi.exchange.in_flight import KeysAndValues, LateKeys, keys_and_values
 from torchtitan_magi.masks.slices import AttnSlices
 from torchtitan_magi.tiles import BACKWARD_ROWS, KEYS, ROWS
 
@@ -33,6 +33,11 @@ class DeviceLists:
     bands: Tensor
     sizes: ListSizes
     launches: dict[Any, launch.Launch] = field(default_factory=dict)  # what repeats from call to call
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory beside `words`."""
+        return self.bands.nbytes
 
     def pointer(self, offset: int) -> int:
         return self.words.data_ptr() + 4 * offset
@@ -55,14 +60,14 @@ class HostLists:
         s = self.lists.sizes
         aligned = device_words.data_ptr() % 16 == 0 and device_words.is_contiguous()
         words = device_words if aligned else device_words.clone()
-        bands = empty((s.num_bands, 2), torch.int32, words.device)
+        bands = words.new_empty(s.num_bands, 2)
         write_bands(words[s.slices :][: 5 * s.num_slices].view(-1, 5), bands)
         return DeviceLists(words, bands, s)
 
 
 # ------------------------------------------------------------ the attention
 class FfaBlockAttn:
-    """Attention of one stage's queries over its K/V buffer with our Hopper kernel; `reference.FlexBlockAttn`'s methods.
+    """Attention of one stage's queries over its K/V rows with our Hopper kernel; see `backends.BlockAttn`.
 
     Args:
         device: a CUDA device of compute capability 9.0.
@@ -78,8 +83,8 @@ class FfaBlockAttn:
         """Raises ValueError for what the kernel does not take."""
         launch.check_supported(head_dim, dtype)
 
-    def rows(self) -> CudaRows:
-        return CudaRows()
+    def row_mover(self) -> CudaRowMover:
+        return CudaRowMover()
 
     def __init__(self, device: torch.device | str = "cuda", deterministic: bool = False) -> None:
         self.deterministic, device = deterministic, torch.device(device)
@@ -121,26 +126,14 @@ class FfaBlockAttn:
         )  # fmt: skip
 
     def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: DeviceLists,
-        softmax_scale: float,
-        earlier: tuple[Tensor, Tensor] | None = None,
-        more: bool = False,
-        late: LateKeys | None = None,
-        sm_margin: int = 0,
+        self, inputs: StageInputs, earlier: tuple[Tensor, Tensor] | None = None, more: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """Attention over k, v and over the keys of earlier stages.
+        """Attention over k, v, late rows and the keys of earlier stages.
 
         Args:
-            q: [Tq, Hq, D] bf16 or fp16. k, v: [Tk, Hk, D], the same dtype. Strided views are read in place.
-            earlier: what the call for the stages before returned, with `more`; overwritten.
+            inputs: bf16 or fp16.
+            earlier: result of the call for the stages before, with `more`; overwritten.
             more: further stages follow.
-            late: rows of k and v that follow; the kernel waits for them.
-            softmax_scale: > 0.
-            sm_margin: SMs to leave to others.
 
         Returns:
             out [Tq, Hq, D], contiguous, in the dtype of q; or, if more stages follow, fp32 with the even columns of
@@ -150,11 +143,12 @@ class FfaBlockAttn:
         Raises:
             ValueError: head_dim, dtype, scale or shapes that the kernel does not take.
         """
+        q, k, v, mask, softmax_scale, late = inputs
         s = mask.sizes
         read_late = late if s.forward_awaits else None
         key = (
             get_ident(), q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
-            earlier is None, more, late is None, sm_margin,
+            earlier is None, more, late is None,
         )  # fmt: skip
         prepared = mask.launches.get(key)
         q_at, k_at, v_at = q.data_ptr(), k.data_ptr(), v.data_ptr()
@@ -162,15 +156,15 @@ class FfaBlockAttn:
             _check_inputs(q, k, v, late, s)
             if not launch.are_copyable(q, k, v):
                 q, k, v = map(launch.copyable, (q, k, v))
-                return self.forward(q, k, v, mask, softmax_scale, earlier, more, late, sm_margin)
-            prepared = mask.launches[key] = self._forward_launch(mask, q, k, v, earlier, more, read_late, sm_margin)
-        _check_scale(softmax_scale)
+                return self.forward(inputs._replace(q=q, k=k, v=v), earlier, more)
+            prepared = mask.launches[key] = self._forward_launch(inputs._replace(late=read_late), earlier, more)
+        check_scale(softmax_scale)
         if more and earlier is not None:
             out, lse = earlier
         else:
             dtype = torch.float32 if more else q.dtype
-            out = empty(q.shape, dtype, q.device)
-            lse = earlier[1] if earlier else empty((s.num_q, s.num_heads_q), torch.float32, q.device)
+            out = torch.empty(q.shape, dtype=dtype, device=q.device)
+            lse = earlier[1] if earlier else out.new_empty(s.num_q, s.num_heads_q, dtype=torch.float32)
         params = prepared.params
         params.lse, params.counter = lse.data_ptr(), launch.next_counter(prepared.device)
         params.scale_log2 = softmax_scale * LOG2_E
@@ -181,23 +175,15 @@ class FfaBlockAttn:
             maps.append(earlier[0].data_ptr())
         if s.num_forward_parts:
             words = s.num_forward_parts, params.schedule.num_heads, ROWS, launch.padded_head_dim(q.shape[2]) + 8
-            parts = empty(words, torch.float32, q.device)
+            parts = out.new_empty(words, dtype=torch.float32)
             params.parts = parts.data_ptr()
         prepared(*maps)
-        _settle(late, s.forward_awaits)
+        if late is not None:
+            late.arrival.settle(s.forward_awaits)
         return out, lse
 
-    def _forward_launch(
-        self,
-        mask: DeviceLists,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        earlier: tuple[Tensor, Tensor] | None,
-        more: bool,
-        late: LateKeys | None,
-        sm_margin: int,
-    ) -> launch.Launch:
+    def _forward_launch(self, inputs: StageInputs, earlier: tuple[Tensor, Tensor] | None, more: bool) -> launch.Launch:
+        q, k, v, mask, _, late = inputs
         s = mask.sizes
         assert s.forward_pack  # else the lists were made for the backward only
         variant, shared = launch.forward_variant(q.shape[2], s.forward_pack, q.dtype, earlier is not None, more)
@@ -221,49 +207,32 @@ class FfaBlockAttn:
         if s.num_k == 0:
             k = v = q  # something to point at, which is never read
         box = s.forward_pack, ROWS // s.forward_pack
-        shape, (_, strides) = tuple(q.shape), layout(q.shape)
+        shape, strides = tuple(q.shape), _contiguous_strides(q.shape)
         maps = [_layout_of(q, *box), *_key_layouts(k, v, late)]
         maps.append(launch.MapLayout(shape, strides, torch.float32 if more else q.dtype, *box))
         if earlier is not None:
             maps.append(launch.MapLayout(shape, strides, torch.float32, *box))
         kernel = launch.load("ffa_forward.cu", "ffa_forward", variant, launch.THREADS, shared)
-        blocks = min(params.schedule.num_items, max(1, launch.num_sms(q.device.index) - sm_margin))
+        blocks = min(params.schedule.num_items, launch.num_sms(q.device.index))
         return launch.Launch(kernel, q.device.index, blocks, maps, params)
 
-    def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        lse: Tensor,
-        delta: Tensor,
-        mask: DeviceLists,
-        softmax_scale: float,
-        dq: Tensor,
-        dkv: KeysAndValues,
-        zeroed: bool = False,
-        late: LateKeys | None = None,
-        sm_margin: int = 0,
-    ) -> None:
+    def backward(self, inputs: StageInputs, out_grads: OutGrads, grads: Gradients) -> None:
         """Gradients of one stage.
 
         P = exp(scale * q k^T - lse), dS = P * (dout v^T - delta): the FlashAttention-2 backward (arXiv 2307.08691).
 
         Args:
-            dout, q: [Tq, Hq, D]. k, v: [Tk, Hk, D]. bf16 or fp16, all alike; strided views are read in place.
-            lse, delta: fp32 [Tq, Hq] contiguous, final over all stages; delta = rowsum(out * dout).
-            dq: fp32 [Tq, Hq, D] contiguous: dS K is added to it, without softmax_scale, and with the even columns of
-            each 8 before the odd ones; `CudaRows.round` or `finish` makes gradients of it.
-            dkv: of Tk and late rows, overwritten; fp32 or the dtype of k, innermost dimension contiguous, rows 16-byte
-            aligned.
-            zeroed: dkv holds zeros.
-            late: as in forward.
-            sm_margin: SMs to leave to others.
+            inputs: bf16 or fp16.
+            out_grads: dout in the dtype of q, lse and delta in fp32.
+            grads: dS K is added to dq (fp32, contiguous), without softmax_scale, and with the even columns of each 8
+                before the odd ones; `CudaRowMover.round` or `finish` makes gradients of it. dkv is fp32 or has the
+                dtype of k; its innermost dimension is contiguous, its rows are 16-byte aligned.
 
         Raises:
             ValueError: head_dim, dtype, scale or shapes that the kernel does not take.
         """
+        q, k, v, mask, softmax_scale, late = inputs
+        (dout, lse, delta), (dq, dkv, zeroed) = out_grads, grads
         s = mask.sizes
         read_late = late if s.backward_awaits else None
         pair = dkv if isinstance(dkv, tuple) else (dkv, dkv)
@@ -271,7 +240,6 @@ class FfaBlockAttn:
         key = (
             get_ident(), q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), dout.stride(),
             q.dtype, k.dtype, v.dtype, dout.dtype, pair[0].stride(), pair[1].stride(), is_float, late is None,
-            sm_margin,
         )  # fmt: skip
         prepared = mask.launches.get(key)
         q_at, dout_at, k_at, v_at = q.data_ptr(), dout.data_ptr(), k.data_ptr(), v.data_ptr()
@@ -280,9 +248,9 @@ class FfaBlockAttn:
             assert dout.dtype == q.dtype
             if not launch.are_copyable(dout, q, k, v):
                 dout, q, k, v = map(launch.copyable, (dout, q, k, v))
-                return self.backward(dout, q, k, v, lse, delta, mask, softmax_scale, dq, dkv, zeroed, late, sm_margin)
-            prepared = mask.launches[key] = self._backward_launch(mask, dout, q, k, v, dkv, read_late, sm_margin)
-        _check_scale(softmax_scale)
+                return self.backward(inputs._replace(q=q, k=k, v=v), out_grads._replace(dout=dout), grads)
+            prepared = mask.launches[key] = self._backward_launch(inputs._replace(late=read_late), dout, dkv)
+        check_scale(softmax_scale)
         assert dq.dtype == lse.dtype == delta.dtype == torch.float32
         assert dq.is_contiguous()
         assert lse.is_contiguous()
@@ -290,7 +258,8 @@ class FfaBlockAttn:
         if s.num_k == 0:
             return
         if s.num_q == 0:
-            _settle(late, s.backward_awaits)
+            if late is not None:
+                late.arrival.settle(s.backward_awaits)
             _zero(dkv)
             return
         params = prepared.params
@@ -314,22 +283,14 @@ class FfaBlockAttn:
             prepared(*maps, params.dk, params.dv)
         else:
             prepared(*maps, maps[-1], maps[-1])
-        _settle(late, s.backward_awaits)
+        if late is not None:
+            late.arrival.settle(s.backward_awaits)
         if sums is not None:
             for x, wide in zip(keys_and_values(dkv), keys_and_values(sums), strict=True):
                 x.copy_(wide)
 
-    def _backward_launch(
-        self,
-        mask: DeviceLists,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        dkv: KeysAndValues,
-        late: LateKeys | None,
-        sm_margin: int,
-    ) -> launch.Launch:
+    def _backward_launch(self, inputs: StageInputs, dout: Tensor, dkv: KeysAndValues) -> launch.Launch:
+        q, k, v, mask, _, late = inputs
         s, head_dim = mask.sizes, q.shape[2]
         assert s.backward_pack  # else the lists were made for the forward only
         variant, shared = launch.backward_variant(head_dim, s.backward_pack, q.dtype, s.deterministic)
@@ -359,7 +320,7 @@ class FfaBlockAttn:
         params.dk_token_stride, params.dk_head_stride, _ = dk
         params.dv_token_stride, params.dv_head_stride, _ = dv
         box = s.backward_pack, BACKWARD_ROWS // s.backward_pack
-        of_dq = launch.MapLayout(tuple(q.shape), layout(q.shape)[1], torch.float32, *box)
+        of_dq = launch.MapLayout(tuple(q.shape), _contiguous_strides(q.shape), torch.float32, *box)
         maps = [_layout_of(q, *box), _layout_of(dout, *box), *_key_layouts(k, v, late), of_dq]
         if s.is_split:
             shape = s.num_k, s.num_heads_kv, head_dim
@@ -367,33 +328,29 @@ class FfaBlockAttn:
         else:
             maps += [of_dq] * 2  # unused
         kernel = launch.load("ffa_backward.cu", "ffa_backward", variant, launch.THREADS, shared)
-        blocks = min(params.schedule.num_items, max(1, launch.num_sms(q.device.index) - sm_margin))
+        blocks = min(params.schedule.num_items, launch.num_sms(q.device.index))
         return launch.Launch(kernel, q.device.index, blocks, maps, params)
 
     def adds_keys(self, mask: DeviceLists) -> bool:
-        """Whether the backward adds parts of dk and dv up, to zeros."""
+        """Whether tiles of keys are split, so that the backward adds to sums of dk and dv."""
         return mask.sizes.is_split
 
-    def sums(self, mask: DeviceLists, k: Tensor, spare: Tensor) -> Tensor | None:
-        """Memory for dk and dv, fp32 [Tk, 2, Hk, D], where the backward adds up parts and they must be zeroed before.
-
-        In `spare`, contiguous, where they fit.
-        """
+    def key_sums(self, mask: DeviceLists, k: Tensor, spare: Tensor) -> Tensor | None:
         if not self.adds_keys(mask):
             return None
         shape = (k.shape[0], 2, *k.shape[1:])
         if spare.nbytes < 8 * k.numel():
-            return empty(shape, torch.float32, k.device)
-        return spare.view(torch.float32).as_strided(shape, layout(shape)[1])
+            return k.new_empty(shape, dtype=torch.float32)
+        return spare.flatten().view(torch.float32)[: 2 * k.numel()].view(shape)
 
 
-def _check_scale(softmax_scale: float) -> None:
-    if not softmax_scale > 0:
-        raise ValueError(f"softmax_scale is {softmax_scale}; it must be positive")
+def _contiguous_strides(shape: torch.Size) -> tuple[int, int, int]:
+    """Strides of a contiguous tensor [T, H, D]."""
+    return shape[1] * shape[2], shape[2], 1
 
 
 def _addresses_of(both: KeysAndValues) -> tuple[int, int]:
-    """Of K and of V; views of a tensor would take long to make."""
+    """Addresses of K and of V, without the host time of making views."""
     if isinstance(both, tuple):
         return both[0].data_ptr(), both[1].data_ptr()
     address = both.data_ptr()
@@ -417,7 +374,7 @@ def _zero(both: KeysAndValues) -> None:
 
 
 def _key_layouts(k: Tensor, v: Tensor, late: LateKeys | None) -> list[launch.MapLayout]:
-    """Of K and V, and of those that follow; without any, the first two again."""
+    """Layouts of K and V, and of late K and V; without late ones, the first two again."""
     own = [_layout_of(x, 1, KEYS) for x in (k, v)]
     if late is None:
         return own * 2
@@ -426,21 +383,11 @@ def _key_layouts(k: Tensor, v: Tensor, late: LateKeys | None) -> list[launch.Map
 
 
 def _late_addresses(late: LateKeys | None, k: int, v: int, params: Any) -> tuple[int, int]:
-    """Of late K and V, as `_key_layouts` has them; tells the kernel of them."""
+    """Addresses of late K and V, in the order of `_key_layouts`; sets the flag that the kernel awaits."""
     if late is None:
         return k, v
-    if (flag := late.arrival.flag()) is None:
-        late.arrival.wait()
-    params.late.arrived, params.late.number = flag or (None, 0)
+    params.late.arrived, params.late.number = late.arrival.flag_or_wait() or (None, 0)
     return _addresses_of(late.kv)
-
-
-def _settle(late: LateKeys | None, awaits: bool) -> None:
-    """After the launch. If the kernel does not wait for late keys, the stream does: then their memory is used again."""
-    if late is not None:
-        late.arrival.begin()
-        if not awaits:
-            late.arrival.wait()
 
 
 def _check_inputs(q: Tensor, k: Tensor, v: Tensor, late: LateKeys | None, s: ListSizes) -> None:

@@ -1,6 +1,7 @@
 """Host half of rows.cu: row bands, packing K/V rows, adding returned rows, rounding gradients.
 
-The counterpart of ``comm.TorchRows``. Shapes: T tokens of this rank, S rows sent in a stage, H K/V heads, D head_dim.
+The counterpart of ``exchange.rows.TorchRowMover``.
+Shapes: T tokens of this rank, S rows sent in a stage, H K/V heads, D head_dim.
 """
 
 import ctypes
@@ -13,15 +14,14 @@ import torch
 from torch import Tensor
 
 from torchtitan_magi.cuda import launch
-from torchtitan_magi.cuda.memory import empty
-from torchtitan_magi.exchange.transport import MAX_PEERS, Places, Returned, RowSums
+from torchtitan_magi.exchange.in_flight import MAX_PEERS, Places, Returned, RowSums, Unsent
 from torchtitan_magi.planning.plan import Exchange
 
-_WARPS = 8  # of a block, one row each
+_WARPS = 8  # warps per block, one row each
 _UNIT = 16  # bytes that a lane moves at once
-_ELEMENTS = 8  # of a gradient that a thread handles at once
-_THREADS_PER_ROW = 16  # of out and dout
-_FINISH_UNITS = 1024  # times so many, that a block of finish_grads handles
+_ELEMENTS = 8  # elements of a gradient that a thread handles at once: one unit
+_THREADS_PER_ROW = 16  # threads that sum up a row of out * dout
+_FINISH_UNITS = 1024  # units that a block of finish_grads handles
 
 
 class _Places(ctypes.Structure):
@@ -83,7 +83,7 @@ class _FinishParams(ctypes.Structure):
     ]
 
 
-class CudaRows:
+class CudaRowMover:
     """Row movement by our own kernels, one launch each."""
 
     packs_to_places = True
@@ -152,7 +152,7 @@ class CudaRows:
     def round_keys(self, dkv: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """dk and dv [T, H, D] of dkv [T, 2, H, D], fp32 and contiguous, in `dtype`."""
         assert dkv.is_contiguous()
-        dk, dv = (empty((dkv.shape[0], *dkv.shape[2:]), dtype, dkv.device) for _ in range(2))
+        dk, dv = (dkv.new_empty(dkv.shape[0], *dkv.shape[2:], dtype=dtype) for _ in range(2))
         rounding = _finish_launch(dkv.device, dtype, dtype, 0, dkv.numel(), dkv.stride(0))
         params = rounding.params
         params.dkv, params.dk_to, params.dv_to = dkv.data_ptr(), dk.data_ptr(), dv.data_ptr()
@@ -170,9 +170,9 @@ class CudaRows:
         assert dq.is_contiguous()
         assert dkv.is_contiguous()
         device, shape, row = dq.device, (dq.shape[0], *dkv.shape[2:]), dkv.stride(0)
-        dq_to, dk, dv = empty(dq.shape, dtype, device), empty(shape, dtype, device), empty(shape, dtype, device)
+        dq_to, dk, dv = (dq.new_empty(size, dtype=dtype) for size in (dq.shape, shape, shape))
         unsent = returned.unsent
-        launches = {} if unsent is None else unsent[2].prepared
+        launches = {} if unsent is None else unsent.places.prepared
         key = "finish", get_ident(), dq.shape, dkv.shape, dtype
         finishing = launches.get(key)
         if finishing is None:
@@ -229,7 +229,7 @@ def _gather_launch(k: Tensor, v: Tensor, num_rows: int, to: Places, sums: RowSum
 
 
 def _row_sums(sums: RowSums) -> tuple[_RowSums, int]:
-    """Sizes, and the number of blocks."""
+    """Kernel parameters without addresses, and the number of blocks."""
     num_q, num_heads, head_dim = sums.out.shape
     num_zero, num_more_zero = sums.zeros[0].numel(), sum(zero.numel() for zero in sums.zeros[1:])
     params = _RowSums(num_rows=num_q * num_heads, num_zero=num_zero, num_more_zero=num_more_zero, head_dim=head_dim)
@@ -238,7 +238,7 @@ def _row_sums(sums: RowSums) -> tuple[_RowSums, int]:
 
 
 def _aim_sums(params: _RowSums, sums: RowSums) -> tuple[Tensor, Tensor]:
-    """Sets addresses; returns what must live until the launch."""
+    """Sets the addresses; returns the tensors that must live until the launch."""
     assert sums.out.dtype == sums.dout.dtype
     assert sums.delta.dtype == torch.float32
     out, dout = sums.out.contiguous(), launch.copyable(sums.dout).contiguous()
@@ -250,7 +250,7 @@ def _aim_sums(params: _RowSums, sums: RowSums) -> tuple[Tensor, Tensor]:
 
 
 def _places(places: Places) -> _Places:
-    """To be completed by `blocks_done`."""
+    """Kernel parameters, but for `blocks_done`."""
     params, count = _Places(num_flags=len(places.flags), begin=places.begin), len(places.ends)
     params.to[:count], params.ends[:count] = places.addresses, places.ends
     params.flags[: params.num_flags] = places.flags
@@ -264,9 +264,14 @@ def _finish_launch(
     num_dq: int,
     num_dkv: int,
     row: int,
-    unsent: tuple[Tensor, int, Places] | None = None,
+    unsent: Unsent | None = None,
 ) -> launch.Launch:
-    """Of so many elements; a row of dkv has `row`."""
+    """A launch over num_dq and num_dkv elements.
+
+    Args:
+        row: elements of a row of dkv.
+        unsent: gradients that the launch sends first.
+    """
     params = _FinishParams(returned=_ReturnedRows(units=row // _ELEMENTS or 1))
     params.dq_units, params.dkv_units = num_dq // _ELEMENTS, num_dkv // _ELEMENTS
     writers = 0
@@ -290,7 +295,7 @@ def _addresses_of(returned: Returned) -> tuple[int, int, int]:
 
 
 def _num_tokens(returned: Returned) -> int:
-    """The last token to which something returns, plus one."""
+    """The last token to which a gradient returns, plus one."""
     return returned.row_index[1].shape[0] - 1
 
 

@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 from torch.distributed.checkpoint import FileSystemReader
 from torchtitan.hf_datasets.text_datasets import DATASETS
 
-from torchtitan_magi.bound_plan import BACKENDS
+from torchtitan_magi.backends import BACKENDS
 from torchtitan_magi.planning.plan import MAX_STAGES
 from torchtitan_magi.planning.stages import CostModel
 

@@ -16,9 +16,10 @@ from torchtitan.models.attention import VarlenMetadata
 from torchtitan.tools.logging import logger
 
 from torchtitan_magi.attention import make_handle
-from torchtitan_magi.bound_plan import BoundPlan, IndexData, bind_plan, choose_block_attn, index_data
+from torchtitan_magi.backends import choose_block_attn
+from torchtitan_magi.bound_plan import BoundPlan, IndexData, bind_plan, index_data
 from torchtitan_magi.exchange.agreement import PlanAgreement
-from torchtitan_magi.exchange.group_cast import gpus_per_node
+from torchtitan_magi.exchange.mesh import gpus_per_node
 from torchtitan_magi.masks.slices import CAUSAL, AttnSlices, shared_prompt
 from torchtitan_magi.planning.plan import AttnPlan, make_plan
 from torchtitan_magi.planning.stages import H200, CostModel, Heads

@@ -18,8 +18,8 @@ from torchtitan.models import _supported_models
 from torchtitan.protocols.train_spec import TrainSpec, get_train_spec, register_train_spec
 from torchtitan.tools import utils
 
-from torchtitan_magi.bound_plan import choose_block_attn
-from torchtitan_magi.exchange.group_cast import process_group_transport
+from torchtitan_magi.backends import choose_block_attn
+from torchtitan_magi.exchange.mesh import process_group_transport
 from torchtitan_magi.planning.stages import Heads
 from torchtitan_magi.titan.v02.ahead import PlannedLoader
 from torchtitan_magi.titan.v02.cpu import allow_gloo_gradients, on_cpu, run_on_cpu

@@ -1,0 +1,126 @@
+"""The life of rows in flight: K/V rows on their way to a stage, and their gradients on the way back.
+
+K/V rows, from ``group_cast`` to the attention that reads them::
+
+    packed ----- begin ----> under way ----- flag / wait ----> arrived ----- settle ----> settled
+
+    packed      a kernel is queued that writes the rows where they leave from, or straight into the receivers' memory
+    under way   the host has issued its part of the exchange (``Arrival.begin``); collectives are born in this state
+    arrived     ``Arrival.wait`` makes the stream wait for it; a kernel may await ``Arrival.flag`` by itself instead
+    settled     something on the stream has waited: the memory of the exchange may be used again
+
+Gradients of those rows, from ``group_reduce`` to their sum::
+
+    [unsent --- finish --->] under way ----- flag / wait ----> arrived ----- add, finish ----> added
+
+    unsent      the gradients still lie in the stage's sums; ``RowMover.finish`` rounds and sends them in its own launch
+    added       each token's gradients are summed in rank order into those of the rank's own rows
+
+There are two ways to hide the way of K/V rows behind attention. Inside a machine one kernel attends to the rank's own
+keys and then awaits the flag of the others (``LateKeys``). Across nodes remote keys come in several stages, whose
+results are merged in float32: the rows of the next stage travel while one is attended to (``StageCasts``).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeAlias
+
+from torch import Tensor
+
+from torchtitan_magi.planning.plan import Exchange
+
+Wait = Callable[[], object]
+KeysAndValues: TypeAlias = Tensor | tuple[Tensor, Tensor]  # [rows, 2, H, D], or K and V of [rows, H, D] each
+
+
+def keys_and_values(both: KeysAndValues) -> tuple[Tensor, Tensor]:
+    """Two tensors [rows, H, D]."""
+    if isinstance(both, tuple):
+        return both
+    keys, values = both.unbind(1)
+    return keys, values
+
+
+class Flag(NamedTuple):
+    """A word in device memory: what it announces has arrived when it has reached `number`, modulo 2^32."""
+
+    address: int
+    number: int
+
+
+class Arrival(NamedTuple):
+    """The arrival of rows that are packed or under way.
+
+    Attributes:
+        wait: makes the current stream wait for the rows.
+        flag: the word that a kernel may await instead; None if there is none, or none any more because all arrived.
+        begin: the host's part in the exchange, called once.
+    """
+
+    wait: Wait
+    flag: Callable[[], Flag | None] = lambda: None
+    begin: Callable[[], object] = lambda: None
+
+    def flag_or_wait(self) -> Flag | None:
+        """The flag for a kernel to await; where there is none, the stream waits now."""
+        flag = self.flag()
+        if flag is None:
+            self.wait()
+        return flag
+
+    def settle(self, awaited: bool) -> None:
+        """Begins the exchange after the launch that reads its rows. Unless that kernel awaits them, the stream does."""
+        self.begin()
+        if not awaited:
+            self.wait()
+
+
+class LateKeys(NamedTuple):
+    """K/V rows that follow a rank's own. The attention that takes them settles their arrival."""
+
+    kv: Tensor  # [rows, 2, H, D], contiguous
+    arrival: Arrival
+
+
+MAX_PEERS = 7  # ranks that one kernel writes to
+
+
+@dataclass(frozen=True, eq=False)
+class Places:
+    """Where a kernel packs the rows of an exchange: in memory of the receivers, or in this rank's own."""
+
+    ends: list[int]  # row after the last one of each place, in the order in which rows are sent; ascending
+    addresses: list[int]  # per place, where row 0 would lie if it belonged there
+    begin: int  # row to begin with, so that not all ranks write to the same one at once
+    flags: list[int]  # addresses of int32 words to which the kernel adds one when it has packed
+    prepared: dict[Any, Any] = field(default_factory=dict)  # launches that repeat from call to call
+
+
+class RowSums(NamedTuple):
+    """What precedes a backward: delta = rowsum(out * dout), and zeros where sums are kept.
+
+    out, dout: [T, Hq, D] of one dtype. delta: [T, Hq], float32 or wider. zeros: one or two, contiguous, of that dtype.
+    """
+
+    out: Tensor
+    dout: Tensor
+    delta: Tensor
+    zeros: tuple[Tensor, ...]
+
+
+class Unsent(NamedTuple):
+    """Gradients that ``RowMover.finish`` sends."""
+
+    grad: Tensor  # [rows, 2, H, D], float32 sums of the stage
+    first: int  # the rows from this one on are sent
+    places: Places
+
+
+class Returned(NamedTuple):
+    """Gradients of rows that come back from an exchange."""
+
+    rows: Tensor  # [S, 2, H, D]
+    row_index: list[Tensor]  # RowMover.index of the exchange, on the device
+    exchange: Exchange
+    arrival: Arrival
+    unsent: Unsent | None = None

@@ -1,0 +1,76 @@
+"""From a mesh or a process group to the transport of its ranks."""
+
+import weakref
+from typing import TypeAlias
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from torchtitan_magi.exchange.peer_memory import PeerTransport, can_reach_each_other
+from torchtitan_magi.exchange.transport import SINGLE_RANK, ProcessGroupTransport, Transport
+
+Mesh: TypeAlias = DeviceMesh | dist.ProcessGroup | Transport | None
+
+# torch owns the groups; a transport holds its group weakly and ends with it.
+_transports: weakref.WeakKeyDictionary[dist.ProcessGroup, ProcessGroupTransport] = weakref.WeakKeyDictionary()
+
+
+def process_group_transport(group: dist.ProcessGroup) -> ProcessGroupTransport:
+    """The one transport of a group. Its first call is a collective of the group's ranks.
+
+    It ends with the group: once ``destroy_process_group`` was called, its memory is given back when the last
+    reference to the group goes, or when the next transport is asked for.
+    """
+    alive = dist.distributed_c10d._world.pg_map
+    for ended in [other for other in _transports if other not in alive]:
+        _transports.pop(ended).close()
+    if group not in _transports:
+        is_nccl = "nccl" in dist.get_backend_config(group) and dist.get_world_size(group) > 1
+        kind = PeerTransport if is_nccl and can_reach_each_other(group) else ProcessGroupTransport
+        transport = _transports[group] = kind(group)
+        weakref.finalize(group, transport.close).atexit = False
+    return _transports[group]
+
+
+def as_transport(mesh: Mesh, cp_size: int) -> Transport:
+    """The transport of a one-dimensional mesh, a process group, or None (a single rank).
+
+    Raises:
+        ValueError: no mesh; it has several dimensions, or not cp_size ranks.
+    """
+    if mesh is None:
+        transport: Transport = SINGLE_RANK
+    elif isinstance(mesh, DeviceMesh):
+        if mesh.ndim != 1:
+            raise ValueError(
+                f"the mesh has dimensions {mesh.mesh_dim_names}; pass the context-parallel one, mesh['cp']"
+            )
+        transport = process_group_transport(mesh.get_group())
+    elif isinstance(mesh, dist.ProcessGroup):
+        transport = process_group_transport(mesh)
+    elif hasattr(mesh, "all_to_all"):
+        transport = mesh
+    else:
+        raise ValueError(f"mesh is {mesh!r}; pass the context-parallel DeviceMesh, its process group, or None")
+    if transport.size != cp_size:
+        raise ValueError(
+            f"the plan is for {cp_size} ranks but the mesh has {transport.size}; plan with cp_size of the mesh"
+        )
+    return transport
+
+
+def gpus_per_node(mesh: Mesh, local_world_size: int) -> int | None:
+    """How many ranks of the mesh sit in each node, for ``make_plan``; None if all sit in one, or not equally many.
+
+    Args:
+        mesh: a one-dimensional mesh or a process group, whose ranks may be any of the world's, ascending.
+        local_world_size: processes on each machine; torchrun's LOCAL_WORLD_SIZE.
+    """
+    if isinstance(mesh, DeviceMesh):
+        mesh = mesh.get_group()
+    if not isinstance(mesh, dist.ProcessGroup):
+        return None
+    nodes = [rank // local_world_size for rank in dist.get_process_group_ranks(mesh)]
+    count = nodes.count(nodes[0])
+    is_regular = all(nodes[first : first + count] == [nodes[first]] * count for first in range(0, len(nodes), count))
+    return count if is_regular and count < len(nodes) else None

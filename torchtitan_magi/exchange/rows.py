@@ -1,0 +1,88 @@
+"""What moves rows inside a rank: to where they are sent from, and returned gradients to where they are added.
+
+Shapes: T tokens of this rank, S rows sent in a stage, H K/V heads, D head_dim. K and V travel fused as [rows, 2, H, D].
+"""
+
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from torchtitan_magi.exchange.in_flight import Places, Returned, RowSums
+from torchtitan_magi.planning.plan import Exchange
+
+
+class RowMover(Protocol):
+    """Packs, adds and rounds rows: by torch, or by our own kernels (backends/ffa/row_kernels.py)."""
+
+    packs_to_places: bool  # whether `gather` and `finish` write to other ranks' memory
+
+    def index(self, exchange: Exchange) -> list[npt.NDArray[np.integer]]:
+        """Index data of an exchange, on the host; the other methods take it from the device."""
+
+    def gather(
+        self, k: Tensor, v: Tensor, index: list[Tensor], to: Tensor | Places, sums: RowSums | None = None
+    ) -> None:
+        """Copies the rows of k and v [T, H, D] that are sent, to a tensor [S, 2, H, D] or to places; then `sums`."""
+
+    def sum(self, sums: RowSums) -> None:
+        """Does what `sums` says."""
+
+    def add(self, returned: Returned, grad: Tensor) -> None:
+        """Adds returned rows to grad [T, 2, H, D], for each token in the order of the ranks, when they are there."""
+
+    def round(self, dq: Tensor, softmax_scale: float, out: Tensor) -> None:
+        """What the block attention left in dq [T, Hq, D], times the scale, to out."""
+
+    def round_keys(self, dkv: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """dk and dv [T, H, D] of dkv [T, 2, H, D], in `dtype`."""
+
+    def finish(
+        self, returned: Returned, dq: Tensor, dkv: Tensor, softmax_scale: float, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """In `dtype`: dq as `round` has it, and dk and dv [T, H, D] of dkv [T, 2, H, D] with `returned` added to it, as
+        `add` does."""
+
+
+class TorchRowMover:
+    """Row movement by torch's own operations, on any device."""
+
+    packs_to_places = False
+
+    def index(self, exchange: Exchange) -> list[npt.NDArray[np.integer]]:
+        return [exchange.send_rows]
+
+    def gather(
+        self, k: Tensor, v: Tensor, index: list[Tensor], to: Tensor | Places, sums: RowSums | None = None
+    ) -> None:
+        assert isinstance(to, Tensor)
+        to[:, 0], to[:, 1] = k.index_select(0, index[0]), v.index_select(0, index[0])
+        if sums is not None:
+            self.sum(sums)
+
+    def sum(self, sums: RowSums) -> None:
+        wide = sums.delta.dtype
+        torch.sum(sums.out.to(wide) * sums.dout.to(wide), -1, out=sums.delta)
+        for zero in sums.zeros:
+            zero.zero_()
+
+    def add(self, returned: Returned, grad: Tensor) -> None:
+        returned.arrival.wait()
+        # One rank asks for a row at most once: within one rank no two rows collide, so the sums have a fixed order.
+        splits = returned.exchange.send_splits
+        for rows, values in zip(returned.row_index[0].split(splits), returned.rows.split(splits), strict=True):
+            grad.index_add_(0, rows, values.to(grad.dtype))
+
+    def round(self, dq: Tensor, softmax_scale: float, out: Tensor) -> None:
+        out.copy_(dq * softmax_scale)
+
+    def round_keys(self, dkv: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        return dkv[:, 0].to(dtype, copy=True), dkv[:, 1].to(dtype, copy=True)
+
+    def finish(
+        self, returned: Returned, dq: Tensor, dkv: Tensor, softmax_scale: float, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        self.add(returned, dkv)
+        return (dq * softmax_scale).to(dtype), *self.round_keys(dkv[: len(dq)], dtype)
