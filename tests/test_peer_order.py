@@ -146,35 +146,12 @@ class Cluster(Everyone):
                 arrival.begin()
             self.free[rank.device] += blocks
 
-    def overlapping(self, exchanges, columns, back, count):
-        """As many exchanges, each issued after the wait for the last but one before it."""
-        contents = [self.content(exchanges, columns, back) for _ in range(count)]
-        for i, (rank, exchange) in enumerate(zip(self.ranks, exchanges, strict=True)):
-            under_way = deque()
 
-            def start(sent, i=i, rank=rank, exchange=exchange, under_way=under_way):
-                buffer = rank.send_buffer(tuple(sent.shape), torch.float32, torch.device("cpu"), exchange, back)
-                self.streams.put(rank.device, partial(buffer.copy_, sent))
-                block, output = self.allocate(i, sum(exchange.splits(back)[0]), columns)
-                under_way.append((block, output, rank.all_to_all(output, buffer, exchange, back)))
-
-            for n in range(count):
-                for m in range(n + len(under_way), min(n + 2, count)):
-                    start(contents[m][0][i])
-                block, output, arrival = under_way.popleft()
-                arrival.wait()
-                if n + 2 < count:
-                    start(contents[n + 2][0][i])
-                self.streams.put(rank.device, partial(compare, output, contents[n][1][i]))
-                self.free[rank.device].append(block)
-
-
-PLANS = {
-    stages: make_plan(varlen_causal(DOCUMENTS), int(DOCUMENTS[-1]), SIZE, overlap_stages=stages) for stages in (0, 2)
-}
+PLAN = make_plan(varlen_causal(DOCUMENTS), int(DOCUMENTS[-1]), SIZE, overlap_stages=0)
+EXCHANGES = [share.forward[0].exchanges[0] for share in PLAN.ranks]
 STEPS = st.lists(
     st.tuples(
-        st.sampled_from(["fetched", "fetched later", "written", "overlapping"]),
+        st.sampled_from(["fetched", "fetched later", "written"]),
         st.booleans(),  # back
         st.sampled_from([1, 4, 30]),  # columns: memory grows
         st.integers(1, 4),  # how many, one after another
@@ -200,14 +177,9 @@ def test_whatever_stream_runs_ahead_rows_arrive_before_they_are_used(steps, seed
         cluster = Cluster(streams, draw)
         for kind, back, columns, count, which in steps:
             cluster.use_stream(which)
-            stages = [share.forward[-1].exchanges for share in PLANS[2 if kind == "overlapping" else 0].ranks]
-            exchanges = [stage[0] for stage in stages]
-            if kind == "overlapping":
-                cluster.overlapping(exchanges, columns, back, count)
-                continue
             monkeypatch.setattr(peer, "WRITTEN_BYTES", 8 << 20 if kind == "written" else 0)
             for rank in cluster.ranks:
                 rank.places_of.cache_clear()  # it keeps which way was taken
             for _ in range(count):
-                cluster.by_kernels(exchanges, columns, back, monkeypatch, kind == "fetched later")
+                cluster.by_kernels(EXCHANGES, columns, back, monkeypatch, kind == "fetched later")
         streams.run(draw)

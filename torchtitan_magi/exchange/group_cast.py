@@ -40,7 +40,7 @@ class StageRows:
 
     @property
     def travels_whole(self) -> bool:
-        """Whether gradients leave from where they are summed, as nothing of this rank is among them."""
+        """Whether nothing is added to gradients before they leave: a single exchange takes all of them."""
         return self.one_way and not self.stage.holds_local
 
     def arriving(self, i: int, buffer: Tensor, first: int = 0) -> Tensor:
@@ -77,8 +77,7 @@ def group_cast(
 
     def exchange(i: int, k: Tensor, v: Tensor) -> Arrival:
         exchange = stage.exchanges[i]
-        shape = (len(exchange.send_rows), *buffer.shape[1:])
-        sent = transport.send_buffer(shape, k.dtype, k.device, exchange, back=False)
+        sent = buffer.new_empty(len(exchange.send_rows), *buffer.shape[1:])
         mover.gather(k, v, rows.index[i], sent)
         return transport.all_to_all(rows.arriving(i, buffer, first), sent, exchange, back=False)
 
@@ -147,16 +146,14 @@ class StageCasts:
 def grad_buffer(rows: StageRows, like: Tensor, wire: torch.dtype) -> Tensor:
     """Memory for the gradients of a later stage's K/V rows, [rows, 2, H, D], contiguous.
 
-    In the dtype in which they travel, and where they are sent from, unless something is added to them first: what a
-    rank passes on is in float32 or wider.
+    In the dtype in which they travel, unless something is added to them first: what a rank passes on is in float32 or
+    wider.
 
     Args:
         like: k [T, H, D].
     """
-    shape = (rows.stage.num_rows, 2, *like.shape[1:])
-    if rows.travels_whole:
-        return rows.transport.send_buffer(shape, wire, like.device, rows.stage.exchanges[0], back=True)
-    return like.new_empty(shape, dtype=torch.promote_types(like.dtype, torch.float32))
+    dtype = wire if rows.travels_whole else torch.promote_types(like.dtype, torch.float32)
+    return like.new_empty(rows.stage.num_rows, 2, *like.shape[1:], dtype=dtype)
 
 
 def group_reduce(rows: StageRows, grad: Tensor, wire: torch.dtype) -> Returned:
@@ -184,10 +181,8 @@ def group_reduce(rows: StageRows, grad: Tensor, wire: torch.dtype) -> Returned:
         return grad.new_empty(len(stage.exchanges[i].send_rows), *grad.shape[1:], dtype=wire)
 
     def exchange(i: int, returned: Tensor) -> Returned:
-        sent, exchange = rows.arriving(i, grad), stage.exchanges[i]
-        if not rows.travels_whole:
-            wide, sent = sent, transport.send_buffer(sent.shape, wire, grad.device, exchange, back=True)
-            sent.copy_(wide)
+        exchange = stage.exchanges[i]
+        sent = rows.arriving(i, grad).to(wire).contiguous()
         return Returned(returned, rows.index[i], exchange, transport.all_to_all(returned, sent, exchange, back=True))
 
     returned = memory(0)

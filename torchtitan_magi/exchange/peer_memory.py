@@ -2,9 +2,7 @@
 
 Fetched: copy engines fetch rows from the peers' send buffers. No SM takes part, so attention has all of them, and an
 exchange starts while attention runs; NCCL's kernels would wait for its end, or take SMs from it. Before a rank fetches,
-a stream of its own waits for words in its memory that say what the peers have ready. The kernels that pack the rows
-count one word up; where several exchanges overlap, or torch packs, each peer's stream writes the number of the
-exchange to a word of its own.
+a stream of its own waits for a word in its memory, which the kernels that pack the rows count up.
 
 Written: a kernel of ours writes rows straight into the receivers' memory, and then counts up a word there. It takes the
 host one launch at most, and is faster where nothing else runs meanwhile: for few rows, and for the last gradients.
@@ -27,30 +25,11 @@ from torchtitan_magi.exchange.in_flight import MAX_PEERS, Arrival, Flag, Places
 from torchtitan_magi.exchange.transport import ProcessGroupTransport
 from torchtitan_magi.planning.plan import Exchange, Parcel
 
-# Slots of a channel: buffers to send from or to be written to, taken in turn. Three suffice. Exchange n is issued only
-# after n-2 was waited for; every peer has then reached n-2, so it has finished with the slot of n-3.
-SLOTS = 3
-FLAG_BYTES = 4096  # for the words, before the slots
+# Slots of a channel: buffers to send from or to be written to, taken in turn. Two suffice. Exchange n is issued only
+# after n-1 was waited for; every peer has then packed for n-1, so it has finished with the slot of n-2.
+SLOTS = 2
+FLAG_BYTES = 4096  # for the channels' words, before the slots
 WRITTEN_BYTES = 8 << 20  # at most as many bytes of K/V rows per rank are written; more are fetched beside attention
-
-
-class _Batch:
-    """Stream operations that all wait for the same number, or write it.
-
-    Args:
-        operations: kind and address of each.
-    """
-
-    def __init__(self, *operations: tuple[int, int]) -> None:
-        self.operations = (StreamOperation * len(operations))(*(StreamOperation(*each) for each in operations))
-        self.each = list(self.operations)
-
-    def issue(self, stream: int, number: int) -> int:
-        """Issues the operations; returns the driver's status."""
-        for operation in self.each:
-            operation.value = number
-        status: int = _calls().operate(stream, len(self.each), self.operations, 0)
-        return status
 
 
 class _Copies:
@@ -101,30 +80,19 @@ class _Channel:
         self.slot = (self.slot + 1) % SLOTS
 
     def aim(self, rank: int, flags: list[int]) -> None:
-        """Counts anew in the words at `flags`, all zero: per rank the address of its first word."""
-        size, own = len(flags), flags[rank]
-        peers = [other for other in range(size) if other != rank]
-        ready, self.there, self.packed_word = own + 4 * size, own + 4 * rank, own + 4 * (size + 1)
-        write, wait = StreamOperation.WRITE, StreamOperation.WAIT
-        self.say_ready = _Batch((write, ready))  # from this rank's stream to the channel's: input is there
-        self.say_there = _Batch((write, self.there))  # from the channel's stream to this rank's: output is there
-        self.meet = _Batch(
-            (wait, ready),
-            *((write, flags[peer] + 4 * rank) for peer in peers),
-            *((wait, own + 4 * peer) for peer in peers),
-        )
+        """Counts anew in two words of each rank, at `flags`, that are zero: packed by all, and fetched by itself."""
+        self.there, self.packed_words = flags[rank] + 4, flags
         # Every rank counts it up when it has packed, this one too: by then the memory of `received` is free again. One
         # word suffices: a rank packs for an exchange only after it has waited for the one before, thus for all ranks.
-        self.await_packed = _Batch((wait, self.packed_word))
-        self.packed_words = [flag + 4 * (size + 1) for flag in flags]
+        self.packed_word = flags[rank]
         self.number = self.packed = 0
 
 
 class PeerTransport(ProcessGroupTransport):
-    """Exchanges through peer memory; relays and all-gathers by NCCL.
+    """A layer's only exchange through peer memory; stages, relays and all-gathers by NCCL.
 
-    Send buffers lie in symmetric memory that grows when an exchange needs more: all ranks know what each of them sends,
-    so they grow together. Creating the object and growing are collectives of the group.
+    Rows lie in symmetric memory that grows when an exchange needs more: all ranks know what each of them sends, so they
+    grow together. Creating the object and growing are collectives of the group.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -138,14 +106,6 @@ class PeerTransport(ProcessGroupTransport):
         self.places_of = functools.lru_cache(maxsize=32)(self._places_of)
         self.copies_of = functools.lru_cache(maxsize=32)(self._copies_of)
         self.bases: list[int] = []  # of each rank's memory, as this rank sees it
-
-    def send_buffer(
-        self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, exchange: Exchange, back: bool
-    ) -> Tensor:
-        if exchange.hops is None:
-            return super().send_buffer(shape, dtype, device, exchange, back)
-        self._follow(self.channels[back])
-        return self._buffer(shape, dtype, exchange.most_sent(back), back)
 
     def places(
         self, shape: tuple[int, ...], dtype: torch.dtype, exchange: Exchange, back: bool
@@ -161,9 +121,7 @@ class PeerTransport(ProcessGroupTransport):
         if received is not None:
             return places, received, self._arrival(channel.packed_word, channel.packed)
         received = self._received((sum(exchange.recv_splits), *shape), dtype)
-        fetch = functools.partial(
-            self._fetch, channel, channel.await_packed, channel.packed, start, received, exchange, back
-        )
+        fetch = functools.partial(self._fetch, channel, channel.packed, start, received, exchange)
         return places, received, self._arrival(channel.there, channel.number, fetch)
 
     def _received(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -175,7 +133,7 @@ class PeerTransport(ProcessGroupTransport):
     ) -> tuple[Places, Tensor | None] | None:
         """`places` with the channel's next slot, and if other ranks write to it, what they will have written.
 
-        For a layer's only exchange: between overlapping ones a kernel's word would tell that the rank has come to an
+        None for one of several exchanges that overlap: a kernel's word would tell that the rank has come to an
         exchange, but not that its stream has fetched all rows of the one before.
         """
         most, row_bytes = exchange.most_sent(not back), math.prod(shape) * dtype.itemsize
@@ -207,16 +165,6 @@ class PeerTransport(ProcessGroupTransport):
         view: Tensor = self.memory.view(dtype).as_strided(shape, strides, start // dtype.itemsize)
         return view
 
-    def all_to_all(self, output: Tensor, input: Tensor, exchange: Exchange, back: bool) -> Arrival:
-        if exchange.hops is None:
-            return super().all_to_all(output, input, exchange, back)
-        channel, start = self.channels[back], self._start(back)
-        assert input.numel() == 0 or input.data_ptr() == self.bases[self.rank] + start
-        channel.begin()
-        driver.check(channel.say_ready.issue(torch._C._cuda_getCurrentRawStream(self.device), channel.number))
-        self._fetch(channel, channel.meet, channel.number, start, output, exchange, back)
-        return self._arrival(channel.there, channel.number)
-
     def _follow(self, channel: _Channel) -> None:
         """If the current stream is not that of the exchange before, it waits for all that was issued there.
 
@@ -229,17 +177,16 @@ class PeerTransport(ProcessGroupTransport):
                 current.wait_stream(channel.issuer)
             channel.issuer, channel.raw_issuer = current, raw
 
-    def _fetch(
-        self, channel: _Channel, meet: _Batch, number: int, start: int, output: Tensor, exchange: Exchange, back: bool
-    ) -> None:
-        """Lets the channel's stream meet the peers and fetch the rows, from byte `start` of their memory on."""
+    def _fetch(self, channel: _Channel, packed: int, start: int, output: Tensor, exchange: Exchange) -> None:
+        """Lets the channel's stream wait for the peers and fetch the rows, from byte `start` of their memory on."""
         stream, row_bytes = channel.raw_stream, output.stride(0) * output.element_size()
-        copies = self.copies_of(exchange, back, start, row_bytes)
-        status = meet.issue(stream, number) | copies.issue(output.data_ptr(), stream)
-        driver.check(status | channel.say_there.issue(stream, channel.number))
+        copies = self.copies_of(exchange, start, row_bytes)
+        status = _operate(stream, StreamOperation.WAIT, channel.packed_word, packed)
+        status |= copies.issue(output.data_ptr(), stream)
+        driver.check(status | _operate(stream, StreamOperation.WRITE, channel.there, channel.number))
 
-    def _copies_of(self, exchange: Exchange, back: bool, start: int, row_bytes: int) -> _Copies:
-        return _Copies(exchange.fetches(back), [base + start for base in self.bases], row_bytes)
+    def _copies_of(self, exchange: Exchange, start: int, row_bytes: int) -> _Copies:
+        return _Copies(exchange.fetches(False), [base + start for base in self.bases], row_bytes)
 
     def _arrival(self, address: int, number: int, begin: Callable[[], object] = lambda: None) -> Arrival:
         there = functools.partial(self._flag, self.memory, address, number)
@@ -247,9 +194,8 @@ class PeerTransport(ProcessGroupTransport):
 
     def _wait(self, there: Callable[[], Flag | None]) -> None:
         if (flag := there()) is not None:
-            wait = StreamOperation(StreamOperation.WAIT, *flag)
             stream = torch._C._cuda_getCurrentRawStream(self.device)
-            driver.check(_calls().operate(stream, 1, ctypes.byref(wait), 0))
+            driver.check(_operate(stream, StreamOperation.WAIT, *flag))
 
     def _flag(self, memory: Tensor, address: int, number: int) -> Flag | None:
         """None when `memory`, where the flag lay, has been replaced: before that everything had arrived."""
@@ -289,8 +235,7 @@ class PeerTransport(ProcessGroupTransport):
         """This rank's memory, with flags that are zero, and the addresses of all ranks'."""
         self.memory, self.bases = memory, bases
         for i, channel in enumerate(self.channels):
-            # Words of each channel: one for each rank, its own for `there`; then `ready`, and what kernels count up.
-            channel.aim(self.rank, [base + 4 * i * (self.size + 2) for base in bases])
+            channel.aim(self.rank, [base + 8 * i for base in bases])
 
 
 class _Calls:
@@ -300,6 +245,12 @@ class _Calls:
 
 
 _calls = functools.cache(_Calls)
+
+
+def _operate(stream: int, kind: int, address: int, value: int) -> int:
+    """A wait for a word to reach a value, or a write of it, by a stream; returns the driver's status."""
+    operation = StreamOperation(kind, address, value)
+    return int(_calls().operate(stream, 1, ctypes.byref(operation), 0))
 
 
 def can_reach_each_other(group: dist.ProcessGroup) -> bool:
@@ -322,6 +273,5 @@ def can_reach_each_other(group: dist.ProcessGroup) -> bool:
 def _has_stream_operations() -> bool:
     """Whether the current device's streams write to memory by themselves; under some virtual GPUs they do not."""
     word = torch.zeros(1, dtype=torch.int32, device="cuda")
-    operation = StreamOperation(StreamOperation.WRITE, word.data_ptr(), 1)
-    status = _calls().operate(torch.cuda.current_stream().cuda_stream, 1, ctypes.byref(operation), 0)
+    status = _operate(torch.cuda.current_stream().cuda_stream, StreamOperation.WRITE, word.data_ptr(), 1)
     return status == 0 and word.item() == 1

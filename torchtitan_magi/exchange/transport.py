@@ -33,16 +33,11 @@ class Transport(Protocol):
             shape: shape of a row.
         """
 
-    def send_buffer(
-        self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, exchange: Exchange, back: bool
-    ) -> Tensor:
-        """Memory for what the channel sends next, contiguous."""
-
     def all_to_all(self, output: Tensor, input: Tensor, exchange: Exchange, back: bool) -> Arrival:
         """Starts an exchange of rows (dim 0) into ``output``.
 
         Args:
-            input: from `send_buffer`; what the stream does next is not waited for.
+            input: contiguous; what the stream does next is not waited for.
         """
 
     def all_gather(self, output: Tensor, input: Tensor) -> None:
@@ -92,11 +87,6 @@ class ProcessGroupTransport:
     ) -> tuple[Places, Tensor, Arrival] | None:
         return None
 
-    def send_buffer(
-        self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, exchange: Exchange, back: bool
-    ) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=device)
-
     def all_to_all(self, output: Tensor, input: Tensor, exchange: Exchange, back: bool) -> Arrival:
         received, sent = map(list, exchange.splits(back))
         group = self.group("reduce" if back else "cast")
@@ -114,11 +104,6 @@ class SingleRank:
     def places(
         self, shape: tuple[int, ...], dtype: torch.dtype, exchange: Exchange, back: bool
     ) -> tuple[Places, Tensor, Arrival] | None:
-        raise AssertionError("a plan for one rank never communicates")
-
-    def send_buffer(
-        self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, exchange: Exchange, back: bool
-    ) -> Tensor:
         raise AssertionError("a plan for one rank never communicates")
 
     def all_to_all(self, output: Tensor, input: Tensor, exchange: Exchange, back: bool) -> Arrival:
