@@ -38,8 +38,8 @@ class FlexMask:
     A tile is a row of an AttnSlices table, int [5], whose every query sees a key.
     """
 
-    by_queries: list[IntArray]  # tiles [n, 5] that share a block of TILE queries
-    by_keys: list[IntArray]  # the same tiles; those of an array share a block of TILE keys
+    by_queries: list[IntArray]  # tiles [n, 5], an array for each block of TILE queries
+    by_keys: list[IntArray]  # the same tiles, an array for each block of TILE keys
     num_q: int
     num_k: int
     index: tuple[Int32Array, ...]  # lo, hi [num_layers, num_q] of row_bands; counts, numbers of _key_blocks
@@ -54,8 +54,8 @@ class FlexMask:
         """The mask ready for calls on the device of ``words``, a copy of ``self.words``."""
         if words.device.type == "cpu" or not self.by_keys:
             return self
-        parts = words.split([array.size for array in self.index])
-        lo, hi, counts, numbers = (x.view(array.shape) for x, array in zip(parts, self.index, strict=True))
+        arrays = words.split([array.size for array in self.index])
+        lo, hi, counts, numbers = (x.view(array.shape) for x, array in zip(arrays, self.index, strict=True))
         block_mask = BlockMask.from_kv_blocks(
             counts[None, None], numbers[None, None], BLOCK_SIZE=_BLOCK, mask_mod=functools.partial(_in_bands, lo, hi),
             seq_lengths=(self.num_q, self.num_k), compute_q_blocks=False,
