@@ -1,4 +1,5 @@
 import gc
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -12,6 +13,8 @@ from hypothesis import strategies as st
 from loopback import Loopback
 from masks import dense_mask, document_lengths, slice_lists
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import torchtitan_magi as magi
 from torchtitan_magi import attention
@@ -21,6 +24,7 @@ from torchtitan_magi.attention import (
     make_handle,
     num_live_plans,
 )
+from torchtitan_magi.backends import Gradients, OutGrads, StageInputs, flex
 from torchtitan_magi.backends.flex import FlexBlockAttn
 from torchtitan_magi.bound_plan import bind_plan, bind_slices
 from torchtitan_magi.exchange.mesh import process_group_transport
@@ -63,13 +67,15 @@ def test_documents_over_ranks(lengths, padding, cp_size, heads, stages, kind, si
 
 
 @given(
-    st.integers(1, 60).flatmap(lambda n: st.tuples(st.just(n), slice_lists(n, n))), st.sampled_from([1, 2, 3, 8]), HEADS
-)
+    st.integers(1, 60).flatmap(lambda n: st.tuples(st.just(n), slice_lists(n, n))), st.sampled_from([1, 2, 3, 8]),
+    HEADS, st.sampled_from([5, 512]),
+)  # fmt: skip
 @settings(max_examples=60)
-def test_any_slices_over_ranks(total_and_slices, cp_size, heads):
+def test_any_slices_over_ranks(total_and_slices, cp_size, heads, tile):
     total, slices = total_and_slices
     case = Case(slices, torch.from_numpy(dense_mask(slices.table, total, total)), heads, 8, 2)
-    check(case, run_on_loopback(case, cp_size))
+    with mock.patch.object(flex, "TILE", tile):
+        check(case, run_on_loopback(case, cp_size))
 
 
 def test_shared_prompt_pairs_over_ranks():
@@ -81,16 +87,18 @@ def test_shared_prompt_pairs_over_ranks():
     check(case, run_on_loopback(case, 4))
 
 
-@given(st.integers(1, 40), st.integers(0, 40), st.data())
+@given(st.integers(1, 40), st.integers(0, 40), st.sampled_from([7, 512]), st.data())
 @settings(max_examples=60)
-def test_flex_flash_attn_on_one_device(num_q, num_k, data):
+def test_flex_flash_attn_on_one_device(num_q, num_k, tile, data):
     slices = data.draw(slice_lists(num_q, num_k))
     mask = torch.from_numpy(dense_mask(slices.table, num_q, num_k))
     generator = torch.Generator().manual_seed(num_q)
     q, dout = (torch.randn(num_q, 4, 8, generator=generator) for _ in range(2))
     k, v = (torch.randn(num_k, 2, 8, generator=generator) for _ in range(2))
     q, k, v = (x.requires_grad_() for x in (q, k, v))
-    out, lse = magi.flex_flash_attn(q, k, v, slices, softmax_scale=0.3)
+    magi.clear_caches()  # of other tiles
+    with mock.patch.object(flex, "TILE", tile):
+        out, lse = magi.flex_flash_attn(q, k, v, slices, softmax_scale=0.3)
     out.backward(dout)
     ours = {"out": out.detach(), "lse": lse.detach(), "dq": q.grad, "dk": k.grad, "dv": v.grad}
     assert_within_budget(ours, q, k, v, dout, mask, 0.3)
@@ -103,7 +111,34 @@ def test_low_precision_stays_within_the_budget():
     check(case, run_on_loopback(case, 4))
 
 
-def test_flex_attention_and_the_written_out_backward_agree_with_fp64_to_fp64_precision():
+class LargestResult(TorchDispatchMode):
+    """Bytes of the largest result of an operation."""
+
+    nbytes = 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+        results = function(*arguments, **(keywords or {}))
+        self.nbytes = max(self.nbytes, *(x.nbytes for x in tree_leaves(results) if isinstance(x, torch.Tensor)), 0)
+        return results
+
+
+def test_the_memory_of_scores_does_not_grow_with_the_lengths():
+    def largest(num_q, num_k):
+        attn = FlexBlockAttn()
+        mask = attn.prepare(AttnSlices([[0, num_q, 0, num_k, 0]]), num_q, num_k, 2, 2)
+        (q, dout), (k, v, dk, dv) = torch.randn(2, num_q, 2, 2), torch.randn(4, num_k, 2, 2)
+        inputs = StageInputs(q, k, v, mask.to(torch.from_numpy(mask.words)), 1.0)
+        with LargestResult() as forward:
+            out, lse = attn.forward(inputs)
+        out_grads = OutGrads(dout, lse, (out * dout).sum(-1))
+        with LargestResult() as backward:
+            attn.backward(inputs, out_grads, Gradients(torch.zeros_like(q), (dk, dv)))
+        return forward.nbytes, backward.nbytes
+
+    assert largest(600, 6000) == largest(6000, 600) == largest(600, 600)
+
+
+def test_the_written_out_passes_agree_with_fp64_to_fp64_precision():
     cu = np.cumsum([0, 33, 1, 66])
     mask = torch.from_numpy(dense_mask(magi.varlen_causal(cu).table, 100, 100))
     case = Case(magi.varlen_causal(cu), mask, stages=2, dtype=torch.float64)
@@ -247,6 +282,15 @@ def test_second_derivatives_are_refused():
     out, _ = magi.flex_flash_attn(x, x, x, magi.varlen_causal([0, 6]))
     with pytest.raises(RuntimeError, match="no second derivatives"):
         torch.autograd.grad(out.sum(), x, create_graph=True)
+
+
+def test_names_and_schemas_of_the_ops_are_those_of_saved_graphs():
+    inputs = "Tensor q, Tensor k, Tensor v"
+    assert [str(op._schema) for op in (attention_op, attention_backward_op)] == [
+        f"torchtitan_magi::cp_varlen_attn({inputs}, Tensor handle, float softmax_scale) -> (Tensor, Tensor)",
+        f"torchtitan_magi::cp_varlen_attn_backward(Tensor dout, {inputs}, Tensor out, Tensor lse, Tensor handle, "
+        "float softmax_scale) -> (Tensor, Tensor, Tensor)",
+    ]
 
 
 def test_the_ops_compile():

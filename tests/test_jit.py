@@ -35,6 +35,12 @@ def test_a_variant_is_compiled_once(compiled: list[str]) -> None:
     assert len(compiled) == 2
 
 
+def test_the_key_of_a_variant_is_that_of_earlier_commits(compiled: list[str]) -> None:
+    """Computed at commit 7adc6a3: users' caches stay valid."""
+    jit.cubin("a.cu", {"N": 1, "M": 2})
+    assert [path.name for path in jit.cache_dir().glob("*.cubin")] == ["a-9663de3fb3feaa5ee4298b116b4a0ab7.cubin"]
+
+
 @pytest.mark.parametrize("damage", [b"", b"short", bytes(100)])
 def test_a_damaged_entry_is_rebuilt(compiled: list[str], damage: bytes) -> None:
     code = jit.cubin("a.cu", {"N": 1})

@@ -1,13 +1,16 @@
-"""Attention of one stage on flex_attention: the reference, and the path for machines without a Hopper GPU.
+"""Attention of one stage in torch's own operations, on any device: ``backend = "flex"``.
 
-Chosen by ``backend = "flex"``; nothing else imports this file. The forward is torch's flex_attention (eager on CPU,
-compiled on GPUs). The backward is written out, slice by slice, because it starts from the final lse over all stages,
-which flex_attention's own backward cannot take.
+On GPUs the forward is torch's flex_attention, compiled. On CPU the forward is written out, as the backward is
+everywhere, in tiles of at most ``TILE`` queries and keys: scores take constant memory whatever the lengths. The
+backward cannot be flex_attention's own, because it starts from the final lse over all stages.
+
+Shapes: Tq queries, Tk keys, Hq query heads, H K/V heads, D head_dim. ``wide`` is float32, or float64 for float64
+inputs.
 """
 
 import functools
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,48 +20,51 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from torchtitan_magi.backends import Gradients, OutGrads, StageInputs
-from torchtitan_magi.backends.merge import merge_
 from torchtitan_magi.exchange.in_flight import LateKeys, keys_and_values
 from torchtitan_magi.exchange.rows import TorchRowMover
-from torchtitan_magi.masks.slices import AttnSlices
+from torchtitan_magi.masks.slices import AttnSlices, clip_keys, clip_rows
 
+TILE = 512  # queries and keys of a tile
 _BLOCK = 128  # flex_attention's default block of queries and of keys
-_CPU_ROWS = 256  # queries per call on CPU, where flex_attention makes its scores whole
-_BACKWARD_ROWS = 1024  # queries at a time, so that scores stay small
 
 Int32Array = npt.NDArray[np.int32]
+IntArray = npt.NDArray[np.integer]
 
 
 @dataclass(frozen=True, eq=False)
 class FlexMask:
-    """One stage's mask, on the host until ``to``: bands for flex_attention, slices for the written-out backward."""
+    """A stage's mask: tiles for the written-out passes; row bands and key blocks for flex_attention.
 
-    slices: AttnSlices
+    A tile is a row of an AttnSlices table, int [5], whose every query sees a key.
+    """
+
+    by_queries: list[IntArray]  # tiles [n, 5], an array for each block of TILE queries
+    by_keys: list[IntArray]  # the same tiles, an array for each block of TILE keys
     num_q: int
     num_k: int
-    words: Int32Array  # lo and hi [num_layers, num_q], then key-block counts and numbers of each block of queries
-    calls: tuple[tuple[slice, slice, BlockMask], ...] = ()  # rows of q, rows of k and mask of each flex_attention call
-
+    index: tuple[Int32Array, ...]  # lo, hi [num_layers, num_q] of row_bands; counts, numbers of _key_blocks
+    block_mask: BlockMask | None = None  # set by ``to`` on GPUs, unless the mask is empty
     num_bytes = 0  # device memory beside the words
 
+    @property
+    def words(self) -> Int32Array:
+        return np.concatenate([array.ravel() for array in self.index])
+
     def to(self, words: Tensor) -> "FlexMask":
-        """The mask ready for calls, with its index data on the device of ``words``, a copy of ``self.words``."""
-        num_q_blocks, num_k_blocks = -(-self.num_q // _BLOCK), -(-self.num_k // _BLOCK)
-        bands, counts, numbers = words.split(
-            [len(words) - num_q_blocks * (1 + num_k_blocks), num_q_blocks, num_q_blocks * num_k_blocks]
-        )
-        lo, hi = bands.view(2, -1, self.num_q) if self.num_q else bands.view(2, 1, 0)
-        if words.device.type == "cpu":
-            calls = tuple(_cpu_calls(lo, hi))
-        else:
-            blocks = counts.view(1, 1, -1), numbers.view(1, 1, num_q_blocks, num_k_blocks)
-            mask = _block_mask(*blocks, functools.partial(_in_bands, lo, hi), self.num_q, self.num_k)
-            calls = ((slice(0, self.num_q), slice(0, self.num_k), mask),)
-        return FlexMask(self.slices, self.num_q, self.num_k, self.words, calls)
+        """The mask ready for calls on the device of ``words``, a copy of ``self.words``."""
+        if words.device.type == "cpu" or not self.by_keys:
+            return self
+        arrays = words.split([array.size for array in self.index])
+        lo, hi, counts, numbers = (x.view(array.shape) for x, array in zip(arrays, self.index, strict=True))
+        block_mask = BlockMask.from_kv_blocks(
+            counts[None, None], numbers[None, None], BLOCK_SIZE=_BLOCK, mask_mod=functools.partial(_in_bands, lo, hi),
+            seq_lengths=(self.num_q, self.num_k), compute_q_blocks=False,
+        )  # fmt: skip
+        return replace(self, block_mask=block_mask)
 
 
 class FlexBlockAttn:
-    """Attention of one stage's queries over its K/V rows. ``ffa.FfaBlockAttn`` has the same methods."""
+    """Attention of one stage's queries over its K/V rows. ``FfaBlockAttn`` has the same methods."""
 
     name = "flex"
 
@@ -79,43 +85,50 @@ class FlexBlockAttn:
         backward: bool = True,
         late_from: int | None = None,
     ) -> FlexMask:
-        """Index data of a stage, on the host. The heads, the direction and late keys do not matter here."""
+        """Index data of a stage, on the host. The number of heads and the direction do not matter here."""
+        q_edges = np.append(np.arange(0, num_q, TILE), num_q)
+        own = num_k if late_from is None else late_from
+        k_edges = np.concatenate([np.arange(0, own, TILE), np.arange(own, num_k, TILE), [num_k]])
+        table = slices.canonical().table.astype(np.int64)
+        which, block = _overlaps(table[:, :2], q_edges)
+        tiles = clip_rows(table[which], q_edges[block], q_edges[block + 1])
+        which, block = _overlaps(tiles[:, 2:4], k_edges)
+        tiles, _ = clip_keys(tiles[which], k_edges[block], k_edges[block + 1])
+        by_queries, by_keys = _split(tiles, tiles[:, 0], q_edges), _split(tiles, tiles[:, 2], k_edges)
         lo, hi = slices.row_bands(num_q)
-        counts, numbers = _key_blocks(lo, hi, num_q, num_k)
-        return FlexMask(slices, num_q, num_k, np.concatenate([a.ravel() for a in (lo, hi, counts, numbers)]))
+        return FlexMask(by_queries, by_keys, num_q, num_k, (lo, hi, *_key_blocks(lo, hi, num_k)))
 
     def forward(
         self, inputs: StageInputs, earlier: tuple[Tensor, Tensor] | None = None, more: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """Attention over k, v and over the keys of earlier stages.
+        """Attention over the keys of this stage and of earlier ones.
 
         Args:
-            q: [Tq, Hq, D]. k, v: [Tk, Hkv, D].
+            inputs: q, k, v of any float dtype; late rows are waited for.
             earlier: what the call for the stages before returned, with ``more``; overwritten.
             more: further stages follow.
-            late: rows of k and v that follow.
 
         Returns:
-            out [Tq, Hq, D] in the dtype of q, or float32 or wider if more stages follow; lse [Tq, Hq], natural
-            logarithms. Rows that have seen no key have out 0 and lse -inf.
+            out [Tq, Hq, D] in the dtype of q, or wide if more stages follow; lse [Tq, Hq], wide, natural logarithms.
+            Rows that have seen no key have out 0 and lse -inf.
         """
         q, k, v, mask, softmax_scale, late = inputs
-        k, v = _with_late(k, v, late)
-        out = torch.zeros_like(q, memory_format=torch.contiguous_format)
-        lse = q.new_full(q.shape[:2], -torch.inf, dtype=torch.promote_types(q.dtype, torch.float32))
-        for rows, keys, block_mask in mask.calls if len(mask.slices) else ():
-            out_rows, aux = _flex_attention(q.device.type)(
-                *(x.detach().transpose(0, 1).unsqueeze(0) for x in (q[rows], k[keys], v[keys])),
-                block_mask=block_mask,
-                scale=softmax_scale,
-                enable_gqa=True,
-                return_aux=AuxRequest(lse=True),
-            )
-            out[rows], lse[rows] = out_rows[0].transpose(0, 1), aux.lse[0].transpose(0, 1)
-        if earlier is not None:
-            merge_(*earlier, out, lse)
+        sources = _sources(k, v, late)
+        wide = torch.promote_types(q.dtype, torch.float32)
+        if mask.block_mask is None:
+            if earlier is None:
+                out = torch.zeros(q.shape, dtype=wide if more else q.dtype, device=q.device)
+                earlier = out, torch.full(q.shape[:2], -torch.inf, dtype=wide, device=q.device)
             out, lse = earlier
-        return out.to(lse.dtype if more else q.dtype), lse
+            for tiles in mask.by_queries:
+                _attend(q, sources, tiles, softmax_scale, out, lse)
+        else:
+            k, v = (torch.cat(x) if late else x[0] for x in zip(*sources, strict=True))
+            out, lse = _flex_attention(q, k, v, mask.block_mask, softmax_scale)
+            if earlier is not None:
+                merge_(*earlier, out, lse)
+                out, lse = earlier
+        return out.to(wide if more else q.dtype), lse
 
     def adds_keys(self, mask: FlexMask) -> bool:
         """False: the backward overwrites dk and dv."""
@@ -125,77 +138,119 @@ class FlexBlockAttn:
         """None: the backward needs no memory for sums of dk and dv."""
 
     def backward(self, inputs: StageInputs, out_grads: OutGrads, grads: Gradients) -> None:
-        """Gradients of one stage; always deterministic.
+        """Gradients of one stage; always deterministic. dS K, without softmax_scale, is added to dq.
 
         P = exp(scale * q k^T - lse), dS = P * (dout v^T - delta): the FlashAttention-2 backward (arXiv 2307.08691).
-
-        Args:
-            dout, q: [Tq, Hq, D]. k, v: [Tk, Hkv, D]. lse, delta: [Tq, Hq], final over all stages; delta is
-                rowsum(out * dout).
-            dq: [Tq, Hq, D] in float32 or wider: dS K, without softmax_scale, is added to it.
-            dkv: of Tk and late rows, overwritten.
         """
         (q, k, v, mask, softmax_scale, late), (dout, lse, delta), (dq, dkv, _) = inputs, out_grads, grads
-        k, v = _with_late(k, v, late)
-        groups = (k.shape[1], q.shape[1] // k.shape[1])
-        dk_sum, dv_sum = (torch.zeros(x.shape, dtype=dq.dtype, device=x.device) for x in (k, v))
-        for q_start, q_end, k_start, k_end, kind in mask.slices.table.tolist():
-            keys = slice(k_start, k_end)
-            k_rows, v_rows = k[keys].to(dq.dtype), v[keys].to(dq.dtype)
-            for first in range(q_start, q_end, _BACKWARD_ROWS):
-                rows = slice(first, min(first + _BACKWARD_ROWS, q_end))
-                q_rows, dout_rows = (x[rows].to(dq.dtype).unflatten(1, groups) for x in (q, dout))
-                lse_rows, delta_rows = (x[rows].unflatten(1, groups).permute(1, 2, 0)[..., None] for x in (lse, delta))
-                scores = torch.einsum("qhgd,khd->hgqk", q_rows, k_rows) * softmax_scale
-                probs = torch.exp(scores - lse_rows)
-                if kind:
-                    row = torch.arange(rows.start, rows.stop, device=q.device)[:, None]
-                    col = torch.arange(k_start, k_end, device=q.device)
-                    outside = torch.zeros_like(probs[0, 0], dtype=torch.bool)
-                    if kind & 1:
-                        outside |= col >= k_end - (q_end - 1 - row)
-                    if kind & 2:
-                        outside |= col < k_start + (row - q_start)
-                    probs = probs.masked_fill(outside, 0.0)
-                dv_sum[keys] += torch.einsum("hgqk,qhgd->khd", probs, dout_rows)
-                dscores = probs * (torch.einsum("qhgd,khd->hgqk", dout_rows, v_rows) - delta_rows)
-                dq[rows] += torch.einsum("hgqk,khd->qhgd", dscores, k_rows).flatten(1, 2)
-                dk_sum[keys] += torch.einsum("hgqk,qhgd->khd", dscores, q_rows)
+        sources = _sources(k, v, late)
+        heads = k.shape[1], q.shape[1] // k.shape[1]
         dk, dv = keys_and_values(dkv)
-        dk.copy_(dk_sum * softmax_scale)
-        dv.copy_(dv_sum)
+        dk.zero_()
+        dv.zero_()
+        for tiles in mask.by_keys:
+            first, last = int(tiles[:, 2].min()), int(tiles[:, 3].max())
+            k_rows, v_rows = _rows(sources, first, last, dq.dtype)
+            dk_rows, dv_rows = torch.zeros_like(k_rows), torch.zeros_like(v_rows)
+            for q_start, q_end, k_start, k_end, mask_type in tiles.tolist():
+                rows, at = slice(q_start, q_end), slice(k_start - first, k_end - first)
+                q_rows, dout_rows = (x[rows].to(dq.dtype).unflatten(1, heads) for x in (q, dout))
+                lse_rows, delta_rows = (x[rows].unflatten(1, heads).permute(1, 2, 0)[..., None] for x in (lse, delta))
+                q_rows = q_rows * softmax_scale
+                probs = _scores(q_rows, k_rows[at], mask_type).sub_(lse_rows).exp_()
+                dv_rows[at] += torch.einsum("hgqk,qhgd->khd", probs, dout_rows)
+                dscores = torch.einsum("qhgd,khd->hgqk", dout_rows, v_rows[at]).sub_(delta_rows).mul_(probs)
+                dq[rows] += torch.einsum("hgqk,khd->qhgd", dscores, k_rows[at]).flatten(1, 2)
+                dk_rows[at] += torch.einsum("hgqk,qhgd->khd", dscores, q_rows)
+            dk[first:last], dv[first:last] = dk_rows, dv_rows
 
 
-def _with_late(k: Tensor, v: Tensor, late: LateKeys | None) -> tuple[Tensor, Tensor]:
+def merge_(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
+    """Merges the attention over more keys into (out, lse), in place.
+
+    out = out * exp(lse - lse') + new_out * exp(new_lse - lse') with lse' = log(exp(lse) + exp(new_lse)); rows that have
+    seen no key have lse = -inf and out = 0, before and after.
+
+    Args:
+        out: [T, H, D], float32 or wider. lse: [T, H], natural logarithms.
+        new_out, new_lse: the same shapes, any float dtype.
+    """
+    merged = torch.logaddexp(lse, new_lse)
+    finite = merged.masked_fill(merged == -torch.inf, 0.0)
+    out.mul_(torch.exp(lse - finite).unsqueeze(-1))
+    out.add_(new_out * torch.exp(new_lse - finite).unsqueeze(-1))
+    lse.copy_(merged)
+
+
+def _attend(
+    q: Tensor, sources: list[tuple[Tensor, Tensor]], tiles: IntArray, softmax_scale: float, out: Tensor, lse: Tensor
+) -> None:
+    """Merges the attention of one block of queries over the keys of its tiles into (out, lse), in place."""
+    num_heads_kv = sources[0][0].shape[1]
+    heads = num_heads_kv, q.shape[1] // num_heads_kv
+    first, last = int(tiles[:, 0].min()), int(tiles[:, 1].max())
+    q_rows = (q[first:last].to(lse.dtype) * softmax_scale).unflatten(1, heads)
+    out_rows = out[first:last].to(lse.dtype).unflatten(1, heads)  # a view if out is wide
+    lse_rows = lse[first:last].unflatten(1, heads)
+    for q_start, q_end, k_start, k_end, mask_type in tiles.tolist():
+        rows = slice(q_start - first, q_end - first)
+        k_rows, v_rows = _rows(sources, k_start, k_end, lse.dtype)
+        scores = _scores(q_rows[rows], k_rows, mask_type)
+        merged = torch.logaddexp(lse_rows[rows], scores.logsumexp(-1).permute(2, 0, 1))
+        probs = scores.sub_(merged.permute(1, 2, 0)[..., None]).exp_()
+        out_rows[rows] *= torch.exp(lse_rows[rows] - merged)[..., None]
+        out_rows[rows] += torch.einsum("hgqk,khd->qhgd", probs, v_rows)
+        lse_rows[rows] = merged
+    out[first:last] = out_rows.flatten(1, 2)
+
+
+def _scores(q: Tensor, k: Tensor, mask_type: int) -> Tensor:
+    """q k^T [H, Hq / H, rows, keys] of a tile, -inf where it hides a key. q: [rows, H, Hq / H, D]. k: [keys, H, D]."""
+    scores = torch.einsum("qhgd,khd->hgqk", q, k)
+    if mask_type:
+        seen = torch.ones(scores.shape[2:], dtype=torch.bool, device=q.device)
+        if mask_type & 1:
+            seen = seen.tril(len(k) - len(q))
+        if mask_type & 2:
+            seen = seen.triu()
+        scores.masked_fill_(~seen, -torch.inf)
+    return scores
+
+
+def _sources(k: Tensor, v: Tensor, late: LateKeys | None) -> list[tuple[Tensor, Tensor]]:
+    """K and V [rows, H, D] each: the given ones, then late ones, which are waited for."""
     if late is None:
-        return k, v
-    late.arrival.begin()
-    late.arrival.wait()
-    late_k, late_v = keys_and_values(late.kv)
-    return torch.cat([k, late_k]), torch.cat([v, late_v])
+        return [(k, v)]
+    late.arrival.settle(awaited=False)
+    return [(k, v), keys_and_values(late.kv)]
+
+
+def _rows(sources: list[tuple[Tensor, Tensor]], start: int, end: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Rows [start, end) of K and of V; rows of the second source follow those of the first. All lie in one source."""
+    k, v = sources[0]
+    if start >= len(k):
+        start, end = start - len(k), end - len(k)
+        k, v = sources[1]
+    return k[start:end].to(dtype), v[start:end].to(dtype)
+
+
+# ----------------------------------------------------------------------------------------------------- flex_attention
 
 
 @functools.cache
-def _flex_attention(device_type: str) -> Callable[..., Any]:
-    if device_type != "cpu":
-        return torch.compile(flex_attention, dynamic=True)
-    # Run it as plain operations: without this flag, torch traces it anew for every mask even when it is not compiled.
-    torch.nn.attention.flex_attention._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = True
-    return _with_vmap(flex_attention)
+def _compiled() -> Callable[..., Any]:
+    return torch.compile(flex_attention, dynamic=True)
 
 
-def _with_vmap(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, able to use vmap below a compiled graph, which runs with vmap's dispatch keys switched off."""
-
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        included, excluded = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
-        for key in ("DynamicLayerFrontMode", "DynamicLayerBackMode", "VmapMode", "Batched"):
-            excluded = excluded.remove(getattr(torch._C.DispatchKey, f"FuncTorch{key}"))
-        with torch._C._ForceDispatchKeyGuard(included, excluded):
-            return function(*args, **kwargs)
-
-    return call
+def _flex_attention(
+    q: Tensor, k: Tensor, v: Tensor, block_mask: BlockMask, softmax_scale: float
+) -> tuple[Tensor, Tensor]:
+    """out [Tq, Hq, D] in the dtype of q, contiguous; lse [Tq, Hq]."""
+    heads_first = (x.detach().transpose(0, 1)[None] for x in (q, k, v))
+    out, aux = _compiled()(
+        *heads_first, block_mask=block_mask, scale=softmax_scale, enable_gqa=True, return_aux=AuxRequest(lse=True)
+    )
+    return out[0].transpose(0, 1).contiguous(), aux.lse[0].transpose(0, 1).contiguous()
 
 
 def _in_bands(lo: Tensor, hi: Tensor, batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -206,44 +261,29 @@ def _in_bands(lo: Tensor, hi: Tensor, batch: Tensor, head: Tensor, q: Tensor, k:
     return inside
 
 
-def _in_dense(dense: Tensor, batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    return dense[q, k]
+# ---------------------------------------------------------------------------------------------------------- index data
 
 
-def _block_mask(counts: Tensor, numbers: Tensor, mask_mod: Callable[..., Tensor], num_q: int, num_k: int) -> BlockMask:
-    return BlockMask.from_kv_blocks(
-        counts, numbers, BLOCK_SIZE=_BLOCK, mask_mod=mask_mod, seq_lengths=(num_q, num_k), compute_q_blocks=False
-    )
+def _overlaps(ranges: IntArray, edges: IntArray) -> tuple[IntArray, IntArray]:
+    """The pairs (range, block) that overlap; block j lies between edges j and j + 1. ranges: [n, 2], not empty."""
+    first = np.searchsorted(edges, ranges[:, 0], "right") - 1
+    count = np.searchsorted(edges, ranges[:, 1], "left") - first
+    which = np.repeat(np.arange(len(ranges)), count)
+    return which, np.arange(len(which)) - np.repeat(count.cumsum() - count - first, count)
 
 
-def _cpu_calls(lo: Tensor, hi: Tensor) -> Iterator[tuple[slice, slice, BlockMask]]:
-    """A call for each _CPU_ROWS rows that see anything, over the keys they reach; blocks mean nothing on CPU."""
-    no_blocks = (lo.new_zeros(1, 1, 1), lo.new_zeros(1, 1, 1, 1))
-    for first in range(0, lo.shape[1], _CPU_ROWS):
-        rows = slice(first, min(first + _CPU_ROWS, lo.shape[1]))
-        row_lo, row_hi = lo[:, rows], hi[:, rows]
-        used = row_lo < row_hi
-        if used.any():
-            keys = slice(int(row_lo[used].min()), int(row_hi[used].max()))
-            key = torch.arange(keys.start, keys.stop, device=lo.device)
-            dense = ((row_lo[..., None] <= key) & (key < row_hi[..., None])).any(0)
-            yield rows, keys, _block_mask(*no_blocks, functools.partial(_in_dense, dense), *dense.shape)
+def _split(tiles: IntArray, starts: IntArray, edges: IntArray) -> list[IntArray]:
+    """The tiles by the block that their start lies in, an array for each block that has any."""
+    block = np.searchsorted(edges, starts, "right")
+    order = np.argsort(block, kind="stable")
+    return [x for x in np.split(tiles[order], np.flatnonzero(np.diff(block[order])) + 1) if len(x)]
 
 
-def _key_blocks(lo: Int32Array, hi: Int32Array, num_q: int, num_k: int) -> tuple[Int32Array, Int32Array]:
+def _key_blocks(lo: Int32Array, hi: Int32Array, num_k: int) -> tuple[Int32Array, Int32Array]:
     """For each block of queries, how many blocks of keys it touches, and their numbers first in its row."""
-    num_q_blocks, num_k_blocks = -(-num_q // _BLOCK), -(-num_k // _BLOCK)
-    edges = np.zeros((num_q_blocks, num_k_blocks + 1), np.int32)  # +1 where a run of blocks begins, -1 after its end
-    rows = np.arange(num_q_blocks)
-    for layer_lo, layer_hi in zip(lo, hi, strict=True):
-        used = layer_lo < layer_hi
-        if num_q:
-            starts = np.arange(0, num_q, _BLOCK)
-            first = np.minimum.reduceat(np.where(used, layer_lo, num_k), starts) // _BLOCK
-            last = -(-np.maximum.reduceat(np.where(used, layer_hi, 0), starts) // _BLOCK)
-            some = first < last
-            np.add.at(edges, (rows[some], first[some]), 1)
-            np.add.at(edges, (rows[some], last[some]), -1)
-    touched = edges.cumsum(1)[:, :num_k_blocks] > 0
-    order = np.argsort(~touched, axis=1, kind="stable").astype(np.int32)
-    return touched.sum(1).astype(np.int32), order
+    starts, block = np.arange(0, lo.shape[1], _BLOCK), np.arange(-(-num_k // _BLOCK))
+    first = np.minimum.reduceat(np.where(lo < hi, lo, num_k), starts, 1) // _BLOCK
+    last = -(-np.maximum.reduceat(hi, starts, 1) // _BLOCK)  # hi is 0 where unused
+    touched = ((first[..., None] <= block) & (block < last[..., None])).any(0)
+    order = np.argsort(~touched, axis=1, kind="stable")
+    return touched.sum(1).astype(np.int32), order.astype(np.int32)
