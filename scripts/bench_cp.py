@@ -43,7 +43,7 @@ from torchtitan_magi.exchange.transport import Arrival, ProcessGroupTransport
 from torchtitan_magi.masks.slices import AttnSlices
 from torchtitan_magi.planning.plan import AttnPlan, RankShare, _Tables, plan_ownership
 from torchtitan_magi.planning.stages import Heads, Shares, equal_stages
-from torchtitan_magi.report.histogram import HISTOGRAM
+from torchtitan_magi.report.sample_packs import HISTOGRAM
 
 HEAD_DIM = 128
 EDGES, PERCENT = [0, *HISTOGRAM], [0, *HISTOGRAM.values()]

@@ -31,7 +31,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torchtitan_magi import flex_flash_attn
 from torchtitan_magi.backends.ffa.block_attn import FfaBlockAttn
 from torchtitan_magi.masks.slices import AttnSlices, block_causal, sliding_window, varlen_causal, varlen_full
-from torchtitan_magi.report.histogram import HISTOGRAM
+from torchtitan_magi.report.sample_packs import HISTOGRAM
 
 LISTS = (65536, 150), (1 << 20, 150), (1 << 20, 2000)  # tokens and documents of packs whose lists are timed
 PACKS = (0, 1, 2)  # seeds of histogram packs

@@ -29,9 +29,9 @@ from torchtitan_magi.planning.needs import node_traffic, traffic
 from torchtitan_magi.planning.placement.place import place
 from torchtitan_magi.planning.plan import plan_afresh
 from torchtitan_magi.planning.stages import H200, LLAMA_HEADS
-from torchtitan_magi.report.baselines import contiguous, min_heap, zigzag
-from torchtitan_magi.report.outcome import tile_work
-from torchtitan_magi.report.packs import draw_pack
+from torchtitan_magi.report.strategies import contiguous, min_heap, zigzag
+from torchtitan_magi.report.strategies import tile_work
+from torchtitan_magi.report.sample_packs import draw_pack
 from torchtitan_magi.tiles import KEYS
 
 ROOT = Path(__file__).parent.parent

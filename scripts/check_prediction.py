@@ -14,7 +14,7 @@ import numpy as np
 from bench_cp import HEAD_DIM, histogram_pack
 
 from torchtitan_magi.planning.stages import H200, CostModel, Heads
-from torchtitan_magi.report.outcome import Case
+from torchtitan_magi.report.strategies import Case
 from torchtitan_magi.report.sizing import size_pack
 
 # In bench_cp -> in the report; its other strategies have no counterpart there.
