@@ -23,9 +23,10 @@ MAY_IMPORT = {
     "exchange": {"planning", "cuda"},
     "backends": {"masks", "tiles", "cuda", "planning", "exchange"},
     "core": {"masks", "cuda", "planning", "exchange", "backends"},
-    "titan": {"masks", "losses", "data", "cuda", "planning", "exchange", "backends", "core", "report"},
+    "titan": {"masks", "losses", "data", "cuda", "planning", "exchange", "backends", "core"},
     "train": {"titan"},
     "report": {"tiles", "masks", "data", "planning"},
+    "calibrate": {"masks", "planning", "exchange", "backends", "core"},
     "__init__": {"core", "masks", "planning"},
 }
 
