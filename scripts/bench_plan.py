@@ -27,6 +27,7 @@ from torchtitan_magi.planning.needs import node_traffic, traffic
 from torchtitan_magi.planning.placement.place import place
 from torchtitan_magi.planning.plan import plan_afresh
 from torchtitan_magi.planning.stages import H200, LLAMA_HEADS
+from torchtitan_magi.report.__main__ import count_of_tokens
 from torchtitan_magi.report.sample_packs import draw_pack
 from torchtitan_magi.report.strategies import contiguous, min_heap, tile_work, zigzag
 from torchtitan_magi.tiles import KEYS
@@ -161,8 +162,7 @@ def bench(distribution: str, case: str, planner: str, seed: int) -> dict[str, ob
 def parse_case(case: str) -> tuple[int, int]:
     """'512k/8' -> tokens of the pack and ranks."""
     total, cp_size = case.split("/")
-    unit = {"k": 1 << 10, "M": 1 << 20}.get(total[-1], 1)
-    return int(total.rstrip("kM")) * unit, int(cp_size)
+    return count_of_tokens(total), int(cp_size)
 
 
 # ------------------------------------------------------------------------------------------------------------- table
