@@ -63,13 +63,13 @@ class NoCommunication(ProcessGroupTransport):
         return Arrival(lambda: None)
 
 
-def everything(plan: AttnPlan, shares: Shares, stage: Callable[[int, int], int]) -> AttnPlan:
+def everything(plan: AttnPlan, spans: Shares, stage: Callable[[int, int], int]) -> AttnPlan:
     """The same work with all rows sent to all ranks.
 
     stage: from destination and source to the number of the stage in which the rows travel; stages are of equal size.
     """
     owned = tuple(share.ranges for share in plan.ranks)
-    tokens, num_stages = plan.tokens_per_rank, max(1, len(shares) - 1)
+    tokens, num_stages = plan.tokens_per_rank, max(1, len(spans) - 1)
     hops = []
     for destination in range(plan.cp_size):
         for source in range(plan.cp_size):
@@ -79,9 +79,9 @@ def everything(plan: AttnPlan, shares: Shares, stage: Callable[[int, int], int])
                     hops.append((destination, source, start, end, before, num_stages * tokens))
                     before += end - start
     table = np.array(hops, dtype=np.int64)
-    tables = _Tables(plan.slices, owned, table[:, :4], table, plan.cp_size, shares, shares)
+    tables = _Tables(plan.slices, owned, table[:, :4], table, plan.cp_size, spans, spans)
     ranks = tuple(RankShare(rank, tables) for rank in range(plan.cp_size))
-    return replace(plan, ranks=ranks, transfers=table[:, :4], hops=table, forward=shares, backward=shares)
+    return replace(plan, ranks=ranks, transfers=table[:, :4], hops=table, forward=spans, backward=spans)
 
 
 def contiguous(slices: AttnSlices, total: int, cp_size: int) -> AttnPlan:

@@ -115,26 +115,26 @@ def outcome_of(
     name: str,
     case: Case,
     work: Workload,
-    shares: tuple[Shares, Shares],
+    spans: tuple[Shares, Shares],
     balance: tuple[float, float],
     rows: tuple[FloatArray, FloatArray],
 ) -> Outcome:
     """The outcome of a strategy that moves K/V rows in stages.
 
     Args:
-        shares: stages of forward and backward.
+        spans: stages of forward and backward.
         balance: balance_area and balance_tile.
         rows: K/V rows that each rank receives and sends, [ranks] each.
     """
     cost, heads = case.cost, case.heads
     free = replace(cost, inside=FREE, across=FREE)
-    directions = list(zip(shares, (False, True), strict=True))
+    directions = list(zip(spans, (False, True), strict=True))
     forward, backward = (predict(cost, work, heads, *direction).seconds for direction in directions)
     without = [predict(free, work, heads, *direction).seconds for direction in directions]
     received, sent, across = (x * float(heads.row_bytes) for x in (*rows, work.across))
     return Outcome(
         name, *balance, received, sent, across,
-        stages=(len(shares[0]), len(shares[1])),
+        stages=(len(spans[0]), len(spans[1])),
         seconds=(forward, backward),
         exposed=(forward - without[0], backward - without[1]),
     )  # fmt: skip
@@ -281,9 +281,9 @@ def _min_heap(case: Case) -> Outcome:
 
     passed_on = np.zeros(case.cp_size)
     work = replace(plan.work, inside=busier_way(~crosses), across=busier_way(crosses), passed_on=passed_on)
-    shares = choose_stages(case.cost, work, case.heads)
+    spans = choose_stages(case.cost, work, case.heads)
     rows = plan.received_rows.astype(np.float64), work.sent
-    return outcome_of("min-heap", case, work, shares, balance_of(plan), rows)
+    return outcome_of("min-heap", case, work, spans, balance_of(plan), rows)
 
 
 def _plan(owners: Callable[[AttnSlices, int, int], Owned], case: Case, chunks: int) -> AttnPlan:
@@ -304,9 +304,8 @@ def _gathered(case: Case, work: Workload) -> Workload:
 
 def _everything(name: str, case: Case, work: Workload, stages: int, balance: tuple[float, float]) -> Outcome:
     """The outcome when every rank receives the K/V of all others, in `stages` stages (0: before attention)."""
-    rows = np.full(case.cp_size, float(case.tokens * (case.cp_size - 1)))
-    shares = equal_stages(stages)
-    return outcome_of(name, case, work, (shares, shares), balance, (rows, rows))
+    rows, spans = np.full(case.cp_size, float(case.tokens * (case.cp_size - 1))), equal_stages(stages)
+    return outcome_of(name, case, work, (spans, spans), balance, (rows, rows))
 
 
 def zigzag_work(case: Case) -> Workload:
