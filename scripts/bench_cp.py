@@ -5,16 +5,16 @@
 Strategies
   ours        make_plan: balanced placement, only the K/V rows that are needed, overlapped with attention
   ours by NCCL   the same without peer memory
-  resident    the same plan and kernels without any communication (results are wrong): what communication costs
+  resident    the same plan and kernels without any communication (results are wrong): shows what communication costs
   all-gather  contiguous shares; every rank receives all K/V, then attends
-  all-gather balanced   the same with the ownership of ours
+  all-gather balanced   the same, each rank owning the tokens that it owns in ours
   ring        contiguous shares; cp - 1 stages, each with the K/V of one other rank
   ulysses     all-to-all from tokens to heads and back; needs K/V heads divisible by the ranks
   ideal       our kernel on the whole pack on one GPU, time / cp
 
-Of ours it also says what the host does: its time for the op of a layer while the GPU is busy, beside that of torch's
-add_, the speed when nothing is queued ahead, so that the GPU waits for the host, and what it takes to pick a rank's
-share of a batch: tokens, labels and positions.
+Ours also has host figures: host time of a layer's op while the GPU is busy, beside that of torch's add_; the speed
+when nothing is queued ahead, so that the GPU waits for the host; the time to take a rank's share of a batch (tokens,
+labels, positions).
 
 TFLOP/s per GPU count the pairs of the mask: 4 * area * head_dim * num_heads_q forward, 2.5 times that backward.
 """
@@ -22,7 +22,6 @@ TFLOP/s per GPU count the pairs of the mask: 4 * area * head_dim * num_heads_q f
 import argparse
 import gc
 import json
-import os
 import random
 import time
 from collections.abc import Callable
@@ -33,32 +32,28 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-from provenance import facts_of_run
 from torch import Tensor
 
 from torchtitan_magi import flex_flash_attn, make_plan, varlen_causal
 from torchtitan_magi.attention import attend, attention_backward_op, attention_op, make_handle
-from torchtitan_magi.bound_plan import bind_plan, choose_block_attn
-from torchtitan_magi.exchange.transport import Arrival, ProcessGroupTransport
+from torchtitan_magi.backends import choose_block_attn
+from torchtitan_magi.bound_plan import bind_plan
+from torchtitan_magi.calibrate import Run, facts_of_run, gpu_ms, start_rank
+from torchtitan_magi.exchange.in_flight import Arrival
+from torchtitan_magi.exchange.transport import ProcessGroupTransport
 from torchtitan_magi.masks.slices import AttnSlices
 from torchtitan_magi.planning.plan import AttnPlan, RankShare, _Tables, plan_ownership
 from torchtitan_magi.planning.stages import Heads, Shares, equal_stages
-from torchtitan_magi.report.histogram import HISTOGRAM
+from torchtitan_magi.report import strategies as baselines
+from torchtitan_magi.report.sample_packs import draw_pack
 
 HEAD_DIM = 128
-EDGES, PERCENT = [0, *HISTOGRAM], [0, *HISTOGRAM.values()]
+LAYERS = 8  # called one after another for a host time
 
 
 def histogram_pack(total: int, seed: int) -> np.ndarray:
-    """cu_seqlens of documents drawn from the histogram, each at most a quarter of the pack, shuffled."""
-    draw = np.random.default_rng(seed)
-    lengths: list[int] = []
-    while sum(lengths) < total:
-        bin_ = int(np.searchsorted(PERCENT, draw.uniform(0, 100), side="left"))
-        length = int(draw.integers(EDGES[bin_ - 1] + 1, EDGES[bin_] + 1))
-        lengths.append(min(length, total // 4, total - sum(lengths)))
-    draw.shuffle(lengths)
-    return np.cumsum([0, *lengths])
+    """cu_seqlens of a pack of the histogram; the figures in benchmarks/results are of these packs."""
+    return np.append(0, draw_pack("histogram", total, seed, batch=1).cumsum())
 
 
 class NoCommunication(ProcessGroupTransport):
@@ -68,28 +63,29 @@ class NoCommunication(ProcessGroupTransport):
         return Arrival(lambda: None)
 
 
-def everything(plan: AttnPlan, shares: Shares, stage: Callable[[int, int], int]) -> AttnPlan:
-    """The same work, with all rows sent to all ranks; stage(destination, source) of num_stages equal ones says when."""
+def everything(plan: AttnPlan, spans: Shares, stage: Callable[[int, int], int]) -> AttnPlan:
+    """The same work with all rows sent to all ranks.
+
+    stage: from destination and source to the number of the stage in which the rows travel; stages are of equal size.
+    """
     owned = tuple(share.ranges for share in plan.ranks)
-    tokens, num_stages = plan.tokens_per_rank, max(1, len(shares) - 1)
+    tokens, num_stages = plan.tokens_per_rank, max(1, len(spans) - 1)
     hops = []
     for destination in range(plan.cp_size):
         for source in range(plan.cp_size):
             if source != destination:
-                before = stage(destination, source) * tokens  # a stage brings a share of what has a place in all stages
+                before = stage(destination, source) * tokens  # row in the sequence of all stages' rows
                 for start, end in owned[source].tolist():
                     hops.append((destination, source, start, end, before, num_stages * tokens))
                     before += end - start
     table = np.array(hops, dtype=np.int64)
-    tables = _Tables(plan.slices, owned, table[:, :4], table, plan.cp_size, shares, shares)
+    tables = _Tables(plan.slices, owned, table[:, :4], table, plan.cp_size, spans, spans)
     ranks = tuple(RankShare(rank, tables) for rank in range(plan.cp_size))
-    return replace(plan, ranks=ranks, transfers=table[:, :4], hops=table, forward=shares, backward=shares)
+    return replace(plan, ranks=ranks, transfers=table[:, :4], hops=table, forward=spans, backward=spans)
 
 
 def contiguous(slices: AttnSlices, total: int, cp_size: int) -> AttnPlan:
-    share = total // cp_size
-    owned = tuple(np.array([[rank * share, (rank + 1) * share]]) for rank in range(cp_size))
-    return plan_ownership(slices.canonical(), total, owned, 0)
+    return plan_ownership(slices.canonical(), total, baselines.contiguous(slices, total, cp_size), 0)
 
 
 def all_gather(plan: AttnPlan) -> AttnPlan:
@@ -130,32 +126,18 @@ def exchange_tokens(x: Tensor) -> Tensor:
     return received.transpose(0, 1).flatten(1, 2)
 
 
-Run = Callable[[], object]
-
-
 def once_ms(run: Run, queued: int = 6_000_000) -> float:
-    """This rank's time, behind work of so many cycles that hides what launches cost.
+    """This rank's GPU time. queued: cycles of work queued ahead, to hide the time of launches; 0: none.
 
-    Ranks then begin together: so many cycles take one GPU longer than another, and who is ahead would wait for rows.
+    With queued work an all-reduce comes before the run, so that ranks begin together: the cycles take one GPU longer
+    than another, and the rank that is ahead would wait for rows.
     """
     dist.barrier()
-    torch.cuda.synchronize()
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    if queued:
-        torch.cuda._sleep(queued)
-        dist.all_reduce(torch.zeros(1, device="cuda"))
-    start.record()
-    run()
-    end.record()
-    torch.cuda.synchronize()
-    return start.elapsed_time(end)
-
-
-LAYERS = 8  # one after another, that host times are taken from
+    return gpu_ms(run, queued, (lambda: dist.all_reduce(torch.zeros(1, device="cuda"))) if queued else None)
 
 
 def host_us(run: Run) -> float:
-    """Host time of one of LAYERS calls while the device is busy."""
+    """Host time of a layer while the device is busy; `run` calls LAYERS of them."""
     dist.barrier()
     torch.cuda.synchronize()
     torch.cuda._sleep(6_000_000)
@@ -184,7 +166,7 @@ def layer_calls(q: Tensor, k: Tensor, v: Tensor, handle: Tensor) -> tuple[Run, R
 
 
 def small_calls(device: torch.device) -> Run:
-    """As many calls of one of torch's smallest operations, which say how fast the CPU is."""
+    """LAYERS calls of one of torch's smallest operations: a yardstick for the CPU."""
     x = torch.zeros(1, device=device)
 
     def add() -> None:
@@ -195,7 +177,7 @@ def small_calls(device: torch.device) -> Run:
 
 
 def take_turns(runs: dict[str, Run], repeats: int, measure: Callable[[Run], float] = once_ms) -> dict[str, float]:
-    """Of each run the median over repeats of the slowest rank's figure."""
+    """Each run's figure: of the slowest rank, the median over repeats."""
     figures = in_turns(runs, repeats, measure)
     return dict(zip(runs, figures.median(0).values.tolist(), strict=True))
 
@@ -203,8 +185,8 @@ def take_turns(runs: dict[str, Run], repeats: int, measure: Callable[[Run], floa
 def in_turns(runs: dict[str, Run], repeats: int, measure: Callable[[Run], float]) -> Tensor:
     """The slowest rank's figures, [repeats, runs].
 
-    One after another, in a new order each time (the same on all ranks), so that clocks are alike: what follows a heavy
-    run finds a warm GPU.
+    Runs follow one another in an order that is new each time and the same on all ranks: the clock that a run finds
+    depends on the run before.
     """
     figures = []
     for repeat in range(repeats + 3):
@@ -258,21 +240,21 @@ def bench_pack(name: str, cu: np.ndarray, heads: tuple[int, int], seed: int, rep
         strategies["ulysses"] = ulysses, moved
 
     torch.manual_seed(seed)
-    shares = [rand(local, num_heads) for num_heads in (heads[0], heads[1], heads[1])]
-    runs = {name: forward_and_backward(*shares, attend) for name, (attend, _) in strategies.items()}
+    qkv = [rand(local, num_heads) for num_heads in (heads[0], heads[1], heads[1])]
+    runs = {name: forward_and_backward(*qkv, attend) for name, (attend, _) in strategies.items()}
     # The ideal: every rank runs the whole pack by itself, at the same time, so that the clocks are the same.
     whole = (rand(total, num_heads) for num_heads in (heads[0], heads[1], heads[1]))
     runs["ideal"] = forward_and_backward(*whole, lambda q, k, v: flex_flash_attn(q, k, v, slices)[0])
     forwards, backwards = (
         take_turns({name: both[i] for name, both in runs.items()}, repeats) for i in range(2)
-    )  # backwards apart, as in training
-    # Without autograd's thread: to wake it takes longer than a layer, and happens once a step in training.
+    )  # all forwards, then all backwards, as in training
+    # Without autograd's thread: waking it takes longer than a layer, and in training happens once a step.
     with torch.autograd.set_multithreading_enabled(False):
         unqueued = sum(take_turns({"ours": run}, repeats, partial(once_ms, queued=0))["ours"] for run in runs["ours"])
     bound = bind_plan(plan, group, block_attn, *heads, device)
     batch = torch.zeros(3, total, dtype=torch.int64, device=device)  # tokens, labels, positions
     dispatch = take_turns({"dispatch": lambda: [x.index_select(0, bound.tokens) for x in batch]}, repeats)["dispatch"]
-    forward, backward = layer_calls(*shares, make_handle(bound))
+    forward, backward = layer_calls(*qkv, make_handle(bound))
     calls = {"fwd_host_us": forward, "bwd_host_us": backward, "add_host_us": small_calls(device)}
     of_calls = {name: in_turns({name: run}, repeats, host_us) for name, run in calls.items()}
     host = {name: float(figures.median()) for name, figures in of_calls.items()}
@@ -311,16 +293,8 @@ def bench_pack(name: str, cu: np.ndarray, heads: tuple[int, int], seed: int, rep
     return rows
 
 
-def start_rank() -> torch.device:
-    """Joins the processes that torchrun started; this one's GPU."""
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    torch.cuda.set_device(device)
-    dist.init_process_group("nccl", device_id=device)
-    return device
-
-
 def describe_run(commit: str | None) -> dict:
-    """Where and with what the figures were made."""
+    """`facts_of_run`, the number of GPUs, and NCCL's version."""
     nccl = ".".join(map(str, torch.cuda.nccl.version()))
     return facts_of_run(commit) | {"num_gpus": dist.get_world_size(), "nccl": nccl}
 

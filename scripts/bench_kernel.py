@@ -1,12 +1,13 @@
-"""Times the FFA kernel beside cuDNN (torch SDPA), torch varlen_attn and compiled flex_attention in one run.
+"""Times the FFA kernel beside cuDNN (torch SDPA), torch's varlen_attn, compiled flex_attention and FA3 in one run.
 
     python scripts/bench_kernel.py --json benchmarks/results/kernel_h200.json
 
 TFLOP/s = 4 * (visible pairs) * head_dim * num_heads_q, backward 2.5 times that, over the median time by CUDA events.
-Implementations take turns. A timed call finds work queued ahead, so that the time is the GPU's, a cold L2 cache, and
-the clock that the GPU has after a call of the same kind: power is what limits most of them. Backward times are a whole
-autograd backward (for ours: delta, zeroing and rounding dq, and the kernel). Work lists are built and uploaded before
-timing; building is reported beside it. Every implementation's output is compared with ours first.
+Implementations take turns. Before a timed call, work is queued ahead, so that the time is the GPU's; the L2 cache is
+flushed; and a call of the same kind has set the clock, since most of them are limited by power. Backward times are of a
+whole autograd backward (for ours: delta, zeroing and rounding dq, and the kernel). Work lists are built and uploaded
+before timing; the time to build them is a figure of its own. First every implementation's results are compared with
+ours.
 """
 
 import argparse
@@ -24,16 +25,16 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from provenance import facts_of_run
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from torchtitan_magi import flex_flash_attn
 from torchtitan_magi.backends.ffa.block_attn import FfaBlockAttn
-from torchtitan_magi.masks.slices import AttnSlices, block_causal, sliding_window, varlen_causal, varlen_full
-from torchtitan_magi.report.histogram import HISTOGRAM
+from torchtitan_magi.calibrate import MASKS, WINDOW, facts_of_run, gpu_ms
+from torchtitan_magi.masks.slices import AttnSlices, varlen_causal
+from torchtitan_magi.report.sample_packs import draw_lengths, fill_pack
 
-LISTS = (65536, 150), (1 << 20, 150), (1 << 20, 2000)  # tokens and documents of packs whose lists are timed
+LISTS = (65536, 150), (1 << 20, 150), (1 << 20, 2000)  # tokens and documents of the packs whose lists are timed
 PACKS = (0, 1, 2)  # seeds of histogram packs
 PACK_NAMES = [f"histogram {seed}" for seed in PACKS]
 DOCUMENTS = (0.31, 0.19, 0.14, 0.11, 0.09, 0.07, 0.05, 0.04)  # eight documents, as fractions of the length
@@ -44,20 +45,17 @@ class Case:
     name: str
     tokens: int
     cu_seqlens: list[int]
-    kind: str  # full, causal, window, block
+    mask: str  # name in MASKS
     heads: tuple[int, int] = (64, 8)
     head_dim: int = 128
     dtype: torch.dtype = torch.bfloat16
-    window: int = 1024
 
     def slices(self) -> AttnSlices:
-        build = {
-            "full": varlen_full,
-            "causal": varlen_causal,
-            "window": lambda cu: sliding_window(cu, self.window),
-            "block": lambda cu: block_causal(cu, self.window),
-        }
-        return build[self.kind](self.cu_seqlens)
+        return MASKS[self.mask](self.cu_seqlens)
+
+    @property
+    def longest(self) -> int:
+        return int(np.diff(self.cu_seqlens).max())
 
 
 @dataclass
@@ -72,6 +70,8 @@ class Row:
     bwd_ms: float
     fwd_tflops: float
     bwd_tflops: float
+    mask: str = ""  # ours: name in MASKS, and tokens of each document, for calibrate --fit
+    lengths: str = ""
     build_ms: float = 0.0
     # beside a histogram pack: ours on one causal document of 16k in the same turns, as clocks differ from case to case
     causal_fwd_tflops: float = 0.0
@@ -79,21 +79,18 @@ class Row:
 
 
 def eight_documents(tokens: int) -> list[int]:
-    lengths = [int(tokens * share) | 1 for share in DOCUMENTS]
+    lengths = [int(tokens * fraction) | 1 for fraction in DOCUMENTS]
     lengths[0] += tokens - sum(lengths)
     return [0, *np.cumsum(lengths).tolist()]
 
 
 def histogram_pack(tokens: int, seed: int) -> list[int]:
-    """Documents drawn from the histogram, capped at the pack, the last cut to fit."""
+    """cu_seqlens of documents of the histogram in the order in which they are drawn, the last one cut to fit.
+
+    kernel_h200.json is of packs whose documents differ from these by at most one token; it holds their lengths.
+    """
     rng = np.random.default_rng(seed)
-    edges, share = [1, *HISTOGRAM], np.diff([0.0, *HISTOGRAM.values()]) / 100
-    lengths: list[int] = []
-    while sum(lengths) < tokens:
-        b = int(rng.choice(len(share), p=share / share.sum()))
-        length = int(rng.integers(edges[b], edges[b + 1] + 1))
-        lengths.append(min(length, tokens - sum(lengths)))
-    return [0, *np.cumsum(lengths).tolist()]
+    return [0, *fill_pack(lambda: draw_lengths(rng, 1), tokens).cumsum().tolist()]
 
 
 def cases(which: str) -> Iterator[Case]:
@@ -148,26 +145,26 @@ GROUPS = ("quick", "dense", "varlen", "packs", "window", "heads", "long")
 # ------------------------------------------------------------------------------------------------------ implementations
 # Each returns the attention of (q, k, v) [T, H, D], or None where it cannot do the case.
 def cudnn(case: Case) -> Callable[..., Tensor] | None:
-    if len(case.cu_seqlens) > 2 or case.kind not in ("full", "causal"):
+    if len(case.cu_seqlens) > 2 or case.mask not in ("full", "causal"):
         return None
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         heads_first = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-            out = F.scaled_dot_product_attention(*heads_first, is_causal=case.kind == "causal", enable_gqa=True)
+            out = F.scaled_dot_product_attention(*heads_first, is_causal=case.mask == "causal", enable_gqa=True)
         return out[0].transpose(0, 1)
 
     return run
 
 
 def torch_varlen(case: Case) -> Callable[..., Tensor] | None:
-    if case.kind == "block":
+    if case.mask == "block":
         return None
     from torch.nn.attention.varlen import varlen_attn
 
     cu = torch.tensor(case.cu_seqlens, dtype=torch.int32, device="cuda")
-    longest = max(np.diff(case.cu_seqlens).tolist())
-    window = {"full": (-1, -1), "causal": (-1, 0), "window": (case.window - 1, 0)}[case.kind]
+    longest = case.longest
+    window = {"full": (-1, -1), "causal": (-1, 0), "window": (WINDOW - 1, 0)}[case.mask]
     return lambda q, k, v: varlen_attn(q, k, v, cu, cu, longest, longest, window_size=window)
 
 
@@ -180,11 +177,11 @@ def flex(case: Case) -> Callable[..., Tensor] | None:
 
     def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         same = document[q] == document[k]
-        if case.kind == "full":
+        if case.mask == "full":
             return same
-        if case.kind == "window":
-            return same & (k <= q) & (k > q - case.window)
-        return same & (k <= q) if case.kind == "causal" else same & (k // case.window <= q // case.window)
+        if case.mask == "window":
+            return same & (k <= q) & (k > q - WINDOW)
+        return same & (k <= q) if case.mask == "causal" else same & (k // WINDOW <= q // WINDOW)
 
     mask = create_block_mask(visible, None, None, case.tokens, case.tokens, device="cuda", _compile=True)
     compiled = torch.compile(flex_attention)
@@ -201,15 +198,15 @@ def flash_attention_3(case: Case) -> Callable[..., Tensor] | None:
         from flash_attn_interface import flash_attn_varlen_func
     except ImportError:
         return None
-    if case.kind == "block":
+    if case.mask == "block":
         return None
     cu = torch.tensor(case.cu_seqlens, dtype=torch.int32, device="cuda")
-    longest = max(np.diff(case.cu_seqlens).tolist())
-    window = (case.window - 1, 0) if case.kind == "window" else (-1, -1)
+    longest = case.longest
+    window = (WINDOW - 1, 0) if case.mask == "window" else (-1, -1)
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out = flash_attn_varlen_func(
-            q, k, v, cu, cu, longest, longest, causal=case.kind == "causal", window_size=window
+            q, k, v, cu, cu, longest, longest, causal=case.mask == "causal", window_size=window
         )
         return out[0] if isinstance(out, tuple) else out
 
@@ -220,19 +217,11 @@ OTHERS = {"cudnn": cudnn, "varlen_attn": torch_varlen, "flex": flex, "fa3": flas
 
 
 def take_turns(runs: dict[str, Callable[[], object]], wanted: float) -> dict[str, float]:
-    """Median GPU times, ms; each run is timed for about `wanted` ms, and comes after an untimed one of its own."""
+    """Median GPU times, ms. Each run is timed for about `wanted` ms; an untimed call of it precedes each timed one."""
     cache = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
 
     def once(run: Callable[[], object]) -> float:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(2_000_000)  # more than the host takes to launch
-        run()
-        cache.zero_()
-        start.record()
-        run()
-        end.record()
-        torch.cuda.synchronize()
-        return start.elapsed_time(end)
+        return gpu_ms(run, 2_000_000, lambda: (run(), cache.zero_()))
 
     first = [once(run) for _ in range(2) for run in runs.values()]
     rounds = max(5, round(wanted * len(first) / sum(first)))
@@ -245,7 +234,7 @@ def take_turns(runs: dict[str, Callable[[], object]], wanted: float) -> dict[str
 
 @functools.cache
 def yardstick() -> tuple[float, dict[str, Callable[[], object]]]:
-    """Ours on one causal document of 16k: its TFLOP forward, and what to run."""
+    """Ours on one causal document of 16k tokens: TFLOP of a forward, and the runs."""
     case = Case("causal", 16384, [0, 16384], "causal")
     make = partial(torch.randn, device="cuda", dtype=case.dtype, requires_grad=True)
     q, k, v = (make(case.tokens, heads, case.head_dim) for heads in (case.heads[0], case.heads[1], case.heads[1]))
@@ -259,7 +248,7 @@ def yardstick() -> tuple[float, dict[str, Callable[[], object]]]:
 
 
 def build_ms(slices: AttnSlices, tokens: int, heads: tuple[int, int]) -> float:
-    """Host time of work lists, forward and backward. The least: other work on the machine only ever adds to it."""
+    """Host ms to build work lists, forward and backward: the least of 30, as other work on the machine only adds."""
     attn, times = FfaBlockAttn("cuda"), []
     for _ in range(30):
         fresh = AttnSlices(slices.table)
@@ -286,6 +275,7 @@ def measure(case: Case, impls: list[str], ms: int) -> Iterator[Row]:
     dout = make(heads_q)
     slices = case.slices()
     flops = 4 * slices.area * case.head_dim * heads_q
+    lengths = " ".join(map(str, np.diff(case.cu_seqlens).tolist()))
 
     ours = flex_flash_attn(q, k, v, slices)[0]  # the first call makes and uploads the lists
     grads = torch.autograd.grad(ours, (q, k, v), dout)
@@ -325,7 +315,8 @@ def measure(case: Case, impls: list[str], ms: int) -> Iterator[Row]:
             case.name, case.tokens, f"{heads_q}:{heads_kv}", case.head_dim, str(case.dtype).removeprefix("torch."),
             name,
             round(fwd, 4), round(bwd, 4), round(flops / fwd / 1e9, 1), round(2.5 * flops / bwd / 1e9, 1),
-            build_ms(slices, case.tokens, case.heads) if name == "ours" else 0.0, *causal,
+            *((case.mask, lengths, build_ms(slices, case.tokens, case.heads)) if name == "ours" else ("", "", 0.0)),
+            *causal,
         )  # fmt: skip
 
 
@@ -341,15 +332,15 @@ def together(rows: list[Row]) -> list[Row]:
             fwd, bwd = sum(row.fwd_ms for row in packs), sum(row.bwd_ms for row in packs)
             work = sum(row.fwd_ms * row.fwd_tflops for row in packs), sum(row.bwd_ms * row.bwd_tflops for row in packs)
             tflops = round(work[0] / fwd, 1), round(work[1] / bwd, 1)
-            # What causal 16k would do with all their work, at its speed in the turns of each.
+            # Time that causal 16k would take for all their work, at its speed in the turns of each.
             as_causal = (
                 sum(row.fwd_ms * row.fwd_tflops / row.causal_fwd_tflops for row in packs),
                 sum(row.bwd_ms * row.bwd_tflops / row.causal_bwd_tflops for row in packs),
             )
             sums.append(replace(
-                packs[0], case="histogram, all", fwd_ms=round(fwd, 4), bwd_ms=round(bwd, 4), fwd_tflops=tflops[0],
-                bwd_tflops=tflops[1], build_ms=0.0, causal_fwd_tflops=round(work[0] / as_causal[0], 1),
-                causal_bwd_tflops=round(work[1] / as_causal[1], 1),
+                packs[0], case="histogram, all", lengths="", fwd_ms=round(fwd, 4), bwd_ms=round(bwd, 4),
+                fwd_tflops=tflops[0], bwd_tflops=tflops[1], build_ms=0.0,
+                causal_fwd_tflops=round(work[0] / as_causal[0], 1), causal_bwd_tflops=round(work[1] / as_causal[1], 1),
             ))  # fmt: skip
     return sums
 
@@ -369,14 +360,13 @@ def print_table(rows: list[Row]) -> None:
         )
     for row in rows:
         if row.impl == "ours" and row.causal_fwd_tflops:
-            shares = row.fwd_tflops / row.causal_fwd_tflops, row.bwd_tflops / row.causal_bwd_tflops
-            print(f"{row.case:18s}{row.tokens:>8d}  {shares[0]:.2f} / {shares[1]:.2f} of causal 16k in the same turns")
+            forward, backward = row.fwd_tflops / row.causal_fwd_tflops, row.bwd_tflops / row.causal_bwd_tflops
+            print(f"{row.case:18s}{row.tokens:>8d}  {forward:.2f} / {backward:.2f} of causal 16k in the same turns")
 
 
-def provenance(commit: str | None) -> dict[str, Any]:
-    properties = torch.cuda.get_device_properties(0)
-    versions = {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
-    return facts_of_run(commit) | versions | {"sms": properties.multi_processor_count}
+def describe_run(commit: str | None) -> dict[str, Any]:
+    sms = torch.cuda.get_device_properties(0).multi_processor_count
+    return facts_of_run(commit) | {"cudnn": torch.backends.cudnn.version(), "sms": sms}
 
 
 def main() -> None:
@@ -388,7 +378,7 @@ def main() -> None:
     parser.add_argument("--json")
     args = parser.parse_args()
     rows: list[Row] = []
-    facts = provenance(args.commit) | {"lists": lists()}
+    facts = describe_run(args.commit) | {"lists": lists()}
     print(*facts["lists"], sep="\n")
     for group in args.groups:
         for case in cases(group):

@@ -1,13 +1,11 @@
-"""Compares placements: balance, K/V rows that travel, time to plan. Prints a table, writes benchmarks/results/plan.json
-and plan.png.
+"""Compares placements: balance, K/V rows that travel, time to plan. Writes benchmarks/results/plan.json and plan.png.
 
     python scripts/bench_plan.py [--cases 512k/8 512k/64] [--seeds 5]
     python scripts/bench_plan.py --plot        # only the picture, from the stored figures
 
-Packs: documents whose lengths are drawn from a distribution, each capped at a quarter of the pack, packed in
-sequence, the last one cut to fit, then shuffled. Mask: causal inside each document. Volumes are K/V rows in units of
-T, the tokens of a rank. The lower bound holds for every placement with equal tokens and an imbalance of at most 1.02.
-Heads 64:8, 8 GPUs per node; cross_node_max counts a row once per node and spreads it over the node's ranks.
+Packs are those of the sizing report, causal inside each document. Volumes are K/V rows in units of T, the tokens of a
+rank. The lower bound holds for every placement with equal tokens and an imbalance of at most 1.02. Heads 64:8, 8 GPUs
+per node; cross_node_max counts a row once per node and spreads it over the node's ranks.
 """
 
 import argparse
@@ -20,18 +18,18 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from provenance import facts_of_run
 
-from torchtitan_magi.backends.ffa.row_kernels import CudaRows
+from torchtitan_magi.backends.ffa.row_kernels import CudaRowMover
 from torchtitan_magi.backends.ffa.worklists import build_worklists
+from torchtitan_magi.calibrate import facts_of_run
 from torchtitan_magi.masks.slices import AttnSlices, varlen_causal
 from torchtitan_magi.planning.needs import node_traffic, traffic
 from torchtitan_magi.planning.placement.place import place
 from torchtitan_magi.planning.plan import plan_afresh
 from torchtitan_magi.planning.stages import H200, LLAMA_HEADS
-from torchtitan_magi.report.baselines import contiguous, min_heap, zigzag
-from torchtitan_magi.report.outcome import tile_work
-from torchtitan_magi.report.packs import draw_pack
+from torchtitan_magi.report.__main__ import count_of_tokens
+from torchtitan_magi.report.sample_packs import draw_pack
+from torchtitan_magi.report.strategies import contiguous, min_heap, tile_work, zigzag
 from torchtitan_magi.tiles import KEYS
 
 ROOT = Path(__file__).parent.parent
@@ -40,7 +38,7 @@ Int64Array = npt.NDArray[np.int64]
 Owned = tuple[Int64Array, ...]
 
 GPUS_PER_NODE = 8
-IMBALANCE = 1.02  # that the lower bound allows
+IMBALANCE = 1.02  # allowed by the lower bound
 CASES = ["256k/4", "64k/8", "256k/8", "512k/8", "256k/32", "512k/64", "2M/32", "4M/64", "1M/128"]
 OTHER_CASES = {"lognormal": "512k/8 512k/64", "few-huge": "512k/8 512k/64", "dense": "64k/8 512k/64"}
 ODD_CASES = ["300001/3", "1000003/5", "777777/6", "1M/12", "999983/96"]
@@ -82,7 +80,7 @@ def lower_bound_mean(lengths: Int64Array, cp_size: int, imbalance: float = IMBAL
     needed = 0.0
     for length in lengths[lengths > tokens / 64].tolist():
         step = max(1, length // 512)
-        edge = np.append(np.arange(step, length, step), length)  # n(p) never increases: its value at the cell's end
+        edge = np.append(np.arange(step, length, step), length)  # n(p) never increases: take it at the cell's end
         held = length - edge
         held_area = (length * (length + 1) - edge * (edge + 1)) / 2
         filled = np.interp(ranks * tokens - held[:, None], light_tokens, light_area)
@@ -113,10 +111,8 @@ def figures(slices: AttnSlices, owned: Owned, num_tokens: int) -> dict[str, floa
 
 
 def plan_ms(slices: AttnSlices, num_tokens: int, cp_size: int, repeats: int = 5) -> dict[str, object]:
-    """Processor milliseconds of a plan and of all index data of the rank with most ranges, and the stages chosen.
-
-    The least of the repeats: other work on the machine only ever adds to it.
-    """
+    """Stages chosen, and CPU ms of a plan and of all index data of the rank with most ranges: the least of the repeats,
+    as other work on the machine only adds."""
     times = []
     for _ in range(repeats):
         fresh = AttnSlices(slices.table)
@@ -128,7 +124,7 @@ def plan_ms(slices: AttnSlices, num_tokens: int, cp_size: int, repeats: int = 5)
             heads = LLAMA_HEADS.num_heads_q, LLAMA_HEADS.num_heads_kv
             build_worklists(stage.slices, plan.tokens_per_rank, stage.num_rows, *heads)
             for exchange in stage.exchanges:
-                CudaRows().index(exchange)
+                CudaRowMover().index(exchange)
         end = time.process_time()
         times.append((end - begin, planned - begin, end - planned))
     whole, plan_only, index_data = (1e3 * least for least in np.min(times, 0))
@@ -166,8 +162,7 @@ def bench(distribution: str, case: str, planner: str, seed: int) -> dict[str, ob
 def parse_case(case: str) -> tuple[int, int]:
     """'512k/8' -> tokens of the pack and ranks."""
     total, cp_size = case.split("/")
-    unit = {"k": 1 << 10, "M": 1 << 20}.get(total[-1], 1)
-    return int(total.rstrip("kM")) * unit, int(cp_size)
+    return count_of_tokens(total), int(cp_size)
 
 
 # ------------------------------------------------------------------------------------------------------------- table

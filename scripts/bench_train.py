@@ -5,15 +5,15 @@
 
 The model has the layer shapes of llama3 8B but few layers. All strategies read the same packed documents through
 torchtitan's text data set with a loader worker: the sources of Python's standard library, cut into documents whose
-lengths follow the histogram of bench_cp.py, up to a quarter of the pack over all GPUs; documents end with EOS. Steps
-are means over all packs after the first ones. Beside ours stands what its attention would take at best: our kernel on
-the same packs, each whole on one GPU, times layers, divided by the GPUs of the pack.
+lengths follow the histogram of bench_cp.py, up to a quarter of the pack over all GPUs; documents end with EOS. Step
+times are means over all packs after the first ones. Ours also has the ideal time of its attention: our kernel on the
+same packs, each whole on one GPU, times layers, divided by the GPUs of the pack.
 
 Strategies
   ours          this package, context parallelism over all GPUs
   ours, dp 2    the same, half the GPUs in context parallelism, two data-parallel ranks (FSDP)
   ours, tp 2    the same, half the GPUs in context parallelism, tensor parallelism of two
-  no attention  ours with its attention and communication left out: what the rest of a step takes
+  no attention  ours without its attention and communication: the rest of a step
   flex          torchtitan's flex_attention with context parallelism and the load balancer for it ("ptrr")
   no CP         torchtitan's varlen attention, one pack of `tokens` per GPU, data parallelism (FSDP)
 """
@@ -35,29 +35,30 @@ from typing import Any
 
 import numpy as np
 from bench_cp import histogram_pack
-from provenance import facts_of_run
+
+from torchtitan_magi.calibrate import facts_of_run
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORD = "--record-to"  # first argument of this file as a process of a run
 WARM_UP = 5  # steps before timing
-TIMEOUT = 300  # seconds of a run
-PACKS = 40  # until documents repeat
-CHARACTERS = 3  # of a token, about, by the demo tokenizer
+TIMEOUT = 300  # seconds per run
+PACKS = 40  # packs until documents repeat
+CHARACTERS = 3  # per token, about, by the demo tokenizer
 HOOKS = "--job.custom_config_module torchtitan_magi.titan --experimental.custom_import torchtitan_magi.titan"
 
 
 @dataclass(frozen=True)
 class Strategy:
-    """Degrees as shares of the GPUs: a degree of 0 is all that the others leave."""
+    """Parallel degrees. A degree of 0 stands for all GPUs that the others leave."""
 
-    attention: str  # suffix of the flavor
+    attention: str  # suffix of the model's flavor
     cp: int = 1
     tp: int = 1
     dp: int = 1
     options: str = ""
 
     def on(self, gpus: int) -> "Strategy":
-        """With its degrees filled up to so many GPUs."""
+        """The same with degrees for so many GPUs."""
         rest = gpus // max(1, self.cp * self.tp * self.dp)
         return replace(self, cp=self.cp or gpus // (self.tp * self.dp), dp=self.dp or rest)
 
@@ -131,7 +132,7 @@ def record_run() -> None:
         loader=lambda _: datasets.Dataset.from_list(documents(int(pack))),
         sample_processor=lambda row: row["text"],
     )
-    packs: list[Any] = []  # of each step: its plan, and a rank's heads
+    packs: list[Any] = []  # per step: its plan and a rank's heads
     if "torchtitan_magi.titan" in sys.argv:  # after the flavors, which it extends
         from torchtitan_magi.titan.v02 import wrapper
         from torchtitan_magi.titan.v02.runtime import MagiRuntime

@@ -19,11 +19,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from provenance import facts_of_run
 from torch import Tensor
 
 from torchtitan_magi.backends.ffa.block_attn import DeviceLists, FfaBlockAttn, HostLists
 from torchtitan_magi.backends.ffa.worklists import build_worklists
+from torchtitan_magi.calibrate import facts_of_run
 from torchtitan_magi.cuda import jit, launch
 from torchtitan_magi.cuda.launch import backward_variant, forward_variant
 from torchtitan_magi.exchange.transport import RowSums

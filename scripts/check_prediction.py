@@ -1,9 +1,9 @@
-"""Compares what scripts/bench_cp.py measured with what the cost model predicts for the same packs.
+"""Compares what scripts/bench_cp.py measured with the cost model's predictions for the same packs.
 
     python scripts/check_prediction.py benchmarks/results/cp_h200x4.json [--cost FILE]
 
-Share of the ideal is the ideal's time over the strategy's, forward and backward together: measured with the measured
-ideal, predicted with the predicted one.
+"Of ideal" is the ideal's time over the strategy's, forward and backward together: measured over measured, predicted
+over predicted.
 """
 
 import argparse
@@ -14,15 +14,15 @@ import numpy as np
 from bench_cp import HEAD_DIM, histogram_pack
 
 from torchtitan_magi.planning.stages import H200, CostModel, Heads
-from torchtitan_magi.report.outcome import Case
 from torchtitan_magi.report.sizing import size_pack
+from torchtitan_magi.report.strategies import Case
 
-# In bench_cp -> in the report; its other strategies have no counterpart there.
+# Name in bench_cp -> name in the report; bench_cp's other strategies have no counterpart there.
 STRATEGIES = {"ours": "ours", "all-gather": "all-gather", "ulysses": "Ulysses"}
 
 
 def case_of(row: dict, cost: CostModel) -> Case:
-    """The pack that a row of bench_cp's file is about, on GPUs of one node."""
+    """The pack of a row of bench_cp's file, on GPUs of one node."""
     cp_size, total = row["cp"], row["tokens_per_gpu"] * row["cp"]
     cu = histogram_pack(total, row["seed"]) if row["pack"] == "histogram" else np.array([0, total])
     heads = Heads(*map(int, row["heads"].split(":")), HEAD_DIM)
@@ -30,7 +30,7 @@ def case_of(row: dict, cost: CostModel) -> Case:
 
 
 def comparisons(rows: list[dict], cost: CostModel) -> list[tuple[str, float, float, float, float]]:
-    """Per strategy and pack: its name, measured and predicted ms, measured and predicted share of the ideal."""
+    """Per pack and strategy: a label; ms, measured and predicted; ratio to the ideal, measured and predicted."""
     packs: dict[tuple, dict[str, dict]] = {}
     for row in rows:
         key = tuple(row[name] for name in ("pack", "tokens_per_gpu", "heads", "seed", "cp"))
@@ -44,9 +44,9 @@ def comparisons(rows: list[dict], cost: CostModel) -> list[tuple[str, float, flo
             outcome = outcomes[name]
             if theirs in measured and outcome is not None:
                 seconds = sum(outcome.seconds)
-                shares = ideal_ms / _ms(measured[theirs]), sum(case.ideal_seconds) / seconds
+                of_ideal = ideal_ms / _ms(measured[theirs]), sum(case.ideal_seconds) / seconds
                 label = f"{pack:10} {tokens:7,} {heads:6} {seed:4}  {name:10}"
-                found.append((label, _ms(measured[theirs]), 1e3 * seconds, *shares))
+                found.append((label, _ms(measured[theirs]), 1e3 * seconds, *of_ideal))
     return found
 
 
@@ -62,12 +62,12 @@ def main() -> None:
     cost = CostModel.load(arguments.cost) if arguments.cost else H200
     found = comparisons(json.loads(arguments.measured.read_text())["rows"], cost)
     print(f"{'pack':10} {'T':>7} {'heads':6} seed  strategy    ms measured, predicted  error   of ideal, predicted")
-    for label, measured, predicted, share, predicted_share in found:
+    for label, measured, predicted, ratio, predicted_ratio in found:
         error = predicted / measured - 1
-        print(f"{label}  {measured:11.2f} {predicted:10.2f}  {error:+5.0%}   {share:8.0%} {predicted_share:10.0%}")
+        print(f"{label}  {measured:11.2f} {predicted:10.2f}  {error:+5.0%}   {ratio:8.0%} {predicted_ratio:10.0%}")
     errors = {name: [] for name in STRATEGIES.values()}
-    for label, _, _, share, predicted_share in found:
-        errors[label.split()[-1]].append(predicted_share - share)
+    for label, _, _, ratio, predicted_ratio in found:
+        errors[label.split()[-1]].append(predicted_ratio - ratio)
     for name, values in errors.items():
         if values:
             text = f"{np.mean(values):+.1%} in the mean, {np.min(values):+.1%} to {np.max(values):+.1%}"

@@ -3,12 +3,12 @@
 
     python scripts/loss_curves.py [config.toml] [--steps 200] [--output FILE.json]
 
-All runs start from one seed checkpoint, see the same data and shard the model by FSDP2. Runs without context
-parallelism that differ only in the order of summation (packs one after the other, or on more ranks) set the scale: the
-largest difference of any layout's loss from that of the first of them must stay within three times theirs. Compiled
-runs, whose fused kernels round in other places, are compared with a compiled one, and must not compile again after
-their first steps. Layouts that need more GPUs than there are wait for a larger machine. Runs share the machine, each
-with GPUs of its own unless --per_gpu says otherwise.
+All runs start from one seed checkpoint, see the same data and shard the model by FSDP2. Three runs without context
+parallelism differ only in the order of summation (packs one after the other, or on more ranks): the spread is their
+largest difference. Every layout's loss must stay within three times the spread of the first of them. Compiled runs,
+whose fused kernels round in other places, are compared with a compiled one, and must not compile again after their
+first steps. Layouts that need more GPUs than there are, are left out. Runs go side by side, each on GPUs of its own
+unless --per_gpu says otherwise.
 """
 
 import argparse
@@ -23,12 +23,13 @@ from pathlib import Path
 
 import torch
 from loss_compare import DEBUG_TOML, RECORD, ROOT, Layout
-from provenance import facts_of_run
 
-PACKS = 4  # of a step
+from torchtitan_magi.calibrate import facts_of_run
+
+PACKS = 4  # per step
 REFERENCE, REORDERED = "dp2", ("dp2_accumulation", "dp4")
 TIMES_SPREAD = 3
-SETTLED = 20  # steps after which a compiled run must have all its graphs
+SETTLED = 20  # steps until a compiled run has all its graphs
 SELECTIVE = "--compile.enable --activation_checkpoint.selective_ac_option op"
 LAYOUTS = {
     "dp2": Layout({"dp": 2}, None),
@@ -47,7 +48,7 @@ TRAINING = "--magi.backend auto --training.mixed_precision_param bfloat16 --lr_s
 
 
 class Gpus:
-    """The GPUs of this machine, each lent to `per_gpu` runs at a time; without any, four places on its CPU."""
+    """The GPUs of this machine, each for `per_gpu` runs at a time; on a machine without any, four places on its CPU."""
 
     def __init__(self, per_gpu: int) -> None:
         self.on_cpu = not torch.cuda.is_available()
@@ -70,7 +71,7 @@ class Gpus:
 
 
 def train(config: Path, layout: Layout, folder: Path, arguments: list[str], gpus: Gpus) -> list[dict]:
-    """One run; "loss", "grad_norm" and "graphs" (compiled so far) of each step."""
+    """Runs one layout. Returns "loss", "grad_norm" and "graphs" (compiled so far) of each step."""
     folder.mkdir()
     taken = gpus.take(layout.processes)
     record = folder / "record.jsonl"

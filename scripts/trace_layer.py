@@ -4,8 +4,8 @@
     torchrun --standalone --nproc-per-node 4 scripts/trace_layer.py [--output benchmarks/results/trace_h200x4.json]
 
 A histogram pack as in bench_cp.py, its forward and then its backward. scripts/plot_results.py draws the file: attention
-on one line, communication beside it on another. Exposed communication = (t - t with the same plan and remote K/V
-already resident) / t, from bench_cp.py's way of timing.
+on one line, communication beside it on another. Exposed communication = (t - r) / t: t is the time of the layer, r that
+of the same plan with remote K/V already resident, both timed as in bench_cp.py.
 """
 
 import argparse
@@ -20,7 +20,6 @@ from bench_cp import (
     describe_run,
     forward_and_backward,
     histogram_pack,
-    start_rank,
     take_turns,
     write,
 )
@@ -29,7 +28,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from torchtitan_magi import make_plan, varlen_causal
 from torchtitan_magi.attention import attention_op, make_handle
-from torchtitan_magi.bound_plan import bind_plan, choose_block_attn
+from torchtitan_magi.backends import choose_block_attn
+from torchtitan_magi.bound_plan import bind_plan
+from torchtitan_magi.calibrate import start_rank
 from torchtitan_magi.planning.stages import Heads
 
 KINDS = {"ffa_forward": "attention", "ffa_backward": "attention", "PtoP": "communication", "nccl": "communication"}
@@ -37,7 +38,8 @@ OURS = ("gather_rows", "ffa_", "finish_grads", "add_rows")
 
 
 def kind_of(kernel: str) -> str:
-    return next((kind for part, kind in KINDS.items() if part in kernel), "rows and sums")
+    """The kind of a GPU activity, by its name."""
+    return next((kind for name, kind in KINDS.items() if name in kernel), "rows and sums")
 
 
 def main() -> None:
@@ -83,7 +85,7 @@ def main() -> None:
         for kernel in profiler.profiler.kineto_results.events()
         if kernel.device_type() == DeviceType.CUDA
     ]  # fmt: skip
-    first = min(kernel["start_us"] for kernel in kernels if kernel["name"].startswith(OURS))  # after the barrier's
+    first = min(kernel["start_us"] for kernel in kernels if kernel["name"].startswith(OURS))  # not the barrier's
     kernels = [kernel | {"start_us": kernel["start_us"] - first} for kernel in kernels if kernel["start_us"] >= first]
     by_rank: list = [None] * dist.get_world_size()
     dist.all_gather_object(by_rank, sorted(kernels, key=lambda kernel: kernel["start_us"]))

@@ -16,12 +16,13 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torchtitan_magi.masks.slices import shared_prompt, varlen_causal
 from torchtitan_magi.planning.plan import make_plan
 from torchtitan_magi.planning.stages import H200, LLAMA_HEADS, CostModel, Heads, KernelCost, Link
+from torchtitan_magi.planning.summary import describe_plan
 from torchtitan_magi.report import __main__ as report
-from torchtitan_magi.report import baselines, packs
+from torchtitan_magi.report import sample_packs, strategies
 from torchtitan_magi.report import text as report_text
-from torchtitan_magi.report.histogram import HISTOGRAM
-from torchtitan_magi.report.outcome import FREE, Case
+from torchtitan_magi.report.sample_packs import HISTOGRAM
 from torchtitan_magi.report.sizing import size_pack, size_run
+from torchtitan_magi.report.strategies import FREE, Case
 
 NAMES = ["all-gather", "all-gather zigzag", "ring", "Ulysses", "min-heap"]
 FREE_KERNEL = KernelCost(0.0, 0.0, 0.0, 0.0, 0.0)
@@ -61,7 +62,7 @@ def needed_rows(mask, owner, cp_size):
 
 @pytest.fixture(scope="module")
 def sizing():
-    lengths = [packs.draw_pack("histogram", 32768, seed) for seed in (0, 1)]
+    lengths = [sample_packs.draw_pack("histogram", 32768, seed) for seed in (0, 1)]
     return size_run("histogram", lengths, 32768, 8, 4, LLAMA_HEADS)
 
 
@@ -70,7 +71,7 @@ def test_our_row_holds_the_figures_of_the_plans(sizing):
     assert row["strategy"] == "ours"
     plans, ideal = [], []
     for seed in (0, 1):
-        lengths = packs.draw_pack("histogram", 32768, seed)
+        lengths = sample_packs.draw_pack("histogram", 32768, seed)
         plans.append(make_plan(varlen_causal(np.append(0, lengths.cumsum())), 32768, 8, gpus_per_node=4))
         # The kernel on the whole pack on one GPU, an eighth of the time.
         pairs = (lengths * (lengths + 1) / 2 * (1 + 15 / lengths)).sum()
@@ -100,10 +101,10 @@ def test_our_row_holds_the_figures_of_the_plans(sizing):
 
 
 def test_exposed_time_is_what_infinitely_fast_links_would_save():
-    lengths = packs.draw_pack("histogram", 32768, 0)
+    lengths = sample_packs.draw_pack("histogram", 32768, 0)
     links = {name: replace(getattr(H200, name), latency=0.0, bandwidth=1e30) for name in ("inside", "across")}
     fast, slow = (
-        {name: outcome for name, outcome in baselines.compare(case_of(lengths, 8, 4, cost=cost)).items()}
+        {name: outcome for name, outcome in strategies.compare(case_of(lengths, 8, 4, cost=cost)).items()}
         for cost in (replace(H200, **links), H200)
     )
     for name in ("all-gather", "all-gather zigzag", "ring", "Ulysses"):
@@ -137,7 +138,7 @@ def test_one_gpu_is_the_ideal():
 
 def test_contiguous_all_gather_against_the_dense_mask():
     case = case_of([7, 90, 3, 60, 32], 8, 4)
-    outcome = baselines.compare(case)["all-gather"]
+    outcome = strategies.compare(case)["all-gather"]
     areas = mask_of(case).reshape(8, 24, -1).sum((1, 2))
     assert outcome.balance_area == pytest.approx(areas.max() / areas.mean())
     assert outcome.received == pytest.approx(7 * 24 * 4096)
@@ -151,7 +152,7 @@ def test_contiguous_all_gather_against_the_dense_mask():
 def test_zigzag_work_against_the_dense_mask(cp_size):
     parts = 2 * cp_size
     case = case_of([parts * 3, parts, parts * 10], cp_size)
-    work = baselines.zigzag_work(case)
+    work = strategies.zigzag_work(case)
     owner = np.concatenate([np.repeat([*range(cp_size), *range(cp_size)[::-1]], n // parts) for n in case.lengths])
     mask = mask_of(case)
     document = np.repeat(case.lengths, case.lengths)
@@ -171,7 +172,7 @@ def test_zigzag_work_against_the_dense_mask(cp_size):
 def test_ring_passes_all_rows_round_step_by_step():
     for cp_size, gpus_per_node in ((4, 4), (8, 4)):
         case = case_of([512 * cp_size], cp_size, gpus_per_node, cost=ONLY_LINKS)
-        outcome = baselines.compare(case)["ring"]
+        outcome = strategies.compare(case)["ring"]
         link = H200.inside if cp_size == gpus_per_node else H200.across
         step = link.latency + 512 * 4096 / link.bandwidth
         assert outcome.seconds[0] == pytest.approx((cp_size - 1) * step)
@@ -181,7 +182,7 @@ def test_ring_passes_all_rows_round_step_by_step():
 
 def test_min_heap_against_the_dense_mask():
     case = case_of([7, 90, 3, 60, 96], 4, 2)  # chunks of 8
-    outcome = baselines.compare(case)["min-heap"]
+    outcome = strategies.compare(case)["min-heap"]
     mask = mask_of(case)
     cost = mask.reshape(32, 8, -1).sum((1, 2))
     load, chunks = [0] * 4, [[] for _ in range(4)]
@@ -193,7 +194,7 @@ def test_min_heap_against_the_dense_mask():
     for rank in range(4):
         for chunk in chunks[rank]:
             owner[8 * chunk : 8 * chunk + 8] = rank
-    assert (owners_of(baselines.min_heap(case.slices, 256, 4)) == owner).all()
+    assert (owners_of(strategies.min_heap(case.slices, 256, 4)) == owner).all()
     rows = needed_rows(mask, owner, 4)
     assert outcome.balance_area == pytest.approx(max(load) / np.mean(load))
     assert outcome.received == pytest.approx(rows.sum(1) * 4096)
@@ -209,7 +210,7 @@ def test_messages_take_the_time_of_the_slower_link(slow):
     link = Link(latency=1e-5, bandwidth=1e9)
     cost = replace(ONLY_LINKS, **{name: FREE for name in ("inside", "across") if name != slow}, **{slow: link})
     case = case_of([90, 3, 60, 359], 8, 4, cost=cost)
-    outcomes = baselines.compare(case)
+    outcomes = strategies.compare(case)
     # All-gather: 4 x 64 rows enter a node over 4 adapters; all others of the 7 x 64 come from GPUs of the node.
     rows = {"inside": 6 * 64, "across": 64}[slow]
     assert outcomes["all-gather"].seconds == pytest.approx([n * (1e-5 + rows * 4096 / 1e9) for n in (1, 2)])
@@ -218,8 +219,8 @@ def test_messages_take_the_time_of_the_slower_link(slow):
     sizes = [ranks * 64 * heads * 128 * 2 for heads in (8 + 2, 8)]
     assert outcomes["Ulysses"].seconds == pytest.approx([sum(1e-5 + size / 1e9 for size in sizes)] * 2)
     # Min-heap: the rank that sends or receives most.
-    chunks = baselines.chunks_per_rank(512, 8)
-    rows = needed_rows(mask_of(case), owners_of(baselines.min_heap(case.slices, 512, 8)), 8)
+    chunks = strategies.chunks_per_rank(512, 8)
+    rows = needed_rows(mask_of(case), owners_of(strategies.min_heap(case.slices, 512, 8)), 8)
     assert 512 % (8 * chunks) == 0
     node = np.arange(8) // 4
     rows = rows * ((node[:, None] != node) == (slow == "across"))
@@ -230,14 +231,14 @@ def test_messages_take_the_time_of_the_slower_link(slow):
 
 
 def test_min_heap_pads_to_whole_chunks():
-    outcome = baselines.compare(case_of([7, 100, 13], 5))["min-heap"]
+    outcome = strategies.compare(case_of([7, 100, 13], 5))["min-heap"]
     assert outcome.balance_area < 2
 
 
 @pytest.mark.parametrize(("heads", "cp_size"), [(Heads(8, 4, 16), 4), (Heads(8, 2, 16), 8), (Heads(8, 8, 16), 2)])
 def test_ulysses_moves_each_head_of_each_token_to_who_computes_it(heads, cp_size):
     case = case_of([40, 24], cp_size, max(1, cp_size // 2), heads)
-    outcome = baselines.compare(case)["Ulysses"]
+    outcome = strategies.compare(case)["Ulysses"]
     q_owner = np.repeat(np.arange(cp_size), heads.num_heads_q // cp_size)
     group = heads.num_heads_q // heads.num_heads_kv
     tokens = 64 // cp_size
@@ -254,7 +255,7 @@ def test_ulysses_moves_each_head_of_each_token_to_who_computes_it(heads, cp_size
 
 def test_ulysses_is_left_out_where_heads_do_not_divide():
     for heads, cp_size in ((Heads(8, 2, 16), 3), (Heads(12, 4, 16), 6), (Heads(8, 2, 16), 16)):
-        assert baselines.compare(case_of([96], cp_size, heads=heads))["Ulysses"] is None
+        assert strategies.compare(case_of([96], cp_size, heads=heads))["Ulysses"] is None
     sizing = size_run("dense", [np.array([96])], 96, 3, 8, Heads(8, 2, 16))
     assert "Ulysses" not in [row["strategy"] for row in sizing.summary()]
     assert "Ulysses: cannot spread 8:2 heads over 3 GPUs" in report_text.notes(sizing)
@@ -262,7 +263,7 @@ def test_ulysses_is_left_out_where_heads_do_not_divide():
 
 def test_baselines_count_padding():
     """A pack that is not full: its documents are all that costs attention, its rows all travel in an all-gather."""
-    outcomes = baselines.compare(case_of([64, 32], 4, total=256))
+    outcomes = strategies.compare(case_of([64, 32], 4, total=256))
     assert outcomes["all-gather"].received == pytest.approx(3 * 64 * 4096)
     assert outcomes["all-gather"].balance_area == pytest.approx(4 * (64 * 65 / 2) / (64 * 65 / 2 + 32 * 33 / 2))
 
@@ -270,32 +271,34 @@ def test_baselines_count_padding():
 # --------------------------------------------------------------------------------------------------------------- packs
 
 
-@pytest.mark.parametrize("name", packs.DISTRIBUTIONS)
+@pytest.mark.parametrize("name", sample_packs.DISTRIBUTIONS)
 def test_drawn_packs_are_full_and_repeat(name):
     for total in (1, 5, 4096, 100_003):
-        lengths = packs.draw_pack(name, total, 3)
+        lengths = sample_packs.draw_pack(name, total, 3)
         assert lengths.sum() == total
         assert lengths.min() >= 1
         assert lengths.max() <= max(1, total // 4) or name == "dense"
-        assert (lengths == packs.draw_pack(name, total, 3)).all()
+        assert (lengths == sample_packs.draw_pack(name, total, 3)).all()
+    # The packs of the benchmarks in benchmarks/results, which draw one document at a time.
+    assert sample_packs.draw_pack("histogram", 32768, 0, batch=1)[:6].tolist() == [109, 43, 469, 768, 852, 883]
     if name != "dense":
-        assert packs.draw_pack(name, 100_003, 3).tolist() != packs.draw_pack(name, 100_003, 4).tolist()
+        assert sample_packs.draw_pack(name, 100_003, 3).tolist() != sample_packs.draw_pack(name, 100_003, 4).tolist()
 
 
 def test_the_histogram_is_that_of_its_table():
     rng = np.random.default_rng(0)
-    lengths = np.concatenate([packs._draw("histogram", rng, 1) for _ in range(100)])
+    lengths = sample_packs.draw_lengths(rng, 102_400)
     for edge, percent in HISTOGRAM.items():
         assert 100 * (lengths <= edge).mean() == pytest.approx(percent, abs=0.6)
 
 
 def test_lengths_are_packed_without_loss():
     lengths = np.array([300, 50, 20, 70, 100, 60, 5])
-    made = packs.pack_lengths(lengths, 100, count=50, seed=0)
+    made = sample_packs.pack_lengths(lengths, 100, count=50, seed=0)
     assert sorted(np.concatenate(made).tolist()) == [5, 20, 50, 60, 70, 100, 100]
     assert max(pack.sum() for pack in made) <= 100
     for seed in range(20):
-        many = packs.pack_lengths(np.arange(1, 1000) % 90 + 1, 1000, count=4, seed=seed)
+        many = sample_packs.pack_lengths(np.arange(1, 1000) % 90 + 1, 1000, count=4, seed=seed)
         assert len(many) == 4
         assert min(pack.sum() for pack in many) > 950  # the last, half empty ones are left to the next window
 
@@ -320,7 +323,7 @@ def test_every_kind_of_input(tmp_path, capsys):
     lengths = write_data_set(tmp_path)
     (tmp_path / "lengths.txt").write_text(", ".join(map(str, lengths[:3])) + "\n" + " ".join(map(str, lengths[3:])))
     np.save(tmp_path / "lengths.npy", np.array(lengths, np.int32))
-    sources = [*packs.DISTRIBUTIONS, *(tmp_path / name for name in ("lengths.txt", "lengths.npy", "data.jsonl"))]
+    sources = [*sample_packs.DISTRIBUTIONS, *(tmp_path / name for name in ("lengths.txt", "lengths.npy", "data.jsonl"))]
     for source in sources:
         output = tmp_path / "report.json"
         options = ["--tokenizer", str(tmp_path)] if source == tmp_path / "data.jsonl" else []
@@ -340,7 +343,7 @@ def test_every_kind_of_input(tmp_path, capsys):
 def test_lengths_may_lie_beside_a_data_set(tmp_path):
     path = tmp_path / "data.jsonl.lengths.txt"
     path.write_text("200 40 30")
-    assert sorted(packs.make_packs(str(path), 1024, 1)[0]) == [30, 40, 200]
+    assert sorted(sample_packs.make_packs(str(path), 1024, 1)[0]) == [30, 40, 200]
 
 
 def test_data_sets_are_named_as_training_names_them(tmp_path, capsys):
@@ -365,7 +368,7 @@ def write_pairs(folder):
 
 def test_preference_pairs_are_packed_and_masked_as_in_training(tmp_path, capsys):
     lengths = write_pairs(tmp_path)
-    (pack,) = packs.make_packs(str(tmp_path / "pairs.jsonl"), 1024, 2, tokenizer=tmp_path, pairs=True)
+    (pack,) = sample_packs.make_packs(str(tmp_path / "pairs.jsonl"), 1024, 2, tokenizer=tmp_path, pairs=True)
     assert pack.shape == (3, 3)
     differences = np.array(sorted(pack.tolist())) - np.array(sorted(lengths))  # tokens of the plain template
     assert (differences == differences[0]).all()
@@ -489,7 +492,7 @@ def test_predictions_are_compared_with_measurements_of_the_same_packs(tmp_path, 
         settings = {"pack": pack, "tokens_per_gpu": 4096, "heads": "8:4", "seed": seed, "cp": 4}
         case = check_prediction.case_of(settings, H200)
         assert case.lengths.sum() == 4 * 4096
-        outcomes = {"ours": size_pack(case).outcomes["ours"], "ulysses": baselines.compare(case)["Ulysses"]}
+        outcomes = {"ours": size_pack(case).outcomes["ours"], "ulysses": strategies.compare(case)["Ulysses"]}
         times = {name: outcome.seconds for name, outcome in outcomes.items()} | {"ideal": case.ideal_seconds}
         slower = {"ours": 1, "ulysses": 2, "ideal": 1}  # than predicted
         for name, (forward, backward) in times.items():
@@ -555,7 +558,7 @@ def test_colours_tell_ranks_apart():
 
 def test_a_plan_in_one_line():
     plan = make_plan(varlen_causal([0, 70, 75, 128]), 128, 4)
-    line = report.describe_plan(plan)
+    line = describe_plan(plan)
     assert line.startswith("Plan: 32 tokens on each of 4 ranks, heaviest rank 1.")
     assert f"K/V received {plan.received_rows.mean():,.0f} rows per rank (at most {plan.received_rows.max()}" in line
-    assert "K/V" not in report.describe_plan(make_plan(varlen_causal([0, 8]), 8, 1))
+    assert "K/V" not in describe_plan(make_plan(varlen_causal([0, 8]), 8, 1))

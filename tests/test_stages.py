@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from masks import dense_mask, slice_lists
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
-from calibrate import Sample, fit_kernel, fit_link, recorded_samples
 from check_prediction import comparisons
 
+from torchtitan_magi.calibrate import Sample, fit_kernel, fit_link, recorded_samples
 from torchtitan_magi.masks.slices import varlen_causal
 from torchtitan_magi.planning.plan import make_plan
 from torchtitan_magi.planning.stages import (
@@ -247,7 +247,7 @@ def test_a_cost_model_survives_a_file(tmp_path):
 )
 def test_a_cost_model_has_figures_only(tmp_path, name, value):
     replace(H200, **{name: value}).save(tmp_path / "cost.json")
-    with pytest.raises(ValueError, match=r"cost\.json is no cost model .*scripts/calibrate.py"):
+    with pytest.raises(ValueError, match=r"cost\.json is no cost model .*torchrun -m torchtitan_magi.calibrate"):
         CostModel.load(tmp_path / "cost.json")
     replace(H200, across=Link(1e-6, "fast")).save(tmp_path / "cost.json")
     with pytest.raises(ValueError, match=r"cost\.json is no cost model"):
@@ -261,7 +261,7 @@ def test_what_is_no_cost_model_is_refused(tmp_path, text):
     path = tmp_path / "cost.json"
     if text is not None:
         path.write_text(text)
-    with pytest.raises(ValueError, match=r"cost\.json is no cost model .*scripts/calibrate.py"):
+    with pytest.raises(ValueError, match=r"cost\.json is no cost model .*torchrun -m torchtitan_magi.calibrate"):
         CostModel.load(path)
 
 

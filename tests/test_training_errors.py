@@ -42,7 +42,7 @@ def changed(folder, *replacements):
         ("--model.flavor debugmodel_flex_attn", 1, ["'debugmodel_flex_attn' has flex", "debugmodel_varlen_attn"]),
         ("--model.flavor 9B", 1, ["'9B' is unknown", "use one with varlen attention", "8B_varlen"]),
         ("--model.name llama4 --model.flavor debugmodel", 1, ["'llama4'", "no varlen attention", "llama3, qwen3"]),
-        ("--magi.cost_model no.json", 1, ["no.json is no cost model", "No such file", "scripts/calibrate.py"]),
+        ("--magi.cost_model no.json", 1, ["no.json is no cost model", "No such file", "torchtitan_magi.calibrate"]),
         ("--training.local_batch_size 0", 1, ["training.local_batch_size is 0", "at least 1"]),
         ("--training.dataset_path=", 1, ["training.dataset_path is ''", "give the JSONL file of dataset 'sft'"]),
         ("--training.dataset_path no.jsonl", 1, ["'no.jsonl': No such file", "check the path"]),

@@ -2,7 +2,7 @@
 
 The model predicts when each rank's stages arrive, run and return in one layer, and the cut with the shortest prediction
 is chosen, for the forward and for the backward. All ranks run the same stages, as each begins with a collective.
-Its constants were fitted to measurements; `scripts/calibrate.py` measures them on other machines.
+Its constants were fitted to measurements; `torchtitan_magi.calibrate` measures them on other machines.
 """
 
 import itertools
@@ -116,7 +116,7 @@ class CostModel:
 
     @classmethod
     def load(cls, path: str | Path) -> "CostModel":
-        """From the JSON file that `save` or scripts/calibrate.py wrote.
+        """From the JSON file that `save` or torchtitan_magi.calibrate wrote.
 
         Raises:
             ValueError: there is none, or it says something else.
@@ -129,7 +129,9 @@ class CostModel:
             if not min(parts["memory"], parts["inside"].bandwidth, parts["across"].bandwidth) > 0:
                 raise ValueError("bandwidths must be above 0")
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{path} is no cost model ({error!r}); make one by scripts/calibrate.py") from None
+            raise ValueError(
+                f"{path} is no cost model ({error!r}); make one by torchrun -m torchtitan_magi.calibrate"
+            ) from None
         return cls(**parts)
 
     def save(self, path: Path, **notes: Any) -> None:
@@ -144,8 +146,8 @@ def _figures(parts: dict[str, Any]) -> list[float]:
     return [value for part in parts.values() for value in (vars(part).values() if type(part) in _PARTS else (part,))]
 
 
-# Kernel: `scripts/calibrate.py --fit benchmarks/results/kernel_h200.json` at commit 16ed43a; they predict the cases of
-# that file to -15% (a pack of 256k tokens; -11% else) and +9% forward, -8% and +9% backward.
+# Kernel: `calibrate --fit benchmarks/results/kernel_h200.json` at commit 16ed43a; they predict the cases of that file
+# to -15% (a pack of 256k tokens; -11% else) and +9% forward, -8% and +9% backward.
 # The rest: calibrate.py on four at 27e378a, rows fetched through peer memory; slowdown is of a backward, the forward
 # showed 0.03. cost_h200x4.json, of a later run, has 81 us and 353 GB/s and predicts layers no better. `across` nobody
 # has measured yet: one 400 Gb/s adapter per GPU.

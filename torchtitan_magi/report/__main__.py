@@ -1,4 +1,4 @@
-"""A plan in numbers that a person can judge, and what a run would look like before it has any GPUs.
+"""The command line: what a run would look like before it has any GPUs.
 
 python -m torchtitan_magi.report SOURCE --total TOKENS --cp GPUS [--gpus-per-node 8] [--html FILE]
 """
@@ -10,31 +10,10 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-from torchtitan_magi.planning.plan import AttnPlan
 from torchtitan_magi.planning.stages import H200, CostModel, Heads
-from torchtitan_magi.report.packs import DISTRIBUTIONS, make_packs
+from torchtitan_magi.report.sample_packs import DISTRIBUTIONS, make_packs
 from torchtitan_magi.report.sizing import Sizing, size_run
 from torchtitan_magi.report.text import SCAN_NOTE, as_json, headline, notes, rank_line, scan_table, setting, text_table
-
-
-def describe_plan(plan: AttnPlan) -> str:
-    """One line: tokens per rank, balance of the work, and K/V received against an all-gather."""
-    work = plan.work.local_pairs + plan.work.remote_pairs  # as the kernel's tiles have it
-    balance = work.max() / work.mean() if work.any() else 1.0
-    line = (
-        f"Plan: {plan.tokens_per_rank:,} tokens on each of {plan.cp_size} ranks, heaviest rank {balance:.3f} x the mean"
-    )
-    all_gather = plan.padded_tokens - plan.tokens_per_rank
-    if all_gather == 0:
-        return line
-    received = plan.received_rows
-    return (
-        f"{line}, K/V received {received.mean():,.0f} rows per rank (at most {received.max():,}; "
-        f"{received.mean() / all_gather:.0%} of an all-gather)"
-    )
-
-
-# ------------------------------------------------------------------------------------------------------- command line
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -51,12 +30,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         reports = [as_json(sizing) for sizing in sizings]
         options.json.write_text(json.dumps(reports if len(reports) > 1 else reports[0], indent=1) + "\n")
     if options.html or options.png:
-        from torchtitan_magi.report import picture as report_picture
+        from torchtitan_magi.report import picture
 
         if options.html:
-            options.html.write_text(report_picture.html_page(sizings[0]))
+            options.html.write_text(picture.html_page(sizings[0]))
         if options.png:
-            report_picture.write_png(sizings[0], options.png)
+            picture.write_png(sizings[0], options.png)
 
 
 def _text(sizings: list[Sizing]) -> list[str]:
@@ -146,14 +125,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--heads", default="64:8", metavar="Q:KV", help="query and K/V heads of a layer on one GPU; default: 64:8")
     add("--head-dim", type=int, default=128, metavar="D", help="default: 128")
     add("--packs", type=int, default=5, metavar="N", help="packs to draw; default: 5")
-    add("--seed", type=int, default=0, help="of the draw; default: 0")
+    add("--seed", type=int, default=0, help="seed of the draw; default: 0")
     add("--tokenizer", metavar="DIR", help="for a data set: Hugging Face tokenizer.json and chat template")
-    add(
-        "--dataset",
-        choices=("sft", "dpo"),
-        default="sft",
-        help="dpo: of preference pairs, prompts shared; default: sft",
-    )
+    add("--dataset", choices=("sft", "dpo"), default="sft", help="dpo: preference pairs, prompts shared; default: sft")
     add("--cost", type=Path, metavar="FILE", help="cost model of your machine; default: H200")
     add("--json", type=Path, metavar="FILE", help="write all figures")
     add("--html", type=Path, metavar="FILE", help="write a page with table and pictures (needs matplotlib)")

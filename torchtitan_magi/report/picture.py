@@ -27,13 +27,13 @@ INK, QUIET, PAPER, LINE = "#22303c", "#6b7885", "#ffffff", "#d5dbe1"
 ATTENTION, CAST, REDUCE, REST = "#3d6fa5", "#dd8a3c", "#4c9a72", "#aab4be"
 HUES = ["#3d6fa5", "#dd8a3c", "#4c9a72", "#b8504f", "#7d68a6", "#8a6f5a", "#c77fa6", "#4f9aa8", "#a09a45", "#66717d"]
 ROWS_MAP = LinearSegmentedColormap.from_list("rows", ["#f4f7fa", "#c3d5e6", "#7fa6cb", "#3d6fa5", "#1c3c63"])
-PIXELS = 1400  # of the mask, each way
+PIXELS = 1400  # width and height of the mask
 STYLE: Any = {
     "font.size": 10, "font.family": "DejaVu Sans", "text.color": INK, "axes.edgecolor": LINE, "axes.labelcolor": QUIET,
     "xtick.color": QUIET, "ytick.color": QUIET, "axes.titlecolor": INK, "axes.titlesize": 12,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left", "axes.spines.top": False, "axes.spines.right": False, "figure.facecolor": PAPER,
-    "legend.frameon": False, "xtick.labelsize": 9, "ytick.labelsize": 9, "legend.fontsize": 9, "axes.titlepad": 10,
+    "axes.titleweight": "bold", "axes.titlelocation": "left", "axes.spines.top": False, "axes.spines.right": False,
+    "figure.facecolor": PAPER, "legend.frameon": False, "xtick.labelsize": 9, "ytick.labelsize": 9,
+    "legend.fontsize": 9, "axes.titlepad": 10,
 }  # fmt: skip
 
 
@@ -71,7 +71,7 @@ def draw(sizing: Sizing) -> Figure:
     top, middle, bottom = (figure.add_subfigure(rows[i]) for i in range(3))
     halves = top.add_gridspec(1, 2)
     top.text(0.043, 0.965, f"{setting(sizing)[0]}. The first pack of {sizing.source}.", color=QUIET)
-    # A half of the top is square, so that equal shares of its sides are equally long.
+    # Each half of the top is square, so that equal fractions of its sides are equally long.
     draw_mask(top.add_subfigure(halves[0]), plan)
     draw_transfers(top.add_subfigure(halves[1]), plan)
     draw_timeline(middle.add_axes((0.085, 0.17, 0.885, 0.63)), plan, pack.case.ideal_seconds, sizing)
@@ -249,7 +249,7 @@ def draw_timeline(axes: Axes, plan: AttnPlan, ideal: tuple[float, float], sizing
 
 
 def _draw_lanes(axes: Axes, timeline: Timeline, start: float, rank: int, limit: float) -> None:
-    """All in ms."""
+    """One direction's lanes from `start` on; start and limit in ms."""
     lanes = ((timeline.attends, 0, ATTENTION), (timeline.casts, 1, CAST), (timeline.reduces, 2, REDUCE))
     for times, lane, color in lanes:
         for stage, (begin, end) in enumerate(1e3 * times[:, :, rank]):
@@ -272,7 +272,7 @@ def _draw_lanes(axes: Axes, timeline: Timeline, start: float, rank: int, limit: 
 def draw_strategies(axes: Axes, sizing: Sizing) -> None:
     """Time of one layer, forward and backward, under each strategy."""
     rows = sizing.summary()
-    parts = (
+    directions = (
         ("forward", "forward_ms", "forward_exposed_ms", "#7fa6cb"),
         ("backward", "backward_ms", "backward_exposed_ms", ATTENTION),
     )
@@ -280,7 +280,7 @@ def draw_strategies(axes: Axes, sizing: Sizing) -> None:
     longest = max(row["forward_ms"] + row["backward_ms"] for row in rows)
     for place, row in enumerate(rows):
         left, exposed = 0.0, row["forward_exposed_ms"] + row["backward_exposed_ms"]
-        for _, time, hidden, color in parts:
+        for _, time, hidden, color in directions:
             width = row[time] - row[hidden]
             axes.barh(place, width, left=left, color=color, height=0.62)
             left += width
@@ -295,7 +295,7 @@ def draw_strategies(axes: Axes, sizing: Sizing) -> None:
     axes.set_xlim(0, 1.17 * longest)
     axes.set_xlabel(f"ms per layer, forward and backward (mean of {counted(len(sizing.packs), 'pack')})")
     axes.set_title("How long: all strategies, by the same cost model", pad=24)
-    handles = [Patch(color=color, label=name) for name, _, _, color in parts]
+    handles = [Patch(color=color, label=name) for name, _, _, color in directions]
     handles.append(Patch(color=CAST, label="communication not hidden"))
     line = matplotlib.lines.Line2D([], [], color=INK, linestyle=(0, (4, 3)), label=f"ideal {ideal:.1f} ms")
     axes.legend(

@@ -8,9 +8,8 @@ import numpy as np
 
 from torchtitan_magi.planning.plan import AttnPlan, plan_afresh
 from torchtitan_magi.planning.stages import H200, CostModel, Heads
-from torchtitan_magi.report.baselines import compare
-from torchtitan_magi.report.outcome import Case, Outcome, plan_outcome
-from torchtitan_magi.report.packs import Int64Array
+from torchtitan_magi.report.sample_packs import Int64Array
+from torchtitan_magi.report.strategies import Case, Outcome, compare, plan_outcome
 
 OURS = "ours"
 MIB = 2**20
@@ -18,7 +17,11 @@ MIB = 2**20
 
 @dataclass(frozen=True, eq=False)
 class SizedPack:
-    """One pack under all strategies. plan_ms: processor time of the plan and of one rank's index data."""
+    """One pack under all strategies.
+
+    plan_ms: processor time of the plan and of one rank's stages.
+    outcomes: by strategy, ours first; None where a strategy cannot run.
+    """
 
     case: Case
     plan: AttnPlan
@@ -31,8 +34,9 @@ class Sizing:
     """Packs of a run under all strategies.
 
     Attributes:
-        source: where the packs are from; total: tokens of a pack.
-        packs: at least one, of the same layout.
+        source: where the packs are from.
+        total: tokens of a pack.
+        packs: at least one; all have the same layout.
     """
 
     source: str
@@ -90,11 +94,13 @@ def size_run(
     """Plans packs and compares strategies on them.
 
     Args:
-        source, total: where the packs are from, and tokens of one.
-        packs: from ``packs.make_packs``.
-        cp_size: context-parallel GPUs; gpus_per_node: of them in one node.
-        heads: of the layers.
-        cost: of the machine.
+        source: where the packs are from.
+        packs: from ``sample_packs.make_packs``.
+        total: tokens of a pack.
+        cp_size: context-parallel GPUs.
+        gpus_per_node: how many of them are in one node.
+        heads: shape of the attention layers.
+        cost: cost model of the machine.
 
     Raises:
         ValueError: no GPU, or more GPUs than tokens.

@@ -5,11 +5,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from torchtitan_magi.report.baselines import DESCRIPTIONS, why_not
-from torchtitan_magi.report.packs import DISTRIBUTIONS
+from torchtitan_magi.report.sample_packs import DISTRIBUTIONS
 from torchtitan_magi.report.sizing import OURS, SizedPack, Sizing
+from torchtitan_magi.report.strategies import DESCRIPTIONS, why_not
 
-HIDDEN = 0.02  # part of the time that may be exposed of communication that counts as hidden
+HIDDEN = 0.02  # communication counts as hidden if no more than this fraction of the time is exposed
 
 # ------------------------------------------------------------------------------------------------------------- in words
 
@@ -21,17 +21,17 @@ def headline(sizing: Sizing) -> str:
     nodes = -(-plan.cp_size // plan.gpus_per_node)
     place = counted(plan.cp_size, "GPU") + (f" in {nodes} nodes" if nodes > 1 else "")
     exposed, rest = ours["exposed_share"], 1 - ours["efficiency"] - ours["exposed_share"]
-    parts = [f"{place}: {ours['efficiency']:.0%} of ideal (worst pack {ours['efficiency_worst']:.0%})"]
+    clauses = [f"{place}: {ours['efficiency']:.0%} of ideal (worst pack {ours['efficiency_worst']:.0%})"]
     if exposed <= HIDDEN:
-        parts.append("communication hidden" if plan.cp_size > 1 else "nothing travels")
+        clauses.append("communication hidden" if plan.cp_size > 1 else "nothing travels")
     else:
-        parts.append(f"{exposed:.0%} of the time is communication that nothing hides")
-    parts.append(f"{rest:.0%} goes to imbalance, shorter stretches and stages")
+        clauses.append(f"{exposed:.0%} of the time is communication that nothing hides")
+    clauses.append(f"{rest:.0%} goes to imbalance, shorter stretches and stages")
     if others:
         best = max(others, key=lambda row: row["efficiency"])
         ratio = ours["efficiency"] / best["efficiency"]
-        parts.append(f"{ratio:.2f} x the speed of the best other strategy, {best['strategy']}")
-    lines = ["; ".join(parts) + "."]
+        clauses.append(f"{ratio:.2f} x the speed of the best other strategy, {best['strategy']}")
+    lines = ["; ".join(clauses) + "."]
     if nodes > 1:
         crossing = np.mean([pack.plan.work.across.mean() for pack in sizing.packs]) / plan.tokens_per_rank
         least = min((row["across_max_mib"] for row in others), default=0.0)

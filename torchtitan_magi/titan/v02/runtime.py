@@ -23,7 +23,7 @@ from torchtitan_magi.exchange.mesh import gpus_per_node
 from torchtitan_magi.masks.slices import CAUSAL, AttnSlices, shared_prompt
 from torchtitan_magi.planning.plan import AttnPlan, make_plan
 from torchtitan_magi.planning.stages import H200, CostModel, Heads
-from torchtitan_magi.report.__main__ import describe_plan
+from torchtitan_magi.planning.summary import describe_plan
 from torchtitan_magi.titan.v02.job_config import Magi
 
 

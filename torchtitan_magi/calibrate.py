@@ -1,40 +1,105 @@
 """Measures what attention and communication cost on this machine, for the choice of overlap stages.
 
-    torchrun --standalone --nproc-per-node 8 scripts/calibrate.py --output cost.json
-    python scripts/calibrate.py --fit benchmarks/results/kernel_h200.json
+    torchrun --standalone --nproc-per-node 8 -m torchtitan_magi.calibrate --output cost.json
+    python -m torchtitan_magi.calibrate --fit benchmarks/results/kernel_h200.json
 
-All GPUs of the run take part; it should need about a minute. `CostModel.load` reads the file, and `make_plan` takes the
-model as `cost`. What a run cannot see (links between nodes when there is one node) keeps the value that is shipped.
-With --fit, the kernel's constants are fitted to figures of scripts/bench_kernel.py, without a GPU.
+All GPUs of the run take part; it needs about a minute. `CostModel.load` reads the file; `make_plan` takes the model as
+`cost`, training as `[magi] cost_model`. What a run cannot see (links between nodes when there is one node) keeps the
+shipped value. With --fit, the kernel's constants are fitted to figures of scripts/bench_kernel.py, without a GPU.
+
+The scripts that time things take their clock, their start and the facts beside their figures from here.
 """
 
 import argparse
 import json
 import os
+import platform
+import shlex
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
-from bench_cp import start_rank
-from provenance import facts_of_run
 
-from torchtitan_magi.backends.ffa.block_attn import FfaBlockAttn
-from torchtitan_magi.backends.ffa.row_kernels import CudaRows
-from torchtitan_magi.exchange.group_cast import process_group_transport
-from torchtitan_magi.exchange.transport import Arrival, RowSums
-from torchtitan_magi.masks.slices import AttnSlices, varlen_causal
+from torchtitan_magi.attention import attention_backward_op, attention_op, make_handle
+from torchtitan_magi.backends import StageInputs, choose_block_attn
+from torchtitan_magi.bound_plan import bind_slices
+from torchtitan_magi.exchange.in_flight import Arrival
+from torchtitan_magi.exchange.mesh import process_group_transport
+from torchtitan_magi.masks.slices import AttnSlices, block_causal, sliding_window, varlen_causal, varlen_full
 from torchtitan_magi.planning.plan import Exchange, make_plan
 from torchtitan_magi.planning.stages import ALL, H200, NONE, CostModel, Heads, KernelCost, Link
 
 FloatArray = npt.NDArray[np.float64]
+Run = Callable[[], object]
+
 MIB = 1 << 20
 EXCHANGES = (MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB)  # bytes that a rank sends
 HEADS = (Heads(64, 8, 128), Heads(64, 8, 64), Heads(16, 16, 128))
 LENGTHS = ((2048, 2048), (8192, 128), (8192, 1024), (8192, 8192), (16384, 512), (16384, 4096))  # tokens, document
+WINDOW = 1024  # tokens
+MASKS: dict[str, Callable[[npt.NDArray[np.int64]], AttnSlices]] = {  # of cu_seqlens, by what figures call them
+    "full": varlen_full,
+    "causal": varlen_causal,
+    "window": lambda cu_seqlens: sliding_window(cu_seqlens, WINDOW),
+    "block": lambda cu_seqlens: block_causal(cu_seqlens, WINDOW),
+}
+
+
+# ---------------------------------------------------------------------------------------------- shared with the scripts
+
+
+def facts_of_run(commit: str | None) -> dict[str, str | None]:
+    """Device, versions, commit and command, to stand beside figures. commit: for a tree that git does not know."""
+    root = Path(__file__).resolve().parents[1]
+    if commit is None and (root / ".git").exists():  # not so in an installed wheel
+        head = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=root, check=False)
+        commit = head.stdout.strip()
+    program = Path(sys.argv[0]).resolve()
+    return {
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "python": platform.python_version(),
+        "commit": commit,
+        "command": shlex.join([
+            str(program.relative_to(root) if program.is_relative_to(root) else program.name), *sys.argv[1:]
+        ]),
+    }  # fmt: skip
+
+
+def start_rank() -> torch.device:
+    """Joins the processes that torchrun started; this one's GPU."""
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", device_id=device)
+    return device
+
+
+def gpu_ms(run: Run, queued: int, first: Run | None = None) -> float:
+    """Time of `run` on the GPU.
+
+    Args:
+        queued: cycles of work queued ahead, to hide the time of launches.
+        first: what else is queued ahead, after those cycles.
+    """
+    torch.cuda.synchronize()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    if queued:
+        torch.cuda._sleep(queued)
+    if first is not None:
+        first()
+    start.record()
+    run()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end)
 
 
 # -------------------------------------------------------------------------------------------------------------- fitting
@@ -74,7 +139,7 @@ def fit_link(num_bytes: Sequence[int], seconds: Sequence[float]) -> Link:
 
 
 def non_negative_least_squares(table: FloatArray, values: FloatArray) -> FloatArray:
-    """x >= 0 of small |table x - values|: leaves out the column with the most negative share until none is."""
+    """x >= 0 of small |table x - values|: leaves out the column with the most negative coefficient until none is."""
     scale = np.abs(table).max(0)
     columns = np.arange(table.shape[1])
     while True:
@@ -88,18 +153,14 @@ def non_negative_least_squares(table: FloatArray, values: FloatArray) -> FloatAr
 
 
 def recorded_samples(path: Path) -> list[Sample]:
-    """What scripts/bench_kernel.py measured of our kernel, in the cases that it knows."""
-    from bench_kernel import GROUPS, cases
-
-    masks = {}
-    for case in (case for group in GROUPS for case in cases(group)):
-        masks[case.name, case.tokens, "{}:{}".format(*case.heads), case.head_dim] = case.slices
+    """What scripts/bench_kernel.py measured of our kernel."""
     samples = []
     for row in json.loads(path.read_text())["rows"]:
-        key = row["case"], row["tokens"], row["heads"], row["head_dim"]
-        if row["impl"] == "ours" and key in masks:
-            heads = Heads(*map(int, row["heads"].split(":")), row["head_dim"])
-            samples.append(Sample(masks[key](), row["tokens"], heads, row["fwd_ms"] / 1e3, row["bwd_ms"] / 1e3))
+        if row["impl"] == "ours" and row.get("lengths"):
+            slices = MASKS[row["mask"]](np.cumsum([0, *map(int, row["lengths"].split())]))
+            num_heads_q, num_heads_kv = map(int, row["heads"].split(":"))
+            heads = Heads(num_heads_q, num_heads_kv, row["head_dim"])
+            samples.append(Sample(slices, row["tokens"], heads, row["fwd_ms"] / 1e3, row["bwd_ms"] / 1e3))
     return samples
 
 
@@ -111,51 +172,32 @@ def print_fit(name: str, cost: KernelCost, ratio: FloatArray) -> None:
 # ------------------------------------------------------------------------------------------------------------ measuring
 
 
-def seconds_of(run: Callable[[], object], repeats: int = 10) -> float:
-    """Median time on the device with work queued ahead; of the slowest rank."""
+def seconds_of(run: Run, repeats: int = 10) -> float:
+    """GPU time of the slowest rank, the median of so many calls after two that do not count."""
     times = []
-    for i in range(repeats + 2):
+    for _ in range(repeats + 2):
         dist.barrier()
-        torch.cuda.synchronize()
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(1_000_000)
-        start.record()
-        run()
-        end.record()
-        torch.cuda.synchronize()
-        if i >= 2:
-            times.append(start.elapsed_time(end) / 1e3)
-    slowest = torch.tensor(times, device="cuda")
+        times.append(gpu_ms(run, 1_000_000) / 1e3)
+    slowest = torch.tensor(times[2:], device="cuda")
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     return float(slowest.median())
 
 
 class Layer:
-    """One device's attention over a pack of equal documents."""
+    """One device's attention over a pack of equal documents: its forward and its backward, to be called."""
 
     def __init__(self, num_tokens: int, length: int, heads: Heads) -> None:
-        self.heads, self.num_tokens = heads, num_tokens
+        device, counts = torch.device("cuda"), (heads.num_heads_q, heads.num_heads_kv, heads.num_heads_kv)
         self.slices = varlen_causal(np.arange(0, num_tokens + 1, length))
-        self.block_attn = FfaBlockAttn(torch.device("cuda"))
-        lists = self.block_attn.prepare(self.slices, num_tokens, num_tokens, heads.num_heads_q, heads.num_heads_kv)
-        self.mask = lists.to(torch.from_numpy(lists.words).cuda())
-        shapes = [(num_tokens, n, heads.head_dim) for n in (heads.num_heads_q, heads.num_heads_kv, heads.num_heads_kv)]
-        self.q, self.k, self.v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in shapes)
-        self.dout = torch.randn_like(self.q)
-        self.scale = heads.head_dim**-0.5
-        self.out, self.lse = self.forward()
-
-    def forward(
-        self, earlier: tuple[torch.Tensor, torch.Tensor] | None = None, more: bool = False
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.block_attn.forward(self.q, self.k, self.v, self.mask, self.scale, earlier, more)
-
-    def backward(self) -> None:
-        dq, delta = torch.empty_like(self.q, dtype=torch.float32), torch.empty_like(self.lse)
-        self.block_attn.rows().sum(RowSums(self.out, self.dout, delta, (dq,)))
-        dkv = torch.empty_like(self.k), torch.empty_like(self.v)
-        self.block_attn.backward(self.dout, self.q, self.k, self.v, self.lse, delta, self.mask, self.scale, dq, dkv)
-        self.block_attn.rows().round(dq, self.scale, torch.empty_like(self.q))
+        self.block_attn = choose_block_attn("ffa", device)
+        bound = bind_slices(self.slices, num_tokens, num_tokens, *counts[:2], self.block_attn, device)
+        shapes = [(num_tokens, count, heads.head_dim) for count in counts]
+        q, k, v = (torch.randn(shape, device=device, dtype=torch.bfloat16) for shape in shapes)
+        handle, scale = make_handle(bound), heads.head_dim**-0.5
+        self.inputs = StageInputs(q, k, v, bound.forward[0].mask, scale)
+        self.forward = partial(attention_op, q, k, v, handle, scale)
+        out, lse = self.forward()
+        self.backward = partial(attention_backward_op, torch.randn_like(out), q, k, v, out, lse, handle, scale)
 
 
 def measure_kernel() -> list[Sample]:
@@ -169,15 +211,16 @@ def measure_kernel() -> list[Sample]:
 
 
 def measure_merge() -> float:
-    """How much longer a forward takes that is the first or the last of several, per element of out."""
+    """How much longer a forward takes when it is the first or the last of several, seconds per element of out."""
     layer = Layer(8192, 1024, HEADS[0])
-    first = layer.forward(more=True)
-    both = seconds_of(lambda: layer.forward(more=True)) + seconds_of(lambda: layer.forward(first))
-    return max(0.0, (both / 2 - seconds_of(layer.forward)) / layer.q.numel())
+    first = partial(layer.block_attn.forward, layer.inputs, more=True)
+    last = partial(layer.block_attn.forward, layer.inputs, first())
+    both = seconds_of(first) + seconds_of(last)
+    return max(0.0, (both / 2 - seconds_of(layer.forward)) / layer.inputs.q.numel())
 
 
 def measure_memory() -> float:
-    """Bytes per second of a copy, read and written."""
+    """Bytes per second that a copy reads and writes."""
     source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     return 2 * len(source) / seconds_of(lambda: target.copy_(source))
@@ -187,16 +230,16 @@ ROW_BYTES = 4096
 
 
 class EvenExchange:
-    """An exchange in which each rank sends so many bytes, evenly to its partners."""
+    """An exchange in which each rank sends num_bytes, spread evenly over its partners."""
 
     def __init__(self, num_bytes: int, partners: Sequence[int]) -> None:
         rank, size = dist.get_rank(), dist.get_world_size()
-        share = num_bytes // len(partners) // ROW_BYTES
-        splits = tuple(share if other in partners else 0 for other in range(size))
-        pairs = [(a, b, 0, share, 0, share) for a in range(size) for b in range(size) if a != b]
+        rows = num_bytes // len(partners) // ROW_BYTES  # to each
+        splits = tuple(rows if other in partners else 0 for other in range(size))
+        pairs = [(a, b, 0, rows, 0, rows) for a in range(size) for b in range(size) if a != b]
         hops = np.array(pairs) if len(partners) == size - 1 else None
-        self.exchange = Exchange(rank, np.arange(share * len(partners)), splits, splits, hops, (NONE, ALL))
-        self.shape = (share * len(partners), ROW_BYTES)
+        self.exchange = Exchange(rank, np.arange(rows * len(partners)), splits, splits, hops, (NONE, ALL))
+        self.shape = (rows * len(partners), ROW_BYTES)
         self.received = torch.empty(self.shape, dtype=torch.uint8, device="cuda")
         self.transport = process_group_transport(dist.group.WORLD)
 
@@ -216,7 +259,7 @@ def measure_link(partners: Sequence[int]) -> Link:
 
 
 def measure_slowdown(partners: Sequence[int]) -> float:
-    """Part of the kernel's speed that an exchange takes while both run."""
+    """Fraction of the kernel's speed that an exchange takes while both run."""
     layer = Layer(16384, 4096, HEADS[0])
     alone = seconds_of(layer.backward)
     exchange = EvenExchange(EXCHANGES[-1], partners)
@@ -232,13 +275,13 @@ def measure_slowdown(partners: Sequence[int]) -> float:
 
 
 def measure_stage(link: Link, partners: Sequence[int]) -> float:
-    """What a stage with hardly any rows costs beyond the latency: packing them, starting the exchange."""
+    """Seconds of a stage with hardly any rows beyond the latency: packing them, starting the exchange."""
     rows = torch.arange(8 * len(partners), device="cuda", dtype=torch.int32)
     k, v = (torch.randn(8192, 8, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    exchange = EvenExchange(ROW_BYTES * len(rows), partners)
+    exchange, mover = EvenExchange(ROW_BYTES * len(rows), partners), choose_block_attn("ffa", rows.device).row_mover()
 
     def pack(sent: torch.Tensor) -> None:
-        CudaRows().gather(k, v, [rows], sent)
+        mover.gather(k, v, [rows], sent)
 
     def stage() -> None:
         exchange.start(pack).wait()
@@ -276,7 +319,9 @@ def main() -> None:
             print_fit(name, *fit_kernel(samples, np.array([getattr(sample, name) for sample in samples])))
         return
     if "LOCAL_RANK" not in os.environ:
-        raise ValueError("calibrate measures communication: start it with torchrun --nproc-per-node <GPUs>")
+        raise ValueError(
+            "calibrate measures communication; start it by torchrun --nproc-per-node GPUS -m torchtitan_magi.calibrate"
+        )
     start_rank()
     model = measure()
     if dist.get_rank() == 0:

@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,15 @@ import numpy.typing as npt
 from tokenizers import Tokenizer
 
 from torchtitan_magi.data import ChatTokenizer, PackedPairDataset, PackedSFTDataset, pack_best_fit
-from torchtitan_magi.report.histogram import HISTOGRAM
 
 Int64Array = npt.NDArray[np.int64]
+
+# Document lengths of a real corpus, as MagiAttention's benchmark has them: upper edge of each bin in tokens ->
+# percentage of documents up to it; evenly inside a bin.
+HISTOGRAM = {
+    10: 0.22, 50: 3.13, 100: 8.33, 200: 18.56, 500: 46.75, 1024: 71.38, 2048: 87.03, 4096: 94.37,
+    8192: 97.42, 16384: 98.71, 32768: 99.56, 65536: 99.70, 131072: 99.86, 196608: 100.0,
+}  # fmt: skip
 
 DISTRIBUTIONS = {
     "histogram": "lengths of a real corpus: median 570, mean 1,800, up to a quarter of the pack",
@@ -32,7 +39,7 @@ def make_packs(
         source: a name in DISTRIBUTIONS; a file of lengths in tokens (.npy, otherwise text: integers between white
             space or commas), packed as training packs them; or a data set as training takes it, one or several .jsonl
             files or folders, packed by training's own code.
-        tokenizer: for a data set: directory with tokenizer.json, tokenizer_config.json and perhaps a chat template.
+        tokenizer: a data set's: directory with tokenizer.json, tokenizer_config.json and perhaps a chat template.
         pairs: the data set has preference pairs, for DPO with shared prompts.
 
     Returns:
@@ -64,34 +71,45 @@ def make_packs(
     return read_data_set(source, Path(tokenizer), total, count, seed, pairs)
 
 
-def draw_pack(distribution: str, total: int, seed: int) -> Int64Array:
+def draw_pack(distribution: str, total: int, seed: int, batch: int = 1024) -> Int64Array:
     """Lengths of the documents of one pack, in tokens; they sum to total.
 
     Documents are drawn, capped at a quarter of the pack, packed in sequence, the last one cut to fit, then shuffled.
+
+    Args:
+        batch: documents of the histogram that are drawn at a time; another number gives other packs for a seed.
     """
     rng = np.random.default_rng(seed)
     if distribution == "dense":
         return np.array([total])
+    longest = max(1, total // 4)
+    return rng.permutation(fill_pack(lambda: np.minimum(_draw(distribution, rng, total, batch), longest), total))
+
+
+def fill_pack(draw: Callable[[], Int64Array], total: int) -> Int64Array:
+    """Lengths from one draw after another until they sum to total; the last one is cut to fit."""
     lengths: list[int] = []
     while sum(lengths) < total:
-        lengths += np.minimum(_draw(distribution, rng, total), max(1, total // 4)).tolist()
-    ends = np.cumsum(lengths)
-    count = int(np.searchsorted(ends, total)) + 1
-    packed = np.array(lengths[:count])
-    packed[-1] -= ends[count - 1] - total
-    return rng.permutation(packed)
+        lengths += draw().tolist()
+    ends = np.minimum(np.cumsum(lengths), total)
+    return np.diff(ends[: int(np.searchsorted(ends, total)) + 1], prepend=0)
 
 
-def _draw(distribution: str, rng: np.random.Generator, total: int) -> Int64Array:
+def draw_lengths(rng: np.random.Generator, count: int) -> Int64Array:
+    """Lengths of documents of the histogram."""
+    edges = np.array([0, *HISTOGRAM])
+    bins = np.searchsorted(np.array(list(HISTOGRAM.values())), rng.random(count) * 100)
+    return rng.integers(edges[bins] + 1, edges[bins + 1] + 1)
+
+
+def _draw(distribution: str, rng: np.random.Generator, total: int, batch: int) -> Int64Array:
     """A batch of document lengths."""
     if distribution == "lognormal":
         return np.clip(rng.lognormal(np.log(4096) - 1.1**2 / 2, 1.1, 256), 1024, 8192).astype(np.int64)
     if distribution == "few-huge":
         tiny = rng.integers(16, 512, max(1, total // 8 // 264))
         return np.append(tiny, max(1, total // 8))
-    edges = np.array([0, *HISTOGRAM])
-    bins = np.searchsorted(np.array(list(HISTOGRAM.values())), rng.random(1024) * 100)
-    return rng.integers(edges[bins] + 1, edges[bins + 1] + 1)
+    return draw_lengths(rng, batch)
 
 
 def read_lengths(path: Path) -> Int64Array:
