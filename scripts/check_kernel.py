@@ -26,7 +26,7 @@ from torchtitan_magi.backends.ffa.worklists import build_worklists
 from torchtitan_magi.calibrate import facts_of_run
 from torchtitan_magi.cuda import jit, launch
 from torchtitan_magi.cuda.launch import backward_variant, forward_variant
-from torchtitan_magi.exchange.transport import RowSums
+from torchtitan_magi.exchange.in_flight import RowSums
 from torchtitan_magi.masks.slices import (
     AttnSlices,
     block_causal,

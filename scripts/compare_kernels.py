@@ -17,7 +17,7 @@ from torch import Tensor
 
 from torchtitan_magi.backends.ffa.block_attn import FfaBlockAttn
 from torchtitan_magi.cuda import jit, launch
-from torchtitan_magi.exchange.transport import RowSums
+from torchtitan_magi.exchange.in_flight import RowSums
 
 SCALE = 0.1
 CLOSE = 5e-3  # relative difference of results, from another order of additions or roundings

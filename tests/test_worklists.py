@@ -17,10 +17,9 @@ from torchtitan_magi.backends.ffa.worklists import (
     build_worklists,
     early_first,
     heads_in_step,
-    largest_divisor,
 )
 from torchtitan_magi.masks.slices import AttnSlices, shared_prompt, sliding_window, varlen_causal, varlen_full
-from torchtitan_magi.tiles import KEYS, tile_cost
+from torchtitan_magi.tiles import KEYS, largest_divisor, tile_cost
 
 
 def dense_mask(table: np.ndarray, num_q: int, num_k: int) -> np.ndarray:
