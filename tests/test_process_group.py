@@ -20,7 +20,7 @@ from torchtitan_magi.masks.slices import AttnSlices
 from torchtitan_magi.planning.stages import H200, KernelCost, Link
 
 
-@pytest.fixture(scope="module", params=[2, 3, 4, 8])
+@pytest.fixture(scope="module", params=[2, 4, 3, 8])
 def pool(request):
     pool = RankPool(request.param)
     yield pool
@@ -97,7 +97,7 @@ def run_on_rank(names):
 
 
 def test_every_case_over_real_collectives(pool):
-    names = list(CASES)
+    names = list(CASES) if pool.size in (2, 4) else list(CASES)[pool.size % 10 :: 10]
     results = pool.run(run_on_rank, names)
     for name, *per_rank in zip(names, *results, strict=True):
         check(CASES[name], per_rank[0])

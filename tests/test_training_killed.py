@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from training import DEBUG_TOML, ROOT, SMALL, demo, new_folder, train
+from training import DEBUG_TOML, ROOT, SMALL, new_folder, on_corpus, train
 
 from loss_compare import TOLERANCE, max_relative_difference  # isort: skip
 
@@ -56,8 +56,7 @@ def run_and_strike(folder, arguments, device, blow):
 @pytest.mark.gpu
 @ENOUGH_GPUS
 def test_a_rank_that_hangs_ends_the_job_within_the_timeout():
-    demo()
-    arguments = [*SMALL, "--parallelism.context_parallel_degree", "2", "--metrics.disable_color_printing"]
+    arguments = [*on_corpus(), *SMALL, "--parallelism.context_parallel_degree", "2", "--metrics.disable_color_printing"]
     arguments += ["--training.steps", "100000", "--comm.train_timeout_seconds", "20"]
     code, log, seconds = run_and_strike(new_folder(), arguments, "cuda", signal.SIGSTOP)
     assert code != 0
@@ -67,9 +66,8 @@ def test_a_rank_that_hangs_ends_the_job_within_the_timeout():
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, ENOUGH_GPUS])])
 def test_a_killed_rank_ends_the_job_which_then_continues(device):
-    demo()
     folder = new_folder()
-    arguments = [*SMALL, "--parallelism.context_parallel_degree", "2", "--metrics.disable_color_printing"]
+    arguments = [*on_corpus(), *SMALL, "--parallelism.context_parallel_degree", "2", "--metrics.disable_color_printing"]
     arguments += ["--checkpoint.enable", "--checkpoint.interval", "2", "--lr_scheduler.decay_ratio", "0"]
     endless = ["--training.steps", "100000", "--comm.train_timeout_seconds", f"{TIMEOUT}"]
     code, log, seconds = run_and_strike(folder, [*arguments, *endless], device, signal.SIGKILL)

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from corpus import WORDS
 from test_training_parity import seed_checkpoint, without_saving
-from training import LAYERS, call, demo, new_folder, train
+from training import LAYERS, call, corpus, new_folder, train
 
 from loss_compare import LAYOUTS  # isort: skip
 
@@ -26,10 +27,10 @@ def close(value):
 def validation_file():
     """Records of an odd number of packs, so that one of two data-parallel ranks gets padding only in the last round."""
     path = Path(new_folder()) / "validation.jsonl"
-    records = (demo() / "validation.jsonl").read_text().splitlines(keepends=True)
+    records = (corpus() / "validation.jsonl").read_text().splitlines(keepends=True)
     for count in range(9, 40):
         path.write_text("".join(records[:count]))
-        areas, last_of_two = call(packs_of, str(path), str(demo()), True)
+        areas, last_of_two = call(packs_of, str(path), str(corpus()), True)
         if len(areas) % 2 and len(areas) >= 5:
             assert last_of_two == ([], 0)
             return str(path)
@@ -86,7 +87,7 @@ def test_tokens_and_tokens_per_second(name):
 @pytest.mark.parametrize("name", ["cp1", "cp2", "dp2", "dp2_cp2", "cp2_accumulation"])
 def test_flops_per_token_count_the_attention_of_the_documents(name):
     """Rank 0 counts the packs of its data-parallel rank."""
-    areas = call(packs_of, f"{demo()}/train.jsonl", str(demo()), False)
+    areas = call(packs_of, f"{corpus()}/train.jsonl", str(corpus()), False)
     if name.startswith("dp2"):
         areas, tokens = areas[::2], SEQ_LEN
     else:
@@ -131,8 +132,7 @@ def all_finite(run):
 
 
 def test_a_context_parallel_rank_without_a_label(tmp_path):
-    question = "why " * 90
-    messages = [{"role": "user", "content": question}, {"role": "assistant", "content": "so"}]
+    messages = [{"role": "user", "content": f" {WORDS[1]}" * 180}, {"role": "assistant", "content": "so"}]
     (tmp_path / "records.jsonl").write_text((json.dumps({"messages": messages}) + "\n") * 20)
     arguments = ["--training.dataset_path", f"{tmp_path}/records.jsonl", "--training.steps", "2"]
     arguments += ["--training.local_batch_size", "1", "--parallelism.context_parallel_degree", "4"]

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from test_training_parity import difference, seed_checkpoint, without_saving
-from training import LAYERS, call, demo, train
+from training import LAYERS, call, corpus, train
 
 from loss_compare import LAYOUTS, TOLERANCE  # isort: skip
 
@@ -80,7 +80,7 @@ def feed_stock_torchtitan(report):
 def test_a_pack_of_one_document_trains_as_in_stock_torchtitan(tmp_path):
     toml = tmp_path / "stock.toml"
     toml.write_text(STOCK_TOML)
-    assets = ["--model.hf_assets_path", f"{demo()}/tokenizer"]
+    assets = ["--model.hf_assets_path", f"{corpus()}/tokenizer"]
     stock = train(1, [*assets, *initial_weights()], toml=toml, setup=feed_stock_torchtitan)
     assert "flex attention" not in stock.output
     for cp in (1, 2):
@@ -146,7 +146,7 @@ def loop_over_documents(checkpoint, data):
 
 @pytest.mark.parametrize("name", ["cp1", "cp2", "dp2_cp2_tp2"])
 def test_a_pack_of_documents_trains_as_a_loop_over_them(name):
-    num_documents, loss, gradients = call(loop_over_documents, seed_checkpoint(), str(demo()))
+    num_documents, loss, gradients = call(loop_over_documents, seed_checkpoint(), str(corpus()))
     assert num_documents >= 4
     arguments = [*LAYOUTS[name].arguments, *initial_weights(), "--training.steps", "1"]
     run = train(LAYOUTS[name].processes, arguments, setup=report_gradients)
