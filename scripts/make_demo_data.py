@@ -48,6 +48,7 @@ SYSTEM = "You answer questions about Python from its documentation."
 FILES = ("train.jsonl", "validation.jsonl", "pairs.jsonl", "validation_pairs.jsonl")
 FILES += ("tokenizer/tokenizer.json", "tokenizer/tokenizer_config.json")
 MIN_ANSWER = 40  # characters
+MAX_CUT, MAX_EARLIER = 2_000, 20_000  # characters: pairs stay pairs in packs of 16,384 tokens
 
 
 def make_demo_data(out_dir: Path) -> str:
@@ -104,13 +105,14 @@ def make_pairs(rng: random.Random) -> list[dict[str, Any]]:
         for index, name in enumerate(names):
             other = answers[names[index - 1]]
             answer = answers[name]
-            rejected = answer[: len(answer) // 2] if rng.random() < 1 / 3 or other == answer else other
+            cut = answer[: min(len(answer) // 2, MAX_CUT)]
+            rejected = cut if rng.random() < 1 / 3 or other == answer else other
             question = rng.choice(QUESTIONS).format(name=name)
             messages = [{"role": "system", "content": SYSTEM}] if rng.random() < 0.25 else []
-            if rng.random() < 0.2:
+            if rng.random() < 0.2 and len(other) < MAX_EARLIER:
                 earlier = {"role": "user", "content": rng.choice(QUESTIONS).format(name=names[index - 1])}
                 messages += [earlier, {"role": "assistant", "content": other}]
-                rejected = answer[: len(answer) // 2]
+                rejected = cut
                 question = rng.choice(FOLLOW_UPS).format(name=name)
             pairs.append(pair_record(rng, [*messages, {"role": "user", "content": question}], answer, rejected))
     rng.shuffle(pairs)

@@ -8,6 +8,10 @@ import random
 import sys
 from pathlib import Path
 
+from tokenizers import Tokenizer
+
+from torchtitan_magi.data import ChatTokenizer
+
 sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
 from make_demo_data import write_tokenizer
 
@@ -50,3 +54,12 @@ def make_corpus(folder: Path) -> Path:
         (folder / f"{name}.jsonl").write_text("".join(lines))
     write_tokenizer(folder / "tokenizer", [text(rng, 50_000), "user assistant system " * 1000])
     return folder
+
+
+def chat_tokenizer(folder: Path | str) -> ChatTokenizer:
+    """The tokenizer of a corpus or of the demonstration data."""
+    assets = Path(folder) / "tokenizer"
+    config = json.loads((assets / "tokenizer_config.json").read_text())
+    tokenizer = Tokenizer.from_file(str(assets / "tokenizer.json"))
+    bos, eos = (tokenizer.token_to_id(config[name]) for name in ("bos_token", "eos_token"))
+    return ChatTokenizer.from_assets(tokenizer, bos, eos, assets)

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer
+from corpus import chat_tokenizer
 
-from torchtitan_magi.data import ChatTokenizer, PackedPairDataset, PackedSFTDataset, RecordFile
+from torchtitan_magi.data import PackedPairDataset, PackedSFTDataset, RecordFile
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "make_demo_data.py"
 FILES = ["train.jsonl", "validation.jsonl", "pairs.jsonl", "validation_pairs.jsonl"]
@@ -31,10 +31,7 @@ def demo(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def chat(demo):
-    config = json.loads((demo / "tokenizer/tokenizer_config.json").read_text())
-    tokenizer = Tokenizer.from_file(str(demo / "tokenizer/tokenizer.json"))
-    bos, eos = (tokenizer.token_to_id(config[name]) for name in ("bos_token", "eos_token"))
-    return ChatTokenizer.from_assets(tokenizer, bos, eos, demo / "tokenizer")
+    return chat_tokenizer(demo)
 
 
 IMPORTED = """

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from corpus import WORDS
+from test_training_resume import report_saved
 from training import ROOT, TrainingError, corpus, new_folder, train
 
 from loss_compare import COMMON, DEGREES, max_relative_difference  # isort: skip
@@ -197,19 +198,6 @@ def copy_of_data():
 
 def saved(run):
     return bool(run.of("saved"))
-
-
-def report_saved(report):
-    from torchtitan.components.checkpoint import CheckpointManager
-
-    save = CheckpointManager.save
-
-    def save_and_report(self, curr_step, last_step=False):
-        save(self, curr_step, last_step)
-        if curr_step == 2:
-            report("saved")
-
-    CheckpointManager.save = save_and_report
 
 
 @pytest.mark.parametrize("reference", ["model", "file"])

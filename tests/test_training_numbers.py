@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from corpus import WORDS
-from test_training_parity import seed_checkpoint, without_saving
+from corpus import WORDS, chat_tokenizer
+from test_training_parity import trained_anew, without_saving
 from training import LAYERS, call, corpus, new_folder, train
 
 from loss_compare import LAYOUTS  # isort: skip
@@ -27,26 +27,18 @@ def close(value):
 def validation_file():
     """Records of an odd number of packs, so that one of two data-parallel ranks gets padding only in the last round."""
     path = Path(new_folder()) / "validation.jsonl"
-    records = (corpus() / "validation.jsonl").read_text().splitlines(keepends=True)
-    for count in range(9, 40):
-        path.write_text("".join(records[:count]))
-        areas, last_of_two = call(packs_of, str(path), str(corpus()), True)
-        if len(areas) % 2 and len(areas) >= 5:
-            assert last_of_two == ([], 0)
-            return str(path)
-    raise AssertionError("no odd number of packs")
+    path.write_text("".join((corpus() / "validation.jsonl").read_text().splitlines(keepends=True)[:13]))
+    areas, last_of_two = call(packs_of, str(path), str(corpus()), True)
+    assert len(areas) == 5
+    assert last_of_two == ([], 0)
+    return str(path)
 
 
 def packs_of(path, data, whole):
     """(query, key) pairs of each pack; documents and number of labels in the last pack of the second of two ranks."""
-    from tokenizers import Tokenizer
+    from torchtitan_magi.data import PackedSFTDataset
 
-    from torchtitan_magi.data import ChatTokenizer, PackedSFTDataset
-
-    tokenizer = Tokenizer.from_file(f"{data}/tokenizer/tokenizer.json")
-    bos, eos = (tokenizer.token_to_id(name) for name in ("<|begin_of_text|>", "<|end_of_text|>"))
-    tokenize = ChatTokenizer.from_assets(tokenizer, bos, eos, f"{data}/tokenizer")
-    options = {"shuffle": not whole, "epochs": 1 if whole else -1}
+    tokenize, options = chat_tokenizer(data), {"shuffle": not whole, "epochs": 1 if whole else -1}
     areas = []
     for inputs, _ in PackedSFTDataset(path, tokenize, SEQ_LEN, **options):
         lengths = np.diff(inputs["documents"].astype(np.int64), axis=1)
@@ -58,13 +50,16 @@ def packs_of(path, data, whole):
 
 
 @functools.cache
+def areas_in_training():
+    return call(packs_of, f"{corpus()}/train.jsonl", str(corpus()), False)
+
+
+@functools.cache
 def run(name):
     """Three steps with validation after the first and the second."""
     arguments = ["--validation.enable", "--validation.dataset", "sft", "--validation.dataset_path", validation_file()]
     arguments += ["--validation.steps=-1", "--validation.freq", "2", "--validation.seq_len", f"{SEQ_LEN}"]
-    arguments += ["--checkpoint.enable", "--checkpoint.initial_load_path", seed_checkpoint(), "--training.steps", "3"]
-    layout = LAYOUTS[name]
-    return train(layout.processes, [*layout.arguments, *arguments], setup=without_saving)
+    return trained_anew(name, *arguments, "--training.steps", "3", setup=without_saving)
 
 
 @pytest.mark.parametrize("name", ["cp2", "dp2", "dp2_cp2", "cp2_accumulation"])
@@ -87,7 +82,7 @@ def test_tokens_and_tokens_per_second(name):
 @pytest.mark.parametrize("name", ["cp1", "cp2", "dp2", "dp2_cp2", "cp2_accumulation"])
 def test_flops_per_token_count_the_attention_of_the_documents(name):
     """Rank 0 counts the packs of its data-parallel rank."""
-    areas = call(packs_of, f"{corpus()}/train.jsonl", str(corpus()), False)
+    areas = areas_in_training()
     if name.startswith("dp2"):
         areas, tokens = areas[::2], SEQ_LEN
     else:
@@ -178,9 +173,8 @@ def feed_every_other_pack_without_label(report):
 
 @pytest.mark.parametrize("name", ["dp2_cp2", "cp2_accumulation"])
 def test_a_microbatch_or_a_data_parallel_rank_without_a_label(name):
-    arguments = [*LAYOUTS[name].arguments, "--training.dataset", "c4_test", "--training.steps", "2"]
-    arguments += ["--checkpoint.enable", "--checkpoint.initial_load_path", seed_checkpoint()]
-    run = train(LAYOUTS[name].processes, arguments, setup=feed_every_other_pack_without_label)
+    arguments = ["--training.dataset", "c4_test", "--training.steps", "2"]
+    run = trained_anew(name, *arguments, setup=feed_every_other_pack_without_label)
     without = [count for rank in range(len(run.events)) for (count,) in run.of("labels", rank)].count(0)
     assert without == 2 * 2  # one of two microbatches of a step, on both context-parallel ranks
     assert all_finite(run)

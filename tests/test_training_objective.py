@@ -5,17 +5,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_training_parity import ALL_LAYOUTS, seed_checkpoint, trained, without_saving
-from training import call, corpus, train
+from test_training_parity import trained, trained_anew, without_saving
+from training import call, corpus
 
 from loss_compare import TOLERANCE, max_relative_difference  # isort: skip
 
 
 def ours(name, *options, setup=without_saving, entry="torchtitan_magi.train"):
-    layout = ALL_LAYOUTS[name]
-    load = ["--checkpoint.enable", "--checkpoint.initial_load_path", seed_checkpoint(layout.model)]
-    arguments = [*layout.arguments, *load, *options]
-    return train(layout.processes, arguments, entry=entry, setup=setup)
+    return trained_anew(name, *options, entry=entry, setup=setup)
 
 
 def in_chunks(report):

@@ -22,11 +22,16 @@ def seed_checkpoint(model=""):
     return f"{folder}/checkpoint/step-0"
 
 
-@functools.cache
-def trained(name):
+def trained_anew(name, *options, setup, **kwargs):
+    """The run of a layout from the seed checkpoint."""
     layout = ALL_LAYOUTS[name]
     load = ["--checkpoint.enable", "--checkpoint.initial_load_path", seed_checkpoint(layout.model)]
-    return train(layout.processes, [*layout.arguments, *load], setup=without_saving_and_counting_graphs)
+    return train(layout.processes, [*layout.arguments, *load, *options], setup=setup, **kwargs)
+
+
+@functools.cache
+def trained(name):
+    return trained_anew(name, setup=without_saving_and_counting_graphs)
 
 
 def without_saving(report):
@@ -96,8 +101,7 @@ def two_ranks_per_node(report):
 
 
 def test_rows_that_cross_to_a_node_once_train_alike():
-    load = ["--checkpoint.enable", "--checkpoint.initial_load_path", seed_checkpoint()]
-    run = train(4, [*LAYOUTS["cp4"].arguments, *load], setup=two_ranks_per_node)
+    run = trained_anew("cp4", setup=two_ranks_per_node)
     assert difference(run, trained("cp1")) <= TOLERANCE
     assert any(exchanges == 2 and rows > 0 for exchanges, rows in run.of("plan"))
 
@@ -145,8 +149,7 @@ def test_stages_are_chosen_by_the_cost_model_that_is_named(tmp_path):
 
 def test_without_the_document_mask_it_is_another_training():
     """So the comparison can tell."""
-    load = ["--checkpoint.enable", "--checkpoint.initial_load_path", seed_checkpoint()]
-    run = train(2, [*LAYOUTS["cp2"].arguments, *load], setup=one_document_per_batch)
+    run = trained_anew("cp2", setup=one_document_per_batch)
     assert max_relative_difference(run.grad_norms, trained("cp1").grad_norms) > 1e-3
     assert max_relative_difference(run.losses, trained("cp1").losses) > TOLERANCE
 
@@ -159,8 +162,7 @@ def test_positions_over_the_pack_are_those_in_the_documents():
 
 def test_wrong_positions_are_another_training():
     """So the comparison can tell: here every token is the first of its document."""
-    load = ["--checkpoint.enable", "--checkpoint.initial_load_path", seed_checkpoint()]
-    run = train(2, [*LAYOUTS["cp2"].arguments, *load], setup=positions_all_zero)
+    run = trained_anew("cp2", setup=positions_all_zero)
     assert max_relative_difference(run.grad_norms, trained("cp1").grad_norms) > 1e-3
 
 

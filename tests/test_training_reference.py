@@ -4,10 +4,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from test_training_parity import difference, seed_checkpoint, without_saving
+from corpus import chat_tokenizer
+from test_training_parity import difference, seed_checkpoint, trained_anew, without_saving
 from training import LAYERS, call, corpus, train
 
-from loss_compare import LAYOUTS, TOLERANCE  # isort: skip
+from loss_compare import TOLERANCE  # isort: skip
 
 SEQ_LEN = 256
 STOCK_TOML = """
@@ -115,10 +116,9 @@ def loop_over_documents(checkpoint, data):
     import torch
     import torch.distributed.checkpoint as dcp
     import torch.nn.functional as F
-    from tokenizers import Tokenizer
     from torchtitan.models.llama3 import get_train_spec
 
-    from torchtitan_magi.data import ChatTokenizer, PackedSFTDataset
+    from torchtitan_magi.data import PackedSFTDataset
 
     spec = get_train_spec()
     args = replace(spec.model_args["debugmodel"], n_layers=LAYERS, max_seq_len=SEQ_LEN)
@@ -129,10 +129,7 @@ def loop_over_documents(checkpoint, data):
     dcp.load(weights, checkpoint_id=checkpoint)
     model.load_state_dict(weights)
 
-    tokenizer = Tokenizer.from_file(f"{data}/tokenizer/tokenizer.json")
-    bos, eos = (tokenizer.token_to_id(name) for name in ("<|begin_of_text|>", "<|end_of_text|>"))
-    tokenize = ChatTokenizer.from_assets(tokenizer, bos, eos, f"{data}/tokenizer")
-    packs = iter(PackedSFTDataset(f"{data}/train.jsonl", tokenize, SEQ_LEN))
+    packs = iter(PackedSFTDataset(f"{data}/train.jsonl", chat_tokenizer(data), SEQ_LEN))
     loss_sum, num_valid, num_documents = 0.0, 0, 0
     for inputs, labels in (next(packs), next(packs)):
         num_valid += (labels != -100).sum()
@@ -144,12 +141,16 @@ def loop_over_documents(checkpoint, data):
     return num_documents, (loss_sum / num_valid).item(), [p.grad.numpy() for p in model.parameters()]
 
 
+@pytest.fixture(scope="module")
+def looped():
+    return call(loop_over_documents, seed_checkpoint(), str(corpus()))
+
+
 @pytest.mark.parametrize("name", ["cp1", "cp2", "dp2_cp2_tp2"])
-def test_a_pack_of_documents_trains_as_a_loop_over_them(name):
-    num_documents, loss, gradients = call(loop_over_documents, seed_checkpoint(), str(corpus()))
+def test_a_pack_of_documents_trains_as_a_loop_over_them(name, looped):
+    num_documents, loss, gradients = looped
     assert num_documents >= 4
-    arguments = [*LAYOUTS[name].arguments, *initial_weights(), "--training.steps", "1"]
-    run = train(LAYOUTS[name].processes, arguments, setup=report_gradients)
+    run = trained_anew(name, "--training.steps", "1", setup=report_gradients)
     assert run.losses == [pytest.approx(loss, rel=1e-6)]
     ((ours,),) = run.of("gradients")
     for got, want in zip(ours, gradients, strict=True):
