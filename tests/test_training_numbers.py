@@ -1,15 +1,15 @@
 """The numbers a user sees are those of the same training without context parallelism, and none of them is NaN."""
 
 import functools
+import itertools
 import json
 import math
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from corpus import WORDS, chat_tokenizer
-from test_training_parity import trained_anew, without_saving
+from test_training_parity import feed, trained_anew, without_saving
 from training import LAYERS, call, corpus, new_folder, train
 
 from loss_compare import LAYOUTS  # isort: skip
@@ -138,37 +138,17 @@ def test_a_context_parallel_rank_without_a_label(tmp_path):
     assert all_finite(run)
 
 
-class EveryOtherPackWithoutLabel:
-    def __init__(self, training, dp_rank, dp_world_size):
-        self.shape, self.first, self.step = (1, training.seq_len), dp_rank, dp_world_size
+def every_other_pack_without_label(shape, dp_rank, dp_world_size):
+    import torch
 
-    def __iter__(self):
-        import torch
-
-        number = self.first
-        while True:
-            tokens = torch.from_numpy(np.random.default_rng(number).integers(10, 2000, self.shape))
-            labels = tokens.roll(-1, 1) if number % 2 == 0 else torch.full(self.shape, -100)
-            yield {"input": tokens}, labels
-            number += self.step
-
-    def state_dict(self):
-        return {}
-
-    def load_state_dict(self, state_dict):
-        pass
+    for number in itertools.count(dp_rank, dp_world_size):
+        tokens = torch.from_numpy(np.random.default_rng(number).integers(10, 2000, shape))
+        yield {"input": tokens}, tokens.roll(-1, 1) if number % 2 == 0 else torch.full(shape, -100)
 
 
 def feed_every_other_pack_without_label(report):
-    from torchtitan.protocols import train_spec
-
-    def build_dataloader(dp_world_size, dp_rank, tokenizer, job_config):
-        return EveryOtherPackWithoutLabel(job_config.training, dp_rank, dp_world_size)
-
-    spec = train_spec.get_train_spec("llama3")
-    train_spec._extra_train_specs["llama3"] = replace(spec, build_dataloader_fn=build_dataloader)
     report_labels(report)
-    without_saving(report)
+    feed(every_other_pack_without_label, report)
 
 
 @pytest.mark.parametrize("name", ["dp2_cp2", "cp2_accumulation"])

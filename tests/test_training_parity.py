@@ -54,6 +54,35 @@ def without_saving_and_counting_graphs(report):
     without_saving(report)
 
 
+class _Batches:
+    """A data loader of what a generator function yields."""
+
+    def __init__(self, batches):
+        self.batches = batches
+
+    def __iter__(self):
+        return self.batches()
+
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state_dict):
+        pass
+
+
+def feed(batches, report):
+    """Trains llama3 on batches(shape, dp_rank, dp_world_size) instead of a dataset, without saving."""
+    from torchtitan.protocols import train_spec
+
+    def build_dataloader(dp_world_size, dp_rank, tokenizer, job_config):
+        shape = job_config.training.local_batch_size, job_config.training.seq_len
+        return _Batches(functools.partial(batches, shape, dp_rank, dp_world_size))
+
+    spec = train_spec.get_train_spec("llama3")
+    train_spec._extra_train_specs["llama3"] = replace(spec, build_dataloader_fn=build_dataloader)
+    without_saving(report)
+
+
 def difference(run, reference):
     losses = max_relative_difference(run.losses, reference.losses)
     return max(losses, max_relative_difference(run.grad_norms, reference.grad_norms))

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from corpus import chat_tokenizer
-from test_training_parity import difference, seed_checkpoint, trained_anew, without_saving
+from test_training_parity import difference, feed, seed_checkpoint, trained_anew, without_saving
 from training import LAYERS, call, corpus, train
 
 from loss_compare import TOLERANCE  # isort: skip
@@ -37,38 +37,20 @@ def initial_weights():
 # ------------------------------------------------------------------------------------------- one document: stock SDPA
 
 
-class OneDocumentPerPack:
-    """A data loader whose packs hold no EOS, so that each is one document."""
+def one_document_per_pack(shape, dp_rank, dp_world_size):
+    """No EOS in a pack."""
+    import torch
 
-    def __init__(self, training):
-        self.shape = training.local_batch_size, training.seq_len + 1
-
-    def __iter__(self):
-        import torch
-
-        rng = np.random.default_rng(0)
-        while True:
-            tokens = torch.from_numpy(rng.integers(10, 2000, self.shape))
-            labels = tokens[:, 1:].clone()
-            labels[:, ::3] = -100
-            yield {"input": tokens[:, :-1].contiguous()}, labels
-
-    def state_dict(self):
-        return {}
-
-    def load_state_dict(self, state_dict):
-        pass
+    rng = np.random.default_rng(0)
+    while True:
+        tokens = torch.from_numpy(rng.integers(10, 2000, (shape[0], shape[1] + 1)))
+        labels = tokens[:, 1:].clone()
+        labels[:, ::3] = -100
+        yield {"input": tokens[:, :-1].contiguous()}, labels
 
 
 def feed_one_document_per_pack(report):
-    from torchtitan.protocols import train_spec
-
-    def build_dataloader(job_config, **_):
-        return OneDocumentPerPack(job_config.training)
-
-    spec = train_spec.get_train_spec("llama3")
-    train_spec._extra_train_specs["llama3"] = replace(spec, build_dataloader_fn=build_dataloader)
-    without_saving(report)
+    feed(one_document_per_pack, report)
 
 
 def feed_stock_torchtitan(report):
