@@ -16,7 +16,7 @@ from loss_compare import TOLERANCE, max_relative_difference  # isort: skip
 
 NUM_GPUS = torch.cuda.device_count()
 ENOUGH_GPUS = pytest.mark.skipif(NUM_GPUS < 2, reason=f"needs two GPUs, finds {NUM_GPUS}")
-TIMEOUT = 60  # seconds, of torchtitan's train_timeout_seconds
+TIMEOUT = 600  # torchtitan's train_timeout_seconds: a job that ends sooner after a blow ends by it
 
 
 def process_of_rank(rank, launcher):
@@ -42,14 +42,12 @@ def run_and_strike(folder, arguments, device, blow):
         arguments = [*arguments, "--training.mixed_precision_param", "bfloat16"]  # the kernel takes no float32
     with open(f"{folder}/log", "w+") as log:
         job = subprocess.Popen([*torchrun, *arguments], stdout=log, stderr=subprocess.STDOUT, cwd=ROOT, env=environment)
-        deadline = time.monotonic() + 240
         while not re.search(r"step: +3 ", Path(log.name).read_text()):
             assert job.poll() is None, Path(log.name).read_text()[-4000:]
-            assert time.monotonic() < deadline, "no third step"
             time.sleep(0.05)
         struck = time.monotonic()
         os.kill(process_of_rank(1, job.pid), blow)
-        code = job.wait(TIMEOUT + 120)
+        code = job.wait(TIMEOUT + 300)
         return code, Path(log.name).read_text(), time.monotonic() - struck
 
 
