@@ -6,22 +6,20 @@
 Questions about Python with the answers of `pydoc` topics and the standard library's docstrings, as JSONL `messages`
 (`train.jsonl`, `validation.jsonl`). The same as preference pairs (`pairs.jsonl`, `validation_pairs.jsonl`): the chosen
 answer is the true text, the rejected one the text of something else or the true one cut short. And a byte-level BPE
-tokenizer trained on them (`tokenizer/`): 2,048 tokens, the vocabulary of torchtitan's debug models. The same Python
-version makes the same bytes. A complete out_dir is left alone.
+tokenizer trained on them (`tokenizer/`): 2,048 tokens, the vocabulary of torchtitan's debug models. All text is read
+from the standard library's files, nothing from what a process has imported: one Python makes the same bytes, whoever
+makes them. A complete out_dir is left alone.
 """
 
 import argparse
-import importlib
-import inspect
+import ast
 import json
 import os
 import random
-import re
+import sysconfig
 import tempfile
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from pydoc_data.topics import topics
 from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -37,16 +35,7 @@ CHAT_TEMPLATE = """\
 {%- endfor %}
 {% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}
 """
-MODULES = """
-abc argparse array ast asyncio.events asyncio.queues asyncio.tasks base64 bdb bisect builtins bz2 calendar cmath
-codecs collections collections.abc concurrent.futures configparser contextlib copy csv dataclasses datetime decimal
-difflib dis email.message enum fractions functools gc getpass gettext glob gzip hashlib heapq html http.client
-http.cookies importlib inspect io ipaddress itertools json keyword linecache locale logging logging.handlers lzma
-mailbox math mimetypes multiprocessing.pool numbers operator os os.path pathlib pdb pickle pickletools platform plistlib
-pprint queue random re sched secrets selectors shelve shlex shutil signal socket socketserver sqlite3 ssl statistics
-string struct subprocess sys tarfile tempfile textwrap threading time timeit tokenize trace traceback types typing
-unittest unittest.mock urllib.parse urllib.request uuid wave weakref xml.etree.ElementTree zipfile zlib
-""".split()  # noqa: SIM905
+PACKAGES = ("asyncio", "collections", "concurrent", "email", "html", "importlib", "json", "logging")
 QUESTIONS = (
     "What does {name} do?",
     "Explain {name}.",
@@ -59,6 +48,7 @@ SYSTEM = "You answer questions about Python from its documentation."
 FILES = ("train.jsonl", "validation.jsonl", "pairs.jsonl", "validation_pairs.jsonl")
 FILES += ("tokenizer/tokenizer.json", "tokenizer/tokenizer_config.json")
 MIN_ANSWER = 40  # characters
+MAX_CUT, MAX_EARLIER = 2_000, 20_000  # characters: pairs stay pairs in packs of 16,384 tokens
 
 
 def make_demo_data(out_dir: Path) -> str:
@@ -115,13 +105,14 @@ def make_pairs(rng: random.Random) -> list[dict[str, Any]]:
         for index, name in enumerate(names):
             other = answers[names[index - 1]]
             answer = answers[name]
-            rejected = answer[: len(answer) // 2] if rng.random() < 1 / 3 or other == answer else other
+            cut = answer[: min(len(answer) // 2, MAX_CUT)]
+            rejected = cut if rng.random() < 1 / 3 or other == answer else other
             question = rng.choice(QUESTIONS).format(name=name)
             messages = [{"role": "system", "content": SYSTEM}] if rng.random() < 0.25 else []
-            if rng.random() < 0.2:
+            if rng.random() < 0.2 and len(other) < MAX_EARLIER:
                 earlier = {"role": "user", "content": rng.choice(QUESTIONS).format(name=names[index - 1])}
                 messages += [earlier, {"role": "assistant", "content": other}]
-                rejected = answer[: len(answer) // 2]
+                rejected = cut
                 question = rng.choice(FOLLOW_UPS).format(name=name)
             pairs.append(pair_record(rng, [*messages, {"role": "user", "content": question}], answer, rejected))
     rng.shuffle(pairs)
@@ -138,43 +129,48 @@ def pair_record(rng: random.Random, prompt: list[dict[str, str]], chosen: str, r
 
 
 def sources() -> Iterator[dict[str, str]]:
-    """Per source, what is documented -> its text: the help topics, then module by module. No text comes twice."""
+    """Per source, what is documented -> its text: the help topics, then file by file. No text comes twice."""
+    library = Path(sysconfig.get_path("stdlib"))
+    files = [*library.glob("*.py"), *(file for package in PACKAGES for file in (library / package).rglob("*.py"))]
+    names = {file.relative_to(library).as_posix().removesuffix(".py").removesuffix("/__init__"): file for file in files}
     seen: set[str] = set()
-    yield unseen({f"the topic `{name}`": text for name, text in topics.items()}, seen)
-    for name in MODULES:
-        try:
-            with warnings.catch_warnings(action="ignore"):  # of deprecated members
-                texts = docstrings(importlib.import_module(name))
-        except ImportError:  # left out of some builds of Python
-            continue
-        yield unseen(texts, seen)
+    yield unseen({f"the topic `{name}`": text for name, text in topics(library).items()}, seen)
+    for name in sorted(names):
+        if "/_" not in f"/{name}":
+            yield unseen(docstrings(name.replace("/", "."), parse(names[name])), seen)
 
 
-def docstrings(module: Any) -> dict[str, str]:
+def parse(file: Path) -> ast.Module:
+    return ast.parse(file.read_bytes())
+
+
+def topics(library: Path) -> dict[str, str]:
+    """The texts of Python's `help()`, by topic."""
+    (assignment,) = (node for node in parse(library / "pydoc_data/topics.py").body if isinstance(node, ast.Assign))
+    return ast.literal_eval(assignment.value)
+
+
+def docstrings(name: str, module: ast.Module) -> dict[str, str]:
     """Docstrings of a module, its public functions and classes, and their public methods."""
-    found = {f"the module `{module.__name__}`": module.__doc__}
-    for name, value in public_members(module):
-        found[f"`{module.__name__}.{name}`"] = own_doc(value)
-        if inspect.isclass(value) and value.__module__ == module.__name__:
-            for method, function in public_members(value):
-                found[f"`{module.__name__}.{name}.{method}`"] = own_doc(function)
-    return {name: inspect.cleandoc(text) for name, text in found.items() if isinstance(text, str)}
+    found = {f"the module `{name}`": ast.get_docstring(module)}
+    for member in public_members(module):
+        found[f"`{name}.{member.name}`"] = ast.get_docstring(member)
+        if isinstance(member, ast.ClassDef):
+            for method in public_members(member):
+                found[f"`{name}.{member.name}.{method.name}`"] = ast.get_docstring(method)
+    return {name: text for name, text in found.items() if text}
 
 
-def public_members(owner: Any) -> list[tuple[str, Any]]:
-    return [(name, value) for name, value in sorted(vars(owner).items()) if not name.startswith("_")]
-
-
-def own_doc(value: Any) -> str | None:
-    """The docstring of a function or class; None for data, whose docstring is that of its type."""
-    return value.__doc__ if inspect.isroutine(value) or inspect.isclass(value) else None
+def public_members(owner: ast.Module | ast.ClassDef) -> list[ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef]:
+    documented = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    return [node for node in owner.body if isinstance(node, documented) and not node.name.startswith("_")]
 
 
 def unseen(texts: dict[str, str], seen: set[str]) -> dict[str, str]:
     fresh = {}
     for name, text in sorted(texts.items()):
         text = text.strip()
-        if len(text) >= MIN_ANSWER and text not in seen and not re.search(r" at 0x[0-9a-f]{6}", text):
+        if len(text) >= MIN_ANSWER and text not in seen:
             seen.add(text)
             fresh[name] = text
     return fresh

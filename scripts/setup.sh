@@ -1,22 +1,36 @@
-# Sourced by train.sh, test.sh and test_gpu.sh. Sets `python` to an interpreter that imports the modules named in `needs`:
-# the one on the PATH if it has them, else that of .venv, made here on first use, with the versions of constraints.txt.
+# Sourced by train.sh, test.sh and test_gpu.sh. Sets `python` to an interpreter that imports the modules named in `needs`
+# in versions that pyproject.toml allows: the one on the PATH if it does, else that of .venv, made or repaired here with
+# the versions of constraints.txt.
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 
-imports_all() { "$1" -c "import importlib; [importlib.import_module(name) for name in '$needs'.split()]" 2>/dev/null; }
+suits() { # interpreter: whether it does; `reason` is the version that does not fit, if it is for one
+    local code=0
+    reason=$("$1" scripts/check_python.py $needs 2>/dev/null) || code=$?
+    if ((code == 3)); then
+        echo "PYTHONPATH brings $reason; take that folder off PYTHONPATH" >&2
+        exit 1
+    fi
+    return $code
+}
 
 python=python3
-if ! imports_all "$python"; then
+if ! suits "$python"; then
+    if [[ $reason ]]; then echo "$python has $reason; using .venv" >&2; fi
     python="$PWD/.venv/bin/python"
-    if ! imports_all "$python"; then
+    if ! suits "$python"; then
         python3 -c 'import sys; sys.exit("Python 3.11 or newer is needed, this is " + sys.version) if sys.version_info < (3, 11) else None'
-        echo "Setting up .venv (once) ..." >&2
-        python3 -m venv .venv
+        echo "Setting up .venv (once) ...${reason:+ It has $reason.}" >&2
+        "$python" -m pip --version >/dev/null 2>&1 || python3 -m venv .venv
         # torch first and pinned: an unpinned dependency of another package would choose a newer one.
         "$python" -m pip install --quiet "$(grep '^torch==' scripts/constraints.txt)"
         extras=dev
         "$python" -c 'import sys, torch; sys.exit(torch.version.cuda is None)' || extras=dev,compile
         "$python" -m pip install --quiet --constraint scripts/constraints.txt --editable ".[$extras]"
+        if ! suits "$python"; then
+            echo "Set-up failed${reason:+: .venv has $reason}; delete .venv and try again" >&2
+            exit 1
+        fi
     fi
 fi

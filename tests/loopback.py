@@ -44,7 +44,7 @@ class Loopback:
     def __init__(self, size):
         self.size = size
         self.slots = [None] * size
-        self.barrier = threading.Barrier(size, timeout=60)
+        self.barrier = threading.Barrier(size, timeout=1500)
         self.turn = threading.Lock()  # one thread computes at a time: threads that fight for the interpreter are slow
 
     def exchange(self, rank, parts):

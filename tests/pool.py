@@ -49,7 +49,7 @@ class RankPool:
             queue.put((function, arguments))
         answers = {}
         for _ in range(self.size):
-            rank, result, error = self.results.get(timeout=120)
+            rank, result, error = self.results.get(timeout=1500)
             assert error is None, f"rank {rank}:\n{error}"
             answers[rank] = result
         return [answers[rank] for rank in range(self.size)]

@@ -11,7 +11,15 @@ from torchtitan_magi.data.formats import parse_document
 USER, ASSISTANT = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
 SYSTEM, TOOL = {"role": "system", "content": "s"}, {"role": "tool", "content": "42"}
 CALLS = [{"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}]
+CALLER = {"role": "assistant", "tool_calls": CALLS}
+PARTS = [{"type": "text", "text": "q"}, {"type": "text", "text": "!"}]
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+
+
+def sharegpt(**turns):
+    return [{"from": speaker, "value": text} for speaker, text in turns.items()]
+
+
 # as templates with tools do it: the tools in the first turn, calls as JSON, content that may be null
 TOOL_TEMPLATE = (
     "{% if tools %}[tools {{ tools | tojson }}]{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}\n"
@@ -27,23 +35,13 @@ UNMARKED_TOOL_TEMPLATE = TOOL_TEMPLATE.replace("{% generation %}", "").replace("
     ("record", "messages"),
     [
         ({"messages": [USER, ASSISTANT], "source": "x"}, [USER, ASSISTANT]),
-        ({"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}, [USER, ASSISTANT]),
+        ({"conversations": sharegpt(human="q", gpt="a")}, [USER, ASSISTANT]),
         (
-            {
-                "conversations": [
-                    {"from": "system", "value": "s"},
-                    {"from": "user", "value": "q"},
-                    {"from": "tool", "value": "42"},
-                    {"from": "assistant", "value": "a"},
-                ]
-            },
+            {"conversations": sharegpt(system="s", user="q", tool="42", assistant="a")},
             [SYSTEM, USER, TOOL, ASSISTANT],
         ),
         ({"conversations": [USER, ASSISTANT]}, [USER, ASSISTANT]),
-        (
-            {"system": "s", "conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
-            [SYSTEM, USER, ASSISTANT],
-        ),
+        ({"system": "s", "conversations": sharegpt(human="q", gpt="a")}, [SYSTEM, USER, ASSISTANT]),
         ({"prompt": "q", "completion": "a"}, [USER, ASSISTANT]),
         ({"prompt": [SYSTEM, USER], "completion": [ASSISTANT]}, [SYSTEM, USER, ASSISTANT]),
         ({"prompt": [USER], "completion": ASSISTANT}, [USER, ASSISTANT]),
@@ -51,19 +49,8 @@ UNMARKED_TOOL_TEMPLATE = TOOL_TEMPLATE.replace("{% generation %}", "").replace("
         ({"instruction": "q", "input": "", "output": "a", "system": ""}, [USER, ASSISTANT]),
         ({"instruction": "q", "input": "i", "output": "a"}, [{**USER, "content": "q\n\ni"}, ASSISTANT]),
         ({"messages": [SYSTEM, USER, ASSISTANT], "system": "no"}, [SYSTEM, USER, ASSISTANT]),
-        (
-            {
-                "messages": [
-                    {**USER, "content": [{"type": "text", "text": "q"}, {"type": "text", "text": "!"}]},
-                    ASSISTANT,
-                ]
-            },
-            [{**USER, "content": "q!"}, ASSISTANT],
-        ),
-        (
-            {"messages": [USER, {"role": "assistant", "tool_calls": CALLS}, TOOL]},
-            [USER, {"role": "assistant", "tool_calls": CALLS, "content": None}, TOOL],
-        ),
+        ({"messages": [{**USER, "content": PARTS}, ASSISTANT]}, [{**USER, "content": "q!"}, ASSISTANT]),
+        ({"messages": [USER, CALLER, TOOL]}, [USER, {**CALLER, "content": None}, TOOL]),
     ],
 )
 def test_every_form_of_a_conversation(record, messages):
@@ -84,10 +71,8 @@ def test_arguments_of_calls_may_be_json_text():
             (parsed,) = message["tool_calls"]
             assert parsed.get("function", parsed)["arguments"] == {"x": 1}
     for other in ("x = 1", "[1]", None):
-        call = {"name": "f", "arguments": other}
-        assert parse_document({"messages": [{"role": "assistant", "tool_calls": [call]}]})["messages"][0][
-            "tool_calls"
-        ] == [call]
+        message = {"role": "assistant", "tool_calls": [{"name": "f", "arguments": other}]}
+        assert parse_document({"messages": [message]}) == {"messages": [message | {"content": None}]}
 
 
 def test_rows_of_alpaca_may_repeat_themselves_as_text():
@@ -145,15 +130,7 @@ def test_a_template_without_a_place_for_tools_refuses_them(template):
 )
 def test_every_form_is_learned_where_the_assistant_speaks(template, end):
     space = " " if template == PLAIN_TEMPLATE else ""
-    sharegpt = {
-        "conversations": [
-            {"from": "system", "value": "be brief"},
-            {"from": "human", "value": "the cat"},
-            {"from": "gpt", "value": "the hat"},
-            {"from": "tool", "value": "42"},
-            {"from": "gpt", "value": "a dog"},
-        ]
-    }
+    turns = sharegpt(system="be brief", human="the cat", gpt="the hat", tool="42") + sharegpt(gpt="a dog")
     alpaca = {"instruction": "the cat", "input": "and", "output": "a dog"}
-    assert learned(chat(template)(parse_document(sharegpt))) == f"{space}the hat{end}{space}a dog{end}"
+    assert learned(chat(template)(parse_document({"conversations": turns}))) == f"{space}the hat{end}{space}a dog{end}"
     assert learned(chat(template)(parse_document(alpaca))) == f"{space}a dog{end}"

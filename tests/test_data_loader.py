@@ -5,7 +5,7 @@ import shutil
 from itertools import islice
 
 import pytest
-from training import TrainingError, call, demo, new_folder, train
+from training import TrainingError, call, corpus, new_folder, train
 
 SEQ_LEN, RECORDS = 64, 60
 
@@ -140,7 +140,7 @@ def test_a_run_on_two_ranks_continues_on_one_with_the_same_batches():
 
 def test_training_ends_with_the_last_epoch_and_saves(tmp_path):
     """Steps and interval say nothing of it; resumed, there is nothing left to do, and with an epoch more there is."""
-    lines = (demo() / "train.jsonl").read_text().splitlines()[:12]
+    lines = (corpus() / "train.jsonl").read_text().splitlines()[:12]
     (tmp_path / "few.jsonl").write_text("\n".join(lines))
     data = ["--training.dataset_path", f"{tmp_path}/few.jsonl", "--training.steps", "90"]
     data += ["--checkpoint.interval", "80", "--checkpoint.no_last_save_model_only"]
@@ -156,7 +156,7 @@ def test_training_ends_with_the_last_epoch_and_saves(tmp_path):
 
 def test_a_bad_record_stops_all_ranks_with_one_message(tmp_path):
     """Only the second rank checks it, and few steps would not come to it."""
-    lines = (demo() / "train.jsonl").read_text().splitlines()
+    lines = (corpus() / "train.jsonl").read_text().splitlines()
     bad = 3 * len(lines) // 4
     lines[bad] = '{"text": '
     (tmp_path / "bad.jsonl").write_text("\n".join(lines))

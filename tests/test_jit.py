@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -27,9 +26,13 @@ def compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return calls
 
 
-def test_a_variant_is_compiled_once(compiled: list[str]) -> None:
+def test_a_variant_is_compiled_once_and_read_without_the_lock(
+    compiled: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     first = jit.cubin("a.cu", {"N": 1})
-    assert jit.cubin("a.cu", {"N": 1}) == first
+    with monkeypatch.context() as patch:
+        patch.setattr(jit, "_locked", None)
+        assert jit.cubin("a.cu", {"N": 1}) == first
     assert len(compiled) == 1
     assert jit.cubin("a.cu", {"N": 2}) != first
     assert len(compiled) == 2
@@ -100,15 +103,8 @@ def test_processes_that_start_together_compile_once(tmp_path: Path) -> None:
     env = {"TORCHTITAN_MAGI_CACHE": str(tmp_path / "cache"), "PYTHONPATH": root, "PATH": "/usr/bin:/bin"}
     log = tmp_path / "log"
     ranks = [subprocess.Popen([sys.executable, "-c", PROCESS, str(log)], env=env) for _ in range(3)]
-    assert [rank.wait(timeout=120) for rank in ranks] == [0, 0, 0]
+    assert [rank.wait() for rank in ranks] == [0, 0, 0]
     assert log.read_text().count("compiled") == 1
-
-
-def test_a_cached_variant_is_read_quickly(compiled: list[str]) -> None:
-    jit.cubin("a.cu", {})
-    start = time.perf_counter()
-    jit.cubin("a.cu", {})
-    assert time.perf_counter() - start < 0.05
 
 
 def test_what_does_not_compile_says_so(tmp_path: Path) -> None:

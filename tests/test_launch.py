@@ -1,9 +1,11 @@
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import packaging
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
@@ -88,6 +90,63 @@ def test_the_first_failure_is_the_last_line():
     assert result.returncode == 1
     last = result.stderr.strip().splitlines()[-1]
     assert re.fullmatch(r"rank [01] failed: ValueError: magi.epochs is 0; use .*", last)
+
+
+# ---------------------------------------------------------------------------------- set-up: which interpreter is used
+
+FAKE_PIP = """
+import pathlib, sys
+if "install" in sys.argv:
+    pathlib.Path(__file__).with_name("torchtitan.dist-info").joinpath("METADATA").write_text("Version: 0.2.2")
+"""
+
+
+def install(folder, version):
+    """What torchtitan of a version leaves in a folder, as far as set-up looks."""
+    (folder / "torchtitan.dist-info").mkdir(parents=True)
+    (folder / "torchtitan.dist-info" / "METADATA").write_text(f"Version: {version}")
+    (folder / "torchtitan.py").write_text("")
+    return folder
+
+
+def make_environment(folder, version):
+    """An environment with torchtitan, packaging and a pip that repairs torchtitan's version."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
+    (site,) = folder.glob("lib/python*/site-packages")
+    (install(site, version) / "torch.py").write_text("class version: cuda = '13'")
+    (site / "pip.py").write_text(FAKE_PIP)
+    (site / "packaging").symlink_to(Path(packaging.__file__).parent)
+
+
+def set_up(folder, *, path="0.2.2", venv=None, python_path=None):
+    """Exit code, interpreter and messages of set-up where python3, .venv and PYTHONPATH have these torchtitans."""
+    for name in ("scripts/setup.sh", "scripts/check_python.py", "scripts/constraints.txt", "pyproject.toml"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, folder / name)
+    make_environment(folder / "on_path", path)
+    if venv:
+        make_environment(folder / ".venv", venv)
+    environment = {"PATH": f"{folder}/on_path/bin:/usr/bin:/bin"}
+    if python_path:
+        environment["PYTHONPATH"] = str(install(folder / "other", python_path))
+    code = 'set -euo pipefail; needs="torch torchtitan"; source scripts/setup.sh; echo "$python"'
+    result = subprocess.run(["bash", "-c", code], capture_output=True, text=True, cwd=folder, env=environment)
+    return result.returncode, result.stdout.strip().removeprefix(f"{folder}/"), result.stderr.strip().splitlines()
+
+
+def test_set_up_uses_an_interpreter_with_the_right_versions(tmp_path):
+    assert set_up(tmp_path / "right") == (0, "python3", [])
+    assert set_up(tmp_path / "carried", path="0.3.0", python_path="0.2.2") == (0, "python3", [])
+    wrong = r"torchtitan 0\.3\.0 in \S+, but torchtitan==0\.2\.2 is needed"
+    code, python, lines = set_up(tmp_path / "wrong", path="0.3.0", venv="0.2.2")
+    assert (code, python) == (0, ".venv/bin/python")
+    assert re.fullmatch(f"python3 has {wrong}; using .venv", *lines)
+    code, python, lines = set_up(tmp_path / "both", path="0.3.0", venv="0.3.0")
+    assert (code, python) == (0, ".venv/bin/python")
+    assert re.fullmatch(rf"Setting up .venv \(once\) \.\.\. It has {wrong}\.", lines[1])
+    code, python, lines = set_up(tmp_path / "forced", python_path="0.3.0")
+    assert (code, python) == (1, "")
+    assert re.fullmatch(f"PYTHONPATH brings {wrong}; take that folder off PYTHONPATH", *lines)
 
 
 @pytest.mark.parametrize(

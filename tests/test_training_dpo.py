@@ -12,7 +12,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from training import ROOT, TrainingError, demo, new_folder, train
+from corpus import WORDS
+from test_training_resume import report_saved
+from training import ROOT, TrainingError, corpus, new_folder, train
 
 from loss_compare import COMMON, DEGREES, max_relative_difference  # isort: skip
 
@@ -22,15 +24,14 @@ STEPS = 3
 
 
 def write_pairs(path, num_pairs, seed):
-    """Of 70 to 83 tokens each with the prompt shared, 110 to 128 without."""
+    """Of 73 to 80 tokens each with the prompt shared, 115 to 126 without."""
     rng = random.Random(seed)
-    words = ["list", "dict", "set", "tuple", "file", "path", "loop", "class", "module", "string", "number", "value"]
 
-    def text(least, most):
-        return " ".join(rng.choices(words, k=rng.randint(least, most)))
+    def text(first, least, most):
+        return " ".join([first, *rng.choices(WORDS[1:13], k=rng.randint(least, most))])
 
     records = [
-        {"prompt": text(29, 34), "chosen": f"yes {text(12, 15)}", "rejected": f"no {text(12, 15)}"}
+        {"prompt": text("why", 29, 34), "chosen": text("yes", 12, 15), "rejected": text("no", 12, 15)}
         for _ in range(num_pairs)
     ]
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
@@ -51,7 +52,7 @@ def arguments(degrees, *, folder=None, seq_len=512, local_batch_size=2, global_b
     layout = [f"--parallelism.{names[name]} {degree}" for name, degree in degrees.items()]
     local_batch_size //= degrees.get("dp", 1) * degrees.get("ddp", 1)
     options = (
-        f"{COMMON} {' '.join(layout)} --model.hf_assets_path {demo()}/tokenizer --training.steps {steps} "
+        f"{COMMON} {' '.join(layout)} --model.hf_assets_path {corpus()}/tokenizer --training.steps {steps} "
         f"--training.seq_len {seq_len} --training.local_batch_size {local_batch_size} "
         f"--training.global_batch_size {global_batch_size} --training.dataset_path {folder}/pairs.jsonl "
         f"--validation.enable --validation.dataset_path {folder}/validation.jsonl --validation.steps=-1 "
@@ -197,19 +198,6 @@ def copy_of_data():
 
 def saved(run):
     return bool(run.of("saved"))
-
-
-def report_saved(report):
-    from torchtitan.components.checkpoint import CheckpointManager
-
-    save = CheckpointManager.save
-
-    def save_and_report(self, curr_step, last_step=False):
-        save(self, curr_step, last_step)
-        if curr_step == 2:
-            report("saved")
-
-    CheckpointManager.save = save_and_report
 
 
 @pytest.mark.parametrize("reference", ["model", "file"])

@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 import pytest
-from training import DEBUG_TOML, ROOT, TrainingError, demo, train
+from training import DEBUG_TOML, ROOT, TrainingError, corpus, train
 
 HOOKS = ('custom_config_module = "torchtitan_magi.titan"', 'custom_import = "torchtitan_magi.titan"')
 
@@ -25,7 +25,7 @@ def assert_one_line(error, messages):
 
 def changed(folder, *replacements):
     """The debug configuration with lines replaced."""
-    lines = DEBUG_TOML.read_text().replace("assets/demo", str(demo())).splitlines()
+    lines = DEBUG_TOML.read_text().replace("assets/demo", str(corpus())).splitlines()
     for old, new in (*replacements, ("context_parallel_degree", "")):
         assert sum(line.startswith(old) for line in lines) == 1
         lines = [new if line.startswith(old) else line for line in lines]

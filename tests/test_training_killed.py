@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from training import DEBUG_TOML, ROOT, SMALL, demo, new_folder, train
+from training import DEBUG_TOML, ROOT, SMALL, new_folder, on_corpus, train
 
 from loss_compare import TOLERANCE, max_relative_difference  # isort: skip
 
 NUM_GPUS = torch.cuda.device_count()
 ENOUGH_GPUS = pytest.mark.skipif(NUM_GPUS < 2, reason=f"needs two GPUs, finds {NUM_GPUS}")
-TIMEOUT = 60  # seconds, of torchtitan's train_timeout_seconds
+TIMEOUT = 600  # torchtitan's train_timeout_seconds: a job that ends sooner after a blow ends by it
 
 
 def process_of_rank(rank, launcher):
@@ -42,22 +42,19 @@ def run_and_strike(folder, arguments, device, blow):
         arguments = [*arguments, "--training.mixed_precision_param", "bfloat16"]  # the kernel takes no float32
     with open(f"{folder}/log", "w+") as log:
         job = subprocess.Popen([*torchrun, *arguments], stdout=log, stderr=subprocess.STDOUT, cwd=ROOT, env=environment)
-        deadline = time.monotonic() + 240
         while not re.search(r"step: +3 ", Path(log.name).read_text()):
             assert job.poll() is None, Path(log.name).read_text()[-4000:]
-            assert time.monotonic() < deadline, "no third step"
             time.sleep(0.05)
         struck = time.monotonic()
         os.kill(process_of_rank(1, job.pid), blow)
-        code = job.wait(TIMEOUT + 120)
+        code = job.wait(TIMEOUT + 300)
         return code, Path(log.name).read_text(), time.monotonic() - struck
 
 
 @pytest.mark.gpu
 @ENOUGH_GPUS
 def test_a_rank_that_hangs_ends_the_job_within_the_timeout():
-    demo()
-    arguments = [*SMALL, "--parallelism.context_parallel_degree", "2", "--metrics.disable_color_printing"]
+    arguments = [*on_corpus(), *SMALL, "--parallelism.context_parallel_degree", "2", "--metrics.disable_color_printing"]
     arguments += ["--training.steps", "100000", "--comm.train_timeout_seconds", "20"]
     code, log, seconds = run_and_strike(new_folder(), arguments, "cuda", signal.SIGSTOP)
     assert code != 0
@@ -67,9 +64,8 @@ def test_a_rank_that_hangs_ends_the_job_within_the_timeout():
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, ENOUGH_GPUS])])
 def test_a_killed_rank_ends_the_job_which_then_continues(device):
-    demo()
     folder = new_folder()
-    arguments = [*SMALL, "--parallelism.context_parallel_degree", "2", "--metrics.disable_color_printing"]
+    arguments = [*on_corpus(), *SMALL, "--parallelism.context_parallel_degree", "2", "--metrics.disable_color_printing"]
     arguments += ["--checkpoint.enable", "--checkpoint.interval", "2", "--lr_scheduler.decay_ratio", "0"]
     endless = ["--training.steps", "100000", "--comm.train_timeout_seconds", f"{TIMEOUT}"]
     code, log, seconds = run_and_strike(folder, [*arguments, *endless], device, signal.SIGKILL)

@@ -1,15 +1,16 @@
 """The numbers a user sees are those of the same training without context parallelism, and none of them is NaN."""
 
 import functools
+import itertools
 import json
 import math
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from test_training_parity import seed_checkpoint, without_saving
-from training import LAYERS, call, demo, new_folder, train
+from corpus import WORDS, chat_tokenizer
+from test_training_parity import feed, trained_anew, without_saving
+from training import LAYERS, call, corpus, new_folder, train
 
 from loss_compare import LAYOUTS  # isort: skip
 
@@ -26,26 +27,18 @@ def close(value):
 def validation_file():
     """Records of an odd number of packs, so that one of two data-parallel ranks gets padding only in the last round."""
     path = Path(new_folder()) / "validation.jsonl"
-    records = (demo() / "validation.jsonl").read_text().splitlines(keepends=True)
-    for count in range(9, 40):
-        path.write_text("".join(records[:count]))
-        areas, last_of_two = call(packs_of, str(path), str(demo()), True)
-        if len(areas) % 2 and len(areas) >= 5:
-            assert last_of_two == ([], 0)
-            return str(path)
-    raise AssertionError("no odd number of packs")
+    path.write_text("".join((corpus() / "validation.jsonl").read_text().splitlines(keepends=True)[:13]))
+    areas, last_of_two = call(packs_of, str(path), str(corpus()), True)
+    assert len(areas) == 5
+    assert last_of_two == ([], 0)
+    return str(path)
 
 
 def packs_of(path, data, whole):
     """(query, key) pairs of each pack; documents and number of labels in the last pack of the second of two ranks."""
-    from tokenizers import Tokenizer
+    from torchtitan_magi.data import PackedSFTDataset
 
-    from torchtitan_magi.data import ChatTokenizer, PackedSFTDataset
-
-    tokenizer = Tokenizer.from_file(f"{data}/tokenizer/tokenizer.json")
-    bos, eos = (tokenizer.token_to_id(name) for name in ("<|begin_of_text|>", "<|end_of_text|>"))
-    tokenize = ChatTokenizer.from_assets(tokenizer, bos, eos, f"{data}/tokenizer")
-    options = {"shuffle": not whole, "epochs": 1 if whole else -1}
+    tokenize, options = chat_tokenizer(data), {"shuffle": not whole, "epochs": 1 if whole else -1}
     areas = []
     for inputs, _ in PackedSFTDataset(path, tokenize, SEQ_LEN, **options):
         lengths = np.diff(inputs["documents"].astype(np.int64), axis=1)
@@ -57,13 +50,16 @@ def packs_of(path, data, whole):
 
 
 @functools.cache
+def areas_in_training():
+    return call(packs_of, f"{corpus()}/train.jsonl", str(corpus()), False)
+
+
+@functools.cache
 def run(name):
     """Three steps with validation after the first and the second."""
     arguments = ["--validation.enable", "--validation.dataset", "sft", "--validation.dataset_path", validation_file()]
     arguments += ["--validation.steps=-1", "--validation.freq", "2", "--validation.seq_len", f"{SEQ_LEN}"]
-    arguments += ["--checkpoint.enable", "--checkpoint.initial_load_path", seed_checkpoint(), "--training.steps", "3"]
-    layout = LAYOUTS[name]
-    return train(layout.processes, [*layout.arguments, *arguments], setup=without_saving)
+    return trained_anew(name, *arguments, "--training.steps", "3", setup=without_saving)
 
 
 @pytest.mark.parametrize("name", ["cp2", "dp2", "dp2_cp2", "cp2_accumulation"])
@@ -86,7 +82,7 @@ def test_tokens_and_tokens_per_second(name):
 @pytest.mark.parametrize("name", ["cp1", "cp2", "dp2", "dp2_cp2", "cp2_accumulation"])
 def test_flops_per_token_count_the_attention_of_the_documents(name):
     """Rank 0 counts the packs of its data-parallel rank."""
-    areas = call(packs_of, f"{demo()}/train.jsonl", str(demo()), False)
+    areas = areas_in_training()
     if name.startswith("dp2"):
         areas, tokens = areas[::2], SEQ_LEN
     else:
@@ -131,8 +127,7 @@ def all_finite(run):
 
 
 def test_a_context_parallel_rank_without_a_label(tmp_path):
-    question = "why " * 90
-    messages = [{"role": "user", "content": question}, {"role": "assistant", "content": "so"}]
+    messages = [{"role": "user", "content": f" {WORDS[1]}" * 180}, {"role": "assistant", "content": "so"}]
     (tmp_path / "records.jsonl").write_text((json.dumps({"messages": messages}) + "\n") * 20)
     arguments = ["--training.dataset_path", f"{tmp_path}/records.jsonl", "--training.steps", "2"]
     arguments += ["--training.local_batch_size", "1", "--parallelism.context_parallel_degree", "4"]
@@ -143,44 +138,23 @@ def test_a_context_parallel_rank_without_a_label(tmp_path):
     assert all_finite(run)
 
 
-class EveryOtherPackWithoutLabel:
-    def __init__(self, training, dp_rank, dp_world_size):
-        self.shape, self.first, self.step = (1, training.seq_len), dp_rank, dp_world_size
+def every_other_pack_without_label(shape, dp_rank, dp_world_size):
+    import torch
 
-    def __iter__(self):
-        import torch
-
-        number = self.first
-        while True:
-            tokens = torch.from_numpy(np.random.default_rng(number).integers(10, 2000, self.shape))
-            labels = tokens.roll(-1, 1) if number % 2 == 0 else torch.full(self.shape, -100)
-            yield {"input": tokens}, labels
-            number += self.step
-
-    def state_dict(self):
-        return {}
-
-    def load_state_dict(self, state_dict):
-        pass
+    for number in itertools.count(dp_rank, dp_world_size):
+        tokens = torch.from_numpy(np.random.default_rng(number).integers(10, 2000, shape))
+        yield {"input": tokens}, tokens.roll(-1, 1) if number % 2 == 0 else torch.full(shape, -100)
 
 
 def feed_every_other_pack_without_label(report):
-    from torchtitan.protocols import train_spec
-
-    def build_dataloader(dp_world_size, dp_rank, tokenizer, job_config):
-        return EveryOtherPackWithoutLabel(job_config.training, dp_rank, dp_world_size)
-
-    spec = train_spec.get_train_spec("llama3")
-    train_spec._extra_train_specs["llama3"] = replace(spec, build_dataloader_fn=build_dataloader)
     report_labels(report)
-    without_saving(report)
+    feed(every_other_pack_without_label, report)
 
 
 @pytest.mark.parametrize("name", ["dp2_cp2", "cp2_accumulation"])
 def test_a_microbatch_or_a_data_parallel_rank_without_a_label(name):
-    arguments = [*LAYOUTS[name].arguments, "--training.dataset", "c4_test", "--training.steps", "2"]
-    arguments += ["--checkpoint.enable", "--checkpoint.initial_load_path", seed_checkpoint()]
-    run = train(LAYOUTS[name].processes, arguments, setup=feed_every_other_pack_without_label)
+    arguments = ["--training.dataset", "c4_test", "--training.steps", "2"]
+    run = trained_anew(name, *arguments, setup=feed_every_other_pack_without_label)
     without = [count for rank in range(len(run.events)) for (count,) in run.of("labels", rank)].count(0)
     assert without == 2 * 2  # one of two microbatches of a step, on both context-parallel ranks
     assert all_finite(run)

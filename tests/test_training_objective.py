@@ -5,17 +5,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_training_parity import ALL_LAYOUTS, seed_checkpoint, trained, without_saving
-from training import call, demo, train
+from test_training_parity import trained, trained_anew, without_saving
+from training import call, corpus
 
 from loss_compare import TOLERANCE, max_relative_difference  # isort: skip
 
 
 def ours(name, *options, setup=without_saving, entry="torchtitan_magi.train"):
-    layout = ALL_LAYOUTS[name]
-    load = ["--checkpoint.enable", "--checkpoint.initial_load_path", seed_checkpoint(layout.model)]
-    arguments = [*layout.arguments, *load, *options]
-    return train(layout.processes, arguments, entry=entry, setup=setup)
+    return trained_anew(name, *options, entry=entry, setup=setup)
 
 
 def in_chunks(report):
@@ -66,7 +63,7 @@ def test_the_output_layer_runs_for_tokens_with_a_label_only():
 
 def test_without_all_logits_validation_is_that_of_the_stock_entry_point(tmp_path):
     path = tmp_path / "some.jsonl"
-    path.write_text("".join((demo() / "validation.jsonl").read_text().splitlines(keepends=True)[:12]))
+    path.write_text("".join((corpus() / "validation.jsonl").read_text().splitlines(keepends=True)[:12]))
     options = ["--validation.enable", "--validation.dataset", "sft", "--validation.dataset_path", str(path)]
     options += ["--validation.steps=-1", "--validation.seq_len", "256", "--training.steps", "1"]
     stock, run = ours("cp1", *options, entry="torchtitan.train"), ours("dp2_cp2", *options)
@@ -237,11 +234,10 @@ def what_a_second_trainer_finds():
 
     from torchtitan.config import ConfigManager
     from torchtitan.protocols.train_spec import get_train_spec
-    from training import DEBUG_TOML, demo
+    from training import DEBUG_TOML, on_corpus
 
     spec = get_train_spec("llama3").build_tokenizer_fn.__self__
-    paths = ["--job.config_file", str(DEBUG_TOML), "--model.hf_assets_path", f"{demo()}/tokenizer"]
-    config = ConfigManager().parse_args(paths)
+    config = ConfigManager().parse_args(["--job.config_file", str(DEBUG_TOML), *on_corpus()])
     spec.runtime, spec.count.tokens = "of the first run", 7
     spec.build_tokenizer(config)
     try:

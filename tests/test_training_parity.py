@@ -22,11 +22,16 @@ def seed_checkpoint(model=""):
     return f"{folder}/checkpoint/step-0"
 
 
-@functools.cache
-def trained(name):
+def trained_anew(name, *options, setup, **kwargs):
+    """The run of a layout from the seed checkpoint."""
     layout = ALL_LAYOUTS[name]
     load = ["--checkpoint.enable", "--checkpoint.initial_load_path", seed_checkpoint(layout.model)]
-    return train(layout.processes, [*layout.arguments, *load], setup=without_saving_and_counting_graphs)
+    return train(layout.processes, [*layout.arguments, *load, *options], setup=setup, **kwargs)
+
+
+@functools.cache
+def trained(name):
+    return trained_anew(name, setup=without_saving_and_counting_graphs)
 
 
 def without_saving(report):
@@ -46,6 +51,35 @@ def without_saving_and_counting_graphs(report):
         report("graphs", counters["stats"]["unique_graphs"])
 
     torchtitan.train.Trainer.train_step = train_and_count
+    without_saving(report)
+
+
+class _Batches:
+    """A data loader of what a generator function yields."""
+
+    def __init__(self, batches):
+        self.batches = batches
+
+    def __iter__(self):
+        return self.batches()
+
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state_dict):
+        pass
+
+
+def feed(batches, report):
+    """Trains llama3 on batches(shape, dp_rank, dp_world_size) instead of a dataset, without saving."""
+    from torchtitan.protocols import train_spec
+
+    def build_dataloader(dp_world_size, dp_rank, tokenizer, job_config):
+        shape = job_config.training.local_batch_size, job_config.training.seq_len
+        return _Batches(functools.partial(batches, shape, dp_rank, dp_world_size))
+
+    spec = train_spec.get_train_spec("llama3")
+    train_spec._extra_train_specs["llama3"] = replace(spec, build_dataloader_fn=build_dataloader)
     without_saving(report)
 
 
@@ -96,8 +130,7 @@ def two_ranks_per_node(report):
 
 
 def test_rows_that_cross_to_a_node_once_train_alike():
-    load = ["--checkpoint.enable", "--checkpoint.initial_load_path", seed_checkpoint()]
-    run = train(4, [*LAYOUTS["cp4"].arguments, *load], setup=two_ranks_per_node)
+    run = trained_anew("cp4", setup=two_ranks_per_node)
     assert difference(run, trained("cp1")) <= TOLERANCE
     assert any(exchanges == 2 and rows > 0 for exchanges, rows in run.of("plan"))
 
@@ -145,8 +178,7 @@ def test_stages_are_chosen_by_the_cost_model_that_is_named(tmp_path):
 
 def test_without_the_document_mask_it_is_another_training():
     """So the comparison can tell."""
-    load = ["--checkpoint.enable", "--checkpoint.initial_load_path", seed_checkpoint()]
-    run = train(2, [*LAYOUTS["cp2"].arguments, *load], setup=one_document_per_batch)
+    run = trained_anew("cp2", setup=one_document_per_batch)
     assert max_relative_difference(run.grad_norms, trained("cp1").grad_norms) > 1e-3
     assert max_relative_difference(run.losses, trained("cp1").losses) > TOLERANCE
 
@@ -159,8 +191,7 @@ def test_positions_over_the_pack_are_those_in_the_documents():
 
 def test_wrong_positions_are_another_training():
     """So the comparison can tell: here every token is the first of its document."""
-    load = ["--checkpoint.enable", "--checkpoint.initial_load_path", seed_checkpoint()]
-    run = train(2, [*LAYOUTS["cp2"].arguments, *load], setup=positions_all_zero)
+    run = trained_anew("cp2", setup=positions_all_zero)
     assert max_relative_difference(run.grad_norms, trained("cp1").grad_norms) > 1e-3
 
 

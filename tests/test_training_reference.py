@@ -4,10 +4,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from test_training_parity import difference, seed_checkpoint, without_saving
-from training import LAYERS, call, demo, train
+from corpus import chat_tokenizer
+from test_training_parity import difference, feed, seed_checkpoint, trained_anew, without_saving
+from training import LAYERS, call, corpus, train
 
-from loss_compare import LAYOUTS, TOLERANCE  # isort: skip
+from loss_compare import TOLERANCE  # isort: skip
 
 SEQ_LEN = 256
 STOCK_TOML = """
@@ -36,38 +37,20 @@ def initial_weights():
 # ------------------------------------------------------------------------------------------- one document: stock SDPA
 
 
-class OneDocumentPerPack:
-    """A data loader whose packs hold no EOS, so that each is one document."""
+def one_document_per_pack(shape, dp_rank, dp_world_size):
+    """No EOS in a pack."""
+    import torch
 
-    def __init__(self, training):
-        self.shape = training.local_batch_size, training.seq_len + 1
-
-    def __iter__(self):
-        import torch
-
-        rng = np.random.default_rng(0)
-        while True:
-            tokens = torch.from_numpy(rng.integers(10, 2000, self.shape))
-            labels = tokens[:, 1:].clone()
-            labels[:, ::3] = -100
-            yield {"input": tokens[:, :-1].contiguous()}, labels
-
-    def state_dict(self):
-        return {}
-
-    def load_state_dict(self, state_dict):
-        pass
+    rng = np.random.default_rng(0)
+    while True:
+        tokens = torch.from_numpy(rng.integers(10, 2000, (shape[0], shape[1] + 1)))
+        labels = tokens[:, 1:].clone()
+        labels[:, ::3] = -100
+        yield {"input": tokens[:, :-1].contiguous()}, labels
 
 
 def feed_one_document_per_pack(report):
-    from torchtitan.protocols import train_spec
-
-    def build_dataloader(job_config, **_):
-        return OneDocumentPerPack(job_config.training)
-
-    spec = train_spec.get_train_spec("llama3")
-    train_spec._extra_train_specs["llama3"] = replace(spec, build_dataloader_fn=build_dataloader)
-    without_saving(report)
+    feed(one_document_per_pack, report)
 
 
 def feed_stock_torchtitan(report):
@@ -80,7 +63,7 @@ def feed_stock_torchtitan(report):
 def test_a_pack_of_one_document_trains_as_in_stock_torchtitan(tmp_path):
     toml = tmp_path / "stock.toml"
     toml.write_text(STOCK_TOML)
-    assets = ["--model.hf_assets_path", f"{demo()}/tokenizer"]
+    assets = ["--model.hf_assets_path", f"{corpus()}/tokenizer"]
     stock = train(1, [*assets, *initial_weights()], toml=toml, setup=feed_stock_torchtitan)
     assert "flex attention" not in stock.output
     for cp in (1, 2):
@@ -115,10 +98,9 @@ def loop_over_documents(checkpoint, data):
     import torch
     import torch.distributed.checkpoint as dcp
     import torch.nn.functional as F
-    from tokenizers import Tokenizer
     from torchtitan.models.llama3 import get_train_spec
 
-    from torchtitan_magi.data import ChatTokenizer, PackedSFTDataset
+    from torchtitan_magi.data import PackedSFTDataset
 
     spec = get_train_spec()
     args = replace(spec.model_args["debugmodel"], n_layers=LAYERS, max_seq_len=SEQ_LEN)
@@ -129,10 +111,7 @@ def loop_over_documents(checkpoint, data):
     dcp.load(weights, checkpoint_id=checkpoint)
     model.load_state_dict(weights)
 
-    tokenizer = Tokenizer.from_file(f"{data}/tokenizer/tokenizer.json")
-    bos, eos = (tokenizer.token_to_id(name) for name in ("<|begin_of_text|>", "<|end_of_text|>"))
-    tokenize = ChatTokenizer.from_assets(tokenizer, bos, eos, f"{data}/tokenizer")
-    packs = iter(PackedSFTDataset(f"{data}/train.jsonl", tokenize, SEQ_LEN))
+    packs = iter(PackedSFTDataset(f"{data}/train.jsonl", chat_tokenizer(data), SEQ_LEN))
     loss_sum, num_valid, num_documents = 0.0, 0, 0
     for inputs, labels in (next(packs), next(packs)):
         num_valid += (labels != -100).sum()
@@ -144,12 +123,16 @@ def loop_over_documents(checkpoint, data):
     return num_documents, (loss_sum / num_valid).item(), [p.grad.numpy() for p in model.parameters()]
 
 
+@pytest.fixture(scope="module")
+def looped():
+    return call(loop_over_documents, seed_checkpoint(), str(corpus()))
+
+
 @pytest.mark.parametrize("name", ["cp1", "cp2", "dp2_cp2_tp2"])
-def test_a_pack_of_documents_trains_as_a_loop_over_them(name):
-    num_documents, loss, gradients = call(loop_over_documents, seed_checkpoint(), str(demo()))
+def test_a_pack_of_documents_trains_as_a_loop_over_them(name, looped):
+    num_documents, loss, gradients = looped
     assert num_documents >= 4
-    arguments = [*LAYOUTS[name].arguments, *initial_weights(), "--training.steps", "1"]
-    run = train(LAYOUTS[name].processes, arguments, setup=report_gradients)
+    run = trained_anew(name, "--training.steps", "1", setup=report_gradients)
     assert run.losses == [pytest.approx(loss, rel=1e-6)]
     ((ours,),) = run.of("gradients")
     for got, want in zip(ours, gradients, strict=True):

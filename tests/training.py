@@ -9,7 +9,6 @@ torchtitan.train`` does with the same arguments and the environment variables of
 
 import functools
 import importlib
-import importlib.util
 import multiprocessing
 import os
 import sys
@@ -25,10 +24,11 @@ from unittest import mock
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
+from corpus import make_corpus  # noqa: E402
 from loss_compare import exact_gradient_norms  # noqa: E402
 
 DEBUG_TOML = ROOT / "train_configs" / "debug.toml"
-TIMEOUT = 240  # seconds
+TIMEOUT = 1500  # seconds, below pytest's own
 PRELOAD = ["torch", "torch._dynamo", "torch.nn.attention.flex_attention", "torchtitan.train", "torchtitan_magi.titan"]
 PRELOAD += ["torchtitan_magi.titan.v02.trainer"]
 PRELOAD += ["torchtitan_magi.backends.flex", "torchtitan_magi.backends.ffa.block_attn", "torch.distributed.checkpoint"]
@@ -102,16 +102,6 @@ class _Process(multiprocessing.context.ForkServerProcess):
 
 
 @functools.cache
-def demo() -> Path:
-    """The folder of the demonstration data, made if it is not there."""
-    spec = importlib.util.spec_from_file_location("make_demo_data", ROOT / "scripts" / "make_demo_data.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    module.make_demo_data(ROOT / "assets" / "demo")
-    return ROOT / "assets" / "demo"
-
-
-@functools.cache
 def _scratch() -> tempfile.TemporaryDirectory:
     return tempfile.TemporaryDirectory(prefix="torchtitan_magi_")
 
@@ -119,6 +109,17 @@ def _scratch() -> tempfile.TemporaryDirectory:
 def new_folder() -> str:
     """A folder that lives as long as this process."""
     return tempfile.mkdtemp(dir=_scratch().name)
+
+
+@functools.cache
+def corpus() -> Path:
+    """The folder of the tests' corpus: train.jsonl, validation.jsonl, tokenizer."""
+    return make_corpus(Path(new_folder()))
+
+
+def on_corpus() -> list[str]:
+    """Arguments that let the debug configuration train on the corpus."""
+    return ["--model.hf_assets_path", f"{corpus()}/tokenizer", "--training.dataset_path", f"{corpus()}/train.jsonl"]
 
 
 LAYERS = 2  # of the debug models, which have 6 and 8
@@ -150,8 +151,7 @@ def train(
         TimeoutError: the run took longer than ``timeout`` seconds. All are killed.
     """
     if toml == DEBUG_TOML:
-        paths = ("--model.hf_assets_path", f"{demo()}/tokenizer", "--training.dataset_path", f"{demo()}/train.jsonl")
-        defaults = (*paths, "--parallelism.context_parallel_degree", "1", *defaults)
+        defaults = (*on_corpus(), "--parallelism.context_parallel_degree", "1", *defaults)
     arguments = ["--job.config_file", str(toml), "--job.dump_folder", new_folder(), *defaults, *arguments]
     return _run(processes, _train_in_child, (arguments, layers, entry, setup), until, timeout)
 
