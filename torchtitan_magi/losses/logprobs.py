@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-IGNORE_INDEX = -100
+from torchtitan_magi.losses import IGNORE_INDEX
+
 CHUNK_LOGITS = 2**28  # of a chunk: 1 GiB in float32, about three times that while they are worked on
 
 

@@ -10,16 +10,15 @@ import torchtitan.train
 from torch import Tensor
 from torchtitan.train import Trainer
 
-from torchtitan_magi.titan.v02.dpo import DPO
 from torchtitan_magi.titan.v02.job_config import DPO_DATASET
-from torchtitan_magi.titan.v02.logprob_model import LogprobModel
+from torchtitan_magi.titan.v02.metadata import local_batches
 from torchtitan_magi.titan.v02.metrics import MagiMetricsProcessor
-from torchtitan_magi.titan.v02.objective import SFT, Objective
-from torchtitan_magi.titan.v02.reference_file import ReferenceFile
-from torchtitan_magi.titan.v02.reference_model import ReferenceModel
+from torchtitan_magi.titan.v02.references import ReferenceModel, reference_file
 from torchtitan_magi.titan.v02.spec import MagiSpec
-
-Batch = tuple[dict[str, Any], Tensor]
+from torchtitan_magi.training.dpo import DPO, PairReader
+from torchtitan_magi.training.logprob_model import LogprobModel
+from torchtitan_magi.training.objectives import SFT, Objective
+from torchtitan_magi.training.planned_loader import Batch
 
 
 class MagiTrainer(Trainer):
@@ -47,9 +46,15 @@ class MagiTrainer(Trainer):
     def _make_objective(self, section: Any) -> Objective:
         magi = self.job_config.magi
         if section.dataset != DPO_DATASET:
-            return SFT(self.model, self.parallel_dims, magi.loss_per)
-        reference = ReferenceFile(self, section) if magi.dpo.reference == "file" else self.reference_model
-        return DPO(self.model, self.parallel_dims, magi.dpo, reference)
+            return SFT(self.model, magi.loss_per)
+        reader = PairReader(self._group("cp"))
+        reference = reference_file(self, section, reader) if magi.dpo.reference == "file" else self.reference_model
+        return DPO(self.model, magi.dpo, reference, reader, self._group("batch"))
+
+    def _group(self, name: str) -> dist.ProcessGroup | None:
+        """The group of a mesh axis; None where it has a single rank."""
+        mesh = self.parallel_dims.get_optional_mesh(name)
+        return None if mesh is None else mesh.get_group()
 
     def batch_generator(self, data_iterable: Iterable[Batch]) -> Iterator[Batch]:
         """torchtitan calls this once, between loading the checkpoint and the first step."""
@@ -77,7 +82,7 @@ class MagiTrainer(Trainer):
         num_items = input_dict.pop("num_items")
         with self.train_context():
             with self.maybe_enable_amp:
-                loss_sum = self.objective.loss(input_dict, labels, self.post_dataloading_process)
+                loss_sum = self.objective.loss(input_dict, labels, local_batches(self.post_dataloading_process))
                 loss = loss_sum / self.num_items
             (loss * self.gradient_factor).backward()
         copies = self.objective.copies

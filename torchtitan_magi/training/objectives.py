@@ -1,18 +1,34 @@
-"""What training minimises: how a microbatch is weighed, and the loss of this rank's tokens."""
+"""What training minimises: how many items a microbatch has, and the loss of this rank's tokens."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torchtitan.components.loss import IGNORE_INDEX
-from torchtitan.distributed import ParallelDims
 
-from torchtitan_magi.losses.token_weights import document_weights
-from torchtitan_magi.titan.v02.logprob_model import LogprobModel
+from torchtitan_magi.losses import IGNORE_INDEX
+from torchtitan_magi.losses.boundaries import document_weights
+from torchtitan_magi.training.logprob_model import LogprobModel
 
-# (inputs, labels) of a microbatch -> tokens and labels of this rank, inputs of the model, attention_masks
-Process = Callable[[dict[str, Any], Tensor], tuple[Tensor, Tensor, dict[str, Any], dict[str, Any]]]
+
+@dataclass(frozen=True, eq=False)
+class LocalBatch:
+    """This rank's tokens of a microbatch, ready for the model."""
+
+    tokens: Tensor  # int64 [b, s]
+    labels: Tensor  # int64 [b, s]
+    labelled: Tensor | None  # int64 [n], see LogprobModel
+    model_inputs: dict[str, Any]  # what else the model is called with
+    take: Callable[[Tensor], Tensor]  # x [b, s * cp] of the whole microbatch -> this rank's [b, s]
+
+
+Process = Callable[[dict[str, Any], Tensor], LocalBatch]  # takes inputs and labels of a microbatch on the device
+
+
+def to_device(inputs: dict[str, Any], device: torch.device | str) -> dict[str, Any]:
+    """The inputs with their tensors on the device; the rest as it is."""
+    return {name: x.to(device) if isinstance(x, Tensor) else x for name, x in inputs.items()}
 
 
 class Objective:
@@ -25,7 +41,10 @@ class Objective:
         raise NotImplementedError
 
     def loss(self, inputs: dict[str, Any], labels: Tensor, process: Process) -> Tensor:
-        """The loss summed over the items of a microbatch on the device, as far as this rank's tokens are in it."""
+        """The loss summed over the items of a microbatch on the device, as far as this rank's tokens are in it.
+
+        Takes out of inputs what ``weigh`` put there.
+        """
         raise NotImplementedError
 
     def prepare(self, step: int) -> None:
@@ -39,15 +58,15 @@ class Objective:
         return {}
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps, in torchtitan's train_state."""
+        """What a checkpoint keeps beside the trainer's own state; plain values."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """The reverse."""
+        """Reads what ``state_dict`` returned, among other keys."""
 
 
 class LogitsLoss(Objective):
-    """torchtitan's own: loss_fn over all logits. For the stock Trainer's validation."""
+    """loss_fn over all logits, per token. For a trainer that keeps its own loss."""
 
     def __init__(self, model: Callable[..., Tensor], loss_fn: Callable[[Tensor, Tensor], Tensor]) -> None:
         self.model, self.loss_fn = model, loss_fn
@@ -56,8 +75,8 @@ class LogitsLoss(Objective):
         return int((labels != IGNORE_INDEX).sum())
 
     def loss(self, inputs: dict[str, Any], labels: Tensor, process: Process) -> Tensor:
-        tokens, labels, extra_inputs, masks = process(inputs, labels)
-        return self.loss_fn(self.model(tokens, **extra_inputs, **masks), labels)
+        batch = process(inputs, labels)
+        return self.loss_fn(self.model(batch.tokens, **batch.model_inputs), batch.labels)
 
 
 class SFT(Objective):
@@ -67,8 +86,8 @@ class SFT(Objective):
         per: "token" or "document".
     """
 
-    def __init__(self, model: LogprobModel, parallel_dims: ParallelDims, per: str) -> None:
-        self.model, self.cp_enabled, self.per = model, parallel_dims.cp_enabled, per
+    def __init__(self, model: LogprobModel, per: str) -> None:
+        self.model, self.per = model, per
 
     def weigh(self, inputs: dict[str, Any], labels: Tensor) -> int:
         if self.per == "token":
@@ -78,8 +97,7 @@ class SFT(Objective):
         return num_documents
 
     def loss(self, inputs: dict[str, Any], labels: Tensor, process: Process) -> Tensor:
-        weights, labelled = inputs.pop("token_weights", None), inputs.pop("labelled", None)
-        tokens, labels, extra_inputs, masks = process(inputs, labels)
-        if weights is not None and self.cp_enabled:
-            weights = masks["attention_masks"].take(weights)
-        return -self.model.summed(labels, tokens, labelled, weights, **extra_inputs, **masks)
+        weights = inputs.pop("token_weights", None)
+        batch = process(inputs, labels)
+        scale = None if weights is None else batch.take(weights)
+        return -self.model.summed(batch.labels, batch.tokens, batch.labelled, scale, **batch.model_inputs)
