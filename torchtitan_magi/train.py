@@ -5,19 +5,13 @@ import os
 import sys
 from pathlib import Path
 
-
-def main() -> None:
-    """Trains as the command line says. Without a torchtitan that it can use, ends in one line that names the remedy."""
+if __name__ == "__main__":
     try:
-        from torchtitan_magi.titan.v02.trainer import main as train
+        from torchtitan_magi.titan.v02.trainer import main
     except ImportError as error:
         if error.name != "torchtitan":
             raise
-        if "TORCHELASTIC_ERROR_FILE" in os.environ:  # what torchrun shows in the end
-            Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps({"message": str(error)}))
+        if error_file := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # what torchrun shows in the end
+            Path(error_file).write_text(json.dumps({"message": str(error)}))
         sys.exit(str(error))
-    train()
-
-
-if __name__ == "__main__":
     main()

@@ -37,8 +37,11 @@ class Objective:
     copies = 1  # how many context-parallel ranks return one and the same loss
 
     def weigh(self, inputs: dict[str, Any], labels: Tensor) -> int:
-        """The number of items of a microbatch, still on the host; puts what ``loss`` needs per token into inputs."""
-        raise NotImplementedError
+        """The number of items of a microbatch, still on the host; by default the number of labels.
+
+        Puts what ``loss`` needs per token into inputs.
+        """
+        return int((labels != IGNORE_INDEX).sum())
 
     def loss(self, inputs: dict[str, Any], labels: Tensor, process: Process) -> Tensor:
         """The loss summed over the items of a microbatch on the device, as far as this rank's tokens are in it.
@@ -71,9 +74,6 @@ class LogitsLoss(Objective):
     def __init__(self, model: Callable[..., Tensor], loss_fn: Callable[[Tensor, Tensor], Tensor]) -> None:
         self.model, self.loss_fn = model, loss_fn
 
-    def weigh(self, inputs: dict[str, Any], labels: Tensor) -> int:
-        return int((labels != IGNORE_INDEX).sum())
-
     def loss(self, inputs: dict[str, Any], labels: Tensor, process: Process) -> Tensor:
         batch = process(inputs, labels)
         return self.loss_fn(self.model(batch.tokens, **batch.model_inputs), batch.labels)
@@ -91,7 +91,7 @@ class SFT(Objective):
 
     def weigh(self, inputs: dict[str, Any], labels: Tensor) -> int:
         if self.per == "token":
-            return int((labels != IGNORE_INDEX).sum())
+            return super().weigh(inputs, labels)
         weights, num_documents = document_weights(inputs["documents"], labels.flatten().numpy())
         inputs["token_weights"] = torch.from_numpy(weights).view(labels.shape)
         return num_documents

@@ -72,6 +72,7 @@ class MagiRuntime:
     ) -> None:
         self.magi, self.cp_group, self.heads, self.device, self.count = magi, cp_group, heads, device, count
         self.block_attn = choose_block_attn(magi.backend, device, magi.deterministic)
+        self.num_heads = heads.num_heads_q, heads.num_heads_kv
         self.cp_size, self.cp_rank, self.agreement, per_node = 1, 0, None, None
         if cp_group is not None:
             self.cp_size, self.cp_rank = dist.get_world_size(cp_group), dist.get_rank(cp_group)
@@ -97,10 +98,10 @@ class MagiRuntime:
             label; and with ``positions`` if they are not to run over the pack.
         """
         started = time.perf_counter()
-        tokens, heads = inputs["input"], self.heads
+        tokens = inputs["input"]
         documents, slices = _documents_and_slices(inputs, eos_id)
         plan = make_plan(slices, tokens.numel(), self.cp_size, self.magi.overlap_stages, **self.plan_options)
-        index = index_data(plan, self.cp_rank, self.block_attn, heads.num_heads_q, heads.num_heads_kv)
+        index = index_data(plan, self.cp_rank, self.block_attn, *self.num_heads)
         planned = inputs | {"planned": PlannedBatch(plan, index, time.perf_counter() - started)}
         if labels is not None:
             own = labels.flatten().numpy()[index.share.tokens]
@@ -123,26 +124,20 @@ class MagiRuntime:
         """
         if "planned" not in inputs:
             inputs = self.plan_ahead(inputs, None, eos_id)
-        planned, heads = inputs["planned"], self.heads
+        planned: PlannedBatch = inputs["planned"]
+        plan = planned.plan
         if self.agreement is not None:
-            self.agreement.check(planned.plan)
+            self.agreement.check(plan)
         self.count.tokens += inputs["input"].numel()
-        self.count.area += planned.plan.slices.area
+        self.count.area += plan.slices.area
         bound = bind_plan(
-            planned.plan,
-            self.cp_group,
-            self.block_attn,
-            heads.num_heads_q,
-            heads.num_heads_kv,
-            self.device,
-            self.magi.fp32_reduce,
-            planned.index,
+            plan, self.cp_group, self.block_attn, *self.num_heads, self.device, self.magi.fp32_reduce, planned.index
         )
         if not self.logged:
             self.logged = True
             took = f"planned in {1e3 * planned.seconds:.1f} ms"
             way = f", rows by {bound.transport.way}" if self.cp_size > 1 else ""
-            logger.info(f"{describe_plan(planned.plan)}; {took}; {self.block_attn.name} attention{way}")
+            logger.info(f"{describe_plan(plan)}; {took}; {self.block_attn.name} attention{way}")
         return bound, {name: value for name, value in inputs.items() if name not in _NOT_FOR_THE_MODEL}
 
 

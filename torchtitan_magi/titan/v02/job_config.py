@@ -75,7 +75,13 @@ def _check_section(job_config: Any, name: str) -> None:
     section = getattr(job_config, name)
     if section.local_batch_size < 1:
         raise ValueError(f"{name}.local_batch_size is {section.local_batch_size}; use at least 1 pack")
-    _check_seq_len(name, section.seq_len, job_config.parallelism)
+    parallelism = job_config.parallelism
+    divisor = 2 * parallelism.context_parallel_degree * parallelism.tensor_parallel_degree
+    if type(section.seq_len) is not int or section.seq_len < 1 or section.seq_len % divisor:
+        raise ValueError(  # torchtitan has the same rule for training, as an assertion without words
+            f"{name}.seq_len is {section.seq_len!r}; use a multiple of {divisor}, twice context_parallel_degree times "
+            "tensor_parallel_degree"
+        )
     if section.dataset not in (*OUR_DATASETS, *DATASETS):
         known = ", ".join(map(repr, (*OUR_DATASETS, *DATASETS)))
         raise ValueError(f"{name}.dataset is {section.dataset!r}; use one of {known}")
@@ -92,16 +98,6 @@ def _check_section(job_config: Any, name: str) -> None:
         raise ValueError(
             f'magi.loss_per is "document" and {name}.dataset {section.dataset!r}; it needs the documents of '
             f'dataset {SFT_DATASET!r}: use that, or "token"'
-        )
-
-
-def _check_seq_len(name: str, seq_len: Any, parallelism: Any) -> None:
-    """torchtitan has the same rule for training, as an assertion without words."""
-    divisor = 2 * parallelism.context_parallel_degree * parallelism.tensor_parallel_degree
-    if type(seq_len) is not int or seq_len < 1 or seq_len % divisor:
-        raise ValueError(
-            f"{name}.seq_len is {seq_len!r}; use a multiple of {divisor}, twice context_parallel_degree times "
-            "tensor_parallel_degree"
         )
 
 

@@ -81,7 +81,6 @@ class MagiSpec:
         check_job_config(job_config, attn_types, self.has_objectives)
         choose_block_attn(job_config.magi.backend, torch.device(utils.device_type))  # or say now why not
         self.vocab_size = self.model_args[job_config.model.flavor].vocab_size
-        assert self.stock.build_tokenizer_fn is not None
         return self.stock.build_tokenizer_fn(job_config)
 
     def build_dataloader(self, dp_world_size: int, dp_rank: int, tokenizer: Any, job_config: Any) -> Any:
@@ -212,4 +211,4 @@ def _unsupported(name: str) -> Any:
         raise ValueError(f"model.name is {name!r}, which has no varlen attention; use one of {', '.join(MODELS)}")
 
     required = [field.name for field in fields(TrainSpec) if field.default is MISSING]
-    return TrainSpec(**dict.fromkeys(required), build_tokenizer_fn=refuse)
+    return TrainSpec(**dict.fromkeys(required) | {"build_tokenizer_fn": refuse})
