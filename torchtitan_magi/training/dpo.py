@@ -1,7 +1,7 @@
 """Direct preference optimisation on packed pairs."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -10,8 +10,10 @@ from torch import Tensor
 from torchtitan_magi.losses.boundaries import branches
 from torchtitan_magi.losses.preference import PREFERENCE_METRICS, branch_sums, preference_losses, preference_metrics
 from torchtitan_magi.training.logprob_model import LogprobModel
-from torchtitan_magi.training.objectives import LocalBatch, Objective, Process
+from torchtitan_magi.training.objectives import LocalBatch, Objective, Process, Resumable
 from torchtitan_magi.training.options import DPO as DPOOptions
+
+Group: TypeAlias = dist.ProcessGroup | None  # None: a single rank
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,7 +23,7 @@ class PairBatch:
     local: LocalBatch
     branch: Tensor  # int32 [b, s], see boundaries.branches
     pair_ids: Tensor  # int64 [n], the number of each pair's record
-    cp_group: dist.ProcessGroup | None
+    cp_group: Group
 
     def logprobs(self, model: LogprobModel) -> Tensor:
         """float64 [n, 2]: summed log-probabilities of chosen and rejected."""
@@ -31,9 +33,9 @@ class PairBatch:
 
 
 class PairReader:
-    """Makes a ``PairBatch`` of what the loader gave. cp_group: the context-parallel ranks, None for a single one."""
+    """Makes a ``PairBatch`` of what the loader gave. cp_group: the context-parallel ranks."""
 
-    def __init__(self, cp_group: dist.ProcessGroup | None) -> None:
+    def __init__(self, cp_group: Group) -> None:
         self.cp_group = cp_group
 
     def weigh(self, inputs: dict[str, Any], labels: Tensor) -> int:
@@ -49,23 +51,12 @@ class PairReader:
         return PairBatch(local, local.take(branch), pair_ids, self.cp_group)
 
 
-class Reference:
-    """Where the log-probabilities of the reference come from."""
-
-    def prepare(self, step: int) -> None:
-        """Called once, with the policy's weights loaded, before the first step. step: as in ``Objective.prepare``."""
-        raise NotImplementedError
+class Reference(Resumable):
+    """Gives the log-probabilities of the reference, the frozen policy."""
 
     def logprobs(self, batch: PairBatch) -> Tensor:
         """float64 [n, 2] of the batch's pairs, without a gradient."""
         raise NotImplementedError
-
-    def state_dict(self) -> dict[str, Any]:
-        """As in ``Objective``."""
-        return {}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As in ``Objective``."""
 
 
 class DPO(Objective):
@@ -75,16 +66,11 @@ class DPO(Objective):
     tokens only.
 
     Args:
-        batch_group: the ranks that read different batches; None for a single one.
+        batch_group: the ranks that read different batches.
     """
 
     def __init__(
-        self,
-        model: LogprobModel,
-        options: DPOOptions,
-        reference: Reference,
-        reader: PairReader,
-        batch_group: dist.ProcessGroup | None,
+        self, model: LogprobModel, options: DPOOptions, reference: Reference, reader: PairReader, batch_group: Group
     ) -> None:
         self.model, self.options, self.reference = model, options, reference
         self.reader, self.batch_group = reader, batch_group

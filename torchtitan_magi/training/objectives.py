@@ -1,11 +1,13 @@
-"""What training minimises: how many items a microbatch has, and the loss of this rank's tokens."""
+"""What training minimises: how many items a microbatch has, the loss of this rank's tokens, and the record of both."""
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from torchtitan_magi.losses import IGNORE_INDEX
 from torchtitan_magi.losses.boundaries import document_weights
@@ -24,6 +26,7 @@ class LocalBatch:
 
 
 Process = Callable[[dict[str, Any], Tensor], LocalBatch]  # takes inputs and labels of a microbatch on the device
+LossFunction = Callable[[Tensor, Tensor], Tensor]  # logits, labels -> the loss summed over tokens
 
 
 def to_device(inputs: dict[str, Any], device: torch.device | str) -> dict[str, Any]:
@@ -31,7 +34,21 @@ def to_device(inputs: dict[str, Any], device: torch.device | str) -> dict[str, A
     return {name: x.to(device) if isinstance(x, Tensor) else x for name, x in inputs.items()}
 
 
-class Objective:
+class Resumable:
+    """What is prepared before the first step, and kept in a checkpoint."""
+
+    def prepare(self, step: int) -> None:
+        """Called once, with the weights loaded and before the first step. step: the checkpoint's, 0 in a new run."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps beside the trainer's own state; plain values."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Reads what ``state_dict`` returned, among other keys."""
+
+
+class Objective(Resumable):
     """A sum over items (tokens, documents or pairs), divided by the number of items of all ranks and microbatches."""
 
     copies = 1  # how many context-parallel ranks return one and the same loss
@@ -50,9 +67,6 @@ class Objective:
         """
         raise NotImplementedError
 
-    def prepare(self, step: int) -> None:
-        """Called once, with the weights loaded and before the first step. step: of the checkpoint, 0 in a new run."""
-
     def start_step(self) -> None:
         """Called before the microbatches of a step."""
 
@@ -60,18 +74,11 @@ class Objective:
         """What else to log of the last step. A collective of all ranks."""
         return {}
 
-    def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps beside the trainer's own state; plain values."""
-        return {}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Reads what ``state_dict`` returned, among other keys."""
-
 
 class LogitsLoss(Objective):
     """loss_fn over all logits, per token. For a trainer that keeps its own loss."""
 
-    def __init__(self, model: Callable[..., Tensor], loss_fn: Callable[[Tensor, Tensor], Tensor]) -> None:
+    def __init__(self, model: Callable[..., Tensor], loss_fn: LossFunction) -> None:
         self.model, self.loss_fn = model, loss_fn
 
     def loss(self, inputs: dict[str, Any], labels: Tensor, process: Process) -> Tensor:
@@ -101,3 +108,38 @@ class SFT(Objective):
         batch = process(inputs, labels)
         scale = None if weights is None else batch.take(weights)
         return -self.model.summed(batch.labels, batch.tokens, batch.labelled, scale, **batch.model_inputs)
+
+
+class LossRecord:
+    """Loss sums of the last step's microbatches, and the number of items (labels, documents or pairs) in each sum.
+
+    Sums and numbers are this rank's; over the context-parallel ranks they add up to those of the microbatch.
+
+    Args:
+        num_microbatches: microbatches per step on this rank.
+    """
+
+    def __init__(self, num_microbatches: int) -> None:
+        self.microbatches: deque[tuple[Tensor, Tensor | float]] = deque(maxlen=num_microbatches)
+
+    def add(self, loss_sum: Tensor, num_items: Tensor | float) -> None:
+        """Records one microbatch."""
+        self.microbatches.append((loss_sum.detach(), num_items))
+
+    def record(self, loss_fn: LossFunction) -> LossFunction:
+        """loss_fn, which sums over tokens, with each training call recorded."""
+
+        def recorded(pred: Tensor, labels: Tensor) -> Tensor:
+            loss_sum = loss_fn(pred, labels)
+            if torch.is_grad_enabled():
+                self.add(loss_sum, (labels != IGNORE_INDEX).sum())
+            return loss_sum
+
+        return recorded
+
+    def sum_and_count(self) -> Tensor:
+        """float32 [2]: summed loss and number of items of the last step."""
+        loss = sum(loss.full_tensor() if isinstance(loss, DTensor) else loss for loss, _ in self.microbatches)
+        assert isinstance(loss, Tensor)
+        count = torch.as_tensor(sum(count for _, count in self.microbatches), device=loss.device)
+        return torch.stack([loss.float(), count.float()])

@@ -1,4 +1,4 @@
-"""Microbatches of packed records for one data-parallel rank, and the data sets that all ranks agree on."""
+"""Microbatches of packed records for one data-parallel rank, and the agreement of all ranks on the records."""
 
 import functools
 import json
@@ -85,10 +85,10 @@ def _collate_with_state(items: list[tuple[Sample, str]], num_rows: int) -> tuple
 
 
 def agreed_dataset(path: Any, make: Callable[[], PackedDataset], check_records: bool) -> PackedDataset:
-    """make(), where every rank could make one of the same records. A collective of all ranks where there are several.
+    """The data set that make() returns, once every rank has made one of the same records. A collective of all ranks.
 
     Args:
-        path: of the records, for error texts.
+        path: where the records are, for error texts.
         make: may raise ValueError.
         check_records: whether to check all records, each rank its share.
 

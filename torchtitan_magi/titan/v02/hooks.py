@@ -1,7 +1,6 @@
-"""The functions of torchtitan that are replaced by name, because no train spec holds them."""
+"""Functions of torchtitan that we replace by name, because no train spec holds them."""
 
 import functools
-import importlib
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -10,6 +9,8 @@ from torch import Tensor
 from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.distributed import context_parallel
 from torchtitan.distributed import utils as dist_utils
+from torchtitan.models.llama3.infra import parallelize as llama3
+from torchtitan.models.qwen3.infra import parallelize as qwen3
 
 from torchtitan_magi.attention import attention_op
 from torchtitan_magi.exchange.mesh import process_group_transport
@@ -18,19 +19,17 @@ from torchtitan_magi.training.planned_loader import PlannedLoader
 
 
 def install() -> None:
-    """Replaces them, once per process. Each replacement gets torchtitan's own function as its first argument."""
-    llama3: Any = importlib.import_module("torchtitan.models.llama3.infra.parallelize")
-    qwen3: Any = importlib.import_module("torchtitan.models.qwen3.infra.parallelize")
+    """Replaces them, once per process. A replacement's first argument is torchtitan's own function."""
     for owner, name, replacement in (
-        (context_parallel, "cp_shard", _cp_shard),  # cuts a pack by position; ours deals out tokens as planned
-        (dist_utils, "set_pg_timeouts", _set_pg_timeouts),  # does not know the communicators of our own
-        (CheckpointManager, "save", _save),  # does not know that the data can end before training.steps
-        (llama3, "apply_cp_to_attention_module", _apply_cp),  # refuses varlen attention
-        (qwen3, "apply_cp_to_attention_module", _apply_cp),  # a copy of the name
-        (qwen3, "apply_non_moe_tp", _apply_tp),  # expects positions under context parallelism only
+        (context_parallel, "cp_shard", _cp_shard),  # to deal out tokens as planned, not by their place in the pack
+        (dist_utils, "set_pg_timeouts", _set_pg_timeouts),  # to reach our own communicators as well
+        (CheckpointManager, "save", _save),  # to save when the data end before training.steps
+        (llama3, "apply_cp_to_attention_module", _apply_cp),  # not to refuse varlen attention
+        (qwen3, "apply_cp_to_attention_module", _apply_cp),  # the same; each model has imported its own name
+        (qwen3, "apply_non_moe_tp", _apply_tp),  # to accept positions without context parallelism
     ):
         setattr(owner, name, _replaced(getattr(owner, name), replacement))
-    for model in (llama3, qwen3):  # selective activation checkpointing keeps the results of these ops
+    for model in (llama3, qwen3):  # so that selective activation checkpointing does not redo attention
         model._op_sac_save_list.add(attention_op)
 
 
@@ -45,7 +44,7 @@ def _replaced(stock: Callable[..., Any], replacement: Callable[..., Any]) -> Cal
 def _cp_shard(
     stock: Any, cp_mesh: Any, inputs: tuple[Tensor, ...], attention_masks: Any, *args: Any, **kwargs: Any
 ) -> tuple[tuple[Tensor, ...], Any]:
-    """Gives each rank the tokens of the microbatch's plan. Anything else goes to torchtitan's own."""
+    """Gives each rank its tokens of the microbatch's plan. What has no plan goes to torchtitan's own."""
     if not isinstance(attention_masks, PlanMetadata):
         return stock(cp_mesh, inputs, attention_masks, *args, **kwargs)
     tokens, labels, positions = inputs
@@ -55,14 +54,14 @@ def _cp_shard(
 
 
 def _set_pg_timeouts(stock: Any, timeout: timedelta, parallel_dims: Any) -> None:
-    """Sets the timeout of our own communicators, too."""
+    """Sets the timeout of the context-parallel transport, too."""
     stock(timeout, parallel_dims)
     if parallel_dims.cp_enabled:
         process_group_transport(parallel_dims.get_mesh("cp").get_group()).set_timeout(timeout)
 
 
 def _save(stock: Any, checkpointer: CheckpointManager, curr_step: int, last_step: bool = False) -> None:
-    """Takes the step that used up our data for the last one, too."""
+    """Also counts the step that used up the data as the last one."""
     loader = checkpointer.states["dataloader"]
     if isinstance(loader, PlannedLoader):
         last_step |= loader.state_dict().get("exhausted", False)
@@ -76,5 +75,5 @@ def _apply_cp(stock: Any, attention_modules: Any, cp_mesh: Any, attention_type: 
 
 
 def _apply_tp(stock: Any, *args: Any, **kwargs: Any) -> None:
-    """Shards positions always, as ours always come."""
+    """Shards positions under every layout, as our batches always have them."""
     stock(*args, **{**kwargs, "cp_enabled": True})

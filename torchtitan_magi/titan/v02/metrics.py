@@ -9,14 +9,14 @@ from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools.logging import logger
 
-from torchtitan_magi.training.loss_record import LossRecord
+from torchtitan_magi.training.objectives import LossRecord
 from torchtitan_magi.training.runtime import WorkCount
 
 NOTICEABLE = 0.1  # seconds that the steps between two lines of the log may wait for plans
 
 
 class MagiMetricsProcessor(MetricsProcessor):
-    """torchtitan's, with three of its numbers corrected.
+    """torchtitan's MetricsProcessor with three numbers corrected.
 
     - MFU and TFLOP/s count the attention that the packed documents need, 12 * D * Hq operations per layer and
       (query, key) pair, forward and backward; torchtitan counts a dense pack.
@@ -24,7 +24,7 @@ class MagiMetricsProcessor(MetricsProcessor):
     - global_max_loss is the largest mean loss of a data-parallel rank, also when its tokens are on several ranks and
       some of these have no label.
 
-    It also logs what ``objective_metrics`` returns, which a Trainer may set.
+    It also logs what ``objective_metrics`` returns; a Trainer may set it.
     """
 
     num_flops_per_token: float  # set by the Trainer, without attention: see spec._without_guard
@@ -58,13 +58,13 @@ class MagiMetricsProcessor(MetricsProcessor):
         self._print("validate step", step, extra_metrics or {})
 
     def _print(self, what: str, step: int, metrics: dict[str, float]) -> None:
-        """A line for what torchtitan's own does not show."""
+        """Logs a line of metrics that torchtitan's own line does not show."""
         if metrics:
             named = (f"{name.split('/')[-1]}: {value:.4f}" for name, value in metrics.items())
             logger.info(f"{what}: {step:2}  {'  '.join(named)}")
 
     def _report_waiting(self, step: int, seconds: float) -> None:
-        """Says once that plans are there in time, and again whenever they are not. The first step has to wait."""
+        """Logs the time waited for plans: once, and again whenever it is noticeable. The first step always waits."""
         if self.last_logged is not None and (not self.said_waiting or seconds > NOTICEABLE):
             first = self.last_logged + 1
             steps = f"Step {step}" if first == step else f"Steps {first} to {step} together"

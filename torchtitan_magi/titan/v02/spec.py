@@ -22,7 +22,7 @@ from torchtitan_magi.titan.v02.metadata import PlanMetadata, attention_metadata
 from torchtitan_magi.titan.v02.metrics import MagiMetricsProcessor
 from torchtitan_magi.titan.v02.validator import MagiValidator
 from torchtitan_magi.titan.v02.wrapper import VarlenAttentionWrapper
-from torchtitan_magi.training.loss_record import LossRecord
+from torchtitan_magi.training.objectives import LossRecord
 from torchtitan_magi.training.planned_loader import PlannedLoader
 from torchtitan_magi.training.runtime import MagiRuntime, WorkCount, check_tokens
 

@@ -28,7 +28,7 @@ class MagiTrainer(Trainer):
 
     def __init__(self, job_config: Any) -> None:
         MagiSpec.has_objectives = True
-        # Our log-probabilities share the vocabulary among TP ranks by themselves.
+        # Our log-probabilities split the vocabulary over the TP ranks by themselves.
         parallelism = replace(job_config.parallelism, disable_loss_parallel=True)
         super().__init__(replace(job_config, parallelism=parallelism))
         dims = self.parallel_dims
@@ -78,7 +78,7 @@ class MagiTrainer(Trainer):
     def forward_backward_step(
         self, *, input_dict: dict[str, Any], labels: Tensor, global_valid_tokens: Tensor | float
     ) -> Tensor:
-        """The microbatch's share of the step's mean loss, such that the shares of all ranks add up to it."""
+        """This rank's addend to the step's mean loss, detached: it is the sum over all ranks and microbatches."""
         num_items = input_dict.pop("num_items")
         with self.train_context():
             with self.maybe_enable_amp:
@@ -90,7 +90,7 @@ class MagiTrainer(Trainer):
         return loss.detach() / copies
 
     def state_dict(self) -> dict[str, Any]:
-        """Tokens of all data-parallel ranks, of which another run may have more or fewer."""
+        """ntokens_seen counts the tokens of all data-parallel ranks, as a resumed run may have more or fewer ranks."""
         state = super().state_dict()
         return state | {"ntokens_seen": state["ntokens_seen"] * self._num_batches} | self.objective.state_dict()
 
@@ -101,7 +101,7 @@ class MagiTrainer(Trainer):
 
     @property
     def _num_batches(self) -> int:
-        """That data-parallel ranks read at a time."""
+        """The number of batches that the data-parallel ranks read at a time."""
         return self.parallel_dims.dp_replicate * self.parallel_dims.dp_shard
 
     def _objectives(self) -> list[Objective]:

@@ -24,7 +24,7 @@ class MagiValidator(Validator):
     objective: Objective | None = None
 
     def __init__(self, job_config: Any, validation_dataloader: Any, **attributes: Any) -> None:
-        """attributes: what torchtitan's own, which builds its own data loader, is given and keeps by the same name."""
+        """attributes: kept by their names, as torchtitan's Validator does, which also builds a data loader."""
         BaseValidator.__init__(self, job_config)
         self.validation_dataloader = validation_dataloader
         self.__dict__.update(attributes)
