@@ -24,7 +24,7 @@ MAY_IMPORT = {
     "backends": {"masks", "tiles", "cuda", "planning", "exchange"},
     "core": {"masks", "cuda", "planning", "exchange", "backends"},
     "training": {"masks", "losses", "data", "planning", "exchange", "backends", "core", "report"},
-    "titan": {"losses", "data", "planning", "exchange", "backends", "core", "training"},
+    "titan": {"data", "planning", "exchange", "backends", "core", "training"},
     "train": {"titan"},
     "report": {"tiles", "masks", "data", "planning"},
     "__init__": {"core", "masks", "planning"},
