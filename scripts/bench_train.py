@@ -135,16 +135,16 @@ def record_run() -> None:
     packs: list[Any] = []  # per step: its plan and a rank's heads
     if "torchtitan_magi.titan" in sys.argv:  # after the flavors, which it extends
         from torchtitan_magi.titan.v02 import wrapper
-        from torchtitan_magi.titan.v02.runtime import MagiRuntime
         from torchtitan_magi.titan.v02.trainer import MagiTrainer as Trainer
+        from torchtitan_magi.training.runtime import MagiRuntime
 
-        attention_metadata = MagiRuntime.attention_metadata
+        bind = MagiRuntime.bind
 
-        def remember_plan(self, tokens, eos_id, extra_inputs):  # type: ignore[no-untyped-def]
-            packs.append((extra_inputs["planned"].plan, self.heads))
-            return attention_metadata(self, tokens, eos_id, extra_inputs)
+        def remember_plan(self, inputs, eos_id):  # type: ignore[no-untyped-def]
+            packs.append((inputs["planned"].plan, self.heads))
+            return bind(self, inputs, eos_id)
 
-        MagiRuntime.attention_metadata = remember_plan  # type: ignore[method-assign]
+        MagiRuntime.bind = remember_plan  # type: ignore[method-assign]
         if not int(has_attention):  # all gradients still exist
             wrapper.attend = lambda q, k, v, *_: (q + 0 * (k.mean() + v.mean()), None)
     else:

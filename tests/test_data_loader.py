@@ -22,7 +22,7 @@ def tokenize(record):
 
 def make_loader(path, rank=0, ranks=1, batch_size=2, batches_per_step=1, num_workers=0, epochs=1, **options):
     from torchtitan_magi.data import PackedSFTDataset
-    from torchtitan_magi.titan.v02.data import PackLoader
+    from torchtitan_magi.training.pack_loader import PackLoader
 
     packs = PackedSFTDataset(path, tokenize, SEQ_LEN, rank, ranks, epochs=epochs, window_packs=4)
     loader_options = {"num_workers": num_workers, "persistent_workers": False, "prefetch_factor": None}

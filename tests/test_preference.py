@@ -7,8 +7,8 @@ import pytest
 import torch
 from pool import RankPool
 
+from torchtitan_magi.losses.boundaries import branches, document_weights
 from torchtitan_magi.losses.preference import PREFERENCE_METRICS, branch_sums, preference_losses, preference_metrics
-from torchtitan_magi.losses.token_weights import branches, document_weights
 from torchtitan_magi.masks.slices import shared_prompt
 from torchtitan_magi.planning.plan import make_plan
 

@@ -79,7 +79,7 @@ def report_pairs(report):
     """The log-probabilities of each pair in training."""
     from torchtitan.components.checkpoint import CheckpointManager
 
-    from torchtitan_magi.titan.v02 import dpo
+    from torchtitan_magi.training import dpo
 
     read, losses, seen = dpo.PairReader.read, dpo.preference_losses, []
 
@@ -240,7 +240,7 @@ def test_a_run_with_a_reference_model_does_not_continue_with_a_file():
 
 
 def count_forwards(report):
-    from torchtitan_magi.titan.v02.logprob_model import LogprobModel
+    from torchtitan_magi.training.logprob_model import LogprobModel
 
     call = LogprobModel.__call__
 

@@ -18,8 +18,9 @@ def train_tiny_model(checkpointing):
 
     from torchtitan_magi import attention
     from torchtitan_magi.planning.stages import Heads
-    from torchtitan_magi.titan.v02.job_config import Magi
-    from torchtitan_magi.titan.v02.runtime import MagiRuntime, WorkCount
+    from torchtitan_magi.titan.v02.metadata import attention_metadata
+    from torchtitan_magi.training.options import Magi
+    from torchtitan_magi.training.runtime import MagiRuntime, WorkCount
 
     torch.set_num_threads(1)
     runtime = MagiRuntime(Magi(), None, Heads(HEADS, HEADS, HEAD_DIM), torch.device("cpu"), WorkCount())
@@ -38,7 +39,7 @@ def train_tiny_model(checkpointing):
     for step in range(STEPS):
         ends = np.append(np.sort(rng.choice(np.arange(1, TOKENS), rng.integers(1, 12), replace=False)), TOKENS)
         documents = np.stack([np.append(0, ends[:-1]), ends], 1).astype(np.int32)
-        metadata = runtime.attention_metadata(tokens, None, {"documents": documents})
+        metadata = attention_metadata(runtime, tokens, None, {"documents": documents})
         if checkpointing:
             y = checkpoint(block, embedding, metadata, use_reentrant=False)
         else:

@@ -34,9 +34,9 @@ def test_without_all_logits_it_is_the_training_of_torchtitan(name):
 
 
 def report_tokens_of_the_output_layer(report):
-    from torchtitan_magi.titan.v02 import logprob_model, objective
+    from torchtitan_magi.training import logprob_model, objectives
 
-    summed_logprobs, weigh = logprob_model.summed_logprobs, objective.SFT.weigh
+    summed_logprobs, weigh = logprob_model.summed_logprobs, objectives.SFT.weigh
 
     def count_and_call(hidden, *args, **options):
         report("rows", len(hidden))
@@ -47,7 +47,7 @@ def report_tokens_of_the_output_layer(report):
         report("labels", count, labels.numel())
         return count
 
-    logprob_model.summed_logprobs, objective.SFT.weigh = count_and_call, weigh_and_report
+    logprob_model.summed_logprobs, objectives.SFT.weigh = count_and_call, weigh_and_report
     without_saving(report)
 
 
@@ -73,9 +73,9 @@ def test_without_all_logits_validation_is_that_of_the_stock_entry_point(tmp_path
 
 def report_token_losses(report):
     """The documents of each microbatch, and the loss of each token."""
-    from torchtitan_magi.titan.v02 import objective
+    from torchtitan_magi.training import objectives
 
-    weigh, summed = objective.SFT.weigh, objective.LogprobModel.summed
+    weigh, summed = objectives.SFT.weigh, objectives.LogprobModel.summed
 
     def weigh_and_report(self, inputs, labels):
         report("documents", inputs["documents"].tolist())
@@ -87,7 +87,7 @@ def report_token_losses(report):
         report("losses", targets.flatten().tolist(), (-logprobs).flatten().tolist())
         return summed(self, targets, tokens, labelled, scale, **inputs)
 
-    objective.SFT.weigh, objective.LogprobModel.summed = weigh_and_report, sum_and_report
+    objectives.SFT.weigh, objectives.LogprobModel.summed = weigh_and_report, sum_and_report
     without_saving(report)
 
 
@@ -198,7 +198,7 @@ def test_a_run_does_not_continue_from_weights_alone(tmp_path):
 
 
 def test_a_token_that_the_model_does_not_have_is_named():
-    from torchtitan_magi.titan.v02.runtime import check_tokens
+    from torchtitan_magi.training.runtime import check_tokens
 
     check_tokens(torch.tensor([[0, 99]]), 100)
     check_tokens(torch.zeros(1, 0, dtype=torch.int64), 100)
@@ -266,7 +266,7 @@ def error_of_the_output_layer():
 
     from torch import nn
 
-    from torchtitan_magi.titan.v02.logprob_model import LogprobModel
+    from torchtitan_magi.training.logprob_model import LogprobModel
 
     class Float8Linear(nn.Linear):
         def forward(self, x):

@@ -45,13 +45,14 @@ def attend_to_normed_queries():
     import torch
 
     from torchtitan_magi.planning.stages import Heads
-    from torchtitan_magi.titan.v02.job_config import Magi
-    from torchtitan_magi.titan.v02.runtime import MagiRuntime, WorkCount
+    from torchtitan_magi.titan.v02.metadata import attention_metadata
     from torchtitan_magi.titan.v02.wrapper import VarlenAttentionWrapper
+    from torchtitan_magi.training.options import Magi
+    from torchtitan_magi.training.runtime import MagiRuntime, WorkCount
 
     runtime = MagiRuntime(Magi(), None, Heads(4, 2, 8), torch.device("cpu"), WorkCount())
     tokens = torch.zeros(1, 32, dtype=torch.int64)
-    metadata = runtime.attention_metadata(tokens, None, {"documents": torch.tensor([[0, 20], [20, 32]]).int().numpy()})
+    metadata = attention_metadata(runtime, tokens, None, {"documents": torch.tensor([[0, 20], [20, 32]]).int().numpy()})
     q, k, v = (torch.randn(1, heads, 32, 8) for heads in (4, 2, 2))
     inputs = [x.requires_grad_() for x in (q, k, v.bfloat16())]
     attend = VarlenAttentionWrapper()

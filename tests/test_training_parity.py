@@ -114,7 +114,7 @@ def test_qwen3_under_tensor_parallelism_is_qwen3():
 def two_ranks_per_node(report):
     import os
 
-    from torchtitan_magi.titan.v02.runtime import MagiRuntime
+    from torchtitan_magi.training.runtime import MagiRuntime
 
     os.environ["LOCAL_WORLD_SIZE"] = "2"  # as torchrun says on each of two machines
     plan = MagiRuntime.plan_ahead
@@ -138,7 +138,7 @@ def test_rows_that_cross_to_a_node_once_train_alike():
 def one_document_per_batch(report):
     import numpy as np
 
-    from torchtitan_magi.titan.v02.runtime import MagiRuntime
+    from torchtitan_magi.training.runtime import MagiRuntime
 
     plan = MagiRuntime.plan_ahead
 
@@ -151,7 +151,7 @@ def one_document_per_batch(report):
 
 
 def report_stages_of_one_document(report):
-    from torchtitan_magi.titan.v02.runtime import MagiRuntime
+    from torchtitan_magi.training.runtime import MagiRuntime
 
     one_document_per_batch(report)
     plan = MagiRuntime.plan_ahead

@@ -26,11 +26,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from torchtitan_magi.attention import attention_backward_op, attention_op, make_handle
 from torchtitan_magi.backends import StageInputs, choose_block_attn
 from torchtitan_magi.bound_plan import bind_slices
-from torchtitan_magi.exchange.in_flight import Arrival
+from torchtitan_magi.exchange import peer_memory
+from torchtitan_magi.exchange.in_flight import Arrival, Places
 from torchtitan_magi.exchange.mesh import process_group_transport
 from torchtitan_magi.masks.slices import AttnSlices, block_causal, sliding_window, varlen_causal, varlen_full
 from torchtitan_magi.planning.plan import Exchange, make_plan
@@ -226,7 +228,8 @@ def measure_memory() -> float:
     return 2 * len(source) / seconds_of(lambda: target.copy_(source))
 
 
-ROW_BYTES = 4096
+HEAD_SHAPE = 8, 128
+ROW_BYTES = 4096  # of K and V in 16 bits
 
 
 class EvenExchange:
@@ -239,15 +242,26 @@ class EvenExchange:
         pairs = [(a, b, 0, rows, 0, rows) for a in range(size) for b in range(size) if a != b]
         hops = np.array(pairs) if len(partners) == size - 1 else None
         self.exchange = Exchange(rank, np.arange(rows * len(partners)), splits, splits, hops, (NONE, ALL))
-        self.shape = (rows * len(partners), ROW_BYTES)
-        self.received = torch.empty(self.shape, dtype=torch.uint8, device="cuda")
+        shape = rows * len(partners), 2, *HEAD_SHAPE
+        self.received = torch.empty(shape, dtype=torch.bfloat16, device="cuda")
         self.transport = process_group_transport(dist.group.WORLD)
+        self.mover = choose_block_attn("ffa", self.received.device).row_mover()
 
-    def start(self, pack: Callable[[torch.Tensor], object] = lambda sent: None) -> Arrival:
-        device = self.received.device
-        sent = self.transport.send_buffer(self.shape, torch.uint8, device, self.exchange, back=False)
-        pack(sent)
-        return self.transport.all_to_all(self.received, sent, self.exchange, back=False)
+    def start(self, k: Tensor | None = None, v: Tensor | None = None, rows: Tensor | None = None) -> Arrival:
+        """Starts the exchange; packs `rows` of k and v for it, if given."""
+        found = self.transport.places((2, *HEAD_SHAPE), torch.bfloat16, self.exchange, back=False)
+        if found is None:
+            sent = torch.empty_like(self.received)
+            if k is not None:
+                self.mover.gather(k, v, [rows], sent)
+            return self.transport.all_to_all(self.received, sent, self.exchange, back=False)
+        places, _, arrival = found
+        if k is None:  # nothing is packed: only counted, so that the peers fetch
+            k = v = self.received[:1, 0]
+            places, rows = Places([], [], 0, places.flags), torch.empty(0, dtype=torch.int32, device="cuda")
+        self.mover.gather(k, v, [rows], places)
+        arrival.begin()
+        return arrival
 
     def run(self) -> None:
         self.start().wait()
@@ -278,15 +292,9 @@ def measure_stage(link: Link, partners: Sequence[int]) -> float:
     """Seconds of a stage with hardly any rows beyond the latency: packing them, starting the exchange."""
     rows = torch.arange(8 * len(partners), device="cuda", dtype=torch.int32)
     k, v = (torch.randn(8192, 8, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    exchange, mover = EvenExchange(ROW_BYTES * len(rows), partners), choose_block_attn("ffa", rows.device).row_mover()
-
-    def pack(sent: torch.Tensor) -> None:
-        mover.gather(k, v, [rows], sent)
-
-    def stage() -> None:
-        exchange.start(pack).wait()
-
-    return max(0.0, seconds_of(stage) - link.latency)
+    exchange = EvenExchange(ROW_BYTES * len(rows), partners)
+    stage = seconds_of(lambda: exchange.start(k, v, rows).wait())
+    return max(0.0, stage - link.latency)
 
 
 def measure() -> CostModel:
@@ -323,6 +331,7 @@ def main() -> None:
             "calibrate measures communication; start it by torchrun --nproc-per-node GPUS -m torchtitan_magi.calibrate"
         )
     start_rank()
+    peer_memory.WRITTEN_BYTES = 0  # copy engines fetch, whatever the size
     model = measure()
     if dist.get_rank() == 0:
         sizes = {"gpus": dist.get_world_size(), "gpus_per_node": int(os.environ["LOCAL_WORLD_SIZE"])}

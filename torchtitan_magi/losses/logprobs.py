@@ -1,19 +1,20 @@
 """Log-probabilities of target tokens straight from hidden states, without ever holding all logits.
 
-Shape suffixes: T tokens, D width of the model, V vocabulary (under tensor parallelism this rank's share), C tokens of a
+Shape suffixes: T tokens, D width of the model, V vocabulary (this rank's, under tensor parallelism), C tokens per
 chunk.
 """
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-IGNORE_INDEX = -100
-CHUNK_LOGITS = 2**28  # of a chunk: 1 GiB in float32, about three times that while they are worked on
+from torchtitan_magi.losses import IGNORE_INDEX
+
+CHUNK_LOGITS = 2**28  # logits per chunk: 1 GiB in float32, about three times that while they are worked on
 
 
 def token_logprobs(
@@ -32,19 +33,20 @@ def token_logprobs(
 
     Args:
         hidden_TD: what the output layer gets. Under ``group`` the same on all its ranks.
-        weight_VD: of the output layer. Under ``group`` this rank's rows: rank r of n holds the tokens [r V, (r + 1) V)
-            of a vocabulary of n V. The logits are not gathered; the gradient of hidden is this rank's addend.
+        weight_VD: the output layer's weight. Under ``group`` this rank's rows: rank r of n holds the tokens
+            [r V, (r + 1) V) of a vocabulary of n V. The logits are not gathered; the gradient of hidden is this rank's
+            addend.
         targets_T: int64; IGNORE_INDEX where there is none.
         group: ranks that share the vocabulary.
-        chunk: tokens of a chunk; by default as many as CHUNK_LOGITS allows.
-        compiled: what is done with the logits by torch.compile, so that they are read and written once.
+        chunk: tokens per chunk; by default as many as CHUNK_LOGITS allows.
+        compiled: whether torch.compile fuses what is done with the logits, so that they are read and written once.
 
     Returns:
         float32 [T] (float64 for float64 inputs), 0 where there is no target.
     """
     hidden_TD, weight_VD = _as_autocast_wants(hidden_TD, weight_VD)
-    chunk = chunk or max(1, CHUNK_LOGITS // len(weight_VD))
-    return _TokenLogprobs.apply(hidden_TD, weight_VD, targets_T, group, chunk, compiled)
+    options = _Options(group, chunk or max(1, CHUNK_LOGITS // len(weight_VD)), compiled)
+    return _TokenLogprobs.apply(hidden_TD, weight_VD, targets_T, options)
 
 
 def summed_logprobs(
@@ -66,72 +68,62 @@ def summed_logprobs(
         0-d, float32 (float64 for float64 inputs).
     """
     hidden_TD, weight_VD = _as_autocast_wants(hidden_TD, weight_VD)
-    chunk = chunk or max(1, CHUNK_LOGITS // len(weight_VD))
+    options = _Options(group, chunk or max(1, CHUNK_LOGITS // len(weight_VD)), compiled)
     if not torch.is_grad_enabled():
         hidden_TD, weight_VD = hidden_TD.detach(), weight_VD.detach()
-    return _SummedLogprobs.apply(hidden_TD, weight_VD, targets_T, scale_T, group, chunk, compiled)
+    return _SummedLogprobs.apply(hidden_TD, weight_VD, targets_T, scale_T, options)
+
+
+class _Options(NamedTuple):
+    """As for ``token_logprobs``."""
+
+    group: dist.ProcessGroup | None
+    chunk: int
+    compiled: bool
 
 
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        hidden_TD: Tensor,
-        weight_VD: Tensor,
-        targets_T: Tensor,
-        group: dist.ProcessGroup | None,
-        chunk: int,
-        compiled: bool,
-    ) -> Tensor:
+    def forward(ctx: Any, hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, options: _Options) -> Tensor:
         has_target_T = targets_T != IGNORE_INDEX
-        row_T = _rows(targets_T, len(weight_VD), group)
-        statistics = _maybe_compiled(_statistics, compiled)
-        parts = [
-            statistics(hidden_CD @ weight_VD.T, row_C)
-            for hidden_CD, row_C in zip(hidden_TD.split(chunk), row_T.split(chunk), strict=True)
-        ]
-        lse_T, picked_T = _over_ranks(torch.cat([lse for lse, _ in parts]), torch.cat([at for _, at in parts]), group)
+        row_T = _rows(targets_T, len(weight_VD), options.group)
+        statistics = _maybe_compiled(_statistics, options.compiled)
+        chunks = zip(hidden_TD.split(options.chunk), row_T.split(options.chunk), strict=True)
+        found = [statistics(hidden_CD @ weight_VD.T, row_C) for hidden_CD, row_C in chunks]
+        lse, picked = zip(*found, strict=True)
+        lse_T, picked_T = _over_ranks(torch.cat(lse), torch.cat(picked), options.group)
         ctx.save_for_backward(hidden_TD, weight_VD, row_T, has_target_T, lse_T)
-        ctx.chunk, ctx.compiled = chunk, compiled
+        ctx.options = options
         return torch.where(has_target_T, picked_T - lse_T, 0)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         hidden_TD, weight_VD, row_T, has_target_T, lse_T = ctx.saved_tensors
-        sums = _GradientSums(hidden_TD, weight_VD, lse_T.dtype, ctx.needs_input_grad, ctx.compiled)
+        sums = _GradientSums(hidden_TD, weight_VD, lse_T.dtype, ctx.needs_input_grad, ctx.options.compiled)
         grad_T = gradients[0] * has_target_T
-        for start in range(0, len(hidden_TD), ctx.chunk):
-            at = slice(start, start + ctx.chunk)
+        for at in _slices(len(hidden_TD), ctx.options.chunk):
             sums.add(at, hidden_TD[at] @ weight_VD.T, lse_T[at], row_T[at], grad_T[at])
         rounded = (None if x is None else x.to(hidden_TD.dtype) for x in sums.sums)
-        return *rounded, None, None, None, None
+        return *rounded, None, None
 
 
 class _SummedLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden_TD: Tensor,
-        weight_VD: Tensor,
-        targets_T: Tensor,
-        scale_T: Tensor | None,
-        group: dist.ProcessGroup | None,
-        chunk: int,
-        compiled: bool,
+        ctx: Any, hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, scale_T: Tensor | None, options: _Options
     ) -> Tensor:
         dtype = torch.promote_types(hidden_TD.dtype, torch.float32)
         grad_T = (targets_T != IGNORE_INDEX).to(dtype)
         if scale_T is not None:
             grad_T *= scale_T
-        row_T = _rows(targets_T, len(weight_VD), group)
-        statistics = _maybe_compiled(_statistics, compiled)
-        sums = _GradientSums(hidden_TD, weight_VD, dtype, ctx.needs_input_grad, compiled)
+        row_T = _rows(targets_T, len(weight_VD), options.group)
+        statistics = _maybe_compiled(_statistics, options.compiled)
+        sums = _GradientSums(hidden_TD, weight_VD, dtype, ctx.needs_input_grad, options.compiled)
         total = grad_T.new_zeros(())
-        for start in range(0, len(hidden_TD), chunk):
-            at = slice(start, start + chunk)
+        for at in _slices(len(hidden_TD), options.chunk):
             logits_CV = hidden_TD[at] @ weight_VD.T
             lse_C, picked_C = statistics(logits_CV, row_T[at])
-            lse_C, picked_C = _over_ranks(lse_C, picked_C, group)
+            lse_C, picked_C = _over_ranks(lse_C, picked_C, options.group)
             total += (grad_T[at] * (picked_C - lse_C)).sum()
             sums.add(at, logits_CV, lse_C, row_T[at], grad_T[at])
         ctx.save_for_backward(*sums.sums)
@@ -141,7 +133,7 @@ class _SummedLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         scaled = (None if x is None else (x * gradients[0]).to(ctx.dtype) for x in ctx.saved_tensors)
-        return *scaled, None, None, None, None, None
+        return *scaled, None, None, None
 
 
 class _GradientSums:
@@ -156,7 +148,7 @@ class _GradientSums:
         self.grad_logits = _maybe_compiled(_grad_logits, compiled)
 
     def add(self, at: slice, logits_CV: Tensor, lse_C: Tensor, row_C: Tensor, grad_C: Tensor) -> None:
-        """Adds what the tokens ``at`` contribute. grad_C: of the log-probabilities, 0 where there is no target."""
+        """Adds what the tokens ``at`` contribute. grad_C: the gradient of the log-probabilities, 0 without a target."""
         if self.grad_hidden_TD is None and self.grad_weight_VD is None:
             return
         grad_logits_CV = self.grad_logits(logits_CV, lse_C, row_C, grad_C)
@@ -167,8 +159,12 @@ class _GradientSums:
 
     @property
     def sums(self) -> tuple[Tensor | None, Tensor | None]:
-        """Of hidden in its dtype, of the weight in float32 or wider."""
+        """The gradient of hidden in its dtype, that of the weight in float32 or wider; None where it is not needed."""
         return self.grad_hidden_TD, self.grad_weight_VD
+
+
+def _slices(length: int, chunk: int) -> list[slice]:
+    return [slice(start, start + chunk) for start in range(0, length, chunk)]
 
 
 def _as_autocast_wants(hidden_TD: Tensor, weight_VD: Tensor) -> tuple[Tensor, Tensor]:
@@ -205,7 +201,7 @@ def _rows(targets_T: Tensor, rows: int, group: dist.ProcessGroup | None) -> Tens
 
 
 def _over_ranks(lse_T: Tensor, picked_T: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
-    """logsumexp over all ranks' shares of the vocabulary, and the logit of the rank that has the target."""
+    """logsumexp over the whole vocabulary, and the logit of the rank that has the target."""
     if group is None or not len(lse_T):
         return lse_T, picked_T
     largest_T = lse_T.clone()

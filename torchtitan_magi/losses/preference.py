@@ -65,7 +65,7 @@ def branch_sums(logprobs: Tensor, branch: Tensor, num_pairs: int, group: dist.Pr
     Losses take differences of these sums, of which float32 would leave few digits for long answers.
 
     Args:
-        logprobs: float32 [T], this rank's tokens. branch: integers [T], see ``token_weights.branches``.
+        logprobs: float32 [T], this rank's tokens. branch: integers [T], see ``boundaries.branches``.
         group: ranks that share the tokens. All get the sums of all; the gradient of each goes to its own tokens only,
             so that every rank may compute the whole loss.
     """

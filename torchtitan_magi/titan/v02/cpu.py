@@ -12,13 +12,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-_BINDS_DEVICE_AT_IMPORT = (
-    "tools.utils",
-    "distributed.utils",
-    "distributed.parallel_dims",
-    "components.metrics",
-    "tools.profiling",
-)
+# modules of torchtitan that keep the type of device from their import on
+_USE_DEVICE = ("tools.utils", "distributed.utils", "distributed.parallel_dims", "components.metrics", "tools.profiling")
 
 
 def on_cpu() -> bool:
@@ -28,7 +23,7 @@ def on_cpu() -> bool:
 
 def run_on_cpu() -> None:
     """Makes torchtitan use the CPU. Call it before the Trainer is built."""
-    modules = {name: importlib.import_module(f"torchtitan.{name}") for name in _BINDS_DEVICE_AT_IMPORT}
+    modules = {name: importlib.import_module(f"torchtitan.{name}") for name in _USE_DEVICE}
     for module in modules.values():
         for name, value in (("device_type", "cpu"), ("device_module", torch.cpu)):
             if hasattr(module, name):

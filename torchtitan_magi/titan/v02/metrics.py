@@ -1,62 +1,22 @@
 """The numbers torchtitan shows, made right for packed documents and for context parallelism."""
 
-from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools.logging import logger
 
-from torchtitan_magi.titan.v02.runtime import WorkCount
+from torchtitan_magi.training.objectives import LossRecord
+from torchtitan_magi.training.runtime import WorkCount
 
 NOTICEABLE = 0.1  # seconds that the steps between two lines of the log may wait for plans
 
-LossFunction = Callable[[Tensor, Tensor], Tensor]
-
-
-class LossRecord:
-    """The loss sums and what they are sums over (valid labels, documents or pairs), of the last step's microbatches.
-
-    Both are this rank's share: they add up over the context-parallel ranks.
-
-    Args:
-        num_microbatches: of a step on this rank.
-    """
-
-    def __init__(self, num_microbatches: int) -> None:
-        self.microbatches: deque[tuple[Tensor, Tensor | float]] = deque(maxlen=num_microbatches)
-
-    def add(self, loss_sum: Tensor, count: Tensor | float) -> None:
-        """The share of one microbatch."""
-        self.microbatches.append((loss_sum.detach(), count))
-
-    def record(self, loss_fn: LossFunction) -> LossFunction:
-        """loss_fn, which sums over tokens, with each training call recorded."""
-
-        def recorded(pred: Tensor, labels: Tensor) -> Tensor:
-            loss_sum = loss_fn(pred, labels)
-            if torch.is_grad_enabled():
-                self.add(loss_sum, (labels != IGNORE_INDEX).sum())
-            return loss_sum
-
-        return recorded
-
-    def sum_and_count(self) -> Tensor:
-        """float32 [2]: summed loss and count of the last step."""
-        loss = sum(loss.full_tensor() if isinstance(loss, DTensor) else loss for loss, _ in self.microbatches)
-        assert isinstance(loss, Tensor)
-        count = torch.as_tensor(sum(count for _, count in self.microbatches), device=loss.device)
-        return torch.stack([loss.float(), count.float()])
-
 
 class MagiMetricsProcessor(MetricsProcessor):
-    """torchtitan's, with three of its numbers corrected.
+    """torchtitan's MetricsProcessor with three numbers corrected.
 
     - MFU and TFLOP/s count the attention that the packed documents need, 12 * D * Hq operations per layer and
       (query, key) pair, forward and backward; torchtitan counts a dense pack.
@@ -64,7 +24,7 @@ class MagiMetricsProcessor(MetricsProcessor):
     - global_max_loss is the largest mean loss of a data-parallel rank, also when its tokens are on several ranks and
       some of these have no label.
 
-    It also logs what ``objective_metrics`` returns, which a Trainer may set.
+    It also logs what ``objective_metrics`` returns; a Trainer may set it.
     """
 
     num_flops_per_token: float  # set by the Trainer, without attention: see spec._without_guard
@@ -77,12 +37,7 @@ class MagiMetricsProcessor(MetricsProcessor):
         self.said_waiting = False
 
     def log(
-        self,
-        step: int,
-        global_avg_loss: float,
-        global_max_loss: float,
-        grad_norm: float,
-        extra_metrics: dict[str, Any] | None = None,
+        self, step: int, global_avg_loss: float, global_max_loss: float, grad_norm: float, extra_metrics: Any = None
     ) -> None:
         extra_metrics = dict(extra_metrics or {})
         if "n_tokens_seen" in extra_metrics:
@@ -103,13 +58,13 @@ class MagiMetricsProcessor(MetricsProcessor):
         self._print("validate step", step, extra_metrics or {})
 
     def _print(self, what: str, step: int, metrics: dict[str, float]) -> None:
-        """A line for what torchtitan's own does not show."""
+        """Logs a line of metrics that torchtitan's own line does not show."""
         if metrics:
             named = (f"{name.split('/')[-1]}: {value:.4f}" for name, value in metrics.items())
             logger.info(f"{what}: {step:2}  {'  '.join(named)}")
 
     def _report_waiting(self, step: int, seconds: float) -> None:
-        """Says once that plans are there in time, and again whenever they are not. The first step has to wait."""
+        """Logs the time waited for plans: once, and again whenever it is noticeable. The first step always waits."""
         if self.last_logged is not None and (not self.said_waiting or seconds > NOTICEABLE):
             first = self.last_logged + 1
             steps = f"Step {step}" if first == step else f"Steps {first} to {step} together"

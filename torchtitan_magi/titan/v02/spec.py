@@ -1,34 +1,30 @@
-"""torchtitan's train specs with varlen context parallelism, and the hooks that its Trainer calls by name."""
+"""torchtitan's train specs with varlen context parallelism."""
 
-import functools
-import importlib
 import os
 from collections.abc import Mapping
-from dataclasses import replace
-from datetime import timedelta
+from dataclasses import MISSING, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.config import TORCH_DTYPE_MAP
-from torchtitan.distributed import context_parallel
-from torchtitan.distributed import utils as dist_utils
 from torchtitan.models import _supported_models
 from torchtitan.protocols.train_spec import TrainSpec, get_train_spec, register_train_spec
 from torchtitan.tools import utils
 
 from torchtitan_magi.backends import choose_block_attn
-from torchtitan_magi.exchange.mesh import process_group_transport
 from torchtitan_magi.planning.stages import Heads
-from torchtitan_magi.titan.v02.ahead import PlannedLoader
+from torchtitan_magi.titan.v02 import hooks
 from torchtitan_magi.titan.v02.cpu import allow_gloo_gradients, on_cpu, run_on_cpu
-from torchtitan_magi.titan.v02.data import build_dataloader, save_at_the_end_of_data
+from torchtitan_magi.titan.v02.data import build_dataloader, build_validation_dataloader
 from torchtitan_magi.titan.v02.job_config import OUR_DATASETS, check_job_config, without_context_parallel
-from torchtitan_magi.titan.v02.metrics import LossRecord, MagiMetricsProcessor
-from torchtitan_magi.titan.v02.runtime import MagiRuntime, PlanMetadata, WorkCount, check_tokens
-from torchtitan_magi.titan.v02.validate import MagiValidator
-from torchtitan_magi.titan.v02.wrapper import VarlenAttentionWrapper, op_to_save
+from torchtitan_magi.titan.v02.metadata import PlanMetadata, attention_metadata
+from torchtitan_magi.titan.v02.metrics import MagiMetricsProcessor
+from torchtitan_magi.titan.v02.validator import MagiValidator
+from torchtitan_magi.titan.v02.wrapper import VarlenAttentionWrapper
+from torchtitan_magi.training.objectives import LossRecord
+from torchtitan_magi.training.planned_loader import PlannedLoader
+from torchtitan_magi.training.runtime import MagiRuntime, WorkCount, check_tokens
 
 MODELS = ("llama3", "qwen3")
 # A rank whose collective timed out waits four times this long, for itself and others to write torchtitan's flight
@@ -41,15 +37,8 @@ def register() -> None:
     if on_cpu():
         run_on_cpu()
     os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", str(DUMP_MILLISECONDS))
-    context_parallel.cp_shard = _cp_shard(context_parallel.cp_shard)
-    dist_utils.set_pg_timeouts = _set_pg_timeouts(dist_utils.set_pg_timeouts)
-    CheckpointManager.save = save_at_the_end_of_data(CheckpointManager.save)
+    hooks.install()
     for name in MODELS:
-        parallelize: Any = importlib.import_module(f"torchtitan.models.{name}.infra.parallelize")
-        parallelize._op_sac_save_list.add(op_to_save())
-        parallelize.apply_cp_to_attention_module = _apply_cp(parallelize.apply_cp_to_attention_module)
-        if hasattr(parallelize, "apply_non_moe_tp"):
-            parallelize.apply_non_moe_tp = _apply_tp(parallelize.apply_non_moe_tp)
         register_train_spec(name, MagiSpec(get_train_spec(name)).train_spec())
     for name in _supported_models - set(MODELS):
         register_train_spec(name, _unsupported(name))
@@ -92,13 +81,12 @@ class MagiSpec:
         check_job_config(job_config, attn_types, self.has_objectives)
         choose_block_attn(job_config.magi.backend, torch.device(utils.device_type))  # or say now why not
         self.vocab_size = self.model_args[job_config.model.flavor].vocab_size
-        assert self.stock.build_tokenizer_fn is not None
         return self.stock.build_tokenizer_fn(job_config)
 
     def build_dataloader(self, dp_world_size: int, dp_rank: int, tokenizer: Any, job_config: Any) -> Any:
         section = job_config.training
         if section.dataset in OUR_DATASETS:
-            loader = build_dataloader(section, section.seq_len, dp_world_size, dp_rank, tokenizer, job_config, True)
+            loader = build_dataloader(section, dp_world_size, dp_rank, tokenizer, job_config, True)
         else:
             loader = self.stock.build_dataloader_fn(
                 dp_world_size=dp_world_size, dp_rank=dp_rank, tokenizer=tokenizer, job_config=job_config
@@ -115,10 +103,11 @@ class MagiSpec:
 
         return PlannedLoader(loader, plan, self.count.wait)
 
-    def build_validator(self, tokenizer: Any, **kwargs: Any) -> MagiValidator:
-        validator = MagiValidator(tokenizer=tokenizer, **kwargs)
-        validator.validation_dataloader = self.planned(validator.validation_dataloader, tokenizer)
-        return validator
+    def build_validator(
+        self, job_config: Any, dp_world_size: int, dp_rank: int, tokenizer: Any, **attributes: Any
+    ) -> MagiValidator:
+        loader = build_validation_dataloader(dp_world_size, dp_rank, tokenizer, job_config)
+        return MagiValidator(job_config, self.planned(loader, tokenizer), tokenizer=tokenizer, **attributes)
 
     def build_metrics_processor(self, job_config: Any, parallel_dims: Any, model_args: Any) -> MagiMetricsProcessor:
         training = job_config.training
@@ -139,13 +128,13 @@ class MagiSpec:
                 f"parallelism.tensor_parallel_degree is {tp}, but the model has {num_heads_q} query heads and "
                 f"{num_heads_kv} K/V heads; use a degree that divides both"
             )
+        cp_mesh = parallel_dims.get_optional_mesh("cp")
+        index = utils.device_module.current_device() if utils.device_type != "cpu" else None
         runtime = MagiRuntime(
             job_config.magi,
-            parallel_dims.get_optional_mesh("cp"),
+            None if cp_mesh is None else cp_mesh.get_group(),
             Heads(num_heads_q // tp, num_heads_kv // tp, head_dim),
-            torch.device(
-                utils.device_type, utils.device_module.current_device() if utils.device_type != "cpu" else None
-            ),
+            torch.device(utils.device_type, index),
             self.count,
         )
         runtime.block_attn.check(head_dim, _attention_dtype(parallel_dims, job_config.training))
@@ -208,57 +197,11 @@ def _with_plan_metadata(stock: Any) -> Any:
     def get_attention_masks(
         self: Any, input_batch: Tensor, tokenizer: Any, extra_inputs: dict[str, Any] | None = None
     ) -> PlanMetadata:
-        return self.magi.attention_metadata(input_batch, tokenizer.eos_id, {} if extra_inputs is None else extra_inputs)
+        return attention_metadata(
+            self.magi, input_batch, tokenizer.eos_id, {} if extra_inputs is None else extra_inputs
+        )
 
     return type(stock.__name__, (stock,), {"get_attention_masks": get_attention_masks})
-
-
-def _apply_cp(stock: Any) -> Any:
-    """apply_cp_to_attention_module that leaves varlen attention alone: our module is context-parallel by itself."""
-
-    @functools.wraps(stock)
-    def apply_cp_to_attention_module(attention_modules: Any, cp_mesh: Any, attention_type: str) -> None:
-        if attention_type != "varlen":
-            stock(attention_modules, cp_mesh, attention_type)
-
-    return apply_cp_to_attention_module
-
-
-def _apply_tp(stock: Any) -> Any:
-    """qwen3's tensor parallelism, which expects positions only under context parallelism; ours come always."""
-
-    @functools.wraps(stock)
-    def apply_non_moe_tp(*args: Any, **kwargs: Any) -> None:
-        stock(*args, **{**kwargs, "cp_enabled": True})
-
-    return apply_non_moe_tp
-
-
-def _cp_shard(stock: Any) -> Any:
-    """cp_shard that gives each rank the tokens of the microbatch's plan. Anything else goes to torchtitan's own."""
-
-    @functools.wraps(stock)
-    def cp_shard(cp_mesh: Any, inputs: tuple[Tensor, ...], attention_masks: Any, *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(attention_masks, PlanMetadata):
-            return stock(cp_mesh, inputs, attention_masks, *args, **kwargs)
-        tokens, labels, positions = inputs
-        if attention_masks.positions is not None:
-            positions = attention_masks.positions
-        return tuple(attention_masks.take(x) for x in (tokens, labels, positions)), attention_masks
-
-    return cp_shard
-
-
-def _set_pg_timeouts(stock: Any) -> Any:
-    """set_pg_timeouts that knows the communicators of our own, too."""
-
-    @functools.wraps(stock)
-    def set_pg_timeouts(timeout: timedelta, parallel_dims: Any) -> None:
-        stock(timeout, parallel_dims)
-        if parallel_dims.cp_enabled:
-            process_group_transport(parallel_dims.get_mesh("cp").get_group()).set_timeout(timeout)
-
-    return set_pg_timeouts
 
 
 def _unsupported(name: str) -> Any:
@@ -267,6 +210,5 @@ def _unsupported(name: str) -> Any:
     def refuse(job_config: Any) -> Any:
         raise ValueError(f"model.name is {name!r}, which has no varlen attention; use one of {', '.join(MODELS)}")
 
-    fields = {"model_cls", "model_args", "parallelize_fn", "pipelining_fn", "build_optimizers_fn"}
-    fields |= {"build_lr_schedulers_fn", "build_dataloader_fn", "build_loss_fn"}
-    return TrainSpec(**dict.fromkeys(fields), build_tokenizer_fn=refuse)  # type: ignore[arg-type]
+    required = [field.name for field in fields(TrainSpec) if field.default is MISSING]
+    return TrainSpec(**dict.fromkeys(required) | {"build_tokenizer_fn": refuse})

@@ -10,16 +10,15 @@ import torchtitan.train
 from torch import Tensor
 from torchtitan.train import Trainer
 
-from torchtitan_magi.titan.v02.dpo import DPO
 from torchtitan_magi.titan.v02.job_config import DPO_DATASET
-from torchtitan_magi.titan.v02.logprob_model import LogprobModel
+from torchtitan_magi.titan.v02.metadata import local_batches
 from torchtitan_magi.titan.v02.metrics import MagiMetricsProcessor
-from torchtitan_magi.titan.v02.objective import SFT, Objective
-from torchtitan_magi.titan.v02.reference_file import ReferenceFile
-from torchtitan_magi.titan.v02.reference_model import ReferenceModel
+from torchtitan_magi.titan.v02.references import ReferenceModel, reference_file
 from torchtitan_magi.titan.v02.spec import MagiSpec
-
-Batch = tuple[dict[str, Any], Tensor]
+from torchtitan_magi.training.dpo import DPO, PairReader
+from torchtitan_magi.training.logprob_model import LogprobModel
+from torchtitan_magi.training.objectives import SFT, Objective
+from torchtitan_magi.training.planned_loader import Batch
 
 
 class MagiTrainer(Trainer):
@@ -29,7 +28,7 @@ class MagiTrainer(Trainer):
 
     def __init__(self, job_config: Any) -> None:
         MagiSpec.has_objectives = True
-        # Our log-probabilities share the vocabulary among TP ranks by themselves.
+        # Our log-probabilities split the vocabulary over the TP ranks by themselves.
         parallelism = replace(job_config.parallelism, disable_loss_parallel=True)
         super().__init__(replace(job_config, parallelism=parallelism))
         dims = self.parallel_dims
@@ -47,9 +46,15 @@ class MagiTrainer(Trainer):
     def _make_objective(self, section: Any) -> Objective:
         magi = self.job_config.magi
         if section.dataset != DPO_DATASET:
-            return SFT(self.model, self.parallel_dims, magi.loss_per)
-        reference = ReferenceFile(self, section) if magi.dpo.reference == "file" else self.reference_model
-        return DPO(self.model, self.parallel_dims, magi.dpo, reference)
+            return SFT(self.model, magi.loss_per)
+        reader = PairReader(self._group("cp"))
+        reference = reference_file(self, section, reader) if magi.dpo.reference == "file" else self.reference_model
+        return DPO(self.model, magi.dpo, reference, reader, self._group("batch"))
+
+    def _group(self, name: str) -> dist.ProcessGroup | None:
+        """The group of a mesh axis; None where it has a single rank."""
+        mesh = self.parallel_dims.get_optional_mesh(name)
+        return None if mesh is None else mesh.get_group()
 
     def batch_generator(self, data_iterable: Iterable[Batch]) -> Iterator[Batch]:
         """torchtitan calls this once, between loading the checkpoint and the first step."""
@@ -73,11 +78,11 @@ class MagiTrainer(Trainer):
     def forward_backward_step(
         self, *, input_dict: dict[str, Any], labels: Tensor, global_valid_tokens: Tensor | float
     ) -> Tensor:
-        """The microbatch's share of the step's mean loss, such that the shares of all ranks add up to it."""
+        """This rank's addend to the step's mean loss, detached: it is the sum over all ranks and microbatches."""
         num_items = input_dict.pop("num_items")
         with self.train_context():
             with self.maybe_enable_amp:
-                loss_sum = self.objective.loss(input_dict, labels, self.post_dataloading_process)
+                loss_sum = self.objective.loss(input_dict, labels, local_batches(self.post_dataloading_process))
                 loss = loss_sum / self.num_items
             (loss * self.gradient_factor).backward()
         copies = self.objective.copies
@@ -85,7 +90,7 @@ class MagiTrainer(Trainer):
         return loss.detach() / copies
 
     def state_dict(self) -> dict[str, Any]:
-        """Tokens of all data-parallel ranks, of which another run may have more or fewer."""
+        """ntokens_seen counts the tokens of all data-parallel ranks, as a resumed run may have more or fewer ranks."""
         state = super().state_dict()
         return state | {"ntokens_seen": state["ntokens_seen"] * self._num_batches} | self.objective.state_dict()
 
@@ -96,7 +101,7 @@ class MagiTrainer(Trainer):
 
     @property
     def _num_batches(self) -> int:
-        """That data-parallel ranks read at a time."""
+        """The number of batches that the data-parallel ranks read at a time."""
         return self.parallel_dims.dp_replicate * self.parallel_dims.dp_shard
 
     def _objectives(self) -> list[Objective]:

@@ -1,12 +1,11 @@
 """The attention module of a layer, in torchtitan's shapes."""
 
-import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torchtitan.models import attention as titan_attention
 
-from torchtitan_magi.attention import attend, attention_op
-from torchtitan_magi.titan.v02.runtime import PlanMetadata
+from torchtitan_magi.attention import attend
+from torchtitan_magi.titan.v02.metadata import PlanMetadata
 
 
 class VarlenAttentionWrapper(titan_attention.VarlenAttentionWrapper):
@@ -25,7 +24,7 @@ class VarlenAttentionWrapper(titan_attention.VarlenAttentionWrapper):
         Args:
             xq: [b, Hq, s, D]. xk, xv: [b, H, s, D]. Tensors, or DTensors that tensor parallelism shards by heads.
             attention_masks: the microbatch's ``PlanMetadata``.
-            scale: of the scores; default D ** -0.5.
+            scale: the scores' factor; default D ** -0.5.
 
         Returns:
             [b * s, Hq, D]; a DTensor if xq is one.
@@ -40,8 +39,3 @@ class VarlenAttentionWrapper(titan_attention.VarlenAttentionWrapper):
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         out, _ = attend(q, k, v, attention_masks.handle, scale)
         return out if mesh is None else DTensor.from_local(out, mesh, placements, run_check=False)
-
-
-def op_to_save() -> torch._ops.OpOverload:
-    """The op whose results selective activation checkpointing keeps instead of redoing attention and communication."""
-    return attention_op

@@ -7,29 +7,26 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from torch import Tensor
-from torchtitan.components.dataloader import BaseDataLoader
 
-Batch = tuple[dict[str, Any], Tensor]
+Batch = tuple[dict[str, Any], Tensor]  # inputs, labels
 
 BATCHES_AHEAD = 2
 
 
-class PlannedLoader(BaseDataLoader):
+class PlannedLoader:
     """A data loader whose batches come with their plan.
 
     Its state is that of the batches given out, not of those loaded ahead.
 
     Args:
-        loader: torchtitan's or ours; ``state_dict`` may be called after each of its batches.
+        loader: an iterable of batches with ``state_dict`` and ``load_state_dict``; the former may be called after each
+            batch.
         plan: inputs and labels of a batch -> the inputs with what planning adds; called in the thread.
         waited: called with the seconds that the consumer waited for each batch's plan.
     """
 
     def __init__(
-        self,
-        loader: BaseDataLoader,
-        plan: Callable[[dict[str, Any], Tensor], dict[str, Any]],
-        waited: Callable[[float], None],
+        self, loader: Any, plan: Callable[[dict[str, Any], Tensor], dict[str, Any]], waited: Callable[[float], None]
     ) -> None:
         self.loader, self.plan, self.waited = loader, plan, waited
         self.state: dict[str, Any] | None = None  # after the last batch given out; None: before the first

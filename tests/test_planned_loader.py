@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from torchtitan_magi.titan.v02.ahead import BATCHES_AHEAD, PlannedLoader
+from torchtitan_magi.training.planned_loader import BATCHES_AHEAD, PlannedLoader
 
 
 class Numbers:

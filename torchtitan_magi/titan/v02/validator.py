@@ -10,8 +10,8 @@ from torchtitan.components.validate import BaseValidator, Validator
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools import utils
 
-from torchtitan_magi.titan.v02.data import build_validation_dataloader
-from torchtitan_magi.titan.v02.objective import LogitsLoss, Objective
+from torchtitan_magi.titan.v02.metadata import local_batches
+from torchtitan_magi.training.objectives import LogitsLoss, Objective, to_device
 
 
 class MagiValidator(Validator):
@@ -23,24 +23,11 @@ class MagiValidator(Validator):
 
     objective: Objective | None = None
 
-    def __init__(
-        self,
-        job_config: Any,
-        dp_world_size: int,
-        dp_rank: int,
-        tokenizer: Any,
-        parallel_dims: Any,
-        loss_fn: Any,
-        validation_context: Any,
-        maybe_enable_amp: Any,
-        metrics_processor: Any,
-        **pipeline: Any,
-    ) -> None:
+    def __init__(self, job_config: Any, validation_dataloader: Any, **attributes: Any) -> None:
+        """attributes: kept by their names, as torchtitan's Validator does, which also builds a data loader."""
         BaseValidator.__init__(self, job_config)
-        self.tokenizer, self.parallel_dims, self.loss_fn = tokenizer, parallel_dims, loss_fn
-        self.validation_context, self.maybe_enable_amp = validation_context, maybe_enable_amp
-        self.metrics_processor = metrics_processor
-        self.validation_dataloader = build_validation_dataloader(dp_world_size, dp_rank, tokenizer, job_config)
+        self.validation_dataloader = validation_dataloader
+        self.__dict__.update(attributes)
 
     @torch.no_grad()
     def validate(self, model_parts: list[nn.Module], step: int) -> None:
@@ -48,7 +35,7 @@ class MagiValidator(Validator):
         (model,) = model_parts
         model.eval()
         objective = self.objective or LogitsLoss(model, self.loss_fn)
-        process = partial(self.post_dataloading_process, model_parts=model_parts)
+        process = local_batches(partial(self.post_dataloading_process, model_parts=model_parts))
         objective.start_step()
         steps = self.job_config.validation.steps
         loss_sum = torch.zeros((), device=utils.device_type)
@@ -57,7 +44,7 @@ class MagiValidator(Validator):
             self.metrics_processor.ntokens_since_last_log += labels.numel()
             num_items += objective.weigh(inputs, labels)
             with self.validation_context(), self.maybe_enable_amp:
-                loss = objective.loss(to_device(inputs), labels.to(utils.device_type), process)
+                loss = objective.loss(to_device(inputs, utils.device_type), labels.to(utils.device_type), process)
             loss = dist_utils.DTensor.full_tensor(loss) if isinstance(loss, dist_utils.DTensor) else loss
             loss_sum += loss / objective.copies
         dims = self.parallel_dims
@@ -68,11 +55,3 @@ class MagiValidator(Validator):
         metrics = {f"validation_metrics/{name.split('/')[-1]}": value for name, value in objective.metrics().items()}
         self.metrics_processor.log_validation(total_loss / max(total_items, 1), step, metrics)
         model.train()
-
-
-def to_device(inputs: dict[str, Any]) -> dict[str, Any]:
-    """The tensors of a batch on the device; the rest as it is."""
-    return {
-        name: value.to(utils.device_type) if isinstance(value, torch.Tensor) else value
-        for name, value in inputs.items()
-    }

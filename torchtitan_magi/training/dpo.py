@@ -1,44 +1,42 @@
 """Direct preference optimisation on packed pairs."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torchtitan.distributed import ParallelDims
 
+from torchtitan_magi.losses.boundaries import branches
 from torchtitan_magi.losses.preference import PREFERENCE_METRICS, branch_sums, preference_losses, preference_metrics
-from torchtitan_magi.losses.token_weights import branches
-from torchtitan_magi.titan.v02 import job_config
-from torchtitan_magi.titan.v02.logprob_model import LogprobModel
-from torchtitan_magi.titan.v02.objective import Objective, Process
+from torchtitan_magi.training.logprob_model import LogprobModel
+from torchtitan_magi.training.objectives import LocalBatch, Objective, Process, Resumable
+from torchtitan_magi.training.options import DPO as DPOOptions
+
+Group: TypeAlias = dist.ProcessGroup | None  # None: a single rank
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PairBatch:
-    """A microbatch of pairs, ready for a model."""
+    """This rank's tokens of a microbatch of pairs, ready for a model."""
 
-    tokens: Tensor  # int64 [b, s], this rank's
-    labels: Tensor  # int64 [b, s]
-    labelled: Tensor | None  # see LogprobModel
-    model_inputs: dict[str, Any]
-    branch: Tensor  # int32 [b, s], see token_weights.branches
+    local: LocalBatch
+    branch: Tensor  # int32 [b, s], see boundaries.branches
     pair_ids: Tensor  # int64 [n], the number of each pair's record
-    cp_group: dist.ProcessGroup | None
+    cp_group: Group
 
     def logprobs(self, model: LogprobModel) -> Tensor:
         """float64 [n, 2]: summed log-probabilities of chosen and rejected."""
-        logprobs = model(self.labels, self.tokens, self.labelled, **self.model_inputs)
+        batch = self.local
+        logprobs = model(batch.labels, batch.tokens, batch.labelled, **batch.model_inputs)
         return branch_sums(logprobs.flatten(), self.branch.flatten(), len(self.pair_ids), self.cp_group)
 
 
 class PairReader:
-    """Makes a ``PairBatch`` of what the loader gave."""
+    """Makes a ``PairBatch`` of what the loader gave. cp_group: the context-parallel ranks."""
 
-    def __init__(self, parallel_dims: ParallelDims) -> None:
-        cp_mesh = parallel_dims.get_optional_mesh("cp")
-        self.cp_group = None if cp_mesh is None else cp_mesh.get_group()
+    def __init__(self, cp_group: Group) -> None:
+        self.cp_group = cp_group
 
     def weigh(self, inputs: dict[str, Any], labels: Tensor) -> int:
         """The number of pairs; adds tensors that travel to the device with the others."""
@@ -48,30 +46,17 @@ class PairReader:
 
     def read(self, inputs: dict[str, Any], labels: Tensor, process: Process) -> PairBatch:
         """After ``weigh``, with the tensors on the device."""
-        branch, pair_ids, labelled = inputs.pop("branch"), inputs.pop("pair_ids"), inputs.pop("labelled", None)
-        tokens, labels, extra_inputs, masks = process(inputs, labels)
-        if self.cp_group is not None:
-            branch = masks["attention_masks"].take(branch)
-        return PairBatch(tokens, labels, labelled, extra_inputs | masks, branch, pair_ids, self.cp_group)
+        branch, pair_ids = inputs.pop("branch"), inputs.pop("pair_ids")
+        local = process(inputs, labels)
+        return PairBatch(local, local.take(branch), pair_ids, self.cp_group)
 
 
-class Reference:
-    """Where the log-probabilities of the reference come from."""
-
-    def prepare(self, step: int) -> None:
-        """Called once, with the policy's weights loaded, before the first step. step: as in ``Objective.prepare``."""
-        raise NotImplementedError
+class Reference(Resumable):
+    """Gives the log-probabilities of the reference, the frozen policy."""
 
     def logprobs(self, batch: PairBatch) -> Tensor:
         """float64 [n, 2] of the batch's pairs, without a gradient."""
         raise NotImplementedError
-
-    def state_dict(self) -> dict[str, Any]:
-        """As in ``Objective``."""
-        return {}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As in ``Objective``."""
 
 
 class DPO(Objective):
@@ -79,16 +64,18 @@ class DPO(Objective):
 
     All context-parallel ranks have the sums of all tokens and so the whole loss; their gradients are of their own
     tokens only.
+
+    Args:
+        batch_group: the ranks that read different batches.
     """
 
     def __init__(
-        self, model: LogprobModel, parallel_dims: ParallelDims, options: job_config.DPO, reference: Reference
+        self, model: LogprobModel, options: DPOOptions, reference: Reference, reader: PairReader, batch_group: Group
     ) -> None:
         self.model, self.options, self.reference = model, options, reference
-        self.reader = PairReader(parallel_dims)
-        self.copies = parallel_dims.cp
-        self.batch_mesh = parallel_dims.get_optional_mesh("batch")
-        self.sums: list[Tensor] = []  # by microbatch, of PREFERENCE_METRICS and pairs
+        self.reader, self.batch_group = reader, batch_group
+        self.copies = 1 if reader.cp_group is None else dist.get_world_size(reader.cp_group)
+        self.sums: list[Tensor] = []  # by microbatch: float64 PREFERENCE_METRICS and the number of pairs
 
     def prepare(self, step: int) -> None:
         self.reference.prepare(step)
@@ -114,8 +101,8 @@ class DPO(Objective):
         if not self.sums:
             return {}
         sums = torch.stack(self.sums).sum(0)
-        if self.batch_mesh is not None:
-            dist.all_reduce(sums, group=self.batch_mesh.get_group())
+        if self.batch_group is not None:
+            dist.all_reduce(sums, group=self.batch_group)
         *values, num_pairs = sums.tolist()
         means = (value / max(num_pairs, 1) for value in values)
         return {f"preference_metrics/{name}": mean for name, mean in zip(PREFERENCE_METRICS, means, strict=True)}

@@ -1,4 +1,4 @@
-"""A torchtitan model that gives log-probabilities of targets in place of logits."""
+"""A model that gives log-probabilities of targets in place of logits."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,6 +8,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from torchtitan_magi.losses.logprobs import summed_logprobs, token_logprobs
+
+# hidden [b * s, d], weight, the group that shares the vocabulary -> what the output layer returns
+OfOutput = Callable[[Tensor, Tensor, dist.ProcessGroup | None], Tensor]
 
 
 class LogprobModel:
@@ -42,7 +45,7 @@ class LogprobModel:
                     f"{len(weight)} tokens; use a degree that does"
                 )
         self.model, self.output, self.compiled = model, output, compiled
-        self.of_output: Callable[[Tensor, Tensor, dist.ProcessGroup | None], Tensor] | None = None
+        self.of_output: OfOutput | None = None
         output.forward = self._output
 
     def __call__(self, targets: Tensor, tokens: Tensor, labelled: Tensor | None = None, **inputs: Any) -> Tensor:
@@ -58,10 +61,8 @@ class LogprobModel:
         """
 
         def logprobs(hidden: Tensor, weight: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-            some = targets.flatten()
-            if labelled is not None:
-                hidden, some = hidden.index_select(0, labelled), some.index_select(0, labelled)
-            values = token_logprobs(hidden, weight, some, group, compiled=self.compiled)
+            some = _pick(targets.flatten(), labelled)
+            values = token_logprobs(_pick(hidden, labelled), weight, some, group, compiled=self.compiled)
             if labelled is not None:
                 values = values.new_zeros(targets.numel()).index_copy(0, labelled, values)
             return values.view(targets.shape)
@@ -69,27 +70,17 @@ class LogprobModel:
         return self._run(logprobs, tokens, inputs)
 
     def summed(
-        self,
-        targets: Tensor,
-        tokens: Tensor,
-        labelled: Tensor | None = None,
-        scale: Tensor | None = None,
-        **inputs: Any,
+        self, targets: Tensor, tokens: Tensor, labelled: Tensor | None, scale: Tensor | None, **inputs: Any
     ) -> Tensor:
         """The sum of log-probabilities, each times its ``scale`` (float [b, s], no gradient) if given; float32, 0-d."""
 
         def total(hidden: Tensor, weight: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-            some, scales = targets.flatten(), None if scale is None else scale.flatten()
-            if labelled is not None:
-                hidden, some = hidden.index_select(0, labelled), some.index_select(0, labelled)
-                scales = None if scales is None else scales.index_select(0, labelled)
-            return summed_logprobs(hidden, weight, some, scales, group, compiled=self.compiled)
+            some, scales = (None if x is None else _pick(x.flatten(), labelled) for x in (targets, scale))
+            return summed_logprobs(_pick(hidden, labelled), weight, some, scales, group, compiled=self.compiled)
 
         return self._run(total, tokens, inputs)
 
-    def _run(
-        self, of_output: Callable[[Tensor, Tensor, dist.ProcessGroup | None], Tensor], tokens: Tensor, inputs: Any
-    ) -> Tensor:
+    def _run(self, of_output: OfOutput, tokens: Tensor, inputs: dict[str, Any]) -> Tensor:
         self.of_output = of_output
         try:
             return self.model(tokens, **inputs)
@@ -106,3 +97,8 @@ class LogprobModel:
             hidden, weight = hidden.to_local(grad_placements=[Partial()]), weight.to_local()
         result = self.of_output(hidden.flatten(0, 1), weight, None if mesh is None else mesh.get_group())
         return result if mesh is None else DTensor.from_local(result, mesh, [Replicate()], run_check=False)
+
+
+def _pick(x: Tensor, labelled: Tensor | None) -> Tensor:
+    """The rows of x that ``labelled`` names."""
+    return x if labelled is None else x.index_select(0, labelled)

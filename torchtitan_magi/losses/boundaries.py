@@ -1,11 +1,11 @@
-"""What a loss needs to know of each token of a packed batch, from the boundaries of its documents or pairs."""
+"""Values per token that a loss needs, from the boundaries of documents and pairs in a packed batch."""
 
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-IGNORE_INDEX = -100
+from torchtitan_magi.losses import IGNORE_INDEX
 
 
 def spread(
@@ -38,7 +38,7 @@ def document_weights(
 
 
 def branches(pairs: npt.NDArray[np.int32], num_tokens: int) -> npt.NDArray[np.int32]:
-    """Which answer each token belongs to: 2 i for chosen and 2 i + 1 for rejected of pair i, -1 for none.
+    """int32 [num_tokens]: the answer each token belongs to, 2 i for chosen and 2 i + 1 for rejected of pair i, else -1.
 
     Args:
         pairs: [n, 4]: start of the shared prompt, of chosen, of rejected, and the end, as tokens.

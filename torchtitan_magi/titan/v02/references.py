@@ -1,9 +1,13 @@
-"""The reference of preference training as a frozen copy of the initial model, on the policy's mesh."""
+"""The reference of preference training for torchtitan's Trainer: a frozen copy of the initial model, or a file."""
 
+import time
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torchtitan.components.checkpoint import ModelWrapper
@@ -13,8 +17,47 @@ from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
 from torchtitan.train import Trainer
 
-from torchtitan_magi.titan.v02.dpo import PairBatch, Reference
-from torchtitan_magi.titan.v02.logprob_model import LogprobModel
+from torchtitan_magi.titan.v02.data import build_dataloader
+from torchtitan_magi.titan.v02.metadata import local_batches
+from torchtitan_magi.training.dpo import PairBatch, PairReader, Reference
+from torchtitan_magi.training.logprob_model import LogprobModel
+from torchtitan_magi.training.planned_loader import PlannedLoader
+from torchtitan_magi.training.reference_file import ReferenceData, ReferenceFile, fill_in_logprobs, fingerprint_of_model
+
+
+def reference_file(trainer: Any, section: Any, reader: PairReader) -> ReferenceFile:
+    """The log-probabilities of a section's pairs in ``<file>.reference.npz`` beside its first file of records; those of
+    validation in ``<file>.validation.reference.npz``.
+
+    Args:
+        trainer: a ``MagiTrainer``.
+        section: job_config.training or job_config.validation.
+    """
+    job_config, batch_mesh = trainer.job_config, trainer.parallel_dims.get_optional_mesh("batch")
+    size, rank = (1, 0) if batch_mesh is None else (batch_mesh.size(), batch_mesh.get_local_rank())
+
+    def open_data() -> ReferenceData:
+        loader = build_dataloader(section, size, rank, trainer.tokenizer, job_config, False)
+        records = loader.dataset.records
+        kind = ".validation" if section is job_config.validation else ""
+        path = Path(f"{records.sources[0].files[0].path}{kind}.reference.npz")
+        layout = f"{section.seq_len} tokens per pack, shared_prompt {job_config.magi.dpo.shared_prompt}"
+        data = f"{records.fingerprint}, tokenizer {loader.dataset.identity()['tokenizer']}, {layout}"
+        return ReferenceData(path, data, partial(compute, loader))
+
+    def compute(loader: Any) -> Tensor:
+        logprobs = torch.zeros(loader.dataset.num_records, 2, dtype=torch.float64, device=trainer.device)
+        batches = PlannedLoader(loader, trainer.dataloader.plan, trainer.dataloader.waited)
+        with trainer.maybe_enable_amp:
+            fill_in_logprobs(logprobs, batches, trainer.model, reader, local_batches(trainer.post_dataloading_process))
+        if batch_mesh is not None:
+            dist.all_reduce(logprobs, group=batch_mesh.get_group())
+        trainer.metrics_processor.count.take()  # this was no training
+        trainer.metrics_processor.time_last_log = time.perf_counter()
+        return logprobs
+
+    precision = job_config.training.mixed_precision_param
+    return ReferenceFile(partial(fingerprint_of_model, trainer.model_parts[0], precision), open_data, trainer.device)
 
 
 class ReferenceModel(Reference):

@@ -1,0 +1,79 @@
+"""Functions of torchtitan that we replace by name, because no train spec holds them."""
+
+import functools
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+from torch import Tensor
+from torchtitan.components.checkpoint import CheckpointManager
+from torchtitan.distributed import context_parallel
+from torchtitan.distributed import utils as dist_utils
+from torchtitan.models.llama3.infra import parallelize as llama3
+from torchtitan.models.qwen3.infra import parallelize as qwen3
+
+from torchtitan_magi.attention import attention_op
+from torchtitan_magi.exchange.mesh import process_group_transport
+from torchtitan_magi.titan.v02.metadata import PlanMetadata
+from torchtitan_magi.training.planned_loader import PlannedLoader
+
+
+def install() -> None:
+    """Replaces them, once per process. A replacement's first argument is torchtitan's own function."""
+    for owner, name, replacement in (
+        (context_parallel, "cp_shard", _cp_shard),  # to deal out tokens as planned, not by their place in the pack
+        (dist_utils, "set_pg_timeouts", _set_pg_timeouts),  # to reach our own communicators as well
+        (CheckpointManager, "save", _save),  # to save when the data end before training.steps
+        (llama3, "apply_cp_to_attention_module", _apply_cp),  # not to refuse varlen attention
+        (qwen3, "apply_cp_to_attention_module", _apply_cp),  # the same; each model has imported its own name
+        (qwen3, "apply_non_moe_tp", _apply_tp),  # to accept positions without context parallelism
+    ):
+        setattr(owner, name, _replaced(getattr(owner, name), replacement))
+    for model in (llama3, qwen3):  # so that selective activation checkpointing does not redo attention
+        model._op_sac_save_list.add(attention_op)
+
+
+def _replaced(stock: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(stock)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return replacement(stock, *args, **kwargs)
+
+    return call
+
+
+def _cp_shard(
+    stock: Any, cp_mesh: Any, inputs: tuple[Tensor, ...], attention_masks: Any, *args: Any, **kwargs: Any
+) -> tuple[tuple[Tensor, ...], Any]:
+    """Gives each rank its tokens of the microbatch's plan. What has no plan goes to torchtitan's own."""
+    if not isinstance(attention_masks, PlanMetadata):
+        return stock(cp_mesh, inputs, attention_masks, *args, **kwargs)
+    tokens, labels, positions = inputs
+    if attention_masks.positions is not None:
+        positions = attention_masks.positions
+    return tuple(attention_masks.take(x) for x in (tokens, labels, positions)), attention_masks
+
+
+def _set_pg_timeouts(stock: Any, timeout: timedelta, parallel_dims: Any) -> None:
+    """Sets the timeout of the context-parallel transport, too."""
+    stock(timeout, parallel_dims)
+    if parallel_dims.cp_enabled:
+        process_group_transport(parallel_dims.get_mesh("cp").get_group()).set_timeout(timeout)
+
+
+def _save(stock: Any, checkpointer: CheckpointManager, curr_step: int, last_step: bool = False) -> None:
+    """Also counts the step that used up the data as the last one."""
+    loader = checkpointer.states["dataloader"]
+    if isinstance(loader, PlannedLoader):
+        last_step |= loader.state_dict().get("exhausted", False)
+    stock(checkpointer, curr_step, last_step)
+
+
+def _apply_cp(stock: Any, attention_modules: Any, cp_mesh: Any, attention_type: str) -> None:
+    """Leaves varlen attention alone: our module is context-parallel by itself."""
+    if attention_type != "varlen":
+        stock(attention_modules, cp_mesh, attention_type)
+
+
+def _apply_tp(stock: Any, *args: Any, **kwargs: Any) -> None:
+    """Shards positions under every layout, as our batches always have them."""
+    stock(*args, **{**kwargs, "cp_enabled": True})

@@ -1,0 +1,1 @@
+"""Everything a trainer needs that is the same for every version of torchtitan; nothing here imports torchtitan."""

@@ -1,0 +1,126 @@
+"""The options of the ``[magi]`` section of a TOML file, and the checks of their values."""
+
+import math
+from dataclasses import dataclass, field, fields
+from typing import Literal, get_args
+
+from torchtitan_magi.planning.plan import MAX_STAGES
+from torchtitan_magi.planning.stages import CostModel
+
+
+@dataclass(frozen=True)
+class DPO:
+    """Direct preference optimisation (arXiv 2305.18290), for dataset "dpo"."""
+
+    loss: Literal["sigmoid", "ipo", "hinge"] = "sigmoid"
+    """Loss of a pair's margin. "ipo" (arXiv 2310.12036) and "hinge" (arXiv 2305.10425) instead of DPO's own."""
+
+    beta: float = 0.1
+    """How strongly the policy is held to the reference; the scale of the rewards (no unit)."""
+
+    label_smoothing: float = 0.0
+    """Probability that a pair's preference is the wrong way round, 0 to 0.5 (exclusive), for loss "sigmoid"."""
+
+    reference: Literal["model", "file"] = "model"
+    """Source of the reference log-probabilities. "model": a frozen copy of the initial model, sharded like the policy.
+    "file": computed once before training and kept beside the data, which needs no second model in memory."""
+
+    shared_prompt: bool = True
+    """Compute a pair's prompt once, chosen and rejected both attending to it. False: two separate documents."""
+
+
+@dataclass(frozen=True)
+class Magi:
+    """Varlen context parallelism, packed SFT data and preference training."""
+
+    backend: Literal["auto", "ffa", "flex"] = "auto"
+    """Attention kernel. "ffa": ours, for Hopper GPUs. "flex": torch's flex_attention, for any machine, slower. "auto":
+    ffa on CUDA, flex on CPU; it never falls back from one to the other."""
+
+    overlap_stages: int = -1
+    """Into how many stages the K/V of other ranks is cut, to travel while attention runs (a count). 0: no overlap. -1:
+    chosen for each microbatch, for the forward and for the backward, by what a cost model predicts."""
+
+    cost_model: str = ""
+    """Path of the cost model for that choice, from ``torchtitan_magi.calibrate`` on this kind of machine. "": what was
+    measured on H200 GPUs, and between nodes an estimate for 400 Gb/s per GPU."""
+
+    deterministic: bool = False
+    """Repeat bit for bit, forward and backward, on a fixed layout. Slower."""
+
+    fp32_reduce: bool = False
+    """Send the gradients of K and V between ranks in float32 instead of the training dtype. Sums are always float32."""
+
+    positions: Literal["auto", "document", "pack"] = "auto"
+    """Rotary positions. "document": restart at 0 in every document. "pack": run over the whole pack. "auto": document
+    for datasets "sft" and "dpo", pack for torchtitan's own."""
+
+    long_documents: Literal["truncate", "split"] = "truncate"
+    """What becomes of documents longer than training.seq_len tokens, for dataset "sft"."""
+
+    epochs: int = -1
+    """How many times training passes over the data before it ends (a count), at training.steps at the latest. -1: no
+    end. For datasets "sft" and "dpo", as the next two."""
+
+    shuffle: bool = True
+    """A new seeded order in every epoch. False: the order of the files, as far as packing allows."""
+
+    bad_records: Literal["error", "skip"] = "error"
+    """What becomes of malformed records. "error": the run stops, before the first step where that can be told. "skip":
+    they are left out, counted, and the first of them logged with file and line."""
+
+    loss_per: Literal["token", "document"] = "token"
+    """What the loss of dataset "sft" is a mean over. "token": all labels of a step. "document": its documents, each by
+    the mean over its labels, so that short answers weigh as much as long ones."""
+
+    dpo: DPO = field(default_factory=DPO)
+
+
+def check_options(magi: Magi) -> None:
+    """Checks each option by itself.
+
+    Raises:
+        ValueError: one line that names the value and the remedy.
+    """
+    for options, prefix in ((magi, "magi"), (magi.dpo, "magi.dpo")):
+        for option in fields(options):
+            choices, value = get_args(option.type), getattr(options, option.name)
+            if choices and value not in choices:
+                raise ValueError(f"{prefix}.{option.name} is {value!r}; use one of {', '.join(map(repr, choices))}")
+            if option.type is bool and type(value) is not bool:
+                raise ValueError(f"{prefix}.{option.name} is {value!r}; use true or false")
+            if option.type is float and type(value) not in (int, float):
+                raise ValueError(f"{prefix}.{option.name} is {value!r}; use a number")
+    if type(magi.overlap_stages) is not int or not -1 <= magi.overlap_stages <= MAX_STAGES:
+        raise ValueError(
+            f"magi.overlap_stages is {magi.overlap_stages!r}; use 0 for no overlap, the number of stages (at most "
+            f"{MAX_STAGES}), or -1 to have it chosen"
+        )
+    if type(magi.epochs) is not int or (magi.epochs < 1 and magi.epochs != -1):
+        raise ValueError(f"magi.epochs is {magi.epochs!r}; use a number of passes over the data, or -1 for no end")
+    if magi.cost_model:
+        CostModel.load(magi.cost_model)
+
+
+def check_options_for_pairs(magi: Magi) -> None:
+    """Checks what training on preference pairs asks of the options. Raises ValueError as ``check_options``."""
+    dpo = magi.dpo
+    if not 0 < dpo.beta < math.inf:
+        raise ValueError(f"magi.dpo.beta is {dpo.beta}; use a positive number, such as 0.1")
+    if not 0 <= dpo.label_smoothing < 0.5:
+        raise ValueError(f"magi.dpo.label_smoothing is {dpo.label_smoothing}; use 0 or more and less than 0.5")
+    if dpo.label_smoothing and dpo.loss != "sigmoid":
+        raise ValueError(
+            f"magi.dpo.label_smoothing is {dpo.label_smoothing} with magi.dpo.loss {dpo.loss!r}; "
+            'use it with loss "sigmoid", or set it to 0'
+        )
+    if magi.long_documents != "truncate":
+        raise ValueError(
+            f"magi.long_documents is {magi.long_documents!r}, but a preference pair cannot be split; "
+            'use "truncate" with dataset "dpo"'
+        )
+    if magi.positions == "pack":
+        raise ValueError(
+            'magi.positions is "pack", but both answers of a pair continue the positions of its prompt; '
+            'use "auto" with dataset "dpo"'
+        )

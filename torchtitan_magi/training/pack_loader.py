@@ -1,0 +1,119 @@
+"""Microbatches of packed records for one data-parallel rank, and the agreement of all ranks on the records."""
+
+import functools
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch.distributed as dist
+from torch.utils.data import DataLoader, IterableDataset
+
+from torchtitan_magi.data import collate_packs
+from torchtitan_magi.data.packed import PackedDataset, Sample, padding_like
+
+
+class PackLoader:
+    """Batches of a ``PackedDataset``, one microbatch of ``collate_packs`` at a time.
+
+    The state is the dataset's after the last batch given out, so it is the same on every data-parallel rank, is saved
+    once in a checkpoint and can be loaded at another data-parallel degree. ``iter()`` begins at a loaded state, else at
+    the first pack. At the end the last batch is filled up with padding, and the last step with batches of padding, so
+    that no pack is left over.
+
+    Args:
+        dataset: the rank's shard.
+        batch_size: packs per batch.
+        batches_per_step: microbatches per training step on this rank.
+        options: for torch's DataLoader; at most one worker, which lives for one pass.
+    """
+
+    def __init__(self, dataset: PackedDataset, batch_size: int, batches_per_step: int = 1, **options: Any) -> None:
+        self.dataset, self.batch_size, self.batches_per_step = dataset, batch_size, batches_per_step
+        self.options = options
+        if not options.get("num_workers"):
+            self.options = {k: v for k, v in options.items() if k not in ("persistent_workers", "prefetch_factor")}
+        self._state = json.dumps(dataset.state_dict())
+        self._exhausted = self._resuming = False
+
+    def __iter__(self) -> Iterator[Sample]:
+        packs = _PacksWithState(self.dataset, self._state if self._resuming else None)
+        self._exhausted = self._resuming = False
+        batches = self._whole_steps(packs)
+        following = next(batches, None)
+        while following is not None:
+            (batch, self._state), following = following, next(batches, None)
+            self._exhausted = following is None
+            yield batch
+
+    def _whole_steps(self, packs: "_PacksWithState") -> Iterator[tuple[Sample, str]]:
+        collate = functools.partial(_collate_with_state, num_rows=self.batch_size)
+        number = 0
+        for batch, state in DataLoader(packs, batch_size=self.batch_size, collate_fn=collate, **self.options):
+            number += 1
+            yield batch, state
+        for _ in range(-number % self.batches_per_step):
+            yield padding_like(batch), state
+
+    def state_dict(self) -> dict[str, Any]:
+        """state: the dataset's, as JSON; exhausted: whether the last batch has been given out."""
+        return {"state": self._state, "exhausted": self._exhausted}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Raises ValueError if the state is of other data or other options."""
+        if not state_dict:
+            return
+        self.dataset.check_state(json.loads(state_dict["state"]))
+        self._state, self._resuming = state_dict["state"], True
+
+
+class _PacksWithState(IterableDataset):
+    """Items of a dataset, each with the state after it; it is iterated where the loader's worker lives."""
+
+    def __init__(self, dataset: PackedDataset, state: str | None) -> None:
+        self.dataset, self.state = dataset, state
+
+    def __iter__(self) -> Iterator[tuple[Sample, str]]:
+        if self.state is not None:
+            self.dataset.load_state_dict(json.loads(self.state))
+        for sample in self.dataset:
+            yield sample, json.dumps(self.dataset.state_dict())
+
+
+def _collate_with_state(items: list[tuple[Sample, str]], num_rows: int) -> tuple[Sample, str]:
+    samples, states = zip(*items, strict=True)
+    return collate_packs(samples, num_rows), states[-1]
+
+
+def agreed_dataset(path: Any, make: Callable[[], PackedDataset], check_records: bool) -> PackedDataset:
+    """The data set that make() returns, once every rank has made one of the same records. A collective of all ranks.
+
+    Args:
+        path: where the records are, for error texts.
+        make: may raise ValueError.
+        check_records: whether to check all records, each rank its share.
+
+    Raises:
+        ValueError: on all ranks, for a records file that is missing, empty, malformed or not the same on each of them.
+    """
+    ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    dataset, problem = None, None
+    try:
+        dataset = make()
+        if check_records:
+            dataset.records.check(*ranks)
+    except ValueError as error:
+        problem = str(error)
+    found = [(problem, dataset and dataset.records.fingerprint)]
+    if ranks[1] > 1:
+        found *= ranks[1]
+        dist.all_gather_object(found, found[0])
+    for problem, _ in found:
+        if problem is not None:
+            raise ValueError(problem)
+    for rank, (_, fingerprint) in enumerate(found):
+        if fingerprint != found[0][1]:
+            raise ValueError(
+                f"{path!r} has {found[0][1]} on rank 0, {fingerprint} on rank {rank}; give every rank the same data"
+            )
+    assert dataset is not None
+    return dataset

@@ -1,0 +1,172 @@
+"""The reference of preference training as numbers beside the data, computed once with the initial weights."""
+
+import hashlib
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.tensor import DTensor
+
+from torchtitan_magi.training.dpo import PairBatch, PairReader, Reference
+from torchtitan_magi.training.logprob_model import LogprobModel
+from torchtitan_magi.training.objectives import Process, to_device
+from torchtitan_magi.training.planned_loader import Batch
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
+
+
+@dataclass(frozen=True)
+class ReferenceData:
+    """The pairs that a reference file is about."""
+
+    path: Path  # the reference file
+    fingerprint: str  # of records, tokenizer and layout
+    compute: Callable[[], Tensor]  # float64 [records, 2] by the initial model; a collective of all ranks
+
+
+class ReferenceFile(Reference):
+    """Log-probabilities of all pairs of a data set, in a file beside it.
+
+    The first run writes the file, with fingerprints of model and data; a run that has the same ones uses it.
+
+    Args:
+        fingerprint_model: the fingerprint of the model as it is now; a collective of all ranks.
+        open_data: called when the weights are loaded; a collective of all ranks.
+        device: where the numbers are looked up.
+    """
+
+    def __init__(
+        self, fingerprint_model: Callable[[], str], open_data: Callable[[], ReferenceData], device: torch.device
+    ) -> None:
+        self.fingerprint_model, self.open_data, self.device = fingerprint_model, open_data, device
+        self.model_fingerprint = ""
+        self.logprobs_of_records = torch.empty(0, 2)
+
+    def prepare(self, step: int) -> None:
+        """Reads the file, or makes it in a new run.
+
+        Raises:
+            ValueError: the file is of another model or of other data; it cannot be written; a resumed run has none.
+        """
+        if step == 0:
+            self.model_fingerprint = self.fingerprint_model()
+        data = self.open_data()
+        fingerprints = {"model": self.model_fingerprint, "data": data.fingerprint}
+        logprobs = _on_rank_0(lambda: read_logprobs(data.path, fingerprints))
+        if logprobs is None:
+            if step > 0:
+                raise ValueError(
+                    f"reference file {data.path} does not exist, and a run resumed at step {step} cannot make it; "
+                    "put it back, or start a new run"
+                )
+            _on_rank_0(lambda: check_writable(data.path))
+            logger.info(f"Computing the reference's log-probabilities for {data.path}")
+            logprobs = data.compute().cpu().numpy()
+            _on_rank_0(lambda: write_logprobs(data.path, fingerprints, logprobs))
+        self.logprobs_of_records = torch.from_numpy(logprobs).to(self.device)
+
+    def logprobs(self, batch: PairBatch) -> Tensor:
+        return self.logprobs_of_records[batch.pair_ids]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"reference_model": self.model_fingerprint}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.model_fingerprint = state_dict["reference_model"]
+
+
+@torch.no_grad()
+def fill_in_logprobs(
+    logprobs: Tensor, batches: Iterable[Batch], model: LogprobModel, reader: PairReader, process: Process
+) -> None:
+    """Writes to logprobs, float64 [records, 2], those of the pairs in the batches."""
+    for inputs, labels in batches:
+        reader.weigh(inputs, labels)
+        batch = reader.read(to_device(inputs, logprobs.device), labels.to(logprobs.device), process)
+        logprobs[batch.pair_ids] = batch.logprobs(model)
+
+
+def read_logprobs(path: Path, fingerprints: dict[str, str]) -> npt.NDArray[np.float64] | None:
+    """The numbers of a reference file, None if there is none.
+
+    Raises:
+        ValueError: it has other fingerprints.
+    """
+    if not path.exists():
+        return None
+    with np.load(path) as file:
+        for name, now in fingerprints.items():
+            if file[name] != now:
+                raise ValueError(
+                    f"reference file {path} was made with the {name} [{file[name]}], this run has [{now}]; "
+                    "delete the file to have it made anew, or go back to what it was made with"
+                )
+        return file["logprobs"]
+
+
+def check_writable(path: Path) -> None:
+    """Raises ValueError where a reference file cannot be written."""
+    try:
+        _unfinished(path).open("ab").close()
+    except OSError as error:
+        raise ValueError(
+            f'reference file {path} cannot be written ({error}); let it be, or set magi.dpo.reference to "model"'
+        ) from None
+
+
+def _unfinished(path: Path) -> Path:
+    return path.with_name(f"{path.name}.unfinished.npz")
+
+
+def write_logprobs(path: Path, fingerprints: dict[str, str], logprobs: npt.NDArray[np.float64]) -> None:
+    """Writes a reference file, whole or not at all."""
+    unfinished = _unfinished(path)
+    np.savez(unfinished, logprobs=logprobs, **fingerprints)  # type: ignore[arg-type]
+    unfinished.replace(path)
+
+
+def fingerprint_of_model(model: nn.Module, precision: str) -> str:
+    """Fingerprint of all parameters and of the layers' precision, the same under every layout.
+
+    Parameters enter by the sum of their bit patterns as integers, which is exact in any order. A collective of all
+    ranks.
+    """
+    digest = hashlib.sha256(precision.encode())
+    for name, value in sorted(get_model_state_dict(model).items()):
+        local = value.to_local() if isinstance(value, DTensor) else value
+        total = local.view(BITS[local.element_size()]).sum(dtype=torch.int64)
+        if isinstance(value, DTensor):
+            for axis, placement in enumerate(value.placements):
+                if not placement.is_replicate():
+                    dist.all_reduce(total, group=value.device_mesh.get_group(axis))
+        digest.update(f"{name} {tuple(value.shape)} {local.dtype} {total.item()}\n".encode())
+    return digest.hexdigest()[:16]
+
+
+def _on_rank_0(function: Callable[[], T]) -> T:
+    """function() of rank 0, on all ranks; so that all take the same path on a file system of any kind.
+
+    Raises:
+        ValueError: function raised one, or an OSError.
+    """
+    outcome: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            outcome[0] = function()
+        except (ValueError, OSError) as error:
+            outcome[1] = str(error)
+    dist.broadcast_object_list(outcome)
+    if outcome[1] is not None:
+        raise ValueError(outcome[1])
+    return outcome[0]

@@ -1,0 +1,185 @@
+"""From a microbatch to what its attention layers need: boundaries -> plan -> index data on the device."""
+
+import logging
+import os
+import time
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torchtitan_magi.backends import choose_block_attn
+from torchtitan_magi.bound_plan import BoundPlan, IndexData, bind_plan, index_data
+from torchtitan_magi.exchange.agreement import PlanAgreement
+from torchtitan_magi.exchange.mesh import gpus_per_node
+from torchtitan_magi.losses import IGNORE_INDEX
+from torchtitan_magi.masks.slices import CAUSAL, AttnSlices, shared_prompt
+from torchtitan_magi.planning.plan import AttnPlan, make_plan
+from torchtitan_magi.planning.stages import H200, CostModel, Heads
+from torchtitan_magi.planning.summary import describe_plan
+from torchtitan_magi.training.options import Magi
+
+logger = logging.getLogger(__name__)
+
+_NOT_FOR_THE_MODEL = ("input", "documents", "pairs", "planned", "labelled")
+
+
+@dataclass(frozen=True, eq=False)
+class PlannedBatch:
+    """The plan of a microbatch and this rank's index data, on the host."""
+
+    plan: AttnPlan
+    index: IndexData
+    seconds: float  # what planning took
+
+
+@dataclass
+class WorkCount:
+    """Work of the microbatches since the metrics were last logged."""
+
+    tokens: int = 0
+    area: int = 0  # (query, key) pairs
+    waited: float = 0.0  # seconds, for plans
+
+    def wait(self, seconds: float) -> None:
+        """Adds a wait for a plan."""
+        self.waited += seconds
+
+    def take(self) -> "WorkCount":
+        """The numbers so far; counting begins anew."""
+        counted = replace(self)
+        self.tokens, self.area, self.waited = 0, 0, 0.0
+        return counted
+
+
+class MagiRuntime:
+    """Plans microbatches, and binds their plans to this rank's device.
+
+    Args:
+        magi: the [magi] options.
+        cp_group: the context-parallel ranks; None without context parallelism.
+        heads: shape of the attention layers on this rank.
+        device: where the model runs.
+        count: accumulates the work of each microbatch.
+    """
+
+    def __init__(
+        self, magi: Magi, cp_group: dist.ProcessGroup | None, heads: Heads, device: torch.device, count: WorkCount
+    ) -> None:
+        self.magi, self.cp_group, self.heads, self.device, self.count = magi, cp_group, heads, device, count
+        self.block_attn = choose_block_attn(magi.backend, device, magi.deterministic)
+        self.num_heads = heads.num_heads_q, heads.num_heads_kv
+        self.cp_size, self.cp_rank, self.agreement, per_node = 1, 0, None, None
+        if cp_group is not None:
+            self.cp_size, self.cp_rank = dist.get_world_size(cp_group), dist.get_rank(cp_group)
+            self.agreement = PlanAgreement(cp_group)
+            per_node = gpus_per_node(cp_group, int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size())))
+        cost = CostModel.load(magi.cost_model) if magi.cost_model else H200
+        self.plan_options: dict[str, Any] = {"heads": heads, "cost": cost, "gpus_per_node": per_node}
+        self.logged = False
+
+    def plan_ahead(self, inputs: dict[str, Any], labels: Tensor | None, eos_id: int | None) -> dict[str, Any]:
+        """Plans one microbatch on the host; may run in another thread than the training.
+
+        Args:
+            inputs: what the loader gave. ``input``: int [batch, seq_len] tokens, the rows planned as one pack.
+                ``documents``: int [n, 2] token ranges over the flattened batch; or ``pairs``: int [n, 4] of preference
+                pairs: start of the prompt, of chosen and of rejected, and the end. Without either, documents end with
+                EOS.
+            labels: int64 [batch, seq_len], if the caller has use for ``labelled``.
+            eos_id: ends a document where the loader names no boundaries.
+
+        Returns:
+            inputs with ``planned`` (a PlannedBatch); with ``labelled``, int64 [n], which of this rank's tokens have a
+            label; and with ``positions`` if they are not to run over the pack.
+        """
+        started = time.perf_counter()
+        tokens = inputs["input"]
+        documents, slices = _documents_and_slices(inputs, eos_id)
+        plan = make_plan(slices, tokens.numel(), self.cp_size, self.magi.overlap_stages, **self.plan_options)
+        index = index_data(plan, self.cp_rank, self.block_attn, *self.num_heads)
+        planned = inputs | {"planned": PlannedBatch(plan, index, time.perf_counter() - started)}
+        if labels is not None:
+            own = labels.flatten().numpy()[index.share.tokens]
+            planned["labelled"] = torch.from_numpy(np.flatnonzero(own != IGNORE_INDEX))
+        if self.magi.positions == "pack":
+            planned.pop("positions", None)
+        elif self.magi.positions == "document" and "positions" not in inputs:
+            planned["positions"] = positions_in(documents, tokens)
+        return planned
+
+    def bind(self, inputs: dict[str, Any], eos_id: int | None) -> tuple[BoundPlan, dict[str, Any]]:
+        """Brings the plan of one microbatch to the device. A collective of the context-parallel ranks.
+
+        Args:
+            inputs: what ``plan_ahead`` returned, or what it takes.
+            eos_id: as for ``plan_ahead``.
+
+        Returns:
+            The plan, and what of the inputs, as planned, is for the model.
+        """
+        if "planned" not in inputs:
+            inputs = self.plan_ahead(inputs, None, eos_id)
+        planned: PlannedBatch = inputs["planned"]
+        plan = planned.plan
+        if self.agreement is not None:
+            self.agreement.check(plan)
+        self.count.tokens += inputs["input"].numel()
+        self.count.area += plan.slices.area
+        bound = bind_plan(
+            plan, self.cp_group, self.block_attn, *self.num_heads, self.device, self.magi.fp32_reduce, planned.index
+        )
+        if not self.logged:
+            self.logged = True
+            took = f"planned in {1e3 * planned.seconds:.1f} ms"
+            way = f", rows by {bound.transport.way}" if self.cp_size > 1 else ""
+            logger.info(f"{describe_plan(plan)}; {took}; {self.block_attn.name} attention{way}")
+        return bound, {name: value for name, value in inputs.items() if name not in _NOT_FOR_THE_MODEL}
+
+
+def check_tokens(tokens: Tensor, vocab_size: int) -> None:
+    """Raises ValueError for a token that the model does not have, which on a GPU would end in a failed assertion."""
+    largest = int(tokens.max()) if tokens.numel() else 0
+    if largest >= vocab_size:
+        raise ValueError(
+            f"the data has token {largest}, but the model a vocabulary of {vocab_size:,}; use the model's tokenizer "
+            "(model.hf_assets_path), or a flavor of its size"
+        )
+
+
+def _documents_and_slices(inputs: dict[str, Any], eos_id: int | None) -> tuple[npt.NDArray[np.int32], AttnSlices]:
+    """Token ranges int32 [n, 2], each a document or a pair, and their mask; see ``MagiRuntime.plan_ahead``."""
+    if "pairs" in inputs:
+        pairs = inputs["pairs"]
+        return pairs[:, [0, 3]], shared_prompt(np.diff(pairs, axis=1), pairs[:, 0])
+    documents = inputs["documents"] if "documents" in inputs else documents_from_eos(inputs["input"], eos_id)
+    start, end = documents.astype(np.int64).T
+    return documents, AttnSlices(np.stack([start, end, start, end, np.full_like(start, CAUSAL)], 1))
+
+
+def positions_in(documents: npt.NDArray[np.int32], tokens: Tensor) -> Tensor:
+    """int32 [batch, seq_len] like tokens: restarting at 0 with every document, int [n, 2] of the flattened batch."""
+    starts = np.zeros(tokens.numel(), np.int64)
+    starts[documents[:, 0]] = documents[:, 0]
+    positions = np.arange(tokens.numel()) - np.maximum.accumulate(starts)
+    return torch.from_numpy(positions.astype(np.int32)).view(tokens.shape).to(tokens.device)
+
+
+def documents_from_eos(tokens: Tensor, eos_id: int | None) -> npt.NDArray[np.int32]:
+    """Token ranges int32 [n, 2] of the documents of a batch [batch, seq_len]: each ends with an EOS or its row.
+
+    Raises:
+        ValueError: no eos_id.
+    """
+    if eos_id is None:
+        raise ValueError(
+            "the tokenizer has no EOS token; add one to it, or use a loader that gives document boundaries"
+        )
+    is_end = tokens == eos_id
+    is_end[:, -1] = True
+    ends = is_end.flatten().nonzero().flatten().cpu().numpy() + 1
+    return np.stack([np.append(0, ends[:-1]), ends], 1).astype(np.int32)
