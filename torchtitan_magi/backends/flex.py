@@ -21,6 +21,7 @@ from torchtitan_magi.backends.merge import merge_
 from torchtitan_magi.exchange.in_flight import LateKeys, keys_and_values
 from torchtitan_magi.exchange.rows import TorchRowMover
 from torchtitan_magi.masks.slices import AttnSlices
+from torchtitan_magi.planning.stages import H200, CostModel
 
 _BLOCK = 128  # flex_attention's default block of queries and of keys
 _CPU_ROWS = 256  # queries per call on CPU, where flex_attention makes its scores whole
@@ -78,8 +79,10 @@ class FlexBlockAttn:
         forward: bool = True,
         backward: bool = True,
         late_from: int | None = None,
+        head_dim: int = 128,
+        cost: CostModel = H200,
     ) -> FlexMask:
-        """Index data of a stage, on the host. The heads, the direction and late keys do not matter here."""
+        """Index data of a stage, on the host. Heads, direction and late keys do not matter here."""
         lo, hi = slices.row_bands(num_q)
         counts, numbers = _key_blocks(lo, hi, num_q, num_k)
         return FlexMask(slices, num_q, num_k, np.concatenate([a.ravel() for a in (lo, hi, counts, numbers)]))

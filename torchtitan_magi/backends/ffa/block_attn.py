@@ -20,6 +20,7 @@ from torchtitan_magi.backends.ffa.worklists import ListSizes, WorkLists, build_w
 from torchtitan_magi.cuda import jit, launch
 from torchtitan_magi.exchange.in_flight import KeysAndValues, LateKeys, keys_and_values
 from torchtitan_magi.masks.slices import AttnSlices
+from torchtitan_magi.planning.stages import H200, CostModel
 from torchtitan_magi.tiles import BACKWARD_ROWS, KEYS, ROWS
 
 LOG2_E = math.log2(math.e)
@@ -109,12 +110,16 @@ class FfaBlockAttn:
         forward: bool = True,
         backward: bool = True,
         late_from: int | None = None,
+        head_dim: int = 128,
+        cost: CostModel = H200,
     ) -> HostLists:
         """Work lists on the host; their `.to(words_on_device)` is the `mask` of the calls below.
 
         Args:
             forward, backward: whether such calls will be made.
             late_from: keys from this one on come as `late`; work on the others is done first.
+            head_dim: columns of q, k and v.
+            cost: predicts when late keys arrive and what the kernel does until then.
 
         Raises:
             ValueError: head counts do not divide, or a slice reaches beyond num_q or num_k.
@@ -122,7 +127,7 @@ class FfaBlockAttn:
         return HostLists(
             build_worklists(
                 slices, num_q, num_k, num_heads_q, num_heads_kv, forward=forward, backward=backward,
-                deterministic=self.deterministic, late_from=late_from,
+                deterministic=self.deterministic, late_from=late_from, head_dim=head_dim, cost=cost,
             )
         )  # fmt: skip
 

@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from torchtitan_magi.backends.ffa.params import check_count
 from torchtitan_magi.cuda import launch
 from torchtitan_magi.exchange.in_flight import MAX_PEERS, Places, Returned, RowSums, Unsent
 from torchtitan_magi.planning.plan import Exchange
@@ -21,6 +22,7 @@ _WARPS = 8  # warps per block, one row each
 _UNIT = 16  # bytes that a lane moves at once
 _ELEMENTS = 8  # elements of a gradient that a thread handles at once: one unit
 _THREADS_PER_ROW = 16  # threads that sum up a row of out * dout
+_MAX_BLOCKS = 1 << 20  # blocks of add_rows
 _FINISH_UNITS = 1024  # units that a block of finish_grads handles
 
 
@@ -285,7 +287,7 @@ def _finish_launch(
 
 
 def _finish_blocks(units: int) -> int:
-    return -(-units // _FINISH_UNITS)
+    return -(-_counted(units) // _FINISH_UNITS)
 
 
 def _addresses_of(returned: Returned) -> tuple[int, int, int]:
@@ -306,4 +308,10 @@ def _kernel(name: str, dtype: torch.dtype, wire: torch.dtype) -> launch.Kernel:
 
 
 def _thread_blocks(units: int) -> int:
-    return min(-(-units // (_WARPS * 32)), 1 << 20)
+    return min(-(-_counted(units) // (_WARPS * 32)), _MAX_BLOCKS)
+
+
+def _counted(units: int) -> int:
+    """`units`, which add_rows and finish_grads count in 32 bits, up to one step of the whole grid beyond the end."""
+    check_count(f"units of {_ELEMENTS} elements in a gradient", units, (1 << 32) - _MAX_BLOCKS * _WARPS * 32)
+    return units

@@ -141,12 +141,13 @@ def tile_segments(
         step_lo=step_lo,
         step_hi=step_hi,
     )
-    runs = SegmentRuns(*np.concatenate([joined.stacked(), whole.stacked()], 1))
+    fields = np.concatenate([joined.stacked(), whole.stacked()], 1)
     if num_layers > 1:  # layers share tiles, so their runs would interleave: write them out
-        runs = _written_out(runs)
-    size, layer = np.divmod(runs.layer, num_layers)
-    by_tile = ((size * (num_q + 1) + runs.tile) * num_layers + layer).argsort(kind="stable")
-    fields = replace(runs, layer=layer).stacked().take(by_tile, 1)
+        fields = _written_out(SegmentRuns(*fields)).stacked()
+    runs = SegmentRuns(*fields)  # views
+    size, runs.layer[:] = np.divmod(runs.layer, num_layers)
+    by_tile = ((size * (num_q + 1) + runs.tile) * num_layers + runs.layer).argsort(kind="stable")
+    fields = fields.take(by_tile, 1)
     edges = [0, *np.bincount(size, minlength=len(sizes)).cumsum()]
     return [SegmentRuns(*fields[:, begin:end]) for begin, end in itertools.pairwise(edges)]
 
