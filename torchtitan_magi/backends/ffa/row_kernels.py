@@ -140,7 +140,7 @@ class CudaRowMover:
         rows = _ReturnedRows(*_addresses_of(returned), _num_tokens(returned), units)
         if rows.num_tokens:
             kernel = _kernel("add_rows", returned.rows.dtype, returned.rows.dtype)
-            blocks = _thread_blocks(rows.num_tokens * units)
+            blocks = _thread_blocks(_units(rows.num_tokens * grad.stride(0)))
             kernel(grad.device.index, blocks, _AddParams(rows, grad.data_ptr()))
 
     def round(self, dq: Tensor, softmax_scale: float, out: Tensor) -> None:
@@ -275,19 +275,19 @@ def _finish_launch(
         unsent: gradients that the launch sends first.
     """
     params = _FinishParams(returned=_ReturnedRows(units=row // _ELEMENTS or 1))
-    params.dq_units, params.dkv_units = num_dq // _ELEMENTS, num_dkv // _ELEMENTS
+    params.dq_units, params.dkv_units = _units(num_dq), _units(num_dkv)
     writers = 0
     if unsent is not None:
         grad, first, places = unsent
         assert grad.dtype == torch.float32
-        params.unsent_units, params.places = (grad.shape[0] - first) * row // _ELEMENTS, _places(places)
+        params.unsent_units, params.places = _units((grad.shape[0] - first) * row), _places(places)
         writers = max(1, _finish_blocks(params.unsent_units))
     blocks = writers + _finish_blocks(params.dq_units) + _finish_blocks(params.dkv_units)
     return launch.Launch(_kernel("finish_grads", dtype, wire), device.index, blocks, (), params)
 
 
 def _finish_blocks(units: int) -> int:
-    return -(-_counted(units) // _FINISH_UNITS)
+    return -(-units // _FINISH_UNITS)
 
 
 def _addresses_of(returned: Returned) -> tuple[int, int, int]:
@@ -308,10 +308,15 @@ def _kernel(name: str, dtype: torch.dtype, wire: torch.dtype) -> launch.Kernel:
 
 
 def _thread_blocks(units: int) -> int:
-    return min(-(-_counted(units) // (_WARPS * 32)), _MAX_BLOCKS)
+    return min(-(-units // (_WARPS * 32)), _MAX_BLOCKS)
 
 
-def _counted(units: int) -> int:
-    """`units`, which add_rows and finish_grads count in 32 bits, up to one step of the whole grid beyond the end."""
+def _units(elements: int) -> int:
+    """Units of a gradient; kernels count them in 32 bits, and add_rows one step of its grid beyond the last.
+
+    Raises:
+        ValueError: there are more.
+    """
+    units = elements // _ELEMENTS
     check_count(f"units of {_ELEMENTS} elements in a gradient", units, (1 << 32) - _MAX_BLOCKS * _WARPS * 32)
     return units
