@@ -259,9 +259,9 @@ def variants_of(case: Case) -> set[tuple[str, tuple[tuple[str, int], ...]]]:
         overrides = {"backward_heads_per_tile": case.backward_heads_per_tile}
         sizes = build_worklists(slices, case.num_q, num_k, case.num_heads_q, case.num_heads_kv, **overrides).sizes
         shape, more = (case.head_dim, sizes.forward.heads_per_tile, case.dtype), i + 1 < len(case.stages)
-        forward = forward_variant(*shape, i > 0, more)[0]
+        forward = forward_variant(*shape, i > 0, more)
         shape = case.head_dim, sizes.backward.heads_per_tile, case.dtype
-        backward = backward_variant(*shape, case.deterministic)[0]
+        backward = backward_variant(*shape, case.deterministic)
         found |= {("ffa_forward.cu", forward), ("ffa_backward.cu", backward)}
     return found
 

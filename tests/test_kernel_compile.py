@@ -31,10 +31,10 @@ def variants() -> list[tuple[str, launch.Variant]]:
             hardest = head_dim == 128 and dtype == torch.bfloat16
             for a, b in itertools.product((False, True), repeat=2):
                 for group in FORWARD_GROUPS if hardest else SOME_GROUPS:
-                    found.append(("ffa_forward.cu", ffa.forward_variant(head_dim, group, dtype, a, b)[0]))
+                    found.append(("ffa_forward.cu", ffa.forward_variant(head_dim, group, dtype, a, b)))
             for deterministic in (False, True):
                 for group in BACKWARD_GROUPS if hardest else SOME_GROUPS:
-                    found.append(("ffa_backward.cu", ffa.backward_variant(head_dim, group, dtype, deterministic)[0]))
+                    found.append(("ffa_backward.cu", ffa.backward_variant(head_dim, group, dtype, deterministic)))
     return found
 
 
@@ -90,8 +90,8 @@ def fields_of(struct: type[ctypes.Structure], path: str = "") -> Iterator[tuple[
 @pytest.mark.parametrize(
     ("name", "variant", "structs"),
     [
-        ("ffa_forward.cu", ffa.forward_variant(128, 8, torch.bfloat16, False, False)[0], [ffa.ForwardParams]),
-        ("ffa_backward.cu", ffa.backward_variant(128, 8, torch.bfloat16, True)[0], [ffa.BackwardParams]),
+        ("ffa_forward.cu", ffa.forward_variant(128, 8, torch.bfloat16, False, False), [ffa.ForwardParams]),
+        ("ffa_backward.cu", ffa.backward_variant(128, 8, torch.bfloat16, True), [ffa.BackwardParams]),
         ("rows.cu", (), [rows._BandsParams, rows._GatherParams, rows._AddParams, rows._FinishParams]),
     ],
 )
@@ -134,5 +134,5 @@ def test_a_schedule_gives_every_tile_to_every_head_once_and_early_ones_first() -
         for heads, per_wave in ((1, 1), (8, 1), (8, 4), (6, 3), (8, 8))
     ]
     asserts = "".join(f'static_assert(is_complete({{{", ".join(map(str, s))}}}), "{s}");\n' for s in schedules)
-    macros = dict(ffa.forward_variant(128, 8, torch.bfloat16, False, False)[0])
+    macros = dict(ffa.forward_variant(128, 8, torch.bfloat16, False, False))
     jit.compile_source("ffa_layout.cuh", source + asserts, macros)

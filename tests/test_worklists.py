@@ -12,19 +12,7 @@ from hypothesis import strategies as st
 import torchtitan_magi
 from torchtitan_magi.backends.ffa.backward_lists import HEADS_IN_STEP, heads_in_step
 from torchtitan_magi.backends.ffa.forward_lists import last_end
-from torchtitan_magi.backends.ffa.records import (
-    CHUNK,
-    END,
-    END_KEY,
-    FIRST,
-    FIRST_KEY,
-    FIRST_SEGMENT,
-    LATE_MARGIN,
-    LAYER,
-    NUM_SEGMENTS,
-    TILE,
-    early_first,
-)
+from torchtitan_magi.backends.ffa.records import LATE_MARGIN, Field, early_first
 from torchtitan_magi.backends.ffa.worklists import WorkLists, build_worklists
 from torchtitan_magi.masks.slices import AttnSlices, shared_prompt, sliding_window, varlen_causal, varlen_full
 from torchtitan_magi.planning.stages import H200, CostModel, Link
@@ -54,8 +42,10 @@ def backward_items(lists: WorkLists, first: int | None = None) -> np.ndarray:
 
 
 def segments_of(lists: WorkLists, item: np.ndarray, segments: int) -> list[np.ndarray]:
-    further = [lists.words[segments + 8 * (item[FIRST_SEGMENT] + i) :][:8] for i in range(item[NUM_SEGMENTS] - 1)]
-    return [item[LAYER:], *further] if item[NUM_SEGMENTS] else []
+    further = [
+        lists.words[segments + 8 * (item[Field.FIRST_SEGMENT] + i) :][:8] for i in range(item[Field.NUM_SEGMENTS] - 1)
+    ]
+    return [item[Field.LAYER :], *further] if item[Field.NUM_SEGMENTS] else []
 
 
 def bands_of(lists: WorkLists) -> np.ndarray:
@@ -73,16 +63,16 @@ def walk_forward(lists: WorkLists) -> np.ndarray:
     s, bands, sizes = lists.sizes, bands_of(lists), lists.sizes.forward
     seen = np.zeros((s.num_q, s.num_k + KEYS), int)
     tokens, items = 128 // sizes.heads_per_tile, forward_items(lists)
-    chunks = items[items[:, CHUNK] > 0]  # of each tile that is cut, numbered one after another
-    chunks = chunks[np.argsort(chunks[:, CHUNK])]
-    assert (chunks[:, CHUNK] == np.arange(sizes.num_chunks) + 1).all()
+    chunks = items[items[:, Field.CHUNK] > 0]  # of each tile that is cut, numbered one after another
+    chunks = chunks[np.argsort(chunks[:, Field.CHUNK])]
+    assert (chunks[:, Field.CHUNK] == np.arange(sizes.num_chunks) + 1).all()
     if sizes.num_chunks:
-        of_tile = chunks[:, TILE].reshape(-1, sizes.chunks_per_tile)
+        of_tile = chunks[:, Field.TILE].reshape(-1, sizes.chunks_per_tile)
         assert (of_tile == of_tile[:, :1]).all()
         assert len(set(of_tile[:, 0].tolist())) == len(of_tile)
     assert len(items) - len(chunks) + sizes.num_chunks // max(1, sizes.chunks_per_tile) == -(-s.num_q // tokens)
     for item in items:
-        rows = np.arange(item[TILE] * tokens, min((item[TILE] + 1) * tokens, s.num_q))
+        rows = np.arange(item[Field.TILE] * tokens, min((item[Field.TILE] + 1) * tokens, s.num_q))
         for layer, _, _, _, first, end, full_first, full_end in segments_of(lists, item, sizes.segments):
             for key in range(first, end, KEYS):
                 keys = np.arange(key, key + KEYS)
@@ -104,17 +94,19 @@ def walk_backward(lists: WorkLists) -> np.ndarray:
         spans = lists.words[sizes.components + (sizes.num_q_blocks + 2) // 2 * 2 :][: 2 * offsets[-1]].reshape(-1, 2)
     additions, chunks = np.zeros(sizes.num_q_blocks, int), np.zeros(sizes.num_k_tiles, int)
     for item in backward_items(lists):
-        tile = item[TILE]
-        keys = np.arange(item[FIRST_KEY], item[FIRST_KEY] + KEYS)
-        stored[item[FIRST_KEY] : item[END_KEY]] += 1
+        tile = item[Field.TILE]
+        keys = np.arange(item[Field.FIRST_KEY], item[Field.FIRST_KEY] + KEYS)
+        stored[item[Field.FIRST_KEY] : item[Field.END_KEY]] += 1
         if sizes.deterministic:
-            assert item[CHUNK] == chunks[tile]
+            assert item[Field.CHUNK] == chunks[tile]
             chunks[tile] += 1
         segments = segments_of(lists, item, sizes.segments)[::-1]
         for layer, component, _, _, first, end, full_first, full_end in segments:
             for block in range(first, end)[::-1]:
                 rows = np.arange(block * tokens, min((block + 1) * tokens, s.num_q))
-                visible = (keys >= bands[layer, rows, :1]) & (keys < np.minimum(bands[layer, rows, 1:], item[END_KEY]))
+                visible = (keys >= bands[layer, rows, :1]) & (
+                    keys < np.minimum(bands[layer, rows, 1:], item[Field.END_KEY])
+                )
                 if full_first <= block < full_end:
                     assert visible.all()
                 seen[np.ix_(rows, keys)] += visible
@@ -209,7 +201,7 @@ def test_holes_between_keys_are_not_walked() -> None:
 
 def test_longest_items_come_first() -> None:
     items = forward_items(build_worklists(varlen_causal([0, 700, 4000]), 4000, 4000, 8, 1))
-    assert (np.diff(-(-(items[:, END] - items[:, FIRST]) // KEYS)) <= 0).all()
+    assert (np.diff(-(-(items[:, Field.END] - items[:, Field.FIRST]) // KEYS)) <= 0).all()
     assert (np.diff(tile_cost(np.arange(5))) > 0).all()
 
 
@@ -217,10 +209,10 @@ def test_what_needs_no_late_keys_goes_first() -> None:
     slices = AttnSlices([[0, 512, 0, 256, 0], [512, 1024, 0, 256, 0], [512, 3000, 640, 4000, 0]])
     lists = build_worklists(slices, 3000, 4000, 8, 1, late_from=600)
     items = forward_items(lists)
-    is_late = (items[:, NUM_SEGMENTS] > 1) | (items[:, END] > 600)
+    is_late = (items[:, Field.NUM_SEGMENTS] > 1) | (items[:, Field.END] > 600)
     assert lists.sizes.forward.num_early == (~is_late).sum() == 512 // 16
     assert (np.diff(is_late.astype(int)) >= 0).all()  # though the others are the shortest ones
-    is_late = backward_items(lists)[:, END_KEY] > 600
+    is_late = backward_items(lists)[:, Field.END_KEY] > 600
     assert 0 < is_late.sum() < len(is_late)
     assert (np.diff(is_late.astype(int)) >= 0).all()
 
@@ -243,17 +235,17 @@ def test_late_keys_share_no_block_and_no_tile_with_others(
             for *_, first, end, _, _ in segments_of(lists, item, s.forward.segments):
                 assert end <= late_from or first >= late_from
         for item in backward_items(lists):
-            assert item[END_KEY] <= late_from or item[FIRST_KEY] >= late_from
+            assert item[Field.END_KEY] <= late_from or item[Field.FIRST_KEY] >= late_from
         assert s.forward.awaits == s.backward.awaits == want[:, late_from:].any()
         for item in forward_items(lists, s.forward.num_early):
-            assert item[NUM_SEGMENTS] > 0
+            assert item[Field.NUM_SEGMENTS] > 0
             assert all(end <= late_from for *_, end, _, _ in segments_of(lists, item, s.forward.segments))
         early = backward_items(lists, s.backward.num_early)
-        assert (early[:, END_KEY] <= late_from).all()
-        assert (early[:, NUM_SEGMENTS] > 0).all()
+        assert (early[:, Field.END_KEY] <= late_from).all()
+        assert (early[:, Field.NUM_SEGMENTS] > 0).all()
         assert len(early) == 0 or not deterministic
-        work = [item for item in backward_items(lists) if item[NUM_SEGMENTS] > 0]
-        assert s.backward.awaits == any(item[FIRST_KEY] >= late_from for item in work)  # as the kernel has it
+        work = [item for item in backward_items(lists) if item[Field.NUM_SEGMENTS] > 0]
+        assert s.backward.awaits == any(item[Field.FIRST_KEY] >= late_from for item in work)  # as the kernel has it
         np.testing.assert_array_equal(walk_forward(lists), want)
         np.testing.assert_array_equal(walk_backward(lists), want)
 
@@ -286,18 +278,18 @@ def test_all_heads_have_work_until_late_keys_are_there(head_dim: int, cost: Cost
 
     lists = build_worklists(slices, *shape, 64, 8, **timing)
     items = forward_items(lists, lists.sizes.forward.num_early)
-    blocks = -(-(items[:, END] - items[:, FIRST]) // KEYS)
+    blocks = -(-(items[:, Field.END] - items[:, Field.FIRST]) // KEYS)
     block_seconds = 64 * 16 * KEYS * (cost.forward.pair + head_dim * cost.forward.pair_dim)  # 8 heads share a tile
     assert seconds <= blocks.sum() * block_seconds < seconds + blocks.max() * block_seconds
 
     lists = build_worklists(slices, *shape, 8, 8, **timing)  # fewer query heads: little else to do
     items = backward_items(lists, lists.sizes.backward.num_early)
-    blocks = items[:, END] - items[:, FIRST]
+    blocks = items[:, Field.END] - items[:, Field.FIRST]
     block_seconds = 8 * 64 * KEYS * (cost.backward.pair + head_dim * cost.backward.pair_dim)
     seconds -= num_q * 8 * head_dim * 8 / cost.memory  # row sums and zeros are made meanwhile
     main = backward_items(lists, lists.sizes.backward.num_items - lists.sizes.backward.num_tail)
     enough = seconds <= blocks.sum() * block_seconds < seconds + blocks.max() * block_seconds
-    assert enough or (main[len(items) :, END_KEY] > num_q).all()
+    assert enough or (main[len(items) :, Field.END_KEY] > num_q).all()
     assert len(items) > 0
 
 
@@ -306,10 +298,10 @@ def test_chunks_of_tiles_fill_the_gpu_and_end_at_common_multiples() -> None:
     sizes, items = lists.sizes.backward, backward_items(lists)
     assert sizes.is_split
     assert sizes.num_items * 8 > 4 * NUM_SMS
-    blocks, main = items[:, END] - items[:, FIRST], sizes.num_items - sizes.num_tail
+    blocks, main = items[:, Field.END] - items[:, Field.FIRST], sizes.num_items - sizes.num_tail
     chunk = blocks.max()
-    number = items[:, FIRST] // chunk
-    assert (number == (items[:, END] - 1) // chunk).all()
+    number = items[:, Field.FIRST] // chunk
+    assert (number == (items[:, Field.END] - 1) // chunk).all()
     assert (np.diff(number[:main]) >= 0).all()  # one chunk of queries after another
     assert 2 * blocks[main:].max() <= blocks[:main].max() == chunk  # at the end short ones, longest first
     assert (np.diff(blocks[main:]) <= 0).all()
@@ -323,8 +315,8 @@ def test_equal_tiles_that_would_be_left_over_are_cut() -> None:
     sizes, items = lists.sizes.forward, forward_items(lists)
     assert 0 < sizes.num_chunks <= NUM_SMS
     assert sizes.num_items == 512 - sizes.num_chunks // sizes.chunks_per_tile + sizes.num_chunks
-    blocks = (items[:, END] - items[:, FIRST]) // KEYS
-    assert np.bincount(items[:, TILE], blocks).tolist() == [64] * 512
+    blocks = (items[:, Field.END] - items[:, Field.FIRST]) // KEYS
+    assert np.bincount(items[:, Field.TILE], blocks).tolist() == [64] * 512
     assert last_end(tile_cost(blocks), 8) < 0.98 * last_end(tile_cost(np.full(512, 64)), 8)
     for slices in (varlen_causal([0, 8192]), varlen_causal(range(0, 8193, 512)), AttnSlices([])):
         assert build_worklists(slices, 8192, 8192, 64, 8).sizes.forward.num_chunks == 0
@@ -347,11 +339,11 @@ def test_tiles_stay_whole_where_each_query_head_has_its_own_keys() -> None:
 def test_a_deterministic_tile_counts_its_chunks_in_the_order_of_the_list() -> None:
     lists = build_worklists(varlen_causal([0, 16384]), 16384, 16384, 64, 8, deterministic=True)
     items = backward_items(lists)
-    number = items[:, FIRST] // (items[:, END] - items[:, FIRST]).max()
+    number = items[:, Field.FIRST] // (items[:, Field.END] - items[:, Field.FIRST]).max()
     assert (np.diff(number) <= 0).all()  # from the last chunk of queries to the first
     for chunk in range(number.max() + 1):
-        assert (np.diff(items[number == chunk, TILE]) == 1).all()  # in each, one tile after another
-    assert items[items[:, TILE] == 0, CHUNK].tolist() == list(range(number.max() + 1))
+        assert (np.diff(items[number == chunk, Field.TILE]) == 1).all()  # in each, one tile after another
+    assert items[items[:, Field.TILE] == 0, Field.CHUNK].tolist() == list(range(number.max() + 1))
     assert lists.sizes.backward.num_tail == 0  # which would be out of order
 
 

@@ -132,14 +132,13 @@ class Kernel:
 
     Args:
         name, function: file in kernels/ and kernel in it.
-        variant: macros.
+        variant: macros; SHARED_BYTES is the dynamic shared memory per block.
         threads: threads per block.
-        shared_bytes: dynamic shared memory per block.
     """
 
-    def __init__(self, name: str, function: str, variant: Variant, threads: int, shared_bytes: int) -> None:
-        self.load = functools.cache(functools.partial(jit.load_kernel, name, function, variant, shared_bytes))
-        self.threads, self.shared_bytes = threads, shared_bytes
+    def __init__(self, name: str, function: str, variant: Variant, threads: int) -> None:
+        self.threads, self.shared_bytes = threads, dict(variant).get("SHARED_BYTES", 0)
+        self.load = functools.cache(functools.partial(jit.load_kernel, name, function, variant, self.shared_bytes))
         self._launch = driver.function("cuLaunchKernelEx")
         self._config = functools.lru_cache(maxsize=256)(self._make_config)
 

@@ -10,35 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from torchtitan_magi.backends.ffa.records import (
-    CHUNK,
-    COMPONENT,
-    END,
-    END_KEY,
-    FIRST,
-    FIRST_KEY,
-    FULL_FIRST,
-    L2_BYTES,
-    LAYER,
-    NUM_SEGMENTS,
-    QUERY_BYTES,
-    Mask,
-    Words,
-    as_items,
-    early_first,
-    longest_first,
-    radix_sort,
-)
-from torchtitan_magi.backends.ffa.segments import (
-    FAR,
-    Bools,
-    Int32Array,
-    Int64Array,
-    SegmentRuns,
-    is_new,
-    starts_of,
-    write_ramps,
-)
+from torchtitan_magi.backends.ffa.records import Field, Mask, Words, as_items, early_first, longest_first, radix_sort
+from torchtitan_magi.backends.ffa.segments import FAR, Bools, Int32Array, Int64Array, SegmentRuns, is_new, starts_of
 from torchtitan_magi.tiles import BACKWARD_ROWS, KEYS, NUM_SMS
 
 # Sizes of chunks, in query blocks x groups of heads. Below 8 the prologue costs more than it gains, above 256 what the
@@ -89,8 +62,9 @@ def backward_lists(
     num_blocks = query_blocks(tile, records, num_tiles)
     heads_per_wave, best_chunk = _wave_and_chunk(mask, num_blocks, heads_per_tile, deterministic)
     chunk = chunk or best_chunk
-    fits_l2 = mask.num_q * mask.heads.num_heads_q * QUERY_BYTES <= L2_BYTES
-    if deterministic or fits_l2:  # nothing is kept for the end, or everything: then all heads are worked on together
+    if (
+        deterministic or mask.queries_fit_l2
+    ):  # nothing is kept for the end, or everything: then all heads are worked on together
         in_tail, tail_chunk = np.full(num_tiles, not deterministic), chunk
     else:
         in_tail = tail_tiles(num_blocks, chunk, mask.heads.num_heads_kv)
@@ -98,43 +72,41 @@ def backward_lists(
     tile_of_item, item, is_split = np.arange(num_tiles), tile, False
     if num_blocks.max(initial=0) > chunk:
         sizes = np.where(in_tail, tail_chunk, chunk)
-        pieces = split_tiles(tile, records, num_blocks, sizes, everywhere=deterministic)
+        if not deterministic:
+            sizes[num_blocks <= sizes] = FAR  # such tiles stay whole
+        pieces = split_tiles(tile, records, sizes)
         is_split = len(pieces[0]) > int(np.count_nonzero(num_blocks))
         if is_split:
             tile_of_item, item, records = pieces
             num_blocks = query_blocks(item, records, len(tile_of_item))
     items, further = as_items(tile_of_item, item, records)
-    untouched = (items[:, NUM_SEGMENTS] == 0).nonzero()[0]
+    untouched = (items[:, Field.NUM_SEGMENTS] == 0).nonzero()[0]
     if len(untouched):  # their dk and dv are zeros
         of_untouched = tile_of_item[untouched]
-        items[untouched, FIRST_KEY], items[untouched, END_KEY] = starts[of_untouched], starts[of_untouched + 1]
-    in_tail, is_late = in_tail[tile_of_item], items[:, END_KEY] > mask.late_from
-    number, num_early = items[:, FIRST].astype(np.int64) // chunk, 0
+        items[untouched, Field.FIRST_KEY], items[untouched, Field.END_KEY] = (
+            starts[of_untouched],
+            starts[of_untouched + 1],
+        )
+    in_tail, is_late = in_tail[tile_of_item], items[:, Field.END_KEY] > mask.late_from
+    number, num_early = items[:, Field.FIRST].astype(np.int64) // chunk, 0
     if deterministic:  # from the last chunk of queries to the first, in each from the first tile to the last
         order = ((-number if is_split else 0) * num_tiles + tile_of_item).argsort(kind="stable")
-        items[:, CHUNK] = np.bincount(tile_of_item).cumsum()[tile_of_item] - 1 - np.arange(len(items))
+        items[:, Field.CHUNK] = np.bincount(tile_of_item).cumsum()[tile_of_item] - 1 - np.arange(len(items))
     else:
         order, num_early = _usual_order(mask, heads_per_tile, num_blocks, number, in_tail, is_late)
+    awaits, num_tail = bool((is_late & (num_blocks > 0)).any()), int(np.count_nonzero(in_tail))
     return BackwardSizes(
-        heads_per_tile=heads_per_tile,
-        heads_per_wave=heads_per_wave,
-        num_q_blocks=num_q_blocks,
-        num_k_tiles=num_tiles,
-        num_items=len(items),
-        num_early=num_early,
-        num_tail=int(np.count_nonzero(in_tail)),
-        is_split=is_split,
-        awaits=bool((is_late & (num_blocks > 0)).any()),
-        deterministic=deterministic,
-        items=words.add(items, order),
-        segments=words.add(further),
+        heads_per_tile=heads_per_tile, heads_per_wave=heads_per_wave, num_q_blocks=num_q_blocks, num_k_tiles=num_tiles,
+        num_items=len(items), num_early=num_early, num_tail=num_tail,
+        is_split=is_split, awaits=awaits, deterministic=deterministic,
+        items=words.add(items, order), segments=words.add(further),
         components=words.add(addition_spans(runs, num_q_blocks, starts)) if deterministic else 0,
-    )
+    )  # fmt: skip
 
 
 def query_blocks(item: Int64Array, records: Int32Array, num_items: int) -> Int64Array:
     """Query blocks of each item, int64 [num_items]; item: that of each record [n, 12]."""
-    return np.bincount(item, records[:, END] - records[:, FIRST], num_items).astype(np.int64)
+    return np.bincount(item, records[:, Field.END] - records[:, Field.FIRST], num_items).astype(np.int64)
 
 
 def _wave_and_chunk(mask: Mask, num_blocks: Int64Array, heads_per_tile: int, deterministic: bool) -> tuple[int, int]:
@@ -255,36 +227,29 @@ def key_tiles(table: Int64Array, num_k: int, apart: int = FAR) -> Int64Array:
 
 
 def split_tiles(
-    tile: Int64Array,
-    records: Int32Array,
-    blocks_per_tile: Int64Array,
-    chunk_of_tile: Int64Array,
-    everywhere: bool = False,
+    tile: Int64Array, records: Int32Array, chunk_of_tile: Int64Array
 ) -> tuple[Int64Array, Int64Array, Int32Array]:
-    """Cuts k-tiles with more query blocks than their chunks may have into chunks that end at multiples of that number.
+    """Cuts k-tiles into chunks that end at multiples of their size.
 
     Args:
         tile, records: int64 [n], int32 [n, 12] from `transpose_segments`.
-        blocks_per_tile, chunk_of_tile: query blocks of each tile and of its chunks, int64 [num_tiles].
-        everywhere: cuts shorter tiles too.
+        chunk_of_tile: query blocks of a chunk of each tile, int64 [num_tiles].
 
     Returns:
         tile_of_item: k-tile of each chunk, int64 [items]; tiles that no query sees have none.
         item: item of each record, int64 [m], ascending.
         records: int32 [m, 12].
     """
-    if not everywhere:
-        chunk_of_tile = np.where(blocks_per_tile <= chunk_of_tile, FAR, chunk_of_tile)
     chunk = chunk_of_tile[tile]
-    first_chunk, last_chunk = records[:, FIRST] // chunk, (records[:, END] - 1) // chunk
+    first_chunk, last_chunk = records[:, Field.FIRST] // chunk, (records[:, Field.END] - 1) // chunk
     pieces = last_chunk - first_chunk + 1
     ends = pieces.cumsum()
     which = np.arange(len(tile)).repeat(pieces)
     at = np.arange(len(which)) + (first_chunk - (ends - pieces)).repeat(pieces)
     cut, chunk = records.take(which, 0), chunk[which]
     start = at * chunk
-    cut[:, FIRST], cut[:, END] = start, start + chunk
-    cut[ends - pieces, FIRST], cut[ends - 1, END] = records[:, FIRST], records[:, END]
+    cut[:, Field.FIRST], cut[:, Field.END] = start, start + chunk
+    cut[ends - pieces, Field.FIRST], cut[ends - 1, Field.END] = records[:, Field.FIRST], records[:, Field.END]
     key = at + (tile * (int(last_chunk.max(initial=0)) + 1)).repeat(pieces)
     if (key[1:] < key[:-1]).any():
         order = key.argsort(kind="stable")
@@ -347,11 +312,11 @@ def transpose_segments(runs: SegmentRuns, starts: Int64Array) -> tuple[Int64Arra
     inside = np.ceil((wanted - keys.take(run)) / np.maximum(steps, 1).take(run)).astype(np.int64)
     found = block[run - row * len(block)] + np.maximum(inside, 0)
     records = np.zeros((len(tile), 12), np.int32)
-    records[:, LAYER : COMPONENT + 1] = fields[2:, begin].T.take(entry_chain, 0)
-    records[:, FIRST_KEY], records[:, END_KEY] = tile_start, tile_end
-    records[:, FIRST:] = np.where(beyond, (block + count)[end - 1][entry_chain], found).T
-    records[tile_end - tile_start < KEYS, FULL_FIRST:] = 0  # what lies beyond the tile is masked
-    keep = records[:, END] > records[:, FIRST]
+    records[:, Field.LAYER : Field.COMPONENT + 1] = fields[2:, begin].T.take(entry_chain, 0)
+    records[:, Field.FIRST_KEY], records[:, Field.END_KEY] = tile_start, tile_end
+    records[:, Field.FIRST :] = np.where(beyond, (block + count)[end - 1][entry_chain], found).T
+    records[tile_end - tile_start < KEYS, Field.FULL_FIRST :] = 0  # what lies beyond the tile is masked
+    keep = records[:, Field.END] > records[:, Field.FIRST]
     tile, records = tile[keep], records.compress(keep, 0)
     if (tile[1:] < tile[:-1]).any():
         order = tile.argsort(kind="stable")  # chains are in the order of their components and blocks
@@ -373,7 +338,7 @@ def addition_spans(runs: SegmentRuns, num_q_blocks: int, starts: Int64Array) -> 
     words = np.zeros(num_offsets + 2 * int(runs.count.sum()), np.int32)
     words[: num_q_blocks + 1] = segments_before(runs, np.arange(num_q_blocks + 1))
     spans = words[num_offsets:]
-    write_ramps(runs.count, runs.first, runs.end - 1, runs.step_lo, runs.step_hi, spans.view(np.int64))
+    runs.write_ramps(runs.first, runs.end - 1, spans.view(np.int64))
     tile_of(starts).take(spans, out=spans)
     return words
 

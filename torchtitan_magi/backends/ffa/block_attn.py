@@ -192,7 +192,7 @@ class FfaBlockAttn:
         q, k, v, mask, _, late = inputs
         s = mask.sizes
         assert s.forward.heads_per_tile  # else the lists were made for the backward only
-        variant, shared = ffa.forward_variant(q.shape[2], s.forward.heads_per_tile, q.dtype, earlier is not None, more)
+        variant = ffa.forward_variant(q.shape[2], s.forward.heads_per_tile, q.dtype, earlier is not None, more)
         num_groups = s.num_heads_q // s.forward.heads_per_tile
         num_items = (
             s.forward.num_items_with_work if earlier is not None and more else s.forward.num_items
@@ -218,7 +218,7 @@ class FfaBlockAttn:
         maps.append(launch.MapLayout(shape, strides, torch.float32 if more else q.dtype, *box))
         if earlier is not None:
             maps.append(launch.MapLayout(shape, strides, torch.float32, *box))
-        kernel = launch.load("ffa_forward.cu", "ffa_forward", variant, ffa.THREADS, shared)
+        kernel = launch.load("ffa_forward.cu", "ffa_forward", variant, ffa.THREADS)
         blocks = min(params.schedule.num_items, launch.num_sms(q.device.index))
         return launch.Launch(kernel, q.device.index, blocks, maps, params)
 
@@ -302,7 +302,7 @@ class FfaBlockAttn:
         q, k, v, mask, _, late = inputs
         s, head_dim = mask.sizes, q.shape[2]
         assert s.backward.heads_per_tile  # else the lists were made for the forward only
-        variant, shared = ffa.backward_variant(head_dim, s.backward.heads_per_tile, q.dtype, s.backward.deterministic)
+        variant = ffa.backward_variant(head_dim, s.backward.heads_per_tile, q.dtype, s.backward.deterministic)
         params = ffa.BackwardParams(
             items=mask.pointer(s.backward.items),
             segments=mask.pointer(s.backward.segments),
@@ -336,7 +336,7 @@ class FfaBlockAttn:
             maps += [launch.MapLayout(shape, strides, torch.float32, 1, BACKWARD_ROWS) for strides in (dk, dv)]
         else:
             maps += [of_dq] * 2  # unused
-        kernel = launch.load("ffa_backward.cu", "ffa_backward", variant, ffa.THREADS, shared)
+        kernel = launch.load("ffa_backward.cu", "ffa_backward", variant, ffa.THREADS)
         blocks = min(params.schedule.num_items, launch.num_sms(q.device.index))
         return launch.Launch(kernel, q.device.index, blocks, maps, params)
 

@@ -9,21 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from torchtitan_magi.backends.ffa.records import (
-    CHUNK,
-    END,
-    FIRST,
-    FULL_FIRST,
-    KEY_BYTES,
-    L2_BYTES,
-    LAYER,
-    Mask,
-    Words,
-    as_items,
-    early_first,
-    longest_first,
-)
-from torchtitan_magi.backends.ffa.segments import Int32Array, Int64Array, SegmentRuns, starts_of, write_ramps
+from torchtitan_magi.backends.ffa.records import Field, Mask, Words, as_items, early_first, longest_first
+from torchtitan_magi.backends.ffa.segments import Int32Array, Int64Array, SegmentRuns, starts_of
 from torchtitan_magi.tiles import KEYS, MAX_CUT, NUM_SMS, ROWS, forward_heads_per_tile, largest_divisor, tile_cost
 
 # What it costs to cut a tile, in 128 x 128 blocks. Fitted to kernel times of packs of equal documents on an H200.
@@ -70,28 +57,20 @@ def forward_lists(mask: Mask, runs: SegmentRuns, words: Words, chunks_per_tile: 
         tile_of_item, item, records, num_blocks = cut_tiles(tile, records, num_blocks, cut, num_chunks)
     items, further = as_items(tile_of_item, item, records)
     if num_chunks:
-        items[np.isin(tile_of_item, cut), CHUNK] = np.arange(len(cut) * num_chunks) + 1
+        items[np.isin(tile_of_item, cut), Field.CHUNK] = np.arange(len(cut) * num_chunks) + 1
     order = longest_first(num_blocks)
     waits, num_early = np.zeros(len(items), bool), 0
     if mask.late_from < mask.num_k:
-        waits[item[records[:, END] > mask.late_from]] = True
+        waits[item[records[:, Field.END] > mask.late_from]] = True
     if waits.any():
         enough = mask.blocks_within(mask.late_seconds, mask.cost.forward, ROWS, heads)
         order, num_early = early_first(order, num_blocks, waits, enough)
-    kv_heads_in_l2 = L2_BYTES // (KEY_BYTES * max(1, mask.num_k))
     return ForwardSizes(
-        heads_per_tile=heads,
-        heads_per_wave=largest_divisor(num_groups, kv_heads_in_l2 * (mask.group // heads)),
-        num_items=len(items),
-        num_items_with_work=int(np.count_nonzero(num_blocks)),
-        num_early=num_early,
-        num_chunks=len(cut) * num_chunks,
-        chunks_per_tile=num_chunks,
-        num_blocks=int(num_blocks.sum()),
-        awaits=bool(waits.any()),
-        items=words.add(items, order),
-        segments=words.add(further),
-    )
+        heads_per_tile=heads, heads_per_wave=largest_divisor(num_groups, mask.kv_heads_in_l2 * (mask.group // heads)),
+        num_items=len(items), num_items_with_work=int(np.count_nonzero(num_blocks)), num_early=num_early,
+        num_chunks=len(cut) * num_chunks, chunks_per_tile=num_chunks, num_blocks=int(num_blocks.sum()),
+        awaits=bool(waits.any()), items=words.add(items, order), segments=words.add(further),
+    )  # fmt: skip
 
 
 def forward_records(runs: SegmentRuns, num_tiles: int) -> tuple[Int64Array, Int32Array, Int64Array]:
@@ -105,10 +84,10 @@ def forward_records(runs: SegmentRuns, num_tiles: int) -> tuple[Int64Array, Int3
     tile = runs.tiles()
     records = np.zeros((len(tile), 12), np.int32)
     if runs.layer.any():
-        records[:, LAYER] = runs.layer.repeat(runs.count)
+        records[:, Field.LAYER] = runs.layer.repeat(runs.count)
     pairs = records.view(np.int64)  # FIRST with END, FULL_FIRST with FULL_END
-    bounds, full_bounds = pairs[:, FIRST // 2], pairs[:, FULL_FIRST // 2]
-    write_ramps(runs.count, runs.first, runs.end, runs.step_lo, runs.step_hi, bounds)
+    bounds, full_bounds = pairs[:, Field.FIRST // 2], pairs[:, Field.FULL_FIRST // 2]
+    runs.write_ramps(runs.first, runs.end, bounds)
     from_bounds = (runs.full_first - runs.first) + ((runs.full_end - runs.end) << 32)  # constant within a run
     np.add(bounds, from_bounds.repeat(runs.count), out=full_bounds)
     return tile, records, np.bincount(tile, key_blocks(records), num_tiles).astype(np.int64)
@@ -116,7 +95,7 @@ def forward_records(runs: SegmentRuns, num_tiles: int) -> tuple[Int64Array, Int3
 
 def key_blocks(records: Int32Array) -> Int32Array:
     """Blocks of KEYS keys of forward records [n, 12]."""
-    return (records[:, END] - records[:, FIRST] + (KEYS - 1)) // KEYS
+    return (records[:, Field.END] - records[:, Field.FIRST] + (KEYS - 1)) // KEYS
 
 
 # ------------------------------------------------------------------------------------------------------ cutting tiles
@@ -197,8 +176,8 @@ def cut_tiles(
     first, end = (blocks_per_tile[of_tile] * (chunk + i) // chunks[of_tile] - begin[which] for i in (0, 1))
     first, end = np.maximum(first, 0), np.minimum(end, blocks[which])
     item, pieces = first_item[of_tile] + chunk, records.take(which, 0)
-    pieces[:, END] = np.minimum(pieces[:, END], pieces[:, FIRST] + KEYS * end)
-    pieces[:, FIRST] += KEYS * first
+    pieces[:, Field.END] = np.minimum(pieces[:, Field.END], pieces[:, Field.FIRST] + KEYS * end)
+    pieces[:, Field.FIRST] += KEYS * first
     kept = (first < end).nonzero()[0]
     kept = kept[item[kept].argsort(kind="stable")]
     item, pieces = item[kept], pieces.take(kept, 0)

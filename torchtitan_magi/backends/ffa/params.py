@@ -5,6 +5,7 @@ import ctypes
 import torch
 
 from torchtitan_magi.cuda import launch
+from torchtitan_magi.cuda.launch import Variant
 from torchtitan_magi.tiles import BACKWARD_ROWS, KEYS, MAX_CUT, ROWS
 
 THREADS = 384  # threads per block of the forward and of the backward
@@ -81,23 +82,22 @@ def check_supported(head_dim: int, dtype: torch.dtype) -> None:
         )
 
 
-def forward_variant(
-    head_dim: int, heads_per_tile: int, dtype: torch.dtype, earlier: bool, more: bool
-) -> tuple[launch.Variant, int]:
-    """Macros and bytes of shared memory of a forward kernel."""
+def forward_variant(head_dim: int, heads_per_tile: int, dtype: torch.dtype, earlier: bool, more: bool) -> Variant:
+    """A forward kernel; SHARED_BYTES is what it needs of shared memory."""
     padded = padded_head_dim(head_dim)
     buffers = 4 if padded == 64 else 2  # of K, and as many of V
     shared = (2 + 2 * buffers + (earlier or more)) * ROWS * padded * 2 + 2048
-    macros = {"HEAD_DIM": padded, "PACK": heads_per_tile, "SHARED_BYTES": shared, "USE_FP16": dtype == torch.float16}
-    return launch.variant_of(macros | {"EARLIER": earlier, "MORE": more}), shared
+    return _variant(padded, heads_per_tile, dtype, shared, EARLIER=earlier, MORE=more)
 
 
-def backward_variant(
-    head_dim: int, heads_per_tile: int, dtype: torch.dtype, deterministic: bool
-) -> tuple[launch.Variant, int]:
-    """Macros and bytes of shared memory of a backward kernel."""
+def backward_variant(head_dim: int, heads_per_tile: int, dtype: torch.dtype, deterministic: bool) -> Variant:
+    """A backward kernel; SHARED_BYTES is what it needs of shared memory."""
     padded = padded_head_dim(head_dim)
     keys, rows = 2 * KEYS * padded * 2, 2 * 2 * BACKWARD_ROWS * padded * 2
     shared = keys + rows + 2 * KEYS * 128 + 2 * BACKWARD_ROWS * padded * 4 + 3072
+    return _variant(padded, heads_per_tile, dtype, shared, DETERMINISTIC=deterministic)
+
+
+def _variant(padded: int, heads_per_tile: int, dtype: torch.dtype, shared: int, **switches: bool) -> Variant:
     macros = {"HEAD_DIM": padded, "PACK": heads_per_tile, "SHARED_BYTES": shared, "USE_FP16": dtype == torch.float16}
-    return launch.variant_of(macros | {"DETERMINISTIC": deterministic}), shared
+    return launch.variant_of(macros | switches)

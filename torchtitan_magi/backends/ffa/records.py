@@ -13,14 +13,19 @@ from torchtitan_magi.backends.ffa.segments import Int32Array, Int64Array, is_new
 from torchtitan_magi.planning.stages import CostModel, Heads, KernelCost
 from torchtitan_magi.tiles import KEYS
 
-# Words of a record, as WorkItem and Segment in kernels/ffa_layout.cuh. FIRST to FULL_END count keys in the forward and
-# query blocks in the backward.
-TILE, NUM_SEGMENTS, FIRST_SEGMENT, CHUNK = range(4)
-LAYER, COMPONENT, FIRST_KEY, END_KEY, FIRST, END, FULL_FIRST, FULL_END = range(4, 12)
-
 L2_BYTES = 32 << 20  # what one wave of heads may claim of the L2 cache; an H200 has 50 MiB
 KEY_BYTES, QUERY_BYTES = 512, 1024  # k and v; q, dout (16 bits) and dq (fp32): one token, one head, 128 columns
 LATE_MARGIN = 1.25  # how much longer than predicted an exchange may take before a kernel that hides it waits
+
+
+class Field:
+    """Words of a record: WorkItem, then Segment in kernels/ffa_layout.cuh.
+
+    FIRST to FULL_END count keys in the forward and query blocks in the backward.
+    """
+
+    TILE, NUM_SEGMENTS, FIRST_SEGMENT, CHUNK = range(4)
+    LAYER, COMPONENT, FIRST_KEY, END_KEY, FIRST, END, FULL_FIRST, FULL_END = range(4, 12)
 
 
 @dataclass(frozen=True)
@@ -45,6 +50,16 @@ class Mask:
     def group(self) -> int:
         """Query heads of a K/V head."""
         return self.heads.num_heads_q // self.heads.num_heads_kv
+
+    @property
+    def kv_heads_in_l2(self) -> int:
+        """K/V heads whose keys and values a wave of heads may claim L2 for."""
+        return L2_BYTES // (KEY_BYTES * max(1, self.num_k))
+
+    @property
+    def queries_fit_l2(self) -> bool:
+        """Whether what the backward reads and adds up of all queries fits what a wave may claim."""
+        return self.num_q * self.heads.num_heads_q * QUERY_BYTES <= L2_BYTES
 
     @property
     def late_seconds(self) -> float:
@@ -73,12 +88,12 @@ def as_items(tile_of_item: Int64Array, item: Int64Array, records: Int32Array) ->
     counts = np.bincount(item, minlength=num_items)
     used = counts > 0
     if used.all() and len(item) == num_items:
-        items, further = records, records[:0, LAYER:]
+        items, further = records, records[:0, Field.LAYER :]
     else:
         items = np.zeros((num_items, 12), np.int32)
         is_first = is_new(item)
-        items[used], further = records.compress(is_first, 0), records.compress(~is_first, 0)[:, LAYER:]
-        items[:, FIRST_SEGMENT] = starts_of(counts - used)
+        items[used], further = records.compress(is_first, 0), records.compress(~is_first, 0)[:, Field.LAYER :]
+        items[:, Field.FIRST_SEGMENT] = starts_of(counts - used)
     # TILE and NUM_SEGMENTS, both words at once: the machine is little-endian.
     items.view(np.int64)[:, 0] = tile_of_item + (counts << 32)
     return items, further

@@ -304,7 +304,7 @@ def _num_tokens(returned: Returned) -> int:
 @functools.cache
 def _kernel(name: str, dtype: torch.dtype, wire: torch.dtype) -> launch.Kernel:
     macros = {"USE_FP16": dtype == torch.float16, "WIRE_FP32": wire == torch.float32}
-    return launch.load("rows.cu", name, launch.variant_of(macros), _WARPS * 32, 0)
+    return launch.load("rows.cu", name, launch.variant_of(macros), _WARPS * 32)
 
 
 def _thread_blocks(units: int) -> int:

@@ -8,7 +8,7 @@ than NumPy's functions of the same name.)
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -48,6 +48,28 @@ class SegmentRuns:
         """The tile of each segment."""
         return np.arange(self.count.sum()) + (self.tile - starts_of(self.count)).repeat(self.count)
 
+    def write_ramps(self, lo: Int64Array, hi: Int64Array, out: Int64Array) -> None:
+        """Pairs of int32 that grow evenly, run after run: (lo + i * step_lo, hi + i * step_hi) for i < count.
+
+        The two halves of an int64 grow together (the machine is little-endian): one running sum writes both.
+
+        Args:
+            lo, hi: int64 [runs]; no value of a pair is negative.
+            out: int64 [segments], each a pair; overwritten.
+        """
+        if len(self) == 0:
+            return
+        value, step = lo + (hi << 32), self.step_lo + (self.step_hi << 32)
+        if (step == step[0]).all():  # as in a pack of causal documents: then no memory is needed
+            steps = out
+            steps[:] = step[0]
+        else:
+            steps = step.repeat(self.count)
+        value[1:] -= (value + (self.count - 1) * step)[:-1]
+        steps[starts_of(self.count)] = value
+        # NumPy's running sums take six times as long on some CPUs, as each is read back from memory.
+        torch.cumsum(torch.from_numpy(steps), 0, out=torch.from_numpy(out))
+
     def stacked(self) -> Int64Array:
         """All fields, int64 [9, n]."""
         return np.array([*vars(self).values()])
@@ -63,37 +85,6 @@ def is_new(values: Int64Array) -> Bools:
     new = np.ones(len(values), bool)
     np.not_equal(values[1:], values[:-1], out=new[1:])
     return new
-
-
-def write_ramps(
-    count: Int64Array,
-    lo: Int64Array,
-    hi: Int64Array,
-    step_lo: Int64Array,
-    step_hi: Int64Array,
-    out: Int64Array,
-) -> None:
-    """Pairs of int32 that grow evenly, run after run: (lo + i * step_lo, hi + i * step_hi) for i < count.
-
-    The two halves of an int64 grow together (the machine is little-endian): one running sum writes both.
-
-    Args:
-        count: int64 [runs], at least 1.
-        lo, hi, step_lo, step_hi: int64 [runs]; no value of a pair is negative.
-        out: int64 [count.sum()], each a pair; overwritten.
-    """
-    if len(count) == 0:
-        return
-    value, step = lo + (hi << 32), step_lo + (step_hi << 32)
-    if (step == step[0]).all():  # as in a pack of causal documents: then no memory is needed
-        steps = out
-        steps[:] = step[0]
-    else:
-        steps = step.repeat(count)
-    value[1:] -= (value + (count - 1) * step)[:-1]
-    steps[starts_of(count)] = value
-    # NumPy's running sums take six times as long on some CPUs, as each is read back from memory.
-    torch.cumsum(torch.from_numpy(steps), 0, out=torch.from_numpy(out))
 
 
 def tile_segments(
@@ -130,17 +121,8 @@ def tile_segments(
     lo = k_start[some] + slope_lo * (row - q_start[some])
     hi = k_end[some] - slope_hi * (q_end[some] - 1 - row)
     step_lo, step_hi = slope_lo * tokens, slope_hi * tokens
-    whole = SegmentRuns(
-        tile=tile,
-        count=end_tile[some] - tile,
-        layer=layer[some],
-        first=lo,
-        end=hi + step_hi - slope_hi,
-        full_first=lo + step_lo - slope_lo,
-        full_end=hi,
-        step_lo=step_lo,
-        step_hi=step_hi,
-    )
+    end, full_first = hi + step_hi - slope_hi, lo + step_lo - slope_lo
+    whole = SegmentRuns(tile, end_tile[some] - tile, layer[some], lo, end, full_first, hi, step_lo, step_hi)
     fields = np.concatenate([joined.stacked(), whole.stacked()], 1)
     if num_layers > 1:  # layers share tiles, so their runs would interleave: write them out
         fields = _written_out(SegmentRuns(*fields)).stacked()
@@ -194,31 +176,17 @@ def _join_stretches(
     starts = is_first.nonzero()[0]
     tile, tokens = tile[starts], tokens[starts]
     all_rows = np.add.reduceat(num_rows, starts) == np.minimum(tokens, num_q - tile * tokens)
+    first, end = np.minimum.reduceat(lo, starts), np.maximum.reduceat(last_hi, starts)
+    full_first = np.where(all_rows, np.maximum.reduceat(last_lo, starts), FAR)
+    full_end = np.where(all_rows, np.minimum.reduceat(hi, starts), 0)
     zero = np.zeros_like(tile)
-    return SegmentRuns(
-        tile=tile,
-        count=zero + 1,
-        layer=layer[starts],
-        first=np.minimum.reduceat(lo, starts),
-        end=np.maximum.reduceat(last_hi, starts),
-        full_first=np.where(all_rows, np.maximum.reduceat(last_lo, starts), FAR),
-        full_end=np.where(all_rows, np.minimum.reduceat(hi, starts), 0),
-        step_lo=zero,
-        step_hi=zero,
-    )
+    return SegmentRuns(tile, zero + 1, layer[starts], first, end, full_first, full_end, zero, zero)
 
 
 def _written_out(runs: SegmentRuns) -> SegmentRuns:
     """Runs of one tile each in place of longer ones."""
-    each = SegmentRuns(*runs.stacked().repeat(runs.count, 1))
-    i = np.arange(len(each)) - starts_of(runs.count).repeat(runs.count)
-    lo, hi = each.step_lo * i, each.step_hi * i
-    return replace(
-        each,
-        tile=each.tile + i,
-        count=np.ones_like(i),
-        first=each.first + lo,
-        end=each.end + hi,
-        full_first=each.full_first + lo,
-        full_end=each.full_end + hi,
-    )
+    i = np.arange(runs.count.sum()) - starts_of(runs.count).repeat(runs.count)
+    tile, _, layer, first, end, full_first, full_end, step_lo, step_hi = runs.stacked().repeat(runs.count, 1)
+    lo, hi = step_lo * i, step_hi * i
+    bounds = first + lo, end + hi, full_first + lo, full_end + hi
+    return SegmentRuns(tile + i, np.ones_like(i), layer, *bounds, step_lo, step_hi)
