@@ -116,9 +116,9 @@ def test_a_schedule_gives_every_tile_to_every_head_once_and_early_ones_first() -
       bool done[400] = {};
       int last = 0;
       for (int item = 0; item < s.num_items(); item++) {
-        const int tile = s.list_index(item), head = s.head(item), stage = (tile >= s.num_early) + (tile >= in_waves);
-        const int wave = stage == 1 ? head / s.heads_per_wave : 0;   // of heads, one after another
-        const int place = (stage * 100 + wave) * 100 + tile;
+        const int tile = s.list_index(item), head = s.head(item), section = (tile >= s.num_early) + (tile >= in_waves);
+        const int wave = section == 1 ? head / s.heads_per_wave : 0;   // of heads, one after another
+        const int place = (section * 100 + wave) * 100 + tile;
         if (tile < 0 || tile >= num_tiles || head < 0 || head >= s.num_heads || place < last) return false;
         if (done[tile * s.num_heads + head]) return false;
         done[tile * s.num_heads + head] = true;

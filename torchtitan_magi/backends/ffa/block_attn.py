@@ -270,16 +270,14 @@ class FfaBlockAttn:
             return
         params = prepared.params
         to, sums = dkv, None
-        if s.backward.is_split:  # parts of a tile add to fp32 sums
+        if s.backward.is_split:  # chunks of a tile add to fp32 sums
             if not is_float:
                 to = sums = torch.zeros(s.num_k, 2, s.num_heads_kv, q.shape[2], dtype=torch.float32, device=k.device)
             elif not zeroed:
                 _zero(dkv)
         if s.backward.deterministic:
-            counts = (
-                2 * s.backward.num_q_blocks * (s.num_heads_q // s.backward.heads_per_tile),
-                2 * s.backward.num_k_tiles * s.num_heads_kv,
-            )
+            num_groups = s.num_heads_q // s.backward.heads_per_tile
+            counts = 2 * s.backward.num_q_blocks * num_groups, 2 * s.backward.num_k_tiles * s.num_heads_kv
             semaphores = torch.zeros(sum(counts), dtype=torch.int32, device=k.device)
             params.semaphores = semaphores.data_ptr()
             params.part_semaphores = semaphores.data_ptr() + 4 * counts[0]
