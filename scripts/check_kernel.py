@@ -21,11 +21,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torchtitan_magi.backends import Gradients, OutGrads, StageInputs
 from torchtitan_magi.backends.ffa.block_attn import DeviceLists, FfaBlockAttn, HostLists
+from torchtitan_magi.backends.ffa.params import backward_variant, forward_variant
 from torchtitan_magi.backends.ffa.worklists import build_worklists
 from torchtitan_magi.calibrate import facts_of_run
 from torchtitan_magi.cuda import jit, launch
-from torchtitan_magi.cuda.launch import backward_variant, forward_variant
 from torchtitan_magi.exchange.in_flight import RowSums
 from torchtitan_magi.masks.slices import (
     AttnSlices,
@@ -52,9 +53,9 @@ class Case:
     head_dim: int
     dtype: torch.dtype
     deterministic: bool = False
-    parts: int | None = None
-    backward_pack: int | None = None
-    chunk: int | None = None
+    chunks_per_tile: int | None = None
+    backward_heads_per_tile: int | None = None
+    blocks_per_chunk: int | None = None
     float_grads: bool = False
     softmax_scale: float = 0.1
     name: str = "random"
@@ -84,12 +85,12 @@ def random_case(rng: random.Random) -> Case:
         build = rng.choice([varlen_causal, varlen_full, lambda c: sliding_window(c, 37), lambda c: block_causal(c, 50)])
         stages[0], num_k[0] = build(cu), num_q
     group = heads_q // heads_kv
-    packs = [d for d in range(1, min(group, 16) + 1) if group % d == 0]
-    pack = rng.choice(packs)
+    heads_per_tile = rng.choice([d for d in range(1, min(group, 16) + 1) if group % d == 0])
     return Case(
         stages, num_q, num_k, heads_q, heads_kv, rng.choice(HEAD_DIMS), rng.choice([torch.bfloat16, torch.float16]),
-        deterministic=rng.random() < 0.4, parts=rng.choice([None, 2, 3, 5]), backward_pack=pack,
-        chunk=rng.choice([None, None, 1, 2, 7]), float_grads=rng.random() < 0.5,
+        deterministic=rng.random() < 0.4, chunks_per_tile=rng.choice([None, 2, 3, 5]),
+        backward_heads_per_tile=heads_per_tile, blocks_per_chunk=rng.choice([None, None, 1, 2, 7]),
+        float_grads=rng.random() < 0.5,
         softmax_scale=rng.choice([0.05, 0.125, 0.3]),
     )  # fmt: skip
 
@@ -182,28 +183,32 @@ def run_ours(case: Case, q: Tensor, kvs: list[Tensor], dout: Tensor) -> dict[str
     for slices, num_k in zip(case.stages, case.num_k, strict=True):
         lists = build_worklists(
             slices, case.num_q, num_k, case.num_heads_q, case.num_heads_kv,
-            deterministic=case.deterministic, parts=case.parts, backward_pack=case.backward_pack, chunk=case.chunk,
+            deterministic=case.deterministic, chunks_per_tile=case.chunks_per_tile,
+            backward_heads_per_tile=case.backward_heads_per_tile, blocks_per_chunk=case.blocks_per_chunk,
         )  # fmt: skip
         masks.append(on_gpu(HostLists(lists)))
     result = None
     for i, (mask, kv) in enumerate(zip(masks, kvs, strict=True)):
-        result = attn.forward(q, kv[:, 0], kv[:, 1], mask, case.softmax_scale, result, more=i + 1 < len(masks))
+        inputs = StageInputs(q, kv[:, 0], kv[:, 1], mask, case.softmax_scale)
+        result = attn.forward(inputs, result, more=i + 1 < len(masks))
     out, lse = result
     dq, delta = torch.empty(q.shape, dtype=torch.float32, device="cuda"), torch.empty_like(lse)
-    attn.rows().sum(RowSums(out, dout, delta, (dq,)))
+    mover = attn.row_mover()
+    mover.sum(RowSums(out, dout, delta, (dq,)))
     dks, dvs = [], []
     for mask, kv in zip(masks, kvs, strict=True):
         dkv = torch.full(kv.shape, torch.nan, dtype=torch.float32 if case.float_grads else kv.dtype, device="cuda")
-        attn.backward(dout, q, kv[:, 0], kv[:, 1], lse, delta, mask, case.softmax_scale, dq, dkv)
+        inputs = StageInputs(q, kv[:, 0], kv[:, 1], mask, case.softmax_scale)
+        attn.backward(inputs, OutGrads(dout, lse, delta), Gradients(dq, dkv))
         dks.append(dkv[:, 0])
         dvs.append(dkv[:, 1])
     rounded = torch.empty_like(dout)
-    attn.rows().round(dq, case.softmax_scale, rounded)
+    mover.round(dq, case.softmax_scale, rounded)
     return {"out": out, "lse": lse, "dq": rounded, "dk": torch.cat(dks), "dv": torch.cat(dvs)}
 
 
 def run_case(case: Case, seed: int) -> tuple[dict[str, float], list[str]]:
-    """Error of each output as a share of its budget, and what is wrong."""
+    """Error of each output as a fraction of its budget, and what is wrong."""
     torch.manual_seed(seed)
     shape_q = (case.num_q, case.num_heads_q, case.head_dim)
     q = torch.randn(shape_q[0], 2, *shape_q[1:], device="cuda").to(case.dtype)[:, 1]  # strided
@@ -251,12 +256,12 @@ def variants_of(case: Case) -> set[tuple[str, tuple[tuple[str, int], ...]]]:
     """The kernels that a case runs."""
     found = set()
     for i, (slices, num_k) in enumerate(zip(case.stages, case.num_k, strict=True)):
-        lists = build_worklists(
-            slices, case.num_q, num_k, case.num_heads_q, case.num_heads_kv, backward_pack=case.backward_pack
-        )
-        more = i + 1 < len(case.stages)
-        forward = forward_variant(case.head_dim, lists.sizes.forward_pack, case.dtype, i > 0, more)[0]
-        backward = backward_variant(case.head_dim, lists.sizes.backward_pack, case.dtype, case.deterministic)[0]
+        overrides = {"backward_heads_per_tile": case.backward_heads_per_tile}
+        sizes = build_worklists(slices, case.num_q, num_k, case.num_heads_q, case.num_heads_kv, **overrides).sizes
+        shape, more = (case.head_dim, sizes.forward.heads_per_tile, case.dtype), i + 1 < len(case.stages)
+        forward = forward_variant(*shape, i > 0, more)
+        shape = case.head_dim, sizes.backward.heads_per_tile, case.dtype
+        backward = backward_variant(*shape, case.deterministic)
         found |= {("ffa_forward.cu", forward), ("ffa_backward.cu", backward)}
     return found
 
@@ -275,7 +280,7 @@ def run_alone(rng: random.Random, num_cases: int) -> None:
     launch.variant_of = lambda macros: (*plain(macros), ("EVERY_LANE_ARRIVES", 1))
     for _ in range(num_cases):
         case = replace(random_case(rng), num_q=150, num_k=[200], num_heads_q=8, num_heads_kv=2)
-        case = replace(case, stages=[random_slices(rng, 150, 200)], backward_pack=rng.choice([1, 4]))
+        case = replace(case, stages=[random_slices(rng, 150, 200)], backward_heads_per_tile=rng.choice([1, 4]))
         q, dout = torch.randn(2, 150, 8, case.head_dim, device="cuda").to(case.dtype)
         kv = torch.randn(200, 2, 2, case.head_dim, device="cuda").to(case.dtype)
         run_ours(case, q, [kv], dout)

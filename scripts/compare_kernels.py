@@ -15,6 +15,7 @@ import torch
 from bench_kernel import GROUPS, Case, cases, take_turns
 from torch import Tensor
 
+from torchtitan_magi.backends import Gradients, OutGrads, StageInputs
 from torchtitan_magi.backends.ffa.block_attn import FfaBlockAttn
 from torchtitan_magi.cuda import jit, launch
 from torchtitan_magi.exchange.in_flight import RowSums
@@ -29,24 +30,23 @@ class Version:
     def __init__(self, folder: Path, case: Case, inputs: tuple[Tensor, ...]) -> None:
         jit.kernel_dir = lambda: folder
         launch.load.cache_clear()
-        self.q, self.k, self.v, self.dout = inputs
+        q, k, v, dout = inputs
         self.attn = FfaBlockAttn("cuda")
         lists = self.attn.prepare(case.slices(), case.tokens, case.tokens, *case.heads)
-        self.mask = lists.to(torch.from_numpy(lists.words).cuda())
-        self.out, self.lse = self.forward()  # now the kernels are compiled and loaded
-        self.dq, self.delta = torch.empty_like(self.q, dtype=torch.float32), torch.empty_like(self.lse)
-        self.attn.rows().sum(RowSums(self.out, self.dout, self.delta, (self.dq,)))
-        self.dkv = torch.zeros_like(self.k, dtype=torch.float32), torch.zeros_like(self.v, dtype=torch.float32)
+        self.inputs = StageInputs(q, k, v, lists.to(torch.from_numpy(lists.words).cuda()), SCALE)
+        out, lse = self.forward()  # now the kernels are compiled and loaded
+        dq, delta = torch.empty_like(q, dtype=torch.float32), torch.empty_like(lse)
+        self.attn.row_mover().sum(RowSums(out, dout, delta, (dq,)))
+        dkv = torch.zeros_like(k, dtype=torch.float32), torch.zeros_like(v, dtype=torch.float32)
+        self.out_grads, self.grads = OutGrads(dout, lse, delta), Gradients(dq, dkv, zeroed=True)
         self.backward()
-        self.results = [x.float().clone() for x in (self.out, self.dq, *self.dkv)]
+        self.results = [x.float().clone() for x in (out, dq, *dkv)]
 
     def forward(self) -> tuple[Tensor, Tensor]:
-        return self.attn.forward(self.q, self.k, self.v, self.mask, SCALE)
+        return self.attn.forward(self.inputs)
 
     def backward(self) -> None:
-        self.attn.backward(
-            self.dout, self.q, self.k, self.v, self.lse, self.delta, self.mask, SCALE, self.dq, self.dkv, zeroed=True
-        )  # fmt: skip
+        self.attn.backward(self.inputs, self.out_grads, self.grads)
 
 
 def compare(case: Case, folders: dict[str, Path], wanted: float) -> str:
@@ -69,7 +69,7 @@ def compare(case: Case, folders: dict[str, Path], wanted: float) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("other", type=Path, help="the folder of the kernels to compare with")
+    parser.add_argument("other", type=Path, help="folder of the kernels to compare with")
     parser.add_argument("--groups", nargs="+", default=["quick"], choices=GROUPS, help="cases of bench_kernel.py")
     parser.add_argument("--ms", type=float, default=160, help="GPU time of each measurement")
     arguments = parser.parse_args()

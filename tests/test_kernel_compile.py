@@ -11,6 +11,7 @@ import torch
 pytest.importorskip("cuda.core", reason="cuda-core compiles the kernels")
 pytest.importorskip("cuda.bindings", reason="NVRTC is reached through cuda-bindings")
 
+from torchtitan_magi.backends.ffa import params as ffa
 from torchtitan_magi.backends.ffa import row_kernels as rows
 from torchtitan_magi.cuda import jit, launch
 
@@ -19,8 +20,8 @@ from torchtitan_magi.cuda import jit, launch
 ALLOWED = {"C7519"}
 MAX_STACK_BYTES = 0
 
-FORWARD_PACKS, BACKWARD_PACKS = range(1, 17), range(1, 9)  # that the work lists may ask for
-SOME_PACKS = (1, 7, 8)  # no grouping; rows left over; heads 64:8
+FORWARD_GROUPS, BACKWARD_GROUPS = range(1, 17), range(1, 9)  # heads per tile that the work lists may ask for
+SOME_GROUPS = (1, 7, 8)  # no grouping; rows left over; heads 64:8
 
 
 def variants() -> list[tuple[str, launch.Variant]]:
@@ -29,11 +30,11 @@ def variants() -> list[tuple[str, launch.Variant]]:
         for dtype in (torch.bfloat16, torch.float16):
             hardest = head_dim == 128 and dtype == torch.bfloat16
             for a, b in itertools.product((False, True), repeat=2):
-                for pack in FORWARD_PACKS if hardest else SOME_PACKS:
-                    found.append(("ffa_forward.cu", launch.forward_variant(head_dim, pack, dtype, a, b)[0]))
+                for group in FORWARD_GROUPS if hardest else SOME_GROUPS:
+                    found.append(("ffa_forward.cu", ffa.forward_variant(head_dim, group, dtype, a, b)))
             for deterministic in (False, True):
-                for pack in BACKWARD_PACKS if hardest else SOME_PACKS:
-                    found.append(("ffa_backward.cu", launch.backward_variant(head_dim, pack, dtype, deterministic)[0]))
+                for group in BACKWARD_GROUPS if hardest else SOME_GROUPS:
+                    found.append(("ffa_backward.cu", ffa.backward_variant(head_dim, group, dtype, deterministic)))
     return found
 
 
@@ -71,10 +72,10 @@ def test_every_kernel_waits_for_the_one_before_it() -> None:
 
 
 def test_head_dims() -> None:
-    assert [launch.padded_head_dim(d) for d in (8, 40, 64, 72, 128)] == [64, 64, 64, 128, 128]
+    assert [ffa.padded_head_dim(d) for d in (8, 40, 64, 72, 128)] == [64, 64, 64, 128, 128]
     for head_dim in (0, 12, 136, 256):
         with pytest.raises(ValueError, match="head_dim"):
-            launch.padded_head_dim(head_dim)
+            ffa.padded_head_dim(head_dim)
 
 
 def fields_of(struct: type[ctypes.Structure], path: str = "") -> Iterator[tuple[str, int]]:
@@ -89,8 +90,8 @@ def fields_of(struct: type[ctypes.Structure], path: str = "") -> Iterator[tuple[
 @pytest.mark.parametrize(
     ("name", "variant", "structs"),
     [
-        ("ffa_forward.cu", launch.forward_variant(128, 8, torch.bfloat16, False, False)[0], [launch.ForwardParams]),
-        ("ffa_backward.cu", launch.backward_variant(128, 8, torch.bfloat16, True)[0], [launch.BackwardParams]),
+        ("ffa_forward.cu", ffa.forward_variant(128, 8, torch.bfloat16, False, False), [ffa.ForwardParams]),
+        ("ffa_backward.cu", ffa.backward_variant(128, 8, torch.bfloat16, True), [ffa.BackwardParams]),
         ("rows.cu", (), [rows._BandsParams, rows._GatherParams, rows._AddParams, rows._FinishParams]),
     ],
 )
@@ -115,9 +116,9 @@ def test_a_schedule_gives_every_tile_to_every_head_once_and_early_ones_first() -
       bool done[400] = {};
       int last = 0;
       for (int item = 0; item < s.num_items(); item++) {
-        const int tile = s.list_index(item), head = s.head(item), stage = (tile >= s.num_early) + (tile >= in_waves);
-        const int wave = stage == 1 ? head / s.heads_per_wave : 0;   // of heads, one after another
-        const int place = (stage * 100 + wave) * 100 + tile;
+        const int tile = s.list_index(item), head = s.head(item), section = (tile >= s.num_early) + (tile >= in_waves);
+        const int wave = section == 1 ? head / s.heads_per_wave : 0;   // of heads, one after another
+        const int place = (section * 100 + wave) * 100 + tile;
         if (tile < 0 || tile >= num_tiles || head < 0 || head >= s.num_heads || place < last) return false;
         if (done[tile * s.num_heads + head]) return false;
         done[tile * s.num_heads + head] = true;
@@ -133,5 +134,5 @@ def test_a_schedule_gives_every_tile_to_every_head_once_and_early_ones_first() -
         for heads, per_wave in ((1, 1), (8, 1), (8, 4), (6, 3), (8, 8))
     ]
     asserts = "".join(f'static_assert(is_complete({{{", ".join(map(str, s))}}}), "{s}");\n' for s in schedules)
-    macros = dict(launch.forward_variant(128, 8, torch.bfloat16, False, False)[0])
+    macros = dict(ffa.forward_variant(128, 8, torch.bfloat16, False, False))
     jit.compile_source("ffa_layout.cuh", source + asserts, macros)

@@ -10,18 +10,20 @@ import pytest
 import torch
 
 from torchtitan_magi import varlen_causal
+from torchtitan_magi.backends import Gradients, OutGrads, StageInputs
+from torchtitan_magi.backends.ffa import params as ffa
 from torchtitan_magi.backends.ffa import row_kernels as rows
 from torchtitan_magi.backends.ffa.block_attn import FfaBlockAttn
-from torchtitan_magi.backends.ffa.row_kernels import CudaRows
+from torchtitan_magi.backends.ffa.row_kernels import CudaRowMover
 from torchtitan_magi.cuda import driver, jit, launch
-from torchtitan_magi.exchange.in_flight import Arrival, Flag, LateKeys, Places, Returned, RowSums
+from torchtitan_magi.exchange.in_flight import Arrival, Flag, LateKeys, Places, Returned, RowSums, Unsent
 
 TOKENS, HEADS_Q, HEADS, DIM = 256, 8, 2, 64
 ROW = 2 * HEADS * DIM
 SCALE = 0.125
 PARAMS = {
-    "ffa_forward": launch.ForwardParams,
-    "ffa_backward": launch.BackwardParams,
+    "ffa_forward": ffa.ForwardParams,
+    "ffa_backward": ffa.BackwardParams,
     "write_bands": rows._BandsParams,
     "gather_rows": rows._GatherParams,
     "finish_grads": rows._FinishParams,
@@ -65,7 +67,7 @@ def recorder(monkeypatch):
     monkeypatch.setattr(driver, "function", recorder.function)
     monkeypatch.setattr(jit, "load_kernel", lambda _, function, *__: (function, PARAMS[function]))
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
-    monkeypatch.setattr(launch, "current_device", lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
     monkeypatch.setattr(launch, "num_sms", lambda device: 132)
     addresses = itertools.cycle(row.data_ptr() for row in counters)
     monkeypatch.setattr(launch, "_counters", lambda device: (addresses, counters))
@@ -107,7 +109,7 @@ def test_row_bands_are_made_once_of_the_slices(recorder):
     assert (made.name, made.params.num_slices, made.params.num_bands) == ("write_bands", s.num_slices, s.num_bands)
     assert 256 * made.blocks >= TOKENS == s.num_bands > 256 * (made.blocks - 1)
     assert made.params.slices == mask.words[s.slices :].data_ptr()
-    attn.forward(*tensors(HEADS_Q, HEADS, HEADS), mask, SCALE)
+    attn.forward(StageInputs(*tensors(HEADS_Q, HEADS, HEADS), mask, SCALE))
     assert recorder.launches[-1].params.bands == made.params.bands == mask.bands.data_ptr()
     assert len(recorder.launches) == 2
 
@@ -117,18 +119,16 @@ def test_a_launch_is_kept_and_takes_new_tensors(recorder):
     mask = mask_of(attn)
     for _ in range(3):
         q, k, v = tensors(HEADS_Q, HEADS, HEADS)
-        out, lse = attn.forward(q, k, v, mask, SCALE)
+        out, lse = attn.forward(StageInputs(q, k, v, mask, SCALE))
         last = recorder.launches[-1]
         addresses = [x.data_ptr() for x in (q, k, v, k, v, out)]
         assert [at[0] for at in last.maps] == addresses
         assert [at[2:5] for at in last.maps] == [(DIM, x.shape[1], TOKENS) for x in (q, k, v, k, v, out)]
         assert last.params.lse == lse.data_ptr()
         assert last.params.scale_log2 == pytest.approx(SCALE * 1.4426950408889634)
-        assert last.blocks == min(132, mask.sizes.num_forward_items * last.params.schedule.num_heads)
+        assert last.blocks == min(132, mask.sizes.forward.num_items * last.params.schedule.num_heads)
     assert len(mask.launches) == 1
     assert len({launched.params.counter for launched in recorder.launches[1:]}) == 3
-    attn.forward(q, k, v, mask, SCALE, sm_margin=130)
-    assert recorder.launches[-1].blocks == 2
 
 
 def test_what_the_copy_engine_cannot_read_is_copied(recorder):
@@ -139,12 +139,12 @@ def test_what_the_copy_engine_cannot_read_is_copied(recorder):
     odd_rows = torch.randn(TOKENS, HEADS_Q * DIM + 4).bfloat16()[:, : HEADS_Q * DIM].view(TOKENS, HEADS_Q, DIM)
     columns_apart = torch.randn(TOKENS, DIM, HEADS_Q).bfloat16().transpose(1, 2)
     for q in (shifted, odd_rows, columns_apart, shifted):
-        attn.forward(q, k, v, mask, SCALE)
+        attn.forward(StageInputs(q, k, v, mask, SCALE))
         last = recorder.launches[-1]
         assert last.maps[0][0] != q.data_ptr()
         assert last.first == bits(q[0, 0])
     fused = torch.randn(TOKENS, 3, HEADS_Q, DIM).bfloat16()
-    attn.forward(fused[:, 1], k, v, mask, SCALE)
+    attn.forward(StageInputs(fused[:, 1], k, v, mask, SCALE))
     assert recorder.launches[-1].maps[0][0] == fused[:, 1].data_ptr()  # aligned views are read in place
     assert recorder.launches[-1].maps[0][5] == 2 * 3 * HEADS_Q * DIM
 
@@ -159,12 +159,13 @@ def test_gradients_go_where_the_caller_wants_them(recorder):
         fused = torch.empty(TOKENS, 2, HEADS, DIM, dtype=dtype)
         pair = torch.empty(TOKENS, HEADS, DIM, dtype=dtype), torch.empty(TOKENS, HEADS, DIM, dtype=dtype)
         for dkv, dk, dv in ((fused, fused[:, 0], fused[:, 1]), (pair, *pair)):
-            attn.backward(dout, q, k, v, lse, delta, mask, SCALE, dq, dkv)
+            inputs = StageInputs(q, k, v, mask, SCALE)
+            attn.backward(inputs, OutGrads(dout, lse, delta), Gradients(dq, dkv))
             params, maps = recorder.launches[-1].params, recorder.launches[-1].maps
             assert [at[0] for at in maps[:4]] == [x.data_ptr() for x in (q, dout, k, v)]
             assert maps[6][0] == dq.data_ptr()
             assert (params.lse, params.delta) == (lse.data_ptr(), delta.data_ptr())
-            if mask.sizes.is_split and dtype == torch.bfloat16:
+            if mask.sizes.backward.is_split and dtype == torch.bfloat16:
                 assert params.dk_token_stride == 2 * HEADS * DIM
                 assert params.dk != dk.data_ptr()  # summed elsewhere in float32 first
             else:
@@ -177,17 +178,17 @@ def test_late_keys_have_maps_and_a_flag(recorder):
     own, waits = TOKENS // 2, []
     mask = mask_of(attn, late_from=own)
     q, k, v = tensors(HEADS_Q, HEADS, HEADS)
-    assert mask.sizes.forward_awaits
+    assert mask.sizes.forward.awaits
     for flag in (Flag(4096, 7), None):
         kv = torch.randn(TOKENS - own, 2, HEADS, DIM).bfloat16()
         late = LateKeys(kv, Arrival(lambda: waits.append(1), lambda flag=flag: flag))
-        attn.forward(q, k[:own], v[:own], mask, SCALE, late=late)
+        attn.forward(StageInputs(q, k[:own], v[:own], mask, SCALE, late))
         last = recorder.launches[-1]
         assert [at[0] for at in last.maps[3:5]] == [kv.data_ptr(), kv[:, 1].data_ptr()]
         assert last.params.late.first == own
-        schedule, sizes = last.params.schedule, mask.sizes
-        assert schedule.num_early == sizes.num_forward_early > 0
-        assert schedule.num_early + schedule.num_tiles == sizes.num_forward_items
+        schedule, sizes = last.params.schedule, mask.sizes.forward
+        assert schedule.num_early == sizes.num_early > 0
+        assert schedule.num_early + schedule.num_tiles == sizes.num_items
         assert (last.params.late.arrived, last.params.late.number) == (flag or (None, 0))
     assert len(waits) == 1  # the stream, where the kernel sees no flag
 
@@ -196,27 +197,28 @@ def test_without_queries_or_work_nothing_is_launched(recorder):
     attn = HostAttn()
     q, k, v = tensors(HEADS_Q, HEADS, HEADS)
     nothing = attn.prepare(varlen_causal([0]), 0, TOKENS, HEADS_Q, HEADS)
-    out, lse = attn.forward(q[:0], k, v, nothing.to(torch.from_numpy(nothing.words)), SCALE)
+    out, lse = attn.forward(StageInputs(q[:0], k, v, nothing.to(torch.from_numpy(nothing.words)), SCALE))
     assert (out.shape, lse.shape) == ((0, HEADS_Q, DIM), (0, HEADS_Q))
     assert not recorder.launches
     unseen = attn.prepare(varlen_causal([0]), TOKENS, TOKENS, HEADS_Q, HEADS)
     earlier = torch.zeros(TOKENS, HEADS_Q, DIM), torch.zeros(TOKENS, HEADS_Q)
-    assert attn.forward(q, k, v, unseen.to(torch.from_numpy(unseen.words)), SCALE, earlier, more=True) == earlier
+    inputs = StageInputs(q, k, v, unseen.to(torch.from_numpy(unseen.words)), SCALE)
+    assert attn.forward(inputs, earlier, more=True) == earlier
     assert [launched.name for launched in recorder.launches] == ["write_bands"]
 
 
 def test_each_thread_has_launches_of_its_own(recorder):
     attn = HostAttn()
     mask = mask_of(attn)
-    inputs = tensors(HEADS_Q, HEADS, HEADS)
-    attn.forward(*inputs, mask, SCALE)
-    thread = threading.Thread(target=lambda: attn.forward(*inputs, mask, SCALE))
+    inputs = StageInputs(*tensors(HEADS_Q, HEADS, HEADS), mask, SCALE)
+    attn.forward(inputs)
+    thread = threading.Thread(target=attn.forward, args=(inputs,))
     thread.start()
     thread.join()
     assert len(mask.launches) == len(recorder.launches[1:]) == 2
 
 
-def test_maps_that_are_given_up_live_on_until_they_are_used(recorder, monkeypatch):
+def test_forgotten_maps_live_on_until_they_are_used(recorder, monkeypatch):
     monkeypatch.setattr(launch.Maps, "KEPT", 4)
     maps = launch.Maps(launch.MapLayout((TOKENS, HEADS_Q, DIM), (HEADS_Q * DIM, DIM, 1), torch.bfloat16, 1, 64))
     places = [maps[16 * i] for i in range(1, 9)]
@@ -239,15 +241,15 @@ def sums_of(zeros=1):
 
 def index_of(num_rows):
     exchange = SimpleNamespace(send_rows=np.arange(num_rows) % 7)
-    return [torch.from_numpy(part.astype(np.int32)) for part in CudaRows().index(exchange)], exchange
+    return [torch.from_numpy(part.astype(np.int32)) for part in CudaRowMover().index(exchange)], exchange
 
 
-def test_packing_to_places_is_kept_and_takes_new_tensors(recorder):
+def test_gathering_to_places_is_kept_and_takes_new_tensors(recorder):
     places, (index, _) = places_of_two(), index_of(12)
     for zeros in (0, 1, 2, 1):
         k, v = torch.randn(2, TOKENS, HEADS, DIM).bfloat16()
         sums = sums_of(zeros) if zeros else None
-        CudaRows().gather(k, v, index, places, sums)
+        CudaRowMover().gather(k, v, index, places, sums)
         params = recorder.launches[-1].params
         assert (params.k, params.v, params.rows) == (k.data_ptr(), v.data_ptr(), index[0].data_ptr())
         assert list(params.places.to[:2]) == places.addresses
@@ -271,24 +273,24 @@ def test_rows_that_cannot_be_read_in_units_are_copied(recorder):
     shifted = torch.randn(TOKENS * HEADS * DIM + 1).bfloat16()[1:].view(TOKENS, HEADS, DIM)
     odd_rows = torch.randn(TOKENS, HEADS * DIM + 4).bfloat16()[:, : HEADS * DIM].view(TOKENS, HEADS, DIM)
     places = places_of_two()
-    CudaRows().gather(v, v, index, places)
+    CudaRowMover().gather(v, v, index, places)
     for k in (shifted, odd_rows):
-        CudaRows().gather(k, v, index, places)
+        CudaRowMover().gather(k, v, index, places)
         last = recorder.launches[-1]
         assert last.params.k != k.data_ptr()
         assert last.first == bits(k[0, 0])
         assert last.params.k_token_stride == HEADS * DIM // 8
 
 
-def test_packing_into_one_tensor_tells_nobody(recorder):
+def test_gathering_into_one_tensor_tells_nobody(recorder):
     (index, _), k = index_of(12), torch.randn(TOKENS, HEADS, DIM).bfloat16()
     sent = torch.empty(12, 2, HEADS, DIM, dtype=torch.bfloat16)
-    CudaRows().gather(k, k, index, sent)
+    CudaRowMover().gather(k, k, index, sent)
     params = recorder.launches[-1].params
     assert (params.places.to[0], params.places.ends[0], params.places.num_flags) == (sent.data_ptr(), 12, 0)
-    CudaRows().gather(k, k, index_of(0)[0], sent[:0])
+    CudaRowMover().gather(k, k, index_of(0)[0], sent[:0])
     assert len(recorder.launches) == 1
-    CudaRows().gather(k, k, index_of(0)[0], sent[:0], sums_of())
+    CudaRowMover().gather(k, k, index_of(0)[0], sent[:0], sums_of())
     assert (recorder.launches[-1].params.num_blocks, recorder.launches[-1].blocks) == (0, TOKENS * HEADS_Q // 16)
 
 
@@ -301,8 +303,8 @@ def test_the_end_of_a_backward(recorder, wire):
         dkv = torch.randn(first + 12, 2, HEADS, DIM)
         received = torch.empty(12, 2, HEADS, DIM, dtype=wire)
         arrival = Arrival(lambda: waits.append(1), lambda flag=flag: flag)
-        returned = Returned(received, index, exchange, arrival, (dkv, first, places))
-        results = CudaRows().finish(returned, dq, dkv, 0.5, torch.bfloat16)
+        returned = Returned(received, index, exchange, arrival, Unsent(dkv, first, places))
+        results = CudaRowMover().finish(returned, dq, dkv, 0.5, torch.bfloat16)
         params = recorder.launches[-1].params
         assert (params.dq_to, params.dk_to, params.dv_to) == tuple(x.data_ptr() for x in results)
         assert [x.shape for x in results] == [(TOKENS, HEADS_Q, DIM), *[(TOKENS, HEADS, DIM)] * 2]
@@ -321,16 +323,30 @@ def test_the_end_of_a_backward(recorder, wire):
 def test_an_end_with_nothing_to_send_or_to_add(recorder):
     dq, dkv = torch.randn(TOKENS, HEADS_Q, DIM), torch.randn(TOKENS, 2, HEADS, DIM)
     rounded = torch.empty(dq.shape, dtype=torch.bfloat16)
-    CudaRows().round(dq, 0.25, rounded)
-    CudaRows().round_keys(dkv, torch.bfloat16)
+    CudaRowMover().round(dq, 0.25, rounded)
+    CudaRowMover().round_keys(dkv, torch.bfloat16)
     queries, keys = (launched.params for launched in recorder.launches)
     assert [params.started for params in (queries, keys)] == [None] * 2
     assert [params.returned.num_tokens for params in (queries, keys)] == [0] * 2
     assert (queries.dq_units, queries.dkv_units, queries.dq_to) == (dq.numel() // 8, 0, rounded.data_ptr())
     assert (queries.softmax_scale, keys.dq_units, keys.dkv_units) == (0.25, 0, dkv.numel() // 8)
     empty = torch.empty(0, HEADS_Q, DIM)
-    CudaRows().round(empty, 0.25, empty.bfloat16())
+    CudaRowMover().round(empty, 0.25, empty.bfloat16())
     assert len(recorder.launches) == 2
+
+
+def test_more_units_than_kernels_count_are_refused(recorder):
+    """Gradients of 128 GiB, which take no memory on the meta device; `end` in add_rows would be 0."""
+    half = torch.empty(1 << 31, 2, 1, 8, device="meta")
+    with pytest.raises(ValueError, match=rf"gradient: {1 << 32}; the ffa kernels count to"):
+        CudaRowMover().round_keys(half, torch.bfloat16)
+    with pytest.raises(ValueError, match="the ffa kernels count to"):
+        CudaRowMover().round(half, 1.0, half)
+    index = [None, torch.empty((1 << 31) + 1, device="meta"), torch.empty(0, device="meta")]
+    returned = Returned(half.bfloat16(), index, None, Arrival(lambda: None))
+    with pytest.raises(ValueError, match="the ffa kernels count to"):
+        CudaRowMover().add(returned, half)
+    assert not recorder.launches
 
 
 def test_counters_are_taken_in_turn(recorder):

@@ -64,7 +64,8 @@ def index_data(plan: AttnPlan, rank: int, block_attn: BlockAttn, num_heads_q: in
     for stage in stages:
         shape = plan.tokens_per_rank, stage.num_rows, num_heads_q, num_heads_kv
         used = stage in share.forward, stage in share.backward
-        masks[stage] = block_attn.prepare(stage.slices, *shape, *used, stage.late_from)
+        timing = plan.heads.head_dim, plan.cost  # when late rows arrive
+        masks[stage] = block_attn.prepare(stage.slices, *shape, *used, stage.late_from, *timing)
     return IndexData(share, masks, {stage: [mover.index(exchange) for exchange in stage.exchanges] for stage in stages})
 
 

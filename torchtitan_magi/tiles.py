@@ -1,17 +1,16 @@
-"""The kernel's tiles: their sizes, and what one costs. Shared by the planner and by the host half of the kernel."""
+"""The kernel's tiles: their sizes and what one costs. Shared by the planner and by the host half of the kernel."""
 
 import functools
 
 import numpy as np
 import numpy.typing as npt
 
-ROWS = 128  # of a forward tile, query tokens x the heads that share it
-BACKWARD_ROWS = 64  # of a backward query block
-KEYS = 128  # of a tile
-MAX_PACK = 16  # query heads of one K/V head that share a tile, at most
-NUM_SMS = 132  # of an H200; only heuristics use it
-MAX_CUT = NUM_SMS // 2  # forward tiles, times head groups, that are cut into parts, at most
-ITEM_COST = 1.2  # fixed cost of a work item, in 128 x 128 blocks: prologue and epilogue
+ROWS = 128  # rows of a forward tile: query tokens x the heads that share it
+BACKWARD_ROWS = 64  # rows of a backward query block
+KEYS = 128  # keys of a block (forward) or of a tile (backward)
+NUM_SMS = 132  # SMs of an H200; only heuristics use it
+MAX_CUT = NUM_SMS // 2  # forward tiles, times groups of heads, that are cut into chunks, at most
+ITEM_COST = 1.2  # prologue and epilogue of a work item, in 128 x 128 blocks
 
 
 def tile_cost(num_blocks: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
@@ -23,3 +22,8 @@ def tile_cost(num_blocks: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
 def largest_divisor(n: int, limit: int) -> int:
     """The largest divisor of n that is at most `limit` (at least 1)."""
     return next(d for d in range(max(1, min(n, limit)), 0, -1) if n % d == 0)
+
+
+def forward_heads_per_tile(group: int) -> int:
+    """Query heads of one K/V head, of `group`, that share a forward tile: at most 16."""
+    return largest_divisor(group, 16)

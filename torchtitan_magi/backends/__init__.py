@@ -8,6 +8,7 @@ from torch import Tensor
 from torchtitan_magi.exchange.in_flight import KeysAndValues, LateKeys
 from torchtitan_magi.exchange.rows import RowMover
 from torchtitan_magi.masks.slices import AttnSlices
+from torchtitan_magi.planning.stages import H200, CostModel
 
 BACKENDS = ("auto", "ffa", "flex")
 
@@ -60,9 +61,12 @@ class BlockAttn(Protocol):
         forward: bool = True,
         backward: bool = True,
         late_from: int | None = None,
+        head_dim: int = 128,
+        cost: CostModel = H200,
     ) -> Any:
         """Index data on the host for the calls that will be made, as ``.words`` (int32 [n]); its
-        ``.to(words_on_device)`` is the mask of a call. Keys from `late_from` on come as `late`."""
+        ``.to(words_on_device)`` is the mask of a call. Keys from `late_from` on come as `late`; head_dim and `cost`
+        tell when."""
 
     def forward(
         self, inputs: StageInputs, earlier: tuple[Tensor, Tensor] | None = None, more: bool = False

@@ -23,6 +23,7 @@ from torchtitan_magi.backends import Gradients, OutGrads, StageInputs
 from torchtitan_magi.exchange.in_flight import LateKeys, keys_and_values
 from torchtitan_magi.exchange.rows import TorchRowMover
 from torchtitan_magi.masks.slices import AttnSlices, clip_keys, clip_rows
+from torchtitan_magi.planning.stages import H200, CostModel
 
 TILE = 512  # queries and keys of a tile
 _BLOCK = 128  # flex_attention's default block of queries and of keys
@@ -84,6 +85,8 @@ class FlexBlockAttn:
         forward: bool = True,
         backward: bool = True,
         late_from: int | None = None,
+        head_dim: int = 128,
+        cost: CostModel = H200,
     ) -> FlexMask:
         """Index data of a stage, on the host. The number of heads and the direction do not matter here."""
         q_edges = np.append(np.arange(0, num_q, TILE), num_q)

@@ -1,4 +1,4 @@
-"""Calls of the CUDA driver that every layer makes, through ctypes: cuda.bindings would take more of the host's time."""
+"""The CUDA driver calls that every layer makes, through ctypes: cuda.bindings would take more of the host's time."""
 
 import ctypes
 import functools
@@ -25,12 +25,12 @@ class _LaunchAttribute(ctypes.Structure):
     _fields_ = [("id", _UINT), ("padding", _UINT), ("value", _INT), ("unused", _UINT * 15)]
 
 
-# The kernel may begin before the one ahead of it in its stream has ended, and waits for it by itself.
+# The kernel may begin before the one ahead of it in its stream has ended: it waits for that one itself.
 _MAY_BEGIN_EARLY = _LaunchAttribute(_LaunchAttribute.PROGRAMMATIC_STREAM_SERIALIZATION, 0, 1)
 
 
 class LaunchConfig(ctypes.Structure):
-    """CUlaunchConfig of blocks in one dimension."""
+    """CUlaunchConfig for a one-dimensional grid."""
 
     _fields_ = [
         *((name, _UINT) for name in ("num_blocks", "grid_y", "grid_z", "threads", "block_y", "block_z")),
@@ -68,7 +68,7 @@ class StreamOperation(ctypes.Structure):
 
 @functools.cache
 def _library() -> ctypes.PyDLL:
-    # A PyDLL keeps the interpreter lock: these calls are short, and to get it back may take long while a thread plans.
+    # A PyDLL keeps the interpreter lock: these calls are short, and getting it back may take long while a thread plans.
     return ctypes.PyDLL("libcuda.so.1")
 
 

@@ -1,9 +1,9 @@
 """Compiles the CUDA sources in `kernels/` with NVRTC through `cuda.core`, keeps the result on disk, loads it.
 
-A cache entry is one file named by the hash of everything that decides the code: the source with its includes expanded,
-the
-macros, the compiler options. It holds the SHA-256 of the machine code, then the machine code, so that a truncated or
-damaged entry is noticed and built again. Ranks that start together take a file lock: one compiles, the others read.
+A cache entry is one file, named by the hash of everything that decides the code: the source with its includes
+expanded, the macros, the compiler options. It holds the SHA-256 of the machine code, then the machine code, so that a
+truncated or damaged entry is noticed and built again. Ranks that start together take a file lock: one compiles, the
+others read.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ def cache_dir() -> Path:
 
 
 def expand_source(name: str) -> str:
-    """The text of `kernels/<name>` with our own includes put in place, each once."""
+    """The text of `kernels/<name>` with our own includes expanded, each once."""
     folder, seen = kernel_dir(), set()
 
     def expand(file: str) -> str:
@@ -62,7 +62,7 @@ def compile_source(name: str, source: str, macros: Macros) -> tuple[bytes, str]:
 
     Returns:
         cubin: machine code for sm_90a.
-        log: what ptxas says: registers, spills, stack frame, wgmma remarks.
+        log: what ptxas reports: registers, spills, stack frame, remarks on wgmma.
 
     Raises:
         RuntimeError: the source does not compile, or NVRTC is missing.
@@ -118,8 +118,9 @@ def load_kernel(name: str, function: str, macros: tuple[tuple[str, int], ...], s
     """The driver's handle of `function` in one variant of `kernels/<name>`.
 
     Args:
-        shared_bytes: dynamic shared memory that the launches ask for.
-        device: the current one; handles are of one device.
+        macros: the variant.
+        shared_bytes: dynamic shared memory per block.
+        device: the current device; the handle is valid there.
     """
     from cuda.bindings import driver
 
@@ -134,6 +135,7 @@ def load_kernel(name: str, function: str, macros: tuple[tuple[str, int], ...], s
 
 @functools.cache
 def is_hopper(device: int) -> bool:
+    """Whether the device has compute capability 9.0, for which ARCH is compiled."""
     import torch
 
     return torch.cuda.get_device_capability(device) == (9, 0)

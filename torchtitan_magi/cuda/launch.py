@@ -1,4 +1,4 @@
-"""Launching our kernels: variants, parameter structs, tensor maps, work counters. Imports CUDA when first used."""
+"""Launches compiled kernels: tensor maps, work counters, arguments. Imports CUDA when first used."""
 
 import ctypes
 import functools
@@ -11,101 +11,16 @@ import torch
 from torch import Tensor
 
 from torchtitan_magi.cuda import driver, jit
-from torchtitan_magi.tiles import BACKWARD_ROWS, KEYS, MAX_CUT, ROWS
 
-THREADS = 384  # of a block of the forward and of the backward
 NUM_COUNTERS = 1024  # launches that may be in flight at once
-COUNTER_WORDS = 2 + MAX_CUT
+COUNTER_WORDS = 68  # int32 words of a counter, as many as any kernel needs
 
 Variant = tuple[tuple[str, int], ...]
 
 
-# ------------------------------------------------------------ kernel parameters
-# Field by field the structs of the same names in the .cu files.
-class Schedule(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_int) for name in ("num_early", "num_tiles", "num_tail", "num_heads", "heads_per_wave")]
-
-    @property
-    def num_items(self) -> int:
-        return (self.num_early + self.num_tiles + self.num_tail) * self.num_heads
-
-
-class LateKeys(ctypes.Structure):
-    _fields_ = [("arrived", ctypes.c_void_p), *((name, ctypes.c_int) for name in ("number", "first"))]
-
-
-class ForwardParams(ctypes.Structure):
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("lse", "items", "segments", "bands", "counter", "parts")),
-        ("schedule", Schedule),
-        *((name, ctypes.c_int) for name in ("groups_per_kv", "num_q", "num_heads_q", "parts_per_tile")),
-        ("scale_log2", ctypes.c_float),
-        ("late", LateKeys),
-    ]
-
-
-class BackwardParams(ctypes.Structure):
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("dk", "dv", "lse", "delta", "items", "segments", "bands")),
-        *((name, ctypes.c_void_p) for name in ("components", "semaphores", "part_semaphores", "counter")),
-        ("schedule", Schedule),
-        *((name, ctypes.c_int) for name in ("num_packs", "num_q", "num_heads_q")),
-        *((name, ctypes.c_int) for name in ("head_dim", "num_q_blocks", "store")),
-        *((name, ctypes.c_longlong) for name in ("dk_token_stride", "dk_head_stride")),
-        *((name, ctypes.c_longlong) for name in ("dv_token_stride", "dv_head_stride")),
-        *((name, ctypes.c_float) for name in ("softmax_scale", "scale_log2")),
-        ("late", LateKeys),
-    ]
-
-
-STORE_PACKED, STORE_FLOAT, ADD_FLOAT = 0, 1, 2
-
-
-# ------------------------------------------------------------ variants
-def padded_head_dim(head_dim: int) -> int:
-    """The kernel's head dim that holds `head_dim`.
-
-    Raises:
-        ValueError: above 128, or not a multiple of 8 (the copy engine moves 16 bytes at a time).
-    """
-    if not 0 < head_dim <= 128 or head_dim % 8:
-        raise ValueError(f"head_dim is {head_dim}; the ffa kernel takes multiples of 8 up to 128")
-    return 64 if head_dim <= 64 else 128
-
-
-def check_supported(head_dim: int, dtype: torch.dtype) -> None:
-    """Raises ValueError for a head_dim or a dtype of q, k and v that the kernel does not take."""
-    padded_head_dim(head_dim)
-    if dtype not in (torch.bfloat16, torch.float16):
-        raise ValueError(
-            f'attention runs in {dtype}; the ffa kernel takes bfloat16 or float16, or use backend = "flex"'
-        )
-
-
-def forward_variant(head_dim: int, pack: int, dtype: torch.dtype, earlier: bool, more: bool) -> tuple[Variant, int]:
-    """Macros and bytes of shared memory of a forward kernel."""
-    padded = padded_head_dim(head_dim)
-    stages = 4 if padded == 64 else 2
-    shared = (2 + 2 * stages + (earlier or more)) * ROWS * padded * 2 + 2048
-    macros = {"HEAD_DIM": padded, "PACK": pack, "SHARED_BYTES": shared, "USE_FP16": dtype == torch.float16}
-    return variant_of(macros | {"EARLIER": earlier, "MORE": more}), shared
-
-
-def backward_variant(head_dim: int, pack: int, dtype: torch.dtype, deterministic: bool) -> tuple[Variant, int]:
-    """Macros and bytes of shared memory of a backward kernel."""
-    padded = padded_head_dim(head_dim)
-    keys, rows = 2 * KEYS * padded * 2, 2 * 2 * BACKWARD_ROWS * padded * 2
-    shared = keys + rows + 2 * KEYS * 128 + 2 * BACKWARD_ROWS * padded * 4 + 3072
-    macros = {"HEAD_DIM": padded, "PACK": pack, "SHARED_BYTES": shared, "USE_FP16": dtype == torch.float16}
-    return variant_of(macros | {"DETERMINISTIC": deterministic}), shared
-
-
 def variant_of(macros: dict[str, int]) -> Variant:
-    """Switches that are off are left undefined."""
+    """A kernel variant by its macros; switches that are off are left undefined."""
     return tuple((name, int(value)) for name, value in macros.items() if value)
-
-
-# ------------------------------------------------------------------------------------------------------------ launching
 
 
 @functools.cache
@@ -115,14 +30,14 @@ def num_sms(device: int) -> int:
 
 @functools.cache
 def _counters(device: int) -> tuple[Iterator[int], Tensor]:
-    """Addresses of the counters in turn, and what they lie in."""
+    """The addresses of the counters in turn, and the tensor that holds them."""
     counters = torch.zeros(NUM_COUNTERS, COUNTER_WORDS, dtype=torch.int32, device=f"cuda:{device}")
     torch.cuda.synchronize(device)  # other streams may use them next
     return itertools.cycle([row.data_ptr() for row in counters]), counters
 
 
 def next_counter(device: int) -> int:
-    """Address of a work counter: COUNTER_WORDS int32 zeros, which the kernel leaves at zero when it ends."""
+    """Address of COUNTER_WORDS int32 zeros; the kernel sets them back to zero when it ends."""
     return next(_counters(device)[0])
 
 
@@ -133,11 +48,12 @@ def copyable(x: Tensor) -> Tensor:
 
 
 def are_copyable(*tensors: Tensor) -> bool:
+    """Whether the copy engine can read all tensors in place."""
     return all(copyable(x) is x for x in tensors)
 
 
 def _has_aligned_rows(x: Tensor) -> bool:
-    """Whether the rows of x [T, H, D] are, if the first one is."""
+    """Whether all rows of x [T, H, D] are 16-byte aligned if the first one is."""
     token_stride, head_stride, column_stride = x.stride()
     step = 16 // x.element_size()
     return (
@@ -155,8 +71,9 @@ _TENSOR_MAP_TYPES = {
 
 
 class MapLayout(NamedTuple):
-    """What a tensor map says of its tensor [T, H, D], but for the address, and of its boxes: 128 bytes of columns x
-    `heads` x `tokens`, stored as swizzled rows.
+    """What a tensor map says of a tensor [T, H, D], but for its address.
+
+    One copy moves a box: `tokens` x `heads` x 128 bytes of columns, which become swizzled rows in shared memory.
     """
 
     shape: tuple[int, ...]
@@ -165,69 +82,72 @@ class MapLayout(NamedTuple):
     heads: int
     tokens: int
 
+    def dimensions(self) -> tuple[Any, ...]:
+        """Sizes, strides in bytes, box and steps as cuTensorMapEncodeTiled takes them: innermost dimension first."""
+        (num_tokens, num_heads, head_dim), size = self.shape, self.dtype.itemsize
+        row_bytes = -(-head_dim * size // 16) * 16  # stands in for the stride of a dimension of length 1
+        head_bytes = self.strides[1] * size if num_heads > 1 else row_bytes
+        token_bytes = self.strides[0] * size if num_tokens > 1 else row_bytes
+        sizes = (ctypes.c_ulonglong * 3)(head_dim, num_heads, num_tokens)
+        strides = (ctypes.c_ulonglong * 2)(head_bytes, token_bytes)
+        box = (ctypes.c_uint * 3)(128 // size, self.heads, self.tokens)
+        return sizes, strides, box, (ctypes.c_uint * 3)(1, 1, 1)
+
 
 class Maps(dict[int, int]):
-    """Addresses of tensor maps of one layout, by those of the tensors, which are multiples of 16; made when missing."""
+    """Tensor maps of one layout, made at first use: the address of a tensor -> the address of its map.
+
+    Tensors begin at multiples of 16 bytes, maps at multiples of 64. When KEPT maps are there, all are forgotten. Their
+    memory lives until the next KEPT are forgotten, as a caller may be about to launch with them.
+    """
 
     KEPT = 4096
+    MAP_BYTES, ALIGNMENT = 128, 64
 
     def __init__(self, layout: MapLayout) -> None:
-        (num_tokens, num_heads, head_dim), size = layout.shape, layout.dtype.itemsize
-        row_bytes = -(-head_dim * size // 16) * 16  # stands in for the stride of a dimension of length 1
-        head_bytes = layout.strides[1] * size if num_heads > 1 else row_bytes
-        token_bytes = layout.strides[0] * size if num_tokens > 1 else row_bytes
-        box = ctypes.c_uint * 3
-        self.kind = _TENSOR_MAP_TYPES[layout.dtype]
-        self.dimensions = (  # sizes, strides in bytes, box, steps
-            (ctypes.c_ulonglong * 3)(head_dim, num_heads, num_tokens),
-            (ctypes.c_ulonglong * 2)(head_bytes, token_bytes),
-            box(128 // size, layout.heads, layout.tokens),
-            box(1, 1, 1),
-        )
+        self.kind, self.dimensions = _TENSOR_MAP_TYPES[layout.dtype], layout.dimensions()
         self.memory: list[Any] = []
-        self.memory_before = self.memory  # of maps that are no longer found, but may be about to be used
+        self.forgotten = self.memory
 
-    def __missing__(self, address: int) -> int:
+    def __missing__(self, tensor: int) -> int:
         if len(self) == self.KEPT:
             self.clear()
-            self.memory_before, self.memory = self.memory, []
-        memory = (ctypes.c_ulonglong * 24)()
-        start = ctypes.addressof(memory)
-        start += -start % 64  # a map begins at a multiple of 64 bytes
+            self.forgotten, self.memory = self.memory, []
+        memory = ctypes.create_string_buffer(self.MAP_BYTES + self.ALIGNMENT)
+        address = ctypes.addressof(memory)
+        address += -address % self.ALIGNMENT
         encode = driver.function("cuTensorMapEncodeTiled")
         options = 0, driver.SWIZZLE_128B, driver.PROMOTION_256B, 0
-        driver.check(encode(start, self.kind, 3, address, *self.dimensions, *options))
+        driver.check(encode(address, self.kind, 3, tensor, *self.dimensions, *options))
         self.memory.append(memory)
-        self[address] = start
-        return start
+        self[tensor] = address
+        return address
 
 
 maps_over = functools.lru_cache(maxsize=512)(Maps)
 
 
 class Kernel:
-    """One compiled variant, ready to launch. Its last argument is a struct of parameters; tensor maps come before it.
+    """One compiled variant, ready to launch. Its arguments are tensor maps, then a struct of parameters.
 
     Args:
         name, function: file in kernels/ and kernel in it.
-        variant: macros.
-        threads: of a block. shared_bytes: of dynamic shared memory.
+        variant: macros; SHARED_BYTES is the dynamic shared memory per block.
+        threads: threads per block.
     """
 
-    def __init__(
-        self, name: str, function: str, variant: tuple[tuple[str, int], ...], threads: int, shared_bytes: int
-    ) -> None:
-        self.load = functools.cache(functools.partial(jit.load_kernel, name, function, variant, shared_bytes))
-        self.threads, self.shared_bytes = threads, shared_bytes
+    def __init__(self, name: str, function: str, variant: Variant, threads: int) -> None:
+        self.threads, self.shared_bytes = threads, dict(variant).get("SHARED_BYTES", 0)
+        self.load = functools.cache(functools.partial(jit.load_kernel, name, function, variant, self.shared_bytes))
         self._launch = driver.function("cuLaunchKernelEx")
         self._config = functools.lru_cache(maxsize=256)(self._make_config)
 
     def __call__(self, device: int, num_blocks: int, params: ctypes.Structure) -> None:
-        """Launches on the current stream of `device`."""
+        """Launches, without tensor maps, on the current stream of `device`."""
         self.launch(device, num_blocks, _OnePointer(ctypes.addressof(params)))
 
     def launch(self, device: int, num_blocks: int, arguments: ctypes.Array[ctypes.c_void_p]) -> None:
-        """The same with addresses of all arguments."""
+        """Launches with the addresses of all arguments on the current stream of `device`."""
         if torch.cuda.current_device() != device:
             with torch.cuda.device(device):
                 return self.launch(device, num_blocks, arguments)
@@ -236,7 +156,7 @@ class Kernel:
         driver.check(self._launch(address, function, arguments, None))
 
     def _make_config(self, device: int, num_blocks: int, stream: int) -> tuple[driver.LaunchConfig, int, int]:
-        """Not to be changed; the address of it; the kernel's handle."""
+        """A launch configuration (shared: do not change it), its address, and the kernel's handle."""
         config = driver.LaunchConfig.of(num_blocks, self.threads, self.shared_bytes, stream)
         return config, ctypes.addressof(config), self.load(device)
 
@@ -246,11 +166,11 @@ _OnePointer = ctypes.c_void_p * 1
 
 
 class Launch:
-    """A launch that repeats from call to call, with its arguments in place, for one thread at a time.
+    """A launch that repeats from call to call, with its arguments in place. One thread at a time may use it.
 
     Args:
-        maps: layouts of what the tensor maps are over; they are the kernel's first arguments.
-        params: the last one; what has changed since the call before is set there before a call.
+        maps: layouts of the tensors behind the tensor maps, the kernel's first arguments.
+        params: the last argument; set there what has changed before each call.
     """
 
     def __init__(
@@ -263,7 +183,7 @@ class Launch:
         self._arguments[len(maps)] = ctypes.addressof(params)
 
     def __call__(self, *addresses: int) -> None:
-        """Does nothing where there is no block. addresses: of what the maps are over, multiples of 16."""
+        """Launches with the tensors at `addresses` (multiples of 16) behind the maps; without a block, does nothing."""
         if not self.num_blocks:
             return
         assert len(addresses) == len(self._maps)

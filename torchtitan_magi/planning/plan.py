@@ -207,7 +207,8 @@ class AttnPlan:
         hops: how they travel at first, int64 [n, 6], see ``routes.first_hops``.
         forward, backward: which share of the remote K/V each stage brings.
         work: what each rank has to do, in the terms of the cost model.
-        heads: of the layers, for which the plan was made.
+        heads: shape of the layers for which the plan was made.
+        cost: what the plan takes exchanges and kernels to cost.
     """
 
     slices: AttnSlices
@@ -223,6 +224,7 @@ class AttnPlan:
     backward: Shares
     work: Workload = field(repr=False)
     heads: Heads
+    cost: CostModel = field(repr=False)
 
     @property
     def tokens_per_rank(self) -> int:
@@ -369,7 +371,7 @@ def plan_ownership(
     ranks = tuple(RankShare(rank, tables) for rank in range(cp_size))
     return AttnPlan(
         slices, total_tokens, padded_tokens, cp_size, gpus_per_node, ranks, areas, transfers, hops, forward, backward,
-        work, heads,
+        work, heads, cost,
     )  # fmt: skip
 
 

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from torchtitan_magi.masks.geometry import intersecting, union
 from torchtitan_magi.masks.slices import IntArray, clip_keys, slice_areas
-from torchtitan_magi.tiles import MAX_PACK, ROWS, largest_divisor
+from torchtitan_magi.tiles import ROWS, forward_heads_per_tile
 
 FloatArray = npt.NDArray[np.float64]
 Share = tuple[Fraction, Fraction]  # from which to which part of the remote K/V
@@ -50,7 +50,7 @@ class Heads:
     @property
     def tile_rows(self) -> int:
         """Tokens of a tile of the kernel's forward."""
-        return ROWS // largest_divisor(self.num_heads_q // self.num_heads_kv, MAX_PACK)
+        return ROWS // forward_heads_per_tile(self.num_heads_q // self.num_heads_kv)
 
     def tile_filling(self, rows: npt.NDArray[Any]) -> FloatArray:
         """Pairs that the tiles over a stretch of so many rows compute, over pairs of the mask; at any offset, mean."""

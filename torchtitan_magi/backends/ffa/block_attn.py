@@ -13,12 +13,14 @@ import torch
 from torch import Tensor
 
 from torchtitan_magi.backends import Gradients, OutGrads, StageInputs, check_scale
+from torchtitan_magi.backends.ffa import params as ffa
 from torchtitan_magi.backends.ffa.row_kernels import CudaRowMover, write_bands
 from torchtitan_magi.backends.ffa.segments import FAR
 from torchtitan_magi.backends.ffa.worklists import ListSizes, WorkLists, build_worklists
 from torchtitan_magi.cuda import jit, launch
 from torchtitan_magi.exchange.in_flight import KeysAndValues, LateKeys, keys_and_values
 from torchtitan_magi.masks.slices import AttnSlices
+from torchtitan_magi.planning.stages import H200, CostModel
 from torchtitan_magi.tiles import BACKWARD_ROWS, KEYS, ROWS
 
 LOG2_E = math.log2(math.e)
@@ -81,7 +83,7 @@ class FfaBlockAttn:
 
     def check(self, head_dim: int, dtype: torch.dtype) -> None:
         """Raises ValueError for what the kernel does not take."""
-        launch.check_supported(head_dim, dtype)
+        ffa.check_supported(head_dim, dtype)
 
     def row_mover(self) -> CudaRowMover:
         return CudaRowMover()
@@ -108,12 +110,16 @@ class FfaBlockAttn:
         forward: bool = True,
         backward: bool = True,
         late_from: int | None = None,
+        head_dim: int = 128,
+        cost: CostModel = H200,
     ) -> HostLists:
         """Work lists on the host; their `.to(words_on_device)` is the `mask` of the calls below.
 
         Args:
             forward, backward: whether such calls will be made.
             late_from: keys from this one on come as `late`; work on the others is done first.
+            head_dim: columns of q, k and v.
+            cost: predicts when late keys arrive and what the kernel does until then.
 
         Raises:
             ValueError: head counts do not divide, or a slice reaches beyond num_q or num_k.
@@ -121,7 +127,7 @@ class FfaBlockAttn:
         return HostLists(
             build_worklists(
                 slices, num_q, num_k, num_heads_q, num_heads_kv, forward=forward, backward=backward,
-                deterministic=self.deterministic, late_from=late_from,
+                deterministic=self.deterministic, late_from=late_from, head_dim=head_dim, cost=cost,
             )
         )  # fmt: skip
 
@@ -145,7 +151,7 @@ class FfaBlockAttn:
         """
         q, k, v, mask, softmax_scale, late = inputs
         s = mask.sizes
-        read_late = late if s.forward_awaits else None
+        read_late = late if s.forward.awaits else None
         key = (
             get_ident(), q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
             earlier is None, more, late is None,
@@ -173,46 +179,46 @@ class FfaBlockAttn:
         maps = [q_at, k_at, v_at, *_late_addresses(read_late, k_at, v_at, params), out.data_ptr()]
         if earlier is not None:
             maps.append(earlier[0].data_ptr())
-        if s.num_forward_parts:
-            words = s.num_forward_parts, params.schedule.num_heads, ROWS, launch.padded_head_dim(q.shape[2]) + 8
+        if s.forward.num_chunks:
+            words = s.forward.num_chunks, params.schedule.num_heads, ROWS, ffa.padded_head_dim(q.shape[2]) + 8
             parts = out.new_empty(words, dtype=torch.float32)
             params.parts = parts.data_ptr()
         prepared(*maps)
         if late is not None:
-            late.arrival.settle(s.forward_awaits)
+            late.arrival.settle(s.forward.awaits)
         return out, lse
 
     def _forward_launch(self, inputs: StageInputs, earlier: tuple[Tensor, Tensor] | None, more: bool) -> launch.Launch:
         q, k, v, mask, _, late = inputs
         s = mask.sizes
-        assert s.forward_pack  # else the lists were made for the backward only
-        variant, shared = launch.forward_variant(q.shape[2], s.forward_pack, q.dtype, earlier is not None, more)
-        num_groups = s.num_heads_q // s.forward_pack
+        assert s.forward.heads_per_tile  # else the lists were made for the backward only
+        variant = ffa.forward_variant(q.shape[2], s.forward.heads_per_tile, q.dtype, earlier is not None, more)
+        num_groups = s.num_heads_q // s.forward.heads_per_tile
         num_items = (
-            s.num_forward_items_with_work if earlier is not None and more else s.num_forward_items
+            s.forward.num_items_with_work if earlier is not None and more else s.forward.num_items
         )  # the others stay as they are
-        params = launch.ForwardParams(
-            items=mask.pointer(s.forward_items),
-            segments=mask.pointer(s.forward_segments),
+        params = ffa.ForwardParams(
+            items=mask.pointer(s.forward.items),
+            segments=mask.pointer(s.forward.segments),
             bands=mask.bands.data_ptr(),
-            schedule=launch.Schedule(
-                s.num_forward_early, num_items - s.num_forward_early, 0, num_groups, s.forward_heads_per_wave
+            schedule=ffa.Schedule(
+                s.forward.num_early, num_items - s.forward.num_early, 0, num_groups, s.forward.heads_per_wave
             ),
             groups_per_kv=num_groups // s.num_heads_kv,
             num_q=s.num_q,
             num_heads_q=s.num_heads_q,
-            parts_per_tile=s.forward_parts_per_tile,
-            late=launch.LateKeys(None, 0, FAR if late is None else k.shape[0]),
+            parts_per_tile=s.forward.chunks_per_tile,
+            late=ffa.LateKeys(None, 0, FAR if late is None else k.shape[0]),
         )
         if s.num_k == 0:
             k = v = q  # something to point at, which is never read
-        box = s.forward_pack, ROWS // s.forward_pack
+        box = s.forward.heads_per_tile, ROWS // s.forward.heads_per_tile
         shape, strides = tuple(q.shape), _contiguous_strides(q.shape)
         maps = [_layout_of(q, *box), *_key_layouts(k, v, late)]
         maps.append(launch.MapLayout(shape, strides, torch.float32 if more else q.dtype, *box))
         if earlier is not None:
             maps.append(launch.MapLayout(shape, strides, torch.float32, *box))
-        kernel = launch.load("ffa_forward.cu", "ffa_forward", variant, launch.THREADS, shared)
+        kernel = launch.load("ffa_forward.cu", "ffa_forward", variant, ffa.THREADS)
         blocks = min(params.schedule.num_items, launch.num_sms(q.device.index))
         return launch.Launch(kernel, q.device.index, blocks, maps, params)
 
@@ -234,7 +240,7 @@ class FfaBlockAttn:
         q, k, v, mask, softmax_scale, late = inputs
         (dout, lse, delta), (dq, dkv, zeroed) = out_grads, grads
         s = mask.sizes
-        read_late = late if s.backward_awaits else None
+        read_late = late if s.backward.awaits else None
         pair = dkv if isinstance(dkv, tuple) else (dkv, dkv)
         is_float = pair[0].dtype == torch.float32
         key = (
@@ -259,18 +265,19 @@ class FfaBlockAttn:
             return
         if s.num_q == 0:
             if late is not None:
-                late.arrival.settle(s.backward_awaits)
+                late.arrival.settle(s.backward.awaits)
             _zero(dkv)
             return
         params = prepared.params
         to, sums = dkv, None
-        if s.is_split:  # parts of a tile add to fp32 sums
+        if s.backward.is_split:  # chunks of a tile add to fp32 sums
             if not is_float:
                 to = sums = torch.zeros(s.num_k, 2, s.num_heads_kv, q.shape[2], dtype=torch.float32, device=k.device)
             elif not zeroed:
                 _zero(dkv)
-        if s.deterministic:
-            counts = 2 * s.num_q_blocks * (s.num_heads_q // s.backward_pack), 2 * s.num_k_tiles * s.num_heads_kv
+        if s.backward.deterministic:
+            num_groups = s.num_heads_q // s.backward.heads_per_tile
+            counts = 2 * s.backward.num_q_blocks * num_groups, 2 * s.backward.num_k_tiles * s.num_heads_kv
             semaphores = torch.zeros(sum(counts), dtype=torch.int32, device=k.device)
             params.semaphores = semaphores.data_ptr()
             params.part_semaphores = semaphores.data_ptr() + 4 * counts[0]
@@ -279,12 +286,12 @@ class FfaBlockAttn:
         params.counter = launch.next_counter(prepared.device)
         params.softmax_scale, params.scale_log2 = softmax_scale, softmax_scale * LOG2_E
         maps = [q_at, dout_at, k_at, v_at, *_late_addresses(read_late, k_at, v_at, params), dq.data_ptr()]
-        if s.is_split:
+        if s.backward.is_split:
             prepared(*maps, params.dk, params.dv)
         else:
             prepared(*maps, maps[-1], maps[-1])
         if late is not None:
-            late.arrival.settle(s.backward_awaits)
+            late.arrival.settle(s.backward.awaits)
         if sums is not None:
             for x, wide in zip(keys_and_values(dkv), keys_and_values(sums), strict=True):
                 x.copy_(wide)
@@ -292,48 +299,48 @@ class FfaBlockAttn:
     def _backward_launch(self, inputs: StageInputs, dout: Tensor, dkv: KeysAndValues) -> launch.Launch:
         q, k, v, mask, _, late = inputs
         s, head_dim = mask.sizes, q.shape[2]
-        assert s.backward_pack  # else the lists were made for the forward only
-        variant, shared = launch.backward_variant(head_dim, s.backward_pack, q.dtype, s.deterministic)
-        params = launch.BackwardParams(
-            items=mask.pointer(s.backward_items),
-            segments=mask.pointer(s.backward_segments),
+        assert s.backward.heads_per_tile  # else the lists were made for the forward only
+        variant = ffa.backward_variant(head_dim, s.backward.heads_per_tile, q.dtype, s.backward.deterministic)
+        params = ffa.BackwardParams(
+            items=mask.pointer(s.backward.items),
+            segments=mask.pointer(s.backward.segments),
             bands=mask.bands.data_ptr(),
-            components=mask.pointer(s.components),
-            schedule=launch.Schedule(
-                s.num_backward_early,
-                s.num_backward_items - s.num_backward_early - s.num_backward_tail,
-                s.num_backward_tail,
+            components=mask.pointer(s.backward.components),
+            schedule=ffa.Schedule(
+                s.backward.num_early,
+                s.backward.num_items - s.backward.num_early - s.backward.num_tail,
+                s.backward.num_tail,
                 s.num_heads_kv,
-                s.backward_heads_per_wave,
+                s.backward.heads_per_wave,
             ),
-            num_packs=s.num_heads_q // s.num_heads_kv // s.backward_pack,
+            num_packs=s.num_heads_q // s.num_heads_kv // s.backward.heads_per_tile,
             num_q=s.num_q,
             num_heads_q=s.num_heads_q,
             head_dim=head_dim,
-            num_q_blocks=s.num_q_blocks,
-            late=launch.LateKeys(None, 0, FAR if late is None else k.shape[0]),
+            num_q_blocks=s.backward.num_q_blocks,
+            late=ffa.LateKeys(None, 0, FAR if late is None else k.shape[0]),
         )
         is_float = (dkv[0] if isinstance(dkv, tuple) else dkv).dtype == torch.float32
-        params.store = launch.ADD_FLOAT if s.is_split else launch.STORE_FLOAT if is_float else launch.STORE_PACKED
-        own_sums = s.is_split and not is_float  # made for each call
+        params.store = ffa.ADD_FLOAT if s.backward.is_split else ffa.STORE_FLOAT if is_float else ffa.STORE_PACKED
+        own_sums = s.backward.is_split and not is_float  # made for each call
         dk, dv = [(2 * s.num_heads_kv * head_dim, head_dim, 1)] * 2 if own_sums else _strides_of(dkv)
         params.dk_token_stride, params.dk_head_stride, _ = dk
         params.dv_token_stride, params.dv_head_stride, _ = dv
-        box = s.backward_pack, BACKWARD_ROWS // s.backward_pack
+        box = s.backward.heads_per_tile, BACKWARD_ROWS // s.backward.heads_per_tile
         of_dq = launch.MapLayout(tuple(q.shape), _contiguous_strides(q.shape), torch.float32, *box)
         maps = [_layout_of(q, *box), _layout_of(dout, *box), *_key_layouts(k, v, late), of_dq]
-        if s.is_split:
+        if s.backward.is_split:
             shape = s.num_k, s.num_heads_kv, head_dim
             maps += [launch.MapLayout(shape, strides, torch.float32, 1, BACKWARD_ROWS) for strides in (dk, dv)]
         else:
             maps += [of_dq] * 2  # unused
-        kernel = launch.load("ffa_backward.cu", "ffa_backward", variant, launch.THREADS, shared)
+        kernel = launch.load("ffa_backward.cu", "ffa_backward", variant, ffa.THREADS)
         blocks = min(params.schedule.num_items, launch.num_sms(q.device.index))
         return launch.Launch(kernel, q.device.index, blocks, maps, params)
 
     def adds_keys(self, mask: DeviceLists) -> bool:
         """Whether tiles of keys are split, so that the backward adds to sums of dk and dv."""
-        return mask.sizes.is_split
+        return mask.sizes.backward.is_split
 
     def key_sums(self, mask: DeviceLists, k: Tensor, spare: Tensor) -> Tensor | None:
         if not self.adds_keys(mask):
@@ -392,7 +399,7 @@ def _late_addresses(late: LateKeys | None, k: int, v: int, params: Any) -> tuple
 
 def _check_inputs(q: Tensor, k: Tensor, v: Tensor, late: LateKeys | None, s: ListSizes) -> None:
     head_dim, dtype = q.shape[2], q.dtype
-    launch.check_supported(head_dim, dtype)
+    ffa.check_supported(head_dim, dtype)
     if not dtype == k.dtype == v.dtype:
         raise ValueError(f"q, k, v are {dtype}, {k.dtype}, {v.dtype}; give all three the same dtype")
     num_late = 0 if late is None else late.kv.shape[0]

@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from torchtitan_magi.backends.ffa.params import check_count
 from torchtitan_magi.cuda import launch
 from torchtitan_magi.exchange.in_flight import MAX_PEERS, Places, Returned, RowSums, Unsent
 from torchtitan_magi.planning.plan import Exchange
@@ -21,6 +22,7 @@ _WARPS = 8  # warps per block, one row each
 _UNIT = 16  # bytes that a lane moves at once
 _ELEMENTS = 8  # elements of a gradient that a thread handles at once: one unit
 _THREADS_PER_ROW = 16  # threads that sum up a row of out * dout
+_MAX_BLOCKS = 1 << 20  # blocks of add_rows
 _FINISH_UNITS = 1024  # units that a block of finish_grads handles
 
 
@@ -138,7 +140,7 @@ class CudaRowMover:
         rows = _ReturnedRows(*_addresses_of(returned), _num_tokens(returned), units)
         if rows.num_tokens:
             kernel = _kernel("add_rows", returned.rows.dtype, returned.rows.dtype)
-            blocks = _thread_blocks(rows.num_tokens * units)
+            blocks = _thread_blocks(_units(rows.num_tokens * grad.stride(0)))
             kernel(grad.device.index, blocks, _AddParams(rows, grad.data_ptr()))
 
     def round(self, dq: Tensor, softmax_scale: float, out: Tensor) -> None:
@@ -273,12 +275,12 @@ def _finish_launch(
         unsent: gradients that the launch sends first.
     """
     params = _FinishParams(returned=_ReturnedRows(units=row // _ELEMENTS or 1))
-    params.dq_units, params.dkv_units = num_dq // _ELEMENTS, num_dkv // _ELEMENTS
+    params.dq_units, params.dkv_units = _units(num_dq), _units(num_dkv)
     writers = 0
     if unsent is not None:
         grad, first, places = unsent
         assert grad.dtype == torch.float32
-        params.unsent_units, params.places = (grad.shape[0] - first) * row // _ELEMENTS, _places(places)
+        params.unsent_units, params.places = _units((grad.shape[0] - first) * row), _places(places)
         writers = max(1, _finish_blocks(params.unsent_units))
     blocks = writers + _finish_blocks(params.dq_units) + _finish_blocks(params.dkv_units)
     return launch.Launch(_kernel("finish_grads", dtype, wire), device.index, blocks, (), params)
@@ -302,8 +304,19 @@ def _num_tokens(returned: Returned) -> int:
 @functools.cache
 def _kernel(name: str, dtype: torch.dtype, wire: torch.dtype) -> launch.Kernel:
     macros = {"USE_FP16": dtype == torch.float16, "WIRE_FP32": wire == torch.float32}
-    return launch.load("rows.cu", name, launch.variant_of(macros), _WARPS * 32, 0)
+    return launch.load("rows.cu", name, launch.variant_of(macros), _WARPS * 32)
 
 
 def _thread_blocks(units: int) -> int:
-    return min(-(-units // (_WARPS * 32)), 1 << 20)
+    return min(-(-units // (_WARPS * 32)), _MAX_BLOCKS)
+
+
+def _units(elements: int) -> int:
+    """Units of a gradient; kernels count them in 32 bits, and add_rows one step of its grid beyond the last.
+
+    Raises:
+        ValueError: there are more.
+    """
+    units = elements // _ELEMENTS
+    check_count(f"units of {_ELEMENTS} elements in a gradient", units, (1 << 32) - _MAX_BLOCKS * _WARPS * 32)
+    return units

@@ -1,0 +1,153 @@
+"""What both directions' work lists share: the mask, the words of a record, work items, their order.
+
+A record is 12 words (int32): a work item, then a segment. A further segment of an item is the last 8 words alone.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from torchtitan_magi.backends.ffa.params import check_count
+from torchtitan_magi.backends.ffa.segments import Int32Array, Int64Array, is_new, starts_of
+from torchtitan_magi.planning.stages import CostModel, Heads, KernelCost
+from torchtitan_magi.tiles import KEYS
+
+L2_BYTES = 32 << 20  # what one wave of heads may claim of the L2 cache; an H200 has 50 MiB
+KEY_BYTES, QUERY_BYTES = 512, 1024  # k and v; q, dout (16 bits) and dq (fp32): one token, one head, 128 columns
+LATE_MARGIN = 1.25  # how much longer than predicted an exchange may take before a kernel that hides it waits
+
+
+class Field:
+    """Words of a record: WorkItem, then Segment in kernels/ffa_layout.cuh.
+
+    FIRST to FULL_END count keys in the forward and query blocks in the backward.
+    """
+
+    TILE, NUM_SEGMENTS, FIRST_SEGMENT, CHUNK = range(4)
+    LAYER, COMPONENT, FIRST_KEY, END_KEY, FIRST, END, FULL_FIRST, FULL_END = range(4, 12)
+
+
+@dataclass(frozen=True)
+class Mask:
+    """The mask of one call, and what is known of the machine that runs it.
+
+    Attributes:
+        rows: canonical slices, int64 [n, 5].
+        layer: mask layer of each slice, int64 [n].
+        late_from: first key that arrives while the kernel runs; num_k if none does.
+    """
+
+    rows: Int64Array
+    layer: Int64Array
+    num_q: int
+    num_k: int
+    heads: Heads
+    late_from: int
+    cost: CostModel
+
+    @property
+    def group(self) -> int:
+        """Query heads of a K/V head."""
+        return self.heads.num_heads_q // self.heads.num_heads_kv
+
+    @property
+    def kv_heads_in_l2(self) -> int:
+        """K/V heads whose keys and values a wave of heads may claim L2 for."""
+        return L2_BYTES // (KEY_BYTES * max(1, self.num_k))
+
+    @property
+    def queries_fit_l2(self) -> bool:
+        """Whether what the backward reads and adds up of all queries fits what a wave may claim."""
+        return self.num_q * self.heads.num_heads_q * QUERY_BYTES <= L2_BYTES
+
+    @property
+    def late_seconds(self) -> float:
+        """Time until late keys are there, in seconds since the stage began."""
+        late_bytes = np.array((self.num_k - self.late_from) * self.heads.row_bytes, np.float64)
+        return LATE_MARGIN * (self.cost.stage + float(self.cost.inside.seconds(late_bytes)))
+
+    def blocks_within(self, seconds: float, kernel: KernelCost, block_rows: int, heads_per_tile: int) -> float:
+        """Blocks of block_rows x KEYS, each with all groups of heads_per_tile heads, that the GPU does in `seconds`."""
+        pair = kernel.pair + kernel.pair_dim * self.heads.head_dim
+        return seconds / (pair * block_rows * KEYS) / (self.heads.num_heads_q // heads_per_tile)
+
+
+# ------------------------------------------------------------------------------------------------------- work items
+
+
+def as_items(tile_of_item: Int64Array, item: Int64Array, records: Int32Array) -> tuple[Int32Array, Int32Array]:
+    """Work items [num_items, 12] that hold their first segment, and all further segments [.., 8].
+
+    Args:
+        tile_of_item: int64 [num_items].
+        item: item of each record, int64 [n], ascending.
+        records: int32 [n, 12]; where each item has one, they become the items in place.
+    """
+    num_items = len(tile_of_item)
+    counts = np.bincount(item, minlength=num_items)
+    used = counts > 0
+    if used.all() and len(item) == num_items:
+        items, further = records, records[:0, Field.LAYER :]
+    else:
+        items = np.zeros((num_items, 12), np.int32)
+        is_first = is_new(item)
+        items[used], further = records.compress(is_first, 0), records.compress(~is_first, 0)[:, Field.LAYER :]
+        items[:, Field.FIRST_SEGMENT] = starts_of(counts - used)
+    # TILE and NUM_SEGMENTS, both words at once: the machine is little-endian.
+    items.view(np.int64)[:, 0] = tile_of_item + (counts << 32)
+    return items, further
+
+
+def longest_first(num_blocks: Int64Array, at: Int64Array | None = None) -> Int64Array:
+    """Order of work items [n]: by `at` [n], then from the most blocks to the fewest, then as they are."""
+    order = radix_sort(num_blocks.max(initial=0) - num_blocks)
+    return order if at is None else order[radix_sort(at[order])]
+
+
+def radix_sort(key: Int64Array) -> Int64Array:
+    """Stable order of non-negative numbers [n]."""
+    return key.astype(np.min_scalar_type(key.max(initial=0))).argsort(kind="stable")  # up to 16 bits: a radix sort
+
+
+def early_first(
+    order: Int64Array, num_blocks: Int64Array, waits: npt.NDArray[np.bool_], enough: float
+) -> tuple[Int64Array, int]:
+    """Moves to the front of `order` [n] items that do not wait, until they have `enough` blocks.
+
+    Items without blocks are not moved.
+
+    Returns:
+        the new order, and how many items are at its front.
+    """
+    blocks = np.where(waits, 0, num_blocks)[order]
+    early = (blocks > 0) & (blocks.cumsum() - blocks < enough)
+    return np.concatenate([order[early], order[~early]]), int(np.count_nonzero(early))
+
+
+class Words:
+    """Collects integer arrays into one int32 array, each at a multiple of 4 words (16 bytes)."""
+
+    def __init__(self) -> None:
+        self.arrays: list[tuple[int, Int32Array, Int64Array | None]] = []
+        self.size = 0
+
+    def add(self, array: Int32Array, order: Int64Array | None = None) -> int:
+        """Takes `array`, or its rows in `order`; returns its offset in words."""
+        start = self.size
+        self.arrays.append((start, array, order))
+        self.size = -(-(start + array.size) // 4) * 4
+        return start
+
+    def packed(self) -> Int32Array:
+        check_count("words of the work lists", self.size)
+        words = np.empty(self.size, np.int32)
+        for start, array, order in self.arrays:
+            end = start + array.size
+            words[end : -(-end // 4) * 4] = 0
+            place = words[start:end].reshape(array.shape)
+            if order is None:
+                place[:] = array
+            else:
+                array.take(order, 0, place, "clip")  # the default mode would copy twice
+        return words
