@@ -10,19 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from masks import dense_mask, document_lengths, slice_lists
 
-from torchtitan_magi.masks.slices import (
-    AttnSlices,
-    block_causal,
-    shared_prompt,
-    sliding_window,
-    varlen_causal,
-    varlen_full,
-)
+from torchtitan_magi.masks.builders import block_causal, shared_prompt, sliding_window, varlen_causal, varlen_full
+from torchtitan_magi.masks.slices import AttnSlices
 from torchtitan_magi.planning.needs import node_traffic, traffic
 from torchtitan_magi.planning.placement.greedy import Recipe, place_documents
 from torchtitan_magi.planning.placement.pairs import divide_pairs
 from torchtitan_magi.planning.placement.place import place
-from torchtitan_magi.planning.placement.pool import WorkProfile
+from torchtitan_magi.planning.placement.profile import WorkProfile
 
 ROOT = Path(__file__).parent.parent
 CP_SIZES = st.sampled_from([1, 2, 3, 5, 6, 8, 12])
@@ -213,7 +207,7 @@ def test_nodes_do_not_change_what_the_ranks_own():
 def test_placements_do_not_depend_on_the_process():
     code = (
         "import numpy as np, hashlib; from torchtitan_magi.planning.placement.place import place; "
-        "from torchtitan_magi.masks.slices import varlen_causal;"
+        "from torchtitan_magi.masks.builders import varlen_causal;"
         "from test_placement import few_documents, histogram_pack;"
         "owned = place(varlen_causal(histogram_pack(96000, 5)), 96000, 12, gpus_per_node=4);"
         "owned += place(varlen_causal(few_documents(12, 8000, 5)), 96000, 12, gpus_per_node=4);"

@@ -7,10 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from masks import dense_mask, document_lengths, slice_lists
 
-from torchtitan_magi.masks.slices import AttnSlices, sliding_window, varlen_causal, varlen_full
+from torchtitan_magi.masks.builders import sliding_window, varlen_causal, varlen_full
+from torchtitan_magi.masks.slices import AttnSlices
+from torchtitan_magi.planning.cost_model import H200
 from torchtitan_magi.planning.needs import node_traffic
 from torchtitan_magi.planning.plan import make_plan
-from torchtitan_magi.planning.stages import H200, RESIDENT
+from torchtitan_magi.planning.timeline import RESIDENT
 
 CP_SIZES = st.sampled_from([1, 2, 3, 4, 6, 8])
 STAGES = st.integers(-1, 4)
@@ -176,7 +178,7 @@ def test_a_fingerprint_tells_plans_apart():
 def test_plans_do_not_depend_on_the_process():
     code = (
         "import numpy as np, hashlib; from torchtitan_magi.planning.plan import make_plan;"
-        "from torchtitan_magi.masks.slices import *;"
+        "from torchtitan_magi.masks.builders import *;"
         "cu = np.cumsum([0, 500, 20, 1300, 7, 81]); p = make_plan(varlen_causal(cu), 1908, 4, gpus_per_node=2);"
         "print(p.forward, p.backward, p.fingerprint, hashlib.sha1(p.hops.tobytes() + b''.join(r.tokens.tobytes()"
         " for r in p.ranks)).hexdigest())"

@@ -7,16 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from masks import dense_mask, document_lengths, slice_lists
 
-from torchtitan_magi.masks.slices import (
-    AttnSlices,
-    block_causal,
-    clip_keys,
-    clip_rows,
-    shared_prompt,
-    sliding_window,
-    varlen_causal,
-    varlen_full,
-)
+from torchtitan_magi.masks.builders import block_causal, shared_prompt, sliding_window, varlen_causal, varlen_full
+from torchtitan_magi.masks.geometry import clip_keys, clip_rows
+from torchtitan_magi.masks.slices import AttnSlices
 
 N = 40
 

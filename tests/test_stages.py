@@ -17,22 +17,11 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
 from check_prediction import comparisons
 
 from torchtitan_magi.calibrate import Sample, fit_kernel, fit_link, recorded_samples
-from torchtitan_magi.masks.slices import varlen_causal
+from torchtitan_magi.masks.builders import varlen_causal
+from torchtitan_magi.planning.cost_model import H200, LLAMA_HEADS, CostModel, Heads, KernelCost, Link
 from torchtitan_magi.planning.plan import make_plan
-from torchtitan_magi.planning.stages import (
-    CANDIDATES,
-    H200,
-    LLAMA_HEADS,
-    RESIDENT,
-    SIMPLER,
-    CostModel,
-    Heads,
-    KernelCost,
-    Link,
-    choose_stages,
-    equal_stages,
-    predict,
-)
+from torchtitan_magi.planning.stages import CANDIDATES, SIMPLER, choose_stages, equal_stages
+from torchtitan_magi.planning.timeline import RESIDENT, predict
 
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
 
@@ -247,7 +236,7 @@ def test_a_cost_model_survives_a_file(tmp_path):
 )
 def test_a_cost_model_has_figures_only(tmp_path, name, value):
     replace(H200, **{name: value}).save(tmp_path / "cost.json")
-    with pytest.raises(ValueError, match=r"cost\.json is no cost model .*torchrun -m torchtitan_magi.calibrate"):
+    with pytest.raises(ValueError, match=r"cost\.json is no cost model .*scripts/calibrate.py"):
         CostModel.load(tmp_path / "cost.json")
     replace(H200, across=Link(1e-6, "fast")).save(tmp_path / "cost.json")
     with pytest.raises(ValueError, match=r"cost\.json is no cost model"):
@@ -261,7 +250,7 @@ def test_what_is_no_cost_model_is_refused(tmp_path, text):
     path = tmp_path / "cost.json"
     if text is not None:
         path.write_text(text)
-    with pytest.raises(ValueError, match=r"cost\.json is no cost model .*torchrun -m torchtitan_magi.calibrate"):
+    with pytest.raises(ValueError, match=r"cost\.json is no cost model .*scripts/calibrate.py"):
         CostModel.load(path)
 
 

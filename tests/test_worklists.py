@@ -18,7 +18,8 @@ from torchtitan_magi.backends.ffa.worklists import (
     early_first,
     heads_in_step,
 )
-from torchtitan_magi.masks.slices import AttnSlices, shared_prompt, sliding_window, varlen_causal, varlen_full
+from torchtitan_magi.masks.builders import shared_prompt, sliding_window, varlen_causal, varlen_full
+from torchtitan_magi.masks.slices import AttnSlices
 from torchtitan_magi.tiles import KEYS, largest_divisor, tile_cost
 
 

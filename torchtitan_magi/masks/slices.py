@@ -10,17 +10,20 @@ so CAUSAL is aligned at the bottom right, INV_CAUSAL at the top left, and BI_CAU
 a bit field: bit 0 makes the upper bound move with the row, bit 1 the lower bound. A mask is the union of its slices.
 """
 
-import itertools
 from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-FULL, CAUSAL, INV_CAUSAL, BI_CAUSAL = 0, 1, 2, 3
-
-IntArray = npt.NDArray[np.integer]
-Int32Array = npt.NDArray[np.int32]
-Int64Array = npt.NDArray[np.int64]
+from torchtitan_magi.masks.geometry import (
+    FULL,
+    IntArray,
+    lower_bound,
+    slice_areas,
+    slice_layers,
+    trim,
+    upper_bound,
+)
 
 
 class AttnSlices:
@@ -139,199 +142,12 @@ def check_slices(slices: AttnSlices) -> None:
         raise ValueError(f"slices are a {type(slices).__name__}; give AttnSlices, such as varlen_causal(cu_seqlens)")
 
 
-# ---------------------------------------------------------------------------------------------------------- builders
-
-
-def varlen_causal(cu_seqlens: object, total_tokens: int | None = None) -> AttnSlices:
-    """Causal attention inside each document.
-
-    Args:
-        cu_seqlens: integers [num_documents + 1], cumulative document lengths in tokens: starts at 0, never decreases.
-        total_tokens: when given, cu_seqlens must end there.
-
-    Raises:
-        ValueError: cu_seqlens does not start at 0, decreases, or does not end at total_tokens.
-    """
-    return _per_document(_check_cu_seqlens(cu_seqlens, total_tokens), CAUSAL)
-
-
-def varlen_full(cu_seqlens: object, total_tokens: int | None = None) -> AttnSlices:
-    """Bidirectional attention inside each document. Arguments and errors as in ``varlen_causal``."""
-    return _per_document(_check_cu_seqlens(cu_seqlens, total_tokens), FULL)
-
-
-def sliding_window(cu_seqlens: object, window: int, total_tokens: int | None = None) -> AttnSlices:
-    """Causal attention inside each document to the last ``window`` tokens, the token itself among them.
-
-    Raises:
-        ValueError: window < 1, or cu_seqlens as in ``varlen_causal``.
-    """
-    if window < 1:
-        raise ValueError(f"window is {window}; it counts the tokens a row sees, itself included: use at least 1")
-    cu = _check_cu_seqlens(cu_seqlens, total_tokens)
-    window = min(window, max(1, int(cu[-1])))
-    start, end = cu[:-1], cu[1:]
-    knee = np.minimum(start + window, end)
-    head = np.stack([start, knee, start, knee, np.full_like(start, CAUSAL)], 1)
-    tail = np.stack([knee, end, knee - window + 1, end, np.full_like(start, BI_CAUSAL)], 1)
-    return AttnSlices(np.concatenate([head, tail[knee < end]]))
-
-
-def block_causal(cu_seqlens: object, block_size: int, total_tokens: int | None = None) -> AttnSlices:
-    """Inside each document, full attention to the row's own block of ``block_size`` tokens and to all earlier ones.
-
-    Raises:
-        ValueError: block_size < 1, or cu_seqlens as in ``varlen_causal``.
-    """
-    if block_size < 1:
-        raise ValueError(f"block_size is {block_size}; it counts the tokens of a block: use at least 1")
-    cu = _check_cu_seqlens(cu_seqlens, total_tokens)
-    block_size = min(block_size, max(1, int(cu[-1])))
-    num_blocks = -(-np.diff(cu) // block_size)
-    document = np.repeat(np.arange(len(num_blocks)), num_blocks)
-    block = np.arange(len(document)) - np.repeat(num_blocks.cumsum() - num_blocks, num_blocks)
-    q_start = cu[document] + block * block_size
-    q_end = np.minimum(q_start + block_size, cu[document + 1])
-    return AttnSlices(np.stack([q_start, q_end, cu[document], q_end, np.full_like(q_start, FULL)], 1))
-
-
-def shared_prompt(lengths: object, starts: object = None) -> AttnSlices:
-    """Preference pairs that share their prompt, each laid out as prompt, chosen, rejected.
-
-    Chosen and rejected each see the prompt and their own earlier tokens, not each other.
-
-    Args:
-        lengths: integers [num_pairs, 3]: tokens of prompt, chosen and rejected.
-        starts: integers [num_pairs]: first token of each pair; by default pair follows pair.
-
-    Raises:
-        ValueError: wrong shape or a negative value.
-    """
-    array = _as_int64(lengths, "lengths")
-    if array.ndim != 2 or array.shape[1] != 3 or (array < 0).any():
-        raise ValueError(f"lengths has shape {array.shape}; give non-negative [num_pairs, 3]: prompt, chosen, rejected")
-    total = array.sum(1)
-    start = total.cumsum() - total if starts is None else _as_int64(starts, "starts")
-    if start.shape != total.shape:
-        raise ValueError(f"starts has shape {start.shape} for {len(total)} pairs; give the first token of each pair")
-    prompt_end, chosen_end, rejected_end = start + array.cumsum(1).T
-    causal, full = np.full_like(start, CAUSAL), np.full_like(start, FULL)
-    return AttnSlices(
-        np.concatenate(
-            [
-                np.stack([start, chosen_end, start, chosen_end, causal], 1),
-                np.stack([chosen_end, rejected_end, start, prompt_end, full], 1),
-                np.stack([chosen_end, rejected_end, chosen_end, rejected_end, causal], 1),
-            ]
-        )
-    )
-
-
-# ---------------------------------------------------------------------------------------- geometry of slice tables
-# Tables below are int64 [n, 5]; every function is vectorised over the slices.
-
-
-def lower_bound(table: IntArray, q: IntArray) -> IntArray:
-    """lo(q) of each slice at its row q."""
-    return table[:, 2] + (table[:, 4] >> 1) * (q - table[:, 0])
-
-
-def upper_bound(table: IntArray, q: IntArray) -> IntArray:
-    """hi(q) of each slice at its row q."""
-    return table[:, 3] - (table[:, 4] & 1) * (table[:, 1] - 1 - q)
-
-
-def slice_areas(table: IntArray) -> IntArray:
-    """(query, key) pairs of each slice of a trimmed table."""
-    rows, keys = table[:, 1] - table[:, 0], table[:, 3] - table[:, 2]
-    moving_bounds = (table[:, 4] & 1) + (table[:, 4] >> 1)
-    return rows * keys - moving_bounds * (rows * (rows - 1) // 2)
-
-
-def trim(table: IntArray) -> IntArray:
-    """Removes the rows, and then the slices, that see no key. Columns after the fifth are kept as they are."""
-    table = table[(table[:, 0] < table[:, 1]) & (table[:, 2] < table[:, 3])]
-    q_start, q_end, k_start, k_end, mask_type = table[:, :5].T
-    keys = k_end - k_start
-    q_start = np.where(mask_type == CAUSAL, np.maximum(q_start, q_end - keys), q_start)
-    q_end = np.where(mask_type == INV_CAUSAL, np.minimum(q_end, q_start + keys), q_end)
-    keep = (mask_type != BI_CAUSAL) | (keys >= q_end - q_start)
-    return np.column_stack([q_start, q_end, k_start, k_end, mask_type, table[:, 5:]])[keep]
-
-
-def clip_rows(table: IntArray, start: IntArray, end: IntArray) -> IntArray:
-    """Each slice restricted to the query rows [start, end), which must not be empty."""
-    q_start, q_end = np.maximum(table[:, 0], start), np.minimum(table[:, 1], end)
-    return np.stack([q_start, q_end, lower_bound(table, q_start), upper_bound(table, q_end - 1), table[:, 4]], 1)
-
-
-def clip_keys(table: IntArray, start: IntArray, end: IntArray) -> tuple[IntArray, IntArray]:
-    """Each slice restricted to the keys [start, end).
-
-    A bound that is cut stops moving with the row, so a slice falls into up to three.
-
-    Returns:
-        the trimmed pieces, and for each the index of the slice it comes from.
-    """
-    q_start, q_end, k_start, _, mask_type = table.T
-    far = np.iinfo(np.int64).max // 4
-    # The bounds never decrease with the row: first row with lo >= start, first row with hi > end.
-    lo_free = np.where(k_start >= start, q_start, np.where(mask_type >> 1 == 1, q_start + start - k_start, far))
-    first_hi = upper_bound(table, q_start)
-    hi_cut = np.where(first_hi > end, q_start, np.where(mask_type & 1 == 1, q_start + end + 1 - first_hi, far))
-    lo_free, hi_cut = np.clip(lo_free, q_start, q_end), np.clip(hi_cut, q_start, q_end)
-    edges = np.stack([q_start, np.minimum(lo_free, hi_cut), np.maximum(lo_free, hi_cut), q_end])
-    pieces = []
-    for first, last in itertools.pairwise(edges):
-        some = np.flatnonzero(first < last)
-        a, b, whole = first[some], last[some], table[some]
-        is_lo_free, is_hi_free = a >= lo_free[some], a < hi_cut[some]
-        lo = np.maximum(lower_bound(whole, a), start[some])
-        hi = np.minimum(upper_bound(whole, b - 1), end[some])
-        kind = (whole[:, 4] & 1) * is_hi_free + (whole[:, 4] & 2) * is_lo_free
-        pieces.append(np.stack([a, b, lo, hi, kind, some], 1))
-    table = trim(np.concatenate(pieces))
-    return table[:, :5], table[:, 5]
-
-
-# ----------------------------------------------------------------------------------------------------------- private
-
-
 def _frozen(table: IntArray) -> npt.NDArray[np.int32]:
     if table.size and table.max() > np.iinfo(np.int32).max:
         raise ValueError(f"a slice reaches token {table.max()}; token numbers must fit in 32 bits")
     frozen = np.ascontiguousarray(table, dtype=np.int32)
     frozen.setflags(write=False)
     return frozen
-
-
-def _as_int64(values: object, name: str) -> npt.NDArray[np.int64]:
-    """Sequences, arrays and tensors on any device."""
-    if hasattr(values, "detach"):
-        values = values.detach().cpu()
-    array = np.asarray(values)
-    if array.size and not np.issubdtype(array.dtype, np.integer):
-        raise ValueError(f"{name} has dtype {array.dtype}; give integers")
-    return array.astype(np.int64)
-
-
-def _check_cu_seqlens(cu_seqlens: object, total_tokens: int | None) -> npt.NDArray[np.int64]:
-    cu = _as_int64(cu_seqlens, "cu_seqlens")
-    if cu.ndim != 1 or len(cu) == 0 or cu[0] != 0:
-        first = cu.ravel()[:1].tolist()
-        raise ValueError(f"cu_seqlens starts with {first}; give a 1-D list of cumulative lengths that starts at 0")
-    step = np.diff(cu)
-    if (step < 0).any():
-        i = int((step < 0).argmax())
-        raise ValueError(f"cu_seqlens decreases from {cu[i]} to {cu[i + 1]} at index {i + 1}; give cumulative lengths")
-    if total_tokens is not None and cu[-1] != total_tokens:
-        raise ValueError(f"cu_seqlens ends at {cu[-1]} but there are {total_tokens} tokens; it must end at that count")
-    return cu
-
-
-def _per_document(cu: npt.NDArray[np.int64], mask_type: int) -> AttnSlices:
-    start, end = cu[:-1], cu[1:]
-    return AttnSlices(np.stack([start, end, start, end, np.full_like(start, mask_type)], 1)[start < end])
 
 
 def _sorted(table: IntArray) -> IntArray:
@@ -386,16 +202,3 @@ def _merge_rows(table: IntArray) -> IntArray:
     last = np.append(first[1:], len(row)) - 1
     mask_type = np.where(first < last, np.append(kind, -1)[np.minimum(first, len(kind))], FULL)
     return np.stack([row[first], row[last] + 1, lo[first], hi[last], mask_type], 1)
-
-
-def slice_layers(table: IntArray) -> npt.NDArray[np.int64]:
-    """Numbers the slices of a canonical table so that those of one number have no row in common, few numbers first."""
-    layer = np.zeros(len(table), np.int64)
-    if (table[1:, 0] >= table[:-1, 1]).all():
-        return layer
-    free_from: list[int] = []
-    for i, (start, end) in enumerate(table[:, :2].tolist()):
-        j = next((j for j, free in enumerate(free_from) if free <= start), len(free_from))
-        free_from[j : j + 1] = [end]
-        layer[i] = j
-    return layer

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from torchtitan_magi.masks.geometry import intersecting, union
-from torchtitan_magi.masks.slices import AttnSlices, IntArray, clip_rows, slice_areas
+from torchtitan_magi.masks.geometry import IntArray, clip_rows, intersecting, slice_areas, union
+from torchtitan_magi.masks.slices import AttnSlices
 
 Int64Array = npt.NDArray[np.int64]
 

@@ -27,7 +27,8 @@ from torchtitan_magi.backends.ffa.segments import (
     tile_segments,
     write_ramps,
 )
-from torchtitan_magi.masks.slices import AttnSlices, slice_layers
+from torchtitan_magi.masks.geometry import slice_layers
+from torchtitan_magi.masks.slices import AttnSlices
 from torchtitan_magi.tiles import (
     BACKWARD_ROWS,
     KEYS,

@@ -15,7 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from torchtitan_magi.masks.geometry import joined
-from torchtitan_magi.planning.placement.pool import TOKENS, WORK, Pool, Range, WorkProfile
+from torchtitan_magi.planning.placement.pool import TOKENS, WORK, Pool, Range
+from torchtitan_magi.planning.placement.profile import WorkProfile
 from torchtitan_magi.planning.placement.swaps import even_out
 
 Int64Array = npt.NDArray[np.int64]

@@ -9,9 +9,8 @@ import functools
 import numpy as np
 import numpy.typing as npt
 
-from torchtitan_magi.masks.geometry import intersecting, joined
-from torchtitan_magi.masks.slices import IntArray
-from torchtitan_magi.planning.placement.pool import WorkProfile
+from torchtitan_magi.masks.geometry import IntArray, intersecting, joined
+from torchtitan_magi.planning.placement.profile import WorkProfile
 
 Int64Array = npt.NDArray[np.int64]
 

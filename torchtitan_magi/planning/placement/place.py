@@ -15,7 +15,7 @@ from torchtitan_magi.planning.needs import traffic
 from torchtitan_magi.planning.placement.greedy import Recipe, place_documents
 from torchtitan_magi.planning.placement.nodes import seat_in_nodes
 from torchtitan_magi.planning.placement.pairs import divide_pairs
-from torchtitan_magi.planning.placement.pool import WorkProfile, bundle, documents
+from torchtitan_magi.planning.placement.profile import WorkProfile, bundle, documents
 
 Int64Array = npt.NDArray[np.int64]
 

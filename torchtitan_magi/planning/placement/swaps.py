@@ -3,7 +3,8 @@
 import numpy as np
 import numpy.typing as npt
 
-from torchtitan_magi.planning.placement.pool import Range, WorkProfile
+from torchtitan_magi.planning.placement.pool import Range
+from torchtitan_magi.planning.placement.profile import WorkProfile
 
 Int64Array = npt.NDArray[np.int64]
 
