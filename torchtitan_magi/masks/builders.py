@@ -3,7 +3,7 @@
 import numpy as np
 
 from torchtitan_magi.masks.geometry import BI_CAUSAL, CAUSAL, FULL, Int64Array
-from torchtitan_magi.masks.slices import AttnSlices
+from torchtitan_magi.masks.slices import AttnSlices, as_int64, is_integer
 
 
 def varlen_causal(cu_seqlens: object, total_tokens: int | None = None) -> AttnSlices:
@@ -16,23 +16,23 @@ def varlen_causal(cu_seqlens: object, total_tokens: int | None = None) -> AttnSl
     Raises:
         ValueError: cu_seqlens does not start at 0, decreases, or does not end at total_tokens.
     """
-    return _per_document(_check_cu_seqlens(cu_seqlens, total_tokens), CAUSAL)
+    return _per_document(_checked(cu_seqlens, total_tokens), CAUSAL)
 
 
 def varlen_full(cu_seqlens: object, total_tokens: int | None = None) -> AttnSlices:
     """Bidirectional attention inside each document. Arguments and errors as in ``varlen_causal``."""
-    return _per_document(_check_cu_seqlens(cu_seqlens, total_tokens), FULL)
+    return _per_document(_checked(cu_seqlens, total_tokens), FULL)
 
 
 def sliding_window(cu_seqlens: object, window: int, total_tokens: int | None = None) -> AttnSlices:
     """Causal attention inside each document to the last ``window`` tokens, the token itself among them.
 
     Raises:
-        ValueError: window < 1, or cu_seqlens as in ``varlen_causal``.
+        ValueError: window is no integer of at least 1, or cu_seqlens as in ``varlen_causal``.
     """
-    if window < 1:
-        raise ValueError(f"window is {window}; it counts the tokens a row sees, itself included: use at least 1")
-    cu = _check_cu_seqlens(cu_seqlens, total_tokens)
+    if not is_integer(window, 1):
+        raise ValueError(f"window is {window!r}; it counts the tokens a row sees, itself included: use at least 1")
+    cu = _checked(cu_seqlens, total_tokens)
     window = min(window, max(1, int(cu[-1])))
     start, end = cu[:-1], cu[1:]
     knee = np.minimum(start + window, end)
@@ -45,11 +45,11 @@ def block_causal(cu_seqlens: object, block_size: int, total_tokens: int | None =
     """Inside each document, full attention to the row's own block of ``block_size`` tokens and to all earlier ones.
 
     Raises:
-        ValueError: block_size < 1, or cu_seqlens as in ``varlen_causal``.
+        ValueError: block_size is no integer of at least 1, or cu_seqlens as in ``varlen_causal``.
     """
-    if block_size < 1:
-        raise ValueError(f"block_size is {block_size}; it counts the tokens of a block: use at least 1")
-    cu = _check_cu_seqlens(cu_seqlens, total_tokens)
+    if not is_integer(block_size, 1):
+        raise ValueError(f"block_size is {block_size!r}; it counts the tokens of a block: use at least 1")
+    cu = _checked(cu_seqlens, total_tokens)
     block_size = min(block_size, max(1, int(cu[-1])))
     num_blocks = -(-np.diff(cu) // block_size)
     document = np.repeat(np.arange(len(num_blocks)), num_blocks)
@@ -71,11 +71,11 @@ def shared_prompt(lengths: object, starts: object = None) -> AttnSlices:
     Raises:
         ValueError: wrong shape or a negative value.
     """
-    array = _as_int64(lengths, "lengths")
+    array = as_int64(lengths, "lengths")
     if array.ndim != 2 or array.shape[1] != 3 or (array < 0).any():
         raise ValueError(f"lengths has shape {array.shape}; give non-negative [num_pairs, 3]: prompt, chosen, rejected")
     total = array.sum(1)
-    start = total.cumsum() - total if starts is None else _as_int64(starts, "starts")
+    start = total.cumsum() - total if starts is None else as_int64(starts, "starts")
     if start.shape != total.shape:
         raise ValueError(f"starts has shape {start.shape} for {len(total)} pairs; give the first token of each pair")
     prompt_end, chosen_end, rejected_end = start + array.cumsum(1).T
@@ -91,18 +91,8 @@ def shared_prompt(lengths: object, starts: object = None) -> AttnSlices:
     )
 
 
-def _as_int64(values: object, name: str) -> Int64Array:
-    """Sequences, arrays and tensors on any device."""
-    if hasattr(values, "detach"):
-        values = values.detach().cpu()
-    array = np.asarray(values)
-    if array.size and not np.issubdtype(array.dtype, np.integer):
-        raise ValueError(f"{name} has dtype {array.dtype}; give integers")
-    return array.astype(np.int64)
-
-
-def _check_cu_seqlens(cu_seqlens: object, total_tokens: int | None) -> Int64Array:
-    cu = _as_int64(cu_seqlens, "cu_seqlens")
+def _checked(cu_seqlens: object, total_tokens: int | None) -> Int64Array:
+    cu = as_int64(cu_seqlens, "cu_seqlens")
     if cu.ndim != 1 or len(cu) == 0 or cu[0] != 0:
         first = cu.ravel()[:1].tolist()
         raise ValueError(f"cu_seqlens starts with {first}; give a 1-D list of cumulative lengths that starts at 0")

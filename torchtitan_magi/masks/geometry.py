@@ -3,7 +3,9 @@
 Ranges are pairs of int64 arrays: starts and ends. Slice tables are int64 [n, 5], see ``AttnSlices``.
 """
 
+import heapq
 import itertools
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +14,13 @@ FULL, CAUSAL, INV_CAUSAL, BI_CAUSAL = 0, 1, 2, 3
 
 IntArray = npt.NDArray[np.integer]
 Int64Array = npt.NDArray[np.int64]
+_Array = TypeVar("_Array", bound=npt.NDArray[Any])
+
+
+def frozen(array: _Array) -> _Array:
+    """The array itself, read-only from now on."""
+    array.setflags(write=False)
+    return array
 
 
 def expand(starts: IntArray, ends: IntArray) -> Int64Array:
@@ -20,8 +29,14 @@ def expand(starts: IntArray, ends: IntArray) -> Int64Array:
     return np.arange(lengths.sum()) + np.repeat(starts - lengths.cumsum() + lengths, lengths)
 
 
+def rows_of(table: IntArray) -> tuple[Int64Array, Int64Array]:
+    """Each row of each slice of a table: the index of the slice, and the row."""
+    start, end = table[:, :2].T
+    return np.repeat(np.arange(len(table)), end - start), expand(start, end)
+
+
 def intersecting(lo: IntArray, hi: IntArray, starts: IntArray, ends: IntArray) -> tuple[Int64Array, Int64Array]:
-    """All pairs (i, j) in which [lo[i], hi[i]) meets [starts[j], ends[j]); the latter are disjoint and ascending."""
+    """All pairs (i, j) where [lo[i], hi[i]) meets [starts[j], ends[j]); the latter are disjoint and ascending."""
     first = np.searchsorted(ends, lo, side="right")
     count = np.maximum(np.searchsorted(starts, hi, side="left") - first, 0)
     i = np.repeat(np.arange(len(lo)), count)
@@ -116,14 +131,16 @@ def clip_keys(table: IntArray, start: IntArray, end: IntArray) -> tuple[IntArray
     return table[:, :5], table[:, 5]
 
 
-def slice_layers(table: IntArray) -> npt.NDArray[np.int64]:
+def slice_layers(table: IntArray) -> Int64Array:
     """Numbers the slices of a canonical table so that those of one number have no row in common, few numbers first."""
     layer = np.zeros(len(table), np.int64)
     if (table[1:, 0] >= table[:-1, 1]).all():
         return layer
-    free_from: list[int] = []
+    taken: list[tuple[int, int]] = []  # heap of the numbers in use: until which row, number
+    free: list[int] = []  # heap of numbers that were in use
     for i, (start, end) in enumerate(table[:, :2].tolist()):
-        j = next((j for j, free in enumerate(free_from) if free <= start), len(free_from))
-        free_from[j : j + 1] = [end]
-        layer[i] = j
+        while taken and taken[0][0] <= start:
+            heapq.heappush(free, heapq.heappop(taken)[1])
+        layer[i] = heapq.heappop(free) if free else len(taken)
+        heapq.heappush(taken, (end, int(layer[i])))
     return layer

@@ -16,14 +16,25 @@ import numpy as np
 import numpy.typing as npt
 
 from torchtitan_magi.masks.geometry import (
+    CAUSAL,
     FULL,
+    Int64Array,
     IntArray,
+    expand,
+    frozen,
     lower_bound,
+    rows_of,
     slice_areas,
     slice_layers,
     trim,
+    union,
     upper_bound,
 )
+
+Int32Array = npt.NDArray[np.int32]
+
+MAX_TOKENS = 2**31 - 1  # token numbers are int32 on the device
+FEW_PAIRS = 16  # pairs of slices with common rows, per slice, that are looked at one by one
 
 
 class AttnSlices:
@@ -34,20 +45,18 @@ class AttnSlices:
             2 INV_CAUSAL, 3 BI_CAUSAL). Ranges may overlap in any way and may be empty.
 
     Raises:
-        ValueError: wrong shape, no integers, a reversed or negative range, an unknown mask type.
+        ValueError: wrong shape, no integers, a reversed or negative range, an unknown mask type, a token number
+            beyond 32 bits.
     """
 
     __slots__ = ("_canonical", "_hash", "table")
 
-    table: npt.NDArray[np.int32]
+    table: Int32Array
 
     def __init__(self, table: Sequence[Sequence[int]] | IntArray) -> None:
-        array = np.array(table)
+        array = as_int64(table, "slices", "are of type")
         if array.size == 0:
             array = array.reshape(0, 5)
-        if array.size and array.dtype.kind not in "iu":
-            raise ValueError(f"slices are of type {array.dtype}; give integers: tokens and mask types")
-        array = array.astype(np.int64)
         if array.ndim != 2 or array.shape[1] != 5:
             raise ValueError(f"slices have shape {array.shape}; give [n, 5]: q_start, q_end, k_start, k_end, mask_type")
         q_start, q_end, k_start, k_end, mask_type = array.T
@@ -61,7 +70,7 @@ class AttnSlices:
             raise ValueError(
                 f"slice {i} has mask_type {mask_type[i]}; use 0 FULL, 1 CAUSAL, 2 INV_CAUSAL or 3 BI_CAUSAL"
             )
-        self.table = _frozen(array)
+        self.table = frozen(array.astype(np.int32))
         self._canonical: AttnSlices | None = None
         self._hash: int | None = None
 
@@ -69,7 +78,7 @@ class AttnSlices:
     def _trusted(cls, table: IntArray) -> "AttnSlices":
         """Wraps a table that is already canonical."""
         slices = cls.__new__(cls)
-        slices.table = _frozen(table)
+        slices.table = frozen(table.astype(np.int32))
         slices._canonical, slices._hash = slices, None
         return slices
 
@@ -106,7 +115,7 @@ class AttnSlices:
         """The number of (query, key) pairs that the mask lets through, each counted once."""
         return int(slice_areas(self.canonical().table.astype(np.int64)).sum())
 
-    def row_cost(self, num_rows: int) -> npt.NDArray[np.int64]:
+    def row_cost(self, num_rows: int) -> Int64Array:
         """Keys seen by each query row, int64 [num_rows]."""
         table = self.canonical().table.astype(np.int64)
         q_start, q_end, k_start, _, mask_type = table.T
@@ -118,7 +127,7 @@ class AttnSlices:
             np.subtract.at(steps, q_end, values)
         return (constant.cumsum() + linear.cumsum() * np.arange(num_rows + 1))[:num_rows]
 
-    def row_bands(self, num_rows: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+    def row_bands(self, num_rows: int) -> tuple[Int32Array, Int32Array]:
         """The mask as intervals of keys per row.
 
         Returns:
@@ -127,9 +136,7 @@ class AttnSlices:
         """
         table = self.canonical().table.astype(np.int64)
         layer = slice_layers(table)
-        lengths = table[:, 1] - table[:, 0]
-        which = np.repeat(np.arange(len(table)), lengths)
-        row = np.arange(len(which)) - np.repeat(lengths.cumsum() - lengths - table[:, 0], lengths)
+        which, row = rows_of(table)
         lo, hi = np.zeros((2, layer.max(initial=0) + 1, num_rows), np.int32)
         lo[layer[which], row] = lower_bound(table[which], row)
         hi[layer[which], row] = upper_bound(table[which], row)
@@ -142,12 +149,34 @@ def check_slices(slices: AttnSlices) -> None:
         raise ValueError(f"slices are a {type(slices).__name__}; give AttnSlices, such as varlen_causal(cu_seqlens)")
 
 
-def _frozen(table: IntArray) -> npt.NDArray[np.int32]:
-    if table.size and table.max() > np.iinfo(np.int32).max:
-        raise ValueError(f"a slice reaches token {table.max()}; token numbers must fit in 32 bits")
-    frozen = np.ascontiguousarray(table, dtype=np.int32)
-    frozen.setflags(write=False)
-    return frozen
+def as_int64(values: object, name: str, is_of: str = "has dtype") -> Int64Array:
+    """A copy of integers in sequences, arrays, or tensors on any device.
+
+    Args:
+        name, is_of: how an error about the type begins.
+
+    Raises:
+        ValueError: rows of different lengths, no integers, a value beyond 32 bits.
+    """
+    if hasattr(values, "detach"):
+        values = values.detach().cpu()
+    try:
+        array = np.asarray(values)
+    except ValueError:
+        raise ValueError(f"{name}: rows differ in length; give a rectangular array of integers") from None
+    if array.size and array.dtype.kind not in "iu":
+        raise ValueError(f"{name} {is_of} {array.dtype}; give integers that fit in 32 bits")
+    if array.size and array.max() > MAX_TOKENS:
+        raise ValueError(f"{name}: {array.max()} is too large; token numbers must fit in 32 bits")
+    return array.astype(np.int64)
+
+
+def is_integer(value: object, least: int) -> bool:
+    """Whether a value is an integer of at least `least`, of Python or of NumPy; True and False are none."""
+    return isinstance(value, int | np.integer) and not isinstance(value, bool) and int(value) >= least
+
+
+# ------------------------------------------------------------------------------------------------- the canonical form
 
 
 def _sorted(table: IntArray) -> IntArray:
@@ -159,34 +188,65 @@ def _sorted(table: IntArray) -> IntArray:
 def _overlapping_rectangles(table: IntArray) -> npt.NDArray[np.bool_]:
     """Which slices of a table sorted by q_start share part of their q x k bounding rectangle with another one."""
     overlapping = np.zeros(len(table), bool)
-    if (table[1:, 0] >= table[:-1, 1]).all():
+    q_start, q_end, k_start, k_end = table[:, :4].T
+    later = np.searchsorted(q_start, q_end)  # slices i < j overlap in q if j < later[i]
+    count = later - np.arange(len(table)) - 1
+    if count.sum() <= FEW_PAIRS * len(table):
+        i = np.repeat(np.arange(len(table)), count)
+        j = expand(later - count, later)
+        hit = (k_start[i] < k_end[j]) & (k_start[j] < k_end[i])
+        overlapping[i[hit]] = overlapping[j[hit]] = True
         return overlapping
-    # Slices i < j overlap in q if q_start[j] < q_end[i]: for each i the candidates j are consecutive.
-    last = np.searchsorted(table[:, 0], table[:, 1], side="left")
-    count = last - np.arange(len(table)) - 1
-    i = np.repeat(np.arange(len(table)), count)
-    j = i + 1 + np.arange(len(i)) - np.repeat(count.cumsum() - count, count)
-    hit = (table[i, 2] < table[j, 3]) & (table[j, 2] < table[i, 3])
-    overlapping[i[hit]] = overlapping[j[hit]] = True
-    return overlapping
+    # Else count those that it misses: they end before it begins, or begin after it ends, in q, in k, or in both.
+    before = [np.searchsorted(np.sort(end), start, side="right") for start, end in ((q_start, q_end), (k_start, k_end))]
+    after = [len(table) - np.searchsorted(np.sort(start), end) for start, end in ((q_start, q_end), (k_start, k_end))]
+    in_both = [
+        _count_below(q, k, q_limit, k_limit)
+        for q, q_limit in ((q_end, q_start), (-q_start, -q_end))
+        for k, k_limit in ((k_end, k_start), (-k_start, -k_end))
+    ]
+    return np.sum([*before, *after], 0) - np.sum(in_both, 0) < len(table) - 1
+
+
+def _count_below(x: IntArray, y: IntArray, x_limit: IntArray, y_limit: IntArray) -> Int64Array:
+    """How many points (x, y) have x <= x_limit and y <= y_limit, for each limit, in O(n log n); int64 [n] each.
+
+    A wavelet matrix: the ranks of y, in the order of x, are sorted bit by bit from the highest. At each bit the points
+    within both limits so far are [low, high); those with a 0 are counted where the limit has a 1.
+    """
+    by_x = np.argsort(x, kind="stable")
+    low, high = np.zeros(len(x), np.int64), np.searchsorted(x[by_x], x_limit, side="right")
+    rank = np.argsort(np.argsort(y[by_x], kind="stable"))
+    limit = np.searchsorted(np.sort(y), y_limit, side="right")
+    count = np.zeros(len(x), np.int64)
+    for bit in reversed(range(len(x).bit_length())):
+        has_one, limit_has_one = rank >> bit & 1 == 1, limit >> bit & 1 == 1
+        zeros = np.append(0, np.cumsum(~has_one))  # before each place
+        count += np.where(limit_has_one, zeros[high] - zeros[low], 0)
+        low, high = (np.where(limit_has_one, zeros[-1] + at - zeros[at], zeros[at]) for at in (low, high))
+        rank = np.concatenate([rank[~has_one], rank[has_one]])
+    return count
+
+
+def _join_equal_rows(table: IntArray) -> IntArray:
+    """Slices of the same rows and type as one where their keys overlap or touch in every row."""
+    same, group = np.unique(table[:, [0, 1, 4]], axis=0, return_inverse=True)
+    narrowest = np.where(table[:, 4] == CAUSAL, table[:, 0], table[:, 1] - 1)
+    lo, hi = lower_bound(table, narrowest), upper_bound(table, narrowest)
+    group, lo, hi = union(group.ravel(), lo, hi, int(hi.max())).T
+    q_start, q_end, mask_type = same[group].T
+    k_start = lo - (mask_type >> 1) * (q_end - 1 - q_start)
+    k_end = hi + (mask_type == CAUSAL) * (q_end - 1 - q_start)
+    return np.stack([q_start, q_end, k_start, k_end, mask_type], 1)
 
 
 def _merge_rows(table: IntArray) -> IntArray:
     """A disjoint table for slices that overlap: merges the key intervals row by row, then joins rows into slices."""
-    lengths = table[:, 1] - table[:, 0]
-    which = np.repeat(np.arange(len(table)), lengths)
-    row = np.arange(len(which)) - np.repeat(lengths.cumsum() - lengths - table[:, 0], lengths)
+    # Step 1: union of the intervals of each row.
+    table = _join_equal_rows(table)
+    which, row = rows_of(table)
     lo, hi = lower_bound(table[which], row), upper_bound(table[which], row)
-
-    # Step 1: union of the intervals of each row. A row offset keeps the running maximum from crossing rows.
-    order = np.lexsort((lo, row))
-    row, lo, hi = row[order], lo[order], hi[order]
-    offset = row * (hi.max() + 2)
-    reach = np.maximum.accumulate(hi + offset)
-    is_new = np.concatenate([[True], (lo + offset)[1:] > reach[:-1]])
-    first = np.flatnonzero(is_new)
-    hi = np.maximum.reduceat(hi, first)
-    row, lo = row[first], lo[first]
+    row, lo, hi = union(row, lo, hi, int(hi.max())).T
 
     # Step 2: the j-th intervals of consecutive rows form one slice as long as both bounds keep moving by 0 or by 1.
     new_row = np.concatenate([[True], row[1:] != row[:-1]])
