@@ -12,7 +12,7 @@ from torchtitan_magi.masks.slices import AttnSlices
 from torchtitan_magi.planning.cost_model import H200
 from torchtitan_magi.planning.needs import node_traffic
 from torchtitan_magi.planning.plan import make_plan
-from torchtitan_magi.planning.timeline import RESIDENT
+from torchtitan_magi.planning.relays import RESIDENT
 
 CP_SIZES = st.sampled_from([1, 2, 3, 4, 6, 8])
 STAGES = st.integers(-1, 4)

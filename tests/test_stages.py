@@ -20,8 +20,9 @@ from torchtitan_magi.calibrate import Sample, fit_kernel, fit_link, recorded_sam
 from torchtitan_magi.masks.builders import varlen_causal
 from torchtitan_magi.planning.cost_model import H200, LLAMA_HEADS, CostModel, Heads, KernelCost, Link
 from torchtitan_magi.planning.plan import make_plan
+from torchtitan_magi.planning.relays import RESIDENT
 from torchtitan_magi.planning.stages import CANDIDATES, SIMPLER, choose_stages, equal_stages
-from torchtitan_magi.planning.timeline import RESIDENT, predict
+from torchtitan_magi.planning.timeline import predict
 
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
 

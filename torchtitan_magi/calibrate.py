@@ -38,8 +38,8 @@ from torchtitan_magi.masks.builders import block_causal, sliding_window, varlen_
 from torchtitan_magi.masks.slices import AttnSlices
 from torchtitan_magi.planning.cost_model import H200, CostModel, Heads, KernelCost, Link
 from torchtitan_magi.planning.plan import make_plan
+from torchtitan_magi.planning.relays import ALL, NONE
 from torchtitan_magi.planning.stage import Exchange
-from torchtitan_magi.planning.timeline import ALL, NONE
 
 FloatArray = npt.NDArray[np.float64]
 Run = Callable[[], object]

@@ -9,20 +9,16 @@ import hashlib
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 
-from torchtitan_magi.masks.geometry import slice_areas
-from torchtitan_magi.masks.slices import AttnSlices, check_slices
+from torchtitan_magi.masks.geometry import Int64Array, frozen, slice_areas
+from torchtitan_magi.masks.slices import MAX_TOKENS, AttnSlices, check_slices, is_integer
 from torchtitan_magi.planning.cost_model import H200, LLAMA_HEADS, CostModel, Heads
-from torchtitan_magi.planning.needs import key_needs, parts_of
-from torchtitan_magi.planning.needs import transfers as transfers_of
+from torchtitan_magi.planning.needs import key_needs, parts_of, pieces_of, sums, transfers_of
 from torchtitan_magi.planning.placement.place import place
-from torchtitan_magi.planning.relays import first_hops
-from torchtitan_magi.planning.stage import RankShare, _Tables
+from torchtitan_magi.planning.relays import Routes, Spans, first_hops
+from torchtitan_magi.planning.stage import RankShare
 from torchtitan_magi.planning.stages import choose_stages, equal_stages
-from torchtitan_magi.planning.timeline import RESIDENT, Shares, Timeline, Workload, predict, workload
-
-Int64Array = npt.NDArray[np.int64]
+from torchtitan_magi.planning.timeline import Timeline, Workload, predict, workload
 
 MAX_STAGES = 16  # that a caller may ask for; each has launches and index data of its own
 
@@ -34,39 +30,56 @@ class AttnPlan:
     Attributes:
         slices: the mask over the pack's tokens, canonical.
         total_tokens: tokens of the pack.
-        padded_tokens: the same, rounded up to a multiple of cp_size; the padding comes last and takes part in nothing.
-        cp_size: number of context-parallel ranks.
-        gpus_per_node: ranks [0, gpus_per_node) are one node, and so on; cp_size if all ranks are in one.
+        routes: who owns which tokens, and which way K/V rows travel.
         ranks: per rank its share (``ranges``, ``tokens``, ``forward`` and ``backward`` stages).
         areas: (query, key) pairs that each rank computes, int64 [cp_size].
-        transfers: K/V rows that each rank needs of others, int64 [n, 4]: destination, source, first token, end token.
-        hops: how they travel at first, int64 [n, 6], see ``routes.first_hops``.
-        forward, backward: which share of the remote K/V each stage brings.
+        forward, backward: the span of the remote K/V that each stage brings.
         work: what each rank has to do, in the terms of the cost model.
-        heads: of the layers, for which the plan was made.
+        heads: shape of the layers for which the plan was made.
     """
 
     slices: AttnSlices
     total_tokens: int
-    padded_tokens: int
-    cp_size: int
-    gpus_per_node: int
+    routes: Routes = field(repr=False)
     ranks: tuple[RankShare, ...] = field(repr=False)
     areas: Int64Array = field(repr=False)
-    transfers: Int64Array = field(repr=False)
-    hops: Int64Array = field(repr=False)
-    forward: Shares
-    backward: Shares
+    forward: Spans
+    backward: Spans
     work: Workload = field(repr=False)
     heads: Heads
 
     @property
+    def cp_size(self) -> int:
+        """Number of context-parallel ranks."""
+        return len(self.ranks)
+
+    @property
+    def gpus_per_node(self) -> int:
+        """Ranks [0, gpus_per_node) are one node, and so on; cp_size if all ranks are in one."""
+        return self.routes.gpus_per_node
+
+    @property
+    def padded_tokens(self) -> int:
+        """Tokens of the pack, rounded up to a multiple of cp_size; the padding comes last and takes part in nothing."""
+        return self.tokens_per_rank * self.cp_size
+
+    @property
+    def transfers(self) -> Int64Array:
+        """K/V rows that each rank needs of others, int64 [n, 4]: destination, source, first token, end token."""
+        return self.routes.transfers
+
+    @property
+    def hops(self) -> Int64Array:
+        """How they travel at first, int64 [n, 6], see ``Routes``."""
+        return self.routes.hops
+
+    @property
     def tokens_per_rank(self) -> int:
-        return self.padded_tokens // self.cp_size
+        return self.work.tokens
 
     @functools.cached_property
     def fingerprint(self) -> int:
-        """A number that differs between different plans, in 63 bits."""
+        """63-bit fingerprint of the plan."""
         digest = hashlib.blake2b(digest_size=8)
         for array in (self.slices.table, self.hops, self.transfers, *(share.ranges for share in self.ranks)):
             digest.update(np.ascontiguousarray(array).tobytes())
@@ -119,8 +132,8 @@ def make_plan(
         cost: of what stages do, see ``CostModel.load``.
 
     Raises:
-        ValueError: no AttnSlices or Heads; a slice reaches beyond total_tokens; a size below 1; stages below -1 or
-            above MAX_STAGES.
+        ValueError: no AttnSlices, Heads or CostModel; a slice beyond total_tokens; a size below 1 or no integer; more
+            tokens than 32 bits count; stages below -1 or above MAX_STAGES.
     """
     check_slices(slices)
     if not isinstance(heads, Heads) or not isinstance(cost, CostModel):
@@ -128,7 +141,21 @@ def make_plan(
             f"heads is {heads!r} and cost {cost!r}; give Heads(num_heads_q, num_heads_kv, head_dim) of one rank and a "
             "CostModel, or leave them out"
         )
-    return _recent_plan(slices, total_tokens, cp_size, overlap_stages, heads, gpus_per_node, cost)
+    if not (is_integer(cp_size, 1) and is_integer(total_tokens, 0)):
+        raise ValueError(
+            f"cp_size is {cp_size!r} and total_tokens {total_tokens!r}; they must be integers, at least 1 and 0"
+        )
+    if total_tokens + cp_size - 1 > MAX_TOKENS:
+        raise ValueError(f"total_tokens is {total_tokens}; token numbers must fit in 32 bits: plan a shorter pack")
+    if not is_integer(overlap_stages, -1) or overlap_stages > MAX_STAGES:
+        raise ValueError(
+            f"overlap_stages is {overlap_stages!r}; use 0 for no overlap, the number of stages (at most {MAX_STAGES}), "
+            "or -1 to have it chosen"
+        )
+    if gpus_per_node is not None and not is_integer(gpus_per_node, 1):
+        raise ValueError(f"gpus_per_node is {gpus_per_node!r}; use None for one node or the ranks of each node")
+    gpus_per_node = min(int(gpus_per_node or cp_size), int(cp_size))
+    return _recent_plan(slices, int(total_tokens), int(cp_size), int(overlap_stages), heads, gpus_per_node, cost)
 
 
 def plan_afresh(
@@ -140,16 +167,11 @@ def plan_afresh(
     gpus_per_node: int | None,
     cost: CostModel,
 ) -> AttnPlan:
-    """`make_plan`, which remembers its last plans, without that."""
-    if cp_size < 1 or total_tokens < 0:
-        raise ValueError(f"cp_size is {cp_size} and total_tokens {total_tokens}; they must be at least 1 and 0")
-    if not -1 <= overlap_stages <= MAX_STAGES:
-        raise ValueError(
-            f"overlap_stages is {overlap_stages}; use 0 for no overlap, the number of stages (at most {MAX_STAGES}), "
-            "or -1 to have it chosen"
-        )
-    if gpus_per_node is not None and gpus_per_node < 1:
-        raise ValueError(f"gpus_per_node is {gpus_per_node}; use None for one node or the ranks of each node")
+    """`make_plan`, which remembers its last plans and checks its arguments, without that.
+
+    Raises:
+        ValueError: a slice beyond total_tokens.
+    """
     _check_range(slices, total_tokens)
     slices = slices.canonical()
     padded_tokens = -(-total_tokens // cp_size) * cp_size
@@ -182,31 +204,20 @@ def plan_ownership(
         owned: per rank int64 [n, 2] token ranges, ascending; together they cover the padded pack, equally many each.
         overlap_stages, heads, gpus_per_node, cost: as in ``make_plan``.
     """
-    cp_size = len(owned)
-    gpus_per_node = gpus_per_node or cp_size
-    padded_tokens = int(sum((ranges[:, 1] - ranges[:, 0]).sum() for ranges in owned))
-
-    parts, owner = parts_of(owned)
-    rank, pieces, needs = key_needs(slices.table.astype(np.int64), parts, owner)
-    areas = np.bincount(rank, slice_areas(pieces), cp_size).astype(np.int64)
-    part, destination, start, end = transfers_of(needs, parts, owner).T
-    transfers = np.stack([destination, owner[part], start, end], 1)
-    hops = first_hops(transfers, cp_size, gpus_per_node)
-    work = workload(
-        rank, pieces, parts, owner, transfers, hops, cp_size, padded_tokens // cp_size, gpus_per_node, heads
-    )
-    if len(transfers) == 0:
-        forward = backward = RESIDENT
-    elif overlap_stages == -1:
-        forward, backward = choose_stages(cost, work, heads)
+    gpus_per_node = gpus_per_node or len(owned)
+    parts = parts_of(owned)
+    pieces = pieces_of(slices, parts)
+    transfers = transfers_of(key_needs(pieces, parts), parts)
+    hops = first_hops(transfers, len(owned), gpus_per_node)
+    routes = Routes(tuple(frozen(ranges.copy()) for ranges in owned), gpus_per_node, frozen(transfers), frozen(hops))
+    work = workload(parts, pieces, routes, heads)
+    if overlap_stages == -1 or len(transfers) == 0:
+        spans = choose_stages(cost, work, heads)
     else:
-        forward = backward = equal_stages(overlap_stages)
-    tables = _Tables(slices, owned, transfers, hops, gpus_per_node, forward, backward)
-    ranks = tuple(RankShare(rank, tables) for rank in range(cp_size))
-    return AttnPlan(
-        slices, total_tokens, padded_tokens, cp_size, gpus_per_node, ranks, areas, transfers, hops, forward, backward,
-        work, heads,
-    )  # fmt: skip
+        spans = equal_stages(overlap_stages), equal_stages(overlap_stages)
+    ranks = tuple(RankShare(rank, slices, routes, spans) for rank in range(len(owned)))
+    areas = frozen(sums(pieces.owner, slice_areas(pieces.table), len(owned)))
+    return AttnPlan(slices, total_tokens, routes, ranks, areas, *spans, work, heads)
 
 
 def _check_range(slices: AttnSlices, total_tokens: int) -> None:

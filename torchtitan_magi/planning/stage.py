@@ -1,18 +1,14 @@
-"""One rank's stages: which K/V rows travel in each, and the slices it computes."""
+"""What one rank does in each overlap stage: the K/V rows that travel, and the slices that it computes."""
 
 import functools
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from torchtitan_magi.masks.geometry import IntArray, clip_keys, clip_rows, expand, intersecting
+from torchtitan_magi.masks.geometry import Int64Array, IntArray, clip_keys, clip_rows, expand, frozen, intersecting
 from torchtitan_magi.masks.slices import AttnSlices
-from torchtitan_magi.planning.relays import cut, second_hops
-from torchtitan_magi.planning.timeline import ALL, NONE, Share, Shares
-
-Int64Array = npt.NDArray[np.int64]
+from torchtitan_magi.planning.relays import ALL, NONE, Routes, Span, Spans, cut
 
 
 class Parcel(NamedTuple):
@@ -35,8 +31,8 @@ class Exchange:
     send_rows: Int64Array  # by destination rank; what they number, see Stage
     send_splits: tuple[int, ...]  # rows sent to each rank
     recv_splits: tuple[int, ...]  # rows received from each rank
-    hops: Int64Array | None  # [n, 4+], of all ranks: receiver, source, ...; None where rows go through relays
-    share: Share  # of the hops
+    hops: Int64Array | None  # all ranks' [n, 6], see Routes; None where rows go through relays
+    span: Span  # of the hops
 
     def splits(self, back: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Rows received from and sent to each rank; of the reverse if `back`."""
@@ -44,16 +40,16 @@ class Exchange:
 
     @functools.cached_property
     def between(self) -> Int64Array:
-        """Rows by receiver and source, of all ranks: int64 [ranks, ranks]."""
+        """All ranks' rows by receiver and source: int64 [ranks, ranks]."""
         assert self.hops is not None
-        receiver, source, start, end = cut(self.hops, self.share).T
+        receiver, source, start, end = cut(self.hops, self.span).T
         size = len(self.send_splits)
-        return np.bincount(receiver * size + source, end - start, size * size).astype(np.int64).reshape(size, size)
+        return frozen(np.bincount(receiver * size + source, end - start, size * size).reshape(size, size).astype(int))
 
     @property
     def is_whole(self) -> bool:
         """Whether everything that travels does so at once."""
-        return self.share == (NONE, ALL)
+        return self.span == (NONE, ALL)
 
     def most_sent(self, back: bool) -> int:
         """Rows that the rank sends that sends most."""
@@ -117,96 +113,121 @@ class Stage:
 
 
 @dataclass(frozen=True, eq=False)
-class _Tables:
-    """What all ranks' shares are computed from."""
-
-    slices: AttnSlices  # canonical, over the whole pack
-    owned: tuple[Int64Array, ...]  # per rank [n, 2] token ranges
-    transfers: Int64Array  # [n, 4]: destination, source, first token, end token
-    hops: Int64Array  # [n, 6]: from `routes.first_hops`
-    gpus_per_node: int
-    forward: Shares
-    backward: Shares
-
-
-@dataclass(frozen=True, eq=False)
 class RankShare:
     """What one rank owns and does."""
 
     rank: int
-    _tables: _Tables
-    _stages: dict[tuple[bool, Share], Stage] = field(default_factory=dict, repr=False)
+    _slices: AttnSlices = field(repr=False)  # canonical, over the whole pack
+    _routes: Routes = field(repr=False)
+    _spans: tuple[Spans, Spans]  # of the forward's stages and the backward's
+    _stages: dict[tuple[bool, Span], Stage] = field(default_factory=dict, repr=False)
 
     @property
     def ranges(self) -> Int64Array:
         """Half-open token ranges that this rank owns, int64 [n, 2], ascending. Their order is the local token order."""
-        return self._tables.owned[self.rank]
+        return self._routes.owned[self.rank]
 
     @functools.cached_property
     def tokens(self) -> Int64Array:
         """The token behind each local token number, int64 [tokens_per_rank]."""
-        return expand(self.ranges[:, 0], self.ranges[:, 1])
+        return frozen(expand(self.ranges[:, 0], self.ranges[:, 1]))
 
     @property
     def forward(self) -> tuple[Stage, ...]:
         """The stages of a layer's forward."""
-        return self._stages_of(self._tables.forward)
+        return self._stages_of(self._spans[0])
 
     @property
     def backward(self) -> tuple[Stage, ...]:
         """The stages of a layer's backward; a stage that both have is the same object."""
-        return self._stages_of(self._tables.backward)
+        return self._stages_of(self._spans[1])
 
-    def _stages_of(self, shares: Shares) -> tuple[Stage, ...]:
-        keys = [(i == 0, share) for i, share in enumerate(shares)]
+    def _stages_of(self, spans: Spans) -> tuple[Stage, ...]:
+        keys = [(i == 0, span) for i, span in enumerate(spans)]
         for key in keys:
-            if key not in self._stages:
-                self._stages[key] = _stage(self._tables, self.rank, *key)
+            if key not in self._stages:  # of threads that both make it, all get what the first one puts in
+                self._stages.setdefault(key, make_stage(self._slices, self._routes, self.rank, *key))
         return tuple(self._stages[key] for key in keys)
 
 
-def _stage(tables: _Tables, rank: int, holds_local: bool, share: Share) -> Stage:
-    own, cp_size = tables.owned[rank], len(tables.owned)
-    own_rows = own[:, 1] - own[:, 0]
-    own_offset = own_rows.cumsum() - own_rows
+def make_stage(slices: AttnSlices, routes: Routes, rank: int, holds_local: bool, span: Span) -> Stage:
+    """One rank's stage, from the mask over the whole pack."""
+    own = routes.owned[rank]
+    exchanges, received = _exchanges(routes, rank, span)
+    rows = _numbered(np.concatenate([own if holds_local else own[:0], *received]))
+    num_rows = int((rows[:, 1] - rows[:, 0]).sum())
+    num_own = int((own[:, 1] - own[:, 0]).sum()) if holds_local else 0
+    table = _join_keys(_renumbered(slices, _numbered(own), rows), num_own)
+    return Stage(AttnSlices._trusted(table), holds_local, num_rows, tuple(exchanges))
 
-    # What travels, and the stage's buffer: ranges of tokens, one after another. From rank to rank rows travel in
-    # ascending order, so sender and receiver agree without talking.
-    exchanges = []
-    buffer = [own if holds_local else own[:0]]
-    if share[0] < share[1]:
-        node = rank // tables.gpus_per_node
-        hops = cut(_concerning(tables, rank, node), share)
-        received = hops[hops[:, 0] == rank]
-        relays = 1 < tables.gpus_per_node < cp_size
-        all_hops = None if relays else tables.hops
-        exchanges.append(_exchange(rank, hops, own[:, 0], own_offset, cp_size, all_hops, share))
-        buffer.append(received[:, 2:])
-        if relays:
-            relayed = hops[(hops[:, 0] // tables.gpus_per_node == node) & (hops[:, 1] // tables.gpus_per_node != node)]
-            passed = second_hops(relayed, _from_other_nodes(tables, node))
-            rows = received[:, 3] - received[:, 2]
-            by_token = np.argsort(received[:, 2])
-            first_row = (rows.cumsum() - rows)[by_token]
-            exchanges.append(_exchange(rank, passed, received[by_token, 2], first_row, cp_size, None, share))
-            buffer.append(passed[passed[:, 0] == rank, 2:])
-    start, end = np.concatenate(buffer).T
-    row = (end - start).cumsum() - (end - start)
-    num_rows = int((end - start).sum())
-    order = np.argsort(start)
-    start, end, row = start[order], end[order], row[order]
 
-    # The rank's slices: rows cut at its token ranges, keys cut at the buffer's ranges, both renumbered.
-    table: IntArray = tables.slices.table.astype(np.int64)
-    which, part = intersecting(table[:, 0], table[:, 1], own[:, 0], own[:, 1])
-    table = clip_rows(table[which], own[part, 0], own[part, 1])
-    table[:, :2] += (own_offset - own[:, 0])[part, None]
-    which, part = intersecting(table[:, 2], table[:, 3], start, end)
-    table, origin = clip_keys(table[which], start[part], end[part])
-    table[:, 2:4] += (row - start)[part][origin, None]
-    table = table[np.lexsort((table[:, 2], table[:, 0]))]
-    own_end = int(own_rows.sum()) if holds_local else 0
-    return Stage(AttnSlices._trusted(_join_keys(table, own_end)), holds_local, num_rows, tuple(exchanges))
+def _numbered(ranges: Int64Array) -> Int64Array:
+    """Token ranges [n, 2] that follow each other in a buffer, in ascending order with the buffer row of each.
+
+    Returns:
+        int64 [n, 3]: first token, end token, row of the first token.
+    """
+    rows = ranges[:, 1] - ranges[:, 0]
+    table = np.column_stack([ranges, rows.cumsum() - rows])
+    return table[np.argsort(table[:, 0])]
+
+
+def _exchanges(routes: Routes, rank: int, span: Span) -> tuple[list[Exchange], list[Int64Array]]:
+    """A rank's exchanges of one stage, and the token ranges [n, 2] that each brings, in the order of the rows.
+
+    From rank to rank rows travel in ascending order, so sender and receiver agree without talking.
+    """
+    if span[0] == span[1]:
+        return [], []
+    hops = cut(routes.hops_concerning(rank), span)
+    received = hops[hops[:, 0] == rank, 2:]
+    all_hops = None if routes.has_relays else routes.hops
+    first = Exchange(rank, *_sent_and_received(hops, rank, routes.owned[rank], routes.cp_size), all_hops, span)
+    if not routes.has_relays:
+        return [first], [received]
+    passed = routes.second_hops(hops, rank // routes.gpus_per_node)
+    second = Exchange(rank, *_sent_and_received(passed, rank, received, routes.cp_size), None, span)
+    return [first, second], [received, passed[passed[:, 0] == rank, 2:]]
+
+
+def _sent_and_received(
+    hops: Int64Array, rank: int, held: Int64Array, cp_size: int
+) -> tuple[Int64Array, tuple[int, ...], tuple[int, ...]]:
+    """send_rows, send_splits and recv_splits of a rank's exchange.
+
+    Args:
+        hops: int64 [n, 4], sorted: receiver, sender, first token, end token.
+        held: the token ranges [m, 2] that the rank can send, in the order of its rows.
+    """
+    sent, received = hops[hops[:, 1] == rank], hops[hops[:, 0] == rank]
+    rows = _numbered(held)
+    which = np.searchsorted(rows[:, 0], sent[:, 2], side="right") - 1
+    shift = rows[which, 2] - rows[which, 0]
+    send_rows = frozen(expand(sent[:, 2] + shift, sent[:, 3] + shift))
+    return send_rows, _rows_per_rank(sent[:, 0], sent, cp_size), _rows_per_rank(received[:, 1], received, cp_size)
+
+
+def _rows_per_rank(rank: Int64Array, hops: Int64Array, cp_size: int) -> tuple[int, ...]:
+    return tuple(np.bincount(rank, hops[:, 3] - hops[:, 2], cp_size).astype(int).tolist())
+
+
+def _renumbered(slices: AttnSlices, queries: Int64Array, keys: Int64Array) -> IntArray:
+    """A mask over tokens restricted to queries and keys, with rows of their buffers in place of tokens.
+
+    Args:
+        queries, keys: from ``_numbered``.
+
+    Returns:
+        a slice table sorted by q_start, then k_start.
+    """
+    table: IntArray = slices.table.astype(np.int64)
+    which, part = intersecting(table[:, 0], table[:, 1], queries[:, 0], queries[:, 1])
+    table = clip_rows(table[which], queries[part, 0], queries[part, 1])
+    table[:, :2] += (queries[:, 2] - queries[:, 0])[part, None]
+    which, part = intersecting(table[:, 2], table[:, 3], keys[:, 0], keys[:, 1])
+    table, origin = clip_keys(table[which], keys[part, 0], keys[part, 1])
+    table[:, 2:4] += (keys[:, 2] - keys[:, 0])[part][origin, None]
+    return table[np.lexsort((table[:, 2], table[:, 0]))]
 
 
 def _join_keys(table: IntArray, apart: int) -> IntArray:
@@ -222,45 +243,3 @@ def _join_keys(table: IntArray, apart: int) -> IntArray:
     last = np.append(first[1:], len(table))[: len(first)] - 1
     joined_type = (mask_type[first] & 2) | (mask_type[last] & 1)
     return np.stack([q_start[first], q_end[first], k_start[first], k_end[last], joined_type], 1)
-
-
-def _concerning(tables: _Tables, rank: int, node: int) -> Int64Array:
-    """The hops to and from a rank, and those to its node from other nodes."""
-    receiver, source = tables.hops[:, 0], tables.hops[:, 1]
-    mine = (receiver == rank) | (source == rank)
-    if 1 < tables.gpus_per_node < len(tables.owned):
-        mine |= receiver // tables.gpus_per_node == node
-    return tables.hops[mine]
-
-
-def _from_other_nodes(tables: _Tables, node: int) -> Int64Array:
-    """What the ranks of a node need from other nodes: destination, source, first token, end token."""
-    destination, source = tables.transfers[:, 0] // tables.gpus_per_node, tables.transfers[:, 1] // tables.gpus_per_node
-    return tables.transfers[(destination == node) & (source != node)]
-
-
-def _exchange(
-    rank: int,
-    hops: Int64Array,
-    starts: Int64Array,
-    rows: Int64Array,
-    cp_size: int,
-    all_hops: Int64Array | None,
-    share: Share,
-) -> Exchange:
-    """A rank's part in hops [n, 4]: receiver, sender, first token, end token; sorted.
-
-    Args:
-        starts, rows: first token, ascending, and first row number of each range of tokens that the rank can send.
-        all_hops, share: see Exchange.
-    """
-    sent, received = hops[hops[:, 1] == rank], hops[hops[:, 0] == rank]
-    part = np.searchsorted(starts, sent[:, 2], side="right") - 1
-    shift = (rows[part] - starts[part]) if len(part) else part
-    send_rows = expand(sent[:, 2] + shift, sent[:, 3] + shift)
-    splits = _rows_per_rank(sent[:, 0], sent, cp_size), _rows_per_rank(received[:, 1], received, cp_size)
-    return Exchange(rank, send_rows, *splits, all_hops, share)
-
-
-def _rows_per_rank(rank: Int64Array, hops: Int64Array, cp_size: int) -> tuple[int, ...]:
-    return tuple(np.bincount(rank, hops[:, 3] - hops[:, 2], cp_size).astype(int).tolist())

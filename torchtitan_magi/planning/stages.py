@@ -1,50 +1,41 @@
-"""Into how many stages remote K/V are cut, by a model of what a stage costs and what it hides.
+"""Into how many stages remote K/V are cut.
 
-The model predicts when each rank's stages arrive, run and return in one layer, and the cut with the shortest prediction
-is chosen, for the forward and for the backward. All ranks run the same stages, as each begins with a collective.
-Its constants were fitted to measurements; `scripts/calibrate.py` measures them on other machines.
+Communication hides behind attention in two ways:
+
+- Inside a node, K/V arrive while one kernel runs. All remote K/V travel in one exchange; the kernel attends to the
+  rank's own keys first, then to the others, whose flags it awaits (exchange/peer_memory.py). Nothing is merged.
+- Across nodes an exchange arrives as a whole. The remote K/V are cut into stages; a rank attends to one stage while the
+  next is under way, and the results are merged in float32.
+
+So a plan for one node has one stage, unless the kernel would await keys for more than `MOST_AWAITED` of the layer's
+time. Then, and across nodes, the cut with the shortest prediction is taken, for the forward and for the backward. All
+ranks run the same stages, as each begins with a collective.
 """
 
-import itertools
 import math
 from fractions import Fraction
 
 from torchtitan_magi.planning.cost_model import CostModel, Heads
-from torchtitan_magi.planning.timeline import ALL, NONE, RESIDENT, Shares, Workload, predict
+from torchtitan_magi.planning.relays import ALL, NONE, RESIDENT, Spans
+from torchtitan_magi.planning.timeline import Workload, predict
 
-# What has a stage more must be predicted to take less than this of the time, and so much less for each further one: a
-# stage takes the host 60 us forward and 150 backward, and measured, backwards with some took longer than predicted. As
-# many stages cut in another way must, too, as they have index data of their own.
+MOST_AWAITED = 0.05
+# Each further stage must be predicted to save at least 2%: a stage takes the host 60 us forward and 150 backward, and
+# measured, backwards with some took longer than predicted.
 SIMPLER = 0.98
 
 
-def equal_stages(count: int) -> Shares:
+def equal_stages(count: int) -> Spans:
     """Remote K/V in so many equal stages after the rank's own. 0: no overlap, one stage with everything."""
     if count == 0:
         return ((NONE, ALL),)
     return (*RESIDENT, *((Fraction(i, count), Fraction(i + 1, count)) for i in range(count)))
 
 
-def _growing_stages(*sizes: int) -> Shares:
-    """Stages after the rank's own, of these sizes relative to each other."""
-    edges = [Fraction(sum(sizes[:i]), sum(sizes)) for i in range(len(sizes) + 1)]
-    return (*RESIDENT, *itertools.pairwise(edges))
+CANDIDATES = tuple(equal_stages(count) for count in range(5))
 
 
-# From few stages to many. Where little local work hides the first one, it is better small.
-CANDIDATES = (
-    equal_stages(0),
-    equal_stages(1),
-    equal_stages(2),
-    _growing_stages(1, 2),
-    _growing_stages(1, 3),
-    equal_stages(3),
-    _growing_stages(1, 2, 4),
-    equal_stages(4),
-)
-
-
-def choose_stages(cost: CostModel, work: Workload, heads: Heads) -> tuple[Shares, Shares]:
+def choose_stages(cost: CostModel, work: Workload, heads: Heads) -> tuple[Spans, Spans]:
     """Stages of the forward and of the backward.
 
     The backward has the forward's, with which it shares index data, unless others are clearly faster.
@@ -55,12 +46,14 @@ def choose_stages(cost: CostModel, work: Workload, heads: Heads) -> tuple[Shares
     return forward, _fastest(cost, work, heads, True, (forward, *CANDIDATES))
 
 
-def _fastest(cost: CostModel, work: Workload, heads: Heads, backward: bool, candidates: tuple[Shares, ...]) -> Shares:
-    """The candidate of the shortest prediction; a later one only if it is clearly shorter than the ones before, for
-    each stage that it has more."""
+def _fastest(cost: CostModel, work: Workload, heads: Heads, backward: bool, candidates: tuple[Spans, ...]) -> Spans:
+    """The candidate of the shortest prediction; a later one only if it saves enough for each stage that it has more."""
+    whole = predict(cost, work, heads, equal_stages(0), backward)
+    if work.is_inside_a_node and whole.attends[0, 0].max() <= MOST_AWAITED * whole.seconds:
+        return equal_stages(0)
     best, shortest = candidates[0], math.inf
-    for shares in candidates:
-        seconds = predict(cost, work, heads, shares, backward).seconds
-        if seconds < shortest * SIMPLER ** max(1, len(shares) - len(best)):
-            best, shortest = shares, seconds
+    for spans in candidates:
+        seconds = predict(cost, work, heads, spans, backward).seconds
+        if seconds < shortest * SIMPLER ** max(1, len(spans) - len(best)):
+            best, shortest = spans, seconds
     return best
