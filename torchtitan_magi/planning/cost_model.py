@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from torchtitan_magi.masks.slices import is_integer
 from torchtitan_magi.tiles import MAX_PACK, ROWS, largest_divisor
 
 FloatArray = npt.NDArray[np.float64]
@@ -23,19 +24,20 @@ class Heads:
     head_dim: int
 
     def __post_init__(self) -> None:
-        if self.num_heads_kv < 1 or self.num_heads_q < 1 or self.num_heads_q % self.num_heads_kv or self.head_dim < 1:
+        values = self.num_heads_q, self.num_heads_kv, self.head_dim
+        if not all(is_integer(value, 1) for value in values) or self.num_heads_q % self.num_heads_kv:
             raise ValueError(
-                f"{self.num_heads_q} query heads, {self.num_heads_kv} K/V heads, head_dim {self.head_dim}; "
-                "the query heads must be a multiple of the K/V heads"
+                f"{self.num_heads_q!r} query heads, {self.num_heads_kv!r} K/V heads, head_dim {self.head_dim!r}; "
+                "the query heads must be a multiple of the K/V heads, all integers of at least 1"
             )
 
     @property
     def tile_rows(self) -> int:
-        """Tokens of a tile of the kernel's forward."""
+        """Query tokens per tile of the kernel's forward."""
         return ROWS // largest_divisor(self.num_heads_q // self.num_heads_kv, MAX_PACK)
 
     def tile_filling(self, rows: npt.NDArray[Any]) -> FloatArray:
-        """Pairs that the tiles over a stretch of so many rows compute, over pairs of the mask; at any offset, mean."""
+        """Pairs that tiles over a stretch of so many rows compute, over pairs of the mask; the mean of all offsets."""
         return 1 + (self.tile_rows - 1) / np.maximum(rows, 1)
 
     @property
@@ -54,10 +56,10 @@ LLAMA_HEADS = Heads(num_heads_q=64, num_heads_kv=8, head_dim=128)  # of Llama 3.
 
 @dataclass(frozen=True)
 class KernelCost:
-    """Seconds of a kernel call: `launch`, and per query head what its pairs and its rows cost.
+    """Seconds per kernel call: `launch`, and for each query head what its pairs and its rows cost.
 
-    A pair of a query and a key costs pair + pair_dim * head_dim, a row (a query token with any key) row + row_dim *
-    head_dim: rows pay for blocks that are filled only in part, for prologue and epilogue. So short documents run slow.
+    A (query, key) pair costs pair + pair_dim * head_dim. A row (a query token with any key) costs row + row_dim *
+    head_dim, for blocks that are filled only in part, prologue and epilogue. So short documents run slowly.
     """
 
     launch: float  # s
@@ -89,48 +91,48 @@ class CostModel:
 
     forward: KernelCost
     backward: KernelCost
-    merge: float  # s per element of out: what a forward takes longer as one of several, on average of first and last
-    stage: float  # s of a stage that communicates: packing its rows, starting its exchange
+    merge: float  # s per element of out: added to the forward of each of several stages, the mean of first and last
+    stage: float  # s per stage that communicates: gathering its rows, starting its exchange
     memory: float  # bytes/s of element-wise passes
-    slowdown: float  # part of the kernel's speed that communication takes while both run
-    inside: Link  # a node
-    across: Link  # nodes
+    slowdown: float  # fraction of the kernel's speed that communication takes while both run
+    inside: Link  # between GPUs of a node
+    across: Link  # between nodes
 
     @classmethod
     def load(cls, path: str | Path) -> "CostModel":
-        """From the JSON file that `save` or scripts/calibrate.py wrote.
+        """Reads the JSON file that `save` or scripts/calibrate.py wrote.
 
         Raises:
-            ValueError: there is none, or it says something else.
+            ValueError: the file is missing, or holds no cost model.
         """
         try:
             values = json.loads(Path(path).read_text())["cost_model"]
-            parts = {f.name: f.type(**values[f.name]) if f.type in _PARTS else values[f.name] for f in fields(cls)}
-            if any(not 0 <= value < math.inf for value in _figures(parts)):
+            costs = {f.name: f.type(**values[f.name]) if f.type in _COMPOUND else values[f.name] for f in fields(cls)}
+            if any(not 0 <= value < math.inf for value in _figures(costs)):
                 raise ValueError("its figures must be numbers of at least 0")
-            if not min(parts["memory"], parts["inside"].bandwidth, parts["across"].bandwidth) > 0:
+            if not min(costs["memory"], costs["inside"].bandwidth, costs["across"].bandwidth) > 0:
                 raise ValueError("bandwidths must be above 0")
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path} is no cost model ({error!r}); make one by scripts/calibrate.py") from None
-        return cls(**parts)
+        return cls(**costs)
 
     def save(self, path: Path, **notes: Any) -> None:
-        """As JSON, with notes on where the values come from."""
+        """Writes JSON, with notes on where the values come from."""
         path.write_text(json.dumps({**notes, "cost_model": asdict(self)}, indent=1) + "\n")
 
 
-_PARTS = (KernelCost, Link)
+_COMPOUND = (KernelCost, Link)
 
 
-def _figures(parts: dict[str, Any]) -> list[float]:
-    return [value for part in parts.values() for value in (vars(part).values() if type(part) in _PARTS else (part,))]
+def _figures(costs: dict[str, Any]) -> list[float]:
+    return [value for cost in costs.values() for value in (vars(cost).values() if type(cost) in _COMPOUND else (cost,))]
 
 
 # Kernel: `scripts/calibrate.py --fit benchmarks/results/kernel_h200.json` at commit 16ed43a; they predict the cases of
 # that file to -15% (a pack of 256k tokens; -11% else) and +9% forward, -8% and +9% backward.
 # The rest: calibrate.py on four at 27e378a, rows fetched through peer memory; slowdown is of a backward, the forward
-# showed 0.03. cost_h200x4.json, of a later run, has 81 us and 353 GB/s and predicts layers no better. `across` nobody
-# has measured yet: one 400 Gb/s adapter per GPU.
+# showed 0.03. cost_h200x4.json, of a later run, has 81 us and 353 GB/s and predicts layers no better. `across` is not
+# measured: it assumes one 400 Gb/s adapter per GPU.
 H200 = CostModel(
     forward=KernelCost(launch=9.3e-6, pair=2.40e-13, pair_dim=3.80e-15, row=1.20e-10, row_dim=0.0),
     backward=KernelCost(launch=22.6e-6, pair=6.10e-13, pair_dim=1.09e-14, row=1.72e-10, row_dim=4.89e-12),

@@ -20,7 +20,7 @@ from torchtitan_magi.planning.stage import RankShare
 from torchtitan_magi.planning.stages import choose_stages, equal_stages
 from torchtitan_magi.planning.timeline import Timeline, Workload, predict, workload
 
-MAX_STAGES = 16  # that a caller may ask for; each has launches and index data of its own
+MAX_STAGES = 16  # each stage has launches and index data of its own
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,14 +122,14 @@ def make_plan(
         slices: the mask over the pack; rows that no slice touches (padding) attend to nothing and cost nothing.
         total_tokens: tokens of the pack; any number. When it does not divide by cp_size the plan pads at the end.
         cp_size: number of context-parallel ranks.
-        overlap_stages: into how many stages the remote K/V is cut. The first is on its way while a rank attends to its
-            own K/V, each next one while the one before is attended to. 0: no overlap, one attention call over all K/V.
-            -1: what the cost model predicts to be fastest, for the forward and for the backward.
+        overlap_stages: into how many stages the remote K/V are cut. The first is on its way while a rank attends to
+            its own K/V, each next one while the one before is attended to. 0: one attention call over all K/V, which
+            inside a node awaits the remote ones while it runs. -1: chosen by the cost model, see ``stages``.
         heads: shape of the attention layers on one rank. It guides the balance and the choice of stages; the plan holds
             for any.
         gpus_per_node: ranks [0, gpus_per_node) are in one node, and so on. A K/V row then crosses to a node once and is
             passed on inside, and ranks that share a document are put in one node. None: all ranks are in one node.
-        cost: of what stages do, see ``CostModel.load``.
+        cost: what kernels and messages take on this kind of machine, see ``CostModel.load``.
 
     Raises:
         ValueError: no AttnSlices, Heads or CostModel; a slice beyond total_tokens; a size below 1 or no integer; more
@@ -145,7 +145,7 @@ def make_plan(
         raise ValueError(
             f"cp_size is {cp_size!r} and total_tokens {total_tokens!r}; they must be integers, at least 1 and 0"
         )
-    if total_tokens + cp_size - 1 > MAX_TOKENS:
+    if int(total_tokens) + int(cp_size) - 1 > MAX_TOKENS:
         raise ValueError(f"total_tokens is {total_tokens}; token numbers must fit in 32 bits: plan a shorter pack")
     if not is_integer(overlap_stages, -1) or overlap_stages > MAX_STAGES:
         raise ValueError(

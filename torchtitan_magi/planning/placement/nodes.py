@@ -3,12 +3,10 @@
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
+from torchtitan_magi.masks.geometry import Int64Array
 from torchtitan_magi.masks.slices import AttnSlices
 from torchtitan_magi.planning.needs import key_needs, node_traffic, parts_of, pieces_of, transfers_of
-
-Int64Array = npt.NDArray[np.int64]
 
 
 def seat_in_nodes(

@@ -8,15 +8,13 @@ the work, ``nodes`` says which rank gets which share.
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
+from torchtitan_magi.masks.geometry import Int64Array
 from torchtitan_magi.masks.slices import AttnSlices
 from torchtitan_magi.planning.needs import traffic
 from torchtitan_magi.planning.placement.greedy import Recipe, place_documents
 from torchtitan_magi.planning.placement.nodes import seat_in_nodes
 from torchtitan_magi.planning.placement.profile import WorkProfile, bundle, documents
-
-Int64Array = npt.NDArray[np.int64]
 
 IMBALANCE = 1.016  # work of the heaviest rank over the mean that a placement may have for the sake of fewer rows
 
@@ -51,7 +49,7 @@ def place(
         cp_size: number of ranks.
         gpus_per_node: when given, ranks [0, gpus_per_node) are one node, and so on; ranks that share a document are
             put in one node.
-        tile_rows: tokens of a tile of the kernel, 128 // (query heads per K/V head); ranks are balanced by tiles.
+        tile_rows: query tokens per tile of the kernel; ranks are balanced by tiles.
 
     Returns:
         per rank int64 [n, 2]: the half-open token ranges it owns, ascending, adjacent ones joined. Every rank owns
@@ -86,7 +84,7 @@ def place(
 
 
 def _expected_work(profile: WorkProfile, stretches: Int64Array, cp_size: int) -> int:
-    """Mean work of a rank when documents too large for one are cut, each cut at about 0.7 of the heaviest rows."""
+    """An estimate of a rank's mean work once documents too large for one are cut, at rows of 0.7 of the most keys."""
     work = profile.of_each(*stretches.T)
     mean = max(1, int(work.sum()) // cp_size)
     keys = work // (stretches[:, 1] - stretches[:, 0])

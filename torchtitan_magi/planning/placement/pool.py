@@ -1,12 +1,10 @@
 """The pool of pieces that placement draws from."""
 
 import numpy as np
-import numpy.typing as npt
 
-from torchtitan_magi.masks.geometry import IntArray
+from torchtitan_magi.masks.geometry import Int64Array, IntArray
 from torchtitan_magi.planning.placement.profile import WorkProfile
 
-Int64Array = npt.NDArray[np.int64]
 Range = tuple[int, int]
 
 START, END, TOKENS, WORK, TAIL = range(5)  # columns of the pool's table: TAIL is the keys of the last row
@@ -51,7 +49,7 @@ class Pool:
             self._set(np.concatenate([self.table[:at], row, self.table[at:]]))
 
     def lightest_work(self, tokens: int) -> int:
-        """Work of the lightest pieces that hold so many tokens, the last one cut."""
+        """Work of the lightest pieces that hold `tokens` tokens, the last one cut."""
         i = int(self.tokens.searchsorted(tokens, side="right")) - 1
         work, rest = int(self.work[i]), tokens - int(self.tokens[i])
         if rest:

@@ -3,22 +3,19 @@
 import bisect
 
 import numpy as np
-import numpy.typing as npt
 
-from torchtitan_magi.masks.geometry import union, upper_bound
+from torchtitan_magi.masks.geometry import Int64Array, union, upper_bound
 from torchtitan_magi.masks.slices import AttnSlices
-
-Int64Array = npt.NDArray[np.int64]
 
 
 class WorkProfile:
     """What stretches of rows cost: their (query, key) pairs, exactly, and the tiles that they fill only in part.
 
-    A stretch of n rows at any offset touches (n - 1) / tile_rows + 1 tiles in the mean, so its pairs count
-    (n + tile_rows - 1) / n times. What every row costs alike is left out: ranks have equally many rows.
+    A stretch of n rows touches (n - 1) / tile_rows + 1 tiles on average over its offsets, so its pairs count
+    (n + tile_rows - 1) / n times. Costs that are equal for all rows are left out: ranks have equally many rows.
 
     Args:
-        tile_rows: tokens of a tile of the kernel; 1 counts pairs alone.
+        tile_rows: query tokens per tile of the kernel; 1 counts pairs alone.
     """
 
     def __init__(self, slices: AttnSlices, num_tokens: int, tile_rows: int) -> None:
@@ -71,9 +68,9 @@ def documents(slices: AttnSlices, num_tokens: int, longest_gap: int, keep_links:
     """Cuts the pack into stretches that attend to nothing outside themselves, int64 [n, 2], ascending.
 
     Args:
-        longest_gap: tokens that take part in nothing (padding) make stretches of at most so many.
-        keep_links: whether slices whose keys lie wholly outside their rows tie both together. Without, keys that many
-            rows share (a common prefix) do not make one document of everything.
+        longest_gap: most tokens per stretch of tokens that take part in nothing (padding).
+        keep_links: whether a slice whose keys lie wholly outside its rows joins both into one document. If not, keys
+            that many rows see (a common prefix) do not make one document of everything.
     """
     table = slices.canonical().table.astype(np.int64)
     if not keep_links:
@@ -90,7 +87,7 @@ def documents(slices: AttnSlices, num_tokens: int, longest_gap: int, keep_links:
 
 
 def bundle(stretches: Int64Array, tokens: int) -> Int64Array:
-    """Joins neighbours of at most so many tokens, up to about as many: fewer pieces to place, longer ranges."""
+    """Joins neighbours of at most `tokens` tokens into stretches of about as many: fewer pieces, longer ranges."""
     start, end = stretches.T
     is_short = end - start <= tokens
     cell = np.where(is_short, start // tokens, -1)
