@@ -7,9 +7,10 @@ Communication hides behind attention in two ways:
 - Across nodes an exchange arrives as a whole. The remote K/V are cut into stages; a rank attends to one stage while the
   next is under way, and the results are merged in float32.
 
-So a plan for one node has one stage, unless the kernel would await keys for more than `MOST_AWAITED` of the layer's
-time. Then, and across nodes, the cut with the shortest prediction is taken, for the forward and for the backward. All
-ranks run the same stages, as each begins with a collective.
+So a plan for one node has one stage, unless the model predicts that some rank's own keys do not last until the others
+arrive: with as many K/V heads as query heads, or slow links. Then, and across nodes, the cut with the shortest
+prediction is taken, for the forward and for the backward. All ranks run the same stages, as each begins with a
+collective.
 """
 
 import math
@@ -19,7 +20,6 @@ from torchtitan_magi.planning.cost_model import CostModel, Heads
 from torchtitan_magi.planning.relays import ALL, NONE, RESIDENT, Spans
 from torchtitan_magi.planning.timeline import Workload, predict
 
-MOST_AWAITED = 0.05
 # Each further stage must be predicted to save at least 2%: a stage takes the host 60 us forward and 150 backward, and
 # measured, backwards with some took longer than predicted.
 SIMPLER = 0.98
@@ -49,7 +49,7 @@ def choose_stages(cost: CostModel, work: Workload, heads: Heads) -> tuple[Spans,
 def _fastest(cost: CostModel, work: Workload, heads: Heads, backward: bool, candidates: tuple[Spans, ...]) -> Spans:
     """The candidate of the shortest prediction; a later one only if it saves enough for each stage that it has more."""
     whole = predict(cost, work, heads, equal_stages(0), backward)
-    if work.is_inside_a_node and whole.attends[0, 0].max() <= MOST_AWAITED * whole.seconds:
+    if work.is_inside_a_node and not whole.attends[0, 0].any():  # nobody waits
         return equal_stages(0)
     best, shortest = candidates[0], math.inf
     for spans in candidates:
