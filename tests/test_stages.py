@@ -138,7 +138,7 @@ def test_little_to_hide_needs_no_stages():
     assert plan.forward == plan.backward == equal_stages(0)
 
 
-@pytest.mark.parametrize("bandwidth", [3.8e11, 1e11, 2e10])
+@pytest.mark.parametrize("bandwidth", [3.8e11, 2e10])
 def test_inside_a_node_stages_are_tried_where_the_kernel_would_wait(bandwidth):
     plan, cost = documents(8, 4096), replace(H200, merge=0.0, inside=Link(1e-6, bandwidth))
     whole = predict(cost, plan.work, plan.heads, equal_stages(0), False)
