@@ -253,7 +253,7 @@ def test_a_cost_model_survives_a_file(tmp_path):
 )
 def test_a_cost_model_has_figures_only(tmp_path, name, value):
     replace(H200, **{name: value}).save(tmp_path / "cost.json")
-    with pytest.raises(ValueError, match=r"cost\.json is no cost model .*scripts/calibrate.py"):
+    with pytest.raises(ValueError, match=r"cost\.json is no cost model .*torchrun -m torchtitan_magi.calibrate"):
         CostModel.load(tmp_path / "cost.json")
     replace(H200, across=Link(1e-6, "fast")).save(tmp_path / "cost.json")
     with pytest.raises(ValueError, match=r"cost\.json is no cost model"):
@@ -267,7 +267,7 @@ def test_what_is_no_cost_model_is_refused(tmp_path, text):
     path = tmp_path / "cost.json"
     if text is not None:
         path.write_text(text)
-    with pytest.raises(ValueError, match=r"cost\.json is no cost model .*scripts/calibrate.py"):
+    with pytest.raises(ValueError, match=r"cost\.json is no cost model .*torchrun -m torchtitan_magi.calibrate"):
         CostModel.load(path)
 
 

@@ -100,7 +100,7 @@ class CostModel:
 
     @classmethod
     def load(cls, path: str | Path) -> "CostModel":
-        """Reads the JSON file that `save` or scripts/calibrate.py wrote.
+        """Reads the JSON file that `save` or torchtitan_magi.calibrate wrote.
 
         Raises:
             ValueError: the file is missing, or holds no cost model.
@@ -113,7 +113,9 @@ class CostModel:
             if not min(costs["memory"], costs["inside"].bandwidth, costs["across"].bandwidth) > 0:
                 raise ValueError("bandwidths must be above 0")
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{path} is no cost model ({error!r}); make one by scripts/calibrate.py") from None
+            raise ValueError(
+                f"{path} is no cost model ({error!r}); make one by torchrun -m torchtitan_magi.calibrate"
+            ) from None
         return cls(**costs)
 
     def save(self, path: Path, **notes: Any) -> None:
@@ -128,8 +130,8 @@ def _figures(costs: dict[str, Any]) -> list[float]:
     return [value for cost in costs.values() for value in (vars(cost).values() if type(cost) in _COMPOUND else (cost,))]
 
 
-# Kernel: `scripts/calibrate.py --fit benchmarks/results/kernel_h200.json` at commit 16ed43a; they predict the cases of
-# that file to -15% (a pack of 256k tokens; -11% else) and +9% forward, -8% and +9% backward.
+# Kernel: `calibrate --fit benchmarks/results/kernel_h200.json` at commit 16ed43a; they predict the cases of that file
+# to -15% (a pack of 256k tokens; -11% else) and +9% forward, -8% and +9% backward.
 # The rest: calibrate.py on four at 27e378a, rows fetched through peer memory; slowdown is of a backward, the forward
 # showed 0.03. cost_h200x4.json, of a later run, has 81 us and 353 GB/s and predicts layers no better. `across` is not
 # measured: it assumes one 400 Gb/s adapter per GPU.
