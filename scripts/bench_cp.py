@@ -42,8 +42,11 @@ from torchtitan_magi.calibrate import Run, facts_of_run, gpu_ms, start_rank
 from torchtitan_magi.exchange.in_flight import Arrival
 from torchtitan_magi.exchange.transport import ProcessGroupTransport
 from torchtitan_magi.masks.slices import AttnSlices
-from torchtitan_magi.planning.plan import AttnPlan, RankShare, _Tables, plan_ownership
-from torchtitan_magi.planning.stages import Heads, Shares, equal_stages
+from torchtitan_magi.planning.cost_model import Heads
+from torchtitan_magi.planning.plan import AttnPlan, plan_ownership
+from torchtitan_magi.planning.relays import Routes, Spans
+from torchtitan_magi.planning.stage import RankShare
+from torchtitan_magi.planning.stages import equal_stages
 from torchtitan_magi.report import strategies as baselines
 from torchtitan_magi.report.sample_packs import draw_pack
 
@@ -63,7 +66,7 @@ class NoCommunication(ProcessGroupTransport):
         return Arrival(lambda: None)
 
 
-def everything(plan: AttnPlan, spans: Shares, stage: Callable[[int, int], int]) -> AttnPlan:
+def everything(plan: AttnPlan, spans: Spans, stage: Callable[[int, int], int]) -> AttnPlan:
     """The same work with all rows sent to all ranks.
 
     stage: from destination and source to the number of the stage in which the rows travel; stages are of equal size.
@@ -79,9 +82,9 @@ def everything(plan: AttnPlan, spans: Shares, stage: Callable[[int, int], int]) 
                     hops.append((destination, source, start, end, before, num_stages * tokens))
                     before += end - start
     table = np.array(hops, dtype=np.int64)
-    tables = _Tables(plan.slices, owned, table[:, :4], table, plan.cp_size, spans, spans)
-    ranks = tuple(RankShare(rank, tables) for rank in range(plan.cp_size))
-    return replace(plan, ranks=ranks, transfers=table[:, :4], hops=table, forward=spans, backward=spans)
+    routes = Routes(owned, plan.cp_size, table[:, :4], table)
+    ranks = tuple(RankShare(rank, plan.slices, routes, (spans, spans)) for rank in range(plan.cp_size))
+    return replace(plan, routes=routes, ranks=ranks, forward=spans, backward=spans)
 
 
 def contiguous(slices: AttnSlices, total: int, cp_size: int) -> AttnPlan:

@@ -31,7 +31,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torchtitan_magi import flex_flash_attn
 from torchtitan_magi.backends.ffa.block_attn import FfaBlockAttn
 from torchtitan_magi.calibrate import MASKS, WINDOW, facts_of_run, gpu_ms
-from torchtitan_magi.masks.slices import AttnSlices, varlen_causal
+from torchtitan_magi.masks.builders import varlen_causal
+from torchtitan_magi.masks.slices import AttnSlices
 from torchtitan_magi.report.sample_packs import draw_lengths, fill_pack
 
 LISTS = (65536, 150), (1 << 20, 150), (1 << 20, 2000)  # tokens and documents of the packs whose lists are timed

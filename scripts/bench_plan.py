@@ -22,11 +22,12 @@ import numpy.typing as npt
 from torchtitan_magi.backends.ffa.row_kernels import CudaRowMover
 from torchtitan_magi.backends.ffa.worklists import build_worklists
 from torchtitan_magi.calibrate import facts_of_run
-from torchtitan_magi.masks.slices import AttnSlices, varlen_causal
+from torchtitan_magi.masks.builders import varlen_causal
+from torchtitan_magi.masks.slices import AttnSlices
+from torchtitan_magi.planning.cost_model import H200, LLAMA_HEADS
 from torchtitan_magi.planning.needs import node_traffic, traffic
 from torchtitan_magi.planning.placement.place import place
 from torchtitan_magi.planning.plan import plan_afresh
-from torchtitan_magi.planning.stages import H200, LLAMA_HEADS
 from torchtitan_magi.report.__main__ import count_of_tokens
 from torchtitan_magi.report.sample_packs import draw_pack
 from torchtitan_magi.report.strategies import contiguous, min_heap, tile_work, zigzag

@@ -28,14 +28,8 @@ from torchtitan_magi.backends.ffa.worklists import build_worklists
 from torchtitan_magi.calibrate import facts_of_run
 from torchtitan_magi.cuda import jit, launch
 from torchtitan_magi.exchange.in_flight import RowSums
-from torchtitan_magi.masks.slices import (
-    AttnSlices,
-    block_causal,
-    shared_prompt,
-    sliding_window,
-    varlen_causal,
-    varlen_full,
-)
+from torchtitan_magi.masks.builders import block_causal, shared_prompt, sliding_window, varlen_causal, varlen_full
+from torchtitan_magi.masks.slices import AttnSlices
 
 HEADS = [(8, 1), (8, 8), (5, 1), (14, 2), (16, 1), (8, 2), (3, 3), (20, 5), (34, 1), (12, 2)]
 HEAD_DIMS = [128, 64, 128, 64, 96, 32, 40, 8]

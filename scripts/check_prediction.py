@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from bench_cp import HEAD_DIM, histogram_pack
 
-from torchtitan_magi.planning.stages import H200, CostModel, Heads
+from torchtitan_magi.planning.cost_model import H200, CostModel, Heads
 from torchtitan_magi.report.sizing import size_pack
 from torchtitan_magi.report.strategies import Case
 

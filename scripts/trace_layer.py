@@ -31,7 +31,7 @@ from torchtitan_magi.attention import attention_op, make_handle
 from torchtitan_magi.backends import choose_block_attn
 from torchtitan_magi.bound_plan import bind_plan
 from torchtitan_magi.calibrate import start_rank
-from torchtitan_magi.planning.stages import Heads
+from torchtitan_magi.planning.cost_model import Heads
 
 KINDS = {"ffa_forward": "attention", "ffa_backward": "attention", "PtoP": "communication", "nccl": "communication"}
 OURS = ("gather_rows", "ffa_", "finish_grads", "add_rows")

@@ -10,7 +10,7 @@ from torchtitan_magi.attention import attention_op, make_handle
 from torchtitan_magi.backends import choose_block_attn
 from torchtitan_magi.bound_plan import bind_plan
 from torchtitan_magi.masks.slices import AttnSlices
-from torchtitan_magi.planning.stages import H200, CostModel, Heads
+from torchtitan_magi.planning.cost_model import H200, CostModel, Heads
 
 
 @dataclass(frozen=True)

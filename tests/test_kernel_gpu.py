@@ -95,7 +95,7 @@ def test_what_the_kernel_does_not_take_is_an_error() -> None:
 
     from torchtitan_magi.backends import StageInputs
     from torchtitan_magi.backends.ffa.block_attn import FfaBlockAttn
-    from torchtitan_magi.masks.slices import varlen_causal
+    from torchtitan_magi.masks.builders import varlen_causal
 
     attn = FfaBlockAttn("cuda")
     mask = on_gpu(attn.prepare(varlen_causal([0, 16]), 16, 16, 4, 4))

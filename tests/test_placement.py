@@ -10,19 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from masks import dense_mask, document_lengths, slice_lists
 
-from torchtitan_magi.masks.slices import (
-    AttnSlices,
-    block_causal,
-    shared_prompt,
-    sliding_window,
-    varlen_causal,
-    varlen_full,
-)
+from torchtitan_magi.masks.builders import block_causal, shared_prompt, sliding_window, varlen_causal, varlen_full
+from torchtitan_magi.masks.slices import AttnSlices
 from torchtitan_magi.planning.needs import node_traffic, traffic
-from torchtitan_magi.planning.placement.greedy import Recipe, place_documents
-from torchtitan_magi.planning.placement.pairs import divide_pairs
 from torchtitan_magi.planning.placement.place import place
-from torchtitan_magi.planning.placement.pool import WorkProfile
 
 ROOT = Path(__file__).parent.parent
 CP_SIZES = st.sampled_from([1, 2, 3, 5, 6, 8, 12])
@@ -168,30 +159,12 @@ def few_documents(cp_size, tokens_per_rank, seed):
     return np.append(cu[cu < cp_size * tokens_per_rank], cp_size * tokens_per_rank)
 
 
-@pytest.mark.parametrize("kind", [varlen_causal, varlen_full])
-@pytest.mark.parametrize("seed", [0, 1, 2])
-def test_pairs_are_divided_to_send_less(kind, seed):
-    cp_size, tokens = 16, 1024
-    cu = few_documents(cp_size, tokens, seed)
-    slices = kind(cu)
-    profile = WorkProfile(slices, cp_size * tokens, 16)
-    stretches = np.stack([cu[:-1], cu[1:]], 1)
-    mean_work = profile.of(0, cp_size * tokens) // cp_size
-    recipe = Recipe(slack=0.02, prefix=0.25, reach=float("inf"))
-    before, work_before = place_documents(profile, stretches, cp_size * tokens, cp_size, recipe, mean_work)
-    after, work = divide_pairs(profile, stretches, before, 1.016, 200)
-    assert_placement_is_right(after, cp_size * tokens, cp_size)
-    assert work.max() <= max(work_before.max(), 1.016 * work_before.mean())
-    (_, received_before, _), (_, received, _) = traffic(slices, before), traffic(slices, after)
-    assert received.sum() < 0.95 * received_before.sum()
-
-
 @pytest.mark.parametrize("cp_size", [8, 16, 32])
 def test_few_documents_travel_little(cp_size):
     slices = [varlen_causal(few_documents(cp_size, 4096, seed)) for seed in range(4)]
     figures = [traffic(some, place(some, cp_size * 4096, cp_size)) for some in slices]
     assert max(area.max() / area.mean() for area, _, _ in figures) <= 1.025
-    assert np.mean([received.mean() for _, received, _ in figures]) <= 0.42 * 4096  # without pairs about 0.5
+    assert np.mean([received.mean() for _, received, _ in figures]) <= 0.53 * 4096
 
 
 def test_ranks_that_share_documents_sit_in_one_node():
@@ -213,7 +186,7 @@ def test_nodes_do_not_change_what_the_ranks_own():
 def test_placements_do_not_depend_on_the_process():
     code = (
         "import numpy as np, hashlib; from torchtitan_magi.planning.placement.place import place; "
-        "from torchtitan_magi.masks.slices import varlen_causal;"
+        "from torchtitan_magi.masks.builders import varlen_causal;"
         "from test_placement import few_documents, histogram_pack;"
         "owned = place(varlen_causal(histogram_pack(96000, 5)), 96000, 12, gpus_per_node=4);"
         "owned += place(varlen_causal(few_documents(12, 8000, 5)), 96000, 12, gpus_per_node=4);"

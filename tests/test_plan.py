@@ -1,5 +1,7 @@
 import subprocess
 import sys
+import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -7,10 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from masks import dense_mask, document_lengths, slice_lists
 
-from torchtitan_magi.masks.slices import AttnSlices, sliding_window, varlen_causal, varlen_full
+from torchtitan_magi.masks.builders import sliding_window, varlen_causal, varlen_full
+from torchtitan_magi.masks.slices import AttnSlices
+from torchtitan_magi.planning import stage
+from torchtitan_magi.planning.cost_model import H200
 from torchtitan_magi.planning.needs import node_traffic
 from torchtitan_magi.planning.plan import make_plan
-from torchtitan_magi.planning.stages import H200, RESIDENT
+from torchtitan_magi.planning.relays import RESIDENT
 
 CP_SIZES = st.sampled_from([1, 2, 3, 4, 6, 8])
 STAGES = st.integers(-1, 4)
@@ -176,7 +181,7 @@ def test_a_fingerprint_tells_plans_apart():
 def test_plans_do_not_depend_on_the_process():
     code = (
         "import numpy as np, hashlib; from torchtitan_magi.planning.plan import make_plan;"
-        "from torchtitan_magi.masks.slices import *;"
+        "from torchtitan_magi.masks.builders import *;"
         "cu = np.cumsum([0, 500, 20, 1300, 7, 81]); p = make_plan(varlen_causal(cu), 1908, 4, gpus_per_node=2);"
         "print(p.forward, p.backward, p.fingerprint, hashlib.sha1(p.hops.tobytes() + b''.join(r.tokens.tobytes()"
         " for r in p.ranks)).hexdigest())"
@@ -190,19 +195,77 @@ def test_plans_do_not_depend_on_the_process():
     assert len(seen) == 1
 
 
+CAUSAL = varlen_causal([0, 4])
+
+
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "options", "message"),
     [
-        ((AttnSlices([[0, 4, 0, 9, 0]]), 8, 2), r"slice 0 is \[0, 4, 0, 9, 0\] but the pack has 8 tokens"),
-        ((varlen_causal([0, 4]), 4, 0), "cp_size is 0"),
-        ((varlen_causal([0, 4]), 4, 2, -2), "overlap_stages is -2"),
+        ((AttnSlices([[0, 4, 0, 9, 0]]), 8, 2), {}, r"slice 0 is \[0, 4, 0, 9, 0\] but the pack has 8 tokens"),
+        *(((CAUSAL, 4, size), {}, f"cp_size is {size!r} and") for size in (0, 2.0, True, "2", None)),
+        *(((CAUSAL, total, 2), {}, f"total_tokens {total!r}; they must be integers") for total in (-1, 10.5, "4")),
+        *(((CAUSAL, total, 2), {}, f"total_tokens is {total}; token numbers") for total in (2**31 - 1, 10**20)),
+        *(((CAUSAL, 4, 2, stages), {}, f"overlap_stages is {stages!r}; use 0") for stages in (-2, 1.5, True, 17)),
+        *(((CAUSAL, 4, 2), {"gpus_per_node": gpus}, f"gpus_per_node is {gpus!r}; use None") for gpus in (0, 2.5, "2")),
     ],
 )
-def test_a_bad_request_names_the_value(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        make_plan(*arguments)
+def test_a_bad_request_names_the_value(arguments, options, message):
+    make_plan(CAUSAL, 4, 2)  # an equal number of another type must not find it
+    with pytest.raises(ValueError, match=message) as error:
+        make_plan(*arguments, **options)
+    assert "\n" not in str(error.value)
 
 
-def test_nodes_have_ranks():
-    with pytest.raises(ValueError, match="gpus_per_node is 0; use None for one node"):
-        make_plan(varlen_causal([0, 4]), 4, 2, gpus_per_node=0)
+def test_sizes_may_be_integers_of_numpy():
+    plan = make_plan(CAUSAL, np.int32(4), np.int64(2), np.int8(1), gpus_per_node=np.int16(1))
+    assert plan is make_plan(CAUSAL, 4, 2, 1, gpus_per_node=1)
+
+
+def arrays_in(value, seen):
+    """All arrays that can be reached from a value, with those that they are views of."""
+    if id(value) in seen:
+        return
+    seen[id(value)] = value
+    if isinstance(value, np.ndarray):
+        yield value
+        yield from arrays_in(value.base, seen)
+    elif isinstance(value, dict | tuple | list):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from arrays_in(item, seen)
+    elif type(value).__module__.startswith("torchtitan_magi"):
+        names = [*getattr(value, "__dict__", ()), *getattr(type(value), "__slots__", ())]
+        yield from arrays_in([getattr(value, name) for name in names], seen)
+
+
+@pytest.mark.parametrize("gpus_per_node", [1, 2, None])
+def test_every_array_of_a_plan_is_read_only(gpus_per_node):
+    plan = make_plan(varlen_causal([0, 100, 130, 397]), 397, 4, 2, gpus_per_node=gpus_per_node)
+    for share in plan.ranks:
+        assert len(share.tokens) == 100
+        for exchange in (e for some in (*share.forward, *share.backward) for e in some.exchanges):
+            assert exchange.hops is None or exchange.fetches(False)
+    arrays = list(arrays_in(plan, {}))
+    assert len(arrays) > 30
+    assert not [array for array in arrays if array.flags.writeable]
+
+
+def test_threads_that_first_use_a_plan_get_the_same_stages(monkeypatch):
+    """Both threads find no stages and make them; what each gets must be what the plan keeps."""
+    share = make_plan(varlen_causal([0, 64]), 64, 2, 1, cost=replace(H200, stage=1.0)).ranks[0]
+    both, make = threading.Barrier(2, timeout=60), stage.make_stage
+
+    def make_together(*arguments):
+        if both.n_waiting or not share._stages:
+            both.wait()
+        return make(*arguments)
+
+    monkeypatch.setattr(stage, "make_stage", make_together)
+    found = []
+    threads = [threading.Thread(target=lambda: found.append((share.forward, share.backward))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 2
+    kept = [id(one) for one in share.forward]
+    assert all([id(one) for one in stages] == kept for pair in found for stages in pair)

@@ -9,7 +9,7 @@ from pool import RankPool
 
 from torchtitan_magi.losses.boundaries import branches, document_weights
 from torchtitan_magi.losses.preference import PREFERENCE_METRICS, branch_sums, preference_losses, preference_metrics
-from torchtitan_magi.masks.slices import shared_prompt
+from torchtitan_magi.masks.builders import shared_prompt
 from torchtitan_magi.planning.plan import make_plan
 
 POLICY = torch.tensor([[-10.0, -14.0], [-3.0, -2.0], [-7.0, -7.0]])

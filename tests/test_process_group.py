@@ -17,7 +17,7 @@ import torchtitan_magi as magi
 from torchtitan_magi.exchange.agreement import PlanAgreement
 from torchtitan_magi.exchange.mesh import gpus_per_node
 from torchtitan_magi.masks.slices import AttnSlices
-from torchtitan_magi.planning.stages import H200, KernelCost, Link
+from torchtitan_magi.planning.cost_model import H200, KernelCost, Link
 
 
 @pytest.fixture(scope="module", params=[2, 4, 3, 8])

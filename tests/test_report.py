@@ -13,9 +13,9 @@ import pytest
 from masks import dense_mask
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from torchtitan_magi.masks.slices import shared_prompt, varlen_causal
+from torchtitan_magi.masks.builders import shared_prompt, varlen_causal
+from torchtitan_magi.planning.cost_model import H200, LLAMA_HEADS, CostModel, Heads, KernelCost, Link
 from torchtitan_magi.planning.plan import make_plan
-from torchtitan_magi.planning.stages import H200, LLAMA_HEADS, CostModel, Heads, KernelCost, Link
 from torchtitan_magi.planning.summary import describe_plan
 from torchtitan_magi.report import __main__ as report
 from torchtitan_magi.report import sample_packs, strategies

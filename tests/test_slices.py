@@ -1,4 +1,6 @@
+import itertools
 import sys
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -7,16 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from masks import dense_mask, document_lengths, slice_lists
 
-from torchtitan_magi.masks.slices import (
-    AttnSlices,
-    block_causal,
-    clip_keys,
-    clip_rows,
-    shared_prompt,
-    sliding_window,
-    varlen_causal,
-    varlen_full,
-)
+from torchtitan_magi.masks.builders import block_causal, shared_prompt, sliding_window, varlen_causal, varlen_full
+from torchtitan_magi.masks.geometry import clip_keys, clip_rows, trim
+from torchtitan_magi.masks.slices import AttnSlices
 
 N = 40
 
@@ -33,6 +28,54 @@ def test_canonical_is_the_same_mask_with_every_pair_once(slices):
         one = dense_mask(row[None], N, N + 9)
         assert one[row[0] : row[1]].any(1).all()
         assert one.any(0)[row[2] : row[3]].all()
+
+
+def canonical_by_definition(table):
+    """Slices whose rectangles overlap are merged row by row; the j-th intervals of the rows are then joined again."""
+    table = trim(table.astype(np.int64)).tolist()
+    merged = set()
+    for (i, (a, b, c, d, _)), (j, (e, f, g, h, _)) in itertools.combinations(enumerate(table), 2):
+        merged |= {i, j} if a < f and e < b and c < h and g < d else set()
+    mask = dense_mask([table[i] for i in merged], N, 3 * N)
+    ends = {}  # (j, row) -> the row's j-th interval
+    for q in range(N):
+        ends |= {
+            (j, q): at for j, at in enumerate(np.flatnonzero(np.diff(mask[q], prepend=0, append=0)).reshape(-1, 2))
+        }
+
+    def step(j, q):  # mask type of rows q and q + 1 as one slice
+        steps = ends[j, q + 1] - ends[j, q] if {(j, q), (j, q + 1)} <= ends.keys() else [-1]
+        return int(2 * steps[0] + steps[1]) if set(steps) <= {0, 1} else None
+
+    slices = [row for i, row in enumerate(table) if i not in merged]
+    for j, q in sorted(ends):
+        if step(j, q - 1) is not None and step(j, q - 2) in (None, step(j, q - 1)):
+            slices[-1][1::2] = q + 1, int(ends[j, q][1])
+            slices[-1][4] = step(j, q - 1)
+        else:
+            slices.append([q, q + 1, *ends[j, q].tolist(), 0])
+    return sorted(slices, key=lambda row: (row[0], row[2]))
+
+
+@given(slice_lists(N, N) | slice_lists(3, 3 * N, max_slices=40))
+@settings(max_examples=200)
+def test_canonical_merges_what_overlaps_row_by_row(slices):
+    assert slices.canonical().table.tolist() == canonical_by_definition(slices.table)
+
+
+@pytest.mark.parametrize("width", [8, 24])  # apart, overlapping
+def test_many_slices_of_the_same_rows_take_little_memory(width):
+    first = 16 * np.arange(16384)
+    none = np.zeros_like(first)
+    slices = AttnSlices(np.stack([none, none + 16, first, first + width, none], 1))
+    tracemalloc.start()
+    table = slices.canonical().table
+    lo, _ = slices.row_bands(16)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert len(table) == len(lo) == (16384 if width == 8 else 1)
+    assert slices.area == (16384 * 8 * 16 if width == 8 else (16 * 16383 + 24) * 16)
+    assert peak < 2**26
 
 
 @given(slice_lists(N, N))
@@ -118,8 +161,13 @@ def test_a_window_and_blocks_as_large_as_can_be_are_no_limit():
         (lambda: varlen_causal([0, 5, 3]), "decreases from 5 to 3 at index 2"),
         (lambda: varlen_causal([0, 5], total_tokens=8), "ends at 5 but there are 8 tokens"),
         (lambda: varlen_causal([0.0, 5.0]), "float64; give integers"),
-        (lambda: sliding_window([0, 5], 0), "window is 0"),
-        (lambda: block_causal([0, 5], 0), "block_size is 0"),
+        *((lambda size=size: sliding_window([0, 5], size), f"window is {size!r}") for size in (0, None, -1, 2.0, True)),
+        *((lambda size=size: block_causal([0, 5], size), f"block_size is {size!r}") for size in (0, None, 1.5, "4")),
+        (lambda: varlen_causal([[0, 5], [0]]), "cu_seqlens: rows differ in length"),
+        (lambda: AttnSlices([[0, 1, 0, 1, 0], [0, 1]]), "slices: rows differ in length"),
+        (lambda: varlen_causal([0, 10**20]), "cu_seqlens has dtype object; give integers that fit in 32 bits"),
+        (lambda: varlen_causal([0, 2**40]), "cu_seqlens: 1099511627776 is too large"),
+        (lambda: AttnSlices([[0, 2**31, 0, 1, 0]]), "2147483648 is too large; token numbers must fit in 32 bits"),
         (lambda: shared_prompt([[1, 2]]), "num_pairs, 3"),
         (lambda: shared_prompt([[1, 2, 3]], [0, 6]), r"starts has shape \(2,\) for 1 pairs"),
         (lambda: AttnSlices([[0, 1, 0, 1]]), r"give \[n, 5\]"),
@@ -133,6 +181,11 @@ def test_a_bad_mask_is_one_line_that_names_the_value(build, message):
     with pytest.raises(ValueError, match=message) as error:
         build()
     assert "\n" not in str(error.value)
+
+
+def test_sizes_may_be_integers_of_numpy():
+    assert sliding_window([0, 9], np.int64(4)) == sliding_window([0, 9], 4)
+    assert block_causal([0, 9], np.uint8(4)) == block_causal([0, 9], 4)
 
 
 def test_slices_are_immutable_and_hashable():

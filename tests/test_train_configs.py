@@ -11,7 +11,7 @@ from torchtitan.protocols.train_spec import get_train_spec
 from training import ROOT
 
 import torchtitan_magi as magi
-from torchtitan_magi.planning.stages import Heads
+from torchtitan_magi.planning.cost_model import Heads
 
 from launch import num_processes  # isort: skip
 

@@ -17,7 +17,7 @@ def train_tiny_model(checkpointing):
     from torch.utils.checkpoint import checkpoint
 
     from torchtitan_magi import attention
-    from torchtitan_magi.planning.stages import Heads
+    from torchtitan_magi.planning.cost_model import Heads
     from torchtitan_magi.titan.v02.metadata import attention_metadata
     from torchtitan_magi.training.options import Magi
     from torchtitan_magi.training.runtime import MagiRuntime, WorkCount

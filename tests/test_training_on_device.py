@@ -44,7 +44,7 @@ def attend_to_normed_queries():
     the same output."""
     import torch
 
-    from torchtitan_magi.planning.stages import Heads
+    from torchtitan_magi.planning.cost_model import Heads
     from torchtitan_magi.titan.v02.metadata import attention_metadata
     from torchtitan_magi.titan.v02.wrapper import VarlenAttentionWrapper
     from torchtitan_magi.training.options import Magi

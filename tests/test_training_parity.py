@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from training import new_folder, train  # first: it adds scripts/ to the path
 
-from torchtitan_magi.planning.stages import H200, KernelCost, Link
+from torchtitan_magi.planning.cost_model import H200, KernelCost, Link
 
 from loss_compare import LAYOUTS, QWEN3_LAYOUTS, TOLERANCE, Layout, max_relative_difference  # isort: skip
 

@@ -14,8 +14,9 @@ from torchtitan_magi.backends.ffa.backward_lists import HEADS_IN_STEP, heads_in_
 from torchtitan_magi.backends.ffa.forward_lists import last_end
 from torchtitan_magi.backends.ffa.records import LATE_MARGIN, Field, early_first
 from torchtitan_magi.backends.ffa.worklists import WorkLists, build_worklists
-from torchtitan_magi.masks.slices import AttnSlices, shared_prompt, sliding_window, varlen_causal, varlen_full
-from torchtitan_magi.planning.stages import H200, CostModel, Link
+from torchtitan_magi.masks.builders import shared_prompt, sliding_window, varlen_causal, varlen_full
+from torchtitan_magi.masks.slices import AttnSlices
+from torchtitan_magi.planning.cost_model import H200, CostModel, Link
 from torchtitan_magi.tiles import KEYS, NUM_SMS, largest_divisor, tile_cost
 
 

@@ -2,16 +2,10 @@
 
 from torchtitan_magi.attention import clear_caches, cp_varlen_attn, flex_flash_attn
 from torchtitan_magi.dispatch import dispatch, undispatch
-from torchtitan_magi.masks.slices import (
-    AttnSlices,
-    block_causal,
-    shared_prompt,
-    sliding_window,
-    varlen_causal,
-    varlen_full,
-)
+from torchtitan_magi.masks.builders import block_causal, shared_prompt, sliding_window, varlen_causal, varlen_full
+from torchtitan_magi.masks.slices import AttnSlices
+from torchtitan_magi.planning.cost_model import CostModel, Heads
 from torchtitan_magi.planning.plan import AttnPlan, make_plan
-from torchtitan_magi.planning.stages import CostModel, Heads
 
 __all__ = [
     "AttnPlan",

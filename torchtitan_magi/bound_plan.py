@@ -15,7 +15,8 @@ from torchtitan_magi.exchange.mesh import Mesh, as_transport
 from torchtitan_magi.exchange.rows import RowMover
 from torchtitan_magi.exchange.transport import SINGLE_RANK, Transport
 from torchtitan_magi.masks.slices import AttnSlices
-from torchtitan_magi.planning.plan import AttnPlan, RankShare, Stage
+from torchtitan_magi.planning.plan import AttnPlan
+from torchtitan_magi.planning.stage import RankShare, Stage
 
 
 @dataclass(frozen=True, eq=False)

@@ -34,9 +34,12 @@ from torchtitan_magi.bound_plan import bind_slices
 from torchtitan_magi.exchange import peer_memory
 from torchtitan_magi.exchange.in_flight import Arrival, Places
 from torchtitan_magi.exchange.mesh import process_group_transport
-from torchtitan_magi.masks.slices import AttnSlices, block_causal, sliding_window, varlen_causal, varlen_full
-from torchtitan_magi.planning.plan import Exchange, make_plan
-from torchtitan_magi.planning.stages import ALL, H200, NONE, CostModel, Heads, KernelCost, Link
+from torchtitan_magi.masks.builders import block_causal, sliding_window, varlen_causal, varlen_full
+from torchtitan_magi.masks.slices import AttnSlices
+from torchtitan_magi.planning.cost_model import H200, CostModel, Heads, KernelCost, Link
+from torchtitan_magi.planning.plan import make_plan
+from torchtitan_magi.planning.relays import ALL, NONE
+from torchtitan_magi.planning.stage import Exchange
 
 FloatArray = npt.NDArray[np.float64]
 Run = Callable[[], object]

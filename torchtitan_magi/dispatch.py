@@ -56,13 +56,13 @@ def _take(x: Tensor, plan: AttnPlan, rank: int, pad_value: float) -> Tensor:
     missing = plan.padded_tokens - plan.total_tokens
     if missing:
         x = F.pad(x, (0, 0) * (x.ndim - 1) + (0, missing), value=pad_value)
-    return x.index_select(0, torch.from_numpy(plan.ranks[rank].tokens).to(x.device, non_blocking=True))
+    return x.index_select(0, torch.tensor(plan.ranks[rank].tokens).to(x.device, non_blocking=True))
 
 
 def _gather(x_local: Tensor, plan: AttnPlan, transport: Transport) -> Tensor:
     gathered = x_local.new_empty(plan.padded_tokens, *x_local.shape[1:])
     transport.all_gather(gathered, x_local.contiguous())
-    tokens = torch.cat([torch.from_numpy(share.tokens) for share in plan.ranks]).to(x_local.device, non_blocking=True)
+    tokens = torch.cat([torch.tensor(share.tokens) for share in plan.ranks]).to(x_local.device, non_blocking=True)
     return torch.empty_like(gathered).index_copy_(0, tokens, gathered)[: plan.total_tokens]
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from torchtitan_magi.exchange.in_flight import KeysAndValues, LateKeys
 from torchtitan_magi.exchange.rows import RowMover
 from torchtitan_magi.masks.slices import AttnSlices
-from torchtitan_magi.planning.stages import H200, CostModel
+from torchtitan_magi.planning.cost_model import H200, CostModel
 
 BACKENDS = ("auto", "ffa", "flex")
 

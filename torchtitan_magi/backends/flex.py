@@ -22,8 +22,9 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 from torchtitan_magi.backends import Gradients, OutGrads, StageInputs
 from torchtitan_magi.exchange.in_flight import LateKeys, keys_and_values
 from torchtitan_magi.exchange.rows import TorchRowMover
-from torchtitan_magi.masks.slices import AttnSlices, clip_keys, clip_rows
-from torchtitan_magi.planning.stages import H200, CostModel
+from torchtitan_magi.masks.geometry import clip_keys, clip_rows
+from torchtitan_magi.masks.slices import AttnSlices
+from torchtitan_magi.planning.cost_model import H200, CostModel
 
 TILE = 512  # queries and keys of a tile
 _BLOCK = 128  # flex_attention's default block of queries and of keys

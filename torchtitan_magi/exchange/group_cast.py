@@ -16,8 +16,8 @@ from torch import Tensor
 from torchtitan_magi.exchange.in_flight import Arrival, LateKeys, Returned, RowSums, Unsent, Wait
 from torchtitan_magi.exchange.rows import RowMover
 from torchtitan_magi.exchange.transport import Channel, Transport
-from torchtitan_magi.planning.plan import Stage
-from torchtitan_magi.planning.stages import sent_before
+from torchtitan_magi.planning.stage import Stage
+from torchtitan_magi.planning.timeline import sent_before
 
 
 @dataclass(frozen=True, eq=False)

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor
 
-from torchtitan_magi.planning.plan import Exchange
+from torchtitan_magi.planning.stage import Exchange
 
 Wait = Callable[[], object]
 KeysAndValues: TypeAlias = Tensor | tuple[Tensor, Tensor]  # [rows, 2, H, D], or K and V of [rows, H, D] each

@@ -23,7 +23,7 @@ from torchtitan_magi.cuda import driver
 from torchtitan_magi.cuda.driver import CopyAttributes, StreamOperation
 from torchtitan_magi.exchange.in_flight import MAX_PEERS, Arrival, Flag, Places
 from torchtitan_magi.exchange.transport import ProcessGroupTransport
-from torchtitan_magi.planning.plan import Exchange, Parcel
+from torchtitan_magi.planning.stage import Exchange, Parcel
 
 # Slots of a channel: buffers to send from or to be written to, taken in turn. Two suffice. Exchange n is issued only
 # after n-1 was waited for; every peer has then packed for n-1, so it has finished with the slot of n-2.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from torchtitan_magi.exchange.in_flight import Places, Returned, RowSums
-from torchtitan_magi.planning.plan import Exchange
+from torchtitan_magi.planning.stage import Exchange
 
 
 class RowMover(Protocol):

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan_magi.exchange.in_flight import Arrival, Places
-from torchtitan_magi.planning.plan import Exchange
+from torchtitan_magi.planning.stage import Exchange
 
 Channel = Literal["cast", "reduce"]
 

@@ -10,17 +10,31 @@ so CAUSAL is aligned at the bottom right, INV_CAUSAL at the top left, and BI_CAU
 a bit field: bit 0 makes the upper bound move with the row, bit 1 the lower bound. A mask is the union of its slices.
 """
 
-import itertools
 from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-FULL, CAUSAL, INV_CAUSAL, BI_CAUSAL = 0, 1, 2, 3
+from torchtitan_magi.masks.geometry import (
+    CAUSAL,
+    FULL,
+    Int64Array,
+    IntArray,
+    expand,
+    frozen,
+    lower_bound,
+    rows_of,
+    slice_areas,
+    slice_layers,
+    trim,
+    union,
+    upper_bound,
+)
 
-IntArray = npt.NDArray[np.integer]
 Int32Array = npt.NDArray[np.int32]
-Int64Array = npt.NDArray[np.int64]
+
+MAX_TOKENS = 2**31 - 1  # token numbers are int32 on the device
+FEW_PAIRS = 16  # pairs of slices with common rows, per slice, that are looked at one by one
 
 
 class AttnSlices:
@@ -31,20 +45,18 @@ class AttnSlices:
             2 INV_CAUSAL, 3 BI_CAUSAL). Ranges may overlap in any way and may be empty.
 
     Raises:
-        ValueError: wrong shape, no integers, a reversed or negative range, an unknown mask type.
+        ValueError: wrong shape, no integers, a reversed or negative range, an unknown mask type, a token number
+            beyond 32 bits.
     """
 
     __slots__ = ("_canonical", "_hash", "table")
 
-    table: npt.NDArray[np.int32]
+    table: Int32Array
 
     def __init__(self, table: Sequence[Sequence[int]] | IntArray) -> None:
-        array = np.array(table)
+        array = as_int64(table, "slices", "are of type")
         if array.size == 0:
             array = array.reshape(0, 5)
-        if array.size and array.dtype.kind not in "iu":
-            raise ValueError(f"slices are of type {array.dtype}; give integers: tokens and mask types")
-        array = array.astype(np.int64)
         if array.ndim != 2 or array.shape[1] != 5:
             raise ValueError(f"slices have shape {array.shape}; give [n, 5]: q_start, q_end, k_start, k_end, mask_type")
         q_start, q_end, k_start, k_end, mask_type = array.T
@@ -58,7 +70,7 @@ class AttnSlices:
             raise ValueError(
                 f"slice {i} has mask_type {mask_type[i]}; use 0 FULL, 1 CAUSAL, 2 INV_CAUSAL or 3 BI_CAUSAL"
             )
-        self.table = _frozen(array)
+        self.table = frozen(array.astype(np.int32))
         self._canonical: AttnSlices | None = None
         self._hash: int | None = None
 
@@ -66,7 +78,7 @@ class AttnSlices:
     def _trusted(cls, table: IntArray) -> "AttnSlices":
         """Wraps a table that is already canonical."""
         slices = cls.__new__(cls)
-        slices.table = _frozen(table)
+        slices.table = frozen(table.astype(np.int32))
         slices._canonical, slices._hash = slices, None
         return slices
 
@@ -103,7 +115,7 @@ class AttnSlices:
         """The number of (query, key) pairs that the mask lets through, each counted once."""
         return int(slice_areas(self.canonical().table.astype(np.int64)).sum())
 
-    def row_cost(self, num_rows: int) -> npt.NDArray[np.int64]:
+    def row_cost(self, num_rows: int) -> Int64Array:
         """Keys seen by each query row, int64 [num_rows]."""
         table = self.canonical().table.astype(np.int64)
         q_start, q_end, k_start, _, mask_type = table.T
@@ -115,7 +127,7 @@ class AttnSlices:
             np.subtract.at(steps, q_end, values)
         return (constant.cumsum() + linear.cumsum() * np.arange(num_rows + 1))[:num_rows]
 
-    def row_bands(self, num_rows: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+    def row_bands(self, num_rows: int) -> tuple[Int32Array, Int32Array]:
         """The mask as intervals of keys per row.
 
         Returns:
@@ -124,9 +136,7 @@ class AttnSlices:
         """
         table = self.canonical().table.astype(np.int64)
         layer = slice_layers(table)
-        lengths = table[:, 1] - table[:, 0]
-        which = np.repeat(np.arange(len(table)), lengths)
-        row = np.arange(len(which)) - np.repeat(lengths.cumsum() - lengths - table[:, 0], lengths)
+        which, row = rows_of(table)
         lo, hi = np.zeros((2, layer.max(initial=0) + 1, num_rows), np.int32)
         lo[layer[which], row] = lower_bound(table[which], row)
         hi[layer[which], row] = upper_bound(table[which], row)
@@ -139,199 +149,34 @@ def check_slices(slices: AttnSlices) -> None:
         raise ValueError(f"slices are a {type(slices).__name__}; give AttnSlices, such as varlen_causal(cu_seqlens)")
 
 
-# ---------------------------------------------------------------------------------------------------------- builders
-
-
-def varlen_causal(cu_seqlens: object, total_tokens: int | None = None) -> AttnSlices:
-    """Causal attention inside each document.
+def as_int64(values: object, name: str, is_of: str = "has dtype") -> Int64Array:
+    """A copy of integers in sequences, arrays, or tensors on any device.
 
     Args:
-        cu_seqlens: integers [num_documents + 1], cumulative document lengths in tokens: starts at 0, never decreases.
-        total_tokens: when given, cu_seqlens must end there.
+        name, is_of: how an error about the type begins.
 
     Raises:
-        ValueError: cu_seqlens does not start at 0, decreases, or does not end at total_tokens.
+        ValueError: rows of different lengths, no integers, a value beyond 32 bits.
     """
-    return _per_document(_check_cu_seqlens(cu_seqlens, total_tokens), CAUSAL)
-
-
-def varlen_full(cu_seqlens: object, total_tokens: int | None = None) -> AttnSlices:
-    """Bidirectional attention inside each document. Arguments and errors as in ``varlen_causal``."""
-    return _per_document(_check_cu_seqlens(cu_seqlens, total_tokens), FULL)
-
-
-def sliding_window(cu_seqlens: object, window: int, total_tokens: int | None = None) -> AttnSlices:
-    """Causal attention inside each document to the last ``window`` tokens, the token itself among them.
-
-    Raises:
-        ValueError: window < 1, or cu_seqlens as in ``varlen_causal``.
-    """
-    if window < 1:
-        raise ValueError(f"window is {window}; it counts the tokens a row sees, itself included: use at least 1")
-    cu = _check_cu_seqlens(cu_seqlens, total_tokens)
-    window = min(window, max(1, int(cu[-1])))
-    start, end = cu[:-1], cu[1:]
-    knee = np.minimum(start + window, end)
-    head = np.stack([start, knee, start, knee, np.full_like(start, CAUSAL)], 1)
-    tail = np.stack([knee, end, knee - window + 1, end, np.full_like(start, BI_CAUSAL)], 1)
-    return AttnSlices(np.concatenate([head, tail[knee < end]]))
-
-
-def block_causal(cu_seqlens: object, block_size: int, total_tokens: int | None = None) -> AttnSlices:
-    """Inside each document, full attention to the row's own block of ``block_size`` tokens and to all earlier ones.
-
-    Raises:
-        ValueError: block_size < 1, or cu_seqlens as in ``varlen_causal``.
-    """
-    if block_size < 1:
-        raise ValueError(f"block_size is {block_size}; it counts the tokens of a block: use at least 1")
-    cu = _check_cu_seqlens(cu_seqlens, total_tokens)
-    block_size = min(block_size, max(1, int(cu[-1])))
-    num_blocks = -(-np.diff(cu) // block_size)
-    document = np.repeat(np.arange(len(num_blocks)), num_blocks)
-    block = np.arange(len(document)) - np.repeat(num_blocks.cumsum() - num_blocks, num_blocks)
-    q_start = cu[document] + block * block_size
-    q_end = np.minimum(q_start + block_size, cu[document + 1])
-    return AttnSlices(np.stack([q_start, q_end, cu[document], q_end, np.full_like(q_start, FULL)], 1))
-
-
-def shared_prompt(lengths: object, starts: object = None) -> AttnSlices:
-    """Preference pairs that share their prompt, each laid out as prompt, chosen, rejected.
-
-    Chosen and rejected each see the prompt and their own earlier tokens, not each other.
-
-    Args:
-        lengths: integers [num_pairs, 3]: tokens of prompt, chosen and rejected.
-        starts: integers [num_pairs]: first token of each pair; by default pair follows pair.
-
-    Raises:
-        ValueError: wrong shape or a negative value.
-    """
-    array = _as_int64(lengths, "lengths")
-    if array.ndim != 2 or array.shape[1] != 3 or (array < 0).any():
-        raise ValueError(f"lengths has shape {array.shape}; give non-negative [num_pairs, 3]: prompt, chosen, rejected")
-    total = array.sum(1)
-    start = total.cumsum() - total if starts is None else _as_int64(starts, "starts")
-    if start.shape != total.shape:
-        raise ValueError(f"starts has shape {start.shape} for {len(total)} pairs; give the first token of each pair")
-    prompt_end, chosen_end, rejected_end = start + array.cumsum(1).T
-    causal, full = np.full_like(start, CAUSAL), np.full_like(start, FULL)
-    return AttnSlices(
-        np.concatenate(
-            [
-                np.stack([start, chosen_end, start, chosen_end, causal], 1),
-                np.stack([chosen_end, rejected_end, start, prompt_end, full], 1),
-                np.stack([chosen_end, rejected_end, chosen_end, rejected_end, causal], 1),
-            ]
-        )
-    )
-
-
-# ---------------------------------------------------------------------------------------- geometry of slice tables
-# Tables below are int64 [n, 5]; every function is vectorised over the slices.
-
-
-def lower_bound(table: IntArray, q: IntArray) -> IntArray:
-    """lo(q) of each slice at its row q."""
-    return table[:, 2] + (table[:, 4] >> 1) * (q - table[:, 0])
-
-
-def upper_bound(table: IntArray, q: IntArray) -> IntArray:
-    """hi(q) of each slice at its row q."""
-    return table[:, 3] - (table[:, 4] & 1) * (table[:, 1] - 1 - q)
-
-
-def slice_areas(table: IntArray) -> IntArray:
-    """(query, key) pairs of each slice of a trimmed table."""
-    rows, keys = table[:, 1] - table[:, 0], table[:, 3] - table[:, 2]
-    moving_bounds = (table[:, 4] & 1) + (table[:, 4] >> 1)
-    return rows * keys - moving_bounds * (rows * (rows - 1) // 2)
-
-
-def trim(table: IntArray) -> IntArray:
-    """Removes the rows, and then the slices, that see no key. Columns after the fifth are kept as they are."""
-    table = table[(table[:, 0] < table[:, 1]) & (table[:, 2] < table[:, 3])]
-    q_start, q_end, k_start, k_end, mask_type = table[:, :5].T
-    keys = k_end - k_start
-    q_start = np.where(mask_type == CAUSAL, np.maximum(q_start, q_end - keys), q_start)
-    q_end = np.where(mask_type == INV_CAUSAL, np.minimum(q_end, q_start + keys), q_end)
-    keep = (mask_type != BI_CAUSAL) | (keys >= q_end - q_start)
-    return np.column_stack([q_start, q_end, k_start, k_end, mask_type, table[:, 5:]])[keep]
-
-
-def clip_rows(table: IntArray, start: IntArray, end: IntArray) -> IntArray:
-    """Each slice restricted to the query rows [start, end), which must not be empty."""
-    q_start, q_end = np.maximum(table[:, 0], start), np.minimum(table[:, 1], end)
-    return np.stack([q_start, q_end, lower_bound(table, q_start), upper_bound(table, q_end - 1), table[:, 4]], 1)
-
-
-def clip_keys(table: IntArray, start: IntArray, end: IntArray) -> tuple[IntArray, IntArray]:
-    """Each slice restricted to the keys [start, end).
-
-    A bound that is cut stops moving with the row, so a slice falls into up to three.
-
-    Returns:
-        the trimmed pieces, and for each the index of the slice it comes from.
-    """
-    q_start, q_end, k_start, _, mask_type = table.T
-    far = np.iinfo(np.int64).max // 4
-    # The bounds never decrease with the row: first row with lo >= start, first row with hi > end.
-    lo_free = np.where(k_start >= start, q_start, np.where(mask_type >> 1 == 1, q_start + start - k_start, far))
-    first_hi = upper_bound(table, q_start)
-    hi_cut = np.where(first_hi > end, q_start, np.where(mask_type & 1 == 1, q_start + end + 1 - first_hi, far))
-    lo_free, hi_cut = np.clip(lo_free, q_start, q_end), np.clip(hi_cut, q_start, q_end)
-    edges = np.stack([q_start, np.minimum(lo_free, hi_cut), np.maximum(lo_free, hi_cut), q_end])
-    pieces = []
-    for first, last in itertools.pairwise(edges):
-        some = np.flatnonzero(first < last)
-        a, b, whole = first[some], last[some], table[some]
-        is_lo_free, is_hi_free = a >= lo_free[some], a < hi_cut[some]
-        lo = np.maximum(lower_bound(whole, a), start[some])
-        hi = np.minimum(upper_bound(whole, b - 1), end[some])
-        kind = (whole[:, 4] & 1) * is_hi_free + (whole[:, 4] & 2) * is_lo_free
-        pieces.append(np.stack([a, b, lo, hi, kind, some], 1))
-    table = trim(np.concatenate(pieces))
-    return table[:, :5], table[:, 5]
-
-
-# ----------------------------------------------------------------------------------------------------------- private
-
-
-def _frozen(table: IntArray) -> npt.NDArray[np.int32]:
-    if table.size and table.max() > np.iinfo(np.int32).max:
-        raise ValueError(f"a slice reaches token {table.max()}; token numbers must fit in 32 bits")
-    frozen = np.ascontiguousarray(table, dtype=np.int32)
-    frozen.setflags(write=False)
-    return frozen
-
-
-def _as_int64(values: object, name: str) -> npt.NDArray[np.int64]:
-    """Sequences, arrays and tensors on any device."""
     if hasattr(values, "detach"):
         values = values.detach().cpu()
-    array = np.asarray(values)
-    if array.size and not np.issubdtype(array.dtype, np.integer):
-        raise ValueError(f"{name} has dtype {array.dtype}; give integers")
+    try:
+        array = np.asarray(values)
+    except ValueError:
+        raise ValueError(f"{name}: rows differ in length; give a rectangular array of integers") from None
+    if array.size and array.dtype.kind not in "iu":
+        raise ValueError(f"{name} {is_of} {array.dtype}; give integers that fit in 32 bits")
+    if array.size and array.max() > MAX_TOKENS:
+        raise ValueError(f"{name}: {array.max()} is too large; token numbers must fit in 32 bits")
     return array.astype(np.int64)
 
 
-def _check_cu_seqlens(cu_seqlens: object, total_tokens: int | None) -> npt.NDArray[np.int64]:
-    cu = _as_int64(cu_seqlens, "cu_seqlens")
-    if cu.ndim != 1 or len(cu) == 0 or cu[0] != 0:
-        first = cu.ravel()[:1].tolist()
-        raise ValueError(f"cu_seqlens starts with {first}; give a 1-D list of cumulative lengths that starts at 0")
-    step = np.diff(cu)
-    if (step < 0).any():
-        i = int((step < 0).argmax())
-        raise ValueError(f"cu_seqlens decreases from {cu[i]} to {cu[i + 1]} at index {i + 1}; give cumulative lengths")
-    if total_tokens is not None and cu[-1] != total_tokens:
-        raise ValueError(f"cu_seqlens ends at {cu[-1]} but there are {total_tokens} tokens; it must end at that count")
-    return cu
+def is_integer(value: object, least: int) -> bool:
+    """Whether a value is an integer of at least `least`, of Python or of NumPy; True and False are none."""
+    return isinstance(value, int | np.integer) and not isinstance(value, bool) and int(value) >= least
 
 
-def _per_document(cu: npt.NDArray[np.int64], mask_type: int) -> AttnSlices:
-    start, end = cu[:-1], cu[1:]
-    return AttnSlices(np.stack([start, end, start, end, np.full_like(start, mask_type)], 1)[start < end])
+# ------------------------------------------------------------------------------------------------- the canonical form
 
 
 def _sorted(table: IntArray) -> IntArray:
@@ -343,34 +188,65 @@ def _sorted(table: IntArray) -> IntArray:
 def _overlapping_rectangles(table: IntArray) -> npt.NDArray[np.bool_]:
     """Which slices of a table sorted by q_start share part of their q x k bounding rectangle with another one."""
     overlapping = np.zeros(len(table), bool)
-    if (table[1:, 0] >= table[:-1, 1]).all():
+    q_start, q_end, k_start, k_end = table[:, :4].T
+    later = np.searchsorted(q_start, q_end)  # slices i < j overlap in q if j < later[i]
+    count = later - np.arange(len(table)) - 1
+    if count.sum() <= FEW_PAIRS * len(table):
+        i = np.repeat(np.arange(len(table)), count)
+        j = expand(later - count, later)
+        hit = (k_start[i] < k_end[j]) & (k_start[j] < k_end[i])
+        overlapping[i[hit]] = overlapping[j[hit]] = True
         return overlapping
-    # Slices i < j overlap in q if q_start[j] < q_end[i]: for each i the candidates j are consecutive.
-    last = np.searchsorted(table[:, 0], table[:, 1], side="left")
-    count = last - np.arange(len(table)) - 1
-    i = np.repeat(np.arange(len(table)), count)
-    j = i + 1 + np.arange(len(i)) - np.repeat(count.cumsum() - count, count)
-    hit = (table[i, 2] < table[j, 3]) & (table[j, 2] < table[i, 3])
-    overlapping[i[hit]] = overlapping[j[hit]] = True
-    return overlapping
+    # Else count those that it misses: they end before it begins, or begin after it ends, in q, in k, or in both.
+    before = [np.searchsorted(np.sort(end), start, side="right") for start, end in ((q_start, q_end), (k_start, k_end))]
+    after = [len(table) - np.searchsorted(np.sort(start), end) for start, end in ((q_start, q_end), (k_start, k_end))]
+    in_both = [
+        _count_below(q, k, q_limit, k_limit)
+        for q, q_limit in ((q_end, q_start), (-q_start, -q_end))
+        for k, k_limit in ((k_end, k_start), (-k_start, -k_end))
+    ]
+    return np.sum([*before, *after], 0) - np.sum(in_both, 0) < len(table) - 1
+
+
+def _count_below(x: IntArray, y: IntArray, x_limit: IntArray, y_limit: IntArray) -> Int64Array:
+    """How many points (x, y) have x <= x_limit and y <= y_limit, for each limit, in O(n log n); int64 [n] each.
+
+    A wavelet matrix: the ranks of y, in the order of x, are sorted bit by bit from the highest. At each bit the points
+    within both limits so far are [low, high); those with a 0 are counted where the limit has a 1.
+    """
+    by_x = np.argsort(x, kind="stable")
+    low, high = np.zeros(len(x), np.int64), np.searchsorted(x[by_x], x_limit, side="right")
+    rank = np.argsort(np.argsort(y[by_x], kind="stable"))
+    limit = np.searchsorted(np.sort(y), y_limit, side="right")
+    count = np.zeros(len(x), np.int64)
+    for bit in reversed(range(len(x).bit_length())):
+        has_one, limit_has_one = rank >> bit & 1 == 1, limit >> bit & 1 == 1
+        zeros = np.append(0, np.cumsum(~has_one))  # before each place
+        count += np.where(limit_has_one, zeros[high] - zeros[low], 0)
+        low, high = (np.where(limit_has_one, zeros[-1] + at - zeros[at], zeros[at]) for at in (low, high))
+        rank = np.concatenate([rank[~has_one], rank[has_one]])
+    return count
+
+
+def _join_equal_rows(table: IntArray) -> IntArray:
+    """Slices of the same rows and type as one where their keys overlap or touch in every row."""
+    same, group = np.unique(table[:, [0, 1, 4]], axis=0, return_inverse=True)
+    narrowest = np.where(table[:, 4] == CAUSAL, table[:, 0], table[:, 1] - 1)
+    lo, hi = lower_bound(table, narrowest), upper_bound(table, narrowest)
+    group, lo, hi = union(group.ravel(), lo, hi, int(hi.max())).T
+    q_start, q_end, mask_type = same[group].T
+    k_start = lo - (mask_type >> 1) * (q_end - 1 - q_start)
+    k_end = hi + (mask_type == CAUSAL) * (q_end - 1 - q_start)
+    return np.stack([q_start, q_end, k_start, k_end, mask_type], 1)
 
 
 def _merge_rows(table: IntArray) -> IntArray:
     """A disjoint table for slices that overlap: merges the key intervals row by row, then joins rows into slices."""
-    lengths = table[:, 1] - table[:, 0]
-    which = np.repeat(np.arange(len(table)), lengths)
-    row = np.arange(len(which)) - np.repeat(lengths.cumsum() - lengths - table[:, 0], lengths)
+    # Step 1: union of the intervals of each row.
+    table = _join_equal_rows(table)
+    which, row = rows_of(table)
     lo, hi = lower_bound(table[which], row), upper_bound(table[which], row)
-
-    # Step 1: union of the intervals of each row. A row offset keeps the running maximum from crossing rows.
-    order = np.lexsort((lo, row))
-    row, lo, hi = row[order], lo[order], hi[order]
-    offset = row * (hi.max() + 2)
-    reach = np.maximum.accumulate(hi + offset)
-    is_new = np.concatenate([[True], (lo + offset)[1:] > reach[:-1]])
-    first = np.flatnonzero(is_new)
-    hi = np.maximum.reduceat(hi, first)
-    row, lo = row[first], lo[first]
+    row, lo, hi = union(row, lo, hi, int(hi.max())).T
 
     # Step 2: the j-th intervals of consecutive rows form one slice as long as both bounds keep moving by 0 or by 1.
     new_row = np.concatenate([[True], row[1:] != row[:-1]])
@@ -386,16 +262,3 @@ def _merge_rows(table: IntArray) -> IntArray:
     last = np.append(first[1:], len(row)) - 1
     mask_type = np.where(first < last, np.append(kind, -1)[np.minimum(first, len(kind))], FULL)
     return np.stack([row[first], row[last] + 1, lo[first], hi[last], mask_type], 1)
-
-
-def slice_layers(table: IntArray) -> npt.NDArray[np.int64]:
-    """Numbers the slices of a canonical table so that those of one number have no row in common, few numbers first."""
-    layer = np.zeros(len(table), np.int64)
-    if (table[1:, 0] >= table[:-1, 1]).all():
-        return layer
-    free_from: list[int] = []
-    for i, (start, end) in enumerate(table[:, :2].tolist()):
-        j = next((j for j, free in enumerate(free_from) if free <= start), len(free_from))
-        free_from[j : j + 1] = [end]
-        layer[i] = j
-    return layer

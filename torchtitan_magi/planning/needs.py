@@ -1,74 +1,84 @@
 """What a placement costs: attention work of each rank, K/V rows that each receives and sends."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from torchtitan_magi.masks.geometry import intersecting, union
-from torchtitan_magi.masks.slices import AttnSlices, IntArray, clip_rows, slice_areas
-
-Int64Array = npt.NDArray[np.int64]
+from torchtitan_magi.masks.geometry import Int64Array, IntArray, clip_rows, intersecting, slice_areas, union
+from torchtitan_magi.masks.slices import AttnSlices
 
 
-def parts_of(owned: Sequence[IntArray]) -> tuple[IntArray, IntArray]:
-    """All owned ranges ascending, int64 [n, 2], and the rank that owns each, [n]."""
+class Parts(NamedTuple):
+    """The token ranges of all ranks in ascending order; together they cover the pack."""
+
+    ranges: IntArray  # [n, 2]
+    owner: IntArray  # [n]: the rank, or the node, that owns each
+
+
+class Pieces(NamedTuple):
+    """A mask cut at parts."""
+
+    table: IntArray  # [n, 5]: slices
+    owner: IntArray  # [n]: who owns the rows of each
+
+
+def parts_of(owned: Sequence[IntArray]) -> Parts:
+    """The parts of ranks that own these token ranges, [n, 2] each."""
     rank = np.repeat(np.arange(len(owned)), [len(ranges) for ranges in owned])
-    parts = np.concatenate(owned)
-    order = np.argsort(parts[:, 0], kind="stable")
-    return parts[order], rank[order]
+    ranges = np.concatenate(owned)
+    order = np.argsort(ranges[:, 0], kind="stable")
+    return Parts(ranges[order], rank[order])
 
 
-def transfers(needs: IntArray, parts: IntArray, owner: IntArray) -> Int64Array:
-    """Who sends what: the needed rows that somebody else owns.
+def pieces_of(slices: AttnSlices, parts: Parts) -> Pieces:
+    """The mask cut at the parts."""
+    table = slices.canonical().table.astype(np.int64)
+    which, part = intersecting(table[:, 0], table[:, 1], *parts.ranges.T)
+    return Pieces(clip_rows(table[which], *parts.ranges[part].T), parts.owner[part])
 
-    Args:
-        needs: [n, 3]: rank (or group of ranks), first token, end token.
-        parts: [m, 2] ascending ranges; owner: [m] the rank (or group) of each.
+
+def key_needs(pieces: Pieces, parts: Parts) -> Int64Array:
+    """The keys that each owner's pieces need, int64 [m, 3]: owner, first token, end token; disjoint and sorted."""
+    limit = int(parts.ranges[:, 1].max(initial=0))
+    return union(pieces.owner, pieces.table[:, 2], pieces.table[:, 3], limit)
+
+
+def transfers_of(needs: Int64Array, parts: Parts) -> Int64Array:
+    """Which K/V rows travel: those of ``key_needs`` that somebody else owns.
 
     Returns:
-        [k, 4]: index of the part, destination, first token, end token.
+        int64 [k, 4]: destination, source, first token, end token; by destination, then token.
     """
-    which, part = intersecting(needs[:, 1], needs[:, 2], parts[:, 0], parts[:, 1])
-    start, end = np.maximum(needs[which, 1], parts[part, 0]), np.minimum(needs[which, 2], parts[part, 1])
-    table = np.stack([part, needs[which, 0], start, end], 1)
-    return table[owner[part] != needs[which, 0]]
-
-
-def key_needs(table: IntArray, parts: IntArray, owner: IntArray) -> tuple[IntArray, IntArray, Int64Array]:
-    """A canonical slice table [n, 5] cut at the parts: rank of each piece, pieces, key ranges [m, 3] of each rank."""
-    which, part = intersecting(table[:, 0], table[:, 1], parts[:, 0], parts[:, 1])
-    pieces = clip_rows(table[which], parts[part, 0], parts[part, 1])
-    limit = int(parts[:, 1].max(initial=0))
-    return owner[part], pieces, union(owner[part], pieces[:, 2], pieces[:, 3], limit)
+    need, part = intersecting(needs[:, 1], needs[:, 2], *parts.ranges.T)
+    start, end = np.maximum(needs[need, 1], parts.ranges[part, 0]), np.minimum(needs[need, 2], parts.ranges[part, 1])
+    table = np.stack([needs[need, 0], parts.owner[part], start, end], 1)
+    return table[table[:, 0] != table[:, 1]]
 
 
 def traffic(slices: AttnSlices, owned: Sequence[IntArray]) -> tuple[Int64Array, Int64Array, Int64Array]:
     """(query, key) pairs computed, K/V rows received and K/V rows sent by each rank; int64 [ranks] each."""
-    table = slices.canonical().table.astype(np.int64)
-    parts, owner = parts_of(owned)
-    rank, pieces, needs = key_needs(table, parts, owner)
-    part, destination, start, end = transfers(needs, parts, owner).T
-    counts = ((rank, slice_areas(pieces)), (destination, end - start), (owner[part], end - start))
-    area, received, sent = (_sums(which, values, len(owned)) for which, values in counts)
+    parts = parts_of(owned)
+    pieces = pieces_of(slices, parts)
+    destination, source, start, end = transfers_of(key_needs(pieces, parts), parts).T
+    counts = ((pieces.owner, slice_areas(pieces.table)), (destination, end - start), (source, end - start))
+    area, received, sent = (sums(which, values, len(owned)) for which, values in counts)
     return area, received, sent
 
 
 def node_traffic(slices: AttnSlices, owned: Sequence[IntArray], gpus_per_node: int) -> Int64Array:
-    """K/V rows that reach each rank's node from other nodes, each row counted once per node, per rank of the node.
+    """K/V rows that reach each node from other nodes, each row counted once per node.
 
     Returns:
         int64 [nodes]: rows that cross the network to the node, divided (rounded up) by gpus_per_node.
     """
-    table = slices.canonical().table.astype(np.int64)
-    parts, owner = parts_of(owned)
-    node = owner // gpus_per_node
-    _, _, needs = key_needs(table, parts, node)
-    _, destination, start, end = transfers(needs, parts, node).T
-    return -(-_sums(destination, end - start, -(-len(owned) // gpus_per_node)) // gpus_per_node)
+    parts = parts_of(owned)
+    nodes = parts._replace(owner=parts.owner // gpus_per_node)
+    destination, _, start, end = transfers_of(key_needs(pieces_of(slices, nodes), nodes), nodes).T
+    return -(-sums(destination, end - start, -(-len(owned) // gpus_per_node)) // gpus_per_node)
 
 
-def _sums(which: IntArray, values: IntArray, size: int) -> Int64Array:
+def sums(which: IntArray, values: IntArray, size: int) -> Int64Array:
     """Sum of the values of each group; exact integers."""
     total = np.zeros(size, np.int64)
     np.add.at(total, which, values)

@@ -7,188 +7,20 @@ collective, and any rank's share can be computed anywhere. It is made once per m
 import functools
 import hashlib
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from torchtitan_magi.masks.geometry import expand, intersecting
-from torchtitan_magi.masks.slices import AttnSlices, IntArray, check_slices, clip_keys, clip_rows, slice_areas
-from torchtitan_magi.planning.needs import key_needs, parts_of
-from torchtitan_magi.planning.needs import transfers as transfers_of
+from torchtitan_magi.masks.geometry import Int64Array, frozen, slice_areas
+from torchtitan_magi.masks.slices import MAX_TOKENS, AttnSlices, check_slices, is_integer
+from torchtitan_magi.planning.cost_model import H200, LLAMA_HEADS, CostModel, Heads
+from torchtitan_magi.planning.needs import key_needs, parts_of, pieces_of, sums, transfers_of
 from torchtitan_magi.planning.placement.place import place
-from torchtitan_magi.planning.relays import cut, first_hops, second_hops
-from torchtitan_magi.planning.stages import (
-    ALL,
-    H200,
-    LLAMA_HEADS,
-    NONE,
-    RESIDENT,
-    CostModel,
-    Heads,
-    Share,
-    Shares,
-    Timeline,
-    Workload,
-    choose_stages,
-    equal_stages,
-    predict,
-    workload,
-)
+from torchtitan_magi.planning.relays import Routes, Spans, first_hops
+from torchtitan_magi.planning.stage import RankShare
+from torchtitan_magi.planning.stages import choose_stages, equal_stages
+from torchtitan_magi.planning.timeline import Timeline, Workload, predict, workload
 
-Int64Array = npt.NDArray[np.int64]
-
-MAX_STAGES = 16  # that a caller may ask for; each has launches and index data of its own
-
-
-class Parcel(NamedTuple):
-    """The rows that one rank sends to another one."""
-
-    other: int  # the rank at the other end
-    first: int  # row in what is sent
-    rows: int
-    place: int  # row in what is received
-
-
-@dataclass(frozen=True, eq=False)
-class Exchange:
-    """One rank's part in one all-to-all-v of K/V rows. Rows travel in ascending token order, rank after rank.
-
-    The same rows, as gradients, go back in its reverse.
-    """
-
-    rank: int
-    send_rows: Int64Array  # by destination rank; what they number, see Stage
-    send_splits: tuple[int, ...]  # rows sent to each rank
-    recv_splits: tuple[int, ...]  # rows received from each rank
-    hops: Int64Array | None  # [n, 4+], of all ranks: receiver, source, ...; None where rows go through relays
-    share: Share  # of the hops
-
-    def splits(self, back: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Rows received from and sent to each rank; of the reverse if `back`."""
-        return (self.send_splits, self.recv_splits) if back else (self.recv_splits, self.send_splits)
-
-    @functools.cached_property
-    def between(self) -> Int64Array:
-        """Rows by receiver and source, of all ranks: int64 [ranks, ranks]."""
-        assert self.hops is not None
-        receiver, source, start, end = cut(self.hops, self.share).T
-        size = len(self.send_splits)
-        return np.bincount(receiver * size + source, end - start, size * size).astype(np.int64).reshape(size, size)
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether everything that travels does so at once."""
-        return self.share == (NONE, ALL)
-
-    def most_sent(self, back: bool) -> int:
-        """Rows that the rank sends that sends most."""
-        return self._both_ways[back][0]
-
-    def fetches(self, back: bool) -> tuple[Parcel, ...]:
-        """What this rank receives, from the next rank on, so that not all begin with the same one."""
-        return self._both_ways[back][1]
-
-    def deliveries(self, back: bool) -> tuple[Parcel, ...]:
-        """What this rank sends, in the order of the rows."""
-        return self._both_ways[back][2]
-
-    @functools.cached_property
-    def _both_ways(self) -> tuple[tuple[int, tuple[Parcel, ...], tuple[Parcel, ...]], ...]:
-        both = self.between, self.between.T
-        return tuple((int(x.sum(0).max()), _fetches(x, self.rank), _deliveries(x, self.rank)) for x in both)
-
-
-def _fetches(between: Int64Array, rank: int) -> tuple[Parcel, ...]:
-    """What `rank` receives of rows [receiver, source]: a source has them ready by receiver."""
-    first = between[:rank].sum(0)
-    rows = between[rank]
-    place = rows.cumsum() - rows
-    sources = [source % len(rows) for source in range(rank + 1, rank + len(rows))]
-    return tuple(Parcel(i, int(first[i]), int(rows[i]), int(place[i])) for i in sources if rows[i])
-
-
-def _deliveries(between: Int64Array, rank: int) -> tuple[Parcel, ...]:
-    """What `rank` sends of rows [receiver, source]."""
-    rows = between[:, rank]
-    first = rows.cumsum() - rows
-    place = between[:, :rank].sum(1)
-    return tuple(Parcel(i, int(first[i]), int(rows[i]), int(place[i])) for i in range(len(rows)) if rows[i])
-
-
-@dataclass(frozen=True, eq=False)
-class Stage:
-    """One rank's part in one stage: the K/V rows that travel, then attention over the stage's K/V rows.
-
-    These are the rank's own tokens first if ``holds_local``, then what each exchange brings. The first exchange
-    sends tokens of the rank, by local number. In a plan for several nodes there is a second one, inside the nodes: it
-    passes on rows that the first one brought, numbered as it brought them. All ranks take part in the same exchanges.
-    """
-
-    slices: AttnSlices  # queries in local token numbers, keys in rows of the stage
-    holds_local: bool
-    num_rows: int  # K/V rows of the stage
-    exchanges: tuple[Exchange, ...]
-
-    @property
-    def late_from(self) -> int | None:
-        """The first row that comes from others, where they follow the rank's own."""
-        return self.arriving[0][0] if self.holds_local and self.exchanges else None
-
-    @functools.cached_property
-    def arriving(self) -> tuple[tuple[int, int], ...]:
-        """First row, and number of rows, of each exchange; they come last."""
-        rows = [sum(exchange.recv_splits) for exchange in self.exchanges]
-        return tuple((self.num_rows - sum(rows[i:]), rows[i]) for i in range(len(rows)))
-
-
-@dataclass(frozen=True, eq=False)
-class _Tables:
-    """What all ranks' shares are computed from."""
-
-    slices: AttnSlices  # canonical, over the whole pack
-    owned: tuple[Int64Array, ...]  # per rank [n, 2] token ranges
-    transfers: Int64Array  # [n, 4]: destination, source, first token, end token
-    hops: Int64Array  # [n, 6]: from `routes.first_hops`
-    gpus_per_node: int
-    forward: Shares
-    backward: Shares
-
-
-@dataclass(frozen=True, eq=False)
-class RankShare:
-    """What one rank owns and does."""
-
-    rank: int
-    _tables: _Tables
-    _stages: dict[tuple[bool, Share], Stage] = field(default_factory=dict, repr=False)
-
-    @property
-    def ranges(self) -> Int64Array:
-        """Half-open token ranges that this rank owns, int64 [n, 2], ascending. Their order is the local token order."""
-        return self._tables.owned[self.rank]
-
-    @functools.cached_property
-    def tokens(self) -> Int64Array:
-        """The token behind each local token number, int64 [tokens_per_rank]."""
-        return expand(self.ranges[:, 0], self.ranges[:, 1])
-
-    @property
-    def forward(self) -> tuple[Stage, ...]:
-        """The stages of a layer's forward."""
-        return self._stages_of(self._tables.forward)
-
-    @property
-    def backward(self) -> tuple[Stage, ...]:
-        """The stages of a layer's backward; a stage that both have is the same object."""
-        return self._stages_of(self._tables.backward)
-
-    def _stages_of(self, shares: Shares) -> tuple[Stage, ...]:
-        keys = [(i == 0, share) for i, share in enumerate(shares)]
-        for key in keys:
-            if key not in self._stages:
-                self._stages[key] = _stage(self._tables, self.rank, *key)
-        return tuple(self._stages[key] for key in keys)
+MAX_STAGES = 16  # each stage has launches and index data of its own
 
 
 @dataclass(frozen=True, eq=False)
@@ -198,14 +30,10 @@ class AttnPlan:
     Attributes:
         slices: the mask over the pack's tokens, canonical.
         total_tokens: tokens of the pack.
-        padded_tokens: the same, rounded up to a multiple of cp_size; the padding comes last and takes part in nothing.
-        cp_size: number of context-parallel ranks.
-        gpus_per_node: ranks [0, gpus_per_node) are one node, and so on; cp_size if all ranks are in one.
+        routes: who owns which tokens, and which way K/V rows travel.
         ranks: per rank its share (``ranges``, ``tokens``, ``forward`` and ``backward`` stages).
         areas: (query, key) pairs that each rank computes, int64 [cp_size].
-        transfers: K/V rows that each rank needs of others, int64 [n, 4]: destination, source, first token, end token.
-        hops: how they travel at first, int64 [n, 6], see ``routes.first_hops``.
-        forward, backward: which share of the remote K/V each stage brings.
+        forward, backward: the span of the remote K/V that each stage brings.
         work: what each rank has to do, in the terms of the cost model.
         heads: shape of the layers for which the plan was made.
         cost: what the plan takes exchanges and kernels to cost.
@@ -213,26 +41,47 @@ class AttnPlan:
 
     slices: AttnSlices
     total_tokens: int
-    padded_tokens: int
-    cp_size: int
-    gpus_per_node: int
+    routes: Routes = field(repr=False)
     ranks: tuple[RankShare, ...] = field(repr=False)
     areas: Int64Array = field(repr=False)
-    transfers: Int64Array = field(repr=False)
-    hops: Int64Array = field(repr=False)
-    forward: Shares
-    backward: Shares
+    forward: Spans
+    backward: Spans
     work: Workload = field(repr=False)
     heads: Heads
     cost: CostModel = field(repr=False)
 
     @property
+    def cp_size(self) -> int:
+        """Number of context-parallel ranks."""
+        return len(self.ranks)
+
+    @property
+    def gpus_per_node(self) -> int:
+        """Ranks [0, gpus_per_node) are one node, and so on; cp_size if all ranks are in one."""
+        return self.routes.gpus_per_node
+
+    @property
+    def padded_tokens(self) -> int:
+        """Tokens of the pack, rounded up to a multiple of cp_size; the padding comes last and takes part in nothing."""
+        return self.tokens_per_rank * self.cp_size
+
+    @property
+    def transfers(self) -> Int64Array:
+        """K/V rows that each rank needs of others, int64 [n, 4]: destination, source, first token, end token."""
+        return self.routes.transfers
+
+    @property
+    def hops(self) -> Int64Array:
+        """How they travel at first, int64 [n, 6], see ``Routes``."""
+        return self.routes.hops
+
+    @property
     def tokens_per_rank(self) -> int:
-        return self.padded_tokens // self.cp_size
+        return self.work.tokens
 
     @functools.cached_property
     def fingerprint(self) -> int:
-        """A number that differs between different plans, in 63 bits."""
+        """63-bit fingerprint of the plan."""
         digest = hashlib.blake2b(digest_size=8)
         for array in (self.slices.table, self.hops, self.transfers, *(share.ranges for share in self.ranks)):
             digest.update(np.ascontiguousarray(array).tobytes())
@@ -275,18 +124,18 @@ def make_plan(
         slices: the mask over the pack; rows that no slice touches (padding) attend to nothing and cost nothing.
         total_tokens: tokens of the pack; any number. When it does not divide by cp_size the plan pads at the end.
         cp_size: number of context-parallel ranks.
-        overlap_stages: into how many stages the remote K/V is cut. The first is on its way while a rank attends to its
-            own K/V, each next one while the one before is attended to. 0: no overlap, one attention call over all K/V.
-            -1: what the cost model predicts to be fastest, for the forward and for the backward.
+        overlap_stages: into how many stages the remote K/V are cut. The first is on its way while a rank attends to
+            its own K/V, each next one while the one before is attended to. 0: one attention call over all K/V, which
+            inside a node awaits the remote ones while it runs. -1: chosen by the cost model, see ``stages``.
         heads: shape of the attention layers on one rank. It guides the balance and the choice of stages; the plan holds
             for any.
         gpus_per_node: ranks [0, gpus_per_node) are in one node, and so on. A K/V row then crosses to a node once and is
             passed on inside, and ranks that share a document are put in one node. None: all ranks are in one node.
-        cost: of what stages do, see ``CostModel.load``.
+        cost: what kernels and messages take on this kind of machine, see ``CostModel.load``.
 
     Raises:
-        ValueError: no AttnSlices or Heads; a slice reaches beyond total_tokens; a size below 1; stages below -1 or
-            above MAX_STAGES.
+        ValueError: no AttnSlices, Heads or CostModel; a slice beyond total_tokens; a size below 1 or no integer; more
+            tokens than 32 bits count; stages below -1 or above MAX_STAGES.
     """
     check_slices(slices)
     if not isinstance(heads, Heads) or not isinstance(cost, CostModel):
@@ -294,7 +143,21 @@ def make_plan(
             f"heads is {heads!r} and cost {cost!r}; give Heads(num_heads_q, num_heads_kv, head_dim) of one rank and a "
             "CostModel, or leave them out"
         )
-    return _recent_plan(slices, total_tokens, cp_size, overlap_stages, heads, gpus_per_node, cost)
+    if not (is_integer(cp_size, 1) and is_integer(total_tokens, 0)):
+        raise ValueError(
+            f"cp_size is {cp_size!r} and total_tokens {total_tokens!r}; they must be integers, at least 1 and 0"
+        )
+    if int(total_tokens) + int(cp_size) - 1 > MAX_TOKENS:
+        raise ValueError(f"total_tokens is {total_tokens}; token numbers must fit in 32 bits: plan a shorter pack")
+    if not is_integer(overlap_stages, -1) or overlap_stages > MAX_STAGES:
+        raise ValueError(
+            f"overlap_stages is {overlap_stages!r}; use 0 for no overlap, the number of stages (at most {MAX_STAGES}), "
+            "or -1 to have it chosen"
+        )
+    if gpus_per_node is not None and not is_integer(gpus_per_node, 1):
+        raise ValueError(f"gpus_per_node is {gpus_per_node!r}; use None for one node or the ranks of each node")
+    gpus_per_node = min(int(gpus_per_node or cp_size), int(cp_size))
+    return _recent_plan(slices, int(total_tokens), int(cp_size), int(overlap_stages), heads, gpus_per_node, cost)
 
 
 def plan_afresh(
@@ -306,16 +169,11 @@ def plan_afresh(
     gpus_per_node: int | None,
     cost: CostModel,
 ) -> AttnPlan:
-    """`make_plan`, which remembers its last plans, without that."""
-    if cp_size < 1 or total_tokens < 0:
-        raise ValueError(f"cp_size is {cp_size} and total_tokens {total_tokens}; they must be at least 1 and 0")
-    if not -1 <= overlap_stages <= MAX_STAGES:
-        raise ValueError(
-            f"overlap_stages is {overlap_stages}; use 0 for no overlap, the number of stages (at most {MAX_STAGES}), "
-            "or -1 to have it chosen"
-        )
-    if gpus_per_node is not None and gpus_per_node < 1:
-        raise ValueError(f"gpus_per_node is {gpus_per_node}; use None for one node or the ranks of each node")
+    """`make_plan`, which remembers its last plans and checks its arguments, without that.
+
+    Raises:
+        ValueError: a slice beyond total_tokens.
+    """
     _check_range(slices, total_tokens)
     slices = slices.canonical()
     padded_tokens = -(-total_tokens // cp_size) * cp_size
@@ -348,31 +206,20 @@ def plan_ownership(
         owned: per rank int64 [n, 2] token ranges, ascending; together they cover the padded pack, equally many each.
         overlap_stages, heads, gpus_per_node, cost: as in ``make_plan``.
     """
-    cp_size = len(owned)
-    gpus_per_node = gpus_per_node or cp_size
-    padded_tokens = int(sum((ranges[:, 1] - ranges[:, 0]).sum() for ranges in owned))
-
-    parts, owner = parts_of(owned)
-    rank, pieces, needs = key_needs(slices.table.astype(np.int64), parts, owner)
-    areas = np.bincount(rank, slice_areas(pieces), cp_size).astype(np.int64)
-    part, destination, start, end = transfers_of(needs, parts, owner).T
-    transfers = np.stack([destination, owner[part], start, end], 1)
-    hops = first_hops(transfers, cp_size, gpus_per_node)
-    work = workload(
-        rank, pieces, parts, owner, transfers, hops, cp_size, padded_tokens // cp_size, gpus_per_node, heads
-    )
-    if len(transfers) == 0:
-        forward = backward = RESIDENT
-    elif overlap_stages == -1:
-        forward, backward = choose_stages(cost, work, heads)
+    gpus_per_node = gpus_per_node or len(owned)
+    parts = parts_of(owned)
+    pieces = pieces_of(slices, parts)
+    transfers = transfers_of(key_needs(pieces, parts), parts)
+    hops = first_hops(transfers, len(owned), gpus_per_node)
+    routes = Routes(tuple(frozen(ranges.copy()) for ranges in owned), gpus_per_node, frozen(transfers), frozen(hops))
+    work = workload(parts, pieces, routes, heads)
+    if overlap_stages == -1 or len(transfers) == 0:
+        spans = choose_stages(cost, work, heads)
     else:
-        forward = backward = equal_stages(overlap_stages)
-    tables = _Tables(slices, owned, transfers, hops, gpus_per_node, forward, backward)
-    ranks = tuple(RankShare(rank, tables) for rank in range(cp_size))
-    return AttnPlan(
-        slices, total_tokens, padded_tokens, cp_size, gpus_per_node, ranks, areas, transfers, hops, forward, backward,
-        work, heads, cost,
-    )  # fmt: skip
+        spans = equal_stages(overlap_stages), equal_stages(overlap_stages)
+    ranks = tuple(RankShare(rank, slices, routes, spans) for rank in range(len(owned)))
+    areas = frozen(sums(pieces.owner, slice_areas(pieces.table), len(owned)))
+    return AttnPlan(slices, total_tokens, routes, ranks, areas, *spans, work, heads, cost)
 
 
 def _check_range(slices: AttnSlices, total_tokens: int) -> None:
@@ -382,104 +229,3 @@ def _check_range(slices: AttnSlices, total_tokens: int) -> None:
         raise ValueError(
             f"slice {i} is {slices.table[i].tolist()} but the pack has {total_tokens} tokens; cut it to fit"
         )
-
-
-def _stage(tables: _Tables, rank: int, holds_local: bool, share: Share) -> Stage:
-    own, cp_size = tables.owned[rank], len(tables.owned)
-    own_rows = own[:, 1] - own[:, 0]
-    own_offset = own_rows.cumsum() - own_rows
-
-    # What travels, and the stage's buffer: ranges of tokens, one after another. From rank to rank rows travel in
-    # ascending order, so sender and receiver agree without talking.
-    exchanges = []
-    buffer = [own if holds_local else own[:0]]
-    if share[0] < share[1]:
-        node = rank // tables.gpus_per_node
-        hops = cut(_concerning(tables, rank, node), share)
-        received = hops[hops[:, 0] == rank]
-        relays = 1 < tables.gpus_per_node < cp_size
-        all_hops = None if relays else tables.hops
-        exchanges.append(_exchange(rank, hops, own[:, 0], own_offset, cp_size, all_hops, share))
-        buffer.append(received[:, 2:])
-        if relays:
-            relayed = hops[(hops[:, 0] // tables.gpus_per_node == node) & (hops[:, 1] // tables.gpus_per_node != node)]
-            passed = second_hops(relayed, _from_other_nodes(tables, node))
-            rows = received[:, 3] - received[:, 2]
-            by_token = np.argsort(received[:, 2])
-            first_row = (rows.cumsum() - rows)[by_token]
-            exchanges.append(_exchange(rank, passed, received[by_token, 2], first_row, cp_size, None, share))
-            buffer.append(passed[passed[:, 0] == rank, 2:])
-    start, end = np.concatenate(buffer).T
-    row = (end - start).cumsum() - (end - start)
-    num_rows = int((end - start).sum())
-    order = np.argsort(start)
-    start, end, row = start[order], end[order], row[order]
-
-    # The rank's slices: rows cut at its token ranges, keys cut at the buffer's ranges, both renumbered.
-    table: IntArray = tables.slices.table.astype(np.int64)
-    which, part = intersecting(table[:, 0], table[:, 1], own[:, 0], own[:, 1])
-    table = clip_rows(table[which], own[part, 0], own[part, 1])
-    table[:, :2] += (own_offset - own[:, 0])[part, None]
-    which, part = intersecting(table[:, 2], table[:, 3], start, end)
-    table, origin = clip_keys(table[which], start[part], end[part])
-    table[:, 2:4] += (row - start)[part][origin, None]
-    table = table[np.lexsort((table[:, 2], table[:, 0]))]
-    own_end = int(own_rows.sum()) if holds_local else 0
-    return Stage(AttnSlices._trusted(_join_keys(table, own_end)), holds_local, num_rows, tuple(exchanges))
-
-
-def _join_keys(table: IntArray, apart: int) -> IntArray:
-    """Slices of the same rows whose keys follow each other as one, where one has the bounds of both. Sorted tables.
-
-    Keys before `apart` and after it stay apart: they do not come at the same time.
-    """
-    q_start, q_end, k_start, k_end, mask_type = table.T
-    goes_on = (q_start[1:] == q_start[:-1]) & (q_end[1:] == q_end[:-1]) & (k_start[1:] == k_end[:-1])
-    goes_on &= (mask_type[:-1] & 1 == 0) & (mask_type[1:] & 2 == 0)  # neither bound moves where they meet
-    goes_on &= k_start[1:] != apart
-    first = np.flatnonzero(np.append(True, ~goes_on)[: len(table)])
-    last = np.append(first[1:], len(table))[: len(first)] - 1
-    joined_type = (mask_type[first] & 2) | (mask_type[last] & 1)
-    return np.stack([q_start[first], q_end[first], k_start[first], k_end[last], joined_type], 1)
-
-
-def _concerning(tables: _Tables, rank: int, node: int) -> Int64Array:
-    """The hops to and from a rank, and those to its node from other nodes."""
-    receiver, source = tables.hops[:, 0], tables.hops[:, 1]
-    mine = (receiver == rank) | (source == rank)
-    if 1 < tables.gpus_per_node < len(tables.owned):
-        mine |= receiver // tables.gpus_per_node == node
-    return tables.hops[mine]
-
-
-def _from_other_nodes(tables: _Tables, node: int) -> Int64Array:
-    """What the ranks of a node need from other nodes: destination, source, first token, end token."""
-    destination, source = tables.transfers[:, 0] // tables.gpus_per_node, tables.transfers[:, 1] // tables.gpus_per_node
-    return tables.transfers[(destination == node) & (source != node)]
-
-
-def _exchange(
-    rank: int,
-    hops: Int64Array,
-    starts: Int64Array,
-    rows: Int64Array,
-    cp_size: int,
-    all_hops: Int64Array | None,
-    share: Share,
-) -> Exchange:
-    """A rank's part in hops [n, 4]: receiver, sender, first token, end token; sorted.
-
-    Args:
-        starts, rows: first token, ascending, and first row number of each range of tokens that the rank can send.
-        all_hops, share: see Exchange.
-    """
-    sent, received = hops[hops[:, 1] == rank], hops[hops[:, 0] == rank]
-    part = np.searchsorted(starts, sent[:, 2], side="right") - 1
-    shift = (rows[part] - starts[part]) if len(part) else part
-    send_rows = expand(sent[:, 2] + shift, sent[:, 3] + shift)
-    splits = _rows_per_rank(sent[:, 0], sent, cp_size), _rows_per_rank(received[:, 1], received, cp_size)
-    return Exchange(rank, send_rows, *splits, all_hops, share)
-
-
-def _rows_per_rank(rank: Int64Array, hops: Int64Array, cp_size: int) -> tuple[int, ...]:
-    return tuple(np.bincount(rank, hops[:, 3] - hops[:, 2], cp_size).astype(int).tolist())

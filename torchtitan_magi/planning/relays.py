@@ -1,30 +1,77 @@
 """Which way K/V rows travel: from their owner to who needs them, over the network once per node that needs them.
 
 A row that several ranks of another node need crosses to one of the node's ranks, its relay, which passes it on. The
-relays of a node share its rows evenly, whether they need them or not, so that all network links carry the same.
+relays of a node divide its rows evenly, whether they need them or not, so that all network links carry the same.
 """
 
+from dataclasses import dataclass
 from fractions import Fraction
 
 import numpy as np
-import numpy.typing as npt
 
-from torchtitan_magi.masks.geometry import intersecting, union
+from torchtitan_magi.masks.geometry import Int64Array, intersecting, union
 
-Int64Array = npt.NDArray[np.int64]
+Span = tuple[Fraction, Fraction]  # a stage's cut of the remote K/V: from which to which fraction of the rows
+Spans = tuple[Span, ...]  # of all stages; the first stage also holds the rank's own K/V
+
+NONE, ALL = Fraction(0), Fraction(1)
+RESIDENT: Spans = ((NONE, NONE),)  # nothing travels
+
+
+@dataclass(frozen=True, eq=False)
+class Routes:
+    """Who owns which tokens, and which way K/V rows travel. The arrays are read-only.
+
+    Attributes:
+        owned: per rank int64 [n, 2] token ranges, ascending.
+        gpus_per_node: ranks [0, gpus_per_node) are one node, and so on.
+        transfers: what each rank needs of each other, int64 [n, 4]: destination, source, first token, end token.
+        hops: what every rank receives straight from the rows' owners, int64 [m, 6], sorted: receiver, source, first
+            token, end token; rows of the same receiver and source that come before; all rows of the two.
+    """
+
+    owned: tuple[Int64Array, ...]
+    gpus_per_node: int
+    transfers: Int64Array
+    hops: Int64Array
+
+    @property
+    def cp_size(self) -> int:
+        return len(self.owned)
+
+    @property
+    def has_relays(self) -> bool:
+        """Whether rows pass through relays: there are several nodes of several ranks."""
+        return 1 < self.gpus_per_node < self.cp_size
+
+    def hops_concerning(self, rank: int) -> Int64Array:
+        """The hops to and from a rank, and with relays those to its node."""
+        receiver, source = self.hops[:, 0], self.hops[:, 1]
+        concerns = (receiver == rank) | (source == rank)
+        if self.has_relays:
+            concerns |= receiver // self.gpus_per_node == rank // self.gpus_per_node
+        return self.hops[concerns]
+
+    def second_hops(self, hops: Int64Array, node: int) -> Int64Array:
+        """What the relays of a node pass on, when what the hops to the node say has arrived.
+
+        Returns:
+            int64 [k, 4], sorted: destination, relay, first token, end token; without what relays keep for themselves.
+        """
+        relayed, needs = (
+            table[(table[:, 0] // self.gpus_per_node == node) & (table[:, 1] // self.gpus_per_node != node)]
+            for table in (hops, self.transfers)
+        )
+        relay, _, start, end = relayed[np.argsort(relayed[:, 2])].T
+        which, held = intersecting(needs[:, 2], needs[:, 3], start, end)
+        lo, hi = np.maximum(needs[which, 2], start[held]), np.minimum(needs[which, 3], end[held])
+        passed = np.stack([needs[which, 0], relay[held], lo, hi], 1)
+        passed = passed[passed[:, 0] != passed[:, 1]]
+        return passed[np.lexsort((passed[:, 2], passed[:, 1], passed[:, 0]))]
 
 
 def first_hops(transfers: Int64Array, cp_size: int, gpus_per_node: int) -> Int64Array:
-    """What every rank receives straight from the rows' owners.
-
-    Args:
-        transfers: int64 [n, 4]: destination, source, first token, end token: what each rank needs of each other.
-        gpus_per_node: ranks [0, gpus_per_node) are one node, and so on.
-
-    Returns:
-        int64 [m, 6], sorted: receiver, source, first token, end token; rows of the same receiver and source that come
-        before, and all rows of the two.
-    """
+    """The hops of these transfers, see ``Routes``."""
     destination, source = transfers[:, 0], transfers[:, 1]
     if gpus_per_node > 1:
         node = destination // gpus_per_node
@@ -51,51 +98,30 @@ def _to_relays(transfers: Int64Array, node: Int64Array, cp_size: int, gpus_per_n
     order = np.lexsort((once[:, 1], source // gpus_per_node, source % gpus_per_node, node))
     node, source, start, end = node[order], source[order], once[order, 1], once[order, 2]
 
-    # Step 2: the rows of a node in this order, cut into equal parts.
+    # Step 2: the rows of a node in this order, divided evenly among its ranks.
     rows = end - start
     before = rows.cumsum() - rows
     rank = np.arange(cp_size)
     of_node = np.bincount(node, rows, -(-cp_size // gpus_per_node)).astype(np.int64)
     gpus = np.bincount(rank // gpus_per_node)[rank // gpus_per_node]
     edges = np.append(0, of_node.cumsum())
-    part_start = edges[rank // gpus_per_node] + of_node[rank // gpus_per_node] * (rank % gpus_per_node) // gpus
-    part_end = np.append(part_start[1:], edges[-1])
-    which, relay = intersecting(before, before + rows, part_start, part_end)
+    first = edges[rank // gpus_per_node] + of_node[rank // gpus_per_node] * (rank % gpus_per_node) // gpus
+    last = np.append(first[1:], edges[-1])
+    which, relay = intersecting(before, before + rows, first, last)
     shift = (start - before)[which]
-    lo = np.maximum(before[which], part_start[relay]) + shift
-    hi = np.minimum((before + rows)[which], part_end[relay]) + shift
+    lo = np.maximum(before[which], first[relay]) + shift
+    hi = np.minimum((before + rows)[which], last[relay]) + shift
     return np.stack([relay, source[which], lo, hi], 1)[lo < hi]
 
 
-def cut(hops: Int64Array, share: tuple[Fraction, Fraction]) -> Int64Array:
-    """A share of what every receiver gets from every source, in the order of its tokens.
-
-    Args:
-        hops: from `first_hops`. share: from which to which part of the rows, both in [0, 1].
+def cut(hops: Int64Array, span: Span) -> Int64Array:
+    """A span of what every receiver gets from every source, in the order of its tokens.
 
     Returns:
         int64 [m, 4]: receiver, source, first token, end token.
     """
     receiver, source, start, end, before, total = hops.T
-    first, last = (total * part.numerator // part.denominator - before for part in share)
+    first, last = (total * edge.numerator // edge.denominator - before for edge in span)
     rows = end - start
     lo, hi = start + np.clip(first, 0, rows), start + np.clip(last, 0, rows)
     return np.stack([receiver, source, lo, hi], 1)[lo < hi]
-
-
-def second_hops(relayed: Int64Array, needs: Int64Array) -> Int64Array:
-    """What the relays of a node pass on.
-
-    Args:
-        relayed: int64 [n, 4]: relay, source, first token, end token; what crosses to the node.
-        needs: int64 [m, 4]: destination, source, first token, end token; what its ranks need from other nodes.
-
-    Returns:
-        int64 [k, 4], sorted: destination, relay, first token, end token; without what relays keep for themselves.
-    """
-    relay, _, start, end = relayed[np.argsort(relayed[:, 2])].T
-    which, part = intersecting(needs[:, 2], needs[:, 3], start, end)
-    lo, hi = np.maximum(needs[which, 2], start[part]), np.minimum(needs[which, 3], end[part])
-    passed = np.stack([needs[which, 0], relay[part], lo, hi], 1)
-    passed = passed[passed[:, 0] != passed[:, 1]]
-    return passed[np.lexsort((passed[:, 2], passed[:, 1], passed[:, 0]))]

@@ -10,7 +10,7 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-from torchtitan_magi.planning.stages import H200, CostModel, Heads
+from torchtitan_magi.planning.cost_model import H200, CostModel, Heads
 from torchtitan_magi.report.sample_packs import DISTRIBUTIONS, make_packs
 from torchtitan_magi.report.sizing import Sizing, size_run
 from torchtitan_magi.report.text import SCAN_NOTE, as_json, headline, notes, rank_line, scan_table, setting, text_table

@@ -17,7 +17,7 @@ from matplotlib.ticker import MaxNLocator
 
 from torchtitan_magi.planning.needs import parts_of
 from torchtitan_magi.planning.plan import AttnPlan
-from torchtitan_magi.planning.stages import Timeline
+from torchtitan_magi.planning.timeline import Timeline
 from torchtitan_magi.report.sizing import OURS, Sizing
 from torchtitan_magi.report.text import COLUMNS, column_groups, counted, headline, notes, setting
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from torchtitan_magi.planning.cost_model import H200, CostModel, Heads
 from torchtitan_magi.planning.plan import AttnPlan, plan_afresh
-from torchtitan_magi.planning.stages import H200, CostModel, Heads
 from torchtitan_magi.report.sample_packs import Int64Array
 from torchtitan_magi.report.strategies import Case, Outcome, compare, plan_outcome
 

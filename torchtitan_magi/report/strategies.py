@@ -14,20 +14,15 @@ from math import inf
 import numpy as np
 import numpy.typing as npt
 
-from torchtitan_magi.masks.geometry import expand, intersecting
-from torchtitan_magi.masks.slices import AttnSlices, IntArray, clip_rows, shared_prompt, slice_areas, varlen_causal
+from torchtitan_magi.masks.builders import shared_prompt, varlen_causal
+from torchtitan_magi.masks.geometry import IntArray, clip_rows, expand, intersecting, slice_areas
+from torchtitan_magi.masks.slices import AttnSlices
+from torchtitan_magi.planning.cost_model import CostModel, Heads, Link
 from torchtitan_magi.planning.needs import parts_of
 from torchtitan_magi.planning.plan import AttnPlan, plan_ownership
-from torchtitan_magi.planning.stages import (
-    CostModel,
-    Heads,
-    Link,
-    Shares,
-    Workload,
-    choose_stages,
-    equal_stages,
-    predict,
-)
+from torchtitan_magi.planning.relays import Spans
+from torchtitan_magi.planning.stages import choose_stages, equal_stages
+from torchtitan_magi.planning.timeline import Workload, predict
 from torchtitan_magi.tiles import KEYS, tile_cost
 
 FloatArray = npt.NDArray[np.float64]
@@ -115,7 +110,7 @@ def outcome_of(
     name: str,
     case: Case,
     work: Workload,
-    spans: tuple[Shares, Shares],
+    spans: tuple[Spans, Spans],
     balance: tuple[float, float],
     rows: tuple[FloatArray, FloatArray],
 ) -> Outcome:

@@ -4,8 +4,8 @@ import math
 from dataclasses import dataclass, field, fields
 from typing import Literal, get_args
 
+from torchtitan_magi.planning.cost_model import CostModel
 from torchtitan_magi.planning.plan import MAX_STAGES
-from torchtitan_magi.planning.stages import CostModel
 
 
 @dataclass(frozen=True)

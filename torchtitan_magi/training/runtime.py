@@ -17,9 +17,11 @@ from torchtitan_magi.bound_plan import BoundPlan, IndexData, bind_plan, index_da
 from torchtitan_magi.exchange.agreement import PlanAgreement
 from torchtitan_magi.exchange.mesh import gpus_per_node
 from torchtitan_magi.losses import IGNORE_INDEX
-from torchtitan_magi.masks.slices import CAUSAL, AttnSlices, shared_prompt
+from torchtitan_magi.masks.builders import shared_prompt
+from torchtitan_magi.masks.geometry import CAUSAL
+from torchtitan_magi.masks.slices import AttnSlices
+from torchtitan_magi.planning.cost_model import H200, CostModel, Heads
 from torchtitan_magi.planning.plan import AttnPlan, make_plan
-from torchtitan_magi.planning.stages import H200, CostModel, Heads
 from torchtitan_magi.planning.summary import describe_plan
 from torchtitan_magi.training.options import Magi
 

@@ -20,7 +20,7 @@ from torchtitan_magi.backends.ffa.worklists import ListSizes, WorkLists, build_w
 from torchtitan_magi.cuda import jit, launch
 from torchtitan_magi.exchange.in_flight import KeysAndValues, LateKeys, keys_and_values
 from torchtitan_magi.masks.slices import AttnSlices
-from torchtitan_magi.planning.stages import H200, CostModel
+from torchtitan_magi.planning.cost_model import H200, CostModel
 from torchtitan_magi.tiles import BACKWARD_ROWS, KEYS, ROWS
 
 LOG2_E = math.log2(math.e)

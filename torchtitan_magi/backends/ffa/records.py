@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from torchtitan_magi.backends.ffa.params import check_count
 from torchtitan_magi.backends.ffa.segments import Int32Array, Int64Array, is_new, starts_of
-from torchtitan_magi.planning.stages import CostModel, Heads, KernelCost
+from torchtitan_magi.planning.cost_model import CostModel, Heads, KernelCost
 from torchtitan_magi.tiles import KEYS
 
 L2_BYTES = 32 << 20  # what one wave of heads may claim of the L2 cache; an H200 has 50 MiB

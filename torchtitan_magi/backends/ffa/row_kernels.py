@@ -16,7 +16,7 @@ from torch import Tensor
 from torchtitan_magi.backends.ffa.params import check_count
 from torchtitan_magi.cuda import launch
 from torchtitan_magi.exchange.in_flight import MAX_PEERS, Places, Returned, RowSums, Unsent
-from torchtitan_magi.planning.plan import Exchange
+from torchtitan_magi.planning.stage import Exchange
 
 _WARPS = 8  # warps per block, one row each
 _UNIT = 16  # bytes that a lane moves at once

@@ -20,8 +20,9 @@ from torchtitan_magi.backends.ffa.forward_lists import ForwardSizes, forward_lis
 from torchtitan_magi.backends.ffa.params import check_count
 from torchtitan_magi.backends.ffa.records import Mask, Words
 from torchtitan_magi.backends.ffa.segments import FAR, Int32Array, tile_segments
-from torchtitan_magi.masks.slices import AttnSlices, slice_layers
-from torchtitan_magi.planning.stages import H200, CostModel, Heads
+from torchtitan_magi.masks.geometry import slice_layers
+from torchtitan_magi.masks.slices import AttnSlices
+from torchtitan_magi.planning.cost_model import H200, CostModel, Heads
 from torchtitan_magi.tiles import BACKWARD_ROWS, KEYS, ROWS, forward_heads_per_tile
 
 

@@ -12,13 +12,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-from torchtitan_magi.masks.geometry import joined
-from torchtitan_magi.planning.placement.pool import TOKENS, WORK, Pool, Range, WorkProfile
+from torchtitan_magi.masks.geometry import Int64Array, joined
+from torchtitan_magi.planning.placement.pool import TOKENS, WORK, Pool, Range
+from torchtitan_magi.planning.placement.profile import WorkProfile
 from torchtitan_magi.planning.placement.swaps import even_out
-
-Int64Array = npt.NDArray[np.int64]
 
 PAIR_CANDIDATES = 96  # pieces whose pairs are tried to close a gap
 
@@ -44,9 +42,10 @@ def place_documents(
     """Runs the greedy once, then evens out what the last ranks were left with.
 
     Args:
-        profile: work of the rows. stretches: [n, 2] documents that cover the pack.
+        profile: work of the rows.
+        stretches: int64 [n, 2]: documents that cover the pack.
         num_tokens: a multiple of cp_size, cp_size at most num_tokens.
-        mean_work: of a rank in the end, a guess; cuts add work, so it is more than that of the whole documents.
+        mean_work: an estimate of the mean work of a rank; cuts add to the work of the whole documents.
 
     Returns:
         per rank int64 [n, 2] ascending ranges, and the work of each rank, int64 [cp_size]. Every rank owns
@@ -76,15 +75,15 @@ def _one_rank(pool: Pool, tokens: int, budget: int, recipe: Recipe, mean_keys: f
 
 
 def _split(pool: Pool, start: int, end: int, tokens: int, budget: int, recipe: Recipe, mean_keys: float) -> list[Range]:
-    """A tail of the piece [start, end) and a prefix of it, filled with the lightest pieces."""
+    """Takes a tail and a prefix of the piece [start, end), and the lightest pieces to fill the rank."""
     work_of, length = pool.profile.of, end - start
     others = int(pool.tokens[-1])
     front_keys = pool.profile.below(start + 1) - pool.profile.below(start)
-    share = recipe.prefix if front_keys < recipe.reach * mean_keys else 0.0
+    ratio = recipe.prefix if front_keys < recipe.reach * mean_keys else 0.0
 
-    # Step 1: the longest tail that the budget allows, with its share of prefix and the lightest fill.
+    # Step 1: the longest tail that the budget allows, with the prefix that goes with it and the lightest fill.
     def prefix_of(tail: int) -> int:
-        prefix = min(int(share * tail), tokens - tail, length - tail)
+        prefix = min(int(ratio * tail), tokens - tail, length - tail)
         return max(prefix, tokens - tail - others)
 
     def is_within(tail: int) -> bool:
@@ -120,13 +119,15 @@ def _split(pool: Pool, start: int, end: int, tokens: int, budget: int, recipe: R
 def _fill_beside_tail(
     pool: Pool, tokens: int, budget: int, start: int, end: int, count: int
 ) -> tuple[int, list[Range]]:
-    """Chooses a tail of [start, end) and pieces beside it: so many tokens, at most so much work.
+    """Chooses a tail of [start, end) and pieces beside it.
 
     Args:
-        count: about so many of the lightest pieces belong to it.
+        tokens: of tail and pieces together.
+        budget: their work, at most.
+        count: lightest pieces that fill the rank beside a tail of estimated length.
 
     Returns:
-        the length of the tail, and the other ranges.
+        the length of the tail, and the ranges of the pieces.
     """
     work_of = pool.profile.of
     # Step 1: two pieces of any length in place of the last one, so that the tail needs no cut piece beside it.
@@ -161,7 +162,7 @@ def _fill_beside_tail(
 
 
 def _window(pool: Pool, tokens: int, budget: int, mean_work: int, rank_tokens: int) -> list[Range]:
-    """Neighbours in the order of work per token that hold so many tokens and about so much work."""
+    """Takes neighbours in the order of work per token: `tokens` tokens, about `budget` work."""
     if tokens == 0:
         return []
     # Step 1: for every first piece the last one that still fits, and the work, the rest cut from the next piece.
@@ -193,7 +194,7 @@ def _window(pool: Pool, tokens: int, budget: int, mean_work: int, rank_tokens: i
 
 
 def _close(pool: Pool, gap: int, budget: int, mean_work: int, rank_tokens: int) -> list[Range]:
-    """Exactly `gap` tokens of about so much work: the front of a piece, after whole ones if there is none so long."""
+    """Takes `gap` tokens of about `budget` work: the front of one piece, after whole ones if none is long enough."""
     ranges: list[Range] = []
     while gap:
         start, _, lengths, work, _ = pool.table.T
@@ -214,7 +215,7 @@ def _close(pool: Pool, gap: int, budget: int, mean_work: int, rank_tokens: int) 
 
 
 def _as_rows(off: Int64Array, mean_work: int, rank_tokens: int) -> Int64Array:
-    """What a rank's distance from its work is worth in received rows: beyond 0.4%, a tenth of its tokens per 1%."""
+    """A rank's distance from its budget in units of received rows: beyond 0.4%, a tenth of its tokens per 1%."""
     return np.maximum(0, off - mean_work // 256) * 10 // max(1, mean_work // rank_tokens)
 
 

@@ -3,12 +3,10 @@
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
+from torchtitan_magi.masks.geometry import Int64Array
 from torchtitan_magi.masks.slices import AttnSlices
-from torchtitan_magi.planning.needs import key_needs, node_traffic, parts_of, transfers
-
-Int64Array = npt.NDArray[np.int64]
+from torchtitan_magi.planning.needs import key_needs, node_traffic, parts_of, pieces_of, transfers_of
 
 
 def seat_in_nodes(
@@ -36,20 +34,20 @@ def _documents_of_shares(
         reach: keys from the document's first to the last one that the share needs; 0 if it receives none of them.
         held: tokens of the document that the share owns.
     """
-    table = slices.canonical().table.astype(np.int64)
-    parts, owner = parts_of(owned)
-    _, _, needs = key_needs(table, parts, owner)
-    _, rank, start, _ = transfers(needs, parts, owner).T
+    parts = parts_of(owned)
+    needs = key_needs(pieces_of(slices, parts), parts)
+    rank, _, start, _ = transfers_of(needs, parts).T
     document = np.searchsorted(document_starts, start, side="right") - 1
     travelling, column = np.unique(document, return_inverse=True)
     first = document_starts[travelling]
-    end = np.append(document_starts, parts[-1, 1])[travelling + 1]
+    end = np.append(document_starts, parts.ranges[-1, 1])[travelling + 1]
     reach, held = np.zeros((2, len(owned), len(travelling)), np.int64)
     which, document = np.nonzero((needs[:, 1:2] < end) & (needs[:, 2:] > first))
     np.maximum.at(reach, (needs[which, 0], document), np.minimum(needs[which, 2], end[document]) - first[document])
-    which, document = np.nonzero((parts[:, :1] < end) & (parts[:, 1:] > first))
-    rows = np.minimum(parts[which, 1], end[document]) - np.maximum(parts[which, 0], first[document])
-    np.add.at(held, (owner[which], document), rows)
+    which, document = np.nonzero((parts.ranges[:, :1] < end) & (parts.ranges[:, 1:] > first))
+    start, stop = parts.ranges[which].T
+    rows = np.minimum(stop, end[document]) - np.maximum(start, first[document])
+    np.add.at(held, (parts.owner[which], document), rows)
     receives = np.zeros(reach.shape, bool)
     receives[rank, column] = True
     return np.where(receives, reach, 0), held

@@ -1,28 +1,26 @@
 """Which tokens each context-parallel rank owns: as many for every rank, nearly the same work, few K/V rows that travel.
 
 Documents that fit a rank stay whole; larger ones are spread over few ranks, each with a piece of the tail (heavy) and
-one of the front (light, and needed by everyone, so its sending is shared). ``placement_documents`` has the greedy,
-``placement_pairs`` what improves its result for packs of few documents per rank.
+one of the front (light, and needed by everyone, so its sending is shared). ``greedy`` places them, ``swaps`` evens out
+the work, ``nodes`` says which rank gets which share.
 """
 
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
+from torchtitan_magi.masks.geometry import Int64Array
 from torchtitan_magi.masks.slices import AttnSlices
 from torchtitan_magi.planning.needs import traffic
 from torchtitan_magi.planning.placement.greedy import Recipe, place_documents
 from torchtitan_magi.planning.placement.nodes import seat_in_nodes
-from torchtitan_magi.planning.placement.pairs import divide_pairs
-from torchtitan_magi.planning.placement.pool import WorkProfile, bundle, documents
+from torchtitan_magi.planning.placement.profile import WorkProfile, bundle, documents
 
-Int64Array = npt.NDArray[np.int64]
-
-IMBALANCE = 1.016  # that a placement may have for the sake of fewer rows
+IMBALANCE = 1.016  # work of the heaviest rank over the mean that a placement may have for the sake of fewer rows
 
 ALL = float("inf")
-# What is tried, the best kept: subsets of 28 recipes that together did best on packs of benchmarks/results/plan.json.
+# All of them are tried and the best placement is kept: subsets of 28 recipes that together did best on the packs of
+# benchmarks/results/plan.json.
 FEW_RANKS = 16
 RECIPES_FEW = (
     Recipe(slack=0.01, prefix=1.0, reach=ALL),
@@ -38,11 +36,6 @@ RECIPES_MANY = (
     Recipe(slack=0.01, prefix=1.0, reach=4.0),
     Recipe(slack=0.005, prefix=1.0, reach=2.0),
 )
-# Packs of few documents, each at most as long as a rank's share, do best from one looser start whose pairs of ranks
-# then divide their pieces anew.
-FEW_DOCUMENTS = 4  # per rank
-RECIPES_PAIRS = (Recipe(slack=0.015, prefix=0.25, reach=ALL),)
-PAIRS_TRIED = 7  # per rank
 
 
 def place(
@@ -56,7 +49,7 @@ def place(
         cp_size: number of ranks.
         gpus_per_node: when given, ranks [0, gpus_per_node) are one node, and so on; ranks that share a document are
             put in one node.
-        tile_rows: tokens of a tile of the kernel, 128 // (query heads per K/V head); ranks are balanced by tiles.
+        tile_rows: query tokens per tile of the kernel; ranks are balanced by tiles.
 
     Returns:
         per rank int64 [n, 2]: the half-open token ranges it owns, ascending, adjacent ones joined. Every rank owns
@@ -74,20 +67,15 @@ def place(
     if is_long:
         loose = documents(slices, num_tokens, gap, keep_links=False)
         readings += [loose] if len(loose) > len(readings[0]) else []
-    recipes: tuple[Recipe, ...] = RECIPES_FEW if cp_size <= FEW_RANKS else RECIPES_MANY
+    recipes = RECIPES_FEW if cp_size <= FEW_RANKS else RECIPES_MANY
     short = max(1, tokens_per_rank // 128)
     readings = [bundle(stretches, short) for stretches in readings]
-    has_few = not is_long and len(readings[0]) <= FEW_DOCUMENTS * cp_size
-    if has_few:
-        recipes = RECIPES_PAIRS
     candidates = []
     mean_work = _expected_work(profile, readings[0], cp_size)
     for recipe in recipes[: -(-len(recipes) // len(readings))]:
         for stretches in readings:
             owned, work = place_documents(profile, stretches, num_tokens, cp_size, recipe, mean_work)
             mean_work = int(work.mean())
-            if has_few:
-                owned, work = divide_pairs(profile, stretches, owned, IMBALANCE, PAIRS_TRIED * cp_size)
             candidates.append((_score(slices, owned, work), owned, stretches))
     _, owned, stretches = min(candidates, key=lambda candidate: candidate[0])
     if gpus_per_node is not None and gpus_per_node < cp_size:
@@ -96,7 +84,7 @@ def place(
 
 
 def _expected_work(profile: WorkProfile, stretches: Int64Array, cp_size: int) -> int:
-    """Mean work of a rank when documents too large for one are cut, each cut at about 0.7 of the heaviest rows."""
+    """An estimate of a rank's mean work once documents too large for one are cut, at rows of 0.7 of the most keys."""
     work = profile.of_each(*stretches.T)
     mean = max(1, int(work.sum()) // cp_size)
     keys = work // (stretches[:, 1] - stretches[:, 0])

@@ -1,105 +1,13 @@
-"""Work of any stretch of rows, the documents of a mask, and the pool of pieces that placement draws from."""
-
-import bisect
+"""The pool of pieces that placement draws from."""
 
 import numpy as np
-import numpy.typing as npt
 
-from torchtitan_magi.masks.geometry import union
-from torchtitan_magi.masks.slices import AttnSlices, IntArray, upper_bound
+from torchtitan_magi.masks.geometry import Int64Array, IntArray
+from torchtitan_magi.planning.placement.profile import WorkProfile
 
-Int64Array = npt.NDArray[np.int64]
 Range = tuple[int, int]
 
 START, END, TOKENS, WORK, TAIL = range(5)  # columns of the pool's table: TAIL is the keys of the last row
-
-
-class WorkProfile:
-    """What stretches of rows cost: their (query, key) pairs, exactly, and the tiles that they fill only in part.
-
-    A stretch of n rows at any offset touches (n - 1) / tile_rows + 1 tiles in the mean, so its pairs count
-    (n + tile_rows - 1) / n times. What every row costs alike is left out: ranks have equally many rows.
-
-    Args:
-        tile_rows: tokens of a tile of the kernel; 1 counts pairs alone.
-    """
-
-    def __init__(self, slices: AttnSlices, num_tokens: int, tile_rows: int) -> None:
-        table = slices.canonical().table.astype(np.int64)
-        q_start, q_end, k_start, _, mask_type = table.T
-        slope = (mask_type & 1) - (mask_type >> 1)
-        keys = upper_bound(table, q_start) - k_start - slope * q_start  # of row 0 if the slice reached it
-        edges = np.unique(np.concatenate([q_start, q_end, [0, num_tokens]]))
-        constant, linear = np.zeros((2, len(edges)), np.int64)
-        for rows, sign in ((q_start, 1), (q_end, -1)):
-            at = np.searchsorted(edges, rows)
-            np.add.at(constant, at, sign * keys)
-            np.add.at(linear, at, sign * slope)
-        self.slope = linear.cumsum()
-        self.keys = constant.cumsum() + self.slope * edges  # of the first row of each stretch
-        rows = np.diff(edges)
-        work = rows * self.keys[:-1] + self.slope[:-1] * (rows * (rows - 1) // 2)
-        self.edges = edges
-        self.work = np.append(0, work.cumsum())
-        self.rows_wasted = tile_rows - 1
-        self._lists = [array.tolist() for array in (self.edges, self.work, self.keys, self.slope)]
-
-    def below(self, row: int) -> int:
-        """Pairs of the rows [0, row)."""
-        edges, work, keys, slope = self._lists
-        i = bisect.bisect_right(edges, row) - 1
-        rows = row - edges[i]
-        return work[i] + rows * keys[i] + slope[i] * (rows * (rows - 1) // 2)
-
-    def below_each(self, row: Int64Array) -> Int64Array:
-        """The same for an array of rows."""
-        i = self.edges.searchsorted(row, side="right") - 1
-        rows = row - self.edges[i]
-        return self.work[i] + rows * self.keys[i] + self.slope[i] * (rows * (rows - 1) // 2)
-
-    def of(self, start: int, end: int) -> int:
-        """Work of the stretch [start, end)."""
-        if start >= end:
-            return 0
-        pairs = self.below(end) - self.below(start)
-        return pairs + pairs * self.rows_wasted // (end - start)
-
-    def of_each(self, start: Int64Array, end: Int64Array) -> Int64Array:
-        """The same for arrays of stretches; those that are empty cost nothing."""
-        pairs = self.below_each(end) - self.below_each(start)
-        return pairs + pairs * self.rows_wasted // np.maximum(end - start, 1)
-
-
-def documents(slices: AttnSlices, num_tokens: int, longest_gap: int, keep_links: bool = True) -> Int64Array:
-    """Cuts the pack into stretches that attend to nothing outside themselves, int64 [n, 2], ascending.
-
-    Args:
-        longest_gap: tokens that take part in nothing (padding) make stretches of at most so many.
-        keep_links: whether slices whose keys lie wholly outside their rows tie both together. Without, keys that many
-            rows share (a common prefix) do not make one document of everything.
-    """
-    table = slices.canonical().table.astype(np.int64)
-    if not keep_links:
-        table = table[(table[:, 0] < table[:, 3]) & (table[:, 2] < table[:, 1])]
-    start, end = np.minimum(table[:, 0], table[:, 2]), np.maximum(table[:, 1], table[:, 3])
-    start, end = union(np.zeros(len(table), np.int64), start, end, num_tokens, join=False)[:, 1:].T
-    gap_start, gap_end = np.append(0, end), np.append(start, num_tokens)
-    steps = -(-(gap_end - gap_start) // longest_gap)
-    which = np.repeat(np.arange(len(steps)), steps)
-    begin = gap_start[which] + longest_gap * (np.arange(len(which)) - np.repeat(steps.cumsum() - steps, steps))
-    gaps = np.stack([begin, np.minimum(begin + longest_gap, gap_end[which])], 1)
-    stretches = np.concatenate([np.stack([start, end], 1), gaps])
-    return stretches[np.argsort(stretches[:, 0], kind="stable")]
-
-
-def bundle(stretches: Int64Array, tokens: int) -> Int64Array:
-    """Joins neighbours of at most so many tokens, up to about as many: fewer pieces to place, longer ranges."""
-    start, end = stretches.T
-    is_short = end - start <= tokens
-    cell = np.where(is_short, start // tokens, -1)
-    is_first = np.append(True, ~is_short[1:] | (cell[1:] != cell[:-1]))
-    first = start[is_first]
-    return np.stack([first, np.append(first[1:], end[-1])], 1)
 
 
 class Pool:
@@ -141,7 +49,7 @@ class Pool:
             self._set(np.concatenate([self.table[:at], row, self.table[at:]]))
 
     def lightest_work(self, tokens: int) -> int:
-        """Work of the lightest pieces that hold so many tokens, the last one cut."""
+        """Work of the lightest pieces that hold `tokens` tokens, the last one cut."""
         i = int(self.tokens.searchsorted(tokens, side="right")) - 1
         work, rest = int(self.work[i]), tokens - int(self.tokens[i])
         if rest:

@@ -1,14 +1,13 @@
 """Evens out the work of a placement by swapping stretches of tokens between ranks."""
 
 import numpy as np
-import numpy.typing as npt
 
-from torchtitan_magi.planning.placement.pool import Range, WorkProfile
+from torchtitan_magi.masks.geometry import Int64Array
+from torchtitan_magi.planning.placement.pool import Range
+from torchtitan_magi.planning.placement.profile import WorkProfile
 
-Int64Array = npt.NDArray[np.int64]
-
-SWAP_RANGES = 8  # of each side that are looked at
-SWAP_SHARES = (64, 48, 32, 16, 8, 4, 2, 1)  # how much of a range to swap, of 64
+SWAP_RANGES = 8  # heaviest ranges of each side that are tried
+FRACTIONS = (64, 48, 32, 16, 8, 4, 2, 1)  # how much of a range to swap, in 64ths
 
 
 def even_out(profile: WorkProfile, owned: list[Int64Array], limit: int) -> Int64Array:
@@ -16,7 +15,7 @@ def even_out(profile: WorkProfile, owned: list[Int64Array], limit: int) -> Int64
 
     Args:
         owned: per rank its pieces, int64 [n, 2]; changed in place.
-        limit: of the work of a rank; when even the mean exceeds it, 1.01 times the mean.
+        limit: most work of a rank; 1.01 times the mean if the mean exceeds it.
 
     Returns:
         the work of each rank, int64 [ranks].
@@ -44,16 +43,16 @@ def _best_swap(
 ) -> tuple[Range, Range] | None:
     """The stretch to give away and the equally long one to get for it.
 
-    Of the swaps that move between `least` and `most` work the one that should add the fewest received rows; else the
-    one that moves the most below `least`.
+    Among swaps that move between `least` and `most` work this is the one that should add the fewest received rows; if
+    there is none, the one that moves the most below `least`.
     """
-    # Step 1: candidates: front or tail of each of the heaviest ranges on both sides, the shorter one or part of it.
+    # Step 1: candidates: front or tail of the heaviest ranges on both sides, as long as the shorter one or less.
     mine, theirs = (_heaviest_ranges(profile, ranges) for ranges in (mine, theirs))
-    i, j, share, give_tail, get_tail = (
-        x.ravel() for x in np.meshgrid(range(len(mine)), range(len(theirs)), SWAP_SHARES, (0, 1), (0, 1), indexing="ij")
+    i, j, fraction, give_tail, get_tail = (
+        x.ravel() for x in np.meshgrid(range(len(mine)), range(len(theirs)), FRACTIONS, (0, 1), (0, 1), indexing="ij")
     )
     (give_lo, give_hi), (get_lo, get_hi) = mine[i].T, theirs[j].T
-    tokens = np.minimum(give_hi - give_lo, get_hi - get_lo) * share // 64
+    tokens = np.minimum(give_hi - give_lo, get_hi - get_lo) * fraction // 64
     give = np.where(give_tail, give_hi - tokens, give_lo)
     get = np.where(get_tail, get_hi - tokens, get_lo)
     below = profile.below_each

@@ -13,7 +13,7 @@ from torchtitan.protocols.train_spec import TrainSpec, get_train_spec, register_
 from torchtitan.tools import utils
 
 from torchtitan_magi.backends import choose_block_attn
-from torchtitan_magi.planning.stages import Heads
+from torchtitan_magi.planning.cost_model import Heads
 from torchtitan_magi.titan.v02 import hooks
 from torchtitan_magi.titan.v02.cpu import allow_gloo_gradients, on_cpu, run_on_cpu
 from torchtitan_magi.titan.v02.data import build_dataloader, build_validation_dataloader
