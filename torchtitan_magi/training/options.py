@@ -42,8 +42,8 @@ class Magi:
     chosen for each microbatch, for the forward and for the backward, by what a cost model predicts."""
 
     cost_model: str = ""
-    """Path of the cost model for that choice, from ``torchtitan_magi.calibrate`` on this kind of machine. "": what was
-    measured on H200 GPUs, and between nodes an estimate for 400 Gb/s per GPU."""
+    """Path of the cost model for that choice, from ``torchrun -m torchtitan_magi.calibrate`` on this kind of machine.
+    "": what was measured on H200 GPUs, and between nodes an estimate for 400 Gb/s per GPU."""
 
     deterministic: bool = False
     """Repeat bit for bit, forward and backward, on a fixed layout. Slower."""
