@@ -222,7 +222,7 @@ def test_an_exchange_begins_when_its_rows_are_packed_or_when_the_caller_says_so(
     events, k = [], torch.zeros(256, 1, 8)
     arrival = Arrival(lambda: events.append("wait"), begin=lambda: events.append("begin"))
     transport = SimpleNamespace(places=lambda *_, back: (Places([], [], 0, []), k, arrival))
-    rows = SimpleNamespace(packs_to_places=True, gather=lambda *_: events.append("pack"))
+    rows = SimpleNamespace(writes_to_places=True, gather=lambda *_: events.append("pack"))
     _, arriving = group_cast.group_cast(group_cast.StageRows(stage, [[]], rows, transport), k, k, later)
     assert events == (["pack"] if later and not launches_block else ["pack", "begin"])
     arriving.begin()  # as who takes late keys does

@@ -49,7 +49,7 @@ class BlockAttn(Protocol):
         """Raises ValueError for a head_dim or a dtype of q, k and v that it does not take."""
 
     def row_mover(self) -> RowMover:
-        """What packs K/V rows for other ranks and adds returned gradients."""
+        """What gathers K/V rows for other ranks and adds returned gradients."""
 
     def prepare(
         self,

@@ -26,7 +26,7 @@ class Source:
     def __len__(self) -> int:
         return sum(map(len, self.files))
 
-    def share(self, weight: float, seed: int | None, epoch: int) -> np.ndarray:
+    def picks(self, weight: float, seed: int | None, epoch: int) -> np.ndarray:
         """Numbers of the records that an epoch takes from this source, int64.
 
         The source is passed over without end, each pass in its own seeded order (in the files' order if seed is None).
@@ -91,13 +91,15 @@ class Corpus:
         file, place = self._locate(index)
         return file.where(place)
 
-    def check(self, share: int = 0, shares: int = 1) -> None:
-        """Parses share number `share` of `shares`. Raises ValueError (`path:line: what; remedy`) for its first error.
+    def check(self, rank: int = 0, num_ranks: int = 1) -> None:
+        """Parses the rank's span of consecutive records.
 
-        A share is a span of consecutive records, one per rank, in order of rank: the first share with an error has the
-        first error of the corpus.
+        Spans ascend by rank: the first rank with an error has the first error of the corpus.
+
+        Raises:
+            ValueError: `path:line: what; remedy` of the span's first error.
         """
-        begin, end = (len(self) * number // shares for number in (share, share + 1))
+        begin, end = (len(self) * number // num_ranks for number in (rank, rank + 1))
         for file, first in zip(self._files, self._firsts.tolist(), strict=False):
             file.check(max(0, begin - first), min(len(file), end - first))
 
@@ -107,8 +109,8 @@ class Corpus:
         weighted: whether the weights count; otherwise each record comes once.
         """
         passes = [(source, source.weight if weighted else 1.0) for source in self.sources]
-        shares = np.concatenate([source.share(weight, seed if shuffle else None, epoch) for source, weight in passes])
-        return np.random.default_rng([seed, epoch]).permutation(shares) if shuffle else shares
+        picks = np.concatenate([source.picks(weight, seed if shuffle else None, epoch) for source, weight in passes])
+        return np.random.default_rng([seed, epoch]).permutation(picks) if shuffle else picks
 
     @functools.cached_property
     def fingerprint(self) -> str:

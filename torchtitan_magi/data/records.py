@@ -94,16 +94,16 @@ class RecordFile:
                 spaced.append(begins[_IS_SPACE[data[begins]]] + self.num_bytes)  # may be blank
                 self.num_bytes += len(data)
             offsets = np.concatenate([*found, [self.num_bytes]]).astype(np.int64)
-            blank = [offset for part in spaced for offset in part.tolist() if _is_blank_line(file, offset)]
+            blank = [offset for offsets in spaced for offset in offsets.tolist() if _is_blank_line(file, offset)]
         return np.setdiff1d(offsets, blank)
 
 
 def _is_blank_line(file: BinaryIO, offset: int) -> bool:
     file.seek(offset)
-    while part := file.readline(_CHUNK_BYTES):
-        if not part.isspace():
+    while chunk := file.readline(_CHUNK_BYTES):
+        if not chunk.isspace():
             return False
-        if part.endswith(b"\n"):
+        if chunk.endswith(b"\n"):
             break
     return True
 

@@ -110,10 +110,10 @@ class PackStream:
             logger.info("%s: end of epoch %d: %s", self.records.paths, cursor.epoch + 1, cursor.counts)
             cursor = Cursor(cursor.epoch + 1, counts=cursor.counts)
 
-    def _read(self, window: "_Window", order: np.ndarray, num_skipped: int, share: float = 1.0) -> None:
-        """Adds records to the window, at least one, until the fraction `share` of it is filled."""
+    def _read(self, window: "_Window", order: np.ndarray, num_skipped: int, fraction: float = 1.0) -> None:
+        """Adds records to the window, at least one, until this fraction of it is filled."""
         while window.position < len(order) and (
-            window.num_tokens < share * self.window_packs * self.seq_len or window.counts.documents == 0
+            window.num_tokens < fraction * self.window_packs * self.seq_len or window.counts.documents == 0
         ):
             made, found = self._make(int(order[window.position]), num_skipped + window.counts.skipped)
             window.pieces += made

@@ -63,7 +63,7 @@ def group_cast(
         The stage's K/V rows [rows, 2, H, D] without the rank's own, and their arrival.
     """
     stage, mover, transport = rows.stage, rows.mover, rows.transport
-    if rows.one_way and mover.packs_to_places:
+    if rows.one_way and mover.writes_to_places:
         found = transport.places((2, *k.shape[1:]), k.dtype, stage.exchanges[0], back=False)
         if found is not None:
             places, received, arrival = found
@@ -102,13 +102,13 @@ class StageCasts:
     """The K/V rows of a layer's stages: one stage in use and one under way, or two under way while a rank attends to
     its own.
 
-    Rows are packed before all else: attention takes every SM until its end, and what is not packed by then would wait
+    Rows are gathered before all else: attention takes every SM until its end, and what is not gathered by then waits
     for it. The host begins an only exchange after the launch of attention.
 
     Args:
         stages: the layer's stages.
         k, v: [T, H, D], this rank's own.
-        sums: computed right after the first rows are packed.
+        sums: computed right after the first rows are gathered.
     """
 
     def __init__(self, stages: list[StageRows], k: Tensor, v: Tensor, sums: RowSums | None = None) -> None:
@@ -170,7 +170,7 @@ def group_reduce(rows: StageRows, grad: Tensor, wire: torch.dtype) -> Returned:
         What comes back to this rank, for ``RowMover.add`` or ``RowMover.finish``.
     """
     stage, transport = rows.stage, rows.transport
-    if rows.one_way and stage.holds_local and rows.mover.packs_to_places:
+    if rows.one_way and stage.holds_local and rows.mover.writes_to_places:
         found = transport.places(grad.shape[1:], wire, stage.exchanges[0], back=True)
         if found is not None:
             places, received, arrival = found

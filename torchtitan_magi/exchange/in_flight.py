@@ -2,9 +2,9 @@
 
 K/V rows, from ``group_cast`` to the attention that reads them::
 
-    packed ----- begin ----> under way ----- flag / wait ----> arrived ----- settle ----> settled
+    gathered --- begin ----> under way ----- flag / wait ----> arrived ----- settle ----> settled
 
-    packed      a kernel is queued that writes the rows where they leave from, or straight into the receivers' memory
+    gathered    a kernel is queued that copies the rows to where they leave from, or straight to their receivers
     under way   the host has issued its part of the exchange (``Arrival.begin``); collectives are born in this state
     arrived     ``Arrival.wait`` makes the stream wait for it; a kernel may await ``Arrival.flag`` by itself instead
     settled     something on the stream has waited: the memory of the exchange may be used again
@@ -49,7 +49,7 @@ class Flag(NamedTuple):
 
 
 class Arrival(NamedTuple):
-    """The arrival of rows that are packed or under way.
+    """The arrival of rows that are gathered or under way.
 
     Attributes:
         wait: makes the current stream wait for the rows.
@@ -87,12 +87,12 @@ MAX_PEERS = 7  # ranks that one kernel writes to
 
 @dataclass(frozen=True, eq=False)
 class Places:
-    """Where a kernel packs the rows of an exchange: in memory of the receivers, or in this rank's own."""
+    """Where a kernel gathers the rows of an exchange: in memory of the receivers, or in this rank's own."""
 
     ends: list[int]  # row after the last one of each place, in the order in which rows are sent; ascending
     addresses: list[int]  # per place, where row 0 would lie if it belonged there
     begin: int  # row to begin with, so that not all ranks write to the same one at once
-    flags: list[int]  # addresses of int32 words to which the kernel adds one when it has packed
+    flags: list[int]  # addresses of int32 words to which the kernel adds one when it has gathered
     prepared: dict[Any, Any] = field(default_factory=dict)  # launches that repeat from call to call
 
 

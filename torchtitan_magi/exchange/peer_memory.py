@@ -2,7 +2,7 @@
 
 Fetched: copy engines fetch rows from the peers' send buffers. No SM takes part, so attention has all of them, and an
 exchange starts while attention runs; NCCL's kernels would wait for its end, or take SMs from it. Before a rank fetches,
-a stream of its own waits for a word in its memory, which the kernels that pack the rows count up.
+a stream of its own waits for a word in its memory, which the kernels that gather the rows count up.
 
 Written: a kernel of ours writes rows straight into the receivers' memory, and then counts up a word there. It takes the
 host one launch at most, and is faster where nothing else runs meanwhile: for few rows, and for the last gradients.
@@ -26,7 +26,7 @@ from torchtitan_magi.exchange.transport import ProcessGroupTransport
 from torchtitan_magi.planning.stage import Exchange, Parcel
 
 # Slots of a channel: buffers to send from or to be written to, taken in turn. Two suffice. Exchange n is issued only
-# after n-1 was waited for; every peer has then packed for n-1, so it has finished with the slot of n-2.
+# after n-1 was waited for; every peer has then gathered for n-1, so it has finished with the slot of n-2.
 SLOTS = 2
 FLAG_BYTES = 4096  # for the channels' words, before the slots
 WRITTEN_BYTES = 8 << 20  # at most as many bytes of K/V rows per rank are written; more are fetched beside attention
@@ -65,7 +65,7 @@ class _Channel:
     """A stream for one kind of exchange, and how far it has come."""
 
     number = 0  # exchanges issued since the memory was taken up
-    packed = 0  # how often the ranks' kernels will have counted up `packed_word` by then
+    gathered = 0  # how often the ranks' kernels will have counted up `gathered_word` by then
 
     def __init__(self) -> None:
         self.stream = torch.cuda.Stream(priority=-1)
@@ -80,12 +80,12 @@ class _Channel:
         self.slot = (self.slot + 1) % SLOTS
 
     def aim(self, rank: int, flags: list[int]) -> None:
-        """Counts anew in two words of each rank, at `flags`, that are zero: packed by all, and fetched by itself."""
-        self.there, self.packed_words = flags[rank] + 4, flags
-        # Every rank counts it up when it has packed, this one too: by then the memory of `received` is free again. One
-        # word suffices: a rank packs for an exchange only after it has waited for the one before, thus for all ranks.
-        self.packed_word = flags[rank]
-        self.number = self.packed = 0
+        """Counts anew in two words of each rank, at `flags`, now zero: gathered by all ranks, fetched by itself."""
+        self.there, self.gathered_words = flags[rank] + 4, flags
+        # Every rank counts it up when it has gathered: by then the memory of `received` is free again. One word
+        # suffices: a rank gathers for an exchange only after it waited for the one before, thus for all ranks.
+        self.gathered_word = flags[rank]
+        self.number = self.gathered = 0
 
 
 class PeerTransport(ProcessGroupTransport):
@@ -117,11 +117,11 @@ class PeerTransport(ProcessGroupTransport):
         (places, received), start = found, self._start(back)
         self._follow(channel)
         channel.begin()
-        channel.packed += self.size
+        channel.gathered += self.size
         if received is not None:
-            return places, received, self._arrival(channel.packed_word, channel.packed)
+            return places, received, self._arrival(channel.gathered_word, channel.gathered)
         received = self._received((sum(exchange.recv_splits), *shape), dtype)
-        fetch = functools.partial(self._fetch, channel, channel.packed, start, received, exchange)
+        fetch = functools.partial(self._fetch, channel, channel.gathered, start, received, exchange)
         return places, received, self._arrival(channel.there, channel.number, fetch)
 
     def _received(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -146,10 +146,10 @@ class PeerTransport(ProcessGroupTransport):
             ends = [parcel.first + parcel.rows for parcel in deliveries]
             places = [self.bases[other] + start + (place - first) * row_bytes for other, first, _, place in deliveries]
             begin = next((parcel.first for parcel in deliveries if parcel.other > self.rank), 0)
-            return Places(ends, places, begin, channel.packed_words), received
+            return Places(ends, places, begin, channel.gathered_words), received
         rows = len(exchange.send_rows)
         self._buffer((rows, *shape), dtype, exchange.most_sent(back), back)
-        return Places([rows], [self.bases[self.rank] + self._start(back)], 0, channel.packed_words), None
+        return Places([rows], [self.bases[self.rank] + self._start(back)], 0, channel.gathered_words), None
 
     def _buffer(self, shape: tuple[int, ...], dtype: torch.dtype, most: int, back: bool) -> Tensor:
         """The channel's next buffer; `most` rows are the most that any rank needs of it."""
@@ -177,11 +177,11 @@ class PeerTransport(ProcessGroupTransport):
                 current.wait_stream(channel.issuer)
             channel.issuer, channel.raw_issuer = current, raw
 
-    def _fetch(self, channel: _Channel, packed: int, start: int, output: Tensor, exchange: Exchange) -> None:
+    def _fetch(self, channel: _Channel, gathered: int, start: int, output: Tensor, exchange: Exchange) -> None:
         """Lets the channel's stream wait for the peers and fetch the rows, from byte `start` of their memory on."""
         stream, row_bytes = channel.raw_stream, output.stride(0) * output.element_size()
         copies = self.copies_of(exchange, start, row_bytes)
-        status = _operate(stream, StreamOperation.WAIT, channel.packed_word, packed)
+        status = _operate(stream, StreamOperation.WAIT, channel.gathered_word, gathered)
         status |= copies.issue(output.data_ptr(), stream)
         driver.check(status | _operate(stream, StreamOperation.WRITE, channel.there, channel.number))
 

@@ -15,9 +15,9 @@ from torchtitan_magi.planning.stage import Exchange
 
 
 class RowMover(Protocol):
-    """Packs, adds and rounds rows: by torch, or by our own kernels (backends/ffa/row_kernels.py)."""
+    """Gathers, adds and rounds rows: by torch, or by our own kernels (backends/ffa/row_kernels.py)."""
 
-    packs_to_places: bool  # whether `gather` and `finish` write to other ranks' memory
+    writes_to_places: bool  # whether `gather` and `finish` write to other ranks' memory
 
     def index(self, exchange: Exchange) -> list[npt.NDArray[np.integer]]:
         """Index data of an exchange, on the host; the other methods take it from the device."""
@@ -49,7 +49,7 @@ class RowMover(Protocol):
 class TorchRowMover:
     """Row movement by torch's own operations, on any device."""
 
-    packs_to_places = False
+    writes_to_places = False
 
     def index(self, exchange: Exchange) -> list[npt.NDArray[np.integer]]:
         return [exchange.send_rows]

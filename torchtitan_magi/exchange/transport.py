@@ -27,7 +27,7 @@ class Transport(Protocol):
     def places(
         self, shape: tuple[int, ...], dtype: torch.dtype, exchange: Exchange, back: bool
     ) -> tuple[Places, Tensor, Arrival] | None:
-        """Where a kernel packs what the channel sends next, and what this rank gets; None if it takes `all_to_all`.
+        """Where a kernel gathers what the channel sends next, and what this rank gets; None if it takes `all_to_all`.
 
         Args:
             shape: shape of a row.

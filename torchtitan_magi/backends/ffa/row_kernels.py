@@ -1,4 +1,4 @@
-"""Host half of rows.cu: row bands, packing K/V rows, adding returned rows, rounding gradients.
+"""Host half of rows.cu: row bands, gathering K/V rows, adding returned rows, rounding gradients.
 
 The counterpart of ``exchange.rows.TorchRowMover``.
 Shapes: T tokens of this rank, S rows sent in a stage, H K/V heads, D head_dim.
@@ -88,7 +88,7 @@ class _FinishParams(ctypes.Structure):
 class CudaRowMover:
     """Row movement by our own kernels, one launch each."""
 
-    packs_to_places = True
+    writes_to_places = True
 
     def index(self, exchange: Exchange) -> list[npt.NDArray[np.integer]]:
         """Index data of an exchange: rows to send; for what returns, each token's rows in rank order: where, which."""
