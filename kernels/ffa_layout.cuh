@@ -6,7 +6,7 @@
 //              row = token * PACK + head
 //   USE_FP16   inputs are fp16 (default bf16)
 //
-// Lists, made by torchtitan_magi/backends/ffa/worklists.py. A segment is a run of tiles on one mask layer, 8 ints:
+// Lists, made by torchtitan_magi/worklists.py. A segment is a run of tiles on one mask layer, 8 ints:
 //   forward  {layer, 0, 0, 0, first_key, end_key, full_first, full_end}
 //            keys [first_key, end_key) in blocks of 128 from first_key; a block inside [full_first, full_end) needs no mask
 //   backward {layer, component, first_key, end_key, first_block, end_block, full_first, full_end}
