@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from torchtitan_magi import flex_flash_attn
+from torchtitan_magi.backends import StageMask
 from torchtitan_magi.backends.ffa.block_attn import FfaBlockAttn
 from torchtitan_magi.calibrate import MASKS, WINDOW, facts_of_run, gpu_ms
 from torchtitan_magi.masks.builders import varlen_causal
@@ -254,7 +255,7 @@ def build_ms(slices: AttnSlices, tokens: int, heads: tuple[int, int]) -> float:
     for _ in range(30):
         fresh = AttnSlices(slices.table)
         start = time.perf_counter()
-        attn.prepare(fresh, tokens, tokens, *heads)
+        attn.prepare(StageMask(fresh, tokens, tokens, *heads))
         times.append(time.perf_counter() - start)
     return round(1e3 * min(times), 2)
 

@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from torchtitan_magi.backends import StageMask
 from torchtitan_magi.backends.ffa.row_kernels import CudaRowMover
 from torchtitan_magi.backends.ffa.worklists import build_worklists
 from torchtitan_magi.calibrate import facts_of_run
@@ -123,7 +124,7 @@ def plan_ms(slices: AttnSlices, num_tokens: int, cp_size: int, repeats: int = 5)
         share = max(plan.ranks, key=lambda share: len(share.ranges))
         for stage in dict.fromkeys((*share.forward, *share.backward)):
             heads = LLAMA_HEADS.num_heads_q, LLAMA_HEADS.num_heads_kv
-            build_worklists(stage.slices, plan.tokens_per_rank, stage.num_rows, *heads)
+            build_worklists(StageMask(stage.slices, plan.tokens_per_rank, stage.num_rows, *heads))
             for exchange in stage.exchanges:
                 CudaRowMover().index(exchange)
         end = time.process_time()

@@ -21,10 +21,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchtitan_magi.backends import Gradients, OutGrads, StageInputs
-from torchtitan_magi.backends.ffa.block_attn import DeviceLists, FfaBlockAttn, HostLists
+from torchtitan_magi.backends import Gradients, OutGrads, StageInputs, StageMask
+from torchtitan_magi.backends.ffa.block_attn import FfaBlockAttn
 from torchtitan_magi.backends.ffa.params import backward_variant, forward_variant
-from torchtitan_magi.backends.ffa.worklists import build_worklists
+from torchtitan_magi.backends.ffa.worklists import DeviceLists, WorkLists, build_worklists
 from torchtitan_magi.calibrate import facts_of_run
 from torchtitan_magi.cuda import jit, launch
 from torchtitan_magi.exchange.in_flight import RowSums
@@ -166,7 +166,7 @@ def backward_from_rounded_out(
     return {"dq": dq, "dk": dk, "dq_terms": dq_terms, "dk_terms": dk_terms}
 
 
-def on_gpu(lists: HostLists) -> DeviceLists:
+def on_gpu(lists: WorkLists) -> DeviceLists:
     return lists.to(torch.from_numpy(lists.words).cuda())
 
 
@@ -175,12 +175,12 @@ def run_ours(case: Case, q: Tensor, kvs: list[Tensor], dout: Tensor) -> dict[str
     attn = FfaBlockAttn("cuda", case.deterministic)
     masks = []
     for slices, num_k in zip(case.stages, case.num_k, strict=True):
+        mask = StageMask(slices, case.num_q, num_k, case.num_heads_q, case.num_heads_kv)
         lists = build_worklists(
-            slices, case.num_q, num_k, case.num_heads_q, case.num_heads_kv,
-            deterministic=case.deterministic, chunks_per_tile=case.chunks_per_tile,
+            mask, deterministic=case.deterministic, chunks_per_tile=case.chunks_per_tile,
             backward_heads_per_tile=case.backward_heads_per_tile, blocks_per_chunk=case.blocks_per_chunk,
         )  # fmt: skip
-        masks.append(on_gpu(HostLists(lists)))
+        masks.append(on_gpu(lists))
     result = None
     for i, (mask, kv) in enumerate(zip(masks, kvs, strict=True)):
         inputs = StageInputs(q, kv[:, 0], kv[:, 1], mask, case.softmax_scale)
@@ -250,8 +250,8 @@ def variants_of(case: Case) -> set[tuple[str, tuple[tuple[str, int], ...]]]:
     """The kernels that a case runs."""
     found = set()
     for i, (slices, num_k) in enumerate(zip(case.stages, case.num_k, strict=True)):
-        overrides = {"backward_heads_per_tile": case.backward_heads_per_tile}
-        sizes = build_worklists(slices, case.num_q, num_k, case.num_heads_q, case.num_heads_kv, **overrides).sizes
+        mask = StageMask(slices, case.num_q, num_k, case.num_heads_q, case.num_heads_kv)
+        sizes = build_worklists(mask, backward_heads_per_tile=case.backward_heads_per_tile).sizes
         shape, more = (case.head_dim, sizes.forward.heads_per_tile, case.dtype), i + 1 < len(case.stages)
         forward = forward_variant(*shape, i > 0, more)
         shape = case.head_dim, sizes.backward.heads_per_tile, case.dtype

@@ -15,7 +15,7 @@ import torch
 from bench_kernel import GROUPS, Case, cases, take_turns
 from torch import Tensor
 
-from torchtitan_magi.backends import Gradients, OutGrads, StageInputs
+from torchtitan_magi.backends import Gradients, OutGrads, StageInputs, StageMask
 from torchtitan_magi.backends.ffa.block_attn import FfaBlockAttn
 from torchtitan_magi.cuda import jit, launch
 from torchtitan_magi.exchange.in_flight import RowSums
@@ -32,7 +32,7 @@ class Version:
         launch.load.cache_clear()
         q, k, v, dout = inputs
         self.attn = FfaBlockAttn("cuda")
-        lists = self.attn.prepare(case.slices(), case.tokens, case.tokens, *case.heads)
+        lists = self.attn.prepare(StageMask(case.slices(), case.tokens, case.tokens, *case.heads))
         self.inputs = StageInputs(q, k, v, lists.to(torch.from_numpy(lists.words).cuda()), SCALE)
         out, lse = self.forward()  # now the kernels are compiled and loaded
         dq, delta = torch.empty_like(q, dtype=torch.float32), torch.empty_like(lse)

@@ -24,7 +24,7 @@ from torchtitan_magi.attention import (
     make_handle,
     num_live_plans,
 )
-from torchtitan_magi.backends import Gradients, OutGrads, StageInputs, flex
+from torchtitan_magi.backends import Gradients, OutGrads, StageInputs, StageMask, flex
 from torchtitan_magi.backends.flex import FlexBlockAttn
 from torchtitan_magi.bound_plan import bind_plan, bind_slices
 from torchtitan_magi.exchange.mesh import process_group_transport
@@ -125,7 +125,7 @@ class LargestResult(TorchDispatchMode):
 def test_the_memory_of_scores_does_not_grow_with_the_lengths():
     def largest(num_q, num_k):
         attn = FlexBlockAttn()
-        mask = attn.prepare(AttnSlices([[0, num_q, 0, num_k, 0]]), num_q, num_k, 2, 2)
+        mask = attn.prepare(StageMask(AttnSlices([[0, num_q, 0, num_k, 0]]), num_q, num_k, 2, 2))
         (q, dout), (k, v, dk, dv) = torch.randn(2, num_q, 2, 2), torch.randn(4, num_k, 2, 2)
         inputs = StageInputs(q, k, v, mask.to(torch.from_numpy(mask.words)), 1.0)
         with LargestResult() as forward:

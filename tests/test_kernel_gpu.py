@@ -93,12 +93,12 @@ def test_the_deterministic_backward_ends_while_another_kernel_holds_an_sm() -> N
 def test_what_the_kernel_does_not_take_is_an_error() -> None:
     from check_kernel import on_gpu
 
-    from torchtitan_magi.backends import StageInputs
+    from torchtitan_magi.backends import StageInputs, StageMask
     from torchtitan_magi.backends.ffa.block_attn import FfaBlockAttn
     from torchtitan_magi.masks.builders import varlen_causal
 
     attn = FfaBlockAttn("cuda")
-    mask = on_gpu(attn.prepare(varlen_causal([0, 16]), 16, 16, 4, 4))
+    mask = on_gpu(attn.prepare(StageMask(varlen_causal([0, 16]), 16, 16, 4, 4)))
 
     def call(dtype: torch.dtype = torch.bfloat16, head_dim: int = 64, tokens: int = 16, scale: float = 0.1) -> None:
         q, k, v = (torch.randn(tokens, 4, head_dim, device="cuda").to(dtype) for _ in range(3))

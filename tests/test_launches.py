@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from torchtitan_magi import varlen_causal
-from torchtitan_magi.backends import Gradients, OutGrads, StageInputs
+from torchtitan_magi.backends import Gradients, OutGrads, StageInputs, StageMask
 from torchtitan_magi.backends.ffa import params as ffa
 from torchtitan_magi.backends.ffa import row_kernels as rows
 from torchtitan_magi.backends.ffa.block_attn import FfaBlockAttn
@@ -89,7 +89,7 @@ class HostAttn(FfaBlockAttn):
 
 def mask_of(attn, late_from=None):
     cu_seqlens = [0, late_from or 100, TOKENS]
-    lists = attn.prepare(varlen_causal(cu_seqlens), TOKENS, TOKENS, HEADS_Q, HEADS, late_from=late_from)
+    lists = attn.prepare(StageMask(varlen_causal(cu_seqlens), TOKENS, TOKENS, HEADS_Q, HEADS, late_from=late_from))
     return lists.to(torch.from_numpy(lists.words))
 
 
@@ -196,11 +196,11 @@ def test_late_keys_have_maps_and_a_flag(recorder):
 def test_without_queries_or_work_nothing_is_launched(recorder):
     attn = HostAttn()
     q, k, v = tensors(HEADS_Q, HEADS, HEADS)
-    nothing = attn.prepare(varlen_causal([0]), 0, TOKENS, HEADS_Q, HEADS)
+    nothing = attn.prepare(StageMask(varlen_causal([0]), 0, TOKENS, HEADS_Q, HEADS))
     out, lse = attn.forward(StageInputs(q[:0], k, v, nothing.to(torch.from_numpy(nothing.words)), SCALE))
     assert (out.shape, lse.shape) == ((0, HEADS_Q, DIM), (0, HEADS_Q))
     assert not recorder.launches
-    unseen = attn.prepare(varlen_causal([0]), TOKENS, TOKENS, HEADS_Q, HEADS)
+    unseen = attn.prepare(StageMask(varlen_causal([0]), TOKENS, TOKENS, HEADS_Q, HEADS))
     earlier = torch.zeros(TOKENS, HEADS_Q, DIM), torch.zeros(TOKENS, HEADS_Q)
     inputs = StageInputs(q, k, v, unseen.to(torch.from_numpy(unseen.words)), SCALE)
     assert attn.forward(inputs, earlier, more=True) == earlier

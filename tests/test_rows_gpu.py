@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from torchtitan_magi import AttnSlices, shared_prompt, sliding_window, varlen_causal
+from torchtitan_magi.backends import StageMask
 from torchtitan_magi.backends.ffa.row_kernels import CudaRowMover, write_bands
 from torchtitan_magi.backends.ffa.worklists import build_worklists
 from torchtitan_magi.exchange.in_flight import Arrival, Flag, Places, Returned, RowSums, Unsent
@@ -38,7 +39,7 @@ def boxes(counts, row_bytes, flags, dtype, begin):
 )
 def test_row_bands(slices):
     num_q = 1300
-    lists = build_worklists(slices, num_q, 6000, 1, 1)
+    lists = build_worklists(StageMask(slices, num_q, 6000, 1, 1))
     table = torch.from_numpy(lists.words[lists.sizes.slices :][: 5 * lists.sizes.num_slices]).cuda().view(-1, 5)
     bands = torch.full((lists.sizes.num_bands, 2), -1, dtype=torch.int32, device="cuda")
     write_bands(table, bands)

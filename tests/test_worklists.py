@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import torchtitan_magi
+from torchtitan_magi.backends import LATE_MARGIN, StageMask
 from torchtitan_magi.backends.ffa.backward_lists import HEADS_IN_STEP, heads_in_step
 from torchtitan_magi.backends.ffa.forward_lists import last_end
-from torchtitan_magi.backends.ffa.records import LATE_MARGIN, Field, early_first
+from torchtitan_magi.backends.ffa.records import Field, early_first
 from torchtitan_magi.backends.ffa.worklists import WorkLists, build_worklists
 from torchtitan_magi.masks.builders import shared_prompt, sliding_window, varlen_causal, varlen_full
 from torchtitan_magi.masks.slices import AttnSlices
@@ -138,7 +139,7 @@ def masks(draw: st.DrawFn) -> tuple[AttnSlices, int, int]:
 def check(slices: AttnSlices, num_q: int, num_k: int, heads: tuple[int, int], **overrides: int | None) -> None:
     want = dense_mask(slices.table, num_q, num_k).astype(int)
     for deterministic in (False, True):
-        lists = build_worklists(slices, num_q, num_k, *heads, deterministic=deterministic, **overrides)
+        lists = build_worklists(StageMask(slices, num_q, num_k, *heads), deterministic=deterministic, **overrides)
         np.testing.assert_array_equal(walk_forward(lists), want)
         np.testing.assert_array_equal(walk_backward(lists), want)
 
@@ -179,16 +180,16 @@ def test_named_masks(slices: AttnSlices, num_q: int, num_k: int) -> None:
 def test_row_bands_are_those_of_the_slices(mask: tuple[AttnSlices, int, int]) -> None:
     slices, num_q, num_k = mask
     want = np.stack(slices.row_bands(num_q), 2)
-    np.testing.assert_array_equal(bands_of(build_worklists(slices, num_q, num_k, 1, 1)), want)
+    np.testing.assert_array_equal(bands_of(build_worklists(StageMask(slices, num_q, num_k, 1, 1))), want)
 
 
 def test_lists_of_one_direction_are_those_of_both() -> None:
     slices = shared_prompt([[300, 200, 150], [20, 40, 500]])
-    whole = build_worklists(slices, 1210, 1210, 8, 1)
-    one = build_worklists(slices, 1210, 1210, 8, 1, backward=False)
+    whole = build_worklists(StageMask(slices, 1210, 1210, 8, 1))
+    one = build_worklists(StageMask(slices, 1210, 1210, 8, 1, backward=False))
     assert one.sizes.backward.heads_per_tile == 0
     np.testing.assert_array_equal(walk_forward(one), walk_forward(whole))
-    other = build_worklists(slices, 1210, 1210, 8, 1, forward=False)
+    other = build_worklists(StageMask(slices, 1210, 1210, 8, 1, forward=False))
     assert other.sizes.forward.heads_per_tile == 0
     np.testing.assert_array_equal(walk_backward(other), walk_backward(whole))
     slices_too = -(-5 * whole.sizes.num_slices // 4) * 4  # are in both
@@ -197,18 +198,18 @@ def test_lists_of_one_direction_are_those_of_both() -> None:
 
 def test_holes_between_keys_are_not_walked() -> None:
     slices = AttnSlices([[0, 8, 0, 256, 0], [8, 16, 100_000, 100_256, 0]])
-    assert build_worklists(slices, 16, 100_256, 8, 1).sizes.forward.num_blocks == 4
+    assert build_worklists(StageMask(slices, 16, 100_256, 8, 1)).sizes.forward.num_blocks == 4
 
 
 def test_longest_items_come_first() -> None:
-    items = forward_items(build_worklists(varlen_causal([0, 700, 4000]), 4000, 4000, 8, 1))
+    items = forward_items(build_worklists(StageMask(varlen_causal([0, 700, 4000]), 4000, 4000, 8, 1)))
     assert (np.diff(-(-(items[:, Field.END] - items[:, Field.FIRST]) // KEYS)) <= 0).all()
     assert (np.diff(tile_cost(np.arange(5))) > 0).all()
 
 
 def test_what_needs_no_late_keys_goes_first() -> None:
     slices = AttnSlices([[0, 512, 0, 256, 0], [512, 1024, 0, 256, 0], [512, 3000, 640, 4000, 0]])
-    lists = build_worklists(slices, 3000, 4000, 8, 1, late_from=600)
+    lists = build_worklists(StageMask(slices, 3000, 4000, 8, 1, late_from=600))
     items = forward_items(lists)
     is_late = (items[:, Field.NUM_SEGMENTS] > 1) | (items[:, Field.END] > 600)
     assert lists.sizes.forward.num_early == (~is_late).sum() == 512 // 16
@@ -230,7 +231,7 @@ def test_late_keys_share_no_block_and_no_tile_with_others(
     slices = AttnSlices._trusted(table[np.lexsort((table[:, 2], table[:, 0]))])  # as a plan has them
     want = dense_mask(slices.table, num_q, num_k).astype(int)
     for deterministic in (False, True):
-        lists = build_worklists(slices, num_q, num_k, 8, 1, deterministic=deterministic, late_from=late_from)
+        lists = build_worklists(StageMask(slices, num_q, num_k, 8, 1, late_from=late_from), deterministic=deterministic)
         s = lists.sizes
         for item in forward_items(lists):
             for *_, first, end, _, _ in segments_of(lists, item, s.forward.segments):
@@ -277,13 +278,13 @@ def test_all_heads_have_work_until_late_keys_are_there(head_dim: int, cost: Cost
     seconds = LATE_MARGIN * (cost.stage + cost.inside.latency + late * 8 * head_dim * 4 / cost.inside.bandwidth)
     shape, timing = (num_q, num_q + late), {"late_from": num_q, "head_dim": head_dim, "cost": cost}
 
-    lists = build_worklists(slices, *shape, 64, 8, **timing)
+    lists = build_worklists(StageMask(slices, *shape, 64, 8, **timing))
     items = forward_items(lists, lists.sizes.forward.num_early)
     blocks = -(-(items[:, Field.END] - items[:, Field.FIRST]) // KEYS)
     block_seconds = 64 * 16 * KEYS * (cost.forward.pair + head_dim * cost.forward.pair_dim)  # 8 heads share a tile
     assert seconds <= blocks.sum() * block_seconds < seconds + blocks.max() * block_seconds
 
-    lists = build_worklists(slices, *shape, 8, 8, **timing)  # fewer query heads: little else to do
+    lists = build_worklists(StageMask(slices, *shape, 8, 8, **timing))  # fewer query heads: little else to do
     items = backward_items(lists, lists.sizes.backward.num_early)
     blocks = items[:, Field.END] - items[:, Field.FIRST]
     block_seconds = 8 * 64 * KEYS * (cost.backward.pair + head_dim * cost.backward.pair_dim)
@@ -295,7 +296,7 @@ def test_all_heads_have_work_until_late_keys_are_there(head_dim: int, cost: Cost
 
 
 def test_chunks_of_tiles_fill_the_gpu_and_end_at_common_multiples() -> None:
-    lists = build_worklists(varlen_causal([0, 16384]), 16384, 16384, 64, 8)
+    lists = build_worklists(StageMask(varlen_causal([0, 16384]), 16384, 16384, 64, 8))
     sizes, items = lists.sizes.backward, backward_items(lists)
     assert sizes.is_split
     assert sizes.num_items * 8 > 4 * NUM_SMS
@@ -307,12 +308,13 @@ def test_chunks_of_tiles_fill_the_gpu_and_end_at_common_multiples() -> None:
     assert 2 * blocks[main:].max() <= blocks[:main].max() == chunk  # at the end short ones, longest first
     assert (np.diff(blocks[main:]) <= 0).all()
     assert NUM_SMS * chunk / 2 <= blocks[main:].sum() * 8 <= NUM_SMS * chunk  # no more than a chunk for each SM
-    short = build_worklists(varlen_causal(np.arange(0, 65536, 64)), 65472, 65472, 64, 8)
+    short = build_worklists(StageMask(varlen_causal(np.arange(0, 65536, 64)), 65472, 65472, 64, 8))
     assert not short.sizes.backward.is_split
 
 
 def test_equal_tiles_that_would_be_left_over_are_cut() -> None:
-    lists = build_worklists(varlen_full([0, 8192]), 8192, 8192, 64, 8)  # 512 tiles of 8 heads: 31.03 for each SM
+    # 512 tiles of 8 heads: 31.03 for each SM.
+    lists = build_worklists(StageMask(varlen_full([0, 8192]), 8192, 8192, 64, 8))
     sizes, items = lists.sizes.forward, forward_items(lists)
     assert 0 < sizes.num_chunks <= NUM_SMS
     assert sizes.num_items == 512 - sizes.num_chunks // sizes.chunks_per_tile + sizes.num_chunks
@@ -320,7 +322,7 @@ def test_equal_tiles_that_would_be_left_over_are_cut() -> None:
     assert np.bincount(items[:, Field.TILE], blocks).tolist() == [64] * 512
     assert last_end(tile_cost(blocks), 8) < 0.98 * last_end(tile_cost(np.full(512, 64)), 8)
     for slices in (varlen_causal([0, 8192]), varlen_causal(range(0, 8193, 512)), AttnSlices([])):
-        assert build_worklists(slices, 8192, 8192, 64, 8).sizes.forward.num_chunks == 0
+        assert build_worklists(StageMask(slices, 8192, 8192, 64, 8)).sizes.forward.num_chunks == 0
 
 
 def test_tiles_without_queries_are_stored_too_where_long_ones_turn_out_to_be_whole() -> None:
@@ -331,14 +333,14 @@ def test_tiles_without_queries_are_stored_too_where_long_ones_turn_out_to_be_who
 
 @pytest.mark.filterwarnings("error")
 def test_tiles_stay_whole_where_each_query_head_has_its_own_keys() -> None:
-    assert build_worklists(varlen_causal([0, 16384]), 16384, 16384, 8, 2).sizes.backward.is_split
-    assert not build_worklists(varlen_causal([0, 16384]), 16384, 16384, 8, 8).sizes.backward.is_split
-    assert build_worklists(varlen_causal([0, 4096]), 4096, 4096, 2, 2).sizes.backward.is_split  # for 132 SMs
-    assert not build_worklists(AttnSlices([]), 0, 16384, 8, 8).sizes.backward.is_split
+    assert build_worklists(StageMask(varlen_causal([0, 16384]), 16384, 16384, 8, 2)).sizes.backward.is_split
+    assert not build_worklists(StageMask(varlen_causal([0, 16384]), 16384, 16384, 8, 8)).sizes.backward.is_split
+    assert build_worklists(StageMask(varlen_causal([0, 4096]), 4096, 4096, 2, 2)).sizes.backward.is_split  # for 132 SMs
+    assert not build_worklists(StageMask(AttnSlices([]), 0, 16384, 8, 8)).sizes.backward.is_split
 
 
 def test_a_deterministic_tile_counts_its_chunks_in_the_order_of_the_list() -> None:
-    lists = build_worklists(varlen_causal([0, 16384]), 16384, 16384, 64, 8, deterministic=True)
+    lists = build_worklists(StageMask(varlen_causal([0, 16384]), 16384, 16384, 64, 8), deterministic=True)
     items = backward_items(lists)
     number = items[:, Field.FIRST] // (items[:, Field.END] - items[:, Field.FIRST]).max()
     assert (np.diff(number) <= 0).all()  # from the last chunk of queries to the first
@@ -365,9 +367,9 @@ def test_largest_divisor() -> None:
 
 def test_slices_beyond_the_tensors_are_an_error() -> None:
     with pytest.raises(ValueError, match="slices reach"):
-        build_worklists(AttnSlices([[0, 9, 0, 4, 0]]), 8, 8, 1, 1)
+        build_worklists(StageMask(AttnSlices([[0, 9, 0, 4, 0]]), 8, 8, 1, 1))
     with pytest.raises(ValueError, match="multiple"):
-        build_worklists(AttnSlices([]), 8, 8, 3, 2)
+        build_worklists(StageMask(AttnSlices([]), 8, 8, 3, 2))
 
 
 @pytest.mark.parametrize(
@@ -382,7 +384,7 @@ def test_what_the_kernel_cannot_count_in_32_bits_is_refused(
     slices: list[list[int]], num_q: int, num_k: int, message: str
 ) -> None:
     with pytest.raises(ValueError, match=message + ".*use shorter packs or more ranks"):
-        build_worklists(AttnSlices(slices), num_q, num_k, 64, 8, forward=False, backward=False)
+        build_worklists(StageMask(AttnSlices(slices), num_q, num_k, 64, 8, forward=False, backward=False))
 
 
 @pytest.mark.parametrize(("tokens", "documents"), [(1 << 16, 150), (1 << 20, 150), (1 << 20, 1000)])
@@ -400,7 +402,7 @@ def test_no_loop_runs_over_tiles(tokens: int, documents: int) -> None:
     before = sys.gettrace()
     sys.settrace(count)
     try:
-        build_worklists(slices, tokens, tokens, 64, 8)
+        build_worklists(StageMask(slices, tokens, tokens, 64, 8))
     finally:
         sys.settrace(before)
     assert lines < 1000 + 5 * documents

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchtitan_magi.backends import BlockAttn
+from torchtitan_magi.backends import BlockAttn, StageMask
 from torchtitan_magi.exchange.group_cast import StageRows
 from torchtitan_magi.exchange.mesh import Mesh, as_transport
 from torchtitan_magi.exchange.rows import RowMover
@@ -65,8 +65,8 @@ def index_data(plan: AttnPlan, rank: int, block_attn: BlockAttn, num_heads_q: in
     for stage in stages:
         shape = plan.tokens_per_rank, stage.num_rows, num_heads_q, num_heads_kv
         used = stage in share.forward, stage in share.backward
-        timing = plan.heads.head_dim, plan.cost  # when late rows arrive
-        masks[stage] = block_attn.prepare(stage.slices, *shape, *used, stage.late_from, *timing)
+        mask = StageMask(stage.slices, *shape, *used, stage.late_from, plan.heads.head_dim, plan.cost)
+        masks[stage] = block_attn.prepare(mask)
     return IndexData(share, masks, {stage: [mover.index(exchange) for exchange in stage.exchanges] for stage in stages})
 
 
@@ -133,7 +133,7 @@ def bind_slices(
             i = int(beyond.argmax())
             raise ValueError(f"slice {i} is {slices.table[i].tolist()} but {name} has {length} rows; cut the slice")
     stage = Stage(slices.canonical(), True, num_k, ())
-    mask = block_attn.prepare(stage.slices, num_q, num_k, num_heads_q, num_heads_kv)
+    mask = block_attn.prepare(StageMask(stage.slices, num_q, num_k, num_heads_q, num_heads_kv))
     words, no_tokens = _upload([mask.words, np.zeros(0, np.int64)], device)
     mover, on_device = block_attn.row_mover(), mask.to(words)
     stages = (BoundStage(StageRows(stage, [], mover, SINGLE_RANK), on_device),)

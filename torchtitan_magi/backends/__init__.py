@@ -1,16 +1,79 @@
 """Attention of one stage: our kernel (ffa), or torch's flex_attention (flex). The one place that chooses."""
 
+import functools
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from torchtitan_magi.exchange.in_flight import KeysAndValues, LateKeys
 from torchtitan_magi.exchange.rows import RowMover
+from torchtitan_magi.masks.geometry import Int64Array, slice_layers
 from torchtitan_magi.masks.slices import AttnSlices
-from torchtitan_magi.planning.cost_model import H200, CostModel
+from torchtitan_magi.planning.cost_model import H200, CostModel, Heads, KernelCost
+from torchtitan_magi.tiles import KEYS
 
 BACKENDS = ("auto", "ffa", "flex")
+LATE_MARGIN = 1.25  # how much longer than predicted an exchange may take before a kernel that hides it waits
+
+
+@dataclass(frozen=True, eq=False)
+class StageMask:
+    """The mask of one stage, and what is known of the layers and of the machine that run it.
+
+    Attributes:
+        slices: the mask; its rows index [0, num_q), its keys [0, num_k).
+        forward, backward: whether calls in that direction will be made.
+        late_from: keys from this one on come as `late`, while the kernel runs; work on the others is done first. No
+            canonical slice has keys on both sides.
+        head_dim: columns of q, k and v; with `cost`, it tells how much work hides the wait for late keys.
+        cost: predicts when late keys arrive and what the kernel does until then.
+    """
+
+    slices: AttnSlices
+    num_q: int
+    num_k: int
+    num_heads_q: int
+    num_heads_kv: int
+    forward: bool = True
+    backward: bool = True
+    late_from: int | None = None
+    head_dim: int = 128
+    cost: CostModel = H200
+
+    @property
+    def num_own(self) -> int:
+        """Keys that are there from the start; the others come late."""
+        return self.num_k if self.late_from is None else self.late_from
+
+    @property
+    def group(self) -> int:
+        """Query heads of a K/V head."""
+        return self.num_heads_q // self.num_heads_kv
+
+    @property
+    def heads(self) -> Heads:
+        return Heads(self.num_heads_q, self.num_heads_kv, self.head_dim)
+
+    @functools.cached_property
+    def rows(self) -> Int64Array:
+        """Canonical slices, int64 [n, 5]."""
+        return self.slices.canonical().table.astype(np.int64)
+
+    @functools.cached_property
+    def layer(self) -> Int64Array:
+        """Mask layer of each canonical slice, int64 [n]."""
+        return slice_layers(self.rows)
+
+    def blocks_until_late(self, kernel: KernelCost, block_rows: int, heads_per_tile: int, busy: float = 0.0) -> float:
+        """Blocks of block_rows x KEYS, each with all groups of heads_per_tile heads, that the GPU does until late keys
+        come; busy: seconds that it spends on other things."""
+        late_bytes = np.array((self.num_k - self.num_own) * self.heads.row_bytes, np.float64)
+        seconds = LATE_MARGIN * (self.cost.stage + float(self.cost.inside.seconds(late_bytes))) - busy
+        pair = kernel.pair + kernel.pair_dim * self.head_dim
+        return seconds / (pair * block_rows * KEYS) / (self.num_heads_q // heads_per_tile)
 
 
 class StageInputs(NamedTuple):
@@ -51,22 +114,9 @@ class BlockAttn(Protocol):
     def row_mover(self) -> RowMover:
         """What gathers K/V rows for other ranks and adds returned gradients."""
 
-    def prepare(
-        self,
-        slices: AttnSlices,
-        num_q: int,
-        num_k: int,
-        num_heads_q: int,
-        num_heads_kv: int,
-        forward: bool = True,
-        backward: bool = True,
-        late_from: int | None = None,
-        head_dim: int = 128,
-        cost: CostModel = H200,
-    ) -> Any:
+    def prepare(self, mask: StageMask) -> Any:
         """Index data on the host for the calls that will be made, as ``.words`` (int32 [n]); its
-        ``.to(words_on_device)`` is the mask of a call. Keys from `late_from` on come as `late`; head_dim and `cost`
-        tell when."""
+        ``.to(words_on_device)`` is the mask of a call."""
 
     def forward(
         self, inputs: StageInputs, earlier: tuple[Tensor, Tensor] | None = None, more: bool = False

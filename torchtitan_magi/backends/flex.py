@@ -19,12 +19,10 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from torchtitan_magi.backends import Gradients, OutGrads, StageInputs
+from torchtitan_magi.backends import Gradients, OutGrads, StageInputs, StageMask
 from torchtitan_magi.exchange.in_flight import LateKeys, keys_and_values
 from torchtitan_magi.exchange.rows import TorchRowMover
-from torchtitan_magi.masks.geometry import clip_keys, clip_rows
-from torchtitan_magi.masks.slices import AttnSlices
-from torchtitan_magi.planning.cost_model import H200, CostModel
+from torchtitan_magi.masks.geometry import clip_keys, clip_rows, intersecting
 
 TILE = 512  # queries and keys of a tile
 _BLOCK = 128  # flex_attention's default block of queries and of keys
@@ -76,30 +74,17 @@ class FlexBlockAttn:
     def row_mover(self) -> TorchRowMover:
         return TorchRowMover()
 
-    def prepare(
-        self,
-        slices: AttnSlices,
-        num_q: int,
-        num_k: int,
-        num_heads_q: int,
-        num_heads_kv: int,
-        forward: bool = True,
-        backward: bool = True,
-        late_from: int | None = None,
-        head_dim: int = 128,
-        cost: CostModel = H200,
-    ) -> FlexMask:
+    def prepare(self, mask: StageMask) -> FlexMask:
         """Index data of a stage, on the host. The number of heads and the direction do not matter here."""
+        num_q, num_k, own, table = mask.num_q, mask.num_k, mask.num_own, mask.rows
         q_edges = np.append(np.arange(0, num_q, TILE), num_q)
-        own = num_k if late_from is None else late_from
         k_edges = np.concatenate([np.arange(0, own, TILE), np.arange(own, num_k, TILE), [num_k]])
-        table = slices.canonical().table.astype(np.int64)
-        which, block = _overlaps(table[:, :2], q_edges)
+        which, block = intersecting(table[:, 0], table[:, 1], q_edges[:-1], q_edges[1:])
         tiles = clip_rows(table[which], q_edges[block], q_edges[block + 1])
-        which, block = _overlaps(tiles[:, 2:4], k_edges)
+        which, block = intersecting(tiles[:, 2], tiles[:, 3], k_edges[:-1], k_edges[1:])
         tiles, _ = clip_keys(tiles[which], k_edges[block], k_edges[block + 1])
         by_queries, by_keys = _split(tiles, tiles[:, 0], q_edges), _split(tiles, tiles[:, 2], k_edges)
-        lo, hi = slices.row_bands(num_q)
+        lo, hi = mask.slices.row_bands(num_q)
         return FlexMask(by_queries, by_keys, num_q, num_k, (lo, hi, *_key_blocks(lo, hi, num_k)))
 
     def forward(
@@ -266,14 +251,6 @@ def _in_bands(lo: Tensor, hi: Tensor, batch: Tensor, head: Tensor, q: Tensor, k:
 
 
 # ---------------------------------------------------------------------------------------------------------- index data
-
-
-def _overlaps(ranges: IntArray, edges: IntArray) -> tuple[IntArray, IntArray]:
-    """The pairs (range, block) that overlap; block j lies between edges j and j + 1. ranges: [n, 2], not empty."""
-    first = np.searchsorted(edges, ranges[:, 0], "right") - 1
-    count = np.searchsorted(edges, ranges[:, 1], "left") - first
-    which = np.repeat(np.arange(len(ranges)), count)
-    return which, np.arange(len(which)) - np.repeat(count.cumsum() - count - first, count)
 
 
 def _split(tiles: IntArray, starts: IntArray, edges: IntArray) -> list[IntArray]:

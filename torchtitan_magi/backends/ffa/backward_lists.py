@@ -10,13 +10,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from torchtitan_magi.backends.ffa.records import Field, Mask, Words, as_items, early_first, longest_first, radix_sort
+from torchtitan_magi.backends import StageMask
+from torchtitan_magi.backends.ffa.records import L2_SIZE, Field, Words, as_items, early_first, longest_first, radix_sort
 from torchtitan_magi.backends.ffa.segments import FAR, Bools, Int32Array, Int64Array, SegmentRuns, is_new, starts_of
 from torchtitan_magi.tiles import BACKWARD_ROWS, KEYS, NUM_SMS
 
 # Sizes of chunks, in query blocks x groups of heads. Below 8 the prologue costs more than it gains, above 256 what the
 # chunk reads leaves L2 (kernels/NOTES.md, "What was tried": causal 2k to 64k, windows, histogram packs on an H200).
 CHUNK_SIZES = 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256
+QUERY_BYTES = 1024  # q, dout (16 bits) and dq (fp32) of one token and one head, 128 columns
 WHOLE_TILES_PER_SM = 4  # so many k-tiles keep the SMs busy without cuts where no query heads share a K/V head
 TAIL = 0.5  # what is kept for the end, in chunks per SM: enough to even out when SMs end, little as it works from HBM
 TAIL_CHUNKS = 4  # chunks at the end that take as long as one of the usual size
@@ -45,7 +47,7 @@ class BackwardSizes:
 
 
 def backward_lists(
-    mask: Mask, runs: SegmentRuns, words: Words, deterministic: bool, heads_per_tile: int, chunk: int | None
+    mask: StageMask, runs: SegmentRuns, words: Words, deterministic: bool, heads_per_tile: int, chunk: int | None
 ) -> BackwardSizes:
     """Adds the backward's lists to `words`.
 
@@ -55,19 +57,18 @@ def backward_lists(
         chunk: query blocks of a chunk; None: chosen.
     """
     groups_per_kv = mask.group // heads_per_tile
-    starts = key_tiles(mask.rows, mask.num_k, mask.late_from)
+    starts = key_tiles(mask.rows, mask.num_k, mask.num_own)
     num_tiles = len(starts) - 1
     num_q_blocks = -(-mask.num_q // (BACKWARD_ROWS // heads_per_tile))
     tile, records = transpose_segments(runs, starts)
     num_blocks = query_blocks(tile, records, num_tiles)
     heads_per_wave, best_chunk = _wave_and_chunk(mask, num_blocks, heads_per_tile, deterministic)
     chunk = chunk or best_chunk
-    if (
-        deterministic or mask.queries_fit_l2
-    ):  # nothing is kept for the end, or everything: then all heads are worked on together
+    fits_l2 = mask.num_q * mask.num_heads_q * QUERY_BYTES <= L2_SIZE
+    if deterministic or fits_l2:  # nothing is kept for the end, or everything: all heads are worked on together
         in_tail, tail_chunk = np.full(num_tiles, not deterministic), chunk
     else:
-        in_tail = tail_tiles(num_blocks, chunk, mask.heads.num_heads_kv)
+        in_tail = tail_tiles(num_blocks, chunk, mask.num_heads_kv)
         tail_chunk = max(chunk // TAIL_CHUNKS, CHUNK_SIZES[0] // groups_per_kv, 1)
     tile_of_item, item, is_split = np.arange(num_tiles), tile, False
     if num_blocks.max(initial=0) > chunk:
@@ -82,12 +83,9 @@ def backward_lists(
     items, further = as_items(tile_of_item, item, records)
     untouched = (items[:, Field.NUM_SEGMENTS] == 0).nonzero()[0]
     if len(untouched):  # their dk and dv are zeros
-        of_untouched = tile_of_item[untouched]
-        items[untouched, Field.FIRST_KEY], items[untouched, Field.END_KEY] = (
-            starts[of_untouched],
-            starts[of_untouched + 1],
-        )
-    in_tail, is_late = in_tail[tile_of_item], items[:, Field.END_KEY] > mask.late_from
+        first, end = starts[tile_of_item[untouched]], starts[tile_of_item[untouched] + 1]
+        items[untouched, Field.FIRST_KEY], items[untouched, Field.END_KEY] = first, end
+    in_tail, is_late = in_tail[tile_of_item], items[:, Field.END_KEY] > mask.num_own
     number, num_early = items[:, Field.FIRST].astype(np.int64) // chunk, 0
     if deterministic:  # from the last chunk of queries to the first, in each from the first tile to the last
         order = ((-number if is_split else 0) * num_tiles + tile_of_item).argsort(kind="stable")
@@ -109,18 +107,18 @@ def query_blocks(item: Int64Array, records: Int32Array, num_items: int) -> Int64
     return np.bincount(item, records[:, Field.END] - records[:, Field.FIRST], num_items).astype(np.int64)
 
 
-def _wave_and_chunk(mask: Mask, num_blocks: Int64Array, heads_per_tile: int, deterministic: bool) -> tuple[int, int]:
-    """K/V heads that are worked on at a time, and the query blocks of a chunk; num_blocks: of each k-tile."""
-    num_heads_kv, tokens = mask.heads.num_heads_kv, BACKWARD_ROWS // heads_per_tile
+def _wave_and_chunk(mask: StageMask, blocks: Int64Array, heads_per_tile: int, deterministic: bool) -> tuple[int, int]:
+    """K/V heads that are worked on at a time, and the query blocks of a chunk; blocks: query blocks of each k-tile."""
+    tokens = BACKWARD_ROWS // heads_per_tile
     if deterministic:
-        return heads_in_step(num_blocks, tokens, num_heads_kv)
-    if mask.group == 1 and len(num_blocks) * num_heads_kv >= WHOLE_TILES_PER_SM * NUM_SMS:
+        return heads_in_step(blocks, tokens, mask.num_heads_kv)
+    if mask.group == 1 and len(blocks) * mask.num_heads_kv >= WHOLE_TILES_PER_SM * NUM_SMS:
         return 1, max(1, -(-mask.num_q // tokens))  # whole tiles: sums of dk and dv would be as large as dq
-    return 1, backward_chunk(num_blocks, num_heads_kv, mask.group // heads_per_tile)
+    return 1, backward_chunk(blocks, mask.num_heads_kv, mask.group // heads_per_tile)
 
 
 def _usual_order(
-    mask: Mask, heads_per_tile: int, num_blocks: Int64Array, number: Int64Array, in_tail: Bools, is_late: Bools
+    mask: StageMask, heads_per_tile: int, num_blocks: Int64Array, number: Int64Array, in_tail: Bools, is_late: Bools
 ) -> tuple[Int64Array, int]:
     """One chunk of queries after another, then the tail; in each, late keys last and then the longest items first.
 
@@ -135,8 +133,8 @@ def _usual_order(
     if not waits.any():
         return order, 0
     sums_bytes = (2 + 2 + 4) * mask.num_q * mask.heads.out_elements  # out, dout and dq are passed over first
-    seconds = mask.late_seconds - sums_bytes / mask.cost.memory
-    enough = mask.blocks_within(seconds, mask.cost.backward, BACKWARD_ROWS, heads_per_tile)
+    busy = sums_bytes / mask.cost.memory
+    enough = mask.blocks_until_late(mask.cost.backward, BACKWARD_ROWS, heads_per_tile, busy)
     main = len(order) - int(np.count_nonzero(in_tail))
     first, num_early = early_first(order[:main], num_blocks, waits, enough)
     return np.concatenate([first, order[main:]]), num_early

@@ -5,69 +5,24 @@ needed.
 """
 
 import math
-from dataclasses import dataclass, field
 from threading import get_ident
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from torchtitan_magi.backends import Gradients, OutGrads, StageInputs, check_scale
+from torchtitan_magi.backends import Gradients, OutGrads, StageInputs, StageMask, check_scale
 from torchtitan_magi.backends.ffa import params as ffa
-from torchtitan_magi.backends.ffa.row_kernels import CudaRowMover, write_bands
+from torchtitan_magi.backends.ffa.row_kernels import CudaRowMover
 from torchtitan_magi.backends.ffa.segments import FAR
-from torchtitan_magi.backends.ffa.worklists import ListSizes, WorkLists, build_worklists
+from torchtitan_magi.backends.ffa.worklists import DeviceLists, ListSizes, WorkLists, build_worklists
 from torchtitan_magi.cuda import jit, launch
 from torchtitan_magi.exchange.in_flight import KeysAndValues, LateKeys, keys_and_values
-from torchtitan_magi.masks.slices import AttnSlices
-from torchtitan_magi.planning.cost_model import H200, CostModel
 from torchtitan_magi.tiles import BACKWARD_ROWS, KEYS, ROWS
 
 LOG2_E = math.log2(math.e)
 
 
-# ------------------------------------------------------------ lists
-@dataclass(frozen=True, eq=False)
-class DeviceLists:
-    """Work lists of one mask on a device; `words` int32 [n], 16-byte aligned; `bands` int32 [layers * rows, 2]."""
-
-    words: Tensor
-    bands: Tensor
-    sizes: ListSizes
-    launches: dict[Any, launch.Launch] = field(default_factory=dict)  # what repeats from call to call
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory beside `words`."""
-        return self.bands.nbytes
-
-    def pointer(self, offset: int) -> int:
-        return self.words.data_ptr() + 4 * offset
-
-
-@dataclass(frozen=True, eq=False)
-class HostLists:
-    """Work lists of one mask, made on the host; upload `words` (int32 [n]) and call `to`."""
-
-    lists: WorkLists
-
-    @property
-    def words(self) -> Any:
-        return self.lists.words
-
-    def to(self, device_words: Tensor) -> DeviceLists:
-        """The lists around `device_words`, a copy of `words` on the device; cloned when not 16-byte aligned."""
-        assert device_words.dtype == torch.int32
-        assert len(device_words) == len(self.words)
-        s = self.lists.sizes
-        aligned = device_words.data_ptr() % 16 == 0 and device_words.is_contiguous()
-        words = device_words if aligned else device_words.clone()
-        bands = words.new_empty(s.num_bands, 2)
-        write_bands(words[s.slices :][: 5 * s.num_slices].view(-1, 5), bands)
-        return DeviceLists(words, bands, s)
-
-
-# ------------------------------------------------------------ the attention
 class FfaBlockAttn:
     """Attention of one stage's queries over its K/V rows with our Hopper kernel; see `backends.BlockAttn`.
 
@@ -100,36 +55,13 @@ class FfaBlockAttn:
                 'use backend = "flex"'
             )
 
-    def prepare(
-        self,
-        slices: AttnSlices,
-        num_q: int,
-        num_k: int,
-        num_heads_q: int,
-        num_heads_kv: int,
-        forward: bool = True,
-        backward: bool = True,
-        late_from: int | None = None,
-        head_dim: int = 128,
-        cost: CostModel = H200,
-    ) -> HostLists:
+    def prepare(self, mask: StageMask) -> WorkLists:
         """Work lists on the host; their `.to(words_on_device)` is the `mask` of the calls below.
-
-        Args:
-            forward, backward: whether such calls will be made.
-            late_from: keys from this one on come as `late`; work on the others is done first.
-            head_dim: columns of q, k and v.
-            cost: predicts when late keys arrive and what the kernel does until then.
 
         Raises:
             ValueError: head counts do not divide, or a slice reaches beyond num_q or num_k.
         """
-        return HostLists(
-            build_worklists(
-                slices, num_q, num_k, num_heads_q, num_heads_kv, forward=forward, backward=backward,
-                deterministic=self.deterministic, late_from=late_from, head_dim=head_dim, cost=cost,
-            )
-        )  # fmt: skip
+        return build_worklists(mask, deterministic=self.deterministic)
 
     def forward(
         self, inputs: StageInputs, earlier: tuple[Tensor, Tensor] | None = None, more: bool = False

@@ -9,10 +9,12 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from torchtitan_magi.backends.ffa.records import Field, Mask, Words, as_items, early_first, longest_first
+from torchtitan_magi.backends import StageMask
+from torchtitan_magi.backends.ffa.records import L2_SIZE, Field, Words, as_items, early_first, longest_first
 from torchtitan_magi.backends.ffa.segments import Int32Array, Int64Array, SegmentRuns, starts_of
 from torchtitan_magi.tiles import KEYS, MAX_CUT, NUM_SMS, ROWS, forward_heads_per_tile, largest_divisor, tile_cost
 
+KEY_BYTES = 512  # k and v of one token and one head, 128 columns
 # What it costs to cut a tile, in 128 x 128 blocks. Fitted to kernel times of packs of equal documents on an H200.
 CHUNK_COST = 6.0  # a chunk leaves its fp32 rows in memory
 JOIN_COST = 1.0  # per chunk that the last one of the tile adds up
@@ -37,20 +39,20 @@ class ForwardSizes:
     segments: int = 0
 
 
-def forward_lists(mask: Mask, runs: SegmentRuns, words: Words, chunks_per_tile: int | None) -> ForwardSizes:
+def forward_lists(mask: StageMask, runs: SegmentRuns, words: Words, chunks_per_tile: int | None) -> ForwardSizes:
     """Adds the forward's lists to `words`.
 
     Args:
         runs: segments of the q-tiles.
         chunks_per_tile: cuts each tile that has as many blocks, up to MAX_CUT; None: those that are worth it.
     """
-    heads, num_heads_q = forward_heads_per_tile(mask.group), mask.heads.num_heads_q
-    num_tiles, num_groups = -(-mask.num_q // (ROWS // heads)), num_heads_q // heads
+    heads = forward_heads_per_tile(mask.group)
+    num_tiles, num_groups = -(-mask.num_q // (ROWS // heads)), mask.num_heads_q // heads
     tile, records, num_blocks = forward_records(runs, num_tiles)
     if chunks_per_tile:
         cut, num_chunks = (num_blocks >= chunks_per_tile).nonzero()[0][: MAX_CUT // num_groups], chunks_per_tile
     else:
-        rows = mask.num_q * num_heads_q + mask.num_k * mask.heads.num_heads_kv  # 16 bits, twice: q, out and k, v
+        rows = mask.num_q * mask.num_heads_q + mask.num_k * mask.num_heads_kv  # 16 bits, twice: q, out and k, v
         cut, num_chunks = tiles_to_cut(num_blocks, num_groups, int(CHUNK_MEMORY * rows / ROWS))
     tile_of_item, item = np.arange(num_tiles), tile
     if num_chunks:
@@ -60,13 +62,14 @@ def forward_lists(mask: Mask, runs: SegmentRuns, words: Words, chunks_per_tile: 
         items[np.isin(tile_of_item, cut), Field.CHUNK] = np.arange(len(cut) * num_chunks) + 1
     order = longest_first(num_blocks)
     waits, num_early = np.zeros(len(items), bool), 0
-    if mask.late_from < mask.num_k:
-        waits[item[records[:, Field.END] > mask.late_from]] = True
+    if mask.num_own < mask.num_k:
+        waits[item[records[:, Field.END] > mask.num_own]] = True
     if waits.any():
-        enough = mask.blocks_within(mask.late_seconds, mask.cost.forward, ROWS, heads)
+        enough = mask.blocks_until_late(mask.cost.forward, ROWS, heads)
         order, num_early = early_first(order, num_blocks, waits, enough)
+    kv_heads_in_l2 = L2_SIZE // (KEY_BYTES * max(1, mask.num_k))
     return ForwardSizes(
-        heads_per_tile=heads, heads_per_wave=largest_divisor(num_groups, mask.kv_heads_in_l2 * (mask.group // heads)),
+        heads_per_tile=heads, heads_per_wave=largest_divisor(num_groups, kv_heads_in_l2 * (mask.group // heads)),
         num_items=len(items), num_items_with_work=int(np.count_nonzero(num_blocks)), num_early=num_early,
         num_chunks=len(cut) * num_chunks, chunks_per_tile=num_chunks, num_blocks=int(num_blocks.sum()),
         awaits=bool(waits.any()), items=words.add(items, order), segments=words.add(further),

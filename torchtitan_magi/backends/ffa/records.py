@@ -3,19 +3,13 @@
 A record is 12 words (int32): a work item, then a segment. A further segment of an item is the last 8 words alone.
 """
 
-from dataclasses import dataclass
-
 import numpy as np
 import numpy.typing as npt
 
 from torchtitan_magi.backends.ffa.params import check_count
 from torchtitan_magi.backends.ffa.segments import Int32Array, Int64Array, is_new, starts_of
-from torchtitan_magi.planning.cost_model import CostModel, Heads, KernelCost
-from torchtitan_magi.tiles import KEYS
 
-L2_BYTES = 32 << 20  # what one wave of heads may claim of the L2 cache; an H200 has 50 MiB
-KEY_BYTES, QUERY_BYTES = 512, 1024  # k and v; q, dout (16 bits) and dq (fp32): one token, one head, 128 columns
-LATE_MARGIN = 1.25  # how much longer than predicted an exchange may take before a kernel that hides it waits
+L2_SIZE = 32 << 20  # bytes of the L2 cache that one wave of heads may claim; an H200 has 50 MiB
 
 
 class Field:
@@ -26,51 +20,6 @@ class Field:
 
     TILE, NUM_SEGMENTS, FIRST_SEGMENT, CHUNK = range(4)
     LAYER, COMPONENT, FIRST_KEY, END_KEY, FIRST, END, FULL_FIRST, FULL_END = range(4, 12)
-
-
-@dataclass(frozen=True)
-class Mask:
-    """The mask of one call, and what is known of the machine that runs it.
-
-    Attributes:
-        rows: canonical slices, int64 [n, 5].
-        layer: mask layer of each slice, int64 [n].
-        late_from: first key that arrives while the kernel runs; num_k if none does.
-    """
-
-    rows: Int64Array
-    layer: Int64Array
-    num_q: int
-    num_k: int
-    heads: Heads
-    late_from: int
-    cost: CostModel
-
-    @property
-    def group(self) -> int:
-        """Query heads of a K/V head."""
-        return self.heads.num_heads_q // self.heads.num_heads_kv
-
-    @property
-    def kv_heads_in_l2(self) -> int:
-        """K/V heads whose keys and values a wave of heads may claim L2 for."""
-        return L2_BYTES // (KEY_BYTES * max(1, self.num_k))
-
-    @property
-    def queries_fit_l2(self) -> bool:
-        """Whether what the backward reads and adds up of all queries fits what a wave may claim."""
-        return self.num_q * self.heads.num_heads_q * QUERY_BYTES <= L2_BYTES
-
-    @property
-    def late_seconds(self) -> float:
-        """Time until late keys are there, in seconds since the stage began."""
-        late_bytes = np.array((self.num_k - self.late_from) * self.heads.row_bytes, np.float64)
-        return LATE_MARGIN * (self.cost.stage + float(self.cost.inside.seconds(late_bytes)))
-
-    def blocks_within(self, seconds: float, kernel: KernelCost, block_rows: int, heads_per_tile: int) -> float:
-        """Blocks of block_rows x KEYS, each with all groups of heads_per_tile heads, that the GPU does in `seconds`."""
-        pair = kernel.pair + kernel.pair_dim * self.heads.head_dim
-        return seconds / (pair * block_rows * KEYS) / (self.heads.num_heads_q // heads_per_tile)
 
 
 # ------------------------------------------------------------------------------------------------------- work items

@@ -1,4 +1,4 @@
-"""The kernel's work lists, made on the host from attention slices. NumPy only.
+"""The kernel's work lists: made on the host from attention slices, in NumPy only, then on the device.
 
 Vocabulary (kernels/ffa_layout.cuh has the records):
     band            a query row's interval of keys on one mask layer; the intervals of a row are disjoint; made on the
@@ -11,18 +11,21 @@ Vocabulary (kernels/ffa_layout.cuh has the records):
 """
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
+from torchtitan_magi.backends import StageMask
 from torchtitan_magi.backends.ffa.backward_lists import BackwardSizes, backward_lists, choose_heads_per_tile
 from torchtitan_magi.backends.ffa.forward_lists import ForwardSizes, forward_lists
 from torchtitan_magi.backends.ffa.params import check_count
-from torchtitan_magi.backends.ffa.records import Mask, Words
+from torchtitan_magi.backends.ffa.records import Words
+from torchtitan_magi.backends.ffa.row_kernels import write_bands
 from torchtitan_magi.backends.ffa.segments import FAR, Int32Array, tile_segments
-from torchtitan_magi.masks.geometry import slice_layers
-from torchtitan_magi.masks.slices import AttnSlices
-from torchtitan_magi.planning.cost_model import H200, CostModel, Heads
+from torchtitan_magi.cuda.launch import Launch
 from torchtitan_magi.tiles import BACKWARD_ROWS, KEYS, ROWS, forward_heads_per_tile
 
 
@@ -41,27 +44,47 @@ class ListSizes:
     backward: BackwardSizes
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
+class DeviceLists:
+    """Work lists of one mask on a device; `words` int32 [n], 16-byte aligned; `bands` int32 [layers * rows, 2]."""
+
+    words: Tensor
+    bands: Tensor
+    sizes: ListSizes
+    launches: dict[Any, Launch] = field(default_factory=dict)  # what repeats from call to call
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory beside `words`."""
+        return self.bands.nbytes
+
+    def pointer(self, offset: int) -> int:
+        return self.words.data_ptr() + 4 * offset
+
+
+@dataclass(frozen=True, eq=False)
 class WorkLists:
     """`words`: int32 [n], n a multiple of 4, everything the kernel reads; `sizes`: what the launch needs."""
 
     words: Int32Array
     sizes: ListSizes
 
+    def to(self, device_words: Tensor) -> DeviceLists:
+        """The lists around `device_words`, a copy of `words` on the device; cloned when not 16-byte aligned."""
+        assert device_words.dtype == torch.int32
+        assert len(device_words) == len(self.words)
+        s = self.sizes
+        aligned = device_words.data_ptr() % 16 == 0 and device_words.is_contiguous()
+        words = device_words if aligned else device_words.clone()
+        bands = words.new_empty(s.num_bands, 2)
+        write_bands(words[s.slices :][: 5 * s.num_slices].view(-1, 5), bands)
+        return DeviceLists(words, bands, s)
+
 
 def build_worklists(
-    slices: AttnSlices,
-    num_q: int,
-    num_k: int,
-    num_heads_q: int,
-    num_heads_kv: int,
+    mask: StageMask,
     *,
-    head_dim: int = 128,
-    forward: bool = True,
-    backward: bool = True,
     deterministic: bool = False,
-    late_from: int | None = None,
-    cost: CostModel = H200,
     chunks_per_tile: int | None = None,
     backward_heads_per_tile: int | None = None,
     blocks_per_chunk: int | None = None,
@@ -69,13 +92,8 @@ def build_worklists(
     """Lists for one call of the kernel, forward and backward.
 
     Args:
-        slices: the mask; its rows index [0, num_q), its keys [0, num_k).
-        head_dim: columns of q, k and v; with `cost`, it tells how much work hides the wait for late keys.
-        forward, backward: whether to make the lists of that direction.
+        mask: the mask; without lists of a direction that will not be called.
         deterministic: the backward adds to each row of dq in a fixed order.
-        late_from: first key that arrives while the kernel runs: work that can begin without late keys comes first. No
-            canonical slice has keys on both sides.
-        cost: predicts when late keys arrive and what the kernel does until then.
         chunks_per_tile: overrides the heuristic: cuts forward tiles that have as many blocks, up to MAX_CUT.
         backward_heads_per_tile: overrides the heuristic; a divisor of the group size.
         blocks_per_chunk: overrides the heuristic: query blocks of a chunk of a backward tile.
@@ -84,19 +102,16 @@ def build_worklists(
         ValueError: head counts do not divide, a slice reaches beyond num_q or num_k, or rows, keys or mask layers are
             too many for the kernel's 32-bit numbers.
     """
+    num_q, num_k, num_heads_q, num_heads_kv = mask.num_q, mask.num_k, mask.num_heads_q, mask.num_heads_kv
     if num_heads_kv < 1 or num_heads_q % num_heads_kv:
         raise ValueError(f"num_heads_q {num_heads_q} must be a multiple of num_heads_kv {num_heads_kv}")
-    table = slices.canonical().table
+    table = mask.slices.canonical().table
     if len(table) and (table[:, 1].max() > num_q or table[:, 3].max() > num_k):
         raise ValueError(
             f"slices reach query {table[:, 1].max()} and key {table[:, 3].max()} of {num_q} queries and {num_k} keys"
         )
     _keep_freed_memory()
-    rows = table.astype(np.int64)
-    late_from = num_k if late_from is None else late_from
-    assert late_from >= num_k or ((rows[:, 3] <= late_from) | (rows[:, 2] >= late_from)).all()
-    heads = Heads(num_heads_q, num_heads_kv, head_dim)
-    mask = Mask(rows, slice_layers(rows), num_q, num_k, heads, late_from, cost)
+    assert ((table[:, 3] <= mask.num_own) | (table[:, 2] >= mask.num_own)).all()
     num_layers, by_layer = int(mask.layer.max(initial=0)) + 1, table
     check_count(f"{num_layers} mask layers x {num_q} queries", num_layers * num_q)
     check_count(f"{num_heads_q} heads x {num_q} queries", num_heads_q * num_q)
@@ -108,12 +123,12 @@ def build_worklists(
     words = Words()
     in_words = words.add(by_layer)
     backward_heads_per_tile = backward_heads_per_tile or choose_heads_per_tile(mask.group)
-    tokens = [ROWS // forward_heads_per_tile(mask.group)] * forward
-    tokens += [BACKWARD_ROWS // backward_heads_per_tile] * backward
-    runs = iter(tile_segments(rows, mask.layer, num_q, tokens, late_from) if tokens else ())
-    of_forward = forward_lists(mask, next(runs), words, chunks_per_tile) if forward else ForwardSizes()
+    tokens = [ROWS // forward_heads_per_tile(mask.group)] * mask.forward
+    tokens += [BACKWARD_ROWS // backward_heads_per_tile] * mask.backward
+    runs = iter(tile_segments(mask.rows, mask.layer, num_q, tokens, mask.num_own) if tokens else ())
+    of_forward = forward_lists(mask, next(runs), words, chunks_per_tile) if mask.forward else ForwardSizes()
     of_backward = BackwardSizes()
-    if backward:
+    if mask.backward:
         of_backward = backward_lists(mask, next(runs), words, deterministic, backward_heads_per_tile, blocks_per_chunk)
     shape = num_q, num_k, num_heads_q, num_heads_kv
     sizes = ListSizes(*shape, num_layers * num_q, len(table), in_words, of_forward, of_backward)
