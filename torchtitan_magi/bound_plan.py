@@ -14,6 +14,7 @@ from torchtitan_magi.exchange.group_cast import StageRows
 from torchtitan_magi.exchange.mesh import Mesh, as_transport
 from torchtitan_magi.exchange.rows import RowMover
 from torchtitan_magi.exchange.transport import SINGLE_RANK, Transport
+from torchtitan_magi.masks.geometry import first_true
 from torchtitan_magi.masks.slices import AttnSlices
 from torchtitan_magi.planning.plan import AttnPlan
 from torchtitan_magi.planning.stage import RankShare, Stage
@@ -128,9 +129,7 @@ def bind_slices(
         ValueError: a slice reaches beyond num_q or num_k.
     """
     for name, length, column in (("q", num_q, 1), ("k", num_k, 3)):
-        beyond = slices.table[:, column] > length
-        if beyond.any():
-            i = int(beyond.argmax())
+        if (i := first_true(slices.table[:, column] > length)) is not None:
             raise ValueError(f"slice {i} is {slices.table[i].tolist()} but {name} has {length} rows; cut the slice")
     stage = Stage(slices.canonical(), True, num_k, ())
     mask = block_attn.prepare(StageMask(stage.slices, num_q, num_k, num_heads_q, num_heads_kv))

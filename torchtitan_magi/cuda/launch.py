@@ -43,24 +43,19 @@ def next_counter(device: int) -> int:
 
 def copyable(x: Tensor) -> Tensor:
     """x [T, H, D], or a contiguous copy where the copy engine cannot read it: it needs 16-byte aligned rows."""
-    fits = x.data_ptr() % 16 == 0 and _has_aligned_rows(x)
+    step, (token_stride, head_stride, column_stride) = 16 // x.element_size(), x.stride()
+    fits = (
+        x.data_ptr() % 16 == 0
+        and column_stride == 1
+        and (token_stride % step == 0 or x.shape[0] == 1)
+        and (head_stride % step == 0 or x.shape[1] == 1)
+    )
     return x if fits else x.clone(memory_format=torch.contiguous_format)
 
 
 def are_copyable(*tensors: Tensor) -> bool:
     """Whether the copy engine can read all tensors in place."""
     return all(copyable(x) is x for x in tensors)
-
-
-def _has_aligned_rows(x: Tensor) -> bool:
-    """Whether all rows of x [T, H, D] are 16-byte aligned if the first one is."""
-    token_stride, head_stride, column_stride = x.stride()
-    step = 16 // x.element_size()
-    return (
-        column_stride == 1
-        and (token_stride % step == 0 or x.shape[0] == 1)
-        and (head_stride % step == 0 or x.shape[1] == 1)
-    )
 
 
 _TENSOR_MAP_TYPES = {

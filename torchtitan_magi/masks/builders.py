@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from torchtitan_magi.masks.geometry import BI_CAUSAL, CAUSAL, FULL, Int64Array
+from torchtitan_magi.masks.geometry import BI_CAUSAL, CAUSAL, FULL, Int64Array, first_true
 from torchtitan_magi.masks.slices import AttnSlices, as_int64, is_integer
 
 
@@ -96,9 +96,7 @@ def _checked(cu_seqlens: object, total_tokens: int | None) -> Int64Array:
     if cu.ndim != 1 or len(cu) == 0 or cu[0] != 0:
         first = cu.ravel()[:1].tolist()
         raise ValueError(f"cu_seqlens starts with {first}; give a 1-D list of cumulative lengths that starts at 0")
-    step = np.diff(cu)
-    if (step < 0).any():
-        i = int((step < 0).argmax())
+    if (i := first_true(np.diff(cu) < 0)) is not None:
         raise ValueError(f"cu_seqlens decreases from {cu[i]} to {cu[i + 1]} at index {i + 1}; give cumulative lengths")
     if total_tokens is not None and cu[-1] != total_tokens:
         raise ValueError(f"cu_seqlens ends at {cu[-1]} but there are {total_tokens} tokens; it must end at that count")

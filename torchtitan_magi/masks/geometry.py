@@ -23,6 +23,11 @@ def frozen(array: _Array) -> _Array:
     return array
 
 
+def first_true(which: npt.NDArray[np.bool_]) -> int | None:
+    """Index of the first that is True; None if none is."""
+    return int(which.argmax()) if which.any() else None
+
+
 def expand(starts: IntArray, ends: IntArray) -> Int64Array:
     """All integers of the ranges, one range after the other."""
     lengths = ends - starts

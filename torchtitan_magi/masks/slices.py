@@ -21,6 +21,7 @@ from torchtitan_magi.masks.geometry import (
     Int64Array,
     IntArray,
     expand,
+    first_true,
     frozen,
     lower_bound,
     rows_of,
@@ -60,13 +61,9 @@ class AttnSlices:
         if array.ndim != 2 or array.shape[1] != 5:
             raise ValueError(f"slices have shape {array.shape}; give [n, 5]: q_start, q_end, k_start, k_end, mask_type")
         q_start, q_end, k_start, k_end, mask_type = array.T
-        bad = (q_start < 0) | (k_start < 0) | (q_end < q_start) | (k_end < k_start)
-        if bad.any():
-            i = int(bad.argmax())
+        if (i := first_true((q_start < 0) | (k_start < 0) | (q_end < q_start) | (k_end < k_start))) is not None:
             raise ValueError(f"slice {i} is {array[i].tolist()}; its ranges must satisfy 0 <= start <= end")
-        bad = (mask_type < 0) | (mask_type > 3)
-        if bad.any():
-            i = int(bad.argmax())
+        if (i := first_true((mask_type < 0) | (mask_type > 3))) is not None:
             raise ValueError(
                 f"slice {i} has mask_type {mask_type[i]}; use 0 FULL, 1 CAUSAL, 2 INV_CAUSAL or 3 BI_CAUSAL"
             )

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from torchtitan_magi.masks.geometry import Int64Array, frozen, slice_areas
+from torchtitan_magi.masks.geometry import Int64Array, first_true, frozen, slice_areas
 from torchtitan_magi.masks.slices import MAX_TOKENS, AttnSlices, check_slices, is_integer
 from torchtitan_magi.planning.cost_model import H200, LLAMA_HEADS, CostModel, Heads
 from torchtitan_magi.planning.needs import key_needs, parts_of, pieces_of, sums, transfers_of
@@ -92,8 +92,7 @@ class AttnPlan:
     @property
     def received_rows(self) -> Int64Array:
         """K/V rows of others that each rank needs, int64 [cp_size]."""
-        destination, _, start, end = self.transfers.T
-        return np.bincount(destination, end - start, self.cp_size).astype(np.int64)
+        return self.work.received.astype(np.int64)
 
     @property
     def rows_across_nodes(self) -> Int64Array:
@@ -174,7 +173,10 @@ def plan_afresh(
     Raises:
         ValueError: a slice beyond total_tokens.
     """
-    _check_range(slices, total_tokens)
+    if (i := first_true(slices.table[:, [1, 3]].max(1, initial=0) > total_tokens)) is not None:
+        raise ValueError(
+            f"slice {i} is {slices.table[i].tolist()} but the pack has {total_tokens} tokens; cut it to fit"
+        )
     slices = slices.canonical()
     padded_tokens = -(-total_tokens // cp_size) * cp_size
     gpus_per_node = min(gpus_per_node or cp_size, cp_size)
@@ -220,12 +222,3 @@ def plan_ownership(
     ranks = tuple(RankShare(rank, slices, routes, spans) for rank in range(len(owned)))
     areas = frozen(sums(pieces.owner, slice_areas(pieces.table), len(owned)))
     return AttnPlan(slices, total_tokens, routes, ranks, areas, *spans, work, heads, cost)
-
-
-def _check_range(slices: AttnSlices, total_tokens: int) -> None:
-    reach = slices.table[:, [1, 3]].max(1, initial=0)
-    if (reach > total_tokens).any():
-        i = int((reach > total_tokens).argmax())
-        raise ValueError(
-            f"slice {i} is {slices.table[i].tolist()} but the pack has {total_tokens} tokens; cut it to fit"
-        )

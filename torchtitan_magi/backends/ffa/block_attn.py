@@ -122,34 +122,30 @@ class FfaBlockAttn:
 
     def _forward_launch(self, inputs: StageInputs, earlier: tuple[Tensor, Tensor] | None, more: bool) -> launch.Launch:
         q, k, v, mask, _, late = inputs
-        s = mask.sizes
-        assert s.forward.heads_per_tile  # else the lists were made for the backward only
-        variant = ffa.forward_variant(q.shape[2], s.forward.heads_per_tile, q.dtype, earlier is not None, more)
-        num_groups = s.num_heads_q // s.forward.heads_per_tile
-        num_items = (
-            s.forward.num_items_with_work if earlier is not None and more else s.forward.num_items
-        )  # the others stay as they are
+        s, f = mask.sizes, mask.sizes.forward
+        assert f.heads_per_tile  # else the lists were made for the backward only
+        variant = ffa.forward_variant(q.shape[2], f.heads_per_tile, q.dtype, earlier is not None, more)
+        num_groups = s.num_heads_q // f.heads_per_tile
+        in_place = earlier is not None and more  # rows of items without work stay as they are
+        num_items = f.num_items_with_work if in_place else f.num_items
         params = ffa.ForwardParams(
-            items=mask.pointer(s.forward.items),
-            segments=mask.pointer(s.forward.segments),
+            items=mask.pointer(f.items),
+            segments=mask.pointer(f.segments),
             bands=mask.bands.data_ptr(),
-            schedule=ffa.Schedule(
-                s.forward.num_early, num_items - s.forward.num_early, 0, num_groups, s.forward.heads_per_wave
-            ),
+            schedule=ffa.Schedule(f.num_early, num_items - f.num_early, 0, num_groups, f.heads_per_wave),
             groups_per_kv=num_groups // s.num_heads_kv,
             num_q=s.num_q,
             num_heads_q=s.num_heads_q,
-            parts_per_tile=s.forward.chunks_per_tile,
+            parts_per_tile=f.chunks_per_tile,
             late=ffa.LateKeys(None, 0, FAR if late is None else k.shape[0]),
         )
         if s.num_k == 0:
             k = v = q  # something to point at, which is never read
-        box = s.forward.heads_per_tile, ROWS // s.forward.heads_per_tile
-        shape, strides = tuple(q.shape), _contiguous_strides(q.shape)
+        box = f.heads_per_tile, ROWS // f.heads_per_tile
         maps = [_layout_of(q, *box), *_key_layouts(k, v, late)]
-        maps.append(launch.MapLayout(shape, strides, torch.float32 if more else q.dtype, *box))
+        maps.append(_contiguous_layout(q, torch.float32 if more else q.dtype, *box))
         if earlier is not None:
-            maps.append(launch.MapLayout(shape, strides, torch.float32, *box))
+            maps.append(_contiguous_layout(q, torch.float32, *box))
         kernel = launch.load("ffa_forward.cu", "ffa_forward", variant, ffa.THREADS)
         blocks = min(params.schedule.num_items, launch.num_sms(q.device.index))
         return launch.Launch(kernel, q.device.index, blocks, maps, params)
@@ -171,8 +167,8 @@ class FfaBlockAttn:
         """
         q, k, v, mask, softmax_scale, late = inputs
         (dout, lse, delta), (dq, dkv, zeroed) = out_grads, grads
-        s = mask.sizes
-        read_late = late if s.backward.awaits else None
+        s, b = mask.sizes, mask.sizes.backward
+        read_late = late if b.awaits else None
         pair = dkv if isinstance(dkv, tuple) else (dkv, dkv)
         is_float = pair[0].dtype == torch.float32
         key = (
@@ -197,19 +193,19 @@ class FfaBlockAttn:
             return
         if s.num_q == 0:
             if late is not None:
-                late.arrival.settle(s.backward.awaits)
+                late.arrival.settle(b.awaits)
             _zero(dkv)
             return
         params = prepared.params
         to, sums = dkv, None
-        if s.backward.is_split:  # chunks of a tile add to fp32 sums
+        if b.is_split:  # chunks of a tile add to fp32 sums
             if not is_float:
                 to = sums = torch.zeros(s.num_k, 2, s.num_heads_kv, q.shape[2], dtype=torch.float32, device=k.device)
             elif not zeroed:
                 _zero(dkv)
-        if s.backward.deterministic:
-            num_groups = s.num_heads_q // s.backward.heads_per_tile
-            counts = 2 * s.backward.num_q_blocks * num_groups, 2 * s.backward.num_k_tiles * s.num_heads_kv
+        if b.deterministic:
+            num_groups = s.num_heads_q // b.heads_per_tile
+            counts = 2 * b.num_q_blocks * num_groups, 2 * b.num_k_tiles * s.num_heads_kv
             semaphores = torch.zeros(sum(counts), dtype=torch.int32, device=k.device)
             params.semaphores = semaphores.data_ptr()
             params.part_semaphores = semaphores.data_ptr() + 4 * counts[0]
@@ -218,50 +214,42 @@ class FfaBlockAttn:
         params.counter = launch.next_counter(prepared.device)
         params.softmax_scale, params.scale_log2 = softmax_scale, softmax_scale * LOG2_E
         maps = [q_at, dout_at, k_at, v_at, *_late_addresses(read_late, k_at, v_at, params), dq.data_ptr()]
-        if s.backward.is_split:
-            prepared(*maps, params.dk, params.dv)
-        else:
-            prepared(*maps, maps[-1], maps[-1])
+        prepared(*maps, *((params.dk, params.dv) if b.is_split else maps[-1:] * 2))
         if late is not None:
-            late.arrival.settle(s.backward.awaits)
+            late.arrival.settle(b.awaits)
         if sums is not None:
             for x, wide in zip(keys_and_values(dkv), keys_and_values(sums), strict=True):
                 x.copy_(wide)
 
     def _backward_launch(self, inputs: StageInputs, dout: Tensor, dkv: KeysAndValues) -> launch.Launch:
         q, k, v, mask, _, late = inputs
-        s, head_dim = mask.sizes, q.shape[2]
-        assert s.backward.heads_per_tile  # else the lists were made for the forward only
-        variant = ffa.backward_variant(head_dim, s.backward.heads_per_tile, q.dtype, s.backward.deterministic)
+        s, b, head_dim = mask.sizes, mask.sizes.backward, q.shape[2]
+        assert b.heads_per_tile  # else the lists were made for the forward only
+        variant = ffa.backward_variant(head_dim, b.heads_per_tile, q.dtype, b.deterministic)
+        num_main = b.num_items - b.num_early - b.num_tail
         params = ffa.BackwardParams(
-            items=mask.pointer(s.backward.items),
-            segments=mask.pointer(s.backward.segments),
+            items=mask.pointer(b.items),
+            segments=mask.pointer(b.segments),
             bands=mask.bands.data_ptr(),
-            components=mask.pointer(s.backward.components),
-            schedule=ffa.Schedule(
-                s.backward.num_early,
-                s.backward.num_items - s.backward.num_early - s.backward.num_tail,
-                s.backward.num_tail,
-                s.num_heads_kv,
-                s.backward.heads_per_wave,
-            ),
-            num_packs=s.num_heads_q // s.num_heads_kv // s.backward.heads_per_tile,
+            components=mask.pointer(b.components),
+            schedule=ffa.Schedule(b.num_early, num_main, b.num_tail, s.num_heads_kv, b.heads_per_wave),
+            num_packs=s.num_heads_q // s.num_heads_kv // b.heads_per_tile,
             num_q=s.num_q,
             num_heads_q=s.num_heads_q,
             head_dim=head_dim,
-            num_q_blocks=s.backward.num_q_blocks,
+            num_q_blocks=b.num_q_blocks,
             late=ffa.LateKeys(None, 0, FAR if late is None else k.shape[0]),
         )
         is_float = (dkv[0] if isinstance(dkv, tuple) else dkv).dtype == torch.float32
-        params.store = ffa.ADD_FLOAT if s.backward.is_split else ffa.STORE_FLOAT if is_float else ffa.STORE_PACKED
-        own_sums = s.backward.is_split and not is_float  # made for each call
+        params.store = ffa.ADD_FLOAT if b.is_split else ffa.STORE_FLOAT if is_float else ffa.STORE_PACKED
+        own_sums = b.is_split and not is_float  # made for each call
         dk, dv = [(2 * s.num_heads_kv * head_dim, head_dim, 1)] * 2 if own_sums else _strides_of(dkv)
         params.dk_token_stride, params.dk_head_stride, _ = dk
         params.dv_token_stride, params.dv_head_stride, _ = dv
-        box = s.backward.heads_per_tile, BACKWARD_ROWS // s.backward.heads_per_tile
-        of_dq = launch.MapLayout(tuple(q.shape), _contiguous_strides(q.shape), torch.float32, *box)
+        box = b.heads_per_tile, BACKWARD_ROWS // b.heads_per_tile
+        of_dq = _contiguous_layout(q, torch.float32, *box)
         maps = [_layout_of(q, *box), _layout_of(dout, *box), *_key_layouts(k, v, late), of_dq]
-        if s.backward.is_split:
+        if b.is_split:
             shape = s.num_k, s.num_heads_kv, head_dim
             maps += [launch.MapLayout(shape, strides, torch.float32, 1, BACKWARD_ROWS) for strides in (dk, dv)]
         else:
@@ -283,9 +271,10 @@ class FfaBlockAttn:
         return spare.flatten().view(torch.float32)[: 2 * k.numel()].view(shape)
 
 
-def _contiguous_strides(shape: torch.Size) -> tuple[int, int, int]:
-    """Strides of a contiguous tensor [T, H, D]."""
-    return shape[1] * shape[2], shape[2], 1
+def _contiguous_layout(x: Tensor, dtype: torch.dtype, heads: int, tokens: int) -> launch.MapLayout:
+    """Layout of a contiguous tensor of the shape of x [T, H, D]."""
+    _, num_heads, head_dim = x.shape
+    return launch.MapLayout(tuple(x.shape), (num_heads * head_dim, head_dim, 1), dtype, heads, tokens)
 
 
 def _addresses_of(both: KeysAndValues) -> tuple[int, int]:

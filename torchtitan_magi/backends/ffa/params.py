@@ -49,10 +49,8 @@ class BackwardParams(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("dk", "dv", "lse", "delta", "items", "segments", "bands")),
         *((name, ctypes.c_void_p) for name in ("components", "semaphores", "part_semaphores", "counter")),
         ("schedule", Schedule),
-        *((name, ctypes.c_int) for name in ("num_packs", "num_q", "num_heads_q")),
-        *((name, ctypes.c_int) for name in ("head_dim", "num_q_blocks", "store")),
-        *((name, ctypes.c_longlong) for name in ("dk_token_stride", "dk_head_stride")),
-        *((name, ctypes.c_longlong) for name in ("dv_token_stride", "dv_head_stride")),
+        *((name, ctypes.c_int) for name in ("num_packs", "num_q", "num_heads_q", "head_dim", "num_q_blocks", "store")),
+        *((f"{name}_stride", ctypes.c_longlong) for name in ("dk_token", "dk_head", "dv_token", "dv_head")),
         *((name, ctypes.c_float) for name in ("softmax_scale", "scale_log2")),
         ("late", LateKeys),
     ]

@@ -128,7 +128,7 @@ class CudaRowMover:
         row_sums, blocks = _row_sums(sums)
         _alive = _aim_sums(row_sums, sums)
         if blocks:
-            kernel = _kernel("gather_rows", sums.out.dtype, sums.out.dtype)
+            kernel = _kernel("gather_rows", sums.out.dtype)
             kernel(sums.out.device.index, blocks, _GatherParams(sums=row_sums))
 
     def add(self, returned: Returned, grad: Tensor) -> None:
@@ -140,13 +140,13 @@ class CudaRowMover:
         rows = _ReturnedRows(*_addresses_of(returned), _num_tokens(returned), units)
         if rows.num_tokens:
             kernel = _kernel("add_rows", returned.rows.dtype, returned.rows.dtype)
-            blocks = _thread_blocks(_units(rows.num_tokens * grad.stride(0)))
+            blocks = min(-(-_units(rows.num_tokens * grad.stride(0)) // (_WARPS * 32)), _MAX_BLOCKS)
             kernel(grad.device.index, blocks, _AddParams(rows, grad.data_ptr()))
 
     def round(self, dq: Tensor, softmax_scale: float, out: Tensor) -> None:
         """What FfaBlockAttn.backward left in dq (fp32 [T, Hq, D], contiguous), times the scale, to out (16 bits)."""
         assert dq.is_contiguous()
-        rounding = _finish_launch(dq.device, out.dtype, out.dtype, dq.numel(), 0, 1)
+        rounding = _finish_launch(_kernel("finish_grads", out.dtype), dq.device, dq.numel(), 0, 1)
         rounding.params.dq, rounding.params.dq_to = dq.data_ptr(), out.data_ptr()
         rounding.params.softmax_scale = softmax_scale
         rounding()
@@ -155,7 +155,7 @@ class CudaRowMover:
         """dk and dv [T, H, D] of dkv [T, 2, H, D], fp32 and contiguous, in `dtype`."""
         assert dkv.is_contiguous()
         dk, dv = (dkv.new_empty(dkv.shape[0], *dkv.shape[2:], dtype=dtype) for _ in range(2))
-        rounding = _finish_launch(dkv.device, dtype, dtype, 0, dkv.numel(), dkv.stride(0))
+        rounding = _finish_launch(_kernel("finish_grads", dtype), dkv.device, 0, dkv.numel(), dkv.stride(0))
         params = rounding.params
         params.dkv, params.dk_to, params.dv_to = dkv.data_ptr(), dk.data_ptr(), dv.data_ptr()
         rounding()
@@ -171,14 +171,15 @@ class CudaRowMover:
         """
         assert dq.is_contiguous()
         assert dkv.is_contiguous()
-        device, shape, row = dq.device, (dq.shape[0], *dkv.shape[2:]), dkv.stride(0)
+        shape, row = (dq.shape[0], *dkv.shape[2:]), dkv.stride(0)
         dq_to, dk, dv = (dq.new_empty(size, dtype=dtype) for size in (dq.shape, shape, shape))
         unsent = returned.unsent
         launches = {} if unsent is None else unsent.places.prepared
         key = "finish", get_ident(), dq.shape, dkv.shape, dtype
         finishing = launches.get(key)
         if finishing is None:
-            finishing = _finish_launch(device, dtype, returned.rows.dtype, dq.numel(), shape[0] * row, row, unsent)
+            kernel = _kernel("finish_grads", dtype, returned.rows.dtype)
+            finishing = _finish_launch(kernel, dq.device, dq.numel(), shape[0] * row, row, unsent)
             finishing.params.returned.num_tokens = _num_tokens(returned)
             launches[key] = finishing
         params = finishing.params
@@ -210,7 +211,7 @@ def write_bands(slices: Tensor, bands: Tensor) -> None:
         bands: int32 [rows, 2], contiguous; set to lo, hi: keys [lo, hi). 0, 0 for rows of no slice.
     """
     if len(bands):
-        kernel = _kernel("write_bands", torch.bfloat16, torch.bfloat16)
+        kernel = _kernel("write_bands", torch.bfloat16)
         params = _BandsParams(slices.data_ptr(), bands.data_ptr(), len(slices), len(bands))
         kernel(bands.device.index, -(-len(bands) // (_WARPS * 32)), params)
 
@@ -227,7 +228,7 @@ def _gather_launch(k: Tensor, v: Tensor, num_rows: int, to: Places, sums: RowSum
     if sums is not None:
         params.sums, sums_blocks = _row_sums(sums)
         blocks += sums_blocks
-    return launch.Launch(_kernel("gather_rows", k.dtype, k.dtype), k.device.index, blocks, (), params)
+    return launch.Launch(_kernel("gather_rows", k.dtype), k.device.index, blocks, (), params)
 
 
 def _row_sums(sums: RowSums) -> tuple[_RowSums, int]:
@@ -260,13 +261,7 @@ def _places(places: Places) -> _Places:
 
 
 def _finish_launch(
-    device: torch.device,
-    dtype: torch.dtype,
-    wire: torch.dtype,
-    num_dq: int,
-    num_dkv: int,
-    row: int,
-    unsent: Unsent | None = None,
+    kernel: launch.Kernel, device: torch.device, num_dq: int, num_dkv: int, row: int, unsent: Unsent | None = None
 ) -> launch.Launch:
     """A launch over num_dq and num_dkv elements.
 
@@ -283,7 +278,7 @@ def _finish_launch(
         params.unsent_units, params.places = _units((grad.shape[0] - first) * row), _places(places)
         writers = max(1, _finish_blocks(params.unsent_units))
     blocks = writers + _finish_blocks(params.dq_units) + _finish_blocks(params.dkv_units)
-    return launch.Launch(_kernel("finish_grads", dtype, wire), device.index, blocks, (), params)
+    return launch.Launch(kernel, device.index, blocks, (), params)
 
 
 def _finish_blocks(units: int) -> int:
@@ -302,13 +297,10 @@ def _num_tokens(returned: Returned) -> int:
 
 
 @functools.cache
-def _kernel(name: str, dtype: torch.dtype, wire: torch.dtype) -> launch.Kernel:
+def _kernel(name: str, dtype: torch.dtype, wire: torch.dtype | None = None) -> launch.Kernel:
+    """wire: dtype of returned rows, where it matters; else dtype."""
     macros = {"USE_FP16": dtype == torch.float16, "WIRE_FP32": wire == torch.float32}
     return launch.load("rows.cu", name, launch.variant_of(macros), _WARPS * 32)
-
-
-def _thread_blocks(units: int) -> int:
-    return min(-(-units // (_WARPS * 32)), _MAX_BLOCKS)
 
 
 def _units(elements: int) -> int:

@@ -135,19 +135,13 @@ def tile_segments(
 
 
 def _join_stretches(
-    table: Int64Array,
-    layer: Int64Array,
-    row: Int64Array,
-    end_row: Int64Array,
-    num_q: int,
-    tokens: Int64Array,
-    apart: int,
+    table: Int64Array, layer: Int64Array, row: Int64Array, end: Int64Array, num_q: int, tokens: Int64Array, apart: int
 ) -> SegmentRuns:
     """Segments of tiles that no slice covers alone, as runs of one tile, sorted by layer, tile and first key.
 
     Args:
         table, layer: slice of each stretch of rows, int64 [n, 5], and its mask layer, [n].
-        row, end_row: the stretches, int64 [n], each inside one tile. Bounds move by at most 1 per row, so that the keys
+        row, end: the stretches, int64 [n], each inside one tile. Bounds move by at most 1 per row, so that the keys
             of a stretch have no holes.
         tokens: rows of the tile, int64 [n].
         apart: see tile_segments.
@@ -157,7 +151,7 @@ def _join_stretches(
     # Step 1: bring the stretches of a tile together, by their first key.
     q_start, q_end, k_start, k_end, mask_type = table.T
     slope_lo, slope_hi = mask_type >> 1, mask_type & 1
-    num_rows, tile = end_row - row, row // tokens
+    num_rows, tile = end - row, row // tokens
     lo, hi = k_start + slope_lo * (row - q_start), k_end - slope_hi * (q_end - 1 - row)
     group = tile + layer * (num_q + 1)
     step = group[1:] - group[:-1]
