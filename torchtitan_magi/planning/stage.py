@@ -71,16 +71,19 @@ class Exchange:
 
 def _fetches(between: Int64Array, rank: int) -> tuple[Parcel, ...]:
     """What `rank` receives of rows [receiver, source]: a source has them ready by receiver."""
-    rows, first = between[rank], between[:rank].sum(0)
-    table = np.stack([np.arange(len(rows)), first, rows, rows.cumsum() - rows], 1)
-    return tuple(Parcel(*row) for row in np.roll(table, -1 - rank, 0).tolist() if row[2])
+    first = between[:rank].sum(0)
+    rows = between[rank]
+    place = rows.cumsum() - rows
+    sources = [source % len(rows) for source in range(rank + 1, rank + len(rows))]
+    return tuple(Parcel(i, int(first[i]), int(rows[i]), int(place[i])) for i in sources if rows[i])
 
 
 def _deliveries(between: Int64Array, rank: int) -> tuple[Parcel, ...]:
     """What `rank` sends of rows [receiver, source]."""
-    rows, place = between[:, rank], between[:, :rank].sum(1)
-    table = np.stack([np.arange(len(rows)), rows.cumsum() - rows, rows, place], 1)
-    return tuple(Parcel(*row) for row in table.tolist() if row[2])
+    rows = between[:, rank]
+    first = rows.cumsum() - rows
+    place = between[:, :rank].sum(1)
+    return tuple(Parcel(i, int(first[i]), int(rows[i]), int(place[i])) for i in range(len(rows)) if rows[i])
 
 
 @dataclass(frozen=True, eq=False)
