@@ -137,30 +137,30 @@ class _SummedLogprobs(torch.autograd.Function):
 
 
 class _GradientSums:
-    """Gradients of hidden and of the weight, chunk by chunk, as far as they are needed."""
+    """Gradients of hidden and of the weight, chunk by chunk.
+
+    ``sums``: that of hidden in its dtype, and that of the weight in float32 or wider; None where it is not needed.
+    """
 
     def __init__(
         self, hidden_TD: Tensor, weight_VD: Tensor, dtype: torch.dtype, needed: tuple[bool, ...], compiled: bool
     ) -> None:
         self.hidden_TD, self.weight_VD = hidden_TD, weight_VD
-        self.grad_hidden_TD = torch.empty_like(hidden_TD) if needed[0] else None
-        self.grad_weight_VD = torch.zeros_like(weight_VD, dtype=dtype) if needed[1] else None
+        grad_hidden_TD = torch.empty_like(hidden_TD) if needed[0] else None
+        grad_weight_VD = torch.zeros_like(weight_VD, dtype=dtype) if needed[1] else None
+        self.sums = grad_hidden_TD, grad_weight_VD
         self.grad_logits = _maybe_compiled(_grad_logits, compiled)
 
     def add(self, at: slice, logits_CV: Tensor, lse_C: Tensor, row_C: Tensor, grad_C: Tensor) -> None:
         """Adds what the tokens ``at`` contribute. grad_C: the gradient of the log-probabilities, 0 without a target."""
-        if self.grad_hidden_TD is None and self.grad_weight_VD is None:
+        grad_hidden_TD, grad_weight_VD = self.sums
+        if grad_hidden_TD is None and grad_weight_VD is None:
             return
         grad_logits_CV = self.grad_logits(logits_CV, lse_C, row_C, grad_C)
-        if self.grad_hidden_TD is not None:
-            torch.mm(grad_logits_CV, self.weight_VD, out=self.grad_hidden_TD[at])
-        if self.grad_weight_VD is not None:
-            self.grad_weight_VD += grad_logits_CV.T @ self.hidden_TD[at]
-
-    @property
-    def sums(self) -> tuple[Tensor | None, Tensor | None]:
-        """The gradient of hidden in its dtype, that of the weight in float32 or wider; None where it is not needed."""
-        return self.grad_hidden_TD, self.grad_weight_VD
+        if grad_hidden_TD is not None:
+            torch.mm(grad_logits_CV, self.weight_VD, out=grad_hidden_TD[at])
+        if grad_weight_VD is not None:
+            grad_weight_VD += grad_logits_CV.T @ self.hidden_TD[at]
 
 
 def _slices(length: int, chunk: int) -> list[slice]:

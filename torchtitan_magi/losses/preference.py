@@ -1,7 +1,6 @@
 """Losses of preference pairs, and the log-probability sums they are made of."""
 
-from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -73,23 +72,6 @@ def branch_sums(logprobs: Tensor, branch: Tensor, num_pairs: int, group: dist.Pr
     # Accumulating by index_put is deterministic on a GPU, index_add is not.
     zeros = logprobs.new_zeros(2 * num_pairs + 1, dtype=torch.float64)
     sums = zeros.index_put((slot,), logprobs.double(), accumulate=True)[:-1]
-    if group is not None:
-        sums = _SumOverRanks.apply(sums, group)
+    if group is not None and num_pairs:
+        dist.all_reduce(sums.detach(), group=group)  # in place, unseen by autograd: a sum's gradient is each addend's
     return sums.view(num_pairs, 2)
-
-
-class _SumOverRanks(torch.autograd.Function):
-    """The sum over the ranks of a group; its gradient is the same on all of them, and is that of each addend."""
-
-    apply: Callable[..., Any]
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        x = x.clone()
-        if x.numel():
-            dist.all_reduce(x, group=group)
-        return x
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0], None

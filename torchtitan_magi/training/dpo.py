@@ -87,14 +87,12 @@ class DPO(Objective):
         return self.reader.weigh(inputs, labels)
 
     def loss(self, inputs: dict[str, Any], labels: Tensor, process: Process) -> Tensor:
-        batch = self.reader.read(inputs, labels, process)
+        options, batch = self.options, self.reader.read(inputs, labels, process)
         with torch.no_grad():
             reference = self.reference.logprobs(batch)  # first: no activations of the policy are held yet
         policy = batch.logprobs(self.model)
-        with torch.no_grad():
-            metrics = preference_metrics(policy, reference, self.options.beta)
-            self.sums.append(torch.cat([metrics, metrics.new_full((1,), len(policy))]))
-        options = self.options
+        metrics = preference_metrics(policy.detach(), reference, options.beta)
+        self.sums.append(torch.cat([metrics, metrics.new_full((1,), len(policy))]))
         return preference_losses(policy, reference, options.loss, options.beta, options.label_smoothing).sum()
 
     def metrics(self) -> dict[str, float]:

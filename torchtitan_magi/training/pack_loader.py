@@ -103,9 +103,8 @@ def agreed_dataset(path: Any, make: Callable[[], PackedDataset], check_records: 
             dataset.records.check(*ranks)
     except ValueError as error:
         problem = str(error)
-    found = [(problem, dataset and dataset.records.fingerprint)]
+    found = [(problem, dataset and dataset.records.fingerprint)] * ranks[1]
     if ranks[1] > 1:
-        found *= ranks[1]
         dist.all_gather_object(found, found[0])
     for problem, _ in found:
         if problem is not None:

@@ -21,23 +21,18 @@ def check_continues(job_config: Any) -> None:
     names = {path.parent.name[5:] for path in finished}
     steps = sorted(map(int, filter(str.isdigit, names)), reverse=True)
     step = checkpoint.load_step if checkpoint.load_step != -1 else max(steps, default=0)
-    if step not in steps:
+    if step == 0 or step not in steps:  # of step 0 torchtitan loads the weights only
         return
-    if _can_continue(folder, step):
-        _check_reference(job_config, folder, step)
-        return
-    earlier = next((other for other in steps if other < step and _can_continue(folder, other)), None)
-    instead = "" if earlier is None else f"set checkpoint.load_step to {earlier}, or "
-    raise ValueError(
-        f"{folder}/step-{step} has no state of the data loader, as a run's last checkpoint holds weights only unless "
-        f"checkpoint.last_save_model_only is false; {instead}start another run with its path as "
-        "checkpoint.initial_load_path"
-    )
-
-
-def _check_reference(job_config: Any, folder: Path, step: int) -> None:
+    if not _can_continue(folder, step):
+        earlier = next((other for other in steps if other < step and _can_continue(folder, other)), None)
+        instead = "" if earlier is None else f"set checkpoint.load_step to {earlier}, or "
+        raise ValueError(
+            f"{folder}/step-{step} has no state of the data loader, as a run's last checkpoint holds weights only "
+            f"unless checkpoint.last_save_model_only is false; {instead}start another run with its path as "
+            "checkpoint.initial_load_path"
+        )
     needs_file = job_config.training.dataset == "dpo" and job_config.magi.dpo.reference == "file"
-    if step > 0 and needs_file and "train_state.reference_model" not in _names_in(folder, step):
+    if needs_file and "train_state.reference_model" not in _names_in(folder, step):
         raise ValueError(
             f'magi.dpo.reference is "file", but {folder}/step-{step} is of a run with "model"; set it to that, or '
             "start another run"

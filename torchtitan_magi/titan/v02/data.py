@@ -1,7 +1,6 @@
 """Data loaders: packed records for ``dataset = "sft"`` and ``"dpo"``, torchtitan's own for everything else."""
 
 from dataclasses import asdict
-from functools import partial
 from typing import Any
 
 from torchtitan.hf_datasets.text_datasets import build_text_validation_dataloader
@@ -28,35 +27,30 @@ def build_dataloader(
     Raises:
         ValueError: on all ranks, for a records file that is missing, empty, malformed or not the same on each of them.
     """
-    shard = (section.seq_len, dp_rank, dp_world_size)
-    make = partial(_dataset, section, shard, tokenizer, job_config, training)
-    dataset = agreed_dataset(section.dataset_path, make, job_config.magi.bad_records == "error")
+    magi, path = job_config.magi, section.dataset_path
+
+    def make() -> PackedDataset:
+        chat = ChatTokenizer.from_assets(
+            tokenizer.tokenizer, tokenizer.bos_id, tokenizer.eos_id, job_config.model.hf_assets_path
+        )
+        shard = (section.seq_len, dp_rank, dp_world_size)
+        options = {
+            "seed": job_config.debug.seed or 0,
+            "shuffle": training and magi.shuffle,
+            "epochs": magi.epochs if training else 1,
+            "weighted": training,
+            "bad_records": magi.bad_records,
+            "check": False,
+        }
+        if section.dataset == DPO_DATASET:
+            return PackedPairDataset(path, chat.pair, *shard, shared_prompt=magi.dpo.shared_prompt, **options)
+        return PackedSFTDataset(path, chat, *shard, long_documents=magi.long_documents, **options)
+
+    dataset = agreed_dataset(path, make, magi.bad_records == "error")
     packs_per_batch = section.local_batch_size * dp_world_size
     batches_per_step = max(1, section.global_batch_size // packs_per_batch) if training else 1
-    logger.info(f"Packing {section.dataset_path} into {section.seq_len} tokens per pack: {dataset.records.fingerprint}")
+    logger.info(f"Packing {path} into {section.seq_len} tokens per pack: {dataset.records.fingerprint}")
     return PackLoader(dataset, section.local_batch_size, batches_per_step, **asdict(section.dataloader))
-
-
-def _dataset(
-    section: Any, shard: tuple[int, int, int], tokenizer: Any, job_config: Any, training: bool
-) -> PackedDataset:
-    """shard: tokens per pack, rank and number of ranks."""
-    magi = job_config.magi
-    chat = ChatTokenizer.from_assets(
-        tokenizer.tokenizer, tokenizer.bos_id, tokenizer.eos_id, job_config.model.hf_assets_path
-    )
-    path = section.dataset_path
-    options = {
-        "seed": job_config.debug.seed or 0,
-        "shuffle": training and magi.shuffle,
-        "epochs": magi.epochs if training else 1,
-        "weighted": training,
-        "bad_records": magi.bad_records,
-        "check": False,
-    }
-    if section.dataset == DPO_DATASET:
-        return PackedPairDataset(path, chat.pair, *shard, shared_prompt=magi.dpo.shared_prompt, **options)
-    return PackedSFTDataset(path, chat, *shard, long_documents=magi.long_documents, **options)
 
 
 def build_validation_dataloader(dp_world_size: int, dp_rank: int, tokenizer: Any, job_config: Any) -> Any:

@@ -30,12 +30,6 @@ class PlanMetadata(VarlenMetadata):
     # int [batch, seq_len] of the whole pack; None: torchtitan's own. Read before the model runs
     positions: Tensor | None
 
-    @classmethod
-    def of(cls, bound: BoundPlan, positions: Tensor | None) -> "PlanMetadata":
-        metadata = cls(HandleHolder(make_handle(bound)), None, 0, 0)  # type: ignore[arg-type]
-        metadata.positions = positions
-        return metadata
-
     @property
     def handle(self) -> Tensor:
         """0-d int64 on the CPU, see ``attention.make_handle``."""
@@ -68,7 +62,9 @@ def attention_metadata(
         for_model["positions"] = in_pack if positions is None else positions
     extra_inputs.clear()
     extra_inputs.update(for_model)
-    return PlanMetadata.of(bound, positions)
+    metadata = PlanMetadata(HandleHolder(make_handle(bound)), None, 0, 0)  # type: ignore[arg-type]
+    metadata.positions = positions
+    return metadata
 
 
 def local_batches(process: Any) -> Process:

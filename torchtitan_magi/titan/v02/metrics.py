@@ -78,6 +78,4 @@ class MagiMetricsProcessor(MetricsProcessor):
             dist.all_reduce(sum_and_count, group=self.parallel_dims.get_mesh("cp").get_group())
         loss, count = sum_and_count
         mean = torch.where(count > 0, loss / count.clamp(min=1), -torch.inf)
-        if self.parallel_dims.dp_enabled:
-            return dist_utils.dist_max(mean, self.parallel_dims.get_mesh("batch"))
-        return mean.item()
+        return dist_utils.dist_max(mean, self.parallel_dims.get_optional_mesh("batch"))

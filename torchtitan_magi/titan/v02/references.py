@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torchtitan.components.checkpoint import ModelWrapper
+from torchtitan.components.checkpoint import MODEL, ModelWrapper
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.protocols.model_converter import build_model_converters
 from torchtitan.tools import utils
@@ -126,16 +125,13 @@ def build_frozen_copy(trainer: Trainer) -> nn.Module:
 
 
 def _load(model: nn.Module, path: str, trainer: Trainer) -> None:
-    """The weights of a checkpoint in torchtitan's or Hugging Face's format, as torchtitan's CheckpointManager does."""
-    checkpoint, states = trainer.job_config.checkpoint, ModelWrapper(model)
-    state_dict = states.state_dict()
-    if checkpoint.initial_load_in_hf:
-        adapter = trainer.checkpointer.sd_adapter
-        assert adapter is not None
-        state_dict = adapter.to_hf(state_dict)
-        reader = adapter.get_hf_storage_reader(path, checkpoint.initial_load_in_hf_quantized)
-        dcp.load(state_dict, storage_reader=reader)
-        state_dict = adapter.from_hf(state_dict)
-    else:
-        dcp.load(state_dict, checkpoint_id=path)
-    states.load_state_dict(state_dict)
+    """Loads a checkpoint in torchtitan's or Hugging Face's format by torchtitan's CheckpointManager.
+
+    Its ``dcp_load`` loads the model among its states, so the model stands there for the time of the call.
+    """
+    checkpoint, checkpointer = trainer.job_config.checkpoint, trainer.checkpointer
+    quantized = checkpoint.initial_load_in_hf_quantized
+    policy, states = checkpointer.states[MODEL], ModelWrapper(model)
+    checkpointer.states[MODEL] = states
+    checkpointer.dcp_load(states.state_dict(), path, checkpoint.initial_load_in_hf, quantized)
+    checkpointer.states[MODEL] = policy

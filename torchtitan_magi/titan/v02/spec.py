@@ -15,7 +15,7 @@ from torchtitan.tools import utils
 from torchtitan_magi.backends import choose_block_attn
 from torchtitan_magi.planning.cost_model import Heads
 from torchtitan_magi.titan.v02 import hooks
-from torchtitan_magi.titan.v02.cpu import allow_gloo_gradients, on_cpu, run_on_cpu
+from torchtitan_magi.titan.v02.cpu import allow_gloo_gradients, run_on_cpu
 from torchtitan_magi.titan.v02.data import build_dataloader, build_validation_dataloader
 from torchtitan_magi.titan.v02.job_config import OUR_DATASETS, check_job_config, without_context_parallel
 from torchtitan_magi.titan.v02.metadata import PlanMetadata, attention_metadata
@@ -34,7 +34,7 @@ DUMP_MILLISECONDS = 3000
 
 def register() -> None:
     """Makes torchtitan train MODELS with varlen context parallelism. Once per process."""
-    if on_cpu():
+    if not torch.accelerator.is_available():
         run_on_cpu()
     os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", str(DUMP_MILLISECONDS))
     hooks.install()
@@ -88,9 +88,7 @@ class MagiSpec:
         if section.dataset in OUR_DATASETS:
             loader = build_dataloader(section, dp_world_size, dp_rank, tokenizer, job_config, True)
         else:
-            loader = self.stock.build_dataloader_fn(
-                dp_world_size=dp_world_size, dp_rank=dp_rank, tokenizer=tokenizer, job_config=job_config
-            )
+            loader = self.stock.build_dataloader_fn(dp_world_size, dp_rank, tokenizer, job_config)
         return self.planned(loader, tokenizer)
 
     def planned(self, loader: Any, tokenizer: Any) -> PlannedLoader:
@@ -130,13 +128,10 @@ class MagiSpec:
             )
         cp_mesh = parallel_dims.get_optional_mesh("cp")
         index = utils.device_module.current_device() if utils.device_type != "cpu" else None
-        runtime = MagiRuntime(
-            job_config.magi,
-            None if cp_mesh is None else cp_mesh.get_group(),
-            Heads(num_heads_q // tp, num_heads_kv // tp, head_dim),
-            torch.device(utils.device_type, index),
-            self.count,
-        )
+        cp_group = None if cp_mesh is None else cp_mesh.get_group()
+        heads = Heads(num_heads_q // tp, num_heads_kv // tp, head_dim)
+        device = torch.device(utils.device_type, index)
+        runtime = MagiRuntime(job_config.magi, cp_group, heads, device, self.count)
         runtime.block_attn.check(head_dim, _attention_dtype(parallel_dims, job_config.training))
         return runtime
 
@@ -147,7 +142,7 @@ class MagiSpec:
         for block in model.layers.values():
             block.attention.inner_attention = VarlenAttentionWrapper()
         model = self.stock.parallelize_fn(model, parallel_dims, without_context_parallel(job_config))
-        if on_cpu():
+        if utils.device_type == "cpu":
             allow_gloo_gradients(model)
         return model
 
@@ -195,11 +190,9 @@ def _with_plan_metadata(stock: Any) -> Any:
     """The model class, making our metadata for varlen attention."""
 
     def get_attention_masks(
-        self: Any, input_batch: Tensor, tokenizer: Any, extra_inputs: dict[str, Any] | None = None
+        self: Any, input_batch: Tensor, tokenizer: Any, extra_inputs: dict[str, Any]
     ) -> PlanMetadata:
-        return attention_metadata(
-            self.magi, input_batch, tokenizer.eos_id, {} if extra_inputs is None else extra_inputs
-        )
+        return attention_metadata(self.magi, input_batch, tokenizer.eos_id, extra_inputs)
 
     return type(stock.__name__, (stock,), {"get_attention_masks": get_attention_masks})
 

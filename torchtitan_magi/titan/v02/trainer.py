@@ -39,9 +39,11 @@ class MagiTrainer(Trainer):
         self.model = LogprobModel(self.model_parts[0], compiled)
         self.reference_model = ReferenceModel(self)
         self.objective = self._make_objective(self.job_config.training)
+        self.objectives = [self.objective]
         self.metrics_processor.objective_metrics = self.objective.metrics
         if self.job_config.validation.enable:
             self.validator.objective = self._make_objective(self.job_config.validation)
+            self.objectives.append(self.validator.objective)
 
     def _make_objective(self, section: Any) -> Objective:
         magi = self.job_config.magi
@@ -58,17 +60,16 @@ class MagiTrainer(Trainer):
 
     def batch_generator(self, data_iterable: Iterable[Batch]) -> Iterator[Batch]:
         """torchtitan calls this once, between loading the checkpoint and the first step."""
-        for objective in self._objectives():
+        for objective in self.objectives:
             objective.prepare(self.step)
         return super().batch_generator(data_iterable)
 
     def train_step(self, data_iterator: Iterator[Batch]) -> None:
         microbatches = [next(data_iterator) for _ in range(self.gradient_accumulation_steps)]
         self.objective.start_step()
-        num_items = 0
         for inputs, labels in microbatches:
             inputs["num_items"] = self.objective.weigh(inputs, labels)
-            num_items += inputs["num_items"]
+        num_items = sum(inputs["num_items"] for inputs, _ in microbatches)
         self.num_items = torch.full((), num_items, device=self.device)
         if self.parallel_dims.dp_enabled:
             dist.all_reduce(self.num_items, group=self.parallel_dims.get_mesh("batch").get_group())
@@ -96,16 +97,13 @@ class MagiTrainer(Trainer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict | {"ntokens_seen": state_dict["ntokens_seen"] // self._num_batches})
-        for objective in self._objectives():
+        for objective in self.objectives:
             objective.load_state_dict(state_dict)
 
     @property
     def _num_batches(self) -> int:
         """The number of batches that the data-parallel ranks read at a time."""
         return self.parallel_dims.dp_replicate * self.parallel_dims.dp_shard
-
-    def _objectives(self) -> list[Objective]:
-        return [self.objective, *([self.validator.objective] if self.job_config.validation.enable else [])]
 
 
 def main() -> None:

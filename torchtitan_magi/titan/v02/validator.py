@@ -48,10 +48,8 @@ class MagiValidator(Validator):
             loss = dist_utils.DTensor.full_tensor(loss) if isinstance(loss, dist_utils.DTensor) else loss
             loss_sum += loss / objective.copies
         dims = self.parallel_dims
-        total_loss = dist_utils.dist_sum(loss_sum, dims.get_mesh("loss") if dims.dp_cp_enabled else None)
-        total_items = dist_utils.dist_sum(
-            num_items.to(utils.device_type), dims.get_mesh("batch") if dims.dp_enabled else None
-        )
+        total_loss = dist_utils.dist_sum(loss_sum, dims.get_optional_mesh("loss"))
+        total_items = dist_utils.dist_sum(num_items.to(utils.device_type), dims.get_optional_mesh("batch"))
         metrics = {f"validation_metrics/{name.split('/')[-1]}": value for name, value in objective.metrics().items()}
         self.metrics_processor.log_validation(total_loss / max(total_items, 1), step, metrics)
         model.train()

@@ -3,6 +3,7 @@
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torchtitan.models import attention as titan_attention
+from torchtitan.models.attention import VarlenMetadata
 
 from torchtitan_magi.attention import attend
 from torchtitan_magi.titan.v02.metadata import PlanMetadata
@@ -12,12 +13,7 @@ class VarlenAttentionWrapper(titan_attention.VarlenAttentionWrapper):
     """torchtitan's varlen attention, over the ranks of the context-parallel mesh."""
 
     def forward(
-        self,
-        xq: Tensor,
-        xk: Tensor,
-        xv: Tensor,
-        attention_masks: titan_attention.VarlenMetadata,
-        scale: float | None = None,
+        self, xq: Tensor, xk: Tensor, xv: Tensor, attention_masks: VarlenMetadata, scale: float | None = None
     ) -> Tensor:
         """Attention of this rank's tokens.
 
@@ -31,11 +27,10 @@ class VarlenAttentionWrapper(titan_attention.VarlenAttentionWrapper):
         """
         assert isinstance(attention_masks, PlanMetadata)
         q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (xq, xk, xv))
-        mesh = q.device_mesh if isinstance(q, DTensor) else None
-        placements = q.placements if isinstance(q, DTensor) else None
-        if mesh is not None:
+        layout = (q.device_mesh, q.placements) if isinstance(q, DTensor) else None
+        if layout is not None:
             q, k, v = (x.to_local() for x in (q, k, v))
         q, k = q.to(v.dtype), k.to(v.dtype)  # on CUDA autocast leaves the norms of qwen3's q and k in float32
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         out, _ = attend(q, k, v, attention_masks.handle, scale)
-        return out if mesh is None else DTensor.from_local(out, mesh, placements, run_check=False)
+        return out if layout is None else DTensor.from_local(out, *layout, run_check=False)
