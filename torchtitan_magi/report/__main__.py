@@ -43,16 +43,8 @@ def _text(sizings: list[Sizing]) -> list[str]:
     first = sizings[0]
     if len(sizings) > 1:
         return [*map(_wrapped, setting(first)[1:]), "", scan_table(sizings), "", SCAN_NOTE]
-    lines = [
-        *map(_wrapped, setting(first)),
-        "",
-        text_table(first),
-        "",
-        _wrapped(headline(first)),
-        _wrapped(rank_line(first)),
-        "",
-    ]
-    return lines + notes(first)
+    words = map(_wrapped, (headline(first), rank_line(first)))
+    return [*map(_wrapped, setting(first)), "", text_table(first), "", *words, "", *notes(first)]
 
 
 def _wrapped(text: str) -> str:

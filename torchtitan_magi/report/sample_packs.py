@@ -8,12 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from tokenizers import Tokenizer
 
 from torchtitan_magi.data import ChatTokenizer, PackedPairDataset, PackedSFTDataset, pack_best_fit
-
-Int64Array = npt.NDArray[np.int64]
+from torchtitan_magi.masks.geometry import Int64Array
 
 # Document lengths of a real corpus, as MagiAttention's benchmark has them: upper edge of each bin in tokens ->
 # percentage of documents up to it; evenly inside a bin.

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
+from torchtitan_magi.masks.geometry import Int64Array
 from torchtitan_magi.planning.cost_model import H200, CostModel, Heads
 from torchtitan_magi.planning.plan import AttnPlan, plan_afresh
-from torchtitan_magi.report.sample_packs import Int64Array
 from torchtitan_magi.report.strategies import Case, Outcome, compare, plan_outcome
 
 OURS = "ours"
@@ -50,8 +50,7 @@ class Sizing:
 
     def summary(self) -> list[dict[str, Any]]:
         """A row for each strategy that can run: means over packs of times and volumes, the worst of the rest."""
-        names = [name for name, outcome in self.packs[0].outcomes.items() if outcome is not None]
-        return [self._row(name) for name in names]
+        return [self._row(name) for name, outcome in self.packs[0].outcomes.items() if outcome is not None]
 
     def _row(self, name: str) -> dict[str, Any]:
         outcomes = [outcome for pack in self.packs if (outcome := pack.outcomes[name]) is not None]
@@ -119,5 +118,4 @@ def size_pack(case: Case) -> SizedPack:
     plan = plan_afresh(case.slices, case.total, case.cp_size, -1, case.heads, case.gpus_per_node, case.cost)
     _ = plan.ranks[-1].forward, plan.ranks[-1].backward
     plan_ms = 1e3 * (time.process_time() - begin)
-    ours: dict[str, Outcome | None] = {OURS: plan_outcome(OURS, case, plan)}
-    return SizedPack(case, plan, plan_ms, ours | compare(case))
+    return SizedPack(case, plan, plan_ms, {OURS: plan_outcome(case, plan), **compare(case)})

@@ -12,12 +12,11 @@ from dataclasses import dataclass, replace
 from math import inf
 
 import numpy as np
-import numpy.typing as npt
 
 from torchtitan_magi.masks.builders import shared_prompt, varlen_causal
-from torchtitan_magi.masks.geometry import IntArray, clip_rows, expand, intersecting, slice_areas
+from torchtitan_magi.masks.geometry import Int64Array, IntArray, clip_rows, expand, intersecting, slice_areas
 from torchtitan_magi.masks.slices import AttnSlices
-from torchtitan_magi.planning.cost_model import CostModel, Heads, Link
+from torchtitan_magi.planning.cost_model import CostModel, FloatArray, Heads, Link
 from torchtitan_magi.planning.needs import parts_of
 from torchtitan_magi.planning.plan import AttnPlan, plan_ownership
 from torchtitan_magi.planning.relays import Spans
@@ -25,8 +24,6 @@ from torchtitan_magi.planning.stages import choose_stages, equal_stages
 from torchtitan_magi.planning.timeline import Workload, predict
 from torchtitan_magi.tiles import KEYS, tile_cost
 
-FloatArray = npt.NDArray[np.float64]
-Int64Array = npt.NDArray[np.int64]
 Owned = tuple[Int64Array, ...]  # of each rank, ranges of its tokens, [n, 2]
 
 FREE = Link(latency=0.0, bandwidth=inf)  # communication takes no time
@@ -42,7 +39,7 @@ class Case:
         gpus_per_node: at most cp_size.
     """
 
-    lengths: npt.NDArray[np.int64]
+    lengths: Int64Array
     total: int
     cp_size: int
     gpus_per_node: int
@@ -54,7 +51,7 @@ class Case:
         return self.lengths.ndim == 2
 
     @property
-    def documents(self) -> npt.NDArray[np.int64]:
+    def documents(self) -> Int64Array:
         """Tokens of each document, or pair, [n]."""
         return self.lengths.sum(1) if self.has_pairs else self.lengths
 
@@ -70,14 +67,13 @@ class Case:
         return -(-self.total // self.cp_size)
 
     @property
-    def ideal_seconds(self) -> tuple[float, float]:
-        """Our kernel on the whole pack on one GPU, time over the number of ranks; forward and backward."""
+    def ideal_seconds(self) -> FloatArray:
+        """Our kernel on the whole pack on one GPU, time over the number of ranks: forward and backward, [2]."""
         table = self.slices.table.astype(np.int64)
         pairs = np.array((slice_areas(table) * self.heads.tile_filling(table[:, 1] - table[:, 0])).sum())
         rows = np.array(float(self.lengths.sum()))
         kernels = self.cost.forward, self.cost.backward
-        forward, backward = (float(kernel.seconds(pairs, rows, self.heads)) / self.cp_size for kernel in kernels)
-        return forward, backward
+        return np.array([kernel.seconds(pairs, rows, self.heads) for kernel in kernels]) / self.cp_size
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,29 +81,26 @@ class Outcome:
     """One strategy on one pack.
 
     Attributes:
-        name: name of the strategy.
         balance_area: (query, key) pairs of the heaviest rank over the mean.
         balance_tile: run time of the kernel's tiles on the heaviest rank over the mean.
         received, sent: bytes of each rank in a layer's forward, float64 [ranks].
         across: those bytes that each rank exchanges with other nodes, the larger of both directions.
         stages: number of stages in forward and backward.
-        seconds: predicted time of a layer's forward and backward.
-        exposed: the time saved if links were infinitely fast, forward and backward.
+        seconds: predicted time of a layer's forward and backward, [2].
+        exposed: the time saved if links were infinitely fast, forward and backward, [2].
     """
 
-    name: str
     balance_area: float
     balance_tile: float
     received: FloatArray
     sent: FloatArray
     across: FloatArray
     stages: tuple[int, int]
-    seconds: tuple[float, float]
-    exposed: tuple[float, float]
+    seconds: FloatArray
+    exposed: FloatArray
 
 
 def outcome_of(
-    name: str,
     case: Case,
     work: Workload,
     spans: tuple[Spans, Spans],
@@ -121,24 +114,21 @@ def outcome_of(
         balance: balance_area and balance_tile.
         rows: K/V rows that each rank receives and sends, [ranks] each.
     """
-    cost, heads = case.cost, case.heads
-    free = replace(cost, inside=FREE, across=FREE)
-    directions = list(zip(spans, (False, True), strict=True))
-    forward, backward = (predict(cost, work, heads, *direction).seconds for direction in directions)
-    without = [predict(free, work, heads, *direction).seconds for direction in directions]
-    received, sent, across = (x * float(heads.row_bytes) for x in (*rows, work.across))
-    return Outcome(
-        name, *balance, received, sent, across,
-        stages=(len(spans[0]), len(spans[1])),
-        seconds=(forward, backward),
-        exposed=(forward - without[0], backward - without[1]),
-    )  # fmt: skip
+
+    def seconds_by(cost: CostModel) -> FloatArray:
+        directions = zip(spans, (False, True), strict=True)
+        return np.array([predict(cost, work, case.heads, *direction).seconds for direction in directions])
+
+    seconds = seconds_by(case.cost)
+    exposed = seconds - seconds_by(replace(case.cost, inside=FREE, across=FREE))
+    received, sent, across = (x * float(case.heads.row_bytes) for x in (*rows, work.across))
+    return Outcome(*balance, received, sent, across, (len(spans[0]), len(spans[1])), seconds, exposed)
 
 
-def plan_outcome(name: str, case: Case, plan: AttnPlan) -> Outcome:
+def plan_outcome(case: Case, plan: AttnPlan) -> Outcome:
     """The outcome of a plan as it is."""
     rows = plan.received_rows.astype(np.float64), plan.work.sent
-    return outcome_of(name, case, plan.work, (plan.forward, plan.backward), balance_of(plan), rows)
+    return outcome_of(case, plan.work, (plan.forward, plan.backward), balance_of(plan), rows)
 
 
 def balance_of(plan: AttnPlan) -> tuple[float, float]:
@@ -155,14 +145,12 @@ def tile_work(slices: AttnSlices, owned: Sequence[IntArray], tile_rows: int) -> 
     """
     table = slices.canonical().table.astype(np.int64)
     parts, owner = parts_of(owned)
-    rank_start = np.arange(len(owned)) * -(-(parts[:, 1] - parts[:, 0]).sum() // len(owned) // tile_rows) * tile_rows
-    by_rank = np.lexsort((parts[:, 0], owner))
-    lengths = (parts[:, 1] - parts[:, 0])[by_rank]
-    local = np.empty(len(parts), np.int64)  # local row of each part's first token
-    first = np.searchsorted(owner[by_rank], np.arange(len(owned)))
-    before = lengths.cumsum() - lengths
-    local[by_rank] = before - before[first][owner[by_rank]]
-    local += rank_start[owner]
+    lengths = parts[:, 1] - parts[:, 0]
+    tiles_per_rank = -(-lengths.sum() // len(owned) // tile_rows)
+    local = np.empty(len(parts), np.int64)  # local row of each part's first token; a rank's rows begin at a tile
+    for rank in range(len(owned)):
+        mine = owner == rank
+        local[mine] = rank * tiles_per_rank * tile_rows + lengths[mine].cumsum() - lengths[mine]
 
     # Step 1: the slices' rows in local numbers, cut at tiles.
     which, part = intersecting(table[:, 0], table[:, 1], parts[:, 0], parts[:, 1])
@@ -174,7 +162,6 @@ def tile_work(slices: AttnSlices, owned: Sequence[IntArray], tile_rows: int) -> 
     cut = clip_rows(pieces[piece], tile * tile_rows - shift[piece], (tile + 1) * tile_rows - shift[piece])
 
     # Step 2: blocks per tile, cost per tile, cost per rank.
-    tiles_per_rank = rank_start[1] // tile_rows if len(owned) > 1 else tile.max(initial=0) + 1
     blocks = np.bincount(tile, -(-(cut[:, 3] - cut[:, 2]) // KEYS), tiles_per_rank * len(owned))
     return tile_cost(blocks.astype(np.int64)).reshape(len(owned), -1).sum(1)
 
@@ -249,36 +236,37 @@ def why_not(name: str, case: Case) -> str:
 
 def _all_gather(case: Case) -> Outcome:
     plan = _plan(contiguous, case, chunks=1)
-    return _everything("all-gather", case, _gathered(case, plan.work), 0, balance_of(plan))
+    return _everything(case, _gathered(case, plan.work), 0, balance_of(plan))
 
 
 def _all_gather_zigzag(case: Case) -> Outcome:
-    return _everything("all-gather zigzag", case, _gathered(case, zigzag_work(case)), 0, (1.0, 1.0))
+    return _everything(case, _gathered(case, zigzag_work(case)), 0)
 
 
 def _ring(case: Case) -> Outcome:
     # In each step a rank passes T rows on, over one adapter where its neighbour is in another node.
     rows = np.full(case.cp_size, float(case.tokens * (case.cp_size - 1)))
     across = rows if case.gpus_per_node < case.cp_size else 0 * rows
-    work = replace(zigzag_work(case), inside=rows, across=across)
-    return _everything("ring", case, work, case.cp_size - 1, (1.0, 1.0))
+    return _everything(case, replace(zigzag_work(case), inside=rows, across=across), case.cp_size - 1)
 
 
 def _min_heap(case: Case) -> Outcome:
     plan = _plan(min_heap, case, chunks_per_rank(case.total, case.cp_size))
     # Rows travel straight to each rank that needs them.
-    receiver, source, start, end = plan.transfers.T
-    crosses = receiver // case.gpus_per_node != source // case.gpus_per_node
+    rows, node = transfer_matrix(plan), np.arange(case.cp_size) // case.gpus_per_node
+    near = node[:, None] == node
+    inside, across = (np.maximum(x.sum(0), x.sum(1)).astype(np.float64) for x in (rows * near, rows * ~near))
+    work = replace(plan.work, inside=inside, across=across, passed_on=np.zeros(case.cp_size))
+    forward, backward = choose_stages(case.cost, work, case.heads)
+    return plan_outcome(case, replace(plan, work=work, forward=forward, backward=backward))
 
-    def busier_way(some: npt.NDArray[np.bool_]) -> FloatArray:
-        to, by = (np.bincount(rank[some], (end - start)[some], case.cp_size) for rank in (receiver, source))
-        return np.maximum(to, by).astype(np.float64)
 
-    passed_on = np.zeros(case.cp_size)
-    work = replace(plan.work, inside=busier_way(~crosses), across=busier_way(crosses), passed_on=passed_on)
-    spans = choose_stages(case.cost, work, case.heads)
-    rows = plan.received_rows.astype(np.float64), work.sent
-    return outcome_of("min-heap", case, work, spans, balance_of(plan), rows)
+def transfer_matrix(plan: AttnPlan) -> Int64Array:
+    """K/V rows that each rank needs of each other, int64 [receiver, sender]."""
+    receiver, sender, start, end = plan.transfers.T
+    rows = np.zeros((plan.cp_size, plan.cp_size), np.int64)
+    np.add.at(rows, (receiver, sender), end - start)
+    return rows
 
 
 def _plan(owners: Callable[[AttnSlices, int, int], Owned], case: Case, chunks: int) -> AttnPlan:
@@ -297,10 +285,10 @@ def _gathered(case: Case, work: Workload) -> Workload:
     return replace(work, inside=inside, across=across, passed_on=none, sent=none)
 
 
-def _everything(name: str, case: Case, work: Workload, stages: int, balance: tuple[float, float]) -> Outcome:
+def _everything(case: Case, work: Workload, stages: int, balance: tuple[float, float] = (1.0, 1.0)) -> Outcome:
     """The outcome when every rank receives the K/V of all others, in `stages` stages (0: before attention)."""
     rows, spans = np.full(case.cp_size, float(case.tokens * (case.cp_size - 1))), equal_stages(stages)
-    return outcome_of(name, case, work, (spans, spans), balance, (rows, rows))
+    return outcome_of(case, work, (spans, spans), balance, (rows, rows))
 
 
 def zigzag_work(case: Case) -> Workload:
@@ -325,6 +313,7 @@ def zigzag_work(case: Case) -> Workload:
         inside=none,
         across=none,
         passed_on=none,
+        num_nodes=-(-cp_size // case.gpus_per_node),
     )
 
 
@@ -344,9 +333,6 @@ def _ulysses(case: Case) -> Outcome | None:
 
     exchanges = all_to_all(queries + keys) + all_to_all(queries)  # Q, K, V, then out; dout, then dQ, dK, dV
     # A rank does what one GPU would do with its heads.
-    forward, backward = (seconds + exchanges for seconds in replace(case, cp_size=1, heads=own).ideal_seconds)
+    seconds = replace(case, cp_size=1, heads=own).ideal_seconds + exchanges
     moved, across = (np.full(cp_size, ranks * (2 * queries + keys)) for ranks in (cp_size - 1, far))
-    return Outcome(
-        "Ulysses", 1.0, 1.0, moved, moved, across,
-        stages=(1, 1), seconds=(forward, backward), exposed=(exchanges, exchanges),
-    )  # fmt: skip
+    return Outcome(1.0, 1.0, moved, moved, across, (1, 1), seconds, np.full(2, exchanges))

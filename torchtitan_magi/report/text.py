@@ -3,8 +3,8 @@
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from torchtitan_magi.planning.cost_model import FloatArray
 from torchtitan_magi.report.sample_packs import DISTRIBUTIONS
 from torchtitan_magi.report.sizing import OURS, SizedPack, Sizing
 from torchtitan_magi.report.strategies import DESCRIPTIONS, why_not
@@ -18,7 +18,7 @@ def headline(sizing: Sizing) -> str:
     """What the table says, in a sentence or two."""
     plan, rows = sizing.first, sizing.summary()
     ours, others = rows[0], rows[1:]
-    nodes = -(-plan.cp_size // plan.gpus_per_node)
+    nodes = plan.work.num_nodes
     place = counted(plan.cp_size, "GPU") + (f" in {nodes} nodes" if nodes > 1 else "")
     exposed, rest = ours["exposed_share"], 1 - ours["efficiency"] - ours["exposed_share"]
     clauses = [f"{place}: {ours['efficiency']:.0%} of ideal (worst pack {ours['efficiency_worst']:.0%})"]
@@ -69,25 +69,18 @@ def setting(sizing: Sizing) -> list[str]:
 
 # ------------------------------------------------------------------------------------------------------------ the table
 
-# title above, title, key, format
-COLUMNS = (
-    ("balance", "area", "balance_area", "6.3f"),
-    ("", "tile", "balance_tile", "6.3f"),
-    ("K/V in, T", "mean", "received_mean", "6.2f"),
-    ("", "max", "received_max", "6.2f"),
-    ("out, T", "max", "sent_max", "6.2f"),
-    ("MiB in", "all", "received_max_mib", "7,.0f"),
-    ("", "nodes", "across_max_mib", "6,.0f"),
-    ("stages", "fwd", "stages_forward", "3d"),
-    ("", "bwd", "stages_backward", "3d"),
-    ("fwd ms", "time", "forward_ms", "7.2f"),
-    ("", "expo", "forward_exposed_ms", "6.2f"),
-    ("bwd ms", "time", "backward_ms", "7.2f"),
-    ("", "expo", "backward_exposed_ms", "6.2f"),
-    ("TFLOP/s", "/ GPU", "tflops_per_gpu", "7.0f"),
-    ("of ideal", "mean", "efficiency", "5.0%"),
-    ("", "worst", "efficiency_worst", "5.0%"),
-)
+# title above: title, key, format of each column
+COLUMNS = {
+    "balance": [("area", "balance_area", ".3f"), ("tile", "balance_tile", ".3f")],
+    "K/V in, T": [("mean", "received_mean", ".2f"), ("max", "received_max", ".2f")],
+    "out, T": [("max", "sent_max", ".2f")],
+    "MiB in": [("all", "received_max_mib", ",.0f"), ("nodes", "across_max_mib", ",.0f")],
+    "stages": [("fwd", "stages_forward", "d"), ("bwd", "stages_backward", "d")],
+    "fwd ms": [("time", "forward_ms", ".2f"), ("expo", "forward_exposed_ms", ".2f")],
+    "bwd ms": [("time", "backward_ms", ".2f"), ("expo", "backward_exposed_ms", ".2f")],
+    "TFLOP/s": [("/ GPU", "tflops_per_gpu", ".0f")],
+    "of ideal": [("mean", "efficiency", ".0%"), ("worst", "efficiency_worst", ".0%")],
+}
 SCAN_NOTE = "ours, one layer; exposed: communication that nothing hides; a single --cp gives all strategies and details"
 LEGEND = (
     "balance: heaviest rank over the mean, in (query, key) pairs and in run time of the kernel's tiles, worst pack",
@@ -101,16 +94,15 @@ LEGEND = (
 def text_table(sizing: Sizing) -> str:
     """The table for a terminal."""
     rows = sizing.summary()
-    width = max(len(row["strategy"]) for row in rows)
-    cells = [[title for _, title, _, _ in COLUMNS]]
-    cells += [[format(row[key], form).strip() for _, _, key, form in COLUMNS] for row in rows]
-    widths = [max(len(line[i]) for line in cells) for i in range(len(COLUMNS))]
-    lines = [" " * width, *(name.ljust(width) for name in ("", *(row["strategy"] for row in rows)))]
-    for title, columns in column_groups():
-        widths[columns[0]] += max(0, len(title) - sum(widths[i] + 1 for i in columns) + 1)
-        lines[0] += "  " + title.rjust(sum(widths[i] + 1 for i in columns) - 1)
-        for number, line in enumerate(cells, start=1):
-            lines[number] += "  " + " ".join(line[i].rjust(widths[i]) for i in columns)
+    names = ["", "", *(row["strategy"] for row in rows)]
+    lines = [name.ljust(max(map(len, names))) for name in names]
+    for above, columns in COLUMNS.items():
+        cells = [[title, *(format(row[key], form) for row in rows)] for title, key, form in columns]
+        widths = [max(map(len, column)) for column in cells]
+        widths[0] += max(0, len(above) - sum(widths) - len(widths) + 1)
+        block = [" ".join(map(str.rjust, line, widths)) for line in zip(*cells, strict=True)]
+        block.insert(0, above.rjust(len(block[0])))
+        lines = [f"{line}  {cell}" for line, cell in zip(lines, block, strict=True)]
     return "\n".join(lines)
 
 
@@ -132,34 +124,20 @@ def scan_table(sizings: list[Sizing]) -> str:
     return "\n".join(lines)
 
 
-def column_groups() -> list[tuple[str, list[int]]]:
-    """Titles above the columns, and the columns under each."""
-    groups: list[tuple[str, list[int]]] = []
-    for i, (above, _, _, _) in enumerate(COLUMNS):
-        if above:
-            groups.append((above, []))
-        groups[-1][1].append(i)
-    return groups
-
-
 def notes(sizing: Sizing) -> list[str]:
     """What the columns and the strategies are, a line each, and which ones cannot run."""
     pack = sizing.packs[0]
-    strategies = [
-        f"{name}: {DESCRIPTIONS[name] if outcome else why_not(name, pack.case)}"
-        for name, outcome in pack.outcomes.items()
-        if name != OURS
-    ]
-    return [*LEGEND, *strategies]
+    baselines = {name: outcome for name, outcome in pack.outcomes.items() if name != OURS}
+    said = [f"{name}: {DESCRIPTIONS[name] if runs else why_not(name, pack.case)}" for name, runs in baselines.items()]
+    return [*LEGEND, *said]
 
 
 def rank_times(pack: SizedPack) -> list[dict[str, float]]:
     """Predicted ms of each rank in a layer: attending, and everything else until it is done (waiting, above all)."""
-    timelines = dict(zip(("forward", "backward"), pack.plan.predict(pack.case.cost), strict=True))
-    times: dict[str, npt.NDArray[np.float64]] = {}
-    for name, timeline in timelines.items():
-        times[f"{name}_attention_ms"] = 1e3 * (timeline.attends[:, 1] - timeline.attends[:, 0]).sum(0)
-        times[f"{name}_other_ms"] = 1e3 * timeline.end - times[f"{name}_attention_ms"]
+    times: dict[str, FloatArray] = {}
+    for name, timeline in zip(("forward", "backward"), pack.plan.predict(pack.case.cost), strict=True):
+        attention = 1e3 * (timeline.attends[:, 1] - timeline.attends[:, 0]).sum(0)
+        times |= {f"{name}_attention_ms": attention, f"{name}_other_ms": 1e3 * timeline.end - attention}
     return [{name: float(values[rank]) for name, values in times.items()} for rank in range(pack.plan.cp_size)]
 
 
