@@ -41,10 +41,7 @@ MALFORMED = {
     "cut UTF-8": (b'{"text": "caf\xc3', "is not UTF-8"),
     "UTF-16": ('{"text": "a"}'.encode("utf-16-be"), "not JSON"),
     "UTF-16 with its mark": ('{"text": "a"}'.encode("utf-16"), "byte 0xff at column 1.*UTF-8"),
-    "half a surrogate pair": (
-        b'{"text": "\\ud83d"}',
-        r"\\ud83d.* half of a surrogate pair",
-    ),
+    "half a surrogate pair": (b'{"text": "\\ud83d"}', r"\\ud83d.* half of a surrogate pair"),
     "a list": (b"[1, 2]", r"the line is \[1, 2\] \(list\).*write an object"),
     "a number": (b"3", r"the line is 3 \(int\)"),
     "null": (b"null", "the line is null"),
@@ -194,11 +191,7 @@ def test_a_file_of_malformed_records_alone_is_an_error(tmp_path):
     [
         ("empty.jsonl", b"", "holds no record; write one JSON object per line"),
         ("blank.jsonl", b" \n\t\r\n", "blank.jsonl' holds no record"),
-        (
-            "missing.jsonl",
-            None,
-            "cannot read records file .*missing.jsonl': No such file .*; check the path",
-        ),
+        ("missing.jsonl", None, "cannot read records file .*missing.jsonl': No such file .*; check the path"),
         ("folder", "folder", r"holds no \*.jsonl file; give one that does, or a pattern"),
     ],
 )

@@ -36,10 +36,7 @@ UNMARKED_TOOL_TEMPLATE = TOOL_TEMPLATE.replace("{% generation %}", "").replace("
     [
         ({"messages": [USER, ASSISTANT], "source": "x"}, [USER, ASSISTANT]),
         ({"conversations": sharegpt(human="q", gpt="a")}, [USER, ASSISTANT]),
-        (
-            {"conversations": sharegpt(system="s", user="q", tool="42", assistant="a")},
-            [SYSTEM, USER, TOOL, ASSISTANT],
-        ),
+        ({"conversations": sharegpt(system="s", user="q", tool="42", assistant="a")}, [SYSTEM, USER, TOOL, ASSISTANT]),
         ({"conversations": [USER, ASSISTANT]}, [USER, ASSISTANT]),
         ({"system": "s", "conversations": sharegpt(human="q", gpt="a")}, [SYSTEM, USER, ASSISTANT]),
         ({"prompt": "q", "completion": "a"}, [USER, ASSISTANT]),

@@ -174,10 +174,7 @@ def test_a_bad_record_stops_all_ranks_with_one_message(tmp_path):
     ("option", "message"),
     [
         (("--magi.epochs", "0"), "magi.epochs is 0; use a number of passes over the data, or -1 for no end"),
-        (
-            ("--training.dataloader.num_workers", "2"),
-            "training.dataloader.num_workers is 2; use 0 or 1 for dataset",
-        ),
+        (("--training.dataloader.num_workers", "2"), "training.dataloader.num_workers is 2; use 0 or 1 for dataset"),
         (("--training.dataset_path", "*.no"), "no file matches '*.no'; check the pattern"),
     ],
 )
