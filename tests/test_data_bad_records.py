@@ -1,31 +1,28 @@
 """Every way in which data may be bad, and what becomes of it: an error with file and line, or left out and counted."""
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
-from test_data_chat import chat
+from streams import assert_nothing_is_lost, in_a_process
+from test_data_chat import assistant, chat, user
 
 from torchtitan_magi.data import Corpus, PackedPairDataset, PackedSFTDataset
 from torchtitan_magi.data import records as records_module
 from torchtitan_magi.data.chat import CHATML_TEMPLATE
 
 SEQ_LEN = 48
-GOOD = b'{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]}'
-GOOD_PAIR = b'{"prompt": "hi", "chosen": "hello", "rejected": "no"}'
-ASK = '{"role": "user", "content": "hi"}'
+ASK = user("hi")
 
 
 def messages(*turns):
-    return ('{"messages": [' + ", ".join(turns) + "]}").encode()
+    return json.dumps({"messages": turns}).encode()
 
 
 def pair(**changes):
     return json.dumps({"prompt": "q", "chosen": "a", "rejected": "b"} | changes).encode()
 
 
+GOOD, GOOD_PAIR = messages(ASK, assistant("hello")), pair()
 # line -> words of the message; told before the first step
 MALFORMED = {
     "truncated JSON": (GOOD[:40], "not JSON"),
@@ -41,10 +38,7 @@ MALFORMED = {
     "cut UTF-8": (b'{"text": "caf\xc3', "is not UTF-8"),
     "UTF-16": ('{"text": "a"}'.encode("utf-16-be"), "not JSON"),
     "UTF-16 with its mark": ('{"text": "a"}'.encode("utf-16"), "byte 0xff at column 1.*UTF-8"),
-    "half a surrogate pair": (
-        b'{"text": "\\ud83d"}',
-        r"\\ud83d.* half of a surrogate pair",
-    ),
+    "half a surrogate pair": (b'{"text": "\\ud83d"}', r"\\ud83d.* half of a surrogate pair"),
     "a list": (b"[1, 2]", r"the line is \[1, 2\] \(list\).*write an object"),
     "a number": (b"3", r"the line is 3 \(int\)"),
     "null": (b"null", "the line is null"),
@@ -57,23 +51,20 @@ MALFORMED = {
     "no turns": (b'{"messages": []}', '"messages" is empty.*remove the line'),
     "turns a string": (b'{"messages": "hi"}', "\"messages\" is 'hi' \\(str\\).*list"),
     "turns not a list": (b'{"messages": {"role": "user"}}', '"messages" is .*; write a list'),
-    "a turn not an object": (messages(ASK, '"hello"'), r"messages\[1\] is 'hello' \(str\)"),
-    "an empty turn": (messages(ASK, '{"role": "assistant", "content": ""}'), r"messages\[1\].content is empty"),
-    "content null": (messages('{"role": "user", "content": null}'), r"messages\[0\].content is null; write a string"),
-    "content a number": (messages('{"role": "user", "content": 1}'), r"messages\[0\].content is 1 \(int\)"),
+    "a turn not an object": (messages(ASK, "hello"), r"messages\[1\] is 'hello' \(str\)"),
+    "an empty turn": (messages(ASK, assistant("")), r"messages\[1\].content is empty"),
+    "content null": (messages(user(None)), r"messages\[0\].content is null; write a string"),
+    "content a number": (messages(user(1)), r"messages\[0\].content is 1 \(int\)"),
     "an image": (
-        messages('{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}'),
+        messages(user([{"type": "image_url", "image_url": "x"}])),
         r"messages\[0\].content\[0\] is .*image_url.*only parts",
     ),
-    "no role": (messages('{"content": "hi"}'), r"""messages\[0\] has no "role".*'content'"""),
-    "no content": (messages('{"role": "user"}'), r'messages\[0\] has no "content".*add it'),
-    "a part without a type": (
-        messages('{"role": "user", "content": [{"text": "a"}]}'),
-        r'content\[0\] is \{.*"type": "text"',
-    ),
-    "an unknown role": (messages('{"role": "bot", "content": "hi"}'), "'bot'; use one of system, user, assistant"),
-    "a role not a string": (messages('{"role": ["user"], "content": "hi"}'), r"role is \['user'\] \(list\)"),
-    "calls not a list": (messages('{"role": "assistant", "tool_calls": "f"}'), "tool_calls is 'f'"),
+    "no role": (messages({"content": "hi"}), r"""messages\[0\] has no "role".*'content'"""),
+    "no content": (messages({"role": "user"}), r'messages\[0\] has no "content".*add it'),
+    "a part without a type": (messages(user([{"text": "a"}])), r'content\[0\] is \{.*"type": "text"'),
+    "an unknown role": (messages({"role": "bot", "content": "hi"}), "'bot'; use one of system, user, assistant"),
+    "a role not a string": (messages({"role": ["user"], "content": "hi"}), r"role is \['user'\] \(list\)"),
+    "calls not a list": (messages({"role": "assistant", "tool_calls": "f"}), "tool_calls is 'f'"),
     "tools not JSON": (GOOD[:-1] + b', "tools": "f(x)"}', '"tools" is .* not JSON'),
     "tools not objects": (GOOD[:-1] + b', "tools": ["f"]}', '"tools" is .*; write a list of objects'),
     "ShareGPT, unknown speaker": (b'{"conversations": [{"from": "bing", "value": "x"}]}', "from is 'bing'; use one of"),
@@ -90,23 +81,16 @@ MALFORMED_PAIRS = {
     "empty rejected": (pair(rejected=""), '"rejected" is empty'),
     "chosen a number": (pair(chosen=3), r'"chosen" is 3 \(int\); write a string'),
     "no common prompt": (
-        b'{"chosen": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}],'
-        b' "rejected": [{"role": "user", "content": "c"}, {"role": "assistant", "content": "b"}]}',
+        json.dumps({"chosen": [user("a"), assistant("b")], "rejected": [user("c"), assistant("b")]}).encode(),
         'begin with different messages; give the record a "prompt"',
     ),
-    "nothing after the prompt": (
-        pair(rejected=[{"role": "user", "content": "b"}]),
-        '"rejected" has no assistant message',
-    ),
+    "nothing after the prompt": (pair(rejected=[user("b")]), '"rejected" has no assistant message'),
     "strings without a prompt": (b'{"chosen": "a", "rejected": "b"}', 'give the record a "prompt"'),
 }
 # line -> the count that it must show up in; no error in either mode
 LEFT_OUT = {
     "no assistant": (messages(ASK), "unlabeled"),
-    "an answer beyond the pack": (
-        messages('{"role": "user", "content": "' + "hi " * 99 + '"}', '{"role": "assistant", "content": "a"}'),
-        "unlabeled",
-    ),
+    "an answer beyond the pack": (messages(user("hi " * 99), assistant("a")), "unlabeled"),
 }
 LEFT_OUT_PAIRS = {
     "chosen equals rejected": (pair(rejected="a"), "equal"),
@@ -122,67 +106,57 @@ def dataset(path, pairs=False, **options):
     return PackedSFTDataset(path, tokenizer, SEQ_LEN, epochs=1, **options)
 
 
-def assert_nothing_is_lost(counts):
-    left_out = counts.unlabeled + counts.skipped + counts.equal + counts.long_prompts
-    assert counts.documents + counts.extra_pieces == counts.pieces + left_out
-    assert counts.tokens_read == counts.tokens + counts.truncated_tokens + counts.tokens_left_out
+def counts_of_epoch(path, pairs=False, bad_records="skip"):
+    packs = dataset(path, pairs, bad_records=bad_records)
+    list(packs)
+    assert_nothing_is_lost(packs.counts)
+    return packs.counts
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "train.jsonl"
 
 
 @pytest.mark.parametrize("name", [*MALFORMED, *MALFORMED_PAIRS])
-def test_malformed_records_stop_the_run_before_it_starts_or_are_left_out(name, tmp_path, caplog):
+def test_malformed_records_stop_the_run_before_it_starts_or_are_left_out(name, path, caplog):
     pairs = name in MALFORMED_PAIRS
     (line, words), good = (MALFORMED | MALFORMED_PAIRS)[name], GOOD_PAIR if pairs else GOOD
-    path = tmp_path / "train.jsonl"
     path.write_bytes(good + b"\n\n" + good + b"\n" + line + b"\n" + good + b"\n")
     with pytest.raises(ValueError, match=f"^{path}:4: .*{words}") as error:
         dataset(path, pairs)
     assert "\n" not in str(error.value)
     assert "; " in str(error.value)
     assert len(str(error.value)) < len(str(path)) + 200
-    packs = dataset(path, pairs, bad_records="skip")
-    list(packs)
-    bad_lines = line.count(b"\n") + 1
-    assert packs.counts.documents == 3 + bad_lines
-    assert packs.counts.skipped == bad_lines
-    assert packs.counts.pieces == 3
-    assert_nothing_is_lost(packs.counts)
+    counts, bad_lines = counts_of_epoch(path, pairs), line.count(b"\n") + 1
+    assert (counts.documents, counts.skipped, counts.pieces) == (3 + bad_lines, bad_lines, 3)
     assert f"record left out: {path}:4: " in caplog.text
 
 
 @pytest.mark.parametrize("bad_records", ["error", "skip"])
 @pytest.mark.parametrize("name", [*LEFT_OUT, *LEFT_OUT_PAIRS])
-def test_records_of_no_use_are_left_out_and_counted(name, bad_records, tmp_path):
+def test_records_of_no_use_are_left_out_and_counted(name, bad_records, path):
     pairs = name in LEFT_OUT_PAIRS
     (line, count), good = (LEFT_OUT | LEFT_OUT_PAIRS)[name], GOOD_PAIR if pairs else GOOD
-    path = tmp_path / "train.jsonl"
     path.write_bytes(b"\n".join([good, line, good]))
-    packs = dataset(path, pairs, bad_records=bad_records)
-    list(packs)
-    assert packs.counts.documents == 3
-    assert getattr(packs.counts, count) == 1
-    assert packs.counts.pieces == 2
-    assert_nothing_is_lost(packs.counts)
+    counts = counts_of_epoch(path, pairs, bad_records)
+    assert (counts.documents, getattr(counts, count), counts.pieces) == (3, 1, 2)
 
 
-def test_all_of_them_in_one_file(tmp_path, caplog):
+def test_all_of_them_in_one_file(path, caplog):
     """The counts add up, the log names the first ten, and the good records are trained on."""
     lines = [line for cases in (MALFORMED, LEFT_OUT) for line, _ in cases.values() if b"\n" not in line]
-    path = tmp_path / "train.jsonl"
     path.write_bytes(b"\n".join(part for line in lines for part in (GOOD, line)))
-    packs = dataset(path, bad_records="skip")
-    list(packs)
-    counts = packs.counts
+    counts = counts_of_epoch(path)
     num_malformed = len(lines) - len(LEFT_OUT)
     assert num_malformed >= 30
     assert (counts.documents, counts.skipped, counts.unlabeled) == (2 * len(lines), num_malformed, len(LEFT_OUT))
     assert counts.pieces == len(lines)
-    assert_nothing_is_lost(counts)
     assert caplog.text.count("record left out: ") == 10
     assert f"left out: {len(LEFT_OUT)} without a label, {num_malformed} malformed" in str(counts)
 
 
-def test_a_file_of_malformed_records_alone_is_an_error(tmp_path):
-    path = tmp_path / "train.jsonl"
+def test_a_file_of_malformed_records_alone_is_an_error(path):
     path.write_bytes(b"{\n" * 40)
     with pytest.raises(ValueError, match=r"no record of .* has a token to train on \(40 documents.* 40 malformed\)"):
         list(dataset(path, bad_records="skip"))
@@ -194,11 +168,7 @@ def test_a_file_of_malformed_records_alone_is_an_error(tmp_path):
     [
         ("empty.jsonl", b"", "holds no record; write one JSON object per line"),
         ("blank.jsonl", b" \n\t\r\n", "blank.jsonl' holds no record"),
-        (
-            "missing.jsonl",
-            None,
-            "cannot read records file .*missing.jsonl': No such file .*; check the path",
-        ),
+        ("missing.jsonl", None, "cannot read records file .*missing.jsonl': No such file .*; check the path"),
         ("folder", "folder", r"holds no \*.jsonl file; give one that does, or a pattern"),
     ],
 )
@@ -219,16 +189,14 @@ def test_an_empty_file_among_others_is_let_through(tmp_path):
     assert len(Corpus(tmp_path)) == 1
 
 
-def test_a_record_that_the_chat_template_refuses(tmp_path, caplog):
+def test_a_record_that_the_chat_template_refuses(path, caplog):
     """Only found when it is tokenized."""
-    path = tmp_path / "train.jsonl"
     tools = GOOD[:-1] + b', "tools": [{"name": "f"}]}'
     path.write_bytes(b"\n".join([GOOD, tools, GOOD]))
     with pytest.raises(ValueError, match=r'train.jsonl:2: the chat template has no place for "tools"; give'):
         list(dataset(path))
-    packs = dataset(path, bad_records="skip")
-    list(packs)
-    assert (packs.counts.documents, packs.counts.skipped, packs.counts.pieces) == (3, 1, 2)
+    counts = counts_of_epoch(path)
+    assert (counts.documents, counts.skipped, counts.pieces) == (3, 1, 2)
     assert "train.jsonl:2: the chat template has no place" in caplog.text
 
 
@@ -238,34 +206,26 @@ def test_unknown_policy_is_refused(tmp_path):
 
 
 HUGE = """
-import resource, sys
-sys.path[:0] = sys.argv[2:]
 from test_data_bad_records import dataset
-peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-before = peak()
+
 try:
-    dataset(sys.argv[1])
+    dataset(path)
 except ValueError as error:
     print(str(error).split(": ", 1)[1])
-packs = dataset(sys.argv[1], bad_records="skip")
+packs = dataset(path, bad_records="skip")
 list(packs)
-print(packs.counts.documents, packs.counts.skipped, packs.counts.pieces, peak() - before)
+print(packs.counts.documents, packs.counts.skipped, packs.counts.pieces)
 """
 
 
-def test_a_huge_line_is_malformed_and_never_in_memory(tmp_path):
+def test_a_huge_line_is_malformed_and_never_in_memory(path):
     """50 MB without a line end, as of a file that is no JSONL."""
-    path = tmp_path / "train.jsonl"
     with open(path, "wb") as file:
         file.write(GOOD + b'\n{"text": "')
         for _ in range(50):
             file.write(b"x" * 1_000_000)
         file.write(b'"}\n' + GOOD)
-    here = Path(__file__).parent
-    command = [sys.executable, "-c", HUGE, str(path), str(here), str(here.parent)]
-    message, counts = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
-    assert message == "the line has 50,000,013 bytes, more than 16,777,216; split the record"
-    documents, skipped, pieces, grown = map(int, counts.split())
-    assert (documents, skipped, pieces) == (3, 1, 2)
+    printed, grown = in_a_process(HUGE, path)
+    assert printed == ["the line has 50,000,013 bytes, more than 16,777,216; split the record", "3 1 2"]
     assert grown < 30e6
     assert records_module.MAX_RECORD_BYTES == 16_777_216

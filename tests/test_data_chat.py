@@ -24,24 +24,29 @@ CHATML_UNMARKED = (
     "{{ bos_token }}{%- for message in messages %}{{ '<|im_start|>' + message.role + '\n' + message.content +"
     " '<|im_end|>\n' }}{%- endfor %}{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-CONVERSATION = [
-    {"role": "system", "content": "be brief"},
-    {"role": "user", "content": "the cat"},
-    {"role": "assistant", "content": "the hat 🎩"},
-    {"role": "tool", "content": "42"},
-    {"role": "assistant", "content": " a dog"},
-]
+# what ends a turn of the assistant
+TURN_ENDS = {CHATML_TEMPLATE: "<|im_end|>\n", CHATML_UNMARKED: "<|im_end|>\n", LLAMA3_TEMPLATE: "<|eot_id|>"}
+
+
+def user(content):
+    return {"role": "user", "content": content}
+
+
+def assistant(content, **more):
+    return {"role": "assistant", "content": content, **more}
+
+
+SYSTEM, TOOL = {"role": "system", "content": "be brief"}, {"role": "tool", "content": "42"}
+CONVERSATION = [SYSTEM, user("the cat"), assistant("the hat 🎩"), TOOL, assistant(" a dog")]
 
 
 def byte_level_tokenizer(special=SPECIAL, trim_offsets=None) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     trainer = trainers.BpeTrainer(
-        vocab_size=400,
-        special_tokens=special,
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
+        vocab_size=400, special_tokens=special, initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train_from_iterator(["the cat and the hat,  a dog   and\n\n the end. assistant: user:"] * 3, trainer)
     if trim_offsets is not None:
@@ -50,20 +55,14 @@ def byte_level_tokenizer(special=SPECIAL, trim_offsets=None) -> Tokenizer:
 
 
 TOKENIZER = byte_level_tokenizer()
-messages_of = st.lists(
-    st.fixed_dictionaries(
-        {
-            "role": st.sampled_from(["system", "user", "assistant", "tool"]),
-            "content": st.one_of(st.text(max_size=12), st.text(alphabet=" \nthe catdog🎩é", max_size=20)),
-        }
-    ),
-    min_size=1,
-    max_size=6,
-).filter(lambda messages: not any("\ufdd0" in m["content"] or "\ufdd1" in m["content"] for m in messages))
+texts = st.one_of(st.text(max_size=12), st.text(alphabet=" \nthe catdog🎩é", max_size=20))
+texts = texts.filter(lambda text: not {"\ufdd0", "\ufdd1"} & set(text))
+turns = st.fixed_dictionaries({"role": st.sampled_from(["system", "user", "assistant", "tool"]), "content": texts})
+messages_of = st.lists(turns, min_size=1, max_size=6)
 
 
-def chat(template, tokenizer=TOKENIZER) -> ChatTokenizer:
-    return ChatTokenizer(tokenizer, 0, 1, template)
+def chat(template, tokenizer=TOKENIZER, bos=0, eos=1) -> ChatTokenizer:
+    return ChatTokenizer(tokenizer, bos, eos, template)
 
 
 MARKED, UNMARKED = chat(CHATML_TEMPLATE), chat(CHATML_UNMARKED)
@@ -79,13 +78,8 @@ def test_labels_by_hand_on_a_small_conversation():
     characters = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate("abehirsuy:\n")}, merges=[]))
     template = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}\n{% endfor %}"
     template += "{% if add_generation_prompt %}a:{% endif %}"
-    conversation = [
-        {"role": "user", "content": "hi"},
-        {"role": "assistant", "content": "yes"},
-        {"role": "user", "content": "bye"},
-        {"role": "assistant", "content": "rah"},
-    ]
-    document = ChatTokenizer(characters, None, None, template)({"messages": conversation})
+    conversation = [user("hi"), assistant("yes"), user("bye"), assistant("rah")]
+    document = chat(template, characters, None, None)({"messages": conversation})
     text = "".join(characters.id_to_token(i) for i in document.tokens.tolist())
     mask = "".join("^" if m else "." for m in document.loss_mask)
     assert text == "u:hi\na:yes\nu:bye\na:rah\n"
@@ -120,7 +114,7 @@ def test_default_templates_render_as_documented():
     assert chat(PLAIN_TEMPLATE).render(CONVERSATION)[0] == (
         "<s>System: be brief\nUser: the cat\nAssistant: the hat 🎩</s>\nTool: 42\nAssistant:  a dog</s>\n"
     )
-    without_bos = ChatTokenizer(TOKENIZER, None, None, PLAIN_TEMPLATE)
+    without_bos = chat(PLAIN_TEMPLATE, bos=None, eos=None)
     assert without_bos.render(CONVERSATION[1:3])[0] == "User: the cat\nAssistant: the hat 🎩\n"
 
 
@@ -159,7 +153,7 @@ def test_mask_is_the_tokens_that_hold_assistant_bytes(messages):
 def test_space_at_the_end_of_a_turn_is_learned_though_offsets_leave_it_out(trim):
     tokenizer = byte_level_tokenizer(trim_offsets=trim)
     document = chat("[{% generation %}{{ messages[0].content }}{% endgeneration %}]", tokenizer)(
-        {"messages": [{"role": "assistant", "content": "the cat "}]}
+        {"messages": [assistant("the cat ")]}
     )
     assert tokenizer.decode(document.tokens.tolist()) == "[the cat ]"
     assert learned(document) == "the cat "
@@ -169,7 +163,7 @@ def test_text_records_get_bos_and_eos_and_loss_everywhere():
     document = chat(CHATML_TEMPLATE)({"text": "the cat"})
     assert document.tokens.tolist() == [0, *TOKENIZER.encode("the cat").ids, 1]
     assert document.loss_mask.all()
-    bare = ChatTokenizer(TOKENIZER, None, None, CHATML_TEMPLATE)({"text": "the cat"})
+    bare = chat(CHATML_TEMPLATE, bos=None, eos=None)({"text": "the cat"})
     assert bare.tokens.tolist() == TOKENIZER.encode("the cat").ids
 
 
@@ -193,17 +187,15 @@ def test_what_hub_templates_use_is_there():
         "{% if tools is none and documents is none %}!{% endif %}{{ strftime_now('%d %b %Y') }}{{ pad_token }}"
         "{% generation %}{{ namespace(a=1).a }}{% endgeneration %}"
     )
-    text, spans = chat(template).render([{"role": "user", "content": "<é> 'q'"}, {"role": "user", "content": "no"}])
+    text, spans = chat(template).render([user("<é> 'q'"), user("no")])
     assert text == "\"<é> 'q'\"!26 Jul 20241"
     assert [text[slice(*span)] for span in spans] == ["1"]
 
 
-def test_template_cannot_reach_the_interpreter():
-    escape = "{{ messages.__class__.__mro__[1].__subclasses__() }}"
+@pytest.mark.parametrize("escape", ["messages.__class__.__mro__[1].__subclasses__()", "messages.append(1)"])
+def test_template_cannot_reach_the_interpreter(escape):
     with pytest.raises(ValueError, match="the chat template refuses the messages"):
-        chat(escape)({"messages": CONVERSATION})
-    with pytest.raises(ValueError, match="the chat template refuses the messages"):
-        chat("{{ messages.append(1) }}")({"messages": CONVERSATION})
+        chat("{{" + escape + "}}")({"messages": CONVERSATION})
 
 
 # Like Qwen3's: reasoning is dropped from all turns before the last question and made up, empty, for the last turn.
@@ -216,14 +208,6 @@ REASONING_TEMPLATE = (
     "{{ text.split('</think>')[-1] }}{% for call in m.tool_calls or [] %}({{ call.name }}){% endfor %}{% else %}"
     "{{ text }}{% endif %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-
-
-def assistant(content, **more):
-    return {"role": "assistant", "content": content, **more}
-
-
-def user(content):
-    return {"role": "user", "content": content}
 
 
 @pytest.mark.parametrize(
@@ -241,7 +225,7 @@ def user(content):
         ),
         ([user("a"), assistant("c  "), user("d"), assistant("f\n")], "c  <|im_end|>\n<think></think>f\n<|im_end|>\n"),
         (
-            [user("a"), assistant(None, tool_calls=[{"name": "f"}]), {"role": "tool", "content": "42"}, assistant("g")],
+            [user("a"), assistant(None, tool_calls=[{"name": "f"}]), TOOL, assistant("g")],
             "(f)<|im_end|>\n<think></think>g<|im_end|>\n",
         ),
         # what a user or the assistant writes is not taken for the template's own text
@@ -272,7 +256,7 @@ CALLING_TEMPLATE = REASONING_TEMPLATE.replace("<|im_end|>", "{% if m.tool_calls 
 
 def test_calls_after_reasoning_that_the_template_drops_are_found():
     call = assistant("<think>b</think>", tool_calls=[{"name": "f"}])
-    messages = [user("a"), call, {"role": "tool", "content": "42"}, assistant("c"), user("d"), assistant("e")]
+    messages = [user("a"), call, TOOL, assistant("c"), user("d"), assistant("e")]
     tokenizer = chat(CALLING_TEMPLATE)
     assert learned(tokenizer({"messages": messages})) == (
         "({'name': 'f'})!<|im_end|>\nc<|im_end|>\n<think></think>e<|im_end|>\n"
@@ -288,15 +272,7 @@ LINES_TEMPLATE = (
 )
 
 
-@pytest.mark.parametrize(
-    ("template", "end"),
-    [
-        (CHATML_TEMPLATE, "<|im_end|>\n"),
-        (CHATML_UNMARKED, "<|im_end|>\n"),
-        (LLAMA3_TEMPLATE, "<|eot_id|>"),
-        (LINES_TEMPLATE, "\n"),
-    ],
-)
+@pytest.mark.parametrize(("template", "end"), [*TURN_ENDS.items(), (LINES_TEMPLATE, "\n")])
 def test_a_conversation_may_begin_with_the_assistant(template, end):
     """Templates refuse to render no message at all."""
     strict = "{% if not messages[0].role %}{% endif %}" + template
@@ -316,7 +292,7 @@ def test_template_whose_turns_cannot_be_found_needs_markers():
     other_end = REASONING_TEMPLATE.replace("<|im_end|>", "{% if not m.tool_calls %}<|im_end|>{% endif %}")
     call = assistant("x", tool_calls=[{"name": "f"}])
     with pytest.raises(ValueError, match="cannot be told from the rest"):
-        chat(other_end)({"messages": [user("a"), call, {"role": "tool", "content": "42"}, assistant("g")]})
+        chat(other_end)({"messages": [user("a"), call, TOOL, assistant("g")]})
 
 
 @settings(max_examples=60, deadline=None)
@@ -336,9 +312,9 @@ def test_refusals_are_one_line_with_a_remedy():
     with pytest.raises(ValueError, match=r"the chat template is not valid \(.*endfor.*\); correct it"):
         chat("{% for m in messages %}")
     with pytest.raises(ValueError, match="bos_id is 9999, not in the vocabulary"):
-        ChatTokenizer(TOKENIZER, 9999, 1, PLAIN_TEMPLATE)
+        chat(PLAIN_TEMPLATE, bos=9999)
     with pytest.raises(ValueError, match=r"U\+FDD0.*remove it"):
-        chat(CHATML_TEMPLATE)({"messages": [{"role": "user", "content": "a\ufdd0"}]})
+        chat(CHATML_TEMPLATE)({"messages": [user("a\ufdd0")]})
 
 
 def test_template_is_found_in_the_assets(tmp_path):

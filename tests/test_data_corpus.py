@@ -2,14 +2,11 @@
 
 import collections
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
-from test_data_sft import dataset, flats, take
+from streams import in_a_process, resume, take
+from test_data_sft import dataset, flats
 
 from torchtitan_magi.data import Corpus, RecordFile
 from torchtitan_magi.data import records as records_module
@@ -70,10 +67,7 @@ def test_a_path_may_hold_commas_and_equals_signs_where_it_exists(tmp_path):
         ("nowhere.jsonl", "cannot read records file 'nowhere.jsonl': No such file or directory; check the path"),
         ("{folder}/*.json", "no file matches '.*json'; check the pattern"),
         ("{folder}/empty", r"folder '.*empty' holds no \*.jsonl file; give one that does, or a pattern"),
-        (
-            "{folder}/a.jsonl,{folder}",
-            "records file '.*a.jsonl' is in the data set twice; give its source a weight",
-        ),
+        ("{folder}/a.jsonl,{folder}", "records file '.*a.jsonl' is in the data set twice; give its source a weight"),
         ("{folder}=half", "source '.*=half': weight 'half' is not a number; write path=0.5"),
         ("{folder}/a.jsonl=0.01", "the weights of '.*=0.01' leave less than one record an epoch; give larger ones"),
         ("{folder}=0", "source '.*=0': weight 0 is out of range; give a number above 0"),
@@ -128,11 +122,10 @@ def test_weights_and_epochs_in_a_stream_that_resumes(folder):
     for steps in range(0, len(stream), 5):
         first = dataset(paths, **options)
         take(first, steps)
-        resumed = dataset(paths, **options)
-        resumed.load_state_dict(json.loads(json.dumps(first.state_dict())))
-        assert flats(resumed) == stream[steps:]
-    assert dataset(paths, **{**options, "weighted": False}).num_records == 16
-    once = dataset(paths, **{**options, "weighted": False, "epochs": 1})
+        state = json.loads(json.dumps(first.state_dict()))
+        assert flats(resume(dataset(paths, **options), state)) == stream[steps:]
+    assert dataset(paths, **options | {"weighted": False}).num_records == 16
+    once = dataset(paths, **options | {"weighted": False, "epochs": 1})
     list(once)
     assert once.counts.documents == 16
 
@@ -190,16 +183,14 @@ def test_lines_are_found_wherever_chunks_end(tmp_path, monkeypatch):
 
 
 GROWTH = """
-import resource, sys
-sys.path[:0] = sys.argv[2:]
-from test_data_sft import dataset, take
+from streams import take
+from test_data_sft import dataset
 from torchtitan_magi.data import Corpus
-peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-before = peak()
-corpus = Corpus(sys.argv[1])
+
+corpus = Corpus(path)
 corpus.check()
-take(dataset(sys.argv[1], check=False, seq_len=4096, window_packs=32), 100)
-print(len(corpus), peak() - before)
+take(dataset(path, check=False, seq_len=4096, window_packs=32), 100)
+print(len(corpus))
 """
 
 
@@ -209,11 +200,7 @@ def test_a_large_file_takes_little_memory(tmp_path):
     with open(path, "w") as file:
         for name in range(50_000):
             file.write(json.dumps({"text": f"{name} 500 0", "padding": "x" * 2000}) + "\n")
-    size = os.path.getsize(path)
-    assert size > 100e6
-    here = Path(__file__).parent
-    command = [sys.executable, "-c", GROWTH, str(path), str(here), str(here.parent)]
-    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    num_records, grown = map(int, output.split())
-    assert num_records == 50_000
+    assert path.stat().st_size > 100e6
+    printed, grown = in_a_process(GROWTH, path)
+    assert printed == ["50000"]
     assert grown < 25e6

@@ -3,13 +3,12 @@
 import json
 
 import pytest
-from test_data_chat import CHATML_UNMARKED, LLAMA3_TEMPLATE, chat, learned
+from test_data_chat import CHATML_UNMARKED, LLAMA3_TEMPLATE, TOOL, TURN_ENDS, assistant, chat, learned, user
 
 from torchtitan_magi.data.chat import CHATML_TEMPLATE, PLAIN_TEMPLATE
 from torchtitan_magi.data.formats import parse_document
 
-USER, ASSISTANT = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
-SYSTEM, TOOL = {"role": "system", "content": "s"}, {"role": "tool", "content": "42"}
+USER, ASSISTANT, SYSTEM = user("q"), assistant("a"), {"role": "system", "content": "s"}
 CALLS = [{"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}]
 CALLER = {"role": "assistant", "tool_calls": CALLS}
 PARTS = [{"type": "text", "text": "q"}, {"type": "text", "text": "!"}]
@@ -36,10 +35,7 @@ UNMARKED_TOOL_TEMPLATE = TOOL_TEMPLATE.replace("{% generation %}", "").replace("
     [
         ({"messages": [USER, ASSISTANT], "source": "x"}, [USER, ASSISTANT]),
         ({"conversations": sharegpt(human="q", gpt="a")}, [USER, ASSISTANT]),
-        (
-            {"conversations": sharegpt(system="s", user="q", tool="42", assistant="a")},
-            [SYSTEM, USER, TOOL, ASSISTANT],
-        ),
+        ({"conversations": sharegpt(system="s", user="q", tool="42", assistant="a")}, [SYSTEM, USER, TOOL, ASSISTANT]),
         ({"conversations": [USER, ASSISTANT]}, [USER, ASSISTANT]),
         ({"system": "s", "conversations": sharegpt(human="q", gpt="a")}, [SYSTEM, USER, ASSISTANT]),
         ({"prompt": "q", "completion": "a"}, [USER, ASSISTANT]),
@@ -94,10 +90,7 @@ def test_tools_and_calls_reach_the_template_and_calls_are_learned(template):
         template = template.replace("{% generation %}", "{% if m.role == 'assistant' %}{% generation %}", 1).replace(
             "{% endgeneration %}", "{% endgeneration %}{% else %}{{ m.content }}<|im_end|>\n{% endif %}"
         )
-    record = {
-        "tools": TOOLS,
-        "messages": [SYSTEM, USER, {"role": "assistant", "content": None, "tool_calls": CALLS}, TOOL, ASSISTANT],
-    }
+    record = {"tools": TOOLS, "messages": [SYSTEM, USER, assistant(None, tool_calls=CALLS), TOOL, ASSISTANT]}
     tokenizer = chat(template)
     text, _ = tokenizer.render(**parse_document(record))
     assert text == (
@@ -116,18 +109,10 @@ def test_a_template_without_a_place_for_tools_refuses_them(template):
     with pytest.raises(ValueError, match='no place for "tools"; give the assets one that has'):
         chat(template)({"messages": [USER, ASSISTANT], "tools": TOOLS})
     with pytest.raises(ValueError, match='no place for "tool_calls"'):
-        chat(template)({"messages": [USER, {"role": "assistant", "content": None, "tool_calls": CALLS}]})
+        chat(template)({"messages": [USER, assistant(None, tool_calls=CALLS)]})
 
 
-@pytest.mark.parametrize(
-    ("template", "end"),
-    [
-        (LLAMA3_TEMPLATE, "<|eot_id|>"),
-        (CHATML_TEMPLATE, "<|im_end|>\n"),
-        (CHATML_UNMARKED, "<|im_end|>\n"),
-        (PLAIN_TEMPLATE, "</s>\n"),
-    ],
-)
+@pytest.mark.parametrize(("template", "end"), [*TURN_ENDS.items(), (PLAIN_TEMPLATE, "</s>\n")])
 def test_every_form_is_learned_where_the_assistant_speaks(template, end):
     space = " " if template == PLAIN_TEMPLATE else ""
     turns = sharegpt(system="be brief", human="the cat", gpt="the hat", tool="42") + sharegpt(gpt="a dog")

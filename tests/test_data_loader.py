@@ -2,9 +2,9 @@
 
 import json
 import shutil
-from itertools import islice
 
 import pytest
+from streams import join, resume, take
 from training import TrainingError, call, corpus, new_folder, train
 
 SEQ_LEN, RECORDS = 64, 60
@@ -61,12 +61,12 @@ def resume_at_another_degree(path, num_workers):
         for ranks, batch_size in ((1, 2), (3, 2), (2, 1)):
             rest = []
             for rank in range(ranks):
-                resumed = make_loader(path, rank, ranks, batch_size, num_workers=num_workers if step == 3 else 0)
-                resumed.load_state_dict(states[0])
+                workers = num_workers if step == 3 else 0
+                resumed = resume(make_loader(path, rank, ranks, batch_size, num_workers=workers), states[0])
                 assert resumed.state_dict()["state"] == states[0]["state"]
                 rest.append([inputs["input"].tolist() for inputs, _ in resumed])
-            joined = [row for r in zip(*rest, strict=True) for batch in zip(*r, strict=True) for row in batch]
-            assert [row for row in joined if any(row)] == whole[2 * step :], (step, ranks)
+            joined = [row for batches in zip(*rest, strict=True) for row in join(batches) if any(row)]
+            assert joined == whole[2 * step :], (step, ranks)
         for iterator in iterators:
             next(iterator)
     return True
@@ -90,16 +90,12 @@ def stops_and_repeats(path, num_workers):
         assert rows(batches) == whole
         assert (batches[-1][1] == IGNORE_INDEX).all()
         assert batches[-1][0]["documents"].shape == (0, 2)
-        list(islice(loader, 2))  # as validation with a number of steps
+        take(loader, 2)  # as validation with a number of steps
     finished = make_loader(path, batch_size=4)
-    finished.load_state_dict(loader.state_dict())
-    rest = rows(finished)
-    assert rest == whole[8:]
+    assert rows(resume(finished, loader.state_dict())) == whole[8:]
     list(loader)
-    finished.load_state_dict(loader.state_dict())
-    assert list(finished) == []
-    more = make_loader(path, batch_size=4, epochs=2)
-    more.load_state_dict(loader.state_dict())
+    assert list(resume(finished, loader.state_dict())) == []
+    more = resume(make_loader(path, batch_size=4, epochs=2), loader.state_dict())
     assert rows(more) == rows(make_loader(path, batch_size=1, epochs=2))[len(whole) :]
     return True
 
@@ -118,10 +114,10 @@ def test_state_of_other_data_is_refused_before_the_first_batch(path, tmp_path):
 
 
 def load_other(path, other):
-    make_loader(other).load_state_dict(make_loader(path).state_dict())
+    resume(make_loader(other), make_loader(path).state_dict())
 
 
-def resume(processes, folder, *arguments, **kwargs):
+def run_on(processes, folder, *arguments, **kwargs):
     layout = ("--parallelism.data_parallel_shard_degree", f"{processes}", "--training.global_batch_size", "2")
     checkpoints = ("--checkpoint.enable", "--checkpoint.interval", "3", "--job.dump_folder", folder)
     return train(processes, [*layout, "--training.local_batch_size", "1", *checkpoints, *arguments], **kwargs)
@@ -130,9 +126,9 @@ def resume(processes, folder, *arguments, **kwargs):
 def test_a_run_on_two_ranks_continues_on_one_with_the_same_batches():
     """In the middle of an epoch: losses of a run that was never interrupted, and of one on two ranks."""
     folder = new_folder()
-    whole = resume(2, folder, "--training.steps", "6")
+    whole = run_on(2, folder, "--training.steps", "6")
     shutil.rmtree(f"{folder}/checkpoint/step-6")
-    rest = resume(1, folder, "--training.steps", "6")
+    rest = run_on(1, folder, "--training.steps", "6")
     assert [metrics["step"] for metrics in rest.metrics] == [4, 5, 6]
     assert rest.losses == pytest.approx(whole.losses[3:], rel=2e-6)
     assert rest.grad_norms == pytest.approx(whole.grad_norms[3:], rel=2e-5)
@@ -144,7 +140,7 @@ def test_training_ends_with_the_last_epoch_and_saves(tmp_path):
     (tmp_path / "few.jsonl").write_text("\n".join(lines))
     data = ["--training.dataset_path", f"{tmp_path}/few.jsonl", "--training.steps", "90"]
     data += ["--checkpoint.interval", "80", "--checkpoint.no_last_save_model_only"]
-    run, again, more = (resume(1, str(tmp_path), *data, "--magi.epochs", epochs) for epochs in ("2", "2", "3"))
+    run, again, more = (run_on(1, str(tmp_path), *data, "--magi.epochs", epochs) for epochs in ("2", "2", "3"))
     steps = len(run.losses)
     assert 4 <= steps < 40
     assert "Ran out of data" in run.output
@@ -174,10 +170,7 @@ def test_a_bad_record_stops_all_ranks_with_one_message(tmp_path):
     ("option", "message"),
     [
         (("--magi.epochs", "0"), "magi.epochs is 0; use a number of passes over the data, or -1 for no end"),
-        (
-            ("--training.dataloader.num_workers", "2"),
-            "training.dataloader.num_workers is 2; use 0 or 1 for dataset",
-        ),
+        (("--training.dataloader.num_workers", "2"), "training.dataloader.num_workers is 2; use 0 or 1 for dataset"),
         (("--training.dataset_path", "*.no"), "no file matches '*.no'; check the pattern"),
     ],
 )

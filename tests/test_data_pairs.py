@@ -8,24 +8,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_data_chat import CHATML_UNMARKED, LLAMA3_TEMPLATE, TOKENIZER, chat
+from streams import assert_nothing_is_lost, join, resume, take
+from test_data_chat import CHATML_UNMARKED, LLAMA3_TEMPLATE, TOKENIZER, assistant, chat, learned, user
 from tokenizers import Tokenizer, models
 
-from torchtitan_magi.data import (
-    IGNORE_INDEX,
-    ChatTokenizer,
-    PackedPairDataset,
-    TokenizedDocument,
-    TokenizedPair,
-    collate_packs,
-)
+from torchtitan_magi.data import IGNORE_INDEX, PackedPairDataset, TokenizedDocument, TokenizedPair, collate_packs
 from torchtitan_magi.data.chat import CHATML_TEMPLATE, PLAIN_TEMPLATE
 from torchtitan_magi.data.formats import parse_pair
 from torchtitan_magi.data.pairs import fit_pair, lay_out_pair, pair_of
 
 SEQ_LEN = 64
-USER = {"role": "user", "content": "q"}
-YES, NO = {"role": "assistant", "content": "yes"}, {"role": "assistant", "content": "no"}
+USER, YES, NO = user("q"), assistant("yes"), assistant("no")
+SYSTEM = {"role": "system", "content": "s"}
 PAIR = {"prompt": [USER], "chosen": [YES], "rejected": [NO]}
 
 
@@ -78,11 +72,7 @@ def corpus(tmp_path_factory):
         {"prompt": "q", "chosen": [YES], "rejected": NO},
         {"prompt": "q", "chosen": [USER, YES], "rejected": [USER, NO]},
         {"chosen": [USER, YES], "rejected": [USER, NO], "score_chosen": 1.0},
-        {
-            "prompt": "q",
-            "chosen": [{"role": "assistant", "content": [{"type": "text", "text": "yes"}]}],
-            "rejected": "no",
-        },
+        {"prompt": "q", "chosen": [assistant([{"type": "text", "text": "yes"}])], "rejected": "no"},
     ],
 )
 def test_every_form_of_a_pair_is_the_same_pair(record):
@@ -90,46 +80,42 @@ def test_every_form_of_a_pair_is_the_same_pair(record):
 
 
 def test_conversations_may_repeat_the_prompt_after_a_system_message_and_otherwise_not_in_part():
-    system = {"role": "system", "content": "s"}
-    pair = parse_pair({"prompt": "q", "chosen": [system, USER, YES], "rejected": [system, USER, NO]})
-    assert pair == {"prompt": [system, USER], "chosen": [YES], "rejected": [NO]}
+    pair = parse_pair({"prompt": "q", "chosen": [SYSTEM, USER, YES], "rejected": [SYSTEM, USER, NO]})
+    assert pair == {"prompt": [SYSTEM, USER], "chosen": [YES], "rejected": [NO]}
     for chosen, rejected, prompt in (
         ([USER, YES], [NO], [USER]),
-        ([YES], [system, USER, NO], [USER]),
-        ([USER, YES], [USER, NO], [system, USER]),
+        ([YES], [SYSTEM, USER, NO], [USER]),
+        ([USER, YES], [USER, NO], [SYSTEM, USER]),
     ):
         with pytest.raises(ValueError, match='repeats some of "prompt"; let both repeat all of it, or none'):
             parse_pair({"prompt": prompt, "chosen": chosen, "rejected": rejected})
 
 
 def test_the_prompt_of_two_conversations_is_what_they_begin_with_alike():
-    again, more = {"role": "user", "content": "and?"}, {"role": "assistant", "content": "more"}
-    two = parse_pair({"chosen": [USER, YES, again, YES], "rejected": [USER, YES, again, more]})
-    assert two == {"prompt": [USER, YES, again], "chosen": [YES], "rejected": [more]}
-    longer = parse_pair({"chosen": [USER, YES], "rejected": [USER, YES, again, more]})
-    assert longer == {"prompt": [USER], "chosen": [YES], "rejected": [YES, again, more]}
-    equal = parse_pair({"chosen": [USER, YES], "rejected": [USER, YES]})
-    assert equal == {"prompt": [USER], "chosen": [YES], "rejected": [YES]}
+    again, more = user("and?"), assistant("more")
+    for prompt, chosen, rejected in (
+        ([USER, YES, again], [YES], [more]),
+        ([USER], [YES], [YES, again, more]),
+        ([USER], [YES], [YES]),
+    ):
+        pair = {"prompt": prompt, "chosen": chosen, "rejected": rejected}
+        assert parse_pair({"chosen": prompt + chosen, "rejected": prompt + rejected}) == pair
     system = parse_pair({"system": "s", "prompt": "q", "chosen": "yes", "rejected": "no", "tools": '[{"name": "f"}]'})
-    assert system["prompt"] == [{"role": "system", "content": "s"}, USER]
-    assert system["tools"] == [{"name": "f"}]
+    assert (system["prompt"], system["tools"]) == ([SYSTEM, USER], [{"name": "f"}])
 
 
 @pytest.mark.parametrize("template", [CHATML_TEMPLATE, CHATML_UNMARKED, PLAIN_TEMPLATE, LLAMA3_TEMPLATE])
 @pytest.mark.parametrize("turns", [1, 3])
 def test_prompt_and_completions_are_the_plain_encoding_and_only_completions_are_learned(template, turns):
     tokenizer = pickle.loads(pickle.dumps(chat(template)))
-    prompt = [USER, YES, {"role": "user", "content": "the cat"}][-turns:]
-    chosen, rejected = {"role": "assistant", "content": "the cat and"}, {"role": "assistant", "content": "the hat"}
+    prompt, chosen, rejected = [USER, YES, user("the cat")][-turns:], assistant("the cat and"), assistant("the hat")
     pair = tokenizer.pair({"prompt": prompt, "chosen": [chosen], "rejected": [rejected]})
     for completion, message in ((pair.chosen, chosen), (pair.rejected, rejected)):
         text, spans = tokenizer.render([*prompt, message], first=len(prompt))
         (span,) = spans
         whole = TOKENIZER.encode(text[: span[1]], add_special_tokens=False).ids
         assert [*pair.prompt.tolist(), *completion.tokens.tolist()] == whole
-        learned = TOKENIZER.decode(completion.tokens[completion.loss_mask].tolist(), skip_special_tokens=False)
-        assert learned == text[slice(*span)]
-        assert completion.loss_mask[-1]
+        assert learned(completion) == text[slice(*span)]
         assert completion.loss_mask.all()  # no token of these prompts crosses into the completion
         whole_document = tokenizer({"messages": [*prompt, message]})
         np.testing.assert_array_equal(whole_document.tokens[: len(whole)], whole)
@@ -140,9 +126,8 @@ def test_a_merge_across_the_end_of_the_prompt_shortens_the_prompt():
     vocab = {"x": 0, "a": 1, "b": 2, "c": 3, "ab": 4}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[("a", "b")]))
     template = "{% for m in messages %}{{ m.content }}{% endfor %}"
-    pair = ChatTokenizer(tokenizer, None, None, template).pair(
-        parse_pair({"prompt": "xa", "chosen": "bb", "rejected": "cc"})
-    )
+    record = parse_pair({"prompt": "xa", "chosen": "bb", "rejected": "cc"})
+    pair = chat(template, tokenizer, None, None).pair(record)
     assert pair.prompt.tolist() == [0]
     assert (pair.chosen.tokens.tolist(), pair.chosen.loss_mask.tolist()) == ([4, 2], [True, True])
     assert (pair.rejected.tokens.tolist(), pair.rejected.loss_mask.tolist()) == ([1, 3, 3], [False, True, True])
@@ -227,21 +212,16 @@ def test_packs_hold_every_pair_that_fits_once(corpus, shared_prompt):
     found = []
     for inputs, labels in packs:
         assert set(inputs) == {"input", "positions", "pairs", "pair_ids"}
-        assert [x.dtype for x in (inputs["input"], inputs["positions"], labels)] == [
-            torch.int64,
-            torch.int32,
-            torch.int64,
-        ]
-        pairs, pair_ids = inputs["pairs"], inputs["pair_ids"]
+        pairs, pair_ids, rows = inputs["pairs"], inputs["pair_ids"], (inputs["input"], inputs["positions"], labels)
+        assert [row.dtype for row in rows] == [torch.int64, torch.int32, torch.int64]
         assert (pairs.dtype, pair_ids.dtype) == (np.int32, np.int64)
         assert pairs[0, 0] == 0
         assert (pairs[1:, 0] == pairs[:-1, 3]).all()
         for (start, chosen, rejected, end), pair_id in zip(pairs.tolist(), pair_ids.tolist(), strict=True):
             piece = expected[pair_id]
             assert (chosen - start, rejected - start, end - start) == piece.bounds[1:]
-            assert inputs["input"][start:end].tolist() == piece.inputs.tolist()
-            assert inputs["positions"][start:end].tolist() == piece.positions.tolist()
-            assert labels[start:end].tolist() == piece.labels.tolist()
+            for row, expected_row in zip(rows, (piece.inputs, piece.positions, piece.labels), strict=True):
+                assert row[start:end].tolist() == expected_row.tolist()
             found.append(pair_id)
         assert (labels[pairs[-1, 3] :] == IGNORE_INDEX).all()
     assert sorted(found) == sorted(expected)
@@ -257,14 +237,10 @@ def test_counts_of_pairs_add_up(corpus, tmp_path, shared_prompt):
     packs = dataset(path, shared_prompt=shared_prompt)
     produced = list(packs)
     counts = packs.counts
-    assert counts.documents == 101
-    assert counts.unlabeled == 1
+    assert (counts.documents, counts.unlabeled) == (101, 1)
     assert counts.long_prompts > 0
     assert counts.truncated > 0
-    assert counts.documents + counts.extra_pieces == (
-        counts.pieces + counts.unlabeled + counts.skipped + counts.equal + counts.long_prompts
-    )
-    assert counts.tokens_read == counts.tokens + counts.truncated_tokens + counts.tokens_left_out
+    assert_nothing_is_lost(counts)
     assert counts.pieces == sum(len(inputs["pairs"]) for inputs, _ in produced)
     assert counts.tokens == sum(int(inputs["pairs"][-1, 3]) for inputs, _ in produced)
 
@@ -302,16 +278,11 @@ def test_pairs_are_sharded_and_resumed_like_documents(tmp_path_factory, lengths,
     stream = ids(dataset(path, **options)) if any(p < 33 for p, _, _ in lengths) else []
     steps = data.draw(st.integers(0, -(-len(stream) // before)))
     first = dataset(path, dp_world_size=before, **options)
-    iterator = iter(first)
-    for _ in range(steps):
-        next(iterator)
-    shards = []
-    for rank in range(after):
-        resumed = dataset(path, dp_rank=rank, dp_world_size=after, **options)
-        resumed.load_state_dict(json.loads(json.dumps(first.state_dict())))
-        shards.append(ids(resumed))
-    rest = [item for row in zip(*shards, strict=True) for item in row if item]
-    assert rest == stream[steps * before :]
+    assert len(take(first, steps)) == steps
+    state = json.loads(json.dumps(first.state_dict()))
+    ranks = [dataset(path, dp_rank=rank, dp_world_size=after, **options) for rank in range(after)]
+    rest = join(ids(resume(packs, state)) for packs in ranks)
+    assert [item for item in rest if item] == stream[steps * before :]
 
 
 def test_state_of_the_other_layout_or_of_documents_is_refused(corpus):
@@ -326,7 +297,7 @@ def test_state_of_another_tokenizer_or_template_is_refused(tmp_path):
     state = PackedPairDataset(path, chat(CHATML_TEMPLATE).pair, 40).state_dict()
     same = pickle.loads(pickle.dumps(chat(CHATML_TEMPLATE)))
     PackedPairDataset(path, same.pair, 40).load_state_dict(state)
-    for other in (chat(PLAIN_TEMPLATE), ChatTokenizer(TOKENIZER, None, 1, CHATML_TEMPLATE)):
+    for other in (chat(PLAIN_TEMPLATE), chat(CHATML_TEMPLATE, bos=None)):
         with pytest.raises(ValueError, match=r"tokenizer = '.*', this run has '.*'; resume with the same value"):
             PackedPairDataset(path, other.pair, 40).load_state_dict(state)
 
@@ -336,10 +307,10 @@ def test_collate_shifts_pairs_and_joins_their_ids(corpus):
     inputs, labels = collate_packs(samples)
     assert labels.shape == (2, SEQ_LEN)
     (first, _), (second, _) = samples
-    np.testing.assert_array_equal(inputs["pairs"], np.concatenate([first["pairs"], second["pairs"] + SEQ_LEN]))
-    np.testing.assert_array_equal(inputs["pair_ids"], np.concatenate([first["pair_ids"], second["pair_ids"]]))
-    assert inputs["pairs"].dtype == np.int32
-    assert inputs["pair_ids"].dtype == np.int64
+    pairs, pair_ids = inputs["pairs"], inputs["pair_ids"]
+    np.testing.assert_array_equal(pairs, np.concatenate([first["pairs"], second["pairs"] + SEQ_LEN]))
+    np.testing.assert_array_equal(pair_ids, np.concatenate([first["pair_ids"], second["pair_ids"]]))
+    assert (pairs.dtype, pair_ids.dtype) == (np.int32, np.int64)
 
 
 def test_ranks_without_a_pack_get_padding(tmp_path):

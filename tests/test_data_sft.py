@@ -1,6 +1,5 @@
 """The packed stream: boundaries, labels, determinism, shards, resuming, loaders."""
 
-import itertools
 import json
 import logging
 import re
@@ -12,10 +11,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from streams import assert_nothing_is_lost, join, resume, take
 from torch.distributed.checkpoint.stateful import Stateful
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from torchtitan_magi.data import IGNORE_INDEX, PackedSFTDataset, TokenizedDocument, collate_packs
+from torchtitan_magi.report.sample_packs import draw_lengths
 
 SEQ_LEN = 64
 
@@ -46,17 +47,24 @@ def dataset(path, **options):
     return PackedSFTDataset(path, tokenize, **(defaults | options))
 
 
-def take(items, count):
-    return list(itertools.islice(items, count))
-
-
-def flat(batch):
-    inputs, labels = batch
-    return [inputs["input"].tolist(), inputs["positions"].tolist(), inputs["documents"].tolist(), labels.tolist()]
-
-
 def flats(batches):
-    return [flat(batch) for batch in batches]
+    names = ("input", "positions", "documents")
+    return [[*(inputs[name].tolist() for name in names), labels.tolist()] for inputs, labels in batches]
+
+
+def joined(path, ranks, state=None, count=None, **options):
+    """The stream of all ranks, which begin at the state and stop after `count` packs of each."""
+    shards = []
+    for rank in range(ranks):
+        packs = dataset(path, dp_rank=rank, dp_world_size=ranks, **options)
+        if state:
+            assert resume(packs, state).state_dict() == state
+        shards.append(flats(take(packs, count)))
+    return join(shards)
+
+
+def pieces_of(stream):
+    return sorted((tokens[start], end - start) for tokens, _, documents, _ in stream for start, end in documents)
 
 
 def spans(path, seq_len, truncate):
@@ -76,19 +84,15 @@ def spans(path, seq_len, truncate):
 @pytest.mark.parametrize("long_documents", ["split", "truncate"])
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_an_epoch_holds_every_labelled_piece_once(corpus, long_documents, shuffle):
-    packs = dataset(corpus, long_documents=long_documents, shuffle=shuffle)
-    found = [
-        (int(inputs["input"][start]), end - start) for inputs, _ in packs for start, end in inputs["documents"].tolist()
-    ]
-    assert sorted(found) == spans(corpus, SEQ_LEN, long_documents == "truncate")
+    stream = flats(dataset(corpus, long_documents=long_documents, shuffle=shuffle))
+    assert pieces_of(stream) == spans(corpus, SEQ_LEN, long_documents == "truncate")
 
 
 def test_boundaries_positions_and_labels_of_every_pack(corpus):
     for inputs, labels in dataset(corpus):
         tokens, positions, documents = inputs["input"], inputs["positions"], inputs["documents"]
-        assert (tokens.shape, tokens.dtype) == ((SEQ_LEN,), torch.int64)
-        assert (positions.shape, positions.dtype) == ((SEQ_LEN,), torch.int32)
-        assert (labels.shape, labels.dtype) == ((SEQ_LEN,), torch.int64)
+        for row, dtype in ((tokens, torch.int64), (positions, torch.int32), (labels, torch.int64)):
+            assert (row.shape, row.dtype) == ((SEQ_LEN,), dtype)
         assert isinstance(documents, np.ndarray)
         assert documents.dtype == np.int32
         assert documents[0, 0] == 0
@@ -102,8 +106,8 @@ def test_boundaries_positions_and_labels_of_every_pack(corpus):
             assert (labels[start:end] == tokens[start:end] + 1)[labelled].all()
         padding = slice(int(documents[-1, 1]), None)
         assert (labels[padding] == IGNORE_INDEX).all()
-        assert (tokens[padding] == 0).all()
-        assert (positions[padding] == 0).all()
+        assert not tokens[padding].any()
+        assert not positions[padding].any()
 
 
 def test_a_pack_by_hand(tmp_path):
@@ -151,8 +155,7 @@ def test_nothing_is_lost_without_being_counted(corpus, long_documents):
         counts = packs.counts
         assert counts.documents == 120 * epochs
         assert counts.pieces == sum(len(inputs["documents"]) for inputs, _ in produced)
-        assert counts.documents + counts.extra_pieces == counts.pieces + counts.unlabeled
-        assert counts.tokens_read == counts.tokens + counts.truncated_tokens + counts.tokens_left_out
+        assert_nothing_is_lost(counts)
         assert (counts.extra_pieces > 0) == (long_documents == "split")
         assert counts.unlabeled > 0
 
@@ -175,22 +178,17 @@ def test_counts_are_logged_at_the_end_of_each_epoch_and_whenever_packs_have_doub
     assert 2 * packs_logged[-1] > packs.counts.packs
 
 
-def test_order_depends_on_seed_and_epoch_only(corpus):
-    first = flats(dataset(corpus))
-    assert flats(dataset(corpus)) == first
+def test_order_depends_on_seed_and_epoch_only_and_iterating_again_starts_over(corpus):
+    packs = dataset(corpus)
+    first = flats(packs)
+    take(packs, 3)
+    assert flats(packs) == flats(dataset(corpus)) == first
     assert flats(dataset(corpus, seed=6)) != first
     two_epochs = flats(take(dataset(corpus, epochs=-1), 2 * len(first)))
     assert two_epochs[: len(first)] == first
     assert two_epochs[len(first) :] != first
     in_order = dataset(corpus, shuffle=False, seed=6)
     assert flats(in_order) == flats(dataset(corpus, shuffle=False))
-
-
-def test_iterating_again_starts_over(corpus):
-    packs = dataset(corpus)
-    first = flats(packs)
-    take(packs, 3)
-    assert flats(packs) == first
 
 
 def test_underfull_packs_are_carried_into_the_next_window(tmp_path):
@@ -219,9 +217,7 @@ def test_state_and_memory_of_the_lookahead_are_bounded(tmp_path):
 @pytest.mark.parametrize("dp", [1, 2, 3, 4])
 def test_shards_partition_one_global_stream(corpus, dp, epochs):
     stream = flats(take(dataset(corpus, epochs=epochs), 50))
-    shards = [flats(take(dataset(corpus, epochs=epochs, dp_rank=r, dp_world_size=dp), 50)) for r in range(dp)]
-    assert len({len(shard) for shard in shards}) == 1
-    rounds = [item for row in zip(*shards, strict=True) for item in row]
+    rounds = joined(corpus, dp, count=50, epochs=epochs)
     assert rounds[: len(stream)] == stream
     if epochs == 1:
         assert len(rounds) - len(stream) < dp
@@ -244,16 +240,11 @@ def test_resume_at_any_round_and_any_degree_continues_the_stream(corpus, before,
         assert all(state == states[0] for state in states)
         if steps % 5 in (0, 1) or steps > total // before - 2:
             state = json.loads(json.dumps(states[0]))  # plain values
-            rest = []
-            for rank in range(after):
-                resumed = dataset(corpus, epochs=epochs, dp_rank=rank, dp_world_size=after)
-                resumed.load_state_dict(state)
-                assert resumed.state_dict() == states[0]
-                rest.append(flats(take(resumed, max(0, -(-(total - steps * before) // after)))))
-            joined = [item for row in zip(*rest, strict=True) for item in row]
+            assert state == states[0]
             expected = stream[steps * before :]
-            assert joined[: len(expected)] == expected
-            assert all(item[2] == [] for item in joined[len(expected) :]) or epochs == -1
+            rest = joined(corpus, after, state, -(-len(expected) // after), epochs=epochs)
+            assert rest[: len(expected)] == expected
+            assert all(item[2] == [] for item in rest[len(expected) :]) or epochs == -1
         if steps * before < total:
             for iterator in iterators:
                 next(iterator)
@@ -262,34 +253,23 @@ def test_resume_at_any_round_and_any_degree_continues_the_stream(corpus, before,
 @settings(max_examples=60, deadline=None)
 @given(
     lengths=st.lists(st.tuples(st.integers(1, 40), st.integers(0, 40)), min_size=1, max_size=60),
-    seq_len=st.integers(1, 20),
-    window_packs=st.integers(2, 8),
+    options=st.fixed_dictionaries({"seq_len": st.integers(1, 20), "window_packs": st.integers(2, 8)}),
     before=st.integers(1, 4),
     after=st.integers(1, 4),
     data=st.data(),
 )
-def test_any_corpus_is_packed_once_and_resumes_anywhere(
-    tmp_path_factory, lengths, seq_len, window_packs, before, after, data
-):
+def test_any_corpus_is_packed_once_and_resumes_anywhere(tmp_path_factory, lengths, options, before, after, data):
     path = write(tmp_path_factory.mktemp("any") / "train.jsonl", [(i + 1, *row) for i, row in enumerate(lengths)])
-    expected = spans(path, seq_len, truncate=False)
+    expected = spans(path, options["seq_len"], truncate=False)
     if not expected:
         return
-    options = {"seq_len": seq_len, "window_packs": window_packs}
     stream = flats(dataset(path, **options))
-    found = [(tokens[a], b - a) for tokens, _, documents, _ in stream for a, b in documents]
-    assert sorted(found) == expected
+    assert pieces_of(stream) == expected
     steps = data.draw(st.integers(0, -(-len(stream) // before)))
     first = dataset(path, dp_world_size=before, **options)
     take(first, steps)
-    shards = []
-    for rank in range(after):
-        resumed = dataset(path, dp_rank=rank, dp_world_size=after, **options)
-        if steps:
-            resumed.load_state_dict(first.state_dict())
-        shards.append(flats(resumed))
-    rest = [item for row in zip(*shards, strict=True) for item in row if item[2]]
-    assert rest == stream[steps * before :]
+    rest = joined(path, after, first.state_dict() if steps else None, **options)
+    assert [item for item in rest if item[2]] == stream[steps * before :]
 
 
 def test_counts_after_a_resume_are_those_of_one_run(corpus):
@@ -298,8 +278,7 @@ def test_counts_after_a_resume_are_those_of_one_run(corpus):
     for stop in range(length):
         packs = dataset(corpus)
         take(packs, stop)
-        resumed = dataset(corpus)
-        resumed.load_state_dict(packs.state_dict())
+        resumed = resume(dataset(corpus), packs.state_dict())
         assert len(list(resumed)) == length - stop
         assert resumed.counts == whole.counts
 
@@ -321,10 +300,8 @@ def test_state_of_other_records_or_tokens_is_refused(corpus, tmp_path):
     with pytest.raises(ValueError, match=r"records = .*120 records.* this run has .*121 records.*; resume with"):
         dataset(other).load_state_dict(state)
     state["cursor"]["carried"][0][1] += 1
-    resumed = dataset(corpus)
-    resumed.load_state_dict(state)
     with pytest.raises(ValueError, match=r"train.jsonl:\d+ has no token .* resume with the same tokenizer"):
-        next(iter(resumed))
+        next(iter(resume(dataset(corpus), state)))
 
 
 @pytest.mark.parametrize("epochs", [-1, 1])
@@ -387,25 +364,22 @@ def test_loader_resumes_in_the_middle_of_an_epoch(corpus, num_workers):
     for steps in (0, 1, 5, 17):
         running = loader(corpus, num_workers, epochs=-1)
         assert flats(take(running, steps)) == reference[:steps]
-        state = running.state_dict()
-        resumed = loader(corpus, num_workers, epochs=-1)
-        resumed.load_state_dict(state)
+        resumed = resume(loader(corpus, num_workers, epochs=-1), running.state_dict())
         assert flats(take(resumed, 30 - steps)) == reference[steps:]
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_loader_repeats_a_finite_epoch(corpus, num_workers):
     """What a validation set needs."""
-    validation = loader(corpus, num_workers, dp_rank=1, dp_world_size=2)
+    options = {"num_workers": num_workers, "dp_rank": 1, "dp_world_size": 2}
+    validation = loader(corpus, **options)
     first = flats(validation)
     assert len(first) > 5
     take(validation, 2)
     assert flats(validation) == first
-    resumed = loader(corpus, num_workers, dp_rank=1, dp_world_size=2)
-    take(resumed, 3)
-    state = resumed.state_dict()
-    resumed = loader(corpus, num_workers, dp_rank=1, dp_world_size=2)
-    resumed.load_state_dict(state)
+    stopped = loader(corpus, **options)
+    take(stopped, 3)
+    resumed = resume(loader(corpus, **options), stopped.state_dict())
     assert flats(resumed) == first[3:]
     assert flats(resumed) == first
 
@@ -417,12 +391,8 @@ def test_more_than_one_worker_is_refused(corpus, monkeypatch):
 
 
 def test_packs_are_full_on_the_length_histogram(tmp_path):
-    """The benchmark's document lengths (cumulative % at each bin's upper edge), 64k packs: at least 98% full."""
-    edges = [1, 10, 50, 100, 200, 500, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072, 196608]
-    cumulative = [0.22, 3.13, 8.33, 18.56, 46.75, 71.38, 87.03, 94.37, 97.42, 98.71, 99.56, 99.70, 99.86, 100]
-    rng = np.random.default_rng(0)
-    bins = np.searchsorted(cumulative, rng.uniform(0, 100, 4000))
-    lengths = rng.integers(np.array(edges)[bins], np.array(edges)[bins + 1]) + 2
+    """The benchmark's document lengths, 64k packs: at least 98% full."""
+    lengths = draw_lengths(np.random.default_rng(0), 4000) + 1
     path = write(tmp_path / "train.jsonl", [(i, int(n), 0) for i, n in enumerate(lengths)])
     for long_documents in ("split", "truncate"):
         with mock.patch(f"{__name__}.tokenize", wraps=tokenize) as tokenized:

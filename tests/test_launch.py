@@ -64,6 +64,14 @@ def test_a_magi_section_without_a_hook_is_refused_by_name(section, name):
     check_hooks({**HOOKED, section: {}}, [f"--{section}.{name}=x"])
 
 
+def failed_launch(*arguments):
+    """What a launch that fails says, by lines."""
+    command = [sys.executable, ROOT / "scripts" / "launch.py", *arguments]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert result.returncode == 1
+    return result.stderr.strip().splitlines()
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -75,20 +83,13 @@ def test_a_file_that_cannot_run_ends_in_one_line(tmp_path, text, message):
     path = tmp_path / "config.toml"
     if text is not None:
         path.write_text(text)
-    command = [sys.executable, ROOT / "scripts" / "launch.py", path]
-    result = subprocess.run(command, capture_output=True, text=True)
-    assert result.returncode == 1
-    last = result.stderr.strip().splitlines()[-1]
-    assert message in last
-    assert "Traceback" not in result.stderr
+    lines = failed_launch(path)
+    assert message in lines[-1]
+    assert not any("Traceback" in line for line in lines)
 
 
 def test_the_first_failure_is_the_last_line():
-    arguments = [ROOT / "train_configs" / "debug.toml", "--magi.epochs", "0"]
-    command = [sys.executable, ROOT / "scripts" / "launch.py", *arguments]
-    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-    assert result.returncode == 1
-    last = result.stderr.strip().splitlines()[-1]
+    *_, last = failed_launch(ROOT / "train_configs" / "debug.toml", "--magi.epochs", "0")
     assert re.fullmatch(r"rank [01] failed: ValueError: magi.epochs is 0; use .*", last)
 
 
@@ -151,15 +152,11 @@ def test_set_up_uses_an_interpreter_with_the_right_versions(tmp_path):
 
 @pytest.mark.parametrize(
     ("exitcode", "recorded", "said"),
-    [
-        (-9, None, r"Signal 9 \(SIGKILL\) .*"),
-        (2, None, "exit code 2"),
-        (1, {"message": {"message": "why", "extraInfo": {}}}, "why"),
-    ],
+    [(-9, None, r"Signal 9 \(SIGKILL\) .*"), (2, None, "exit code 2"), (1, "why", "why")],
 )
 def test_how_a_process_ended(tmp_path, exitcode, recorded, said):
-    if recorded is not None:
-        recorded["message"]["extraInfo"] = {"timestamp": "1", "py_callstack": ""}
-        (tmp_path / "error.json").write_text(json.dumps(recorded))
+    if recorded:
+        message = {"message": recorded, "extraInfo": {"timestamp": "1", "py_callstack": ""}}
+        (tmp_path / "error.json").write_text(json.dumps({"message": message}))
     failure = ProcessFailure(0, 1, exitcode, str(tmp_path / "error.json"))
     assert re.fullmatch(said, reason(failure))

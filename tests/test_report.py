@@ -79,13 +79,13 @@ def test_our_row_holds_the_figures_of_the_plans(sizing):
             per_head = pairs * (kernel.pair + kernel.pair_dim * 128) + 32768 * (kernel.row + kernel.row_dim * 128)
             ideal.append((kernel.launch + 64 * per_head) / 8)
     seconds = np.array([[timeline.seconds for timeline in plan.predict()] for plan in plans])
+    transfers = [plan.transfers.T for plan in plans]
     expected = {
         "balance_area": max(plan.areas.max() / plan.areas.mean() for plan in plans),
         "received_mean": np.mean([plan.received_rows.mean() for plan in plans]) / 4096,
         "received_max": max(plan.received_rows.max() for plan in plans) / 4096,
         "received_max_mib": max(plan.received_rows.max() for plan in plans) * 4096 / 2**20,
-        "sent_max": max(np.bincount(p.transfers[:, 1], p.transfers[:, 3] - p.transfers[:, 2]).max() for p in plans)
-        / 4096,
+        "sent_max": max(np.bincount(source, end - start).max() for _, source, start, end in transfers) / 4096,
         "stages_forward": max(len(plan.forward) for plan in plans),
         "stages_backward": max(len(plan.backward) for plan in plans),
         "forward_ms": 1e3 * seconds[:, 0].mean(),
@@ -103,19 +103,15 @@ def test_our_row_holds_the_figures_of_the_plans(sizing):
 def test_exposed_time_is_what_infinitely_fast_links_would_save():
     lengths = sample_packs.draw_pack("histogram", 32768, 0)
     links = {name: replace(getattr(H200, name), latency=0.0, bandwidth=1e30) for name in ("inside", "across")}
-    fast, slow = (
-        {name: outcome for name, outcome in strategies.compare(case_of(lengths, 8, 4, cost=cost)).items()}
-        for cost in (replace(H200, **links), H200)
-    )
+    fast, slow = (strategies.compare(case_of(lengths, 8, 4, cost=cost)) for cost in (replace(H200, **links), H200))
     for name in ("all-gather", "all-gather zigzag", "ring", "Ulysses"):
-        assert np.array(slow[name].seconds) - slow[name].exposed == pytest.approx(
-            np.array(fast[name].seconds) - (0 if name != "Ulysses" else np.array(fast[name].exposed))
-        )
+        left = np.array(fast[name].exposed) if name == "Ulysses" else 0
+        hidden = np.array(slow[name].seconds) - slow[name].exposed
+        assert hidden == pytest.approx(np.array(fast[name].seconds) - left)
         assert min(slow[name].exposed) > 0
     # The others move all K/V or heads; they never beat the ideal.
-    case = case_of(lengths, 8, 4)
-    for outcome in slow.values():
-        assert sum(outcome.seconds) > sum(case.ideal_seconds)
+    ideal = sum(case_of(lengths, 8, 4).ideal_seconds)
+    assert all(sum(outcome.seconds) > ideal for outcome in slow.values())
 
 
 def test_times_of_ranks_add_up_to_the_timeline(sizing):
@@ -219,38 +215,25 @@ def test_messages_take_the_time_of_the_slower_link(slow):
     sizes = [ranks * 64 * heads * 128 * 2 for heads in (8 + 2, 8)]
     assert outcomes["Ulysses"].seconds == pytest.approx([sum(1e-5 + size / 1e9 for size in sizes)] * 2)
     # Min-heap: the rank that sends or receives most.
-    chunks = strategies.chunks_per_rank(512, 8)
+    assert 512 % (8 * strategies.chunks_per_rank(512, 8)) == 0
     rows = needed_rows(mask_of(case), owners_of(strategies.min_heap(case.slices, 512, 8)), 8)
-    assert 512 % (8 * chunks) == 0
     node = np.arange(8) // 4
     rows = rows * ((node[:, None] != node) == (slow == "across"))
     busiest = max(rows.sum(0).max(), rows.sum(1).max())
-    stages = outcomes["min-heap"].stages
-    assert stages == (1, 1)
+    assert outcomes["min-heap"].stages == (1, 1)
     assert outcomes["min-heap"].seconds == pytest.approx([n * (1e-5 + busiest * 4096 / 1e9) for n in (1, 2)])
-
-
-def test_min_heap_pads_to_whole_chunks():
-    outcome = strategies.compare(case_of([7, 100, 13], 5))["min-heap"]
-    assert outcome.balance_area < 2
 
 
 @pytest.mark.parametrize(("heads", "cp_size"), [(Heads(8, 4, 16), 4), (Heads(8, 2, 16), 8), (Heads(8, 8, 16), 2)])
 def test_ulysses_moves_each_head_of_each_token_to_who_computes_it(heads, cp_size):
-    case = case_of([40, 24], cp_size, max(1, cp_size // 2), heads)
-    outcome = strategies.compare(case)["Ulysses"]
-    q_owner = np.repeat(np.arange(cp_size), heads.num_heads_q // cp_size)
-    group = heads.num_heads_q // heads.num_heads_kv
-    tokens = 64 // cp_size
-    received = crossing = 0
-    for source in range(1, cp_size):  # at rank 0
-        queries = (q_owner == 0).sum()
-        keys = len({head // group for head in np.flatnonzero(q_owner == 0)})
-        moved = tokens * 16 * 2 * (queries + 2 * keys + queries)  # Q, K, V in; another rank's part of out
-        received += moved
-        crossing += moved * (source >= max(1, cp_size // 2))
-    assert outcome.received == pytest.approx(received)
-    assert outcome.across == pytest.approx(crossing)
+    node = max(1, cp_size // 2)
+    outcome = strategies.compare(case_of([40, 24], cp_size, node, heads))["Ulysses"]
+    queries = range(heads.num_heads_q // cp_size)  # at rank 0
+    keys = {head // (heads.num_heads_q // heads.num_heads_kv) for head in queries}
+    # from each other rank its tokens: Q, K, V in; the rank's cut of out back
+    moved = 64 // cp_size * 16 * 2 * (len(queries) + 2 * len(keys) + len(queries))
+    assert outcome.received == pytest.approx((cp_size - 1) * moved)
+    assert outcome.across == pytest.approx((cp_size - node) * moved)
 
 
 def test_ulysses_is_left_out_where_heads_do_not_divide():
@@ -266,6 +249,8 @@ def test_baselines_count_padding():
     outcomes = strategies.compare(case_of([64, 32], 4, total=256))
     assert outcomes["all-gather"].received == pytest.approx(3 * 64 * 4096)
     assert outcomes["all-gather"].balance_area == pytest.approx(4 * (64 * 65 / 2) / (64 * 65 / 2 + 32 * 33 / 2))
+    # The min-heap pads to whole chunks.
+    assert strategies.compare(case_of([7, 100, 13], 5))["min-heap"].balance_area < 2
 
 
 # --------------------------------------------------------------------------------------------------------------- packs
@@ -306,29 +291,44 @@ def test_lengths_are_packed_without_loss():
 # -------------------------------------------------------------------------------------------------------- command line
 
 
+@pytest.fixture
+def size(tmp_path, capsys):
+    """Runs the command; what it prints, and its figures."""
+
+    def size(*arguments):
+        report.main([*map(str, arguments), "--json", str(tmp_path / "report.json")])
+        return capsys.readouterr().out, json.loads((tmp_path / "report.json").read_text())
+
+    return size
+
+
+def words(length):
+    return " ".join(["a"] * length)
+
+
+def write_records(path, records):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
 def write_data_set(folder):
     """A tokenizer of one token per word, and texts of known lengths."""
-    vocabulary = {"<s>": 0, "a": 1, "[UNK]": 2}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    tokenizer = Tokenizer(models.WordLevel({"<s>": 0, "a": 1, "[UNK]": 2}, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": {"content": "<s>"}}))
     lengths = [200, 40, 30, 600, 90]
-    lines = [json.dumps({"text": " ".join(["a"] * length)}) for length in lengths]
-    (folder / "data.jsonl").write_text("\n".join(lines) + "\n")
+    write_records(folder / "data.jsonl", [{"text": words(length)} for length in lengths])
     return lengths
 
 
-def test_every_kind_of_input(tmp_path, capsys):
+def test_every_kind_of_input(tmp_path, size):
     lengths = write_data_set(tmp_path)
     (tmp_path / "lengths.txt").write_text(", ".join(map(str, lengths[:3])) + "\n" + " ".join(map(str, lengths[3:])))
     np.save(tmp_path / "lengths.npy", np.array(lengths, np.int32))
     sources = [*sample_packs.DISTRIBUTIONS, *(tmp_path / name for name in ("lengths.txt", "lengths.npy", "data.jsonl"))]
     for source in sources:
-        output = tmp_path / "report.json"
-        options = ["--tokenizer", str(tmp_path)] if source == tmp_path / "data.jsonl" else []
-        report.main([str(source), "--total", "1k", "--cp", "4", "--packs", "2", "--json", str(output), *options])
-        printed, figures = capsys.readouterr().out, json.loads(output.read_text())
+        options = ["--tokenizer", tmp_path] if source == tmp_path / "data.jsonl" else []
+        printed, figures = size(source, "--total", "1k", "--cp", "4", "--packs", "2", *options)
         assert [row["strategy"] for row in figures["summary"]] == ["ours", *NAMES]
         assert f"{figures['summary'][0]['forward_ms']:.2f}" in printed
         assert re.search(r"^4 GPUs: \d+% of ideal", printed, re.M)
@@ -346,27 +346,24 @@ def test_lengths_may_lie_beside_a_data_set(tmp_path):
     assert sorted(sample_packs.make_packs(str(path), 1024, 1)[0]) == [30, 40, 200]
 
 
-def test_data_sets_are_named_as_training_names_them(tmp_path, capsys):
+def test_data_sets_are_named_as_training_names_them(tmp_path, size):
     write_data_set(tmp_path)
     (tmp_path / "more.jsonl").write_text((tmp_path / "data.jsonl").read_text())
     source = f"{tmp_path}/data.jsonl, {tmp_path}/m*.jsonl=1"
-    report.main([source, "--total", "2k", "--cp", "4", "--packs", "1", "--tokenizer", str(tmp_path)])
-    assert "10 causal documents" in " ".join(capsys.readouterr().out.split())
+    printed, _ = size(source, "--total", "2k", "--cp", "4", "--packs", "1", "--tokenizer", tmp_path)
+    assert "10 causal documents" in " ".join(printed.split())
 
 
 def write_pairs(folder):
     """Preference pairs of known lengths, beside `write_data_set`'s tokenizer: prompt, chosen, rejected in words."""
     write_data_set(folder)
     lengths = [(100, 30, 61), (7, 90, 12), (200, 20, 33)]
-    records = [
-        {name: " ".join(["a"] * length) for name, length in zip(("prompt", "chosen", "rejected"), words, strict=True)}
-        for words in lengths
-    ]
-    (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, records)) + "\n")
+    names = ("prompt", "chosen", "rejected")
+    write_records(folder / "pairs.jsonl", [dict(zip(names, map(words, pair), strict=True)) for pair in lengths])
     return lengths
 
 
-def test_preference_pairs_are_packed_and_masked_as_in_training(tmp_path, capsys):
+def test_preference_pairs_are_packed_and_masked_as_in_training(tmp_path, size):
     lengths = write_pairs(tmp_path)
     (pack,) = sample_packs.make_packs(str(tmp_path / "pairs.jsonl"), 1024, 2, tokenizer=tmp_path, pairs=True)
     assert pack.shape == (3, 3)
@@ -376,43 +373,37 @@ def test_preference_pairs_are_packed_and_masked_as_in_training(tmp_path, capsys)
     assert case.slices.area == shared_prompt(pack).area
     assert case.documents.tolist() == pack.sum(1).tolist()
     prompts, answers = case.lengths[:, :1], case.lengths[:, 1:]
-    whole = (
-        prompts * (prompts + 1) // 2 + (answers * (answers + 1) // 2 + answers * prompts).sum(1, keepdims=True)
-    ).sum()
-    assert case.slices.area == whole
+    areas = [lengths * (lengths + 1) // 2 for lengths in (prompts, answers)] + [answers * prompts]
+    assert case.slices.area == sum(area.sum() for area in areas)
 
     alone = size_run("pairs", [np.array([[4000, 3000, 1192]])], 8192, 1, 8, LLAMA_HEADS).summary()[0]
     assert alone["efficiency"] == pytest.approx(1, abs=1e-3)  # rows that are in two slices count once
 
-    options = ["--total", "1k", "--cp", "4", "--tokenizer", str(tmp_path), "--dataset", "dpo"]
-    report.main([str(tmp_path / "pairs.jsonl"), *options, "--json", str(tmp_path / "report.json")])
-    printed, figures = capsys.readouterr().out, json.loads((tmp_path / "report.json").read_text())
+    options = ["--total", "1k", "--cp", "4", "--tokenizer", tmp_path, "--dataset", "dpo"]
+    printed, figures = size(tmp_path / "pairs.jsonl", *options)
     assert "3 preference pairs in one" in " ".join(printed.split())
     assert [row["strategy"] for row in figures["summary"]] == ["ours", "all-gather", "Ulysses", "min-heap"]
     assert (figures["packs"][0]["documents"], figures["packs"][0]["tokens"]) == (3, pack.sum())
     assert "\nring: cuts causal documents; chosen and rejected with one prompt are none\n" in printed
 
 
-def test_several_numbers_of_gpus(tmp_path, capsys):
-    arguments = ["lognormal", "--total", "16k", "--packs", "1", "--nodes", "2", "--json", str(tmp_path / "all.json")]
-    report.main([*arguments, "--cp", "4", "8"])
-    lines = [line.split() for line in capsys.readouterr().out.splitlines() if re.match(r" +[48] ", line)]
-    figures = json.loads((tmp_path / "all.json").read_text())
+def test_several_numbers_of_gpus(size):
+    printed, figures = size("lognormal", "--total", "16k", "--packs", "1", "--nodes", "2", "--cp", "4", "8")
+    lines = [line.split() for line in printed.splitlines() if re.match(r" +[48] ", line)]
     assert [(line[0], line[1]) for line in lines] == [("4", "4,096"), ("8", "2,048")]
     assert [f["gpus_per_node"] for f in figures] == [2, 4]
     assert [line[6] for line in lines] == [f"{f['summary'][0]['efficiency']:.0%}" for f in figures]
 
 
-def test_a_cost_model_of_another_machine(tmp_path, capsys):
+def test_a_cost_model_of_another_machine(tmp_path, size):
     slow = replace(H200, inside=replace(H200.inside, bandwidth=1e9))
     slow.save(tmp_path / "cost.json")
     assert CostModel.load(tmp_path / "cost.json") == slow
-    shares = []
-    for options in ([], ["--cost", str(tmp_path / "cost.json")]):
-        output = tmp_path / "report.json"
-        report.main(["histogram", "--total", "16k", "--cp", "4", "--packs", "1", "--json", str(output), *options])
-        shares.append(json.loads(output.read_text())["summary"][0]["exposed_share"])
-    assert shares[1] > 2 * shares[0]
+    exposed = []
+    for options in ([], ["--cost", tmp_path / "cost.json"]):
+        _, figures = size("histogram", "--total", "16k", "--cp", "4", "--packs", "1", *options)
+        exposed.append(figures["summary"][0]["exposed_share"])
+    assert exposed[1] > 2 * exposed[0]
 
 
 @pytest.mark.parametrize(
@@ -494,9 +485,8 @@ def test_predictions_are_compared_with_measurements_of_the_same_packs(tmp_path, 
         assert case.lengths.sum() == 4 * 4096
         outcomes = {"ours": size_pack(case).outcomes["ours"], "ulysses": strategies.compare(case)["Ulysses"]}
         times = {name: outcome.seconds for name, outcome in outcomes.items()} | {"ideal": case.ideal_seconds}
-        slower = {"ours": 1, "ulysses": 2, "ideal": 1}  # than predicted
         for name, (forward, backward) in times.items():
-            factor = 1e3 * slower[name]
+            factor = 1e3 * (2 if name == "ulysses" else 1)  # Ulysses takes twice as long as predicted
             rows.append(settings | {"strategy": name, "fwd_ms": factor * forward, "bwd_ms": factor * backward})
     found = check_prediction.comparisons(rows, H200)
     assert [line[0].split()[-1] for line in found] == ["ours", "Ulysses"] * 2
@@ -509,8 +499,12 @@ def test_predictions_are_compared_with_measurements_of_the_same_packs(tmp_path, 
 # ------------------------------------------------------------------------------------------------------------ pictures
 
 
-def test_the_page_is_self_contained_and_has_the_parts(sizing):
-    picture = pytest.importorskip("torchtitan_magi.report.picture")
+@pytest.fixture
+def picture():
+    return pytest.importorskip("torchtitan_magi.report.picture")
+
+
+def test_the_page_is_self_contained_and_has_the_parts(sizing, picture):
     page = picture.html_page(sizing)
     assert "http" not in page
     assert "<script" not in page
@@ -521,8 +515,7 @@ def test_the_page_is_self_contained_and_has_the_parts(sizing):
     assert report_text.headline(sizing) in html.unescape(page)
 
 
-def test_pictures_of_few_and_many_ranks(tmp_path):
-    picture = pytest.importorskip("torchtitan_magi.report.picture")
+def test_pictures_of_few_and_many_ranks(tmp_path, picture):
     for lengths, cp_size, node in (([64], 1, 8), ([100, 28], 2, 8), ([500], 20, 32), ([900, 124], 24, 7)):
         sizing = size_run("lengths.txt", [np.array(lengths)], sum(lengths), cp_size, node, LLAMA_HEADS)
         picture.write_png(sizing, tmp_path / "report.png")
@@ -533,25 +526,21 @@ def test_pictures_of_few_and_many_ranks(tmp_path):
             assert sum(title.startswith(word) for title in titles) == 1
 
 
-def test_the_mask_is_drawn_in_the_colours_of_its_owners():
-    picture = pytest.importorskip("torchtitan_magi.report.picture")
+def test_the_mask_is_drawn_in_the_colours_of_its_owners(picture):
     plan = make_plan(varlen_causal([0, 70, 75, 128]), 128, 4, gpus_per_node=2)
     mask, owner = dense_mask(plan.slices.table, 128, 128), owners_of([share.ranges for share in plan.ranks])
     colors = picture.rank_colors(4, 2)
     assert len(np.unique(colors, axis=0)) == 4
-    expected = np.where(mask[..., None], colors[owner][:, None], 1.0)
-    assert picture.mask_image(plan) == pytest.approx(expected)
-    rough = picture.mask_image(plan, 32)  # four tokens to a pixel; the third one's row is shown
-    assert rough == pytest.approx(
-        np.where(mask[2::4].reshape(32, 32, 4).any(2)[..., None], colors[owner[2::4]][:, None], 1.0)
-    )
+    assert picture.mask_image(plan) == pytest.approx(np.where(mask[..., None], colors[owner][:, None], 1.0))
+    rough = mask[2::4].reshape(32, 32, 4).any(2)  # four tokens to a pixel; the third one's row is shown
+    expected = np.where(rough[..., None], colors[owner[2::4]][:, None], 1.0)
+    assert picture.mask_image(plan, 32) == pytest.approx(expected)
     long = picture.mask_image(make_plan(varlen_causal([0, 1 << 22]), 1 << 22, 1), 64)  # products beyond 32 bits
     assert ((long != 1).any(2) == np.tri(64, dtype=bool)).all()
     assert (picture.transfer_matrix(plan) == needed_rows(mask, owner, 4)).all()
 
 
-def test_colours_tell_ranks_apart():
-    picture = pytest.importorskip("torchtitan_magi.report.picture")
+def test_colours_tell_ranks_apart(picture):
     for cp_size, gpus_per_node in ((8, 8), (10, 5), (64, 8), (72, 72), (80, 8)):
         assert len(np.unique(picture.rank_colors(cp_size, gpus_per_node), axis=0)) == cp_size
 

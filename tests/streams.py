@@ -1,0 +1,51 @@
+"""What the tests of packed streams share: taking and resuming, joined ranks, counts, memory."""
+
+import itertools
+import subprocess
+import sys
+from pathlib import Path
+
+
+def take(items, count=None):
+    return list(itertools.islice(items, count))
+
+
+def resume(packs, state):
+    """The data set or loader, set to a state."""
+    packs.load_state_dict(state)
+    return packs
+
+
+def join(shards):
+    """The stream of which rank r of n has every n-th item from item r on; shards are equally long."""
+    return [item for row in zip(*shards, strict=True) for item in row]
+
+
+def assert_nothing_is_lost(counts):
+    left_out = counts.unlabeled + counts.skipped + counts.equal + counts.long_prompts
+    assert counts.documents + counts.extra_pieces == counts.pieces + left_out
+    assert counts.tokens_read == counts.tokens + counts.truncated_tokens + counts.tokens_left_out
+
+
+MEASURED = """
+import resource, sys
+path, code, *sys.path[:0] = sys.argv[1:]
+peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+imports, code = code.split("\\n\\n")
+exec(imports)
+before = peak()
+exec(code)
+print(peak() - before)
+"""
+
+
+def in_a_process(code, path):
+    """Lines that a process prints, and by how many bytes its peak memory grows.
+
+    Args:
+        code: imports, an empty line, what is measured, which finds the file's path in `path`.
+    """
+    here = Path(__file__).parent
+    command = [sys.executable, "-c", MEASURED, path, code, here, here.parent]
+    *printed, grown = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    return printed, int(grown)
