@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from pool import RankPool
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchtitan_magi.losses.logprobs import summed_logprobs, token_logprobs
@@ -115,27 +114,18 @@ class LargestTensor(TorchDispatchMode):
         return result
 
 
-def test_no_more_logits_than_those_of_a_chunk_exist_at_a_time():
-    hidden, weight, targets = case(100)
+@pytest.mark.parametrize(
+    ("evaluate", "function", "options", "tokens"),
+    [(*BOTH[0], {"chunk": 25}, 25), (*BOTH[1], {"chunk": 25}, 25), (with_gradients, plain, {}, 100)],
+)
+def test_no_more_logits_than_those_of_a_chunk_exist_at_a_time(evaluate, function, options, tokens):
+    inputs = case(100)
     with LargestTensor() as largest:
-        with_gradients(token_logprobs, hidden, weight, targets, chunk=25)
-    assert largest.elements == 25 * VOCABULARY
-    with LargestTensor() as largest:
-        summed_with_gradients(summed_logprobs, hidden, weight, targets, chunk=25)
-    assert largest.elements == 25 * VOCABULARY
-    with LargestTensor() as largest:
-        with_gradients(plain, hidden, weight, targets)
-    assert largest.elements == 100 * VOCABULARY
+        evaluate(function, *inputs, **options)
+    assert largest.elements == tokens * VOCABULARY
 
 
 # ------------------------------------------------------------------------------------------- a vocabulary in shares
-
-
-@pytest.fixture(scope="module")
-def pool():
-    pool = RankPool(3)
-    yield pool
-    pool.close()
 
 
 def on_a_rank(num_tokens, chunk):
@@ -152,8 +142,8 @@ def on_a_rank(num_tokens, chunk):
 
 
 @pytest.mark.parametrize(("num_tokens", "chunk"), [(10, 4), (10, None), (1, 1), (0, 4)])
-def test_ranks_that_share_the_vocabulary_get_what_one_gets(pool, num_tokens, chunk):
-    results = zip(*pool.run(on_a_rank, num_tokens, chunk), strict=True)
+def test_ranks_that_share_the_vocabulary_get_what_one_gets(three_ranks, num_tokens, chunk):
+    results = zip(*three_ranks.run(on_a_rank, num_tokens, chunk), strict=True)
     for of_ranks, function in zip(results, (with_gradients, summed_with_gradients), strict=True):
         logprobs, grad_hidden, grad_weight = function(plain, *case(num_tokens))
         for ours, _, _ in of_ranks:
