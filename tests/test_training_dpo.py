@@ -183,10 +183,7 @@ def test_accuracy_grows_on_a_toy_preference_set():
 
 def copy_of_data():
     """Without reference files."""
-    folder = Path(new_folder())
-    for name in ("pairs.jsonl", "validation.jsonl"):
-        shutil.copy(data() / name, folder / name)
-    return folder
+    return shutil.copytree(data(), Path(new_folder()), ignore=shutil.ignore_patterns("*.npz"), dirs_exist_ok=True)
 
 
 def saved(run):

@@ -1,6 +1,7 @@
 """Training is the same under every layout: the rows of scripts/loss_compare.py, on packs of real documents."""
 
 import functools
+import os
 from dataclasses import replace
 
 import pytest
@@ -44,29 +45,13 @@ def report_graphs(report):
     watch(torchtitan.train.Trainer, "train_step", lambda *_: report("graphs", counters["stats"]["unique_graphs"]))
 
 
-class _Batches:
-    """A data loader of what a generator function yields."""
-
-    def __init__(self, batches):
-        self.batches = batches
-
-    def __iter__(self):
-        return self.batches()
-
-    def state_dict(self):
-        return {}
-
-    def load_state_dict(self, state_dict):
-        pass
-
-
 def feed(batches):
-    """Trains llama3 on batches(shape, dp_rank, dp_world_size) instead of a dataset."""
+    """Trains llama3 on the generator batches(shape, dp_rank, dp_world_size) instead of a dataset."""
     from torchtitan.protocols import train_spec
 
     def build_dataloader(dp_world_size, dp_rank, tokenizer, job_config):
         shape = job_config.training.local_batch_size, job_config.training.seq_len
-        return _Batches(functools.partial(batches, shape, dp_rank, dp_world_size))
+        return batches(shape, dp_rank, dp_world_size)
 
     spec = train_spec.get_train_spec("llama3")
     train_spec._extra_train_specs["llama3"] = replace(spec, build_dataloader_fn=build_dataloader)
@@ -99,8 +84,6 @@ def test_other_documents_do_not_recompile():
 
 
 def two_ranks_per_node(report):
-    import os
-
     from torchtitan_magi.training.runtime import MagiRuntime
 
     os.environ["LOCAL_WORLD_SIZE"] = "2"  # as torchrun says on each of two machines
@@ -134,8 +117,6 @@ def one_document_per_batch(report):
 
 
 def report_stages_of_one_document(report):
-    import os
-
     from torchtitan_magi.training.runtime import MagiRuntime
 
     os.environ["LOCAL_WORLD_SIZE"] = "1"  # as on two machines: stages are chosen across nodes
