@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import hypothesis
+import pytest
 import torch
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -12,3 +13,12 @@ torch.set_num_threads(1)
 sys.path.insert(0, str(Path(__file__).parent))
 hypothesis.settings.register_profile("default", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("default")
+
+
+@pytest.fixture(scope="session")
+def three_ranks():
+    from pool import RankPool
+
+    pool = RankPool(3)
+    yield pool
+    pool.close()

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from pool import RankPool
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchtitan_magi.losses.logprobs import summed_logprobs, token_logprobs
@@ -24,24 +23,26 @@ def plain(hidden, weight, targets):
     return picked.where(targets != -100, 0)
 
 
+def scale(targets):
+    """Another weight for each token."""
+    return torch.arange(1.0, len(targets) + 1)
+
+
+def plain_sum(hidden, weight, targets):
+    return (plain(hidden, weight, targets) * scale(targets)).sum()
+
+
+def scaled_sum(hidden, weight, targets, **options):
+    return summed_logprobs(hidden, weight, targets, scale(targets), **options)
+
+
 def with_gradients(function, hidden, weight, targets, **options):
-    """Log-probabilities and the gradients of a sum of them in which each has another weight."""
+    """Log-probabilities or their scaled sum, and the gradients of a sum of them in which each has another weight."""
     logprobs = function(hidden, weight, targets, **options)
-    weights = torch.arange(1, len(targets) + 1, dtype=logprobs.dtype)
-    return [logprobs.detach(), *torch.autograd.grad((logprobs * weights).sum(), (hidden, weight))]
+    return [logprobs.detach(), *torch.autograd.grad((logprobs * scale(targets)).sum(), (hidden, weight))]
 
 
-def summed_with_gradients(function, hidden, weight, targets, **options):
-    """The same sum and its gradients, from ``summed_logprobs``."""
-    weights = torch.arange(1, len(targets) + 1, dtype=torch.promote_types(hidden.dtype, torch.float32))
-    if function is summed_logprobs:
-        total = summed_logprobs(hidden, weight, targets, weights, **options)
-    else:
-        total = (function(hidden, weight, targets, **options) * weights).sum()
-    return [total.detach(), *torch.autograd.grad(3 * total, (hidden, weight))]
-
-
-BOTH = [(with_gradients, token_logprobs), (summed_with_gradients, summed_logprobs)]
+BOTH = [(token_logprobs, plain), (scaled_sum, plain_sum)]
 
 
 def test_the_sum_counts_tokens_alike_without_a_scale_and_needs_no_gradient():
@@ -54,13 +55,13 @@ def test_the_sum_counts_tokens_alike_without_a_scale_and_needs_no_gradient():
     torch.testing.assert_close(gradient, torch.autograd.grad(plain(hidden, weight, targets).sum(), hidden)[0])
 
 
-@pytest.mark.parametrize(("evaluate", "function"), BOTH)
+@pytest.mark.parametrize(("function", "reference"), BOTH)
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("chunk", [1, 4, 7, 100, None])
-def test_it_is_log_softmax_whatever_the_chunk(chunk, compiled, evaluate, function):
-    got = evaluate(function, *case(10), chunk=chunk, compiled=compiled)
-    for ours, reference in zip(got, evaluate(plain, *case(10)), strict=True):
-        torch.testing.assert_close(ours, reference, rtol=1e-12, atol=1e-12)
+def test_it_is_log_softmax_whatever_the_chunk(chunk, compiled, function, reference):
+    got = with_gradients(function, *case(10), chunk=chunk, compiled=compiled)
+    for ours, exact in zip(got, with_gradients(reference, *case(10)), strict=True):
+        torch.testing.assert_close(ours, exact, rtol=1e-12, atol=1e-12)
 
 
 def test_its_gradient_is_that_of_finite_differences():
@@ -76,15 +77,15 @@ def test_no_target_gives_zeros(num_tokens):
     assert with_gradients(token_logprobs, hidden, weight, targets)[1].shape == hidden.shape
 
 
-@pytest.mark.parametrize(("evaluate", "function"), BOTH)
+@pytest.mark.parametrize(("function", "reference"), BOTH)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_low_precision_gives_float32_and_gradients_in_the_inputs_dtype(dtype, evaluate, function):
-    got = evaluate(function, *case(10, dtype), chunk=3)
+def test_low_precision_gives_float32_and_gradients_in_the_inputs_dtype(dtype, function, reference):
+    got = with_gradients(function, *case(10, dtype), chunk=3)
     assert [tensor.dtype for tensor in got] == [torch.float32, dtype, dtype]
     hidden, weight, targets = case(10, dtype)
-    reference = evaluate(plain, hidden.double(), weight.double(), targets)
+    wanted = with_gradients(reference, hidden.double(), weight.double(), targets)
     tolerance = 1e-5 if dtype == torch.float32 else 3e-2
-    for ours, exact in zip(got, reference, strict=True):
+    for ours, exact in zip(got, wanted, strict=True):
         assert (ours.double() - exact).norm() <= tolerance * exact.norm()
 
 
@@ -115,27 +116,18 @@ class LargestTensor(TorchDispatchMode):
         return result
 
 
-def test_no_more_logits_than_those_of_a_chunk_exist_at_a_time():
-    hidden, weight, targets = case(100)
+@pytest.mark.parametrize(
+    ("function", "options", "tokens"),
+    [(token_logprobs, {"chunk": 25}, 25), (scaled_sum, {"chunk": 25}, 25), (plain, {}, 100)],
+)
+def test_no_more_logits_than_those_of_a_chunk_exist_at_a_time(function, options, tokens):
+    inputs = case(100)
     with LargestTensor() as largest:
-        with_gradients(token_logprobs, hidden, weight, targets, chunk=25)
-    assert largest.elements == 25 * VOCABULARY
-    with LargestTensor() as largest:
-        summed_with_gradients(summed_logprobs, hidden, weight, targets, chunk=25)
-    assert largest.elements == 25 * VOCABULARY
-    with LargestTensor() as largest:
-        with_gradients(plain, hidden, weight, targets)
-    assert largest.elements == 100 * VOCABULARY
+        with_gradients(function, *inputs, **options)
+    assert largest.elements == tokens * VOCABULARY
 
 
 # ------------------------------------------------------------------------------------------- a vocabulary in shares
-
-
-@pytest.fixture(scope="module")
-def pool():
-    pool = RankPool(3)
-    yield pool
-    pool.close()
 
 
 def on_a_rank(num_tokens, chunk):
@@ -145,17 +137,14 @@ def on_a_rank(num_tokens, chunk):
     rows = VOCABULARY // dist.get_world_size()
     share = weight.detach()[dist.get_rank() * rows :][:rows].clone().requires_grad_()
     options = {"group": dist.group.WORLD, "chunk": chunk}
-    return (
-        with_gradients(token_logprobs, hidden, share, targets, **options),
-        summed_with_gradients(summed_logprobs, hidden, share, targets, **options),
-    )
+    return [with_gradients(function, hidden, share, targets, **options) for function, _ in BOTH]
 
 
 @pytest.mark.parametrize(("num_tokens", "chunk"), [(10, 4), (10, None), (1, 1), (0, 4)])
-def test_ranks_that_share_the_vocabulary_get_what_one_gets(pool, num_tokens, chunk):
-    results = zip(*pool.run(on_a_rank, num_tokens, chunk), strict=True)
-    for of_ranks, function in zip(results, (with_gradients, summed_with_gradients), strict=True):
-        logprobs, grad_hidden, grad_weight = function(plain, *case(num_tokens))
+def test_ranks_that_share_the_vocabulary_get_what_one_gets(three_ranks, num_tokens, chunk):
+    results = zip(*three_ranks.run(on_a_rank, num_tokens, chunk), strict=True)
+    for of_ranks, (_, reference) in zip(results, BOTH, strict=True):
+        logprobs, grad_hidden, grad_weight = with_gradients(reference, *case(num_tokens))
         for ours, _, _ in of_ranks:
             torch.testing.assert_close(ours, logprobs, rtol=1e-12, atol=1e-12)
         added = sum(result[1] for result in of_ranks)

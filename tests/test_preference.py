@@ -5,7 +5,6 @@ import math
 import numpy as np
 import pytest
 import torch
-from pool import RankPool
 
 from torchtitan_magi.losses.boundaries import branches, document_weights
 from torchtitan_magi.losses.preference import PREFERENCE_METRICS, branch_sums, preference_losses, preference_metrics
@@ -99,10 +98,8 @@ def sums_of_a_share():
     return sums.detach(), logprobs.grad
 
 
-def test_ranks_that_share_the_tokens_have_the_sums_of_all_and_the_gradients_of_their_own():
-    pool = RankPool(3)
-    results = pool.run(sums_of_a_share)
-    pool.close()
+def test_ranks_that_share_the_tokens_have_the_sums_of_all_and_the_gradients_of_their_own(three_ranks):
+    results = three_ranks.run(sums_of_a_share)
     logprobs = torch.arange(12.0, requires_grad=True)
     whole = branch_sums(logprobs, torch.tensor(BRANCH), 2)
     whole.prod().backward()

@@ -28,15 +28,13 @@ def test_torchrun_prints_the_losses_of_the_forked_processes(entry):
     result = command(*torchrun, "-m", entry, *files, *arguments)
     assert result.returncode == 0, result.stderr[-4000:]
     printed = re.findall(r"step: +(\d+)  loss: +([0-9.]+) ", result.stdout + result.stderr)
-    assert printed == [
-        (f"{i}", f"{loss:.5f}") for i, loss in enumerate(train(2, arguments, layers=None, entry=entry).losses, 1)
-    ]
+    losses = train(2, arguments, layers=None, entry=entry).losses
+    assert printed == [(f"{step}", f"{loss:.5f}") for step, loss in enumerate(losses, 1)]
 
 
 def test_loss_compare_prints_a_table():
-    result = command(
-        "scripts/loss_compare.py", DEBUG_TOML, "--layouts", "cp2", "--steps", "1", *on_corpus(), *SMALL[:2]
-    )
+    options = ["--layouts", "cp2", "--steps", "1", *on_corpus(), *SMALL[:2]]
+    result = command("scripts/loss_compare.py", DEBUG_TOML, *options)
     assert result.returncode == 0, result.stderr[-4000:]
     *_, head, line, row = result.stdout.splitlines()
     assert head == "| layout | against | processes | max rel diff loss | max rel diff grad_norm | verdict |"

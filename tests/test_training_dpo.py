@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from corpus import WORDS
 from test_training_resume import report_saved
-from training import ROOT, TrainingError, corpus, new_folder, train
+from training import ROOT, TrainingError, corpus, new_folder, train, watch
 
 from loss_compare import COMMON, DEGREES, max_relative_difference  # isort: skip
 
@@ -77,24 +77,16 @@ def dpo(processes, options, *, load=True, setup=None, **kwargs):
 
 def report_pairs(report):
     """The log-probabilities of each pair in training."""
-    from torchtitan.components.checkpoint import CheckpointManager
-
     from torchtitan_magi.training import dpo
 
-    read, losses, seen = dpo.PairReader.read, dpo.preference_losses, []
+    seen = []
 
-    def read_and_remember(self, *args):
-        batch = read(self, *args)
-        seen.append(batch.pair_ids.tolist())
-        return batch
-
-    def losses_and_report(policy, reference, *args):
+    def report_losses(_, policy, reference, *args):
         if policy.requires_grad:
             report("pairs", seen[-1], policy.tolist(), reference.tolist())
-        return losses(policy, reference, *args)
 
-    dpo.PairReader.read, dpo.preference_losses = read_and_remember, losses_and_report
-    CheckpointManager.save = lambda *_, **__: None
+    watch(dpo.PairReader, "read", lambda batch, *_: seen.append(batch.pair_ids.tolist()))
+    watch(dpo, "preference_losses", report_losses)
 
 
 VARIANTS = {
@@ -114,7 +106,8 @@ VARIANTS = {
 @functools.cache
 def trained(name):
     degrees, batch, options = VARIANTS[name]
-    return dpo(math.prod(degrees.values()), [*arguments(degrees, **batch), *options.split()], setup=report_pairs)
+    options = [*arguments(degrees, **batch), *options.split(), "--checkpoint.load_only"]
+    return dpo(math.prod(degrees.values()), options, setup=report_pairs)
 
 
 def first_step(name):
@@ -176,7 +169,7 @@ def test_its_metrics_are_those_of_one_process(name):
 
 
 def test_accuracy_grows_on_a_toy_preference_set():
-    run = dpo(1, [*arguments({}, steps=12), "--optimizer.lr", "2e-3"], setup=report_pairs)
+    run = dpo(1, [*arguments({}, steps=12), "--optimizer.lr", "2e-3", "--checkpoint.load_only"])
     accuracy = [values["preference_metrics/accuracy"] for values in run.metrics]
     assert accuracy[0] == 0.5
     assert accuracy[-1] > 0.9
@@ -190,10 +183,7 @@ def test_accuracy_grows_on_a_toy_preference_set():
 
 def copy_of_data():
     """Without reference files."""
-    folder = Path(new_folder())
-    for name in ("pairs.jsonl", "validation.jsonl"):
-        shutil.copy(data() / name, folder / name)
-    return folder
+    return shutil.copytree(data(), Path(new_folder()), ignore=shutil.ignore_patterns("*.npz"), dirs_exist_ok=True)
 
 
 def saved(run):
@@ -208,53 +198,40 @@ def test_a_killed_run_continues(reference):
     whole = dpo(1, options)
     killed = new_folder()
     dpo(1, [*options, "--job.dump_folder", killed], setup=report_saved, until=saved)
-    shutil.copytree(killed, f"{killed}/again")
+    again = shutil.copytree(killed, f"{killed}/again")
     resumed = dpo(1, [*options, "--job.dump_folder", killed])
     assert resumed.losses == whole.losses[2:]
     assert resumed.grad_norms == whole.grad_norms[2:]
-    message = r"checkpoint\.initial_load_path is None.* resumes at step 2 .* set it to"
     if reference == "file":
         (folder / "pairs.jsonl.reference.npz").unlink()
-        message = "does not exist, and a run resumed at step 2 cannot make it; put it back"
-    with pytest.raises(TrainingError, match=message) as error:
-        dpo(1, [*options, "--job.dump_folder", f"{killed}/again"], load=False)
-    assert error.value.type == "ValueError"
+        refused = {(): "does not exist, and a run resumed at step 2 cannot make it; put it back"}
+    else:
+        refused = {
+            (): r"checkpoint\.initial_load_path is None.* resumes at step 2 .* set it to",
+            ("--magi.dpo.reference", "file"): r'reference is "file", but .*step-2 is of a run with "model"; set it',
+        }
+    for more, message in refused.items():
+        with pytest.raises(TrainingError, match=message) as error:
+            dpo(1, [*options, *more, "--job.dump_folder", again], load=bool(more))
+        assert error.value.type == "ValueError"
 
 
 def test_a_run_that_could_not_continue_says_so_when_it_starts():
-    options = [*arguments({}, folder=copy_of_data(), steps=1), "--validation.no-enable"]
-    loaded, random = (dpo(1, options, load=load).output for load in (True, False))
-    assert "cannot be resumed" not in loaded
-    assert "cannot be resumed" in random
-
-
-def test_a_run_with_a_reference_model_does_not_continue_with_a_file():
-    options = [*arguments({}, folder=copy_of_data(), steps=4), "--checkpoint.interval", "2", "--validation.no-enable"]
-    options += ["--job.dump_folder", new_folder()]
-    dpo(1, options, setup=report_saved, until=saved)
-    with pytest.raises(
-        TrainingError, match=r'reference is "file", but .*step-2 is of a run with "model"; set it'
-    ) as error:
-        dpo(1, [*options, "--magi.dpo.reference", "file"])
-    assert error.value.type == "ValueError"
+    random = dpo(1, [*arguments({}, folder=copy_of_data(), steps=1), "--validation.no-enable"], load=False)
+    assert "cannot be resumed" in random.output
+    assert "cannot be resumed" not in trained("cp1").output
 
 
 def count_forwards(report):
     from torchtitan_magi.training.logprob_model import LogprobModel
 
-    call = LogprobModel.__call__
-
-    def call_and_report(self, *args, **kwargs):
-        report("forward")
-        return call(self, *args, **kwargs)
-
-    LogprobModel.__call__ = call_and_report
-    report_pairs(report)
+    watch(LogprobModel, "__call__", lambda *_, **options: report("forward"))
 
 
 def test_the_reference_file_is_made_once_and_only_for_its_model_and_data():
     folder = copy_of_data()
-    options = [*arguments({}, folder=folder, steps=1), "--magi.dpo.reference", "file", "--validation.no-enable"]
+    options = [*arguments({}, folder=folder, steps=1), "--checkpoint.load_only", "--magi.dpo.reference", "file"]
+    options += ["--validation.no-enable"]
     first, second = (dpo(1, options, setup=count_forwards) for _ in range(2))
     assert (len(first.of("forward")), len(second.of("forward"))) == (1 + 1, 1)
     assert second.losses == first.losses

@@ -69,36 +69,37 @@ def test_a_wrong_option_in_the_file(option, messages, tmp_path):
     assert_one_line(error_of([], toml=changed(tmp_path, ("[magi]", f"[magi]\n{option}"))), messages)
 
 
-def test_an_unknown_option_is_named(tmp_path):
-    error = error_of([], toml=changed(tmp_path, ("[magi]", "[magi]\noverlap = 2")))
-    assert error.type == "ValueError"
-    assert "{'overlap'}" in str(error)
-
-
 def test_an_unknown_backend_on_the_command_line_is_a_usage_error():
     error = error_of(["--magi.backend", "fla"])
     assert (error.type, str(error)) == ("SystemExit", "2")
     assert "invalid choice 'fla' for argument '--magi.backend'. Expected one of" in "".join(error.__notes__)
 
 
-def test_a_missing_hook_is_named(tmp_path):
-    without_import = changed(tmp_path, (HOOKS[1], ""))
-    assert_one_line(error_of([], toml=without_import), ["experimental.custom_import is ''", '"torchtitan_magi.titan"'])
-    without_module = changed(tmp_path, (HOOKS[0], ""), ("[magi]", ""))
-    assert_one_line(error_of([], toml=without_module), ["job.custom_config_module is ''", '"torchtitan_magi.titan"'])
+@pytest.mark.parametrize(
+    ("missing", "messages"),
+    [
+        (HOOKS[1:], ["experimental.custom_import is ''", '"torchtitan_magi.titan"']),
+        ((HOOKS[0], "[magi]"), ["job.custom_config_module is ''", '"torchtitan_magi.titan"']),
+        (("dataset_path",), ["training.dataset_path is None", "give the JSONL file of dataset 'sft'"]),
+    ],
+)
+def test_a_missing_line_is_named(missing, messages, tmp_path):
+    assert_one_line(error_of([], toml=changed(tmp_path, *((line, "") for line in missing))), messages)
 
 
-@pytest.mark.parametrize("missing", [HOOKS[:1], HOOKS])
-def test_without_the_hook_of_the_configuration_torchtitan_names_magi(missing, tmp_path):
-    """It reads the file before anything of ours is loaded."""
-    error = error_of([], toml=changed(tmp_path, *((hook, "") for hook in missing)))
+@pytest.mark.parametrize(
+    ("replacements", "unknown"),
+    [
+        ([("[magi]", "[magi]\noverlap = 2")], "overlap"),
+        ([(HOOKS[0], "")], "magi"),
+        ([(hook, "") for hook in HOOKS], "magi"),
+    ],
+)
+def test_torchtitan_names_what_it_does_not_know(replacements, unknown, tmp_path):
+    """Without the hook of the configuration that is [magi]: it reads the file before anything of ours is loaded."""
+    error = error_of([], toml=changed(tmp_path, *replacements))
     assert error.type == "ValueError"
-    assert "{'magi'}" in str(error)
-
-
-def test_sft_without_a_path_in_the_file(tmp_path):
-    error = error_of([], toml=changed(tmp_path, ("dataset_path", "")))
-    assert_one_line(error, ["training.dataset_path is None", "give the JSONL file of dataset 'sft'"])
+    assert f"{{'{unknown}'}}" in str(error)
 
 
 @pytest.mark.parametrize(

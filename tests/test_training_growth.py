@@ -1,9 +1,10 @@
 """Plans and their handles go when their microbatch does: nothing grows, whatever the documents."""
 
+import functools
 import gc
 
 import pytest
-from training import call, train
+from training import call, train, watch
 
 STEPS, GC_FREQ = 1000, 50
 SETTLED = 250  # by then caches are full and allocators at their size
@@ -34,16 +35,15 @@ def train_tiny_model(checkpointing):
         q, k, v = projection(x).view(TOKENS, 3, HEADS, HEAD_DIM).unbind(1)
         return x + attention.attention_op(q, k, v, metadata.handle, 0.3)[0].flatten(1)
 
+    attend = functools.partial(checkpoint, block, use_reentrant=False) if checkpointing else block
+
     plans, objects, resident = [], [], []
     gc.disable()  # torchtitan collects every GC_FREQ steps; plans must not wait for it
     for step in range(STEPS):
         ends = np.append(np.sort(rng.choice(np.arange(1, TOKENS), rng.integers(1, 12), replace=False)), TOKENS)
         documents = np.stack([np.append(0, ends[:-1]), ends], 1).astype(np.int32)
         metadata = attention_metadata(runtime, tokens, None, {"documents": documents})
-        if checkpointing:
-            y = checkpoint(block, embedding, metadata, use_reentrant=False)
-        else:
-            y = block(embedding, metadata)
+        y = attend(embedding, metadata)
         y.square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -73,13 +73,7 @@ def report_live_plans(report):
 
     from torchtitan_magi.attention import num_live_plans
 
-    train_step = torchtitan.train.Trainer.train_step
-
-    def train_and_report(self, data_iterator):
-        train_step(self, data_iterator)
-        report("live", num_live_plans())
-
-    torchtitan.train.Trainer.train_step = train_and_report
+    watch(torchtitan.train.Trainer, "train_step", lambda *_: report("live", num_live_plans()))
 
 
 def test_no_plan_outlives_its_step_in_the_trainer():

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from corpus import WORDS, chat_tokenizer
-from test_training_parity import feed, trained_anew, without_saving
-from training import LAYERS, call, corpus, new_folder, train
+from test_training_parity import feed, trained_anew
+from training import LAYERS, call, corpus, new_folder, train, watch
 
 from loss_compare import LAYOUTS  # isort: skip
 
@@ -59,7 +59,7 @@ def run(name):
     """Three steps with validation after the first and the second."""
     arguments = ["--validation.enable", "--validation.dataset", "sft", "--validation.dataset_path", validation_file()]
     arguments += ["--validation.steps=-1", "--validation.freq", "2", "--validation.seq_len", f"{SEQ_LEN}"]
-    return trained_anew(name, *arguments, "--training.steps", "3", setup=without_saving)
+    return trained_anew(name, *arguments, "--training.steps", "3")
 
 
 @pytest.mark.parametrize("name", ["cp2", "dp2", "dp2_cp2", "cp2_accumulation"])
@@ -71,17 +71,13 @@ def test_validation_loss_with_a_last_round_that_leaves_a_rank_without_a_pack(nam
 
 
 @pytest.mark.parametrize("name", ["cp1", "cp2", "dp2", "dp2_cp2", "cp2_accumulation"])
-def test_tokens_and_tokens_per_second(name):
-    """tps is per process: all of them over the time of a step make the tokens of the step."""
+def test_tokens_and_flops_per_second(name):
+    """Per process: the tokens of all over the time of a step are those of the step. The attention of the documents
+    counts, of the packs of rank 0's data-parallel rank."""
     for step, metrics in enumerate(run(name).metrics, 1):
         assert metrics["n_tokens_seen"] == step * TOKENS
         seconds = metrics["time_metrics/end_to_end(s)"]
         assert metrics["throughput(tps)"] * seconds * LAYOUTS[name].processes == close(TOKENS)
-
-
-@pytest.mark.parametrize("name", ["cp1", "cp2", "dp2", "dp2_cp2", "cp2_accumulation"])
-def test_flops_per_token_count_the_attention_of_the_documents(name):
-    """Rank 0 counts the packs of its data-parallel rank."""
     areas = areas_in_training()
     if name.startswith("dp2"):
         areas, tokens = areas[::2], SEQ_LEN
@@ -111,14 +107,7 @@ def report_labels(report):
     """How many labels this rank has in each microbatch after context parallelism has cut it."""
     from torchtitan.distributed import context_parallel
 
-    cp_shard = context_parallel.cp_shard
-
-    def counting(*args, **kwargs):
-        (tokens, labels, positions), masks = cp_shard(*args, **kwargs)
-        report("labels", int((labels != -100).sum()))
-        return (tokens, labels, positions), masks
-
-    context_parallel.cp_shard = counting
+    watch(context_parallel, "cp_shard", lambda sharded, *_: report("labels", int((sharded[0][1] != -100).sum())))
 
 
 def all_finite(run):
@@ -148,7 +137,7 @@ def every_other_pack_without_label(shape, dp_rank, dp_world_size):
 
 def feed_every_other_pack_without_label(report):
     report_labels(report)
-    feed(every_other_pack_without_label, report)
+    feed(every_other_pack_without_label)
 
 
 @pytest.mark.parametrize("name", ["dp2_cp2", "cp2_accumulation"])

@@ -5,21 +5,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_training_parity import trained, trained_anew, without_saving
-from training import call, corpus
+from test_training_parity import difference, trained, trained_anew
+from training import DEBUG_TOML, call, corpus, on_corpus, watch
 
 from loss_compare import TOLERANCE, max_relative_difference  # isort: skip
 
 
-def ours(name, *options, setup=without_saving, entry="torchtitan_magi.train"):
-    return trained_anew(name, *options, entry=entry, setup=setup)
+def ours(name, *options, entry="torchtitan_magi.train", **kwargs):
+    return trained_anew(name, *options, entry=entry, **kwargs)
 
 
 def in_chunks(report):
     from torchtitan_magi.losses import logprobs
 
     logprobs.CHUNK_LOGITS = 100 * 2048  # 100 tokens of the debug model's vocabulary
-    without_saving(report)
 
 
 @pytest.mark.parametrize("name", ["cp1", "cp2_tp2", "dp2_cp2", "cp2_accumulation", "qwen3_tp2"])
@@ -36,19 +35,8 @@ def test_without_all_logits_it_is_the_training_of_torchtitan(name):
 def report_tokens_of_the_output_layer(report):
     from torchtitan_magi.training import logprob_model, objectives
 
-    summed_logprobs, weigh = logprob_model.summed_logprobs, objectives.SFT.weigh
-
-    def count_and_call(hidden, *args, **options):
-        report("rows", len(hidden))
-        return summed_logprobs(hidden, *args, **options)
-
-    def weigh_and_report(self, inputs, labels):
-        count = weigh(self, inputs, labels)
-        report("labels", count, labels.numel())
-        return count
-
-    logprob_model.summed_logprobs, objectives.SFT.weigh = count_and_call, weigh_and_report
-    without_saving(report)
+    watch(logprob_model, "summed_logprobs", lambda _, hidden, *args, **options: report("rows", len(hidden)))
+    watch(objectives.SFT, "weigh", lambda count, _, inputs, labels: report("labels", count, labels.numel()))
 
 
 def test_the_output_layer_runs_for_tokens_with_a_label_only():
@@ -75,46 +63,41 @@ def report_token_losses(report):
     """The documents of each microbatch, and the loss of each token."""
     from torchtitan_magi.training import objectives
 
-    weigh, summed = objectives.SFT.weigh, objectives.LogprobModel.summed
-
-    def weigh_and_report(self, inputs, labels):
-        report("documents", inputs["documents"].tolist())
-        return weigh(self, inputs, labels)
-
-    def sum_and_report(self, targets, tokens, labelled, scale, **inputs):
+    def report_losses(_, model, targets, tokens, labelled, scale, **inputs):
         with torch.no_grad():
-            logprobs = self(targets, tokens, labelled, **inputs)
+            logprobs = model(targets, tokens, labelled, **inputs)
         report("losses", targets.flatten().tolist(), (-logprobs).flatten().tolist())
-        return summed(self, targets, tokens, labelled, scale, **inputs)
 
-    objectives.SFT.weigh, objectives.LogprobModel.summed = weigh_and_report, sum_and_report
-    without_saving(report)
+    watch(objectives.SFT, "weigh", lambda _, sft, inputs, labels: report("documents", inputs["documents"].tolist()))
+    watch(objectives.LogprobModel, "summed", report_losses)
 
 
-def test_the_loss_per_document_by_hand():
-    run = ours("cp1", "--magi.loss_per", "document", "--training.steps", "1", setup=report_token_losses)
-    ((documents,),), ((targets, losses),) = run.of("documents"), run.of("losses")
+@pytest.fixture(scope="module")
+def per_document():
+    return ours("cp1", "--magi.loss_per", "document", setup=report_token_losses)
+
+
+def test_the_loss_per_document_by_hand(per_document):
+    ((documents,), *_), ((targets, losses), *_) = per_document.of("documents"), per_document.of("losses")
     means = []
     for start, end in documents:
         labelled = [losses[i] for i in range(start, end) if targets[i] != -100]
         means += [sum(labelled) / len(labelled)] if labelled else []
     assert len(means) > 5
-    assert run.losses == pytest.approx([sum(means) / len(means)], rel=1e-6)
-    assert abs(run.losses[0] - trained("cp1").losses[0]) > 1e-4
+    assert per_document.losses[0] == pytest.approx(sum(means) / len(means), rel=1e-6)
+    assert abs(per_document.losses[0] - trained("cp1").losses[0]) > 1e-4
 
 
-def test_the_loss_per_document_is_the_same_under_every_layout():
-    one = ours("cp1", "--magi.loss_per", "document")
+def test_the_loss_per_document_is_the_same_under_every_layout(per_document):
     for name in ("dp2_cp2", "cp2_accumulation"):
-        run = ours(name, "--magi.loss_per", "document")
-        assert max_relative_difference(run.losses, one.losses) <= TOLERANCE
-        assert max_relative_difference(run.grad_norms, one.grad_norms) <= TOLERANCE
-    assert max_relative_difference(one.grad_norms, trained("cp1").grad_norms) > 1e-3
+        assert difference(ours(name, "--magi.loss_per", "document"), per_document) <= TOLERANCE
+    assert max_relative_difference(per_document.grad_norms, trained("cp1").grad_norms) > 1e-3
 
 
 # --------------------------------------------------------------------------------------------- what a user gets wrong
 
 DPO = ["--training.dataset", "dpo"]
+VALIDATION = "--validation.enable --validation.dataset sft --validation.dataset_path x"
 FOR_DPO = {
     "--magi.dpo.beta 0": ["magi.dpo.beta is 0.0", "use a positive number"],
     "--magi.dpo.beta=-1": ["magi.dpo.beta is -1.0"],
@@ -125,13 +108,9 @@ FOR_DPO = {
     "--magi.dpo.label_smoothing 0.1 --magi.dpo.loss hinge": ["with magi.dpo.loss 'hinge'", "set it to 0"],
     "--magi.long_documents split": ["magi.long_documents is 'split'", 'use "truncate"'],
     "--magi.positions pack": ['magi.positions is "pack"', 'use "auto"'],
-    "--validation.enable --validation.dataset sft --validation.dataset_path x": [
-        "validation.dataset is 'sft'",
-        "'dpo'",
-    ],
+    VALIDATION: ["validation.dataset is 'sft'", "'dpo'"],
     "--magi.loss_per document": ['magi.loss_per is "document"', "training.dataset 'dpo'", 'use that, or "token"'],
 }
-VALIDATION = "--validation.enable --validation.dataset sft --validation.dataset_path x"
 FOR_SFT = {
     "--magi.loss_per document --training.dataset c4": ["training.dataset 'c4'", "dataset 'sft'"],
     "--validation.enable --validation.dataset dpo --validation.dataset_path x": ["validation.dataset is 'dpo'"],
@@ -145,10 +124,9 @@ FOR_SFT = {
 }
 
 
-def errors_of(cases, has_objectives, options=""):
+def errors_of(cases, has_objectives):
     """What the check of the configuration says to each case of arguments."""
     from torchtitan.config import ConfigManager
-    from training import DEBUG_TOML
 
     from torchtitan_magi.titan.v02.job_config import check_job_config
 
@@ -179,9 +157,9 @@ def errors_of_continuing(folder):
     for step in (1, 2):
         state = {"model": torch.zeros(2)} | ({"dataloader": {"state": torch.zeros(1)}} if step == 1 else {})
         dcp.save(state, checkpoint_id=f"{folder}/checkpoint/step-{step}", no_dist=True)
-    (Path(folder) / "checkpoint" / "step-3").mkdir()
-    (Path(folder) / "checkpoint" / "step-4").mkdir()
-    (Path(folder) / "checkpoint" / "step-3" / "model.safetensors.index.json").write_text("{}")
+    for step in (3, 4):
+        Path(folder, "checkpoint", f"step-{step}").mkdir()
+    Path(folder, "checkpoint", "step-3", "model.safetensors.index.json").write_text("{}")
     continued = ["--job.dump_folder", folder, "--checkpoint.enable"]
     cases = [[], ["--checkpoint.load_step", "1"], ["--checkpoint.load_step", "2"], ["--checkpoint.load_step", "7"]]
     cases += [["--checkpoint.exclude_from_loading", "dataloader"], ["--checkpoint.load_only"]]
@@ -234,7 +212,6 @@ def what_a_second_trainer_finds():
 
     from torchtitan.config import ConfigManager
     from torchtitan.protocols.train_spec import get_train_spec
-    from training import DEBUG_TOML, on_corpus
 
     spec = get_train_spec("llama3").build_tokenizer_fn.__self__
     config = ConfigManager().parse_args(["--job.config_file", str(DEBUG_TOML), *on_corpus()])

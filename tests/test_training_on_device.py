@@ -1,7 +1,7 @@
 """What happens on a GPU only, and can be had on a CPU: FSDP2 moves the inputs, autocast runs norms in float32."""
 
 import pytest
-from training import call, train
+from training import call, train, watch
 
 
 def move_inputs_as_on_a_gpu(report):
@@ -12,7 +12,7 @@ def move_inputs_as_on_a_gpu(report):
 
     from torchtitan_magi.titan.v02.wrapper import VarlenAttentionWrapper
 
-    pre_forward, attend = FSDPState._root_pre_forward, VarlenAttentionWrapper.forward
+    pre_forward = FSDPState._root_pre_forward
 
     def move(self, module, args, kwargs):
         is_root = self._state_ctx.iter_forward_root is None
@@ -22,11 +22,11 @@ def move_inputs_as_on_a_gpu(report):
             report("moved", len(args))
         return args, kwargs
 
-    def attend_and_report(self, xq, xk, xv, attention_masks, **kwargs):
+    def report_plan(_, attention, xq, xk, xv, attention_masks, **kwargs):
         report("owns its plan", hasattr(attention_masks.handle, "bound_plan"))
-        return attend(self, xq, xk, xv, attention_masks, **kwargs)
 
-    FSDPState._root_pre_forward, VarlenAttentionWrapper.forward = move, attend_and_report
+    FSDPState._root_pre_forward = move
+    watch(VarlenAttentionWrapper, "forward", report_plan)
 
 
 @pytest.mark.parametrize("entry", ["torchtitan.train", "torchtitan_magi.train"])

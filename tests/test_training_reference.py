@@ -1,37 +1,21 @@
 """Training without context parallelism is plain training: stock torchtitan, and a loop over the documents."""
 
+import os
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from corpus import chat_tokenizer
-from test_training_parity import difference, feed, seed_checkpoint, trained_anew, without_saving
-from training import LAYERS, call, corpus, train
+from test_training_parity import difference, feed, initial_weights, seed_checkpoint, trained_anew
+from training import LAYERS, call, corpus, on_corpus, train
 
 from loss_compare import TOLERANCE  # isort: skip
 
 SEQ_LEN = 256
-STOCK_TOML = """
-[model]
-name = "llama3"
-flavor = "debugmodel"
-[training]
-local_batch_size = 2
-[optimizer]
-lr = 3e-3
-[lr_scheduler]
-warmup_steps = 2
-[metrics]
-log_freq = 1
-[debug]
-seed = 0
-[comm]
-trace_buf_size = 0
-"""
-
-
-def initial_weights():
-    return ["--checkpoint.enable", "--checkpoint.initial_load_path", seed_checkpoint()]
+STOCK = (
+    "--model.name llama3 --model.flavor debugmodel --training.local_batch_size 2 --optimizer.lr 3e-3 "
+    "--lr_scheduler.warmup_steps 2 --metrics.log_freq 1 --debug.seed 0 --comm.trace_buf_size 0"
+)
 
 
 # ------------------------------------------------------------------------------------------- one document: stock SDPA
@@ -50,7 +34,7 @@ def one_document_per_pack(shape, dp_rank, dp_world_size):
 
 
 def feed_one_document_per_pack(report):
-    feed(one_document_per_pack, report)
+    feed(one_document_per_pack)
 
 
 def feed_stock_torchtitan(report):
@@ -60,11 +44,9 @@ def feed_stock_torchtitan(report):
     feed_one_document_per_pack(report)
 
 
-def test_a_pack_of_one_document_trains_as_in_stock_torchtitan(tmp_path):
-    toml = tmp_path / "stock.toml"
-    toml.write_text(STOCK_TOML)
-    assets = ["--model.hf_assets_path", f"{corpus()}/tokenizer"]
-    stock = train(1, [*assets, *initial_weights()], toml=toml, setup=feed_stock_torchtitan)
+def test_a_pack_of_one_document_trains_as_in_stock_torchtitan():
+    arguments = [*STOCK.split(), *on_corpus(), *initial_weights()]
+    stock = train(1, arguments, toml=os.devnull, setup=feed_stock_torchtitan)
     assert "flex attention" not in stock.output
     for cp in (1, 2):
         arguments = ["--training.dataset", "c4_test", "--parallelism.context_parallel_degree", f"{cp}"]
@@ -90,7 +72,6 @@ def report_gradients(report):
         return clip(parameters, *args, **kwargs)
 
     utils.clip_grad_norm_ = report_and_clip
-    without_saving(report)
 
 
 def loop_over_documents(checkpoint, data):

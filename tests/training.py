@@ -136,7 +136,6 @@ def train(
     entry: str = "torchtitan.train",
     setup: Callable[[Callable[..., None]], None] | None = None,
     until: Callable[[Run], bool] | None = None,
-    timeout: float = TIMEOUT,
 ) -> Run:
     """Trains with the TOML file, ``defaults`` and ``arguments``; CP is 1 unless they say otherwise.
 
@@ -148,26 +147,25 @@ def train(
 
     Raises:
         TrainingError: a process raised. The others are killed.
-        TimeoutError: the run took longer than ``timeout`` seconds. All are killed.
+        TimeoutError: the run took longer than TIMEOUT seconds. All are killed.
     """
     if toml == DEBUG_TOML:
         defaults = (*on_corpus(), "--parallelism.context_parallel_degree", "1", *defaults)
     arguments = ["--job.config_file", str(toml), "--job.dump_folder", new_folder(), *defaults, *arguments]
-    return _run(processes, _train_in_child, (arguments, layers, entry, setup), until, timeout)
+    return _run(processes, _train_in_child, (arguments, layers, entry, setup), until)
 
 
-def call(function: Callable, *arguments: object, timeout: float = TIMEOUT) -> object:
+def call(function: Callable, *arguments: object) -> object:
     """function(*arguments) in a fresh process that has torchtitan and the plugin imported."""
-    run = _run(1, _call_in_child, (function, arguments), None, timeout)
-    return run.of("result")[0][0]
+    return _run(1, _call_in_child, (function, arguments)).of("result")[0][0]
 
 
-def _run(processes: int, target: Callable, arguments: tuple, until: Callable | None, timeout: float) -> Run:
+def _run(processes: int, target: Callable, arguments: tuple, until: Callable | None = None) -> Run:
     from torch.distributed import TCPStore
 
     store = TCPStore("127.0.0.1", 0, processes, is_master=True, wait_for_workers=False)  # any free port
     folder, started, ranks, run = new_folder(), [], {}, Run([[] for _ in range(processes)])
-    deadline = time.monotonic() + timeout
+    deadline = time.monotonic() + TIMEOUT
     try:
         for rank in range(processes):
             receive, send = multiprocessing.Pipe(duplex=False)
@@ -182,7 +180,7 @@ def _run(processes: int, target: Callable, arguments: tuple, until: Callable | N
         while ranks:
             ready = connection.wait(list(ranks), timeout=deadline - time.monotonic())
             if not ready:
-                raise TimeoutError(f"no end after {timeout} s; rank 0 printed\n{_tail(f'{folder}/rank0.log')}")
+                raise TimeoutError(f"no end after {TIMEOUT} s; rank 0 printed\n{_tail(f'{folder}/rank0.log')}")
             for pipe in ready:
                 rank = ranks[pipe]
                 try:
@@ -213,6 +211,18 @@ def _tail(path: str) -> str:
 
 
 # --------------------------------------------------------------------------------------------------- the child's side
+
+
+def watch(owner: object, name: str, see: Callable) -> None:
+    """Calls see(result, *args, **kwargs) after each owner.name(*args, **kwargs); for ``setup`` functions."""
+    stock = getattr(owner, name)
+
+    def call_and_see(*args: object, **kwargs: object) -> object:
+        result = stock(*args, **kwargs)
+        see(result, *args, **kwargs)
+        return result
+
+    setattr(owner, name, call_and_see)
 
 
 def _child(
