@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from masks import dense_mask, slice_lists
 
 import torchtitan_magi
 from torchtitan_magi.backends.ffa.backward_lists import HEADS_IN_STEP, heads_in_step
@@ -20,33 +21,21 @@ from torchtitan_magi.planning.cost_model import H200, CostModel, Link
 from torchtitan_magi.tiles import KEYS, NUM_SMS, largest_divisor, tile_cost
 
 
-def dense_mask(table: np.ndarray, num_q: int, num_k: int) -> np.ndarray:
-    mask = np.zeros((num_q, num_k), bool)
-    q, k = np.arange(num_q)[:, None], np.arange(num_k)[None]
-    for q_start, q_end, k_start, k_end, mask_type in table:
-        lo = k_start + (mask_type >> 1) * (q - q_start)
-        hi = k_end - (mask_type & 1) * (q_end - 1 - q)
-        mask |= (q >= q_start) & (q < q_end) & (k >= np.maximum(lo, k_start)) & (k < np.minimum(hi, k_end))
-    return mask
-
-
 def read(lists: WorkLists, offset: int, count: int, width: int) -> np.ndarray:
     return lists.words[offset : offset + count * width].reshape(count, width)
 
 
-def forward_items(lists: WorkLists, first: int | None = None) -> np.ndarray:
-    return read(lists, lists.sizes.forward.items, lists.sizes.forward.num_items, 12)[:first]
+def forward_items(lists: WorkLists) -> np.ndarray:
+    return read(lists, lists.sizes.forward.items, lists.sizes.forward.num_items, 12)
 
 
-def backward_items(lists: WorkLists, first: int | None = None) -> np.ndarray:
-    return read(lists, lists.sizes.backward.items, lists.sizes.backward.num_items, 12)[:first]
+def backward_items(lists: WorkLists) -> np.ndarray:
+    return read(lists, lists.sizes.backward.items, lists.sizes.backward.num_items, 12)
 
 
 def segments_of(lists: WorkLists, item: np.ndarray, segments: int) -> list[np.ndarray]:
-    further = [
-        lists.words[segments + 8 * (item[Field.FIRST_SEGMENT] + i) :][:8] for i in range(item[Field.NUM_SEGMENTS] - 1)
-    ]
-    return [item[Field.LAYER :], *further] if item[Field.NUM_SEGMENTS] else []
+    count, first = item[Field.NUM_SEGMENTS], item[Field.FIRST_SEGMENT]
+    return [item[Field.LAYER :], *read(lists, segments + 8 * first, count - 1, 8)] if count else []
 
 
 def bands_of(lists: WorkLists) -> np.ndarray:
@@ -105,9 +94,8 @@ def walk_backward(lists: WorkLists) -> np.ndarray:
         for layer, component, _, _, first, end, full_first, full_end in segments:
             for block in range(first, end)[::-1]:
                 rows = np.arange(block * tokens, min((block + 1) * tokens, s.num_q))
-                visible = (keys >= bands[layer, rows, :1]) & (
-                    keys < np.minimum(bands[layer, rows, 1:], item[Field.END_KEY])
-                )
+                ends = np.minimum(bands[layer, rows, 1:], item[Field.END_KEY])
+                visible = (keys >= bands[layer, rows, :1]) & (keys < ends)
                 if full_first <= block < full_end:
                     assert visible.all()
                 seen[np.ix_(rows, keys)] += visible
@@ -127,20 +115,17 @@ def walk_backward(lists: WorkLists) -> np.ndarray:
 @st.composite
 def masks(draw: st.DrawFn) -> tuple[AttnSlices, int, int]:
     num_q, num_k = draw(st.integers(1, 700)), draw(st.integers(1, 900))
-    rows = []
-    for _ in range(draw(st.integers(0, 6))):
-        q0, q1 = sorted((draw(st.integers(0, num_q)), draw(st.integers(0, num_q))))
-        k0, k1 = sorted((draw(st.integers(0, num_k)), draw(st.integers(0, num_k))))
-        rows.append([q0, q1, k0, k1, draw(st.integers(0, 3))])
-    return AttnSlices(rows), num_q, num_k
+    return draw(slice_lists(num_q, num_k, max_slices=6)), num_q, num_k
 
 
-def check(slices: AttnSlices, num_q: int, num_k: int, heads: tuple[int, int], **overrides: int | None) -> None:
-    want = dense_mask(slices.table, num_q, num_k).astype(int)
-    for deterministic in (False, True):
-        lists = build_worklists(slices, num_q, num_k, *heads, deterministic=deterministic, **overrides)
+def check(slices: AttnSlices, num_q: int, num_k: int, heads: tuple[int, int], **overrides: int | None):
+    """The lists of both backwards, which are walked, and the mask."""
+    want = dense_mask(slices.table, num_q, num_k)
+    both = [build_worklists(slices, num_q, num_k, *heads, deterministic=on, **overrides) for on in (False, True)]
+    for lists in both:
         np.testing.assert_array_equal(walk_forward(lists), want)
         np.testing.assert_array_equal(walk_backward(lists), want)
+    return both, want
 
 
 @settings(max_examples=60, deadline=None)
@@ -228,43 +213,36 @@ def test_late_keys_share_no_block_and_no_tile_with_others(
         [own[0].canonical().table, others[0].canonical().table + np.array([0, 0, late_from, late_from, 0])]
     )
     slices = AttnSlices._trusted(table[np.lexsort((table[:, 2], table[:, 0]))])  # as a plan has them
-    want = dense_mask(slices.table, num_q, num_k).astype(int)
-    for deterministic in (False, True):
-        lists = build_worklists(slices, num_q, num_k, 8, 1, deterministic=deterministic, late_from=late_from)
-        s = lists.sizes
-        for item in forward_items(lists):
-            for *_, first, end, _, _ in segments_of(lists, item, s.forward.segments):
-                assert end <= late_from or first >= late_from
-        for item in backward_items(lists):
-            assert item[Field.END_KEY] <= late_from or item[Field.FIRST_KEY] >= late_from
-        assert s.forward.awaits == s.backward.awaits == want[:, late_from:].any()
-        for item in forward_items(lists, s.forward.num_early):
-            assert item[Field.NUM_SEGMENTS] > 0
-            assert all(end <= late_from for *_, end, _, _ in segments_of(lists, item, s.forward.segments))
-        early = backward_items(lists, s.backward.num_early)
-        assert (early[:, Field.END_KEY] <= late_from).all()
-        assert (early[:, Field.NUM_SEGMENTS] > 0).all()
-        assert len(early) == 0 or not deterministic
-        work = [item for item in backward_items(lists) if item[Field.NUM_SEGMENTS] > 0]
-        assert s.backward.awaits == any(item[Field.FIRST_KEY] >= late_from for item in work)  # as the kernel has it
-        np.testing.assert_array_equal(walk_forward(lists), want)
-        np.testing.assert_array_equal(walk_backward(lists), want)
+    both, want = check(slices, num_q, num_k, (8, 1), late_from=late_from)
+    for lists in both:
+        forward, backward = lists.sizes.forward, lists.sizes.backward
+        assert forward.awaits == backward.awaits == want[:, late_from:].any()
+        for number, item in enumerate(forward_items(lists)):
+            is_early, segments = number < forward.num_early, segments_of(lists, item, forward.segments)
+            assert segments or not is_early
+            for *_, first, end, _, _ in segments:
+                assert end <= late_from or (first >= late_from and not is_early)
+        items = backward_items(lists)
+        is_own, has_work = items[:, Field.END_KEY] <= late_from, items[:, Field.NUM_SEGMENTS] > 0
+        is_late = items[:, Field.FIRST_KEY] >= late_from
+        assert (is_own | is_late).all()
+        assert (is_own & has_work)[: backward.num_early].all()
+        assert not backward.num_early or not backward.deterministic
+        assert backward.awaits == (is_late & has_work).any()  # as the kernel has it
 
 
 def test_only_as_much_goes_first_as_covers_the_wait() -> None:
     blocks, waits = np.array([9, 8, 7, 6, 5]), np.array([True, False, True, False, False])
-    order = np.arange(5)
-
-    def ordered(enough: int) -> tuple[list[int], int]:
-        found, num_early = early_first(order, blocks, waits, enough)
-        return found.tolist(), num_early
-
-    assert ordered(8) == ([1, 0, 2, 3, 4], 1)
-    assert ordered(9) == ([1, 3, 0, 2, 4], 2)
-    assert ordered(1000) == ([1, 3, 4, 0, 2], 3)
-    assert ordered(0) == (order.tolist(), 0)
-    blocks[4] = 0
-    assert ordered(1000) == ([1, 3, 0, 2, 4], 2)
+    for enough, last, expected, early in (
+        (8, 5, [1, 0, 2, 3, 4], 1),
+        (9, 5, [1, 3, 0, 2, 4], 2),
+        (1000, 5, [1, 3, 4, 0, 2], 3),
+        (0, 5, [0, 1, 2, 3, 4], 0),
+        (1000, 0, [1, 3, 0, 2, 4], 2),
+    ):
+        blocks[4] = last
+        found, num_early = early_first(np.arange(5), blocks, waits, enough)
+        assert (found.tolist(), num_early) == (expected, early)
 
 
 @pytest.mark.parametrize(
@@ -278,17 +256,18 @@ def test_all_heads_have_work_until_late_keys_are_there(head_dim: int, cost: Cost
     shape, timing = (num_q, num_q + late), {"late_from": num_q, "head_dim": head_dim, "cost": cost}
 
     lists = build_worklists(slices, *shape, 64, 8, **timing)
-    items = forward_items(lists, lists.sizes.forward.num_early)
+    items = forward_items(lists)[: lists.sizes.forward.num_early]
     blocks = -(-(items[:, Field.END] - items[:, Field.FIRST]) // KEYS)
     block_seconds = 64 * 16 * KEYS * (cost.forward.pair + head_dim * cost.forward.pair_dim)  # 8 heads share a tile
     assert seconds <= blocks.sum() * block_seconds < seconds + blocks.max() * block_seconds
 
     lists = build_worklists(slices, *shape, 8, 8, **timing)  # fewer query heads: little else to do
-    items = backward_items(lists, lists.sizes.backward.num_early)
+    sizes = lists.sizes.backward
+    main = backward_items(lists)[: sizes.num_items - sizes.num_tail]
+    items = main[: sizes.num_early]
     blocks = items[:, Field.END] - items[:, Field.FIRST]
     block_seconds = 8 * 64 * KEYS * (cost.backward.pair + head_dim * cost.backward.pair_dim)
     seconds -= num_q * 8 * head_dim * 8 / cost.memory  # row sums and zeros are made meanwhile
-    main = backward_items(lists, lists.sizes.backward.num_items - lists.sizes.backward.num_tail)
     enough = seconds <= blocks.sum() * block_seconds < seconds + blocks.max() * block_seconds
     assert enough or (main[len(items) :, Field.END_KEY] > num_q).all()
     assert len(items) > 0
