@@ -1,9 +1,12 @@
 """Compiles every variant that ships, without a GPU, and reads the compiler's log; asks it where things lie."""
 
 import ctypes
+import functools
 import itertools
+import os
 import re
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 import torch
@@ -59,14 +62,24 @@ def layout_asserts(struct: type[ctypes.Structure]) -> str:
     return "".join(f'static_assert({check}, "{check}");\n' for check in checks)
 
 
-@pytest.mark.parametrize(
-    ("name", "variant"), variants(), ids=lambda x: x if isinstance(x, str) else "-".join(f"{n}{v}" for n, v in x)
-)
-def test_no_spills_no_serialized_wgmma_and_parameters_where_the_host_puts_them(
-    name: str, variant: launch.Variant
-) -> None:
+VARIANTS = list(variants())
+COMPILERS = ThreadPoolExecutor(os.cpu_count())
+
+
+@functools.cache
+def compiling(number: int) -> Future[tuple[bytes, str]]:
+    name, variant = VARIANTS[number]
     source = jit.expand_source(name) + "".join(map(layout_asserts, STRUCTS[name]))
-    _, log = jit.compile_source(name, source, dict(variant))
+    return COMPILERS.submit(jit.compile_source, name, source, dict(variant))
+
+
+@pytest.mark.parametrize(
+    "number", range(len(VARIANTS)), ids=["-".join([name, *(f"{n}{v}" for n, v in v)]) for name, v in VARIANTS]
+)
+def test_no_spills_no_serialized_wgmma_and_parameters_where_the_host_puts_them(number: int) -> None:
+    for later in range(number + 1, min(number + os.cpu_count(), len(VARIANTS))):
+        compiling(later)  # those of the next tests, at the same time
+    _, log = compiling(number).result()
     frames = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", log)
     assert set(frames) == {("0", "0", "0")}, log
     assert "serialized" not in log

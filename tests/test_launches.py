@@ -83,10 +83,8 @@ def recorder(monkeypatch):
 class HostAttn(FfaBlockAttn):
     """Takes tensors on the CPU for those of a device."""
 
-    deterministic = False
-
     def __init__(self):
-        pass
+        self.deterministic = False
 
 
 ATTN = HostAttn()

@@ -33,9 +33,9 @@ def placed(slices, at_least, cp_size, **options):
     return owned
 
 
-def real_lengths(total, seed):
-    """Lengths of documents as uneven as those of real data, none longer than a quarter of the pack."""
-    return draw_pack("histogram", total, seed)
+def real_documents(total, seed):
+    """cu_seqlens of documents with lengths of a real corpus, none longer than a quarter of the pack."""
+    return np.append(0, draw_pack("histogram", total, seed).cumsum())
 
 
 def pairs(lengths):
@@ -99,7 +99,7 @@ def test_tiny_packs(cu, num_tokens, cp_size):
 @pytest.mark.parametrize("seed", [0, 1])
 def test_work_is_balanced_and_little_travels(cp_size, seed):
     num_tokens = cp_size * 20_000
-    slices = varlen_causal(np.append(0, real_lengths(num_tokens, seed).cumsum()))
+    slices = varlen_causal(real_documents(num_tokens, seed))
     area, received, sent = traffic(slices, placed(slices, num_tokens, cp_size))
     assert area.max() <= 1.02 * area.mean()
     assert received.mean() <= 0.3 * (cp_size - 1) * 20_000  # an all-gather is cp_size - 1 shares
@@ -109,14 +109,13 @@ def test_work_is_balanced_and_little_travels(cp_size, seed):
 @pytest.mark.parametrize("kind", ["full", "window", "block", "prompt", "inverse", "shared keys"])
 def test_other_masks_are_balanced(kind):
     num_tokens, cp_size = 64_000, 8
-    lengths = real_lengths(num_tokens, 3)
-    cu = np.append(0, lengths.cumsum())
+    cu = real_documents(num_tokens, 3)
     causal = varlen_causal(cu).table
     slices = {
         "full": varlen_full(cu),
         "window": sliding_window(cu, 512),
         "block": block_causal(cu, 128),
-        "prompt": pairs(lengths),
+        "prompt": pairs(np.diff(cu)),
         "inverse": AttnSlices(np.concatenate([causal[:, :4], np.full((len(causal), 1), 2)], 1)),
         "shared keys": AttnSlices(np.concatenate([causal, [[0, num_tokens, 0, 64, 0]]])),
     }[kind]
@@ -169,6 +168,6 @@ def test_ranks_that_share_documents_sit_in_one_node():
 
 def test_nodes_do_not_change_what_the_ranks_own():
     num_tokens, cp_size = 65_536, 8
-    slices = varlen_causal(np.append(0, real_lengths(num_tokens, 1).cumsum()))
+    slices = varlen_causal(real_documents(num_tokens, 1))
     one_node, eight = (place(slices, num_tokens, cp_size, gpus_per_node=n) for n in (8, None))
     assert all(np.array_equal(a, b) for a, b in zip(one_node, eight, strict=True))
