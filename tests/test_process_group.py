@@ -139,7 +139,7 @@ def nodes_on_rank():
 
 
 def test_ranks_are_counted_by_node():
-    with closing(RankPool(8)) as pool:  # of its own: its groups are not on all ranks
+    with closing(RankPool(8)) as pool:  # of its own: ranks in unequally many groups cannot make later ones
         results = pool.run(nodes_on_rank)
     assert [counts for counts, _ in results] == [[4, 2, None, 1]] * 8
     assert {count for _, count in results} == {None}
