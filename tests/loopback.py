@@ -3,20 +3,12 @@
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
-import torch
-
 from torchtitan_magi.exchange.in_flight import Arrival
 
 
 class _Rank:
     def __init__(self, group, rank):
         self.group, self.rank, self.size = group, rank, group.size
-
-    def places(self, shape, dtype, exchange, back):
-        raise AssertionError("torch has no operation that writes to several places")
-
-    def send_buffer(self, shape, dtype, device, exchange, back):
-        return torch.empty(shape, dtype=dtype, device=device)
 
     def all_to_all(self, output, input, exchange, back):
         received, sent = exchange.splits(back)

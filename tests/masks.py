@@ -1,8 +1,9 @@
-"""Dense masks written down from their definitions, and hypothesis strategies for slice lists."""
+"""Dense masks written down from their definitions, and hypothesis strategies for lists of slices and documents."""
 
 import numpy as np
 from hypothesis import strategies as st
 
+from torchtitan_magi.masks.builders import block_causal, sliding_window, varlen_causal, varlen_full
 from torchtitan_magi.masks.slices import AttnSlices
 
 
@@ -20,6 +21,28 @@ def dense_mask(table, num_q, num_k):
     return mask
 
 
+def document_masks(lengths, size, padding=0):
+    """Slices of each builder by name, and their mask bool [tokens, tokens] written down from the documents."""
+    cu = np.cumsum([0, *lengths])
+    document = np.repeat(np.arange(len(cu)), [*lengths, padding])  # padding as one more, which sees nothing
+    q, k = np.mgrid[: len(document), : len(document)]
+    same = (document[q] == document[k]) & (q < cu[-1])
+    block = (np.arange(len(document)) - cu[document]) // size
+    return {
+        "causal": (varlen_causal(cu), same & (k <= q)),
+        "full": (varlen_full(cu), same),
+        "window": (sliding_window(cu, size), same & (k <= q) & (q - k < size)),
+        "block": (block_causal(cu, size), same & (block[k] <= block[q])),
+    }
+
+
+def shared_prompt_mask(lengths):
+    """bool [tokens, tokens] of pairs one after another, lengths [pairs, 3]: an answer sees itself and its prompt."""
+    part = np.repeat(np.arange(np.size(lengths)), np.ravel(lengths))  # 3 * pair + (prompt, chosen, rejected)
+    q, k = np.mgrid[: len(part), : len(part)]
+    return (part[q] // 3 == part[k] // 3) & (k <= q) & ((part[q] == part[k]) | (part[k] % 3 == 0))
+
+
 @st.composite
 def slice_lists(draw, num_q, num_k, max_slices=8):
     rows = []
@@ -30,14 +53,13 @@ def slice_lists(draw, num_q, num_k, max_slices=8):
     return AttnSlices(rows)
 
 
+def square_slice_lists(least, most):
+    """A number of tokens, and slices of them."""
+    return st.integers(least, most).flatmap(lambda tokens: st.tuples(st.just(tokens), slice_lists(tokens, tokens)))
+
+
 @st.composite
 def document_lengths(draw, max_total=512):
     lengths = draw(st.lists(st.integers(1, max_total), min_size=1, max_size=12))
-    kept, total = [], 0
-    for length in lengths:
-        length = min(length, max_total - total)
-        if length == 0:
-            break
-        kept.append(length)
-        total += length
-    return kept
+    ends = np.minimum(np.cumsum(lengths), max_total)
+    return [length for length in np.diff(ends, prepend=0).tolist() if length]

@@ -6,12 +6,12 @@ import pytest
 import torch
 import torch.autograd.forward_ad as fwad
 import torch.distributed as dist
-from cp_case import Case, check, inputs, run_case
+from cp_case import Case, check, documents, inputs, of_slices, run_case
 from dense import assert_within_budget, dense_with_grads
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from loopback import Loopback
-from masks import dense_mask, document_lengths, slice_lists
+from masks import dense_mask, document_lengths, shared_prompt_mask, slice_lists, square_slice_lists
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -35,12 +35,8 @@ HEADS = st.sampled_from([(4, 2), (2, 2), (4, 1), (5, 1)])
 
 def run_on_loopback(case, cp_size):
     if cp_size == 1:
-        return run_case(case, 1, None)
-    results = Loopback(cp_size).run(lambda transport: run_case(case, cp_size, transport))
-    for result in results[1:]:
-        for name, value in result.items():
-            assert torch.equal(value, results[0][name]), name
-    return results[0]
+        return [run_case(case, 1, None)]
+    return Loopback(cp_size).run(lambda transport: run_case(case, cp_size, transport))
 
 
 @given(
@@ -49,41 +45,23 @@ def run_on_loopback(case, cp_size):
 )  # fmt: skip
 @settings(max_examples=80)
 def test_documents_over_ranks(lengths, padding, cp_size, heads, stages, kind, size, fp32_reduce):
-    cu = np.cumsum([0, *lengths])
-    total = int(cu[-1]) + padding
-    document = np.full(total, -1)
-    document[: cu[-1]] = np.repeat(np.arange(len(lengths)), lengths)
-    q, k = np.mgrid[:total, :total]
-    same = (document[:, None] == document[None]) & (document[:, None] >= 0)
-    block = (np.arange(total) - cu[np.maximum(document, 0)]) // size
-    slices, mask = {
-        "causal": (magi.varlen_causal(cu), same & (k <= q)),
-        "full": (magi.varlen_full(cu), same),
-        "window": (magi.sliding_window(cu, size), same & (k <= q) & (q - k < size)),
-        "block": (magi.block_causal(cu, size), same & (block[None] <= block[:, None])),
-    }[kind]
-    case = Case(slices, torch.from_numpy(mask), heads, 8, stages, fp32_reduce=fp32_reduce)
+    options = {"heads": heads, "head_dim": 8, "stages": stages, "fp32_reduce": fp32_reduce}
+    case = documents(lengths, kind, size, padding, **options)
     check(case, run_on_loopback(case, cp_size))
 
 
-@given(
-    st.integers(1, 60).flatmap(lambda n: st.tuples(st.just(n), slice_lists(n, n))), st.sampled_from([1, 2, 3, 8]),
-    HEADS, st.sampled_from([5, 512]),
-)  # fmt: skip
+@given(square_slice_lists(1, 60), st.sampled_from([1, 2, 3, 8]), HEADS, st.sampled_from([5, 512]))
 @settings(max_examples=60)
 def test_any_slices_over_ranks(total_and_slices, cp_size, heads, tile):
     total, slices = total_and_slices
-    case = Case(slices, torch.from_numpy(dense_mask(slices.table, total, total)), heads, 8, 2)
+    case = of_slices(slices, total, heads=heads, head_dim=8, stages=2)
     with mock.patch.object(flex, "TILE", tile):
         check(case, run_on_loopback(case, cp_size))
 
 
 def test_shared_prompt_pairs_over_ranks():
     lengths = np.array([[100, 30, 61], [7, 90, 12], [0, 20, 33]])
-    part = np.repeat(np.arange(9), lengths.ravel())
-    q, k = np.mgrid[: len(part), : len(part)]
-    mask = (part[q] // 3 == part[k] // 3) & (k <= q) & ((part[q] == part[k]) | (part[k] % 3 == 0))
-    case = Case(magi.shared_prompt(lengths), torch.from_numpy(mask), stages=3)
+    case = Case(magi.shared_prompt(lengths), torch.from_numpy(shared_prompt_mask(lengths)), stages=3)
     check(case, run_on_loopback(case, 4))
 
 
@@ -105,9 +83,7 @@ def test_flex_flash_attn_on_one_device(num_q, num_k, tile, data):
 
 
 def test_low_precision_stays_within_the_budget():
-    cu = np.cumsum([0, 60, 5, 130, 61])
-    mask = torch.from_numpy(dense_mask(magi.varlen_causal(cu).table, 256, 256))
-    case = Case(magi.varlen_causal(cu), mask, (8, 2), 32, 2, dtype=torch.bfloat16)
+    case = documents([60, 5, 130, 61], heads=(8, 2), head_dim=32, stages=2, dtype=torch.bfloat16)
     check(case, run_on_loopback(case, 4))
 
 
@@ -139,12 +115,9 @@ def test_the_memory_of_scores_does_not_grow_with_the_lengths():
 
 
 def test_the_written_out_passes_agree_with_fp64_to_fp64_precision():
-    cu = np.cumsum([0, 33, 1, 66])
-    mask = torch.from_numpy(dense_mask(magi.varlen_causal(cu).table, 100, 100))
-    case = Case(magi.varlen_causal(cu), mask, stages=2, dtype=torch.float64)
-    ours = run_on_loopback(case, 2)
-    q, k, v, dout = inputs(case)
-    want_all = dense_with_grads(q, k, v, dout, mask, case.head_dim**-0.5, torch.float64)
+    case = documents([33, 1, 66], stages=2, dtype=torch.float64)
+    ours, _ = run_on_loopback(case, 2)
+    want_all = dense_with_grads(*inputs(case), case.mask, case.head_dim**-0.5, torch.float64)
     for name in ours:
         torch.testing.assert_close(ours[name], want_all[name], rtol=1e-10, atol=1e-11)
 

@@ -5,9 +5,8 @@ import gc
 import pytest
 import torch
 import torch.distributed as dist
-from cp_case import check, inputs, run_case
+from cp_case import check, documents, inputs, random_slices, run_case
 from pool import RankPool
-from test_process_group import documents, random_slices
 
 import torchtitan_magi as magi
 from torchtitan_magi.attention import attention_op, make_handle
@@ -57,29 +56,17 @@ CASES = {
 def run_on_rank(names, way):
     mesh = ProcessGroupTransport(dist.group.WORLD) if way == "NCCL" else dist.group.WORLD
     peer.WRITTEN_BYTES = 0 if way == "fetched" else WRITTEN_BYTES
-    results = [run_case(CASES[name], dist.get_world_size(), mesh, "cuda") for name in names]
+    backend = "flex" if way == "flex" else "auto"
+    results = [run_case(CASES[name], dist.get_world_size(), mesh, "cuda", backend) for name in names]
     return [{tensor: value.cpu() for tensor, value in result.items()} for result in results]
 
 
-@pytest.mark.parametrize("way", ["written", "fetched", "NCCL"])
+@pytest.mark.parametrize("way", ["written", "fetched", "NCCL", "flex"])
 def test_every_case(pool, way):
-    names = list(CASES)
+    names = ["no overlap", "four stages"] if way == "flex" else list(CASES)
     results = pool.run(run_on_rank, names, way)
     for name, *per_rank in zip(names, *results, strict=True):
-        check(CASES[name], per_rank[0], "cuda")
-        for other in per_rank[1:]:
-            assert all(torch.equal(other[tensor], per_rank[0][tensor]) for tensor in other), name
-
-
-def flex_on_rank(name):
-    result = run_case(CASES[name], dist.get_world_size(), dist.group.WORLD, "cuda", "flex")
-    return {tensor: value.cpu() for tensor, value in result.items()}
-
-
-@pytest.mark.parametrize("name", ["no overlap", "four stages"])
-def test_flex_attention_through_peer_memory(pool, name):
-    for result in pool.run(flex_on_rank, name):
-        check(CASES[name], result, "cuda")
+        check(CASES[name], per_rank, "cuda")
 
 
 def transport_on_rank():

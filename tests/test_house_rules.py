@@ -50,9 +50,7 @@ def imports_of(path):
 
 def own_imports(path):
     """The wings of the package that a file imports."""
-    names = [name for name in imports_of(path) if name.split(".")[0] == "torchtitan_magi"]
-    modules = [name for name in names if name != "torchtitan_magi"]
-    return {wing_of(name) for name in modules}
+    return {wing_of(name) for name in imports_of(path) if name.startswith("torchtitan_magi.")}
 
 
 def wing_of_file(path):

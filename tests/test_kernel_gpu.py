@@ -10,6 +10,11 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
+from check_kernel import named_cases, on_gpu, random_case, run_case
+
+from torchtitan_magi import AttnSlices, flex_flash_attn, varlen_causal
+from torchtitan_magi.backends import StageInputs, StageMask
+from torchtitan_magi.backends.ffa.block_attn import FfaBlockAttn
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU (sm_90)")]
@@ -25,8 +30,6 @@ def _poisoned_memory() -> Iterator[None]:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_random_slice_lists_are_within_the_budget(seed: int) -> None:
-    from check_kernel import random_case, run_case
-
     rng = random.Random(seed)
     for i in range(40):
         case = random_case(rng)
@@ -35,16 +38,12 @@ def test_random_slice_lists_are_within_the_budget(seed: int) -> None:
 
 
 def test_masks_users_have_are_within_the_budget() -> None:
-    from check_kernel import named_cases, run_case
-
     for case in named_cases():
         _, problems = run_case(case, 0)
         assert not problems, (case, problems)
 
 
 def test_empty_inputs() -> None:
-    from torchtitan_magi import AttnSlices, flex_flash_attn
-
     for num_q, num_k, slices in ((0, 5, []), (5, 0, []), (0, 0, []), (130, 200, []), (1, 1, [[0, 1, 0, 1, 1]])):
         q, k, v = (torch.randn(n, 8, 64, device="cuda").bfloat16().requires_grad_() for n in (num_q, num_k, num_k))
         out, lse = flex_flash_attn(q, k, v, AttnSlices(slices))
@@ -58,8 +57,6 @@ def test_empty_inputs() -> None:
 
 
 def test_tensors_at_odd_addresses() -> None:
-    from torchtitan_magi import flex_flash_attn, varlen_causal
-
     def odd(*shape: int) -> torch.Tensor:
         return torch.randn(1 + math.prod(shape), device="cuda").bfloat16()[1:].view(shape)
 
@@ -74,8 +71,6 @@ def test_tensors_at_odd_addresses() -> None:
 
 def test_the_deterministic_backward_ends_while_another_kernel_holds_an_sm() -> None:
     """Items wait for earlier ones, so none may belong to a block that has no room yet: with NCCL that can deadlock."""
-    from torchtitan_magi import flex_flash_attn, varlen_causal
-
     q, k, v = (torch.randn(16384, heads, 128, device="cuda").bfloat16().requires_grad_() for heads in (8, 8, 8))
     out, _ = flex_flash_attn(q, k, v, varlen_causal([0, 16384]), deterministic=True)
     dout = torch.randn_like(out)
@@ -91,12 +86,6 @@ def test_the_deterministic_backward_ends_while_another_kernel_holds_an_sm() -> N
 
 
 def test_what_the_kernel_does_not_take_is_an_error() -> None:
-    from check_kernel import on_gpu
-
-    from torchtitan_magi.backends import StageInputs, StageMask
-    from torchtitan_magi.backends.ffa.block_attn import FfaBlockAttn
-    from torchtitan_magi.masks.builders import varlen_causal
-
     attn = FfaBlockAttn("cuda")
     mask = on_gpu(attn.prepare(StageMask(varlen_causal([0, 16]), 16, 16, 4, 4)))
 

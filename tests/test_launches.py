@@ -83,14 +83,21 @@ def recorder(monkeypatch):
 class HostAttn(FfaBlockAttn):
     """Takes tensors on the CPU for those of a device."""
 
-    def __init__(self, deterministic=False):
-        self.deterministic = deterministic
+    def __init__(self):
+        self.deterministic = False
 
 
-def mask_of(attn, late_from=None):
-    cu_seqlens = [0, late_from or 100, TOKENS]
-    lists = attn.prepare(StageMask(varlen_causal(cu_seqlens), TOKENS, TOKENS, HEADS_Q, HEADS, late_from=late_from))
+ATTN = HostAttn()
+
+
+def mask_of(*cu_seqlens, num_q=TOKENS, late_from=None):
+    lists = ATTN.prepare(StageMask(varlen_causal(cu_seqlens), num_q, TOKENS, HEADS_Q, HEADS, late_from=late_from))
     return lists.to(torch.from_numpy(lists.words))
+
+
+@pytest.fixture
+def mask(recorder):
+    return mask_of(0, 100, TOKENS)
 
 
 def tensors(*heads):
@@ -101,25 +108,28 @@ def bits(row):
     return row[:8].contiguous().view(torch.int16).tolist()
 
 
-def test_row_bands_are_made_once_of_the_slices(recorder):
-    attn = HostAttn()
-    mask = mask_of(attn)
+def unreadable(heads):
+    """Tensors that are not read in place: at an odd address, with rows at odd distances."""
+    shifted = torch.randn(TOKENS * heads * DIM + 1).bfloat16()[1:]
+    odd_rows = torch.randn(TOKENS, heads * DIM + 4).bfloat16()[:, : heads * DIM]
+    return [x.view(TOKENS, heads, DIM) for x in (shifted, odd_rows)]
+
+
+def test_row_bands_are_made_once_of_the_slices(recorder, mask):
     (made,) = recorder.launches
     s = mask.sizes
     assert (made.name, made.params.num_slices, made.params.num_bands) == ("write_bands", s.num_slices, s.num_bands)
     assert 256 * made.blocks >= TOKENS == s.num_bands > 256 * (made.blocks - 1)
     assert made.params.slices == mask.words[s.slices :].data_ptr()
-    attn.forward(StageInputs(*tensors(HEADS_Q, HEADS, HEADS), mask, SCALE))
+    ATTN.forward(StageInputs(*tensors(HEADS_Q, HEADS, HEADS), mask, SCALE))
     assert recorder.launches[-1].params.bands == made.params.bands == mask.bands.data_ptr()
     assert len(recorder.launches) == 2
 
 
-def test_a_launch_is_kept_and_takes_new_tensors(recorder):
-    attn = HostAttn()
-    mask = mask_of(attn)
+def test_a_launch_is_kept_and_takes_new_tensors(recorder, mask):
     for _ in range(3):
         q, k, v = tensors(HEADS_Q, HEADS, HEADS)
-        out, lse = attn.forward(StageInputs(q, k, v, mask, SCALE))
+        out, lse = ATTN.forward(StageInputs(q, k, v, mask, SCALE))
         last = recorder.launches[-1]
         addresses = [x.data_ptr() for x in (q, k, v, k, v, out)]
         assert [at[0] for at in last.maps] == addresses
@@ -131,27 +141,22 @@ def test_a_launch_is_kept_and_takes_new_tensors(recorder):
     assert len({launched.params.counter for launched in recorder.launches[1:]}) == 3
 
 
-def test_what_the_copy_engine_cannot_read_is_copied(recorder):
-    attn = HostAttn()
-    mask = mask_of(attn)
+def test_what_the_copy_engine_cannot_read_is_copied(recorder, mask):
     k, v = tensors(HEADS, HEADS)
-    shifted = torch.randn(TOKENS * HEADS_Q * DIM + 1).bfloat16()[1:].view(TOKENS, HEADS_Q, DIM)
-    odd_rows = torch.randn(TOKENS, HEADS_Q * DIM + 4).bfloat16()[:, : HEADS_Q * DIM].view(TOKENS, HEADS_Q, DIM)
+    shifted, odd_rows = unreadable(HEADS_Q)
     columns_apart = torch.randn(TOKENS, DIM, HEADS_Q).bfloat16().transpose(1, 2)
     for q in (shifted, odd_rows, columns_apart, shifted):
-        attn.forward(StageInputs(q, k, v, mask, SCALE))
+        ATTN.forward(StageInputs(q, k, v, mask, SCALE))
         last = recorder.launches[-1]
         assert last.maps[0][0] != q.data_ptr()
         assert last.first == bits(q[0, 0])
     fused = torch.randn(TOKENS, 3, HEADS_Q, DIM).bfloat16()
-    attn.forward(StageInputs(fused[:, 1], k, v, mask, SCALE))
+    ATTN.forward(StageInputs(fused[:, 1], k, v, mask, SCALE))
     assert recorder.launches[-1].maps[0][0] == fused[:, 1].data_ptr()  # aligned views are read in place
     assert recorder.launches[-1].maps[0][5] == 2 * 3 * HEADS_Q * DIM
 
 
-def test_gradients_go_where_the_caller_wants_them(recorder):
-    attn = HostAttn()
-    mask = mask_of(attn)
+def test_gradients_go_where_the_caller_wants_them(recorder, mask):
     q, k, v, dout = tensors(HEADS_Q, HEADS, HEADS, HEADS_Q)
     lse, delta = torch.zeros(2, TOKENS, HEADS_Q)
     dq = torch.zeros(TOKENS, HEADS_Q, DIM)
@@ -160,7 +165,7 @@ def test_gradients_go_where_the_caller_wants_them(recorder):
         pair = torch.empty(TOKENS, HEADS, DIM, dtype=dtype), torch.empty(TOKENS, HEADS, DIM, dtype=dtype)
         for dkv, dk, dv in ((fused, fused[:, 0], fused[:, 1]), (pair, *pair)):
             inputs = StageInputs(q, k, v, mask, SCALE)
-            attn.backward(inputs, OutGrads(dout, lse, delta), Gradients(dq, dkv))
+            ATTN.backward(inputs, OutGrads(dout, lse, delta), Gradients(dq, dkv))
             params, maps = recorder.launches[-1].params, recorder.launches[-1].maps
             assert [at[0] for at in maps[:4]] == [x.data_ptr() for x in (q, dout, k, v)]
             assert maps[6][0] == dq.data_ptr()
@@ -174,15 +179,14 @@ def test_gradients_go_where_the_caller_wants_them(recorder):
 
 
 def test_late_keys_have_maps_and_a_flag(recorder):
-    attn = HostAttn()
     own, waits = TOKENS // 2, []
-    mask = mask_of(attn, late_from=own)
+    mask = mask_of(0, own, TOKENS, late_from=own)
     q, k, v = tensors(HEADS_Q, HEADS, HEADS)
     assert mask.sizes.forward.awaits
     for flag in (Flag(4096, 7), None):
         kv = torch.randn(TOKENS - own, 2, HEADS, DIM).bfloat16()
         late = LateKeys(kv, Arrival(lambda: waits.append(1), lambda flag=flag: flag))
-        attn.forward(StageInputs(q, k[:own], v[:own], mask, SCALE, late))
+        ATTN.forward(StageInputs(q, k[:own], v[:own], mask, SCALE, late))
         last = recorder.launches[-1]
         assert [at[0] for at in last.maps[3:5]] == [kv.data_ptr(), kv[:, 1].data_ptr()]
         assert last.params.late.first == own
@@ -194,25 +198,19 @@ def test_late_keys_have_maps_and_a_flag(recorder):
 
 
 def test_without_queries_or_work_nothing_is_launched(recorder):
-    attn = HostAttn()
     q, k, v = tensors(HEADS_Q, HEADS, HEADS)
-    nothing = attn.prepare(StageMask(varlen_causal([0]), 0, TOKENS, HEADS_Q, HEADS))
-    out, lse = attn.forward(StageInputs(q[:0], k, v, nothing.to(torch.from_numpy(nothing.words)), SCALE))
+    out, lse = ATTN.forward(StageInputs(q[:0], k, v, mask_of(0, num_q=0), SCALE))
     assert (out.shape, lse.shape) == ((0, HEADS_Q, DIM), (0, HEADS_Q))
     assert not recorder.launches
-    unseen = attn.prepare(StageMask(varlen_causal([0]), TOKENS, TOKENS, HEADS_Q, HEADS))
     earlier = torch.zeros(TOKENS, HEADS_Q, DIM), torch.zeros(TOKENS, HEADS_Q)
-    inputs = StageInputs(q, k, v, unseen.to(torch.from_numpy(unseen.words)), SCALE)
-    assert attn.forward(inputs, earlier, more=True) == earlier
+    assert ATTN.forward(StageInputs(q, k, v, mask_of(0), SCALE), earlier, more=True) == earlier
     assert [launched.name for launched in recorder.launches] == ["write_bands"]
 
 
-def test_each_thread_has_launches_of_its_own(recorder):
-    attn = HostAttn()
-    mask = mask_of(attn)
+def test_each_thread_has_launches_of_its_own(recorder, mask):
     inputs = StageInputs(*tensors(HEADS_Q, HEADS, HEADS), mask, SCALE)
-    attn.forward(inputs)
-    thread = threading.Thread(target=attn.forward, args=(inputs,))
+    ATTN.forward(inputs)
+    thread = threading.Thread(target=ATTN.forward, args=(inputs,))
     thread.start()
     thread.join()
     assert len(mask.launches) == len(recorder.launches[1:]) == 2
@@ -229,6 +227,9 @@ def test_forgotten_maps_live_on_until_they_are_used(recorder, monkeypatch):
 
 
 # ------------------------------------------------------------ around attention
+MOVER = CudaRowMover()
+
+
 def places_of_two():
     return Places([5, 12], [1 << 20, 2 << 20], 5, [64, 128])
 
@@ -241,7 +242,7 @@ def sums_of(zeros=1):
 
 def index_of(num_rows):
     exchange = SimpleNamespace(send_rows=np.arange(num_rows) % 7)
-    return [torch.from_numpy(part.astype(np.int32)) for part in CudaRowMover().index(exchange)], exchange
+    return [torch.from_numpy(part.astype(np.int32)) for part in MOVER.index(exchange)], exchange
 
 
 def test_gathering_to_places_is_kept_and_takes_new_tensors(recorder):
@@ -249,7 +250,7 @@ def test_gathering_to_places_is_kept_and_takes_new_tensors(recorder):
     for zeros in (0, 1, 2, 1):
         k, v = torch.randn(2, TOKENS, HEADS, DIM).bfloat16()
         sums = sums_of(zeros) if zeros else None
-        CudaRowMover().gather(k, v, index, places, sums)
+        MOVER.gather(k, v, index, places, sums)
         params = recorder.launches[-1].params
         assert (params.k, params.v, params.rows) == (k.data_ptr(), v.data_ptr(), index[0].data_ptr())
         assert list(params.places.to[:2]) == places.addresses
@@ -270,12 +271,10 @@ def test_gathering_to_places_is_kept_and_takes_new_tensors(recorder):
 
 def test_rows_that_cannot_be_read_in_units_are_copied(recorder):
     (index, _), v = index_of(12), torch.randn(TOKENS, HEADS, DIM).bfloat16()
-    shifted = torch.randn(TOKENS * HEADS * DIM + 1).bfloat16()[1:].view(TOKENS, HEADS, DIM)
-    odd_rows = torch.randn(TOKENS, HEADS * DIM + 4).bfloat16()[:, : HEADS * DIM].view(TOKENS, HEADS, DIM)
     places = places_of_two()
-    CudaRowMover().gather(v, v, index, places)
-    for k in (shifted, odd_rows):
-        CudaRowMover().gather(k, v, index, places)
+    MOVER.gather(v, v, index, places)
+    for k in unreadable(HEADS):
+        MOVER.gather(k, v, index, places)
         last = recorder.launches[-1]
         assert last.params.k != k.data_ptr()
         assert last.first == bits(k[0, 0])
@@ -285,12 +284,12 @@ def test_rows_that_cannot_be_read_in_units_are_copied(recorder):
 def test_gathering_into_one_tensor_tells_nobody(recorder):
     (index, _), k = index_of(12), torch.randn(TOKENS, HEADS, DIM).bfloat16()
     sent = torch.empty(12, 2, HEADS, DIM, dtype=torch.bfloat16)
-    CudaRowMover().gather(k, k, index, sent)
+    MOVER.gather(k, k, index, sent)
     params = recorder.launches[-1].params
     assert (params.places.to[0], params.places.ends[0], params.places.num_flags) == (sent.data_ptr(), 12, 0)
-    CudaRowMover().gather(k, k, index_of(0)[0], sent[:0])
+    MOVER.gather(k, k, index_of(0)[0], sent[:0])
     assert len(recorder.launches) == 1
-    CudaRowMover().gather(k, k, index_of(0)[0], sent[:0], sums_of())
+    MOVER.gather(k, k, index_of(0)[0], sent[:0], sums_of())
     assert (recorder.launches[-1].params.num_blocks, recorder.launches[-1].blocks) == (0, TOKENS * HEADS_Q // 16)
 
 
@@ -304,7 +303,7 @@ def test_the_end_of_a_backward(recorder, wire):
         received = torch.empty(12, 2, HEADS, DIM, dtype=wire)
         arrival = Arrival(lambda: waits.append(1), lambda flag=flag: flag)
         returned = Returned(received, index, exchange, arrival, Unsent(dkv, first, places))
-        results = CudaRowMover().finish(returned, dq, dkv, 0.5, torch.bfloat16)
+        results = MOVER.finish(returned, dq, dkv, 0.5, torch.bfloat16)
         params = recorder.launches[-1].params
         assert (params.dq_to, params.dk_to, params.dv_to) == tuple(x.data_ptr() for x in results)
         assert [x.shape for x in results] == [(TOKENS, HEADS_Q, DIM), *[(TOKENS, HEADS, DIM)] * 2]
@@ -323,15 +322,15 @@ def test_the_end_of_a_backward(recorder, wire):
 def test_an_end_with_nothing_to_send_or_to_add(recorder):
     dq, dkv = torch.randn(TOKENS, HEADS_Q, DIM), torch.randn(TOKENS, 2, HEADS, DIM)
     rounded = torch.empty(dq.shape, dtype=torch.bfloat16)
-    CudaRowMover().round(dq, 0.25, rounded)
-    CudaRowMover().round_keys(dkv, torch.bfloat16)
+    MOVER.round(dq, 0.25, rounded)
+    MOVER.round_keys(dkv, torch.bfloat16)
     queries, keys = (launched.params for launched in recorder.launches)
     assert [params.started for params in (queries, keys)] == [None] * 2
     assert [params.returned.num_tokens for params in (queries, keys)] == [0] * 2
     assert (queries.dq_units, queries.dkv_units, queries.dq_to) == (dq.numel() // 8, 0, rounded.data_ptr())
     assert (queries.softmax_scale, keys.dq_units, keys.dkv_units) == (0.25, 0, dkv.numel() // 8)
     empty = torch.empty(0, HEADS_Q, DIM)
-    CudaRowMover().round(empty, 0.25, empty.bfloat16())
+    MOVER.round(empty, 0.25, empty.bfloat16())
     assert len(recorder.launches) == 2
 
 
@@ -339,13 +338,13 @@ def test_more_units_than_kernels_count_are_refused(recorder):
     """Gradients of 128 GiB, which take no memory on the meta device; `end` in add_rows would be 0."""
     half = torch.empty(1 << 31, 2, 1, 8, device="meta")
     with pytest.raises(ValueError, match=rf"gradient: {1 << 32}; the ffa kernels count to"):
-        CudaRowMover().round_keys(half, torch.bfloat16)
+        MOVER.round_keys(half, torch.bfloat16)
     with pytest.raises(ValueError, match="the ffa kernels count to"):
-        CudaRowMover().round(half, 1.0, half)
+        MOVER.round(half, 1.0, half)
     index = [None, torch.empty((1 << 31) + 1, device="meta"), torch.empty(0, device="meta")]
     returned = Returned(half.bfloat16(), index, None, Arrival(lambda: None))
     with pytest.raises(ValueError, match="the ffa kernels count to"):
-        CudaRowMover().add(returned, half)
+        MOVER.add(returned, half)
     assert not recorder.launches
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import struct
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -21,9 +22,9 @@ CPU = torch.device("cpu")
 
 
 class Driver:
-    """Does copies and flag writes, and requires of every wait that it is over."""
+    """Does copies and flag writes at once, and notes what is waited for."""
 
-    def __init__(self, is_new):
+    def __init__(self, is_new=False):
         self.waits = []
         self.more = {"cuMemcpyBatchAsync_v2": self.copy_many if is_new else None}
 
@@ -33,8 +34,14 @@ class Driver:
     def stream(self, name):
         return SimpleNamespace()  # the only one
 
+    def put(self, stream, work):
+        work()
+
+    def wait(self, stream, word, value):
+        self.waits.append((word, value))
+
     def copy(self, to, origin, size, stream):
-        ctypes.memmove(to, origin, size)
+        self.put(stream, partial(ctypes.memmove, to, origin, size))
         return 0
 
     def copy_many(self, to, origins, sizes, count, attributes, firsts, num_attributes, stream):
@@ -47,12 +54,12 @@ class Driver:
         return 0
 
     def operate(self, stream, count, operations, flags):
-        operations = ctypes.cast(operations, ctypes.POINTER(driver.StreamOperation))
-        for operation in operations[:count]:
-            if operation.operation == driver.StreamOperation.WRITE:
-                ctypes.c_uint32.from_address(operation.address).value = operation.value
+        for each in ctypes.cast(operations, ctypes.POINTER(driver.StreamOperation))[:count]:
+            word = ctypes.c_uint32.from_address(each.address)
+            if each.operation == driver.StreamOperation.WRITE:
+                self.put(stream, partial(setattr, word, "value", each.value))
             else:
-                self.waits.append((operation.address, operation.value))
+                self.wait(stream, word, each.value)
         return 0
 
 
@@ -102,10 +109,21 @@ def fake_driver(request):
         yield fake
 
 
-def exchanged(sent, exchanges, back):
-    """What each rank gets of the rows that each rank sends."""
-    parts = [rows.split(list(exchange.splits(back)[1])) for rows, exchange in zip(sent, exchanges, strict=True)]
-    return [torch.cat(rows) for rows in zip(*parts, strict=True)]
+def exchanges_of(cu, size):
+    """Of each rank, for causal documents."""
+    plan = make_plan(varlen_causal(cu), int(cu[-1]), size, overlap_stages=0)
+    return [share.forward[0].exchanges[0] for share in plan.ranks]
+
+
+def content(exchanges, columns, back, number):
+    """Rows that each rank sends, other ones for each number, and what each rank gets of them."""
+    splits = [list(exchange.splits(back)[1]) for exchange in exchanges]
+    sent = [
+        torch.arange(float(columns * sum(rows))).view(-1, columns) + 1e5 * rank + 7 * number
+        for rank, rows in enumerate(splits)
+    ]
+    parts = [rows.split(counts) for rows, counts in zip(sent, splits, strict=True)]
+    return sent, [torch.cat(rows) for rows in zip(*parts, strict=True)]
 
 
 def pack(places, rows):
@@ -127,24 +145,21 @@ def exchange_by_kernels(fake_driver, everyone, exchanges, back, columns, number)
         rank.places((columns,), torch.float32, exchange, back)
         for rank, exchange in zip(everyone.ranks, exchanges, strict=True)
     ]
-    sent = []
-    for i, (exchange, (_, _, arrival)) in enumerate(zip(exchanges, found, strict=True)):
+    for _, _, arrival in found:
         flag = arrival.flag()
         missing = flag.number - ctypes.c_int32.from_address(flag.address).value
         assert missing == (size if is_written else 1)
-        rows = sum(exchange.splits(back)[1])
-        sent.append(torch.arange(float(columns * rows)).view(rows, columns) + 1000 * i + number)
+    sent, expected = content(exchanges, columns, back, number)
     for (places, _, _), rows in zip(found, sent, strict=True):
         assert places.begin in (0, *places.ends)
         pack(places, rows)
     fake_driver.waits.clear()
     for _, _, arrival in found:
         arrival.begin()
-    for address, value in fake_driver.waits:
-        assert ctypes.c_uint32.from_address(address).value == value
+    assert all(word.value == value for word, value in fake_driver.waits)
     assert len(fake_driver.waits) == (0 if is_written else size)
-    for (_, received, arrival), expected in zip(found, exchanged(sent, exchanges, back), strict=True):
-        assert torch.equal(received, expected)
+    for (_, received, arrival), rows in zip(found, expected, strict=True):
+        assert torch.equal(received, rows)
         flag = arrival.flag()
         assert ctypes.c_int32.from_address(flag.address).value == flag.number
         arrival.wait()
@@ -159,10 +174,7 @@ def written_bytes(request, monkeypatch):
 @pytest.mark.usefixtures("written_bytes")
 @pytest.mark.parametrize("size", [2, 3, 4, 8])
 def test_every_rank_gets_what_kernels_pack_for_it(fake_driver, size):
-    everyone = Everyone(size)
-    cu = np.cumsum([0, 900, 7, 1, 64, 500, 33, 495])
-    plan = make_plan(varlen_causal(cu), int(cu[-1]), size, overlap_stages=0)
-    exchanges = [share.forward[0].exchanges[0] for share in plan.ranks]
+    everyone, exchanges = Everyone(size), exchanges_of(np.cumsum([0, 900, 7, 1, 64, 500, 33, 495]), size)
     for turn in range(2 * SLOTS):
         for back in (False, True):
             everyone.grow(1 << 16) if turn == 4 else None
@@ -172,9 +184,7 @@ def test_every_rank_gets_what_kernels_pack_for_it(fake_driver, size):
 @pytest.mark.usefixtures("written_bytes")
 @pytest.mark.parametrize("earlier", range(SLOTS + 1))
 def test_memory_that_grows_at_any_time_is_used_slot_by_slot(fake_driver, earlier):
-    everyone, cu = Everyone(2), np.array([0, 512])
-    plan = make_plan(varlen_causal(cu), 512, 2, overlap_stages=0)
-    exchanges = [share.forward[0].exchanges[0] for share in plan.ranks]
+    everyone, exchanges = Everyone(2), exchanges_of([0, 512], 2)
     for number in range(earlier):
         exchange_by_kernels(fake_driver, everyone, exchanges, False, 4, number)
     starts = []
@@ -188,18 +198,16 @@ def test_memory_that_grows_at_any_time_is_used_slot_by_slot(fake_driver, earlier
 @pytest.mark.usefixtures("written_bytes")
 @pytest.mark.parametrize("back", [False, True])
 def test_a_first_exchange_may_be_without_rows(fake_driver, back):
-    plan = make_plan(varlen_causal([0, 33, 64]), 64, 2, overlap_stages=0)
-    assert len(plan.transfers) == 1
-    exchanges = [share.forward[0].exchanges[0] for share in plan.ranks]
+    exchanges = exchanges_of([0, 33, 64], 2)
+    assert len(exchanges[0].hops) == 1
     exchange_by_kernels(fake_driver, Everyone(2), exchanges, back, 4, 0)
 
 
 def test_what_is_written_and_what_is_fetched(fake_driver):
     everyone = Everyone(2)
-    cu = np.array([0, 512])
 
     def way(stages, row, back):
-        stage = make_plan(varlen_causal(cu), 512, 2, overlap_stages=stages).ranks[0].forward[-1]
+        stage = make_plan(varlen_causal([0, 512]), 512, 2, overlap_stages=stages).ranks[0].forward[-1]
         found = everyone.ranks[0].places((row,), torch.uint8, stage.exchanges[0], back)
         if found is None:
             return "all_to_all"

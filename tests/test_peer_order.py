@@ -15,14 +15,12 @@ import numpy as np
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from test_peer import Everyone, exchanged, in_place_of_the_driver, pack
+from test_peer import Driver, Everyone, content, exchanges_of, in_place_of_the_driver, pack
 
-from torchtitan_magi import make_plan, varlen_causal
-from torchtitan_magi.cuda import driver
 from torchtitan_magi.exchange import peer_memory as peer
 
 SIZE = 3
-DOCUMENTS = np.cumsum([0, 90, 7, 1, 40, 33])
+EXCHANGES = exchanges_of(np.cumsum([0, 90, 7, 1, 40, 33]), SIZE)
 
 
 class Queue(deque):
@@ -35,14 +33,11 @@ def always():
     return True
 
 
-def compare(received, expected):
-    assert torch.equal(received, expected)
-
-
-class Streams:
+class Streams(Driver):
     """The driver: for each stream a queue of what is to be done and whether it may be."""
 
     def __init__(self):
+        super().__init__()
         self.queues = {}
         self.names = itertools.count(1)
 
@@ -61,21 +56,8 @@ class Streams:
     def wait_stream(self, stream, other):
         self.put(stream, always, lambda so_far=other.issued: other.done >= so_far)
 
-    def function(self, name):
-        return {"cuMemcpyAsync": self.copy, "cuStreamBatchMemOp_v2": self.operate, "cuMemcpyBatchAsync_v2": None}[name]
-
-    def copy(self, to, origin, size, stream):
-        self.put(stream, partial(ctypes.memmove, to, origin, size))
-        return 0
-
-    def operate(self, stream, count, operations, flags):
-        for each in ctypes.cast(operations, ctypes.POINTER(driver.StreamOperation))[:count]:
-            word, value = ctypes.c_uint32.from_address(each.address), each.value
-            if each.operation == driver.StreamOperation.WRITE:
-                self.put(stream, partial(setattr, word, "value", value))
-            else:
-                self.put(stream, always, lambda word=word, value=value: word.value >= value)
-        return 0
+    def wait(self, stream, word, value):
+        self.put(stream, always, lambda: word.value >= value)
 
     def run(self, draw):
         """Until all queues are empty."""
@@ -113,18 +95,10 @@ class Cluster(Everyone):
         block = torch.zeros(1 << 14) if found is None else free.pop(found)
         return block, block[: rows * columns].view(rows, columns)
 
-    def content(self, exchanges, columns, back):
-        number = next(self.numbers)
-        sent = [
-            torch.arange(float(columns * sum(exchange.splits(back)[1]))).view(-1, columns) + 1e5 * rank + 7 * number
-            for rank, exchange in enumerate(exchanges)
-        ]
-        return sent, exchanged(sent, exchanges, back)
-
-    def by_kernels(self, exchanges, columns, back, monkeypatch, later):
+    def by_kernels(self, columns, back, monkeypatch, later):
         """An exchange for which kernels pack, and a kernel that waits for it."""
-        sent, expected = self.content(exchanges, columns, back)
-        for i, (rank, exchange) in enumerate(zip(self.ranks, exchanges, strict=True)):
+        sent, expected = content(EXCHANGES, columns, back, next(self.numbers))
+        for i, (rank, exchange) in enumerate(zip(self.ranks, EXCHANGES, strict=True)):
             blocks = []
 
             def memory(shape, dtype, i=i, blocks=blocks):
@@ -137,18 +111,14 @@ class Cluster(Everyone):
             self.streams.put(rank.device, partial(pack, places, sent[i]))
             if not later:
                 arrival.begin()
-            word, number = arrival.flag()
-            word = ctypes.c_uint32.from_address(word)
-            self.streams.put(
-                rank.device, partial(compare, received, expected[i]), lambda w=word, n=number: w.value >= n
-            )
+            address, number = arrival.flag()
+            self.streams.wait(rank.device, ctypes.c_uint32.from_address(address), number)
+            self.streams.put(rank.device, partial(np.testing.assert_array_equal, received, expected[i]))
             if later:
                 arrival.begin()
             self.free[rank.device] += blocks
 
 
-PLAN = make_plan(varlen_causal(DOCUMENTS), int(DOCUMENTS[-1]), SIZE, overlap_stages=0)
-EXCHANGES = [share.forward[0].exchanges[0] for share in PLAN.ranks]
 STEPS = st.lists(
     st.tuples(
         st.sampled_from(["fetched", "fetched later", "written"]),
@@ -181,5 +151,5 @@ def test_whatever_stream_runs_ahead_rows_arrive_before_they_are_used(steps, seed
             for rank in cluster.ranks:
                 rank.places_of.cache_clear()  # it keeps which way was taken
             for _ in range(count):
-                cluster.by_kernels(EXCHANGES, columns, back, monkeypatch, kind == "fetched later")
+                cluster.by_kernels(columns, back, monkeypatch, kind == "fetched later")
         streams.run(draw)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from masks import dense_mask, document_lengths, slice_lists
+from masks import dense_mask, document_lengths, document_masks, shared_prompt_mask, slice_lists
 
 from torchtitan_magi.masks.builders import block_causal, shared_prompt, sliding_window, varlen_causal, varlen_full
 from torchtitan_magi.masks.geometry import clip_keys, clip_rows, trim
@@ -107,28 +107,14 @@ def test_clipping_is_the_mask_inside_the_window(slices, rows, keys):
 
 @given(document_lengths(60), st.integers(1, 70))
 def test_builders_follow_their_definitions(lengths, size):
-    cu = np.cumsum([0, *lengths])
-    document = np.repeat(np.arange(len(lengths)), lengths)
-    q, k = np.mgrid[: cu[-1], : cu[-1]]
-    same = document[:, None] == document[None]
-    block = (np.arange(cu[-1]) - cu[document]) // size
-    for slices, want in (
-        (varlen_causal(cu), same & (k <= q)),
-        (varlen_full(cu), same),
-        (sliding_window(cu, size), same & (k <= q) & (q - k < size)),
-        (block_causal(cu, size), same & (block[None] <= block[:, None])),
-    ):
-        assert (dense_mask(slices.table, cu[-1], cu[-1]) == want).all()
+    for slices, want in document_masks(lengths, size).values():
+        assert (dense_mask(slices.table, *want.shape) == want).all()
         assert slices.area == want.sum()
 
 
 def test_shared_prompt_lets_both_answers_see_the_prompt_and_not_each_other():
-    slices = shared_prompt([[3, 2, 4], [1, 0, 2], [0, 2, 1]])
-    part = np.array([0, 0, 0, 1, 1, 2, 2, 2, 2, 3, 5, 5, 7, 7, 8])  # 3 * pair + (prompt, chosen, rejected)
-    q, k = np.mgrid[:15, :15]
-    same_pair = part[q] // 3 == part[k] // 3
-    want = same_pair & (k <= q) & ((part[q] == part[k]) | (part[k] % 3 == 0))
-    assert (dense_mask(slices.table, 15, 15) == want).all()
+    lengths = [[3, 2, 4], [1, 0, 2], [0, 2, 1]]
+    assert (dense_mask(shared_prompt(lengths).table, 15, 15) == shared_prompt_mask(lengths)).all()
 
 
 def test_pairs_may_stand_anywhere():

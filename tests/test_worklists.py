@@ -3,11 +3,13 @@
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from masks import dense_mask, slice_lists
 
 import torchtitan_magi
 from torchtitan_magi.backends import LATE_MARGIN, StageMask
@@ -21,33 +23,32 @@ from torchtitan_magi.planning.cost_model import H200, CostModel, Link
 from torchtitan_magi.tiles import KEYS, NUM_SMS, largest_divisor, tile_cost
 
 
-def dense_mask(table: np.ndarray, num_q: int, num_k: int) -> np.ndarray:
-    mask = np.zeros((num_q, num_k), bool)
-    q, k = np.arange(num_q)[:, None], np.arange(num_k)[None]
-    for q_start, q_end, k_start, k_end, mask_type in table:
-        lo = k_start + (mask_type >> 1) * (q - q_start)
-        hi = k_end - (mask_type & 1) * (q_end - 1 - q)
-        mask |= (q >= q_start) & (q < q_end) & (k >= np.maximum(lo, k_start)) & (k < np.minimum(hi, k_end))
-    return mask
-
-
 def read(lists: WorkLists, offset: int, count: int, width: int) -> np.ndarray:
     return lists.words[offset : offset + count * width].reshape(count, width)
 
 
-def forward_items(lists: WorkLists, first: int | None = None) -> np.ndarray:
-    return read(lists, lists.sizes.forward.items, lists.sizes.forward.num_items, 12)[:first]
+def forward_items(lists: WorkLists) -> np.ndarray:
+    return read(lists, lists.sizes.forward.items, lists.sizes.forward.num_items, 12)
 
 
-def backward_items(lists: WorkLists, first: int | None = None) -> np.ndarray:
-    return read(lists, lists.sizes.backward.items, lists.sizes.backward.num_items, 12)[:first]
+def backward_items(lists: WorkLists) -> np.ndarray:
+    return read(lists, lists.sizes.backward.items, lists.sizes.backward.num_items, 12)
 
 
 def segments_of(lists: WorkLists, item: np.ndarray, segments: int) -> list[np.ndarray]:
-    further = [
-        lists.words[segments + 8 * (item[Field.FIRST_SEGMENT] + i) :][:8] for i in range(item[Field.NUM_SEGMENTS] - 1)
-    ]
-    return [item[Field.LAYER :], *further] if item[Field.NUM_SEGMENTS] else []
+    count, first = item[Field.NUM_SEGMENTS], item[Field.FIRST_SEGMENT]
+    return [item[Field.LAYER :], *read(lists, segments + 8 * first, count - 1, 8)] if count else []
+
+
+def lists_of(
+    *shape: Any, chunks_per_tile: int | None = None, blocks_per_chunk: int | None = None, deterministic: bool = False,
+    backward_heads_per_tile: int | None = None, **mask: Any,
+) -> WorkLists:  # fmt: skip
+    """The lists of a StageMask(*shape, **mask)."""
+    return build_worklists(
+        StageMask(*shape, **mask), deterministic=deterministic, chunks_per_tile=chunks_per_tile,
+        backward_heads_per_tile=backward_heads_per_tile, blocks_per_chunk=blocks_per_chunk,
+    )  # fmt: skip
 
 
 def bands_of(lists: WorkLists) -> np.ndarray:
@@ -106,9 +107,8 @@ def walk_backward(lists: WorkLists) -> np.ndarray:
         for layer, component, _, _, first, end, full_first, full_end in segments:
             for block in range(first, end)[::-1]:
                 rows = np.arange(block * tokens, min((block + 1) * tokens, s.num_q))
-                visible = (keys >= bands[layer, rows, :1]) & (
-                    keys < np.minimum(bands[layer, rows, 1:], item[Field.END_KEY])
-                )
+                ends = np.minimum(bands[layer, rows, 1:], item[Field.END_KEY])
+                visible = (keys >= bands[layer, rows, :1]) & (keys < ends)
                 if full_first <= block < full_end:
                     assert visible.all()
                 seen[np.ix_(rows, keys)] += visible
@@ -128,20 +128,17 @@ def walk_backward(lists: WorkLists) -> np.ndarray:
 @st.composite
 def masks(draw: st.DrawFn) -> tuple[AttnSlices, int, int]:
     num_q, num_k = draw(st.integers(1, 700)), draw(st.integers(1, 900))
-    rows = []
-    for _ in range(draw(st.integers(0, 6))):
-        q0, q1 = sorted((draw(st.integers(0, num_q)), draw(st.integers(0, num_q))))
-        k0, k1 = sorted((draw(st.integers(0, num_k)), draw(st.integers(0, num_k))))
-        rows.append([q0, q1, k0, k1, draw(st.integers(0, 3))])
-    return AttnSlices(rows), num_q, num_k
+    return draw(slice_lists(num_q, num_k, max_slices=6)), num_q, num_k
 
 
-def check(slices: AttnSlices, num_q: int, num_k: int, heads: tuple[int, int], **overrides: int | None) -> None:
-    want = dense_mask(slices.table, num_q, num_k).astype(int)
-    for deterministic in (False, True):
-        lists = build_worklists(StageMask(slices, num_q, num_k, *heads), deterministic=deterministic, **overrides)
+def check(slices: AttnSlices, num_q: int, num_k: int, heads: tuple[int, int], **overrides: int | None):
+    """The lists of both backwards, which are walked, and the mask."""
+    want = dense_mask(slices.table, num_q, num_k)
+    both = [lists_of(slices, num_q, num_k, *heads, deterministic=on, **overrides) for on in (False, True)]
+    for lists in both:
         np.testing.assert_array_equal(walk_forward(lists), want)
         np.testing.assert_array_equal(walk_backward(lists), want)
+    return both, want
 
 
 @settings(max_examples=60, deadline=None)
@@ -180,16 +177,16 @@ def test_named_masks(slices: AttnSlices, num_q: int, num_k: int) -> None:
 def test_row_bands_are_those_of_the_slices(mask: tuple[AttnSlices, int, int]) -> None:
     slices, num_q, num_k = mask
     want = np.stack(slices.row_bands(num_q), 2)
-    np.testing.assert_array_equal(bands_of(build_worklists(StageMask(slices, num_q, num_k, 1, 1))), want)
+    np.testing.assert_array_equal(bands_of(lists_of(slices, num_q, num_k, 1, 1)), want)
 
 
 def test_lists_of_one_direction_are_those_of_both() -> None:
     slices = shared_prompt([[300, 200, 150], [20, 40, 500]])
-    whole = build_worklists(StageMask(slices, 1210, 1210, 8, 1))
-    one = build_worklists(StageMask(slices, 1210, 1210, 8, 1, backward=False))
+    whole = lists_of(slices, 1210, 1210, 8, 1)
+    one = lists_of(slices, 1210, 1210, 8, 1, backward=False)
     assert one.sizes.backward.heads_per_tile == 0
     np.testing.assert_array_equal(walk_forward(one), walk_forward(whole))
-    other = build_worklists(StageMask(slices, 1210, 1210, 8, 1, forward=False))
+    other = lists_of(slices, 1210, 1210, 8, 1, forward=False)
     assert other.sizes.forward.heads_per_tile == 0
     np.testing.assert_array_equal(walk_backward(other), walk_backward(whole))
     slices_too = -(-5 * whole.sizes.num_slices // 4) * 4  # are in both
@@ -198,18 +195,18 @@ def test_lists_of_one_direction_are_those_of_both() -> None:
 
 def test_holes_between_keys_are_not_walked() -> None:
     slices = AttnSlices([[0, 8, 0, 256, 0], [8, 16, 100_000, 100_256, 0]])
-    assert build_worklists(StageMask(slices, 16, 100_256, 8, 1)).sizes.forward.num_blocks == 4
+    assert lists_of(slices, 16, 100_256, 8, 1).sizes.forward.num_blocks == 4
 
 
 def test_longest_items_come_first() -> None:
-    items = forward_items(build_worklists(StageMask(varlen_causal([0, 700, 4000]), 4000, 4000, 8, 1)))
+    items = forward_items(lists_of(varlen_causal([0, 700, 4000]), 4000, 4000, 8, 1))
     assert (np.diff(-(-(items[:, Field.END] - items[:, Field.FIRST]) // KEYS)) <= 0).all()
     assert (np.diff(tile_cost(np.arange(5))) > 0).all()
 
 
 def test_what_needs_no_late_keys_goes_first() -> None:
     slices = AttnSlices([[0, 512, 0, 256, 0], [512, 1024, 0, 256, 0], [512, 3000, 640, 4000, 0]])
-    lists = build_worklists(StageMask(slices, 3000, 4000, 8, 1, late_from=600))
+    lists = lists_of(slices, 3000, 4000, 8, 1, late_from=600)
     items = forward_items(lists)
     is_late = (items[:, Field.NUM_SEGMENTS] > 1) | (items[:, Field.END] > 600)
     assert lists.sizes.forward.num_early == (~is_late).sum() == 512 // 16
@@ -229,43 +226,36 @@ def test_late_keys_share_no_block_and_no_tile_with_others(
         [own[0].canonical().table, others[0].canonical().table + np.array([0, 0, late_from, late_from, 0])]
     )
     slices = AttnSlices._trusted(table[np.lexsort((table[:, 2], table[:, 0]))])  # as a plan has them
-    want = dense_mask(slices.table, num_q, num_k).astype(int)
-    for deterministic in (False, True):
-        lists = build_worklists(StageMask(slices, num_q, num_k, 8, 1, late_from=late_from), deterministic=deterministic)
-        s = lists.sizes
-        for item in forward_items(lists):
-            for *_, first, end, _, _ in segments_of(lists, item, s.forward.segments):
-                assert end <= late_from or first >= late_from
-        for item in backward_items(lists):
-            assert item[Field.END_KEY] <= late_from or item[Field.FIRST_KEY] >= late_from
-        assert s.forward.awaits == s.backward.awaits == want[:, late_from:].any()
-        for item in forward_items(lists, s.forward.num_early):
-            assert item[Field.NUM_SEGMENTS] > 0
-            assert all(end <= late_from for *_, end, _, _ in segments_of(lists, item, s.forward.segments))
-        early = backward_items(lists, s.backward.num_early)
-        assert (early[:, Field.END_KEY] <= late_from).all()
-        assert (early[:, Field.NUM_SEGMENTS] > 0).all()
-        assert len(early) == 0 or not deterministic
-        work = [item for item in backward_items(lists) if item[Field.NUM_SEGMENTS] > 0]
-        assert s.backward.awaits == any(item[Field.FIRST_KEY] >= late_from for item in work)  # as the kernel has it
-        np.testing.assert_array_equal(walk_forward(lists), want)
-        np.testing.assert_array_equal(walk_backward(lists), want)
+    both, want = check(slices, num_q, num_k, (8, 1), late_from=late_from)
+    for lists in both:
+        forward, backward = lists.sizes.forward, lists.sizes.backward
+        assert forward.awaits == backward.awaits == want[:, late_from:].any()
+        for number, item in enumerate(forward_items(lists)):
+            is_early, segments = number < forward.num_early, segments_of(lists, item, forward.segments)
+            assert segments or not is_early
+            for *_, first, end, _, _ in segments:
+                assert end <= late_from or (first >= late_from and not is_early)
+        items = backward_items(lists)
+        is_own, has_work = items[:, Field.END_KEY] <= late_from, items[:, Field.NUM_SEGMENTS] > 0
+        is_late = items[:, Field.FIRST_KEY] >= late_from
+        assert (is_own | is_late).all()
+        assert (is_own & has_work)[: backward.num_early].all()
+        assert not backward.num_early or not backward.deterministic
+        assert backward.awaits == (is_late & has_work).any()  # as the kernel has it
 
 
 def test_only_as_much_goes_first_as_covers_the_wait() -> None:
     blocks, waits = np.array([9, 8, 7, 6, 5]), np.array([True, False, True, False, False])
-    order = np.arange(5)
-
-    def ordered(enough: int) -> tuple[list[int], int]:
-        found, num_early = early_first(order, blocks, waits, enough)
-        return found.tolist(), num_early
-
-    assert ordered(8) == ([1, 0, 2, 3, 4], 1)
-    assert ordered(9) == ([1, 3, 0, 2, 4], 2)
-    assert ordered(1000) == ([1, 3, 4, 0, 2], 3)
-    assert ordered(0) == (order.tolist(), 0)
-    blocks[4] = 0
-    assert ordered(1000) == ([1, 3, 0, 2, 4], 2)
+    for enough, last, expected, early in (
+        (8, 5, [1, 0, 2, 3, 4], 1),
+        (9, 5, [1, 3, 0, 2, 4], 2),
+        (1000, 5, [1, 3, 4, 0, 2], 3),
+        (0, 5, [0, 1, 2, 3, 4], 0),
+        (1000, 0, [1, 3, 0, 2, 4], 2),
+    ):
+        blocks[4] = last
+        found, num_early = early_first(np.arange(5), blocks, waits, enough)
+        assert (found.tolist(), num_early) == (expected, early)
 
 
 @pytest.mark.parametrize(
@@ -278,25 +268,26 @@ def test_all_heads_have_work_until_late_keys_are_there(head_dim: int, cost: Cost
     seconds = LATE_MARGIN * (cost.stage + cost.inside.latency + late * 8 * head_dim * 4 / cost.inside.bandwidth)
     shape, timing = (num_q, num_q + late), {"late_from": num_q, "head_dim": head_dim, "cost": cost}
 
-    lists = build_worklists(StageMask(slices, *shape, 64, 8, **timing))
-    items = forward_items(lists, lists.sizes.forward.num_early)
+    lists = lists_of(slices, *shape, 64, 8, **timing)
+    items = forward_items(lists)[: lists.sizes.forward.num_early]
     blocks = -(-(items[:, Field.END] - items[:, Field.FIRST]) // KEYS)
     block_seconds = 64 * 16 * KEYS * (cost.forward.pair + head_dim * cost.forward.pair_dim)  # 8 heads share a tile
     assert seconds <= blocks.sum() * block_seconds < seconds + blocks.max() * block_seconds
 
-    lists = build_worklists(StageMask(slices, *shape, 8, 8, **timing))  # fewer query heads: little else to do
-    items = backward_items(lists, lists.sizes.backward.num_early)
+    lists = lists_of(slices, *shape, 8, 8, **timing)  # fewer query heads: little else to do
+    sizes = lists.sizes.backward
+    main = backward_items(lists)[: sizes.num_items - sizes.num_tail]
+    items = main[: sizes.num_early]
     blocks = items[:, Field.END] - items[:, Field.FIRST]
     block_seconds = 8 * 64 * KEYS * (cost.backward.pair + head_dim * cost.backward.pair_dim)
     seconds -= num_q * 8 * head_dim * 8 / cost.memory  # row sums and zeros are made meanwhile
-    main = backward_items(lists, lists.sizes.backward.num_items - lists.sizes.backward.num_tail)
     enough = seconds <= blocks.sum() * block_seconds < seconds + blocks.max() * block_seconds
     assert enough or (main[len(items) :, Field.END_KEY] > num_q).all()
     assert len(items) > 0
 
 
 def test_chunks_of_tiles_fill_the_gpu_and_end_at_common_multiples() -> None:
-    lists = build_worklists(StageMask(varlen_causal([0, 16384]), 16384, 16384, 64, 8))
+    lists = lists_of(varlen_causal([0, 16384]), 16384, 16384, 64, 8)
     sizes, items = lists.sizes.backward, backward_items(lists)
     assert sizes.is_split
     assert sizes.num_items * 8 > 4 * NUM_SMS
@@ -308,13 +299,12 @@ def test_chunks_of_tiles_fill_the_gpu_and_end_at_common_multiples() -> None:
     assert 2 * blocks[main:].max() <= blocks[:main].max() == chunk  # at the end short ones, longest first
     assert (np.diff(blocks[main:]) <= 0).all()
     assert NUM_SMS * chunk / 2 <= blocks[main:].sum() * 8 <= NUM_SMS * chunk  # no more than a chunk for each SM
-    short = build_worklists(StageMask(varlen_causal(np.arange(0, 65536, 64)), 65472, 65472, 64, 8))
+    short = lists_of(varlen_causal(np.arange(0, 65536, 64)), 65472, 65472, 64, 8)
     assert not short.sizes.backward.is_split
 
 
 def test_equal_tiles_that_would_be_left_over_are_cut() -> None:
-    # 512 tiles of 8 heads: 31.03 for each SM.
-    lists = build_worklists(StageMask(varlen_full([0, 8192]), 8192, 8192, 64, 8))
+    lists = lists_of(varlen_full([0, 8192]), 8192, 8192, 64, 8)  # 512 tiles of 8 heads: 31.03 for each SM
     sizes, items = lists.sizes.forward, forward_items(lists)
     assert 0 < sizes.num_chunks <= NUM_SMS
     assert sizes.num_items == 512 - sizes.num_chunks // sizes.chunks_per_tile + sizes.num_chunks
@@ -322,7 +312,7 @@ def test_equal_tiles_that_would_be_left_over_are_cut() -> None:
     assert np.bincount(items[:, Field.TILE], blocks).tolist() == [64] * 512
     assert last_end(tile_cost(blocks), 8) < 0.98 * last_end(tile_cost(np.full(512, 64)), 8)
     for slices in (varlen_causal([0, 8192]), varlen_causal(range(0, 8193, 512)), AttnSlices([])):
-        assert build_worklists(StageMask(slices, 8192, 8192, 64, 8)).sizes.forward.num_chunks == 0
+        assert lists_of(slices, 8192, 8192, 64, 8).sizes.forward.num_chunks == 0
 
 
 def test_tiles_without_queries_are_stored_too_where_long_ones_turn_out_to_be_whole() -> None:
@@ -333,14 +323,14 @@ def test_tiles_without_queries_are_stored_too_where_long_ones_turn_out_to_be_who
 
 @pytest.mark.filterwarnings("error")
 def test_tiles_stay_whole_where_each_query_head_has_its_own_keys() -> None:
-    assert build_worklists(StageMask(varlen_causal([0, 16384]), 16384, 16384, 8, 2)).sizes.backward.is_split
-    assert not build_worklists(StageMask(varlen_causal([0, 16384]), 16384, 16384, 8, 8)).sizes.backward.is_split
-    assert build_worklists(StageMask(varlen_causal([0, 4096]), 4096, 4096, 2, 2)).sizes.backward.is_split  # for 132 SMs
-    assert not build_worklists(StageMask(AttnSlices([]), 0, 16384, 8, 8)).sizes.backward.is_split
+    assert lists_of(varlen_causal([0, 16384]), 16384, 16384, 8, 2).sizes.backward.is_split
+    assert not lists_of(varlen_causal([0, 16384]), 16384, 16384, 8, 8).sizes.backward.is_split
+    assert lists_of(varlen_causal([0, 4096]), 4096, 4096, 2, 2).sizes.backward.is_split  # for 132 SMs
+    assert not lists_of(AttnSlices([]), 0, 16384, 8, 8).sizes.backward.is_split
 
 
 def test_a_deterministic_tile_counts_its_chunks_in_the_order_of_the_list() -> None:
-    lists = build_worklists(StageMask(varlen_causal([0, 16384]), 16384, 16384, 64, 8), deterministic=True)
+    lists = lists_of(varlen_causal([0, 16384]), 16384, 16384, 64, 8, deterministic=True)
     items = backward_items(lists)
     number = items[:, Field.FIRST] // (items[:, Field.END] - items[:, Field.FIRST]).max()
     assert (np.diff(number) <= 0).all()  # from the last chunk of queries to the first
@@ -367,9 +357,9 @@ def test_largest_divisor() -> None:
 
 def test_slices_beyond_the_tensors_are_an_error() -> None:
     with pytest.raises(ValueError, match="slices reach"):
-        build_worklists(StageMask(AttnSlices([[0, 9, 0, 4, 0]]), 8, 8, 1, 1))
+        lists_of(AttnSlices([[0, 9, 0, 4, 0]]), 8, 8, 1, 1)
     with pytest.raises(ValueError, match="multiple"):
-        build_worklists(StageMask(AttnSlices([]), 8, 8, 3, 2))
+        lists_of(AttnSlices([]), 8, 8, 3, 2)
 
 
 @pytest.mark.parametrize(
@@ -384,7 +374,7 @@ def test_what_the_kernel_cannot_count_in_32_bits_is_refused(
     slices: list[list[int]], num_q: int, num_k: int, message: str
 ) -> None:
     with pytest.raises(ValueError, match=message + ".*use shorter packs or more ranks"):
-        build_worklists(StageMask(AttnSlices(slices), num_q, num_k, 64, 8, forward=False, backward=False))
+        lists_of(AttnSlices(slices), num_q, num_k, 64, 8, forward=False, backward=False)
 
 
 @pytest.mark.parametrize(("tokens", "documents"), [(1 << 16, 150), (1 << 20, 150), (1 << 20, 1000)])
@@ -402,7 +392,7 @@ def test_no_loop_runs_over_tiles(tokens: int, documents: int) -> None:
     before = sys.gettrace()
     sys.settrace(count)
     try:
-        build_worklists(StageMask(slices, tokens, tokens, 64, 8))
+        lists_of(slices, tokens, tokens, 64, 8)
     finally:
         sys.settrace(before)
     assert lines < 1000 + 5 * documents

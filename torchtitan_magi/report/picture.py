@@ -135,11 +135,12 @@ def _rank_legend(axes: Axes, plan: AttnPlan) -> None:
     colors = rank_colors(plan.cp_size, plan.gpus_per_node)
     nodes = plan.work.num_nodes
     if nodes > 1 and plan.cp_size > len(HUES):
-        firsts = range(0, plan.cp_size, plan.gpus_per_node)[: len(HUES)]
+        firsts = list(range(0, plan.cp_size, plan.gpus_per_node))[: len(HUES)]
         lasts = [min(first + plan.gpus_per_node, plan.cp_size) - 1 for first in firsts]
         names = [f"node {node}: ranks {ends[0]}-{ends[1]}" for node, ends in enumerate(zip(firsts, lasts, strict=True))]
     else:  # all ranks, or some of too many
-        firsts = np.linspace(0, plan.cp_size - 1, plan.cp_size if plan.cp_size <= len(HUES) else 8).astype(int)
+        shown = plan.cp_size if plan.cp_size <= len(HUES) else 8
+        firsts = np.linspace(0, plan.cp_size - 1, shown).astype(int).tolist()
         names = [f"rank {rank}" for rank in firsts]
     entries = [Patch(color=tuple(colors[rank]), label=name) for rank, name in zip(firsts, names, strict=True)]
     if nodes > len(HUES):
