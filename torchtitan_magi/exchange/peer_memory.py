@@ -25,9 +25,9 @@ from torchtitan_magi.exchange.in_flight import MAX_PEERS, Arrival, Flag, Places
 from torchtitan_magi.exchange.transport import ProcessGroupTransport
 from torchtitan_magi.planning.stage import Exchange, Parcel
 
-# Slots of a channel: buffers to send from or to be written to, taken in turn. Two suffice. Exchange n is issued only
-# after n-1 was waited for; every peer has then gathered for n-1, so it has finished with the slot of n-2.
-SLOTS = 2
+# Slots of a channel: buffers to send from or to be written to, taken in turn. Three suffice. Exchange n is issued only
+# after n-2 was waited for; every peer has then reached n-2, so it has finished with the slot of n-3.
+SLOTS = 3
 FLAG_BYTES = 4096  # for the channels' words, before the slots
 WRITTEN_BYTES = 8 << 20  # at most as many bytes of K/V rows per rank are written; more are fetched beside attention
 
