@@ -163,6 +163,7 @@ def test_zigzag_work_against_the_dense_mask(cp_size):
         rows = [mask[mine][:, owner == source].any(1).sum() for source in range(cp_size) if source != rank]
         assert work.remote_rows[rank] == pytest.approx(np.mean(rows))
         assert work.local_rows[rank] == mine.sum()
+    assert strategies.zigzag_work(replace(case, gpus_per_node=1)).num_nodes == cp_size
 
 
 def test_ring_passes_all_rows_round_step_by_step():

@@ -3,6 +3,7 @@
 import base64
 import html
 import io
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,8 @@ def write_png(sizing: Sizing, target: Path | io.BytesIO) -> None:
 
 def html_page(sizing: Sizing) -> str:
     """One page with everything: no scripts, nothing fetched."""
-    write_png(sizing, picture := io.BytesIO())
+    picture = io.BytesIO()
+    write_png(sizing, picture)
     return _PAGE.format(
         title=f"{sizing.first.cp_size} GPUs, {sizing.total:,} tokens per pack",
         headline=html.escape(headline(sizing)),
@@ -133,16 +135,16 @@ def draw_mask(figure: Any, plan: AttnPlan) -> None:
 
 def _rank_legend(axes: Axes, plan: AttnPlan) -> None:
     colors = rank_colors(plan.cp_size, plan.gpus_per_node)
-    nodes = plan.work.num_nodes
+    nodes, size = plan.work.num_nodes, plan.gpus_per_node
+    ranks: Sequence[int] = range(plan.cp_size)
     if nodes > 1 and plan.cp_size > len(HUES):
-        firsts = list(range(0, plan.cp_size, plan.gpus_per_node))[: len(HUES)]
-        lasts = [min(first + plan.gpus_per_node, plan.cp_size) - 1 for first in firsts]
-        names = [f"node {node}: ranks {ends[0]}-{ends[1]}" for node, ends in enumerate(zip(firsts, lasts, strict=True))]
-    else:  # all ranks, or some of too many
-        shown = plan.cp_size if plan.cp_size <= len(HUES) else 8
-        firsts = np.linspace(0, plan.cp_size - 1, shown).astype(int).tolist()
-        names = [f"rank {rank}" for rank in firsts]
-    entries = [Patch(color=tuple(colors[rank]), label=name) for rank, name in zip(firsts, names, strict=True)]
+        ranks = ranks[::size][: len(HUES)]
+        names = [f"node {first // size}: ranks {first}-{min(first + size, plan.cp_size) - 1}" for first in ranks]
+    else:
+        if plan.cp_size > len(HUES):
+            ranks = np.linspace(0, plan.cp_size - 1, 8).astype(int).tolist()
+        names = [f"rank {rank}" for rank in ranks]
+    entries = [Patch(color=tuple(colors[rank]), label=name) for rank, name in zip(ranks, names, strict=True)]
     if nodes > len(HUES):
         entries.append(Patch(alpha=0, label="then again from the top"))
     axes.legend(handles=entries, loc="upper right", labelspacing=0.35)
@@ -262,7 +264,7 @@ def draw_strategies(axes: Axes, sizing: Sizing) -> None:
     axes.set(xlabel=label, xlim=(0, 1.17 * longest), ylim=(len(rows) - 0.5, -0.6))
     axes.set_title("How long: all strategies, by the same cost model", pad=24)
     colors = directions | {"communication not hidden": CAST}
-    line = matplotlib.lines.Line2D([], [], **IDEAL | {"linewidth": None}, label=f"ideal {ideal:.1f} ms")
+    line = matplotlib.lines.Line2D([], [], color=INK, linestyle=IDEAL["linestyle"], label=f"ideal {ideal:.1f} ms")
     handles = [*(Patch(color=color, label=name) for name, color in colors.items()), line]
     axes.legend(handles=handles, loc="lower left", bbox_to_anchor=(-0.01, 1.0), ncols=4, handlelength=1.2)
 
