@@ -5,7 +5,7 @@
 
 Four processes live through the run: two ranks of each tree, with a process group per tree, on GPUs 0 and 1. One tree
 works at a time: for every case old, new, in the next round new, old, and so on. A round's figure is the median over
-timed calls (CUDA events; work queued ahead, an untimed call of the same kind and a flush of L2 before each kernel call).
+timed calls (CUDA events; work queued ahead, an untimed call of the same kind and a flush of L2 before kernel calls).
 Kernel cases run on both GPUs at once, each for itself: the mean of the two. Context parallelism: the slowest rank.
 
 The last lines are a table: old and new median over rounds, their ratio, the spread of old against itself (max / min of
