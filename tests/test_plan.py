@@ -16,7 +16,8 @@ from torchtitan_magi.masks.slices import AttnSlices
 from torchtitan_magi.planning import stage
 from torchtitan_magi.planning.cost_model import H200
 from torchtitan_magi.planning.needs import node_traffic
-from torchtitan_magi.planning.plan import make_plan
+from torchtitan_magi.planning.placement.place import place
+from torchtitan_magi.planning.plan import forget_plans, make_plan
 from torchtitan_magi.planning.relays import RESIDENT
 
 CP_SIZES = st.sampled_from([1, 2, 3, 4, 6, 8])
@@ -166,8 +167,12 @@ def test_a_row_crosses_to_a_node_once():
     assert plan.rows_across_nodes.sum() < 0.5 * flat.sum()
 
 
-def test_repeated_masks_are_planned_once():
-    assert make_plan(varlen_causal([0, 7, 30]), 30, 2) is make_plan(varlen_causal([0, 7, 30]), 30, 2)
+def test_repeated_masks_are_planned_once(monkeypatch):
+    placed = []
+    monkeypatch.setattr("torchtitan_magi.planning.plan.place", lambda *args: placed.append(args) or place(*args))
+    forget_plans()
+    plans = [make_plan(varlen_causal([0, 7, 30]), 30, 2) for _ in range(3)]
+    assert len(placed) == len({plan.fingerprint for plan in plans}) == 1
 
 
 def test_a_fingerprint_tells_plans_apart():
@@ -226,7 +231,7 @@ def test_a_bad_request_names_the_value(arguments, options, message):
 
 def test_sizes_may_be_integers_of_numpy():
     plan = make_plan(CAUSAL, np.int32(4), np.int64(2), np.int8(1), gpus_per_node=np.int16(1))
-    assert plan is make_plan(CAUSAL, 4, 2, 1, gpus_per_node=1)
+    assert plan.fingerprint == make_plan(CAUSAL, 4, 2, 1, gpus_per_node=1).fingerprint
 
 
 def arrays_in(value, seen):
