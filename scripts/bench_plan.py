@@ -204,6 +204,7 @@ def draw(rows: list[dict], path: Path) -> None:
 
     rows = [row for row in rows if row["distribution"] == "histogram" and row["cp"] in (4, 8, 32, 64, 128)]
     cases = list(dict.fromkeys((row["total"], row["cp"]) for row in rows))
+    measured = {row["planner"] for row in rows}
     colors = {"ours": "#1b6ca8", "contiguous": "#d98e32", "zigzag": "#5a9e3d", "min_heap": "#a05195"}
     panels = {
         "mean K/V received / least possible with balanced work": lambda some: (
@@ -215,7 +216,7 @@ def draw(rows: list[dict], path: Path) -> None:
     }
     figure, axes = pyplot.subplots(4, 1, figsize=(9, 10), sharex=True)
     for axis, (title, figure_of) in zip(axes, panels.items(), strict=True):
-        planners = ["ours"] if "planning" in title else list(colors)
+        planners = ["ours"] if "planning" in title else [name for name in colors if name in measured]
         for i, planner in enumerate(planners):
             values = [
                 figure_of([row for row in rows if row["planner"] == planner and (row["total"], row["cp"]) == case])
