@@ -67,7 +67,7 @@ def recorder(monkeypatch):
     monkeypatch.setattr(driver, "function", recorder.function)
     monkeypatch.setattr(jit, "load_kernel", lambda _, function, *__: (function, PARAMS[function]))
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
     monkeypatch.setattr(launch, "num_sms", lambda device: 132)
     addresses = itertools.cycle(row.data_ptr() for row in counters)
     monkeypatch.setattr(launch, "_counters", lambda device: (addresses, counters))

@@ -94,6 +94,7 @@ def in_place_of_the_driver(fake, new_stream, current_stream):
         monkeypatch.setattr(driver, "function", fake.function)
         monkeypatch.setattr(torch.cuda, "Stream", lambda priority: SimpleNamespace(cuda_stream=new_stream()))
         monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", current_stream, raising=False)
+        monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: fake.stream(current_stream(device)))
         monkeypatch.setattr(ProcessGroupTransport, "__init__", lambda self, group: None)

@@ -143,7 +143,7 @@ class Kernel:
 
     def launch(self, device: int, num_blocks: int, arguments: ctypes.Array[ctypes.c_void_p]) -> None:
         """Launches with the addresses of all arguments on the current stream of `device`."""
-        if torch.cuda.current_device() != device:
+        if torch._C._cuda_getDevice() != device:  # current_device() without its check that CUDA is up
             with torch.cuda.device(device):
                 return self.launch(device, num_blocks, arguments)
         stream = torch._C._cuda_getCurrentRawStream(device)  # current_stream(device).cuda_stream without the objects

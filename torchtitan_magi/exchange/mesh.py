@@ -19,17 +19,17 @@ def process_group_transport(group: dist.ProcessGroup) -> ProcessGroupTransport:
     """The one transport of a group. Its first call is a collective of the group's ranks.
 
     It ends with the group: once ``destroy_process_group`` was called, its memory is given back when the last
-    reference to the group goes, or when the next transport is asked for.
+    reference to the group goes, or when a transport of another group is made.
     """
-    alive = dist.distributed_c10d._world.pg_map
-    for ended in [other for other in _transports if other not in alive]:
-        _transports.pop(ended).close()
-    if group not in _transports:
+    transport, alive = _transports.get(group), dist.distributed_c10d._world.pg_map
+    if transport is None or group not in alive:
+        for ended in [other for other in _transports if other not in alive]:
+            _transports.pop(ended).close()
         is_nccl = "nccl" in dist.get_backend_config(group) and dist.get_world_size(group) > 1
         kind = PeerTransport if is_nccl and can_reach_each_other(group) else ProcessGroupTransport
         transport = _transports[group] = kind(group)
         weakref.finalize(group, transport.close).atexit = False
-    return _transports[group]
+    return transport
 
 
 def as_transport(mesh: Mesh, cp_size: int) -> Transport:
