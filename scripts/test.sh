@@ -2,7 +2,7 @@
 # Lint, types and all tests: ./scripts/test.sh [pytest arguments]
 # Does all set-up. Tests marked gpu skip themselves, with a reason, where there is no Hopper GPU.
 set -euo pipefail
-needs="torch torchtitan pytest hypothesis ruff mypy"
+needs="torch torchtitan pytest xdist hypothesis ruff mypy transformers trl"
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 
 "$python" -m ruff check .
