@@ -8,4 +8,6 @@ source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 "$python" -m ruff check .
 "$python" -m ruff format --check .
 "$python" -m mypy
+# All of them over three processes: most tests wait for processes of their own. A file's tests share what they set up.
+if (($# == 0)); then set -- --numprocesses 3 --dist loadfile --no-loadscope-reorder; fi
 exec "$python" -m pytest "$@"
