@@ -2,12 +2,13 @@
 """Times torchtitan training steps: ours, torchtitan's own flex context parallelism, and no context parallelism.
 
     python scripts/bench_train.py [--gpus 4] [--tokens 16384 65536] [--output benchmarks/results/train_h200x4.json]
+    python scripts/bench_train.py --gpus 2 --tokens 65536 --model qwen3 --shapes 30B-A3B --expert-parallel 2
 
-The model has the layer shapes of llama3 8B but few layers. All strategies read the same packed documents through
-torchtitan's text data set with a loader worker: the sources of Python's standard library, cut into documents whose
-lengths follow the histogram of bench_cp.py, up to a quarter of the pack over all GPUs; documents end with EOS. Step
-times are means over all packs after the first ones. Ours also has the ideal time of its attention: our kernel on the
-same packs, each whole on one GPU, times layers, divided by the GPUs of the pack.
+The model has the layer shapes of llama3 8B, or what is asked for, but few layers. All strategies read the same packed
+documents through torchtitan's text data set with a loader worker: the sources of Python's standard library, cut into
+documents whose lengths follow the histogram of bench_cp.py, up to a quarter of the pack over all GPUs; documents end
+with EOS. Step times are means over all packs after the first ones. Ours also has the ideal time of its attention: our
+kernel on the same packs, each whole on one GPU, times layers, divided by the GPUs of the pack.
 
 Strategies
   ours          this package, context parallelism over all GPUs
@@ -16,6 +17,7 @@ Strategies
   no attention  ours without its attention and communication: the rest of a step
   flex          torchtitan's flex_attention with context parallelism and the load balancer for it ("ptrr")
   no CP         torchtitan's varlen attention, one pack of `tokens` per GPU, data parallelism (FSDP)
+  no CP, flex   the same with its flex_attention
 """
 
 import argparse
@@ -70,6 +72,7 @@ STRATEGIES = {
     "no attention": Strategy("varlen", cp=0, options=HOOKS),
     "flex": Strategy("flex", cp=0, options="--parallelism.context_parallel_load_balancer ptrr"),
     "no CP": Strategy("varlen", dp=0),
+    "no CP, flex": Strategy("flex", dp=0),
 }
 
 
@@ -78,8 +81,10 @@ def run(name: str, tokens: int, arguments: argparse.Namespace) -> dict[str, Any]
     strategy = STRATEGIES[name].on(arguments.gpus)
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={arguments.gpus}"]
-        command += [__file__, RECORD, folder, arguments.shapes, str(arguments.layers)]
-        command += [str(tokens * arguments.gpus), str(int(name != "no attention")), "--model.name", "llama3"]
+        command += [__file__, RECORD, folder, arguments.model, arguments.shapes, str(arguments.layers)]
+        # under full activation checkpointing the forward runs once more
+        forwards = 0 if name == "no attention" else 1 + ("activation_checkpoint.mode full" in arguments.options)
+        command += [str(tokens * arguments.gpus), str(forwards), "--model.name", arguments.model]
         command += ["--model.flavor", f"bench_{strategy.attention}", "--model.hf_assets_path", "assets/demo/tokenizer"]
         command += ["--training.dataset", "documents", "--training.dataloader.num_workers", "1"]
         command += ["--training.local_batch_size", "1", "--training.seq_len", str(tokens * strategy.cp * strategy.tp)]
@@ -87,6 +92,7 @@ def run(name: str, tokens: int, arguments: argparse.Namespace) -> dict[str, Any]
         command += ["--parallelism.context_parallel_degree", str(strategy.cp)]
         command += ["--parallelism.tensor_parallel_degree", str(strategy.tp)]
         command += ["--parallelism.data_parallel_shard_degree", str(strategy.dp), "--comm.trace_buf_size", "0"]
+        command += ["--parallelism.expert_parallel_degree", str(arguments.expert_parallel)]
         command += [*strategy.options.split(), *arguments.options.split()]
         environment = {"OMP_NUM_THREADS": "1", **os.environ}
         with open(f"{folder}/log", "w+") as log:
@@ -113,19 +119,20 @@ def run(name: str, tokens: int, arguments: argparse.Namespace) -> dict[str, Any]
 
 def record_run() -> None:
     """One process of a run: torchtitan's entry with the model and the data of the benchmark."""
-    folder, shapes, layers, pack, has_attention = sys.argv[2:7]
-    sys.argv[1:7] = []
+    folder, model, shapes, layers, pack, forwards = sys.argv[2:8]
+    sys.argv[1:8] = []
 
     import datasets
     import torch
     import torchtitan.train
     from torchtitan.components.metrics import MetricsProcessor
     from torchtitan.hf_datasets import DatasetConfig, text_datasets
-    from torchtitan.models.llama3 import llama3_args
+    from torchtitan.protocols.train_spec import get_train_spec
 
+    flavors: Any = get_train_spec(model).model_args
     for attention in ("flex", "varlen"):
-        llama3_args[f"bench_{attention}"] = replace(
-            llama3_args[shapes], n_layers=int(layers), attn_type=attention, attn_mask_type="block_causal"
+        flavors[f"bench_{attention}"] = replace(
+            flavors[shapes], n_layers=int(layers), attn_type=attention, attn_mask_type="block_causal"
         )
     text_datasets.DATASETS["documents"] = DatasetConfig(
         path="",
@@ -145,7 +152,7 @@ def record_run() -> None:
             return bind(self, inputs, eos_id)
 
         MagiRuntime.bind = remember_plan  # type: ignore[method-assign]
-        if not int(has_attention):  # all gradients still exist
+        if not int(forwards):  # all gradients still exist
             wrapper.attend = lambda q, k, v, *_: (q + 0 * (k.mean() + v.mean()), None)
     else:
         from torchtitan.train import Trainer
@@ -165,14 +172,15 @@ def record_run() -> None:
     torchtitan.train.main(Trainer)
     seconds = [after - before for before, after in itertools.pairwise(times)]
     record = {"seconds": seconds, "losses": losses, "peak_gib": max(peaks) / 2**30, "ideal_attention": []}
-    if packs and int(has_attention) and torch.cuda.is_available():
+    if packs and int(forwards) and torch.cuda.is_available():
         steps = packs[1 : len(times)]  # those of `seconds`
-        record["ideal_attention"] = [int(layers) * ideal_seconds(plan, heads) for plan, heads in steps]
+        record["ideal_attention"] = [int(layers) * ideal_seconds(plan, heads, int(forwards)) for plan, heads in steps]
     Path(folder, f"rank{os.environ['RANK']}.json").write_text(json.dumps(record))
 
 
-def ideal_seconds(plan: Any, heads: Any) -> float:
-    """One layer's attention, forward and backward, over the whole pack on this GPU, divided by the plan's ranks."""
+def ideal_seconds(plan: Any, heads: Any, forwards: int) -> float:
+    """One layer's attention, so many forwards and a backward, over the whole pack on this GPU, divided by the plan's
+    ranks."""
     import torch
 
     from torchtitan_magi import flex_flash_attn
@@ -181,13 +189,15 @@ def ideal_seconds(plan: Any, heads: Any) -> float:
     shapes = [(plan.total_tokens, number, heads.head_dim) for number in numbers]
     q, k, v, dout = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in shapes)
     inputs = [x.requires_grad_() for x in (q, k, v)]
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    for event in (start, end):  # the first call also makes work lists
+    start, middle, end = (torch.cuda.Event(enable_timing=True) for _ in range(3))
+    for _ in range(2):  # the first call also makes work lists
+        start.record()
         out, _ = flex_flash_attn(*inputs, plan.slices)
+        middle.record()
         torch.autograd.grad(out, inputs, dout)
-        event.record()
+        end.record()
     torch.cuda.synchronize()
-    return 1e-3 * start.elapsed_time(end) / plan.cp_size
+    return 1e-3 * (forwards * start.elapsed_time(middle) + middle.elapsed_time(end)) / plan.cp_size
 
 
 def documents(pack: int) -> list[dict[str, str]]:
@@ -206,7 +216,9 @@ def main() -> None:
     parser.add_argument("--strategies", nargs="+", default=list(STRATEGIES), choices=STRATEGIES)
     parser.add_argument("--steps", type=int, default=25)
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--shapes", default="8B", help="flavor of llama3 whose layers are trained")
+    parser.add_argument("--model", default="llama3", choices=["llama3", "qwen3"])
+    parser.add_argument("--shapes", default="8B", help="flavor of the model whose layers are trained")
+    parser.add_argument("--expert-parallel", type=int, default=1, help="degree, for mixtures of experts")
     parser.add_argument(
         "--options", default="--compile.enable --activation_checkpoint.mode none", help="torchtitan overrides for all"
     )
@@ -214,7 +226,10 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="JSON file to write")
     arguments = parser.parse_args()
     subprocess.run([sys.executable, ROOT / "scripts" / "make_demo_data.py"], check=True, cwd=ROOT)
-    options = {"num_gpus": arguments.gpus, "layers": arguments.layers, "options": arguments.options}
+    shapes = f"{arguments.model} {arguments.shapes}"
+    options = {"num_gpus": arguments.gpus, "shapes": shapes, "layers": arguments.layers, "options": arguments.options}
+    if arguments.expert_parallel > 1:
+        options["expert_parallel"] = arguments.expert_parallel
     facts = facts_of_run(arguments.commit) | options
     rows = []
     columns = "strategy", "tokens per GPU", "cp, tp, dp", "tokens/s", "per GPU", "ms", "ideal attention", "GiB"
