@@ -245,6 +245,39 @@ def test_what_is_written_and_what_is_fetched(monkeypatch):
     assert way(0, 201, back=True) == "fetched in 3 pieces"
 
 
+@pytest.mark.parametrize("back", [False, True])
+@pytest.mark.parametrize("size", [2, 3, 8])
+def test_pieces_are_as_few_as_fit_and_together_bring_everything(size, back):
+    exchanges = exchanges_of(np.cumsum([0, 900, 7, 1, 64, 500, 33, 495]), size)
+    most = exchanges[0].most_sent(back)
+    for rows in (size, size + 1, 50, most - 1, most, 10 * most):
+        (pieces,) = {exchange.num_pieces(back, rows) for exchange in exchanges}
+        assert (pieces == 1) == (rows >= most)
+        assert (pieces - 1) * (rows - size) < most  # no more, but for the rounding of each rank's share
+        for exchange in exchanges:
+            got, sent = map(sum, exchange.splits(back))
+            parts = [exchange.parts(back, i, pieces) for i in range(pieces)]
+            assert all(sum(part.stop - part.start for part in each) <= rows for each in parts)
+            assert sorted(i for each in parts for part in each for i in range(part.start, part.stop)) == [*range(sent)]
+            fetches = [fetch for i in range(pieces) for fetch in exchange.fetches(back, i, pieces)]
+            assert sorted(i for _, _, n, place in fetches for i in range(place, place + n)) == [*range(got)]
+
+
+def test_memory_is_bounded_and_logged(fake_driver, caplog):
+    mib = 1 << 20
+    sizes = {0: 4, mib: 4, mib + 1: 8, 500 * mib: 2048, 1024 * mib: 4096, 1025 * mib: 4096, 1 << 50: 4096}
+    assert {largest: peer.memory_bytes(largest) - FLAG_BYTES for largest in sizes} == {
+        largest: total * mib for largest, total in sizes.items()
+    }
+    everyone = Everyone(2)
+    assert everyone.ranks[0].num_bytes == 0
+    caplog.set_level("INFO")
+    for slot in (mib, 4 * mib):
+        everyone.grow(slot)
+        assert everyone.ranks[0].num_bytes == FLAG_BYTES + 4 * slot
+        assert f"Rows by peer memory: {4 * slot >> 20} MiB of each GPU" in caplog.messages[-1]
+
+
 @pytest.mark.parametrize(("later", "launches_block"), [(False, False), (True, False), (True, True)])
 def test_an_exchange_begins_when_its_rows_are_packed_or_when_the_caller_says_so(monkeypatch, later, launches_block):
     monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", str(int(launches_block)))

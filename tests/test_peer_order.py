@@ -152,7 +152,7 @@ class Cluster(Everyone):
 
     def cast(self, columns, later):
         own = self.tensors([192 // self.size] * self.size, columns)
-        sent = [kv[exchange.send_rows] for kv, exchange in zip(own, self.exchanges, strict=True)]
+        sent = [kv[rows.index[0][0]] for kv, rows in zip(own, self.rows, strict=True)]
         expected = arriving(self.exchanges, sent, back=False)
         for rows, kv, rows_expected in zip(self.rows, own, expected, strict=True):
             received, arrival = group_cast(rows, kv[:, 0], kv[:, 1], later)
