@@ -14,7 +14,7 @@ from torchtitan_magi.backends import choose_block_attn
 from torchtitan_magi.bound_plan import bind_plan
 from torchtitan_magi.exchange import peer_memory as peer
 from torchtitan_magi.exchange.mesh import process_group_transport
-from torchtitan_magi.exchange.peer_memory import WRITTEN_BYTES, PeerTransport
+from torchtitan_magi.exchange.peer_memory import MAX_SLOT_BYTES, WRITTEN_BYTES, PeerTransport
 from torchtitan_magi.exchange.transport import ProcessGroupTransport
 
 pytestmark = pytest.mark.gpu
@@ -53,15 +53,22 @@ CASES = {
 }
 
 
+def travel_by(way):
+    """From now on; "mixed": large exchanges in pieces, smaller ones fetched, the smallest written."""
+    peer.WRITTEN_BYTES = {"fetched": 0, "pieces": 0, "mixed": 1 << 15}.get(way, WRITTEN_BYTES)
+    peer.MAX_SLOT_BYTES = 1 << 16 if way in ("pieces", "mixed") else MAX_SLOT_BYTES
+    process_group_transport(dist.group.WORLD).prepared.cache_clear()
+
+
 def run_on_rank(names, way):
     mesh = ProcessGroupTransport(dist.group.WORLD) if way == "NCCL" else dist.group.WORLD
-    peer.WRITTEN_BYTES = 0 if way == "fetched" else WRITTEN_BYTES
+    travel_by(way)
     backend = "flex" if way == "flex" else "auto"
     results = [run_case(CASES[name], dist.get_world_size(), mesh, "cuda", backend) for name in names]
     return [{tensor: value.cpu() for tensor, value in result.items()} for result in results]
 
 
-@pytest.mark.parametrize("way", ["written", "fetched", "NCCL", "flex"])
+@pytest.mark.parametrize("way", ["written", "fetched", "pieces", "NCCL", "flex"])
 def test_every_case(pool, way):
     names = ["no overlap", "four stages"] if way == "flex" else list(CASES)
     results = pool.run(run_on_rank, names, way)
@@ -79,10 +86,11 @@ def test_ranks_of_one_machine_use_peer_memory(pool):
 
 def ended_on_rank():
     """Whether a transport let go of its memory with its group; bytes that came free on the device; its memory."""
+    travel_by("written")
     group = dist.new_group(list(range(dist.get_world_size())))
     run_case(CASES["GQA 64:8"], dist.get_world_size(), group, "cuda")
     transport = process_group_transport(group)
-    held = transport.memory.nbytes
+    held = transport.num_bytes
     torch.cuda.synchronize()
     dist.barrier()
     before = torch.cuda.mem_get_info()[0]
@@ -99,10 +107,8 @@ def test_symmetric_memory_ends_with_its_group(pool):
         assert freed >= held
 
 
-def repeat_on_rank(name, times, way):
-    """The same bits from `times` runs of attention, without the host ever waiting for the device."""
-    peer.WRITTEN_BYTES = 0 if way == "fetched" else WRITTEN_BYTES
-    case = CASES[name]
+def deterministic_step(case):
+    """A forward and a backward of this rank: out, lse, dq, dk, dv."""
     plan = magi.make_plan(case.slices, len(case.mask), dist.get_world_size(), case.stages)
     rank = dist.get_rank()
     device = torch.device("cuda", rank)
@@ -116,24 +122,41 @@ def repeat_on_rank(name, times, way):
         out, lse = attention_op(q, k, v, handle, case.head_dim**-0.5)
         return (out, lse, *torch.autograd.grad(out, (q, k, v), local[3]))
 
-    first = step()
-    torch.cuda.synchronize()
+    return step
+
+
+def repeat_on_rank(cases, times, way):
+    """The same bits from `times` runs of attention by turns, without the host ever waiting for the device."""
+    travel_by(way)
+    steps = [deterministic_step(case) for case in cases]
+    first = []
+    for step in steps:
+        first.append(step())
+        torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        runs = [step() for _ in range(times)]
+        runs = [(i, steps[i]()) for _ in range(times) for i in range(len(steps))]
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    return all(torch.equal(a, b) for run in runs for a, b in zip(run, first, strict=True))
+    return all(torch.equal(a, b) for i, run in runs for a, b in zip(run, first[i], strict=True))
 
 
-@pytest.mark.parametrize("way", ["written", "fetched"])
+@pytest.mark.parametrize("way", ["written", "fetched", "pieces"])
 @pytest.mark.parametrize("name", ["GQA 64:8", "GQA 8:1", "no overlap"])
 def test_fifty_deterministic_runs_give_the_same_bits_and_never_wait_for_the_device(pool, name, way):
-    assert all(pool.run(repeat_on_rank, name, 50, way))
+    assert all(pool.run(repeat_on_rank, [CASES[name]], 50, way))
+
+
+def test_exchanges_of_all_sizes_follow_each_other(pool):
+    """One, two, and many pieces, written and fetched, on the same slots."""
+    sizes = [[900, 211, 400], [64], [100], [7], [1900], [150], [70]]
+    cases = [documents(lengths, heads=(8, 2), **BF16, stages=0) for lengths in sizes]
+    assert all(pool.run(repeat_on_rank, cases, 10, "mixed"))
 
 
 def memory_on_rank(num_stages):
     """Bytes at the peak of a layer's forward and of its backward beyond its inputs, and what they may be."""
+    travel_by("written")
     heads, head_dim, tokens = (64, 8), 128, 4096
     total = tokens * dist.get_world_size()
     plan = magi.make_plan(magi.varlen_causal([0, total]), total, dist.get_world_size(), num_stages)

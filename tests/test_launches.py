@@ -16,7 +16,7 @@ from torchtitan_magi.backends.ffa import row_kernels as rows
 from torchtitan_magi.backends.ffa.block_attn import FfaBlockAttn
 from torchtitan_magi.backends.ffa.row_kernels import CudaRowMover
 from torchtitan_magi.cuda import driver, jit, launch
-from torchtitan_magi.exchange.in_flight import Arrival, Flag, LateKeys, Places, Returned, RowSums, Unsent
+from torchtitan_magi.exchange.in_flight import Arrival, Flag, LateKeys, Piece, Places, Returned, RowSums, Unsent
 
 TOKENS, HEADS_Q, HEADS, DIM = 256, 8, 2, 64
 ROW = 2 * HEADS * DIM
@@ -291,6 +291,22 @@ def test_gathering_into_one_tensor_tells_nobody(recorder):
     assert len(recorder.launches) == 1
     MOVER.gather(k, k, index_of(0)[0], sent[:0], sums_of())
     assert (recorder.launches[-1].params.num_blocks, recorder.launches[-1].blocks) == (0, TOKENS * HEADS_Q // 16)
+
+
+@pytest.mark.parametrize("wire", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("parts", [None, (), (slice(3, 5),), (slice(0, 0), slice(2, 7), slice(11, 12))])
+def test_a_piece_of_gradients_is_rounded_to_its_slot_before_it_is_counted(recorder, wire, parts):
+    grad = torch.randn(12, 2, HEADS, DIM)
+    want = grad[[i for part in parts or () for i in range(part.start, part.stop)]] if parts is not None else grad
+    slot = torch.full((len(want), 2, HEADS, DIM), torch.nan, dtype=wire)
+    MOVER.round_to(grad, Piece(parts, Places([len(want)], [slot.data_ptr()], 0, [64, 128]), slot, None))
+    assert torch.equal(slot, want.to(wire))
+    (launched,) = recorder.launches
+    params = launched.params
+    assert (launched.name, launched.blocks, params.num_blocks, params.num_rows) == ("gather_rows", 1, 1, 0)
+    assert (list(params.places.flags[:2]), params.places.num_flags) == ([64, 128], 2)
+    assert params.places.blocks_done
+    assert not params.sums.num_rows
 
 
 @pytest.mark.parametrize("wire", [torch.bfloat16, torch.float32])

@@ -14,8 +14,8 @@ from torchtitan_magi import make_plan, varlen_causal
 from torchtitan_magi.cuda import driver
 from torchtitan_magi.exchange import group_cast
 from torchtitan_magi.exchange import peer_memory as peer
-from torchtitan_magi.exchange.in_flight import Arrival, Places
-from torchtitan_magi.exchange.peer_memory import FLAG_BYTES, SLOTS, WRITTEN_BYTES, PeerTransport
+from torchtitan_magi.exchange.in_flight import Arrival, Piece, Places
+from torchtitan_magi.exchange.peer_memory import FLAG_BYTES, MAX_SLOT_BYTES, SLOTS, WRITTEN_BYTES, PeerTransport
 from torchtitan_magi.exchange.transport import ProcessGroupTransport
 
 CPU = torch.device("cpu")
@@ -80,10 +80,9 @@ class Everyone:
         self.ranks = [Rank(rank, self) for rank in range(size)]
 
     def grow(self, slot_bytes):
-        memories = [torch.zeros(FLAG_BYTES + 2 * SLOTS * slot_bytes, dtype=torch.uint8) for _ in self.ranks]
+        memories = [torch.zeros(FLAG_BYTES + 2 * peer.SLOTS * slot_bytes, dtype=torch.uint8) for _ in self.ranks]
         for rank, memory in zip(self.ranks, memories, strict=True):
             rank._let_go()
-            rank.slot_bytes = slot_bytes
             rank._take_up(memory, [memory.data_ptr() for memory in memories])
 
 
@@ -118,13 +117,11 @@ def exchanges_of(cu, size):
 
 def content(exchanges, columns, back, number):
     """Rows that each rank sends, other ones for each number, and what each rank gets of them."""
-    splits = [list(exchange.splits(back)[1]) for exchange in exchanges]
     sent = [
-        torch.arange(float(columns * sum(rows))).view(-1, columns) + 1e5 * rank + 7 * number
-        for rank, rows in enumerate(splits)
+        torch.arange(float(columns * sum(exchange.splits(back)[1]))).view(-1, columns) + 1e5 * rank + 7 * number
+        for rank, exchange in enumerate(exchanges)
     ]
-    parts = [rows.split(counts) for rows, counts in zip(sent, splits, strict=True)]
-    return sent, [torch.cat(rows) for rows in zip(*parts, strict=True)]
+    return sent, arriving(exchanges, sent, back)
 
 
 def pack(places, rows):
@@ -135,44 +132,63 @@ def pack(places, rows):
         ctypes.memmove(address + first * rows.stride(0) * rows.element_size(), part.data_ptr(), part.nbytes)
         first = end
     assert first == len(rows)
+    count(places)
+
+
+def count(places):
+    """What the kernel does when all rows are packed."""
     for flag in places.flags:
         ctypes.c_int32.from_address(flag).value += 1
 
 
+def arriving(exchanges, sent, back):
+    """What each rank gets of the rows that each sends."""
+    parts = [rows.split(exchange.splits(back)[1]) for exchange, rows in zip(exchanges, sent, strict=True)]
+    return [torch.cat(rows) for rows in zip(*parts, strict=True)]
+
+
 def exchange_by_kernels(fake_driver, everyone, exchanges, back, columns, number):
-    """What kernels pack for each rank arrives there."""
-    size, is_written = everyone.size, back or peer.WRITTEN_BYTES > 0
+    """What kernels pack for each rank arrives there. Returns the places of each piece of rank 0."""
     found = [
-        rank.places((columns,), torch.float32, exchange, back)
+        rank.pieces((columns,), torch.float32, exchange, back)
         for rank, exchange in zip(everyone.ranks, exchanges, strict=True)
     ]
-    for _, _, arrival in found:
-        flag = arrival.flag()
-        missing = flag.number - ctypes.c_int32.from_address(flag.address).value
-        assert missing == (size if is_written else 1)
     sent, expected = content(exchanges, columns, back, number)
-    for (places, _, _), rows in zip(found, sent, strict=True):
-        assert places.begin in (0, *places.ends)
-        pack(places, rows)
-    fake_driver.waits.clear()
-    for _, _, arrival in found:
-        arrival.begin()
-    assert all(word.value == value for word, value in fake_driver.waits)
-    assert len(fake_driver.waits) == (0 if is_written else size)
-    for (_, received, arrival), rows in zip(found, expected, strict=True):
+    for pieces in zip(*(pieces for _, pieces in found), strict=True):  # as many on all ranks
+        exchange_piece(fake_driver, pieces, sent)
+    for (received, _), rows in zip(found, expected, strict=True):
         assert torch.equal(received, rows)
-        flag = arrival.flag()
+    return [piece.places for piece in found[0][1]]
+
+
+def exchange_piece(fake_driver, pieces, sent):
+    """Of all ranks."""
+    (is_written,) = {piece.slot is None for piece in pieces}
+    flags = [piece.arrival.flag() for piece in pieces]
+    missing = {flag.number - ctypes.c_int32.from_address(flag.address).value for flag in flags}
+    assert missing == {len(pieces) if is_written else 1}
+    for piece, rows in zip(pieces, sent, strict=True):
+        assert piece.places.begin in (0, *piece.places.ends)
+        assert is_written or not len(piece.slot) or piece.places.addresses == [piece.slot.data_ptr()]
+        pack(piece.places, torch.cat(piece.cut(rows)))
+    fake_driver.waits.clear()
+    for piece in pieces:
+        piece.arrival.begin()
+    assert all(word.value == value for word, value in fake_driver.waits)
+    assert len(fake_driver.waits) == (0 if is_written else len(pieces))
+    for piece, flag in zip(pieces, flags, strict=True):
         assert ctypes.c_int32.from_address(flag.address).value == flag.number
-        arrival.wait()
-    return [places for places, _, _ in found]
+        piece.arrival.wait()
 
 
-@pytest.fixture(params=[0, WRITTEN_BYTES], ids=["fetched", "written"])
-def written_bytes(request, monkeypatch):
-    monkeypatch.setattr(peer, "WRITTEN_BYTES", request.param)
+@pytest.fixture(params=["fetched", "written", "pieces"])
+def way(request, monkeypatch):
+    monkeypatch.setattr(peer, "WRITTEN_BYTES", WRITTEN_BYTES if request.param == "written" else 0)
+    monkeypatch.setattr(peer, "MAX_SLOT_BYTES", 1 << 10 if request.param == "pieces" else MAX_SLOT_BYTES)
+    return request.param
 
 
-@pytest.mark.usefixtures("written_bytes")
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("size", [2, 3, 4, 8])
 def test_every_rank_gets_what_kernels_pack_for_it(fake_driver, size):
     everyone, exchanges = Everyone(size), exchanges_of(np.cumsum([0, 900, 7, 1, 64, 500, 33, 495]), size)
@@ -182,7 +198,7 @@ def test_every_rank_gets_what_kernels_pack_for_it(fake_driver, size):
             exchange_by_kernels(fake_driver, everyone, exchanges, back, 3, turn)
 
 
-@pytest.mark.usefixtures("written_bytes")
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("earlier", range(SLOTS + 1))
 def test_memory_that_grows_at_any_time_is_used_slot_by_slot(fake_driver, earlier):
     everyone, exchanges = Everyone(2), exchanges_of([0, 512], 2)
@@ -190,13 +206,13 @@ def test_memory_that_grows_at_any_time_is_used_slot_by_slot(fake_driver, earlier
         exchange_by_kernels(fake_driver, everyone, exchanges, False, 4, number)
     starts = []
     for number in range(2 * SLOTS):
-        places, _ = exchange_by_kernels(fake_driver, everyone, exchanges, False, 64, number)  # the first one grows
-        starts.append(places.addresses[0])
-    assert starts[:SLOTS] == starts[SLOTS:]
+        pieces = exchange_by_kernels(fake_driver, everyone, exchanges, False, 64, number)  # the first one grows
+        starts += [places.addresses[0] for places in pieces]
+    assert starts[:-SLOTS] == starts[SLOTS:]
     assert len(set(starts)) == SLOTS
 
 
-@pytest.mark.usefixtures("written_bytes")
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("back", [False, True])
 def test_a_first_exchange_may_be_without_rows(fake_driver, back):
     exchanges = exchanges_of([0, 33, 64], 2)
@@ -204,16 +220,18 @@ def test_a_first_exchange_may_be_without_rows(fake_driver, back):
     exchange_by_kernels(fake_driver, Everyone(2), exchanges, back, 4, 0)
 
 
-def test_what_is_written_and_what_is_fetched(fake_driver):
+@pytest.mark.usefixtures("fake_driver")
+def test_what_is_written_and_what_is_fetched(monkeypatch):
     everyone = Everyone(2)
 
     def way(stages, row, back):
         stage = make_plan(varlen_causal([0, 512]), 512, 2, overlap_stages=stages).ranks[0].forward[-1]
-        found = everyone.ranks[0].places((row,), torch.uint8, stage.exchanges[0], back)
+        found = everyone.ranks[0].pieces((row,), torch.uint8, stage.exchanges[0], back)
         if found is None:
             return "all_to_all"
-        own, memory = everyone.ranks[0].memory.data_ptr(), found[0].addresses[0]
-        return "fetched" if own <= memory < own + len(everyone.ranks[0].memory) else "written"
+        own, memory = everyone.ranks[0].memory.data_ptr(), found[1][0].places.addresses[0]
+        way = "fetched" if own <= memory < own + len(everyone.ranks[0].memory) else "written"
+        return way if len(found[1]) == 1 else f"{way} in {len(found[1])} pieces"
 
     received = 256  # rows, the most of any rank
     assert way(0, WRITTEN_BYTES // received, back=False) == "written"
@@ -221,6 +239,43 @@ def test_what_is_written_and_what_is_fetched(fake_driver):
     assert way(0, WRITTEN_BYTES // received + 1, back=True) == "written"  # nothing does
     assert way(2, 1, back=False) == "all_to_all"  # one of several stages
     assert way(2, 1, back=True) == "all_to_all"
+    monkeypatch.setattr(peer, "MAX_SLOT_BYTES", 100 * received)
+    assert [way(0, 100, back) for back in (False, True)] == ["written"] * 2
+    assert way(0, 101, back=False) == way(0, 200, back=False) == "fetched in 2 pieces"
+    assert way(0, 201, back=True) == "fetched in 3 pieces"
+
+
+@pytest.mark.parametrize("back", [False, True])
+@pytest.mark.parametrize("size", [2, 3, 8])
+def test_pieces_are_as_few_as_fit_and_together_bring_everything(size, back):
+    exchanges = exchanges_of(np.cumsum([0, 900, 7, 1, 64, 500, 33, 495]), size)
+    most = exchanges[0].most_sent(back)
+    for rows in (size, size + 1, 50, most - 1, most, 10 * most):
+        (pieces,) = {exchange.num_pieces(back, rows) for exchange in exchanges}
+        assert (pieces == 1) == (rows >= most)
+        assert (pieces - 1) * (rows - size) < most  # no more, but for the rounding of each rank's share
+        for exchange in exchanges:
+            got, sent = map(sum, exchange.splits(back))
+            parts = [exchange.parts(back, i, pieces) for i in range(pieces)]
+            assert all(sum(part.stop - part.start for part in each) <= rows for each in parts)
+            assert sorted(i for each in parts for part in each for i in range(part.start, part.stop)) == [*range(sent)]
+            fetches = [fetch for i in range(pieces) for fetch in exchange.fetches(back, i, pieces)]
+            assert sorted(i for _, _, n, place in fetches for i in range(place, place + n)) == [*range(got)]
+
+
+def test_memory_is_bounded_and_logged(fake_driver, caplog):
+    mib = 1 << 20
+    sizes = {0: 4, mib: 4, mib + 1: 8, 500 * mib: 2048, 1024 * mib: 4096, 1025 * mib: 4096, 1 << 50: 4096}
+    assert {largest: peer.memory_bytes(largest) - FLAG_BYTES for largest in sizes} == {
+        largest: total * mib for largest, total in sizes.items()
+    }
+    everyone = Everyone(2)
+    assert everyone.ranks[0].num_bytes == 0
+    caplog.set_level("INFO")
+    for slot in (mib, 4 * mib):
+        everyone.grow(slot)
+        assert everyone.ranks[0].num_bytes == FLAG_BYTES + 4 * slot
+        assert f"Rows by peer memory: {4 * slot >> 20} MiB of each GPU" in caplog.messages[-1]
 
 
 @pytest.mark.parametrize(("later", "launches_block"), [(False, False), (True, False), (True, True)])
@@ -230,9 +285,9 @@ def test_an_exchange_begins_when_its_rows_are_packed_or_when_the_caller_says_so(
     stage = make_plan(varlen_causal([0, 512]), 512, 2, overlap_stages=0).ranks[0].forward[0]
     events, k = [], torch.zeros(256, 1, 8)
     arrival = Arrival(lambda: events.append("wait"), begin=lambda: events.append("begin"))
-    transport = SimpleNamespace(places=lambda *_, back: (Places([], [], 0, []), k, arrival))
+    transport = SimpleNamespace(pieces=lambda *_, back: (k, [Piece(None, Places([], [], 0, []), None, arrival)]))
     rows = SimpleNamespace(writes_to_places=True, gather=lambda *_: events.append("pack"))
-    _, arriving = group_cast.group_cast(group_cast.StageRows(stage, [[]], rows, transport), k, k, later)
+    _, arriving = group_cast.group_cast(group_cast.StageRows(stage, [[k]], rows, transport), k, k, later)
     assert events == (["pack"] if later and not launches_block else ["pack", "begin"])
     arriving.begin()  # as who takes late keys does
     arriving.wait()

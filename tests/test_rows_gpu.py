@@ -10,7 +10,7 @@ from torchtitan_magi import AttnSlices, shared_prompt, sliding_window, varlen_ca
 from torchtitan_magi.backends import StageMask
 from torchtitan_magi.backends.ffa.row_kernels import CudaRowMover, write_bands
 from torchtitan_magi.backends.ffa.worklists import build_worklists
-from torchtitan_magi.exchange.in_flight import Arrival, Flag, Places, Returned, RowSums, Unsent
+from torchtitan_magi.exchange.in_flight import Arrival, Flag, Piece, Places, Returned, RowSums, Unsent
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU (sm_90)")]
@@ -86,6 +86,20 @@ def test_row_sums_and_zeros_beside_packing(num_rows, head_dim, more):
         assert torch.equal(sent, torch.stack([k[rows.long()], v[rows.long()]], 1))
     torch.testing.assert_close(delta, (out.float() * dout.float()).sum(-1), rtol=1e-5, atol=1e-4)
     assert not any(zero.any() for zero in zeros)
+
+
+@pytest.mark.parametrize("wire", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("parts", [None, (), (slice(3, 5),), (slice(0, 0), slice(20, 70), slice(500, 900))])
+def test_a_piece_of_gradients_is_rounded_to_its_slot_and_then_counted(wire, parts):
+    grad, flags = torch.randn(900, 2, HEADS, DIM, device="cuda"), torch.zeros(2, dtype=torch.int32, device="cuda")
+    numbers = torch.arange(900, device="cuda")
+    chosen = numbers if parts is None else torch.cat([numbers[:0], *(numbers[part] for part in parts)])
+    for turn in range(3):
+        slot = torch.full((len(chosen), 2, HEADS, DIM), torch.nan, dtype=wire, device="cuda")
+        places = Places([len(chosen)], [slot.data_ptr()], 0, [flags.data_ptr(), flags.data_ptr() + 4])
+        CudaRowMover().round_to(grad, Piece(parts, places, slot, Arrival(lambda: None)))
+        assert torch.equal(slot, grad[chosen].to(wire))
+        assert flags.tolist() == [turn + 1] * 2
 
 
 @pytest.mark.parametrize("wire", [torch.bfloat16, torch.float32])

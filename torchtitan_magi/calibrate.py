@@ -252,13 +252,13 @@ class EvenExchange:
 
     def start(self, k: Tensor | None = None, v: Tensor | None = None, rows: Tensor | None = None) -> Arrival:
         """Starts the exchange; packs `rows` of k and v for it, if given."""
-        found = self.transport.places((2, *HEAD_SHAPE), torch.bfloat16, self.exchange, back=False)
+        found = self.transport.pieces((2, *HEAD_SHAPE), torch.bfloat16, self.exchange, back=False)
         if found is None:
             sent = torch.empty_like(self.received)
             if k is not None:
                 self.mover.gather(k, v, [rows], sent)
             return self.transport.all_to_all(self.received, sent, self.exchange, back=False)
-        places, _, arrival = found
+        ((_, places, _, arrival),) = found[1]  # it fits into a slot
         if k is None:  # nothing is packed: only counted, so that the peers fetch
             k = v = self.received[:1, 0]
             places, rows = Places([], [], 0, places.flags), torch.empty(0, dtype=torch.int32, device="cuda")

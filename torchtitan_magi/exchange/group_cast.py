@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from torchtitan_magi.exchange.in_flight import Arrival, LateKeys, Returned, RowSums, Unsent, Wait
+from torchtitan_magi.exchange.in_flight import Arrival, LateKeys, Piece, Returned, RowSums, Unsent, Wait, send
 from torchtitan_magi.exchange.rows import RowMover
 from torchtitan_magi.exchange.transport import Channel, Transport
 from torchtitan_magi.planning.stage import Stage
@@ -64,10 +64,16 @@ def group_cast(
     """
     stage, mover, transport = rows.stage, rows.mover, rows.transport
     if rows.one_way and mover.writes_to_places:
-        found = transport.places((2, *k.shape[1:]), k.dtype, stage.exchanges[0], back=False)
+        found = transport.pieces((2, *k.shape[1:]), k.dtype, stage.exchanges[0], back=False)
         if found is not None:
-            places, received, arrival = found
-            mover.gather(k, v, rows.index[0], places, sums)
+            received, pieces = found
+
+            def gather(piece: Piece) -> None:
+                parts = piece.cut(rows.index[0][0])
+                numbers = parts[0] if len(parts) == 1 else torch.cat(parts)
+                mover.gather(k, v, [numbers], piece.places, sums if piece is pieces[-1] else None)
+
+            arrival = send(pieces, gather)
             if not later or _launches_block():
                 arrival.begin()
                 arrival = Arrival(arrival.wait, arrival.flag)
@@ -159,7 +165,8 @@ def grad_buffer(rows: StageRows, like: Tensor, wire: torch.dtype) -> Tensor:
 def group_reduce(rows: StageRows, grad: Tensor, wire: torch.dtype) -> Returned:
     """Starts to send gradients of a stage's K/V rows back to their owners; the reverse of ``group_cast``.
 
-    Gradients that a kernel writes to their owners stay unsent: ``RowMover.finish`` sends them.
+    Gradients that a kernel writes to their owners stay unsent: ``RowMover.finish`` sends them. Those that fill more
+    memory than the ranks have for it are fetched by their owners piece by piece.
     Gradients of rows that a relay passed on are added to the relay's own before they leave the node.
 
     Args:
@@ -171,10 +178,13 @@ def group_reduce(rows: StageRows, grad: Tensor, wire: torch.dtype) -> Returned:
     """
     stage, transport = rows.stage, rows.transport
     if rows.one_way and stage.holds_local and rows.mover.writes_to_places:
-        found = transport.places(grad.shape[1:], wire, stage.exchanges[0], back=True)
+        found = transport.pieces(grad.shape[1:], wire, stage.exchanges[0], back=True)
         if found is not None:
-            places, received, arrival = found
-            unsent = Unsent(grad, stage.arriving[0][0], places)
+            received, pieces = found
+            places, slot, arrival = pieces[-1][1:]
+            unsent = Unsent(grad, stage.arriving[0][0], places) if slot is None else None
+            if unsent is None:
+                send(pieces, functools.partial(rows.mover.round_to, rows.arriving(0, grad))).begin()
             return Returned(received, rows.index[0], stage.exchanges[0], arrival, unsent)
 
     def memory(i: int) -> Tensor:

@@ -16,6 +16,9 @@ Gradients of those rows, from ``group_reduce`` to their sum::
     unsent      the gradients still lie in the stage's sums; ``RowMover.finish`` rounds and sends them in its own launch
     added       each token's gradients are summed in rank order into those of the rank's own rows
 
+Inside a machine rows travel in memory of bounded size. An exchange of more rows does so in several pieces: the stream
+waits for one before the next is gathered, and only the last may still be under way when attention begins (``send``).
+
 There are two ways to hide the way of K/V rows behind attention. Inside a machine one kernel attends to the rank's own
 keys and then awaits the flag of the others (``LateKeys``). Across nodes remote keys come in several stages, whose
 results are merged in float32: the rows of the next stage travel while one is attended to (``StageCasts``).
@@ -94,6 +97,36 @@ class Places:
     begin: int  # row to begin with, so that not all ranks write to the same one at once
     flags: list[int]  # addresses of int32 words to which the kernel adds one when it has gathered
     prepared: dict[Any, Any] = field(default_factory=dict)  # launches that repeat from call to call
+
+
+class Piece(NamedTuple):
+    """Part of an exchange, or all of it: what travels at once in the memory that the ranks have for it."""
+
+    parts: tuple[slice, ...] | None  # of the rows that this rank sends, those of this piece, by receiver; None: all
+    places: Places  # where they are gathered
+    slot: Tensor | None  # [rows, ...]: these places, if they are this rank's memory, from which the others fetch
+    arrival: Arrival  # of the rows that this rank gets
+
+    def cut(self, rows: Tensor) -> list[Tensor]:
+        """The piece of the rows that this rank sends, or of their numbers: views, to be concatenated."""
+        return [rows] if self.parts is None else [rows[part] for part in self.parts] or [rows[:0]]
+
+
+def send(pieces: list[Piece], gather: Callable[[Piece], object]) -> Arrival:
+    """Sends an exchange piece by piece.
+
+    Args:
+        gather: queues the kernels that gather a piece.
+
+    Returns:
+        The arrival of the last piece, and with it of all; not begun.
+    """
+    *earlier, last = pieces
+    for piece in earlier:
+        gather(piece)
+        piece.arrival.settle(awaited=False)  # then no rank is a piece ahead of what another one still fetches
+    gather(last)
+    return last.arrival
 
 
 class RowSums(NamedTuple):

@@ -6,14 +6,18 @@ a stream of its own waits for a word in its memory, which the kernels that gathe
 
 Written: a kernel of ours writes rows straight into the receivers' memory, and then counts up a word there. It takes the
 host one launch at most, and is faster where nothing else runs meanwhile: for few rows, and for the last gradients.
+
+What fills more than MAX_SLOT_BYTES is fetched in several pieces, each of which is an exchange of its own in all that
+follows.
 """
 
 import ctypes
 import functools
+import logging
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,19 +25,33 @@ from torch import Tensor
 
 from torchtitan_magi.cuda import driver
 from torchtitan_magi.cuda.driver import CopyAttributes, StreamOperation
-from torchtitan_magi.exchange.in_flight import MAX_PEERS, Arrival, Flag, Places
+from torchtitan_magi.exchange.in_flight import MAX_PEERS, Arrival, Flag, Piece, Places
 from torchtitan_magi.exchange.transport import ProcessGroupTransport
 from torchtitan_magi.planning.stage import Exchange, Parcel
 
-# Slots of a channel: buffers to send from or to be written to, taken in turn. Three suffice. Exchange n is issued only
-# after n-2 was waited for; every peer has then reached n-2, so it has finished with the slot of n-3.
-SLOTS = 3
+logger = logging.getLogger(__name__)
+
+# Slots of a channel: buffers to send from or to be written to, taken in turn. Two suffice. A rank gathers for exchange
+# n+2 after it waited for n+1. By then all ranks have gathered for n+1, each after it waited for n and used what it got.
+# So nobody reads a slot of n any more, be it its own or another rank's.
+SLOTS = 2
+MAX_SLOT_BYTES = 1 << 30  # more travels in pieces; both channels take 4 GiB at most
 FLAG_BYTES = 4096  # for the channels' words, before the slots
 WRITTEN_BYTES = 8 << 20  # at most as many bytes of K/V rows per rank are written; more are fetched beside attention
 
 
+def memory_bytes(largest: int) -> int:
+    """Symmetric memory that a rank takes, in bytes.
+
+    Args:
+        largest: bytes of rows of the rank that sends or gets the most in one exchange.
+    """
+    slot_bytes = 1 << (min(largest, MAX_SLOT_BYTES) - 1).bit_length()
+    return FLAG_BYTES + 2 * SLOTS * max(1 << 20, slot_bytes)
+
+
 class _Copies:
-    """Copies of an exchange's rows from the other ranks' memory.
+    """Copies of rows from the other ranks' memory.
 
     Args:
         sources: where the rows of each rank begin.
@@ -61,6 +79,13 @@ class _Copies:
         return status
 
 
+class _Prepared(NamedTuple):
+    """Of a piece what does not change from call to call."""
+
+    arriving: Callable[[Arrival], Piece]
+    copies: _Copies | None  # None: other ranks write
+
+
 class _Channel:
     """A stream for one kind of exchange, and how far it has come."""
 
@@ -74,9 +99,10 @@ class _Channel:
         self.issuer: Any = None  # stream of the last exchange
         self.raw_issuer = -1
 
-    def begin(self) -> None:
-        """Counts an exchange."""
+    def begin(self, size: int) -> None:
+        """Counts an exchange of so many ranks."""
         self.number += 1
+        self.gathered += size
         self.slot = (self.slot + 1) % SLOTS
 
     def aim(self, rank: int, flags: list[int]) -> None:
@@ -91,8 +117,9 @@ class _Channel:
 class PeerTransport(ProcessGroupTransport):
     """A layer's only exchange through peer memory; stages, relays and all-gathers by NCCL.
 
-    Rows lie in symmetric memory that grows when an exchange needs more: all ranks know what each of them sends, so they
-    grow together. Creating the object and growing are collectives of the group.
+    Rows lie in symmetric memory that grows when an exchange needs more, up to slots of MAX_SLOT_BYTES. All ranks know
+    what each of them sends, so they grow together and cut an exchange into as many pieces. Creating the object and
+    growing are collectives of the group.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -102,61 +129,77 @@ class PeerTransport(ProcessGroupTransport):
         self.channels = _Channel(), _Channel()  # there, back
         self.slot_bytes = 0
         self.memory: Any = None  # uint8: the flags, then the slots of both channels
-        self.view = functools.lru_cache(maxsize=64)(self._view)
-        self.places_of = functools.lru_cache(maxsize=32)(self._places_of)
-        self.copies_of = functools.lru_cache(maxsize=32)(self._copies_of)
+        self.prepared = functools.lru_cache(maxsize=32)(self._prepare)
         self.bases: list[int] = []  # of each rank's memory, as this rank sees it
 
-    def places(
+    @property
+    def num_bytes(self) -> int:
+        """Symmetric memory that this rank has taken; PyTorch's allocator does not count it."""
+        return 0 if self.memory is None else int(self.memory.nbytes)
+
+    def pieces(
         self, shape: tuple[int, ...], dtype: torch.dtype, exchange: Exchange, back: bool
-    ) -> tuple[Places, Tensor, Arrival] | None:
+    ) -> tuple[Tensor, list[Piece]] | None:
         channel = self.channels[back]
-        found = self.places_of(shape, dtype, exchange, back, channel.slot)
+        found = self.prepared(shape, dtype, exchange, back, channel.slot)
         if found is None:
             return None
-        (places, received), start = found, self._start(back)
+        received, prepared = found
         self._follow(channel)
-        channel.begin()
-        channel.gathered += self.size
-        if received is not None:
-            return places, received, self._arrival(channel.gathered_word, channel.gathered)
-        received = self._received((sum(exchange.recv_splits), *shape), dtype)
-        fetch = functools.partial(self._fetch, channel, channel.gathered, start, received, exchange)
-        return places, received, self._arrival(channel.there, channel.number, fetch)
+        if received is None:
+            received = self._received((sum(exchange.splits(back)[0]), *shape), dtype)
+        return received, [self._piece(channel, received, each) for each in prepared]
+
+    def _piece(self, channel: _Channel, received: Tensor, prepared: _Prepared) -> Piece:
+        """Counts an exchange that this rank takes part in next."""
+        channel.begin(self.size)
+        if prepared.copies is None:
+            return prepared.arriving(self._arrival(channel.gathered_word, channel.gathered))
+        fetch = functools.partial(self._fetch, channel, channel.gathered, channel.number, received, prepared.copies)
+        return prepared.arriving(self._arrival(channel.there, channel.number, fetch))
 
     def _received(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Memory for rows that are fetched; PyTorch's allocator uses it again in the order of the stream."""
         return torch.empty(shape, dtype=dtype, device=self.memory.device)
 
-    def _places_of(
+    def _prepare(
         self, shape: tuple[int, ...], dtype: torch.dtype, exchange: Exchange, back: bool, slot: int
-    ) -> tuple[Places, Tensor | None] | None:
-        """`places` with the channel's next slot, and if other ranks write to it, what they will have written.
+    ) -> tuple[Tensor | None, list[_Prepared]] | None:
+        """`pieces` from a slot on: what other ranks will have written to it, None if rows are fetched; and the pieces.
 
         None for one of several exchanges that overlap: a kernel's word would tell that the rank has come to an
         exchange, but not that its stream has fetched all rows of the one before.
         """
-        most, row_bytes = exchange.most_sent(not back), math.prod(shape) * dtype.itemsize
         if exchange.hops is None or not exchange.is_whole or self.size - 1 > MAX_PEERS:
             return None
-        channel = self.channels[back]
-        if back or most * row_bytes <= WRITTEN_BYTES:
-            received = self._buffer((sum(exchange.splits(back)[0]), *shape), dtype, most, back)
-            start, deliveries = self._start(back), exchange.deliveries(back)
+        channel, row_bytes = self.channels[back], math.prod(shape) * dtype.itemsize
+        most = exchange.most_sent(not back) * row_bytes  # that a rank gets
+        if most <= min(MAX_SLOT_BYTES, MAX_SLOT_BYTES if back else WRITTEN_BYTES):
+            self._provide(most)
+            start, deliveries = self._start(back, slot), exchange.deliveries(back)
             ends = [parcel.first + parcel.rows for parcel in deliveries]
             places = [self.bases[other] + start + (place - first) * row_bytes for other, first, _, place in deliveries]
             begin = next((parcel.first for parcel in deliveries if parcel.other > self.rank), 0)
-            return Places(ends, places, begin, channel.gathered_words), received
-        rows = len(exchange.send_rows)
-        self._buffer((rows, *shape), dtype, exchange.most_sent(back), back)
-        return Places([rows], [self.bases[self.rank] + self._start(back)], 0, channel.gathered_words), None
+            received = self._view((sum(exchange.splits(back)[0]), *shape), dtype, start)
+            written = Places(ends, places, begin, channel.gathered_words)
+            return received, [_Prepared(functools.partial(Piece, None, written, None), None)]
+        self._provide(exchange.most_sent(back) * row_bytes)
+        count, prepared = exchange.num_pieces(back, MAX_SLOT_BYTES // row_bytes), []
+        for i in range(count):
+            start, parts = self._start(back, (slot + i) % SLOTS), exchange.parts(back, i, count)
+            rows = sum(part.stop - part.start for part in parts)
+            own = Places([rows], [self.bases[self.rank] + start], 0, channel.gathered_words)
+            view = self._view((rows, *shape), dtype, start)
+            copies = _Copies(exchange.fetches(back, i, count), [base + start for base in self.bases], row_bytes)
+            arriving = functools.partial(Piece, None if count == 1 else parts, own, view)
+            prepared.append(_Prepared(arriving, copies))
+        return None, prepared
 
-    def _buffer(self, shape: tuple[int, ...], dtype: torch.dtype, most: int, back: bool) -> Tensor:
-        """The channel's next buffer; `most` rows are the most that any rank needs of it."""
-        needed = most * math.prod(shape[1:]) * dtype.itemsize
-        if needed > self.slot_bytes or self.memory is None:
+    def _provide(self, needed: int) -> None:
+        """Makes sure that a slot holds so many bytes, or the most that it may."""
+        needed = min(needed, MAX_SLOT_BYTES)
+        if self.memory is None or needed > self.slot_bytes:
             self._grow(needed)
-        return self.view(shape, dtype, self._start(back))
 
     @torch.inference_mode(False)  # it may serve training later
     def _view(self, shape: tuple[int, ...], dtype: torch.dtype, start: int) -> Tensor:
@@ -177,16 +220,12 @@ class PeerTransport(ProcessGroupTransport):
                 current.wait_stream(channel.issuer)
             channel.issuer, channel.raw_issuer = current, raw
 
-    def _fetch(self, channel: _Channel, gathered: int, start: int, output: Tensor, exchange: Exchange) -> None:
-        """Lets the channel's stream wait for the peers and fetch the rows, from byte `start` of their memory on."""
-        stream, row_bytes = channel.raw_stream, output.stride(0) * output.element_size()
-        copies = self.copies_of(exchange, start, row_bytes)
+    def _fetch(self, channel: _Channel, gathered: int, number: int, received: Tensor, copies: _Copies) -> None:
+        """Lets the channel's stream wait until all ranks have gathered, and fetch the rows."""
+        stream = channel.raw_stream
         status = _operate(stream, StreamOperation.WAIT, channel.gathered_word, gathered)
-        status |= copies.issue(output.data_ptr(), stream)
-        driver.check(status | _operate(stream, StreamOperation.WRITE, channel.there, channel.number))
-
-    def _copies_of(self, exchange: Exchange, start: int, row_bytes: int) -> _Copies:
-        return _Copies(exchange.fetches(False), [base + start for base in self.bases], row_bytes)
+        status |= copies.issue(received.data_ptr(), stream)
+        driver.check(status | _operate(stream, StreamOperation.WRITE, channel.there, number))
 
     def _arrival(self, address: int, number: int, begin: Callable[[], object] = lambda: None) -> Arrival:
         there = functools.partial(self._flag, self.memory, address, number)
@@ -201,19 +240,18 @@ class PeerTransport(ProcessGroupTransport):
         """None when `memory`, where the flag lay, has been replaced: before that everything had arrived."""
         return Flag(address, number) if memory is self.memory else None
 
-    def _start(self, back: bool) -> int:
-        """Where in the memory the channel's next buffer begins, in bytes."""
-        return FLAG_BYTES + (back * SLOTS + self.channels[back].slot) * self.slot_bytes
+    def _start(self, back: bool, slot: int) -> int:
+        """Where in the memory a slot of a channel begins, in bytes."""
+        return FLAG_BYTES + (back * SLOTS + slot) * self.slot_bytes
 
     @torch.inference_mode(False)
     def _grow(self, needed: int) -> None:
-        """Symmetric memory with slots of the next power of two of bytes. A collective; waits for the device."""
+        """Symmetric memory whose slots hold so many bytes. A collective; waits for the device."""
         from torch._C._distributed_c10d import _SymmetricMemory
 
         torch.cuda.synchronize(self.device)  # fetches out of the old one are done when all ranks have come here
         self._let_go()
-        self.slot_bytes = max(1 << 20, 1 << (needed - 1).bit_length())
-        size, name = FLAG_BYTES + 2 * SLOTS * self.slot_bytes, self.group("cast").group_name
+        size, name = memory_bytes(needed), self.group("cast").group_name
         memory = _SymmetricMemory.empty_strided_p2p((size,), (1,), torch.uint8, torch.device("cuda", self.device), name)
         memory[:FLAG_BYTES].zero_()
         torch.cuda.synchronize(self.device)  # before anyone may write there
@@ -228,12 +266,12 @@ class PeerTransport(ProcessGroupTransport):
     def _let_go(self) -> None:
         """Gives up the memory and all that was prepared for it."""
         self.memory = None
-        for prepared in (self.view, self.places_of, self.copies_of):
-            prepared.cache_clear()
+        self.prepared.cache_clear()
 
     def _take_up(self, memory: Tensor, bases: list[int]) -> None:
         """This rank's memory, with flags that are zero, and the addresses of all ranks'."""
-        self.memory, self.bases = memory, bases
+        self.memory, self.bases, self.slot_bytes = memory, bases, (len(memory) - FLAG_BYTES) // (2 * SLOTS)
+        logger.info(f"Rows by peer memory: {len(memory) >> 20:,} MiB of each GPU, outside PyTorch's allocator")
         for i, channel in enumerate(self.channels):
             channel.aim(self.rank, [base + 8 * i for base in bases])
 

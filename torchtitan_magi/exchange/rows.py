@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from torchtitan_magi.exchange.in_flight import Places, Returned, RowSums
+from torchtitan_magi.exchange.in_flight import Piece, Places, Returned, RowSums
 from torchtitan_magi.planning.stage import Exchange
 
 
@@ -29,6 +29,9 @@ class RowMover(Protocol):
 
     def sum(self, sums: RowSums) -> None:
         """Does what `sums` says."""
+
+    def round_to(self, grad: Tensor, piece: Piece) -> None:
+        """Rounds the piece of gradients [S, 2, H, D] of other ranks' rows to its slot, for them to fetch."""
 
     def add(self, returned: Returned, grad: Tensor) -> None:
         """Adds returned rows to grad [T, 2, H, D], for each token in the order of the ranks, when they are there."""
@@ -67,6 +70,9 @@ class TorchRowMover:
         torch.sum(sums.out.to(wide) * sums.dout.to(wide), -1, out=sums.delta)
         for zero in sums.zeros:
             zero.zero_()
+
+    def round_to(self, grad: Tensor, piece: Piece) -> None:
+        raise AssertionError("what torch moves travels by collectives")
 
     def add(self, returned: Returned, grad: Tensor) -> None:
         returned.arrival.wait()

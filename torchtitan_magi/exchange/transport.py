@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtitan_magi.exchange.in_flight import Arrival, Places
+from torchtitan_magi.exchange.in_flight import Arrival, Piece
 from torchtitan_magi.planning.stage import Exchange
 
 Channel = Literal["cast", "reduce"]
@@ -24,10 +24,12 @@ class Transport(Protocol):
     size: int
     way: str  # what rows travel by, for the log
 
-    def places(
+    def pieces(
         self, shape: tuple[int, ...], dtype: torch.dtype, exchange: Exchange, back: bool
-    ) -> tuple[Places, Tensor, Arrival] | None:
-        """Where a kernel gathers what the channel sends next, and what this rank gets; None if it takes `all_to_all`.
+    ) -> tuple[Tensor, list[Piece]] | None:
+        """What this rank gets, and the pieces in which the channel sends next; None if it takes `all_to_all`.
+
+        The pieces are for ``in_flight.send``, right away.
 
         Args:
             shape: shape of a row.
@@ -82,9 +84,9 @@ class ProcessGroupTransport:
         for channel in self._groups:
             dist.distributed_c10d._set_pg_timeout(timeout, self.group(channel))
 
-    def places(
+    def pieces(
         self, shape: tuple[int, ...], dtype: torch.dtype, exchange: Exchange, back: bool
-    ) -> tuple[Places, Tensor, Arrival] | None:
+    ) -> tuple[Tensor, list[Piece]] | None:
         return None
 
     def all_to_all(self, output: Tensor, input: Tensor, exchange: Exchange, back: bool) -> Arrival:
@@ -101,9 +103,9 @@ class SingleRank:
 
     rank, size, way = 0, 1, "nothing"
 
-    def places(
+    def pieces(
         self, shape: tuple[int, ...], dtype: torch.dtype, exchange: Exchange, back: bool
-    ) -> tuple[Places, Tensor, Arrival] | None:
+    ) -> tuple[Tensor, list[Piece]] | None:
         raise AssertionError("a plan for one rank never communicates")
 
     def all_to_all(self, output: Tensor, input: Tensor, exchange: Exchange, back: bool) -> Arrival:

@@ -2,7 +2,7 @@
 
 import functools
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -53,29 +53,62 @@ class Exchange:
 
     def most_sent(self, back: bool) -> int:
         """Rows that the rank sends that sends most."""
-        return self._both_ways[back][0]
-
-    def fetches(self, back: bool) -> tuple[Parcel, ...]:
-        """What this rank receives, from the next rank on, so that not all begin with the same one."""
         return self._both_ways[back][1]
 
     def deliveries(self, back: bool) -> tuple[Parcel, ...]:
         """What this rank sends, in the order of the rows."""
         return self._both_ways[back][2]
 
+    def num_pieces(self, back: bool, rows: int) -> int:
+        """How many pieces let no rank send more than `rows` rows in one; the same on all ranks.
+
+        A piece takes its share of what each rank sends to each other one: all links are in use all the time.
+
+        Args:
+            rows: at least as many as there are ranks.
+        """
+        between = self._both_ways[back][0]
+        assert rows >= len(between)
+        count = max(1, -(-self.most_sent(back) // rows))
+        while (-(-between // count)).sum(0).max() > rows:
+            count += 1
+        return count
+
+    def fetches(self, back: bool, piece: int = 0, num_pieces: int = 1) -> tuple[Parcel, ...]:
+        """What this rank receives in a piece, from the next rank on, so that not all begin with the same one.
+
+        A parcel's first row counts in what the other rank sends in that piece, its place in all that is received.
+        """
+        between = self._both_ways[back][0]
+        before = _rows_before(between, piece, num_pieces)
+        rows = _rows_before(between, piece + 1, num_pieces) - before
+        first, mine = rows[: self.rank].sum(0), between[self.rank]  # a source has them ready by receiver
+        place = mine.cumsum() - mine + before[self.rank]
+        sources = [source % len(mine) for source in range(self.rank + 1, self.rank + len(mine))]
+        return tuple(
+            Parcel(i, int(first[i]), int(rows[self.rank, i]), int(place[i])) for i in sources if rows[self.rank, i]
+        )
+
+    def parts(self, back: bool, piece: int, num_pieces: int) -> tuple[slice, ...]:
+        """The rows that this rank sends in a piece: some of those for each receiver."""
+        return tuple(
+            slice(first + _rows_before(rows, piece, num_pieces), first + _rows_before(rows, piece + 1, num_pieces))
+            for _, first, rows, _ in self.deliveries(back)
+        )
+
     @functools.cached_property
-    def _both_ways(self) -> tuple[tuple[int, tuple[Parcel, ...], tuple[Parcel, ...]], ...]:
+    def _both_ways(self) -> tuple[tuple[Int64Array, int, tuple[Parcel, ...]], ...]:
+        """Rows by receiver and source, the most that a rank sends, and this rank's deliveries."""
         both = self.between, self.between.T
-        return tuple((int(x.sum(0).max()), _fetches(x, self.rank), _deliveries(x, self.rank)) for x in both)
+        return tuple((x, int(x.sum(0).max()), _deliveries(x, self.rank)) for x in both)
 
 
-def _fetches(between: Int64Array, rank: int) -> tuple[Parcel, ...]:
-    """What `rank` receives of rows [receiver, source]: a source has them ready by receiver."""
-    first = between[:rank].sum(0)
-    rows = between[rank]
-    place = rows.cumsum() - rows
-    sources = [source % len(rows) for source in range(rank + 1, rank + len(rows))]
-    return tuple(Parcel(i, int(first[i]), int(rows[i]), int(place[i])) for i in sources if rows[i])
+Rows = TypeVar("Rows", int, Int64Array)
+
+
+def _rows_before(rows: Rows, piece: int, num_pieces: int) -> Rows:
+    """Of rows that travel in several pieces, how many do so before a piece."""
+    return rows * piece // num_pieces
 
 
 def _deliveries(between: Int64Array, rank: int) -> tuple[Parcel, ...]:

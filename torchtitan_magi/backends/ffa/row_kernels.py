@@ -15,7 +15,7 @@ from torch import Tensor
 
 from torchtitan_magi.backends.ffa.params import check_count
 from torchtitan_magi.cuda import launch
-from torchtitan_magi.exchange.in_flight import MAX_PEERS, Places, Returned, RowSums, Unsent
+from torchtitan_magi.exchange.in_flight import MAX_PEERS, Piece, Places, Returned, RowSums, Unsent
 from torchtitan_magi.planning.stage import Exchange
 
 _WARPS = 8  # warps per block, one row each
@@ -130,6 +130,14 @@ class CudaRowMover:
         if blocks:
             kernel = _kernel("gather_rows", sums.out.dtype)
             kernel(sums.out.device.index, blocks, _GatherParams(sums=row_sums))
+
+    def round_to(self, grad: Tensor, piece: Piece) -> None:
+        """The piece of gradients [S, 2, H, D] to its slot, in the slot's dtype; then its words are counted up."""
+        assert piece.slot is not None
+        torch.cat(piece.cut(grad), out=piece.slot)
+        params = _GatherParams(places=_places(piece.places), num_blocks=1)  # no rows: a launch that only counts
+        params.places.blocks_done = launch.next_counter(grad.device.index)
+        _kernel("gather_rows", piece.slot.dtype)(grad.device.index, 1, params)
 
     def add(self, returned: Returned, grad: Tensor) -> None:
         """Adds returned rows (bf16, fp16 or fp32) to grad fp32 [T, 2, H, D], per token in rank order."""
