@@ -3,10 +3,13 @@
 import functools
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
+from torch.distributed.elastic.multiprocessing.errors import record
 from torchtitan.components.checkpoint import CheckpointManager
+from torchtitan.config import ConfigManager
 from torchtitan.distributed import context_parallel
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.models.llama3.infra import parallelize as llama3
@@ -14,16 +17,21 @@ from torchtitan.models.qwen3.infra import parallelize as qwen3
 
 from torchtitan_magi.attention import attention_op
 from torchtitan_magi.exchange.mesh import process_group_transport
+from torchtitan_magi.titan.v02.exports import export, prepare_export
 from torchtitan_magi.titan.v02.metadata import PlanMetadata
+from torchtitan_magi.training.options import Magi, import_modules
 from torchtitan_magi.training.planned_loader import PlannedLoader
 
 
 def install() -> None:
     """Replaces them, once per process. A replacement's first argument is torchtitan's own function."""
     for owner, name, replacement in (
+        (ConfigManager, "_validate_config", _validate_config),  # to import the user's modules before all else
         (context_parallel, "cp_shard", _cp_shard),  # to deal out tokens as planned, not by their place in the pack
         (dist_utils, "set_pg_timeouts", _set_pg_timeouts),  # to reach our own communicators as well
         (CheckpointManager, "save", _save),  # to save when the data end before training.steps
+        (CheckpointManager, "__init__", _init_checkpointer),  # to read what an export has beside the weights
+        (CheckpointManager, "dcp_save", _dcp_save),  # to write it, and no second copy of the weights
         (llama3, "apply_cp_to_attention_module", _apply_cp),  # not to refuse varlen attention
         (qwen3, "apply_cp_to_attention_module", _apply_cp),  # the same; each model has imported its own name
         (qwen3, "apply_non_moe_tp", _apply_tp),  # to accept positions without context parallelism
@@ -39,6 +47,15 @@ def _replaced(stock: Callable[..., Any], replacement: Callable[..., Any]) -> Cal
         return replacement(stock, *args, **kwargs)
 
     return call
+
+
+@record  # so that torchrun says last what went wrong
+def _validate_config(stock: Any, manager: ConfigManager) -> None:
+    """Also imports the modules of ``magi.imports``, once the whole configuration is known."""
+    stock(manager)
+    magi: Any = getattr(manager.config, "magi", None)  # without our hook there is none, which is refused later
+    if isinstance(magi, Magi):
+        import_modules(magi.imports)
 
 
 def _cp_shard(
@@ -66,6 +83,19 @@ def _save(stock: Any, checkpointer: CheckpointManager, curr_step: int, last_step
     if isinstance(loader, PlannedLoader):
         last_step |= loader.state_dict().get("exhausted", False)
     stock(checkpointer, curr_step, last_step)
+
+
+def _init_checkpointer(stock: Any, checkpointer: CheckpointManager, *args: Any, **kwargs: Any) -> None:
+    stock(checkpointer, *args, **kwargs)
+    if checkpointer.enable and not checkpointer.load_only and checkpointer.last_save_in_hf:
+        prepare_export(checkpointer)
+
+
+def _dcp_save(
+    stock: Any, checkpointer: CheckpointManager, state_dict: dict[str, Any], *, to_hf: bool = False, **options: Any
+) -> Any:
+    save = functools.partial(stock, checkpointer, state_dict, to_hf=to_hf, **options)
+    return export(save, checkpointer, state_dict, Path(options["checkpoint_id"])) if to_hf else save()
 
 
 def _apply_cp(stock: Any, attention_modules: Any, cp_mesh: Any, attention_type: str) -> None:
