@@ -18,7 +18,7 @@ PATTERNS = (
     "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template.j*", "additional_chat_templates/*",
 )  # fmt: skip
 CONFIG, TOKENIZER_CONFIG = "config.json", "tokenizer_config.json"
-INDEX, SHARDED = "model.safetensors.index.json", "sharded"  # torch's names: what counts as finished, and its first copy
+INDEX, SHARDED = "model.safetensors.index.json", "sharded"  # torch's names
 
 
 def read_files(folder: str) -> dict[str, bytes]:
@@ -55,42 +55,40 @@ def add_config(files: dict[str, bytes], config: dict[str, Any]) -> None:
         files[TOKENIZER_CONFIG] = _json({"tokenizer_class": "PreTrainedTokenizerFast", **tokenizer_config})
 
 
-def begin_export(folder: Path, files: dict[str, bytes], dtype: torch.dtype) -> None:
-    """Writes the files, before the weights. A collective of all ranks.
+def export(folder: Path, files: dict[str, bytes], dtype: torch.dtype, save_weights: Callable[[], None]) -> None:
+    """Writes files and weights to a folder. A collective of all ranks.
 
-    Of an earlier export to this folder that was cut off it removes what would mix with the new one.
+    The index, by which torchtitan knows a finished checkpoint, comes last. Then the first copy of the weights goes,
+    which has a file per rank and is merged to the second.
 
     Args:
         folder: of the checkpoint.
         files: contents by path in the folder.
         dtype: of the weights, which config.json will name.
+        save_weights: torchtitan's writing, which leaves both copies; it returns when all ranks have finished.
 
     Raises:
         OSError: on all ranks: a file cannot be written.
     """
 
-    def write() -> None:
-        (folder / INDEX).unlink(missing_ok=True)  # torchtitan takes a folder with an index for finished
-        if (folder / SHARDED).exists():
+    def write_files() -> None:
+        (folder / INDEX).unlink(missing_ok=True)
+        if (folder / SHARDED).exists():  # of an export that was cut off; its files would be merged with the new ones
             shutil.rmtree(folder / SHARDED)
         for name, content in files.items():
             path = folder / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(_with_dtype(content, dtype) if name == CONFIG else content)
 
-    _on_first_rank(write)
-
-
-def finish_export(folder: Path) -> None:
-    """Removes the weights' first copy, a file of each rank, now that they are complete. A collective of all ranks."""
-
-    def remove() -> None:
+    def remove_first_copy() -> None:
         try:
             shutil.rmtree(folder / SHARDED)
         except OSError as error:
             logger.warning(f"{folder} is complete, but {folder / SHARDED} could not be removed ({error}); delete it")
 
-    _on_first_rank(remove)
+    _on_first_rank(write_files)
+    save_weights()
+    _on_first_rank(remove_first_copy)
 
 
 def _on_first_rank(action: Callable[[], None]) -> None:

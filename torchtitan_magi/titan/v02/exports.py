@@ -1,7 +1,5 @@
 """The last checkpoint in Hugging Face's format: a folder that transformers loads as it is."""
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,7 +8,7 @@ from torchtitan.components.checkpoint import MODEL, TRAIN_STATE, CheckpointManag
 
 from torchtitan_magi.data.chat import default_template, load_chat_template
 from torchtitan_magi.titan.v02.job_config import OUR_DATASETS
-from torchtitan_magi.training.exports import begin_export, finish_export, read_files
+from torchtitan_magi.training.exports import read_files
 
 
 def prepare_export(checkpointer: CheckpointManager) -> None:
@@ -35,13 +33,3 @@ def _place_tensors(adapter: Any, weights: dict[str, Tensor]) -> None:
     if files:
         shapes = {name: torch.empty(weight.shape, device="meta") for name, weight in weights.items()}
         adapter.fqn_to_index_mapping = {name: files.get(name, max(files.values())) for name in adapter.to_hf(shapes)}
-
-
-def export(save: Callable[[], None], checkpointer: CheckpointManager, weights: dict[str, Tensor], folder: Path) -> None:
-    """Writes a checkpoint whose weights save() writes. A collective of all ranks.
-
-    The index of the weights comes last, so what torchtitan takes for a finished checkpoint is a whole model.
-    """
-    begin_export(folder, checkpointer.exported_files, next(iter(weights.values())).dtype)
-    save()
-    finish_export(folder)

@@ -17,8 +17,9 @@ from torchtitan.models.qwen3.infra import parallelize as qwen3
 
 from torchtitan_magi.attention import attention_op
 from torchtitan_magi.exchange.mesh import process_group_transport
-from torchtitan_magi.titan.v02.exports import export, prepare_export
+from torchtitan_magi.titan.v02.exports import prepare_export
 from torchtitan_magi.titan.v02.metadata import PlanMetadata
+from torchtitan_magi.training.exports import export
 from torchtitan_magi.training.options import Magi, import_modules
 from torchtitan_magi.training.planned_loader import PlannedLoader
 
@@ -92,10 +93,13 @@ def _init_checkpointer(stock: Any, checkpointer: CheckpointManager, *args: Any, 
 
 
 def _dcp_save(
-    stock: Any, checkpointer: CheckpointManager, state_dict: dict[str, Any], *, to_hf: bool = False, **options: Any
+    stock: Any, checkpointer: CheckpointManager, weights: dict[str, Tensor], *, to_hf: bool = False, **options: Any
 ) -> Any:
-    save = functools.partial(stock, checkpointer, state_dict, to_hf=to_hf, **options)
-    return export(save, checkpointer, state_dict, Path(options["checkpoint_id"])) if to_hf else save()
+    save = functools.partial(stock, checkpointer, weights, to_hf=to_hf, **options)
+    if not to_hf:
+        return save()
+    dtype = next(iter(weights.values())).dtype
+    export(Path(options["checkpoint_id"]), checkpointer.exported_files, dtype, save)
 
 
 def _apply_cp(stock: Any, attention_modules: Any, cp_mesh: Any, attention_type: str) -> None:

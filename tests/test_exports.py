@@ -1,0 +1,251 @@
+"""The last checkpoint's folder is a model that transformers loads as it is."""
+
+import json
+import logging
+import re
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from training import LAYERS, corpus, new_folder, train
+
+from torchtitan_magi.training.exports import add_config, export, read_files
+
+from loss_compare import LAYOUTS  # isort: skip
+
+FLAVORS = {"llama3": "debugmodel_varlen_attn", "qwen3": "debugmodel_varlen"}
+CONFIGS = {  # of the debug models
+    "llama3": {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": 256,
+        "intermediate_size": 768,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+        "tie_word_embeddings": False,
+    },
+    "qwen3": {
+        "model_type": "qwen3",
+        "architectures": ["Qwen3ForCausalLM"],
+        "hidden_size": 256,
+        "intermediate_size": 3072,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0,
+        "tie_word_embeddings": True,
+    },
+}
+COMMON = {"vocab_size": 2048, "num_hidden_layers": LAYERS, "max_position_embeddings": 4096, "torch_dtype": "float32"}
+TEXT = "bada gogu <|im_start|>user\nBada  123\n"
+CHAT = [{"role": "user", "content": "bada gogu"}, {"role": "assistant", "content": "lo"}]
+
+
+def report_weights(report):
+    """The weights as they are when the last checkpoint has been written."""
+    from torch.distributed.tensor import DTensor
+    from torchtitan.components.checkpoint import CheckpointManager
+
+    stock = CheckpointManager._save_last_step
+
+    def save_and_report(checkpointer, step):
+        stock(checkpointer, step)
+        weights = checkpointer.states["model"].state_dict()
+        full = {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in weights.items()}
+        report("weights", step, {name: x.numpy() for name, x in full.items()})
+
+    CheckpointManager._save_last_step = save_and_report
+
+
+def trained(model, layout, assets, folder, *options):
+    """The last step and the weights after it of a run that ends with an export to the folder."""
+    arguments = [*LAYOUTS[layout].arguments, "--model.name", model, "--model.flavor", FLAVORS[model]]
+    arguments += ["--training.steps", "2", "--checkpoint.enable", "--checkpoint.last_save_in_hf", *options]
+    arguments += ["--model.hf_assets_path", f"{assets}", "--job.dump_folder", folder]
+    ((step, weights),) = train(LAYOUTS[layout].processes, arguments, setup=report_weights).of("weights")
+    return step, {name: torch.from_numpy(x) for name, x in weights.items()}
+
+
+def logits_of_torchtitan(model, weights, tokens):
+    from torchtitan.models import llama3, qwen3
+
+    spec = {"llama3": llama3, "qwen3": qwen3}[model].get_train_spec()
+    titan = spec.model_cls(replace(spec.model_args["debugmodel"], n_layers=LAYERS))
+    titan.init_weights()
+    titan.load_state_dict(weights, strict=True)
+    return titan(tokens)
+
+
+def assert_transformers_loads(exported, model, weights, assets, dtype="float32"):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    assert not list(exported.glob("*/*.safetensors"))
+    tokenizer = AutoTokenizer.from_pretrained(exported)
+    source = AutoTokenizer.from_pretrained(assets)
+    assert tokenizer(TEXT).input_ids == source(TEXT).input_ids
+    assert (tokenizer.bos_token, tokenizer.eos_token) == (source.bos_token, source.eos_token)
+    chat = tokenizer.apply_chat_template(CHAT, tokenize=False)
+    assert chat == source.apply_chat_template(CHAT, tokenize=False)
+    assert "bada gogu" in chat
+
+    loaded, report = AutoModelForCausalLM.from_pretrained(exported, output_loading_info=True)
+    assert not any(report.values())
+    assert loaded.dtype == getattr(torch, dtype)
+    tokens = torch.randint(0, 2048, (2, 100), generator=torch.Generator().manual_seed(0))
+    rounded = {name: x.to(loaded.dtype).float() for name, x in weights.items()}
+    with torch.no_grad():
+        difference = loaded.float()(tokens).logits - logits_of_torchtitan(model, rounded, tokens)
+    assert difference.abs().max() <= 5e-5
+
+
+def with_config(folder, model):
+    """A model's folder, without weights: tokenizer and config.json."""
+    shutil.copytree(corpus() / "tokenizer", folder)
+    (folder / "config.json").write_text(json.dumps(CONFIGS[model] | COMMON))
+    return folder
+
+
+@pytest.mark.parametrize(("layout", "dtype"), [("cp1", "bfloat16"), ("cp2_tp2", "float32")])
+@pytest.mark.parametrize("model", FLAVORS)
+def test_transformers_loads_the_last_checkpoint(model, layout, dtype, tmp_path):
+    """Of a folder with an index, whose names are not quite the model's, and over an export that was cut off."""
+    assets, run = with_config(tmp_path / "assets", model), tmp_path / "run"
+    (assets / "generation_config.json").write_text('{"temperature": 0.5, "do_sample": true}')
+    files = {"model.embed_tokens.weight": 1, "model.layers.0.self_attn.rotary_emb.inv_freq": 1, "model.norm.weight": 2}
+    index = {name: f"model-0000{number}-of-00002.safetensors" for name, number in files.items()}
+    (assets / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    cut_off = run / "checkpoint" / "step-2" / "sharded"
+    cut_off.mkdir(parents=True)
+    (cut_off / "shard-00009-model-00001-of-00002.safetensors").write_text("cut off")
+
+    step, weights = trained(model, layout, assets, f"{run}", "--checkpoint.export_dtype", dtype)
+    exported = run / "checkpoint" / f"step-{step}"
+    assert_transformers_loads(exported, model, weights, assets, dtype)
+    assert json.loads((exported / "generation_config.json").read_text())["temperature"] == 0.5
+    assert len(list(exported.glob("*.safetensors"))) == 2
+
+
+def test_a_bare_tokenizer_folder_and_data_that_end_early(tmp_path):
+    """The configuration is made from the flavor, the default chat template is the one that the run trains with, and
+    the checkpoint counts as finished."""
+    from torchtitan.components.checkpoint import CheckpointManager
+
+    assets, folder = shutil.copytree(corpus() / "tokenizer", tmp_path / "assets"), new_folder()
+    tokenizer_config = json.loads((assets / "tokenizer_config.json").read_text())
+    (assets / "tokenizer_config.json").write_text(
+        json.dumps({name: tokenizer_config[name] for name in ("bos_token", "eos_token")})
+    )
+    records = (corpus() / "train.jsonl").read_text().splitlines()[:8]
+    (tmp_path / "few.jsonl").write_text("\n".join(records))
+    few = ["--training.dataset_path", f"{tmp_path}/few.jsonl", "--magi.epochs", "1", "--training.steps", "50"]
+    step, weights = trained("llama3", "cp1", assets, folder, *few)
+    assert step < 50
+    exported = Path(folder, "checkpoint", f"step-{step}")
+    assert (exported / "chat_template.jinja").read_text().startswith("{{ bos_token }}")
+    shutil.copy(exported / "chat_template.jinja", assets)
+    assert_transformers_loads(exported, "llama3", weights, assets)
+    assert not (exported / "generation_config.json").exists()
+    assert CheckpointManager._find_load_step(SimpleNamespace(folder=exported.parent)) == step
+
+
+# ---------------------------------------------------------------------------------------------------- without training
+
+
+def test_a_folder_gives_what_transformers_reads_and_nothing_else(tmp_path):
+    names = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model"]
+    names += ["vocab.json", "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"]
+    names += ["additional_chat_templates/tools.jinja"]
+    others = ["model.safetensors", "model.safetensors.index.json", "README.md", "original/params.json"]
+    for name in [*names, *others]:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(f'{{"name": "{name}"}}')
+    files = read_files(f"{tmp_path}")
+    assert sorted(files) == sorted(names)
+    assert all(json.loads(content) == {"name": name} for name, content in files.items())
+
+
+def test_a_folder_that_cannot_be_read_is_one_line(tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match=r"^model.hf_assets_path is '.*none', .*no such folder.*; give .*$"):
+        read_files(f"{tmp_path}/none")
+    (tmp_path / "config.json").write_text("[1")
+    with pytest.raises(ValueError, match=r"^.*config.json is no JSON object; download it again$"):
+        read_files(f"{tmp_path}")
+
+    def refuse(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    with pytest.raises(ValueError, match=r"^model.hf_assets_path is .*Permission denied.*config.json.*; give .*$"):
+        read_files(f"{tmp_path}")
+
+
+@pytest.mark.parametrize("given", [{}, {"dtype": "float32"}, {"torch_dtype": "float32"}])
+def test_the_configuration_names_the_dtype_of_the_weights(given, tmp_path):
+    from transformers import AutoConfig
+
+    files = {"config.json": json.dumps({"model_type": "llama", "other": "é"} | given).encode()}
+    export(tmp_path, files, torch.bfloat16, lambda: (tmp_path / "sharded").mkdir())
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config == {"model_type": "llama", "other": "é"} | dict.fromkeys(given or ["torch_dtype"], "bfloat16")
+    assert AutoConfig.from_pretrained(tmp_path).dtype == torch.bfloat16
+    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
+
+
+def test_an_export_that_is_cut_off_keeps_its_weights_and_does_not_count(tmp_path):
+    (tmp_path / "model.safetensors.index.json").write_text("of an earlier export")
+
+    def killed():
+        assert (tmp_path / "config.json").exists()
+        (tmp_path / "sharded").mkdir()
+        (tmp_path / "sharded" / "shard").write_text("weights")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        export(tmp_path, {"config.json": b"{}"}, torch.float32, killed)
+    assert (tmp_path / "sharded" / "shard").read_text() == "weights"
+    assert not (tmp_path / "model.safetensors.index.json").exists()
+
+
+def test_a_first_copy_that_cannot_be_removed_is_one_warning(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING):
+        export(tmp_path, {}, torch.float32, lambda: (tmp_path / "sharded").write_text("no folder"))
+    assert re.fullmatch(r".* is complete, but .*sharded could not be removed \(.*\); delete it", *caplog.messages)
+
+
+def error_of_export(folder):
+    try:
+        export(Path(folder), {"config.json": b"{}"}, torch.float32, lambda: None)
+    except OSError as error:
+        return str(error)
+
+
+def test_a_file_that_cannot_be_written_ends_all_ranks(three_ranks, tmp_path):
+    (tmp_path / "step-2").write_text("a file where the folder should be")
+    first, *others = three_ranks.run(error_of_export, f"{tmp_path}/step-2/deeper")
+    assert "Not a directory" in first
+    assert others == [first, first]
+
+
+def test_the_tokenizer_of_a_bare_folder_keeps_its_class():
+    files = {"tokenizer.json": b"{}", "tokenizer_config.json": b'{"bos_token": "a"}'}
+    add_config(files, {"model_type": "llama"})
+    assert json.loads(files["config.json"]) == {"model_type": "llama"}
+    assert json.loads(files["tokenizer_config.json"]) == {
+        "bos_token": "a", "tokenizer_class": "PreTrainedTokenizerFast"
+    }  # fmt: skip
+    files = {"tokenizer.json": b"{}", "tokenizer_config.json": b'{"tokenizer_class": "LlamaTokenizer"}'}
+    add_config(files, {"model_type": "llama"})
+    assert json.loads(files["tokenizer_config.json"]) == {"tokenizer_class": "LlamaTokenizer"}
