@@ -10,46 +10,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from hf_models import make_hf_folder
 from training import LAYERS, corpus, new_folder, train
 
 from torchtitan_magi.training.exports import add_config, export, read_files
+from torchtitan_magi.training.model_config import Experts, ModelConfig, Rope, read_model_config
 
 from loss_compare import LAYOUTS  # isort: skip
 
-FLAVORS = {"llama3": "debugmodel_varlen_attn", "qwen3": "debugmodel_varlen"}
-CONFIGS = {  # of the debug models
-    "llama3": {
-        "model_type": "llama",
-        "architectures": ["LlamaForCausalLM"],
-        "hidden_size": 256,
-        "intermediate_size": 768,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 16,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 500000.0,
-        "rope_scaling": {
-            "rope_type": "llama3",
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
-        },
-        "tie_word_embeddings": False,
-    },
-    "qwen3": {
-        "model_type": "qwen3",
-        "architectures": ["Qwen3ForCausalLM"],
-        "hidden_size": 256,
-        "intermediate_size": 3072,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1000000.0,
-        "tie_word_embeddings": True,
-    },
-}
-COMMON = {"vocab_size": 2048, "num_hidden_layers": LAYERS, "max_position_embeddings": 4096, "torch_dtype": "float32"}
 TEXT = "bada gogu <|im_start|>user\nBada  123\n"
 CHAT = [{"role": "user", "content": "bada gogu"}, {"role": "assistant", "content": "lo"}]
 
@@ -70,26 +38,25 @@ def report_weights(report):
     CheckpointManager._save_last_step = save_and_report
 
 
-def trained(model, layout, assets, folder, *options):
+def trained(layout, assets, folder, *options):
     """The last step and the weights after it of a run that ends with an export to the folder."""
-    arguments = [*LAYOUTS[layout].arguments, "--model.name", model, "--model.flavor", FLAVORS[model]]
-    arguments += ["--training.steps", "2", "--checkpoint.enable", "--checkpoint.last_save_in_hf", *options]
+    arguments = [*LAYOUTS[layout].arguments, "--checkpoint.enable", "--checkpoint.last_save_in_hf", *options]
     arguments += ["--model.hf_assets_path", f"{assets}", "--job.dump_folder", folder]
     ((step, weights),) = train(LAYOUTS[layout].processes, arguments, setup=report_weights).of("weights")
     return step, {name: torch.from_numpy(x) for name, x in weights.items()}
 
 
-def logits_of_torchtitan(model, weights, tokens):
+def logits_of_torchtitan(args, weights, tokens):
     from torchtitan.models import llama3, qwen3
 
-    spec = {"llama3": llama3, "qwen3": qwen3}[model].get_train_spec()
-    titan = spec.model_cls(replace(spec.model_args["debugmodel"], n_layers=LAYERS))
-    titan.init_weights()
-    titan.load_state_dict(weights, strict=True)
-    return titan(tokens)
+    spec = (qwen3 if hasattr(args, "head_dim") else llama3).get_train_spec()
+    model = spec.model_cls(replace(args, attn_type="sdpa", attn_mask_type="causal"))
+    model.init_weights()
+    model.load_state_dict(weights, strict=True)
+    return model(tokens)
 
 
-def assert_transformers_loads(exported, model, weights, assets, dtype="float32"):
+def assert_transformers_loads(exported, args, weights, assets, dtype="float32"):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     assert not list(exported.glob("*/*.safetensors"))
@@ -107,41 +74,41 @@ def assert_transformers_loads(exported, model, weights, assets, dtype="float32")
     tokens = torch.randint(0, 2048, (2, 100), generator=torch.Generator().manual_seed(0))
     rounded = {name: x.to(loaded.dtype).float() for name, x in weights.items()}
     with torch.no_grad():
-        difference = loaded.float()(tokens).logits - logits_of_torchtitan(model, rounded, tokens)
+        difference = loaded.float()(tokens).logits - logits_of_torchtitan(args, rounded, tokens)
     assert difference.abs().max() <= 5e-5
 
 
-def with_config(folder, model):
-    """A model's folder, without weights: tokenizer and config.json."""
-    shutil.copytree(corpus() / "tokenizer", folder)
-    (folder / "config.json").write_text(json.dumps(CONFIGS[model] | COMMON))
-    return folder
-
-
 @pytest.mark.parametrize(("layout", "dtype"), [("cp1", "bfloat16"), ("cp2_tp2", "float32")])
-@pytest.mark.parametrize("model", FLAVORS)
-def test_transformers_loads_the_last_checkpoint(model, layout, dtype, tmp_path):
-    """Of a folder with an index, whose names are not quite the model's, and over an export that was cut off."""
-    assets, run = with_config(tmp_path / "assets", model), tmp_path / "run"
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_transformers_loads_the_last_checkpoint(kind, layout, dtype, tmp_path):
+    """Of a model in two files whose index has a name too much, and over an export that was cut off."""
+    from torchtitan_magi.titan.v02.models import args_of
+
+    assets = make_hf_folder(kind, folder=tmp_path / "assets", shards=2, tied=(kind, layout) == ("qwen3", "cp2_tp2"))
+    config = read_model_config(assets)
     (assets / "generation_config.json").write_text('{"temperature": 0.5, "do_sample": true}')
-    files = {"model.embed_tokens.weight": 1, "model.layers.0.self_attn.rotary_emb.inv_freq": 1, "model.norm.weight": 2}
-    index = {name: f"model-0000{number}-of-00002.safetensors" for name, number in files.items()}
-    (assets / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
-    cut_off = run / "checkpoint" / "step-2" / "sharded"
+    index = json.loads((assets / "model.safetensors.index.json").read_text())
+    num_files = len(set(index["weight_map"].values()))
+    index["weight_map"]["model.layers.0.self_attn.rotary_emb.inv_freq"] = min(index["weight_map"].values())
+    (assets / "model.safetensors.index.json").write_text(json.dumps(index))
+    cut_off = tmp_path / "checkpoint" / "step-2" / "sharded"
     cut_off.mkdir(parents=True)
     (cut_off / "shard-00009-model-00001-of-00002.safetensors").write_text("cut off")
 
-    step, weights = trained(model, layout, assets, f"{run}", "--checkpoint.export_dtype", dtype)
-    exported = run / "checkpoint" / f"step-{step}"
-    assert_transformers_loads(exported, model, weights, assets, dtype)
+    model = ["--model.name", config.model, "--model.flavor", "hf", "--checkpoint.initial_load_in_hf"]
+    options = [*model, "--training.steps", "2", "--checkpoint.export_dtype", dtype]
+    step, weights = trained(layout, assets, f"{tmp_path}", *options)
+    exported = tmp_path / "checkpoint" / f"step-{step}"
+    assert_transformers_loads(exported, args_of(config), weights, assets, dtype)
     assert json.loads((exported / "generation_config.json").read_text())["temperature"] == 0.5
-    assert len(list(exported.glob("*.safetensors"))) == 2
+    assert len(list(exported.glob("*.safetensors"))) == num_files > 1
 
 
 def test_a_bare_tokenizer_folder_and_data_that_end_early(tmp_path):
     """The configuration is made from the flavor, the default chat template is the one that the run trains with, and
     the checkpoint counts as finished."""
     from torchtitan.components.checkpoint import CheckpointManager
+    from torchtitan.models.llama3 import llama3_args
 
     assets, folder = shutil.copytree(corpus() / "tokenizer", tmp_path / "assets"), new_folder()
     tokenizer_config = json.loads((assets / "tokenizer_config.json").read_text())
@@ -151,12 +118,13 @@ def test_a_bare_tokenizer_folder_and_data_that_end_early(tmp_path):
     records = (corpus() / "train.jsonl").read_text().splitlines()[:8]
     (tmp_path / "few.jsonl").write_text("\n".join(records))
     few = ["--training.dataset_path", f"{tmp_path}/few.jsonl", "--magi.epochs", "1", "--training.steps", "50"]
-    step, weights = trained("llama3", "cp1", assets, folder, *few)
+    step, weights = trained("cp1", assets, folder, *few)
     assert step < 50
     exported = Path(folder, "checkpoint", f"step-{step}")
     assert (exported / "chat_template.jinja").read_text().startswith("{{ bos_token }}")
     shutil.copy(exported / "chat_template.jinja", assets)
-    assert_transformers_loads(exported, "llama3", weights, assets)
+    args = replace(llama3_args["debugmodel_varlen_attn"], n_layers=LAYERS)
+    assert_transformers_loads(exported, args, weights, assets)
     assert not (exported / "generation_config.json").exists()
     assert CheckpointManager._find_load_step(SimpleNamespace(folder=exported.parent)) == step
 
@@ -249,3 +217,29 @@ def test_the_tokenizer_of_a_bare_folder_keeps_its_class():
     files = {"tokenizer.json": b"{}", "tokenizer_config.json": b'{"tokenizer_class": "LlamaTokenizer"}'}
     add_config(files, {"model_type": "llama"})
     assert json.loads(files["tokenizer_config.json"]) == {"tokenizer_class": "LlamaTokenizer"}
+
+
+LLAMA = ModelConfig("llama3", 64, 2, 8, 2, 8, 176, 2048, 1e-5, Rope(5e5), max_positions=4096)
+QWEN3 = replace(LLAMA, model="qwen3", head_dim=16, rope=Rope(1e6))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        LLAMA,
+        replace(LLAMA, rope=Rope(1e4, "linear", 4.0)),
+        replace(LLAMA, rope=Rope(5e5, "llama3", 8.0, 1.0, 4.0, 8192)),
+        replace(QWEN3, tied=True),
+        replace(QWEN3, experts=Experts(4, 2, 48, True)),
+    ],
+    ids=["llama", "linear", "llama3", "qwen3", "qwen3_moe"],
+)
+def test_a_written_configuration_is_read_as_the_same_model(config, tmp_path):
+    """By us and, written again, by transformers."""
+    from transformers import AutoConfig
+
+    (tmp_path / "config.json").write_text(json.dumps(config.to_hf()))
+    found = read_model_config(tmp_path)
+    assert (found, found.max_positions) == (config, 4096)
+    AutoConfig.from_pretrained(tmp_path).save_pretrained(tmp_path / "again")
+    assert read_model_config(tmp_path / "again") == config

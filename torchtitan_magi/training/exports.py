@@ -10,6 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from torchtitan_magi.training.hf_weights import INDEX
+
 logger = logging.getLogger(__name__)
 
 # What transformers reads of a model's folder beside the weights.
@@ -18,7 +20,7 @@ PATTERNS = (
     "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template.j*", "additional_chat_templates/*",
 )  # fmt: skip
 CONFIG, TOKENIZER_CONFIG = "config.json", "tokenizer_config.json"
-INDEX, SHARDED = "model.safetensors.index.json", "sharded"  # torch's names
+SHARDED = "sharded"  # torch's name
 
 
 def read_files(folder: str) -> dict[str, bytes]:

@@ -56,6 +56,16 @@ class Rope:
     high_freq_factor: float = 1.0
     original_max_positions: int = 0
 
+    def scaling_to_hf(self) -> dict[str, Any] | None:
+        """Field rope_scaling of a config.json."""
+        if self.type == "default":
+            return None
+        fields = {"rope_type": self.type, "factor": self.factor}
+        if self.type == "linear":
+            return fields
+        limits = {"low_freq_factor": self.low_freq_factor, "high_freq_factor": self.high_freq_factor}
+        return fields | limits | {"original_max_position_embeddings": self.original_max_positions}
+
 
 @dataclass(frozen=True)
 class Experts:
@@ -72,6 +82,15 @@ class Experts:
     top_k: int
     hidden_dim: int
     norm_topk_prob: bool
+
+    def to_hf(self) -> dict[str, Any]:
+        """The fields of a config.json that say this."""
+        return {
+            "num_experts": self.num_experts,
+            "num_experts_per_tok": self.top_k,
+            "moe_intermediate_size": self.hidden_dim,
+            "norm_topk_prob": self.norm_topk_prob,
+        }
 
 
 @dataclass(frozen=True)
@@ -101,6 +120,27 @@ class ModelConfig:
     tied: bool = False
     experts: Experts | None = None
     max_positions: int = field(default=0, compare=False)
+
+    def to_hf(self) -> dict[str, Any]:
+        """The fields of a config.json of this model, in the spelling that transformers 4 and 5 read."""
+        model_type = {"llama3": "llama", "qwen3": "qwen3" if self.experts is None else "qwen3_moe"}[self.model]
+        fields = {
+            "architectures": [MODEL_TYPES[model_type][0]],
+            "model_type": model_type,
+            "hidden_size": self.dim,
+            "num_hidden_layers": self.num_layers,
+            "num_attention_heads": self.num_heads_q,
+            "num_key_value_heads": self.num_heads_kv,
+            "head_dim": self.head_dim,
+            "intermediate_size": self.hidden_dim,
+            "vocab_size": self.vocab_size,
+            "rms_norm_eps": self.norm_eps,
+            "max_position_embeddings": self.max_positions,
+            "rope_theta": self.rope.theta,
+            "rope_scaling": self.rope.scaling_to_hf(),
+            "tie_word_embeddings": self.tied,
+        }
+        return fields if self.experts is None else fields | self.experts.to_hf()
 
 
 def read_model_config(folder: str | Path) -> ModelConfig:

@@ -17,7 +17,6 @@ from torchtitan.models.qwen3.infra import parallelize as qwen3
 
 from torchtitan_magi.attention import attention_op
 from torchtitan_magi.exchange.mesh import process_group_transport
-from torchtitan_magi.titan.v02.exports import prepare_export
 from torchtitan_magi.titan.v02.metadata import PlanMetadata
 from torchtitan_magi.training.exports import export
 from torchtitan_magi.training.options import Magi, import_modules
@@ -31,8 +30,7 @@ def install() -> None:
         (context_parallel, "cp_shard", _cp_shard),  # to deal out tokens as planned, not by their place in the pack
         (dist_utils, "set_pg_timeouts", _set_pg_timeouts),  # to reach our own communicators as well
         (CheckpointManager, "save", _save),  # to save when the data end before training.steps
-        (CheckpointManager, "__init__", _init_checkpointer),  # to read what an export has beside the weights
-        (CheckpointManager, "dcp_save", _dcp_save),  # to write it, and no second copy of the weights
+        (CheckpointManager, "dcp_save", _dcp_save),  # to export a whole model, without a second copy of the weights
         (llama3, "apply_cp_to_attention_module", _apply_cp),  # not to refuse varlen attention
         (qwen3, "apply_cp_to_attention_module", _apply_cp),  # the same; each model has imported its own name
         (qwen3, "apply_non_moe_tp", _apply_tp),  # to accept positions without context parallelism
@@ -86,20 +84,15 @@ def _save(stock: Any, checkpointer: CheckpointManager, curr_step: int, last_step
     stock(checkpointer, curr_step, last_step)
 
 
-def _init_checkpointer(stock: Any, checkpointer: CheckpointManager, *args: Any, **kwargs: Any) -> None:
-    stock(checkpointer, *args, **kwargs)
-    if checkpointer.enable and not checkpointer.load_only and checkpointer.last_save_in_hf:
-        prepare_export(checkpointer)
-
-
 def _dcp_save(
     stock: Any, checkpointer: CheckpointManager, weights: dict[str, Tensor], *, to_hf: bool = False, **options: Any
 ) -> Any:
+    """In Hugging Face's format with the files of our spec's adapter; a spec of the user's own has none."""
     save = functools.partial(stock, checkpointer, weights, to_hf=to_hf, **options)
     if not to_hf:
         return save()
-    dtype = next(iter(weights.values())).dtype
-    export(Path(options["checkpoint_id"]), checkpointer.exported_files, dtype, save)
+    files, dtype = getattr(checkpointer.sd_adapter, "exported_files", {}), next(iter(weights.values())).dtype
+    export(Path(options["checkpoint_id"]), files, dtype, save)
 
 
 def _apply_cp(stock: Any, attention_modules: Any, cp_mesh: Any, attention_type: str) -> None:

@@ -1,6 +1,7 @@
 """torchtitan's model arguments: with varlen attention, and from and to our own ``ModelConfig``."""
 
 import math
+from collections import UserDict
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -20,13 +21,20 @@ VARLEN = {"attn_type": "varlen", "attn_mask_type": "block_causal"}
 NEVER_SCALED, ALWAYS_SCALED = 2**60, 0
 
 
-def varlen_flavors(stock: Mapping[str, Any]) -> dict[str, Any]:
+class Flavors(UserDict[str, Any]):
+    """A model's arguments by flavor. Those added later, also by a user's module, become usable here as well."""
+
+    def __setitem__(self, flavor: str, args: Any) -> None:
+        super().__setitem__(flavor, _for_plans(args))
+
+
+def varlen_flavors(stock: Mapping[str, Any]) -> Flavors:
     """The model's flavors, and for each with dense attention and no varlen one yet, ``<flavor>_varlen``."""
     flavors = dict(stock)
     for name, args in stock.items():
         if args.attn_type == "sdpa" and not {f"{name}_varlen", f"{name}_varlen_attn"} & set(stock):
             flavors[f"{name}_varlen"] = replace(args, **VARLEN)
-    return {name: _for_plans(args) for name, args in flavors.items()}
+    return Flavors(flavors)
 
 
 def args_of(config: ModelConfig) -> Any:
@@ -35,7 +43,7 @@ def args_of(config: ModelConfig) -> Any:
     Raises:
         ValueError: torchtitan 0.2.2 has no such model; one line, to be put behind the path of the config.json.
     """
-    return _for_plans(_llama3_args(config) if config.model == "llama3" else _qwen3_args(config))
+    return _llama3_args(config) if config.model == "llama3" else _qwen3_args(config)
 
 
 def _llama3_args(config: ModelConfig) -> TransformerModelArgs:

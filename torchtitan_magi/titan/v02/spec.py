@@ -16,6 +16,7 @@ from torchtitan_magi.planning.cost_model import Heads
 from torchtitan_magi.titan.v02 import hooks
 from torchtitan_magi.titan.v02.cpu import allow_gloo_gradients, run_on_cpu
 from torchtitan_magi.titan.v02.data import build_dataloader, build_validation_dataloader
+from torchtitan_magi.titan.v02.exports import exported_files
 from torchtitan_magi.titan.v02.hf_folder import HF_FLAVOR, check_folders, check_tied, check_vocabulary, read_hf_config
 from torchtitan_magi.titan.v02.job_config import OUR_DATASETS, check_job_config, without_context_parallel
 from torchtitan_magi.titan.v02.metrics import MagiMetricsProcessor
@@ -63,6 +64,7 @@ class MagiSpec:
         self.runtime: MagiRuntime | None = None
         self.vocab_size = 0
         self.export_shards: dict[str, int] | None = None
+        self.exported_files: dict[str, bytes] = {}
 
     def train_spec(self) -> TrainSpec:
         return replace(
@@ -89,6 +91,7 @@ class MagiSpec:
         self.vocab_size = config.vocab_size
         tokenizer = self.stock.build_tokenizer_fn(job_config)
         check_vocabulary(tokenizer, config, job_config)
+        self.exported_files = exported_files(job_config, config, tokenizer)
         return tokenizer
 
     def _model(self, job_config: Any) -> tuple[ModelConfig, dict[str, int] | None]:
@@ -102,9 +105,11 @@ class MagiSpec:
         return config, check_folders(job_config, config)
 
     def build_state_dict_adapter(self, model_args: Any, hf_assets_path: str | None) -> Any:
-        """torchtitan's own, without its reading of the index, which fails for a single file."""
+        """torchtitan's own, without its reading of the index, which fails for a single file, and with what an export
+        holds beside the weights."""
         adapter = self.stock.state_dict_adapter(model_args, None)
         adapter.hf_assets_path, adapter.fqn_to_index_mapping = hf_assets_path, self.export_shards
+        adapter.exported_files = self.exported_files
         return adapter
 
     def build_dataloader(self, dp_world_size: int, dp_rank: int, tokenizer: Any, job_config: Any) -> Any:
