@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from hf_models import make_hf_folder
-from training import LAYERS, corpus, new_folder, train
+from training import LAYERS, corpus, new_folder, train, watch
 
 from torchtitan_magi.training.exports import add_config, export, read_files
 from torchtitan_magi.training.model_config import Experts, ModelConfig, Rope, read_model_config
@@ -23,27 +23,27 @@ CHAT = [{"role": "user", "content": "bada gogu"}, {"role": "assistant", "content
 
 
 def report_weights(report):
-    """The weights as they are when the last checkpoint has been written."""
+    """The weights as the run starts, and as they are when the last checkpoint has been written."""
     from torch.distributed.tensor import DTensor
     from torchtitan.components.checkpoint import CheckpointManager
 
-    stock = CheckpointManager._save_last_step
-
-    def save_and_report(checkpointer, step):
-        stock(checkpointer, step)
+    def report_now(_, checkpointer, step):
         weights = checkpointer.states["model"].state_dict()
         full = {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in weights.items()}
-        report("weights", step, {name: x.numpy() for name, x in full.items()})
+        report("weights", step, {name: x.clone().numpy() for name, x in full.items()})
 
-    CheckpointManager._save_last_step = save_and_report
+    watch(CheckpointManager, "load", report_now)
+    watch(CheckpointManager, "_save_last_step", report_now)
 
 
 def trained(layout, assets, folder, *options):
-    """The last step and the weights after it of a run that ends with an export to the folder."""
+    """The weights before the first step, the last step and the weights after it of a run that ends with an export."""
     arguments = [*LAYOUTS[layout].arguments, "--checkpoint.enable", "--checkpoint.last_save_in_hf", *options]
     arguments += ["--model.hf_assets_path", f"{assets}", "--job.dump_folder", folder]
-    ((step, weights),) = train(LAYOUTS[layout].processes, arguments, setup=report_weights).of("weights")
-    return step, {name: torch.from_numpy(x) for name, x in weights.items()}
+    run = train(LAYOUTS[layout].processes, arguments, setup=report_weights)
+    (_, first), (step, last) = run.of("weights")
+    first, last = ({name: torch.from_numpy(x) for name, x in weights.items()} for weights in (first, last))
+    return first, step, last
 
 
 def logits_of_torchtitan(args, weights, tokens):
@@ -56,32 +56,35 @@ def logits_of_torchtitan(args, weights, tokens):
     return model(tokens)
 
 
-def assert_transformers_loads(exported, args, weights, assets, dtype="float32"):
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+def assert_same_model(folder, args, weights, dtype):
+    """transformers' model of a folder has the dtype, and the logits of torchtitan's with the weights in this dtype."""
+    from transformers import AutoModelForCausalLM
 
-    assert not list(exported.glob("*/*.safetensors"))
-    tokenizer = AutoTokenizer.from_pretrained(exported)
-    source = AutoTokenizer.from_pretrained(assets)
-    assert tokenizer(TEXT).input_ids == source(TEXT).input_ids
-    assert (tokenizer.bos_token, tokenizer.eos_token) == (source.bos_token, source.eos_token)
-    chat = tokenizer.apply_chat_template(CHAT, tokenize=False)
+    model, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(report.values())
+    assert model.dtype == getattr(torch, dtype)
+    tokens = torch.randint(0, 2048, (2, 100), generator=torch.Generator().manual_seed(0))
+    rounded = {name: x.to(model.dtype).float() for name, x in weights.items()}
+    with torch.no_grad():
+        difference = model.float()(tokens).logits - logits_of_torchtitan(args, rounded, tokens)
+    assert difference.abs().max() <= 5e-5
+
+
+def assert_same_tokenizer(folder, assets):
+    from transformers import AutoTokenizer
+
+    ours, source = (AutoTokenizer.from_pretrained(path) for path in (folder, assets))
+    assert ours(TEXT).input_ids == source(TEXT).input_ids
+    assert (ours.bos_token, ours.eos_token) == (source.bos_token, source.eos_token)
+    chat = ours.apply_chat_template(CHAT, tokenize=False)
     assert chat == source.apply_chat_template(CHAT, tokenize=False)
     assert "bada gogu" in chat
-
-    loaded, report = AutoModelForCausalLM.from_pretrained(exported, output_loading_info=True)
-    assert not any(report.values())
-    assert loaded.dtype == getattr(torch, dtype)
-    tokens = torch.randint(0, 2048, (2, 100), generator=torch.Generator().manual_seed(0))
-    rounded = {name: x.to(loaded.dtype).float() for name, x in weights.items()}
-    with torch.no_grad():
-        difference = loaded.float()(tokens).logits - logits_of_torchtitan(args, rounded, tokens)
-    assert difference.abs().max() <= 5e-5
 
 
 @pytest.mark.parametrize(("layout", "dtype"), [("cp1", "bfloat16"), ("cp2_tp2", "float32")])
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
 def test_transformers_loads_the_last_checkpoint(kind, layout, dtype, tmp_path):
-    """Of a model in two files whose index has a name too much, and over an export that was cut off."""
+    """Of a model in several files whose index has a name too much."""
     from torchtitan_magi.titan.v02.models import args_of
 
     assets = make_hf_folder(kind, folder=tmp_path / "assets", shards=2, tied=(kind, layout) == ("qwen3", "cp2_tp2"))
@@ -91,15 +94,15 @@ def test_transformers_loads_the_last_checkpoint(kind, layout, dtype, tmp_path):
     num_files = len(set(index["weight_map"].values()))
     index["weight_map"]["model.layers.0.self_attn.rotary_emb.inv_freq"] = min(index["weight_map"].values())
     (assets / "model.safetensors.index.json").write_text(json.dumps(index))
-    cut_off = tmp_path / "checkpoint" / "step-2" / "sharded"
-    cut_off.mkdir(parents=True)
-    (cut_off / "shard-00009-model-00001-of-00002.safetensors").write_text("cut off")
-
     model = ["--model.name", config.model, "--model.flavor", "hf", "--checkpoint.initial_load_in_hf"]
     options = [*model, "--training.steps", "2", "--checkpoint.export_dtype", dtype]
-    step, weights = trained(layout, assets, f"{tmp_path}", *options)
+    loaded, step, weights = trained(layout, assets, f"{tmp_path}", *options)
     exported = tmp_path / "checkpoint" / f"step-{step}"
-    assert_transformers_loads(exported, args_of(config), weights, assets, dtype)
+    assert_same_model(assets, args_of(config), loaded, "float32")
+    assert_same_model(exported, args_of(config), weights, dtype)
+    assert_same_tokenizer(exported, assets)
+    assert not torch.equal(loaded["norm.weight"], weights["norm.weight"])
+    assert not list(exported.glob("*/*.safetensors"))
     assert json.loads((exported / "generation_config.json").read_text())["temperature"] == 0.5
     assert len(list(exported.glob("*.safetensors"))) == num_files > 1
 
@@ -118,13 +121,14 @@ def test_a_bare_tokenizer_folder_and_data_that_end_early(tmp_path):
     records = (corpus() / "train.jsonl").read_text().splitlines()[:8]
     (tmp_path / "few.jsonl").write_text("\n".join(records))
     few = ["--training.dataset_path", f"{tmp_path}/few.jsonl", "--magi.epochs", "1", "--training.steps", "50"]
-    step, weights = trained("cp1", assets, folder, *few)
+    _, step, weights = trained("cp1", assets, folder, *few)
     assert step < 50
     exported = Path(folder, "checkpoint", f"step-{step}")
     assert (exported / "chat_template.jinja").read_text().startswith("{{ bos_token }}")
     shutil.copy(exported / "chat_template.jinja", assets)
     args = replace(llama3_args["debugmodel_varlen_attn"], n_layers=LAYERS)
-    assert_transformers_loads(exported, args, weights, assets)
+    assert_same_model(exported, args, weights, "float32")
+    assert_same_tokenizer(exported, assets)
     assert not (exported / "generation_config.json").exists()
     assert CheckpointManager._find_load_step(SimpleNamespace(folder=exported.parent)) == step
 
@@ -185,6 +189,7 @@ def test_an_export_that_is_cut_off_keeps_its_weights_and_does_not_count(tmp_path
         export(tmp_path, {"config.json": b"{}"}, torch.float32, killed)
     assert (tmp_path / "sharded" / "shard").read_text() == "weights"
     assert not (tmp_path / "model.safetensors.index.json").exists()
+    export(tmp_path, {}, torch.float32, lambda: (tmp_path / "sharded").mkdir())  # which would fail if it were there
 
 
 def test_a_first_copy_that_cannot_be_removed_is_one_warning(tmp_path, caplog):

@@ -8,11 +8,13 @@ from typing import Any
 
 from torch import Tensor
 from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.config import ConfigManager
 from torchtitan.distributed import context_parallel
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.models.llama3.infra import parallelize as llama3
+from torchtitan.models.llama3.model.state_dict_adapter import Llama3StateDictAdapter
 from torchtitan.models.qwen3.infra import parallelize as qwen3
 
 from torchtitan_magi.attention import attention_op
@@ -31,6 +33,8 @@ def install() -> None:
         (dist_utils, "set_pg_timeouts", _set_pg_timeouts),  # to reach our own communicators as well
         (CheckpointManager, "save", _save),  # to save when the data end before training.steps
         (CheckpointManager, "dcp_save", _dcp_save),  # to export a whole model, without a second copy of the weights
+        (Llama3StateDictAdapter, "_permute", _whole_heads),  # for shards that end inside a head
+        (Llama3StateDictAdapter, "_reverse_permute", _whole_heads),  # the same
         (llama3, "apply_cp_to_attention_module", _apply_cp),  # not to refuse varlen attention
         (qwen3, "apply_cp_to_attention_module", _apply_cp),  # the same; each model has imported its own name
         (qwen3, "apply_non_moe_tp", _apply_tp),  # to accept positions without context parallelism
@@ -93,6 +97,15 @@ def _dcp_save(
         return save()
     files, dtype = getattr(checkpointer.sd_adapter, "exported_files", {}), next(iter(weights.values())).dtype
     export(Path(options["checkpoint_id"]), files, dtype, save)
+
+
+def _whole_heads(stock: Any, adapter: Any, weight: Tensor, *args: Any) -> Tensor:
+    """Permutes the rows of each head where every rank has all of them, of some columns: with a part of a head on a rank
+    torchtitan ends in an error, or reads and writes wrong rows."""
+    if isinstance(weight, DTensor):
+        by_columns = [Replicate() if placement.is_replicate() else Shard(1) for placement in weight.placements]
+        weight = weight.redistribute(placements=by_columns)
+    return stock(adapter, weight, *args)
 
 
 def _apply_cp(stock: Any, attention_modules: Any, cp_mesh: Any, attention_type: str) -> None:
