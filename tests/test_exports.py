@@ -81,8 +81,15 @@ def assert_same_tokenizer(folder, assets):
     assert "bada gogu" in chat
 
 
-@pytest.mark.parametrize(("layout", "dtype"), [("cp1", "bfloat16"), ("cp2_tp2", "float32")])
-@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+@pytest.mark.parametrize(
+    ("kind", "layout", "dtype"),
+    [
+        ("llama", "cp4", "bfloat16"),  # with two K/V heads: a rank has a part of one, here and in the next layout
+        ("llama", "cp2_tp2", "float32"),
+        ("qwen3", "cp1", "bfloat16"),
+        ("qwen3", "cp2_tp2", "float32"),
+    ],
+)
 def test_transformers_loads_the_last_checkpoint(kind, layout, dtype, tmp_path):
     """Of a model in several files whose index has a name too much."""
     from torchtitan_magi.titan.v02.models import args_of

@@ -102,10 +102,13 @@ def _dcp_save(
 def _whole_heads(stock: Any, adapter: Any, weight: Tensor, *args: Any) -> Tensor:
     """Permutes the rows of each head where every rank has all of them, of some columns: with a part of a head on a rank
     torchtitan ends in an error, or reads and writes wrong rows."""
-    if isinstance(weight, DTensor):
-        by_columns = [Replicate() if placement.is_replicate() else Shard(1) for placement in weight.placements]
-        weight = weight.redistribute(placements=by_columns)
-    return stock(adapter, weight, *args)
+    if not isinstance(weight, DTensor):
+        return stock(adapter, weight, *args)
+    by_columns, by_rows = (
+        [Replicate() if placement.is_replicate() else Shard(dim) for placement in weight.placements] for dim in (1, 0)
+    )
+    permuted = stock(adapter, weight.redistribute(placements=by_columns), *args)
+    return permuted.redistribute(placements=by_rows)  # which files are read and written by
 
 
 def _apply_cp(stock: Any, attention_modules: Any, cp_mesh: Any, attention_type: str) -> None:
