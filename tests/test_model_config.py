@@ -7,7 +7,9 @@ from functools import partial
 import pytest
 import torch
 import transformers
+from hf_models import make_hf_folder
 from published import CONFIGS, LLAMA3_ROPE, llama, qwen, qwen_moe
+from safetensors.torch import load_file
 from torchtitan.models.llama3.model import model as llama3
 from torchtitan.models.qwen3.model import model as qwen3
 from torchtitan.protocols.train_spec import get_train_spec
@@ -82,6 +84,16 @@ def test_a_mixture_routes_as_the_checkpoint_does(read):
     assert not args_of(read(CONFIGS["Qwen3 30B-A3B"] | {"norm_topk_prob": None})).moe_args.route_norm
 
 
+def test_what_no_config_json_can_say_is_a_difference(read):
+    config = read(CONFIGS["Qwen3 30B-A3B"])
+    args = args_of(config)
+    args.qk_norm = False
+    args.moe_args.num_shared_experts = 1
+    assert differences(config, config_of(args)) == [
+        "other () in the file, ('qk_norm False', 'num_shared_experts 1') in the flavor"
+    ]
+
+
 def test_llama3_has_exactly_the_files_width_of_the_feed_forward(read):
     with torch.device("meta"):
         for dim in (64, 96, 2048, 3072, 4096, 5120, 6656, 8192, 16384):
@@ -103,6 +115,29 @@ def test_what_transformers_5_writes_is_what_it_reads(kind, tmp_path, read):
     assert "rope_theta" not in written
     assert "rope_parameters" in written
     assert read_model_config(tmp_path) == config
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        ("llama", {}),
+        ("llama", {"rope": {"rope_type": "linear", "factor": 4.0}}),
+        ("llama", {"rope": LLAMA3_ROPE | {"original_max_position_embeddings": 32}}),
+        ("qwen3", {}),
+        ("qwen3", {"tied": True, "rope": {"rope_theta": 100.0}, "rms_norm_eps": 1e-2}),
+    ],
+)
+def test_logits_are_those_of_transformers(kind, fields):
+    folder = make_hf_folder(kind, **fields)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    spec = get_train_spec({"llama": "llama3"}.get(kind, kind))
+    args = replace(args_of(read_model_config(folder)), attn_type="sdpa", attn_mask_type="causal")
+    ours = spec.model_cls(args)
+    tensors = load_file(folder / "model.safetensors")
+    ours.load_state_dict(spec.state_dict_adapter(args, None).from_hf(tensors), strict=True)
+    tokens = torch.randint(0, args.vocab_size, (2, 64), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        assert torch.allclose(ours(tokens), theirs(tokens).logits, atol=1e-5, rtol=1e-5)
 
 
 def test_missing_fields_are_those_of_transformers(read):

@@ -98,6 +98,7 @@ class ModelConfig:
         norm_eps: epsilon of each RMSNorm.
         tied: whether the output layer is the embedding.
         experts: None for a dense model.
+        other: what else a flavor computes with, in words; no config.json can say it, so a file's model has none.
         max_positions: positions for which the model was trained; no part of the computation, so it is not compared.
     """
 
@@ -113,6 +114,7 @@ class ModelConfig:
     rope: Rope
     tied: bool = False
     experts: Experts | None = None
+    other: tuple[str, ...] = ()
     max_positions: int = field(default=0, compare=False)
 
     def to_hf(self) -> dict[str, Any]:
