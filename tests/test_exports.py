@@ -255,3 +255,10 @@ def test_a_written_configuration_is_read_as_the_same_model(config, tmp_path):
     assert (found, found.max_positions) == (config, 4096)
     AutoConfig.from_pretrained(tmp_path).save_pretrained(tmp_path / "again")
     assert read_model_config(tmp_path / "again") == config
+
+
+def test_a_model_that_no_configuration_can_say_is_one_line():
+    with pytest.raises(
+        ValueError, match=r"^model.flavor has qk_norm False, which no config.json can say; use .*false$"
+    ):
+        replace(QWEN3, other=("qk_norm False",)).to_hf()

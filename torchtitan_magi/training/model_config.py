@@ -118,7 +118,16 @@ class ModelConfig:
     max_positions: int = field(default=0, compare=False)
 
     def to_hf(self) -> dict[str, Any]:
-        """The fields of a config.json of this model, in the spelling that transformers 4 and 5 read."""
+        """The fields of a config.json of this model, in the spelling that transformers 4 and 5 read.
+
+        Raises:
+            ValueError: the model has what none can say; one line.
+        """
+        if self.other:
+            raise ValueError(
+                f"model.flavor has {', '.join(self.other)}, which no config.json can say; use a flavor of a published "
+                "model, or set checkpoint.last_save_in_hf to false"
+            )
         model_type = {"llama3": "llama", "qwen3": "qwen3" if self.experts is None else "qwen3_moe"}[self.model]
         fields = {
             "architectures": [MODEL_TYPES[model_type][0]],
