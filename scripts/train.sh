@@ -5,6 +5,7 @@ set -euo pipefail
 caller=$PWD
 needs="torch torchtitan"
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
+export PYTHONPATH="$PYTHONPATH:$caller" # for the caller's own modules, [magi] imports
 
 config=train_configs/debug.toml
 if [[ ${1:-} == *.toml ]]; then

@@ -1,8 +1,10 @@
 """The options of the ``[magi]`` section of a TOML file, and the checks of their values."""
 
+import importlib
 import math
+import os
 from dataclasses import dataclass, field, fields
-from typing import Literal, get_args
+from typing import Literal, get_args, get_origin
 
 from torchtitan_magi.planning.cost_model import CostModel
 from torchtitan_magi.planning.plan import MAX_STAGES
@@ -73,6 +75,9 @@ class Magi:
     """What the loss of dataset "sft" is a mean over. "token": all labels of a step. "document": its documents, each by
     the mean over its labels, so that short answers weigh as much as long ones."""
 
+    imports: list[str] = field(default_factory=list)
+    """Modules of your own, imported before flavors, converters and datasets are looked up: they can add some."""
+
     dpo: DPO = field(default_factory=DPO)
 
 
@@ -84,7 +89,8 @@ def check_options(magi: Magi) -> None:
     """
     for options, prefix in ((magi, "magi"), (magi.dpo, "magi.dpo")):
         for option in fields(options):
-            choices, value = get_args(option.type), getattr(options, option.name)
+            choices = get_args(option.type) if get_origin(option.type) is Literal else ()
+            value = getattr(options, option.name)
             if choices and value not in choices:
                 raise ValueError(f"{prefix}.{option.name} is {value!r}; use one of {', '.join(map(repr, choices))}")
             if option.type is bool and type(value) is not bool:
@@ -124,3 +130,28 @@ def check_options_for_pairs(magi: Magi) -> None:
             'magi.positions is "pack", but both answers of a pair continue the positions of its prompt; '
             'use "auto" with dataset "dpo"'
         )
+
+
+def import_modules(names: list[str]) -> None:
+    """Imports the modules of ``magi.imports``, in their order. What a module raises passes through.
+
+    Raises:
+        ValueError: one line that names the value and the remedy: it is no list of module names, or a module is missing.
+    """
+    if type(names) is not list or not all(type(name) is str and _is_module_name(name) for name in names):
+        raise ValueError(f'magi.imports is {names!r}; use a list of module names, such as ["my_package.my_module"]')
+    for name in names:
+        try:
+            importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+                raise  # a module that this one imports
+            raise ValueError(
+                f"magi.imports has {name!r}, but there is no module {error.name!r} in the folder where the run starts, "
+                f"{os.getcwd()}, in PYTHONPATH, {os.environ.get('PYTHONPATH', '')!r}, or among the installed packages; "
+                "install it, or add the folder that holds it to PYTHONPATH"
+            ) from None
+
+
+def _is_module_name(name: str) -> bool:
+    return all(part.isidentifier() for part in name.split("."))

@@ -14,12 +14,19 @@ def check_continues(job_config: Any) -> None:
         ValueError: one line that names the checkpoint and the remedy.
     """
     checkpoint = job_config.checkpoint
-    if not checkpoint.enable or checkpoint.load_only or checkpoint.exclude_from_loading:
+    if not checkpoint.enable:
         return
     folder = Path(job_config.job.dump_folder) / checkpoint.folder
     finished = itertools.chain(folder.glob("step-*/.metadata"), folder.glob("step-*/model.safetensors.index.json"))
     names = {path.parent.name[5:] for path in finished}
     steps = sorted(map(int, filter(str.isdigit, names)), reverse=True)
+    if folder.is_dir() and not steps and (checkpoint.initial_load_in_hf or checkpoint.initial_load_path):
+        raise ValueError(  # torchtitan would begin with random weights, with a warning that it does not load these
+            f"{folder} has no finished checkpoint, but while it is there torchtitan does not load the initial weights; "
+            "remove it to start from them"
+        )
+    if checkpoint.load_only or checkpoint.exclude_from_loading:
+        return
     step = checkpoint.load_step if checkpoint.load_step != -1 else max(steps, default=0)
     if step == 0 or step not in steps:  # of step 0 torchtitan loads the weights only
         return

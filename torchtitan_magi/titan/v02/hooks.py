@@ -3,27 +3,38 @@
 import functools
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torchtitan.components.checkpoint import CheckpointManager
+from torchtitan.config import ConfigManager
 from torchtitan.distributed import context_parallel
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.models.llama3.infra import parallelize as llama3
+from torchtitan.models.llama3.model.state_dict_adapter import Llama3StateDictAdapter
 from torchtitan.models.qwen3.infra import parallelize as qwen3
 
 from torchtitan_magi.attention import attention_op
 from torchtitan_magi.exchange.mesh import process_group_transport
 from torchtitan_magi.titan.v02.metadata import PlanMetadata
+from torchtitan_magi.training.exports import export
+from torchtitan_magi.training.options import Magi, import_modules
 from torchtitan_magi.training.planned_loader import PlannedLoader
 
 
 def install() -> None:
     """Replaces them, once per process. A replacement's first argument is torchtitan's own function."""
     for owner, name, replacement in (
+        (ConfigManager, "_validate_config", _validate_config),  # to import the user's modules before all else
         (context_parallel, "cp_shard", _cp_shard),  # to deal out tokens as planned, not by their place in the pack
         (dist_utils, "set_pg_timeouts", _set_pg_timeouts),  # to reach our own communicators as well
         (CheckpointManager, "save", _save),  # to save when the data end before training.steps
+        (CheckpointManager, "dcp_save", _dcp_save),  # to export a whole model, without a second copy of the weights
+        (Llama3StateDictAdapter, "_permute", _whole_heads),  # for shards that end inside a head
+        (Llama3StateDictAdapter, "_reverse_permute", _whole_heads),  # the same
         (llama3, "apply_cp_to_attention_module", _apply_cp),  # not to refuse varlen attention
         (qwen3, "apply_cp_to_attention_module", _apply_cp),  # the same; each model has imported its own name
         (qwen3, "apply_non_moe_tp", _apply_tp),  # to accept positions without context parallelism
@@ -39,6 +50,15 @@ def _replaced(stock: Callable[..., Any], replacement: Callable[..., Any]) -> Cal
         return replacement(stock, *args, **kwargs)
 
     return call
+
+
+@record  # so that torchrun says last what went wrong
+def _validate_config(stock: Any, manager: ConfigManager) -> None:
+    """Also imports the modules of ``magi.imports``, once the whole configuration is known."""
+    stock(manager)
+    magi: Any = getattr(manager.config, "magi", None)  # without our hook there is none, which is refused later
+    if isinstance(magi, Magi):
+        import_modules(magi.imports)
 
 
 def _cp_shard(
@@ -66,6 +86,29 @@ def _save(stock: Any, checkpointer: CheckpointManager, curr_step: int, last_step
     if isinstance(loader, PlannedLoader):
         last_step |= loader.state_dict().get("exhausted", False)
     stock(checkpointer, curr_step, last_step)
+
+
+def _dcp_save(
+    stock: Any, checkpointer: CheckpointManager, weights: dict[str, Tensor], *, to_hf: bool = False, **options: Any
+) -> Any:
+    """In Hugging Face's format with the files of our spec's adapter; a spec of the user's own has none."""
+    save = functools.partial(stock, checkpointer, weights, to_hf=to_hf, **options)
+    if not to_hf:
+        return save()
+    files, dtype = getattr(checkpointer.sd_adapter, "exported_files", {}), next(iter(weights.values())).dtype
+    export(Path(options["checkpoint_id"]), files, dtype, save)
+
+
+def _whole_heads(stock: Any, adapter: Any, weight: Tensor, *args: Any) -> Tensor:
+    """Permutes the rows of each head where every rank has all of them, of some columns: with a part of a head on a rank
+    torchtitan ends in an error, or reads and writes wrong rows."""
+    if not isinstance(weight, DTensor):
+        return stock(adapter, weight, *args)
+    by_columns, by_rows = (
+        [Replicate() if placement.is_replicate() else Shard(dim) for placement in weight.placements] for dim in (1, 0)
+    )
+    permuted = stock(adapter, weight.redistribute(placements=by_columns), *args)
+    return permuted.redistribute(placements=by_rows)  # which files are read and written by
 
 
 def _apply_cp(stock: Any, attention_modules: Any, cp_mesh: Any, attention_type: str) -> None:

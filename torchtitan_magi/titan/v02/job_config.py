@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torchtitan.hf_datasets.text_datasets import DATASETS
+from torchtitan.protocols.model_converter import _registry_model_converter_cls
 
 from torchtitan_magi.titan.v02.checkpoints import check_continues
 from torchtitan_magi.training.options import Magi, check_options, check_options_for_pairs
@@ -68,6 +69,13 @@ def _check_model(job_config: Any, attn_types: dict[str, str]) -> None:
         varlen = ", ".join(name for name, attn_type in attn_types.items() if attn_type == "varlen")
         has = f"has {attn_types[flavor]} attention" if flavor in attn_types else "is unknown"
         raise ValueError(f"model.flavor {flavor!r} {has}; use one with varlen attention: {varlen}")
+    for name in job_config.model.converters:
+        if name not in _registry_model_converter_cls:
+            known = ", ".join(map(repr, _registry_model_converter_cls))
+            raise ValueError(
+                f"model.converters has {name!r}; use some of {known}, or name the module that registers it in "
+                "magi.imports"
+            )
 
 
 def _check_section(job_config: Any, name: str) -> None:

@@ -27,7 +27,7 @@ class MagiMetricsProcessor(MetricsProcessor):
     It also logs what ``objective_metrics`` returns; a Trainer may set it.
     """
 
-    num_flops_per_token: float  # set by the Trainer, without attention: see spec._without_guard
+    num_flops_per_token: float  # set by the Trainer, without attention: see models._for_plans
 
     def __init__(self, job_config: Any, parallel_dims: Any, attention_flops: int, count: WorkCount, losses: LossRecord):
         super().__init__(job_config, parallel_dims)

@@ -31,6 +31,11 @@ class MagiTrainer(Trainer):
         # Our log-probabilities split the vocabulary over the TP ranks by themselves.
         parallelism = replace(job_config.parallelism, disable_loss_parallel=True)
         super().__init__(replace(job_config, parallelism=parallelism))
+        if not isinstance(self.metrics_processor, MagiMetricsProcessor):
+            raise ValueError(
+                f"model.name is {job_config.model.name!r}, whose train spec is not ours; train it with torchtitan's "
+                "entry point, torchrun -m torchtitan.train, or add a flavor to llama3 or qwen3 instead"
+            )
         dims = self.parallel_dims
         # DDP takes the mean of the ranks' gradients, while torchtitan tells FSDP2 to add them.
         self.gradient_factor = dims.dp_replicate if dims.dp_replicate_enabled and not dims.fsdp_enabled else 1

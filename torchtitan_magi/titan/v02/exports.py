@@ -1,0 +1,34 @@
+"""What the last checkpoint in Hugging Face's format holds beside the weights."""
+
+from typing import Any
+
+from torchtitan_magi.data.chat import default_template, load_chat_template
+from torchtitan_magi.titan.v02.job_config import OUR_DATASETS
+from torchtitan_magi.training.agreed import agreed
+from torchtitan_magi.training.exports import CONFIG, add_config, read_files
+from torchtitan_magi.training.model_config import ModelConfig
+
+
+def exported_files(job_config: Any, config: ModelConfig, tokenizer: Any) -> dict[str, bytes]:
+    """Contents by path in the folder, read before the first step so that a run cannot end without them.
+
+    A collective of all ranks. What hf_assets_path lacks is what the run has: the model's configuration, and the chat
+    template of its conversations.
+
+    Raises:
+        ValueError: on all ranks, one line that names the value and the remedy.
+    """
+    folder, checkpoint = job_config.model.hf_assets_path, job_config.checkpoint
+    if not (checkpoint.enable and checkpoint.last_save_in_hf):
+        return {}
+
+    def read() -> dict[str, bytes]:
+        files = read_files(folder)
+        if CONFIG not in files:
+            ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
+            add_config(files, config.to_hf() | ids)
+        if job_config.training.dataset in OUR_DATASETS and load_chat_template(folder) is None:
+            files["chat_template.jinja"] = default_template(tokenizer.tokenizer).encode()
+        return files
+
+    return agreed(folder, read, sorted)
