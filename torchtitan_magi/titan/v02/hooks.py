@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 from torchtitan.components.checkpoint import CheckpointManager
-from torchtitan.distributed import context_parallel
+from torchtitan.distributed import ParallelDims, context_parallel
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.models.llama3.infra import parallelize as llama3
 from torchtitan.models.qwen3.infra import parallelize as qwen3
@@ -15,6 +15,7 @@ from torchtitan.models.qwen3.infra import parallelize as qwen3
 from torchtitan_magi.attention import attention_op
 from torchtitan_magi.exchange.mesh import process_group_transport
 from torchtitan_magi.titan.v02.metadata import PlanMetadata
+from torchtitan_magi.titan.v02.moe import check_expert_degrees, check_expert_tensor_degree
 from torchtitan_magi.training.planned_loader import PlannedLoader
 
 
@@ -22,6 +23,7 @@ def install() -> None:
     """Replaces them, once per process. A replacement's first argument is torchtitan's own function."""
     for owner, name, replacement in (
         (context_parallel, "cp_shard", _cp_shard),  # to deal out tokens as planned, not by their place in the pack
+        (ParallelDims, "_validate", _validate),  # to say what is wrong with the degrees of expert parallelism
         (dist_utils, "set_pg_timeouts", _set_pg_timeouts),  # to reach our own communicators as well
         (CheckpointManager, "save", _save),  # to save when the data end before training.steps
         (llama3, "apply_cp_to_attention_module", _apply_cp),  # not to refuse varlen attention
@@ -51,6 +53,13 @@ def _cp_shard(
     if attention_masks.positions is not None:
         positions = attention_masks.positions
     return tuple(attention_masks.take(x) for x in (tokens, labels, positions)), attention_masks
+
+
+def _validate(stock: Any, dims: ParallelDims) -> None:
+    """Checks the degrees of expert parallelism as well; torchtitan does so in part, by assertions."""
+    check_expert_tensor_degree(dims)
+    stock(dims)  # also works out data_parallel_shard_degree where it is -1
+    check_expert_degrees(dims)
 
 
 def _set_pg_timeouts(stock: Any, timeout: timedelta, parallel_dims: Any) -> None:

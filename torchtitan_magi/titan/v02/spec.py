@@ -15,11 +15,12 @@ from torchtitan.tools import utils
 from torchtitan_magi.backends import choose_block_attn
 from torchtitan_magi.planning.cost_model import Heads
 from torchtitan_magi.titan.v02 import hooks
-from torchtitan_magi.titan.v02.cpu import allow_gloo_gradients, run_on_cpu
+from torchtitan_magi.titan.v02.cpu import prepare_model, run_on_cpu
 from torchtitan_magi.titan.v02.data import build_dataloader, build_validation_dataloader
 from torchtitan_magi.titan.v02.job_config import OUR_DATASETS, check_job_config, without_context_parallel
 from torchtitan_magi.titan.v02.metadata import PlanMetadata, attention_metadata
 from torchtitan_magi.titan.v02.metrics import MagiMetricsProcessor
+from torchtitan_magi.titan.v02.moe import check_experts
 from torchtitan_magi.titan.v02.validator import MagiValidator
 from torchtitan_magi.titan.v02.wrapper import VarlenAttentionWrapper
 from torchtitan_magi.training.objectives import LossRecord
@@ -80,7 +81,9 @@ class MagiSpec:
         attn_types = {name: args.attn_type for name, args in self.model_args.items()}
         check_job_config(job_config, attn_types, self.has_objectives)
         choose_block_attn(job_config.magi.backend, torch.device(utils.device_type))  # or say now why not
-        self.vocab_size = self.model_args[job_config.model.flavor].vocab_size
+        model_args = self.model_args[job_config.model.flavor]
+        check_experts(job_config, model_args)
+        self.vocab_size = model_args.vocab_size
         return self.stock.build_tokenizer_fn(job_config)
 
     def build_dataloader(self, dp_world_size: int, dp_rank: int, tokenizer: Any, job_config: Any) -> Any:
@@ -143,7 +146,7 @@ class MagiSpec:
             block.attention.inner_attention = VarlenAttentionWrapper()
         model = self.stock.parallelize_fn(model, parallel_dims, without_context_parallel(job_config))
         if utils.device_type == "cpu":
-            allow_gloo_gradients(model)
+            prepare_model(model)
         return model
 
 
