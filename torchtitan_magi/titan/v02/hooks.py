@@ -14,6 +14,7 @@ from torchtitan.models.qwen3.infra import parallelize as qwen3
 
 from torchtitan_magi.attention import attention_op
 from torchtitan_magi.exchange.mesh import process_group_transport
+from torchtitan_magi.titan.v02 import moe_styles
 from torchtitan_magi.titan.v02.metadata import PlanMetadata
 from torchtitan_magi.titan.v02.moe import check_expert_degrees, check_expert_tensor_degree
 from torchtitan_magi.training.planned_loader import PlannedLoader
@@ -31,6 +32,7 @@ def install() -> None:
         (qwen3, "apply_non_moe_tp", _apply_tp),  # to accept positions without context parallelism
     ):
         setattr(owner, name, _replaced(getattr(owner, name), replacement))
+    moe_styles.install()
     for model in (llama3, qwen3):  # so that selective activation checkpointing does not redo attention
         model._op_sac_save_list.add(attention_op)
 
