@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from torchtitan_magi.data import collate_packs
 from torchtitan_magi.data.packed import PackedDataset, Sample, padding_like
+from torchtitan_magi.training.agreed import agreed
 
 
 class PackLoader:
@@ -95,24 +96,11 @@ def agreed_dataset(path: Any, make: Callable[[], PackedDataset], check_records: 
     Raises:
         ValueError: on all ranks, for a records file that is missing, empty, malformed or not the same on each of them.
     """
-    ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    dataset, problem = None, None
-    try:
+
+    def make_checked() -> PackedDataset:
         dataset = make()
         if check_records:
-            dataset.records.check(*ranks)
-    except ValueError as error:
-        problem = str(error)
-    found = [(problem, dataset and dataset.records.fingerprint)] * ranks[1]
-    if ranks[1] > 1:
-        dist.all_gather_object(found, found[0])
-    for problem, _ in found:
-        if problem is not None:
-            raise ValueError(problem)
-    for rank, (_, fingerprint) in enumerate(found):
-        if fingerprint != found[0][1]:
-            raise ValueError(
-                f"{path!r} has {found[0][1]} on rank 0, {fingerprint} on rank {rank}; give every rank the same data"
-            )
-    assert dataset is not None
-    return dataset
+            dataset.records.check(*((dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)))
+        return dataset
+
+    return agreed(path, make_checked, lambda dataset: dataset.records.fingerprint)

@@ -6,11 +6,13 @@ from datetime import timedelta
 from typing import Any
 
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.distributed import ParallelDims, context_parallel
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.models.llama3.infra import parallelize as llama3
 from torchtitan.models.qwen3.infra import parallelize as qwen3
+from torchtitan.models.utils import MoEStateDictAdapter
 
 from torchtitan_magi.attention import attention_op
 from torchtitan_magi.exchange.mesh import process_group_transport
@@ -24,6 +26,7 @@ def install() -> None:
     """Replaces them, once per process. A replacement's first argument is torchtitan's own function."""
     for owner, name, replacement in (
         (context_parallel, "cp_shard", _cp_shard),  # to deal out tokens as planned, not by their place in the pack
+        (MoEStateDictAdapter, "_caculate_indices_from_placements", _own_experts),  # to have them under HSDP as well
         (ParallelDims, "_validate", _validate),  # to say what is wrong with the degrees of expert parallelism
         (dist_utils, "set_pg_timeouts", _set_pg_timeouts),  # to reach our own communicators as well
         (CheckpointManager, "save", _save),  # to save when the data end before training.steps
@@ -55,6 +58,17 @@ def _cp_shard(
     if attention_masks.positions is not None:
         positions = attention_masks.positions
     return tuple(attention_masks.take(x) for x in (tokens, labels, positions)), attention_masks
+
+
+def _own_experts(
+    stock: Any, adapter: Any, dim: int, dim_size: int, dtensor_placements: Any, device_mesh: DeviceMesh
+) -> tuple[int, int]:
+    """The range of experts of this rank, by the axes of the mesh that shard; torchtitan takes every axis for one."""
+    names = device_mesh.mesh_dim_names or ()
+    sharded = {name: axis for name, axis in zip(names, dtensor_placements, strict=True) if not axis.is_replicate()}
+    if not sharded:
+        return 0, dim_size
+    return stock(adapter, dim, dim_size, tuple(sharded.values()), device_mesh[tuple(sharded)])
 
 
 def _validate(stock: Any, dims: ParallelDims) -> None:

@@ -9,6 +9,8 @@ import torch.distributed as dist
 from torch import nn
 from torchtitan.models.moe import MoE
 
+from torchtitan_magi.training.model_config import Experts
+
 EXPERT_LOAD_METRICS = ("moe/expert_imbalance", "moe/worst_expert_imbalance", "moe/idle_experts")
 
 
@@ -19,7 +21,7 @@ def moe_layers(model: nn.Module) -> list[MoE]:
 
 @contextmanager
 def expert_counts_kept(model: nn.Module) -> Iterator[None]:
-    """For passes that are no training: the layers' ``tokens_per_expert``, to which every forward adds, stay the same."""
+    """For passes that are no training: ``tokens_per_expert``, to which every forward adds, stays as it is."""
     before = [(moe, moe.tokens_per_expert.clone()) for moe in moe_layers(model)]
     try:
         yield
@@ -91,28 +93,29 @@ def check_expert_degrees(dims: Any) -> None:
         )
 
 
-def check_experts(job_config: Any, model_args: Any) -> None:
+def check_experts(job_config: Any, experts: Experts | None) -> None:
     """Checks whether the model's experts can be spread as the configuration says.
+
+    Args:
+        experts: None for a dense model.
 
     Raises:
         ValueError: one line that names the value and the remedy.
     """
     parallelism, flavor = job_config.parallelism, job_config.model.flavor
-    ep, backend = parallelism.expert_parallel_degree, parallelism.expert_parallel_comm_backend
-    if not getattr(model_args, "moe_enabled", False):
-        if ep > 1:
-            raise ValueError(
-                f"parallelism.expert_parallel_degree is {ep}, but model.flavor {flavor!r} is dense; set it to 1, or use "
-                "a model with experts"
-            )
-        return
-    if model_args.moe_args.num_experts % ep:
+    degree, backend = parallelism.expert_parallel_degree, parallelism.expert_parallel_comm_backend
+    if degree > 1 and experts is None:
         raise ValueError(
-            f"parallelism.expert_parallel_degree is {ep}, which does not divide the {model_args.moe_args.num_experts} "
-            f"experts of model.flavor {flavor!r}; use a degree that does"
+            f"parallelism.expert_parallel_degree is {degree}, but model.flavor {flavor!r} has no experts; set it to 1, "
+            "or use a mixture of experts"
+        )
+    if experts is not None and experts.num_experts % degree:
+        raise ValueError(
+            f"parallelism.expert_parallel_degree is {degree}, which does not divide the {experts.num_experts} experts "
+            f"of model.flavor {flavor!r}; use a degree that does"
         )
     if backend != "standard":
         raise ValueError(
-            f"parallelism.expert_parallel_comm_backend is {backend!r}, which this model does not have; "
-            'set it to "standard"'
+            f"parallelism.expert_parallel_comm_backend is {backend!r}, which torchtitan 0.2.2 does not have for these "
+            'models; set it to "standard"'
         )

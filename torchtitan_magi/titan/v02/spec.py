@@ -1,7 +1,6 @@
 """torchtitan's train specs with varlen context parallelism."""
 
 import os
-from collections.abc import Mapping
 from dataclasses import MISSING, fields, replace
 from typing import Any
 
@@ -18,12 +17,15 @@ from torchtitan_magi.planning.cost_model import Heads
 from torchtitan_magi.titan.v02 import hooks
 from torchtitan_magi.titan.v02.cpu import prepare_model, run_on_cpu
 from torchtitan_magi.titan.v02.data import build_dataloader, build_validation_dataloader
+from torchtitan_magi.titan.v02.hf_folder import HF_FLAVOR, check_folders, check_tied, check_vocabulary, read_hf_config
 from torchtitan_magi.titan.v02.job_config import OUR_DATASETS, check_job_config, without_context_parallel
-from torchtitan_magi.titan.v02.metadata import PlanMetadata, attention_metadata
 from torchtitan_magi.titan.v02.metrics import MagiMetricsProcessor
+from torchtitan_magi.titan.v02.models import args_of, config_of, varlen_flavors, with_plan_metadata
 from torchtitan_magi.titan.v02.moe import check_experts
 from torchtitan_magi.titan.v02.validator import MagiValidator
 from torchtitan_magi.titan.v02.wrapper import VarlenAttentionWrapper
+from torchtitan_magi.training.agreed import agreed
+from torchtitan_magi.training.model_config import ModelConfig
 from torchtitan_magi.training.objectives import LossRecord
 from torchtitan_magi.training.planned_loader import PlannedLoader
 from torchtitan_magi.training.runtime import MagiRuntime, WorkCount, check_tokens
@@ -53,7 +55,7 @@ class MagiSpec:
 
     def __init__(self, stock: TrainSpec) -> None:
         self.stock = stock
-        self.model_args = _varlen_flavors(stock.model_args)
+        self.model_args = varlen_flavors(stock.model_args)
         self._begin_run()
 
     def _begin_run(self) -> None:
@@ -63,30 +65,51 @@ class MagiSpec:
         self.runtime: MagiRuntime | None = None
         self.attention_dtype: torch.dtype | None = None  # another than that in which q, k and v arrive
         self.vocab_size = 0
+        self.export_shards: dict[str, int] | None = None
 
     def train_spec(self) -> TrainSpec:
         return replace(
             self.stock,
-            model_cls=_with_plan_metadata(self.stock.model_cls),
-            model_args={name: _without_guard(args) for name, args in self.model_args.items()},
+            model_cls=with_plan_metadata(self.stock.model_cls),
+            model_args=self.model_args,
             build_tokenizer_fn=self.build_tokenizer,
             build_dataloader_fn=self.build_dataloader,
             build_metrics_processor_fn=self.build_metrics_processor,
             build_loss_fn=self.build_loss,
             parallelize_fn=self.parallelize,
             build_validator_fn=self.build_validator,
+            state_dict_adapter=self.build_state_dict_adapter,
         )
 
     def build_tokenizer(self, job_config: Any) -> Any:
         """The first that a Trainer asks for."""
         self._begin_run()
         attn_types = {name: args.attn_type for name, args in self.model_args.items()}
-        check_job_config(job_config, attn_types, self.has_objectives)
+        check_job_config(job_config, {HF_FLAVOR: "varlen"} | attn_types, self.has_objectives)
         choose_block_attn(job_config.magi.backend, torch.device(utils.device_type))  # or say now why not
-        model_args = self.model_args[job_config.model.flavor]
-        check_experts(job_config, model_args)
-        self.vocab_size = model_args.vocab_size
-        return self.stock.build_tokenizer_fn(job_config)
+        config, self.export_shards = agreed(job_config.model.hf_assets_path, lambda: self._model(job_config), repr)
+        check_tied(job_config, config)
+        check_experts(job_config, config.experts)
+        self.vocab_size = config.vocab_size
+        tokenizer = self.stock.build_tokenizer_fn(job_config)
+        check_vocabulary(tokenizer, config, job_config)
+        return tokenizer
+
+    def _model(self, job_config: Any) -> tuple[ModelConfig, dict[str, int] | None]:
+        """The run's model, and the file for each tensor of an export."""
+        flavor = job_config.model.flavor
+        if flavor == HF_FLAVOR:
+            config = read_hf_config(job_config)
+            self.model_args[HF_FLAVOR] = args_of(config)  # the Trainer looks there next
+        else:
+            config = config_of(self.model_args[flavor])
+        return config, check_folders(job_config, config)
+
+    def build_state_dict_adapter(self, model_args: Any, hf_assets_path: str | None) -> Any:
+        """torchtitan's own, without its reading of the index, which fails for a single file."""
+        adapter = self.stock.state_dict_adapter(model_args, None)
+        adapter.hf_assets_path, adapter.fqn_to_index_mapping = hf_assets_path, self.export_shards
+        return adapter
 
     def build_dataloader(self, dp_world_size: int, dp_rank: int, tokenizer: Any, job_config: Any) -> Any:
         section = job_config.training
@@ -116,32 +139,31 @@ class MagiSpec:
         training = job_config.training
         batches = parallel_dims.dp_replicate * parallel_dims.dp_shard * training.local_batch_size
         self.losses = LossRecord(max(1, training.global_batch_size // batches))
-        num_layers, num_heads_q, _, head_dim = _shape(model_args)
-        attention_flops = 12 * num_layers * num_heads_q * head_dim
+        config = config_of(model_args)
+        attention_flops = 12 * config.num_layers * config.num_heads_q * config.head_dim
         return MagiMetricsProcessor(job_config, parallel_dims, attention_flops, self.count, self.losses)
 
     def build_loss(self, job_config: Any, **kwargs: Any) -> Any:
         return self.losses.record(self.stock.build_loss_fn(job_config, **kwargs))
 
     def make_runtime(self, model_args: Any, parallel_dims: Any, job_config: Any) -> MagiRuntime:
-        _, num_heads_q, num_heads_kv, head_dim = _shape(model_args)
-        tp = parallel_dims.tp
-        if num_heads_q % tp or num_heads_kv % tp:
+        config, tp = config_of(model_args), parallel_dims.tp
+        if config.num_heads_q % tp or config.num_heads_kv % tp:
             raise ValueError(
-                f"parallelism.tensor_parallel_degree is {tp}, but the model has {num_heads_q} query heads and "
-                f"{num_heads_kv} K/V heads; use a degree that divides both"
+                f"parallelism.tensor_parallel_degree is {tp}, but the model has {config.num_heads_q} query heads and "
+                f"{config.num_heads_kv} K/V heads; use a degree that divides both"
             )
         cp_mesh = parallel_dims.get_optional_mesh("cp")
         index = utils.device_module.current_device() if utils.device_type != "cpu" else None
         cp_group = None if cp_mesh is None else cp_mesh.get_group()
-        heads = Heads(num_heads_q // tp, num_heads_kv // tp, head_dim)
+        heads = Heads(config.num_heads_q // tp, config.num_heads_kv // tp, config.head_dim)
         device = torch.device(utils.device_type, index)
         runtime = MagiRuntime(job_config.magi, cp_group, heads, device, self.count)
         arriving, mixed = _attention_dtypes(parallel_dims, job_config.training)
         if runtime.block_attn.name == "ffa" and arriving == torch.float32 != mixed:
             self.attention_dtype = mixed
             logger.info(f"Tensor parallelism without FSDP leaves layers in {arriving}; their attention runs in {mixed}")
-        runtime.block_attn.check(head_dim, self.attention_dtype or arriving)
+        runtime.block_attn.check(config.head_dim, self.attention_dtype or arriving)
         return runtime
 
     def parallelize(self, model: Any, parallel_dims: Any, job_config: Any) -> nn.Module:
@@ -162,50 +184,6 @@ def _attention_dtypes(parallel_dims: Any, training: Any) -> tuple[torch.dtype, t
     has_mixed = parallel_dims.fsdp_enabled or not parallel_dims.tp_enabled
     mixed = TORCH_DTYPE_MAP[training.mixed_precision_param]
     return mixed if has_mixed else TORCH_DTYPE_MAP[training.dtype], mixed
-
-
-def _shape(model_args: Any) -> tuple[int, int, int, int]:
-    """Layers, query heads, K/V heads, head_dim."""
-    num_heads_kv = model_args.n_kv_heads or model_args.n_heads
-    head_dim = getattr(model_args, "head_dim", model_args.dim // model_args.n_heads)
-    return model_args.n_layers, model_args.n_heads, num_heads_kv, head_dim
-
-
-def _varlen_flavors(stock: Mapping[str, Any]) -> dict[str, Any]:
-    """The model's flavors, and for each with dense attention and no varlen one yet, ``<flavor>_varlen``."""
-    flavors = dict(stock)
-    for name, args in stock.items():
-        if args.attn_type == "sdpa" and not {f"{name}_varlen", f"{name}_varlen_attn"} & set(stock):
-            flavors[f"{name}_varlen"] = replace(args, attn_type="varlen", attn_mask_type="block_causal")
-    return flavors
-
-
-def _without_guard(args: Any) -> Any:
-    """The model arguments, accepting varlen attention under context parallelism.
-
-    Their operation count leaves attention out, which ``MagiMetricsProcessor`` adds from the real documents.
-    """
-    stock = type(args)
-
-    def update_from_config(self: Any, job_config: Any, **kwargs: Any) -> None:
-        stock.update_from_config(self, without_context_parallel(job_config), **kwargs)
-
-    def get_nparams_and_flops(self: Any, model: nn.Module, seq_len: int) -> tuple[int, int]:
-        return stock.get_nparams_and_flops(self, model, 0)
-
-    methods = {"update_from_config": update_from_config, "get_nparams_and_flops": get_nparams_and_flops}
-    return type(stock.__name__, (stock,), methods)(**vars(args))
-
-
-def _with_plan_metadata(stock: Any) -> Any:
-    """The model class, making our metadata for varlen attention."""
-
-    def get_attention_masks(
-        self: Any, input_batch: Tensor, tokenizer: Any, extra_inputs: dict[str, Any]
-    ) -> PlanMetadata:
-        return attention_metadata(self.magi, input_batch, tokenizer.eos_id, extra_inputs)
-
-    return type(stock.__name__, (stock,), {"get_attention_masks": get_attention_masks})
 
 
 def _unsupported(name: str) -> Any:

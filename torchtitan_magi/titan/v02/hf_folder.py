@@ -1,0 +1,102 @@
+"""Which model a run has: that of ``hf_assets_path``'s config.json, or a named flavor compared with it."""
+
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torchtitan.tools.logging import logger
+
+from torchtitan_magi.titan.v02.job_config import DPO_DATASET
+from torchtitan_magi.titan.v02.models import args_of
+from torchtitan_magi.training.hf_weights import check_weights, shard_numbers
+from torchtitan_magi.training.model_config import ModelConfig, differences, read_model_config
+
+HF_FLAVOR = "hf"
+
+
+def read_hf_config(job_config: Any) -> ModelConfig:
+    """The model of flavor "hf".
+
+    Raises:
+        ValueError: one line that names the file, the field and the remedy.
+    """
+    model = job_config.model
+    config = read_model_config(model.hf_assets_path)
+    path = Path(model.hf_assets_path) / "config.json"
+    if config.model != model.name:
+        raise ValueError(f'model.name is {model.name!r}, but {path} is of a {config.model}; set it to "{config.model}"')
+    try:
+        args_of(config)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    return config
+
+
+def check_folders(job_config: Any, config: ModelConfig) -> dict[str, int] | None:
+    """Compares the run's model with the folders of Hugging Face files that it starts from or ends in.
+
+    Returns:
+        The number of the file for each tensor of an export, see ``shard_numbers``.
+
+    Raises:
+        ValueError: weights are read from a folder, or exported in its format, that has another model; or the weights
+            to be read are not complete. One line.
+    """
+    checkpoint, assets = job_config.checkpoint, job_config.model.hf_assets_path
+    reads = checkpoint.enable and checkpoint.initial_load_in_hf
+    exports = checkpoint.enable and checkpoint.last_save_in_hf
+    source = (checkpoint.initial_load_path or assets) if reads else None
+    for folder in dict.fromkeys(filter(None, (assets, source))):
+        problem = _problem(job_config.model.flavor, folder, config)
+        if problem and (folder == source or (folder == assets and exports)):
+            raise ValueError(problem)
+        if problem:
+            logger.warning(problem)
+    resumes = (Path(job_config.job.dump_folder) / checkpoint.folder).exists()
+    if source and (not resumes or job_config.training.dataset == DPO_DATASET):  # a reference always starts from there
+        check_weights(source, config)
+    return shard_numbers(assets, config) if exports else None
+
+
+def _problem(flavor: str, folder: str, config: ModelConfig) -> str | None:
+    """What a folder's config.json has against the run's model, in one line; None without a config.json."""
+    path = Path(folder) / "config.json"
+    if not path.exists():
+        return None
+    try:
+        found = differences(read_model_config(folder), config)
+    except ValueError as error:
+        return f"model.flavor {flavor!r} cannot be the model of this folder: {error}"
+    if not found:
+        return None
+    return f'model.flavor {flavor!r} is not the model of {path}: {"; ".join(found)}; set model.flavor = "{HF_FLAVOR}"'
+
+
+def check_tied(job_config: Any, config: ModelConfig) -> None:
+    """Refuses FSDP2 of a model whose output layer is its embedding, unless TP makes two parameters of them.
+
+    Raises:
+        ValueError: one line with the remedy.
+    """
+    parallelism = job_config.parallelism
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    tp = parallelism.tensor_parallel_degree
+    if config.tied and tp == 1 and world > parallelism.data_parallel_replicate_degree:
+        raise ValueError(
+            "tie_word_embeddings is True for this model, which FSDP2 of torchtitan 0.2.2, on which context parallelism "
+            "runs too, cannot train; set parallelism.tensor_parallel_degree to 2"
+        )
+
+
+def check_vocabulary(tokenizer: Any, config: ModelConfig, job_config: Any) -> None:
+    """Refuses a tokenizer with tokens that the model's embedding does not have.
+
+    Raises:
+        ValueError: one line with both numbers.
+    """
+    tokens = 1 + max(tokenizer.tokenizer.get_vocab().values())
+    if tokens > config.vocab_size:
+        raise ValueError(
+            f"the tokenizer in {job_config.model.hf_assets_path} has {tokens} tokens, the model's vocab_size is "
+            f"{config.vocab_size}; use the tokenizer that came with the weights"
+        )

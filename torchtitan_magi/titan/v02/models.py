@@ -1,0 +1,189 @@
+"""torchtitan's model arguments: with varlen attention, and from and to our own ``ModelConfig``."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor, nn
+from torchtitan.models.llama3.model.args import RoPEScalingArgs, TransformerModelArgs
+from torchtitan.models.moe import MoEArgs
+from torchtitan.models.qwen3.model.args import Qwen3ModelArgs
+
+from torchtitan_magi.titan.v02.job_config import without_context_parallel
+from torchtitan_magi.titan.v02.metadata import PlanMetadata, attention_metadata
+from torchtitan_magi.training.model_config import Experts, ModelConfig, Rope
+
+VARLEN = {"attn_type": "varlen", "attn_mask_type": "block_causal"}
+# torchtitan's llama3 always scales frequencies as Llama 3.1 does. No wavelength is above the first of these lengths, so
+# none is scaled; every one is above the second, so all are divided by the factor.
+NEVER_SCALED, ALWAYS_SCALED = 2**60, 0
+
+
+def varlen_flavors(stock: Mapping[str, Any]) -> dict[str, Any]:
+    """The model's flavors, and for each with dense attention and no varlen one yet, ``<flavor>_varlen``."""
+    flavors = dict(stock)
+    for name, args in stock.items():
+        if args.attn_type == "sdpa" and not {f"{name}_varlen", f"{name}_varlen_attn"} & set(stock):
+            flavors[f"{name}_varlen"] = replace(args, **VARLEN)
+    return {name: _for_plans(args) for name, args in flavors.items()}
+
+
+def args_of(config: ModelConfig) -> Any:
+    """torchtitan's arguments of that model, with varlen attention.
+
+    Raises:
+        ValueError: torchtitan 0.2.2 has no such model; one line, to be put behind the path of the config.json.
+    """
+    return _for_plans(_llama3_args(config) if config.model == "llama3" else _qwen3_args(config))
+
+
+def _llama3_args(config: ModelConfig) -> TransformerModelArgs:
+    if config.tied:
+        raise ValueError(
+            "tie_word_embeddings is True, which torchtitan 0.2.2's llama3 has not; use a checkpoint with an output "
+            "layer of its own"
+        )
+    if config.head_dim * config.num_heads_q != config.dim:
+        raise ValueError(
+            f"head_dim is {config.head_dim}, but torchtitan 0.2.2's llama3 has hidden_size / num_attention_heads only, "
+            f"{config.dim} / {config.num_heads_q}; use a checkpoint of that shape"
+        )
+    rope = config.rope
+    scaling = {
+        "default": RoPEScalingArgs(original_max_position_embeddings=NEVER_SCALED),
+        "linear": RoPEScalingArgs(rope.factor, original_max_position_embeddings=ALWAYS_SCALED),
+        "llama3": RoPEScalingArgs(
+            rope.factor, rope.low_freq_factor, rope.high_freq_factor, rope.original_max_positions
+        ),
+    }
+    return TransformerModelArgs(
+        dim=config.dim,
+        n_layers=config.num_layers,
+        n_heads=config.num_heads_q,
+        n_kv_heads=config.num_heads_kv,
+        vocab_size=config.vocab_size,
+        multiple_of=1,
+        ffn_dim_multiplier=(config.hidden_dim + 0.5) / _llama3_hidden_dim(config.dim, None, 1),
+        norm_eps=config.norm_eps,
+        rope_theta=config.rope.theta,
+        rope_scaling_args=scaling[rope.type],
+        max_seq_len=config.max_positions,
+        **VARLEN,
+    )
+
+
+def _qwen3_args(config: ModelConfig) -> Qwen3ModelArgs:
+    if config.rope.type != "default":
+        raise ValueError(
+            f"rope_type is {config.rope.type!r}, but torchtitan 0.2.2's qwen3 has 'default' only; use a checkpoint of "
+            "that type, or take it out if it was added by hand"
+        )
+    args = Qwen3ModelArgs(
+        dim=config.dim,
+        n_layers=config.num_layers,
+        n_heads=config.num_heads_q,
+        n_kv_heads=config.num_heads_kv,
+        vocab_size=config.vocab_size,
+        head_dim=config.head_dim,
+        hidden_dim=config.hidden_dim,
+        norm_eps=config.norm_eps,
+        rope_theta=config.rope.theta,
+        max_seq_len=config.max_positions,
+        enable_weight_tying=config.tied,
+        **VARLEN,
+    )
+    experts = config.experts
+    if experts is None:
+        return args
+    moe_args = MoEArgs(
+        num_experts=experts.num_experts,
+        num_shared_experts=0,
+        score_func="softmax",
+        route_norm=experts.norm_topk_prob,
+        score_before_experts=False,
+        top_k=experts.top_k,
+        load_balance_coeff=None,  # no bias where experts are selected: a checkpoint has none
+    )
+    return replace(args, moe_enabled=True, moe_inter_dim=experts.hidden_dim, moe_args=moe_args)
+
+
+def config_of(args: Any) -> ModelConfig:
+    """The model of torchtitan's arguments; a model whose scaling of frequencies scales none has "default" positions."""
+    common: dict[str, Any] = {
+        "dim": args.dim,
+        "num_layers": args.n_layers,
+        "num_heads_q": args.n_heads,
+        "num_heads_kv": args.n_kv_heads or args.n_heads,
+        "vocab_size": args.vocab_size,
+        "norm_eps": args.norm_eps,
+        "max_positions": args.max_seq_len,
+    }
+    if isinstance(args, TransformerModelArgs):
+        return ModelConfig(
+            **common,
+            model="llama3",
+            head_dim=args.dim // args.n_heads,
+            hidden_dim=_llama3_hidden_dim(args.dim, args.ffn_dim_multiplier, args.multiple_of),
+            rope=_llama3_rope(args),
+        )
+    experts = None
+    if args.moe_enabled:
+        moe = args.moe_args
+        experts = Experts(moe.num_experts, moe.top_k, args.moe_inter_dim, moe.route_norm)
+    return ModelConfig(
+        **common,
+        model="qwen3",
+        head_dim=args.head_dim,
+        hidden_dim=args.hidden_dim,
+        rope=Rope(args.rope_theta),
+        tied=args.enable_weight_tying,
+        experts=experts,
+    )
+
+
+def _llama3_hidden_dim(dim: int, multiplier: float | None, multiple_of: int) -> int:
+    """The width of the feed-forward that torchtitan's llama3 makes of these."""
+    hidden_dim = int(2 * 4 * dim / 3)
+    if multiplier is not None:
+        hidden_dim = int(multiplier * hidden_dim)
+    return math.ceil(hidden_dim / multiple_of) * multiple_of
+
+
+def _llama3_rope(args: TransformerModelArgs) -> Rope:
+    scaling, theta = args.rope_scaling_args, args.rope_theta
+    original = scaling.original_max_position_embeddings
+    if original == NEVER_SCALED:
+        return Rope(theta)
+    if original == ALWAYS_SCALED:
+        return Rope(theta, "linear", scaling.scaling_factor)
+    factors = scaling.scaling_factor, scaling.low_freq_factor, scaling.high_freq_factor
+    return Rope(theta, "llama3", *factors, original)
+
+
+def _for_plans(args: Any) -> Any:
+    """The model arguments, accepting varlen attention under context parallelism.
+
+    Their operation count leaves attention out, which ``MagiMetricsProcessor`` adds from the real documents.
+    """
+    stock = type(args)
+
+    def update_from_config(self: Any, job_config: Any, **kwargs: Any) -> None:
+        stock.update_from_config(self, without_context_parallel(job_config), **kwargs)
+
+    def get_nparams_and_flops(self: Any, model: nn.Module, seq_len: int) -> tuple[int, int]:
+        return stock.get_nparams_and_flops(self, model, 0)
+
+    methods = {"update_from_config": update_from_config, "get_nparams_and_flops": get_nparams_and_flops}
+    return type(stock.__name__, (stock,), methods)(**vars(args))
+
+
+def with_plan_metadata(stock: Any) -> Any:
+    """The model class, making our metadata for varlen attention."""
+
+    def get_attention_masks(
+        self: Any, input_batch: Tensor, tokenizer: Any, extra_inputs: dict[str, Any]
+    ) -> PlanMetadata:
+        return attention_metadata(self.magi, input_batch, tokenizer.eos_id, extra_inputs)
+
+    return type(stock.__name__, (stock,), {"get_attention_masks": get_attention_masks})

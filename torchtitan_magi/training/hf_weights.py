@@ -1,0 +1,132 @@
+"""Hugging Face safetensors: whether a folder holds the weights of a model, by the headers of its files."""
+
+import json
+from collections.abc import Container, Iterator
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch.distributed.checkpoint import HuggingFaceStorageReader
+
+from torchtitan_magi.training.model_config import ModelConfig
+
+INDEX = "model.safetensors.index.json"
+DTYPES = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
+
+
+def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Name and shape of each tensor of the model's weights."""
+    return dict(_tensor_shapes(config))
+
+
+def _tensor_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    dim, experts = config.dim, config.experts
+    rows_q, rows_kv = config.num_heads_q * config.head_dim, config.num_heads_kv * config.head_dim
+    yield "model.embed_tokens.weight", (config.vocab_size, dim)
+    for layer in (f"model.layers.{number}" for number in range(config.num_layers)):
+        yield f"{layer}.self_attn.q_proj.weight", (rows_q, dim)
+        yield f"{layer}.self_attn.k_proj.weight", (rows_kv, dim)
+        yield f"{layer}.self_attn.v_proj.weight", (rows_kv, dim)
+        yield f"{layer}.self_attn.o_proj.weight", (dim, rows_q)
+        if config.model == "qwen3":
+            yield f"{layer}.self_attn.q_norm.weight", (config.head_dim,)
+            yield f"{layer}.self_attn.k_norm.weight", (config.head_dim,)
+        if experts is None:
+            yield from _feed_forward(f"{layer}.mlp", dim, config.hidden_dim)
+        else:
+            yield f"{layer}.mlp.gate.weight", (experts.num_experts, dim)
+            for number in range(experts.num_experts):
+                yield from _feed_forward(f"{layer}.mlp.experts.{number}", dim, experts.hidden_dim)
+        yield f"{layer}.input_layernorm.weight", (dim,)
+        yield f"{layer}.post_attention_layernorm.weight", (dim,)
+    yield "model.norm.weight", (dim,)
+    if not config.tied:
+        yield "lm_head.weight", (config.vocab_size, dim)
+
+
+def _feed_forward(name: str, dim: int, hidden_dim: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    yield f"{name}.gate_proj.weight", (hidden_dim, dim)
+    yield f"{name}.up_proj.weight", (hidden_dim, dim)
+    yield f"{name}.down_proj.weight", (dim, hidden_dim)
+
+
+def check_weights(folder: str | Path, config: ModelConfig) -> None:
+    """Checks that the safetensors of a folder, and their index if there is one, hold all tensors of the model.
+
+    Raises:
+        ValueError: a file or a tensor is missing, broken, twice there, of another shape or of no floating-point dtype;
+            one line with the file or the tensor and the remedy.
+    """
+    folder, needed = Path(folder), tensor_shapes(config)
+    index = _read_index(folder)
+    for name in sorted(set(index.values())):
+        if not (folder / name).is_file():
+            raise ValueError(f"{folder / INDEX} names {name}, which is not there; download it again")
+    if index:
+        _check_complete(folder / INDEX, index, needed)
+    found = _headers(folder)
+    _check_complete(folder, found, needed)
+    for name, shape in needed.items():
+        chunks = found[name].chunks
+        if found[name].size != shape:
+            raise ValueError(
+                f"{folder}: {name} has shape {list(found[name].size)}, in this model {list(shape)}; use the "
+                'config.json that came with the weights and model.flavor = "hf"'
+            )
+        if len({chunk.offsets for chunk in chunks}) != len(chunks):
+            raise ValueError(f"{folder}: {name} is in several files; leave one set of safetensors there")
+        if found[name].properties.dtype not in DTYPES:
+            dtype = found[name].properties.dtype
+            raise ValueError(f"{folder}: {name} is {dtype}; use the checkpoint from before its quantization")
+
+
+def shard_numbers(folder: str | Path, config: ModelConfig) -> dict[str, int] | None:
+    """The number of the file, from 1, that each tensor of an export goes to: the same split as in the folder.
+
+    None for one file: the folder's index names only one, or there is no index.
+
+    Raises:
+        ValueError: the index is broken or lacks a tensor of the model.
+    """
+    index, needed = _read_index(Path(folder)), tensor_shapes(config)
+    if not index:
+        return None
+    _check_complete(Path(folder) / INDEX, index, needed)
+    files = sorted({index[name] for name in needed})
+    return {name: 1 + files.index(index[name]) for name in needed} if len(files) > 1 else None
+
+
+def _read_index(folder: Path) -> dict[str, str]:
+    """File of each tensor; empty without an index."""
+    path = folder / INDEX
+    if not path.exists():
+        return {}
+    try:
+        weight_map = json.loads(path.read_text())["weight_map"]
+        return {str(name): str(file) for name, file in weight_map.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+        raise ValueError(f"{path} is no index of safetensors ({error!r}); download it again") from None
+
+
+def _headers(folder: Path) -> dict:
+    """Size, dtype and chunks of each stored tensor, as torch will read them."""
+    paths = sorted(folder.glob("*.safetensors"))
+    if not paths:
+        raise ValueError(f"{folder} has no *.safetensors; put the model's weights there")
+    for path in paths:
+        try:
+            with safe_open(path, framework="pt"):
+                pass
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{path}: {error}; download it again") from None
+    return HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+
+
+def _check_complete(where: Path, names: Container[str], needed: dict[str, tuple[int, ...]]) -> None:
+    missing = [name for name in needed if name not in names]
+    if missing:
+        more = f" and {len(missing) - 1} more tensors" if len(missing) > 1 else ""
+        raise ValueError(
+            f"{where} lacks {missing[0]}{more} of the model; download the weights again, or use the config.json that "
+            'came with them and model.flavor = "hf"'
+        )
