@@ -175,8 +175,8 @@ def dpo_folder():
 def dpo(degrees, *options, **kwargs):
     batch = {name: degree for name, degree in degrees.items() if name not in ("ep", "etp")}
     experts = [f"--parallelism.{NAMES[name]}={degrees[name]}" for name in degrees.keys() - batch]
-    options = [*dpo_arguments(batch, folder=dpo_folder()), *experts, *model(), *options]
-    options += ["--validation.no-enable", "--checkpoint.load_only", "--checkpoint.initial_load_in_hf"]
+    fixed = ["--validation.no-enable", "--checkpoint.load_only", "--checkpoint.initial_load_in_hf"]
+    options = [*dpo_arguments(batch, folder=dpo_folder()), *experts, *model(), *fixed, *options]
     return train(processes(degrees), options, toml=DPO_TOML, defaults=(), entry="torchtitan_magi.train", **kwargs)
 
 
@@ -217,8 +217,10 @@ def test_the_reference_has_the_bias_of_the_policy():
 
 
 def test_computing_a_reference_file_leaves_the_counts_alone():
-    by_file, by_model = (dpo({}, "--training.steps", "1", "--magi.dpo.reference", way) for way in ("file", "model"))
-    assert "Computing the reference" in by_file.output
+    """Also those of the validation set, whose pairs are others."""
+    options = ["--validation.enable", "--training.steps", "1", "--magi.dpo.reference"]
+    by_file, by_model = (dpo({}, *options, way) for way in ("file", "model"))
+    assert by_file.output.count("Computing the reference") == 2
     assert expert_load(by_file) == expert_load(by_model)
 
 
