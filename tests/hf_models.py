@@ -49,7 +49,7 @@ def make_hf_folder(
         "tie_word_embeddings": tied,
         "bos_token_id": ids["<|begin_of_text|>"],
         "eos_token_id": ids["<|end_of_text|>"],
-        "attn_implementation": "eager",
+        "initializer_range": 0.1,  # with the usual 0.02 attention is so even that positions hardly show in the logits
     }
     if kind == "llama":
         sizes["rms_norm_eps"] = 1e-5

@@ -1,11 +1,14 @@
 """The ready configurations: torchtitan reads them, they fit their hardware, and a batch of them can be planned."""
 
 import importlib
+import json
 import re
 import tomllib
+from pathlib import Path
 
 import numpy as np
 import pytest
+from published import CONFIGS as MODELS
 from torchtitan.config import ConfigManager
 from torchtitan.protocols.train_spec import get_train_spec
 from training import ROOT
@@ -18,20 +21,37 @@ from launch import num_processes  # isort: skip
 CONFIGS = sorted((ROOT / "train_configs").glob("*.toml"))
 
 
+PUBLISHED = {
+    "Llama-3.1-8B-Instruct": "Llama 3.1 8B",
+    "Llama-3.1-70B-Instruct": "Llama 3.1 70B",
+    "Qwen3-8B": "Qwen3 8B",
+    "Qwen3-32B": "Qwen3 32B",
+}
+
+
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_a_configuration_is_complete_and_fits_its_hardware(path):
+def test_a_configuration_is_complete_and_fits_its_hardware(path, tmp_path):
     importlib.import_module("torchtitan_magi.titan")
+    from torchtitan_magi.titan.v02.hf_folder import HF_FLAVOR, read_hf_config
     from torchtitan_magi.titan.v02.job_config import check_job_config
+    from torchtitan_magi.titan.v02.models import config_of
 
     text = path.read_text()
     config = ConfigManager().parse_args(["--job.config_file", str(path)])
     flavors = get_train_spec(config.model.name).model_args
-    check_job_config(config, {name: args.attn_type for name, args in flavors.items()}, True)
+    attn_types = {name: args.attn_type for name, args in flavors.items()}
+    check_job_config(config, attn_types | {HF_FLAVOR: "varlen"}, True)
+    if config.model.flavor == HF_FLAVOR:
+        published = PUBLISHED[Path(config.model.hf_assets_path).name]
+        (tmp_path / "config.json").write_text(json.dumps(MODELS[published]))
+        config.model.hf_assets_path = str(tmp_path)
+        model = read_hf_config(config)
+    else:
+        model = config_of(flavors[config.model.flavor])
 
-    args, parallelism, training = flavors[config.model.flavor], config.parallelism, config.training
+    parallelism, training = config.parallelism, config.training
     cp, tp = parallelism.context_parallel_degree, parallelism.tensor_parallel_degree
-    num_heads_kv = args.n_kv_heads or args.n_heads
-    assert num_heads_kv % tp == 0
+    assert model.num_heads_kv % tp == 0
     assert training.seq_len % (2 * cp * tp) == 0  # torchtitan's rule
     named = re.search(r"(\d+) GPUs|two GPUs", text.partition("[job]")[0])
     assert num_processes(tomllib.loads(text), [], 0) == int(named[1] or 2)
@@ -41,7 +61,7 @@ def test_a_configuration_is_complete_and_fits_its_hardware(path):
     lengths = np.minimum(rng.lognormal(7, 1.5, 10_000).astype(int) + 2, training.seq_len // 2)
     cu_seqlens = np.append(0, lengths.cumsum())
     cu_seqlens = np.append(cu_seqlens[cu_seqlens < total], total)
-    heads = Heads(args.n_heads // tp, num_heads_kv // tp, getattr(args, "head_dim", args.dim // args.n_heads))
+    heads = Heads(model.num_heads_q // tp, model.num_heads_kv // tp, model.head_dim)
     gpus_per_node = max(1, 8 // tp)
     plan = magi.make_plan(magi.varlen_causal(cu_seqlens), total, cp, heads=heads, gpus_per_node=gpus_per_node)
     assert {len(share.tokens) for share in plan.ranks} == {total // cp}

@@ -27,15 +27,9 @@ PLAIN: dict[str, tuple[Any, str]] = {
     "mlp_only_layers": ([], "use a checkpoint with experts in every layer"),
     "output_router_logits": (False, "set it to false, as the loss has no term for the router here"),
 }
-ROPE_FIELDS = {
-    "default": {"rope_type", "type", "rope_theta", "partial_rotary_factor"},
-    "linear": {"rope_type", "type", "rope_theta", "partial_rotary_factor", "factor"},
-}
-ROPE_FIELDS["llama3"] = ROPE_FIELDS["linear"] | {
-    "low_freq_factor",
-    "high_freq_factor",
-    "original_max_position_embeddings",
-}
+ROPE_TYPES = ("default", "linear", "llama3")
+ROPE_FIELDS = {"rope_type", "type", "rope_theta", "factor", "low_freq_factor", "high_freq_factor"}
+ROPE_FIELDS |= {"original_max_position_embeddings", "partial_rotary_factor"}
 
 
 @dataclass(frozen=True)
@@ -85,6 +79,7 @@ class ModelConfig:
         norm_eps: epsilon of each RMSNorm.
         tied: whether the output layer is the embedding.
         experts: None for a dense model.
+        other: what else a flavor computes with, in words; no config.json can say it, so a file's model has none.
         max_positions: positions for which the model was trained; no part of the computation, so it is not compared.
     """
 
@@ -100,6 +95,7 @@ class ModelConfig:
     rope: Rope
     tied: bool = False
     experts: Experts | None = None
+    other: tuple[str, ...] = ()
     max_positions: int = field(default=0, compare=False)
 
 
@@ -169,12 +165,12 @@ def _rope(file: "_ConfigFile", max_positions: int) -> Rope:
         raise file.refusal(key, parameters, "use a table of parameters, or null")
     rope = _ConfigFile(file.path, file.values | parameters)
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
-    if kind not in ROPE_FIELDS:
-        remedy = f"use a checkpoint with one of {', '.join(ROPE_FIELDS)}, or take out {key} if it was added by hand"
+    if kind not in ROPE_TYPES:
+        remedy = f"use a checkpoint with one of {', '.join(ROPE_TYPES)}, or take out {key} if it was added by hand"
         raise file.refusal(f"{key}.rope_type", kind, remedy)
     for name, value in parameters.items():
-        if name not in ROPE_FIELDS["llama3"] and value is not None:
-            raise file.refusal(f"{key}.{name}", value, f"rope_type {kind!r} takes {', '.join(ROPE_FIELDS[kind])}")
+        if name not in ROPE_FIELDS and value is not None:
+            raise file.refusal(f"{key}.{name}", value, f"use a checkpoint with plain {kind!r} positions")
     rope.check_field("partial_rotary_factor")
 
     theta = rope.get("rope_theta", float, 10000.0)
@@ -242,9 +238,10 @@ class _ConfigFile:
             self.check_field(name)
         if (found := self.values.get("architectures") or [architecture]) != [architecture]:
             raise self.refusal("architectures", found, f"use a checkpoint of {architecture}")
-        if "AutoModelForCausalLM" in (found := self.values.get("auto_map") or {}):
+        if "AutoModelForCausalLM" in str(found := self.values.get("auto_map")):
             raise self.refusal("auto_map", found, f"use a checkpoint of transformers' own {architecture}")
-        if set(found := self.values.get("layer_types") or ["full_attention"]) != {"full_attention"}:
+        full = ["full_attention"] * self.get("num_hidden_layers", int)
+        if (found := self.values.get("layer_types") or full) != full:
             raise self.refusal("layer_types", found, "use a checkpoint with full attention in every layer")
 
     def check_field(self, name: str) -> None:

@@ -28,7 +28,7 @@ class MagiMetricsProcessor(MetricsProcessor):
     It also logs what ``objective_metrics`` returns, which a Trainer may set, and the load of a model's experts.
     """
 
-    num_flops_per_token: float  # set by the Trainer, without attention: see spec._without_guard
+    num_flops_per_token: float  # set by the Trainer, without attention: see models._for_plans
 
     def __init__(self, job_config: Any, parallel_dims: Any, attention_flops: int, count: WorkCount, losses: LossRecord):
         super().__init__(job_config, parallel_dims)

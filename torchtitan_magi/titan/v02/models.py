@@ -18,6 +18,15 @@ VARLEN = {"attn_type": "varlen", "attn_mask_type": "block_causal"}
 # torchtitan's llama3 always scales frequencies as Llama 3.1 does. No wavelength is above the first of these lengths, so
 # none is scaled; every one is above the second, so all are divided by the factor.
 NEVER_SCALED, ALWAYS_SCALED = 2**60, 0
+# How the experts of a Qwen3 checkpoint are chosen, as far as its config.json does not say it.
+QWEN3_ROUTING = {
+    "num_shared_experts": 0,
+    "score_func": "softmax",
+    "route_scale": 1.0,
+    "gate_bias": False,
+    "score_before_experts": False,
+    "num_expert_groups": None,
+}
 
 
 def varlen_flavors(stock: Mapping[str, Any]) -> dict[str, Any]:
@@ -98,12 +107,10 @@ def _qwen3_args(config: ModelConfig) -> Qwen3ModelArgs:
         return args
     moe_args = MoEArgs(
         num_experts=experts.num_experts,
-        num_shared_experts=0,
-        score_func="softmax",
-        route_norm=experts.norm_topk_prob,
-        score_before_experts=False,
         top_k=experts.top_k,
+        route_norm=experts.norm_topk_prob,
         load_balance_coeff=None,  # no bias where experts are selected: a checkpoint has none
+        **QWEN3_ROUTING,
     )
     return replace(args, moe_enabled=True, moe_inter_dim=experts.hidden_dim, moe_args=moe_args)
 
@@ -127,10 +134,12 @@ def config_of(args: Any) -> ModelConfig:
             hidden_dim=_llama3_hidden_dim(args.dim, args.ffn_dim_multiplier, args.multiple_of),
             rope=_llama3_rope(args),
         )
-    experts = None
+    experts, other = None, [] if args.qk_norm else ["qk_norm False"]
     if args.moe_enabled:
         moe = args.moe_args
         experts = Experts(moe.num_experts, moe.top_k, args.moe_inter_dim, moe.route_norm)
+        odd = [name for name, value in QWEN3_ROUTING.items() if getattr(moe, name) != value]
+        other += [f"{name} {getattr(moe, name)!r}" for name in odd]
     return ModelConfig(
         **common,
         model="qwen3",
@@ -139,6 +148,7 @@ def config_of(args: Any) -> ModelConfig:
         rope=Rope(args.rope_theta),
         tied=args.enable_weight_tying,
         experts=experts,
+        other=tuple(other),
     )
 
 

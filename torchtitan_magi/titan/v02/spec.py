@@ -1,6 +1,7 @@
 """torchtitan's train specs with varlen context parallelism."""
 
 import os
+import zlib
 from dataclasses import MISSING, fields, replace
 from typing import Any
 
@@ -87,7 +88,11 @@ class MagiSpec:
         attn_types = {name: args.attn_type for name, args in self.model_args.items()}
         check_job_config(job_config, {HF_FLAVOR: "varlen"} | attn_types, self.has_objectives)
         choose_block_attn(job_config.magi.backend, torch.device(utils.device_type))  # or say now why not
-        config, self.export_shards = agreed(job_config.model.hf_assets_path, lambda: self._model(job_config), repr)
+        config, self.export_shards = agreed(
+            job_config.model.hf_assets_path,
+            lambda: self._model(job_config),
+            lambda found: (found[0], zlib.crc32(repr(found[1]).encode())),
+        )
         check_tied(job_config, config)
         check_experts(job_config, config.experts)
         self.vocab_size = config.vocab_size
