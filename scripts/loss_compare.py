@@ -201,9 +201,10 @@ def exact_gradient_norms() -> None:
 
     def clip_and_report_exactly(parameters, *args, **kwargs):  # type: ignore[no-untyped-def]
         parameters = list(parameters)
-        norm = torch.nn.utils.get_total_norm([p.grad.double() for p in parameters if p.grad is not None])
+        norms = [p.grad.double().norm() for p in parameters if p.grad is not None]
+        norms = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]  # on different meshes
         clip(parameters, *args, **kwargs)
-        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+        return torch.stack(norms).norm()
 
     if not torch.cuda.is_available():
         utils.clip_grad_norm_ = clip_and_report_exactly

@@ -16,6 +16,7 @@ from torchtitan.protocols.train_spec import get_train_spec
 
 import torchtitan_magi.titan  # noqa: F401
 from torchtitan_magi.titan.v02.models import args_of, config_of
+from torchtitan_magi.training.hf_weights import tensor_shapes
 from torchtitan_magi.training.model_config import Experts, ModelConfig, Rope, differences, read_model_config
 
 small_llama, small_qwen = partial(llama, 64, 176, 2, 8), partial(qwen, 64, 176, 2, 8)
@@ -138,6 +139,15 @@ def test_logits_are_those_of_transformers(kind, fields):
     tokens = torch.randint(0, args.vocab_size, (2, 64), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         assert torch.allclose(ours(tokens), theirs(tokens).logits, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("fields", [small_llama(), small_qwen(), small_qwen(tie_word_embeddings=True), small_moe()])
+def test_torchtitan_writes_the_tensors_that_a_checkpoint_has(fields, read):
+    config = read(fields)
+    spec, args = get_train_spec(config.model), args_of(config)
+    with torch.device("meta"):
+        written = spec.state_dict_adapter(args, None).to_hf(spec.model_cls(args).state_dict())
+    assert {name: tuple(tensor.shape) for name, tensor in written.items()} == tensor_shapes(config)
 
 
 def test_missing_fields_are_those_of_transformers(read):

@@ -178,7 +178,11 @@ def test_a_named_flavor_beside_another_model_is_a_warning_elsewhere(folder, capl
 
 def test_another_model_in_initial_load_path(folder, folders):
     assert_refused(
-        ["'hf' is not the model of", str(folders["qwen3"]), "head_dim 16 in the file, 8 in the flavor"],
+        [
+            "'hf' is not the model of",
+            "head_dim 16 in the file, 8 in the flavor",
+            f"hf_assets_path = '{folders['qwen3']}'",
+        ],
         folder,
         f"{READ} --checkpoint.initial_load_path {folders['qwen3']}",
     )

@@ -66,3 +66,29 @@ def test_queries_and_keys_that_autocast_left_in_float32_attend_in_the_dtype_of_t
     dtypes, same = call(attend_to_normed_queries)
     assert dtypes == ["torch.bfloat16", "torch.float32", "torch.float32", "torch.bfloat16"]
     assert same
+
+
+def a_kernel_without_float32(report):
+    """flex_attention under the name of our kernel, as the choice of the dtype sees it."""
+    from torchtitan_magi.backends.flex import FlexBlockAttn
+    from torchtitan_magi.titan.v02 import wrapper
+
+    FlexBlockAttn.name = "ffa"
+    FlexBlockAttn.check = lambda self, head_dim, dtype: report("checked", str(dtype))
+    watch(wrapper, "attend", lambda result, q, k, v, *_: report("in", *(str(x.dtype) for x in (q, k, v))))
+    watch(wrapper.VarlenAttentionWrapper, "forward", lambda out, *_, **__: report("out", str(out.dtype)))
+
+
+def test_tensor_parallelism_without_fsdp_attends_in_the_dtype_of_mixed_precision():
+    """torchtitan leaves the model in float32 there, which our kernel does not take."""
+    degree = ["--parallelism.tensor_parallel_degree", "2", "--training.steps", "2"]
+    reference = train(2, degree)
+    run = train(2, [*degree, "--training.mixed_precision_param", "bfloat16"], setup=a_kernel_without_float32)
+    assert run.of("checked") == [("torch.bfloat16",)]
+    assert set(run.of("in")) == {("torch.bfloat16",) * 3}
+    assert set(run.of("out")) == {("torch.float32",)}
+    said = "Tensor parallelism without FSDP leaves layers in torch.float32; their attention runs in torch.bfloat16"
+    assert run.output.count(said) == 1
+    assert said not in reference.output
+    assert run.losses != reference.losses
+    assert run.losses == pytest.approx(reference.losses, rel=1e-2)

@@ -4,15 +4,19 @@ import atexit
 import gc
 import resource
 from datetime import timedelta
+from functools import partial
+from types import ModuleType
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torchtitan.components import metrics
 from torchtitan.distributed import parallel_dims
 from torchtitan.distributed import utils as dist_utils
+from torchtitan.models.moe import kernels, moe
+from torchtitan.models.moe import utils as moe_utils
 from torchtitan.tools import profiling, utils
 
 
@@ -22,16 +26,32 @@ def run_on_cpu() -> None:
         vars(module).update(device_type="cpu", device_module=torch.cpu)
     metrics.build_device_memory_monitor = _ProcessMemory
     dist_utils.set_pg_timeouts = _set_pg_timeouts
+    moe.torch = _TorchOfExperts("torch")
+    moe_utils.generate_permute_indices = partial(kernels.generate_permute_indices, use_cpu=True)
     # torchtitan turns the garbage collector off, and gloo's threads in groups that only cycles hold can end a process
     # that has done all its work with "terminate called without an active exception".
     atexit.register(gc.collect)
 
 
-def allow_gloo_gradients(model: nn.Module) -> None:
-    """Lets FSDP2 reduce gradients by plain sums: gloo does not know the pre-multiplied sum it would use."""
+def prepare_model(model: nn.Module) -> None:
+    """Leaves out of a parallelized model what a CPU does not have."""
     for module in model.modules():
-        if isinstance(module, FSDPModule):
+        if isinstance(module, FSDPModule):  # gloo does not know the pre-multiplied sum that FSDP2 would use
             module.set_force_sum_reduction_for_comms(True)
+        if isinstance(module, moe.GroupedExperts):
+            module.use_grouped_mm = False
+
+
+class _TorchOfExperts(ModuleType):
+    """Stands in for torch where experts count their tokens: torch's histc takes integers on CUDA only."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    @staticmethod
+    def histc(x: Tensor, bins: int, min: int, max: int) -> Tensor:
+        """How often each of 0 .. bins - 1 is among the integers x [n]; int64 [bins]."""
+        return x.new_zeros(bins).index_add_(0, x, torch.ones_like(x))
 
 
 class _ProcessMemory:

@@ -47,7 +47,7 @@ def check_folders(job_config: Any, config: ModelConfig) -> dict[str, int] | None
     exports = checkpoint.enable and checkpoint.last_save_in_hf
     source = (checkpoint.initial_load_path or assets) if reads else None
     for folder in dict.fromkeys(filter(None, (assets, source))):
-        problem = _problem(job_config.model.flavor, folder, config)
+        problem = _problem(job_config.model, folder, config)
         if problem and (folder == source or (folder == assets and exports)):
             raise ValueError(problem)
         if problem:
@@ -58,7 +58,7 @@ def check_folders(job_config: Any, config: ModelConfig) -> dict[str, int] | None
     return shard_numbers(assets, config) if exports else None
 
 
-def _problem(flavor: str, folder: str, config: ModelConfig) -> str | None:
+def _problem(model: Any, folder: str, config: ModelConfig) -> str | None:
     """What a folder's config.json has against the run's model, in one line; None without a config.json."""
     path = Path(folder) / "config.json"
     if not path.exists():
@@ -66,10 +66,13 @@ def _problem(flavor: str, folder: str, config: ModelConfig) -> str | None:
     try:
         found = differences(read_model_config(folder), config)
     except ValueError as error:
-        return f"model.flavor {flavor!r} cannot be the model of this folder: {error}"
+        return f"model.flavor {model.flavor!r} cannot be the model of this folder: {error}"
     if not found:
         return None
-    return f'model.flavor {flavor!r} is not the model of {path}: {"; ".join(found)}; set model.flavor = "{HF_FLAVOR}"'
+    remedy = f'set model.flavor = "{HF_FLAVOR}"'
+    if folder != model.hf_assets_path:
+        remedy += f" and model.hf_assets_path = {folder!r}"
+    return f"model.flavor {model.flavor!r} is not the model of {path}: {'; '.join(found)}; {remedy}"
 
 
 def check_tied(job_config: Any, config: ModelConfig) -> None:

@@ -7,19 +7,23 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.config import ConfigManager
-from torchtitan.distributed import context_parallel
+from torchtitan.distributed import ParallelDims, context_parallel
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.models.llama3.infra import parallelize as llama3
 from torchtitan.models.llama3.model.state_dict_adapter import Llama3StateDictAdapter
 from torchtitan.models.qwen3.infra import parallelize as qwen3
+from torchtitan.models.utils import MoEStateDictAdapter
 
 from torchtitan_magi.attention import attention_op
 from torchtitan_magi.exchange.mesh import process_group_transport
+from torchtitan_magi.titan.v02 import moe_styles
 from torchtitan_magi.titan.v02.metadata import PlanMetadata
+from torchtitan_magi.titan.v02.moe import check_expert_degrees, check_expert_tensor_degree
 from torchtitan_magi.training.exports import export
 from torchtitan_magi.training.options import Magi, import_modules
 from torchtitan_magi.training.planned_loader import PlannedLoader
@@ -30,6 +34,8 @@ def install() -> None:
     for owner, name, replacement in (
         (ConfigManager, "_validate_config", _validate_config),  # to import the user's modules before all else
         (context_parallel, "cp_shard", _cp_shard),  # to deal out tokens as planned, not by their place in the pack
+        (MoEStateDictAdapter, "_caculate_indices_from_placements", _own_experts),  # to have them under HSDP as well
+        (ParallelDims, "_validate", _validate),  # to say what is wrong with the degrees of expert parallelism
         (dist_utils, "set_pg_timeouts", _set_pg_timeouts),  # to reach our own communicators as well
         (CheckpointManager, "save", _save),  # to save when the data end before training.steps
         (CheckpointManager, "dcp_save", _dcp_save),  # to export a whole model, without a second copy of the weights
@@ -40,6 +46,7 @@ def install() -> None:
         (qwen3, "apply_non_moe_tp", _apply_tp),  # to accept positions without context parallelism
     ):
         setattr(owner, name, _replaced(getattr(owner, name), replacement))
+    moe_styles.install()
     for model in (llama3, qwen3):  # so that selective activation checkpointing does not redo attention
         model._op_sac_save_list.add(attention_op)
 
@@ -71,6 +78,24 @@ def _cp_shard(
     if attention_masks.positions is not None:
         positions = attention_masks.positions
     return tuple(attention_masks.take(x) for x in (tokens, labels, positions)), attention_masks
+
+
+def _own_experts(
+    stock: Any, adapter: Any, dim: int, dim_size: int, dtensor_placements: Any, device_mesh: DeviceMesh
+) -> tuple[int, int]:
+    """The range of experts of this rank, by the axes of the mesh that shard; torchtitan takes every axis for one."""
+    names = device_mesh.mesh_dim_names or ()
+    sharded = {name: axis for name, axis in zip(names, dtensor_placements, strict=True) if not axis.is_replicate()}
+    if not sharded:
+        return 0, dim_size
+    return stock(adapter, dim, dim_size, tuple(sharded.values()), device_mesh[tuple(sharded)])
+
+
+def _validate(stock: Any, dims: ParallelDims) -> None:
+    """Checks the degrees of expert parallelism as well; torchtitan does so in part, by assertions."""
+    check_expert_tensor_degree(dims)
+    stock(dims)  # also works out data_parallel_shard_degree where it is -1
+    check_expert_degrees(dims)
 
 
 def _set_pg_timeouts(stock: Any, timeout: timedelta, parallel_dims: Any) -> None:

@@ -9,6 +9,7 @@ from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools.logging import logger
 
+from torchtitan_magi.titan.v02.moe import take_expert_load
 from torchtitan_magi.training.objectives import LossRecord
 from torchtitan_magi.training.runtime import WorkCount
 
@@ -24,7 +25,7 @@ class MagiMetricsProcessor(MetricsProcessor):
     - global_max_loss is the largest mean loss of a data-parallel rank, also when its tokens are on several ranks and
       some of these have no label.
 
-    It also logs what ``objective_metrics`` returns; a Trainer may set it.
+    It also logs what ``objective_metrics`` returns, which a Trainer may set, and the load of a model's experts.
     """
 
     num_flops_per_token: float  # set by the Trainer, without attention: see models._for_plans
@@ -46,10 +47,12 @@ class MagiMetricsProcessor(MetricsProcessor):
         extra_metrics["time_metrics/plan_wait(s)"] = counted.waited
         without_attention = self.num_flops_per_token
         self.num_flops_per_token = without_attention + self.attention_flops * counted.area / max(counted.tokens, 1)
-        objective_metrics = self.objective_metrics()
-        super().log(step, global_avg_loss, self._max_loss(), grad_norm, extra_metrics | objective_metrics)
+        loss_mesh = self.parallel_dims.get_optional_mesh("loss")
+        expert_load = take_expert_load(self.model_parts[0], None if loss_mesh is None else loss_mesh.get_group())
+        own_metrics = self.objective_metrics() | expert_load
+        super().log(step, global_avg_loss, self._max_loss(), grad_norm, extra_metrics | own_metrics)
         self.num_flops_per_token = without_attention
-        self._print("step", step, objective_metrics)
+        self._print("step", step, own_metrics)
         self._report_waiting(step, counted.waited)
 
     def log_validation(self, loss: float, step: int, extra_metrics: dict[str, Any] | None = None) -> None:

@@ -1,6 +1,8 @@
 """The reference of preference training for torchtitan's Trainer: a frozen copy of the initial model, or a file."""
 
+import itertools
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,6 +20,7 @@ from torchtitan.train import Trainer
 
 from torchtitan_magi.titan.v02.data import build_dataloader
 from torchtitan_magi.titan.v02.metadata import local_batches
+from torchtitan_magi.titan.v02.moe import expert_counts_kept
 from torchtitan_magi.training.dpo import PairBatch, PairReader, Reference
 from torchtitan_magi.training.logprob_model import LogprobModel
 from torchtitan_magi.training.planned_loader import PlannedLoader
@@ -47,7 +50,7 @@ def reference_file(trainer: Any, section: Any, reader: PairReader) -> ReferenceF
     def compute(loader: Any) -> Tensor:
         logprobs = torch.zeros(loader.dataset.num_records, 2, dtype=torch.float64, device=trainer.device)
         batches = PlannedLoader(loader, trainer.dataloader.plan, trainer.dataloader.waited)
-        with trainer.maybe_enable_amp:
+        with trainer.maybe_enable_amp, torch.no_grad(), expert_counts_kept(trainer.model_parts[0]):
             fill_in_logprobs(logprobs, batches, trainer.model, reader, local_batches(trainer.post_dataloading_process))
         if batch_mesh is not None:
             dist.all_reduce(logprobs, group=batch_mesh.get_group())
@@ -91,8 +94,8 @@ class ReferenceModel(Reference):
             )
         model = build_frozen_copy(trainer)
         if step == 0:
-            for parameter, source in zip(model.parameters(), trainer.model_parts[0].parameters(), strict=True):
-                parameter.detach().copy_(source.detach())
+            for mine, policys in zip(_tensors(model), _tensors(trainer.model_parts[0]), strict=True):
+                mine.detach().copy_(policys.detach())
         else:
             _load(model, path, trainer)
         self.model = LogprobModel(model, self.trainer.model.compiled)
@@ -122,6 +125,11 @@ def build_frozen_copy(trainer: Trainer) -> nn.Module:
     with torch.no_grad():
         model.init_weights(buffer_device=torch.device(utils.device_type) if offload else None)  # and the buffers
     return model.eval()
+
+
+def _tensors(model: nn.Module) -> Iterator[Tensor]:
+    """Parameters and buffers: a model with experts may have learnt a bias of their choice, which is a buffer."""
+    return itertools.chain(model.parameters(), model.buffers())
 
 
 def _load(model: nn.Module, path: str, trainer: Trainer) -> None:

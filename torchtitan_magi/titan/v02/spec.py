@@ -11,17 +11,19 @@ from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.models import _supported_models
 from torchtitan.protocols.train_spec import TrainSpec, get_train_spec, register_train_spec
 from torchtitan.tools import utils
+from torchtitan.tools.logging import logger
 
 from torchtitan_magi.backends import choose_block_attn
 from torchtitan_magi.planning.cost_model import Heads
 from torchtitan_magi.titan.v02 import hooks
-from torchtitan_magi.titan.v02.cpu import allow_gloo_gradients, run_on_cpu
+from torchtitan_magi.titan.v02.cpu import prepare_model, run_on_cpu
 from torchtitan_magi.titan.v02.data import build_dataloader, build_validation_dataloader
 from torchtitan_magi.titan.v02.exports import exported_files
 from torchtitan_magi.titan.v02.hf_folder import HF_FLAVOR, check_folders, check_tied, check_vocabulary, read_hf_config
 from torchtitan_magi.titan.v02.job_config import OUR_DATASETS, check_job_config, without_context_parallel
 from torchtitan_magi.titan.v02.metrics import MagiMetricsProcessor
 from torchtitan_magi.titan.v02.models import args_of, config_of, varlen_flavors, with_plan_metadata
+from torchtitan_magi.titan.v02.moe import check_experts
 from torchtitan_magi.titan.v02.validator import MagiValidator
 from torchtitan_magi.titan.v02.wrapper import VarlenAttentionWrapper
 from torchtitan_magi.training.agreed import agreed
@@ -63,6 +65,7 @@ class MagiSpec:
         self.count = WorkCount()
         self.losses = LossRecord(1)
         self.runtime: MagiRuntime | None = None
+        self.attention_dtype: torch.dtype | None = None  # another than that in which q, k and v arrive
         self.vocab_size = 0
         self.export_shards: dict[str, int] | None = None
         self.exported_files: dict[str, bytes] = {}
@@ -93,6 +96,7 @@ class MagiSpec:
             lambda found: (found[0], zlib.crc32(repr(found[1]).encode())),
         )
         check_tied(job_config, config)
+        check_experts(job_config, config.experts)
         self.vocab_size = config.vocab_size
         tokenizer = self.stock.build_tokenizer_fn(job_config)
         check_vocabulary(tokenizer, config, job_config)
@@ -165,7 +169,11 @@ class MagiSpec:
         heads = Heads(config.num_heads_q // tp, config.num_heads_kv // tp, config.head_dim)
         device = torch.device(utils.device_type, index)
         runtime = MagiRuntime(job_config.magi, cp_group, heads, device, self.count)
-        runtime.block_attn.check(config.head_dim, _attention_dtype(parallel_dims, job_config.training))
+        arriving, mixed = _attention_dtypes(parallel_dims, job_config.training)
+        if runtime.block_attn.name == "ffa" and arriving == torch.float32 != mixed:
+            self.attention_dtype = mixed
+            logger.info(f"Tensor parallelism without FSDP leaves layers in {arriving}; their attention runs in {mixed}")
+        runtime.block_attn.check(config.head_dim, self.attention_dtype or arriving)
         return runtime
 
     def parallelize(self, model: Any, parallel_dims: Any, job_config: Any) -> nn.Module:
@@ -173,17 +181,19 @@ class MagiSpec:
             self.runtime = self.make_runtime(model.model_args, parallel_dims, job_config)
         model.magi = self.runtime
         for block in model.layers.values():
-            block.attention.inner_attention = VarlenAttentionWrapper()
+            block.attention.inner_attention = VarlenAttentionWrapper(self.attention_dtype)
         model = self.stock.parallelize_fn(model, parallel_dims, without_context_parallel(job_config))
         if utils.device_type == "cpu":
-            allow_gloo_gradients(model)
+            prepare_model(model)
         return model
 
 
-def _attention_dtype(parallel_dims: Any, training: Any) -> torch.dtype:
-    """The dtype of q, k and v: torchtitan leaves tensor parallelism without FSDP in the training dtype."""
-    mixed = parallel_dims.fsdp_enabled or not parallel_dims.tp_enabled
-    return TORCH_DTYPE_MAP[training.mixed_precision_param if mixed else training.dtype]
+def _attention_dtypes(parallel_dims: Any, training: Any) -> tuple[torch.dtype, torch.dtype]:
+    """The dtype in which q, k and v arrive, and that of mixed precision, which torchtitan does not apply to tensor
+    parallelism without FSDP."""
+    has_mixed = parallel_dims.fsdp_enabled or not parallel_dims.tp_enabled
+    mixed = TORCH_DTYPE_MAP[training.mixed_precision_param]
+    return mixed if has_mixed else TORCH_DTYPE_MAP[training.dtype], mixed
 
 
 def _unsupported(name: str) -> Any:

@@ -11,6 +11,7 @@ from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools import utils
 
 from torchtitan_magi.titan.v02.metadata import local_batches
+from torchtitan_magi.titan.v02.moe import expert_counts_kept
 from torchtitan_magi.training.objectives import LogitsLoss, Objective, to_device
 
 
@@ -43,7 +44,7 @@ class MagiValidator(Validator):
         for inputs, labels in islice(self.validation_dataloader, steps if steps != -1 else None):
             self.metrics_processor.ntokens_since_last_log += labels.numel()
             num_items += objective.weigh(inputs, labels)
-            with self.validation_context(), self.maybe_enable_amp:
+            with self.validation_context(), self.maybe_enable_amp, expert_counts_kept(model):
                 loss = objective.loss(to_device(inputs, utils.device_type), labels.to(utils.device_type), process)
             loss = dist_utils.DTensor.full_tensor(loss) if isinstance(loss, dist_utils.DTensor) else loss
             loss_sum += loss / objective.copies
