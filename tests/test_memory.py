@@ -12,10 +12,19 @@ import torch
 from training import ROOT, call, train, watch
 
 from torchtitan_magi.training import memory
-from torchtitan_magi.training.memory import GIB, Setup, describe, moments, num_parameters, predict, remedies
+from torchtitan_magi.training.memory import (
+    GIB,
+    OUTSIDE_PYTORCH,
+    Setup,
+    describe,
+    moments,
+    num_parameters,
+    predict,
+    remedies,
+)
 from torchtitan_magi.training.model_config import Experts, ModelConfig, Rope
 
-from check_memory import comparisons  # isort: skip
+from predict_memory import comparisons  # isort: skip
 
 
 LLAMA_8B = ModelConfig("llama3", 4096, 32, 32, 8, 128, 14336, 128256, 1e-5, Rope(5e5))
@@ -187,7 +196,7 @@ def test_a_run_says_what_it_is_predicted_to_take_and_its_parameters_and_states_t
     assert [float(x) for _, x in said] == pytest.approx([predicted[0] / 2**20], abs=0.05)
     assert run.output.index("Predicted memory") < run.output.index("Training starts")
     assert "Measured memory" not in run.output  # there is no GPU
-    assert not {"rows in flight", "CUDA and NCCL"} & set(re.findall(r"[A-Za-z ]+(?= [\d.]+[,)])", run.output))
+    assert not {*OUTSIDE_PYTORCH} & set(re.findall(r"[A-Za-z ]+(?= [\d.]+[,)])", run.output))
 
 
 # ------------------------------------------------------------------------------------------- against measured GPU runs
@@ -210,7 +219,7 @@ def test_the_whole_8b_took_what_is_predicted():
     for whole_logits, measured in ((False, 78.5), (True, 94.3)):
         setup = replace(SETUP, cp=2, checkpointing="full", whole_logits=whole_logits)
         parts = predict(setup).parts
-        inside = sum(size for part, size in parts.items() if part not in ("rows in flight", "CUDA and NCCL"))
+        inside = sum(size for part, size in parts.items() if part not in OUTSIDE_PYTORCH)
         assert inside / GIB == pytest.approx(measured, rel=0.05)
 
 
@@ -234,6 +243,11 @@ def test_twice_the_shards_take_half_the_states(model):
         assert half[part] == pytest.approx(whole[part] / 2, rel=1e-6)
     copies = parts_at(replace(setup, dp_replicate=2), end)
     assert copies == whole  # a replica shares nothing
+
+
+def test_rows_in_flight_take_four_slots_of_at_most_a_gib():
+    sizes = {0: 0, 1: 4 << 20, 1 << 20: 4 << 20, (1 << 20) + 1: 8 << 20, GIB: 4 * GIB, 100 * GIB: 4 * GIB}
+    assert {size: memory.rows_in_flight(size) for size in sizes} == sizes
 
 
 def test_parts_add_up_and_the_largest_moment_is_predicted():
@@ -264,7 +278,7 @@ def test_more_checkpointing_keeps_less(model, compiled, tp):
         ({"reference": True}, "reference", 8.03e9 * 4 / 4 / GIB),  # parameters in float32 over four GPUs
         ({"accumulates": True}, "gradients", 8.03e9 * 4 / 4 / GIB),
         ({"whole_logits": True}, "logits", 131072 / 4 * 128256 * 2 * 2 / GIB + 128256 * 4096 * 4 / GIB + 0.5),
-        ({"packs": 2}, "rows in flight", 6),
+        ({"packs": 2}, "rows in flight", 4),
         ({"one_machine": False}, "rows in flight", 0),
         ({"gpu": False}, "CUDA and NCCL", 0),
         ({"offload": True}, "parameters", 0),
@@ -284,7 +298,6 @@ def test_a_dense_document_receives_the_rest_of_its_pack():
     gradients, rows = memory._attention_backward(setup)
     alone = 2 * of_q + 2 * of_k + gradients - of_q + rows  # q, k, v and out, and no residual
     assert alone / GIB == pytest.approx(36, rel=0.1)
-    assert memory.rows_in_flight(memory.received_rows(setup) * 2 * 1024 * 2) == 12 * GIB
 
 
 # ------------------------------------------------------------------------------------------------------------ in words

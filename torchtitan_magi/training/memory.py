@@ -13,8 +13,9 @@ from torchtitan_magi.training.model_config import ModelConfig
 
 GIB = 2**30
 FLOAT32 = 4  # bytes
-OUTSIDE = 3 * GIB // 2  # an estimate: the CUDA context, loaded kernels and NCCL's buffers
-SLOTS = 6  # buffers for rows in flight, each a power of two of bytes
+OUTSIDE_PYTORCH = ("rows in flight", "CUDA and NCCL")  # parts that PyTorch's allocator does not hand out
+CUDA_AND_NCCL = 3 * GIB // 2  # an estimate: the CUDA context, loaded kernels and NCCL's buffers
+SLOTS, MAX_SLOT_BYTES = 4, GIB  # buffers for rows in flight, each a power of two of bytes
 
 
 @dataclass(frozen=True)
@@ -269,7 +270,8 @@ def _attention_backward(setup: Setup) -> tuple[int, int]:
 
 def rows_in_flight(largest_exchange: int) -> int:
     """Bytes outside PyTorch's allocator for exchanges inside a machine, if a rank sends or gets so many at most."""
-    return SLOTS << max(20, (largest_exchange - 1).bit_length()) if largest_exchange else 0
+    slot = min(MAX_SLOT_BYTES, 1 << max(20, (largest_exchange - 1).bit_length()))
+    return SLOTS * slot if largest_exchange else 0
 
 
 def _rows_in_flight(setup: Setup) -> int:
@@ -324,7 +326,7 @@ def _lasting(setup: Setup) -> dict[str, int]:
         "gathered parameters": copies,
         "rotary positions": setup.seq_len * model.head_dim * (8 if model.model == "qwen3" else 4),
         "rows in flight": _rows_in_flight(setup),
-        "CUDA and NCCL": OUTSIDE * setup.gpu,
+        "CUDA and NCCL": CUDA_AND_NCCL * setup.gpu,
     }
 
 
