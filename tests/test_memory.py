@@ -1,7 +1,9 @@
 """Memory is predicted as torchtitan's models and runs take it, and as it was measured; the log says both."""
 
+import dataclasses
 import json
 import logging
+import os
 import re
 from dataclasses import replace
 from types import SimpleNamespace
@@ -9,7 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
-from training import ROOT, call, train, watch
+from training import DEBUG_TOML, ROOT, call, train, watch
 
 from torchtitan_magi.training import memory
 from torchtitan_magi.training.memory import (
@@ -199,6 +201,74 @@ def test_a_run_says_what_it_is_predicted_to_take_and_its_parameters_and_states_t
     assert not {*OUTSIDE_PYTORCH} & set(re.findall(r"[A-Za-z ]+(?= [\d.]+[,)])", run.output))
 
 
+def setup_from(arguments, has_objectives):
+    """The facts of the debug configuration with these arguments, and those without any."""
+    from torchtitan.config import ConfigManager
+    from torchtitan.distributed import ParallelDims
+
+    from torchtitan_magi.titan.v02.memory import setup_of
+
+    def setup(arguments):
+        config = ConfigManager().parse_args(["--job.config_file", str(DEBUG_TOML), *arguments])
+        degrees = config.parallelism
+        dims = ParallelDims(
+            dp_replicate=degrees.data_parallel_replicate_degree,
+            dp_shard=degrees.data_parallel_shard_degree,
+            cp=degrees.context_parallel_degree,
+            tp=degrees.tensor_parallel_degree,
+            pp=1,
+            ep=degrees.expert_parallel_degree,
+            etp=degrees.expert_tensor_parallel_degree,
+            world_size=8,
+        )
+        return setup_of(config, dims, LLAMA_8B, has_objectives)
+
+    with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="4"):
+        return setup(arguments), setup([])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "has_objectives", "fields"),
+    [
+        ("--parallelism.context_parallel_degree 4 --parallelism.tensor_parallel_degree 2", True,
+         {"cp": 4, "tp": 2, "dp_shard": 1, "one_machine": False}),
+        ("--parallelism.data_parallel_replicate_degree 2 --parallelism.expert_parallel_degree 4", True,
+         {"dp_replicate": 2, "dp_shard": 2, "ep": 4}),
+        ("--training.seq_len 512 --training.local_batch_size 3 --training.global_batch_size 24", True,
+         {"seq_len": 512, "packs": 3, "accumulates": True}),
+        ("--training.dataset dpo --training.enable_cpu_offload", True, {"reference": True, "offload": True}),
+        ("--training.dataset dpo --magi.dpo.reference file", True, {"reference": False}),
+        ("--compile.enable --compile.components model", False,
+         {"compiled": True, "compiled_loss": False, "whole_logits": True}),
+        ("--activation_checkpoint.mode full", True, {"checkpointing": "full", "every": 0}),
+        ("--activation_checkpoint.mode selective --activation_checkpoint.selective_ac_option op", True,
+         {"checkpointing": "selective", "every": 0}),
+        ("--activation_checkpoint.mode selective --activation_checkpoint.selective_ac_option 3", True,
+         {"checkpointing": "selective", "every": 3}),
+        ("--activation_checkpoint.mode selective --activation_checkpoint.selective_ac_option 0", True,
+         {"checkpointing": "full", "every": 0}),
+        ("--activation_checkpoint.mode memory_budget --activation_checkpoint.memory_budget 0.25", True,
+         {"checkpointing": "memory_budget", "budget": 0.25, "every": 0}),
+        ("--training.dtype bfloat16 --optimizer.implementation foreach", True, {"param_bytes": 2, "foreach": True}),
+        ("--training.mixed_precision_param float32", True, {"compute_bytes": 4}),
+    ],
+)  # fmt: skip
+def test_the_facts_are_those_of_the_configuration(arguments, has_objectives, fields):
+    setup, default = call(setup_from, arguments.split(), has_objectives)
+    assert {name: getattr(setup, name) for name in fields} == fields
+    changed = {
+        each.name for each in dataclasses.fields(Setup) if getattr(setup, each.name) != getattr(default, each.name)
+    }
+    assert changed <= fields.keys() | {"dp_shard", "cp"}
+
+
+def test_tensor_parallelism_alone_computes_in_the_training_dtype():
+    setup, _ = call(
+        setup_from, ["--parallelism.context_parallel_degree", "1", "--parallelism.tensor_parallel_degree", "8"], True
+    )
+    assert setup.compute_bytes == 4
+
+
 # ------------------------------------------------------------------------------------------- against measured GPU runs
 
 
@@ -282,6 +352,11 @@ def test_more_checkpointing_keeps_less(model, compiled, tp):
         ({"one_machine": False}, "rows in flight", 0),
         ({"gpu": False}, "CUDA and NCCL", 0),
         ({"offload": True}, "parameters", 0),
+        (
+            {"cp": 1, "dp_replicate": 4},
+            "gathered parameters",
+            8.03e9 * (4 + 2) / GIB,
+        ),  # DDP's buckets, autocast's copies
     ],
 )
 def test_what_an_option_takes(fields, part, gib):

@@ -30,8 +30,7 @@ class Setup:
         compiled: whether the blocks are compiled. compiled_loss: whether the loss is.
         param_bytes, compute_bytes, reduce_bytes: bytes per element of stored parameters, of what is computed with, and
             of the gradients that are reduced.
-        state_bytes: bytes per parameter of optimizer states, ``param_bytes`` each; AdamW has two.
-        step_bytes: bytes per parameter that the optimizer needs while it steps.
+        foreach: whether the optimizer, Adam or AdamW, steps all parameters at once by operations on lists of tensors.
         accumulates: whether a step has several microbatches.
         reference: whether a frozen copy of the model is there for preference training.
         offload: whether parameters, gradients and states are in the host's memory.
@@ -56,8 +55,7 @@ class Setup:
     param_bytes: int = FLOAT32
     compute_bytes: int = 2
     reduce_bytes: int = FLOAT32
-    state_bytes: int = 2 * FLOAT32
-    step_bytes: int = 0
+    foreach: bool = False
     accumulates: bool = False
     reference: bool = False
     offload: bool = False
@@ -321,7 +319,7 @@ def _lasting(setup: Setup) -> dict[str, int]:
         copies += stored * setup.param_bytes if setup.dp_replicate > 1 else 0
     return {
         "parameters": stored * setup.param_bytes * on_gpu,
-        "optimizer states": stored * setup.state_bytes * on_gpu,
+        "optimizer states": 2 * stored * setup.param_bytes * on_gpu,
         "reference": stored * setup.param_bytes * on_gpu * setup.reference,
         "gathered parameters": copies,
         "rotary positions": setup.seq_len * model.head_dim * (8 if model.model == "qwen3" else 4),
@@ -358,8 +356,7 @@ def moments(setup: Setup) -> Iterator[Prediction]:
         yield moment(name, first, saved + again + work, of_block + reduced, **{"K/V and their gradients": rows})
     of_embedding = _gathered(setup, each.vocabulary) + _reduced(setup, each.vocabulary + block)
     yield moment("the embedding's backward", gradients, _block_input(setup), of_embedding)
-    step = _stored(setup) * setup.step_bytes * (not setup.offload)
-    yield moment("the optimizer's step", gradients, 0, **{"the optimizer's own": step})
+    yield moment("the optimizer's step", gradients, 0, **{"square roots": gradients * setup.foreach})
 
 
 def predict(setup: Setup) -> Prediction:

@@ -43,8 +43,7 @@ def setup_of(job_config: Any, dims: Any, model: ModelConfig, has_objectives: boo
         param_bytes=param_bytes,
         compute_bytes=TORCH_DTYPE_MAP[training.mixed_precision_param].itemsize if mixed else param_bytes,
         reduce_bytes=TORCH_DTYPE_MAP[training.mixed_precision_reduce].itemsize,
-        state_bytes=2 * param_bytes,  # Adam's and AdamW's, the only optimizers
-        step_bytes=param_bytes if job_config.optimizer.implementation == "foreach" else 0,
+        foreach=job_config.optimizer.implementation == "foreach",
         accumulates=training.global_batch_size > training.local_batch_size * dims.dp_replicate * dims.dp_shard,
         reference=training.dataset == DPO_DATASET and job_config.magi.dpo.reference == "model",
         offload=training.enable_cpu_offload,
