@@ -183,7 +183,7 @@ def report_state(report):
         local = [
             sum(x.to_local().nbytes for x in tensors if hasattr(x, "to_local")) for tensors in (parameters, states)
         ]
-        parts = trainer.metrics_processor.prediction.parts
+        parts = trainer.metrics_processor.memory.predicted.parts
         report("state", [parts["parameters"], parts["optimizer states"]], local)
 
     watch(torchtitan.train.Trainer, "train_step", look)
@@ -403,8 +403,7 @@ def lines_on_a_gpu():
     """What a GPU of 80 GiB logs: predictions that fit and that do not, measurements of steps 1, 10 and 20."""
     import torch.distributed as dist
 
-    from torchtitan_magi.titan.v02.memory import log_prediction
-    from torchtitan_magi.titan.v02.metrics import MagiMetricsProcessor
+    from torchtitan_magi.titan.v02.memory import MeasuredMemory, log_prediction
 
     lines = []
     handler = logging.Handler()
@@ -412,18 +411,17 @@ def lines_on_a_gpu():
     logging.getLogger().setLevel(logging.INFO)
     logging.getLogger().addHandler(handler)
     gpu = {
+        "is_available": lambda: True,
         "current_device": lambda: 0,
         "get_device_properties": lambda _: SimpleNamespace(total_memory=80 * GIB),
         "mem_get_info": lambda: (15 * GIB, 80 * GIB),
         "memory_reserved": lambda: 62 * GIB,
         "max_memory_reserved": iter([64 * GIB, 63 * GIB, 66 * GIB]).__next__,
     }
-    processor = MagiMetricsProcessor.__new__(MagiMetricsProcessor)
-    processor.reserved, processor.said_memory = 0, False
     with mock.patch.multiple(torch.cuda, **gpu), mock.patch.object(dist, "all_reduce"):
         log_prediction(SETUP)
-        processor.prediction = log_prediction(replace(SETUP, checkpointing="full", cp=8))
-        outside = [processor._report_memory(step) for step in (1, 10, 20)]
+        measured = MeasuredMemory(log_prediction(replace(SETUP, checkpointing="full", cp=8)))
+        outside = [measured.look(step)["memory/outside_pytorch(GiB)"] for step in (1, 10, 20)]
     return lines, outside
 
 

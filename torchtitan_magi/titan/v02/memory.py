@@ -1,9 +1,10 @@
-"""What of torchtitan's configuration decides about memory, and the line of the log about it before a run."""
+"""The memory of a run in the log: predicted before its first step from torchtitan's configuration, then measured."""
 
 import os
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
@@ -11,6 +12,8 @@ from torchtitan.tools.logging import logger
 from torchtitan_magi.titan.v02.job_config import DPO_DATASET
 from torchtitan_magi.training.memory import GIB, Prediction, Setup, describe, predict, remedies
 from torchtitan_magi.training.model_config import ModelConfig
+
+SETTLED = 5  # step from which on all memory has been taken: compilers are done and optimizer states exist
 
 
 def setup_of(job_config: Any, dims: Any, model: ModelConfig, has_objectives: bool) -> Setup:
@@ -64,3 +67,30 @@ def log_prediction(setup: Setup) -> Prediction:
             f"does not fit, change one or more of: {remedies(setup)}"
         )
     return prediction
+
+
+class MeasuredMemory:
+    """What training takes of the GPUs' memory, logged once beside what was predicted."""
+
+    def __init__(self, predicted: Prediction) -> None:
+        self.predicted = predicted
+        self.reserved = 0  # most bytes that PyTorch's allocator has had
+        self.said = False
+
+    def look(self, step: int) -> dict[str, float]:
+        """Metrics to log, none on the CPU. To be called on all ranks, before torchtitan resets the peak."""
+        if not torch.cuda.is_available():
+            return {}
+        free, total = torch.cuda.mem_get_info()
+        outside = total - free - torch.cuda.memory_reserved()
+        self.reserved = max(self.reserved, torch.cuda.max_memory_reserved())
+        if step >= SETTLED and not self.said:
+            self.said = True
+            most = torch.tensor([self.reserved, outside], device=utils.device_type)
+            dist.all_reduce(most, dist.ReduceOp.MAX)
+            reserved, around = (most / GIB).tolist()
+            logger.info(
+                f"Measured memory per GPU: at most {reserved:.1f} GiB reserved by PyTorch and {around:.1f} GiB outside "
+                f"it; predicted {self.predicted.total / GIB:.1f} in all"
+            )
+        return {"memory/outside_pytorch(GiB)": outside / GIB}

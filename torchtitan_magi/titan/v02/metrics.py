@@ -7,14 +7,12 @@ import torch
 import torch.distributed as dist
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.distributed import utils as dist_utils
-from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
 
-from torchtitan_magi.training.memory import GIB, Prediction
+from torchtitan_magi.titan.v02.memory import MeasuredMemory
 from torchtitan_magi.training.objectives import LossRecord
 from torchtitan_magi.training.runtime import WorkCount
 
-SETTLED = 5  # step from which on memory has been taken: compilers are done and optimizer states exist
 NOTICEABLE = 0.1  # seconds that the steps between two lines of the log may wait for plans
 
 
@@ -27,8 +25,7 @@ class MagiMetricsProcessor(MetricsProcessor):
     - global_max_loss is the largest mean loss of a data-parallel rank, also when its tokens are on several ranks and
       some of these have no label.
 
-    It also logs what ``objective_metrics`` returns, which a Trainer may set, and once, beside what was predicted, what
-    training takes of the GPU's memory.
+    It also logs what ``objective_metrics`` returns; a Trainer may set it.
     """
 
     num_flops_per_token: float  # set by the Trainer, without attention: see spec._without_guard
@@ -40,12 +37,11 @@ class MagiMetricsProcessor(MetricsProcessor):
         attention_flops: int,
         count: WorkCount,
         losses: LossRecord,
-        prediction: Prediction,
+        memory: MeasuredMemory,
     ) -> None:
         super().__init__(job_config, parallel_dims)
-        self.attention_flops, self.count, self.losses, self.prediction = attention_flops, count, losses, prediction
-        self.reserved = 0  # most bytes that PyTorch's allocator has had
-        self.said_memory = False
+        self.memory = memory
+        self.attention_flops, self.count, self.losses = attention_flops, count, losses
         self.objective_metrics: Callable[[], dict[str, float]] = dict
         self.last_logged: int | None = None  # step
         self.said_waiting = False
@@ -56,13 +52,12 @@ class MagiMetricsProcessor(MetricsProcessor):
         extra_metrics = dict(extra_metrics or {})
         if "n_tokens_seen" in extra_metrics:
             extra_metrics["n_tokens_seen"] /= self.parallel_dims.cp
+        extra_metrics |= self.memory.look(step)
         counted = self.count.take()
         extra_metrics["time_metrics/plan_wait(s)"] = counted.waited
         without_attention = self.num_flops_per_token
         self.num_flops_per_token = without_attention + self.attention_flops * counted.area / max(counted.tokens, 1)
         objective_metrics = self.objective_metrics()
-        if torch.cuda.is_available():
-            extra_metrics["memory/outside_pytorch(GiB)"] = self._report_memory(step)
         super().log(step, global_avg_loss, self._max_loss(), grad_norm, extra_metrics | objective_metrics)
         self.num_flops_per_token = without_attention
         self._print("step", step, objective_metrics)
@@ -87,22 +82,6 @@ class MagiMetricsProcessor(MetricsProcessor):
             logger.info(f"{steps} waited {1e3 * seconds:.1f} ms for plans")
             self.said_waiting = True
         self.last_logged = step
-
-    def _report_memory(self, step: int) -> float:
-        """GiB of this GPU outside PyTorch's allocator. Logs memory once, of the fullest GPU: a collective then."""
-        free, total = torch.cuda.mem_get_info()
-        outside = total - free - torch.cuda.memory_reserved()
-        self.reserved = max(self.reserved, torch.cuda.max_memory_reserved())  # torchtitan resets it with every line
-        if step >= SETTLED and not self.said_memory:
-            self.said_memory = True
-            most = torch.tensor([self.reserved, outside], device=utils.device_type)
-            dist.all_reduce(most, dist.ReduceOp.MAX)
-            reserved, around = (most / GIB).tolist()
-            logger.info(
-                f"Measured memory per GPU: at most {reserved:.1f} GiB reserved by PyTorch and {around:.1f} GiB outside "
-                f"it; predicted {self.prediction.total / GIB:.1f} in all"
-            )
-        return outside / GIB
 
     def _max_loss(self) -> float:
         sum_and_count = self.losses.sum_and_count()
