@@ -3,12 +3,14 @@
 
     python scripts/bench_train.py [--gpus 4] [--tokens 16384 65536] [--output benchmarks/results/train_h200x4.json]
     python scripts/bench_train.py --gpus 2 --tokens 65536 --model qwen3 --shapes 30B-A3B --expert-parallel 2
+    python scripts/bench_train.py --layers 32 --strategies ours --checkpointing none selective full
 
-The model has the layer shapes of llama3 8B, or what is asked for, but few layers. All strategies read the same packed
-documents through torchtitan's text data set with a loader worker: the sources of Python's standard library, cut into
-documents whose lengths follow the histogram of bench_cp.py, up to a quarter of the pack over all GPUs; documents end
-with EOS. Step times are means over all packs after the first ones. Ours also has the ideal time of its attention: our
-kernel on the same packs, each whole on one GPU, times layers, divided by the GPUs of the pack.
+The model has the layer shapes of llama3 8B but few layers; --model, --shapes and --layers choose others. All strategies
+read the same packed documents through torchtitan's text data set with a loader worker: the sources of Python's standard
+library, cut into documents whose lengths follow the histogram of bench_cp.py, up to a quarter of the pack over all
+GPUs; documents end with EOS. Step times are means over all packs after the first ones. Ours also has the ideal time of
+its attention: our kernel on the same packs, each whole on one GPU, times layers, divided by the GPUs of the pack.
+Memory is that of the fullest GPU at its peak: allocated and reserved by PyTorch, and outside its allocator.
 
 Strategies
   ours          this package, context parallelism over all GPUs
@@ -76,14 +78,14 @@ STRATEGIES = {
 }
 
 
-def run(name: str, tokens: int, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Tokens per second over all GPUs, and GiB at the peak of the fullest one."""
+def run(name: str, tokens: int, mode: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Tokens per second over all GPUs, and GiB at the peak of the fullest one. mode: of activation checkpointing."""
     strategy = STRATEGIES[name].on(arguments.gpus)
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={arguments.gpus}"]
         command += [__file__, RECORD, folder, arguments.model, arguments.shapes, str(arguments.layers)]
         # under full activation checkpointing the forward runs once more
-        forwards = 0 if name == "no attention" else 1 + ("activation_checkpoint.mode full" in arguments.options)
+        forwards = 0 if name == "no attention" else 1 + (mode == "full")
         command += [str(tokens * arguments.gpus), str(forwards), "--model.name", arguments.model]
         command += ["--model.flavor", f"bench_{strategy.attention}", "--model.hf_assets_path", "assets/demo/tokenizer"]
         command += ["--training.dataset", "documents", "--training.dataloader.num_workers", "1"]
@@ -93,6 +95,7 @@ def run(name: str, tokens: int, arguments: argparse.Namespace) -> dict[str, Any]
         command += ["--parallelism.tensor_parallel_degree", str(strategy.tp)]
         command += ["--parallelism.data_parallel_shard_degree", str(strategy.dp), "--comm.trace_buf_size", "0"]
         command += ["--parallelism.expert_parallel_degree", str(arguments.expert_parallel)]
+        command += ["--activation_checkpoint.mode", mode, "--activation_checkpoint.selective_ac_option", "op"]
         command += [*strategy.options.split(), *arguments.options.split()]
         environment = {"OMP_NUM_THREADS": "1", **os.environ}
         with open(f"{folder}/log", "w+") as log:
@@ -110,10 +113,12 @@ def run(name: str, tokens: int, arguments: argparse.Namespace) -> dict[str, Any]
     seconds = statistics.mean(ranks[0]["seconds"][WARM_UP:])  # packs differ in their work, so all of them count
     ideal = [statistics.mean(rank["ideal_attention"][WARM_UP:]) for rank in ranks if rank["ideal_attention"]]
     return {
-        "tokens_per_gpu": tokens, "cp": strategy.cp, "tp": strategy.tp, "dp_shard": strategy.dp,
+        "tokens_per_gpu": tokens, "checkpointing": mode, "cp": strategy.cp, "tp": strategy.tp, "dp_shard": strategy.dp,
         "tokens_per_s": tokens * arguments.gpus / seconds, "step_ms": 1e3 * seconds,
         "ideal_attention_ms": 1e3 * max(ideal) if ideal else None,
-        "peak_memory_gib": max(rank["peak_gib"] for rank in ranks), "loss": ranks[0]["losses"][-1],
+        "peak_memory_gib": max(rank["peak_gib"] for rank in ranks),
+        "reserved_gib": max(rank["reserved_gib"] for rank in ranks),
+        "outside_gib": max(rank["outside_gib"] for rank in ranks), "loss": ranks[0]["losses"][-1],
     }  # fmt: skip
 
 
@@ -158,20 +163,23 @@ def record_run() -> None:
         from torchtitan.train import Trainer
     times: list[float] = []
     losses: list[float] = []
-    peaks = [0]
+    peaks = {"peak_gib": 0.0, "reserved_gib": 0.0, "outside_gib": 0.0}
     log = MetricsProcessor.log
 
     def record_and_log(self, step, global_avg_loss, *arguments, **options):  # type: ignore[no-untyped-def]
         times.append(time.perf_counter())
         losses.append(float(global_avg_loss))
         if torch.cuda.is_available():
-            peaks.append(torch.cuda.max_memory_allocated())  # the log resets it
+            free, total = torch.cuda.mem_get_info()
+            now = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()  # the log resets them
+            now = *now, total - free - torch.cuda.memory_reserved()
+            peaks.update({key: max(most, x / 2**30) for (key, most), x in zip(peaks.items(), now, strict=True)})
         log(self, step, global_avg_loss, *arguments, **options)
 
     MetricsProcessor.log = record_and_log
     torchtitan.train.main(Trainer)
     seconds = [after - before for before, after in itertools.pairwise(times)]
-    record = {"seconds": seconds, "losses": losses, "peak_gib": max(peaks) / 2**30, "ideal_attention": []}
+    record: dict[str, Any] = {"seconds": seconds, "losses": losses, "ideal_attention": []} | peaks
     if packs and int(forwards) and torch.cuda.is_available():
         steps = packs[1 : len(times)]  # those of `seconds`
         record["ideal_attention"] = [int(layers) * ideal_seconds(plan, heads, int(forwards)) for plan, heads in steps]
@@ -220,31 +228,36 @@ def main() -> None:
     parser.add_argument("--shapes", default="8B", help="flavor of the model whose layers are trained")
     parser.add_argument("--expert-parallel", type=int, default=1, help="degree, for mixtures of experts")
     parser.add_argument(
-        "--options", default="--compile.enable --activation_checkpoint.mode none", help="torchtitan overrides for all"
+        "--checkpointing",
+        nargs="+",
+        default=["none"],
+        choices=("none", "selective", "full"),
+        help="of activations; selective: by operation",
     )
+    parser.add_argument("--options", default="--compile.enable", help="torchtitan overrides for all")
     parser.add_argument("--commit", help="commit of the tree, where git is missing")
     parser.add_argument("--output", type=Path, help="JSON file to write")
     arguments = parser.parse_args()
     subprocess.run([sys.executable, ROOT / "scripts" / "make_demo_data.py"], check=True, cwd=ROOT)
-    shapes = f"{arguments.model} {arguments.shapes}"
-    options = {"num_gpus": arguments.gpus, "shapes": shapes, "layers": arguments.layers, "options": arguments.options}
-    if arguments.expert_parallel > 1:
-        options["expert_parallel"] = arguments.expert_parallel
+    options = {key: getattr(arguments, key) for key in ("model", "shapes", "layers", "options")}
+    options |= {"num_gpus": arguments.gpus, "expert_parallel": arguments.expert_parallel}
     facts = facts_of_run(arguments.commit) | options
     rows = []
-    columns = "strategy", "tokens per GPU", "cp, tp, dp", "tokens/s", "per GPU", "ms", "ideal attention", "GiB"
+    columns = ["strategy", "checkpointing", "tokens per GPU", "cp, tp, dp", "tokens/s", "per GPU", "ms"]
+    columns += ["ideal attention", "GiB", "reserved", "outside"]
     print(f"| {' | '.join(columns)} |\n|{' --- |' * len(columns)}")
     for tokens in arguments.tokens:
-        for name in arguments.strategies:
-            row = {"strategy": name} | run(name, tokens, arguments)
+        for name, mode in itertools.product(arguments.strategies, arguments.checkpointing):
+            row = {"strategy": name} | run(name, tokens, mode, arguments)
             if "error" in row:
-                print(f"| {name} | {tokens} | failed |\n{row['error']}", flush=True)
+                print(f"| {name} | {mode} | {tokens} | failed |\n{row['error']}", flush=True)
                 continue
             degrees = f"{row['cp']}, {row['tp']}, {row['dp_shard']}"
             speed = f"{row['tokens_per_s']:,.0f} | {row['tokens_per_s'] / arguments.gpus:,.0f}"
             ideal = f"{row['ideal_attention_ms']:.0f}" if row["ideal_attention_ms"] else ""
             step = f"{row['step_ms']:.0f} | {ideal}"
-            print(f"| {name} | {tokens} | {degrees} | {speed} | {step} | {row['peak_memory_gib']:.1f} |", flush=True)
+            sizes = " | ".join(f"{row[key]:.1f}" for key in ("peak_memory_gib", "reserved_gib", "outside_gib"))
+            print(f"| {name} | {mode} | {tokens} | {degrees} | {speed} | {step} | {sizes} |", flush=True)
             rows.append(row)
             if arguments.output:  # after every run: a benchmark that is cut short leaves what it has
                 arguments.output.write_text(json.dumps(facts | {"rows": rows}, indent=1))

@@ -9,6 +9,7 @@ from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools.logging import logger
 
+from torchtitan_magi.titan.v02.memory import MeasuredMemory
 from torchtitan_magi.titan.v02.moe import take_expert_load
 from torchtitan_magi.training.objectives import LossRecord
 from torchtitan_magi.training.runtime import WorkCount
@@ -30,8 +31,17 @@ class MagiMetricsProcessor(MetricsProcessor):
 
     num_flops_per_token: float  # set by the Trainer, without attention: see models._for_plans
 
-    def __init__(self, job_config: Any, parallel_dims: Any, attention_flops: int, count: WorkCount, losses: LossRecord):
+    def __init__(
+        self,
+        job_config: Any,
+        parallel_dims: Any,
+        attention_flops: int,
+        count: WorkCount,
+        losses: LossRecord,
+        memory: MeasuredMemory,
+    ) -> None:
         super().__init__(job_config, parallel_dims)
+        self.memory = memory
         self.attention_flops, self.count, self.losses = attention_flops, count, losses
         self.objective_metrics: Callable[[], dict[str, float]] = dict
         self.last_logged: int | None = None  # step
@@ -43,6 +53,7 @@ class MagiMetricsProcessor(MetricsProcessor):
         extra_metrics = dict(extra_metrics or {})
         if "n_tokens_seen" in extra_metrics:
             extra_metrics["n_tokens_seen"] /= self.parallel_dims.cp
+        extra_metrics |= self.memory.look(step)
         counted = self.count.take()
         extra_metrics["time_metrics/plan_wait(s)"] = counted.waited
         without_attention = self.num_flops_per_token

@@ -21,6 +21,7 @@ from torchtitan_magi.titan.v02.data import build_dataloader, build_validation_da
 from torchtitan_magi.titan.v02.exports import exported_files
 from torchtitan_magi.titan.v02.hf_folder import HF_FLAVOR, check_folders, check_tied, check_vocabulary, read_hf_config
 from torchtitan_magi.titan.v02.job_config import OUR_DATASETS, check_job_config, without_context_parallel
+from torchtitan_magi.titan.v02.memory import MeasuredMemory, log_prediction, setup_of
 from torchtitan_magi.titan.v02.metrics import MagiMetricsProcessor
 from torchtitan_magi.titan.v02.models import args_of, config_of, varlen_flavors, with_plan_metadata
 from torchtitan_magi.titan.v02.moe import check_experts
@@ -151,7 +152,8 @@ class MagiSpec:
         self.losses = LossRecord(max(1, training.global_batch_size // batches))
         config = config_of(model_args)
         attention_flops = 12 * config.num_layers * config.num_heads_q * config.head_dim
-        return MagiMetricsProcessor(job_config, parallel_dims, attention_flops, self.count, self.losses)
+        memory = MeasuredMemory(log_prediction(setup_of(job_config, parallel_dims, config, self.has_objectives)))
+        return MagiMetricsProcessor(job_config, parallel_dims, attention_flops, self.count, self.losses, memory)
 
     def build_loss(self, job_config: Any, **kwargs: Any) -> Any:
         return self.losses.record(self.stock.build_loss_fn(job_config, **kwargs))

@@ -1,0 +1,96 @@
+"""The memory of a run in the log: predicted before its first step from torchtitan's configuration, then measured."""
+
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torchtitan.config import TORCH_DTYPE_MAP
+from torchtitan.tools import utils
+from torchtitan.tools.logging import logger
+
+from torchtitan_magi.titan.v02.job_config import DPO_DATASET
+from torchtitan_magi.training.memory import GIB, Prediction, Setup, describe, predict, remedies
+from torchtitan_magi.training.model_config import ModelConfig
+
+SETTLED = 5  # step from which on all memory has been taken: compilers are done and optimizer states exist
+
+
+def setup_of(job_config: Any, dims: Any, model: ModelConfig, has_objectives: bool) -> Setup:
+    """The facts of a run.
+
+    Args:
+        dims: torchtitan's ParallelDims.
+        has_objectives: whether our Trainer runs, not torchtitan's own.
+    """
+    training, checkpointing, compiled = job_config.training, job_config.activation_checkpoint, job_config.compile
+    option = checkpointing.selective_ac_option
+    every = int(option) if checkpointing.mode == "selective" and option.isdigit() else None
+    param_bytes = TORCH_DTYPE_MAP[training.dtype].itemsize
+    mixed = dims.fsdp_enabled or not dims.tp_enabled  # tensor parallelism alone computes in the training dtype
+    return Setup(
+        model,
+        training.seq_len,
+        training.local_batch_size,
+        dims.dp_replicate,
+        dims.dp_shard,
+        dims.cp,
+        dims.tp,
+        dims.ep,
+        dims.etp,
+        checkpointing="full" if every == 0 else checkpointing.mode,  # as torchtitan takes "every 0th block"
+        every=every or 0,
+        budget=checkpointing.memory_budget,
+        compiled=compiled.enable and "model" in compiled.components,
+        compiled_loss=compiled.enable and "loss" in compiled.components,
+        param_bytes=param_bytes,
+        compute_bytes=TORCH_DTYPE_MAP[training.mixed_precision_param].itemsize if mixed else param_bytes,
+        reduce_bytes=TORCH_DTYPE_MAP[training.mixed_precision_reduce].itemsize,
+        foreach=job_config.optimizer.implementation == "foreach",
+        accumulates=training.global_batch_size > training.local_batch_size * dims.dp_replicate * dims.dp_shard,
+        reference=training.dataset == DPO_DATASET and job_config.magi.dpo.reference == "model",
+        offload=training.enable_cpu_offload,
+        whole_logits=not has_objectives,
+        gpu=utils.device_type == "cuda",
+        one_machine=int(os.environ.get("LOCAL_WORLD_SIZE", "1")) % (dims.cp * dims.tp) == 0,
+    )
+
+
+def log_prediction(setup: Setup) -> Prediction:
+    """Logs what the run will take, with a warning that says what to change if the GPU has less."""
+    capacity = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory if setup.gpu else None
+    prediction = predict(setup)
+    logger.info(describe(prediction, capacity))
+    if capacity is not None and prediction.total > capacity:
+        logger.warning(
+            f"The run is predicted to take {prediction.total / GIB:.1f} GiB on each GPU of {capacity / GIB:.1f}; if it "
+            f"does not fit, change one or more of: {remedies(setup)}"
+        )
+    return prediction
+
+
+class MeasuredMemory:
+    """What training takes of the GPUs' memory, logged once beside what was predicted."""
+
+    def __init__(self, predicted: Prediction) -> None:
+        self.predicted = predicted
+        self.reserved = 0  # most bytes that PyTorch's allocator has had
+        self.said = False
+
+    def look(self, step: int) -> dict[str, float]:
+        """Metrics to log, none on the CPU. To be called on all ranks, before torchtitan resets the peak."""
+        if not torch.cuda.is_available():
+            return {}
+        free, total = torch.cuda.mem_get_info()
+        outside = total - free - torch.cuda.memory_reserved()
+        self.reserved = max(self.reserved, torch.cuda.max_memory_reserved())
+        if step >= SETTLED and not self.said:
+            self.said = True
+            most = torch.tensor([self.reserved, outside], device=utils.device_type)
+            dist.all_reduce(most, dist.ReduceOp.MAX)
+            reserved, around = (most / GIB).tolist()
+            logger.info(
+                f"Measured memory per GPU: at most {reserved:.1f} GiB reserved by PyTorch and {around:.1f} GiB outside "
+                f"it; predicted {self.predicted.total / GIB:.1f} in all"
+            )
+        return {"memory/outside_pytorch(GiB)": outside / GIB}
