@@ -44,6 +44,7 @@ def comparisons(facts: dict[str, Any]) -> list[tuple[dict[str, Any], float]]:
             dp_shard=row["dp_shard"],
             cp=row["cp"],
             tp=row["tp"],
+            ep=facts.get("expert_parallel", 1),
             checkpointing=row.get("checkpointing", "none"),
             compiled=compiled,
             compiled_loss=compiled,

@@ -315,11 +315,6 @@ def test_twice_the_shards_take_half_the_states(model):
     assert copies == whole  # a replica shares nothing
 
 
-def test_rows_in_flight_take_four_slots_of_at_most_a_gib():
-    sizes = {0: 0, 1: 4 << 20, 1 << 20: 4 << 20, (1 << 20) + 1: 8 << 20, GIB: 4 * GIB, 100 * GIB: 4 * GIB}
-    assert {size: memory.rows_in_flight(size) for size in sizes} == sizes
-
-
 def test_parts_add_up_and_the_largest_moment_is_predicted():
     for setup in (SETUP, replace(SETUP, checkpointing="full", cp=8, seq_len=2**20)):
         assert predict(setup).total == sum(predict(setup).parts.values()) == max(totals(setup).values())

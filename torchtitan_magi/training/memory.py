@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from torchtitan_magi.exchange.peer_memory import memory_bytes
 from torchtitan_magi.losses.logprobs import CHUNK_LOGITS
 from torchtitan_magi.training.model_config import ModelConfig
 
@@ -15,7 +16,6 @@ GIB = 2**30
 FLOAT32 = 4  # bytes
 OUTSIDE_PYTORCH = ("rows in flight", "CUDA and NCCL")  # parts that PyTorch's allocator does not hand out
 CUDA_AND_NCCL = 3 * GIB // 2  # an estimate: the CUDA context, loaded kernels and NCCL's buffers
-SLOTS, MAX_SLOT_BYTES = 4, GIB  # buffers for rows in flight, each a power of two of bytes
 
 
 @dataclass(frozen=True)
@@ -266,15 +266,10 @@ def _attention_backward(setup: Setup) -> tuple[int, int]:
     return setup.tokens * gradients, rows * each + sums
 
 
-def rows_in_flight(largest_exchange: int) -> int:
-    """Bytes outside PyTorch's allocator for exchanges inside a machine, if a rank sends or gets so many at most."""
-    slot = min(MAX_SLOT_BYTES, 1 << max(20, (largest_exchange - 1).bit_length()))
-    return SLOTS * slot if largest_exchange else 0
-
-
 def _rows_in_flight(setup: Setup) -> int:
+    """Bytes outside PyTorch's allocator for exchanges inside a machine."""
     largest = received_rows(setup) * _row_bytes(setup, setup.compute_bytes)
-    return rows_in_flight(largest) if setup.gpu and setup.one_machine else 0
+    return memory_bytes(largest) if largest and setup.gpu and setup.one_machine else 0
 
 
 def _output_layer(setup: Setup) -> int:
