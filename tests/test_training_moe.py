@@ -300,6 +300,11 @@ def test_degrees_that_torchtitan_ignores_or_ends_in_assertions():
         ({"dp": 2}, "--parallelism.expert_parallel_degree 4", ["expert_parallel_degree is 4", "does not divide"]),
         ({"dp": 3}, "--training.local_batch_size 1 --parallelism.expert_parallel_degree 3",
          ["expert_parallel_degree is 3, which does not divide the 4 experts of model.flavor 'hf'"]),
+        (
+            {"dp": 3},
+            "--training.local_batch_size 1",
+            ["initial_load_in_hf is true, but 3 ranks share 4 experts, not as many each; use a number of ranks"],
+        ),
         ({}, "--parallelism.expert_parallel_comm_backend deepep", ["comm_backend is 'deepep'", 'set it to "standard"']),
     ],
 )  # fmt: skip
