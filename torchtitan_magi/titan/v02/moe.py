@@ -119,3 +119,22 @@ def check_experts(job_config: Any, experts: Experts | None) -> None:
             f"parallelism.expert_parallel_comm_backend is {backend!r}, which torchtitan 0.2.2 does not have for these "
             'models; set it to "standard"'
         )
+    if experts is not None:
+        _check_files_of_experts(job_config, experts.num_experts)
+
+
+def _check_files_of_experts(job_config: Any, num_experts: int) -> None:
+    """torchtitan 0.2.2 reads and writes whole experts, as many on each rank, where FSDP shards them by number."""
+    parallelism, checkpoint = job_config.parallelism, job_config.checkpoint
+    degree = parallelism.expert_parallel_degree
+    not_sharding = parallelism.expert_tensor_parallel_degree if degree > 1 else parallelism.tensor_parallel_degree
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    ranks = world // (parallelism.data_parallel_replicate_degree * not_sharding)
+    by_number = degree == 1 or ranks <= num_experts  # else FSDP shards each expert's rows
+    for option in ("initial_load_in_hf", "last_save_in_hf"):
+        if checkpoint.enable and getattr(checkpoint, option) and by_number and num_experts % ranks:
+            remedy = "an expert_parallel_degree above 1" if ranks > num_experts else "a number of ranks that divides it"
+            raise ValueError(
+                f"checkpoint.{option} is true, but {ranks} ranks share {num_experts} experts, not as many each; use "
+                f"{remedy}"
+            )

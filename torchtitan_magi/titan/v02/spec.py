@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.models import _supported_models
 from torchtitan.protocols.train_spec import TrainSpec, get_train_spec, register_train_spec
@@ -185,9 +186,16 @@ class MagiSpec:
         for block in model.layers.values():
             block.attention.inner_attention = VarlenAttentionWrapper(self.attention_dtype)
         model = self.stock.parallelize_fn(model, parallel_dims, without_context_parallel(job_config))
+        if parallel_dims.tp_enabled:
+            model.tok_embeddings.register_forward_hook(_arrived)
         if utils.device_type == "cpu":
             prepare_model(model)
         return model
+
+
+def _arrived(embedding: nn.Module, inputs: Any, out: Tensor) -> Tensor:
+    """Embeddings that are there: of those still on their way, torch.compile loses the gradient."""
+    return out.clone() if isinstance(out, AsyncCollectiveTensor) else out
 
 
 def _attention_dtypes(parallel_dims: Any, training: Any) -> tuple[torch.dtype, torch.dtype]:
