@@ -1,0 +1,286 @@
+#!/usr/bin/env python3
+"""Which options go together: trains tiny models under combinations of them and compares losses with the plain run.
+
+    python scripts/compatibility.py [--output docs/compatibility.md] [--cells 0 7 12]
+    python scripts/compatibility.py --gpu --output FILE     # on two GPUs: the options that need them
+
+For each model, every two values of two options meet in at least one combination (pairwise coverage), and one run has
+everything on. A combination works if the losses of all steps, and of validation, are those of the plain run (the same
+packs and precision, without the parallelism and the options), or it is refused before the first step in one line that
+names the remedy. Anything else fails, and the exit code is 1.
+
+It runs on the CPU; what needs GPUs is left to --gpu. The models have two layers of width 64 and come from config.json
+(flavor "hf"), as the tests' models do.
+"""
+
+import argparse
+import functools
+import itertools
+import random
+import sys
+import textwrap
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tests"))  # tiny models, and runs in processes that have imported everything
+
+STEPS = 3
+SEQ_LEN = 256
+TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}  # largest relative difference of a loss
+GPU_EXTRAS = ("CPU offload", "float8", "async TP")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A combination; the first value of each axis is the plain one."""
+
+    model: str = "llama3"
+    layout: str = "one rank"
+    checkpointing: str = "none"
+    compile: bool = False
+    precision: str = "fp32"
+    packs: int = 1  # per data-parallel rank and microbatch
+    accumulation: int = 1  # microbatches per step
+    validation: bool = False
+    extra: str = "none"
+    task: str = "SFT"
+
+    @property
+    def degrees(self) -> dict[str, int]:
+        """Parallel degrees by torchtitan's names."""
+        return {
+            "one rank": {},
+            "FSDP": {"data_parallel_shard": 2},
+            "HSDP": {"data_parallel_replicate": 2, "data_parallel_shard": 2},
+            "TP": {"tensor_parallel": 2},
+            "CP": {"context_parallel": 2},
+            "EP": {"data_parallel_shard": 2, "expert_parallel": 2},
+            "CP + EP": {"context_parallel": 2, "expert_parallel": 2},
+            "FSDP + TP + CP": {"data_parallel_shard": 2, "tensor_parallel": 2, "context_parallel": 2},
+            "FSDP + TP + CP + EP": {
+                "data_parallel_shard": 2, "tensor_parallel": 2, "context_parallel": 2, "expert_parallel": 2
+            },
+        }[self.layout]  # fmt: skip
+
+    @property
+    def dp(self) -> int:
+        """Data-parallel ranks."""
+        return self.degrees.get("data_parallel_replicate", 1) * self.degrees.get("data_parallel_shard", 1)
+
+    @property
+    def processes(self) -> int:
+        return self.dp * self.degrees.get("tensor_parallel", 1) * self.degrees.get("context_parallel", 1)
+
+    @property
+    def plain(self) -> "Cell":
+        """The same packs, precision and task, and a validation: data-parallel ranks read packs of their own."""
+        layout = {1: "one rank", 2: "FSDP", 4: "HSDP"}[self.dp]
+        return Cell(
+            self.model, layout, precision=self.precision, packs=self.packs, accumulation=self.accumulation,
+            validation=True, task=self.task,
+        )  # fmt: skip
+
+    @property
+    def arguments(self) -> list[str]:
+        """torchtitan overrides, without the model and the data."""
+        degrees = {"data_parallel_replicate": 1, "data_parallel_shard": 1} | self.degrees
+        options = [f"--parallelism.{name}_degree={degree}" for name, degree in degrees.items()]
+        options += [f"--training.local_batch_size={self.packs}"]
+        options += [f"--training.global_batch_size={self.packs * self.accumulation * self.dp}"]
+        mode = {"selective": "selective --activation_checkpoint.selective_ac_option op"}
+        options += [f"--activation_checkpoint.mode {mode.get(self.checkpointing, self.checkpointing)}"]
+        options += ["--compile.enable --compile.components model,loss"] if self.compile else ["--compile.no-enable"]
+        options += ["--training.mixed_precision_param", {"fp32": "float32", "bf16": "bfloat16"}[self.precision]]
+        options += ["--validation.enable" if self.validation else "--validation.no-enable"]
+        options += {
+            "none": [],
+            "CPU offload": ["--training.enable_cpu_offload"],
+            "float8": ["--model.converters=float8"],
+            "async TP": ["--parallelism.enable_async_tensor_parallel"],
+        }[self.extra]
+        return " ".join(options).split()
+
+    def __str__(self) -> str:
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        named = [str(values.pop(name)) for name in ("model", "task", "layout", "precision")]
+        return ", ".join([*named, f"{self.packs} x {self.accumulation} packs", *(
+            text for text, on in (
+                (f"{self.checkpointing} checkpointing", self.checkpointing != "none"),
+                ("compile", self.compile), ("validation", self.validation), (self.extra, self.extra != "none"),
+            ) if on
+        )])  # fmt: skip
+
+
+DENSE = ("FSDP", "HSDP", "TP", "CP", "FSDP + TP + CP")
+LAYOUTS = {
+    "llama3": DENSE,
+    "qwen3": DENSE,
+    "qwen3 MoE": ("FSDP", "HSDP", "TP", "CP", "EP", "CP + EP", "FSDP + TP + CP + EP"),
+}
+AXES: dict[str, tuple] = {
+    "checkpointing": ("none", "selective", "full"),
+    "compile": (False, True),
+    "precision": ("fp32", "bf16"),
+    "packs": (1, 2),
+    "accumulation": (1, 2),
+    "validation": (False, True),
+    "task": ("SFT", "DPO"),
+}
+EVERYTHING = {
+    "checkpointing": "full", "compile": True, "precision": "bf16", "packs": 2, "accumulation": 2, "validation": True
+}  # fmt: skip
+
+
+def cells() -> list[Cell]:
+    """The combinations that run on the CPU."""
+    chosen = []
+    for model, layouts in LAYOUTS.items():
+        everything = [Cell(model, layouts[-1], task=task, **EVERYTHING) for task in ("SFT", "DPO")]
+        chosen += everything + cover({"model": (model,), "layout": layouts} | AXES, everything)
+    return chosen + [Cell(model, "EP") for model in ("llama3", "qwen3")]  # refused
+
+
+def gpu_cells() -> list[Cell]:
+    """Those that need GPUs, two of them: each extra of theirs with every value of every other option."""
+    layouts = {"CPU offload": ("FSDP", "TP", "CP"), "float8": ("FSDP", "TP", "CP"), "async TP": ("TP",)}
+    chosen = []
+    for extra in GPU_EXTRAS:
+        axes = {"model": tuple(LAYOUTS), "layout": layouts[extra], "extra": (extra,)} | AXES | {"precision": ("bf16",)}
+        if extra == "async TP":
+            axes["compile"] = (True,)
+        chosen += cover(axes, [])
+    return chosen
+
+
+def cover(axes: dict[str, tuple], chosen: Iterable[Cell]) -> list[Cell]:
+    """Cells in which every two values of two axes meet, besides those of `chosen`: greedy, of random candidates."""
+    rng, names, found = random.Random(0), list(axes), []
+    missing = {((a, x), (b, y)) for a, b in itertools.combinations(names, 2) for x in axes[a] for y in axes[b]}
+    missing -= {pair for cell in chosen for pair in _pairs(cell, names)}
+    while missing:
+        must = min(missing, key=str)  # so that each new cell has at least one
+        candidates = [
+            Cell(**{name: rng.choice(values) for name, values in axes.items()} | dict(must)) for _ in range(200)
+        ]
+        best = max(candidates, key=lambda cell: len(missing.intersection(_pairs(cell, names))))
+        found.append(best)
+        missing.difference_update(_pairs(best, names))
+    return found
+
+
+def _pairs(cell: Cell, names: list[str]) -> Iterator[tuple]:
+    return itertools.combinations([(name, getattr(cell, name)) for name in names], 2)
+
+
+@dataclass
+class Outcome:
+    """What a cell did: losses of all steps and of validation; or the line that refused it; or what went wrong."""
+
+    losses: tuple[float, ...] = ()
+    refused: str = ""
+    failed: str = ""
+
+
+class Runs:
+    """Runs of cells, each once."""
+
+    def __init__(self) -> None:
+        from hf_models import make_hf_folder
+        from test_training_dpo import data
+
+        kinds = {"llama3": "llama", "qwen3": "qwen3", "qwen3 MoE": "qwen3_moe"}
+        self.folders = {model: make_hf_folder(kinds[model]) for model in LAYOUTS}
+        self.pairs = data()
+        self.of = functools.cache(self._of)
+
+    def _of(self, cell: Cell) -> Outcome:
+        from training import DEBUG_TOML, ROOT, TrainingError, corpus, train
+
+        is_dpo = cell.task == "DPO"
+        folder, names = (self.pairs, ("pairs", "validation")) if is_dpo else (corpus(), ("train", "validation"))
+        options = (
+            f"--model.name {cell.model.split()[0]} --model.flavor hf --model.hf_assets_path {self.folders[cell.model]} "
+        )
+        options += f"--checkpoint.enable --checkpoint.initial_load_in_hf --training.steps {STEPS} "
+        options += (
+            f"--checkpoint.load_only --training.seq_len {SEQ_LEN} --training.dataset_path {folder}/{names[0]}.jsonl "
+        )
+        options += f"--validation.dataset {cell.task.lower()} --validation.dataset_path {folder}/{names[1]}.jsonl "
+        options += f"--validation.freq {STEPS} --validation.steps=2 --validation.seq_len {SEQ_LEN} --optimizer.lr 1e-3"
+        toml = ROOT / "train_configs" / "dpo_debug.toml" if is_dpo else DEBUG_TOML
+        arguments = [*options.split(), "--parallelism.context_parallel_degree", "1", *cell.arguments]
+        try:
+            run = train(cell.processes, arguments, toml=toml, defaults=(), layers=None, entry="torchtitan_magi.train")
+        except TrainingError as error:
+            if error.type == "ValueError" and "\n" not in str(error):
+                return Outcome(refused=str(error))
+            return Outcome(failed=f"{error.type}: {error}")
+        return Outcome(tuple(run.losses + run.validation_losses))
+
+    def verdict(self, cell: Cell) -> tuple[str, str]:
+        """ "works", "refused" or "FAILS", and the largest relative difference or the reason."""
+        outcome = self.of(cell)
+        if outcome.refused:
+            return "refused", outcome.refused
+        plain = self.of(cell.plain)
+        if outcome.failed or not plain.losses:
+            return "FAILS", outcome.failed or f"the plain run: {plain.failed or plain.refused}"
+        expected = len(plain.losses) if cell.validation else STEPS
+        if len(outcome.losses) != expected:
+            return "FAILS", f"{len(outcome.losses)} losses, not {expected}"
+        worst = max(abs(a - b) / abs(b) for a, b in zip(outcome.losses, plain.losses, strict=False))
+        return ("works" if worst <= TOLERANCE[cell.precision] else "FAILS"), f"{worst:.1e}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cells", type=int, nargs="+", help="only those, by their number in the table")
+    parser.add_argument("--gpu", action="store_true", help="the combinations that need GPUs, two of them")
+    parser.add_argument("--output", type=Path, help="Markdown file to write")
+    arguments = parser.parse_args()
+    chosen = gpu_cells() if arguments.gpu else cells()
+    runs, rows, failed = Runs(), [], 0
+    for number, cell in enumerate(chosen):
+        if arguments.cells and number not in arguments.cells:
+            continue
+        verdict, detail = runs.verdict(cell)
+        failed += verdict == "FAILS"
+        rows.append((number, cell, verdict, detail))
+        print(f"{number:3} {verdict:8} {cell}: {detail.splitlines()[0][:200] if detail else ''}", flush=True)
+    if arguments.output:
+        arguments.output.write_text(page(rows, "on two GPUs" if arguments.gpu else "on a CPU"))
+    sys.exit(1 if failed else 0)
+
+
+def page(rows: list[tuple[int, Cell, str, str]], where: str) -> str:
+    """docs/compatibility.md."""
+    works = sum(verdict == "works" for _, _, verdict, _ in rows)
+    refused = {(f"{cell.model}, {cell.layout}", detail): 0 for _, cell, verdict, detail in rows if verdict == "refused"}
+    columns = ["#", "model", "task", "layout", "precision", "packs", "accumulation", "checkpointing", "compile"]
+    columns += ["validation", "extra", "verdict"]
+    text = (
+        f"Made by `scripts/compatibility.py` {where}: {len(rows)} combinations. For each model every two values of two "
+        f"options meet, and one run has everything on. {works} train with the losses of the plain run (the same packs "
+        "and precision, one rank or plain data parallelism, no options): the largest relative difference over "
+        f"{STEPS} steps and a validation is at most {TOLERANCE['fp32']:g} in float32 and {TOLERANCE['bf16']:g} in "
+        "bfloat16. The others are refused before the first step."
+    )
+    lines = ["# What goes together", "", *textwrap.wrap(text, 118), ""]
+    lines += [f"| {' | '.join(columns)} |", "|" + " --- |" * len(columns)]
+    for number, cell, verdict, detail in rows:
+        on = {True: "yes", False: ""}
+        values = (
+            number, cell.model, cell.task, cell.layout, cell.precision, cell.packs, cell.accumulation,
+            cell.checkpointing, on[cell.compile], on[cell.validation], cell.extra.replace("none", ""),
+        )  # fmt: skip
+        verdict = f"{verdict}, {detail}" if verdict == "works" else f"**{verdict}**"
+        lines.append(f"| {' | '.join(map(str, values))} | {verdict} |")
+    if refused:
+        lines += ["", "Refused:", "", *(f"* {who}: {detail}" for who, detail in refused)]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    main()
