@@ -265,7 +265,9 @@ def test_an_index_that_names_a_file_which_is_missing():
 def test_a_run_that_resumes_needs_no_initial_weights_but_a_reference_does(folder, monkeypatch):
     (folder / "model.safetensors").unlink()
     run_folder = new_folder()
-    Path(run_folder, "checkpoint").mkdir()
+    finished = Path(run_folder, "checkpoint", "step-0", ".metadata")
+    finished.parent.mkdir(parents=True)
+    finished.touch()
     start(folder, READ, dump_folder=run_folder)
     monkeypatch.setattr(MagiSpec, "has_objectives", True)
     assert_refused(["has no *.safetensors"], folder, f"{READ} --training.dataset dpo", dump_folder=run_folder)

@@ -327,13 +327,12 @@ def test_a_dense_model_has_no_experts_to_spread():
 def count_operations(path):
     """Of a token, without attention; and of the model with all its experts."""
     import torch
-
-    from torchtitan_magi.titan.v02.models import args_of, with_plan_metadata
-    from torchtitan_magi.training.model_config import read_model_config
-
-    args = args_of(read_model_config(path))
     from torchtitan.models.qwen3 import Qwen3Model
 
+    from torchtitan_magi.titan.v02.models import args_of, varlen_flavors, with_plan_metadata
+    from torchtitan_magi.training.model_config import read_model_config
+
+    args = varlen_flavors({"hf": args_of(read_model_config(path))})["hf"]
     with torch.device("meta"):
         model = with_plan_metadata(Qwen3Model)(args)
     return args.get_nparams_and_flops(model, 100_000)

@@ -1,0 +1,48 @@
+"""What scripts/compatibility.py trains, and a few of its combinations."""
+
+import functools
+import itertools
+
+import pytest
+
+from compatibility import AXES, LAYOUTS, Cell, Runs, cells, gpu_cells  # isort: skip
+
+
+@functools.cache
+def runs():
+    return Runs()
+
+
+@pytest.mark.parametrize("model", LAYOUTS)
+def test_every_two_values_of_two_options_meet(model):
+    chosen = [cell for cell in cells() if cell.model == model]
+    axes = {"layout": LAYOUTS[model]} | AXES
+    for (a, xs), (b, ys) in itertools.combinations(axes.items(), 2):
+        met = {(getattr(cell, a), getattr(cell, b)) for cell in chosen}
+        assert met >= set(itertools.product(xs, ys)), f"{a} and {b}"
+
+
+def test_what_needs_gpus_is_not_run_on_the_cpu():
+    assert {cell.extra for cell in cells()} == {"none"}
+    assert {cell.extra for cell in gpu_cells()} == {"CPU offload", "float8", "async TP"}
+    assert max(cell.processes for cell in gpu_cells()) == 2
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        Cell("llama3", "HSDP", "selective", packs=2, validation=True),
+        Cell("qwen3", "TP", "full", precision="bf16", accumulation=2, task="DPO"),
+        Cell("qwen3 MoE", "CP + EP", "selective", precision="bf16", accumulation=2, validation=True),
+    ],
+    ids=str,
+)
+def test_a_combination_trains_as_the_plain_run(cell):
+    verdict, detail = runs().verdict(cell)
+    assert verdict == "works", detail
+
+
+def test_a_combination_that_cannot_be_is_refused_by_name():
+    verdict, detail = runs().verdict(Cell("llama3", "EP"))
+    assert verdict == "refused"
+    assert "expert_parallel_degree is 2" in detail
