@@ -4,6 +4,7 @@ import functools
 import itertools
 
 import pytest
+import training  # noqa: F401  # puts scripts/ on the path
 
 from compatibility import AXES, LAYOUTS, Cell, Runs, cells, gpu_cells  # isort: skip
 

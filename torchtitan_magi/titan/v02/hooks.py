@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.ops import profiler
+from torch.utils.checkpoint import SAC_IGNORED_OPS
 from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.config import ConfigManager
 from torchtitan.distributed import ParallelDims, context_parallel
@@ -49,6 +51,10 @@ def install() -> None:
     moe_styles.install()
     for model in (llama3, qwen3):  # so that selective activation checkpointing does not redo attention
         model._op_sac_save_list.add(attention_op)
+    # FSDP2 of experts, inside a block, names other steps for profilers when the block is computed again.
+    SAC_IGNORED_OPS.update(
+        (profiler._record_function_enter_new.default, profiler._record_function_exit._RecordFunction)
+    )
 
 
 def _replaced(stock: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any]:
