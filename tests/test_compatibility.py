@@ -34,7 +34,7 @@ def test_what_needs_gpus_is_not_run_on_the_cpu():
     [
         Cell("llama3", "HSDP", "selective", packs=2, validation=True),
         Cell("qwen3", "TP", "full", precision="bf16", accumulation=2, task="DPO"),
-        Cell("qwen3 MoE", "CP + EP", "selective", precision="bf16", accumulation=2, validation=True),
+        Cell("qwen3 MoE", "FSDP + TP + CP + EP", "selective", accumulation=2, validation=True),
     ],
     ids=str,
 )

@@ -9,8 +9,10 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.ops import profiler
+from torch.utils._python_dispatch import _disable_current_modes, is_in_torch_dispatch_mode
 from torch.utils.checkpoint import SAC_IGNORED_OPS
 from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.config import ConfigManager
@@ -43,6 +45,9 @@ def install() -> None:
         (CheckpointManager, "dcp_save", _dcp_save),  # to export a whole model, without a second copy of the weights
         (Llama3StateDictAdapter, "_permute", _whole_heads),  # for shards that end inside a head
         (Llama3StateDictAdapter, "_reverse_permute", _whole_heads),  # the same
+        (FSDPParamGroup, "unshard", _unseen),  # for experts, which FSDP2 gathers inside a block
+        (FSDPParamGroup, "wait_for_unshard", _unseen),  # the same
+        (FSDPParamGroup, "reshard", _unseen),  # the same
         (llama3, "apply_cp_to_attention_module", _apply_cp),  # not to refuse varlen attention
         (qwen3, "apply_cp_to_attention_module", _apply_cp),  # the same; each model has imported its own name
         (qwen3, "apply_non_moe_tp", _apply_tp),  # to accept positions without context parallelism
@@ -52,9 +57,8 @@ def install() -> None:
     for model in (llama3, qwen3):  # so that selective activation checkpointing does not redo attention
         model._op_sac_save_list.add(attention_op)
     # FSDP2 of experts, inside a block, names other steps for profilers when the block is computed again.
-    SAC_IGNORED_OPS.update(
-        (profiler._record_function_enter_new.default, profiler._record_function_exit._RecordFunction)
-    )
+    names = profiler._record_function_enter_new.default, profiler._record_function_exit._RecordFunction
+    SAC_IGNORED_OPS.update(names)
 
 
 def _replaced(stock: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any]:
@@ -140,6 +144,15 @@ def _whole_heads(stock: Any, adapter: Any, weight: Tensor, *args: Any) -> Tensor
     )
     permuted = stock(adapter, weight.redistribute(placements=by_columns), *args)
     return permuted.redistribute(placements=by_rows)  # which files are read and written by
+
+
+def _unseen(stock: Any, group: FSDPParamGroup, *args: Any, **kwargs: Any) -> Any:
+    """Hides FSDP2's own operations from selective activation checkpointing, which wants the same ones when a block is
+    computed again."""
+    if not is_in_torch_dispatch_mode():
+        return stock(group, *args, **kwargs)
+    with _disable_current_modes():
+        return stock(group, *args, **kwargs)
 
 
 def _apply_cp(stock: Any, attention_modules: Any, cp_mesh: Any, attention_type: str) -> None:
