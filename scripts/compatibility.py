@@ -273,8 +273,8 @@ def page(rows: list[tuple[int, Cell, str, str]], where: str) -> str:
         "bfloat16. The others are refused before the first step."
     )
     notes = (
-        "Under TP alone torchtitan has no mixed precision, so those runs are compared in float32. On the CPU torch.compile "
-        "traces without generating code (`aot_eager`). CPU offload, float8 and async TP need GPUs (`--gpu`)."
+        "Under TP alone torchtitan has no mixed precision, so those runs are compared in float32. On the CPU "
+        "torch.compile traces without generating code (`aot_eager`). CPU offload, float8 and async TP need GPUs (`--gpu`)."
     )
     lines = ["# What goes together", "", *textwrap.wrap(text, 118), "", *textwrap.wrap(notes, 118), ""]
     lines += [f"| {' | '.join(columns)} |", "|" + " --- |" * len(columns)]
