@@ -274,7 +274,8 @@ def page(rows: list[tuple[int, Cell, str, str]], where: str) -> str:
     )
     notes = (
         "Under TP alone torchtitan has no mixed precision, so those runs are compared in float32. On the CPU "
-        "torch.compile traces without generating code (`aot_eager`). CPU offload, float8 and async TP need GPUs (`--gpu`)."
+        "torch.compile traces without generating code (`aot_eager`). CPU offload, float8 and async TP need GPUs "
+        "(`--gpu`)."
     )
     lines = ["# What goes together", "", *textwrap.wrap(text, 118), "", *textwrap.wrap(notes, 118), ""]
     lines += [f"| {' | '.join(columns)} |", "|" + " --- |" * len(columns)]
