@@ -38,11 +38,11 @@ SFT = {
     "linear_rope": ({"cp": 4},),
     "qwen3": DENSE,
     "tied_qwen3": ({}, {"tp": 2}, {"tp": 2, "cp": 2}),
-    "qwen3_moe": (*DENSE, *EXPERTS, {"ddp": 2, "cp": 2, "ep": 2}),
+    "qwen3_moe": (*DENSE, *EXPERTS),
     "qwen3_moe_unscaled": ({},),
 }
 DPO = {"llama": DENSE, "qwen3_moe": EXPERTS}
-NAMES = DEGREES | {"ddp": "data_parallel_replicate_degree", "ep": "expert_parallel_degree"}
+NAMES = DEGREES | {"ep": "expert_parallel_degree"}
 
 
 @functools.cache
@@ -85,7 +85,7 @@ def largest_difference(losses: list[float], wanted: list[float]) -> float:
 def assert_trains_as_expected(dataset: str, name: str, degrees: dict[str, int]) -> None:
     _, titan_name = MODELS[name]
     folder = new_folder()
-    packs = PACKS // (degrees.get("dp", 1) * degrees.get("ddp", 1))
+    packs = PACKS // degrees.get("dp", 1)
     arguments = ["--model.name", titan_name, "--model.flavor", "hf", "--model.hf_assets_path", str(folder_of(name))]
     arguments += ["--training.dataset", dataset, "--training.dataset_path", str(records_of(dataset))]
     arguments += ["--job.dump_folder", folder, "--training.local_batch_size", str(packs), *ARGUMENTS]
