@@ -44,6 +44,7 @@ def changed(folder, *replacements):
         ("--model.name llama4 --model.flavor debugmodel", 1, ["'llama4'", "no varlen attention", "llama3, qwen3"]),
         ("--magi.cost_model no.json", 1, ["no.json is no cost model", "No such file", "torchtitan_magi.calibrate"]),
         ("--training.local_batch_size 0", 1, ["training.local_batch_size is 0", "at least 1"]),
+        ("--training.enable_cpu_offload", 1, ["training.enable_cpu_offload is true", "no GPU", "set it to false"]),
         ("--training.dataset_path=", 1, ["training.dataset_path is ''", "give the JSONL file of dataset 'sft'"]),
         ("--training.dataset_path no.jsonl", 1, ["'no.jsonl': No such file", "check the path"]),
         ("--validation.enable --validation.dataset sft", 1, ["validation.dataset_path is None", "give the JSONL file"]),

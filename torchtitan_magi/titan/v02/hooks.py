@@ -26,6 +26,7 @@ from torchtitan.models.utils import MoEStateDictAdapter
 from torchtitan_magi.attention import attention_op
 from torchtitan_magi.exchange.mesh import process_group_transport
 from torchtitan_magi.titan.v02 import moe_styles
+from torchtitan_magi.titan.v02.memory import check_offload
 from torchtitan_magi.titan.v02.metadata import PlanMetadata
 from torchtitan_magi.titan.v02.moe import check_expert_degrees, check_expert_tensor_degree
 from torchtitan_magi.training.exports import export
@@ -71,11 +72,12 @@ def _replaced(stock: Callable[..., Any], replacement: Callable[..., Any]) -> Cal
 
 @record  # so that torchrun says last what went wrong
 def _validate_config(stock: Any, manager: ConfigManager) -> None:
-    """Also imports the modules of ``magi.imports``, once the whole configuration is known."""
+    """Also imports the modules of ``magi.imports``, and checks what stops torchtitan before it comes to our checks."""
     stock(manager)
     magi: Any = getattr(manager.config, "magi", None)  # without our hook there is none, which is refused later
     if isinstance(magi, Magi):
         import_modules(magi.imports)
+        check_offload(manager.config.training.enable_cpu_offload)
 
 
 def _cp_shard(
