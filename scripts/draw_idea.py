@@ -71,7 +71,7 @@ def draw(plan: AttnPlan, cu_seqlens: np.ndarray) -> Figure:
     axes.set(xlim=(0, TOKENS), ylim=(-0.6, top + 0.5), xticks=[], yticks=[])
     axes.spines[:].set_visible(False)
     others = plan.padded_tokens * (plan.cp_size - 1) / plan.cp_size / 1024
-    legend = f"dark: tokens that a GPU owns; light: tokens whose K/V it receives; all-gather would send each GPU {others:.0f}k"
+    legend = f"dark: tokens that a GPU owns; light: tokens whose K/V it receives; all-gather would send {others:.0f}k"
     figure.text(0.075, 0.93, legend, color=QUIET)
     return figure
 

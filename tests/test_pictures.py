@@ -7,7 +7,7 @@ import training  # noqa: F401  # puts scripts/ on the path
 from torchtitan_magi import make_plan, varlen_causal
 
 pytest.importorskip("matplotlib")
-from draw_idea import draw, sees, spans  # noqa: E402  # isort: skip
+from draw_idea import draw, sees, spans  # isort: skip
 
 
 def test_the_idea_shows_the_tokens_that_queries_see():
