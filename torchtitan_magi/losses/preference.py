@@ -56,8 +56,8 @@ PREFERENCE_METRICS = (  # named as in TRL
 def preference_metrics(policy: Tensor, reference: Tensor, beta: float) -> Tensor:
     """PREFERENCE_METRICS summed over the pairs, one number each; arguments as in ``preference_losses``.
 
-    The reward of an answer is beta (log pi - log ref), also where the loss takes means over tokens. "rewards/margins" is
-    chosen less rejected, and "rewards/accuracies" counts positive margins. "logps" are log pi.
+    The reward of an answer is beta (log pi - log ref), of sums also where the loss takes means over tokens.
+    "rewards/margins" is chosen less rejected, "rewards/accuracies" counts positive margins, "logps" are log pi.
     """
     rewards = beta * (policy - reference)
     margin = _margin(rewards)
