@@ -7,8 +7,10 @@ package they take only which records make a step. The optimizer and its schedule
 import json
 import random
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import torch
 from corpus import text
@@ -32,6 +34,28 @@ ARGUMENTS += ["--training.seq_len", str(SEQ_LEN), "--training.mixed_precision_pa
 ARGUMENTS += ["--optimizer.lr", str(LEARNING_RATE), "--optimizer.eps", str(EPS), "--lr_scheduler.warmup_steps", "2"]
 
 PAIRS_PER_PACK = 2
+PAIR_SEQ_LEN = {True: SEQ_LEN, False: 352}  # with the prompt shared or not: two pairs fit, three do not
+
+SMOOTHING = 0.2
+# TRL has no smoothed sigmoid loss. With l of a margin m, its "robust" is ((1 - e) l(m) - e l(-m)) / (1 - 2 e); so
+# (1 - e) l(m) + e l(-m) is 2 (1 - e) "sigmoid" - (1 - 2 e) "robust".
+SMOOTHED = {"loss_type": ["sigmoid", "robust"], "loss_weights": [2 * (1 - SMOOTHING), 2 * SMOOTHING - 1]}
+LOSSES: dict[str, tuple[str, dict[str, Any]]] = {  # what the package is told, and TRL
+    "sigmoid": ("", {}),
+    "hinge": ("--magi.dpo.loss hinge", {"loss_type": "hinge"}),
+    "ipo": ("--magi.dpo.loss ipo", {"loss_type": "ipo"}),
+    "smoothed": (f"--magi.dpo.label_smoothing {SMOOTHING}", SMOOTHED | {"label_smoothing": SMOOTHING}),
+}
+
+
+@dataclass
+class Training:
+    """The trained model, and by step the loss and what else TRL logs."""
+
+    model: torch.nn.Module
+    losses: list[float] = field(default_factory=list)
+    metrics: list[dict[str, float]] = field(default_factory=list)
+
 
 Document = tuple[list[int], list[int]]  # tokens, and 1 for those to be predicted
 
@@ -75,13 +99,13 @@ def document(tokenizer, record: dict) -> Document:
     return tokens[: SEQ_LEN + 1], mask[: SEQ_LEN + 1]
 
 
-def train_sft(folder: Path, path: Path) -> tuple[torch.nn.Module, list[float]]:
-    """The trained model and the loss of each step: cross-entropy summed over all labels / number of labels."""
+def train_sft(folder: Path, path: Path) -> Training:
+    """The loss: cross-entropy summed over all labels / number of labels."""
     tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
     documents = [document(tokenizer, record) for record in records(path)]
     by_inputs = {tuple(tokens[:-1]): (tokens, mask) for tokens, mask in documents}
     optimizer, schedule = optimizer_of(model)
-    losses = []
+    training = Training(model)
     for packs in steps_of(iter(PackedSFTDataset(path, chat_tokenizer(folder), SEQ_LEN))):
         inputs = [tuple(pack["input"][a:b].tolist()) for pack, _ in packs for a, b in pack["documents"]]
         num_labels = sum(sum(by_inputs[i][1][1:]) for i in inputs)
@@ -96,8 +120,8 @@ def train_sft(folder: Path, path: Path) -> tuple[torch.nn.Module, list[float]]:
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
-        losses.append(loss)
-    return model, losses
+        training.losses.append(loss)
+    return training
 
 
 # -------------------------------------------------------------------------------------------------------------- DPO
@@ -126,26 +150,29 @@ def end_with_the_turn(folder: Path) -> None:
     (folder / "chat_template.jinja").write_text(template.replace(line_feed, "\n{%- endfor %}"))
 
 
-def train_dpo(folder: Path, path: Path) -> tuple[torch.nn.Module, list[float]]:
-    """The trained model and the loss of each step, by TRL's trainer."""
+def train_dpo(folder: Path, path: Path, loss: str, shared_prompt: bool) -> Training:
+    """By TRL's trainer. loss: of LOSSES. shared_prompt: the package's option; its packs say which pairs make a step."""
     from datasets import Dataset
     from trl import DPOConfig, DPOTrainer
 
-    pack_ids = [
-        [i for pack, _ in packs for i in pack["pair_ids"]]
-        for packs in steps_of(iter(PackedPairDataset(path, chat_tokenizer(folder).pair, SEQ_LEN)))
-    ]
+    seq_len = PAIR_SEQ_LEN[shared_prompt]
+    dataset = PackedPairDataset(path, chat_tokenizer(folder).pair, seq_len, shared_prompt=shared_prompt)
+    pack_ids = [[i for pack, _ in packs for i in pack["pair_ids"]] for packs in steps_of(iter(dataset))]
     assert {len(ids) for ids in pack_ids} == {PACKS * PAIRS_PER_PACK}
     pairs = records(path)
-    losses: list[float] = []
+    training = Training(AutoModelForCausalLM.from_pretrained(folder))
 
     class Trainer(DPOTrainer):
         def training_step(self, *args, **kwargs):
             loss = super().training_step(*args, **kwargs)
-            losses.append(loss.item())
+            training.losses.append(loss.item())
             return loss
 
-    model = AutoModelForCausalLM.from_pretrained(folder)
+        def log(self, logs, *args):
+            super().log(logs, *args)
+            if "rewards/chosen" in logs:  # not in the summary at the end
+                training.metrics.append(logs)
+
     options = DPOConfig(
         output_dir=f"{folder}/trl",
         max_steps=STEPS,
@@ -158,15 +185,16 @@ def train_dpo(folder: Path, path: Path) -> tuple[torch.nn.Module, list[float]]:
         use_cpu=True,
         report_to="none",
         save_strategy="no",
-        logging_strategy="no",
+        logging_steps=1,
         disable_tqdm=True,
+        **LOSSES[loss][1],
     )
     Trainer(
-        model,
+        training.model,
         AutoModelForCausalLM.from_pretrained(folder),
         options,
         train_dataset=Dataset.from_list([pairs[i] for ids in pack_ids for i in ids]),
         processing_class=AutoTokenizer.from_pretrained(folder),
-        optimizers=optimizer_of(model),
+        optimizers=optimizer_of(training.model),
     ).train()
-    return model, losses
+    return training

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from torchtitan_magi.losses.boundaries import branches, document_weights
+from torchtitan_magi.losses.boundaries import branches, document_weights, num_labels
 from torchtitan_magi.losses.preference import PREFERENCE_METRICS, branch_sums, preference_losses, preference_metrics
 from torchtitan_magi.masks.builders import shared_prompt
 from torchtitan_magi.planning.plan import make_plan
@@ -14,6 +14,8 @@ from torchtitan_magi.planning.plan import make_plan
 POLICY = torch.tensor([[-10.0, -14.0], [-3.0, -2.0], [-7.0, -7.0]])
 REFERENCE = torch.tensor([[-11.0, -12.0], [-3.0, -3.0], [-7.0, -7.0]])
 MARGINS = [3.0, -1.0, 0.0]  # (policy - reference) of chosen less that of rejected
+NUM_TOKENS = torch.tensor([[2, 4], [1, 5], [3, 7]])
+MARGINS_OF_MEANS = [1 / 2 + 2 / 4, 0 - 1 / 5, 0]
 
 
 def log_sigmoid(x):
@@ -21,27 +23,28 @@ def log_sigmoid(x):
 
 
 @pytest.mark.parametrize(
-    ("loss", "smoothing", "by_hand"),
+    ("loss", "smoothing", "margins", "by_hand"),
     [
-        ("sigmoid", 0.0, lambda m: -log_sigmoid(0.5 * m)),
-        ("sigmoid", 0.2, lambda m: -0.8 * log_sigmoid(0.5 * m) - 0.2 * log_sigmoid(-0.5 * m)),
-        ("ipo", 0.0, lambda m: (m - 1) ** 2),
-        ("hinge", 0.0, lambda m: max(0, 1 - 0.5 * m)),
+        ("sigmoid", 0.0, MARGINS, lambda m: -log_sigmoid(0.5 * m)),
+        ("sigmoid", 0.2, MARGINS, lambda m: -0.8 * log_sigmoid(0.5 * m) - 0.2 * log_sigmoid(-0.5 * m)),
+        ("ipo", 0.0, MARGINS_OF_MEANS, lambda m: (m - 1) ** 2),
+        ("hinge", 0.0, MARGINS, lambda m: max(0, 1 - 0.5 * m)),
     ],
 )
-def test_losses_by_hand(loss, smoothing, by_hand):
-    losses = preference_losses(POLICY, REFERENCE, loss, 0.5, smoothing)
-    torch.testing.assert_close(losses, torch.tensor([by_hand(m) for m in MARGINS]))
+def test_losses_by_hand(loss, smoothing, margins, by_hand):
+    losses = preference_losses(POLICY, REFERENCE, NUM_TOKENS, loss, 0.5, smoothing)
+    torch.testing.assert_close(losses, torch.tensor([by_hand(m) for m in margins]))
 
 
 def test_where_the_policy_is_the_reference_the_loss_is_ln_2():
-    assert preference_losses(POLICY, POLICY, "sigmoid", 0.1).tolist() == pytest.approx([math.log(2)] * 3, abs=1e-7)
+    losses = preference_losses(POLICY, POLICY, NUM_TOKENS, "sigmoid", 0.1)
+    assert losses.tolist() == pytest.approx([math.log(2)] * 3, abs=1e-7)
 
 
 @pytest.mark.parametrize("loss", ["sigmoid", "ipo", "hinge"])
 def test_the_gradient_raises_chosen_and_lowers_rejected(loss):
     policy = REFERENCE.clone().requires_grad_()
-    preference_losses(policy, REFERENCE, loss, 0.1).sum().backward()
+    preference_losses(policy, REFERENCE, NUM_TOKENS, loss, 0.1).sum().backward()
     assert (policy.grad[:, 0] < 0).all()
     assert (policy.grad[:, 1] > 0).all()
 
@@ -49,11 +52,12 @@ def test_the_gradient_raises_chosen_and_lowers_rejected(loss):
 def test_metrics_by_hand():
     sums = dict(zip(PREFERENCE_METRICS, preference_metrics(POLICY, REFERENCE, 0.5).tolist(), strict=True))
     assert sums == {
-        "reward_margin": 0.5 * sum(MARGINS),
-        "accuracy": 1.5,  # right, wrong, and a tie
-        "chosen_logprob": -20,
-        "rejected_logprob": -23,
-        "reference_distance": (1 - 2) / 2 + (0 + 1) / 2 + 0,
+        "rewards/chosen": 0.5 * (1 + 0 + 0),
+        "rewards/rejected": 0.5 * (-2 + 1 + 0),
+        "rewards/margins": 0.5 * sum(MARGINS),
+        "rewards/accuracies": 1,  # right, wrong, and a tie
+        "logps/chosen": -20,
+        "logps/rejected": -23,
     }
 
 
@@ -66,6 +70,13 @@ BRANCH = [-1, -1, -1, 0, 0, 1, 1, 1, -1, 2, 3, 3]
 def test_branches_by_hand():
     assert branches(PAIRS, 12).tolist() == BRANCH
     assert branches(PAIRS[:0], 3).tolist() == [-1, -1, -1]
+
+
+def test_numbers_of_labels_by_hand():
+    labels = np.array([9, -100, 9, 5, 5, 5, -100, 5, 9, -100, 5, -100])
+    counts = num_labels(PAIRS[:, 1:3], PAIRS[:, 2:4], labels)
+    assert counts.tolist() == [[2, 2], [0, 1]]
+    assert num_labels(PAIRS[:0, 1:3], PAIRS[:0, 2:4], labels).shape == (0, 2)
 
 
 def test_document_weights_by_hand():

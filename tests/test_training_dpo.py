@@ -19,6 +19,8 @@ from training import ROOT, TrainingError, corpus, new_folder, train, watch
 from loss_compare import COMMON, DEGREES, max_relative_difference  # isort: skip
 
 DPO_TOML = ROOT / "train_configs" / "dpo_debug.toml"
+METRICS = ["rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies"]
+METRICS += ["logps/chosen", "logps/rejected"]
 NUM_PAIRS = 8
 STEPS = 3
 
@@ -156,13 +158,11 @@ def test_its_metrics_are_those_of_one_process(name):
     ours, one = ([values for _, values in trained(n).of("metrics")] for n in (name, "cp1"))
     assert len(ours) == STEPS + 2
     for step, reference in zip(ours, one, strict=True):
-        keys = [key for key in reference if key.split("/")[0] in ("preference_metrics", "validation_metrics")]
-        keys = [key for key in keys if "memory" not in key and "throughput" not in key]
-        assert len(keys) >= 5
+        keys = [key for key in reference if "rewards/" in key or "logps/" in key]
+        assert [key.removeprefix("validation_metrics/") for key in keys] == METRICS
         for key in keys:
             assert step[key] == pytest.approx(reference[key], rel=1e-4, abs=1e-5), key
-    assert one[0]["preference_metrics/accuracy"] == 0.5
-    assert "validation_metrics/accuracy" in one[1]
+    assert one[0]["rewards/accuracies"] == 0  # a tie is no success
     if "dp" not in name:
         largest = [values["loss_metrics/global_max_loss"] for values in trained(name).metrics]
         assert largest == pytest.approx(trained(name).losses)
@@ -170,12 +170,15 @@ def test_its_metrics_are_those_of_one_process(name):
 
 def test_accuracy_grows_on_a_toy_preference_set():
     run = dpo(1, [*arguments({}, steps=12), "--optimizer.lr", "2e-3", "--checkpoint.load_only"])
-    accuracy = [values["preference_metrics/accuracy"] for values in run.metrics]
-    assert accuracy[0] == 0.5
+    accuracy = [values["rewards/accuracies"] for values in run.metrics]
+    assert accuracy[0] == 0
     assert accuracy[-1] > 0.9
-    held_out = [values["validation_metrics/accuracy"] for _, values in run.of("metrics") if "grad_norm" not in values]
-    assert held_out[-1] > 0.9
-    assert run.metrics[-1]["preference_metrics/reward_margin"] > run.metrics[1]["preference_metrics/reward_margin"]
+    held_out = [values for _, values in run.of("metrics") if "grad_norm" not in values]
+    assert held_out[-1]["validation_metrics/rewards/accuracies"] > 0.9
+    assert run.metrics[-1]["rewards/margins"] > run.metrics[1]["rewards/margins"]
+    last = run.metrics[-1]
+    assert f"rewards/chosen: {last['rewards/chosen']:.4f}" in run.output
+    assert f"logps/chosen: {last['logps/chosen']:.4f}" in run.output
 
 
 # -------------------------------------------------------------------------------------------- resume, reference file

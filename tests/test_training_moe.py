@@ -130,7 +130,7 @@ def test_the_log_says_how_evenly_tokens_go_to_experts():
         since = counts[step - 1 : step] if step < 3 else counts[2:4]
         imbalance = since.sum(0).max(-1) / since.sum(0).mean(-1)
         np.testing.assert_allclose(logged, [imbalance.mean(), imbalance.max(), 0], rtol=1e-6)
-    assert f"expert_imbalance: {expert_load(run)[-1][0]:.4f}  worst_expert_imbalance: " in run.output
+    assert f"moe/expert_imbalance: {expert_load(run)[-1][0]:.4f}  moe/worst_expert_imbalance: " in run.output
 
 
 def send_all_tokens_to_two_experts(report):

@@ -19,6 +19,16 @@ def spread(
     return spread_values
 
 
+def num_labels(starts: npt.NDArray[Any], ends: npt.NDArray[Any], labels: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
+    """int64, shaped as starts: how many of the tokens [start, end) have a label.
+
+    Args:
+        labels: [num_tokens], IGNORE_INDEX where there is none.
+    """
+    labels_before = np.append(0, (labels != IGNORE_INDEX).cumsum())
+    return labels_before[ends] - labels_before[starts]
+
+
 def document_weights(
     documents: npt.NDArray[np.int32], labels: npt.NDArray[np.int64]
 ) -> tuple[npt.NDArray[np.float32], int]:
@@ -31,10 +41,9 @@ def document_weights(
         float32 [num_tokens], and the number of documents with a label.
     """
     starts, ends = documents.T
-    labels_before = np.append(0, (labels != IGNORE_INDEX).cumsum())
-    num_labels = labels_before[ends] - labels_before[starts]
-    weights = (1 / np.maximum(num_labels, 1)).astype(np.float32)
-    return spread(starts, ends, weights, len(labels), 0), int((num_labels > 0).sum())
+    counts = num_labels(starts, ends, labels)
+    weights = (1 / np.maximum(counts, 1)).astype(np.float32)
+    return spread(starts, ends, weights, len(labels), 0), int((counts > 0).sum())
 
 
 def branches(pairs: npt.NDArray[np.int32], num_tokens: int) -> npt.NDArray[np.int32]:

@@ -11,7 +11,12 @@ PreferenceLoss = Literal["sigmoid", "ipo", "hinge"]
 
 
 def preference_losses(
-    policy: Tensor, reference: Tensor, loss: PreferenceLoss, beta: float, label_smoothing: float = 0.0
+    policy: Tensor,
+    reference: Tensor,
+    num_tokens: Tensor,
+    loss: PreferenceLoss,
+    beta: float,
+    label_smoothing: float = 0.0,
 ) -> Tensor:
     """The loss of each pair.
 
@@ -19,40 +24,49 @@ def preference_losses(
 
     - "sigmoid": -log sigmoid(beta m), DPO (arXiv 2305.18290, equation 7); with label smoothing e its mean over a
       preference that is wrong with probability e, (1 - e) l(m) + e l(-m);
-    - "ipo": (m - 1 / (2 beta))^2, arXiv 2310.12036 with tau = beta. As there, log-probabilities are sums over tokens;
-      some implementations take means;
+    - "ipo": (m' - 1 / (2 beta))^2, arXiv 2310.12036 with tau = beta, where m' is the margin of log-probabilities that
+      are means over the tokens of an answer. The paper writes sums; its authors later said that means were meant;
     - "hinge": max(0, 1 - beta m), from arXiv 2305.10425 with the margin to the reference.
 
     Args:
         policy, reference: [n, 2], sums of the log-probabilities of chosen and rejected.
+        num_tokens: [n, 2], how many log-probabilities are in each sum, at least 1.
         beta: > 0. label_smoothing: in [0, 0.5), for "sigmoid".
     """
-    margin = _margin(policy, reference)
+    log_ratios = policy - reference
     if loss == "ipo":
-        return (margin - 1 / (2 * beta)) ** 2
+        return (_margin(log_ratios / num_tokens) - 1 / (2 * beta)) ** 2
+    margin = _margin(log_ratios)
     if loss == "hinge":
         return functional.relu(1 - beta * margin)
     wrong = label_smoothing * functional.logsigmoid(-beta * margin) if label_smoothing else 0.0
     return -(1 - label_smoothing) * functional.logsigmoid(beta * margin) - wrong
 
 
-PREFERENCE_METRICS = ("reward_margin", "accuracy", "chosen_logprob", "rejected_logprob", "reference_distance")
+PREFERENCE_METRICS = (  # named as in TRL
+    "rewards/chosen",
+    "rewards/rejected",
+    "rewards/margins",
+    "rewards/accuracies",
+    "logps/chosen",
+    "logps/rejected",
+)
 
 
 def preference_metrics(policy: Tensor, reference: Tensor, beta: float) -> Tensor:
     """PREFERENCE_METRICS summed over the pairs, one number each; arguments as in ``preference_losses``.
 
-    The reward of an answer is beta (log pi - log ref); "reward_margin" is chosen less rejected, and "accuracy" counts
-    positive margins, a margin of zero as half. "reference_distance" is the mean of log pi - log ref over both answers.
+    The reward of an answer is beta (log pi - log ref), of sums also where the loss takes means over tokens.
+    "rewards/margins" is chosen less rejected, "rewards/accuracies" counts positive margins, "logps" are log pi.
     """
-    margin, distance = _margin(policy, reference), policy - reference
-    per_pair = (beta * margin, (margin.sign() + 1) / 2, policy[:, 0], policy[:, 1], distance.mean(1))
-    return torch.stack(per_pair).sum(1)
+    rewards = beta * (policy - reference)
+    margin = _margin(rewards)
+    return torch.stack([*rewards.T, margin, (margin > 0).to(margin.dtype), *policy.T]).sum(1)
 
 
-def _margin(policy: Tensor, reference: Tensor) -> Tensor:
-    difference = policy - reference
-    return difference[:, 0] - difference[:, 1]
+def _margin(values: Tensor) -> Tensor:
+    """Chosen less rejected, of [n, 2]."""
+    return values[:, 0] - values[:, 1]
 
 
 # ------------------------------------------------------------------------------------------------ sums over branches

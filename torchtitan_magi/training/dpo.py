@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtitan_magi.losses.boundaries import branches
+from torchtitan_magi.losses.boundaries import branches, num_labels
 from torchtitan_magi.losses.preference import PREFERENCE_METRICS, branch_sums, preference_losses, preference_metrics
 from torchtitan_magi.training.logprob_model import LogprobModel
 from torchtitan_magi.training.objectives import LocalBatch, Objective, Process, Resumable
@@ -23,6 +23,7 @@ class PairBatch:
     local: LocalBatch
     branch: Tensor  # int32 [b, s], see boundaries.branches
     pair_ids: Tensor  # int64 [n], the number of each pair's record
+    num_labels: Tensor  # int64 [n, 2], of chosen and rejected
     cp_group: Group
 
     def logprobs(self, model: LogprobModel) -> Tensor:
@@ -41,14 +42,16 @@ class PairReader:
     def weigh(self, inputs: dict[str, Any], labels: Tensor) -> int:
         """The number of pairs; adds tensors that travel to the device with the others."""
         inputs["pair_ids"] = torch.from_numpy(inputs["pair_ids"])
-        inputs["branch"] = torch.from_numpy(branches(inputs["pairs"], labels.numel())).view(labels.shape)
-        return len(inputs["pairs"])
+        pairs = inputs["pairs"]
+        inputs["branch"] = torch.from_numpy(branches(pairs, labels.numel())).view(labels.shape)
+        inputs["num_labels"] = torch.from_numpy(num_labels(pairs[:, 1:3], pairs[:, 2:4], labels.flatten().numpy()))
+        return len(pairs)
 
     def read(self, inputs: dict[str, Any], labels: Tensor, process: Process) -> PairBatch:
         """After ``weigh``, with the tensors on the device."""
-        branch, pair_ids = inputs.pop("branch"), inputs.pop("pair_ids")
+        branch, pair_ids, counts = (inputs.pop(name) for name in ("branch", "pair_ids", "num_labels"))
         local = process(inputs, labels)
-        return PairBatch(local, local.take(branch), pair_ids, self.cp_group)
+        return PairBatch(local, local.take(branch), pair_ids, counts, self.cp_group)
 
 
 class Reference(Resumable):
@@ -93,7 +96,10 @@ class DPO(Objective):
         policy = batch.logprobs(self.model)
         metrics = preference_metrics(policy.detach(), reference, options.beta)
         self.sums.append(torch.cat([metrics, metrics.new_full((1,), len(policy))]))
-        return preference_losses(policy, reference, options.loss, options.beta, options.label_smoothing).sum()
+        losses = preference_losses(
+            policy, reference, batch.num_labels, options.loss, options.beta, options.label_smoothing
+        )
+        return losses.sum()
 
     def metrics(self) -> dict[str, float]:
         if not self.sums:
@@ -102,8 +108,8 @@ class DPO(Objective):
         if self.batch_group is not None:
             dist.all_reduce(sums, group=self.batch_group)
         *values, num_pairs = sums.tolist()
-        means = (value / max(num_pairs, 1) for value in values)
-        return {f"preference_metrics/{name}": mean for name, mean in zip(PREFERENCE_METRICS, means, strict=True)}
+        means = [value / max(num_pairs, 1) for value in values]
+        return dict(zip(PREFERENCE_METRICS, means, strict=True))
 
     def state_dict(self) -> dict[str, Any]:
         return self.reference.state_dict()

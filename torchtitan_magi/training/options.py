@@ -15,7 +15,8 @@ class DPO:
     """Direct preference optimisation (arXiv 2305.18290), for dataset "dpo"."""
 
     loss: Literal["sigmoid", "ipo", "hinge"] = "sigmoid"
-    """Loss of a pair's margin. "ipo" (arXiv 2310.12036) and "hinge" (arXiv 2305.10425) instead of DPO's own."""
+    """Loss of a pair's margin. "ipo" (arXiv 2310.12036, by means over tokens) and "hinge" (arXiv 2305.10425) instead of
+    DPO's own."""
 
     beta: float = 0.1
     """How strongly the policy is held to the reference; the scale of the rewards (no unit)."""

@@ -74,7 +74,7 @@ class MagiMetricsProcessor(MetricsProcessor):
     def _print(self, what: str, step: int, metrics: dict[str, float]) -> None:
         """Logs a line of metrics that torchtitan's own line does not show."""
         if metrics:
-            named = (f"{name.split('/')[-1]}: {value:.4f}" for name, value in metrics.items())
+            named = (f"{name.removeprefix('validation_metrics/')}: {value:.4f}" for name, value in metrics.items())
             logger.info(f"{what}: {step:2}  {'  '.join(named)}")
 
     def _report_waiting(self, step: int, seconds: float) -> None:

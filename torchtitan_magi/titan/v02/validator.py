@@ -51,6 +51,6 @@ class MagiValidator(Validator):
         dims = self.parallel_dims
         total_loss = dist_utils.dist_sum(loss_sum, dims.get_optional_mesh("loss"))
         total_items = dist_utils.dist_sum(num_items.to(utils.device_type), dims.get_optional_mesh("batch"))
-        metrics = {f"validation_metrics/{name.split('/')[-1]}": value for name, value in objective.metrics().items()}
+        metrics = {f"validation_metrics/{name}": value for name, value in objective.metrics().items()}
         self.metrics_processor.log_validation(total_loss / max(total_items, 1), step, metrics)
         model.train()
