@@ -211,8 +211,6 @@ def test_a_file_that_another_run_made_meanwhile_is_used_or_refused(one_rank, pat
 
     assert (prepared(path, compute=compute) == LOGPROBS).all()
     path.unlink()
-    with pytest.raises(
-        ValueError, match=r"made with the model .* or set magi\.dpo\.reference_path to another one$"
-    ):
+    with pytest.raises(ValueError, match=r"made with the model .* or set magi\.dpo\.reference_path to another one$"):
         prepared(path, model="another", compute=compute)
     assert (read(path) == LOGPROBS).all()
