@@ -88,6 +88,12 @@ def in_one_line(text: Any) -> str:
     return next(iter(str(text).strip().splitlines()), "no reason given")
 
 
+def count_gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()
+
+
 def launch(options: list[str]) -> None:
     """Runs torchrun in this process; ends it with one line that says why the run ended, if it failed."""
     from torch.distributed import run
@@ -117,12 +123,10 @@ def main() -> None:
         sys.exit("no TOML file; use launch.py CONFIG.toml [torchtitan overrides ...], as in train_configs/debug.toml")
     path, *arguments = sys.argv[1:]
     try:
-        import torch
-
         config = tomllib.loads(Path(path).read_text())
         check_file(config)
         check_hooks(config, arguments)
-        num_gpus = torch.cuda.device_count()
+        num_gpus = count_gpus()
         processes = num_processes(config, arguments, num_gpus)
     except ImportError as error:
         sys.exit(f"{error}; ./scripts/train.sh sets up an environment that has all that is needed")
