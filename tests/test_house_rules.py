@@ -27,6 +27,7 @@ MAY_IMPORT = {
     "calibrate": "tiles masks cuda planning exchange backends core",
     "report": "tiles masks data planning",
     "train": "titan",
+    "verify": "training",
     "__init__": "masks planning core",
 }
 

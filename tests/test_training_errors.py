@@ -71,9 +71,8 @@ def test_a_wrong_option_in_the_file(option, messages, tmp_path):
 
 
 def test_an_unknown_backend_on_the_command_line_is_a_usage_error():
-    error = error_of(["--magi.backend", "fla"])
-    assert (error.type, str(error)) == ("SystemExit", "2")
-    assert "invalid choice 'fla' for argument '--magi.backend'. Expected one of" in "".join(error.__notes__)
+    messages = ["invalid choice 'fla' for argument '--magi.backend'. Expected one of"]
+    assert_one_line(error_of(["--magi.backend", "fla"]), messages)
 
 
 @pytest.mark.parametrize(
@@ -91,16 +90,14 @@ def test_a_missing_line_is_named(missing, messages, tmp_path):
 @pytest.mark.parametrize(
     ("replacements", "unknown"),
     [
-        ([("[magi]", "[magi]\noverlap = 2")], "overlap"),
-        ([(HOOKS[0], "")], "magi"),
-        ([(hook, "") for hook in HOOKS], "magi"),
+        ([("[magi]", "[magi]\noverlap = 2")], "magi.overlap is no option"),
+        ([(HOOKS[0], "")], "[magi] is unknown; add custom_config_module"),
+        ([(hook, "") for hook in HOOKS], "[magi] is unknown; add custom_config_module"),
     ],
 )
-def test_torchtitan_names_what_it_does_not_know(replacements, unknown, tmp_path):
-    """Without the hook of the configuration that is [magi]: it reads the file before anything of ours is loaded."""
-    error = error_of([], toml=changed(tmp_path, *replacements))
-    assert error.type == "ValueError"
-    assert f"{{'{unknown}'}}" in str(error)
+def test_an_unknown_name_is_named(replacements, unknown, tmp_path):
+    """Without the hook of the configuration that is [magi], where our entry point reads the file."""
+    assert_one_line(error_of([], toml=changed(tmp_path, *replacements)), [unknown])
 
 
 @pytest.mark.parametrize(

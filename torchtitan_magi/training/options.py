@@ -81,6 +81,10 @@ class Magi:
     """What the loss of dataset "sft" is a mean over. "token": all labels of a step. "document": its documents, each by
     the mean over its labels, so that short answers weigh as much as long ones."""
 
+    verify_checkpoint: bool = True
+    """Compare a checkpoint with the digests that were written beside it before it is loaded; the ranks together read
+    each of its files once. False: only the sizes of its files are checked."""
+
     imports: list[str] = field(default_factory=list)
     """Modules of your own, imported before flavors, converters and datasets are looked up: they can add some."""
 

@@ -29,6 +29,7 @@ from torchtitan_magi.titan.v02.moe import check_experts
 from torchtitan_magi.titan.v02.validator import MagiValidator
 from torchtitan_magi.titan.v02.wrapper import VarlenAttentionWrapper
 from torchtitan_magi.training.agreed import agreed
+from torchtitan_magi.training.launcher import end_with_launcher
 from torchtitan_magi.training.model_config import ModelConfig
 from torchtitan_magi.training.objectives import LossRecord
 from torchtitan_magi.training.planned_loader import PlannedLoader
@@ -42,6 +43,7 @@ DUMP_MILLISECONDS = 3000
 
 def register() -> None:
     """Makes torchtitan train MODELS with varlen context parallelism. Once per process."""
+    end_with_launcher()
     if not torch.accelerator.is_available():
         run_on_cpu()
     os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", str(DUMP_MILLISECONDS))
