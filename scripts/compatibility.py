@@ -87,7 +87,7 @@ class Cell:
         precision = "fp32" if self.layout == "TP" and self.extra not in GPU_EXTRAS else self.precision
         return Cell(
             self.model, layout, precision=precision, packs=self.packs, accumulation=self.accumulation,
-            validation=True, task=self.task,
+            validation=True, task=self.task, extra="float8" if self.extra == "float8" else "none",
         )  # fmt: skip
 
     @property
@@ -106,7 +106,7 @@ class Cell:
         options += {
             "none": [],
             "CPU offload": ["--training.enable_cpu_offload"],
-            "float8": ["--model.converters=quantize.linear.float8"],
+            "float8": ["--model.converters=quantize.linear.float8 --quantize.linear.float8.filter_fqns output"],
             "async TP": ["--parallelism.enable_async_tensor_parallel"],
         }[self.extra]
         return " ".join(options).split()

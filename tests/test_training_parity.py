@@ -35,13 +35,18 @@ def trained_anew(name, *options, **kwargs):
 
 @functools.cache
 def trained(name):
-    return trained_anew(name, setup=report_graphs)
+    return trained_anew(name, setup=report_graphs_and_gradients)
 
 
-def report_graphs(report):
+def report_graphs_and_gradients(report):
     import torchtitan.train
     from torch._dynamo.utils import counters
+    from torchtitan.distributed import utils
 
+    def placements(_, parameters, *args, **kwargs):
+        report("placements", [[getattr(x, "placements", ()) for x in (p, p.grad)] for p in parameters])
+
+    watch(utils, "clip_grad_norm_", placements)
     watch(torchtitan.train.Trainer, "train_step", lambda *_: report("graphs", counters["stats"]["unique_graphs"]))
 
 
@@ -73,6 +78,12 @@ def test_loss_and_gradient_norm_of_every_step(name):
     worst = difference(trained(name), trained(REFERENCES[name]))
     print(f"{name}: {worst:.1e}")
     assert worst <= TOLERANCE
+
+
+def test_gradients_are_summed_before_the_optimizer_sees_them():
+    ((placements,), *_) = trained("qwen3_tp2").of("placements")
+    assert any(of_parameter for of_parameter, _ in placements)
+    assert all(of_parameter == of_gradient for of_parameter, of_gradient in placements)
 
 
 def test_other_documents_do_not_recompile():

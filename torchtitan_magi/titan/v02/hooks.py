@@ -47,6 +47,7 @@ def install() -> None:
         (context_parallel, "cp_shard", _cp_shard),  # to deal out tokens as planned, not by their place in the pack
         (MoEStateDictAdapter, "_caculate_indices_from_placements", _own_experts),  # to have them under HSDP as well
         (ParallelDims, "_validate", _validate),  # to say what is wrong with the degrees of expert parallelism
+        (dist_utils, "clip_grad_norm_", _clip_grad_norm),  # to have gradients added up under tensor parallelism alone
         (dist_utils, "set_pg_timeouts", _set_pg_timeouts),  # to reach our own communicators as well
         (
             CheckpointManager,
@@ -107,6 +108,14 @@ def _validate_config(stock: Any, manager: ConfigManager) -> None:
     if isinstance(magi, Magi):
         import_modules(magi.imports)
         check_offload(manager.config.training.enable_cpu_offload)
+
+
+def _clip_grad_norm(stock: Any, parameters: list[Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    """Adds up the ranks' parts of each gradient first, as FSDP2 does; torch 2.11's Adam takes a part for the whole."""
+    for parameter in parameters:
+        if isinstance(parameter, DTensor) and isinstance(parameter.grad, DTensor):
+            parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
+    return stock(parameters, *args, **kwargs)
 
 
 def _cp_shard(
