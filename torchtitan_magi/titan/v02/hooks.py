@@ -49,11 +49,7 @@ def install() -> None:
         (ParallelDims, "_validate", _validate),  # to say what is wrong with the degrees of expert parallelism
         (dist_utils, "clip_grad_norm_", _clip_grad_norm),  # to have gradients added up under tensor parallelism alone
         (dist_utils, "set_pg_timeouts", _set_pg_timeouts),  # to reach our own communicators as well
-        (
-            CheckpointManager,
-            "save",
-            _save,
-        ),  # to save when the data end before training.steps, and to say why a save failed
+        (CheckpointManager, "save", _save),  # to save when the data end early, and to say why a save failed
         (CheckpointManager, "dcp_load", _dcp_load),  # to say in one line what does not fit
         (checkpoint, "save", _with_digests),  # to write digests beside the files
         (checkpoint, "async_save", _with_digests),  # the same
