@@ -310,6 +310,17 @@ def test_json_columns_of_datasets(tmp_path):
         assert corpus.read(0) == [{"text": "a", "tools": tools}]
 
 
+def test_json_text_in_a_column_is_checked_as_a_line(tmp_path):
+    column = pa.ExtensionArray.from_storage(
+        pa.json_(), pa.array(["{", '["\\ud83d"]', '{"a": 1, "a": 2}', "[" * 9999, "3"])
+    )
+    pq.write_table(pa.table({"text": column}), tmp_path / "a.parquet")
+    *malformed, good = Corpus(tmp_path / "a.parquet", parse=lambda record: record).read(0)
+    words = ["not JSON", "half of a surrogate pair", "comes twice", "nested too deeply"]
+    assert all(word in str(error) for word, error in zip(words, malformed, strict=True))
+    assert good == {"text": 3}
+
+
 def test_a_table_that_changes_is_named(tmp_path):
     for name in ("a.parquet", "saved"):
         FORMATS[name][0](tmp_path / name, RECORDS)
