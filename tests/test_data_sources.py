@@ -208,6 +208,10 @@ def test_columns_of_other_names(name, tmp_path):
 
 PARQUET_ERRORS = {
     "no known column": (lambda path: pq.write_table(pa.table({"x": [1]}), path), r"has only the columns \['x'\], none"),
+    "two columns of one name": (
+        lambda path: pq.write_table(pa.Table.from_arrays([pa.array(["a"])] * 2, names=["text", "text"]), path),
+        r"has columns of the same name, \['text', 'text'\]; rename or remove one",
+    ),
     "no Parquet": (lambda path: path.write_text("{}"), "cannot read records file .*Parquet file size is 2 bytes"),
     "empty": (lambda path: path.write_text(""), "cannot read records file .*: .*check the path"),
     "cut": (lambda path: (save_parquet(path, RECORDS), os.truncate(path, 2000)), "cannot read records file .*: .*Parq"),
@@ -241,7 +245,8 @@ def test_files_that_cannot_be_read_are_one_line(name, make, words, tmp_path, cac
     ("source", "words"),
     [
         ("{path}/a.jsonl?mesages=x", "'mesages' is no option; use one of split, subset, messages"),
-        ("{path}/a.jsonl?messages=", "messages is empty; give it a value"),
+        ("{path}/a.jsonl?messages=", "messages is empty; give it one value"),
+        ("{path}/a.jsonl?split=a&split=b", "split comes twice; give it one value"),
         (
             "{path}/a.jsonl?split=test",
             "neither a name hf://org/name nor a folder saved by datasets; leave out its split",

@@ -45,6 +45,8 @@ class TableFile(RecordFile):
                 f'{self.path!r} has only the columns {names}, none of them "messages", "text" or the like; say which '
                 "one holds them, as in ?messages=COLUMN after the source"
             )
+        if len(used) > len({*used}):
+            raise ValueError(f"{self.path!r} has columns of the same name, {names}; rename or remove one")
         return used
 
     def _identify(self, cache: Path | None, selection: str = "") -> None:
