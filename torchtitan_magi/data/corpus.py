@@ -1,30 +1,37 @@
-"""The records of one or more JSONL sources under one numbering, with a weight per source."""
+"""The records of one or more sources under one numbering, with a weight per source."""
 
 import functools
-import glob
 import os
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from torchtitan_magi.data.formats import parse_document
 from torchtitan_magi.data.records import Parse, RecordFile
-
-OTHER_FILES = (".reference.npz", ".unfinished.npz")  # written by training beside the data
+from torchtitan_magi.data.sources import parse_sources
 
 
 @dataclass(frozen=True)
 class Source:
-    """Files with one weight. first: number of their first record."""
+    """Files with one weight. first, first_block: number of their first record and of their first block."""
 
     path: str
     weight: float
     files: list[RecordFile]
     first: int
+    first_block: int
 
     def __len__(self) -> int:
         return sum(map(len, self.files))
+
+    @property
+    def num_blocks(self) -> int:
+        """The source has the blocks from `first_block` to `first_block + num_blocks` of the corpus."""
+        return sum(file.num_blocks for file in self.files)
 
     def picks(self, weight: float, seed: int | None, epoch: int) -> np.ndarray:
         """Numbers of the records that an epoch takes from this source, int64.
@@ -46,38 +53,56 @@ class Corpus:
     """The records of a data set.
 
     Args:
-        paths: sources, separated by commas. A source is a JSONL file, a folder (its `*.jsonl` files, without
-            subfolders) or a glob pattern (`**` includes subfolders; at the end of the pattern, their `*.jsonl` files).
-            Files are sorted by name. `source=2` or `source=0.5` gives the source a weight: how many times an epoch
-            passes over it. A comma or an equals sign is part of the path if that file or folder exists; so is an
-            equals sign with a slash somewhere after it.
-        parse: the JSON value of a line -> the record; a function of `formats`.
+        paths: sources, separated by commas. A source is
+
+            - a file: `.parquet`, or else JSONL, compressed if it ends in `.gz` or `.zst`;
+            - a folder (its `*.jsonl`, `*.jsonl.gz`, `*.jsonl.zst` and `*.parquet` files, without subfolders) or a glob
+              pattern (`**` includes subfolders; at the end of the pattern, their files of these names), sorted by name;
+            - a folder that `save_to_disk` of `datasets` wrote, with `?split=train` (the default) if it has splits;
+            - `hf://org/name?subset=x&split=train`, a data set on the hub, or `hf:///folder` of the same layout.
+
+            `?messages=COLUMN` says that a column or key of another name holds "messages"; so for all keys. At the end
+            `=2` or `=0.5` gives the source a weight: how many times an epoch passes over it. A comma, an equals sign or
+            a question mark is part of the path if that file or folder exists; so is an equals sign with a slash
+            somewhere after it.
+        parse: the JSON value of a record -> the record; a function of `formats`.
+        cache: folder that keeps the index of each file and the content of compressed ones, which need it; None: the
+            files are read each time.
+
+    Attributes:
+        files: all files, in the order of the numbering.
+        block_firsts: int64 [blocks + 1], number of the first record of each block, and the number of records.
 
     Raises ValueError for sources that cannot be read, hold no record or name a file a second time, and for weights
     that leave less than one record per epoch.
     """
 
-    def __init__(self, paths: str | os.PathLike[str], parse: Parse = parse_document):
+    def __init__(
+        self, paths: str | os.PathLike[str], parse: Parse = parse_document, cache: str | os.PathLike[str] | None = None
+    ):
+        if not isinstance(paths, (str, os.PathLike)):
+            raise ValueError(f"the data set is {paths!r}; name its sources in one string, separated by commas")
         self.paths = os.fspath(paths)
+        folder = None if cache is None else Path(cache)
+        named = [(name, name.openers(parse, folder)) for name in parse_sources(self.paths)]
+        openers = [opener for _, openers in named for opener in openers]
+        _check_distinct([identity for identity, _ in openers])
         self.sources: list[Source] = []
-        seen: set[str] = set()
-        for path, weight in _split(self.paths):
-            files = []
-            for name in _files_of(path):
-                if os.path.realpath(name) in seen:
-                    raise ValueError(
-                        f"records file {name!r} is in the data set twice; give its source a weight instead"
-                    )
-                seen.add(os.path.realpath(name))
-                files.append(RecordFile(name, parse))
-            source = Source(path, weight, files, len(self))
-            if len(source) == 0:
-                raise ValueError(f"records file {path!r} holds no record; write one JSON object per line")
-            self.sources.append(source)
+        self.files: list[RecordFile] = []
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+            opened = pool.map(lambda opener: opener[1](), openers)
+            for name, openers in named:
+                source = Source(name.path, name.weight, [next(opened) for _ in openers], len(self), self.num_blocks)
+                if len(source) == 0:
+                    raise ValueError(f"source {name.path!r} holds no record; write one JSON object per line")
+                self.sources.append(source)
+                self.files += source.files
         if sum(source.weight * len(source) for source in self.sources) < 1:
             raise ValueError(f"the weights of {self.paths!r} leave less than one record an epoch; give larger ones")
-        self._files = [file for source in self.sources for file in source.files]
-        self._firsts = np.cumsum([0, *map(len, self._files)])
+        self._firsts = np.cumsum([0, *map(len, self.files)])
+        self._first_blocks = np.cumsum([0, *(file.num_blocks for file in self.files)])
+        firsts = [file.block_firsts[:-1] + first for file, first in zip(self.files, self._firsts[:-1], strict=True)]
+        self.block_firsts = np.concatenate([*firsts, self._firsts[-1:]])
 
     def __len__(self) -> int:
         return sum(map(len, self.sources))
@@ -91,6 +116,25 @@ class Corpus:
         file, place = self._locate(index)
         return file.where(place)
 
+    @property
+    def num_blocks(self) -> int:
+        return sum(file.num_blocks for file in self.files)
+
+    def read(self, block: int) -> list[dict[str, Any] | ValueError]:
+        """The records of a block, numbers block_firsts[block] to block_firsts[block + 1]; a malformed one is its error
+        (`what; remedy`). Raises ValueError, with the file's name, if the file has changed since it was opened."""
+        file, number = self._locate_block(block)
+        return file.read(number)
+
+    def digest(self, block: int) -> str:
+        """SHA-256, hexadecimal, of the block's content."""
+        file, number = self._locate_block(block)
+        return file.digest(number)
+
+    def check_unchanged(self, block: int) -> None:
+        """Raises ValueError, with the file's name, if the block's file has changed since it was opened."""
+        self._locate_block(block)[0].check_unchanged()
+
     def check(self, rank: int = 0, num_ranks: int = 1) -> None:
         """Parses the rank's span of consecutive records.
 
@@ -100,7 +144,7 @@ class Corpus:
             ValueError: `path:line: what; remedy` of the span's first error.
         """
         begin, end = (len(self) * number // num_ranks for number in (rank, rank + 1))
-        for file, first in zip(self._files, self._firsts.tolist(), strict=False):
+        for file, first in zip(self.files, self._firsts.tolist(), strict=False):
             file.check(max(0, begin - first), min(len(file), end - first))
 
     def epoch_order(self, seed: int, epoch: int, shuffle: bool, weighted: bool) -> np.ndarray:
@@ -116,52 +160,26 @@ class Corpus:
     def fingerprint(self) -> str:
         """Number of records, bytes and checksum, as text. Depends on the files' contents and order, not their names."""
         crc32 = 0
-        for file in self._files:
+        for file in self.files:
             crc32 = zlib.crc32(f"{file.num_bytes} {file.crc32} ".encode(), crc32)
-        num_bytes = sum(file.num_bytes for file in self._files)
+        num_bytes = sum(file.num_bytes for file in self.files)
         return f"{len(self):,} records, {num_bytes:,} bytes, checksum {crc32:08x}"
 
     def _locate(self, index: int) -> tuple[RecordFile, int]:
-        number = int(np.searchsorted(self._firsts, index, side="right")) - 1
-        return self._files[number], index - int(self._firsts[number])
+        return self._file_with(index, self._firsts)
+
+    def _locate_block(self, block: int) -> tuple[RecordFile, int]:
+        return self._file_with(block, self._first_blocks)
+
+    def _file_with(self, number: int, firsts: np.ndarray) -> tuple[RecordFile, int]:
+        """The file that holds a record or block, and its number in the file. firsts: numbers of the files' first."""
+        file = int(np.searchsorted(firsts, number, side="right")) - 1
+        return self.files[file], number - int(firsts[file])
 
 
-def _split(paths: str) -> list[tuple[str, float]]:
-    """(path, weight) of each source."""
-    if os.path.exists(paths):
-        return [(paths, 1.0)]
-    sources = []
-    for entry in filter(None, map(str.strip, paths.split(","))):
-        path, equals, weight = entry.rpartition("=")
-        if not equals or os.path.exists(entry) or "/" in weight:
-            sources.append((entry, 1.0))
-            continue
-        try:
-            sources.append((path, float(weight)))
-        except ValueError:
-            raise ValueError(f"source {entry!r}: weight {weight!r} is not a number; write path=0.5") from None
-        if not 0 < sources[-1][1] < 1e6:
-            raise ValueError(
-                f"source {entry!r}: weight {weight} is out of range; give a number above 0, or leave it out"
-            )
-    if not sources:
-        raise ValueError(f"{paths!r} names no source; give a JSONL file")
-    return sources
-
-
-def _files_of(path: str) -> list[str]:
-    """The JSONL files of a source; a path that is neither folder nor pattern is returned as it is."""
-    if os.path.isdir(path):
-        files = sorted(glob.glob(os.path.join(glob.escape(path), "*.jsonl")))
-        if not files:
-            raise ValueError(
-                f"folder {path!r} holds no *.jsonl file; give one that does, or a pattern such as {path}/**"
-            )
-        return files
-    if os.path.exists(path) or not glob.has_magic(path):
-        return [path]
-    found = sorted(glob.glob(os.path.join(path, "*.jsonl") if path.endswith("**") else path, recursive=True))
-    files = [name for name in found if os.path.isfile(name) and not name.endswith(OTHER_FILES)]
-    if not files:
-        raise ValueError(f"no file matches {path!r}; check the pattern")
-    return files
+def _check_distinct(identities: list[str]) -> None:
+    seen: set[str] = set()
+    for identity in identities:
+        if identity in seen:
+            raise ValueError(f"records file {identity!r} is in the data set twice; give its source a weight instead")
+        seen.add(identity)

@@ -45,7 +45,7 @@ def reference_file(trainer: Any, section: Any, reader: PairReader) -> ReferenceF
         if given := job_config.magi.dpo.reference_path:
             path = Path(given).with_stem(Path(given).stem + kind)
         else:
-            path = Path(f"{records.sources[0].files[0].path}{kind}.reference.npz")
+            path = Path(f"{records.files[0].beside}{kind}.reference.npz")
         layout = f"{section.seq_len} tokens per pack, shared_prompt {job_config.magi.dpo.shared_prompt}"
         data = f"{records.fingerprint}, tokenizer {loader.dataset.identity()['tokenizer']}, {layout}"
         return ReferenceData(path, data, loader.dataset.num_records, partial(compute, loader))
