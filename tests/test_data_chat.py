@@ -10,7 +10,13 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from torchtitan_magi.data import ChatTokenizer
-from torchtitan_magi.data.chat import CHATML_TEMPLATE, PLAIN_TEMPLATE, default_template, load_chat_template
+from torchtitan_magi.data.chat import (
+    CHATML_TEMPLATE,
+    PLAIN_TEMPLATE,
+    _tokens_in_spans,
+    default_template,
+    load_chat_template,
+)
 
 SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
 LLAMA3_TEMPLATE = (
@@ -356,3 +362,52 @@ def test_chat_tokenizer_can_be_sent_to_a_worker():
     record = {"messages": CONVERSATION}
     np.testing.assert_array_equal(copy(record).tokens, original(record).tokens)
     np.testing.assert_array_equal(copy(record).loss_mask, original(record).loss_mask)
+
+
+def by_offsets(encoding, spans):
+    """By definition, from the offsets of all tokens: a token reaches from the end of the one before it to its own."""
+    ends = [end for _, end in encoding.offsets]
+    begins = [min(start, before) for (start, _), before in zip(encoding.offsets, [0, *ends], strict=False)]
+    return [any(b < stop and e > start for start, stop in spans) for b, e in zip(begins, ends, strict=True)]
+
+
+def pre_tokenizers_of_models():
+    return [
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        pre_tokenizers.ByteLevel(add_prefix_space=True),
+        pre_tokenizers.Metaspace(),
+        pre_tokenizers.Whitespace(),  # leaves spaces out of the offsets
+    ]
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_tokens_of_spans_are_those_that_hold_their_characters(number):
+    model = Tokenizer(models.BPE(unk_token="?"))
+    model.pre_tokenizer = pre_tokenizers_of_models()[number]
+    texts = ["the cat sat  on\nthe mat 👩‍👩‍👧 Übergröße", "  a b\n\n c 日本語 and 😀😀 more  "]
+    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=["?", "<|end|>"], show_progress=False)
+    model.train_from_iterator(texts * 3, trainer)
+    for text in texts:
+        text += "<|end|>\n" + text
+        encoding = model.encode(text, add_special_tokens=False)
+        for start in range(len(text)):
+            for stop in range(start + 1, len(text) + 1, 3):
+                found = _tokens_in_spans(encoding, [(start, stop)]).tolist()
+                assert found == by_offsets(encoding, [(start, stop)]), (text, start, stop)
+
+
+def test_a_batch_is_its_records_one_by_one_and_bad_ones_spoil_no_other():
+    tokenizer = chat(CHATML_TEMPLATE)
+    good = [{"messages": [user("q"), assistant("the cat")]}, {"text": "the cat"}]
+    surrogate, refused = {"text": "\ud83d"}, {"messages": [user("q")], "tools": [{"name": "f"}]}
+    batch = tokenizer.documents([good[0], ValueError("malformed"), surrogate, good[1], refused])
+    assert [str(batch[i]).split(" ")[0] for i in (1, 2, 4)] == ["malformed", "the", "the"]
+    assert "the tokenizer refuses the text" in str(batch[2])
+    for found, record in zip((batch[0], batch[3]), good, strict=True):
+        alone = tokenizer(record)
+        assert (found.tokens.tolist(), found.loss_mask.tolist()) == (alone.tokens.tolist(), alone.loss_mask.tolist())
+    pair = {"prompt": [user("q")], "chosen": [assistant("yes")], "rejected": [assistant("no")]}
+    bad = pair | {"chosen": [assistant("\ud83d")]}
+    one, two, three = tokenizer.pairs([bad, pair, ValueError("malformed")])
+    assert (type(one), str(three)) == (ValueError, "malformed")
+    assert two.chosen.tokens.tolist() == tokenizer.pair(pair).chosen.tokens.tolist()

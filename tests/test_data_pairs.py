@@ -14,8 +14,9 @@ from tokenizers import Tokenizer, models
 
 from torchtitan_magi.data import IGNORE_INDEX, PackedPairDataset, TokenizedDocument, TokenizedPair, collate_packs
 from torchtitan_magi.data.chat import CHATML_TEMPLATE, PLAIN_TEMPLATE
+from torchtitan_magi.data.documents import pair_of
 from torchtitan_magi.data.formats import parse_pair
-from torchtitan_magi.data.pairs import fit_pair, lay_out_pair, pair_of
+from torchtitan_magi.data.pairs import fit_pair, lay_out_pair
 
 SEQ_LEN = 64
 USER, YES, NO = user("q"), assistant("yes"), assistant("no")

@@ -20,9 +20,11 @@ import logging
 import os
 import re
 import zlib
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypeVar
 
 import jinja2
 import numpy as np
@@ -30,13 +32,14 @@ from jinja2 import nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from tokenizers import Tokenizer
+from tokenizers import Encoding, Tokenizer
 
-from torchtitan_magi.data.documents import TokenizedDocument
+from torchtitan_magi.data.documents import TokenizedDocument, TokenizedPair, pair_of
 from torchtitan_magi.data.formats import Messages
-from torchtitan_magi.data.pairs import TokenizedPair, pair_of
 
+T = TypeVar("T")
 Spans = list[tuple[int, int]]  # half-open character ranges
+Rendered = tuple[str, Spans | None]  # the text and what is learned of it; None: plain text, which is learned in full
 
 logger = logging.getLogger(__name__)
 
@@ -123,11 +126,24 @@ class ChatTokenizer:
         return type(self), (self.tokenizer, self.bos_id, self.eos_id, self.template)
 
     def __call__(self, record: dict[str, Any]) -> TokenizedDocument:
-        if "text" in record:
-            ids = self.tokenizer.encode(record["text"], add_special_tokens=False).ids
-            ids = [i for i in (self.bos_id,) if i is not None] + ids + [i for i in (self.eos_id,) if i is not None]
-            return TokenizedDocument(np.array(ids, dtype=np.int32), np.ones(len(ids), dtype=bool))
-        return self._encode(*self.render(record["messages"], record.get("tools")))
+        return _unwrap(self.documents([record]))
+
+    def pair(self, record: dict[str, Any]) -> TokenizedPair:
+        """Tokenizes a preference pair, see `pairs`. Raises ValueError as `__call__` does."""
+        return _unwrap(self.pairs([record]))
+
+    def documents(self, records: Sequence[dict[str, Any] | ValueError]) -> list[TokenizedDocument | ValueError]:
+        """Tokenizes a batch. A record that is refused, or that is a ValueError already, is its ValueError."""
+        return self._encode([_attempt(self._render_record, record) for record in records])
+
+    def pairs(self, records: Sequence[dict[str, Any] | ValueError]) -> list[TokenizedPair | ValueError]:
+        """Tokenizes a batch of preference pairs, as `documents` does."""
+        rendered = [_attempt(self._render_pair, record) for record in records]
+        chosen, rejected = (
+            self._encode([pair if isinstance(pair, ValueError) else pair[number] for pair in rendered])
+            for number in (0, 1)
+        )
+        return [_attempt(pair_of, *sides) for sides in zip(chosen, rejected, strict=True)]
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -135,18 +151,38 @@ class ChatTokenizer:
         parts = (self.tokenizer.to_str(), str(self._special_tokens), self.template)
         return f"{zlib.crc32(chr(0).join(parts).encode()):08x}"
 
-    def pair(self, record: dict[str, Any]) -> TokenizedPair:
-        """Tokenizes a preference pair, see `pairs`. Raises ValueError as `__call__` does."""
-        prompt, tools = record["prompt"], record.get("tools")
-        chosen, rejected = (
-            self._encode(*self.render(prompt + record[name], tools, len(prompt))) for name in ("chosen", "rejected")
-        )
-        return pair_of(chosen, rejected)
+    def _render_record(self, record: dict[str, Any]) -> Rendered:
+        if "text" in record:
+            return record["text"], None
+        return self.render(record["messages"], record.get("tools"))
 
-    def _encode(self, text: str, spans: Spans) -> TokenizedDocument:
-        encoding = self.tokenizer.encode(text, add_special_tokens=False)
-        offsets = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
-        return TokenizedDocument(np.array(encoding.ids, dtype=np.int32), _tokens_in_spans(offsets, spans))
+    def _render_pair(self, record: dict[str, Any]) -> list[Rendered]:
+        prompt, tools = record["prompt"], record.get("tools")
+        return [self.render(prompt + record[name], tools, len(prompt)) for name in ("chosen", "rejected")]
+
+    def _encode(self, texts: list[Any]) -> list[TokenizedDocument | ValueError]:
+        """texts: Rendered or ValueError."""
+        sound = [text for text in texts if not isinstance(text, ValueError)]
+        encodings = iter(self._encode_batch([text for text, _ in sound]))
+        return [
+            text if isinstance(text, ValueError) else _attempt(self._document, next(encodings), text[1])
+            for text in texts
+        ]
+
+    def _encode_batch(self, texts: list[str]) -> list[Encoding | ValueError]:
+        try:
+            return self.tokenizer.encode_batch(texts, add_special_tokens=False)
+        except Exception as error:  # the library raises nothing narrower, for the whole batch
+            if len(texts) == 1:
+                return [ValueError(f"the tokenizer refuses the text ({error}); correct the record")]
+            return [self._encode_batch([text])[0] for text in texts]
+
+    def _document(self, encoding: Encoding, spans: Spans | None) -> TokenizedDocument:
+        tokens = np.array(encoding.ids, dtype=np.int32)
+        if spans is None:
+            tokens = np.array([*_given(self.bos_id), *tokens, *_given(self.eos_id)], dtype=np.int32)
+            return TokenizedDocument(tokens, np.ones(len(tokens), dtype=bool))
+        return TokenizedDocument(tokens, _tokens_in_spans(encoding, spans))
 
     def render(self, messages: Messages, tools: Messages | None = None, first: int = 0) -> tuple[str, Spans]:
         """The conversation as text, and the half-open character spans of the assistant's turns in messages[first:]."""
@@ -340,14 +376,47 @@ def _strip_marks(marked: str) -> tuple[str, Spans]:
     return "".join(parts), list(zip(ends[:-1:2], ends[1::2], strict=True))
 
 
-def _tokens_in_spans(offsets: np.ndarray, spans: Spans) -> np.ndarray:
-    """bool [n]: which tokens hold a character of a span. offsets: int [n, 2], half-open, in characters.
+def _tokens_in_spans(encoding: Encoding, spans: Spans) -> np.ndarray:
+    """bool [n]: which tokens hold a character of a span.
 
     A tokenizer may leave the space before a word out of the word's offsets; that space counts as part of the token.
+    Offsets ascend, so the ends of a span are searched for: making a list of all offsets takes as long as encoding.
     """
-    ends = offsets[:, 1]
-    begins = np.minimum(offsets[:, 0], np.concatenate([[0], ends[:-1]]))
-    inside = np.zeros(len(offsets), dtype=bool)
+
+    def offsets(token: int) -> tuple[int, int]:
+        return encoding.token_to_chars(token) or (0, 0)
+
+    def end_of(token: int) -> int:
+        return offsets(token)[1]
+
+    def begin_of(token: int) -> int:
+        return min(offsets(token)[0], end_of(token - 1) if token else 0)
+
+    tokens = range(len(encoding))
+    inside = np.zeros(len(tokens), dtype=bool)
     for start, stop in spans:
-        inside |= (begins < stop) & (ends > start)
+        if start < stop:
+            inside[bisect_right(tokens, start, key=end_of) : bisect_left(tokens, stop, key=begin_of)] = True
     return inside
+
+
+def _given(token_id: int | None) -> list[int]:
+    return [] if token_id is None else [token_id]
+
+
+def _attempt(function: Callable[..., T], *arguments: Any) -> T | ValueError:
+    """What the function returns or the ValueError that it raises; a ValueError among the arguments is passed on."""
+    for argument in arguments:
+        if isinstance(argument, ValueError):
+            return argument
+    try:
+        return function(*arguments)
+    except ValueError as error:
+        return error
+
+
+def _unwrap(batch: Sequence[T | ValueError]) -> T:
+    (result,) = batch
+    if isinstance(result, ValueError):
+        raise result
+    return result

@@ -20,50 +20,15 @@ prompt and to itself. Without a shared prompt the pair is two documents, (P + C)
 with positions from 0 and the same labels; they stay in one pack.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from torchtitan_magi.data.documents import IGNORE_INDEX, Piece, TokenizedDocument, labels_of
+from torchtitan_magi.data.documents import IGNORE_INDEX, Piece, TokenizedDocument, TokenizedPair, labels_of
 from torchtitan_magi.data.formats import parse_pair
 from torchtitan_magi.data.packed import PackedDataset, Sample
 from torchtitan_magi.data.packing import PackingCounts
-
-
-@dataclass(frozen=True)
-class TokenizedPair:
-    """prompt: int32 [p], p >= 1; chosen, rejected: completions C and R, `loss_mask` true on the tokens to predict."""
-
-    prompt: np.ndarray
-    chosen: TokenizedDocument
-    rejected: TokenizedDocument
-
-    def num_positions(self, shared_prompt: bool) -> int:
-        """Number of positions that the pair takes in a pack."""
-        shared = len(self.prompt) - 1
-        return (1 if shared_prompt else 2) * shared + len(self.chosen.tokens) + len(self.rejected.tokens)
-
-
-def pair_of(chosen: TokenizedDocument, rejected: TokenizedDocument) -> TokenizedPair:
-    """Makes a pair of two whole conversations, prompt included; their `loss_mask` is true in the completions only.
-
-    Raises ValueError if their first tokens differ or are to be predicted.
-    """
-    first_labels = [int(d.loss_mask.argmax()) if d.loss_mask.any() else len(d.tokens) for d in (chosen, rejected)]
-    limit = min(first_labels)
-    differ = np.flatnonzero(chosen.tokens[:limit] != rejected.tokens[:limit])
-    prompt = int(differ[0]) if len(differ) else limit
-    if prompt == 0:
-        raise ValueError("chosen and rejected have no prompt token in common; give the record a prompt")
-    return TokenizedPair(chosen.tokens[:prompt], _completion(chosen, prompt), _completion(rejected, prompt))
-
-
-def _completion(document: TokenizedDocument, start: int) -> TokenizedDocument:
-    """The tokens from `start` to the last that is to be predicted."""
-    labelled = np.flatnonzero(document.loss_mask)
-    where = slice(start, int(labelled[-1]) + 1 if len(labelled) else start)
-    return TokenizedDocument(document.tokens[where], document.loss_mask[where])
 
 
 def fit_pair(pair: TokenizedPair, seq_len: int, shared_prompt: bool) -> TokenizedPair | None:
