@@ -114,7 +114,7 @@ def test_a_share_is_drawn_anew_in_every_pass(folder):
 
 def test_weights_and_epochs_in_a_stream_that_resumes(folder):
     paths = f"{folder}/a.jsonl=2, {folder}/more=0.5"
-    options = {"epochs": 4, "seq_len": 24, "window_packs": 2}
+    options = {"epochs": 4, "seq_len": 24, "window_blocks": 2}
     whole = dataset(paths, **options)
     stream = flats(whole)
     assert whole.counts.documents == 4 * (20 + 3)
