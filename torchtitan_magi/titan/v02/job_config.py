@@ -93,15 +93,9 @@ def _check_section(job_config: Any, name: str) -> None:
     if section.dataset not in (*OUR_DATASETS, *DATASETS):
         known = ", ".join(map(repr, (*OUR_DATASETS, *DATASETS)))
         raise ValueError(f"{name}.dataset is {section.dataset!r}; use one of {known}")
-    if section.dataset in OUR_DATASETS:
-        if not section.dataset_path:
-            path = section.dataset_path
-            raise ValueError(f"{name}.dataset_path is {path!r}; give the JSONL file of dataset {section.dataset!r}")
-        if section.dataloader.num_workers > 1:
-            raise ValueError(
-                f"{name}.dataloader.num_workers is {section.dataloader.num_workers}; use 0 or 1 for dataset "
-                f"{section.dataset!r}, whose packs are made in one sequence"
-            )
+    if section.dataset in OUR_DATASETS and not section.dataset_path:
+        path = section.dataset_path
+        raise ValueError(f"{name}.dataset_path is {path!r}; give the JSONL file of dataset {section.dataset!r}")
     if job_config.magi.loss_per == "document" and section.dataset != SFT_DATASET:
         raise ValueError(
             f'magi.loss_per is "document" and {name}.dataset {section.dataset!r}; it needs the documents of '
