@@ -1,4 +1,4 @@
-"""Measures the way of the data: tokenizing, the token cache, packing, a rank's packs. Writes benchmarks/results/data.json.
+"""Measures the way of the data: tokenizing, the cache, packing, a rank's packs. Writes benchmarks/results/data.json.
 
     python scripts/bench_data.py [--quick] [--folder DIR]
     python scripts/bench_data.py --plot        # only the picture, from the stored figures
