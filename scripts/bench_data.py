@@ -239,7 +239,7 @@ def measure(folder: Path, quick: bool) -> dict[str, Any]:
     result: dict[str, Any] = {**facts_of_run("cpu"), "cores": len(os.sched_getaffinity(0)), "seq_len": SEQ_LEN}
     result["tokenizing"] = tokenizing(chat, tokenizer, cache)
     print(json.dumps(result["tokenizing"], indent=2), flush=True)
-    result["ranks"] = [a_ranks_packs(chat, tokenizer, cache, ranks, 0.5 if quick else 10) for ranks in RANKS]
+    result["ranks"] = [a_ranks_packs(chat, tokenizer, cache, ranks, 0.2 if quick else 10.0) for ranks in RANKS]
     print(json.dumps(result["ranks"], indent=2), flush=True)
     result["fill"] = list(fills(folder, sizes, tokenizer, cache))
     print(json.dumps(result["fill"], indent=2), flush=True)

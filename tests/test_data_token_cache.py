@@ -363,3 +363,19 @@ def test_the_default_folder(monkeypatch):
     monkeypatch.delenv("TORCHTITAN_MAGI_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", "/user/cache")
     assert default_folder() == Path("/user/cache/torchtitan_magi/tokens")
+
+
+def test_the_benchmark_runs_and_draws(tmp_path):
+    scripts = Path(__file__).parent.parent / "scripts"
+    code = (
+        f"import sys; from pathlib import Path; sys.path.insert(0, {str(scripts)!r}); import bench_data\n"
+        "bench_data.QUICK_SIZES = dict(chat=40, records=50, lognormal=60); bench_data.RANKS = [1, 3]\n"
+        f"result = bench_data.measure(Path({str(tmp_path)!r}), True)\n"
+        f"bench_data.plot(result, Path({str(tmp_path)!r}) / 'plot.png')\n"
+        "assert [row['ranks'] for row in result['ranks']] == [1, 3]\n"
+        "assert all(0 < row['fill'] <= 1 for row in result['fill']) and len(result['fill']) == 5\n"
+        "assert result['opening']['records'] == 50"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=scripts.parent)
+    assert result.returncode == 0, result.stderr
+    assert (tmp_path / "plot.png").stat().st_size > 1000
