@@ -2,6 +2,7 @@
 
 import collections
 import json
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from streams import in_a_process, resume, take
 from test_data_sft import dataset, flats
 
 from torchtitan_magi.data import Corpus, JsonlFile, jsonl
+from torchtitan_magi.data.epoch_order import EpochOrder
 
 
 def write(path, names, length=9):
@@ -84,8 +86,15 @@ def test_sources_that_cannot_be_used_are_refused(folder, paths, words):
     assert "\n" not in str(error.value)
 
 
+def records_of(order):
+    """Numbers of an epoch's records in the order in which they are read."""
+    parts = [part for window in range(order.num_windows) for part in order.records(window)]
+    return np.concatenate([order.corpus.block_firsts[block] + indices for block, indices in parts])
+
+
 def counted(corpus, epochs, shuffle=True, seed=3):
-    orders = [corpus.epoch_order(seed, epoch, shuffle, True) for epoch in range(epochs)]
+    weights = [source.weight for source in corpus.sources]
+    orders = [records_of(EpochOrder.of(corpus, weights, epoch, seed if shuffle else None)) for epoch in range(epochs)]
     return orders, collections.Counter(np.concatenate(orders).tolist())
 
 
@@ -101,8 +110,8 @@ def test_weights_are_passes_per_epoch(folder, shuffle):
     assert all((one == two).all() for one, two in zip(orders, again, strict=True))
     other, _ = counted(corpus, 10, shuffle, seed=4)
     assert any((one != two).any() for one, two in zip(orders, other, strict=True)) == shuffle
-    assert sorted(corpus.epoch_order(3, 0, shuffle, False).tolist()) == list(range(26))
-    assert corpus.epoch_order(3, 0, False, False).tolist() == list(range(26))
+    assert sorted(records_of(EpochOrder.of(corpus, [1, 1, 1], 0, 3 if shuffle else None)).tolist()) == list(range(26))
+    assert records_of(EpochOrder.of(corpus, [1, 1, 1], 0, None)).tolist() == list(range(26))
 
 
 def test_a_share_is_drawn_anew_in_every_pass(folder):
@@ -114,7 +123,7 @@ def test_a_share_is_drawn_anew_in_every_pass(folder):
 
 def test_weights_and_epochs_in_a_stream_that_resumes(folder):
     paths = f"{folder}/a.jsonl=2, {folder}/more=0.5"
-    options = {"epochs": 4, "seq_len": 24, "window_packs": 2}
+    options = {"epochs": 4, "seq_len": 24, "window_blocks": 2}
     whole = dataset(paths, **options)
     stream = flats(whole)
     assert whole.counts.documents == 4 * (20 + 3)
@@ -181,6 +190,20 @@ def test_lines_are_found_wherever_chunks_end(tmp_path, monkeypatch):
             assert file.num_bytes == path.stat().st_size
 
 
+def test_windows_grow_to_their_size_and_hold_every_part_once(folder):
+    """A window has at most its size in bytes, or one part; the first is an eighth."""
+    with mock.patch("torchtitan_magi.data.records.BLOCK_BYTES", 40):
+        corpus = Corpus(f"{folder}/**/*.jsonl")
+        order = EpochOrder.of(corpus, [1.0] * len(corpus.sources), 0, 3, window_blocks=8)
+    sizes = np.diff(order.windows)
+    assert sizes[0] == 1
+    assert sizes.max() == 8 or sizes.sum() < 16
+    assert (sizes[1:-1] >= sizes[:-2]).all()
+    assert sorted(records_of(order).tolist()) == list(range(26))
+    assert order.blocks_from(0) == order.parts[:, 0].tolist()
+    assert set(order.blocks_from(1)) == set(range(corpus.num_blocks)) - {int(order.parts[0, 0])}
+
+
 GROWTH = """
 from streams import take
 from test_data_sft import dataset
@@ -188,7 +211,7 @@ from torchtitan_magi.data import Corpus
 
 corpus = Corpus(path)
 corpus.check()
-take(dataset(path, check=False, seq_len=4096, window_packs=32), 100)
+take(dataset(path, check=False, seq_len=4096, window_blocks=2), 100)
 print(len(corpus))
 """
 

@@ -7,8 +7,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchtitan_magi.data import IGNORE_INDEX, PackingCounts, TokenizedDocument, pack_best_fit, packing
-from torchtitan_magi.data.documents import cut_document
+from torchtitan_magi.data import (
+    IGNORE_INDEX,
+    PackedSFTDataset,
+    PackingCounts,
+    TokenizedDocument,
+    pack_best_fit,
+    packing,
+)
+from torchtitan_magi.data.token_block import TokenBlock
 
 
 @given(st.lists(st.integers(1, 50), max_size=200), st.integers(50, 80))
@@ -48,28 +55,41 @@ def documents(draw):
     return TokenizedDocument(np.arange(100, 100 + size, dtype=np.int32), np.array(mask, dtype=bool))
 
 
-@given(documents(), st.integers(1, 70))
-def test_split_pieces_hold_every_position_and_label_once(document, seq_len):
-    pieces, removed = cut_document(3, document, seq_len, "split")
-    assert removed == 0
-    assert all(0 < len(piece) <= seq_len and piece.record == 3 for piece in pieces)
-    assert [piece.start for piece in pieces] == list(range(0, max(0, len(document.tokens) - 1), seq_len))
-    inputs = [int(token) for piece in pieces for token in piece.inputs]
-    labels = [int(token) for piece in pieces for token in piece.labels]
-    tokens, mask = document.tokens.tolist(), document.loss_mask.tolist()
-    assert inputs == tokens[:-1]
-    assert labels == [token if m else IGNORE_INDEX for token, m in zip(tokens[1:], mask[1:], strict=True)]
+def cut(made, seq_len, long_documents):
+    """The pieces of documents as (index, start, inputs, labels), and the counts."""
+    packs = PackedSFTDataset.__new__(PackedSFTDataset)
+    packs.seq_len, packs.long_documents = seq_len, long_documents
+    block = TokenBlock.of("documents", made)
+    pieces, counts = packs.make_pieces(block, np.arange(len(made)))
+    found = []
+    for index, start, length in zip(pieces.index.tolist(), pieces.start.tolist(), pieces.length.tolist(), strict=True):
+        first = block.tokens_of(index)[0] + start
+        after = block.document(first + 1, first + 1 + length)
+        labels = np.where(after.loss_mask, after.tokens, IGNORE_INDEX).tolist()
+        found.append((index, start, block.tokens[first : first + length].tolist(), labels))
+    return found, counts
 
 
-@given(documents(), st.integers(1, 70))
-def test_truncation_keeps_the_first_piece_and_counts_the_rest(document, seq_len):
-    kept, removed = cut_document(0, document, seq_len, "truncate")
-    pieces, _ = cut_document(0, document, seq_len, "split")
-    assert len(kept) == min(1, len(pieces))
-    for piece, expected in zip(kept, pieces, strict=False):
-        np.testing.assert_array_equal(piece.inputs, expected.inputs)
-        np.testing.assert_array_equal(piece.labels, expected.labels)
-    assert removed == sum(len(piece) for piece in pieces[1:])
+def by_definition(made, seq_len, longest):
+    """Every piece, with a label or without."""
+    for index, document in enumerate(made):
+        tokens, mask = document.tokens.tolist(), document.loss_mask.tolist()
+        labels = [token if m else IGNORE_INDEX for token, m in zip(tokens[1:], mask[1:], strict=True)]
+        for start in range(0, min(longest, len(labels)), seq_len):
+            yield index, start, tokens[:-1][start : start + seq_len], labels[start : start + seq_len]
+
+
+@given(st.lists(documents(), min_size=1, max_size=5), st.integers(1, 70), st.sampled_from(["split", "truncate"]))
+def test_pieces_hold_every_position_and_label_once_and_what_is_left_out_is_counted(made, seq_len, long_documents):
+    found, counts = cut(made, seq_len, long_documents)
+    expected = list(by_definition(made, seq_len, seq_len if long_documents == "truncate" else 10**6))
+    labelled = [piece for piece in expected if set(piece[3]) != {IGNORE_INDEX}]
+    assert found == labelled
+    empty = sum(len(document.tokens) < 2 for document in made)
+    assert counts.unlabeled == len(expected) - len(labelled) + empty
+    kept = sum(len(piece[2]) for piece in labelled)
+    assert counts.tokens_read == kept + counts.truncated_tokens + counts.tokens_left_out
+    assert counts.documents + counts.extra_pieces == len(labelled) + counts.unlabeled
 
 
 def test_counts_add_up_and_print_on_one_line():

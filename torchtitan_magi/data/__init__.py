@@ -2,11 +2,11 @@
 
 from torchtitan_magi.data.chat import ChatTokenizer
 from torchtitan_magi.data.corpus import Corpus
-from torchtitan_magi.data.documents import IGNORE_INDEX, TokenizedDocument
+from torchtitan_magi.data.documents import IGNORE_INDEX, TokenizedDocument, TokenizedPair
 from torchtitan_magi.data.jsonl import JsonlFile
 from torchtitan_magi.data.packed import collate_packs
 from torchtitan_magi.data.packing import PackingCounts, pack_best_fit
-from torchtitan_magi.data.pairs import PackedPairDataset, TokenizedPair
+from torchtitan_magi.data.pairs import PackedPairDataset
 from torchtitan_magi.data.records import RecordFile
 from torchtitan_magi.data.sft import PackedSFTDataset
 

@@ -33,21 +33,6 @@ class Source:
         """The source has the blocks from `first_block` to `first_block + num_blocks` of the corpus."""
         return sum(file.num_blocks for file in self.files)
 
-    def picks(self, weight: float, seed: int | None, epoch: int) -> np.ndarray:
-        """Numbers of the records that an epoch takes from this source, int64.
-
-        The source is passed over without end, each pass in its own seeded order (in the files' order if seed is None).
-        Every epoch takes the next `weight` passes: with weight 0.5 each record comes once in two epochs.
-        """
-        size = len(self)
-        begin, end = (round(number * weight * size) for number in (epoch, epoch + 1))
-        passes, places = np.divmod(np.arange(begin, end, dtype=np.int64), size)
-        if seed is not None:
-            for number in np.unique(passes).tolist():
-                order = np.random.default_rng([seed, self.first, number]).permutation(size)
-                places[passes == number] = order[places[passes == number]]
-        return self.first + places
-
 
 class Corpus:
     """The records of a data set.
@@ -146,15 +131,6 @@ class Corpus:
         begin, end = (len(self) * number // num_ranks for number in (rank, rank + 1))
         for file, first in zip(self.files, self._firsts.tolist(), strict=False):
             file.check(max(0, begin - first), min(len(file), end - first))
-
-    def epoch_order(self, seed: int, epoch: int, shuffle: bool, weighted: bool) -> np.ndarray:
-        """Numbers of an epoch's records in reading order, int64.
-
-        weighted: whether the weights count; otherwise each record comes once.
-        """
-        passes = [(source, source.weight if weighted else 1.0) for source in self.sources]
-        picks = np.concatenate([source.picks(weight, seed if shuffle else None, epoch) for source, weight in passes])
-        return np.random.default_rng([seed, epoch]).permutation(picks) if shuffle else picks
 
     @functools.cached_property
     def fingerprint(self) -> str:

@@ -98,11 +98,6 @@ def _check_section(job_config: Any, name: str) -> None:
                 f"{name}.dataset_path is {path!r}; give the JSONL file of dataset {section.dataset!r}, or all its "
                 "sources in one string, separated by commas"
             )
-        if section.dataloader.num_workers > 1:
-            raise ValueError(
-                f"{name}.dataloader.num_workers is {section.dataloader.num_workers}; use 0 or 1 for dataset "
-                f"{section.dataset!r}, whose packs are made in one sequence"
-            )
     if job_config.magi.loss_per == "document" and section.dataset != SFT_DATASET:
         raise ValueError(
             f'magi.loss_per is "document" and {name}.dataset {section.dataset!r}; it needs the documents of '
