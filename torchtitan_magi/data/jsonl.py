@@ -12,15 +12,24 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
+import pyarrow as pa
 
 from torchtitan_magi.data.formats import parse_document
 from torchtitan_magi.data.kept_files import kept_file
-from torchtitan_magi.data.records import MAX_RECORD_BYTES, Parse, RecordFile, blocks_of, named_errors
+from torchtitan_magi.data.records import (
+    MAX_RECORD_BYTES,
+    Parse,
+    RecordFile,
+    blocks_of,
+    named_errors,
+    regular_file,
+)
 
 _CHUNK_BYTES = 2**20
 _IS_SPACE = np.isin(np.arange(256), list(b" \t\r\n\v\f"))
 _NEWLINE = ord("\n")
 _DIGEST_WORDS = 4  # int64
+_COMPRESSED = (".gz", ".zst")
 
 
 class JsonlFile(RecordFile):
@@ -30,10 +39,10 @@ class JsonlFile(RecordFile):
     mapped into memory when it is kept.
 
     Args:
-        path: JSONL file.
+        path: JSONL file, compressed if it ends in `.gz` or `.zst`.
         parse, columns: see `RecordFile`.
-        cache: folder that keeps the index; None: it is made each time.
-        content: the file to read in place of `path`, which is compressed.
+        cache: folder that keeps the index, and the content of a compressed file; None: the index is made each time,
+            and a compressed file is refused.
     """
 
     def __init__(
@@ -42,11 +51,13 @@ class JsonlFile(RecordFile):
         parse: Parse = parse_document,
         columns: Mapping[str, str] | None = None,
         cache: Path | None = None,
-        content: str | None = None,
     ):
         name = os.fspath(path)
-        self._content = content or name
-        super().__init__(name, parse, columns or {}, [name, *([content] if content else [])])
+        super().__init__(name, parse, columns or {}, [name])
+        self._content = name
+        if name.endswith(_COMPRESSED):
+            self._content = str(_decompressed(cache, name))
+            self._parts[self._content] = regular_file(self._content)
         with named_errors(name):
             self._index = _make_index(self._content) if cache is None else _kept_index(cache, self._content)
         self.check_unchanged()
@@ -66,7 +77,7 @@ class JsonlFile(RecordFile):
             raise self._changed("was rewritten since it was opened")
         offsets = self._index.offsets[first : last + 1] - self._index.offsets[first]
         return [
-            self._parsed(_value_or_error(raw[start:stop]))
+            self._parsed(json_value(raw[start:stop]))
             for start, stop in zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True)
         ]
 
@@ -87,7 +98,7 @@ class JsonlFile(RecordFile):
                     size = int(self._index.offsets[index + 1] - self._index.offsets[index])
                     yield ValueError(f"the line has {size:,} bytes, more than {MAX_RECORD_BYTES:,}; split the record")
                 else:
-                    yield _value_or_error(self._raw(file, index, index + 1))
+                    yield json_value(self._raw(file, index, index + 1))
 
     def _raw(self, file: BinaryIO, first: int, last: int) -> bytes:
         start, stop = self._index.offsets[[first, last]].tolist()
@@ -158,6 +169,24 @@ def _kept_index(cache: Path, path: str) -> _Index:
     return index
 
 
+def _decompressed(cache: Path | None, path: str) -> Path:
+    """The content of a compressed file, in the cache folder."""
+    if cache is None:
+        raise ValueError(f"records file {path!r} is compressed; name a cache folder for its content, or unpack it")
+
+    def make(temporary: Path) -> None:
+        with open(temporary, "wb") as file:
+            file.writelines(_chunks(path))
+
+    return kept_file(cache, path, "content", make)
+
+
+def _chunks(path: str) -> Iterator[bytes]:
+    with named_errors(path), pa.input_stream(path) as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            yield chunk
+
+
 def _make_index(path: str) -> _Index:
     with open(path, "rb") as file:
         offsets, crc32 = _scan(file)
@@ -219,8 +248,8 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return value
 
 
-def _value_or_error(line: bytes) -> Any:
-    """The JSON value of a line, or a ValueError (`what; remedy`)."""
+def json_value(line: bytes) -> Any:
+    """The value of a line of JSON, or a ValueError (`what; remedy`)."""
     try:
         value = json.loads(line.rstrip().decode("utf-8-sig"), object_pairs_hook=_object)  # a byte order mark is let in
         if b"\\u" in line:
