@@ -4,6 +4,7 @@ import importlib
 import math
 import os
 from dataclasses import dataclass, field, fields
+from datetime import date
 from pathlib import Path
 from typing import Literal, get_args, get_origin
 
@@ -77,6 +78,10 @@ class Magi:
     """What becomes of malformed records. "error": the run stops, before the first step where that can be told. "skip":
     they are left out, counted, and the first of them logged with file and line."""
 
+    template_date: str = ""
+    """Date that the chat template prints if it prints one, such as "2024-07-26". "": that of the run's first start,
+    which is kept in job.dump_folder."""
+
     token_cache: str = ""
     """Folder that keeps the tokens of your data, made once by all cores of the machine: all ranks and later runs read
     them there. Machines may share it. "": tokens/ in $TORCHTITAN_MAGI_CACHE, else ~/.cache/torchtitan_magi/tokens."""
@@ -112,7 +117,7 @@ def check_options(magi: Magi) -> None:
             if option.type is float and type(value) not in (int, float):
                 raise ValueError(f"{prefix}.{option.name} is {value!r}; use a number")
             if option.type is str and type(value) is not str:
-                raise ValueError(f"{prefix}.{option.name} is {value!r}; use a path in quotes")
+                raise ValueError(f"{prefix}.{option.name} is {value!r}; use text in quotes")
     if type(magi.overlap_stages) is not int or not -1 <= magi.overlap_stages <= MAX_STAGES:
         raise ValueError(
             f"magi.overlap_stages is {magi.overlap_stages!r}; use 0 for no overlap, the number of stages (at most "
@@ -120,10 +125,17 @@ def check_options(magi: Magi) -> None:
         )
     if type(magi.epochs) is not int or (magi.epochs < 1 and magi.epochs != -1):
         raise ValueError(f"magi.epochs is {magi.epochs!r}; use a number of passes over the data, or -1 for no end")
-    if type(magi.token_cache) is not str:
-        raise ValueError(f'magi.token_cache is {magi.token_cache!r}; use the path of a folder, or "" for the default')
+    _check_date(magi.template_date)
     if magi.cost_model:
         CostModel.load(magi.cost_model)
+
+
+def _check_date(day: str) -> None:
+    try:
+        if day != "":
+            date.fromisoformat(day)
+    except (TypeError, ValueError):
+        raise ValueError(f'magi.template_date is {day!r}; use a date such as "2024-07-26"') from None
 
 
 def check_options_for_pairs(magi: Magi) -> None:
