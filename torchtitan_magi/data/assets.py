@@ -1,0 +1,37 @@
+"""A tokenizer and its chat template from a folder in Hugging Face's layout."""
+
+import json
+import os
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from torchtitan_magi.data.chat import ChatTokenizer
+
+
+def load_chat_tokenizer(folder: str | os.PathLike[str]) -> ChatTokenizer:
+    """The tokenizer of tokenizer.json, with the BOS, EOS and chat template of the files beside it.
+
+    Raises ValueError for files that are missing or malformed.
+    """
+    path = Path(folder, "tokenizer.json")
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist; give the directory of a Hugging Face tokenizer")
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises nothing narrower
+        raise ValueError(f"{path} is not a tokenizer ({error}); download it again") from None
+    return ChatTokenizer.from_assets(tokenizer, *_bos_and_eos(tokenizer, Path(folder)), folder)
+
+
+def _bos_and_eos(tokenizer: Tokenizer, folder: Path) -> tuple[int | None, int | None]:
+    """Ids of the two tokens that tokenizer_config.json names, as text or as {"content": text}; None for no such."""
+    path = folder / "tokenizer_config.json"
+    try:
+        config = json.loads(path.read_text()) if path.exists() else {}
+        names = [config.get("bos_token"), config.get("eos_token")]
+    except (OSError, ValueError, AttributeError) as error:
+        raise ValueError(f"{path} is not a JSON object ({error}); download the tokenizer's files again") from None
+    texts = [name.get("content") if isinstance(name, dict) else name for name in names]
+    bos, eos = (None if text is None else tokenizer.token_to_id(str(text)) for text in texts)
+    return bos, eos
