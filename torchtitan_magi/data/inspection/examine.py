@@ -5,6 +5,7 @@ Records are rendered and tokenized in limited processes (`guard`), since a chat 
 
 import multiprocessing
 import os
+import signal
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -185,6 +186,7 @@ class Workers:
 def _begin(examiner: Examiner) -> None:
     global _examiner
     _examiner = examiner
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process ends the others
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is a process per core already
     guard.limit_process()
 

@@ -69,6 +69,7 @@ _FORMS = {
     "chosen": ("prompt", "chosen", "rejected"),
 }
 _ALWAYS = ("system", "tools", "chat_template_kwargs")
+_ALWAYS_USED = {"role", "content", "weight", "reasoning_content"}  # or dropped reasoning, which is said
 # What templates write for tokens: <|im_start|>, <start_of_turn>, </s>
 _TOKEN_LIKE = re.compile(r"<\|[^|<>\s]{1,40}\|>|<\w{1,20}_of_\w{1,20}>|</?s>")
 
@@ -89,7 +90,8 @@ class Checker:
     def check_template(self, part: Part) -> list[Found]:
         """What is wrong in the tokens of a conversation that only shows the template."""
         names = dict.fromkeys(_TOKEN_LIKE.findall(self.speller.text(part.tokens.tolist())))
-        return [("not a token", name) for name in names if self.chat.tokenizer.token_to_id(name) is None]
+        strange = [("not a token", name) for name in names if self.chat.tokenizer.token_to_id(name) is None]
+        return [*strange, *self._tokens({}, (part,))]
 
     def _tokens(self, record: dict[str, Any], parts: tuple[Part, ...]) -> Iterator[Found]:
         first = parts[0].tokens[:2].tolist()
@@ -142,7 +144,7 @@ class Checker:
             for name in self.speller.specials.values():
                 if name in content:
                     yield "special", name
-            for key in message.keys() - {"role", "content", "weight"}:
+            for key in message.keys() - _ALWAYS_USED:
                 if not re.search(rf"\b{re.escape(key)}\b", self.chat.template):
                     yield "field", key
 
@@ -163,8 +165,8 @@ def unused_keys(raw: Any) -> list[str]:
 
 
 def say(kind: str, detail: str, count: int, total: int) -> str:
-    """The line for `count` of `total` records."""
-    records = f"{'all ' if count == total > 1 else ''}{counted(count)}"
+    """The line for `count` of `total` records; for what the template does to every conversation if count is 0."""
+    records = "every conversation" if not count else f"{'all ' if count == total > 1 else ''}{counted(count)}"
     if 0 < count < total:
         records += f" of {total:,} ({_percent(count / total)})"
     verb = {"refused": " are" if count > 1 else " is", "text": " are" if count > 1 else " is"}.get(kind, "")

@@ -32,7 +32,7 @@ def html_page(inspection: Inspection) -> str:
 
 
 def _warning(warning: Warning) -> str:
-    where = f" <small>{escape(warning.where)}</small>" if warning.where else ""
+    where = f" <small>e.g. {escape(warning.where)}</small>" if warning.where else ""
     return f"<li class={warning.level}><b>{_MARKS[warning.level]}</b> {escape(visible(warning.text))}{where}</li>"
 
 

@@ -177,7 +177,11 @@ def inspect_data(
     read = sum(tally.read for tally in tallies)
     if default_form and findings.counts["text", ""] < read:
         of_template.insert(0, ("default", default_form))
-    warnings = [Warning(KINDS[kind][0], say(kind, detail, 0, 0)) for kind, detail in of_template]
+    warnings = [
+        Warning(KINDS[kind][0], say(kind, detail, 0, 0))
+        for kind, detail in of_template
+        if not findings.counts[kind, detail]
+    ]
     warnings += findings.warnings(read, corpus)
     return Inspection(
         [_what_was_read(corpus, read), _what_tokenizer(chat)],

@@ -40,7 +40,8 @@ class Painter:
         text = ""
         for learned, run in groupby(cells, key=lambda cell: isinstance(cell, Cell) and cell.is_learned):
             words = "".join(map(self._spelled, run))
-            text += f"{_OPEN}{words}{_CLOSE}" if learned else words
+            ended = words.removesuffix("\n")
+            text += f"{_OPEN}{ended}{_CLOSE}{words[len(ended) :]}" if learned else words
         return text
 
     def _spelled(self, cell: Cell | str) -> str:
@@ -112,6 +113,6 @@ def _warnings(inspection: Inspection, painter: Painter) -> list[str]:
     lines = []
     for warning in inspection.warnings:
         mark, style = _LEVELS[warning.level]
-        where = painter.paint(f"  ({warning.where})", _QUIET) if warning.where else ""
+        where = painter.paint(f"  (e.g. {warning.where})", _QUIET) if warning.where else ""
         lines.append(f"{painter.paint(mark, style)} {visible(warning.text)}{where}")
     return lines or ["nothing"]
