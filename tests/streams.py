@@ -5,6 +5,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+
+def small_blocks(num_bytes):
+    """Blocks of so many bytes of text, so that little data has many windows."""
+    patch = pytest.MonkeyPatch()
+    patch.setattr("torchtitan_magi.data.records.BLOCK_BYTES", num_bytes)
+    return patch
+
 
 def take(items, count=None):
     return list(itertools.islice(items, count))

@@ -8,8 +8,7 @@ import pytest
 from streams import in_a_process, resume, take
 from test_data_sft import dataset, flats
 
-from torchtitan_magi.data import Corpus, RecordFile
-from torchtitan_magi.data import records as records_module
+from torchtitan_magi.data import Corpus, JsonlFile, jsonl
 
 
 def write(path, names, length=9):
@@ -115,7 +114,7 @@ def test_a_share_is_drawn_anew_in_every_pass(folder):
 
 def test_weights_and_epochs_in_a_stream_that_resumes(folder):
     paths = f"{folder}/a.jsonl=2, {folder}/more=0.5"
-    options = {"epochs": 4, "seq_len": 24, "window_packs": 2}
+    options = {"epochs": 4, "seq_len": 24, "window_blocks": 2}
     whole = dataset(paths, **options)
     stream = flats(whole)
     assert whole.counts.documents == 4 * (20 + 3)
@@ -175,8 +174,8 @@ def test_lines_are_found_wherever_chunks_end(tmp_path, monkeypatch):
         path = tmp_path / "train.jsonl"
         path.write_bytes(("\n".join(lines) + end).encode())
         for chunk in range(1, 40):
-            monkeypatch.setattr(records_module, "_CHUNK_BYTES", chunk)
-            file = RecordFile(path)
+            monkeypatch.setattr(jsonl, "_CHUNK_BYTES", chunk)
+            file = JsonlFile(path)
             assert [file[i]["text"] for i in range(len(file))] == ["a", "b", "ccccccccccccccccc", "d"]
             assert [file.where(i).rsplit(":")[-1] for i in range(4)] == ["1", "3", "6", "8"]
             assert file.num_bytes == path.stat().st_size

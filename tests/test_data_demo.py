@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from corpus import chat_tokenizer
 
-from torchtitan_magi.data import PackedPairDataset, PackedSFTDataset, RecordFile
+from torchtitan_magi.data import JsonlFile, PackedPairDataset, PackedSFTDataset
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "make_demo_data.py"
 FILES = ["train.jsonl", "validation.jsonl", "pairs.jsonl", "validation_pairs.jsonl"]
@@ -69,7 +69,7 @@ def test_tokenizer_fits_the_debug_models(chat):
 
 
 def test_conversations_have_a_long_tail_and_several_turns(demo, chat):
-    records = RecordFile(demo / "train.jsonl")
+    records = JsonlFile(demo / "train.jsonl")
     lengths = sorted(len(chat(records[i]).tokens) for i in range(len(records)))
     assert len(records) > 1000
     assert lengths[len(lengths) // 2] < 200
@@ -77,13 +77,13 @@ def test_conversations_have_a_long_tail_and_several_turns(demo, chat):
     turns = [sum(m["role"] == "assistant" for m in records[i]["messages"]) for i in range(len(records))]
     assert min(turns) == 1
     assert sum(t > 1 for t in turns) > 50
-    validation = RecordFile(demo / "validation.jsonl")
+    validation = JsonlFile(demo / "validation.jsonl")
     train = {records[i]["messages"][-1]["content"] for i in range(len(records))}
     assert not any(validation[i]["messages"][-1]["content"] in train for i in range(len(validation)))
 
 
 def test_assistant_text_is_what_is_learned(demo, chat):
-    records = RecordFile(demo / "train.jsonl")
+    records = JsonlFile(demo / "train.jsonl")
     for index in range(50):
         document = chat(records[index])
         expected = [m["content"] + "<|im_end|>" for m in records[index]["messages"] if m["role"] == "assistant"]

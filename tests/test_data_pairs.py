@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from streams import assert_nothing_is_lost, join, resume, take
+from streams import assert_nothing_is_lost, join, resume, small_blocks, take
 from test_data_chat import CHATML_UNMARKED, LLAMA3_TEMPLATE, TOKENIZER, assistant, chat, learned, user
 from tokenizers import Tokenizer, models
 
@@ -53,7 +53,14 @@ def write(path, pairs):
 
 
 def dataset(path, **options):
-    return PackedPairDataset(path, tokenize, **({"seq_len": SEQ_LEN, "epochs": 1, "window_packs": 4} | options))
+    return PackedPairDataset(path, tokenize, **({"seq_len": SEQ_LEN, "epochs": 1, "window_blocks": 2} | options))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def blocks():
+    patch = small_blocks(300)
+    yield
+    patch.undo()
 
 
 @pytest.fixture(scope="module")
@@ -143,13 +150,13 @@ def test_a_pair_without_a_common_prompt_token_is_refused():
 
 def test_both_layouts_by_hand():
     pair = numbered(3, 2, 4)
-    shared = lay_out_pair(7, pair, True)
+    shared = lay_out_pair(pair, True)
     assert shared.record == 7
     assert shared.bounds == (0, 2, 4, 8)
     assert shared.inputs.tolist() == [0, 1, 2, 300, 2, 600, 601, 602]
     assert shared.labels.tolist() == [-100, -100, 300, 301, 600, 601, 602, 603]
     assert shared.positions.tolist() == [0, 1, 2, 3, 2, 3, 4, 5]
-    separate = lay_out_pair(7, pair, False)
+    separate = lay_out_pair(pair, False)
     assert separate.bounds == (0, 0, 4, 10)
     assert separate.inputs.tolist() == [0, 1, 2, 300, 0, 1, 2, 600, 601, 602]
     assert separate.labels.tolist() == [-100, -100, 300, 301, -100, -100, 600, 601, 602, 603]
@@ -177,7 +184,7 @@ def test_both_layouts_hold_the_same_labels_after_the_same_contexts(prompt, chose
         return seen
 
     pair = numbered(prompt, chosen, rejected)
-    one, two = lay_out_pair(0, pair, True), lay_out_pair(0, pair, False)
+    one, two = lay_out_pair(pair, True), lay_out_pair(pair, False)
     assert len(one) == pair.num_positions(True) == prompt - 1 + chosen + rejected
     assert len(two) == pair.num_positions(False) == 2 * (prompt - 1) + chosen + rejected
     assert contexts(one) == contexts(two)
@@ -209,7 +216,7 @@ def test_packs_hold_every_pair_that_fits_once(corpus, shared_prompt):
     for index, line in enumerate(corpus.read_text().splitlines()):
         fitted = fit_pair(tokenize(parse_pair(json.loads(line))), SEQ_LEN, shared_prompt)
         if fitted is not None:
-            expected[index] = lay_out_pair(index, fitted, shared_prompt)
+            expected[index] = lay_out_pair(fitted, shared_prompt)
     found = []
     for inputs, labels in packs:
         assert set(inputs) == {"input", "positions", "pairs", "pair_ids"}

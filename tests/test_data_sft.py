@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from streams import assert_nothing_is_lost, join, resume, take
+from streams import assert_nothing_is_lost, join, resume, small_blocks, take
 from torch.distributed.checkpoint.stateful import Stateful
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -33,6 +33,13 @@ def write(path, documents):
     return path
 
 
+@pytest.fixture(scope="module", autouse=True)
+def blocks():
+    patch = small_blocks(100)
+    yield
+    patch.undo()
+
+
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
     """120 documents: most short, some longer than a pack, some without a label."""
@@ -43,7 +50,7 @@ def corpus(tmp_path_factory):
 
 
 def dataset(path, **options):
-    defaults = {"seq_len": SEQ_LEN, "seed": 5, "long_documents": "split", "epochs": 1, "window_packs": 4}
+    defaults = {"seq_len": SEQ_LEN, "seed": 5, "long_documents": "split", "epochs": 1, "window_blocks": 4}
     return PackedSFTDataset(path, tokenize, **(defaults | options))
 
 
@@ -253,7 +260,7 @@ def test_resume_at_any_round_and_any_degree_continues_the_stream(corpus, before,
 @settings(max_examples=60, deadline=None)
 @given(
     lengths=st.lists(st.tuples(st.integers(1, 40), st.integers(0, 40)), min_size=1, max_size=60),
-    options=st.fixed_dictionaries({"seq_len": st.integers(1, 20), "window_packs": st.integers(2, 8)}),
+    options=st.fixed_dictionaries({"seq_len": st.integers(1, 20), "window_blocks": st.integers(1, 8)}),
     before=st.integers(1, 4),
     after=st.integers(1, 4),
     data=st.data(),
@@ -323,7 +330,7 @@ def test_record_that_the_tokenizer_refuses_is_named(corpus, tmp_path):
     ("options", "words"),
     [
         ({"seq_len": 0}, "seq_len is 0; give"),
-        ({"window_packs": 1}, "window_packs is 1; give"),
+        ({"window_blocks": 0}, "window_blocks is 0; give"),
         ({"dp_rank": 2, "dp_world_size": 2}, "dp_rank is 2 of 2; give"),
         ({"seed": -1}, "seed is -1; give"),
         ({"long_documents": "drop"}, "long_documents is 'drop'; use one of truncate, split"),

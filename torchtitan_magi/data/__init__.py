@@ -3,6 +3,7 @@
 from torchtitan_magi.data.chat import ChatTokenizer
 from torchtitan_magi.data.corpus import Corpus
 from torchtitan_magi.data.documents import IGNORE_INDEX, TokenizedDocument, TokenizedPair
+from torchtitan_magi.data.jsonl import JsonlFile
 from torchtitan_magi.data.packed import collate_packs
 from torchtitan_magi.data.packing import PackingCounts, pack_best_fit
 from torchtitan_magi.data.pairs import PackedPairDataset
@@ -13,6 +14,7 @@ __all__ = [
     "IGNORE_INDEX",
     "ChatTokenizer",
     "Corpus",
+    "JsonlFile",
     "PackedPairDataset",
     "PackedSFTDataset",
     "PackingCounts",

@@ -171,7 +171,7 @@ class ChatTokenizer:
 
     def _encode_batch(self, texts: list[str]) -> list[Encoding | ValueError]:
         try:
-            return self.tokenizer.encode_batch(texts, add_special_tokens=False)
+            return [*self.tokenizer.encode_batch(texts, add_special_tokens=False)]
         except Exception as error:  # the library raises nothing narrower, for the whole batch
             if len(texts) == 1:
                 return [ValueError(f"the tokenizer refuses the text ({error}); correct the record")]

@@ -1,14 +1,18 @@
-"""The records of one or more JSONL sources under one numbering, with a weight per source."""
+"""The records of one or more sources under one numbering, with a weight per source."""
 
 import functools
 import glob
 import os
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from torchtitan_magi.data.formats import parse_document
+from torchtitan_magi.data.jsonl import JsonlFile
 from torchtitan_magi.data.records import Parse, RecordFile
 
 OTHER_FILES = (".reference.npz", ".unfinished.npz")  # written by training beside the data
@@ -16,15 +20,21 @@ OTHER_FILES = (".reference.npz", ".unfinished.npz")  # written by training besid
 
 @dataclass(frozen=True)
 class Source:
-    """Files with one weight. first: number of their first record."""
+    """Files with one weight. first, first_block: number of their first record and of their first block."""
 
     path: str
     weight: float
     files: list[RecordFile]
     first: int
+    first_block: int
 
     def __len__(self) -> int:
         return sum(map(len, self.files))
+
+    @property
+    def num_blocks(self) -> int:
+        """The source has the blocks from `first_block` to `first_block + num_blocks` of the corpus."""
+        return sum(file.num_blocks for file in self.files)
 
     def picks(self, weight: float, seed: int | None, epoch: int) -> np.ndarray:
         """Numbers of the records that an epoch takes from this source, int64.
@@ -51,33 +61,43 @@ class Corpus:
             Files are sorted by name. `source=2` or `source=0.5` gives the source a weight: how many times an epoch
             passes over it. A comma or an equals sign is part of the path if that file or folder exists; so is an
             equals sign with a slash somewhere after it.
-        parse: the JSON value of a line -> the record; a function of `formats`.
+        parse: the JSON value of a record -> the record; a function of `formats`.
+        cache: folder that keeps the index of each file; None: the files are read each time.
+
+    Attributes:
+        files: all files, in the order of the numbering.
+        block_firsts: int64 [blocks + 1], number of the first record of each block, and the number of records.
 
     Raises ValueError for sources that cannot be read, hold no record or name a file a second time, and for weights
     that leave less than one record per epoch.
     """
 
-    def __init__(self, paths: str | os.PathLike[str], parse: Parse = parse_document):
+    def __init__(
+        self, paths: str | os.PathLike[str], parse: Parse = parse_document, cache: str | os.PathLike[str] | None = None
+    ):
+        if not isinstance(paths, (str, os.PathLike)):
+            raise ValueError(f"the data set is {paths!r}; name its sources in one string, separated by commas")
         self.paths = os.fspath(paths)
         self.sources: list[Source] = []
-        seen: set[str] = set()
-        for path, weight in _split(self.paths):
-            files = []
-            for name in _files_of(path):
-                if os.path.realpath(name) in seen:
-                    raise ValueError(
-                        f"records file {name!r} is in the data set twice; give its source a weight instead"
-                    )
-                seen.add(os.path.realpath(name))
-                files.append(RecordFile(name, parse))
-            source = Source(path, weight, files, len(self))
-            if len(source) == 0:
-                raise ValueError(f"records file {path!r} holds no record; write one JSON object per line")
-            self.sources.append(source)
+        self.files: list[RecordFile] = []
+        named = [(path, weight, _files_of(path)) for path, weight in _split(self.paths)]
+        names = [name for _, _, names in named for name in names]
+        _check_distinct(names)
+        folder = None if cache is None else Path(cache)
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+            opened = pool.map(lambda name: JsonlFile(name, parse, cache=folder), names)
+            for path, weight, names in named:
+                source = Source(path, weight, [next(opened) for _ in names], len(self), self.num_blocks)
+                if len(source) == 0:
+                    raise ValueError(f"records file {path!r} holds no record; write one JSON object per line")
+                self.sources.append(source)
+                self.files += source.files
         if sum(source.weight * len(source) for source in self.sources) < 1:
             raise ValueError(f"the weights of {self.paths!r} leave less than one record an epoch; give larger ones")
-        self._files = [file for source in self.sources for file in source.files]
-        self._firsts = np.cumsum([0, *map(len, self._files)])
+        self._firsts = np.cumsum([0, *map(len, self.files)])
+        self._first_blocks = np.cumsum([0, *(file.num_blocks for file in self.files)])
+        firsts = [file.block_firsts[:-1] + first for file, first in zip(self.files, self._firsts[:-1], strict=True)]
+        self.block_firsts = np.concatenate([*firsts, self._firsts[-1:]])
 
     def __len__(self) -> int:
         return sum(map(len, self.sources))
@@ -91,6 +111,25 @@ class Corpus:
         file, place = self._locate(index)
         return file.where(place)
 
+    @property
+    def num_blocks(self) -> int:
+        return sum(file.num_blocks for file in self.files)
+
+    def read(self, block: int) -> list[dict[str, Any] | ValueError]:
+        """The records of a block, numbers block_firsts[block] to block_firsts[block + 1]; a malformed one is its error
+        (`what; remedy`). Raises ValueError, with the file's name, if the file has changed since it was opened."""
+        file, number = self._locate_block(block)
+        return file.read(number)
+
+    def digest(self, block: int) -> str:
+        """SHA-256, hexadecimal, of the block's content."""
+        file, number = self._locate_block(block)
+        return file.digest(number)
+
+    def check_unchanged(self, block: int) -> None:
+        """Raises ValueError, with the file's name, if the block's file has changed since it was opened."""
+        self._locate_block(block)[0].check_unchanged()
+
     def check(self, rank: int = 0, num_ranks: int = 1) -> None:
         """Parses the rank's span of consecutive records.
 
@@ -100,7 +139,7 @@ class Corpus:
             ValueError: `path:line: what; remedy` of the span's first error.
         """
         begin, end = (len(self) * number // num_ranks for number in (rank, rank + 1))
-        for file, first in zip(self._files, self._firsts.tolist(), strict=False):
+        for file, first in zip(self.files, self._firsts.tolist(), strict=False):
             file.check(max(0, begin - first), min(len(file), end - first))
 
     def epoch_order(self, seed: int, epoch: int, shuffle: bool, weighted: bool) -> np.ndarray:
@@ -116,14 +155,29 @@ class Corpus:
     def fingerprint(self) -> str:
         """Number of records, bytes and checksum, as text. Depends on the files' contents and order, not their names."""
         crc32 = 0
-        for file in self._files:
+        for file in self.files:
             crc32 = zlib.crc32(f"{file.num_bytes} {file.crc32} ".encode(), crc32)
-        num_bytes = sum(file.num_bytes for file in self._files)
+        num_bytes = sum(file.num_bytes for file in self.files)
         return f"{len(self):,} records, {num_bytes:,} bytes, checksum {crc32:08x}"
 
     def _locate(self, index: int) -> tuple[RecordFile, int]:
-        number = int(np.searchsorted(self._firsts, index, side="right")) - 1
-        return self._files[number], index - int(self._firsts[number])
+        return self._file_with(index, self._firsts)
+
+    def _locate_block(self, block: int) -> tuple[RecordFile, int]:
+        return self._file_with(block, self._first_blocks)
+
+    def _file_with(self, number: int, firsts: np.ndarray) -> tuple[RecordFile, int]:
+        """The file that holds a record or block, and its number in the file. firsts: numbers of the files' first."""
+        file = int(np.searchsorted(firsts, number, side="right")) - 1
+        return self.files[file], number - int(firsts[file])
+
+
+def _check_distinct(names: list[str]) -> None:
+    seen: set[str] = set()
+    for name in names:
+        if os.path.realpath(name) in seen:
+            raise ValueError(f"records file {name!r} is in the data set twice; give its source a weight instead")
+        seen.add(os.path.realpath(name))
 
 
 def _split(paths: str) -> list[tuple[str, float]]:

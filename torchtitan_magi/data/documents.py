@@ -1,13 +1,11 @@
 """The tokens of a record, and the pieces cut from them, which are packed. No torch: tokenizing workers import this."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 
 IGNORE_INDEX = -100  # label of a position that does not count in the loss
-
-LongDocuments = Literal["truncate", "split"]
 
 
 @dataclass(frozen=True)
@@ -54,51 +52,29 @@ def _completion(document: TokenizedDocument, start: int) -> TokenizedDocument:
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Consecutive positions of a pack, made from one record: a document, a cut of a long one, or a preference pair.
+class Pieces:
+    """Pieces cut from the records of a block, which are packed: documents, cuts of long ones, or preference pairs.
 
-    record: number of the record; start: first position within its document; inputs, labels: int32 [length], already
-    shifted (`labels[i]` is the token to predict after `inputs[i]`, or IGNORE_INDEX); positions: int32 [length], rotary;
-    bounds: boundaries from 0 to length: (0, length) for a document, and (0, chosen_start, rejected_start, length) for a
-    pair.
+    index: int64 [n], the record's index in its block; start: int64 [n], first position within its document; length:
+    int64 [n], positions.
     """
 
-    record: int
-    start: int
-    inputs: np.ndarray
-    labels: np.ndarray
-    positions: np.ndarray
-    bounds: tuple[int, ...]
+    index: np.ndarray
+    start: np.ndarray
+    length: np.ndarray
 
     def __len__(self) -> int:
-        return len(self.inputs)
+        return len(self.index)
 
-    @property
-    def has_label(self) -> bool:
-        return bool((self.labels != IGNORE_INDEX).any())
+    def rows(self, rows: np.ndarray) -> "Pieces":
+        return Pieces(self.index[rows], self.start[rows], self.length[rows])
+
+    @classmethod
+    def concatenate(cls, pieces: Sequence["Pieces"]) -> "Pieces":
+        columns = [(p.index, p.start, p.length) for p in pieces] or [(np.zeros(0, np.int64),) * 3]
+        return cls(*(np.concatenate(column) for column in zip(*columns, strict=True)))
 
 
 def labels_of(document: TokenizedDocument) -> np.ndarray:
     """int32 [n]: the tokens to predict, IGNORE_INDEX in place of the others."""
     return np.where(document.loss_mask, document.tokens, np.int32(IGNORE_INDEX))
-
-
-def cut_document(
-    record: int, document: TokenizedDocument, seq_len: int, long_documents: LongDocuments
-) -> tuple[list[Piece], int]:
-    """Shifts a document of n tokens to n - 1 positions and cuts it into pieces of at most seq_len.
-
-    Shifting comes first: the label of a piece's last position is the first token of the next piece, so no label is
-    lost at a cut. "truncate" keeps the first piece only.
-
-    Returns the pieces and the number of positions that truncation removed.
-    """
-    inputs = document.tokens[:-1]
-    labels = labels_of(document)[1:]
-    kept = len(inputs) if long_documents == "split" else min(len(inputs), seq_len)
-    pieces = []
-    for start in range(0, kept, seq_len):
-        stop = min(start + seq_len, kept)
-        positions, bounds = np.arange(stop - start, dtype=np.int32), (0, stop - start)
-        pieces.append(Piece(record, start, inputs[start:stop], labels[start:stop], positions, bounds))
-    return pieces, len(inputs) - kept

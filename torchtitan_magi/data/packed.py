@@ -1,9 +1,12 @@
 """Packed batches: the data-parallel shard of the global pack stream, as tensors."""
 
+import functools
+import itertools
 import os
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
+from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args
 
 import numpy as np
@@ -12,12 +15,17 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.utils.data import IterableDataset, get_worker_info
 
 from torchtitan_magi.data.corpus import Corpus
-from torchtitan_magi.data.documents import IGNORE_INDEX, Piece
+from torchtitan_magi.data.documents import IGNORE_INDEX, Pieces
+from torchtitan_magi.data.epoch_order import WINDOW_BLOCKS
 from torchtitan_magi.data.packing import PackingCounts
-from torchtitan_magi.data.stream import Cursor, PackStream
+from torchtitan_magi.data.stream import PACKING_VERSION, Cursor, Pack, PackStream, Piece, Tokens
+from torchtitan_magi.data.token_block import TokenBlock
+from torchtitan_magi.data.token_cache import TokenCache, TokenizedHere
 
 BadRecords = Literal["error", "skip"]
 Sample = tuple[dict[str, Any], torch.Tensor]
+
+CHECKED_BYTES = 2**30  # so much is parsed before the first step to find malformed records
 
 
 class PackedDataset(IterableDataset, Stateful):
@@ -37,24 +45,27 @@ class PackedDataset(IterableDataset, Stateful):
     without a pack get one of padding only (no boundaries, no labels).
 
     Args:
-        paths: JSONL files of records, see `Corpus`.
-        tokenize: record -> tokens, a `ChatTokenizer` or one of its methods; a pure function, picklable for workers. If
-            it has a `fingerprint`, a state is loaded only if its fingerprint is equal.
+        paths: sources of records, see `Corpus`.
+        tokenize: a `ChatTokenizer` or one of its methods `documents` and `pairs`; or a function record -> tokens, which
+            raises ValueError for a record that it refuses. Pure, and picklable for workers. A state is loaded only if
+            the tokenizer's `fingerprint` is equal.
         seq_len: tokens per pack.
         dp_rank, dp_world_size: this shard, and the number of shards.
         seed: seeds the order of records and packs, >= 0.
         shuffle: new order in every epoch; otherwise the file's order, as far as packing allows.
         epochs: passes over the records; -1 for passes without end.
-        bad_records: what happens to malformed records. "error": the constructor checks all records, and a record that
-            the chat template refuses raises when it is read. "skip": they are left out when read, counted, and the
-            first few logged.
+        bad_records: what happens to malformed records and to those that the chat template refuses. "error": they raise,
+            see `check`. "skip": they are left out when read, counted, and the first few logged.
         weighted: whether the weights of the sources count; otherwise an epoch has each record once.
-        check: whether the constructor checks the records if bad_records is "error"; if not, call `records.check`.
-        window_packs: packs whose records are packed together; a larger window packs tighter and takes more memory and
-            time before the first item.
+        check: whether the constructor calls `check` if bad_records is "error".
+        window_blocks: size of the windows whose records are packed together, in blocks of 4 MiB of text; a larger
+            window packs tighter and takes more memory and time before the first item.
+        token_cache: folder that keeps tokens, made by processes on all cores, for a `ChatTokenizer`; all ranks and
+            later runs read them there. None: tokens are made in this process, and not kept.
 
     Raises ValueError for arguments out of range, for records files that are missing or empty and for malformed records;
-    while iterating, when no record holds a label or a chat template refuses one. Works with 0 or 1 loader workers.
+    while iterating, when no record holds a label or a chat template refuses one, and when tokens cannot be kept. Works
+    with 0 or 1 loader workers; with more through `training.pack_loader`.
     """
 
     bounds_name: ClassVar[str]  # "documents" or "pairs"
@@ -67,7 +78,7 @@ class PackedDataset(IterableDataset, Stateful):
     def __init__(
         self,
         paths: str | os.PathLike[str],
-        tokenize: Callable[[dict[str, Any]], Any],
+        tokenize: Callable[..., Any],
         seq_len: int,
         dp_rank: int = 0,
         dp_world_size: int = 1,
@@ -77,12 +88,13 @@ class PackedDataset(IterableDataset, Stateful):
         bad_records: BadRecords = "error",
         check: bool = True,
         weighted: bool = True,
-        window_packs: int = 32,
+        window_blocks: int = WINDOW_BLOCKS,
+        token_cache: str | os.PathLike[str] | None = None,
     ):
         if seq_len < 1:
             raise ValueError(f"seq_len is {seq_len}; give at least 1 token")
-        if window_packs < 2:
-            raise ValueError(f"window_packs is {window_packs}; give at least 2 packs")
+        if window_blocks < 1:
+            raise ValueError(f"window_blocks is {window_blocks}; give at least 1 block")
         if not 0 <= dp_rank < dp_world_size:
             raise ValueError(f"dp_rank is {dp_rank} of {dp_world_size}; give a rank from 0 to dp_world_size - 1")
         if seed < 0:
@@ -91,18 +103,60 @@ class PackedDataset(IterableDataset, Stateful):
             raise ValueError(f"epochs is {epochs}; give at least 1, or -1 for epochs without end")
         if bad_records not in get_args(BadRecords):
             raise ValueError(f"bad_records is {bad_records!r}; use one of {', '.join(get_args(BadRecords))}")
-        self.tokenize, self.seq_len, self.dp_rank, self.dp_world_size = tokenize, seq_len, dp_rank, dp_world_size
-        self.records, skip_bad = Corpus(paths, self.parse), bad_records == "skip"
-        if check and not skip_bad:
-            self.records.check()
+        self.seq_len, self.dp_rank, self.dp_world_size = seq_len, dp_rank, dp_world_size
+        self.tokenizer = getattr(tokenize, "__self__", tokenize)  # the object of a bound method
+        self.records, skip_bad = Corpus(paths, self.parse, token_cache), bad_records == "skip"
+        self.tokens = self._tokens(tokenize, token_cache, f"{seed} {shuffle} {weighted}")
         self._stream = PackStream(
-            self.records, self.make_pieces, seq_len, seed, shuffle, epochs, window_packs, skip_bad, weighted
+            self.records,
+            self.tokens,
+            self.make_pieces,
+            seq_len,
+            seed,
+            shuffle,
+            epochs,
+            window_blocks,
+            skip_bad,
+            weighted,
         )
         self._cursor, self._resuming = Cursor(), False
+        if check and not skip_bad:
+            self.check()
+
+    def _tokens(self, tokenize: Any, folder: str | os.PathLike[str] | None, order_name: str) -> Tokens:
+        if folder is not None:
+            name = f"{self.records.fingerprint} {order_name}"
+            return TokenCache(Path(folder), self.records, self.tokenizer, self.bounds_name, name)
+        batch = getattr(self.tokenizer, self.bounds_name, None) or functools.partial(_one_by_one, tokenize)
+        return TokenizedHere(self.records, batch, self.bounds_name)
 
     @abstractmethod
-    def make_pieces(self, record: int, content: dict[str, Any]) -> tuple[list[Piece], PackingCounts]:
-        """The pieces of record number `record`, each of at most seq_len tokens and with a label; and its counts."""
+    def make_pieces(self, block: TokenBlock, indices: np.ndarray) -> tuple[Pieces, PackingCounts]:
+        """Pieces of these records of a block, each of at most seq_len tokens and with a label; and the counts.
+
+        Malformed records have none and are not counted.
+        """
+
+    def check(self, rank: int = 0, num_ranks: int = 1) -> None:
+        """Checks this rank's share of the records for malformed ones; spans ascend by rank.
+
+        Where tokens are kept, they know. Other blocks are parsed, unless the data has more than CHECKED_BYTES: then
+        they are checked as they are tokenized, which is ahead of training.
+
+        Raises:
+            ValueError: `path:line: what; remedy` of the span's first error.
+        """
+        all_parsed = sum(file.num_bytes for file in self.records.files) <= CHECKED_BYTES
+        begin, end = (self.records.num_blocks * number // num_ranks for number in (rank, rank + 1))
+        for block in range(begin, end):
+            malformed = self.tokens.malformed(block)
+            if malformed is None and all_parsed:
+                records = enumerate(self.records.read(block))
+                malformed = {index: str(record) for index, record in records if isinstance(record, ValueError)}
+            if malformed:
+                first = min(malformed)
+                where = self.records.where(int(self.records.block_firsts[block]) + first)
+                raise ValueError(f"{where}: {malformed[first]}")
 
     @property
     def counts(self) -> PackingCounts:
@@ -117,33 +171,39 @@ class PackedDataset(IterableDataset, Stateful):
     def __iter__(self) -> Iterator[Sample]:
         worker = get_worker_info()
         if worker is not None and worker.num_workers > 1:
-            raise ValueError(f"num_workers is {worker.num_workers}; use 0 or 1, packs are made in one sequence")
+            raise ValueError(f"num_workers is {worker.num_workers}; use 0 or 1, or a PackLoader")
+        yield from self.shard()
+
+    def shard(self, wanted: Callable[[int], bool] = lambda number: True) -> Iterator[Sample]:
+        """This shard's items, counted from 0 where it begins; those that are not wanted are left out."""
         if not self._resuming:
             self._cursor = Cursor()
         self._resuming = False
         packs = self._stream.packs(self._cursor)
-        while round_of_packs := list(islice(packs, self.dp_world_size)):
+        for number in itertools.count():
+            round_of_packs = list(islice(packs, self.dp_world_size))
+            if not round_of_packs:
+                return
             self._cursor = round_of_packs[-1].next_cursor
-            yield self.lay_out(round_of_packs[self.dp_rank].pieces if self.dp_rank < len(round_of_packs) else [])
+            if wanted(number):
+                yield self._item(round_of_packs[self.dp_rank] if self.dp_rank < len(round_of_packs) else None)
 
+    def _item(self, pack: Pack | None) -> Sample:
+        return self.lay_out([] if pack is None else pack.pieces(self.tokens))
+
+    @abstractmethod
     def lay_out(self, pieces: Sequence[Piece]) -> Sample:
         """Pieces with at most seq_len tokens in total -> one item."""
-        tokens = np.zeros(self.seq_len, dtype=np.int64)
-        positions = np.zeros(self.seq_len, dtype=np.int32)
-        labels = np.full(self.seq_len, IGNORE_INDEX, dtype=np.int64)
-        bounds, start = [], 0
-        for piece in pieces:
-            where = slice(start, start + len(piece))
-            tokens[where], labels[where], positions[where] = piece.inputs, piece.labels, piece.positions
-            bounds.append([start + bound for bound in piece.bounds])
-            start += len(piece)
+
+    def item(self, rows: "Rows", bounds: list[list[int]]) -> Sample:
+        """An item of arrays and of the boundaries of its pieces."""
         columns = {"documents": 2, "pairs": 4}[self.bounds_name]
         inputs = {
-            "input": torch.from_numpy(tokens),
-            "positions": torch.from_numpy(positions),
+            "input": torch.from_numpy(rows.tokens),
+            "positions": torch.from_numpy(rows.positions),
             self.bounds_name: np.array(bounds, dtype=np.int32).reshape(-1, columns),
         }
-        return inputs, torch.from_numpy(labels)
+        return inputs, torch.from_numpy(rows.labels)
 
     def state_dict(self) -> dict[str, Any]:
         """The position in the global stream and what the stream depends on, as plain Python values."""
@@ -156,6 +216,12 @@ class PackedDataset(IterableDataset, Stateful):
 
     def check_state(self, state_dict: dict[str, Any]) -> None:
         """Raises ValueError if the state belongs to another stream of packs."""
+        version = state_dict["stream"].get("packing", 1)
+        if version != PACKING_VERSION:
+            raise ValueError(
+                f"the loader's saved state has packing version {version}, this program has {PACKING_VERSION}; resume"
+                " with the program that saved it, or without the loader's state"
+            )
         for name, now in self.identity().items():
             saved = state_dict["stream"].get(name)
             if saved != now:
@@ -167,18 +233,37 @@ class PackedDataset(IterableDataset, Stateful):
     def identity(self) -> dict[str, Any]:
         """All that the stream of packs depends on, as plain Python values."""
         stream = self._stream
-        tokenizer = getattr(self.tokenize, "__self__", self.tokenize)  # the object of a bound method
         return {
+            "packing": PACKING_VERSION,
             "kind": self.bounds_name,
             "records": self.records.fingerprint,
-            "weights": [source.weight if stream.weighted else 1.0 for source in self.records.sources],
+            "weights": stream.weights,
             "records of the sources": [len(source) for source in self.records.sources] if stream.weighted else [],
-            "tokenizer": getattr(tokenizer, "fingerprint", None),
+            "tokenizer": getattr(self.tokenizer, "fingerprint", None),
             "seq_len": stream.seq_len,
             "seed": stream.seed,
             "shuffle": stream.shuffle,
-            "window_packs": stream.window_packs,
+            "window_blocks": stream.window_blocks,
         }
+
+
+class Rows:
+    """The arrays of an item, padding at first: tokens, labels int64 [seq_len], positions int32 [seq_len]."""
+
+    def __init__(self, seq_len: int) -> None:
+        self.tokens = np.zeros(seq_len, dtype=np.int64)
+        self.positions = np.zeros(seq_len, dtype=np.int32)
+        self.labels = np.full(seq_len, IGNORE_INDEX, dtype=np.int64)
+
+
+def _one_by_one(tokenize: Callable[[Any], Any], records: list[Any]) -> list[Any]:
+    made = []
+    for record in records:
+        try:
+            made.append(record if isinstance(record, ValueError) else tokenize(record))
+        except ValueError as error:
+            made.append(error)
+    return made
 
 
 def collate_packs(samples: Sequence[Sample], num_rows: int | None = None) -> Sample:

@@ -20,38 +20,60 @@ prompt and to itself. Without a shared prompt the pair is two documents, (P + C)
 with positions from 0 and the same labels; they stay in one pack.
 """
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from torchtitan_magi.data.documents import IGNORE_INDEX, Piece, TokenizedDocument, TokenizedPair, labels_of
+from torchtitan_magi.data.documents import IGNORE_INDEX, Pieces, TokenizedDocument, TokenizedPair, labels_of
 from torchtitan_magi.data.formats import parse_pair
-from torchtitan_magi.data.packed import PackedDataset, Sample
+from torchtitan_magi.data.packed import PackedDataset, Rows, Sample
 from torchtitan_magi.data.packing import PackingCounts
+from torchtitan_magi.data.stream import Piece
+from torchtitan_magi.data.token_block import TokenBlock
 
 
-def fit_pair(pair: TokenizedPair, seq_len: int, shared_prompt: bool) -> TokenizedPair | None:
-    """The pair with its completions cut at the end until it fits; None if that leaves a completion without a label.
+def cut_lengths(chosen: Any, rejected: Any, excess: Any) -> tuple[Any, Any]:
+    """Lengths of both completions after `excess` positions are cut; integers or integer arrays.
 
     The longer completion is cut first, then both to the same length (or one token apart).
     """
+    room = chosen + rejected - np.maximum(0, excess)
+    shorter = np.minimum(np.minimum(chosen, rejected), np.maximum(0, room // 2))
+    longer = np.maximum(0, room - shorter)
+    first_is_shorter = chosen <= rejected
+    return np.where(first_is_shorter, shorter, longer), np.where(first_is_shorter, longer, shorter)
+
+
+def fit_pair(pair: TokenizedPair, seq_len: int, shared_prompt: bool) -> TokenizedPair | None:
+    """The pair with its completions cut at the end until it fits; None if that leaves a completion without a label."""
     excess = pair.num_positions(shared_prompt) - seq_len
-    if excess > 0:
-        lengths = len(pair.chosen.tokens), len(pair.rejected.tokens)
-        room = sum(lengths) - excess
-        shorter = min(*lengths, max(0, room // 2))
-        longer = max(0, room - shorter)
-        cuts = (shorter, longer) if lengths[0] <= lengths[1] else (longer, shorter)
-        chosen, rejected = (
-            TokenizedDocument(completion.tokens[:cut], completion.loss_mask[:cut])
-            for completion, cut in zip((pair.chosen, pair.rejected), cuts, strict=True)
-        )
-        pair = replace(pair, chosen=chosen, rejected=rejected)
-    return pair if pair.chosen.loss_mask.any() and pair.rejected.loss_mask.any() else None
+    cuts = cut_lengths(len(pair.chosen.tokens), len(pair.rejected.tokens), excess)
+    chosen, rejected = (
+        TokenizedDocument(completion.tokens[:cut], completion.loss_mask[:cut])
+        for completion, cut in zip((pair.chosen, pair.rejected), cuts, strict=True)
+    )
+    if not (chosen.loss_mask.any() and rejected.loss_mask.any()):
+        return None
+    return replace(pair, chosen=chosen, rejected=rejected)
 
 
-def lay_out_pair(record: int, pair: TokenizedPair, shared_prompt: bool) -> Piece:
+@dataclass(frozen=True)
+class PairRows:
+    """The positions of a pair. inputs, labels: int32 [n], already shifted; positions: int32 [n], rotary; bounds: (0,
+    chosen_start, rejected_start, n)."""
+
+    inputs: np.ndarray
+    labels: np.ndarray
+    positions: np.ndarray
+    bounds: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+
+def lay_out_pair(pair: TokenizedPair, shared_prompt: bool) -> PairRows:
     """The positions of a pair, in the layout of the module's docstring."""
     prompt, last = pair.prompt[:-1], pair.prompt[-1:]
     shared = len(prompt)
@@ -68,7 +90,7 @@ def lay_out_pair(record: int, pair: TokenizedPair, shared_prompt: bool) -> Piece
         labels.append(labels_of(completion))
         positions.append(np.arange(shared, shared + len(completion.tokens), dtype=np.int32))
         bounds.append(sum(map(len, inputs)))
-    return Piece(record, 0, np.concatenate(inputs), np.concatenate(labels), np.concatenate(positions), tuple(bounds))
+    return PairRows(np.concatenate(inputs), np.concatenate(labels), np.concatenate(positions), tuple(bounds))
 
 
 class PackedPairDataset(PackedDataset):
@@ -94,23 +116,41 @@ class PackedPairDataset(PackedDataset):
         self.shared_prompt = shared_prompt
         super().__init__(*args, **options)
 
-    def make_pieces(self, record: int, content: dict[str, Any]) -> tuple[list[Piece], PackingCounts]:
-        pair: TokenizedPair = self.tokenize(content)
-        whole = pair.num_positions(self.shared_prompt)
-        read = PackingCounts(documents=1, tokens_read=whole)
-        if not (pair.chosen.loss_mask.any() and pair.rejected.loss_mask.any()):
-            return [], read + PackingCounts(unlabeled=1, tokens_left_out=whole)
-        fitted = fit_pair(pair, self.seq_len, self.shared_prompt)
-        if fitted is None:
-            return [], read + PackingCounts(long_prompts=1, tokens_left_out=whole)
-        if np.array_equal(fitted.chosen.tokens, fitted.rejected.tokens):
-            return [], read + PackingCounts(equal=1, tokens_left_out=whole)
-        piece = lay_out_pair(record, fitted, self.shared_prompt)
-        removed = whole - len(piece)
-        return [piece], read + PackingCounts(truncated=int(removed > 0), truncated_tokens=removed)
+    def make_pieces(self, block: TokenBlock, indices: np.ndarray) -> tuple[Pieces, PackingCounts]:
+        if block.malformed:
+            indices = indices[~np.isin(indices, list(block.malformed))]
+        begin, chosen, rejected, end = (block.bounds[3 * indices + part] for part in range(4))
+        shared, sizes = chosen - begin - 1, (rejected - chosen, end - rejected)
+        whole = (1 if self.shared_prompt else 2) * shared + sizes[0] + sizes[1]
+        cuts = cut_lengths(*sizes, whole - self.seq_len)
+        firsts = [block.first_learned(part) - part for part in (chosen, rejected)]
+        labelled = (firsts[0] < sizes[0]) & (firsts[1] < sizes[1])
+        fits = labelled & (firsts[0] < cuts[0]) & (firsts[1] < cuts[1])
+        differs = (cuts[0] != cuts[1]) | (cuts[0] > block.common[indices])
+        good = fits & differs
+        length = whole - np.maximum(0, whole - self.seq_len)
+        return Pieces(indices[good], np.zeros(good.sum(), np.int64), length[good]), PackingCounts(
+            documents=len(indices),
+            tokens_read=int(whole.sum()),
+            truncated=int((length < whole)[good].sum()),
+            truncated_tokens=int((whole - length)[good].sum()),
+            unlabeled=int((~labelled).sum()),
+            long_prompts=int((labelled & ~fits).sum()),
+            equal=int((fits & ~differs).sum()),
+            tokens_left_out=int(whole[~good].sum()),
+        )
 
-    def lay_out(self, pieces: Any) -> Sample:
-        inputs, labels = super().lay_out(pieces)
+    def lay_out(self, pieces: Sequence[Piece]) -> Sample:
+        rows, bounds, at = Rows(self.seq_len), [], 0
+        for piece in pieces:
+            fitted = fit_pair(piece.block.pair(piece.index), self.seq_len, self.shared_prompt)
+            assert fitted is not None
+            pair = lay_out_pair(fitted, self.shared_prompt)
+            end = at + len(pair)
+            rows.tokens[at:end], rows.labels[at:end], rows.positions[at:end] = pair.inputs, pair.labels, pair.positions
+            bounds.append([at + bound for bound in pair.bounds])
+            at = end
+        inputs, labels = self.item(rows, bounds)
         return inputs | {"pair_ids": np.array([piece.record for piece in pieces], dtype=np.int64)}, labels
 
     def identity(self) -> dict[str, Any]:

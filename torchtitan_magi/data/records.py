@@ -1,133 +1,158 @@
-"""Training records in a JSONL file: random access by byte offset, and a check of every line."""
+"""Files of training records: what their formats have in common."""
 
-import json
+import hashlib
 import os
-import zlib
-from collections.abc import Callable
-from typing import Any, BinaryIO
+import stat
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 
-from torchtitan_magi.data.formats import parse_document
-
 Parse = Callable[[Any], dict[str, Any]]
 
-MAX_RECORD_BYTES = 16 * 2**20  # a longer line is malformed and never read into memory
-_CHUNK_BYTES = 2**20
-_IS_SPACE = np.isin(np.arange(256), list(b" \t\r\n\v\f"))
-_NEWLINE = ord("\n")
+BLOCK_BYTES = 4 * 2**20
+MAX_RECORD_BYTES = 16 * 2**20  # a longer record is malformed and never read into memory
 
 
-class RecordFile:
-    """The records of one JSONL file. Only an int64 offset per record stays in memory; blank lines are skipped.
+class RecordFile(ABC):
+    """The records of one file, or of one split of a data set; safe to use from forked and spawned processes.
 
-    The constructor reads the file once, for the offsets and a checksum. Indexing parses one line; `check` parses all.
+    A block is a range of consecutive records, of at most BLOCK_BYTES bytes of raw text or of one record. The blocks
+    depend on the content alone.
 
     Args:
-        path: JSONL file.
-        parse: the JSON value of a line -> the record; a function of `formats`.
+        path: name for messages.
+        parse: the JSON value of a record -> the record; a function of `formats`.
+        columns: key that `parse` knows -> key under which the records hold its value.
+        parts: the files that are read, of which none may change.
 
-    Attributes:
-        num_bytes: size of the file.
-        crc32: checksum of its bytes.
+    Attributes, besides the arguments:
+        block_firsts: int64 [blocks + 1], first record of each block, and the number of records.
+        num_bytes, crc32: size and checksum of the content.
 
-    Raises ValueError for a file that cannot be read and, when indexed, for a malformed line (`what; remedy`).
+    Raises ValueError (`what; remedy`, with the file's name) for a file that cannot be read or changes.
     """
 
-    def __init__(self, path: str | os.PathLike[str], parse: Parse = parse_document):
-        self.path, self.parse = os.fspath(path), parse
-        self.num_bytes = self.crc32 = 0
-        try:
-            self._offsets = self._index()
-        except OSError as error:
-            reason = error.strerror or error
-            raise ValueError(f"cannot read records file {self.path!r}: {reason}; check the path") from None
+    block_firsts: np.ndarray
+    num_bytes: int
+    crc32: int
+
+    def __init__(self, path: str, parse: Parse, columns: Mapping[str, str], parts: list[str]):
+        self.path, self.parse, self.columns = path, parse, dict(columns)
+        with named_errors(path):
+            self._parts = {part: _regular(part) for part in parts}
 
     def __len__(self) -> int:
-        return len(self._offsets) - 1
+        return int(self.block_firsts[-1])
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.block_firsts) - 1
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        with open(self.path, "rb") as file:  # opened each time: forked workers would share a file position
-            return self._read(file, index)
+        """One record. Raises ValueError (`what; remedy`) if it is malformed."""
+        (record,) = self.records(index, index + 1)
+        if isinstance(record, ValueError):
+            raise record
+        return record
 
-    def _read(self, file: BinaryIO, index: int) -> dict[str, Any]:
-        start, stop = self._offsets[index : index + 2].tolist()
-        if stop - start > MAX_RECORD_BYTES:
-            raise ValueError(f"the line has {stop - start:,} bytes, more than {MAX_RECORD_BYTES:,}; split the record")
-        if file.tell() != start:
-            file.seek(start)
-        return parse_line(file.read(stop - start), self.parse)
+    def records(self, first: int, last: int) -> Iterator[dict[str, Any] | ValueError]:
+        """Records first:last, parsed; a malformed one is its ValueError (`what; remedy`, without a place)."""
+        self.check_unchanged()
+        with named_errors(self.path):
+            yield from map(self._parsed, self._values(first, last))
 
-    def where(self, index: int) -> str:
-        """`path:line` of a record, for messages; reads the file up to that line."""
-        number, left = 1, int(self._offsets[index])
-        with open(self.path, "rb") as file:
-            while left:
-                chunk = file.read(min(left, _CHUNK_BYTES))
-                number += chunk.count(b"\n")
-                left -= len(chunk)
-        return f"{self.path}:{number}"
+    def read(self, block: int) -> list[dict[str, Any] | ValueError]:
+        """The records of a block, as `records` gives them."""
+        first, last = self.block_firsts[block : block + 2].tolist()
+        return list(self.records(first, last))
+
+    def digest(self, block: int) -> str:
+        """SHA-256, hexadecimal, of the block's content and of the names of its columns."""
+        digest = self._digest(block)
+        return _sha256(f"{digest} {sorted(self.columns.items())}".encode()) if self.columns else digest
 
     def check(self, first: int = 0, last: int | None = None) -> None:
         """Parses records[first:last]. Raises ValueError (`path:line: what; remedy`) for the first malformed one."""
-        with open(self.path, "rb") as file:
-            for index in range(first, len(self) if last is None else last):
-                try:
-                    self._read(file, index)
-                except ValueError as error:
-                    raise ValueError(f"{self.where(index)}: {error}") from None
+        for index, record in enumerate(self.records(first, len(self) if last is None else last), start=first):
+            if isinstance(record, ValueError):
+                raise ValueError(f"{self.where(index)}: {record}") from None
 
-    def _index(self) -> np.ndarray:
-        """int64 [records + 1]: first byte of each line that is not blank, and the size of the file."""
-        found, spaced, begins_line = [], [], True
-        with open(self.path, "rb") as file:
-            while chunk := file.read(_CHUNK_BYTES):
-                self.crc32 = zlib.crc32(chunk, self.crc32)
-                data = np.frombuffer(chunk, dtype=np.uint8)
-                begins = np.flatnonzero(data == _NEWLINE) + 1
-                if begins_line:
-                    begins = np.append(0, begins)
-                begins_line = len(begins) > 0 and int(begins[-1]) == len(data)
-                begins = begins[: len(begins) - begins_line]
-                begins = begins[data[begins] != _NEWLINE]
-                found.append(begins + self.num_bytes)
-                spaced.append(begins[_IS_SPACE[data[begins]]] + self.num_bytes)  # may be blank
-                self.num_bytes += len(data)
-            offsets = np.concatenate([*found, [self.num_bytes]]).astype(np.int64)
-            blank = [offset for offsets in spaced for offset in offsets.tolist() if _is_blank_line(file, offset)]
-        return np.setdiff1d(offsets, blank)
+    def check_unchanged(self) -> None:
+        """Raises ValueError if a file has vanished, or another size or time of modification than when it was opened."""
+        for part, (size, time) in self._parts.items():
+            try:
+                now = os.stat(part)
+            except OSError as error:
+                raise self._changed(f"cannot be read any more: {error.strerror}") from None
+            if now.st_size != size:
+                verb = "shrank" if now.st_size < size else "grew"
+                raise self._changed(f"{verb} from {size:,} to {now.st_size:,} bytes since it was opened")
+            if now.st_mtime_ns != time:
+                raise self._changed("was rewritten since it was opened")
+
+    @abstractmethod
+    def where(self, index: int) -> str:
+        """`path:line` or `path:row` of a record, for messages; both count from 1."""
+
+    @abstractmethod
+    def _values(self, first: int, last: int) -> Iterator[Any]:
+        """The JSON values of records first:last, or ValueErrors."""
+
+    @abstractmethod
+    def _digest(self, block: int) -> str: ...
+
+    def _parsed(self, value: Any) -> dict[str, Any] | ValueError:
+        if isinstance(value, ValueError):
+            return value
+        if self.columns and isinstance(value, dict):
+            value = _renamed(value, self.columns)
+        try:
+            return self.parse(value)
+        except ValueError as error:
+            return error
+        except RecursionError:
+            return ValueError("the record is nested too deeply; remove it")
+
+    def _changed(self, what: str) -> ValueError:
+        return ValueError(f"records file {self.path!r} {what}; leave it as it is during a run, and start again")
 
 
-def _is_blank_line(file: BinaryIO, offset: int) -> bool:
-    file.seek(offset)
-    while chunk := file.readline(_CHUNK_BYTES):
-        if not chunk.isspace():
-            return False
-        if chunk.endswith(b"\n"):
-            break
-    return True
+def blocks_of(offsets: np.ndarray) -> np.ndarray:
+    """offsets: int64 [records + 1], where each record begins and the last ends, in bytes -> block_firsts."""
+    firsts = [0]
+    while firsts[-1] < len(offsets) - 1:
+        fitting = int(np.searchsorted(offsets, offsets[firsts[-1]] + BLOCK_BYTES, side="right")) - 1
+        firsts.append(max(fitting, firsts[-1] + 1))
+    return np.array(firsts, dtype=np.int64)
 
 
-def parse_line(line: bytes, parse: Parse) -> dict[str, Any]:
-    """The record on one line of JSON. Raises ValueError (`what; remedy`) when it is malformed."""
+@contextmanager
+def named_errors(path: str) -> Iterator[None]:
+    """Turns an OSError into a ValueError that names the file."""
     try:
-        record = json.loads(line.rstrip().decode("utf-8-sig"))  # a byte order mark is accepted
-    except UnicodeDecodeError as error:
-        byte = f"byte 0x{line[error.start]:02x} at column {error.start + 1}"
-        raise ValueError(f"{byte} is not UTF-8; save the file as UTF-8") from None
-    except json.JSONDecodeError as error:
-        raise ValueError(f"not JSON ({error.msg}, column {error.colno}); write one JSON object per line") from None
-    except (ValueError, RecursionError):
-        raise ValueError("the JSON is nested too deeply or has a number of too many digits; remove the line") from None
-    if b"\\u" in line:
-        _check_surrogates(record)
-    return parse(record)
+        yield
+    except OSError as error:
+        reason = error.strerror or str(error).splitlines()[0]
+        raise ValueError(f"cannot read records file {path!r}: {reason}; check the path") from None
 
 
-def _check_surrogates(record: Any) -> None:
-    """Raises ValueError for an escape such as \\ud83d without its other half: valid JSON, but not valid text."""
-    try:
-        json.dumps(record, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:
-        escape = f"\\u{ord(error.object[error.start]):04x}"
-        raise ValueError(f"the escape {escape} is half of a surrogate pair; write the character itself") from None
+def _regular(path: str) -> tuple[int, int]:
+    """Size and time of modification of a file. Raises OSError if it is none."""
+    found = os.stat(path)
+    if stat.S_ISDIR(found.st_mode):
+        raise OSError("it is a directory")
+    if not stat.S_ISREG(found.st_mode):
+        raise OSError("it is no regular file but a pipe, socket or device")
+    return found.st_size, found.st_mtime_ns
+
+
+def _renamed(record: dict[str, Any], columns: dict[str, str]) -> dict[str, Any]:
+    given = {key: record[column] for key, column in columns.items() if column in record}
+    return {key: value for key, value in record.items() if key not in columns.values()} | given
+
+
+def _sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()

@@ -1,11 +1,18 @@
 """Packs of documents for supervised fine-tuning."""
 
-from typing import Any, get_args
+from collections.abc import Sequence
+from typing import Any, Literal, get_args
 
-from torchtitan_magi.data.documents import LongDocuments, Piece, cut_document
+import numpy as np
+
+from torchtitan_magi.data.documents import Pieces
 from torchtitan_magi.data.formats import parse_document
-from torchtitan_magi.data.packed import PackedDataset
+from torchtitan_magi.data.packed import PackedDataset, Rows, Sample
 from torchtitan_magi.data.packing import PackingCounts
+from torchtitan_magi.data.stream import Piece
+from torchtitan_magi.data.token_block import TokenBlock
+
+LongDocuments = Literal["truncate", "split"]
 
 
 class PackedSFTDataset(PackedDataset):
@@ -25,21 +32,48 @@ class PackedSFTDataset(PackedDataset):
             raise ValueError(f"long_documents is {long_documents!r}; use one of {', '.join(get_args(LongDocuments))}")
         self.long_documents = long_documents
         super().__init__(*args, **options)
+        self._positions = np.arange(self.seq_len, dtype=np.int32)
 
-    def make_pieces(self, record: int, content: dict[str, Any]) -> tuple[list[Piece], PackingCounts]:
-        document = self.tokenize(content)
-        pieces, removed = cut_document(record, document, self.seq_len, self.long_documents)
-        labelled = [piece for piece in pieces if piece.has_label]
-        return labelled, PackingCounts(
-            documents=1,
-            tokens_read=max(0, len(document.tokens) - 1),
-            truncated=int(removed > 0),
-            truncated_tokens=removed,
-            split=int(len(pieces) > 1),
-            extra_pieces=max(0, len(pieces) - 1),
-            unlabeled=len(pieces) - len(labelled) if pieces else 1,
-            tokens_left_out=sum(map(len, pieces)) - sum(map(len, labelled)),
+    def make_pieces(self, block: TokenBlock, indices: np.ndarray) -> tuple[Pieces, PackingCounts]:
+        """A document of n tokens has n - 1 positions, each with the token after it as its label.
+
+        Shifting comes before cutting: the label of a piece's last position is the first token of the next piece, so no
+        label is lost at a cut. "truncate" keeps the first piece only.
+        """
+        if block.malformed:
+            indices = indices[~np.isin(indices, list(block.malformed))]
+        begin = block.bounds[indices]
+        size = np.maximum(0, block.bounds[indices + 1] - begin - 1)
+        kept = size if self.long_documents == "split" else np.minimum(size, self.seq_len)
+        num = -(-kept // self.seq_len)
+        number = np.arange(num.sum()) - np.repeat(np.cumsum(num) - num, num)  # of a piece in its document
+        start = number * self.seq_len
+        length = np.minimum(np.repeat(kept, num) - start, self.seq_len)
+        first = np.repeat(begin, num) + start + 1  # token that is the first label
+        learned = block.has_learned(first, first + length)
+        return Pieces(np.repeat(indices, num)[learned], start[learned], length[learned]), PackingCounts(
+            documents=len(indices),
+            tokens_read=int(size.sum()),
+            truncated=int((kept < size).sum()),
+            truncated_tokens=int((size - kept).sum()),
+            split=int((num > 1).sum()),
+            extra_pieces=int(np.maximum(0, num - 1).sum()),
+            unlabeled=int((~learned).sum() + (num == 0).sum()),
+            tokens_left_out=int(length[~learned].sum()),
         )
+
+    def lay_out(self, pieces: Sequence[Piece]) -> Sample:
+        rows, bounds, at = Rows(self.seq_len), [], 0
+        for piece in pieces:
+            end = at + piece.length
+            first = piece.block.tokens_of(piece.index)[0] + piece.start
+            rows.tokens[at:end] = piece.block.tokens[first : first + piece.length]
+            rows.positions[at:end] = self._positions[: piece.length]
+            for begin, stop in piece.block.learned_in(first + 1, first + 1 + piece.length):
+                rows.labels[at + begin - first - 1 : at + stop - first - 1] = piece.block.tokens[begin:stop]
+            bounds.append([at, end])
+            at = end
+        return self.item(rows, bounds)
 
     def identity(self) -> dict[str, Any]:
         return super().identity() | {"long_documents": self.long_documents}

@@ -1,40 +1,62 @@
 """The global stream of packs: one sequence, the same on every rank, that can be resumed at any pack.
 
-Each epoch has a seeded order of records. A window of records that fills `window_packs` packs is tokenized and packed
-together. The emptiest packs are dissolved and their pieces carried into the next window, except in the last window of
-an epoch. While the packs of one window are given out, the next window is read step by step, so only the first pack of a
-run waits for a whole window. Two windows are in memory. A position in the stream is a few numbers.
-
-Every rank tokenizes every record. This makes the packs independent of the number of ranks.
+An epoch is read in windows of records, see `epoch_order`. A window is packed as a whole, from lengths alone; a rank
+reads the tokens of its own packs only. The emptiest packs are dissolved and their pieces carried into the next window,
+except in the last window of an epoch. While the packs of one window are given out, a thread makes the next, across the
+ends of epochs too. A position in the stream is a few numbers.
 """
 
 import logging
+import queue
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
 from torchtitan_magi.data.corpus import Corpus
-from torchtitan_magi.data.documents import Piece
+from torchtitan_magi.data.documents import Pieces
+from torchtitan_magi.data.epoch_order import EpochOrder
 from torchtitan_magi.data.packing import PackingCounts, pack_best_fit
+from torchtitan_magi.data.token_block import TokenBlock
 
 logger = logging.getLogger(__name__)
 
-# (number of a record, its content) -> (pieces of at most seq_len tokens, each with a label; counts)
-MakePieces = Callable[[int, dict[str, Any]], tuple[list[Piece], PackingCounts]]
+PACKING_VERSION = 2  # of the way from records to packs
+
+# (tokens of a block, indices of records in it) -> (pieces of at most seq_len tokens, each with a label; counts)
+MakePieces = Callable[[TokenBlock, np.ndarray], tuple[Pieces, PackingCounts]]
 
 _FULL = 0.98  # a pack filled to this fraction is never carried over
 _MAX_SKIPS_LOGGED = 10  # per run
 _MAX_CARRIED = 1 / 8  # fraction of a window's packs; at least one pack
 
+T = TypeVar("T")
+
+
+class Tokens(Protocol):
+    """Where the stream takes tokens from, see `token_cache`."""
+
+    def order(self, blocks: list[int]) -> None:
+        """Says in which order blocks will be opened."""
+
+    def open(self, block: int, cancelled: threading.Event) -> TokenBlock:
+        """Waits for the tokens of a block, or until the event is set: then raises Cancelled."""
+
+    def malformed(self, block: int) -> dict[int, str] | None:
+        """What is wrong with records of a block, by index in it; None if its tokens are not there yet."""
+
+    def remake(self, block: int) -> TokenBlock:
+        """The tokens of a block that are damaged, made again."""
+
 
 @dataclass(frozen=True)
 class Cursor:
-    """A position in the stream: `given` packs into the window that starts at record `position` of the epoch's order."""
+    """A position in the stream: `given` packs into a window of the epoch."""
 
     epoch: int = 0
-    position: int = 0
+    window: int = 0
     carried: tuple[tuple[int, int], ...] = ()  # (record, start) of each piece carried into this window
     given: int = 0
     counts: PackingCounts = field(default_factory=PackingCounts)  # includes this window once given > 0
@@ -45,131 +67,259 @@ class Cursor:
     @classmethod
     def from_state_dict(cls, state: dict[str, Any]) -> "Cursor":
         carried = tuple((record, start) for record, start in state["carried"])
-        return cls(state["epoch"], state["position"], carried, state["given"], PackingCounts(**state["counts"]))
+        return cls(state["epoch"], state["window"], carried, state["given"], PackingCounts(**state["counts"]))
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One row of `Pieces` with its tokens. record: number of the record in the corpus."""
+
+    record: int
+    index: int
+    start: int
+    length: int
+    block: TokenBlock
+
+
+@dataclass(frozen=True)
+class _Window:
+    """A packed window, which begins at the cursor `begin`; `end` is the cursor of the next.
+
+    blocks: number of a block -> its tokens; of_block: int64 [n], block of each piece; firsts: int64 [n], number of each
+    block's first record in the corpus; packs: rows of `pieces`; last: whether it is the epoch's last.
+    """
+
+    begin: Cursor
+    blocks: dict[int, TokenBlock]
+    of_block: np.ndarray
+    firsts: np.ndarray
+    pieces: Pieces
+    packs: list[list[int]]
+    last: bool
+    end: Cursor
+
+    def pack(self, number: int) -> list[Piece]:
+        rows, pieces = self.packs[number], self.pieces
+        columns = (self.of_block[rows], self.firsts[rows], pieces.index[rows], pieces.start[rows], pieces.length[rows])
+        return [
+            Piece(first + index, index, start, length, self.blocks[block])
+            for block, first, index, start, length in zip(*(column.tolist() for column in columns), strict=True)
+        ]
 
 
 @dataclass(frozen=True)
 class Pack:
-    """The pieces of one pack, at most seq_len tokens in total, and the cursor of the next pack."""
+    """One pack of a window, and the cursor of the next pack."""
 
-    pieces: list[Piece]
+    window: _Window
+    number: int
     next_cursor: Cursor
 
-
-class _Window:
-    """Pieces to be packed together: those carried into the window and those of the records read so far."""
-
-    def __init__(self, position: int, carried: list[Piece]) -> None:
-        self.position, self.pieces = position, list(carried)  # position: next record in the epoch's order
-        self.num_tokens = sum(map(len, carried))
-        self.counts = PackingCounts()  # over the records read
+    def pieces(self, tokens: Tokens) -> list[Piece]:
+        """At most seq_len tokens in total, checked for damage."""
+        pieces = self.window.pack(self.number)
+        for row, piece in zip(self.window.packs[self.number], pieces, strict=True):
+            if not piece.block.is_sound(piece.index):
+                block = int(self.window.of_block[row])
+                self.window.blocks[block] = tokens.remake(block)
+                return self.pieces(tokens)
+        return pieces
 
 
 @dataclass(frozen=True)
 class PackStream:
     """Packs of `seq_len` tokens from `records`; see `PackedDataset` for the options.
 
-    make_pieces: a pure function. skip_bad: whether a record that is malformed, or that `make_pieces` refuses, is left
-    out and counted; otherwise it raises ValueError.
+    make_pieces: a pure function. skip_bad: whether a record that is malformed or refused by the tokenizer is left out
+    and counted; otherwise it raises ValueError.
     """
 
     records: Corpus
+    tokens: Tokens
     make_pieces: MakePieces
     seq_len: int
     seed: int
     shuffle: bool
     epochs: int
-    window_packs: int
+    window_blocks: int
     skip_bad: bool
     weighted: bool
 
     def packs(self, cursor: Cursor) -> Iterator[Pack]:
         """The packs from `cursor` to the end of the last epoch.
 
-        Raises ValueError if a whole epoch has no label, and for a bad record (file and line).
+        Raises ValueError if a whole epoch has no label, and for a bad record (file and line) before the first pack of
+        its window.
         """
-        carried = [self._reload(record, start) for record, start in cursor.carried]
+        cancelled = threading.Event()
+        for window in made_ahead(self._windows(cursor, cancelled), cancelled):
+            inside = replace(window.begin, counts=window.end.counts)
+            for number in range(window.begin.given, len(window.packs)):
+                after = window.end if number + 1 == len(window.packs) else replace(inside, given=number + 1)
+                yield Pack(window, number, after)
+            self._report(window)
+
+    def order_of(self, epoch: int) -> EpochOrder:
+        return EpochOrder.of(self.records, self.weights, epoch, self.seed if self.shuffle else None, self.window_blocks)
+
+    @property
+    def weights(self) -> list[float]:
+        return [source.weight if self.weighted else 1.0 for source in self.records.sources]
+
+    def _windows(self, cursor: Cursor, cancelled: threading.Event) -> Iterator[_Window]:
+        before: _Window | None = None  # holds the blocks of pieces carried from it
         while self.epochs == -1 or cursor.epoch < self.epochs:
-            order = self.records.epoch_order(self.seed, cursor.epoch, self.shuffle, self.weighted)
-            window = _Window(cursor.position, carried)
-            while cursor.position < len(order):
-                self._read(window, order, cursor.counts.skipped)
-                packs, carried, after = self._pack(window, cursor, is_last=window.position == len(order))
-                self._report(cursor.counts, after.counts)
-                inside = replace(cursor, counts=after.counts)
-                window = _Window(after.position, carried)
-                for number, pieces in enumerate(packs[cursor.given :], start=cursor.given + 1):
-                    yield Pack(pieces, after if number == len(packs) else replace(inside, given=number))
-                    self._read(window, order, after.counts.skipped, number / len(packs))
-                cursor = after
+            order = self.order_of(cursor.epoch)
+            self.tokens.order(self._blocks_from(cursor, order))
+            while cursor.window < order.num_windows:
+                before = self._window(cursor, order, cancelled)
+                cursor = before.end
+                yield before
             if cursor.counts.packs == 0:
                 raise ValueError(
                     f"no record of {self.records.paths!r} has a token to train on ({cursor.counts});"
                     " add records with an assistant's answer, or raise the sequence length"
                 )
-            logger.info("%s: end of epoch %d: %s", self.records.paths, cursor.epoch + 1, cursor.counts)
             cursor = Cursor(cursor.epoch + 1, counts=cursor.counts)
 
-    def _read(self, window: "_Window", order: np.ndarray, num_skipped: int, fraction: float = 1.0) -> None:
-        """Adds records to the window, at least one, until this fraction of it is filled."""
-        while window.position < len(order) and (
-            window.num_tokens < fraction * self.window_packs * self.seq_len or window.counts.documents == 0
-        ):
-            made, found = self._make(int(order[window.position]), num_skipped + window.counts.skipped)
-            window.pieces += made
-            window.num_tokens += sum(map(len, made))
-            window.counts += found
-            window.position += 1
+    def _blocks_from(self, cursor: Cursor, order: EpochOrder) -> list[int]:
+        """The blocks of this epoch from the cursor on and of the next epoch, in the order of their need."""
+        carried = [self._locate(record)[0] for record, _ in cursor.carried]
+        following = []
+        if self.epochs == -1 or cursor.epoch + 1 < self.epochs:
+            following = self.order_of(cursor.epoch + 1).blocks_from(0)
+        return list(dict.fromkeys([*carried, *order.blocks_from(cursor.window), *following]))
 
-    def _pack(self, window: "_Window", cursor: Cursor, is_last: bool) -> tuple[list[list[Piece]], list[Piece], Cursor]:
-        """Packs a window read at `cursor`: its packs, the pieces it carries over, and the cursor of the next window."""
-        pieces = window.pieces
-        packs = pack_best_fit(np.array([len(piece) for piece in pieces], dtype=np.int64), self.seq_len)
-        fill = np.array([sum(len(pieces[i]) for i in pack) for pack in packs], dtype=np.int64)
+    def _window(self, cursor: Cursor, order: EpochOrder, cancelled: threading.Event) -> _Window:
+        """Reads and packs the window at the cursor."""
+        parts = [(*self._locate(record), start) for record, start in cursor.carried]
+        blocks: dict[int, TokenBlock] = {}
+
+        def opened(block: int) -> TokenBlock:
+            if block not in blocks:
+                blocks[block] = self.tokens.open(block, cancelled)
+            return blocks[block]
+
+        made = [self._carried(opened(block), block, index, start) for block, index, start in parts]
+        found, counts = [(block, pieces) for (block, _, _), pieces in zip(parts, made, strict=True)], PackingCounts()
+        for block, indices in order.records(cursor.window):
+            counts += self._left_out(opened(block), block, indices, cursor.counts.skipped + counts.skipped)
+            pieces, more = self.make_pieces(blocks[block], indices)
+            found.append((block, pieces))
+            counts += more
+        pieces = Pieces.concatenate([pieces for _, pieces in found])
+        of_block = np.repeat([block for block, _ in found], [len(pieces) for _, pieces in found])
+        return self._packed(cursor, order, blocks, of_block.astype(np.int64), pieces, counts)
+
+    def _packed(
+        self,
+        cursor: Cursor,
+        order: EpochOrder,
+        blocks: dict[int, TokenBlock],
+        of_block: np.ndarray,
+        pieces: Pieces,
+        counts: PackingCounts,
+    ) -> _Window:
+        packs = pack_best_fit(pieces.length, self.seq_len)
+        fill = np.array([pieces.length[pack].sum() for pack in packs], dtype=np.int64)
         keep = np.ones(len(packs), dtype=bool)
-        if not is_last:
+        last = cursor.window + 1 == order.num_windows
+        if not last:
             emptiest = np.argsort(fill, kind="stable")[: max(1, int(_MAX_CARRIED * len(packs)))]
             keep[emptiest] = fill[emptiest] >= _FULL * self.seq_len
         chosen = np.flatnonzero(keep)
         if self.shuffle:  # packing sorts by length
-            chosen = np.random.default_rng([self.seed, cursor.epoch, 1 + cursor.position]).permutation(chosen)
-        counts = cursor.counts
+            chosen = np.random.default_rng([self.seed, cursor.epoch, 1 + cursor.window]).permutation(chosen)
+        else:
+            packs = [sorted(pack) for pack in packs]
+            chosen = chosen[np.argsort([packs[pack][0] for pack in chosen], kind="stable")]
+        total = cursor.counts
         if cursor.given == 0:
-            packed = PackingCounts(
+            total += counts + PackingCounts(
                 packs=len(chosen),
                 pieces=sum(len(packs[pack]) for pack in chosen),
                 tokens=int(fill[chosen].sum()),
                 slots=len(chosen) * self.seq_len,
             )
-            counts = counts + window.counts + packed
-        carry = [pieces[i] for pack in np.flatnonzero(~keep) for i in packs[pack]]
-        origins = tuple((piece.record, piece.start) for piece in carry)
-        after = Cursor(cursor.epoch, window.position, origins, counts=counts)
-        return [[pieces[i] for i in packs[pack]] for pack in chosen], carry, after
+        firsts = self.records.block_firsts[of_block]
+        carried = [row for pack in np.flatnonzero(~keep) for row in packs[pack]]
+        numbers = firsts[carried] + pieces.index[carried]
+        origins = tuple(zip(numbers.tolist(), pieces.start[carried].tolist(), strict=True))
+        end = Cursor(cursor.epoch, cursor.window + 1, origins, counts=total)
+        return _Window(cursor, blocks, of_block, firsts, pieces, [packs[pack] for pack in chosen], last, end)
 
-    def _make(self, record: int, num_skipped: int = 0) -> tuple[list[Piece], PackingCounts]:
-        try:
-            return self.make_pieces(record, self.records[record])
-        except ValueError as error:
+    def _locate(self, record: int) -> tuple[int, int]:
+        """The block of a record, and the record's index there."""
+        block = int(np.searchsorted(self.records.block_firsts, record, side="right")) - 1
+        return block, record - int(self.records.block_firsts[block])
+
+    def _where(self, block: int, index: int) -> str:
+        return self.records.where(int(self.records.block_firsts[block]) + index)
+
+    def _left_out(self, tokens: TokenBlock, block: int, indices: np.ndarray, num_skipped: int) -> PackingCounts:
+        """Counts the malformed records among these, or raises ValueError for the first."""
+        bad = [index for index in indices.tolist() if index in tokens.malformed] if tokens.malformed else []
+        for number, index in enumerate(bad, start=num_skipped):
+            text = f"{self._where(block, index)}: {tokens.malformed[index]}"
             if not self.skip_bad:
-                raise ValueError(f"{self.records.where(record)}: {error}") from error
-            if num_skipped < _MAX_SKIPS_LOGGED:
-                logger.warning("record left out: %s: %s", self.records.where(record), error)
-            return [], PackingCounts(documents=1, skipped=1)
+                raise ValueError(text)
+            if number < _MAX_SKIPS_LOGGED:
+                logger.warning("record left out: %s", text)
+            else:
+                break
+        return PackingCounts(documents=len(bad), skipped=len(bad))
 
-    def _report(self, before: PackingCounts, after: PackingCounts) -> None:
-        """Logs the counts each time the number of packs has doubled, unless there is one epoch only.
+    def _carried(self, tokens: TokenBlock, block: int, index: int, start: int) -> Pieces:
+        pieces, _ = self.make_pieces(tokens, np.array([index]))
+        found = np.flatnonzero(pieces.start == start)
+        if not len(found):
+            raise ValueError(
+                f"{self._where(block, index)} has no token {start} as it had when the loader's state was saved;"
+                " resume with the same tokenizer and chat template"
+            )
+        return pieces.rows(found)
 
-        A single epoch, such as validation's, is logged at its end.
-        """
-        if self.epochs != 1 and before.packs.bit_length() < after.packs.bit_length():
+    def _report(self, window: _Window) -> None:
+        """Logs the counts at the end of each epoch, and in the first also each time the packs have doubled."""
+        before, after = window.begin.counts, window.end.counts
+        if window.last:
+            logger.info("%s: end of epoch %d: %s", self.records.paths, window.begin.epoch + 1, after)
+        elif window.begin.epoch == 0 and before.packs.bit_length() < after.packs.bit_length():
             logger.info("%s: %s", self.records.paths, after)
 
-    def _reload(self, record: int, start: int) -> Piece:
-        for piece in self._make(record)[0]:
-            if piece.start == start:
-                return piece
-        raise ValueError(
-            f"{self.records.where(record)} has no token {start} as it had when the loader's state was saved;"
-            " resume with the same tokenizer and chat template"
-        )
+
+class Cancelled(Exception):
+    """Nobody wants the result any more."""
+
+
+def made_ahead(items: Iterator[T], cancelled: threading.Event) -> Iterator[T]:
+    """The items, of which a thread makes the next while one is used. Sets the event when it is closed."""
+    made: queue.Queue[tuple[T | None, BaseException | None]] = queue.Queue()
+    wanted = threading.Semaphore(1)
+
+    def make() -> None:
+        try:
+            for item in items:
+                made.put((item, None))
+                wanted.acquire()
+                if cancelled.is_set():
+                    return
+            made.put((None, None))
+        except Cancelled:
+            pass
+        except BaseException as error:
+            made.put((None, error))
+
+    threading.Thread(target=make, name="packs", daemon=True).start()
+    try:
+        while True:
+            item, error = made.get()
+            if error is not None:
+                raise error
+            if item is None:
+                return
+            yield item
+            wanted.release()
+    finally:
+        cancelled.set()
+        wanted.release()

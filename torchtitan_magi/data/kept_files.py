@@ -1,0 +1,60 @@
+"""Files that are made once and kept in the cache folder: by one process, while the others wait for it."""
+
+import contextlib
+import fcntl
+import hashlib
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+_VERSION = 1  # of what is kept
+
+
+def kept_file(cache: Path, source: str, kind: str, make: Callable[[Path], None]) -> Path:
+    """The file of `kind` made of a file `source`; made again when the source has changed.
+
+    Args:
+        make: writes the file at a temporary path.
+
+    Raises:
+        ValueError: one line with the remedy, when it cannot be written.
+    """
+    found = os.stat(source)
+    identity = (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+    key = hashlib.sha256(repr((_VERSION, os.path.realpath(source), identity)).encode()).hexdigest()[:32]
+    path = cache / f"{key}.{kind}"
+    if path.exists():
+        return path
+    with _writing(cache), _locked(cache / f"{key}.{kind}.lock"):
+        if not path.exists():
+            temporary = cache / f"{key}.{kind}.{os.getpid()}.tmp"
+            try:
+                make(temporary)
+                with open(temporary, "rb") as file:
+                    os.fsync(file.fileno())
+                os.replace(temporary, path)
+            finally:
+                temporary.unlink(missing_ok=True)
+    return path
+
+
+@contextlib.contextmanager
+def _writing(cache: Path) -> Iterator[None]:
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        yield
+    except OSError as error:
+        reason = error.strerror or error
+        raise ValueError(
+            f"cannot write the data cache {str(cache)!r}: {reason}; make room there, or name another folder"
+        ) from None
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Holds a lock that ends with its process. Without locks on the file system, each process makes its own file."""
+    with open(path, "w") as file:
+        with contextlib.suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+        path.unlink(missing_ok=True)

@@ -1,0 +1,174 @@
+"""The tokens of one block of records, kept as a file that is mapped into memory.
+
+A file is a head, the index arrays one after the other, and the tokens. The head has a checksum of itself and of the
+index; every record has one of its tokens, so that a reader of few records reads no more than these.
+"""
+
+import itertools
+import json
+import math
+import mmap
+import os
+import struct
+import tempfile
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from torchtitan_magi.data.documents import TokenizedDocument, TokenizedPair
+
+VERSION = 1  # of the files, and of the way from a record to its tokens
+PARTS = {"documents": 1, "pairs": 3}  # of a record's tokens
+
+_MAGIC = b"magitoks"
+_FIXED = struct.Struct("<8sII")  # magic, bytes of the head, checksum of head and index
+_INDEX = {"bounds": np.int64, "learned": np.int64, "common": np.int64, "checksums": np.uint32}
+_ALIGNMENT = 64
+
+
+class Damaged(Exception):
+    """A file that is not as it was written."""
+
+
+@dataclass(frozen=True)
+class TokenBlock:
+    """The tokens of n consecutive records, each of 1 part (a document) or 3 (prompt, chosen and rejected completion).
+
+    tokens: int32 [t], parts one after the other; bounds: int64 [n * parts + 1], first token of each part, and t;
+    learned: int64 [m, 2], ranges of tokens to predict, ascending; common: int64 [n], of pairs, number of tokens with
+    which both completions begin (documents: 0); checksums: uint32 [n], CRC-32 of each record's tokens; malformed:
+    index in the block -> what is wrong with the record, which then has no token.
+    """
+
+    parts: int
+    tokens: np.ndarray
+    bounds: np.ndarray
+    learned: np.ndarray
+    common: np.ndarray
+    checksums: np.ndarray
+    malformed: dict[int, str]
+
+    def __len__(self) -> int:
+        return len(self.checksums)
+
+    @classmethod
+    def of(cls, kind: str, records: Sequence[TokenizedDocument | TokenizedPair | ValueError]) -> "TokenBlock":
+        """kind: "documents" or "pairs"."""
+        parts = PARTS[kind]
+        malformed = {index: str(record) for index, record in enumerate(records) if isinstance(record, ValueError)}
+        rows = [_parts_of(record, parts) for record in records]
+        tokens = np.concatenate([np.zeros(0, np.int32), *(part.tokens for row in rows for part in row)])
+        masks = np.concatenate([np.zeros(1, bool), *(part.loss_mask for row in rows for part in row), [False]])
+        bounds = np.cumsum([0, *(len(part.tokens) for row in rows for part in row)])
+        common = [0 if parts == 1 else _common(row[1].tokens, row[2].tokens) for row in rows]
+        firsts = bounds[::parts].tolist()
+        checksums = [zlib.crc32(tokens[first:last].data) for first, last in itertools.pairwise(firsts)]
+        return cls(
+            parts,
+            tokens,
+            bounds,
+            np.flatnonzero(masks[1:] != masks[:-1]).reshape(-1, 2),
+            np.array(common, np.int64),
+            np.array(checksums, np.uint32),
+            malformed,
+        )
+
+    def tokens_of(self, index: int) -> tuple[int, int]:
+        """The range of a record's tokens."""
+        return int(self.bounds[index * self.parts]), int(self.bounds[(index + 1) * self.parts])
+
+    def is_sound(self, index: int) -> bool:
+        """Whether a record's tokens are those that were written."""
+        first, last = self.tokens_of(index)
+        return zlib.crc32(self.tokens[first:last].data) == self.checksums[index]
+
+    def document(self, first: int, last: int) -> TokenizedDocument:
+        """The tokens first:last."""
+        mask = np.zeros(last - first, bool)
+        for start, stop in self.learned_in(first, last):
+            mask[start - first : stop - first] = True
+        return TokenizedDocument(self.tokens[first:last], mask)
+
+    def learned_in(self, first: int, last: int) -> list[tuple[int, int]]:
+        """The learned ranges inside first:last, cut to it."""
+        begin = int(self.learned[:, 1].searchsorted(first, side="right"))
+        end = int(self.learned[:, 0].searchsorted(last, side="left"))
+        return [(max(first, start), min(last, stop)) for start, stop in self.learned[begin:end].tolist()]
+
+    def pair(self, index: int) -> TokenizedPair:
+        """A record of three parts."""
+        begin, chosen, rejected, end = self.bounds[3 * index : 3 * index + 4].tolist()
+        return TokenizedPair(self.tokens[begin:chosen], self.document(chosen, rejected), self.document(rejected, end))
+
+    def has_learned(self, first: np.ndarray, last: np.ndarray) -> np.ndarray:
+        """bool [n]: whether a token of each range first:last is to be predicted."""
+        return self.first_learned(first) < last
+
+    def first_learned(self, first: np.ndarray) -> np.ndarray:
+        """int64 [n]: the first token from `first` on that is to be predicted; past the last token if there is none."""
+        begin = np.searchsorted(self.learned[:, 1], first, side="right")
+        return np.maximum(np.append(self.learned[:, 0], len(self.tokens))[begin], first)
+
+    def write(self, path: str) -> None:
+        """Writes the file under another name and renames it: it is there as a whole or not at all. Raises OSError."""
+        index = b"".join(getattr(self, name).astype(kind).tobytes() for name, kind in _INDEX.items())
+        shapes = {name: getattr(self, name).shape for name in _INDEX}
+        head = {"parts": self.parts, "tokens": len(self.tokens), "shapes": shapes, "malformed": self.malformed}
+        text = json.dumps(head).encode()
+        text += b" " * (-(_FIXED.size + len(text)) % _ALIGNMENT)
+        checksum = zlib.crc32(index, zlib.crc32(text))
+        handle, unfinished = tempfile.mkstemp(".unfinished", dir=os.path.dirname(path))
+        try:
+            with os.fdopen(handle, "wb") as file:
+                for part in (_FIXED.pack(_MAGIC, len(text), checksum), text, index, self.tokens.tobytes()):
+                    file.write(part)
+                file.flush()
+                os.fsync(file.fileno())
+            os.chmod(unfinished, 0o644)  # the folder may be shared
+            os.replace(unfinished, path)
+        except BaseException:
+            os.unlink(unfinished)
+            raise
+
+    @classmethod
+    def open(cls, path: str) -> "TokenBlock":
+        """Maps a file. Raises FileNotFoundError, OSError, and Damaged if it is not as it was written."""
+        with open(path, "rb") as file:
+            if os.fstat(file.fileno()).st_size < _FIXED.size:
+                raise Damaged
+            content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        magic, size, checksum = _FIXED.unpack_from(content)
+        begin = _FIXED.size + size
+        if magic != _MAGIC or len(content) < begin:
+            raise Damaged
+        try:
+            head = json.loads(content[_FIXED.size : begin])
+            place, arrays = begin, {}
+            for name, kind in _INDEX.items():
+                shape = head["shapes"][name]
+                arrays[name] = np.frombuffer(content, kind, math.prod(shape), place).reshape(shape)
+                place += arrays[name].nbytes
+            tokens = np.frombuffer(content, np.int32, head["tokens"], place)
+        except (ValueError, LookupError, TypeError):
+            raise Damaged from None
+        if zlib.crc32(memoryview(content)[_FIXED.size : place]) != checksum or place + tokens.nbytes != len(content):
+            raise Damaged
+        malformed = {int(index): what for index, what in head["malformed"].items()}
+        return cls(head["parts"], tokens, malformed=malformed, **arrays)
+
+
+def _parts_of(record: TokenizedDocument | TokenizedPair | ValueError, parts: int) -> list[TokenizedDocument]:
+    if isinstance(record, TokenizedPair):
+        prompt = TokenizedDocument(record.prompt, np.zeros(len(record.prompt), bool))
+        return [prompt, record.chosen, record.rejected]
+    if isinstance(record, ValueError):
+        return [TokenizedDocument(np.zeros(0, np.int32), np.zeros(0, bool))] * parts
+    return [record]
+
+
+def _common(one: np.ndarray, two: np.ndarray) -> int:
+    size = min(len(one), len(two))
+    differ = np.flatnonzero(one[:size] != two[:size])
+    return int(differ[0]) if len(differ) else size

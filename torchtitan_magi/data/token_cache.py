@@ -1,0 +1,230 @@
+"""Tokens of a data set, made once: a folder of files, one per block of records, which all ranks and later runs read.
+
+A file is named by a hash of all that its tokens depend on: the block's content, the tokenizer with its chat template,
+the kind of record. A reader that misses a file starts a writer, see `token_writer`, and waits. A lock lets one writer
+at a time run for an order of blocks; when it dies, a reader that waits starts the next.
+"""
+
+import fcntl
+import hashlib
+import logging
+import os
+import pickle
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from torchtitan_magi.data.corpus import Corpus
+from torchtitan_magi.data.stream import Cancelled
+from torchtitan_magi.data.token_block import VERSION, Damaged, TokenBlock
+from torchtitan_magi.data.token_writer import Job, unusable
+
+logger = logging.getLogger(__name__)
+
+_POLL = 0.02  # seconds between looks for a file
+_PATIENCE = 20.0  # seconds of waiting for another process's writer until the log says so
+_MAX_WRITERS = 4  # that end without the file that is waited for
+_UNFINISHED_SECONDS = 3600.0  # age of a temporary file whose writer is dead
+
+# The packages' own __init__ import torch, which the writer does without.
+_WRITER = """
+import pickle, sys, types
+sys.path[:], packages = pickle.load(sys.stdin.buffer)
+for name, folders in packages:
+    sys.modules[name] = types.ModuleType(name)
+    sys.modules[name].__path__ = folders
+from torchtitan_magi.data.token_writer import main
+main()
+"""
+
+
+def default_folder() -> Path:
+    """$TORCHTITAN_MAGI_CACHE/tokens, or torchtitan_magi/tokens in the user's cache folder."""
+    explicit = os.environ.get("TORCHTITAN_MAGI_CACHE")
+    user = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "torchtitan_magi"
+    return Path(explicit or user) / "tokens"
+
+
+class TokenizedHere:
+    """Tokens made in this process when they are asked for, and forgotten when nobody uses them.
+
+    tokenize: records -> tokens or ValueErrors, in batches; a ValueError among the records is passed on.
+    """
+
+    def __init__(self, corpus: Corpus, tokenize: Callable[[list[Any]], list[Any]], kind: str) -> None:
+        self.corpus, self.tokenize, self.kind = corpus, tokenize, kind
+        self._in_use: weakref.WeakValueDictionary[int, TokenBlock] = weakref.WeakValueDictionary()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.corpus, self.tokenize, self.kind)
+
+    def order(self, blocks: list[int]) -> None: ...
+
+    def open(self, block: int, cancelled: threading.Event) -> TokenBlock:
+        tokens = self._in_use.get(block)
+        if tokens is None:
+            tokens = self._in_use[block] = TokenBlock.of(self.kind, self.tokenize(self.corpus.read(block)))
+        return tokens
+
+    def malformed(self, block: int) -> dict[int, str] | None:
+        return None
+
+    def remake(self, block: int) -> TokenBlock:
+        raise AssertionError("nothing changes what is in memory")
+
+
+class TokenCache:
+    """Tokens in a folder.
+
+    Args:
+        folder: made when it is first written to. Several machines may share it.
+        tokenizer: has `documents`, `pairs` and `fingerprint`, as `ChatTokenizer`; picklable.
+        kind: "documents" or "pairs".
+        order_name: text of what the order of the blocks depends on, for the lock.
+
+    Raises ValueError, with path and remedy, when tokens are missing and cannot be written.
+    """
+
+    def __init__(self, folder: Path, corpus: Corpus, tokenizer: Any, kind: str, order_name: str) -> None:
+        self.folder, self.corpus, self.tokenizer = folder, corpus, tokenizer
+        self.kind, self.order_name = kind, order_name
+        self._depends_on = f"{VERSION} {kind} {tokenizer.fingerprint}"
+        self._order: list[int] = []
+        self._writers: dict[str, _Writer] = {}
+        self._in_use: weakref.WeakValueDictionary[int, TokenBlock] = weakref.WeakValueDictionary()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.folder, self.corpus, self.tokenizer, self.kind, self.order_name)
+
+    def __str__(self) -> str:
+        sizes = []
+        with suppress(OSError), os.scandir(self.folder) as found:
+            sizes = [file.stat().st_size for file in found]
+        return f"token cache {self.folder}: {sum(sizes) / 2**30:.2f} GiB in {len(sizes):,} files"
+
+    def path(self, block: int) -> Path:
+        key = hashlib.sha256(f"{self.corpus.digest(block)} {self._depends_on}".encode()).hexdigest()[:40]
+        return self.folder / f"{key}.tokens"
+
+    def order(self, blocks: list[int]) -> None:
+        """Has what is missing of these blocks written in this order, from now on."""
+        self._order = blocks
+        if not all(self.path(block).exists() for block in blocks):
+            self._write(blocks, self.order_name)
+
+    def open(self, block: int, cancelled: threading.Event) -> TokenBlock:
+        """Waits for the tokens of a block. Raises Cancelled if the event is set meanwhile."""
+        tokens = self._in_use.get(block)
+        if tokens is None:
+            tokens = self._in_use[block] = self._wait(block, cancelled)
+        return tokens
+
+    def malformed(self, block: int) -> dict[int, str] | None:
+        """What is wrong with records of a block, by index in it; None if its tokens are not there yet."""
+        try:
+            return TokenBlock.open(str(self.path(block))).malformed
+        except (OSError, Damaged):
+            return None
+
+    def remake(self, block: int) -> TokenBlock:
+        """The tokens of a block whose file is damaged, made again."""
+        self._remove(self.path(block))
+        self._in_use.pop(block, None)
+        return self.open(block, threading.Event())
+
+    def _wait(self, block: int, cancelled: threading.Event) -> TokenBlock:
+        path, since, told, num_writers = self.path(block), time.monotonic(), False, 0
+        order, name = [block, *self._order], self.order_name
+        while not cancelled.is_set():
+            try:
+                return TokenBlock.open(str(path))
+            except FileNotFoundError:
+                pass
+            except Damaged:
+                self._remove(path)
+                order, name = [block], path.name  # a writer that runs may have been here already
+            except OSError as error:
+                raise ValueError(unusable(self.folder, error)) from None
+            self.corpus.check_unchanged(block)
+            num_writers += self._write(order, name)
+            if num_writers > _MAX_WRITERS:
+                raise ValueError(f"tokens disappear from {str(self.folder)!r}; let no other program remove files there")
+            if not told and time.monotonic() - since > _PATIENCE:
+                told = True
+                logger.info("waiting for the tokens of %s", self.corpus.paths)
+            cancelled.wait(_POLL)
+        raise Cancelled
+
+    def _remove(self, path: Path) -> None:
+        logger.warning("%s is damaged and is made again", path)
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            raise ValueError(unusable(self.folder, error)) from None
+
+    def _write(self, blocks: list[int], name: str) -> bool:
+        """Starts a writer unless one runs, here or in another process. Raises ValueError if the last one failed."""
+        if name in self._writers:
+            if self._writers[name].is_running():
+                return False
+            del self._writers[name]
+        name_of_lock = hashlib.sha256(f"{self._depends_on} {name}".encode()).hexdigest()[:40]
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with open(self.folder / f"{name_of_lock}.lock", "wb") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self._clean()
+                items = [(block, self.path(block)) for block in blocks]
+                missing = [(block, str(path)) for block, path in items if not path.exists()]
+                if missing:
+                    job = Job(self.corpus, missing, self.tokenizer, self.kind, os.getpid())
+                    self._writers[name] = _Writer(job, lock)
+                return bool(missing)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            raise ValueError(unusable(self.folder, error)) from None
+
+    def _clean(self) -> None:
+        """Removes what dead writers have left."""
+        for path in self.folder.glob("*.unfinished"):
+            with suppress(OSError):
+                if time.time() - path.stat().st_mtime > _UNFINISHED_SECONDS:
+                    path.unlink()
+
+
+class _Writer:
+    """A process that runs `token_writer.main`; it holds the lock as long as it lives."""
+
+    def __init__(self, job: Job, lock: BinaryIO) -> None:
+        command = [sys.executable, "-c", _WRITER]
+        self.process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            pass_fds=[lock.fileno()],
+            start_new_session=True,
+        )
+        package = Path(__file__).parents[1]
+        packages = [("torchtitan_magi", [str(package)]), ("torchtitan_magi.data", [str(package / "data")])]
+        assert self.process.stdin is not None
+        with suppress(BrokenPipeError), self.process.stdin as stdin:
+            pickle.dump((sys.path, packages), stdin)
+            pickle.dump(job, stdin)
+        logger.info("tokenizing %s blocks of records with %d processes", f"{len(job.items):,}", job.num_workers)
+
+    def is_running(self) -> bool:
+        """Raises ValueError with the process's own message if it failed."""
+        if self.process.poll() is None:
+            return True
+        if self.process.returncode:
+            assert self.process.stdout is not None
+            message = self.process.stdout.read().decode().strip()
+            raise ValueError(message or f"the process that tokenizes ended with {self.process.returncode}; see above")
+        return False
