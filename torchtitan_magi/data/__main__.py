@@ -16,6 +16,7 @@ from torchtitan_magi.data.corpus import Corpus
 from torchtitan_magi.data.inspection.page import html_page
 from torchtitan_magi.data.inspection.summary import Inspection, inspect_data
 from torchtitan_magi.data.inspection.terminal import Painter, report
+from torchtitan_magi.data.token_cache import default_folder
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -53,7 +54,7 @@ def _inspect(options: argparse.Namespace) -> Inspection:
     default_form = ""
     if load_chat_template(options.tokenizer) is None:
         default_form = "ChatML" if chat.template == CHATML_TEMPLATE else "plain text"
-    corpus = Corpus(options.source, parse=_as_it_is)
+    corpus = Corpus(options.source, _as_it_is, default_folder())
     return inspect_data(
         corpus, chat, default_form, options.dataset == "dpo", options.seq_len, options.records, options.all
     )

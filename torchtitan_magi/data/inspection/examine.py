@@ -7,7 +7,7 @@ import multiprocessing
 import os
 import signal
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -26,7 +26,6 @@ from torchtitan_magi.data.pairs import fit_pair
 
 T = TypeVar("T")
 
-_BATCH = 32  # records
 _NO_LIMIT = 2**62  # tokens
 
 # Shows what a template writes around turns.
@@ -35,6 +34,9 @@ PROBE = [
     for number in ("First", "Second")
     for role, name in (("user", "question"), ("assistant", "answer"))
 ]
+
+
+Batch = tuple[int, list[int]]  # a block of the corpus, and numbers of records in it
 
 
 @dataclass(frozen=True)
@@ -70,10 +72,15 @@ class Examiner:
         self.seq_len = _NO_LIMIT if seq_len is None else seq_len
         self.speller = Speller(chat)
         self.checker = Checker(chat, self.speller)
+        self._block, self._raws = -1, list[Any]()  # the last that was read
 
-    def examine(self, indices: Sequence[int]) -> list[Seen]:
-        """Reads, renders, tokenizes and checks these records."""
-        raws = [_attempt(self.corpus.__getitem__, index) for index in indices]
+    def examine(self, batch: Batch) -> list[Seen]:
+        """Reads, renders, tokenizes and checks these records. Raises ValueError if their file has changed."""
+        block, indices = batch
+        if block != self._block:
+            self._block, self._raws = block, self.corpus.read(block)
+        first = int(self.corpus.block_firsts[block])
+        raws = [self._raws[index - first] for index in indices]
         records = [_attempt(parse_pair if self.pairs else parse_document, raw) for raw in raws]
         results: Sequence[Any] = (self.chat.pairs if self.pairs else self.chat.documents)(records)
         return [self._seen(*of_one) for of_one in zip(indices, raws, records, results, strict=True)]
@@ -172,11 +179,11 @@ class Workers:
         """See `Examiner.template`."""
         return _result(self._pool.submit(_template))
 
-    def examine(self, indices: Sequence[int]) -> Iterator[Seen]:
+    def examine(self, batches: Iterable[Batch]) -> Iterator[Seen]:
         """Examines these records; yields them in their order."""
         waiting: deque[Future[list[Seen]]] = deque()
-        for start in range(0, len(indices), _BATCH):
-            waiting.append(self._pool.submit(_examine, indices[start : start + _BATCH]))
+        for batch in batches:
+            waiting.append(self._pool.submit(_examine, batch))
             if len(waiting) > self._ahead:
                 yield from _result(waiting.popleft())
         while waiting:
@@ -195,8 +202,8 @@ def _template() -> tuple[list[Cell], list[Found]]:
     return _examiner.template()
 
 
-def _examine(indices: Sequence[int]) -> list[Seen]:
-    return _examiner.examine(indices)
+def _examine(batch: Batch) -> list[Seen]:
+    return _examiner.examine(batch)
 
 
 def _result(future: "Future[T]") -> T:

@@ -3,21 +3,23 @@
 import re
 from array import array
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from tqdm import tqdm
 
 from torchtitan_magi.data.chat import ChatTokenizer
-from torchtitan_magi.data.corpus import Corpus
-from torchtitan_magi.data.inspection.examine import Examiner, Seen, Workers
+from torchtitan_magi.data.corpus import Corpus, Source
+from torchtitan_magi.data.inspection.examine import Batch, Examiner, Seen, Workers
 from torchtitan_magi.data.inspection.findings import KINDS, LEVELS, Found, Level, say
 from torchtitan_magi.data.inspection.spelling import Cell
 from torchtitan_magi.data.packing import pack_best_fit
 
 SAMPLE = 2_000  # records that are read, unless all are
+SAMPLE_BLOCKS = 16  # that they come from
 SAMPLE_TOKENS = 4_000_000  # no more are read once they have so many
+BATCH = 128  # records
 MAX_OF_A_KIND = 10  # warnings
 
 
@@ -146,15 +148,16 @@ def inspect_data(
         pairs: whether records are preference pairs.
         seq_len: tokens per pack; None: no truncation.
         num_shown: records to show.
-        read_all: reads all records instead of a random sample of at most SAMPLE records and SAMPLE_TOKENS tokens.
+        read_all: reads all records instead of a random sample: at most SAMPLE records and SAMPLE_TOKENS tokens.
 
     Raises ValueError if a process that renders the template dies.
     """
-    samples = _samples(corpus, read_all)
-    shares = [len(range(number, num_shown, len(samples))) for number in range(len(samples))]
+    samples = [_sample(corpus, source, read_all) for source in corpus.sources]
     rng = np.random.default_rng(0)
-    to_show = [rng.permutation(sample[:SAMPLE])[:share] for sample, share in zip(samples, shares, strict=True)]
-    shown: dict[int, Seen] = {int(index): Seen(int(index)) for indices in to_show for index in indices}
+    shown: dict[int, Seen] = {}
+    for number, sample in enumerate(samples):
+        share = len(range(number, num_shown, len(samples)))
+        shown |= {int(index): Seen(int(index)) for index in rng.permutation(sample[:SAMPLE])[:share]}
     limit = None if read_all else SAMPLE_TOKENS // len(samples)
     tallies, findings = [], Findings()
     with (
@@ -165,7 +168,7 @@ def inspect_data(
         for source, sample in zip(corpus.sources, samples, strict=True):
             tally, num_tokens = Tally(source.path, len(source)), 0
             tallies.append(tally)
-            for seen in workers.examine(sample.tolist()):
+            for seen in workers.examine(_batches(corpus, sample)):
                 tally.add(seen)
                 findings.add(seen)
                 if seen.index in shown:
@@ -193,15 +196,25 @@ def inspect_data(
     )
 
 
-def _samples(corpus: Corpus, read_all: bool) -> list[np.ndarray]:
-    """Numbers of the records that are read of each source, int64: all, or as many of each source in random order."""
-    share = -(-SAMPLE // len(corpus.sources))
-    samples = []
-    for source in corpus.sources:
-        rng = np.random.default_rng(0)
-        chosen = np.arange(len(source)) if read_all else rng.choice(len(source), min(share, len(source)), replace=False)
-        samples.append(source.first + chosen)
-    return samples
+def _sample(corpus: Corpus, source: Source, read_all: bool) -> np.ndarray:
+    """Numbers of the records of a source that are read, int64, block by block: all, or some from a few blocks."""
+    if read_all:
+        return np.arange(source.first, source.first + len(source))
+    rng, num_sources = np.random.default_rng(0), len(corpus.sources)
+    blocks = source.first_block + rng.permutation(source.num_blocks)[: -(-SAMPLE_BLOCKS // num_sources)]
+    count = -(-SAMPLE // num_sources)
+    ranges = [np.arange(*corpus.block_firsts[block : block + 2]) for block in blocks]
+    places = np.concatenate(ranges)
+    return places[np.sort(rng.permutation(len(places))[:count])]
+
+
+def _batches(corpus: Corpus, sample: np.ndarray) -> Iterator[Batch]:
+    """The sample cut into batches, each of one block."""
+    blocks = np.searchsorted(corpus.block_firsts, sample, side="right") - 1
+    for indices in np.split(sample, np.flatnonzero(np.diff(blocks)) + 1):
+        block = int(np.searchsorted(corpus.block_firsts, indices[0], side="right")) - 1
+        for start in range(0, len(indices), BATCH):
+            yield block, indices[start : start + BATCH].tolist()
 
 
 def _what_was_read(corpus: Corpus, read: int) -> str:
