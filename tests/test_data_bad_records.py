@@ -169,7 +169,7 @@ def test_a_file_of_malformed_records_alone_is_an_error(path):
         ("empty.jsonl", b"", "holds no record; write one JSON object per line"),
         ("blank.jsonl", b" \n\t\r\n", "blank.jsonl' holds no record"),
         ("missing.jsonl", None, "cannot read records file .*missing.jsonl': No such file .*; check the path"),
-        ("folder", "folder", r"holds no \*.jsonl file; give one that does, or a pattern"),
+        ("folder", "folder", r"holds no \*.jsonl, .* file; give one that does, or a pattern"),
     ],
 )
 def test_files_that_cannot_be_used_are_an_error_in_both_modes(name, content, words, bad_records, tmp_path):

@@ -1,7 +1,6 @@
 """The records of one or more sources under one numbering, with a weight per source."""
 
 import functools
-import glob
 import os
 import zlib
 from concurrent.futures import ThreadPoolExecutor
@@ -12,10 +11,8 @@ from typing import Any
 import numpy as np
 
 from torchtitan_magi.data.formats import parse_document
-from torchtitan_magi.data.jsonl import JsonlFile
 from torchtitan_magi.data.records import Parse, RecordFile
-
-OTHER_FILES = (".reference.npz", ".unfinished.npz")  # written by training beside the data
+from torchtitan_magi.data.sources import parse_sources
 
 
 @dataclass(frozen=True)
@@ -56,13 +53,21 @@ class Corpus:
     """The records of a data set.
 
     Args:
-        paths: sources, separated by commas. A source is a JSONL file, a folder (its `*.jsonl` files, without
-            subfolders) or a glob pattern (`**` includes subfolders; at the end of the pattern, their `*.jsonl` files).
-            Files are sorted by name. `source=2` or `source=0.5` gives the source a weight: how many times an epoch
-            passes over it. A comma or an equals sign is part of the path if that file or folder exists; so is an
-            equals sign with a slash somewhere after it.
+        paths: sources, separated by commas. A source is
+
+            - a file: `.parquet`, or else JSONL, compressed if it ends in `.gz` or `.zst`;
+            - a folder (its `*.jsonl`, `*.jsonl.gz`, `*.jsonl.zst` and `*.parquet` files, without subfolders) or a glob
+              pattern (`**` includes subfolders; at the end of the pattern, their files of these names), sorted by name;
+            - a folder that `save_to_disk` of `datasets` wrote, with `?split=train` (the default) if it has splits;
+            - `hf://org/name?subset=x&split=train`, a data set on the hub, or `hf:///folder` of the same layout.
+
+            `?messages=COLUMN` says that a column or key of another name holds "messages"; so for all keys. At the end
+            `=2` or `=0.5` gives the source a weight: how many times an epoch passes over it. A comma, an equals sign or
+            a question mark is part of the path if that file or folder exists; so is an equals sign with a slash
+            somewhere after it.
         parse: the JSON value of a record -> the record; a function of `formats`.
-        cache: folder that keeps the index of each file; None: the files are read each time.
+        cache: folder that keeps the index of each file and the content of compressed ones, which need it; None: the
+            files are read each time.
 
     Attributes:
         files: all files, in the order of the numbering.
@@ -78,18 +83,18 @@ class Corpus:
         if not isinstance(paths, (str, os.PathLike)):
             raise ValueError(f"the data set is {paths!r}; name its sources in one string, separated by commas")
         self.paths = os.fspath(paths)
+        folder = None if cache is None else Path(cache)
+        named = [(name, name.openers(parse, folder)) for name in parse_sources(self.paths)]
+        openers = [opener for _, openers in named for opener in openers]
+        _check_distinct([identity for identity, _ in openers])
         self.sources: list[Source] = []
         self.files: list[RecordFile] = []
-        named = [(path, weight, _files_of(path)) for path, weight in _split(self.paths)]
-        names = [name for _, _, names in named for name in names]
-        _check_distinct(names)
-        folder = None if cache is None else Path(cache)
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-            opened = pool.map(lambda name: JsonlFile(name, parse, cache=folder), names)
-            for path, weight, names in named:
-                source = Source(path, weight, [next(opened) for _ in names], len(self), self.num_blocks)
+            opened = pool.map(lambda opener: opener[1](), openers)
+            for name, openers in named:
+                source = Source(name.path, name.weight, [next(opened) for _ in openers], len(self), self.num_blocks)
                 if len(source) == 0:
-                    raise ValueError(f"records file {path!r} holds no record; write one JSON object per line")
+                    raise ValueError(f"source {name.path!r} holds no record; write one JSON object per line")
                 self.sources.append(source)
                 self.files += source.files
         if sum(source.weight * len(source) for source in self.sources) < 1:
@@ -172,50 +177,9 @@ class Corpus:
         return self.files[file], number - int(firsts[file])
 
 
-def _check_distinct(names: list[str]) -> None:
+def _check_distinct(identities: list[str]) -> None:
     seen: set[str] = set()
-    for name in names:
-        if os.path.realpath(name) in seen:
-            raise ValueError(f"records file {name!r} is in the data set twice; give its source a weight instead")
-        seen.add(os.path.realpath(name))
-
-
-def _split(paths: str) -> list[tuple[str, float]]:
-    """(path, weight) of each source."""
-    if os.path.exists(paths):
-        return [(paths, 1.0)]
-    sources = []
-    for entry in filter(None, map(str.strip, paths.split(","))):
-        path, equals, weight = entry.rpartition("=")
-        if not equals or os.path.exists(entry) or "/" in weight:
-            sources.append((entry, 1.0))
-            continue
-        try:
-            sources.append((path, float(weight)))
-        except ValueError:
-            raise ValueError(f"source {entry!r}: weight {weight!r} is not a number; write path=0.5") from None
-        if not 0 < sources[-1][1] < 1e6:
-            raise ValueError(
-                f"source {entry!r}: weight {weight} is out of range; give a number above 0, or leave it out"
-            )
-    if not sources:
-        raise ValueError(f"{paths!r} names no source; give a JSONL file")
-    return sources
-
-
-def _files_of(path: str) -> list[str]:
-    """The JSONL files of a source; a path that is neither folder nor pattern is returned as it is."""
-    if os.path.isdir(path):
-        files = sorted(glob.glob(os.path.join(glob.escape(path), "*.jsonl")))
-        if not files:
-            raise ValueError(
-                f"folder {path!r} holds no *.jsonl file; give one that does, or a pattern such as {path}/**"
-            )
-        return files
-    if os.path.exists(path) or not glob.has_magic(path):
-        return [path]
-    found = sorted(glob.glob(os.path.join(path, "*.jsonl") if path.endswith("**") else path, recursive=True))
-    files = [name for name in found if os.path.isfile(name) and not name.endswith(OTHER_FILES)]
-    if not files:
-        raise ValueError(f"no file matches {path!r}; check the pattern")
-    return files
+    for identity in identities:
+        if identity in seen:
+            raise ValueError(f"records file {identity!r} is in the data set twice; give its source a weight instead")
+        seen.add(identity)

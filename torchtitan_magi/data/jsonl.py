@@ -12,15 +12,24 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
+import pyarrow as pa
 
 from torchtitan_magi.data.formats import parse_document
 from torchtitan_magi.data.kept_files import kept_file
-from torchtitan_magi.data.records import MAX_RECORD_BYTES, Parse, RecordFile, blocks_of, named_errors
+from torchtitan_magi.data.records import (
+    MAX_RECORD_BYTES,
+    Parse,
+    RecordFile,
+    blocks_of,
+    named_errors,
+    regular_file,
+)
 
 _CHUNK_BYTES = 2**20
 _IS_SPACE = np.isin(np.arange(256), list(b" \t\r\n\v\f"))
 _NEWLINE = ord("\n")
 _DIGEST_WORDS = 4  # int64
+_COMPRESSED = (".gz", ".zst")
 
 
 class JsonlFile(RecordFile):
@@ -30,10 +39,10 @@ class JsonlFile(RecordFile):
     mapped into memory when it is kept.
 
     Args:
-        path: JSONL file.
+        path: JSONL file, compressed if it ends in `.gz` or `.zst`.
         parse, columns: see `RecordFile`.
-        cache: folder that keeps the index; None: it is made each time.
-        content: the file to read in place of `path`, which is compressed.
+        cache: folder that keeps the index, and the content of a compressed file; None: the index is made each time,
+            and a compressed file is refused.
     """
 
     def __init__(
@@ -42,11 +51,13 @@ class JsonlFile(RecordFile):
         parse: Parse = parse_document,
         columns: Mapping[str, str] | None = None,
         cache: Path | None = None,
-        content: str | None = None,
     ):
         name = os.fspath(path)
-        self._content = content or name
-        super().__init__(name, parse, columns or {}, [name, *([content] if content else [])])
+        super().__init__(name, parse, columns or {}, [name])
+        self._content = name
+        if name.endswith(_COMPRESSED):
+            self._content = str(_decompressed(cache, name))
+            self._parts[self._content] = regular_file(self._content)
         with named_errors(name):
             self._index = _make_index(self._content) if cache is None else _kept_index(cache, self._content)
         self.check_unchanged()
@@ -156,6 +167,24 @@ def _kept_index(cache: Path, path: str) -> _Index:
         index = _Index.load(kept_file(cache, path, "index", make))
     assert index is not None
     return index
+
+
+def _decompressed(cache: Path | None, path: str) -> Path:
+    """The content of a compressed file, in the cache folder."""
+    if cache is None:
+        raise ValueError(f"records file {path!r} is compressed; name a cache folder for its content, or unpack it")
+
+    def make(temporary: Path) -> None:
+        with open(temporary, "wb") as file:
+            file.writelines(_chunks(path))
+
+    return kept_file(cache, path, "content", make)
+
+
+def _chunks(path: str) -> Iterator[bytes]:
+    with named_errors(path), pa.input_stream(path) as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            yield chunk
 
 
 def _make_index(path: str) -> _Index:

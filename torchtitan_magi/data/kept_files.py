@@ -6,11 +6,12 @@ import hashlib
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 _VERSION = 1  # of what is kept
 
 
-def kept_file(cache: Path, source: str, kind: str, make: Callable[[Path], None]) -> Path:
+def kept_file(cache: Path, source: str, kind: str, make: Callable[[Path], Any]) -> Path:
     """The file of `kind` made of a file `source`; made again when the source has changed.
 
     Args:
@@ -38,6 +39,14 @@ def kept_file(cache: Path, source: str, kind: str, make: Callable[[Path], None])
     return path
 
 
+def digest_of_file(cache: Path | None, path: str) -> str:
+    """SHA-256 of a file, hexadecimal; kept in the cache folder if there is one."""
+    if cache is None:
+        with open(path, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    return kept_file(cache, path, "sha256", lambda kept: kept.write_text(digest_of_file(None, path))).read_text()
+
+
 @contextlib.contextmanager
 def _writing(cache: Path) -> Iterator[None]:
     try:
@@ -56,5 +65,7 @@ def _locked(path: Path) -> Iterator[None]:
     with open(path, "w") as file:
         with contextlib.suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-        path.unlink(missing_ok=True)
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)

@@ -12,6 +12,11 @@ import numpy as np
 
 Parse = Callable[[Any], dict[str, Any]]
 
+FORMS = ("messages", "conversations", "completion", "output", "text")
+"""Keys by which a document is recognised: it has one of them."""
+KEYS = (*FORMS, "prompt", "instruction", "input", "chosen", "rejected", "system", "tools", "chat_template_kwargs")
+"""All keys of a record that the parsers of `formats` know."""
+
 BLOCK_BYTES = 4 * 2**20
 MAX_RECORD_BYTES = 16 * 2**20  # a longer record is malformed and never read into memory
 
@@ -25,7 +30,8 @@ class RecordFile(ABC):
     Args:
         path: name for messages.
         parse: the JSON value of a record -> the record; a function of `formats`.
-        columns: key that `parse` knows -> key under which the records hold its value.
+        columns: key that `parse` knows -> key under which the records hold its value. If it names some of FORMS, the
+            others are left out.
         parts: the files that are read, of which none may change.
 
     Attributes, besides the arguments:
@@ -41,8 +47,10 @@ class RecordFile(ABC):
 
     def __init__(self, path: str, parse: Parse, columns: Mapping[str, str], parts: list[str]):
         self.path, self.parse, self.columns = path, parse, dict(columns)
+        others = set(FORMS) - set(columns) if set(FORMS) & set(columns) else set()
+        self._column_of = {key: columns.get(key, key) for key in KEYS if key not in others}
         with named_errors(path):
-            self._parts = {part: _regular(part) for part in parts}
+            self._parts = {part: regular_file(part) for part in parts}
 
     def __len__(self) -> int:
         return int(self.block_firsts[-1])
@@ -72,7 +80,7 @@ class RecordFile(ABC):
     def digest(self, block: int) -> str:
         """SHA-256, hexadecimal, of the block's content and of the names of its columns."""
         digest = self._digest(block)
-        return _sha256(f"{digest} {sorted(self.columns.items())}".encode()) if self.columns else digest
+        return sha256(f"{digest} {sorted(self.columns.items())}".encode()) if self.columns else digest
 
     def check(self, first: int = 0, last: int | None = None) -> None:
         """Parses records[first:last]. Raises ValueError (`path:line: what; remedy`) for the first malformed one."""
@@ -108,13 +116,18 @@ class RecordFile(ABC):
         if isinstance(value, ValueError):
             return value
         if self.columns and isinstance(value, dict):
-            value = _renamed(value, self.columns)
+            value = self._renamed(value)
         try:
             return self.parse(value)
         except ValueError as error:
             return error
         except RecursionError:
             return ValueError("the record is nested too deeply; remove it")
+
+    def _renamed(self, record: dict[str, Any]) -> dict[str, Any]:
+        given = {key: record[column] for key, column in self._column_of.items() if column in record}
+        named = {*KEYS, *self.columns.values()}
+        return {key: value for key, value in record.items() if key not in named} | given
 
     def _changed(self, what: str) -> ValueError:
         return ValueError(f"records file {self.path!r} {what}; leave it as it is during a run, and start again")
@@ -139,7 +152,7 @@ def named_errors(path: str) -> Iterator[None]:
         raise ValueError(f"cannot read records file {path!r}: {reason}; check the path") from None
 
 
-def _regular(path: str) -> tuple[int, int]:
+def regular_file(path: str) -> tuple[int, int]:
     """Size and time of modification of a file. Raises OSError if it is none."""
     found = os.stat(path)
     if stat.S_ISDIR(found.st_mode):
@@ -149,10 +162,6 @@ def _regular(path: str) -> tuple[int, int]:
     return found.st_size, found.st_mtime_ns
 
 
-def _renamed(record: dict[str, Any], columns: dict[str, str]) -> dict[str, Any]:
-    given = {key: record[column] for key, column in columns.items() if column in record}
-    return {key: value for key, value in record.items() if key not in columns.values()} | given
-
-
-def _sha256(content: bytes) -> str:
+def sha256(content: bytes) -> str:
+    """Hexadecimal."""
     return hashlib.sha256(content).hexdigest()

@@ -1,0 +1,206 @@
+"""Records in columns: Parquet files, and data sets that the `datasets` library reads.
+
+A row becomes the object that it would be on a line of JSONL. Arrow gives an object all keys of its column, with null
+for those that it lacks, so keys without a value are left out.
+"""
+
+import json
+import os
+import zlib
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from torchtitan_magi.data.formats import parse_document
+from torchtitan_magi.data.kept_files import digest_of_file
+from torchtitan_magi.data.records import BLOCK_BYTES, MAX_RECORD_BYTES, Parse, RecordFile, named_errors, sha256
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+_MAX_ROWS = 4096  # of a block: its size is an average, and Parquet stores a repeated value once
+
+
+class TableFile(RecordFile):
+    """Rows of a table. A block has as many rows as have BLOCK_BYTES on average, at most _MAX_ROWS."""
+
+    def where(self, index: int) -> str:
+        return f"{self.path}:{index + 1}"
+
+    def _used_columns(self, names: list[str]) -> list[str]:
+        """The columns that hold keys of records; no other is read. Raises ValueError if there are none."""
+        for key, column in self.columns.items():
+            if column not in names:
+                raise ValueError(f"{self.path!r} has no column {column!r} for {key}, only {names}; name one of them")
+        used = [name for name in names if name in self._column_of.values()]
+        if not used:
+            raise ValueError(
+                f'{self.path!r} has only the columns {names}, none of them "messages", "text" or the like; say which '
+                "one holds them, as in ?messages=COLUMN after the source"
+            )
+        return used
+
+    def _identify(self, cache: Path | None, selection: str = "") -> None:
+        """Sets the checksum. selection: which rows of the files these are, if not all."""
+        with named_errors(self.path):
+            digests = [digest_of_file(cache, part) for part in self._parts]
+        self._content_digest = sha256(repr((digests, selection)).encode())
+        self.num_bytes = sum(size for size, _ in self._parts.values())
+        self.crc32 = zlib.crc32(self._content_digest.encode())
+
+    def _digest(self, block: int) -> str:
+        first, last = self.block_firsts[block : block + 2].tolist()
+        return sha256(f"{self._content_digest} {first}:{last}".encode())
+
+    def _values(self, first: int, last: int) -> Iterator[Any]:
+        for table in self._tables(first, last):
+            yield from _objects(table)
+
+    @abstractmethod
+    def _tables(self, first: int, last: int) -> Iterator[pa.Table]:
+        """Rows first:last, their columns in use."""
+
+
+class ParquetFile(TableFile):
+    """A Parquet file, read in place. A block is a part of one row group. Arguments as of `JsonlFile`."""
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        parse: Parse = parse_document,
+        columns: Mapping[str, str] | None = None,
+        cache: Path | None = None,
+    ):
+        name = os.fspath(path)
+        super().__init__(name, parse, columns or {}, [name])
+        with self._opened() as file:
+            metadata, names = file.metadata, file.schema_arrow.names
+        self._used = self._used_columns(names)
+        groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
+        self._group_firsts = np.cumsum([0, *(group.num_rows for group in groups)], dtype=np.int64)
+        sizes = [_num_bytes(group, self._used) for group in groups]
+        firsts = [
+            _block_firsts(first, group.num_rows, size)
+            for first, group, size in zip(self._group_firsts.tolist(), groups, sizes, strict=False)
+        ]
+        self.block_firsts = np.concatenate([*firsts, self._group_firsts[-1:]])
+        self._identify(cache)
+
+    def _tables(self, first: int, last: int) -> Iterator[pa.Table]:
+        begin = int(np.searchsorted(self._group_firsts, first, side="right")) - 1
+        end = int(np.searchsorted(self._group_firsts, last, side="left"))
+        row = int(self._group_firsts[begin])
+        with self._opened() as file:
+            batches = file.iter_batches(_MAX_ROWS, range(begin, end), columns=self._used, use_threads=False)
+            for batch in batches:  # from the beginning of the row group: Parquet has no random access inside it
+                start, stop = max(first - row, 0), min(last - row, len(batch))
+                if start < stop:
+                    yield pa.Table.from_batches([batch.slice(start, stop - start)])
+                row += len(batch)
+                if row >= last:
+                    return
+
+    @contextmanager
+    def _opened(self) -> Iterator[pq.ParquetFile]:
+        with named_errors(self.path), _arrow_errors(), pq.ParquetFile(self.path, buffer_size=2**20) as file:
+            yield file
+
+
+class DatasetFile(TableFile):
+    """One split of a data set, read in place from Arrow files that the `datasets` library has mapped into memory.
+
+    Args:
+        path: name for messages.
+        dataset: a `datasets.Dataset`.
+        selection: which rows of its files it has, if not all.
+        parse, columns, cache: as of `JsonlFile`.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        dataset: "Dataset",
+        selection: str = "",
+        parse: Parse = parse_document,
+        columns: Mapping[str, str] | None = None,
+        cache: Path | None = None,
+    ):
+        super().__init__(path, parse, columns or {}, [file["filename"] for file in dataset.cache_files])
+        used = self._used_columns(dataset.column_names)
+        self._dataset = dataset.select_columns(used).with_format("arrow")
+        table = self._dataset.data
+        size = table.nbytes * len(dataset) // max(1, table.num_rows)
+        self.block_firsts = np.append(_block_firsts(0, len(dataset), size), np.int64(len(dataset)))
+        self._identify(cache, selection)
+
+    def _tables(self, first: int, last: int) -> Iterator[pa.Table]:
+        for start in range(first, last, _MAX_ROWS):
+            yield self._dataset[start : min(start + _MAX_ROWS, last)]
+
+
+@contextmanager
+def _arrow_errors() -> Iterator[None]:
+    """Turns pyarrow's own errors, as of a damaged file, into OSErrors."""
+    try:
+        yield
+    except pa.ArrowException as error:
+        raise OSError(" ".join(str(error).split())) from None
+
+
+def _block_firsts(first: int, num_rows: int, num_bytes: int) -> np.ndarray:
+    """int64, the first row of each block of num_rows rows from `first`."""
+    rows = BLOCK_BYTES * num_rows // max(1, num_bytes)
+    return np.arange(first, first + num_rows, min(max(1, rows), _MAX_ROWS), dtype=np.int64)
+
+
+def _num_bytes(group: pq.RowGroupMetaData, used: list[str]) -> int:
+    """Bytes of the used columns of a row group before compression."""
+    columns = map(group.column, range(group.num_columns))
+    return sum(chunk.total_uncompressed_size for chunk in columns if chunk.path_in_schema.split(".")[0] in used)
+
+
+def _objects(table: pa.Table) -> Iterator[Any]:
+    """The rows as JSON values, or ValueErrors."""
+    large = table.nbytes > MAX_RECORD_BYTES
+    for number in range(len(table)):
+        row = table.slice(number, 1)
+        yield _too_large(row.nbytes) if large and row.nbytes > MAX_RECORD_BYTES else _object(row)
+
+
+def _object(row: pa.Table) -> Any:
+    try:
+        (values,) = row.to_pylist(maps_as_pydicts="strict")
+        return {
+            field.name: _plain(values[field.name], field.type) for field in row.schema if values[field.name] is not None
+        }
+    except UnicodeDecodeError:
+        return ValueError("a text is not UTF-8; write the file again")
+    except (ValueError, NotImplementedError, RecursionError) as error:
+        return ValueError(f"the row cannot be read ({' '.join(str(error).split())}); write it again")
+
+
+def _plain(value: Any, kind: pa.DataType) -> Any:
+    """The value that JSON would have: objects without the keys that have no value, JSON text as what it says."""
+    if value is None:
+        return None
+    if pa.types.is_struct(kind):
+        return _fields(value, kind)
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
+        return [_plain(item, kind.value_type) for item in value]
+    if isinstance(kind, pa.JsonType):
+        return json.loads(value)
+    return value
+
+
+def _fields(value: dict[str, Any], kind: Iterable[pa.Field]) -> dict[str, Any]:
+    return {field.name: _plain(value[field.name], field.type) for field in kind if value[field.name] is not None}
+
+
+def _too_large(size: int) -> ValueError:
+    return ValueError(f"the row has {size:,} bytes, more than {MAX_RECORD_BYTES:,}; split the record")
