@@ -2,6 +2,7 @@
 
 import json
 import pickle
+from datetime import date
 
 import numpy as np
 import pytest
@@ -67,8 +68,8 @@ turns = st.fixed_dictionaries({"role": st.sampled_from(["system", "user", "assis
 messages_of = st.lists(turns, min_size=1, max_size=6)
 
 
-def chat(template, tokenizer=TOKENIZER, bos=0, eos=1) -> ChatTokenizer:
-    return ChatTokenizer(tokenizer, bos, eos, template)
+def chat(template, tokenizer=TOKENIZER, bos=0, eos=1, day=None) -> ChatTokenizer:
+    return ChatTokenizer(tokenizer, bos, eos, template, day)
 
 
 MARKED, UNMARKED = chat(CHATML_TEMPLATE), chat(CHATML_UNMARKED)
@@ -193,7 +194,7 @@ def test_what_hub_templates_use_is_there():
         "{% if tools is none and documents is none %}!{% endif %}{{ strftime_now('%d %b %Y') }}{{ pad_token }}"
         "{% generation %}{{ namespace(a=1).a }}{% endgeneration %}"
     )
-    text, spans = chat(template).render([user("<é> 'q'"), user("no")])
+    text, spans = chat(template, day=date(2024, 7, 26)).render([user("<é> 'q'"), user("no")])
     assert text == "\"<é> 'q'\"!26 Jul 20241"
     assert [text[slice(*span)] for span in spans] == ["1"]
 
@@ -267,9 +268,10 @@ def test_calls_after_reasoning_that_the_template_drops_are_found():
     assert learned(tokenizer({"messages": messages})) == (
         "({'name': 'f'})!<|im_end|>\nc<|im_end|>\n<think></think>e<|im_end|>\n"
     )
-    for strange in ({"content": "<think>b<|im_end|></think>"}, {"tool_calls": [{"name": "<|im_end|>"}]}):
-        with pytest.raises(ValueError, match="cannot be told from the rest"):
-            tokenizer({"messages": [user("a"), call | strange, *messages[2:]]})
+    strange = call | {"content": "<think>b<|im_end|></think>", "tool_calls": [{"name": "<|im_end|>\n"}]}
+    assert learned(tokenizer({"messages": [user("a"), strange, *messages[2:]]})) == (
+        "({'name': '<|im_end|>\\n'})!<|im_end|>\nc<|im_end|>\n<think></think>e<|im_end|>\n"
+    )
 
 
 LINES_TEMPLATE = (
@@ -285,29 +287,29 @@ def test_a_conversation_may_begin_with_the_assistant(template, end):
     assert learned(chat(strict)({"messages": [assistant("a"), user("b"), assistant("c")]})) == f"a{end}c{end}"
 
 
-def test_template_whose_turns_cannot_be_found_needs_markers():
-    """It writes an earlier turn in other words, has no generation prompt, or ends a call in another way."""
-    other_words = REASONING_TEMPLATE.replace(
-        "{{ text.split('</think>')[-1] }}", "{{ text if loop.last else text.split('b')[0] }}"
-    )
+def test_turns_are_found_in_other_words_and_with_other_ends():
+    other_words = REASONING_TEMPLATE.replace("{{ text.split('</think>')[-1] }}", "{{ text | replace('c', 'C') }}")
     messages = [user("a"), assistant("abc"), user("d"), assistant("e")]
-    for template in (other_words, REASONING_TEMPLATE.split("{% if add_generation_prompt %}")[0]):
-        with pytest.raises(ValueError, match=r"put \{% generation %\} and \{% endgeneration %\} around it"):
-            chat(template)({"messages": messages})
+    assert learned(chat(other_words)({"messages": messages})) == "abC<|im_end|>\n<think></think>e<|im_end|>\n"
 
     other_end = REASONING_TEMPLATE.replace("<|im_end|>", "{% if not m.tool_calls %}<|im_end|>{% endif %}")
-    call = assistant("x", tool_calls=[{"name": "f"}])
-    with pytest.raises(ValueError, match="cannot be told from the rest"):
-        chat(other_end)({"messages": [user("a"), call, TOOL, assistant("g")]})
+    messages = [user("a"), assistant("x", tool_calls=[{"name": "f"}]), TOOL, assistant("g")]
+    assert learned(chat(other_end)({"messages": messages})) == "x(f)\n<think></think>g<|im_end|>\n"
 
 
 @settings(max_examples=60, deadline=None)
 @given(messages_of)
-def test_searching_turns_agrees_with_the_prefix_method(messages):
+def test_turns_are_what_a_message_adds_to_those_before_it(messages):
     for template in (CHATML_UNMARKED, LLAMA3_TEMPLATE):
         tokenizer = chat(template)
-        text, spans = tokenizer.render(messages)
-        assert tokenizer._find_turns(text, messages, None, 0) == spans
+        _, spans = tokenizer.render(messages)
+        source, tokens = tokenizer._template._compiled[0], tokenizer._template.special_tokens
+        expected = []
+        for index, message in enumerate(messages):
+            before = source.render(messages=messages[:index], add_generation_prompt=True, **tokens)
+            if message["role"] == "assistant" and (index or template == CHATML_UNMARKED):
+                expected.append((len(before), len(source.render(messages=messages[: index + 1], **tokens))))
+        assert spans[len(spans) - len(expected) :] == expected
 
 
 def test_refusals_are_one_line_with_a_remedy():
@@ -316,7 +318,7 @@ def test_refusals_are_one_line_with_a_remedy():
     with pytest.raises(ValueError, match=r"refuses the messages .*; change the record"):
         chat("{{ messages[0].content + 1 }}")({"messages": CONVERSATION})
     with pytest.raises(ValueError, match=r"the chat template is not valid \(.*endfor.*\); correct it"):
-        chat("{% for m in messages %}")
+        chat("{% for m in messages %}")({"messages": CONVERSATION})
     with pytest.raises(ValueError, match="bos_id is 9999, not in the vocabulary"):
         chat(PLAIN_TEMPLATE, bos=9999)
     with pytest.raises(ValueError, match=r"U\+FDD0.*remove it"):

@@ -10,10 +10,14 @@ IGNORE_INDEX = -100  # label of a position that does not count in the loss
 
 @dataclass(frozen=True)
 class TokenizedDocument:
-    """tokens: int32 [n]; loss_mask: bool [n], true where the token is to be predicted."""
+    """tokens: int32 [n]; loss_mask: bool [n], true where the token is to be predicted.
+
+    notes: what the chat template left out of the record, in words that are the same for all records it is true of.
+    """
 
     tokens: np.ndarray
     loss_mask: np.ndarray
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -48,7 +52,7 @@ def _completion(document: TokenizedDocument, start: int) -> TokenizedDocument:
     """The tokens from `start` to the last that is to be predicted."""
     labelled = np.flatnonzero(document.loss_mask)
     where = slice(start, int(labelled[-1]) + 1 if len(labelled) else start)
-    return TokenizedDocument(document.tokens[where], document.loss_mask[where])
+    return TokenizedDocument(document.tokens[where], document.loss_mask[where], document.notes)
 
 
 @dataclass(frozen=True)

@@ -12,21 +12,38 @@ Pairs (`parse_pair`): `{"prompt", "chosen", "rejected"}`, each a string or messa
 and "rejected" both repeat it, these two are whole conversations; the messages with which both begin are the prompt.
 
 A string stands for one turn: the user's in "prompt", the assistant's in "completion", "chosen" and "rejected". "tools"
-goes to the chat template with the messages; "system" (a string) becomes the first message. Other keys of a record are
-ignored; other keys of a message reach the template unless they are null. Content is a string, or a list of
-`{"type": "text", "text": ...}` that is joined. It may be null beside "tool_calls", whose "arguments" are an object or
-its JSON text, as in OpenAI's format.
+and "chat_template_kwargs" go to the chat template with the messages; "system" (a string) becomes the first message.
+Other keys of a record are ignored; other keys of a message reach the template unless they are null. Content is a
+string, or a list of `{"type": "text", "text": ...}` that is joined. It may be null beside "tool_calls", whose
+"arguments" are an object or its JSON text, as in OpenAI's format. "reasoning" and "thinking" are other names of
+"reasoning_content". An assistant's message with `"weight": 0` is not learned.
 """
 
+import functools
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 ROLES = ("system", "user", "assistant", "tool")
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"} | {role: role for role in ROLES}
 
+_REASONING = ("reasoning_content", "reasoning", "thinking")
+_RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token")  # of a template
+
 Messages = list[dict[str, Any]]
 
 
+@contextmanager
+def _on_the_stack() -> Iterator[None]:
+    """Refuses what Python's stack is too small for."""
+    try:
+        yield
+    except RecursionError:
+        raise ValueError("the record is nested too deeply; remove it") from None
+
+
+@_on_the_stack()
 def parse_document(record: Any) -> dict[str, Any]:
     """A JSON value -> `{"text": str}` or `{"messages": Messages}`, perhaps with "tools".
 
@@ -62,6 +79,7 @@ def parse_document(record: Any) -> dict[str, Any]:
     return _with_tools(record, {"messages": _with_system(record, messages)})
 
 
+@_on_the_stack()
 def parse_pair(record: Any) -> dict[str, Any]:
     """A JSON value -> `{"prompt": Messages, "chosen": Messages, "rejected": Messages}`, perhaps with "tools".
 
@@ -136,6 +154,9 @@ def _sharegpt(turns: Any) -> Messages:
             role = _SHAREGPT_ROLES.get(turn["from"]) if isinstance(turn["from"], str) else None
             if role is None:
                 raise ValueError(f"{name}.from is {_short(turn['from'])}; use one of {', '.join(_SHAREGPT_ROLES)}")
+            for key, other in (("role", "from"), ("content", "value")):
+                if key in turn:
+                    raise ValueError(f'{name} has "{other}" and "{key}"; leave it one of them')
             rest = {key: value for key, value in turn.items() if key not in ("from", "value")}
             turn = {"role": role, "content": turn["value"], **rest}
         messages.append(_message(name, turn))
@@ -170,18 +191,58 @@ def _message(name: str, message: Any) -> dict[str, Any]:
         raise ValueError(f"{name}.content is empty, and it is the assistant's; write text or remove the message")
     # Exporters write null for keys that a message lacks; templates test whether a key is present.
     given = {key: value for key, value in message.items() if value is not None and key != "tool_calls"}
-    return given | {"content": content} | ({"tool_calls": [_with_arguments(call) for call in calls]} if calls else {})
+    if given.get("weight", 1) not in (0, 1):
+        raise ValueError(f"{name}.weight is {_short(given['weight'])}; use 0 for a turn not to be learned, or 1")
+    calls = [_with_arguments(f"{name}.tool_calls[{index}]", call) for index, call in enumerate(calls or [])]
+    return _with_reasoning(name, given) | {"content": content} | ({"tool_calls": calls} if calls else {})
 
 
-def _with_arguments(call: dict[str, Any]) -> dict[str, Any]:
+def _with_reasoning(name: str, message: dict[str, Any]) -> dict[str, Any]:
+    """The message with its reasoning, if any, as "reasoning_content"."""
+    named = {key: message[key] for key in _REASONING if message.get(key)}
+    rest = {key: value for key, value in message.items() if key not in _REASONING}
+    for key, reasoning in named.items():
+        if not isinstance(reasoning, str):
+            raise ValueError(f"{name}.{key} is {_kind(reasoning)}; write a string")
+    if len(set(named.values())) > 1:
+        raise ValueError(f"{name} has different texts in {' and '.join(named)}; leave it one of them")
+    return rest | ({"reasoning_content": next(iter(named.values()))} if named else {})
+
+
+def _with_arguments(name: str, call: dict[str, Any]) -> dict[str, Any]:
     """The tool call with its arguments as an object instead of JSON text."""
     if isinstance(call.get("function"), dict):
-        return {**call, "function": _with_arguments(call["function"])}
-    try:
-        arguments = json.loads(call.get("arguments"))  # type: ignore[arg-type]
-    except (TypeError, ValueError):
-        return call
+        return {**call, "function": _with_arguments(f"{name}.function", call["function"])}
+    arguments = call.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = _json(f"{name}.arguments", arguments)
+        except json.JSONDecodeError:  # in another language
+            return call
     return {**call, "arguments": arguments} if isinstance(arguments, dict) else call
+
+
+def _json(name: str, text: str) -> Any:
+    """The value of JSON text inside a record. Raises ValueError, JSONDecodeError if it is not JSON."""
+    try:
+        value = json.loads(text, object_pairs_hook=functools.partial(_object, name))
+        if "\\u" in text:
+            json.dumps(value, ensure_ascii=False).encode()
+    except RecursionError:
+        raise ValueError(f"{name} is JSON that is nested too deeply; remove the line") from None
+    except UnicodeEncodeError as error:
+        escape = f"\\u{ord(error.object[error.start]):04x}"
+        raise ValueError(f"{name} has the escape {escape}, half of a surrogate pair; write the character") from None
+    return value
+
+
+def _object(name: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    unique = dict(pairs)
+    if len(unique) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"{name} has the key {_short(twice)} twice; leave it one of them")
+    return unique
 
 
 def _content(name: str, content: Any) -> str:
@@ -216,18 +277,28 @@ def _with_system(record: dict[str, Any], messages: Messages) -> Messages:
 
 
 def _with_tools(record: dict[str, Any], parsed: dict[str, Any]) -> dict[str, Any]:
-    """The record with `tools` as a list of objects; some data sets hold them as JSON text."""
-    tools = record.get("tools")
-    if isinstance(tools, str) and tools:
-        try:
-            tools = json.loads(tools)
-        except ValueError:
-            raise ValueError(f'"tools" is {_kind(tools)}, which is not JSON; write a list of objects') from None
-    if not tools:
-        return parsed
-    if not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+    """The record with what else the chat template is given; some data sets hold it as JSON text."""
+    tools = _given(record, "tools", "a list of objects")
+    if tools and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         raise ValueError(f'"tools" is {_kind(tools)}; write a list of objects')
-    return {**parsed, "tools": tools}
+    kwargs = _given(record, "chat_template_kwargs", "an object")
+    if kwargs and not isinstance(kwargs, dict):
+        raise ValueError(f'"chat_template_kwargs" is {_kind(kwargs)}; write an object')
+    kwargs = {name: value for name, value in (kwargs or {}).items() if value is not None}
+    for name in kwargs:
+        if name in _RESERVED:
+            raise ValueError(f'"chat_template_kwargs" has "{name}", which is not the record\'s to give; remove it')
+    return parsed | ({"tools": tools} if tools else {}) | ({"chat_template_kwargs": kwargs} if kwargs else {})
+
+
+def _given(record: dict[str, Any], key: str, form: str) -> Any:
+    value = record.get(key)
+    if not (isinstance(value, str) and value):
+        return value
+    try:
+        return _json(f'"{key}"', value)
+    except json.JSONDecodeError:
+        raise ValueError(f'"{key}" is {_kind(value)}, which is not JSON; write {form}') from None
 
 
 def _kind(value: Any) -> str:

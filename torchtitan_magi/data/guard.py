@@ -40,7 +40,7 @@ def limit_process() -> None:
 
 
 def limited(function: Callable[..., T], *args: Any) -> T:
-    """Calls `function(*args)`. In a limited process, raises ValueError if it takes more than SECONDS or MEMORY_BYTES."""
+    """Calls `function(*args)`; in a limited process, ValueError if it takes more than SECONDS or MEMORY_BYTES."""
     if not _is_limited:
         return function(*args)
     before = {kind: resource.getrlimit(kind) for kind in (resource.RLIMIT_AS, resource.RLIMIT_CPU)}

@@ -1,0 +1,479 @@
+"""A chat template: messages -> text, and which of it the assistant wrote.
+
+A template may mark the assistant's text with `{% generation %} ... {% endgeneration %}`. Without these markers it is
+found by two observations:
+
+- templates write messages in a loop. Each loop is compiled with a note of where it comes to which message, so the text
+  of every message is known, whatever the template makes of its content;
+- the text of an assistant's message begins with what the template writes to prompt a model for it. What follows is
+  learned, the end-of-turn token included, and after the last message also what the template writes behind its loop.
+
+Small conversations (`_probe`) show what the prompt is and that no other message is written among the assistant's.
+Templates are other people's programs: they run in a sandbox and under the limits of `guard`.
+"""
+
+import functools
+import itertools
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import date, datetime
+from itertools import accumulate
+from typing import Any
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from torchtitan_magi.data import guard
+from torchtitan_magi.data.formats import Messages
+
+Spans = list[tuple[int, int]]  # half-open character ranges
+Kwargs = dict[str, Any]
+
+MAX_CHARACTERS = 2**25  # of a rendered record
+
+_START, _END = "\ufdd0", "\ufdd1"  # Unicode noncharacters: around generated text while it is rendered
+_GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\b")
+_REMEDY = "put {% generation %} and {% endgeneration %} around the assistant's text and its end in the template"
+_MAX_FRAMES = 64  # kept per template
+_KNOWN_FIELDS = {"role", "content", "reasoning_content", "tool_calls", "tool_call_id", "name", "weight"}
+
+
+@dataclass(frozen=True)
+class Rendering:
+    """text; spans: half-open character ranges of the assistant's text; notes: what the template left out, if anything.
+
+    A note is the same for every record that it is true of, so that records can be counted by it.
+    """
+
+    text: str
+    spans: Spans
+    notes: tuple[str, ...] = ()
+
+
+class ChatTemplate:
+    """Renders conversations by a jinja2 template.
+
+    Args:
+        source: the template.
+        special_tokens: variables of the template, such as `bos_token`.
+        day: what the template's `strftime_now` takes for now.
+        name: of the template, for messages, such as its path.
+
+    `check` and `render` raise ValueError for a template that is not jinja2.
+    """
+
+    def __init__(self, source: str, special_tokens: dict[str, str], day: date, name: str):
+        self.source, self.special_tokens, self.day, self.name = source, special_tokens, day, name
+        self._has_markers = _GENERATION_TAG.search(source) is not None
+        self._frames: dict[tuple[bool, str], _Frame] = {}
+
+    def check(self) -> None:
+        """Renders small conversations in a process of its own.
+
+        Raises ValueError, with the template's name, if the template is not jinja2, refuses a question and an answer, or
+        writes them in a way that does not show what the assistant wrote.
+        """
+        try:
+            guard.run_limited(self._check)
+        except ValueError as error:
+            raise ValueError(f"{self.name}: {error}") from None
+
+    def render(
+        self, messages: Messages, tools: Messages | None = None, first: int = 0, kwargs: Kwargs | None = None
+    ) -> Rendering:
+        """The conversation as text, with the spans of the assistant's turns in messages[first:] that have no weight 0.
+
+        kwargs: further variables of the template. Raises ValueError if the template refuses the messages or the
+        assistant's text cannot be told from the rest.
+        """
+        return guard.limited(self._rendering, messages, tools, first, kwargs or {})
+
+    def _rendering(self, messages: Messages, tools: Messages | None, first: int, kwargs: Kwargs) -> Rendering:
+        has_calls = any(message.get("tool_calls") for message in messages)
+        for word, used in (("tools", tools), ("tool_calls", has_calls)):
+            if used and word not in self.source:
+                raise ValueError(f'the chat template has no place for "{word}"; give the assets one that has')
+        shown = [self._as_shown(message) for message in messages]
+        trace = self._run(shown, tools, kwargs)
+        learned = [
+            index >= first and message["role"] == "assistant" and message.get("weight") != 0
+            for index, message in enumerate(messages)
+        ]
+        if self._has_markers:
+            spans = _marked_spans(trace, messages, learned)
+        else:
+            spans = [self._turn(trace, messages, index, kwargs) for index in range(len(messages)) if learned[index]]
+        unused = [name for name in kwargs if name not in self.source]
+        notes = [f'the chat template does not use "{name}" of chat_template_kwargs' for name in unused]
+        notes += [note for index, message in enumerate(messages) for note in self._left_out(trace, index, message)]
+        return Rendering(trace.text, spans, tuple(dict.fromkeys(notes)))
+
+    def _left_out(self, trace: "_Trace", index: int, message: dict[str, Any]) -> Iterator[str]:
+        """Notes on what of a message is not in the text."""
+        role = message["role"]
+        written = (role == "assistant" and trace.written(index)) or trace.text
+        before, _, content = (message.get("content") or "").rpartition("</think>")
+        for reasoning in (message.get("reasoning_content") or "", before.replace("<think>", "", 1)):
+            if reasoning.strip() not in written:
+                yield "the chat template drops reasoning"
+        if content.strip() not in written:
+            yield f"the chat template drops or changes what a message of role {role!r} says"
+        if any(name not in written for name in map(_name_of, message.get("tool_calls", ())) if name):
+            yield "the chat template drops tool calls"
+        for field in message.keys() - _KNOWN_FIELDS:
+            if field not in self.source:
+                yield f'the chat template does not use "{field[:40]}" of a message'
+
+    def _turn(self, trace: "_Trace", messages: Messages, index: int, kwargs: Kwargs) -> tuple[int, int]:
+        """The characters of an assistant's message that are learned."""
+        start, stop = trace.range_of(index)
+        bos = self.special_tokens.get("bos_token", "")
+        if index == 0 and trace.text.startswith(bos, start):  # some templates write it in their loop
+            start += len(bos)
+        frame = self._frame(index > 0 and messages[index - 1]["role"] == "tool", kwargs)
+        header = frame.header_of(trace.text[start:stop])
+        if header is None:
+            raise ValueError(f"an assistant's turn does not begin as the template's generation prompt does; {_REMEDY}")
+        return start + header, len(trace.text) if index == len(messages) - 1 else stop
+
+    def _frame(self, after_tool: bool, kwargs: Kwargs) -> "_Frame":
+        """What begins an assistant's turn after a tool's answer, or after another message."""
+        key = (after_tool, json.dumps(kwargs, sort_keys=True))
+        if key not in self._frames:
+            if len(self._frames) == _MAX_FRAMES:
+                self._frames.clear()
+            self._frames[key] = self._make_frame(after_tool, kwargs)
+        return self._frames[key]
+
+    def _make_frame(self, after_tool: bool, kwargs: Kwargs) -> "_Frame":
+        messages = _probe(after_tool, "tool_calls" in self.source)
+        asked = [self._as_shown(message) for message in messages[:-3]]
+        prompted = self._run(asked, None, kwargs, add_generation_prompt=True)
+        prompt = prompted.text[prompted.range_of(len(asked) - 1)[1] :]
+        heads = []
+        for number in (len(asked) + 1, len(messages)):
+            trace = self._run([self._as_shown(message) for message in messages[:number]], None, kwargs)
+            for index, message in enumerate(messages[:number]):
+                written = trace.written(index)
+                if (message["content"] or "") not in written:
+                    whose = f"what a message of role {message['role']!r} says"
+                    raise ValueError(f"the chat template does not write {whose} where its loop comes to it; {_REMEDY}")
+                if index in (len(asked), len(messages) - 1) and message["role"] == "assistant":
+                    heads.append(written.partition(message["content"])[0])
+        return _Frame.of(prompt, heads)
+
+    def _as_shown(self, message: dict[str, Any]) -> dict[str, Any]:
+        """The message as the template expects it, an object of its own."""
+        shown = {key: value for key, value in message.items() if key != "weight"}
+        if "reasoning_content" in shown:
+            shown["thinking"] = shown["reasoning_content"]  # as some templates call it
+        return self._call_form.apply(shown) if shown.get("tool_calls") else shown
+
+    @functools.cached_property
+    def _call_form(self) -> "_CallForm":
+        """The first form in which the template writes a call; most take all of them."""
+        question, call = _probe(after_tool=True, has_calls=True)[:2]
+        for form in _CALL_FORMS:
+            try:
+                text = self._run([dict(question), form.apply(call)], None, {}).text
+            except ValueError:
+                continue
+            if "look" in text and "None" not in text:
+                return form
+        return _CALL_FORMS[0]
+
+    def _run(
+        self, messages: Messages, tools: Messages | None, kwargs: Kwargs, add_generation_prompt: bool = False
+    ) -> "_Trace":
+        """messages: as `_shown`, each an object of its own."""
+        if self._has_markers and any(_has_mark(message) for message in messages):
+            raise ValueError("the text holds the Unicode noncharacter U+FDD0 or U+FDD1; remove it")
+        template, loops = self._compiled
+        loops.begin(messages)
+        variables: Kwargs = {"documents": None} | self.special_tokens | kwargs
+        variables |= {"messages": messages, "tools": tools, "add_generation_prompt": add_generation_prompt}
+        pieces = []
+        try:
+            for piece in template.generate(**variables):
+                pieces.append(piece)
+                loops.position += len(piece) - piece.count(_START) - piece.count(_END)
+                if loops.position > MAX_CHARACTERS:
+                    raise ValueError(f"it writes more than {MAX_CHARACTERS:,} characters")
+            text, generated = _strip_marks("".join(pieces))
+            text.encode()  # a template can cut a character in two
+        except MemoryError:
+            raise
+        except Exception as error:  # a template is a program and can raise anything
+            reason = " ".join(str(error).split())
+            raise ValueError(f"the chat template refuses the messages ({reason}); change the record or it") from error
+        return _Trace(text, generated, loops.events)
+
+    @functools.cached_property
+    def _compiled(self) -> tuple[jinja2.Template, "_Loops"]:
+        environment = _environment(self.day)
+        loops: _Loops = environment.extensions[_Loops.identifier]  # type: ignore[assignment]
+        try:
+            tree = environment.parse(self.source)
+            loops.note_in(tree)
+            return environment.from_string(tree), loops
+        except MemoryError:
+            raise
+        except Exception as error:  # Python's compiler raises more than jinja2's
+            reason = " ".join(str(error).split())
+            raise ValueError(f"the chat template is not valid ({reason}); correct it in the model's assets") from error
+
+    def _check(self) -> None:
+        for messages in (_probe()[:2], _probe()):
+            rendering = self._rendering(messages, None, 0, {})
+            learned = [rendering.text[start:stop] for start, stop in rendering.spans]
+            for message in messages:
+                role, content = message["role"], message["content"]
+                inside = [text.partition(content)[2] for text in learned if content in text]
+                if (role == "assistant") != bool(inside):
+                    kind = "not among what is learned" if role == "assistant" else "learned"
+                    raise ValueError(f"what a message of role {role!r} says would be {kind}; {_REMEDY}")
+                if inside == [""]:
+                    raise ValueError(f"the template writes no end after the assistant's text; {_REMEDY}")
+
+
+@dataclass(frozen=True)
+class _Frame:
+    """How assistant's messages begin: with the generation prompt, or with that much of it which all have."""
+
+    prompt: str
+    common: str
+
+    @classmethod
+    def of(cls, prompt: str, heads: list[str]) -> "_Frame":
+        """heads: what the template writes before the content of assistant's messages."""
+        if heads[0].strip() and not prompt.strip():
+            raise ValueError(f"the chat template writes no generation prompt; add one, or {_REMEDY}")
+        lead = heads[0][: len(heads[0]) - len(heads[0].lstrip())]  # white space that the loop writes
+        prompt = lead + prompt.lstrip() if prompt.strip() else prompt
+        texts = [prompt, *heads]
+        alike = itertools.takewhile(lambda characters: len(set(characters)) == 1, zip(*texts, strict=False))
+        common = prompt[: len(list(alike))]
+        if common not in texts:  # within a word: back to its line
+            common = common[: common.rfind("\n") + 1]
+        return cls(prompt, common)
+
+    def header_of(self, text: str) -> int | None:
+        """Number of characters at the beginning of an assistant's message that are not learned; None: not a message."""
+        for header in (self.prompt, self.common):
+            if text.startswith(header):
+                return len(header)
+        return None
+
+
+@dataclass(frozen=True)
+class _Trace:
+    """A rendering: text, generated: spans of generation markers; events: (position, message or None), in order."""
+
+    text: str
+    generated: Spans
+    events: list[tuple[int, int | None]]
+
+    def pieces(self) -> Iterator[tuple[int | None, int, int]]:
+        """(message or None, start, stop) of each piece of text."""
+        ends = [position for position, _ in self.events[1:]] + [len(self.text)]
+        for (start, index), stop in zip(self.events, ends, strict=True):
+            if start < stop:
+                yield index, start, stop
+
+    def range_of(self, index: int) -> tuple[int, int]:
+        """The characters of a message. Raises ValueError if it has none, or if they are not in one piece."""
+        found = [(start, stop) for owner, start, stop in self.pieces() if owner == index]
+        if len(found) != 1:
+            many = "in several places" if found else "not in a loop over the messages"
+            raise ValueError(f"the chat template writes a message {many}; {_REMEDY}")
+        return found[0]
+
+    def written(self, index: int) -> str:
+        """The text of a message."""
+        return "".join(self.text[start:stop] for owner, start, stop in self.pieces() if owner == index)
+
+    def owner_of(self, position: int, count: int) -> int | None:
+        """The message that a character belongs to; what follows the loop over `count` messages is of the last."""
+        owner, seen = None, False
+        for start, index in self.events:
+            if start > position:
+                break
+            owner, seen = index, seen or index is not None
+        return count - 1 if seen and owner is None else owner
+
+
+def _marked_spans(trace: _Trace, messages: Messages, learned: list[bool]) -> Spans:
+    """The marked spans that belong to messages to be learned."""
+    assistants = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+    if all(learned[index] for index in assistants):
+        return _joined(trace.generated)
+    owners = [trace.owner_of(start, len(messages)) for start, _ in trace.generated]
+    if not set(owners) <= set(assistants):
+        owners = list(assistants)
+        if len(owners) != len(trace.generated):
+            raise ValueError("it is not clear which {% generation %} of the chat template belongs to which message")
+    pairs = zip(trace.generated, owners, strict=True)
+    return _joined([span for span, owner in pairs if owner is not None and learned[owner]])
+
+
+def _joined(spans: Spans) -> Spans:
+    """Spans that touch as one; none that is empty."""
+    joined: Spans = []
+    for start, stop in spans:
+        if joined and joined[-1][1] == start:
+            joined[-1] = (joined[-1][0], stop)
+        elif start < stop:
+            joined.append((start, stop))
+    return joined
+
+
+def _probe(after_tool: bool = False, has_calls: bool = False) -> Messages:
+    """Two questions and answers; the first answer perhaps after a tool's, which a call asked for or plain words."""
+    call = {"id": "call00000", "type": "function", "function": {"name": "look", "arguments": {"at": "it"}}}
+    asks = {"role": "assistant"} | ({"content": None, "tool_calls": [call]} if has_calls else {"content": "probe1"})
+    tool = {"role": "tool", "content": "probe2", "name": "look", "tool_call_id": "call00000"}
+    return [
+        {"role": "user", "content": "probe0"},
+        *([asks, tool] if after_tool else []),
+        {"role": "assistant", "content": "probe3"},
+        {"role": "user", "content": "probe4"},
+        {"role": "assistant", "content": "probe5"},
+    ]
+
+
+@dataclass(frozen=True)
+class _CallForm:
+    """How a message with tool calls is given to a template: `arguments` as an object or JSON text, no content as ..."""
+
+    arguments_as_text: bool
+    no_content: dict[str, Any]
+
+    def apply(self, message: dict[str, Any]) -> dict[str, Any]:
+        if not message.get("content"):
+            message = {key: value for key, value in message.items() if key != "content"} | self.no_content
+        if self.arguments_as_text:
+            message = {**message, "tool_calls": [_with_text_arguments(call) for call in message["tool_calls"]]}
+        return message
+
+
+_NO_CONTENT: list[dict[str, Any]] = [{"content": None}, {"content": ""}, {}]
+_CALL_FORMS = [_CallForm(as_text, no_content) for as_text in (False, True) for no_content in _NO_CONTENT]
+
+
+def _with_text_arguments(call: dict[str, Any]) -> dict[str, Any]:
+    if isinstance(call.get("function"), dict):
+        return {**call, "function": _with_text_arguments(call["function"])}
+    arguments = call.get("arguments")
+    return {**call, "arguments": _tojson(arguments)} if isinstance(arguments, dict) else call
+
+
+def _name_of(call: dict[str, Any]) -> str:
+    function = call.get("function", call)
+    name = function.get("name") if isinstance(function, dict) else None
+    return name if isinstance(name, str) else ""
+
+
+def _has_mark(message: dict[str, Any]) -> bool:
+    texts = (message.get("content"), message.get("reasoning_content"))
+    return any(mark in text for text in texts if text for mark in (_START, _END))
+
+
+class _GenerationTag(Extension):
+    """`{% generation %} ... {% endgeneration %}`: puts marks around the text it renders."""
+
+    tags = {"generation"}  # noqa: RUF012 (jinja2's own declaration)
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
+
+    def _mark(self, caller: Any) -> str:
+        return f"{_START}{caller()}{_END}"
+
+
+class _Loops(Extension):
+    """Notes at which character of the text a template's loops come to which message.
+
+    The notes are calls that write nothing. As text is taken from the template piece by piece, all text before a call
+    has been counted when the call is made, except in macros and blocks that are captured: there a message seems to
+    have no text.
+    """
+
+    position: int
+    events: list[tuple[int, int | None]]
+
+    def begin(self, messages: Messages) -> None:
+        """messages: of the rendering that follows."""
+        self._indices = {id(message): index for index, message in enumerate(messages)}
+        self._outer: list[int | None] = []
+        self._current: int | None = None
+        self.position, self.events = 0, [(0, None)]
+
+    def note_in(self, tree: nodes.Node) -> None:
+        """Adds the notes to the loops of a template."""
+        for node in list(tree.find_all((nodes.For,))):
+            if isinstance(node.target, nodes.Name):
+                node.body.insert(0, self._call("_come_to", nodes.Name(node.target.name, "load")))
+        for node in [tree, *tree.find_all((nodes.Stmt,))]:
+            for name, value in node.iter_fields():
+                if isinstance(value, list):
+                    setattr(node, name, [each for item in value for each in self._around(item)])
+
+    def _around(self, item: Any) -> list[Any]:
+        return [self._call("_enter"), item, self._call("_leave")] if isinstance(item, nodes.For) else [item]
+
+    def _call(self, method: str, *args: nodes.Expr) -> nodes.Node:
+        return nodes.Output([self.call_method(method, list(args))])
+
+    def _enter(self) -> str:
+        self._outer.append(self._current)
+        return ""
+
+    def _come_to(self, value: Any) -> str:
+        if (index := self._indices.get(id(value))) is not None:
+            self._note(index)
+        return ""
+
+    def _leave(self) -> str:
+        self._note(self._outer.pop())
+        return ""
+
+    def _note(self, index: int | None) -> None:
+        if index != self._current:
+            self._current = index
+            self.events.append((self.position, index))
+
+
+def _environment(day: date) -> ImmutableSandboxedEnvironment:
+    """A sandbox with the globals, filters and white-space rules of transformers, which templates on the hub expect."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, _Loops, "jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = datetime(day.year, day.month, day.day).strftime
+    return environment
+
+
+def _tojson(
+    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    """JSON without the HTML escapes of jinja2's own filter, which do not belong in a prompt."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _strip_marks(marked: str) -> tuple[str, Spans]:
+    """The text without the marks, and the character spans that they enclosed."""
+    parts = re.split(f"[{_START}{_END}]", marked)  # outside, inside, outside, ...
+    ends = list(accumulate(map(len, parts)))
+    return "".join(parts), list(zip(ends[:-1:2], ends[1::2], strict=True))
