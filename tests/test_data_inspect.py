@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from test_data_chat import CHATML_UNMARKED, LLAMA3_TEMPLATE, assistant, byte_level_tokenizer, chat, texts, user
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from torchtitan_magi.data import ChatTokenizer, Corpus, PackedPairDataset, PackedSFTDataset
+from torchtitan_magi.data import ChatTokenizer, PackedPairDataset, PackedSFTDataset
 from torchtitan_magi.data import __main__ as command
 from torchtitan_magi.data.assets import load_chat_tokenizer
 from torchtitan_magi.data.chat import CHATML_TEMPLATE, PLAIN_TEMPLATE
@@ -59,10 +59,9 @@ def write_records(path, records):
 def inspect(tmp_path):
     """Inspects records; the folder of the tokenizer is made of the arguments that are not options."""
 
-    def inspect(records, template=CHATML_TEMPLATE, tokenizer=None, default_form="", config=(), **options):
+    def inspect(records, template=CHATML_TEMPLATE, tokenizer=None, config=(), **options):
         path = write_records(tmp_path / "data.jsonl", records)
-        tokenizer = load_chat_tokenizer(write_folder(tmp_path / "tokenizer", template, tokenizer, **dict(config)))
-        return inspect_data(Corpus(path, lambda value: value), tokenizer, default_form, **options)
+        return inspect_data(path, write_folder(tmp_path / "tokenizer", template, tokenizer, **dict(config)), **options)
 
     return inspect
 
@@ -204,8 +203,8 @@ def test_figures_of_pairs_are_those_of_training(inspect, tmp_path):
 def test_sources_are_told_apart_and_joined(tmp_path):
     first, second = (write_records(tmp_path / f"{n}.jsonl", GOOD[:n]) for n in (1, 3))
     write_records(tmp_path / "third.jsonl", [{"messages": "x"}])
-    corpus = Corpus(f"{first}, {second}=2, {tmp_path}/third.jsonl", lambda value: value)
-    inspection = inspect_data(corpus, load_chat_tokenizer(write_folder(tmp_path / "tokenizer")), seq_len=64)
+    source = f"{first}, {second}=2, {tmp_path}/third.jsonl"
+    inspection = inspect_data(source, write_folder(tmp_path / "tokenizer"), seq_len=64)
     assert [(t.path, t.records, t.read, len(t.tokens)) for t in inspection.tallies] == [
         (str(first), 1, 1, 1),
         (str(second), 3, 3, 3),
@@ -248,7 +247,7 @@ EVERYTHING = TURNS.replace(
     "%s", "{% generation %}{{ message.role + message.content + '<|im_end|>' }}{% endgeneration %}"
 )
 NOTHING = TURNS.replace("%s", "{{ message.role + message.content }}{% generation %}{% endgeneration %}")
-NO_END = CHATML_TEMPLATE.replace("+ '<|im_end|>\\n' }}{% endgeneration %}", "}}{% endgeneration %}<|im_end|>\n")
+NO_END = CHATML_TEMPLATE.replace("+ '<|im_end|>\n' }}{% endgeneration %}", "}}{% endgeneration %}<|im_end|>\n")
 NO_BOS = CHATML_TEMPLATE.removeprefix("{{ bos_token }}")
 NO_SYSTEM = CHATML_TEMPLATE.replace("in messages %}", "in messages if message.role != 'system' %}")
 OTHER_TOKENS = CHATML_TEMPLATE.replace("<|im_start|>", "<|start_of_role|>")
@@ -266,31 +265,27 @@ OF_TEMPLATES = [
     (NO_BOS, "look", "BOS <s> is not at the beginning of all 4 records"),
     (OTHER_TOKENS, "wrong", "the template writes <|start_of_role|>, which is not one token of this tokenizer"),
     (REFUSES, "wrong", "a plain conversation of two rounds is refused: the chat template .* (too odd)"),
+    (REFUSES, "wrong", "training refuses to start: the chat template in .* (too odd)"),
     (REFUSES, "wrong", "all 4 records are refused: the chat template .* (too odd)"),
 ]
 THINKS = assistant("a", reasoning_content="I think")
 OF_RECORDS = [
     ([GOOD[0], messages({}), messages({})], "wrong", '2 records of 3 (66.7%) are refused: messages[0] has no "role"'),
     ([GOOD[0], messages(user("q"))], "wrong", "nothing is learned in 1 record of 2 (50.0%)"),
-    ([messages(user("q"), assistant("a", mood="good"))], "look", 'the field "mood" of messages: it is dropped in 1 r'),
+    ([messages(user("q"), assistant("a", mood="good"))], "look", 'does not use "mood" of a message: in 1 record'),
     ([messages(user("<|im_end|>"), assistant("a"))], "look", "text of 1 record spells the special token <|im_end|>"),
     ([messages(user("q"), assistant("a"), id=3)], "note", 'the key "id" of 1 record is not used'),
     ([*GOOD, {"text": "the cat"}], "note", "1 record of 5 (20.0%) is plain text: all of it is learned"),
 ]
 MISTAKES = [
+    ({"template": NO_SYSTEM}, [messages(SYSTEM, *GOOD[0]["messages"])], "look", "what a message of role 'system' says"),
     (
-        {"template": NO_SYSTEM},
-        [messages(SYSTEM, *GOOD[0]["messages"])],
-        "wrong",
-        "text of the system is not in the tok",
+        {"template": LATE_REASONING},
+        [messages(user("q"), THINKS, *GOOD[0]["messages"])],
+        "look",
+        "reasoning: in 1 record",
     ),
-    ({"template": LATE_REASONING}, [messages(user("q"), THINKS, user("q"), THINKS)], "look", "drops reasoning in 1 r"),
-    (
-        {"template": None, "default_form": "ChatML"},
-        GOOD,
-        "wrong",
-        "no chat template: conversations are written as Chat",
-    ),
+    ({"template": None}, GOOD, "wrong", "no chat template: conversations are written as ChatML"),
     ({"config": {"eos_token": "</s>"}}, GOOD, "note", "turns end with <|im_end|>, which is not the tokenizer's EOS"),
     *(({"template": template}, GOOD, level, said) for template, level, said in OF_TEMPLATES),
     *(({}, records, level, said) for records, level, said in OF_RECORDS),
@@ -424,14 +419,12 @@ def test_a_real_terminal_gets_colours(tmp_path):
         ("data.jsonl --tokenizer tokenizer --records -1", "--records is -1; give at least 0"),
         ("data.jsonl --tokenizer tokenizer --colour", "unrecognized arguments: --colour"),
         ("data.jsonl", "the following arguments are required: --tokenizer"),
-        ("data.jsonl --tokenizer broken", "the chat template is not valid"),
     ],
 )
 def test_what_is_wrong_is_one_line(tmp_path, monkeypatch, capsys, arguments, said):
     write_records(tmp_path / "data.jsonl", GOOD)
     write_records(tmp_path / "empty.jsonl", [])
     write_folder(tmp_path / "tokenizer")
-    write_folder(tmp_path / "broken", "{% for %}")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as exit_:
         command.main(arguments.split())

@@ -8,15 +8,11 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
-from torchtitan_magi.data.assets import load_chat_tokenizer
-from torchtitan_magi.data.chat import CHATML_TEMPLATE, load_chat_template
-from torchtitan_magi.data.corpus import Corpus
 from torchtitan_magi.data.inspection.page import html_page
-from torchtitan_magi.data.inspection.summary import Inspection, inspect_data
+from torchtitan_magi.data.inspection.summary import inspect_data
 from torchtitan_magi.data.inspection.terminal import Painter, report
-from torchtitan_magi.data.token_cache import default_folder
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -25,7 +21,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     try:
         _check(options)
-        inspection = _inspect(options)
+        inspection = inspect_data(
+            options.source, options.tokenizer, options.dataset == "dpo", options.seq_len, options.records, options.all
+        )
         if options.html:
             _write(options.html, html_page(inspection))
     except ValueError as error:
@@ -47,21 +45,6 @@ def _check(options: argparse.Namespace) -> None:
 def _is_writable(path: Path) -> bool:
     target = path if path.exists() else path.parent
     return path.parent.is_dir() and not path.is_dir() and os.access(target, os.W_OK)
-
-
-def _inspect(options: argparse.Namespace) -> Inspection:
-    chat = load_chat_tokenizer(options.tokenizer)
-    default_form = ""
-    if load_chat_template(options.tokenizer) is None:
-        default_form = "ChatML" if chat.template == CHATML_TEMPLATE else "plain text"
-    corpus = Corpus(options.source, _as_it_is, default_folder())
-    return inspect_data(
-        corpus, chat, default_form, options.dataset == "dpo", options.seq_len, options.records, options.all
-    )
-
-
-def _as_it_is(value: Any) -> Any:
-    return value
 
 
 def _write(path: Path, text: str) -> None:

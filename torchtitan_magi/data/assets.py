@@ -12,6 +12,14 @@ from torchtitan_magi.data.chat import ChatTokenizer
 def load_chat_tokenizer(folder: str | os.PathLike[str]) -> ChatTokenizer:
     """The tokenizer of tokenizer.json, with the BOS, EOS and chat template of the files beside it.
 
+    Raises ValueError for files that are missing or malformed, and for a template that is of no use.
+    """
+    return ChatTokenizer.from_assets(*load_tokenizer(folder), folder)
+
+
+def load_tokenizer(folder: str | os.PathLike[str]) -> tuple[Tokenizer, int | None, int | None]:
+    """The tokenizer of tokenizer.json, and the ids of BOS and EOS; None for one that it has not.
+
     Raises ValueError for files that are missing or malformed.
     """
     path = Path(folder, "tokenizer.json")
@@ -21,7 +29,7 @@ def load_chat_tokenizer(folder: str | os.PathLike[str]) -> ChatTokenizer:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises nothing narrower
         raise ValueError(f"{path} is not a tokenizer ({error}); download it again") from None
-    return ChatTokenizer.from_assets(tokenizer, *_bos_and_eos(tokenizer, Path(folder)), folder)
+    return tokenizer, *_bos_and_eos(tokenizer, Path(folder))
 
 
 def _bos_and_eos(tokenizer: Tokenizer, folder: Path) -> tuple[int | None, int | None]:

@@ -105,7 +105,7 @@ class Examiner:
             length=length,
             kept=kept,
             left_out=left_out,
-            found=tuple(dict.fromkeys(self.checker.check(raw, record, parts))),
+            found=tuple(dict.fromkeys(self.checker.check(raw, record, parts, _notes(result)))),
             cells=tuple((part.name, self.speller.cells(part)) for part in parts) if index in self.shown else (),
         )
 
@@ -136,6 +136,12 @@ def parts_of(record: dict[str, Any], result: TokenizedDocument | TokenizedPair) 
     prompt = Part("prompt", result.prompt, np.zeros(len(result.prompt), dtype=bool), _contents(record["prompt"]))
     completions = (("chosen", result.chosen), ("rejected", result.rejected))
     return prompt, *(Part(n, side.tokens, side.loss_mask, _contents(record[n])) for n, side in completions)
+
+
+def _notes(result: TokenizedDocument | TokenizedPair) -> tuple[str, ...]:
+    if isinstance(result, TokenizedDocument):
+        return result.notes
+    return result.chosen.notes + result.rejected.notes
 
 
 def _contents(messages: list[dict[str, Any]]) -> tuple[str, ...]:

@@ -20,6 +20,7 @@ KINDS: dict[str, tuple[Level, str]] = {
         "the folder has no chat template: conversations are written as {detail}, which the model may never have seen;"
         " put its chat_template.jinja there",
     ),
+    "set-up": ("wrong", "training refuses to start: {detail}"),
     "probe": ("wrong", "a plain conversation of two rounds is refused: {detail}"),
     "refused": ("wrong", "{records} refused: {detail}"),
     "nothing": (
@@ -42,18 +43,10 @@ KINDS: dict[str, tuple[Level, str]] = {
         "wrong",
         "the template writes {detail}, which is not one token of this tokenizer: the template is of another model",
     ),
-    "lost": (
-        "wrong",
-        "text of the {detail} is not in the tokens of {records}: the template drops or changes it",
-    ),
     "unknown": ("wrong", "the unknown token {detail} is in {records}: the tokenizer lacks their characters"),
-    "reasoning": (
-        "look",
-        "the template drops reasoning in {records}, so it is not learned; many drop that of earlier turns",
-    ),
+    "template": ("look", "{detail}: in {records}"),
     "no BOS": ("look", "BOS {detail} is not at the beginning of {records}: the template does not write it"),
     "special": ("look", "text of {records} spells the special token {detail}: it is read as the token"),
-    "field": ("look", 'the template does not use the field "{detail}" of messages: it is dropped in {records}'),
     "key": ("note", 'the key "{detail}" of {records} is not used'),
     "end": ("note", "turns end with {detail}, which is not the tokenizer's EOS: generation must stop at it, too"),
     "text": ("note", "{records} plain text: all of it is learned"),
@@ -69,7 +62,6 @@ _FORMS = {
     "chosen": ("prompt", "chosen", "rejected"),
 }
 _ALWAYS = ("system", "tools", "chat_template_kwargs")
-_ALWAYS_USED = {"role", "content", "weight", "reasoning_content"}  # or dropped reasoning, which is said
 # What templates write for tokens: <|im_start|>, <start_of_turn>, </s>
 _TOKEN_LIKE = re.compile(r"<\|[^|<>\s]{1,40}\|>|<\w{1,20}_of_\w{1,20}>|</?s>")
 
@@ -81,11 +73,15 @@ class Checker:
     chat: ChatTokenizer
     speller: Speller
 
-    def check(self, raw: Any, record: dict[str, Any], parts: tuple[Part, ...]) -> list[Found]:
-        """raw: the JSON value; record: what was made of it; parts: its tokens."""
-        found = [*self._tokens(record, parts), *(("key", key) for key in unused_keys(raw))]
-        messages = [message for value in record.values() if isinstance(value, list) for message in value]
-        return [*found, *self._contents([m for m in messages if "role" in m], parts)]
+    def check(
+        self, raw: Any, record: dict[str, Any], parts: tuple[Part, ...], notes: tuple[str, ...]
+    ) -> Iterator[Found]:
+        """raw: the JSON value; record: what was made of it; parts: its tokens; notes: what the template left out."""
+        yield from self._tokens(record, parts)
+        yield from (("template", note) for note in notes)
+        yield from (("key", key) for key in unused_keys(raw))
+        said = [content for part in parts for content in part.contents]
+        yield from (("special", name) for name in self.speller.specials.values() for text in said if name in text)
 
     def check_template(self, part: Part) -> list[Found]:
         """What is wrong in the tokens of a conversation that only shows the template."""
@@ -133,35 +129,13 @@ class Checker:
         name = self.speller.specials.get(after[0]) if after else None
         return f" ({name} comes after the learned text, but is not learned)" if name else ""
 
-    def _contents(self, messages: list[dict[str, Any]], parts: tuple[Part, ...]) -> Iterator[Found]:
-        text = _squeezed("".join(self.speller.text(part.tokens.tolist()) for part in parts))
-        for message in messages:
-            content, reasoning = message.get("content") or "", message.get("reasoning_content")
-            if not self._is_in(content, text):
-                yield "lost", message["role"]
-            if isinstance(reasoning, str) and not self._is_in(reasoning, text):
-                yield "reasoning", ""
-            for name in self.speller.specials.values():
-                if name in content:
-                    yield "special", name
-            for key in message.keys() - _ALWAYS_USED:
-                if not re.search(rf"\b{re.escape(key)}\b", self.chat.template):
-                    yield "field", key
-
-    def _is_in(self, said: str, text: str) -> bool:
-        """Whether the text holds what was said, apart from white space and what the tokenizer normalizes."""
-        if _squeezed(said) in text:
-            return True
-        spelled = self.speller.text(self.chat.tokenizer.encode(said, add_special_tokens=False).ids)
-        return _squeezed(spelled) in text
-
 
 def unused_keys(raw: Any) -> list[str]:
     """Keys of a record that nothing reads."""
     if not isinstance(raw, dict):
         return []
     form = next((form for form in _FORMS if form in raw), "text")
-    return [key for key in raw if key not in _FORMS[form] and key not in _ALWAYS]
+    return [key for key, value in raw.items() if value is not None and key not in (*_FORMS[form], *_ALWAYS)]
 
 
 def say(kind: str, detail: str, count: int, total: int) -> str:
@@ -180,7 +154,3 @@ def counted(count: int) -> str:
 
 def _percent(share: float) -> str:
     return "less than 0.1%" if share < 0.001 else f"{100 * share:.1f}%"
-
-
-def _squeezed(text: str) -> str:
-    return "".join(text.split())

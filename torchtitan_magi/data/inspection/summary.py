@@ -1,22 +1,27 @@
 """A data set summed up: its sources' lengths and losses, what looks wrong, and some records to look at."""
 
+import os
 import re
 from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from tqdm import tqdm
 
-from torchtitan_magi.data.chat import ChatTokenizer
+from torchtitan_magi.data.assets import load_tokenizer
+from torchtitan_magi.data.chat import CHATML_TEMPLATE, ChatTokenizer, default_template, load_chat_template
 from torchtitan_magi.data.corpus import Corpus, Source
 from torchtitan_magi.data.inspection.examine import Batch, Examiner, Seen, Workers
 from torchtitan_magi.data.inspection.findings import KINDS, LEVELS, Found, Level, say
 from torchtitan_magi.data.inspection.spelling import Cell
 from torchtitan_magi.data.packing import pack_best_fit
+from torchtitan_magi.data.token_cache import default_folder
 
 SAMPLE = 2_000  # records that are read, unless all are
+FEW = 8  # records that are read if training refuses the template, which may take its time
 SAMPLE_BLOCKS = 16  # that they come from
 SAMPLE_TOKENS = 4_000_000  # no more are read once they have so many
 BATCH = 128  # records
@@ -132,9 +137,8 @@ class Inspection:
 
 
 def inspect_data(
-    corpus: Corpus,
-    chat: ChatTokenizer,
-    default_form: str = "",
+    source: str | os.PathLike[str],
+    folder: str | os.PathLike[str],
     pairs: bool = False,
     seq_len: int | None = None,
     num_shown: int = 3,
@@ -143,16 +147,19 @@ def inspect_data(
     """Examines a data set, with a progress bar in a terminal.
 
     Args:
-        corpus: its records are plain JSON values.
-        default_form: what the default template writes, if the tokenizer's folder has no template.
+        source: as `Corpus` takes it.
+        folder: holds the tokenizer and its chat template.
         pairs: whether records are preference pairs.
         seq_len: tokens per pack; None: no truncation.
         num_shown: records to show.
         read_all: reads all records instead of a random sample: at most SAMPLE records and SAMPLE_TOKENS tokens.
 
-    Raises ValueError if a process that renders the template dies.
+    Raises ValueError for a source or folder that cannot be read, and if a process that renders the template dies.
     """
-    samples = [_sample(corpus, source, read_all) for source in corpus.sources]
+    chat, of_template = _load(folder)
+    corpus = Corpus(source, _as_it_is, default_folder())
+    count = FEW if any(kind == "set-up" for kind, _ in of_template) else len(corpus) if read_all else SAMPLE
+    samples = [_sample(corpus, part, count) for part in corpus.sources]
     rng = np.random.default_rng(0)
     shown: dict[int, Seen] = {}
     for number, sample in enumerate(samples):
@@ -164,9 +171,9 @@ def inspect_data(
         Workers(Examiner(corpus, chat, pairs, seq_len, set(shown))) as workers,
         tqdm(total=sum(map(len, samples)), unit=" records", leave=False, disable=None) as progress,
     ):
-        template, of_template = workers.template()
-        for source, sample in zip(corpus.sources, samples, strict=True):
-            tally, num_tokens = Tally(source.path, len(source)), 0
+        template, of_probe = workers.template()
+        for part, sample in zip(corpus.sources, samples, strict=True):
+            tally, num_tokens = Tally(part.path, len(part)), 0
             tallies.append(tally)
             for seen in workers.examine(_batches(corpus, sample)):
                 tally.add(seen)
@@ -178,13 +185,10 @@ def inspect_data(
                 if limit and num_tokens >= limit:
                     break
     read = sum(tally.read for tally in tallies)
-    if default_form and findings.counts["text", ""] < read:
-        of_template.insert(0, ("default", default_form))
-    warnings = [
-        Warning(KINDS[kind][0], say(kind, detail, 0, 0))
-        for kind, detail in of_template
-        if not findings.counts[kind, detail]
-    ]
+    of_template = [*of_template, *(found for found in of_probe if not findings.counts[found])]
+    warnings = [Warning(KINDS[kind][0], say(kind, detail, 0, 0)) for kind, detail in of_template]
+    if findings.counts["text", ""] == read:  # nothing is rendered
+        warnings = []
     warnings += findings.warnings(read, corpus)
     return Inspection(
         [_what_was_read(corpus, read), _what_tokenizer(chat)],
@@ -196,16 +200,32 @@ def inspect_data(
     )
 
 
-def _sample(corpus: Corpus, source: Source, read_all: bool) -> np.ndarray:
-    """Numbers of the records of a source that are read, int64, block by block: all, or some from a few blocks."""
-    if read_all:
+def _load(folder: str | os.PathLike[str]) -> tuple[ChatTokenizer, list[Found]]:
+    """The tokenizer with its chat template, also one that training refuses, and what is wrong with the template."""
+    tokenizer = load_tokenizer(folder)
+    template, wrong = load_chat_template(folder), list[Found]()
+    if template is None:
+        template = default_template(tokenizer[0])
+        wrong.append(("default", "ChatML" if template == CHATML_TEMPLATE else "plain text"))
+    try:
+        ChatTokenizer.from_assets(*tokenizer, folder)
+    except ValueError as error:
+        wrong.append(("set-up", str(error)))
+    return ChatTokenizer(*tokenizer, template), wrong
+
+
+def _as_it_is(value: Any) -> Any:
+    return value
+
+
+def _sample(corpus: Corpus, source: Source, count: int) -> np.ndarray:
+    """Numbers of the records of a source that are read, int64: of `count` its share, from a few blocks, one by one."""
+    if count >= len(corpus):
         return np.arange(source.first, source.first + len(source))
     rng, num_sources = np.random.default_rng(0), len(corpus.sources)
     blocks = source.first_block + rng.permutation(source.num_blocks)[: -(-SAMPLE_BLOCKS // num_sources)]
-    count = -(-SAMPLE // num_sources)
-    ranges = [np.arange(*corpus.block_firsts[block : block + 2]) for block in blocks]
-    places = np.concatenate(ranges)
-    return places[np.sort(rng.permutation(len(places))[:count])]
+    places = np.concatenate([np.arange(*corpus.block_firsts[block : block + 2]) for block in blocks])
+    return places[np.sort(rng.permutation(len(places))[: -(-count // num_sources)])]
 
 
 def _batches(corpus: Corpus, sample: np.ndarray) -> Iterator[Batch]:
