@@ -2,6 +2,7 @@
 
 import os
 import sys
+import tempfile
 from pathlib import Path
 
 import hypothesis
@@ -9,6 +10,9 @@ import pytest
 import torch
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+if not torch.cuda.is_available():  # with GPUs, compiled kernels are kept from run to run
+    CACHE = tempfile.TemporaryDirectory(prefix="magi-cache-")
+    os.environ["TORCHTITAN_MAGI_CACHE"] = CACHE.name
 torch.set_num_threads(1)
 sys.path.insert(0, str(Path(__file__).parent))
 hypothesis.settings.register_profile("default", deadline=None, derandomize=True)

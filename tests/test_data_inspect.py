@@ -266,6 +266,7 @@ OF_TEMPLATES = [
     (OTHER_TOKENS, "wrong", "the template writes <|start_of_role|>, which is not one token of this tokenizer"),
     (REFUSES, "wrong", "a plain conversation of two rounds is refused: the chat template .* (too odd)"),
     (REFUSES, "wrong", "training refuses to start: the chat template in .* (too odd)"),
+    ("{% for %}", "wrong", "training refuses to start: the chat template in .* is not valid"),
     (REFUSES, "wrong", "all 4 records are refused: the chat template .* (too odd)"),
 ]
 THINKS = assistant("a", reasoning_content="I think")
@@ -457,3 +458,10 @@ def test_a_template_that_takes_its_process_down_is_one_line(inspect, monkeypatch
     monkeypatch.setattr(ChatTokenizer, "documents", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
     with pytest.raises(ValueError, match=r"^a process that renders the chat template died; correct the template"):
         inspect(GOOD)
+
+
+def test_of_a_template_that_training_refuses_a_few_records_are_enough(inspect):
+    inspection = inspect(GOOD * 10, REFUSES)
+    assert inspection.tallies[0].read == summary.FEW
+    assert inspection.template == []
+    assert "refused, see above" in html_page(inspection)

@@ -21,10 +21,11 @@ def tokenize(record):
 
 
 def make_loader(path, rank=0, ranks=1, batch_size=2, batches_per_step=1, num_workers=0, epochs=1, **options):
-    from torchtitan_magi.data import PackedSFTDataset
+    from torchtitan_magi.data import PackedSFTDataset, records
     from torchtitan_magi.training.pack_loader import PackLoader
 
-    packs = PackedSFTDataset(path, tokenize, SEQ_LEN, rank, ranks, epochs=epochs, window_packs=4)
+    records.BLOCK_BYTES = 200
+    packs = PackedSFTDataset(path, tokenize, SEQ_LEN, rank, ranks, epochs=epochs, window_blocks=4)
     loader_options = {"num_workers": num_workers, "persistent_workers": False, "prefetch_factor": None}
     return PackLoader(packs, batch_size, batches_per_step, **loader_options, **options)
 
@@ -100,7 +101,7 @@ def stops_and_repeats(path, num_workers):
     return True
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("num_workers", [0, 1, 3])
 @pytest.mark.parametrize("case", [resume_at_another_degree, stops_and_repeats])
 def test_the_loader(case, num_workers, path):
     assert call(with_workers, case, str(path), num_workers)
@@ -170,7 +171,6 @@ def test_a_bad_record_stops_all_ranks_with_one_message(tmp_path):
     ("option", "message"),
     [
         (("--magi.epochs", "0"), "magi.epochs is 0; use a number of passes over the data, or -1 for no end"),
-        (("--training.dataloader.num_workers", "2"), "training.dataloader.num_workers is 2; use 0 or 1 for dataset"),
         (("--training.dataset_path", "*.no"), "no file matches '*.no'; check the pattern"),
     ],
 )

@@ -151,7 +151,6 @@ def test_a_pair_without_a_common_prompt_token_is_refused():
 def test_both_layouts_by_hand():
     pair = numbered(3, 2, 4)
     shared = lay_out_pair(pair, True)
-    assert shared.record == 7
     assert shared.bounds == (0, 2, 4, 8)
     assert shared.inputs.tolist() == [0, 1, 2, 300, 2, 600, 601, 602]
     assert shared.labels.tolist() == [-100, -100, 300, 301, 600, 601, 602, 603]

@@ -35,7 +35,7 @@ def write(path, documents):
 
 @pytest.fixture(scope="module", autouse=True)
 def blocks():
-    patch = small_blocks(100)
+    patch = small_blocks(200)
     yield
     patch.undo()
 
@@ -167,22 +167,20 @@ def test_nothing_is_lost_without_being_counted(corpus, long_documents):
         assert counts.unlabeled > 0
 
 
-def test_counts_are_logged_at_the_end_of_each_epoch_and_whenever_packs_have_doubled(corpus, caplog):
+def test_counts_are_logged_once_an_epoch_and_in_a_long_first_one_when_packs_have_doubled(corpus, caplog):
     caplog.set_level(logging.INFO)
-    packs = dataset(corpus)
-    list(packs)
-    assert [record.getMessage() for record in caplog.records] == [f"{corpus}: end of epoch 1: {packs.counts}"]
-    caplog.clear()
     packs = dataset(corpus, epochs=4)
     list(packs)
     lines = [record.getMessage().removeprefix(f"{corpus}: ") for record in caplog.records]
     ends = [line for line in lines if line.startswith("end of epoch ")]
     assert [line.split(":")[0] for line in ends] == [f"end of epoch {number}" for number in (1, 2, 3, 4)]
     assert ends[-1] == f"end of epoch 4: {packs.counts}"
-    packs_logged = [int(re.search(r"documents, (\d+) packs", line)[1]) for line in lines if line not in ends]
-    assert len({packs.bit_length() for packs in packs_logged}) == len(packs_logged)
-    assert packs_logged[0] < 8
-    assert 2 * packs_logged[-1] > packs.counts.packs
+    assert lines[-3:] == ends[1:]
+    packs_logged = [int(re.search(r"documents, (\d+) packs", line)[1]) for line in lines[: -len(ends)]]
+    assert len({packs.bit_length() for packs in packs_logged}) == len(packs_logged) > 1
+    caplog.clear()
+    list(dataset(corpus, epochs=3, window_blocks=100))  # an epoch is one window
+    assert [record.getMessage().split(": ")[1] for record in caplog.records] == [f"end of epoch {i}" for i in (1, 2, 3)]
 
 
 def test_order_depends_on_seed_and_epoch_only_and_iterating_again_starts_over(corpus):
@@ -201,12 +199,15 @@ def test_order_depends_on_seed_and_epoch_only_and_iterating_again_starts_over(co
 def test_underfull_packs_are_carried_into_the_next_window(tmp_path):
     """Lengths 64, 40, 40 make the first window; a 40 waits for the 24 of the second instead of leaving with room."""
     path = write(tmp_path / "train.jsonl", [(1, 65, 0), (2, 41, 0), (3, 41, 0), (4, 25, 0), (5, 65, 0)])
-    packs = dataset(path, shuffle=False, window_packs=2)
-    produced, carried = [], []
-    for inputs, _ in packs:
-        produced.append([int(inputs["input"][start]) // 1000 for start in inputs["documents"][:, 0]])
-        carried.append(packs.state_dict()["cursor"]["carried"])
-    assert produced == [[1], [3], [5], [2, 4]]
+    with mock.patch("torchtitan_magi.data.records.BLOCK_BYTES", len('{"text": "1 65 0"}\n')):
+        packs = dataset(path, shuffle=False, window_blocks=6)
+        assert packs.records.num_blocks == 5
+        with mock.patch("torchtitan_magi.data.epoch_order._cut", return_value=np.array([0, 3, 5])):
+            produced, carried = [], []
+            for inputs, _ in packs:
+                produced.append([int(inputs["input"][start]) // 1000 for start in inputs["documents"][:, 0]])
+                carried.append(packs.state_dict()["cursor"]["carried"])
+    assert produced == [[1], [3], [2, 4], [5]]
     assert carried == [[], [[1, 0]], [[1, 0]], []]
     assert packs.counts.fill == (64 + 40 + 64 + 64) / 256
 
@@ -214,9 +215,9 @@ def test_underfull_packs_are_carried_into_the_next_window(tmp_path):
 def test_state_and_memory_of_the_lookahead_are_bounded(tmp_path):
     """Documents of which no two share a pack: every window leaves under-full packs, and few are carried."""
     path = write(tmp_path / "train.jsonl", [(i, 36, 0) for i in range(1, 400)])
-    packs = dataset(path, window_packs=16)
-    for _ in packs:
-        assert len(packs.state_dict()["cursor"]["carried"]) <= 4
+    packs = dataset(path, window_blocks=4)
+    carried = [len(packs.state_dict()["cursor"]["carried"]) for _ in packs]
+    assert 0 < max(carried) <= 8
     assert packs.counts.packs == 399
 
 
@@ -391,19 +392,20 @@ def test_loader_repeats_a_finite_epoch(corpus, num_workers):
     assert flats(resumed) == first
 
 
-def test_more_than_one_worker_is_refused(corpus, monkeypatch):
+def test_more_than_one_worker_of_another_loader_is_refused(corpus, monkeypatch):
     monkeypatch.setattr("torchtitan_magi.data.packed.get_worker_info", lambda: SimpleNamespace(num_workers=2))
-    with pytest.raises(ValueError, match="num_workers is 2; use 0 or 1"):
+    with pytest.raises(ValueError, match="num_workers is 2; use 0 or 1, or a PackLoader"):
         next(iter(dataset(corpus)))
 
 
-def test_packs_are_full_on_the_length_histogram(tmp_path):
+@pytest.mark.parametrize("long_documents", ["split", "truncate"])
+def test_packs_are_full_on_the_length_histogram_and_no_record_is_tokenized_twice(tmp_path, long_documents):
     """The benchmark's document lengths, 64k packs: at least 98% full."""
     lengths = draw_lengths(np.random.default_rng(0), 4000) + 1
     path = write(tmp_path / "train.jsonl", [(i, int(n), 0) for i, n in enumerate(lengths)])
-    for long_documents in ("split", "truncate"):
-        with mock.patch(f"{__name__}.tokenize", wraps=tokenize) as tokenized:
-            packs = dataset(path, seq_len=65536, long_documents=long_documents, epochs=-1, window_packs=32)
-            take(packs, 64)
-        assert packs.counts.fill >= 0.98
-        assert tokenized.call_count < 2 * packs.counts.documents  # none twice, no more than a window ahead
+    small, counted = mock.patch("torchtitan_magi.data.records.BLOCK_BYTES", 4096), mock.Mock(wraps=tokenize)
+    with small, mock.patch(f"{__name__}.tokenize", counted) as tokenized:
+        packs = dataset(path, seq_len=65536, long_documents=long_documents, epochs=1, window_blocks=8)
+        list(packs)
+    assert packs.counts.fill >= 0.98
+    assert tokenized.call_count == packs.counts.documents == 4000

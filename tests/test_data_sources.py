@@ -208,6 +208,10 @@ def test_columns_of_other_names(name, tmp_path):
 
 PARQUET_ERRORS = {
     "no known column": (lambda path: pq.write_table(pa.table({"x": [1]}), path), r"has only the columns \['x'\], none"),
+    "two columns of one name": (
+        lambda path: pq.write_table(pa.Table.from_arrays([pa.array(["a"])] * 2, names=["text", "text"]), path),
+        r"has columns of the same name, \['text', 'text'\]; rename or remove one",
+    ),
     "no Parquet": (lambda path: path.write_text("{}"), "cannot read records file .*Parquet file size is 2 bytes"),
     "empty": (lambda path: path.write_text(""), "cannot read records file .*: .*check the path"),
     "cut": (lambda path: (save_parquet(path, RECORDS), os.truncate(path, 2000)), "cannot read records file .*: .*Parq"),
@@ -241,7 +245,8 @@ def test_files_that_cannot_be_read_are_one_line(name, make, words, tmp_path, cac
     ("source", "words"),
     [
         ("{path}/a.jsonl?mesages=x", "'mesages' is no option; use one of split, subset, messages"),
-        ("{path}/a.jsonl?messages=", "messages is empty; give it a value"),
+        ("{path}/a.jsonl?messages=", "messages is empty; give it one value"),
+        ("{path}/a.jsonl?split=a&split=b", "split comes twice; give it one value"),
         (
             "{path}/a.jsonl?split=test",
             "neither a name hf://org/name nor a folder saved by datasets; leave out its split",
@@ -308,6 +313,17 @@ def test_json_columns_of_datasets(tmp_path):
     for name in ("a.parquet", "saved"):
         corpus = Corpus(tmp_path / name, parse=lambda record: record)
         assert corpus.read(0) == [{"text": "a", "tools": tools}]
+
+
+def test_json_text_in_a_column_is_checked_as_a_line(tmp_path):
+    column = pa.ExtensionArray.from_storage(
+        pa.json_(), pa.array(["{", '["\\ud83d"]', '{"a": 1, "a": 2}', "[" * 9999, "3"])
+    )
+    pq.write_table(pa.table({"text": column}), tmp_path / "a.parquet")
+    *malformed, good = Corpus(tmp_path / "a.parquet", parse=lambda record: record).read(0)
+    words = ["not JSON", "half of a surrogate pair", "comes twice", "nested too deeply"]
+    assert all(word in str(error) for word, error in zip(words, malformed, strict=True))
+    assert good == {"text": 3}
 
 
 def test_a_table_that_changes_is_named(tmp_path):

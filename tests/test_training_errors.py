@@ -69,6 +69,12 @@ def test_a_wrong_option_in_the_file(option, messages, tmp_path):
     assert_one_line(error_of([], toml=changed(tmp_path, ("[magi]", f"[magi]\n{option}"))), messages)
 
 
+@pytest.mark.parametrize("path", ['["a.jsonl"]', "3"])
+def test_a_data_path_that_is_no_text(path, tmp_path):
+    words = ["training.dataset_path is", "give the JSONL file", "sources in one string, separated by commas"]
+    assert_one_line(error_of([], toml=changed(tmp_path, ("dataset_path", f"dataset_path = {path}"))), words)
+
+
 def test_an_unknown_backend_on_the_command_line_is_a_usage_error():
     error = error_of(["--magi.backend", "fla"])
     assert (error.type, str(error)) == ("SystemExit", "2")

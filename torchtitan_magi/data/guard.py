@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 SECONDS = 20  # CPU time of a call
 MEMORY_BYTES = 2**30  # address space that a call may add to its process
-_GRACE = 5  # seconds of CPU time from the signal to the end of the process
+GRACE = 5  # seconds of CPU time from the signal to the end of the process
 
 T = TypeVar("T")
 
@@ -47,7 +47,7 @@ def limited(function: Callable[..., T], *args: Any) -> T:
     try:
         try:
             _lower(resource.RLIMIT_AS, _address_space() + MEMORY_BYTES)
-            _lower(resource.RLIMIT_CPU, int(time.process_time()) + SECONDS + _GRACE)
+            _lower(resource.RLIMIT_CPU, int(time.process_time()) + SECONDS + GRACE)
             signal.signal(signal.SIGPROF, _raise_time_is_up)
             signal.setitimer(signal.ITIMER_PROF, SECONDS, 1.0)  # again, should a destructor swallow the first
             return function(*args)

@@ -77,7 +77,7 @@ class JsonlFile(RecordFile):
             raise self._changed("was rewritten since it was opened")
         offsets = self._index.offsets[first : last + 1] - self._index.offsets[first]
         return [
-            self._parsed(_value_or_error(raw[start:stop]))
+            self._parsed(json_value(raw[start:stop]))
             for start, stop in zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True)
         ]
 
@@ -98,7 +98,7 @@ class JsonlFile(RecordFile):
                     size = int(self._index.offsets[index + 1] - self._index.offsets[index])
                     yield ValueError(f"the line has {size:,} bytes, more than {MAX_RECORD_BYTES:,}; split the record")
                 else:
-                    yield _value_or_error(self._raw(file, index, index + 1))
+                    yield json_value(self._raw(file, index, index + 1))
 
     def _raw(self, file: BinaryIO, first: int, last: int) -> bytes:
         start, stop = self._index.offsets[[first, last]].tolist()
@@ -248,8 +248,8 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return value
 
 
-def _value_or_error(line: bytes) -> Any:
-    """The JSON value of a line, or a ValueError (`what; remedy`)."""
+def json_value(line: bytes) -> Any:
+    """The value of a line of JSON, or a ValueError (`what; remedy`)."""
     try:
         value = json.loads(line.rstrip().decode("utf-8-sig"), object_pairs_hook=_object)  # a byte order mark is let in
         if b"\\u" in line:

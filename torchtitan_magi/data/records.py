@@ -59,6 +59,11 @@ class RecordFile(ABC):
     def num_blocks(self) -> int:
         return len(self.block_firsts) - 1
 
+    @property
+    def beside(self) -> str:
+        """The file beside which training may keep what it computes of the records."""
+        return next(iter(self._parts))
+
     def __getitem__(self, index: int) -> dict[str, Any]:
         """One record. Raises ValueError (`what; remedy`) if it is malformed."""
         (record,) = self.records(index, index + 1)

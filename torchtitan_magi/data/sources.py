@@ -78,14 +78,16 @@ def _source(entry: str) -> SourceName:
 
 def _options(entry: str, text: str) -> dict[str, Any]:
     """The text after the question mark -> arguments of a SourceName."""
-    given = dict(option.split("=") for option in text.split("&"))
-    for name, value in given.items():
+    given = dict[str, str]()
+    for name, value in (option.split("=") for option in text.split("&")):
         if name not in _OPTIONS:
             raise ValueError(f"source {entry!r}: {name!r} is no option; use one of {', '.join(_OPTIONS)}")
-        if not value:
-            raise ValueError(f"source {entry!r}: {name} is empty; give it a value, or leave it out")
+        if not value or name in given:
+            problem = "comes twice" if value else "is empty"
+            raise ValueError(f"source {entry!r}: {name} {problem}; give it one value, or leave it out")
+        given[name] = value
     columns = {key: given.pop(key) for key in KEYS if key in given}
-    return given | {"columns": columns}
+    return {**given, "columns": columns}
 
 
 def _weight(entry: str, text: str | None) -> float:

@@ -184,15 +184,13 @@ class PackStream:
 
     def _blocks_from(self, cursor: Cursor, order: EpochOrder) -> list[int]:
         """The blocks of this epoch from the cursor on and of the next epoch, in the order of their need."""
-        carried = [self._locate(record)[0] for record, _ in cursor.carried]
-        following = []
+        following: list[int] = []
         if self.epochs == -1 or cursor.epoch + 1 < self.epochs:
             following = self.order_of(cursor.epoch + 1).blocks_from(0)
-        return list(dict.fromkeys([*carried, *order.blocks_from(cursor.window), *following]))
+        return list(dict.fromkeys([*self._by_block(cursor), *order.blocks_from(cursor.window), *following]))
 
     def _window(self, cursor: Cursor, order: EpochOrder, cancelled: threading.Event) -> _Window:
         """Reads and packs the window at the cursor."""
-        parts = [(*self._locate(record), start) for record, start in cursor.carried]
         blocks: dict[int, TokenBlock] = {}
 
         def opened(block: int) -> TokenBlock:
@@ -200,8 +198,8 @@ class PackStream:
                 blocks[block] = self.tokens.open(block, cancelled)
             return blocks[block]
 
-        made = [self._carried(opened(block), block, index, start) for block, index, start in parts]
-        found, counts = [(block, pieces) for (block, _, _), pieces in zip(parts, made, strict=True)], PackingCounts()
+        found = [(block, self._carried(opened(block), block, rows)) for block, rows in self._by_block(cursor).items()]
+        counts = PackingCounts()
         for block, indices in order.records(cursor.window):
             counts += self._left_out(opened(block), block, indices, cursor.counts.skipped + counts.skipped)
             pieces, more = self.make_pieces(blocks[block], indices)
@@ -269,15 +267,26 @@ class PackStream:
                 break
         return PackingCounts(documents=len(bad), skipped=len(bad))
 
-    def _carried(self, tokens: TokenBlock, block: int, index: int, start: int) -> Pieces:
-        pieces, _ = self.make_pieces(tokens, np.array([index]))
-        found = np.flatnonzero(pieces.start == start)
-        if not len(found):
-            raise ValueError(
-                f"{self._where(block, index)} has no token {start} as it had when the loader's state was saved;"
-                " resume with the same tokenizer and chat template"
-            )
-        return pieces.rows(found)
+    def _by_block(self, cursor: Cursor) -> dict[int, list[tuple[int, int]]]:
+        """block -> (index of the record in it, start) of each piece carried into the cursor's window."""
+        found: dict[int, list[tuple[int, int]]] = {}
+        for record, start in cursor.carried:
+            block, index = self._locate(record)
+            found.setdefault(block, []).append((index, start))
+        return found
+
+    def _carried(self, tokens: TokenBlock, block: int, rows: list[tuple[int, int]]) -> Pieces:
+        """The pieces of a block that are carried into a window, each as often as it is."""
+        pieces, _ = self.make_pieces(tokens, np.array(sorted({index for index, _ in rows})))
+        found = zip(pieces.index.tolist(), pieces.start.tolist(), strict=True)
+        place = {row: number for number, row in enumerate(found)}
+        for index, start in rows:
+            if (index, start) not in place:
+                raise ValueError(
+                    f"{self._where(block, index)} has no token {start} as it had when the loader's state was saved;"
+                    " resume with the same tokenizer and chat template"
+                )
+        return pieces.rows(np.array([place[row] for row in rows]))
 
     def _report(self, window: _Window) -> None:
         """Logs the counts at the end of each epoch, and in the first also each time the packs have doubled."""

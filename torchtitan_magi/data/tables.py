@@ -4,7 +4,6 @@ A row becomes the object that it would be on a line of JSONL. Arrow gives an obj
 for those that it lacks, so keys without a value are left out.
 """
 
-import json
 import os
 import zlib
 from abc import abstractmethod
@@ -18,6 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from torchtitan_magi.data.formats import parse_document
+from torchtitan_magi.data.jsonl import json_value
 from torchtitan_magi.data.kept_files import digest_of_file
 from torchtitan_magi.data.records import BLOCK_BYTES, MAX_RECORD_BYTES, Parse, RecordFile, named_errors, sha256
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 _MAX_ROWS = 4096  # of a block: its size is an average, and Parquet stores a repeated value once
+_UNREADABLE = (ValueError, KeyError, NotImplementedError, RecursionError)  # what Arrow raises for values and types
 
 
 class TableFile(RecordFile):
@@ -44,14 +45,15 @@ class TableFile(RecordFile):
                 f'{self.path!r} has only the columns {names}, none of them "messages", "text" or the like; say which '
                 "one holds them, as in ?messages=COLUMN after the source"
             )
+        if len(used) > len({*used}):
+            raise ValueError(f"{self.path!r} has columns of the same name, {names}; rename or remove one")
         return used
 
     def _identify(self, cache: Path | None, selection: str = "") -> None:
-        """Sets the checksum. selection: which rows of the files these are, if not all."""
+        """Sets the digest and the checksum. selection: which rows of the files these are, if not all."""
         with named_errors(self.path):
             digests = [digest_of_file(cache, part) for part in self._parts]
         self._content_digest = sha256(repr((digests, selection)).encode())
-        self.num_bytes = sum(size for size, _ in self._parts.values())
         self.crc32 = zlib.crc32(self._content_digest.encode())
 
     def _digest(self, block: int) -> str:
@@ -85,6 +87,7 @@ class ParquetFile(TableFile):
         groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
         self._group_firsts = np.cumsum([0, *(group.num_rows for group in groups)], dtype=np.int64)
         sizes = [_num_bytes(group, self._used) for group in groups]
+        self.num_bytes = sum(sizes)
         firsts = [
             _block_firsts(first, group.num_rows, size)
             for first, group, size in zip(self._group_firsts.tolist(), groups, sizes, strict=False)
@@ -135,8 +138,8 @@ class DatasetFile(TableFile):
         used = self._used_columns(dataset.column_names)
         self._dataset = dataset.select_columns(used).with_format("arrow")
         table = self._dataset.data
-        size = table.nbytes * len(dataset) // max(1, table.num_rows)
-        self.block_firsts = np.append(_block_firsts(0, len(dataset), size), np.int64(len(dataset)))
+        self.num_bytes = table.nbytes * len(dataset) // max(1, table.num_rows)
+        self.block_firsts = np.append(_block_firsts(0, len(dataset), self.num_bytes), np.int64(len(dataset)))
         self._identify(cache, selection)
 
     def _tables(self, first: int, last: int) -> Iterator[pa.Table]:
@@ -165,24 +168,29 @@ def _num_bytes(group: pq.RowGroupMetaData, used: list[str]) -> int:
     return sum(chunk.total_uncompressed_size for chunk in columns if chunk.path_in_schema.split(".")[0] in used)
 
 
-def _objects(table: pa.Table) -> Iterator[Any]:
+def _objects(table: pa.Table) -> list[Any]:
     """The rows as JSON values, or ValueErrors."""
-    large = table.nbytes > MAX_RECORD_BYTES
-    for number in range(len(table)):
-        row = table.slice(number, 1)
-        yield _too_large(row.nbytes) if large and row.nbytes > MAX_RECORD_BYTES else _object(row)
+    if table.nbytes <= MAX_RECORD_BYTES:
+        try:
+            return _values_of(table)
+        except _UNREADABLE:
+            pass  # one of the rows
+    return [_object(table.slice(number, 1)) for number in range(len(table))]
 
 
 def _object(row: pa.Table) -> Any:
+    if row.nbytes > MAX_RECORD_BYTES:
+        return ValueError(f"the row has {row.nbytes:,} bytes, more than {MAX_RECORD_BYTES:,}; split the record")
     try:
-        (values,) = row.to_pylist(maps_as_pydicts="strict")
-        return {
-            field.name: _plain(values[field.name], field.type) for field in row.schema if values[field.name] is not None
-        }
+        return _values_of(row)[0]
     except UnicodeDecodeError:
         return ValueError("a text is not UTF-8; write the file again")
-    except (ValueError, NotImplementedError, RecursionError) as error:
+    except _UNREADABLE as error:
         return ValueError(f"the row cannot be read ({' '.join(str(error).split())}); write it again")
+
+
+def _values_of(table: pa.Table) -> list[Any]:
+    return [_fields(values, table.schema) for values in table.to_pylist(maps_as_pydicts="strict")]
 
 
 def _plain(value: Any, kind: pa.DataType) -> Any:
@@ -194,13 +202,11 @@ def _plain(value: Any, kind: pa.DataType) -> Any:
     if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
         return [_plain(item, kind.value_type) for item in value]
     if isinstance(kind, pa.JsonType):
-        return json.loads(value)
+        value = json_value(value.encode())
+        if isinstance(value, ValueError):
+            raise value
     return value
 
 
 def _fields(value: dict[str, Any], kind: Iterable[pa.Field]) -> dict[str, Any]:
     return {field.name: _plain(value[field.name], field.type) for field in kind if value[field.name] is not None}
-
-
-def _too_large(size: int) -> ValueError:
-    return ValueError(f"the row has {size:,} bytes, more than {MAX_RECORD_BYTES:,}; split the record")

@@ -94,8 +94,8 @@ class ChatTemplate:
         return guard.limited(self._rendering, messages, tools, first, kwargs or {})
 
     def _rendering(self, messages: Messages, tools: Messages | None, first: int, kwargs: Kwargs) -> Rendering:
-        has_calls = any(message.get("tool_calls") for message in messages)
-        for word, used in (("tools", tools), ("tool_calls", has_calls)):
+        calls = [message for message in messages if message.get("tool_calls")]
+        for word, used in (("tools", tools), ("tool_calls", calls)):
             if used and word not in self.source:
                 raise ValueError(f'the chat template has no place for "{word}"; give the assets one that has')
         shown = [self._as_shown(message) for message in messages]
@@ -107,6 +107,8 @@ class ChatTemplate:
         if self._has_markers:
             spans = _marked_spans(trace, messages, learned)
         else:
+            if calls or any(message["role"] == "tool" for message in messages):
+                self._frame(True, kwargs)  # some templates write what a tool answers into the assistant's turn
             spans = [self._turn(trace, messages, index, kwargs) for index in range(len(messages)) if learned[index]]
         unused = [name for name in kwargs if name not in self.source]
         notes = [f'the chat template does not use "{name}" of chat_template_kwargs' for name in unused]
@@ -152,20 +154,18 @@ class ChatTemplate:
 
     def _make_frame(self, after_tool: bool, kwargs: Kwargs) -> "_Frame":
         messages = _probe(after_tool, "tool_calls" in self.source)
-        asked = [self._as_shown(message) for message in messages[:-3]]
-        prompted = self._run(asked, None, kwargs, add_generation_prompt=True)
-        prompt = prompted.text[prompted.range_of(len(asked) - 1)[1] :]
-        heads = []
-        for number in (len(asked) + 1, len(messages)):
+        asked, heads = len(messages) - 3, []
+        for number in (asked + 1, len(messages)):
             trace = self._run([self._as_shown(message) for message in messages[:number]], None, kwargs)
             for index, message in enumerate(messages[:number]):
-                written = trace.written(index)
-                if (message["content"] or "") not in written:
+                content, written = message["content"] or "", trace.written(index)
+                if content not in written:
                     whose = f"what a message of role {message['role']!r} says"
                     raise ValueError(f"the chat template does not write {whose} where its loop comes to it; {_REMEDY}")
-                if index in (len(asked), len(messages) - 1) and message["role"] == "assistant":
-                    heads.append(written.partition(message["content"])[0])
-        return _Frame.of(prompt, heads)
+                if index in (asked, number - 1):
+                    heads.append(written.partition(content)[0])
+        trace = self._run([self._as_shown(message) for message in messages[:asked]], None, kwargs, True)
+        return _Frame.of(trace.text[trace.range_of(asked - 1)[1] :], heads)
 
     def _as_shown(self, message: dict[str, Any]) -> dict[str, Any]:
         """The message as the template expects it, an object of its own."""

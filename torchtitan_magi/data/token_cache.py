@@ -220,11 +220,12 @@ class _Writer:
         logger.info("tokenizing %s blocks of records with %d processes", f"{len(job.items):,}", job.num_workers)
 
     def is_running(self) -> bool:
-        """Raises ValueError with the process's own message if it failed."""
-        if self.process.poll() is None:
-            return True
-        if self.process.returncode:
+        """Raises ValueError with the process's own message if it failed; one that was killed just runs no more."""
+        code = self.process.poll()
+        if code is not None and code > 0:
             assert self.process.stdout is not None
             message = self.process.stdout.read().decode().strip()
-            raise ValueError(message or f"the process that tokenizes ended with {self.process.returncode}; see above")
-        return False
+            raise ValueError(message or f"the process that tokenizes ended with {code}; see its output above")
+        if code is not None and code < 0:
+            logger.warning("the process that tokenizes was ended by signal %d; another takes over", -code)
+        return code is None

@@ -10,6 +10,7 @@ import numpy as np
 
 from torchtitan_magi.data import PackedPairDataset, PackedSFTDataset, pack_best_fit
 from torchtitan_magi.data.assets import load_chat_tokenizer
+from torchtitan_magi.data.token_cache import default_folder
 from torchtitan_magi.masks.geometry import Int64Array
 
 # Document lengths of a real corpus, as MagiAttention's benchmark has them: upper edge of each bin in tokens ->
@@ -150,9 +151,9 @@ def pack_lengths(lengths: Int64Array, total: int, count: int, seed: int) -> list
 
 
 def read_data_set(paths: str, tokenizer: Path, total: int, count: int, seed: int, pairs: bool) -> list[Int64Array]:
-    """Packs as training makes them of JSONL records. Raises ValueError for bad records and tokenizer files."""
+    """Packs as training makes them of records, whose tokens are kept. Raises ValueError for bad records and assets."""
     chat = load_chat_tokenizer(tokenizer)
-    options: dict[str, Any] = {"seed": seed, "epochs": 1, "check": False, "window_packs": max(2, 2 * count)}
+    options: dict[str, Any] = {"seed": seed, "epochs": 1, "check": False, "token_cache": default_folder()}
     if pairs:
         of_pairs = itertools.islice(PackedPairDataset(paths, chat.pair, total, **options), count)
         return [np.diff(inputs["pairs"]).astype(np.int64) for inputs, _ in of_pairs]

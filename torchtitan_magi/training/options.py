@@ -71,6 +71,10 @@ class Magi:
     """What becomes of malformed records. "error": the run stops, before the first step where that can be told. "skip":
     they are left out, counted, and the first of them logged with file and line."""
 
+    token_cache: str = ""
+    """Folder that keeps the tokens of your data, made once by all cores of the machine: all ranks and later runs read
+    them there. Machines may share it. "": tokens/ in $TORCHTITAN_MAGI_CACHE, else ~/.cache/torchtitan_magi/tokens."""
+
     loss_per: Literal["token", "document"] = "token"
     """What the loss of dataset "sft" is a mean over. "token": all labels of a step. "document": its documents, each by
     the mean over its labels, so that short answers weigh as much as long ones."""
@@ -104,6 +108,8 @@ def check_options(magi: Magi) -> None:
         )
     if type(magi.epochs) is not int or (magi.epochs < 1 and magi.epochs != -1):
         raise ValueError(f"magi.epochs is {magi.epochs!r}; use a number of passes over the data, or -1 for no end")
+    if type(magi.token_cache) is not str:
+        raise ValueError(f'magi.token_cache is {magi.token_cache!r}; use the path of a folder, or "" for the default')
     if magi.cost_model:
         CostModel.load(magi.cost_model)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch.distributed as dist
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from torchtitan_magi.data import collate_packs
 from torchtitan_magi.data.packed import PackedDataset, Sample, padding_like
@@ -25,7 +25,7 @@ class PackLoader:
         dataset: the rank's shard.
         batch_size: packs per batch.
         batches_per_step: microbatches per training step on this rank.
-        options: for torch's DataLoader; at most one worker, which lives for one pass.
+        options: for torch's DataLoader. Workers live for one pass; of several, each makes every n-th batch.
     """
 
     def __init__(self, dataset: PackedDataset, batch_size: int, batches_per_step: int = 1, **options: Any) -> None:
@@ -37,7 +37,7 @@ class PackLoader:
         self._exhausted = self._resuming = False
 
     def __iter__(self) -> Iterator[Sample]:
-        packs = _PacksWithState(self.dataset, self._state if self._resuming else None)
+        packs = _PacksWithState(self.dataset, self._state if self._resuming else None, self.batch_size)
         self._exhausted = self._resuming = False
         batches = self._whole_steps(packs)
         following = next(batches, None)
@@ -68,15 +68,20 @@ class PackLoader:
 
 
 class _PacksWithState(IterableDataset):
-    """Items of a dataset, each with the state after it; it is iterated where the loader's worker lives."""
+    """Items of a dataset, each with the state after it; it is iterated where the loader's worker lives.
 
-    def __init__(self, dataset: PackedDataset, state: str | None) -> None:
-        self.dataset, self.state = dataset, state
+    Of several workers, number w makes batches w, w + n, w + 2n, ..., as the loader takes them.
+    """
+
+    def __init__(self, dataset: PackedDataset, state: str | None, batch_size: int) -> None:
+        self.dataset, self.state, self.batch_size = dataset, state, batch_size
 
     def __iter__(self) -> Iterator[tuple[Sample, str]]:
         if self.state is not None:
             self.dataset.load_state_dict(json.loads(self.state))
-        for sample in self.dataset:
+        worker = get_worker_info()
+        number, num_workers = (worker.id, worker.num_workers) if worker else (0, 1)
+        for sample in self.dataset.shard(lambda item: item // self.batch_size % num_workers == number):
             yield sample, json.dumps(self.dataset.state_dict())
 
 
@@ -100,7 +105,7 @@ def agreed_dataset(path: Any, make: Callable[[], PackedDataset], check_records: 
     def make_checked() -> PackedDataset:
         dataset = make()
         if check_records:
-            dataset.records.check(*((dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)))
+            dataset.check(*((dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)))
         return dataset
 
     return agreed(path, make_checked, lambda dataset: dataset.records.fingerprint)

@@ -8,6 +8,7 @@ from torchtitan.tools.logging import logger
 
 from torchtitan_magi.data import ChatTokenizer, PackedPairDataset, PackedSFTDataset
 from torchtitan_magi.data.packed import PackedDataset
+from torchtitan_magi.data.token_cache import default_folder
 from torchtitan_magi.titan.v02.job_config import DPO_DATASET, OUR_DATASETS
 from torchtitan_magi.training.pack_loader import PackLoader, agreed_dataset
 
@@ -41,6 +42,7 @@ def build_dataloader(
             "weighted": training,
             "bad_records": magi.bad_records,
             "check": False,
+            "token_cache": magi.token_cache or default_folder(),
         }
         if section.dataset == DPO_DATASET:
             return PackedPairDataset(path, chat.pair, *shard, shared_prompt=magi.dpo.shared_prompt, **options)
@@ -49,7 +51,9 @@ def build_dataloader(
     dataset = agreed_dataset(path, make, magi.bad_records == "error")
     packs_per_batch = section.local_batch_size * dp_world_size
     batches_per_step = max(1, section.global_batch_size // packs_per_batch) if training else 1
-    logger.info(f"Packing {path} into {section.seq_len} tokens per pack: {dataset.records.fingerprint}")
+    logger.info(
+        f"Packing {path} into {section.seq_len} tokens per pack: {dataset.records.fingerprint}; {dataset.tokens}"
+    )
     return PackLoader(dataset, section.local_batch_size, batches_per_step, **asdict(section.dataloader))
 
 

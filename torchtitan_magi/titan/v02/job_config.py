@@ -94,13 +94,11 @@ def _check_section(job_config: Any, name: str) -> None:
         known = ", ".join(map(repr, (*OUR_DATASETS, *DATASETS)))
         raise ValueError(f"{name}.dataset is {section.dataset!r}; use one of {known}")
     if section.dataset in OUR_DATASETS:
-        if not section.dataset_path:
-            path = section.dataset_path
-            raise ValueError(f"{name}.dataset_path is {path!r}; give the JSONL file of dataset {section.dataset!r}")
-        if section.dataloader.num_workers > 1:
+        path = section.dataset_path
+        if not isinstance(path, str) or not path:
             raise ValueError(
-                f"{name}.dataloader.num_workers is {section.dataloader.num_workers}; use 0 or 1 for dataset "
-                f"{section.dataset!r}, whose packs are made in one sequence"
+                f"{name}.dataset_path is {path!r}; give the JSONL file of dataset {section.dataset!r}, or all its "
+                "sources in one string, separated by commas"
             )
     if job_config.magi.loss_per == "document" and section.dataset != SFT_DATASET:
         raise ValueError(

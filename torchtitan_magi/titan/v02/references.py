@@ -42,7 +42,7 @@ def reference_file(trainer: Any, section: Any, reader: PairReader) -> ReferenceF
         loader = build_dataloader(section, size, rank, trainer.tokenizer, job_config, False)
         records = loader.dataset.records
         kind = ".validation" if section is job_config.validation else ""
-        path = Path(f"{records.sources[0].files[0].path}{kind}.reference.npz")
+        path = Path(f"{records.files[0].beside}{kind}.reference.npz")
         layout = f"{section.seq_len} tokens per pack, shared_prompt {job_config.magi.dpo.shared_prompt}"
         data = f"{records.fingerprint}, tokenizer {loader.dataset.identity()['tokenizer']}, {layout}"
         return ReferenceData(path, data, partial(compute, loader))

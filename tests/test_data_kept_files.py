@@ -1,0 +1,59 @@
+"""Files that are made once: by one of several processes, again when their source changes, and where it cannot be."""
+
+import errno
+import multiprocessing
+import os
+
+import pytest
+
+from torchtitan_magi.data.kept_files import kept_file
+
+
+@pytest.fixture
+def source(tmp_path):
+    (tmp_path / "source").write_text("content")
+    return tmp_path / "source"
+
+
+def use(cache, source, start, log):
+    def make(path):
+        with open(log, "a") as file:
+            file.write("made\n")
+        path.write_text("made of it")
+
+    start.wait()
+    assert kept_file(cache, str(source), "kind", make).read_text() == "made of it"
+
+
+def test_one_process_makes_the_file_and_the_others_wait(source, tmp_path):
+    context = multiprocessing.get_context("fork")
+    start, cache = context.Barrier(4), tmp_path / "cache"
+    processes = [context.Process(target=use, args=(cache, source, start, tmp_path / "log")) for _ in range(4)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [0] * 4
+    assert (tmp_path / "log").read_text() == "made\n"
+    assert [path.suffix for path in cache.iterdir()] == [".kind"]
+
+
+def test_a_changed_source_has_another_file(source, tmp_path):
+    first = kept_file(tmp_path, str(source), "kind", lambda path: path.write_text("1"))
+    source.write_text("changed")
+    os.utime(source, ns=(0, 0))
+    second = kept_file(tmp_path, str(source), "kind", lambda path: path.write_text("2"))
+    assert (first.read_text(), second.read_text()) == ("1", "2")
+
+
+def fail(path):
+    path.write_text("half of it")
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_full_disk_is_one_line_and_leaves_nothing(source, tmp_path):
+    words = r"cannot write the data cache '.*cache': No space left on device; make room there, or name another folder"
+    with pytest.raises(ValueError, match=words):
+        kept_file(tmp_path / "cache", str(source), "kind", fail)
+    assert not [*(tmp_path / "cache").iterdir()]
+    assert kept_file(tmp_path / "cache", str(source), "kind", lambda path: path.write_text("all")).read_text() == "all"

@@ -1,0 +1,306 @@
+"""Chat templates of published models: what is learned, against TRL's own marks, and which are refused."""
+
+import multiprocessing
+from datetime import date
+from pathlib import Path
+
+import pytest
+import trl
+from conversations import CONVERSATIONS, REASONING, TOOLS, assistant, calling, system, thinking, tool, user
+from test_data_chat import byte_level_tokenizer
+from transformers import PreTrainedTokenizerFast
+
+from torchtitan_magi.data import ChatTokenizer, guard
+from torchtitan_magi.data.template import _GENERATION_TAG, ChatTemplate
+
+TOKENIZER = byte_level_tokenizer()
+TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
+TRANSFORMERS = PreTrainedTokenizerFast(tokenizer_object=TOKENIZER, **TOKENS)
+SHIPPED = {
+    path.stem: path.read_text() for path in sorted((Path(trl.__file__).parent / "chat_templates").glob("*.jinja"))
+}
+MARKED = [name for name, source in SHIPPED.items() if _GENERATION_TAG.search(source)]
+UNMARKED = [name for name in SHIPPED if name not in MARKED]
+MULTIMODAL = {"llava_next", "idefics3", "smolvlm"}  # their content must be a list of parts
+REFUSED = {"glm4moe"} | MULTIMODAL | {f"{name}_training" for name in MULTIMODAL}
+
+
+def template(name):
+    return ChatTemplate(SHIPPED[name], TOKENS, date.today(), name)
+
+
+def learned(rendering):
+    return [rendering.text[start:stop] for start, stop in rendering.spans]
+
+
+def masks_of_transformers(source, messages):
+    """Token ids and what of them is learned; None if the template refuses the messages."""
+    try:
+        encoding = TRANSFORMERS.apply_chat_template(
+            messages, chat_template=source, return_dict=True, return_assistant_tokens_mask=True
+        )
+    except Exception:  # a template is a program
+        return None
+    return encoding["input_ids"], [bool(bit) for bit in encoding["assistant_masks"]]
+
+
+def differs(name, conversation):
+    """Why a mask is not that of transformers, or None."""
+    if "tool_calls" not in SHIPPED[name] and any("tool_calls" in m for m in CONVERSATIONS[conversation]):
+        return "the template would drop the calls, so the record is refused"
+    if name == "deepseek_r1_distill_training" and conversation in TOOLS and conversation != "a call with words":
+        return "the template writes calls only beside content that is null, which it is given here"
+    if (name, conversation) == ("diffusion_gemma_training", "other scripts"):
+        return "two marks touch within a letter of two tokens: transformers learns the first token of it only"
+    return None
+
+
+@pytest.mark.parametrize("name", [name for name in MARKED if not name.startswith("llava_next")])
+def test_masks_are_those_of_transformers(name):
+    """On TRL's training templates and those that their makers marked."""
+    chat, compared = ChatTokenizer(TOKENIZER, 0, 1, SHIPPED[name]), 0
+    for conversation, messages in CONVERSATIONS.items():
+        try:
+            document = chat({"messages": messages})
+            ours = document.tokens.tolist(), document.loss_mask.tolist()
+        except ValueError:
+            ours = None
+        theirs = masks_of_transformers(SHIPPED[name], messages)
+        if differs(name, conversation):
+            assert ours != theirs or ours is None, conversation
+        else:
+            assert ours == theirs, conversation
+            compared += ours is not None
+    assert compared >= 20
+
+
+@pytest.mark.parametrize("name", UNMARKED)
+def test_without_marks_the_same_is_learned_but_for_what_the_prompt_writes(name):
+    """Against TRL's marked variant, where both write the same text."""
+    if name in REFUSED or f"{name}_training" not in SHIPPED:
+        pytest.skip("refused" if name in REFUSED else "TRL has no training variant")
+    plain, marked, compared = template(name), template(f"{name}_training"), 0
+    for conversation, messages in CONVERSATIONS.items():
+        try:
+            ours, theirs = plain.render(messages), marked.render(messages)
+        except ValueError:
+            continue
+        if ours.text != theirs.text:
+            continue
+        compared += 1
+        assert len(ours.spans) == len(theirs.spans), conversation
+        prompts = "".join(frame.prompt for frame in plain._frames.values())
+        for (start, stop), (their_start, their_stop) in zip(ours.spans, theirs.spans, strict=True):
+            assert stop == their_stop, conversation
+            assert their_start <= start, conversation
+            assert ours.text[their_start:start].strip() in prompts, conversation
+    assert compared or name.startswith("qwen3") or name == "deepseek_r1_distill"
+
+
+# every word is in one message
+WORDS = {
+    "turns": [system("aaa"), user("bbb"), assistant("ccc"), user("ddd"), assistant("eee")],
+    "reasoning": [user("bbb"), thinking("rrr", "ccc"), user("ddd"), thinking("sss", "eee")],
+    "tools": [user("bbb"), calling({"x": 7}), tool("ttt"), assistant("ccc"), user("ddd"), assistant("eee")],
+    "words and tools": [user("bbb"), calling({"x": 7}, content="ccc"), tool("ttt"), assistant("eee")],
+}
+
+
+@pytest.mark.parametrize("name", [name for name in SHIPPED if name not in REFUSED])
+def test_what_the_assistant_says_is_learned_and_nothing_else(name):
+    shipped, rendered = template(name), []
+    shipped.check()
+    for kind, messages in WORDS.items():
+        try:
+            rendering = shipped.render(messages)
+        except ValueError:
+            continue
+        rendered.append(kind)
+        text, notes = "".join(learned(rendering)), " ".join(rendering.notes)
+        for message in messages:
+            if message["role"] != "assistant":
+                assert message["content"] not in text, kind
+                continue
+            assert message["content"] in text or "drops or changes" in notes, kind
+            assert message.get("reasoning_content", "") in text or "drops reasoning" in notes, kind
+            assert "tool_calls" not in message or "add" in text or "drops tool calls" in notes, kind
+        if name in UNMARKED:
+            assert all(turn.strip()[-3:] not in ("ccc", "eee") for turn in learned(rendering)), "its end is learned"
+    assert "reasoning" in rendered
+
+
+NO_TOOLS = [name for name in UNMARKED if name not in REFUSED and "tool_calls" not in SHIPPED[name]]
+LOOKING_AHEAD = ["gemma4", "gemma4_v3", "gemma4_v4", "gemma4_v5", "diffusion_gemma"]
+
+
+@pytest.mark.parametrize("name", [name for name in UNMARKED if name not in REFUSED])
+def test_tools_are_learned_or_refused(name):
+    if name in NO_TOOLS or name in LOOKING_AHEAD:  # the latter write a tool's answer into the assistant's turn
+        reason = 'no place for "tool_calls"' if name in NO_TOOLS else "of role 'tool' says where its loop comes to it"
+        with pytest.raises(ValueError, match=reason):
+            template(name).render(WORDS["tools"])
+    else:
+        call, answer, last = learned(template(name).render(WORDS["tools"]))
+        assert "add" in call
+        assert "ccc" in answer
+        assert "eee" in last
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_a_template_of_no_use_is_refused_by_its_name(name):
+    with pytest.raises(ValueError, match=f"^{name}: .*(; put|change the record)") as error:
+        template(name).check()
+    assert "\n" not in str(error.value)
+
+
+MISTRAL = """\
+{%- if messages[0].role == 'system' %}{% set first = messages[0].content %}{% set rest = messages[1:] %}
+{%- else %}{% set first = '' %}{% set rest = messages %}{% endif %}
+{{- bos_token }}{% for m in rest %}
+{%- if m.role == 'user' %}
+{%- if tools and loop.last %}{{ '[AVAILABLE_TOOLS] ' + tools | tojson + '[/AVAILABLE_TOOLS]' }}{% endif %}
+{{- '[INST] ' + (first + '\n\n' if first and loop.last else '') + m.content + '[/INST]' }}
+{%- elif m.tool_calls is defined %}
+{{- '[TOOL_CALLS] [' }}{% for call in m.tool_calls %}{{ call.function | tojson }}{% if not loop.last %}, {% endif %}
+{%- endfor %}{{ ']' + eos_token }}
+{%- elif m.role == 'assistant' %}{{ ' ' + m.content | trim + eos_token }}
+{%- elif m.role == 'tool' %}{{ '[TOOL_RESULTS] ' + m.content + '[/TOOL_RESULTS]' }}
+{%- else %}{{ raise_exception('only user, assistant and tool') }}{% endif %}{% endfor %}"""
+PHI4 = """\
+{% for m in messages %}{% if m.role == 'system' %}{{ '<|im_start|>system<|im_sep|>' + m.content + '<|im_end|>' }}
+{%- elif m.role == 'user' %}{{ '<|im_start|>user<|im_sep|>' + m.content + '<|im_end|>' }}
+{%- elif m.role == 'assistant' %}{{ '<|im_start|>assistant<|im_sep|>' + m.content + '<|im_end|>' }}{% endif %}
+{%- endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant<|im_sep|>' }}{% endif %}"""
+SMOLLM3 = """\
+{%- set thinks = enable_thinking if enable_thinking is defined else true %}
+{{- '<|im_start|>system\nToday is ' + strftime_now('%d %B %Y') + '. Mode: ' + ('/think' if thinks else '/no_think') }}
+{%- if messages[0].role == 'system' %}{{ '\n' + messages[0].content }}{% endif %}{{ '<|im_end|>\n' }}
+{%- for m in messages %}{% set content = m.content if m.content is string else '' %}
+{%- if m.role == 'user' %}{{ '<|im_start|>user\n' + content + '<|im_end|>\n' }}
+{%- elif m.role == 'assistant' %}{% if thinks %}
+{{- '<|im_start|>assistant\n' + content.lstrip('\n') + '<|im_end|>\n' }}{% else %}
+{{- '<|im_start|>assistant\n<think>\n\n</think>\n' + content.lstrip('\n') + '<|im_end|>\n' }}{% endif %}
+{%- elif m.role == 'tool' %}{{ '<|im_start|>user\n' + content + '<|im_end|>\n' }}{% endif %}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}
+{%- if not thinks %}{{ '<think>\n\n</think>\n' }}{% endif %}{% endif %}"""
+
+
+@pytest.mark.parametrize(
+    ("source", "kind", "kwargs", "expected"),
+    [
+        (MISTRAL, "turns", {}, [" ccc</s>", " eee</s>"]),
+        (
+            MISTRAL,
+            "tools",
+            {},
+            ['[TOOL_CALLS] [{"name": "add", "arguments": {"x": 7}}]</s>', " ccc</s>", " eee</s>"],
+        ),
+        (PHI4, "turns", {}, ["ccc<|im_end|>", "eee<|im_end|>"]),
+        (SMOLLM3, "turns", {}, ["ccc<|im_end|>\n", "eee<|im_end|>\n"]),
+        (SMOLLM3, "turns", {"enable_thinking": False}, ["ccc<|im_end|>\n", "eee<|im_end|>\n"]),
+    ],
+)
+def test_shapes_of_other_models(source, kind, kwargs, expected):
+    shape = ChatTemplate(source, TOKENS, date.today(), "shape")
+    shape.check()
+    assert learned(shape.render(WORDS[kind], kwargs=kwargs)) == expected
+
+
+def test_the_prompt_of_a_thinking_model_is_not_learned():
+    """Qwen3.5 writes "<think>\n" for the model; where a turn was written without it, the turn is learned whole."""
+    rendering = template("qwen3_5_think").render(REASONING["reasoning of the last turn"])
+    assert learned(rendering) == ["a dog.<|im_end|>\n", "the hat\n</think>\n\nthe end<|im_end|>\n"]
+
+
+def test_notes_say_what_a_template_leaves_out():
+    def notes(name, messages, **options):
+        return set(template(name).render(messages, **options).notes)
+
+    assert notes("qwen3", REASONING["reasoning of the last turn"]) == set()
+    assert notes("qwen3", REASONING["reasoning of two turns"]) == {"the chat template drops reasoning"}
+    assert notes("qwen3", REASONING["reasoning in the content"]) == {"the chat template drops reasoning"}
+    assert notes("llama3", REASONING["reasoning"]) == {"the chat template drops reasoning"}
+    assert notes("deepseek_r1_distill", WORDS["words and tools"]) == {"the chat template drops tool calls"}
+    assert notes("smolvlm_training", [user("qqq"), assistant("zzz")]) == {
+        "the chat template drops or changes what a message of role 'user' says",
+        "the chat template drops or changes what a message of role 'assistant' says",
+    }
+    odd = [user("q") | {"mood": "good", "name": "me"}, assistant("a")]
+    assert notes("qwen3", odd) == {'the chat template does not use "mood" of a message'}
+    assert notes("qwen3", [user("q"), assistant("a")], kwargs={"enable_thinking": True, "thinks": 1}) == {
+        'the chat template does not use "thinks" of chat_template_kwargs'
+    }
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_training", "gptoss", "phi3_training", "llama3"])
+def test_a_turn_of_weight_0_is_not_learned(name):
+    messages = [user("q"), assistant("ccc"), user("r"), assistant("eee"), user("s"), assistant("fff")]
+    every = template(name).render(messages)
+    for index, weights in ((1, (0,)), (3, (0,)), (5, (0, 1))):
+        weighted = [m | {"weight": weights[0]} if number == index else m for number, m in enumerate(messages)]
+        rendering = template(name).render(weighted)
+        assert rendering.text == every.text
+        kept = [span for number, span in enumerate(every.spans) if number != index // 2]
+        if name == "phi3_training" and index != 5:  # it marks what ends the conversation apart
+            assert learned(rendering)[-1].endswith("</s>")
+        assert rendering.spans == kept
+    assert template(name).render(messages, first=3).spans == every.spans[1:]
+
+
+def test_the_date_is_todays_or_the_one_that_is_given():
+    for day in (date.today(), date(2024, 7, 26)):
+        text = ChatTemplate(SMOLLM3, TOKENS, day, "shape").render(WORDS["turns"]).text
+        assert f"Today is {day.strftime('%d %B %Y')}." in text
+    one, other = (ChatTokenizer(TOKENIZER, 0, 1, SMOLLM3, date(2024, 7, day)) for day in (26, 27))
+    assert one.prints_date
+    assert one.fingerprint != other.fingerprint
+    one, other = (ChatTokenizer(TOKENIZER, 0, 1, PHI4, date(2024, 7, day)) for day in (26, 27))
+    assert one.fingerprint == other.fingerprint
+
+
+SET = "{% set ns = namespace(a=[], b=[]) %}"
+NEST = SET + "{% for i in range(60) %}{% set ns.a = [ns.a, ns.a] %}{% set ns.b = [ns.b, ns.b] %}{% endfor %}"
+HOSTILE = {
+    "'%2000000000d'": "{{ '%2000000000d' % 1 }}",
+    "nested ranges": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    "tojson": "{{ messages | tojson(indent=2000000000) }}",
+    "lipsum": "{{ lipsum(n=1000000000) }}",
+    "brackets": "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
+    "loops": "{% for a in messages %}" * 50 + "{% endfor %}" * 50,
+    "a macro that calls itself": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    "a deep list": SET + "{% for i in range(9999) %}{% set ns.a = [ns.a] %}{% endfor %}{{ ns.a }}",
+    "a list that doubles": SET + "{% for i in range(99) %}{% set ns.a = ns.a * 2 + [1] %}{% endfor %}",
+    "much text": "{% for i in range(99999) %}{{ 'x' * 9999 }}{% endfor %}",
+    "half a character": "{{ '\\ud83d' }}",
+    "a text without end": NEST + "{{ ns.a }}",
+    "a comparison without end, in C": NEST + "{{ ns.a == ns.b }}",
+}
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+def test_a_hostile_template_is_refused_and_its_process_ends(what, monkeypatch):
+    monkeypatch.setattr(guard, "SECONDS", 1)
+    monkeypatch.setattr(guard, "GRACE", 1)
+    with pytest.raises(ValueError, match=r"^a/chat_template\.jinja: .*; (correct|change|free memory)") as error:
+        ChatTemplate(HOSTILE[what], TOKENS, date.today(), "a/chat_template.jinja").check()
+    assert "\n" not in str(error.value)
+
+
+def _batch(chat, records):
+    return [str(result) if isinstance(result, ValueError) else len(result.tokens) for result in chat.documents(records)]
+
+
+def test_a_record_that_takes_too_long_is_one_malformed_record(monkeypatch):
+    """The records before and after it are tokenized, and the limits do not outlive it."""
+    monkeypatch.setattr(guard, "SECONDS", 1)
+    slow = "{% for m in messages %}{% if 'loop' in m.content %}{% for a in range(99999) %}{% for b in range(99999) %}"
+    slow += "{% endfor %}{% endfor %}{% endif %}{% if 'large' in m.content %}{{ m.content % 1 }}{% endif %}"
+    slow += "{{ '|' + m.content + '|' }}{% endfor %}{% if add_generation_prompt %}|{% endif %}"
+    contents = ["cat", "loop", "hat", "large %2000000000d", "dog"]
+    records = [{"messages": [user(content), assistant("a")]} for content in contents]
+    chat = ChatTokenizer(TOKENIZER, 0, 1, slow)
+    with multiprocessing.get_context("fork").Pool(1, guard.limit_process) as pool:
+        first, loop, third, large, last = pool.apply(_batch, (chat, records))
+    assert all(isinstance(result, int) for result in (first, third, last))
+    assert loop.startswith("the chat template takes more than 1 s of CPU time; correct the template")
+    assert large.startswith("the chat template takes more than 1 GiB of memory; correct the template")
