@@ -14,6 +14,7 @@ from html import escape
 from pathlib import Path
 
 WIDTH, HEIGHT, MARGIN = 7.7, 17, 14  # pixels of a character and around all
+NO_BREAK = "\u00a0"  # a space that is not collapsed
 PAPER, INK = "#14191e", "#dde4ea"
 STYLES = {  # SGR parameters -> (ink, background, attributes), on a dark terminal
     "1": (INK, "", 'font-weight="bold"'),
@@ -66,11 +67,11 @@ def draw(printed: str) -> str:
                 shapes.append(f'<rect x="{left:.1f}" y="{top}" {size} fill="{background}"/>')
             if piece.strip():
                 where = f'x="{left:.1f}" y="{top + 13}" textLength="{width:.1f}"'
-                shapes.append(f'<text {where} fill="{ink}" {attributes}>{escape(piece)}</text>')
+                shapes.append(f'<text {where} fill="{ink}" {attributes}>{escape(piece).replace(" ", NO_BREAK)}</text>')
             column += columns_of(piece)
         widest = max(widest, column)
     width, height = 2 * MARGIN + widest * WIDTH, 2 * MARGIN + len(lines) * HEIGHT
-    font = 'font-family="DejaVu Sans Mono, Menlo, monospace" font-size="12.8" xml:space="preserve"'
+    font = 'font-family="DejaVu Sans Mono, Menlo, monospace" font-size="12.8"'
     paper = f'<rect width="100%" height="100%" rx="6" fill="{PAPER}"/>'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height}" {font}>'
     return "\n".join([head, paper, *shapes, "</svg>\n"])

@@ -70,7 +70,7 @@ def report(inspection: Inspection, painter: Painter) -> str:
     sections = [*inspection.setting, painter.legend()]
     if inspection.template:
         sections += ["", painter.paint("The template, on a conversation of two rounds", _TITLE)]
-        sections.append(painter.cells(inspection.template))
+        sections.append(painter.cells(inspection.template).removesuffix("\n"))
     for where, seen in inspection.shown:
         sections += ["", *_record(where, seen, painter)]
     sections += ["", painter.paint("Lengths in tokens", _TITLE), *_table(inspection)]
