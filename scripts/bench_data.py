@@ -141,9 +141,7 @@ def tokenizing(path: Path, tokenizer: ChatTokenizer, cache: Path) -> dict[str, A
         "of_encode_batch": made / total / (num_tokens / seconds),
         "of_encode_batch_cpu": made / cpu_of_writers / (num_tokens / cpu),
         "first_pack_cold_s": first_pack,
-        "first_window_tokens": int(
-            sum(len(packs.tokens.open(block, NEVER).tokens) for block, _ in order.records(0))
-        ),
+        "first_window_tokens": int(sum(len(packs.tokens.open(block, NEVER).tokens) for block, _ in order.records(0))),
     }
 
 
