@@ -1,16 +1,15 @@
 """Packs of documents to size a run with: of a named distribution, of lengths in a file, or of a data set."""
 
 import itertools
-import json
 import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tokenizers import Tokenizer
 
-from torchtitan_magi.data import ChatTokenizer, PackedPairDataset, PackedSFTDataset, pack_best_fit
+from torchtitan_magi.data import PackedPairDataset, PackedSFTDataset, pack_best_fit
+from torchtitan_magi.data.assets import load_chat_tokenizer
 from torchtitan_magi.data.token_cache import default_folder
 from torchtitan_magi.masks.geometry import Int64Array
 
@@ -153,34 +152,10 @@ def pack_lengths(lengths: Int64Array, total: int, count: int, seed: int) -> list
 
 def read_data_set(paths: str, tokenizer: Path, total: int, count: int, seed: int, pairs: bool) -> list[Int64Array]:
     """Packs as training makes them of records, whose tokens are kept. Raises ValueError for bad records and assets."""
-    chat = _chat_tokenizer(tokenizer)
+    chat = load_chat_tokenizer(tokenizer)
     options: dict[str, Any] = {"seed": seed, "epochs": 1, "check": False, "token_cache": default_folder()}
     if pairs:
         of_pairs = itertools.islice(PackedPairDataset(paths, chat.pair, total, **options), count)
         return [np.diff(inputs["pairs"]).astype(np.int64) for inputs, _ in of_pairs]
     of_documents = itertools.islice(PackedSFTDataset(paths, chat, total, **options), count)
     return [np.diff(inputs["documents"])[:, 0].astype(np.int64) for inputs, _ in of_documents]
-
-
-def _chat_tokenizer(directory: Path) -> ChatTokenizer:
-    path = directory / "tokenizer.json"
-    if not path.is_file():
-        raise ValueError(f"{path} does not exist; give the directory of a Hugging Face tokenizer")
-    try:
-        tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises nothing narrower
-        raise ValueError(f"{path} is not a tokenizer ({error}); download it again") from None
-    return ChatTokenizer.from_assets(tokenizer, *_bos_and_eos(tokenizer, directory), directory)
-
-
-def _bos_and_eos(tokenizer: Tokenizer, directory: Path) -> tuple[int | None, int | None]:
-    """Ids of the two tokens that tokenizer_config.json names, as text or as {"content": text}; None for no such."""
-    path = directory / "tokenizer_config.json"
-    try:
-        config = json.loads(path.read_text()) if path.exists() else {}
-        names = [config.get("bos_token"), config.get("eos_token")]
-    except (ValueError, AttributeError) as error:
-        raise ValueError(f"{path} is not a JSON object ({error}); download the tokenizer's files again") from None
-    texts = [name.get("content") if isinstance(name, dict) else name for name in names]
-    bos, eos = (None if text is None else tokenizer.token_to_id(str(text)) for text in texts)
-    return bos, eos

@@ -1,0 +1,1 @@
+"""What a data set becomes: records as tokens with what is learned, lengths, and what looks wrong."""

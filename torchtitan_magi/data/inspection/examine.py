@@ -1,0 +1,220 @@
+"""What training would make of single records.
+
+Records are rendered and tokenized in limited processes (`guard`), since a chat template is another's program.
+"""
+
+import multiprocessing
+import os
+import signal
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+
+from torchtitan_magi.data import guard
+from torchtitan_magi.data.chat import ChatTokenizer
+from torchtitan_magi.data.corpus import Corpus
+from torchtitan_magi.data.documents import TokenizedDocument, TokenizedPair
+from torchtitan_magi.data.formats import parse_document, parse_pair
+from torchtitan_magi.data.inspection.findings import Checker, Found
+from torchtitan_magi.data.inspection.spelling import Cell, Part, Speller
+from torchtitan_magi.data.pairs import fit_pair
+
+T = TypeVar("T")
+
+_NO_LIMIT = 2**62  # tokens
+
+# Shows what a template writes around turns.
+PROBE = [
+    {"role": role, "content": f"{number} {name}."}
+    for number in ("First", "Second")
+    for role, name in (("user", "question"), ("assistant", "answer"))
+]
+
+
+Batch = tuple[int, list[int]]  # a block of the corpus, and numbers of records in it
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What became of one record.
+
+    index: its number; error: why it is refused; tokens, learned: of all its parts; length, kept: positions of a pack
+    before and after truncation; left_out: why it is in no pack; cells: the tokens of each part, if it is to be shown.
+    """
+
+    index: int
+    error: str = ""
+    tokens: int = 0
+    learned: int = 0
+    length: int = 0
+    kept: int = 0
+    left_out: str = ""
+    found: tuple[Found, ...] = ()
+    cells: tuple[tuple[str, list[Cell]], ...] = ()
+
+
+class Examiner:
+    """Examines the records of a corpus whose records are plain JSON values.
+
+    Args:
+        pairs: whether records are preference pairs.
+        seq_len: tokens per pack; None: no truncation.
+        shown: numbers of the records to show.
+    """
+
+    def __init__(self, corpus: Corpus, chat: ChatTokenizer, pairs: bool, seq_len: int | None, shown: set[int]) -> None:
+        self.corpus, self.chat, self.pairs, self.shown = corpus, chat, pairs, shown
+        self.seq_len = _NO_LIMIT if seq_len is None else seq_len
+        self.speller = Speller(chat)
+        self.checker = Checker(chat, self.speller)
+        self._block, self._raws = -1, list[Any]()  # the last that was read
+
+    def examine(self, batch: Batch) -> list[Seen]:
+        """Reads, renders, tokenizes and checks these records. Raises ValueError if their file has changed."""
+        block, indices = batch
+        if block != self._block:
+            self._block, self._raws = block, self.corpus.read(block)
+        first = int(self.corpus.block_firsts[block])
+        raws = [self._raws[index - first] for index in indices]
+        records = [_attempt(parse_pair if self.pairs else parse_document, raw) for raw in raws]
+        results: Sequence[Any] = (self.chat.pairs if self.pairs else self.chat.documents)(records)
+        return [self._seen(*of_one) for of_one in zip(indices, raws, records, results, strict=True)]
+
+    def template(self) -> tuple[list[Cell], list[Found]]:
+        """A conversation of two rounds as the template writes it, empty if it refuses it, and what looks wrong."""
+        (document,) = self.chat.documents([{"messages": PROBE}])
+        if isinstance(document, ValueError):
+            return [], [("probe", str(document))]
+        part = Part("", document.tokens, document.loss_mask, tuple(turn["content"] for turn in PROBE))
+        return self.speller.cells(part), self.checker.check_template(part)
+
+    def _seen(self, index: int, raw: Any, record: Any, result: TokenizedDocument | TokenizedPair | ValueError) -> Seen:
+        if isinstance(result, ValueError):
+            return Seen(index, error=str(result))
+        parts = parts_of(record, result)
+        length, kept, left_out = self._fitted(result)
+        return Seen(
+            index,
+            tokens=sum(len(part.tokens) for part in parts),
+            learned=sum(int(part.learned.sum()) for part in parts),
+            length=length,
+            kept=kept,
+            left_out=left_out,
+            found=tuple(dict.fromkeys(self.checker.check(raw, record, parts, _notes(result)))),
+            cells=tuple((part.name, self.speller.cells(part)) for part in parts) if index in self.shown else (),
+        )
+
+    def _fitted(self, result: TokenizedDocument | TokenizedPair) -> tuple[int, int, str]:
+        """Positions before and after truncation, and why the record is left out."""
+        if isinstance(result, TokenizedDocument):
+            length = max(0, len(result.tokens) - 1)
+            kept = min(length, self.seq_len)
+            if result.loss_mask[1 : kept + 1].any():
+                return length, kept, ""
+            return length, 0, "without a label" if kept == length else "without a label after truncation"
+        length = result.num_positions(shared_prompt=True)
+        if not (result.chosen.loss_mask.any() and result.rejected.loss_mask.any()):
+            return length, 0, "without a label"
+        fitted = fit_pair(result, self.seq_len, shared_prompt=True)
+        if fitted is None:
+            return length, 0, "with too long a prompt"
+        if np.array_equal(fitted.chosen.tokens, fitted.rejected.tokens):
+            return length, 0, "with chosen equal to rejected"
+        return length, fitted.num_positions(shared_prompt=True), ""
+
+
+def parts_of(record: dict[str, Any], result: TokenizedDocument | TokenizedPair) -> tuple[Part, ...]:
+    """The tokens of a record: one part for a document, three for a pair."""
+    if isinstance(result, TokenizedDocument):
+        contents = (record["text"],) if "text" in record else _contents(record["messages"])
+        return (Part("", result.tokens, result.loss_mask, contents),)
+    prompt = Part("prompt", result.prompt, np.zeros(len(result.prompt), dtype=bool), _contents(record["prompt"]))
+    completions = (("chosen", result.chosen), ("rejected", result.rejected))
+    return prompt, *(Part(n, side.tokens, side.loss_mask, _contents(record[n])) for n, side in completions)
+
+
+def _notes(result: TokenizedDocument | TokenizedPair) -> tuple[str, ...]:
+    if isinstance(result, TokenizedDocument):
+        return result.notes
+    return result.chosen.notes + result.rejected.notes
+
+
+def _contents(messages: list[dict[str, Any]]) -> tuple[str, ...]:
+    said = [message.get(key) for message in messages for key in ("reasoning_content", "content")]
+    return tuple(text for text in said if isinstance(text, str) and text.strip())
+
+
+def _attempt(function: Callable[..., Any], argument: Any) -> Any:
+    if isinstance(argument, ValueError):
+        return argument
+    try:
+        return function(argument)
+    except ValueError as error:
+        return error
+
+
+# ----------------------------------------------------------------------------------------------------------- processes
+
+_examiner: Examiner  # of a worker process
+
+
+class Workers:
+    """Limited processes, one per core, that examine records. A context manager.
+
+    Its methods raise ValueError if a process dies.
+    """
+
+    def __init__(self, examiner: Examiner) -> None:
+        context = multiprocessing.get_context("fork")
+        cores = len(os.sched_getaffinity(0))
+        self._pool = ProcessPoolExecutor(cores, context, initializer=_begin, initargs=(examiner,))
+        self._ahead = 2 * cores
+
+    def __enter__(self) -> "Workers":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+    def template(self) -> tuple[list[Cell], list[Found]]:
+        """See `Examiner.template`."""
+        return _result(self._pool.submit(_template))
+
+    def examine(self, batches: Iterable[Batch]) -> Iterator[Seen]:
+        """Examines these records; yields them in their order."""
+        waiting: deque[Future[list[Seen]]] = deque()
+        for batch in batches:
+            waiting.append(self._pool.submit(_examine, batch))
+            if len(waiting) > self._ahead:
+                yield from _result(waiting.popleft())
+        while waiting:
+            yield from _result(waiting.popleft())
+
+
+def _begin(examiner: Examiner) -> None:
+    global _examiner
+    _examiner = examiner
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process ends the others
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is a process per core already
+    guard.limit_process()
+
+
+def _template() -> tuple[list[Cell], list[Found]]:
+    return _examiner.template()
+
+
+def _examine(batch: Batch) -> list[Seen]:
+    return _examiner.examine(batch)
+
+
+def _result(future: "Future[T]") -> T:
+    try:
+        return future.result()
+    except BrokenProcessPool:
+        died = "a process that renders the chat template died"
+        raise ValueError(f"{died}; correct the template, or free memory") from None

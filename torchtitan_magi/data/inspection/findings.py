@@ -1,0 +1,156 @@
+"""What looks wrong in a record's tokens, and how to say it of many records."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from torchtitan_magi.data.chat import ChatTokenizer
+from torchtitan_magi.data.inspection.spelling import Part, Speller
+
+Level = Literal["wrong", "look", "note"]
+Found = tuple[str, str]  # (kind, detail)
+
+# kind -> (level, what is said of {records}, with the {detail})
+KINDS: dict[str, tuple[Level, str]] = {
+    "default": (
+        "wrong",
+        "the folder has no chat template: conversations are written as {detail}, which the model may never have seen;"
+        " put its chat_template.jinja there",
+    ),
+    "set-up": ("wrong", "training refuses to start: {detail}"),
+    "probe": ("wrong", "a plain conversation of two rounds is refused: {detail}"),
+    "refused": ("wrong", "{records} refused: {detail}"),
+    "nothing": (
+        "wrong",
+        "nothing is learned in {records}: there is no text of the assistant, or the template marks none",
+    ),
+    "everything": (
+        "wrong",
+        "everything is learned in {records}, also the user's text: the template marks too much",
+    ),
+    "no end": (
+        "wrong",
+        "no end-of-turn token is learned in {records}: a model trained so does not learn to stop{detail}",
+    ),
+    "two BOS": (
+        "wrong",
+        "BOS {detail} comes twice at the beginning of {records}; take it out of the text or the template",
+    ),
+    "not a token": (
+        "wrong",
+        "the template writes {detail}, which is not one token of this tokenizer: the template is of another model",
+    ),
+    "unknown": ("wrong", "the unknown token {detail} is in {records}: the tokenizer lacks their characters"),
+    "template": ("look", "{detail}: in {records}"),
+    "no BOS": ("look", "BOS {detail} is not at the beginning of {records}: the template does not write it"),
+    "special": ("look", "text of {records} spells the special token {detail}: it is read as the token"),
+    "key": ("note", 'the key "{detail}" of {records} is not used'),
+    "end": ("note", "turns end with {detail}, which is not the tokenizer's EOS: generation must stop at it, too"),
+    "text": ("note", "{records} plain text: all of it is learned"),
+}
+LEVELS: tuple[Level, ...] = ("wrong", "look", "note")
+
+_FORMS = {
+    "messages": ("messages",),
+    "conversations": ("conversations",),
+    "completion": ("prompt", "completion"),
+    "output": ("instruction", "input", "output", "text"),
+    "text": ("text",),
+    "chosen": ("prompt", "chosen", "rejected"),
+}
+_ALWAYS = ("system", "tools", "chat_template_kwargs")
+# What templates write for tokens: <|im_start|>, <start_of_turn>, </s>
+_TOKEN_LIKE = re.compile(r"<\|[^|<>\s]{1,40}\|>|<\w{1,20}_of_\w{1,20}>|</?s>")
+
+
+@dataclass(frozen=True)
+class Checker:
+    """Looks for what is wrong in records of one tokenizer and template."""
+
+    chat: ChatTokenizer
+    speller: Speller
+
+    def check(
+        self, raw: Any, record: dict[str, Any], parts: tuple[Part, ...], notes: tuple[str, ...]
+    ) -> Iterator[Found]:
+        """raw: the JSON value; record: what was made of it; parts: its tokens; notes: what the template left out."""
+        yield from self._tokens(record, parts)
+        yield from (("template", note) for note in notes)
+        yield from (("key", key) for key in unused_keys(raw))
+        said = [content for part in parts for content in part.contents]
+        yield from (("special", name) for name in self.speller.specials.values() for text in said if name in text)
+
+    def check_template(self, part: Part) -> list[Found]:
+        """What is wrong in the tokens of a conversation that only shows the template."""
+        names = dict.fromkeys(_TOKEN_LIKE.findall(self.speller.text(part.tokens.tolist())))
+        strange = [("not a token", name) for name in names if self.chat.tokenizer.token_to_id(name) is None]
+        return [*strange, *self._tokens({}, (part,))]
+
+    def _tokens(self, record: dict[str, Any], parts: tuple[Part, ...]) -> Iterator[Found]:
+        first = parts[0].tokens[:2].tolist()
+        bos, eos = (self.speller.name(number) for number in (self.chat.bos_id, self.chat.eos_id))
+        if bos and first == [self.chat.bos_id] * 2:
+            yield "two BOS", bos
+        if bos and first[:1] != [self.chat.bos_id]:
+            yield "no BOS", bos
+        unknown = getattr(self.chat.tokenizer.model, "unk_token", None)
+        if unknown and any((part.tokens == self.chat.tokenizer.token_to_id(unknown)).any() for part in parts):
+            yield "unknown", unknown
+        answers = [part for part in parts if part.name != "prompt"]
+        if not all(part.learned.any() for part in answers):
+            yield "nothing", ""
+            return
+        if "text" in record:
+            yield "text", ""
+        elif all(part.learned[1:].all() for part in parts):  # after BOS
+            yield "everything", ""
+        ends = [self._end(part) for part in answers]
+        if None in ends:
+            yield "no end", self._follower(answers[ends.index(None)])
+        for end in dict.fromkeys(ends):
+            if end and end != eos:
+                yield "end", end
+
+    def _end(self, part: Part) -> str | None:
+        """The special token that ends the learned text, before white space; None without one."""
+        for number in part.tokens[part.learned][::-1].tolist():
+            if number in self.speller.specials:
+                return self.speller.specials[number]
+            if self.speller.text([number]).strip():
+                return None
+        return None
+
+    def _follower(self, part: Part) -> str:
+        """Says which special token comes right after the learned text, if one does."""
+        after = part.tokens[int(np.flatnonzero(part.learned)[-1]) + 1 :][:1].tolist()
+        name = self.speller.specials.get(after[0]) if after else None
+        return f" ({name} comes after the learned text, but is not learned)" if name else ""
+
+
+def unused_keys(raw: Any) -> list[str]:
+    """Keys of a record that nothing reads."""
+    if not isinstance(raw, dict):
+        return []
+    form = next((form for form in _FORMS if form in raw), "text")
+    return [key for key, value in raw.items() if value is not None and key not in (*_FORMS[form], *_ALWAYS)]
+
+
+def say(kind: str, detail: str, count: int, total: int) -> str:
+    """The line for `count` of `total` records; for what the template does to every conversation if count is 0."""
+    records = "every conversation" if not count else f"{'all ' if count == total > 1 else ''}{counted(count)}"
+    if 0 < count < total:
+        records += f" of {total:,} ({_percent(count / total)})"
+    verb = {"refused": " are" if count > 1 else " is", "text": " are" if count > 1 else " is"}.get(kind, "")
+    return KINDS[kind][1].format(records=records + verb, detail=detail)
+
+
+def counted(count: int) -> str:
+    """'1 record', '2 records'."""
+    return f"{count:,} record{'s' if count != 1 else ''}"
+
+
+def _percent(share: float) -> str:
+    return "less than 0.1%" if share < 0.001 else f"{100 * share:.1f}%"

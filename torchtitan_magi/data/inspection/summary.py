@@ -1,0 +1,251 @@
+"""A data set summed up: its sources' lengths and losses, what looks wrong, and some records to look at."""
+
+import os
+import re
+from array import array
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from torchtitan_magi.data.assets import load_tokenizer
+from torchtitan_magi.data.chat import CHATML_TEMPLATE, ChatTokenizer, default_template, load_chat_template
+from torchtitan_magi.data.corpus import Corpus, Source
+from torchtitan_magi.data.inspection.examine import Batch, Examiner, Seen, Workers
+from torchtitan_magi.data.inspection.findings import KINDS, LEVELS, Found, Level, say
+from torchtitan_magi.data.inspection.spelling import Cell
+from torchtitan_magi.data.packing import pack_best_fit
+from torchtitan_magi.data.token_cache import default_folder
+
+SAMPLE = 2_000  # records that are read, unless all are
+FEW = 8  # records that are read if training refuses the template, which may take its time
+SAMPLE_BLOCKS = 16  # that they come from
+SAMPLE_TOKENS = 4_000_000  # no more are read once they have so many
+BATCH = 128  # records
+MAX_OF_A_KIND = 10  # warnings
+
+
+@dataclass
+class Tally:
+    """Sums over the records of one source that were read.
+
+    tokens, kept: of each record its tokens, and its positions in a pack.
+    """
+
+    path: str
+    records: int
+    read: int = 0
+    tokens: "array[int]" = field(default_factory=lambda: array("q"))
+    kept: "array[int]" = field(default_factory=lambda: array("q"))
+    learned: int = 0
+    truncated: int = 0
+    truncated_tokens: int = 0
+    left_out: "Counter[str]" = field(default_factory=Counter)
+
+    def add(self, seen: Seen) -> None:
+        """One more record."""
+        self.read += 1
+        if seen.error:
+            self.left_out["refused"] += 1
+            return
+        self.tokens.append(seen.tokens)
+        self.learned += seen.learned
+        if seen.left_out:
+            self.left_out[seen.left_out] += 1
+            return
+        self.kept.append(seen.kept)
+        self.truncated += seen.kept < seen.length
+        self.truncated_tokens += seen.length - seen.kept
+
+    def histogram(self) -> list[tuple[int, int]]:
+        """(b, number of records with 2^b to 2^(b + 1) - 1 tokens), from the shortest to the longest."""
+        if not self.tokens:
+            return []
+        powers = np.log2(np.maximum(1, np.array(self.tokens))).astype(int)
+        return [(b, int((powers == b).sum())) for b in range(int(powers.min()), int(powers.max()) + 1)]
+
+    def fill(self, seq_len: int) -> float:
+        """Fraction of the packs' positions that is filled, 0 to 1; the emptiest of several packs does not count."""
+        kept = np.array(self.kept, dtype=np.int64)
+        fills = sorted((int(kept[pack].sum()) for pack in pack_best_fit(kept, seq_len)), reverse=True)
+        fills = fills[:-1] or fills
+        return sum(fills) / max(1, len(fills) * seq_len)
+
+
+def joined(tallies: Sequence[Tally]) -> Tally:
+    """All sources together."""
+    together = Tally("together", sum(tally.records for tally in tallies))
+    for tally in tallies:
+        for name in ("read", "tokens", "kept", "learned", "truncated", "truncated_tokens", "left_out"):
+            setattr(together, name, getattr(together, name) + getattr(tally, name))
+    return together
+
+
+class Findings:
+    """How many records have each finding, and the first that has it."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[Found] = Counter()
+        self._firsts: dict[Found, tuple[int, str]] = {}  # index, error
+
+    def add(self, seen: Seen) -> None:
+        """What was found in one record."""
+        refusal = [("refused", re.sub(r"\d+", "N", seen.error))] if seen.error else []
+        for found in (*seen.found, *refusal):
+            self.counts[found] += 1
+            self._firsts.setdefault(found, (seen.index, seen.error))
+
+    def warnings(self, read: int, corpus: Corpus) -> list["Warning"]:
+        """One for each, the most frequent first; of each kind only some."""
+        warnings: list[Warning] = []
+        kinds: Counter[str] = Counter()
+        for (kind, detail), count in self.counts.most_common():
+            kinds[kind] += 1
+            if kinds[kind] <= MAX_OF_A_KIND:
+                index, error = self._firsts[kind, detail]
+                text = say(kind, error if kind == "refused" else detail, count, read)
+                warnings.append(Warning(KINDS[kind][0], text, corpus.where(index)))
+        return warnings
+
+
+@dataclass(frozen=True)
+class Warning:
+    """What looks wrong. where: the first record that has it; "" for the template itself."""
+
+    level: Level
+    text: str
+    where: str = ""
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What was seen of a data set.
+
+    setting: what was read, line by line; seq_len: tokens per pack, None if it was not given; template: a conversation
+    that shows it, empty if it refuses it; shown: place and content of some records; tallies: of each source.
+    """
+
+    setting: list[str]
+    seq_len: int | None
+    template: list[Cell]
+    shown: list[tuple[str, Seen]]
+    tallies: list[Tally]
+    warnings: list[Warning]
+
+
+def inspect_data(
+    source: str | os.PathLike[str],
+    folder: str | os.PathLike[str],
+    pairs: bool = False,
+    seq_len: int | None = None,
+    num_shown: int = 3,
+    read_all: bool = False,
+) -> Inspection:
+    """Examines a data set, with a progress bar in a terminal.
+
+    Args:
+        source: as `Corpus` takes it.
+        folder: holds the tokenizer and its chat template.
+        pairs: whether records are preference pairs.
+        seq_len: tokens per pack; None: no truncation.
+        num_shown: records to show.
+        read_all: reads all records instead of a random sample: at most SAMPLE records and SAMPLE_TOKENS tokens.
+
+    Raises ValueError for a source or folder that cannot be read, and if a process that renders the template dies.
+    """
+    chat, of_template = _load(folder)
+    corpus = Corpus(source, _as_it_is, default_folder())
+    count = FEW if any(kind == "set-up" for kind, _ in of_template) else len(corpus) if read_all else SAMPLE
+    samples = [_sample(corpus, part, count) for part in corpus.sources]
+    rng = np.random.default_rng(0)
+    shown: dict[int, Seen] = {}
+    for number, sample in enumerate(samples):
+        share = len(range(number, num_shown, len(samples)))
+        shown |= {int(index): Seen(int(index)) for index in rng.permutation(sample[:SAMPLE])[:share]}
+    limit = None if read_all else SAMPLE_TOKENS // len(samples)
+    tallies, findings = [], Findings()
+    with (
+        Workers(Examiner(corpus, chat, pairs, seq_len, set(shown))) as workers,
+        tqdm(total=sum(map(len, samples)), unit=" records", leave=False, disable=None) as progress,
+    ):
+        template, of_probe = workers.template()
+        for part, sample in zip(corpus.sources, samples, strict=True):
+            tally, num_tokens = Tally(part.path, len(part)), 0
+            tallies.append(tally)
+            for seen in workers.examine(_batches(corpus, sample)):
+                tally.add(seen)
+                findings.add(seen)
+                if seen.index in shown:
+                    shown[seen.index] = seen
+                progress.update()
+                num_tokens += seen.tokens
+                if limit and num_tokens >= limit:
+                    break
+    read = sum(tally.read for tally in tallies)
+    of_template = [*of_template, *(found for found in of_probe if not findings.counts[found])]
+    warnings = [Warning(KINDS[kind][0], say(kind, detail, 0, 0)) for kind, detail in of_template]
+    if findings.counts["text", ""] == read:  # nothing is rendered
+        warnings = []
+    warnings += findings.warnings(read, corpus)
+    return Inspection(
+        [_what_was_read(corpus, read), _what_tokenizer(chat)],
+        seq_len,
+        template,
+        [(corpus.where(index), seen) for index, seen in shown.items() if seen.tokens or seen.error],
+        tallies,
+        sorted(warnings, key=lambda warning: LEVELS.index(warning.level)),
+    )
+
+
+def _load(folder: str | os.PathLike[str]) -> tuple[ChatTokenizer, list[Found]]:
+    """The tokenizer with its chat template, also one that training refuses, and what is wrong with the template."""
+    tokenizer = load_tokenizer(folder)
+    template, wrong = load_chat_template(folder), list[Found]()
+    if template is None:
+        template = default_template(tokenizer[0])
+        wrong.append(("default", "ChatML" if template == CHATML_TEMPLATE else "plain text"))
+    try:
+        ChatTokenizer.from_assets(*tokenizer, folder)
+    except ValueError as error:
+        wrong.append(("set-up", str(error)))
+    return ChatTokenizer(*tokenizer, template), wrong
+
+
+def _as_it_is(value: Any) -> Any:
+    return value
+
+
+def _sample(corpus: Corpus, source: Source, count: int) -> np.ndarray:
+    """Numbers of the records of a source that are read, int64: of `count` its share, from a few blocks, one by one."""
+    if count >= len(corpus):
+        return np.arange(source.first, source.first + len(source))
+    rng, num_sources = np.random.default_rng(0), len(corpus.sources)
+    blocks = source.first_block + rng.permutation(source.num_blocks)[: -(-SAMPLE_BLOCKS // num_sources)]
+    places = np.concatenate([np.arange(*corpus.block_firsts[block : block + 2]) for block in blocks])
+    return places[np.sort(rng.permutation(len(places))[: -(-count // num_sources)])]
+
+
+def _batches(corpus: Corpus, sample: np.ndarray) -> Iterator[Batch]:
+    """The sample cut into batches, each of one block."""
+    blocks = np.searchsorted(corpus.block_firsts, sample, side="right") - 1
+    for indices in np.split(sample, np.flatnonzero(np.diff(blocks)) + 1):
+        block = int(np.searchsorted(corpus.block_firsts, indices[0], side="right")) - 1
+        for start in range(0, len(indices), BATCH):
+            yield block, indices[start : start + BATCH].tolist()
+
+
+def _what_was_read(corpus: Corpus, read: int) -> str:
+    if read == len(corpus):
+        return f"{corpus.paths}: all {read:,} records read"
+    return f"{corpus.paths}: {read:,} of {len(corpus):,} records read, drawn at random (--all reads all)"
+
+
+def _what_tokenizer(chat: ChatTokenizer) -> str:
+    names = [
+        f"{name} {'none' if number is None else chat.tokenizer.id_to_token(number)}"
+        for name, number in (("BOS", chat.bos_id), ("EOS", chat.eos_id))
+    ]
+    return f"tokenizer: {chat.tokenizer.get_vocab_size():,} tokens, {', '.join(names)}"
