@@ -81,9 +81,11 @@ def chat_tokenizer(template: str) -> ChatTokenizer:
 
 
 TOOL_TEMPLATE = """\
-{%- if tools %}{{ '<|im_start|>system\\n' }}{% for tool in tools %}{{ tool | tojson }}{% endfor %}{{ '<|im_end|>\\n' }}{% endif %}
+{%- if tools %}{{ '<|im_start|>system\\n' }}{% for tool in tools %}{{ tool | tojson }}{% endfor %}{{ '<|im_end|>\\n' }}
+{%- endif %}
 {%- for message in messages %}{{ '<|im_start|>' + message.role + '\\n' }}
-{%- if message.reasoning_content is defined and loop.last %}{{ '<think>' + message.reasoning_content + '</think>' }}{% endif %}
+{%- if message.reasoning_content is defined and loop.last %}{{ '<think>' + message.reasoning_content + '</think>' }}
+{%- endif %}
 {{- message.content or '' }}
 {%- for call in message.tool_calls or [] %}{{ call.function.name }}{{ call.function.arguments | tojson }}{% endfor %}
 {{- '<|im_end|>\\n' }}{% endfor %}
@@ -121,7 +123,8 @@ TEMPLATE_WORDS = words(
     "{% {%- %} -%} {{ }} {# #} if else elif endif for endfor in loop.last set endset namespace macro endmacro call"
     " generation endgeneration messages message.content tools tojson tojson(indent=2000000000) lipsum() range(9**9)"
     " '%2000000000d'%1 join | ~ ** cycler raise_exception('no') strftime_now('%Y') 'a'*999999999 self include import"
-    " ''.__class__ messages.append(messages) message|attr('__init__') dict() bos_token eos_token recursive loop(messages)"
+    " ''.__class__ messages.append(messages) message|attr('__init__') dict() bos_token eos_token recursive"
+    " loop(messages) debug ascii e is defined not in [::-1] 0.1 None true"
 )
 
 
@@ -132,6 +135,10 @@ def render_template(folder: Path) -> Check:
             chat(record)
 
     return check
+
+
+NAMED = {"name": "default", "template": CHATML_TEMPLATE}
+ASSETS = (lines({"chat_template": CHATML_TEMPLATE}), lines({"chat_template": [NAMED, NAMED | {"name": "tool_use"}]}))
 
 
 def read_assets(folder: Path) -> Check:
@@ -280,9 +287,7 @@ TARGETS = _targets(
     Target("records", read_documents, DOCUMENTS, RECORD_WORDS),
     Target("pairs", read_pairs, PAIRS, RECORD_WORDS),
     Target("templates", render_template, tuple(text.encode() for text in TEMPLATES), TEMPLATE_WORDS),
-    Target(
-        "assets", read_assets, (lines({"chat_template": "{{ 1 }}"}), lines({"chat_template": [{"name": "default"}]}))
-    ),
+    Target("assets", read_assets, ASSETS),
     Target("slices", plan_slices, tuple(map(lines, TABLES))),
     Target("documents", plan_documents, (lines({"cu_seqlens": [0, 3, 9], "size": 2}), lines([[2, 3, 4], [1, 1, 1]]))),
     Target("toml", read_toml, tuple(path.read_bytes() for path in sorted(CONFIGS)), TOML_WORDS),

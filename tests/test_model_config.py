@@ -224,7 +224,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         (small_qwen(layer_types=["sliding_attention"] * 2), ["layer_types is ['sliding_attention', ", "full"]),
         (small_qwen(layer_types=["full_attention"]), ["layer_types is ['full_attention']", "full"]),
         (small_qwen(layer_types=2), ["layer_types is 2", "full"]),
-        (small_qwen(num_hidden_layers=2**62), ["layer_types is ['full_attention', ", "full"]),
+        (small_qwen(layer_types=["full_attention"] * 2, num_hidden_layers=2**40), ["layer_types is", "full"]),
         (small_llama(quantization_config={"bits": 4}), ["quantization_config is {'bits': 4}", "before"]),
         (small_llama(partial_rotary_factor=0.5), ["partial_rotary_factor is 0.5", "whole heads"]),
         (small_llama(rope_scaling={"partial_rotary_factor": 0.5}), ["partial_rotary_factor is 0.5", "whole"]),
