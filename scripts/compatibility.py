@@ -2,7 +2,7 @@
 """Which options go together: trains tiny models under combinations of them and compares losses with the plain run.
 
     python scripts/compatibility.py [--output docs/compatibility.md] [--cells 0 7 12]
-    python scripts/compatibility.py --gpu --output FILE     # on two GPUs: the options that need them
+    python scripts/compatibility.py --gpu --jobs 8          # on two GPUs: the options that need them
 
 For each model, every two values of two options meet in at least one combination (pairwise coverage), and one run has
 everything on. A combination works if the losses of all steps, and of validation, are those of the plain run (the same
@@ -10,7 +10,8 @@ packs and precision, without the parallelism and the options), or it is refused 
 names the remedy. Anything else fails, and the exit code is 1.
 
 It runs on the CPU, where torch.compile traces but generates no code; what needs GPUs is left to --gpu. The models have
-two layers of width 64 and come from config.json (flavor "hf"), as the tests' models do.
+two layers, of width 64 on the CPU and 256 on GPUs, and come from config.json (flavor "hf"), as the tests' models do.
+transformers writes them; a machine without it can take those of another (--models).
 """
 
 import argparse
@@ -18,9 +19,12 @@ import functools
 import itertools
 import random
 import sys
+import tempfile
 import textwrap
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, fields
+from multiprocessing import get_context
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -80,7 +84,7 @@ class Cell:
         torchtitan has no mixed precision for tensor parallelism alone.
         """
         layout = {1: "one rank", 2: "FSDP", 4: "HSDP"}[self.dp]
-        precision = "fp32" if self.layout == "TP" else self.precision
+        precision = "fp32" if self.layout == "TP" and self.extra not in GPU_EXTRAS else self.precision
         return Cell(
             self.model, layout, precision=precision, packs=self.packs, accumulation=self.accumulation,
             validation=True, task=self.task,
@@ -102,7 +106,7 @@ class Cell:
         options += {
             "none": [],
             "CPU offload": ["--training.enable_cpu_offload"],
-            "float8": ["--model.converters=float8"],
+            "float8": ["--model.converters=quantize.linear.float8"],
             "async TP": ["--parallelism.enable_async_tensor_parallel"],
         }[self.extra]
         return " ".join(options).split()
@@ -189,14 +193,22 @@ class Outcome:
 
 
 class Runs:
-    """Runs of cells, each once."""
+    """Runs of cells, each once. folder: has the models, or is where they are written."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path, on_gpus: bool) -> None:
+        import training
         from hf_models import make_hf_folder
         from test_training_dpo import data
 
+        training.ON_GPUS = self.on_gpus = on_gpus
+        # the kernel for GPUs takes heads of 64
+        sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4} if on_gpus else {}
         kinds = {"llama3": "llama", "qwen3": "qwen3", "qwen3 MoE": "qwen3_moe"}
-        self.folders = {model: make_hf_folder(kinds[model]) for model in LAYOUTS}
+        self.folders = {model: folder / kinds[model] for model in LAYOUTS}
+        for model, kind in kinds.items():
+            if not self.folders[model].exists():
+                heads = {"head_dim": 64} if on_gpus and model != "llama3" else {}
+                make_hf_folder(kind, folder=self.folders[model], **sizes, **heads)
         self.pairs = data()
         self.of = functools.cache(self._of)
 
@@ -213,7 +225,11 @@ class Runs:
             f"--checkpoint.load_only --training.seq_len {SEQ_LEN} --training.dataset_path {folder}/{names[0]}.jsonl "
         )
         options += f"--validation.dataset {cell.task.lower()} --validation.dataset_path {folder}/{names[1]}.jsonl "
-        options += f"--validation.freq {STEPS} --validation.steps=2 --validation.seq_len {SEQ_LEN} --optimizer.lr 1e-3"
+        # Adam's first steps go by the signs of gradients, which in bfloat16 are noise where they are near zero.
+        rate = "1e-4" if self.on_gpus else "1e-3"
+        options += (
+            f"--validation.freq {STEPS} --validation.steps=2 --validation.seq_len {SEQ_LEN} --optimizer.lr {rate}"
+        )
         toml = ROOT / "train_configs" / "dpo_debug.toml" if is_dpo else DEBUG_TOML
         arguments = [*options.split(), "--parallelism.context_parallel_degree", "1", *cell.arguments]
         try:
@@ -243,20 +259,33 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cells", type=int, nargs="+", help="only those, by their number in the table")
     parser.add_argument("--gpu", action="store_true", help="the combinations that need GPUs, two of them")
+    parser.add_argument("--jobs", type=int, default=1, help="cells at the same time")
+    parser.add_argument("--models", type=Path, help="folder of the models; written there if there are none")
     parser.add_argument("--output", type=Path, help="Markdown file to write")
     arguments = parser.parse_args()
-    chosen = gpu_cells() if arguments.gpu else cells()
-    runs, rows, failed = Runs(), [], 0
-    for number, cell in enumerate(chosen):
-        if arguments.cells and number not in arguments.cells:
-            continue
-        verdict, detail = runs.verdict(cell)
-        failed += verdict == "FAILS"
-        rows.append((number, cell, verdict, detail))
-        print(f"{number:3} {verdict:8} {cell}: {detail.splitlines()[0][:200] if detail else ''}", flush=True)
+    chosen = list(enumerate(gpu_cells() if arguments.gpu else cells()))
+    chosen = [(number, cell) for number, cell in chosen if not arguments.cells or number in arguments.cells]
+    rows, failed = [], 0
+    with tempfile.TemporaryDirectory() as scratch:
+        Runs(arguments.models or Path(scratch), arguments.gpu)  # writes the models
+        verdict = functools.partial(_verdict, arguments.models or Path(scratch), arguments.gpu)
+        with ProcessPoolExecutor(arguments.jobs, get_context("spawn")) as pool:
+            verdicts = pool.map(verdict, [cell for _, cell in chosen])
+            for (number, cell), (verdict, detail) in zip(chosen, verdicts, strict=True):
+                failed += verdict == "FAILS"
+                rows.append((number, cell, verdict, detail))
+                line = detail.splitlines()[0][:200] if detail else ""
+                print(f"{number:3} {verdict:8} {cell}: {line}", flush=True)
     if arguments.output:
         arguments.output.write_text(page(rows, "on two GPUs" if arguments.gpu else "on a CPU"))
     sys.exit(1 if failed else 0)
+
+
+_runs = functools.cache(Runs)
+
+
+def _verdict(models: Path, on_gpus: bool, cell: Cell) -> tuple[str, str]:
+    return _runs(models, on_gpus).verdict(cell)
 
 
 def page(rows: list[tuple[int, Cell, str, str]], where: str) -> str:

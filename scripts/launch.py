@@ -6,10 +6,12 @@ It does what ``torchrun -m torchtitan_magi.train`` does on this machine, and say
 several machines call torchrun.
 """
 
+import json
 import math
 import os
 import re
 import sys
+import tempfile
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -64,37 +66,77 @@ def check_hooks(config: dict[str, Any], arguments: list[str]) -> None:
             )
 
 
+def check_file(config: dict[str, Any]) -> None:
+    """What is read here before torchtitan reads it.
+
+    Raises:
+        ValueError: a section is none; names it.
+    """
+    for name in ("job", "experimental", "parallelism"):
+        if not isinstance(config.get(name, {}), dict):
+            raise ValueError(f"{name} is {config[name]!r}, but it is a section; write [{name}] and its options below")
+
+
 def reason(failure: Any) -> str:
-    """What torchrun knows of a process's end: the exception, the signal, or no more than the exit code."""
+    """What torchrun knows of a process's end, in one line: the exception, the signal, or no more than the exit code."""
     if isinstance(failure.message, dict):
-        return str(failure.message["message"])
-    return f"exit code {failure.exitcode}" if failure.exitcode > 0 else str(failure.message)
+        return in_one_line(failure.message["message"])
+    return f"exit code {failure.exitcode}" if failure.exitcode > 0 else in_one_line(failure.message)
+
+
+def in_one_line(text: Any) -> str:
+    return next(iter(str(text).strip().splitlines()), "no reason given")
+
+
+def count_gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def launch(options: list[str]) -> None:
+    """Runs torchrun in this process; ends it with one line that says why the run ended, if it failed."""
+    from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    try:
+        run.run(run.parse_args(options))
+    except ChildFailedError as error:
+        _, failure = error.get_first_failure()
+        sys.exit(f"rank {failure.local_rank} failed: {reason(failure)}")
+    except (json.JSONDecodeError, KeyError):  # torchrun reads what ranks wrote about their end
+        sys.exit(
+            "a rank failed and could not write why: its error file is empty or broken; make room on the disk of "
+            f"{tempfile.gettempdir()}, and see what rank 0 printed above"
+        )
+    except SignalException as error:
+        sys.exit(f"ended by {error.sigval.name}")
+    except KeyboardInterrupt:
+        sys.exit("ended by SIGINT")
+    except Exception as error:
+        sys.exit(f"torchrun failed: {type(error).__name__}: {in_one_line(error)}")
 
 
 def main() -> None:
-    import torch
-
+    if len(sys.argv) < 2 or sys.argv[1].startswith("-"):
+        sys.exit("no TOML file; use launch.py CONFIG.toml [torchtitan overrides ...], as in train_configs/debug.toml")
     path, *arguments = sys.argv[1:]
-    num_gpus = torch.cuda.device_count()
     try:
         config = tomllib.loads(Path(path).read_text())
+        check_file(config)
         check_hooks(config, arguments)
+        num_gpus = count_gpus()
         processes = num_processes(config, arguments, num_gpus)
+    except ImportError as error:
+        sys.exit(f"{error}; ./scripts/train.sh sets up an environment that has all that is needed")
     except (OSError, ValueError) as error:
         sys.exit(f"{path}: {error}")
     if num_gpus < processes:
         print(f"{processes} processes, {num_gpus} GPUs: running on CPU with gloo", flush=True)
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    from torch.distributed import run
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-
     options = ["--standalone", f"--nproc-per-node={processes}", "--local-ranks-filter=0", "--role=rank", "--tee=3"]
-    command = ["-m", "torchtitan_magi.train", "--job.config_file", path, *arguments]
-    try:
-        run.run(run.parse_args(options + command))
-    except ChildFailedError as error:
-        _, failure = error.get_first_failure()
-        sys.exit(f"rank {failure.local_rank} failed: {reason(failure)}")
+    launch([*options, "-m", "torchtitan_magi.train", "--job.config_file", path, *arguments])
 
 
 if __name__ == "__main__":

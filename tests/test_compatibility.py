@@ -2,16 +2,17 @@
 
 import functools
 import itertools
+from pathlib import Path
 
 import pytest
-import training  # noqa: F401  # puts scripts/ on the path
+import training  # puts scripts/ on the path
 
 from compatibility import AXES, LAYOUTS, Cell, Runs, cells, gpu_cells  # isort: skip
 
 
 @functools.cache
 def runs():
-    return Runs()
+    return Runs(Path(training.new_folder()), on_gpus=False)
 
 
 @pytest.mark.parametrize("model", LAYOUTS)

@@ -16,17 +16,18 @@ PACKAGE = ROOT / "torchtitan_magi"
 CORE = {"attention", "bound_plan", "dispatch"}
 # wing, or file beside the wings -> what it may import of the package besides itself; dependencies run one way
 MAY_IMPORT = {
-    **dict.fromkeys(["tiles", "masks", "data", "losses"], ""),
-    "cuda": "tiles",
+    **dict.fromkeys(["tiles", "files", "masks", "data", "losses"], ""),
+    "cuda": "tiles files",
     "planning": "tiles masks",
     "exchange": "cuda planning",
     "backends": "tiles masks cuda planning exchange",
     "core": "tiles masks cuda planning exchange backends",
-    "training": "tiles masks data losses cuda planning exchange backends core",
+    "training": "tiles files masks data losses cuda planning exchange backends core",
     "titan": "tiles masks data losses cuda planning exchange backends core training",
     "calibrate": "tiles masks cuda planning exchange backends core",
     "report": "tiles masks data planning",
     "train": "titan",
+    "verify": "training",
     "__init__": "masks planning core",
 }
 

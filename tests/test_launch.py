@@ -1,18 +1,23 @@
 import json
+import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import packaging
 import pytest
+import torch.distributed.run
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
 
-from launch import check_hooks, num_processes, overridden, reason  # noqa: E402
+from launch import check_hooks, launch, num_processes, overridden, reason  # noqa: E402
 
 HOOKED = {"magi": {}, "job": {"custom_config_module": "x"}, "experimental": {"custom_import": "x"}}
 
@@ -64,10 +69,11 @@ def test_a_magi_section_without_a_hook_is_refused_by_name(section, name):
     check_hooks({**HOOKED, section: {}}, [f"--{section}.{name}=x"])
 
 
-def failed_launch(*arguments):
-    """What a launch that fails says, by lines."""
+def failed_launch(*arguments, path=""):
+    """What a launch that fails says, by lines, with a folder put before all others where Python looks for modules."""
     command = [sys.executable, ROOT / "scripts" / "launch.py", *arguments]
-    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    environment = os.environ | {"PYTHONPATH": f"{path}{os.pathsep}{ROOT}".lstrip(os.pathsep)}
+    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
     assert result.returncode == 1
     return result.stderr.strip().splitlines()
 
@@ -77,6 +83,8 @@ def failed_launch(*arguments):
     [
         ("[magi]\n", "no job.custom_config_module"), ("[magi\n", "line 1"), (None, "No such file"),
         ("[parallelism]\ncontext_parallel_degree = 0\n", "context_parallel_degree is 0"),
+        ("parallelism = 3\n", "parallelism is 3, but it is a section"),
+        ("job = 3\n[magi]\n", "job is 3, but it is a section"),
     ],
 )  # fmt: skip
 def test_a_file_that_cannot_run_ends_in_one_line(tmp_path, text, message):
@@ -86,6 +94,47 @@ def test_a_file_that_cannot_run_ends_in_one_line(tmp_path, text, message):
     lines = failed_launch(path)
     assert message in lines[-1]
     assert not any("Traceback" in line for line in lines)
+
+
+def test_no_argument_ends_in_one_line():
+    (line,) = failed_launch()
+    assert line.startswith("no TOML file; use launch.py CONFIG.toml")
+
+
+def test_a_missing_torch_ends_in_one_line(tmp_path):
+    (tmp_path / "torch.py").write_text("raise ImportError('torch is broken')")
+    (line,) = failed_launch(ROOT / "train_configs" / "debug.toml", path=tmp_path)
+    assert line.startswith("torch is broken; ./scripts/train.sh sets up")
+
+
+@pytest.mark.parametrize(
+    ("raised", "line"),
+    [
+        (SignalException("", signal.SIGTERM), "ended by SIGTERM"),
+        (KeyboardInterrupt(), "ended by SIGINT"),
+        (KeyError("message"), "a rank failed and could not write why: its error file is empty or broken; make room .*"),
+        (RuntimeError("no port\nis free"), "torchrun failed: RuntimeError: no port"),
+    ],
+)
+def test_however_torchrun_ends_it_is_one_line(raised, line):
+    with mock.patch.object(torch.distributed.run, "run", side_effect=raised), pytest.raises(SystemExit) as caught:
+        launch(["--standalone", "script.py"])
+    assert re.fullmatch(line, caught.value.code)
+
+
+def test_an_empty_error_file_is_named(tmp_path):
+    (tmp_path / "rank.py").write_text("import os, sys; open(os.environ['TORCHELASTIC_ERROR_FILE'], 'w'); sys.exit(1)")
+    code = "import launch, sys; launch.launch(['--standalone', '--nproc-per-node=1', sys.argv[1]])"
+    command = [sys.executable, "-c", code, tmp_path / "rank.py"]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT / "scripts")
+    assert result.returncode == 1
+    assert result.stderr.splitlines()[-1].startswith("a rank failed and could not write why: its error file is empty")
+
+
+def test_a_failing_import_of_a_rank_is_the_last_line(tmp_path):
+    (tmp_path / "tyro.py").write_text("raise ImportError('tyro is broken')")
+    *_, last = failed_launch(ROOT / "train_configs" / "debug.toml", path=tmp_path)
+    assert re.fullmatch("rank [01] failed: ImportError: tyro is broken", last)
 
 
 def test_the_first_failure_is_the_last_line():

@@ -206,10 +206,11 @@ def setup_from(arguments, has_objectives):
     from torchtitan.config import ConfigManager
     from torchtitan.distributed import ParallelDims
 
-    from torchtitan_magi.titan.v02.memory import setup_of
+    from torchtitan_magi.titan.v02.memory import setup_of, utils
 
     def setup(arguments):
-        config = ConfigManager().parse_args(["--job.config_file", str(DEBUG_TOML), *arguments])
+        with mock.patch.object(utils, "device_type", "cuda"):  # the CPU has no CPU offload
+            config = ConfigManager().parse_args(["--job.config_file", str(DEBUG_TOML), *arguments])
         degrees = config.parallelism
         dims = ParallelDims(
             dp_replicate=degrees.data_parallel_replicate_degree,
@@ -411,6 +412,7 @@ def lines_on_a_gpu():
         "get_device_properties": lambda _: SimpleNamespace(total_memory=80 * GIB),
         "mem_get_info": lambda: (15 * GIB, 80 * GIB),
         "memory_reserved": lambda: 62 * GIB,
+        "max_memory_allocated": iter([50 * GIB, 51 * GIB, 52 * GIB]).__next__,
         "max_memory_reserved": iter([64 * GIB, 63 * GIB, 66 * GIB]).__next__,
     }
     with mock.patch.multiple(torch.cuda, **gpu), mock.patch.object(dist, "all_reduce"):
@@ -427,5 +429,22 @@ def test_the_log_warns_of_what_does_not_fit_and_says_once_what_was_measured():
     assert "GiB of 80.0, in the output layer (parameters 7.5, " in texts[0]
     assert "on each GPU of 80.0" in texts[1]
     assert 'activation_checkpoint.mode = "full" (' in texts[1]
-    assert texts[3].startswith("Measured memory per GPU: at most 64.0 GiB reserved by PyTorch and 3.0 GiB outside it; ")
+    measured = "Measured memory per GPU: at most 51.0 GiB allocated by PyTorch (64.0 reserved) and 3.0 GiB outside it; "
+    assert texts[3].startswith(measured)
     assert outside == [3, 3, 3]
+
+
+def offload_without_fsdp():
+    from torchtitan_magi.titan.v02.memory import check_offload, utils
+
+    with mock.patch.object(utils, "device_type", "cuda"):
+        check_offload(False, fsdp_enabled=False)
+        check_offload(True, fsdp_enabled=True)
+        try:
+            check_offload(True, fsdp_enabled=False)
+        except ValueError as error:
+            return str(error)
+
+
+def test_offload_without_fsdp_is_refused():
+    assert "enable_cpu_offload is true, but FSDP is off" in str(call(offload_without_fsdp))

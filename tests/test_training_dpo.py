@@ -244,12 +244,14 @@ def test_the_reference_file_is_made_once_and_only_for_its_model_and_data():
     validation = ["--validation.enable", "--validation.dataset_path", str(folder / "pairs.jsonl")]
     validation += ["--validation.dataset", "dpo", "--validation.seq_len", "256", "--validation.steps", "1"]
     dpo(1, [*options[:-1], *validation])  # which has a file of its own, as its packs are others
-    (folder / "pairs.jsonl.validation.reference.npz").unlink()
-    (folder / "pairs.jsonl.validation.reference.npz.unfinished.npz").mkdir()
-    with pytest.raises(TrainingError, match=r"npz cannot be written .*set magi\.dpo\.reference"):
+    (folder / "pairs.jsonl.validation.reference.npz").write_bytes(b"")
+    with pytest.raises(TrainingError, match=r"validation\.reference\.npz is damaged .*delete the file"):
         dpo(1, [*options[:-1], *validation])
     with pytest.raises(TrainingError, match=r"was made with the model \[.*\], this run has \[.*delete the file"):
         dpo(1, [*options, "--debug.seed", "1"], load=False)
+    own = ["--debug.seed", "1", "--magi.dpo.reference_path", f"{folder}/own/second.npz"]
+    dpo(1, [*options[:-1], *validation, *own], load=False)  # another model on the same pairs
+    assert sorted(path.name for path in (folder / "own").iterdir()) == ["second.npz", "second.validation.npz"]
     write_pairs(folder / "pairs.jsonl", NUM_PAIRS, seed=2)
     with pytest.raises(
         TrainingError, match=r"was made with the data \[.*\], this run has \[.*delete the file"

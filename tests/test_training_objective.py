@@ -105,6 +105,8 @@ FOR_DPO = {
     "--magi.dpo.label_smoothing 0.5": ["label_smoothing is 0.5", "less than 0.5"],
     "--magi.dpo.label_smoothing=-0.1": ["label_smoothing is -0.1", "0 or more"],
     "--magi.dpo.label_smoothing 0.1 --magi.dpo.loss ipo": ["0.1 with magi.dpo.loss 'ipo'", "set it to 0"],
+    "--magi.dpo.reference_path a.npz": ["is 'a.npz' with magi.dpo.reference 'model'", 'reference "file", or leave it'],
+    "--magi.dpo.reference_path . --magi.dpo.reference file": ["reference_path is '.', a folder", "the name of a file"],
     "--magi.dpo.label_smoothing 0.1 --magi.dpo.loss hinge": ["with magi.dpo.loss 'hinge'", "set it to 0"],
     "--magi.long_documents split": ["magi.long_documents is 'split'", 'use "truncate"'],
     "--magi.positions pack": ['magi.positions is "pack"', 'use "auto"'],

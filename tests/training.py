@@ -29,6 +29,7 @@ from loss_compare import exact_gradient_norms  # noqa: E402
 
 DEBUG_TOML = ROOT / "train_configs" / "debug.toml"
 TIMEOUT = 1500  # seconds, below pytest's own
+ON_GPUS = False  # each process on the GPU of its rank; a process that is to use one cannot be forked, so it starts anew
 PRELOAD = ["torch", "torch._dynamo", "torch.nn.attention.flex_attention", "torchtitan.train", "torchtitan_magi.titan"]
 PRELOAD += ["torchtitan_magi.titan.v02.trainer"]
 PRELOAD += ["torchtitan_magi.backends.flex", "torchtitan_magi.backends.ffa.block_attn", "torch.distributed.checkpoint"]
@@ -170,7 +171,7 @@ def _run(processes: int, target: Callable, arguments: tuple, until: Callable | N
         for rank in range(processes):
             receive, send = multiprocessing.Pipe(duplex=False)
             log = f"{folder}/rank{rank}.log"
-            process = _Process(
+            process = (multiprocessing.get_context("spawn").Process if ON_GPUS else _Process)(
                 target=_child, args=(rank, processes, store.port, log, send, target, arguments), daemon=True
             )
             process.start()

@@ -5,13 +5,23 @@ import os
 import sys
 from pathlib import Path
 
+from torch.distributed.elastic.multiprocessing.errors import record
+
+
+@record  # so that torchrun says last what went wrong, whatever it is
+def main() -> None:
+    """Trains as the command line says."""
+    from torchtitan_magi.titan.v02 import trainer
+
+    trainer.main()
+
+
 if __name__ == "__main__":
     try:
-        from torchtitan_magi.titan.v02.trainer import main
+        main()
     except ImportError as error:
         if error.name != "torchtitan":
             raise
-        if error_file := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # what torchrun shows in the end
+        if error_file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
             Path(error_file).write_text(json.dumps({"message": str(error)}))
         sys.exit(str(error))
-    main()

@@ -3,24 +3,22 @@
 A cache entry is one file, named by the hash of everything that decides the code: the source with its includes
 expanded, the macros, the compiler options. It holds the SHA-256 of the machine code, then the machine code, so that a
 truncated or damaged entry is noticed and built again. Ranks that start together take a file lock: one compiles, the
-others read.
+others read. What another user could have written is never loaded (`entries.py`).
 """
 
-import contextlib
-import fcntl
 import functools
 import hashlib
 import io
 import os
 import re
-import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from torchtitan_magi.cuda.entries import locked, open_folder, read_entry, write_entry
+
 ARCH = "sm_90a"
 STD = "c++17"
-DIGEST_BYTES = 32
 
 Macros = Mapping[str, int]
 
@@ -91,25 +89,23 @@ def cubin(name: str, macros: Macros) -> bytes:
     """Machine code of one variant of `kernels/<name>`, from the disk cache or compiled now.
 
     Raises:
-        ValueError: the cache folder cannot be written to.
+        ValueError: the cache folder cannot be written to, or another user could write to it.
     """
     source = expand_source(name)
     key = hashlib.sha256(repr((name, source, sorted(macros.items()), ARCH, STD)).encode()).hexdigest()[:32]
-    path = cache_dir() / f"{Path(name).stem}-{key}.cubin"
-    code = _read_entry(path)
-    if code is not None:
-        return code
+    path, entry = cache_dir(), f"{Path(name).stem}-{key}"
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(path.with_suffix(".lock")):
-            code = _read_entry(path)  # another process may have compiled it while we waited
+        with open_folder(path) as folder:
+            code = read_entry(folder, f"{entry}.cubin")
             if code is None:
-                code, _ = compile_source(name, source, macros)
-                _write_entry(path, code)
+                with locked(folder, f"{entry}.lock"):
+                    code = read_entry(folder, f"{entry}.cubin")  # another process may have compiled it while we waited
+                    if code is None:
+                        code, _ = compile_source(name, source, macros)
+                        write_entry(folder, f"{entry}.cubin", code)
     except OSError as error:
         raise ValueError(
-            f"kernels cannot be kept in {path.parent} ({error}); set TORCHTITAN_MAGI_CACHE to a folder that can be "
-            "written to"
+            f"kernels cannot be kept in {path} ({error}); set TORCHTITAN_MAGI_CACHE to a folder that can be written to"
         ) from error
     return code
 
@@ -147,26 +143,3 @@ def check(result: tuple[Any, ...]) -> Any:
     if int(status) != 0:
         raise RuntimeError(f"CUDA driver call failed: {status!r}")
     return values[0] if len(values) == 1 else tuple(values)
-
-
-def _read_entry(path: Path) -> bytes | None:
-    try:
-        data = path.read_bytes()
-    except OSError:
-        return None
-    code = data[DIGEST_BYTES:]
-    return code if code and hashlib.sha256(code).digest() == data[:DIGEST_BYTES] else None
-
-
-def _write_entry(path: Path, code: bytes) -> None:
-    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-        file.write(hashlib.sha256(code).digest() + code)
-    os.chmod(file.name, 0o644)  # other users may share the folder
-    os.replace(file.name, path)
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    with open(path, "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield

@@ -23,9 +23,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         _check_outputs(options)
         sizings = _sizings(options)
+        print("\n".join(_text(sizings)))
+        _write(sizings, options)
     except ValueError as error:
         parser.error(str(error))
-    print("\n".join(_text(sizings)))
+    except OSError as error:  # of a file that is to be written: one that is read is a ValueError
+        parser.error(f"cannot write {error.filename}: {error.strerror}; give another file")
+
+
+def _write(sizings: list[Sizing], options: argparse.Namespace) -> None:
+    """Writes the files that are asked for."""
     if options.json:
         reports = [as_json(sizing) for sizing in sizings]
         options.json.write_text(json.dumps(reports if len(reports) > 1 else reports[0], indent=1) + "\n")

@@ -4,6 +4,7 @@ import importlib
 import math
 import os
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Literal, get_args, get_origin
 
 from torchtitan_magi.planning.cost_model import CostModel
@@ -26,7 +27,11 @@ class DPO:
 
     reference: Literal["model", "file"] = "model"
     """Source of the reference log-probabilities. "model": a frozen copy of the initial model, sharded like the policy.
-    "file": computed once before training and kept beside the data, which needs no second model in memory."""
+    "file": computed once before training and kept in a file, which needs no second model in memory."""
+
+    reference_path: str = ""
+    """File of reference "file"; validation has one beside it, with ".validation" in its name. "": beside the data, as
+    <file of pairs>.reference.npz. Give each model one of its own to train several on the same pairs."""
 
     shared_prompt: bool = True
     """Compute a pair's prompt once, chosen and rejected both attending to it. False: two separate documents."""
@@ -76,6 +81,10 @@ class Magi:
     """What the loss of dataset "sft" is a mean over. "token": all labels of a step. "document": its documents, each by
     the mean over its labels, so that short answers weigh as much as long ones."""
 
+    verify_checkpoint: bool = True
+    """Compare a checkpoint with the digests that were written beside it before it is loaded; the ranks together read
+    each of its files once. False: only the sizes of its files are checked."""
+
     imports: list[str] = field(default_factory=list)
     """Modules of your own, imported before flavors, converters and datasets are looked up: they can add some."""
 
@@ -98,6 +107,8 @@ def check_options(magi: Magi) -> None:
                 raise ValueError(f"{prefix}.{option.name} is {value!r}; use true or false")
             if option.type is float and type(value) not in (int, float):
                 raise ValueError(f"{prefix}.{option.name} is {value!r}; use a number")
+            if option.type is str and type(value) is not str:
+                raise ValueError(f"{prefix}.{option.name} is {value!r}; use a path in quotes")
     if type(magi.overlap_stages) is not int or not -1 <= magi.overlap_stages <= MAX_STAGES:
         raise ValueError(
             f"magi.overlap_stages is {magi.overlap_stages!r}; use 0 for no overlap, the number of stages (at most "
@@ -121,6 +132,13 @@ def check_options_for_pairs(magi: Magi) -> None:
             f"magi.dpo.label_smoothing is {dpo.label_smoothing} with magi.dpo.loss {dpo.loss!r}; "
             'use it with loss "sigmoid", or set it to 0'
         )
+    if dpo.reference_path and dpo.reference != "file":
+        raise ValueError(
+            f"magi.dpo.reference_path is {dpo.reference_path!r} with magi.dpo.reference {dpo.reference!r}; "
+            'use it with reference "file", or leave it out'
+        )
+    if dpo.reference_path and not Path(dpo.reference_path).name:
+        raise ValueError(f"magi.dpo.reference_path is {dpo.reference_path!r}, a folder; add the name of a file")
     if magi.long_documents != "truncate":
         raise ValueError(
             f"magi.long_documents is {magi.long_documents!r}, but a preference pair cannot be split; "

@@ -1,7 +1,10 @@
 """The reference of preference training as numbers beside the data, computed once with the initial weights."""
 
 import hashlib
+import io
 import logging
+import os
+import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor
 
+from torchtitan_magi.files import write_whole
 from torchtitan_magi.training.dpo import PairBatch, PairReader, Reference
 from torchtitan_magi.training.logprob_model import LogprobModel
 from torchtitan_magi.training.objectives import Process, to_device
@@ -24,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
+ENTRIES = {"logprobs", "model", "data", "digest"}  # of a reference file; those of earlier versions have no digest
 
 
 @dataclass(frozen=True)
@@ -32,11 +37,12 @@ class ReferenceData:
 
     path: Path  # the reference file
     fingerprint: str  # of records, tokenizer and layout
-    compute: Callable[[], Tensor]  # float64 [records, 2] by the initial model; a collective of all ranks
+    num_records: int
+    compute: Callable[[], Tensor]  # float64 [num_records, 2] by the initial model; a collective of all ranks
 
 
 class ReferenceFile(Reference):
-    """Log-probabilities of all pairs of a data set, in a file beside it.
+    """Log-probabilities of all pairs of a data set, in a file beside it or where the user wants it.
 
     The first run writes the file, with fingerprints of model and data; a run that has the same ones uses it.
 
@@ -57,23 +63,37 @@ class ReferenceFile(Reference):
         """Reads the file, or makes it in a new run.
 
         Raises:
-            ValueError: the file is of another model or of other data; it cannot be written; a resumed run has none.
+            ValueError: the file is damaged, of another model or of other data; it cannot be read or written; a resumed
+                run has none.
         """
         if step == 0:
             self.model_fingerprint = self.fingerprint_model()
         data = self.open_data()
         fingerprints = {"model": self.model_fingerprint, "data": data.fingerprint}
-        logprobs = _on_rank_0(lambda: read_logprobs(data.path, fingerprints))
+        remedy = (
+            f"a run resumed at step {step} cannot make it; put it back, or start a new run"
+            if step > 0
+            else "delete the file to have it made anew, or set magi.dpo.reference_path to another one"
+        )
+
+        def read() -> npt.NDArray[np.float64] | None:
+            return read_logprobs(data.path, fingerprints, data.num_records, remedy)
+
+        logprobs = _on_rank_0(read)
         if logprobs is None:
             if step > 0:
-                raise ValueError(
-                    f"reference file {data.path} does not exist, and a run resumed at step {step} cannot make it; "
-                    "put it back, or start a new run"
-                )
-            _on_rank_0(lambda: check_writable(data.path))
+                raise ValueError(f"reference file {data.path} does not exist, and {remedy}")
+            _on_rank_0(lambda: check_writable(data.path, data.num_records))
             logger.info(f"Computing the reference's log-probabilities for {data.path}")
-            logprobs = data.compute().cpu().numpy()
-            _on_rank_0(lambda: write_logprobs(data.path, fingerprints, logprobs))
+            computed = data.compute().cpu().numpy()
+
+            def write() -> npt.NDArray[np.float64]:
+                made_meanwhile = read()  # by another run on the same pairs
+                if made_meanwhile is None:
+                    write_logprobs(data.path, fingerprints, computed)
+                return computed if made_meanwhile is None else made_meanwhile
+
+            logprobs = _on_rank_0(write)
         self.logprobs_of_records = torch.from_numpy(logprobs).to(self.device)
 
     def logprobs(self, batch: PairBatch) -> Tensor:
@@ -97,43 +117,91 @@ def fill_in_logprobs(
         logprobs[batch.pair_ids] = batch.logprobs(model)
 
 
-def read_logprobs(path: Path, fingerprints: dict[str, str]) -> npt.NDArray[np.float64] | None:
-    """The numbers of a reference file, None if there is none.
+def read_logprobs(
+    path: Path, fingerprints: dict[str, str], num_records: int, remedy: str
+) -> npt.NDArray[np.float64] | None:
+    """The numbers of a reference file, float64 [num_records, 2]; None if there is no file.
 
     Raises:
-        ValueError: it has other fingerprints.
+        ValueError: it cannot be read, is damaged, or has other fingerprints. Ends with the remedy.
     """
-    if not path.exists():
-        return None
-    with np.load(path) as file:
-        for name, now in fingerprints.items():
-            if file[name] != now:
-                raise ValueError(
-                    f"reference file {path} was made with the {name} [{file[name]}], this run has [{now}]; "
-                    "delete the file to have it made anew, or go back to what it was made with"
-                )
-        return file["logprobs"]
-
-
-def check_writable(path: Path) -> None:
-    """Raises ValueError where a reference file cannot be written."""
     try:
-        _unfinished(path).open("ab").close()
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return None
     except OSError as error:
+        raise ValueError(f"reference file {path} cannot be read ({error.strerror}); {remedy}") from None
+    try:
+        entries = _entries(content)
+    except Exception as error:  # NumPy's reader and zipfile raise of all kinds when bytes are wrong
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        raise ValueError(f"reference file {path} is damaged ({reason}); {remedy}") from None
+    for name, now in fingerprints.items():
+        if entries[name] != now:
+            raise ValueError(
+                f"reference file {path} was made with the {name} [{entries[name]}], this run has [{now}]; {remedy}"
+            )
+    logprobs = entries["logprobs"]
+    if logprobs.shape != (num_records, 2):
         raise ValueError(
-            f'reference file {path} cannot be written ({error}); let it be, or set magi.dpo.reference to "model"'
-        ) from None
+            f"reference file {path} is damaged (log-probabilities {logprobs.shape} for {num_records} pairs); {remedy}"
+        )
+    return logprobs
 
 
-def _unfinished(path: Path) -> Path:
-    return path.with_name(f"{path.name}.unfinished.npz")
+def _entries(content: bytes) -> dict[str, Any]:
+    """The entries of a reference file, checked by themselves: an array and strings."""
+    with np.load(io.BytesIO(content), allow_pickle=False) as file:
+        entries = {name: file[name] for name in file.files}
+    if not ENTRIES - {"digest"} <= entries.keys() <= ENTRIES:
+        raise ValueError(f"its entries are {', '.join(sorted(entries))}")
+    if entries["logprobs"].dtype != np.float64:
+        raise ValueError(f"log-probabilities are {entries['logprobs'].dtype}")
+    texts = {name: value for name, value in entries.items() if name != "logprobs"}
+    for name, value in texts.items():
+        if value.shape != () or value.dtype.kind != "U":
+            raise ValueError(f"entry {name} is no text")
+        texts[name] = str(value)
+    if texts.get("digest", (expected := _digest(entries["logprobs"], texts))) != expected:
+        raise ValueError("its digest is not that of its content")
+    return entries | texts
+
+
+def _digest(logprobs: npt.NDArray[np.float64], texts: dict[str, str]) -> str:
+    digest = hashlib.sha256(repr((logprobs.shape, texts["model"], texts["data"])).encode())
+    digest.update(np.ascontiguousarray(logprobs).tobytes())
+    return digest.hexdigest()
+
+
+def check_writable(path: Path, num_records: int) -> None:
+    """Raises ValueError where a reference file of so many pairs cannot be written. Makes its folder."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent) as file:
+            os.posix_fallocate(file.fileno(), 0, 16 * num_records + 4096)
+    except OSError as error:
+        raise _unwritable(path, error) from None
 
 
 def write_logprobs(path: Path, fingerprints: dict[str, str], logprobs: npt.NDArray[np.float64]) -> None:
-    """Writes a reference file, whole or not at all."""
-    unfinished = _unfinished(path)
-    np.savez(unfinished, logprobs=logprobs, **fingerprints)  # type: ignore[arg-type]
-    unfinished.replace(path)
+    """Writes a reference file, whole or not at all.
+
+    Raises:
+        ValueError: it cannot be written; names the remedy.
+    """
+    content = io.BytesIO()
+    np.savez(content, logprobs=logprobs, digest=_digest(logprobs, fingerprints), **fingerprints)  # type: ignore[arg-type]
+    try:
+        write_whole(path, content.getvalue())
+    except OSError as error:
+        raise _unwritable(path, error) from None
+
+
+def _unwritable(path: Path, error: OSError) -> ValueError:
+    return ValueError(
+        f"reference file {path} cannot be written ({error.strerror}); set magi.dpo.reference_path to a file that can "
+        'be, or magi.dpo.reference to "model"'
+    )
 
 
 def fingerprint_of_model(model: nn.Module, precision: str) -> str:

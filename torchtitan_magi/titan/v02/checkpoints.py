@@ -1,25 +1,103 @@
-"""Whether a run can continue from the checkpoint that torchtitan would load."""
+"""Whether a run can start from the checkpoint that torchtitan would load."""
 
 import itertools
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.checkpoint import FileSystemReader
+import torch.distributed as dist
+from torchtitan.tools.logging import logger
+
+from torchtitan_magi.training.agreed import agreed
+from torchtitan_magi.training.checkpoint_files import (
+    METADATA,
+    check_digests,
+    check_sizes,
+    has_digests,
+    read_metadata,
+)
+from torchtitan_magi.training.hf_weights import INDEX
+from torchtitan_magi.training.run_folder import lock_folder
 
 
-def check_continues(job_config: Any) -> None:
-    """Checks that a checkpoint from which the run would continue holds what it needs, more than weights.
+def check_checkpoints(job_config: Any) -> None:
+    """Checks the checkpoints that the run will load. A collective of all ranks.
+
+    Rank 0 locks the run's folder, so that no other run saves there, and checks what the checkpoints hold and the sizes
+    of their files. With ``magi.verify_checkpoint`` each rank reads its part of the files and compares digests.
 
     Raises:
-        ValueError: one line that names the checkpoint and the remedy.
+        ValueError: on all ranks, one line that names the checkpoint or its file and the remedy.
     """
     checkpoint = job_config.checkpoint
     if not checkpoint.enable:
         return
+    distributed = dist.is_initialized()
+    rank, world_size = (dist.get_rank(), dist.get_world_size()) if distributed else (0, 1)
+
+    def check() -> bool:
+        if rank == 0 and not checkpoint.load_only:
+            lock_folder(job_config.job.dump_folder)
+        folders = _loaded_folders(job_config)
+        for folder in folders:
+            if not job_config.magi.verify_checkpoint:
+                continue
+            if has_digests(folder):
+                check_digests(folder, rank, world_size)
+            elif rank == 0:
+                logger.warning(f"{folder} has no digests: the sizes of its files are checked, their bytes are not")
+        if rank == 0:  # of bytes that were compared, where they are
+            for folder in folders:
+                check_sizes(folder)
+            _check_continues(job_config)
+        return True
+
+    agreed(job_config.job.dump_folder, check, bool)
+
+
+def _finished_steps(folder: Path) -> list[int]:
+    """Steps of the finished checkpoints in torchtitan's folder, the latest first."""
+    finished = itertools.chain(folder.glob(f"step-*/{METADATA}"), folder.glob(f"step-*/{INDEX}"))
+    return sorted({int(name) for path in finished if (name := path.parent.name[5:]).isdigit()}, reverse=True)
+
+
+def _loaded_folders(job_config: Any) -> list[Path]:
+    """Checkpoints in torch's format that the run will load: the one it continues from or begins with, and for
+    preference training the weights of the reference.
+
+    Raises:
+        ValueError: torchtitan would look for one that is not there.
+    """
+    checkpoint, folders = job_config.checkpoint, []
+    saved = Path(job_config.job.dump_folder) / checkpoint.folder
+    initial = Path(checkpoint.initial_load_path) if checkpoint.initial_load_path else None
+    if saved.is_dir():
+        steps = _finished_steps(saved)
+        if checkpoint.load_step != -1 and checkpoint.load_step not in steps:
+            there = f"has the steps {', '.join(map(str, steps))}" if steps else "has no finished checkpoint"
+            raise ValueError(
+                f"checkpoint.load_step is {checkpoint.load_step}, but {saved} {there}; use one of them, or -1 for the "
+                "latest"
+            )
+        step = checkpoint.load_step if checkpoint.load_step != -1 else max(steps, default=None)
+        if step is not None and (saved / f"step-{step}" / METADATA).is_file():
+            folders.append(saved / f"step-{step}")
+    needs_initial = not saved.is_dir() or job_config.training.dataset == "dpo"
+    if initial is not None and needs_initial:
+        if not initial.is_dir():
+            raise ValueError(
+                f"checkpoint.initial_load_path is {checkpoint.initial_load_path!r}, which is no folder; give that of a "
+                "checkpoint"
+            )
+        if not checkpoint.initial_load_in_hf:
+            folders.append(initial)
+    return folders
+
+
+def _check_continues(job_config: Any) -> None:
+    """Checks that a checkpoint from which the run would continue holds what it needs, more than weights."""
+    checkpoint = job_config.checkpoint
     folder = Path(job_config.job.dump_folder) / checkpoint.folder
-    finished = itertools.chain(folder.glob("step-*/.metadata"), folder.glob("step-*/model.safetensors.index.json"))
-    names = {path.parent.name[5:] for path in finished}
-    steps = sorted(map(int, filter(str.isdigit, names)), reverse=True)
+    steps = _finished_steps(folder)
     if folder.is_dir() and not steps and (checkpoint.initial_load_in_hf or checkpoint.initial_load_path):
         raise ValueError(  # torchtitan would begin with random weights, with a warning that it does not load these
             f"{folder} has no finished checkpoint, but while it is there torchtitan does not load the initial weights; "
@@ -54,6 +132,4 @@ def _can_continue(folder: Path, step: int) -> bool:
 def _names_in(folder: Path, step: int) -> list[str]:
     """Names of what a checkpoint holds; none for one in safetensors."""
     path = folder / f"step-{step}"
-    if not (path / ".metadata").is_file():
-        return []
-    return list(FileSystemReader(path).read_metadata().state_dict_metadata)
+    return list(read_metadata(path).state_dict_metadata) if (path / METADATA).is_file() else []

@@ -6,7 +6,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import tyro
 from torch import Tensor
+from torch.distributed import checkpoint
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
@@ -15,7 +17,7 @@ from torch.ops import profiler
 from torch.utils._python_dispatch import _disable_current_modes, is_in_torch_dispatch_mode
 from torch.utils.checkpoint import SAC_IGNORED_OPS
 from torchtitan.components.checkpoint import CheckpointManager
-from torchtitan.config import ConfigManager
+from torchtitan.config import ConfigManager, JobConfig
 from torchtitan.distributed import ParallelDims, context_parallel
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.models.llama3.infra import parallelize as llama3
@@ -26,8 +28,11 @@ from torchtitan.models.utils import MoEStateDictAdapter
 from torchtitan_magi.attention import attention_op
 from torchtitan_magi.exchange.mesh import process_group_transport
 from torchtitan_magi.titan.v02 import moe_styles
+from torchtitan_magi.titan.v02.memory import check_offload
 from torchtitan_magi.titan.v02.metadata import PlanMetadata
 from torchtitan_magi.titan.v02.moe import check_expert_degrees, check_expert_tensor_degree
+from torchtitan_magi.titan.v02.values import check_toml, check_values, usage_errors
+from torchtitan_magi.training.checkpoint_files import DigestWriter, loading, saving
 from torchtitan_magi.training.exports import export
 from torchtitan_magi.training.options import Magi, import_modules
 from torchtitan_magi.training.planned_loader import PlannedLoader
@@ -36,12 +41,21 @@ from torchtitan_magi.training.planned_loader import PlannedLoader
 def install() -> None:
     """Replaces them, once per process. A replacement's first argument is torchtitan's own function."""
     for owner, name, replacement in (
-        (ConfigManager, "_validate_config", _validate_config),  # to import the user's modules before all else
+        (ConfigManager, "_dict_to_dataclass", _dict_to_dataclass),  # to say what is wrong with a TOML file
+        (tyro, "cli", _cli),  # to say it in one line, and to torchrun, for the command line as well
+        (ConfigManager, "_validate_config", _validate_config),  # to check all values and import the user's modules
         (context_parallel, "cp_shard", _cp_shard),  # to deal out tokens as planned, not by their place in the pack
         (MoEStateDictAdapter, "_caculate_indices_from_placements", _own_experts),  # to have them under HSDP as well
         (ParallelDims, "_validate", _validate),  # to say what is wrong with the degrees of expert parallelism
         (dist_utils, "set_pg_timeouts", _set_pg_timeouts),  # to reach our own communicators as well
-        (CheckpointManager, "save", _save),  # to save when the data end before training.steps
+        (
+            CheckpointManager,
+            "save",
+            _save,
+        ),  # to save when the data end before training.steps, and to say why a save failed
+        (CheckpointManager, "dcp_load", _dcp_load),  # to say in one line what does not fit
+        (checkpoint, "save", _with_digests),  # to write digests beside the files
+        (checkpoint, "async_save", _with_digests),  # the same
         (CheckpointManager, "dcp_save", _dcp_save),  # to export a whole model, without a second copy of the weights
         (Llama3StateDictAdapter, "_permute", _whole_heads),  # for shards that end inside a head
         (Llama3StateDictAdapter, "_reverse_permute", _whole_heads),  # the same
@@ -69,13 +83,30 @@ def _replaced(stock: Callable[..., Any], replacement: Callable[..., Any]) -> Cal
     return call
 
 
-@record  # so that torchrun says last what went wrong
+@record  # so that torchrun says last what went wrong; the same below
+def _dict_to_dataclass(stock: Any, manager: ConfigManager, config: type, values: dict[str, Any]) -> Any:
+    """Checks the whole file first. torchtitan calls this for the file, and for each section of it."""
+    if issubclass(config, JobConfig):
+        check_toml(config, values)
+    return stock(manager, config, values)
+
+
+@record
+def _cli(stock: Any, *args: Any, **kwargs: Any) -> Any:
+    with usage_errors():
+        return stock(*args, **kwargs)
+
+
+@record
 def _validate_config(stock: Any, manager: ConfigManager) -> None:
-    """Also imports the modules of ``magi.imports``, once the whole configuration is known."""
+    """Also checks values and what would stop torchtitan before it comes to our checks, and imports the modules of
+    ``magi.imports``."""
     stock(manager)
+    check_values(manager.config)
     magi: Any = getattr(manager.config, "magi", None)  # without our hook there is none, which is refused later
     if isinstance(magi, Magi):
         import_modules(magi.imports)
+        check_offload(manager.config.training.enable_cpu_offload)
 
 
 def _cp_shard(
@@ -116,11 +147,26 @@ def _set_pg_timeouts(stock: Any, timeout: timedelta, parallel_dims: Any) -> None
 
 
 def _save(stock: Any, checkpointer: CheckpointManager, curr_step: int, last_step: bool = False) -> None:
-    """Also counts the step that used up the data as the last one."""
+    """Also counts the step that used up the data as the last one. An asynchronous save that failed is reported by the
+    next."""
     loader = checkpointer.states["dataloader"]
     if isinstance(loader, PlannedLoader):
         last_step |= loader.state_dict().get("exhausted", False)
-    stock(checkpointer, curr_step, last_step)
+    with saving(checkpointer.folder if checkpointer.enable else ""):
+        stock(checkpointer, curr_step, last_step)
+
+
+def _dcp_load(
+    stock: Any, checkpointer: CheckpointManager, weights: dict[str, Any], checkpoint_id: str, *args: Any, **kwargs: Any
+) -> None:
+    with loading(checkpoint_id):
+        stock(checkpointer, weights, checkpoint_id, *args, **kwargs)
+
+
+def _with_digests(stock: Any, state_dict: dict[str, Any], **options: Any) -> Any:
+    """Saves by our writer where the caller names none."""
+    writer = options.pop("storage_writer", None)
+    return stock(state_dict, storage_writer=writer or DigestWriter(options["checkpoint_id"]), **options)
 
 
 def _dcp_save(

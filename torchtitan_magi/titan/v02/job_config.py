@@ -10,7 +10,7 @@ from typing import Any
 from torchtitan.hf_datasets.text_datasets import DATASETS
 from torchtitan.protocols.model_converter import _registry_model_converter_cls
 
-from torchtitan_magi.titan.v02.checkpoints import check_continues
+from torchtitan_magi.titan.v02.checkpoints import check_checkpoints
 from torchtitan_magi.training.options import Magi, check_options, check_options_for_pairs
 
 HOOK = "torchtitan_magi.titan"
@@ -31,7 +31,7 @@ def without_context_parallel(job_config: Any) -> Any:
 
 
 def check_job_config(job_config: Any, attn_types: dict[str, str], has_objectives: bool) -> None:
-    """Checks what a user can get wrong, before anything is built.
+    """Checks what a user can get wrong, before anything is built. A collective of all ranks.
 
     Args:
         attn_types: attention type of each flavor of the model.
@@ -48,7 +48,7 @@ def check_job_config(job_config: Any, attn_types: dict[str, str], has_objectives
         _check_section(job_config, "validation")
         _check_validation(job_config)
     _check_objective(job_config, has_objectives)
-    check_continues(job_config)
+    check_checkpoints(job_config)
 
 
 def _check_hooks(job_config: Any) -> None:
@@ -81,11 +81,9 @@ def _check_model(job_config: Any, attn_types: dict[str, str]) -> None:
 def _check_section(job_config: Any, name: str) -> None:
     """name: "training" or "validation"."""
     section = getattr(job_config, name)
-    if section.local_batch_size < 1:
-        raise ValueError(f"{name}.local_batch_size is {section.local_batch_size}; use at least 1 pack")
     parallelism = job_config.parallelism
     divisor = 2 * parallelism.context_parallel_degree * parallelism.tensor_parallel_degree
-    if type(section.seq_len) is not int or section.seq_len < 1 or section.seq_len % divisor:
+    if section.seq_len % divisor:
         raise ValueError(  # torchtitan has the same rule for training, as an assertion without words
             f"{name}.seq_len is {section.seq_len!r}; use a multiple of {divisor}, twice context_parallel_degree times "
             "tensor_parallel_degree"
@@ -124,8 +122,6 @@ def _check_validation(job_config: Any) -> None:
 
 def _check_objective(job_config: Any, has_objectives: bool) -> None:
     magi, training = job_config.magi, job_config.training
-    if training.steps < 1:
-        raise ValueError(f"training.steps is {training.steps}; use at least 1")
     if not has_objectives and (magi.loss_per == "document" or training.dataset == DPO_DATASET):
         what = f"training.dataset is {DPO_DATASET!r}" if magi.loss_per == "token" else 'magi.loss_per is "document"'
         raise ValueError(f"{what}, which torchtitan's own entry point does not know; start it with {ENTRY}")

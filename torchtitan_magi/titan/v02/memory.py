@@ -69,12 +69,27 @@ def log_prediction(setup: Setup) -> Prediction:
     return prediction
 
 
+def check_offload(enabled: bool, fsdp_enabled: bool = True) -> None:
+    """Checks training.enable_cpu_offload, which torchtitan leaves to FSDP2. fsdp_enabled: once that is known.
+
+    Raises:
+        ValueError: one line that names the value and the remedy.
+    """
+    if enabled and utils.device_type == "cpu":
+        raise ValueError("training.enable_cpu_offload is true, but there is no GPU to relieve; set it to false")
+    if enabled and not fsdp_enabled:
+        raise ValueError(
+            "training.enable_cpu_offload is true, but FSDP is off, which does it; use a data_parallel_shard_degree or "
+            "context_parallel_degree above 1, or set it to false"
+        )
+
+
 class MeasuredMemory:
     """What training takes of the GPUs' memory, logged once beside what was predicted."""
 
     def __init__(self, predicted: Prediction) -> None:
         self.predicted = predicted
-        self.reserved = 0  # most bytes that PyTorch's allocator has had
+        self.allocated = self.reserved = 0  # most bytes that PyTorch's allocator has given out, and has had
         self.said = False
 
     def look(self, step: int) -> dict[str, float]:
@@ -83,14 +98,15 @@ class MeasuredMemory:
             return {}
         free, total = torch.cuda.mem_get_info()
         outside = total - free - torch.cuda.memory_reserved()
+        self.allocated = max(self.allocated, torch.cuda.max_memory_allocated())
         self.reserved = max(self.reserved, torch.cuda.max_memory_reserved())
         if step >= SETTLED and not self.said:
             self.said = True
-            most = torch.tensor([self.reserved, outside], device=utils.device_type)
+            most = torch.tensor([self.allocated, self.reserved, outside], device=utils.device_type)
             dist.all_reduce(most, dist.ReduceOp.MAX)
-            reserved, around = (most / GIB).tolist()
+            allocated, reserved, around = (most / GIB).tolist()
             logger.info(
-                f"Measured memory per GPU: at most {reserved:.1f} GiB reserved by PyTorch and {around:.1f} GiB outside "
-                f"it; predicted {self.predicted.total / GIB:.1f} in all"
+                f"Measured memory per GPU: at most {allocated:.1f} GiB allocated by PyTorch ({reserved:.1f} reserved) "
+                f"and {around:.1f} GiB outside it; predicted {self.predicted.total / GIB:.1f} in all"
             )
         return {"memory/outside_pytorch(GiB)": outside / GIB}

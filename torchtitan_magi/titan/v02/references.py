@@ -28,8 +28,8 @@ from torchtitan_magi.training.reference_file import ReferenceData, ReferenceFile
 
 
 def reference_file(trainer: Any, section: Any, reader: PairReader) -> ReferenceFile:
-    """The log-probabilities of a section's pairs in ``<file>.reference.npz`` beside its first file of records; those of
-    validation in ``<file>.validation.reference.npz``.
+    """The log-probabilities of a section's pairs in ``magi.dpo.reference_path``, by default ``<file>.reference.npz``
+    beside its first file of records; those of validation with ``.validation`` in the name.
 
     Args:
         trainer: a ``MagiTrainer``.
@@ -42,10 +42,13 @@ def reference_file(trainer: Any, section: Any, reader: PairReader) -> ReferenceF
         loader = build_dataloader(section, size, rank, trainer.tokenizer, job_config, False)
         records = loader.dataset.records
         kind = ".validation" if section is job_config.validation else ""
-        path = Path(f"{records.sources[0].files[0].path}{kind}.reference.npz")
+        if given := job_config.magi.dpo.reference_path:
+            path = Path(given).with_stem(Path(given).stem + kind)
+        else:
+            path = Path(f"{records.sources[0].files[0].path}{kind}.reference.npz")
         layout = f"{section.seq_len} tokens per pack, shared_prompt {job_config.magi.dpo.shared_prompt}"
         data = f"{records.fingerprint}, tokenizer {loader.dataset.identity()['tokenizer']}, {layout}"
-        return ReferenceData(path, data, partial(compute, loader))
+        return ReferenceData(path, data, loader.dataset.num_records, partial(compute, loader))
 
     def compute(loader: Any) -> Tensor:
         logprobs = torch.zeros(loader.dataset.num_records, 2, dtype=torch.float64, device=trainer.device)

@@ -22,13 +22,14 @@ from torchtitan_magi.titan.v02.data import build_dataloader, build_validation_da
 from torchtitan_magi.titan.v02.exports import exported_files
 from torchtitan_magi.titan.v02.hf_folder import HF_FLAVOR, check_folders, check_tied, check_vocabulary, read_hf_config
 from torchtitan_magi.titan.v02.job_config import OUR_DATASETS, check_job_config, without_context_parallel
-from torchtitan_magi.titan.v02.memory import MeasuredMemory, log_prediction, setup_of
+from torchtitan_magi.titan.v02.memory import MeasuredMemory, check_offload, log_prediction, setup_of
 from torchtitan_magi.titan.v02.metrics import MagiMetricsProcessor
 from torchtitan_magi.titan.v02.models import args_of, config_of, varlen_flavors, with_plan_metadata
 from torchtitan_magi.titan.v02.moe import check_experts
 from torchtitan_magi.titan.v02.validator import MagiValidator
 from torchtitan_magi.titan.v02.wrapper import VarlenAttentionWrapper
 from torchtitan_magi.training.agreed import agreed
+from torchtitan_magi.training.launcher import end_with_launcher
 from torchtitan_magi.training.model_config import ModelConfig
 from torchtitan_magi.training.objectives import LossRecord
 from torchtitan_magi.training.planned_loader import PlannedLoader
@@ -42,6 +43,7 @@ DUMP_MILLISECONDS = 3000
 
 def register() -> None:
     """Makes torchtitan train MODELS with varlen context parallelism. Once per process."""
+    end_with_launcher()
     if not torch.accelerator.is_available():
         run_on_cpu()
     os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", str(DUMP_MILLISECONDS))
@@ -180,6 +182,7 @@ class MagiSpec:
         return runtime
 
     def parallelize(self, model: Any, parallel_dims: Any, job_config: Any) -> nn.Module:
+        check_offload(job_config.training.enable_cpu_offload, parallel_dims.fsdp_enabled)
         if self.runtime is None:  # a second model, the reference of preference training, runs on the same plans
             self.runtime = self.make_runtime(model.model_args, parallel_dims, job_config)
         model.magi = self.runtime

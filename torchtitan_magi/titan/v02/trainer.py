@@ -1,5 +1,6 @@
 """Our Trainer: SFT per token or per document, and DPO, without ever holding all logits."""
 
+import os
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -10,7 +11,7 @@ import torchtitan.train
 from torch import Tensor
 from torchtitan.train import Trainer
 
-from torchtitan_magi.titan.v02.job_config import DPO_DATASET
+from torchtitan_magi.titan.v02.job_config import DPO_DATASET, ENTRY
 from torchtitan_magi.titan.v02.metadata import local_batches
 from torchtitan_magi.titan.v02.metrics import MagiMetricsProcessor
 from torchtitan_magi.titan.v02.references import ReferenceModel, reference_file
@@ -27,6 +28,8 @@ class MagiTrainer(Trainer):
     metrics_processor: MagiMetricsProcessor
 
     def __init__(self, job_config: Any) -> None:
+        if "LOCAL_RANK" not in os.environ:
+            raise ValueError(f"LOCAL_RANK is not set, as torchrun sets it; start it with {ENTRY}")
         MagiSpec.has_objectives = True
         # Our log-probabilities split the vocabulary over the TP ranks by themselves.
         parallelism = replace(job_config.parallelism, disable_loss_parallel=True)

@@ -1,0 +1,168 @@
+"""A checkpoint that is not whole, or cannot be written, is one line with its path; its bytes have digests."""
+
+import pickle
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+from torchtitan_magi import verify
+from torchtitan_magi.training.checkpoint_files import DigestWriter, check_digests, check_sizes, loading, saving
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+STATE = {"weight": torch.arange(5000.0), "bias": torch.ones(3), "step": 7}
+
+
+def save(folder, state=STATE):
+    checkpoint.save(dict(state), storage_writer=DigestWriter(folder), checkpoint_id=folder, no_dist=True)
+    return Path(folder)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return save(tmp_path / "step-2")
+
+
+def flip(path, where):
+    content = bytearray(path.read_bytes())
+    content[where] ^= 1
+    path.write_bytes(content)
+
+
+def test_what_is_saved_is_whole_and_loads(folder, capsys):
+    check_sizes(folder)
+    files = [path for path in folder.iterdir() if path.name != "SHA256SUMS"]
+    assert check_digests(folder) == sum(path.stat().st_size for path in files)
+    assert sum(check_digests(folder, rank, 3) for rank in range(3)) == check_digests(folder)
+    subprocess.run(["sha256sum", "--check", "--strict", "SHA256SUMS"], cwd=folder, check=True)
+    loaded = {"weight": torch.zeros(5000), "bias": torch.zeros(3), "step": 0}
+    checkpoint.load(loaded, checkpoint_id=folder, no_dist=True)
+    assert torch.equal(loaded["weight"], STATE["weight"])
+    assert loaded["step"] == 7
+    assert verify.main([str(folder)]) == 0
+    assert capsys.readouterr().out == f"{folder} is whole: 0.00 GiB\n"
+
+
+@pytest.mark.parametrize(("name", "where"), [("__0_0.distcp", 3000), ("__0_0.distcp", -3), (".metadata", 40)])
+def test_a_flipped_bit_is_named(folder, name, where, capsys):
+    flip(folder / name, where)
+    with pytest.raises(ValueError, match=rf"^{folder}/{name} is damaged: .*; load another checkpoint, or copy .*$"):
+        check_digests(folder)
+    assert verify.main([str(folder), str(save(folder.parent / "step-4"))]) == 1
+    printed = capsys.readouterr()
+    assert f"{name} is damaged" in printed.err
+    assert "step-4 is whole" in printed.out
+
+
+def test_each_file_is_checked_by_one_rank(folder):
+    flip(folder / "__0_0.distcp", 100)  # the second name
+    check_digests(folder, 0, 2)
+    with pytest.raises(ValueError, match="is damaged"):
+        check_digests(folder, 1, 2)
+
+
+def truncate(folder):
+    path = folder / "__0_0.distcp"
+    path.write_bytes(path.read_bytes()[:-5])
+
+
+class Code:
+    """What a pickle may be."""
+
+    def __reduce__(self):
+        return print, ("this ran",)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (truncate, r"step-2/__0_0.distcp has [\d,]+ bytes, but [\d,]+ were written; load another"),
+        (lambda folder: (folder / "__0_0.distcp").unlink(), r"step-2/__0_0.distcp is missing, which .metadata names"),
+        (lambda folder: (folder / ".metadata").unlink(), r"step-2 is no finished checkpoint: it has no .metadata"),
+        (lambda folder: (folder / ".metadata").write_bytes(b"garbage"), r"step-2/.metadata cannot be read \(Unpick"),
+        (lambda folder: (folder / ".metadata").write_bytes(b""), r"step-2/.metadata cannot be read \(EOFError"),
+        (lambda folder: (folder / ".metadata").write_bytes(pickle.dumps(3)), r"step-2/.metadata cannot be read \(Attr"),
+    ],
+)
+def test_a_checkpoint_that_is_not_whole_is_one_line(folder, damage, message):
+    damage(folder)
+    with pytest.raises(ValueError, match=message) as caught:
+        check_sizes(folder)
+    assert "\n" not in str(caught.value)
+
+
+def test_safetensors_without_metadata_name_the_option(tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"has safetensors and no .metadata; set checkpoint.initial_load_in_hf"):
+        check_sizes(tmp_path)
+
+
+def test_the_command_compares_before_it_unpickles(folder, capsys):
+    (folder / ".metadata").write_bytes(pickle.dumps(Code()))
+    assert verify.main([str(folder)]) == 1
+    assert "this ran" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("text", [None, "no digest\n", ""])
+def test_digests_that_are_not_there(folder, text, capsys):
+    (folder / "SHA256SUMS").unlink()
+    if text is not None:
+        (folder / "SHA256SUMS").write_text(text)
+    assert verify.main([str(folder)]) == 1
+    assert "SHA256SUMS has no digests that can be read" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ({"weight": torch.zeros(4000)}, "rank 0: ValueError: Size mismatch between saved .* for weight"),
+        ({"other": torch.zeros(4000)}, "rank 0: RuntimeError: Missing key in checkpoint state_dict: other"),
+    ],
+)
+def test_another_model_is_one_line(folder, state, message):
+    line = rf"^{folder} cannot be loaded into this run: {message}.*; use the model"
+    with pytest.raises(ValueError, match=line), loading(folder):
+        checkpoint.load(state, checkpoint_id=folder, no_dist=True)
+
+
+def fill_disk(folder):
+    """Makes the disk full as far as rank 0's shard is concerned."""
+    folder.mkdir()
+    (folder / "__0_0.distcp").symlink_to("/dev/full")
+
+
+def test_a_full_disk_is_one_line(tmp_path):
+    fill_disk(tmp_path / "step-2")
+    with (
+        pytest.raises(
+            OSError, match=rf"^{tmp_path}/step-2 could not be saved: rank 0: .*GiB free: make room"
+        ) as caught,
+        saving(tmp_path / "step-2"),
+    ):
+        save(tmp_path / "step-2")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_checkpoint_that_is_written_over_is_unfinished_meanwhile(folder):
+    """Otherwise the old list of contents would stand beside new files."""
+    (folder / "__0_0.distcp").unlink()
+    (folder / "__0_0.distcp").symlink_to("/dev/full")
+    with pytest.raises(OSError, match="could not be saved"), saving(folder):
+        save(folder)
+    assert not (folder / ".metadata").exists()
+    assert not (folder / "SHA256SUMS").exists()
+    (folder / "__0_0.distcp").unlink()
+    check_digests(save(folder, STATE | {"bias": torch.zeros(3)}))
+
+
+def test_the_writer_reaches_another_process_and_thread(tmp_path):
+    """As an asynchronous save asks for."""
+    writer = pickle.loads(pickle.dumps(DigestWriter(tmp_path)))
+    with ThreadPoolExecutor() as pool:
+        pool.submit(checkpoint.save, dict(STATE), storage_writer=writer, checkpoint_id=tmp_path, no_dist=True).result()
+    check_digests(tmp_path)
+    assert FileSystemReader(tmp_path).read_metadata().state_dict_metadata.keys() == STATE.keys()

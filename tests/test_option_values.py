@@ -1,0 +1,98 @@
+"""A wrong value in a TOML file or on the command line is one line, told before any process group is made."""
+
+import pytest
+from training import call
+
+HOOKS = '[job]\ncustom_config_module = "torchtitan_magi.titan"\n'
+
+
+def read(cases):
+    """What torchtitan says to each (TOML text, arguments): None, or the class and the text of an exception."""
+    from torchtitan.config import ConfigManager
+
+    said = []
+    for path, arguments in cases:
+        try:
+            ConfigManager().parse_args(["--job.config_file", path, *arguments])
+            said.append(None)
+        except BaseException as error:
+            said.append((type(error).__name__, str(error)))
+    return said
+
+
+IN_FILE = {
+    "magi = 3": "magi is 3, but it is a section; write [magi] and its options below",
+    "training = 3": "training is 3, but it is a section; write [training]",
+    "[magi]\ndpo = 3": "magi.dpo is 3, but it is a section; write [magi.dpo]",
+    "[training]\nsteps = 2.5": "training.steps is 2.5; use a whole number",
+    "[training]\nsteps = true": "training.steps is True; use a whole number",
+    '[parallelism]\ncontext_parallel_degree = "2"': "parallelism.context_parallel_degree is '2'; use a whole number",
+    '[checkpoint]\nenable = "yes"': "checkpoint.enable is 'yes'; use true or false",
+    '[checkpoint]\nasync_mode = "on"': "checkpoint.async_mode is 'on'; use one of 'disabled', 'async'",
+    "[model]\nflavor = 8": "model.flavor is 8; use a string",
+    '[model]\nconverters = ["a", 3]': "model.converters is ['a', 3]; use a list, each of it a string",
+    '[debug]\nseed = "x"': "debug.seed is 'x'; use a whole number",
+    "[training]\nfoo = 3": "training.foo is no option of torchtitan 0.2.2 with torchtitan_magi; use one of dataset, ",
+    "[training]\nsequence_len = 3": "training.sequence_len is no option of torchtitan 0.2.2 with torchtitan_magi; did ",
+    "[trainning]\nsteps = 3": "trainning is no option of torchtitan 0.2.2 with torchtitan_magi; did you mean training?",
+}
+ON_LINE = {
+    "--validation.freq 0": "validation.freq is 0; use a whole number of at least 1",
+    "--checkpoint.interval 0": "checkpoint.interval is 0; use a whole number of at least 1",
+    "--checkpoint.keep_latest_k 1": "checkpoint.keep_latest_k is 1; use a whole number of at least 2, or 0",
+    "--metrics.log_freq 0": "metrics.log_freq is 0; use",
+    "--training.local_batch_size -1": "training.local_batch_size is -1; use",
+    "--training.global_batch_size -8": "training.global_batch_size is -8; use a whole number of at least 1, or -1",
+    "--training.global_batch_size 0": "training.global_batch_size is 0; use",
+    "--validation.local_batch_size 0": "validation.local_batch_size is 0; use",
+    "--training.gc_freq 0": "training.gc_freq is 0; use",
+    "--parallelism.context_parallel_degree 0": "parallelism.context_parallel_degree is 0; use",
+    "--parallelism.tensor_parallel_degree -2": "parallelism.tensor_parallel_degree is -2; use",
+    "--parallelism.data_parallel_shard_degree 0": "parallelism.data_parallel_shard_degree is 0; use",
+    "--parallelism.expert_parallel_degree 0": "parallelism.expert_parallel_degree is 0; use",
+    "--checkpoint.enable --job.dump_folder /dev/null/x": "job.dump_folder is '/dev/null/x', which cannot be written",
+    "--checkpoint.enable --job.dump_folder /proc/x": "job.dump_folder is '/proc/x', which cannot be written",
+    "--training.steps 2.5": "--training.steps",
+    "--training.stepz 2": "--training.stepz",
+    "--checkpoint.interval": "--checkpoint.interval",
+}
+ACCEPTED = ["--training.global_batch_size -1", "--validation.steps -1", "--checkpoint.keep_latest_k 0"]
+ACCEPTED += ["--job.dump_folder /dev/null/x --comm.trace_buf_size 0", "--training.max_norm 1"]
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory):
+    """What is said to each case, from one process."""
+    folder, cases = tmp_path_factory.mktemp("files"), []
+    plain = folder / "plain.toml"
+    plain.write_text(HOOKS)
+    for number, text in enumerate(IN_FILE):
+        path = folder / f"{number}.toml"
+        path.write_text(f"{text}\n{HOOKS}" if text[0] != "[" else f"{HOOKS}{text}\n")
+        cases.append((str(path), ["--job.dump_folder", f"{folder}/run"]))
+    lines = [*ON_LINE, *ACCEPTED]
+    cases += [(str(plain), ["--job.dump_folder", f"{folder}/run", *line.split()]) for line in lines]
+    return dict(zip([*IN_FILE, *lines], call(read, cases), strict=True))
+
+
+@pytest.mark.parametrize("case", [*IN_FILE, *ON_LINE])
+def test_a_wrong_value_is_one_line(case, said):
+    kind, text = said[case]
+    assert kind == "ValueError"
+    assert "\n" not in text
+    assert {**IN_FILE, **ON_LINE}[case] in text
+
+
+@pytest.mark.parametrize("case", ACCEPTED)
+def test_values_with_a_meaning_are_accepted(case, said):
+    assert said[case] is None
+
+
+def test_magi_without_its_hook_is_named(tmp_path):
+    path = tmp_path / "config.toml"
+    path.write_text("[magi]\n")
+    ((kind, text),) = call(read, [(str(path), [])])
+    assert (kind, text) == (
+        "ValueError",
+        '[magi] is unknown; add custom_config_module = "torchtitan_magi.titan" to [job]',
+    )

@@ -1,0 +1,42 @@
+"""Files that other processes may read or write at the same time."""
+
+import contextlib
+import os
+import secrets
+from pathlib import Path
+
+
+def write_whole(path: Path | str, content: bytes, mode: int = 0o666, folder: int | None = None) -> None:
+    """Writes a file whole or not at all, whoever else writes it, and returns when it is on the disk.
+
+    Args:
+        path: the file, which is replaced if it exists.
+        mode: its permissions, less the umask.
+        folder: descriptor of the folder that path starts from; None for the working folder.
+
+    Raises:
+        OSError: it cannot be written; nothing is left of it.
+    """
+    unfinished = f"{path}.{secrets.token_hex(8)}.unfinished"
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    file = os.open(unfinished, flags, mode, dir_fd=folder)
+    try:
+        with open(file, "wb") as stream:
+            stream.write(content)
+            stream.flush()
+            os.fsync(file)
+        os.replace(unfinished, path, src_dir_fd=folder, dst_dir_fd=folder)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(unfinished, dir_fd=folder)
+        raise
+    with contextlib.suppress(OSError):  # some file systems cannot sync a folder
+        _sync_folder(os.path.dirname(path) or ".", folder)
+
+
+def _sync_folder(path: str, folder: int | None) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=folder)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

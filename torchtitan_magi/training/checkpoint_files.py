@@ -1,0 +1,211 @@
+"""Files of a checkpoint in torch's distributed format: written with SHA-256 digests, checked before they are loaded."""
+
+import hashlib
+import io
+import itertools
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystem, _FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+METADATA = ".metadata"  # torch writes it last: a folder without it is no finished checkpoint
+DIGESTS = "SHA256SUMS"  # in the format of sha256sum, which can check it, too
+ANOTHER = "load another checkpoint, or copy this one again from where it is whole"
+
+
+class DigestWriter(_FileSystemWriter):
+    """torch's writer of checkpoints, which also writes the digests of all files to SHA256SUMS.
+
+    Each rank computes them while it writes, in an asynchronous save in the thread or process that writes; rank 0
+    collects them. A checkpoint that is written over counts as unfinished from the first byte on.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        super().__init__(path)
+        self.fs = _DigestedFiles()
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """On rank 0, before any rank writes."""
+        for name in (METADATA, DIGESTS):
+            Path(self.path, name).unlink(missing_ok=True)
+        return super().prepare_global_plan(plans)
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[Any]]:
+        """The files of one rank. Also returns their digests."""
+        self.fs.digests.clear()
+        results: Future[list[Any]] = Future()
+        results.set_result([*super().write_data(plan, planner).value(), _Digests(self.fs.digests)])
+        return results
+
+    def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
+        """On rank 0, with what all ranks returned."""
+        parts = list(itertools.chain(*results))
+        digests = dict(itertools.chain(*(part.items() for part in parts if isinstance(part, _Digests))))
+        super().finish(metadata, [[part for part in parts if isinstance(part, WriteResult)]])
+        digests[METADATA] = self.fs.digests[f"{METADATA}.tmp"]
+        unfinished = Path(self.path, f"{DIGESTS}.tmp")
+        with unfinished.open("w") as file:
+            file.writelines(f"{digest}  {name}\n" for name, digest in sorted(digests.items()))
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(Path(self.path, DIGESTS))
+
+
+class _Digests(dict[str, str]):
+    """Digests of the files that one rank wrote, by name."""
+
+
+class _DigestedFiles(FileSystem):
+    """Files whose digests are known once they are written."""
+
+    def __init__(self) -> None:
+        self.digests = _Digests()
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+        assert mode == "wb"
+        with _DigestedStream(io.FileIO(path, "wb")) as stream:
+            yield stream
+        self.digests[Path(path).name] = stream.sha256.hexdigest()
+
+
+class _DigestedStream(io.BufferedWriter):
+    """A file that is written from its beginning to its end."""
+
+    def __init__(self, raw: io.RawIOBase) -> None:
+        super().__init__(raw)
+        self.sha256 = hashlib.sha256()
+
+    def write(self, data: Any) -> int:
+        self.sha256.update(data)
+        return super().write(data)
+
+
+def read_metadata(folder: Path) -> Metadata:
+    """The list of what a checkpoint holds and where. It is a pickle: reading it runs what it says.
+
+    Raises:
+        ValueError: there is none, or it cannot be read; one line with path and remedy.
+    """
+    path = folder / METADATA
+    if not path.is_file():
+        if any(folder.glob("*.safetensors")):
+            raise ValueError(
+                f"{folder} has safetensors and no {METADATA}; set checkpoint.initial_load_in_hf to true to load them"
+            )
+        raise ValueError(
+            f"{folder} is no finished checkpoint: it has no {METADATA}, which is written last; give the folder of a "
+            "finished one, step-*"
+        )
+    try:
+        return FileSystemReader(folder).read_metadata()
+    except Exception as error:  # a broken pickle can raise anything
+        raise ValueError(f"{path} cannot be read ({_in_one_line(error)}); {ANOTHER}") from None
+
+
+def check_sizes(folder: Path) -> None:
+    """Checks that all files of a checkpoint are there and as long as they were written.
+
+    Raises:
+        ValueError: one line that names the file and the remedy.
+    """
+    ends: dict[str, int] = {}
+    for item in read_metadata(folder).storage_data.values():
+        ends[item.relative_path] = max(ends.get(item.relative_path, 0), item.offset + item.length)
+    for name, end in sorted(ends.items()):
+        path = folder / name
+        if not path.is_file():
+            raise ValueError(f"{path} is missing, which {METADATA} names; {ANOTHER}")
+        if (size := path.stat().st_size) != end:
+            raise ValueError(f"{path} has {size:,} bytes, but {end:,} were written; {ANOTHER}")
+
+
+def has_digests(folder: Path) -> bool:
+    """Whether a checkpoint was saved with digests; torchtitan by itself writes none."""
+    return (folder / DIGESTS).is_file()
+
+
+def check_digests(folder: Path, rank: int = 0, world_size: int = 1) -> int:
+    """Compares the bytes of a checkpoint's files with SHA256SUMS.
+
+    Args:
+        rank: checks every ``world_size``-th file, so that all ranks together read each file once.
+
+    Returns:
+        The number of bytes that this rank has read.
+
+    Raises:
+        ValueError: one line that names the file and the remedy.
+    """
+    path, num_bytes = folder / DIGESTS, 0
+    try:
+        lines = [line.split("  ", 1) for line in path.read_text().splitlines()]
+        digests = {name: digest for digest, name in lines}
+        if METADATA not in digests:
+            raise ValueError(f"{METADATA} is not among them")
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} has no digests that can be read ({_in_one_line(error)}); {ANOTHER}") from None
+    for name, digest in list(digests.items())[rank::world_size]:
+        try:
+            with (folder / name).open("rb") as file:
+                found = hashlib.file_digest(file, "sha256").hexdigest()
+                num_bytes += file.tell()
+        except OSError as error:
+            raise ValueError(f"{folder / name} cannot be read ({_in_one_line(error)}); {ANOTHER}") from None
+        if found != digest:
+            raise ValueError(f"{folder / name} is damaged: its bytes are not those that were written; {ANOTHER}")
+    return num_bytes
+
+
+@contextmanager
+def loading(folder: str | os.PathLike[str]) -> Iterator[None]:
+    """Makes one line of what torch raises when a checkpoint does not fit the run.
+
+    Raises:
+        ValueError: names the folder, what does not fit, and the remedy.
+    """
+    try:
+        yield
+    except CheckpointException as error:
+        raise ValueError(
+            f"{folder} cannot be loaded into this run: {_first_failure(error)}; use the model and the options that it "
+            "was saved with, or another checkpoint"
+        ) from None
+
+
+@contextmanager
+def saving(folder: str | os.PathLike[str]) -> Iterator[None]:
+    """Makes one line of what torch raises when a checkpoint cannot be written.
+
+    Raises:
+        OSError: names the folder, the reason, the free space of its disk, and the remedy.
+    """
+    try:
+        yield
+    except CheckpointException as error:
+        existing = next(path for path in (Path(folder), *Path(folder).absolute().parents) if path.is_dir())
+        free = shutil.disk_usage(existing).free / 2**30
+        raise OSError(
+            f"{folder} could not be saved: {_first_failure(error)}; the disk of {existing} has {free:.1f} GiB free: "
+            "make room, or keep fewer checkpoints by checkpoint.keep_latest_k, and start the run again"
+        ) from None
+
+
+def _first_failure(error: CheckpointException) -> str:
+    rank, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
+    return f"rank {rank}: {_in_one_line(cause)}"
+
+
+def _in_one_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
