@@ -3,7 +3,10 @@
 Each is one small function over one entry of the package; seeds are sound inputs, words what a mutation may put in.
 """
 
+import hashlib
 import json
+import os
+import tempfile
 import tomllib
 from dataclasses import asdict
 from pathlib import Path
@@ -13,6 +16,7 @@ import numpy as np
 from fuzz import Check, Target
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from torchtitan_magi.cuda.entries import open_folder, read_entry
 from torchtitan_magi.data import ChatTokenizer, PackedPairDataset, PackedSFTDataset
 from torchtitan_magi.data.chat import CHATML_TEMPLATE, PLAIN_TEMPLATE, load_chat_template
 from torchtitan_magi.data.packed import PackedDataset
@@ -22,6 +26,7 @@ from torchtitan_magi.planning.cost_model import H200, CostModel
 from torchtitan_magi.planning.plan import make_plan
 from torchtitan_magi.training.hf_weights import INDEX, shard_numbers
 from torchtitan_magi.training.model_config import PLAIN, ROPE_FIELDS, ModelConfig, Rope, read_model_config
+from torchtitan_magi.training.reference_file import read_logprobs, write_logprobs
 
 ROOT = Path(__file__).parent.parent
 SEQ_LEN = 64
@@ -216,7 +221,7 @@ def _dense(table: Any, total: int) -> Any:
 
 # ------------------------------------------------------------------------------------------------------- configurations
 
-CONFIGS = tuple(ROOT.glob("train_configs/*.toml"))
+CONFIGS = [ROOT / "train_configs" / name for name in ("debug.toml", "dpo_debug.toml")]
 FLAVORS = {"debugmodel": "varlen", "debugmodel_varlen_attn": "varlen", "8B_varlen_attn": "varlen", "hf": "varlen"}
 TOML_WORDS = words(
     "[magi] [magi.dpo] [training] [parallelism] [validation] [checkpoint] [job] [metrics] true false -1 0 1.5 inf nan"
@@ -234,11 +239,16 @@ def read_toml(folder: Path) -> Check:
     import torchtitan_magi.titan  # noqa: F401  registers what the files name
     from torchtitan_magi.titan.v02.job_config import check_job_config
 
+    os.chdir(folder)  # the paths in a file may be written to
     path = folder / "config.toml"
 
     def check(data: bytes) -> None:
         path.write_bytes(data)
-        config = tomllib.loads(path.read_text())
+        try:
+            config = tomllib.loads(path.read_text())
+        except ValueError as error:  # it says where, and the launcher prints it as it is
+            raise ValueError(f"{error}; correct the file") from None
+        launch.check_file(config)
         launch.check_hooks(config, [])
         launch.num_processes(config, [], 8)
         job_config = ConfigManager().parse_args(["--job.config_file", str(path)])
@@ -249,6 +259,8 @@ def read_toml(folder: Path) -> Check:
 
 # --------------------------------------------------------------------------------------------------------- other files
 
+LOGPROBS = np.linspace(-9, -1, 10).reshape(5, 2)
+FINGERPRINTS = {"model": "1f", "data": "5 records"}
 MODEL = ModelConfig("llama3", 64, 2, 8, 2, 8, 176, 100, 1e-5, Rope(5e5), max_positions=128)
 MODEL_WORDS = words(" ".join(map(json.dumps, [*PLAIN, *ROPE_FIELDS, "layer_types", "auto_map", "llama3", "linear"])))
 
@@ -279,6 +291,41 @@ def read_hf_index(folder: Path) -> Check:
     return check
 
 
+def read_reference(folder: Path) -> Check:
+    path = folder / "reference.npz"
+
+    def check(data: bytes) -> None:
+        path.write_bytes(data)
+        read_logprobs(path, FINGERPRINTS, len(LOGPROBS), "delete it")
+
+    return check
+
+
+CODE = hashlib.sha256(b"code").digest() + b"code"
+
+
+def read_kernel(folder: Path) -> Check:
+    """Nothing but what was written is ever loaded."""
+
+    def check(data: bytes) -> None:
+        (folder / "kernel.cubin").write_bytes(data)
+        (folder / "kernel.cubin").chmod(0o600)
+        with open_folder(folder) as descriptor:
+            code = read_entry(descriptor, "kernel.cubin")
+        if code is None:
+            raise ValueError("the entry is damaged; it is compiled again")
+        assert data == CODE
+
+    return check
+
+
+def _reference() -> bytes:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "reference.npz")
+        write_logprobs(path, FINGERPRINTS, LOGPROBS)
+        return path.read_bytes()
+
+
 def _targets(*targets: Target) -> dict[str, Target]:
     return {target.name: target for target in targets}
 
@@ -290,8 +337,10 @@ TARGETS = _targets(
     Target("assets", read_assets, ASSETS),
     Target("slices", plan_slices, tuple(map(lines, TABLES))),
     Target("documents", plan_documents, (lines({"cu_seqlens": [0, 3, 9], "size": 2}), lines([[2, 3, 4], [1, 1, 1]]))),
-    Target("toml", read_toml, tuple(path.read_bytes() for path in sorted(CONFIGS)), TOML_WORDS),
+    Target("toml", read_toml, tuple(path.read_bytes() for path in CONFIGS), TOML_WORDS),
     Target("cost_model", read_cost_model, (lines({"cost_model": asdict(H200)}),)),
     Target("hf_config", read_hf_config, (lines(MODEL.to_hf()),), MODEL_WORDS),
+    Target("kernels", read_kernel, (CODE,)),
+    Target("reference", read_reference, (_reference(),)),
     Target("hf_index", read_hf_index, (lines({"weight_map": {"model.norm.weight": "model-1.safetensors"}}),)),
 )
