@@ -222,6 +222,9 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         (small_llama(hidden_act="gelu"), ["hidden_act is 'gelu'", "silu"]),
         (small_qwen(use_sliding_window=True), ["use_sliding_window is True", "full attention"]),
         (small_qwen(layer_types=["sliding_attention"] * 2), ["layer_types is ['sliding_attention', ", "full"]),
+        (small_qwen(layer_types=["full_attention"]), ["layer_types is ['full_attention']", "full"]),
+        (small_qwen(layer_types=2), ["layer_types is 2", "full"]),
+        (small_qwen(layer_types=["full_attention"] * 2, num_hidden_layers=2**40), ["layer_types is", "full"]),
         (small_llama(quantization_config={"bits": 4}), ["quantization_config is {'bits': 4}", "before"]),
         (small_llama(partial_rotary_factor=0.5), ["partial_rotary_factor is 0.5", "whole heads"]),
         (small_llama(rope_scaling={"partial_rotary_factor": 0.5}), ["partial_rotary_factor is 0.5", "whole"]),
@@ -246,6 +249,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         (small_llama(num_hidden_layers=True), ["num_hidden_layers is True", "a positive integer"]),
         (small_llama(hidden_size=-1), ["hidden_size is -1", "a positive integer"]),
         (small_llama(rms_norm_eps="1e-5"), ["rms_norm_eps is '1e-5'", "a positive number"]),
+        (small_llama(rms_norm_eps=10**400), ["rms_norm_eps is 1000", "000...; use a positive number"]),
         (small_llama(tie_word_embeddings="no"), ["tie_word_embeddings is 'no'", "true or false"]),
         ({}, ["has no model_type", "came with the weights"]),
         ([], ["holds no JSON object", "download it again"]),
@@ -280,6 +284,9 @@ def test_a_file_that_is_missing_or_broken(tmp_path):
     with pytest.raises(ValueError, match=r"config.json: No such file.*put the config.json"):
         read_model_config(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": \n\n')
+    with pytest.raises(ValueError, match=r"config.json is no JSON .*download it again$"):
+        read_model_config(tmp_path)
+    (tmp_path / "config.json").write_text("[" * 100_000)
     with pytest.raises(ValueError, match=r"config.json is no JSON .*download it again$"):
         read_model_config(tmp_path)
     (tmp_path / "config.json").write_bytes(b"\xff\xfe\x00")

@@ -248,6 +248,7 @@ def test_a_cost_model_survives_a_file(tmp_path):
     "content",
     [
         *(None, "words", "{}", "[]", '{"cost_model": {"merge": 1}}', '{"cost_model": {"forward": 1}}'),
+        *("[" * 100_000, '{"cost_model": {"forward": {"\\u001b\\n": 1}}}'),
         *({"merge": "6e-13"}, {"stage": None}, {"slowdown": [1]}, {"across": Link(1e-6, "fast")}),
         *({"merge": float("nan")}, {"stage": -1.0}, {"memory": 0.0}),
     ],
@@ -258,8 +259,11 @@ def test_what_is_no_cost_model_is_refused(tmp_path, content):
         replace(H200, **content).save(path)
     elif content is not None:
         path.write_text(content)
-    with pytest.raises(ValueError, match=r"cost\.json is no cost model .*torchrun -m torchtitan_magi.calibrate"):
+    with pytest.raises(
+        ValueError, match=r"cost\.json is no cost model .*torchrun -m torchtitan_magi.calibrate"
+    ) as error:
         CostModel.load(path)
+    assert str(error.value).isprintable()
 
 
 @pytest.mark.parametrize("shape", [(12, 8, 128), (8, 8, 0), (8, 0, 64), (8, 8, 64.0), ("8", 8, 64), (True, 1, 64)])

@@ -112,9 +112,10 @@ class CostModel:
                 raise ValueError("its figures must be numbers of at least 0")
             if not min(costs["memory"], costs["inside"].bandwidth, costs["across"].bandwidth) > 0:
                 raise ValueError("bandwidths must be above 0")
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+            reason = ascii(f"{type(error).__name__}: {error}"[:200])
             raise ValueError(
-                f"{path} is no cost model ({error!r}); make one by torchrun -m torchtitan_magi.calibrate"
+                f"{path} is no cost model ({reason}); make one by torchrun -m torchtitan_magi.calibrate"
             ) from None
         return cls(**costs)
 

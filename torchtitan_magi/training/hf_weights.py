@@ -104,8 +104,9 @@ def _read_index(folder: Path) -> dict[str, str]:
     try:
         weight_map = json.loads(path.read_text())["weight_map"]
         return {str(name): str(file) for name, file in weight_map.items()}
-    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
-        raise ValueError(f"{path} is no index of safetensors ({error!r}); download it again") from None
+    except (ValueError, KeyError, TypeError, AttributeError, OSError, RecursionError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{path} is no index of safetensors ({reason}); download it again") from None
 
 
 def _headers(folder: Path) -> dict:

@@ -27,6 +27,7 @@ PLAIN: dict[str, tuple[Any, str]] = {
     "mlp_only_layers": ([], "use a checkpoint with experts in every layer"),
     "output_router_logits": (False, "set it to false, as the loss has no term for the router here"),
 }
+MAX_SHOWN = 200  # characters of a value in an error
 ROPE_TYPES = ("default", "linear", "llama3")
 ROPE_FIELDS = {"rope_type", "type", "rope_theta", "factor", "low_freq_factor", "high_freq_factor"}
 ROPE_FIELDS |= {"original_max_position_embeddings", "partial_rotary_factor"}
@@ -255,7 +256,7 @@ class _ConfigFile:
                 values = json.loads(path.read_text())
             except OSError as error:
                 raise ValueError(f"{path}: {error.strerror}; put the config.json of the weights there") from None
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise ValueError(f"{path} is no JSON ({error}); download it again") from None
             if not isinstance(values, dict):
                 raise ValueError(f"{path} holds no JSON object; download it again")
@@ -273,7 +274,7 @@ class _ConfigFile:
             value = default
         if value is None:
             raise ValueError(f"{self.path} has no {name}; use the config.json that came with the weights")
-        if kind is float and type(value) is int:
+        if kind is float and type(value) is int and value.bit_length() <= 64:  # a float holds it
             value = float(value)
         usable = type(value) is kind
         if not usable or (kind in (int, float) and not 0 < value < math.inf):
@@ -289,8 +290,9 @@ class _ConfigFile:
             raise self.refusal("architectures", found, f"use a checkpoint of {architecture}")
         if "AutoModelForCausalLM" in str(found := self.values.get("auto_map")):
             raise self.refusal("auto_map", found, f"use a checkpoint of transformers' own {architecture}")
-        full = ["full_attention"] * self.get("num_hidden_layers", int)
-        if (found := self.values.get("layer_types") or full) != full:
+        found, num_layers = self.values.get("layer_types"), self.get("num_hidden_layers", int)
+        full = isinstance(found, list) and len(found) == num_layers and all(kind == "full_attention" for kind in found)
+        if found and not full:
             raise self.refusal("layer_types", found, "use a checkpoint with full attention in every layer")
 
     def check_field(self, name: str) -> None:
@@ -301,4 +303,6 @@ class _ConfigFile:
             raise self.refusal(name, value, remedy)
 
     def refusal(self, name: str, value: Any, remedy: str) -> ValueError:
-        return ValueError(f"{self.path}: {name} is {value!r}; {remedy}")
+        text = repr(value)
+        shown = text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
+        return ValueError(f"{self.path}: {name} is {shown}; {remedy}")
