@@ -57,7 +57,12 @@ class Blow:
             watch(FileSystemWriter, "write_data", strike)
         elif self.phase == "finish":
             stock = FileSystemWriter.finish
-            FileSystemWriter.finish = lambda *args: (strike(), stock(*args))[1]
+
+            def strike_and_finish(*args: object, **kwargs: object) -> None:
+                strike()
+                stock(*args, **kwargs)
+
+            FileSystemWriter.finish = strike_and_finish
 
         def strike_in_backward(layer: object, x: object) -> None:
             if is_block(layer) and x.requires_grad:
