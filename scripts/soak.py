@@ -110,6 +110,7 @@ def make_case(seed: int, number: int, steps: int | None = None) -> Case:
     drawn = rng.choice((60, 60, 120, 480))
     steps = steps or drawn
     blows = [_make_blow(rng, degrees, step) for step in sorted(rng.sample(range(2, steps), rng.randint(2, 4)))]
+    blows.sort(key=lambda blow: blow[-1] == "paused")  # which does not end the run
     seq_len, accumulated = 8 * rng.randint(12, 40), rng.random() < 0.5
     return Case(
         number, task, degrees, other, seq_len, " ".join(options), accumulated, steps, max(2, steps // 8), blows
