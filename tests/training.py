@@ -13,6 +13,7 @@ import multiprocessing
 import os
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -236,8 +237,14 @@ def _child(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(processes), LOCAL_WORLD_SIZE=str(processes),
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True", OMP_NUM_THREADS="1",
     )  # fmt: skip
+    one_at_a_time = threading.Lock()  # a checkpoint may be written in a thread
+
+    def report(*event: object) -> None:
+        with one_at_a_time:
+            send.send(event)
+
     try:
-        target(*arguments, report=lambda *event: send.send(event))
+        target(*arguments, report=report)
         send.send(("end",))
     except BaseException as error:
         traceback.print_exc()

@@ -1,0 +1,80 @@
+"""What befalls a run of tests/training.py, seen from inside a rank: a signal in a given phase; what the rank uses.
+
+train(2, arguments, setup=Blow("backward", 7, 1, signal.SIGKILL))
+"""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from training import watch
+
+
+@dataclass(frozen=True)
+class Blow:
+    """A rank sends itself a signal, once, at a step or the first time after it that it reaches the phase.
+
+    It reports ("struck", its process id) before. All ranks report ("resources", KiB resident, open descriptors,
+    threads) after each step.
+
+    Args:
+        phase: "forward" and "backward" of the last layer; "write" when the rank has written its shards of a
+            checkpoint; "finish" before rank 0 completes it; "none": nothing happens.
+    """
+
+    phase: str
+    step: int = 0
+    rank: int = 0
+    signal: int = 0
+
+    def __call__(self, report: Callable[..., None]) -> None:
+        from torch.distributed.checkpoint.filesystem import FileSystemWriter
+        from torch.nn.modules import module
+        from torchtitan.train import Trainer
+
+        now, struck = 0, False
+
+        def see_step(_: object, trainer: Trainer, *args: object) -> None:
+            nonlocal now
+            now = trainer.step
+            report("resources", *resources())
+
+        def strike(*_: object, **__: object) -> None:
+            nonlocal struck
+            if now + 1 >= self.step and not struck:
+                struck = True
+                report("struck", os.getpid())
+                os.kill(os.getpid(), self.signal)
+
+        watch(Trainer, "train_step", see_step)
+        if os.environ["RANK"] != str(self.rank):
+            return
+        if self.phase == "forward":
+            module.register_module_forward_pre_hook(lambda layer, _: strike() if is_block(layer) else None)
+        elif self.phase == "backward":
+            module.register_module_forward_hook(lambda layer, _, x: strike_in_backward(layer, x))
+        elif self.phase == "write":
+            watch(FileSystemWriter, "write_data", strike)
+        elif self.phase == "finish":
+            stock = FileSystemWriter.finish
+
+            def strike_and_finish(*args: object, **kwargs: object) -> None:
+                strike()
+                stock(*args, **kwargs)
+
+            FileSystemWriter.finish = strike_and_finish
+
+        def strike_in_backward(layer: object, x: object) -> None:
+            if is_block(layer) and x.requires_grad:
+                x.register_hook(strike)
+
+
+def is_block(layer: object) -> bool:
+    return type(layer).__name__.endswith("TransformerBlock")
+
+
+def resources() -> tuple[int, int, int]:
+    """KiB resident, open descriptors, threads of this process."""
+    with open("/proc/self/statm") as file:
+        resident = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") // 1024
+    return resident, len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
