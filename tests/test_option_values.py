@@ -96,3 +96,19 @@ def test_magi_without_its_hook_is_named(tmp_path):
         "ValueError",
         '[magi] is unknown; add custom_config_module = "torchtitan_magi.titan" to [job]',
     )
+
+
+def start_without_torchrun():
+    import os
+
+    from torchtitan_magi.titan.v02.trainer import MagiTrainer
+
+    del os.environ["LOCAL_RANK"]
+    with pytest.raises(ValueError) as caught:
+        MagiTrainer(None)
+    return str(caught.value)
+
+
+def test_a_start_without_torchrun_is_named():
+    message = "LOCAL_RANK is not set, as torchrun sets it; start it with torchrun -m torchtitan_magi.train"
+    assert call(start_without_torchrun) == message
