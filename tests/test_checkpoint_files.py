@@ -1,7 +1,9 @@
 """A checkpoint that is not whole, or cannot be written, is one line with its path; its bytes have digests."""
 
+import os
 import pickle
 import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torchtitan_magi import verify
 from torchtitan_magi.training.checkpoint_files import DigestWriter, check_digests, check_sizes, loading, saving
 
+ROOT = Path(__file__).parent.parent
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 STATE = {"weight": torch.arange(5000.0), "bias": torch.ones(3), "step": 7}
 
@@ -159,10 +162,40 @@ def test_a_checkpoint_that_is_written_over_is_unfinished_meanwhile(folder):
     check_digests(save(folder, STATE | {"bias": torch.zeros(3)}))
 
 
-def test_the_writer_reaches_another_process_and_thread(tmp_path):
-    """As an asynchronous save asks for."""
-    writer = pickle.loads(pickle.dumps(DigestWriter(tmp_path)))
+ASYNC = """
+import os, sys, torch
+import torch.distributed as dist
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from torchtitan_magi.training.checkpoint_files import DigestWriter, saving
+
+def save(folder):
+    writer, kind = DigestWriter(folder), AsyncCheckpointerType.PROCESS
+    options = {"storage_writer": writer, "checkpoint_id": folder, "async_checkpointer_type": kind}
+    checkpoint.async_save({"weight": torch.arange(100.0)}, **options).result()
+
+if __name__ == "__main__":
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    save(sys.argv[1])
+    with saving(sys.argv[2]):
+        save(sys.argv[2])
+"""
+
+
+def test_a_save_in_another_process_has_digests_and_one_line(tmp_path):
+    """torchtitan's async_with_pinned_mem, but for the pinned memory."""
+    (tmp_path / "script.py").write_text(ASYNC)
+    fill_disk(tmp_path / "full")
+    command = [sys.executable, tmp_path / "script.py", tmp_path / "step-2", tmp_path / "full"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    result = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert check_digests(tmp_path / "step-2") > 400
+    assert f"OSError: {tmp_path}/full could not be saved: rank 0: " in result.stderr.splitlines()[-1]
+
+
+def test_a_save_in_a_thread_has_digests(tmp_path):
     with ThreadPoolExecutor() as pool:
-        pool.submit(checkpoint.save, dict(STATE), storage_writer=writer, checkpoint_id=tmp_path, no_dist=True).result()
+        pool.submit(save, tmp_path).result()
     check_digests(tmp_path)
     assert FileSystemReader(tmp_path).read_metadata().state_dict_metadata.keys() == STATE.keys()

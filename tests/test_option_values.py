@@ -25,6 +25,7 @@ IN_FILE = {
     "training = 3": "training is 3, but it is a section; write [training]",
     "[magi]\ndpo = 3": "magi.dpo is 3, but it is a section; write [magi.dpo]",
     "[training]\nsteps = 2.5": "training.steps is 2.5; use a whole number",
+    "[validation]\nsteps = 0": "validation steps must be positive or -1",
     "[training]\nsteps = true": "training.steps is True; use a whole number",
     '[parallelism]\ncontext_parallel_degree = "2"': "parallelism.context_parallel_degree is '2'; use a whole number",
     '[checkpoint]\nenable = "yes"': "checkpoint.enable is 'yes'; use true or false",
@@ -52,6 +53,7 @@ ON_LINE = {
     "--parallelism.expert_parallel_degree 0": "parallelism.expert_parallel_degree is 0; use",
     "--checkpoint.enable --job.dump_folder /dev/null/x": "job.dump_folder is '/dev/null/x', which cannot be written",
     "--checkpoint.enable --job.dump_folder /proc/x": "job.dump_folder is '/proc/x', which cannot be written",
+    "--validation.steps 0": "validation steps must be positive or -1",
     "--training.steps 2.5": "--training.steps",
     "--training.stepz 2": "--training.stepz",
     "--checkpoint.interval": "--checkpoint.interval",
@@ -96,3 +98,19 @@ def test_magi_without_its_hook_is_named(tmp_path):
         "ValueError",
         '[magi] is unknown; add custom_config_module = "torchtitan_magi.titan" to [job]',
     )
+
+
+def start_without_torchrun():
+    import os
+
+    from torchtitan_magi.titan.v02.trainer import MagiTrainer
+
+    del os.environ["LOCAL_RANK"]
+    with pytest.raises(ValueError) as caught:
+        MagiTrainer(None)
+    return str(caught.value)
+
+
+def test_a_start_without_torchrun_is_named():
+    message = "LOCAL_RANK is not set, as torchrun sets it; start it with torchrun -m torchtitan_magi.train"
+    assert call(start_without_torchrun) == message

@@ -435,6 +435,10 @@ def test_a_cost_model_of_another_machine(tmp_path, size):
         ("dense --total 1k --cp 2 --heads many", "--heads is 'many'; write query heads : K/V heads, as 64:8"),
         ("dense --total 1k --cp 2 --packs 0", "0 packs with seed 0; give at least 1"),
         ("dense --total 1k --cp 2 --json nowhere/x.json", "cannot write nowhere/x.json; give a file in a folder"),
+        (
+            "dense --total 1k --cp 2 --json /proc/x",
+            "cannot write /proc/x: No such file or directory; give another file",
+        ),
         ("dense --total 1k --cp 2 --cost words.txt", "words.txt is no cost model"),
         ("dense --total 1k --cp 2 4 --png x.png", "pictures are of one layout"),
     ],

@@ -127,6 +127,7 @@ def test_a_wrong_records_file(text, messages, tmp_path):
 def test_help_shows_each_option_with_its_unit():
     command = [sys.executable, "-m", "torchtitan.train", "--job.config_file", DEBUG_TOML, "--help"]
     result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert result.returncode == 0, result.stderr[-4000:]
     section = " ".join(result.stdout.split("magi options")[1].split("╰")[0].replace("│", " ").split())
     for option, text in {
         "--magi.backend {auto,ffa,flex}": "Attention kernel",

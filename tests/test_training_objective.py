@@ -134,8 +134,8 @@ def errors_of(cases, has_objectives):
 
     said = []
     for arguments in cases:
-        config = ConfigManager().parse_args(["--job.config_file", str(DEBUG_TOML), *arguments])
         try:
+            config = ConfigManager().parse_args(["--job.config_file", str(DEBUG_TOML), *arguments])
             check_job_config(config, {config.model.flavor: "varlen"}, has_objectives)
             said.append(None)
         except ValueError as error:
@@ -170,18 +170,22 @@ def errors_of_continuing(folder):
 
 
 def test_a_run_does_not_continue_from_weights_alone(tmp_path):
-    last, whole, weights, *others = call(errors_of_continuing, str(tmp_path))
+    last, whole, weights, none, *others = call(errors_of_continuing, str(tmp_path))
     for said, step in ((last, 3), (weights, 2)):
         assert f"checkpoint/step-{step} has no state of the data loader" in said
         assert "set checkpoint.load_step to 1" in said
-    assert [whole, *others] == [None] * 6
+    assert "checkpoint.load_step is 7" in none
+    assert [whole, *others] == [None] * 5
 
 
 def errors_of_starting(folder):
     """What is said of starting from weights where a checkpoint was begun and none finished, and where there is none."""
+    import torch.distributed.checkpoint as dcp
+
     Path(folder, "checkpoint", "step-1").mkdir(parents=True)
+    dcp.save({"weight": torch.zeros(2)}, checkpoint_id=f"{folder}/weights", no_dist=True)
     started = ["--job.dump_folder", folder, "--checkpoint.enable"]
-    cases = [["--checkpoint.initial_load_path", folder], ["--checkpoint.initial_load_in_hf"]]
+    cases = [["--checkpoint.initial_load_path", f"{folder}/weights"], ["--checkpoint.initial_load_in_hf"]]
     refused = [started + case for case in [*cases, [*cases[0], "--checkpoint.load_only"]]]
     taken = [started, [*started, *cases[0], "--checkpoint.folder", "other"], [*started[:2], *cases[0]]]
     return errors_of(refused + taken, True)

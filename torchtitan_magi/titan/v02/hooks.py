@@ -10,7 +10,7 @@ import tyro
 from torch import Tensor
 from torch.distributed import checkpoint
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler, record
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.ops import profiler
@@ -85,13 +85,17 @@ def _dict_to_dataclass(stock: Any, manager: ConfigManager, config: type, values:
     """Checks the whole file first. torchtitan calls this for the file, and for each section of it."""
     if issubclass(config, JobConfig):
         check_toml(config, values)
-    return stock(manager, config, values)
-
-
-@record
-def _cli(stock: Any, *args: Any, **kwargs: Any) -> Any:
     with usage_errors():
-        return stock(*args, **kwargs)
+        return stock(manager, config, values)
+
+
+def _cli(stock: Any, *args: Any, **kwargs: Any) -> Any:
+    try:
+        with usage_errors():
+            return stock(*args, **kwargs)
+    except ValueError as error:  # as ``record`` does, which would go on after --help
+        get_error_handler().record_exception(error)
+        raise
 
 
 @record

@@ -5,6 +5,7 @@ import difflib
 import io
 import re
 import types
+from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -131,8 +132,8 @@ def _writes(job_config: Any) -> bool:
 
 
 @contextlib.contextmanager
-def usage_errors() -> Any:
-    """Makes one line of the box that tyro prints for wrong arguments, before it exits.
+def usage_errors() -> Iterator[None]:
+    """Makes one line of the box that tyro prints for wrong arguments before it exits, and of torchtitan's assertions.
 
     Raises:
         ValueError: names the argument.
@@ -141,8 +142,10 @@ def usage_errors() -> Any:
     try:
         with contextlib.redirect_stderr(printed):
             yield
+    except AssertionError as error:
+        raise ValueError(f"{error}") from None
     except SystemExit as end:
         if not end.code:  # --help
             raise
         lines = (re.sub(r"[─-╿]|\x1b\[[0-9;]*m", " ", line).strip() for line in printed.getvalue().splitlines())
-        raise ValueError(f"{' '.join(filter(None, lines))}") from None
+        raise ValueError(" ".join(filter(None, lines))) from None
