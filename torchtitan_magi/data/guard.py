@@ -6,13 +6,15 @@ comparison of two lists that hold themselves many times over, never sees the sig
 with SIGXCPU, and `describe_exit` says why.
 """
 
-import multiprocessing
+import gc
+import os
+import pickle
 import resource
 import signal
 import time
+import traceback
 from collections.abc import Callable
-from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 SECONDS = 20  # CPU time of a call
 MEMORY_BYTES = 2**30  # address space that a call may add to its process
@@ -64,30 +66,28 @@ def limited(function: Callable[..., T], *args: Any) -> T:
 
 
 def run_limited(function: Callable[..., T], *args: Any) -> T:
-    """Calls `function(*args)` in a limited process of its own, which does not outlive the call.
+    """Calls `function(*args)` in a limited process of its own, forked from this one, and waits for its end.
 
-    The process is forked. Its result, or the ValueError that it raises, comes back pickled. Raises ValueError also if
-    the process dies.
+    The result, or the ValueError that it raises, comes back pickled. Raises ValueError also if the process dies.
     """
-    context = multiprocessing.get_context("fork")
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_send_result, args=(sender, function, args))
-    process.start()
-    sender.close()
-    result: Any = None
-    with suppress(EOFError):
-        result = receiver.recv()
-    process.join()
-    if result is None:
-        raise ValueError(f"the process that renders the chat template {describe_exit(process.exitcode)}")
-    value, error = result
+    reading, writing = os.pipe()
+    child = os.fork()  # multiprocessing has no children for daemons, such as loader workers
+    if child == 0:
+        _send_result(writing, function, args)
+    os.close(writing)
+    with open(reading, "rb") as pipe:
+        sent = pipe.read()
+    exitcode = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if exitcode:
+        raise ValueError(f"the process that renders the chat template {describe_exit(exitcode)}")
+    value, error = pickle.loads(sent)
     if error is not None:
         raise error
     return value
 
 
 def describe_exit(exitcode: int | None) -> str:
-    """How a limited process ended, by `multiprocessing.Process.exitcode`, with the remedy: "was ended: ..."."""
+    """How a limited process ended, by its exit code (-n: by signal n), with the remedy: "was ended: ..."."""
     if exitcode == -signal.SIGXCPU:
         return f"was ended: {_too_much(f'{SECONDS} s of CPU time')}"
     if exitcode is not None and exitcode < 0:
@@ -95,12 +95,22 @@ def describe_exit(exitcode: int | None) -> str:
     return f"ended with exit code {exitcode}; see its output above"
 
 
-def _send_result(sender: Any, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    limit_process()
+def _send_result(writing: int, function: Callable[..., Any], args: tuple[Any, ...]) -> NoReturn:
+    """Ends the process, without what a normal end of it would do for the one that it was forked from."""
+    gc.disable()  # objects of the other process stay as they are
     try:
-        sender.send((limited(function, *args), None))
-    except ValueError as error:
-        sender.send((None, ValueError(str(error))))
+        limit_process()
+        result: tuple[Any, ValueError | None]
+        try:
+            result = limited(function, *args), None
+        except ValueError as error:
+            result = None, ValueError(str(error))
+        with open(writing, "wb") as pipe:
+            pickle.dump(result, pipe)
+        os._exit(0)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
 
 
 def _too_much(amount: str) -> str:
