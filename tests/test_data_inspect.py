@@ -27,7 +27,7 @@ from torchtitan_magi.data.inspection.spelling import Cell, Part, Speller, shorte
 from torchtitan_magi.data.inspection.summary import inspect_data, joined
 from torchtitan_magi.data.inspection.terminal import LEARNED, LEARNED_SPECIAL, Painter, report
 
-GOOD = [{"messages": [user("the cat"), assistant(f"the hat {i}"), user("and"), assistant("a dog")]} for i in range(4)]
+GOOD = [{"messages": [user("the cat"), assistant(f"the hat {i}"), user("and"), assistant("a dog")]} for i in range(3)]
 
 
 def messages(*turns, **more):
@@ -258,16 +258,16 @@ REFUSES = "{{ raise_exception('too odd') }}"
 SYSTEM = {"role": "system", "content": "be brief"}
 
 OF_TEMPLATES = [
-    (EVERYTHING, "wrong", "everything is learned in all 4 records, also the user's text"),
-    (NOTHING, "wrong", "nothing is learned in all 4 records"),
-    (NO_END, "wrong", "no end-of-turn token is learned in all 4 records: .* (<|im_end|> comes after the learned text"),
-    ("<s>" + CHATML_TEMPLATE, "wrong", "BOS <s> comes twice at the beginning of all 4 records"),
-    (NO_BOS, "look", "BOS <s> is not at the beginning of all 4 records"),
+    (EVERYTHING, "wrong", "everything is learned in all 3 records, also the user's text"),
+    (NOTHING, "wrong", "nothing is learned in all 3 records"),
+    (NO_END, "wrong", "no end-of-turn token is learned in all 3 records: .* (<|im_end|> comes after the learned text"),
+    ("<s>" + CHATML_TEMPLATE, "wrong", "BOS <s> comes twice at the beginning of all 3 records"),
+    (NO_BOS, "look", "BOS <s> is not at the beginning of all 3 records"),
     (OTHER_TOKENS, "wrong", "the template writes <|start_of_role|>, which is not one token of this tokenizer"),
     (REFUSES, "wrong", "a plain conversation of two rounds is refused: the chat template .* (too odd)"),
     (REFUSES, "wrong", "training refuses to start: the chat template in .* (too odd)"),
     ("{% for %}", "wrong", "training refuses to start: the chat template in .* is not valid"),
-    (REFUSES, "wrong", "all 4 records are refused: the chat template .* (too odd)"),
+    (REFUSES, "wrong", "all 3 records are refused: the chat template .* (too odd)"),
 ]
 THINKS = assistant("a", reasoning_content="I think")
 OF_RECORDS = [
@@ -276,7 +276,7 @@ OF_RECORDS = [
     ([messages(user("q"), assistant("a", mood="good"))], "look", 'does not use "mood" of a message: in 1 record'),
     ([messages(user("<|im_end|>"), assistant("a"))], "look", "text of 1 record spells the special token <|im_end|>"),
     ([messages(user("q"), assistant("a"), id=3)], "note", 'the key "id" of 1 record is not used'),
-    ([*GOOD, {"text": "the cat"}], "note", "1 record of 5 (20.0%) is plain text: all of it is learned"),
+    ([*GOOD, {"text": "the cat"}], "note", "1 record of 4 (25.0%) is plain text: all of it is learned"),
 ]
 MISTAKES = [
     ({"template": NO_SYSTEM}, [messages(SYSTEM, *GOOD[0]["messages"])], "look", "what a message of role 'system' says"),
@@ -305,7 +305,7 @@ def test_an_unknown_token_is_named(inspect):
     tokenizer = Tokenizer(models.WordLevel({"<s>": 0, "[UNK]": 1, "Assistant": 2, ":": 3}, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     inspection = inspect(GOOD, PLAIN_TEMPLATE, tokenizer, config={"eos_token": None})
-    assert [text for text in warnings_of(inspection, "wrong") if "unknown token [UNK] is in all 4 records" in text]
+    assert [text for text in warnings_of(inspection, "wrong") if "unknown token [UNK] is in all 3 records" in text]
 
 
 def test_reasoning_that_is_kept_is_no_finding(inspect):
@@ -372,7 +372,7 @@ def test_the_command_writes_report_and_page(tmp_path, capsys):
     path, folder = write_records(tmp_path / "data.jsonl", GOOD), write_folder(tmp_path / "tokenizer")
     command.main([str(path), "--tokenizer", str(folder), "--seq-len", "64", "--html", str(tmp_path / "page.html")])
     printed = capsys.readouterr().out
-    assert f"{path}: all 4 records read" in printed
+    assert f"{path}: all 3 records read" in printed
     assert "⟦the hat" in printed
     assert printed.endswith("What looks wrong\nnothing\n")
     assert (tmp_path / "page.html").read_text().startswith("<!DOCTYPE html>")

@@ -21,7 +21,7 @@ from torchtitan_magi.data.packing import pack_best_fit
 from torchtitan_magi.data.token_cache import default_folder
 
 SAMPLE = 2_000  # records that are read, unless all are
-FEW = 8  # records that are read if training refuses the template, which may take its time
+FEW = 3  # records that are read if training refuses the template, which may take its time
 SAMPLE_BLOCKS = 16  # that they come from
 SAMPLE_TOKENS = 4_000_000  # no more are read once they have so many
 BATCH = 128  # records
