@@ -12,6 +12,7 @@ a new reason. The same seed and number of cases give the same inputs.
 """
 
 import argparse
+import contextlib
 import copy
 import hashlib
 import json
@@ -101,10 +102,14 @@ def mutated(rng: random.Random, seeds: tuple[bytes, ...], found: list[bytes], wo
     data = rng.choice(rng.choice((seeds, found)) or seeds)
     for _ in range(1 + int(rng.expovariate(0.8))):
         how = rng.random()
-        if how < 0.1:
-            data = _mutated_bytes(rng, data)
-        elif how < 0.6 and (changed := _mutated_json(rng, data, words)) is not None:
+        changed = None
+        if how < 0.5:
+            with contextlib.suppress(RecursionError):  # too deep for json and copy
+                changed = _mutated_json(rng, data, words)
+        if changed is not None:
             data = changed
+        elif how < 0.6:
+            data = _mutated_bytes(rng, data)
         else:
             data = b"".join(_mutated_tokens(rng, _TOKEN.findall(data), _TOKEN.findall(rng.choice(seeds)), words))
     return data[:MAX_INPUT]
@@ -138,7 +143,7 @@ def _mutated_json(rng: random.Random, data: bytes, words: tuple[bytes, ...]) -> 
         words = (*_WORDS, *words)
         new = [place[0][place[1]] for place in places] + [_value(rng.choice(words)) for _ in range(4)]
         container, key = rng.choice(places)
-    except (ValueError, RecursionError, IndexError):
+    except (ValueError, IndexError):
         return None
     kind = rng.randrange(4)
     if kind == 0:
