@@ -3,10 +3,10 @@
 import json
 
 import pytest
-from test_data_chat import CHATML_UNMARKED, LLAMA3_TEMPLATE, TOOL, TURN_ENDS, assistant, chat, learned, user
+from test_data_chat import CHATML_UNMARKED, LLAMA3_TEMPLATE, TOKENIZER, TOOL, TURN_ENDS, assistant, chat, learned, user
 
 from torchtitan_magi.data.chat import CHATML_TEMPLATE, PLAIN_TEMPLATE
-from torchtitan_magi.data.formats import parse_document
+from torchtitan_magi.data.formats import parse_document, parse_pair
 
 USER, ASSISTANT, SYSTEM = user("q"), assistant("a"), {"role": "system", "content": "s"}
 CALLS = [{"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}]
@@ -119,3 +119,90 @@ def test_every_form_is_learned_where_the_assistant_speaks(template, end):
     alpaca = {"instruction": "the cat", "input": "and", "output": "a dog"}
     assert learned(chat(template)(parse_document({"conversations": turns}))) == f"{space}the hat{end}{space}a dog{end}"
     assert learned(chat(template)(parse_document(alpaca))) == f"{space}a dog{end}"
+
+
+def test_reasoning_has_one_name():
+    for name in ("reasoning", "thinking", "reasoning_content"):
+        thought = ASSISTANT | {name: "so"}
+        assert parse_document({"messages": [USER, thought]})["messages"][1] == ASSISTANT | {"reasoning_content": "so"}
+        assert parse_document({"messages": [USER, ASSISTANT | {name: ""}]})["messages"][1] == ASSISTANT
+    twice = ASSISTANT | {"reasoning": "so", "reasoning_content": "so"}
+    assert parse_document({"messages": [USER, twice]})["messages"][1] == ASSISTANT | {"reasoning_content": "so"}
+
+
+def test_arguments_of_the_template_reach_it():
+    record = {"messages": [USER, ASSISTANT], "chat_template_kwargs": {"enable_thinking": False, "budget": None}}
+    for given in (record, record | {"chat_template_kwargs": json.dumps(record["chat_template_kwargs"])}):
+        assert parse_document(given)["chat_template_kwargs"] == {"enable_thinking": False}
+    template = "{{ '/think' if enable_thinking else '/no_think' }}" + CHATML_TEMPLATE
+    tokenizer = chat(template)
+    assert tokenizer.render(**parse_document(record))[0].startswith("/no_think")
+    pair = parse_pair(
+        {"prompt": "q", "chosen": "a", "rejected": "b", "chat_template_kwargs": {"enable_thinking": True}}
+    )
+    assert TOKENIZER.decode(tokenizer.pair(pair).prompt.tolist(), skip_special_tokens=False).startswith("/think")
+    for nothing in (None, {}, ""):
+        assert parse_document(record | {"chat_template_kwargs": nothing}) == {"messages": [USER, ASSISTANT]}
+
+
+HALF = r'{"x": "\ud83d"}'
+DEEP = '{"x":' * 5000 + "1" + "}" * 5000
+NESTED = {"x": 1}
+for _ in range(5000):
+    NESTED = {"x": NESTED}
+
+
+def calling(arguments):
+    return {
+        "messages": [USER, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}]
+    }
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        (
+            calling(HALF),
+            r"messages\[1\].tool_calls\[0\].function.arguments has the escape \\ud83d, half of a surrogate",
+        ),
+        (calling(DEEP), r"messages\[1\].tool_calls\[0\].function.arguments is JSON that is nested too deeply; remove"),
+        (calling('{"x": 1, "x": 2}'), "arguments has the key 'x' twice; leave it one of them"),
+        ({"messages": [USER], "tools": f"[{HALF}]"}, '"tools" has the escape'),
+        ({"messages": [USER], "tools": f"[{DEEP}]"}, '"tools" is JSON that is nested too deeply'),
+        ({"messages": [USER], "tools": NESTED}, "nested too deeply; remove it"),
+        (
+            {"messages": [USER], "chat_template_kwargs": DEEP},
+            '"chat_template_kwargs" is JSON that is nested too deeply',
+        ),
+        ({"messages": [USER], "chat_template_kwargs": [1]}, '"chat_template_kwargs" is .*; write an object'),
+        ({"messages": [USER], "chat_template_kwargs": "x"}, "which is not JSON; write an object"),
+        ({"messages": [USER], "chat_template_kwargs": {"tools": []}}, '"tools", which is not the record\'s to give'),
+        ({"messages": [ASSISTANT | {"reasoning": "a", "thinking": "b"}]}, "different texts in reasoning and thinking"),
+        ({"messages": [ASSISTANT | {"reasoning": ["a"]}]}, r"messages\[0\].reasoning is .*; write a string"),
+        ({"messages": [ASSISTANT | {"weight": 0.5}]}, r"messages\[0\].weight is 0.5; use 0"),
+        ({"messages": [ASSISTANT | {"weight": []}]}, r"messages\[0\].weight is \[\]; use 0"),
+        ({"conversations": [{"from": "human", "value": "q", "role": "system"}]}, 'has "from" and "role"; leave it one'),
+        ({"conversations": [{"from": "gpt", "value": "q", "content": "a"}]}, 'has "value" and "content"; leave it one'),
+    ],
+)
+def test_a_malformed_record_is_one_line(record, message):
+    with pytest.raises(ValueError, match=message) as error:
+        parse_document(record)
+    assert "\n" not in str(error.value)
+
+
+def parsed(record):
+    try:
+        return parse_document(record)
+    except ValueError as error:
+        return error
+
+
+@pytest.mark.parametrize("depth", [100, 600, 950, 5000])
+def test_whatever_is_nested_is_a_record_or_one_malformed_record(depth):
+    arguments = '{"x":' * depth + "1" + "}" * depth
+    (result,) = chat(UNMARKED_TOOL_TEMPLATE).documents([parsed(calling(arguments))])
+    if depth == 5000 or isinstance(result, ValueError):
+        assert "nested too deeply" in str(result) or "refuses the messages (maximum recursion" in str(result)
+    else:
+        assert len(result.tokens) > 5 * depth

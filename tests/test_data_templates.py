@@ -1,16 +1,17 @@
 """Chat templates of published models: what is learned, against TRL's own marks, and which are refused."""
 
+import json
 import multiprocessing
 from datetime import date
 from pathlib import Path
 
 import pytest
 import trl
-from conversations import CONVERSATIONS, REASONING, TOOLS, assistant, calling, system, thinking, tool, user
+from conversations import CONVERSATIONS, REASONING, TOOLS, Q, assistant, calling, system, thinking, tool, user
 from test_data_chat import byte_level_tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from torchtitan_magi.data import ChatTokenizer, guard
+from torchtitan_magi.data import ChatTokenizer, PackedSFTDataset, guard
 from torchtitan_magi.data.template import _GENERATION_TAG, ChatTemplate
 
 TOKENIZER = byte_level_tokenizer()
@@ -304,3 +305,26 @@ def test_a_record_that_takes_too_long_is_one_malformed_record(monkeypatch):
     assert all(isinstance(result, int) for result in (first, third, last))
     assert loop.startswith("the chat template takes more than 1 s of CPU time; correct the template")
     assert large.startswith("the chat template takes more than 1 GiB of memory; correct the template")
+
+
+def test_what_a_template_leaves_out_is_said_once_with_its_number(tmp_path, caplog):
+    lines = [{"messages": [Q, thinking(f"so {number}", "a"), Q, assistant("b")]} for number in range(3)]
+    lines += [{"messages": [Q | {"mood": "good"}, assistant("a")]}, {"messages": [Q, assistant("a")]}]
+    path = tmp_path / "chat.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    chat = ChatTokenizer(TOKENIZER, 0, 1, SHIPPED["qwen3"])
+    for _ in PackedSFTDataset(path, chat, 256, epochs=2):
+        pass
+    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert sorted(said) == [
+        f'the chat template does not use "mood" of a message, in 1 of the 5 records from {path}:1 on',
+        f"the chat template drops reasoning, in 3 of the 5 records from {path}:1 on",
+    ]
+
+
+def test_a_template_that_refuses_everything_is_the_error_when_it_is_loaded(tmp_path):
+    (tmp_path / "chat_template.jinja").write_text("{{ raise_exception('no') }}")
+    with pytest.raises(
+        ValueError, match=rf"^the chat template in {tmp_path}: the chat template refuses .*\(no\); change"
+    ):
+        ChatTokenizer.from_assets(TOKENIZER, 0, 1, tmp_path)

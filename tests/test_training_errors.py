@@ -56,6 +56,7 @@ def test_a_wrong_value_on_the_command_line(arguments, processes, messages):
 @pytest.mark.parametrize(
     ("option", "messages"),
     [
+        ('template_date = "26 Jul"', ["magi.template_date is '26 Jul'", 'use a date such as "2024-07-26"']),
         ('backend = "fla"', ["magi.backend is 'fla'", "use one of 'auto', 'ffa', 'flex'"]),
         ('positions = "row"', ["magi.positions is 'row'", "use one of 'auto', 'document', 'pack'"]),
         ('long_documents = "drop"', ["magi.long_documents is 'drop'", "use one of 'truncate', 'split'"]),

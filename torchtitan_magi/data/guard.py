@@ -6,13 +6,15 @@ comparison of two lists that hold themselves many times over, never sees the sig
 with SIGXCPU, and `describe_exit` says why.
 """
 
-import multiprocessing
+import gc
+import os
+import pickle
 import resource
 import signal
 import time
+import traceback
 from collections.abc import Callable
-from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 SECONDS = 20  # CPU time of a call
 MEMORY_BYTES = 2**30  # address space that a call may add to its process
@@ -22,7 +24,8 @@ T = TypeVar("T")
 
 _REMEDY = "correct the template, or the record if others pass"
 
-_is_limited = False
+_statm: int | None = None  # of a limited process: the open file that tells its address space
+_is_running = False  # whether a limited call is
 
 
 class _TimeIsUp(BaseException):
@@ -34,60 +37,62 @@ def limit_process() -> None:
 
     The address space is the whole process's, so another thread that allocates during a call can fail.
     """
-    global _is_limited
-    _is_limited = True
+    global _statm
+    _statm = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
     signal.signal(signal.SIGXCPU, signal.SIG_DFL)
+    signal.signal(signal.SIGPROF, _end_call)
 
 
 def limited(function: Callable[..., T], *args: Any) -> T:
     """Calls `function(*args)`; in a limited process, ValueError if it takes more than SECONDS or MEMORY_BYTES."""
-    if not _is_limited:
+    if _statm is None:
         return function(*args)
-    before = {kind: resource.getrlimit(kind) for kind in (resource.RLIMIT_AS, resource.RLIMIT_CPU)}
+    global _is_running
+    before = resource.getrlimit(resource.RLIMIT_AS), resource.getrlimit(resource.RLIMIT_CPU)
     try:
         try:
-            _lower(resource.RLIMIT_AS, _address_space() + MEMORY_BYTES)
-            _lower(resource.RLIMIT_CPU, int(time.process_time()) + SECONDS + GRACE)
-            signal.signal(signal.SIGPROF, _raise_time_is_up)
+            address_space = int(os.pread(_statm, 64, 0).split()[0]) * resource.getpagesize()
+            _lower(resource.RLIMIT_AS, before[0], address_space + MEMORY_BYTES)
+            _lower(resource.RLIMIT_CPU, before[1], int(time.process_time()) + SECONDS + GRACE)
+            _is_running = True
             signal.setitimer(signal.ITIMER_PROF, SECONDS, 1.0)  # again, should a destructor swallow the first
             return function(*args)
         finally:
-            _stop_timer()
+            _is_running = False
     except _TimeIsUp:
-        _stop_timer()  # the signal may have come just before the line above
         raise ValueError(_too_much(f"{SECONDS} s of CPU time")) from None
     except MemoryError:
         raise ValueError(_too_much(f"{MEMORY_BYTES / 2**30:.0f} GiB of memory")) from None
     finally:
-        for kind, limits in before.items():
-            resource.setrlimit(kind, limits)
+        _is_running = False  # the signal may have come before the line above
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        resource.setrlimit(resource.RLIMIT_AS, before[0])
+        resource.setrlimit(resource.RLIMIT_CPU, before[1])
 
 
 def run_limited(function: Callable[..., T], *args: Any) -> T:
-    """Calls `function(*args)` in a limited process of its own, which does not outlive the call.
+    """Calls `function(*args)` in a limited process of its own, forked from this one, and waits for its end.
 
-    The process is forked. Its result, or the ValueError that it raises, comes back pickled. Raises ValueError also if
-    the process dies.
+    The result, or the ValueError that it raises, comes back pickled. Raises ValueError also if the process dies.
     """
-    context = multiprocessing.get_context("fork")
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_send_result, args=(sender, function, args))
-    process.start()
-    sender.close()
-    result: Any = None
-    with suppress(EOFError):
-        result = receiver.recv()
-    process.join()
-    if result is None:
-        raise ValueError(f"the process that renders the chat template {describe_exit(process.exitcode)}")
-    value, error = result
+    reading, writing = os.pipe()
+    child = os.fork()  # multiprocessing has no children for daemons, such as loader workers
+    if child == 0:
+        _send_result(writing, function, args)
+    os.close(writing)
+    with open(reading, "rb") as pipe:
+        sent = pipe.read()
+    exitcode = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if exitcode:
+        raise ValueError(f"the process that renders the chat template {describe_exit(exitcode)}")
+    value, error = pickle.loads(sent)
     if error is not None:
         raise error
     return value
 
 
 def describe_exit(exitcode: int | None) -> str:
-    """How a limited process ended, by `multiprocessing.Process.exitcode`, with the remedy: "was ended: ..."."""
+    """How a limited process ended, by its exit code (-n: by signal n), with the remedy: "was ended: ..."."""
     if exitcode == -signal.SIGXCPU:
         return f"was ended: {_too_much(f'{SECONDS} s of CPU time')}"
     if exitcode is not None and exitcode < 0:
@@ -95,33 +100,33 @@ def describe_exit(exitcode: int | None) -> str:
     return f"ended with exit code {exitcode}; see its output above"
 
 
-def _send_result(sender: Any, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    limit_process()
+def _send_result(writing: int, function: Callable[..., Any], args: tuple[Any, ...]) -> NoReturn:
+    """Ends the process, without what a normal end of it would do for the one that it was forked from."""
+    gc.disable()  # objects of the other process stay as they are
     try:
-        sender.send((limited(function, *args), None))
-    except ValueError as error:
-        sender.send((None, ValueError(str(error))))
+        limit_process()
+        result: tuple[Any, ValueError | None]
+        try:
+            result = limited(function, *args), None
+        except ValueError as error:
+            result = None, ValueError(str(error))
+        with open(writing, "wb") as pipe:
+            pickle.dump(result, pipe)
+        os._exit(0)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
 
 
 def _too_much(amount: str) -> str:
     return f"the chat template takes more than {amount}; {_REMEDY}"
 
 
-def _lower(kind: int, limit: int) -> None:
-    soft, hard = resource.getrlimit(kind)
-    others = [value for value in (soft, hard) if value != resource.RLIM_INFINITY]
-    resource.setrlimit(kind, (min(limit, *others), hard) if others else (limit, hard))
+def _lower(kind: int, before: tuple[int, int], limit: int) -> None:
+    limits = [value for value in before if value != resource.RLIM_INFINITY]
+    resource.setrlimit(kind, (min([limit, *limits]), before[1]))
 
 
-def _address_space() -> int:
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[0]) * resource.getpagesize()
-
-
-def _raise_time_is_up(*_: Any) -> None:
-    raise _TimeIsUp
-
-
-def _stop_timer() -> None:
-    signal.setitimer(signal.ITIMER_PROF, 0)
-    signal.signal(signal.SIGPROF, signal.SIG_IGN)
+def _end_call(*_: Any) -> None:
+    if _is_running:
+        raise _TimeIsUp

@@ -29,6 +29,7 @@ PACKING_VERSION = 2  # of the way from records to packs
 MakePieces = Callable[[TokenBlock, np.ndarray], tuple[Pieces, PackingCounts]]
 
 _FULL = 0.98  # a pack filled to this fraction is never carried over
+_MAX_NOTES_LOGGED = 20  # per run
 _MAX_SKIPS_LOGGED = 10  # per run
 _MAX_CARRIED = 1 / 8  # fraction of a window's packs; at least one pack
 
@@ -144,6 +145,7 @@ class PackStream:
     window_blocks: int
     skip_bad: bool
     weighted: bool
+    said: set[str] = field(default_factory=set)  # notes that were logged
 
     def packs(self, cursor: Cursor) -> Iterator[Pack]:
         """The packs from `cursor` to the end of the last epoch.
@@ -196,6 +198,7 @@ class PackStream:
         def opened(block: int) -> TokenBlock:
             if block not in blocks:
                 blocks[block] = self.tokens.open(block, cancelled)
+                self._say_notes(blocks[block], block)
             return blocks[block]
 
         found = [(block, self._carried(opened(block), block, rows)) for block, rows in self._by_block(cursor).items()]
@@ -266,6 +269,14 @@ class PackStream:
             else:
                 break
         return PackingCounts(documents=len(bad), skipped=len(bad))
+
+    def _say_notes(self, tokens: TokenBlock, block: int) -> None:
+        """Logs what the chat template left out of records, each thing once."""
+        for note, number in tokens.notes.items():
+            if note not in self.said and len(self.said) < _MAX_NOTES_LOGGED:
+                self.said.add(note)
+                where = self._where(block, 0)
+                logger.warning("%s, in %d of the %d records from %s on", note, number, len(tokens), where)
 
     def _by_block(self, cursor: Cursor) -> dict[int, list[tuple[int, int]]]:
         """block -> (index of the record in it, start) of each piece carried into the cursor's window."""

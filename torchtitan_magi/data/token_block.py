@@ -12,6 +12,7 @@ import os
 import struct
 import tempfile
 import zlib
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,13 +20,14 @@ import numpy as np
 
 from torchtitan_magi.data.documents import TokenizedDocument, TokenizedPair
 
-VERSION = 1  # of the files, and of the way from a record to its tokens
+VERSION = 2  # of the files, and of the way from a record to its tokens
 PARTS = {"documents": 1, "pairs": 3}  # of a record's tokens
 
 _MAGIC = b"magitoks"
 _FIXED = struct.Struct("<8sII")  # magic, bytes of the head, checksum of head and index
 _INDEX = {"bounds": np.int64, "learned": np.int64, "common": np.int64, "checksums": np.uint32}
 _ALIGNMENT = 64
+_MAX_NOTES = 16  # of a block
 
 
 class Damaged(Exception):
@@ -39,7 +41,8 @@ class TokenBlock:
     tokens: int32 [t], parts one after the other; bounds: int64 [n * parts + 1], first token of each part, and t;
     learned: int64 [m, 2], ranges of tokens to predict, ascending; common: int64 [n], of pairs, number of tokens with
     which both completions begin (documents: 0); checksums: uint32 [n], CRC-32 of each record's tokens; malformed:
-    index in the block -> what is wrong with the record, which then has no token.
+    index in the block -> what is wrong with the record, which then has no token; notes: what the chat template left out
+    of records -> of how many.
     """
 
     parts: int
@@ -49,6 +52,7 @@ class TokenBlock:
     common: np.ndarray
     checksums: np.ndarray
     malformed: dict[int, str]
+    notes: dict[str, int]
 
     def __len__(self) -> int:
         return len(self.checksums)
@@ -73,6 +77,7 @@ class TokenBlock:
             np.array(common, np.int64),
             np.array(checksums, np.uint32),
             malformed,
+            dict(Counter(note for row in rows for note in _notes_of(row)).most_common(_MAX_NOTES)),
         )
 
     def tokens_of(self, index: int) -> tuple[int, int]:
@@ -116,6 +121,7 @@ class TokenBlock:
         index = b"".join(getattr(self, name).astype(kind).tobytes() for name, kind in _INDEX.items())
         shapes = {name: getattr(self, name).shape for name in _INDEX}
         head = {"parts": self.parts, "tokens": len(self.tokens), "shapes": shapes, "malformed": self.malformed}
+        head["notes"] = self.notes
         text = json.dumps(head).encode()
         text += b" " * (-(_FIXED.size + len(text)) % _ALIGNMENT)
         checksum = zlib.crc32(index, zlib.crc32(text))
@@ -156,7 +162,7 @@ class TokenBlock:
         if zlib.crc32(memoryview(content)[_FIXED.size : place]) != checksum or place + tokens.nbytes != len(content):
             raise Damaged
         malformed = {int(index): what for index, what in head["malformed"].items()}
-        return cls(head["parts"], tokens, malformed=malformed, **arrays)
+        return cls(head["parts"], tokens, malformed=malformed, notes=head["notes"], **arrays)
 
 
 def _parts_of(record: TokenizedDocument | TokenizedPair | ValueError, parts: int) -> list[TokenizedDocument]:
@@ -172,3 +178,7 @@ def _common(one: np.ndarray, two: np.ndarray) -> int:
     size = min(len(one), len(two))
     differ = np.flatnonzero(one[:size] != two[:size])
     return int(differ[0]) if len(differ) else size
+
+
+def _notes_of(parts: Sequence[TokenizedDocument]) -> set[str]:
+    return {note for part in parts for note in part.notes}

@@ -4,6 +4,7 @@ import importlib
 import math
 import os
 from dataclasses import dataclass, field, fields
+from datetime import date
 from typing import Literal, get_args, get_origin
 
 from torchtitan_magi.planning.cost_model import CostModel
@@ -71,6 +72,10 @@ class Magi:
     """What becomes of malformed records. "error": the run stops, before the first step where that can be told. "skip":
     they are left out, counted, and the first of them logged with file and line."""
 
+    template_date: str = ""
+    """Date that the chat template prints if it prints one, such as "2024-07-26". "": that of the run's first start,
+    which is kept in job.dump_folder."""
+
     token_cache: str = ""
     """Folder that keeps the tokens of your data, made once by all cores of the machine: all ranks and later runs read
     them there. Machines may share it. "": tokens/ in $TORCHTITAN_MAGI_CACHE, else ~/.cache/torchtitan_magi/tokens."""
@@ -108,10 +113,19 @@ def check_options(magi: Magi) -> None:
         )
     if type(magi.epochs) is not int or (magi.epochs < 1 and magi.epochs != -1):
         raise ValueError(f"magi.epochs is {magi.epochs!r}; use a number of passes over the data, or -1 for no end")
+    _check_date(magi.template_date)
     if type(magi.token_cache) is not str:
         raise ValueError(f'magi.token_cache is {magi.token_cache!r}; use the path of a folder, or "" for the default')
     if magi.cost_model:
         CostModel.load(magi.cost_model)
+
+
+def _check_date(day: str) -> None:
+    try:
+        if day != "":
+            date.fromisoformat(day)
+    except (TypeError, ValueError):
+        raise ValueError(f'magi.template_date is {day!r}; use a date such as "2024-07-26"') from None
 
 
 def check_options_for_pairs(magi: Magi) -> None:

@@ -11,6 +11,7 @@ from torchtitan_magi.data.packed import PackedDataset
 from torchtitan_magi.data.token_cache import default_folder
 from torchtitan_magi.titan.v02.job_config import DPO_DATASET, OUR_DATASETS
 from torchtitan_magi.training.pack_loader import PackLoader, agreed_dataset
+from torchtitan_magi.training.template_date import keep_template_date, template_date
 
 
 def build_dataloader(
@@ -29,11 +30,15 @@ def build_dataloader(
         ValueError: on all ranks, for a records file that is missing, empty, malformed or not the same on each of them.
     """
     magi, path = job_config.magi, section.dataset_path
+    day = template_date(magi.template_date, job_config.job.dump_folder)
 
     def make() -> PackedDataset:
         chat = ChatTokenizer.from_assets(
-            tokenizer.tokenizer, tokenizer.bos_id, tokenizer.eos_id, job_config.model.hf_assets_path
+            tokenizer.tokenizer, tokenizer.bos_id, tokenizer.eos_id, job_config.model.hf_assets_path, day
         )
+        if chat.prints_date:
+            keep_template_date(job_config.job.dump_folder, day)
+            logger.info(f"The chat template prints the date: {day}; another by magi.template_date")
         shard = (section.seq_len, dp_rank, dp_world_size)
         options = {
             "seed": job_config.debug.seed or 0,

@@ -1,0 +1,63 @@
+"""The date that chat templates print: the same on all ranks and in all starts of a run."""
+
+from datetime import date
+from pathlib import Path
+
+import torch.distributed as dist
+
+
+def template_date(option: str, folder: str) -> date:
+    """What the templates of a run take for today: the option, or the date of the run's first start. A collective.
+
+    Args:
+        option: ISO date, "" for none.
+        folder: the run's own; `keep_template_date` leaves the date of the first start there, for rank 0 to find.
+
+    Raises:
+        ValueError: on all ranks, if the folder's date cannot be read.
+    """
+    found: list[date | str] = [""]
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        try:
+            found = [date.fromisoformat(option) if option else _kept(_path(folder)) or date.today()]
+        except ValueError as error:
+            found = [str(error)]
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.broadcast_object_list(found, src=0)
+    if isinstance(found[0], str):
+        raise ValueError(found[0])
+    return found[0]
+
+
+def keep_template_date(folder: str, day: date) -> None:
+    """Leaves the date for later starts of the run, if there is none. Does something on rank 0 only.
+
+    Raises:
+        ValueError: if the folder cannot be written.
+    """
+    if dist.is_initialized() and dist.get_rank():
+        return
+    path = _path(folder)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not path.exists():
+            path.write_text(f"{day}\n")
+    except OSError as error:
+        raise ValueError(
+            f"cannot write {path}: {error.strerror}; set job.dump_folder to a folder that can be written, or give "
+            "magi.template_date"
+        ) from None
+
+
+def _path(folder: str) -> Path:
+    return Path(folder) / "template_date"
+
+
+def _kept(path: Path) -> date | None:
+    try:
+        text = path.read_text().strip()
+        return date.fromisoformat(text)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} holds no date ({error}); remove it, or give magi.template_date") from None
