@@ -93,7 +93,7 @@ def make_tokenizer(num_words: int) -> ChatTokenizer:
         vocab_size=num_words, special_tokens=special, initial_alphabet=alphabet, show_progress=False
     )
     language = Language(1)
-    tokenizer.train_from_iterator((language.text(2_000) for _ in range(400)), trainer)
+    tokenizer.train_from_iterator((language.text(num_words) for _ in range(25)), trainer)
     return ChatTokenizer(tokenizer, 0, 1, CHATML_TEMPLATE)
 
 
