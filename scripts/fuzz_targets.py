@@ -3,7 +3,9 @@
 Each is one small function over one entry of the package; seeds are sound inputs, words what a mutation may put in.
 """
 
+import gzip
 import hashlib
+import io
 import json
 import os
 import tempfile
@@ -13,13 +15,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 from fuzz import Check, Target
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from torchtitan_magi.cuda.entries import open_folder, read_entry
-from torchtitan_magi.data import ChatTokenizer, PackedPairDataset, PackedSFTDataset
+from torchtitan_magi.data import ChatTokenizer, Corpus, PackedPairDataset, PackedSFTDataset, TokenizedDocument, guard
 from torchtitan_magi.data.chat import CHATML_TEMPLATE, PLAIN_TEMPLATE, load_chat_template
 from torchtitan_magi.data.packed import PackedDataset
+from torchtitan_magi.data.token_block import Damaged, TokenBlock
 from torchtitan_magi.masks.builders import block_causal, shared_prompt, sliding_window, varlen_causal, varlen_full
 from torchtitan_magi.masks.slices import AttnSlices
 from torchtitan_magi.planning.cost_model import H200, CostModel
@@ -121,6 +126,61 @@ def _reader(path: Path, kind: type[PackedDataset], tokenize: Any) -> Check:
     return check
 
 
+def read_gzip(folder: Path) -> Check:
+    return _source(folder / "documents.jsonl.gz")
+
+
+def read_parquet(folder: Path) -> Check:
+    return _source(folder / "documents.parquet")
+
+
+def _source(path: Path) -> Check:
+    def check(data: bytes) -> None:
+        """The file, and what is kept of it, are read twice."""
+        path.write_bytes(data)
+        for _ in range(2):
+            corpus = Corpus(path, cache=path.parent / "cache")
+            for block in range(corpus.num_blocks):
+                corpus.read(block)
+                corpus.digest(block)
+            corpus.where(len(corpus) - 1)
+
+    return check
+
+
+def _parquet() -> bytes:
+    file = io.BytesIO()
+    pq.write_table(pa.Table.from_pylist([{"messages": TURNS}] * 3), file)
+    return file.getvalue()
+
+
+def read_tokens(folder: Path) -> Check:
+    path = folder / "block.tokens"
+
+    def check(data: bytes) -> None:
+        path.write_bytes(data)
+        try:
+            block = TokenBlock.open(str(path))
+        except Damaged:
+            raise ValueError("the file is damaged; its tokens are made again") from None
+        sound = [block.is_sound(index) for index in range(len(block))]
+        if not all(sound):
+            raise ValueError("the tokens are damaged; they are made again")
+        assert data == BLOCK
+
+    return check
+
+
+def _block() -> bytes:
+    document = TokenizedDocument(np.arange(9, dtype=np.int32), np.arange(9) % 2 == 0)
+    with tempfile.TemporaryDirectory() as folder:
+        TokenBlock.of("documents", [document, ValueError("malformed; remove it"), document]).write(f"{folder}/block")
+        return Path(folder, "block").read_bytes()
+
+
+BLOCK = _block()
+
+
 # ----------------------------------------------------------------------------------------------------------- templates
 
 TEMPLATES = (PLAIN_TEMPLATE, CHATML_TEMPLATE, TOOL_TEMPLATE)
@@ -134,6 +194,9 @@ TEMPLATE_WORDS = words(
 
 
 def render_template(folder: Path) -> Check:
+    guard.limit_process()
+    guard.SECONDS = 2
+
     def check(data: bytes) -> None:
         chat = chat_tokenizer(data.decode(errors="replace"))
         for record in ({"messages": TURNS}, {"messages": REASONING}, {"messages": [*CALLS, TURNS[1]], "tools": TOOLS}):
@@ -333,6 +396,9 @@ def _targets(*targets: Target) -> dict[str, Target]:
 TARGETS = _targets(
     Target("records", read_documents, DOCUMENTS, RECORD_WORDS),
     Target("pairs", read_pairs, PAIRS, RECORD_WORDS),
+    Target("gzip", read_gzip, tuple(map(gzip.compress, DOCUMENTS))),
+    Target("parquet", read_parquet, (_parquet(),)),
+    Target("tokens", read_tokens, (BLOCK,)),
     Target("templates", render_template, tuple(text.encode() for text in TEMPLATES), TEMPLATE_WORDS),
     Target("assets", read_assets, ASSETS),
     Target("slices", plan_slices, tuple(map(lines, TABLES))),
