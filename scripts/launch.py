@@ -66,6 +66,14 @@ def check_hooks(config: dict[str, Any], arguments: list[str]) -> None:
             )
 
 
+def read(path: Path) -> dict[str, Any]:
+    """The TOML file. Raises OSError, or ValueError where it is none."""
+    try:
+        return tomllib.loads(path.read_text())
+    except RecursionError:
+        raise ValueError("values are nested too deeply; is this a TOML file?") from None
+
+
 def check_file(config: dict[str, Any]) -> None:
     """What is read here before torchtitan reads it.
 
@@ -123,7 +131,7 @@ def main() -> None:
         sys.exit("no TOML file; use launch.py CONFIG.toml [torchtitan overrides ...], as in train_configs/debug.toml")
     path, *arguments = sys.argv[1:]
     try:
-        config = tomllib.loads(Path(path).read_text())
+        config = read(Path(path))
         check_file(config)
         check_hooks(config, arguments)
         num_gpus = count_gpus()

@@ -5,10 +5,10 @@ character of an assistant's turn is to be predicted.
 """
 
 import functools
+import hashlib
 import json
 import logging
 import os
-import zlib
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from datetime import date
@@ -145,10 +145,10 @@ class ChatTokenizer:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """Checksum of all that a record's tokens depend on: 8 hexadecimal digits."""
+        """Digest of all that a record's tokens depend on: 16 hexadecimal digits."""
         day = str(self.day) if self.prints_date else ""
         parts = (self.tokenizer.to_str(), str(self._template.special_tokens), self.template, day, _RENDERING_VERSION)
-        return f"{zlib.crc32(chr(0).join(parts).encode()):08x}"
+        return hashlib.sha256(chr(0).join(parts).encode(errors="surrogatepass")).hexdigest()[:16]
 
     def render(
         self,
@@ -227,7 +227,7 @@ def load_chat_template(assets_path: str | os.PathLike[str]) -> str | None:
             template = json.load(file).get("chat_template")
     except FileNotFoundError:
         return None
-    except (ValueError, AttributeError) as error:
+    except (ValueError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} is not a JSON object ({error}); download the tokenizer's files again") from None
     if isinstance(template, list):
         return _named_template(template, path)
@@ -239,8 +239,12 @@ def load_chat_template(assets_path: str | os.PathLike[str]) -> str | None:
 def _named_template(templates: list[Any], path: str) -> str:
     try:
         by_name = {entry["name"]: entry["template"] for entry in templates}
+        if not all(isinstance(text, str) for pair in by_name.items() for text in pair):
+            raise TypeError
     except (TypeError, KeyError):
-        raise ValueError(f'{path}: "chat_template" is a list; give each entry a "name" and a "template"') from None
+        raise ValueError(
+            f'{path}: "chat_template" is a list; give each entry a "name" and a "template", both of them text'
+        ) from None
     if "default" not in by_name:
         raise ValueError(f'{path}: the chat templates are named {sorted(by_name)}; name one of them "default"')
     return by_name["default"]

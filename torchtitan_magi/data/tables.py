@@ -153,7 +153,13 @@ def _arrow_errors() -> Iterator[None]:
     try:
         yield
     except pa.ArrowException as error:
-        raise OSError(" ".join(str(error).split())) from None
+        raise OSError(_in_one_line(error)) from None
+
+
+def _in_one_line(error: BaseException) -> str:
+    """Its text, which may quote what is in a damaged file."""
+    text = " ".join(str(error).split())[:300]
+    return "".join(character if character.isprintable() else "?" for character in text)
 
 
 def _block_firsts(first: int, num_rows: int, num_bytes: int) -> np.ndarray:
@@ -186,7 +192,7 @@ def _object(row: pa.Table) -> Any:
     except UnicodeDecodeError:
         return ValueError("a text is not UTF-8; write the file again")
     except _UNREADABLE as error:
-        return ValueError(f"the row cannot be read ({' '.join(str(error).split())}); write it again")
+        return ValueError(f"the row cannot be read ({_in_one_line(error)}); write it again")
 
 
 def _values_of(table: pa.Table) -> list[Any]:

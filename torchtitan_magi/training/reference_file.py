@@ -134,7 +134,7 @@ def read_logprobs(
     try:
         entries = _entries(content)
     except Exception as error:  # NumPy's reader and zipfile raise of all kinds when bytes are wrong
-        reason = str(error).partition("\n")[0] or type(error).__name__
+        reason = str(error).partition("\n")[0][:200] or type(error).__name__
         raise ValueError(f"reference file {path} is damaged ({reason}); {remedy}") from None
     for name, now in fingerprints.items():
         if entries[name] != now:
