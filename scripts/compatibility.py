@@ -277,7 +277,7 @@ def main() -> None:
                 line = detail.splitlines()[0][:200] if detail else ""
                 print(f"{number:3} {verdict:8} {cell}: {line}", flush=True)
     if arguments.output:
-        arguments.output.write_text(page(rows, "on two GPUs" if arguments.gpu else "on a CPU"))
+        arguments.output.write_text(page(rows, arguments.gpu))
     sys.exit(1 if failed else 0)
 
 
@@ -288,24 +288,29 @@ def _verdict(models: Path, on_gpus: bool, cell: Cell) -> tuple[str, str]:
     return _runs(models, on_gpus).verdict(cell)
 
 
-def page(rows: list[tuple[int, Cell, str, str]], where: str) -> str:
-    """docs/compatibility.md."""
+def page(rows: list[tuple[int, Cell, str, str]], on_gpus: bool) -> str:
+    """docs/compatibility.md, or docs/compatibility_gpu.md."""
     works = sum(verdict == "works" for _, _, verdict, _ in rows)
     refused = {(f"{cell.model}, {cell.layout}", detail): 0 for _, cell, verdict, detail in rows if verdict == "refused"}
     columns = ["#", "model", "task", "layout", "precision", "packs", "accumulation", "checkpointing", "compile"]
     columns += ["validation", "extra", "verdict"]
     text = (
-        f"Made by `scripts/compatibility.py` {where}: {len(rows)} combinations. For each model every two values of two "
-        f"options meet, and one run has everything on. {works} train with the losses of the plain run (the same packs "
+        f"Made by `scripts/compatibility.py` on {'two GPUs' if on_gpus else 'a CPU'}: {len(rows)} combinations. For "
+        f"each model every two values of two options meet. {works} train with the losses of the plain run (the same packs "
         "and precision, one rank or plain data parallelism, no options): the largest relative difference over "
         f"{STEPS} steps and a validation is at most {TOLERANCE['fp32']:g} in float32 and {TOLERANCE['bf16']:g} in "
         "bfloat16. The others are refused before the first step."
     )
     notes = (
         "Under TP alone torchtitan has no mixed precision, so those runs are compared in float32. On the CPU "
-        "torch.compile traces without generating code (`aot_eager`). CPU offload, float8 and async TP need GPUs "
-        "(`--gpu`)."
+        "torch.compile traces without generating code (`aot_eager`). CPU offload, float8 and async TP need GPUs: "
+        "[compatibility_gpu.md](compatibility_gpu.md)."
     )
+    if on_gpus:
+        notes = (
+            "Runs with float8 are compared with a plain run in float8 (`quantize.linear.float8`, the output layer left "
+            "out). CPU offload and asynchronous TP are compared with bfloat16."
+        )
     lines = ["# What goes together", "", *textwrap.wrap(text, 118), "", *textwrap.wrap(notes, 118), ""]
     lines += [f"| {' | '.join(columns)} |", "|" + " --- |" * len(columns)]
     for number, cell, verdict, detail in rows:
