@@ -296,8 +296,8 @@ def page(rows: list[tuple[int, Cell, str, str]], on_gpus: bool) -> str:
     columns += ["validation", "extra", "verdict"]
     text = (
         f"Made by `scripts/compatibility.py` on {'two GPUs' if on_gpus else 'a CPU'}: {len(rows)} combinations. For "
-        f"each model every two values of two options meet. {works} train with the losses of the plain run (the same packs "
-        "and precision, one rank or plain data parallelism, no options): the largest relative difference over "
+        f"each model every two values of two options meet. {works} train with the losses of the plain run (the same "
+        "packs and precision, one rank or plain data parallelism, no options): the largest relative difference over "
         f"{STEPS} steps and a validation is at most {TOLERANCE['fp32']:g} in float32 and {TOLERANCE['bf16']:g} in "
         "bfloat16. The others are refused before the first step."
     )
