@@ -28,9 +28,10 @@ class Blow:
     signal: int = 0
 
     def __call__(self, report: Callable[..., None]) -> None:
-        from torch.distributed.checkpoint.filesystem import FileSystemWriter
         from torch.nn.modules import module
         from torchtitan.train import Trainer
+
+        from torchtitan_magi.training.checkpoint_files import DigestWriter
 
         now, struck = 0, False
 
@@ -54,15 +55,15 @@ class Blow:
         elif self.phase == "backward":
             module.register_module_forward_hook(lambda layer, _, x: strike_in_backward(layer, x))
         elif self.phase == "write":
-            watch(FileSystemWriter, "write_data", strike)
+            watch(DigestWriter, "write_data", strike)
         elif self.phase == "finish":
-            stock = FileSystemWriter.finish
+            stock = DigestWriter.finish
 
             def strike_and_finish(*args: object, **kwargs: object) -> None:
                 strike()
                 stock(*args, **kwargs)
 
-            FileSystemWriter.finish = strike_and_finish
+            DigestWriter.finish = strike_and_finish
 
         def strike_in_backward(layer: object, x: object) -> None:
             if is_block(layer) and x.requires_grad:

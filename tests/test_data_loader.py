@@ -132,7 +132,7 @@ def test_a_run_on_two_ranks_continues_on_one_with_the_same_batches():
     rest = run_on(1, folder, "--training.steps", "6")
     assert [metrics["step"] for metrics in rest.metrics] == [4, 5, 6]
     assert rest.losses == pytest.approx(whole.losses[3:], rel=2e-6)
-    assert rest.grad_norms == pytest.approx(whole.grad_norms[3:], rel=2e-5)
+    assert rest.grad_norms == pytest.approx(whole.grad_norms[3:], rel=1e-4)
 
 
 def test_training_ends_with_the_last_epoch_and_saves(tmp_path):

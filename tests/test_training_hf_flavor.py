@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from hf_models import KINDS, make_hf_folder
 from safetensors.torch import load_file, save_file
 from torchtitan.config import ConfigManager
@@ -265,9 +266,7 @@ def test_an_index_that_names_a_file_which_is_missing():
 def test_a_run_that_resumes_needs_no_initial_weights_but_a_reference_does(folder, monkeypatch):
     (folder / "model.safetensors").unlink()
     run_folder = new_folder()
-    finished = Path(run_folder, "checkpoint", "step-0", ".metadata")
-    finished.parent.mkdir(parents=True)
-    finished.touch()
+    dcp.save({"weight": torch.zeros(1)}, checkpoint_id=f"{run_folder}/checkpoint/step-0", no_dist=True)
     start(folder, READ, dump_folder=run_folder)
     monkeypatch.setattr(MagiSpec, "has_objectives", True)
     assert_refused(["has no *.safetensors"], folder, f"{READ} --training.dataset dpo", dump_folder=run_folder)

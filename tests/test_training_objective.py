@@ -83,7 +83,7 @@ def test_the_loss_per_document_by_hand(per_document):
     for start, end in documents:
         labelled = [losses[i] for i in range(start, end) if targets[i] != -100]
         means += [sum(labelled) / len(labelled)] if labelled else []
-    assert len(means) > 5
+    assert len(means) > 2
     assert per_document.losses[0] == pytest.approx(sum(means) / len(means), rel=1e-6)
     assert abs(per_document.losses[0] - trained("cp1").losses[0]) > 1e-4
 

@@ -91,13 +91,11 @@ def _check_section(job_config: Any, name: str) -> None:
     if section.dataset not in (*OUR_DATASETS, *DATASETS):
         known = ", ".join(map(repr, (*OUR_DATASETS, *DATASETS)))
         raise ValueError(f"{name}.dataset is {section.dataset!r}; use one of {known}")
-    if section.dataset in OUR_DATASETS:
-        path = section.dataset_path
-        if not isinstance(path, str) or not path:
-            raise ValueError(
-                f"{name}.dataset_path is {path!r}; give the JSONL file of dataset {section.dataset!r}, or all its "
-                "sources in one string, separated by commas"
-            )
+    if section.dataset in OUR_DATASETS and not section.dataset_path:
+        raise ValueError(
+            f"{name}.dataset_path is {section.dataset_path!r}; give the JSONL file of dataset {section.dataset!r}, or "
+            "all its sources in one string, separated by commas"
+        )
     if job_config.magi.loss_per == "document" and section.dataset != SFT_DATASET:
         raise ValueError(
             f'magi.loss_per is "document" and {name}.dataset {section.dataset!r}; it needs the documents of '
