@@ -85,7 +85,7 @@ def test_the_loss_per_document_by_hand(per_document):
         means += [sum(labelled) / len(labelled)] if labelled else []
     assert len(means) > 2
     assert per_document.losses[0] == pytest.approx(sum(means) / len(means), rel=1e-6)
-    assert abs(per_document.losses[0] - trained("cp1").losses[0]) > 1e-4
+    assert abs(per_document.losses[0] - trained("cp1").losses[0]) > 2e-5
 
 
 def test_the_loss_per_document_is_the_same_under_every_layout(per_document):
