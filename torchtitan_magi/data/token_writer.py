@@ -244,7 +244,7 @@ class _Progress:
             left = seconds * (self.num_records - self.done) / max(1, self.done)
             print(
                 f"tokenizing: {self.done:,} of {self.num_records:,} records, {speed / 1e6:.2f} M tokens/s,"
-                f" {left / 60:.0f} minutes left",
+                f" {left / 60:.0f} min left",
                 file=sys.stderr,
             )
 
