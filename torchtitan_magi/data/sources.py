@@ -16,7 +16,8 @@ from torchtitan_magi.data.tables import DatasetFile, ParquetFile
 
 HUB = "hf://"
 SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")  # of the files that a folder is searched for
-OTHER_FILES = (".reference.npz", ".unfinished.npz")  # written by training beside the data
+# written by training beside the data; .unfinished.npz by earlier versions
+OTHER_FILES = (".reference.npz", ".unfinished", ".unfinished.npz")
 
 _OPTIONS = ("split", "subset", *KEYS)
 _OPTION = r"\w+=[^=&?]*"

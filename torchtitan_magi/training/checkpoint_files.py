@@ -18,6 +18,8 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from torchtitan_magi.files import write_whole
+
 METADATA = ".metadata"  # torch writes it last: a folder without it is no finished checkpoint
 DIGESTS = "SHA256SUMS"  # in the format of sha256sum, which can check it, too
 ANOTHER = "load another checkpoint, or copy this one again from where it is whole"
@@ -53,12 +55,8 @@ class DigestWriter(_FileSystemWriter):
         digests = dict(itertools.chain(*(part.items() for part in parts if isinstance(part, _Digests))))
         super().finish(metadata, [[part for part in parts if isinstance(part, WriteResult)]])
         digests[METADATA] = self.fs.digests[f"{METADATA}.tmp"]
-        unfinished = Path(self.path, f"{DIGESTS}.tmp")
-        with unfinished.open("w") as file:
-            file.writelines(f"{digest}  {name}\n" for name, digest in sorted(digests.items()))
-            file.flush()
-            os.fsync(file.fileno())
-        unfinished.replace(Path(self.path, DIGESTS))
+        lines = "".join(f"{digest}  {name}\n" for name, digest in sorted(digests.items()))
+        write_whole(Path(self.path, DIGESTS), lines.encode())
 
 
 class _Digests(dict[str, str]):
