@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Which options go together: trains tiny models under combinations of them and compares losses with the plain run.
 
-    python scripts/compatibility.py [--output docs/compatibility.md] [--cells 0 7 12]
+    python scripts/compatibility.py [--output docs/reference/compatibility.md] [--cells 0 7 12]
     python scripts/compatibility.py --gpu --jobs 8          # on two GPUs: the options that need them
 
 For each model, every two values of two options meet in at least one combination (pairwise coverage), and one run has
@@ -289,7 +289,7 @@ def _verdict(models: Path, on_gpus: bool, cell: Cell) -> tuple[str, str]:
 
 
 def page(rows: list[tuple[int, Cell, str, str]], on_gpus: bool) -> str:
-    """docs/compatibility.md, or docs/compatibility_gpu.md."""
+    """docs/reference/compatibility.md, or docs/reference/compatibility_gpu.md."""
     works = sum(verdict == "works" for _, _, verdict, _ in rows)
     refused = {(f"{cell.model}, {cell.layout}", detail): 0 for _, cell, verdict, detail in rows if verdict == "refused"}
     columns = ["#", "model", "task", "layout", "precision", "packs", "accumulation", "checkpointing", "compile"]

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Draws the idea: a pack of documents over four GPUs, and the K/V that each receives, from a real plan.
 
-python scripts/draw_idea.py [--output docs/idea.png]
+python scripts/draw_idea.py [--output docs/pictures/idea.png]
 """
 
 import argparse
@@ -78,7 +78,7 @@ def draw(plan: AttnPlan, cu_seqlens: np.ndarray) -> Figure:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=ROOT / "docs" / "idea.png")
+    parser.add_argument("--output", type=Path, default=ROOT / "docs" / "pictures" / "idea.png")
     arguments = parser.parse_args()
     cu_seqlens = np.asarray(histogram_pack(TOKENS, SEED))
     plan = make_plan(varlen_causal(cu_seqlens), TOKENS, GPUS)

@@ -6,7 +6,6 @@ from datetime import date
 from pathlib import Path
 
 import pytest
-import trl
 from conversations import CONVERSATIONS, REASONING, TOOLS, Q, assistant, calling, system, thinking, tool, user
 from test_data_chat import byte_level_tokenizer
 from transformers import PreTrainedTokenizerFast
@@ -14,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from torchtitan_magi.data import ChatTokenizer, PackedSFTDataset, guard
 from torchtitan_magi.data.template import _GENERATION_TAG, ChatTemplate
 
+trl = pytest.importorskip("trl", reason="TRL's own templates are taken from it")
 TOKENIZER = byte_level_tokenizer()
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 TRANSFORMERS = PreTrainedTokenizerFast(tokenizer_object=TOKENIZER, **TOKENS)
