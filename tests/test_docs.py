@@ -1,6 +1,8 @@
-"""Links of the documents lead somewhere, and a reader of the README reaches a run early."""
+"""Links of the documents lead somewhere, generated parts are up to date, and a reader of the README reaches a run early."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -27,3 +29,9 @@ def test_the_readme_is_short_and_begins_with_a_run():
     lines = (ROOT / "README.md").read_text().splitlines()
     assert len(lines) <= 200
     assert "train.sh" in lines[lines.index("```bash", 0, 39) + 1]
+
+
+def test_generated_parts_are_up_to_date():
+    check = [sys.executable, ROOT / "scripts" / "write_docs.py", "--check"]
+    ended = subprocess.run(check, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stdout + ended.stderr

@@ -1,0 +1,45 @@
+#!/usr/bin/env python3
+"""Writes the generated parts of the docs: python scripts/write_docs.py [--check]
+
+A part stands between `<!-- generated: NAME -->` and `<!-- end -->` in README.md or a page of docs/. Its text is made by the
+function of that name in docs_reference.py (options, commands, functions) or docs_figures.py (benchmarks/results/*.json).
+`--check` writes nothing, names the pages that are older than what they are made from, and exits with 1 if there are any.
+"""
+
+import argparse
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import docs_figures
+import docs_reference
+
+ROOT = Path(__file__).resolve().parent.parent
+PART = re.compile(r"(<!-- generated: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+PARTS: dict[str, Callable[[], str]] = {**docs_reference.PARTS, **docs_figures.PARTS}
+
+
+def pages() -> list[Path]:
+    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def written(text: str) -> str:
+    """The page with its generated parts made anew. Raises KeyError for a name that no function has."""
+    return PART.sub(lambda part: f"{part[1]}{PARTS[part[2]]().strip()}\n{part[3]}", text)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a page is out of date")
+    check = parser.parse_args().check
+    stale = [(page, text) for page in pages() if (text := written(page.read_text())) != page.read_text()]
+    for page, text in stale:
+        print(f"{page.relative_to(ROOT)} {'is out of date; run python scripts/write_docs.py' if check else 'written'}")
+        if not check:
+            page.write_text(text)
+    sys.exit(check and bool(stale))
+
+
+if __name__ == "__main__":
+    main()
