@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
 """Writes the generated parts of the docs: python scripts/write_docs.py [--check]
 
-A part stands between `<!-- generated: NAME -->` and `<!-- end -->` in README.md or a page of docs/. Its text is made by the
-function of that name in docs_reference.py (options, commands, functions) or docs_figures.py (benchmarks/results/*.json).
-`--check` writes nothing, names the pages that are older than what they are made from, and exits with 1 if there are any.
+A part stands between `<!-- generated: NAME -->` and `<!-- end -->` in README.md or a page of docs/. Its text is made by
+the function of that name in docs_reference.py (options, commands, functions) or docs_figures.py (figures, from
+benchmarks/results/*.json). `--check` writes nothing and names the pages that are older than what they are made from;
+it exits with 1 if there are any.
 """
 
 import argparse

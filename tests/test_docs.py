@@ -1,4 +1,4 @@
-"""Links of the documents lead somewhere, generated parts are up to date, and a reader of the README reaches a run early."""
+"""Links lead somewhere, generated parts are up to date, and a reader of the README reaches a run early."""
 
 import re
 import subprocess
