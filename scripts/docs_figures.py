@@ -1,17 +1,304 @@
 """Parts of the docs that are made from benchmarks/results/*.json: tables of figures. See write_docs.py."""
 
+import functools
 import json
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
+from check_prediction import comparisons
+
+from torchtitan_magi.planning.cost_model import H200
+
 RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results"
+CP_FILES = {
+    2: ("cp_h200x2", "cp_h200x2_64k", "cp_h200x2_32_8", "cp_h200x2_32_8_64k", "cp_h200x2_32_32"),
+    4: ("cp_h200x4", "cp_h200x4_64k", "cp_h200x4_32_32"),
+}
+TRAIN_FILES = ("train_8b_64k_h200x2", "train_h200x2", "train_h200x4")
+MOE_FILES = ("train_moe_h200x2", "train_moe_balanced_h200x2")
+OTHERS = ("all-gather", "all-gather balanced", "ring", "ulysses")
+NAMES = {"ours": "ours", "flex": "torchtitan's flex_attention CP", "no attention": "ours without attention",
+         "no CP": "no CP, ours", "no CP, flex": "no CP, torchtitan's flex_attention"}  # fmt: skip
+
+Row = dict[str, Any]
 
 
 def result(name: str) -> dict[str, Any]:
     """benchmarks/results/NAME.json."""
     loaded: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
     return loaded
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """A Markdown table; None is an empty cell, numbers are set to the right."""
+    rows = [["" if cell is None else str(cell) for cell in row] for row in rows]
+    is_number = [all(re.fullmatch(r"[-+−]?[\d.,]*%?", row[i]) for row in rows) for i in range(len(columns))]
+    lines = [columns, ["---:" if numbers else "---" for numbers in is_number], *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def sources(*names: str) -> str:
+    """A line for each file: when, on what, at which version, by which command."""
+    return "\n".join(_source(name) for name in names)
+
+
+def _source(name: str) -> str:
+    found = result(name)
+    gpus = int(found.get("num_gpus") or found.get("gpus") or 1)
+    device = found.get("device") or found["processor"]
+    what = f"{gpus} x {device}, torch {found['torch']}" if "torch" in found else device
+    command = re.sub(r" --(commit|output|json) \S+", "", found["command"])
+    path = f"../../benchmarks/results/{name}.json"
+    return f"- [{name}.json]({path}): {found['date']}, {what}, commit {found['commit'][:7]}, `{command}`"
+
+
+def thousands(tokens: int) -> str:
+    return f"{tokens // 1024}k"
+
+
+def span(values: Sequence[float], digits: int) -> str:
+    """The least to the greatest."""
+    return f"{min(values):.{digits}f} to {max(values):.{digits}f}"
+
+
+def total(row: Row) -> float:
+    return float(row["fwd_ms"] + row["bwd_ms"])
+
+
+# ---------------------------------------------------------------- the kernel
+
+
+def kernel() -> str:
+    rows = [row for row in result("kernel_h200")["rows"] if not row["case"].removeprefix("histogram ").isdigit()]
+    cases: dict[tuple[str, str, int, int], dict[str, Row]] = {}
+    for row in rows:
+        cases.setdefault((row["case"], row["heads"], row["head_dim"], row["tokens"]), {})[row["impl"]] = row
+
+    def speed(row: Row | None, way: str) -> str | None:
+        return f"{row[way + '_tflops']:.0f}" if row else None
+
+    lines = []
+    for (case, heads, head_dim, tokens), by in cases.items():
+        times = [by.get("ours"), by.get("ours deterministic"), by.get("cudnn"), by.get("varlen_attn")]
+        ours, deterministic, cudnn, varlen = times
+        forward = [speed(row, "fwd") for row in (ours, cudnn, varlen)]
+        backward = [speed(row, "bwd") for row in (ours, deterministic, cudnn, varlen)]
+        name = case.replace("histogram, all", "histogram, three packs").replace("varlen", "8 documents,")
+        lines.append([name, thousands(tokens), heads, head_dim, *forward, *backward])
+    columns = ["mask", "tokens", "heads", "head_dim", "forward: ours", "cuDNN", "varlen_attn"]
+    columns += ["backward: ours", "deterministic", "cuDNN", "varlen_attn"]
+    return f"{table(columns, lines)}\n\n{sources('kernel_h200')}"
+
+
+def lists() -> str:
+    rows = result("kernel_h200")["lists"]
+    return table(
+        ["tokens", "documents", "ms"],
+        [[f"{r['tokens']:,}", f"{r['documents']:,}", f"{r['build_ms']:.2f}"] for r in rows],
+    )
+
+
+def check() -> str:
+    found = result("check_kernel_h200")
+    worst = max(found["worst_share_of_budget"].values())
+    text = f"{found['cases']:,} random cases, {found['failed']} failed; the worst error is {worst:.2f} of its budget."
+    return f"{text}\n\n{sources('check_kernel_h200')}"
+
+
+# ---------------------------------------------------------------- context parallelism
+
+
+def packs_of(name: str) -> dict[tuple[int, str, str, int], dict[str, Row]]:
+    """(tokens per GPU, heads, kind of pack, seed) -> strategy -> its row."""
+    packs: dict[tuple[int, str, str, int], dict[str, Row]] = {}
+    for row in result(name)["rows"]:
+        packs.setdefault((row["tokens_per_gpu"], row["heads"], row["pack"], row["seed"]), {})[row["strategy"]] = row
+    return packs
+
+
+def context_parallel(gpus: int) -> str:
+    lines = []
+    for name in CP_FILES[gpus]:
+        settings: dict[tuple[int, str, str], list[dict[str, Row]]] = {}
+        for (*setting, _), by in packs_of(name).items():
+            settings.setdefault(tuple(setting), []).append(by)  # type: ignore[arg-type]
+        for (tokens, heads, pack), packs in settings.items():
+            ours = [total(by["ours"]) for by in packs]
+            shares = [100 * total(by["ideal"]) / time for by, time in zip(packs, ours, strict=True)]
+            others = [
+                min(total(by[other]) for other in OTHERS if other in by) / time
+                for by, time in zip(packs, ours, strict=True)
+            ]
+            exposed, unqueued = (
+                mean(by["ours"][field] for by in packs) for field in ("exposed_comm_share", "speed_unqueued")
+            )
+            lines.append([
+                thousands(tokens), heads, pack, len(packs), f"{mean(shares):.0f}%", f"{min(shares):.0f}%",
+                f"{mean(others):.2f}", f"{100 * exposed:.1f}%", f"{unqueued:.2f}",
+            ])  # fmt: skip
+    columns = [
+        "tokens per GPU",
+        "heads",
+        "pack",
+        "packs",
+        "of the ideal",
+        "lowest",
+        "against the best other",
+        "exposed",
+    ]
+    return f"{table([*columns, 'nothing queued'], lines)}\n\n{sources(*CP_FILES[gpus])}"
+
+
+def pieces() -> str:
+    lines = []
+    for row in result("pieces_h200x2")["rows"]:
+        times = (f"{min(row[way]):,.0f}" for way in ("fwd_ms", "bwd_ms"))
+        lines.append([row["setting"], row["pieces"], f"{row['outside_bytes'] / 2**30:.1f}", *times])
+    columns = ["exchange", "pieces", "GiB outside PyTorch", "forward, ms", "backward, ms"]
+    return f"{table(columns, lines)}\n\n{sources('pieces_h200x2')}"
+
+
+# ---------------------------------------------------------------- training
+
+
+def training_rows(names: Sequence[str]) -> str:
+    lines = []
+    for name in names:
+        found = result(name)
+        for row in found["rows"]:
+            options = found["options"]
+            checkpointing = row.get("checkpointing") or re.search(r"checkpoint.mode (\w+)", options)[1]  # type: ignore[index]
+            speed = row["tokens_per_s"] / found["num_gpus"]
+            lines.append([
+                found["num_gpus"], found["layers"], thousands(row["tokens_per_gpu"]), checkpointing, NAMES[row["strategy"]],
+                f"{speed:,.0f}", f"{row['step_ms']:,.0f}", f"{row['peak_memory_gib']:.1f}",
+            ])  # fmt: skip
+    columns = [
+        "GPUs",
+        "layers",
+        "tokens per GPU",
+        "checkpointing",
+        "attention",
+        "tokens/s per GPU",
+        "step, ms",
+        "peak GiB",
+    ]
+    return f"{table(columns, lines)}\n\n{sources(*names)}"
+
+
+def cost_of_cp() -> str:
+    """What a step takes beyond one without attention and the ideal attention."""
+    lines = []
+    for name in ("train_h200x2", "train_h200x4", "train_moe_balanced_h200x2"):
+        found = result(name)
+        by = {row["strategy"]: row for row in found["rows"]}
+        step, without, ideal = by["ours"]["step_ms"], by["no attention"]["step_ms"], by["ours"]["ideal_attention_ms"]
+        model = "Qwen3 30B-A3B's shapes" if "moe" in name else "Llama 3 8B's shapes"
+        left = f"{100 * (step - without - ideal) / step:.1f}%"
+        lines.append([model, found["num_gpus"], f"{step:,.0f}", f"{without:,.0f}", f"{ideal:,.0f}", left])
+    return table(["model", "GPUs", "step, ms", "without attention, ms", "ideal attention, ms", "left for CP"], lines)
+
+
+def checkpointing() -> str:
+    names = ("train_checkpointing_h200x2", "train_8b_64k_h200x2")
+    lines = []
+    for name in names:
+        found = result(name)
+        for row in found["rows"]:
+            lines.append([
+                f"{row['tokens_per_gpu']:,}", row["checkpointing"], NAMES[row["strategy"]], f"{row['peak_memory_gib']:.1f}",
+                f"{row['reserved_gib']:.1f}", f"{row['outside_gib']:.1f}",
+                f"{row['tokens_per_s'] / found['num_gpus']:,.0f}", f"{row['step_ms']:,.0f}",
+            ])  # fmt: skip
+    columns = ["tokens per GPU", "checkpointing", "attention", "peak GiB", "reserved GiB", "outside PyTorch, GiB"]
+    return f"{table([*columns, 'tokens/s per GPU', 'step, ms'], lines)}\n\n{sources(*names)}"
+
+
+def losses() -> str:
+    names = ("loss_curves_h200x4", "loss_curves_h200x2", "dpo_curves_h200x4", "dpo_curves_h200x2")
+    lines = []
+    for name in names:
+        found = result(name)
+        curves = {layout: [step["loss"] for step in steps] for layout, steps in found["runs"].items()}
+        for layout, against in found["against"].items():
+            if against and layout.startswith(("cp", "dp2_cp")):
+                far = max(abs(a - b) for a, b in zip(curves[layout], curves[against], strict=True))
+                task, steps = ("DPO" if name.startswith("dpo") else "SFT"), len(curves[layout])
+                spread = found["spread"]
+                lines.append(
+                    [task, found["num_gpus"], layout, steps, f"{far:.4f}", f"{spread:.4f}", f"{far / spread:.2f}"]
+                )
+    columns = ["task", "GPUs", "layout", "steps", "largest difference", "spread", "difference / spread"]
+    return f"{table(columns, lines)}\n\n{sources(*names)}"
+
+
+# ---------------------------------------------------------------- placement
+
+
+def placement() -> str:
+    cases: dict[tuple[str, int, int], dict[str, list[Row]]] = {}
+    for row in result("plan")["rows"]:
+        cases.setdefault((row["distribution"], row["total"], row["cp"]), {}).setdefault(row["planner"], []).append(row)
+    lines = []
+    for (distribution, tokens, cp), by in cases.items():
+        ours = by["ours"]
+        bound = mean(row["lower_bound_mean"] for row in ours)
+        received = [
+            mean(row["recv_mean"] for row in by[planner]) for planner in ("ours", "min_heap", "zigzag", "contiguous")
+        ]
+        lines.append([
+            distribution, f"{tokens:,}", cp, f"{max(row['imbalance_area'] for row in ours):.3f}",
+            f"{max(row['imbalance_area'] for row in by['min_heap']):.3f}", f"{bound:.2f}", *(f"{share:.2f}" for share in received),
+            f"{mean(row['plan_ms'] for row in ours):.0f}",
+        ])  # fmt: skip
+    columns = ["documents", "tokens", "GPUs", "imbalance: ours", "min-heap", "rows received: bound", "ours", "min-heap"]
+    return f"{table([*columns, 'zigzag', 'contiguous', 'plan, ms'], lines)}\n\n{sources('plan')}"
+
+
+# ---------------------------------------------------------------- prediction
+
+
+def prediction() -> str:
+    """Share of the ideal, predicted by today's cost model and plans less measured, in points."""
+    lines = []
+    for name in (*CP_FILES[2], *CP_FILES[4]):
+        found = result(name)
+        errors = [
+            100 * (predicted - measured)
+            for label, *_, measured, predicted in comparisons(found["rows"], H200)
+            if label.split()[-1] == "ours"
+        ]
+        tokens = ", ".join(dict.fromkeys(thousands(row["tokens_per_gpu"]) for row in found["rows"]))
+        heads = found["rows"][0]["heads"]
+        least, most = (f"{error:+.1f}" for error in (min(errors), max(errors)))
+        lines.append([found["num_gpus"], heads, tokens, len(errors), f"{mean(errors):+.1f}", least, most])
+    columns = ["GPUs", "heads", "tokens per GPU", "packs", "mean", "least", "most"]
+    return f"{table(columns, lines)}\n\n{sources(*CP_FILES[2], *CP_FILES[4])}"
+
+
+# ---------------------------------------------------------------- data
+
+
+def data() -> str:
+    """Of scripts/bench_data.py."""
+    if not (RESULTS / "data.json").exists():
+        return "Not measured in this version."
+    found = result("data")
+    lines = [[key.replace("_", " "), value] for key, value in flat(found["figures"])]
+    return f"{table(['figure', 'value'], lines)}\n\n{sources('data')}"
+
+
+def flat(figures: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+    found: list[tuple[str, str]] = []
+    for key, value in figures.items():
+        if isinstance(value, dict):
+            found += flat(value, f"{prefix}{key}: ")
+        else:
+            found.append((f"{prefix}{key}", f"{value:,.3g}" if isinstance(value, float) else f"{value}"))
+    return found
 
 
 def headline() -> str:
@@ -22,12 +309,8 @@ def headline() -> str:
     )
     packs = [(ours[key], row) for key, row in torchs.items() if key in ours and key[0] == "histogram, all"]
     forward, backward = ([b[way] / a[way] for a, b in packs] for way in ("fwd_ms", "bwd_ms"))
-    layers: dict[tuple[int, int], dict[str, float]] = {}
-    for row in result("cp_h200x2")["rows"]:
-        if row["pack"] == "histogram":
-            times = layers.setdefault((row["tokens_per_gpu"], row["seed"]), {})
-            times[row["strategy"]] = row["fwd_ms"] + row["bwd_ms"]
-    shares = [100 * times["ideal"] / times["ours"] for times in layers.values()]
+    layers = packs_of("cp_h200x2")
+    shares = [100 * total(by["ideal"]) / total(by["ours"]) for key, by in layers.items() if key[2] == "histogram"]
     step = {row["strategy"]: row for row in result("train_8b_64k_h200x2")["rows"]}
     faster = step["ours"]["tokens_per_s"] / step["flex"]["tokens_per_s"]
     saved = step["flex"]["peak_memory_gib"] - step["ours"]["peak_memory_gib"]
@@ -40,9 +323,22 @@ def headline() -> str:
 """
 
 
-def span(values: list[float], digits: int) -> str:
-    """The least to the greatest."""
-    return f"{min(values):.{digits}f} to {max(values):.{digits}f}"
-
-
-PARTS: dict[str, Callable[[], str]] = {"headline": headline}
+PARTS: dict[str, Callable[[], str]] = {
+    "headline": headline,
+    "kernel": kernel,
+    "kernel-lists": lists,
+    "kernel-check": check,
+    "cp-two": functools.partial(context_parallel, 2),
+    "cp-four": functools.partial(context_parallel, 4),
+    "cp-pieces": pieces,
+    "cost-model": functools.partial(sources, "cost_h200x4"),
+    "cp-trace": functools.partial(sources, "trace_h200x4"),
+    "training": functools.partial(training_rows, TRAIN_FILES),
+    "training-moe": functools.partial(training_rows, MOE_FILES),
+    "training-cp": cost_of_cp,
+    "checkpointing": checkpointing,
+    "losses": losses,
+    "placement": placement,
+    "prediction": prediction,
+    "data": data,
+}

@@ -50,7 +50,7 @@ def bars(axis: Any, rows: list[Row], length: str, name: str, field: str, scale: 
 
 
 def facts(result: dict[str, Any]) -> str:
-    return f"{result['device']}, torch {result['torch']}, commit {result['commit'][:7]}"
+    return f"{result['device']}, {result['date']}"
 
 
 def draw_kernel(result: dict[str, Any]) -> Any:
@@ -106,6 +106,24 @@ def draw_train(result: dict[str, Any]) -> Any:
     return figure, axes[0, 0]
 
 
+def draw_headline(result: dict[str, Any]) -> Any:
+    """For the README: tokens per second and memory of whole training runs, ours and torchtitan's."""
+    figure, axes = pyplot.subplots(1, 2, figsize=(9, 1.7), sharey=True, layout="constrained")
+    rows = list(reversed(result["rows"]))
+    names = {"ours": "torchtitan_magi", "flex": "torchtitan, flex_attention"}
+    panels = {"tokens_per_s": ("tokens/s per GPU", result["num_gpus"]), "peak_memory_gib": ("GiB at the peak", 1)}
+    for axis, (field, (label, divisor)) in zip(axes, panels.items(), strict=True):
+        values = [row[field] / divisor for row in rows]
+        colors = [COLORS[row["strategy"]] for row in rows]
+        bars = axis.barh([names[row["strategy"]] for row in rows], values, 0.6, color=colors)
+        axis.bar_label(bars, [f"{value:,.0f}" for value in values], padding=4, fontsize=10)
+        axis.set_xlim(0, 1.15 * max(values))
+        axis.set_xticks([])
+        axis.spines[["top", "right", "bottom"]].set_visible(False)
+        axis.set_title(label, loc="left", fontsize=10)
+    return figure
+
+
 def draw_curves(result: dict[str, Any]) -> Any:
     """Losses of the layouts, and how far each is from the run without context parallelism that it is compared with."""
     figure, (above, below) = pyplot.subplots(2, 1, figsize=(9, 7), sharex=True, height_ratios=[2, 1])
@@ -116,7 +134,7 @@ def draw_curves(result: dict[str, Any]) -> Any:
         if against is not None:
             below.plot(steps, [abs(a - b) for a, b in zip(curve, curves[against], strict=True)], color=line.get_color())
     below.axhline(result["spread"], color="black", linestyle="--", linewidth=1)
-    below.text(1, result["spread"], "largest change by another order of summation", va="bottom", fontsize=8)
+    below.text(1, result["spread"], "spread: another order of summation", va="bottom", fontsize=8)
     below.set_yscale("log")
     below.set_ylim(bottom=1e-6)
     above.set_ylabel("loss")
@@ -155,7 +173,10 @@ DRAWINGS = {  # by how the file's name begins
 
 
 def main() -> None:
-    folder = Path(__file__).parent.parent / "benchmarks" / "results"
+    root = Path(__file__).parent.parent
+    folder = root / "benchmarks" / "results"
+    headline = draw_headline(json.loads((folder / "train_8b_64k_h200x2.json").read_text()))
+    headline.savefig(root / "docs" / "pictures" / "headline.png", dpi=110)
     for path in map(Path, sys.argv[1:]) if sys.argv[1:] else sorted(folder.glob("*.json")):
         draw = next((draw for prefix, draw in DRAWINGS.items() if path.name.startswith(prefix)), None)
         if draw is None:
@@ -166,6 +187,7 @@ def main() -> None:
         figure.legend(handles, labels, loc="outside lower center", ncols=min(6, len(labels)), frameon=False, fontsize=9)
         figure.tight_layout(rect=(0, 0.035 * -(-len(labels) // 6), 1, 0.99))
         figure.savefig(path.with_suffix(".png"), dpi=110)
+        pyplot.close(figure)
         print(path.with_suffix(".png"))
 
 

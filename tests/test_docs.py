@@ -35,3 +35,18 @@ def test_generated_parts_are_up_to_date():
     check = [sys.executable, ROOT / "scripts" / "write_docs.py", "--check"]
     ended = subprocess.run(check, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stdout + ended.stderr
+
+
+def test_speeds_stand_in_generated_tables_only():
+    for page in (ROOT / "docs" / "performance").glob("*.md"):
+        typed = re.sub(r"<!-- generated: .*?<!-- end -->", "", page.read_text(), flags=re.DOTALL)
+        rows = [
+            line for line in typed.splitlines() if line.startswith("|") and re.search(r"\d (ms|x|GiB|tokens/s)\b", line)
+        ]
+        assert not rows, f"{page.name}: {rows}"
+
+
+def test_every_result_is_used_by_a_page_or_a_script():
+    texts = [page.read_text() for page in PAGES] + [script.read_text() for script in (ROOT / "scripts").glob("*.py")]
+    for result in (ROOT / "benchmarks" / "results").glob("*.json"):
+        assert any(result.stem in text for text in texts), result.name

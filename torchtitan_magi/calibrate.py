@@ -11,6 +11,7 @@ The scripts that time things take their clock, their start and the facts beside 
 """
 
 import argparse
+import datetime
 import json
 import os
 import platform
@@ -61,13 +62,14 @@ MASKS: dict[str, Callable[[npt.NDArray[np.int64]], AttnSlices]] = {  # of cu_seq
 
 
 def facts_of_run(commit: str | None) -> dict[str, str | None]:
-    """Device, versions, commit and command, to stand beside figures. commit: for a tree that git does not know."""
+    """Date, device, versions, commit and command, to stand beside figures. commit: for a tree that git does not know."""
     root = Path(__file__).resolve().parents[1]
     if commit is None and (root / ".git").exists():  # not so in an installed wheel
         head = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=root, check=False)
         commit = head.stdout.strip()
     program = Path(sys.argv[0]).resolve()
     return {
+        "date": datetime.date.today().isoformat(),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
