@@ -173,8 +173,8 @@ def training_rows(names: Sequence[str]) -> str:
             checkpointing = row.get("checkpointing") or re.search(r"checkpoint.mode (\w+)", options)[1]  # type: ignore[index]
             speed = row["tokens_per_s"] / found["num_gpus"]
             lines.append([
-                found["num_gpus"], found["layers"], thousands(row["tokens_per_gpu"]), checkpointing, NAMES[row["strategy"]],
-                f"{speed:,.0f}", f"{row['step_ms']:,.0f}", f"{row['peak_memory_gib']:.1f}",
+                found["num_gpus"], found["layers"], thousands(row["tokens_per_gpu"]), checkpointing,
+                NAMES[row["strategy"]], f"{speed:,.0f}", f"{row['step_ms']:,.0f}", f"{row['peak_memory_gib']:.1f}",
             ])  # fmt: skip
     columns = [
         "GPUs",
@@ -209,8 +209,8 @@ def checkpointing() -> str:
         found = result(name)
         for row in found["rows"]:
             lines.append([
-                f"{row['tokens_per_gpu']:,}", row["checkpointing"], NAMES[row["strategy"]], f"{row['peak_memory_gib']:.1f}",
-                f"{row['reserved_gib']:.1f}", f"{row['outside_gib']:.1f}",
+                f"{row['tokens_per_gpu']:,}", row["checkpointing"], NAMES[row["strategy"]],
+                f"{row['peak_memory_gib']:.1f}", f"{row['reserved_gib']:.1f}", f"{row['outside_gib']:.1f}",
                 f"{row['tokens_per_s'] / found['num_gpus']:,.0f}", f"{row['step_ms']:,.0f}",
             ])  # fmt: skip
     columns = ["tokens per GPU", "checkpointing", "attention", "peak GiB", "reserved GiB", "outside PyTorch, GiB"]
@@ -251,7 +251,8 @@ def placement() -> str:
         ]
         lines.append([
             distribution, f"{tokens:,}", cp, f"{max(row['imbalance_area'] for row in ours):.3f}",
-            f"{max(row['imbalance_area'] for row in by['min_heap']):.3f}", f"{bound:.2f}", *(f"{share:.2f}" for share in received),
+            f"{max(row['imbalance_area'] for row in by['min_heap']):.3f}", f"{bound:.2f}",
+            *(f"{share:.2f}" for share in received),
             f"{mean(row['plan_ms'] for row in ours):.0f}",
         ])  # fmt: skip
     columns = ["documents", "tokens", "GPUs", "imbalance: ours", "min-heap", "rows received: bound", "ours", "min-heap"]
@@ -315,11 +316,12 @@ def headline() -> str:
     faster = step["ours"]["tokens_per_s"] / step["flex"]["tokens_per_s"]
     saved = step["flex"]["peak_memory_gib"] - step["ours"]["peak_memory_gib"]
     return f"""
-- **Kernel**: {span(forward, 1)} times the speed of torch's `varlen_attn` forward, {span(backward, 1)} times backward, on packs of
-  8k to 256k tokens (one H200, heads 64:8).
-- **Context parallelism**: {span(shares, 0)}% of the ideal, one GPU's time divided by two, on packs of 8k and 16k tokens per GPU (two H200).
-- **Training**: Llama 3.1 8B whole, 128k-token packs, two H200: {faster:.2f} times the tokens per second of torchtitan's own context
-  parallelism over flex_attention, with {saved:.0f} GiB less on each GPU.
+- **Kernel**: {span(forward, 1)} times the speed of torch's `varlen_attn` forward, {span(backward, 1)} times backward,
+  on packs of 8k to 256k tokens (one H200, heads 64:8).
+- **Context parallelism**: {span(shares, 0)}% of the ideal, one GPU's time divided by two, on packs of 8k and 16k tokens
+  per GPU (two H200).
+- **Training**: Llama 3.1 8B whole, 128k-token packs, two H200: {faster:.2f} times the tokens per second of torchtitan's
+  own context parallelism over flex_attention, with {saved:.0f} GiB less on each GPU.
 """
 
 
