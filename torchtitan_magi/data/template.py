@@ -16,7 +16,7 @@ import functools
 import itertools
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import date, datetime
 from itertools import accumulate
@@ -120,8 +120,8 @@ class ChatTemplate:
         role = message["role"]
         written = (role == "assistant" and trace.written(index)) or trace.text
         before, _, content = (message.get("content") or "").rpartition("</think>")
-        for reasoning in (message.get("reasoning_content") or "", before.replace("<think>", "", 1)):
-            if reasoning.strip() not in written:
+        for reasoning in (message.get("reasoning_content"), before.replace("<think>", "", 1)):
+            if reasoning and reasoning.strip() not in written:
                 yield "the chat template drops reasoning"
         if content.strip() not in written:
             yield f"the chat template drops or changes what a message of role {role!r} says"
@@ -169,7 +169,8 @@ class ChatTemplate:
 
     def _as_shown(self, message: dict[str, Any]) -> dict[str, Any]:
         """The message as the template expects it, an object of its own."""
-        shown = {key: value for key, value in message.items() if key != "weight"}
+        shown = dict(message)
+        shown.pop("weight", None)
         if "reasoning_content" in shown:
             shown["thinking"] = shown["reasoning_content"]  # as some templates call it
         return self._call_form.apply(shown) if shown.get("tool_calls") else shown
@@ -201,7 +202,7 @@ class ChatTemplate:
         try:
             for piece in template.generate(**variables):
                 pieces.append(piece)
-                loops.position += len(piece) - piece.count(_START) - piece.count(_END)
+                loops.position += _length(piece)
                 if loops.position > MAX_CHARACTERS:
                     raise ValueError(f"it writes more than {MAX_CHARACTERS:,} characters")
             text, generated = _strip_marks("".join(pieces))
@@ -215,12 +216,14 @@ class ChatTemplate:
 
     @functools.cached_property
     def _compiled(self) -> tuple[jinja2.Template, "_Loops"]:
-        environment = _environment(self.day)
-        loops: _Loops = environment.extensions[_Loops.identifier]  # type: ignore[assignment]
+        environment, loops = _environment(self.day), _Loops()
+        environment.filters |= loops.filters
         try:
             tree = environment.parse(self.source)
             loops.note_in(tree)
-            return environment.from_string(tree), loops
+            template = environment.from_string(tree)
+            template.globals = dict(template.globals)  # jinja2's own mapping is slow to copy, as each rendering does
+            return template, loops
         except MemoryError:
             raise
         except Exception as error:  # Python's compiler raises more than jinja2's
@@ -278,16 +281,19 @@ class _Trace:
     generated: Spans
     events: list[tuple[int, int | None]]
 
-    def pieces(self) -> Iterator[tuple[int | None, int, int]]:
-        """(message or None, start, stop) of each piece of text."""
+    @functools.cached_property
+    def ranges(self) -> dict[int | None, Spans]:
+        """Message or None -> the characters of its pieces of text."""
         ends = [position for position, _ in self.events[1:]] + [len(self.text)]
+        ranges: dict[int | None, Spans] = {}
         for (start, index), stop in zip(self.events, ends, strict=True):
             if start < stop:
-                yield index, start, stop
+                ranges.setdefault(index, []).append((start, stop))
+        return ranges
 
     def range_of(self, index: int) -> tuple[int, int]:
         """The characters of a message. Raises ValueError if it has none, or if they are not in one piece."""
-        found = [(start, stop) for owner, start, stop in self.pieces() if owner == index]
+        found = self.ranges.get(index, [])
         if len(found) != 1:
             many = "in several places" if found else "not in a loop over the messages"
             raise ValueError(f"the chat template writes a message {many}; {_REMEDY}")
@@ -295,7 +301,7 @@ class _Trace:
 
     def written(self, index: int) -> str:
         """The text of a message."""
-        return "".join(self.text[start:stop] for owner, start, stop in self.pieces() if owner == index)
+        return "".join([self.text[start:stop] for start, stop in self.ranges.get(index, [])])
 
     def owner_of(self, position: int, count: int) -> int | None:
         """The message that a character belongs to; what follows the loop over `count` messages is of the last."""
@@ -379,8 +385,8 @@ def _name_of(call: dict[str, Any]) -> str:
 
 
 def _has_mark(message: dict[str, Any]) -> bool:
-    texts = (message.get("content"), message.get("reasoning_content"))
-    return any(mark in text for text in texts if text for mark in (_START, _END))
+    content, reasoning = message.get("content") or "", message.get("reasoning_content") or ""
+    return _START in content or _END in content or _START in reasoning or _END in reasoning
 
 
 class _GenerationTag(Extension):
@@ -391,13 +397,22 @@ class _GenerationTag(Extension):
     def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
-
-    def _mark(self, caller: Any) -> str:
-        return f"{_START}{caller()}{_END}"
+        return nodes.FilterBlock(body, _filter("mark", None)).set_lineno(line)
 
 
-class _Loops(Extension):
+def _filter(name: str, node: nodes.Expr | None) -> nodes.Filter:
+    """A call of a function of this module. jinja2 calls filters directly, but checks each call of another function.
+
+    The space keeps the name from templates, which cannot write it.
+    """
+    return nodes.Filter(node, f"the {name}", [], [], None, None)
+
+
+def _mark(text: str) -> str:
+    return f"{_START}{text}{_END}"
+
+
+class _Loops:
     """Notes at which character of the text a template's loops come to which message.
 
     The notes are calls that write nothing. As text is taken from the template piece by piece, all text before a call
@@ -419,30 +434,29 @@ class _Loops(Extension):
         """Adds the notes to the loops of a template."""
         for node in list(tree.find_all((nodes.For,))):
             if isinstance(node.target, nodes.Name):
-                node.body.insert(0, self._call("_come_to", nodes.Name(node.target.name, "load")))
+                node.body.insert(0, nodes.ExprStmt(_filter("come to", nodes.Name(node.target.name, "load"))))
         for node in [tree, *tree.find_all((nodes.Stmt,))]:
             for name, value in node.iter_fields():
                 if isinstance(value, list):
                     setattr(node, name, [each for item in value for each in self._around(item)])
 
+    @property
+    def filters(self) -> dict[str, Callable[[Any], None]]:
+        return {"the enter": self._enter, "the come to": self._come_to, "the leave": self._leave}
+
     def _around(self, item: Any) -> list[Any]:
-        return [self._call("_enter"), item, self._call("_leave")] if isinstance(item, nodes.For) else [item]
+        enter, leave = (nodes.ExprStmt(_filter(name, nodes.ContextReference())) for name in ("enter", "leave"))
+        return [enter, item, leave] if isinstance(item, nodes.For) else [item]
 
-    def _call(self, method: str, *args: nodes.Expr) -> nodes.Node:
-        return nodes.Output([self.call_method(method, list(args))])
-
-    def _enter(self) -> str:
+    def _enter(self, _: Any) -> None:
         self._outer.append(self._current)
-        return ""
 
-    def _come_to(self, value: Any) -> str:
+    def _come_to(self, value: Any) -> None:
         if (index := self._indices.get(id(value))) is not None:
             self._note(index)
-        return ""
 
-    def _leave(self) -> str:
+    def _leave(self, _: Any) -> None:
         self._note(self._outer.pop())
-        return ""
 
     def _note(self, index: int | None) -> None:
         if index != self._current:
@@ -453,8 +467,9 @@ class _Loops(Extension):
 def _environment(day: date) -> ImmutableSandboxedEnvironment:
     """A sandbox with the globals, filters and white-space rules of transformers, which templates on the hub expect."""
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, _Loops, "jinja2.ext.loopcontrols"]
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, "jinja2.ext.loopcontrols"]
     )
+    environment.filters["the mark"] = _mark
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = datetime(day.year, day.month, day.day).strftime
@@ -472,8 +487,13 @@ def _raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
+def _length(marked: str) -> int:
+    """Number of characters without the marks."""
+    return len(marked) if marked.isascii() else len(marked) - marked.count(_START) - marked.count(_END)
+
+
 def _strip_marks(marked: str) -> tuple[str, Spans]:
     """The text without the marks, and the character spans that they enclosed."""
-    parts = re.split(f"[{_START}{_END}]", marked)  # outside, inside, outside, ...
+    parts = marked.replace(_END, _START).split(_START)  # outside, inside, outside, ...
     ends = list(accumulate(map(len, parts)))
     return "".join(parts), list(zip(ends[:-1:2], ends[1::2], strict=True))
