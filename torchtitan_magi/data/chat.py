@@ -192,7 +192,7 @@ class ChatTokenizer:
             return [self._encode_batch([text])[0] for text in texts]
 
     def _document(self, encoding: Encoding, text: "_Text") -> TokenizedDocument:
-        tokens = np.array(encoding.ids, dtype=np.int32)
+        tokens = np.fromiter(encoding.ids, np.int32, len(encoding))
         if text.spans is None:
             tokens = np.array([*_given(self.bos_id), *tokens, *_given(self.eos_id)], dtype=np.int32)
             return TokenizedDocument(tokens, np.ones(len(tokens), dtype=bool))
@@ -269,14 +269,15 @@ def _tokens_in_spans(encoding: Encoding, spans: Spans) -> np.ndarray:
     def end_of(token: int) -> int:
         return offsets(token)[1]
 
-    def begin_of(token: int) -> int:
-        return min(offsets(token)[0], end_of(token - 1) if token else 0)
-
     tokens = range(len(encoding))
     inside = np.zeros(len(tokens), dtype=bool)
     for start, stop in spans:
         if start < stop:
-            inside[bisect_right(tokens, start, key=end_of) : bisect_left(tokens, stop, key=begin_of)] = True
+            first = bisect_right(tokens, start, key=end_of)
+            last = bisect_left(tokens, stop, first, key=end_of)
+            while last + 1 < len(tokens) and offsets(last + 1)[0] < stop:  # more tokens of one character
+                last += 1
+            inside[first : last + 1] = True
     return inside
 
 

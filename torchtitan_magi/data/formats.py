@@ -199,6 +199,8 @@ def _message(name: str, message: Any) -> dict[str, Any]:
 
 def _with_reasoning(name: str, message: dict[str, Any]) -> dict[str, Any]:
     """The message with its reasoning, if any, as "reasoning_content"."""
+    if message.keys().isdisjoint(_REASONING):
+        return message
     named = {key: message[key] for key in _REASONING if message.get(key)}
     rest = {key: value for key, value in message.items() if key not in _REASONING}
     for key, reasoning in named.items():
