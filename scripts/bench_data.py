@@ -9,7 +9,8 @@ The sets, of words of an invented language by Zipf's law, with a BPE of 32k word
 - lognormal: 60,000 documents of 1,024 to 8,192 tokens, mean 3,250, lengths only;
 - records: 1,000,000 short conversations.
 
-Speeds are tokens per second of wall-clock time on all cores that the process may use; `cpu` is what one core does.
+Speeds are tokens per second of wall-clock time on all cores that the process may use; `cpu` is what one core does. What
+is compared runs in turns.
 """
 
 import argparse
@@ -33,10 +34,12 @@ from torchtitan_magi.calibrate import facts_of_run
 from torchtitan_magi.data import ChatTokenizer, Corpus, PackedSFTDataset, TokenizedDocument
 from torchtitan_magi.data.chat import CHATML_TEMPLATE
 from torchtitan_magi.data.formats import parse_document
+from torchtitan_magi.data.token_cache import TokenCache
 
 ROOT = Path(__file__).parent.parent
 RESULT = ROOT / "benchmarks" / "results" / "data.json"
 SEQ_LEN = 131_072
+TOKENIZED_BLOCKS = 24  # of 4 MiB each, to measure tokenizing
 TOKENS_PER_GPU = 9_000  # per second, 8B on one H200
 RANKS = [1, 8, 64, 512]
 SIZES = {"chat": 200_000, "records": 1_000_000, "lognormal": 60_000}
@@ -111,38 +114,72 @@ def memory() -> int:
 # ----------------------------------------------------------------------------------------------------------- figures
 
 
-def tokenizing(path: Path, tokenizer: ChatTokenizer, cache: Path) -> dict[str, Any]:
-    """encode_batch of the whole text, on all cores, against filling the cache."""
-    records = list(itertools.islice(Corpus(path, parse_document).read(0), 2_000))
-    texts = [tokenizer.render(record["messages"])[0] for record in records if not isinstance(record, ValueError)]
-    texts *= 5
-    begin = time.process_time()
-    encodings, seconds = timed(lambda: tokenizer.tokenizer.encode_batch(texts, add_special_tokens=False))
-    cpu = time.process_time() - begin
-    num_tokens = sum(map(len, encodings))
-    del encodings
+def cpu_seconds() -> float:
+    """CPU time of this process, its threads and the processes that it has waited for."""
+    return sum(sum(resource.getrusage(who)[:2]) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+
+
+def tokenizing(path: Path, tokenizer: ChatTokenizer, folder: Path, rounds: int) -> dict[str, Any]:
+    """encode_batch of a text against writing the tokens of its records, in turns, each on all cores.
+
+    of_encode_batch: medians of the ratios of the rounds, of wall-clock time and of CPU time. Start and end of the
+    processes that write count. busy: CPU time over what all cores have; less than 1 for encode_batch: the machine had
+    other work, and the ratio of CPU time is the one to go by.
+    """
+    corpus = Corpus(path, parse_document)
+    blocks = range(min(corpus.num_blocks, TOKENIZED_BLOCKS))
+    texts = [tokenizer.render(record["messages"])[0] for block in blocks for record in sound(corpus.read(block))]
+
+    def encode() -> int:
+        batches = (texts[first : first + 10_000] for first in range(0, len(texts), 10_000))
+        encode_batch = tokenizer.tokenizer.encode_batch
+        return sum(sum(map(len, encode_batch(batch, add_special_tokens=False))) for batch in batches)
+
+    def write() -> int:
+        shutil.rmtree(folder, ignore_errors=True)
+        cache = TokenCache(folder, corpus, tokenizer, "documents", "bench")
+        cache.order(list(blocks))
+        for writer in cache._writers.values():
+            writer.process.wait()
+        return sum(len(cache.open(block, NEVER).tokens) for block in blocks)
+
+    rows = []
+    for _ in range(rounds):
+        for function in (encode, write):
+            cpu = cpu_seconds()
+            tokens, seconds = timed(function)
+            rows.append((tokens, seconds, cpu_seconds() - cpu))
+    shutil.rmtree(folder)
+    if len({tokens for tokens, _, _ in rows}) != 1:
+        raise AssertionError(f"not the same tokens: {rows}")
+    (encoding, encoding_cpu), (writing, writing_cpu) = (np.array(rows[n::2])[:, 1:].T for n in (0, 1))
+    cores = len(os.sched_getaffinity(0))
+    return {
+        "tokens": tokens,
+        "rounds": rounds,
+        "encode_batch_tokens_per_s": tokens / np.median(encoding),
+        "encode_batch_tokens_per_cpu_s": tokens / np.median(encoding_cpu),
+        "encode_batch_busy": np.median(encoding_cpu / encoding) / cores,
+        "tokens_per_s": tokens / np.median(writing),
+        "tokens_per_cpu_s": tokens / np.median(writing_cpu),
+        "busy": np.median(writing_cpu / writing) / cores,
+        "of_encode_batch": np.median(encoding / writing),
+        "of_encode_batch_cpu": np.median(encoding_cpu / writing_cpu),
+    }
+
+
+def sound(records: list[dict[str, Any] | ValueError]) -> Iterator[dict[str, Any]]:
+    return (record for record in records if not isinstance(record, ValueError))
+
+
+def cold(path: Path, tokenizer: ChatTokenizer, cache: Path) -> dict[str, Any]:
+    """The first pack, nothing kept. Then all tokens are written."""
     packs = PackedSFTDataset(path, tokenizer, SEQ_LEN, token_cache=cache, check=False, epochs=1)
-    children = resource.getrusage(resource.RUSAGE_CHILDREN)
     _, first_pack = timed(lambda: next(iter(packs)))
-    _, total = timed(lambda: list(packs.tokens.open(block, NEVER) for block in range(packs.records.num_blocks)))
-    total += first_pack
-    for writer in packs.tokens._writers.values():
-        writer.process.wait()
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    cpu_of_writers = used.ru_utime + used.ru_stime - children.ru_utime - children.ru_stime
     made = sum(len(packs.tokens.open(block, NEVER).tokens) for block in range(packs.records.num_blocks))
     order = packs._stream.order_of(0)
-    return {
-        "tokens": made,
-        "encode_batch_tokens_per_s": num_tokens / seconds,
-        "encode_batch_tokens_per_cpu_s": num_tokens / cpu,
-        "tokens_per_s": made / total,
-        "tokens_per_cpu_s": made / cpu_of_writers,
-        "of_encode_batch": made / total / (num_tokens / seconds),
-        "of_encode_batch_cpu": made / cpu_of_writers / (num_tokens / cpu),
-        "first_pack_cold_s": first_pack,
-        "first_window_tokens": int(sum(len(packs.tokens.open(block, NEVER).tokens) for block, _ in order.records(0))),
-    }
+    window = sum(len(packs.tokens.open(block, NEVER).tokens) for block, _ in order.records(0))
+    return {"tokens": made, "first_pack_s": first_pack, "first_window_tokens": window}
 
 
 class _Never:
@@ -237,8 +274,10 @@ def measure(folder: Path, quick: bool) -> dict[str, Any]:
     chat, cache = folder / f"chat-{sizes['chat']}.jsonl", folder / "cache"
     shutil.rmtree(cache, ignore_errors=True)
     result: dict[str, Any] = {**facts_of_run("cpu"), "cores": len(os.sched_getaffinity(0)), "seq_len": SEQ_LEN}
-    result["tokenizing"] = tokenizing(chat, tokenizer, cache)
+    result["tokenizing"] = tokenizing(chat, tokenizer, folder / "written", 2 if quick else 5)
     print(json.dumps(result["tokenizing"], indent=2), flush=True)
+    result["cold"] = cold(chat, tokenizer, cache)
+    print(json.dumps(result["cold"], indent=2), flush=True)
     result["ranks"] = [a_ranks_packs(chat, tokenizer, cache, ranks, 0.2 if quick else 10.0) for ranks in RANKS]
     print(json.dumps(result["ranks"], indent=2), flush=True)
     result["fill"] = list(fills(folder, sizes, tokenizer, cache))
