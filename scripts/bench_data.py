@@ -273,7 +273,7 @@ def measure(folder: Path, quick: bool) -> dict[str, Any]:
     tokenizer = make_tokenizer(1_000 if quick else 32_000)
     chat, cache = folder / f"chat-{sizes['chat']}.jsonl", folder / "cache"
     shutil.rmtree(cache, ignore_errors=True)
-    result: dict[str, Any] = {**facts_of_run("cpu"), "cores": len(os.sched_getaffinity(0)), "seq_len": SEQ_LEN}
+    result: dict[str, Any] = {**facts_of_run(None), "cores": len(os.sched_getaffinity(0)), "seq_len": SEQ_LEN}
     result["tokenizing"] = tokenizing(chat, tokenizer, folder / "written", 2 if quick else 5)
     print(json.dumps(result["tokenizing"], indent=2), flush=True)
     result["cold"] = cold(chat, tokenizer, cache)

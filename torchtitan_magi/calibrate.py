@@ -62,7 +62,7 @@ MASKS: dict[str, Callable[[npt.NDArray[np.int64]], AttnSlices]] = {  # of cu_seq
 
 
 def facts_of_run(commit: str | None) -> dict[str, str | None]:
-    """Date, device, versions, commit and command, to stand beside figures. commit: for a tree that git does not know."""
+    """Date, device, versions, commit, command, to stand beside figures. commit: for a tree that git does not know."""
     root = Path(__file__).resolve().parents[1]
     if commit is None and (root / ".git").exists():  # not so in an installed wheel
         head = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=root, check=False)
