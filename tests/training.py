@@ -264,7 +264,11 @@ def _call_in_child(function: Callable, arguments: tuple, report: Callable[..., N
 
 
 def _run_script_in_child(command: list[str], report: Callable[..., None]) -> None:
+    from torchtitan.config import ConfigManager
+
     sys.argv[:] = command
+    parse = ConfigManager.parse_args
+    ConfigManager.parse_args = lambda manager: parse(manager, sys.argv[1:])  # not as it was at import time
     sys.path.insert(0, str(Path(command[0]).parent))
     runpy.run_path(command[0], run_name="__main__")
     sys.stdout.flush()
