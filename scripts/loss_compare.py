@@ -18,6 +18,7 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 DEBUG_TOML = ROOT / "train_configs" / "debug.toml"
@@ -194,17 +195,27 @@ def exact_gradient_norms() -> None:
     """Makes torchtitan report norms summed in float64 on CPU, where torch sums float32 squares one after the other:
     the rounding errors of large tensors, up to 1e-4, would hide or feign a difference between layouts."""
     import torch
-    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor import DTensor, Partial
     from torchtitan.distributed import utils
 
     clip = utils.clip_grad_norm_
 
     def clip_and_report_exactly(parameters, *args, **kwargs):  # type: ignore[no-untyped-def]
         parameters = list(parameters)
-        norms = [p.grad.double().norm() for p in parameters if p.grad is not None]
-        norms = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]  # on different meshes
+        squares: dict[Any, torch.Tensor] = {}  # by sharding: one sum over ranks for each
+        for parameter in parameters:
+            if (gradient := parameter.grad) is not None:
+                sharding = None
+                if isinstance(gradient, DTensor):
+                    gradient = gradient.redistribute(placements=parameter.placements)
+                    sharding = gradient.device_mesh, gradient.placements
+                    gradient = gradient.to_local()
+                squares[sharding] = squares.get(sharding, 0) + gradient.double().square().sum()
+        for sharding in filter(None, squares):
+            parts = [placement if placement.is_replicate() else Partial() for placement in sharding[1]]
+            squares[sharding] = DTensor.from_local(squares[sharding], sharding[0], parts).full_tensor()
         clip(parameters, *args, **kwargs)
-        return torch.stack(norms).norm()
+        return torch.stack(list(squares.values())).sum().sqrt()
 
     if not torch.cuda.is_available():
         utils.clip_grad_norm_ = clip_and_report_exactly

@@ -7,7 +7,13 @@ source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 
 "$python" -m ruff check .
 "$python" -m ruff format --check .
-"$python" -m mypy
+types=$(mktemp)
+trap 'kill $! 2> /dev/null || true; rm -f "$types"' EXIT
+"$python" -m mypy > "$types" 2>&1 &  # beside the tests
 # All of them over three processes: most tests wait for processes of their own. A file's tests share what they set up.
 if (($# == 0)); then set -- --numprocesses 3 --dist loadfile --no-loadscope-reorder; fi
-exec "$python" -m pytest "$@"
+status=0
+"$python" -m pytest "$@" || status=$?
+wait $! || status=$?
+cat "$types"
+exit $status

@@ -19,6 +19,11 @@ hypothesis.settings.register_profile("default", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("default")
 
 
+def pytest_collection_modifyitems(items):
+    """Runs of the trainer first: they take longest, and what several processes share out should end with short ones."""
+    items.sort(key=lambda item: not item.path.name.startswith("test_training"))
+
+
 @pytest.fixture(scope="session")
 def three_ranks():
     from pool import RankPool

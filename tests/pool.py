@@ -8,6 +8,10 @@ import traceback
 import torch
 import torch.distributed as dist
 
+PRELOAD = ["torch", "torchtitan_magi"]
+if not torch.cuda.is_available():  # what might ask for a GPU must not be forked
+    PRELOAD += ["pytest", "hypothesis", "torch.distributed.tensor", "torchtitan_magi.backends.flex"]
+
 
 def _serve(rank, size, device, store, jobs, results):
     torch.set_num_threads(1)
@@ -29,7 +33,7 @@ class RankPool:
     def __init__(self, size, device="cpu"):
         self.size = size
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torchtitan_magi"])
+        context.set_forkserver_preload(PRELOAD)
         self.results = context.Queue()
         self.queues = [context.Queue() for _ in range(size)]
         self.folder = tempfile.TemporaryDirectory()

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from training import DEBUG_TOML, ROOT, SMALL, new_folder, on_corpus, train
+from training import DEBUG_TOML, ROOT, SMALL, new_folder, on_corpus, run_script, train
 
 import loss_compare  # isort: skip
 
@@ -18,25 +18,38 @@ def command(*arguments):
     )
 
 
-@pytest.mark.parametrize("entry", ["torchtitan.train", "torchtitan_magi.train"])
-def test_torchrun_prints_the_losses_of_the_forked_processes(entry):
-    """The harness of these tests runs what users run."""
+def test_torchrun_prints_the_losses_of_the_forked_processes():
+    """The harness of these tests runs what users run; of our own entry point, see test_training_killed.py."""
     arguments = [*on_corpus(), *SMALL, "--parallelism.context_parallel_degree", "2", "--magi.overlap_stages", "2"]
     arguments += ["--training.steps", "2", "--metrics.disable_color_printing"]
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--local-ranks-filter=0"]
     files = ["--job.config_file", DEBUG_TOML, "--job.dump_folder", new_folder()]
-    result = command(*torchrun, "-m", entry, *files, *arguments)
+    result = command(*torchrun, "-m", "torchtitan.train", *files, *arguments)
     assert result.returncode == 0, result.stderr[-4000:]
     printed = re.findall(r"step: +(\d+)  loss: +([0-9.]+) ", result.stdout + result.stderr)
-    losses = train(2, arguments, layers=None, entry=entry).losses
+    losses = train(2, arguments, layers=None).losses
     assert printed == [(f"{step}", f"{loss:.5f}") for step, loss in enumerate(losses, 1)]
 
 
-def test_loss_compare_prints_a_table():
+def test_loss_compare_prints_a_table(monkeypatch, capsys):
+    """The first of its runs, of which it has the seed checkpoint, by torchrun, the others in forked processes."""
+    launched, by_torchrun = [], subprocess.run
+
+    def launch(command, **options):
+        launched.append(command)
+        if len(launched) == 1:
+            return by_torchrun(command, **options)
+        processes, script = int(command[4].removeprefix("--nproc-per-node=")), command[5]
+        return subprocess.CompletedProcess(command, 0, run_script(processes, script, *command[6:]).output)
+
+    monkeypatch.setattr(subprocess, "run", launch)
     options = ["--layouts", "cp2", "--steps", "1", *on_corpus(), *SMALL[:2]]
-    result = command("scripts/loss_compare.py", DEBUG_TOML, *options)
-    assert result.returncode == 0, result.stderr[-4000:]
-    *_, head, line, row = result.stdout.splitlines()
+    monkeypatch.setattr(sys, "argv", ["loss_compare.py", str(DEBUG_TOML), *options])
+    with pytest.raises(SystemExit) as ended:
+        loss_compare.main()
+    assert ended.value.code == 0
+    assert [command[:4] for command in launched] == [launched[0][:4]] * 3
+    *_, head, line, row = capsys.readouterr().out.splitlines()
     assert head == "| layout | against | processes | max rel diff loss | max rel diff grad_norm | verdict |"
     assert line == "| --- | --- | --- | --- | --- | --- |"
     assert re.fullmatch(r"\| cp2 \| cp1 \| 2 \| \d\.\de[+-]\d\d \| \d\.\de[+-]\d\d \| equal \|", row)

@@ -38,6 +38,7 @@ def train_tiny_model(checkpointing):
     attend = functools.partial(checkpoint, block, use_reentrant=False) if checkpointing else block
 
     plans, objects, resident = [], [], []
+    gc.freeze()  # what was imported
     gc.disable()  # torchtitan collects every GC_FREQ steps; plans must not wait for it
     for step in range(STEPS):
         ends = np.append(np.sort(rng.choice(np.arange(1, TOKENS), rng.integers(1, 12), replace=False)), TOKENS)

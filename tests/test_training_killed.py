@@ -67,6 +67,7 @@ def test_a_killed_rank_ends_the_job_which_then_continues(device):
     folder = new_folder()
     arguments = [*on_corpus(), *SMALL, "--parallelism.context_parallel_degree", "2", "--metrics.disable_color_printing"]
     arguments += ["--checkpoint.enable", "--checkpoint.interval", "2", "--lr_scheduler.decay_ratio", "0"]
+    arguments += ["--magi.overlap_stages", "2"]
     endless = ["--training.steps", "100000", "--comm.train_timeout_seconds", f"{TIMEOUT}"]
     code, log, seconds = run_and_strike(folder, [*arguments, *endless], device, signal.SIGKILL)
     assert code != 0
@@ -77,7 +78,10 @@ def test_a_killed_rank_ends_the_job_which_then_continues(device):
     saved = max(int(path.parent.name.removeprefix("step-")) for path in complete)
     if device == "cpu":
         arguments += ["--training.steps", f"{saved + 2}"]
-        resumed = train(2, [*arguments, "--job.dump_folder", folder], layers=None)
+        ours = {"layers": None, "entry": "torchtitan_magi.train"}
+        resumed = train(2, [*arguments, "--job.dump_folder", folder], **ours)
         assert [metrics["step"] for metrics in resumed.metrics] == [saved + 1, saved + 2]
-        whole = train(2, [*arguments, "--job.dump_folder", new_folder()], layers=None)
+        whole = train(2, [*arguments, "--job.dump_folder", new_folder()], **ours)
         assert max_relative_difference(resumed.losses, whole.losses[saved:]) <= TOLERANCE
+        printed = set(re.findall(r"step: +(\d+)  loss: +([0-9.]+) ", log))  # both of torchrun's processes print it
+        assert printed >= {(f"{step}", f"{loss:.5f}") for step, loss in enumerate(whole.losses[:saved], 1)}
