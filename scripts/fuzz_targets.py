@@ -22,9 +22,10 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from torchtitan_magi.cuda.entries import open_folder, read_entry
 from torchtitan_magi.data import ChatTokenizer, Corpus, PackedPairDataset, PackedSFTDataset, TokenizedDocument, guard
+from torchtitan_magi.data.array_file import Damaged
 from torchtitan_magi.data.chat import CHATML_TEMPLATE, PLAIN_TEMPLATE, load_chat_template
 from torchtitan_magi.data.packed import PackedDataset
-from torchtitan_magi.data.token_block import Damaged, TokenBlock
+from torchtitan_magi.data.token_block import TokenBlock
 from torchtitan_magi.masks.builders import block_causal, shared_prompt, sliding_window, varlen_causal, varlen_full
 from torchtitan_magi.masks.slices import AttnSlices
 from torchtitan_magi.planning.cost_model import H200, CostModel

@@ -21,7 +21,8 @@ from odd_tokenizers import Deadly, Probe, Slow
 from streams import join, resume, small_blocks, take
 
 from torchtitan_magi.data import PackedPairDataset, PackedSFTDataset, TokenizedDocument, TokenizedPair, token_writer
-from torchtitan_magi.data.token_block import Damaged, TokenBlock
+from torchtitan_magi.data.array_file import Damaged
+from torchtitan_magi.data.token_block import TokenBlock
 from torchtitan_magi.data.token_cache import TokenCache, default_folder
 
 SEQ_LEN = 512

@@ -49,6 +49,10 @@ class EpochOrder:
         """The blocks that this window and those after it need, each once, in their order."""
         return list(dict.fromkeys(self.parts[self.windows[window] :, 0].tolist()))
 
+    def num_records(self, window: int) -> int:
+        first, last = self.parts[slice(*self.windows[window : window + 2]), 2:].sum(axis=0).tolist()
+        return last - first
+
     def records(self, window: int) -> list[tuple[int, np.ndarray]]:
         """(block, indices of records in it) of each part of a window, in the order in which they are read."""
         found = []

@@ -1,11 +1,9 @@
 """Packed batches: the data-parallel shard of the global pack stream, as tensors."""
 
 import functools
-import itertools
 import os
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args
 
@@ -18,9 +16,10 @@ from torchtitan_magi.data.corpus import Corpus
 from torchtitan_magi.data.documents import IGNORE_INDEX, Pieces
 from torchtitan_magi.data.epoch_order import WINDOW_BLOCKS
 from torchtitan_magi.data.packing import PackingCounts
-from torchtitan_magi.data.stream import PACKING_VERSION, Cursor, Pack, PackStream, Piece, Tokens
+from torchtitan_magi.data.stream import PackStream, Piece, Tokens
 from torchtitan_magi.data.token_block import TokenBlock
 from torchtitan_magi.data.token_cache import TokenCache, TokenizedHere
+from torchtitan_magi.data.window_plan import PACKING_VERSION, Cursor
 
 BadRecords = Literal["error", "skip"]
 Sample = tuple[dict[str, Any], torch.Tensor]
@@ -118,6 +117,7 @@ class PackedDataset(IterableDataset, Stateful):
             window_blocks,
             skip_bad,
             weighted,
+            self.identity,
         )
         self._cursor, self._resuming = Cursor(), False
         if check and not skip_bad:
@@ -179,17 +179,10 @@ class PackedDataset(IterableDataset, Stateful):
         if not self._resuming:
             self._cursor = Cursor()
         self._resuming = False
-        packs = self._stream.packs(self._cursor)
-        for number in itertools.count():
-            round_of_packs = list(islice(packs, self.dp_world_size))
-            if not round_of_packs:
-                return
-            self._cursor = round_of_packs[-1].next_cursor
+        rounds = self._stream.rounds(self._cursor, self.dp_rank, self.dp_world_size)
+        for number, (pack, self._cursor) in enumerate(rounds):
             if wanted(number):
-                yield self._item(round_of_packs[self.dp_rank] if self.dp_rank < len(round_of_packs) else None)
-
-    def _item(self, pack: Pack | None) -> Sample:
-        return self.lay_out([] if pack is None else pack.pieces(self.tokens))
+                yield self.lay_out([] if pack is None else pack.pieces())
 
     @abstractmethod
     def lay_out(self, pieces: Sequence[Piece]) -> Sample:

@@ -1,37 +1,31 @@
 """The global stream of packs: one sequence, the same on every rank, that can be resumed at any pack.
 
-An epoch is read in windows of records, see `epoch_order`. A window is packed as a whole, from lengths alone; a rank
-reads the tokens of its own packs only. The emptiest packs are dissolved and their pieces carried into the next window,
-except in the last window of an epoch. While the packs of one window are given out, a thread makes the next, across the
-ends of epochs too. A position in the stream is a few numbers.
+An epoch is read in windows of records, see `epoch_order`. A window is packed as a whole, see `window_plan`; a rank
+reads the plan and the tokens of its own packs only. While the packs of one window are given out, a thread makes or reads
+the plan of the next, across the ends of epochs too. A position in the stream is a few numbers.
 """
 
+import functools
+import hashlib
+import json
 import logging
 import queue
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Protocol, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, Protocol, TypeVar
 
-import numpy as np
-
+from torchtitan_magi.data.array_file import Damaged
 from torchtitan_magi.data.corpus import Corpus
-from torchtitan_magi.data.documents import Pieces
 from torchtitan_magi.data.epoch_order import EpochOrder
-from torchtitan_magi.data.packing import PackingCounts, pack_best_fit
-from torchtitan_magi.data.token_block import TokenBlock
+from torchtitan_magi.data.token_block import VERSION, TokenBlock
+from torchtitan_magi.data.window_plan import Cursor, MakePieces, WindowPlan, blocks_carried, plan_window
 
 logger = logging.getLogger(__name__)
 
-PACKING_VERSION = 2  # of the way from records to packs
-
-# (tokens of a block, indices of records in it) -> (pieces of at most seq_len tokens, each with a label; counts)
-MakePieces = Callable[[TokenBlock, np.ndarray], tuple[Pieces, PackingCounts]]
-
-_FULL = 0.98  # a pack filled to this fraction is never carried over
 _MAX_NOTES_LOGGED = 20  # per run
 _MAX_SKIPS_LOGGED = 10  # per run
-_MAX_CARRIED = 1 / 8  # fraction of a window's packs; at least one pack
+_FEWEST_KEPT = 1000  # records of a window whose plan is kept; fewer are packed in a few milliseconds
 
 T = TypeVar("T")
 
@@ -51,29 +45,15 @@ class Tokens(Protocol):
     def remake(self, block: int) -> TokenBlock:
         """The tokens of a block that are damaged, made again."""
 
+    def plan(self, name: str, make: Callable[[], WindowPlan], cancelled: threading.Event) -> WindowPlan:
+        """The plan of this name, made if it is not there; `make` raises Cancelled if the event is set."""
 
-@dataclass(frozen=True)
-class Cursor:
-    """A position in the stream: `given` packs into a window of the epoch."""
-
-    epoch: int = 0
-    window: int = 0
-    carried: tuple[tuple[int, int], ...] = ()  # (record, start) of each piece carried into this window
-    given: int = 0
-    counts: PackingCounts = field(default_factory=PackingCounts)  # includes this window once given > 0
-
-    def state_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"carried": [list(piece) for piece in self.carried]}
-
-    @classmethod
-    def from_state_dict(cls, state: dict[str, Any]) -> "Cursor":
-        carried = tuple((record, start) for record, start in state["carried"])
-        return cls(state["epoch"], state["window"], carried, state["given"], PackingCounts(**state["counts"]))
+    def remake_plan(self, name: str, make: Callable[[], WindowPlan]) -> WindowPlan:
+        """The plan of this name, which is damaged, made again."""
 
 
-@dataclass(frozen=True)
-class Piece:
-    """One row of `Pieces` with its tokens. record: number of the record in the corpus."""
+class Piece(NamedTuple):
+    """A piece with its tokens, see `Pieces`. record: number of the record in the corpus."""
 
     record: int
     index: int
@@ -82,49 +62,70 @@ class Piece:
     block: TokenBlock
 
 
-@dataclass(frozen=True)
-class _Window:
-    """A packed window, which begins at the cursor `begin`; `end` is the cursor of the next.
+class Blocks:
+    """Tokens of blocks, opened when they are first needed, and held."""
 
-    blocks: number of a block -> its tokens; of_block: int64 [n], block of each piece; firsts: int64 [n], number of each
-    block's first record in the corpus; packs: rows of `pieces`; last: whether it is the epoch's last.
+    def __init__(self, tokens: Tokens, cancelled: threading.Event) -> None:
+        self.tokens, self.cancelled = tokens, cancelled
+        self._opened: dict[int, TokenBlock] = {}
+
+    def open(self, block: int) -> TokenBlock:
+        if block not in self._opened:
+            self._opened[block] = self.tokens.open(block, self.cancelled)
+        return self._opened[block]
+
+    def remake(self, block: int) -> None:
+        self._opened[block] = self.tokens.remake(block)
+
+
+@dataclass
+class Window:
+    """A window of packs, which begins at the cursor `begin`; `end` is the cursor of the next.
+
+    last: whether it is the epoch's last; replan: makes the plan again, which is damaged.
     """
 
+    records: Corpus
     begin: Cursor
-    blocks: dict[int, TokenBlock]
-    of_block: np.ndarray
-    firsts: np.ndarray
-    pieces: Pieces
-    packs: list[list[int]]
-    last: bool
     end: Cursor
+    last: bool
+    blocks: Blocks
+    plan: WindowPlan
+    replan: Callable[[], WindowPlan]
 
-    def pack(self, number: int) -> list[Piece]:
-        rows, pieces = self.packs[number], self.pieces
-        columns = (self.of_block[rows], self.firsts[rows], pieces.index[rows], pieces.start[rows], pieces.length[rows])
-        return [
-            Piece(first + index, index, start, length, self.blocks[block])
-            for block, first, index, start, length in zip(*(column.tolist() for column in columns), strict=True)
-        ]
+    def after(self, given: int) -> Cursor:
+        """The cursor behind so many packs of the window."""
+        if given == self.plan.num_packs:
+            return self.end
+        return replace(self.begin, given=given, counts=self.end.counts)
+
+    def pieces(self, number: int) -> list[Piece]:
+        """Of a pack: at most seq_len tokens in total. Plan and tokens are checked for damage."""
+        try:
+            rows = self.plan.pack(number)
+        except Damaged:
+            self.plan = self.replan()
+            rows = self.plan.pack(number)
+        numbers = (rows[:, 1] + self.records.block_firsts[rows[:, 0]]).tolist()
+        return [self._piece(*row) for row in zip(numbers, *rows.T.tolist(), strict=True)]
+
+    def _piece(self, record: int, block: int, index: int, start: int, length: int) -> Piece:
+        tokens = self.blocks.open(block)
+        while not tokens.is_sound(index):
+            self.blocks.remake(block)
+            tokens = self.blocks.open(block)
+        if tokens.malformed and index in tokens.malformed:  # it was not when it was packed
+            raise ValueError(f"{self.records.where(record)}: {tokens.malformed[index]}")
+        return Piece(record, index, start, length, tokens)
 
 
 @dataclass(frozen=True)
 class Pack:
-    """One pack of a window, and the cursor of the next pack."""
-
-    window: _Window
+    window: Window
     number: int
-    next_cursor: Cursor
 
-    def pieces(self, tokens: Tokens) -> list[Piece]:
-        """At most seq_len tokens in total, checked for damage."""
-        pieces = self.window.pack(self.number)
-        for row, piece in zip(self.window.packs[self.number], pieces, strict=True):
-            if not piece.block.is_sound(piece.index):
-                block = int(self.window.of_block[row])
-                self.window.blocks[block] = tokens.remake(block)
-                return self.pieces(tokens)
-        return pieces
+    def pieces(self) -> list[Piece]:
+        return self.window.pieces(self.number)
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,7 @@ class PackStream:
     """Packs of `seq_len` tokens from `records`; see `PackedDataset` for the options.
 
     make_pieces: a pure function. skip_bad: whether a record that is malformed or refused by the tokenizer is left out
-    and counted; otherwise it raises ValueError.
+    and counted; otherwise it raises ValueError. identity: all that the packs depend on, as plain Python values.
     """
 
     records: Corpus
@@ -145,21 +146,32 @@ class PackStream:
     window_blocks: int
     skip_bad: bool
     weighted: bool
+    identity: Callable[[], dict[str, Any]]
     said: set[str] = field(default_factory=set)  # notes that were logged
 
-    def packs(self, cursor: Cursor) -> Iterator[Pack]:
-        """The packs from `cursor` to the end of the last epoch.
+    def rounds(self, cursor: Cursor, rank: int, num_ranks: int) -> Iterator[tuple[Pack | None, Cursor]]:
+        """Rounds of `num_ranks` packs, from `cursor` to the end of the last epoch: the pack of this rank, None in a last
+        round without one, and the cursor behind the round.
 
         Raises ValueError if a whole epoch has no label, and for a bad record (file and line) before the first pack of
         its window.
         """
         cancelled = threading.Event()
+        mine, taken = None, 0  # in this round
         for window in made_ahead(self._windows(cursor, cancelled), cancelled):
-            inside = replace(window.begin, counts=window.end.counts)
-            for number in range(window.begin.given, len(window.packs)):
-                after = window.end if number + 1 == len(window.packs) else replace(inside, given=number + 1)
-                yield Pack(window, number, after)
+            given = window.begin.given
+            while given < window.plan.num_packs:
+                more = min(num_ranks - taken, window.plan.num_packs - given)
+                if taken <= rank < taken + more:
+                    mine = Pack(window, given + rank - taken)
+                given, taken = given + more, taken + more
+                cursor = window.after(given)
+                if taken == num_ranks:
+                    yield mine, cursor
+                    mine, taken = None, 0
             self._report(window)
+        if taken:
+            yield mine, cursor
 
     def order_of(self, epoch: int) -> EpochOrder:
         return EpochOrder.of(self.records, self.weights, epoch, self.seed if self.shuffle else None, self.window_blocks)
@@ -168,8 +180,8 @@ class PackStream:
     def weights(self) -> list[float]:
         return [source.weight if self.weighted else 1.0 for source in self.records.sources]
 
-    def _windows(self, cursor: Cursor, cancelled: threading.Event) -> Iterator[_Window]:
-        before: _Window | None = None  # holds the blocks of pieces carried from it
+    def _windows(self, cursor: Cursor, cancelled: threading.Event) -> Iterator[Window]:
+        before: Window | None = None  # holds the blocks of pieces carried from it
         while self.epochs == -1 or cursor.epoch < self.epochs:
             order = self.order_of(cursor.epoch)
             self.tokens.order(self._blocks_from(cursor, order))
@@ -189,117 +201,53 @@ class PackStream:
         following: list[int] = []
         if self.epochs == -1 or cursor.epoch + 1 < self.epochs:
             following = self.order_of(cursor.epoch + 1).blocks_from(0)
-        return list(dict.fromkeys([*self._by_block(cursor), *order.blocks_from(cursor.window), *following]))
+        return list(
+            dict.fromkeys([*blocks_carried(self.records, cursor), *order.blocks_from(cursor.window), *following])
+        )
 
-    def _window(self, cursor: Cursor, order: EpochOrder, cancelled: threading.Event) -> _Window:
-        """Reads and packs the window at the cursor."""
-        blocks: dict[int, TokenBlock] = {}
+    def _window(self, cursor: Cursor, order: EpochOrder, cancelled: threading.Event) -> Window:
+        """The window at the cursor, whose tokens are opened only if it has to be packed."""
+        blocks = Blocks(self.tokens, cancelled)
 
-        def opened(block: int) -> TokenBlock:
-            if block not in blocks:
-                blocks[block] = self.tokens.open(block, cancelled)
-                self._say_notes(blocks[block], block)
-            return blocks[block]
+        def make() -> WindowPlan:
+            return plan_window(self.records, order, cursor, self.make_pieces, self.seq_len, blocks.open)
 
-        found = [(block, self._carried(opened(block), block, rows)) for block, rows in self._by_block(cursor).items()]
-        counts = PackingCounts()
-        for block, indices in order.records(cursor.window):
-            counts += self._left_out(opened(block), block, indices, cursor.counts.skipped + counts.skipped)
-            pieces, more = self.make_pieces(blocks[block], indices)
-            found.append((block, pieces))
-            counts += more
-        pieces = Pieces.concatenate([pieces for _, pieces in found])
-        of_block = np.repeat([block for block, _ in found], [len(pieces) for _, pieces in found])
-        return self._packed(cursor, order, blocks, of_block.astype(np.int64), pieces, counts)
-
-    def _packed(
-        self,
-        cursor: Cursor,
-        order: EpochOrder,
-        blocks: dict[int, TokenBlock],
-        of_block: np.ndarray,
-        pieces: Pieces,
-        counts: PackingCounts,
-    ) -> _Window:
-        packs = pack_best_fit(pieces.length, self.seq_len)
-        fill = np.array([pieces.length[pack].sum() for pack in packs], dtype=np.int64)
-        keep = np.ones(len(packs), dtype=bool)
-        last = cursor.window + 1 == order.num_windows
-        if not last:
-            emptiest = np.argsort(fill, kind="stable")[: max(1, int(_MAX_CARRIED * len(packs)))]
-            keep[emptiest] = fill[emptiest] >= _FULL * self.seq_len
-        chosen = np.flatnonzero(keep)
-        if self.shuffle:  # packing sorts by length
-            chosen = np.random.default_rng([self.seed, cursor.epoch, 1 + cursor.window]).permutation(chosen)
+        if order.num_records(cursor.window) < _FEWEST_KEPT:
+            plan, replan = make(), make
         else:
-            packs = [sorted(pack) for pack in packs]
-            chosen = chosen[np.argsort([packs[pack][0] for pack in chosen], kind="stable")]
-        total = cursor.counts
-        if cursor.given == 0:
-            total += counts + PackingCounts(
-                packs=len(chosen),
-                pieces=sum(len(packs[pack]) for pack in chosen),
-                tokens=int(fill[chosen].sum()),
-                slots=len(chosen) * self.seq_len,
-            )
-        firsts = self.records.block_firsts[of_block]
-        carried = [row for pack in np.flatnonzero(~keep) for row in packs[pack]]
-        numbers = firsts[carried] + pieces.index[carried]
-        origins = tuple(zip(numbers.tolist(), pieces.start[carried].tolist(), strict=True))
-        end = Cursor(cursor.epoch, cursor.window + 1, origins, counts=total)
-        return _Window(cursor, blocks, of_block, firsts, pieces, [packs[pack] for pack in chosen], last, end)
+            name = self._name(cursor, order)
+            plan = self.tokens.plan(name, make, cancelled)
+            replan = functools.partial(self.tokens.remake_plan, name, make)
+        self._say(plan, cursor)
+        counts = cursor.counts if cursor.given else cursor.counts + plan.counts
+        carried = tuple(map(tuple, plan.carried.tolist()))
+        end = Cursor(cursor.epoch, cursor.window + 1, carried, counts=counts)
+        return Window(self.records, cursor, end, end.window == order.num_windows, blocks, plan, replan)
 
-    def _locate(self, record: int) -> tuple[int, int]:
-        """The block of a record, and the record's index there."""
-        block = int(np.searchsorted(self.records.block_firsts, record, side="right")) - 1
-        return block, record - int(self.records.block_firsts[block])
+    def _name(self, cursor: Cursor, order: EpochOrder) -> str:
+        """Of the plan of the window at the cursor: a hash of all that it depends on."""
+        blocks = {*blocks_carried(self.records, cursor), *(block for block, _ in order.records(cursor.window))}
+        digests = [self.records.digest(block) for block in sorted(blocks)]
+        depends_on = (VERSION, self.identity(), cursor.epoch, cursor.window, cursor.carried, digests)
+        return hashlib.sha256(json.dumps(depends_on).encode()).hexdigest()[:40]
 
-    def _where(self, block: int, index: int) -> str:
-        return self.records.where(int(self.records.block_firsts[block]) + index)
-
-    def _left_out(self, tokens: TokenBlock, block: int, indices: np.ndarray, num_skipped: int) -> PackingCounts:
-        """Counts the malformed records among these, or raises ValueError for the first."""
-        bad = [index for index in indices.tolist() if index in tokens.malformed] if tokens.malformed else []
-        for number, index in enumerate(bad, start=num_skipped):
-            text = f"{self._where(block, index)}: {tokens.malformed[index]}"
+    def _say(self, plan: WindowPlan, cursor: Cursor) -> None:
+        """Logs what the chat template left out of records, each thing once, and the first records left out; or raises
+        ValueError for the first of these."""
+        for note, (number, num_records, first) in plan.notes.items():
+            if note not in self.said and len(self.said) < _MAX_NOTES_LOGGED:
+                self.said.add(note)
+                logger.warning(
+                    "%s, in %d of the %d records from %s on", note, number, num_records, self.records.where(first)
+                )
+        for number, (record, what) in enumerate(plan.malformed, start=cursor.counts.skipped):
+            text = f"{self.records.where(record)}: {what}"
             if not self.skip_bad:
                 raise ValueError(text)
             if number < _MAX_SKIPS_LOGGED:
                 logger.warning("record left out: %s", text)
-            else:
-                break
-        return PackingCounts(documents=len(bad), skipped=len(bad))
 
-    def _say_notes(self, tokens: TokenBlock, block: int) -> None:
-        """Logs what the chat template left out of records, each thing once."""
-        for note, number in tokens.notes.items():
-            if note not in self.said and len(self.said) < _MAX_NOTES_LOGGED:
-                self.said.add(note)
-                where = self._where(block, 0)
-                logger.warning("%s, in %d of the %d records from %s on", note, number, len(tokens), where)
-
-    def _by_block(self, cursor: Cursor) -> dict[int, list[tuple[int, int]]]:
-        """block -> (index of the record in it, start) of each piece carried into the cursor's window."""
-        found: dict[int, list[tuple[int, int]]] = {}
-        for record, start in cursor.carried:
-            block, index = self._locate(record)
-            found.setdefault(block, []).append((index, start))
-        return found
-
-    def _carried(self, tokens: TokenBlock, block: int, rows: list[tuple[int, int]]) -> Pieces:
-        """The pieces of a block that are carried into a window, each as often as it is."""
-        pieces, _ = self.make_pieces(tokens, np.array(sorted({index for index, _ in rows})))
-        found = zip(pieces.index.tolist(), pieces.start.tolist(), strict=True)
-        place = {row: number for number, row in enumerate(found)}
-        for index, start in rows:
-            if (index, start) not in place:
-                raise ValueError(
-                    f"{self._where(block, index)} has no token {start} as it had when the loader's state was saved;"
-                    " resume with the same tokenizer and chat template"
-                )
-        return pieces.rows(np.array([place[row] for row in rows]))
-
-    def _report(self, window: _Window) -> None:
+    def _report(self, window: Window) -> None:
         """Logs the counts at the end of each epoch, and in the first also each time the packs have doubled."""
         before, after = window.begin.counts, window.end.counts
         if window.last:

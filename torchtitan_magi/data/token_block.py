@@ -1,16 +1,6 @@
-"""The tokens of one block of records, kept as a file that is mapped into memory.
-
-A file is a head, the index arrays one after the other, and the tokens. The head has a checksum of itself and of the
-index; every record has one of its tokens, so that a reader of few records reads no more than these.
-"""
+"""The tokens of one block of records, kept as a file that is mapped into memory, see `array_file`."""
 
 import itertools
-import json
-import math
-import mmap
-import os
-import struct
-import tempfile
 import zlib
 from collections import Counter
 from collections.abc import Sequence
@@ -18,20 +8,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from torchtitan_magi.data.array_file import Layout
 from torchtitan_magi.data.documents import TokenizedDocument, TokenizedPair
 
 VERSION = 2  # of the files, and of the way from a record to its tokens
 PARTS = {"documents": 1, "pairs": 3}  # of a record's tokens
 
-_MAGIC = b"magitoks"
-_FIXED = struct.Struct("<8sII")  # magic, bytes of the head, checksum of head and index
 _INDEX = {"bounds": np.int64, "learned": np.int64, "common": np.int64, "checksums": np.uint32}
-_ALIGNMENT = 64
+_FILE = Layout(b"magitoks", _INDEX, "tokens")
 _MAX_NOTES = 16  # of a block
-
-
-class Damaged(Exception):
-    """A file that is not as it was written."""
 
 
 @dataclass(frozen=True)
@@ -117,52 +102,16 @@ class TokenBlock:
         return np.maximum(np.append(self.learned[:, 0], len(self.tokens))[begin], first)
 
     def write(self, path: str) -> None:
-        """Writes the file under another name and renames it: it is there as a whole or not at all. Raises OSError."""
-        index = b"".join(getattr(self, name).astype(kind).tobytes() for name, kind in _INDEX.items())
-        shapes = {name: getattr(self, name).shape for name in _INDEX}
-        head = {"parts": self.parts, "tokens": len(self.tokens), "shapes": shapes, "malformed": self.malformed}
-        head["notes"] = self.notes
-        text = json.dumps(head).encode()
-        text += b" " * (-(_FIXED.size + len(text)) % _ALIGNMENT)
-        checksum = zlib.crc32(index, zlib.crc32(text))
-        handle, unfinished = tempfile.mkstemp(".unfinished", dir=os.path.dirname(path))
-        try:
-            with os.fdopen(handle, "wb") as file:
-                for part in (_FIXED.pack(_MAGIC, len(text), checksum), text, index, self.tokens.tobytes()):
-                    file.write(part)
-                file.flush()
-                os.fsync(file.fileno())
-            os.chmod(unfinished, 0o644)  # the folder may be shared
-            os.replace(unfinished, path)
-        except BaseException:
-            os.unlink(unfinished)
-            raise
+        """Writes a file, whole or not at all. Raises OSError."""
+        head = {"parts": self.parts, "malformed": self.malformed, "notes": self.notes}
+        _FILE.write(path, head, {name: getattr(self, name) for name in (*_FILE.index, "tokens")})
 
     @classmethod
     def open(cls, path: str) -> "TokenBlock":
         """Maps a file. Raises FileNotFoundError, OSError, and Damaged if it is not as it was written."""
-        with open(path, "rb") as file:
-            if os.fstat(file.fileno()).st_size < _FIXED.size:
-                raise Damaged
-            content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        magic, size, checksum = _FIXED.unpack_from(content)
-        begin = _FIXED.size + size
-        if magic != _MAGIC or len(content) < begin:
-            raise Damaged
-        try:
-            head = json.loads(content[_FIXED.size : begin])
-            place, arrays = begin, {}
-            for name, kind in _INDEX.items():
-                shape = head["shapes"][name]
-                arrays[name] = np.frombuffer(content, kind, math.prod(shape), place).reshape(shape)
-                place += arrays[name].nbytes
-            tokens = np.frombuffer(content, np.int32, head["tokens"], place)
-        except (ValueError, LookupError, TypeError):
-            raise Damaged from None
-        if zlib.crc32(memoryview(content)[_FIXED.size : place]) != checksum or place + tokens.nbytes != len(content):
-            raise Damaged
+        head, arrays = _FILE.open(path)
         malformed = {int(index): what for index, what in head["malformed"].items()}
-        return cls(head["parts"], tokens, malformed=malformed, notes=head["notes"], **arrays)
+        return cls(head["parts"], malformed=malformed, notes=head["notes"], **arrays)
 
 
 def _parts_of(record: TokenizedDocument | TokenizedPair | ValueError, parts: int) -> list[TokenizedDocument]:

@@ -1,4 +1,5 @@
 """Tokens of a data set, made once: a folder of files, one per block of records, which all ranks and later runs read.
+The plans of packs lie beside them, see `window_plan`.
 
 A file is named by a hash of all that its tokens depend on: the block's content, the tokenizer with its chat template,
 the kind of record. A reader that misses a file starts a writer, see `token_writer`, and waits. A lock lets one writer
@@ -15,15 +16,17 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from torchtitan_magi.data.array_file import Damaged
 from torchtitan_magi.data.corpus import Corpus
 from torchtitan_magi.data.stream import Cancelled
-from torchtitan_magi.data.token_block import VERSION, Damaged, TokenBlock
+from torchtitan_magi.data.token_block import VERSION, TokenBlock
 from torchtitan_magi.data.token_writer import Job, unusable
+from torchtitan_magi.data.window_plan import WindowPlan
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +79,12 @@ class TokenizedHere:
         return None
 
     def remake(self, block: int) -> TokenBlock:
+        raise AssertionError("nothing changes what is in memory")
+
+    def plan(self, name: str, make: Callable[[], WindowPlan], cancelled: threading.Event) -> WindowPlan:
+        return make()
+
+    def remake_plan(self, name: str, make: Callable[[], WindowPlan]) -> WindowPlan:
         raise AssertionError("nothing changes what is in memory")
 
 
@@ -138,6 +147,49 @@ class TokenCache:
         self._in_use.pop(block, None)
         return self.open(block, threading.Event())
 
+    def plan(self, name: str, make: Callable[[], WindowPlan], cancelled: threading.Event) -> WindowPlan:
+        """The plan of this name, which is made if it is not there: by one process, while the others wait for it."""
+        path = self._plan_path(name)
+        while not cancelled.is_set():
+            try:
+                return WindowPlan.open(str(path))
+            except FileNotFoundError:
+                pass
+            except Damaged:
+                self._remove(path)
+            except OSError as error:
+                raise ValueError(unusable(self.folder, error)) from None
+            try:
+                with self._locked(name):
+                    if not path.exists():
+                        plan = make()
+                        plan.write(str(path))
+                        return plan
+            except BlockingIOError:
+                cancelled.wait(_POLL)
+            except OSError as error:
+                raise ValueError(unusable(self.folder, error)) from None
+        raise Cancelled
+
+    def remake_plan(self, name: str, make: Callable[[], WindowPlan]) -> WindowPlan:
+        self._remove(self._plan_path(name))
+        return self.plan(name, make, threading.Event())
+
+    def _plan_path(self, name: str) -> Path:
+        return self.folder / f"{name}.plan"
+
+    @contextmanager
+    def _locked(self, name: str) -> Iterator[None]:
+        """Raises BlockingIOError while another process has the lock."""
+        path = self.folder / f"{name}.lock"
+        with open(path, "wb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            try:
+                yield
+            finally:
+                path.unlink(missing_ok=True)  # whoever opened it before finds the plan
+                fcntl.flock(lock, fcntl.LOCK_UN)  # also of processes forked meanwhile
+
     def _wait(self, block: int, cancelled: threading.Event) -> TokenBlock:
         path, since, told, num_writers = self.path(block), time.monotonic(), False, 0
         order, name = [block, *self._order], self.order_name
@@ -170,10 +222,11 @@ class TokenCache:
 
     def _write(self, blocks: list[int], name: str) -> bool:
         """Starts a writer unless one runs, here or in another process. Raises ValueError if the last one failed."""
-        if name in self._writers:
-            if self._writers[name].is_running():
+        writer = self._writers.get(name)
+        if writer is not None:
+            if writer.is_running():
                 return False
-            del self._writers[name]
+            self._writers.pop(name, None)  # another thread may be here too
         name_of_lock = hashlib.sha256(f"{self._depends_on} {name}".encode()).hexdigest()[:40]
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
