@@ -101,11 +101,6 @@ class Corpus:
         file, place = self._locate(index)
         return file.where(place)
 
-    def place(self, index: int) -> tuple[int, int]:
-        """The block of a record, and the record's index in it."""
-        block = int(np.searchsorted(self.block_firsts, index, side="right")) - 1
-        return block, index - int(self.block_firsts[block])
-
     @property
     def num_blocks(self) -> int:
         return sum(file.num_blocks for file in self.files)

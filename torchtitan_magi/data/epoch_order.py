@@ -50,19 +50,26 @@ class EpochOrder:
         return list(dict.fromkeys(self.parts[self.windows[window] :, 0].tolist()))
 
     def num_records(self, window: int) -> int:
-        first, last = self.parts[slice(*self.windows[window : window + 2]), 2:].sum(axis=0).tolist()
+        first, last = self._parts_of(window)[:, 2:].sum(axis=0).tolist()
         return last - first
+
+    def blocks(self, window: int) -> list[int]:
+        """The block of each part of a window, in the order in which they are read."""
+        return self._parts_of(window)[:, 0].tolist()
 
     def records(self, window: int) -> list[tuple[int, np.ndarray]]:
         """(block, indices of records in it) of each part of a window, in the order in which they are read."""
         found = []
-        for block, number, first, last in self.parts[slice(*self.windows[window : window + 2])].tolist():
+        for block, number, first, last in self._parts_of(window).tolist():
             indices = np.arange(first, last)
             if self.seed is not None:
                 size = int(self.corpus.block_firsts[block + 1] - self.corpus.block_firsts[block])
                 indices = np.random.default_rng([self.seed, number, block]).permutation(size)[first:last]
             found.append((block, indices))
         return found
+
+    def _parts_of(self, window: int) -> np.ndarray:
+        return self.parts[slice(*self.windows[window : window + 2])]
 
 
 def _sizes_of_blocks(corpus: Corpus) -> np.ndarray:

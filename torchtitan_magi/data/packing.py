@@ -19,8 +19,8 @@ def pack_best_fit(lengths: np.ndarray, capacity: int) -> list[list[int]]:
     packs: list[list[int]] = []
     open_packs: dict[int, list[int]] = {}  # free tokens -> packs with that many, if a document may still fit
     rooms: list[int] = []  # the keys of open_packs, ascending
-    for document in np.argsort(-lengths, kind="stable").tolist():
-        length = int(lengths[document])
+    order = np.argsort(-lengths, kind="stable")
+    for document, length in zip(order.tolist(), lengths[order].tolist(), strict=True):
         fit = bisect_left(rooms, length)
         if fit == len(rooms):
             room, pack = capacity, len(packs)

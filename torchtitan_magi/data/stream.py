@@ -1,8 +1,8 @@
 """The global stream of packs: one sequence, the same on every rank, that can be resumed at any pack.
 
 An epoch is read in windows of records, see `epoch_order`. A window is packed as a whole, see `window_plan`; a rank
-reads the plan and the tokens of its own packs only. While the packs of one window are given out, a thread makes or reads
-the plan of the next, across the ends of epochs too. A position in the stream is a few numbers.
+reads the plan and the tokens of its own packs only. While the packs of one window are given out, a thread makes or
+opens the plan of the next, across the ends of epochs too. A position in the stream is a few numbers.
 """
 
 import functools
@@ -150,8 +150,8 @@ class PackStream:
     said: set[str] = field(default_factory=set)  # notes that were logged
 
     def rounds(self, cursor: Cursor, rank: int, num_ranks: int) -> Iterator[tuple[Pack | None, Cursor]]:
-        """Rounds of `num_ranks` packs, from `cursor` to the end of the last epoch: the pack of this rank, None in a last
-        round without one, and the cursor behind the round.
+        """Rounds of `num_ranks` packs, from `cursor` to the end of the last epoch: the pack of this rank, or None if
+        the last round has none, and the cursor behind the round.
 
         Raises ValueError if a whole epoch has no label, and for a bad record (file and line) before the first pack of
         its window.
@@ -182,9 +182,10 @@ class PackStream:
 
     def _windows(self, cursor: Cursor, cancelled: threading.Event) -> Iterator[Window]:
         before: Window | None = None  # holds the blocks of pieces carried from it
+        following = self.order_of(cursor.epoch)
         while self.epochs == -1 or cursor.epoch < self.epochs:
-            order = self.order_of(cursor.epoch)
-            self.tokens.order(self._blocks_from(cursor, order))
+            order, following = following, self.order_of(cursor.epoch + 1)
+            self.tokens.order(self._blocks_from(cursor, order, following))
             while cursor.window < order.num_windows:
                 before = self._window(cursor, order, cancelled)
                 cursor = before.end
@@ -196,14 +197,12 @@ class PackStream:
                 )
             cursor = Cursor(cursor.epoch + 1, counts=cursor.counts)
 
-    def _blocks_from(self, cursor: Cursor, order: EpochOrder) -> list[int]:
+    def _blocks_from(self, cursor: Cursor, order: EpochOrder, following: EpochOrder) -> list[int]:
         """The blocks of this epoch from the cursor on and of the next epoch, in the order of their need."""
-        following: list[int] = []
+        blocks = [*blocks_carried(self.records, cursor), *order.blocks_from(cursor.window)]
         if self.epochs == -1 or cursor.epoch + 1 < self.epochs:
-            following = self.order_of(cursor.epoch + 1).blocks_from(0)
-        return list(
-            dict.fromkeys([*blocks_carried(self.records, cursor), *order.blocks_from(cursor.window), *following])
-        )
+            blocks += following.blocks_from(0)
+        return list(dict.fromkeys(blocks))
 
     def _window(self, cursor: Cursor, order: EpochOrder, cancelled: threading.Event) -> Window:
         """The window at the cursor, whose tokens are opened only if it has to be packed."""
@@ -220,16 +219,15 @@ class PackStream:
             replan = functools.partial(self.tokens.remake_plan, name, make)
         self._say(plan, cursor)
         counts = cursor.counts if cursor.given else cursor.counts + plan.counts
-        carried = tuple(map(tuple, plan.carried.tolist()))
-        end = Cursor(cursor.epoch, cursor.window + 1, carried, counts=counts)
+        end = Cursor(cursor.epoch, cursor.window + 1, plan.carried, counts=counts)
         return Window(self.records, cursor, end, end.window == order.num_windows, blocks, plan, replan)
 
     def _name(self, cursor: Cursor, order: EpochOrder) -> str:
         """Of the plan of the window at the cursor: a hash of all that it depends on."""
-        blocks = {*blocks_carried(self.records, cursor), *(block for block, _ in order.records(cursor.window))}
-        digests = [self.records.digest(block) for block in sorted(blocks)]
-        depends_on = (VERSION, self.identity(), cursor.epoch, cursor.window, cursor.carried, digests)
-        return hashlib.sha256(json.dumps(depends_on).encode()).hexdigest()[:40]
+        blocks = dict.fromkeys([*blocks_carried(self.records, cursor), *order.blocks(cursor.window)])
+        digests = [self.records.digest(block) for block in blocks]
+        depends_on = json.dumps((VERSION, self.identity(), cursor.epoch, cursor.window, digests))
+        return hashlib.sha256(depends_on.encode() + cursor.carried.tobytes()).hexdigest()[:40]
 
     def _say(self, plan: WindowPlan, cursor: Cursor) -> None:
         """Logs what the chat template left out of records, each thing once, and the first records left out; or raises

@@ -83,9 +83,9 @@ class TokenBlock:
 
     def learned_in(self, first: int, last: int) -> list[tuple[int, int]]:
         """The learned ranges inside first:last, cut to it."""
-        begin = int(self.learned[:, 1].searchsorted(first, side="right"))
-        end = int(self.learned[:, 0].searchsorted(last, side="left"))
-        return [(max(first, start), min(last, stop)) for start, stop in self.learned[begin:end].tolist()]
+        before, until = self.learned.reshape(-1).searchsorted((first, last - 1), side="right").tolist()
+        found = self.learned[before // 2 : (until + 1) // 2].tolist()
+        return [(max(first, start), min(last, stop)) for start, stop in found]
 
     def pair(self, index: int) -> TokenizedPair:
         """A record of three parts."""

@@ -118,13 +118,17 @@ class TokenCache:
         return f"token cache {self.folder}: {sum(sizes) / 2**30:.2f} GiB in {len(sizes):,} files"
 
     def path(self, block: int) -> Path:
+        return Path(self._path_name(block))
+
+    def _path_name(self, block: int) -> str:
+        """Of which there are many; a Path costs more."""
         key = hashlib.sha256(f"{self.corpus.digest(block)} {self._depends_on}".encode()).hexdigest()[:40]
-        return self.folder / f"{key}.tokens"
+        return f"{self.folder}/{key}.tokens"
 
     def order(self, blocks: list[int]) -> None:
         """Has what is missing of these blocks written in this order, from now on."""
         self._order = blocks
-        if not all(self.path(block).exists() for block in blocks):
+        if not all(os.path.exists(self._path_name(block)) for block in blocks):
             self._write(blocks, self.order_name)
 
     def open(self, block: int, cancelled: threading.Event) -> TokenBlock:

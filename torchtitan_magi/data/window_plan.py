@@ -1,9 +1,9 @@
 """The plan of a window: which pieces of which records lie in which pack.
 
 A window is packed as a whole, from lengths alone. The emptiest packs are dissolved and their pieces carried into the
-next window, except in the last window of an epoch. A plan is a pure function of the data, the tokenizer and the options.
-It is kept as a file beside the tokens, see `array_file`: of all ranks and runs one makes it, and each reads the rows of
-its own packs only.
+next window, except in the last window of an epoch. A plan is a pure function of the data, the tokenizer and the
+options. It is kept as a file beside the tokens, see `array_file`: of all ranks and runs one makes it, and each reads
+the rows of its own packs only.
 """
 
 import zlib
@@ -33,23 +33,26 @@ _MAX_CARRIED = 1 / 8  # fraction of a window's packs; at least one pack
 _MAX_MALFORMED = 10  # that a plan names
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Cursor:
-    """A position in the stream: `given` packs into a window of the epoch."""
+    """A position in the stream: `given` packs into a window of the epoch.
+
+    carried: int64 [k, 2], (record, start) of each piece carried into this window.
+    """
 
     epoch: int = 0
     window: int = 0
-    carried: tuple[tuple[int, int], ...] = ()  # (record, start) of each piece carried into this window
+    carried: np.ndarray = field(default_factory=lambda: np.zeros((0, 2), np.int64))
     given: int = 0
     counts: PackingCounts = field(default_factory=PackingCounts)  # includes this window once given > 0
 
     def state_dict(self) -> dict[str, Any]:
-        place = {"epoch": self.epoch, "window": self.window, "carried": [list(piece) for piece in self.carried]}
+        place = {"epoch": self.epoch, "window": self.window, "carried": self.carried.tolist()}
         return place | {"given": self.given, "counts": asdict(self.counts)}
 
     @classmethod
     def from_state_dict(cls, state: dict[str, Any]) -> "Cursor":
-        carried = tuple((record, start) for record, start in state["carried"])
+        carried = np.array(state["carried"], np.int64).reshape(-1, 2)
         return cls(state["epoch"], state["window"], carried, state["given"], PackingCounts(**state["counts"]))
 
 
@@ -108,7 +111,10 @@ def plan_window(
     """Packs the window at the cursor. make_pieces: a pure function."""
     found: list[tuple[int, Pieces]] = []
     counts, malformed = PackingCounts(), []
-    for block, rows in blocks_carried(records, cursor).items():
+    of_block, index = _places(records, cursor)
+    for block in blocks_carried(records, cursor):
+        here = of_block == block
+        rows = list(zip(index[here].tolist(), cursor.carried[here, 1].tolist(), strict=True))
         found.append((block, _carried_pieces(records, open_block(block), block, rows, make_pieces)))
     for block, indices in order.records(cursor.window):
         tokens = open_block(block)
@@ -143,13 +149,16 @@ def plan_window(
     )
 
 
-def blocks_carried(records: Corpus, cursor: Cursor) -> dict[int, list[tuple[int, int]]]:
-    """block -> (index of the record in it, start) of each piece carried into the cursor's window."""
-    found: dict[int, list[tuple[int, int]]] = {}
-    for record, start in cursor.carried:
-        block, index = records.place(record)
-        found.setdefault(block, []).append((index, start))
-    return found
+def blocks_carried(records: Corpus, cursor: Cursor) -> list[int]:
+    """The blocks of the pieces carried into the cursor's window, in their order."""
+    return list(dict.fromkeys(_places(records, cursor)[0].tolist()))
+
+
+def _places(records: Corpus, cursor: Cursor) -> tuple[np.ndarray, np.ndarray]:
+    """int64 [k]: the block of each piece carried into the cursor's window, and the record's index in it."""
+    numbers = cursor.carried[:, 0]
+    blocks = np.searchsorted(records.block_firsts, numbers, side="right") - 1
+    return blocks, numbers - records.block_firsts[blocks]
 
 
 def _carried_pieces(
