@@ -9,9 +9,10 @@ import pytest
 
 
 def small_blocks(num_bytes):
-    """Blocks of so many bytes of text, so that little data has many windows."""
+    """Blocks of so many bytes of text, so that little data has many windows; and all their plans are kept."""
     patch = pytest.MonkeyPatch()
     patch.setattr("torchtitan_magi.data.records.BLOCK_BYTES", num_bytes)
+    patch.setattr("torchtitan_magi.data.stream._FEWEST_KEPT", 1)
     return patch
 
 

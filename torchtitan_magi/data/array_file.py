@@ -12,6 +12,7 @@ import os
 import struct
 import tempfile
 import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +31,7 @@ class Layout:
     """A kind of file. magic: 8 bytes; index: name -> dtype; content: name of an int32 array of one dimension."""
 
     magic: bytes
-    index: dict[str, type]
+    index: Mapping[str, type]
     content: str
 
     def write(self, path: str, head: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:

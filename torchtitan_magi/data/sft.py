@@ -65,12 +65,13 @@ class PackedSFTDataset(PackedDataset):
     def lay_out(self, pieces: Sequence[Piece]) -> Sample:
         rows, bounds, at = Rows(self.seq_len), [], 0
         for piece in pieces:
-            end = at + piece.length
+            end, tokens = at + piece.length, piece.block.tokens
             first = piece.block.tokens_of(piece.index)[0] + piece.start
-            rows.tokens[at:end] = piece.block.tokens[first : first + piece.length]
+            rows.tokens[at:end] = tokens[first : first + piece.length]
             rows.positions[at:end] = self._positions[: piece.length]
+            shift = at - first - 1
             for begin, stop in piece.block.learned_in(first + 1, first + 1 + piece.length):
-                rows.labels[at + begin - first - 1 : at + stop - first - 1] = piece.block.tokens[begin:stop]
+                rows.labels[begin + shift : stop + shift] = tokens[begin:stop]
             bounds.append([at, end])
             at = end
         return self.item(rows, bounds)

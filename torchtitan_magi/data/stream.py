@@ -13,7 +13,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from torchtitan_magi.data.array_file import Damaged
 from torchtitan_magi.data.corpus import Corpus
@@ -27,6 +27,7 @@ _MAX_NOTES_LOGGED = 20  # per run
 _MAX_SKIPS_LOGGED = 10  # per run
 _FEWEST_KEPT = 1000  # records of a window whose plan is kept; fewer are packed in a few milliseconds
 
+MakePlan = Callable[[threading.Event], WindowPlan]  # raises Cancelled if the event is set while it waits for tokens
 T = TypeVar("T")
 
 
@@ -45,14 +46,15 @@ class Tokens(Protocol):
     def remake(self, block: int) -> TokenBlock:
         """The tokens of a block that are damaged, made again."""
 
-    def plan(self, name: str, make: Callable[[], WindowPlan], cancelled: threading.Event) -> WindowPlan:
-        """The plan of this name, made if it is not there; `make` raises Cancelled if the event is set."""
+    def plan(self, name: str, make: MakePlan, cancelled: threading.Event) -> WindowPlan:
+        """The plan of this name, made if it is not there. Raises Cancelled if the event is set meanwhile."""
 
-    def remake_plan(self, name: str, make: Callable[[], WindowPlan]) -> WindowPlan:
+    def remake_plan(self, name: str, make: MakePlan) -> WindowPlan:
         """The plan of this name, which is damaged, made again."""
 
 
-class Piece(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Piece:
     """A piece with its tokens, see `Pieces`. record: number of the record in the corpus."""
 
     record: int
@@ -65,13 +67,14 @@ class Piece(NamedTuple):
 class Blocks:
     """Tokens of blocks, opened when they are first needed, and held."""
 
-    def __init__(self, tokens: Tokens, cancelled: threading.Event) -> None:
-        self.tokens, self.cancelled = tokens, cancelled
+    def __init__(self, tokens: Tokens) -> None:
+        self.tokens = tokens
         self._opened: dict[int, TokenBlock] = {}
 
-    def open(self, block: int) -> TokenBlock:
+    def open(self, block: int, cancelled: threading.Event | None = None) -> TokenBlock:
+        """Raises Cancelled if the event is set while it waits."""
         if block not in self._opened:
-            self._opened[block] = self.tokens.open(block, self.cancelled)
+            self._opened[block] = self.tokens.open(block, cancelled or threading.Event())
         return self._opened[block]
 
     def remake(self, block: int) -> None:
@@ -206,13 +209,14 @@ class PackStream:
 
     def _window(self, cursor: Cursor, order: EpochOrder, cancelled: threading.Event) -> Window:
         """The window at the cursor, whose tokens are opened only if it has to be packed."""
-        blocks = Blocks(self.tokens, cancelled)
+        blocks = Blocks(self.tokens)
 
-        def make() -> WindowPlan:
-            return plan_window(self.records, order, cursor, self.make_pieces, self.seq_len, blocks.open)
+        def make(cancelled: threading.Event) -> WindowPlan:
+            open_block = functools.partial(blocks.open, cancelled=cancelled)
+            return plan_window(self.records, order, cursor, self.make_pieces, self.seq_len, open_block)
 
         if order.num_records(cursor.window) < _FEWEST_KEPT:
-            plan, replan = make(), make
+            plan, replan = make(cancelled), functools.partial(make, threading.Event())
         else:
             name = self._name(cursor, order)
             plan = self.tokens.plan(name, make, cancelled)

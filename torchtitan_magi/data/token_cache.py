@@ -23,7 +23,7 @@ from typing import Any, BinaryIO
 
 from torchtitan_magi.data.array_file import Damaged
 from torchtitan_magi.data.corpus import Corpus
-from torchtitan_magi.data.stream import Cancelled
+from torchtitan_magi.data.stream import Cancelled, MakePlan
 from torchtitan_magi.data.token_block import VERSION, TokenBlock
 from torchtitan_magi.data.token_writer import Job, unusable
 from torchtitan_magi.data.window_plan import WindowPlan
@@ -81,10 +81,10 @@ class TokenizedHere:
     def remake(self, block: int) -> TokenBlock:
         raise AssertionError("nothing changes what is in memory")
 
-    def plan(self, name: str, make: Callable[[], WindowPlan], cancelled: threading.Event) -> WindowPlan:
-        return make()
+    def plan(self, name: str, make: MakePlan, cancelled: threading.Event) -> WindowPlan:
+        return make(cancelled)
 
-    def remake_plan(self, name: str, make: Callable[[], WindowPlan]) -> WindowPlan:
+    def remake_plan(self, name: str, make: MakePlan) -> WindowPlan:
         raise AssertionError("nothing changes what is in memory")
 
 
@@ -151,7 +151,7 @@ class TokenCache:
         self._in_use.pop(block, None)
         return self.open(block, threading.Event())
 
-    def plan(self, name: str, make: Callable[[], WindowPlan], cancelled: threading.Event) -> WindowPlan:
+    def plan(self, name: str, make: MakePlan, cancelled: threading.Event) -> WindowPlan:
         """The plan of this name, which is made if it is not there: by one process, while the others wait for it."""
         path = self._plan_path(name)
         while not cancelled.is_set():
@@ -166,7 +166,7 @@ class TokenCache:
             try:
                 with self._locked(name):
                     if not path.exists():
-                        plan = make()
+                        plan = make(cancelled)
                         plan.write(str(path))
                         return plan
             except BlockingIOError:
@@ -175,7 +175,7 @@ class TokenCache:
                 raise ValueError(unusable(self.folder, error)) from None
         raise Cancelled
 
-    def remake_plan(self, name: str, make: Callable[[], WindowPlan]) -> WindowPlan:
+    def remake_plan(self, name: str, make: MakePlan) -> WindowPlan:
         self._remove(self._plan_path(name))
         return self.plan(name, make, threading.Event())
 

@@ -114,8 +114,8 @@ def plan_window(
     of_block, index = _places(records, cursor)
     for block in blocks_carried(records, cursor):
         here = of_block == block
-        rows = list(zip(index[here].tolist(), cursor.carried[here, 1].tolist(), strict=True))
-        found.append((block, _carried_pieces(records, open_block(block), block, rows, make_pieces)))
+        carried_here = list(zip(index[here].tolist(), cursor.carried[here, 1].tolist(), strict=True))
+        found.append((block, _carried_pieces(records, open_block(block), block, carried_here, make_pieces)))
     for block, indices in order.records(cursor.window):
         tokens = open_block(block)
         bad = [index for index in indices.tolist() if index in tokens.malformed] if tokens.malformed else []
@@ -130,8 +130,8 @@ def plan_window(
     packs, carried = _pack(pieces.length, seq_len, seed, last)
     rows_of_packs = np.array([*chain(*packs)], np.int64)
     bounds = np.cumsum([0, *map(len, packs)])
-    rows = np.stack([of_block, *(getattr(pieces, name) for name in ("index", "start", "length"))], axis=1)
-    rows = rows[rows_of_packs].astype(np.int32).reshape(-1)
+    table = np.stack([of_block, pieces.index, pieces.start, pieces.length], axis=1)
+    rows = table[rows_of_packs].astype(np.int32).reshape(-1)
     counts += PackingCounts(
         packs=len(packs),
         pieces=len(rows_of_packs),
