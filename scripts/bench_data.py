@@ -31,7 +31,7 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from torchtitan_magi.calibrate import facts_of_run
-from torchtitan_magi.data import ChatTokenizer, Corpus, PackedSFTDataset, TokenizedDocument
+from torchtitan_magi.data import ChatTokenizer, Corpus, PackedSFTDataset, PackingCounts, TokenizedDocument
 from torchtitan_magi.data.chat import CHATML_TEMPLATE
 from torchtitan_magi.data.formats import parse_document
 from torchtitan_magi.data.token_cache import TokenCache
@@ -194,22 +194,44 @@ NEVER: Any = _Never()
 
 
 def a_ranks_packs(path: Path, tokenizer: ChatTokenizer, cache: Path, num_ranks: int, seconds: float) -> dict[str, Any]:
-    """Tokens per second of the last rank's packs, planning included."""
-    options: dict[str, Any] = {"token_cache": cache, "check": False, "epochs": -1}
-    packs = iter(PackedSFTDataset(path, tokenizer, SEQ_LEN, num_ranks - 1, num_ranks, **options))
-    next(packs)
+    """Tokens per second of the last rank's packs, of windows that are packed already.
+
+    As many epochs as have two packs for the rank, again and again.
+    """
+    options: dict[str, Any] = {"token_cache": cache, "check": False}
+    per_epoch = pack_windows(PackedSFTDataset(path, tokenizer, SEQ_LEN, epochs=1, **options)).packs
+    options["epochs"] = 1 + 2 * num_ranks // per_epoch
+    pack_windows(PackedSFTDataset(path, tokenizer, SEQ_LEN, **options))
+    packs = PackedSFTDataset(path, tokenizer, SEQ_LEN, num_ranks - 1, num_ranks, **options)
     cpu, begin, tokens = time.process_time(), time.perf_counter(), 0
-    for inputs, _ in packs:
-        tokens += int(inputs["documents"][-1, 1])
-        if time.perf_counter() - begin > seconds:
-            break
+    while time.perf_counter() - begin < seconds:
+        for inputs, _ in packs:
+            tokens += int(np.diff(inputs["documents"]).sum())
+            if time.perf_counter() - begin > seconds:
+                break
     spent, spent_cpu = time.perf_counter() - begin, time.process_time() - cpu
     return {
         "ranks": num_ranks,
+        "epochs": options["epochs"],
         "tokens_per_s": tokens / spent,
         "tokens_per_cpu_s": tokens / spent_cpu,
         "gpus_fed": int(tokens * num_ranks / spent / TOKENS_PER_GPU),
     }
+
+
+def pack_windows(packs: PackedSFTDataset) -> PackingCounts:
+    """Packs all windows and reads no pack."""
+    for _ in packs.shard(lambda _: False):
+        pass
+    return packs.counts
+
+
+def packing(path: Path, tokenizer: ChatTokenizer, cache: Path) -> dict[str, float]:
+    """Tokens per second of packing an epoch that nobody has packed yet, and of going through its plans."""
+    options: dict[str, Any] = {"token_cache": cache, "check": False, "epochs": 1, "seed": 1}
+    counts, first = timed(lambda: pack_windows(PackedSFTDataset(path, tokenizer, SEQ_LEN, **options)))
+    _, again = timed(lambda: pack_windows(PackedSFTDataset(path, tokenizer, SEQ_LEN, **options)))
+    return {"tokens_per_s": counts.tokens / first, "again_tokens_per_s": counts.tokens / again}
 
 
 OPENING = """
@@ -239,7 +261,7 @@ def load_tokenizer(path: str) -> ChatTokenizer:
 
 def opening(path: Path, tokenizer: ChatTokenizer, cache: Path, folder: Path) -> dict[str, float]:
     """A process that opens the data and takes all packs; the cache is warm."""
-    list(PackedSFTDataset(path, tokenizer, SEQ_LEN, token_cache=cache, check=False, epochs=1).shard(lambda _: False))
+    pack_windows(PackedSFTDataset(path, tokenizer, SEQ_LEN, token_cache=cache, check=False, epochs=1))
     tokenizer.tokenizer.save(str(folder / "tokenizer.json"))
     command = [sys.executable, "-c", OPENING, Path(__file__).parent, path, cache, folder / "tokenizer.json"]
     printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
@@ -259,9 +281,7 @@ def fills(folder: Path, sizes: dict[str, int], tokenizer: ChatTokenizer, cache: 
         for seq_len in lengths:
             path = folder / f"{name}-{sizes[name]}.jsonl"
             packs = PackedSFTDataset(path, tokenize, seq_len, token_cache=kept, check=False, epochs=1)
-            for _ in packs.shard(lambda _: False):
-                pass
-            counts = packs.counts
+            counts = pack_windows(packs)
             best = counts.tokens / (-(-counts.tokens // seq_len) * seq_len)
             yield {"set": name, "seq_len": seq_len, "fill": counts.fill, "of_best": counts.fill / best}
 
@@ -278,6 +298,8 @@ def measure(folder: Path, quick: bool) -> dict[str, Any]:
     print(json.dumps(result["tokenizing"], indent=2), flush=True)
     result["cold"] = cold(chat, tokenizer, cache)
     print(json.dumps(result["cold"], indent=2), flush=True)
+    result["packing"] = packing(chat, tokenizer, cache)
+    print(json.dumps(result["packing"], indent=2), flush=True)
     result["ranks"] = [a_ranks_packs(chat, tokenizer, cache, ranks, 0.2 if quick else 10.0) for ranks in RANKS]
     print(json.dumps(result["ranks"], indent=2), flush=True)
     result["fill"] = list(fills(folder, sizes, tokenizer, cache))
