@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Make the demonstration data: conversations and a tokenizer, from text that comes with Python. Nothing is downloaded.
+"""Makes the demonstration data: conversations and a tokenizer, from text that comes with Python. Nothing is downloaded.
 
     python scripts/make_demo_data.py [out_dir]       (default assets/demo)
 
