@@ -13,6 +13,7 @@ import subprocess
 import sys
 import textwrap
 import types
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, Field, fields, is_dataclass
 from pathlib import Path
@@ -142,11 +143,6 @@ def in_code(text: str) -> str:
     return re.sub(rf"(`[^`]*`)|({words}|{names})", lambda found: found[1] or f"`{found[2]}`", text)
 
 
-def first_sentence(text: str) -> str:
-    """A sentence ends at a full stop before a capital letter, a number or a value."""
-    return re.split(r'(?<=[^.]\.) (?=[A-Z"\d-]|false:)', text)[0].removesuffix(".")
-
-
 def type_of(option: Field[Any]) -> str:
     """A field's type in a TOML file's words."""
     kinds = [kind for kind in get_args(option.type) if kind is not types.NoneType]
@@ -170,19 +166,13 @@ def options_of(owner: type) -> list[Field[Any]]:
     return [option for option in fields(owner) if not is_dataclass(option.type)]
 
 
-def magi_options(section: str, short: bool) -> str:
-    """A table of [magi] or [magi.dpo]. short: the first sentence of each text, without types, for README.md."""
+def magi_options(section: str) -> str:
+    """A table of [magi] or [magi.dpo]."""
     from torchtitan_magi.training import options
 
     owner = {"magi": options.Magi, "magi.dpo": options.DPO}[section]
     docs = option_docs(owner)
-    rows = [
-        (f"`{option.name}`", type_of(option), default_of(option), docs[option.name]) for option in options_of(owner)
-    ]
-    if short:
-        return table(
-            [f"`[{section}]` option", "default", "meaning"], [(a, c, first_sentence(d)) for a, _, c, d in rows]
-        )
+    rows = [(f"`{found.name}`", type_of(found), default_of(found), docs[found.name]) for found in options_of(owner)]
     return table(["option", "type", "default", "meaning"], rows)
 
 
@@ -227,6 +217,7 @@ def module_help(name: str) -> str:
         mock.patch.object(sys, "argv", [name, "--help"]),
         contextlib.redirect_stdout(printed),
         contextlib.suppress(SystemExit),
+        warnings.catch_warnings(action="ignore"),  # runpy's, of a module that others have imported
     ):
         runpy.run_module(module, run_name="__main__")
     return printed.getvalue()
@@ -278,36 +269,23 @@ def described(thing: Any, name: str) -> Iterator[str]:
 def signature(definition: ast.ClassDef | ast.FunctionDef, source: str) -> str:
     """Python code: a function's line, or a class with what makes it: its constructor, or its fields with comments."""
     if isinstance(definition, ast.FunctionDef):
-        return def_line(definition)
+        return def_line(definition, source)
     made = [m for m in definition.body if isinstance(m, ast.FunctionDef) and m.name == "__init__"]
-    fields_of = [source.splitlines()[m.lineno - 1].strip() for m in definition.body if isinstance(m, ast.AnnAssign)]
-    lines = [def_line(made[0])] if made else [re.sub(r" = field\(.*\)", "", line) for line in fields_of]
+    fields_of = [source.splitlines()[m.lineno - 1] for m in definition.body if isinstance(m, ast.AnnAssign)]
+    lines = [def_line(made[0], source)] if made else [re.sub(r" = field\(.*\)", "", line) for line in fields_of]
     bases = f"({', '.join(map(ast.unparse, definition.bases))})" if definition.bases else ""
-    return f"class {definition.name}{bases}:\n" + textwrap.indent("\n".join(lines), "    ")
+    return "\n".join([f"class {definition.name}{bases}:", *lines])
 
 
-def def_line(function: ast.FunctionDef) -> str:
-    """One line, or one for each parameter."""
-    parts, returns = parameters(function.args), f" -> {ast.unparse(function.returns)}" if function.returns else ""
-    line = f"def {function.name}({', '.join(parts)}){returns}: ..."
-    if len(line) <= COLUMNS:
-        return line
-    return "\n".join([f"def {function.name}(", *(f"    {part}," for part in parts), f"){returns}: ..."])
+def def_line(function: ast.FunctionDef, source: str) -> str:
+    """As in the source, up to the body."""
+    lines = source.splitlines()[function.lineno - 1 : function.body[0].lineno - 1]
+    return "\n".join(lines) + " ..."
 
 
-def parameters(arguments: ast.arguments) -> list[str]:
-    """As in the source."""
-    missing = [None] * (len(arguments.args) - len(arguments.defaults))
-    parts = [*map(parameter, arguments.args, [*missing, *arguments.defaults])]
-    if arguments.vararg or arguments.kwonlyargs:
-        parts.append(f"*{parameter(arguments.vararg)}" if arguments.vararg else "*")
-    parts += map(parameter, arguments.kwonlyargs, arguments.kw_defaults)
-    return [*parts, f"**{parameter(arguments.kwarg)}"] if arguments.kwarg else parts
-
-
-def parameter(argument: ast.arg, default: ast.expr | None = None) -> str:
-    equals = " = " if argument.annotation else "="
-    return ast.unparse(argument) + (f"{equals}{ast.unparse(default)}" if default else "")
+def parameters(arguments: ast.arguments) -> str:
+    """Without the first one, self or cls."""
+    return re.sub(r"(?<=\S)=(?=\S)", " = ", ", ".join(ast.unparse(arguments).split(", ")[1:]))
 
 
 def members_of(definition: ast.ClassDef) -> Iterator[str]:
@@ -317,9 +295,8 @@ def members_of(definition: ast.ClassDef) -> Iterator[str]:
             continue
         decorators = {ast.unparse(decorator) for decorator in member.decorator_list}
         if (doc := ast.get_docstring(member)) and "abstractmethod" not in decorators:
-            own = parameters(member.args)["staticmethod" not in decorators :]
             is_value = decorators & {"property", "functools.cached_property"}
-            name = member.name if is_value else f"{member.name}({', '.join(own)})"
+            name = member.name if is_value else f"{member.name}({parameters(member.args)})"
             yield f"- `{name}`: {' '.join(doc.split(chr(10) * 2)[0].split())}".replace("``", "`")
 
 
@@ -344,10 +321,8 @@ def markdown(docstring: str) -> str:
 
 
 PARTS: dict[str, Callable[[], str]] = {
-    "options-magi": functools.partial(magi_options, "magi", short=False),
-    "options-dpo": functools.partial(magi_options, "magi.dpo", short=False),
-    "options-magi-short": functools.partial(magi_options, "magi", short=True),
-    "options-dpo-short": functools.partial(magi_options, "magi.dpo", short=True),
+    "options-magi": functools.partial(magi_options, "magi"),
+    "options-dpo": functools.partial(magi_options, "magi.dpo"),
     "options-torchtitan": torchtitan_options,
     "commands": commands,
     "scripts": scripts,

@@ -208,5 +208,7 @@ def write_tokenizer(directory: Path, texts: list[str]) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out_dir", nargs="?", type=Path, default=Path("assets/demo"))
+    parser.add_argument(
+        "out_dir", nargs="?", type=Path, default=Path("assets/demo"), help="folder to write (default: %(default)s)"
+    )
     print(make_demo_data(parser.parse_args().out_dir))

@@ -1,9 +1,9 @@
 """Measures what attention and communication cost on your GPUs, and writes it as a cost model.
 
-Training takes the file as [magi] cost_model, make_plan as CostModel.load(FILE),
-python -m torchtitan_magi.report as --cost. All GPUs of the run take part, for
-about a minute. What a run cannot see (links between nodes when there is one
-node) keeps the shipped value.
+Training takes the file as [magi] cost_model, the sizing report as --cost, and
+make_plan as cost=CostModel.load(FILE). All GPUs of the run take part, for about
+a minute. What a run cannot see (links between nodes when there is one node)
+keeps the shipped value.
 
 examples:
   torchrun --standalone --nproc-per-node 8 -m torchtitan_magi.calibrate --output cost.json
