@@ -309,15 +309,19 @@ def write(figures: dict, path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 16384, 65536], help="tokens per GPU")
+    parser.add_argument(
+        "--tokens", type=int, nargs="+", default=[8192, 16384, 65536], help="tokens per GPU (default: %(default)s)"
+    )
     parser.add_argument(
         "--heads",
         nargs="+",
         default=["64:8", "32:32"],
         help="query heads : K/V heads; all but the first at the first size only",
     )
-    parser.add_argument("--seeds", type=int, default=3, help="histogram packs per size")
-    parser.add_argument("--repeats", type=int, default=10, help="up to 16k tokens per GPU; fewer for more")
+    parser.add_argument("--seeds", type=int, default=3, help="histogram packs per size (default: %(default)s)")
+    parser.add_argument(
+        "--repeats", type=int, default=10, help="up to 16k tokens per GPU; fewer for more (default: %(default)s)"
+    )
     parser.add_argument("--commit", help="commit of the tree, where git is missing")
     parser.add_argument("--output", type=Path, help="JSON file to write")
     arguments = parser.parse_args()

@@ -327,7 +327,9 @@ def plot(result: dict[str, Any], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, default=ROOT / "outputs" / "bench_data", help="for data and cache")
+    parser.add_argument(
+        "--folder", type=Path, default=ROOT / "outputs" / "bench_data", help="for data and cache (default: %(default)s)"
+    )
     parser.add_argument("--quick", action="store_true", help="small sets; nothing is stored")
     parser.add_argument("--plot", action="store_true", help="only draw what is stored")
     args = parser.parse_args()

@@ -373,11 +373,22 @@ def describe_run(commit: str | None) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--groups", nargs="+", default=[g for g in GROUPS if g != "quick"], choices=GROUPS)
-    parser.add_argument("--impls", nargs="+", default=["ours", "ours deterministic", "cudnn", "varlen_attn", "fa3"])
-    parser.add_argument("--ms", type=int, default=100, help="GPU time of each measurement")
+    parser.add_argument(
+        "--groups",
+        nargs="+",
+        default=[g for g in GROUPS if g != "quick"],
+        choices=GROUPS,
+        help="groups of cases (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--impls",
+        nargs="+",
+        default=["ours", "ours deterministic", "cudnn", "varlen_attn", "fa3"],
+        help="implementations, compared in turns; what is not installed is left out (default: %(default)s)",
+    )
+    parser.add_argument("--ms", type=int, default=100, help="GPU time of each measurement (default: %(default)s)")
     parser.add_argument("--commit", help="commit of the tree, where git is missing")
-    parser.add_argument("--json")
+    parser.add_argument("--json", help="JSON file to write")
     args = parser.parse_args()
     rows: list[Row] = []
     facts = describe_run(args.commit) | {"lists": lists()}

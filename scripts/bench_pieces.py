@@ -86,9 +86,11 @@ def bench(tokens: int, heads: tuple[int, int], repeats: int, device: torch.devic
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=1 << 20, help="tokens of the document, over all GPUs")
-    parser.add_argument("--heads", default="32:8", help="query heads : K/V heads")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument(
+        "--tokens", type=int, default=1 << 20, help="tokens of the document, over all GPUs (default: %(default)s)"
+    )
+    parser.add_argument("--heads", default="32:8", help="query heads : K/V heads (default: %(default)s)")
+    parser.add_argument("--repeats", type=int, default=3, help="rounds of each setting (default: %(default)s)")
     parser.add_argument("--commit", help="commit of the tree, where git is missing")
     parser.add_argument("--output", type=Path, help="JSON file to write")
     arguments = parser.parse_args()

@@ -243,9 +243,16 @@ def draw(rows: list[dict], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cases", nargs="*", help="only these, e.g. 512k/64, of the histogram")
-    parser.add_argument("--planners", nargs="*", default=list(PLANNERS))
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--output", type=Path, default=RESULT)
+    parser.add_argument(
+        "--planners", nargs="*", default=list(PLANNERS), help="planners to compare (default: %(default)s)"
+    )
+    parser.add_argument("--seeds", type=int, default=5, help="packs per case (default: %(default)s)")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=RESULT,
+        help="JSON file to write; the picture goes beside it (default: %(default)s)",
+    )
     parser.add_argument("--plot", action="store_true", help="only draw the stored figures")
     arguments = parser.parse_args()
     if arguments.plot:

@@ -219,14 +219,28 @@ def documents(pack: int) -> list[dict[str, str]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gpus", type=int, default=4)
-    parser.add_argument("--tokens", type=int, nargs="+", default=[16384, 65536], help="per GPU and step")
-    parser.add_argument("--strategies", nargs="+", default=list(STRATEGIES), choices=STRATEGIES)
-    parser.add_argument("--steps", type=int, default=25)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--model", default="llama3", choices=["llama3", "qwen3"])
-    parser.add_argument("--shapes", default="8B", help="flavor of the model whose layers are trained")
-    parser.add_argument("--expert-parallel", type=int, default=1, help="degree, for mixtures of experts")
+    parser.add_argument("--gpus", type=int, default=4, help="number of GPUs (default: %(default)s)")
+    parser.add_argument(
+        "--tokens", type=int, nargs="+", default=[16384, 65536], help="per GPU and step (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--strategies",
+        nargs="+",
+        default=list(STRATEGIES),
+        choices=STRATEGIES,
+        help="what to time, see above (default: %(default)s)",
+    )
+    parser.add_argument("--steps", type=int, default=25, help="steps of each run (default: %(default)s)")
+    parser.add_argument("--layers", type=int, default=4, help="layers of the model (default: %(default)s)")
+    parser.add_argument(
+        "--model", default="llama3", choices=["llama3", "qwen3"], help="architecture (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--shapes", default="8B", help="flavor of the model whose layers are trained (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--expert-parallel", type=int, default=1, help="degree, for mixtures of experts (default: %(default)s)"
+    )
     parser.add_argument(
         "--checkpointing",
         nargs="+",
@@ -234,7 +248,9 @@ def main() -> None:
         choices=("none", "selective", "full"),
         help="of activations; selective: by operation",
     )
-    parser.add_argument("--options", default="--compile.enable", help="torchtitan overrides for all")
+    parser.add_argument(
+        "--options", default="--compile.enable", help="torchtitan overrides for all (default: %(default)s)"
+    )
     parser.add_argument("--commit", help="commit of the tree, where git is missing")
     parser.add_argument("--output", type=Path, help="JSON file to write")
     arguments = parser.parse_args()

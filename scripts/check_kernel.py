@@ -284,9 +284,11 @@ def run_alone(rng: random.Random, num_cases: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cases", type=int, default=300, help="random cases")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--seconds", type=float, default=500, help="stop starting cases after this long")
+    parser.add_argument("--cases", type=int, default=300, help="random cases (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the cases (default: %(default)s)")
+    parser.add_argument(
+        "--seconds", type=float, default=500, help="stop starting cases after this long (default: %(default)s)"
+    )
     parser.add_argument("--only-ours", action="store_true", help="run the kernels alone, small: for compute-sanitizer")
     parser.add_argument("--commit", help="commit of the tree, where git is missing")
     parser.add_argument("--json", help="where to write the summary")

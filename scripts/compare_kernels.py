@@ -70,8 +70,10 @@ def compare(case: Case, folders: dict[str, Path], wanted: float) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("other", type=Path, help="folder of the kernels to compare with")
-    parser.add_argument("--groups", nargs="+", default=["quick"], choices=GROUPS, help="cases of bench_kernel.py")
-    parser.add_argument("--ms", type=float, default=160, help="GPU time of each measurement")
+    parser.add_argument(
+        "--groups", nargs="+", default=["quick"], choices=GROUPS, help="cases of bench_kernel.py (default: %(default)s)"
+    )
+    parser.add_argument("--ms", type=float, default=160, help="GPU time of each measurement (default: %(default)s)")
     arguments = parser.parse_args()
     folders = {"this": jit.kernel_dir(), "other": arguments.other}
     for group in arguments.groups:

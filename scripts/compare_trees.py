@@ -457,13 +457,19 @@ def drive(options: argparse.Namespace, trees: dict[str, Tree], unit: int) -> Non
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--new", type=Path, default=Path("."))
-    parser.add_argument("--old", type=Path, default=Path("outputs/old"))
+    parser.add_argument("--new", type=Path, default=Path("."), help="root of the new tree (default: %(default)s)")
+    parser.add_argument(
+        "--old", type=Path, default=Path("outputs/old"), help="root of the old tree (default: %(default)s)"
+    )
     parser.add_argument("--output", type=Path, help="JSON file to write")
-    parser.add_argument("--rounds", type=int, default=10, help="at most")
-    parser.add_argument("--least", type=int, default=6, help="rounds, however long they take")
-    parser.add_argument("--seconds", type=float, default=215, help="no further round that would end later")
-    parser.add_argument("--ms", type=float, default=60, help="GPU time of a measurement in a round")
+    parser.add_argument("--rounds", type=int, default=10, help="at most (default: %(default)s)")
+    parser.add_argument("--least", type=int, default=6, help="rounds, however long they take (default: %(default)s)")
+    parser.add_argument(
+        "--seconds", type=float, default=215, help="no further round that would end later (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--ms", type=float, default=60, help="GPU time of a measurement in a round (default: %(default)s)"
+    )
     parser.add_argument("--cpu", action="store_true", help="tiny sizes over gloo, to try the script")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--unit", type=int, help=argparse.SUPPRESS)

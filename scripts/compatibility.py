@@ -259,7 +259,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cells", type=int, nargs="+", help="only those, by their number in the table")
     parser.add_argument("--gpu", action="store_true", help="the combinations that need GPUs, two of them")
-    parser.add_argument("--jobs", type=int, default=1, help="cells at the same time")
+    parser.add_argument("--jobs", type=int, default=1, help="cells at the same time (default: %(default)s)")
     parser.add_argument("--models", type=Path, help="folder of the models; written there if there are none")
     parser.add_argument("--output", type=Path, help="Markdown file to write")
     arguments = parser.parse_args()

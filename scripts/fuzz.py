@@ -358,12 +358,20 @@ def main() -> None:
     from fuzz_targets import TARGETS
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--targets", nargs="+", choices=TARGETS, default=list(TARGETS))
-    parser.add_argument("--minutes", type=float, default=1, help="for each target")
+    parser.add_argument(
+        "--targets",
+        nargs="+",
+        choices=TARGETS,
+        default=list(TARGETS),
+        help="readers to feed, see fuzz_targets.py (default: %(default)s)",
+    )
+    parser.add_argument("--minutes", type=float, default=1, help="for each target (default: %(default)s)")
     parser.add_argument("--cases", type=int, help="for each target, instead of minutes")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--folder", type=Path, default=Path("outputs/fuzz"), help="for the inputs of findings")
-    parser.add_argument("--replay", type=Path, metavar="FILE")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the mutations (default: %(default)s)")
+    parser.add_argument(
+        "--folder", type=Path, default=Path("outputs/fuzz"), help="for the inputs of findings (default: %(default)s)"
+    )
+    parser.add_argument("--replay", type=Path, metavar="FILE", help="run one kept input again, nothing else")
     arguments = parser.parse_args()
     if arguments.replay:
         return replay(arguments.replay, TARGETS)

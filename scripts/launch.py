@@ -127,6 +127,9 @@ def launch(options: list[str]) -> None:
 
 
 def main() -> None:
+    if sys.argv[1:] in (["-h"], ["--help"]):
+        print(__doc__.strip())
+        return
     if len(sys.argv) < 2 or sys.argv[1].startswith("-"):
         sys.exit("no TOML file; use launch.py CONFIG.toml [torchtitan overrides ...], as in train_configs/debug.toml")
     path, *arguments = sys.argv[1:]

@@ -104,7 +104,9 @@ def main() -> None:
     parser.add_argument("config", nargs="?", help="torchtitan TOML file (default: the debug configuration)")
     parser.add_argument("--steps", type=int, default=5, help="optimizer steps of each run (default 5)")
     parser.add_argument("--layouts", help="comma-separated, of: %(default)s", default=",".join(_compared(LAYOUTS)))
-    parser.add_argument("--tolerance", type=float, default=TOLERANCE, help="largest relative difference (1e-4)")
+    parser.add_argument(
+        "--tolerance", type=float, default=TOLERANCE, help="largest relative difference (1e-4) (default: %(default)s)"
+    )
     options, overrides = parser.parse_known_args()
 
     layouts, names = dict(LAYOUTS), options.layouts.split(",")

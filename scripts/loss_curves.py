@@ -98,11 +98,17 @@ def largest_difference(curve: list[float], reference: list[float]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("config", type=Path, nargs="?", default=DEBUG_TOML, help="torchtitan TOML file, SFT or DPO")
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--seq_len", type=int, default=8192, help="tokens per pack")
+    parser.add_argument(
+        "config",
+        type=Path,
+        nargs="?",
+        default=DEBUG_TOML,
+        help="torchtitan TOML file, SFT or DPO (default: %(default)s)",
+    )
+    parser.add_argument("--steps", type=int, default=200, help="optimizer steps of each run (default: %(default)s)")
+    parser.add_argument("--seq_len", type=int, default=8192, help="tokens per pack (default: %(default)s)")
     parser.add_argument("--layouts", help=f"comma-separated, of {','.join(LAYOUTS)} (default: all that fit)")
-    parser.add_argument("--per_gpu", type=int, default=1, help="runs that share a GPU at a time")
+    parser.add_argument("--per_gpu", type=int, default=1, help="runs that share a GPU at a time (default: %(default)s)")
     parser.add_argument("--commit", help="commit of the tree, where git is missing")
     parser.add_argument("--output", type=Path, help="JSON file to write; scripts/plot_results.py draws it")
     options = parser.parse_args()

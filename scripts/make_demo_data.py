@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Make the demonstration data: conversations and a tokenizer, from text that comes with Python. Nothing is downloaded.
+"""Makes the demonstration data: conversations and a tokenizer, from text that comes with Python. Nothing is downloaded.
 
     python scripts/make_demo_data.py [out_dir]       (default assets/demo)
 
@@ -208,5 +208,7 @@ def write_tokenizer(directory: Path, texts: list[str]) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out_dir", nargs="?", type=Path, default=Path("assets/demo"))
+    parser.add_argument(
+        "out_dir", nargs="?", type=Path, default=Path("assets/demo"), help="folder to write (default: %(default)s)"
+    )
     print(make_demo_data(parser.parse_args().out_dir))

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Draw what `python -m torchtitan_magi.data` prints in a terminal, as an SVG.
+"""Draws what `python -m torchtitan_magi.data` prints in a terminal, as an SVG.
 
 python scripts/plot_inspection.py OUT.svg SOURCE --tokenizer DIR ...       (the command's own arguments)
 """

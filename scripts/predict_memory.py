@@ -70,11 +70,27 @@ def compare(paths: list[Path]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--measured", type=Path, nargs="+", help="JSON files of bench_train.py")
-    parser.add_argument("--model", default="llama3", choices=("llama3", "qwen3"))
-    parser.add_argument("--shapes", default="8B", help="flavor of the model")
-    parser.add_argument("--gpus", type=int, nargs="+", default=[8])
-    parser.add_argument("--tokens", type=int, nargs="+", default=[16384, 32768, 65536, 131072], help="per GPU")
-    parser.add_argument("--checkpointing", nargs="+", default=MODES, choices=MODES)
+    parser.add_argument(
+        "--model", default="llama3", choices=("llama3", "qwen3"), help="architecture (default: %(default)s)"
+    )
+    parser.add_argument("--shapes", default="8B", help="flavor of the model (default: %(default)s)")
+    parser.add_argument(
+        "--gpus",
+        type=int,
+        nargs="+",
+        default=[8],
+        help="GPUs that share a pack; several numbers are compared (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--tokens", type=int, nargs="+", default=[16384, 32768, 65536, 131072], help="per GPU (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--checkpointing",
+        nargs="+",
+        default=MODES,
+        choices=MODES,
+        help="of activations; selective: by operation (default: %(default)s)",
+    )
     parser.add_argument("--offload", action="store_true", help="with training.enable_cpu_offload")
     arguments = parser.parse_args()
     if arguments.measured:

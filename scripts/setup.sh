@@ -2,6 +2,10 @@
 # in versions that pyproject.toml allows: the one on the PATH if it does, else that of .venv, made or repaired here with
 # the versions of constraints.txt.
 
+case ${1:-} in # the caller's arguments; its text is the comment at its top
+    -h | --help) sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0" && exit ;;
+esac
+
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 

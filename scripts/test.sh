@@ -1,6 +1,16 @@
 #!/usr/bin/env bash
-# Lint, types and all tests: ./scripts/test.sh [pytest arguments]
-# Does all set-up. Tests marked gpu skip themselves, with a reason, where there is no Hopper GPU.
+# Runs ruff, mypy and the tests; sets up what is missing.
+#
+# usage: ./scripts/test.sh [ARGUMENT ...]
+#
+# examples:
+#   ./scripts/test.sh
+#   ./scripts/test.sh -x tests/test_plan.py
+#
+#   ARGUMENT      of pytest (default: all tests, over three processes)
+#   -h, --help    this text
+#
+# Tests marked gpu skip themselves, with a reason, where there is no Hopper GPU.
 set -euo pipefail
 needs="torch torchtitan pytest xdist hypothesis ruff mypy transformers trl"
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"

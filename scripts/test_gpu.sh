@@ -1,6 +1,15 @@
 #!/usr/bin/env bash
-# What ./scripts/test.sh leaves out where there is no Hopper GPU: ./scripts/test_gpu.sh [folder for the logs]
-# Kernels under compute-sanitizer and against fp64, spread over the GPUs of this machine; then the tests marked gpu.
+# Runs what needs Hopper GPUs: kernels under compute-sanitizer and against fp64, then the tests marked gpu.
+#
+# usage: ./scripts/test_gpu.sh [FOLDER]
+#
+# example:
+#   ./scripts/test_gpu.sh outputs/test_gpu
+#
+#   FOLDER        for the logs (default: outputs/test_gpu)
+#   -h, --help    this text
+#
+# The checks are spread over the GPUs of this machine.
 set -euo pipefail
 needs="torch torchtitan pytest hypothesis"
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"

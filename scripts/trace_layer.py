@@ -44,9 +44,9 @@ def kind_of(kernel: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=16384, help="tokens per GPU")
-    parser.add_argument("--heads", default="64:8", help="query heads : K/V heads")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--tokens", type=int, default=16384, help="tokens per GPU (default: %(default)s)")
+    parser.add_argument("--heads", default="64:8", help="query heads : K/V heads (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the pack (default: %(default)s)")
     parser.add_argument("--commit", help="commit of the tree, where git is missing")
     parser.add_argument("--output", type=Path, help="JSON file to write")
     arguments = parser.parse_args()

@@ -3,11 +3,16 @@
 import re
 import subprocess
 import sys
-from pathlib import Path
+from dataclasses import dataclass
 
 import pytest
+from training import ROOT
 
-ROOT = Path(__file__).parent.parent
+from torchtitan_magi.planning.plan import MAX_STAGES
+from torchtitan_magi.training.options import Magi
+
+import docs_reference  # isort: skip
+
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
 
 
@@ -50,3 +55,24 @@ def test_every_result_is_used_by_a_page_or_a_script():
     texts = [page.read_text() for page in PAGES] + [script.read_text() for script in (ROOT / "scripts").glob("*.py")]
     for result in (ROOT / "benchmarks" / "results").glob("*.json"):
         assert any(result.stem in text for text in texts), result.name
+
+
+def test_an_option_without_a_text_is_named():
+    @dataclass
+    class Options:
+        told: int = 1
+        """A text
+        of two lines."""
+        untold: int = 2
+
+    with pytest.raises(ValueError, match=r"Options.untold has no text; write a docstring under it"):
+        docs_reference.option_docs(Options)
+
+
+def test_values_and_names_of_options_are_code():
+    text = docs_reference.in_code('"": ``a b`` in $HOME/x; training.steps, seq_len or "x|y" and K/V, e.g. 3')
+    assert text == '`""`: `a b` in `$HOME`/x; `training.steps`, `seq_len` or `"x\\|y"` and K/V, e.g. 3'
+
+
+def test_the_text_on_stages_has_their_greatest_number():
+    assert f"0 to {MAX_STAGES};" in docs_reference.option_docs(Magi)["overlap_stages"]

@@ -1,14 +1,16 @@
-"""Measures what attention and communication cost on this machine, for the choice of overlap stages.
+"""Measures what attention and communication cost on your GPUs, and writes it as a cost model.
 
-    torchrun --standalone --nproc-per-node 8 -m torchtitan_magi.calibrate --output cost.json
-    python -m torchtitan_magi.calibrate --fit benchmarks/results/kernel_h200.json
+Training takes the file as [magi] cost_model, the sizing report as --cost, and
+make_plan as cost=CostModel.load(FILE). All GPUs of the run take part, for about
+a minute. What a run cannot see (links between nodes when there is one node)
+keeps the shipped value.
 
-All GPUs of the run take part; it needs about a minute. `CostModel.load` reads the file; `make_plan` takes the model as
-`cost`, training as `[magi] cost_model`. What a run cannot see (links between nodes when there is one node) keeps the
-shipped value. With --fit, the kernel's constants are fitted to figures of scripts/bench_kernel.py, without a GPU.
-
-The scripts that time things take their clock, their start and the facts beside their figures from here.
+examples:
+  torchrun --standalone --nproc-per-node 8 -m torchtitan_magi.calibrate --output cost.json
+  python -m torchtitan_magi.calibrate --fit benchmarks/results/kernel_h200.json
 """
+
+# The scripts that time things take their clock, their start and the facts beside their figures from here.
 
 import argparse
 import datetime
@@ -321,10 +323,21 @@ def measure() -> CostModel:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output", type=Path, default=Path("cost.json"))
-    parser.add_argument("--commit", help="commit of the tree, where git is missing")
-    parser.add_argument("--fit", type=Path, help="figures of bench_kernel.py; fits the kernel's constants, no GPU")
+    parser = argparse.ArgumentParser(
+        prog="python -m torchtitan_magi.calibrate",
+        usage="torchrun --nproc-per-node GPUS -m torchtitan_magi.calibrate [options]",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--output", type=Path, default=Path("cost.json"), metavar="FILE", help="JSON to write (default: %(default)s)")
+    add("--commit", metavar="HASH", help="commit to note in the file (default: that of the checkout, if it is one)")
+    add(
+        "--fit",
+        type=Path,
+        metavar="FILE",
+        help="no measuring, no GPU: fits the kernel's constants to a file of scripts/bench_kernel.py and prints them",
+    )
     arguments = parser.parse_args()
     if arguments.fit is not None:
         samples = recorded_samples(arguments.fit)

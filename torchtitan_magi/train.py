@@ -1,4 +1,23 @@
-"""The entry point: ``torchrun ... -m torchtitan_magi.train --job.config_file my.toml``, for SFT and DPO."""
+"""Trains as a TOML file says: packed SFT or DPO under varlen context parallelism.
+
+usage: torchrun --nproc-per-node GPUS -m torchtitan_magi.train --job.config_file FILE [--SECTION.OPTION VALUE ...]
+
+GPUS is the product of the parallel degrees in the file; several nodes take
+torchrun's own options (--nnodes, --rdzv-endpoint). A run that is started again
+continues from its last checkpoint.
+
+example:
+  torchrun --nproc-per-node 8 -m torchtitan_magi.train \\
+      --job.config_file train_configs/llama3_8b_sft_128k.toml --training.steps 100
+
+options:
+  --job.config_file FILE    the TOML file; train_configs/ has ready ones
+  --SECTION.OPTION VALUE    any option, instead of its value in the file;
+                            true and false are --SECTION.OPTION and
+                            --SECTION.no-OPTION
+  -h, --help                this text; after --job.config_file FILE, every
+                            option with its value in that file
+"""
 
 import json
 import os
@@ -17,6 +36,9 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    if sys.argv[1:] in (["-h"], ["--help"]):
+        print(__doc__.strip())
+        sys.exit()
     try:
         main()
     except ImportError as error:

@@ -1,4 +1,11 @@
-"""Compares checkpoints with the digests beside them: ``python -m torchtitan_magi.verify outputs/checkpoint/step-*``."""
+"""Checks that checkpoints are whole: compares every byte with the digests that were written beside them.
+
+Prints one line for each checkpoint; the exit code is 1 if one is not whole.
+Nothing is unpickled before its bytes are known to be right.
+
+example:
+  python -m torchtitan_magi.verify outputs/checkpoint/step-*
+"""
 
 import argparse
 import sys
@@ -12,9 +19,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Prints one line for each folder; returns 1 if one of them is not whole, else 0."""
     parser = argparse.ArgumentParser(
         prog="python -m torchtitan_magi.verify",
-        description="Reads every byte of checkpoints and compares it with the digests that were written beside them.",
+        usage="%(prog)s FOLDER [FOLDER ...]",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="of one checkpoint, step-*")
+    parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="folder of one checkpoint: step-N")
     return max([_verify(folder) for folder in parser.parse_args(arguments).folders])
 
 

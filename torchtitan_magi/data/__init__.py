@@ -4,7 +4,7 @@ from torchtitan_magi.data.chat import ChatTokenizer
 from torchtitan_magi.data.corpus import Corpus
 from torchtitan_magi.data.documents import IGNORE_INDEX, TokenizedDocument, TokenizedPair
 from torchtitan_magi.data.jsonl import JsonlFile
-from torchtitan_magi.data.packed import collate_packs
+from torchtitan_magi.data.packed import PackedDataset, collate_packs
 from torchtitan_magi.data.packing import PackingCounts, pack_best_fit
 from torchtitan_magi.data.pairs import PackedPairDataset
 from torchtitan_magi.data.records import RecordFile
@@ -15,6 +15,7 @@ __all__ = [
     "ChatTokenizer",
     "Corpus",
     "JsonlFile",
+    "PackedDataset",
     "PackedPairDataset",
     "PackedSFTDataset",
     "PackingCounts",

@@ -1,6 +1,11 @@
-"""The command line: what training would learn of a data set.
+"""Shows what training would learn of your data, before you train.
 
-python -m torchtitan_magi.data SOURCE --tokenizer DIR [--dataset dpo] [--seq-len N] [--html FILE]
+Prints some records with what is learned in colour, the lengths of each source,
+and what looks wrong. No GPU is needed.
+
+example:
+  python -m torchtitan_magi.data data/conversations.jsonl \\
+      --tokenizer assets/hf/Llama-3.1-8B-Instruct --seq-len 8192
 """
 
 import argparse
@@ -77,18 +82,29 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="python -m torchtitan_magi.data",
-        description="Shows what training would learn of a data set: records with what is learned in colour, lengths,"
-        " and what looks wrong.",
+        usage="%(prog)s SOURCE --tokenizer DIR [options]",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("source", help="as dataset_path: a file, a folder, a pattern, or several with weights")
-    add("--tokenizer", required=True, metavar="DIR", help="Hugging Face tokenizer.json and chat template")
-    add("--dataset", choices=("sft", "dpo"), default="sft", help="dpo: preference pairs; default: sft")
-    add("--seq-len", type=int, metavar="N", help="tokens per pack, to see truncation and fill")
-    add("--records", type=int, default=3, metavar="N", help="records to show; default: 3")
-    add("--all", action="store_true", help="read all records instead of a random sample of 2,000")
-    add("--boundaries", action="store_true", help="mark where each token begins (the page always can)")
-    add("--html", type=Path, metavar="FILE", help="write a page that needs nothing else")
+    add(
+        "source",
+        metavar="SOURCE",
+        help="records, as in training.dataset_path: a file, a folder, a pattern, hf://org/name, or several with "
+        'weights ("a.jsonl, b/=0.5")',
+    )
+    add("--tokenizer", required=True, metavar="DIR", help="folder of the model's tokenizer.json and chat template")
+    add(
+        "--dataset",
+        choices=("sft", "dpo"),
+        default="sft",
+        help="sft: conversations or texts; dpo: preference pairs (default: %(default)s)",
+    )
+    add("--seq-len", type=int, metavar="N", help="tokens per pack; shows truncation and fill (default: not shown)")
+    add("--records", type=int, default=3, metavar="N", help="number of records to show (default: %(default)s)")
+    add("--all", action="store_true", help="read all records (default: a random sample of 2,000)")
+    add("--boundaries", action="store_true", help="mark where each token begins (default: not marked)")
+    add("--html", type=Path, metavar="FILE", help="also write the report as a web page in one file")
     return parser
 
 

@@ -34,7 +34,7 @@ class RecordFile(ABC):
             others are left out.
         parts: the files that are read, of which none may change.
 
-    Attributes, besides the arguments:
+    Attributes:
         block_firsts: int64 [blocks + 1], first record of each block, and the number of records.
         num_bytes, crc32: size and checksum of the content.
 

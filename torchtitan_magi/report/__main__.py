@@ -1,6 +1,13 @@
-"""The command line: what a run would look like before it has any GPUs.
+"""Predicts what attention over your documents costs on GPUs that you do not have yet.
 
-python -m torchtitan_magi.report SOURCE --total TOKENS --cp GPUS [--gpus-per-node 8] [--html FILE]
+Plans packs of documents for the context-parallel GPUs of --cp and prints the
+balance, the bytes that travel, the stages and the time of one layer, beside
+other strategies. No GPU is needed.
+
+examples:
+  python -m torchtitan_magi.report histogram --total 512k --cp 8 16 32 64
+  python -m torchtitan_magi.report data/conversations.jsonl --total 128k --cp 8 \\
+      --tokenizer assets/hf/Llama-3.1-8B-Instruct --heads 32:8
 """
 
 import argparse
@@ -111,26 +118,56 @@ def heads_of(text: str, head_dim: int) -> Heads:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m torchtitan_magi.report",
-        description="What context parallelism would do with your documents on your GPUs, beside other strategies.",
+        usage="%(prog)s SOURCE --total TOKENS --cp GPUS [GPUS ...] [options]",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    names = ", ".join(DISTRIBUTIONS)
     add = parser.add_argument
-    add("source", help=f"{names}; or a file: lengths in tokens (text or .npy), or a .jsonl data set with --tokenizer")
-    add("--total", required=True, metavar="TOKENS", help="tokens of a pack: 300000, 512k, 1M")
-    add("--cp", required=True, type=int, nargs="+", metavar="GPUS", help="context-parallel GPUs; several are compared")
+    add(
+        "source",
+        metavar="SOURCE",
+        help=f"documents: a distribution ({', '.join(DISTRIBUTIONS)}), a file of lengths in tokens (text or .npy), or "
+        "records as in training.dataset_path, with --tokenizer",
+    )
+    add("--total", required=True, metavar="TOKENS", help="tokens per pack: 300000, 512k (x 1,024), 1M (x 1,048,576)")
+    add(
+        "--cp",
+        required=True,
+        type=int,
+        nargs="+",
+        metavar="GPUS",
+        help="number of GPUs that share a pack; several numbers are compared",
+    )
     where = parser.add_mutually_exclusive_group()
-    where.add_argument("--gpus-per-node", type=int, default=8, metavar="N", help="default: 8")
-    where.add_argument("--nodes", type=int, metavar="N", help="instead: nodes that the GPUs are spread over evenly")
-    add("--heads", default="64:8", metavar="Q:KV", help="query and K/V heads of a layer on one GPU; default: 64:8")
-    add("--head-dim", type=int, default=128, metavar="D", help="default: 128")
-    add("--packs", type=int, default=5, metavar="N", help="packs to draw; default: 5")
-    add("--seed", type=int, default=0, help="seed of the draw; default: 0")
-    add("--tokenizer", metavar="DIR", help="for a data set: Hugging Face tokenizer.json and chat template")
-    add("--dataset", choices=("sft", "dpo"), default="sft", help="dpo: preference pairs, prompts shared; default: sft")
-    add("--cost", type=Path, metavar="FILE", help="cost model of your machine; default: H200")
-    add("--json", type=Path, metavar="FILE", help="write all figures")
-    add("--html", type=Path, metavar="FILE", help="write a page with table and pictures (needs matplotlib)")
-    add("--png", type=Path, metavar="FILE", help="write the pictures (needs matplotlib)")
+    where.add_argument(
+        "--gpus-per-node", type=int, default=8, metavar="N", help="GPUs in each node (default: %(default)s)"
+    )
+    where.add_argument("--nodes", type=int, metavar="N", help="instead: number of nodes, with equally many GPUs each")
+    add(
+        "--heads",
+        default="64:8",
+        metavar="Q:KV",
+        help="query heads : K/V heads of a layer on one GPU, after tensor parallelism (default: %(default)s)",
+    )
+    add("--head-dim", type=int, default=128, metavar="D", help="elements of a head (default: %(default)s)")
+    add("--packs", type=int, default=5, metavar="N", help="number of packs to draw (default: %(default)s)")
+    add("--seed", type=int, default=0, metavar="N", help="seed of the draw (default: %(default)s)")
+    add("--tokenizer", metavar="DIR", help="for records: folder of the model's tokenizer.json and chat template")
+    add(
+        "--dataset",
+        choices=("sft", "dpo"),
+        default="sft",
+        help="for records: sft, or dpo for preference pairs that share their prompt (default: %(default)s)",
+    )
+    add(
+        "--cost",
+        type=Path,
+        metavar="FILE",
+        help="cost model of your machine, from -m torchtitan_magi.calibrate (default: that of the H200)",
+    )
+    add("--json", type=Path, metavar="FILE", help="also write all figures, of each rank too")
+    add("--html", type=Path, metavar="FILE", help="also write a web page with table and pictures (needs matplotlib)")
+    add("--png", type=Path, metavar="FILE", help="also write the pictures (needs matplotlib)")
     return parser
 
 

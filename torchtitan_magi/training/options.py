@@ -17,25 +17,27 @@ class DPO:
     """Direct preference optimisation (arXiv 2305.18290), for dataset "dpo"."""
 
     loss: Literal["sigmoid", "ipo", "hinge"] = "sigmoid"
-    """Loss of a pair's margin. "ipo" (arXiv 2310.12036, by means over tokens) and "hinge" (arXiv 2305.10425) instead of
-    DPO's own."""
+    """Loss of a pair's margin: "sigmoid" (DPO), "ipo" (arXiv 2310.12036, by means over tokens) or "hinge" (arXiv
+    2305.10425)."""
 
     beta: float = 0.1
-    """How strongly the policy is held to the reference; the scale of the rewards (no unit)."""
+    """How strongly the policy is held to the reference, above 0 (no unit). It is also the scale of the rewards."""
 
     label_smoothing: float = 0.0
-    """Probability that a pair's preference is the wrong way round, 0 to 0.5 (exclusive), for loss "sigmoid"."""
+    """Assumed fraction of pairs whose labels are swapped, 0 to 0.5 (exclusive). For loss "sigmoid" only."""
 
     reference: Literal["model", "file"] = "model"
-    """Source of the reference log-probabilities. "model": a frozen copy of the initial model, sharded like the policy.
-    "file": computed once before training and kept in a file, which needs no second model in memory."""
+    """Source of the reference log-probabilities: a frozen copy of the initial weights ("model") or a file ("file").
+    "model": sharded by FSDP2 like the policy. "file": computed once before training and kept, so training holds no
+    second model in memory; a file of another model or other data is refused."""
 
     reference_path: str = ""
-    """File of reference "file"; validation has one beside it, with ".validation" in its name. "": beside the data, as
-    <file of pairs>.reference.npz. Give each model one of its own to train several on the same pairs."""
+    """Path of the file for reference "file"; "": ``<file of pairs>.reference.npz`` beside the data. Validation has one
+    beside it, with ".validation" in its name. Several models on the same pairs need a path each."""
 
     shared_prompt: bool = True
-    """Compute a pair's prompt once, chosen and rejected both attending to it. False: two separate documents."""
+    """Compute each prompt once, with chosen and rejected both attending to it. false: two documents, each with the
+    prompt."""
 
 
 @dataclass(frozen=True)
@@ -43,59 +45,62 @@ class Magi:
     """Varlen context parallelism, packed SFT data and preference training."""
 
     backend: Literal["auto", "ffa", "flex"] = "auto"
-    """Attention kernel. "ffa": ours, for Hopper GPUs. "flex": torch's flex_attention, for any machine, slower. "auto":
+    """Attention kernel: ours for Hopper GPUs ("ffa") or torch's flex_attention ("flex": any machine, slower). "auto":
     ffa on CUDA, flex on CPU; it never falls back from one to the other."""
 
     overlap_stages: int = -1
-    """Into how many stages the K/V of other ranks is cut, to travel while attention runs (a count). 0: no overlap. -1:
-    chosen for each microbatch, for the forward and for the backward, by what a cost model predicts."""
+    """Number of stages in which remote K/V arrive while attention runs, 0 to 16; -1: chosen. 0: one attention call
+    over all K/V; inside a node our kernel starts before they have arrived. -1: 0 inside a node; over several nodes the
+    cost model chooses for each microbatch, for the forward and for the backward."""
 
     cost_model: str = ""
-    """Path of the cost model for that choice, from ``torchrun -m torchtitan_magi.calibrate`` on this kind of machine.
-    "": what was measured on H200 GPUs, and between nodes an estimate for 400 Gb/s per GPU."""
+    """File from ``torchrun ... -m torchtitan_magi.calibrate``, by which stages are chosen. "": measured on H200 GPUs;
+    between nodes an estimate for 400 Gb/s per GPU."""
 
     deterministic: bool = False
-    """Repeat bit for bit, forward and backward, on a fixed layout. Slower."""
+    """Repeat forward and backward bit for bit on a fixed layout; slower."""
 
     fp32_reduce: bool = False
-    """Send the gradients of K and V between ranks in float32 instead of the training dtype. Sums are always float32."""
+    """Send dK and dV between ranks in float32 instead of the training dtype. They are summed in float32 either way."""
 
     positions: Literal["auto", "document", "pack"] = "auto"
-    """Rotary positions. "document": restart at 0 in every document. "pack": run over the whole pack. "auto": document
-    for datasets "sft" and "dpo", pack for torchtitan's own."""
+    """Rotary positions restart at 0 in every document ("document") or run over the whole pack ("pack"). "auto":
+    document for datasets "sft" and "dpo", pack for torchtitan's own."""
 
     long_documents: Literal["truncate", "split"] = "truncate"
-    """What becomes of documents longer than training.seq_len tokens, for dataset "sft"."""
+    """Cut documents longer than training.seq_len tokens at the end, or split them into several. For dataset "sft"."""
 
     epochs: int = -1
-    """How many times training passes over the data before it ends (a count), at training.steps at the latest. -1: no
-    end. For datasets "sft" and "dpo", as the next two."""
+    """Number of passes over the data; -1: no end. A run ends after training.steps in any case. For datasets "sft" and
+    "dpo"."""
 
     shuffle: bool = True
-    """A new seeded order in every epoch. False: the order of the files, as far as packing allows."""
+    """A new seeded order in every epoch. false: the order of the files, as far as packing allows. For datasets "sft"
+    and "dpo"."""
 
     bad_records: Literal["error", "skip"] = "error"
-    """What becomes of malformed records. "error": the run stops, before the first step where that can be told. "skip":
-    they are left out, counted, and the first of them logged with file and line."""
+    """Malformed records stop the run ("error") or are left out, counted and named ("skip"). "error" stops it before the
+    first step where that can be told. "skip" logs the first of them with file and line. For datasets "sft" and
+    "dpo"."""
 
     template_date: str = ""
     """Date that the chat template prints if it prints one, such as "2024-07-26". "": that of the run's first start,
     which is kept in job.dump_folder."""
 
     token_cache: str = ""
-    """Folder that keeps the tokens of your data, made once by all cores of the machine: all ranks and later runs read
-    them there. Machines may share it. "": tokens/ in $TORCHTITAN_MAGI_CACHE, else ~/.cache/torchtitan_magi/tokens."""
+    """Folder of the tokens, which are made once for all ranks and later runs. "": ``tokens/`` in
+    $TORCHTITAN_MAGI_CACHE, else ~/.cache/torchtitan_magi/tokens. Machines may share it."""
 
     loss_per: Literal["token", "document"] = "token"
-    """What the loss of dataset "sft" is a mean over. "token": all labels of a step. "document": its documents, each by
-    the mean over its labels, so that short answers weigh as much as long ones."""
+    """The loss is a mean over the labels of a step ("token") or over its documents ("document"). Each document counts
+    by the mean over its labels, so that short answers weigh as much as long ones. For dataset "sft"."""
 
     verify_checkpoint: bool = True
-    """Compare a checkpoint with the digests that were written beside it before it is loaded; the ranks together read
-    each of its files once. False: only the sizes of its files are checked."""
+    """Compare every byte of a checkpoint with its digests before it is loaded. The ranks together read each file once.
+    false: only the sizes of its files are checked."""
 
     imports: list[str] = field(default_factory=list)
-    """Modules of your own, imported before flavors, converters and datasets are looked up: they can add some."""
+    """Modules of your own that add flavors, converters or datasets; imported before these are looked up."""
 
     dpo: DPO = field(default_factory=DPO)
 
