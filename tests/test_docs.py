@@ -50,3 +50,9 @@ def test_every_result_is_used_by_a_page_or_a_script():
     texts = [page.read_text() for page in PAGES] + [script.read_text() for script in (ROOT / "scripts").glob("*.py")]
     for result in (ROOT / "benchmarks" / "results").glob("*.json"):
         assert any(result.stem in text for text in texts), result.name
+
+
+def test_the_table_of_contents_has_every_page():
+    folder = ROOT / "docs"
+    listed = set(re.findall(r"\]\(([^)\s]+\.md)\)", (folder / "README.md").read_text()))
+    assert {str(page.relative_to(folder)) for page in folder.rglob("*.md")} - listed == {"README.md"}
