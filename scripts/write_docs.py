@@ -2,9 +2,9 @@
 """Writes the generated parts of the docs: python scripts/write_docs.py [--check]
 
 A part stands between `<!-- generated: NAME -->` and `<!-- end -->` in README.md or a page of docs/. Its text is made by
-the function of that name in docs_reference.py (options, commands, functions) or docs_figures.py (figures, from
-benchmarks/results/*.json). `--check` writes nothing and names the pages that are older than what they are made from;
-it exits with 1 if there are any.
+the function of that name in docs_reference.py (options, commands, functions), docs_figures.py (figures, from
+benchmarks/results/*.json), docs_memory.py (memory, predicted and measured) or here (the table of contents). `--check`
+writes nothing and names the pages that are older than what they are made from; it exits with 1 if there are any.
 """
 
 import argparse
@@ -14,11 +14,27 @@ from collections.abc import Callable
 from pathlib import Path
 
 import docs_figures
+import docs_memory
 import docs_reference
 
 ROOT = Path(__file__).resolve().parent.parent
 PART = re.compile(r"(<!-- generated: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
-PARTS: dict[str, Callable[[], str]] = {**docs_reference.PARTS, **docs_figures.PARTS}
+FOLDERS = {"concepts": "Concepts", "reference": "Reference", "performance": "Performance", "internals": "Internals"}
+
+
+def contents() -> str:
+    """A list of the pages of each folder of docs/, by their titles; docs/README.md has that of how-to/ by hand."""
+    sections = []
+    for folder, title in FOLDERS.items():
+        found = sorted((ROOT / "docs" / folder).glob("*.md"))
+        links = [f"- [{page.read_text().partition(chr(10))[0].strip('# ')}]({folder}/{page.name})" for page in found]
+        sections.append("\n".join([f"## {title}\n", *links]) if links else "")
+    return "\n\n".join(filter(None, sections))
+
+
+PARTS: dict[str, Callable[[], str]] = {
+    **docs_reference.PARTS, **docs_figures.PARTS, **docs_memory.PARTS, "contents": contents
+}  # fmt: skip
 
 
 def pages() -> list[Path]:

@@ -76,3 +76,9 @@ def test_values_and_names_of_options_are_code():
 
 def test_the_text_on_stages_has_their_greatest_number():
     assert f"0 to {MAX_STAGES};" in docs_reference.option_docs(Magi)["overlap_stages"]
+
+
+def test_the_table_of_contents_has_every_page():
+    folder = ROOT / "docs"
+    listed = set(re.findall(r"\]\(([^)\s]+\.md)\)", (folder / "README.md").read_text()))
+    assert {str(page.relative_to(folder)) for page in folder.rglob("*.md")} - listed == {"README.md"}
