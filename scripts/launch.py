@@ -43,10 +43,10 @@ def num_processes(config: dict[str, Any], arguments: list[str], num_gpus: int) -
     for name in DEGREES:
         default = -1 if name == "data_parallel_shard" else 1
         value = overridden(config, arguments, "parallelism", f"{name}_degree")
-        text = str(default if value is None else value)
+        text = value if isinstance(value, str) else shown(default if value is None else value)
         if not re.fullmatch(r"[1-9]\d*", text) and text != str(default):
             left = ", or -1 for the GPUs that are left" if default == -1 else ""
-            raise ValueError(f"parallelism.{name}_degree is {value!r}; use a whole number of at least 1{left}")
+            raise ValueError(f"parallelism.{name}_degree is {shown(value)}; use a whole number of at least 1{left}")
         degrees[name] = int(text)
     shard = degrees.pop("data_parallel_shard")
     others = math.prod(degrees.values())
@@ -82,7 +82,18 @@ def check_file(config: dict[str, Any]) -> None:
     """
     for name in ("job", "experimental", "parallelism"):
         if not isinstance(config.get(name, {}), dict):
-            raise ValueError(f"{name} is {config[name]!r}, but it is a section; write [{name}] and its options below")
+            raise ValueError(
+                f"{name} is {shown(config[name])}, but it is a section; write [{name}] and its options below"
+            )
+
+
+def shown(value: Any) -> str:
+    """A value of the file, shortened."""
+    try:
+        text = repr(value)
+    except ValueError:
+        text = "a number of thousands of digits"
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def reason(failure: Any) -> str:
@@ -93,7 +104,9 @@ def reason(failure: Any) -> str:
 
 
 def in_one_line(text: Any) -> str:
-    return next(iter(str(text).strip().splitlines()), "no reason given")
+    """The first line of it, of which little is needed of a value that it quotes."""
+    line = next(iter(str(text).strip().splitlines()), "no reason given")
+    return line if len(line) <= 2000 else f"{line[:1000]}...{line[-900:]}"
 
 
 def count_gpus() -> int:
@@ -142,7 +155,7 @@ def main() -> None:
     except ImportError as error:
         sys.exit(f"{error}; ./scripts/train.sh sets up an environment that has all that is needed")
     except (OSError, ValueError) as error:
-        sys.exit(f"{path}: {error}")
+        sys.exit(f"{path}: {in_one_line(error)}")
     if num_gpus < processes:
         print(f"{processes} processes, {num_gpus} GPUs: running on CPU with gloo", flush=True)
         os.environ["CUDA_VISIBLE_DEVICES"] = ""

@@ -14,6 +14,7 @@ from torchtitan_magi.masks.geometry import Int64Array, slice_layers
 from torchtitan_magi.masks.slices import AttnSlices
 from torchtitan_magi.planning.cost_model import H200, CostModel, Heads, KernelCost
 from torchtitan_magi.tiles import KEYS
+from torchtitan_magi.wording import quoted
 
 BACKENDS = ("auto", "ffa", "flex")
 LATE_MARGIN = 1.25  # how much longer than predicted an exchange may take before a kernel that hides it waits
@@ -148,7 +149,7 @@ def choose_block_attn(backend: str, device: torch.device, deterministic: bool = 
         ValueError: an unknown backend, or ffa without a Hopper GPU.
     """
     if backend not in BACKENDS:
-        raise ValueError(f"backend is {backend!r}; use one of {', '.join(map(repr, BACKENDS))}")
+        raise ValueError(f"backend is {quoted(backend)}; use one of {', '.join(map(repr, BACKENDS))}")
     if backend == "flex" or (backend == "auto" and device.type == "cpu"):
         from torchtitan_magi.backends.flex import FlexBlockAttn
 
@@ -161,4 +162,6 @@ def choose_block_attn(backend: str, device: torch.device, deterministic: bool = 
 def check_scale(softmax_scale: float) -> None:
     """Raises ValueError for a scale of the scores that is not a positive, finite number."""
     if not isinstance(softmax_scale, (int, float)) or not 0 < softmax_scale < float("inf"):
-        raise ValueError(f"softmax_scale is {softmax_scale!r}; it must be a positive number, D ** -0.5 by default")
+        raise ValueError(
+            f"softmax_scale is {quoted(softmax_scale)}; it must be a positive number, D ** -0.5 by default"
+        )

@@ -7,6 +7,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from torchtitan_magi.data.chat import ChatTokenizer
+from torchtitan_magi.wording import one_line
 
 
 def load_chat_tokenizer(folder: str | os.PathLike[str]) -> ChatTokenizer:
@@ -28,7 +29,7 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> tuple[Tokenizer, int | Non
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises nothing narrower
-        raise ValueError(f"{path} is not a tokenizer ({error}); download it again") from None
+        raise ValueError(f"{path} is not a tokenizer ({one_line(error)}); download it again") from None
     return tokenizer, *_bos_and_eos(tokenizer, Path(folder))
 
 
@@ -38,7 +39,7 @@ def _bos_and_eos(tokenizer: Tokenizer, folder: Path) -> tuple[int | None, int | 
     try:
         config = json.loads(path.read_text()) if path.exists() else {}
         names = [config.get("bos_token"), config.get("eos_token")]
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} is not a JSON object ({error}); download the tokenizer's files again") from None
     texts = [name.get("content") if isinstance(name, dict) else name for name in names]
     bos, eos = (None if text is None else tokenizer.token_to_id(str(text)) for text in texts)

@@ -20,6 +20,7 @@ from tokenizers import Encoding, Tokenizer
 from torchtitan_magi.data.documents import TokenizedDocument, TokenizedPair, pair_of
 from torchtitan_magi.data.formats import Messages
 from torchtitan_magi.data.template import ChatTemplate, Kwargs, Spans
+from torchtitan_magi.wording import one_line, quoted, quoted_path
 
 T = TypeVar("T")
 
@@ -188,7 +189,7 @@ class ChatTokenizer:
             return [*self.tokenizer.encode_batch(texts, add_special_tokens=False)]
         except Exception as error:  # the library raises nothing narrower, for the whole batch
             if len(texts) == 1:
-                return [ValueError(f"the tokenizer refuses the text ({error}); correct the record")]
+                return [ValueError(f"the tokenizer refuses the text ({one_line(error)}); correct the record")]
             return [self._encode_batch([text])[0] for text in texts]
 
     def _document(self, encoding: Encoding, text: "_Text") -> TokenizedDocument:
@@ -215,7 +216,7 @@ def load_chat_template(assets_path: str | os.PathLike[str]) -> str | None:
     files are malformed.
     """
     if not os.path.isdir(assets_path):
-        raise ValueError(f"{os.fspath(assets_path)!r} is not a directory; give the one that holds tokenizer.json")
+        raise ValueError(f"{quoted_path(assets_path)} is not a directory; give the one that holds tokenizer.json")
     try:
         with open(os.path.join(assets_path, "chat_template.jinja"), encoding="utf-8") as file:
             return file.read()
@@ -246,7 +247,7 @@ def _named_template(templates: list[Any], path: str) -> str:
             f'{path}: "chat_template" is a list; give each entry a "name" and a "template", both of them text'
         ) from None
     if "default" not in by_name:
-        raise ValueError(f'{path}: the chat templates are named {sorted(by_name)}; name one of them "default"')
+        raise ValueError(f'{path}: the chat templates are named {quoted(sorted(by_name))}; name one of them "default"')
     return by_name["default"]
 
 

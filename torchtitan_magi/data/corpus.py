@@ -13,6 +13,7 @@ import numpy as np
 from torchtitan_magi.data.formats import parse_document
 from torchtitan_magi.data.records import Parse, RecordFile
 from torchtitan_magi.data.sources import parse_sources
+from torchtitan_magi.wording import quoted, quoted_path
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ class Corpus:
         self, paths: str | os.PathLike[str], parse: Parse = parse_document, cache: str | os.PathLike[str] | None = None
     ):
         if not isinstance(paths, (str, os.PathLike)):
-            raise ValueError(f"the data set is {paths!r}; name its sources in one string, separated by commas")
+            raise ValueError(f"the data set is {quoted(paths)}; name its sources in one string, separated by commas")
         self.paths = os.fspath(paths)
         folder = None if cache is None else Path(cache)
         named = [(name, name.openers(parse, folder)) for name in parse_sources(self.paths)]
@@ -79,11 +80,13 @@ class Corpus:
             for name, openers in named:
                 source = Source(name.path, name.weight, [next(opened) for _ in openers], len(self), self.num_blocks)
                 if len(source) == 0:
-                    raise ValueError(f"source {name.path!r} holds no record; write one JSON object per line")
+                    raise ValueError(f"source {quoted_path(name.path)} holds no record; write one JSON object per line")
                 self.sources.append(source)
                 self.files += source.files
         if sum(source.weight * len(source) for source in self.sources) < 1:
-            raise ValueError(f"the weights of {self.paths!r} leave less than one record an epoch; give larger ones")
+            raise ValueError(
+                f"the weights of {quoted_path(self.paths)} leave less than one record an epoch; give larger ones"
+            )
         self._firsts = np.cumsum([0, *map(len, self.files)])
         self._first_blocks = np.cumsum([0, *(file.num_blocks for file in self.files)])
         firsts = [file.block_firsts[:-1] + first for file, first in zip(self.files, self._firsts[:-1], strict=True)]
@@ -157,5 +160,7 @@ def _check_distinct(identities: list[str]) -> None:
     seen: set[str] = set()
     for identity in identities:
         if identity in seen:
-            raise ValueError(f"records file {identity!r} is in the data set twice; give its source a weight instead")
+            raise ValueError(
+                f"records file {quoted_path(identity)} is in the data set twice; give its source a weight instead"
+            )
         seen.add(identity)

@@ -25,6 +25,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from torchtitan_magi.wording import quoted
+
 ROLES = ("system", "user", "assistant", "tool")
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"} | {role: role for role in ROLES}
 
@@ -153,7 +155,7 @@ def _sharegpt(turns: Any) -> Messages:
             _check_keys(name, turn, ("from", "value"))
             role = _SHAREGPT_ROLES.get(turn["from"]) if isinstance(turn["from"], str) else None
             if role is None:
-                raise ValueError(f"{name}.from is {_short(turn['from'])}; use one of {', '.join(_SHAREGPT_ROLES)}")
+                raise ValueError(f"{name}.from is {quoted(turn['from'])}; use one of {', '.join(_SHAREGPT_ROLES)}")
             for key, other in (("role", "from"), ("content", "value")):
                 if key in turn:
                     raise ValueError(f'{name} has "{other}" and "{key}"; leave it one of them')
@@ -181,7 +183,7 @@ def _message(name: str, message: Any) -> dict[str, Any]:
     if not isinstance(message["role"], str):
         raise ValueError(f"{name}.role is {_kind(message['role'])}; write a string")
     if message["role"] not in ROLES:
-        raise ValueError(f"{name}.role is {_short(message['role'])}; use one of {', '.join(ROLES)}")
+        raise ValueError(f"{name}.role is {quoted(message['role'])}; use one of {', '.join(ROLES)}")
     if calls and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
         raise ValueError(f"{name}.tool_calls is {_kind(calls)}; write a list of objects")
     content = message.get("content")
@@ -192,7 +194,7 @@ def _message(name: str, message: Any) -> dict[str, Any]:
     # Exporters write null for keys that a message lacks; templates test whether a key is present.
     given = {key: value for key, value in message.items() if value is not None and key != "tool_calls"}
     if given.get("weight", 1) not in (0, 1):
-        raise ValueError(f"{name}.weight is {_short(given['weight'])}; use 0 for a turn not to be learned, or 1")
+        raise ValueError(f"{name}.weight is {quoted(given['weight'])}; use 0 for a turn not to be learned, or 1")
     calls = [_with_arguments(f"{name}.tool_calls[{index}]", call) for index, call in enumerate(calls or [])]
     return _with_reasoning(name, given) | {"content": content} | ({"tool_calls": calls} if calls else {})
 
@@ -243,7 +245,7 @@ def _object(name: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(unique) < len(pairs):
         keys = [key for key, _ in pairs]
         twice = next(key for key in keys if keys.count(key) > 1)
-        raise ValueError(f"{name} has the key {_short(twice)} twice; leave it one of them")
+        raise ValueError(f"{name} has the key {quoted(twice)} twice; leave it one of them")
     return unique
 
 
@@ -304,13 +306,8 @@ def _given(record: dict[str, Any], key: str, form: str) -> Any:
 
 
 def _kind(value: Any) -> str:
-    return "null" if value is None else f"{_short(value)} ({type(value).__name__})"
+    return "null" if value is None else f"{quoted(value)} ({type(value).__name__})"
 
 
 def _keys(record: dict[str, Any]) -> str:
-    return _short(sorted(record))
-
-
-def _short(value: Any, limit: int = 60) -> str:
-    text = repr(value)
-    return text if len(text) <= limit else text[: limit - 3] + "..."
+    return quoted(sorted(record))

@@ -5,6 +5,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from torchtitan_magi.data.records import sha256
+from torchtitan_magi.wording import one_line, quoted, quoted_path
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -28,8 +29,8 @@ def load_hub(name: str, subset: str | None, split: str) -> "Dataset":
         reason = _line_of(error)
     except Exception as error:  # of many libraries
         remedy, reason = "check its name, subset and split, as in hf://org/name?subset=x&split=train", _line_of(error)
-    of = f", subset {subset!r}" if subset else ""
-    raise ValueError(f"cannot load {name!r}{of}, split {split!r}: {reason}; {remedy}")
+    of = f", subset {quoted(subset)}" if subset else ""
+    raise ValueError(f"cannot load {quoted(name)}{of}, split {quoted(split)}: {reason}; {remedy}")
 
 
 def is_saved(folder: str) -> bool:
@@ -44,15 +45,18 @@ def load_saved(folder: str, split: str | None) -> tuple[str, "Dataset"]:
     try:
         loaded = datasets.load_from_disk(folder)
     except Exception as error:  # whatever a damaged folder leads to
-        raise ValueError(f"cannot read {folder!r}, saved by datasets: {_line_of(error)}; save it again") from None
+        raise ValueError(
+            f"cannot read {quoted_path(folder)}, saved by datasets: {_line_of(error)}; save it again"
+        ) from None
     if isinstance(loaded, datasets.Dataset):
         if split:
-            raise ValueError(f"{folder!r} has no splits, but split is {split!r}; leave it out")
+            raise ValueError(f"{quoted_path(folder)} has no splits, but split is {quoted(split)}; leave it out")
         return folder, loaded
     split = split or DEFAULT_SPLIT
     if split not in loaded:
         raise ValueError(
-            f"{folder!r} has the splits {[*loaded]}, not {split!r}; name one, as in ?split={next(iter(loaded))}"
+            f"{quoted_path(folder)} has the splits {quoted([*loaded])}, not {quoted(split)}; name one, as in "
+            f"?split={next(iter(loaded))}"
         )
     return f"{folder}@{split}", loaded[split]
 
@@ -70,5 +74,4 @@ def _cache_of(name: str) -> str | None:
 
 
 def _line_of(error: Exception) -> str:
-    text = " ".join(str(error).split("Example of usage")[0].split()) or type(error).__name__
-    return text if len(text) <= 300 else text[:297] + "..."
+    return one_line(str(error).split("Example of usage")[0]) or type(error).__name__

@@ -24,6 +24,7 @@ from torchtitan_magi.data.records import (
     named_errors,
     regular_file,
 )
+from torchtitan_magi.wording import quoted, quoted_path
 
 _CHUNK_BYTES = 2**20
 _IS_SPACE = np.isin(np.arange(256), list(b" \t\r\n\v\f"))
@@ -172,7 +173,9 @@ def _kept_index(cache: Path, path: str) -> _Index:
 def _decompressed(cache: Path | None, path: str) -> Path:
     """The content of a compressed file, in the cache folder."""
     if cache is None:
-        raise ValueError(f"records file {path!r} is compressed; name a cache folder for its content, or unpack it")
+        raise ValueError(
+            f"records file {quoted_path(path)} is compressed; name a cache folder for its content, or unpack it"
+        )
 
     def make(temporary: Path) -> None:
         with open(temporary, "wb") as file:
@@ -244,7 +247,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     value = dict(pairs)
     if len(value) < len(pairs):
         twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
-        raise _SpokenError(f"the key {twice[:60]!r} comes twice in one object; leave it once")
+        raise _SpokenError(f"the key {quoted(twice)} comes twice in one object; leave it once")
     return value
 
 

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from torchtitan_magi.wording import one_line, quoted_path
+
 _VERSION = 1  # of what is kept
 
 
@@ -53,9 +55,9 @@ def _writing(cache: Path) -> Iterator[None]:
         cache.mkdir(parents=True, exist_ok=True)
         yield
     except OSError as error:
-        reason = error.strerror or error
+        reason = error.strerror or one_line(error)
         raise ValueError(
-            f"cannot write the data cache {str(cache)!r}: {reason}; make room there, or name another folder"
+            f"cannot write the data cache {quoted_path(cache)}: {reason}; make room there, or name another folder"
         ) from None
 
 

@@ -20,6 +20,7 @@ from torchtitan_magi.data.stream import PackStream, Piece, Tokens
 from torchtitan_magi.data.token_block import TokenBlock
 from torchtitan_magi.data.token_cache import TokenCache, TokenizedHere
 from torchtitan_magi.data.window_plan import PACKING_VERSION, Cursor
+from torchtitan_magi.wording import quoted
 
 BadRecords = Literal["error", "skip"]
 Sample = tuple[dict[str, Any], torch.Tensor]
@@ -101,7 +102,7 @@ class PackedDataset(IterableDataset, Stateful):
         if epochs < 1 and epochs != -1:
             raise ValueError(f"epochs is {epochs}; give at least 1, or -1 for epochs without end")
         if bad_records not in get_args(BadRecords):
-            raise ValueError(f"bad_records is {bad_records!r}; use one of {', '.join(get_args(BadRecords))}")
+            raise ValueError(f"bad_records is {quoted(bad_records)}; use one of {', '.join(get_args(BadRecords))}")
         self.seq_len, self.dp_rank, self.dp_world_size = seq_len, dp_rank, dp_world_size
         self.tokenizer = getattr(tokenize, "__self__", tokenize)  # the object of a bound method
         self.records, skip_bad = Corpus(paths, self.parse, token_cache), bad_records == "skip"
@@ -219,7 +220,7 @@ class PackedDataset(IterableDataset, Stateful):
             saved = state_dict["stream"].get(name)
             if saved != now:
                 raise ValueError(
-                    f"the loader's saved state has {name} = {saved!r}, this run has {now!r};"
+                    f"the loader's saved state has {name} = {quoted(saved)}, this run has {quoted(now)};"
                     " resume with the same value, or without the loader's state"
                 )
 

@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from torchtitan_magi.wording import one_line, quoted_path
+
 Parse = Callable[[Any], dict[str, Any]]
 
 FORMS = ("messages", "conversations", "completion", "output", "text")
@@ -135,7 +137,9 @@ class RecordFile(ABC):
         return {key: value for key, value in record.items() if key not in named} | given
 
     def _changed(self, what: str) -> ValueError:
-        return ValueError(f"records file {self.path!r} {what}; leave it as it is during a run, and start again")
+        return ValueError(
+            f"records file {quoted_path(self.path)} {what}; leave it as it is during a run, and start again"
+        )
 
 
 def blocks_of(offsets: np.ndarray) -> np.ndarray:
@@ -153,8 +157,8 @@ def named_errors(path: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        reason = error.strerror or str(error).splitlines()[0]
-        raise ValueError(f"cannot read records file {path!r}: {reason}; check the path") from None
+        reason = error.strerror or one_line(error)
+        raise ValueError(f"cannot read records file {quoted_path(path)}: {reason}; check the path") from None
 
 
 def regular_file(path: str) -> tuple[int, int]:

@@ -11,6 +11,7 @@ from torchtitan_magi.data.packed import PackedDataset, Rows, Sample
 from torchtitan_magi.data.packing import PackingCounts
 from torchtitan_magi.data.stream import Piece
 from torchtitan_magi.data.token_block import TokenBlock
+from torchtitan_magi.wording import quoted
 
 LongDocuments = Literal["truncate", "split"]
 
@@ -29,7 +30,9 @@ class PackedSFTDataset(PackedDataset):
 
     def __init__(self, *args: Any, long_documents: LongDocuments = "truncate", **options: Any):
         if long_documents not in get_args(LongDocuments):
-            raise ValueError(f"long_documents is {long_documents!r}; use one of {', '.join(get_args(LongDocuments))}")
+            raise ValueError(
+                f"long_documents is {quoted(long_documents)}; use one of {', '.join(get_args(LongDocuments))}"
+            )
         self.long_documents = long_documents
         super().__init__(*args, **options)
         self._positions = np.arange(self.seq_len, dtype=np.int32)

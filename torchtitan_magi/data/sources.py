@@ -13,6 +13,7 @@ from torchtitan_magi.data.hub import DEFAULT_SPLIT, is_saved, load_hub, load_sav
 from torchtitan_magi.data.jsonl import JsonlFile
 from torchtitan_magi.data.records import KEYS, Parse, RecordFile
 from torchtitan_magi.data.tables import DatasetFile, ParquetFile
+from torchtitan_magi.wording import quoted, quoted_path
 
 HUB = "hf://"
 SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")  # of the files that a folder is searched for
@@ -50,8 +51,8 @@ class SourceName:
             return [(identity, partial(_open_dataset, self.path, self.subset, self.split, **options))]
         if self.split or self.subset:
             raise ValueError(
-                f"source {self.path!r} is neither a name {HUB}org/name nor a folder saved by datasets; leave out its "
-                "split and subset"
+                f"source {quoted_path(self.path)} is neither a name {HUB}org/name nor a folder saved by datasets; "
+                "leave out its split and subset"
             )
         return [(os.path.realpath(name), partial(_open_file, name, **options)) for name in _files_of(self.path)]
 
@@ -62,7 +63,7 @@ def parse_sources(text: str) -> list[SourceName]:
         return [SourceName(text)]
     sources = [_source(entry) for entry in map(str.strip, text.split(",")) if entry]
     if not sources:
-        raise ValueError(f"{text!r} names no source; give a JSONL file")
+        raise ValueError(f"{quoted(text)} names no source; give a JSONL file")
     return sources
 
 
@@ -82,10 +83,10 @@ def _options(entry: str, text: str) -> dict[str, Any]:
     given = dict[str, str]()
     for name, value in (option.split("=") for option in text.split("&")):
         if name not in _OPTIONS:
-            raise ValueError(f"source {entry!r}: {name!r} is no option; use one of {', '.join(_OPTIONS)}")
+            raise ValueError(f"source {quoted(entry)}: {quoted(name)} is no option; use one of {', '.join(_OPTIONS)}")
         if not value or name in given:
             problem = "comes twice" if value else "is empty"
-            raise ValueError(f"source {entry!r}: {name} {problem}; give it one value, or leave it out")
+            raise ValueError(f"source {quoted(entry)}: {name} {problem}; give it one value, or leave it out")
         given[name] = value
     columns = {key: given.pop(key) for key in KEYS if key in given}
     return {**given, "columns": columns}
@@ -97,9 +98,11 @@ def _weight(entry: str, text: str | None) -> float:
     try:
         weight = float(text)
     except ValueError:
-        raise ValueError(f"source {entry!r}: weight {text!r} is not a number; write path=0.5") from None
+        raise ValueError(f"source {quoted(entry)}: weight {quoted(text)} is not a number; write path=0.5") from None
     if not 0 < weight < 1e6:
-        raise ValueError(f"source {entry!r}: weight {text} is out of range; give a number above 0, or leave it out")
+        raise ValueError(
+            f"source {quoted(entry)}: weight {quoted(text)} is out of range; give a number above 0, or leave it out"
+        )
     return weight
 
 
@@ -122,8 +125,8 @@ def _files_of(path: str) -> list[str]:
         files = [name for name in glob.glob(os.path.join(glob.escape(path), "*")) if name.endswith(SUFFIXES)]
         if not files:
             raise ValueError(
-                f"folder {path!r} holds no *{', *'.join(SUFFIXES)} file; give one that does, or a pattern such as "
-                f"{path}/**"
+                f"folder {quoted_path(path)} holds no *{', *'.join(SUFFIXES)} file; give one that does, or a pattern "
+                f"such as {quoted_path(f'{path}/**')}"
             )
         return sorted(files)
     if os.path.lexists(path) or not glob.has_magic(path):
@@ -133,5 +136,5 @@ def _files_of(path: str) -> list[str]:
         found = [name for name in found if name.endswith(SUFFIXES)]
     files = [name for name in found if not os.path.isdir(name) and not name.endswith(OTHER_FILES)]
     if not files:
-        raise ValueError(f"no file matches {path!r}; check the pattern")
+        raise ValueError(f"no file matches {quoted_path(path)}; check the pattern")
     return sorted(files)

@@ -20,6 +20,7 @@ from torchtitan_magi.data.corpus import Corpus
 from torchtitan_magi.data.epoch_order import EpochOrder
 from torchtitan_magi.data.token_block import VERSION, TokenBlock
 from torchtitan_magi.data.window_plan import Cursor, MakePieces, WindowPlan, blocks_carried, plan_window
+from torchtitan_magi.wording import quoted_path
 
 logger = logging.getLogger(__name__)
 
@@ -195,7 +196,7 @@ class PackStream:
                 yield before
             if cursor.counts.packs == 0:
                 raise ValueError(
-                    f"no record of {self.records.paths!r} has a token to train on ({cursor.counts});"
+                    f"no record of {quoted_path(self.records.paths)} has a token to train on ({cursor.counts});"
                     " add records with an assistant's answer, or raise the sequence length"
                 )
             cursor = Cursor(cursor.epoch + 1, counts=cursor.counts)

@@ -20,6 +20,7 @@ from torchtitan_magi.data.formats import parse_document
 from torchtitan_magi.data.jsonl import json_value
 from torchtitan_magi.data.kept_files import digest_of_file
 from torchtitan_magi.data.records import BLOCK_BYTES, MAX_RECORD_BYTES, Parse, RecordFile, named_errors, sha256
+from torchtitan_magi.wording import one_line, quoted, quoted_path
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -38,15 +39,20 @@ class TableFile(RecordFile):
         """The columns that hold keys of records; no other is read. Raises ValueError if there are none."""
         for key, column in self.columns.items():
             if column not in names:
-                raise ValueError(f"{self.path!r} has no column {column!r} for {key}, only {names}; name one of them")
+                raise ValueError(
+                    f"{quoted_path(self.path)} has no column {quoted(column)} for {key}, only {quoted(names)}; name "
+                    "one of them"
+                )
         used = [name for name in names if name in self._column_of.values()]
         if not used:
             raise ValueError(
-                f'{self.path!r} has only the columns {names}, none of them "messages", "text" or the like; say which '
-                "one holds them, as in ?messages=COLUMN after the source"
+                f'{quoted_path(self.path)} has only the columns {quoted(names)}, none of them "messages", "text" or '
+                "the like; say which one holds them, as in ?messages=COLUMN after the source"
             )
         if len(used) > len({*used}):
-            raise ValueError(f"{self.path!r} has columns of the same name, {names}; rename or remove one")
+            raise ValueError(
+                f"{quoted_path(self.path)} has columns of the same name, {quoted(names)}; rename or remove one"
+            )
         return used
 
     def _identify(self, cache: Path | None, selection: str = "") -> None:
@@ -153,13 +159,7 @@ def _arrow_errors() -> Iterator[None]:
     try:
         yield
     except pa.ArrowException as error:
-        raise OSError(_in_one_line(error)) from None
-
-
-def _in_one_line(error: BaseException) -> str:
-    """Its text, which may quote what is in a damaged file."""
-    text = " ".join(str(error).split())[:300]
-    return "".join(character if character.isprintable() else "?" for character in text)
+        raise OSError(one_line(error)) from None
 
 
 def _block_firsts(first: int, num_rows: int, num_bytes: int) -> np.ndarray:
@@ -192,7 +192,7 @@ def _object(row: pa.Table) -> Any:
     except UnicodeDecodeError:
         return ValueError("a text is not UTF-8; write the file again")
     except _UNREADABLE as error:
-        return ValueError(f"the row cannot be read ({_in_one_line(error)}); write it again")
+        return ValueError(f"the row cannot be read ({one_line(error)}); write it again")
 
 
 def _values_of(table: pa.Table) -> list[Any]:

@@ -27,6 +27,7 @@ from torchtitan_magi.data.stream import Cancelled, MakePlan
 from torchtitan_magi.data.token_block import VERSION, TokenBlock
 from torchtitan_magi.data.token_writer import Job, unusable
 from torchtitan_magi.data.window_plan import WindowPlan
+from torchtitan_magi.wording import quoted_path
 
 logger = logging.getLogger(__name__)
 
@@ -210,7 +211,9 @@ class TokenCache:
             self.corpus.check_unchanged(block)
             num_writers += self._write(order, name)
             if num_writers > _MAX_WRITERS:
-                raise ValueError(f"tokens disappear from {str(self.folder)!r}; let no other program remove files there")
+                raise ValueError(
+                    f"tokens disappear from {quoted_path(self.folder)}; let no other program remove files there"
+                )
             if not told and time.monotonic() - since > _PATIENCE:
                 told = True
                 logger.info("waiting for the tokens of %s", self.corpus.paths)

@@ -22,6 +22,7 @@ from typing import Any
 from torchtitan_magi.data import guard
 from torchtitan_magi.data.corpus import Corpus
 from torchtitan_magi.data.token_block import TokenBlock
+from torchtitan_magi.wording import one_line, quoted_path
 
 Item = tuple[int, str]  # number of a block in the corpus, path of its tokens
 
@@ -211,7 +212,7 @@ def _one_by_one(records: list[Any], tokenize: Any, refused: dict[int, str], pipe
 def unusable(folder: str | os.PathLike[str], error: OSError) -> str:
     """One line: why tokens cannot be kept in a folder, and the remedy."""
     return (
-        f"tokens cannot be kept in {os.fspath(folder)!r}: {error.strerror or error}; make room there, or set"
+        f"tokens cannot be kept in {quoted_path(folder)}: {error.strerror or one_line(error)}; make room there, or set"
         " magi.token_cache to another folder"
     )
 

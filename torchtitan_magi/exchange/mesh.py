@@ -8,6 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan_magi.exchange.peer_memory import PeerTransport, can_reach_each_other
 from torchtitan_magi.exchange.transport import SINGLE_RANK, ProcessGroupTransport, Transport
+from torchtitan_magi.wording import quoted
 
 Mesh: TypeAlias = DeviceMesh | dist.ProcessGroup | Transport | None
 
@@ -51,7 +52,7 @@ def as_transport(mesh: Mesh, cp_size: int) -> Transport:
     elif hasattr(mesh, "all_to_all"):
         transport = mesh
     else:
-        raise ValueError(f"mesh is {mesh!r}; pass the context-parallel DeviceMesh, its process group, or None")
+        raise ValueError(f"mesh is {quoted(mesh)}; pass the context-parallel DeviceMesh, its process group, or None")
     if transport.size != cp_size:
         raise ValueError(
             f"the plan is for {cp_size} ranks but the mesh has {transport.size}; plan with cp_size of the mesh"

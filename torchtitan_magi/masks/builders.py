@@ -4,6 +4,9 @@ import numpy as np
 
 from torchtitan_magi.masks.geometry import BI_CAUSAL, CAUSAL, FULL, Int64Array, first_true
 from torchtitan_magi.masks.slices import AttnSlices, as_int64, is_integer
+from torchtitan_magi.wording import quoted
+
+MAX_BLOCKS = 2**22  # of block_causal, each a slice
 
 
 def varlen_causal(cu_seqlens: object, total_tokens: int | None = None) -> AttnSlices:
@@ -31,7 +34,9 @@ def sliding_window(cu_seqlens: object, window: int, total_tokens: int | None = N
         ValueError: window is no integer of at least 1, or cu_seqlens as in ``varlen_causal``.
     """
     if not is_integer(window, 1):
-        raise ValueError(f"window is {window!r}; it counts the tokens a row sees, itself included: use at least 1")
+        raise ValueError(
+            f"window is {quoted(window)}; it counts the tokens a row sees, itself included: use at least 1"
+        )
     cu = _checked(cu_seqlens, total_tokens)
     window = min(window, max(1, int(cu[-1])))
     start, end = cu[:-1], cu[1:]
@@ -45,13 +50,19 @@ def block_causal(cu_seqlens: object, block_size: int, total_tokens: int | None =
     """Inside each document, full attention to the row's own block of ``block_size`` tokens and to all earlier ones.
 
     Raises:
-        ValueError: block_size is no integer of at least 1, or cu_seqlens as in ``varlen_causal``.
+        ValueError: block_size is no integer of at least 1 or makes more than MAX_BLOCKS blocks;
+            cu_seqlens as in ``varlen_causal``.
     """
     if not is_integer(block_size, 1):
-        raise ValueError(f"block_size is {block_size!r}; it counts the tokens of a block: use at least 1")
+        raise ValueError(f"block_size is {quoted(block_size)}; it counts the tokens of a block: use at least 1")
     cu = _checked(cu_seqlens, total_tokens)
     block_size = min(block_size, max(1, int(cu[-1])))
     num_blocks = -(-np.diff(cu) // block_size)
+    if num_blocks.sum() > MAX_BLOCKS:
+        raise ValueError(
+            f"block_size is {block_size}, which cuts {cu[-1]:,} tokens into {num_blocks.sum():,} blocks; use a larger "
+            f"one, for at most {MAX_BLOCKS:,} blocks"
+        )
     document = np.repeat(np.arange(len(num_blocks)), num_blocks)
     block = np.arange(len(document)) - np.repeat(num_blocks.cumsum() - num_blocks, num_blocks)
     q_start = cu[document] + block * block_size

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from torchtitan_magi.masks.slices import is_integer
 from torchtitan_magi.tiles import ROWS, forward_heads_per_tile
+from torchtitan_magi.wording import one_line, quoted
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -27,8 +28,9 @@ class Heads:
         values = self.num_heads_q, self.num_heads_kv, self.head_dim
         if not all(is_integer(value, 1) for value in values) or self.num_heads_q % self.num_heads_kv:
             raise ValueError(
-                f"{self.num_heads_q!r} query heads, {self.num_heads_kv!r} K/V heads, head_dim {self.head_dim!r}; "
-                "the query heads must be a multiple of the K/V heads, all integers of at least 1"
+                f"{quoted(self.num_heads_q)} query heads, {quoted(self.num_heads_kv)} K/V heads, head_dim "
+                f"{quoted(self.head_dim)}; the query heads must be a multiple of the K/V heads, all integers of at "
+                "least 1"
             )
 
     @property
@@ -108,12 +110,12 @@ class CostModel:
         try:
             values = json.loads(Path(path).read_text())["cost_model"]
             costs = {f.name: f.type(**values[f.name]) if f.type in _COMPOUND else values[f.name] for f in fields(cls)}
-            if any(not 0 <= value < math.inf for value in _figures(costs)):
+            if any(type(value) not in (int, float) or not 0 <= float(value) < math.inf for value in _figures(costs)):
                 raise ValueError("its figures must be numbers of at least 0")
             if not min(costs["memory"], costs["inside"].bandwidth, costs["across"].bandwidth) > 0:
                 raise ValueError("bandwidths must be above 0")
-        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-            reason = ascii(f"{type(error).__name__}: {error}"[:200])
+        except (OSError, ValueError, KeyError, TypeError, RecursionError, OverflowError) as error:
+            reason = one_line(f"{type(error).__name__}: {error}")
             raise ValueError(
                 f"{path} is no cost model ({reason}); make one by torchrun -m torchtitan_magi.calibrate"
             ) from None

@@ -19,6 +19,7 @@ from torchtitan_magi.planning.relays import Routes, Spans, first_hops
 from torchtitan_magi.planning.stage import RankShare
 from torchtitan_magi.planning.stages import choose_stages, equal_stages
 from torchtitan_magi.planning.timeline import Timeline, Workload, predict, workload
+from torchtitan_magi.wording import quoted
 
 MAX_STAGES = 16  # each stage has launches and index data of its own
 
@@ -139,22 +140,23 @@ def make_plan(
     check_slices(slices)
     if not isinstance(heads, Heads) or not isinstance(cost, CostModel):
         raise ValueError(
-            f"heads is {heads!r} and cost {cost!r}; give Heads(num_heads_q, num_heads_kv, head_dim) of one rank and a "
-            "CostModel, or leave them out"
+            f"heads is {quoted(heads)} and cost {quoted(cost)}; give Heads(num_heads_q, num_heads_kv, head_dim) of "
+            "one rank and a CostModel, or leave them out"
         )
     if not (is_integer(cp_size, 1) and is_integer(total_tokens, 0)):
         raise ValueError(
-            f"cp_size is {cp_size!r} and total_tokens {total_tokens!r}; they must be integers, at least 1 and 0"
+            f"cp_size is {quoted(cp_size)} and total_tokens {quoted(total_tokens)}; they must be integers, at least "
+            "1 and 0"
         )
     if int(total_tokens) + int(cp_size) - 1 > MAX_TOKENS:
         raise ValueError(f"total_tokens is {total_tokens}; token numbers must fit in 32 bits: plan a shorter pack")
     if not is_integer(overlap_stages, -1) or overlap_stages > MAX_STAGES:
         raise ValueError(
-            f"overlap_stages is {overlap_stages!r}; use 0 for no overlap, the number of stages (at most {MAX_STAGES}), "
-            "or -1 to have it chosen"
+            f"overlap_stages is {quoted(overlap_stages)}; use 0 for no overlap, the number of stages (at most "
+            f"{MAX_STAGES}), or -1 to have it chosen"
         )
     if gpus_per_node is not None and not is_integer(gpus_per_node, 1):
-        raise ValueError(f"gpus_per_node is {gpus_per_node!r}; use None for one node or the ranks of each node")
+        raise ValueError(f"gpus_per_node is {quoted(gpus_per_node)}; use None for one node or the ranks of each node")
     gpus_per_node = min(int(gpus_per_node or cp_size), int(cp_size))
     return _recent_plan(slices, int(total_tokens), int(cp_size), int(overlap_stages), heads, gpus_per_node, cost)
 

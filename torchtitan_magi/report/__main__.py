@@ -21,6 +21,7 @@ from torchtitan_magi.planning.cost_model import H200, CostModel, Heads
 from torchtitan_magi.report.sample_packs import DISTRIBUTIONS, make_packs
 from torchtitan_magi.report.sizing import Sizing, size_run
 from torchtitan_magi.report.text import SCAN_NOTE, as_json, headline, notes, rank_line, scan_table, setting, text_table
+from torchtitan_magi.wording import quoted
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -103,7 +104,7 @@ def count_of_tokens(text: str) -> int:
     unit = {"k": 1 << 10, "K": 1 << 10, "M": 1 << 20}.get(text[-1:], 1)
     digits = text[:-1] if unit > 1 else text
     if not (digits.isdecimal() and len(digits) < 12):
-        raise ValueError(f"--total is {text!r}; write tokens as 300000, 512k or 1M")
+        raise ValueError(f"--total is {quoted(text)}; write tokens as 300000, 512k or 1M")
     return int(digits) * unit
 
 
@@ -111,7 +112,7 @@ def heads_of(text: str, head_dim: int) -> Heads:
     """'64:8' -> 64 query heads and 8 K/V heads; '32' -> as many of both. Raises ValueError for anything else."""
     query, _, keys = text.partition(":")
     if not (query.isdecimal() and (keys or query).isdecimal()):
-        raise ValueError(f"--heads is {text!r}; write query heads : K/V heads, as 64:8")
+        raise ValueError(f"--heads is {quoted(text)}; write query heads : K/V heads, as 64:8")
     return Heads(int(query), int(keys or query), head_dim)
 
 

@@ -12,6 +12,7 @@ from torchtitan_magi.data import PackedPairDataset, PackedSFTDataset, pack_best_
 from torchtitan_magi.data.assets import load_chat_tokenizer
 from torchtitan_magi.data.token_cache import default_folder
 from torchtitan_magi.masks.geometry import Int64Array
+from torchtitan_magi.wording import quoted
 
 # Document lengths of a real corpus, as MagiAttention's benchmark has them: upper edge of each bin in tokens ->
 # percentage of documents up to it; evenly inside a bin.
@@ -63,7 +64,9 @@ def make_packs(
         return pack_lengths(read_lengths(path), total, count, seed)
     if not exists and ".jsonl" not in source:
         names = ", ".join(DISTRIBUTIONS)
-        raise ValueError(f"{source!r} is neither a file nor a distribution; give an existing file or one of {names}")
+        raise ValueError(
+            f"{quoted(source)} is neither a file nor a distribution; give an existing file or one of {names}"
+        )
     if tokenizer is None:
         raise ValueError(f"{source} is a data set; give --tokenizer, the directory that holds tokenizer.json")
     return read_data_set(source, Path(tokenizer), total, count, seed, pairs)
@@ -134,7 +137,7 @@ def _integers(text: str, path: Path) -> list[int]:
     words = text.replace(",", " ").split()
     for index, word in enumerate(words):
         if not word.lstrip("+-").isdecimal() or len(word) > 18:
-            raise ValueError(f"{path}: {word[:40]!r} at index {index} is not a length; write integers, in tokens")
+            raise ValueError(f"{path}: {quoted(word[:40])} at index {index} is not a length; write integers, in tokens")
     return [int(word) for word in words]
 
 

@@ -5,6 +5,8 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from torchtitan_magi.wording import quoted_path
+
 T = TypeVar("T")
 
 
@@ -34,7 +36,8 @@ def agreed(path: Any, make: Callable[[], T], identity: Callable[[T], Any]) -> T:
     for rank, (_, theirs) in enumerate(found):
         if theirs != found[0][1]:
             raise ValueError(
-                f"{path!r} has {found[0][1]} on rank 0, {theirs} on rank {rank}; give every rank the same data"
+                f"{quoted_path(path)} has {found[0][1]} on rank 0, {theirs} on rank {rank}; give every rank the same "
+                "data"
             )
     assert result is not None
     return result

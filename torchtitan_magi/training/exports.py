@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from torchtitan_magi.training.hf_weights import INDEX
+from torchtitan_magi.wording import quoted_path
 
 logger = logging.getLogger(__name__)
 
@@ -36,8 +37,8 @@ def read_files(folder: str) -> dict[str, bytes]:
         files = {str(path.relative_to(folder)): path.read_bytes() for path in paths}
     except OSError as error:
         raise ValueError(
-            f"model.hf_assets_path is {folder!r}, whose files cannot be exported beside the weights ({error}); give a "
-            "folder that can be read, or set checkpoint.last_save_in_hf to false"
+            f"model.hf_assets_path is {quoted_path(folder)}, whose files cannot be exported beside the weights "
+            f"({error}); give a folder that can be read, or set checkpoint.last_save_in_hf to false"
         ) from None
     if CONFIG in files and not isinstance(_parsed(files[CONFIG]), dict):
         raise ValueError(f"{Path(folder, CONFIG)} is no JSON object; download it again")

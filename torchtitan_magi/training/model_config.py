@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from torchtitan_magi.wording import quoted
+
 # model_type in the file -> its class of language models, torchtitan's model.name
 MODEL_TYPES = {
     "llama": ("LlamaForCausalLM", "llama3"),
@@ -27,7 +29,6 @@ PLAIN: dict[str, tuple[Any, str]] = {
     "mlp_only_layers": ([], "use a checkpoint with experts in every layer"),
     "output_router_logits": (False, "set it to false, as the loss has no term for the router here"),
 }
-MAX_SHOWN = 200  # characters of a value in an error
 ROPE_TYPES = ("default", "linear", "llama3")
 ROPE_FIELDS = {"rope_type", "type", "rope_theta", "factor", "low_freq_factor", "high_freq_factor"}
 ROPE_FIELDS |= {"original_max_position_embeddings", "partial_rotary_factor"}
@@ -263,7 +264,7 @@ class _ConfigFile:
         self.values: dict[str, Any] = values
 
     def get(self, name: str, kind: type, default: Any = None) -> Any:
-        """A field of that type: positive if int, positive and finite if float.
+        """A field of that type: positive and below 2**31 if int, positive and finite if float.
 
         Args:
             kind: int, float, bool or str.
@@ -277,8 +278,13 @@ class _ConfigFile:
         if kind is float and type(value) is int and value.bit_length() <= 64:  # a float holds it
             value = float(value)
         usable = type(value) is kind
-        if not usable or (kind in (int, float) and not 0 < value < math.inf):
-            need = {int: "a positive integer", float: "a positive number", bool: "true or false", str: "a string"}
+        if not usable or (kind in (int, float) and not 0 < value < (2**31 if kind is int else math.inf)):
+            need = {
+                int: "a positive integer below 2**31",
+                float: "a positive number",
+                bool: "true or false",
+                str: "a string",
+            }
             raise self.refusal(name, value, f"use {need[kind]}, as in the config.json that came with the weights")
         return value
 
@@ -303,6 +309,4 @@ class _ConfigFile:
             raise self.refusal(name, value, remedy)
 
     def refusal(self, name: str, value: Any, remedy: str) -> ValueError:
-        text = repr(value)
-        shown = text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
-        return ValueError(f"{self.path}: {name} is {shown}; {remedy}")
+        return ValueError(f"{self.path}: {name} is {quoted(value)}; {remedy}")

@@ -10,6 +10,7 @@ from typing import Literal, get_args, get_origin
 
 from torchtitan_magi.planning.cost_model import CostModel
 from torchtitan_magi.planning.plan import MAX_STAGES
+from torchtitan_magi.wording import quoted, quoted_path
 
 
 @dataclass(frozen=True)
@@ -116,20 +117,24 @@ def check_options(magi: Magi) -> None:
             choices = get_args(option.type) if get_origin(option.type) is Literal else ()
             value = getattr(options, option.name)
             if choices and value not in choices:
-                raise ValueError(f"{prefix}.{option.name} is {value!r}; use one of {', '.join(map(repr, choices))}")
+                raise ValueError(
+                    f"{prefix}.{option.name} is {quoted(value)}; use one of {', '.join(map(repr, choices))}"
+                )
             if option.type is bool and type(value) is not bool:
-                raise ValueError(f"{prefix}.{option.name} is {value!r}; use true or false")
+                raise ValueError(f"{prefix}.{option.name} is {quoted(value)}; use true or false")
             if option.type is float and type(value) not in (int, float):
-                raise ValueError(f"{prefix}.{option.name} is {value!r}; use a number")
+                raise ValueError(f"{prefix}.{option.name} is {quoted(value)}; use a number")
             if option.type is str and type(value) is not str:
-                raise ValueError(f"{prefix}.{option.name} is {value!r}; use text in quotes")
+                raise ValueError(f"{prefix}.{option.name} is {quoted(value)}; use text in quotes")
     if type(magi.overlap_stages) is not int or not -1 <= magi.overlap_stages <= MAX_STAGES:
         raise ValueError(
-            f"magi.overlap_stages is {magi.overlap_stages!r}; use 0 for no overlap, the number of stages (at most "
-            f"{MAX_STAGES}), or -1 to have it chosen"
+            f"magi.overlap_stages is {quoted(magi.overlap_stages)}; use 0 for no overlap, the number of stages (at "
+            f"most {MAX_STAGES}), or -1 to have it chosen"
         )
     if type(magi.epochs) is not int or (magi.epochs < 1 and magi.epochs != -1):
-        raise ValueError(f"magi.epochs is {magi.epochs!r}; use a number of passes over the data, or -1 for no end")
+        raise ValueError(
+            f"magi.epochs is {quoted(magi.epochs)}; use a number of passes over the data, or -1 for no end"
+        )
     _check_date(magi.template_date)
     if magi.cost_model:
         CostModel.load(magi.cost_model)
@@ -140,31 +145,34 @@ def _check_date(day: str) -> None:
         if day != "":
             date.fromisoformat(day)
     except (TypeError, ValueError):
-        raise ValueError(f'magi.template_date is {day!r}; use a date such as "2024-07-26"') from None
+        raise ValueError(f'magi.template_date is {quoted(day)}; use a date such as "2024-07-26"') from None
 
 
 def check_options_for_pairs(magi: Magi) -> None:
     """Checks what training on preference pairs asks of the options. Raises ValueError as ``check_options``."""
     dpo = magi.dpo
     if not 0 < dpo.beta < math.inf:
-        raise ValueError(f"magi.dpo.beta is {dpo.beta}; use a positive number, such as 0.1")
+        raise ValueError(f"magi.dpo.beta is {quoted(dpo.beta)}; use a positive number, such as 0.1")
     if not 0 <= dpo.label_smoothing < 0.5:
         raise ValueError(f"magi.dpo.label_smoothing is {dpo.label_smoothing}; use 0 or more and less than 0.5")
     if dpo.label_smoothing and dpo.loss != "sigmoid":
         raise ValueError(
-            f"magi.dpo.label_smoothing is {dpo.label_smoothing} with magi.dpo.loss {dpo.loss!r}; "
+            f"magi.dpo.label_smoothing is {dpo.label_smoothing} with magi.dpo.loss {quoted(dpo.loss)}; "
             'use it with loss "sigmoid", or set it to 0'
         )
     if dpo.reference_path and dpo.reference != "file":
         raise ValueError(
-            f"magi.dpo.reference_path is {dpo.reference_path!r} with magi.dpo.reference {dpo.reference!r}; "
+            f"magi.dpo.reference_path is {quoted_path(dpo.reference_path)} with magi.dpo.reference "
+            f"{quoted(dpo.reference)}; "
             'use it with reference "file", or leave it out'
         )
     if dpo.reference_path and not Path(dpo.reference_path).name:
-        raise ValueError(f"magi.dpo.reference_path is {dpo.reference_path!r}, a folder; add the name of a file")
+        raise ValueError(
+            f"magi.dpo.reference_path is {quoted_path(dpo.reference_path)}, a folder; add the name of a file"
+        )
     if magi.long_documents != "truncate":
         raise ValueError(
-            f"magi.long_documents is {magi.long_documents!r}, but a preference pair cannot be split; "
+            f"magi.long_documents is {quoted(magi.long_documents)}, but a preference pair cannot be split; "
             'use "truncate" with dataset "dpo"'
         )
     if magi.positions == "pack":
@@ -181,7 +189,9 @@ def import_modules(names: list[str]) -> None:
         ValueError: one line that names the value and the remedy: it is no list of module names, or a module is missing.
     """
     if type(names) is not list or not all(type(name) is str and _is_module_name(name) for name in names):
-        raise ValueError(f'magi.imports is {names!r}; use a list of module names, such as ["my_package.my_module"]')
+        raise ValueError(
+            f'magi.imports is {quoted(names)}; use a list of module names, such as ["my_package.my_module"]'
+        )
     for name in names:
         try:
             importlib.import_module(name)
@@ -189,9 +199,10 @@ def import_modules(names: list[str]) -> None:
             if error.name is None or not f"{name}.".startswith(f"{error.name}."):
                 raise  # a module that this one imports
             raise ValueError(
-                f"magi.imports has {name!r}, but there is no module {error.name!r} in the folder where the run starts, "
-                f"{os.getcwd()}, in PYTHONPATH, {os.environ.get('PYTHONPATH', '')!r}, or among the installed packages; "
-                "install it, or add the folder that holds it to PYTHONPATH"
+                f"magi.imports has {quoted(name)}, but there is no module {quoted(error.name)} in the folder where "
+                f"the run starts, {os.getcwd()}, in PYTHONPATH, {quoted_path(os.environ.get('PYTHONPATH', ''))}, or "
+                "among the "
+                "installed packages; install it, or add the folder that holds it to PYTHONPATH"
             ) from None
 
 

@@ -9,6 +9,8 @@ import time
 from pathlib import Path
 from typing import TextIO
 
+from torchtitan_magi.wording import quoted_path
+
 logger = logging.getLogger(__name__)
 
 LOCK = "run.lock"
@@ -30,7 +32,7 @@ def check_writable(folder: str) -> None:
             raise PermissionError("Permission denied")
     except OSError as error:
         raise ValueError(
-            f"job.dump_folder is {folder!r}, which cannot be written ({error}); give a folder of your own"
+            f"job.dump_folder is {quoted_path(folder)}, which cannot be written ({error}); give a folder of your own"
         ) from None
 
 
@@ -47,15 +49,18 @@ def lock_folder(folder: str) -> None:
     try:
         file = path.open("a+")
     except OSError as error:
-        raise ValueError(f"job.dump_folder is {folder!r}, where {LOCK} cannot be written ({error})") from None
+        raise ValueError(
+            f"job.dump_folder is {quoted_path(folder)}, where {LOCK} cannot be written ({error}); give a folder "
+            "of your own"
+        ) from None
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno in HELD:
             file.seek(0)
             raise ValueError(
-                f"job.dump_folder is {folder!r}, where another run is training ({file.read().strip()}); wait for its "
-                "end, or give this run a folder of its own"
+                f"job.dump_folder is {quoted_path(folder)}, where another run is training ({file.read().strip()}); "
+                "wait for its end, or give this run a folder of its own"
             ) from None
         if error.errno not in NO_LOCKS:
             raise ValueError(f"{path} cannot be locked ({error}); give job.dump_folder another folder") from None

@@ -17,6 +17,7 @@ from torchtitan_magi.training.checkpoint_files import (
 )
 from torchtitan_magi.training.hf_weights import INDEX
 from torchtitan_magi.training.run_folder import lock_folder
+from torchtitan_magi.wording import quoted_path
 
 
 def check_checkpoints(job_config: Any) -> None:
@@ -85,8 +86,8 @@ def _loaded_folders(job_config: Any) -> list[Path]:
     if initial is not None and needs_initial:
         if not initial.is_dir():
             raise ValueError(
-                f"checkpoint.initial_load_path is {checkpoint.initial_load_path!r}, which is no folder; give that of a "
-                "checkpoint"
+                f"checkpoint.initial_load_path is {quoted_path(checkpoint.initial_load_path)}, which is no folder; "
+                "give that of a checkpoint"
             )
         if not checkpoint.initial_load_in_hf:
             folders.append(initial)

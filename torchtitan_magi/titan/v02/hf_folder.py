@@ -10,6 +10,7 @@ from torchtitan_magi.titan.v02.job_config import DPO_DATASET
 from torchtitan_magi.titan.v02.models import args_of
 from torchtitan_magi.training.hf_weights import check_weights, shard_numbers
 from torchtitan_magi.training.model_config import ModelConfig, differences, read_model_config
+from torchtitan_magi.wording import quoted, quoted_path
 
 HF_FLAVOR = "hf"
 
@@ -24,7 +25,9 @@ def read_hf_config(job_config: Any) -> ModelConfig:
     config = read_model_config(model.hf_assets_path)
     path = Path(model.hf_assets_path) / "config.json"
     if config.model != model.name:
-        raise ValueError(f'model.name is {model.name!r}, but {path} is of a {config.model}; set it to "{config.model}"')
+        raise ValueError(
+            f'model.name is {quoted(model.name)}, but {path} is of a {config.model}; set it to "{config.model}"'
+        )
     try:
         args_of(config)
     except ValueError as error:
@@ -66,13 +69,13 @@ def _problem(model: Any, folder: str, config: ModelConfig) -> str | None:
     try:
         found = differences(read_model_config(folder), config)
     except ValueError as error:
-        return f"model.flavor {model.flavor!r} cannot be the model of this folder: {error}"
+        return f"model.flavor {quoted(model.flavor)} cannot be the model of this folder: {error}"
     if not found:
         return None
     remedy = f'set model.flavor = "{HF_FLAVOR}"'
     if folder != model.hf_assets_path:
-        remedy += f" and model.hf_assets_path = {folder!r}"
-    return f"model.flavor {model.flavor!r} is not the model of {path}: {'; '.join(found)}; {remedy}"
+        remedy += f" and model.hf_assets_path = {quoted_path(folder)}"
+    return f"model.flavor {quoted(model.flavor)} is not the model of {path}: {'; '.join(found)}; {remedy}"
 
 
 def check_tied(job_config: Any, config: ModelConfig) -> None:

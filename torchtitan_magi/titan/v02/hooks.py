@@ -1,6 +1,7 @@
 """Functions of torchtitan that we replace by name, because no train spec holds them."""
 
 import functools
+import importlib
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -36,11 +37,14 @@ from torchtitan_magi.training.checkpoint_files import DigestWriter, loading, sav
 from torchtitan_magi.training.exports import export
 from torchtitan_magi.training.options import Magi, import_modules
 from torchtitan_magi.training.planned_loader import PlannedLoader
+from torchtitan_magi.wording import one_line
 
 
 def install() -> None:
     """Replaces them, once per process. A replacement's first argument is torchtitan's own function."""
     for owner, name, replacement in (
+        (ConfigManager, "_maybe_load_toml", _maybe_load_toml),  # to say it of nesting as well
+        (ConfigManager, "_maybe_add_custom_config", _maybe_add_custom_config),  # to say that a module is missing
         (ConfigManager, "_dict_to_dataclass", _dict_to_dataclass),  # to say what is wrong with a TOML file
         (tyro, "cli", _cli),  # to say it in one line, and to torchrun, for the command line as well
         (ConfigManager, "_validate_config", _validate_config),  # to check all values and import the user's modules
@@ -81,6 +85,24 @@ def _replaced(stock: Callable[..., Any], replacement: Callable[..., Any]) -> Cal
 
 
 @record  # so that torchrun says last what went wrong; the same below
+def _maybe_load_toml(stock: Any, manager: ConfigManager, arguments: list[str]) -> Any:
+    try:
+        return stock(manager, arguments)
+    except RecursionError:
+        raise ValueError("values are nested too deeply in job.config_file; is this a TOML file?") from None
+
+
+@record
+def _maybe_add_custom_config(stock: Any, manager: ConfigManager, *args: Any) -> type:
+    try:
+        return stock(manager, *args)
+    except (ImportError, AttributeError, TypeError) as error:  # of a name, or of a module that is none for this
+        raise ValueError(
+            f'job.custom_config_module cannot be used ({one_line(error)}); set it to "torchtitan_magi.titan"'
+        ) from error
+
+
+@record
 def _dict_to_dataclass(stock: Any, manager: ConfigManager, config: type, values: dict[str, Any]) -> Any:
     """Checks the whole file first. torchtitan calls this for the file, and for each section of it."""
     if issubclass(config, JobConfig):
@@ -105,9 +127,21 @@ def _validate_config(stock: Any, manager: ConfigManager) -> None:
     stock(manager)
     check_values(manager.config)
     magi: Any = getattr(manager.config, "magi", None)  # without our hook there is none, which is refused later
+    _import_ours(manager.config.experimental.custom_import)
     if isinstance(magi, Magi):
         import_modules(magi.imports)
         check_offload(manager.config.training.enable_cpu_offload)
+
+
+def _import_ours(name: str) -> None:
+    """Imports experimental.custom_import, as torchtitan does next."""
+    try:
+        if name:
+            importlib.import_module(name)
+    except (ImportError, TypeError) as error:
+        raise ValueError(
+            f'experimental.custom_import cannot be used ({one_line(error)}); set it to "torchtitan_magi.titan"'
+        ) from error
 
 
 def _clip_grad_norm(stock: Any, parameters: list[Tensor], *args: Any, **kwargs: Any) -> Tensor:

@@ -12,6 +12,7 @@ from torchtitan.protocols.model_converter import _registry_model_converter_cls
 
 from torchtitan_magi.titan.v02.checkpoints import check_checkpoints
 from torchtitan_magi.training.options import Magi, check_options, check_options_for_pairs
+from torchtitan_magi.wording import quoted, quoted_path
 
 HOOK = "torchtitan_magi.titan"
 ENTRY = "torchrun -m torchtitan_magi.train"
@@ -53,9 +54,13 @@ def check_job_config(job_config: Any, attn_types: dict[str, str], has_objectives
 
 def _check_hooks(job_config: Any) -> None:
     if not isinstance(getattr(job_config, "magi", None), Magi):
-        raise ValueError(f'job.custom_config_module is {job_config.job.custom_config_module!r}; set it to "{HOOK}"')
+        raise ValueError(
+            f'job.custom_config_module is {quoted(job_config.job.custom_config_module)}; set it to "{HOOK}"'
+        )
     if job_config.experimental.custom_import != HOOK:
-        raise ValueError(f'experimental.custom_import is {job_config.experimental.custom_import!r}; set it to "{HOOK}"')
+        raise ValueError(
+            f'experimental.custom_import is {quoted(job_config.experimental.custom_import)}; set it to "{HOOK}"'
+        )
 
 
 def _check_model(job_config: Any, attn_types: dict[str, str]) -> None:
@@ -68,12 +73,12 @@ def _check_model(job_config: Any, attn_types: dict[str, str]) -> None:
     if attn_types.get(flavor) != "varlen":
         varlen = ", ".join(name for name, attn_type in attn_types.items() if attn_type == "varlen")
         has = f"has {attn_types[flavor]} attention" if flavor in attn_types else "is unknown"
-        raise ValueError(f"model.flavor {flavor!r} {has}; use one with varlen attention: {varlen}")
+        raise ValueError(f"model.flavor {quoted(flavor)} {has}; use one with varlen attention: {varlen}")
     for name in job_config.model.converters:
         if name not in _registry_model_converter_cls:
             known = ", ".join(map(repr, _registry_model_converter_cls))
             raise ValueError(
-                f"model.converters has {name!r}; use some of {known}, or name the module that registers it in "
+                f"model.converters has {quoted(name)}; use some of {known}, or name the module that registers it in "
                 "magi.imports"
             )
 
@@ -85,20 +90,20 @@ def _check_section(job_config: Any, name: str) -> None:
     divisor = 2 * parallelism.context_parallel_degree * parallelism.tensor_parallel_degree
     if section.seq_len % divisor:
         raise ValueError(  # torchtitan has the same rule for training, as an assertion without words
-            f"{name}.seq_len is {section.seq_len!r}; use a multiple of {divisor}, twice context_parallel_degree times "
-            "tensor_parallel_degree"
+            f"{name}.seq_len is {quoted(section.seq_len)}; use a multiple of {divisor}, twice "
+            "context_parallel_degree times tensor_parallel_degree"
         )
     if section.dataset not in (*OUR_DATASETS, *DATASETS):
         known = ", ".join(map(repr, (*OUR_DATASETS, *DATASETS)))
-        raise ValueError(f"{name}.dataset is {section.dataset!r}; use one of {known}")
+        raise ValueError(f"{name}.dataset is {quoted(section.dataset)}; use one of {known}")
     if section.dataset in OUR_DATASETS and not section.dataset_path:
         raise ValueError(
-            f"{name}.dataset_path is {section.dataset_path!r}; give the JSONL file of dataset {section.dataset!r}, or "
-            "all its sources in one string, separated by commas"
+            f"{name}.dataset_path is {quoted_path(section.dataset_path)}; give the JSONL file of dataset "
+            f"{quoted(section.dataset)}, or all its sources in one string, separated by commas"
         )
     if job_config.magi.loss_per == "document" and section.dataset != SFT_DATASET:
         raise ValueError(
-            f'magi.loss_per is "document" and {name}.dataset {section.dataset!r}; it needs the documents of '
+            f'magi.loss_per is "document" and {name}.dataset {quoted(section.dataset)}; it needs the documents of '
             f'dataset {SFT_DATASET!r}: use that, or "token"'
         )
 
@@ -107,7 +112,7 @@ def _check_validation(job_config: Any) -> None:
     training, validation = job_config.training, job_config.validation
     if (validation.dataset == DPO_DATASET) != (training.dataset == DPO_DATASET):
         raise ValueError(
-            f"validation.dataset is {validation.dataset!r} and training.dataset {training.dataset!r}; "
+            f"validation.dataset is {quoted(validation.dataset)} and training.dataset {quoted(training.dataset)}; "
             f"validate on what is trained, preference pairs ({DPO_DATASET!r}) or not"
         )
     if validation.seq_len > training.seq_len:

@@ -14,6 +14,7 @@ from torchtitan.models.qwen3.model.args import Qwen3ModelArgs
 from torchtitan_magi.titan.v02.job_config import without_context_parallel
 from torchtitan_magi.titan.v02.metadata import PlanMetadata, attention_metadata
 from torchtitan_magi.training.model_config import Experts, ModelConfig, Rope
+from torchtitan_magi.wording import quoted
 
 VARLEN = {"attn_type": "varlen", "attn_mask_type": "block_causal"}
 # torchtitan's llama3 always scales frequencies as Llama 3.1 does. No wavelength is above the first of these lengths, so
@@ -147,7 +148,7 @@ def config_of(args: Any) -> ModelConfig:
         moe = args.moe_args
         experts = Experts(moe.num_experts, moe.top_k, args.moe_inter_dim, moe.route_norm)
         odd = [name for name, value in QWEN3_ROUTING.items() if getattr(moe, name) != value]
-        other += [f"{name} {getattr(moe, name)!r}" for name in odd]
+        other += [f"{name} {quoted(getattr(moe, name))}" for name in odd]
     return ModelConfig(
         **common,
         model="qwen3",

@@ -10,6 +10,7 @@ from torch import nn
 from torchtitan.models.moe import MoE
 
 from torchtitan_magi.training.model_config import Experts
+from torchtitan_magi.wording import quoted
 
 EXPERT_LOAD_METRICS = ("moe/expert_imbalance", "moe/worst_expert_imbalance", "moe/idle_experts")
 
@@ -106,17 +107,18 @@ def check_experts(job_config: Any, experts: Experts | None) -> None:
     degree, backend = parallelism.expert_parallel_degree, parallelism.expert_parallel_comm_backend
     if degree > 1 and experts is None:
         raise ValueError(
-            f"parallelism.expert_parallel_degree is {degree}, but model.flavor {flavor!r} has no experts; set it to 1, "
-            "or use a mixture of experts"
+            f"parallelism.expert_parallel_degree is {degree}, but model.flavor {quoted(flavor)} has no experts; set "
+            "it to 1, or use a mixture of experts"
         )
     if experts is not None and experts.num_experts % degree:
         raise ValueError(
             f"parallelism.expert_parallel_degree is {degree}, which does not divide the {experts.num_experts} experts "
-            f"of model.flavor {flavor!r}; use a degree that does"
+            f"of model.flavor {quoted(flavor)}; use a degree that does"
         )
     if backend != "standard":
         raise ValueError(
-            f"parallelism.expert_parallel_comm_backend is {backend!r}, which torchtitan 0.2.2 does not have for these "
+            f"parallelism.expert_parallel_comm_backend is {quoted(backend)}, which torchtitan 0.2.2 does not have "
+            "for these "
             'models; set it to "standard"'
         )
     if experts is not None:

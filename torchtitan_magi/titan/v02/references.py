@@ -25,6 +25,7 @@ from torchtitan_magi.training.dpo import PairBatch, PairReader, Reference
 from torchtitan_magi.training.logprob_model import LogprobModel
 from torchtitan_magi.training.planned_loader import PlannedLoader
 from torchtitan_magi.training.reference_file import ReferenceData, ReferenceFile, fill_in_logprobs, fingerprint_of_model
+from torchtitan_magi.wording import quoted_path
 
 
 def reference_file(trainer: Any, section: Any, reader: PairReader) -> ReferenceFile:
@@ -87,8 +88,8 @@ class ReferenceModel(Reference):
             path = trainer.job_config.model.hf_assets_path
         if step > 0 and not path:
             raise ValueError(
-                f"checkpoint.initial_load_path is {checkpoint.initial_load_path!r}, but the run resumes at step {step} "
-                "and the reference is the model before step 1; set it to those weights"
+                f"checkpoint.initial_load_path is {quoted_path(checkpoint.initial_load_path)}, but the run resumes "
+                f"at step {step} and the reference is the model before step 1; set it to those weights"
             )
         if checkpoint.enable and not path:
             logger.warning(

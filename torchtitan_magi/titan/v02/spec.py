@@ -34,6 +34,7 @@ from torchtitan_magi.training.model_config import ModelConfig
 from torchtitan_magi.training.objectives import LossRecord
 from torchtitan_magi.training.planned_loader import PlannedLoader
 from torchtitan_magi.training.runtime import MagiRuntime, WorkCount, check_tokens
+from torchtitan_magi.wording import quoted
 
 MODELS = ("llama3", "qwen3")
 # A rank whose collective timed out waits four times this long, for itself and others to write torchtitan's flight
@@ -213,7 +214,7 @@ def _unsupported(name: str) -> Any:
     """A train spec that says which models have varlen attention."""
 
     def refuse(job_config: Any) -> Any:
-        raise ValueError(f"model.name is {name!r}, which has no varlen attention; use one of {', '.join(MODELS)}")
+        raise ValueError(f"model.name is {quoted(name)}, which has no varlen attention; use one of {', '.join(MODELS)}")
 
     required = [field.name for field in fields(TrainSpec) if field.default is MISSING]
     return TrainSpec(**dict.fromkeys(required) | {"build_tokenizer_fn": refuse})

@@ -20,6 +20,7 @@ from torchtitan_magi.training.dpo import DPO, PairReader
 from torchtitan_magi.training.logprob_model import LogprobModel
 from torchtitan_magi.training.objectives import SFT, Objective
 from torchtitan_magi.training.planned_loader import Batch
+from torchtitan_magi.wording import quoted
 
 
 class MagiTrainer(Trainer):
@@ -36,8 +37,8 @@ class MagiTrainer(Trainer):
         super().__init__(replace(job_config, parallelism=parallelism))
         if not isinstance(self.metrics_processor, MagiMetricsProcessor):
             raise ValueError(
-                f"model.name is {job_config.model.name!r}, whose train spec is not ours; train it with torchtitan's "
-                "entry point, torchrun -m torchtitan.train, or add a flavor to llama3 or qwen3 instead"
+                f"model.name is {quoted(job_config.model.name)}, whose train spec is not ours; train it with "
+                "torchtitan's entry point, torchrun -m torchtitan.train, or add a flavor to llama3 or qwen3 instead"
             )
         dims = self.parallel_dims
         # DDP takes the mean of the ranks' gradients, while torchtitan tells FSDP2 to add them.

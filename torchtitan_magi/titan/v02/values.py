@@ -11,6 +11,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from torchtitan_magi.training.options import DPO, Magi
 from torchtitan_magi.training.run_folder import check_writable
+from torchtitan_magi.wording import one_line, quoted
 
 # whole numbers: the option, the least value, and one below it that has a meaning of its own
 LEAST: tuple[tuple[str, int, int | None], ...] = (
@@ -61,15 +62,20 @@ def check_toml(config: type, values: dict[str, Any], prefix: str = "") -> None:
         kind: Any = known[name]
         if is_dataclass(kind):
             if not isinstance(value, dict):
-                raise ValueError(f"{option} is {value!r}, but it is a section; write [{option}] and its options below")
+                raise ValueError(
+                    f"{option} is {quoted(value)}, but it is a section; write [{option}] and its options below"
+                )
             check_toml(kind, value, f"{option}.")  # type: ignore[arg-type]
+        elif type(value) is int and value.bit_length() > 63:
+            raise ValueError(f"{option} is {quoted(value)}; use a number of at most 64 bits")
         elif not issubclass(config, (Magi, DPO)) and not _is_of(value, kind):
-            raise ValueError(f"{option} is {value!r}; use {_words(kind)}")
+            raise ValueError(f"{option} is {quoted(value)}; use {_words(kind)}")
 
 
 def _unknown(option: str, name: str, known: list[str]) -> str:
     if option == "magi":
         return '[magi] is unknown; add custom_config_module = "torchtitan_magi.titan" to [job]'
+    option = option if re.fullmatch(r"[\w.-]{1,80}", option) else quoted(option)
     close = difflib.get_close_matches(name, known, 1)
     section = option.removesuffix(name)
     instead = f"did you mean {section}{close[0]}?" if close else f"use one of {', '.join(known)}"
@@ -113,7 +119,7 @@ def check_values(job_config: Any) -> None:
         value = getattr(getattr(job_config, section), name)
         if type(value) is not int or (value < least and value != special):
             other = "" if special is None else f", or {special}"
-            raise ValueError(f"{option} is {value!r}; use a whole number of at least {least}{other}")
+            raise ValueError(f"{option} is {quoted(value)}; use a whole number of at least {least}{other}")
     if _writes(job_config):
         check_writable(job_config.job.dump_folder)
 
@@ -143,9 +149,9 @@ def usage_errors() -> Iterator[None]:
         with contextlib.redirect_stderr(printed):
             yield
     except AssertionError as error:
-        raise ValueError(f"{error}") from None
+        raise ValueError(f"{one_line(error)}; correct the TOML file or the command line") from None
     except SystemExit as end:
         if not end.code:  # --help
             raise
         lines = (re.sub(r"[─-╿]|\x1b\[[0-9;]*m", " ", line).strip() for line in printed.getvalue().splitlines())
-        raise ValueError(" ".join(filter(None, lines))) from None
+        raise ValueError(one_line(" ".join(filter(None, lines)), 1000)) from None

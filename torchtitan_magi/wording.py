@@ -1,0 +1,25 @@
+"""What errors quote: values and texts that others wrote, each in one short printable line."""
+
+import os
+
+
+def quoted(value: object, limit: int = 80) -> str:
+    """`repr(value)` in one printable line of at most `limit` characters; what is longer ends in "..."."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # an integer of thousands of digits; nested too deeply
+        text = f"<a {type(value).__name__} too large to show>"
+    return one_line(text, limit)
+
+
+def quoted_path(path: object) -> str:
+    """A path in quotes, whole unless it is longer than the paths that people use; or what was given instead of one."""
+    return quoted(os.fspath(path) if isinstance(path, os.PathLike) else path, 500)
+
+
+def one_line(text: object, limit: int = 300) -> str:
+    """Another's text, such as an error of a library, in one printable line of at most `limit` characters."""
+    line = " ".join(filter(None, (part.strip() for part in str(text).splitlines())))
+    if len(line) > limit:
+        line = line[: limit - 3] + "..."
+    return "".join(character if character.isprintable() else "?" for character in line)
