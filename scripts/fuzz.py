@@ -15,6 +15,7 @@ import argparse
 import contextlib
 import copy
 import hashlib
+import itertools
 import json
 import logging
 import multiprocessing
@@ -219,15 +220,17 @@ def judged(check: Check, data: bytes) -> Outcome:
     try:
         check(data)
     except ValueError as error:
-        fault = fault_of(str(error))
-        return (
-            Outcome("finding", f"{fault}: {kind_of(str(error))}") if fault else Outcome("refused", kind_of(str(error)))
-        )
+        fault, kind = fault_of(str(error)), f"{_place(error)}: {kind_of(str(error))}"
+        return Outcome("finding", f"{fault} in {kind}") if fault else Outcome("refused", kind)
     except KeyboardInterrupt:
         raise
     except BaseException as error:
         return Outcome("finding", f"{type(error).__name__} in {_place(error)}")
     return Outcome("success")
+
+
+# A quoted word in double quotes is a name of ours, not a value.
+_FIRST_VALUE = re.compile(r"""(?:^|(?<=[\s(]))(?!"\w+")['"\[({\d.+-].*""", re.DOTALL)
 
 
 def fault_of(message: str) -> str:
@@ -242,16 +245,17 @@ def fault_of(message: str) -> str:
 
 
 def kind_of(message: str) -> str:
-    """The beginning of an error's text without values, paths and numbers."""
-    start = " ".join(message[:MAX_MESSAGE].split())
-    return re.sub(r"""\(.*\)|'[^']*'|"[^"]*"|\[[^]]*]|\S*/\S*|[-+]?\d[\w.,]*""", "_", start)[:70]
+    """An error's text without paths, and without what follows the first value in the fault and in the remedy."""
+    line = re.sub(r"\S*/\S*", "_", " ".join(f"{message[:MAX_MESSAGE]} {message[MAX_MESSAGE:][-MAX_MESSAGE:]}".split()))
+    parts = (re.sub(r"\[\d+]", "[_]", part) for part in line.rpartition("; "))
+    return "".join(re.sub(_FIRST_VALUE, "_", part, count=1) for part in parts)[:120]
 
 
 def _place(error: BaseException) -> str:
     """The package's innermost line that raised."""
-    frames = traceback.extract_tb(error.__traceback__)
-    ours = [frame for frame in frames if "torchtitan_magi" in frame.filename or frame is frames[-1]]
-    return f"{Path(ours[-1].filename).name}:{ours[-1].lineno}"
+    lines = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    file, line = next((at for at in reversed(lines) if "torchtitan_magi" in at[0]), lines[-1])
+    return f"{Path(file).name}:{line}"
 
 
 # ------------------------------------------------------------------------------------------------------------ processes
@@ -266,8 +270,14 @@ def inputs(target: Target, seed: int, first: int, found: list[bytes]) -> Iterato
         number += 1
 
 
-def _work(target: Target, seed: int, first: int, receiver: Connection, sender: Connection) -> None:
-    """Sends each input before it is checked, and then its outcome, until the parent closes its end."""
+def _work(
+    target: Target, folder: Path, seed: int, first: int, again: bytes | None, receiver: Connection, sender: Connection
+) -> None:
+    """Sends each input before it is checked, and then its outcome, until it is killed.
+
+    Args:
+        again: checked before the inputs from number `first` on, if any.
+    """
     receiver.close()  # the child's copy of it
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGXCPU, signal.SIG_DFL)
@@ -275,54 +285,81 @@ def _work(target: Target, seed: int, first: int, receiver: Connection, sender: C
     os.dup2(nowhere, 1)
     os.dup2(nowhere, 2)
     logging.disable()
-    with tempfile.TemporaryDirectory(prefix="fuzz_") as folder:
-        check = target.make(Path(folder))
-        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY_BYTES,) * 2)
-        found: list[bytes] = []
-        kinds: set[str] = set()
-        try:
-            for data in inputs(target, seed, first, found):
-                sender.send_bytes(data)
-                limit = int(time.process_time()) + CPU_SECONDS + 1
-                resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.RLIM_INFINITY))
-                outcome = judged(check, data)
-                if outcome.kind not in kinds and len(data) <= MAX_FOUND:
-                    kinds.add(outcome.kind)
-                    found.append(data)
-                sender.send(outcome)
-        except (BrokenPipeError, KeyboardInterrupt):
-            pass
+    check = target.make(folder)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY_BYTES,) * 2)
+    found: list[bytes] = []
+    kinds: set[str] = set()
+    with contextlib.suppress(BrokenPipeError, KeyboardInterrupt):
+        for data in itertools.chain([] if again is None else [again], inputs(target, seed, first, found)):
+            sender.send_bytes(data)
+            limit = int(time.process_time()) + CPU_SECONDS + 1
+            resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.RLIM_INFINITY))
+            outcome = judged(check, data)
+            if outcome.kind not in kinds and len(data) <= MAX_FOUND:
+                kinds.add(outcome.kind)
+                found.append(data)
+            sender.send(outcome)
 
 
 def fuzz(target: Target, seed: int, is_enough: Callable[[Report], bool]) -> Report:
     """Runs a target until is_enough(report)."""
-    report, context = Report(), multiprocessing.get_context("fork")
+    report, again = Report(), None
     while not is_enough(report):
-        receiver, sender = context.Pipe(duplex=False)
-        process = context.Process(target=_work, args=(target, seed, report.cases, receiver, sender))
-        process.start()
-        sender.close()
-        data = b""
-        try:
-            while not is_enough(report):
-                data = receiver.recv_bytes()
-                if not receiver.poll(WAIT_SECONDS):
-                    process.kill()
-                report.add(data, receiver.recv())
-        except EOFError:
-            process.join()
-            report.add(data, Outcome("finding", _death(process.exitcode)))
-        receiver.close()
-        process.join()
+        with tempfile.TemporaryDirectory(prefix="fuzz_") as folder:
+            last, exitcode = _run(target, Path(folder), seed, again, report, is_enough)
+        took_long = exitcode in (-signal.SIGXCPU, -signal.SIGKILL)
+        if exitcode is not None and (not took_long or last == again):
+            report.add(last, Outcome("finding", _death(exitcode)))
+        again = last if took_long and last != again else None  # a loaded machine may have caused it
     return report
+
+
+def _run(
+    target: Target,
+    folder: Path,
+    seed: int,
+    again: bytes | None,
+    report: Report,
+    is_enough: Callable[[Report], bool],
+) -> tuple[bytes, int | None]:
+    """Runs one process of the target until its end or is_enough(report).
+
+    Returns:
+        the last input, and how the process ended while it was checked: its exit code, or None if it did not.
+    """
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_work, args=(target, folder, seed, report.cases, again, receiver, sender))
+    process.start()
+    sender.close()
+    data = b""
+
+    def wait() -> None:
+        if not receiver.poll(WAIT_SECONDS):
+            process.kill()
+
+    try:
+        while not is_enough(report):
+            wait()
+            data = receiver.recv_bytes()
+            wait()
+            report.add(data, receiver.recv())
+        return data, None
+    except EOFError:
+        process.join()
+        return data, process.exitcode
+    finally:
+        process.kill()  # it may wait for something
+        process.join()
+        receiver.close()
 
 
 def _death(exitcode: int | None) -> str:
     if exitcode == -signal.SIGXCPU:
-        return f"more than {CPU_SECONDS} s of CPU time"
+        return f"more than {CPU_SECONDS} s of CPU time, twice"
     if exitcode == -signal.SIGKILL:
-        return f"no end after {WAIT_SECONDS} s"
+        return f"no end after {WAIT_SECONDS} s, twice"
     return f"the process died, exit code {exitcode}"
 
 

@@ -9,7 +9,6 @@ import io
 import json
 import os
 import tempfile
-import tomllib
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -139,12 +138,13 @@ def _source(path: Path) -> Check:
     def check(data: bytes) -> None:
         """The file, and what is kept of it, are read twice."""
         path.write_bytes(data)
-        for _ in range(2):
-            corpus = Corpus(path, cache=path.parent / "cache")
-            for block in range(corpus.num_blocks):
-                corpus.read(block)
-                corpus.digest(block)
-            corpus.where(len(corpus) - 1)
+        with tempfile.TemporaryDirectory(dir=path.parent) as cache:
+            for _ in range(2):
+                corpus = Corpus(path, cache=cache)
+                for block in range(corpus.num_blocks):
+                    corpus.read(block)
+                    corpus.digest(block)
+                corpus.where(len(corpus) - 1)
 
     return check
 
@@ -309,7 +309,7 @@ def read_toml(folder: Path) -> Check:
     def check(data: bytes) -> None:
         path.write_bytes(data)
         try:
-            config = tomllib.loads(path.read_text())
+            config = launch.read(path)
         except ValueError as error:  # it says where, and the launcher prints it as it is
             raise ValueError(f"{error}; correct the file") from None
         launch.check_file(config)

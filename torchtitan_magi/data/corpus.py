@@ -119,6 +119,10 @@ class Corpus:
         file, number = self._locate_block(block)
         return file.digest(number)
 
+    def path(self, block: int) -> str:
+        """Name of the block's file, for messages."""
+        return self._locate_block(block)[0].path
+
     def check_unchanged(self, block: int) -> None:
         """Raises ValueError, with the file's name, if the block's file has changed since it was opened."""
         self._locate_block(block)[0].check_unchanged()

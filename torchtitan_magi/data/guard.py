@@ -10,6 +10,7 @@ import gc
 import os
 import pickle
 import resource
+import select
 import signal
 import time
 import traceback
@@ -19,6 +20,7 @@ from typing import Any, NoReturn, TypeVar
 SECONDS = 20  # CPU time of a call
 MEMORY_BYTES = 2**30  # address space that a call may add to its process
 GRACE = 5  # seconds of CPU time from the signal to the end of the process
+WAIT_SECONDS = 600  # for the answer of a process, however loaded the machine is
 
 T = TypeVar("T")
 
@@ -71,9 +73,25 @@ def limited(function: Callable[..., T], *args: Any) -> T:
 
 
 def run_limited(function: Callable[..., T], *args: Any) -> T:
-    """Calls `function(*args)` in a limited process of its own, forked from this one, and waits for its end.
+    """Calls `function(*args)` in a limited process of its own, see `apart`. Raises ValueError also if it dies."""
+    try:
+        return apart(_limited_here, function, args)
+    except Died as end:
+        raise ValueError(f"the process that renders the chat template {describe_exit(end.exitcode)}") from None
 
-    The result, or the ValueError that it raises, comes back pickled. Raises ValueError also if the process dies.
+
+class Died(Exception):
+    """exitcode: of the process; -n: it was ended by signal n."""
+
+    def __init__(self, exitcode: int) -> None:
+        self.exitcode = exitcode
+
+
+def apart(function: Callable[..., T], *args: Any) -> T:
+    """Calls `function(*args)` in a process of its own, forked from this one, and waits for its end.
+
+    The result, or the ValueError or OSError that it raises, comes back pickled. Raises Died if the process dies, also
+    for want of an answer after WAIT_SECONDS.
     """
     reading, writing = os.pipe()
     child = os.fork()  # multiprocessing has no children for daemons, such as loader workers
@@ -81,10 +99,12 @@ def run_limited(function: Callable[..., T], *args: Any) -> T:
         _send_result(writing, function, args)
     os.close(writing)
     with open(reading, "rb") as pipe:
+        if not select.select([pipe], [], [], WAIT_SECONDS)[0]:
+            os.kill(child, signal.SIGKILL)
         sent = pipe.read()
     exitcode = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     if exitcode:
-        raise ValueError(f"the process that renders the chat template {describe_exit(exitcode)}")
+        raise Died(exitcode)
     value, error = pickle.loads(sent)
     if error is not None:
         raise error
@@ -96,20 +116,33 @@ def describe_exit(exitcode: int | None) -> str:
     if exitcode == -signal.SIGXCPU:
         return f"was ended: {_too_much(f'{SECONDS} s of CPU time')}"
     if exitcode is not None and exitcode < 0:
-        return f"was ended by {signal.Signals(-exitcode).name}; free memory, or {_REMEDY}"
-    return f"ended with exit code {exitcode}; see its output above"
+        return f"{describe_end(exitcode)}; free memory, or {_REMEDY}"
+    return f"{describe_end(exitcode)}; see its output above"
+
+
+def describe_end(exitcode: int | None) -> str:
+    """How a process ended, by its exit code."""
+    if exitcode is not None and exitcode < 0:
+        return f"was ended by {signal.Signals(-exitcode).name}"
+    return f"ended with exit code {exitcode}"
+
+
+def _limited_here(function: Callable[..., T], args: tuple[Any, ...]) -> T:
+    limit_process()
+    return limited(function, *args)
 
 
 def _send_result(writing: int, function: Callable[..., Any], args: tuple[Any, ...]) -> NoReturn:
     """Ends the process, without what a normal end of it would do for the one that it was forked from."""
     gc.disable()  # objects of the other process stay as they are
     try:
-        limit_process()
-        result: tuple[Any, ValueError | None]
+        result: tuple[Any, ValueError | OSError | None]
         try:
-            result = limited(function, *args), None
+            result = function(*args), None
         except ValueError as error:
             result = None, ValueError(str(error))
+        except OSError as error:
+            result = None, error
         with open(writing, "wb") as pipe:
             pickle.dump(result, pipe)
         os._exit(0)

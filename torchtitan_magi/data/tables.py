@@ -7,15 +7,17 @@ for those that it lacks, so keys without a value are left out.
 import os
 import zlib
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from torchtitan_magi.data import guard
 from torchtitan_magi.data.formats import parse_document
 from torchtitan_magi.data.jsonl import json_value
 from torchtitan_magi.data.kept_files import digest_of_file
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 _MAX_ROWS = 4096  # of a block: its size is an average, and Parquet stores a repeated value once
+_MAX_ROWS_OF_FILE = 2**36  # more is damage
 _UNREADABLE = (ValueError, KeyError, NotImplementedError, RecursionError)  # what Arrow raises for values and types
 
 
@@ -87,16 +90,15 @@ class ParquetFile(TableFile):
     ):
         name = os.fspath(path)
         super().__init__(name, parse, columns or {}, [name])
-        with self._opened() as file:
-            metadata, names = file.metadata, file.schema_arrow.names
-        self._used = self._used_columns(names)
-        groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
-        self._group_firsts = np.cumsum([0, *(group.num_rows for group in groups)], dtype=np.int64)
-        sizes = [_num_bytes(group, self._used) for group in groups]
+        with named_errors(name):
+            footer = _footer(name)
+        self._used = self._used_columns(footer.names)
+        self._group_firsts = np.cumsum([0, *footer.num_rows], dtype=np.int64)
+        sizes = [sum(size.get(column, 0) for column in self._used) for size in footer.sizes]
         self.num_bytes = sum(sizes)
         firsts = [
-            _block_firsts(first, group.num_rows, size)
-            for first, group, size in zip(self._group_firsts.tolist(), groups, sizes, strict=False)
+            _block_firsts(first, num_rows, size)
+            for first, num_rows, size in zip(self._group_firsts.tolist(), footer.num_rows, sizes, strict=False)
         ]
         self.block_firsts = np.concatenate([*firsts, self._group_firsts[-1:]])
         self._identify(cache)
@@ -114,11 +116,47 @@ class ParquetFile(TableFile):
                 row += len(batch)
                 if row >= last:
                     return
+            if row < last:
+                raise OSError("it has fewer rows than its footer says")
 
     @contextmanager
     def _opened(self) -> Iterator[pq.ParquetFile]:
         with named_errors(self.path), _arrow_errors(), pq.ParquetFile(self.path, buffer_size=2**20) as file:
             yield file
+
+
+class _Footer(NamedTuple):
+    """What a Parquet file's footer says. names: of the columns; num_rows: of each row group; sizes: for each row group,
+    column -> bytes before compression."""
+
+    names: list[str]
+    num_rows: list[int]
+    sizes: list[dict[str, int]]
+
+
+def _footer(path: str) -> _Footer:
+    """Read in a process of its own, since some damage makes pyarrow abort. Raises OSError."""
+    try:
+        footer = guard.apart(_read_footer, path)
+    except guard.Died as end:
+        raise OSError(f"the process that reads its footer {guard.describe_end(end.exitcode)}") from None
+    if min(footer.num_rows, default=0) < 0 or sum(footer.num_rows) > _MAX_ROWS_OF_FILE:
+        raise OSError(f"its footer says that it has {sum(footer.num_rows):,} rows")
+    return footer
+
+
+def _read_footer(path: str) -> _Footer:
+    with _arrow_errors(), pq.ParquetFile(path) as file:
+        groups = [file.metadata.row_group(number) for number in range(file.metadata.num_row_groups)]
+        return _Footer(file.schema_arrow.names, [group.num_rows for group in groups], [*map(_sizes, groups)])
+
+
+def _sizes(group: pq.RowGroupMetaData) -> dict[str, int]:
+    """Column -> its bytes in a row group before compression."""
+    sizes = Counter[str]()
+    for chunk in map(group.column, range(group.num_columns)):
+        sizes[chunk.path_in_schema.split(".")[0]] += chunk.total_uncompressed_size
+    return dict(sizes)
 
 
 class DatasetFile(TableFile):
@@ -155,10 +193,10 @@ class DatasetFile(TableFile):
 
 @contextmanager
 def _arrow_errors() -> Iterator[None]:
-    """Turns pyarrow's own errors, as of a damaged file, into OSErrors."""
+    """Turns pyarrow's errors for a damaged file into OSErrors."""
     try:
         yield
-    except pa.ArrowException as error:
+    except (pa.ArrowException, UnicodeDecodeError, OverflowError) as error:
         raise OSError(one_line(error)) from None
 
 
@@ -166,12 +204,6 @@ def _block_firsts(first: int, num_rows: int, num_bytes: int) -> np.ndarray:
     """int64, the first row of each block of num_rows rows from `first`."""
     rows = BLOCK_BYTES * num_rows // max(1, num_bytes)
     return np.arange(first, first + num_rows, min(max(1, rows), _MAX_ROWS), dtype=np.int64)
-
-
-def _num_bytes(group: pq.RowGroupMetaData, used: list[str]) -> int:
-    """Bytes of the used columns of a row group before compression."""
-    columns = map(group.column, range(group.num_columns))
-    return sum(chunk.total_uncompressed_size for chunk in columns if chunk.path_in_schema.split(".")[0] in used)
 
 
 def _objects(table: pa.Table) -> list[Any]:

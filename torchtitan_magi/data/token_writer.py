@@ -164,8 +164,10 @@ class _Worker:
         self._start()
         if task.refused is None:
             return Task(task.item, {})  # one record at a time, to find the one
-        if at is None:
-            return Failed(f"a process that tokenizes {self.job.corpus.paths} {reason}")
+        if at is None:  # before the first record
+            path = quoted_path(self.job.corpus.path(task.item[0]))
+            end = guard.describe_end(exitcode)
+            return Failed(f"cannot read records file {path}: the process that reads it {end}; write the file again")
         return Task(task.item, task.refused | {at: f"the process that tokenizes it {reason}"})
 
 
