@@ -311,7 +311,7 @@ def read_toml(folder: Path) -> Check:
         try:
             config = launch.read(path)
         except ValueError as error:  # it says where, and the launcher prints it as it is
-            raise ValueError(f"{error}; correct the file") from None
+            raise ValueError(f"{launch.in_one_line(error)}; correct the file") from None
         launch.check_file(config)
         launch.check_hooks(config, [])
         launch.num_processes(config, [], 8)

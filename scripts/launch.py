@@ -106,7 +106,7 @@ def reason(failure: Any) -> str:
 def in_one_line(text: Any) -> str:
     """The first line of it, of which little is needed of a value that it quotes."""
     line = next(iter(str(text).strip().splitlines()), "no reason given")
-    return line if len(line) <= 2000 else f"{line[:1000]}...{line[-900:]}"
+    return line if len(line) <= 1500 else f"{line[:1000]}...{line[-400:]}"
 
 
 def count_gpus() -> int:

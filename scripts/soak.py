@@ -10,7 +10,8 @@ or all ranks are killed at once. After each end it is started again, until it ha
 
 - every step of every start has the loss and the gradient norm of the uninterrupted run, bit for bit;
 - a run resumed at another layout has them within the bound of scripts/loss_compare.py, over COMPARED steps;
-- what is stopped for a moment goes on; what is stopped for good ends within TIMEOUT and a minute;
+- what is stopped for a moment goes on; what is stopped for good ends within a minute after the timeout, which is
+  SLOWEST_STEPS steps of the uninterrupted run, so that little of a case is waiting;
 - memory, descriptors and threads of each rank of the uninterrupted run are flat once it has settled.
 
 Prints a Markdown table of what was run; exits with 1 if a case fails. A seed and a case's number make the case again.
@@ -19,6 +20,7 @@ Prints a Markdown table of what was run; exits with 1 if a case fails. A seed an
 import argparse
 import itertools
 import json
+import math
 import os
 import random
 import shutil
@@ -38,7 +40,8 @@ sys.path.insert(0, str(ROOT / "tests"))  # tiny models, and runs in processes th
 from loss_compare import COMMON, DEGREES, TOLERANCE, max_relative_difference  # noqa: E402
 
 COMPARED = 5  # steps at another layout: rounding grows from step to step
-TIMEOUT = 40  # seconds that ranks wait for one that is stopped for good
+TIMEOUT = 40  # seconds that ranks wait for one that is stopped for good, at most
+LEAST_TIMEOUT, SLOWEST_STEPS = 4, 8  # seconds; or so many times the slowest step of the uninterrupted run
 PAUSE = 1.0  # seconds for which a rank is stopped otherwise
 MAX_GROWTH = 8 * 1024  # KiB of resident memory per rank, from the middle third of a run to its last
 SETTLED = 60  # steps of a run whose first third is enough to settle
@@ -150,9 +153,15 @@ class Watcher:
         self.paused, self.max_steps = paused, max_steps
         self.events: list[list[tuple]] = []
         self.struck_at = 0.0
+        self.slowest_step = 0.0  # seconds; the first, which begins with the start, is not counted
+        self._num_seen, self._stepped_at = 0, math.inf  # events of rank 0, and when the last step came
 
     def __call__(self, run: Any) -> bool:
         self.events = run.events
+        new, self._num_seen = run.events[0][self._num_seen :], len(run.events[0])
+        if any(event[0] == "metrics" for event in new):
+            now = time.monotonic()
+            self.slowest_step, self._stepped_at = max(self.slowest_step, now - self._stepped_at), now
         for process in [event[1] for events in run.events for event in events[-1:] if event[0] == "struck"]:
             if not self.struck_at:
                 self.struck_at = time.monotonic()
@@ -178,12 +187,14 @@ class Soak:
     def __init__(self, case: Case, folder: Path, model: Path) -> None:
         self.case, self.folder, self.model, self.outcome = case, folder, model, Outcome()
         self.whole: dict[int, tuple[float, float]] = {}
+        self.timeout = TIMEOUT
 
     def run(self) -> Outcome:
         case = self.case
         write_records(self.folder / "records.jsonl", case.task, case.seq_len, random.Random(case.number))
         whole = self._start("uninterrupted", case.degrees, ("none", 0, 0, ""))
         self.whole = whole.steps
+        self.timeout = min(TIMEOUT, LEAST_TIMEOUT + math.ceil(SLOWEST_STEPS * whole.slowest_step))
         if sorted(self.whole) != list(range(1, case.steps + 1)):
             return self._fail(f"the uninterrupted run has {len(self.whole)} steps of {case.steps}")
         self._check_resources(whole)
@@ -214,7 +225,8 @@ class Soak:
         watcher = Watcher(kind == "paused", step if phase == "any" else max_steps)
         blown = Blow(phase, step, rank, signal.SIGKILL if kind == "killed" else signal.SIGSTOP)
         arguments = [*self.case.arguments(degrees, self.folder, self.folder / name), "--model.hf_assets_path"]
-        arguments += [str(self.model), *(f"--comm.{when}_timeout_seconds={TIMEOUT}" for when in ("init", "train"))]
+        arguments += [str(self.model), f"--comm.init_timeout_seconds={TIMEOUT}"]
+        arguments += [f"--comm.train_timeout_seconds={self.timeout}"]
         processes = degrees["dp"] * degrees["cp"] * degrees["tp"]
         options: dict[str, Any] = {"toml": DEBUG_TOML, "defaults": (), "layers": None, "entry": "torchtitan_magi.train"}
         try:
@@ -223,7 +235,7 @@ class Soak:
             took = time.monotonic() - watcher.struck_at
             if not watcher.struck_at or kind == "paused":
                 self._fail(f"{blow}: {error.type}: {error}")
-            elif kind == "stopped" and took > TIMEOUT + 60:
+            elif kind == "stopped" and took > self.timeout + 60:
                 self._fail(f"{blow}: the other ranks took {took:.0f} s to end")
         else:
             if watcher.struck_at and kind in ("killed", "stopped"):

@@ -337,6 +337,10 @@ def test_template_is_found_in_the_assets(tmp_path):
     assert config({"chat_template": named}) == "three"
     with pytest.raises(ValueError, match=r"named \['tool_use'\]; name one of them \"default\""):
         config({"chat_template": named[:1]})
+    with pytest.raises(ValueError, match=r"named \['a\\n\\x1baaa.*aaa\.\.\.; name one of them \"default\"") as error:
+        config({"chat_template": [{"name": "a\n\x1b" + "a" * 5000, "template": "x"}]})
+    assert str(error.value).isprintable()
+    assert len(str(error.value)) < 1000
     with pytest.raises(ValueError, match='give each entry a "name"'):
         config({"chat_template": ["three"]})
     with pytest.raises(ValueError, match="is a int; write a string or a list"):

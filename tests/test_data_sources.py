@@ -4,12 +4,14 @@ import gzip
 import json
 import os
 import pickle
+import threading
+from unittest import mock
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from torchtitan_magi.data import Corpus, tables
+from torchtitan_magi.data import Corpus, guard, tables
 
 datasets = pytest.importorskip("datasets")
 
@@ -218,6 +220,55 @@ PARQUET_ERRORS = {
     "missing": (lambda path: None, "cannot read records file .*: No such file or directory; check the path"),
     "a pipe": (os.mkfifo, "cannot read records file .*: it is no regular file"),
 }
+
+
+def wait_for_ever(path):
+    threading.Event().wait()
+
+
+FOOTERS = {  # what reading the footer of a damaged file ends in
+    "abort": (lambda path: os.abort(), "the process that reads its footer was ended by SIGABRT"),
+    "no end": (wait_for_ever, "the process that reads its footer was ended by SIGKILL"),
+    "negative": (lambda path: tables._Footer(["text"], [-11], [{}]), "its footer says that it has -11 rows"),
+    "huge": (lambda path: tables._Footer(["text"], [2**60], [{}]), "its footer says that it has 1,152,921"),
+}
+
+
+@pytest.mark.parametrize("name", FOOTERS)
+def test_a_damaged_footer_is_one_line_and_the_process_lives(name, tmp_path, cache, monkeypatch):
+    read, words = FOOTERS[name]
+    save_parquet(tmp_path / "a.parquet", RECORDS)
+    monkeypatch.setattr(tables, "_read_footer", read)
+    monkeypatch.setattr(guard, "WAIT_SECONDS", 0.1)
+    with pytest.raises(ValueError, match=f"cannot read records file '{tmp_path}/a.parquet': {words}.*; check the path"):
+        Corpus(tmp_path / "a.parquet", cache=cache)
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (OSError("what type: \x0f\n"), r"what type: \?; check"),
+        (OSError(""), "'[^']*': ; check"),
+        (UnicodeDecodeError("utf-8", b"\xe5", 0, 1, "unexpected end"), "can't decode byte 0xe5"),
+        (pa.ArrowInvalid("two\nlines"), "two lines; check"),
+    ],
+)
+def test_whatever_arrow_says_of_a_file_is_one_printable_line(error, words, tmp_path, monkeypatch):
+    save_parquet(tmp_path / "a.parquet", RECORDS)
+    monkeypatch.setattr(pq, "ParquetFile", mock.Mock(side_effect=error))
+    with pytest.raises(ValueError, match=words) as caught:
+        Corpus(tmp_path / "a.parquet")
+    assert str(caught.value).isprintable()
+
+
+def test_a_file_with_fewer_rows_than_its_footer_says_is_refused(tmp_path, monkeypatch):
+    save_parquet(tmp_path / "a.parquet", RECORDS)
+    footer = tables._read_footer(f"{tmp_path}/a.parquet")
+    monkeypatch.setattr(tables, "_read_footer", lambda path: footer._replace(num_rows=[len(RECORDS) + 1]))
+    with pytest.raises(ValueError, match=r"a\.parquet': it has fewer rows than its footer says; check the path"):
+        Corpus(tmp_path / "a.parquet").read(0)
+
+
 COMPRESSED_ERRORS = {
     "cut": (lambda path: path.write_bytes(gzip.compress(os.urandom(9999))[:5000]), "Truncated compressed stream"),
     "damaged": (lambda path: path.write_bytes(gzip.compress(b"a")[:-8] + bytes(8)), "zlib inflate failed"),

@@ -20,7 +20,14 @@ from hypothesis import strategies as st
 from odd_tokenizers import Deadly, Probe, Slow
 from streams import join, resume, small_blocks, take
 
-from torchtitan_magi.data import PackedPairDataset, PackedSFTDataset, TokenizedDocument, TokenizedPair, token_writer
+from torchtitan_magi.data import (
+    Corpus,
+    PackedPairDataset,
+    PackedSFTDataset,
+    TokenizedDocument,
+    TokenizedPair,
+    token_writer,
+)
 from torchtitan_magi.data.array_file import Damaged
 from torchtitan_magi.data.token_block import TokenBlock
 from torchtitan_magi.data.token_cache import TokenCache, default_folder
@@ -287,6 +294,17 @@ def test_a_process_that_is_killed_from_outside_is_an_error_and_no_record_is_left
     packs = dataset(with_deadly_records, Deadly(tokenizer, signal.SIGKILL), cache, bad_records="skip")
     with pytest.raises(ValueError, match=r"a process that tokenizes .* was ended by SIGKILL; free memory"):
         list(packs)
+
+
+def test_a_file_that_ends_the_process_that_reads_it_is_named(folder, tokenizer, cache, monkeypatch):
+    corpus = Corpus(folder / "train.jsonl")
+    monkeypatch.setattr(Corpus, "read", lambda self, block: os.abort())
+    job = token_writer.Job(corpus, [(0, f"{cache}/block")], tokenizer, "documents", os.getppid())
+    failed = token_writer.write_blocks(job)
+    assert failed.message == (
+        f"cannot read records file '{folder}/train.jsonl': the process that reads it was ended by SIGABRT; write the "
+        "file again"
+    )
 
 
 def test_malformed_records_keep_file_and_line(folder, tokenizer, cache, tmp_path, caplog):

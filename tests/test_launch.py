@@ -84,6 +84,9 @@ def failed_launch(*arguments, path=""):
         ("[magi]\n", "no job.custom_config_module"), ("[magi\n", "line 1"), (None, "No such file"),
         ("[parallelism]\ncontext_parallel_degree = 0\n", "context_parallel_degree is 0"),
         ("parallelism = 3\n", "parallelism is 3, but it is a section"),
+        (f"parallelism = '{'a' * 5000}'\n", "aaa..., but it is a section; write [parallelism]"),
+        (f"[parallelism]\ntensor_parallel_degree = 0x{'f' * 5000}\n", "is a number of thousands of digits; use"),
+        (f"[{'a' * 5000}]\n" * 2, "aaa...aaa"),
         ("job = 3\n[magi]\n", "job is 3, but it is a section"),
     ],
 )  # fmt: skip
@@ -93,6 +96,7 @@ def test_a_file_that_cannot_run_ends_in_one_line(tmp_path, text, message):
         path.write_text(text)
     lines = failed_launch(path)
     assert message in lines[-1]
+    assert len(lines[-1]) < 2500
     assert not any("Traceback" in line for line in lines)
 
 

@@ -25,7 +25,13 @@ IN_FILE = {
     "training = 3": "training is 3, but it is a section; write [training]",
     "[magi]\ndpo = 3": "magi.dpo is 3, but it is a section; write [magi.dpo]",
     "[training]\nsteps = 2.5": "training.steps is 2.5; use a whole number",
-    "[validation]\nsteps = 0": "validation steps must be positive or -1",
+    "[validation]\nsteps = 0": "validation steps must be positive or -1; correct the TOML file or the command line",
+    f"[training]\nsteps = 0x{'f' * 5000}": "training.steps is <a int too large to show>; use a number of at most 64",
+    "[magi]\nepochs = 9223372036854775808": "magi.epochs is 9223372036854775808; use a number of at most 64 bits",
+    r'"a\n\u001b" = 3': r"'a\n\x1b' is no option of torchtitan 0.2.2 with torchtitan_magi; use one of",
+    f"[training]\n{'a' * 5000} = 3": f"'training.{'a' * 67}... is no option of torchtitan 0.2.2 with torchtitan_magi",
+    f"magi = '{'a' * 5000}'": f"magi is '{'a' * 76}..., but it is a section; write [magi] and its options below",
+    f"a = {'[' * 5000}{']' * 5000}": "values are nested too deeply in job.config_file; is this a TOML file?",
     "[training]\nsteps = true": "training.steps is True; use a whole number",
     '[parallelism]\ncontext_parallel_degree = "2"': "parallelism.context_parallel_degree is '2'; use a whole number",
     '[checkpoint]\nenable = "yes"': "checkpoint.enable is 'yes'; use true or false",
@@ -81,7 +87,8 @@ def said(tmp_path_factory):
 def test_a_wrong_value_is_one_line(case, said):
     kind, text = said[case]
     assert kind == "ValueError"
-    assert "\n" not in text
+    assert text.isprintable()
+    assert len(text) < 1000
     assert {**IN_FILE, **ON_LINE}[case] in text
 
 
@@ -98,6 +105,25 @@ def test_magi_without_its_hook_is_named(tmp_path):
         "ValueError",
         '[magi] is unknown; add custom_config_module = "torchtitan_magi.titan" to [job]',
     )
+
+
+MODULES = {
+    '[job]\ncustom_config_module = "torchtitan_-agi"\n': "job.custom_config_module cannot be used (No module named",
+    "[job]\ncustom_config_module = 3\n": "job.custom_config_module cannot be used (",
+    '[job]\ncustom_config_module = "json"\n': "job.custom_config_module cannot be used (module 'json' has",
+    f'{HOOKS}[experimental]\ncustom_import = "no_such"\n': "experimental.custom_import cannot be used (No module named",
+    f'{HOOKS}[experimental]\ncustom_import = ".titan"\n': "experimental.custom_import cannot be used (",
+}
+
+
+def test_a_module_that_is_missing_is_one_line_with_the_remedy(tmp_path):
+    paths = [tmp_path / f"{number}.toml" for number in range(len(MODULES))]
+    for path, text in zip(paths, MODULES, strict=True):
+        path.write_text(text)
+    for (kind, text), start in zip(call(read, [(str(path), []) for path in paths]), MODULES.values(), strict=True):
+        assert kind == "ValueError"
+        assert text.startswith(start)
+        assert text.endswith('); set it to "torchtitan_magi.titan"')
 
 
 def start_without_torchrun():

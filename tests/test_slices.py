@@ -149,6 +149,12 @@ def test_a_window_and_blocks_as_large_as_can_be_are_no_limit():
         (lambda: varlen_causal([0.0, 5.0]), "float64; give integers"),
         *((lambda size=size: sliding_window([0, 5], size), f"window is {size!r}") for size in (0, None, -1, 2.0, True)),
         *((lambda size=size: block_causal([0, 5], size), f"block_size is {size!r}") for size in (0, None, 1.5, "4")),
+        (lambda: sliding_window([0, 5], "a" * 5000), r"window is 'a{76}\.\.\.; it counts"),
+        (lambda: block_causal([0, 5], [1] * 5000), r"block_size is \[1, 1, 1.*\.\.\.; it counts"),
+        (
+            lambda: block_causal([0, 2**31 - 1], 1),
+            "block_size is 1, which cuts 2,147,483,647 tokens into 2,147,483,647 blocks; use a larger one, for at most",
+        ),
         (lambda: varlen_causal([[0, 5], [0]]), "cu_seqlens: rows differ in length"),
         (lambda: AttnSlices([[0, 1, 0, 1, 0], [0, 1]]), "slices: rows differ in length"),
         (lambda: varlen_causal([0, 10**20]), "cu_seqlens has dtype object; give integers that fit in 32 bits"),
@@ -167,6 +173,7 @@ def test_a_bad_mask_is_one_line_that_names_the_value(build, message):
     with pytest.raises(ValueError, match=message) as error:
         build()
     assert "\n" not in str(error.value)
+    assert len(str(error.value)) < 1000
 
 
 def test_sizes_may_be_integers_of_numpy():

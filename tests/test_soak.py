@@ -1,6 +1,7 @@
 """scripts/soak.py: a short case of it, that its cases have every blow and layout, and that it fails when it should."""
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import training  # noqa: F401  # puts scripts/ on the path
@@ -57,6 +58,15 @@ def test_a_step_with_another_last_digit_fails(tmp_path):
     assert failure.startswith(
         "step 2 is (0.25000000000000006, 1.0), uninterrupted (0.25, 1.0) (start with blow ('forward"
     )
+
+
+def test_the_slowest_step_is_counted_from_the_end_of_the_first(monkeypatch):
+    watcher, run = Watcher(), SimpleNamespace(events=[[], []])
+    for now, events in ((50, []), (60, ["metrics"]), (61, ["resources", "metrics"]), (64, ["metrics"]), (99, ["end"])):
+        monkeypatch.setattr("soak.time.monotonic", lambda now=now: now)
+        run.events[0] += [(event, 0) for event in events]
+        watcher(run)
+    assert watcher.slowest_step == 3
 
 
 @pytest.mark.parametrize(

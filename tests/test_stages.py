@@ -251,6 +251,7 @@ def test_a_cost_model_survives_a_file(tmp_path):
         *("[" * 100_000, '{"cost_model": {"forward": {"\\u001b\\n": 1}}}'),
         *({"merge": "6e-13"}, {"stage": None}, {"slowdown": [1]}, {"across": Link(1e-6, "fast")}),
         *({"merge": float("nan")}, {"stage": -1.0}, {"memory": 0.0}),
+        *({"stage": 10**400}, {"inside": Link(1e-6, 10**400)}, {"slowdown": True}),
     ],
 )
 def test_what_is_no_cost_model_is_refused(tmp_path, content):

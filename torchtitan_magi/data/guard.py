@@ -135,6 +135,7 @@ def _limited_here(function: Callable[..., T], args: tuple[Any, ...]) -> T:
 def _send_result(writing: int, function: Callable[..., Any], args: tuple[Any, ...]) -> NoReturn:
     """Ends the process, without what a normal end of it would do for the one that it was forked from."""
     gc.disable()  # objects of the other process stay as they are
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # its memory is the other's
     try:
         result: tuple[Any, ValueError | OSError | None]
         try:
