@@ -4,7 +4,9 @@ import gzip
 import json
 import os
 import pickle
+import resource
 import threading
+from pathlib import Path
 from unittest import mock
 
 import pyarrow as pa
@@ -12,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from torchtitan_magi.data import Corpus, guard, tables
+from torchtitan_magi.data.jsonl import JsonlFile
 
 datasets = pytest.importorskip("datasets")
 
@@ -290,6 +293,20 @@ def test_files_that_cannot_be_read_are_one_line(name, make, words, tmp_path, cac
     assert "\n" not in str(error.value)
     assert str(tmp_path / name) in str(error.value)
     assert not cache.exists() or not [*cache.iterdir()]
+
+
+def test_compressed_files_that_cannot_be_read_leave_no_memory_behind(tmp_path, cache):
+    def address_space():
+        return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+
+    path = tmp_path / "a.jsonl.gz"
+    path.write_bytes(gzip.compress(os.urandom(200))[:100])
+    before = 0
+    for number in range(72):
+        with pytest.raises(ValueError, match="cannot read records file"):
+            JsonlFile(path, cache=cache)
+        before = before if number >= 8 else address_space()
+    assert address_space() - before < 32 * 2**20  # half a buffer for each
 
 
 @pytest.mark.parametrize(

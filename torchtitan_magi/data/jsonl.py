@@ -184,10 +184,12 @@ def _decompressed(cache: Path | None, path: str) -> Path:
     return kept_file(cache, path, "content", make)
 
 
-def _chunks(path: str) -> Iterator[bytes]:
+def _chunks(path: str) -> Iterator[memoryview]:
+    """Each is valid until the next. Arrow's `read` would never free the bytes of a read that fails."""
+    buffer = memoryview(bytearray(_CHUNK_BYTES))
     with named_errors(path), pa.input_stream(path) as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            yield chunk
+        while size := file.readinto(buffer):
+            yield buffer[:size]
 
 
 def _make_index(path: str) -> _Index:
