@@ -169,7 +169,7 @@ def calling(arguments):
         (calling('{"x": 1, "x": 2}'), "arguments has the key 'x' twice; leave it one of them"),
         ({"messages": [USER], "tools": f"[{HALF}]"}, '"tools" has the escape'),
         ({"messages": [USER], "tools": f"[{DEEP}]"}, '"tools" is JSON that is nested too deeply'),
-        ({"messages": [USER], "tools": NESTED}, "nested too deeply; remove it"),
+        ({"messages": [USER], "tools": NESTED}, '"tools" is <a dict nested too deeply to show>'),
         (
             {"messages": [USER], "chat_template_kwargs": DEEP},
             '"chat_template_kwargs" is JSON that is nested too deeply',

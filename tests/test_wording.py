@@ -18,7 +18,7 @@ VALUES = {
     "text": ("a  b\n\x1b", r"'a  b\n\x1b'"),
     "long": ("a" * 20_000, "'" + "a" * 76 + "..."),
     "integer": (1 << 100_000, "<a int too large to show>"),
-    "deep": (nested(100_000), "<a list too large to show>"),
+    "deep": (nested(100_000), "<a list nested too deeply to show>"),
     "lines": (torch.eye(2), "tensor([[1., 0.], [0., 1.]])"),
 }
 

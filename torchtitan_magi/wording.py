@@ -7,8 +7,10 @@ def quoted(value: object, limit: int = 80) -> str:
     """`repr(value)` in one printable line of at most `limit` characters; what is longer ends in "..."."""
     try:
         text = repr(value)
-    except (ValueError, RecursionError):  # an integer of thousands of digits; nested too deeply
+    except ValueError:  # an integer of thousands of digits
         text = f"<a {type(value).__name__} too large to show>"
+    except RecursionError:
+        text = f"<a {type(value).__name__} nested too deeply to show>"
     return one_line(text, limit)
 
 
