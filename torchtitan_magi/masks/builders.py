@@ -50,7 +50,7 @@ def block_causal(cu_seqlens: object, block_size: int, total_tokens: int | None =
     """Inside each document, full attention to the row's own block of ``block_size`` tokens and to all earlier ones.
 
     Raises:
-        ValueError: block_size is no integer of at least 1 or makes more than MAX_BLOCKS blocks;
+        ValueError: block_size is no integer of at least 1 or makes more than 2**22 blocks;
             cu_seqlens as in ``varlen_causal``.
     """
     if not is_integer(block_size, 1):
