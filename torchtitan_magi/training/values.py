@@ -7,9 +7,10 @@ import re
 import types
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
+from importlib.metadata import version
 from typing import Any, Literal, Union, get_args, get_origin
 
-from torchtitan_magi.training.options import DPO, Magi
+from torchtitan_magi.training.options import DPO, LoRA, Magi
 from torchtitan_magi.training.run_folder import check_writable
 
 # whole numbers: the option, the least value, and one below it that has a meaning of its own
@@ -63,7 +64,7 @@ def check_toml(config: type, values: dict[str, Any], prefix: str = "") -> None:
             if not isinstance(value, dict):
                 raise ValueError(f"{option} is {value!r}, but it is a section; write [{option}] and its options below")
             check_toml(kind, value, f"{option}.")  # type: ignore[arg-type]
-        elif not issubclass(config, (Magi, DPO)) and not _is_of(value, kind):
+        elif not issubclass(config, (Magi, DPO, LoRA)) and not _is_of(value, kind):
             raise ValueError(f"{option} is {value!r}; use {_words(kind)}")
 
 
@@ -73,7 +74,7 @@ def _unknown(option: str, name: str, known: list[str]) -> str:
     close = difflib.get_close_matches(name, known, 1)
     section = option.removesuffix(name)
     instead = f"did you mean {section}{close[0]}?" if close else f"use one of {', '.join(known)}"
-    return f"{option} is no option of torchtitan 0.2.2 with torchtitan_magi; {instead}"
+    return f"{option} is no option of torchtitan {version('torchtitan')} with torchtitan_magi; {instead}"
 
 
 def _is_of(value: Any, kind: Any) -> bool:
