@@ -1,5 +1,6 @@
 """The entry point: ``torchrun ... -m torchtitan_magi.train --job.config_file my.toml``, for SFT and DPO."""
 
+import importlib
 import json
 import os
 import sys
@@ -11,9 +12,9 @@ from torch.distributed.elastic.multiprocessing.errors import record
 @record  # so that torchrun says last what went wrong, whatever it is
 def main() -> None:
     """Trains as the command line says."""
-    from torchtitan_magi.titan.v02 import trainer
+    from torchtitan_magi.titan import adapter
 
-    trainer.main()
+    importlib.import_module(f"{adapter.__name__}.trainer").main()
 
 
 if __name__ == "__main__":
