@@ -271,7 +271,7 @@ def test_what_cannot_be_expressed_is_refused_by_name(fields, messages, read, tmp
         (small_llama(head_dim=16), ["head_dim is 16", "64 / 8"]),
         (small_qwen(rope_scaling={"type": "linear", "factor": 2.0}), ["rope_type is 'linear'", "'default'"]),
         (small_qwen(rope_scaling=YARN), ["rope_type is 'yarn'", "'default'", "install torchtitan 0.3"]),
-        (small_llama(rope_parameters=YARN), ["rope_type is 'yarn'", "'default', 'linear', 'llama3'"]),
+        (small_llama(rope_scaling=YARN), ["rope_type is 'yarn'", "'default', 'linear', 'llama3'"]),
         (small_qwen(rope_scaling=LLAMA3_ROPE), ["rope_type is 'llama3'", "'default'"]),
     ],
 )

@@ -79,10 +79,10 @@ class MagiValidator(BaseValidator):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Validator.Config):
-        seq_len: int | None = None
+        pack_length: int | None = None
         """Tokens per pack; default: as in training."""
 
-        local_batch_size: int | None = None
+        packs_per_batch: int | None = None
         """Packs per data-parallel rank; default: as in training."""
 
     objective: Objective

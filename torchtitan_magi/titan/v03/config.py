@@ -45,26 +45,26 @@ def trainer_options(job: Any) -> dict[str, Any]:
             "model_spec": _model_spec(job),
             "hf_assets_path": job.model.hf_assets_path,
             "dump_folder": job.job.dump_folder,
-            "profiler": _copied(Profiler.Config, job.profiling),
-            "metrics": _copied(MagiMetricsProcessor.Config, job.metrics),
+            "profiler": copied(Profiler.Config, job.profiling),
+            "metrics": copied(MagiMetricsProcessor.Config, job.metrics),
             "dataloader": _loader(job.training, True),
             "optimizer": _optimizer(job.optimizer),
-            "lr_scheduler": _copied(LRSchedulersContainer.Config, job.lr_scheduler),
-            "training": _copied(TrainingConfig, job.training, disable_cuda_graphs=True),
-            "parallelism": _copied(ParallelismConfig, job.parallelism),
-            "checkpoint": _copied(MagiCheckpointManager.Config, job.checkpoint),
+            "lr_scheduler": copied(LRSchedulersContainer.Config, job.lr_scheduler),
+            "training": copied(TrainingConfig, job.training, disable_cuda_graphs=True),
+            "parallelism": copied(ParallelismConfig, job.parallelism),
+            "checkpoint": copied(MagiCheckpointManager.Config, job.checkpoint),
             "activation_checkpoint": _checkpointing(job.activation_checkpoint),
-            "compile": _copied(CompileConfig, job.compile),
-            "comm": _copied(CommConfig, job.comm),
-            "validator": _copied(MagiValidator.Config, job.validation, dataloader=_loader(job.validation, False)),
-            "debug": _copied(DebugConfig, job.debug),
+            "compile": copied(CompileConfig, job.compile),
+            "comm": copied(CommConfig, job.comm),
+            "validator": _validator(job.validation),
+            "debug": copied(DebugConfig, job.debug),
             "override": OverrideConfig(),
         }
     except AssertionError as error:
         raise ValueError(f"{error}") from None
 
 
-def _copied(kind: Any, section: Any, **others: Any) -> Any:
+def copied(kind: Any, section: Any, **others: Any) -> Any:
     """A configuration of that kind with the values that a section has of the same names, and others."""
     values = {field.name: getattr(section, field.name) for field in fields(kind) if hasattr(section, field.name)}
     return kind(**values | others)
@@ -93,6 +93,11 @@ def _loader(section: Any, infinite: bool) -> HuggingFaceTextDataLoader.Config:
     )
 
 
+def _validator(section: Any) -> MagiValidator.Config:
+    sizes = {"pack_length": section.seq_len, "packs_per_batch": section.local_batch_size}
+    return copied(MagiValidator.Config, section, dataloader=_loader(section, False), **sizes)
+
+
 def _optimizer(section: Any) -> OptimizersContainer.Config:
     betas = (section.beta1, section.beta2)
     options = {"lr": section.lr, "betas": betas, "eps": section.eps, "weight_decay": section.weight_decay}
@@ -105,7 +110,7 @@ def _checkpointing(section: Any) -> Any:
     if section.mode == "none":
         return None
     shapes = {"force_recompute_mm_shapes_by_fqns": section.per_op_sac_force_recompute_mm_shapes_by_fqns}
-    return _copied(kinds[section.mode], section, **(shapes if section.mode == "selective" else {}))
+    return copied(kinds[section.mode], section, **(shapes if section.mode == "selective" else {}))
 
 
 def job_of(config: Any) -> Any:
@@ -114,8 +119,8 @@ def job_of(config: Any) -> Any:
     validation = SimpleNamespace(
         enable=validator.enable,
         steps=validator.steps,
-        seq_len=validator.seq_len or training.seq_len,
-        local_batch_size=validator.local_batch_size or training.local_batch_size,
+        seq_len=validator.pack_length or training.seq_len,
+        local_batch_size=validator.packs_per_batch or training.local_batch_size,
         **_data(validator.dataloader),
     )
     values = {field.name: getattr(training, field.name) for field in fields(training)}
