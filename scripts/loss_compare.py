@@ -204,6 +204,8 @@ def exact_gradient_norms() -> None:
 
     def clip_and_report_exactly(parameters, *args, **kwargs):  # type: ignore[no-untyped-def]
         parameters = list(parameters)
+        if kwargs.get("pp_mesh") is not None:  # other ranks have more of them
+            return clip(parameters, *args, **kwargs)
         squares: dict[Any, torch.Tensor] = {}  # by sharding: one sum over ranks for each
         for parameter in parameters:
             if (gradient := parameter.grad) is not None:

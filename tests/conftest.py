@@ -1,5 +1,6 @@
 """Shared set-up of the tests."""
 
+import importlib.metadata
 import os
 import sys
 import tempfile
@@ -15,6 +16,11 @@ if not torch.cuda.is_available():  # with GPUs, compiled kernels are kept from r
     os.environ["TORCHTITAN_MAGI_CACHE"] = CACHE.name
 torch.set_num_threads(1)
 sys.path.insert(0, str(Path(__file__).parent))
+# With torchtitan 0.3 these files, which are of the adapter of 0.2.2 or of its configuration, are left out.
+OF_0_2_2 = ("titan.v02", "torchtitan.config import ConfigManager", "train_spec")
+if importlib.metadata.version("torchtitan").startswith("0.3."):
+    files = {path.name: path.read_text() for path in Path(__file__).parent.glob("test_*.py")}
+    collect_ignore = [name for name, text in files.items() if any(word in text for word in OF_0_2_2)]
 hypothesis.settings.register_profile("default", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("default")
 

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,8 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "torchtitan_magi"
 
+ADAPTERS = {"v02", "v03"}
+OTHER_ADAPTER = "titan.v02" if version("torchtitan").startswith("0.3.") else "titan.v03"  # than that which is used here
 CORE = {"attention", "bound_plan", "dispatch"}
 # wing, or file beside the wings -> what it may import of the package besides itself and `wording`; dependencies run
 # one way
@@ -76,6 +79,13 @@ def test_only_titan_imports_torchtitan():
         assert "torchtitan" not in roots or wing_of_file(path) == "titan", path
 
 
+@pytest.mark.parametrize("adapter", ADAPTERS)
+def test_adapters_do_not_import_one_another(adapter):
+    (other,) = ADAPTERS - {adapter}
+    for path in (PACKAGE / "titan" / adapter).rglob("*.py"):
+        assert not [name for name in imports_of(path) if f"titan.{other}" in name], path
+
+
 def test_flex_and_the_kernel_are_imported_only_by_the_choice_of_backend():
     for path in PACKAGE.rglob("*.py"):
         tree = ast.parse(path.read_text())
@@ -123,6 +133,7 @@ def test_the_wheel_is_the_tracked_sources_and_all_of_it_imports(tmp_path):
 
     archive.extractall(tmp_path / "wheel")
     modules = [re.sub("(/__init__)?[.]py$", "", name).replace("/", ".") for name in shipped if name.endswith(".py")]
+    modules = [name for name in modules if OTHER_ADAPTER not in name]
     command = [sys.executable, "-I", "-c", IMPORT_ALL, str(tmp_path / "wheel"), *sorted(modules)]
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert not result.returncode, result.stderr

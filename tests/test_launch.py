@@ -172,15 +172,16 @@ def make_environment(folder, version):
     (site / "packaging").symlink_to(Path(packaging.__file__).parent)
 
 
-def set_up(folder, *, path="0.2.2", venv=None, python_path=None):
-    """Exit code, interpreter and messages of set-up where python3, .venv and PYTHONPATH have these torchtitans."""
-    for name in ("scripts/setup.sh", "scripts/check_python.py", "scripts/constraints.txt", "pyproject.toml"):
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / name, folder / name)
+def set_up(folder, *, path="0.2.2", venv=None, python_path=None, titan=None):
+    """Exit code, interpreter and messages of set-up where python3, .venv and PYTHONPATH have these torchtitans, and the
+    environment names one by TITAN."""
+    for name in ("setup.sh", "check_python.py", "constraints.txt", "constraints-0.3.txt", "../pyproject.toml"):
+        (folder / "scripts" / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / "scripts" / name, folder / "scripts" / name)
     make_environment(folder / "on_path", path)
     if venv:
-        make_environment(folder / ".venv", venv)
-    environment = {"PATH": f"{folder}/on_path/bin:/usr/bin:/bin"}
+        make_environment(folder / (".venv" if titan is None else f".venv-{titan}"), venv)
+    environment = {"PATH": f"{folder}/on_path/bin:/usr/bin:/bin"} | ({"TITAN": titan} if titan else {})
     if python_path:
         environment["PYTHONPATH"] = str(install(folder / "other", python_path))
     code = 'set -euo pipefail; needs="torch torchtitan"; source scripts/setup.sh; echo "$python"'
@@ -201,6 +202,16 @@ def test_set_up_uses_an_interpreter_with_the_right_versions(tmp_path):
     code, python, lines = set_up(tmp_path / "forced", python_path="0.3.0")
     assert (code, python) == (1, "")
     assert re.fullmatch(f"PYTHONPATH brings {wrong}; take that folder off PYTHONPATH", *lines)
+
+
+def test_set_up_uses_the_torchtitan_that_is_named(tmp_path):
+    assert set_up(tmp_path / "right", path="0.3.0", titan="0.3") == (0, "python3", [])
+    code, python, lines = set_up(tmp_path / "wrong", venv="0.3.1", titan="0.3")
+    assert (code, python) == (0, ".venv-0.3/bin/python")
+    assert re.fullmatch(
+        r"python3 has torchtitan 0\.2\.2 in \S+, but torchtitan==0\.3\.\* is needed; using \.venv-0\.3", *lines
+    )
+    assert set_up(tmp_path / "unknown", titan="0.4") == (1, "", ["TITAN is 0.4; use 0.2.2 or 0.3"])
 
 
 @pytest.mark.parametrize(

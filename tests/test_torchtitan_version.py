@@ -7,7 +7,7 @@ import sys
 import pytest
 
 ROOT = os.path.dirname(os.path.dirname(__file__))
-METADATA = "Metadata-Version: 2.1\nName: torchtitan\nVersion: 0.3.0\n"
+METADATA = "Metadata-Version: 2.1\nName: torchtitan\nVersion: 0.4.0\n"
 HIDDEN = """
 from importlib import metadata
 
@@ -18,10 +18,10 @@ def version(name, stock=metadata.version):
 
 metadata.version = version
 """
-REMEDY = "torchtitan_magi needs 0.2.2: pip install torchtitan==0.2.2"
+REMEDY = "torchtitan_magi needs 0.2.2 or 0.3: pip install torchtitan==0.2.2"
 # what is installed, by a file that Python finds before anything else -> what is said
 CASES = {
-    "torchtitan-0.3.0.dist-info/METADATA": (METADATA, f"torchtitan 0.3.0 is installed, {REMEDY}"),
+    "torchtitan-0.4.0.dist-info/METADATA": (METADATA, f"torchtitan 0.4.0 is installed, {REMEDY}"),
     "sitecustomize.py": (HIDDEN, f"torchtitan is not installed, {REMEDY}"),
 }
 

@@ -32,9 +32,9 @@ PUBLISHED = {
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_a_configuration_is_complete_and_fits_its_hardware(path, tmp_path):
     importlib.import_module("torchtitan_magi.titan")
-    from torchtitan_magi.titan.v02.hf_folder import HF_FLAVOR, read_hf_config
     from torchtitan_magi.titan.v02.job_config import check_job_config
-    from torchtitan_magi.titan.v02.models import config_of
+    from torchtitan_magi.titan.v02.models import args_of, config_of
+    from torchtitan_magi.training.hf_folder import HF_FLAVOR, read_hf_config
 
     text = path.read_text()
     config = ConfigManager().parse_args(["--job.config_file", str(path)])
@@ -45,7 +45,7 @@ def test_a_configuration_is_complete_and_fits_its_hardware(path, tmp_path):
         published = PUBLISHED[Path(config.model.hf_assets_path).name]
         (tmp_path / "config.json").write_text(json.dumps(MODELS[published]))
         config.model.hf_assets_path = str(tmp_path)
-        model = read_hf_config(config)
+        model = read_hf_config(config, args_of)
     else:
         model = config_of(flavors[config.model.flavor])
 

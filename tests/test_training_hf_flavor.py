@@ -125,7 +125,7 @@ def test_tied_weights_train_except_under_fsdp_alone(kind):
 
 
 def other_layers_on_rank_1(report):
-    from torchtitan_magi.titan.v02 import hf_folder
+    from torchtitan_magi.training import hf_folder
 
     if os.environ["RANK"] == "1":
         read = hf_folder.read_model_config

@@ -20,7 +20,7 @@ from hf_loop import (
     write_pairs,
 )
 from hf_models import make_hf_folder
-from training import corpus, new_folder, train
+from training import IS_0_3, corpus, new_folder, train
 from transformers import AutoModelForCausalLM
 
 from torchtitan_magi.losses.preference import PREFERENCE_METRICS
@@ -34,6 +34,7 @@ LLAMA3_ROPE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "hi
 LLAMA3_ROPE |= {"original_max_position_embeddings": 256}  # of four frequencies one stays, one is scaled in part
 LINEAR_ROPE = {"rope_type": "linear", "factor": 4.0}
 LONG_ROPE = {"rope_theta": 5_000_000.0}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 MODELS = {  # what make_hf_folder is told, little of it torchtitan's default; and torchtitan's name
     "llama": ({"kind": "llama", "rms_norm_eps": 1e-4}, "llama3"),
     "llama3_rope": ({"kind": "llama", "rms_norm_eps": 1e-4, "rope": LLAMA3_ROPE}, "llama3"),
@@ -56,6 +57,17 @@ SFT = {
     "qwen3_moe_unscaled": ({},),
 }
 DPO = {"llama": DENSE, "qwen3_moe": EXPERTS}
+if IS_0_3:  # models that torchtitan 0.2.2 has not, or not under FSDP; gloo lacks what its expert parallelism needs
+    MODELS |= {
+        "tied_llama": ({"kind": "llama", "tied": True}, "llama3"),
+        "yarn_llama": ({"kind": "llama", "rope": YARN}, "llama3"),
+        "yarn_qwen3": ({"kind": "qwen3", "rope": YARN}, "qwen3"),
+        "linear_qwen3": ({"kind": "qwen3", "rope": LINEAR_ROPE}, "qwen3"),
+    }
+    TIED = ({"cp": 2}, {"dp": 2}, {"tp": 2, "cp": 2})
+    SFT |= {"tied_llama": TIED, "tied_qwen3": ({}, *TIED), "yarn_llama": ({"cp": 2},), "yarn_qwen3": ({}, {"cp": 2})}
+    SFT |= {"linear_qwen3": ({"cp": 2},), "qwen3_moe": DENSE}
+    DPO = {"llama": DENSE}
 NAMES = DEGREES | {"ep": "expert_parallel_degree"}
 
 

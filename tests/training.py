@@ -9,6 +9,7 @@ torchtitan.train`` does with the same arguments and the environment variables of
 
 import functools
 import importlib
+import importlib.metadata
 import multiprocessing
 import os
 import runpy
@@ -32,8 +33,11 @@ from loss_compare import exact_gradient_norms  # noqa: E402
 DEBUG_TOML = ROOT / "train_configs" / "debug.toml"
 TIMEOUT = 1500  # seconds, below pytest's own
 ON_GPUS = False  # each process on the GPU of its rank; a process that is to use one cannot be forked, so it starts anew
+TITAN = importlib.metadata.version("torchtitan")
+IS_0_3 = TITAN.startswith("0.3.")
+ADAPTER = "torchtitan_magi.titan.v03" if IS_0_3 else "torchtitan_magi.titan.v02"
 PRELOAD = ["torch", "torch._dynamo", "torch.nn.attention.flex_attention", "torchtitan.train", "torchtitan_magi.titan"]
-PRELOAD += ["torchtitan_magi.titan.v02.trainer"]
+PRELOAD += [f"{ADAPTER}.trainer"]
 PRELOAD += ["torchtitan_magi.backends.flex", "torchtitan_magi.backends.ffa.block_attn", "torch.distributed.checkpoint"]
 
 
@@ -277,6 +281,10 @@ def _run_script_in_child(command: list[str], report: Callable[..., None]) -> Non
 def _train_in_child(
     arguments: list[str], layers: int | None, entry: str, setup: Callable | None, report: Callable[..., None]
 ) -> None:
+    if IS_0_3:
+        _train_by_0_3(arguments, layers, setup, report)
+        return
+
     import torch.distributed as dist
     import torchtitan.train
     import tyro
@@ -308,3 +316,37 @@ def _train_in_child(
     else:
         torchtitan.train.main(torchtitan.train.Trainer)
     assert not dist.is_initialized()
+
+
+def _train_by_0_3(
+    arguments: list[str], layers: int | None, setup: Callable | None, report: Callable[..., None]
+) -> None:
+    """The same with torchtitan 0.3, whose own entry point takes no TOML file: always by ours."""
+    import torch.distributed as dist
+    import torchtitan.trainer
+    from torchtitan.components import metrics
+
+    import torchtitan_magi.titan.v03.trainer
+
+    class Report(metrics.BaseLogger):
+        def log(self, metrics: dict, step: int) -> None:
+            report("metrics", step, metrics)
+
+    metrics.MetricsProcessor._build_metric_logger = lambda *_, **__: Report()
+    torchtitan.trainer.time = SimpleNamespace(perf_counter=time.perf_counter, sleep=lambda _: None)
+    exact_gradient_norms()
+    if layers is not None:
+        for name in ("llama3", "qwen3"):
+            flavors = getattr(importlib.import_module(f"torchtitan.models.{name}"), f"{name}_configs")
+            flavors.update({flavor: functools.partial(_cut, make, layers) for flavor, make in flavors.items()})
+    if setup is not None:
+        setup(report)
+    torchtitan_magi.titan.v03.trainer.main(arguments)
+    assert not dist.is_initialized()
+
+
+def _cut(make: Callable, layers: int, **options: object) -> object:
+    """A flavor of torchtitan 0.3 with its first layers only."""
+    config = make(**options)
+    config.layers = config.layers[:layers]
+    return config

@@ -19,6 +19,7 @@ options:
                             option with its value in that file
 """
 
+import importlib
 import json
 import os
 import sys
@@ -30,9 +31,9 @@ from torch.distributed.elastic.multiprocessing.errors import record
 @record  # so that torchrun says last what went wrong, whatever it is
 def main() -> None:
     """Trains as the command line says."""
-    from torchtitan_magi.titan.v02 import trainer
+    from torchtitan_magi.titan import adapter
 
-    trainer.main()
+    importlib.import_module(f"{adapter.__name__}.trainer").main()
 
 
 if __name__ == "__main__":

@@ -3,15 +3,20 @@
 Importing it raises ImportError, one line with the remedy, where no torchtitan is installed that has an adapter.
 """
 
+import importlib
 from importlib.metadata import PackageNotFoundError, version
 
+ADAPTERS = {"0.2.2": "v02", "0.3": "v03"}  # version, or its beginning -> folder
+
 try:
-    found = f"torchtitan {version('torchtitan')} is installed"
+    installed = version("torchtitan")
+    found = f"torchtitan {installed} is installed"
 except PackageNotFoundError:
-    found = "torchtitan is not installed"
-if found != "torchtitan 0.2.2 is installed":
-    raise ImportError(f"{found}, torchtitan_magi needs 0.2.2: pip install torchtitan==0.2.2", name="torchtitan")
+    installed, found = "", "torchtitan is not installed"
+folder = ADAPTERS.get(installed) or ADAPTERS.get(installed.rpartition(".")[0])
+if folder is None:
+    raise ImportError(f"{found}, torchtitan_magi needs 0.2.2 or 0.3: pip install torchtitan==0.2.2", name="torchtitan")
 
-from torchtitan_magi.titan.v02 import JobConfig, Magi, VarlenAttentionWrapper
-
-__all__ = ["JobConfig", "Magi", "VarlenAttentionWrapper"]
+adapter = importlib.import_module(f"torchtitan_magi.titan.{folder}")
+__all__ = list(adapter.__all__)
+globals().update({name: getattr(adapter, name) for name in __all__})

@@ -30,7 +30,7 @@ class LogprobModel:
     """
 
     def __init__(self, model: Any, compiled: bool = False) -> None:
-        output = model.output
+        output = model.output if hasattr(model, "output") else model.lm_head  # torchtitan 0.2, 0.3
         if type(output).forward is not nn.Linear.forward or output.bias is not None:
             raise ValueError(
                 f"the model's output layer is {type(output).__name__}, but log-probabilities need a plain nn.Linear; "

@@ -29,9 +29,10 @@ PLAIN: dict[str, tuple[Any, str]] = {
     "mlp_only_layers": ([], "use a checkpoint with experts in every layer"),
     "output_router_logits": (False, "set it to false, as the loss has no term for the router here"),
 }
-ROPE_TYPES = ("default", "linear", "llama3")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 ROPE_FIELDS = {"rope_type", "type", "rope_theta", "factor", "low_freq_factor", "high_freq_factor"}
 ROPE_FIELDS |= {"original_max_position_embeddings", "partial_rotary_factor"}
+YARN_FIELDS = {"beta_fast", "beta_slow", "truncate", "attention_factor"}
 
 
 @dataclass(frozen=True)
@@ -40,9 +41,15 @@ class Rope:
 
     Args:
         theta: base of the wavelengths.
-        type: "default", "linear" (every frequency divided by ``factor``) or "llama3" (Llama 3.1's: only the low ones).
-        factor: the divisor, for "linear" and "llama3".
-        low_freq_factor, high_freq_factor, original_max_positions: where the low frequencies begin, for "llama3".
+        type: "default", "linear" (every frequency divided by ``factor``), "llama3" (Llama 3.1's: only the low ones) or
+            "yarn" (arXiv 2309.00071).
+        factor: the divisor, for all but "default".
+        low_freq_factor, high_freq_factor: where the low frequencies begin, for "llama3".
+        original_max_positions: for which the model was first trained, for "llama3" and "yarn".
+        beta_fast, beta_slow: rotations over these positions above which a frequency stays, and below which it is
+            divided, for "yarn".
+        truncate: whether to round these bounds to whole frequencies, for "yarn".
+        attention_factor: of rotated queries and keys, for "yarn".
     """
 
     theta: float
@@ -51,6 +58,10 @@ class Rope:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 1.0
     original_max_positions: int = 0
+    beta_fast: float = 0.0
+    beta_slow: float = 0.0
+    truncate: bool = True
+    attention_factor: float = 1.0
 
     def scaling_to_hf(self) -> dict[str, Any] | None:
         """Field rope_scaling of a config.json."""
@@ -59,6 +70,10 @@ class Rope:
         fields = {"rope_type": self.type, "factor": self.factor}
         if self.type == "linear":
             return fields
+        if self.type == "yarn":
+            betas = {"beta_fast": self.beta_fast, "beta_slow": self.beta_slow, "truncate": self.truncate}
+            fields |= betas | {"attention_factor": self.attention_factor}
+            return fields | {"original_max_position_embeddings": self.original_max_positions}
         limits = {"low_freq_factor": self.low_freq_factor, "high_freq_factor": self.high_freq_factor}
         return fields | limits | {"original_max_position_embeddings": self.original_max_positions}
 
@@ -220,7 +235,7 @@ def _rope(file: "_ConfigFile", max_positions: int) -> Rope:
         remedy = f"use a checkpoint with one of {', '.join(ROPE_TYPES)}, or take out {key} if it was added by hand"
         raise file.refusal(f"{key}.rope_type", kind, remedy)
     for name, value in parameters.items():
-        if name not in ROPE_FIELDS and value is not None:
+        if name not in ROPE_FIELDS | (YARN_FIELDS if kind == "yarn" else set()) and value is not None:
             raise file.refusal(f"{key}.{name}", value, f"use a checkpoint with plain {kind!r} positions")
     rope.check_field("partial_rotary_factor")
 
@@ -230,6 +245,17 @@ def _rope(file: "_ConfigFile", max_positions: int) -> Rope:
     factor = rope.get("factor", float)
     if kind == "linear":
         return Rope(theta, kind, factor)
+    if kind == "yarn":
+        return Rope(
+            theta,
+            kind,
+            factor,
+            original_max_positions=rope.get("original_max_position_embeddings", int, max_positions),
+            beta_fast=rope.get("beta_fast", float, 32.0),
+            beta_slow=rope.get("beta_slow", float, 1.0),
+            truncate=rope.get("truncate", bool, True),
+            attention_factor=rope.get("attention_factor", float, 0.1 * math.log(max(factor, 1.0)) + 1.0),
+        )
     low, high = rope.get("low_freq_factor", float), rope.get("high_freq_factor", float)
     if low >= high:
         raise file.refusal(f"{key}.low_freq_factor", low, f"use less than high_freq_factor, {high}")

@@ -103,10 +103,14 @@ class SFT(Objective):
         inputs["token_weights"] = torch.from_numpy(weights).view(labels.shape)
         return num_documents
 
-    def loss(self, inputs: dict[str, Any], labels: Tensor, process: Process) -> Tensor:
+    def read(self, inputs: dict[str, Any], labels: Tensor, process: Process) -> "tuple[LocalBatch, Tensor | None]":
+        """After ``weigh``, with the tensors on the device: this rank's tokens, and their weights float [b, s]."""
         weights = inputs.pop("token_weights", None)
         batch = process(inputs, labels)
-        scale = None if weights is None else batch.take(weights)
+        return batch, None if weights is None else batch.take(weights)
+
+    def loss(self, inputs: dict[str, Any], labels: Tensor, process: Process) -> Tensor:
+        batch, scale = self.read(inputs, labels, process)
         return -self.model.summed(batch.labels, batch.tokens, batch.labelled, scale, **batch.model_inputs)
 
 

@@ -12,6 +12,10 @@ from torchtitan_magi.planning.cost_model import CostModel
 from torchtitan_magi.planning.plan import MAX_STAGES
 from torchtitan_magi.wording import quoted, quoted_path
 
+SFT_DATASET = "sft"
+DPO_DATASET = "dpo"
+OUR_DATASETS = (SFT_DATASET, DPO_DATASET)
+
 
 @dataclass(frozen=True)
 class DPO:
@@ -39,6 +43,21 @@ class DPO:
     shared_prompt: bool = True
     """Compute each prompt once, with chosen and rejected both attending to it. false: two documents, each with the
     prompt."""
+
+
+@dataclass(frozen=True)
+class LoRA:
+    """Low-rank adapters (arXiv 2106.09685) beside frozen weights, by torchtitan 0.3."""
+
+    rank: int = 0
+    """Of the adapters' matrices (a count). 0: none, all weights are trained."""
+
+    alpha: float = 16.0
+    """Scale of what adapters add: alpha / rank (no unit)."""
+
+    target_modules: list[str] = field(default_factory=lambda: ["wqkv", "wo", "w1", "w2", "w3"])
+    """torchtitan's names of the linear layers that get one: the projection of queries, keys and values, that of
+    attention's output, and the three of the feed-forward."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +123,7 @@ class Magi:
     """Modules of your own that add flavors, converters or datasets; imported before these are looked up."""
 
     dpo: DPO = field(default_factory=DPO)
+    lora: LoRA = field(default_factory=LoRA)
 
 
 def check_options(magi: Magi) -> None:
@@ -112,7 +132,7 @@ def check_options(magi: Magi) -> None:
     Raises:
         ValueError: one line that names the value and the remedy.
     """
-    for options, prefix in ((magi, "magi"), (magi.dpo, "magi.dpo")):
+    for options, prefix in ((magi, "magi"), (magi.dpo, "magi.dpo"), (magi.lora, "magi.lora")):
         for option in fields(options):
             choices = get_args(option.type) if get_origin(option.type) is Literal else ()
             value = getattr(options, option.name)
@@ -135,6 +155,8 @@ def check_options(magi: Magi) -> None:
         raise ValueError(
             f"magi.epochs is {quoted(magi.epochs)}; use a number of passes over the data, or -1 for no end"
         )
+    if type(magi.lora.rank) is not int or magi.lora.rank < 0:
+        raise ValueError(f"magi.lora.rank is {quoted(magi.lora.rank)}; use a rank such as 16, or 0 for no adapters")
     _check_date(magi.template_date)
     if magi.cost_model:
         CostModel.load(magi.cost_model)

@@ -4,6 +4,7 @@ import hashlib
 import io
 import logging
 import os
+import re
 import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -15,7 +16,6 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor
 
 from torchtitan_magi.files import write_whole
@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
+WRAPPERS = re.compile(r"\b(_checkpoint_wrapped_module|_orig_mod)[.]")  # of checkpointing and compilers, in names
 ENTRIES = {"logprobs", "model", "data", "digest"}  # of a reference file; those of earlier versions have no digest
 
 
@@ -211,7 +212,8 @@ def fingerprint_of_model(model: nn.Module, precision: str) -> str:
     ranks.
     """
     digest = hashlib.sha256(precision.encode())
-    for name, value in sorted(get_model_state_dict(model).items()):
+    state = {WRAPPERS.sub("", name): value for name, value in model.state_dict().items()}
+    for name, value in sorted(state.items()):
         local = value.to_local() if isinstance(value, DTensor) else value
         total = local.view(BITS[local.element_size()]).sum(dtype=torch.int64)
         if isinstance(value, DTensor):

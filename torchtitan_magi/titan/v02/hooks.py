@@ -32,11 +32,11 @@ from torchtitan_magi.titan.v02 import moe_styles
 from torchtitan_magi.titan.v02.memory import check_offload
 from torchtitan_magi.titan.v02.metadata import PlanMetadata
 from torchtitan_magi.titan.v02.moe import check_expert_degrees, check_expert_tensor_degree
-from torchtitan_magi.titan.v02.values import check_toml, check_values, usage_errors
 from torchtitan_magi.training.checkpoint_files import DigestWriter, loading, saving
 from torchtitan_magi.training.exports import export
 from torchtitan_magi.training.options import Magi, import_modules
 from torchtitan_magi.training.planned_loader import PlannedLoader
+from torchtitan_magi.training.values import check_toml, check_values, usage_errors
 from torchtitan_magi.wording import one_line
 
 

@@ -10,15 +10,12 @@ from typing import Any
 from torchtitan.hf_datasets.text_datasets import DATASETS
 from torchtitan.protocols.model_converter import _registry_model_converter_cls
 
-from torchtitan_magi.titan.v02.checkpoints import check_checkpoints
-from torchtitan_magi.training.options import Magi, check_options, check_options_for_pairs
-from torchtitan_magi.wording import quoted, quoted_path
+from torchtitan_magi.training.checkpoints import check_checkpoints
+from torchtitan_magi.training.options import Magi, check_options
+from torchtitan_magi.training.sections import check_sections
+from torchtitan_magi.wording import quoted
 
 HOOK = "torchtitan_magi.titan"
-ENTRY = "torchrun -m torchtitan_magi.train"
-SFT_DATASET = "sft"
-DPO_DATASET = "dpo"
-OUR_DATASETS = (SFT_DATASET, DPO_DATASET)
 
 
 @dataclass
@@ -44,11 +41,7 @@ def check_job_config(job_config: Any, attn_types: dict[str, str], has_objectives
     _check_hooks(job_config)
     check_options(job_config.magi)
     _check_model(job_config, attn_types)
-    _check_section(job_config, "training")
-    if job_config.validation.enable:
-        _check_section(job_config, "validation")
-        _check_validation(job_config)
-    _check_objective(job_config, has_objectives)
+    check_sections(job_config, DATASETS, has_objectives)
     check_checkpoints(job_config)
 
 
@@ -64,6 +57,11 @@ def _check_hooks(job_config: Any) -> None:
 
 
 def _check_model(job_config: Any, attn_types: dict[str, str]) -> None:
+    if job_config.magi.lora.rank:
+        raise ValueError(
+            f"magi.lora.rank is {job_config.magi.lora.rank}, but torchtitan 0.2.2 has no adapters; set it to 0, or "
+            "install torchtitan 0.3"
+        )
     pipeline, flavor = job_config.parallelism.pipeline_parallel_degree, job_config.model.flavor
     if pipeline > 1:
         raise ValueError(
@@ -81,50 +79,3 @@ def _check_model(job_config: Any, attn_types: dict[str, str]) -> None:
                 f"model.converters has {quoted(name)}; use some of {known}, or name the module that registers it in "
                 "magi.imports"
             )
-
-
-def _check_section(job_config: Any, name: str) -> None:
-    """name: "training" or "validation"."""
-    section = getattr(job_config, name)
-    parallelism = job_config.parallelism
-    divisor = 2 * parallelism.context_parallel_degree * parallelism.tensor_parallel_degree
-    if section.seq_len % divisor:
-        raise ValueError(  # torchtitan has the same rule for training, as an assertion without words
-            f"{name}.seq_len is {quoted(section.seq_len)}; use a multiple of {divisor}, twice "
-            "context_parallel_degree times tensor_parallel_degree"
-        )
-    if section.dataset not in (*OUR_DATASETS, *DATASETS):
-        known = ", ".join(map(repr, (*OUR_DATASETS, *DATASETS)))
-        raise ValueError(f"{name}.dataset is {quoted(section.dataset)}; use one of {known}")
-    if section.dataset in OUR_DATASETS and not section.dataset_path:
-        raise ValueError(
-            f"{name}.dataset_path is {quoted_path(section.dataset_path)}; give the JSONL file of dataset "
-            f"{quoted(section.dataset)}, or all its sources in one string, separated by commas"
-        )
-    if job_config.magi.loss_per == "document" and section.dataset != SFT_DATASET:
-        raise ValueError(
-            f'magi.loss_per is "document" and {name}.dataset {quoted(section.dataset)}; it needs the documents of '
-            f'dataset {SFT_DATASET!r}: use that, or "token"'
-        )
-
-
-def _check_validation(job_config: Any) -> None:
-    training, validation = job_config.training, job_config.validation
-    if (validation.dataset == DPO_DATASET) != (training.dataset == DPO_DATASET):
-        raise ValueError(
-            f"validation.dataset is {quoted(validation.dataset)} and training.dataset {quoted(training.dataset)}; "
-            f"validate on what is trained, preference pairs ({DPO_DATASET!r}) or not"
-        )
-    if validation.seq_len > training.seq_len:
-        raise ValueError(  # torchtitan makes as many rotary positions as training needs
-            f"validation.seq_len is {validation.seq_len}; use at most training.seq_len, {training.seq_len}"
-        )
-
-
-def _check_objective(job_config: Any, has_objectives: bool) -> None:
-    magi, training = job_config.magi, job_config.training
-    if not has_objectives and (magi.loss_per == "document" or training.dataset == DPO_DATASET):
-        what = f"training.dataset is {DPO_DATASET!r}" if magi.loss_per == "token" else 'magi.loss_per is "document"'
-        raise ValueError(f"{what}, which torchtitan's own entry point does not know; start it with {ENTRY}")
-    if training.dataset == DPO_DATASET:
-        check_options_for_pairs(magi)

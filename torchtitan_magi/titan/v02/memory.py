@@ -9,9 +9,9 @@ from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
 
-from torchtitan_magi.titan.v02.job_config import DPO_DATASET
 from torchtitan_magi.training.memory import GIB, Prediction, Setup, describe, predict, remedies
 from torchtitan_magi.training.model_config import ModelConfig
+from torchtitan_magi.training.options import DPO_DATASET
 
 SETTLED = 5  # step from which on all memory has been taken: compilers are done and optimizer states exist
 

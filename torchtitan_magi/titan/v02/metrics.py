@@ -1,35 +1,18 @@
-"""The numbers torchtitan shows, made right for packed documents and for context parallelism."""
+"""torchtitan's metrics, with those of plans, documents and memory."""
 
-from collections.abc import Callable
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torchtitan.components.metrics import MetricsProcessor
-from torchtitan.distributed import utils as dist_utils
-from torchtitan.tools.logging import logger
 
 from torchtitan_magi.titan.v02.memory import MeasuredMemory
-from torchtitan_magi.titan.v02.moe import take_expert_load
+from torchtitan_magi.training.metrics import PlanMetrics
 from torchtitan_magi.training.objectives import LossRecord
 from torchtitan_magi.training.runtime import WorkCount
 
-NOTICEABLE = 0.1  # seconds that the steps between two lines of the log may wait for plans
 
-
-class MagiMetricsProcessor(MetricsProcessor):
-    """torchtitan's MetricsProcessor with three numbers corrected.
-
-    - MFU and TFLOP/s count the attention that the packed documents need, 12 * D * Hq operations per layer and
-      (query, key) pair, forward and backward; torchtitan counts a dense pack.
-    - n_tokens_seen counts a token once, not once per context-parallel rank.
-    - global_max_loss is the largest mean loss of a data-parallel rank, also when its tokens are on several ranks and
-      some of these have no label.
-
-    It also logs what ``objective_metrics`` returns, which a Trainer may set, and the load of a model's experts.
-    """
-
-    num_flops_per_token: float  # set by the Trainer, without attention: see models._for_plans
+class MagiMetricsProcessor(PlanMetrics, MetricsProcessor):
+    """torchtitan's MetricsProcessor with three numbers corrected: two by ``PlanMetrics``, and n_tokens_seen, which
+    counts a token once, not once per context-parallel rank."""
 
     def __init__(
         self,
@@ -42,10 +25,7 @@ class MagiMetricsProcessor(MetricsProcessor):
     ) -> None:
         super().__init__(job_config, parallel_dims)
         self.memory = memory
-        self.attention_flops, self.count, self.losses = attention_flops, count, losses
-        self.objective_metrics: Callable[[], dict[str, float]] = dict
-        self.last_logged: int | None = None  # step
-        self.said_waiting = False
+        self.count_work(attention_flops, count, losses)
 
     def log(
         self, step: int, global_avg_loss: float, global_max_loss: float, grad_norm: float, extra_metrics: Any = None
@@ -53,43 +33,4 @@ class MagiMetricsProcessor(MetricsProcessor):
         extra_metrics = dict(extra_metrics or {})
         if "n_tokens_seen" in extra_metrics:
             extra_metrics["n_tokens_seen"] /= self.parallel_dims.cp
-        extra_metrics |= self.memory.look(step)
-        counted = self.count.take()
-        extra_metrics["time_metrics/plan_wait(s)"] = counted.waited
-        without_attention = self.num_flops_per_token
-        self.num_flops_per_token = without_attention + self.attention_flops * counted.area / max(counted.tokens, 1)
-        loss_mesh = self.parallel_dims.get_optional_mesh("loss")
-        expert_load = take_expert_load(self.model_parts[0], None if loss_mesh is None else loss_mesh.get_group())
-        own_metrics = self.objective_metrics() | expert_load
-        super().log(step, global_avg_loss, self._max_loss(), grad_norm, extra_metrics | own_metrics)
-        self.num_flops_per_token = without_attention
-        self._print("step", step, own_metrics)
-        self._report_waiting(step, counted.waited)
-
-    def log_validation(self, loss: float, step: int, extra_metrics: dict[str, Any] | None = None) -> None:
-        super().log_validation(loss, step, extra_metrics)
-        self.count.take()
-        self._print("validate step", step, extra_metrics or {})
-
-    def _print(self, what: str, step: int, metrics: dict[str, float]) -> None:
-        """Logs a line of metrics that torchtitan's own line does not show."""
-        if metrics:
-            named = (f"{name.removeprefix('validation_metrics/')}: {value:.4f}" for name, value in metrics.items())
-            logger.info(f"{what}: {step:2}  {'  '.join(named)}")
-
-    def _report_waiting(self, step: int, seconds: float) -> None:
-        """Logs the time waited for plans: once, and again whenever it is noticeable. The first step always waits."""
-        if self.last_logged is not None and (not self.said_waiting or seconds > NOTICEABLE):
-            first = self.last_logged + 1
-            steps = f"Step {step}" if first == step else f"Steps {first} to {step} together"
-            logger.info(f"{steps} waited {1e3 * seconds:.1f} ms for plans")
-            self.said_waiting = True
-        self.last_logged = step
-
-    def _max_loss(self) -> float:
-        sum_and_count = self.losses.sum_and_count()
-        if self.parallel_dims.cp_enabled:
-            dist.all_reduce(sum_and_count, group=self.parallel_dims.get_mesh("cp").get_group())
-        loss, count = sum_and_count
-        mean = torch.where(count > 0, loss / count.clamp(min=1), -torch.inf)
-        return dist_utils.dist_max(mean, self.parallel_dims.get_optional_mesh("batch"))
+        super().log(step, global_avg_loss, global_max_loss, grad_norm, extra_metrics | self.memory.look(step))

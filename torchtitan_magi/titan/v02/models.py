@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torchtitan.models.llama3.model.args import RoPEScalingArgs, TransformerModelArgs
 from torchtitan.models.moe import MoEArgs
@@ -56,7 +57,17 @@ def args_of(config: ModelConfig) -> Any:
     return _llama3_args(config) if config.model == "llama3" else _qwen3_args(config)
 
 
+def _check_rope(rope: Rope, kinds: tuple[str, ...], model: str) -> None:
+    if rope.type not in kinds:
+        known = ", ".join(map(repr, kinds))
+        raise ValueError(
+            f"rope_type is {rope.type!r}, but torchtitan 0.2.2's {model} has {known} only; use a checkpoint of such a "
+            "type, take it out if it was added by hand, or install torchtitan 0.3"
+        )
+
+
 def _llama3_args(config: ModelConfig) -> TransformerModelArgs:
+    _check_rope(config.rope, ("default", "linear", "llama3"), "llama3")
     if config.tied:
         raise ValueError(
             "tie_word_embeddings is True, which torchtitan 0.2.2's llama3 has not; use a checkpoint with an output "
@@ -92,11 +103,7 @@ def _llama3_args(config: ModelConfig) -> TransformerModelArgs:
 
 
 def _qwen3_args(config: ModelConfig) -> Qwen3ModelArgs:
-    if config.rope.type != "default":
-        raise ValueError(
-            f"rope_type is {config.rope.type!r}, but torchtitan 0.2.2's qwen3 has 'default' only; use a checkpoint of "
-            "that type, or take it out if it was added by hand"
-        )
+    _check_rope(config.rope, ("default",), "qwen3")
     args = Qwen3ModelArgs(
         dim=config.dim,
         n_layers=config.num_layers,
@@ -122,6 +129,22 @@ def _qwen3_args(config: ModelConfig) -> Qwen3ModelArgs:
         **QWEN3_ROUTING,
     )
     return replace(args, moe_enabled=True, moe_inter_dim=experts.hidden_dim, moe_args=moe_args)
+
+
+def check_tied(job_config: Any, config: ModelConfig) -> None:
+    """Refuses FSDP2 of a model whose output layer is its embedding, unless TP makes two parameters of them.
+
+    Raises:
+        ValueError: one line with the remedy.
+    """
+    parallelism = job_config.parallelism
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    tp = parallelism.tensor_parallel_degree
+    if config.tied and tp == 1 and world > parallelism.data_parallel_replicate_degree:
+        raise ValueError(
+            "tie_word_embeddings is True for this model, which FSDP2 of torchtitan 0.2.2, on which context parallelism "
+            "runs too, cannot train; set parallelism.tensor_parallel_degree to 2"
+        )
 
 
 def config_of(args: Any) -> ModelConfig:

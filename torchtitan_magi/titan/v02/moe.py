@@ -1,61 +1,11 @@
-"""Mixture-of-experts layers: how evenly their tokens spread, and the layouts that torchtitan runs wrongly."""
+"""Mixture-of-experts layers: the layouts that torchtitan runs wrongly."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch import nn
-from torchtitan.models.moe import MoE
 
 from torchtitan_magi.training.model_config import Experts
 from torchtitan_magi.wording import quoted
-
-EXPERT_LOAD_METRICS = ("moe/expert_imbalance", "moe/worst_expert_imbalance", "moe/idle_experts")
-
-
-def moe_layers(model: nn.Module) -> list[MoE]:
-    """In the order of the layers; none in a dense model."""
-    return [module for module in model.modules() if isinstance(module, MoE)]
-
-
-@contextmanager
-def expert_counts_kept(model: nn.Module) -> Iterator[None]:
-    """For passes that are no training: ``tokens_per_expert``, to which every forward adds, stays as it is."""
-    before = [(moe, moe.tokens_per_expert.clone()) for moe in moe_layers(model)]
-    try:
-        yield
-    finally:
-        for moe, counts in before:
-            moe.tokens_per_expert.copy_(counts)
-
-
-@torch.no_grad()
-def take_expert_load(model: nn.Module, group: dist.ProcessGroup | None) -> dict[str, float]:
-    """How evenly tokens went to experts since the last call; counting begins anew.
-
-    A layer's imbalance is the load of its busiest expert over the mean load: 1 if all are alike, at most the number of
-    experts over those that a token takes. Activation checkpointing counts every token twice, which changes no ratio.
-
-    Args:
-        group: the ranks that see different tokens, whose counts are added: a collective of these.
-
-    Returns:
-        "moe/expert_imbalance": the mean over layers. "moe/worst_expert_imbalance": of the worst layer.
-        "moe/idle_experts": how many experts of all layers got no token. Empty for a dense model.
-    """
-    layers = moe_layers(model)
-    if not layers:
-        return {}
-    counts = torch.stack([moe.tokens_per_expert for moe in layers])  # [layers, experts]
-    for moe in layers:
-        moe.tokens_per_expert.zero_()
-    if group is not None:
-        dist.all_reduce(counts, group=group)
-    imbalance = counts.amax(1) / counts.mean(1)
-    figures = torch.stack([imbalance.mean(), imbalance.max(), (counts == 0).sum()]).tolist()
-    return dict(zip(EXPERT_LOAD_METRICS, figures, strict=True))
 
 
 def check_expert_tensor_degree(dims: Any) -> None:

@@ -18,20 +18,22 @@ from torchtitan_magi.backends import choose_block_attn
 from torchtitan_magi.planning.cost_model import Heads
 from torchtitan_magi.titan.v02 import hooks
 from torchtitan_magi.titan.v02.cpu import prepare_model, run_on_cpu
-from torchtitan_magi.titan.v02.data import build_dataloader, build_validation_dataloader
-from torchtitan_magi.titan.v02.exports import exported_files
-from torchtitan_magi.titan.v02.hf_folder import HF_FLAVOR, check_folders, check_tied, check_vocabulary, read_hf_config
-from torchtitan_magi.titan.v02.job_config import OUR_DATASETS, check_job_config, without_context_parallel
+from torchtitan_magi.titan.v02.data import build_validation_dataloader
+from torchtitan_magi.titan.v02.job_config import check_job_config, without_context_parallel
 from torchtitan_magi.titan.v02.memory import MeasuredMemory, check_offload, log_prediction, setup_of
 from torchtitan_magi.titan.v02.metrics import MagiMetricsProcessor
-from torchtitan_magi.titan.v02.models import args_of, config_of, varlen_flavors, with_plan_metadata
+from torchtitan_magi.titan.v02.models import args_of, check_tied, config_of, varlen_flavors, with_plan_metadata
 from torchtitan_magi.titan.v02.moe import check_experts
 from torchtitan_magi.titan.v02.validator import MagiValidator
 from torchtitan_magi.titan.v02.wrapper import VarlenAttentionWrapper
 from torchtitan_magi.training.agreed import agreed
+from torchtitan_magi.training.exported_files import exported_files
+from torchtitan_magi.training.hf_folder import HF_FLAVOR, check_folders, check_vocabulary, read_hf_config
 from torchtitan_magi.training.launcher import end_with_launcher
 from torchtitan_magi.training.model_config import ModelConfig
 from torchtitan_magi.training.objectives import LossRecord
+from torchtitan_magi.training.options import OUR_DATASETS
+from torchtitan_magi.training.pack_loader import build_dataloader
 from torchtitan_magi.training.planned_loader import PlannedLoader
 from torchtitan_magi.training.runtime import MagiRuntime, WorkCount, check_tokens
 from torchtitan_magi.wording import quoted
@@ -112,7 +114,7 @@ class MagiSpec:
         """The run's model, and the file for each tensor of an export."""
         flavor = job_config.model.flavor
         if flavor == HF_FLAVOR:
-            config = read_hf_config(job_config)
+            config = read_hf_config(job_config, args_of)
             self.model_args[HF_FLAVOR] = args_of(config)  # the Trainer looks there next
         else:
             config = config_of(self.model_args[flavor])

@@ -1,22 +1,25 @@
 """Which model a run has: that of ``hf_assets_path``'s config.json, or a named flavor compared with it."""
 
+import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-from torchtitan.tools.logging import logger
-
-from torchtitan_magi.titan.v02.job_config import DPO_DATASET
-from torchtitan_magi.titan.v02.models import args_of
 from torchtitan_magi.training.hf_weights import check_weights, shard_numbers
 from torchtitan_magi.training.model_config import ModelConfig, differences, read_model_config
+from torchtitan_magi.training.options import DPO_DATASET
 from torchtitan_magi.wording import quoted, quoted_path
+
+logger = logging.getLogger(__name__)
 
 HF_FLAVOR = "hf"
 
 
-def read_hf_config(job_config: Any) -> ModelConfig:
+def read_hf_config(job_config: Any, check: Callable[[ModelConfig], object]) -> ModelConfig:
     """The model of flavor "hf".
+
+    Args:
+        check: raises ValueError for a model that the installed torchtitan does not have.
 
     Raises:
         ValueError: one line that names the file, the field and the remedy.
@@ -29,7 +32,7 @@ def read_hf_config(job_config: Any) -> ModelConfig:
             f'model.name is {quoted(model.name)}, but {path} is of a {config.model}; set it to "{config.model}"'
         )
     try:
-        args_of(config)
+        check(config)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
     return config
@@ -76,22 +79,6 @@ def _problem(model: Any, folder: str, config: ModelConfig) -> str | None:
     if folder != model.hf_assets_path:
         remedy += f" and model.hf_assets_path = {quoted_path(folder)}"
     return f"model.flavor {quoted(model.flavor)} is not the model of {path}: {'; '.join(found)}; {remedy}"
-
-
-def check_tied(job_config: Any, config: ModelConfig) -> None:
-    """Refuses FSDP2 of a model whose output layer is its embedding, unless TP makes two parameters of them.
-
-    Raises:
-        ValueError: one line with the remedy.
-    """
-    parallelism = job_config.parallelism
-    world = dist.get_world_size() if dist.is_initialized() else 1
-    tp = parallelism.tensor_parallel_degree
-    if config.tied and tp == 1 and world > parallelism.data_parallel_replicate_degree:
-        raise ValueError(
-            "tie_word_embeddings is True for this model, which FSDP2 of torchtitan 0.2.2, on which context parallelism "
-            "runs too, cannot train; set parallelism.tensor_parallel_degree to 2"
-        )
 
 
 def check_vocabulary(tokenizer: Any, config: ModelConfig, job_config: Any) -> None:

@@ -1,11 +1,11 @@
 """Whether a run can start from the checkpoint that torchtitan would load."""
 
 import itertools
+import logging
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from torchtitan.tools.logging import logger
 
 from torchtitan_magi.training.agreed import agreed
 from torchtitan_magi.training.checkpoint_files import (
@@ -16,8 +16,11 @@ from torchtitan_magi.training.checkpoint_files import (
     read_metadata,
 )
 from torchtitan_magi.training.hf_weights import INDEX
+from torchtitan_magi.training.options import DPO_DATASET
 from torchtitan_magi.training.run_folder import lock_folder
 from torchtitan_magi.wording import quoted_path
+
+logger = logging.getLogger(__name__)
 
 
 def check_checkpoints(job_config: Any) -> None:
@@ -82,7 +85,7 @@ def _loaded_folders(job_config: Any) -> list[Path]:
         step = checkpoint.load_step if checkpoint.load_step != -1 else max(steps, default=None)
         if step is not None and (saved / f"step-{step}" / METADATA).is_file():
             folders.append(saved / f"step-{step}")
-    needs_initial = not saved.is_dir() or job_config.training.dataset == "dpo"
+    needs_initial = not saved.is_dir() or job_config.training.dataset == DPO_DATASET
     if initial is not None and needs_initial:
         if not initial.is_dir():
             raise ValueError(
@@ -117,7 +120,7 @@ def _check_continues(job_config: Any) -> None:
             f"unless checkpoint.last_save_model_only is false; {instead}start another run with its path as "
             "checkpoint.initial_load_path"
         )
-    needs_file = job_config.training.dataset == "dpo" and job_config.magi.dpo.reference == "file"
+    needs_file = job_config.training.dataset == DPO_DATASET and job_config.magi.dpo.reference == "file"
     if needs_file and "train_state.reference_model" not in _names_in(folder, step):
         raise ValueError(
             f'magi.dpo.reference is "file", but {folder}/step-{step} is of a run with "model"; set it to that, or '

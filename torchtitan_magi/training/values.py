@@ -7,9 +7,10 @@ import re
 import types
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
+from importlib.metadata import version
 from typing import Any, Literal, Union, get_args, get_origin
 
-from torchtitan_magi.training.options import DPO, Magi
+from torchtitan_magi.training.options import DPO, LoRA, Magi
 from torchtitan_magi.training.run_folder import check_writable
 from torchtitan_magi.wording import one_line, quoted
 
@@ -68,7 +69,7 @@ def check_toml(config: type, values: dict[str, Any], prefix: str = "") -> None:
             check_toml(kind, value, f"{option}.")  # type: ignore[arg-type]
         elif type(value) is int and value.bit_length() > 63:
             raise ValueError(f"{option} is {quoted(value)}; use a number of at most 64 bits")
-        elif not issubclass(config, (Magi, DPO)) and not _is_of(value, kind):
+        elif not issubclass(config, (Magi, DPO, LoRA)) and not _is_of(value, kind):
             raise ValueError(f"{option} is {quoted(value)}; use {_words(kind)}")
 
 
@@ -79,7 +80,7 @@ def _unknown(option: str, name: str, known: list[str]) -> str:
     close = difflib.get_close_matches(name, known, 1)
     section = option.removesuffix(name)
     instead = f"did you mean {section}{close[0]}?" if close else f"use one of {', '.join(known)}"
-    return f"{option} is no option of torchtitan 0.2.2 with torchtitan_magi; {instead}"
+    return f"{option} is no option of torchtitan {version('torchtitan')} with torchtitan_magi; {instead}"
 
 
 def _is_of(value: Any, kind: Any) -> bool:

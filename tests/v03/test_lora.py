@@ -1,0 +1,65 @@
+"""Low-rank adapters: what is trained, the reference of DPO, and their files as peft reads them."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from hf_loop import ARGUMENTS, document, records, write_pairs
+from hf_models import make_hf_folder
+from training import corpus, new_folder, train
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+STORED = ["--magi.dpo.reference", "file"]
+NAMES = {"llama": "llama3", "qwen3": "qwen3"}
+
+
+def arguments(folder, kind, dump, *options):
+    chosen = ["--model.name", NAMES[kind], "--model.flavor", "hf", "--model.hf_assets_path", str(folder)]
+    chosen += ["--training.dataset_path", f"{corpus()}/train.jsonl", "--job.dump_folder", dump, *ARGUMENTS]
+    chosen += ["--checkpoint.enable", "--checkpoint.initial_load_in_hf", "--checkpoint.last_save_in_hf"]
+    return [*chosen, "--magi.lora.rank", "4", "--parallelism.context_parallel_degree", "2", *options]
+
+
+@pytest.mark.parametrize("kind", NAMES)
+def test_peft_loads_the_adapters_and_computes_the_validation_loss(kind):
+    peft = pytest.importorskip("peft", reason="peft reads the adapters")
+    folder, dump = make_hf_folder(kind), new_folder()
+    path = Path(new_folder(), "one.jsonl")
+    path.write_text("\n".join(Path(f"{corpus()}/validation.jsonl").read_text().splitlines()[:4]) + "\n")
+    validation = ["--validation.enable", "--validation.dataset", "sft", "--validation.dataset_path", str(path)]
+    validation += ["--validation.seq_len", "256", "--validation.freq", "5", "--validation.local_batch_size", "1"]
+    run = train(2, arguments(folder, kind, dump, *validation), layers=None)
+
+    first, last = run.validation_losses
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    base = AutoModelForCausalLM.from_pretrained(folder)
+    assert first > last
+    adapted = peft.PeftModel.from_pretrained(base, f"{dump}/checkpoint/step-5").eval()
+    assert loss_of(adapted, tokenizer, path) == pytest.approx(last, rel=1e-5)
+    with adapted.disable_adapter():
+        assert abs(loss_of(adapted, tokenizer, path) - last) > 100e-5 * last
+
+
+@torch.no_grad()
+def loss_of(model, tokenizer, path):
+    total, count = 0.0, 0
+    for record in records(path):
+        tokens, mask = document(tokenizer, record)
+        labels = torch.tensor(tokens).masked_fill(torch.tensor(mask) == 0, -100)[1:]
+        logits = model(input_ids=torch.tensor([tokens[:-1]])).logits[0]
+        total += torch.nn.functional.cross_entropy(logits, labels, reduction="sum").item()
+        count += int((labels != -100).sum())
+    return total / count
+
+
+def test_the_reference_of_dpo_is_the_policy_without_adapters():
+    pairs = Path(new_folder(), "pairs.jsonl")
+    write_pairs(pairs)
+    folder = make_hf_folder("llama")
+    options = ["--training.dataset", "dpo", "--training.dataset_path", str(pairs)]
+    alike = [arguments(folder, "llama", new_folder(), *options, *more) for more in ([], STORED)]
+    model, stored = (train(2, chosen, layers=None) for chosen in alike)
+    assert model.losses[0] == pytest.approx(math.log(2), rel=1e-6)
+    assert model.losses[-1] < model.losses[0]
+    assert model.losses == pytest.approx(stored.losses, rel=1e-6)  # computed before training, of the same weights

@@ -1,0 +1,111 @@
+"""The attention module of a layer in torchtitan 0.3's shapes, and what it gets of a microbatch's plan."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import spmd_types as spmd
+import torch
+from torch import Tensor
+from torchtitan.config.override import override
+from torchtitan.models.common.attention import FlexAttention
+from torchtitan.models.common.decoder_sharding import dense_activation_placement
+from torchtitan.protocols.module import Module
+from torchtitan.protocols.sharding import LocalMapConfig, ShardingConfig
+
+from torchtitan_magi.attention import attend, make_handle
+from torchtitan_magi.bound_plan import BoundPlan
+from torchtitan_magi.training.objectives import LocalBatch
+from torchtitan_magi.training.runtime import MagiRuntime
+
+OVERRIDE = "torchtitan_magi.titan.v03.attention.varlen"
+
+
+class PlanMasks:
+    """The handle of a microbatch's plan, as torchtitan hands attention masks to every layer. A plain object, which
+    FSDP2, pipelining and activation checkpointing pass on untouched."""
+
+    def __init__(self, handle: Tensor) -> None:
+        self.handle = handle
+
+
+class VarlenAttention(Module):
+    """Varlen attention over the ranks of the context-parallel mesh."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Module.Config):
+        temperature: float = 1.0
+        """Factor of the scores beside head_dim ** -0.5, as YaRN has it."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.temperature = config.temperature
+
+    def forward(
+        self,
+        q_BLNH: Tensor,
+        k_BLNH: Tensor,
+        v_BLNH: Tensor,
+        *,
+        attention_masks: PlanMasks,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """Attention of this rank's tokens.
+
+        Args:
+            q_BLNH: [b, s, Hq, D]. k_BLNH, v_BLNH: [b, s, H, D]. Local tensors.
+            attention_masks: the microbatch's.
+            scale: the scores' factor; default D ** -0.5.
+
+        Returns:
+            [b, s, Hq, D] in the dtype of v_BLNH.
+        """
+        q, k, v = (x.flatten(0, 1).to(v_BLNH.dtype) for x in (q_BLNH, k_BLNH, v_BLNH))
+        scale = (q.shape[-1] ** -0.5 if scale is None else scale) * self.temperature
+        with spmd.no_typecheck():
+            out, _ = attend(q, k, v, attention_masks.handle, scale)
+        return out.view(q_BLNH.shape)
+
+
+@override(target=FlexAttention.Config, description="varlen context parallelism")
+def varlen(config: FlexAttention.Config, temperature: float = 1.0) -> VarlenAttention.Config:
+    """Our attention in place of torchtitan's. Every rank keeps its own tokens: nothing is gathered at the boundary."""
+    own = dense_activation_placement(tp=spmd.S(2))
+    names = ("q_BLNH", "k_BLNH", "v_BLNH")
+    sharding = ShardingConfig(
+        in_src_shardings=dict.fromkeys(names, own),
+        in_dst_shardings=dict.fromkeys(names, own),
+        out_src_shardings=own,
+        local_map=LocalMapConfig(in_grad_placements=(own,) * 3),
+    )
+    return VarlenAttention.Config(temperature=temperature, sharding_config=sharding)
+
+
+def local_batch(runtime: MagiRuntime, eos_id: int | None, inputs: dict[str, Any], labels: Tensor) -> LocalBatch:
+    """This rank's tokens of a microbatch on the device. A collective of the context-parallel ranks.
+
+    Args:
+        eos_id: see ``MagiRuntime.plan_ahead``.
+        inputs: what the loader gave, planned or not.
+        labels: int64 [batch, seq_len].
+    """
+    labelled = inputs.pop("labelled", None)
+    tokens = inputs["input"]
+    bound, for_model = runtime.bind(inputs, eos_id)
+    positions = for_model.pop("positions", None)
+    if positions is None:
+        positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+    take = _taker(bound)
+    masks = PlanMasks(make_handle(bound))
+    model_inputs = {**for_model, "positions": take(positions), "attention_masks": masks}
+    return LocalBatch(take(tokens), take(labels), labelled, model_inputs, take)
+
+
+def _taker(bound: BoundPlan) -> Any:
+    def take(x: Tensor) -> Tensor:
+        """This rank's tokens of x [batch, seq_len, ...] as [batch, seq_len / cp, ...]."""
+        if bound.transport.size == 1:
+            return x
+        return x.flatten(0, 1).index_select(0, bound.tokens).unflatten(0, (len(x), -1))
+
+    return take

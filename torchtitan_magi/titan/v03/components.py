@@ -1,0 +1,153 @@
+"""Components of torchtitan 0.3's Trainer that are ours, each by its ``Config``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from torchtitan.components.checkpointer import CheckpointManager
+from torchtitan.components.checkpointer.dcp import AsyncMode
+from torchtitan.components.loss import BaseLoss
+from torchtitan.components.metrics import MetricsProcessor
+from torchtitan.components.tokenizer import HuggingFaceTokenizer
+from torchtitan.components.validate import BaseValidator, Validator
+from torchtitan.distributed.activation_checkpoint import SelectiveAC
+
+from torchtitan_magi.attention import attention_op
+from torchtitan_magi.titan.v03.lora import save_adapters
+from torchtitan_magi.training.checkpoint_files import DigestWriter, loading, saving
+from torchtitan_magi.training.exports import export
+from torchtitan_magi.training.metrics import PlanMetrics
+from torchtitan_magi.training.objectives import Objective, Process
+from torchtitan_magi.training.options import LoRA
+from torchtitan_magi.training.validation import limited, validate
+
+
+class MagiTokenizer(HuggingFaceTokenizer):
+    """torchtitan's, which leaves the chat template to us: it knows no ``generation`` blocks."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(HuggingFaceTokenizer.Config):
+        pass
+
+    def set_chat_template(self, template: str) -> None:
+        """Nothing: conversations are rendered by ``torchtitan_magi.data``."""
+
+
+class MagiSelectiveAC(SelectiveAC):
+    """torchtitan's, which does not redo attention."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(SelectiveAC.Config):
+        pass
+
+    def get_save_ops(self) -> set[Any]:
+        return super().get_save_ops() | {attention_op}
+
+
+class ObjectiveLoss(BaseLoss):
+    """The loss of a pipeline's last stage: our Trainer sets ``of_hidden``, which knows the microbatch by its target."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseLoss.Config):
+        pass
+
+    of_hidden: Callable[[Tensor, Any], Tensor]
+
+    def __init__(self, config: Config, *, compile_config: Any = None) -> None:
+        """Compiled or not, the loss is that of the objective."""
+
+    def __call__(self, pred: Tensor, labels: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        return self.of_hidden(pred, labels), {}
+
+
+class MagiMetricsProcessor(PlanMetrics, MetricsProcessor):
+    """torchtitan's, with the numbers of ``PlanMetrics`` once ``count_work`` has been called."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(MetricsProcessor.Config):
+        pass
+
+
+class MagiValidator(BaseValidator):
+    """Validation loss that is the same number under every layout. Our Trainer sets what is declared here."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Validator.Config):
+        pack_length: int | None = None
+        """Tokens per pack; default: as in training."""
+
+        packs_per_batch: int | None = None
+        """Packs per data-parallel rank; default: as in training."""
+
+    objective: Objective
+    batches: Any
+    process: Process
+    device: str
+
+    def __init__(self, config: Config, *, metrics_processor: Any, validation_context: Any, **others: Any) -> None:
+        super().__init__(config)
+        self.metrics_processor, self.context = metrics_processor, validation_context
+
+    def validate(self, model_parts: list[nn.Module], step: int) -> None:
+        """Logs the loss of the validation set."""
+        batches, processor = limited(self.batches, self.config.steps), self.metrics_processor
+        validate(model_parts, self.objective, batches, self.process, self.context, processor, self.device, step)
+
+
+class MagiCheckpointManager(CheckpointManager):
+    """torchtitan's, with digests beside the files, whole models as exports, and errors of one line."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(CheckpointManager.Config):
+        pass
+
+    exported_files: dict[str, bytes]  # of an export, beside the weights; our Trainer sets them, and the adapters
+    lora: LoRA
+
+    def _save(self, curr_step: int, last_step: bool = False) -> bool:
+        """Also counts the step that used up the data as the last one. An asynchronous save that failed is reported by
+        the next."""
+        last_step |= self.states["dataloader"].state_dict().get("exhausted", False)
+        with saving(self.folder):
+            return super()._save(curr_step, last_step)
+
+    def dcp_load(self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool) -> None:
+        with loading(checkpoint_id):
+            super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
+
+    def dcp_save(
+        self,
+        state_dict: dict[str, Any],
+        checkpoint_id: str,
+        async_mode: AsyncMode,
+        enable_garbage_collection: bool = False,
+        to_hf: bool = False,
+    ) -> Any:
+        if to_hf and self.lora.rank:
+            dtype, (model,) = self.export_dtype, self.states["model"].model
+            save_adapters(Path(checkpoint_id), model, self.sd_adapter, self.lora, self.sd_adapter.hf_assets_path, dtype)
+            return None
+        if to_hf:
+            dtype = next(iter(state_dict.values())).dtype
+
+            def save_weights() -> None:
+                super(MagiCheckpointManager, self).dcp_save(
+                    state_dict, checkpoint_id, async_mode, enable_garbage_collection, True
+                )
+
+            export(Path(checkpoint_id), self.exported_files, dtype, save_weights)
+            return None
+        writer = DigestWriter(checkpoint_id)
+        if async_mode == AsyncMode.DISABLED:
+            dcp.save(state_dict, storage_writer=writer, checkpoint_id=checkpoint_id)
+            return None
+        options: dict[str, Any] = {"storage_writer": writer, "checkpoint_id": checkpoint_id, "process_group": self.pg}
+        if async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM:
+            options |= {"async_checkpointer_type": AsyncCheckpointerType.PROCESS, "async_stager": self.stager}
+        return dcp.async_save(state_dict, **options)

@@ -1,0 +1,146 @@
+"""From a TOML file to torchtitan 0.3's configuration of a Trainer, and from there to what our neutral parts read."""
+
+from dataclasses import fields
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer, ParamGroupConfig
+from torchtitan.config.configs import CommConfig, CompileConfig, DebugConfig, ParallelismConfig, TrainingConfig
+from torchtitan.config.override import OverrideConfig
+from torchtitan.distributed.activation_checkpoint import FullAC, MemoryBudgetAC
+from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader
+from torchtitan.tools.profiler import Profiler
+
+from torchtitan_magi.titan.v03.components import (
+    MagiCheckpointManager,
+    MagiMetricsProcessor,
+    MagiSelectiveAC,
+    MagiValidator,
+)
+from torchtitan_magi.titan.v03.job_config import Workers
+from torchtitan_magi.titan.v03.lora import lora_converter
+from torchtitan_magi.titan.v03.models import MODELS, model_of, model_spec, stock_flavor
+from torchtitan_magi.training.hf_folder import HF_FLAVOR, read_hf_config
+from torchtitan_magi.training.options import import_modules
+from torchtitan_magi.wording import quoted
+
+
+def trainer_options(job: Any) -> dict[str, Any]:
+    """The fields of a ``MagiTrainer.Config``.
+
+    Args:
+        job: a ``JobConfig``.
+
+    Raises:
+        ValueError: one line that names the option and the remedy.
+    """
+    import_modules(job.magi.imports)
+    path = job.checkpoint.initial_load_path
+    job.checkpoint.initial_load_path = str(Path(path).absolute()) if path else None
+    job.debug.save_config_file = job.job.save_config_file or job.debug.save_config_file
+    job.compile.enable_async_tensor_parallel |= job.parallelism.enable_async_tensor_parallel
+    try:
+        return {
+            "magi": job.magi,
+            "model_spec": _model_spec(job),
+            "hf_assets_path": job.model.hf_assets_path,
+            "dump_folder": job.job.dump_folder,
+            "profiler": copied(Profiler.Config, job.profiling),
+            "metrics": copied(MagiMetricsProcessor.Config, job.metrics),
+            "dataloader": _loader(job.training, True),
+            "optimizer": _optimizer(job.optimizer),
+            "lr_scheduler": copied(LRSchedulersContainer.Config, job.lr_scheduler),
+            "training": copied(TrainingConfig, job.training, disable_cuda_graphs=True),
+            "parallelism": copied(ParallelismConfig, job.parallelism),
+            "checkpoint": copied(MagiCheckpointManager.Config, job.checkpoint),
+            "activation_checkpoint": _checkpointing(job.activation_checkpoint),
+            "compile": copied(CompileConfig, job.compile),
+            "comm": copied(CommConfig, job.comm),
+            "validator": _validator(job.validation),
+            "debug": copied(DebugConfig, job.debug),
+            "override": OverrideConfig(),
+        }
+    except AssertionError as error:
+        raise ValueError(f"{error}") from None
+
+
+def copied(kind: Any, section: Any, **others: Any) -> Any:
+    """A configuration of that kind with the values that a section has of the same names, and others."""
+    values = {field.name: getattr(section, field.name) for field in fields(kind) if hasattr(section, field.name)}
+    return kind(**values | others)
+
+
+def _model_spec(job: Any) -> Any:
+    name, flavor = job.model.name, job.model.flavor
+    if name not in MODELS:
+        raise ValueError(f"model.name is {quoted(name)}, which has no varlen attention; use one of {', '.join(MODELS)}")
+    if job.model.converters:
+        raise ValueError(f"model.converters is {quoted(job.model.converters)}, which 0.3 has no more; leave it out")
+    config = None
+    if flavor == HF_FLAVOR:
+        config = read_hf_config(job, model_of)
+    elif stock_flavor(name, flavor) is None:
+        known = ", ".join([HF_FLAVOR, *getattr(MODELS[name], f"{name}_configs")])
+        raise ValueError(f"model.flavor {quoted(flavor)} is unknown; use one of {known}")
+    return model_spec(name, flavor, config, [lora_converter(job.magi.lora)] if job.magi.lora.rank else [])
+
+
+def _loader(section: Any, infinite: bool) -> HuggingFaceTextDataLoader.Config:
+    workers = {field.name: getattr(section.dataloader, field.name) for field in fields(Workers)}
+    infinite = infinite or section.steps != -1
+    return HuggingFaceTextDataLoader.Config(
+        dataset=section.dataset, dataset_path=section.dataset_path, infinite=infinite, **workers
+    )
+
+
+def _validator(section: Any) -> MagiValidator.Config:
+    sizes = {"pack_length": section.seq_len, "packs_per_batch": section.local_batch_size}
+    return copied(MagiValidator.Config, section, dataloader=_loader(section, False), **sizes)
+
+
+def _optimizer(section: Any) -> OptimizersContainer.Config:
+    betas = (section.beta1, section.beta2)
+    options = {"lr": section.lr, "betas": betas, "eps": section.eps, "weight_decay": section.weight_decay}
+    groups = [ParamGroupConfig(pattern=".*", optimizer_name=section.name, optimizer_kwargs=options)]
+    return OptimizersContainer.Config(param_groups=groups, implementation=section.implementation)
+
+
+def _checkpointing(section: Any) -> Any:
+    kinds = {"selective": MagiSelectiveAC.Config, "full": FullAC.Config, "memory_budget": MemoryBudgetAC.Config}
+    if section.mode == "none":
+        return None
+    shapes = {"force_recompute_mm_shapes_by_fqns": section.per_op_sac_force_recompute_mm_shapes_by_fqns}
+    return copied(kinds[section.mode], section, **(shapes if section.mode == "selective" else {}))
+
+
+def job_of(config: Any) -> Any:
+    """The sections of a ``MagiTrainer.Config`` by the names of a TOML file."""
+    training, validator = config.training, config.validator
+    validation = SimpleNamespace(
+        enable=validator.enable,
+        steps=validator.steps,
+        seq_len=validator.pack_length or training.seq_len,
+        local_batch_size=validator.packs_per_batch or training.local_batch_size,
+        **_data(validator.dataloader),
+    )
+    values = {field.name: getattr(training, field.name) for field in fields(training)}
+    return SimpleNamespace(
+        job=SimpleNamespace(dump_folder=config.dump_folder),
+        model=SimpleNamespace(
+            name=config.model_spec.name, flavor=config.model_spec.flavor, hf_assets_path=config.hf_assets_path
+        ),
+        training=SimpleNamespace(**values, **_data(config.dataloader)),
+        validation=validation,
+        parallelism=config.parallelism,
+        checkpoint=config.checkpoint,
+        compile=config.compile,
+        debug=config.debug,
+        magi=config.magi,
+    )
+
+
+def _data(loader: Any) -> dict[str, Any]:
+    """What a section says of its data."""
+    workers = Workers(**{field.name: getattr(loader, field.name, field.default) for field in fields(Workers)})
+    return {"dataset": loader.dataset, "dataset_path": loader.dataset_path, "dataloader": workers}

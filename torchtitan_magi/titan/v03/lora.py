@@ -1,0 +1,111 @@
+"""Low-rank adapters: the policy without them as the reference of DPO, and their files as PEFT reads them."""
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torchtitan.components.lora import LoRAConverter
+
+from torchtitan_magi.training.dpo import PairBatch, Reference
+from torchtitan_magi.training.logprob_model import LogprobModel
+from torchtitan_magi.training.options import LoRA
+from torchtitan_magi.wording import quoted
+
+TARGETS = {  # torchtitan's linear layers -> transformers' names
+    "attention.qkv_linear.wqkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "attention.wo": ("self_attn.o_proj",),
+    "feed_forward.w1": ("mlp.gate_proj",),
+    "feed_forward.w2": ("mlp.down_proj",),
+    "feed_forward.w3": ("mlp.up_proj",),
+}
+
+
+def lora_converter(lora: LoRA) -> LoRAConverter.Config:
+    """torchtitan's. Raises ValueError, one line, for layers that get no adapters here."""
+    known = [name.rpartition(".")[2] for name in TARGETS]
+    if not lora.target_modules or not set(lora.target_modules) <= set(known):
+        raise ValueError(f"magi.lora.target_modules is {quoted(lora.target_modules)}; use some of {', '.join(known)}")
+    return LoRAConverter.Config(rank=lora.rank, alpha=lora.alpha, target_modules=list(lora.target_modules))
+
+
+def adapted_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The layers with an adapter, by torchtitan's names."""
+    for name, module in model.named_modules():
+        if hasattr(module, "lora_a"):
+            yield name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", ""), module
+
+
+@contextlib.contextmanager
+def adapters_off(model: nn.Module) -> Iterator[None]:
+    """The model as it was before training."""
+    layers = [(layer, layer._lora_scaling) for _, layer in adapted_layers(model)]
+    try:
+        for layer, _ in layers:
+            layer._lora_scaling = 0.0
+        yield
+    finally:
+        for layer, scaling in layers:
+            layer._lora_scaling = scaling
+
+
+class PolicyWithoutAdapters(Reference):
+    """The reference of DPO without a second copy of the weights."""
+
+    def __init__(self, model: LogprobModel) -> None:
+        self.model = model
+
+    def logprobs(self, batch: PairBatch) -> Tensor:
+        with adapters_off(self.model.model):
+            return batch.logprobs(self.model)
+
+
+def save_adapters(folder: Path, model: nn.Module, adapter: Any, lora: LoRA, base: str, dtype: torch.dtype) -> None:
+    """Writes adapter_model.safetensors and adapter_config.json. A collective of all ranks.
+
+    Args:
+        adapter: torchtitan's StateDictAdapter of the model.
+        base: the folder of the frozen weights.
+    """
+    tensors: dict[str, Tensor] = {}
+    for name, layer in adapted_layers(model):
+        a, b = (_whole(part.weight).to(dtype) for part in (layer.lora_a, layer.lora_b))
+        _, number, kind = name.split(".", 2)
+        targets = TARGETS[kind]
+        parts = [b] if len(targets) == 1 else _split_qkv(b, adapter)
+        for target, part in zip(targets, parts, strict=True):
+            prefix = f"base_model.model.model.layers.{number}.{target}"
+            tensors |= {f"{prefix}.lora_A.weight": a.clone(), f"{prefix}.lora_B.weight": part.contiguous()}
+    if dist.get_rank() == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        names = [name.rpartition(".")[2] for kind in TARGETS for name in TARGETS[kind] if _has(kind, lora)]
+        config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "bias": "none"}
+        config |= {"r": lora.rank, "lora_alpha": lora.alpha, "lora_dropout": 0.0, "target_modules": names}
+        save_file(tensors, folder / "adapter_model.safetensors", {"format": "pt"})
+        (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
+    dist.barrier()
+
+
+def _has(kind: str, lora: LoRA) -> bool:
+    return kind.rpartition(".")[2] in lora.target_modules
+
+
+def _whole(weight: Tensor) -> Tensor:
+    return (weight.full_tensor() if isinstance(weight, DTensor) else weight).detach().cpu()
+
+
+def _split_qkv(b: Tensor, adapter: Any) -> list[Tensor]:
+    """The rows of queries, keys and values of the fused projection's B, as transformers has them."""
+    attention = adapter.model_config.first_attention
+    heads, heads_kv = attention.n_heads, attention.n_kv_heads or attention.n_heads
+    per_group = b.view(heads_kv, heads // heads_kv + 2, -1, b.shape[1])
+    q, k, v = (x.flatten(0, 2) for x in (per_group[:, :-2], per_group[:, -2:-1], per_group[:, -1:]))
+    if hasattr(adapter, "_permute"):  # Llama's rows
+        q, k = adapter._permute(q, heads, *q.shape), adapter._permute(k, heads_kv, *k.shape)
+    return [q, k, v]

@@ -1,0 +1,268 @@
+"""Our Trainer: SFT per token or per document, and DPO, without ever holding all logits."""
+
+import contextlib
+import os
+import sys
+import zlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchtitan.components.checkpointer.base import MODEL, ModelWrapper
+from torchtitan.config import TORCH_DTYPE_MAP
+from torchtitan.distributed import ParallelDims
+from torchtitan.hf_datasets.text_datasets import DATASETS
+from torchtitan.tools import utils
+from torchtitan.tools.logging import init_logger
+from torchtitan.trainer import Trainer
+
+from torchtitan_magi.planning.cost_model import Heads
+from torchtitan_magi.titan.v03.attention import OVERRIDE, local_batch
+from torchtitan_magi.titan.v03.components import (
+    MagiCheckpointManager,
+    MagiMetricsProcessor,
+    MagiTokenizer,
+    MagiValidator,
+    ObjectiveLoss,
+)
+from torchtitan_magi.titan.v03.config import job_of, trainer_options
+from torchtitan_magi.titan.v03.job_config import read_job_config
+from torchtitan_magi.titan.v03.lora import PolicyWithoutAdapters
+from torchtitan_magi.titan.v03.models import config_of
+from torchtitan_magi.titan.v03.pipeline import Pipeline, check_pipeline
+from torchtitan_magi.training.agreed import agreed
+from torchtitan_magi.training.checkpoints import check_checkpoints
+from torchtitan_magi.training.dpo import Reference
+from torchtitan_magi.training.exported_files import exported_files
+from torchtitan_magi.training.hf_folder import HF_FLAVOR, check_folders, check_vocabulary
+from torchtitan_magi.training.logprob_model import LogprobModel
+from torchtitan_magi.training.model_config import ModelConfig, read_model_config
+from torchtitan_magi.training.objectives import LossRecord
+from torchtitan_magi.training.options import OUR_DATASETS, Magi, check_options
+from torchtitan_magi.training.pack_loader import build_dataloader
+from torchtitan_magi.training.planned_loader import PlannedLoader
+from torchtitan_magi.training.references import ReferenceModel
+from torchtitan_magi.training.runtime import MagiRuntime, WorkCount, check_tokens
+from torchtitan_magi.training.sections import ENTRY, check_sections
+from torchtitan_magi.training.trainer import ObjectiveTrainer
+
+
+class MagiTrainer(ObjectiveTrainer, Trainer):
+    """torchtitan's Trainer with the loss of an ``Objective``."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Trainer.Config):
+        magi: Magi = field(default_factory=Magi)
+        tokenizer: MagiTokenizer.Config = field(default_factory=MagiTokenizer.Config)
+        metrics: MagiMetricsProcessor.Config = field(default_factory=MagiMetricsProcessor.Config)
+        validator: MagiValidator.Config = field(default_factory=MagiValidator.Config)
+        checkpoint: MagiCheckpointManager.Config = field(default_factory=MagiCheckpointManager.Config)
+        loss: ObjectiveLoss.Config = field(default_factory=ObjectiveLoss.Config)
+
+    def __init__(self, config: Config) -> None:
+        if "LOCAL_RANK" not in os.environ:
+            raise ValueError(f"LOCAL_RANK is not set, as torchrun sets it; start it with {ENTRY}")
+        self.job_config = job_of(config)
+        self.model_facts = _facts(config)
+        self.count = WorkCount()
+        _make_room_for_positions(config)
+        temperature = {"temperature": self.model_facts.rope.attention_factor**2}
+        super().__init__(
+            replace(
+                config,
+                dataloader=_Loader(config.dataloader, self._build_loader),
+                override=replace(config.override, imports=[*config.override.imports, (OVERRIDE, temperature)]),
+                training=replace(config.training, disable_cuda_graphs=True),
+            )
+        )
+        if config.checkpoint.enable:
+            self.checkpointer.sd_adapter.fqn_to_index_mapping = self.export_shards
+            self.checkpointer.exported_files = self.exported_files
+            self.checkpointer.lora = config.magi.lora
+        self._start_metrics()
+        compiled = config.compile.enable and "loss" in config.compile.components
+        if config.validator.enable:
+            self._start_validator()
+        if self.parallel_dims.pp_enabled:
+            self.pipeline = Pipeline(self, compiled)
+            self.start_objectives(None)
+        else:
+            self.start_objectives(LogprobModel(self.model_parts[0], compiled))
+
+    def init_distributed(self) -> ParallelDims:
+        """Also checks, as soon as ranks can agree, what a user can get wrong, and makes the runtime."""
+        dims = super().init_distributed()
+        job, facts = self.job_config, self.model_facts
+        check_options(job.magi)
+        check_sections(job, DATASETS, True)
+        check_pipeline(job, facts)
+        check_checkpoints(job)
+        identity = zlib.crc32(repr(facts).encode())
+        self.export_shards = agreed(job.model.hf_assets_path, lambda: [check_folders(job, facts)], lambda _: identity)[
+            0
+        ]
+        mesh = dims.get_optional_mesh("cp")
+        heads = Heads(facts.num_heads_q // dims.tp, facts.num_heads_kv // dims.tp, facts.head_dim)
+        group = None if mesh is None else mesh.get_group()
+        self.runtime = MagiRuntime(job.magi, group, heads, self.device, self.count)
+        self.runtime.block_attn.check(facts.head_dim, TORCH_DTYPE_MAP[job.training.mixed_precision_param])
+        return dims
+
+    def _build_loader(
+        self, stock: Any, *, dp_world_size: int, dp_rank: int, tokenizer: Any, local_batch_size: int, **options: Any
+    ) -> PlannedLoader:
+        """The training data with plans made ahead; torchtitan asks for it with the tokenizer it has built."""
+        job = self.job_config
+        check_vocabulary(tokenizer, self.model_facts, job)
+        self.exported_files = exported_files(job, self.model_facts, tokenizer)
+        self.eos_id = tokenizer.eos_id
+        self.process = partial(local_batch, self.runtime, self.eos_id)
+        if job.training.dataset in OUR_DATASETS:
+            packs = job.training.global_batch_size
+            if packs < 0:
+                packs = job.training.local_batch_size * dp_world_size
+            section = _changed(job.training, local_batch_size=local_batch_size, global_batch_size=packs)
+            return self._planned(build_dataloader(section, dp_world_size, dp_rank, tokenizer, job, True))
+        world = {"dp_world_size": dp_world_size, "dp_rank": dp_rank, "local_batch_size": local_batch_size}
+        return self._planned(_WithoutPositions(stock.build(**world, tokenizer=tokenizer, **options)))
+
+    def _planned(self, loader: Any) -> PlannedLoader:
+        """The loader with plans made ahead."""
+
+        def plan(inputs: dict[str, Any], labels: Tensor) -> dict[str, Any]:
+            check_tokens(inputs["input"], self.model_facts.vocab_size)
+            return self.runtime.plan_ahead(inputs, labels, self.eos_id)
+
+        return PlannedLoader(loader, plan, self.count.wait)
+
+    def _start_metrics(self) -> None:
+        facts, seq_len = self.model_facts, self.config.training.seq_len
+        attention = 12 * facts.num_layers * facts.num_heads_q * facts.head_dim
+        self.metrics_processor.num_flops_per_token -= attention * seq_len  # torchtitan counts a dense pack
+        microbatches = self.gradient_accumulation_steps * self.num_pipeline_parallel_microbatches
+        self.metrics_processor.count_work(attention, self.count, LossRecord(microbatches))
+
+    def _start_validator(self) -> None:
+        job, dims, size, rank = self.job_config, self.parallel_dims, 1, 0
+        if dims.dp_enabled:
+            mesh = dims.get_mesh("batch")
+            size, rank = mesh.size(), mesh.get_local_rank()
+        section = job.validation
+        if section.dataset in OUR_DATASETS:
+            loader = build_dataloader(section, size, rank, self.tokenizer, job, False)
+        else:
+            options = {"seq_len": section.seq_len, "local_batch_size": section.local_batch_size}
+            world = {"dp_world_size": size, "dp_rank": rank, "tokenizer": self.tokenizer}
+            loader = _WithoutPositions(self.config.validator.dataloader.build(**world, **options))
+        self.validator.batches = self._planned(loader)
+        self.validator.process, self.validator.device = self.process, utils.device_type
+
+    def make_reference(self) -> Reference:
+        return PolicyWithoutAdapters(self.model) if self.job_config.magi.lora.rank else ReferenceModel(self)
+
+    def forward_backward_step(self, *, input_dict: Any, labels: Any, global_valid_tokens: Any) -> Tensor:
+        if self.parallel_dims.pp_enabled:
+            return self.pipeline.forward_backward(self.objective, input_dict, labels)
+        step = {"input_dict": input_dict, "labels": labels, "global_valid_tokens": global_valid_tokens}
+        return super().forward_backward_step(**step)
+
+    def is_replicated_by_ddp(self) -> bool:
+        return False  # torchtitan 0.3 replicates by FSDP2
+
+    def forward_context(self) -> AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def build_frozen_copy(self) -> nn.Module:
+        """See ``ObjectiveTrainer``."""
+        config, spec = self.config, self.config.model_spec
+        with torch.device("meta"), utils.set_default_dtype(TORCH_DTYPE_MAP[config.training.dtype]):
+            model: Any = self.model_config.build()
+        model = spec.parallelize_fn(
+            model,
+            parallel_dims=self.parallel_dims,
+            training=config.training,
+            parallelism=replace(config.parallelism, fsdp_reshard_after_forward="always"),
+            compile_config=config.compile,
+            ac_config=None,
+            dump_folder=config.dump_folder,
+        )
+        offload = config.training.enable_cpu_offload
+        model.to_empty(device="cpu" if offload else utils.device_type)
+        with torch.no_grad():
+            model.init_weights(buffer_device=torch.device(utils.device_type) if offload else None)  # and the buffers
+        return model.eval()
+
+    def load_weights(self, model: nn.Module, path: str) -> None:
+        """See ``ObjectiveTrainer``. The CheckpointManager's ``dcp_load`` loads the model among its states, so the model
+        stands there for the time of the call."""
+        checkpoint, checkpointer = self.job_config.checkpoint, self.checkpointer
+        quantized = checkpoint.initial_load_in_hf_quantized
+        policy, states = checkpointer.states[MODEL], ModelWrapper(model)
+        checkpointer.states[MODEL] = states
+        checkpointer.dcp_load(states.state_dict(), path, checkpoint.initial_load_in_hf, quantized)
+        checkpointer.states[MODEL] = policy
+
+
+class _Loader:
+    """Stands in for a data loader's Config: what torchtitan would build of it is built by us."""
+
+    def __init__(self, stock: Any, build: Callable[..., Any]) -> None:
+        self.build, self.to_dict = partial(build, stock), stock.to_dict
+
+
+class _WithoutPositions:
+    """torchtitan's text loader, whose positions restart with every document; [magi] ``positions`` decides that here."""
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+        self.state_dict, self.load_state_dict = loader.state_dict, loader.load_state_dict
+
+    def __iter__(self) -> Any:
+        for inputs, labels in self.loader:
+            yield {"input": inputs["input"]}, labels
+
+
+def _changed(section: Any, **values: Any) -> Any:
+    return type(section)(**vars(section) | values)
+
+
+def _facts(config: Any) -> ModelConfig:
+    """The model of the run."""
+    if config.model_spec.flavor == HF_FLAVOR:
+        return read_model_config(config.hf_assets_path)
+    return config_of(config.model_spec.model)
+
+
+def _make_room_for_positions(config: Any) -> None:
+    """Rotary positions for packs longer than the model was trained on."""
+    for layer in config.model_spec.model.layers:
+        rope = layer.attention.rope
+        layer.attention.rope = replace(rope, max_seq_len=max(rope.max_seq_len, config.training.seq_len))
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Trains as the command line says, with the TOML file of ``--job.config_file``."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    init_logger()
+    trainer = MagiTrainer.Config(**trainer_options(read_job_config(_config_file(arguments), arguments))).build()
+    try:
+        if trainer.config.checkpoint.create_seed_checkpoint:
+            trainer.checkpointer.save(0, last_step=True)
+        else:
+            trainer.train()
+    finally:
+        trainer.close()
+    torch.distributed.destroy_process_group()
+
+
+def _config_file(arguments: list[str]) -> str:
+    """The value of --job.config_file."""
+    for i, argument in enumerate(arguments):
+        flag, equals, value = argument.partition("=")
+        if flag.replace("_", "-") == "--job.config-file" and (equals or i + 1 < len(arguments)):
+            return value if equals else arguments[i + 1]
+    raise ValueError("--job.config_file is missing; give the path of a TOML file")

@@ -1,0 +1,54 @@
+"""Mixture-of-experts layers: how evenly their tokens spread."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+EXPERT_LOAD_METRICS = ("moe/expert_imbalance", "moe/worst_expert_imbalance", "moe/idle_experts")
+COUNTS = ("tokens_per_expert", "tokens_per_expert_E")  # torchtitan's names of a layer's counts, 0.2 and 0.3
+
+
+def expert_counts(models: Iterable[nn.Module]) -> list[Tensor]:
+    """float [experts] of each layer, in their order: tokens that every forward adds; none in a dense model."""
+    return [counts for model in models for name, counts in model.named_buffers() if name.split(".")[-1] in COUNTS]
+
+
+@contextmanager
+def expert_counts_kept(models: Iterable[nn.Module]) -> Iterator[None]:
+    """For passes that are no training: the counts stay as they are."""
+    before = [(counts, counts.clone()) for counts in expert_counts(models)]
+    try:
+        yield
+    finally:
+        for counts, kept in before:
+            counts.copy_(kept)
+
+
+@torch.no_grad()
+def take_expert_load(models: Iterable[nn.Module], group: dist.ProcessGroup | None) -> dict[str, float]:
+    """How evenly tokens went to experts since the last call; counting begins anew.
+
+    A layer's imbalance is the load of its busiest expert over the mean load: 1 if all are alike, at most the number of
+    experts over those that a token takes. Activation checkpointing counts every token twice, which changes no ratio.
+
+    Args:
+        group: the ranks that see different tokens, whose counts are added: a collective of these.
+
+    Returns:
+        "moe/expert_imbalance": the mean over layers. "moe/worst_expert_imbalance": of the worst layer.
+        "moe/idle_experts": how many experts of all layers got no token. Empty for a dense model.
+    """
+    layers = expert_counts(models)
+    if not layers:
+        return {}
+    counts = torch.stack(layers)  # [layers, experts]
+    for layer in layers:
+        layer.zero_()
+    if group is not None:
+        dist.all_reduce(counts, group=group)
+    imbalance = counts.amax(1) / counts.mean(1)
+    figures = torch.stack([imbalance.mean(), imbalance.max(), (counts == 0).sum()]).tolist()
+    return dict(zip(EXPERT_LOAD_METRICS, figures, strict=True))

@@ -1,0 +1,89 @@
+"""The numbers a trainer shows, made right for packed documents and for context parallelism."""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from torchtitan_magi.training.experts import take_expert_load
+from torchtitan_magi.training.objectives import LossRecord
+from torchtitan_magi.training.runtime import WorkCount
+
+logger = logging.getLogger(__name__)
+
+NOTICEABLE = 0.1  # seconds that the steps between two lines of the log may wait for plans
+
+
+class PlanMetrics:
+    """Mixed into torchtitan's MetricsProcessor; corrects two numbers.
+
+    - MFU and TFLOP/s count the attention that the packed documents need, 12 * D * Hq operations per layer and
+      (query, key) pair, forward and backward; torchtitan counts a dense pack.
+    - global_max_loss is the largest mean loss of a data-parallel rank, also when its tokens are on several ranks and
+      some of these have no label.
+
+    It also logs what ``objective_metrics`` returns, which a Trainer may set, and the load of a model's experts.
+    """
+
+    num_flops_per_token: float  # set by the Trainer, without attention
+    parallel_dims: Any
+    model_parts: Any
+
+    def count_work(self, attention_flops: int, count: WorkCount, losses: LossRecord) -> None:
+        """Begins to count. attention_flops: per (query, key) pair, in all layers."""
+        self.attention_flops, self.count, self.losses = attention_flops, count, losses
+        self.objective_metrics: Callable[[], dict[str, float]] = dict
+        self.last_logged: int | None = None  # step
+        self.said_waiting = False
+
+    def log(
+        self, step: int, global_avg_loss: float, global_max_loss: float, grad_norm: float, extra_metrics: Any = None
+    ) -> None:
+        counted = self.count.take()
+        waited = {"time_metrics/plan_wait(s)": counted.waited}
+        without_attention = self.num_flops_per_token
+        self.num_flops_per_token = without_attention + self.attention_flops * counted.area / max(counted.tokens, 1)
+        expert_load = take_expert_load(self.model_parts, _group(self.parallel_dims, "loss"))
+        own_metrics = self.objective_metrics() | expert_load
+        extra_metrics = (extra_metrics or {}) | waited | own_metrics
+        super().log(step, global_avg_loss, self._max_loss(), grad_norm, extra_metrics)  # type: ignore[misc]
+        self.num_flops_per_token = without_attention
+        self._print("step", step, own_metrics)
+        self._report_waiting(step, counted.waited)
+
+    def log_validation(self, loss: float, step: int, extra_metrics: dict[str, Any] | None = None) -> None:
+        super().log_validation(loss, step, extra_metrics)  # type: ignore[misc]
+        self.count.take()
+        self._print("validate step", step, extra_metrics or {})
+
+    def _print(self, what: str, step: int, metrics: dict[str, float]) -> None:
+        """Logs a line of metrics that torchtitan's own line does not show."""
+        if metrics:
+            named = (f"{name.removeprefix('validation_metrics/')}: {value:.4f}" for name, value in metrics.items())
+            logger.info(f"{what}: {step:2}  {'  '.join(named)}")
+
+    def _report_waiting(self, step: int, seconds: float) -> None:
+        """Logs the time waited for plans: once, and again whenever it is noticeable. The first step always waits."""
+        if self.last_logged is not None and (not self.said_waiting or seconds > NOTICEABLE):
+            first = self.last_logged + 1
+            steps = f"Step {step}" if first == step else f"Steps {first} to {step} together"
+            logger.info(f"{steps} waited {1e3 * seconds:.1f} ms for plans")
+            self.said_waiting = True
+        self.last_logged = step
+
+    def _max_loss(self) -> float:
+        sum_and_count = self.losses.sum_and_count()
+        if (cp_group := _group(self.parallel_dims, "cp")) is not None:
+            dist.all_reduce(sum_and_count, group=cp_group)
+        loss, count = sum_and_count
+        mean = torch.where(count > 0, loss / count.clamp(min=1), -torch.inf)
+        if (batch_group := _group(self.parallel_dims, "batch")) is not None:
+            dist.all_reduce(mean, dist.ReduceOp.MAX, group=batch_group)
+        return mean.item()
+
+
+def _group(parallel_dims: Any, axis: str) -> dist.ProcessGroup | None:
+    mesh = parallel_dims.get_optional_mesh(axis)
+    return None if mesh is None else mesh.get_group()

@@ -1,0 +1,73 @@
+"""Checks of the sections [training] and [validation] before a run."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from torchtitan_magi.training.options import DPO_DATASET, OUR_DATASETS, SFT_DATASET, check_options_for_pairs
+from torchtitan_magi.wording import quoted, quoted_path
+
+ENTRY = "torchrun -m torchtitan_magi.train"
+
+
+def check_sections(job_config: Any, titans: Iterable[str], has_objectives: bool) -> None:
+    """Checks the sections by themselves and against each other.
+
+    Args:
+        titans: names of torchtitan's own datasets.
+        has_objectives: whether our Trainer runs, not torchtitan's own.
+
+    Raises:
+        ValueError: one line that names the value and the remedy.
+    """
+    _check_section(job_config, "training", titans)
+    if job_config.validation.enable:
+        _check_section(job_config, "validation", titans)
+        _check_validation(job_config)
+    _check_objective(job_config, has_objectives)
+
+
+def _check_section(job_config: Any, name: str, titans: Iterable[str]) -> None:
+    """name: "training" or "validation"."""
+    section = getattr(job_config, name)
+    parallelism = job_config.parallelism
+    divisor = 2 * parallelism.context_parallel_degree * parallelism.tensor_parallel_degree
+    if section.seq_len % divisor:
+        raise ValueError(  # torchtitan has the same rule for training, as an assertion without words
+            f"{name}.seq_len is {quoted(section.seq_len)}; use a multiple of {divisor}, twice "
+            "context_parallel_degree times tensor_parallel_degree"
+        )
+    if section.dataset not in (*OUR_DATASETS, *titans):
+        known = ", ".join(map(repr, (*OUR_DATASETS, *titans)))
+        raise ValueError(f"{name}.dataset is {quoted(section.dataset)}; use one of {known}")
+    if section.dataset in OUR_DATASETS and not section.dataset_path:
+        raise ValueError(
+            f"{name}.dataset_path is {quoted_path(section.dataset_path)}; give the JSONL file of dataset "
+            f"{quoted(section.dataset)}, or all its sources in one string, separated by commas"
+        )
+    if job_config.magi.loss_per == "document" and section.dataset != SFT_DATASET:
+        raise ValueError(
+            f'magi.loss_per is "document" and {name}.dataset {quoted(section.dataset)}; it needs the documents of '
+            f'dataset {SFT_DATASET!r}: use that, or "token"'
+        )
+
+
+def _check_validation(job_config: Any) -> None:
+    training, validation = job_config.training, job_config.validation
+    if (validation.dataset == DPO_DATASET) != (training.dataset == DPO_DATASET):
+        raise ValueError(
+            f"validation.dataset is {quoted(validation.dataset)} and training.dataset {quoted(training.dataset)}; "
+            f"validate on what is trained, preference pairs ({DPO_DATASET!r}) or not"
+        )
+    if validation.seq_len > training.seq_len:
+        raise ValueError(  # torchtitan makes as many rotary positions as training needs
+            f"validation.seq_len is {validation.seq_len}; use at most training.seq_len, {training.seq_len}"
+        )
+
+
+def _check_objective(job_config: Any, has_objectives: bool) -> None:
+    magi, training = job_config.magi, job_config.training
+    if not has_objectives and (magi.loss_per == "document" or training.dataset == DPO_DATASET):
+        what = f"training.dataset is {DPO_DATASET!r}" if magi.loss_per == "token" else 'magi.loss_per is "document"'
+        raise ValueError(f"{what}, which torchtitan's own entry point does not know; start it with {ENTRY}")
+    if training.dataset == DPO_DATASET:
+        check_options_for_pairs(magi)

@@ -1,0 +1,136 @@
+"""What our Trainer does beside torchtitan's: SFT per token or per document, and DPO, by an ``Objective``."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from torchtitan_magi.training.dpo import DPO, PairReader, Reference
+from torchtitan_magi.training.logprob_model import LogprobModel
+from torchtitan_magi.training.objectives import SFT, Objective, Process
+from torchtitan_magi.training.options import DPO_DATASET
+from torchtitan_magi.training.planned_loader import Batch
+from torchtitan_magi.training.references import ReferenceModel, reference_file
+
+
+class ObjectiveTrainer:
+    """Mixed into torchtitan's Trainer: the loss of an ``Objective``, by the items of all microbatches and ranks.
+
+    The adapter of a torchtitan gives what is declared here.
+    """
+
+    job_config: Any
+    parallel_dims: Any
+    metrics_processor: Any
+    device: torch.device
+    step: int
+    gradient_accumulation_steps: int
+    num_pipeline_parallel_microbatches = 1
+    process: Process
+
+    def train_context(self) -> AbstractContextManager[None]:
+        """That of a forward and its backward."""
+        raise NotImplementedError
+
+    def forward_context(self) -> AbstractContextManager[None]:
+        """That of a forward, inside ``train_context``."""
+        raise NotImplementedError
+
+    def build_frozen_copy(self) -> nn.Module:
+        """A model built as the Trainer builds its own, with weights of no meaning, without activation checkpointing."""
+        raise NotImplementedError
+
+    def load_weights(self, model: nn.Module, path: str) -> None:
+        """Loads the checkpoint that [checkpoint] ``initial_load_*`` describes into a model."""
+        raise NotImplementedError
+
+    def start_objectives(self, model: LogprobModel | None) -> None:
+        """Makes the objectives of training and of validation, for a model that has been parallelized.
+
+        Args:
+            model: None where it is in parts, whose losses the adapter computes.
+        """
+        dims = self.parallel_dims
+        # DDP takes the mean of the ranks' gradients, while torchtitan tells FSDP2 to add them.
+        self.gradient_factor = dims.dp_replicate if self.is_replicated_by_ddp() else 1
+        self.model: Any = model
+        self.reference_model = self.make_reference()
+        self.objective = self._make_objective(self.job_config.training)
+        self.objectives = [self.objective]
+        self.metrics_processor.objective_metrics = self.objective.metrics
+        if self.job_config.validation.enable:
+            self.validator: Any
+            self.validator.objective = self._make_objective(self.job_config.validation)
+            self.objectives.append(self.validator.objective)
+
+    def make_reference(self) -> Reference:
+        """That of ``magi.dpo.reference = "model"``."""
+        return ReferenceModel(self)
+
+    def is_replicated_by_ddp(self) -> bool:
+        return self.parallel_dims.dp_replicate_enabled and not self.parallel_dims.fsdp_enabled
+
+    def _make_objective(self, section: Any) -> Objective:
+        magi = self.job_config.magi
+        if section.dataset != DPO_DATASET:
+            return SFT(self.model, magi.loss_per)
+        reader = PairReader(self.group("cp"))
+        reference = reference_file(self, section, reader) if magi.dpo.reference == "file" else self.reference_model
+        return DPO(self.model, magi.dpo, reference, reader, self.group("batch"))
+
+    def group(self, name: str) -> dist.ProcessGroup | None:
+        """The group of a mesh axis; None where it has a single rank."""
+        mesh = self.parallel_dims.get_optional_mesh(name)
+        return None if mesh is None else mesh.get_group()
+
+    def batch_generator(self, data_iterable: Iterable[Batch]) -> Iterator[Batch]:
+        """torchtitan calls this once, between loading the checkpoint and the first step."""
+        for objective in self.objectives:
+            objective.prepare(self.step)
+        return super().batch_generator(data_iterable)  # type: ignore[misc]
+
+    def train_step(self, data_iterator: Iterator[Batch]) -> None:
+        num_microbatches = self.gradient_accumulation_steps * self.num_pipeline_parallel_microbatches
+        microbatches = [next(data_iterator) for _ in range(num_microbatches)]
+        self.objective.start_step()
+        for inputs, labels in microbatches:
+            inputs["num_items"] = self.objective.weigh(inputs, labels)
+        num_items = sum(inputs["num_items"] for inputs, _ in microbatches)
+        self.num_items = torch.full((), num_items, device=self.device)
+        if self.parallel_dims.dp_enabled:
+            dist.all_reduce(self.num_items, group=self.group("batch"))
+        self.num_items.clamp_(min=1)  # a step without any item has no loss
+        super().train_step(iter(microbatches))  # type: ignore[misc]
+
+    def forward_backward_step(
+        self, *, input_dict: dict[str, Any], labels: Tensor, global_valid_tokens: Tensor | float
+    ) -> Tensor:
+        """This rank's addend to the step's mean loss, detached: it is the sum over all ranks and microbatches."""
+        num_items = input_dict.pop("num_items")
+        with self.train_context():
+            with self.forward_context():
+                loss_sum = self.objective.loss(input_dict, labels, self.process)
+                loss = loss_sum / self.num_items
+            (loss * self.gradient_factor).backward()
+        copies = self.objective.copies
+        self.metrics_processor.losses.add(loss_sum / copies, num_items / self.parallel_dims.cp)
+        return loss.detach() / copies
+
+    def state_dict(self) -> dict[str, Any]:
+        """ntokens_seen counts the tokens of all data-parallel ranks, as a resumed run may have more or fewer ranks."""
+        state = super().state_dict()  # type: ignore[misc]
+        return state | {"ntokens_seen": state["ntokens_seen"] * self._num_batches} | self.objective.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        seen = state_dict["ntokens_seen"] // self._num_batches
+        super().load_state_dict(state_dict | {"ntokens_seen": seen})  # type: ignore[misc]
+        for objective in self.objectives:
+            objective.load_state_dict(state_dict)
+
+    @property
+    def _num_batches(self) -> int:
+        """The number of batches that the data-parallel ranks read at a time."""
+        return self.parallel_dims.dp_replicate * self.parallel_dims.dp_shard
