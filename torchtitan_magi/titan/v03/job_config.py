@@ -17,7 +17,7 @@ from torchtitan.tools.profiler import Profiler
 
 from torchtitan_magi.training.options import Magi
 from torchtitan_magi.training.values import check_toml, check_values, usage_errors
-from torchtitan_magi.wording import quoted, quoted_path
+from torchtitan_magi.wording import one_line, quoted, quoted_path
 
 # Options of 0.2.2 that 0.3 lacks -> their default there, and what to do about another value.
 WITHOUT_COUNTERPART: dict[str, tuple[Any, str]] = {
@@ -155,7 +155,7 @@ def read_job_config(path: str, overrides: list[str]) -> Any:
             values = tomllib.load(file)
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(
-            f"job.config_file is {quoted_path(path)}, which cannot be read ({error}); give a TOML file"
+            f"job.config_file is {quoted_path(path)}, which cannot be read ({one_line(error)}); give a TOML file"
         ) from None
     for name in SECTIONS_WITHOUT_COUNTERPART:
         if values.pop(name, None):
