@@ -142,5 +142,6 @@ def job_of(config: Any) -> Any:
 
 def _data(loader: Any) -> dict[str, Any]:
     """What a section says of its data."""
-    workers = Workers(**{field.name: getattr(loader, field.name, field.default) for field in fields(Workers)})
+    values: dict[str, Any] = {field.name: getattr(loader, field.name, field.default) for field in fields(Workers)}
+    workers = Workers(**values)
     return {"dataset": loader.dataset, "dataset_path": loader.dataset_path, "dataloader": workers}
