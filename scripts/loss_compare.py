@@ -10,6 +10,7 @@ Without a config file it takes train_configs/debug.toml with 256 tokens per pack
 """
 
 import argparse
+import importlib
 import json
 import math
 import os
@@ -230,13 +231,13 @@ def record_run() -> None:
     path = sys.argv[2]
     sys.argv[1:3] = []
 
-    import torchtitan.train
     from torch._dynamo.utils import counters
-    from torchtitan.components.checkpoint import CheckpointManager
     from torchtitan.components.metrics import MetricsProcessor
 
-    from torchtitan_magi.titan.v02.trainer import MagiTrainer
+    from torchtitan_magi.titan import adapter
 
+    name = "checkpoint" if adapter.__name__.endswith("v02") else "checkpointer"
+    CheckpointManager = importlib.import_module(f"torchtitan.components.{name}").CheckpointManager
     log = MetricsProcessor.log
 
     def record_and_log(self, step, global_avg_loss, global_max_loss, grad_norm, extra_metrics=None):  # type: ignore[no-untyped-def]
@@ -251,7 +252,7 @@ def record_run() -> None:
     if "--checkpoint.create_seed_checkpoint" not in sys.argv:
         CheckpointManager.save = lambda *_, **__: None  # not needed, and large
     exact_gradient_norms()
-    torchtitan.train.main(MagiTrainer)
+    importlib.import_module(f"{adapter.__name__}.trainer").main()
 
 
 if __name__ == "__main__":

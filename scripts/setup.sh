@@ -38,6 +38,7 @@ if ! suits "$python"; then
         "$python" -m pip install --quiet "$(grep '^torch==' "$constraints")"
         extras=dev
         "$python" -c 'import sys, torch; sys.exit(torch.version.cuda is None)' || extras=dev,compile
+        if [[ $TITAN == 0.3 ]]; then extras+=,lora; fi
         "$python" -m pip install --quiet --constraint "$constraints" --editable ".[$extras]"
         if ! suits "$python"; then
             echo "Set-up failed${reason:+: $venv has $reason}; delete $venv and try again" >&2
