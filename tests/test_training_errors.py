@@ -42,6 +42,8 @@ def changed(folder, *replacements):
         ("--model.flavor debugmodel_flex_attn", 1, ["'debugmodel_flex_attn' has flex", "debugmodel_varlen_attn"]),
         ("--model.flavor 9B", 1, ["'9B' is unknown", "use one with varlen attention", "8B_varlen"]),
         ("--model.name llama4 --model.flavor debugmodel", 1, ["'llama4'", "no varlen attention", "llama3, qwen3"]),
+        ("--magi.lora.rank 4", 1, ["magi.lora.rank is 4", "set it to 0", "install torchtitan 0.3"]),
+        ("--magi.lora.rank -1", 1, ["magi.lora.rank is -1", "a rank such as 16"]),
         ("--magi.cost_model no.json", 1, ["no.json is no cost model", "No such file", "torchtitan_magi.calibrate"]),
         ("--training.local_batch_size 0", 1, ["training.local_batch_size is 0", "at least 1"]),
         ("--training.enable_cpu_offload", 1, ["training.enable_cpu_offload is true", "no GPU", "set it to false"]),
