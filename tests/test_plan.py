@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from masks import dense_mask, document_lengths, square_slice_lists
+from masks import dense_mask, document_lengths, document_masks, square_slice_lists
 
 from torchtitan_magi.masks.builders import sliding_window, varlen_causal, varlen_full
 from torchtitan_magi.masks.slices import AttnSlices
@@ -17,7 +17,7 @@ from torchtitan_magi.planning import stage
 from torchtitan_magi.planning.cost_model import H200
 from torchtitan_magi.planning.needs import node_traffic
 from torchtitan_magi.planning.placement.place import place
-from torchtitan_magi.planning.plan import forget_plans, make_plan
+from torchtitan_magi.planning.plan import forget_plans, make_plan, make_plans
 from torchtitan_magi.planning.relays import RESIDENT
 
 CP_SIZES = st.sampled_from([1, 2, 3, 4, 6, 8])
@@ -281,3 +281,56 @@ def test_threads_that_first_use_a_plan_get_the_same_stages(monkeypatch):
         found = list(pool.map(lambda _: (share.forward, share.backward), range(2)))
     kept = [id(one) for one in share.forward]
     assert all([id(one) for one in stages] == kept for pair in found for stages in pair)
+
+
+@given(
+    document_lengths(256), st.integers(1, 40), st.sampled_from([1, 2, 3, 4, 8]), st.integers(1, 5), st.integers(1, 5)
+)
+@settings(max_examples=60)
+def test_several_masks_share_a_placement_and_receive_what_each_needs_once(lengths, window, cp_size, of_full, of_window):
+    total = sum(lengths)
+    masks = document_masks(lengths, window)
+    kinds = [masks["causal"], masks["window"]]
+    plans = make_plans([slices for slices, _ in kinds], total, cp_size, layers=[of_full, of_window])
+    padded = -(-total // cp_size) * cp_size
+    for plan, (_, mask) in zip(plans, kinds, strict=True):
+        for share, first in zip(plan.ranks, plans[0].ranks, strict=True):
+            np.testing.assert_array_equal(share.ranges, first.ranges)
+            assert len(share.tokens) == padded // cp_size
+            own = np.isin(np.arange(total), share.tokens)
+            needed = mask[own].any(0) & ~own
+            assert sum(sum(x.recv_splits) for stage in share.forward for x in stage.exchanges) == needed.sum()
+        assert sorted(np.concatenate([share.tokens for share in plan.ranks])) == list(range(padded))
+
+
+def test_one_mask_of_several_layers_is_placed_as_one_of_one():
+    slices = varlen_causal([0, 500, 700, 1024])
+    (several,), alone = make_plans([slices], 1024, 4, layers=[7]), make_plan(slices, 1024, 4)
+    for one, other in zip(several.ranks, alone.ranks, strict=True):
+        np.testing.assert_array_equal(one.ranges, other.ranges)
+
+
+def test_the_work_of_all_layers_is_balanced_not_that_of_one_kind():
+    cu, total = [0, 3000, 3100, 3300, 3400, 4096], 4096
+    masks = [varlen_causal(cu), sliding_window(cu, 64)]
+    plans = make_plans(masks, total, 4, layers=[1, 3])
+    work = plans[0].areas + 3 * plans[1].areas
+    assert work.max() < 1.05 * work.mean()
+    window = plans[1].received_rows
+    assert (window <= 64 * 4).all()  # a few cuts of a window
+    assert window.sum() < plans[0].received_rows.sum()
+
+
+@pytest.mark.parametrize(
+    ("masks", "layers", "message"),
+    [
+        ([], None, "for 0 masks; give at least one"),
+        ([varlen_causal([0, 8])], [0], r"layers is \[0\] for 1 masks"),
+        ([varlen_causal([0, 8])], [1, 1], r"layers is \[1, 1\] for 1 masks"),
+        ([varlen_causal([0, 9])], None, "slice 0 is .* but the pack has 8 tokens"),
+        ([[0, 8]], None, "slices are a list; give AttnSlices"),
+    ],
+)
+def test_misuse_of_several_masks(masks, layers, message):
+    with pytest.raises(ValueError, match=message):
+        make_plans(masks, 8, 2, layers=layers)

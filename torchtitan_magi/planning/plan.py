@@ -6,6 +6,7 @@ collective, and any rank's share can be computed anywhere. It is made once per m
 
 import functools
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -138,6 +139,58 @@ def make_plan(
             tokens than 32 bits count; stages below -1 or above MAX_STAGES.
     """
     check_slices(slices)
+    return _recent_plan(slices, *_checked(total_tokens, cp_size, overlap_stages, heads, gpus_per_node, cost))
+
+
+def make_plans(
+    masks: Sequence[AttnSlices],
+    total_tokens: int,
+    cp_size: int,
+    overlap_stages: int = -1,
+    *,
+    layers: Sequence[int] | None = None,
+    heads: Heads = LLAMA_HEADS,
+    gpus_per_node: int | None = None,
+    cost: CostModel = H200,
+) -> tuple[AttnPlan, ...]:
+    """Plans one microbatch for a model whose layers have different masks, such as full and window attention in turn.
+
+    Tokens are placed once, so that the work of all layers together is balanced. Each mask has a plan of its own over
+    this placement: its layers exchange the K/V rows that it needs, a window's layers only those of the window. Any of
+    the plans dispatches tokens.
+
+    Args:
+        masks: one for each kind of layer.
+        layers: how many layers of each kind there are; one each by default.
+        total_tokens, cp_size, overlap_stages, heads, gpus_per_node, cost: as in ``make_plan``.
+
+    Returns:
+        a plan for each of `masks`.
+
+    Raises:
+        ValueError: as ``make_plan``; no masks; not a number of layers, at least 1, for each.
+
+    Example:
+        >>> cu = [0, 300, 1000]
+        >>> full, window = make_plans([varlen_causal(cu), sliding_window(cu, 128)], 1000, 2, layers=[12, 12])
+        >>> [len(full.ranks[0].tokens), len(window.ranks[0].tokens)]
+        [500, 500]
+    """
+    for slices in masks:
+        check_slices(slices)
+    layers = [1] * len(masks) if layers is None else layers
+    if not masks or len(layers) != len(masks) or not all(is_integer(count, 1) for count in layers):
+        raise ValueError(
+            f"layers is {layers!r} for {len(masks)} masks; give at least one mask, and for each how many layers have it"
+        )
+    arguments = _checked(total_tokens, cp_size, overlap_stages, heads, gpus_per_node, cost)
+    return _recent_plans(tuple(masks), tuple(map(int, layers)), *arguments)
+
+
+def _checked(
+    total_tokens: int, cp_size: int, overlap_stages: int, heads: Heads, gpus_per_node: int | None, cost: CostModel
+) -> tuple[int, int, int, Heads, int, CostModel]:
+    """Arguments of ``plan_afresh`` after the masks."""
     if not isinstance(heads, Heads) or not isinstance(cost, CostModel):
         raise ValueError(
             f"heads is {quoted(heads)} and cost {quoted(cost)}; give Heads(num_heads_q, num_heads_kv, head_dim) of "
@@ -158,7 +211,7 @@ def make_plan(
     if gpus_per_node is not None and not is_integer(gpus_per_node, 1):
         raise ValueError(f"gpus_per_node is {quoted(gpus_per_node)}; use None for one node or the ranks of each node")
     gpus_per_node = min(int(gpus_per_node or cp_size), int(cp_size))
-    return _recent_plan(slices, int(total_tokens), int(cp_size), int(overlap_stages), heads, gpus_per_node, cost)
+    return int(total_tokens), int(cp_size), int(overlap_stages), heads, gpus_per_node, cost
 
 
 def plan_afresh(
@@ -175,10 +228,7 @@ def plan_afresh(
     Raises:
         ValueError: a slice beyond total_tokens.
     """
-    if (i := first_true(slices.table[:, [1, 3]].max(1, initial=0) > total_tokens)) is not None:
-        raise ValueError(
-            f"slice {i} is {slices.table[i].tolist()} but the pack has {total_tokens} tokens; cut it to fit"
-        )
+    _check_end(slices, total_tokens)
     slices = slices.canonical()
     padded_tokens = -(-total_tokens // cp_size) * cp_size
     gpus_per_node = min(gpus_per_node or cp_size, cp_size)
@@ -186,12 +236,40 @@ def plan_afresh(
     return plan_ownership(slices, total_tokens, owned, overlap_stages, heads, gpus_per_node, cost)
 
 
+@functools.lru_cache(maxsize=16)
+def _recent_plans(
+    masks: tuple[AttnSlices, ...],
+    layers: tuple[int, ...],
+    total_tokens: int,
+    cp_size: int,
+    overlap_stages: int,
+    heads: Heads,
+    gpus_per_node: int,
+    cost: CostModel,
+) -> tuple[AttnPlan, ...]:
+    for slices in masks:
+        _check_end(slices, total_tokens)
+    masks = tuple(slices.canonical() for slices in masks)
+    padded_tokens = -(-total_tokens // cp_size) * cp_size
+    owned = place(tuple(zip(masks, layers, strict=True)), padded_tokens, cp_size, gpus_per_node, heads.tile_rows)
+    rest = overlap_stages, heads, gpus_per_node, cost
+    return tuple(plan_ownership(slices, total_tokens, owned, *rest) for slices in masks)
+
+
+def _check_end(slices: AttnSlices, total_tokens: int) -> None:
+    if (i := first_true(slices.table[:, [1, 3]].max(1, initial=0) > total_tokens)) is not None:
+        raise ValueError(
+            f"slice {i} is {slices.table[i].tolist()} but the pack has {total_tokens} tokens; cut it to fit"
+        )
+
+
 _recent_plan = functools.lru_cache(maxsize=16)(plan_afresh)
 
 
 def forget_plans() -> None:
-    """Forgets the plans that ``make_plan`` remembers."""
+    """Forgets the plans that ``make_plan`` and ``make_plans`` remember."""
     _recent_plan.cache_clear()
+    _recent_plans.cache_clear()
 
 
 def plan_ownership(

@@ -14,7 +14,7 @@ from torchtitan_magi.masks.slices import AttnSlices
 from torchtitan_magi.planning.needs import traffic
 from torchtitan_magi.planning.placement.greedy import Recipe, place_documents
 from torchtitan_magi.planning.placement.nodes import seat_in_nodes
-from torchtitan_magi.planning.placement.profile import WorkProfile, bundle, documents
+from torchtitan_magi.planning.placement.profile import Layers, WorkProfile, bundle, documents
 
 IMBALANCE = 1.016  # work of the heaviest rank over the mean that a placement may have for the sake of fewer rows
 
@@ -39,12 +39,13 @@ RECIPES_MANY = (
 
 
 def place(
-    slices: AttnSlices, num_tokens: int, cp_size: int, gpus_per_node: int | None = None, tile_rows: int = 16
+    layers: AttnSlices | Layers, num_tokens: int, cp_size: int, gpus_per_node: int | None = None, tile_rows: int = 16
 ) -> tuple[Int64Array, ...]:
     """Splits the tokens of a pack over the ranks. The same input gives the same placement everywhere.
 
     Args:
-        slices: the mask over the whole pack.
+        layers: the mask over the whole pack; or several, and how many layers have each: then the work of all layers
+            together is balanced, and the rows that travel are those of all layers.
         num_tokens: tokens of the pack, a multiple of cp_size.
         cp_size: number of ranks.
         gpus_per_node: when given, ranks [0, gpus_per_node) are one node, and so on; ranks that share a document are
@@ -60,7 +61,12 @@ def place(
         return tuple(np.zeros((0, 2), np.int64) for _ in range(cp_size))
     if cp_size == 1:
         return (np.array([[0, num_tokens]]),)
-    profile = WorkProfile(slices, num_tokens, tile_rows)
+    if isinstance(layers, AttnSlices):
+        layers = ((layers, 1),)
+    slices = layers[0][0]
+    if len(layers) > 1:  # what attends to what in any layer
+        slices = AttnSlices(np.concatenate([each.table for each, _ in layers]))
+    profile = WorkProfile(layers, num_tokens, tile_rows)
     gap = -(-tokens_per_rank // 16)
     readings = [documents(slices, num_tokens, gap)]
     is_long = np.diff(readings[0]).max() > tokens_per_rank
@@ -76,7 +82,7 @@ def place(
         for stretches in readings:
             owned, work = place_documents(profile, stretches, num_tokens, cp_size, recipe, mean_work)
             mean_work = int(work.mean())
-            candidates.append((_score(slices, owned, work), owned, stretches))
+            candidates.append((_score(layers, owned, work), owned, stretches))
     _, owned, stretches = min(candidates, key=lambda candidate: candidate[0])
     if gpus_per_node is not None and gpus_per_node < cp_size:
         owned = seat_in_nodes(slices, stretches[:, 0], owned, gpus_per_node)
@@ -92,10 +98,10 @@ def _expected_work(profile: WorkProfile, stretches: Int64Array, cp_size: int) ->
     return mean + int((cuts * keys).sum()) * profile.rows_wasted * 7 // (5 * cp_size)
 
 
-def _score(slices: AttnSlices, owned: Sequence[Int64Array], work: Int64Array) -> tuple[int, int]:
+def _score(layers: Layers, owned: Sequence[Int64Array], work: Int64Array) -> tuple[int, int]:
     """Smaller is better: first the imbalance beyond what is allowed, then the rows that travel."""
     excess = int(work.max()) - int(work.mean() * IMBALANCE)
-    _, received, sent = traffic(slices, owned)
+    received, sent = np.sum([np.array(traffic(slices, owned)[1:]) * count for slices, count in layers], 0)
     most_received, most_sent = int(received.max()), int(sent.max())
     hot = max(0, most_sent - most_received * 9 // 8)  # senders that hold the others up
     mean = int(received.sum()) // len(owned)

@@ -1,15 +1,18 @@
 """Work of any stretch of rows, and the documents of a mask."""
 
 import bisect
+from collections.abc import Sequence
 
 import numpy as np
 
 from torchtitan_magi.masks.geometry import Int64Array, union, upper_bound
 from torchtitan_magi.masks.slices import AttnSlices
 
+Layers = Sequence[tuple[AttnSlices, int]]  # the masks of a model's layers, and how many layers have each
+
 
 class WorkProfile:
-    """What stretches of rows cost: their (query, key) pairs, exactly, and the tiles that they fill only in part.
+    """What stretches of rows cost in all layers: their (query, key) pairs, exactly, and the tiles filled only in part.
 
     A stretch of n rows touches (n - 1) / tile_rows + 1 tiles on average over its offsets, so its pairs count
     (n + tile_rows - 1) / n times. Costs that are equal for all rows are left out: ranks have equally many rows.
@@ -18,11 +21,13 @@ class WorkProfile:
         tile_rows: query tokens per tile of the kernel; 1 counts pairs alone.
     """
 
-    def __init__(self, slices: AttnSlices, num_tokens: int, tile_rows: int) -> None:
-        table = slices.canonical().table.astype(np.int64)
+    def __init__(self, layers: Layers, num_tokens: int, tile_rows: int) -> None:
+        tables = [slices.canonical().table.astype(np.int64) for slices, _ in layers]
+        table = np.concatenate(tables)
+        count = np.repeat([count for _, count in layers], [len(table) for table in tables])
         q_start, q_end, k_start, _, mask_type = table.T
-        slope = (mask_type & 1) - (mask_type >> 1)
-        keys = upper_bound(table, q_start) - k_start - slope * q_start  # of row 0 if the slice reached it
+        slope = ((mask_type & 1) - (mask_type >> 1)) * count
+        keys = (upper_bound(table, q_start) - k_start) * count - slope * q_start  # of row 0 if the slice reached it
         edges = np.unique(np.concatenate([q_start, q_end, [0, num_tokens]]))
         constant, linear = np.zeros((2, len(edges)), np.int64)
         for rows, sign in ((q_start, 1), (q_end, -1)):
