@@ -167,10 +167,10 @@ def options_of(owner: type) -> list[Field[Any]]:
 
 
 def magi_options(section: str) -> str:
-    """A table of [magi], [magi.dpo] or [magi.lora]."""
+    """A table of [magi] or [magi.dpo]."""
     from torchtitan_magi.training import options
 
-    owner = {"magi": options.Magi, "magi.dpo": options.DPO, "magi.lora": options.LoRA}[section]
+    owner = {"magi": options.Magi, "magi.dpo": options.DPO}[section]
     docs = option_docs(owner)
     rows = [(f"`{found.name}`", type_of(found), default_of(found), docs[found.name]) for found in options_of(owner)]
     return table(["option", "type", "default", "meaning"], rows)
@@ -323,7 +323,6 @@ def markdown(docstring: str) -> str:
 PARTS: dict[str, Callable[[], str]] = {
     "options-magi": functools.partial(magi_options, "magi"),
     "options-dpo": functools.partial(magi_options, "magi.dpo"),
-    "options-lora": functools.partial(magi_options, "magi.lora"),
     "options-torchtitan": torchtitan_options,
     "commands": commands,
     "scripts": scripts,

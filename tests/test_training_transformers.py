@@ -57,7 +57,7 @@ SFT = {
     "qwen3_moe_unscaled": ({},),
 }
 DPO = {"llama": DENSE, "qwen3_moe": EXPERTS}
-if IS_0_3:  # models that torchtitan 0.2.2 has not, or not under FSDP
+if IS_0_3:  # models that torchtitan 0.2.2 has not, or not under FSDP; gloo lacks what its expert parallelism needs
     MODELS |= {
         "tied_llama": ({"kind": "llama", "tied": True}, "llama3"),
         "yarn_llama": ({"kind": "llama", "rope": YARN}, "llama3"),
@@ -66,7 +66,8 @@ if IS_0_3:  # models that torchtitan 0.2.2 has not, or not under FSDP
     }
     TIED = ({"cp": 2}, {"dp": 2}, {"tp": 2, "cp": 2})
     SFT |= {"tied_llama": TIED, "tied_qwen3": ({}, *TIED), "yarn_llama": ({"cp": 2},), "yarn_qwen3": ({}, {"cp": 2})}
-    SFT |= {"linear_qwen3": ({"cp": 2},)}
+    SFT |= {"linear_qwen3": ({"cp": 2},), "qwen3_moe": DENSE}
+    DPO = {"llama": DENSE}
 NAMES = DEGREES | {"ep": "expert_parallel_degree"}
 
 

@@ -6,7 +6,6 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 EXPERT_LOAD_METRICS = ("moe/expert_imbalance", "moe/worst_expert_imbalance", "moe/idle_experts")
 COUNTS = ("tokens_per_expert", "tokens_per_expert_E")  # torchtitan's names of a layer's counts, 0.2 and 0.3
@@ -45,8 +44,7 @@ def take_expert_load(models: Iterable[nn.Module], group: dist.ProcessGroup | Non
     layers = expert_counts(models)
     if not layers:
         return {}
-    whole = [layer.full_tensor() if isinstance(layer, DTensor) else layer for layer in layers]
-    counts = torch.stack(whole)  # [layers, experts]
+    counts = torch.stack(layers)  # [layers, experts]
     for layer in layers:
         layer.zero_()
     if group is not None:

@@ -142,6 +142,5 @@ def job_of(config: Any) -> Any:
 
 def _data(loader: Any) -> dict[str, Any]:
     """What a section says of its data."""
-    values: dict[str, Any] = {field.name: getattr(loader, field.name, field.default) for field in fields(Workers)}
-    workers = Workers(**values)
+    workers = Workers(**{field.name: getattr(loader, field.name, field.default) for field in fields(Workers)})
     return {"dataset": loader.dataset, "dataset_path": loader.dataset_path, "dataloader": workers}

@@ -4,9 +4,7 @@ Sections are made of 0.3's own dataclasses, so what 0.3 adds to them can be set 
 """
 
 import tomllib
-from copy import copy
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, make_dataclass
-from functools import partial
 from typing import Any, Literal, get_type_hints
 
 import tyro
@@ -45,12 +43,11 @@ def _section(base: type | None, **own: Any) -> Any:
     hints = get_type_hints(base) if base is not None else {}
     for option in fields(base) if base is not None else ():
         if option.name != "trace_post_processor":  # a function
-            is_made: Any = option.default_factory is not MISSING
-            made = field(default_factory=option.default_factory) if is_made else field(default=option.default)
-            options[option.name] = hints[option.name], made
+            default = {"default": option.default, "default_factory": option.default_factory}
+            options[option.name] = hints[option.name], field(**{k: v for k, v in default.items() if v is not MISSING})
     for name, (kind, default) in own.items():
         is_value = not is_dataclass(default) and not isinstance(default, list)
-        options[name] = kind, field(default=default) if is_value else field(default_factory=partial(copy, default))
+        options[name] = kind, field(default=default) if is_value else field(default_factory=lambda d=default: d)
     return make_dataclass("Section", [(name, kind, made) for name, (kind, made) in options.items()])
 
 

@@ -85,12 +85,7 @@ def save_adapters(folder: Path, model: nn.Module, adapter: Any, lora: LoRA, base
     if dist.get_rank() == 0:
         folder.mkdir(parents=True, exist_ok=True)
         names = [name.rpartition(".")[2] for kind in TARGETS for name in TARGETS[kind] if _has(kind, lora)]
-        config: dict[str, Any] = {
-            "peft_type": "LORA",
-            "task_type": "CAUSAL_LM",
-            "base_model_name_or_path": base,
-            "bias": "none",
-        }
+        config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "bias": "none"}
         config |= {"r": lora.rank, "lora_alpha": lora.alpha, "lora_dropout": 0.0, "target_modules": names}
         save_file(tensors, folder / "adapter_model.safetensors", {"format": "pt"})
         (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")

@@ -14,7 +14,6 @@ from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.tools import utils
 
 from torchtitan_magi.titan.v03.cpu import prepare_model
-from torchtitan_magi.titan.v03.experts import use_our_experts
 from torchtitan_magi.training.model_config import Experts, ModelConfig, Rope
 from torchtitan_magi.wording import quoted
 
@@ -55,7 +54,6 @@ def model_spec(name: str, flavor: str, config: ModelConfig | None, converters: l
     spec.flavor = flavor
     if config is not None:
         spec.model = model_of(config)
-    use_our_experts(spec.model)
     for converter in converters:
         spec.model = converter.build().convert(spec.model)
     return with_varlen(spec)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from torchtitan_magi.training.logprob_model import LogprobModel
 from torchtitan_magi.training.model_config import ModelConfig
-from torchtitan_magi.training.objectives import SFT, LocalBatch, Objective
+from torchtitan_magi.training.objectives import SFT, LocalBatch
 from torchtitan_magi.training.options import DPO_DATASET
 
 SCHEDULES = ("1F1B", "Interleaved1F1B", "GPipe")
@@ -60,10 +60,9 @@ class Pipeline:
         batch, scale = self.microbatches[int(number)]
         return -self.last.summed(batch.labels, hidden, batch.labelled, scale) / self.trainer.num_items
 
-    def forward_backward(self, objective: Objective, inputs: list[dict[str, Any]], labels: list[Tensor]) -> Tensor:
+    def forward_backward(self, objective: SFT, inputs: list[dict[str, Any]], labels: list[Tensor]) -> Tensor:
         """This rank's addend to the step's mean loss, detached; -1 on ranks without the last stage, as torchtitan has
         it."""
-        assert isinstance(objective, SFT)  # see check_pipeline
         trainer, counts = self.trainer, [batch.pop("num_items") for batch in inputs]
         read = [objective.read(batch, of, trainer.process) for batch, of in zip(inputs, labels, strict=True)]
         self.microbatches = read

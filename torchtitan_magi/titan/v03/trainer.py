@@ -71,12 +71,14 @@ class MagiTrainer(ObjectiveTrainer, Trainer):
         self.count = WorkCount()
         _make_room_for_positions(config)
         temperature = {"temperature": self.model_facts.rope.attention_factor**2}
-        changed: dict[str, Any] = {
-            "dataloader": _Loader(config.dataloader, self._build_loader),
-            "override": replace(config.override, imports=[*config.override.imports, (OVERRIDE, temperature)]),
-            "training": replace(config.training, disable_cuda_graphs=True),
-        }
-        super().__init__(replace(config, **changed))
+        super().__init__(
+            replace(
+                config,
+                dataloader=_Loader(config.dataloader, self._build_loader),
+                override=replace(config.override, imports=[*config.override.imports, (OVERRIDE, temperature)]),
+                training=replace(config.training, disable_cuda_graphs=True),
+            )
+        )
         if config.checkpoint.enable:
             self.checkpointer.sd_adapter.fqn_to_index_mapping = self.export_shards
             self.checkpointer.exported_files = self.exported_files
@@ -150,7 +152,6 @@ class MagiTrainer(ObjectiveTrainer, Trainer):
             mesh = dims.get_mesh("batch")
             size, rank = mesh.size(), mesh.get_local_rank()
         section = job.validation
-        loader: Any
         if section.dataset in OUR_DATASETS:
             loader = build_dataloader(section, size, rank, self.tokenizer, job, False)
         else:
