@@ -15,28 +15,45 @@
 //
 // DETERMINISTIC orders the additions to a row of dQ by a counter per query block and head pack: tiles in ascending order; and what
 // the parts of a tile add to dK and dV by a counter per tile and head.
+//
+// Wide heads (kWide) leave shared memory no room for gradients on their way out: the consumers add dQ to global memory from their
+// registers. Where registers do not hold dK and dV at once, two launches share the work: ONLY_VALUES computes dV, NO_VALUES dK and dQ.
 #include "ffa_layout.cuh"
 
 constexpr int kRows = 64;
+constexpr int kKeys = 128;                           // of a tile
 constexpr int kTokens = kRows / PACK;
-constexpr int kStages = 2;
+#ifdef ONLY_VALUES
+constexpr bool kKeyGrads = false;                    // dK and dQ
+#else
+constexpr bool kKeyGrads = true;
+#endif
+#ifdef NO_VALUES
+constexpr bool kValueGrads = false;                  // dV
+#else
+constexpr bool kValueGrads = true;
+#endif
+constexpr int kStages = HEAD_DIM == 256 && kKeyGrads ? 1 : 2;
+constexpr bool kLateAdds = HEAD_DIM == 192 && kKeyGrads;   // dQ of a block is added in the middle of the next one
+constexpr bool kEarlyDout = kStages == 1;            // dOut has barriers of its own, as it is free before Q is
 constexpr int kTakenAt = 3;                          // blocks before its end that an item's CTA takes the next one
 constexpr int kGradColumns = HEAD_DIM / 2;           // columns of dQ that one warpgroup computes
 
 // ---------------------------------------------------------------------------------------------- shared memory
 constexpr u32 kKeyPanel = kKeys * 128, kRowPanel = kRows * 128;
 constexpr u32 kKeyBytes = kPanels * kKeyPanel, kRowBytes = kPanels * kRowPanel;
-constexpr u32 kRowBytesCopied = kPanels * kTokens * PACK * 128;
+constexpr u32 kValueBytes = kKeyGrads ? kValuePanels * kKeyPanel : 0, kDoutBytes = kValuePanels * kRowPanel;
+constexpr u32 kRowBytesCopied = kPanels * kTokens * PACK * 128, kDoutBytesCopied = kValuePanels * kTokens * PACK * 128;
 constexpr u32 kGradPanel = kRows * 128;               // [64 rows][32 fp32 columns]
 constexpr u32 kGradBytes = kGradColumns / 32 * kGradPanel;
 constexpr int kGradBuffers = 2;
 struct Shared {
   alignas(1024) unsigned char k[kKeyBytes];
-  alignas(1024) unsigned char v[kKeyBytes];
+  alignas(1024) unsigned char v[kKeyGrads ? kValueBytes : 16];
   alignas(1024) unsigned char q[kStages][kRowBytes];
-  alignas(1024) unsigned char dout[kStages][kRowBytes];
-  alignas(1024) unsigned char ds[2][kKeys * 128];     // dS^T, [128 keys][64 rows]
-  alignas(1024) unsigned char grad[2][kGradBuffers][kGradBytes];             // pieces on their way out, per warpgroup
+  alignas(1024) unsigned char dout[kStages][kDoutBytes];
+  alignas(1024) unsigned char ds[2][kKeyGrads ? kKeys * 128 : 16];           // dS^T, [128 keys][64 rows]
+  alignas(1024) unsigned char grad[2][kGradBuffers][kWide ? 16 : kGradBytes];   // pieces on their way out, per warpgroup
   float lse_log2[kStages][kRows];                     // + infinity where a row has no keys or does not exist
   float delta[kStages][kRows];
   int2 band[kStages][kRows];
@@ -48,10 +65,11 @@ struct Shared {
   // k*Grad, first column | parts before << kLowBits} of a piece of dK or dV; first token < 0: no more work
   int4 grad_piece[2][kGradBuffers];
   u64 kv_full, kv_empty, full[kStages], empty[kStages], grad_full[2][kGradBuffers], grad_empty[2][kGradBuffers];
+  u64 dout_full, dout_empty;
 };
 static_assert(sizeof(Shared) <= SHARED_BYTES, "ffa.py asks for too little shared memory");
 
-enum NamedBarrier { kScoreGradReady = 1 };
+enum NamedBarrier { kScoreGradReady = 1, kTurnOfGroup = 2 };   // the latter per warpgroup
 
 constexpr int kNoKey = 0x7fffffff;
 
@@ -77,8 +95,11 @@ struct BackwardParams {
   int num_q, num_heads_q, head_dim, num_q_blocks;
   int store;             // how dk and dv leave, see Store
   long long dk_token_stride, dk_head_stride, dv_token_stride, dv_head_stride;   // elements
-  float softmax_scale, scale_log2;
+  float softmax_scale, scale_log2;   // with a softcap, scale_log2 = softcap * log2(e)
   LateKeys late;
+  float* dq;             // wide: as map_dq has it, but for the order of columns, see add_query_grads
+  int value_dim;
+  float cap_scale;       // softmax_scale / softcap
 };
 
 // The place of (query block, tile) among the additions to the block's dQ: tiles ascending, then components descending.
@@ -106,51 +127,52 @@ DEVICE void pass_turn(int* turn) {
   asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(turn) : "memory");
 }
 
-// ---------------------------------------------------------------------------------------------- whole tiles of dK and dV
-// Transposes 4 x 4 words among the four lanes of a quad: lane i gets word i of every lane, in lane order.
-DEVICE uint4 quad_transpose(u32 w0, u32 w1, u32 w2, u32 w3, int lane) {
-  const bool odd = lane & 1, upper = lane & 2;
-  const u32 a = __shfl_xor_sync(~0u, odd ? w0 : w1, 1), b = __shfl_xor_sync(~0u, odd ? w2 : w3, 1);
-  const u32 x0 = odd ? a : w0, x1 = odd ? w1 : a;      // word (0 | 1) of this lane pair
-  const u32 y0 = odd ? b : w2, y1 = odd ? w3 : b;      // word (2 | 3)
-  const u32 c = __shfl_xor_sync(~0u, upper ? x0 : y0, 2), d = __shfl_xor_sync(~0u, upper ? x1 : y1, 2);
-  return upper ? make_uint4(c, d, y0, y1) : make_uint4(x0, x1, c, d);
+// ---------------------------------------------------------------------------------------------- gradients of wide heads
+DEVICE void add_float2(float* to, float x, float y) {
+  asm volatile("red.relaxed.gpu.global.add.v2.f32 [%0], {%1, %2};" ::"l"(to), "f"(x), "f"(y) : "memory");
+}
+DEVICE void add_float4(float* to, float x, float y, float z, float w) {
+  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(x), "f"(y), "f"(z), "f"(w) : "memory");
 }
 
-// Stores accumulator rows r (elements 4i, 4i + 1) and r + 8 (4i + 2, 4i + 3), times `scale`, as the input type, 16 bytes a
-// lane. row_* = the row's first element, null when there is nothing to store.
+// Adds N columns of an accumulator to two rows of dQ (null: none). Of each 16 columns, 4 l to 4 l + 3 in memory are 2 l, 2 l + 1,
+// 2 l + 8 and 2 l + 9: those of lane l of a quad. `columns` = how many there are from the first on.
 template <int N>
-DEVICE void store_rows_packed(const float (&acc)[N / 2], float scale, unsigned short* row_low, unsigned short* row_high,
-                              int head_dim, int lane) {
+DEVICE void add_query_grads(const float (&acc)[N / 2], float* row_low, float* row_high, int columns, int lane) {
 #pragma unroll
-  for (int i = 0; i < N / 8; i += 4) {
-    u32 low[4], high[4];
-#pragma unroll
-    for (int j = 0; j < 4; j++) {
-      const int e = 4 * (i + j);
-      low[j] = pack2(acc[e] * scale, acc[e + 1] * scale);
-      high[j] = pack2(acc[e + 2] * scale, acc[e + 3] * scale);
-    }
-    const uint4 l = quad_transpose(low[0], low[1], low[2], low[3], lane);
-    const uint4 h = quad_transpose(high[0], high[1], high[2], high[3], lane);
-    const int column = (i + lane % 4) * 8;
-    if (column < head_dim) {
-      if (row_low) *(uint4*)(row_low + column) = l;
-      if (row_high) *(uint4*)(row_high + column) = h;
-    }
+  for (int i = 0; i < N / 16; i++) {
+    const int at = 16 * i + lane % 4 * 4;
+    if (16 * i >= columns) return;
+    if (row_low) add_float4(row_low + at, acc[8 * i], acc[8 * i + 1], acc[8 * i + 4], acc[8 * i + 5]);
+    if (row_high) add_float4(row_high + at, acc[8 * i + 2], acc[8 * i + 3], acc[8 * i + 6], acc[8 * i + 7]);
   }
 }
 
-// The same as fp32, 8 bytes a lane.
+// Adds accumulator rows r and r + 8, times `scale`, to fp32 rows.
 template <int N>
-DEVICE void store_rows_float(const float (&acc)[N / 2], float scale, float* row_low, float* row_high, int head_dim, int lane) {
+DEVICE void add_rows_float(const float (&acc)[N / 2], float scale, float* row_low, float* row_high, int head_dim, int lane) {
 #pragma unroll
   for (int i = 0; i < N / 8; i++) {
     const int column = i * 8 + lane % 4 * 2;
-    if (column < head_dim) {
-      if (row_low) *(float2*)(row_low + column) = make_float2(acc[4 * i] * scale, acc[4 * i + 1] * scale);
-      if (row_high) *(float2*)(row_high + column) = make_float2(acc[4 * i + 2] * scale, acc[4 * i + 3] * scale);
-    }
+    if (column >= head_dim) return;
+    if (row_low) add_float2(row_low + column, acc[4 * i] * scale, acc[4 * i + 1] * scale);
+    if (row_high) add_float2(row_high + column, acc[4 * i + 2] * scale, acc[4 * i + 3] * scale);
+  }
+}
+
+// Around additions of a whole warpgroup: in deterministic mode they wait until `turn` is `wanted`, and then pass it on.
+template <typename ADD>
+DEVICE void in_turn(int* turn, int wanted, int w, bool leader, ADD add) {
+  if (kDeterministic) {
+    if (leader)
+      while (load_acquire(turn) != wanted) {}
+    named_sync(kTurnOfGroup + w, 128);
+  }
+  add();
+  if (kDeterministic) {
+    __threadfence();
+    named_sync(kTurnOfGroup + w, 128);
+    if (leader) asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(turn) : "memory");
   }
 }
 
@@ -169,14 +191,19 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
   const u32 k = smem_address(smem.k), v = smem_address(smem.v);
   const u32 q = smem_address(smem.q), dout = smem_address(smem.dout);
   const u32 grad_full = smem_address(smem.grad_full), grad_empty = smem_address(smem.grad_empty);
+  const u32 dout_full = smem_address(&smem.dout_full), dout_empty = smem_address(&smem.dout_empty);
   if (threadIdx.x == 0) {
     mbarrier_init(kv_full, 1);
     mbarrier_init(kv_empty, kConsumers / 32 * kWarpArrivals);
+    if (kEarlyDout) {
+      mbarrier_init(dout_full, 1);
+      mbarrier_init(dout_empty, kConsumers / 32 * kWarpArrivals);
+    }
     for (int i = 0; i < kStages; i++) {
       mbarrier_init(full + 8 * i, 1 + 32);            // the copy engine's bytes, and the row statistics of each lane
       mbarrier_init(empty + 8 * i, kConsumers / 32 * kWarpArrivals);
     }
-    for (int i = 0; i < 2 * kGradBuffers; i++) {
+    for (int i = 0; i < (kWide ? 0 : 2 * kGradBuffers); i++) {
       mbarrier_init(grad_full + 8 * i, 4 * kWarpArrivals);   // the warps of a warpgroup
       mbarrier_init(grad_empty + 8 * i, 1);
     }
@@ -218,10 +245,11 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
             mbarrier_arrive(kv_full);
           } else {
             const int row = late ? first_key - params.late.first : first_key;
-            mbarrier_arrive_expect(kv_full, 2 * kKeyBytes);
+            mbarrier_arrive_expect(kv_full, kKeyBytes + kValueBytes);
             for (int p = 0; p < kPanels; p++) {
               tma_load_3d(k + p * kKeyPanel, late ? &map_late_k : &map_k, kv_full, p * 64, kv_head, row);
-              tma_load_3d(v + p * kKeyPanel, late ? &map_late_v : &map_v, kv_full, p * 64, kv_head, row);
+              if (kKeyGrads && p < kValuePanels)
+                tma_load_3d(v + p * kKeyPanel, late ? &map_late_v : &map_v, kv_full, p * 64, kv_head, row);
             }
           }
         }
@@ -238,7 +266,7 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
               const bool is_full = b >= segment.full_first && b < segment.full_end;
               const int left = pack + 1 == packs && i == 0 ? b - segment.first : 1 << 30;   // blocks after this one
               if (lane == 0 && (left == kTakenAt || (left < kTakenAt && b + 1 == segment.end))) index = next_item(params.counter);
-              const int rank = kDeterministic ? addition_rank(params, b, item.tile, segment.component) : 0;
+              const int rank = kDeterministic && kKeyGrads ? addition_rank(params, b, item.tile, segment.component) : 0;
               const int token = b * kTokens;
               float lse[2], delta[2];                              // of rows lane and lane + 32
               int2 band[2];
@@ -256,13 +284,22 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
                 }
               }
               const int s = ring.stage;
+              if (kEarlyDout) {
+                mbarrier_wait(dout_empty, ring.phase ^ 1);
+                if (lane == 0) {
+                  mbarrier_arrive_expect(dout_full, kDoutBytesCopied);
+                  for (int p = 0; p < kValuePanels; p++)
+                    tma_load_3d(dout + p * kRowPanel, &map_dout, dout_full, p * 64, head, token);
+                }
+              }
               mbarrier_wait(empty + 8 * s, ring.phase ^ 1);
               if (lane == 0) {
-                mbarrier_arrive_expect(full + 8 * s, 2 * kRowBytesCopied);
+                mbarrier_arrive_expect(full + 8 * s, kRowBytesCopied + (kEarlyDout ? 0 : kDoutBytesCopied));
                 for (int p = 0; p < kPanels; p++) {
                   const u32 at = s * kRowBytes + p * kRowPanel;
                   tma_load_3d(q + at, &map_q, full + 8 * s, p * 64, head, token);
-                  tma_load_3d(dout + at, &map_dout, full + 8 * s, p * 64, head, token);
+                  if (!kEarlyDout && p < kValuePanels)
+                    tma_load_3d(dout + at - s * (kRowBytes - kDoutBytes), &map_dout, full + 8 * s, p * 64, head, token);
                 }
                 smem.block[s] = make_int4(token, head, (is_full ? kFullBlock : 0) | (left == 0 ? kLastBlock : 0),
                                           rank);
@@ -288,7 +325,7 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
         mbarrier_arrive(kv_full);
         finish_items(params.counter);
       }
-    } else if (warp <= 2) {  // ------------------------------------------------------------------ dQ warps, one per warpgroup
+    } else if (!kWide && warp <= 2) {  // ------------------------------------------------------------------ dQ warps, one per warpgroup
       const int w = warp - 1;
       Ring<kGradBuffers> ring;
       int* landing = nullptr;                         // deterministic: the turn to pass on when the last addition has landed
@@ -347,6 +384,8 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
     const int key_row = w * 64 + warp % 4 * 16 + lane / 4;        // this thread's keys: key_row and key_row + 8
     const u32 k_rows = operand(k + w * kRowPanel), v_rows = operand(v + w * kRowPanel);        // this warpgroup's keys
     const u32 k_columns = operand(k + (kPanels == 2 ? w * kKeyPanel : w * 64));                // its half of the columns
+    const u32 wide_columns = operand(k + w * kKeyPanel * (HEAD_DIM == 256 ? 2 : 1), kKeyPanel);
+    const u32 rest_columns = operand(k + 2 * kKeyPanel + w * 64);
     const u32 q_rows = operand(q, kRowPanel), dout_rows = operand(dout, kRowPanel);
     const u32 ds_operand = operand(smem_address(smem.ds));
     // where this thread stores: a row of a dS matrix and of a piece of dQ (see store_matrices), its first row of a piece of dK or dV
@@ -386,14 +425,39 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
       mbarrier_wait(kv_full, kv_phase);
       if (warp_uniform(smem.item.x) < 0) break;
       const int first_key = smem.item.x;
-      float dk_rmem[HEAD_DIM / 2], dv_rmem[HEAD_DIM / 2];
+      float dk_rmem[HEAD_DIM / 2], dv_rmem[VALUE_DIM / 2];
 #pragma unroll
-      for (int j = 0; j < HEAD_DIM / 2; j++) dk_rmem[j] = dv_rmem[j] = 0;
+      for (int j = 0; j < HEAD_DIM / 2; j++) dk_rmem[j] = 0;
+#pragma unroll
+      for (int j = 0; j < VALUE_DIM / 2; j++) dv_rmem[j] = 0;
 
+      int last_stage = -1;                                        // ONLY_VALUES: of the block before
+      // Wide: half of the columns of dQ, those of 192 as one panel and half of the third.
+      constexpr int kColumns = HEAD_DIM == 256 ? 128 : 64;
+      float dq_rmem[kColumns / 2], rest_rmem[16];
+      int3 previous = make_int3(-1, 0, 0);                        // kLateAdds: first token, first head and rank of the block before
+      auto add_query_rows = [&](int3 block) {
+        float* rows[2];
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+          const int row = warp % 4 * 16 + lane / 4 + 8 * r, token = block.x + row / PACK;
+          const bool valid = row < kTokens * PACK && token < params.num_q;
+          rows[r] = valid ? params.dq + ((u64)token * params.num_heads_q + block.y + row % PACK) * params.head_dim : nullptr;
+        }
+        int* turn = params.semaphores + (block.x / kTokens * (params.num_heads_q / PACK) + block.y / PACK) * 2 + w;
+        in_turn(turn, block.z, w, leader, [&]() {
+          const int first = w * kColumns, rest = 128 + w * 32;
+          add_query_grads<kColumns>(dq_rmem, rows[0] ? rows[0] + first : nullptr, rows[1] ? rows[1] + first : nullptr,
+                                    params.head_dim - first, lane);
+          if (HEAD_DIM == 192)
+            add_query_grads<32>(rest_rmem, rows[0] ? rows[0] + rest : nullptr, rows[1] ? rows[1] + rest : nullptr,
+                                params.head_dim - rest, lane);
+        });
+      };
       int flags = warp_uniform(smem.item.z);
       while (!(flags & kLastBlock)) {
         const int s = ring.stage;
-        const u32 q_s = moved(q_rows, s * kRowBytes), dout_s = moved(dout_rows, s * kRowBytes);
+        const u32 q_s = moved(q_rows, s * kRowBytes), dout_s = moved(dout_rows, s * kDoutBytes);
         float s_rmem[32], dp_rmem[32];
         u32 p_rmem[16], ds_rmem[16];
         mbarrier_wait(full + 8 * s, ring.phase);
@@ -404,13 +468,19 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
         for (int i = 0; i < HEAD_DIM / 16; i++)
           wgmma_ss<0, 0>(s_rmem, moved(k_rows, i / 4 * kKeyPanel + i % 4 * 32), moved(q_s, i / 4 * kRowPanel + i % 4 * 32), i > 0);
         wgmma_commit();
+        if (kKeyGrads) {
+          if (kEarlyDout) mbarrier_wait(dout_full, ring.phase);
 #pragma unroll
-        for (int i = 0; i < HEAD_DIM / 16; i++)
-          wgmma_ss<0, 0>(dp_rmem, moved(v_rows, i / 4 * kKeyPanel + i % 4 * 32), moved(dout_s, i / 4 * kRowPanel + i % 4 * 32),
-                         i > 0);
-        wgmma_commit();
-
-        wgmma_wait<1>();                                          // S
+          for (int i = 0; i < VALUE_DIM / 16; i++)
+            wgmma_ss<0, 0>(dp_rmem, moved(v_rows, i / 4 * kKeyPanel + i % 4 * 32), moved(dout_s, i / 4 * kRowPanel + i % 4 * 32),
+                           i > 0);
+          wgmma_commit();
+          wgmma_wait<1>();                                        // S
+        } else {
+          wgmma_wait<0>();                                        // S, and dV of the block before
+          if (last_stage >= 0) mbarrier_arrive_warp(empty + 8 * last_stage);
+        }
+        if (kSoftcap) cap_scores(s_rmem, params.cap_scale);
         if (!(flags & kFullBlock)) {
           const int end_key = smem.item.w;                        // what lies beyond the tile is in no band
           const int key0 = first_key + key_row < end_key ? first_key + key_row : kNoKey;
@@ -427,14 +497,24 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
 #pragma unroll
         for (int g = 0; g < 8; g++) {
           const float2 lse = *(const float2*)&smem.lse_log2[s][g * 8 + lane % 4 * 2];
+          float slope[4];                                         // of the cap
 #pragma unroll
-          for (int e = 0; e < 4; e++)
+          for (int e = 0; e < 4; e++) {
+            if (kSoftcap) slope[e] = 1 - s_rmem[4 * g + e] * s_rmem[4 * g + e];
             s_rmem[4 * g + e] = exp2_fast(s_rmem[4 * g + e] * params.scale_log2 - (e % 2 ? lse.y : lse.x));
+          }
+          if (kSoftcap) {                                         // P is needed with and without it
+            p_rmem[2 * g] = pack2(s_rmem[4 * g], s_rmem[4 * g + 1]);
+            p_rmem[2 * g + 1] = pack2(s_rmem[4 * g + 2], s_rmem[4 * g + 3]);
+#pragma unroll
+            for (int e = 0; e < 4; e++) s_rmem[4 * g + e] *= slope[e];
+          }
         }
 
-        wgmma_wait<0>();                                          // dP
+        if (kKeyGrads) wgmma_wait<0>();                           // dP
+        if (kEarlyDout) mbarrier_arrive_warp(dout_empty);
 #pragma unroll
-        for (int g = 0; g < 8; g++) {
+        for (int g = 0; g < (kKeyGrads ? 8 : 0); g++) {
           const float2 delta = *(const float2*)&smem.delta[s][g * 8 + lane % 4 * 2];
 #pragma unroll
           for (int e = 0; e < 4; e++)
@@ -442,15 +522,22 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
         }
 #pragma unroll
         for (int j = 0; j < 16; j++) {
-          p_rmem[j] = pack2(s_rmem[2 * j], s_rmem[2 * j + 1]);
-          ds_rmem[j] = pack2(dp_rmem[2 * j], dp_rmem[2 * j + 1]);
+          if (!kSoftcap) p_rmem[j] = pack2(s_rmem[2 * j], s_rmem[2 * j + 1]);
+          if (kKeyGrads) ds_rmem[j] = pack2(dp_rmem[2 * j], dp_rmem[2 * j + 1]);
         }
 
-        wgmma_fence();
+        if (kValueGrads) {
+          wgmma_fence();
 #pragma unroll
-        for (int i = 0; i < kRows / 16; i++)
-          wgmma_rs(dv_rmem, p_rmem + 4 * i, moved(dout_s, i * 2048), 1);
-        wgmma_commit();
+          for (int i = 0; i < kRows / 16; i++)
+            wgmma_rs(dv_rmem, p_rmem + 4 * i, moved(dout_s, i * 2048), 1);
+          wgmma_commit();
+        }
+        if (!kKeyGrads) {
+          last_stage = s;
+          ring.advance();
+          continue;
+        }
 
 #pragma unroll
         for (int i = 0; i < 4; i++)
@@ -458,6 +545,33 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
         fence_proxy_async();
         named_sync(kScoreGradReady, kConsumers);                  // dS of both warpgroups; the other buffer is free again
 
+        if constexpr (kWide) {
+          if (kLateAdds && previous.x >= 0) add_query_rows(previous);
+          wgmma_fence();
+#pragma unroll
+          for (int i = 0; i < kRows / 16; i++)
+            wgmma_rs(dk_rmem, ds_rmem + 4 * i, moved(q_s, i * 2048), 1);
+          wgmma_commit();
+#pragma unroll
+          for (int i = 0; i < kKeys / 16; i++)
+            wgmma_ss<1, 1>(dq_rmem, moved(ds_operand, ds_b + i * 2048), moved(wide_columns, i * 2048), i > 0);
+          if (HEAD_DIM == 192) {
+#pragma unroll
+            for (int i = 0; i < kKeys / 16; i++)
+              wgmma_ss<1, 1>(rest_rmem, moved(ds_operand, ds_b + i * 2048), moved(rest_columns, i * 2048), i > 0);
+          }
+          wgmma_commit();
+          ds_b ^= (u32)sizeof(smem.ds[0]);
+          wgmma_wait<1>();                                        // dV and dK
+          mbarrier_arrive_warp(empty + 8 * s);
+          ring.advance();
+          wgmma_wait<0>();                                        // dQ
+          previous = make_int3(block.x, block.y, block.w);
+          if (!kLateAdds) add_query_rows(previous);
+          continue;
+        }
+
+        if constexpr (!kWide) {
         float dq_rmem[kGradColumns / 2];
         wgmma_fence();
 #pragma unroll
@@ -476,13 +590,19 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
         wgmma_wait<0>();                                          // dK
         mbarrier_arrive_warp(empty + 8 * s);
         ring.advance();
+        }
+      }
+      if (kLateAdds && previous.x >= 0) add_query_rows(previous);
+      if (!kKeyGrads && last_stage >= 0) {
+        wgmma_wait<0>();                                          // dV
+        mbarrier_arrive_warp(empty + 8 * last_stage);
       }
 
       // ------------------------------------------------------------------------------------- epilogue
       const int kv_head = smem.item.y, end_key = smem.item.w;
       const int2 part = kDeterministic ? smem.part : make_int2(0, 0);
       mbarrier_arrive_warp(kv_empty);
-      if (params.store == kAddFloat) {                             // rows beyond end_key are 0
+      if (!kWide && params.store == kAddFloat) {                   // rows beyond end_key are 0
         const int head = kv_head | part.x << kLowBits, parts = part.y << kLowBits;
 #pragma unroll
         for (int i = 0; i < 2; i++)
@@ -493,20 +613,29 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
         continue;
       }
       const bool valid0 = first_key + key_row < end_key, valid1 = first_key + key_row + 8 < end_key;
-      auto store = [&](const float(&acc)[HEAD_DIM / 2], void* base, long long token_stride, long long head_stride, float scale) {
+      auto store = [&](const auto& acc, void* base, long long token_stride, long long head_stride, float scale, int dim) {
+        constexpr int N = sizeof(acc) / sizeof(float) * 2;
         const long long low = (first_key + key_row) * token_stride + kv_head * head_stride, high = low + 8 * token_stride;
         if (params.store == kStorePacked) {
           unsigned short* p = (unsigned short*)base;
-          store_rows_packed<HEAD_DIM>(acc, scale, valid0 ? p + low : nullptr, valid1 ? p + high : nullptr, params.head_dim,
-                                      lane);
+          store_rows_packed<N>(acc, scale, valid0 ? p + low : nullptr, valid1 ? p + high : nullptr, dim, lane);
           return;
         }
         float *row_low = valid0 ? (float*)base + low : nullptr, *row_high = valid1 ? (float*)base + high : nullptr;
-        store_rows_float<HEAD_DIM>(acc, scale, row_low, row_high, params.head_dim, lane);
+        if (kWide && params.store == kAddFloat) add_rows_float<N>(acc, scale, row_low, row_high, dim, lane);
+        else store_rows_float<N>(acc, scale, row_low, row_high, dim, lane);
       };
-      store(dk_rmem, params.dk, params.dk_token_stride, params.dk_head_stride, params.softmax_scale);
-      store(dv_rmem, params.dv, params.dv_token_stride, params.dv_head_stride, 1.f);
+      auto store_both = [&]() {
+        if (kKeyGrads) store(dk_rmem, params.dk, params.dk_token_stride, params.dk_head_stride, params.softmax_scale, params.head_dim);
+        if (kValueGrads)
+          store(dv_rmem, params.dv, params.dv_token_stride, params.dv_head_stride, 1.f, kWide ? params.value_dim : params.head_dim);
+      };
+      if (kWide && kDeterministic && params.store == kAddFloat)
+        in_turn(params.part_semaphores + (part.x * params.schedule.num_heads + kv_head) * 2 + w, part.y, w, leader, store_both);
+      else
+        store_both();
     }
+    if (kWide) return;
     const int buffer = w * kGradBuffers + grad_ring.stage;        // tells the warp that adds to stop
     mbarrier_wait(grad_empty + 8 * buffer, grad_ring.phase ^ 1);
     if (leader) smem.grad_piece[w][grad_ring.stage] = make_int4(-1, 0, 0, 0);

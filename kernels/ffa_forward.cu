@@ -15,6 +15,8 @@
 // warpgroup 0 writes the new ones while the next item is worked on. In fp32 they have the even columns of each 8 before the odd
 // ones, see store_matrices.
 //
+// SINKS: in the last stage each row's softmax takes in its head's sink, a score without a value.
+//
 // A tile may be cut into parts with some of its key blocks each, so that all SMs end at nearly the same time. Parts leave what they
 // have in memory; the last one to be done adds all of them up, in their order, and goes on as a whole tile does.
 #include "ffa_layout.cuh"
@@ -31,22 +33,31 @@ constexpr bool kEarlier = true;
 #else
 constexpr bool kEarlier = false;
 #endif
+#if defined(EARLIER) && HEAD_DIM <= 128
+#define FETCHES_ROWS                                   // of the stages before, to shared memory
+#endif
 constexpr int kTakenAt = 6;                            // blocks before its end that an item's CTA takes the next one
 constexpr int kRowsAt = 4;                             // and that it begins to fetch rows of earlier stages, a panel with each block
 constexpr float kHeadroom = 8;                         // probabilities reach 2^8: far inside the range of fp16
 constexpr int kStages = HEAD_DIM == 64 ? 4 : 2;
+constexpr int kBlockKeys = VALUE_DIM == 256 ? 80 : VALUE_DIM == 192 ? 112 : 128;   // as many as fit in shared memory
+constexpr bool kHalves = kBlockKeys == 128;            // a block of few keys may be computed as one of 64
 
 // ---------------------------------------------------------------------------------------------- shared memory
 constexpr u32 kPanelBytes = 128 * 128;                 // 128 rows x 64 columns
-constexpr u32 kTileBytes = kPanels * kPanelBytes;      // Q tile = K block = V block
+constexpr u32 kTileBytes = kPanels * kPanelBytes;      // Q tile
+constexpr u32 kKeyPanel = kBlockKeys * 128;            // a block of keys x 64 columns
+constexpr u32 kKeyBytes = kPanels * kKeyPanel, kValueBytes = kValuePanels * kKeyPanel;   // K block, V block
 constexpr u32 kQueryBytes = kPanels * kTokens * PACK * 128;   // what the copy engine writes of the Q tile
-constexpr int kFloatPanels = HEAD_DIM / 32;            // of rows in fp32: 32 columns
-constexpr int kRowPanels = kEarlier || kMore ? kFloatPanels : kPanels, kOutPanels = kMore ? kFloatPanels : kPanels;
+constexpr int kFloatPanels = VALUE_DIM / 32;           // of rows in fp32: 32 columns
+constexpr int kOutPanels = kMore ? kFloatPanels : kValuePanels;
+constexpr int kRowPanels = kEarlier || kMore ? kFloatPanels : kValuePanels;
+constexpr u32 kRowsBytes = kWide ? 16 : kRowPanels * kPanelBytes;
 struct Shared {
   alignas(1024) unsigned char q[kTileBytes];
-  alignas(1024) unsigned char k[kStages][kTileBytes];
-  alignas(1024) unsigned char v[kStages][kTileBytes];
-  alignas(1024) unsigned char rows[kRowPanels][kPanelBytes];   // of earlier stages, then of out
+  alignas(1024) unsigned char k[kStages][kKeyBytes];
+  alignas(1024) unsigned char v[kStages][kValueBytes];
+  alignas(1024) unsigned char rows[kRowsBytes];   // of earlier stages, then of out; wide ones do not pass through it
   int4 item;                          // {first token, head group, flags, part}; first token < 0: no more work
   int4 block[kStages];                // {first key, flags, first index of the layer's bands, where the segment ends}
   int is_last_part;                   // of its tile
@@ -70,8 +81,13 @@ struct ForwardParams {
   int groups_per_kv;     // query head groups that share one KV head
   int num_q, num_heads_q;
   int parts_per_tile;    // of a tile that is cut
-  float scale_log2;      // softmax_scale * log2(e)
+  float scale_log2;      // softmax_scale * log2(e); with a softcap, softcap * log2(e)
   LateKeys late;
+  void* out;             // wide: [num_q, num_heads_q, value_dim] contiguous, as map_out has it
+  const float* earlier;  // wide: as map_earlier has it
+  const float* sinks;    // [num_heads_q]
+  int value_dim;
+  float cap_scale;       // softmax_scale / softcap
 };
 
 // ---------------------------------------------------------------------------------------------- consumer steps
@@ -80,15 +96,14 @@ template <int N>
 DEVICE void scores(float (&s_rmem)[N], u32 q, u32 k) {
 #pragma unroll
   for (int i = 0; i < HEAD_DIM / 16; i++) {
-    const u32 offset = i / 4 * kPanelBytes + i % 4 * 32;
-    wgmma_ss<0, 0>(s_rmem, moved(q, offset), moved(k, offset), i > 0);
+    wgmma_ss<0, 0>(s_rmem, moved(q, i / 4 * kPanelBytes + i % 4 * 32), moved(k, i / 4 * kKeyPanel + i % 4 * 32), i > 0);
   }
 }
 
-// O[64, HEAD_DIM] += P V.
-DEVICE void weighted_values(float (&o_rmem)[HEAD_DIM / 2], const u32 (&p_rmem)[32], u32 v) {
+// O[64, VALUE_DIM] += P V.
+DEVICE void weighted_values(float (&o_rmem)[VALUE_DIM / 2], const u32 (&p_rmem)[kBlockKeys / 4], u32 v) {
 #pragma unroll
-  for (int i = 0; i < kKeys / 16; i++) wgmma_rs(o_rmem, p_rmem + 4 * i, moved(v, i * 2048), 1);
+  for (int i = 0; i < kBlockKeys / 16; i++) wgmma_rs(o_rmem, p_rmem + 4 * i, moved(v, i * 2048), 1);
 }
 
 // Row r's keys are [band[r].x, band[r].y), and before `end`; s_rmem holds rows 0 and 8 of the thread's pair, columns from `first_key`.
@@ -144,23 +159,23 @@ DEVICE bool softmax(float (&s_rmem)[N], float (&row_max)[2], float (&row_sum)[2]
   return raised;
 }
 
-DEVICE void round_probabilities(u32 (&p_rmem)[32], const float (&s_rmem)[64]) {
+DEVICE void round_probabilities(u32 (&p_rmem)[kBlockKeys / 4], const float (&s_rmem)[kBlockKeys / 2]) {
 #pragma unroll
-  for (int j = 0; j < 32; j++) p_rmem[j] = pack2(s_rmem[2 * j], s_rmem[2 * j + 1]);
+  for (int j = 0; j < kBlockKeys / 4; j++) p_rmem[j] = pack2(s_rmem[2 * j], s_rmem[2 * j + 1]);
 }
 
 // At the end of a part of a tile: leaves its out and lse, each thread what it has. Returns whether all other parts of the tile are
 // done; then out and lse become those of the whole tile.
-constexpr int kPartWords = HEAD_DIM / 8 + 1;
-DEVICE bool join_parts(float (&out)[HEAD_DIM / 2], float (&lse)[2], int part, int group, const ForwardParams& params, int& is_last) {
+constexpr int kPartWords = VALUE_DIM / 8 + 1;
+DEVICE bool join_parts(float (&out)[VALUE_DIM / 2], float (&lse)[2], int part, int group, const ForwardParams& params, int& is_last) {
   const int thread = threadIdx.x - 128, num_parts = params.parts_per_tile, heads = params.schedule.num_heads;
   const int tile = (part - 1) / num_parts, own = (part - 1) % num_parts;
   auto word = [&](int p, int i) {
     return params.parts + (((u64)(tile * num_parts + p) * heads + group) * kPartWords + i) * kConsumers + thread;
   };
 #pragma unroll
-  for (int i = 0; i < HEAD_DIM / 8; i++) __stcg(word(own, i), make_float4(out[4 * i], out[4 * i + 1], out[4 * i + 2], out[4 * i + 3]));
-  __stcg(word(own, HEAD_DIM / 8), make_float4(lse[0], lse[1], 0, 0));
+  for (int i = 0; i < VALUE_DIM / 8; i++) __stcg(word(own, i), make_float4(out[4 * i], out[4 * i + 1], out[4 * i + 2], out[4 * i + 3]));
+  __stcg(word(own, VALUE_DIM / 8), make_float4(lse[0], lse[1], 0, 0));
   named_sync(kPartsReady, kConsumers);
   if (thread == 0) {
     __threadfence();
@@ -175,18 +190,18 @@ DEVICE bool join_parts(float (&out)[HEAD_DIM / 2], float (&lse)[2], int part, in
   float top[2] = {kMasked, kMasked}, total[2] = {0, 0};
 #pragma unroll 4
   for (int p = 0; p < num_parts; p++) {
-    const float4 seen = __ldcg(word(p, HEAD_DIM / 8));
+    const float4 seen = __ldcg(word(p, VALUE_DIM / 8));
     top[0] = fmaxf(top[0], seen.x), top[1] = fmaxf(top[1], seen.y);
   }
 #pragma unroll
-  for (int j = 0; j < HEAD_DIM / 2; j++) out[j] = 0;
+  for (int j = 0; j < VALUE_DIM / 2; j++) out[j] = 0;
 #pragma unroll 2
   for (int p = 0; p < num_parts; p++) {
-    const float4 seen = __ldcg(word(p, HEAD_DIM / 8));
+    const float4 seen = __ldcg(word(p, VALUE_DIM / 8));
     const float weight[2] = {exp2_fast((seen.x - top[0]) / kLn2), exp2_fast((seen.y - top[1]) / kLn2)};
     total[0] += weight[0], total[1] += weight[1];
 #pragma unroll
-    for (int i = 0; i < HEAD_DIM / 8; i++) {
+    for (int i = 0; i < VALUE_DIM / 8; i++) {
       const float4 x = __ldcg(word(p, i));
       out[4 * i] += weight[0] * x.x, out[4 * i + 1] += weight[0] * x.y;
       out[4 * i + 2] += weight[1] * x.z, out[4 * i + 3] += weight[1] * x.w;
@@ -197,7 +212,7 @@ DEVICE bool join_parts(float (&out)[HEAD_DIM / 2], float (&lse)[2], int part, in
     const float scale = total[r] == 0 ? 0.f : 1.f / total[r];
     lse[r] = top[r] + log2_fast(total[r]) * kLn2;             // -inf without any keys
 #pragma unroll
-    for (int j = 2 * r; j < HEAD_DIM / 2; j += 4) out[j] *= scale, out[j + 1] *= scale;
+    for (int j = 2 * r; j < VALUE_DIM / 2; j += 4) out[j] *= scale, out[j + 1] *= scale;
   }
   return true;
 }
@@ -220,7 +235,7 @@ ffa_forward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Ten
   const u32 v_full = smem_address(smem.v_full), v_empty = smem_address(smem.v_empty);
   if (threadIdx.x == 0) {
     mbarrier_init(q_full, 1);
-    mbarrier_init(q_empty, kConsumers / 32 * kWarpArrivals + 1);
+    mbarrier_init(q_empty, kConsumers / 32 * kWarpArrivals + !kWide);
     mbarrier_init(smem_address(&smem.rows_empty), 1);
     mbarrier_init(smem_address(&smem.rows_ready), 1);
     mbarrier_init(smem_address(&smem.rows_done), kConsumers / 32 * kWarpArrivals);
@@ -237,7 +252,7 @@ ffa_forward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Ten
 
   if (warpgroup == 0) {  // -------------------------------------------------------------------- producer
     registers_release<56>();
-    if (threadIdx.x == 32) {  // the warp that writes rows
+    if (!kWide && threadIdx.x == 32) {  // the warp that writes rows
       const u32 rows = smem_address(smem.rows);
       for (u32 phase = 0;; phase ^= 1) {
         mbarrier_wait(q_full, phase);
@@ -248,7 +263,7 @@ ffa_forward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Ten
         if (!kEarlier) mbarrier_arrive(smem_address(&smem.rows_ready));
         mbarrier_wait(smem_address(&smem.rows_done), phase);
         for (int p = 0; p < (is_part && !smem.is_last_part ? 0 : kOutPanels); p++)
-          tma_store_3d(&map_out, rows + p * kPanelBytes, p * HEAD_DIM / kOutPanels, head, token);
+          tma_store_3d(&map_out, rows + p * kPanelBytes, p * VALUE_DIM / kOutPanels, head, token);
         bulk_commit();
         bulk_wait_read<0>();
         if (kEarlier) mbarrier_arrive(smem_address(&smem.rows_empty));
@@ -277,7 +292,7 @@ ffa_forward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Ten
         }
       };
       if (item.num_segments == 0) load_query();
-#ifdef EARLIER
+#ifdef FETCHES_ROWS
       int fetched = 0;
       auto fetch_rows = [&](int panels) {
         const u32 ready = smem_address(&smem.rows_ready);
@@ -298,12 +313,12 @@ ffa_forward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Ten
       if (item.num_segments == 0) take_next(), load_next();
       for (int i = 0; i < item.num_segments; i++) {
         if (i > 0) segment = load_segment(params.segments + 2 * (item.first_segment + i - 1));
-        for (int key = segment.first + (segment.end - 1 - segment.first) / kKeys * kKeys; key >= segment.first; key -= kKeys) {
-          const bool full = key >= segment.full_first && key + kKeys <= segment.full_end;
-          const bool opens = key + kKeys >= segment.end, first = opens && i == 0;
-          const int left = i + 1 == item.num_segments ? (key - segment.first) / kKeys : 1 << 30;   // blocks after this one
+        for (int key = segment.first + (segment.end - 1 - segment.first) / kBlockKeys * kBlockKeys; key >= segment.first; key -= kBlockKeys) {
+          const bool full = key >= segment.full_first && key + kBlockKeys <= segment.full_end;
+          const bool opens = key + kBlockKeys >= segment.end, first = opens && i == 0;
+          const int left = i + 1 == item.num_segments ? (key - segment.first) / kBlockKeys : 1 << 30;   // blocks after this one
           auto reaches = [&](int n) { return left == n || (opens && left < n); };
-          const bool half = first && key + kKeys / 2 >= segment.end;
+          const bool half = kHalves && first && key + kBlockKeys / 2 >= segment.end;
           const int s = ring.stage;
           if (reaches(kTakenAt)) take_next();
           mbarrier_wait(k_empty + 8 * s, ring.phase ^ 1);
@@ -312,22 +327,22 @@ ffa_forward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Ten
           const int row = late ? key - params.late.first : key;
           const int flags = (full ? kFullBlock : 0) | (left == 0 ? kLastBlock : 0) | (half ? kHalfBlock : 0);
           smem.block[s] = make_int4(key, flags, segment.layer * params.num_q, segment.end);
-          mbarrier_arrive_expect(k_full + 8 * s, kTileBytes);
+          mbarrier_arrive_expect(k_full + 8 * s, kKeyBytes);
           for (int p = 0; p < kPanels; p++)
-            tma_load_3d(k + s * kTileBytes + p * kPanelBytes, late ? &map_late_k : &map_k, k_full + 8 * s, p * 64, kv_head, row);
+            tma_load_3d(k + s * kKeyBytes + p * kKeyPanel, late ? &map_late_k : &map_k, k_full + 8 * s, p * 64, kv_head, row);
           if (first) load_query();             // after keys, which need not wait until the item before is done with its queries
           mbarrier_wait(v_empty + 8 * s, ring.phase ^ 1);
-          mbarrier_arrive_expect(v_full + 8 * s, kTileBytes);
-          for (int p = 0; p < kPanels; p++)
-            tma_load_3d(v + s * kTileBytes + p * kPanelBytes, late ? &map_late_v : &map_v, v_full + 8 * s, p * 64, kv_head, row);
+          mbarrier_arrive_expect(v_full + 8 * s, kValueBytes);
+          for (int p = 0; p < kValuePanels; p++)
+            tma_load_3d(v + s * kValueBytes + p * kKeyPanel, late ? &map_late_v : &map_v, v_full + 8 * s, p * 64, kv_head, row);
           if (reaches(kTakenAt - 1)) load_next();
-#ifdef EARLIER
+#ifdef FETCHES_ROWS
           if (left <= kRowsAt && !first) fetch_rows(min(kRowsAt + 1 - left, kFloatPanels));
 #endif
           ring.advance();
         }
       }
-#ifdef EARLIER
+#ifdef FETCHES_ROWS
       fetch_rows(kFloatPanels);
 #endif
     }
@@ -341,7 +356,7 @@ ffa_forward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Ten
     const int lane = threadIdx.x % 32;
     const int row0 = (warp - 4) * 16 + lane / 4;           // this thread's rows: row0 and row0 + 8
     const u32 q = operand(smem_address(smem.q) + (warpgroup - 1) * 64 * 128);
-    const u32 k = operand(smem_address(smem.k)), v = operand(smem_address(smem.v), kPanelBytes);
+    const u32 k = operand(smem_address(smem.k)), v = operand(smem_address(smem.v), kKeyPanel);
     Ring<kStages> ring;
     for (u32 q_phase = 0;; q_phase ^= 1) {
       mbarrier_wait(q_full, q_phase);
@@ -364,43 +379,53 @@ ffa_forward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Ten
 #endif
       int2 band[2];
       int band_layer = -1;
+#ifdef SINKS
+      float sink[2];
+#pragma unroll
+      for (int r = 0; r < 2; r++) sink[r] = valid[r] ? __ldg(params.sinks + head[r]) : 0.f;
+#endif
       auto load_bands = [&](int layer) {
         band_layer = layer;
 #pragma unroll
         for (int r = 0; r < 2; r++) band[r] = valid[r] ? __ldg(params.bands + layer + token[r]) : make_int2(0, 0);
       };
 
-      float o_rmem[HEAD_DIM / 2], row_max[2] = {kMasked, kMasked}, row_sum[2] = {0, 0}, rescale[2];
+      float o_rmem[VALUE_DIM / 2], row_max[2] = {kMasked, kMasked}, row_sum[2] = {0, 0}, rescale[2];
 #pragma unroll
-      for (int j = 0; j < HEAD_DIM / 2; j++) o_rmem[j] = 0;
+      for (int j = 0; j < VALUE_DIM / 2; j++) o_rmem[j] = 0;
 
       if (warp_uniform(item.z) & kLastBlock) {  // no keys at all
         mbarrier_arrive_warp(q_empty);
       } else {
-        float s_rmem[64];
-        u32 p_rmem[32];
+        float s_rmem[kBlockKeys / 2];
+        u32 p_rmem[kBlockKeys / 4];
         mbarrier_wait(k_full + 8 * ring.stage, ring.phase);
         int4 block = smem.block[ring.stage];
         block.y = warp_uniform(block.y);
         auto first_block = [&](auto& s_rmem) {
           wgmma_fence();
-          scores(s_rmem, q, moved(k, ring.stage * kTileBytes));
+          scores(s_rmem, q, moved(k, ring.stage * kKeyBytes));
           wgmma_commit();
           load_bands(block.z);
           wgmma_wait<0>();
           mbarrier_arrive_warp(k_empty + 8 * ring.stage);
           if (block.y & kLastBlock) mbarrier_arrive_warp(q_empty);
+          if (kSoftcap) cap_scores(s_rmem, params.cap_scale);
           mask_scores(s_rmem, block.x, block.w, band, lane);
           softmax(s_rmem, row_max, row_sum, rescale, params.scale_log2);
         };
-        if (block.y & kHalfBlock) {
-          float half[32];
-          first_block(half);
+        auto half_block = [&](auto& s_rmem) {
+          if constexpr (kHalves && sizeof(s_rmem) > 0) {
+            float half[32];
+            first_block(half);
 #pragma unroll
-          for (int j = 0; j < 64; j++) s_rmem[j] = j < 32 ? half[j] : 0;
-        } else {
+            for (int j = 0; j < 64; j++) s_rmem[j] = j < 32 ? half[j] : 0;
+          }
+        };
+        if (kHalves && (block.y & kHalfBlock))
+          half_block(s_rmem);
+        else
           first_block(s_rmem);
-        }
         round_probabilities(p_rmem, s_rmem);
 
         while (!(block.y & kLastBlock)) {
@@ -410,15 +435,16 @@ ffa_forward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Ten
           block = smem.block[ring.stage];
           block.y = warp_uniform(block.y);
           wgmma_fence();
-          scores(s_rmem, q, moved(k, ring.stage * kTileBytes));
+          scores(s_rmem, q, moved(k, ring.stage * kKeyBytes));
           wgmma_commit();
           if (!(block.y & kFullBlock) && block.z != band_layer) load_bands(block.z);
           mbarrier_wait(v_full + 8 * previous.stage, previous.phase);
-          weighted_values(o_rmem, p_rmem, moved(v, previous.stage * kTileBytes));
+          weighted_values(o_rmem, p_rmem, moved(v, previous.stage * kValueBytes));
           wgmma_commit();
           wgmma_wait<1>();
           mbarrier_arrive_warp(k_empty + 8 * ring.stage);
           if (block.y & kLastBlock) mbarrier_arrive_warp(q_empty);
+          if (kSoftcap) cap_scores(s_rmem, params.cap_scale);
           if (!(block.y & kFullBlock)) mask_scores(s_rmem, block.x, block.w, band, lane);
           const bool raised = softmax(s_rmem, row_max, row_sum, rescale, params.scale_log2);
           wgmma_wait<0>();
@@ -426,13 +452,13 @@ ffa_forward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Ten
           round_probabilities(p_rmem, s_rmem);
           if (raised) {
 #pragma unroll
-            for (int j = 0; j < HEAD_DIM / 2; j++) o_rmem[j] *= rescale[j / 2 % 2];
+            for (int j = 0; j < VALUE_DIM / 2; j++) o_rmem[j] *= rescale[j / 2 % 2];
           }
         }
 
         mbarrier_wait(v_full + 8 * ring.stage, ring.phase);
         wgmma_fence();
-        weighted_values(o_rmem, p_rmem, moved(v, ring.stage * kTileBytes));
+        weighted_values(o_rmem, p_rmem, moved(v, ring.stage * kValueBytes));
         wgmma_commit();
         wgmma_wait<0>();
         mbarrier_arrive_warp(v_empty + 8 * ring.stage);
@@ -440,6 +466,9 @@ ffa_forward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Ten
       }
 
       // ------------------------------------------------------------------------------------- epilogue
+#ifdef SINKS
+      const bool sinks_last = kEarlier || warp_uniform(item.w) != 0;   // after stages or parts are merged; else in the row sums
+#endif
       float scale[2], lse[2];
       u64 index[2];                                               // of (token, head)
 #pragma unroll
@@ -449,15 +478,27 @@ ffa_forward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Ten
         const bool empty = row_max[r] == kMasked;                 // then row_sum counts masked keys
         scale[r] = empty ? 0.f : 1.f / row_sum[r];
         lse[r] = empty ? -kInfinity : (row_max[r] * params.scale_log2 + log2_fast(row_sum[r])) * kLn2;
+#if defined(SINKS) && !defined(EARLIER)
+        if (!sinks_last && !empty) {                              // 2^100 times the row's own sum hides it
+          const float top = row_max[r] * params.scale_log2, above = sink[r] * (1.f / kLn2) - top;
+          const float total = row_sum[r] + exp2_fast(fminf(above, 100.f));
+          scale[r] = 1.f / total;
+          lse[r] = above > 100.f ? sink[r] : (top + log2_fast(total)) * kLn2;
+        } else if (!sinks_last) {
+          lse[r] = sink[r];
+        }
+#endif
         index[r] = (u64)token[r] * params.num_heads_q + head[r];
       }
-      mbarrier_wait(smem_address(&smem.rows_ready), q_phase);      // once per item, like the queries
+      if (!kWide) mbarrier_wait(smem_address(&smem.rows_ready), q_phase);      // once per item, like the queries
 #pragma unroll
-      for (int j = 0; j < HEAD_DIM / 2; j++) o_rmem[j] *= scale[j / 2 % 2];
+      for (int j = 0; j < VALUE_DIM / 2; j++) o_rmem[j] *= scale[j / 2 % 2];
+#if HEAD_DIM <= 128                                               // wider tiles are never cut
       if (const int part = warp_uniform(item.w)) {
         const bool is_last = join_parts(o_rmem, lse, part, item.y, params, smem.is_last_part);
         valid[0] = valid[0] && is_last, valid[1] = valid[1] && is_last;
       }
+#endif
 #ifdef EARLIER
       float keep[2];                                              // of earlier rows
 #pragma unroll
@@ -474,31 +515,69 @@ ffa_forward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Ten
         }
       }
 #endif
-      const u32 rows = swizzled_row(smem_address(smem.rows), (warp - 4) * 16 + lane / 16 * 8 + lane % 8) ^ lane / 8 % 2 * 16;
+#ifdef SINKS
+      if (sinks_last) {
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+          const float top = fmaxf(lse[r], sink[r]);
+          const float weight = exp2_fast((lse[r] - top) / kLn2), total = weight + exp2_fast((sink[r] - top) / kLn2);
+          lse[r] = top + log2_fast(total) * kLn2;
+#ifdef EARLIER
+          keep[r] *= weight / total, scale[r] *= weight / total;
+#else
+#pragma unroll
+          for (int j = 2 * r; j < VALUE_DIM / 2; j += 4) o_rmem[j] *= weight / total, o_rmem[j + 1] *= weight / total;
+#endif
+        }
+      }
+#endif
+      if constexpr (kWide) {
+        const u64 low = index[0] * params.value_dim, high = index[1] * params.value_dim;
 #ifdef EARLIER
 #pragma unroll
-      for (int i = 0; i < HEAD_DIM / 8; i++) {                     // 8 columns
-        float old[4];
-        load_matrices((rows ^ i % 4 * 32) + i / 4 * kPanelBytes, old);
-#pragma unroll
-        for (int e = 0; e < 4; e++) o_rmem[4 * i + e] = o_rmem[4 * i + e] * scale[e / 2] + old[e] * keep[e / 2];
-      }
-      __syncwarp();
+        for (int j = 0; j < VALUE_DIM / 2; j += 2) {
+          const int r = j / 2 % 2, column = j / 4 * 8 + lane % 4 * 2;
+          float2 old = make_float2(0, 0);
+          if (valid[r] && column < params.value_dim) old = *(const float2*)(params.earlier + (r ? high : low) + column);
+          o_rmem[j] = o_rmem[j] * scale[r] + old.x * keep[r], o_rmem[j + 1] = o_rmem[j + 1] * scale[r] + old.y * keep[r];
+        }
 #endif
-      if (kMore) {
-#pragma unroll
-        for (int i = 0; i < HEAD_DIM / 8; i++)
-          store_matrices((rows ^ i % 4 * 32) + i / 4 * kPanelBytes, __float_as_uint(o_rmem[4 * i]), __float_as_uint(o_rmem[4 * i + 1]),
-                         __float_as_uint(o_rmem[4 * i + 2]), __float_as_uint(o_rmem[4 * i + 3]));
+        if (kMore) {
+          float* out = (float*)params.out;
+          store_rows_float<VALUE_DIM>(o_rmem, 1, valid[0] ? out + low : nullptr, valid[1] ? out + high : nullptr,
+                                      params.value_dim, lane);
+        } else {
+          unsigned short* out = (unsigned short*)params.out;
+          store_rows_packed<VALUE_DIM>(o_rmem, 1, valid[0] ? out + low : nullptr, valid[1] ? out + high : nullptr,
+                                       params.value_dim, lane);
+        }
       } else {
+        const u32 rows = swizzled_row(smem_address(smem.rows), (warp - 4) * 16 + lane / 16 * 8 + lane % 8) ^ lane / 8 % 2 * 16;
+#ifdef EARLIER
 #pragma unroll
-        for (int i = 0; i < HEAD_DIM / 16; i++)                    // 16 columns
-          store_matrices((rows ^ i % 4 * 32) + i / 4 * kPanelBytes, pack2(o_rmem[8 * i], o_rmem[8 * i + 1]),
-                         pack2(o_rmem[8 * i + 4], o_rmem[8 * i + 5]), pack2(o_rmem[8 * i + 2], o_rmem[8 * i + 3]),
-                         pack2(o_rmem[8 * i + 6], o_rmem[8 * i + 7]));
+        for (int i = 0; i < VALUE_DIM / 8; i++) {                     // 8 columns
+          float old[4];
+          load_matrices((rows ^ i % 4 * 32) + i / 4 * kPanelBytes, old);
+#pragma unroll
+          for (int e = 0; e < 4; e++) o_rmem[4 * i + e] = o_rmem[4 * i + e] * scale[e / 2] + old[e] * keep[e / 2];
+        }
+        __syncwarp();
+#endif
+        if (kMore) {
+#pragma unroll
+          for (int i = 0; i < VALUE_DIM / 8; i++)
+            store_matrices((rows ^ i % 4 * 32) + i / 4 * kPanelBytes, __float_as_uint(o_rmem[4 * i]), __float_as_uint(o_rmem[4 * i + 1]),
+                           __float_as_uint(o_rmem[4 * i + 2]), __float_as_uint(o_rmem[4 * i + 3]));
+        } else {
+#pragma unroll
+          for (int i = 0; i < VALUE_DIM / 16; i++)                    // 16 columns
+            store_matrices((rows ^ i % 4 * 32) + i / 4 * kPanelBytes, pack2(o_rmem[8 * i], o_rmem[8 * i + 1]),
+                           pack2(o_rmem[8 * i + 4], o_rmem[8 * i + 5]), pack2(o_rmem[8 * i + 2], o_rmem[8 * i + 3]),
+                           pack2(o_rmem[8 * i + 6], o_rmem[8 * i + 7]));
+        }
+        fence_proxy_async();
+        mbarrier_arrive_warp(smem_address(&smem.rows_done));
       }
-      fence_proxy_async();
-      mbarrier_arrive_warp(smem_address(&smem.rows_done));
 #pragma unroll
       for (int r = 0; r < 2; r++)
         if (valid[r] && lane % 4 == 0) params.lse[index[r]] = lse[r];

@@ -1,10 +1,12 @@
 // What the forward and the backward share: compile-time shape, list records, the order of work.
 //
 // Compile-time macros
-//   HEAD_DIM   64 or 128; smaller head dims are padded by the copy engine's zero fill
+//   HEAD_DIM   of q and k: 64, 128, 192 or 256; smaller head dims are padded by the copy engine's zero fill
+//   VALUE_DIM  of v and out: the same as HEAD_DIM, or 128 with 192
 //   PACK       query heads of one tile: a tile of R rows is R / PACK tokens x PACK heads of one KV head's group,
 //              row = token * PACK + head
 //   USE_FP16   inputs are fp16 (default bf16)
+//   SOFTCAP    scores s become softcap * tanh(s / softcap)
 //
 // Lists, made by torchtitan_magi/worklists.py. A segment is a run of tiles on one mask layer, 8 ints:
 //   forward  {layer, 0, 0, 0, first_key, end_key, full_first, full_end}
@@ -32,11 +34,25 @@ constexpr bool kDeterministic = false;
 
 constexpr int kThreads = 384;                 // one producer and two consumer warpgroups
 constexpr int kConsumers = 256;               // threads of the two consumer warpgroups
-constexpr int kKeys = 128;                    // keys of a block (forward) or tile (backward)
+constexpr bool kWide = HEAD_DIM > 128;        // rows leave from registers: shared memory has no room for them
 constexpr int kPanels = HEAD_DIM / 64;        // 64-column, 128-byte-row panels of a [rows][HEAD_DIM] operand
+constexpr int kValuePanels = VALUE_DIM / 64;  // and of a [rows][VALUE_DIM] one
+#ifdef SOFTCAP
+constexpr bool kSoftcap = true;
+constexpr float kMasked = -1e18f;             // its square is finite
+#else
+constexpr bool kSoftcap = false;
 constexpr float kMasked = -1e30f;             // a masked score: finite, so that max and differences stay finite
+#endif
 constexpr float kLn2 = 0.6931471805599453f;
 #define kInfinity __int_as_float(0x7f800000)
+
+// With a softcap scores stay in units of it: tanh(x * scale / softcap), times softcap * log2(e) in the exponent.
+template <int N>
+DEVICE void cap_scores(float (&s_rmem)[N], float scale) {
+#pragma unroll
+  for (int j = 0; j < N; j++) s_rmem[j] = tanh_fast(s_rmem[j] * scale);
+}
 
 enum BlockFlags { kFullBlock = 1, kLastBlock = 2, kHalfBlock = 4 };   // half (forward): the second 64 keys are beyond the segment
 
@@ -109,5 +125,53 @@ DEVICE void finish_items(int* counter) {
   if (atomicAdd(counter + 1, 1) == (int)gridDim.x - 1) {
     counter[0] = 0;
     counter[1] = 0;
+  }
+}
+
+// ---------------------------------------------------------------------------------------------- rows from accumulators to global memory
+// Transposes 4 x 4 words among the four lanes of a quad: lane i gets word i of every lane, in lane order.
+DEVICE uint4 quad_transpose(u32 w0, u32 w1, u32 w2, u32 w3, int lane) {
+  const bool odd = lane & 1, upper = lane & 2;
+  const u32 a = __shfl_xor_sync(~0u, odd ? w0 : w1, 1), b = __shfl_xor_sync(~0u, odd ? w2 : w3, 1);
+  const u32 x0 = odd ? a : w0, x1 = odd ? w1 : a;      // word (0 | 1) of this lane pair
+  const u32 y0 = odd ? b : w2, y1 = odd ? w3 : b;      // word (2 | 3)
+  const u32 c = __shfl_xor_sync(~0u, upper ? x0 : y0, 2), d = __shfl_xor_sync(~0u, upper ? x1 : y1, 2);
+  return upper ? make_uint4(c, d, y0, y1) : make_uint4(x0, x1, c, d);
+}
+
+// Stores accumulator rows r (elements 4i, 4i + 1) and r + 8 (4i + 2, 4i + 3), times `scale`, as the input type, 16 bytes a
+// lane. row_* = the row's first element, null when there is nothing to store.
+template <int N>
+DEVICE void store_rows_packed(const float (&acc)[N / 2], float scale, unsigned short* row_low, unsigned short* row_high,
+                              int head_dim, int lane) {
+#pragma unroll
+  for (int i = 0; i < N / 8; i += 4) {
+    u32 low[4], high[4];
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+      const int e = 4 * (i + j);
+      low[j] = pack2(acc[e] * scale, acc[e + 1] * scale);
+      high[j] = pack2(acc[e + 2] * scale, acc[e + 3] * scale);
+    }
+    const uint4 l = quad_transpose(low[0], low[1], low[2], low[3], lane);
+    const uint4 h = quad_transpose(high[0], high[1], high[2], high[3], lane);
+    const int column = (i + lane % 4) * 8;
+    if (column < head_dim) {
+      if (row_low) *(uint4*)(row_low + column) = l;
+      if (row_high) *(uint4*)(row_high + column) = h;
+    }
+  }
+}
+
+// The same as fp32, 8 bytes a lane.
+template <int N>
+DEVICE void store_rows_float(const float (&acc)[N / 2], float scale, float* row_low, float* row_high, int head_dim, int lane) {
+#pragma unroll
+  for (int i = 0; i < N / 8; i++) {
+    const int column = i * 8 + lane % 4 * 2;
+    if (column < head_dim) {
+      if (row_low) *(float2*)(row_low + column) = make_float2(acc[4 * i] * scale, acc[4 * i + 1] * scale);
+      if (row_high) *(float2*)(row_high + column) = make_float2(acc[4 * i + 2] * scale, acc[4 * i + 3] * scale);
+    }
   }
 }

@@ -6,6 +6,7 @@
 // Compile-time macros
 //   WIRE_FP32  returned gradients are fp32 (default: the input type)
 //   USE_FP16   the input type is fp16 (default bf16)
+//   WIDE       dq is of heads wider than 128, see add_query_grads in ffa_backward.cu
 #include "sm90.cuh"
 
 constexpr int kWarps = 8;
@@ -39,24 +40,25 @@ DEVICE void report(const Places& places, unsigned num_blocks) {
     asm volatile("red.relaxed.sys.global.add.s32 [%0], 1;" ::"l"(places.flags[i]) : "memory");
 }
 
-// delta = rowsum(out * dOut), and zeros on the way. One half-warp per row, 8 elements a lane.
+// delta = rowsum(out * dOut) - dlse, and zeros on the way. One half-warp per row, 8 elements a lane.
 struct RowSums {
-  const uint4 *out, *dout;                // [num_rows, head_dim / 8] contiguous
+  const uint4 *out, *dout;                // [num_rows, value_dim / 8] contiguous
   float *delta, *zero, *more_zero;        // [num_rows], [num_zero], [num_more_zero]
+  const float* dlse;                      // [num_rows]; null: zeros
   long long num_rows, num_zero, num_more_zero;   // what is to be zeroed: multiples of 8, may be 0
-  int head_dim;                           // a multiple of 8, at most 128
+  int value_dim;                          // a multiple of 8
 };
 
 // By blocks of 256 threads: 16 threads per row, one per 8 elements to zero, whichever is more.
 DEVICE void sum_rows(const RowSums& params, unsigned block) {
   const long long i = (long long)block * 256 + threadIdx.x, row = i / 16;
-  const int unit = i % 16, units = params.head_dim / 8;
+  const int units = params.value_dim / 8;
   if (const long long z = 8 * i; z < params.num_zero + params.num_more_zero) {
     float4* to = (float4*)(z < params.num_zero ? params.zero + z : params.more_zero + (z - params.num_zero));
     to[0] = to[1] = make_float4(0, 0, 0, 0);
   }
   float sum = 0;
-  if (row < params.num_rows && unit < units) {
+  for (int unit = i % 16; row < params.num_rows && unit < units; unit += 16) {
     const uint4 o = params.out[row * units + unit], d = params.dout[row * units + unit];
     const u32 outs[4] = {o.x, o.y, o.z, o.w}, douts[4] = {d.x, d.y, d.z, d.w};
 #pragma unroll
@@ -67,7 +69,7 @@ DEVICE void sum_rows(const RowSums& params, unsigned block) {
   }
 #pragma unroll
   for (int step = 8; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
-  if (row < params.num_rows && unit == 0) params.delta[row] = sum;
+  if (row < params.num_rows && i % 16 == 0) params.delta[row] = params.dlse ? sum - params.dlse[row] : sum;
 }
 
 // bands[layer][row]: the keys that a row sees, of the slices of a mask. The rows are counted through all layers.
@@ -97,11 +99,11 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32) write_bands(const __gr
 
 // The packing moves units of 16 bytes. A warp handles one row of K and V, so its lanes touch consecutive units.
 struct GatherParams {
-  const uint4 *k, *v;                     // [T, heads, units_per_head] units, strides below
+  const uint4 *k, *v;                     // [T, heads, key_units], [T, heads, value_units], strides below
   const int* rows;                        // [num_rows] local token numbers
-  Places places;                          // rows [2, heads, units_per_head] contiguous
+  Places places;                          // rows: [heads, key_units], then [heads, value_units], contiguous
   long long k_token_stride, k_head_stride, v_token_stride, v_head_stride;   // units
-  int num_rows, num_heads, units_per_head;
+  int num_rows, num_heads, key_units, value_units;   // units of a head
   unsigned num_blocks;                    // that pack; those after them sum rows up
   RowSums sums;
 };
@@ -109,15 +111,20 @@ struct GatherParams {
 extern "C" __global__ void __launch_bounds__(kWarps * 32) gather_rows(const __grid_constant__ GatherParams params) {
   wait_for_kernel_before();
   if (blockIdx.x >= params.num_blocks) return sum_rows(params.sums, blockIdx.x - params.num_blocks);
-  const int lane = threadIdx.x % 32, units = params.num_heads * params.units_per_head;
+  const int lane = threadIdx.x % 32, keys = params.num_heads * params.key_units, values = params.num_heads * params.value_units;
   for (int n = blockIdx.x * kWarps + threadIdx.x / 32; n < params.num_rows; n += params.num_blocks * kWarps) {
     const int i = n + params.places.begin < params.num_rows ? n + params.places.begin : n + params.places.begin - params.num_rows;
     const long long token = __ldg(params.rows + i);
-    uint4* out = place_of(params.places, i) + (long long)i * 2 * units;
-    for (int u = lane; u < units; u += 32) {
-      const int head = u / params.units_per_head, column = u % params.units_per_head;
-      out[u] = params.k[token * params.k_token_stride + head * params.k_head_stride + column];
-      out[units + u] = params.v[token * params.v_token_stride + head * params.v_head_stride + column];
+    uint4* out = place_of(params.places, i) + (long long)i * (keys + values);
+    for (int u = lane; u < max(keys, values); u += 32) {
+      if (u < keys) {
+        const int head = u / params.key_units, column = u % params.key_units;
+        out[u] = params.k[token * params.k_token_stride + head * params.k_head_stride + column];
+      }
+      if (u < values) {
+        const int head = u / params.value_units, column = u % params.value_units;
+        out[keys + u] = params.v[token * params.v_token_stride + head * params.v_head_stride + column];
+      }
     }
   }
   report(params.places, params.num_blocks);
@@ -181,10 +188,11 @@ struct FinishParams {
   ReturnedRows returned;
   const int* arrived;                     // they are there when it has reached `number`; null: they are
   int number;
-  const float4 *dkv, *dq;                 // [dkv_units, 2]: [T, K and V, units / 2] and [dq_units, 2]
-  uint4 *dk_to, *dv_to, *dq_to;           // [T, units / 2] twice, [dq_units]
+  const float4 *dkv, *dq;                 // [dkv_units, 2]: [T, units of K and V], and [dq_units, 2]
+  uint4 *dk_to, *dv_to, *dq_to;           // [T, key_units], [T, units - key_units], [dq_units]
   unsigned unsent_units, dq_units, dkv_units;
   float softmax_scale;                    // dq still lacks it, and has the even columns of each 8 before the odd ones
+  unsigned key_units;                     // of returned.units
 };
 
 DEVICE uint4 rounded(float4 low, float4 high) {
@@ -229,20 +237,30 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32) finish_grads(const __g
     report(params.places, writers);
   } else if (block < writers + blocks_for(params.dq_units)) {
     each(writers, params.dq_units, [&](unsigned i) {
-      const float4 even = params.dq[2ll * i], odd = params.dq[2ll * i + 1];
       const float scale = params.softmax_scale;
+#ifdef WIDE
+      const float4* x = params.dq + i / 2 * 4ll;   // 16 columns: four of each lane, the first two of them below 8
+      auto two = [&](int lane) { return i % 2 ? make_float2(x[lane].z, x[lane].w) : make_float2(x[lane].x, x[lane].y); };
+      const float2 a = two(0), b = two(1), c = two(2), d = two(3);
+      params.dq_to[i] = rounded(make_float4(a.x * scale, a.y * scale, b.x * scale, b.y * scale),
+                                make_float4(c.x * scale, c.y * scale, d.x * scale, d.y * scale));
+#else
+      const float4 even = params.dq[2ll * i], odd = params.dq[2ll * i + 1];
       params.dq_to[i] = rounded(make_float4(even.x * scale, odd.x * scale, even.y * scale, odd.y * scale),
                                 make_float4(even.z * scale, odd.z * scale, even.w * scale, odd.w * scale));
+#endif
     });
   } else {
     const unsigned first_block = writers + blocks_for(params.dq_units);
     const bool awaits = (block - first_block) * kUnits / units < params.returned.num_tokens;
     if (params.arrived && awaits) wait_until(params.arrived, params.number);
     each(first_block, params.dkv_units, [&](unsigned i) {
-      const unsigned token = i / units, unit = i % units, half = units / 2;
+      const unsigned token = i / units, unit = i % units, keys = params.key_units;
       float4 low = params.dkv[2ll * i], high = params.dkv[2ll * i + 1];
       add_returned(params.returned, token, unit, low, high);
-      (unit < half ? params.dk_to + unit : params.dv_to + unit - half)[(long long)token * half] = rounded(low, high);
+      uint4* to = unit < keys ? params.dk_to + (long long)token * keys + unit
+                              : params.dv_to + (long long)token * (units - keys) + (unit - keys);
+      *to = rounded(low, high);
     });
   }
 }

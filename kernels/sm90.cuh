@@ -116,6 +116,11 @@ DEVICE float exp2_fast(float x) {
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
+DEVICE float tanh_fast(float x) {
+  float y;
+  asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
 DEVICE float log2_fast(float x) {
   float y;
   asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -186,13 +191,24 @@ DEVICE void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n
 // Accumulator register lists: the placeholders inside the instruction, and the matching operands.
 #define REGS_16 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
 #define REGS_32 REGS_16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
-#define REGS_64                                                                         \
-  REGS_32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47"            \
-          ",%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+#define REGS_40 REGS_32 ",%32,%33,%34,%35,%36,%37,%38,%39"
+#define REGS_48 REGS_40 ",%40,%41,%42,%43,%44,%45,%46,%47"
+#define REGS_56 REGS_48 ",%48,%49,%50,%51,%52,%53,%54,%55"
+#define REGS_64 REGS_56 ",%56,%57,%58,%59,%60,%61,%62,%63"
+#define REGS_80 REGS_64 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79"
+#define REGS_96 REGS_80 ",%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
+#define REGS_112 REGS_96 ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111"
+#define REGS_128 REGS_112 ",%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
 #define ACC_4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
-#define ACC_16(d, i) ACC_4(d, i), ACC_4(d, i + 4), ACC_4(d, i + 8), ACC_4(d, i + 12)
-#define ACC_32(d) ACC_16(d, 0), ACC_16(d, 16)
-#define ACC_64(d) ACC_16(d, 0), ACC_16(d, 16), ACC_16(d, 32), ACC_16(d, 48)
+#define ACC_8(d, i) ACC_4(d, i), ACC_4(d, i + 4)
+#define ACC_16(d, i) ACC_8(d, i), ACC_8(d, i + 8)
+#define ACC_32(d, i) ACC_16(d, i), ACC_16(d, i + 16)
+#define ACC_64(d, i) ACC_32(d, i), ACC_32(d, i + 32)
+#define ACC_40(d) ACC_32(d, 0), ACC_8(d, 32)
+#define ACC_48(d) ACC_32(d, 0), ACC_16(d, 32)
+#define ACC_56(d) ACC_48(d), ACC_8(d, 48)
+#define ACC_96(d) ACC_64(d, 0), ACC_32(d, 64)
+#define ACC_128(d) ACC_64(d, 0), ACC_64(d, 64)
 
 // D[64, N] (+)= A * B. `TRANS_A`, `TRANS_B` = 1 for an MN-major operand; `accumulate` = 0 overwrites D.
 // Element j of a thread's D is row lane / 4 + 8 * (j / 2 % 2) of its warp's 16, column 8 * (j / 4) + 2 * (lane % 4) + j % 2.
@@ -210,11 +226,20 @@ DEVICE void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n
 #define TRANS_POSITION_32_4 "20"
 #define TRANS_POSITION_64_3 "35"
 #define TRANS_POSITION_64_4 "36"
+#define TRANS_POSITION_80_3 "43"
+#define TRANS_POSITION_80_4 "44"
+#define TRANS_POSITION_96_3 "51"
+#define TRANS_POSITION_96_4 "52"
+#define TRANS_POSITION_112_3 "59"
+#define TRANS_POSITION_112_4 "60"
 #define TRANS_POSITION_128_3 "67"
 #define TRANS_POSITION_128_4 "68"
 WGMMA_SS(32, REGS_16, ACC_16(d, 0), "%16", "%17", "%18")
-WGMMA_SS(64, REGS_32, ACC_32(d), "%32", "%33", "%34")
-WGMMA_SS(128, REGS_64, ACC_64(d), "%64", "%65", "%66")
+WGMMA_SS(64, REGS_32, ACC_32(d, 0), "%32", "%33", "%34")
+WGMMA_SS(80, REGS_40, ACC_40(d), "%40", "%41", "%42")
+WGMMA_SS(96, REGS_48, ACC_48(d), "%48", "%49", "%50")
+WGMMA_SS(112, REGS_56, ACC_56(d), "%56", "%57", "%58")
+WGMMA_SS(128, REGS_64, ACC_64(d, 0), "%64", "%65", "%66")
 
 // The same with A in registers: a[0..3] = the 16 columns of k-step i of an accumulator-shaped tile, packed in pairs
 // (elements 8i .. 8i + 7). B is MN-major.
@@ -226,5 +251,7 @@ WGMMA_SS(128, REGS_64, ACC_64(d), "%64", "%65", "%66")
                  : ACC                                                                                              \
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(descriptor(b)), "r"(accumulate));                            \
   }
-WGMMA_RS(64, REGS_32, ACC_32(d), "%32,%33,%34,%35", "%36", "%37")
-WGMMA_RS(128, REGS_64, ACC_64(d), "%64,%65,%66,%67", "%68", "%69")
+WGMMA_RS(64, REGS_32, ACC_32(d, 0), "%32,%33,%34,%35", "%36", "%37")
+WGMMA_RS(128, REGS_64, ACC_64(d, 0), "%64,%65,%66,%67", "%68", "%69")
+WGMMA_RS(192, REGS_96, ACC_96(d), "%96,%97,%98,%99", "%100", "%101")
+WGMMA_RS(256, REGS_128, ACC_128(d), "%128,%129,%130,%131", "%132", "%133")

@@ -23,16 +23,29 @@ from torch import Tensor
 
 from torchtitan_magi.backends import Gradients, OutGrads, StageInputs, StageMask
 from torchtitan_magi.backends.ffa.block_attn import FfaBlockAttn
-from torchtitan_magi.backends.ffa.params import backward_variant, forward_variant
+from torchtitan_magi.backends.ffa.params import backward_variants, forward_variant, padded_dims
 from torchtitan_magi.backends.ffa.worklists import DeviceLists, WorkLists, build_worklists
 from torchtitan_magi.calibrate import facts_of_run
 from torchtitan_magi.cuda import jit, launch
-from torchtitan_magi.exchange.in_flight import RowSums
+from torchtitan_magi.exchange.in_flight import RowShape, RowSums
 from torchtitan_magi.masks.builders import block_causal, shared_prompt, sliding_window, varlen_causal, varlen_full
 from torchtitan_magi.masks.slices import AttnSlices
 
 HEADS = [(8, 1), (8, 8), (5, 1), (14, 2), (16, 1), (8, 2), (3, 3), (20, 5), (34, 1), (12, 2)]
-HEAD_DIMS = [128, 64, 128, 64, 96, 32, 40, 8]
+FEW_HEADS = [(8, 1), (14, 2), (3, 3), (12, 2)]  # for variants that are compiled besides
+HEAD_DIMS = [(128, 128), (64, 64), (128, 128), (64, 64), (96, 96), (32, 32), (40, 40), (8, 8)]
+WIDE_HEAD_DIMS = [
+    (192, 128),
+    (256, 256),
+    (192, 192),
+    (256, 256),
+    (192, 128),
+    (144, 96),
+    (208, 208),
+    (240, 128),
+    (96, 64),
+    (128, 64),
+]
 
 
 @dataclass
@@ -44,7 +57,7 @@ class Case:
     num_k: list[int]
     num_heads_q: int
     num_heads_kv: int
-    head_dim: int
+    head_dims: tuple[int, int]  # of q and k; of v
     dtype: torch.dtype
     deterministic: bool = False
     chunks_per_tile: int | None = None
@@ -52,6 +65,9 @@ class Case:
     blocks_per_chunk: int | None = None
     float_grads: bool = False
     softmax_scale: float = 0.1
+    softcap: float = 0.0
+    sinks: bool = False
+    lse_grad: bool = False
     name: str = "random"
 
 
@@ -69,7 +85,8 @@ def random_slices(rng: random.Random, num_q: int, num_k: int) -> AttnSlices:
 def random_case(rng: random.Random) -> Case:
     """Odd lengths, all mask types, overlaps, empty rows, one to three stages."""
     num_q = rng.choice([1, 2, 17, 64, rng.randint(1, 130), rng.randint(1, 600)])
-    heads_q, heads_kv = rng.choice(HEADS)
+    is_wide, softcap, sinks = (rng.random() < chance for chance in (0.4, 0.3, 0.3))
+    heads_q, heads_kv = rng.choice(FEW_HEADS if is_wide or softcap or sinks else HEADS)
     num_stages = rng.choice([1, 1, 1, 2, 3])
     num_k = [rng.choice([1, 5, 128, rng.randint(1, 300), rng.randint(1, 900)]) for _ in range(num_stages)]
     stages = [random_slices(rng, num_q, n) for n in num_k]
@@ -81,11 +98,14 @@ def random_case(rng: random.Random) -> Case:
     group = heads_q // heads_kv
     heads_per_tile = rng.choice([d for d in range(1, min(group, 16) + 1) if group % d == 0])
     return Case(
-        stages, num_q, num_k, heads_q, heads_kv, rng.choice(HEAD_DIMS), rng.choice([torch.bfloat16, torch.float16]),
+        stages, num_q, num_k, heads_q, heads_kv, rng.choice(WIDE_HEAD_DIMS if is_wide else HEAD_DIMS),
+        rng.choice([torch.bfloat16, torch.bfloat16, torch.float16]),
         deterministic=rng.random() < 0.4, chunks_per_tile=rng.choice([None, 2, 3, 5]),
         backward_heads_per_tile=heads_per_tile, blocks_per_chunk=rng.choice([None, None, 1, 2, 7]),
         float_grads=rng.random() < 0.5,
         softmax_scale=rng.choice([0.05, 0.125, 0.3]),
+        softcap=rng.choice([0.5, 5.0, 50.0, 64.0, 100.0]) if softcap else 0.0,
+        sinks=sinks, lse_grad=rng.random() < 0.3,
     )  # fmt: skip
 
 
@@ -104,7 +124,13 @@ def named_cases() -> list[Case]:
     for name, slices in masks.items():
         for heads, head_dim in (((16, 2), 128), ((16, 2), 64), ((7, 1), 128), ((4, 4), 128)):
             for deterministic in (False, True):
-                cases.append(Case([slices], 2048, [2048], *heads, head_dim, torch.bfloat16, deterministic, name=name))
+                dims = head_dim, head_dim
+                cases.append(Case([slices], 2048, [2048], *heads, dims, torch.bfloat16, deterministic, name=name))
+        for dims, options in (
+            ((128, 128), {"sinks": True}), ((128, 128), {"softcap": 20.0}), ((256, 256), {}), ((192, 128), {}),
+            ((256, 256), {"softcap": 20.0, "sinks": True, "lse_grad": True, "deterministic": True}),
+        ):  # fmt: skip
+            cases.append(Case([slices], 2048, [2048], 14, 2, dims, torch.bfloat16, name=name, **options))
     return cases
 
 
@@ -123,26 +149,50 @@ def dense_mask(slices: AttnSlices, num_q: int, num_k: int) -> Tensor:
     return mask
 
 
-def dense_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, dout: Tensor) -> dict[str, Tensor]:
-    """out, lse, dq, dk, dv of plain attention in the dtype of q; fp64 results."""
+@dataclass
+class Extras:
+    """What changes the scores, and the gradient of lse; see `flex_flash_attn`."""
+
+    softcap: float
+    sinks: Tensor | None
+    dlse: Tensor | None
+
+    def to(self, dtype: torch.dtype) -> "Extras":
+        return Extras(self.softcap, *(None if x is None else x.to(dtype) for x in (self.sinks, self.dlse)))
+
+
+def dense_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, dout: Tensor, extras: Extras
+) -> dict[str, Tensor]:
+    """out, lse, dq, dk, dv and dsinks of plain attention in the dtype of q; fp64 results."""
     q, k, v = (x.detach().clone().requires_grad_() for x in (q, k, v))
     group = q.shape[1] // k.shape[1]
     keys, values = (x.repeat_interleave(group, 1).transpose(0, 1) for x in (k, v))
     scores = (q.transpose(0, 1) @ keys.transpose(1, 2)) * scale
+    if extras.softcap:
+        scores = extras.softcap * torch.tanh(scores / extras.softcap)
     scores = scores.masked_fill(~mask, -torch.inf)
     wide = scores.double() if q.dtype == torch.float64 else scores.float()
-    lse = wide.logsumexp(-1)
+    lse, sinks = wide.logsumexp(-1), None
+    if extras.sinks is not None:
+        sinks = extras.sinks.detach().to(wide.dtype).requires_grad_()
+        lse = torch.logaddexp(lse, sinks[:, None])
     p = torch.where(lse.isinf()[..., None], 0.0, (wide - lse.masked_fill(lse.isinf(), 0.0)[..., None]).exp()).to(
         q.dtype
     )
     out = (p @ values).transpose(0, 1)
-    out.backward(dout.to(out.dtype))
+    loss = (out * dout.to(out.dtype)).sum()
+    if extras.dlse is not None:
+        loss = loss + torch.where(lse.isinf(), 0.0, lse * extras.dlse.T).sum()
+    loss.backward()
     results = {"out": out, "lse": lse.transpose(0, 1), "dq": q.grad, "dk": k.grad, "dv": v.grad}
+    if sinks is not None:
+        results["dsinks"] = sinks.grad
     return {name: x.detach().double() for name, x in results.items()}
 
 
 def backward_from_rounded_out(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, dout: Tensor, out: Tensor, lse: Tensor
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, dout: Tensor, out: Tensor, lse: Tensor, extras: Extras
 ) -> dict[str, Tensor]:
     """dq, dk in fp64 (arguments too) but for delta, which comes from `out`, already rounded to the input dtype.
 
@@ -152,30 +202,42 @@ def backward_from_rounded_out(
     queries, douts = q.transpose(0, 1), dout.transpose(0, 1)
     keys, values = (x.repeat_interleave(group, 1).transpose(0, 1) for x in (k, v))
     rows = lse.transpose(0, 1)[..., None]
-    scores = (queries @ keys.transpose(1, 2)) * scale
+    scores, slope = (queries @ keys.transpose(1, 2)) * scale, 1.0
+    if extras.softcap:
+        tanh = torch.tanh(scores / extras.softcap)
+        scores, slope = extras.softcap * tanh, 1 - tanh**2
     p = torch.where(mask & ~rows.isinf(), (scores - rows.masked_fill(rows.isinf(), 0.0)).exp(), 0.0)
     delta = (out.transpose(0, 1) * douts).sum(-1, keepdim=True)
+    if extras.dlse is not None:
+        delta = delta - extras.dlse.T[..., None]
+    found = {}
+    if extras.sinks is not None:
+        found["dsinks"] = -((extras.sinks[:, None, None] - rows).exp() * delta).sum((1, 2))
     dp = douts @ values.transpose(1, 2)
 
     def through_scores(ds: Tensor, queries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
         dk = (ds.transpose(1, 2) @ queries).transpose(0, 1).unflatten(1, (-1, group)).sum(2)
         return (ds @ keys).transpose(0, 1) * scale, dk * scale
 
-    dq, dk = through_scores(p * (dp - delta), queries, keys)
+    dq, dk = through_scores(p * (dp - delta) * slope, queries, keys)
     dq_terms, dk_terms = through_scores(p * (dp.abs() + delta.abs()), queries.abs(), keys.abs())
-    return {"dq": dq, "dk": dk, "dq_terms": dq_terms, "dk_terms": dk_terms}
+    return found | {"dq": dq, "dk": dk, "dq_terms": dq_terms, "dk_terms": dk_terms}
 
 
 def on_gpu(lists: WorkLists) -> DeviceLists:
     return lists.to(torch.from_numpy(lists.words).cuda())
 
 
-def run_ours(case: Case, q: Tensor, kvs: list[Tensor], dout: Tensor) -> dict[str, Tensor]:
-    """out, lse, dq, dk, dv; dk and dv of all stages one after another."""
+def run_ours(
+    case: Case, q: Tensor, kvs: list[tuple[Tensor, Tensor]], dout: Tensor, extras: Extras
+) -> dict[str, Tensor]:
+    """out, lse, dq, dk, dv, dsinks; dk and dv of all stages one after another."""
     attn = FfaBlockAttn("cuda", case.deterministic)
-    masks = []
+    masks, row = [], RowShape(case.num_heads_kv, *case.head_dims)
     for slices, num_k in zip(case.stages, case.num_k, strict=True):
-        mask = StageMask(slices, case.num_q, num_k, case.num_heads_q, case.num_heads_kv)
+        head_dim, value_dim = case.head_dims
+        shape = case.num_q, num_k, case.num_heads_q, case.num_heads_kv
+        mask = StageMask(slices, *shape, head_dim=head_dim, value_dim=value_dim)
         lists = build_worklists(
             mask, deterministic=case.deterministic, chunks_per_tile=case.chunks_per_tile,
             backward_heads_per_tile=case.backward_heads_per_tile, blocks_per_chunk=case.blocks_per_chunk,
@@ -183,41 +245,49 @@ def run_ours(case: Case, q: Tensor, kvs: list[Tensor], dout: Tensor) -> dict[str
         masks.append(on_gpu(lists))
     result = None
     for i, (mask, kv) in enumerate(zip(masks, kvs, strict=True)):
-        inputs = StageInputs(q, kv[:, 0], kv[:, 1], mask, case.softmax_scale)
+        inputs = StageInputs(q, *kv, mask, case.softmax_scale, None, case.softcap, extras.sinks)
         result = attn.forward(inputs, result, more=i + 1 < len(masks))
     out, lse = result
     dq, delta = torch.empty(q.shape, dtype=torch.float32, device="cuda"), torch.empty_like(lse)
     mover = attn.row_mover()
-    mover.sum(RowSums(out, dout, delta, (dq,)))
+    mover.sum(RowSums(out, dout, delta, (dq,), extras.dlse))
     dks, dvs = [], []
     for mask, kv in zip(masks, kvs, strict=True):
-        dkv = torch.full(kv.shape, torch.nan, dtype=torch.float32 if case.float_grads else kv.dtype, device="cuda")
-        inputs = StageInputs(q, kv[:, 0], kv[:, 1], mask, case.softmax_scale)
+        dtype = torch.float32 if case.float_grads else q.dtype
+        dkv = torch.full((len(kv[0]), row.width), torch.nan, dtype=dtype, device="cuda")
+        inputs = StageInputs(q, *kv, mask, case.softmax_scale, None, case.softcap)
         attn.backward(inputs, OutGrads(dout, lse, delta), Gradients(dq, dkv))
-        dks.append(dkv[:, 0])
-        dvs.append(dkv[:, 1])
-    rounded = torch.empty_like(dout)
-    mover.round(dq, case.softmax_scale, rounded)
-    return {"out": out, "lse": lse, "dq": rounded, "dk": torch.cat(dks), "dv": torch.cat(dvs)}
+        dk, dv = row.split(dkv)
+        dks.append(dk)
+        dvs.append(dv)
+    rounded = torch.empty_like(q, memory_format=torch.contiguous_format)
+    mover.round(dq, row, case.softmax_scale, rounded)
+    results = {"out": out, "lse": lse, "dq": rounded, "dk": torch.cat(dks), "dv": torch.cat(dvs)}
+    if extras.sinks is not None:
+        results["dsinks"] = -(torch.exp(extras.sinks - lse) * delta).sum(0)
+    return results
 
 
 def run_case(case: Case, seed: int) -> tuple[dict[str, float], list[str]]:
     """Error of each output as a fraction of its budget, and what is wrong."""
     torch.manual_seed(seed)
-    shape_q = (case.num_q, case.num_heads_q, case.head_dim)
-    q = torch.randn(shape_q[0], 2, *shape_q[1:], device="cuda").to(case.dtype)[:, 1]  # strided
-    dout = torch.randn(shape_q, device="cuda").to(case.dtype)
-    kvs = [torch.randn(n, 2, case.num_heads_kv, case.head_dim, device="cuda").to(case.dtype) for n in case.num_k]
-    ours = run_ours(case, q, kvs, dout)
-    again = run_ours(case, q, kvs, dout)
+    head_dim, value_dim = case.head_dims
+    shape, shape_q = RowShape(case.num_heads_kv, head_dim, value_dim), (case.num_q, case.num_heads_q)
+    q = torch.randn(case.num_q, 2, case.num_heads_q, head_dim, device="cuda").to(case.dtype)[:, 1]  # strided
+    dout = torch.randn(*shape_q, value_dim, device="cuda").to(case.dtype)
+    kvs = [shape.split(torch.randn(n, shape.width, device="cuda").to(case.dtype)) for n in case.num_k]
+    sinks = torch.randn(case.num_heads_q, device="cuda") if case.sinks else None
+    extras = Extras(case.softcap, sinks, torch.randn(shape_q, device="cuda") if case.lse_grad else None)
     mask = torch.cat([dense_mask(s, case.num_q, n) for s, n in zip(case.stages, case.num_k, strict=True)], 1)
-    kv = torch.cat(kvs)
-    plain = dense_attention(q, kv[:, 0], kv[:, 1], mask, case.softmax_scale, dout)
-    exact = dense_attention(*(x.double() for x in (q, kv[:, 0], kv[:, 1])), mask, case.softmax_scale, dout.double())
-    rounded = backward_from_rounded_out(
-        q.double(), kv[:, 0].double(), kv[:, 1].double(), mask, case.softmax_scale, dout.double(),
-        exact["out"].to(case.dtype).double(), exact["lse"],
-    )  # fmt: skip
+    if extras.dlse is not None and sinks is None:
+        extras.dlse[~mask.any(1)] = 0  # lse is -inf there
+    ours, again = (run_ours(case, q, kvs, dout, extras) for _ in range(2))
+    k, v = (torch.cat(x) for x in zip(*kvs, strict=True))
+    wide, wide_extras = [x.double() for x in (q, k, v)], extras.to(torch.float64)
+    plain = dense_attention(q, k, v, mask, case.softmax_scale, dout, extras)
+    exact = dense_attention(*wide, mask, case.softmax_scale, dout.double(), wide_extras)
+    out = exact["out"].to(case.dtype).double()
+    rounded = backward_from_rounded_out(*wide, mask, case.softmax_scale, dout.double(), out, exact["lse"], wide_extras)
     eps = torch.finfo(case.dtype).eps
     shares, problems = {}, []
     for name, want in exact.items():
@@ -252,11 +322,17 @@ def variants_of(case: Case) -> set[tuple[str, tuple[tuple[str, int], ...]]]:
     for i, (slices, num_k) in enumerate(zip(case.stages, case.num_k, strict=True)):
         mask = StageMask(slices, case.num_q, num_k, case.num_heads_q, case.num_heads_kv)
         sizes = build_worklists(mask, backward_heads_per_tile=case.backward_heads_per_tile).sizes
-        shape, more = (case.head_dim, sizes.forward.heads_per_tile, case.dtype), i + 1 < len(case.stages)
-        forward = forward_variant(*shape, i > 0, more)
-        shape = case.head_dim, sizes.backward.heads_per_tile, case.dtype
-        backward = backward_variant(*shape, case.deterministic)
-        found |= {("ffa_forward.cu", forward), ("ffa_backward.cu", backward)}
+        dims, more, softcap = padded_dims(*case.head_dims), i + 1 < len(case.stages), bool(case.softcap)
+        shape = dims, sizes.forward.heads_per_tile, case.dtype
+        found.add(
+            (
+                "ffa_forward.cu",
+                forward_variant(*shape, i > 0, more, softcap=softcap, sinks=case.sinks and not more),
+            )
+        )
+        shape = dims, sizes.backward.heads_per_tile, case.dtype
+        variants = backward_variants(*shape, case.deterministic, softcap=softcap)
+        found |= {("ffa_backward.cu", variant) for variant in variants}
     return found
 
 
@@ -275,9 +351,11 @@ def run_alone(rng: random.Random, num_cases: int) -> None:
     for _ in range(num_cases):
         case = replace(random_case(rng), num_q=150, num_k=[200], num_heads_q=8, num_heads_kv=2)
         case = replace(case, stages=[random_slices(rng, 150, 200)], backward_heads_per_tile=rng.choice([1, 4]))
-        q, dout = torch.randn(2, 150, 8, case.head_dim, device="cuda").to(case.dtype)
-        kv = torch.randn(200, 2, 2, case.head_dim, device="cuda").to(case.dtype)
-        run_ours(case, q, [kv], dout)
+        head_dim, value_dim = case.head_dims
+        shapes = (150, 8, head_dim), (200, 2, head_dim), (200, 2, value_dim), (150, 8, value_dim)
+        q, k, v, dout = (torch.randn(shape, device="cuda").to(case.dtype) for shape in shapes)
+        extras = Extras(case.softcap, torch.randn(8, device="cuda") if case.sinks else None, None)
+        run_ours(case, q, [(k, v)], dout, extras)
         torch.cuda.synchronize()
     print(f"ran {num_cases} cases")
 

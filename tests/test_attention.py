@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.autograd.forward_ad as fwad
 import torch.distributed as dist
-from cp_case import Case, check, documents, inputs, of_slices, run_case
-from dense import assert_within_budget, dense_with_grads
+from cp_case import Case, check, documents, extras, inputs, of_slices, run_case
+from dense import assert_within_budget, dense_attention, dense_with_grads
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from loopback import Loopback
@@ -50,11 +50,15 @@ def test_documents_over_ranks(lengths, padding, cp_size, heads, stages, kind, si
     check(case, run_on_loopback(case, cp_size))
 
 
-@given(square_slice_lists(1, 60), st.sampled_from([1, 2, 3, 8]), HEADS, st.sampled_from([5, 512]))
-@settings(max_examples=60)
-def test_any_slices_over_ranks(total_and_slices, cp_size, heads, tile):
+@given(
+    square_slice_lists(1, 60), st.sampled_from([1, 2, 3, 8]), HEADS, st.sampled_from([5, 512]), st.integers(0, 3),
+    st.sampled_from([0.0, 0.7, 30.0]), st.booleans(), st.booleans(),
+)  # fmt: skip
+@settings(max_examples=100)
+def test_any_slices_over_ranks(total_and_slices, cp_size, heads, tile, stages, softcap, sinks, lse_grad):
     total, slices = total_and_slices
-    case = of_slices(slices, total, heads=heads, head_dim=8, stages=2)
+    options = {"softcap": softcap, "sinks": sinks, "lse_grad": lse_grad}
+    case = of_slices(slices, total, heads=heads, head_dim=8, stages=stages, **options)
     with mock.patch.object(flex, "TILE", tile):
         check(case, run_on_loopback(case, cp_size))
 
@@ -80,6 +84,35 @@ def test_flex_flash_attn_on_one_device(num_q, num_k, tile, data):
     out.backward(dout)
     ours = {"out": out.detach(), "lse": lse.detach(), "dq": q.grad, "dk": k.grad, "dv": v.grad}
     assert_within_budget(ours, q, k, v, dout, mask, 0.3)
+
+
+@pytest.mark.parametrize("cp_size", [1, 3])
+def test_layers_of_several_masks_after_one_dispatch(cp_size):
+    """Two layers, full and window attention, with sinks in the second and values narrower than keys."""
+    cu, total = [0, 70, 75, 130], 130
+    masks = [magi.varlen_causal(cu), magi.sliding_window(cu, 9)]
+    dense = [torch.from_numpy(dense_mask(slices.table, total, total)) for slices in masks]
+    plans = magi.make_plans(masks, total, cp_size, layers=[2, 1])
+    generator = torch.Generator().manual_seed(3)
+    q, k, v = (torch.randn(total, h, d, generator=generator, dtype=torch.float64) for h, d in ((4, 6), (2, 6), (2, 4)))
+    sinks = torch.randn(4, generator=generator, dtype=torch.float64)
+
+    def run(mesh):
+        x, y, z = (magi.dispatch(each, plans[0], mesh) for each in (q, k, v))
+        out = magi.cp_varlen_attn(x, y, z, plans[0], mesh)
+        out, lse = magi.cp_varlen_attn(x, y, out[:, ::2], plans[1], mesh, sinks=sinks, softcap=3.0, return_lse=True)
+        return magi.undispatch(out, plans[0], mesh), magi.undispatch(lse, plans[1], mesh)
+
+    results = [run(None)] if cp_size == 1 else Loopback(cp_size).run(run)
+    first, _ = dense_attention(q, k, v, dense[0], 6**-0.5)
+    want = dense_attention(q, k, first[:, ::2], dense[1], 6**-0.5, 3.0, sinks)
+    for result in results:
+        torch.testing.assert_close(result, want, rtol=1e-10, atol=1e-11)
+
+
+def test_wide_values_and_keys_travel_with_their_own_widths():
+    case = documents([60, 5, 130, 61], heads=(4, 2), head_dim=12, value_dim=8, stages=2, sinks=True)
+    check(case, run_on_loopback(case, 4))
 
 
 def test_low_precision_stays_within_the_budget():
@@ -114,10 +147,16 @@ def test_the_memory_of_scores_does_not_grow_with_the_lengths():
     assert largest(600, 6000) == largest(6000, 600) == largest(600, 600)
 
 
-def test_the_written_out_passes_agree_with_fp64_to_fp64_precision():
-    case = documents([33, 1, 66], stages=2, dtype=torch.float64)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"softcap": 0.5}, {"sinks": True}, {"lse_grad": True}, {"softcap": 2.0, "sinks": True, "lse_grad": True}],
+)
+def test_the_written_out_passes_agree_with_fp64_to_fp64_precision(options):
+    case = documents([33, 1, 66], stages=2, dtype=torch.float64, **options)
     ours, _ = run_on_loopback(case, 2)
-    want_all = dense_with_grads(*inputs(case), case.mask, case.head_dim**-0.5, torch.float64)
+    sinks, dlse = extras(case)
+    extra = case.softcap, sinks, dlse
+    want_all = dense_with_grads(*inputs(case), case.mask, case.head_dim**-0.5, torch.float64, *extra)
     for name in ours:
         torch.testing.assert_close(ours[name], want_all[name], rtol=1e-10, atol=1e-11)
 
@@ -139,7 +178,7 @@ def test_plans_live_as_long_as_a_graph_needs_them_and_no_longer():
     before = num_live_plans()
     q = torch.randn(30, 2, 8, requires_grad=True)
     plan = magi.make_plan(magi.varlen_causal([0, 30]), 30, 1)
-    out, _ = attention_op(q, q, q, make_handle(bind_plan(plan, None, FlexBlockAttn(), 2, 2, q.device)), 1.0)
+    out = attention_op(q, q, q, make_handle(bind_plan(plan, None, FlexBlockAttn(), 2, 2, q.device)), 1.0)[0]
     gc.disable()
     try:
         assert num_live_plans() == before + 1
@@ -260,9 +299,11 @@ def test_second_derivatives_are_refused():
 def test_names_and_schemas_of_the_ops_are_those_of_saved_graphs():
     inputs = "Tensor q, Tensor k, Tensor v"
     assert [str(op._schema) for op in (attention_op, attention_backward_op)] == [
-        f"torchtitan_magi::cp_varlen_attn({inputs}, Tensor handle, float softmax_scale) -> (Tensor, Tensor)",
+        f"torchtitan_magi::cp_varlen_attn({inputs}, Tensor handle, float softmax_scale, Tensor? sinks=None, "
+        "float softcap=0.) -> (Tensor, Tensor)",
         f"torchtitan_magi::cp_varlen_attn_backward(Tensor dout, {inputs}, Tensor out, Tensor lse, Tensor handle, "
-        "float softmax_scale) -> (Tensor, Tensor, Tensor)",
+        "float softmax_scale, Tensor? sinks=None, float softcap=0., Tensor? dlse=None) "
+        "-> (Tensor, Tensor, Tensor, Tensor)",
     ]
 
 
@@ -271,11 +312,14 @@ def test_the_ops_compile():
     plan = magi.make_plan(magi.varlen_causal([0, 4, 9]), 9, 1)
     handle = make_handle(bind_plan(plan, None, FlexBlockAttn(), 2, 1, torch.device("cpu")))
     q, k, v = (torch.randn(9, heads, 4, requires_grad=True) for heads in (2, 1, 1))
-    torch.library.opcheck(attention_op, (q, k, v, handle, 0.5))
-    out, lse = attention_op(q, k, v, handle, 0.5)
-    assert not lse.requires_grad
-    saved = (x.detach() for x in (torch.randn_like(out), q, k, v, out, lse))
-    torch.library.opcheck(attention_backward_op, (*saved, handle, 0.5))
+    sinks = torch.randn(2, requires_grad=True)
+    for options in ((), (sinks, 3.0)):
+        torch.library.opcheck(attention_op, (q, k, v, handle, 0.5, *options))
+        out, lse = attention_op(q, k, v, handle, 0.5, *options)
+        assert lse.requires_grad
+        saved = [x.detach() for x in (torch.randn_like(out), q, k, v, out, lse)]
+        with_lse = (sinks.detach(), 3.0, torch.randn_like(lse)) if options else ()
+        torch.library.opcheck(attention_backward_op, (*saved, handle, 0.5, *with_lse))
 
 
 def test_ops_keep_their_promises_to_compilers():
@@ -323,6 +367,17 @@ def test_ops_keep_their_promises_to_compilers():
         (lambda x, plan: magi.cp_varlen_attn(x[:, :0], x, x, plan), "Hq a multiple of H"),
         (lambda x, plan: magi.cp_varlen_attn(*[x[..., :0]] * 3, plan), r"\(8, 4, 0\).* D above 0"),
         (lambda x, plan: magi.flex_flash_attn(*[x[..., :0]] * 3, plan.slices), r"\(8, 4, 0\).* D above 0"),
+        (lambda x, plan: magi.cp_varlen_attn(x, x, x, plan, softcap=-1.0), "softcap is -1.0; it must be a positive"),
+        (
+            lambda x, plan: magi.cp_varlen_attn(x, x, x, plan, sinks=x[0]),
+            r"sinks are torch.float32 \(4, 8\) for 4 query",
+        ),
+        (
+            lambda x, plan: magi.flex_flash_attn(x, x, x, plan.slices, sinks=torch.zeros(4).int()),
+            r"sinks are torch.int32 \(4,\) for 4 query heads; give one float",
+        ),
+        (lambda x, plan: magi.flex_flash_attn(x, x, x[..., :0], plan.slices), r"\(8, 4, 0\).* D above 0"),
+        (lambda x, plan: magi.flex_flash_attn(x, x[..., :4], x, plan.slices), r"\(8, 4, 4\)"),
         *(
             (
                 lambda x, plan, s=s, call=call: call(x, x, x, plan, softmax_scale=s),

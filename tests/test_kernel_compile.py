@@ -17,10 +17,15 @@ pytest.importorskip("cuda.bindings", reason="NVRTC is reached through cuda-bindi
 from torchtitan_magi.backends.ffa import params as ffa
 from torchtitan_magi.backends.ffa import row_kernels as rows
 from torchtitan_magi.cuda import jit, launch
+from torchtitan_magi.tiles import is_wide
 
 # Lines with a number of this kind are expected and harmless:
 #   C7519  "warpgroup.arrive is injected": ptxas orders register operands of wgmma itself; nothing waits because of it
-ALLOWED = {"C7519"}
+#   C7517  "warpgroup.wait is injected": after the loop of a backward that computes dv alone, where nothing is under way
+ALLOWED = {"C7519", "C7517"}
+
+# Bytes that a variant of head_dim 256 may spill: addresses and row numbers that it needs once per item, not per block.
+MOST_SPILLED = 160
 
 FORWARD_GROUPS, BACKWARD_GROUPS = range(1, 17), range(1, 9)  # heads per tile that the work lists may ask for
 SOME_GROUPS = (1, 7, 8)  # no grouping; rows left over; heads 64:8
@@ -35,14 +40,27 @@ STRUCTS = {
 
 def variants() -> Iterator[tuple[str, launch.Variant]]:
     on_or_off = list(itertools.product((False, True), repeat=2))
-    for head_dim, dtype in itertools.product((64, 128), (torch.bfloat16, torch.float16)):
-        hardest = head_dim == 128 and dtype == torch.bfloat16
+    bf16 = torch.bfloat16
+    for dims, dtype in itertools.product(((64, 64), (128, 128)), (bf16, torch.float16)):
+        hardest = dims == (128, 128) and dtype == bf16
         for switches, group in itertools.product(on_or_off, FORWARD_GROUPS if hardest else SOME_GROUPS):
-            yield "ffa_forward.cu", ffa.forward_variant(head_dim, group, dtype, *switches)
+            yield "ffa_forward.cu", ffa.forward_variant(dims, group, dtype, *switches)
         for deterministic, group in itertools.product((False, True), BACKWARD_GROUPS if hardest else SOME_GROUPS):
-            yield "ffa_backward.cu", ffa.backward_variant(head_dim, group, dtype, deterministic)
-    for fp16, fp32 in on_or_off:
-        yield "rows.cu", launch.variant_of({"USE_FP16": fp16, "WIRE_FP32": fp32})
+            for variant in ffa.backward_variants(dims, group, dtype, deterministic):
+                yield "ffa_backward.cu", variant
+    for dims, group in itertools.product(ffa.DIMS, SOME_GROUPS):
+        for stages in on_or_off if is_wide(*dims) else ((False, False), (True, False)):
+            yield (
+                "ffa_forward.cu",
+                ffa.forward_variant(dims, group, bf16, *stages, softcap=True, sinks=not stages[1]),
+            )
+        if is_wide(*dims):
+            yield "ffa_forward.cu", ffa.forward_variant(dims, group, bf16)
+        for deterministic, softcap in on_or_off if is_wide(*dims) else ((False, True), (True, True)):
+            for variant in ffa.backward_variants(dims, group, bf16, deterministic, softcap=softcap):
+                yield "ffa_backward.cu", variant
+    for fp16, fp32, wide in itertools.product((False, True), repeat=3):
+        yield "rows.cu", launch.variant_of({"USE_FP16": fp16, "WIRE_FP32": fp32, "WIDE": wide})
 
 
 def fields_of(struct: type[ctypes.Structure], path: str = "") -> Iterator[tuple[str, int]]:
@@ -76,12 +94,13 @@ def compiling(number: int) -> Future[tuple[bytes, str]]:
 @pytest.mark.parametrize(
     "number", range(len(VARIANTS)), ids=["-".join([name, *(f"{n}{v}" for n, v in v)]) for name, v in VARIANTS]
 )
-def test_no_spills_no_serialized_wgmma_and_parameters_where_the_host_puts_them(number: int) -> None:
+def test_no_spills_in_loops_no_serialized_wgmma_and_parameters_where_the_host_puts_them(number: int) -> None:
     for later in range(number + 1, min(number + os.cpu_count(), len(VARIANTS))):
         compiling(later)  # those of the next tests, at the same time
     _, log = compiling(number).result()
     frames = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", log)
-    assert set(frames) == {("0", "0", "0")}, log
+    worst = max(int(n) for frame in frames for n in frame)
+    assert worst <= (MOST_SPILLED if dict(VARIANTS[number][1]).get("HEAD_DIM") == 256 else 0), log
     assert "serialized" not in log
     assert set(re.findall(r"C7\d\d\d", log)) <= ALLOWED, log
     assert "setmaxnreg ignored" not in log
@@ -97,10 +116,12 @@ def test_every_kernel_waits_for_the_one_before_it() -> None:
 
 
 def test_head_dims() -> None:
-    assert [ffa.padded_head_dim(d) for d in (8, 40, 64, 72, 128)] == [64, 64, 64, 128, 128]
-    for head_dim in (0, 12, 136, 256):
+    assert [ffa.padded_dims(d) for d in (8, 40, 64, 72, 128)] == [(64, 64)] * 3 + [(128, 128)] * 2
+    given = (96, 64), (144, 128), (192, 16), (192, 144), (208, 64), (256, 256)
+    assert [ffa.padded_dims(*d) for d in given] == [*[(192, 128)] * 3, (192, 192), *[(256, 256)] * 2]
+    for dims in ((0,), (12,), (136,), (264,), (192, 200), (64, 128), (72, 64), (192, 24), (64, 0)):
         with pytest.raises(ValueError, match="head_dim"):
-            ffa.padded_head_dim(head_dim)
+            ffa.padded_dims(*dims)
 
 
 def test_a_schedule_gives_every_tile_to_every_head_once_and_early_ones_first() -> None:
@@ -130,5 +151,5 @@ def test_a_schedule_gives_every_tile_to_every_head_once_and_early_ones_first() -
         for heads, per_wave in ((1, 1), (8, 1), (8, 4), (6, 3), (8, 8))
     ]
     asserts = "".join(f'static_assert(is_complete({{{", ".join(map(str, s))}}}), "{s}");\n' for s in schedules)
-    macros = dict(ffa.forward_variant(128, 8, torch.bfloat16, False, False))
+    macros = dict(ffa.forward_variant((128, 128), 8, torch.bfloat16))
     jit.compile_source("ffa_layout.cuh", source + asserts, macros)

@@ -96,7 +96,7 @@ def test_what_the_kernel_does_not_take_is_an_error() -> None:
     call()
     for wrong, match in (
         ({"dtype": torch.float32}, "bfloat16"),
-        ({"head_dim": 136}, "head_dim"),
+        ({"head_dim": 264}, "head_dim"),
         ({"head_dim": 20}, "head_dim"),
         ({"tokens": 17}, "work lists"),
         ({"scale": 0.0}, "softmax_scale"),

@@ -15,11 +15,23 @@ from torchtitan_magi.backends.ffa import params as ffa
 from torchtitan_magi.backends.ffa import row_kernels as rows
 from torchtitan_magi.backends.ffa.block_attn import FfaBlockAttn
 from torchtitan_magi.backends.ffa.row_kernels import CudaRowMover
+from torchtitan_magi.backends.ffa.worklists import build_worklists
 from torchtitan_magi.cuda import driver, jit, launch
-from torchtitan_magi.exchange.in_flight import Arrival, Flag, LateKeys, Piece, Places, Returned, RowSums, Unsent
+from torchtitan_magi.exchange.in_flight import (
+    Arrival,
+    Flag,
+    LateKeys,
+    Piece,
+    Places,
+    Returned,
+    RowShape,
+    RowSums,
+    Unsent,
+)
 
 TOKENS, HEADS_Q, HEADS, DIM = 256, 8, 2, 64
-ROW = 2 * HEADS * DIM
+SHAPE = RowShape(HEADS, DIM, DIM)
+ROW = SHAPE.width
 SCALE = 0.125
 PARAMS = {
     "ffa_forward": ffa.ForwardParams,
@@ -69,6 +81,7 @@ def recorder(monkeypatch):
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
     monkeypatch.setattr(launch, "num_sms", lambda device: 132)
+    monkeypatch.setattr(launch, "_make_context", lambda device: None)
     addresses = itertools.cycle(row.data_ptr() for row in counters)
     monkeypatch.setattr(launch, "_counters", lambda device: (addresses, counters))
     caches = launch.load, launch.maps_over, rows._kernel
@@ -90,8 +103,9 @@ class HostAttn(FfaBlockAttn):
 ATTN = HostAttn()
 
 
-def mask_of(*cu_seqlens, num_q=TOKENS, late_from=None):
-    lists = ATTN.prepare(StageMask(varlen_causal(cu_seqlens), num_q, TOKENS, HEADS_Q, HEADS, late_from=late_from))
+def mask_of(*cu_seqlens, num_q=TOKENS, late_from=None, dims=(DIM, DIM)):
+    options = {"late_from": late_from, "head_dim": dims[0], "value_dim": dims[1]}
+    lists = ATTN.prepare(StageMask(varlen_causal(cu_seqlens), num_q, TOKENS, HEADS_Q, HEADS, **options))
     return lists.to(torch.from_numpy(lists.words))
 
 
@@ -161,9 +175,9 @@ def test_gradients_go_where_the_caller_wants_them(recorder, mask):
     lse, delta = torch.zeros(2, TOKENS, HEADS_Q)
     dq = torch.zeros(TOKENS, HEADS_Q, DIM)
     for dtype in (torch.float32, torch.bfloat16):
-        fused = torch.empty(TOKENS, 2, HEADS, DIM, dtype=dtype)
+        fused = torch.empty(TOKENS, ROW, dtype=dtype)
         pair = torch.empty(TOKENS, HEADS, DIM, dtype=dtype), torch.empty(TOKENS, HEADS, DIM, dtype=dtype)
-        for dkv, dk, dv in ((fused, fused[:, 0], fused[:, 1]), (pair, *pair)):
+        for dkv, dk, dv in ((fused, *SHAPE.split(fused)), (pair, *pair)):
             inputs = StageInputs(q, k, v, mask, SCALE)
             ATTN.backward(inputs, OutGrads(dout, lse, delta), Gradients(dq, dkv))
             params, maps = recorder.launches[-1].params, recorder.launches[-1].maps
@@ -171,11 +185,54 @@ def test_gradients_go_where_the_caller_wants_them(recorder, mask):
             assert maps[6][0] == dq.data_ptr()
             assert (params.lse, params.delta) == (lse.data_ptr(), delta.data_ptr())
             if mask.sizes.backward.is_split and dtype == torch.bfloat16:
-                assert params.dk_token_stride == 2 * HEADS * DIM
+                assert params.dk_token_stride == ROW
                 assert params.dk != dk.data_ptr()  # summed elsewhere in float32 first
             else:
                 assert (params.dk, params.dv) == (dk.data_ptr(), dv.data_ptr())
                 assert (params.dk_token_stride, params.dv_token_stride) == (dk.stride(0), dv.stride(0))
+
+
+def test_sinks_softcap_and_the_gradient_of_lse_reach_the_kernels(recorder, mask):
+    q, k, v, dout = tensors(HEADS_Q, HEADS, HEADS, HEADS_Q)
+    sinks = torch.randn(HEADS_Q)
+    for more in (True, False):
+        ATTN.forward(StageInputs(q, k, v, mask, SCALE, None, 5.0, sinks), None, more)
+        params = recorder.launches[-1].params
+        assert params.sinks == (None if more else sinks.data_ptr())
+        assert (params.scale_log2, params.cap_scale) == pytest.approx((5 / np.log(2), SCALE / 5))
+    lse, delta, dlse = torch.zeros(3, TOKENS, HEADS_Q)
+    dq, dkv = torch.zeros(TOKENS, HEADS_Q, DIM), torch.zeros(TOKENS, ROW)
+    ATTN.backward(StageInputs(q, k, v, mask, SCALE, None, 5.0), OutGrads(dout, lse, delta), Gradients(dq, dkv))
+    params = recorder.launches[-1].params
+    assert (params.softmax_scale, params.scale_log2) == pytest.approx((SCALE, 5 / np.log(2)))
+    for given, seen in ((dlse, dlse.data_ptr()), (None, None)):
+        MOVER.sum(RowSums(dout, dout, delta, (dq,), given))
+        assert recorder.launches[-1].params.sums.dlse == seen
+
+
+def test_wide_heads_take_two_launches_back_and_rows_of_their_own_widths(recorder):
+    mask = mask_of(0, 100, TOKENS, dims=(192, 128))
+    q, k, v, dout = (torch.randn(TOKENS, n, dim).bfloat16() for n, dim in ((8, 192), (2, 192), (2, 128), (8, 128)))
+    out, lse = ATTN.forward(StageInputs(q, k, v, mask, SCALE))
+    assert out.shape == (TOKENS, HEADS_Q, 128)
+    assert (recorder.launches[-1].params.out, recorder.launches[-1].params.value_dim) == (out.data_ptr(), 128)
+    shape, dq = RowShape.of(k, v), torch.zeros(TOKENS, HEADS_Q, 192)
+    dkv, before = torch.zeros(TOKENS, shape.width), len(recorder.launches)
+    ATTN.backward(StageInputs(q, k, v, mask, SCALE), OutGrads(dout, lse, lse.clone()), Gradients(dq, dkv, zeroed=True))
+    launched = recorder.launches[before:]
+    assert [each.name for each in launched] == ["ffa_backward"] * 2
+    for params in (each.params for each in launched):
+        assert (params.dq, params.head_dim, params.value_dim) == (dq.data_ptr(), 192, 128)
+        assert (params.dk, params.dv) == tuple(part.data_ptr() for part in shape.split(dkv))
+        assert (params.dk_head_stride, params.dv_head_stride, params.dv_token_stride) == (192, 128, shape.width)
+    assert launched[0].params.counter != launched[1].params.counter
+
+
+def test_lists_of_narrow_heads_do_not_serve_wide_ones(recorder):
+    lists = build_worklists(StageMask(varlen_causal([0, TOKENS]), TOKENS, TOKENS, 1, 1), chunks_per_tile=2)
+    mask = lists.to(torch.from_numpy(lists.words))
+    with pytest.raises(ValueError, match="head_dim 256 but the work lists are for narrower heads"):
+        ATTN.forward(StageInputs(*torch.randn(3, TOKENS, 1, 256).bfloat16(), mask, SCALE))
 
 
 def test_late_keys_have_maps_and_a_flag(recorder):
@@ -184,11 +241,11 @@ def test_late_keys_have_maps_and_a_flag(recorder):
     q, k, v = tensors(HEADS_Q, HEADS, HEADS)
     assert mask.sizes.forward.awaits
     for flag in (Flag(4096, 7), None):
-        kv = torch.randn(TOKENS - own, 2, HEADS, DIM).bfloat16()
+        kv = torch.randn(TOKENS - own, ROW).bfloat16()
         late = LateKeys(kv, Arrival(lambda: waits.append(1), lambda flag=flag: flag))
         ATTN.forward(StageInputs(q, k[:own], v[:own], mask, SCALE, late))
         last = recorder.launches[-1]
-        assert [at[0] for at in last.maps[3:5]] == [kv.data_ptr(), kv[:, 1].data_ptr()]
+        assert [at[0] for at in last.maps[3:5]] == [part.data_ptr() for part in SHAPE.split(kv)]
         assert last.params.late.first == own
         schedule, sizes = last.params.schedule, mask.sizes.forward
         assert schedule.num_early == sizes.num_early > 0
@@ -236,7 +293,7 @@ def places_of_two():
 
 def sums_of(zeros=1):
     out, dout = torch.randn(2, TOKENS, HEADS_Q, DIM).bfloat16()
-    memory = torch.empty(TOKENS, HEADS_Q, DIM), torch.empty(TOKENS, 2, HEADS, DIM)
+    memory = torch.empty(TOKENS, HEADS_Q, DIM), torch.empty(TOKENS, ROW)
     return RowSums(out, dout, torch.empty(TOKENS, HEADS_Q), memory[:zeros])
 
 
@@ -283,7 +340,7 @@ def test_rows_that_cannot_be_read_in_units_are_copied(recorder):
 
 def test_gathering_into_one_tensor_tells_nobody(recorder):
     (index, _), k = index_of(12), torch.randn(TOKENS, HEADS, DIM).bfloat16()
-    sent = torch.empty(12, 2, HEADS, DIM, dtype=torch.bfloat16)
+    sent = torch.empty(12, ROW, dtype=torch.bfloat16)
     MOVER.gather(k, k, index, sent)
     params = recorder.launches[-1].params
     assert (params.places.to[0], params.places.ends[0], params.places.num_flags) == (sent.data_ptr(), 12, 0)
@@ -296,9 +353,9 @@ def test_gathering_into_one_tensor_tells_nobody(recorder):
 @pytest.mark.parametrize("wire", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("parts", [None, (), (slice(3, 5),), (slice(0, 0), slice(2, 7), slice(11, 12))])
 def test_a_piece_of_gradients_is_rounded_to_its_slot_before_it_is_counted(recorder, wire, parts):
-    grad = torch.randn(12, 2, HEADS, DIM)
+    grad = torch.randn(12, ROW)
     want = grad[[i for part in parts or () for i in range(part.start, part.stop)]] if parts is not None else grad
-    slot = torch.full((len(want), 2, HEADS, DIM), torch.nan, dtype=wire)
+    slot = torch.full((len(want), ROW), torch.nan, dtype=wire)
     MOVER.round_to(grad, Piece(parts, Places([len(want)], [slot.data_ptr()], 0, [64, 128]), slot, None))
     assert torch.equal(slot, want.to(wire))
     (launched,) = recorder.launches
@@ -315,11 +372,11 @@ def test_the_end_of_a_backward(recorder, wire):
     dq = torch.randn(TOKENS, HEADS_Q, DIM)
     first = 45  # rows before belong to this rank and to nobody
     for flag in (Flag(64, 3), Flag(64, 4), None):
-        dkv = torch.randn(first + 12, 2, HEADS, DIM)
-        received = torch.empty(12, 2, HEADS, DIM, dtype=wire)
+        dkv = torch.randn(first + 12, ROW)
+        received = torch.empty(12, ROW, dtype=wire)
         arrival = Arrival(lambda: waits.append(1), lambda flag=flag: flag)
         returned = Returned(received, index, exchange, arrival, Unsent(dkv, first, places))
-        results = MOVER.finish(returned, dq, dkv, 0.5, torch.bfloat16)
+        results = MOVER.finish(returned, dq, dkv, SHAPE, 0.5, torch.bfloat16)
         params = recorder.launches[-1].params
         assert (params.dq_to, params.dk_to, params.dv_to) == tuple(x.data_ptr() for x in results)
         assert [x.shape for x in results] == [(TOKENS, HEADS_Q, DIM), *[(TOKENS, HEADS, DIM)] * 2]
@@ -336,27 +393,27 @@ def test_the_end_of_a_backward(recorder, wire):
 
 
 def test_an_end_with_nothing_to_send_or_to_add(recorder):
-    dq, dkv = torch.randn(TOKENS, HEADS_Q, DIM), torch.randn(TOKENS, 2, HEADS, DIM)
+    dq, dkv = torch.randn(TOKENS, HEADS_Q, DIM), torch.randn(TOKENS, ROW)
     rounded = torch.empty(dq.shape, dtype=torch.bfloat16)
-    MOVER.round(dq, 0.25, rounded)
-    MOVER.round_keys(dkv, torch.bfloat16)
+    MOVER.round(dq, SHAPE, 0.25, rounded)
+    MOVER.round_keys(dkv, SHAPE, torch.bfloat16)
     queries, keys = (launched.params for launched in recorder.launches)
     assert [params.started for params in (queries, keys)] == [None] * 2
     assert [params.returned.num_tokens for params in (queries, keys)] == [0] * 2
     assert (queries.dq_units, queries.dkv_units, queries.dq_to) == (dq.numel() // 8, 0, rounded.data_ptr())
     assert (queries.softmax_scale, keys.dq_units, keys.dkv_units) == (0.25, 0, dkv.numel() // 8)
     empty = torch.empty(0, HEADS_Q, DIM)
-    MOVER.round(empty, 0.25, empty.bfloat16())
+    MOVER.round(empty, SHAPE, 0.25, empty.bfloat16())
     assert len(recorder.launches) == 2
 
 
 def test_more_units_than_kernels_count_are_refused(recorder):
     """Gradients of 128 GiB, which take no memory on the meta device; `end` in add_rows would be 0."""
-    half = torch.empty(1 << 31, 2, 1, 8, device="meta")
+    half = torch.empty(1 << 31, 16, device="meta")
     with pytest.raises(ValueError, match=rf"gradient: {1 << 32}; the ffa kernels count to"):
-        MOVER.round_keys(half, torch.bfloat16)
+        MOVER.round_keys(half, RowShape(1, 8, 8), torch.bfloat16)
     with pytest.raises(ValueError, match="the ffa kernels count to"):
-        MOVER.round(half, 1.0, half)
+        MOVER.round(half.unflatten(1, (2, 8)), SHAPE, 1.0, half)
     index = [None, torch.empty((1 << 31) + 1, device="meta"), torch.empty(0, device="meta")]
     returned = Returned(half.bfloat16(), index, None, Arrival(lambda: None))
     with pytest.raises(ValueError, match="the ffa kernels count to"):

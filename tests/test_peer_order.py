@@ -22,7 +22,7 @@ from test_peer import Driver, Everyone, arriving, count, in_place_of_the_driver,
 from torchtitan_magi import make_plan, varlen_causal
 from torchtitan_magi.exchange import peer_memory as peer
 from torchtitan_magi.exchange.group_cast import StageRows, group_cast, group_reduce
-from torchtitan_magi.exchange.in_flight import Arrival
+from torchtitan_magi.exchange.in_flight import Arrival, RowShape
 
 PIECE_BYTES = 2048  # eight rows of the longest
 
@@ -85,7 +85,7 @@ class Mover:
         self.streams.put(self.rank.device, partial(*work))
 
     def gather(self, k, v, index, places, sums):
-        self.queue(pack, places, torch.stack([k, v], 1)[index[0]])
+        self.queue(pack, places, torch.cat([k, v], 1).flatten(1)[index[0]])
 
     def round_to(self, grad, piece):
         self.queue(piece.slot.copy_, torch.cat(piece.cut(grad)))
@@ -145,9 +145,9 @@ class Cluster(Everyone):
         self.blocks.clear()
 
     def tensors(self, counts, columns):
-        """Of each rank, [rows, 2, 1, columns], other ones each time."""
+        """Of each rank, [rows, 2 * columns], other ones each time."""
         start = 7 * next(self.numbers)
-        shapes = [(rows, 2, 1, columns) for rows in counts]
+        shapes = [(rows, 2 * columns) for rows in counts]
         return [torch.arange(float(np.prod(shape))).view(shape) + 1e5 * i + start for i, shape in enumerate(shapes)]
 
     def cast(self, columns, later):
@@ -155,7 +155,7 @@ class Cluster(Everyone):
         sent = [kv[rows.index[0][0]] for kv, rows in zip(own, self.rows, strict=True)]
         expected = arriving(self.exchanges, sent, back=False)
         for rows, kv, rows_expected in zip(self.rows, own, expected, strict=True):
-            received, arrival = group_cast(rows, kv[:, 0], kv[:, 1], later)
+            received, arrival = group_cast(rows, *RowShape(1, columns, columns).split(kv), later)
             rows.mover.use(received, arrival, rows_expected)
             arrival.begin()
             self.give_back()

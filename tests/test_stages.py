@@ -267,8 +267,14 @@ def test_what_is_no_cost_model_is_refused(tmp_path, content):
     assert str(error.value).isprintable()
 
 
-@pytest.mark.parametrize("shape", [(12, 8, 128), (8, 8, 0), (8, 0, 64), (8, 8, 64.0), ("8", 8, 64), (True, 1, 64)])
+@pytest.mark.parametrize(
+    "shape",
+    [(12, 8, 128), (8, 8, 0), (8, 0, 64), (8, 8, 64.0), ("8", 8, 64), (True, 1, 64), (8, 8, 64, -1), (8, 8, 64, 1.5)],
+)
 def test_heads_that_do_not_divide_are_refused(shape):
-    with pytest.raises(ValueError, match=f"{shape[0]!r} query heads, {shape[1]!r} K/V heads, head_dim {shape[2]!r};"):
+    query, keys, dim, *value = shape
+    named = f"{query!r} query heads, {keys!r} K/V heads, head_dim {dim!r}, value_dim {(value or [dim])[0]!r};"
+    with pytest.raises(ValueError, match=named):
         Heads(*shape)
+    assert (Heads(8, 2, 192, 128).row_bytes, Heads(8, 2, 192, 128).out_elements) == (2 * 2 * 320, 8 * 128)
     assert Heads(*np.array([8, 2, 64])) == Heads(8, 2, 64)

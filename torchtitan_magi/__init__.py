@@ -5,7 +5,7 @@ from torchtitan_magi.dispatch import dispatch, undispatch
 from torchtitan_magi.masks.builders import block_causal, shared_prompt, sliding_window, varlen_causal, varlen_full
 from torchtitan_magi.masks.slices import AttnSlices
 from torchtitan_magi.planning.cost_model import CostModel, Heads
-from torchtitan_magi.planning.plan import AttnPlan, make_plan
+from torchtitan_magi.planning.plan import AttnPlan, make_plan, make_plans
 
 __all__ = [
     "AttnPlan",
@@ -18,6 +18,7 @@ __all__ = [
     "dispatch",
     "flex_flash_attn",
     "make_plan",
+    "make_plans",
     "shared_prompt",
     "sliding_window",
     "undispatch",

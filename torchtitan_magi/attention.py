@@ -1,39 +1,59 @@
 """Context-parallel attention of one layer: the stage loop, forward and backward, as ops no compiler looks into.
 
-Shapes: T local tokens, Hq query heads, H K/V heads, D head_dim, rows = K/V rows of a stage.
+Shapes: T local tokens, Hq query heads, H K/V heads, D head_dim of q and k, Dv of v, rows = K/V rows of a stage.
+
+With sinks, a row's softmax runs over its scores and its head's sink, which has no value. Its out is what the scores
+alone would give times exp(lse - lse'), lse' = log(exp(lse) + exp(sink)), applied once, when lse is final over all
+stages. From then on lse means lse': with it, P, delta and so all gradients have their usual form, and dsink = -sum over
+rows of exp(sink - lse') * delta. The gradient of lse joins delta = rowsum(out * dout) - dlse: dS = P * (dP - delta).
 """
 
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from torchtitan_magi.backends import Gradients, OutGrads, StageInputs, check_scale, choose_block_attn
+from torchtitan_magi.backends import Gradients, OutGrads, StageInputs, check_scale, check_softcap, choose_block_attn
 from torchtitan_magi.bound_plan import BoundPlan, BoundStage, bind_plan, bind_slices
 from torchtitan_magi.exchange.group_cast import StageCasts, grad_buffer, group_reduce
-from torchtitan_magi.exchange.in_flight import RowSums
+from torchtitan_magi.exchange.in_flight import LateKeys, RowShape, RowSums
 from torchtitan_magi.exchange.mesh import Mesh, as_transport
 from torchtitan_magi.masks.slices import AttnSlices, check_slices
+from torchtitan_magi.planning.cost_model import Heads
 from torchtitan_magi.planning.plan import AttnPlan, forget_plans
 
 # ------------------------------------------------------------------------------------------------------- the stage loop
 
 
-def _forward(bound: BoundPlan, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float) -> tuple[Tensor, Tensor]:
-    """out [T, Hq, D] in the dtype of q, lse [T, Hq] in float32 or wider."""
-    stages = bound.forward
+class LayerInputs(NamedTuple):
+    """What the attention of a layer reads."""
+
+    q: Tensor  # [T, Hq, D]
+    k: Tensor  # [T, H, D]
+    v: Tensor  # [T, H, Dv]
+    softmax_scale: float  # > 0
+    sinks: Tensor | None = None  # [Hq]
+    softcap: float = 0.0  # scores s become softcap * tanh(s / softcap); 0: they stay as they are
+
+    def of_stage(self, mask: Any, k: Tensor, v: Tensor, late: LateKeys | None = None) -> StageInputs:
+        return StageInputs(self.q, k, v, mask, self.softmax_scale, late, self.softcap, self.sinks)
+
+
+def _forward(bound: BoundPlan, layer: LayerInputs) -> tuple[Tensor, Tensor]:
+    """out [T, Hq, Dv] in the dtype of q, lse [T, Hq] in float32 or wider."""
+    stages, (_, k, v, *_) = bound.forward, layer
     if _is_alone(stages):
-        return bound.block_attn.forward(StageInputs(q, k, v, stages[0].mask, softmax_scale))
+        return bound.block_attn.forward(layer.of_stage(stages[0].mask, k, v))
     casts = StageCasts([stage.rows for stage in stages], k, v)
     result = None
     for i, stage in enumerate(stages):
         k_rows, v_rows, late = casts.take(i)
-        inputs = StageInputs(q, k_rows, v_rows, stage.mask, softmax_scale, late)
+        inputs = layer.of_stage(stage.mask, k_rows, v_rows, late)
         result = bound.block_attn.forward(inputs, result, i + 1 < len(stages))
         del k_rows, v_rows, late, inputs  # their memory is for a later stage
     assert result is not None  # every rank has a stage
@@ -45,28 +65,47 @@ def _is_alone(stages: tuple[BoundStage, ...]) -> bool:
     return len(stages) == 1 and not stages[0].rows.stage.exchanges
 
 
-def _backward(
-    bound: BoundPlan, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, softmax_scale: float
+class Result(NamedTuple):
+    """What a layer's backward reads of its forward, and the gradients of both results."""
+
+    out: Tensor  # [T, Hq, Dv]
+    lse: Tensor  # [T, Hq]
+    dout: Tensor  # like out
+    dlse: Tensor | None  # like lse; None: zeros
+
+
+def _backward(bound: BoundPlan, layer: LayerInputs, result: Result) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Gradients of q, k, v and, if there are any, sinks: with their shapes and dtypes."""
+    delta = torch.empty_like(result.lse)
+    backward = _backward_alone if _is_alone(bound.backward) else _backward_in_stages
+    grads = backward(bound, layer, result, delta)
+    if layer.sinks is None:
+        return *grads, None
+    shares = torch.exp(layer.sinks.to(delta.dtype) - result.lse)  # of the sinks in their rows' softmax
+    return *grads, shares.mul_(delta).sum(0).neg_().to(layer.sinks.dtype)
+
+
+def _backward_in_stages(
+    bound: BoundPlan, layer: LayerInputs, result: Result, delta: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv with the shapes and dtypes of q, k, v."""
-    stages = bound.backward
-    if _is_alone(stages):
-        return _backward_alone(bound, dout, q, k, v, out, lse, softmax_scale)
+    """dq, dk, dv; fills delta."""
+    stages, (q, k, v, softmax_scale, *_), (out, lse, dout, dlse) = bound.backward, layer, result
     wide = torch.promote_types(q.dtype, torch.float32)
-    dq, delta = torch.empty(q.shape, dtype=wide, device=q.device), torch.empty_like(lse)
+    dq = torch.empty(q.shape, dtype=wide, device=q.device)
     # dK/dV of the first stage; its first rows, the rank's own, gather what other ranks return
-    gathered = grad = dq.new_empty(stages[0].rows.stage.num_rows, 2, *k.shape[1:])
+    shape = RowShape.of(k, v)
+    gathered = grad = dq.new_empty(stages[0].rows.stage.num_rows, shape.width)
     adds_keys = bound.block_attn.adds_keys(stages[0].mask)
     zeros = (dq, grad) if adds_keys else (dq,)
-    casts = StageCasts([stage.rows for stage in stages], k, v, RowSums(out, dout, delta, zeros))
+    casts = StageCasts([stage.rows for stage in stages], k, v, RowSums(out, dout, delta, zeros, dlse))
     out_grads = OutGrads(dout, lse, delta)
     wire = wide if bound.fp32_reduce else k.dtype
     returned = None
     for i, stage in enumerate(stages):
         k_rows, v_rows, late = casts.take(i)
         if i > 0:
-            grad = grad_buffer(stage.rows, k, wire)
-        inputs = StageInputs(q, k_rows, v_rows, stage.mask, softmax_scale, late)
+            grad = grad_buffer(stage.rows, k, v, wire)
+        inputs = layer.of_stage(stage.mask, k_rows, v_rows, late)
         bound.block_attn.backward(inputs, out_grads, Gradients(dq, grad, zeroed=adds_keys and i == 0))
         del k_rows, v_rows, late, inputs
         if returned is not None:
@@ -74,30 +113,30 @@ def _backward(
         if stage.rows.stage.exchanges:
             returned = group_reduce(stage.rows, grad, wire)
     assert returned is not None  # the last stage's
-    return bound.mover.finish(returned, dq, gathered, softmax_scale, q.dtype)
+    return bound.mover.finish(returned, dq, gathered, shape, softmax_scale, q.dtype)
 
 
 def _backward_alone(
-    bound: BoundPlan, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, softmax_scale: float
+    bound: BoundPlan, layer: LayerInputs, result: Result, delta: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`_backward` of a rank that has all its keys.
+    """`_backward_in_stages` of a rank that has all its keys.
 
     Where the kernel sums dk and dv up in float32, the sums lie in the memory of the rounded dq if they fit there. So
     they are rounded to dk and dv before dq is.
     """
-    (stage,), wide = bound.backward, torch.promote_types(q.dtype, torch.float32)
-    dq, delta = torch.empty(q.shape, dtype=wide, device=q.device), torch.empty_like(lse)
-    rounded = dq.new_empty(q.shape, dtype=q.dtype)
-    sums = bound.block_attn.key_sums(stage.mask, k, rounded)
-    bound.mover.sum(RowSums(out, dout, delta, (dq,) if sums is None else (dq, sums)))
-    inputs, out_grads = StageInputs(q, k, v, stage.mask, softmax_scale), OutGrads(dout, lse, delta)
+    (stage,), (q, k, v, softmax_scale, *_), (out, lse, dout, dlse) = bound.backward, layer, result
+    dq = torch.empty(q.shape, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
+    shape, rounded = RowShape.of(k, v), dq.new_empty(q.shape, dtype=q.dtype)
+    sums = bound.block_attn.key_sums(stage.mask, k, v, rounded)
+    bound.mover.sum(RowSums(out, dout, delta, (dq,) if sums is None else (dq, sums), dlse))
+    inputs, out_grads = layer.of_stage(stage.mask, k, v), OutGrads(dout, lse, delta)
     if sums is None:
         dk, dv = dq.new_empty(k.shape, dtype=k.dtype), dq.new_empty(v.shape, dtype=v.dtype)
         bound.block_attn.backward(inputs, out_grads, Gradients(dq, (dk, dv)))
     else:
         bound.block_attn.backward(inputs, out_grads, Gradients(dq, sums, zeroed=True))
-        dk, dv = bound.mover.round_keys(sums, k.dtype)
-    bound.mover.round(dq, softmax_scale, rounded)
+        dk, dv = bound.mover.round_keys(sums, shape, k.dtype)
+    bound.mover.round(dq, shape, softmax_scale, rounded)
     return rounded, dk, dv
 
 
@@ -134,46 +173,59 @@ _library = torch.library.Library("torchtitan_magi", "DEF")
 # A plan's index data and its exchanges are new in every microbatch: a replayed CUDA graph would run an old plan.
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe)
 _library.define(
-    "cp_varlen_attn(Tensor q, Tensor k, Tensor v, Tensor handle, float softmax_scale) -> (Tensor, Tensor)",
+    "cp_varlen_attn(Tensor q, Tensor k, Tensor v, Tensor handle, float softmax_scale, Tensor? sinks=None, "
+    "float softcap=0.) -> (Tensor, Tensor)",
     tags=_TAGS,
 )
 _library.define(
     "cp_varlen_attn_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor handle, "
-    "float softmax_scale) -> (Tensor, Tensor, Tensor)",
+    "float softmax_scale, Tensor? sinks=None, float softcap=0., Tensor? dlse=None) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
     tags=_TAGS,
 )
 
 attention_op = torch.ops.torchtitan_magi.cp_varlen_attn.default
-"""(out [T, Hq, D], lse [T, Hq]) of the bound plan behind ``handle``. q [T, Hq, D]; k, v [T, H, D]. Only ``out`` is
-differentiable."""
+"""(out [T, Hq, Dv], lse [T, Hq]) of the bound plan behind ``handle``, both differentiable. q [T, Hq, D]; k [T, H, D];
+v [T, H, Dv]; sinks [Hq]."""
 
 attention_backward_op = torch.ops.torchtitan_magi.cp_varlen_attn_backward.default
-"""(dq, dk, dv) of ``attention_op``."""
+"""(dq, dk, dv, dsinks) of ``attention_op``; dsinks is empty without sinks."""
 
 
 @torch.library.impl(_library, "cp_varlen_attn", "CompositeExplicitAutograd")
-def _(q: Tensor, k: Tensor, v: Tensor, handle: Tensor, softmax_scale: float) -> tuple[Tensor, Tensor]:
-    return _forward(_bound_plan(handle), q, k, v, softmax_scale)
+def _(
+    q: Tensor, k: Tensor, v: Tensor, handle: Tensor, softmax_scale: float, sinks: Tensor | None = None,
+    softcap: float = 0.0,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    return _forward(_bound_plan(handle), LayerInputs(q, k, v, softmax_scale, sinks, softcap))
 
 
 @torch.library.impl(_library, "cp_varlen_attn_backward", "CompositeExplicitAutograd")
 def _(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, handle: Tensor, softmax_scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    return _backward(_bound_plan(handle), dout, q, k, v, out, lse, softmax_scale)
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, handle: Tensor, softmax_scale: float,
+    sinks: Tensor | None = None, softcap: float = 0.0, dlse: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    layer = LayerInputs(q, k, v, softmax_scale, sinks, softcap)
+    dq, dk, dv, dsinks = _backward(_bound_plan(handle), layer, Result(out, lse, dout, dlse))
+    return dq, dk, dv, lse.new_empty(0) if dsinks is None else dsinks
 
 
 @torch.library.register_fake("torchtitan_magi::cp_varlen_attn", lib=_library)
-def _(q: Tensor, k: Tensor, v: Tensor, handle: Tensor, softmax_scale: float) -> tuple[Tensor, Tensor]:
+def _(
+    q: Tensor, k: Tensor, v: Tensor, handle: Tensor, softmax_scale: float, sinks: Tensor | None = None,
+    softcap: float = 0.0,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     lse_dtype = torch.promote_types(q.dtype, torch.float32)
-    return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=lse_dtype)
+    return q.new_empty(*q.shape[:2], v.shape[2]), q.new_empty(q.shape[:2], dtype=lse_dtype)
 
 
 @torch.library.register_fake("torchtitan_magi::cp_varlen_attn_backward", lib=_library)
 def _(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, handle: Tensor, softmax_scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, handle: Tensor, softmax_scale: float,
+    sinks: Tensor | None = None, softcap: float = 0.0, dlse: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    dsinks = lse.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsinks
 
 
 def _is_watched(q: Tensor) -> bool:
@@ -186,38 +238,44 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, handle: Tensor, softmax_scale: float
-    ) -> tuple[Tensor, Tensor]:
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, handle: Tensor, softmax_scale: float, sinks: Tensor | None,
+        softcap: float,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         if _is_watched(q):
             with torch._C._AutoDispatchBelowAutograd():
-                out, lse = attention_op(q, k, v, handle, softmax_scale)
+                out, lse = attention_op(q, k, v, handle, softmax_scale, sinks, softcap)
         else:
-            out, lse = _forward(_bound_plan(handle), q, k, v, softmax_scale)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.handle, ctx.softmax_scale = handle, softmax_scale
-        ctx.mark_non_differentiable(lse)
+            out, lse = _forward(_bound_plan(handle), LayerInputs(q, k, v, softmax_scale, sinks, softcap))
+        ctx.save_for_backward(q, k, v, out, lse, sinks)
+        ctx.handle, ctx.softmax_scale, ctx.softcap = handle, softmax_scale, softcap
+        ctx.set_materialize_grads(False)  # mostly nobody asks for the gradient of lse
         return out, lse
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (q, k, v, out, lse), handle = ctx.saved_tensors, ctx.handle
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        (q, k, v, out, lse, sinks), handle, (dout, dlse) = ctx.saved_tensors, ctx.handle, grads
+        if dout is None:
+            dout = torch.zeros_like(out)
         if _is_watched(q) or torch.is_grad_enabled():
-            dq, dk, dv = attention_backward_op(grads[0], q, k, v, out, lse, handle, ctx.softmax_scale)
+            options = ctx.softmax_scale, sinks, ctx.softcap, dlse
+            dq, dk, dv, dsinks = attention_backward_op(dout, q, k, v, out, lse, handle, *options)
         else:
-            dq, dk, dv = _backward(_bound_plan(handle), grads[0], q, k, v, out, lse, ctx.softmax_scale)
-        return dq, dk, dv, None, None
+            layer = LayerInputs(q, k, v, ctx.softmax_scale, sinks, ctx.softcap)
+            dq, dk, dv, dsinks = _backward(_bound_plan(handle), layer, Result(out, lse, dout, dlse))
+        return dq, dk, dv, None, None, None if sinks is None else dsinks, None
 
 
 # Function.apply itself would first look for functorch's transforms, which `_check_transforms` refuses.
 _apply_attention = super(torch.autograd.Function, _Attention).apply
 
 
-def _check_transforms(*tensors: Tensor) -> None:
+def _check_transforms(*maybe: Tensor | None) -> None:
     """Refuses what attention has no rule for, and what would drop tangents silently.
 
     Raises:
         RuntimeError: inside of torch.func's transforms, or with forward-mode tangents.
     """
+    tensors = [x for x in maybe if x is not None]
     if torch._C._are_functorch_transforms_active() or any(
         map(torch._C._functorch.is_functorch_wrapped_tensor, tensors)
     ):
@@ -229,27 +287,33 @@ def _check_transforms(*tensors: Tensor) -> None:
 
 
 @torch.library.impl(_library, "cp_varlen_attn", "Autograd")
-def _(q: Tensor, k: Tensor, v: Tensor, handle: Tensor, softmax_scale: float) -> tuple[Tensor, Tensor]:
-    _check_transforms(q, k, v)
-    return _apply_attention(q, k, v, handle, softmax_scale)
+def _(
+    q: Tensor, k: Tensor, v: Tensor, handle: Tensor, softmax_scale: float, sinks: Tensor | None = None,
+    softcap: float = 0.0,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    _check_transforms(q, k, v, sinks)
+    return _apply_attention(q, k, v, handle, softmax_scale, sinks, softcap)
 
 
 @torch.library.impl(_library, "cp_varlen_attn_backward", "Autograd")
-def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if torch.is_grad_enabled() and any(x.requires_grad for x in arguments if isinstance(x, Tensor)):
         raise RuntimeError("attention has no second derivatives; take its gradients without create_graph")
     with torch._C._AutoDispatchBelowAutograd():
         return attention_backward_op(*arguments)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, handle: Tensor, softmax_scale: float) -> tuple[Tensor, Tensor]:
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, handle: Tensor, softmax_scale: float, sinks: Tensor | None = None,
+    softcap: float = 0.0,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """``attention_op``, called directly where nobody watches: half the host time."""
     if torch.compiler.is_compiling() or _is_watched(q):
-        return attention_op(q, k, v, handle, softmax_scale)
-    _check_transforms(q, k, v)
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        return _apply_attention(q, k, v, handle, softmax_scale)
-    return _forward(_bound_plan(handle), q, k, v, softmax_scale)
+        return attention_op(q, k, v, handle, softmax_scale, sinks, softcap)
+    _check_transforms(q, k, v, sinks)
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, sinks)):
+        return _apply_attention(q, k, v, handle, softmax_scale, sinks, softcap)
+    return _forward(_bound_plan(handle), LayerInputs(q, k, v, softmax_scale, sinks, softcap))
 
 
 # ---------------------------------------------------------------------------------------------------------- public API
@@ -287,52 +351,63 @@ def cp_varlen_attn(
     mesh: Mesh = None,
     *,
     softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    return_lse: bool = False,
     backend: str = "auto",
     deterministic: bool = False,
     fp32_reduce: bool = False,
-) -> Tensor:
+) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of this rank's tokens over all K/V their mask lets them see, wherever they are. Differentiable.
 
     Every rank of the mesh calls it with its share of the tokens, in the order of ``dispatch``.
 
     Args:
-        q: [T, Hq, D] with T = plan.tokens_per_rank. k, v: [T, H, D], Hq a multiple of H.
+        q: [T, Hq, D] with T = plan.tokens_per_rank. k: [T, H, D], v: [T, H, Dv], Hq a multiple of H.
         plan: from ``make_plan``, the same on every rank; layers that share it also share its index data.
         mesh: the context-parallel mesh or group; None for a single rank.
         softmax_scale: factor of the scores, positive; default D ** -0.5.
+        softcap: scores s become softcap * tanh(s / softcap); 0: they stay as they are.
+        sinks: [Hq], any float dtype: a score for each query head that takes part in the softmax of all its rows,
+            without a value. Differentiable; a rank's gradient is that of its own rows.
+        return_lse: also return lse, differentiable too.
         backend: "auto" (our kernel on CUDA, flex_attention on CPU), "ffa" or "flex".
         deterministic: repeat bit for bit.
         fp32_reduce: send dK/dV in float32 instead of the dtype of k.
 
     Returns:
-        [T, Hq, D] in the dtype of q; rows that see no key are 0.
+        out [T, Hq, Dv] in the dtype of q; rows that see no key are 0. With `return_lse` also lse [T, Hq]: the natural
+        logarithm of the sum of a row's exponentials, the sink's included, in float32 or wider; -inf if there are none.
 
     Every value of q, k and v must be finite, also in tokens that the mask leaves out: a masked score counts as 0, and
     0 times infinity or NaN is NaN. Fill padding with zeros, as ``dispatch`` does.
 
     Raises:
         ValueError: shapes that do not fit each other, the plan or the mesh; dtypes that differ or are of integers; no
-            plan; a scale that is not positive; an unknown or unusable backend.
+            plan; a scale that is not positive; a negative softcap; an unknown or unusable backend.
         RuntimeError: inside torch.func's transforms or with forward-mode tangents; the mesh's process group has ended.
     """
     if not isinstance(plan, AttnPlan):
         raise ValueError(
             f"plan is of type {type(plan).__name__}; make one with make_plan(slices, total_tokens, cp_size)"
         )
-    _check_inputs(q, k, v)
+    _check_inputs(q, k, v, sinks, softcap)
     if not len(q) == len(k) == plan.tokens_per_rank:
         raise ValueError(
             f"q has {len(q)} rows but the plan gives each rank {plan.tokens_per_rank} tokens; dispatch them first"
         )
     transport = as_transport(mesh, plan.cp_size)  # not the mesh: one like it may come after its groups have ended
-    key = (plan, q.shape[1], k.shape[1], q.shape[2], q.dtype, q.device, backend, deterministic, fp32_reduce, transport)
+    heads = Heads(q.shape[1], k.shape[1], q.shape[2], v.shape[2])
+    key = (plan, heads, q.dtype, q.device, backend, deterministic, fp32_reduce, transport)
 
     def bind() -> BoundPlan:
         block_attn = choose_block_attn(backend, q.device, deterministic)
-        block_attn.check(q.shape[2], q.dtype)
-        return bind_plan(plan, transport, block_attn, q.shape[1], k.shape[1], q.device, fp32_reduce)
+        block_attn.check(heads.head_dim, q.dtype, heads.value_dim)
+        return bind_plan(plan, transport, block_attn, *heads.counts, q.device, fp32_reduce, head_dims=heads.dims)
 
-    return attend(q, k, v, _handles.get_or_make(key, bind), _scale(softmax_scale, q))[0]
+    handle = _handles.get_or_make(key, bind)
+    out, lse = attend(q, k, v, handle, _scale(softmax_scale, q), sinks, softcap)
+    return (out, lse) if return_lse else out
 
 
 def flex_flash_attn(
@@ -342,34 +417,37 @@ def flex_flash_attn(
     slices: AttnSlices,
     *,
     softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
     backend: str = "auto",
     deterministic: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Attention under any list of AttnSlices, on one device. ``out`` is differentiable, ``lse`` is not.
+    """Attention under any list of AttnSlices, on one device. ``out`` and ``lse`` are differentiable.
 
     Args:
-        q: [Tq, Hq, D]. k, v: [Tk, H, D], Hq a multiple of H.
+        q: [Tq, Hq, D]. k: [Tk, H, D], v: [Tk, H, Dv], Hq a multiple of H.
         slices: the mask; queries in rows of q, keys in rows of k.
-        softmax_scale, backend, deterministic: as in ``cp_varlen_attn``.
+        softmax_scale, softcap, sinks, backend, deterministic: as in ``cp_varlen_attn``.
 
     Returns:
-        out [Tq, Hq, D] in the dtype of q and lse [Tq, Hq], natural logarithms in float32 or wider; rows that no slice
-        touches have out 0 and lse -inf.
+        out [Tq, Hq, Dv] in the dtype of q and lse [Tq, Hq], natural logarithms in float32 or wider; rows that no slice
+        touches have out 0 and lse -inf, or their head's sink.
 
     Raises:
         ValueError: shapes or dtypes that do not fit; no AttnSlices, or one beyond Tq or Tk; an unknown or unusable
             backend.
     """
     check_slices(slices)
-    _check_inputs(q, k, v)
-    key = (slices, q.shape, k.shape, q.dtype, q.device, backend, deterministic)
+    _check_inputs(q, k, v, sinks, softcap)
+    key = (slices, q.shape, k.shape, v.shape, q.dtype, q.device, backend, deterministic)
+    heads = Heads(q.shape[1], k.shape[1], q.shape[2], v.shape[2])
 
     def bind() -> BoundPlan:
         block_attn = choose_block_attn(backend, q.device, deterministic)
-        block_attn.check(q.shape[2], q.dtype)
-        return bind_slices(slices, len(q), len(k), q.shape[1], k.shape[1], block_attn, q.device)
+        block_attn.check(heads.head_dim, q.dtype, heads.value_dim)
+        return bind_slices(slices, len(q), len(k), *heads.counts, block_attn, q.device, heads.dims)
 
-    return attend(q, k, v, _handles.get_or_make(key, bind), _scale(softmax_scale, q))
+    return attend(q, k, v, _handles.get_or_make(key, bind), _scale(softmax_scale, q), sinks, softcap)
 
 
 def _scale(softmax_scale: float | None, q: Tensor) -> float:
@@ -379,13 +457,18 @@ def _scale(softmax_scale: float | None, q: Tensor) -> float:
     return softmax_scale
 
 
-def _check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
-    _check_transforms(q, k, v)
-    fits = q.ndim == k.ndim == 3 and k.shape == v.shape and q.shape[2] == k.shape[2] and q.shape[2] > 0
-    if not fits or not q.shape[1] or not k.shape[1] or q.shape[1] % k.shape[1]:
+def _check_inputs(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, softcap: float) -> None:
+    _check_transforms(q, k, v, sinks)
+    check_softcap(softcap)
+    fits = q.ndim == k.ndim == v.ndim == 3 and k.shape[:2] == v.shape[:2] and q.shape[2] == k.shape[2]
+    if not fits or not q.shape[2] or not v.shape[2] or not q.shape[1] or not k.shape[1] or q.shape[1] % k.shape[1]:
         shapes = ", ".join(str(tuple(x.shape)) for x in (q, k, v))
         raise ValueError(
-            f"q, k, v have shapes {shapes}; give [T, Hq, D], [T, H, D], [T, H, D] with Hq a multiple of H and D above 0"
+            f"q, k, v have shapes {shapes}; give [T, Hq, D], [T, H, D], [T, H, Dv]: Hq a multiple of H, D above 0"
         )
     if not q.dtype == k.dtype == v.dtype or not q.dtype.is_floating_point:
         raise ValueError(f"q, k, v are {q.dtype}, {k.dtype}, {v.dtype}; give all three the same floating-point dtype")
+    if sinks is not None and (sinks.shape != q.shape[1:2] or not sinks.dtype.is_floating_point):
+        raise ValueError(
+            f"sinks are {sinks.dtype} {tuple(sinks.shape)} for {q.shape[1]} query heads; give one float for each"
+        )

@@ -16,6 +16,7 @@ from torchtitan_magi.exchange.rows import RowMover
 from torchtitan_magi.exchange.transport import SINGLE_RANK, Transport
 from torchtitan_magi.masks.geometry import first_true
 from torchtitan_magi.masks.slices import AttnSlices
+from torchtitan_magi.planning.cost_model import LLAMA_HEADS, Heads
 from torchtitan_magi.planning.plan import AttnPlan
 from torchtitan_magi.planning.stage import RankShare, Stage
 
@@ -51,7 +52,14 @@ class IndexData:
     row_index: dict[Stage, list[list[np.ndarray]]]  # RowMover.index of each exchange
 
 
-def index_data(plan: AttnPlan, rank: int, block_attn: BlockAttn, num_heads_q: int, num_heads_kv: int) -> IndexData:
+def index_data(
+    plan: AttnPlan,
+    rank: int,
+    block_attn: BlockAttn,
+    num_heads_q: int,
+    num_heads_kv: int,
+    head_dims: tuple[int, int] | None = None,
+) -> IndexData:
     """Index data of one rank, the costly part of ``bind_plan``; may be made ahead of time in another thread.
 
     Args:
@@ -59,14 +67,16 @@ def index_data(plan: AttnPlan, rank: int, block_attn: BlockAttn, num_heads_q: in
         rank: this rank in its context-parallel group.
         block_attn: from ``choose_block_attn``.
         num_heads_q, num_heads_kv: heads of the layers on this rank (under tensor parallelism, its part of them).
+        head_dims: head_dim of q and k, and of v; default: those of plan.heads.
     """
+    heads = Heads(num_heads_q, num_heads_kv, *(head_dims or plan.heads.dims))
     share, mover = plan.ranks[rank], block_attn.row_mover()
     stages = dict.fromkeys((*share.forward, *share.backward))  # each once
     masks = {}
     for stage in stages:
-        shape = plan.tokens_per_rank, stage.num_rows, num_heads_q, num_heads_kv
+        shape = plan.tokens_per_rank, stage.num_rows, *heads.counts
         used = stage in share.forward, stage in share.backward
-        mask = StageMask(stage.slices, *shape, *used, stage.late_from, plan.heads.head_dim, plan.cost)
+        mask = StageMask(stage.slices, *shape, *used, stage.late_from, *heads.dims, plan.cost)
         masks[stage] = block_attn.prepare(mask)
     return IndexData(share, masks, {stage: [mover.index(exchange) for exchange in stage.exchanges] for stage in stages})
 
@@ -81,6 +91,7 @@ def bind_plan(
     device: torch.device,
     fp32_reduce: bool = False,
     index: IndexData | None = None,
+    head_dims: tuple[int, int] | None = None,
 ) -> BoundPlan:
     """Readies this rank's share of a plan for its layers.
 
@@ -92,10 +103,11 @@ def bind_plan(
         device: device of the layers' tensors.
         fp32_reduce: send dK/dV in float32 instead of the dtype of k.
         index: this rank's ``index_data``, if it was made ahead of time.
+        head_dims: as in ``index_data``.
     """
     transport = as_transport(mesh, plan.cp_size)
     if index is None:
-        index = index_data(plan, transport.rank, block_attn, num_heads_q, num_heads_kv)
+        index = index_data(plan, transport.rank, block_attn, num_heads_q, num_heads_kv, head_dims)
     row_index = itertools.chain.from_iterable(itertools.chain.from_iterable(index.row_index.values()))
     tokens, *rest = _upload([index.share.tokens, *(mask.words for mask in index.masks.values()), *row_index], device)
     on_device, mover = iter(rest), block_attn.row_mover()
@@ -122,6 +134,7 @@ def bind_slices(
     num_heads_kv: int,
     block_attn: BlockAttn,
     device: torch.device,
+    head_dims: tuple[int, int] = LLAMA_HEADS.dims,
 ) -> BoundPlan:
     """Readies a mask over one device's q and k, which may differ in length: one stage, no communication.
 
@@ -132,7 +145,9 @@ def bind_slices(
         if (i := first_true(slices.table[:, column] > length)) is not None:
             raise ValueError(f"slice {i} is {slices.table[i].tolist()} but {name} has {length} rows; cut the slice")
     stage = Stage(slices.canonical(), True, num_k, ())
-    mask = block_attn.prepare(StageMask(stage.slices, num_q, num_k, num_heads_q, num_heads_kv))
+    head_dim, value_dim = head_dims
+    shape = num_q, num_k, num_heads_q, num_heads_kv
+    mask = block_attn.prepare(StageMask(stage.slices, *shape, head_dim=head_dim, value_dim=value_dim))
     words, no_tokens = _upload([mask.words, np.zeros(0, np.int64)], device)
     mover, on_device = block_attn.row_mover(), mask.to(words)
     stages = (BoundStage(StageRows(stage, [], mover, SINGLE_RANK), on_device),)

@@ -35,7 +35,7 @@ from torchtitan_magi.attention import attention_backward_op, attention_op, make_
 from torchtitan_magi.backends import StageInputs, choose_block_attn
 from torchtitan_magi.bound_plan import bind_slices
 from torchtitan_magi.exchange import peer_memory
-from torchtitan_magi.exchange.in_flight import Arrival, Places
+from torchtitan_magi.exchange.in_flight import Arrival, Places, RowShape
 from torchtitan_magi.exchange.mesh import process_group_transport
 from torchtitan_magi.masks.builders import block_causal, sliding_window, varlen_causal, varlen_full
 from torchtitan_magi.masks.slices import AttnSlices
@@ -132,7 +132,7 @@ def fit_kernel(samples: Sequence[Sample], seconds: FloatArray) -> tuple[KernelCo
         heads = sample.heads
         work = make_plan(sample.slices, sample.num_tokens, 1, heads=heads).work
         pairs, rows = float(work.local_pairs[0]), float(work.local_rows[0])
-        per_head = np.array([pairs, pairs * heads.head_dim, rows, rows * heads.head_dim])
+        per_head = np.array([pairs, pairs * heads.mean_dim, rows, rows * heads.mean_dim])
         columns.append([1.0, *(per_head * heads.num_heads_q)])
     table = np.array(columns) / seconds[:, None]
     constants = non_negative_least_squares(table, np.ones(len(seconds)))
@@ -249,14 +249,15 @@ class EvenExchange:
         pairs = [(a, b, 0, rows, 0, rows) for a in range(size) for b in range(size) if a != b]
         hops = np.array(pairs) if len(partners) == size - 1 else None
         self.exchange = Exchange(rank, np.arange(rows * len(partners)), splits, splits, hops, (NONE, ALL))
-        shape = rows * len(partners), 2, *HEAD_SHAPE
-        self.received = torch.empty(shape, dtype=torch.bfloat16, device="cuda")
+        num_heads, head_dim = HEAD_SHAPE
+        self.shape = RowShape(num_heads, head_dim, head_dim)
+        self.received = torch.empty(rows * len(partners), self.shape.width, dtype=torch.bfloat16, device="cuda")
         self.transport = process_group_transport(dist.group.WORLD)
         self.mover = choose_block_attn("ffa", self.received.device).row_mover()
 
     def start(self, k: Tensor | None = None, v: Tensor | None = None, rows: Tensor | None = None) -> Arrival:
         """Starts the exchange; packs `rows` of k and v for it, if given."""
-        found = self.transport.pieces((2, *HEAD_SHAPE), torch.bfloat16, self.exchange, back=False)
+        found = self.transport.pieces((self.shape.width,), torch.bfloat16, self.exchange, back=False)
         if found is None:
             sent = torch.empty_like(self.received)
             if k is not None:
@@ -264,7 +265,7 @@ class EvenExchange:
             return self.transport.all_to_all(self.received, sent, self.exchange, back=False)
         ((_, places, _, arrival),) = found[1]  # it fits into a slot
         if k is None:  # nothing is packed: only counted, so that the peers fetch
-            k = v = self.received[:1, 0]
+            k, v = self.shape.split(self.received[:1])
             places, rows = Places([], [], 0, places.flags), torch.empty(0, dtype=torch.int32, device="cuda")
         self.mover.gather(k, v, [rows], places)
         arrival.begin()

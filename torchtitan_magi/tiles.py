@@ -13,6 +13,11 @@ MAX_CUT = NUM_SMS // 2  # forward tiles, times groups of heads, that are cut int
 ITEM_COST = 1.2  # prologue and epilogue of a work item, in 128 x 128 blocks
 
 
+def is_wide(head_dim: int, value_dim: int) -> bool:
+    """Whether the kernels' variants for wide heads serve these dims of q and k, and of v."""
+    return head_dim > 128 or head_dim != value_dim
+
+
 def tile_cost(num_blocks: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
     """Run time of work items by their number of blocks, in units of one 128 x 128 block; no blocks, no cost."""
     return np.where(num_blocks > 0, num_blocks + ITEM_COST, 0.0)

@@ -29,7 +29,8 @@ class StageMask:
         forward, backward: whether calls in that direction will be made.
         late_from: keys from this one on come as `late`, while the kernel runs; work on the others is done first. No
             canonical slice has keys on both sides.
-        head_dim: columns of q, k and v; with `cost`, it tells how much work hides the wait for late keys.
+        head_dim: columns of q and k; with `cost`, it tells how much work hides the wait for late keys.
+        value_dim: columns of v and out; 0: head_dim.
         cost: predicts when late keys arrive and what the kernel does until then.
     """
 
@@ -42,7 +43,12 @@ class StageMask:
     backward: bool = True
     late_from: int | None = None
     head_dim: int = 128
+    value_dim: int = 0
     cost: CostModel = H200
+
+    def __post_init__(self) -> None:
+        if self.value_dim == 0:
+            object.__setattr__(self, "value_dim", self.head_dim)
 
     @property
     def num_own(self) -> int:
@@ -56,7 +62,7 @@ class StageMask:
 
     @property
     def heads(self) -> Heads:
-        return Heads(self.num_heads_q, self.num_heads_kv, self.head_dim)
+        return Heads(self.num_heads_q, self.num_heads_kv, self.head_dim, self.value_dim)
 
     @functools.cached_property
     def rows(self) -> Int64Array:
@@ -73,7 +79,7 @@ class StageMask:
         come; busy: seconds that it spends on other things."""
         late_bytes = np.array((self.num_k - self.num_own) * self.heads.row_bytes, np.float64)
         seconds = LATE_MARGIN * (self.cost.stage + float(self.cost.inside.seconds(late_bytes))) - busy
-        pair = kernel.pair + kernel.pair_dim * self.head_dim
+        pair = kernel.pair + kernel.pair_dim * self.heads.mean_dim
         return seconds / (pair * block_rows * KEYS) / (self.num_heads_q // heads_per_tile)
 
 
@@ -82,25 +88,27 @@ class StageInputs(NamedTuple):
 
     q: Tensor  # [Tq, Hq, D]
     k: Tensor  # [Tk, H, D]
-    v: Tensor  # [Tk, H, D]
+    v: Tensor  # [Tk, H, Dv]
     mask: Any  # from BlockAttn.prepare(...).to(words on the device)
     softmax_scale: float  # > 0
     late: LateKeys | None = None  # K/V rows that follow k and v; the attention settles their arrival
+    softcap: float = 0.0  # scores s become softcap * tanh(s / softcap); 0: they stay as they are
+    sinks: Tensor | None = None  # [Hq]: a score without a value in the softmax of each row
 
 
 class OutGrads(NamedTuple):
     """What the backward of every stage reads of the layer's result."""
 
-    dout: Tensor  # [Tq, Hq, D], the dtype of q
+    dout: Tensor  # [Tq, Hq, Dv], the dtype of q
     lse: Tensor  # [Tq, Hq], float32 or wider, contiguous, final over all stages
-    delta: Tensor  # [Tq, Hq], rowsum(out * dout), like lse
+    delta: Tensor  # [Tq, Hq], rowsum(out * dout) - dlse, like lse
 
 
 class Gradients(NamedTuple):
     """What the backward of a stage fills."""
 
     dq: Tensor  # [Tq, Hq, D], float32 or wider, contiguous; added to, in the layout that RowMover.round reads
-    dkv: KeysAndValues  # [Tk + late rows, 2, H, D], overwritten; float32 or wider, or the dtype of k
+    dkv: KeysAndValues  # [Tk + late rows, width], overwritten; float32 or wider, or the dtype of k
     zeroed: bool = False  # dkv holds zeros
 
 
@@ -109,8 +117,12 @@ class BlockAttn(Protocol):
 
     name: str
 
-    def check(self, head_dim: int, dtype: torch.dtype) -> None:
-        """Raises ValueError for a head_dim or a dtype of q, k and v that it does not take."""
+    def check(self, head_dim: int, dtype: torch.dtype, value_dim: int | None = None) -> None:
+        """Raises ValueError for a dtype of q, k and v, a head_dim of q and k, or one of v, that it does not take.
+
+        Args:
+            value_dim: head_dim of v; default: that of q and k.
+        """
 
     def row_mover(self) -> RowMover:
         """What gathers K/V rows for other ranks and adds returned gradients."""
@@ -122,11 +134,11 @@ class BlockAttn(Protocol):
     def forward(
         self, inputs: StageInputs, earlier: tuple[Tensor, Tensor] | None = None, more: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """out [Tq, Hq, D] and lse [Tq, Hq] over the keys of this stage and of earlier ones.
+        """out [Tq, Hq, Dv] and lse [Tq, Hq] over the keys of this stage and of earlier ones.
 
         Args:
             earlier: result of the stages before, called with `more`; overwritten.
-            more: further stages follow.
+            more: further stages follow. Without them, sinks are added.
         """
 
     def backward(self, inputs: StageInputs, out_grads: OutGrads, grads: Gradients) -> None:
@@ -135,8 +147,8 @@ class BlockAttn(Protocol):
     def adds_keys(self, mask: Any) -> bool:
         """Whether the backward sums dk and dv up, from zeros."""
 
-    def key_sums(self, mask: Any, k: Tensor, spare: Tensor) -> Tensor | None:
-        """Memory for those sums, [Tk, 2, H, D] in float32, inside `spare` where they fit; None without sums."""
+    def key_sums(self, mask: Any, k: Tensor, v: Tensor, spare: Tensor) -> Tensor | None:
+        """Memory for those sums, [Tk, width] in float32, inside `spare` where they fit; None without sums."""
 
 
 def choose_block_attn(backend: str, device: torch.device, deterministic: bool = False) -> BlockAttn:
@@ -165,3 +177,9 @@ def check_scale(softmax_scale: float) -> None:
         raise ValueError(
             f"softmax_scale is {quoted(softmax_scale)}; it must be a positive number, D ** -0.5 by default"
         )
+
+
+def check_softcap(softcap: float) -> None:
+    """Raises ValueError for a softcap that is negative or not finite."""
+    if not isinstance(softcap, (int, float)) or not 0 <= softcap < float("inf"):
+        raise ValueError(f"softcap is {quoted(softcap)}; it must be a positive number, or 0 for none")

@@ -4,8 +4,8 @@ On GPUs the forward is torch's flex_attention, compiled. On CPU the forward is w
 everywhere, in tiles of at most ``TILE`` queries and keys: scores take constant memory whatever the lengths. The
 backward cannot be flex_attention's own, because it starts from the final lse over all stages.
 
-Shapes: Tq queries, Tk keys, Hq query heads, H K/V heads, D head_dim. ``wide`` is float32, or float64 for float64
-inputs.
+Shapes: Tq queries, Tk keys, Hq query heads, H K/V heads, D head_dim, Dv that of v. ``wide`` is float32, or
+float64 for float64 inputs.
 """
 
 import functools
@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from torchtitan_magi.backends import Gradients, OutGrads, StageInputs, StageMask
-from torchtitan_magi.exchange.in_flight import LateKeys, keys_and_values
+from torchtitan_magi.exchange.in_flight import LateKeys, RowShape, keys_and_values
 from torchtitan_magi.exchange.rows import TorchRowMover
 from torchtitan_magi.masks.geometry import clip_keys, clip_rows, intersecting
 
@@ -68,7 +68,7 @@ class FlexBlockAttn:
 
     name = "flex"
 
-    def check(self, head_dim: int, dtype: torch.dtype) -> None:
+    def check(self, head_dim: int, dtype: torch.dtype, value_dim: int | None = None) -> None:
         """Takes every head_dim and float dtype."""
 
     def row_mover(self) -> TorchRowMover:
@@ -98,43 +98,46 @@ class FlexBlockAttn:
             more: further stages follow.
 
         Returns:
-            out [Tq, Hq, D] in the dtype of q, or wide if more stages follow; lse [Tq, Hq], wide, natural logarithms.
+            out [Tq, Hq, Dv] in the dtype of q, or wide if more stages follow; lse [Tq, Hq], wide, natural logarithms.
             Rows that have seen no key have out 0 and lse -inf.
         """
-        q, k, v, mask, softmax_scale, late = inputs
+        q, k, v, mask, softmax_scale, late, softcap, sinks = inputs
         sources = _sources(k, v, late)
         wide = torch.promote_types(q.dtype, torch.float32)
         if mask.block_mask is None:
             if earlier is None:
-                out = torch.zeros(q.shape, dtype=wide if more else q.dtype, device=q.device)
+                out = torch.zeros(*q.shape[:2], v.shape[2], dtype=wide if more else q.dtype, device=q.device)
                 earlier = out, torch.full(q.shape[:2], -torch.inf, dtype=wide, device=q.device)
             out, lse = earlier
             for tiles in mask.by_queries:
-                _attend(q, sources, tiles, softmax_scale, out, lse)
+                _attend(q, sources, tiles, softmax_scale, softcap, out, lse)
         else:
             k, v = (torch.cat(x) if late else x[0] for x in zip(*sources, strict=True))
-            out, lse = _flex_attention(q, k, v, mask.block_mask, softmax_scale)
+            out, lse = _flex_attention(q, k, v, mask.block_mask, softmax_scale, softcap)
             if earlier is not None:
                 merge_(*earlier, out, lse)
                 out, lse = earlier
+        if sinks is not None and not more:
+            add_sinks_(out, lse, sinks)
         return out.to(wide if more else q.dtype), lse
 
     def adds_keys(self, mask: FlexMask) -> bool:
         """False: the backward overwrites dk and dv."""
         return False
 
-    def key_sums(self, mask: FlexMask, k: Tensor, spare: Tensor) -> None:
+    def key_sums(self, mask: FlexMask, k: Tensor, v: Tensor, spare: Tensor) -> None:
         """None: the backward needs no memory for sums of dk and dv."""
 
     def backward(self, inputs: StageInputs, out_grads: OutGrads, grads: Gradients) -> None:
         """Gradients of one stage; always deterministic. dS K, without softmax_scale, is added to dq.
 
-        P = exp(scale * q k^T - lse), dS = P * (dout v^T - delta): the FlashAttention-2 backward (arXiv 2307.08691).
+        P = exp(S - lse), dS = P * (dout v^T - delta): the FlashAttention-2 backward (arXiv 2307.08691). S is
+        scale * q k^T; with a softcap it is softcap * tanh of that / softcap, and dS has a factor 1 - (S / softcap)^2.
         """
-        (q, k, v, mask, softmax_scale, late), (dout, lse, delta), (dq, dkv, _) = inputs, out_grads, grads
+        (q, k, v, mask, softmax_scale, late, softcap, _), (dout, lse, delta), (dq, dkv, _) = inputs, out_grads, grads
         sources = _sources(k, v, late)
         heads = k.shape[1], q.shape[1] // k.shape[1]
-        dk, dv = keys_and_values(dkv)
+        dk, dv = keys_and_values(dkv, RowShape.of(k, v))
         dk.zero_()
         dv.zero_()
         for tiles in mask.by_keys:
@@ -146,9 +149,13 @@ class FlexBlockAttn:
                 q_rows, dout_rows = (x[rows].to(dq.dtype).unflatten(1, heads) for x in (q, dout))
                 lse_rows, delta_rows = (x[rows].unflatten(1, heads).permute(1, 2, 0)[..., None] for x in (lse, delta))
                 q_rows = q_rows * softmax_scale
-                probs = _scores(q_rows, k_rows[at], mask_type).sub_(lse_rows).exp_()
+                scores = _scores(q_rows, k_rows[at], softcap)
+                slope = 1 - (scores / softcap) ** 2 if softcap else None
+                probs = _hide(scores, mask_type).sub_(lse_rows).exp_()
                 dv_rows[at] += torch.einsum("hgqk,qhgd->khd", probs, dout_rows)
                 dscores = torch.einsum("qhgd,khd->hgqk", dout_rows, v_rows[at]).sub_(delta_rows).mul_(probs)
+                if slope is not None:
+                    dscores *= slope
                 dq[rows] += torch.einsum("hgqk,khd->qhgd", dscores, k_rows[at]).flatten(1, 2)
                 dk_rows[at] += torch.einsum("hgqk,qhgd->khd", dscores, q_rows)
             dk[first:last], dv[first:last] = dk_rows, dv_rows
@@ -171,8 +178,21 @@ def merge_(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
     lse.copy_(merged)
 
 
+def add_sinks_(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
+    """Lets the sinks [H] take part in the softmax behind (out [T, H, D], lse [T, H]), final but for them, in place."""
+    before = lse.clone()
+    torch.logaddexp(before, sinks.to(lse.dtype), out=lse)
+    out.mul_(torch.exp(before - lse).unsqueeze(-1))
+
+
 def _attend(
-    q: Tensor, sources: list[tuple[Tensor, Tensor]], tiles: IntArray, softmax_scale: float, out: Tensor, lse: Tensor
+    q: Tensor,
+    sources: list[tuple[Tensor, Tensor]],
+    tiles: IntArray,
+    softmax_scale: float,
+    softcap: float,
+    out: Tensor,
+    lse: Tensor,
 ) -> None:
     """Merges the attention of one block of queries over the keys of its tiles into (out, lse), in place."""
     num_heads_kv = sources[0][0].shape[1]
@@ -184,7 +204,7 @@ def _attend(
     for q_start, q_end, k_start, k_end, mask_type in tiles.tolist():
         rows = slice(q_start - first, q_end - first)
         k_rows, v_rows = _rows(sources, k_start, k_end, lse.dtype)
-        scores = _scores(q_rows[rows], k_rows, mask_type)
+        scores = _hide(_scores(q_rows[rows], k_rows, softcap), mask_type)
         merged = torch.logaddexp(lse_rows[rows], scores.logsumexp(-1).permute(2, 0, 1))
         probs = scores.sub_(merged.permute(1, 2, 0)[..., None]).exp_()
         out_rows[rows] *= torch.exp(lse_rows[rows] - merged)[..., None]
@@ -193,13 +213,19 @@ def _attend(
     out[first:last] = out_rows.flatten(1, 2)
 
 
-def _scores(q: Tensor, k: Tensor, mask_type: int) -> Tensor:
-    """q k^T [H, Hq / H, rows, keys] of a tile, -inf where it hides a key. q: [rows, H, Hq / H, D]. k: [keys, H, D]."""
+def _scores(q: Tensor, k: Tensor, softcap: float) -> Tensor:
+    """q k^T [H, Hq / H, rows, keys] of a tile, capped if softcap is not 0. q: [rows, H, Hq / H, D]. k: [keys, H, D]."""
     scores = torch.einsum("qhgd,khd->hgqk", q, k)
+    return scores.div_(softcap).tanh_().mul_(softcap) if softcap else scores
+
+
+def _hide(scores: Tensor, mask_type: int) -> Tensor:
+    """Sets scores [H, Hq / H, rows, keys] of a tile to -inf where it hides a key."""
     if mask_type:
-        seen = torch.ones(scores.shape[2:], dtype=torch.bool, device=q.device)
+        rows, keys = scores.shape[2:]
+        seen = torch.ones(rows, keys, dtype=torch.bool, device=scores.device)
         if mask_type & 1:
-            seen = seen.tril(len(k) - len(q))
+            seen = seen.tril(keys - rows)
         if mask_type & 2:
             seen = seen.triu()
         scores.masked_fill_(~seen, -torch.inf)
@@ -207,11 +233,11 @@ def _scores(q: Tensor, k: Tensor, mask_type: int) -> Tensor:
 
 
 def _sources(k: Tensor, v: Tensor, late: LateKeys | None) -> list[tuple[Tensor, Tensor]]:
-    """K and V [rows, H, D] each: the given ones, then late ones, which are waited for."""
+    """K [rows, H, D] and V [rows, H, Dv]: the given ones, then late ones, which are waited for."""
     if late is None:
         return [(k, v)]
     late.arrival.settle(awaited=False)
-    return [(k, v), keys_and_values(late.kv)]
+    return [(k, v), RowShape.of(k, v).split(late.kv)]
 
 
 def _rows(sources: list[tuple[Tensor, Tensor]], start: int, end: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -231,14 +257,21 @@ def _compiled() -> Callable[..., Any]:
     return torch.compile(flex_attention, dynamic=True)
 
 
+@functools.lru_cache(maxsize=16)
+def _capped(softcap: float) -> Callable[..., Tensor]:
+    """flex_attention's score function of a softcap."""
+    return lambda score, batch, head, q, k: softcap * torch.tanh(score / softcap)
+
+
 def _flex_attention(
-    q: Tensor, k: Tensor, v: Tensor, block_mask: BlockMask, softmax_scale: float
+    q: Tensor, k: Tensor, v: Tensor, block_mask: BlockMask, softmax_scale: float, softcap: float
 ) -> tuple[Tensor, Tensor]:
-    """out [Tq, Hq, D] in the dtype of q, contiguous; lse [Tq, Hq]."""
+    """out [Tq, Hq, Dv] in the dtype of q, contiguous; lse [Tq, Hq]."""
     heads_first = (x.detach().transpose(0, 1)[None] for x in (q, k, v))
     out, aux = _compiled()(
-        *heads_first, block_mask=block_mask, scale=softmax_scale, enable_gqa=True, return_aux=AuxRequest(lse=True)
-    )
+        *heads_first, score_mod=_capped(softcap) if softcap else None, block_mask=block_mask, scale=softmax_scale,
+        enable_gqa=True, return_aux=AuxRequest(lse=True),
+    )  # fmt: skip
     return out[0].transpose(0, 1).contiguous(), aux.lse[0].transpose(0, 1).contiguous()
 
 

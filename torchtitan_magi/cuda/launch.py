@@ -3,6 +3,7 @@
 import ctypes
 import functools
 import itertools
+import threading
 from collections.abc import Iterator, Sequence
 from operator import getitem
 from typing import Any, NamedTuple
@@ -146,6 +147,8 @@ class Kernel:
         if torch._C._cuda_getDevice() != device:  # current_device() without its check that CUDA is up
             with torch.cuda.device(device):
                 return self.launch(device, num_blocks, arguments)
+        if not getattr(_thread, "has_context", False):
+            _make_context(device)
         stream = torch._C._cuda_getCurrentRawStream(device)  # current_stream(device).cuda_stream without the objects
         _config, address, function = self._config(device, num_blocks, stream)
         driver.check(self._launch(address, function, arguments, None))
@@ -154,6 +157,15 @@ class Kernel:
         """A launch configuration (shared: do not change it), its address, and the kernel's handle."""
         config = driver.LaunchConfig.of(num_blocks, self.threads, self.shared_bytes, stream)
         return config, ctypes.addressof(config), self.load(device)
+
+
+_thread = threading.local()
+
+
+def _make_context(device: int) -> None:
+    """Lets CUDA's runtime make its context current; a thread of autograd may come here before it has called it."""
+    torch.cuda.current_stream(device).query()
+    _thread.has_context = True
 
 
 load = functools.cache(Kernel)

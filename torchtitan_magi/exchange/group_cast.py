@@ -1,7 +1,8 @@
 """Moving the K/V rows that are needed, and only those: group_cast to the ranks that need them, group_reduce back.
 
-Shapes: T tokens of this rank, S rows sent and R rows received in a stage, H K/V heads, D head_dim. K and V travel fused
-as [rows, 2, H, D]. What is received lies in the order in which the plan numbered it, so nothing is un-permuted.
+Shapes: T tokens of this rank, S rows sent and R rows received in a stage, H K/V heads, D head_dim, Dv value_dim. K and
+V travel fused as [rows, width], see ``RowShape``. What is received lies in the order in which the plan numbered it, so
+nothing is un-permuted.
 in_flight.py has the states that rows go through.
 """
 
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from torchtitan_magi.exchange.in_flight import Arrival, LateKeys, Piece, Returned, RowSums, Unsent, Wait, send
+from torchtitan_magi.exchange.in_flight import Arrival, LateKeys, Piece, Returned, RowShape, RowSums, Unsent, Wait, send
 from torchtitan_magi.exchange.rows import RowMover
 from torchtitan_magi.exchange.transport import Channel, Transport
 from torchtitan_magi.planning.stage import Stage
@@ -55,16 +56,16 @@ def group_cast(
     """Starts to bring the K/V rows of a stage.
 
     Args:
-        k, v: [T, H, D], this rank's own.
+        k, v: [T, H, D] and [T, H, Dv], this rank's own.
         later: the caller will `begin` the arrival, soon and before the next exchange.
         sums: what else is computed while the rows travel.
 
     Returns:
-        The stage's K/V rows [rows, 2, H, D] without the rank's own, and their arrival.
+        The stage's K/V rows [rows, width] without the rank's own, and their arrival.
     """
-    stage, mover, transport = rows.stage, rows.mover, rows.transport
+    stage, mover, transport, shape = rows.stage, rows.mover, rows.transport, RowShape.of(k, v)
     if rows.one_way and mover.writes_to_places:
-        found = transport.pieces((2, *k.shape[1:]), k.dtype, stage.exchanges[0], back=False)
+        found = transport.pieces((shape.width,), k.dtype, stage.exchanges[0], back=False)
         if found is not None:
             received, pieces = found
 
@@ -79,18 +80,17 @@ def group_cast(
                 arrival = Arrival(arrival.wait, arrival.flag)
             return received, arrival
     first = stage.arriving[0][0]
-    buffer = k.new_empty(stage.num_rows - first, 2, *k.shape[1:])
+    buffer = k.new_empty(stage.num_rows - first, shape.width)
 
     def exchange(i: int, k: Tensor, v: Tensor) -> Arrival:
         exchange = stage.exchanges[i]
-        sent = buffer.new_empty(len(exchange.send_rows), *buffer.shape[1:])
+        sent = buffer.new_empty(len(exchange.send_rows), shape.width)
         mover.gather(k, v, rows.index[i], sent)
         return transport.all_to_all(rows.arriving(i, buffer, first), sent, exchange, back=False)
 
     def both() -> None:
         exchange(0, k, v).wait()
-        relayed = rows.arriving(0, buffer, first)
-        exchange(1, relayed[:, 0], relayed[:, 1]).wait()
+        exchange(1, *shape.split(rows.arriving(0, buffer, first))).wait()
 
     arrival = exchange(0, k, v) if rows.one_way else Arrival(_beside(both, k.device, "cast"))
     if sums is not None:
@@ -113,7 +113,7 @@ class StageCasts:
 
     Args:
         stages: the layer's stages.
-        k, v: [T, H, D], this rank's own.
+        k, v: [T, H, D] and [T, H, Dv], this rank's own.
         sums: computed right after the first rows are gathered.
     """
 
@@ -135,7 +135,7 @@ class StageCasts:
             self.stages[0].mover.sum(sums)
 
     def take(self, i: int) -> tuple[Tensor, Tensor, LateKeys | None]:
-        """K and V of stage i, [rows, H, D] each, and the rows that follow and may still be under way; once."""
+        """K and V of stage i, [rows, H, ..] each, and the rows that follow and may still be under way; once."""
         pending, self.pending[i] = self.pending[i], None
         late = None
         if pending is not None and self.stages[i].stage.holds_local:
@@ -145,21 +145,17 @@ class StageCasts:
         self._start(i)  # this may replace the memory that flags lie in
         if pending is None or late is not None:
             return self.k, self.v, late
-        k_rows, v_rows = pending[0].unbind(1)
-        return k_rows, v_rows, None
+        return *RowShape.of(self.k, self.v).split(pending[0]), None
 
 
-def grad_buffer(rows: StageRows, like: Tensor, wire: torch.dtype) -> Tensor:
-    """Memory for the gradients of a later stage's K/V rows, [rows, 2, H, D], contiguous.
+def grad_buffer(rows: StageRows, k: Tensor, v: Tensor, wire: torch.dtype) -> Tensor:
+    """Memory for the gradients of a later stage's K/V rows, [rows, width], contiguous.
 
     In the dtype in which they travel, unless something is added to them first: what a rank passes on is in float32 or
     wider.
-
-    Args:
-        like: k [T, H, D].
     """
-    dtype = wire if rows.travels_whole else torch.promote_types(like.dtype, torch.float32)
-    return like.new_empty(rows.stage.num_rows, 2, *like.shape[1:], dtype=dtype)
+    dtype = wire if rows.travels_whole else torch.promote_types(k.dtype, torch.float32)
+    return k.new_empty(rows.stage.num_rows, RowShape.of(k, v).width, dtype=dtype)
 
 
 def group_reduce(rows: StageRows, grad: Tensor, wire: torch.dtype) -> Returned:

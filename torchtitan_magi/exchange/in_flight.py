@@ -33,15 +33,42 @@ from torch import Tensor
 from torchtitan_magi.planning.stage import Exchange
 
 Wait = Callable[[], object]
-KeysAndValues: TypeAlias = Tensor | tuple[Tensor, Tensor]  # [rows, 2, H, D], or K and V of [rows, H, D] each
 
 
-def keys_and_values(both: KeysAndValues) -> tuple[Tensor, Tensor]:
-    """Two tensors [rows, H, D]."""
-    if isinstance(both, tuple):
-        return both
-    keys, values = both.unbind(1)
-    return keys, values
+class RowShape(NamedTuple):
+    """Of a K/V row that travels, or of its gradient: a token's K of all heads, then its V."""
+
+    num_heads: int
+    head_dim: int
+    value_dim: int
+
+    @classmethod
+    def of(cls, k: Tensor, v: Tensor) -> "RowShape":
+        """Of k [.., H, D] and v [.., H, Dv]."""
+        return cls(k.shape[1], k.shape[2], v.shape[2])
+
+    @property
+    def key_width(self) -> int:
+        """Elements of K."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def width(self) -> int:
+        """Elements."""
+        return self.num_heads * (self.head_dim + self.value_dim)
+
+    def split(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """K [rows, H, D] and V [rows, H, Dv] of rows [rows, width]: views."""
+        keys = rows[:, : self.key_width].unflatten(1, (self.num_heads, self.head_dim))
+        return keys, rows[:, self.key_width :].unflatten(1, (self.num_heads, self.value_dim))
+
+
+KeysAndValues: TypeAlias = Tensor | tuple[Tensor, Tensor]  # [rows, width], or K and V [rows, H, ..]
+
+
+def keys_and_values(both: KeysAndValues, shape: RowShape) -> tuple[Tensor, Tensor]:
+    """K [rows, H, D] and V [rows, H, Dv]."""
+    return both if isinstance(both, tuple) else shape.split(both)
 
 
 class Flag(NamedTuple):
@@ -81,7 +108,7 @@ class Arrival(NamedTuple):
 class LateKeys(NamedTuple):
     """K/V rows that follow a rank's own. The attention that takes them settles their arrival."""
 
-    kv: Tensor  # [rows, 2, H, D], contiguous
+    kv: Tensor  # [rows, width], contiguous
     arrival: Arrival
 
 
@@ -130,21 +157,23 @@ def send(pieces: list[Piece], gather: Callable[[Piece], object]) -> Arrival:
 
 
 class RowSums(NamedTuple):
-    """What precedes a backward: delta = rowsum(out * dout), and zeros where sums are kept.
+    """What precedes a backward: delta = rowsum(out * dout) - dlse, and zeros where sums are kept.
 
-    out, dout: [T, Hq, D] of one dtype. delta: [T, Hq], float32 or wider. zeros: one or two, contiguous, of that dtype.
+    out, dout: [T, Hq, Dv] of one dtype. delta: [T, Hq], float32 or wider. zeros: one or two, contiguous, of that dtype.
+    dlse: like delta; None: zeros.
     """
 
     out: Tensor
     dout: Tensor
     delta: Tensor
     zeros: tuple[Tensor, ...]
+    dlse: Tensor | None = None
 
 
 class Unsent(NamedTuple):
     """Gradients that ``RowMover.finish`` sends."""
 
-    grad: Tensor  # [rows, 2, H, D], float32 sums of the stage
+    grad: Tensor  # [rows, width], float32 sums of the stage
     first: int  # the rows from this one on are sent
     places: Places
 
@@ -152,7 +181,7 @@ class Unsent(NamedTuple):
 class Returned(NamedTuple):
     """Gradients of rows that come back from an exchange."""
 
-    rows: Tensor  # [S, 2, H, D]
+    rows: Tensor  # [S, width]
     row_index: list[Tensor]  # RowMover.index of the exchange, on the device
     exchange: Exchange
     arrival: Arrival

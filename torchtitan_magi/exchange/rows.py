@@ -1,6 +1,7 @@
 """What moves rows inside a rank: to where they are sent from, and returned gradients to where they are added.
 
-Shapes: T tokens of this rank, S rows sent in a stage, H K/V heads, D head_dim. K and V travel fused as [rows, 2, H, D].
+Shapes: T tokens of this rank, S rows sent in a stage, H K/V heads, D head_dim, Dv value_dim. K and V travel fused as
+[rows, width], see ``RowShape``.
 """
 
 from typing import Protocol
@@ -10,7 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from torchtitan_magi.exchange.in_flight import Piece, Places, Returned, RowSums
+from torchtitan_magi.exchange.in_flight import Piece, Places, Returned, RowShape, RowSums
 from torchtitan_magi.planning.stage import Exchange
 
 
@@ -25,28 +26,29 @@ class RowMover(Protocol):
     def gather(
         self, k: Tensor, v: Tensor, index: list[Tensor], to: Tensor | Places, sums: RowSums | None = None
     ) -> None:
-        """Copies the rows of k and v [T, H, D] that are sent, to a tensor [S, 2, H, D] or to places; then `sums`."""
+        """Copies the rows of k [T, H, D] and v [T, H, Dv] that are sent, to a tensor [S, width] or to places; then
+        `sums`."""
 
     def sum(self, sums: RowSums) -> None:
         """Does what `sums` says."""
 
     def round_to(self, grad: Tensor, piece: Piece) -> None:
-        """Rounds the piece of gradients [S, 2, H, D] of other ranks' rows to its slot, for them to fetch."""
+        """Rounds the piece of gradients [S, width] of other ranks' rows to its slot, for them to fetch."""
 
     def add(self, returned: Returned, grad: Tensor) -> None:
-        """Adds returned rows to grad [T, 2, H, D], for each token in the order of the ranks, when they are there."""
+        """Adds returned rows to grad [T, width], for each token in the order of the ranks, when they are there."""
 
-    def round(self, dq: Tensor, softmax_scale: float, out: Tensor) -> None:
-        """What the block attention left in dq [T, Hq, D], times the scale, to out."""
+    def round(self, dq: Tensor, shape: RowShape, softmax_scale: float, out: Tensor) -> None:
+        """What the block attention left in dq [T, Hq, D], times the scale, to out; shape: of k and v."""
 
-    def round_keys(self, dkv: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """dk and dv [T, H, D] of dkv [T, 2, H, D], in `dtype`."""
+    def round_keys(self, dkv: Tensor, shape: RowShape, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """dk [T, H, D] and dv [T, H, Dv] of dkv [T, width], in `dtype`."""
 
     def finish(
-        self, returned: Returned, dq: Tensor, dkv: Tensor, softmax_scale: float, dtype: torch.dtype
+        self, returned: Returned, dq: Tensor, dkv: Tensor, shape: RowShape, softmax_scale: float, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """In `dtype`: dq as `round` has it, and dk and dv [T, H, D] of dkv [T, 2, H, D] with `returned` added to it, as
-        `add` does."""
+        """In `dtype`: dq as `round` has it, and dk [T, H, D] and dv [T, H, Dv] of dkv [T, width] with `returned` added
+        to it, as `add` does."""
 
 
 class TorchRowMover:
@@ -61,13 +63,16 @@ class TorchRowMover:
         self, k: Tensor, v: Tensor, index: list[Tensor], to: Tensor | Places, sums: RowSums | None = None
     ) -> None:
         assert isinstance(to, Tensor)
-        to[:, 0], to[:, 1] = k.index_select(0, index[0]), v.index_select(0, index[0])
+        for part, x in zip(RowShape.of(k, v).split(to), (k, v), strict=True):
+            part.copy_(x.index_select(0, index[0]))
         if sums is not None:
             self.sum(sums)
 
     def sum(self, sums: RowSums) -> None:
         wide = sums.delta.dtype
         torch.sum(sums.out.to(wide) * sums.dout.to(wide), -1, out=sums.delta)
+        if sums.dlse is not None:
+            sums.delta.sub_(sums.dlse)
         for zero in sums.zeros:
             zero.zero_()
 
@@ -81,14 +86,17 @@ class TorchRowMover:
         for rows, values in zip(returned.row_index[0].split(splits), returned.rows.split(splits), strict=True):
             grad.index_add_(0, rows, values.to(grad.dtype))
 
-    def round(self, dq: Tensor, softmax_scale: float, out: Tensor) -> None:
+    def round(self, dq: Tensor, shape: RowShape, softmax_scale: float, out: Tensor) -> None:
         out.copy_(dq * softmax_scale)
 
-    def round_keys(self, dkv: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        return dkv[:, 0].to(dtype, copy=True), dkv[:, 1].to(dtype, copy=True)
+    def round_keys(self, dkv: Tensor, shape: RowShape, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        dk, dv = (
+            torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format).copy_(x) for x in shape.split(dkv)
+        )
+        return dk, dv
 
     def finish(
-        self, returned: Returned, dq: Tensor, dkv: Tensor, softmax_scale: float, dtype: torch.dtype
+        self, returned: Returned, dq: Tensor, dkv: Tensor, shape: RowShape, softmax_scale: float, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor, Tensor]:
         self.add(returned, dkv)
-        return (dq * softmax_scale).to(dtype), *self.round_keys(dkv[: len(dq)], dtype)
+        return (dq * softmax_scale).to(dtype), *self.round_keys(dkv[: len(dq)], shape, dtype)

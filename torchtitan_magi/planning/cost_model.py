@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchtitan_magi.masks.slices import is_integer
-from torchtitan_magi.tiles import ROWS, forward_heads_per_tile
+from torchtitan_magi.tiles import ROWS, forward_heads_per_tile, is_wide
 from torchtitan_magi.wording import one_line, quoted
 
 FloatArray = npt.NDArray[np.float64]
@@ -18,20 +18,48 @@ FloatArray = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Heads:
-    """Shape of the attention layers on one rank."""
+    """Shape of the attention layers on one rank.
+
+    Attributes:
+        head_dim: of q and k.
+        value_dim: of v; 0: head_dim.
+    """
 
     num_heads_q: int
     num_heads_kv: int
     head_dim: int
+    value_dim: int = 0
 
     def __post_init__(self) -> None:
-        values = self.num_heads_q, self.num_heads_kv, self.head_dim
+        if self.value_dim == 0:
+            object.__setattr__(self, "value_dim", self.head_dim)
+        values = self.num_heads_q, self.num_heads_kv, self.head_dim, self.value_dim
         if not all(is_integer(value, 1) for value in values) or self.num_heads_q % self.num_heads_kv:
             raise ValueError(
                 f"{quoted(self.num_heads_q)} query heads, {quoted(self.num_heads_kv)} K/V heads, head_dim "
-                f"{quoted(self.head_dim)}; the query heads must be a multiple of the K/V heads, all integers of at "
-                "least 1"
+                f"{quoted(self.head_dim)}, value_dim {quoted(self.value_dim)}; the query heads must be a multiple of "
+                "the K/V heads, all integers of at least 1"
             )
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Query heads and K/V heads."""
+        return self.num_heads_q, self.num_heads_kv
+
+    @property
+    def dims(self) -> tuple[int, int]:
+        """head_dim and value_dim."""
+        return self.head_dim, self.value_dim
+
+    @property
+    def is_wide(self) -> bool:
+        """Whether the kernel's variants for wide heads serve them."""
+        return is_wide(*self.dims)
+
+    @property
+    def mean_dim(self) -> float:
+        """What the products of a pair take: half of them are over head_dim, half over value_dim."""
+        return (self.head_dim + self.value_dim) / 2
 
     @property
     def tile_rows(self) -> int:
@@ -45,11 +73,16 @@ class Heads:
     @property
     def row_bytes(self) -> int:
         """Bytes of one token's K and V in 16 bits."""
-        return 4 * self.num_heads_kv * self.head_dim
+        return 2 * self.num_heads_kv * (self.head_dim + self.value_dim)
 
     @property
     def out_elements(self) -> int:
         """Elements of one token's attention output."""
+        return self.num_heads_q * self.value_dim
+
+    @property
+    def query_elements(self) -> int:
+        """Elements of one token's queries."""
         return self.num_heads_q * self.head_dim
 
 
@@ -60,8 +93,8 @@ LLAMA_HEADS = Heads(num_heads_q=64, num_heads_kv=8, head_dim=128)  # of Llama 3.
 class KernelCost:
     """Seconds per kernel call: `launch`, and for each query head what its pairs and its rows cost.
 
-    A (query, key) pair costs pair + pair_dim * head_dim. A row (a query token with any key) costs row + row_dim *
-    head_dim, for blocks that are filled only in part, prologue and epilogue. So short documents run slowly.
+    A (query, key) pair costs pair + pair_dim * dim, dim = Heads.mean_dim. A row (a query token with any key) costs row
+    + row_dim * dim, for blocks that are filled only in part, prologue and epilogue. So short documents run slowly.
     """
 
     launch: float  # s
@@ -71,7 +104,7 @@ class KernelCost:
     row_dim: float  # s per element
 
     def seconds(self, pairs: FloatArray, rows: FloatArray, heads: Heads) -> FloatArray:
-        dim = heads.head_dim
+        dim = heads.mean_dim
         work = pairs * (self.pair + self.pair_dim * dim) + rows * (self.row + self.row_dim * dim)
         return self.launch + heads.num_heads_q * work
 

@@ -68,7 +68,7 @@ def _wrapped(text: str) -> str:
 
 def _sizings(options: argparse.Namespace) -> list[Sizing]:
     """One for each number of GPUs, all of the same packs."""
-    heads = heads_of(options.heads, options.head_dim)
+    heads = heads_of(options.heads, options.head_dim, options.value_dim)
     cost = H200 if options.cost is None else CostModel.load(options.cost)
     total = count_of_tokens(options.total)
     nodes = [gpus_in_node(options, cp_size) for cp_size in options.cp]
@@ -108,12 +108,12 @@ def count_of_tokens(text: str) -> int:
     return int(digits) * unit
 
 
-def heads_of(text: str, head_dim: int) -> Heads:
+def heads_of(text: str, head_dim: int, value_dim: int) -> Heads:
     """'64:8' -> 64 query heads and 8 K/V heads; '32' -> as many of both. Raises ValueError for anything else."""
     query, _, keys = text.partition(":")
     if not (query.isdecimal() and (keys or query).isdecimal()):
         raise ValueError(f"--heads is {quoted(text)}; write query heads : K/V heads, as 64:8")
-    return Heads(int(query), int(keys or query), head_dim)
+    return Heads(int(query), int(keys or query), head_dim, value_dim)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -150,7 +150,8 @@ def _parser() -> argparse.ArgumentParser:
         metavar="Q:KV",
         help="query heads : K/V heads of a layer on one GPU, after tensor parallelism (default: %(default)s)",
     )
-    add("--head-dim", type=int, default=128, metavar="D", help="elements of a head (default: %(default)s)")
+    add("--head-dim", type=int, default=128, metavar="D", help="elements of a query or key (default: %(default)s)")
+    add("--value-dim", type=int, default=0, metavar="D", help="elements of a value (default: as many)")
     add("--packs", type=int, default=5, metavar="N", help="number of packs to draw (default: %(default)s)")
     add("--seed", type=int, default=0, metavar="N", help="seed of the draw (default: %(default)s)")
     add("--tokenizer", metavar="DIR", help="for records: folder of the model's tokenizer.json and chat template")

@@ -322,8 +322,8 @@ def _ulysses(case: Case) -> Outcome | None:
     cp_size, heads, cost = case.cp_size, case.heads, case.cost
     if heads.num_heads_q % cp_size or (heads.num_heads_kv % cp_size and cp_size % heads.num_heads_kv):
         return None
-    own = Heads(heads.num_heads_q // cp_size, max(1, heads.num_heads_kv // cp_size), heads.head_dim)
-    head_bytes = 2.0 * case.tokens * heads.head_dim
+    own = Heads(heads.num_heads_q // cp_size, max(1, heads.num_heads_kv // cp_size), *heads.dims)
+    head_bytes = 2.0 * case.tokens * heads.mean_dim
     queries, keys = head_bytes * own.num_heads_q, 2 * head_bytes * own.num_heads_kv  # what two ranks exchange
     near, far = case.gpus_per_node - 1, cp_size - case.gpus_per_node
 

@@ -59,9 +59,10 @@ def setting(sizing: Sizing) -> list[str]:
     what = f" ({DISTRIBUTIONS[sizing.source]})" if sizing.source in DISTRIBUTIONS else ""
     kind = "preference pair" if sizing.packs[0].case.has_pairs else "causal document"
     documents = counted(round(np.mean(counts)), kind)
+    dims = "/".join(map(str, dict.fromkeys(heads.dims)))
     return [
         f"{layout}; packs of {sizing.total:,} tokens, T = {plan.tokens_per_rank:,} on each GPU; "
-        f"heads {heads.num_heads_q}:{heads.num_heads_kv}, head_dim {heads.head_dim}, 16 bits",
+        f"heads {heads.num_heads_q}:{heads.num_heads_kv}, head_dim {dims}, 16 bits",
         f"{counted(len(counts), 'pack')} of {sizing.source}{what}: {documents} in one, "
         f"the longest {longest:,} tokens, {fill:.1%} full",
     ]
@@ -180,6 +181,7 @@ def as_json(sizing: Sizing) -> dict[str, Any]:
         "gpus_per_node": plan.gpus_per_node,
         "heads": f"{heads.num_heads_q}:{heads.num_heads_kv}",
         "head_dim": heads.head_dim,
+        "value_dim": heads.value_dim,
         "headline": headline(sizing),
         "summary": sizing.summary(),
         "packs": packs,

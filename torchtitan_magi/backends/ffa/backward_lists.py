@@ -18,7 +18,7 @@ from torchtitan_magi.tiles import BACKWARD_ROWS, KEYS, NUM_SMS
 # Sizes of chunks, in query blocks x groups of heads. Below 8 the prologue costs more than it gains, above 256 what the
 # chunk reads leaves L2 (docs/internals/lab-notebook.md: causal 2k to 64k, windows, histogram packs on an H200).
 CHUNK_SIZES = 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256
-QUERY_BYTES = 1024  # q, dout (16 bits) and dq (fp32) of one token and one head, 128 columns
+QUERY_BYTES = 1024  # at least: q, dout (16 bits) and dq (fp32) of one token and one head, 128 columns
 WHOLE_TILES_PER_SM = 4  # so many k-tiles keep the SMs busy without cuts where no query heads share a K/V head
 TAIL = 0.5  # what is kept for the end, in chunks per SM: enough to even out when SMs end, little as it works from HBM
 TAIL_CHUNKS = 4  # chunks at the end that take as long as one of the usual size
@@ -64,7 +64,8 @@ def backward_lists(
     num_blocks = query_blocks(tile, records, num_tiles)
     heads_per_wave, best_chunk = _wave_and_chunk(mask, num_blocks, heads_per_tile, deterministic)
     chunk = chunk or best_chunk
-    fits_l2 = mask.num_q * mask.num_heads_q * QUERY_BYTES <= L2_SIZE
+    query_bytes = max(QUERY_BYTES, 6 * mask.head_dim + 2 * mask.value_dim)
+    fits_l2 = mask.num_q * mask.num_heads_q * query_bytes <= L2_SIZE
     if deterministic or fits_l2:  # nothing is kept for the end, or everything: all heads are worked on together
         in_tail, tail_chunk = np.full(num_tiles, not deterministic), chunk
     else:
@@ -132,7 +133,8 @@ def _usual_order(
     waits = is_late & (num_blocks > 0)
     if not waits.any():
         return order, 0
-    sums_bytes = (2 + 2 + 4) * mask.num_q * mask.heads.out_elements  # out, dout and dq are passed over first
+    heads = mask.heads
+    sums_bytes = mask.num_q * (4 * heads.out_elements + 4 * heads.query_elements)  # out, dout, dq are passed over first
     busy = sums_bytes / mask.cost.memory
     enough = mask.blocks_until_late(mask.cost.backward, BACKWARD_ROWS, heads_per_tile, busy)
     main = len(order) - int(np.count_nonzero(in_tail))

@@ -1,7 +1,7 @@
 """Host half of the FFA kernel: tensor maps, launches, and attention over work lists as a differentiable function.
 
-Shapes: Tq queries, Tk keys, Hq query heads, Hk K/V heads, D head_dim. Nothing CUDA is imported until a kernel is
-needed.
+Shapes: Tq queries, Tk keys, Hq query heads, Hk K/V heads, D head_dim, Dv that of v. Nothing CUDA is imported until
+a kernel is needed.
 """
 
 import math
@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchtitan_magi.backends import Gradients, OutGrads, StageInputs, StageMask, check_scale
+from torchtitan_magi.backends import Gradients, OutGrads, StageInputs, StageMask, check_scale, check_softcap
 from torchtitan_magi.backends.ffa import params as ffa
 from torchtitan_magi.backends.ffa.row_kernels import CudaRowMover
 from torchtitan_magi.backends.ffa.segments import FAR
 from torchtitan_magi.backends.ffa.worklists import DeviceLists, ListSizes, WorkLists, build_worklists
 from torchtitan_magi.cuda import jit, launch
-from torchtitan_magi.exchange.in_flight import KeysAndValues, LateKeys, keys_and_values
-from torchtitan_magi.tiles import BACKWARD_ROWS, KEYS, ROWS
+from torchtitan_magi.exchange.in_flight import KeysAndValues, LateKeys, RowShape, keys_and_values
+from torchtitan_magi.tiles import BACKWARD_ROWS, KEYS, ROWS, is_wide
 
 LOG2_E = math.log2(math.e)
 
@@ -36,9 +36,9 @@ class FfaBlockAttn:
 
     name = "ffa"
 
-    def check(self, head_dim: int, dtype: torch.dtype) -> None:
+    def check(self, head_dim: int, dtype: torch.dtype, value_dim: int | None = None) -> None:
         """Raises ValueError for what the kernel does not take."""
-        ffa.check_supported(head_dim, dtype)
+        ffa.check_supported(head_dim, dtype, value_dim)
 
     def row_mover(self) -> CudaRowMover:
         return CudaRowMover()
@@ -74,19 +74,21 @@ class FfaBlockAttn:
             more: further stages follow.
 
         Returns:
-            out [Tq, Hq, D], contiguous, in the dtype of q; or, if more stages follow, fp32 with the even columns of
-            each 8 before the odd ones. lse fp32 [Tq, Hq], natural logarithms. Rows that have seen no key have out 0 and
+            out [Tq, Hq, Dv], contiguous, in the dtype of q; or, if more stages follow, fp32 in an order of columns that
+            the next stage expects. lse fp32 [Tq, Hq], natural logarithms. Rows that have seen no key have out 0 and
             lse -inf.
 
         Raises:
             ValueError: head_dim, dtype, scale or shapes that the kernel does not take.
         """
-        q, k, v, mask, softmax_scale, late = inputs
+        q, k, v, mask, softmax_scale, late, softcap, sinks = inputs
+        if more:
+            sinks = None
         s = mask.sizes
         read_late = late if s.forward.awaits else None
         key = (
             get_ident(), q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
-            earlier is None, more, late is None,
+            earlier is None, more, late is None, softcap == 0, sinks is None,
         )  # fmt: skip
         prepared = mask.launches.get(key)
         q_at, k_at, v_at = q.data_ptr(), k.data_ptr(), v.data_ptr()
@@ -97,22 +99,30 @@ class FfaBlockAttn:
                 return self.forward(inputs._replace(q=q, k=k, v=v), earlier, more)
             prepared = mask.launches[key] = self._forward_launch(inputs._replace(late=read_late), earlier, more)
         check_scale(softmax_scale)
+        check_softcap(softcap)
         if more and earlier is not None:
             out, lse = earlier
         else:
             dtype = torch.float32 if more else q.dtype
-            out = torch.empty(q.shape, dtype=dtype, device=q.device)
+            out = torch.empty(*q.shape[:2], v.shape[2], dtype=dtype, device=q.device)
             lse = earlier[1] if earlier else out.new_empty(s.num_q, s.num_heads_q, dtype=torch.float32)
         params = prepared.params
         params.lse, params.counter = lse.data_ptr(), launch.next_counter(prepared.device)
-        params.scale_log2 = softmax_scale * LOG2_E
+        _set_scales(params, softmax_scale, softcap)
+        params.out = out.data_ptr()
+        if sinks is not None:
+            assert sinks.shape == q.shape[1:2]
+            sinks = sinks.float().contiguous()
+            params.sinks = sinks.data_ptr()
         if s.num_k == 0:
             k_at = v_at = q_at
-        maps = [q_at, k_at, v_at, *_late_addresses(read_late, k_at, v_at, params), out.data_ptr()]
+        maps = [q_at, k_at, v_at, *_late_addresses(read_late, k, v, k_at, v_at, params), params.out]
         if earlier is not None:
-            maps.append(earlier[0].data_ptr())
+            params.earlier = earlier[0].data_ptr()
+            maps.append(params.earlier)
         if s.forward.num_chunks:
-            words = s.forward.num_chunks, params.schedule.num_heads, ROWS, ffa.padded_head_dim(q.shape[2]) + 8
+            _, value_dim = ffa.padded_dims(q.shape[2], v.shape[2])
+            words = s.forward.num_chunks, params.schedule.num_heads, ROWS, value_dim + 8
             parts = out.new_empty(words, dtype=torch.float32)
             params.parts = parts.data_ptr()
         prepared(*maps)
@@ -121,10 +131,17 @@ class FfaBlockAttn:
         return out, lse
 
     def _forward_launch(self, inputs: StageInputs, earlier: tuple[Tensor, Tensor] | None, more: bool) -> launch.Launch:
-        q, k, v, mask, _, late = inputs
-        s, f = mask.sizes, mask.sizes.forward
+        q, k, v, mask, _, late, softcap, sinks = inputs
+        s, f, dims = mask.sizes, mask.sizes.forward, ffa.padded_dims(q.shape[2], v.shape[2])
         assert f.heads_per_tile  # else the lists were made for the backward only
-        variant = ffa.forward_variant(q.shape[2], f.heads_per_tile, q.dtype, earlier is not None, more)
+        if is_wide(*dims) and f.num_chunks:
+            raise ValueError(
+                f"q has head_dim {q.shape[2]} but the work lists are for narrower heads; plan with heads=Heads(..)"
+            )
+        variant = ffa.forward_variant(
+            dims, f.heads_per_tile, q.dtype, earlier is not None, more,
+            softcap=bool(softcap), sinks=sinks is not None and not more,
+        )  # fmt: skip
         num_groups = s.num_heads_q // f.heads_per_tile
         in_place = earlier is not None and more  # rows of items without work stay as they are
         num_items = f.num_items_with_work if in_place else f.num_items
@@ -138,14 +155,16 @@ class FfaBlockAttn:
             num_heads_q=s.num_heads_q,
             parts_per_tile=f.chunks_per_tile,
             late=ffa.LateKeys(None, 0, FAR if late is None else k.shape[0]),
+            value_dim=v.shape[2],
         )
+        box = f.heads_per_tile, ROWS // f.heads_per_tile
+        out_shape = *q.shape[:2], v.shape[2]
         if s.num_k == 0:
             k = v = q  # something to point at, which is never read
-        box = f.heads_per_tile, ROWS // f.heads_per_tile
-        maps = [_layout_of(q, *box), *_key_layouts(k, v, late)]
-        maps.append(_contiguous_layout(q, torch.float32 if more else q.dtype, *box))
+        maps = [_layout_of(q, *box), *_key_layouts(k, v, late, ffa.forward_keys(dims))]
+        maps.append(_contiguous_layout(out_shape, torch.float32 if more else q.dtype, *box))
         if earlier is not None:
-            maps.append(_contiguous_layout(q, torch.float32, *box))
+            maps.append(_contiguous_layout(out_shape, torch.float32, *box))
         kernel = launch.load("ffa_forward.cu", "ffa_forward", variant, ffa.THREADS)
         blocks = min(params.schedule.num_items, launch.num_sms(q.device.index))
         return launch.Launch(kernel, q.device.index, blocks, maps, params)
@@ -153,27 +172,29 @@ class FfaBlockAttn:
     def backward(self, inputs: StageInputs, out_grads: OutGrads, grads: Gradients) -> None:
         """Gradients of one stage.
 
-        P = exp(scale * q k^T - lse), dS = P * (dout v^T - delta): the FlashAttention-2 backward (arXiv 2307.08691).
+        P = exp(S - lse), dS = P * (dout v^T - delta): the FlashAttention-2 backward (arXiv 2307.08691). S is
+        scale * q k^T; with a softcap it is softcap * tanh of that / softcap, and dS has a factor 1 - (S / softcap)^2.
 
         Args:
             inputs: bf16 or fp16.
             out_grads: dout in the dtype of q, lse and delta in fp32.
-            grads: dS K is added to dq (fp32, contiguous), without softmax_scale, and with the even columns of each 8
-                before the odd ones; `CudaRowMover.round` or `finish` makes gradients of it. dkv is fp32 or has the
+            grads: dS K is added to dq (fp32, contiguous), without softmax_scale and in an order of columns of the
+                kernel's own; `CudaRowMover.round` or `finish` makes gradients of it. dkv is fp32 or has the
                 dtype of k; its innermost dimension is contiguous, its rows are 16-byte aligned.
 
         Raises:
             ValueError: head_dim, dtype, scale or shapes that the kernel does not take.
         """
-        q, k, v, mask, softmax_scale, late = inputs
+        q, k, v, mask, softmax_scale, late, softcap, _ = inputs
         (dout, lse, delta), (dq, dkv, zeroed) = out_grads, grads
         s, b = mask.sizes, mask.sizes.backward
         read_late = late if b.awaits else None
         pair = dkv if isinstance(dkv, tuple) else (dkv, dkv)
-        is_float = pair[0].dtype == torch.float32
+        is_float, shape = pair[0].dtype == torch.float32, RowShape.of(k, v)
         key = (
             get_ident(), q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), dout.stride(),
             q.dtype, k.dtype, v.dtype, dout.dtype, pair[0].stride(), pair[1].stride(), is_float, late is None,
+            softcap == 0,
         )  # fmt: skip
         prepared = mask.launches.get(key)
         q_at, dout_at, k_at, v_at = q.data_ptr(), dout.data_ptr(), k.data_ptr(), v.data_ptr()
@@ -183,8 +204,9 @@ class FfaBlockAttn:
             if not launch.are_copyable(dout, q, k, v):
                 dout, q, k, v = map(launch.copyable, (dout, q, k, v))
                 return self.backward(inputs._replace(q=q, k=k, v=v), out_grads._replace(dout=dout), grads)
-            prepared = mask.launches[key] = self._backward_launch(inputs._replace(late=read_late), dout, dkv)
+            prepared = mask.launches[key] = self._backward_launches(inputs._replace(late=read_late), dout, dkv)
         check_scale(softmax_scale)
+        check_softcap(softcap)
         assert dq.dtype == lse.dtype == delta.dtype == torch.float32
         assert dq.is_contiguous()
         assert lse.is_contiguous()
@@ -196,36 +218,44 @@ class FfaBlockAttn:
                 late.arrival.settle(b.awaits)
             _zero(dkv)
             return
-        params = prepared.params
         to, sums = dkv, None
         if b.is_split:  # chunks of a tile add to fp32 sums
             if not is_float:
-                to = sums = torch.zeros(s.num_k, 2, s.num_heads_kv, q.shape[2], dtype=torch.float32, device=k.device)
+                to = sums = torch.zeros(s.num_k, shape.width, dtype=torch.float32, device=k.device)
             elif not zeroed:
                 _zero(dkv)
-        if b.deterministic:
-            num_groups = s.num_heads_q // b.heads_per_tile
-            counts = 2 * b.num_q_blocks * num_groups, 2 * b.num_k_tiles * s.num_heads_kv
-            semaphores = torch.zeros(sum(counts), dtype=torch.int32, device=k.device)
-            params.semaphores = semaphores.data_ptr()
-            params.part_semaphores = semaphores.data_ptr() + 4 * counts[0]
-        params.lse, params.delta = lse.data_ptr(), delta.data_ptr()
-        params.dk, params.dv = _addresses_of(to)
-        params.counter = launch.next_counter(prepared.device)
-        params.softmax_scale, params.scale_log2 = softmax_scale, softmax_scale * LOG2_E
-        maps = [q_at, dout_at, k_at, v_at, *_late_addresses(read_late, k_at, v_at, params), dq.data_ptr()]
-        prepared(*maps, *((params.dk, params.dv) if b.is_split else maps[-1:] * 2))
+        semaphores = self._semaphores(s, len(prepared), k.device) if b.deterministic else None
+        for i, kernel in enumerate(prepared):
+            params = kernel.params
+            if semaphores is not None:
+                params.semaphores, params.part_semaphores = semaphores[0].data_ptr(), semaphores[1 + i].data_ptr()
+            params.lse, params.delta, params.dq = lse.data_ptr(), delta.data_ptr(), dq.data_ptr()
+            params.dk, params.dv = _addresses_of(to, shape)
+            params.counter = launch.next_counter(kernel.device)
+            params.softmax_scale = softmax_scale
+            _set_scales(params, softmax_scale, softcap)
+            maps = [q_at, dout_at, k_at, v_at, *_late_addresses(read_late, k, v, k_at, v_at, params), params.dq]
+            kernel(*maps, *((params.dk, params.dv) if b.is_split else maps[-1:] * 2))
         if late is not None:
             late.arrival.settle(b.awaits)
         if sums is not None:
-            for x, wide in zip(keys_and_values(dkv), keys_and_values(sums), strict=True):
+            for x, wide in zip(keys_and_values(dkv, shape), shape.split(sums), strict=True):
                 x.copy_(wide)
 
-    def _backward_launch(self, inputs: StageInputs, dout: Tensor, dkv: KeysAndValues) -> launch.Launch:
-        q, k, v, mask, _, late = inputs
-        s, b, head_dim = mask.sizes, mask.sizes.backward, q.shape[2]
+    def _semaphores(self, s: ListSizes, num_launches: int, device: torch.device) -> tuple[Tensor, ...]:
+        """Zeros: what orders additions to dq, and for each launch what orders those to dk and dv."""
+        b = s.backward
+        counts = 2 * b.num_q_blocks * s.num_heads_q // b.heads_per_tile, 2 * b.num_k_tiles * s.num_heads_kv
+        sizes = (counts[0], *(counts[1],) * num_launches)
+        return torch.zeros(sum(sizes), dtype=torch.int32, device=device).split(sizes)
+
+    def _backward_launches(self, inputs: StageInputs, dout: Tensor, dkv: KeysAndValues) -> tuple[launch.Launch, ...]:
+        """One for each of `ffa.backward_variants`."""
+        q, k, v, mask, _, late, softcap, _ = inputs
+        s, b, shape = mask.sizes, mask.sizes.backward, RowShape.of(k, v)
         assert b.heads_per_tile  # else the lists were made for the forward only
-        variant = ffa.backward_variant(head_dim, b.heads_per_tile, q.dtype, b.deterministic)
+        dims = ffa.padded_dims(shape.head_dim, shape.value_dim)
+        variants = ffa.backward_variants(dims, b.heads_per_tile, q.dtype, b.deterministic, softcap=bool(softcap))
         num_main = b.num_items - b.num_early - b.num_tail
         params = ffa.BackwardParams(
             items=mask.pointer(b.items),
@@ -236,60 +266,79 @@ class FfaBlockAttn:
             num_packs=s.num_heads_q // s.num_heads_kv // b.heads_per_tile,
             num_q=s.num_q,
             num_heads_q=s.num_heads_q,
-            head_dim=head_dim,
+            head_dim=shape.head_dim,
             num_q_blocks=b.num_q_blocks,
             late=ffa.LateKeys(None, 0, FAR if late is None else k.shape[0]),
+            value_dim=shape.value_dim,
         )
         is_float = (dkv[0] if isinstance(dkv, tuple) else dkv).dtype == torch.float32
         params.store = ffa.ADD_FLOAT if b.is_split else ffa.STORE_FLOAT if is_float else ffa.STORE_PACKED
         own_sums = b.is_split and not is_float  # made for each call
-        dk, dv = [(2 * s.num_heads_kv * head_dim, head_dim, 1)] * 2 if own_sums else _strides_of(dkv)
+        dk, dv = _contiguous_strides(shape) if own_sums else _strides_of(dkv, shape)
         params.dk_token_stride, params.dk_head_stride, _ = dk
         params.dv_token_stride, params.dv_head_stride, _ = dv
         box = b.heads_per_tile, BACKWARD_ROWS // b.heads_per_tile
-        of_dq = _contiguous_layout(q, torch.float32, *box)
-        maps = [_layout_of(q, *box), _layout_of(dout, *box), *_key_layouts(k, v, late), of_dq]
+        of_dq = _contiguous_layout(tuple(q.shape), torch.float32, *box)
+        maps = [_layout_of(q, *box), _layout_of(dout, *box), *_key_layouts(k, v, late, KEYS), of_dq]
         if b.is_split:
-            shape = s.num_k, s.num_heads_kv, head_dim
-            maps += [launch.MapLayout(shape, strides, torch.float32, 1, BACKWARD_ROWS) for strides in (dk, dv)]
+            maps += [
+                launch.MapLayout((s.num_k, s.num_heads_kv, dim), strides, torch.float32, 1, BACKWARD_ROWS)
+                for dim, strides in ((shape.head_dim, dk), (shape.value_dim, dv))
+            ]
         else:
             maps += [of_dq] * 2  # unused
-        kernel = launch.load("ffa_backward.cu", "ffa_backward", variant, ffa.THREADS)
-        blocks = min(params.schedule.num_items, launch.num_sms(q.device.index))
-        return launch.Launch(kernel, q.device.index, blocks, maps, params)
+        device = q.device.index
+        kernels = [launch.load("ffa_backward.cu", "ffa_backward", variant, ffa.THREADS) for variant in variants]
+        blocks = min(params.schedule.num_items, launch.num_sms(device))
+        return tuple(
+            launch.Launch(kernel, device, blocks, maps, ffa.BackwardParams.from_buffer_copy(params))
+            for kernel in kernels
+        )
 
     def adds_keys(self, mask: DeviceLists) -> bool:
         """Whether tiles of keys are split, so that the backward adds to sums of dk and dv."""
         return mask.sizes.backward.is_split
 
-    def key_sums(self, mask: DeviceLists, k: Tensor, spare: Tensor) -> Tensor | None:
+    def key_sums(self, mask: DeviceLists, k: Tensor, v: Tensor, spare: Tensor) -> Tensor | None:
         if not self.adds_keys(mask):
             return None
-        shape = (k.shape[0], 2, *k.shape[1:])
-        if spare.nbytes < 8 * k.numel():
+        shape = k.shape[0], RowShape.of(k, v).width
+        count = shape[0] * shape[1]
+        if spare.nbytes < 4 * count:
             return k.new_empty(shape, dtype=torch.float32)
-        return spare.flatten().view(torch.float32)[: 2 * k.numel()].view(shape)
+        return spare.flatten().view(torch.float32)[:count].view(shape)
 
 
-def _contiguous_layout(x: Tensor, dtype: torch.dtype, heads: int, tokens: int) -> launch.MapLayout:
-    """Layout of a contiguous tensor of the shape of x [T, H, D]."""
-    _, num_heads, head_dim = x.shape
-    return launch.MapLayout(tuple(x.shape), (num_heads * head_dim, head_dim, 1), dtype, heads, tokens)
+def _set_scales(params: Any, softmax_scale: float, softcap: float) -> None:
+    params.scale_log2 = (softcap or softmax_scale) * LOG2_E
+    if softcap:
+        params.cap_scale = softmax_scale / softcap
 
 
-def _addresses_of(both: KeysAndValues) -> tuple[int, int]:
+def _contiguous_layout(shape: tuple[int, ...], dtype: torch.dtype, heads: int, tokens: int) -> launch.MapLayout:
+    """Layout of a contiguous tensor [T, H, D]."""
+    _, num_heads, head_dim = shape
+    return launch.MapLayout(shape, (num_heads * head_dim, head_dim, 1), dtype, heads, tokens)
+
+
+def _addresses_of(both: KeysAndValues, shape: RowShape) -> tuple[int, int]:
     """Addresses of K and of V, without the host time of making views."""
     if isinstance(both, tuple):
         return both[0].data_ptr(), both[1].data_ptr()
     address = both.data_ptr()
-    return address, address + both.stride(1) * both.element_size()
+    return address, address + shape.key_width * both.element_size()
 
 
-def _strides_of(both: KeysAndValues) -> list[tuple[int, ...]]:
+def _contiguous_strides(shape: RowShape) -> list[tuple[int, ...]]:
+    """Strides of K and of V in rows that follow each other."""
+    return [(shape.width, dim, 1) for dim in (shape.head_dim, shape.value_dim)]
+
+
+def _strides_of(both: KeysAndValues, shape: RowShape) -> list[tuple[int, ...]]:
     if isinstance(both, tuple):
         return [x.stride() for x in both]
-    token, _, head, column = both.stride()
-    return [(token, head, column)] * 2
+    assert both.is_contiguous()
+    return _contiguous_strides(shape)
 
 
 def _layout_of(x: Tensor, heads: int, tokens: int) -> launch.MapLayout:
@@ -301,30 +350,34 @@ def _zero(both: KeysAndValues) -> None:
         x.zero_()
 
 
-def _key_layouts(k: Tensor, v: Tensor, late: LateKeys | None) -> list[launch.MapLayout]:
-    """Layouts of K and V, and of late K and V; without late ones, the first two again."""
-    own = [_layout_of(x, 1, KEYS) for x in (k, v)]
+def _key_layouts(k: Tensor, v: Tensor, late: LateKeys | None, keys: int) -> list[launch.MapLayout]:
+    """Layouts of K and V, and of late K and V; without late ones, the first two again. `keys`: those of a box."""
+    own = [_layout_of(x, 1, keys) for x in (k, v)]
     if late is None:
         return own * 2
-    rows, _, *head = late.kv.shape
-    return own + [launch.MapLayout((rows, *head), at, late.kv.dtype, 1, KEYS) for at in _strides_of(late.kv)]
+    rows, shape = late.kv.shape[0], RowShape.of(k, v)
+    return own + [
+        launch.MapLayout((rows, shape.num_heads, strides[1]), strides, late.kv.dtype, 1, keys)
+        for strides in _contiguous_strides(shape)
+    ]
 
 
-def _late_addresses(late: LateKeys | None, k: int, v: int, params: Any) -> tuple[int, int]:
+def _late_addresses(late: LateKeys | None, k: Tensor, v: Tensor, k_at: int, v_at: int, params: Any) -> tuple[int, int]:
     """Addresses of late K and V, in the order of `_key_layouts`; sets the flag that the kernel awaits."""
     if late is None:
-        return k, v
+        return k_at, v_at
     params.late.arrived, params.late.number = late.arrival.flag_or_wait() or (None, 0)
-    return _addresses_of(late.kv)
+    return _addresses_of(late.kv, RowShape.of(k, v))
 
 
 def _check_inputs(q: Tensor, k: Tensor, v: Tensor, late: LateKeys | None, s: ListSizes) -> None:
-    head_dim, dtype = q.shape[2], q.dtype
-    ffa.check_supported(head_dim, dtype)
+    head_dim, value_dim, dtype = q.shape[2], v.shape[2], q.dtype
+    ffa.check_supported(head_dim, dtype, value_dim)
     if not dtype == k.dtype == v.dtype:
         raise ValueError(f"q, k, v are {dtype}, {k.dtype}, {v.dtype}; give all three the same dtype")
     num_late = 0 if late is None else late.kv.shape[0]
     want_q, want_k = (s.num_q, s.num_heads_q, head_dim), (s.num_k - num_late, s.num_heads_kv, head_dim)
-    if q.shape != want_q or k.shape != want_k or v.shape != want_k:
+    want_v = *want_k[:2], value_dim
+    if q.shape != want_q or k.shape != want_k or v.shape != want_v:
         shapes = tuple(q.shape), tuple(k.shape), tuple(v.shape)
-        raise ValueError(f"q, k, v have shapes {shapes}; the work lists are for {want_q}, {want_k}, {want_k}")
+        raise ValueError(f"q, k, v have shapes {shapes}; the work lists are for {want_q}, {want_k}, {want_v}")

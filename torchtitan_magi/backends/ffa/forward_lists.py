@@ -14,7 +14,7 @@ from torchtitan_magi.backends.ffa.records import L2_SIZE, Field, Words, as_items
 from torchtitan_magi.backends.ffa.segments import Int32Array, Int64Array, SegmentRuns, starts_of
 from torchtitan_magi.tiles import KEYS, MAX_CUT, NUM_SMS, ROWS, forward_heads_per_tile, largest_divisor, tile_cost
 
-KEY_BYTES = 512  # k and v of one token and one head, 128 columns
+KEY_BYTES = 512  # at least: k and v of one token and one head, 128 columns
 # What it costs to cut a tile, in 128 x 128 blocks. Fitted to kernel times of packs of equal documents on an H200.
 CHUNK_COST = 6.0  # a chunk leaves its fp32 rows in memory
 JOIN_COST = 1.0  # per chunk that the last one of the tile adds up
@@ -49,7 +49,9 @@ def forward_lists(mask: StageMask, runs: SegmentRuns, words: Words, chunks_per_t
     heads = forward_heads_per_tile(mask.group)
     num_tiles, num_groups = -(-mask.num_q // (ROWS // heads)), mask.num_heads_q // heads
     tile, records, num_blocks = forward_records(runs, num_tiles)
-    if chunks_per_tile:
+    if mask.heads.is_wide:  # whose registers the kernel does not join
+        cut, num_chunks = np.zeros(0, np.int64), 0
+    elif chunks_per_tile:
         cut, num_chunks = (num_blocks >= chunks_per_tile).nonzero()[0][: MAX_CUT // num_groups], chunks_per_tile
     else:
         rows = mask.num_q * mask.num_heads_q + mask.num_k * mask.num_heads_kv  # 16 bits, twice: q, out and k, v
@@ -67,7 +69,8 @@ def forward_lists(mask: StageMask, runs: SegmentRuns, words: Words, chunks_per_t
     if waits.any():
         enough = mask.blocks_until_late(mask.cost.forward, ROWS, heads)
         order, num_early = early_first(order, num_blocks, waits, enough)
-    kv_heads_in_l2 = L2_SIZE // (KEY_BYTES * max(1, mask.num_k))
+    key_bytes = max(KEY_BYTES, 2 * (mask.head_dim + mask.value_dim))
+    kv_heads_in_l2 = L2_SIZE // (key_bytes * max(1, mask.num_k))
     return ForwardSizes(
         heads_per_tile=heads, heads_per_wave=largest_divisor(num_groups, kv_heads_in_l2 * (mask.group // heads)),
         num_items=len(items), num_items_with_work=int(np.count_nonzero(num_blocks)), num_early=num_early,

@@ -6,7 +6,7 @@ import torch
 
 from torchtitan_magi.cuda import launch
 from torchtitan_magi.cuda.launch import Variant
-from torchtitan_magi.tiles import BACKWARD_ROWS, KEYS, MAX_CUT, ROWS
+from torchtitan_magi.tiles import BACKWARD_ROWS, KEYS, MAX_CUT, ROWS, is_wide
 
 THREADS = 384  # threads per block of the forward and of the backward
 MAX_COUNT = (1 << 31) - 256  # int32, with room for the threads of one block beyond the end
@@ -41,6 +41,9 @@ class ForwardParams(ctypes.Structure):
         *((name, ctypes.c_int) for name in ("groups_per_kv", "num_q", "num_heads_q", "parts_per_tile")),
         ("scale_log2", ctypes.c_float),
         ("late", LateKeys),
+        *((name, ctypes.c_void_p) for name in ("out", "earlier", "sinks")),
+        ("value_dim", ctypes.c_int),
+        ("cap_scale", ctypes.c_float),
     ]
 
 
@@ -53,6 +56,9 @@ class BackwardParams(ctypes.Structure):
         *((f"{name}_stride", ctypes.c_longlong) for name in ("dk_token", "dk_head", "dv_token", "dv_head")),
         *((name, ctypes.c_float) for name in ("softmax_scale", "scale_log2")),
         ("late", LateKeys),
+        ("dq", ctypes.c_void_p),
+        ("value_dim", ctypes.c_int),
+        ("cap_scale", ctypes.c_float),
     ]
 
 
@@ -60,42 +66,96 @@ STORE_PACKED, STORE_FLOAT, ADD_FLOAT = 0, 1, 2  # BackwardParams.store: how dk a
 
 
 # ------------------------------------------------------------ variants
-def padded_head_dim(head_dim: int) -> int:
-    """The kernel's head dim that holds `head_dim`.
+# What the kernels are compiled for: columns of q and k, and of v.
+DIMS = (64, 64), (128, 128), (192, 128), (192, 192), (256, 256)
+
+
+def padded_dims(head_dim: int, value_dim: int | None = None) -> tuple[int, int]:
+    """The smallest of DIMS that holds `head_dim` columns of q and k and `value_dim` of v (default: as many).
 
     Raises:
-        ValueError: above 128, or not a multiple of 8 (the copy engine moves 16 bytes at a time).
+        ValueError: above 256; more columns of v than of q; not a multiple of 8 (the copy engine moves 16 bytes at a
+            time), or for wide heads of 16 (their dq leaves in units of 16 columns).
     """
-    if not 0 < head_dim <= 128 or head_dim % 8:
-        raise ValueError(f"head_dim is {head_dim}; the ffa kernel takes multiples of 8 up to 128")
-    return 64 if head_dim <= 64 else 128
+    value_dim = head_dim if value_dim is None else value_dim
+    wide = is_wide(head_dim, value_dim)
+    step = 16 if wide else 8
+    if not 0 < value_dim <= head_dim <= 256 or head_dim % step or value_dim % step:
+        what = f"head_dim is {head_dim}" + (f" and that of v {value_dim}" if value_dim != head_dim else "")
+        raise ValueError(
+            f"{what}; the ffa kernel takes multiples of 8 up to 128 and of 16 up to 256, and fewer for v in 16s"
+        )
+    return next(dims for dims in DIMS if is_wide(*dims) == wide and head_dim <= dims[0] and value_dim <= dims[1])
 
 
-def check_supported(head_dim: int, dtype: torch.dtype) -> None:
-    """Raises ValueError for a head_dim or a dtype of q, k and v that the kernel does not take."""
-    padded_head_dim(head_dim)
+def check_supported(head_dim: int, dtype: torch.dtype, value_dim: int | None = None) -> None:
+    """Raises ValueError for a dtype or head dims that the kernel does not take."""
+    padded_dims(head_dim, value_dim)
     if dtype not in (torch.bfloat16, torch.float16):
         raise ValueError(
             f'attention runs in {dtype}; the ffa kernel takes bfloat16 or float16, or use backend = "flex"'
         )
 
 
-def forward_variant(head_dim: int, heads_per_tile: int, dtype: torch.dtype, earlier: bool, more: bool) -> Variant:
-    """A forward kernel; SHARED_BYTES is what it needs of shared memory."""
-    padded = padded_head_dim(head_dim)
-    buffers = 4 if padded == 64 else 2  # of K, and as many of V
-    shared = (2 + 2 * buffers + (earlier or more)) * ROWS * padded * 2 + 2048
-    return _variant(padded, heads_per_tile, dtype, shared, EARLIER=earlier, MORE=more)
+def forward_keys(dims: tuple[int, int]) -> int:
+    """Keys of a block of the forward: as many as fit in shared memory."""
+    return {192: 112, 256: 80}.get(dims[1], KEYS)
 
 
-def backward_variant(head_dim: int, heads_per_tile: int, dtype: torch.dtype, deterministic: bool) -> Variant:
-    """A backward kernel; SHARED_BYTES is what it needs of shared memory."""
-    padded = padded_head_dim(head_dim)
-    keys, rows = 2 * KEYS * padded * 2, 2 * 2 * BACKWARD_ROWS * padded * 2
-    shared = keys + rows + 2 * KEYS * 128 + 2 * BACKWARD_ROWS * padded * 4 + 3072
-    return _variant(padded, heads_per_tile, dtype, shared, DETERMINISTIC=deterministic)
+def forward_variant(
+    dims: tuple[int, int],
+    heads_per_tile: int,
+    dtype: torch.dtype,
+    earlier: bool = False,
+    more: bool = False,
+    *,
+    softcap: bool = False,
+    sinks: bool = False,
+) -> Variant:
+    """A forward kernel; SHARED_BYTES is what it needs of shared memory.
+
+    Args:
+        dims: one of DIMS.
+    """
+    head_dim, value_dim = dims
+    buffers = 4 if head_dim == 64 else 2  # of K, and as many of V
+    queries, keys = ROWS * head_dim * 2, buffers * forward_keys(dims) * (head_dim + value_dim) * 2
+    rows = 0 if is_wide(*dims) else (1 + (earlier or more)) * ROWS * value_dim * 2
+    switches = {"EARLIER": earlier, "MORE": more, "SOFTCAP": softcap, "SINKS": sinks}
+    return _variant(dims, heads_per_tile, dtype, queries + keys + rows + 2048, switches)
 
 
-def _variant(padded: int, heads_per_tile: int, dtype: torch.dtype, shared: int, **switches: bool) -> Variant:
-    macros = {"HEAD_DIM": padded, "PACK": heads_per_tile, "SHARED_BYTES": shared, "USE_FP16": dtype == torch.float16}
-    return launch.variant_of(macros | switches)
+def backward_variants(
+    dims: tuple[int, int],
+    heads_per_tile: int,
+    dtype: torch.dtype,
+    deterministic: bool = False,
+    *,
+    softcap: bool = False,
+) -> tuple[Variant, ...]:
+    """The backward's kernels, in the order of their launches: one for all gradients, or for wide heads one for dv and
+    one for dk and dq. SHARED_BYTES is what each needs of shared memory.
+
+    Args:
+        dims: one of DIMS.
+    """
+    switches = {"DETERMINISTIC": deterministic, "SOFTCAP": softcap}
+    (head_dim, value_dim), stages = dims, 2
+    rows = BACKWARD_ROWS * (head_dim + value_dim) * 2
+    dscores = 2 * KEYS * BACKWARD_ROWS * 2
+    if not is_wide(*dims):
+        shared = KEYS * (head_dim + value_dim) * 2 + stages * rows + dscores + 2 * BACKWARD_ROWS * head_dim * 4
+        return (_variant(dims, heads_per_tile, dtype, shared + 3072, switches),)
+    values = KEYS * head_dim * 2 + stages * rows
+    keys = KEYS * (head_dim + value_dim) * 2 + (1 if head_dim == 256 else stages) * rows + dscores
+    return (
+        _variant(dims, heads_per_tile, dtype, values + 8192, switches | {"ONLY_VALUES": True}),
+        _variant(dims, heads_per_tile, dtype, keys + 3072, switches | {"NO_VALUES": True}),
+    )
+
+
+def _variant(
+    dims: tuple[int, int], heads_per_tile: int, dtype: torch.dtype, shared: int, switches: dict[str, bool]
+) -> Variant:
+    macros = {"HEAD_DIM": dims[0], "VALUE_DIM": dims[1], "PACK": heads_per_tile, "SHARED_BYTES": shared}
+    return launch.variant_of(macros | {"USE_FP16": dtype == torch.float16} | switches)

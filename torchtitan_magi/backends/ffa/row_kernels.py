@@ -1,7 +1,7 @@
 """Host half of rows.cu: row bands, gathering K/V rows, adding returned rows, rounding gradients.
 
 The counterpart of ``exchange.rows.TorchRowMover``.
-Shapes: T tokens of this rank, S rows sent in a stage, H K/V heads, D head_dim.
+Shapes: T tokens of this rank, S rows sent in a stage, H K/V heads, D head_dim, Dv value_dim; width, see ``RowShape``.
 """
 
 import ctypes
@@ -15,8 +15,9 @@ from torch import Tensor
 
 from torchtitan_magi.backends.ffa.params import check_count
 from torchtitan_magi.cuda import launch
-from torchtitan_magi.exchange.in_flight import MAX_PEERS, Piece, Places, Returned, RowSums, Unsent
+from torchtitan_magi.exchange.in_flight import MAX_PEERS, Piece, Places, Returned, RowShape, RowSums, Unsent
 from torchtitan_magi.planning.stage import Exchange
+from torchtitan_magi.tiles import is_wide
 
 _WARPS = 8  # warps per block, one row each
 _UNIT = 16  # bytes that a lane moves at once
@@ -38,9 +39,9 @@ class _Places(ctypes.Structure):
 
 class _RowSums(ctypes.Structure):
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("out", "dout", "delta", "zero", "more_zero")),
+        *((name, ctypes.c_void_p) for name in ("out", "dout", "delta", "zero", "more_zero", "dlse")),
         *((name, ctypes.c_longlong) for name in ("num_rows", "num_zero", "num_more_zero")),
-        ("head_dim", ctypes.c_int),
+        ("value_dim", ctypes.c_int),
     ]
 
 
@@ -56,7 +57,7 @@ class _GatherParams(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("k", "v", "rows")),
         ("places", _Places),
         *((f"{name}_stride", ctypes.c_longlong) for name in ("k_token", "k_head", "v_token", "v_head")),
-        *((name, ctypes.c_int) for name in ("num_rows", "num_heads", "units_per_head", "num_blocks")),
+        *((name, ctypes.c_int) for name in ("num_rows", "num_heads", "key_units", "value_units", "num_blocks")),
         ("sums", _RowSums),
     ]
 
@@ -82,6 +83,7 @@ class _FinishParams(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("dkv", "dq", "dk_to", "dv_to", "dq_to")),
         *((name, ctypes.c_uint) for name in ("unsent_units", "dq_units", "dkv_units")),
         ("softmax_scale", ctypes.c_float),
+        ("key_units", ctypes.c_uint),
     ]
 
 
@@ -100,9 +102,9 @@ class CudaRowMover:
     def gather(
         self, k: Tensor, v: Tensor, index: list[Tensor], to: Tensor | Places, sums: RowSums | None = None
     ) -> None:
-        """The rows to send, to a tensor [S, 2, H, D], contiguous, or to several places; then `sums`.
+        """The rows to send, to a tensor [S, width], contiguous, or to several places; then `sums`.
 
-        k, v: [T, H, D] bf16 or fp16, D a multiple of 8; strided views are fine.
+        k [T, H, D], v [T, H, Dv]: bf16 or fp16, D and Dv multiples of 8; strided views are fine.
         """
         rows = index[0]
         if isinstance(to, Tensor):
@@ -110,7 +112,7 @@ class CudaRowMover:
                 return None if sums is None else self.sum(sums)
             to = Places([rows.shape[0]], [to.data_ptr()], 0, [])
         of_sums = None if sums is None else (sums.out.shape, sums.zeros[-1].shape)
-        key = get_ident(), k.shape, k.stride(), v.stride(), k.dtype, of_sums
+        key = get_ident(), k.shape, v.shape, k.stride(), v.stride(), k.dtype, of_sums
         prepared, k_at, v_at = to.prepared.get(key), k.data_ptr(), v.data_ptr()
         if prepared is None or (k_at | v_at) % 16:
             if not launch.are_copyable(k, v):
@@ -124,7 +126,7 @@ class CudaRowMover:
         prepared()
 
     def sum(self, sums: RowSums) -> None:
-        """delta = rowsum(out * dout) of bf16 or fp16, and the zeros; sizes are multiples of 8."""
+        """delta = rowsum(out * dout) - dlse of bf16 or fp16, and the zeros; sizes are multiples of 8."""
         row_sums, blocks = _row_sums(sums)
         _alive = _aim_sums(row_sums, sums)
         if blocks:
@@ -132,7 +134,7 @@ class CudaRowMover:
             kernel(sums.out.device.index, blocks, _GatherParams(sums=row_sums))
 
     def round_to(self, grad: Tensor, piece: Piece) -> None:
-        """The piece of gradients [S, 2, H, D] to its slot, in the slot's dtype; then its words are counted up."""
+        """The piece of gradients [S, width] to its slot, in the slot's dtype; then its words are counted up."""
         assert piece.slot is not None
         torch.cat(piece.cut(grad), out=piece.slot)
         params = _GatherParams(places=_places(piece.places), num_blocks=1)  # no rows: a launch that only counts
@@ -140,7 +142,7 @@ class CudaRowMover:
         _kernel("gather_rows", piece.slot.dtype)(grad.device.index, 1, params)
 
     def add(self, returned: Returned, grad: Tensor) -> None:
-        """Adds returned rows (bf16, fp16 or fp32) to grad fp32 [T, 2, H, D], per token in rank order."""
+        """Adds returned rows (bf16, fp16 or fp32) to grad fp32 [T, width], per token in rank order."""
         returned.arrival.wait()
         assert grad.dtype == torch.float32
         assert grad.is_contiguous()
@@ -151,43 +153,44 @@ class CudaRowMover:
             blocks = min(-(-_units(rows.num_tokens * grad.stride(0)) // (_WARPS * 32)), _MAX_BLOCKS)
             kernel(grad.device.index, blocks, _AddParams(rows, grad.data_ptr()))
 
-    def round(self, dq: Tensor, softmax_scale: float, out: Tensor) -> None:
+    def round(self, dq: Tensor, shape: RowShape, softmax_scale: float, out: Tensor) -> None:
         """What FfaBlockAttn.backward left in dq (fp32 [T, Hq, D], contiguous), times the scale, to out (16 bits)."""
         assert dq.is_contiguous()
-        rounding = _finish_launch(_kernel("finish_grads", out.dtype), dq.device, dq.numel(), 0, 1)
+        rounding = _finish_launch(_finish_kernel(shape, out.dtype), dq.device, dq.numel(), 0, NO_ROW)
         rounding.params.dq, rounding.params.dq_to = dq.data_ptr(), out.data_ptr()
         rounding.params.softmax_scale = softmax_scale
         rounding()
 
-    def round_keys(self, dkv: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """dk and dv [T, H, D] of dkv [T, 2, H, D], fp32 and contiguous, in `dtype`."""
+    def round_keys(self, dkv: Tensor, shape: RowShape, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """dk [T, H, D] and dv [T, H, Dv] of dkv [T, width], fp32 and contiguous, in `dtype`."""
         assert dkv.is_contiguous()
-        dk, dv = (dkv.new_empty(dkv.shape[0], *dkv.shape[2:], dtype=dtype) for _ in range(2))
-        rounding = _finish_launch(_kernel("finish_grads", dtype), dkv.device, 0, dkv.numel(), dkv.stride(0))
+        dk, dv = _new_keys_and_values(dkv, dkv.shape[0], shape, dtype)
+        rounding = _finish_launch(_kernel("finish_grads", dtype), dkv.device, 0, dkv.numel(), shape)
         params = rounding.params
         params.dkv, params.dk_to, params.dv_to = dkv.data_ptr(), dk.data_ptr(), dv.data_ptr()
         rounding()
         return dk, dv
 
     def finish(
-        self, returned: Returned, dq: Tensor, dkv: Tensor, softmax_scale: float, dtype: torch.dtype
+        self, returned: Returned, dq: Tensor, dkv: Tensor, shape: RowShape, softmax_scale: float, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """In `dtype`: dq [T, Hq, D] as `round` has it, and dk and dv [T, H, D] of the first T rows of dkv [.., 2, H, D]
-        with `returned` added to them, as soon as it is there. What is unsent is sent before.
+        """In `dtype`: dq [T, Hq, D] as `round` has it, and dk [T, H, D] and dv [T, H, Dv] of the first T rows of dkv
+        [.., width] with `returned` added to them, as soon as it is there. What is unsent is sent before.
 
-        dq and dkv are fp32 and contiguous, D is a multiple of 8; the sums are per token in rank order.
+        dq and dkv are fp32 and contiguous, D and Dv multiples of 8; the sums are per token in rank order.
         """
         assert dq.is_contiguous()
         assert dkv.is_contiguous()
-        shape, row = (dq.shape[0], *dkv.shape[2:]), dkv.stride(0)
-        dq_to, dk, dv = (dq.new_empty(size, dtype=dtype) for size in (dq.shape, shape, shape))
+        num_tokens, row = dq.shape[0], dkv.stride(0)
+        dq_to = dq.new_empty(dq.shape, dtype=dtype)
+        dk, dv = _new_keys_and_values(dkv, num_tokens, shape, dtype)
         unsent = returned.unsent
         launches = {} if unsent is None else unsent.places.prepared
-        key = "finish", get_ident(), dq.shape, dkv.shape, dtype
+        key = "finish", get_ident(), dq.shape, dkv.shape, shape, dtype
         finishing = launches.get(key)
         if finishing is None:
-            kernel = _kernel("finish_grads", dtype, returned.rows.dtype)
-            finishing = _finish_launch(kernel, dq.device, dq.numel(), shape[0] * row, row, unsent)
+            kernel = _finish_kernel(shape, dtype, returned.rows.dtype)
+            finishing = _finish_launch(kernel, dq.device, dq.numel(), num_tokens * row, shape, unsent)
             finishing.params.returned.num_tokens = _num_tokens(returned)
             launches[key] = finishing
         params = finishing.params
@@ -225,13 +228,14 @@ def write_bands(slices: Tensor, bands: Tensor) -> None:
 
 
 def _gather_launch(k: Tensor, v: Tensor, num_rows: int, to: Places, sums: RowSums | None) -> launch.Launch:
-    (k_token, k_head, _), (v_token, v_head, _), (_, num_heads, head_dim) = k.stride(), v.stride(), k.shape
+    (k_token, k_head, _), (v_token, v_head, _) = k.stride(), v.stride()
+    num_heads, head_dim, value_dim = RowShape.of(k, v)
     units = _UNIT // k.element_size()
     # So many that all run at once: at its end each waits until what it wrote has arrived.
     blocks = max(1, min(-(-num_rows // _WARPS), 1024))
     params = _GatherParams(
         None, None, None, _places(to), k_token // units, k_head // units, v_token // units, v_head // units,
-        num_rows, num_heads, head_dim // units, blocks,
+        num_rows, num_heads, head_dim // units, value_dim // units, blocks,
     )  # fmt: skip
     if sums is not None:
         params.sums, sums_blocks = _row_sums(sums)
@@ -241,14 +245,14 @@ def _gather_launch(k: Tensor, v: Tensor, num_rows: int, to: Places, sums: RowSum
 
 def _row_sums(sums: RowSums) -> tuple[_RowSums, int]:
     """Kernel parameters without addresses, and the number of blocks."""
-    num_q, num_heads, head_dim = sums.out.shape
+    num_q, num_heads, value_dim = sums.out.shape
     num_zero, num_more_zero = sums.zeros[0].numel(), sum(zero.numel() for zero in sums.zeros[1:])
-    params = _RowSums(num_rows=num_q * num_heads, num_zero=num_zero, num_more_zero=num_more_zero, head_dim=head_dim)
+    params = _RowSums(num_rows=num_q * num_heads, num_zero=num_zero, num_more_zero=num_more_zero, value_dim=value_dim)
     threads = max(_THREADS_PER_ROW * params.num_rows, (num_zero + num_more_zero) // _ELEMENTS)
     return params, -(-threads // (_WARPS * 32))
 
 
-def _aim_sums(params: _RowSums, sums: RowSums) -> tuple[Tensor, Tensor]:
+def _aim_sums(params: _RowSums, sums: RowSums) -> tuple[Tensor, ...]:
     """Sets the addresses; returns the tensors that must live until the launch."""
     assert sums.out.dtype == sums.dout.dtype
     assert sums.delta.dtype == torch.float32
@@ -257,7 +261,13 @@ def _aim_sums(params: _RowSums, sums: RowSums) -> tuple[Tensor, Tensor]:
     params.zero = sums.zeros[0].data_ptr()
     if len(sums.zeros) > 1:
         params.more_zero = sums.zeros[1].data_ptr()
-    return out, dout
+    params.dlse = None
+    if sums.dlse is None:
+        return out, dout
+    assert sums.dlse.dtype == torch.float32
+    dlse = sums.dlse.contiguous()
+    params.dlse = dlse.data_ptr()
+    return out, dout, dlse
 
 
 def _places(places: Places) -> _Places:
@@ -269,24 +279,38 @@ def _places(places: Places) -> _Places:
 
 
 def _finish_launch(
-    kernel: launch.Kernel, device: torch.device, num_dq: int, num_dkv: int, row: int, unsent: Unsent | None = None
+    kernel: launch.Kernel, device: torch.device, num_dq: int, num_dkv: int, row: RowShape, unsent: Unsent | None = None
 ) -> launch.Launch:
     """A launch over num_dq and num_dkv elements.
 
     Args:
-        row: elements of a row of dkv.
+        row: of dkv.
         unsent: gradients that the launch sends first.
     """
-    params = _FinishParams(returned=_ReturnedRows(units=row // _ELEMENTS or 1))
+    params = _FinishParams(returned=_ReturnedRows(units=row.width // _ELEMENTS), key_units=row.key_width // _ELEMENTS)
     params.dq_units, params.dkv_units = _units(num_dq), _units(num_dkv)
     writers = 0
     if unsent is not None:
         grad, first, places = unsent
         assert grad.dtype == torch.float32
-        params.unsent_units, params.places = _units((grad.shape[0] - first) * row), _places(places)
+        params.unsent_units, params.places = _units((grad.shape[0] - first) * row.width), _places(places)
         writers = max(1, _finish_blocks(params.unsent_units))
     blocks = writers + _finish_blocks(params.dq_units) + _finish_blocks(params.dkv_units)
     return launch.Launch(kernel, device.index, blocks, (), params)
+
+
+NO_ROW = RowShape(1, _ELEMENTS, _ELEMENTS)  # where there are no rows
+
+
+def _finish_kernel(shape: RowShape, dtype: torch.dtype, wire: torch.dtype | None = None) -> launch.Kernel:
+    """The kernel for dq as the backward left it."""
+    return _kernel("finish_grads", dtype, wire, is_wide(shape.head_dim, shape.value_dim))
+
+
+def _new_keys_and_values(like: Tensor, rows: int, shape: RowShape, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    num_heads, head_dim, value_dim = shape
+    dk, dv = (like.new_empty(rows, num_heads, dim, dtype=dtype) for dim in (head_dim, value_dim))
+    return dk, dv
 
 
 def _finish_blocks(units: int) -> int:
@@ -305,9 +329,9 @@ def _num_tokens(returned: Returned) -> int:
 
 
 @functools.cache
-def _kernel(name: str, dtype: torch.dtype, wire: torch.dtype | None = None) -> launch.Kernel:
-    """wire: dtype of returned rows, where it matters; else dtype."""
-    macros = {"USE_FP16": dtype == torch.float16, "WIRE_FP32": wire == torch.float32}
+def _kernel(name: str, dtype: torch.dtype, wire: torch.dtype | None = None, wide: bool = False) -> launch.Kernel:
+    """wire: dtype of returned rows, where it matters; else dtype. wide: see `_finish_kernel`."""
+    macros = {"USE_FP16": dtype == torch.float16, "WIRE_FP32": wire == torch.float32, "WIDE": wide}
     return launch.load("rows.cu", name, launch.variant_of(macros), _WARPS * 32)
 
 

@@ -25,7 +25,6 @@ from torchtitan_magi.backends.ffa.params import check_count
 from torchtitan_magi.backends.ffa.records import Words
 from torchtitan_magi.backends.ffa.row_kernels import write_bands
 from torchtitan_magi.backends.ffa.segments import FAR, Int32Array, tile_segments
-from torchtitan_magi.cuda.launch import Launch
 from torchtitan_magi.tiles import BACKWARD_ROWS, KEYS, ROWS, forward_heads_per_tile
 
 
@@ -51,7 +50,7 @@ class DeviceLists:
     words: Tensor
     bands: Tensor
     sizes: ListSizes
-    launches: dict[Any, Launch] = field(default_factory=dict)  # what repeats from call to call
+    launches: dict[Any, Any] = field(default_factory=dict)  # what repeats from call to call
 
     @property
     def num_bytes(self) -> int:
