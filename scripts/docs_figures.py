@@ -93,6 +93,23 @@ def kernel() -> str:
     return f"{table(columns, lines)}\n\n{sources('kernel_h200')}"
 
 
+def variants() -> str:
+    """Wide heads, softcap, sinks and a narrow window."""
+    cases: dict[tuple[Any, ...], dict[str, Row]] = {}
+    for row in result("variants_h200")["rows"]:
+        case = tuple(row[field] for field in ("dims", "heads", "tokens", "window", "softcap", "sinks"))
+        cases.setdefault(case, {})[row["impl"]] = row
+    lines = []
+    for (dims, heads, tokens, window, softcap, sinks), by in cases.items():
+        extras = [f"window {window}"] * bool(window) + [f"softcap {softcap:g}"] * bool(softcap) + ["sinks"] * sinks
+        rows = [by.get(name) for name in ("ours", "cudnn", "fa3", "varlen_attn")]
+        forward = [f"{row['fwd_tflops']:.0f}" if row else None for row in rows]
+        backward = [f"{row['bwd_tflops']:.0f}" if row else None for row in (rows[0], rows[1], rows[3])]
+        lines.append([dims, heads, thousands(tokens), ", ".join(extras), *forward, *backward])
+    columns = ["head_dim of q, k / v", "heads", "tokens", "", "forward: ours", "cuDNN", "FA3", "varlen_attn"]
+    return f"{table([*columns, 'backward: ours', 'cuDNN', 'varlen_attn'], lines)}\n\n{sources('variants_h200')}"
+
+
 def lists() -> str:
     rows = result("kernel_h200")["lists"]
     return table(
@@ -102,10 +119,14 @@ def lists() -> str:
 
 
 def check() -> str:
-    found = result("check_kernel_h200")
-    worst = max(found["worst_share_of_budget"].values())
-    text = f"{found['cases']:,} random cases, {found['failed']} failed; the worst error is {worst:.2f} of its budget."
-    return f"{text}\n\n{sources('check_kernel_h200')}"
+    names = {"check_kernel_h200": "", "check_kernel_variants_h200": " with sinks, softcap and wide heads"}
+    lines = []
+    for name, which in names.items():
+        found = result(name)
+        worst = max(found["worst_share_of_budget"].values())
+        counts = f"{found['cases']:,} random cases{which}, {found['failed']} failed"
+        lines.append(f"{counts}; the worst error is {worst:.2f} of its budget.")
+    return "\n".join(lines) + f"\n\n{sources(*names)}"
 
 
 # ---------------------------------------------------------------- context parallelism
@@ -328,6 +349,7 @@ def headline() -> str:
 PARTS: dict[str, Callable[[], str]] = {
     "headline": headline,
     "kernel": kernel,
+    "kernel-variants": variants,
     "kernel-lists": lists,
     "kernel-check": check,
     "cp-two": functools.partial(context_parallel, 2),
