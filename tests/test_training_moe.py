@@ -187,7 +187,7 @@ def bias_the_choice_of_experts(report):
     import torch
     from torchtitan.models.moe import moe
 
-    from torchtitan_magi.titan.v02.references import ReferenceModel
+    from torchtitan_magi.training.references import ReferenceModel
 
     init, prepare = moe.MoE.__init__, ReferenceModel.prepare
 
