@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 DEGREES = ("data_parallel_replicate", "data_parallel_shard", "context_parallel", "tensor_parallel", "pipeline_parallel")
+PRECISION = ("training", "mixed_precision_param")
 HOOKS = (("job", "custom_config_module"), ("experimental", "custom_import"))
 
 
@@ -80,7 +81,7 @@ def check_file(config: dict[str, Any]) -> None:
     Raises:
         ValueError: a section is none; names it.
     """
-    for name in ("job", "experimental", "parallelism"):
+    for name in ("job", "experimental", "parallelism", "training"):
         if not isinstance(config.get(name, {}), dict):
             raise ValueError(
                 f"{name} is {shown(config[name])}, but it is a section; write [{name}] and its options below"
@@ -157,7 +158,11 @@ def main() -> None:
     except (OSError, ValueError) as error:
         sys.exit(f"{path}: {in_one_line(error)}")
     if num_gpus < processes:
-        print(f"{processes} processes, {num_gpus} GPUs: running on CPU with gloo", flush=True)
+        where = "on CPU with gloo"
+        if overridden(config, arguments, *PRECISION) is None:
+            where += " in float32, as most CPUs take several times as long for bfloat16"
+            arguments.append(f"--{'.'.join(PRECISION)}=float32")
+        print(f"{processes} processes, {num_gpus} GPUs: running {where}", flush=True)
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     options = ["--standalone", f"--nproc-per-node={processes}", "--local-ranks-filter=0", "--role=rank", "--tee=3"]
     launch([*options, "-m", "torchtitan_magi.train", "--job.config_file", path, *arguments])

@@ -17,7 +17,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
 
-from launch import check_hooks, launch, num_processes, overridden, reason  # noqa: E402
+from launch import check_hooks, launch, main, num_processes, overridden, reason  # noqa: E402
 
 HOOKED = {"magi": {}, "job": {"custom_config_module": "x"}, "experimental": {"custom_import": "x"}}
 
@@ -224,3 +224,19 @@ def test_how_a_process_ended(tmp_path, exitcode, recorded, said):
         (tmp_path / "error.json").write_text(json.dumps({"message": message}))
     failure = ProcessFailure(0, 1, exitcode, str(tmp_path / "error.json"))
     assert re.fullmatch(said, reason(failure))
+
+
+@pytest.mark.parametrize(
+    ("given", "added"),
+    [((), ["--training.mixed_precision_param=float32"]), (("--training.mixed-precision-param=bfloat16",), [])],
+)
+def test_a_run_on_the_cpu_is_in_float32_unless_told_otherwise(monkeypatch, capsys, given, added):
+    started = []
+    path = str(ROOT / "train_configs" / "debug.toml")
+    monkeypatch.setattr("sys.argv", ["launch.py", path, *given])
+    monkeypatch.setattr("launch.count_gpus", lambda: 0)
+    monkeypatch.setattr("launch.launch", started.append)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    main()
+    assert started[0][started[0].index(path) + 1 :] == [*given, *added]
+    assert ("in float32" in capsys.readouterr().out) == bool(added)
