@@ -133,11 +133,11 @@ def test_help_shows_each_option_with_its_unit():
     section = " ".join(result.stdout.split("magi options")[1].split("╰")[0].replace("│", " ").split())
     for option, text in {
         "--magi.backend {auto,ffa,flex}": "Attention kernel",
-        "--magi.overlap-stages INT": "(a count)",
-        "--magi.no-deterministic": "Repeat bit for bit",
-        "--magi.no-fp32-reduce": "float32 instead of the training dtype",
+        "--magi.overlap-stages INT": "Number of stages",
+        "--magi.no-deterministic": "bit for bit",
+        "--magi.no-fp32-reduce": "between ranks in float32",
         "--magi.positions {auto,document,pack}": "Rotary positions",
-        "--magi.long-documents {truncate,split}": "longer than training.seq_len tokens",
+        "--magi.long-documents {truncate,split}": "longer than training.seq_len",
     }.items():
         assert option in section
         help_text = section.split(option, 1)[1].split("--magi.", 1)[0]
