@@ -98,10 +98,10 @@ def _weight(entry: str, text: str | None) -> float:
     try:
         weight = float(text)
     except ValueError:
-        raise ValueError(f"source {quoted(entry)}: weight {quoted(text)} is not a number; write path=0.5") from None
+        raise ValueError(f"source {quoted_path(entry)}: weight {quoted(text)} is not a number; write path=0.5") from None
     if not 0 < weight < 1e6:
         raise ValueError(
-            f"source {quoted(entry)}: weight {quoted(text)} is out of range; give a number above 0, or leave it out"
+            f"source {quoted_path(entry)}: weight {quoted(text)} is out of range; give a number above 0, or leave it out"
         )
     return weight
 
