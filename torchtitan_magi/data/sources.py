@@ -95,14 +95,13 @@ def _options(entry: str, text: str) -> dict[str, Any]:
 def _weight(entry: str, text: str | None) -> float:
     if text is None:
         return 1.0
+    named = f"source {quoted_path(entry)}: weight {quoted(text)}"
     try:
         weight = float(text)
     except ValueError:
-        raise ValueError(f"source {quoted_path(entry)}: weight {quoted(text)} is not a number; write path=0.5") from None
+        raise ValueError(f"{named} is not a number; write path=0.5") from None
     if not 0 < weight < 1e6:
-        raise ValueError(
-            f"source {quoted_path(entry)}: weight {quoted(text)} is out of range; give a number above 0, or leave it out"
-        )
+        raise ValueError(f"{named} is out of range; give a number above 0, or leave it out")
     return weight
 
 
