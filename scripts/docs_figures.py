@@ -309,18 +309,22 @@ def data() -> str:
     if not (RESULTS / "data.json").exists():
         return "Not measured in this version."
     found = result("data")
-    lines = [[key.replace("_", " "), value] for key, value in flat(found["figures"])]
-    return f"{table(['figure', 'value'], lines)}\n\n{sources('data')}"
+    parts = []
+    for name in ("tokenizing", "cold", "packing", "opening"):
+        lines = [[key.replace("_", " "), figure(value)] for key, value in found[name].items()]
+        parts.append(f"{name.capitalize()}:\n\n{table(['figure', 'value'], lines)}")
+    for name in ("ranks", "fill"):
+        rows = found[name]
+        columns = [key.replace("_", " ") for key in rows[0]]
+        parts.append(f"{name.capitalize()}:\n\n{table(columns, [list(map(figure, row.values())) for row in rows])}")
+    return "\n\n".join([*parts, sources("data")])
 
 
-def flat(figures: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    found: list[tuple[str, str]] = []
-    for key, value in figures.items():
-        if isinstance(value, dict):
-            found += flat(value, f"{prefix}{key}: ")
-        else:
-            found.append((f"{prefix}{key}", f"{value:,.3g}" if isinstance(value, float) else f"{value}"))
-    return found
+def figure(value: object) -> str:
+    """A number in four digits."""
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 def headline() -> str:
