@@ -26,8 +26,8 @@ hypothesis.settings.load_profile("default")
 
 
 def pytest_collection_modifyitems(items):
-    """Runs of the trainer first: they take longest, and what several processes share out should end with short ones."""
-    items.sort(key=lambda item: not item.path.name.startswith("test_training"))
+    """What takes longest first: what several processes share out should end with short ones."""
+    items.sort(key=lambda item: not item.path.name.startswith(("test_training", "test_kernel_compile")))
 
 
 @pytest.fixture(scope="session")

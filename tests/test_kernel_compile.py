@@ -24,8 +24,8 @@ from torchtitan_magi.tiles import is_wide
 #   C7517  "warpgroup.wait is injected": after the loop of a backward that computes dv alone, where nothing is under way
 ALLOWED = {"C7519", "C7517"}
 
-# Bytes that a variant of head_dim 256 may spill: addresses and row numbers that it needs once per item, not per block.
-MOST_SPILLED = 160
+# Bytes that wide variants may spill, by head_dim: addresses and row numbers, which the forward needs once per item.
+MOST_SPILLED = {192: 48, 256: 160}
 
 FORWARD_GROUPS, BACKWARD_GROUPS = range(1, 17), range(1, 9)  # heads per tile that the work lists may ask for
 SOME_GROUPS = (1, 7, 8)  # no grouping; rows left over; heads 64:8
@@ -49,14 +49,15 @@ def variants() -> Iterator[tuple[str, launch.Variant]]:
             for variant in ffa.backward_variants(dims, group, dtype, deterministic):
                 yield "ffa_backward.cu", variant
     for dims, group in itertools.product(ffa.DIMS, SOME_GROUPS):
-        for stages in on_or_off if is_wide(*dims) else ((False, False), (True, False)):
+        wide, capped = is_wide(*dims), group == SOME_GROUPS[-1] or not is_wide(*dims)
+        for stages in (on_or_off if wide else ((False, False), (True, False))) * capped:
             yield (
                 "ffa_forward.cu",
                 ffa.forward_variant(dims, group, bf16, *stages, softcap=True, sinks=not stages[1]),
             )
-        if is_wide(*dims):
+        if wide:
             yield "ffa_forward.cu", ffa.forward_variant(dims, group, bf16)
-        for deterministic, softcap in on_or_off if is_wide(*dims) else ((False, True), (True, True)):
+        for deterministic, softcap in itertools.product((False, True), {not wide, capped}):
             for variant in ffa.backward_variants(dims, group, bf16, deterministic, softcap=softcap):
                 yield "ffa_backward.cu", variant
     for fp16, fp32, wide in itertools.product((False, True), repeat=3):
@@ -100,7 +101,7 @@ def test_no_spills_in_loops_no_serialized_wgmma_and_parameters_where_the_host_pu
     _, log = compiling(number).result()
     frames = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", log)
     worst = max(int(n) for frame in frames for n in frame)
-    assert worst <= (MOST_SPILLED if dict(VARIANTS[number][1]).get("HEAD_DIM") == 256 else 0), log
+    assert worst <= MOST_SPILLED.get(dict(VARIANTS[number][1]).get("HEAD_DIM", 0), 0), log
     assert "serialized" not in log
     assert set(re.findall(r"C7\d\d\d", log)) <= ALLOWED, log
     assert "setmaxnreg ignored" not in log
