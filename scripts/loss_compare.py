@@ -106,7 +106,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5, help="optimizer steps of each run (default 5)")
     parser.add_argument("--layouts", help="comma-separated, of: %(default)s", default=",".join(_compared(LAYOUTS)))
     parser.add_argument(
-        "--tolerance", type=float, default=TOLERANCE, help="largest relative difference (1e-4) (default: %(default)s)"
+        "--tolerance", type=float, default=TOLERANCE, help="largest relative difference (default: %(default)s)"
     )
     options, overrides = parser.parse_known_args()
 

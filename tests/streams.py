@@ -16,6 +16,18 @@ def small_blocks(num_bytes):
     return patch
 
 
+def with_small_blocks(num_bytes):
+    """The same as a fixture for all tests of a module."""
+
+    @pytest.fixture(scope="module", autouse=True)
+    def blocks():
+        patch = small_blocks(num_bytes)
+        yield
+        patch.undo()
+
+    return blocks
+
+
 def take(items, count=None):
     return list(itertools.islice(items, count))
 

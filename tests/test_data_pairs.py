@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from streams import assert_nothing_is_lost, join, resume, small_blocks, take
+from streams import assert_nothing_is_lost, join, resume, take, with_small_blocks
 from test_data_chat import CHATML_UNMARKED, LLAMA3_TEMPLATE, TOKENIZER, assistant, chat, learned, user
 from tokenizers import Tokenizer, models
 
@@ -56,11 +56,7 @@ def dataset(path, **options):
     return PackedPairDataset(path, tokenize, **({"seq_len": SEQ_LEN, "epochs": 1, "window_blocks": 2} | options))
 
 
-@pytest.fixture(scope="module", autouse=True)
-def blocks():
-    patch = small_blocks(300)
-    yield
-    patch.undo()
+blocks = with_small_blocks(300)
 
 
 @pytest.fixture(scope="module")

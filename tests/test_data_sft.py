@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from streams import assert_nothing_is_lost, join, resume, small_blocks, take
+from streams import assert_nothing_is_lost, join, resume, take, with_small_blocks
 from torch.distributed.checkpoint.stateful import Stateful
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -33,11 +33,7 @@ def write(path, documents):
     return path
 
 
-@pytest.fixture(scope="module", autouse=True)
-def blocks():
-    patch = small_blocks(200)
-    yield
-    patch.undo()
+blocks = with_small_blocks(200)
 
 
 @pytest.fixture(scope="module")

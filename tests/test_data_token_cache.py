@@ -18,7 +18,7 @@ from corpus import chat_tokenizer, make_corpus, text
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from odd_tokenizers import Deadly, Probe, Slow
-from streams import join, resume, small_blocks, take
+from streams import join, resume, take, with_small_blocks
 
 from torchtitan_magi.data import (
     Corpus,
@@ -35,11 +35,7 @@ from torchtitan_magi.data.token_cache import TokenCache, default_folder
 SEQ_LEN = 512
 
 
-@pytest.fixture(scope="module", autouse=True)
-def blocks():
-    patch = small_blocks(20_000)
-    yield
-    patch.undo()
+blocks = with_small_blocks(20_000)
 
 
 @pytest.fixture(scope="module")

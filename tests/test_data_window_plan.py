@@ -9,7 +9,7 @@ from unittest import mock
 import numpy as np
 import pytest
 from corpus import chat_tokenizer, make_corpus
-from streams import join, resume, small_blocks, take
+from streams import join, resume, take, with_small_blocks
 
 from torchtitan_magi.data import PackedSFTDataset, stream
 from torchtitan_magi.data.array_file import Damaged
@@ -17,12 +17,7 @@ from torchtitan_magi.data.stream import Cancelled
 from torchtitan_magi.data.token_block import TokenBlock
 from torchtitan_magi.data.window_plan import Cursor, WindowPlan
 
-
-@pytest.fixture(scope="module", autouse=True)
-def blocks():
-    patch = small_blocks(20_000)
-    yield
-    patch.undo()
+blocks = with_small_blocks(20_000)
 
 
 @pytest.fixture(scope="module")

@@ -83,10 +83,12 @@ def _options(entry: str, text: str) -> dict[str, Any]:
     given = dict[str, str]()
     for name, value in (option.split("=") for option in text.split("&")):
         if name not in _OPTIONS:
-            raise ValueError(f"source {quoted(entry)}: {quoted(name)} is no option; use one of {', '.join(_OPTIONS)}")
+            raise ValueError(
+                f"source {quoted_path(entry)}: {quoted(name)} is no option; use one of {', '.join(_OPTIONS)}"
+            )
         if not value or name in given:
             problem = "comes twice" if value else "is empty"
-            raise ValueError(f"source {quoted(entry)}: {name} {problem}; give it one value, or leave it out")
+            raise ValueError(f"source {quoted_path(entry)}: {name} {problem}; give it one value, or leave it out")
         given[name] = value
     columns = {key: given.pop(key) for key in KEYS if key in given}
     return {**given, "columns": columns}

@@ -181,7 +181,8 @@ def make_plans(
     layers = [1] * len(masks) if layers is None else layers
     if not masks or len(layers) != len(masks) or not all(is_integer(count, 1) for count in layers):
         raise ValueError(
-            f"layers is {layers!r} for {len(masks)} masks; give at least one mask, and for each how many layers have it"
+            f"layers is {quoted(layers)} for {len(masks)} masks; give at least one mask, and for each how many "
+            "layers have it"
         )
     arguments = _checked(total_tokens, cp_size, overlap_stages, heads, gpus_per_node, cost)
     return _recent_plans(tuple(masks), tuple(map(int, layers)), *arguments)
@@ -228,29 +229,26 @@ def plan_afresh(
     Raises:
         ValueError: a slice beyond total_tokens.
     """
-    _check_end(slices, total_tokens)
-    slices = slices.canonical()
-    padded_tokens = -(-total_tokens // cp_size) * cp_size
-    gpus_per_node = min(gpus_per_node or cp_size, cp_size)
-    owned = place(slices, padded_tokens, cp_size, gpus_per_node, heads.tile_rows)
-    return plan_ownership(slices, total_tokens, owned, overlap_stages, heads, gpus_per_node, cost)
+    arguments = total_tokens, cp_size, overlap_stages, heads, gpus_per_node, cost
+    return _plans_afresh((slices,), (1,), *arguments)[0]
 
 
-@functools.lru_cache(maxsize=16)
-def _recent_plans(
+def _plans_afresh(
     masks: tuple[AttnSlices, ...],
     layers: tuple[int, ...],
     total_tokens: int,
     cp_size: int,
     overlap_stages: int,
     heads: Heads,
-    gpus_per_node: int,
+    gpus_per_node: int | None,
     cost: CostModel,
 ) -> tuple[AttnPlan, ...]:
+    """`make_plans`, likewise."""
     for slices in masks:
         _check_end(slices, total_tokens)
     masks = tuple(slices.canonical() for slices in masks)
     padded_tokens = -(-total_tokens // cp_size) * cp_size
+    gpus_per_node = min(gpus_per_node or cp_size, cp_size)
     owned = place(tuple(zip(masks, layers, strict=True)), padded_tokens, cp_size, gpus_per_node, heads.tile_rows)
     rest = overlap_stages, heads, gpus_per_node, cost
     return tuple(plan_ownership(slices, total_tokens, owned, *rest) for slices in masks)
@@ -264,6 +262,7 @@ def _check_end(slices: AttnSlices, total_tokens: int) -> None:
 
 
 _recent_plan = functools.lru_cache(maxsize=16)(plan_afresh)
+_recent_plans = functools.lru_cache(maxsize=16)(_plans_afresh)
 
 
 def forget_plans() -> None:

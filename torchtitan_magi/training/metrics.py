@@ -45,7 +45,7 @@ class PlanMetrics:
         waited = {"time_metrics/plan_wait(s)": counted.waited}
         without_attention = self.num_flops_per_token
         self.num_flops_per_token = without_attention + self.attention_flops * counted.area / max(counted.tokens, 1)
-        expert_load = take_expert_load(self.model_parts, _group(self.parallel_dims, "loss"))
+        expert_load = take_expert_load(self.model_parts, group_of(self.parallel_dims, "loss"))
         own_metrics = self.objective_metrics() | expert_load
         extra_metrics = (extra_metrics or {}) | waited | own_metrics
         super().log(step, global_avg_loss, self._max_loss(), grad_norm, extra_metrics)  # type: ignore[misc]
@@ -75,15 +75,16 @@ class PlanMetrics:
 
     def _max_loss(self) -> float:
         sum_and_count = self.losses.sum_and_count()
-        if (cp_group := _group(self.parallel_dims, "cp")) is not None:
+        if (cp_group := group_of(self.parallel_dims, "cp")) is not None:
             dist.all_reduce(sum_and_count, group=cp_group)
         loss, count = sum_and_count
         mean = torch.where(count > 0, loss / count.clamp(min=1), -torch.inf)
-        if (batch_group := _group(self.parallel_dims, "batch")) is not None:
+        if (batch_group := group_of(self.parallel_dims, "batch")) is not None:
             dist.all_reduce(mean, dist.ReduceOp.MAX, group=batch_group)
         return mean.item()
 
 
-def _group(parallel_dims: Any, axis: str) -> dist.ProcessGroup | None:
+def group_of(parallel_dims: Any, axis: str) -> dist.ProcessGroup | None:
+    """The group of an axis of torchtitan's ParallelDims; None where it has a single rank."""
     mesh = parallel_dims.get_optional_mesh(axis)
     return None if mesh is None else mesh.get_group()

@@ -223,8 +223,7 @@ def import_modules(names: list[str]) -> None:
             raise ValueError(
                 f"magi.imports has {quoted(name)}, but there is no module {quoted(error.name)} in the folder where "
                 f"the run starts, {os.getcwd()}, in PYTHONPATH, {quoted_path(os.environ.get('PYTHONPATH', ''))}, or "
-                "among the "
-                "installed packages; install it, or add the folder that holds it to PYTHONPATH"
+                "among the installed packages; install it, or add the folder that holds it to PYTHONPATH"
             ) from None
 
 

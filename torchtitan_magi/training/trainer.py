@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from torchtitan_magi.training.dpo import DPO, PairReader, Reference
 from torchtitan_magi.training.logprob_model import LogprobModel
+from torchtitan_magi.training.metrics import group_of
 from torchtitan_magi.training.objectives import SFT, Objective, Process
 from torchtitan_magi.training.options import DPO_DATASET
 from torchtitan_magi.training.planned_loader import Batch
@@ -25,6 +26,7 @@ class ObjectiveTrainer:
     job_config: Any
     parallel_dims: Any
     metrics_processor: Any
+    checkpointer: Any
     device: torch.device
     step: int
     gradient_accumulation_steps: int
@@ -43,9 +45,26 @@ class ObjectiveTrainer:
         """A model built as the Trainer builds its own, with weights of no meaning, without activation checkpointing."""
         raise NotImplementedError
 
+    def with_memory(self, model: Any) -> nn.Module:
+        """A frozen copy that lies on the meta device, parallelized, with memory of its own and its buffers made."""
+        offload = self.job_config.training.enable_cpu_offload
+        model.to_empty(device="cpu" if offload else self.device.type)
+        with torch.no_grad():
+            model.init_weights(buffer_device=torch.device(self.device.type) if offload else None)
+        return model.eval()
+
     def load_weights(self, model: nn.Module, path: str) -> None:
-        """Loads the checkpoint that [checkpoint] ``initial_load_*`` describes into a model."""
-        raise NotImplementedError
+        """Loads the checkpoint that [checkpoint] ``initial_load_*`` describes into a model.
+
+        The CheckpointManager's ``dcp_load`` loads the model among its states, so the model stands there for the time of
+        the call.
+        """
+        checkpoint, checkpointer = self.job_config.checkpoint, self.checkpointer
+        policy = checkpointer.states["model"]
+        checkpointer.states["model"] = states = type(policy)(model)
+        quantized = checkpoint.initial_load_in_hf_quantized
+        checkpointer.dcp_load(states.state_dict(), path, checkpoint.initial_load_in_hf, quantized)
+        checkpointer.states["model"] = policy
 
     def start_objectives(self, model: LogprobModel | None) -> None:
         """Makes the objectives of training and of validation, for a model that has been parallelized.
@@ -77,14 +96,9 @@ class ObjectiveTrainer:
         magi = self.job_config.magi
         if section.dataset != DPO_DATASET:
             return SFT(self.model, magi.loss_per)
-        reader = PairReader(self.group("cp"))
+        reader = PairReader(group_of(self.parallel_dims, "cp"))
         reference = reference_file(self, section, reader) if magi.dpo.reference == "file" else self.reference_model
-        return DPO(self.model, magi.dpo, reference, reader, self.group("batch"))
-
-    def group(self, name: str) -> dist.ProcessGroup | None:
-        """The group of a mesh axis; None where it has a single rank."""
-        mesh = self.parallel_dims.get_optional_mesh(name)
-        return None if mesh is None else mesh.get_group()
+        return DPO(self.model, magi.dpo, reference, reader, group_of(self.parallel_dims, "batch"))
 
     def batch_generator(self, data_iterable: Iterable[Batch]) -> Iterator[Batch]:
         """torchtitan calls this once, between loading the checkpoint and the first step."""
@@ -101,7 +115,7 @@ class ObjectiveTrainer:
         num_items = sum(inputs["num_items"] for inputs, _ in microbatches)
         self.num_items = torch.full((), num_items, device=self.device)
         if self.parallel_dims.dp_enabled:
-            dist.all_reduce(self.num_items, group=self.group("batch"))
+            dist.all_reduce(self.num_items, group=group_of(self.parallel_dims, "batch"))
         self.num_items.clamp_(min=1)  # a step without any item has no loss
         super().train_step(iter(microbatches))  # type: ignore[misc]
 

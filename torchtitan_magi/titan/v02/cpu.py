@@ -1,17 +1,11 @@
-"""torchtitan on a machine without an accelerator: gloo instead of NCCL, process memory instead of GPU memory."""
+"""torchtitan on a machine without an accelerator; see ``training.cpu``. Experts need more than that here."""
 
-import atexit
-import gc
-import resource
-from datetime import timedelta
 from functools import partial
 from types import ModuleType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torchtitan.components import metrics
 from torchtitan.distributed import parallel_dims
 from torchtitan.distributed import utils as dist_utils
@@ -19,25 +13,20 @@ from torchtitan.models.moe import kernels, moe
 from torchtitan.models.moe import utils as moe_utils
 from torchtitan.tools import profiling, utils
 
+from torchtitan_magi.training.cpu import reduce_by_plain_sums, use_cpu
+
 
 def run_on_cpu() -> None:
     """Makes torchtitan use the CPU. Call it before the Trainer is built."""
-    for module in (utils, dist_utils, parallel_dims, metrics, profiling):  # they keep the device of their import
-        vars(module).update(device_type="cpu", device_module=torch.cpu)
-    metrics.build_device_memory_monitor = _ProcessMemory
-    dist_utils.set_pg_timeouts = _set_pg_timeouts
+    use_cpu((utils, dist_utils, parallel_dims, metrics, profiling), metrics, dist_utils)
     moe.torch = _TorchOfExperts("torch")
     moe_utils.generate_permute_indices = partial(kernels.generate_permute_indices, use_cpu=True)
-    # torchtitan turns the garbage collector off, and gloo's threads in groups that only cycles hold can end a process
-    # that has done all its work with "terminate called without an active exception".
-    atexit.register(gc.collect)
 
 
 def prepare_model(model: nn.Module) -> None:
     """Leaves out of a parallelized model what a CPU does not have."""
+    reduce_by_plain_sums(model)
     for module in model.modules():
-        if isinstance(module, FSDPModule):  # gloo does not know the pre-multiplied sum that FSDP2 would use
-            module.set_force_sum_reduction_for_comms(True)
         if isinstance(module, moe.GroupedExperts):
             module.use_grouped_mm = False
 
@@ -52,27 +41,3 @@ class _TorchOfExperts(ModuleType):
     def histc(x: Tensor, bins: int, min: int, max: int) -> Tensor:
         """How often each of 0 .. bins - 1 is among the integers x [n]; int64 [bins]."""
         return x.new_zeros(bins).index_add_(0, x, torch.ones_like(x))
-
-
-class _ProcessMemory:
-    """Stands in for torchtitan's monitor of GPU memory."""
-
-    device_name = "CPU"
-
-    def get_peak_stats(self) -> metrics.DeviceMemStats:
-        peak_gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts KiB
-        with open("/proc/meminfo") as file:
-            total_gib = int(file.readline().split()[1]) / 2**20
-        percent = 100 * peak_gib / total_gib
-        return metrics.DeviceMemStats(peak_gib, percent, peak_gib, percent, 0, 0)
-
-    def reset_peak_stats(self) -> None:
-        """The operating system's peak cannot be reset."""
-
-
-def _set_pg_timeouts(timeout: timedelta, parallel_dims: Any) -> None:
-    """torchtitan's own, without the device ids that gloo's barrier refuses."""
-    dist.barrier()
-    groups = [mesh.get_group() for mesh in parallel_dims.get_all_one_dimensional_meshes().values()]
-    for group in [*groups, None]:
-        dist.distributed_c10d._set_pg_timeout(timeout, group)

@@ -68,8 +68,7 @@ def check_experts(job_config: Any, experts: Experts | None) -> None:
     if backend != "standard":
         raise ValueError(
             f"parallelism.expert_parallel_comm_backend is {quoted(backend)}, which torchtitan 0.2.2 does not have "
-            "for these "
-            'models; set it to "standard"'
+            'for these models; set it to "standard"'
         )
     if experts is not None:
         _check_files_of_experts(job_config, experts.num_experts)

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import torchtitan.train
 from torch import nn
-from torchtitan.components.checkpoint import MODEL, ModelWrapper
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.protocols.model_converter import build_model_converters
 from torchtitan.tools import utils
@@ -59,21 +58,7 @@ class MagiTrainer(ObjectiveTrainer, Trainer):
             model: Any = spec.model_cls(self.model_args)
         build_model_converters(job_config, self.parallel_dims).convert(model)
         model = spec.parallelize_fn(model, self.parallel_dims, job_config)
-        offload = job_config.training.enable_cpu_offload
-        model.to_empty(device="cpu" if offload else utils.device_type)
-        with torch.no_grad():
-            model.init_weights(buffer_device=torch.device(utils.device_type) if offload else None)  # and the buffers
-        return model.eval()
-
-    def load_weights(self, model: nn.Module, path: str) -> None:
-        """See ``ObjectiveTrainer``. The CheckpointManager's ``dcp_load`` loads the model among its states, so the model
-        stands there for the time of the call."""
-        checkpoint, checkpointer = self.job_config.checkpoint, self.checkpointer
-        quantized = checkpoint.initial_load_in_hf_quantized
-        policy, states = checkpointer.states[MODEL], ModelWrapper(model)
-        checkpointer.states[MODEL] = states
-        checkpointer.dcp_load(states.state_dict(), path, checkpoint.initial_load_in_hf, quantized)
-        checkpointer.states[MODEL] = policy
+        return self.with_memory(model)
 
 
 def main() -> None:

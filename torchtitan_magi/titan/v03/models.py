@@ -13,8 +13,8 @@ from torchtitan.models.common.rope import RoPE
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.tools import utils
 
-from torchtitan_magi.titan.v03.cpu import prepare_model
 from torchtitan_magi.titan.v03.experts import use_our_experts
+from torchtitan_magi.training.cpu import reduce_by_plain_sums
 from torchtitan_magi.training.model_config import Experts, ModelConfig, Rope
 from torchtitan_magi.wording import quoted
 
@@ -86,7 +86,7 @@ class _WithoutCP:
 def _parallelize(stock: Any, model: Any, *, parallel_dims: Any, **options: Any) -> nn.Module:
     model = stock(model, parallel_dims=_WithoutCP(parallel_dims), **options)
     if utils.device_type == "cpu":
-        prepare_model(model)
+        reduce_by_plain_sums(model)
     return model
 
 

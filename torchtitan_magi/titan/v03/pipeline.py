@@ -10,6 +10,7 @@ from torchtitan_magi.training.logprob_model import LogprobModel
 from torchtitan_magi.training.model_config import ModelConfig
 from torchtitan_magi.training.objectives import SFT, LocalBatch, Objective
 from torchtitan_magi.training.options import DPO_DATASET
+from torchtitan_magi.wording import quoted
 
 SCHEDULES = ("1F1B", "Interleaved1F1B", "GPipe")
 
@@ -21,8 +22,9 @@ def check_pipeline(job: Any, model: ModelConfig) -> None:
     if degree == 1:
         return
     if schedule not in SCHEDULES or parallelism.pipeline_parallel_schedule_csv:
+        given = quoted(parallelism.pipeline_parallel_schedule_csv or schedule)
         raise ValueError(
-            f"parallelism.pipeline_parallel_schedule is {parallelism.pipeline_parallel_schedule_csv or schedule!r}; "
+            f"parallelism.pipeline_parallel_schedule is {given}; "
             f"use one of {', '.join(SCHEDULES)}: others split the backward, which this attention does not"
         )
     for name, found, remedy in (

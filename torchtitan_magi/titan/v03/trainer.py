@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torchtitan.components.checkpointer.base import MODEL, ModelWrapper
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed import ParallelDims
 from torchtitan.hf_datasets.text_datasets import DATASETS
@@ -100,9 +99,8 @@ class MagiTrainer(ObjectiveTrainer, Trainer):
         check_pipeline(job, facts)
         check_checkpoints(job)
         identity = zlib.crc32(repr(facts).encode())
-        self.export_shards = agreed(job.model.hf_assets_path, lambda: [check_folders(job, facts)], lambda _: identity)[
-            0
-        ]
+        path = job.model.hf_assets_path
+        (self.export_shards,) = agreed(path, lambda: [check_folders(job, facts)], lambda _: identity)
         mesh = dims.get_optional_mesh("cp")
         heads = Heads(facts.num_heads_q // dims.tp, facts.num_heads_kv // dims.tp, facts.head_dim)
         group = None if mesh is None else mesh.get_group()
@@ -189,21 +187,7 @@ class MagiTrainer(ObjectiveTrainer, Trainer):
             ac_config=None,
             dump_folder=config.dump_folder,
         )
-        offload = config.training.enable_cpu_offload
-        model.to_empty(device="cpu" if offload else utils.device_type)
-        with torch.no_grad():
-            model.init_weights(buffer_device=torch.device(utils.device_type) if offload else None)  # and the buffers
-        return model.eval()
-
-    def load_weights(self, model: nn.Module, path: str) -> None:
-        """See ``ObjectiveTrainer``. The CheckpointManager's ``dcp_load`` loads the model among its states, so the model
-        stands there for the time of the call."""
-        checkpoint, checkpointer = self.job_config.checkpoint, self.checkpointer
-        quantized = checkpoint.initial_load_in_hf_quantized
-        policy, states = checkpointer.states[MODEL], ModelWrapper(model)
-        checkpointer.states[MODEL] = states
-        checkpointer.dcp_load(states.state_dict(), path, checkpoint.initial_load_in_hf, quantized)
-        checkpointer.states[MODEL] = policy
+        return self.with_memory(model)
 
 
 class _Loader:
