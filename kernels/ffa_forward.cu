@@ -119,39 +119,61 @@ DEVICE void mask_scores(float (&s_rmem)[N], int first_key, int end, const int2 (
   }
 }
 
-// Replaces scores by exp2(scale * (score - row maximum)) and updates the row sums. The row maximum is one that was seen
-// before: it is raised only when a score exceeds it by kHeadroom in base 2, since only the exponent's range is at stake.
+// Replaces scores by exp2(scale_log2 * score - offset) and updates the row sums. A row's offset is a maximum that was seen before, kMasked
+// while there was none. It is raised only when an exponent exceeds kHeadroom, since only the range is at stake; exponents above
+// it are positive, so that their bits can be compared. `has_unseen`: some row of the warp has no offset yet.
 // Returns whether any row of the warp was raised; then O must be scaled by `rescale`.
 template <int N>
-DEVICE bool softmax(float (&s_rmem)[N], float (&row_max)[2], float (&row_sum)[2], float (&rescale)[2], float scale_log2) {
-  float top[2];
+DEVICE bool softmax(float (&s_rmem)[N], float (&offset)[2], float (&row_sum)[2], float (&rescale)[2], float scale_log2, bool& has_unseen) {
+  if (has_unseen) {
+    bool unseen = false;
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      float top = kMasked;
+#pragma unroll
+      for (int j = 2 * r; j < N; j += 4) top = fmaxf(top, fmaxf(s_rmem[j], s_rmem[j + 1]));
+      top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
+      top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
+      if (offset[r] == kMasked && top != kMasked) offset[r] = top * scale_log2;
+      unseen = unseen || offset[r] == kMasked;
+    }
+    has_unseen = __any_sync(~0u, unseen);
+  }
+  int top[2];                                               // bits of the greatest exponent, if that is positive
 #pragma unroll
   for (int r = 0; r < 2; r++) {
-    top[r] = row_max[r];
+    const float minus = offset[r] == kMasked ? 0.f : offset[r];   // else rounding of the huge product could reach exp2
+    int tops[2] = {0, 0};
 #pragma unroll
-    for (int j = 2 * r; j < N; j += 4) top[r] = fmaxf(top[r], fmaxf(s_rmem[j], s_rmem[j + 1]));
-    top[r] = fmaxf(top[r], __shfl_xor_sync(~0u, top[r], 1));
-    top[r] = fmaxf(top[r], __shfl_xor_sync(~0u, top[r], 2));
+    for (int j = 2 * r; j < N; j += 4) {
+      s_rmem[j] = s_rmem[j] * scale_log2 - minus;
+      s_rmem[j + 1] = s_rmem[j + 1] * scale_log2 - minus;
+      tops[j / 4 % 2] = max_bits(tops[j / 4 % 2], s_rmem[j], s_rmem[j + 1]);
+    }
+    top[r] = max(tops[0], tops[1]);
   }
-  const bool raise[2] = {(top[0] - row_max[0]) * scale_log2 > kHeadroom, (top[1] - row_max[1]) * scale_log2 > kHeadroom};
-  const bool raised = __any_sync(~0u, raise[0] || raise[1]);
+  const int limit = __float_as_int(kHeadroom);
+  const bool raised = __any_sync(~0u, max(top[0], top[1]) > limit);
   if (raised) {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      if (!raise[r]) top[r] = row_max[r];                   // a row does not depend on the others
-      rescale[r] = exp2_fast((row_max[r] - top[r]) * scale_log2);
-      row_max[r] = top[r];
+      top[r] = max(top[r], __shfl_xor_sync(~0u, top[r], 1));
+      top[r] = max(top[r], __shfl_xor_sync(~0u, top[r], 2));
+      const float rise = top[r] > limit ? __int_as_float(top[r]) : 0.f;   // a row does not depend on the others
+      rescale[r] = exp2_fast(-rise);
+      offset[r] += rise;                                    // rows without an offset are not raised
       row_sum[r] *= rescale[r];
+#pragma unroll
+      for (int j = 2 * r; j < N; j += 4) s_rmem[j] -= rise, s_rmem[j + 1] -= rise;
     }
   }
 #pragma unroll
   for (int r = 0; r < 2; r++) {
-    const float offset = row_max[r] == kMasked ? 0.f : row_max[r] * scale_log2;   // else rounding of the huge product could reach exp2
     float sum = 0;
 #pragma unroll
     for (int j = 2 * r; j < N; j += 4) {
-      s_rmem[j] = exp2_fast(s_rmem[j] * scale_log2 - offset);
-      s_rmem[j + 1] = exp2_fast(s_rmem[j + 1] * scale_log2 - offset);
+      s_rmem[j] = exp2_fast(s_rmem[j]);
+      s_rmem[j + 1] = exp2_fast(s_rmem[j + 1]);
       sum += s_rmem[j] + s_rmem[j + 1];
     }
     row_sum[r] += sum;
@@ -390,7 +412,8 @@ ffa_forward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Ten
         for (int r = 0; r < 2; r++) band[r] = valid[r] ? __ldg(params.bands + layer + token[r]) : make_int2(0, 0);
       };
 
-      float o_rmem[VALUE_DIM / 2], row_max[2] = {kMasked, kMasked}, row_sum[2] = {0, 0}, rescale[2];
+      float o_rmem[VALUE_DIM / 2], offset[2] = {kMasked, kMasked}, row_sum[2] = {0, 0}, rescale[2];
+      bool has_unseen = true;
 #pragma unroll
       for (int j = 0; j < VALUE_DIM / 2; j++) o_rmem[j] = 0;
 
@@ -412,7 +435,7 @@ ffa_forward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Ten
           if (block.y & kLastBlock) mbarrier_arrive_warp(q_empty);
           if (kSoftcap) cap_scores(s_rmem, params.cap_scale);
           mask_scores(s_rmem, block.x, block.w, band, lane);
-          softmax(s_rmem, row_max, row_sum, rescale, params.scale_log2);
+          softmax(s_rmem, offset, row_sum, rescale, params.scale_log2, has_unseen);
         };
         auto half_block = [&](auto& s_rmem) {
           if constexpr (kHalves && sizeof(s_rmem) > 0) {
@@ -446,7 +469,7 @@ ffa_forward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Ten
           if (block.y & kLastBlock) mbarrier_arrive_warp(q_empty);
           if (kSoftcap) cap_scores(s_rmem, params.cap_scale);
           if (!(block.y & kFullBlock)) mask_scores(s_rmem, block.x, block.w, band, lane);
-          const bool raised = softmax(s_rmem, row_max, row_sum, rescale, params.scale_log2);
+          const bool raised = softmax(s_rmem, offset, row_sum, rescale, params.scale_log2, has_unseen);
           wgmma_wait<0>();
           mbarrier_arrive_warp(v_empty + 8 * previous.stage);
           round_probabilities(p_rmem, s_rmem);
@@ -475,15 +498,15 @@ ffa_forward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Ten
       for (int r = 0; r < 2; r++) {
         row_sum[r] += __shfl_xor_sync(~0u, row_sum[r], 1);
         row_sum[r] += __shfl_xor_sync(~0u, row_sum[r], 2);
-        const bool empty = row_max[r] == kMasked;                 // then row_sum counts masked keys
+        const bool empty = offset[r] == kMasked;                  // no key was seen
         scale[r] = empty ? 0.f : 1.f / row_sum[r];
-        lse[r] = empty ? -kInfinity : (row_max[r] * params.scale_log2 + log2_fast(row_sum[r])) * kLn2;
+        lse[r] = empty ? -kInfinity : (offset[r] + log2_fast(row_sum[r])) * kLn2;
 #if defined(SINKS) && !defined(EARLIER)
         if (!sinks_last && !empty) {                              // 2^100 times the row's own sum hides it
-          const float top = row_max[r] * params.scale_log2, above = sink[r] * (1.f / kLn2) - top;
+          const float above = sink[r] * (1.f / kLn2) - offset[r];
           const float total = row_sum[r] + exp2_fast(fminf(above, 100.f));
           scale[r] = 1.f / total;
-          lse[r] = above > 100.f ? sink[r] : (top + log2_fast(total)) * kLn2;
+          lse[r] = above > 100.f ? sink[r] : (offset[r] + log2_fast(total)) * kLn2;
         } else if (!sinks_last) {
           lse[r] = sink[r];
         }

@@ -133,6 +133,13 @@ DEVICE float log2_fast(float x) {
 #define OPERAND "bf16"
 #endif
 
+// The greatest of three integers, two of them the bits of floats, in one instruction. Floats above 0 are ordered as their bits are.
+DEVICE int max_bits(int a, float x, float y) {
+  int r;
+  asm("{ .reg .b32 p, q, s; mov.b32 p, %1; mov.b32 q, %2; max.s32 s, p, q; max.s32 %0, s, %3; }" : "=r"(r) : "f"(x), "f"(y), "r"(a));
+  return r;
+}
+
 // Two floats rounded to the input type, the first in the low half.
 DEVICE u32 pack2(float low, float high) {
   u32 r;

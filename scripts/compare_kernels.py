@@ -1,7 +1,7 @@
 """Times the kernels of this tree against those of another folder, in one run: what a change is worth.
 
     git worktree add /tmp/before HEAD~1
-    python scripts/compare_kernels.py /tmp/before/kernels --groups quick
+    python scripts/compare_kernels.py /tmp/before/kernels --groups masks
 
 Two runs of a benchmark on two GPUs, or on one that has become warm, differ by more than most changes do. Here both
 versions take turns on the same inputs, in a new order every round, and the table has the medians' ratio. The host half
@@ -12,7 +12,9 @@ import argparse
 from pathlib import Path
 
 import torch
-from bench_kernel import GROUPS, Case, cases, take_turns
+from bench_kernel import GROUPS, cases
+from kernel_rivals import Case
+from timing import Sustained, sustained, take_turns
 from torch import Tensor
 
 from torchtitan_magi.backends import Gradients, OutGrads, StageInputs, StageMask
@@ -49,36 +51,38 @@ class Version:
         self.attn.backward(self.inputs, self.out_grads, self.grads)
 
 
-def compare(case: Case, folders: dict[str, Path], wanted: float) -> str:
+def compare(case: Case, folders: dict[str, Path], wanted: float, is_sustained: bool) -> str:
     torch.manual_seed(0)
-    heads = (case.heads[0], case.heads[1], case.heads[1], case.heads[0])
-    inputs = tuple(torch.randn(case.tokens, h, case.head_dim, device="cuda", dtype=case.dtype) for h in heads)
+    (heads_q, heads_kv), (dim, value_dim) = case.heads, case.dims
+    shapes = (heads_q, dim), (heads_kv, dim), (heads_kv, value_dim), (heads_q, value_dim)
+    inputs = tuple(torch.randn(case.tokens, *shape, device="cuda", dtype=torch.bfloat16) for shape in shapes)
     versions = {name: Version(folder, case, inputs) for name, folder in folders.items()}
     for ours, theirs in zip(*(version.results for version in versions.values()), strict=True):
         difference = float((ours - theirs).norm() / theirs.norm())
         assert difference < CLOSE, f"the two versions differ by {difference:.1e} on {case}"
     cells = []
-    for direction, work in (("forward", 4), ("backward", 10)):
-        times = take_turns({name: getattr(version, direction) for name, version in versions.items()}, wanted)
-        this, other = (times[name] for name in versions)
-        tflops = work * case.slices().area * case.head_dim * case.heads[0] / this / 1e9
+    for direction, columns in (("forward", dim + value_dim), ("backward", 3 * dim + 2 * value_dim)):
+        runs = {name: getattr(version, direction) for name, version in versions.items()}
+        times = sustained(runs, wanted) if is_sustained else take_turns(runs, wanted)
+        this, other = (x.ms if isinstance(x, Sustained) else x for x in times.values())
+        tflops = 2e-9 * case.slices().area * columns * heads_q / this
         cells.append(f"{direction} {tflops:4.0f} TFLOP/s, x {other / this:.3f}")
-    heads_text = "{}:{}".format(*case.heads)
-    return f"{case.name:18s}{case.tokens:>8d} {heads_text:>6s} {case.head_dim:>4d}  " + "   ".join(cells)
+    return f"{case.name:18s}{case.tokens:>8d} {heads_q}:{heads_kv} {dim}/{value_dim}  " + "   ".join(cells)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("other", type=Path, help="folder of the kernels to compare with")
     parser.add_argument(
-        "--groups", nargs="+", default=["quick"], choices=GROUPS, help="cases of bench_kernel.py (default: %(default)s)"
+        "--groups", nargs="+", default=["masks"], choices=GROUPS, help="cases of bench_kernel.py (default: %(default)s)"
     )
     parser.add_argument("--ms", type=float, default=160, help="GPU time of each measurement (default: %(default)s)")
+    parser.add_argument("--sustained", action="store_true", help="each without a pause, as in training")
     arguments = parser.parse_args()
     folders = {"this": jit.kernel_dir(), "other": arguments.other}
     for group in arguments.groups:
         for case in cases(group):
-            print(compare(case, folders, arguments.ms), flush=True)
+            print(compare(case, folders, arguments.ms, arguments.sustained), flush=True)
 
 
 if __name__ == "__main__":
