@@ -39,6 +39,7 @@ constexpr bool kEarlier = false;
 constexpr int kTakenAt = 6;                            // blocks before its end that an item's CTA takes the next one
 constexpr int kRowsAt = 4;                             // and that it begins to fetch rows of earlier stages, a panel with each block
 constexpr float kHeadroom = 8;                         // probabilities reach 2^8: far inside the range of fp16
+constexpr bool kCompareScores = HEAD_DIM == 64;        // instead of bits: there the softmax, not the products, is what takes the time
 constexpr int kStages = HEAD_DIM == 64 ? 4 : 2;
 constexpr int kBlockKeys = VALUE_DIM == 256 ? 80 : VALUE_DIM == 192 ? 112 : 128;   // as many as fit in shared memory
 constexpr bool kHalves = kBlockKeys == 128;            // a block of few keys may be computed as one of 64
@@ -110,36 +111,53 @@ DEVICE void weighted_values(float (&o_rmem)[VALUE_DIM / 2], const u32 (&p_rmem)[
 template <int N>
 DEVICE void mask_scores(float (&s_rmem)[N], int first_key, int end, const int2 (&band)[2], int lane) {
   const int column = first_key + lane % 4 * 2;
-  const int lo0 = band[0].x - column, hi0 = min(band[0].y, end) - column;
-  const int lo1 = band[1].x - column, hi1 = min(band[1].y, end) - column;
+  auto before = [&](int key) {                              // one bit for each of the thread's columns: 0, 1, 8, 9, 16, ..
+    const int columns = min(max(key - column, 0), 128), count = columns / 8 * 2 + min(columns % 8, 2);
+    return count == 32 ? ~0u : (1u << count) - 1;
+  };
 #pragma unroll
-  for (int j = 0; j < N; j++) {
-    const int c = j / 4 * 8 + j % 2;
-    if (j & 2 ? (c < lo1 || c >= hi1) : (c < lo0 || c >= hi0)) s_rmem[j] = kMasked;
+  for (int r = 0; r < 2; r++) {
+    const u32 visible = before(min(band[r].y, end)) & ~before(band[r].x);
+#pragma unroll
+    for (int j = 0; j < N / 2; j++)
+      if (!(visible >> j & 1)) s_rmem[j / 2 * 4 + 2 * r + j % 2] = kMasked;
   }
 }
 
-// Replaces scores by exp2(scale_log2 * score - offset) and updates the row sums. A row's offset is a maximum that was seen before, kMasked
-// while there was none. It is raised only when an exponent exceeds kHeadroom, since only the range is at stake; exponents above
-// it are positive, so that their bits can be compared. `has_unseen`: some row of the warp has no offset yet.
+// Replaces scores by exp2(scale_log2 * score - offset) and updates the row sums. A row's offset is a maximum that was seen before,
+// kMasked while there was none. It is raised only when an exponent exceeds kHeadroom, since only the range is at stake. Such exponents
+// are positive, so their bits can be compared. `has_unseen`: some row of the warp has no offset yet.
 // Returns whether any row of the warp was raised; then O must be scaled by `rescale`.
 template <int N>
 DEVICE bool softmax(float (&s_rmem)[N], float (&offset)[2], float (&row_sum)[2], float (&rescale)[2], float scale_log2, bool& has_unseen) {
-  if (has_unseen) {
-    bool unseen = false;
+  bool raised = false;
+  if (kCompareScores || has_unseen) {
+    bool raise[2], unseen = false;
+    float top[2];
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      float top = kMasked;
+      top[r] = kMasked;
 #pragma unroll
-      for (int j = 2 * r; j < N; j += 4) top = fmaxf(top, fmaxf(s_rmem[j], s_rmem[j + 1]));
-      top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
-      top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
-      if (offset[r] == kMasked && top != kMasked) offset[r] = top * scale_log2;
-      unseen = unseen || offset[r] == kMasked;
+      for (int j = 2 * r; j < N; j += 4) top[r] = fmaxf(top[r], fmaxf(s_rmem[j], s_rmem[j + 1]));
+      top[r] = fmaxf(top[r], __shfl_xor_sync(~0u, top[r], 1));
+      top[r] = fmaxf(top[r], __shfl_xor_sync(~0u, top[r], 2));
+      const bool exceeds = kCompareScores && top[r] * scale_log2 - offset[r] > kHeadroom;
+      raise[r] = top[r] != kMasked && (offset[r] == kMasked || exceeds);
+      unseen = unseen || (offset[r] == kMasked && !raise[r]);
     }
     has_unseen = __any_sync(~0u, unseen);
+    if (kCompareScores) raised = __any_sync(~0u, raise[0] || raise[1]);   // else O is zero where an offset is new
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      const float next = raise[r] ? top[r] * scale_log2 : offset[r];      // a row does not depend on the others
+      if (raised) {
+        rescale[r] = exp2_fast(offset[r] - next);
+        row_sum[r] *= rescale[r];
+      }
+      offset[r] = next;
+    }
   }
-  int top[2];                                               // bits of the greatest exponent, if that is positive
+  int top[2] = {0, 0};                                      // bits of the greatest exponent, if that is positive
 #pragma unroll
   for (int r = 0; r < 2; r++) {
     const float minus = offset[r] == kMasked ? 0.f : offset[r];   // else rounding of the huge product could reach exp2
@@ -148,20 +166,19 @@ DEVICE bool softmax(float (&s_rmem)[N], float (&offset)[2], float (&row_sum)[2],
     for (int j = 2 * r; j < N; j += 4) {
       s_rmem[j] = s_rmem[j] * scale_log2 - minus;
       s_rmem[j + 1] = s_rmem[j + 1] * scale_log2 - minus;
-      tops[j / 4 % 2] = max_bits(tops[j / 4 % 2], s_rmem[j], s_rmem[j + 1]);
+      if (!kCompareScores) tops[j / 4 % 2] = max_bits(tops[j / 4 % 2], s_rmem[j], s_rmem[j + 1]);
     }
     top[r] = max(tops[0], tops[1]);
   }
   const int limit = __float_as_int(kHeadroom);
-  const bool raised = __any_sync(~0u, max(top[0], top[1]) > limit);
-  if (raised) {
+  if (!kCompareScores && (raised = __any_sync(~0u, max(top[0], top[1]) > limit))) {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       top[r] = max(top[r], __shfl_xor_sync(~0u, top[r], 1));
       top[r] = max(top[r], __shfl_xor_sync(~0u, top[r], 2));
-      const float rise = top[r] > limit ? __int_as_float(top[r]) : 0.f;   // a row does not depend on the others
+      const float rise = top[r] > limit ? __int_as_float(top[r]) : 0.f;   // rows without an offset do not rise
       rescale[r] = exp2_fast(-rise);
-      offset[r] += rise;                                    // rows without an offset are not raised
+      offset[r] += rise;
       row_sum[r] *= rescale[r];
 #pragma unroll
       for (int j = 2 * r; j < N; j += 4) s_rmem[j] -= rise, s_rmem[j + 1] -= rise;
@@ -498,7 +515,7 @@ ffa_forward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Ten
       for (int r = 0; r < 2; r++) {
         row_sum[r] += __shfl_xor_sync(~0u, row_sum[r], 1);
         row_sum[r] += __shfl_xor_sync(~0u, row_sum[r], 2);
-        const bool empty = offset[r] == kMasked;                  // no key was seen
+        const bool empty = offset[r] == kMasked;                  // then row_sum is nothing
         scale[r] = empty ? 0.f : 1.f / row_sum[r];
         lse[r] = empty ? -kInfinity : (offset[r] + log2_fast(row_sum[r])) * kLn2;
 #if defined(SINKS) && !defined(EARLIER)
