@@ -39,7 +39,6 @@ constexpr bool kEarlier = false;
 constexpr int kTakenAt = 6;                            // blocks before its end that an item's CTA takes the next one
 constexpr int kRowsAt = 4;                             // and that it begins to fetch rows of earlier stages, a panel with each block
 constexpr float kHeadroom = 8;                         // probabilities reach 2^8: far inside the range of fp16
-constexpr bool kCompareScores = HEAD_DIM == 64;        // instead of bits: there the softmax, not the products, is what takes the time
 constexpr int kStages = HEAD_DIM == 64 ? 4 : 2;
 constexpr int kBlockKeys = VALUE_DIM == 256 ? 80 : VALUE_DIM == 192 ? 112 : 128;   // as many as fit in shared memory
 constexpr bool kHalves = kBlockKeys == 128;            // a block of few keys may be computed as one of 64
@@ -124,54 +123,79 @@ DEVICE void mask_scores(float (&s_rmem)[N], int first_key, int end, const int2 (
   }
 }
 
-// Replaces scores by exp2(scale_log2 * score - offset) and updates the row sums. A row's offset is a maximum that was seen before,
-// kMasked while there was none. It is raised only when an exponent exceeds kHeadroom, since only the range is at stake. Such exponents
-// are positive, so their bits can be compared. `has_unseen`: some row of the warp has no offset yet.
-// Returns whether any row of the warp was raised; then O must be scaled by `rescale`.
+// Softmax: replaces scores by exp2(scale_log2 * score - offset) and updates the row sums. A row's offset is a maximum that was seen
+// before, kMasked while there was none. It is raised only when an exponent exceeds kHeadroom, since only the range is at stake.
+// `has_unseen`: some row of the warp has no offset yet. Returns whether any row of the warp was raised; then O must be scaled by
+// `rescale`. A row does not depend on the others.
 template <int N>
-DEVICE bool softmax(float (&s_rmem)[N], float (&offset)[2], float (&row_sum)[2], float (&rescale)[2], float scale_log2, bool& has_unseen) {
-  bool raised = false;
-  if (kCompareScores || has_unseen) {
-    bool raise[2], unseen = false;
-    float top[2];
+DEVICE float greatest(const float (&s_rmem)[N], int r) {     // of row r
+  float top = kMasked;
+#pragma unroll
+  for (int j = 2 * r; j < N; j += 4) top = fmaxf(top, fmaxf(s_rmem[j], s_rmem[j + 1]));
+  top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
+  return fmaxf(top, __shfl_xor_sync(~0u, top, 2));
+}
+
+#if HEAD_DIM == 64   // the softmax, not the products, takes the time: nothing may wait for all exponents
+template <int N>
+DEVICE bool softmax(float (&s_rmem)[N], float (&offset)[2], float (&row_sum)[2], float (&rescale)[2], float scale_log2, bool&) {
+  const float top[2] = {greatest(s_rmem, 0), greatest(s_rmem, 1)};
+  bool raise[2];
+#pragma unroll
+  for (int r = 0; r < 2; r++) raise[r] = top[r] != kMasked && top[r] * scale_log2 - offset[r] > kHeadroom;
+  const bool raised = __any_sync(~0u, raise[0] || raise[1]);
+  if (raised) {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      top[r] = kMasked;
-#pragma unroll
-      for (int j = 2 * r; j < N; j += 4) top[r] = fmaxf(top[r], fmaxf(s_rmem[j], s_rmem[j + 1]));
-      top[r] = fmaxf(top[r], __shfl_xor_sync(~0u, top[r], 1));
-      top[r] = fmaxf(top[r], __shfl_xor_sync(~0u, top[r], 2));
-      const bool exceeds = kCompareScores && top[r] * scale_log2 - offset[r] > kHeadroom;
-      raise[r] = top[r] != kMasked && (offset[r] == kMasked || exceeds);
-      unseen = unseen || (offset[r] == kMasked && !raise[r]);
-    }
-    has_unseen = __any_sync(~0u, unseen);
-    if (kCompareScores) raised = __any_sync(~0u, raise[0] || raise[1]);   // else O is zero where an offset is new
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-      const float next = raise[r] ? top[r] * scale_log2 : offset[r];      // a row does not depend on the others
-      if (raised) {
-        rescale[r] = exp2_fast(offset[r] - next);
-        row_sum[r] *= rescale[r];
-      }
+      const float next = raise[r] ? top[r] * scale_log2 : offset[r];
+      rescale[r] = exp2_fast(offset[r] - next);
       offset[r] = next;
+      row_sum[r] *= rescale[r];
     }
   }
-  int top[2] = {0, 0};                                      // bits of the greatest exponent, if that is positive
 #pragma unroll
   for (int r = 0; r < 2; r++) {
     const float minus = offset[r] == kMasked ? 0.f : offset[r];   // else rounding of the huge product could reach exp2
+    float sum = 0;
+#pragma unroll
+    for (int j = 2 * r; j < N; j += 4) {
+      s_rmem[j] = exp2_fast(s_rmem[j] * scale_log2 - minus);
+      s_rmem[j + 1] = exp2_fast(s_rmem[j + 1] * scale_log2 - minus);
+      sum += s_rmem[j] + s_rmem[j + 1];
+    }
+    row_sum[r] += sum;
+  }
+  return raised;
+}
+#else                // fewest instructions, which is least power: exponents above kHeadroom are positive, so their bits can be compared
+template <int N>
+DEVICE bool softmax(float (&s_rmem)[N], float (&offset)[2], float (&row_sum)[2], float (&rescale)[2], float scale_log2, bool& has_unseen) {
+  if (has_unseen) {                                         // O is zero in rows that have no offset
+    bool unseen = false;
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      const float top = greatest(s_rmem, r);
+      if (offset[r] == kMasked && top != kMasked) offset[r] = top * scale_log2;
+      unseen = unseen || offset[r] == kMasked;
+    }
+    has_unseen = __any_sync(~0u, unseen);
+  }
+  int top[2];                                               // bits of the greatest exponent, if that is positive
+#pragma unroll
+  for (int r = 0; r < 2; r++) {
+    const float minus = offset[r] == kMasked ? 0.f : offset[r];
     int tops[2] = {0, 0};
 #pragma unroll
     for (int j = 2 * r; j < N; j += 4) {
       s_rmem[j] = s_rmem[j] * scale_log2 - minus;
       s_rmem[j + 1] = s_rmem[j + 1] * scale_log2 - minus;
-      if (!kCompareScores) tops[j / 4 % 2] = max_bits(tops[j / 4 % 2], s_rmem[j], s_rmem[j + 1]);
+      tops[j / 4 % 2] = max_bits(tops[j / 4 % 2], s_rmem[j], s_rmem[j + 1]);
     }
     top[r] = max(tops[0], tops[1]);
   }
   const int limit = __float_as_int(kHeadroom);
-  if (!kCompareScores && (raised = __any_sync(~0u, max(top[0], top[1]) > limit))) {
+  const bool raised = __any_sync(~0u, max(top[0], top[1]) > limit);
+  if (raised) {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       top[r] = max(top[r], __shfl_xor_sync(~0u, top[r], 1));
@@ -197,6 +221,7 @@ DEVICE bool softmax(float (&s_rmem)[N], float (&offset)[2], float (&row_sum)[2],
   }
   return raised;
 }
+#endif
 
 DEVICE void round_probabilities(u32 (&p_rmem)[kBlockKeys / 4], const float (&s_rmem)[kBlockKeys / 2]) {
 #pragma unroll

@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -273,20 +274,26 @@ def together(rows: list[Row]) -> list[Row]:
     sums = []
     for packs in groups.values():
         if len(packs) == len(PACKS):
-            fwd, bwd = sum(row.fwd_ms for row in packs), sum(row.bwd_ms for row in packs)
-            work = sum(row.fwd_ms * row.fwd_tflops for row in packs), sum(row.bwd_ms * row.bwd_tflops for row in packs)
-            tflops = round(work[0] / fwd, 1), round(work[1] / bwd, 1)
-            # Time that causal 16k would take for all their work, at its speed in the turns of each.
-            as_causal = (
-                sum(row.fwd_ms * row.fwd_tflops / row.causal_fwd_tflops for row in packs),
-                sum(row.bwd_ms * row.bwd_tflops / row.causal_bwd_tflops for row in packs),
-            )
-            sums.append(replace(
-                packs[0], case="histogram, all", lengths="", fwd_ms=round(fwd, 4), bwd_ms=round(bwd, 4),
-                fwd_tflops=tflops[0], bwd_tflops=tflops[1], build_ms=0.0,
-                causal_fwd_tflops=round(work[0] / as_causal[0], 1), causal_bwd_tflops=round(work[1] / as_causal[1], 1),
-            ))  # fmt: skip
+            sum_of = replace(packs[0], case="histogram, all", lengths="", build_ms=0.0)
+            for way in ("fwd", "bwd"):
+                ms, tflops, causal = ([getattr(row, name) for row in packs] for name in names_of(way))
+                if not sum(ms):
+                    continue  # forward only
+                work = [time * speed for time, speed in zip(ms, tflops, strict=True)]
+                of_sum = sum(ms), sum(work) / sum(ms)
+                if all(causal):  # over the time of causal 16k for all the work, at its speed in the turns of each
+                    of_sum += (sum(work) / sum(part / speed for part, speed in zip(work, causal, strict=True)),)
+                values = zip(names_of(way), of_sum, strict=False)
+                sum_of = replace(
+                    sum_of, **{name: round(value, 4 if name.endswith("ms") else 1) for name, value in values}
+                )
+            sums.append(sum_of)
     return sums
+
+
+def names_of(way: str) -> tuple[str, str, str]:
+    """Fields of a direction: ms, TFLOP/s, those of causal 16k."""
+    return f"{way}_ms", f"{way}_tflops", f"causal_{way}_tflops"
 
 
 def print_table(rows: list[Row]) -> None:
@@ -356,8 +363,8 @@ def main() -> None:
                 print(f"  out of memory: {case}")
             torch.cuda.empty_cache()
             if args.json:  # after every case: a run that is cut short leaves what it has
-                with open(args.json, "w") as file:
-                    json.dump(facts | {"rows": [asdict(row) for row in rows + together(rows)]}, file, indent=1)
+                found = json.dumps(facts | {"rows": [asdict(row) for row in rows + together(rows)]}, indent=1)
+                Path(args.json).write_text(found)
     print_table(rows + together(rows))
     assert all(math.isfinite(row.fwd_tflops) for row in rows)
 

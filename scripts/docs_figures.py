@@ -86,26 +86,51 @@ def kernel() -> str:
         ours, deterministic, cudnn, varlen = times
         forward = [speed(row, "fwd") for row in (ours, cudnn, varlen)]
         backward = [speed(row, "bwd") for row in (ours, deterministic, cudnn, varlen)]
-        name = case.replace("histogram, all", "histogram, three packs").replace("varlen", "8 documents,")
-        lines.append([name, thousands(tokens), heads, head_dim, *forward, *backward])
+        lines.append([mask_name(case), thousands(tokens), heads, head_dim, *forward, *backward])
     columns = ["mask", "tokens", "heads", "head_dim", "forward: ours", "cuDNN", "varlen_attn"]
     columns += ["backward: ours", "deterministic", "cuDNN", "varlen_attn"]
     return f"{table(columns, lines)}\n\n{sources('kernel_h200')}"
+
+
+def mask_name(case: str) -> str:
+    return case.replace("histogram, all", "histogram, three packs").replace("varlen", "8 documents,")
+
+
+def sustained() -> str:
+    """Without pauses, beside FlashAttention-3's forward."""
+    cases: dict[tuple[Any, ...], dict[str, Row]] = {}
+    for row in result("kernel_sustained_h200")["rows"]:
+        case = tuple(row[field] for field in ("case", "tokens", "heads", "head_dim"))
+        cases.setdefault(case, {})[row["impl"]] = row
+    lines = []
+    for (case, tokens, heads, head_dim), by in cases.items():
+        ours, fa3, cudnn = (by.get(name) for name in ("ours", "fa3", "cudnn"))
+        assert ours is not None
+        forward = [f"{row['fwd_tflops']:.0f}" if row else None for row in (ours, fa3)]
+        ratio = f"{ours['fwd_tflops'] / fa3['fwd_tflops']:.2f}" if fa3 else None
+        clocks = [f"{row['fwd_clock']:.0f}" if row else None for row in (ours, fa3)]
+        backward = [f"{row['bwd_tflops']:.0f}" if row else None for row in (ours, cudnn)]
+        speedup = f"{ours['bwd_tflops'] / cudnn['bwd_tflops']:.2f}" if cudnn else None
+        name = mask_name(case).replace("histogram 0", "histogram")
+        lines.append([name, thousands(tokens), heads, head_dim, *forward, ratio, *clocks, *backward, speedup])
+    columns = ["mask", "tokens", "heads", "head_dim", "forward: ours", "FA3", "ratio", "MHz: ours", "FA3"]
+    columns += ["backward: ours", "cuDNN", "ratio"]
+    return f"{table(columns, lines)}\n\n{sources('kernel_sustained_h200')}"
 
 
 def variants() -> str:
     """Wide heads, softcap, sinks and a narrow window."""
     cases: dict[tuple[Any, ...], dict[str, Row]] = {}
     for row in result("variants_h200")["rows"]:
-        case = tuple(row[field] for field in ("dims", "heads", "tokens", "window", "softcap", "sinks"))
-        cases.setdefault(case, {})[row["impl"]] = row
+        fields = ("head_dim", "value_dim", "heads", "tokens", "window", "softcap", "sinks")
+        cases.setdefault(tuple(row[field] for field in fields), {})[row["impl"]] = row
     lines = []
-    for (dims, heads, tokens, window, softcap, sinks), by in cases.items():
+    for (dim, value_dim, heads, tokens, window, softcap, sinks), by in cases.items():
         extras = [f"window {window}"] * bool(window) + [f"softcap {softcap:g}"] * bool(softcap) + ["sinks"] * sinks
         rows = [by.get(name) for name in ("ours", "cudnn", "fa3", "varlen_attn")]
         forward = [f"{row['fwd_tflops']:.0f}" if row else None for row in rows]
         backward = [f"{row['bwd_tflops']:.0f}" if row else None for row in (rows[0], rows[1], rows[3])]
-        lines.append([dims, heads, thousands(tokens), ", ".join(extras), *forward, *backward])
+        lines.append([f"{dim}/{value_dim}", heads, thousands(tokens), ", ".join(extras), *forward, *backward])
     columns = ["head_dim of q, k / v", "heads", "tokens", "", "forward: ours", "cuDNN", "FA3", "varlen_attn"]
     return f"{table([*columns, 'backward: ours', 'cuDNN', 'varlen_attn'], lines)}\n\n{sources('variants_h200')}"
 
@@ -119,14 +144,10 @@ def lists() -> str:
 
 
 def check() -> str:
-    names = {"check_kernel_h200": "", "check_kernel_variants_h200": " with sinks, softcap and wide heads"}
-    lines = []
-    for name, which in names.items():
-        found = result(name)
-        worst = max(found["worst_share_of_budget"].values())
-        counts = f"{found['cases']:,} random cases{which}, {found['failed']} failed"
-        lines.append(f"{counts}; the worst error is {worst:.2f} of its budget.")
-    return "\n".join(lines) + f"\n\n{sources(*names)}"
+    found = result("check_kernel_h200")
+    worst = max(found["worst_share_of_budget"].values())
+    counts = f"{found['cases']:,} random cases, {found['failed']} failed; the worst error is {worst:.2f} of its budget."
+    return f"{counts}\n\n{sources('check_kernel_h200')}"
 
 
 # ---------------------------------------------------------------- context parallelism
@@ -353,6 +374,7 @@ def headline() -> str:
 PARTS: dict[str, Callable[[], str]] = {
     "headline": headline,
     "kernel": kernel,
+    "kernel-sustained": sustained,
     "kernel-variants": variants,
     "kernel-lists": lists,
     "kernel-check": check,

@@ -5,7 +5,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import cached_property
 
 import torch
@@ -40,8 +40,19 @@ class Sustained:
     power: float
 
 
+class _Field(ctypes.Structure):
+    """nvmlFieldValue_t, its value as an unsigned number."""
+
+    _fields_ = (
+        ("number", ctypes.c_uint), ("scope", ctypes.c_uint), ("timestamp", ctypes.c_longlong),
+        ("latency", ctypes.c_longlong), ("type", ctypes.c_uint), ("status", ctypes.c_uint), ("value", ctypes.c_uint64),
+    )  # fmt: skip
+
+
 class Gpu:
-    """The first GPU's clock and energy by the driver's management library."""
+    """The current GPU's clock and power by the driver's management library."""
+
+    SM_CLOCK, POWER_NOW = 1, 186  # NVML_CLOCK_SM, NVML_FI_DEV_POWER_INSTANT
 
     @cached_property
     def _library(self) -> tuple[ctypes.CDLL, ctypes.c_void_p]:
@@ -54,25 +65,25 @@ class Gpu:
         """Of the SMs, MHz."""
         library, device = self._library
         found = ctypes.c_uint()
-        assert library.nvmlDeviceGetClockInfo(device, 1, ctypes.byref(found)) == 0
+        assert library.nvmlDeviceGetClockInfo(device, self.SM_CLOCK, ctypes.byref(found)) == 0
         return found.value
 
-    def energy(self) -> float:
-        """J since the driver was loaded."""
+    def power(self) -> float:
+        """W, at this moment: the driver's other figures are means over 0.1 to 1 s."""
         library, device = self._library
-        found = ctypes.c_ulonglong()
-        assert library.nvmlDeviceGetTotalEnergyConsumption(device, ctypes.byref(found)) == 0
-        return found.value / 1e3
+        field = _Field(number=self.POWER_NOW)
+        assert library.nvmlDeviceGetFieldValues(device, 1, ctypes.byref(field)) == 0
+        assert field.status == 0
+        return (field.value & 0xFFFFFFFF) / 1e3
 
 
 def sustained(runs: Runs, wanted: float, rounds: int = 3) -> dict[str, Sustained]:
-    """Each run without a pause for about `wanted` ms, in turns, in a new order every round. Power is that of the later
-    half of a turn, as the clock settles in the first."""
+    """Each run without a pause for about `wanted` ms, in turns, in a new order every round. Times, clocks and power are
+    those of the later half of a turn, as the clock settles in the first."""
     gpu = Gpu()
     first, middle, last = (torch.cuda.Event(enable_timing=True) for _ in range(3))
 
-    def of(run: Callable[[], object], count: int) -> tuple[float, list[int], float]:
-        """ms of a call, clocks and power, after as many calls that are not timed."""
+    def turn(run: Callable[[], object], count: int) -> Sustained:
         first.record()
         for _ in range(count):
             run()
@@ -81,23 +92,23 @@ def sustained(runs: Runs, wanted: float, rounds: int = 3) -> dict[str, Sustained
             run()
         last.record()
         middle.synchronize()
-        energy, start, clocks = gpu.energy(), time.perf_counter(), []
+        seen = [(gpu.clock(), gpu.power())]
         while not last.query():
-            clocks.append(gpu.clock())
+            seen.append((gpu.clock(), gpu.power()))
             time.sleep(2e-3)
-        seconds = time.perf_counter() - start
-        return middle.elapsed_time(last) / count, clocks or [gpu.clock()], (gpu.energy() - energy) / seconds
+        clocks, powers = zip(*seen, strict=True)
+        return Sustained(middle.elapsed_time(last) / count, statistics.mean(clocks), statistics.mean(powers))
 
     counts = {}
     for name, run in runs.items():
         run()
-        counts[name] = max(2, round(wanted / 2 / of(run, 3)[0]))
-    seen: dict[str, list[Sustained]] = {name: [] for name in runs}
+        counts[name] = max(2, round(wanted / 2 / turn(run, 3).ms))
+    turns: dict[str, list[Sustained]] = {name: [] for name in runs}
     for _ in range(rounds):
         for name in random.sample(list(runs), len(runs)):
-            ms, clocks, power = of(runs[name], counts[name])
-            seen[name].append(Sustained(ms, statistics.mean(clocks), power))
-    return {
-        name: Sustained(*(statistics.median(getattr(x, field) for x in turns) for field in ("ms", "clock", "power")))
-        for name, turns in seen.items()
+            turns[name].append(turn(runs[name], counts[name]))
+    median = {
+        name: [statistics.median(values) for values in zip(*map(astuple, of_run), strict=True)]
+        for name, of_run in turns.items()
     }
+    return {name: Sustained(*values) for name, values in median.items()}
