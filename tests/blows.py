@@ -4,10 +4,13 @@ train(2, arguments, setup=Blow("backward", 7, 1, signal.SIGKILL))
 """
 
 import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from training import watch
+
+WAITING = 3.0  # seconds after which the other ranks surely wait
 
 
 @dataclass(frozen=True)
@@ -18,8 +21,9 @@ class Blow:
     threads) after each step.
 
     Args:
-        phase: "forward" and "backward" of the last layer; "write" when the rank has written its shards of a
-            checkpoint; "finish" before rank 0 completes it; "none": nothing happens.
+        phase: "forward" and "backward" of the last layer; "rows" before the rank sends K/V rows of a layer on a GPU,
+            while the others' attention waits for them; "write" when the rank has written its shards of a checkpoint;
+            "finish" before rank 0 completes it; "none": nothing happens.
     """
 
     phase: str
@@ -31,6 +35,7 @@ class Blow:
         from torch.nn.modules import module
         from torchtitan.train import Trainer
 
+        from torchtitan_magi.backends.ffa.row_kernels import CudaRowMover
         from torchtitan_magi.training.checkpoint_files import DigestWriter
 
         now, struck = 0, False
@@ -54,6 +59,16 @@ class Blow:
             module.register_module_forward_pre_hook(lambda layer, _: strike() if is_block(layer) else None)
         elif self.phase == "backward":
             module.register_module_forward_hook(lambda layer, _, x: strike_in_backward(layer, x))
+        elif self.phase == "rows":
+            gather = CudaRowMover.gather
+
+            def strike_and_gather(*args: object, **kwargs: object) -> None:
+                if now + 1 >= self.step and not struck:
+                    time.sleep(WAITING)
+                strike()
+                gather(*args, **kwargs)
+
+            CudaRowMover.gather = strike_and_gather
         elif self.phase == "write":
             watch(DigestWriter, "write_data", strike)
         elif self.phase == "finish":

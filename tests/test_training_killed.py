@@ -31,13 +31,16 @@ def process_of_rank(rank, launcher):
     raise AssertionError(f"torchrun has no process of rank {rank}")
 
 
-def run_and_strike(folder, arguments, device, blow):
-    """torchrun's exit code, what it printed, and the seconds until it ended after rank 1 got the signal `blow`."""
+def run_and_strike(folder, arguments, device, blow, program=("-m", "torchtitan_magi.train")):
+    """torchrun's exit code, what it printed, and the seconds until it ended after rank 1 got the signal `blow`.
+
+    blow: None: the program itself sends it.
+    """
     visible = {} if device == "cuda" else {"CUDA_VISIBLE_DEVICES": ""}
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path} | visible
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    torchrun += ["-m", "torchtitan_magi.train", "--job.config_file", DEBUG_TOML, "--job.dump_folder", folder]
+    torchrun += [*program, "--job.config_file", DEBUG_TOML, "--job.dump_folder", folder]
     if device == "cuda":
         arguments = [*arguments, "--training.mixed_precision_param", "bfloat16"]  # the kernel takes no float32
     with open(f"{folder}/log", "w+") as log:
@@ -46,7 +49,8 @@ def run_and_strike(folder, arguments, device, blow):
             assert job.poll() is None, Path(log.name).read_text()[-4000:]
             time.sleep(0.05)
         struck = time.monotonic()
-        os.kill(process_of_rank(1, job.pid), blow)
+        if blow is not None:
+            os.kill(process_of_rank(1, job.pid), blow)
         code = job.wait(TIMEOUT + 300)
         return code, Path(log.name).read_text(), time.monotonic() - struck
 
@@ -60,6 +64,21 @@ def test_a_rank_that_hangs_ends_the_job_within_the_timeout():
     assert code != 0
     assert seconds < 20 + 60  # flight records get 12 seconds, and torchrun gives processes 30 to end by themselves
     assert "timeout" in log.lower()
+
+
+@pytest.mark.gpu
+@ENOUGH_GPUS
+@pytest.mark.parametrize("phase", ["forward", "backward", "rows"])
+@pytest.mark.parametrize("blow", ["SIGKILL", "SIGSTOP", "memory"])
+def test_wherever_a_rank_fails_the_job_ends_with_its_reason(blow, phase):
+    arguments = [*on_corpus(), *SMALL, "--parallelism.context_parallel_degree", "2", "--metrics.disable_color_printing"]
+    arguments += ["--training.steps", "100000", "--comm.train_timeout_seconds", "20"]
+    program = [ROOT / "tests" / "struck.py", phase, blow]
+    code, log, seconds = run_and_strike(new_folder(), arguments, "cuda", None, program)
+    assert code != 0
+    assert seconds < 20 + 60
+    reason = {"SIGKILL": "exitcode *: -9", "SIGSTOP": "(?i)timeout", "memory": "out of memory"}[blow]
+    assert re.search(reason, log[-4000:])
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, ENOUGH_GPUS])])
