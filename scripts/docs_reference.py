@@ -50,7 +50,7 @@ TORCHTITAN: dict[str, dict[str, str]] = {
         "steps": "Optimizer steps; the run ends earlier when magi.epochs are over.",
         "dtype": "Of parameters, gradients and optimizer states.",
         "mixed_precision_param": "Of the computation, under FSDP2 or without any parallelism. TP without FSDP2 "
-        "computes in training.dtype.",
+        "computes in training.dtype. train.sh sets float32 on a CPU.",
         "enable_cpu_offload": "Keep parameters, gradients and optimizer states in the host's memory. Needs GPUs and "
         "FSDP2.",
     },

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
+from docs_figures import NAMES
 
 matplotlib.use("Agg")
 from matplotlib import pyplot
@@ -21,7 +22,12 @@ COLORS = {
     "ours": "#1b6ca8", "resident": "#8fbbd9", "ideal": "#222222", "ours deterministic": "#8fbbd9",
     "ours, dp 2": "#4c93c4", "ours, tp 2": "#8fbbd9", "cudnn": "#5a9e3d", "varlen_attn": "#d98e32", "flex": "#a05195",
     "fa3": "#c0392b", "all-gather": "#d98e32", "all-gather balanced": "#c0572b", "ring": "#a05195",
-    "ulysses": "#5a9e3d", "no CP": "#222222", "ours by NCCL": "#4c93c4", "no attention": "#cccccc",
+    "ulysses": "#5a9e3d", "no CP": "#222222", "no CP, flex": "#d98e32", "ours by NCCL": "#4c93c4",
+    "no attention": "#cccccc",
+}  # fmt: skip
+LEGEND = NAMES | {
+    "ours deterministic": "ours, deterministic", "cudnn": "cuDNN", "fa3": "FlashAttention-3", "ulysses": "Ulysses",
+    "resident": "ours, resident", "all-gather balanced": "balanced all-gather",
 }  # fmt: skip
 TRACE_COLORS = {"attention": "#1b6ca8", "communication": "#d98e32", "rows and sums": "#8fbbd9"}
 KERNEL_PANELS = {
@@ -42,9 +48,10 @@ def bars(axis: Any, rows: list[Row], length: str, name: str, field: str, scale: 
     for i, label in enumerate(names):
         at = [x + (i - (len(names) - 1) / 2) * width for x in range(len(lengths))]
         heights = [statistics.mean(values.get((tokens, label), [0])) for tokens in lengths]
-        axis.bar(at, heights, 0.92 * width, label=label, color=COLORS.get(label))
+        axis.bar(at, heights, 0.92 * width, label=LEGEND.get(label, label), color=COLORS.get(label))
     axis.set_xticks(range(len(lengths)), [f"{tokens / 1024:g}k" for tokens in lengths])
     axis.spines[["top", "right"]].set_visible(False)
+    axis.yaxis.set_major_formatter("{x:,.0f}")
     axis.grid(axis="y", linewidth=0.4)
     axis.set_axisbelow(True)
 
@@ -92,16 +99,20 @@ def draw_cp(result: dict[str, Any]) -> Any:
 
 
 def draw_train(result: dict[str, Any]) -> Any:
-    """Tokens per second and GPU of training steps, by strategy."""
+    """Tokens per second and GPU of training steps, and peak memory, by strategy or activation checkpointing."""
     rows = result["rows"]
+    name = "checkpointing" if len({row.get("checkpointing") for row in rows}) > 1 else "strategy"
     panels = {"tokens_per_s": "tokens/s per GPU", "peak_memory_gib": "GiB at the peak"}
     panels = {field: label for field, label in panels.items() if field in rows[0]}
     figure, axes = pyplot.subplots(len(panels), 1, figsize=(9, 3 * len(panels)), sharex=True, squeeze=False)
     for (axis,), (field, label) in zip(axes, panels.items(), strict=True):
-        bars(axis, rows, "tokens_per_gpu", "strategy", field, 1 / result["num_gpus"] if field == "tokens_per_s" else 1)
+        bars(axis, rows, "tokens_per_gpu", name, field, 1 / result["num_gpus"] if field == "tokens_per_s" else 1)
         axis.set_ylabel(label)
     axes[-1, 0].set_xlabel("tokens per GPU")
-    title = f"Training steps, llama3 8B layers ({result['layers']} of them), {result['num_gpus']} GPUs"
+    model = f"{result.get('model', 'llama3')} {result.get('shapes', '8B')}"
+    title = f"Training steps, {model}, {result['layers']} layers, {result['num_gpus']} GPUs"
+    if name == "checkpointing":
+        title += ", by activation checkpointing"
     figure.suptitle(f"{title}: {facts(result)}", fontsize=11)
     return figure, axes[0, 0]
 
@@ -110,13 +121,13 @@ def draw_headline(result: dict[str, Any]) -> Any:
     """For the README: tokens per second and memory of whole training runs, ours and torchtitan's."""
     figure, axes = pyplot.subplots(1, 2, figsize=(9, 1.7), sharey=True, layout="constrained")
     rows = list(reversed(result["rows"]))
-    names = {"ours": "torchtitan_magi", "flex": "torchtitan, flex_attention"}
-    panels = {"tokens_per_s": ("tokens/s per GPU", result["num_gpus"]), "peak_memory_gib": ("GiB at the peak", 1)}
-    for axis, (field, (label, divisor)) in zip(axes, panels.items(), strict=True):
+    names = {"ours": "torchtitan_magi", "flex": "torchtitan's\nflex_attention CP"}
+    panels = {"tokens_per_s": ("tokens/s per GPU", result["num_gpus"], 0), "peak_memory_gib": ("GiB at the peak", 1, 1)}
+    for axis, (field, (label, divisor, digits)) in zip(axes, panels.items(), strict=True):
         values = [row[field] / divisor for row in rows]
         colors = [COLORS[row["strategy"]] for row in rows]
         bars = axis.barh([names[row["strategy"]] for row in rows], values, 0.6, color=colors)
-        axis.bar_label(bars, [f"{value:,.0f}" for value in values], padding=4, fontsize=10)
+        axis.bar_label(bars, [f"{value:,.{digits}f}" for value in values], padding=4, fontsize=10)
         axis.set_xlim(0, 1.15 * max(values))
         axis.set_xticks([])
         axis.spines[["top", "right", "bottom"]].set_visible(False)
@@ -128,17 +139,19 @@ def draw_curves(result: dict[str, Any]) -> Any:
     """Losses of the layouts, and how far each is from the run without context parallelism that it is compared with."""
     figure, (above, below) = pyplot.subplots(2, 1, figsize=(9, 7), sharex=True, height_ratios=[2, 1])
     curves = {name: [step["loss"] for step in steps] for name, steps in result["runs"].items()}
-    for name, curve in curves.items():
+    colors = pyplot.colormaps["tab20"].colors
+    for (name, curve), color in zip(curves.items(), colors[::2] + colors[1::2], strict=False):
         steps, against = range(1, len(curve) + 1), result["against"][name]
-        (line,) = above.plot(steps, curve, label=name, linewidth=1)
+        above.plot(steps, curve, label=name, linewidth=1, color=color)
         if against is not None:
-            below.plot(steps, [abs(a - b) for a, b in zip(curve, curves[against], strict=True)], color=line.get_color())
+            differences = [abs(a - b) for a, b in zip(curve, curves[against], strict=True)]
+            below.plot(steps, differences, linewidth=0.8, color=color)
     below.axhline(result["spread"], color="black", linestyle="--", linewidth=1)
-    below.text(1, result["spread"], "spread: another order of summation", va="bottom", fontsize=8)
+    below.text(1, 1.3 * result["spread"], "spread: the same numbers added in another order", va="bottom", fontsize=9)
     below.set_yscale("log")
-    below.set_ylim(bottom=1e-6)
+    below.set_ylim(1e-6, 10 * result["spread"])
     above.set_ylabel("loss")
-    below.set_ylabel("difference of loss")
+    below.set_ylabel("difference from no CP")
     below.set_xlabel("step")
     figure.suptitle(f"bf16, our kernel, {result['num_gpus']} GPUs: {facts(result)}", fontsize=11)
     return figure, above

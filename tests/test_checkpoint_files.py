@@ -110,6 +110,12 @@ def test_the_command_compares_before_it_unpickles(folder, capsys):
     assert "this ran" not in capsys.readouterr().out
 
 
+def test_the_command_names_an_export(tmp_path, capsys):
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    assert verify.main([str(tmp_path)]) == 1
+    assert f"{tmp_path} is an export in safetensors, without digests; give a checkpoint" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("text", [None, "no digest\n", ""])
 def test_digests_that_are_not_there(folder, text, capsys):
     (folder / "SHA256SUMS").unlink()

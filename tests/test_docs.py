@@ -51,6 +51,25 @@ def test_speeds_stand_in_generated_tables_only():
         assert not rows, f"{page.name}: {rows}"
 
 
+def typed_commits(text):
+    """Hashes of commits outside of generated parts and code."""
+    typed = re.sub(r"<!-- generated: .*?<!-- end -->|^```.*?^```|`[^`\n]*`", "", text, flags=re.DOTALL | re.MULTILINE)
+    return [
+        word
+        for word in re.findall(r"\b[0-9a-f]{7,40}\b", typed)
+        if re.search(r"[a-f]", word) and re.search(r"\d", word)
+    ]
+
+
+def test_no_commit_is_typed_by_hand_but_in_headings_of_the_lab_notebook():
+    assert typed_commits("at 7adc6a3\n<!-- generated: x -->\n863e2df\n<!-- end -->\n`ab12cd3`") == ["7adc6a3"]
+    for page in (ROOT / "docs").rglob("*.md"):
+        text = page.read_text()
+        if page.name == "lab-notebook.md":
+            text = re.sub(r"^##+ .*$", "", text, flags=re.MULTILINE)
+        assert not typed_commits(re.sub(r"\]\([^)]*\)", "", text)), page.name
+
+
 def test_every_result_is_used_by_a_page_or_a_script():
     texts = [page.read_text() for page in PAGES] + [script.read_text() for script in (ROOT / "scripts").glob("*.py")]
     for result in (ROOT / "benchmarks" / "results").glob("*.json"):

@@ -13,6 +13,7 @@ import torch
 from hf_models import make_hf_folder
 from training import LAYERS, corpus, new_folder, train, watch
 
+from torchtitan_magi.training.exported_files import exported_files
 from torchtitan_magi.training.exports import add_config, export, read_files
 from torchtitan_magi.training.model_config import Experts, ModelConfig, Rope, read_model_config
 
@@ -20,6 +21,13 @@ from loss_compare import LAYOUTS  # isort: skip
 
 TEXT = "bada gogu <|im_start|>user\nBada  123\n"
 CHAT = [{"role": "user", "content": "bada gogu"}, {"role": "assistant", "content": "lo"}]
+
+
+def test_an_export_of_more_than_weights_is_refused_before_the_first_step():
+    checkpoint = SimpleNamespace(enable=True, last_save_in_hf=True, last_save_model_only=False)
+    job_config = SimpleNamespace(model=SimpleNamespace(hf_assets_path="model"), checkpoint=checkpoint)
+    with pytest.raises(ValueError, match=r"last_save_in_hf is true, but .*last_save_model_only is false; set that"):
+        exported_files(job_config, None, None)
 
 
 def report_weights(report):

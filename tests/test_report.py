@@ -1,5 +1,6 @@
 """The sizing report: its figures against plans and brute force, its command line, its page, its errors."""
 
+import gzip
 import html
 import json
 import re
@@ -350,9 +351,13 @@ def test_lengths_may_lie_beside_a_data_set(tmp_path):
 def test_data_sets_are_named_as_training_names_them(tmp_path, size):
     write_data_set(tmp_path)
     (tmp_path / "more.jsonl").write_text((tmp_path / "data.jsonl").read_text())
-    source = f"{tmp_path}/data.jsonl, {tmp_path}/m*.jsonl=1"
-    printed, _ = size(source, "--total", "2k", "--cp", "4", "--packs", "1", "--tokenizer", tmp_path)
-    assert "10 causal documents" in " ".join(printed.split())
+    with gzip.open(tmp_path / "zipped.jsonl.gz", "wt") as file:
+        file.write((tmp_path / "data.jsonl").read_text())
+    for source in (f"{tmp_path}/data.jsonl, {tmp_path}/m*.jsonl=1", f"{tmp_path}/zipped.jsonl.gz=2"):
+        printed, _ = size(source, "--total", "2k", "--cp", "4", "--packs", "1", "--tokenizer", tmp_path)
+        assert "10 causal documents" in " ".join(printed.split())
+    with pytest.raises(ValueError, match=r"zipped.jsonl.gz is a data set; give --tokenizer"):
+        sample_packs.make_packs(str(tmp_path / "zipped.jsonl.gz"), 1024, 1)
 
 
 def write_pairs(folder):
@@ -456,6 +461,70 @@ def test_bad_input_is_one_line_that_names_the_value(arguments, message, tmp_path
         np.savez(file, one=np.ones(2), two=np.ones(2))
     with pytest.raises(SystemExit) as stop:
         report.main(arguments.split())
+    assert stop.value.code == 2
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert re.search("error: .*" + message, error), error
+
+
+RUN = """
+[model]
+hf_assets_path = "model"
+[training]
+dataset = "sft"
+dataset_path = "records.jsonl"
+seq_len = 64
+[parallelism]
+context_parallel_degree = 4
+tensor_parallel_degree = 2
+"""
+
+
+@pytest.fixture
+def run_file(tmp_path, monkeypatch):
+    """A function that writes a run's TOML file, with changes, beside its records and its model."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    write_data_set(tmp_path / "model")
+    (tmp_path / "model" / "config.json").write_text(
+        '{"num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 512}'
+    )
+    write_records(tmp_path / "records.jsonl", [{"text": words(20)}] * 6)
+
+    def run_file(before="", after=""):
+        assert before in RUN
+        (tmp_path / "run.toml").write_text(RUN.replace(before, after))
+        return "run.toml"
+
+    return run_file
+
+
+def test_a_runs_file_says_pack_layout_data_and_heads(run_file, size):
+    out, figures = size(run_file())
+    assert "4 GPUs, 8 per node; packs of 64 tokens, T = 16 on each GPU; heads 4:1, head_dim 64" in out
+    assert "records.jsonl" in out
+    by_hand = ["--tokenizer", "model", "--total", "64", "--cp", "4", "--heads", "4:1", "--head-dim", "64"]
+    assert size("records.jsonl", *by_hand)[1]["packs"][0]["documents"] == figures["packs"][0]["documents"]
+    assert "2 GPUs, 8 per node; packs of 128 tokens" in size(run_file(), "--cp", "2", "--total", "128")[0]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        ("seq_len = 64", "seq_len = 72", "training.seq_len is 72; use a multiple of 16, twice context_parallel_degree"),
+        ("seq_len = 64", "", "run.toml has no training.seq_len; set it"),
+        ("seq_len = 64", 'seq_len = "64"', "run.toml has a wrong training.seq_len"),
+        ('"sft"', '"c4"', "training.dataset is 'c4'; the report reads 'sft' and 'dpo'"),
+        ("context_parallel_degree = 4", "context_parallel_degree = 0", "parallel degrees 0 and 2; use at least 1"),
+        ("context_parallel_degree = 4\ntensor_parallel_degree = 2",
+         "context_parallel_degree = 2\ntensor_parallel_degree = 4", "degree is 4, but the model has 8 query heads"),
+        ('"model"', '"models"', "cannot read 'models/config.json' .*; put the model there, or give --heads"),
+        ("records.jsonl", "record.jsonl", "record.jsonl"),
+        ("[training]", "[training", "cannot read 'run.toml' .*; give a run's TOML file"),
+    ],
+)  # fmt: skip
+def test_a_wrong_run_file_is_one_line_that_names_the_value(run_file, before, after, message, capsys):
+    with pytest.raises(SystemExit) as stop:
+        report.main([run_file(before, after)])
     assert stop.value.code == 2
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert re.search("error: .*" + message, error), error

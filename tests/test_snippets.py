@@ -391,7 +391,7 @@ def test_python_runs(page):
 
 
 WRONG = {
-    "```bash\npython -m torchtitan_magi.report dense --totl 512k --cp 8\n```": "required: --total",
+    "```bash\npython -m torchtitan_magi.report dense --totl 512k --cp 8\n```": "unrecognized arguments: --totl",
     "```bash\npython -m torchtitan_magi.reprot\n```": "torchtitan_magi.reprot",
     "```bash\npython scripts/no_such.py\n```": "there is no scripts/no_such.py",
     "```bash\n./scripts/train.sh train_configs/debug.toml --training.stepz 3\n```": "--training.stepz",

@@ -79,6 +79,7 @@ class AttnPlan:
 
     @property
     def tokens_per_rank(self) -> int:
+        """Tokens that each rank owns, padding included: padded_tokens / cp_size."""
         return self.work.tokens
 
     @functools.cached_property

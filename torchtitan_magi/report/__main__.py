@@ -5,6 +5,7 @@ balance, the bytes that travel, the stages and the time of one layer, beside
 other strategies. No GPU is needed.
 
 examples:
+  python -m torchtitan_magi.report my.toml
   python -m torchtitan_magi.report histogram --total 512k --cp 8 16 32 64
   python -m torchtitan_magi.report data/conversations.jsonl --total 128k --cp 8 \\
       --tokenizer assets/hf/Llama-3.1-8B-Instruct --heads 32:8
@@ -18,6 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from torchtitan_magi.planning.cost_model import H200, CostModel, Heads
+from torchtitan_magi.report.run_file import options_of
 from torchtitan_magi.report.sample_packs import DISTRIBUTIONS, make_packs
 from torchtitan_magi.report.sizing import Sizing, size_run
 from torchtitan_magi.report.text import SCAN_NOTE, as_json, headline, notes, rank_line, scan_table, setting, text_table
@@ -29,6 +31,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = _parser()
     options = parser.parse_args(arguments)
     try:
+        if options.source.endswith(".toml"):
+            parser.set_defaults(**options_of(options.source, with_heads=options.heads is None))
+            source = parser.get_default("source")
+            options = parser.parse_args(arguments)
+            options.source = source
+        if options.total is None or options.cp is None:
+            raise ValueError("--total and --cp are missing; give both, or a run's TOML file")
         _check_outputs(options)
         sizings = _sizings(options)
         print("\n".join(_text(sizings)))
@@ -68,7 +77,7 @@ def _wrapped(text: str) -> str:
 
 def _sizings(options: argparse.Namespace) -> list[Sizing]:
     """One for each number of GPUs, all of the same packs."""
-    heads = heads_of(options.heads, options.head_dim, options.value_dim)
+    heads = heads_of(options.heads or "64:8", options.head_dim, options.value_dim)
     cost = H200 if options.cost is None else CostModel.load(options.cost)
     total = count_of_tokens(options.total)
     nodes = [gpus_in_node(options, cp_size) for cp_size in options.cp]
@@ -119,7 +128,7 @@ def heads_of(text: str, head_dim: int, value_dim: int) -> Heads:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m torchtitan_magi.report",
-        usage="%(prog)s SOURCE --total TOKENS --cp GPUS [GPUS ...] [options]",
+        usage="%(prog)s SOURCE [--total TOKENS] [--cp GPUS [GPUS ...]] [options]",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -128,12 +137,12 @@ def _parser() -> argparse.ArgumentParser:
         "source",
         metavar="SOURCE",
         help=f"documents: a distribution ({', '.join(DISTRIBUTIONS)}), a file of lengths in tokens (text or .npy), or "
-        "records as in training.dataset_path, with --tokenizer",
+        "records as in training.dataset_path, with --tokenizer; or a run's TOML file, which says all that the options "
+        "below do not",
     )
-    add("--total", required=True, metavar="TOKENS", help="tokens per pack: 300000, 512k (x 1,024), 1M (x 1,048,576)")
+    add("--total", metavar="TOKENS", help="tokens per pack: 300000, 512k (x 1,024), 1M (x 1,048,576)")
     add(
         "--cp",
-        required=True,
         type=int,
         nargs="+",
         metavar="GPUS",
@@ -146,9 +155,9 @@ def _parser() -> argparse.ArgumentParser:
     where.add_argument("--nodes", type=int, metavar="N", help="instead: number of nodes, with equally many GPUs each")
     add(
         "--heads",
-        default="64:8",
         metavar="Q:KV",
-        help="query heads : K/V heads of a layer on one GPU, after tensor parallelism (default: %(default)s)",
+        help="query heads : K/V heads of a layer on one GPU, after tensor parallelism (default: 64:8; with a TOML file "
+        "those of the model's config.json)",
     )
     add("--head-dim", type=int, default=128, metavar="D", help="elements of a query or key (default: %(default)s)")
     add("--value-dim", type=int, default=0, metavar="D", help="elements of a value (default: as many)")

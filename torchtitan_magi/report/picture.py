@@ -43,7 +43,7 @@ IDEAL: Any = {"color": INK, "linewidth": 1.2, "linestyle": (0, (4, 3))}
 
 def write_png(sizing: Sizing, target: Path | io.BytesIO) -> None:
     """The pictures of the first pack, and times of all strategies."""
-    draw(sizing).savefig(target, format="png", dpi=120)
+    draw(sizing).savefig(target, format="png", dpi=138)
 
 
 def html_page(sizing: Sizing) -> str:
@@ -63,7 +63,7 @@ def html_page(sizing: Sizing) -> str:
 @matplotlib.rc_context(STYLE)
 def draw(sizing: Sizing) -> Figure:
     """All pictures on one sheet."""
-    figure = Figure(figsize=(15, 15.2))
+    figure = Figure(figsize=(13, 13.4))
     plan = sizing.first
     rows = figure.add_gridspec(3, 1, height_ratios=[7.5, 3.6, 4.1])
     top, middle, bottom = (figure.add_subfigure(rows[i]) for i in range(3))
@@ -123,7 +123,7 @@ def draw_mask(figure: Any, plan: AttnPlan) -> None:
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_ticks(places, map(_tokens, places))
     axes.set(xlabel="key (tokens of the pack)", ylabel="query (tokens of the pack)")
-    axes.set_title("Who computes what: the mask, by owner of the query")
+    axes.set_title("Who computes what: the mask, by owner")
     # The owner of every token, also where rows are too short to be seen.
     strip = figure.add_axes((0.915, 0.1, 0.025, 0.78))
     token = ((np.arange(PIXELS) + 0.5) * total / PIXELS).astype(np.int64)
@@ -276,7 +276,7 @@ def draw_work(axes: Axes, plan: AttnPlan) -> None:
     axes.axhline(1, **IDEAL)
     axes.set(xlabel="rank", ylabel="(query, key) pairs over the mean")
     axes.set(xlim=(-0.6, plan.cp_size - 0.4), ylim=(0, max(1.15, 1.05 * float(work.max()))))
-    axes.set_title(f"How much: pairs of each rank, at most {work.max():.3f} x the mean", pad=24)
+    axes.set_title(f"How much: pairs per rank, at most {work.max():.3f} x mean", pad=24)
 
 
 # --------------------------------------------------------------------------------------------------------------- a page

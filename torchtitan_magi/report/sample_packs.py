@@ -21,6 +21,8 @@ HISTOGRAM = {
     8192: 97.42, 16384: 98.71, 32768: 99.56, 65536: 99.70, 131072: 99.86, 196608: 100.0,
 }  # fmt: skip
 
+RECORDS = (".jsonl", ".parquet", ".gz", ".zst")  # how the names of files of records end
+
 DISTRIBUTIONS = {
     "histogram": "lengths of a real corpus: median 570, mean 1,800, up to a quarter of the pack",
     "lognormal": "lognormal lengths of 1,024 to 8,192, mean 3,250",
@@ -35,9 +37,9 @@ def make_packs(
     """Document lengths of each of up to ``count`` packs of at most ``total`` tokens.
 
     Args:
-        source: a name in DISTRIBUTIONS; a file of lengths in tokens (.npy, otherwise text: integers between white
-            space or commas), packed as training packs them; or a data set as training takes it, one or several .jsonl
-            files or folders, packed by training's own code.
+        source: a name in DISTRIBUTIONS; without a tokenizer a file of lengths in tokens (.npy, otherwise text: integers
+            between white space or commas), packed as training packs them; with one, or where the name says so, a data
+            set as training takes it, packed by training's own code.
         tokenizer: a data set's: directory with tokenizer.json, tokenizer_config.json and perhaps a chat template.
         pairs: the data set has preference pairs, for DPO with shared prompts.
 
@@ -54,7 +56,7 @@ def make_packs(
         raise ValueError(f"{count} packs with seed {seed}; give at least 1 pack and a seed of at least 0")
     path = Path(source)
     exists = os.path.exists(path)  # False also for what is too long for a path: several sources
-    is_file_of_lengths = exists and path.suffix != ".jsonl" and not path.is_dir()
+    is_file_of_lengths = exists and tokenizer is None and path.suffix not in RECORDS and not path.is_dir()
     if pairs and (source in DISTRIBUTIONS or is_file_of_lengths):
         raise ValueError(f"{source} has no preference pairs; give a .jsonl data set of them, or --dataset sft")
     if source in DISTRIBUTIONS:
@@ -62,7 +64,7 @@ def make_packs(
         return [draw_pack(source, total, seed + number) for number in range(count)]
     if is_file_of_lengths:
         return pack_lengths(read_lengths(path), total, count, seed)
-    if not exists and ".jsonl" not in source:
+    if not exists and tokenizer is None and "://" not in source and not any(suffix in source for suffix in RECORDS):
         names = ", ".join(DISTRIBUTIONS)
         raise ValueError(
             f"{quoted(source)} is neither a file nor a distribution; give an existing file or one of {names}"

@@ -146,6 +146,8 @@ def check_digests(folder: Path, rank: int = 0, world_size: int = 1) -> int:
         ValueError: one line that names the file and the remedy.
     """
     path, num_bytes = folder / DIGESTS, 0
+    if not path.exists() and any(folder.glob("*.safetensors")):
+        raise ValueError(f"{folder} is an export in safetensors, without digests; give a checkpoint to resume from")
     try:
         lines = [line.split("  ", 1) for line in path.read_text().splitlines()]
         digests = {name: digest for digest, name in lines}
