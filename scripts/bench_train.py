@@ -153,7 +153,7 @@ def record_run() -> None:
         bind = MagiRuntime.bind
 
         def remember_plan(self, inputs, eos_id):  # type: ignore[no-untyped-def]
-            packs.append((inputs["planned"].plan, self.heads))
+            packs.append((inputs["planned"].plans[0], self.heads))
             return bind(self, inputs, eos_id)
 
         MagiRuntime.bind = remember_plan  # type: ignore[method-assign]

@@ -34,7 +34,7 @@ TORCHTITAN: dict[str, dict[str, str]] = {
         "custom_import": 'Set it to "torchtitan_magi.titan": it adds varlen context parallelism.',
     },
     "model": {
-        "name": '"llama3" or "qwen3", dense or with experts.',
+        "name": '"llama3" or "qwen3", dense or with experts; with torchtitan 0.3 also "gpt_oss" and "deepseek_v3".',
         "flavor": '"hf": sizes and positions from config.json in hf_assets_path. Flavors of torchtitan\'s own end in '
         '``_varlen`` here, such as "8B_varlen".',
         "hf_assets_path": "Folder of config.json, safetensors, tokenizer and chat template.",

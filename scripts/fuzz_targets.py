@@ -9,7 +9,7 @@ import io
 import json
 import os
 import tempfile
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +29,16 @@ from torchtitan_magi.masks.builders import block_causal, shared_prompt, sliding_
 from torchtitan_magi.masks.slices import AttnSlices
 from torchtitan_magi.planning.cost_model import H200, CostModel
 from torchtitan_magi.planning.plan import make_plan
+from torchtitan_magi.training.config_file import PLAIN
 from torchtitan_magi.training.hf_weights import INDEX, shard_numbers
-from torchtitan_magi.training.model_config import PLAIN, ROPE_FIELDS, ModelConfig, Rope, read_model_config
+from torchtitan_magi.training.model_config import (
+    ROPE_FIELDS,
+    Experts,
+    LatentAttention,
+    ModelConfig,
+    Rope,
+    read_model_config,
+)
 from torchtitan_magi.training.reference_file import read_logprobs, write_logprobs
 
 ROOT = Path(__file__).parent.parent
@@ -326,6 +334,11 @@ def read_toml(folder: Path) -> Check:
 LOGPROBS = np.linspace(-9, -1, 10).reshape(5, 2)
 FINGERPRINTS = {"model": "1f", "data": "5 records"}
 MODEL = ModelConfig("llama3", 64, 2, 8, 2, 8, 176, 100, 1e-5, Rope(5e5), max_positions=128)
+YARN = Rope(5e5, "yarn", 4.0, original_max_positions=32, beta_fast=32.0, beta_slow=1.0)
+GPT_OSS = replace(MODEL, model="gpt_oss", hidden_dim=0, rope=YARN, windows=(16, 0), experts=Experts(4, 2, 48, True))
+LATENT = {"num_heads_kv": 8, "head_dim": 24, "value_dim": 16, "latent": LatentAttention(32, 24, 8, 1.0)}
+DEEPSEEK_V3 = replace(MODEL, model="deepseek_v3", rope=YARN, experts=Experts(8, 2, 48, True, 1, 1, 4, 2, 2.5), **LATENT)
+MODELS = (MODEL, GPT_OSS, DEEPSEEK_V3)
 MODEL_WORDS = words(" ".join(map(json.dumps, [*PLAIN, *ROPE_FIELDS, "layer_types", "auto_map", "llama3", "linear"])))
 
 
@@ -406,7 +419,7 @@ TARGETS = _targets(
     Target("documents", plan_documents, (lines({"cu_seqlens": [0, 3, 9], "size": 2}), lines([[2, 3, 4], [1, 1, 1]]))),
     Target("toml", read_toml, tuple(path.read_bytes() for path in CONFIGS), TOML_WORDS),
     Target("cost_model", read_cost_model, (lines({"cost_model": asdict(H200)}),)),
-    Target("hf_config", read_hf_config, (lines(MODEL.to_hf()),), MODEL_WORDS),
+    Target("hf_config", read_hf_config, tuple(lines(model.to_hf()) for model in MODELS), MODEL_WORDS),
     Target("kernels", read_kernel, (CODE,)),
     Target("reference", read_reference, (_reference(),)),
     Target("hf_index", read_hf_index, (lines({"weight_map": {"model.norm.weight": "model-1.safetensors"}}),)),

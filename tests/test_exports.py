@@ -240,7 +240,7 @@ def test_the_tokenizer_of_a_bare_folder_keeps_its_class():
 
 
 LLAMA = ModelConfig("llama3", 64, 2, 8, 2, 8, 176, 2048, 1e-5, Rope(5e5), max_positions=4096)
-QWEN3 = replace(LLAMA, model="qwen3", head_dim=16, rope=Rope(1e6))
+QWEN3 = replace(LLAMA, model="qwen3", head_dim=16, value_dim=0, rope=Rope(1e6))
 
 
 @pytest.mark.parametrize(

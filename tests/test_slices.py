@@ -117,6 +117,16 @@ def test_shared_prompt_lets_both_answers_see_the_prompt_and_not_each_other():
     assert (dense_mask(shared_prompt(lengths).table, 15, 15) == shared_prompt_mask(lengths)).all()
 
 
+@pytest.mark.parametrize("window", [1, 2, 3, 4, 6, 7, 8, 50])
+def test_a_window_over_pairs_counts_the_prompt_as_just_before_each_answer(window):
+    lengths = [[3, 2, 4], [1, 0, 2], [0, 2, 1], [6, 1, 5], [2, 3, 0], [1, 1, 9]]
+    place = np.concatenate([[*range(p + c), *range(p, p + r)] for p, c, r in lengths])  # of a token in its document
+    want = shared_prompt_mask(lengths) & (place[:, None] - place < window)
+    slices = shared_prompt(lengths, window=window)
+    assert (dense_mask(slices.table, *want.shape) == want).all()
+    assert slices.area == want.sum()
+
+
 def test_pairs_may_stand_anywhere():
     lengths = [[3, 2, 4], [0, 2, 1]]
     mask = dense_mask(shared_prompt(lengths, [2, 13]).table, 20, 20)
@@ -161,6 +171,7 @@ def test_a_window_and_blocks_as_large_as_can_be_are_no_limit():
         (lambda: varlen_causal([0, 2**40]), "cu_seqlens: 1099511627776 is too large"),
         (lambda: AttnSlices([[0, 2**31, 0, 1, 0]]), "2147483648 is too large; token numbers must fit in 32 bits"),
         (lambda: shared_prompt([[1, 2]]), "num_pairs, 3"),
+        (lambda: shared_prompt([[1, 2, 3]], window=0), "window is 0; it counts"),
         (lambda: shared_prompt([[1, 2, 3]], [0, 6]), r"starts has shape \(2,\) for 1 pairs"),
         (lambda: AttnSlices([[0, 1, 0, 1]]), r"give \[n, 5\]"),
         (lambda: AttnSlices([[0, 1, 0, 1, 4]]), "mask_type 4"),

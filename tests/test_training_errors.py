@@ -42,6 +42,7 @@ def changed(folder, *replacements):
         ("--model.flavor debugmodel_flex_attn", 1, ["'debugmodel_flex_attn' has flex", "debugmodel_varlen_attn"]),
         ("--model.flavor 9B", 1, ["'9B' is unknown", "use one with varlen attention", "8B_varlen"]),
         ("--model.name llama4 --model.flavor debugmodel", 1, ["'llama4'", "no varlen attention", "llama3, qwen3"]),
+        ("--model.name gpt_oss --model.flavor hf", 1, ["'gpt_oss', which needs torchtitan 0.3", "TITAN=0.3"]),
         ("--magi.lora.rank 4", 1, ["magi.lora.rank is 4", "set it to 0", "install torchtitan 0.3"]),
         ("--magi.lora.rank -1", 1, ["magi.lora.rank is -1", "a rank such as 16"]),
         ("--magi.cost_model no.json", 1, ["no.json is no cost model", "No such file", "torchtitan_magi.calibrate"]),

@@ -119,8 +119,8 @@ def two_ranks_per_node(report):
 
     def report_plan(inputs, *_):
         planned = inputs["planned"]
-        exchanges = max(len(stage.exchanges) for stage in planned.index.share.backward)
-        report("plan", exchanges, int(planned.plan.rows_across_nodes.sum()))
+        exchanges = max(len(stage.exchanges) for stage in planned.indices[0].share.backward)
+        report("plan", exchanges, int(planned.plans[0].rows_across_nodes.sum()))
 
     watch(MagiRuntime, "plan_ahead", report_plan)
 
@@ -152,7 +152,7 @@ def report_stages_of_one_document(report):
     one_document_per_batch(report)
 
     def report_stages(inputs, *_):
-        plan = inputs["planned"].plan
+        plan = inputs["planned"].plans[0]
         report("stages", len(plan.forward), len(plan.backward))
 
     watch(MagiRuntime, "plan_ahead", report_stages)

@@ -63,10 +63,17 @@ if IS_0_3:  # models that torchtitan 0.2.2 has not, or not under FSDP
         "yarn_llama": ({"kind": "llama", "rope": YARN}, "llama3"),
         "yarn_qwen3": ({"kind": "qwen3", "rope": YARN}, "qwen3"),
         "linear_qwen3": ({"kind": "qwen3", "rope": LINEAR_ROPE}, "qwen3"),
+        "gpt_oss": ({"kind": "gpt_oss"}, "gpt_oss"),
+        "deepseek_v3": ({"kind": "deepseek_v3"}, "deepseek_v3"),
     }
     TIED = ({"cp": 2}, {"dp": 2}, {"tp": 2, "cp": 2})
     SFT |= {"tied_llama": TIED, "tied_qwen3": ({}, *TIED), "yarn_llama": ({"cp": 2},), "yarn_qwen3": ({}, {"cp": 2})}
     SFT |= {"linear_qwen3": ({"cp": 2},)}
+    SFT |= {
+        "gpt_oss": ({"cp": 2}, {"tp": 2, "cp": 2}, {"cp": 2, "ep": 2}),
+        "deepseek_v3": ({"cp": 2}, {"tp": 2, "ep": 2}),
+    }
+    DPO |= {"gpt_oss": ({"cp": 2},)}
 NAMES = DEGREES | {"ep": "expert_parallel_degree"}
 
 

@@ -19,7 +19,7 @@ def folder(kind="llama", tied=False):
 
 def run(degrees, *options, kind="llama", tied=False):
     """Of the last rank, which has the last stage: losses and gradient norms of two steps."""
-    name = "llama3" if kind == "llama" else "qwen3"
+    name = {"llama": "llama3"}.get(kind, kind)
     local = PACKS // degrees.get("dp", 1) if "pp" in degrees else 1
     arguments = ["--model.name", name, "--model.flavor", "hf", "--model.hf_assets_path", str(folder(kind, tied))]
     arguments += ["--training.dataset_path", f"{corpus()}/train.jsonl", "--training.steps", "2"]
@@ -34,8 +34,14 @@ def run(degrees, *options, kind="llama", tied=False):
 
 
 @functools.cache
-def alone():
-    return run({})
+def alone(kind="llama"):
+    return run({}, kind=kind)
+
+
+def assert_alike(found, expected):
+    for (loss, norm), (loss_alone, norm_alone) in zip(found, expected, strict=True):
+        assert loss == pytest.approx(loss_alone, rel=1e-5)
+        assert norm == pytest.approx(norm_alone, rel=1e-4)  # float32 sums
 
 
 @pytest.mark.parametrize(
@@ -49,10 +55,12 @@ def alone():
     ],
 )
 def test_a_step_is_that_of_one_process(degrees, schedule):
-    found = run(degrees, "--parallelism.pipeline_parallel_schedule", schedule)
-    for (loss, norm), (loss_alone, norm_alone) in zip(found, alone(), strict=True):
-        assert loss == pytest.approx(loss_alone, rel=1e-5)
-        assert norm == pytest.approx(norm_alone, rel=1e-4)  # float32 sums
+    assert_alike(run(degrees, "--parallelism.pipeline_parallel_schedule", schedule), alone())
+
+
+@pytest.mark.parametrize("kind", ["gpt_oss", "deepseek_v3"])
+def test_models_with_experts_and_several_masks_train_alike(kind):
+    assert_alike(run({"pp": 2, "cp": 2}, kind=kind), alone(kind))
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from torchtitan_magi.masks.geometry import BI_CAUSAL, CAUSAL, FULL, Int64Array, first_true
+from torchtitan_magi.masks.geometry import BI_CAUSAL, CAUSAL, FULL, INV_CAUSAL, Int64Array, first_true
 from torchtitan_magi.masks.slices import AttnSlices, as_int64, is_integer
 from torchtitan_magi.wording import quoted
 
@@ -33,17 +33,9 @@ def sliding_window(cu_seqlens: object, window: int, total_tokens: int | None = N
     Raises:
         ValueError: window is no integer of at least 1, or cu_seqlens as in ``varlen_causal``.
     """
-    if not is_integer(window, 1):
-        raise ValueError(
-            f"window is {quoted(window)}; it counts the tokens a row sees, itself included: use at least 1"
-        )
+    _check_window(window)
     cu = _checked(cu_seqlens, total_tokens)
-    window = min(window, max(1, int(cu[-1])))
-    start, end = cu[:-1], cu[1:]
-    knee = np.minimum(start + window, end)
-    head = np.stack([start, knee, start, knee, np.full_like(start, CAUSAL)], 1)
-    tail = np.stack([knee, end, knee - window + 1, end, np.full_like(start, BI_CAUSAL)], 1)
-    return AttnSlices(np.concatenate([head, tail[knee < end]]))
+    return AttnSlices(causal_ranges(cu[:-1], cu[1:], window))
 
 
 def block_causal(cu_seqlens: object, block_size: int, total_tokens: int | None = None) -> AttnSlices:
@@ -70,7 +62,7 @@ def block_causal(cu_seqlens: object, block_size: int, total_tokens: int | None =
     return AttnSlices(np.stack([q_start, q_end, cu[document], q_end, np.full_like(q_start, FULL)], 1))
 
 
-def shared_prompt(lengths: object, starts: object = None) -> AttnSlices:
+def shared_prompt(lengths: object, starts: object = None, window: int | None = None) -> AttnSlices:
     """Preference pairs that share their prompt, each laid out as prompt, chosen, rejected.
 
     Chosen and rejected each see the prompt and their own earlier tokens, not each other.
@@ -78,10 +70,14 @@ def shared_prompt(lengths: object, starts: object = None) -> AttnSlices:
     Args:
         lengths: integers [num_pairs, 3]: tokens of prompt, chosen and rejected.
         starts: integers [num_pairs]: first token of each pair; by default pair follows pair.
+        window: how many tokens a row sees at most, as in ``sliding_window``, where rejected follows the prompt at
+            once; None: all.
 
     Raises:
-        ValueError: wrong shape or a negative value.
+        ValueError: wrong shape or a negative value; window is no integer of at least 1.
     """
+    if window is not None:
+        _check_window(window)
     array = as_int64(lengths, "lengths")
     if array.ndim != 2 or array.shape[1] != 3 or (array < 0).any():
         raise ValueError(f"lengths has shape {array.shape}; give non-negative [num_pairs, 3]: prompt, chosen, rejected")
@@ -90,16 +86,33 @@ def shared_prompt(lengths: object, starts: object = None) -> AttnSlices:
     if start.shape != total.shape:
         raise ValueError(f"starts has shape {start.shape} for {len(total)} pairs; give the first token of each pair")
     prompt_end, chosen_end, rejected_end = start + array.cumsum(1).T
-    causal, full = np.full_like(start, CAUSAL), np.full_like(start, FULL)
-    return AttnSlices(
-        np.concatenate(
-            [
-                np.stack([start, chosen_end, start, chosen_end, causal], 1),
-                np.stack([chosen_end, rejected_end, start, prompt_end, full], 1),
-                np.stack([chosen_end, rejected_end, chosen_end, rejected_end, causal], 1),
-            ]
+    own = causal_ranges(start, chosen_end, window), causal_ranges(chosen_end, rejected_end, window)
+    longest = int(total.max(initial=0)) + 1
+    window = longest if window is None else min(window, longest)
+    reach = np.minimum(chosen_end + window - 1, rejected_end)  # up to here rejected sees some of the prompt
+    whole = np.clip(chosen_end + window - 1 - (prompt_end - start), chosen_end, reach)  # and up to here all of it
+    first = np.maximum(start, prompt_end - window + 1)
+    all_of_prompt = np.stack([chosen_end, whole, start, prompt_end, np.full_like(start, FULL)], 1)
+    end_of_prompt = np.stack([whole, reach, first, prompt_end, np.full_like(start, INV_CAUSAL)], 1)
+    return AttnSlices(np.concatenate([*own, all_of_prompt, end_of_prompt[whole < reach]]))
+
+
+def causal_ranges(start: Int64Array, end: Int64Array, window: int | None = None) -> Int64Array:
+    """Causal attention inside each token range, to the last ``window`` tokens if given: a table for ``AttnSlices``."""
+    if window is None:
+        return np.stack([start, end, start, end, np.full_like(start, CAUSAL)], 1)
+    window = min(window, max(1, int((end - start).max(initial=0))))
+    knee = np.minimum(start + window, end)
+    head = np.stack([start, knee, start, knee, np.full_like(start, CAUSAL)], 1)
+    tail = np.stack([knee, end, knee - window + 1, end, np.full_like(start, BI_CAUSAL)], 1)
+    return np.concatenate([head, tail[knee < end]])
+
+
+def _check_window(window: int) -> None:
+    if not is_integer(window, 1):
+        raise ValueError(
+            f"window is {quoted(window)}; it counts the tokens a row sees, itself included: use at least 1"
         )
-    )
 
 
 def _checked(cu_seqlens: object, total_tokens: int | None) -> Int64Array:

@@ -35,6 +35,8 @@ def read_hf_config(job_config: Any, check: Callable[[ModelConfig], object]) -> M
         check(config)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
+    if config.left_out:
+        logger.warning(f"{path}: {config.left_out} neither trained nor exported")
     return config
 
 

@@ -8,7 +8,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 
-from torchtitan_magi.training.model_config import ModelConfig
+from torchtitan_magi.training.model_config import Experts, ModelConfig
 
 INDEX = "model.safetensors.index.json"
 DTYPES = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
@@ -20,28 +20,71 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def _tensor_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    dim, experts = config.dim, config.experts
-    rows_q, rows_kv = config.num_heads_q * config.head_dim, config.num_heads_kv * config.head_dim
+    dim = config.dim
     yield "model.embed_tokens.weight", (config.vocab_size, dim)
-    for layer in (f"model.layers.{number}" for number in range(config.num_layers)):
-        yield f"{layer}.self_attn.q_proj.weight", (rows_q, dim)
-        yield f"{layer}.self_attn.k_proj.weight", (rows_kv, dim)
-        yield f"{layer}.self_attn.v_proj.weight", (rows_kv, dim)
-        yield f"{layer}.self_attn.o_proj.weight", (dim, rows_q)
-        if config.model == "qwen3":
-            yield f"{layer}.self_attn.q_norm.weight", (config.head_dim,)
-            yield f"{layer}.self_attn.k_norm.weight", (config.head_dim,)
-        if experts is None:
+    for number in range(config.num_layers):
+        layer = f"model.layers.{number}"
+        attention = _grouped_attention if config.latent is None else _latent_attention
+        yield from ((f"{layer}.self_attn.{name}", shape) for name, shape in attention(config))
+        experts = config.experts
+        if experts is None or number < experts.num_dense_layers:
             yield from _feed_forward(f"{layer}.mlp", dim, config.hidden_dim)
         else:
-            yield f"{layer}.mlp.gate.weight", (experts.num_experts, dim)
-            for number in range(experts.num_experts):
-                yield from _feed_forward(f"{layer}.mlp.experts.{number}", dim, experts.hidden_dim)
+            mixture = _gpt_oss_experts if config.model == "gpt_oss" else _experts
+            yield from ((f"{layer}.mlp.{name}", shape) for name, shape in mixture(config, experts))
         yield f"{layer}.input_layernorm.weight", (dim,)
         yield f"{layer}.post_attention_layernorm.weight", (dim,)
     yield "model.norm.weight", (dim,)
     if not config.tied:
         yield "lm_head.weight", (config.vocab_size, dim)
+
+
+def _grouped_attention(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    rows_q, rows_kv = config.num_heads_q * config.head_dim, config.num_heads_kv * config.head_dim
+    projections = {"q_proj": (rows_q, config.dim), "k_proj": (rows_kv, config.dim), "v_proj": (rows_kv, config.dim)}
+    for name, shape in (projections | {"o_proj": (config.dim, rows_q)}).items():
+        yield f"{name}.weight", shape
+        if config.model == "gpt_oss":
+            yield f"{name}.bias", shape[:1]
+    if config.model == "gpt_oss":
+        yield "sinks", (config.num_heads_q,)
+    if config.model == "qwen3":
+        yield "q_norm.weight", (config.head_dim,)
+        yield "k_norm.weight", (config.head_dim,)
+
+
+def _latent_attention(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    assert config.latent is not None
+    latent, heads = config.latent, config.num_heads_q
+    if latent.q_rank:
+        yield "q_a_proj.weight", (latent.q_rank, config.dim)
+        yield "q_a_layernorm.weight", (latent.q_rank,)
+        yield "q_b_proj.weight", (heads * config.head_dim, latent.q_rank)
+    else:
+        yield "q_proj.weight", (heads * config.head_dim, config.dim)
+    yield "kv_a_proj_with_mqa.weight", (latent.kv_rank + latent.rope_dim, config.dim)
+    yield "kv_a_layernorm.weight", (latent.kv_rank,)
+    yield "kv_b_proj.weight", (heads * (config.head_dim - latent.rope_dim + config.value_dim), latent.kv_rank)
+    yield "o_proj.weight", (config.dim, heads * config.value_dim)
+
+
+def _experts(config: ModelConfig, experts: Experts) -> Iterator[tuple[str, tuple[int, ...]]]:
+    yield "gate.weight", (experts.num_experts, config.dim)
+    for number in range(experts.num_experts):
+        yield from _feed_forward(f"experts.{number}", config.dim, experts.hidden_dim)
+    if config.model == "deepseek_v3":
+        yield "gate.e_score_correction_bias", (experts.num_experts,)
+        yield from _feed_forward("shared_experts", config.dim, experts.num_shared * experts.hidden_dim)
+
+
+def _gpt_oss_experts(config: ModelConfig, experts: Experts) -> Iterator[tuple[str, tuple[int, ...]]]:
+    number, dim, width = experts.num_experts, config.dim, experts.hidden_dim
+    yield "router.weight", (number, dim)
+    yield "router.bias", (number,)
+    yield "experts.gate_up_proj", (number, dim, 2 * width)
+    yield "experts.gate_up_proj_bias", (number, 2 * width)
+    yield "experts.down_proj", (number, width, dim)
+    yield "experts.down_proj_bias", (number, dim)
 
 
 def _feed_forward(name: str, dim: int, hidden_dim: int) -> Iterator[tuple[str, tuple[int, ...]]]:

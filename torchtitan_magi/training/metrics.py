@@ -20,7 +20,8 @@ class PlanMetrics:
     """Mixed into torchtitan's MetricsProcessor; corrects two numbers.
 
     - MFU and TFLOP/s count the attention that the packed documents need, 12 * D * Hq operations per layer and
-      (query, key) pair, forward and backward; torchtitan counts a dense pack.
+      (query, key) pair, forward and backward, 6 * (D + Dv) * Hq where values are narrower; torchtitan counts a dense
+      pack.
     - global_max_loss is the largest mean loss of a data-parallel rank, also when its tokens are on several ranks and
       some of these have no label.
 

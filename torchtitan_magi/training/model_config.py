@@ -1,38 +1,28 @@
 """What a Hugging Face ``config.json`` says of its model, and how that differs from another model."""
 
-import json
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from torchtitan_magi.wording import quoted
+from torchtitan_magi.training.config_file import ConfigFile
+from torchtitan_magi.wording import one_line
 
 # model_type in the file -> its class of language models, torchtitan's model.name
 MODEL_TYPES = {
     "llama": ("LlamaForCausalLM", "llama3"),
     "qwen3": ("Qwen3ForCausalLM", "qwen3"),
     "qwen3_moe": ("Qwen3MoeForCausalLM", "qwen3"),
-}
-# Fields that would change the model -> the one value that this package's models have, what to do about another.
-# Fields that are in no list here are ones that transformers' models of these types do not compute with.
-PLAIN: dict[str, tuple[Any, str]] = {
-    "attention_bias": (False, "use a checkpoint whose projections have no biases"),
-    "mlp_bias": (False, "use a checkpoint whose projections have no biases"),
-    "attention_dropout": (0, "set it to 0.0, as attention runs without dropout here"),
-    "hidden_act": ("silu", 'use a checkpoint with "silu"'),
-    "use_sliding_window": (False, "use a checkpoint with full attention in every layer"),
-    "partial_rotary_factor": (1, "use a checkpoint that rotates whole heads"),
-    "quantization_config": (None, "use the checkpoint from before its quantization"),
-    "decoder_sparse_step": (1, "use a checkpoint with experts in every layer"),
-    "mlp_only_layers": ([], "use a checkpoint with experts in every layer"),
-    "output_router_logits": (False, "set it to false, as the loss has no term for the router here"),
+    "gpt_oss": ("GptOssForCausalLM", "gpt_oss"),
+    "deepseek_v3": ("DeepseekV3ForCausalLM", "deepseek_v3"),
 }
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 ROPE_FIELDS = {"rope_type", "type", "rope_theta", "factor", "low_freq_factor", "high_freq_factor"}
 ROPE_FIELDS |= {"original_max_position_embeddings", "partial_rotary_factor"}
 YARN_FIELDS = {"beta_fast", "beta_slow", "truncate", "attention_factor"}
+MSCALE_FIELDS = {"mscale", "mscale_all_dim"}  # of DeepSeek's YaRN
+FULL, WINDOW = "full_attention", "sliding_attention"  # kinds of layers
 
 
 @dataclass(frozen=True)
@@ -80,43 +70,65 @@ class Rope:
 
 @dataclass(frozen=True)
 class Experts:
-    """The mixture of experts in every layer.
+    """The mixture of experts in every layer, but in the first ``num_dense_layers``.
 
     Args:
         num_experts: experts in a layer.
         top_k: experts that each token goes to.
         hidden_dim: width of each expert's feed-forward.
         norm_topk_prob: whether the probabilities of a token's experts are scaled to a sum of 1.
+        num_shared: experts of that width that every token goes to as well.
+        num_groups, top_groups: the experts of a token are chosen from ``top_groups`` of so many equal groups.
+        scale: factor of these probabilities, afterwards.
     """
 
     num_experts: int
     top_k: int
     hidden_dim: int
     norm_topk_prob: bool
+    num_dense_layers: int = 0
+    num_shared: int = 0
+    num_groups: int = 1
+    top_groups: int = 1
+    scale: float = 1.0
 
-    def to_hf(self) -> dict[str, Any]:
-        """The fields of a config.json that say this."""
-        return {
-            "num_experts": self.num_experts,
-            "num_experts_per_tok": self.top_k,
-            "moe_intermediate_size": self.hidden_dim,
-            "norm_topk_prob": self.norm_topk_prob,
-        }
+
+@dataclass(frozen=True)
+class LatentAttention:
+    """Multi-head latent attention (arXiv 2405.04434): queries, keys and values come from narrow vectors.
+
+    Args:
+        q_rank: width of the vector for queries; 0: they come from the residual stream.
+        kv_rank: width of the vector for keys and values.
+        rope_dim: of a query's or key's elements, the last ones, which are rotated; all heads have the same of keys.
+        mscale: scores are times (0.1 * mscale * ln(rope.factor) + 1) ** 2 where positions are "yarn".
+    """
+
+    q_rank: int
+    kv_rank: int
+    rope_dim: int
+    mscale: float
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A decoder with RMSNorm, rotary positions, grouped-query attention and SwiGLU, in neutral terms.
+    """A decoder with RMSNorm, rotary positions, softmax attention and SwiGLU, in neutral terms.
 
     Args:
-        model: torchtitan's name of the architecture, "llama3" or "qwen3" (normalized queries and keys).
+        model: torchtitan's name of the architecture: "llama3"; "qwen3" (normalized queries and keys); "gpt_oss" (sinks,
+            biases, a clamped SwiGLU); "deepseek_v3" (scores of experts by sigmoid, with a bias for their choice).
         dim: width of the residual stream.
-        hidden_dim: width of a dense feed-forward; no layer has one where there are experts.
-        norm_eps: epsilon of each RMSNorm.
+        head_dim: of queries and keys.
+        hidden_dim: width of a dense feed-forward; no layer has one where there are experts in all.
+        norm_eps: epsilon of each RMSNorm but those of latent vectors, which have 1e-6.
         tied: whether the output layer is the embedding.
         experts: None for a dense model.
+        value_dim: of values; 0: head_dim.
+        latent: None for grouped-query attention.
+        windows: by layer, how many tokens a row sees at most; 0: all. Empty: all rows see all.
         other: what else a flavor computes with, in words; no config.json can say it, so a file's model has none.
         max_positions: positions for which the model was trained; no part of the computation, so it is not compared.
+        left_out: what the file has beside this model, in words; not compared.
     """
 
     model: str
@@ -131,8 +143,21 @@ class ModelConfig:
     rope: Rope
     tied: bool = False
     experts: Experts | None = None
+    value_dim: int = 0
+    latent: LatentAttention | None = None
+    windows: tuple[int, ...] = ()
     other: tuple[str, ...] = ()
     max_positions: int = field(default=0, compare=False)
+    left_out: str = field(default="", compare=False)
+
+    def __post_init__(self) -> None:
+        if self.value_dim == 0:
+            object.__setattr__(self, "value_dim", self.head_dim)
+
+    @property
+    def attention_flops(self) -> int:
+        """Operations of all layers' attention, forward and backward, for each (query, key) pair."""
+        return 6 * self.num_layers * self.num_heads_q * (self.head_dim + self.value_dim)
 
     def to_hf(self) -> dict[str, Any]:
         """The fields of a config.json of this model, in the spelling that transformers 4 and 5 read.
@@ -145,10 +170,10 @@ class ModelConfig:
                 f"model.flavor has {', '.join(self.other)}, which no config.json can say; use a flavor of a published "
                 "model, or set checkpoint.last_save_in_hf to false"
             )
-        model_type = {"llama3": "llama", "qwen3": "qwen3" if self.experts is None else "qwen3_moe"}[self.model]
+        model_type = {"llama3": "llama", "qwen3": "qwen3" if self.experts is None else "qwen3_moe"}.get(self.model)
         fields = {
-            "architectures": [MODEL_TYPES[model_type][0]],
-            "model_type": model_type,
+            "architectures": [MODEL_TYPES[model_type or self.model][0]],
+            "model_type": model_type or self.model,
             "hidden_size": self.dim,
             "num_hidden_layers": self.num_layers,
             "num_attention_heads": self.num_heads_q,
@@ -162,7 +187,43 @@ class ModelConfig:
             "rope_scaling": self.rope.scaling_to_hf(),
             "tie_word_embeddings": self.tied,
         }
-        return fields if self.experts is None else fields | self.experts.to_hf()
+        return fields if self.experts is None else fields | self._to_hf(self.experts)
+
+    def _to_hf(self, experts: Experts) -> dict[str, Any]:
+        """What a model with experts has beside, or in place of, the common fields."""
+        fields: dict[str, Any] = {"num_experts_per_tok": experts.top_k}
+        if self.model == "gpt_oss":
+            fields |= {"num_local_experts": experts.num_experts, "intermediate_size": experts.hidden_dim}
+            windows = self.windows or (0,) * self.num_layers
+            fields |= {"attention_bias": True, "swiglu_limit": 7.0, "sliding_window": max(windows) or None}
+            return fields | {"layer_types": [WINDOW if window else FULL for window in windows]}
+        fields |= {"moe_intermediate_size": experts.hidden_dim, "norm_topk_prob": experts.norm_topk_prob}
+        if self.latent is None:
+            return fields | {"num_experts": experts.num_experts}
+        rope, latent = self.rope.scaling_to_hf(), self.latent
+        return fields | {
+            "head_dim": latent.rope_dim,
+            "rope_scaling": rope and rope | dict.fromkeys(MSCALE_FIELDS, latent.mscale),
+            "q_lora_rank": latent.q_rank or None,
+            "kv_lora_rank": latent.kv_rank,
+            "qk_rope_head_dim": latent.rope_dim,
+            "qk_nope_head_dim": self.head_dim - latent.rope_dim,
+            "v_head_dim": self.value_dim,
+            "n_routed_experts": experts.num_experts,
+            "n_shared_experts": experts.num_shared,
+            "first_k_dense_replace": experts.num_dense_layers,
+            "n_group": experts.num_groups,
+            "topk_group": experts.top_groups,
+            "routed_scaling_factor": experts.scale,
+            "scoring_func": "sigmoid",
+            "topk_method": "noaux_tc",
+            "num_nextn_predict_layers": 0,
+        }
+
+
+def yarn_factor(factor: float, mscale: float = 1.0) -> float:
+    """By how much YaRN makes queries and keys longer, where nothing else is said."""
+    return 0.1 * mscale * math.log(max(factor, 1.0)) + 1.0
 
 
 def read_model_config(folder: str | Path) -> ModelConfig:
@@ -172,41 +233,101 @@ def read_model_config(folder: str | Path) -> ModelConfig:
         ValueError: the file is missing or broken, or says something that no ``ModelConfig`` can; one line with the
             field, its value and the remedy.
     """
-    file = _ConfigFile(Path(folder) / "config.json")
+    file = ConfigFile(Path(folder) / "config.json")
     model_type = file.get("model_type", str)
     if model_type not in MODEL_TYPES:
         raise file.refusal("model_type", model_type, f"use a checkpoint of {', '.join(MODEL_TYPES)}")
     architecture, model = MODEL_TYPES[model_type]
-    file.check_plain(architecture)
-
-    dim, num_heads_q = file.get("hidden_size", int), file.get("num_attention_heads", int)
-    num_heads_kv = file.get("num_key_value_heads", int, num_heads_q if model_type == "llama" else None)
-    head_dim = file.get("head_dim", int, 128 if model_type == "qwen3" else dim // num_heads_q)
-    if num_heads_q % num_heads_kv:
-        raise file.refusal("num_key_value_heads", num_heads_kv, f"use a divisor of num_attention_heads, {num_heads_q}")
-    if head_dim % 2:
-        raise file.refusal("head_dim", head_dim, "rotary positions need an even number")
+    file.check_plain(model_type, architecture)
+    num_heads_q, num_layers = file.get("num_attention_heads", int), file.get("num_hidden_layers", int)
     max_positions = file.get("max_position_embeddings", int)
-    return ModelConfig(
+    of_model = {"gpt_oss": _gpt_oss, "deepseek_v3": _deepseek_v3}.get(model_type, _llama_or_qwen3)
+    common = ModelConfig(
         model=model,
-        dim=dim,
-        num_layers=file.get("num_hidden_layers", int),
+        dim=file.get("hidden_size", int),
+        num_layers=num_layers,
         num_heads_q=num_heads_q,
-        num_heads_kv=num_heads_kv,
-        head_dim=head_dim,
+        num_heads_kv=file.get("num_key_value_heads", int, None if model_type.startswith("qwen3") else num_heads_q),
+        head_dim=1,
         hidden_dim=file.get("intermediate_size", int),
         vocab_size=file.get("vocab_size", int),
         norm_eps=file.get("rms_norm_eps", float),
-        rope=_rope(file, max_positions),
+        rope=_rope(file, model_type, max_positions),
         tied=file.get("tie_word_embeddings", bool, False),
-        experts=_experts(file) if model_type == "qwen3_moe" else None,
         max_positions=max_positions,
     )
+    config = replace(common, **{"value_dim": 0} | of_model(file, common))
+    if num_heads_q % config.num_heads_kv:
+        remedy = f"use a divisor of num_attention_heads, {num_heads_q}"
+        raise file.refusal("num_key_value_heads", config.num_heads_kv, remedy)
+    if (rotated := config.latent.rope_dim if config.latent else config.head_dim) % 2:
+        name = "qk_rope_head_dim" if config.latent else "head_dim"
+        raise file.refusal(name, rotated, "rotary positions need an even number")
+    return config
+
+
+def _llama_or_qwen3(file: ConfigFile, model: ModelConfig) -> dict[str, Any]:
+    model_type = file.get("model_type", str)
+    file.layer_types((FULL,), "use a checkpoint with full attention in every layer")
+    head_dim = file.get("head_dim", int, 128 if model_type == "qwen3" else model.dim // model.num_heads_q)
+    return {"head_dim": head_dim, "experts": _experts(file) if model_type == "qwen3_moe" else None}
+
+
+def _gpt_oss(file: ConfigFile, model: ModelConfig) -> dict[str, Any]:
+    kinds = file.layer_types((FULL, WINDOW), f"use {FULL} or {WINDOW}, once for each layer")
+    if not kinds:
+        raise file.refusal("layer_types", None, "use the config.json that came with the weights")
+    window = file.get("sliding_window", int) if WINDOW in kinds else 0
+    width = model.hidden_dim
+    return {
+        "head_dim": file.get("head_dim", int),
+        "hidden_dim": 0,
+        "windows": tuple(window if kind == WINDOW else 0 for kind in kinds) if window else (),
+        "experts": replace(_experts(file, width), norm_topk_prob=True),
+    }
+
+
+def _deepseek_v3(file: ConfigFile, model: ModelConfig) -> dict[str, Any]:
+    if model.num_heads_kv != model.num_heads_q:
+        remedy = f"use num_attention_heads, {model.num_heads_q}, as every head has keys of its own"
+        raise file.refusal("num_key_value_heads", model.num_heads_kv, remedy)
+    if model.rope.attention_factor != 1:
+        remedy = "use a checkpoint with mscale and mscale_all_dim alike, as torchtitan's deepseek_v3 has them"
+        raise file.refusal(_rope_key(file), file.values.get(_rope_key(file)), remedy)
+    groups, top_groups = file.get("n_group", int), file.get("topk_group", int)
+    experts = _experts(file)
+    if groups > 1 and (experts.num_experts % groups or experts.num_experts < 2 * groups):
+        remedy = f"use a divisor of n_routed_experts, {experts.num_experts}, that leaves two or more in a group"
+        raise file.refusal("n_group", groups, remedy)
+    if top_groups > groups:
+        raise file.refusal("topk_group", top_groups, f"use at most n_group, {groups}")
+    experts = replace(
+        experts,
+        num_dense_layers=file.get("first_k_dense_replace", int, least=0),
+        num_shared=file.get("n_shared_experts", int),
+        num_groups=1 if groups == top_groups else groups,
+        top_groups=1 if groups == top_groups else top_groups,
+        scale=file.get("routed_scaling_factor", float),
+    )
+    no_q_rank = "q_lora_rank" in file.values and file.values["q_lora_rank"] is None
+    rope_dim = file.get("qk_rope_head_dim", int)
+    rope = ConfigFile(file.path, file.values.get(_rope_key(file)) or {})
+    mscale = rope.get("mscale_all_dim", float) if rope.values.get("mscale_all_dim") else 0.0
+    predicted = file.get("num_nextn_predict_layers", int, 0, least=0)
+    return {
+        "head_dim": rope_dim + file.get("qk_nope_head_dim", int),
+        "value_dim": file.get("v_head_dim", int),
+        "latent": LatentAttention(
+            0 if no_q_rank else file.get("q_lora_rank", int), file.get("kv_lora_rank", int), rope_dim, mscale
+        ),
+        "experts": experts,
+        "left_out": f"num_nextn_predict_layers is {predicted}; these layers are" if predicted else "",
+    }
 
 
 def differences(file: ModelConfig, flavor: ModelConfig) -> list[str]:
     """Each field in which a flavor differs from the file's model, with both values; empty if they are one model."""
-    ours, theirs = dict(_flat(flavor)), dict(_flat(file))
+    ours, theirs = dict(_flat(flavor, file)), dict(_flat(file, flavor))
     names = dict.fromkeys([*theirs, *ours])
     return [
         f"{name} {theirs.get(name)} in the file, {ours.get(name)} in the flavor"
@@ -215,31 +336,42 @@ def differences(file: ModelConfig, flavor: ModelConfig) -> list[str]:
     ]
 
 
-def _flat(config: ModelConfig) -> Iterator[tuple[str, Any]]:
+def _flat(config: ModelConfig, other: ModelConfig) -> Iterator[tuple[str, Any]]:
+    """Fields by name; of a part that the other model lacks, such as experts, only the first."""
     for name, value in asdict(config).items():
         if isinstance(value, dict):
-            yield from ((f"{name}.{inner}", inner_value) for inner, inner_value in value.items())
-        elif name != "max_positions":
+            some = value.items() if getattr(other, name) else list(value.items())[:1]
+            yield from ((f"{name}.{inner}", inner_value) for inner, inner_value in some)
+        elif name not in ("max_positions", "left_out") and (name, value) != ("value_dim", config.head_dim):
             yield name, value
 
 
-def _rope(file: "_ConfigFile", max_positions: int) -> Rope:
-    # as transformers reads them: the older spelling wins, and a theta among the parameters over one beside them
-    key = "rope_scaling" if file.values.get("rope_scaling") else "rope_parameters"
+def _rope_key(file: ConfigFile) -> str:
+    """As transformers reads them: the older spelling wins."""
+    return "rope_scaling" if file.values.get("rope_scaling") else "rope_parameters"
+
+
+def _rope(file: ConfigFile, model_type: str, max_positions: int) -> Rope:
+    # as transformers reads them: a theta among the parameters wins over one beside them
+    key = _rope_key(file)
     parameters = file.values.get(key) or {}
     if not isinstance(parameters, dict):
         raise file.refusal(key, parameters, "use a table of parameters, or null")
-    rope = _ConfigFile(file.path, file.values | parameters)
+    if model_type == "gpt_oss" and not parameters:  # where transformers would take YaRN
+        raise file.refusal(key, parameters, "use the config.json that came with the weights")
+    rope = ConfigFile(file.path, file.values | parameters)
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
     if kind not in ROPE_TYPES:
         remedy = f"use a checkpoint with one of {', '.join(ROPE_TYPES)}, or take out {key} if it was added by hand"
         raise file.refusal(f"{key}.rope_type", kind, remedy)
     for name, value in parameters.items():
-        if name not in ROPE_FIELDS | (YARN_FIELDS if kind == "yarn" else set()) and value is not None:
-            raise file.refusal(f"{key}.{name}", value, f"use a checkpoint with plain {kind!r} positions")
+        known = ROPE_FIELDS | (YARN_FIELDS if kind == "yarn" else set())
+        known |= MSCALE_FIELDS if (kind, model_type) == ("yarn", "deepseek_v3") else set()
+        if name not in known and value is not None:
+            raise file.refusal(f"{key}.{one_line(name, 80)}", value, f"use a checkpoint with plain {kind!r} positions")
     rope.check_field("partial_rotary_factor")
 
-    theta = rope.get("rope_theta", float, 10000.0)
+    theta = rope.get("rope_theta", float, 150000.0 if model_type == "gpt_oss" else 10000.0)
     if kind == "default":
         return Rope(theta)
     factor = rope.get("factor", float)
@@ -254,7 +386,7 @@ def _rope(file: "_ConfigFile", max_positions: int) -> Rope:
             beta_fast=rope.get("beta_fast", float, 32.0),
             beta_slow=rope.get("beta_slow", float, 1.0),
             truncate=rope.get("truncate", bool, True),
-            attention_factor=rope.get("attention_factor", float, 0.1 * math.log(max(factor, 1.0)) + 1.0),
+            attention_factor=rope.get("attention_factor", float, _attention_factor(rope, factor)),
         )
     low, high = rope.get("low_freq_factor", float), rope.get("high_freq_factor", float)
     if low >= high:
@@ -263,76 +395,20 @@ def _rope(file: "_ConfigFile", max_positions: int) -> Rope:
     return Rope(theta, kind, factor, low, high, original)
 
 
-def _experts(file: "_ConfigFile") -> Experts:
-    name = "num_local_experts" if "num_local_experts" in file.values else "num_experts"  # transformers 5, 4
+def _attention_factor(rope: ConfigFile, factor: float) -> float:
+    """Where it is not given. With both of ``MSCALE_FIELDS``, what is not in the scores' factor."""
+    if not all(rope.values.get(name) for name in MSCALE_FIELDS):
+        return yarn_factor(factor)
+    mscale, mscale_all_dim = rope.get("mscale", float), rope.get("mscale_all_dim", float)
+    return yarn_factor(factor, mscale) / yarn_factor(factor, mscale_all_dim)
+
+
+def _experts(file: ConfigFile, hidden_dim: int = 0) -> Experts:
+    """hidden_dim: of an expert; 0: the file's moe_intermediate_size."""
+    names = ("n_routed_experts", "num_local_experts", "num_experts")  # DeepSeek, transformers 5, transformers 4
+    name = next((name for name in names if name in file.values), names[-1])
     num_experts, top_k = file.get(name, int), file.get("num_experts_per_tok", int)
     if top_k > num_experts:
         raise file.refusal("num_experts_per_tok", top_k, f"use at most {name}, {num_experts}")
     norm_topk_prob = file.get("norm_topk_prob", bool, False)
-    return Experts(num_experts, top_k, file.get("moe_intermediate_size", int), norm_topk_prob)
-
-
-class _ConfigFile:
-    """The fields of a config.json, each checked as it is read; null is the same as missing."""
-
-    def __init__(self, path: Path, values: Any = None) -> None:
-        """values: read from the file unless given."""
-        self.path = path
-        if values is None:
-            try:
-                values = json.loads(path.read_text())
-            except OSError as error:
-                raise ValueError(f"{path}: {error.strerror}; put the config.json of the weights there") from None
-            except (ValueError, RecursionError) as error:
-                raise ValueError(f"{path} is no JSON ({error}); download it again") from None
-            if not isinstance(values, dict):
-                raise ValueError(f"{path} holds no JSON object; download it again")
-        self.values: dict[str, Any] = values
-
-    def get(self, name: str, kind: type, default: Any = None) -> Any:
-        """A field of that type: positive and below 2**31 if int, positive and finite if float.
-
-        Args:
-            kind: int, float, bool or str.
-            default: for a field that is missing; None: it must be there.
-        """
-        value: Any = self.values.get(name)
-        if value is None:
-            value = default
-        if value is None:
-            raise ValueError(f"{self.path} has no {name}; use the config.json that came with the weights")
-        if kind is float and type(value) is int and value.bit_length() <= 64:  # a float holds it
-            value = float(value)
-        usable = type(value) is kind
-        if not usable or (kind in (int, float) and not 0 < value < (2**31 if kind is int else math.inf)):
-            need = {
-                int: "a positive integer below 2**31",
-                float: "a positive number",
-                bool: "true or false",
-                str: "a string",
-            }
-            raise self.refusal(name, value, f"use {need[kind]}, as in the config.json that came with the weights")
-        return value
-
-    def check_plain(self, architecture: str) -> None:
-        """Refuses what would make another model than the architecture's plain one."""
-        for name in PLAIN:
-            self.check_field(name)
-        if (found := self.values.get("architectures") or [architecture]) != [architecture]:
-            raise self.refusal("architectures", found, f"use a checkpoint of {architecture}")
-        if "AutoModelForCausalLM" in str(found := self.values.get("auto_map")):
-            raise self.refusal("auto_map", found, f"use a checkpoint of transformers' own {architecture}")
-        found, num_layers = self.values.get("layer_types"), self.get("num_hidden_layers", int)
-        full = isinstance(found, list) and len(found) == num_layers and all(kind == "full_attention" for kind in found)
-        if found and not full:
-            raise self.refusal("layer_types", found, "use a checkpoint with full attention in every layer")
-
-    def check_field(self, name: str) -> None:
-        """Refuses another value than that of ``PLAIN``."""
-        plain, remedy = PLAIN[name]
-        value = self.values.get(name)
-        if value is not None and value != plain:
-            raise self.refusal(name, value, remedy)
-
-    def refusal(self, name: str, value: Any, remedy: str) -> ValueError:
-        return ValueError(f"{self.path}: {name} is {quoted(value)}; {remedy}")
+    return Experts(num_experts, top_k, hidden_dim or file.get("moe_intermediate_size", int), norm_topk_prob)

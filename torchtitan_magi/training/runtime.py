@@ -3,6 +3,8 @@
 import logging
 import os
 import time
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,11 +19,10 @@ from torchtitan_magi.bound_plan import BoundPlan, IndexData, bind_plan, index_da
 from torchtitan_magi.exchange.agreement import PlanAgreement
 from torchtitan_magi.exchange.mesh import gpus_per_node
 from torchtitan_magi.losses import IGNORE_INDEX
-from torchtitan_magi.masks.builders import shared_prompt
-from torchtitan_magi.masks.geometry import CAUSAL
+from torchtitan_magi.masks.builders import causal_ranges, shared_prompt
 from torchtitan_magi.masks.slices import AttnSlices
 from torchtitan_magi.planning.cost_model import H200, CostModel, Heads
-from torchtitan_magi.planning.plan import AttnPlan, make_plan
+from torchtitan_magi.planning.plan import AttnPlan, make_plans
 from torchtitan_magi.planning.summary import describe_plan
 from torchtitan_magi.training.options import Magi
 
@@ -32,10 +33,10 @@ _NOT_FOR_THE_MODEL = ("input", "documents", "pairs", "planned", "labelled")
 
 @dataclass(frozen=True, eq=False)
 class PlannedBatch:
-    """The plan of a microbatch and this rank's index data, on the host."""
+    """The plans of a microbatch, one for each kind of layer, and this rank's index data, on the host."""
 
-    plan: AttnPlan
-    index: IndexData
+    plans: tuple[AttnPlan, ...]
+    indices: tuple[IndexData, ...]
     seconds: float  # what planning took
 
 
@@ -44,7 +45,7 @@ class WorkCount:
     """Work of the microbatches since the metrics were last logged."""
 
     tokens: int = 0
-    area: int = 0  # (query, key) pairs
+    area: float = 0.0  # (query, key) pairs, the mean of all layers
     waited: float = 0.0  # seconds, for plans
 
     def wait(self, seconds: float) -> None:
@@ -54,7 +55,7 @@ class WorkCount:
     def take(self) -> "WorkCount":
         """The numbers so far; counting begins anew."""
         counted = replace(self)
-        self.tokens, self.area, self.waited = 0, 0, 0.0
+        self.tokens, self.area, self.waited = 0, 0.0, 0.0
         return counted
 
 
@@ -67,11 +68,22 @@ class MagiRuntime:
         heads: shape of the attention layers on this rank.
         device: where the model runs.
         count: accumulates the work of each microbatch.
+        windows: by layer, how many tokens a row sees at most; 0: all of its document. One number: all layers are alike.
+
+    Attributes:
+        kinds: the kinds of layers: window -> number of layers.
     """
 
     def __init__(
-        self, magi: Magi, cp_group: dist.ProcessGroup | None, heads: Heads, device: torch.device, count: WorkCount
+        self,
+        magi: Magi,
+        cp_group: dist.ProcessGroup | None,
+        heads: Heads,
+        device: torch.device,
+        count: WorkCount,
+        windows: Sequence[int] = (0,),
     ) -> None:
+        self.kinds = dict(sorted(Counter(windows).items()))
         self.magi, self.cp_group, self.heads, self.device, self.count = magi, cp_group, heads, device, count
         self.block_attn = choose_block_attn(magi.backend, device, magi.deterministic)
         self.num_heads = heads.num_heads_q, heads.num_heads_kv
@@ -101,12 +113,13 @@ class MagiRuntime:
         """
         started = time.perf_counter()
         tokens = inputs["input"]
-        documents, slices = _documents_and_slices(inputs, eos_id)
-        plan = make_plan(slices, tokens.numel(), self.cp_size, self.magi.overlap_stages, **self.plan_options)
-        index = index_data(plan, self.cp_rank, self.block_attn, *self.num_heads)
-        planned = inputs | {"planned": PlannedBatch(plan, index, time.perf_counter() - started)}
+        documents, masks = _documents_and_masks(inputs, eos_id, list(self.kinds))
+        layers, stages = list(self.kinds.values()), self.magi.overlap_stages
+        plans = make_plans(masks, tokens.numel(), self.cp_size, stages, layers=layers, **self.plan_options)
+        indices = tuple(index_data(plan, self.cp_rank, self.block_attn, *self.num_heads) for plan in plans)
+        planned = inputs | {"planned": PlannedBatch(plans, indices, time.perf_counter() - started)}
         if labels is not None:
-            own = labels.flatten().numpy()[index.share.tokens]
+            own = labels.flatten().numpy()[indices[0].share.tokens]
             planned["labelled"] = torch.from_numpy(np.flatnonzero(own != IGNORE_INDEX))
         if self.magi.positions == "pack":
             planned.pop("positions", None)
@@ -114,33 +127,42 @@ class MagiRuntime:
             planned["positions"] = positions_in(documents, tokens)
         return planned
 
-    def bind(self, inputs: dict[str, Any], eos_id: int | None) -> tuple[BoundPlan, dict[str, Any]]:
-        """Brings the plan of one microbatch to the device. A collective of the context-parallel ranks.
+    def bind(self, inputs: dict[str, Any], eos_id: int | None) -> tuple[dict[int, BoundPlan], dict[str, Any]]:
+        """Brings the plans of one microbatch to the device. A collective of the context-parallel ranks.
 
         Args:
             inputs: what ``plan_ahead`` returned, or what it takes.
             eos_id: as for ``plan_ahead``.
 
         Returns:
-            The plan, and what of the inputs, as planned, is for the model.
+            The plan of each of ``kinds``, all with the same tokens, and what of the inputs, as planned, is for the
+            model.
         """
         if "planned" not in inputs:
             inputs = self.plan_ahead(inputs, None, eos_id)
         planned: PlannedBatch = inputs["planned"]
-        plan = planned.plan
         if self.agreement is not None:
-            self.agreement.check(plan)
+            self.agreement.check(planned.plans[0])  # the others are of the same documents
         self.count.tokens += inputs["input"].numel()
-        self.count.area += plan.slices.area
-        bound = bind_plan(
-            plan, self.cp_group, self.block_attn, *self.num_heads, self.device, self.magi.fp32_reduce, planned.index
-        )
+        areas = [number * plan.slices.area for number, plan in zip(self.kinds.values(), planned.plans, strict=True)]
+        self.count.area += sum(areas) / sum(self.kinds.values())
+        rest = self.device, self.magi.fp32_reduce
+        bound = {
+            kind: bind_plan(plan, self.cp_group, self.block_attn, *self.num_heads, *rest, index)
+            for kind, plan, index in zip(self.kinds, planned.plans, planned.indices, strict=True)
+        }
         if not self.logged:
             self.logged = True
-            took = f"planned in {1e3 * planned.seconds:.1f} ms"
-            way = f", rows by {bound.transport.way}" if self.cp_size > 1 else ""
-            logger.info(f"{describe_plan(plan)}; {took}; {self.block_attn.name} attention{way}")
+            self._log(planned, next(iter(bound.values())))
         return bound, {name: value for name, value in inputs.items() if name not in _NOT_FOR_THE_MODEL}
+
+    def _log(self, planned: PlannedBatch, bound: BoundPlan) -> None:
+        way = f", rows by {bound.transport.way}" if self.cp_size > 1 else ""
+        took, of = f"planned in {1e3 * planned.seconds:.1f} ms", sum(self.kinds.values())
+        for (window, layers), plan in zip(self.kinds.items(), planned.plans, strict=True):
+            sees = f" with a window of {window}" if window else ""
+            which = f" ({layers} of {of} layers{sees})" if len(self.kinds) > 1 else sees
+            logger.info(f"{describe_plan(plan)}{which}; {took}; {self.block_attn.name} attention{way}")
 
 
 def check_tokens(tokens: Tensor, vocab_size: int) -> None:
@@ -153,14 +175,17 @@ def check_tokens(tokens: Tensor, vocab_size: int) -> None:
         )
 
 
-def _documents_and_slices(inputs: dict[str, Any], eos_id: int | None) -> tuple[npt.NDArray[np.int32], AttnSlices]:
-    """Token ranges int32 [n, 2], each a document or a pair, and their mask; see ``MagiRuntime.plan_ahead``."""
+def _documents_and_masks(
+    inputs: dict[str, Any], eos_id: int | None, windows: Sequence[int]
+) -> tuple[npt.NDArray[np.int32], list[AttnSlices]]:
+    """Token ranges int32 [n, 2], each a document or a pair, and a mask for each window; see ``MagiRuntime``."""
     if "pairs" in inputs:
         pairs = inputs["pairs"]
-        return pairs[:, [0, 3]], shared_prompt(np.diff(pairs, axis=1), pairs[:, 0])
+        lengths, starts = np.diff(pairs, axis=1), pairs[:, 0]
+        return pairs[:, [0, 3]], [shared_prompt(lengths, starts, window or None) for window in windows]
     documents = inputs["documents"] if "documents" in inputs else documents_from_eos(inputs["input"], eos_id)
     start, end = documents.astype(np.int64).T
-    return documents, AttnSlices(np.stack([start, end, start, end, np.full_like(start, CAUSAL)], 1))
+    return documents, [AttnSlices(causal_ranges(start, end, window or None)) for window in windows]
 
 
 def positions_in(documents: npt.NDArray[np.int32], tokens: Tensor) -> Tensor:

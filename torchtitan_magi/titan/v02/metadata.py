@@ -55,7 +55,8 @@ def attention_metadata(
             same dict: afterwards it holds what the model takes. ``positions`` are among it where the model finds them
             here; under context parallelism they go with the metadata to ``cp_shard``.
     """
-    bound, for_model = runtime.bind({"input": tokens, **extra_inputs}, eos_id)
+    plans, for_model = runtime.bind({"input": tokens, **extra_inputs}, eos_id)
+    (bound,) = plans.values()  # all layers are alike
     positions = for_model.pop("positions", None)
     if runtime.cp_size == 1:
         in_pack = torch.arange(tokens.shape[1], device=tokens.device)[None]

@@ -17,6 +17,8 @@ from torchtitan_magi.titan.v02.metadata import PlanMetadata, attention_metadata
 from torchtitan_magi.training.model_config import Experts, ModelConfig, Rope
 from torchtitan_magi.wording import quoted
 
+MODELS = ("llama3", "qwen3")
+OF_0_3 = ("gpt_oss", "deepseek_v3")  # models that only the adapter of torchtitan 0.3 serves
 VARLEN = {"attn_type": "varlen", "attn_mask_type": "block_causal"}
 # torchtitan's llama3 always scales frequencies as Llama 3.1 does. No wavelength is above the first of these lengths, so
 # none is scaled; every one is above the second, so all are divided by the factor.
@@ -54,7 +56,19 @@ def args_of(config: ModelConfig) -> Any:
     Raises:
         ValueError: torchtitan 0.2.2 has no such model; one line, to be put behind the path of the config.json.
     """
+    check_model(config.model)
     return _llama3_args(config) if config.model == "llama3" else _qwen3_args(config)
+
+
+def check_model(name: str) -> None:
+    """Raises ValueError, one line with the remedy, for a model that is not served."""
+    if name in OF_0_3:
+        raise ValueError(
+            f"model.name is {quoted(name)}, which needs torchtitan 0.3; install it, or start with "
+            "TITAN=0.3 ./scripts/train.sh"
+        )
+    if name not in MODELS:
+        raise ValueError(f"model.name is {quoted(name)}, which has no varlen attention; use one of {', '.join(MODELS)}")
 
 
 def _check_rope(rope: Rope, kinds: tuple[str, ...], model: str) -> None:

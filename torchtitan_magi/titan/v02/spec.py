@@ -22,7 +22,16 @@ from torchtitan_magi.titan.v02.data import build_validation_dataloader
 from torchtitan_magi.titan.v02.job_config import check_job_config, without_context_parallel
 from torchtitan_magi.titan.v02.memory import MeasuredMemory, check_offload, log_prediction, setup_of
 from torchtitan_magi.titan.v02.metrics import MagiMetricsProcessor
-from torchtitan_magi.titan.v02.models import args_of, check_tied, config_of, varlen_flavors, with_plan_metadata
+from torchtitan_magi.titan.v02.models import (
+    MODELS,
+    OF_0_3,
+    args_of,
+    check_model,
+    check_tied,
+    config_of,
+    varlen_flavors,
+    with_plan_metadata,
+)
 from torchtitan_magi.titan.v02.moe import check_experts
 from torchtitan_magi.titan.v02.validator import MagiValidator
 from torchtitan_magi.titan.v02.wrapper import VarlenAttentionWrapper
@@ -36,9 +45,7 @@ from torchtitan_magi.training.options import OUR_DATASETS
 from torchtitan_magi.training.pack_loader import build_dataloader
 from torchtitan_magi.training.planned_loader import PlannedLoader
 from torchtitan_magi.training.runtime import MagiRuntime, WorkCount, check_tokens
-from torchtitan_magi.wording import quoted
 
-MODELS = ("llama3", "qwen3")
 # A rank whose collective timed out waits four times this long, for itself and others to write torchtitan's flight
 # records, before it ends; PyTorch's own value makes that a minute.
 DUMP_MILLISECONDS = 3000
@@ -53,7 +60,7 @@ def register() -> None:
     hooks.install()
     for name in MODELS:
         register_train_spec(name, MagiSpec(get_train_spec(name)).train_spec())
-    for name in _supported_models - set(MODELS):
+    for name in (_supported_models | set(OF_0_3)) - set(MODELS):
         register_train_spec(name, _unsupported(name))
 
 
@@ -157,9 +164,8 @@ class MagiSpec:
         batches = parallel_dims.dp_replicate * parallel_dims.dp_shard * training.local_batch_size
         self.losses = LossRecord(max(1, training.global_batch_size // batches))
         config = config_of(model_args)
-        attention_flops = 12 * config.num_layers * config.num_heads_q * config.head_dim
         memory = MeasuredMemory(log_prediction(setup_of(job_config, parallel_dims, config, self.has_objectives)))
-        return MagiMetricsProcessor(job_config, parallel_dims, attention_flops, self.count, self.losses, memory)
+        return MagiMetricsProcessor(job_config, parallel_dims, config.attention_flops, self.count, self.losses, memory)
 
     def build_loss(self, job_config: Any, **kwargs: Any) -> Any:
         return self.losses.record(self.stock.build_loss_fn(job_config, **kwargs))
@@ -216,7 +222,7 @@ def _unsupported(name: str) -> Any:
     """A train spec that says which models have varlen attention."""
 
     def refuse(job_config: Any) -> Any:
-        raise ValueError(f"model.name is {quoted(name)}, which has no varlen attention; use one of {', '.join(MODELS)}")
+        check_model(name)
 
     required = [field.name for field in fields(TrainSpec) if field.default is MISSING]
     return TrainSpec(**dict.fromkeys(required) | {"build_tokenizer_fn": refuse})

@@ -16,7 +16,7 @@ if not torch.accelerator.is_available():
 
 
 def with_magi(config: Any, magi: Magi | None = None) -> Any:
-    """A configuration of torchtitan's Trainer for ours, for llama3 and qwen3 with attention "flex".
+    """A configuration of torchtitan's Trainer for ours, of a model that is served, with attention "flex".
 
     Args:
         magi: the [magi] options.

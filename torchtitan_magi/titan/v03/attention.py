@@ -1,11 +1,13 @@
 """The attention module of a layer in torchtitan 0.3's shapes, and what it gets of a microbatch's plan."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import spmd_types as spmd
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torchtitan.config.override import override
 from torchtitan.models.common.attention import FlexAttention
 from torchtitan.models.common.decoder_sharding import dense_activation_placement
@@ -18,11 +20,12 @@ from torchtitan_magi.training.objectives import LocalBatch
 from torchtitan_magi.training.runtime import MagiRuntime
 
 OVERRIDE = "torchtitan_magi.titan.v03.attention.varlen"
+FULL, WINDOW = "basic_mask", "sliding_window_mask"  # gpt-oss' layers choose by these names
 
 
 class PlanMasks:
-    """The handle of a microbatch's plan, as torchtitan hands attention masks to every layer. A plain object, which
-    FSDP2, pipelining and activation checkpointing pass on untouched."""
+    """The handle of a microbatch's plan for one kind of layers, as torchtitan hands attention masks to every layer. A
+    plain object, which FSDP2, pipelining and activation checkpointing pass on untouched."""
 
     def __init__(self, handle: Tensor) -> None:
         self.handle = handle
@@ -49,22 +52,32 @@ class VarlenAttention(Module):
         attention_masks: PlanMasks,
         scale: float | None = None,
         enable_gqa: bool = False,
+        out_transform: Callable[[Tensor, Tensor], Tensor] | None = None,
     ) -> Tensor:
         """Attention of this rank's tokens.
 
         Args:
-            q_BLNH: [b, s, Hq, D]. k_BLNH, v_BLNH: [b, s, H, D]. Local tensors.
-            attention_masks: the microbatch's.
+            q_BLNH: [b, s, Hq, D]. k_BLNH: [b, s, H, D]. v_BLNH: [b, s, H, Dv]. Local tensors.
+            attention_masks: the microbatch's, for layers of this kind.
             scale: the scores' factor; default D ** -0.5.
+            out_transform: gpt-oss' method that would scale the result by its layer's sinks; our kernel has them itself.
 
         Returns:
-            [b, s, Hq, D] in the dtype of v_BLNH.
+            [b, s, Hq, Dv] in the dtype of v_BLNH.
         """
         q, k, v = (x.flatten(0, 1).to(v_BLNH.dtype) for x in (q_BLNH, k_BLNH, v_BLNH))
         scale = (q.shape[-1] ** -0.5 if scale is None else scale) * self.temperature
         with spmd.no_typecheck():
-            out, _ = attend(q, k, v, attention_masks.handle, scale)
-        return out.view(q_BLNH.shape)
+            out, _ = attend(q, k, v, attention_masks.handle, scale, _sinks(out_transform))
+        return out.unflatten(0, q_BLNH.shape[:2])
+
+
+def _sinks(out_transform: Any) -> Tensor | None:
+    """[Hq] of the layer whose method it is: this rank's heads."""
+    if out_transform is None:
+        return None
+    sinks = out_transform.__self__.sinks
+    return sinks.to_local(grad_placements=sinks.placements) if isinstance(sinks, DTensor) else sinks
 
 
 @override(target=FlexAttention.Config, description="varlen context parallelism")
@@ -91,12 +104,14 @@ def local_batch(runtime: MagiRuntime, eos_id: int | None, inputs: dict[str, Any]
     """
     labelled = inputs.pop("labelled", None)
     tokens = inputs["input"]
-    bound, for_model = runtime.bind(inputs, eos_id)
+    plans, for_model = runtime.bind(inputs, eos_id)
     positions = for_model.pop("positions", None)
     if positions is None:
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-    take = _taker(bound)
-    masks = PlanMasks(make_handle(bound))
+    take = _taker(next(iter(plans.values())))
+    masks: Any = {WINDOW if kind else FULL: PlanMasks(make_handle(bound)) for kind, bound in plans.items()}
+    if len(masks) == 1:
+        (masks,) = masks.values()
     model_inputs = {**for_model, "positions": take(positions), "attention_masks": masks}
     return LocalBatch(take(tokens), take(labels), labelled, model_inputs, take)
 

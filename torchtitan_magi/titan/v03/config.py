@@ -20,10 +20,12 @@ from torchtitan_magi.titan.v03.components import (
 )
 from torchtitan_magi.titan.v03.job_config import Workers
 from torchtitan_magi.titan.v03.lora import lora_converter
-from torchtitan_magi.titan.v03.models import MODELS, model_of, model_spec, stock_flavor
+from torchtitan_magi.titan.v03.models import check_model, flavors, model_of, model_spec, stock_flavor
 from torchtitan_magi.training.hf_folder import HF_FLAVOR, read_hf_config
 from torchtitan_magi.training.options import import_modules
 from torchtitan_magi.wording import quoted
+
+ADAPTED = ("llama3", "qwen3")  # models that low-rank adapters are for
 
 
 def trainer_options(job: Any) -> dict[str, Any]:
@@ -73,15 +75,16 @@ def copied(kind: Any, section: Any, **others: Any) -> Any:
 
 def _model_spec(job: Any) -> Any:
     name, flavor = job.model.name, job.model.flavor
-    if name not in MODELS:
-        raise ValueError(f"model.name is {quoted(name)}, which has no varlen attention; use one of {', '.join(MODELS)}")
+    check_model(name)
     if job.model.converters:
         raise ValueError(f"model.converters is {quoted(job.model.converters)}, which 0.3 has no more; leave it out")
+    if job.magi.lora.rank and name not in ADAPTED:
+        raise ValueError(f"magi.lora.rank is {job.magi.lora.rank}, but {name} gets no adapters here; set it to 0")
     config = None
     if flavor == HF_FLAVOR:
         config = read_hf_config(job, model_of)
     elif stock_flavor(name, flavor) is None:
-        known = ", ".join([HF_FLAVOR, *getattr(MODELS[name], f"{name}_configs")])
+        known = ", ".join([HF_FLAVOR, *flavors(name)])
         raise ValueError(f"model.flavor {quoted(flavor)} is unknown; use one of {known}")
     return model_spec(name, flavor, config, [lora_converter(job.magi.lora)] if job.magi.lora.rank else [])
 

@@ -21,7 +21,7 @@ from torchtitan_magi.training.options import Magi
 
 
 def with_magi(config: Trainer.Config, magi: Magi | None = None) -> MagiTrainer.Config:
-    """A configuration of torchtitan's Trainer for ours, for llama3 and qwen3 with attention "flex".
+    """A configuration of torchtitan's Trainer for ours, of a model that is served, with attention "flex".
 
     Args:
         magi: the [magi] options.

@@ -1,7 +1,7 @@
 """Experts that compute in the precision that was asked for."""
 
-from dataclasses import dataclass, fields
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -21,16 +21,20 @@ class MagiExperts(GroupedExperts):
         """x_RD: rows by expert, and rows without one after them, whose result is 0."""
         if x_RD.dtype != torch.float32:
             return super().forward(x_RD, num_tokens_per_expert_E)
-        weights = (self.w1_EFD, self.w2_EDF, self.w3_EFD)
-        local = (w.to_local() if isinstance(w, DTensor) else w for w in weights)
-        counts = num_tokens_per_expert_E.tolist()
-        *rows, others = x_RD.split([*counts, len(x_RD) - sum(counts)])
-        outs = [(F.silu(x @ w1.T) * (x @ w3.T)) @ w2.T for x, w1, w2, w3 in zip(rows, *local, strict=True)]
-        return torch.cat([*outs, torch.zeros_like(others)])
+        weights = local(self.w1_EFD, self.w2_EDF, self.w3_EFD)
+        return by_expert(
+            x_RD, num_tokens_per_expert_E, weights, lambda x, w1, w2, w3: (F.silu(x @ w1.T) * (x @ w3.T)) @ w2.T
+        )
 
 
-def use_our_experts(model: Any) -> None:
-    """Replaces torchtitan's in a model's configuration."""
-    for _, config, parent, name in list(model.traverse(GroupedExperts.Config)):
-        values = {option.name: getattr(config, option.name) for option in fields(config) if option.init}
-        setattr(parent, name, MagiExperts.Config(**values))
+def local(*weights: Tensor) -> list[Tensor]:
+    """This rank's part of each."""
+    return [w.to_local() if isinstance(w, DTensor) else w for w in weights]
+
+
+def by_expert(x_RD: Tensor, counts_E: Tensor, weights: list[Tensor], run: Callable[..., Tensor]) -> Tensor:
+    """run(rows of an expert, its slice of each of weights) for all of them, and 0 for rows without an expert."""
+    counts = counts_E.tolist()
+    *rows, others = x_RD.split([*counts, len(x_RD) - sum(counts)])
+    outs = [run(x, *of_expert) for x, *of_expert in zip(rows, *weights, strict=True)]
+    return torch.cat([*outs, torch.zeros_like(others)])

@@ -1,24 +1,37 @@
 """torchtitan 0.3's models: from and to our own ``ModelConfig``."""
 
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torchtitan.models import llama3, qwen3
+from torchtitan.models import deepseek_v3, gpt_oss, llama3, qwen3
 from torchtitan.models.common import ComplexRoPE, CosSinRoPE, Embedding, Linear
+from torchtitan.models.common.attention import FlexAttention
+from torchtitan.models.common.moe import GroupedExperts
 from torchtitan.models.common.nn_modules import RMSNorm
 from torchtitan.models.common.rope import RoPE
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.tools import utils
 
-from torchtitan_magi.titan.v03.experts import use_our_experts
+from torchtitan_magi.titan.v03 import deepseek_v3 as our_deepseek_v3
+from torchtitan_magi.titan.v03 import gpt_oss as our_gpt_oss
+from torchtitan_magi.titan.v03.experts import MagiExperts
 from torchtitan_magi.training.cpu import reduce_by_plain_sums
-from torchtitan_magi.training.model_config import Experts, ModelConfig, Rope
+from torchtitan_magi.training.model_config import Experts, ModelConfig, Rope, yarn_factor
 from torchtitan_magi.wording import quoted
 
-MODELS = {"llama3": llama3, "qwen3": qwen3}
+MODELS = {"llama3": llama3, "qwen3": qwen3, "gpt_oss": gpt_oss, "deepseek_v3": deepseek_v3}
+CONFIGS = {
+    "llama3": llama3.Llama3Model.Config,
+    "qwen3": qwen3.Qwen3Model.Config,
+    "gpt_oss": gpt_oss.GptOssModel.Config,
+    "deepseek_v3": deepseek_v3.DeepSeekV3Model.Config,
+}
+REPLACED = {GroupedExperts.Config: MagiExperts.Config, **our_gpt_oss.REPLACED}
+COMPLEX = ("llama3", "deepseek_v3")  # models that rotate adjacent elements
 VARLEN_SUFFIXES = ("_varlen", "_varlen_attn")  # of 0.2.2's flavors; here every flavor has varlen attention
 
 
@@ -40,8 +53,18 @@ class LinearRoPE(CosSinRoPE):
 def stock_flavor(name: str, flavor: str) -> str | None:
     """torchtitan's flavor of that name, with or without 0.2.2's suffix; None if it has none."""
     plain = next((flavor.removesuffix(suffix) for suffix in VARLEN_SUFFIXES if flavor.endswith(suffix)), flavor)
-    configs = getattr(MODELS[name], f"{name}_configs")
-    return plain if plain in configs else None
+    return plain if plain in flavors(name) else None
+
+
+def flavors(name: str) -> list[str]:
+    """torchtitan's flavors of a model."""
+    return list(getattr(MODELS[name], f"{name.replace('_', '')}_configs"))
+
+
+def check_model(name: str) -> None:
+    """Raises ValueError, one line, for a model that is not served."""
+    if name not in MODELS:
+        raise ValueError(f"model.name is {quoted(name)}, which has no varlen attention; use one of {', '.join(MODELS)}")
 
 
 def model_spec(name: str, flavor: str, config: ModelConfig | None, converters: list[Any]) -> ModelSpec:
@@ -55,18 +78,40 @@ def model_spec(name: str, flavor: str, config: ModelConfig | None, converters: l
     spec.flavor = flavor
     if config is not None:
         spec.model = model_of(config)
-    use_our_experts(spec.model)
+        spec.post_optimizer_build_fn = None  # a checkpoint's bias where experts are selected stays as it is
+    _replace_layers(spec.model)
     for converter in converters:
         spec.model = converter.build().convert(spec.model)
     return with_varlen(spec)
 
 
+def _replace_layers(model: Any) -> None:
+    """Puts our layers in place of torchtitan's in a model's configuration."""
+    for stock, ours in REPLACED.items():
+        for _, config, parent, name in list(model.traverse(stock)):
+            if type(config) is stock:
+                values = {option.name: getattr(config, option.name) for option in fields(config) if option.init}
+                setattr(parent, name, ours(**values))
+
+
 def with_varlen(spec: ModelSpec) -> ModelSpec:
-    """The same model, accepting our attention under context parallelism."""
+    """The same model, accepting our attention under context parallelism.
+
+    Raises:
+        ValueError: no model that is served, or not as it is served; one line.
+    """
+    check_model(spec.name)
+    attention = spec.model.first_attention.inner_attention
+    if not isinstance(attention, FlexAttention.Config):
+        kind = type(attention).__qualname__.removesuffix(".Config")
+        raise ValueError(f'the attention of {spec.name} is {kind}; make the model with attn_backend="flex"')
+    if getattr(spec.model, "mtp_layers", None):
+        raise ValueError(f"{spec.name} has mtp_layers, which are not trained here; set num_mtp_layers to 0")
+    adapter = our_gpt_oss.GptOssAdapter if spec.name == "gpt_oss" else spec.state_dict_adapter
     return replace(
         spec,
         parallelize_fn=partial(_parallelize, spec.parallelize_fn),
-        state_dict_adapter=partial(_adapter, spec.state_dict_adapter),
+        state_dict_adapter=partial(_adapter, adapter),
     )
 
 
@@ -103,37 +148,14 @@ def model_of(config: ModelConfig) -> Any:
     Raises:
         ValueError: torchtitan 0.3 has no such model; one line, to be put behind the path of the config.json.
     """
-    common: dict[str, Any] = {"n_layers": config.num_layers, "dim": config.dim, "n_heads": config.num_heads_q}
-    common |= {"n_kv_heads": config.num_heads_kv, "attn_backend": "flex", "rope": _rope_of(config)}
-    model: Any
-    if config.model == "llama3":
-        if config.head_dim * config.num_heads_q != config.dim:
-            raise ValueError(
-                f"head_dim is {config.head_dim}, but torchtitan's llama3 has hidden_size / num_attention_heads only, "
-                f"{config.dim} / {config.num_heads_q}; use a checkpoint of that shape"
-            )
-        stock, build, make = llama3, llama3._build_llama3_layers, llama3.Llama3Model.Config
-        layers = build(**common, hidden_dim=config.hidden_dim)
-    else:
-        stock, make = qwen3, qwen3.Qwen3Model.Config
-        common["head_dim"] = config.head_dim
-        if (experts := config.experts) is None:
-            layers = qwen3._build_qwen3_layers(**common, hidden_dim=config.hidden_dim)
-        else:
-            layers = qwen3._build_qwen3_moe_layers(
-                **common,
-                moe_hidden_dim=experts.hidden_dim,
-                num_experts=experts.num_experts,
-                top_k=experts.top_k,
-                moe_comm_backend="standard",
-            )
-            for layer in layers:
-                layer.moe.router.route_norm = experts.norm_topk_prob
-                layer.moe.load_balance_coeff = None  # no bias where experts are selected: a checkpoint has none
-    embedding = stock._EMBEDDING_SKIP_INIT if config.tied else stock._EMBEDDING_INIT
-    output = llama3._output_linear_init(config.dim) if stock is llama3 else qwen3._LINEAR_INIT
+    name, stock = config.model, MODELS[config.model]
+    if config.tied and name in ("gpt_oss", "deepseek_v3"):
+        raise ValueError(f"tie_word_embeddings is True, which torchtitan's {name} has not; use a checkpoint without")
+    build = {"gpt_oss": our_gpt_oss.layers_of, "deepseek_v3": our_deepseek_v3.layers_of}.get(name, _layers_of)
+    output = qwen3._LINEAR_INIT if stock is qwen3 else stock._output_linear_init(config.dim)
     size = {"in_features": config.dim, "out_features": config.vocab_size}
-    model = make(
+    embedding = stock._EMBEDDING_SKIP_INIT if config.tied else stock._EMBEDDING_INIT
+    model = CONFIGS[name](
         dim=config.dim,
         vocab_size=config.vocab_size,
         enable_weight_tying=config.tied,
@@ -142,17 +164,47 @@ def model_of(config: ModelConfig) -> Any:
         ),
         norm=RMSNorm.Config(normalized_shape=config.dim, param_init=stock._NORM_INIT),
         lm_head=Linear.Config(**size, param_init=output),
-        layers=layers,
+        layers=build(config, _rope_of(config)),
     )
     for _, norm, _, _ in model.traverse(RMSNorm.Config):
         norm.eps = config.norm_eps
+    if config.latent is not None:
+        our_deepseek_v3.set_latent_norms(model)
     return model
+
+
+def _layers_of(config: ModelConfig, rope: RoPE.Config) -> list[Any]:
+    """Of llama3 and qwen3."""
+    common: dict[str, Any] = {"n_layers": config.num_layers, "dim": config.dim, "n_heads": config.num_heads_q}
+    common |= {"n_kv_heads": config.num_heads_kv, "attn_backend": "flex", "rope": rope}
+    if config.model == "llama3":
+        if config.head_dim * config.num_heads_q != config.dim:
+            raise ValueError(
+                f"head_dim is {config.head_dim}, but torchtitan's llama3 has hidden_size / num_attention_heads only, "
+                f"{config.dim} / {config.num_heads_q}; use a checkpoint of that shape"
+            )
+        return llama3._build_llama3_layers(**common, hidden_dim=config.hidden_dim)
+    common["head_dim"] = config.head_dim
+    if (experts := config.experts) is None:
+        return qwen3._build_qwen3_layers(**common, hidden_dim=config.hidden_dim)
+    layers = qwen3._build_qwen3_moe_layers(
+        **common,
+        moe_hidden_dim=experts.hidden_dim,
+        num_experts=experts.num_experts,
+        top_k=experts.top_k,
+        moe_comm_backend="standard",
+    )
+    for layer in layers:
+        layer.moe.router.route_norm = experts.norm_topk_prob
+        layer.moe.load_balance_coeff = None  # no bias where experts are selected: a checkpoint has none
+    return layers
 
 
 def _rope_of(config: ModelConfig) -> RoPE.Config:
     rope = config.rope
-    common: dict[str, Any] = {"dim": config.head_dim, "max_seq_len": config.max_positions, "theta": rope.theta}
-    kind = ComplexRoPE if config.model == "llama3" else CosSinRoPE
+    dim, is_complex = config.latent.rope_dim if config.latent else config.head_dim, config.model in COMPLEX
+    common: dict[str, Any] = {"dim": dim, "max_seq_len": config.max_positions, "theta": rope.theta}
+    kind = ComplexRoPE if is_complex else CosSinRoPE
     if rope.type == "default":
         return kind.Config(**common)
     if rope.type == "yarn":
@@ -165,7 +217,7 @@ def _rope_of(config: ModelConfig) -> RoPE.Config:
             original_seq_len=rope.original_max_positions,
             truncate=rope.truncate,
         )
-    if config.model == "llama3":  # linear: every wavelength is above 0, so all frequencies are divided
+    if is_complex:  # linear: every wavelength is above 0, so all frequencies are divided
         return ComplexRoPE.Config(
             **common,
             scaling="llama",
@@ -176,46 +228,87 @@ def _rope_of(config: ModelConfig) -> RoPE.Config:
         )
     if rope.type == "linear":
         return LinearRoPE.Config(**common, rope_factor=rope.factor)
-    raise ValueError(f"rope_type is {quoted(rope.type)}, which torchtitan's qwen3 has not; use a checkpoint without it")
+    raise ValueError(
+        f"rope_type is {quoted(rope.type)}, which torchtitan's {config.model} has not; use a checkpoint without it"
+    )
+
+
+def temperature_of(config: ModelConfig) -> float:
+    """Factor of the scores that YaRN asks for, beside what torchtitan's model has of it."""
+    has = yarn_factor(config.rope.factor) if config.model == "gpt_oss" and config.rope.type == "yarn" else 1.0
+    return (config.rope.attention_factor / has) ** 2
 
 
 def config_of(model: Any) -> ModelConfig:
     """The model of torchtitan's configuration."""
-    attention, layer = model.first_attention, model.layers[0]
-    is_llama = isinstance(model, llama3.Llama3Model.Config)
-    experts, other = None, []
-    if layer.moe is not None:
-        moe = layer.moe
-        router, inner = moe.router, moe.routed_experts.inner_experts
-        experts = Experts(moe.num_experts, router.top_k, inner.hidden_dim, router.route_norm)
-        if moe.shared_experts is not None or router.score_func != "softmax":
-            other.append("experts of another kind than Qwen3's")
+    name = next(name for name, kind in CONFIGS.items() if isinstance(model, kind))
+    attention, layers = model.first_attention, model.layers
+    others: dict[str, Any] = {"num_heads_kv": attention.n_heads}
+    if name == "deepseek_v3":
+        others |= {"latent": our_deepseek_v3.latent_of(attention), "value_dim": attention.v_head_dim}
+        head_dim = attention.qk_nope_head_dim + attention.qk_rope_head_dim
+    else:
+        others["num_heads_kv"] = attention.n_kv_heads or attention.n_heads
+        head_dim = attention.head_dim or model.dim // attention.n_heads
+    if name == "gpt_oss":
+        windows = tuple(layer.attention.sliding_window_size or 0 for layer in layers)
+        others["windows"] = windows if any(windows) else ()
+    dense = [layer.feed_forward for layer in layers if layer.moe is None]
+    if len(dense) < len(layers):
+        moe = layers[len(dense)].moe
+        others |= {"experts": _experts(moe, len(dense)), "other": tuple(_odd(moe, name))}
     return ModelConfig(
-        model="llama3" if is_llama else "qwen3",
+        model=name,
         dim=model.dim,
-        num_layers=len(model.layers),
+        num_layers=len(layers),
         num_heads_q=attention.n_heads,
-        num_heads_kv=attention.n_kv_heads or attention.n_heads,
-        head_dim=attention.head_dim or model.dim // attention.n_heads,
-        hidden_dim=layer.feed_forward.w1.out_features if layer.moe is None else 0,
+        head_dim=head_dim,
+        hidden_dim=dense[0].w1.out_features if dense else 0,
         vocab_size=model.vocab_size,
         norm_eps=model.norm.eps,
-        rope=_rope(attention.rope),
+        rope=_rope(attention.rope, name),
         tied=model.enable_weight_tying,
-        experts=experts,
-        other=tuple(other),
         max_positions=attention.rope.max_seq_len,
+        **others,
     )
 
 
-def _rope(rope: Any) -> Rope:
+def _experts(moe: Any, num_dense_layers: int) -> Experts:
+    """Of a layer."""
+    router, width, shared = moe.router, moe.routed_experts.inner_experts.hidden_dim, moe.shared_experts
+    return Experts(
+        moe.num_experts,
+        router.top_k,
+        width,
+        router.route_norm,
+        num_dense_layers,
+        num_shared=shared.w1.out_features // width if shared else 0,
+        num_groups=router.num_expert_groups or 1,
+        top_groups=router.num_limited_groups if router.num_expert_groups else 1,
+        scale=router.route_scale,
+    )
+
+
+def _odd(moe: Any, model: str) -> Iterator[str]:
+    """What a layer has that the published models of its architecture have not."""
+    if moe.router.score_func != ("sigmoid" if model == "deepseek_v3" else "softmax"):
+        yield f"score_func {moe.router.score_func}"
+    if model != "deepseek_v3" and moe.shared_experts is not None:
+        yield "shared experts"
+    if model == "gpt_oss" and moe.load_balance_coeff is not None:
+        yield "a bias by which experts are chosen"
+
+
+def _rope(rope: Any, model: str) -> Rope:
     if isinstance(rope, LinearRoPE.Config):
         return Rope(rope.theta, "linear", rope.rope_factor)
     if rope.scaling == "none":
         return Rope(rope.theta)
     if rope.scaling == "yarn":
         betas = {"beta_fast": rope.beta_fast, "beta_slow": rope.beta_slow, "truncate": rope.truncate}
-        return Rope(rope.theta, "yarn", rope.rope_factor, original_max_positions=rope.original_seq_len, **betas)
+        factor = yarn_factor(rope.rope_factor) if model == "gpt_oss" else 1.0
+        others = {"original_max_positions": rope.original_seq_len, "attention_factor": factor}
+        return Rope(rope.theta, "yarn", rope.rope_factor, **betas, **others)
     if rope.original_max_position_embeddings == 0:
         return Rope(rope.theta, "linear", rope.scaling_factor)
     factors = rope.scaling_factor, rope.low_freq_factor, rope.high_freq_factor

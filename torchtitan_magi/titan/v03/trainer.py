@@ -31,7 +31,7 @@ from torchtitan_magi.titan.v03.components import (
 from torchtitan_magi.titan.v03.config import job_of, trainer_options
 from torchtitan_magi.titan.v03.job_config import read_job_config
 from torchtitan_magi.titan.v03.lora import PolicyWithoutAdapters
-from torchtitan_magi.titan.v03.models import config_of
+from torchtitan_magi.titan.v03.models import config_of, temperature_of
 from torchtitan_magi.titan.v03.pipeline import Pipeline, check_pipeline
 from torchtitan_magi.training.agreed import agreed
 from torchtitan_magi.training.checkpoints import check_checkpoints
@@ -69,7 +69,7 @@ class MagiTrainer(ObjectiveTrainer, Trainer):
         self.model_facts = _facts(config)
         self.count = WorkCount()
         _make_room_for_positions(config)
-        temperature = {"temperature": self.model_facts.rope.attention_factor**2}
+        temperature = {"temperature": temperature_of(self.model_facts)}
         changed: dict[str, Any] = {
             "dataloader": _Loader(config.dataloader, self._build_loader),
             "override": replace(config.override, imports=[*config.override.imports, (OVERRIDE, temperature)]),
@@ -102,10 +102,11 @@ class MagiTrainer(ObjectiveTrainer, Trainer):
         path = job.model.hf_assets_path
         (self.export_shards,) = agreed(path, lambda: [check_folders(job, facts)], lambda _: identity)
         mesh = dims.get_optional_mesh("cp")
-        heads = Heads(facts.num_heads_q // dims.tp, facts.num_heads_kv // dims.tp, facts.head_dim)
-        group = None if mesh is None else mesh.get_group()
-        self.runtime = MagiRuntime(job.magi, group, heads, self.device, self.count)
-        self.runtime.block_attn.check(facts.head_dim, TORCH_DTYPE_MAP[job.training.mixed_precision_param])
+        heads = Heads(facts.num_heads_q // dims.tp, facts.num_heads_kv // dims.tp, facts.head_dim, facts.value_dim)
+        group, windows = None if mesh is None else mesh.get_group(), facts.windows or (0,) * facts.num_layers
+        self.runtime = MagiRuntime(job.magi, group, heads, self.device, self.count, windows)
+        dtype = TORCH_DTYPE_MAP[job.training.mixed_precision_param]
+        self.runtime.block_attn.check(facts.head_dim, dtype, facts.value_dim)
         return dims
 
     def _build_loader(
@@ -136,8 +137,7 @@ class MagiTrainer(ObjectiveTrainer, Trainer):
         return PlannedLoader(loader, plan, self.count.wait)
 
     def _start_metrics(self) -> None:
-        facts, seq_len = self.model_facts, self.config.training.seq_len
-        attention = 12 * facts.num_layers * facts.num_heads_q * facts.head_dim
+        attention, seq_len = self.model_facts.attention_flops, self.config.training.seq_len
         self.metrics_processor.num_flops_per_token -= attention * seq_len  # torchtitan counts a dense pack
         microbatches = self.gradient_accumulation_steps * self.num_pipeline_parallel_microbatches
         self.metrics_processor.count_work(attention, self.count, LossRecord(microbatches))
