@@ -9,6 +9,7 @@ from statistics import mean
 from typing import Any
 
 from check_prediction import comparisons
+from compare_versions import LAYOUTS, VERSIONS, difference, shown
 
 from torchtitan_magi.planning.cost_model import H200
 
@@ -371,7 +372,43 @@ def headline() -> str:
 """
 
 
+def versions() -> str:
+    """Losses of each layout with each torchtitan, beside those of one process and of the other."""
+    files = {version: f"versions_{version}" for version in VERSIONS}
+    found = {version: result(name)["layouts"] for version, name in files.items()}
+    rows = []
+    for layout in LAYOUTS:
+        name, alone = str(layout), str(layout.one_process)
+        runs = {version: of.get(name) for version, of in found.items()}
+        pairs = [(run, found[version].get(alone)) for version, run in runs.items()]
+        rows.append([name, *(shown(difference(*pair)) if all(pair) else "–" for pair in (*pairs, runs.values()))])
+    columns = ["layout", *(f"{version}, from its one process" for version in VERSIONS), "0.3 from 0.2.2"]
+    return f"{table(columns, rows)}\n\n{sources(*files.values())}"
+
+
+def v03_gpu() -> str:
+    """Losses with torchtitan 0.3 on a GPU, beside those on a CPU."""
+    found = result("v03_h200")
+    rows = [
+        [task, *(" ".join(f"{loss:.4f}" for loss in of[where]) for where in ("gpu", "cpu"))]
+        for task, of in found["losses"].items()
+    ]
+    return f"{table(['run', 'one H200, bfloat16', 'CPU, float32'], rows)}\n\n{found['date']}, torch {found['torch']}."
+
+
+def started() -> str:
+    """When scripts/start_configs.py ran last with each torchtitan."""
+    said = []
+    for version in VERSIONS:
+        run, path = result(f"start_configs_{version}"), f"../../benchmarks/results/start_configs_{version}.json"
+        said.append(f"[{run['date']}]({path}) with {version}, {len(run['losses'])} files")
+    return "; ".join(said) + "."
+
+
 PARTS: dict[str, Callable[[], str]] = {
+    "versions": versions,
+    "v03-gpu": v03_gpu,
+    "started": started,
     "headline": headline,
     "kernel": kernel,
     "kernel-sustained": sustained,

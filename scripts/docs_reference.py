@@ -71,7 +71,7 @@ TORCHTITAN: dict[str, dict[str, str]] = {
         "data_parallel_replicate_degree": "Copies of the sharded model (HSDP).",
         "expert_parallel_degree": "Ranks that share the experts; they are taken from the other degrees.",
         "expert_tensor_parallel_degree": "1, or tensor_parallel_degree: experts are split over those ranks, too.",
-        "pipeline_parallel_degree": "1; pipeline parallelism is refused.",
+        "pipeline_parallel_degree": "1 with torchtitan 0.2.2; [with 0.3](../how-to/torchtitan-0.3.md) more.",
         "context_parallel_load_balancer": "No effect on packed documents: the plan balances.",
         "context_parallel_rotate_method": "No effect: K/V travel as planned.",
     },

@@ -206,10 +206,10 @@ def setup_from(arguments, has_objectives):
     from torchtitan.config import ConfigManager
     from torchtitan.distributed import ParallelDims
 
-    from torchtitan_magi.titan.v02.memory import setup_of, utils
+    from torchtitan_magi.training.memory_log import setup_of
 
     def setup(arguments):
-        with mock.patch.object(utils, "device_type", "cuda"):  # the CPU has no CPU offload
+        with mock.patch.object(torch.cuda, "is_available", return_value=True):  # the CPU has no CPU offload
             config = ConfigManager().parse_args(["--job.config_file", str(DEBUG_TOML), *arguments])
         degrees = config.parallelism
         dims = ParallelDims(
@@ -399,7 +399,7 @@ def lines_on_a_gpu():
     """What a GPU of 80 GiB logs: predictions that fit and that do not, measurements of steps 1, 10 and 20."""
     import torch.distributed as dist
 
-    from torchtitan_magi.titan.v02.memory import MeasuredMemory, log_prediction
+    from torchtitan_magi.training.memory_log import MeasuredMemory, log_prediction
 
     lines = []
     handler = logging.Handler()
@@ -417,7 +417,7 @@ def lines_on_a_gpu():
     }
     with mock.patch.multiple(torch.cuda, **gpu), mock.patch.object(dist, "all_reduce"):
         log_prediction(SETUP)
-        measured = MeasuredMemory(log_prediction(replace(SETUP, checkpointing="full", cp=8)))
+        measured = MeasuredMemory(log_prediction(replace(SETUP, checkpointing="full", cp=8)), "cpu")
         outside = [measured.look(step)["memory/outside_pytorch(GiB)"] for step in (1, 10, 20)]
     return lines, outside
 
@@ -435,9 +435,9 @@ def test_the_log_warns_of_what_does_not_fit_and_says_once_what_was_measured():
 
 
 def offload_without_fsdp():
-    from torchtitan_magi.titan.v02.memory import check_offload, utils
+    from torchtitan_magi.training.memory_log import check_offload
 
-    with mock.patch.object(utils, "device_type", "cuda"):
+    with mock.patch.object(torch.cuda, "is_available", return_value=True):
         check_offload(False, fsdp_enabled=False)
         check_offload(True, fsdp_enabled=True)
         try:

@@ -42,6 +42,12 @@ class BoundPlan:
     fp32_reduce: bool
     num_bytes: int  # index data on the device
 
+    def take(self, x: Tensor) -> Tensor:
+        """This rank's tokens of x [batch, seq_len, ...] as [batch, seq_len / cp, ...]."""
+        if self.transport.size == 1:
+            return x
+        return x.flatten(0, 1).index_select(0, self.tokens).unflatten(0, (len(x), -1))
+
 
 @dataclass(frozen=True, eq=False)
 class IndexData:

@@ -2,10 +2,18 @@
 
 import functools
 import math
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
+import torch
+from hf_loop import write_pairs
 from hf_models import make_hf_folder
-from training import TrainingError, corpus, train
+from safetensors.torch import load_file
+from training import TrainingError, corpus, new_folder, train
+
+from torchtitan_magi.training.lora import adapted_layers
 
 DEGREES = {"pp": "pipeline_parallel", "cp": "context_parallel", "tp": "tensor_parallel", "dp": "data_parallel_shard"}
 PACKS = 4  # per step
@@ -17,8 +25,18 @@ def folder(kind="llama", tied=False):
     return make_hf_folder(kind, tied=tied, **FOUR_LAYERS)
 
 
-def run(degrees, *options, kind="llama", tied=False):
-    """Of the last rank, which has the last stage: losses and gradient norms of two steps."""
+@dataclass
+class Result:
+    """Of the last rank, which has the last stage, by step."""
+
+    losses: list[float]
+    norms: list[float]
+    accuracies: list[float]
+    validation: list[float]
+
+
+def run(degrees, *options, kind="llama", tied=False, setup=None):
+    """Two steps."""
     name = {"llama": "llama3"}.get(kind, kind)
     local = PACKS // degrees.get("dp", 1) if "pp" in degrees else 1
     arguments = ["--model.name", name, "--model.flavor", "hf", "--model.hf_assets_path", str(folder(kind, tied))]
@@ -28,20 +46,31 @@ def run(degrees, *options, kind="llama", tied=False):
     for axis, degree in degrees.items():
         arguments += [f"--parallelism.{DEGREES[axis]}_degree", str(degree)]
     processes = math.prod(degrees.values())
-    events = train(processes, [*arguments, *options], layers=None).of("metrics", rank=processes - 1)
-    values = [values for _, values in events if "grad_norm" in values]
-    return [(step["loss_metrics/global_avg_loss"], step["grad_norm"]) for step in values]
+    found = train(processes, [*arguments, *options], layers=None, setup=setup)
+    is_plain = "pp" not in degrees and "--magi.lora.rank" not in options
+    assert ("Predicted memory per GPU: at most " in found.output) == is_plain
+    logged = [values for _, values in found.of("metrics", rank=processes - 1)]
+    keys = "loss_metrics/global_avg_loss", "grad_norm", "rewards/accuracies", "validation_metrics/loss"
+    return Result(*([float(values[key]) for values in logged if key in values] for key in keys))
+
+
+VALIDATION = "--validation.enable --validation.dataset sft --validation.freq 2 --validation.seq_len 256"
+
+
+def with_validation():
+    return [*VALIDATION.split(), "--validation.dataset_path", f"{corpus()}/validation.jsonl"]
 
 
 @functools.cache
 def alone(kind="llama"):
-    return run({}, kind=kind)
+    return run({}, "--validation.local_batch_size", "1", *with_validation(), kind=kind)
 
 
-def assert_alike(found, expected):
-    for (loss, norm), (loss_alone, norm_alone) in zip(found, expected, strict=True):
-        assert loss == pytest.approx(loss_alone, rel=1e-5)
-        assert norm == pytest.approx(norm_alone, rel=1e-4)  # float32 sums
+def check(found, expected):
+    """Losses and gradient norms, and losses of validations."""
+    assert found.losses == pytest.approx(expected.losses, rel=1e-5)
+    assert found.norms == pytest.approx(expected.norms, rel=1e-4)  # float32 sums
+    assert found.validation == pytest.approx(expected.validation, rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -55,30 +84,89 @@ def assert_alike(found, expected):
     ],
 )
 def test_a_step_is_that_of_one_process(degrees, schedule):
-    assert_alike(run(degrees, "--parallelism.pipeline_parallel_schedule", schedule), alone())
+    found = run(degrees, "--parallelism.pipeline_parallel_schedule", schedule, *with_validation())
+    assert len(found.losses) == len(found.validation) == 2
+    check(found, alone())
 
 
 @pytest.mark.parametrize("kind", ["gpt_oss", "deepseek_v3"])
 def test_models_with_experts_and_several_masks_train_alike(kind):
-    assert_alike(run({"pp": 2, "cp": 2}, kind=kind), alone(kind))
+    check(run({"pp": 2, "cp": 2}, *with_validation(), kind=kind), alone(kind))
+
+
+@functools.cache
+def pairs():
+    path = Path(new_folder(), "pairs.jsonl")
+    write_pairs(path)
+    return ["--training.dataset", "dpo", "--training.dataset_path", str(path)]
+
+
+@functools.cache
+def dpo_alone():
+    return run({}, *pairs())
+
+
+@pytest.mark.parametrize("degrees", [{"pp": 2, "cp": 2}, {"tp": 2}])
+def test_the_frozen_copy_of_dpo_is_laid_out_like_the_policy(degrees):
+    one, found = dpo_alone(), run(degrees, *pairs())
+    check(found, one)
+    assert found.accuracies == one.accuracies
+    assert found.losses[0] == pytest.approx(math.log(2), rel=1e-6)
+    assert found.losses[1] < found.losses[0]
+
+
+def same_adapters(report):
+    """Fills adapters by their names: what torchtitan draws for them depends on the layout."""
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    from torchtitan_magi.titan.v03.trainer import MagiTrainer
+
+    stock = MagiTrainer.batch_generator
+
+    def fill(trainer, batches):
+        for layer, module in adapted_layers(trainer.model_parts):
+            weight = module.lora_a.weight
+            generator = torch.Generator().manual_seed(zlib.crc32(layer.encode()))
+            values = torch.randn(weight.shape, generator=generator) / weight.shape[1] ** 0.5
+            if isinstance(weight, DTensor):
+                values = distribute_tensor(values, weight.device_mesh, weight.placements)
+            weight.data.copy_(values)
+        return stock(trainer, batches)
+
+    MagiTrainer.batch_generator = fill
+
+
+def test_adapters_of_all_stages_are_trained_and_written():
+    options = [*pairs(), "--magi.lora.rank", "4", "--checkpoint.last_save_in_hf"]
+    dumps = [new_folder(), new_folder()]
+    one, pipeline = (
+        run(degrees, *options, "--job.dump_folder", dump, setup=same_adapters)
+        for degrees, dump in zip(({}, {"pp": 2, "cp": 2}), dumps, strict=True)
+    )
+    check(pipeline, one)
+    assert pipeline.losses[1] < pipeline.losses[0]
+    written, expected = (load_file(f"{dump}/checkpoint/step-2/adapter_model.safetensors") for dump in reversed(dumps))
+    assert written.keys() == expected.keys()
+    for name, weight in expected.items():
+        torch.testing.assert_close(written[name], weight, rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ("--parallelism.pipeline_parallel_schedule ZBVZeroBubble", "schedule is 'ZBVZeroBubble'; use one of 1F1B, "),
-        ("--training.dataset dpo", "degree is 2, but training.dataset does not go with it"),
-        ("--magi.lora.rank 2", "degree is 2, but magi.lora.rank does not go with it"),
-        (
-            "--validation.enable --validation.dataset sft --validation.dataset_path x --validation.seq_len 256",
-            "but validation.enable does not",
-        ),
+        ("--training.dataset dpo --magi.dpo.reference file", 'reference is "file", but a pipeline'),
     ],
 )
 def test_what_does_not_go_with_it_is_named(options, message):
     with pytest.raises(TrainingError, match=message) as caught:
         run({"pp": 2}, *options.split())
     assert caught.value.type == "ValueError"
+
+
+def test_experts_under_tensor_parallelism_alone_are_named():
+    with pytest.raises(TrainingError, match="trains experts wrongly under it alone"):
+        run({"tp": 2}, kind="qwen3_moe")
 
 
 def test_tied_weights_are_named():

@@ -7,28 +7,24 @@ import atexit
 import gc
 import resource
 from collections.abc import Callable, Iterable
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 
-def use_cpu(with_device: Iterable[Any], metrics: Any, dist_utils: Any) -> None:
+def use_cpu(with_device: Iterable[Any], metrics: Any) -> None:
     """Makes torchtitan use the CPU. Call it before the Trainer is built.
 
     Args:
         with_device: modules that keep the device of their import.
         metrics: torchtitan.components.metrics.
-        dist_utils: torchtitan.distributed.utils.
     """
     for module in with_device:
         vars(module).update(device_type="cpu", device_module=torch.cpu)
     metrics.build_device_memory_monitor = partial(_ProcessMemory, metrics.DeviceMemStats)
-    dist_utils.set_pg_timeouts = _set_pg_timeouts
     # torchtitan turns the garbage collector off, and gloo's threads in groups that only cycles hold can end a process
     # that has done all its work with "terminate called without an active exception".
     atexit.register(gc.collect)
@@ -58,11 +54,3 @@ class _ProcessMemory:
 
     def reset_peak_stats(self) -> None:
         """The operating system's peak cannot be reset."""
-
-
-def _set_pg_timeouts(timeout: timedelta, parallel_dims: Any) -> None:
-    """torchtitan's own, without the device ids that gloo's barrier refuses."""
-    dist.barrier()
-    groups = [mesh.get_group() for mesh in parallel_dims.get_all_one_dimensional_meshes().values()]
-    for group in [*groups, None]:
-        dist.distributed_c10d._set_pg_timeout(timeout, group)

@@ -12,6 +12,7 @@ from torchtitan_magi.losses.preference import PREFERENCE_METRICS, branch_sums, p
 from torchtitan_magi.training.logprob_model import LogprobModel
 from torchtitan_magi.training.objectives import LocalBatch, Objective, Process, Resumable
 from torchtitan_magi.training.options import DPO as DPOOptions
+from torchtitan_magi.training.pipeline import Pipeline
 
 Group: TypeAlias = dist.ProcessGroup | None  # None: a single rank
 
@@ -54,11 +55,18 @@ class PairReader:
         return PairBatch(local, local.take(branch), pair_ids, counts, self.cp_group)
 
 
+def logprobs_by(model: LogprobModel | Pipeline, batches: list[PairBatch]) -> list[Tensor]:
+    """See ``Reference.logprobs``."""
+    if isinstance(model, Pipeline):
+        return model.run([batch.local for batch in batches], lambda last, number: batches[number].logprobs(last))
+    return [batch.logprobs(model) for batch in batches]
+
+
 class Reference(Resumable):
     """Gives the log-probabilities of the reference, the frozen policy."""
 
-    def logprobs(self, batch: PairBatch) -> Tensor:
-        """float64 [n, 2] of the batch's pairs, without a gradient."""
+    def logprobs(self, batches: list[PairBatch]) -> list[Tensor]:
+        """float64 [n, 2] of the pairs of each batch, without a gradient; none on ranks that a pipeline gives none."""
         raise NotImplementedError
 
 
@@ -73,12 +81,18 @@ class DPO(Objective):
     """
 
     def __init__(
-        self, model: LogprobModel, options: DPOOptions, reference: Reference, reader: PairReader, batch_group: Group
+        self,
+        model: LogprobModel | None,
+        options: DPOOptions,
+        reference: Reference,
+        reader: PairReader,
+        batch_group: Group,
     ) -> None:
         self.model, self.options, self.reference = model, options, reference
         self.reader, self.batch_group = reader, batch_group
         self.copies = 1 if reader.cp_group is None else dist.get_world_size(reader.cp_group)
-        self.sums: list[Tensor] = []  # by microbatch: float64 PREFERENCE_METRICS and the number of pairs
+        # by the pair_ids of a microbatch: float64 PREFERENCE_METRICS and the number of pairs
+        self.sums: dict[Tensor, Tensor] = {}
 
     def prepare(self, step: int) -> None:
         self.reference.prepare(step)
@@ -89,13 +103,16 @@ class DPO(Objective):
     def weigh(self, inputs: dict[str, Any], labels: Tensor) -> int:
         return self.reader.weigh(inputs, labels)
 
-    def loss(self, inputs: dict[str, Any], labels: Tensor, process: Process) -> Tensor:
-        options, batch = self.options, self.reader.read(inputs, labels, process)
-        with torch.no_grad():
-            reference = self.reference.logprobs(batch)  # first: no activations of the policy are held yet
-        policy = batch.logprobs(self.model)
+    def read(self, inputs: dict[str, Any], labels: Tensor, process: Process) -> PairBatch:
+        return self.reader.read(inputs, labels, process)
+
+    def given(self, batches: list[PairBatch]) -> list[Tensor]:
+        return self.reference.logprobs(batches)
+
+    def loss_of(self, batch: PairBatch, model: Any, given: Tensor) -> Tensor:
+        options, policy, reference = self.options, batch.logprobs(model), given
         metrics = preference_metrics(policy.detach(), reference, options.beta)
-        self.sums.append(torch.cat([metrics, metrics.new_full((1,), len(policy))]))
+        self.sums[batch.pair_ids] = torch.cat([metrics, metrics.new_full((1,), len(policy))])
         losses = preference_losses(
             policy, reference, batch.num_labels, options.loss, options.beta, options.label_smoothing
         )
@@ -104,7 +121,7 @@ class DPO(Objective):
     def metrics(self) -> dict[str, float]:
         if not self.sums:
             return {}
-        sums = torch.stack(self.sums).sum(0)
+        sums = torch.stack(list(self.sums.values())).sum(0)
         if self.batch_group is not None:
             dist.all_reduce(sums, group=self.batch_group)
         *values, num_pairs = sums.tolist()

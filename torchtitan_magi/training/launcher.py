@@ -1,4 +1,4 @@
-"""A rank and the torchrun that started it: they end together."""
+"""What a rank gets of the torchrun that started it: its end, and the command line."""
 
 import ctypes
 import os
@@ -14,3 +14,12 @@ def end_with_launcher() -> None:
     """
     if "TORCHELASTIC_RUN_ID" in os.environ and hasattr(ctypes.CDLL(None), "prctl"):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def config_file(arguments: list[str]) -> str:
+    """The value of --job.config_file. Raises ValueError if it is not there."""
+    for i, argument in enumerate(arguments):
+        flag, equals, value = argument.partition("=")
+        if flag.replace("_", "-") == "--job.config-file" and (equals or i + 1 < len(arguments)):
+            return value if equals else arguments[i + 1]
+    raise ValueError("--job.config_file is missing; give the path of a TOML file")

@@ -45,6 +45,7 @@ class LogprobModel:
                     f"{len(weight)} tokens; use a degree that does"
                 )
         self.model, self.output, self.compiled = model, output, compiled
+        self.parts = [model]
         self.of_output: OfOutput | None = None
         output.forward = self._output
 
@@ -83,7 +84,8 @@ class LogprobModel:
     def _run(self, of_output: OfOutput, tokens: Tensor, inputs: dict[str, Any]) -> Tensor:
         self.of_output = of_output
         try:
-            return self.model(tokens, **inputs)
+            result = self.model(tokens, **inputs)
+            return result.to_local() if isinstance(result, DTensor) else result  # by torchtitan 0.2 it is local already
         finally:
             self.of_output = None
 

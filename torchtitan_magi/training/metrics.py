@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from torchtitan_magi.training.experts import take_expert_load
+from torchtitan_magi.training.memory_log import MeasuredMemory
 from torchtitan_magi.training.objectives import LossRecord
 from torchtitan_magi.training.runtime import WorkCount
 
@@ -25,16 +26,16 @@ class PlanMetrics:
     - global_max_loss is the largest mean loss of a data-parallel rank, also when its tokens are on several ranks and
       some of these have no label.
 
-    It also logs what ``objective_metrics`` returns, which a Trainer may set, and the load of a model's experts.
+    It also logs what ``objective_metrics`` returns, which a Trainer may set, the load of a model's experts, and memory.
     """
 
     num_flops_per_token: float  # set by the Trainer, without attention
     parallel_dims: Any
     model_parts: Any
 
-    def count_work(self, attention_flops: int, count: WorkCount, losses: LossRecord) -> None:
+    def count_work(self, attention_flops: int, count: WorkCount, losses: LossRecord, memory: MeasuredMemory) -> None:
         """Begins to count. attention_flops: per (query, key) pair, in all layers."""
-        self.attention_flops, self.count, self.losses = attention_flops, count, losses
+        self.attention_flops, self.count, self.losses, self.memory = attention_flops, count, losses, memory
         self.objective_metrics: Callable[[], dict[str, float]] = dict
         self.last_logged: int | None = None  # step
         self.said_waiting = False
@@ -48,7 +49,7 @@ class PlanMetrics:
         self.num_flops_per_token = without_attention + self.attention_flops * counted.area / max(counted.tokens, 1)
         expert_load = take_expert_load(self.model_parts, group_of(self.parallel_dims, "loss"))
         own_metrics = self.objective_metrics() | expert_load
-        extra_metrics = (extra_metrics or {}) | waited | own_metrics
+        extra_metrics = (extra_metrics or {}) | waited | own_metrics | self.memory.look(step)
         super().log(step, global_avg_loss, self._max_loss(), grad_norm, extra_metrics)  # type: ignore[misc]
         self.num_flops_per_token = without_attention
         self._print("step", step, own_metrics)

@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -51,6 +51,7 @@ class Resumable:
 class Objective(Resumable):
     """A sum over items (tokens, documents or pairs), divided by the number of items of all ranks and microbatches."""
 
+    model: Any
     copies = 1  # how many context-parallel ranks return one and the same loss
 
     def weigh(self, inputs: dict[str, Any], labels: Tensor) -> int:
@@ -65,6 +66,22 @@ class Objective(Resumable):
 
         Takes out of inputs what ``weigh`` put there.
         """
+        batch = self.read(inputs, labels, process)
+        with torch.no_grad():
+            (given,) = self.given([batch])  # first: no activations of the policy are held yet
+        return self.loss_of(batch, self.model, given)
+
+    def read(self, inputs: dict[str, Any], labels: Tensor, process: Process) -> Any:
+        """After ``weigh``, with the tensors on the device: this rank's tokens, a ``LocalBatch`` as ``local``, and what
+        else ``loss_of`` needs of a microbatch."""
+        raise NotImplementedError
+
+    def given(self, batches: list[Any]) -> list[Any]:
+        """What ``loss_of`` needs of microbatches besides, without a gradient."""
+        return [None] * len(batches)
+
+    def loss_of(self, batch: Any, model: Any, given: Any) -> Tensor:
+        """The loss of what was read, by a model that is called as a ``LogprobModel``."""
         raise NotImplementedError
 
     def start_step(self) -> None:
@@ -93,7 +110,7 @@ class SFT(Objective):
         per: "token" or "document".
     """
 
-    def __init__(self, model: LogprobModel, per: str) -> None:
+    def __init__(self, model: LogprobModel | None, per: str) -> None:
         self.model, self.per = model, per
 
     def weigh(self, inputs: dict[str, Any], labels: Tensor) -> int:
@@ -103,15 +120,21 @@ class SFT(Objective):
         inputs["token_weights"] = torch.from_numpy(weights).view(labels.shape)
         return num_documents
 
-    def read(self, inputs: dict[str, Any], labels: Tensor, process: Process) -> "tuple[LocalBatch, Tensor | None]":
-        """After ``weigh``, with the tensors on the device: this rank's tokens, and their weights float [b, s]."""
+    def read(self, inputs: dict[str, Any], labels: Tensor, process: Process) -> "WeighedBatch":
         weights = inputs.pop("token_weights", None)
         batch = process(inputs, labels)
-        return batch, None if weights is None else batch.take(weights)
+        return WeighedBatch(batch, None if weights is None else batch.take(weights))
 
-    def loss(self, inputs: dict[str, Any], labels: Tensor, process: Process) -> Tensor:
-        batch, scale = self.read(inputs, labels, process)
-        return -self.model.summed(batch.labels, batch.tokens, batch.labelled, scale, **batch.model_inputs)
+    def loss_of(self, batch: "WeighedBatch", model: Any, given: None) -> Tensor:
+        local = batch.local
+        return -model.summed(local.labels, local.tokens, local.labelled, batch.weights, **local.model_inputs)
+
+
+class WeighedBatch(NamedTuple):
+    """This rank's tokens of a microbatch."""
+
+    local: LocalBatch
+    weights: Tensor | None  # float [b, s]
 
 
 class LossRecord:

@@ -164,3 +164,15 @@ def build_dataloader(
         f"Packing {path} into {section.seq_len} tokens per pack: {dataset.records.fingerprint}; {dataset.tokens}"
     )
     return PackLoader(dataset, section.local_batch_size, batches_per_step, **asdict(section.dataloader))
+
+
+class WithoutPositions:
+    """torchtitan's text loader, whose positions restart with every document; [magi] ``positions`` decides that here."""
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+        self.state_dict, self.load_state_dict = loader.state_dict, loader.load_state_dict
+
+    def __iter__(self) -> Any:
+        for inputs, labels in self.loader:
+            yield {"input": inputs["input"]}, labels

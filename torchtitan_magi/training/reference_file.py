@@ -97,8 +97,8 @@ class ReferenceFile(Reference):
             logprobs = _on_rank_0(write)
         self.logprobs_of_records = torch.from_numpy(logprobs).to(self.device)
 
-    def logprobs(self, batch: PairBatch) -> Tensor:
-        return self.logprobs_of_records[batch.pair_ids]
+    def logprobs(self, batches: list[PairBatch]) -> list[Tensor]:
+        return [self.logprobs_of_records[batch.pair_ids] for batch in batches]
 
     def state_dict(self) -> dict[str, Any]:
         return {"reference_model": self.model_fingerprint}

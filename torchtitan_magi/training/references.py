@@ -3,7 +3,7 @@
 import itertools
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,10 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from torchtitan_magi.training.dpo import PairBatch, PairReader, Reference
+from torchtitan_magi.training.dpo import PairBatch, PairReader, Reference, logprobs_by
 from torchtitan_magi.training.experts import expert_counts_kept
 from torchtitan_magi.training.logprob_model import LogprobModel
 from torchtitan_magi.training.pack_loader import build_dataloader
+from torchtitan_magi.training.pipeline import Pipeline
 from torchtitan_magi.training.planned_loader import PlannedLoader
 from torchtitan_magi.training.reference_file import ReferenceData, ReferenceFile, fill_in_logprobs, fingerprint_of_model
 from torchtitan_magi.wording import quoted_path
@@ -69,7 +70,7 @@ class ReferenceModel(Reference):
     def __init__(self, trainer: Any) -> None:
         """trainer: an ``ObjectiveTrainer``."""
         self.trainer = trainer
-        self.model: LogprobModel | None = None
+        self.model: LogprobModel | Pipeline | None = None
 
     def prepare(self, step: int) -> None:
         """Copies the policy's weights in a new run; in a resumed one loads the initial weights again.
@@ -93,19 +94,19 @@ class ReferenceModel(Reference):
                 "This run cannot be resumed: the reference is the model as it is now, and no "
                 "checkpoint.initial_load_path says where to find it again"
             )
-        model = trainer.build_frozen_copy()
+        self.model = trainer.build_frozen_copy()
+        parts = self.model.parts
         if step == 0:
-            for mine, policys in zip(_tensors(model), _tensors(trainer.model_parts[0]), strict=True):
+            for mine, policys in zip(_tensors(parts), _tensors(trainer.model_parts), strict=True):
                 mine.detach().copy_(policys.detach())
         else:
-            trainer.load_weights(model, path)
-        self.model = LogprobModel(model, trainer.model.compiled)
+            trainer.load_weights(parts, path)
 
-    def logprobs(self, batch: PairBatch) -> Tensor:
+    def logprobs(self, batches: list[PairBatch]) -> list[Tensor]:
         assert self.model is not None
-        return batch.logprobs(self.model)
+        return logprobs_by(self.model, batches)
 
 
-def _tensors(model: nn.Module) -> Iterator[Tensor]:
+def _tensors(parts: Sequence[nn.Module]) -> Iterator[Tensor]:
     """Parameters and buffers: a model with experts may have learnt a bias of their choice, which is a buffer."""
-    return itertools.chain(model.parameters(), model.buffers())
+    return itertools.chain.from_iterable(itertools.chain(part.parameters(), part.buffers()) for part in parts)

@@ -1,6 +1,6 @@
 """What our Trainer does beside torchtitan's: SFT per token or per document, and DPO, by an ``Objective``."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -13,6 +13,7 @@ from torchtitan_magi.training.logprob_model import LogprobModel
 from torchtitan_magi.training.metrics import group_of
 from torchtitan_magi.training.objectives import SFT, Objective, Process
 from torchtitan_magi.training.options import DPO_DATASET
+from torchtitan_magi.training.pipeline import Pipeline
 from torchtitan_magi.training.planned_loader import Batch
 from torchtitan_magi.training.references import ReferenceModel, reference_file
 
@@ -31,6 +32,7 @@ class ObjectiveTrainer:
     step: int
     gradient_accumulation_steps: int
     num_pipeline_parallel_microbatches = 1
+    pipeline: Pipeline | None = None  # where the model is in parts
     process: Process
 
     def train_context(self) -> AbstractContextManager[None]:
@@ -41,7 +43,7 @@ class ObjectiveTrainer:
         """That of a forward, inside ``train_context``."""
         raise NotImplementedError
 
-    def build_frozen_copy(self) -> nn.Module:
+    def build_frozen_copy(self) -> LogprobModel | Pipeline:
         """A model built as the Trainer builds its own, with weights of no meaning, without activation checkpointing."""
         raise NotImplementedError
 
@@ -53,15 +55,15 @@ class ObjectiveTrainer:
             model.init_weights(buffer_device=torch.device(self.device.type) if offload else None)
         return model.eval()
 
-    def load_weights(self, model: nn.Module, path: str) -> None:
-        """Loads the checkpoint that [checkpoint] ``initial_load_*`` describes into a model.
+    def load_weights(self, parts: Sequence[nn.Module], path: str) -> None:
+        """Loads the checkpoint that [checkpoint] ``initial_load_*`` describes into the parts of a model.
 
         The CheckpointManager's ``dcp_load`` loads the model among its states, so the model stands there for the time of
         the call.
         """
         checkpoint, checkpointer = self.job_config.checkpoint, self.checkpointer
         policy = checkpointer.states["model"]
-        checkpointer.states["model"] = states = type(policy)(model)
+        checkpointer.states["model"] = states = type(policy)(list(parts))
         quantized = checkpoint.initial_load_in_hf_quantized
         checkpointer.dcp_load(states.state_dict(), path, checkpoint.initial_load_in_hf, quantized)
         checkpointer.states["model"] = policy
@@ -70,7 +72,7 @@ class ObjectiveTrainer:
         """Makes the objectives of training and of validation, for a model that has been parallelized.
 
         Args:
-            model: None where it is in parts, whose losses the adapter computes.
+            model: None with a ``pipeline``.
         """
         dims = self.parallel_dims
         # DDP takes the mean of the ranks' gradients, while torchtitan tells FSDP2 to add them.
@@ -123,6 +125,8 @@ class ObjectiveTrainer:
         self, *, input_dict: dict[str, Any], labels: Tensor, global_valid_tokens: Tensor | float
     ) -> Tensor:
         """This rank's addend to the step's mean loss, detached: it is the sum over all ranks and microbatches."""
+        if self.pipeline is not None:
+            return self._pipeline_step(self.pipeline, input_dict, labels)
         num_items = input_dict.pop("num_items")
         with self.train_context():
             with self.forward_context():
@@ -132,6 +136,19 @@ class ObjectiveTrainer:
         copies = self.objective.copies
         self.metrics_processor.losses.add(loss_sum / copies, num_items / self.parallel_dims.cp)
         return loss.detach() / copies
+
+    def _pipeline_step(self, pipeline: Pipeline, inputs: Any, labels: Any) -> Tensor:
+        """The same for the microbatches of a pipeline; -1 on ranks without the last stage, as torchtitan has it."""
+        counts, copies = [batch.pop("num_items") for batch in inputs], self.objective.copies
+        with self.train_context():
+            losses = pipeline.losses(self.objective, inputs, labels, self.process, self.num_items)
+        losses = [loss.to(self.device) / copies for loss in losses]
+        if not losses:
+            self.metrics_processor.losses.add(torch.zeros((), device=self.device), 0.0)
+            return torch.tensor(-1.0, device=self.device)
+        for loss, count in zip(losses, counts, strict=True):
+            self.metrics_processor.losses.add(loss * self.num_items, count / self.parallel_dims.cp)
+        return torch.stack(losses).sum()
 
     def state_dict(self) -> dict[str, Any]:
         """ntokens_seen counts the tokens of all data-parallel ranks, as a resumed run may have more or fewer ranks."""

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan_magi.training.experts import expert_counts_kept
 from torchtitan_magi.training.objectives import Objective, Process, to_device
+from torchtitan_magi.training.pipeline import Pipeline
 
 
 @torch.no_grad()
@@ -23,6 +24,7 @@ def validate(
     metrics_processor: Any,
     device: str,
     step: int,
+    pipeline: Pipeline | None = None,
 ) -> None:
     """Logs the loss of ``batches`` over all items of all ranks: summed loss / number of items.
 
@@ -32,19 +34,28 @@ def validate(
     Args:
         models: the parts of the model on this rank.
         context: makes the context that a forward runs in.
+        pipeline: of the parts; each batch is a microbatch.
     """
     for model in models:
         model.eval()
     objective.start_step()
     loss_sum = torch.zeros((), device=device)
     num_items = torch.zeros((), dtype=torch.int64)
-    for inputs, labels in batches:
-        metrics_processor.ntokens_since_last_log += labels.numel()
-        num_items += objective.weigh(inputs, labels)
+    batches = iter(batches)
+    while group := list(islice(batches, 1 if pipeline is None else pipeline.num_microbatches)):
+        for inputs, labels in group:
+            metrics_processor.ntokens_since_last_log += labels.numel()
+            num_items += objective.weigh(inputs, labels)
+        group = [(to_device(inputs, device), labels.to(device)) for inputs, labels in group]
         with context(), expert_counts_kept(models):
-            loss = objective.loss(to_device(inputs, device), labels.to(device), process)
-        loss_sum += (loss.full_tensor() if isinstance(loss, DTensor) else loss) / objective.copies
+            if pipeline is None:
+                losses = [objective.loss(inputs, labels, process) for inputs, labels in group]
+            else:
+                losses = pipeline.losses(objective, [x for x, _ in group], [y for _, y in group], process)
+        for loss in losses:
+            loss_sum += (loss.full_tensor() if isinstance(loss, DTensor) else loss) / objective.copies
     dims = metrics_processor.parallel_dims
+    _total(loss_sum, dims.get_optional_mesh("pp"))  # 0 on ranks without the last stage
     total_loss = _total(loss_sum, dims.get_optional_mesh("loss"))
     total_items = _total(num_items.to(device), dims.get_optional_mesh("batch"))
     metrics = {f"validation_metrics/{name}": value for name, value in objective.metrics().items()}

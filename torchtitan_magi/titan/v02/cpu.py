@@ -18,7 +18,7 @@ from torchtitan_magi.training.cpu import reduce_by_plain_sums, use_cpu
 
 def run_on_cpu() -> None:
     """Makes torchtitan use the CPU. Call it before the Trainer is built."""
-    use_cpu((utils, dist_utils, parallel_dims, metrics, profiling), metrics, dist_utils)
+    use_cpu((utils, dist_utils, parallel_dims, metrics, profiling), metrics)
     moe.torch = _TorchOfExperts("torch")
     moe_utils.generate_permute_indices = partial(kernels.generate_permute_indices, use_cpu=True)
 

@@ -3,7 +3,6 @@
 import functools
 import importlib
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +26,15 @@ from torchtitan.models.qwen3.infra import parallelize as qwen3
 from torchtitan.models.utils import MoEStateDictAdapter
 
 from torchtitan_magi.attention import attention_op
-from torchtitan_magi.exchange.mesh import process_group_transport
 from torchtitan_magi.titan.v02 import moe_styles
-from torchtitan_magi.titan.v02.memory import check_offload
 from torchtitan_magi.titan.v02.metadata import PlanMetadata
 from torchtitan_magi.titan.v02.moe import check_expert_degrees, check_expert_tensor_degree
 from torchtitan_magi.training.checkpoint_files import DigestWriter, loading, saving
 from torchtitan_magi.training.exports import export
+from torchtitan_magi.training.memory_log import check_offload
 from torchtitan_magi.training.options import Magi, import_modules
 from torchtitan_magi.training.planned_loader import PlannedLoader
+from torchtitan_magi.training.timeouts import set_pg_timeouts
 from torchtitan_magi.training.values import check_toml, check_values, usage_errors
 from torchtitan_magi.wording import one_line
 
@@ -52,7 +51,6 @@ def install() -> None:
         (MoEStateDictAdapter, "_caculate_indices_from_placements", _own_experts),  # to have them under HSDP as well
         (ParallelDims, "_validate", _validate),  # to say what is wrong with the degrees of expert parallelism
         (dist_utils, "clip_grad_norm_", _clip_grad_norm),  # to have gradients added up under tensor parallelism alone
-        (dist_utils, "set_pg_timeouts", _set_pg_timeouts),  # to reach our own communicators as well
         (CheckpointManager, "save", _save),  # to save when the data end early, and to say why a save failed
         (CheckpointManager, "dcp_load", _dcp_load),  # to say in one line what does not fit
         (checkpoint, "save", _with_digests),  # to write digests beside the files
@@ -68,6 +66,7 @@ def install() -> None:
         (qwen3, "apply_non_moe_tp", _apply_tp),  # to accept positions without context parallelism
     ):
         setattr(owner, name, _replaced(getattr(owner, name), replacement))
+    dist_utils.set_pg_timeouts = set_pg_timeouts  # to reach our own communicators as well
     moe_styles.install()
     for model in (llama3, qwen3):  # so that selective activation checkpointing does not redo attention
         model._op_sac_save_list.add(attention_op)
@@ -180,13 +179,6 @@ def _validate(stock: Any, dims: ParallelDims) -> None:
     check_expert_tensor_degree(dims)
     stock(dims)  # also works out data_parallel_shard_degree where it is -1
     check_expert_degrees(dims)
-
-
-def _set_pg_timeouts(stock: Any, timeout: timedelta, parallel_dims: Any) -> None:
-    """Sets the timeout of the context-parallel transport, too."""
-    stock(timeout, parallel_dims)
-    if parallel_dims.cp_enabled:
-        process_group_transport(parallel_dims.get_mesh("cp").get_group()).set_timeout(timeout)
 
 
 def _save(stock: Any, checkpointer: CheckpointManager, curr_step: int, last_step: bool = False) -> None:

@@ -38,9 +38,7 @@ class PlanMetadata(VarlenMetadata):
     def take(self, x: Tensor) -> Tensor:
         """This rank's tokens of x [batch, seq_len, ...] as [batch, seq_len / cp, ...]."""
         bound: BoundPlan = self.handle.bound_plan  # type: ignore[attr-defined]
-        if bound.transport.size == 1:
-            return x
-        return x.flatten(0, 1).index_select(0, bound.tokens).unflatten(0, (len(x), -1))
+        return bound.take(x)
 
 
 def attention_metadata(

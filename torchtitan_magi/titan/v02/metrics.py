@@ -4,7 +4,7 @@ from typing import Any
 
 from torchtitan.components.metrics import MetricsProcessor
 
-from torchtitan_magi.titan.v02.memory import MeasuredMemory
+from torchtitan_magi.training.memory_log import MeasuredMemory
 from torchtitan_magi.training.metrics import PlanMetrics
 from torchtitan_magi.training.objectives import LossRecord
 from torchtitan_magi.training.runtime import WorkCount
@@ -24,8 +24,7 @@ class MagiMetricsProcessor(PlanMetrics, MetricsProcessor):
         memory: MeasuredMemory,
     ) -> None:
         super().__init__(job_config, parallel_dims)
-        self.memory = memory
-        self.count_work(attention_flops, count, losses)
+        self.count_work(attention_flops, count, losses, memory)
 
     def log(
         self, step: int, global_avg_loss: float, global_max_loss: float, grad_norm: float, extra_metrics: Any = None
@@ -33,4 +32,4 @@ class MagiMetricsProcessor(PlanMetrics, MetricsProcessor):
         extra_metrics = dict(extra_metrics or {})
         if "n_tokens_seen" in extra_metrics:
             extra_metrics["n_tokens_seen"] /= self.parallel_dims.cp
-        super().log(step, global_avg_loss, global_max_loss, grad_norm, extra_metrics | self.memory.look(step))
+        super().log(step, global_avg_loss, global_max_loss, grad_norm, extra_metrics)

@@ -20,7 +20,6 @@ from torchtitan_magi.titan.v02 import hooks
 from torchtitan_magi.titan.v02.cpu import prepare_model, run_on_cpu
 from torchtitan_magi.titan.v02.data import build_validation_dataloader
 from torchtitan_magi.titan.v02.job_config import check_job_config, without_context_parallel
-from torchtitan_magi.titan.v02.memory import MeasuredMemory, check_offload, log_prediction, setup_of
 from torchtitan_magi.titan.v02.metrics import MagiMetricsProcessor
 from torchtitan_magi.titan.v02.models import (
     MODELS,
@@ -39,6 +38,7 @@ from torchtitan_magi.training.agreed import agreed
 from torchtitan_magi.training.exported_files import exported_files
 from torchtitan_magi.training.hf_folder import HF_FLAVOR, check_folders, check_vocabulary, read_hf_config
 from torchtitan_magi.training.launcher import end_with_launcher
+from torchtitan_magi.training.memory_log import MeasuredMemory, check_offload, log_prediction, setup_of
 from torchtitan_magi.training.model_config import ModelConfig
 from torchtitan_magi.training.objectives import LossRecord
 from torchtitan_magi.training.options import OUR_DATASETS

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 import torchtitan.train
-from torch import nn
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.protocols.model_converter import build_model_converters
 from torchtitan.tools import utils
@@ -45,7 +44,7 @@ class MagiTrainer(ObjectiveTrainer, Trainer):
     def forward_context(self) -> AbstractContextManager[None]:
         return self.maybe_enable_amp
 
-    def build_frozen_copy(self) -> nn.Module:
+    def build_frozen_copy(self) -> LogprobModel:
         """See ``ObjectiveTrainer``. It never gets gradients because it runs without autograd; DDP refuses parameters
         that do not require any."""
         job_config, spec = self.job_config, self.train_spec
@@ -58,7 +57,7 @@ class MagiTrainer(ObjectiveTrainer, Trainer):
             model: Any = spec.model_cls(self.model_args)
         build_model_converters(job_config, self.parallel_dims).convert(model)
         model = spec.parallelize_fn(model, self.parallel_dims, job_config)
-        return self.with_memory(model)
+        return LogprobModel(self.with_memory(model), self.model.compiled)
 
 
 def main() -> None:

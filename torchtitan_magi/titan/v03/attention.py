@@ -15,7 +15,6 @@ from torchtitan.protocols.module import Module
 from torchtitan.protocols.sharding import LocalMapConfig, ShardingConfig
 
 from torchtitan_magi.attention import attend, make_handle
-from torchtitan_magi.bound_plan import BoundPlan
 from torchtitan_magi.training.objectives import LocalBatch
 from torchtitan_magi.training.runtime import MagiRuntime
 
@@ -108,19 +107,9 @@ def local_batch(runtime: MagiRuntime, eos_id: int | None, inputs: dict[str, Any]
     positions = for_model.pop("positions", None)
     if positions is None:
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-    take = _taker(next(iter(plans.values())))
+    take = next(iter(plans.values())).take
     masks: Any = {WINDOW if kind else FULL: PlanMasks(make_handle(bound)) for kind, bound in plans.items()}
     if len(masks) == 1:
         (masks,) = masks.values()
     model_inputs = {**for_model, "positions": take(positions), "attention_masks": masks}
     return LocalBatch(take(tokens), take(labels), labelled, model_inputs, take)
-
-
-def _taker(bound: BoundPlan) -> Any:
-    def take(x: Tensor) -> Tensor:
-        """This rank's tokens of x [batch, seq_len, ...] as [batch, seq_len / cp, ...]."""
-        if bound.transport.size == 1:
-            return x
-        return x.flatten(0, 1).index_select(0, bound.tokens).unflatten(0, (len(x), -1))
-
-    return take

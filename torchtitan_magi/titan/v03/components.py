@@ -19,12 +19,13 @@ from torchtitan.components.validate import BaseValidator, Validator
 from torchtitan.distributed.activation_checkpoint import SelectiveAC
 
 from torchtitan_magi.attention import attention_op
-from torchtitan_magi.titan.v03.lora import save_adapters
 from torchtitan_magi.training.checkpoint_files import DigestWriter, loading, saving
 from torchtitan_magi.training.exports import export
+from torchtitan_magi.training.lora import save_adapters
 from torchtitan_magi.training.metrics import PlanMetrics
 from torchtitan_magi.training.objectives import Objective, Process
 from torchtitan_magi.training.options import LoRA
+from torchtitan_magi.training.pipeline import Pipeline
 from torchtitan_magi.training.validation import limited, validate
 
 
@@ -87,6 +88,8 @@ class MagiValidator(BaseValidator):
 
     objective: Objective
     batches: Any
+    steps: int
+    pipeline: Pipeline | None
     process: Process
     device: str
 
@@ -96,8 +99,8 @@ class MagiValidator(BaseValidator):
 
     def validate(self, model_parts: list[nn.Module], step: int) -> None:
         """Logs the loss of the validation set."""
-        batches, processor = limited(self.batches, self.config.steps), self.metrics_processor
-        validate(model_parts, self.objective, batches, self.process, self.context, processor, self.device, step)
+        batches, processor, how = limited(self.batches, self.steps), self.metrics_processor, self.context
+        validate(model_parts, self.objective, batches, self.process, how, processor, self.device, step, self.pipeline)
 
 
 class MagiCheckpointManager(CheckpointManager):
@@ -130,8 +133,8 @@ class MagiCheckpointManager(CheckpointManager):
         to_hf: bool = False,
     ) -> Any:
         if to_hf and self.lora.rank:
-            dtype, (model,) = self.export_dtype, self.states["model"].model
-            save_adapters(Path(checkpoint_id), model, self.sd_adapter, self.lora, self.sd_adapter.hf_assets_path, dtype)
+            dtype, parts = self.export_dtype, self.states["model"].model
+            save_adapters(Path(checkpoint_id), parts, self.sd_adapter, self.lora, self.sd_adapter.hf_assets_path, dtype)
             return None
         if to_hf:
             dtype = next(iter(state_dict.values())).dtype

@@ -5,6 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from torchtitan.components.lora import LoRAConverter
 from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer, ParamGroupConfig
 from torchtitan.config.configs import CommConfig, CompileConfig, DebugConfig, ParallelismConfig, TrainingConfig
 from torchtitan.config.override import OverrideConfig
@@ -19,13 +20,14 @@ from torchtitan_magi.titan.v03.components import (
     MagiValidator,
 )
 from torchtitan_magi.titan.v03.job_config import Workers
-from torchtitan_magi.titan.v03.lora import lora_converter
 from torchtitan_magi.titan.v03.models import check_model, flavors, model_of, model_spec, stock_flavor
 from torchtitan_magi.training.hf_folder import HF_FLAVOR, read_hf_config
-from torchtitan_magi.training.options import import_modules
+from torchtitan_magi.training.lora import check_targets
+from torchtitan_magi.training.options import LoRA, import_modules
 from torchtitan_magi.wording import quoted
 
-ADAPTED = ("llama3", "qwen3")  # models that low-rank adapters are for
+LLAMA_LIKE = ("llama3", "qwen3")  # what low-rank adapters and the prediction of memory are for
+CHECKPOINTING = {"selective": MagiSelectiveAC.Config, "full": FullAC.Config, "memory_budget": MemoryBudgetAC.Config}
 
 
 def trainer_options(job: Any) -> dict[str, Any]:
@@ -78,7 +80,7 @@ def _model_spec(job: Any) -> Any:
     check_model(name)
     if job.model.converters:
         raise ValueError(f"model.converters is {quoted(job.model.converters)}, which 0.3 has no more; leave it out")
-    if job.magi.lora.rank and name not in ADAPTED:
+    if job.magi.lora.rank and name not in LLAMA_LIKE:
         raise ValueError(f"magi.lora.rank is {job.magi.lora.rank}, but {name} gets no adapters here; set it to 0")
     config = None
     if flavor == HF_FLAVOR:
@@ -86,7 +88,14 @@ def _model_spec(job: Any) -> Any:
     elif stock_flavor(name, flavor) is None:
         known = ", ".join([HF_FLAVOR, *flavors(name)])
         raise ValueError(f"model.flavor {quoted(flavor)} is unknown; use one of {known}")
-    return model_spec(name, flavor, config, [lora_converter(job.magi.lora)] if job.magi.lora.rank else [])
+    return model_spec(name, flavor, config, _converters(job.magi.lora))
+
+
+def _converters(lora: LoRA) -> list[LoRAConverter.Config]:
+    if not lora.rank:
+        return []
+    check_targets(lora)
+    return [LoRAConverter.Config(rank=lora.rank, alpha=lora.alpha, target_modules=list(lora.target_modules))]
 
 
 def _loader(section: Any, infinite: bool) -> HuggingFaceTextDataLoader.Config:
@@ -110,11 +119,16 @@ def _optimizer(section: Any) -> OptimizersContainer.Config:
 
 
 def _checkpointing(section: Any) -> Any:
-    kinds = {"selective": MagiSelectiveAC.Config, "full": FullAC.Config, "memory_budget": MemoryBudgetAC.Config}
     if section.mode == "none":
         return None
     shapes = {"force_recompute_mm_shapes_by_fqns": section.per_op_sac_force_recompute_mm_shapes_by_fqns}
-    return copied(kinds[section.mode], section, **(shapes if section.mode == "selective" else {}))
+    return copied(CHECKPOINTING[section.mode], section, **(shapes if section.mode == "selective" else {}))
+
+
+def _checkpointing_section(config: Any) -> Any:
+    mode = next((mode for mode, kind in CHECKPOINTING.items() if isinstance(config, kind)), "none")
+    budget = getattr(config, "memory_budget", 1.0)
+    return SimpleNamespace(mode=mode, selective_ac_option="op", memory_budget=budget)
 
 
 def job_of(config: Any) -> Any:
@@ -138,6 +152,8 @@ def job_of(config: Any) -> Any:
         parallelism=config.parallelism,
         checkpoint=config.checkpoint,
         compile=config.compile,
+        activation_checkpoint=_checkpointing_section(config.activation_checkpoint),
+        optimizer=config.optimizer,
         debug=config.debug,
         magi=config.magi,
     )

@@ -10,4 +10,4 @@ from torchtitan_magi.training.cpu import use_cpu
 
 def run_on_cpu() -> None:
     """Makes torchtitan use the CPU. Call it before the Trainer is built."""
-    use_cpu((utils, dist_utils, parallel_dims, metrics, profiler), metrics, dist_utils)
+    use_cpu((utils, dist_utils, parallel_dims, metrics, profiler), metrics)

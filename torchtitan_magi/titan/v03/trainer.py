@@ -11,9 +11,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed import ParallelDims
+from torchtitan.distributed import utils as dist_utils
 from torchtitan.hf_datasets.text_datasets import DATASETS
 from torchtitan.tools import utils
 from torchtitan.tools.logging import init_logger
@@ -28,26 +29,33 @@ from torchtitan_magi.titan.v03.components import (
     MagiValidator,
     ObjectiveLoss,
 )
-from torchtitan_magi.titan.v03.config import job_of, trainer_options
+from torchtitan_magi.titan.v03.config import LLAMA_LIKE, job_of, trainer_options
 from torchtitan_magi.titan.v03.job_config import read_job_config
-from torchtitan_magi.titan.v03.lora import PolicyWithoutAdapters
 from torchtitan_magi.titan.v03.models import config_of, temperature_of
-from torchtitan_magi.titan.v03.pipeline import Pipeline, check_pipeline
 from torchtitan_magi.training.agreed import agreed
 from torchtitan_magi.training.checkpoints import check_checkpoints
 from torchtitan_magi.training.dpo import Reference
+from torchtitan_magi.training.experts import check_gradients_of_experts
 from torchtitan_magi.training.exported_files import exported_files
 from torchtitan_magi.training.hf_folder import HF_FLAVOR, check_folders, check_vocabulary
+from torchtitan_magi.training.launcher import config_file
 from torchtitan_magi.training.logprob_model import LogprobModel
+from torchtitan_magi.training.lora import PolicyWithoutAdapters
+from torchtitan_magi.training.memory_log import MeasuredMemory, check_offload, log_prediction, setup_of
+from torchtitan_magi.training.metrics import group_of
 from torchtitan_magi.training.model_config import ModelConfig, read_model_config
 from torchtitan_magi.training.objectives import LossRecord
 from torchtitan_magi.training.options import OUR_DATASETS, Magi, check_options
-from torchtitan_magi.training.pack_loader import build_dataloader
+from torchtitan_magi.training.pack_loader import WithoutPositions, build_dataloader
+from torchtitan_magi.training.pipeline import Pipeline, check_pipeline
 from torchtitan_magi.training.planned_loader import PlannedLoader
 from torchtitan_magi.training.references import ReferenceModel
 from torchtitan_magi.training.runtime import MagiRuntime, WorkCount, check_tokens
 from torchtitan_magi.training.sections import ENTRY, check_sections
+from torchtitan_magi.training.timeouts import set_pg_timeouts
 from torchtitan_magi.training.trainer import ObjectiveTrainer
+
+dist_utils.set_pg_timeouts = set_pg_timeouts
 
 
 class MagiTrainer(ObjectiveTrainer, Trainer):
@@ -81,14 +89,14 @@ class MagiTrainer(ObjectiveTrainer, Trainer):
             self.checkpointer.exported_files = self.exported_files
             self.checkpointer.lora = config.magi.lora
         self._start_metrics()
-        compiled = config.compile.enable and "loss" in config.compile.components
+        self.compiled = config.compile.enable and "loss" in config.compile.components
+        model = None if self.parallel_dims.pp_enabled else LogprobModel(self.model_parts[0], self.compiled)
+        if model is None:
+            ends = self.pp_has_first_stage, self.pp_has_last_stage
+            self.pipeline = Pipeline(self.pp_schedule, self.model_parts, *ends, self.loss_fn, self.compiled)
         if config.validator.enable:
             self._start_validator()
-        if self.parallel_dims.pp_enabled:
-            self.pipeline = Pipeline(self, compiled)
-            self.start_objectives(None)
-        else:
-            self.start_objectives(LogprobModel(self.model_parts[0], compiled))
+        self.start_objectives(model)
 
     def init_distributed(self) -> ParallelDims:
         """Also checks, as soon as ranks can agree, what a user can get wrong, and makes the runtime."""
@@ -97,16 +105,19 @@ class MagiTrainer(ObjectiveTrainer, Trainer):
         check_options(job.magi)
         check_sections(job, DATASETS, True)
         check_pipeline(job, facts)
+        check_gradients_of_experts(dims, facts)
         check_checkpoints(job)
-        identity = zlib.crc32(repr(facts).encode())
-        path = job.model.hf_assets_path
+        path, identity = job.model.hf_assets_path, zlib.crc32(repr(facts).encode())
         (self.export_shards,) = agreed(path, lambda: [check_folders(job, facts)], lambda _: identity)
-        mesh = dims.get_optional_mesh("cp")
         heads = Heads(facts.num_heads_q // dims.tp, facts.num_heads_kv // dims.tp, facts.head_dim, facts.value_dim)
-        group, windows = None if mesh is None else mesh.get_group(), facts.windows or (0,) * facts.num_layers
-        self.runtime = MagiRuntime(job.magi, group, heads, self.device, self.count, windows)
-        dtype = TORCH_DTYPE_MAP[job.training.mixed_precision_param]
-        self.runtime.block_attn.check(facts.head_dim, dtype, facts.value_dim)
+        windows = facts.windows or (0,) * facts.num_layers
+        self.runtime = MagiRuntime(job.magi, group_of(dims, "cp"), heads, self.device, self.count, windows)
+        self.runtime.block_attn.check(
+            facts.head_dim, TORCH_DTYPE_MAP[job.training.mixed_precision_param], facts.value_dim
+        )
+        check_offload(job.training.enable_cpu_offload)
+        known = dims.pp == 1 and not job.magi.lora.rank and facts.model in LLAMA_LIKE
+        self.memory = MeasuredMemory(log_prediction(setup_of(job, dims, facts, True)) if known else None)
         return dims
 
     def _build_loader(
@@ -125,7 +136,7 @@ class MagiTrainer(ObjectiveTrainer, Trainer):
             section = _changed(job.training, local_batch_size=local_batch_size, global_batch_size=packs)
             return self._planned(build_dataloader(section, dp_world_size, dp_rank, tokenizer, job, True))
         world = {"dp_world_size": dp_world_size, "dp_rank": dp_rank, "local_batch_size": local_batch_size}
-        return self._planned(_WithoutPositions(stock.build(**world, tokenizer=tokenizer, **options)))
+        return self._planned(WithoutPositions(stock.build(**world, tokenizer=tokenizer, **options)))
 
     def _planned(self, loader: Any) -> PlannedLoader:
         """The loader with plans made ahead."""
@@ -140,32 +151,29 @@ class MagiTrainer(ObjectiveTrainer, Trainer):
         attention, seq_len = self.model_facts.attention_flops, self.config.training.seq_len
         self.metrics_processor.num_flops_per_token -= attention * seq_len  # torchtitan counts a dense pack
         microbatches = self.gradient_accumulation_steps * self.num_pipeline_parallel_microbatches
-        self.metrics_processor.count_work(attention, self.count, LossRecord(microbatches))
+        self.metrics_processor.count_work(attention, self.count, LossRecord(microbatches), self.memory)
 
     def _start_validator(self) -> None:
-        job, dims, size, rank = self.job_config, self.parallel_dims, 1, 0
-        if dims.dp_enabled:
-            mesh = dims.get_mesh("batch")
-            size, rank = mesh.size(), mesh.get_local_rank()
-        section = job.validation
+        job, mesh = self.job_config, self.parallel_dims.get_optional_mesh("batch")
+        size, rank = (1, 0) if mesh is None else (mesh.size(), mesh.get_local_rank())
+        section: Any = job.validation
         loader: Any
+        self.validator.steps = section.steps
+        if self.pipeline is not None:  # each pack is a microbatch
+            self.validator.steps *= section.local_batch_size if section.steps != -1 else 1
+            section = _changed(section, local_batch_size=1)
         if section.dataset in OUR_DATASETS:
             loader = build_dataloader(section, size, rank, self.tokenizer, job, False)
         else:
-            options = {"seq_len": section.seq_len, "local_batch_size": section.local_batch_size}
-            world = {"dp_world_size": size, "dp_rank": rank, "tokenizer": self.tokenizer}
-            loader = _WithoutPositions(self.config.validator.dataloader.build(**world, **options))
-        self.validator.batches = self._planned(loader)
+            options = {"seq_len": section.seq_len, "local_batch_size": section.local_batch_size, "dp_rank": rank}
+            stock = self.config.validator.dataloader
+            loader = WithoutPositions(stock.build(dp_world_size=size, tokenizer=self.tokenizer, **options))
+        self.validator.batches, self.validator.pipeline = self._planned(loader), self.pipeline
         self.validator.process, self.validator.device = self.process, utils.device_type
 
     def make_reference(self) -> Reference:
-        return PolicyWithoutAdapters(self.model) if self.job_config.magi.lora.rank else ReferenceModel(self)
-
-    def forward_backward_step(self, *, input_dict: Any, labels: Any, global_valid_tokens: Any) -> Tensor:
-        if self.parallel_dims.pp_enabled:
-            return self.pipeline.forward_backward(self.objective, input_dict, labels)
-        step = {"input_dict": input_dict, "labels": labels, "global_valid_tokens": global_valid_tokens}
-        return super().forward_backward_step(**step)
+        model = self.pipeline or self.model
+        return PolicyWithoutAdapters(model) if self.job_config.magi.lora.rank else ReferenceModel(self)
 
     def is_replicated_by_ddp(self) -> bool:
         return False  # torchtitan 0.3 replicates by FSDP2
@@ -173,21 +181,25 @@ class MagiTrainer(ObjectiveTrainer, Trainer):
     def forward_context(self) -> AbstractContextManager[None]:
         return contextlib.nullcontext()
 
-    def build_frozen_copy(self) -> nn.Module:
+    def build_frozen_copy(self) -> LogprobModel | Pipeline:
         """See ``ObjectiveTrainer``."""
         config, spec = self.config, self.config.model_spec
         with torch.device("meta"), utils.set_default_dtype(TORCH_DTYPE_MAP[config.training.dtype]):
             model: Any = self.model_config.build()
-        model = spec.parallelize_fn(
-            model,
-            parallel_dims=self.parallel_dims,
-            training=config.training,
-            parallelism=replace(config.parallelism, fsdp_reshard_after_forward="always"),
-            compile_config=config.compile,
-            ac_config=None,
-            dump_folder=config.dump_folder,
-        )
-        return self.with_memory(model)
+        options: dict[str, Any] = {
+            "parallel_dims": self.parallel_dims,
+            "training": config.training,
+            "parallelism": replace(config.parallelism, fsdp_reshard_after_forward="always"),
+            "compile_config": config.compile,
+            "ac_config": None,
+            "dump_folder": config.dump_folder,
+        }
+        if self.pipeline is None:
+            return LogprobModel(self.with_memory(spec.parallelize_fn(model, **options)), self.compiled)
+        loss = config.loss.build()
+        options |= {"device": self.device, "model_config": self.model_config, "parallelize_fn": spec.parallelize_fn}
+        schedule, parts, first, last = spec.pipelining_fn(model, loss_fn=loss, **options)
+        return Pipeline(schedule, [self.with_memory(part) for part in parts], first, last, loss, self.compiled)
 
 
 class _Loader:
@@ -195,18 +207,6 @@ class _Loader:
 
     def __init__(self, stock: Any, build: Callable[..., Any]) -> None:
         self.build, self.to_dict = partial(build, stock), stock.to_dict
-
-
-class _WithoutPositions:
-    """torchtitan's text loader, whose positions restart with every document; [magi] ``positions`` decides that here."""
-
-    def __init__(self, loader: Any) -> None:
-        self.loader = loader
-        self.state_dict, self.load_state_dict = loader.state_dict, loader.load_state_dict
-
-    def __iter__(self) -> Any:
-        for inputs, labels in self.loader:
-            yield {"input": inputs["input"]}, labels
 
 
 def _changed(section: Any, **values: Any) -> Any:
@@ -231,7 +231,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Trains as the command line says, with the TOML file of ``--job.config_file``."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     init_logger()
-    trainer = MagiTrainer.Config(**trainer_options(read_job_config(_config_file(arguments), arguments))).build()
+    trainer = MagiTrainer.Config(**trainer_options(read_job_config(config_file(arguments), arguments))).build()
     try:
         if trainer.config.checkpoint.create_seed_checkpoint:
             trainer.checkpointer.save(0, last_step=True)
@@ -240,12 +240,3 @@ def main(arguments: list[str] | None = None) -> None:
     finally:
         trainer.close()
     torch.distributed.destroy_process_group()
-
-
-def _config_file(arguments: list[str]) -> str:
-    """The value of --job.config_file."""
-    for i, argument in enumerate(arguments):
-        flag, equals, value = argument.partition("=")
-        if flag.replace("_", "-") == "--job.config-file" and (equals or i + 1 < len(arguments)):
-            return value if equals else arguments[i + 1]
-    raise ValueError("--job.config_file is missing; give the path of a TOML file")

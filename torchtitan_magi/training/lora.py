@@ -2,7 +2,7 @@
 
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +11,11 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torchtitan.components.lora import LoRAConverter
 
-from torchtitan_magi.training.dpo import PairBatch, Reference
+from torchtitan_magi.training.dpo import PairBatch, Reference, logprobs_by
 from torchtitan_magi.training.logprob_model import LogprobModel
 from torchtitan_magi.training.options import LoRA
+from torchtitan_magi.training.pipeline import Pipeline
 from torchtitan_magi.wording import quoted
 
 TARGETS = {  # torchtitan's linear layers -> transformers' names
@@ -27,25 +27,25 @@ TARGETS = {  # torchtitan's linear layers -> transformers' names
 }
 
 
-def lora_converter(lora: LoRA) -> LoRAConverter.Config:
-    """torchtitan's. Raises ValueError, one line, for layers that get no adapters here."""
+def check_targets(lora: LoRA) -> None:
+    """Raises ValueError, one line, for layers that get no adapters here."""
     known = [name.rpartition(".")[2] for name in TARGETS]
     if not lora.target_modules or not set(lora.target_modules) <= set(known):
         raise ValueError(f"magi.lora.target_modules is {quoted(lora.target_modules)}; use some of {', '.join(known)}")
-    return LoRAConverter.Config(rank=lora.rank, alpha=lora.alpha, target_modules=list(lora.target_modules))
 
 
-def adapted_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
+def adapted_layers(parts: Sequence[nn.Module]) -> Iterator[tuple[str, Any]]:
     """The layers with an adapter, by torchtitan's names."""
-    for name, module in model.named_modules():
-        if hasattr(module, "lora_a"):
-            yield name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", ""), module
+    for part in parts:
+        for name, module in part.named_modules():
+            if hasattr(module, "lora_a"):
+                yield name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", ""), module
 
 
 @contextlib.contextmanager
-def adapters_off(model: nn.Module) -> Iterator[None]:
+def adapters_off(parts: Sequence[nn.Module]) -> Iterator[None]:
     """The model as it was before training."""
-    layers = [(layer, layer._lora_scaling) for _, layer in adapted_layers(model)]
+    layers = [(layer, layer._lora_scaling) for _, layer in adapted_layers(parts)]
     try:
         for layer, _ in layers:
             layer._lora_scaling = 0.0
@@ -58,15 +58,17 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 class PolicyWithoutAdapters(Reference):
     """The reference of DPO without a second copy of the weights."""
 
-    def __init__(self, model: LogprobModel) -> None:
+    def __init__(self, model: LogprobModel | Pipeline) -> None:
         self.model = model
 
-    def logprobs(self, batch: PairBatch) -> Tensor:
-        with adapters_off(self.model.model):
-            return batch.logprobs(self.model)
+    def logprobs(self, batches: list[PairBatch]) -> list[Tensor]:
+        with adapters_off(self.model.parts):
+            return logprobs_by(self.model, batches)
 
 
-def save_adapters(folder: Path, model: nn.Module, adapter: Any, lora: LoRA, base: str, dtype: torch.dtype) -> None:
+def save_adapters(
+    folder: Path, parts: Sequence[nn.Module], adapter: Any, lora: LoRA, base: str, dtype: torch.dtype
+) -> None:
     """Writes adapter_model.safetensors and adapter_config.json. A collective of all ranks.
 
     Args:
@@ -74,7 +76,7 @@ def save_adapters(folder: Path, model: nn.Module, adapter: Any, lora: LoRA, base
         base: the folder of the frozen weights.
     """
     tensors: dict[str, Tensor] = {}
-    for name, layer in adapted_layers(model):
+    for name, layer in adapted_layers(parts):
         a, b = (_whole(part.weight).to(dtype) for part in (layer.lora_a, layer.lora_b))
         _, number, kind = name.split(".", 2)
         targets = TARGETS[kind]
@@ -82,6 +84,7 @@ def save_adapters(folder: Path, model: nn.Module, adapter: Any, lora: LoRA, base
         for target, part in zip(targets, parts, strict=True):
             prefix = f"base_model.model.model.layers.{number}.{target}"
             tensors |= {f"{prefix}.lora_A.weight": a.clone(), f"{prefix}.lora_B.weight": part.contiguous()}
+    tensors = _gathered(tensors)
     if dist.get_rank() == 0:
         folder.mkdir(parents=True, exist_ok=True)
         names = [name.rpartition(".")[2] for kind in TARGETS for name in TARGETS[kind] if _has(kind, lora)]
@@ -95,6 +98,17 @@ def save_adapters(folder: Path, model: nn.Module, adapter: Any, lora: LoRA, base
         save_file(tensors, folder / "adapter_model.safetensors", {"format": "pt"})
         (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
     dist.barrier()
+
+
+def _gathered(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """On rank 0 those of all ranks, which have layers of their own in a pipeline; each from one rank."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    names: list[Any] = [None] * size
+    dist.all_gather_object(names, list(tensors))
+    mine = {name: tensors[name] for name in set(names[rank]).difference(*names[:rank])}
+    found: list[Any] = [None] * size
+    dist.gather_object(mine, found if rank == 0 else None)
+    return {name: tensor for part in found if part for name, tensor in part.items()}
 
 
 def _has(kind: str, lora: LoRA) -> bool:

@@ -1,17 +1,17 @@
 """The memory of a run in the log: predicted before its first step from torchtitan's configuration, then measured."""
 
+import logging
 import os
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torchtitan.config import TORCH_DTYPE_MAP
-from torchtitan.tools import utils
-from torchtitan.tools.logging import logger
 
 from torchtitan_magi.training.memory import GIB, Prediction, Setup, describe, predict, remedies
 from torchtitan_magi.training.model_config import ModelConfig
 from torchtitan_magi.training.options import DPO_DATASET
+
+logger = logging.getLogger(__name__)
 
 SETTLED = 5  # step from which on all memory has been taken: compilers are done and optimizer states exist
 
@@ -26,7 +26,7 @@ def setup_of(job_config: Any, dims: Any, model: ModelConfig, has_objectives: boo
     training, checkpointing, compiled = job_config.training, job_config.activation_checkpoint, job_config.compile
     option = checkpointing.selective_ac_option
     every = int(option) if checkpointing.mode == "selective" and option.isdigit() else None
-    param_bytes = TORCH_DTYPE_MAP[training.dtype].itemsize
+    param_bytes = getattr(torch, training.dtype).itemsize
     mixed = dims.fsdp_enabled or not dims.tp_enabled  # tensor parallelism alone computes in the training dtype
     return Setup(
         model,
@@ -37,21 +37,21 @@ def setup_of(job_config: Any, dims: Any, model: ModelConfig, has_objectives: boo
         dims.cp,
         dims.tp,
         dims.ep,
-        dims.etp,
+        getattr(dims, "etp", 1),
         checkpointing="full" if every == 0 else checkpointing.mode,  # as torchtitan takes "every 0th block"
         every=every or 0,
         budget=checkpointing.memory_budget,
         compiled=compiled.enable and "model" in compiled.components,
         compiled_loss=compiled.enable and "loss" in compiled.components,
         param_bytes=param_bytes,
-        compute_bytes=TORCH_DTYPE_MAP[training.mixed_precision_param].itemsize if mixed else param_bytes,
-        reduce_bytes=TORCH_DTYPE_MAP[training.mixed_precision_reduce].itemsize,
+        compute_bytes=getattr(torch, training.mixed_precision_param).itemsize if mixed else param_bytes,
+        reduce_bytes=getattr(torch, training.mixed_precision_reduce).itemsize,
         foreach=job_config.optimizer.implementation == "foreach",
         accumulates=training.global_batch_size > training.local_batch_size * dims.dp_replicate * dims.dp_shard,
         reference=training.dataset == DPO_DATASET and job_config.magi.dpo.reference == "model",
         offload=training.enable_cpu_offload,
         whole_logits=not has_objectives,
-        gpu=utils.device_type == "cuda",
+        gpu=torch.cuda.is_available(),
         one_machine=int(os.environ.get("LOCAL_WORLD_SIZE", "1")) % (dims.cp * dims.tp) == 0,
     )
 
@@ -75,7 +75,7 @@ def check_offload(enabled: bool, fsdp_enabled: bool = True) -> None:
     Raises:
         ValueError: one line that names the value and the remedy.
     """
-    if enabled and utils.device_type == "cpu":
+    if enabled and not torch.cuda.is_available():
         raise ValueError("training.enable_cpu_offload is true, but there is no GPU to relieve; set it to false")
     if enabled and not fsdp_enabled:
         raise ValueError(
@@ -85,10 +85,15 @@ def check_offload(enabled: bool, fsdp_enabled: bool = True) -> None:
 
 
 class MeasuredMemory:
-    """What training takes of the GPUs' memory, logged once beside what was predicted."""
+    """What training takes of the GPUs' memory, logged once beside what was predicted.
 
-    def __init__(self, predicted: Prediction) -> None:
-        self.predicted = predicted
+    Args:
+        predicted: None where nothing was.
+        device: of a collective.
+    """
+
+    def __init__(self, predicted: Prediction | None, device: str = "cuda") -> None:
+        self.predicted, self.device = predicted, device
         self.allocated = self.reserved = 0  # most bytes that PyTorch's allocator has given out, and has had
         self.said = False
 
@@ -102,11 +107,12 @@ class MeasuredMemory:
         self.reserved = max(self.reserved, torch.cuda.max_memory_reserved())
         if step >= SETTLED and not self.said:
             self.said = True
-            most = torch.tensor([self.allocated, self.reserved, outside], device=utils.device_type)
+            most = torch.tensor([self.allocated, self.reserved, outside], device=self.device)
             dist.all_reduce(most, dist.ReduceOp.MAX)
             allocated, reserved, around = (most / GIB).tolist()
+            predicted = "" if self.predicted is None else f"; predicted {self.predicted.total / GIB:.1f} in all"
             logger.info(
                 f"Measured memory per GPU: at most {allocated:.1f} GiB allocated by PyTorch ({reserved:.1f} reserved) "
-                f"and {around:.1f} GiB outside it; predicted {self.predicted.total / GIB:.1f} in all"
+                f"and {around:.1f} GiB outside it{predicted}"
             )
         return {"memory/outside_pytorch(GiB)": outside / GIB}
