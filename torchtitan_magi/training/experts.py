@@ -65,5 +65,5 @@ def check_gradients_of_experts(dims: Any, model: ModelConfig) -> None:
     if model.experts is not None and dims.tp > 1 and dims.dp_shard * dims.cp * dims.ep == 1:
         raise ValueError(
             f"parallelism.tensor_parallel_degree is {dims.tp}, but torchtitan 0.3 trains experts wrongly under it "
-            "alone; set it to 1, or add a context_parallel_degree, expert_parallel_degree or data_parallel_shard_degree above 1"
+            "alone; set it to 1, or raise context_parallel_degree, expert_parallel_degree or data_parallel_shard_degree"
         )
