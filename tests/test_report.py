@@ -500,11 +500,11 @@ def run_file(tmp_path, monkeypatch):
 
 def test_a_runs_file_says_pack_layout_data_and_heads(run_file, size):
     out, figures = size(run_file())
-    assert "4 GPUs, 8 per node; packs of 64 tokens, T = 16 on each GPU; heads 4:1, head_dim 64" in out
+    assert "4 GPUs, 4 per node; packs of 64 tokens, T = 16 on each GPU; heads 4:1, head_dim 64" in out
     assert "records.jsonl" in out
     by_hand = ["--tokenizer", "model", "--total", "64", "--cp", "4", "--heads", "4:1", "--head-dim", "64"]
     assert size("records.jsonl", *by_hand)[1]["packs"][0]["documents"] == figures["packs"][0]["documents"]
-    assert "2 GPUs, 8 per node; packs of 128 tokens" in size(run_file(), "--cp", "2", "--total", "128")[0]
+    assert "2 GPUs, 2 per node; packs of 128 tokens" in size(run_file(), "--cp", "2", "--total", "128")[0]
 
 
 @pytest.mark.parametrize(
