@@ -31,7 +31,7 @@ ALLOWED = {"C7519", "C7517"}
 MOST_SPILLED = {192: 48, 256: 160}
 
 FORWARD_GROUPS, BACKWARD_GROUPS = range(1, 17), range(1, 9)  # heads per tile that the work lists may ask for
-SOME_GROUPS = (1, 7, 8)  # no grouping; rows left over; heads 64:8
+SOME_GROUPS = (1, 8)  # no grouping; heads 64:8
 
 
 STRUCTS = {

@@ -147,7 +147,7 @@ def test_help_shows_each_option_with_its_unit():
 
 
 EXIT = """
-import atexit, gc
+import atexit, gc, time
 from pathlib import Path
 import torch.distributed as dist
 from torchtitan_magi.titan.v02.cpu import run_on_cpu
@@ -159,6 +159,8 @@ atexit.register(lambda: print(gloo_threads()))  # what is registered first comes
 run_on_cpu()
 gc.disable()
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+while not gloo_threads():  # they name themselves once they run
+    time.sleep(0.01)
 cycle = [dist.group.WORLD]
 cycle.append(cycle)
 del cycle
