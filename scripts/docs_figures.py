@@ -333,19 +333,35 @@ def data() -> str:
     found = result("data")
     parts = []
     for name in ("tokenizing", "cold", "packing", "opening"):
-        lines = [[key.replace("_", " "), figure(value)] for key, value in found[name].items()]
+        lines = [[label(key), figure(value)] for key, value in found[name].items()]
         parts.append(f"{name.capitalize()}:\n\n{table(['figure', 'value'], lines)}")
     for name in ("ranks", "fill"):
         rows = found[name]
-        columns = [key.replace("_", " ") for key in rows[0]]
+        columns = [label(key) for key in rows[0]]
         parts.append(f"{name.capitalize()}:\n\n{table(columns, [list(map(figure, row.values())) for row in rows])}")
     return "\n\n".join([*parts, sources("data")])
+
+
+def label(key: str) -> str:
+    """A figure's name with its unit."""
+    words = (
+        f"{key} ".replace("_", " ").replace(" per cpu s ", " per second of CPU time").replace(" per s ", " per second")
+    )
+    words = words.replace("of encode batch", "share of encode_batch").replace(" busy", ", share of the CPU's time")
+    for unit, name in (
+        (" cpu ", " by CPU time"),
+        (" s ", ", seconds"),
+        ("mb ", "memory, MB"),
+        ("gpus fed", "GPUs fed"),
+    ):
+        words = words.replace(unit, name)
+    return words.strip().replace("encode batch", "encode_batch")
 
 
 def figure(value: object) -> str:
     """A number in four digits."""
     if not isinstance(value, float):
-        return str(value)
+        return f"{value:,}" if isinstance(value, int) else str(value)
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
