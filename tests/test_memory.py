@@ -205,11 +205,12 @@ def setup_from(arguments, has_objectives):
     """The facts of the debug configuration with these arguments, and those without any."""
     from torchtitan.config import ConfigManager
     from torchtitan.distributed import ParallelDims
+    from torchtitan.tools import utils
 
     from torchtitan_magi.training.memory_log import setup_of
 
     def setup(arguments):
-        with mock.patch.object(torch.cuda, "is_available", return_value=True):  # the CPU has no CPU offload
+        with mock.patch.object(utils, "device_type", "cuda"):  # the CPU has no CPU offload
             config = ConfigManager().parse_args(["--job.config_file", str(DEBUG_TOML), *arguments])
         degrees = config.parallelism
         dims = ParallelDims(
@@ -437,13 +438,12 @@ def test_the_log_warns_of_what_does_not_fit_and_says_once_what_was_measured():
 def offload_without_fsdp():
     from torchtitan_magi.training.memory_log import check_offload
 
-    with mock.patch.object(torch.cuda, "is_available", return_value=True):
-        check_offload(False, fsdp_enabled=False)
-        check_offload(True, fsdp_enabled=True)
-        try:
-            check_offload(True, fsdp_enabled=False)
-        except ValueError as error:
-            return str(error)
+    check_offload(False, "cuda", fsdp_enabled=False)
+    check_offload(True, "cuda", fsdp_enabled=True)
+    try:
+        check_offload(True, "cuda", fsdp_enabled=False)
+    except ValueError as error:
+        return str(error)
 
 
 def test_offload_without_fsdp_is_refused():

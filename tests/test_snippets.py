@@ -418,7 +418,7 @@ RIGHT = [
     "<!-- not run: no cluster here -->\n```bash\nsrun x\n```",
     "```bash\nfor n in 1 2; do ./scripts/train.sh my.toml --training.steps 3; done > log 2>&1 | tail\n```",
     "```bash\nX=1 python3 - <<'EOF'\nprint(1)\nEOF\n```",
-    '```toml\n[magi]\nimports = ["mine"]\n[training]\nmax_norm = 2.0\n```',
+    '```toml\n[magi]\nimports = ["mine"]\n[training]\nenable_cpu_offload = true\n```',
 ]
 
 

@@ -69,13 +69,17 @@ def log_prediction(setup: Setup) -> Prediction:
     return prediction
 
 
-def check_offload(enabled: bool, fsdp_enabled: bool = True) -> None:
-    """Checks training.enable_cpu_offload, which torchtitan leaves to FSDP2. fsdp_enabled: once that is known.
+def check_offload(enabled: bool, device_type: str, fsdp_enabled: bool = True) -> None:
+    """Checks training.enable_cpu_offload, which torchtitan leaves to FSDP2.
+
+    Args:
+        device_type: that of torchtitan's tools, "cpu" once a run is to use the CPU.
+        fsdp_enabled: once that is known.
 
     Raises:
         ValueError: one line that names the value and the remedy.
     """
-    if enabled and not torch.cuda.is_available():
+    if enabled and device_type == "cpu":
         raise ValueError("training.enable_cpu_offload is true, but there is no GPU to relieve; set it to false")
     if enabled and not fsdp_enabled:
         raise ValueError(

@@ -24,6 +24,7 @@ from torchtitan.models.llama3.infra import parallelize as llama3
 from torchtitan.models.llama3.model.state_dict_adapter import Llama3StateDictAdapter
 from torchtitan.models.qwen3.infra import parallelize as qwen3
 from torchtitan.models.utils import MoEStateDictAdapter
+from torchtitan.tools import utils
 
 from torchtitan_magi.attention import attention_op
 from torchtitan_magi.titan.v02 import moe_styles
@@ -129,7 +130,7 @@ def _validate_config(stock: Any, manager: ConfigManager) -> None:
     _import_ours(manager.config.experimental.custom_import)
     if isinstance(magi, Magi):
         import_modules(magi.imports)
-        check_offload(manager.config.training.enable_cpu_offload)
+        check_offload(manager.config.training.enable_cpu_offload, utils.device_type)
 
 
 def _import_ours(name: str) -> None:

@@ -191,7 +191,7 @@ class MagiSpec:
         return runtime
 
     def parallelize(self, model: Any, parallel_dims: Any, job_config: Any) -> nn.Module:
-        check_offload(job_config.training.enable_cpu_offload, parallel_dims.fsdp_enabled)
+        check_offload(job_config.training.enable_cpu_offload, utils.device_type, parallel_dims.fsdp_enabled)
         if self.runtime is None:  # a second model, the reference of preference training, runs on the same plans
             self.runtime = self.make_runtime(model.model_args, parallel_dims, job_config)
         model.magi = self.runtime

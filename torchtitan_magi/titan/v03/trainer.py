@@ -115,7 +115,7 @@ class MagiTrainer(ObjectiveTrainer, Trainer):
         self.runtime.block_attn.check(
             facts.head_dim, TORCH_DTYPE_MAP[job.training.mixed_precision_param], facts.value_dim
         )
-        check_offload(job.training.enable_cpu_offload)
+        check_offload(job.training.enable_cpu_offload, utils.device_type)
         known = dims.pp == 1 and not job.magi.lora.rank and facts.model in LLAMA_LIKE
         self.memory = MeasuredMemory(log_prediction(setup_of(job, dims, facts, True)) if known else None)
         return dims
