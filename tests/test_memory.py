@@ -223,7 +223,7 @@ def setup_from(arguments, has_objectives):
             etp=degrees.expert_tensor_parallel_degree,
             world_size=8,
         )
-        return setup_of(config, dims, LLAMA_8B, has_objectives)
+        return setup_of(config, dims, LLAMA_8B, has_objectives, utils.device_type)
 
     with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="4"):
         return setup(arguments), setup([])

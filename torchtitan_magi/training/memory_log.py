@@ -16,12 +16,13 @@ logger = logging.getLogger(__name__)
 SETTLED = 5  # step from which on all memory has been taken: compilers are done and optimizer states exist
 
 
-def setup_of(job_config: Any, dims: Any, model: ModelConfig, has_objectives: bool) -> Setup:
+def setup_of(job_config: Any, dims: Any, model: ModelConfig, has_objectives: bool, device_type: str) -> Setup:
     """The facts of a run.
 
     Args:
         dims: torchtitan's ParallelDims.
         has_objectives: whether our Trainer runs, not torchtitan's own.
+        device_type: that of torchtitan's tools.
     """
     training, checkpointing, compiled = job_config.training, job_config.activation_checkpoint, job_config.compile
     option = checkpointing.selective_ac_option
@@ -51,7 +52,7 @@ def setup_of(job_config: Any, dims: Any, model: ModelConfig, has_objectives: boo
         reference=training.dataset == DPO_DATASET and job_config.magi.dpo.reference == "model",
         offload=training.enable_cpu_offload,
         whole_logits=not has_objectives,
-        gpu=torch.cuda.is_available(),
+        gpu=device_type == "cuda",
         one_machine=int(os.environ.get("LOCAL_WORLD_SIZE", "1")) % (dims.cp * dims.tp) == 0,
     )
 
@@ -93,11 +94,11 @@ class MeasuredMemory:
 
     Args:
         predicted: None where nothing was.
-        device: of a collective.
+        device_type: of the ranks' collectives.
     """
 
-    def __init__(self, predicted: Prediction | None, device: str = "cuda") -> None:
-        self.predicted, self.device = predicted, device
+    def __init__(self, predicted: Prediction | None, device_type: str) -> None:
+        self.predicted, self.device_type = predicted, device_type
         self.allocated = self.reserved = 0  # most bytes that PyTorch's allocator has given out, and has had
         self.said = False
 
@@ -111,7 +112,7 @@ class MeasuredMemory:
         self.reserved = max(self.reserved, torch.cuda.max_memory_reserved())
         if step >= SETTLED and not self.said:
             self.said = True
-            most = torch.tensor([self.allocated, self.reserved, outside], device=self.device)
+            most = torch.tensor([self.allocated, self.reserved, outside], device=self.device_type)
             dist.all_reduce(most, dist.ReduceOp.MAX)
             allocated, reserved, around = (most / GIB).tolist()
             predicted = "" if self.predicted is None else f"; predicted {self.predicted.total / GIB:.1f} in all"

@@ -164,7 +164,8 @@ class MagiSpec:
         batches = parallel_dims.dp_replicate * parallel_dims.dp_shard * training.local_batch_size
         self.losses = LossRecord(max(1, training.global_batch_size // batches))
         config = config_of(model_args)
-        memory = MeasuredMemory(log_prediction(setup_of(job_config, parallel_dims, config, self.has_objectives)))
+        setup = setup_of(job_config, parallel_dims, config, self.has_objectives, utils.device_type)
+        memory = MeasuredMemory(log_prediction(setup), utils.device_type)
         return MagiMetricsProcessor(job_config, parallel_dims, config.attention_flops, self.count, self.losses, memory)
 
     def build_loss(self, job_config: Any, **kwargs: Any) -> Any:

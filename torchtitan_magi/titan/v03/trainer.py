@@ -117,7 +117,8 @@ class MagiTrainer(ObjectiveTrainer, Trainer):
         )
         check_offload(job.training.enable_cpu_offload, utils.device_type)
         known = dims.pp == 1 and not job.magi.lora.rank and facts.model in LLAMA_LIKE
-        self.memory = MeasuredMemory(log_prediction(setup_of(job, dims, facts, True)) if known else None)
+        predicted = log_prediction(setup_of(job, dims, facts, True, utils.device_type)) if known else None
+        self.memory = MeasuredMemory(predicted, utils.device_type)
         return dims
 
     def _build_loader(
