@@ -2,14 +2,11 @@
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-
-from torchtitan_magi.training.model_config import ModelConfig
 
 EXPERT_LOAD_METRICS = ("moe/expert_imbalance", "moe/worst_expert_imbalance", "moe/idle_experts")
 COUNTS = ("tokens_per_expert", "tokens_per_expert_E")  # torchtitan's names of a layer's counts, 0.2 and 0.3
@@ -57,13 +54,3 @@ def take_expert_load(models: Iterable[nn.Module], group: dist.ProcessGroup | Non
     imbalance = counts.amax(1) / counts.mean(1)
     figures = torch.stack([imbalance.mean(), imbalance.max(), (counts == 0).sum()]).tolist()
     return dict(zip(EXPERT_LOAD_METRICS, figures, strict=True))
-
-
-def check_gradients_of_experts(dims: Any, model: ModelConfig) -> None:
-    """Raises ValueError, one line, where torchtitan 0.3 trains experts wrongly: under tensor parallelism that FSDP2
-    shards nothing beside, a step differs from that of one process."""
-    if model.experts is not None and dims.tp > 1 and dims.dp_shard * dims.cp * dims.ep == 1:
-        raise ValueError(
-            f"parallelism.tensor_parallel_degree is {dims.tp}, but torchtitan 0.3 trains experts wrongly under it "
-            "alone; set it to 1, or raise context_parallel_degree, expert_parallel_degree or data_parallel_shard_degree"
-        )

@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torchtitan.models import deepseek_v3, gpt_oss, llama3, qwen3
 from torchtitan.models.common import ComplexRoPE, CosSinRoPE, Embedding, Linear
 from torchtitan.models.common.attention import FlexAttention
-from torchtitan.models.common.moe import GroupedExperts
+from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
 from torchtitan.models.common.nn_modules import RMSNorm
 from torchtitan.models.common.rope import RoPE
 from torchtitan.protocols.model_spec import ModelSpec
@@ -129,10 +130,20 @@ class _WithoutCP:
 
 
 def _parallelize(stock: Any, model: Any, *, parallel_dims: Any, **options: Any) -> nn.Module:
+    for module in model.modules():
+        if isinstance(module, RoutedExperts):
+            module.register_forward_pre_hook(_arrived)
     model = stock(model, parallel_dims=_WithoutCP(parallel_dims), **options)
     if utils.device_type == "cpu":
         reduce_by_plain_sums(model)
     return model
+
+
+def _arrived(experts: nn.Module, inputs: Any) -> Any:
+    """Tokens that are there: of those still on their way from tensor-parallel ranks, torch's ``local_map`` loses the
+    gradient, as it waits for them outside of autograd."""
+    x_BLD, *others = inputs
+    return (x_BLD.clone() if isinstance(x_BLD, DTensor) else x_BLD, *others)
 
 
 def _adapter(stock: Any, model_config: Any, hf_assets_path: str | None) -> Any:

@@ -35,7 +35,6 @@ from torchtitan_magi.titan.v03.models import config_of, temperature_of
 from torchtitan_magi.training.agreed import agreed
 from torchtitan_magi.training.checkpoints import check_checkpoints
 from torchtitan_magi.training.dpo import Reference
-from torchtitan_magi.training.experts import check_gradients_of_experts
 from torchtitan_magi.training.exported_files import exported_files
 from torchtitan_magi.training.hf_folder import HF_FLAVOR, check_folders, check_vocabulary
 from torchtitan_magi.training.launcher import config_file
@@ -105,7 +104,6 @@ class MagiTrainer(ObjectiveTrainer, Trainer):
         check_options(job.magi)
         check_sections(job, DATASETS, True)
         check_pipeline(job, facts)
-        check_gradients_of_experts(dims, facts)
         check_checkpoints(job)
         path, identity = job.model.hf_assets_path, zlib.crc32(repr(facts).encode())
         (self.export_shards,) = agreed(path, lambda: [check_folders(job, facts)], lambda _: identity)
