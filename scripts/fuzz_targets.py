@@ -27,11 +27,8 @@ from torchtitan_magi.data.packed import PackedDataset
 from torchtitan_magi.data.token_block import TokenBlock
 from torchtitan_magi.masks.builders import block_causal, shared_prompt, sliding_window, varlen_causal, varlen_full
 from torchtitan_magi.masks.slices import AttnSlices
-from torchtitan_magi.planning.cost_model import H200, CostModel
-from torchtitan_magi.planning.plan import make_plan
-from torchtitan_magi.training.config_file import PLAIN
-from torchtitan_magi.training.hf_weights import INDEX, shard_numbers
-from torchtitan_magi.training.model_config import (
+from torchtitan_magi.models.config_file import PLAIN
+from torchtitan_magi.models.model_config import (
     ROPE_FIELDS,
     Experts,
     LatentAttention,
@@ -39,6 +36,9 @@ from torchtitan_magi.training.model_config import (
     Rope,
     read_model_config,
 )
+from torchtitan_magi.planning.cost_model import H200, CostModel
+from torchtitan_magi.planning.plan import make_plan
+from torchtitan_magi.training.hf_weights import INDEX, shard_numbers
 from torchtitan_magi.training.reference_file import read_logprobs, write_logprobs
 
 ROOT = Path(__file__).parent.parent

@@ -15,8 +15,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from torchtitan_magi.models.model_config import ModelConfig
 from torchtitan_magi.training.memory import GIB, OUTSIDE_PYTORCH, Setup, describe, predict
-from torchtitan_magi.training.model_config import ModelConfig
 
 STRATEGIES = ("ours", "ours, dp 2", "ours, tp 2", "flex")  # "flex" has torchtitan's own loss, over all logits
 MODES = ("none", "selective", "full")

@@ -13,9 +13,9 @@ import torch
 from hf_models import make_hf_folder
 from training import LAYERS, corpus, new_folder, train, watch
 
+from torchtitan_magi.models.model_config import Experts, ModelConfig, Rope, read_model_config
 from torchtitan_magi.training.exported_files import exported_files
 from torchtitan_magi.training.exports import add_config, export, read_files
-from torchtitan_magi.training.model_config import Experts, ModelConfig, Rope, read_model_config
 
 from loss_compare import LAYOUTS  # isort: skip
 

@@ -20,16 +20,16 @@ CORE = {"attention", "bound_plan", "dispatch"}
 # wing, or file beside the wings -> what it may import of the package besides itself and `wording`; dependencies run
 # one way
 MAY_IMPORT = {
-    **dict.fromkeys(["wording", "tiles", "files", "masks", "data", "losses"], ""),
+    **dict.fromkeys(["wording", "tiles", "files", "masks", "data", "losses", "models"], ""),
     "cuda": "tiles files",
     "planning": "tiles masks",
     "exchange": "cuda planning",
     "backends": "tiles masks cuda planning exchange",
     "core": "tiles masks cuda planning exchange backends",
-    "training": "tiles files masks data losses cuda planning exchange backends core",
-    "titan": "tiles masks data losses cuda planning exchange backends core training",
+    "training": "tiles files masks data losses models cuda planning exchange backends core",
+    "titan": "tiles masks data losses models cuda planning exchange backends core training",
     "calibrate": "tiles masks cuda planning exchange backends core",
-    "report": "tiles masks data planning",
+    "report": "tiles masks data models planning",
     "train": "titan",
     "verify": "training",
     "__init__": "masks planning core",

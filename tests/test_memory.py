@@ -13,6 +13,7 @@ import pytest
 import torch
 from training import DEBUG_TOML, ROOT, call, train, watch
 
+from torchtitan_magi.models.model_config import Experts, ModelConfig, Rope
 from torchtitan_magi.training import memory
 from torchtitan_magi.training.memory import (
     GIB,
@@ -24,7 +25,6 @@ from torchtitan_magi.training.memory import (
     predict,
     remedies,
 )
-from torchtitan_magi.training.model_config import Experts, ModelConfig, Rope
 
 from predict_memory import comparisons  # isort: skip
 

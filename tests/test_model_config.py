@@ -15,9 +15,9 @@ from torchtitan.models.qwen3.model import model as qwen3
 from torchtitan.protocols.train_spec import get_train_spec
 
 import torchtitan_magi.titan  # noqa: F401
+from torchtitan_magi.models.model_config import Experts, ModelConfig, Rope, differences, read_model_config
 from torchtitan_magi.titan.v02.models import args_of, config_of
 from torchtitan_magi.training.hf_weights import tensor_shapes
-from torchtitan_magi.training.model_config import Experts, ModelConfig, Rope, differences, read_model_config
 
 small_llama, small_qwen = partial(llama, 64, 176, 2, 8), partial(qwen, 64, 176, 2, 8)
 small_moe = partial(qwen_moe, 64, 176, 2, 8, 48)

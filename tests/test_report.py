@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from masks import dense_mask
+from published import OF_0_3, llama
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from torchtitan_magi.masks.builders import shared_prompt, varlen_causal
@@ -485,9 +486,8 @@ def run_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model").mkdir()
     write_data_set(tmp_path / "model")
-    (tmp_path / "model" / "config.json").write_text(
-        '{"num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 512}'
-    )
+    model = llama(512, 1024, 2, 8, num_key_value_heads=2)
+    (tmp_path / "model" / "config.json").write_text(json.dumps(model))
     write_records(tmp_path / "records.jsonl", [{"text": words(20)}] * 6)
 
     def run_file(before="", after=""):
@@ -507,6 +507,20 @@ def test_a_runs_file_says_pack_layout_data_and_heads(run_file, size):
     assert "2 GPUs, 2 per node; packs of 128 tokens" in size(run_file(), "--cp", "2", "--total", "128")[0]
 
 
+def test_a_runs_file_of_another_model_is_sized_by_its_heads_or_refused_by_name(run_file, size, tmp_path, capsys):
+    def use(name):
+        (tmp_path / "model" / "config.json").write_text(json.dumps(OF_0_3[name]))
+
+    use("DeepSeek V3")
+    assert "heads 64:64, head_dim 192/128" in size(run_file())[0]
+    use("gpt-oss 20b")
+    with pytest.raises(SystemExit):
+        report.main([run_file()])
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert "is of a gpt_oss with windows of 128 tokens, which the report does not size; give --heads and" in error
+    assert "heads 32:4, head_dim 64" in size(run_file(), "--heads", "32:4", "--head-dim", "64")[0]
+
+
 @pytest.mark.parametrize(
     ("before", "after", "message"),
     [
@@ -517,7 +531,7 @@ def test_a_runs_file_says_pack_layout_data_and_heads(run_file, size):
         ("context_parallel_degree = 4", "context_parallel_degree = 0", "parallel degrees 0 and 2; use at least 1"),
         ("context_parallel_degree = 4\ntensor_parallel_degree = 2",
          "context_parallel_degree = 2\ntensor_parallel_degree = 4", "degree is 4, but the model has 8 query heads"),
-        ('"model"', '"models"', "cannot read 'models/config.json' .*; put the model there, or give --heads"),
+        ('"model"', '"models"', "models/config.json: .*; put the config.json of the weights there, or give --heads"),
         ("records.jsonl", "record.jsonl", "record.jsonl"),
         ("[training]", "[training", "cannot read 'run.toml' .*; give a run's TOML file"),
     ],

@@ -16,9 +16,9 @@ from torchtitan.protocols.train_spec import get_train_spec
 from training import DEBUG_TOML, TrainingError, corpus, new_folder, train
 
 import torchtitan_magi.titan  # noqa: F401
+from torchtitan_magi.models.model_config import read_model_config
 from torchtitan_magi.titan.v02.spec import MagiSpec
 from torchtitan_magi.training.hf_weights import INDEX, check_weights, shard_numbers, tensor_shapes
-from torchtitan_magi.training.model_config import read_model_config
 
 READ = "--checkpoint.enable --checkpoint.initial_load_in_hf"
 EXPORT = "--checkpoint.enable --checkpoint.last_save_in_hf"

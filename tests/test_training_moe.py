@@ -329,8 +329,8 @@ def count_operations(path):
     import torch
     from torchtitan.models.qwen3 import Qwen3Model
 
+    from torchtitan_magi.models.model_config import read_model_config
     from torchtitan_magi.titan.v02.models import args_of, varlen_flavors, with_plan_metadata
-    from torchtitan_magi.training.model_config import read_model_config
 
     args = varlen_flavors({"hf": args_of(read_model_config(path))})["hf"]
     with torch.device("meta"):

@@ -9,8 +9,8 @@ from hf_models import make_hf_folder
 from published import OF_0_3
 from training import call, new_folder
 
+from torchtitan_magi.models.model_config import Rope, differences, read_model_config
 from torchtitan_magi.training.hf_weights import tensor_shapes
-from torchtitan_magi.training.model_config import Rope, differences, read_model_config
 
 FLAVORS = {"gpt-oss 20b": "20b", "gpt-oss 120b": "120b", "DeepSeek V3": "671B"}
 

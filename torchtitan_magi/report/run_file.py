@@ -1,11 +1,11 @@
 """What a run's TOML file says of its packs and attention layers, as options of the report."""
 
-import json
 import tomllib
 from pathlib import Path
 from typing import Any
 
-from torchtitan_magi.wording import quoted, quoted_path
+from torchtitan_magi.models.model_config import read_model_config
+from torchtitan_magi.wording import one_line, quoted, quoted_path
 
 
 def options_of(path: str, *, with_heads: bool) -> dict[str, Any]:
@@ -14,7 +14,7 @@ def options_of(path: str, *, with_heads: bool) -> dict[str, Any]:
     Raises:
         ValueError: a file that cannot be read; an option that is missing or that training refuses.
     """
-    run = _read(Path(path), tomllib.loads, "give a run's TOML file")
+    run = _read(path)
     total = _value(run, path, "training", "seq_len", int)
     cp_size = _value(run, path, "parallelism", "context_parallel_degree", int)
     tp_size = _value(run, path, "parallelism", "tensor_parallel_degree", int, 1)
@@ -30,22 +30,28 @@ def options_of(path: str, *, with_heads: bool) -> dict[str, Any]:
     return {
         "source": _value(run, path, "training", "dataset_path", str), "dataset": dataset, "tokenizer": folder,
         "total": str(total), "cp": [cp_size], "cost": _cost(run, path),
-        **(_heads(Path(folder) / "config.json", tp_size) if with_heads else {}),
+        **(_heads(folder, tp_size) if with_heads else {}),
     }  # fmt: skip
 
 
-def _heads(path: Path, tp_size: int) -> dict[str, Any]:
-    """Heads of a layer on one GPU, of a model's config.json."""
-    config = _read(path, json.loads, "put the model there, or give --heads")
-    heads = config.get("num_attention_heads")
-    keys = config.get("num_key_value_heads") or heads
-    if not isinstance(heads, int) or not isinstance(keys, int) or heads < 1 or keys < 1:
-        raise ValueError(f"{path} has {heads} query heads and {keys} K/V heads; give --heads")
+def _heads(folder: str, tp_size: int) -> dict[str, Any]:
+    """Heads of a layer on one GPU, of the folder's config.json."""
+    try:
+        model = read_model_config(folder)
+    except ValueError as error:
+        raise ValueError(f"{error}, or give --heads and --head-dim") from None
+    if model.windows:
+        raise ValueError(
+            f"{folder}/config.json is of a {model.model} with windows of {max(model.windows)} tokens, which the report "
+            f"does not size; give --heads and --head-dim for its layers without, {model.windows.count(0)} of "
+            f"{model.num_layers}"
+        )
+    heads, keys = model.num_heads_q, model.num_heads_kv
     if heads % tp_size or keys % tp_size:
         shape = f"{heads} query heads and {keys} K/V heads; use a degree that divides both"
         raise ValueError(f"parallelism.tensor_parallel_degree is {tp_size}, but the model has {shape}")
-    dim = config.get("head_dim") or config.get("hidden_size", 128 * heads) // heads
-    return {"heads": f"{heads // tp_size}:{keys // tp_size}", "head_dim": dim}
+    dims = {"head_dim": model.head_dim, "value_dim": model.value_dim}
+    return {"heads": f"{heads // tp_size}:{keys // tp_size}", **dims}
 
 
 def _cost(run: dict[str, Any], path: str) -> Path | None:
@@ -62,11 +68,8 @@ def _value(run: dict[str, Any], path: str, section: str, option: str, kind: type
     return value
 
 
-def _read(path: Path, parse: Any, remedy: str) -> dict[str, Any]:
+def _read(path: str) -> dict[str, Any]:
     try:
-        content = parse(path.read_text())
-    except (OSError, ValueError) as error:  # also UnicodeDecodeError, TOMLDecodeError, JSONDecodeError
-        raise ValueError(f"cannot read {quoted_path(path)} ({error}); {remedy}") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"{quoted_path(path)} holds no table; {remedy}")
-    return content
+        return tomllib.loads(Path(path).read_text())
+    except (OSError, ValueError, RecursionError) as error:  # also UnicodeDecodeError, TOMLDecodeError
+        raise ValueError(f"cannot read {quoted_path(path)} ({one_line(error)}); give a run's TOML file") from None

@@ -3,9 +3,9 @@
 from typing import Any
 
 from torchtitan_magi.data.chat import default_template, load_chat_template
+from torchtitan_magi.models.model_config import ModelConfig
 from torchtitan_magi.training.agreed import agreed
 from torchtitan_magi.training.exports import CONFIG, add_config, read_files
-from torchtitan_magi.training.model_config import ModelConfig
 from torchtitan_magi.training.options import OUR_DATASETS
 
 

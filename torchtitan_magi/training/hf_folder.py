@@ -5,8 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from torchtitan_magi.models.model_config import ModelConfig, differences, read_model_config
 from torchtitan_magi.training.hf_weights import check_weights, shard_numbers
-from torchtitan_magi.training.model_config import ModelConfig, differences, read_model_config
 from torchtitan_magi.training.options import DPO_DATASET
 from torchtitan_magi.wording import quoted, quoted_path
 

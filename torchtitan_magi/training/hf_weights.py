@@ -8,7 +8,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 
-from torchtitan_magi.training.model_config import Experts, ModelConfig
+from torchtitan_magi.models.model_config import Experts, ModelConfig
 
 INDEX = "model.safetensors.index.json"
 DTYPES = {torch.float64, torch.float32, torch.float16, torch.bfloat16}

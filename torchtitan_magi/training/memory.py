@@ -10,7 +10,7 @@ from typing import Any
 
 from torchtitan_magi.exchange.peer_memory import memory_bytes
 from torchtitan_magi.losses.logprobs import CHUNK_LOGITS
-from torchtitan_magi.training.model_config import ModelConfig
+from torchtitan_magi.models.model_config import ModelConfig
 
 GIB = 2**30
 FLOAT32 = 4  # bytes

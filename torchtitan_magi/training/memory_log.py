@@ -7,12 +7,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from torchtitan_magi.models.model_config import ModelConfig
 from torchtitan_magi.training.memory import GIB, Prediction, Setup, describe, predict, remedies
-from torchtitan_magi.training.model_config import ModelConfig
 from torchtitan_magi.training.options import DPO_DATASET
 
 logger = logging.getLogger(__name__)
 
+PREDICTED = ("llama3", "qwen3")
 SETTLED = 5  # step from which on all memory has been taken: compilers are done and optimizer states exist
 
 
@@ -55,6 +56,18 @@ def setup_of(job_config: Any, dims: Any, model: ModelConfig, has_objectives: boo
         gpu=device_type == "cuda",
         one_machine=int(os.environ.get("LOCAL_WORLD_SIZE", "1")) % (dims.cp * dims.tp) == 0,
     )
+
+
+def predicted_memory(
+    job_config: Any, dims: Any, model: ModelConfig, has_objectives: bool, device_type: str
+) -> Prediction | None:
+    """Logs what a run will take; None, with a line that says so, for what is not predicted. See ``setup_of``."""
+    unknown = {model.model: model.model not in PREDICTED, "pipelines": dims.pp > 1, "LoRA": job_config.magi.lora.rank}
+    if any(unknown.values()):
+        what = " and ".join(name for name, is_there in unknown.items() if is_there)
+        logger.info(f"Memory per GPU is not predicted for {what}")
+        return None
+    return log_prediction(setup_of(job_config, dims, model, has_objectives, device_type))
 
 
 def log_prediction(setup: Setup) -> Prediction:

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchtitan_magi.models.model_config import ModelConfig
 from torchtitan_magi.training.logprob_model import LogprobModel
-from torchtitan_magi.training.model_config import ModelConfig
 from torchtitan_magi.training.objectives import LocalBatch, Objective, Process
 from torchtitan_magi.training.options import DPO_DATASET
 from torchtitan_magi.wording import quoted

@@ -12,9 +12,9 @@ from torchtitan.models.llama3.model.args import RoPEScalingArgs, TransformerMode
 from torchtitan.models.moe import MoEArgs
 from torchtitan.models.qwen3.model.args import Qwen3ModelArgs
 
+from torchtitan_magi.models.model_config import Experts, ModelConfig, Rope
 from torchtitan_magi.titan.v02.job_config import without_context_parallel
 from torchtitan_magi.titan.v02.metadata import PlanMetadata, attention_metadata
-from torchtitan_magi.training.model_config import Experts, ModelConfig, Rope
 from torchtitan_magi.wording import quoted
 
 MODELS = ("llama3", "qwen3")

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from torchtitan_magi.training.model_config import Experts
+from torchtitan_magi.models.model_config import Experts
 from torchtitan_magi.wording import quoted
 
 

@@ -15,6 +15,7 @@ from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
 
 from torchtitan_magi.backends import choose_block_attn
+from torchtitan_magi.models.model_config import ModelConfig
 from torchtitan_magi.planning.cost_model import Heads
 from torchtitan_magi.titan.v02 import hooks
 from torchtitan_magi.titan.v02.cpu import prepare_model, run_on_cpu
@@ -38,8 +39,7 @@ from torchtitan_magi.training.agreed import agreed
 from torchtitan_magi.training.exported_files import exported_files
 from torchtitan_magi.training.hf_folder import HF_FLAVOR, check_folders, check_vocabulary, read_hf_config
 from torchtitan_magi.training.launcher import end_with_launcher
-from torchtitan_magi.training.memory_log import MeasuredMemory, check_offload, log_prediction, setup_of
-from torchtitan_magi.training.model_config import ModelConfig
+from torchtitan_magi.training.memory_log import MeasuredMemory, check_offload, predicted_memory
 from torchtitan_magi.training.objectives import LossRecord
 from torchtitan_magi.training.options import OUR_DATASETS
 from torchtitan_magi.training.pack_loader import build_dataloader
@@ -164,8 +164,9 @@ class MagiSpec:
         batches = parallel_dims.dp_replicate * parallel_dims.dp_shard * training.local_batch_size
         self.losses = LossRecord(max(1, training.global_batch_size // batches))
         config = config_of(model_args)
-        setup = setup_of(job_config, parallel_dims, config, self.has_objectives, utils.device_type)
-        memory = MeasuredMemory(log_prediction(setup), utils.device_type)
+        device = utils.device_type
+        predicted = predicted_memory(job_config, parallel_dims, config, self.has_objectives, device)
+        memory = MeasuredMemory(predicted, device)
         return MagiMetricsProcessor(job_config, parallel_dims, config.attention_flops, self.count, self.losses, memory)
 
     def build_loss(self, job_config: Any, **kwargs: Any) -> Any:

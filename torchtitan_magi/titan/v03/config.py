@@ -26,7 +26,7 @@ from torchtitan_magi.training.lora import check_targets
 from torchtitan_magi.training.options import LoRA, import_modules
 from torchtitan_magi.wording import quoted
 
-LLAMA_LIKE = ("llama3", "qwen3")  # what low-rank adapters and the prediction of memory are for
+WITH_ADAPTERS = ("llama3", "qwen3")
 CHECKPOINTING = {"selective": MagiSelectiveAC.Config, "full": FullAC.Config, "memory_budget": MemoryBudgetAC.Config}
 
 
@@ -80,7 +80,7 @@ def _model_spec(job: Any) -> Any:
     check_model(name)
     if job.model.converters:
         raise ValueError(f"model.converters is {quoted(job.model.converters)}, which 0.3 has no more; leave it out")
-    if job.magi.lora.rank and name not in LLAMA_LIKE:
+    if job.magi.lora.rank and name not in WITH_ADAPTERS:
         raise ValueError(f"magi.lora.rank is {job.magi.lora.rank}, but {name} gets no adapters here; set it to 0")
     config = None
     if flavor == HF_FLAVOR:

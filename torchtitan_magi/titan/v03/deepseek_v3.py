@@ -4,7 +4,7 @@ from typing import Any
 
 from torchtitan.models import deepseek_v3
 
-from torchtitan_magi.training.model_config import LatentAttention, ModelConfig
+from torchtitan_magi.models.model_config import LatentAttention, ModelConfig
 
 LATENT_NORM_EPS = 1e-6  # transformers', whatever a config.json says of the other norms
 

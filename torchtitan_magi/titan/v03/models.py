@@ -17,11 +17,11 @@ from torchtitan.models.common.rope import RoPE
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.tools import utils
 
+from torchtitan_magi.models.model_config import Experts, ModelConfig, Rope, yarn_factor
 from torchtitan_magi.titan.v03 import deepseek_v3 as our_deepseek_v3
 from torchtitan_magi.titan.v03 import gpt_oss as our_gpt_oss
 from torchtitan_magi.titan.v03.experts import MagiExperts
 from torchtitan_magi.training.cpu import reduce_by_plain_sums
-from torchtitan_magi.training.model_config import Experts, ModelConfig, Rope, yarn_factor
 from torchtitan_magi.wording import quoted
 
 MODELS = {"llama3": llama3, "qwen3": qwen3, "gpt_oss": gpt_oss, "deepseek_v3": deepseek_v3}

@@ -20,6 +20,7 @@ from torchtitan.tools import utils
 from torchtitan.tools.logging import init_logger
 from torchtitan.trainer import Trainer
 
+from torchtitan_magi.models.model_config import ModelConfig, read_model_config
 from torchtitan_magi.planning.cost_model import Heads
 from torchtitan_magi.titan.v03.attention import OVERRIDE, local_batch
 from torchtitan_magi.titan.v03.components import (
@@ -29,7 +30,7 @@ from torchtitan_magi.titan.v03.components import (
     MagiValidator,
     ObjectiveLoss,
 )
-from torchtitan_magi.titan.v03.config import LLAMA_LIKE, job_of, trainer_options
+from torchtitan_magi.titan.v03.config import job_of, trainer_options
 from torchtitan_magi.titan.v03.job_config import read_job_config
 from torchtitan_magi.titan.v03.models import config_of, temperature_of
 from torchtitan_magi.training.agreed import agreed
@@ -40,9 +41,8 @@ from torchtitan_magi.training.hf_folder import HF_FLAVOR, check_folders, check_v
 from torchtitan_magi.training.launcher import config_file
 from torchtitan_magi.training.logprob_model import LogprobModel
 from torchtitan_magi.training.lora import PolicyWithoutAdapters
-from torchtitan_magi.training.memory_log import MeasuredMemory, check_offload, log_prediction, setup_of
+from torchtitan_magi.training.memory_log import MeasuredMemory, check_offload, predicted_memory
 from torchtitan_magi.training.metrics import group_of
-from torchtitan_magi.training.model_config import ModelConfig, read_model_config
 from torchtitan_magi.training.objectives import LossRecord
 from torchtitan_magi.training.options import OUR_DATASETS, Magi, check_options
 from torchtitan_magi.training.pack_loader import WithoutPositions, build_dataloader
@@ -114,9 +114,8 @@ class MagiTrainer(ObjectiveTrainer, Trainer):
             facts.head_dim, TORCH_DTYPE_MAP[job.training.mixed_precision_param], facts.value_dim
         )
         check_offload(job.training.enable_cpu_offload, utils.device_type)
-        known = dims.pp == 1 and not job.magi.lora.rank and facts.model in LLAMA_LIKE
-        predicted = log_prediction(setup_of(job, dims, facts, True, utils.device_type)) if known else None
-        self.memory = MeasuredMemory(predicted, utils.device_type)
+        device = utils.device_type
+        self.memory = MeasuredMemory(predicted_memory(job, dims, facts, True, device), device)
         return dims
 
     def _build_loader(

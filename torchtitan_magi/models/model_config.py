@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from torchtitan_magi.training.config_file import ConfigFile
+from torchtitan_magi.models.config_file import ConfigFile
 from torchtitan_magi.wording import one_line
 
 # model_type in the file -> its class of language models, torchtitan's model.name

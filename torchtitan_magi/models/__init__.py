@@ -1,0 +1,1 @@
+"""Models in neutral terms, and the ``config.json`` that says so."""
