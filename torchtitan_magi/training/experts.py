@@ -1,6 +1,6 @@
-"""Mixture-of-experts layers: how evenly their tokens spread."""
+"""Mixture-of-experts layers: how evenly their tokens spread, and their computation one by one."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -54,3 +54,16 @@ def take_expert_load(models: Iterable[nn.Module], group: dist.ProcessGroup | Non
     imbalance = counts.amax(1) / counts.mean(1)
     figures = torch.stack([imbalance.mean(), imbalance.max(), (counts == 0).sum()]).tolist()
     return dict(zip(EXPERT_LOAD_METRICS, figures, strict=True))
+
+
+def local(*weights: Tensor) -> list[Tensor]:
+    """This rank's part of each."""
+    return [w.to_local() if isinstance(w, DTensor) else w for w in weights]
+
+
+def by_expert(x_RD: Tensor, counts_E: Tensor, weights: list[Tensor], run: Callable[..., Tensor]) -> Tensor:
+    """run(rows of an expert, its slice of each of weights) for all of them, and 0 for rows without an expert."""
+    counts = counts_E.tolist()
+    *rows, others = x_RD.split([*counts, len(x_RD) - sum(counts)])
+    outs = [run(x, *of_expert) for x, *of_expert in zip(rows, *weights, strict=True)]
+    return torch.cat([*outs, torch.zeros_like(others)])

@@ -118,6 +118,15 @@ def agreed_dataset(path: Any, make: Callable[[], PackedDataset], check_records: 
     return agreed(path, make_checked, lambda dataset: dataset.records.fingerprint)
 
 
+def warn_of_shorter_packs(length: int, of_training: int) -> None:
+    """Warns where documents that training has whole may be truncated in packs of this length, in tokens."""
+    if length < of_training:
+        logger.warning(
+            f"Validation packs have {length} tokens, those of training {of_training}: documents whole there may be "
+            "truncated here; set validation.seq_len to compare losses"
+        )
+
+
 def build_dataloader(
     section: Any, dp_world_size: int, dp_rank: int, tokenizer: Any, job_config: Any, training: bool
 ) -> PackLoader:
@@ -134,6 +143,7 @@ def build_dataloader(
         ValueError: on all ranks, for a records file that is missing, empty, malformed or not the same on each of them.
     """
     magi, path = job_config.magi, section.dataset_path
+    warn_of_shorter_packs(section.seq_len, job_config.training.seq_len)
     day = template_date(magi.template_date, job_config.job.dump_folder)
 
     def make() -> PackedDataset:

@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
+from torchtitan_magi.training.runtime import MagiRuntime, WorkCount, check_tokens
+
 Batch = tuple[dict[str, Any], Tensor]  # inputs, labels
 
 BATCHES_AHEAD = 2
@@ -62,3 +64,23 @@ class PlannedLoader:
         started = time.perf_counter()
         inputs = self.plan(inputs, labels)
         return (inputs, labels), state, time.perf_counter() - started
+
+
+def with_plans(
+    loader: Any, runtime: Callable[[], MagiRuntime | None], count: WorkCount, vocab_size: int, eos_id: int | None
+) -> PlannedLoader:
+    """The loader with plans made ahead and tokens checked.
+
+    Args:
+        runtime: returns the runtime, which is there when the loader is iterated.
+        count: accumulates the waits for plans.
+        eos_id: see ``MagiRuntime.plan_ahead``.
+    """
+
+    def plan(inputs: dict[str, Any], labels: Tensor) -> dict[str, Any]:
+        planner = runtime()
+        assert planner is not None
+        check_tokens(inputs["input"], vocab_size)
+        return planner.plan_ahead(inputs, labels, eos_id)
+
+    return PlannedLoader(loader, plan, count.wait)

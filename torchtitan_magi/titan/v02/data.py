@@ -1,6 +1,5 @@
 """The validation set: packed records for ``dataset = "sft"`` and ``"dpo"``, torchtitan's own for everything else."""
 
-import logging
 from typing import Any
 
 from torchtitan.hf_datasets.text_datasets import build_text_validation_dataloader
@@ -8,18 +7,11 @@ from torchtitan.hf_datasets.text_datasets import build_text_validation_dataloade
 from torchtitan_magi.training.options import OUR_DATASETS
 from torchtitan_magi.training.pack_loader import build_dataloader
 
-logger = logging.getLogger(__name__)
-
 
 def build_validation_dataloader(dp_world_size: int, dp_rank: int, tokenizer: Any, job_config: Any) -> Any:
     """The validation set of the job, one pass of ``validation.steps`` batches (-1: all of it)."""
     section = job_config.validation
     if section.dataset in OUR_DATASETS:
-        if section.seq_len < (longest := job_config.training.seq_len):
-            logger.warning(
-                f"Validation packs have {section.seq_len} tokens, those of training {longest}: documents whole there "
-                "may be truncated here; set validation.seq_len to compare losses"
-            )
         return build_dataloader(section, dp_world_size, dp_rank, tokenizer, job_config, False)
     infinite = section.steps != -1
     return build_text_validation_dataloader(dp_world_size, dp_rank, tokenizer, job_config, infinite)

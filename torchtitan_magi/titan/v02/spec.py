@@ -43,8 +43,8 @@ from torchtitan_magi.training.memory_log import MeasuredMemory, check_offload, p
 from torchtitan_magi.training.objectives import LossRecord
 from torchtitan_magi.training.options import OUR_DATASETS
 from torchtitan_magi.training.pack_loader import build_dataloader
-from torchtitan_magi.training.planned_loader import PlannedLoader
-from torchtitan_magi.training.runtime import MagiRuntime, WorkCount, check_tokens
+from torchtitan_magi.training.planned_loader import PlannedLoader, with_plans
+from torchtitan_magi.training.runtime import MagiRuntime, WorkCount
 
 # A rank whose collective timed out waits four times this long, for itself and others to write torchtitan's flight
 # records, before it ends; PyTorch's own value makes that a minute.
@@ -145,13 +145,7 @@ class MagiSpec:
 
     def planned(self, loader: Any, tokenizer: Any) -> PlannedLoader:
         """The loader with plans made ahead, by the runtime that ``parallelize`` will have made when it is iterated."""
-
-        def plan(inputs: dict[str, Any], labels: Tensor) -> dict[str, Any]:
-            assert self.runtime is not None
-            check_tokens(inputs["input"], self.vocab_size)
-            return self.runtime.plan_ahead(inputs, labels, tokenizer.eos_id)
-
-        return PlannedLoader(loader, plan, self.count.wait)
+        return with_plans(loader, lambda: self.runtime, self.count, self.vocab_size, tokenizer.eos_id)
 
     def build_validator(
         self, job_config: Any, dp_world_size: int, dp_rank: int, tokenizer: Any, **attributes: Any

@@ -13,7 +13,7 @@ from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts, ScaleBiasForward
 from torchtitan.models.gpt_oss.state_dict_adapter import GptOssStateDictAdapter
 
 from torchtitan_magi.models.model_config import ModelConfig
-from torchtitan_magi.titan.v03.experts import by_expert, local
+from torchtitan_magi.training.experts import by_expert, local
 
 # What a checkpoint that is not quantized has of the experts -> torchtitan's parameters
 EXPERTS = {

@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
@@ -47,9 +46,9 @@ from torchtitan_magi.training.objectives import LossRecord
 from torchtitan_magi.training.options import OUR_DATASETS, Magi, check_options
 from torchtitan_magi.training.pack_loader import WithoutPositions, build_dataloader
 from torchtitan_magi.training.pipeline import Pipeline, check_pipeline
-from torchtitan_magi.training.planned_loader import PlannedLoader
+from torchtitan_magi.training.planned_loader import PlannedLoader, with_plans
 from torchtitan_magi.training.references import ReferenceModel
-from torchtitan_magi.training.runtime import MagiRuntime, WorkCount, check_tokens
+from torchtitan_magi.training.runtime import MagiRuntime, WorkCount
 from torchtitan_magi.training.sections import ENTRY, check_sections
 from torchtitan_magi.training.timeouts import set_pg_timeouts
 from torchtitan_magi.training.trainer import ObjectiveTrainer
@@ -137,13 +136,7 @@ class MagiTrainer(ObjectiveTrainer, Trainer):
         return self._planned(WithoutPositions(stock.build(**world, tokenizer=tokenizer, **options)))
 
     def _planned(self, loader: Any) -> PlannedLoader:
-        """The loader with plans made ahead."""
-
-        def plan(inputs: dict[str, Any], labels: Tensor) -> dict[str, Any]:
-            check_tokens(inputs["input"], self.model_facts.vocab_size)
-            return self.runtime.plan_ahead(inputs, labels, self.eos_id)
-
-        return PlannedLoader(loader, plan, self.count.wait)
+        return with_plans(loader, lambda: self.runtime, self.count, self.model_facts.vocab_size, self.eos_id)
 
     def _start_metrics(self) -> None:
         attention, seq_len = self.model_facts.attention_flops, self.config.training.seq_len
