@@ -94,6 +94,20 @@ def test_specs_that_are_not_served_are_refused_by_name():
     assert predicting == "deepseek_v3 has mtp_layers, which are not trained here; set num_mtp_layers to 0"
 
 
+def layers_of_own_configuration():
+    from torchtitan.models.gpt_oss.config_registry import gpt_oss_debugmodel_flex
+
+    from torchtitan_magi.titan import with_magi
+    from torchtitan_magi.titan.v03.models import REPLACED
+
+    model = with_magi(gpt_oss_debugmodel_flex()).model_spec.model
+    return {type(config).__qualname__ for stock in REPLACED for _, config, _, _ in model.traverse(stock)}
+
+
+def test_torchtitans_own_configurations_get_our_layers():
+    assert call(layers_of_own_configuration) == {"GptOssExperts.Config", "RowwiseLinear.Config"}
+
+
 def test_tied_weights_are_refused_by_name():
     with pytest.raises(Exception, match="tie_word_embeddings is True, which torchtitan's gpt_oss has not"):
         call(in_torchtitan, replace(model_of(OF_0_3["gpt-oss 20b"]), tied=True))

@@ -80,7 +80,6 @@ def model_spec(name: str, flavor: str, config: ModelConfig | None, converters: l
     if config is not None:
         spec.model = model_of(config)
         spec.post_optimizer_build_fn = None  # a checkpoint's bias where experts are selected stays as it is
-    _replace_layers(spec.model)
     for converter in converters:
         spec.model = converter.build().convert(spec.model)
     return with_varlen(spec)
@@ -96,7 +95,7 @@ def _replace_layers(model: Any) -> None:
 
 
 def with_varlen(spec: ModelSpec) -> ModelSpec:
-    """The same model, accepting our attention under context parallelism.
+    """The same model with our layers, accepting our attention under context parallelism.
 
     Raises:
         ValueError: no model that is served, or not as it is served; one line.
@@ -108,6 +107,7 @@ def with_varlen(spec: ModelSpec) -> ModelSpec:
         raise ValueError(f'the attention of {spec.name} is {kind}; make the model with attn_backend="flex"')
     if getattr(spec.model, "mtp_layers", None):
         raise ValueError(f"{spec.name} has mtp_layers, which are not trained here; set num_mtp_layers to 0")
+    _replace_layers(spec.model)
     adapter = our_gpt_oss.GptOssAdapter if spec.name == "gpt_oss" else spec.state_dict_adapter
     return replace(
         spec,
