@@ -172,8 +172,7 @@ def read_tokens(folder: Path) -> Check:
             block = TokenBlock.open(str(path))
         except Damaged:
             raise ValueError("the file is damaged; its tokens are made again") from None
-        sound = [block.is_sound(index) for index in range(len(block))]
-        if not all(sound):
+        if not block.are_sound(np.arange(len(block))):
             raise ValueError("the tokens are damaged; they are made again")
         assert data == BLOCK
 

@@ -358,7 +358,7 @@ def test_a_block_is_read_as_it_was_written(tmp_path):
         block = TokenBlock.open(str(tmp_path / kind))
         assert (len(block), block.malformed) == (len(records) + 1, {len(records): "wrong; mend it"})
         for index, record in enumerate(records):
-            assert block.is_sound(index)
+            assert block.are_sound(np.array([index]))
             if kind == "pairs":
                 found = block.pair(index)
                 assert found.prompt.tolist() == record.prompt.tolist()

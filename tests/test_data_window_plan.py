@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import threading
+import time
 from unittest import mock
 
 import numpy as np
@@ -176,16 +177,33 @@ def test_a_damaged_plan_of_the_last_round_is_made_again(folder, tokenizer, cache
 
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EROFS])
 @pytest.mark.parametrize("call", ["tempfile.mkstemp", "fcntl.flock"])
-def test_a_disk_that_is_full_or_read_only_is_one_line_with_the_remedy(folder, tokenizer, cache, error, call):
-    packs = dataset(folder, tokenizer, cache)
-    with mock.patch(call, side_effect=OSError(error, os.strerror(error))), pytest.raises(ValueError) as caught:
-        list(packs)
-    assert str(caught.value) == (
-        f"tokens cannot be kept in '{cache}': {os.strerror(error)}; make room there, or set magi.token_cache to"
-        " another folder"
-    )
+def test_on_a_disk_that_is_full_or_read_only_plans_are_not_kept_which_is_said_once(
+    folder, tokenizer, cache, error, call, caplog
+):
+    with mock.patch(call, side_effect=OSError(error, os.strerror(error))):
+        found = flats(dataset(folder, tokenizer, cache))
+    assert [record.message for record in caplog.records if "packs for itself" in record.message] == [
+        f"plans cannot be kept in {cache} ({os.strerror(error)}): every process packs for itself"
+    ]
     assert plans(cache) == {}
-    assert flats(packs) == flats(dataset(folder, tokenizer, None))
+    assert found == flats(dataset(folder, tokenizer, None))
+
+
+def test_a_plan_that_nobody_has_read_for_long_is_removed_when_another_is_made(folder, tokenizer, cache):
+    for name, days in (("old", 31), ("new", 29)):
+        (cache / f"{name}.plan").touch()
+        os.utime(cache / f"{name}.plan", (time.time() - days * 86400,) * 2)
+    list(dataset(folder, tokenizer, cache))
+    assert {path.name for path in cache.glob("*.plan")} & {"old.plan", "new.plan"} == {"new.plan"}
+
+
+def test_an_epoch_opens_the_files_of_small_data_once(folder, tokenizer, cache):
+    list(dataset(folder, tokenizer, cache, epochs=3))
+    packs = dataset(folder, tokenizer, cache, epochs=3)
+    with mock.patch.object(TokenBlock, "open", wraps=TokenBlock.open) as opened:
+        list(packs)
+    paths = [call.args[0] for call in opened.call_args_list]
+    assert sorted(paths) == sorted(str(packs.tokens.path(block)) for block in range(packs.records.num_blocks))
 
 
 def test_of_many_who_need_a_plan_one_makes_it(folder, tokenizer, cache):

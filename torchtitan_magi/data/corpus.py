@@ -1,8 +1,11 @@
 """The records of one or more sources under one numbering, with a weight per source."""
 
 import functools
+import hashlib
+import itertools
 import os
 import zlib
+from bisect import bisect_right
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,8 +90,8 @@ class Corpus:
             raise ValueError(
                 f"the weights of {quoted_path(self.paths)} leave less than one record an epoch; give larger ones"
             )
-        self._firsts = np.cumsum([0, *map(len, self.files)])
-        self._first_blocks = np.cumsum([0, *(file.num_blocks for file in self.files)])
+        self._firsts = [0, *itertools.accumulate(map(len, self.files))]
+        self._first_blocks = [0, *itertools.accumulate(file.num_blocks for file in self.files)]
         firsts = [file.block_firsts[:-1] + first for file, first in zip(self.files, self._firsts[:-1], strict=True)]
         self.block_firsts = np.concatenate([*firsts, self._firsts[-1:]])
 
@@ -119,6 +122,11 @@ class Corpus:
         file, number = self._locate_block(block)
         return file.digest(number)
 
+    @functools.cached_property
+    def digest_of_all(self) -> bytes:
+        """SHA-256 of the digests of all blocks."""
+        return hashlib.sha256("".join(map(self.digest, range(self.num_blocks))).encode()).digest()
+
     def path(self, block: int) -> str:
         """Name of the block's file, for messages."""
         return self._locate_block(block)[0].path
@@ -136,7 +144,7 @@ class Corpus:
             ValueError: `path:line: what; remedy` of the span's first error.
         """
         begin, end = (len(self) * number // num_ranks for number in (rank, rank + 1))
-        for file, first in zip(self.files, self._firsts.tolist(), strict=False):
+        for file, first in zip(self.files, self._firsts, strict=False):
             file.check(max(0, begin - first), min(len(file), end - first))
 
     @functools.cached_property
@@ -154,10 +162,10 @@ class Corpus:
     def _locate_block(self, block: int) -> tuple[RecordFile, int]:
         return self._file_with(block, self._first_blocks)
 
-    def _file_with(self, number: int, firsts: np.ndarray) -> tuple[RecordFile, int]:
+    def _file_with(self, number: int, firsts: list[int]) -> tuple[RecordFile, int]:
         """The file that holds a record or block, and its number in the file. firsts: numbers of the files' first."""
-        file = int(np.searchsorted(firsts, number, side="right")) - 1
-        return self.files[file], number - int(firsts[file])
+        file = bisect_right(firsts, number) - 1
+        return self.files[file], number - firsts[file]
 
 
 def _check_distinct(identities: list[str]) -> None:

@@ -53,10 +53,6 @@ class EpochOrder:
         first, last = self._parts_of(window)[:, 2:].sum(axis=0).tolist()
         return last - first
 
-    def blocks(self, window: int) -> list[int]:
-        """The block of each part of a window, in the order in which they are read."""
-        return self._parts_of(window)[:, 0].tolist()
-
     def records(self, window: int) -> list[tuple[int, np.ndarray]]:
         """(block, indices of records in it) of each part of a window, in the order in which they are read."""
         found = []

@@ -16,7 +16,7 @@ from torchtitan_magi.data.corpus import Corpus
 from torchtitan_magi.data.documents import IGNORE_INDEX, Pieces
 from torchtitan_magi.data.epoch_order import WINDOW_BLOCKS
 from torchtitan_magi.data.packing import PackingCounts
-from torchtitan_magi.data.stream import PackStream, Piece, Tokens
+from torchtitan_magi.data.stream import PackPieces, PackStream, Tokens
 from torchtitan_magi.data.token_block import TokenBlock
 from torchtitan_magi.data.token_cache import TokenCache, TokenizedHere
 from torchtitan_magi.data.window_plan import PACKING_VERSION, Cursor
@@ -183,19 +183,18 @@ class PackedDataset(IterableDataset, Stateful):
         rounds = self._stream.rounds(self._cursor, self.dp_rank, self.dp_world_size)
         for number, (pack, self._cursor) in enumerate(rounds):
             if wanted(number):
-                yield self.lay_out([] if pack is None else pack.pieces())
+                yield self.lay_out(PackPieces.none() if pack is None else pack.pieces())
 
     @abstractmethod
-    def lay_out(self, pieces: Sequence[Piece]) -> Sample:
+    def lay_out(self, pieces: PackPieces) -> Sample:
         """Pieces with at most seq_len tokens in total -> one item."""
 
-    def item(self, rows: "Rows", bounds: list[list[int]]) -> Sample:
+    def item(self, rows: "Rows", bounds: np.ndarray) -> Sample:
         """An item of arrays and of the boundaries of its pieces."""
-        columns = {"documents": 2, "pairs": 4}[self.bounds_name]
         inputs = {
             "input": torch.from_numpy(rows.tokens),
             "positions": torch.from_numpy(rows.positions),
-            self.bounds_name: np.array(bounds, dtype=np.int32).reshape(-1, columns),
+            self.bounds_name: bounds.astype(np.int32),
         }
         return inputs, torch.from_numpy(rows.labels)
 

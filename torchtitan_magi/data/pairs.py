@@ -20,7 +20,6 @@ prompt and to itself. Without a shared prompt the pair is two documents, (P + C)
 with positions from 0 and the same labels; they stay in one pack.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,7 +29,7 @@ from torchtitan_magi.data.documents import IGNORE_INDEX, Pieces, TokenizedDocume
 from torchtitan_magi.data.formats import parse_pair
 from torchtitan_magi.data.packed import PackedDataset, Rows, Sample
 from torchtitan_magi.data.packing import PackingCounts
-from torchtitan_magi.data.stream import Piece
+from torchtitan_magi.data.stream import PackPieces
 from torchtitan_magi.data.token_block import TokenBlock
 
 
@@ -140,18 +139,18 @@ class PackedPairDataset(PackedDataset):
             tokens_left_out=int(whole[~good].sum()),
         )
 
-    def lay_out(self, pieces: Sequence[Piece]) -> Sample:
-        rows, bounds, at = Rows(self.seq_len), [], 0
-        for piece in pieces:
-            fitted = fit_pair(piece.block.pair(piece.index), self.seq_len, self.shared_prompt)
+    def lay_out(self, pieces: PackPieces) -> Sample:
+        rows, bounds, at = Rows(self.seq_len), np.zeros((len(pieces.record), 4), np.int64), 0
+        for number, (block, index) in enumerate(zip(pieces.block.tolist(), pieces.index.tolist(), strict=True)):
+            fitted = fit_pair(pieces.tokens[block].pair(index), self.seq_len, self.shared_prompt)
             assert fitted is not None
             pair = lay_out_pair(fitted, self.shared_prompt)
             end = at + len(pair)
             rows.tokens[at:end], rows.labels[at:end], rows.positions[at:end] = pair.inputs, pair.labels, pair.positions
-            bounds.append([at + bound for bound in pair.bounds])
+            bounds[number] = np.array(pair.bounds) + at
             at = end
         inputs, labels = self.item(rows, bounds)
-        return inputs | {"pair_ids": np.array([piece.record for piece in pieces], dtype=np.int64)}, labels
+        return inputs | {"pair_ids": pieces.record}, labels
 
     def identity(self) -> dict[str, Any]:
         return super().identity() | {"shared_prompt": self.shared_prompt}

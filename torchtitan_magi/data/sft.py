@@ -1,15 +1,14 @@
 """Packs of documents for supervised fine-tuning."""
 
-from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
 import numpy as np
 
-from torchtitan_magi.data.documents import Pieces
+from torchtitan_magi.data.documents import IGNORE_INDEX, Pieces
 from torchtitan_magi.data.formats import parse_document
 from torchtitan_magi.data.packed import PackedDataset, Rows, Sample
 from torchtitan_magi.data.packing import PackingCounts
-from torchtitan_magi.data.stream import Piece
+from torchtitan_magi.data.stream import PackPieces
 from torchtitan_magi.data.token_block import TokenBlock
 from torchtitan_magi.wording import quoted
 
@@ -35,7 +34,6 @@ class PackedSFTDataset(PackedDataset):
             )
         self.long_documents = long_documents
         super().__init__(*args, **options)
-        self._positions = np.arange(self.seq_len, dtype=np.int32)
 
     def make_pieces(self, block: TokenBlock, indices: np.ndarray) -> tuple[Pieces, PackingCounts]:
         """A document of n tokens has n - 1 positions, each with the token after it as its label.
@@ -65,19 +63,28 @@ class PackedSFTDataset(PackedDataset):
             tokens_left_out=int(length[~learned].sum()),
         )
 
-    def lay_out(self, pieces: Sequence[Piece]) -> Sample:
-        rows, bounds, at = Rows(self.seq_len), [], 0
-        for piece in pieces:
-            end, tokens = at + piece.length, piece.block.tokens
-            first = piece.block.tokens_of(piece.index)[0] + piece.start
-            rows.tokens[at:end] = tokens[first : first + piece.length]
-            rows.positions[at:end] = self._positions[: piece.length]
-            shift = at - first - 1
-            for begin, stop in piece.block.learned_in(first + 1, first + 1 + piece.length):
-                rows.labels[begin + shift : stop + shift] = tokens[begin:stop]
-            bounds.append([at, end])
-            at = end
-        return self.item(rows, bounds)
+    def lay_out(self, pieces: PackPieces) -> Sample:
+        ends = np.cumsum(pieces.length)
+        begins = ends - pieces.length
+        inputs, following = ([np.zeros(0, np.int32)] * len(ends) for _ in range(2))
+        changes = np.zeros(self.seq_len + 1, np.int64)  # 1 where a learned range begins, -1 behind it
+        for block, tokens in pieces.tokens.items():
+            numbers = np.flatnonzero(pieces.block == block)
+            first = tokens.bounds[pieces.index[numbers]] + pieces.start[numbers]
+            last = first + pieces.length[numbers]
+            for number, start, stop in zip(numbers.tolist(), first.tolist(), last.tolist(), strict=True):
+                inputs[number] = tokens.tokens[start:stop]
+                following[number] = tokens.tokens[start + 1 : stop + 1]
+            of, begin, end = tokens.learned_in(first + 1, last + 1)
+            shift = (begins[numbers] - first - 1)[of]
+            np.add.at(changes, begin + shift, 1)
+            np.subtract.at(changes, end + shift, 1)
+        rows, size = Rows(self.seq_len), int(pieces.length.sum())
+        if size:
+            rows.tokens[:size] = np.concatenate(inputs)
+            rows.positions[:size] = np.arange(size) - np.repeat(begins, pieces.length)
+            rows.labels[:size] = np.where(np.cumsum(changes[:size]), np.concatenate(following), IGNORE_INDEX)
+        return self.item(rows, np.stack([begins, ends], axis=1))
 
     def identity(self) -> dict[str, Any]:
         return super().identity() | {"long_documents": self.long_documents}

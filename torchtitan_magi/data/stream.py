@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
+import numpy as np
+
 from torchtitan_magi.data.array_file import Damaged
 from torchtitan_magi.data.corpus import Corpus
 from torchtitan_magi.data.epoch_order import EpochOrder
@@ -54,15 +56,26 @@ class Tokens(Protocol):
         """The plan of this name, which is damaged, made again."""
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """A piece with its tokens, see `Pieces`. record: number of the record in the corpus."""
+@dataclass(frozen=True)
+class PackPieces:
+    """The n pieces of a pack, in its order, with their tokens.
 
-    record: int
-    index: int
-    start: int
-    length: int
-    block: TokenBlock
+    block, index, start, length: int64 [n], see `Pieces`; record: int64 [n], numbers of the records in the corpus;
+    tokens: block -> its tokens.
+    """
+
+    block: np.ndarray
+    index: np.ndarray
+    start: np.ndarray
+    length: np.ndarray
+    record: np.ndarray
+    tokens: dict[int, TokenBlock]
+
+    @classmethod
+    def none(cls) -> "PackPieces":
+        """Of a pack of padding only."""
+        nothing = np.zeros(0, np.int64)
+        return cls(nothing, nothing, nothing, nothing, nothing, {})
 
 
 class Blocks:
@@ -103,24 +116,27 @@ class Window:
             return self.end
         return replace(self.begin, given=given, counts=self.end.counts)
 
-    def pieces(self, number: int) -> list[Piece]:
+    def pieces(self, number: int) -> PackPieces:
         """Of a pack: at most seq_len tokens in total. Plan and tokens are checked for damage."""
         try:
             rows = self.plan.pack(number)
         except Damaged:
             self.plan = self.replan()
             rows = self.plan.pack(number)
-        numbers = (rows[:, 1] + self.records.block_firsts[rows[:, 0]]).tolist()
-        return [self._piece(*row) for row in zip(numbers, *rows.T.tolist(), strict=True)]
+        block, index, start, length = rows.T.astype(np.int64)
+        tokens = {number: self._tokens(number, index[block == number]) for number in dict.fromkeys(block.tolist())}
+        return PackPieces(block, index, start, length, self.records.block_firsts[block] + index, tokens)
 
-    def _piece(self, record: int, block: int, index: int, start: int, length: int) -> Piece:
+    def _tokens(self, block: int, indices: np.ndarray) -> TokenBlock:
+        """The tokens of a block, of which those of these records are needed."""
         tokens = self.blocks.open(block)
-        while not tokens.is_sound(index):
+        while not tokens.are_sound(indices):
             self.blocks.remake(block)
             tokens = self.blocks.open(block)
-        if tokens.malformed and index in tokens.malformed:  # it was not when it was packed
-            raise ValueError(f"{self.records.where(record)}: {tokens.malformed[index]}")
-        return Piece(record, index, start, length, tokens)
+        for index in tokens.malformed.keys() & indices.tolist():  # it was not when it was packed
+            where = self.records.where(int(self.records.block_firsts[block]) + index)
+            raise ValueError(f"{where}: {tokens.malformed[index]}")
+        return tokens
 
 
 @dataclass(frozen=True)
@@ -128,7 +144,7 @@ class Pack:
     window: Window
     number: int
 
-    def pieces(self) -> list[Piece]:
+    def pieces(self) -> PackPieces:
         return self.window.pieces(self.number)
 
 
@@ -219,7 +235,7 @@ class PackStream:
         if order.num_records(cursor.window) < _FEWEST_KEPT:
             plan, replan = make(cancelled), functools.partial(make, threading.Event())
         else:
-            name = self._name(cursor, order)
+            name = self._name(cursor)
             plan = self.tokens.plan(name, make, cancelled)
             replan = functools.partial(self.tokens.remake_plan, name, make)
         self._say(plan, cursor)
@@ -227,12 +243,10 @@ class PackStream:
         end = Cursor(cursor.epoch, cursor.window + 1, plan.carried, counts=counts)
         return Window(self.records, cursor, end, end.window == order.num_windows, blocks, plan, replan)
 
-    def _name(self, cursor: Cursor, order: EpochOrder) -> str:
+    def _name(self, cursor: Cursor) -> str:
         """Of the plan of the window at the cursor: a hash of all that it depends on."""
-        blocks = dict.fromkeys([*blocks_carried(self.records, cursor), *order.blocks(cursor.window)])
-        digests = [self.records.digest(block) for block in blocks]
-        depends_on = json.dumps((VERSION, self.identity(), cursor.epoch, cursor.window, digests))
-        return hashlib.sha256(depends_on.encode() + cursor.carried.tobytes()).hexdigest()[:40]
+        depends_on = json.dumps((VERSION, self.identity(), cursor.epoch, cursor.window)).encode()
+        return hashlib.sha256(depends_on + self.records.digest_of_all + cursor.carried.tobytes()).hexdigest()[:40]
 
     def _say(self, plan: WindowPlan, cursor: Cursor) -> None:
         """Logs what the chat template left out of records, each thing once, and the first records left out; or raises

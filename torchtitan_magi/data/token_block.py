@@ -69,23 +69,29 @@ class TokenBlock:
         """The range of a record's tokens."""
         return int(self.bounds[index * self.parts]), int(self.bounds[(index + 1) * self.parts])
 
-    def is_sound(self, index: int) -> bool:
-        """Whether a record's tokens are those that were written."""
-        first, last = self.tokens_of(index)
-        return zlib.crc32(self.tokens[first:last].data) == self.checksums[index]
+    def are_sound(self, indices: np.ndarray) -> bool:
+        """Whether the tokens of these records are those that were written."""
+        firsts, lasts = (self.bounds[record * self.parts].tolist() for record in (indices, indices + 1))
+        rows = zip(firsts, lasts, self.checksums[indices].tolist(), strict=True)
+        return all(zlib.crc32(self.tokens[first:last]) == checksum for first, last, checksum in rows)
 
     def document(self, first: int, last: int) -> TokenizedDocument:
         """The tokens first:last."""
         mask = np.zeros(last - first, bool)
-        for start, stop in self.learned_in(first, last):
+        _, starts, stops = self.learned_in(np.array([first]), np.array([last]))
+        for start, stop in zip(starts.tolist(), stops.tolist(), strict=True):
             mask[start - first : stop - first] = True
         return TokenizedDocument(self.tokens[first:last], mask)
 
-    def learned_in(self, first: int, last: int) -> list[tuple[int, int]]:
-        """The learned ranges inside first:last, cut to it."""
-        before, until = self.learned.reshape(-1).searchsorted((first, last - 1), side="right").tolist()
-        found = self.learned[before // 2 : (until + 1) // 2].tolist()
-        return [(max(first, start), min(last, stop)) for start, stop in found]
+    def learned_in(self, first: np.ndarray, last: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The learned ranges inside n ranges first:last, cut to them: int64 [m] each, the number of the range that it
+        lies in, its first token, and the token behind it."""
+        ends = self.learned.reshape(-1)
+        before = ends.searchsorted(first, side="right") // 2
+        num = (ends.searchsorted(last - 1, side="right") + 1) // 2 - before
+        of = np.repeat(np.arange(len(first)), num)
+        found = self.learned[np.arange(len(of)) + (before - (np.cumsum(num) - num))[of]]
+        return of, np.maximum(first[of], found[:, 0]), np.minimum(last[of], found[:, 1])
 
     def pair(self, index: int) -> TokenizedPair:
         """A record of three parts."""

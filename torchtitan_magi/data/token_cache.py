@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -27,14 +28,16 @@ from torchtitan_magi.data.stream import Cancelled, MakePlan
 from torchtitan_magi.data.token_block import VERSION, TokenBlock
 from torchtitan_magi.data.token_writer import Job, unusable
 from torchtitan_magi.data.window_plan import WindowPlan
-from torchtitan_magi.wording import quoted_path
+from torchtitan_magi.wording import one_line, quoted_path
 
 logger = logging.getLogger(__name__)
 
 _POLL = 0.02  # seconds between looks for a file
 _PATIENCE = 20.0  # seconds of waiting for another process's writer until the log says so
 _MAX_WRITERS = 4  # that end without the file that is waited for
+_MAX_OPEN = 128  # files of tokens that nobody uses at the moment; each takes a descriptor
 _UNFINISHED_SECONDS = 3600.0  # age of a temporary file whose writer is dead
+_UNUSED_SECONDS = 30 * 86400.0  # since a plan was last read, until it is removed
 
 # The packages' own __init__ import torch, which the writer does without.
 _WRITER = """
@@ -106,8 +109,11 @@ class TokenCache:
         self.kind, self.order_name = kind, order_name
         self._depends_on = f"{VERSION} {kind} {tokenizer.fingerprint}"
         self._order: list[int] = []
+        self._there: set[int] = set()  # blocks whose tokens have been seen
+        self._cleaned = self._told = False
         self._writers: dict[str, _Writer] = {}
         self._in_use: weakref.WeakValueDictionary[int, TokenBlock] = weakref.WeakValueDictionary()
+        self._opened_last: deque[TokenBlock] = deque(maxlen=_MAX_OPEN)  # small data stays open across its epochs
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.folder, self.corpus, self.tokenizer, self.kind, self.order_name)
@@ -129,7 +135,10 @@ class TokenCache:
     def order(self, blocks: list[int]) -> None:
         """Has what is missing of these blocks written in this order, from now on."""
         self._order = blocks
-        if not all(os.path.exists(self._path_name(block)) for block in blocks):
+        unknown = set(blocks) - self._there
+        if all(os.path.exists(self._path_name(block)) for block in unknown):
+            self._there |= unknown
+        else:
             self._write(blocks, self.order_name)
 
     def open(self, block: int, cancelled: threading.Event) -> TokenBlock:
@@ -137,6 +146,7 @@ class TokenCache:
         tokens = self._in_use.get(block)
         if tokens is None:
             tokens = self._in_use[block] = self._wait(block, cancelled)
+            self._opened_last.append(tokens)
         return tokens
 
     def malformed(self, block: int) -> dict[int, str] | None:
@@ -148,16 +158,17 @@ class TokenCache:
 
     def remake(self, block: int) -> TokenBlock:
         """The tokens of a block whose file is damaged, made again."""
-        self._remove(self.path(block))
+        self._remove(self._path_name(block))
         self._in_use.pop(block, None)
         return self.open(block, threading.Event())
 
     def plan(self, name: str, make: MakePlan, cancelled: threading.Event) -> WindowPlan:
-        """The plan of this name, which is made if it is not there: by one process, while the others wait for it."""
+        """The plan of this name, which is made if it is not there: by one process, while the others wait for it. Where
+        it cannot be kept, each process makes its own."""
         path = self._plan_path(name)
         while not cancelled.is_set():
             try:
-                return WindowPlan.open(str(path))
+                return WindowPlan.open(path)
             except FileNotFoundError:
                 pass
             except Damaged:
@@ -166,22 +177,38 @@ class TokenCache:
                 raise ValueError(unusable(self.folder, error)) from None
             try:
                 with self._locked(name):
-                    if not path.exists():
+                    if not os.path.exists(path):
                         plan = make(cancelled)
-                        plan.write(str(path))
+                        self._keep(plan, path)
                         return plan
             except BlockingIOError:
                 cancelled.wait(_POLL)
             except OSError as error:
-                raise ValueError(unusable(self.folder, error)) from None
+                self._tell(error)
+                return make(cancelled)
         raise Cancelled
 
     def remake_plan(self, name: str, make: MakePlan) -> WindowPlan:
         self._remove(self._plan_path(name))
         return self.plan(name, make, threading.Event())
 
-    def _plan_path(self, name: str) -> Path:
-        return self.folder / f"{name}.plan"
+    def _keep(self, plan: WindowPlan, path: str) -> None:
+        if not self._cleaned:
+            self._cleaned = True
+            self._clean()
+        try:
+            plan.write(path)
+        except OSError as error:
+            self._tell(error)
+
+    def _tell(self, error: OSError) -> None:
+        if not self._told:
+            self._told = True
+            reason = error.strerror or one_line(error)
+            logger.warning("plans cannot be kept in %s (%s): every process packs for itself", self.folder, reason)
+
+    def _plan_path(self, name: str) -> str:
+        return f"{self.folder}/{name}.plan"
 
     @contextmanager
     def _locked(self, name: str) -> Iterator[None]:
@@ -196,20 +223,20 @@ class TokenCache:
                 fcntl.flock(lock, fcntl.LOCK_UN)  # also of processes forked meanwhile
 
     def _wait(self, block: int, cancelled: threading.Event) -> TokenBlock:
-        path, since, told, num_writers = self.path(block), time.monotonic(), False, 0
-        order, name = [block, *self._order], self.order_name
+        path, since, told, num_writers = self._path_name(block), time.monotonic(), False, 0
+        order, name = self._order, self.order_name
         while not cancelled.is_set():
             try:
-                return TokenBlock.open(str(path))
+                return TokenBlock.open(path)
             except FileNotFoundError:
                 pass
             except Damaged:
                 self._remove(path)
-                order, name = [block], path.name  # a writer that runs may have been here already
+                order, name = [], path  # a writer that runs may have been here already
             except OSError as error:
                 raise ValueError(unusable(self.folder, error)) from None
             self.corpus.check_unchanged(block)
-            num_writers += self._write(order, name)
+            num_writers += self._write([block, *order], name)
             if num_writers > _MAX_WRITERS:
                 raise ValueError(
                     f"tokens disappear from {quoted_path(self.folder)}; let no other program remove files there"
@@ -220,10 +247,10 @@ class TokenCache:
             cancelled.wait(_POLL)
         raise Cancelled
 
-    def _remove(self, path: Path) -> None:
+    def _remove(self, path: str) -> None:
         logger.warning("%s is damaged and is made again", path)
         try:
-            path.unlink(missing_ok=True)
+            Path(path).unlink(missing_ok=True)
         except OSError as error:
             raise ValueError(unusable(self.folder, error)) from None
 
@@ -252,11 +279,13 @@ class TokenCache:
             raise ValueError(unusable(self.folder, error)) from None
 
     def _clean(self) -> None:
-        """Removes what dead writers have left."""
-        for path in self.folder.glob("*.unfinished"):
-            with suppress(OSError):
-                if time.time() - path.stat().st_mtime > _UNFINISHED_SECONDS:
-                    path.unlink()
+        """Removes what dead writers have left, and plans that nobody has read for long."""
+        for kind, seconds in (("unfinished", _UNFINISHED_SECONDS), ("plan", _UNUSED_SECONDS)):
+            for path in self.folder.glob(f"*.{kind}"):
+                with suppress(OSError):
+                    found = path.stat()
+                    if time.time() - max(found.st_atime, found.st_mtime) > seconds:
+                        path.unlink()
 
 
 class _Writer:
