@@ -73,7 +73,7 @@ class TokenBlock:
         """Whether the tokens of these records are those that were written."""
         firsts, lasts = (self.bounds[record * self.parts].tolist() for record in (indices, indices + 1))
         rows = zip(firsts, lasts, self.checksums[indices].tolist(), strict=True)
-        return all(zlib.crc32(self.tokens[first:last]) == checksum for first, last, checksum in rows)
+        return all(zlib.crc32(self.tokens[first:last].data) == checksum for first, last, checksum in rows)
 
     def document(self, first: int, last: int) -> TokenizedDocument:
         """The tokens first:last."""
