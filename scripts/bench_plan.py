@@ -50,7 +50,7 @@ ODD_CASES = ["300001/3", "1000003/5", "777777/6", "1M/12", "999983/96"]
 
 
 def ours(slices: AttnSlices, num_tokens: int, cp_size: int) -> Owned:
-    return place(slices, num_tokens, cp_size, GPUS_PER_NODE, LLAMA_HEADS.tile_rows)
+    return place(slices, num_tokens, cp_size, GPUS_PER_NODE)
 
 
 PLANNERS: dict[str, Callable[[AttnSlices, int, int], Owned]] = {
@@ -98,7 +98,7 @@ def figures(slices: AttnSlices, owned: Owned, num_tokens: int) -> dict[str, floa
     cp_size = len(owned)
     tokens = num_tokens / cp_size
     area, received, sent = traffic(slices, owned)
-    nodes = node_traffic(slices, owned, GPUS_PER_NODE) if cp_size > GPUS_PER_NODE else np.zeros(1)
+    nodes = node_traffic(slices, owned, GPUS_PER_NODE)[0] if cp_size > GPUS_PER_NODE else np.zeros(1)
     row = {"imbalance_area": area.max() / area.mean()}
     for name, rows in (("imbalance_tile", LLAMA_HEADS.tile_rows), ("imbalance_tile_mha", KEYS)):
         work = tile_work(slices, owned, rows)
