@@ -57,7 +57,7 @@ UNSEEN = {
     "pareto": "128k/8 512k/32",
     "uniform": "128k/8 256k/16",
 }
-UNSEEN_SEEDS = range(1000, 1006)
+UNSEEN_SEEDS = range(2000, 2006)
 UNSEEN_HEADS = LLAMA_HEADS, Heads(num_heads_q=32, num_heads_kv=32, head_dim=128)
 
 
