@@ -1,11 +1,16 @@
 """Compares placements: balance, K/V rows that travel, time to plan. Writes benchmarks/results/plan.json and plan.png.
 
     python scripts/bench_plan.py [--cases 512k/8 512k/64] [--seeds 5]
+    python scripts/bench_plan.py --unseen      # only packs on which placement was not tuned; writes nothing
     python scripts/bench_plan.py --plot        # only the picture, from the stored figures
 
 Packs are those of the sizing report, causal inside each document. Volumes are K/V rows in units of T, the tokens of a
 rank. The lower bound holds for every placement with equal tokens and an imbalance of at most 1.02. Heads 64:8, 8 GPUs
 per node; cross_node_max counts a row once per node and spreads it over the node's ranks.
+
+Placement was tuned on the packs of the first seeds. The unseen packs have other seeds, sizes and distributions. Of each
+of their settings the file has the rows received and the least possible, plan time, and the layer's predicted time and
+ideal, all for heads 64:8 and 32:32.
 """
 
 import argparse
@@ -25,13 +30,13 @@ from torchtitan_magi.backends.ffa.worklists import build_worklists
 from torchtitan_magi.calibrate import facts_of_run
 from torchtitan_magi.masks.builders import varlen_causal
 from torchtitan_magi.masks.slices import AttnSlices
-from torchtitan_magi.planning.cost_model import H200, LLAMA_HEADS
+from torchtitan_magi.planning.cost_model import H200, LLAMA_HEADS, Heads
 from torchtitan_magi.planning.needs import node_traffic, traffic
 from torchtitan_magi.planning.placement.place import place
 from torchtitan_magi.planning.plan import plan_afresh
 from torchtitan_magi.report.__main__ import count_of_tokens
-from torchtitan_magi.report.sample_packs import draw_pack
-from torchtitan_magi.report.strategies import contiguous, min_heap, tile_work, zigzag
+from torchtitan_magi.report.sample_packs import DISTRIBUTIONS, draw_pack, fill_pack
+from torchtitan_magi.report.strategies import Case, contiguous, min_heap, plan_outcome, tile_work, zigzag
 from torchtitan_magi.tiles import KEYS
 
 ROOT = Path(__file__).parent.parent
@@ -45,12 +50,22 @@ CASES = ["256k/4", "64k/8", "256k/8", "512k/8", "256k/32", "512k/64", "2M/32", "
 OTHER_CASES = {"lognormal": "512k/8 512k/64", "few-huge": "512k/8 512k/64", "dense": "64k/8 512k/64"}
 ODD_CASES = ["300001/3", "1000003/5", "777777/6", "1M/12", "999983/96"]
 
+UNSEEN = {
+    "histogram": "128k/4 192k/6 64k/8 512k/8 256k/16 1M/32 512k/64",
+    "lognormal": "64k/8 128k/16 256k/32",
+    "few-huge": "256k/8 256k/16",
+    "pareto": "128k/8 512k/32",
+    "uniform": "128k/8 256k/16",
+}
+UNSEEN_SEEDS = range(2000, 2006)
+UNSEEN_HEADS = LLAMA_HEADS, Heads(num_heads_q=32, num_heads_kv=32, head_dim=128)
+
 
 # -------------------------------------------------------------------------------------------------------- strategies
 
 
 def ours(slices: AttnSlices, num_tokens: int, cp_size: int) -> Owned:
-    return place(slices, num_tokens, cp_size, GPUS_PER_NODE, LLAMA_HEADS.tile_rows)
+    return place(slices, num_tokens, cp_size, GPUS_PER_NODE)
 
 
 PLANNERS: dict[str, Callable[[AttnSlices, int, int], Owned]] = {
@@ -98,7 +113,7 @@ def figures(slices: AttnSlices, owned: Owned, num_tokens: int) -> dict[str, floa
     cp_size = len(owned)
     tokens = num_tokens / cp_size
     area, received, sent = traffic(slices, owned)
-    nodes = node_traffic(slices, owned, GPUS_PER_NODE) if cp_size > GPUS_PER_NODE else np.zeros(1)
+    nodes = node_traffic(slices, owned, GPUS_PER_NODE)[0] if cp_size > GPUS_PER_NODE else np.zeros(1)
     row = {"imbalance_area": area.max() / area.mean()}
     for name, rows in (("imbalance_tile", LLAMA_HEADS.tile_rows), ("imbalance_tile_mha", KEYS)):
         work = tile_work(slices, owned, rows)
@@ -159,6 +174,74 @@ def bench(distribution: str, case: str, planner: str, seed: int) -> dict[str, ob
     row["place_ms"] = elapsed
     row |= plan_ms(slices, total, cp_size) if planner == "ours" else {"plan_ms": None}
     return row
+
+
+def draw_unseen(distribution: str, total: int, seed: int) -> Int64Array:
+    """Document lengths of a pack: of the sizing report's distributions or one of two others."""
+    if distribution in DISTRIBUTIONS:
+        return draw_pack(distribution, total, seed)
+    rng = np.random.default_rng(seed)
+    draws = {
+        "pareto": lambda: 256 * (1 + rng.pareto(1.0, 256)),  # few very long ones
+        "uniform": lambda: rng.integers(1, 16384, 64),  # hardly any short ones
+    }
+    return rng.permutation(fill_pack(lambda: np.minimum(draws[distribution](), total // 4).astype(np.int64), total))
+
+
+def bench_unseen(distribution: str, case: str, heads: Heads, seed: int) -> dict[str, object]:
+    """One pack: rows received by all ranks and the least possible, balance, plan time, predicted time and ideal."""
+    total, cp_size = parse_case(case)
+    lengths = draw_unseen(distribution, total, seed)
+    on_machine = Case(lengths, total, cp_size, min(GPUS_PER_NODE, cp_size), heads, H200)
+    times = []
+    for _ in range(3):
+        fresh = AttnSlices(on_machine.slices.table)
+        begin = time.process_time()
+        plan = plan_afresh(fresh, total, cp_size, -1, heads, GPUS_PER_NODE, H200)
+        times.append(time.process_time() - begin)
+    outcome = plan_outcome(on_machine, plan)
+    return {
+        "distribution": distribution,
+        "total": total,
+        "cp": cp_size,
+        "heads": f"{heads.num_heads_q}:{heads.num_heads_kv}",
+        "seed": seed,
+        "imbalance_area": outcome.balance_area,
+        "rows_received": int(plan.received_rows.sum()),
+        "rows_least": lower_bound_mean(lengths, cp_size) * total,
+        "rows_across_max": int(plan.rows_across_nodes.max()),
+        "plan_without_index_ms": 1e3 * min(times),
+        "layer_ms": 1e3 * float(outcome.seconds.sum()),
+        "ideal_ms": 1e3 * float(on_machine.ideal_seconds.sum()),
+    }
+
+
+def unseen_line(rows: list[dict]) -> str:
+    """A line of the table: a setting's packs together."""
+    first = rows[0]
+
+    def total(name: str) -> float:
+        return sum(row[name] for row in rows)
+
+    return (
+        f"{first['distribution']:10} {first['total']:>8} / {first['cp']:<3} {first['heads']:6}"
+        f" {total('rows_received') / total('rows_least'):8.3f} {max(row['imbalance_area'] for row in rows):9.3f}"
+        f" {total('plan_without_index_ms') / len(rows):8.1f} {total('ideal_ms') / total('layer_ms'):8.4f}"
+        f" {min(row['ideal_ms'] / row['layer_ms'] for row in rows):8.4f}"
+    )
+
+
+def run_unseen() -> list[dict]:
+    """All settings of unseen packs; prints a line for each."""
+    print(f"{'unseen':10} {'total':>8} / {'cp':3} {'heads':6} rows/least imbalance plan ms of ideal, worst")
+    found = []
+    for distribution, cases in UNSEEN.items():
+        for case in cases.split():
+            for heads in UNSEEN_HEADS:
+                rows = [bench_unseen(distribution, case, heads, seed) for seed in UNSEEN_SEEDS]
+                print(unseen_line(rows), flush=True)
+                found += rows
+    return found
 
 
 def parse_case(case: str) -> tuple[int, int]:
@@ -240,6 +323,12 @@ def draw(rows: list[dict], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
+def as_lines(rows: list[dict]) -> str:
+    """JSON, a line for each row."""
+    lines = [json.dumps({k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}) for row in rows]
+    return "[\n  " + ",\n  ".join(lines) + "\n ]"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cases", nargs="*", help="only these, e.g. 512k/64, of the histogram")
@@ -253,10 +342,15 @@ def main() -> None:
         default=RESULT,
         help="JSON file to write; the picture goes beside it (default: %(default)s)",
     )
+    parser.add_argument("--unseen", action="store_true", help="only packs on which placement was not tuned")
     parser.add_argument("--plot", action="store_true", help="only draw the stored figures")
     arguments = parser.parse_args()
     if arguments.plot:
         draw(json.loads(arguments.output.read_text())["rows"], arguments.output.with_suffix(".png"))
+        return
+
+    if arguments.unseen:
+        run_unseen()
         return
 
     cases = [("histogram", case) for case in arguments.cases or CASES]
@@ -272,16 +366,14 @@ def main() -> None:
             rows += packs
             print(table_line(packs), flush=True)
     if arguments.cases is None:
+        unseen = run_unseen()
         header = facts_of_run(None) | {
             "numpy": np.__version__,
             "processor": f"{platform.machine()}, one core, other work beside it; times are the least of 5 repeats",
         }
         arguments.output.parent.mkdir(parents=True, exist_ok=True)
-        lines = ",\n  ".join(
-            json.dumps({k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}) for row in rows
-        )
         head = json.dumps(header, indent=1).removesuffix("\n}")
-        arguments.output.write_text(f'{head},\n "rows": [\n  {lines}\n ]\n}}\n')
+        arguments.output.write_text(f'{head},\n "rows": {as_lines(rows)},\n "unseen": {as_lines(unseen)}\n}}\n')
         draw(rows, arguments.output.with_suffix(".png"))
 
 

@@ -302,6 +302,26 @@ def placement() -> str:
     return f"{table([*columns, 'zigzag', 'contiguous', 'plan, ms'], lines)}\n\n{sources('plan')}"
 
 
+def unseen_packs() -> str:
+    """Packs on which placement was not tuned: sums over the packs of a setting."""
+    packs: dict[tuple[str, int, int], dict[str, list[Row]]] = {}
+    for row in result("plan")["unseen"]:
+        packs.setdefault((row["distribution"], row["total"], row["cp"]), {}).setdefault(row["heads"], []).append(row)
+    lines = []
+    for (distribution, tokens, cp), by_heads in packs.items():
+        for heads, rows in by_heads.items():
+            least, received, layer, ideal = (
+                sum(row[name] for row in rows) for name in ("rows_least", "rows_received", "layer_ms", "ideal_ms")
+            )
+            lines.append([
+                distribution, f"{tokens:,}", cp, heads, f"{received / least:.2f}",
+                f"{max(row['imbalance_area'] for row in rows):.3f}", f"{ideal / layer:.1%}",
+                f"{mean(row['plan_without_index_ms'] for row in rows):.0f}",
+            ])  # fmt: skip
+    columns = ["documents", "tokens", "GPUs", "heads", "rows / bound", "imbalance", "share of the ideal"]
+    return table([*columns, "plan without index data, ms"], lines)
+
+
 # ---------------------------------------------------------------- prediction
 
 
@@ -443,6 +463,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "checkpointing": checkpointing,
     "losses": losses,
     "placement": placement,
+    "placement-unseen": unseen_packs,
     "prediction": prediction,
     "data": data,
 }

@@ -103,6 +103,10 @@ class KernelCost:
     row: float  # s
     row_dim: float  # s per element
 
+    def pair_seconds(self, heads: Heads) -> float:
+        """Of one pair in all query heads."""
+        return heads.num_heads_q * (self.pair + self.pair_dim * heads.mean_dim)
+
     def seconds(self, pairs: FloatArray, rows: FloatArray, heads: Heads) -> FloatArray:
         dim = heads.mean_dim
         work = pairs * (self.pair + self.pair_dim * dim) + rows * (self.row + self.row_dim * dim)

@@ -66,16 +66,22 @@ def traffic(slices: AttnSlices, owned: Sequence[IntArray]) -> tuple[Int64Array, 
     return area, received, sent
 
 
-def node_traffic(slices: AttnSlices, owned: Sequence[IntArray], gpus_per_node: int) -> Int64Array:
-    """K/V rows that reach each node from other nodes, each row counted once per node.
+def node_traffic(slices: AttnSlices, owned: Sequence[IntArray], gpus_per_node: int) -> tuple[Int64Array, Int64Array]:
+    """K/V rows that cross between nodes, each row counted once per node that needs it.
 
     Returns:
-        int64 [nodes]: rows that cross the network to the node, divided (rounded up) by gpus_per_node.
+        rows that reach each node, divided (rounded up) by gpus_per_node, int64 [nodes]; rows that each rank sends to
+        other nodes, int64 [ranks].
     """
     parts = parts_of(owned)
     nodes = parts._replace(owner=parts.owner // gpus_per_node)
-    destination, _, start, end = transfers_of(key_needs(pieces_of(slices, nodes), nodes), nodes).T
-    return -(-sums(destination, end - start, -(-len(owned) // gpus_per_node)) // gpus_per_node)
+    needs = key_needs(pieces_of(slices, nodes), nodes)
+    need, part = intersecting(needs[:, 1], needs[:, 2], *parts.ranges.T)
+    crosses = needs[need, 0] != nodes.owner[part]
+    need, part = need[crosses], part[crosses]
+    rows = np.minimum(needs[need, 2], parts.ranges[part, 1]) - np.maximum(needs[need, 1], parts.ranges[part, 0])
+    received = sums(needs[need, 0], rows, -(-len(owned) // gpus_per_node))
+    return -(-received // gpus_per_node), sums(parts.owner[part], rows, len(owned))
 
 
 def sums(which: IntArray, values: IntArray, size: int) -> Int64Array:

@@ -250,7 +250,7 @@ def _plans_afresh(
     masks = tuple(slices.canonical() for slices in masks)
     padded_tokens = -(-total_tokens // cp_size) * cp_size
     gpus_per_node = min(gpus_per_node or cp_size, cp_size)
-    owned = place(tuple(zip(masks, layers, strict=True)), padded_tokens, cp_size, gpus_per_node, heads.tile_rows)
+    owned = place(tuple(zip(masks, layers, strict=True)), padded_tokens, cp_size, gpus_per_node, heads, cost)
     rest = overlap_stages, heads, gpus_per_node, cost
     return tuple(plan_ownership(slices, total_tokens, owned, *rest) for slices in masks)
 

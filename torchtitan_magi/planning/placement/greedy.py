@@ -137,12 +137,11 @@ def _fill_beside_tail(
     pair_tokens, pair_work = (np.append(pool.table[candidates, c], [0, 0]) for c in (TOKENS, WORK))
     tail = tokens - int(pool.tokens[kept]) - pair_tokens[i] - pair_tokens[j]
     work = int(pool.work[kept]) + pair_work[i] + pair_work[j]
-    is_possible = (tail >= 0) & (tail <= end - start)
-    tail = np.where(is_possible, tail, 0)
-    work_left = budget - work - pool.profile.of_each(end - tail, np.full_like(tail, end))
-    off = np.where(is_possible & (work_left >= 0), work_left, np.iinfo(np.int64).max)
-    best = int(off.argmin())
-    if off[best] <= budget // 128:
+    possible = np.flatnonzero((tail >= 0) & (tail <= end - start) & (work <= budget))
+    work_left = budget - work[possible] - pool.profile.of_each(end - tail[possible], end)
+    off = np.where(work_left >= 0, work_left, np.iinfo(np.int64).max)
+    if len(off) and off.min() <= budget // 128:
+        best = possible[off.argmin()]
         chosen = [k for k in (int(i[best]), int(j[best])) if k < len(candidates)]
         return int(tail[best]), pool.take(np.append(np.arange(kept), candidates[chosen]).astype(np.int64))
 

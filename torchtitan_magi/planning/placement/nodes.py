@@ -1,6 +1,7 @@
 """Which rank number each share of a placement gets, so that ranks that need the same document sit in one node."""
 
 from collections.abc import Sequence
+from operator import itemgetter
 
 import numpy as np
 
@@ -11,18 +12,26 @@ from torchtitan_magi.planning.needs import key_needs, node_traffic, parts_of, pi
 
 def seat_in_nodes(
     slices: AttnSlices, document_starts: Int64Array, owned: tuple[Int64Array, ...], gpus_per_node: int
-) -> tuple[Int64Array, ...]:
-    """Reorders the shares for nodes of consecutive ranks, so that few rows reach any node from other nodes.
+) -> tuple[int, tuple[Int64Array, ...]]:
+    """Reorders the shares for nodes of consecutive ranks, so that few rows cross any rank's network link.
 
     Args:
         document_starts: first tokens of the documents, ascending.
+
+    Returns:
+        the most rows that a rank receives from other nodes or sends to them, and the shares in their new order.
     """
     reach, held = _documents_of_shares(slices, document_starts, owned)
     seats = [list(range(len(owned))), _by_document(reach, held, gpus_per_node)]
-    if len(owned) % gpus_per_node == 0:
+    if gpus_per_node > 1 and len(owned) % gpus_per_node == 0:
         seats += [_swap_seats(order, reach, held, gpus_per_node) for order in seats]
     candidates = [tuple(owned[share] for share in order) for order in seats]
-    return min(candidates, key=lambda shares: int(node_traffic(slices, shares, gpus_per_node).max()))
+    return min(((_most_across(slices, shares, gpus_per_node), shares) for shares in candidates), key=itemgetter(0))
+
+
+def _most_across(slices: AttnSlices, owned: tuple[Int64Array, ...], gpus_per_node: int) -> int:
+    received, sent = node_traffic(slices, owned, gpus_per_node)
+    return max(int(received.max()), int(sent.max()))
 
 
 def _documents_of_shares(
@@ -93,7 +102,7 @@ def _swap_seats(order: list[int], reach: Int64Array, held: Int64Array, gpus_per_
         node = int(received.argmax())
         mine, others = seats[node], np.delete(seats, node, 0)
         without_mine = _reach_without(reach[mine])  # [gpus, documents]
-        without_other = np.stack([_reach_without(reach[other]) for other in others])  # [nodes - 1, gpus, documents]
+        without_other = _reach_without(reach[others])  # [nodes - 1, gpus, documents]
         # Volumes of both nodes if share i of this node and share j of another one swap seats: [nodes - 1, i, j].
         moved = held[others][:, None] - held[mine][None, :, None]
         here = np.maximum(without_mine[None, :, None], reach[others][:, None]) - held[mine].sum(0) - moved
@@ -109,5 +118,7 @@ def _swap_seats(order: list[int], reach: Int64Array, held: Int64Array, gpus_per_
 
 
 def _reach_without(reach: Int64Array) -> Int64Array:
-    """For each share of a node [gpus, documents] the farthest reach of the others."""
-    return np.stack([np.delete(reach, i, 0).max(0, initial=0) for i in range(len(reach))])
+    """For each share of nodes, [..., gpus, documents], the farthest reach of the others in its node."""
+    second, first = np.moveaxis(np.sort(reach, -2)[..., -2:, :], -2, 0)
+    is_first = np.arange(reach.shape[-2])[:, None] == reach.argmax(-2)[..., None, :]
+    return np.where(is_first, second[..., None, :], first[..., None, :])

@@ -6,21 +6,24 @@ the work, ``nodes`` says which rank gets which share.
 """
 
 from collections.abc import Sequence
+from operator import itemgetter
 
 import numpy as np
 
 from torchtitan_magi.masks.geometry import Int64Array
 from torchtitan_magi.masks.slices import AttnSlices
+from torchtitan_magi.planning.cost_model import H200, LLAMA_HEADS, CostModel, Heads
 from torchtitan_magi.planning.needs import traffic
 from torchtitan_magi.planning.placement.greedy import Recipe, place_documents
 from torchtitan_magi.planning.placement.nodes import seat_in_nodes
 from torchtitan_magi.planning.placement.profile import Layers, WorkProfile, bundle, documents
 
+SEATED = 3  # placements, the best before their ranks are seated in nodes, that are compared once they are
 IMBALANCE = 1.016  # work of the heaviest rank over the mean that a placement may have for the sake of fewer rows
 
 ALL = float("inf")
 # All of them are tried and the best placement is kept: subsets of 28 recipes that together did best on the packs of
-# benchmarks/results/plan.json.
+# the first seeds in benchmarks/results/plan.json.
 FEW_RANKS = 16
 RECIPES_FEW = (
     Recipe(slack=0.01, prefix=1.0, reach=ALL),
@@ -34,12 +37,16 @@ RECIPES_MANY = (
     Recipe(slack=0.01, prefix=1.0, reach=ALL),
     Recipe(slack=0.013, prefix=0.75, reach=ALL),
     Recipe(slack=0.01, prefix=1.0, reach=4.0),
-    Recipe(slack=0.005, prefix=1.0, reach=2.0),
 )
 
 
 def place(
-    layers: AttnSlices | Layers, num_tokens: int, cp_size: int, gpus_per_node: int | None = None, tile_rows: int = 16
+    layers: AttnSlices | Layers,
+    num_tokens: int,
+    cp_size: int,
+    gpus_per_node: int | None = None,
+    heads: Heads = LLAMA_HEADS,
+    cost: CostModel = H200,
 ) -> tuple[Int64Array, ...]:
     """Splits the tokens of a pack over the ranks. The same input gives the same placement everywhere.
 
@@ -50,7 +57,7 @@ def place(
         cp_size: number of ranks.
         gpus_per_node: when given, ranks [0, gpus_per_node) are one node, and so on; ranks that share a document are
             put in one node.
-        tile_rows: query tokens per tile of the kernel; ranks are balanced by tiles.
+        heads, cost: what work and rows that travel cost. Ranks are balanced by tiles of the kernel.
 
     Returns:
         per rank int64 [n, 2]: the half-open token ranges it owns, ascending, adjacent ones joined. Every rank owns
@@ -66,7 +73,7 @@ def place(
     slices = layers[0][0]
     if len(layers) > 1:  # what attends to what in any layer
         slices = AttnSlices(np.concatenate([each.table for each, _ in layers]))
-    profile = WorkProfile(layers, num_tokens, tile_rows)
+    profile = WorkProfile(layers, num_tokens, heads.tile_rows)
     gap = -(-tokens_per_rank // 16)
     readings = [documents(slices, num_tokens, gap)]
     is_long = np.diff(readings[0]).max() > tokens_per_rank
@@ -82,11 +89,16 @@ def place(
         for stretches in readings:
             owned, work = place_documents(profile, stretches, num_tokens, cp_size, recipe, mean_work)
             mean_work = int(work.mean())
-            candidates.append((_score(layers, owned, work), owned, stretches))
-    _, owned, stretches = min(candidates, key=lambda candidate: candidate[0])
-    if gpus_per_node is not None and gpus_per_node < cp_size:
-        owned = seat_in_nodes(slices, stretches[:, 0], owned, gpus_per_node)
-    return owned
+            candidates.append((_seconds(layers, owned, work, heads, cost), owned, stretches))
+    candidates.sort(key=itemgetter(0))
+    if gpus_per_node is None or gpus_per_node >= cp_size:
+        return candidates[0][1]
+    row_seconds = sum(count for _, count in layers) * heads.row_bytes / cost.across.bandwidth
+    seated = []
+    for seconds, owned, stretches in candidates[:SEATED]:
+        rows, owned = seat_in_nodes(slices, stretches[:, 0], owned, gpus_per_node)
+        seated.append((seconds + rows * row_seconds, owned))
+    return min(seated, key=itemgetter(0))[1]
 
 
 def _expected_work(profile: WorkProfile, stretches: Int64Array, cp_size: int) -> int:
@@ -98,11 +110,10 @@ def _expected_work(profile: WorkProfile, stretches: Int64Array, cp_size: int) ->
     return mean + int((cuts * keys).sum()) * profile.rows_wasted * 7 // (5 * cp_size)
 
 
-def _score(layers: Layers, owned: Sequence[Int64Array], work: Int64Array) -> tuple[int, int]:
-    """Smaller is better: first the imbalance beyond what is allowed, then the rows that travel."""
-    excess = int(work.max()) - int(work.mean() * IMBALANCE)
+def _seconds(layers: Layers, owned: Sequence[Int64Array], work: Int64Array, heads: Heads, cost: CostModel) -> float:
+    """What a placement adds to the time of all layers: work beyond the imbalance allowed, rows that travel."""
+    excess = max(0.0, float(work.max() - work.mean() * IMBALANCE))
     received, sent = np.sum([np.array(traffic(slices, owned)[1:]) * count for slices, count in layers], 0)
-    most_received, most_sent = int(received.max()), int(sent.max())
-    hot = max(0, most_sent - most_received * 9 // 8)  # senders that hold the others up
-    mean = int(received.sum()) // len(owned)
-    return max(0, excess), max(most_received, most_sent) + 4 * hot + mean
+    rows = max(int(received.max()), int(sent.max())) + int(received.sum()) // len(owned)
+    pair_seconds = cost.forward.pair_seconds(heads) + cost.backward.pair_seconds(heads)
+    return excess * pair_seconds + rows * heads.row_bytes / cost.inside.bandwidth

@@ -36,7 +36,9 @@ class Pool:
     def take(self, which: IntArray) -> list[Range]:
         """Removes these pieces of the table."""
         taken = self.table[which, :2].tolist()
-        self._set(np.delete(self.table, which, 0))
+        stays = np.ones(len(self.table), bool)
+        stays[which] = False
+        self._set(self.table[stays])
         return [(start, end) for start, end in taken]
 
     def put(self, start: int, end: int) -> None:

@@ -50,7 +50,7 @@ class WorkProfile:
         rows = row - edges[i]
         return work[i] + rows * keys[i] + slope[i] * (rows * (rows - 1) // 2)
 
-    def below_each(self, row: Int64Array) -> Int64Array:
+    def below_each(self, row: Int64Array | int) -> Int64Array:
         """The same for an array of rows."""
         i = self.edges.searchsorted(row, side="right") - 1
         rows = row - self.edges[i]
@@ -63,7 +63,7 @@ class WorkProfile:
         pairs = self.below(end) - self.below(start)
         return pairs + pairs * self.rows_wasted // (end - start)
 
-    def of_each(self, start: Int64Array, end: Int64Array) -> Int64Array:
+    def of_each(self, start: Int64Array, end: Int64Array | int) -> Int64Array:
         """The same for arrays of stretches; those that are empty cost nothing."""
         pairs = self.below_each(end) - self.below_each(start)
         return pairs + pairs * self.rows_wasted // np.maximum(end - start, 1)
