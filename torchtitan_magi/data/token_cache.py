@@ -232,7 +232,7 @@ class TokenCache:
                 pass
             except Damaged:
                 self._remove(path)
-                order, name = [], path  # a writer that runs may have been here already
+                order, name = [], os.path.basename(path)  # a writer that runs may have been here already
             except OSError as error:
                 raise ValueError(unusable(self.folder, error)) from None
             self.corpus.check_unchanged(block)

@@ -112,8 +112,8 @@ class MagiTrainer(ObjectiveTrainer, Trainer):
         self.runtime.block_attn.check(
             facts.head_dim, TORCH_DTYPE_MAP[job.training.mixed_precision_param], facts.value_dim
         )
-        check_offload(job.training.enable_cpu_offload, utils.device_type)
         device = utils.device_type
+        check_offload(job.training.enable_cpu_offload, device)
         self.memory = MeasuredMemory(predicted_memory(job, dims, facts, True, device), device)
         return dims
 
