@@ -15,7 +15,7 @@ WAITING = 3.0  # seconds after which the other ranks surely wait
 
 @dataclass(frozen=True)
 class Blow:
-    """A rank sends itself a signal, once, at a step or the first time after it that it reaches the phase.
+    """A rank is struck, once, at a step or the first time after it that it reaches the phase.
 
     It reports ("struck", its process id) before. All ranks report ("resources", KiB resident, open descriptors,
     threads) after each step.
@@ -24,12 +24,13 @@ class Blow:
         phase: "forward" and "backward" of the last layer; "rows" before the rank sends K/V rows of a layer on a GPU,
             while the others' attention waits for them; "write" when the rank has written its shards of a checkpoint;
             "finish" before rank 0 completes it; "none": nothing happens.
+        blow: a signal that the rank sends itself, or a function that it calls.
     """
 
     phase: str
     step: int = 0
     rank: int = 0
-    signal: int = 0
+    blow: int | Callable[[], None] = 0
 
     def __call__(self, report: Callable[..., None]) -> None:
         from torch.nn.modules import module
@@ -50,7 +51,7 @@ class Blow:
             if now + 1 >= self.step and not struck:
                 struck = True
                 report("struck", os.getpid())
-                os.kill(os.getpid(), self.signal)
+                self.blow() if callable(self.blow) else os.kill(os.getpid(), self.blow)
 
         watch(Trainer, "train_step", see_step)
         if os.environ["RANK"] != str(self.rank):

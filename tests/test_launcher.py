@@ -1,9 +1,16 @@
-"""The ranks of a killed launcher do not go on."""
+"""What ranks and their launcher know of one another's end."""
 
+import json
 import os
+import re
 import subprocess
 import sys
+import time
 from pathlib import Path
+
+import pytest
+
+from torchtitan_magi.training.last_words import LastWords
 
 ROOT = Path(__file__).parent.parent
 # Starts a rank, as torchrun does, and waits for it.
@@ -19,3 +26,64 @@ def test_a_rank_ends_when_its_torchrun_is_killed():
         assert launcher.stdout.readline() == "ready\n"
         launcher.kill()
         assert launcher.stdout.read() == ""  # the pipe ends with its last writer
+
+
+STUCK = """
+import os, sys, time
+from torch.distributed.elastic.multiprocessing.errors import record
+from torchtitan_magi.training.last_words import LastWords
+
+@record
+def main():
+    with LastWords(600, 0.4) as words:
+        words.note_step(3)
+        while not os.path.exists(os.environ["TORCHELASTIC_ERROR_FILE"]):
+            time.sleep(0.05)
+        if sys.argv[1] == "again":
+            words.note_step(4)
+            assert not os.path.exists(os.environ["TORCHELASTIC_ERROR_FILE"])
+        elif sys.argv[1] == "raises":
+            raise OSError("the disk is full")
+        else:
+            os.abort()  # as NCCL's watchdog does
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "want"),
+    [
+        ("aborts", r"rank 0 failed: this rank was ended \d+ s after step 3 ended, without another: .* \(SIGABRT\)"),
+        ("raises", "rank 0 failed: OSError: the disk is full"),
+        ("again", None),
+    ],
+)
+def test_a_rank_that_is_ended_while_no_step_ends_says_so(end, want, tmp_path):
+    (tmp_path / "stuck.py").write_text(STUCK)
+    launching = "import sys; sys.path.insert(0, 'scripts'); from launch import launch; launch(sys.argv[1:])"
+    command = [sys.executable, "-c", launching, "--standalone", "--role=rank", "--tee=3", tmp_path / "stuck.py", end]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    job = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, check=False)
+    assert (job.returncode != 0) == (want is not None), job.stderr
+    if want:
+        assert re.fullmatch(want, job.stderr.splitlines()[-1])
+
+
+def test_without_torchrun_nothing_is_written(monkeypatch):
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
+    with LastWords(0.01, 0.01) as words:
+        words.note_step(1)
+    assert words.written == 0
+
+
+def test_words_stand_only_while_no_step_ends(monkeypatch, tmp_path):
+    file = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+    with LastWords(0.1, 1000) as words:
+        while not file.exists():
+            time.sleep(0.01)
+        text = json.loads(file.read_text())["message"]["message"]
+        assert re.fullmatch(r"this rank was ended \d+ s before the first step ended, without another: .*", text)
+        words.note_step(1)
+        assert not file.exists()
+    assert not list(tmp_path.iterdir())

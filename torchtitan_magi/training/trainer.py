@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchtitan_magi.training.dpo import DPO, PairReader, Reference
+from torchtitan_magi.training.last_words import LastWords
 from torchtitan_magi.training.logprob_model import LogprobModel
 from torchtitan_magi.training.metrics import group_of
 from torchtitan_magi.training.objectives import SFT, Objective, Process
@@ -108,6 +109,11 @@ class ObjectiveTrainer:
             objective.prepare(self.step)
         return super().batch_generator(data_iterable)  # type: ignore[misc]
 
+    def train(self) -> None:
+        comm = self.job_config.comm
+        with LastWords(comm.init_timeout_seconds, comm.train_timeout_seconds) as self.last_words:
+            super().train()  # type: ignore[misc]
+
     def train_step(self, data_iterator: Iterator[Batch]) -> None:
         num_microbatches = self.gradient_accumulation_steps * self.num_pipeline_parallel_microbatches
         microbatches = [next(data_iterator) for _ in range(num_microbatches)]
@@ -120,6 +126,7 @@ class ObjectiveTrainer:
             dist.all_reduce(self.num_items, group=group_of(self.parallel_dims, "batch"))
         self.num_items.clamp_(min=1)  # a step without any item has no loss
         super().train_step(iter(microbatches))  # type: ignore[misc]
+        self.last_words.note_step(self.step)
 
     def forward_backward_step(
         self, *, input_dict: dict[str, Any], labels: Tensor, global_valid_tokens: Tensor | float

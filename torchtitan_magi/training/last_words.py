@@ -1,0 +1,80 @@
+"""The reason of a rank that can no longer say it: PyTorch's watchdog ends a process whose collectives stand still."""
+
+import json
+import os
+import threading
+import time
+from pathlib import Path
+
+
+class LastWords:
+    """Writes to torchrun's error file that no step ends, while none does. torchrun shows it if the process dies then.
+
+    On GPUs the process gets no exception when another rank hangs: the watchdog of NCCL aborts it, and torchrun would
+    know of no more than a signal. The words are taken back when a step ends; an exception that is written there takes
+    their place. Without torchrun nothing is written.
+
+    Args:
+        first_timeout, timeout: seconds that collectives may take in the first step, and after it. The words stand after
+            half of it, so before the watchdog ends the process.
+    """
+
+    def __init__(self, first_timeout: float, timeout: float) -> None:
+        self.path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+        self.timeout = timeout
+        self.patience, self.ended = first_timeout / 2, "before the first step ended"
+        self.since = time.monotonic()
+        self.written = 0  # st_mtime_ns of our words; 0: there are none
+        self.lock = threading.Lock()
+        self.is_over = threading.Event()
+
+    def __enter__(self) -> "LastWords":
+        if self.path:
+            threading.Thread(target=self._watch, name="last words", daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.is_over.set()
+        self._take_back()
+
+    def note_step(self, step: int) -> None:
+        """A step ended."""
+        self.patience, self.ended = self.timeout / 2, f"after step {step} ended"
+        self.since = time.monotonic()
+        if self.written:
+            self._take_back()
+
+    def _watch(self) -> None:
+        while not self.is_over.wait(min(1.0, self.patience / 4)):
+            with self.lock:
+                waited = time.monotonic() - self.since
+                if waited > self.patience and not self.is_over.is_set() and self._is_ours():
+                    self._write(waited)
+
+    def _is_ours(self) -> bool:
+        """Nobody else has written a reason."""
+        try:
+            return os.stat(self.path or "").st_mtime_ns == self.written
+        except FileNotFoundError:
+            return True
+
+    def _write(self, waited: float) -> None:
+        """The time beside the words is the latest, as torchrun takes the reason that was written first."""
+        text = (
+            f"this rank was ended {waited:.0f} s {self.ended}, without another: a rank hangs or is gone, see what it "
+            "printed last; if a step takes so long, raise comm.train_timeout_seconds"
+        )
+        words = {"message": {"message": text, "extraInfo": {"py_callstack": "", "timestamp": str(int(time.time()))}}}
+        new = Path(f"{self.path}.new")
+        try:
+            new.write_text(json.dumps(words))
+            self.written = new.stat().st_mtime_ns
+            new.replace(self.path or "")
+        except OSError:  # words that do not stand there are no reason to end a run
+            new.unlink(missing_ok=True)
+
+    def _take_back(self) -> None:
+        with self.lock:
+            if self.written and self._is_ours():
+                Path(self.path or "").unlink(missing_ok=True)
+            self.written = 0
