@@ -7,7 +7,8 @@
 For each model, every two values of two options meet in at least one combination (pairwise coverage), and one run has
 everything on. A combination works if the losses of all steps, and of validation, are those of the plain run (the same
 packs and precision, without the parallelism and the options), or it is refused before the first step in one line that
-names the remedy. Anything else fails, and the exit code is 1.
+names the remedy. Anything else fails, and the exit code is 1. With float8, each rank scales its own tokens: losses may
+also differ from those in bfloat16 by twice as much as float8 changes them in the plain run.
 
 It runs on the CPU, where torch.compile traces but generates no code; what needs GPUs is left to --gpu. The models have
 two layers, of width 64 on the CPU and 256 on GPUs, and come from config.json (flavor "hf"), as the tests' models do.
@@ -23,7 +24,7 @@ import tempfile
 import textwrap
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -202,6 +203,10 @@ class Outcome:
     refused: str = ""
     failed: str = ""
 
+    def farthest(self, other: "Outcome") -> float:
+        """The largest relative difference of a loss from that of another run, which may have more of them."""
+        return max(abs(a - b) / abs(b) for a, b in zip(self.losses, other.losses, strict=False))
+
 
 class Runs:
     """Runs of cells, each once. folder: has the models, or is where they are written."""
@@ -262,8 +267,13 @@ class Runs:
         expected = len(plain.losses) if cell.validation else STEPS
         if len(outcome.losses) != expected:
             return "FAILS", f"{len(outcome.losses)} losses, not {expected}"
-        worst = max(abs(a - b) / abs(b) for a, b in zip(outcome.losses, plain.losses, strict=False))
-        return ("works" if worst <= TOLERANCE[cell.plain.precision] else "FAILS"), f"{worst:.1e}"
+        worst = outcome.farthest(plain)
+        works = worst <= TOLERANCE[cell.plain.precision]
+        if works or cell.extra != "float8":
+            return ("works" if works else "FAILS"), f"{worst:.1e}"
+        exact = self.of(replace(cell.plain, extra="none"))
+        error, of_plain = outcome.farthest(exact), plain.farthest(exact)
+        return ("works" if error <= 2 * of_plain else "FAILS"), f"{error:.1e} from bfloat16, plain {of_plain:.1e}"
 
 
 def main() -> None:
@@ -320,7 +330,8 @@ def page(rows: list[tuple[int, Cell, str, str]], on_gpus: bool) -> str:
     if on_gpus:
         notes = (
             "Runs with float8 are compared with a plain run in float8 (`quantize.linear.float8`, the output layer left "
-            "out). CPU offload and asynchronous TP are compared with bfloat16."
+            "out), or may differ from the plain run in bfloat16 by twice as much as that does. CPU offload and "
+            "asynchronous TP are compared with bfloat16."
         )
     lines = ["# What goes together", "", *textwrap.wrap(text, 118), "", *textwrap.wrap(notes, 118), ""]
     lines += [f"| {' | '.join(columns)} |", "|" + " --- |" * len(columns)]
