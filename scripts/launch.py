@@ -100,8 +100,7 @@ def shown(value: Any) -> str:
 def reason(failure: Any) -> str:
     """What torchrun knows of a process's end, in one line: the exception, the signal, or no more than the exit code."""
     if isinstance(failure.message, dict):
-        words = in_one_line(failure.message["message"])
-        return words if failure.exitcode >= 0 else f"{words} ({failure.signal_name()})"
+        return in_one_line(failure.message["message"])
     return f"exit code {failure.exitcode}" if failure.exitcode > 0 else in_one_line(failure.message)
 
 

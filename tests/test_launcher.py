@@ -53,7 +53,7 @@ main()
 @pytest.mark.parametrize(
     ("end", "want"),
     [
-        ("aborts", r"rank 0 failed: this rank was ended \d+ s after step 3 ended, without another: .* \(SIGABRT\)"),
+        ("aborts", r"rank 0 failed: this rank was killed \d+ s after step 3 ended, without another: .*"),
         ("raises", "rank 0 failed: OSError: the disk is full"),
         ("again", None),
     ],
@@ -69,6 +69,15 @@ def test_a_rank_that_is_ended_while_no_step_ends_says_so(end, want, tmp_path):
         assert re.fullmatch(want, job.stderr.splitlines()[-1])
 
 
+def test_torchrun_itself_prints_the_last_words(tmp_path):
+    (tmp_path / "stuck.py").write_text(STUCK)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", tmp_path / "stuck.py", "aborts"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    job = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, check=False)
+    assert job.returncode
+    assert re.search(r"this rank was killed \d+ s after step 3 ended, without another: ", job.stderr.splitlines()[-2])
+
+
 def test_without_torchrun_nothing_is_written(monkeypatch):
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
     with LastWords(0.01, 0.01) as words:
@@ -82,8 +91,8 @@ def test_words_stand_only_while_no_step_ends(monkeypatch, tmp_path):
     with LastWords(0.1, 1000) as words:
         while not file.exists():
             time.sleep(0.01)
-        text = json.loads(file.read_text())["message"]["message"]
-        assert re.fullmatch(r"this rank was ended \d+ s before the first step ended, without another: .*", text)
+        text = json.loads(file.read_text())["message"]
+        assert re.fullmatch(r"this rank was killed \d+ s before the first step ended, without another: .*", text)
         words.note_step(1)
         assert not file.exists()
     assert not list(tmp_path.iterdir())

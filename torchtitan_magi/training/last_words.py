@@ -61,10 +61,10 @@ class LastWords:
     def _write(self, waited: float) -> None:
         """The time beside the words is the latest, as torchrun takes the reason that was written first."""
         text = (
-            f"this rank was ended {waited:.0f} s {self.ended}, without another: a rank hangs or is gone, see what it "
+            f"this rank was killed {waited:.0f} s {self.ended}, without another: a rank hangs or is gone, see what it "
             "printed last; if a step takes so long, raise comm.train_timeout_seconds"
         )
-        words = {"message": {"message": text, "extraInfo": {"py_callstack": "", "timestamp": str(int(time.time()))}}}
+        words = {"message": text, "timestamp": int(time.time())}
         new = Path(f"{self.path}.new")
         try:
             new.write_text(json.dumps(words))
