@@ -16,6 +16,9 @@ Ours also has host figures: host time of a layer's op while the GPU is busy, bes
 when nothing is queued ahead, so that the GPU waits for the host; the time to take a rank's share of a batch (tokens,
 labels, positions).
 
+--stack times LAYERS layers instead, with full and window attention in turn, as one GPU's work from the first to the
+last: ours, and the ideal.
+
 TFLOP/s per GPU count the pairs of the mask: 4 * area * head_dim * num_heads_q forward, 2.5 times that backward.
 """
 
@@ -34,7 +37,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtitan_magi import flex_flash_attn, make_plan, varlen_causal
+from torchtitan_magi import flex_flash_attn, make_plan, make_plans, sliding_window, varlen_causal
 from torchtitan_magi.attention import attend, attention_backward_op, attention_op, make_handle
 from torchtitan_magi.backends import choose_block_attn
 from torchtitan_magi.bound_plan import bind_plan
@@ -51,7 +54,8 @@ from torchtitan_magi.report import strategies as baselines
 from torchtitan_magi.report.sample_packs import draw_pack
 
 HEAD_DIM = 128
-LAYERS = 8  # called one after another for a host time
+LAYERS = 8  # called one after another for a host time, or of a stack
+WINDOW = 128  # tokens, of every other layer of a stack
 
 
 def histogram_pack(total: int, seed: int) -> np.ndarray:
@@ -296,6 +300,42 @@ def bench_pack(name: str, cu: np.ndarray, heads: tuple[int, int], seed: int, rep
     return rows
 
 
+def bench_stack(cu: np.ndarray, heads: tuple[int, int], seed: int, repeats: int) -> dict:
+    """LAYERS layers with full and window attention in turn, their tokens placed once, beside their ideal."""
+    cp_size, rank = dist.get_world_size(), dist.get_rank()
+    device = torch.device("cuda", torch.cuda.current_device())
+    masks, total = (varlen_causal(cu), sliding_window(cu, WINDOW)), int(cu[-1])
+    block_attn = choose_block_attn("ffa", device)
+    plans = make_plans(masks, total, cp_size, layers=[LAYERS // 2] * 2, heads=Heads(*heads, HEAD_DIM))
+    layers = [make_handle(bind_plan(plan, dist.group.WORLD, block_attn, *heads, device)) for plan in plans]
+
+    def rand(tokens: int) -> list[Tensor]:
+        numbers = heads[0], heads[1], heads[1]
+        return [torch.randn(tokens, number, HEAD_DIM, device=device, dtype=torch.bfloat16) for number in numbers]
+
+    def stack(qkv: list[Tensor], attend_by: list[Callable[..., Tensor]]) -> tuple[Run, Run]:
+        both = [forward_and_backward(*qkv, attend) for attend in attend_by] * (LAYERS // 2)
+        return lambda: [forward() for forward, _ in both], lambda: [backward() for _, backward in reversed(both)]
+
+    torch.manual_seed(seed)
+    ours = [lambda q, k, v, layer=layer: attend(q, k, v, layer, HEAD_DIM**-0.5)[0] for layer in layers]
+    whole = [lambda q, k, v, mask=mask: flex_flash_attn(q, k, v, mask)[0] for mask in masks]
+    runs = {"ours": stack(rand(total // cp_size), ours), "ideal": stack(rand(total), whole)}
+    forwards, backwards = (take_turns({name: both[i] for name, both in runs.items()}, repeats) for i in range(2))
+    row = {
+        "strategy": "ours", "pack": f"stack, window {WINDOW}", "tokens_per_gpu": total // cp_size, "seed": seed,
+        "heads": f"{heads[0]}:{heads[1]}", "cp": cp_size, "layers": LAYERS,
+        "fwd_ms": forwards["ours"], "bwd_ms": backwards["ours"],
+        "ideal_fwd_ms": forwards["ideal"] / cp_size, "ideal_bwd_ms": backwards["ideal"] / cp_size,
+    }  # fmt: skip
+    if rank == 0:
+        shares = [row[f"ideal_{way}_ms"] / row[f"{way}_ms"] for way in ("fwd", "bwd")]
+        both = (row["ideal_fwd_ms"] + row["ideal_bwd_ms"]) / (row["fwd_ms"] + row["bwd_ms"])
+        times = f"{row['fwd_ms']:.2f} {row['bwd_ms']:.2f} ms"
+        print(f"{row['pack']} {row['tokens_per_gpu']} {row['heads']} {seed}: {times}, {both:.0%} of ideal {shares}")
+    return row
+
+
 def describe_run(commit: str | None) -> dict:
     """`facts_of_run`, the number of GPUs, and NCCL's version."""
     nccl = ".".join(map(str, torch.cuda.nccl.version()))
@@ -322,6 +362,7 @@ def main() -> None:
     parser.add_argument(
         "--repeats", type=int, default=10, help="up to 16k tokens per GPU; fewer for more (default: %(default)s)"
     )
+    parser.add_argument("--stack", action="store_true", help="a stack of full and window layers instead")
     parser.add_argument("--commit", help="commit of the tree, where git is missing")
     parser.add_argument("--output", type=Path, help="JSON file to write")
     arguments = parser.parse_args()
@@ -334,7 +375,11 @@ def main() -> None:
             total = tokens * dist.get_world_size()
             packs = [("histogram", histogram_pack(total, seed), seed) for seed in range(arguments.seeds)]
             for name, cu, seed in [*packs, ("dense", np.array([0, total]), 0)]:
-                rows += bench_pack(name, cu, num_heads, seed, max(3, arguments.repeats * 16384 // max(tokens, 16384)))
+                repeats = max(3, arguments.repeats * 16384 // max(tokens, 16384))
+                if arguments.stack:
+                    rows.append(bench_stack(cu, num_heads, seed, repeats))
+                else:
+                    rows += bench_pack(name, cu, num_heads, seed, repeats)
                 if dist.get_rank() == 0 and arguments.output:  # after every pack: a run cut short leaves what it has
                     write(describe_run(arguments.commit) | {"rows": rows}, arguments.output)
     dist.destroy_process_group()

@@ -9,7 +9,8 @@ The model has the layer shapes of llama3 8B but few layers; --model, --shapes an
 read the same packed documents through torchtitan's text data set with a loader worker: the sources of Python's standard
 library, cut into documents whose lengths follow the histogram of bench_cp.py, up to a quarter of the pack over all
 GPUs; documents end with EOS. Step times are means over all packs after the first ones. Ours also has the ideal time of
-its attention: our kernel on the same packs, each whole on one GPU, times layers, divided by the GPUs of the pack.
+its attention: our kernel on the same packs, each whole on one GPU, times layers, divided by the GPUs of the pack. Each
+fifth of the timed steps has its own speed, to see that a long run keeps it: --steps 605 are five times the same packs.
 Memory is that of the fullest GPU at its peak: allocated and reserved by PyTorch, and outside its allocator.
 
 Strategies
@@ -110,11 +111,14 @@ def run(name: str, tokens: int, mode: str, arguments: argparse.Namespace) -> dic
         if failed:
             return {"error": Path(folder, "log").read_text()[-3000:]}
         ranks = [json.loads(path.read_text()) for path in Path(folder).glob("rank*.json")]
-    seconds = statistics.mean(ranks[0]["seconds"][WARM_UP:])  # packs differ in their work, so all of them count
+    times = ranks[0]["seconds"][WARM_UP:]  # packs differ in their work, so all of them count
+    seconds = statistics.mean(times)
+    fifths = [statistics.mean(part) for part in np.array_split(times, 5)]
     ideal = [statistics.mean(rank["ideal_attention"][WARM_UP:]) for rank in ranks if rank["ideal_attention"]]
     return {
         "tokens_per_gpu": tokens, "checkpointing": mode, "cp": strategy.cp, "tp": strategy.tp, "dp_shard": strategy.dp,
         "tokens_per_s": tokens * arguments.gpus / seconds, "step_ms": 1e3 * seconds,
+        "tokens_per_s_by_fifth": [tokens * arguments.gpus / fifth for fifth in fifths],
         "ideal_attention_ms": 1e3 * max(ideal) if ideal else None,
         "peak_memory_gib": max(rank["peak_gib"] for rank in ranks),
         "reserved_gib": max(rank["reserved_gib"] for rank in ranks),
