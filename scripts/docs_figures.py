@@ -423,14 +423,14 @@ def versions() -> str:
     return f"{table(columns, rows)}\n\n{sources(*files.values())}"
 
 
-def v03_gpu() -> str:
-    """Losses with torchtitan 0.3 on a GPU, beside those on a CPU."""
-    found = result("v03_h200")
+def v03_gpu(name: str, on: str) -> str:
+    """Losses with torchtitan 0.3 on GPUs, beside those on a CPU."""
+    found = result(name)
     rows = [
         [task, *(" ".join(f"{loss:.4f}" for loss in of[where]) for where in ("gpu", "cpu"))]
         for task, of in found["losses"].items()
     ]
-    return f"{table(['run', 'one H200, bfloat16', 'CPU, float32'], rows)}\n\n{found['date']}, torch {found['torch']}."
+    return f"{table(['run', f'{on}, bfloat16', 'CPU, float32'], rows)}\n\n{found['date']}, torch {found['torch']}."
 
 
 def started() -> str:
@@ -444,7 +444,8 @@ def started() -> str:
 
 PARTS: dict[str, Callable[[], str]] = {
     "versions": versions,
-    "v03-gpu": v03_gpu,
+    "v03-gpu": functools.partial(v03_gpu, "v03_h200", "one H200"),
+    "v03-two-ranks": functools.partial(v03_gpu, "v03_h200_two_ranks", "two ranks on one H200"),
     "started": started,
     "headline": headline,
     "kernel": kernel,
