@@ -53,7 +53,10 @@ main()
 @pytest.mark.parametrize(
     ("end", "want"),
     [
-        ("aborts", r"rank 0 failed: this rank was killed \d+ s after step 3 ended, without another: .*"),
+        (
+            "aborts",
+            r"rank 0 failed: this rank was killed \d+ s after step 3 ended, without another: .* raise comm.train_timeout_seconds",
+        ),
         ("raises", "rank 0 failed: OSError: the disk is full"),
         ("again", None),
     ],
@@ -92,7 +95,10 @@ def test_words_stand_only_while_no_step_ends(monkeypatch, tmp_path):
         while not file.exists():
             time.sleep(0.01)
         text = json.loads(file.read_text())["message"]
-        assert re.fullmatch(r"this rank was killed \d+ s before the first step ended, without another: .*", text)
+        assert re.fullmatch(
+            r"this rank was killed \d+ s before the first step ended, without another: .* raise comm.init_timeout_seconds",
+            text,
+        )
         words.note_step(1)
         assert not file.exists()
     assert not list(tmp_path.iterdir())

@@ -23,6 +23,7 @@ class LastWords:
         self.path = os.environ.get("TORCHELASTIC_ERROR_FILE")
         self.timeout = timeout
         self.patience, self.ended = first_timeout / 2, "before the first step ended"
+        self.option = "init_timeout_seconds"
         self.since = time.monotonic()
         self.written = 0  # st_mtime_ns of our words; 0: there are none
         self.lock = threading.Lock()
@@ -40,7 +41,7 @@ class LastWords:
     def note_step(self, step: int) -> None:
         """A step ended."""
         self.patience, self.ended = self.timeout / 2, f"after step {step} ended"
-        self.since = time.monotonic()
+        self.option, self.since = "train_timeout_seconds", time.monotonic()
         if self.written:
             self._take_back()
 
@@ -62,7 +63,7 @@ class LastWords:
         """The time beside the words is the latest, as torchrun takes the reason that was written first."""
         text = (
             f"this rank was killed {waited:.0f} s {self.ended}, without another: a rank hangs or is gone, see what it "
-            "printed last; if a step takes so long, raise comm.train_timeout_seconds"
+            f"printed last; if a step takes so long, raise comm.{self.option}"
         )
         words = {"message": text, "timestamp": int(time.time())}
         new = Path(f"{self.path}.new")
