@@ -154,6 +154,7 @@ def job_of(config: Any) -> Any:
         compile=config.compile,
         activation_checkpoint=_checkpointing_section(config.activation_checkpoint),
         optimizer=config.optimizer,
+        comm=config.comm,
         debug=config.debug,
         magi=config.magi,
     )
