@@ -60,12 +60,12 @@ class LastWords:
             return True
 
     def _write(self, waited: float) -> None:
-        """The time beside the words is the latest, as torchrun takes the reason that was written first."""
+        """The time beside the words is later than now, as torchrun takes the reason of the earliest time."""
         text = (
             f"this rank was killed {waited:.0f} s {self.ended}, without another: a rank hangs or is gone, see what it "
             f"printed last; if a step takes so long, raise comm.{self.option}"
         )
-        words = {"message": text, "timestamp": int(time.time())}
+        words = {"message": text, "timestamp": int(time.time()) + 2}
         new = Path(f"{self.path}.new")
         try:
             new.write_text(json.dumps(words))
