@@ -7,8 +7,8 @@
 For each model, every two values of two options meet in at least one combination (pairwise coverage), and one run has
 everything on. A combination works if the losses of all steps, and of validation, are those of the plain run (the same
 packs and precision, without the parallelism and the options), or it is refused before the first step in one line that
-names the remedy. Anything else fails, and the exit code is 1. A run in low precision may also differ from the plain run
-in the next higher one by twice as much as the plain run in its own does: losses of DPO are differences of two models,
+names the remedy. Anything else fails, and the exit code is 1. On GPUs a run may also differ from the plain run in the
+next higher precision by twice as much as the plain run in its own does: losses of DPO are differences of two models,
 and with float8 each rank scales its own tokens.
 
 It runs on the CPU, where torch.compile traces but generates no code; what needs GPUs is left to --gpu. The models have
@@ -291,7 +291,7 @@ class Runs:
         if len(outcome.losses) != expected:
             return "FAILS", f"{len(outcome.losses)} losses, not {expected}"
         worst = outcome.farthest(plain)
-        if worst <= TOLERANCE[cell.plain.precision] or cell.plain.exact == cell.plain:
+        if worst <= TOLERANCE[cell.plain.precision] or not self.on_gpus:
             return ("works" if worst <= TOLERANCE[cell.plain.precision] else "FAILS"), f"{worst:.1e}"
         exact = self.of(cell.plain.exact)
         error, of_plain = outcome.farthest(exact), plain.farthest(exact)

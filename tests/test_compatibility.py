@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import training  # puts scripts/ on the path
 
-from compatibility import AXES, LAYOUTS, Cell, Runs, cells, gpu_cells  # isort: skip
+from compatibility import AXES, LAYOUTS, Cell, Outcome, Runs, cells, gpu_cells  # isort: skip
 
 
 @functools.cache
@@ -48,3 +48,15 @@ def test_a_combination_that_cannot_be_is_refused_by_name():
     verdict, detail = runs().verdict(Cell("llama3", "EP"))
     assert verdict == "refused"
     assert "expert_parallel_degree is 2" in detail
+
+
+@pytest.mark.parametrize(("loss", "on_gpus", "on_cpu"), [
+    (1.16, "works", "works"), (1.25, "works", "FAILS"), (1.35, "FAILS", "FAILS"),
+])  # fmt: skip
+def test_on_gpus_low_precision_may_lose_twice_what_the_plain_run_loses(loss, on_gpus, on_cpu):
+    cell = Cell(layout="CP", precision="bf16", extra="float8", task="DPO")
+    losses = {cell: loss, cell.plain: 1.15, cell.plain.exact: 1.0}
+    runs = object.__new__(Runs)
+    runs.of = lambda cell: Outcome((losses[cell],) * 3)
+    for runs.on_gpus, want in ((True, on_gpus), (False, on_cpu)):
+        assert runs.verdict(cell)[0] == want

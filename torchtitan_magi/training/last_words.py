@@ -1,10 +1,13 @@
 """The reason of a rank that can no longer say it: PyTorch's watchdog ends a process whose collectives stand still."""
 
+import contextlib
 import json
 import os
 import threading
 import time
 from pathlib import Path
+
+from torchtitan_magi.files import write_whole
 
 
 class LastWords:
@@ -20,7 +23,8 @@ class LastWords:
     """
 
     def __init__(self, first_timeout: float, timeout: float) -> None:
-        self.path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+        file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+        self.has_torchrun, self.path = file is not None, Path(file or "")
         self.timeout = timeout
         self.patience, self.ended = first_timeout / 2, "before the first step ended"
         self.option = "init_timeout_seconds"
@@ -30,7 +34,7 @@ class LastWords:
         self.is_over = threading.Event()
 
     def __enter__(self) -> "LastWords":
-        if self.path:
+        if self.has_torchrun:
             threading.Thread(target=self._watch, name="last words", daemon=True).start()
         return self
 
@@ -55,7 +59,7 @@ class LastWords:
     def _is_ours(self) -> bool:
         """Nobody else has written a reason."""
         try:
-            return os.stat(self.path or "").st_mtime_ns == self.written
+            return self.path.stat().st_mtime_ns == self.written
         except FileNotFoundError:
             return True
 
@@ -66,16 +70,12 @@ class LastWords:
             f"printed last; if a step takes so long, raise comm.{self.option}"
         )
         words = {"message": text, "timestamp": int(time.time()) + 2}
-        new = Path(f"{self.path}.new")
-        try:
-            new.write_text(json.dumps(words))
-            self.written = new.stat().st_mtime_ns
-            new.replace(self.path or "")
-        except OSError:  # words that do not stand there are no reason to end a run
-            new.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # words that do not stand there are no reason to end a run
+            write_whole(self.path, json.dumps(words).encode())
+            self.written = self.path.stat().st_mtime_ns
 
     def _take_back(self) -> None:
         with self.lock:
             if self.written and self._is_ours():
-                Path(self.path or "").unlink(missing_ok=True)
+                self.path.unlink(missing_ok=True)
             self.written = 0
