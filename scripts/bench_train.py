@@ -10,7 +10,7 @@ read the same packed documents through torchtitan's text data set with a loader 
 library, cut into documents whose lengths follow the histogram of bench_cp.py, up to a quarter of the pack over all
 GPUs; documents end with EOS. Step times are means over all packs after the first ones. Ours also has the ideal time of
 its attention: our kernel on the same packs, each whole on one GPU, times layers, divided by the GPUs of the pack. Each
-fifth of the timed steps has its own speed, to see that a long run keeps it; with --steps 606 all have about the same packs.
+fifth of the timed steps has its own speed, to see that a long run keeps it; --steps 606 give all about the same packs.
 Memory is that of the fullest GPU at its peak: allocated and reserved by PyTorch, and outside its allocator.
 
 Strategies
