@@ -16,8 +16,9 @@
 // DETERMINISTIC orders the additions to a row of dQ by a counter per query block and head pack: tiles in ascending order; and what
 // the parts of a tile add to dK and dV by a counter per tile and head.
 //
-// Wide heads (kWide) leave shared memory no room for gradients on their way out: the consumers add dQ to global memory from their
-// registers. Where registers do not hold dK and dV at once, two launches share the work: ONLY_VALUES computes dV, NO_VALUES dK and dQ.
+// Wide heads (kWide): with 192 columns of Q and K and 128 of V, registers hold dK, dV and one thing at a time (kTight). With wider values
+// they do not hold both, and two launches share the work: ONLY_VALUES computes dV, NO_VALUES dK and dQ; shared memory has no room for
+// gradients on their way out then, and the consumers add dQ to global memory from their registers.
 #include "ffa_layout.cuh"
 
 constexpr int kRows = 64;
@@ -34,7 +35,9 @@ constexpr bool kValueGrads = false;                  // dV
 constexpr bool kValueGrads = true;
 #endif
 constexpr int kStages = HEAD_DIM == 256 && kKeyGrads ? 1 : 2;
-constexpr bool kLateAdds = HEAD_DIM == 192 && kKeyGrads;   // dQ of a block is added in the middle of the next one
+constexpr bool kTight = kWide && kKeyGrads && kValueGrads;   // 192/128: registers hold dK and dV, and little beside them
+constexpr bool kStaged = !kWide || kTight;           // dQ leaves through shared memory
+constexpr bool kLateAdds = HEAD_DIM == 192 && !kTight && kKeyGrads;   // dQ of a block is added in the middle of the next one
 constexpr bool kEarlyDout = kStages == 1;            // dOut has barriers of its own, as it is free before Q is
 constexpr int kTakenAt = 3;                          // blocks before its end that an item's CTA takes the next one
 constexpr int kGradColumns = HEAD_DIM / 2;           // columns of dQ that one warpgroup computes
@@ -46,14 +49,15 @@ constexpr u32 kValueBytes = kKeyGrads ? kValuePanels * kKeyPanel : 0, kDoutBytes
 constexpr u32 kRowBytesCopied = kPanels * kTokens * PACK * 128, kDoutBytesCopied = kValuePanels * kTokens * PACK * 128;
 constexpr u32 kGradPanel = kRows * 128;               // [64 rows][32 fp32 columns]
 constexpr u32 kGradBytes = kGradColumns / 32 * kGradPanel;
-constexpr int kGradBuffers = 2;
+constexpr int kGradBuffers = kTight ? 1 : 2;
+constexpr int kScoreGradBuffers = kTight ? 1 : 2;     // one: its reader, the other warpgroup, says when it is done
 struct Shared {
   alignas(1024) unsigned char k[kKeyBytes];
   alignas(1024) unsigned char v[kKeyGrads ? kValueBytes : 16];
   alignas(1024) unsigned char q[kStages][kRowBytes];
   alignas(1024) unsigned char dout[kStages][kDoutBytes];
-  alignas(1024) unsigned char ds[2][kKeyGrads ? kKeys * 128 : 16];           // dS^T, [128 keys][64 rows]
-  alignas(1024) unsigned char grad[2][kGradBuffers][kWide ? 16 : kGradBytes];   // pieces on their way out, per warpgroup
+  alignas(1024) unsigned char ds[kScoreGradBuffers][kKeyGrads ? kKeys * 128 : 16];           // dS^T, [128 keys][64 rows]
+  alignas(1024) unsigned char grad[2][kGradBuffers][kStaged ? kGradBytes : 16];   // pieces on their way out, per warpgroup
   float lse_log2[kStages][kRows];                     // + infinity where a row has no keys or does not exist
   float delta[kStages][kRows];
   int2 band[kStages][kRows];
@@ -69,7 +73,7 @@ struct Shared {
 };
 static_assert(sizeof(Shared) <= SHARED_BYTES, "ffa.py asks for too little shared memory");
 
-enum NamedBarrier { kScoreGradReady = 1, kTurnOfGroup = 2 };   // the latter per warpgroup
+enum NamedBarrier { kScoreGradReady = 1, kTurnOfGroup = 2, kScoreGradRead = 4 };   // the last two per warpgroup
 
 constexpr int kNoKey = 0x7fffffff;
 
@@ -203,7 +207,7 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
       mbarrier_init(full + 8 * i, 1 + 32);            // the copy engine's bytes, and the row statistics of each lane
       mbarrier_init(empty + 8 * i, kConsumers / 32 * kWarpArrivals);
     }
-    for (int i = 0; i < (kWide ? 0 : 2 * kGradBuffers); i++) {
+    for (int i = 0; i < (kStaged ? 2 * kGradBuffers : 0); i++) {
       mbarrier_init(grad_full + 8 * i, 4 * kWarpArrivals);   // the warps of a warpgroup
       mbarrier_init(grad_empty + 8 * i, 1);
     }
@@ -325,7 +329,7 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
         mbarrier_arrive(kv_full);
         finish_items(params.counter);
       }
-    } else if (!kWide && warp <= 2) {  // ------------------------------------------------------------------ dQ warps, one per warpgroup
+    } else if (kStaged && warp <= 2) {  // ------------------------------------------------------------------ dQ warps, one per warpgroup
       const int w = warp - 1;
       Ring<kGradBuffers> ring;
       int* landing = nullptr;                         // deterministic: the turn to pass on when the last addition has landed
@@ -358,7 +362,9 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
 #pragma unroll
         for (int p = 0; p < kGradColumns / 32; p++) {
           const TensorMap* map = of_queries ? &map_dq : piece.z == kKeyGrad ? &map_dk : &map_dv;
-          tma_reduce_add_3d(map, grad + p * kGradPanel, column + p * 32, head, piece.x);
+          // 192: half of the first two panels' columns, and of the last one's
+          const int x = HEAD_DIM == 192 ? (p < 2 ? w * 64 + p * 32 : 128 + w * 32) : column + p * 32;
+          tma_reduce_add_3d(map, grad + p * kGradPanel, x, head, piece.x);
         }
         bulk_commit();
         if (kDeterministic) {
@@ -369,6 +375,9 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
           landing = of_queries || (piece.z == kValueGrad && column == kGradColumns) ? turn : nullptr;   // a part's last piece
           bulk_wait_read<0>();                        // the next turn may take long: gives the buffer back before
           mbarrier_arrive(grad_empty + 8 * (w * kGradBuffers + ring.stage));
+        } else if (kGradBuffers == 1) {                 // it has been read
+          bulk_wait_read<0>();
+          mbarrier_arrive(grad_empty + 8 * w);
         } else {
           bulk_wait_read<kGradBuffers - 1>();         // the buffer before this one has been read
           if (!first) mbarrier_arrive(grad_empty + 8 * (w * kGradBuffers + (ring.stage ^ 1)));
@@ -421,6 +430,7 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
       mbarrier_arrive_warp(grad_full + 8 * buffer);
       grad_ring.advance();
     };
+    if (kTight) named_arrive(kScoreGradRead + 1 - w, kConsumers);
     for (u32 kv_phase = 0;; kv_phase ^= 1) {
       mbarrier_wait(kv_full, kv_phase);
       if (warp_uniform(smem.item.x) < 0) break;
@@ -431,6 +441,66 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
 #pragma unroll
       for (int j = 0; j < VALUE_DIM / 2; j++) dv_rmem[j] = 0;
 
+      // The parts of a block's work. Each product is a group of its own.
+      auto scores = [&](float (&s_rmem)[32], u32 q_s) {               // S^T
+#pragma unroll
+        for (int i = 0; i < HEAD_DIM / 16; i++)
+          wgmma_ss<0, 0>(s_rmem, moved(k_rows, i / 4 * kKeyPanel + i % 4 * 32), moved(q_s, i / 4 * kRowPanel + i % 4 * 32), i > 0);
+        wgmma_commit();
+      };
+      auto value_scores = [&](float (&dp_rmem)[32], u32 dout_s) {        // dP^T
+#pragma unroll
+        for (int i = 0; i < VALUE_DIM / 16; i++)
+          wgmma_ss<0, 0>(dp_rmem, moved(v_rows, i / 4 * kKeyPanel + i % 4 * 32), moved(dout_s, i / 4 * kRowPanel + i % 4 * 32),
+                         i > 0);
+        wgmma_commit();
+      };
+      auto value_grads = [&](const u32 (&p_rmem)[16], u32 dout_s) {
+#pragma unroll
+        for (int i = 0; i < kRows / 16; i++) wgmma_rs(dv_rmem, p_rmem + 4 * i, moved(dout_s, i * 2048), 1);
+        wgmma_commit();
+      };
+      auto mask_scores = [&](float (&s_rmem)[32], int s) {
+        const int end_key = smem.item.w;                            // what lies beyond the tile is in no band
+        const int key0 = first_key + key_row < end_key ? first_key + key_row : kNoKey;
+        const int key1 = first_key + key_row + 8 < end_key ? first_key + key_row + 8 : kNoKey;
+#pragma unroll
+        for (int g = 0; g < 8; g++) {
+          const int4 bands = *(const int4*)&smem.band[s][g * 8 + lane % 4 * 2];   // of two neighbouring rows
+          if (key0 < bands.x || key0 >= bands.y) s_rmem[4 * g] = kMasked;
+          if (key0 < bands.z || key0 >= bands.w) s_rmem[4 * g + 1] = kMasked;
+          if (key1 < bands.x || key1 >= bands.y) s_rmem[4 * g + 2] = kMasked;
+          if (key1 < bands.z || key1 >= bands.w) s_rmem[4 * g + 3] = kMasked;
+        }
+      };
+      // Scores to P; with a softcap P is packed here, as it is then needed with and without the cap's slope.
+      auto probabilities = [&](float (&s_rmem)[32], u32 (&p_rmem)[16], int s) {
+#pragma unroll
+        for (int g = 0; g < 8; g++) {
+          const float2 lse = *(const float2*)&smem.lse_log2[s][g * 8 + lane % 4 * 2];
+          float slope[4];
+#pragma unroll
+          for (int e = 0; e < 4; e++) {
+            if (kSoftcap) slope[e] = 1 - s_rmem[4 * g + e] * s_rmem[4 * g + e];
+            s_rmem[4 * g + e] = exp2_fast(s_rmem[4 * g + e] * params.scale_log2 - (e % 2 ? lse.y : lse.x));
+          }
+          if (kSoftcap || kTight) {
+            p_rmem[2 * g] = pack2(s_rmem[4 * g], s_rmem[4 * g + 1]);
+            p_rmem[2 * g + 1] = pack2(s_rmem[4 * g + 2], s_rmem[4 * g + 3]);
+          }
+          if (kSoftcap) {
+#pragma unroll
+            for (int e = 0; e < 4; e++) s_rmem[4 * g + e] *= slope[e];
+          }
+        }
+      };
+      auto store_score_grads = [&](const u32 (&ds_rmem)[16]) {
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+          store_matrices((ds_row ^ i * 32) + ds_b, ds_rmem[4 * i], ds_rmem[4 * i + 1], ds_rmem[4 * i + 2], ds_rmem[4 * i + 3]);
+        fence_proxy_async();
+        named_sync(kScoreGradReady, kConsumers);                    // dS of both warpgroups; the other buffer is free again
+      };
       int last_stage = -1;                                        // ONLY_VALUES: of the block before
       // Wide: half of the columns of dQ, those of 192 as one panel and half of the third.
       constexpr int kColumns = HEAD_DIM == 256 ? 128 : 64;
@@ -455,7 +525,8 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
         });
       };
       int flags = warp_uniform(smem.item.z);
-      while (!(flags & kLastBlock)) {
+      // One of two loops over the query blocks.
+      while (kTight && !(flags & kLastBlock)) {
         const int s = ring.stage;
         const u32 q_s = moved(q_rows, s * kRowBytes), dout_s = moved(dout_rows, s * kDoutBytes);
         float s_rmem[32], dp_rmem[32];
@@ -464,52 +535,70 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
         const int4 block = smem.block[s];
         flags = warp_uniform(block.z);
         wgmma_fence();
+        scores(s_rmem, q_s);
+        wgmma_wait<0>();
+        if (kSoftcap) cap_scores(s_rmem, params.cap_scale);
+        if (!(flags & kFullBlock)) mask_scores(s_rmem, s);
+        probabilities(s_rmem, p_rmem, s);
 #pragma unroll
-        for (int i = 0; i < HEAD_DIM / 16; i++)
-          wgmma_ss<0, 0>(s_rmem, moved(k_rows, i / 4 * kKeyPanel + i % 4 * 32), moved(q_s, i / 4 * kRowPanel + i % 4 * 32), i > 0);
+        for (int j = 0; j < 16; j++) ds_rmem[j] = kSoftcap ? pack2(s_rmem[2 * j], s_rmem[2 * j + 1]) : p_rmem[j];
+        wgmma_fence();
+        value_scores(dp_rmem, dout_s);
+        value_grads(p_rmem, dout_s);
+        wgmma_wait<1>();                                        // dP
+#pragma unroll
+        for (int g = 0; g < 8; g++) {
+          const float2 delta = *(const float2*)&smem.delta[s][g * 8 + lane % 4 * 2];
+#pragma unroll
+          for (int r = 0; r < 2; r++) {
+            const float2 p = unpack2(ds_rmem[2 * g + r]);
+            ds_rmem[2 * g + r] = pack2(p.x * (dp_rmem[4 * g + 2 * r] - delta.x), p.y * (dp_rmem[4 * g + 2 * r + 1] - delta.y));
+          }
+        }
+        named_sync(kScoreGradRead + w, kConsumers);             // by the other warpgroup, for dQ of the block before
+        store_score_grads(ds_rmem);
+        wgmma_wait<0>();                                        // dV
+        float dq_rmem[kGradColumns / 2];
+        wgmma_fence();
+#pragma unroll
+        for (int i = 0; i < kKeys / 16; i++)
+          wgmma_ss<1, 1>(*(float(*)[32])dq_rmem, moved(ds_operand, i * 2048), moved(wide_columns, i * 2048), i > 0);
+#pragma unroll
+        for (int i = 0; i < kKeys / 16; i++)
+          wgmma_ss<1, 1>(*(float(*)[16])(dq_rmem + 32), moved(ds_operand, i * 2048), moved(rest_columns, i * 2048), i > 0);
         wgmma_commit();
+#pragma unroll
+        for (int i = 0; i < kRows / 16; i++)                    // dS from shared memory: registers are full
+          wgmma_ss<0, 1>(dk_rmem, moved(ds_operand, w * kRowPanel + i * 32), moved(q_s, i * 2048), 1);
+        wgmma_commit();
+        wgmma_wait<1>();                                        // dQ
+        named_arrive(kScoreGradRead + 1 - w, kConsumers);
+        hand_over(Tag<kQueryGrad>(), dq_rmem, block.x, block.y, block.w);
+        wgmma_wait<0>();                                        // dK
+        mbarrier_arrive_warp(empty + 8 * s);
+        ring.advance();
+      }
+      while (!kTight && !(flags & kLastBlock)) {
+        const int s = ring.stage;
+        const u32 q_s = moved(q_rows, s * kRowBytes), dout_s = moved(dout_rows, s * kDoutBytes);
+        float s_rmem[32], dp_rmem[32];
+        u32 p_rmem[16], ds_rmem[16];
+        mbarrier_wait(full + 8 * s, ring.phase);
+        const int4 block = smem.block[s];
+        flags = warp_uniform(block.z);
+        wgmma_fence();
+        scores(s_rmem, q_s);
         if (kKeyGrads) {
           if (kEarlyDout) mbarrier_wait(dout_full, ring.phase);
-#pragma unroll
-          for (int i = 0; i < VALUE_DIM / 16; i++)
-            wgmma_ss<0, 0>(dp_rmem, moved(v_rows, i / 4 * kKeyPanel + i % 4 * 32), moved(dout_s, i / 4 * kRowPanel + i % 4 * 32),
-                           i > 0);
-          wgmma_commit();
+          value_scores(dp_rmem, dout_s);
           wgmma_wait<1>();                                        // S
         } else {
           wgmma_wait<0>();                                        // S, and dV of the block before
           if (last_stage >= 0) mbarrier_arrive_warp(empty + 8 * last_stage);
         }
         if (kSoftcap) cap_scores(s_rmem, params.cap_scale);
-        if (!(flags & kFullBlock)) {
-          const int end_key = smem.item.w;                        // what lies beyond the tile is in no band
-          const int key0 = first_key + key_row < end_key ? first_key + key_row : kNoKey;
-          const int key1 = first_key + key_row + 8 < end_key ? first_key + key_row + 8 : kNoKey;
-#pragma unroll
-          for (int g = 0; g < 8; g++) {
-            const int4 bands = *(const int4*)&smem.band[s][g * 8 + lane % 4 * 2];   // of two neighbouring rows
-            if (key0 < bands.x || key0 >= bands.y) s_rmem[4 * g] = kMasked;
-            if (key0 < bands.z || key0 >= bands.w) s_rmem[4 * g + 1] = kMasked;
-            if (key1 < bands.x || key1 >= bands.y) s_rmem[4 * g + 2] = kMasked;
-            if (key1 < bands.z || key1 >= bands.w) s_rmem[4 * g + 3] = kMasked;
-          }
-        }
-#pragma unroll
-        for (int g = 0; g < 8; g++) {
-          const float2 lse = *(const float2*)&smem.lse_log2[s][g * 8 + lane % 4 * 2];
-          float slope[4];                                         // of the cap
-#pragma unroll
-          for (int e = 0; e < 4; e++) {
-            if (kSoftcap) slope[e] = 1 - s_rmem[4 * g + e] * s_rmem[4 * g + e];
-            s_rmem[4 * g + e] = exp2_fast(s_rmem[4 * g + e] * params.scale_log2 - (e % 2 ? lse.y : lse.x));
-          }
-          if (kSoftcap) {                                         // P is needed with and without it
-            p_rmem[2 * g] = pack2(s_rmem[4 * g], s_rmem[4 * g + 1]);
-            p_rmem[2 * g + 1] = pack2(s_rmem[4 * g + 2], s_rmem[4 * g + 3]);
-#pragma unroll
-            for (int e = 0; e < 4; e++) s_rmem[4 * g + e] *= slope[e];
-          }
-        }
+        if (!(flags & kFullBlock)) mask_scores(s_rmem, s);
+        probabilities(s_rmem, p_rmem, s);
 
         if (kKeyGrads) wgmma_wait<0>();                           // dP
         if (kEarlyDout) mbarrier_arrive_warp(dout_empty);
@@ -528,10 +617,7 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
 
         if (kValueGrads) {
           wgmma_fence();
-#pragma unroll
-          for (int i = 0; i < kRows / 16; i++)
-            wgmma_rs(dv_rmem, p_rmem + 4 * i, moved(dout_s, i * 2048), 1);
-          wgmma_commit();
+          value_grads(p_rmem, dout_s);
         }
         if (!kKeyGrads) {
           last_stage = s;
@@ -539,11 +625,7 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
           continue;
         }
 
-#pragma unroll
-        for (int i = 0; i < 4; i++)
-          store_matrices((ds_row ^ i * 32) + ds_b, ds_rmem[4 * i], ds_rmem[4 * i + 1], ds_rmem[4 * i + 2], ds_rmem[4 * i + 3]);
-        fence_proxy_async();
-        named_sync(kScoreGradReady, kConsumers);                  // dS of both warpgroups; the other buffer is free again
+        store_score_grads(ds_rmem);
 
         if constexpr (kWide) {
           if (kLateAdds && previous.x >= 0) add_query_rows(previous);
@@ -635,7 +717,8 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
       else
         store_both();
     }
-    if (kWide) return;
+    if (!kStaged) return;
+    if (kTight) named_sync(kScoreGradRead + w, kConsumers);       // no barrier ends with an arrival too many
     const int buffer = w * kGradBuffers + grad_ring.stage;        // tells the warp that adds to stop
     mbarrier_wait(grad_empty + 8 * buffer, grad_ring.phase ^ 1);
     if (leader) smem.grad_piece[w][grad_ring.stage] = make_int4(-1, 0, 0, 0);

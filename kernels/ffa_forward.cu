@@ -41,6 +41,12 @@ constexpr int kRowsAt = 4;                             // and that it begins to 
 constexpr float kHeadroom = 8;                         // probabilities reach 2^8: far inside the range of fp16
 constexpr int kStages = HEAD_DIM == 64 ? 4 : 2;
 constexpr int kBlockKeys = VALUE_DIM == 256 ? 80 : VALUE_DIM == 192 ? 112 : 128;   // as many as fit in shared memory
+#ifdef BOUNDED
+constexpr bool kBounded = true;                        // by a softcap: no exponent is above kGreatest
+#else
+constexpr bool kBounded = false;
+#endif
+constexpr float kGreatest = 80;                        // so that 2^20 probabilities, times values, stay inside the range of fp32
 constexpr bool kHalves = kBlockKeys == 128;            // a block of few keys may be computed as one of 64
 
 // ---------------------------------------------------------------------------------------------- shared memory
@@ -136,6 +142,23 @@ DEVICE float greatest(const float (&s_rmem)[N], int r) {     // of row r
   return fmaxf(top, __shfl_xor_sync(~0u, top, 2));
 }
 
+// Replaces scores by exp2(scale_log2 * score - offset) and updates the row sums.
+template <int N>
+DEVICE void exponentiate(float (&s_rmem)[N], const float (&offset)[2], float (&row_sum)[2], float scale_log2) {
+#pragma unroll
+  for (int r = 0; r < 2; r++) {
+    const float minus = offset[r] == kMasked ? 0.f : offset[r];   // else rounding of the huge product could reach exp2
+    float sum = 0;
+#pragma unroll
+    for (int j = 2 * r; j < N; j += 4) {
+      s_rmem[j] = exp2_fast(s_rmem[j] * scale_log2 - minus);
+      s_rmem[j + 1] = exp2_fast(s_rmem[j + 1] * scale_log2 - minus);
+      sum += s_rmem[j] + s_rmem[j + 1];
+    }
+    row_sum[r] += sum;
+  }
+}
+
 #if HEAD_DIM == 64   // the softmax, not the products, takes the time: nothing may wait for all exponents
 template <int N>
 DEVICE bool softmax(float (&s_rmem)[N], float (&offset)[2], float (&row_sum)[2], float (&rescale)[2], float scale_log2, bool&) {
@@ -153,18 +176,7 @@ DEVICE bool softmax(float (&s_rmem)[N], float (&offset)[2], float (&row_sum)[2],
       row_sum[r] *= rescale[r];
     }
   }
-#pragma unroll
-  for (int r = 0; r < 2; r++) {
-    const float minus = offset[r] == kMasked ? 0.f : offset[r];   // else rounding of the huge product could reach exp2
-    float sum = 0;
-#pragma unroll
-    for (int j = 2 * r; j < N; j += 4) {
-      s_rmem[j] = exp2_fast(s_rmem[j] * scale_log2 - minus);
-      s_rmem[j + 1] = exp2_fast(s_rmem[j + 1] * scale_log2 - minus);
-      sum += s_rmem[j] + s_rmem[j + 1];
-    }
-    row_sum[r] += sum;
-  }
+  exponentiate(s_rmem, offset, row_sum, scale_log2);
   return raised;
 }
 #else                // fewest instructions, which is least power: exponents above kHeadroom are positive, so their bits can be compared
@@ -175,10 +187,17 @@ DEVICE bool softmax(float (&s_rmem)[N], float (&offset)[2], float (&row_sum)[2],
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       const float top = greatest(s_rmem, r);
-      if (offset[r] == kMasked && top != kMasked) offset[r] = top * scale_log2;
+      if (offset[r] == kMasked && top != kMasked) {
+        offset[r] = top * scale_log2;
+        if (kBounded) offset[r] += ceilf(fmaxf(scale_log2 - kGreatest - offset[r], 0.f));   // whole: a row's only key has a power of 2
+      }
       unseen = unseen || offset[r] == kMasked;
     }
     has_unseen = __any_sync(~0u, unseen);
+  }
+  if constexpr (kBounded) {                                 // the offset stays
+    exponentiate(s_rmem, offset, row_sum, scale_log2);
+    return false;
   }
   int top[2];                                               // bits of the greatest exponent, if that is positive
 #pragma unroll
@@ -544,11 +563,11 @@ ffa_forward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Ten
         scale[r] = empty ? 0.f : 1.f / row_sum[r];
         lse[r] = empty ? -kInfinity : (offset[r] + log2_fast(row_sum[r])) * kLn2;
 #if defined(SINKS) && !defined(EARLIER)
-        if (!sinks_last && !empty) {                              // 2^100 times the row's own sum hides it
+        if (!sinks_last && !empty) {                              // 2^120 times the row's own sum hides it
           const float above = sink[r] * (1.f / kLn2) - offset[r];
-          const float total = row_sum[r] + exp2_fast(fminf(above, 100.f));
+          const float total = row_sum[r] + exp2_fast(fminf(above, 120.f));
           scale[r] = 1.f / total;
-          lse[r] = above > 100.f ? sink[r] : (offset[r] + log2_fast(total)) * kLn2;
+          lse[r] = above > 120.f ? sink[r] : (offset[r] + log2_fast(total)) * kLn2;
         } else if (!sinks_last) {
           lse[r] = sink[r];
         }

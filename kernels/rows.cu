@@ -6,7 +6,7 @@
 // Compile-time macros
 //   WIRE_FP32  returned gradients are fp32 (default: the input type)
 //   USE_FP16   the input type is fp16 (default bf16)
-//   WIDE       dq is of heads wider than 128, see add_query_grads in ffa_backward.cu
+//   WIDE       dq left registers directly (heads with values wider than 128), see add_query_grads in ffa_backward.cu
 #include "sm90.cuh"
 
 constexpr int kWarps = 8;

@@ -81,6 +81,7 @@ struct Ring {
 
 // ---------------------------------------------------------------------------------------------- named barriers
 DEVICE void named_sync(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+DEVICE void named_arrive(int id, int threads) { asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 
 // ---------------------------------------------------------------------------------------------- bulk tensor copies
 DEVICE void tma_load_3d(u32 dst_smem, const TensorMap* map, u32 bar, int x, int y, int z) {
@@ -241,12 +242,18 @@ DEVICE void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n
 #define TRANS_POSITION_112_4 "60"
 #define TRANS_POSITION_128_3 "67"
 #define TRANS_POSITION_128_4 "68"
+#define TRANS_POSITION_192_3 "99"
+#define TRANS_POSITION_192_4 "100"
+#define TRANS_POSITION_256_3 "131"
+#define TRANS_POSITION_256_4 "132"
 WGMMA_SS(32, REGS_16, ACC_16(d, 0), "%16", "%17", "%18")
 WGMMA_SS(64, REGS_32, ACC_32(d, 0), "%32", "%33", "%34")
 WGMMA_SS(80, REGS_40, ACC_40(d), "%40", "%41", "%42")
 WGMMA_SS(96, REGS_48, ACC_48(d), "%48", "%49", "%50")
 WGMMA_SS(112, REGS_56, ACC_56(d), "%56", "%57", "%58")
 WGMMA_SS(128, REGS_64, ACC_64(d, 0), "%64", "%65", "%66")
+WGMMA_SS(192, REGS_96, ACC_96(d), "%96", "%97", "%98")
+WGMMA_SS(256, REGS_128, ACC_128(d), "%128", "%129", "%130")
 
 // The same with A in registers: a[0..3] = the 16 columns of k-step i of an accumulator-shaped tile, packed in pairs
 // (elements 8i .. 8i + 7). B is MN-major.

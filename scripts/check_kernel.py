@@ -322,7 +322,7 @@ def variants_of(case: Case) -> set[tuple[str, tuple[tuple[str, int], ...]]]:
     for i, (slices, num_k) in enumerate(zip(case.stages, case.num_k, strict=True)):
         mask = StageMask(slices, case.num_q, num_k, case.num_heads_q, case.num_heads_kv)
         sizes = build_worklists(mask, backward_heads_per_tile=case.backward_heads_per_tile).sizes
-        dims, more, softcap = padded_dims(*case.head_dims), i + 1 < len(case.stages), bool(case.softcap)
+        dims, more, softcap = padded_dims(*case.head_dims), i + 1 < len(case.stages), case.softcap
         shape = dims, sizes.forward.heads_per_tile, case.dtype
         found.add(
             (

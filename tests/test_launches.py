@@ -210,22 +210,25 @@ def test_sinks_softcap_and_the_gradient_of_lse_reach_the_kernels(recorder, mask)
         assert recorder.launches[-1].params.sums.dlse == seen
 
 
-def test_wide_heads_take_two_launches_back_and_rows_of_their_own_widths(recorder):
-    mask = mask_of(0, 100, TOKENS, dims=(192, 128))
-    q, k, v, dout = (torch.randn(TOKENS, n, dim).bfloat16() for n, dim in ((8, 192), (2, 192), (2, 128), (8, 128)))
+@pytest.mark.parametrize(("value_dim", "launches"), [(128, 1), (192, 2)])
+def test_wide_heads_have_rows_of_their_own_widths(value_dim, launches, recorder):
+    """And the backward takes two launches if registers do not hold dk and dv at once."""
+    mask = mask_of(0, 100, TOKENS, dims=(192, value_dim))
+    shapes = (HEADS_Q, 192), (HEADS, 192), (HEADS, value_dim), (HEADS_Q, value_dim)
+    q, k, v, dout = (torch.randn(TOKENS, *shape).bfloat16() for shape in shapes)
     out, lse = ATTN.forward(StageInputs(q, k, v, mask, SCALE))
-    assert out.shape == (TOKENS, HEADS_Q, 128)
-    assert (recorder.launches[-1].params.out, recorder.launches[-1].params.value_dim) == (out.data_ptr(), 128)
+    assert out.shape == (TOKENS, HEADS_Q, value_dim)
+    assert (recorder.launches[-1].params.out, recorder.launches[-1].params.value_dim) == (out.data_ptr(), value_dim)
     shape, dq = RowShape.of(k, v), torch.zeros(TOKENS, HEADS_Q, 192)
     dkv, before = torch.zeros(TOKENS, shape.width), len(recorder.launches)
     ATTN.backward(StageInputs(q, k, v, mask, SCALE), OutGrads(dout, lse, lse.clone()), Gradients(dq, dkv, zeroed=True))
     launched = recorder.launches[before:]
-    assert [each.name for each in launched] == ["ffa_backward"] * 2
+    assert [each.name for each in launched] == ["ffa_backward"] * launches
     for params in (each.params for each in launched):
-        assert (params.dq, params.head_dim, params.value_dim) == (dq.data_ptr(), 192, 128)
+        assert (params.dq, params.head_dim, params.value_dim) == (dq.data_ptr(), 192, value_dim)
         assert (params.dk, params.dv) == tuple(part.data_ptr() for part in shape.split(dkv))
-        assert (params.dk_head_stride, params.dv_head_stride, params.dv_token_stride) == (192, 128, shape.width)
-    assert launched[0].params.counter != launched[1].params.counter
+        assert (params.dk_head_stride, params.dv_head_stride, params.dv_token_stride) == (192, value_dim, shape.width)
+    assert len({each.params.counter for each in launched}) == launches
 
 
 def test_lists_of_narrow_heads_do_not_serve_wide_ones(recorder):

@@ -4,7 +4,6 @@ Shapes: Tq queries, Tk keys, Hq query heads, Hk K/V heads, D head_dim, Dv that o
 a kernel is needed.
 """
 
-import math
 from threading import get_ident
 from typing import Any
 
@@ -19,8 +18,6 @@ from torchtitan_magi.backends.ffa.worklists import DeviceLists, ListSizes, WorkL
 from torchtitan_magi.cuda import jit, launch
 from torchtitan_magi.exchange.in_flight import KeysAndValues, LateKeys, RowShape, keys_and_values
 from torchtitan_magi.tiles import BACKWARD_ROWS, KEYS, ROWS, is_wide
-
-LOG2_E = math.log2(math.e)
 
 
 class FfaBlockAttn:
@@ -88,7 +85,7 @@ class FfaBlockAttn:
         read_late = late if s.forward.awaits else None
         key = (
             get_ident(), q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
-            earlier is None, more, late is None, softcap == 0, sinks is None,
+            earlier is None, more, late is None, softcap, sinks is None,
         )  # fmt: skip
         prepared = mask.launches.get(key)
         q_at, k_at, v_at = q.data_ptr(), k.data_ptr(), v.data_ptr()
@@ -140,7 +137,7 @@ class FfaBlockAttn:
             )
         variant = ffa.forward_variant(
             dims, f.heads_per_tile, q.dtype, earlier is not None, more,
-            softcap=bool(softcap), sinks=sinks is not None and not more,
+            softcap=softcap, sinks=sinks is not None and not more,
         )  # fmt: skip
         num_groups = s.num_heads_q // f.heads_per_tile
         in_place = earlier is not None and more  # rows of items without work stay as they are
@@ -255,7 +252,7 @@ class FfaBlockAttn:
         s, b, shape = mask.sizes, mask.sizes.backward, RowShape.of(k, v)
         assert b.heads_per_tile  # else the lists were made for the forward only
         dims = ffa.padded_dims(shape.head_dim, shape.value_dim)
-        variants = ffa.backward_variants(dims, b.heads_per_tile, q.dtype, b.deterministic, softcap=bool(softcap))
+        variants = ffa.backward_variants(dims, b.heads_per_tile, q.dtype, b.deterministic, softcap=softcap)
         num_main = b.num_items - b.num_early - b.num_tail
         params = ffa.BackwardParams(
             items=mask.pointer(b.items),
@@ -310,7 +307,7 @@ class FfaBlockAttn:
 
 
 def _set_scales(params: Any, softmax_scale: float, softcap: float) -> None:
-    params.scale_log2 = (softcap or softmax_scale) * LOG2_E
+    params.scale_log2 = (softcap or softmax_scale) * ffa.LOG2_E
     if softcap:
         params.cap_scale = softmax_scale / softcap
 

@@ -1,6 +1,7 @@
 """What our kernels take: compile-time variants, parameter structs, sizes that they can count."""
 
 import ctypes
+import math
 
 import torch
 
@@ -62,6 +63,9 @@ class BackwardParams(ctypes.Structure):
     ]
 
 
+LOG2_E = math.log2(math.e)
+BOUND = 80  # kGreatest of ffa_forward.cu: the greatest exponent of 2
+
 STORE_PACKED, STORE_FLOAT, ADD_FLOAT = 0, 1, 2  # BackwardParams.store: how dk and dv are written
 
 
@@ -88,6 +92,16 @@ def padded_dims(head_dim: int, value_dim: int | None = None) -> tuple[int, int]:
     return next(dims for dims in DIMS if is_wide(*dims) == wide and head_dim <= dims[0] and value_dim <= dims[1])
 
 
+def has_wide_values(dims: tuple[int, int]) -> bool:
+    """Whether the backward takes two launches, as registers do not hold dk and dv at once; and dq leaves them directly,
+    in an order of columns of its own.
+
+    Args:
+        dims: one of DIMS.
+    """
+    return dims[1] > 128
+
+
 def check_supported(head_dim: int, dtype: torch.dtype, value_dim: int | None = None) -> None:
     """Raises ValueError for a dtype or head dims that the kernel does not take."""
     padded_dims(head_dim, value_dim)
@@ -109,19 +123,22 @@ def forward_variant(
     earlier: bool = False,
     more: bool = False,
     *,
-    softcap: bool = False,
+    softcap: float = 0.0,
     sinks: bool = False,
 ) -> Variant:
     """A forward kernel; SHARED_BYTES is what it needs of shared memory.
 
     Args:
         dims: one of DIMS.
+        softcap: 0 for none.
     """
     head_dim, value_dim = dims
     buffers = 4 if head_dim == 64 else 2  # of K, and as many of V
     queries, keys = ROWS * head_dim * 2, buffers * forward_keys(dims) * (head_dim + value_dim) * 2
     rows = 0 if is_wide(*dims) else (1 + (earlier or more)) * ROWS * value_dim * 2
-    switches = {"EARLIER": earlier, "MORE": more, "SOFTCAP": softcap, "SINKS": sinks}
+    # Between softcaps of this size probabilities fit bf16's range of exponents, so that none needs to be looked at.
+    is_bounded = 0 < softcap * LOG2_E <= BOUND and dtype == torch.bfloat16 and head_dim > 64
+    switches = {"EARLIER": earlier, "MORE": more, "SOFTCAP": bool(softcap), "BOUNDED": is_bounded, "SINKS": sinks}
     return _variant(dims, heads_per_tile, dtype, queries + keys + rows + 2048, switches)
 
 
@@ -131,20 +148,22 @@ def backward_variants(
     dtype: torch.dtype,
     deterministic: bool = False,
     *,
-    softcap: bool = False,
+    softcap: float = 0.0,
 ) -> tuple[Variant, ...]:
-    """The backward's kernels, in the order of their launches: one for all gradients, or for wide heads one for dv and
+    """The backward's kernels, in the order of their launches: one for all gradients, or for wide values one for dv and
     one for dk and dq. SHARED_BYTES is what each needs of shared memory.
 
     Args:
         dims: one of DIMS.
     """
-    switches = {"DETERMINISTIC": deterministic, "SOFTCAP": softcap}
+    switches = {"DETERMINISTIC": deterministic, "SOFTCAP": bool(softcap)}
     (head_dim, value_dim), stages = dims, 2
     rows = BACKWARD_ROWS * (head_dim + value_dim) * 2
     dscores = 2 * KEYS * BACKWARD_ROWS * 2
-    if not is_wide(*dims):
-        shared = KEYS * (head_dim + value_dim) * 2 + stages * rows + dscores + 2 * BACKWARD_ROWS * head_dim * 4
+    if not has_wide_values(dims):
+        buffers = 1 if is_wide(*dims) else 2  # of dscores and of dq on its way out
+        moving = buffers * (dscores // 2 + BACKWARD_ROWS * head_dim * 4)
+        shared = KEYS * (head_dim + value_dim) * 2 + stages * rows + moving
         return (_variant(dims, heads_per_tile, dtype, shared + 3072, switches),)
     values = KEYS * head_dim * 2 + stages * rows
     keys = KEYS * (head_dim + value_dim) * 2 + (1 if head_dim == 256 else stages) * rows + dscores

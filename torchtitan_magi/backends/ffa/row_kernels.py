@@ -13,11 +13,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from torchtitan_magi.backends.ffa.params import check_count
+from torchtitan_magi.backends.ffa.params import check_count, has_wide_values, padded_dims
 from torchtitan_magi.cuda import launch
 from torchtitan_magi.exchange.in_flight import MAX_PEERS, Piece, Places, Returned, RowShape, RowSums, Unsent
 from torchtitan_magi.planning.stage import Exchange
-from torchtitan_magi.tiles import is_wide
 
 _WARPS = 8  # warps per block, one row each
 _UNIT = 16  # bytes that a lane moves at once
@@ -304,7 +303,8 @@ NO_ROW = RowShape(1, _ELEMENTS, _ELEMENTS)  # where there are no rows
 
 def _finish_kernel(shape: RowShape, dtype: torch.dtype, wire: torch.dtype | None = None) -> launch.Kernel:
     """The kernel for dq as the backward left it."""
-    return _kernel("finish_grads", dtype, wire, is_wide(shape.head_dim, shape.value_dim))
+    wide = has_wide_values(padded_dims(shape.head_dim, shape.value_dim))
+    return _kernel("finish_grads", dtype, wire, wide)
 
 
 def _new_keys_and_values(like: Tensor, rows: int, shape: RowShape, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
