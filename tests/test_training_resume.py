@@ -3,17 +3,25 @@
 import shutil
 
 import pytest
+import torch
+import torch.distributed as dist
 from training import new_folder, train, watch
 
 from loss_compare import LAYOUTS, TOLERANCE, max_relative_difference  # isort: skip
 
 STEPS, SAVED = 8, 4
+TIMEOUT = 77  # s
 
 
 def report_saved(report):
     from torchtitan.components.checkpoint import CheckpointManager
 
     def report_step(_, manager, curr_step, last_step=False):
+        groups = [
+            group for group in dist.distributed_c10d._world.pg_map if group.group_desc != "undefined"
+        ]  # of meshes
+        backends = [group._get_backend(torch.device("cpu")) for group in groups if dist.get_backend(group) != "fake"]
+        report("timeouts", curr_step, {backend.options._timeout.total_seconds() for backend in backends})
         if manager._should_save(curr_step, last_step):
             report("saved", curr_step)
 
@@ -27,6 +35,7 @@ def saved_on_all_ranks(run):
 def run(name, folder, **kwargs):
     arguments = [*LAYOUTS[name].arguments, "--training.steps", f"{STEPS}", "--checkpoint.enable"]
     arguments += ["--checkpoint.interval", f"{SAVED}", "--job.dump_folder", folder]
+    arguments += [f"--comm.train_timeout_seconds={TIMEOUT}"]
     return train(LAYOUTS[name].processes, arguments, setup=report_saved, **kwargs)
 
 
@@ -50,6 +59,7 @@ def test_a_killed_run_continues(name, uninterrupted, killed, tmp_path):
     shutil.copytree(killed, tmp_path / "killed")
     resumed = run(name, f"{tmp_path}/killed", entry="torchtitan_magi.train" if name == "dp2" else "torchtitan.train")
     assert [metrics["step"] for metrics in resumed.metrics] == list(range(SAVED + 1, STEPS + 1))
+    assert resumed.of("timeouts") == [(step, {TIMEOUT}) for step in range(SAVED + 1, STEPS + 1)]
     rest = uninterrupted.metrics[SAVED:]
     assert [m["n_tokens_seen"] for m in resumed.metrics] == [m["n_tokens_seen"] for m in rest]
     if name == "cp2":

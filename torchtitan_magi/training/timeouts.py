@@ -1,4 +1,4 @@
-"""How long collectives may take once the first step is over."""
+"""How long collectives may take, in the first step and after it."""
 
 from datetime import timedelta
 from typing import Any
@@ -10,9 +10,11 @@ from torchtitan_magi.exchange.mesh import process_group_transport
 
 
 def set_pg_timeouts(timeout: timedelta, parallel_dims: Any) -> None:
-    """In place of torchtitan's function of this name: of our communicators as well, without an accelerator too (gloo's
-    barrier takes no device ids), and on the torch that this package runs on (0.3 wants ``set_timeout`` of a newer one).
-    A collective of all ranks.
+    """In place of torchtitan's function of this name: of our communicators as well, and of all dimensions of meshes of
+    several (the "tp" beside "fsdp" is another group than the "tp" alone); without an accelerator too (gloo's barrier
+    takes no device ids), and on the torch that this package runs on (0.3 wants ``set_timeout`` of a newer one). Not of
+    groups that may wait for long, and that no step waits for: an asynchronous checkpoint's, that of plans. A collective
+    of all ranks.
 
     Args:
         parallel_dims: torchtitan's.
@@ -22,8 +24,10 @@ def set_pg_timeouts(timeout: timedelta, parallel_dims: Any) -> None:
         torch.accelerator.synchronize()
     else:
         dist.barrier()
-    groups = [mesh.get_group() for mesh in parallel_dims.get_all_one_dimensional_meshes().values()]
-    for group in [*groups, None]:
-        dist.distributed_c10d._set_pg_timeout(timeout, group)
+    meshes = [*parallel_dims.get_all_one_dimensional_meshes().values(), *parallel_dims._global_meshes.values()]
+    groups = [dist.group.WORLD, *(group for mesh in meshes for group in mesh.get_all_groups())]
+    for group in groups:
+        if dist.get_backend(group) != "fake":  # of a dimension that is not used
+            dist.distributed_c10d._set_pg_timeout(timeout, group)
     if parallel_dims.cp_enabled:
         process_group_transport(parallel_dims.get_mesh("cp").get_group()).set_timeout(timeout)

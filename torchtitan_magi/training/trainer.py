@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torchtitan_magi.training.options import DPO_DATASET
 from torchtitan_magi.training.pipeline import Pipeline
 from torchtitan_magi.training.planned_loader import Batch
 from torchtitan_magi.training.references import ReferenceModel, reference_file
+from torchtitan_magi.training.timeouts import set_pg_timeouts
 
 
 class ObjectiveTrainer:
@@ -111,6 +113,7 @@ class ObjectiveTrainer:
 
     def train(self) -> None:
         comm = self.job_config.comm
+        set_pg_timeouts(timedelta(seconds=comm.init_timeout_seconds), self.parallel_dims)  # else those of torch
         with LastWords(comm.init_timeout_seconds, comm.train_timeout_seconds) as self.last_words:
             super().train()  # type: ignore[misc]
 

@@ -3,6 +3,7 @@
 import functools
 import importlib
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,7 @@ def install() -> None:
         (MoEStateDictAdapter, "_caculate_indices_from_placements", _own_experts),  # to have them under HSDP as well
         (ParallelDims, "_validate", _validate),  # to say what is wrong with the degrees of expert parallelism
         (dist_utils, "clip_grad_norm_", _clip_grad_norm),  # to have gradients added up under tensor parallelism alone
-        (CheckpointManager, "save", _save),  # to save when the data end early, and to say why a save failed
+        (CheckpointManager, "save", _save),  # to save when the data end early, to say why a save failed; for timeouts
         (CheckpointManager, "dcp_load", _dcp_load),  # to say in one line what does not fit
         (checkpoint, "save", _with_digests),  # to write digests beside the files
         (checkpoint, "async_save", _with_digests),  # the same
@@ -184,7 +185,13 @@ def _validate(stock: Any, dims: ParallelDims) -> None:
 
 def _save(stock: Any, checkpointer: CheckpointManager, curr_step: int, last_step: bool = False) -> None:
     """Also counts the step that used up the data as the last one. An asynchronous save that failed is reported by the
-    next."""
+    next. torchtitan calls this after every step, but lowers the timeouts after step 1 alone, which a run that continues
+    does not come to."""
+    if not hasattr(checkpointer, "has_stepped"):
+        checkpointer.has_stepped = True  # type: ignore[attr-defined]
+        trainer: Any = checkpointer.states["train_state"]
+        if curr_step > 1:
+            set_pg_timeouts(timedelta(seconds=trainer.job_config.comm.train_timeout_seconds), trainer.parallel_dims)
     loader = checkpointer.states["dataloader"]
     if isinstance(loader, PlannedLoader):
         last_step |= loader.state_dict().get("exhausted", False)
