@@ -280,7 +280,8 @@ class Soak:
             third = len(used) // 3
             before, after = (list(zip(*part, strict=True)) for part in (used[third : 2 * third], used[2 * third :]))
             growth = int(statistics.median(after[0]) - statistics.median(before[0]))
-            now = (growth, max(after[1]), max(after[2]))
+            # Medians: a checkpoint that is being written has a thread and files of its own.
+            now = (growth, int(statistics.median(after[1])), int(statistics.median(after[2])))
             self.outcome.used = tuple(map(max, self.outcome.used, now))
             for name, found, limit in zip(USED, now, (MAX_GROWTH, max(before[1]), max(before[2])), strict=True):
                 if self.case.steps >= SETTLED and found > limit:
