@@ -39,14 +39,15 @@ class LastWords:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.is_over.set()
-        self._take_back()
+        with self.lock:
+            self.is_over.set()
+            self._take_back()
 
     def note_step(self, step: int) -> None:
         """A step ended."""
-        self.patience, self.ended = self.timeout / 2, f"after step {step} ended"
-        self.option, self.since = "train_timeout_seconds", time.monotonic()
-        if self.written:
+        with self.lock:
+            self.patience, self.ended = self.timeout / 2, f"after step {step} ended"
+            self.option, self.since = "train_timeout_seconds", time.monotonic()
             self._take_back()
 
     def _watch(self) -> None:
@@ -75,7 +76,6 @@ class LastWords:
             self.written = self.path.stat().st_mtime_ns
 
     def _take_back(self) -> None:
-        with self.lock:
-            if self.written and self._is_ours():
-                self.path.unlink(missing_ok=True)
-            self.written = 0
+        if self.written and self._is_ours():
+            self.path.unlink(missing_ok=True)
+        self.written = 0
