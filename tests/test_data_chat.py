@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from torchtitan_magi.data import ChatTokenizer
 from torchtitan_magi.data.chat import (
     CHATML_TEMPLATE,
     PLAIN_TEMPLATE,
+    _Text,
     _tokens_in_spans,
     default_template,
     load_chat_template,
@@ -400,6 +401,47 @@ def test_tokens_of_spans_are_those_that_hold_their_characters(number):
             for stop in range(start + 1, len(text) + 1, 3):
                 found = _tokens_in_spans(encoding, [(start, stop)]).tolist()
                 assert found == by_offsets(encoding, [(start, stop)]), (text, start, stop)
+
+
+BYTE_LEVEL = {
+    "plain": {},
+    "NFC": {"normalizer": normalizers.NFC()},
+    "empty sequence": {"normalizer": normalizers.Sequence([])},
+    "drops spaces": {"normalizer": normalizers.Replace("  ", " ")},
+    "as long": {"normalizer": normalizers.Replace("  ", "_ ")},
+    "prefix": {"prefix": True},
+    "strips": {"end": AddedToken("<|end|>", rstrip=True, special=True)},
+    "some bytes": {"alphabet": []},
+}
+
+
+@pytest.mark.parametrize("name", BYTE_LEVEL)
+def test_spans_of_byte_level_tokens_are_those_of_their_offsets(name):
+    """The bytes of tokens tell where they are, if tokens are the bytes of the text; else the library's offsets do."""
+    options = BYTE_LEVEL[name]
+    model = Tokenizer(models.BPE(unk_token="?" if name == "some bytes" else None))
+    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space="prefix" in options, trim_offsets=False)
+    model.decoder = decoders.ByteLevel()
+    alphabet = options.get("alphabet", pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=["?"], initial_alphabet=alphabet, show_progress=False)
+    model.train_from_iterator(["the cat sat on the mat"] * 3, trainer)
+    model.add_special_tokens([options.get("end", AddedToken("<|end|>", special=True))])
+    if "normalizer" in options:
+        model.normalizer = options["normalizer"]
+    tokenizer = ChatTokenizer(model, None, None, CHATML_TEMPLATE)
+    assert (tokenizer._num_bytes is None) == (name in {"prefix", "strips", "some bytes"})
+    for text in (
+        "the cat  sat<|end|> \n<|end|>on the mat",
+        "Übergröße 👩‍👩‍👧 の q  <|end|>",
+        "e\u0301 cafe\u0301 the",
+        "",
+    ):
+        encoding = model.encode(text, add_special_tokens=False)
+        spans = [(start, stop) for start in range(len(text)) for stop in range(start + 1, len(text) + 1)]
+        for each in ([], [(0, 2), (4, 5)], *([span] for span in spans)):
+            (batch,) = tokenizer._encode([_Text(text, each)])
+            assert batch.tokens.tolist() == encoding.ids
+            assert batch.loss_mask.tolist() == by_offsets(encoding, each), (text, each)
 
 
 def test_a_batch_is_its_records_one_by_one_and_bad_ones_spoil_no_other():

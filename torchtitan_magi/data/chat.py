@@ -16,6 +16,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from tokenizers import Encoding, Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
 
 from torchtitan_magi.data.documents import TokenizedDocument, TokenizedPair, pair_of
 from torchtitan_magi.data.formats import Messages
@@ -185,19 +188,50 @@ class ChatTokenizer:
         ]
 
     def _encode_batch(self, texts: list[str]) -> Sequence[Encoding | ValueError]:
+        encode_batch = self.tokenizer.encode_batch if self._num_bytes is None else self.tokenizer.encode_batch_fast
         try:
-            return [*self.tokenizer.encode_batch(texts, add_special_tokens=False)]
+            return [*encode_batch(texts, add_special_tokens=False)]
         except Exception as error:  # the library raises nothing narrower, for the whole batch
             if len(texts) == 1:
                 return [ValueError(f"the tokenizer refuses the text ({one_line(error)}); correct the record")]
             return [self._encode_batch([text])[0] for text in texts]
 
     def _document(self, encoding: Encoding, text: "_Text") -> TokenizedDocument:
-        tokens = np.fromiter(encoding.ids, np.int32, len(encoding))
+        tokens = np.array(encoding.ids, np.int32)
         if text.spans is None:
             tokens = np.array([*_given(self.bos_id), *tokens, *_given(self.eos_id)], dtype=np.int32)
             return TokenizedDocument(tokens, np.ones(len(tokens), dtype=bool))
-        return TokenizedDocument(tokens, _tokens_in_spans(encoding, text.spans), text.notes)
+        if self._num_bytes is None:
+            return TokenizedDocument(tokens, _tokens_in_spans(encoding, text.spans), text.notes)
+        normalizer, written = self.tokenizer.normalizer, text.text.encode()
+        num_bytes = self._num_bytes[tokens]
+        if num_bytes.sum() != len(written) or (normalizer and normalizer.normalize_str(text.text) != text.text):
+            encoding = self.tokenizer.encode(text.text, add_special_tokens=False)
+            return TokenizedDocument(tokens, _tokens_in_spans(encoding, text.spans), text.notes)
+        return TokenizedDocument(
+            tokens, _tokens_at(num_bytes.cumsum(), _in_bytes(text.spans, text.text, written)), text.notes
+        )
+
+    @functools.cached_property
+    def _num_bytes(self) -> np.ndarray | None:
+        """int64 [ids]: bytes of text of each token, if tokens are the bytes of the text, piece by piece.
+
+        So they are with a byte-level BPE that has all bytes and puts or leaves out none. Its texts are encoded without
+        offsets, in seven eighths of the time. None: not so, and the tokenizer is asked for offsets.
+        """
+        tokenizer = self.tokenizer
+        if not isinstance(tokenizer.decoder, ByteLevelDecoder) or not isinstance(tokenizer.model, BPE):
+            return None
+        vocabulary, added = tokenizer.get_vocab(), tokenizer.get_added_tokens_decoder()
+        probe = "".join(tokenizer.encode("One  word,\n two.", add_special_tokens=False).tokens)
+        if probe != "OneĠĠword,ĊĠtwo." or not vocabulary.keys() >= set(ByteLevel.alphabet()):
+            return None
+        if any(token.lstrip or token.rstrip for token in added.values()):
+            return None
+        num_bytes = np.zeros(1 + max([*vocabulary.values(), *added]), np.int64)
+        num_bytes[[*vocabulary.values()]] = [*map(len, vocabulary)]  # a character stands for a byte
+        num_bytes[[*added]] = [len(token.content.encode()) for token in added.values()]
+        return num_bytes
 
 
 class _Text(NamedTuple):
@@ -280,6 +314,22 @@ def _tokens_in_spans(encoding: Encoding, spans: Spans) -> np.ndarray:
                 last += 1
             inside[first : last + 1] = True
     return inside
+
+
+def _tokens_at(ends: np.ndarray, spans: Spans) -> np.ndarray:
+    """bool [n]: which tokens hold a byte of a span. ends: int64 [n], bytes of the text up to the end of each token."""
+    inside = np.zeros(len(ends), dtype=bool)
+    for start, stop in spans:
+        if start < stop:
+            inside[ends.searchsorted(start, side="right") : ends.searchsorted(stop) + 1] = True
+    return inside
+
+
+def _in_bytes(spans: Spans, text: str, written: bytes) -> Spans:
+    """Spans of characters as spans of bytes. written: text in UTF-8."""
+    if len(written) == len(text):
+        return spans
+    return [(len(text[:start].encode()), len(text[:stop].encode())) for start, stop in spans]
 
 
 def _given(token_id: int | None) -> list[int]:

@@ -26,7 +26,7 @@ from torchtitan_magi.wording import one_line, quoted_path
 
 Item = tuple[int, str]  # number of a block in the corpus, path of its tokens
 
-_BATCH = 256  # records that are tokenized together; bounds the memory of a worker
+_BATCH = 512  # records that are tokenized together; bounds the memory of a worker
 _SECONDS_PER_LINE = 30.0
 _OF_THE_RECORD = {signal.SIGXCPU, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS}  # others come from outside
 _PR_SET_PDEATHSIG = 1
