@@ -36,7 +36,7 @@ def test_a_mask_of_ones_own():
 def test_a_plain_loop_learns_the_same_on_any_number_of_ranks():
     one, two = run("fsdp_loop.py", 1), run_script(2, ROOT / "examples" / "fsdp_loop.py").output
     alone, together = ([float(loss) for loss in re.findall(r"loss (\S+)", printed)] for printed in (one, two))
-    assert together == pytest.approx(alone, rel=1e-3, abs=2e-4)  # printed with four digits, which may round apart
+    assert together == pytest.approx(alone, rel=0, abs=1.01e-4)  # the last printed digit may round apart
     assert alone[-1] < 0.5 < 4 < alone[0]
 
 

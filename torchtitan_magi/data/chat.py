@@ -201,16 +201,16 @@ class ChatTokenizer:
         if text.spans is None:
             tokens = np.array([*_given(self.bos_id), *tokens, *_given(self.eos_id)], dtype=np.int32)
             return TokenizedDocument(tokens, np.ones(len(tokens), dtype=bool))
-        if self._num_bytes is None:
-            return TokenizedDocument(tokens, _tokens_in_spans(encoding, text.spans), text.notes)
-        normalizer, written = self.tokenizer.normalizer, text.text.encode()
-        num_bytes = self._num_bytes[tokens]
-        if num_bytes.sum() != len(written) or (normalizer and normalizer.normalize_str(text.text) != text.text):
-            encoding = self.tokenizer.encode(text.text, add_special_tokens=False)
-            return TokenizedDocument(tokens, _tokens_in_spans(encoding, text.spans), text.notes)
-        return TokenizedDocument(
-            tokens, _tokens_at(num_bytes.cumsum(), _in_bytes(text.spans, text.text, written)), text.notes
-        )
+        return TokenizedDocument(tokens, self._learned(tokens, encoding, text.text, text.spans), text.notes)
+
+    def _learned(self, tokens: np.ndarray, encoding: Encoding, text: str, spans: Spans) -> np.ndarray:
+        """bool [n]: which tokens hold a character of a span."""
+        if self._num_bytes is not None:
+            num_bytes, written, normalizer = self._num_bytes[tokens], text.encode(), self.tokenizer.normalizer
+            if num_bytes.sum() == len(written) and (not normalizer or normalizer.normalize_str(text) == text):
+                return _tokens_at(num_bytes.cumsum(), _in_bytes(spans, text, written))
+            encoding = self.tokenizer.encode(text, add_special_tokens=False)  # with offsets
+        return _tokens_in_spans(encoding, spans)
 
     @functools.cached_property
     def _num_bytes(self) -> np.ndarray | None:
