@@ -11,6 +11,8 @@ library, cut into documents whose lengths follow the histogram of bench_cp.py, u
 GPUs; documents end with EOS. Step times are means over all packs after the first ones. Ours also has the ideal time of
 its attention: our kernel on the same packs, each whole on one GPU, times layers, divided by the GPUs of the pack. Each
 fifth of the timed steps has its own speed, to see that a long run keeps it; --steps 606 give all about the same packs.
+Each row has the longest time that a timed step waited for its batch and plan, and how many ends of epochs its log has:
+with --options of a small data set it shows whether an epoch's end stalls a step.
 Memory is that of the fullest GPU at its peak: allocated and reserved by PyTorch, and outside its allocator.
 
 Strategies
@@ -27,6 +29,7 @@ import argparse
 import itertools
 import json
 import os
+import re
 import signal
 import statistics
 import subprocess
@@ -111,6 +114,7 @@ def run(name: str, tokens: int, mode: str, arguments: argparse.Namespace) -> dic
         if failed:
             return {"error": Path(folder, "log").read_text()[-3000:]}
         ranks = [json.loads(path.read_text()) for path in Path(folder).glob("rank*.json")]
+        epochs = len(set(re.findall(r"end of epoch (\d+)", Path(folder, "log").read_text())))
     times = ranks[0]["seconds"][WARM_UP:]  # packs differ in their work, so all of them count
     seconds = statistics.mean(times)
     fifths = [statistics.mean(part) for part in np.array_split(times, 5)]
@@ -119,6 +123,8 @@ def run(name: str, tokens: int, mode: str, arguments: argparse.Namespace) -> dic
         "tokens_per_gpu": tokens, "checkpointing": mode, "cp": strategy.cp, "tp": strategy.tp, "dp_shard": strategy.dp,
         "tokens_per_s": tokens * arguments.gpus / seconds, "step_ms": 1e3 * seconds,
         "tokens_per_s_by_fifth": [tokens * arguments.gpus / fifth for fifth in fifths],
+        "longest_data_wait_ms": 1e3 * max(max(rank["data_waits"][WARM_UP + 1 :]) for rank in ranks),
+        "ends_of_epochs": epochs,
         "ideal_attention_ms": 1e3 * max(ideal) if ideal else None,
         "peak_memory_gib": max(rank["peak_gib"] for rank in ranks),
         "reserved_gib": max(rank["reserved_gib"] for rank in ranks),
@@ -167,12 +173,14 @@ def record_run() -> None:
         from torchtitan.train import Trainer
     times: list[float] = []
     losses: list[float] = []
+    waits: list[float] = []  # seconds for a batch and its plan
     peaks = {"peak_gib": 0.0, "reserved_gib": 0.0, "outside_gib": 0.0}
     log = MetricsProcessor.log
 
     def record_and_log(self, step, global_avg_loss, *arguments, **options):  # type: ignore[no-untyped-def]
         times.append(time.perf_counter())
         losses.append(float(global_avg_loss))
+        waits.append(sum(self.data_loading_times))  # the log empties it
         if torch.cuda.is_available():
             free, total = torch.cuda.mem_get_info()
             now = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()  # the log resets them
@@ -183,7 +191,7 @@ def record_run() -> None:
     MetricsProcessor.log = record_and_log
     torchtitan.train.main(Trainer)
     seconds = [after - before for before, after in itertools.pairwise(times)]
-    record: dict[str, Any] = {"seconds": seconds, "losses": losses, "ideal_attention": []} | peaks
+    record: dict[str, Any] = {"seconds": seconds, "losses": losses, "data_waits": waits, "ideal_attention": []} | peaks
     if packs and int(forwards) and torch.cuda.is_available():
         steps = packs[1 : len(times)]  # those of `seconds`
         record["ideal_attention"] = [int(layers) * ideal_seconds(plan, heads, int(forwards)) for plan, heads in steps]
@@ -264,7 +272,7 @@ def main() -> None:
     facts = facts_of_run(arguments.commit) | options
     rows = []
     columns = ["strategy", "checkpointing", "tokens per GPU", "cp, tp, dp", "tokens/s", "per GPU", "ms"]
-    columns += ["ideal attention", "GiB", "reserved", "outside"]
+    columns += ["ideal attention", "data", "GiB", "reserved", "outside"]
     print(f"| {' | '.join(columns)} |\n|{' --- |' * len(columns)}")
     for tokens in arguments.tokens:
         for name, mode in itertools.product(arguments.strategies, arguments.checkpointing):
@@ -275,7 +283,7 @@ def main() -> None:
             degrees = f"{row['cp']}, {row['tp']}, {row['dp_shard']}"
             speed = f"{row['tokens_per_s']:,.0f} | {row['tokens_per_s'] / arguments.gpus:,.0f}"
             ideal = f"{row['ideal_attention_ms']:.0f}" if row["ideal_attention_ms"] else ""
-            step = f"{row['step_ms']:.0f} | {ideal}"
+            step = f"{row['step_ms']:.0f} | {ideal} | {row['longest_data_wait_ms']:.1f}"
             sizes = " | ".join(f"{row[key]:.1f}" for key in ("peak_memory_gib", "reserved_gib", "outside_gib"))
             print(f"| {name} | {mode} | {tokens} | {degrees} | {speed} | {step} | {sizes} |", flush=True)
             rows.append(row)
