@@ -15,7 +15,8 @@
 // warpgroup 0 writes the new ones while the next item is worked on. In fp32 they have the even columns of each 8 before the odd
 // ones, see store_matrices.
 //
-// SINKS: in the last stage each row's softmax takes in its head's sink, a score without a value.
+// SINKS: in the last stage each row's softmax takes in its head's sink, a score without a value: its share joins the row's sum in the
+// first block, or at the end where the row sees no key of that block. Of a tile that is cut, in its first part.
 //
 // A tile may be cut into parts with some of its key blocks each, so that all SMs end at nearly the same time. Parts leave what they
 // have in memory; the last one to be done adds all of them up, in their order, and goes on as a whole tile does.
@@ -46,6 +47,12 @@ constexpr bool kBounded = true;                        // by a softcap: no expon
 #else
 constexpr bool kBounded = false;
 #endif
+#ifdef SINKS
+constexpr bool kSinks = true;
+#else
+constexpr bool kSinks = false;
+#endif
+constexpr float kMostOfSink = 100;                     // 2^100 times the row's own sum hides it: greater shares are not needed
 constexpr float kGreatest = 80;                        // so that 2^20 probabilities, times values, stay inside the range of fp32
 constexpr bool kHalves = kBlockKeys == 128;            // a block of few keys may be computed as one of 64
 
@@ -131,7 +138,7 @@ DEVICE void mask_scores(float (&s_rmem)[N], int first_key, int end, const int2 (
 
 // Softmax: replaces scores by exp2(scale_log2 * score - offset) and updates the row sums. A row's offset is a maximum that was seen
 // before, kMasked while there was none. It is raised only when an exponent exceeds kHeadroom, since only the range is at stake.
-// `has_unseen`: some row of the warp has no offset yet. Returns whether any row of the warp was raised; then O must be scaled by
+// `kFirst`: the first block. `has_unseen`: some row of the warp has no offset yet. Returns whether any row of the warp was raised; then O must be scaled by
 // `rescale`. A row does not depend on the others.
 template <int N>
 DEVICE float greatest(const float (&s_rmem)[N], int r) {     // of row r
@@ -159,9 +166,18 @@ DEVICE void exponentiate(float (&s_rmem)[N], const float (&offset)[2], float (&r
   }
 }
 
+// A row's first offset, once a score is seen: takes in its sink (natural; -inf: none), whose share one lane of four adds to its sum.
+DEVICE void take_sink(float sink, float& offset, float& row_sum) {
+  if (!kSinks) return;
+  const float exponent = sink * (1.f / kLn2);
+  offset = fmaxf(offset, exponent - kMostOfSink);
+  row_sum += threadIdx.x % 4 == 0 ? exp2_fast(exponent - offset) : 0.f;
+}
+
 #if HEAD_DIM == 64   // the softmax, not the products, takes the time: nothing may wait for all exponents
-template <int N>
-DEVICE bool softmax(float (&s_rmem)[N], float (&offset)[2], float (&row_sum)[2], float (&rescale)[2], float scale_log2, bool&) {
+template <bool kFirst, int N>
+DEVICE bool softmax(float (&s_rmem)[N], float (&offset)[2], float (&row_sum)[2], float (&rescale)[2], float scale_log2,
+                    const float (&sink)[2], bool&) {
   const float top[2] = {greatest(s_rmem, 0), greatest(s_rmem, 1)};
   bool raise[2];
 #pragma unroll
@@ -170,18 +186,21 @@ DEVICE bool softmax(float (&s_rmem)[N], float (&offset)[2], float (&row_sum)[2],
   if (raised) {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
+      const bool begins = offset[r] == kMasked && raise[r];
       const float next = raise[r] ? top[r] * scale_log2 : offset[r];
       rescale[r] = exp2_fast(offset[r] - next);
       offset[r] = next;
       row_sum[r] *= rescale[r];
+      if (kFirst && begins) take_sink(sink[r], offset[r], row_sum[r]);
     }
   }
   exponentiate(s_rmem, offset, row_sum, scale_log2);
   return raised;
 }
 #else                // fewest instructions, which is least power: exponents above kHeadroom are positive, so their bits can be compared
-template <int N>
-DEVICE bool softmax(float (&s_rmem)[N], float (&offset)[2], float (&row_sum)[2], float (&rescale)[2], float scale_log2, bool& has_unseen) {
+template <bool kFirst, int N>
+DEVICE bool softmax(float (&s_rmem)[N], float (&offset)[2], float (&row_sum)[2], float (&rescale)[2], float scale_log2,
+                    const float (&sink)[2], bool& has_unseen) {
   if (has_unseen) {                                         // O is zero in rows that have no offset
     bool unseen = false;
 #pragma unroll
@@ -190,6 +209,7 @@ DEVICE bool softmax(float (&s_rmem)[N], float (&offset)[2], float (&row_sum)[2],
       if (offset[r] == kMasked && top != kMasked) {
         offset[r] = top * scale_log2;
         if (kBounded) offset[r] += ceilf(fmaxf(scale_log2 - kGreatest - offset[r], 0.f));   // whole: a row's only key has a power of 2
+        if (kFirst) take_sink(sink[r], offset[r], row_sum[r]);
       }
       unseen = unseen || offset[r] == kMasked;
     }
@@ -366,7 +386,8 @@ ffa_forward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Ten
       auto load_query = [&]() {
         mbarrier_wait(q_empty, q_phase);
         q_phase ^= 1;
-        smem.item = make_int4(token, group, item.num_segments == 0 ? kLastBlock : 0, item.part);
+        const bool takes_sinks = kSinks && (item.part == 0 || (item.part - 1) % params.parts_per_tile == 0);
+        smem.item = make_int4(token, group, (item.num_segments == 0 ? kLastBlock : 0) | (takes_sinks ? kTakesSinks : 0), item.part);
         if (item.num_segments == 0) {
           mbarrier_arrive(q_full);
         } else {
@@ -462,11 +483,14 @@ ffa_forward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Ten
 #endif
       int2 band[2];
       int band_layer = -1;
-#ifdef SINKS
-      float sink[2];
+      float sink[2] = {-kInfinity, -kInfinity};
+      bool sink_is_left[2] = {false, false};                       // the row saw no key of the first block
+      auto load_sinks = [&]() {
+        if (!kSinks || !(warp_uniform(item.z) & kTakesSinks)) return;
 #pragma unroll
-      for (int r = 0; r < 2; r++) sink[r] = valid[r] ? __ldg(params.sinks + head[r]) : 0.f;
-#endif
+        for (int r = 0; r < 2; r++)
+          if (valid[r]) sink[r] = __ldg(params.sinks + head[r]);
+      };
       auto load_bands = [&](int layer) {
         band_layer = layer;
 #pragma unroll
@@ -480,6 +504,7 @@ ffa_forward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Ten
 
       if (warp_uniform(item.z) & kLastBlock) {  // no keys at all
         mbarrier_arrive_warp(q_empty);
+        load_sinks();
       } else {
         float s_rmem[kBlockKeys / 2];
         u32 p_rmem[kBlockKeys / 4];
@@ -491,12 +516,13 @@ ffa_forward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Ten
           scores(s_rmem, q, moved(k, ring.stage * kKeyBytes));
           wgmma_commit();
           load_bands(block.z);
+          load_sinks();                                            // no load may be under way when products are issued: they wait for it
           wgmma_wait<0>();
           mbarrier_arrive_warp(k_empty + 8 * ring.stage);
           if (block.y & kLastBlock) mbarrier_arrive_warp(q_empty);
           if (kSoftcap) cap_scores(s_rmem, params.cap_scale);
           mask_scores(s_rmem, block.x, block.w, band, lane);
-          softmax(s_rmem, offset, row_sum, rescale, params.scale_log2, has_unseen);
+          softmax<true>(s_rmem, offset, row_sum, rescale, params.scale_log2, sink, has_unseen);
         };
         auto half_block = [&](auto& s_rmem) {
           if constexpr (kHalves && sizeof(s_rmem) > 0) {
@@ -511,6 +537,8 @@ ffa_forward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Ten
         else
           first_block(s_rmem);
         round_probabilities(p_rmem, s_rmem);
+#pragma unroll
+        for (int r = 0; r < 2; r++) sink_is_left[r] = kSinks && offset[r] == kMasked;
 
         while (!(block.y & kLastBlock)) {
           const Ring<kStages> previous = ring;
@@ -530,7 +558,7 @@ ffa_forward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Ten
           if (block.y & kLastBlock) mbarrier_arrive_warp(q_empty);
           if (kSoftcap) cap_scores(s_rmem, params.cap_scale);
           if (!(block.y & kFullBlock)) mask_scores(s_rmem, block.x, block.w, band, lane);
-          const bool raised = softmax(s_rmem, offset, row_sum, rescale, params.scale_log2, has_unseen);
+          const bool raised = softmax<false>(s_rmem, offset, row_sum, rescale, params.scale_log2, sink, has_unseen);
           wgmma_wait<0>();
           mbarrier_arrive_warp(v_empty + 8 * previous.stage);
           round_probabilities(p_rmem, s_rmem);
@@ -550,9 +578,6 @@ ffa_forward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Ten
       }
 
       // ------------------------------------------------------------------------------------- epilogue
-#ifdef SINKS
-      const bool sinks_last = kEarlier || warp_uniform(item.w) != 0;   // after stages or parts are merged; else in the row sums
-#endif
       float scale[2], lse[2];
       u64 index[2];                                               // of (token, head)
 #pragma unroll
@@ -560,18 +585,13 @@ ffa_forward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Ten
         row_sum[r] += __shfl_xor_sync(~0u, row_sum[r], 1);
         row_sum[r] += __shfl_xor_sync(~0u, row_sum[r], 2);
         const bool empty = offset[r] == kMasked;                  // then row_sum is nothing
-        scale[r] = empty ? 0.f : 1.f / row_sum[r];
-        lse[r] = empty ? -kInfinity : (offset[r] + log2_fast(row_sum[r])) * kLn2;
-#if defined(SINKS) && !defined(EARLIER)
-        if (!sinks_last && !empty) {                              // 2^120 times the row's own sum hides it
-          const float above = sink[r] * (1.f / kLn2) - offset[r];
-          const float total = row_sum[r] + exp2_fast(fminf(above, 120.f));
-          scale[r] = 1.f / total;
-          lse[r] = above > 120.f ? sink[r] : (offset[r] + log2_fast(total)) * kLn2;
-        } else if (!sinks_last) {
-          lse[r] = sink[r];
+        scale[r] = empty ? 0.f : reciprocal_fast(row_sum[r]);
+        lse[r] = empty ? sink[r] : (offset[r] + log2_fast(row_sum[r])) * kLn2;
+        if (sink_is_left[r] && !empty) {
+          const float above = sink[r] * (1.f / kLn2) - offset[r], total = row_sum[r] + exp2_fast(fminf(above, kMostOfSink));
+          scale[r] = reciprocal_fast(total);
+          lse[r] = above > kMostOfSink ? sink[r] : (offset[r] + log2_fast(total)) * kLn2;
         }
-#endif
         index[r] = (u64)token[r] * params.num_heads_q + head[r];
       }
       if (!kWide) mbarrier_wait(smem_address(&smem.rows_ready), q_phase);      // once per item, like the queries
@@ -596,22 +616,6 @@ ffa_forward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Ten
           const float total = old_weight + new_weight;
           lse[r] = top + log2_fast(total) * kLn2;
           keep[r] = old_weight / total, scale[r] = new_weight / total;
-        }
-      }
-#endif
-#ifdef SINKS
-      if (sinks_last) {
-#pragma unroll
-        for (int r = 0; r < 2; r++) {
-          const float top = fmaxf(lse[r], sink[r]);
-          const float weight = exp2_fast((lse[r] - top) / kLn2), total = weight + exp2_fast((sink[r] - top) / kLn2);
-          lse[r] = top + log2_fast(total) * kLn2;
-#ifdef EARLIER
-          keep[r] *= weight / total, scale[r] *= weight / total;
-#else
-#pragma unroll
-          for (int j = 2 * r; j < VALUE_DIM / 2; j += 4) o_rmem[j] *= weight / total, o_rmem[j + 1] *= weight / total;
-#endif
         }
       }
 #endif

@@ -54,7 +54,8 @@ DEVICE void cap_scores(float (&s_rmem)[N], float scale) {
   for (int j = 0; j < N; j++) s_rmem[j] = tanh_fast(s_rmem[j] * scale);
 }
 
-enum BlockFlags { kFullBlock = 1, kLastBlock = 2, kHalfBlock = 4 };   // half (forward): the second 64 keys are beyond the segment
+// half (forward): the second 64 keys are beyond the segment; takes sinks (of an item): it is the tile's only or first part
+enum BlockFlags { kFullBlock = 1, kLastBlock = 2, kHalfBlock = 4, kTakesSinks = 8 };
 
 struct Segment {
   int layer, component, first, end, full_first, full_end;
@@ -81,22 +82,27 @@ DEVICE WorkItem load_item(const int4* items, int index) {
   return {a.x, a.y, a.z, a.w, {b.x, b.y, c.x, c.y, c.z, c.w}};
 }
 
-// The persistent grid's item order: a few tiles of all heads; then tiles as listed, `heads_per_wave` heads at a time so that what
-// they read stays in L2; and at the end a tail of tiles of all heads. heads_per_wave divides num_heads.
+// The persistent grid's item order: a few tiles that come first in all heads; then the others as listed; both `heads_per_wave` heads
+// at a time, so that what they read stays in L2. At the end a tail of tiles of all heads. heads_per_wave divides num_heads.
 struct Schedule {
   int num_early, num_tiles, num_tail, num_heads, heads_per_wave;
   DEVICE constexpr int num_items() const { return (num_early + num_tiles + num_tail) * num_heads; }
-  DEVICE constexpr bool is_of_all_heads(int item) const {
-    return item < num_early * num_heads || item >= (num_early + num_tiles) * num_heads;
-  }
   DEVICE constexpr int list_index(int item) const {
-    const int in_waves = item - num_early * num_heads;
-    return is_of_all_heads(item) ? item / num_heads : num_early + in_waves % (num_tiles * heads_per_wave) / heads_per_wave;
+    const Section in = section(item);
+    return in.first_tile + in.item % (in.num_tiles * in.heads_per_wave) / in.heads_per_wave;
   }
   DEVICE constexpr int head(int item) const {
-    const int in_waves = item - num_early * num_heads;
-    return is_of_all_heads(item) ? item % num_heads
-                                 : in_waves / (num_tiles * heads_per_wave) * heads_per_wave + in_waves % heads_per_wave;
+    const Section in = section(item);
+    return in.item / (in.num_tiles * in.heads_per_wave) * in.heads_per_wave + in.item % in.heads_per_wave;
+  }
+
+ private:
+  struct Section { int item, first_tile, num_tiles, heads_per_wave; };
+  DEVICE constexpr Section section(int item) const {
+    const int waves = num_early * num_heads, tail = (num_early + num_tiles) * num_heads;
+    if (item < waves) return {item, 0, num_early, heads_per_wave};
+    if (item < tail) return {item - waves, num_early, num_tiles, heads_per_wave};
+    return {item - tail, num_early + num_tiles, num_tail, num_heads};
   }
 };
 

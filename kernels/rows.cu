@@ -7,6 +7,7 @@
 //   WIRE_FP32  returned gradients are fp32 (default: the input type)
 //   USE_FP16   the input type is fp16 (default bf16)
 //   WIDE       dq left registers directly (heads with values wider than 128), see add_query_grads in ffa_backward.cu
+//   ROUNDED    finish_grads finds dk and dv in the input type, rows of other ranks after the rank's own (default: sums in fp32)
 #include "sm90.cuh"
 
 constexpr int kWarps = 8;
@@ -177,13 +178,13 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32) add_rows(const __grid_
 }
 
 // The end of a backward: gradients of rows that other ranks own are written to them, those of the rank's own queries rounded, and
-// those of its own keys, after what came back is added. In this order, as the last part may have to wait for other ranks. A block
+// those of its own keys, after what came back is added. If they are rounded already, only rows to which something came back change. In this order, as the last part may have to wait for other ranks. A block
 // does kUnits units of one part. Blocks are numbered as they start, so that none waits before all that write have begun.
 constexpr int kUnits = 4 * kWarps * 32;
 
 struct FinishParams {
   Places places;                          // for [unsent_units] of 16 bytes, or 32 if the wire is wider
-  const float4* unsent;                   // [unsent_units, 2]: [rows, units]
+  const float4* unsent;                   // [unsent_units, 2]: [rows, units]; rounded ones follow the rows of dk_to and dv_to
   int* started;                           // blocks: zero, and zero afterwards; null: nothing to write
   ReturnedRows returned;
   const int* arrived;                     // they are there when it has reached `number`; null: they are
@@ -193,10 +194,16 @@ struct FinishParams {
   unsigned unsent_units, dq_units, dkv_units;
   float softmax_scale;                    // dq still lacks it, and has the even columns of each 8 before the odd ones
   unsigned key_units;                     // of returned.units
+  unsigned num_own;                       // rows of the rank's own
 };
 
 DEVICE uint4 rounded(float4 low, float4 high) {
   return {pack2(low.x, low.y), pack2(low.z, low.w), pack2(high.x, high.y), pack2(high.z, high.w)};
+}
+
+DEVICE uint4& key_or_value(const FinishParams& params, unsigned row, unsigned unit) {
+  const unsigned keys = params.key_units, values = params.returned.units - keys;
+  return unit < keys ? params.dk_to[(long long)row * keys + unit] : params.dv_to[(long long)row * values + (unit - keys)];
 }
 
 DEVICE unsigned blocks_for(unsigned units) { return (units + kUnits - 1) / kUnits; }
@@ -225,13 +232,17 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32) finish_grads(const __g
     const unsigned begin = params.places.begin * units;
     each(0, params.unsent_units, [&](unsigned n) {
       const unsigned i = n + begin < params.unsent_units ? n + begin : n + begin - params.unsent_units;
-      const float4 low = params.unsent[2ll * i], high = params.unsent[2ll * i + 1];
       uint4* to = place_of(params.places, i / units);
+#ifdef ROUNDED
+      to[i] = key_or_value(params, params.num_own + i / units, i % units);
+#else
+      const float4 low = params.unsent[2ll * i], high = params.unsent[2ll * i + 1];
 #ifdef WIRE_FP32
       float4* wide = reinterpret_cast<float4*>(to) + 2ll * i;
       wide[0] = low, wide[1] = high;
 #else
       to[i] = rounded(low, high);
+#endif
 #endif
     });
     report(params.places, writers);
@@ -255,12 +266,17 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32) finish_grads(const __g
     const bool awaits = (block - first_block) * kUnits / units < params.returned.num_tokens;
     if (params.arrived && awaits) wait_until(params.arrived, params.number);
     each(first_block, params.dkv_units, [&](unsigned i) {
-      const unsigned token = i / units, unit = i % units, keys = params.key_units;
+      const unsigned token = i / units, unit = i % units;
+      uint4& to = key_or_value(params, token, unit);
+#ifdef ROUNDED
+      if (__ldg(params.returned.offsets + token) == __ldg(params.returned.offsets + token + 1)) return;
+      const float2 a = unpack2(to.x), b = unpack2(to.y), c = unpack2(to.z), d = unpack2(to.w);
+      float4 low = make_float4(a.x, a.y, b.x, b.y), high = make_float4(c.x, c.y, d.x, d.y);
+#else
       float4 low = params.dkv[2ll * i], high = params.dkv[2ll * i + 1];
+#endif
       add_returned(params.returned, token, unit, low, high);
-      uint4* to = unit < keys ? params.dk_to + (long long)token * keys + unit
-                              : params.dv_to + (long long)token * (units - keys) + (unit - keys);
-      *to = rounded(low, high);
+      to = rounded(low, high);
     });
   }
 }

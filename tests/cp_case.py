@@ -7,7 +7,7 @@ import torch
 from dense import assert_within_budget
 from masks import dense_mask, document_masks
 
-from torchtitan_magi import dispatch, make_plan, undispatch
+from torchtitan_magi import dispatch, make_plans, undispatch
 from torchtitan_magi.attention import attention_op, make_handle
 from torchtitan_magi.backends import choose_block_attn
 from torchtitan_magi.bound_plan import bind_plan
@@ -32,6 +32,7 @@ class Case:
     softcap: float = 0.0
     sinks: bool = False
     lse_grad: bool = False  # lse takes part in the loss
+    beside: AttnSlices | None = None  # mask of other layers, which shares the placement of tokens
 
 
 def of_slices(slices, total, **options):
@@ -59,8 +60,9 @@ def run_case(case, cp_size, mesh, device="cpu", backend="auto"):
     total = len(case.mask)
     q, k, v, dout = inputs(case, device)
     sinks, dlse = extras(case, device)
-    plan = make_plan(
-        case.slices, total, cp_size, case.stages, heads=Heads(*case.heads, case.head_dim),
+    masks = [case.slices] if case.beside is None else [case.slices, case.beside]
+    plan, *_ = make_plans(
+        masks, total, cp_size, case.stages, heads=Heads(*case.heads, case.head_dim, case.value_dim or 0),
         gpus_per_node=case.gpus_per_node, cost=case.cost,
     )  # fmt: skip
     q, k, v = (x.requires_grad_() for x in (q, k, v))

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cp_case import check, documents, inputs, random_slices, run_case
+from loopback import Loopback
 from pool import RankPool
 
 import torchtitan_magi as magi
@@ -32,6 +33,7 @@ def pool(request):
 
 
 BF16 = {"dtype": torch.bfloat16, "head_dim": 128}
+BESIDE = magi.varlen_causal([0, 1200, 1290, 1601])
 CASES = {
     "GQA 64:8": documents([900, 7, 1, 64, 500, 33, 495], heads=(64, 8), **BF16),
     "GQA 8:1": documents([900, 7, 1, 64, 500, 33], heads=(8, 1), **BF16, stages=2),
@@ -49,6 +51,27 @@ CASES = {
     "stages chosen": documents([1900, 7, 1, 64, 1500], heads=(8, 2), **BF16, stages=-1),
     "one-token documents": documents([1] * 300, heads=(8, 2), **BF16),
     "one token": documents([1], heads=(8, 2), **BF16),
+    "MHA, each row of dk and dv in one piece": documents([1501, 7, 400, 492], heads=(64, 64), **BF16),
+    "sinks and a gradient of lse": documents([900, 7, 1, 64, 500], heads=(64, 8), **BF16, sinks=True, lse_grad=True),
+    "sinks in a window": documents([1700, 50], "window", 128, heads=(16, 2), **BF16, stages=2, sinks=True),
+    "softcap and sinks, head_dim 64": documents(
+        [700, 201], heads=(8, 2), dtype=torch.bfloat16, head_dim=64, stages=0, softcap=20.0, sinks=True
+    ),
+    "head_dim 192, values 128": documents(
+        [900, 211, 33], heads=(8, 8), dtype=torch.bfloat16, head_dim=192, value_dim=128, lse_grad=True
+    ),
+    "head_dim 256, softcap": documents(
+        [700, 201, 90], heads=(8, 2), dtype=torch.float16, head_dim=256, stages=2, softcap=50.0
+    ),
+    "a window beside full attention": documents(
+        [1200, 90, 311],
+        "window",
+        64,
+        heads=(8, 2),
+        **BF16,
+        sinks=True,
+        beside=magi.varlen_causal([0, 1200, 1290, 1601]),
+    ),
     **{f"random slices {n}": random_slices(n, 500 + 77 * n, heads=(8, 2), **BF16, stages=n % 4) for n in range(8)},
 }
 
@@ -74,6 +97,15 @@ def test_every_case(pool, way):
     results = pool.run(run_on_rank, names, way)
     for name, *per_rank in zip(names, *results, strict=True):
         check(CASES[name], per_rank, "cuda")
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("name", CASES)
+def test_every_case_by_loopback_on_one_gpu(size, name):
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a Hopper GPU")
+    case = CASES[name]
+    check(case, Loopback(size).run(lambda transport: run_case(case, size, transport, "cuda")), "cuda")
 
 
 def transport_on_rank():

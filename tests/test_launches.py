@@ -395,6 +395,20 @@ def test_the_end_of_a_backward(recorder, wire):
     assert len({launched.params.started for launched in recorder.launches}) == 3
 
 
+def test_the_end_of_a_backward_that_rounded_its_gradients(recorder):
+    """Nothing of the rank's own is read but rows to which something returns, and what is sent lies behind them."""
+    (index, exchange), places = index_of(12), places_of_two()
+    dq, received = torch.randn(TOKENS, HEADS_Q, DIM), torch.empty(12, ROW, dtype=torch.bfloat16)
+    dk, dv = torch.randn(2, TOKENS + 12, HEADS, DIM).bfloat16()
+    returned = Returned(received, index, exchange, Arrival(lambda: None), Unsent((dk, dv), TOKENS, places))
+    results = MOVER.finish(returned, dq, (dk, dv), SHAPE, 0.5, torch.bfloat16)
+    params = recorder.launches[-1].params
+    assert [x.data_ptr() for x in results[1:]] == [dk.data_ptr(), dv.data_ptr()] == [params.dk_to, params.dv_to]
+    assert [x.shape for x in results[1:]] == [(TOKENS, HEADS, DIM)] * 2
+    assert (params.unsent, params.dkv, params.num_own) == (None, None, TOKENS)
+    assert (params.unsent_units, params.dkv_units) == (12 * ROW // 8, 7 * ROW // 8)
+
+
 def test_an_end_with_nothing_to_send_or_to_add(recorder):
     dq, dkv = torch.randn(TOKENS, HEADS_Q, DIM), torch.randn(TOKENS, ROW)
     rounded = torch.empty(dq.shape, dtype=torch.bfloat16)

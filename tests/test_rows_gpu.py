@@ -104,9 +104,11 @@ def test_a_piece_of_gradients_is_rounded_to_its_slot_and_then_counted(wire, part
         assert flags.tolist() == [turn + 1] * 2
 
 
-@pytest.mark.parametrize("wire", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("wire", "is_rounded"), [(torch.bfloat16, False), (torch.float32, False), (torch.bfloat16, True)]
+)
 @pytest.mark.parametrize("unsent", [0, 1, 900])
-def test_the_end_of_a_backward_sends_before_it_waits(wire, unsent):
+def test_the_end_of_a_backward_sends_before_it_waits(wire, is_rounded, unsent):
     """Several ranks in one: what is sent comes back at once, and only then may be added."""
     counts = [n for n in (unsent // 3, unsent - unsent // 3) if n]
     sent = [torch.randperm(TOKENS)[:n].sort().values for n in counts]
@@ -121,9 +123,14 @@ def test_the_end_of_a_backward_sends_before_it_waits(wire, unsent):
         addresses = [received.data_ptr()] * len(counts)
         places = Places(ends, addresses, 0, [flag.data_ptr()])
         arrival = Arrival(lambda: None, lambda turn=turn: Flag(flag.data_ptr(), turn + 1))
-        returned = Returned(received, index, exchange, arrival, Unsent(grad, 0, places))
-        rounded, dk, dv = CudaRowMover().finish(returned, dq, dkv, SHAPE, 0.25, torch.bfloat16)
-        want = dkv.clone()
+        if is_rounded:  # with the rows that are sent behind the rank's own
+            found = tuple(x.bfloat16().contiguous() for x in SHAPE.split(torch.cat([dkv, grad])))
+            first, to_send = TOKENS, found
+        else:
+            found, first, to_send = dkv, 0, grad
+        returned = Returned(received, index, exchange, arrival, Unsent(to_send, first, places))
+        rounded, dk, dv = CudaRowMover().finish(returned, dq, found, SHAPE, 0.25, torch.bfloat16)
+        want = dkv.bfloat16().float() if is_rounded else dkv.clone()
         for rows, end in zip(sent, ends, strict=True):
             want.index_add_(0, rows.cuda(), grad[end - len(rows) : end].to(wire).float())
         assert torch.equal(received, grad.to(wire))

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from torchtitan_magi.backends import Gradients, OutGrads, StageInputs, check_scale, check_softcap, choose_block_attn
 from torchtitan_magi.bound_plan import BoundPlan, BoundStage, bind_plan, bind_slices
 from torchtitan_magi.exchange.group_cast import StageCasts, grad_buffer, group_reduce
-from torchtitan_magi.exchange.in_flight import LateKeys, RowShape, RowSums
+from torchtitan_magi.exchange.in_flight import KeysAndValues, LateKeys, RowShape, RowSums
 from torchtitan_magi.exchange.mesh import Mesh, as_transport
 from torchtitan_magi.masks.slices import AttnSlices, check_slices
 from torchtitan_magi.planning.cost_model import Heads
@@ -93,13 +93,19 @@ def _backward_in_stages(
     wide = torch.promote_types(q.dtype, torch.float32)
     dq = torch.empty(q.shape, dtype=wide, device=q.device)
     # dK/dV of the first stage; its first rows, the rank's own, gather what other ranks return
-    shape = RowShape.of(k, v)
-    gathered = grad = dq.new_empty(stages[0].rows.stage.num_rows, shape.width)
+    shape, num_rows = RowShape.of(k, v), stages[0].rows.stage.num_rows
     adds_keys = bound.block_attn.adds_keys(stages[0].mask)
-    zeros = (dq, grad) if adds_keys else (dq,)
+    wire = wide if bound.fp32_reduce else k.dtype
+    zeros: tuple[Tensor, ...] = (dq,)
+    gathered: KeysAndValues
+    if len(stages) == 1 and stages[0].rows.one_way and not adds_keys and wire == k.dtype:  # each row is written once
+        gathered = k.new_empty(num_rows, *k.shape[1:]), v.new_empty(num_rows, *v.shape[1:])
+    else:
+        gathered = sums = dq.new_empty(num_rows, shape.width)
+        zeros = (dq, sums) if adds_keys else zeros
+    grad = gathered
     casts = StageCasts([stage.rows for stage in stages], k, v, RowSums(out, dout, delta, zeros, dlse))
     out_grads = OutGrads(dout, lse, delta)
-    wire = wide if bound.fp32_reduce else k.dtype
     returned = None
     for i, stage in enumerate(stages):
         k_rows, v_rows, late = casts.take(i)
@@ -109,6 +115,7 @@ def _backward_in_stages(
         bound.block_attn.backward(inputs, out_grads, Gradients(dq, grad, zeroed=adds_keys and i == 0))
         del k_rows, v_rows, late, inputs
         if returned is not None:
+            assert isinstance(gathered, Tensor)
             bound.mover.add(returned, gathered)
         if stage.rows.stage.exchanges:
             returned = group_reduce(stage.rows, grad, wire)

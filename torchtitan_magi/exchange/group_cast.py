@@ -14,7 +14,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from torchtitan_magi.exchange.in_flight import Arrival, LateKeys, Piece, Returned, RowShape, RowSums, Unsent, Wait, send
+from torchtitan_magi.exchange.in_flight import (
+    Arrival,
+    KeysAndValues,
+    LateKeys,
+    Piece,
+    Returned,
+    RowShape,
+    RowSums,
+    Unsent,
+    Wait,
+    as_rows,
+    send,
+)
 from torchtitan_magi.exchange.rows import RowMover
 from torchtitan_magi.exchange.transport import Channel, Transport
 from torchtitan_magi.planning.stage import Stage
@@ -158,7 +170,7 @@ def grad_buffer(rows: StageRows, k: Tensor, v: Tensor, wire: torch.dtype) -> Ten
     return k.new_empty(rows.stage.num_rows, RowShape.of(k, v).width, dtype=dtype)
 
 
-def group_reduce(rows: StageRows, grad: Tensor, wire: torch.dtype) -> Returned:
+def group_reduce(rows: StageRows, grad: KeysAndValues, wire: torch.dtype) -> Returned:
     """Starts to send gradients of a stage's K/V rows back to their owners; the reverse of ``group_cast``.
 
     Gradients that a kernel writes to their owners stay unsent: ``RowMover.finish`` sends them. Those that fill more
@@ -166,40 +178,49 @@ def group_reduce(rows: StageRows, grad: Tensor, wire: torch.dtype) -> Returned:
     Gradients of rows that a relay passed on are added to the relay's own before they leave the node.
 
     Args:
-        grad: gradients of the stage's rows; float32 or wider for the first stage, from ``grad_buffer`` for the others.
+        grad: gradients of the stage's rows; float32 or wider for the first stage, from ``grad_buffer`` for the others;
+            or of an only exchange K and V [rows, H, ..] in the dtype `wire`.
         wire: dtype in which gradients travel.
 
     Returns:
         What comes back to this rank, for ``RowMover.add`` or ``RowMover.finish``.
     """
     stage, transport = rows.stage, rows.transport
+
+    def leaving(i: int) -> Tensor:
+        start, count = stage.arriving[i]
+        return as_rows(grad, start, start + count)
+
+    like, width = (grad, grad.shape[1]) if isinstance(grad, Tensor) else (grad[0], RowShape.of(*grad).width)
     if rows.one_way and stage.holds_local and rows.mover.writes_to_places:
-        found = transport.pieces(grad.shape[1:], wire, stage.exchanges[0], back=True)
+        found = transport.pieces((width,), wire, stage.exchanges[0], back=True)
         if found is not None:
             received, pieces = found
             places, slot, arrival = pieces[-1][1:]
             unsent = Unsent(grad, stage.arriving[0][0], places) if slot is None else None
             if unsent is None:
-                send(pieces, functools.partial(rows.mover.round_to, rows.arriving(0, grad))).begin()
+                send(pieces, functools.partial(rows.mover.round_to, leaving(0))).begin()
             return Returned(received, rows.index[0], stage.exchanges[0], arrival, unsent)
 
     def memory(i: int) -> Tensor:
-        return grad.new_empty(len(stage.exchanges[i].send_rows), *grad.shape[1:], dtype=wire)
+        return like.new_empty(len(stage.exchanges[i].send_rows), width, dtype=wire)
 
     def exchange(i: int, returned: Tensor) -> Returned:
         exchange = stage.exchanges[i]
-        sent = rows.arriving(i, grad).to(wire).contiguous()
+        sent = leaving(i).to(wire).contiguous()
         return Returned(returned, rows.index[i], exchange, transport.all_to_all(returned, sent, exchange, back=True))
 
     returned = memory(0)
     if rows.one_way:
         return exchange(0, returned)
+    assert isinstance(grad, Tensor)
+    own = rows.arriving(0, grad)
 
     def both() -> None:  # `returned` was made on the stream that reads it last
-        rows.mover.add(exchange(1, memory(1)), rows.arriving(0, grad))
+        rows.mover.add(exchange(1, memory(1)), own)
         exchange(0, returned).arrival.wait()
 
-    return Returned(returned, rows.index[0], stage.exchanges[0], Arrival(_beside(both, grad.device, "reduce")))
+    return Returned(returned, rows.index[0], stage.exchanges[0], Arrival(_beside(both, like.device, "reduce")))
 
 
 def _beside(work: Callable[[], None], device: torch.device, channel: Channel) -> Wait:

@@ -13,8 +13,11 @@ Gradients of those rows, from ``group_reduce`` to their sum::
 
     [unsent --- finish --->] under way ----- flag / wait ----> arrived ----- add, finish ----> added
 
-    unsent      the gradients still lie in the stage's sums; ``RowMover.finish`` rounds and sends them in its own launch
+    unsent      the gradients still lie where the backward left them; ``RowMover.finish`` sends them in its own launch
     added       each token's gradients are summed in rank order into those of the rank's own rows
+
+Gradients are sums in float32 where more is to be added to them in memory. Where a backward has each row in one piece it
+rounds it to the dtype in which rows travel, and only rows to which something returns are read again.
 
 Inside a machine rows travel in memory of bounded size. An exchange of more rows does so in several pieces: the stream
 waits for one before the next is gathered, and only the last may still be under way when attention begins (``send``).
@@ -28,6 +31,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
+import torch
 from torch import Tensor
 
 from torchtitan_magi.planning.stage import Exchange
@@ -69,6 +73,13 @@ KeysAndValues: TypeAlias = Tensor | tuple[Tensor, Tensor]  # [rows, width], or K
 def keys_and_values(both: KeysAndValues, shape: RowShape) -> tuple[Tensor, Tensor]:
     """K [rows, H, D] and V [rows, H, Dv]."""
     return both if isinstance(both, tuple) else shape.split(both)
+
+
+def as_rows(both: KeysAndValues, first: int, end: int) -> Tensor:
+    """Rows [first, end) as they travel, [rows, width]; of K and V by themselves, a copy."""
+    if isinstance(both, tuple):
+        return torch.cat([x[first:end].flatten(1) for x in both], 1)
+    return both[first:end]
 
 
 class Flag(NamedTuple):
@@ -173,7 +184,7 @@ class RowSums(NamedTuple):
 class Unsent(NamedTuple):
     """Gradients that ``RowMover.finish`` sends."""
 
-    grad: Tensor  # [rows, width], float32 sums of the stage
+    grad: KeysAndValues  # of the stage's rows: sums in float32, or K and V in the dtype in which they travel
     first: int  # the rows from this one on are sent
     places: Places
 

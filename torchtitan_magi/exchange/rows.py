@@ -11,7 +11,15 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from torchtitan_magi.exchange.in_flight import Piece, Places, Returned, RowShape, RowSums
+from torchtitan_magi.exchange.in_flight import (
+    KeysAndValues,
+    Piece,
+    Places,
+    Returned,
+    RowShape,
+    RowSums,
+    as_rows,
+)
 from torchtitan_magi.planning.stage import Exchange
 
 
@@ -45,10 +53,20 @@ class RowMover(Protocol):
         """dk [T, H, D] and dv [T, H, Dv] of dkv [T, width], in `dtype`."""
 
     def finish(
-        self, returned: Returned, dq: Tensor, dkv: Tensor, shape: RowShape, softmax_scale: float, dtype: torch.dtype
+        self,
+        returned: Returned,
+        dq: Tensor,
+        dkv: KeysAndValues,
+        shape: RowShape,
+        softmax_scale: float,
+        dtype: torch.dtype,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """In `dtype`: dq as `round` has it, and dk [T, H, D] and dv [T, H, Dv] of dkv [T, width] with `returned` added
-        to it, as `add` does."""
+        """In `dtype`: dq as `round` has it, and dk [T, H, D] and dv [T, H, Dv] of the first T rows of dkv with
+        `returned` added to them, as `add` does.
+
+        Args:
+            dkv: sums [rows, width]; or dk [rows, H, D] and dv [rows, H, Dv] in `dtype`, which are changed.
+        """
 
 
 class TorchRowMover:
@@ -96,7 +114,14 @@ class TorchRowMover:
         return dk, dv
 
     def finish(
-        self, returned: Returned, dq: Tensor, dkv: Tensor, shape: RowShape, softmax_scale: float, dtype: torch.dtype
+        self,
+        returned: Returned,
+        dq: Tensor,
+        dkv: KeysAndValues,
+        shape: RowShape,
+        softmax_scale: float,
+        dtype: torch.dtype,
     ) -> tuple[Tensor, Tensor, Tensor]:
+        dkv = as_rows(dkv, 0, len(dq)).to(dq.dtype)
         self.add(returned, dkv)
-        return (dq * softmax_scale).to(dtype), *self.round_keys(dkv[: len(dq)], shape, dtype)
+        return (dq * softmax_scale).to(dtype), *self.round_keys(dkv, shape, dtype)

@@ -15,7 +15,16 @@ from torch import Tensor
 
 from torchtitan_magi.backends.ffa.params import check_count, has_wide_values, padded_dims
 from torchtitan_magi.cuda import launch
-from torchtitan_magi.exchange.in_flight import MAX_PEERS, Piece, Places, Returned, RowShape, RowSums, Unsent
+from torchtitan_magi.exchange.in_flight import (
+    MAX_PEERS,
+    KeysAndValues,
+    Piece,
+    Places,
+    Returned,
+    RowShape,
+    RowSums,
+    Unsent,
+)
 from torchtitan_magi.planning.stage import Exchange
 
 _WARPS = 8  # warps per block, one row each
@@ -82,7 +91,7 @@ class _FinishParams(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("dkv", "dq", "dk_to", "dv_to", "dq_to")),
         *((name, ctypes.c_uint) for name in ("unsent_units", "dq_units", "dkv_units")),
         ("softmax_scale", ctypes.c_float),
-        ("key_units", ctypes.c_uint),
+        *((name, ctypes.c_uint) for name in ("key_units", "num_own")),
     ]
 
 
@@ -171,35 +180,52 @@ class CudaRowMover:
         return dk, dv
 
     def finish(
-        self, returned: Returned, dq: Tensor, dkv: Tensor, shape: RowShape, softmax_scale: float, dtype: torch.dtype
+        self,
+        returned: Returned,
+        dq: Tensor,
+        dkv: KeysAndValues,
+        shape: RowShape,
+        softmax_scale: float,
+        dtype: torch.dtype,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """In `dtype`: dq [T, Hq, D] as `round` has it, and dk [T, H, D] and dv [T, H, Dv] of the first T rows of dkv
-        [.., width] with `returned` added to them, as soon as it is there. What is unsent is sent before.
+        with `returned` added to them, as soon as it is there. What is unsent is sent before.
 
-        dq and dkv are fp32 and contiguous, D and Dv multiples of 8; the sums are per token in rank order.
+        Args:
+            dkv: sums [.., width] in fp32; or, rounded already, dk [.., H, D] and dv [.., H, Dv] in `dtype`, whose first
+                T rows are changed and returned. Contiguous, as dq (fp32); D and Dv are multiples of 8. Sums are per
+                token in rank order.
         """
+        num_tokens, is_rounded = dq.shape[0], isinstance(dkv, tuple)
         assert dq.is_contiguous()
-        assert dkv.is_contiguous()
-        num_tokens, row = dq.shape[0], dkv.stride(0)
         dq_to = dq.new_empty(dq.shape, dtype=dtype)
-        dk, dv = _new_keys_and_values(dkv, num_tokens, shape, dtype)
+        if isinstance(dkv, tuple):
+            assert all(x.is_contiguous() and x.dtype == dtype for x in dkv)
+            dk, dv = (x[:num_tokens] for x in dkv)
+        else:
+            assert dkv.is_contiguous()
+            dk, dv = _new_keys_and_values(dkv, num_tokens, shape, dtype)
         unsent = returned.unsent
         launches = {} if unsent is None else unsent.places.prepared
-        key = "finish", get_ident(), dq.shape, dkv.shape, shape, dtype
+        key = "finish", get_ident(), dq.shape, shape, dtype, is_rounded
         finishing = launches.get(key)
         if finishing is None:
-            kernel = _finish_kernel(shape, dtype, returned.rows.dtype)
-            finishing = _finish_launch(kernel, dq.device, dq.numel(), num_tokens * row, shape, unsent)
+            kernel = _finish_kernel(shape, dtype, returned.rows.dtype, is_rounded)
+            num_rows = _num_tokens(returned) if is_rounded else num_tokens
+            finishing = _finish_launch(kernel, dq.device, dq.numel(), num_rows * shape.width, shape, unsent)
             finishing.params.returned.num_tokens = _num_tokens(returned)
             launches[key] = finishing
         params = finishing.params
-        params.dq, params.dkv, params.softmax_scale = dq.data_ptr(), dkv.data_ptr(), softmax_scale
+        params.dq, params.softmax_scale = dq.data_ptr(), softmax_scale
         params.dq_to, params.dk_to, params.dv_to = dq_to.data_ptr(), dk.data_ptr(), dv.data_ptr()
         params.arrived = None
+        if isinstance(dkv, Tensor):
+            params.dkv = dkv.data_ptr()
         if unsent is not None:
             grad, first, _ = unsent
-            assert grad.is_contiguous()
-            params.unsent = grad.data_ptr() + 4 * first * row
+            if isinstance(grad, Tensor):
+                assert grad.is_contiguous()
+                params.unsent = grad.data_ptr() + 4 * first * shape.width
             params.started = launch.next_counter(finishing.device)
             params.places.blocks_done = params.started + 4
         params.returned.rows, params.returned.offsets, params.returned.order = _addresses_of(returned)
@@ -291,8 +317,10 @@ def _finish_launch(
     writers = 0
     if unsent is not None:
         grad, first, places = unsent
-        assert grad.dtype == torch.float32
-        params.unsent_units, params.places = _units((grad.shape[0] - first) * row.width), _places(places)
+        like = grad if isinstance(grad, Tensor) else grad[0]
+        assert isinstance(grad, tuple) or grad.dtype == torch.float32
+        params.unsent_units, params.places = _units((like.shape[0] - first) * row.width), _places(places)
+        params.num_own = first
         writers = max(1, _finish_blocks(params.unsent_units))
     blocks = writers + _finish_blocks(params.dq_units) + _finish_blocks(params.dkv_units)
     return launch.Launch(kernel, device.index, blocks, (), params)
@@ -301,10 +329,12 @@ def _finish_launch(
 NO_ROW = RowShape(1, _ELEMENTS, _ELEMENTS)  # where there are no rows
 
 
-def _finish_kernel(shape: RowShape, dtype: torch.dtype, wire: torch.dtype | None = None) -> launch.Kernel:
-    """The kernel for dq as the backward left it."""
+def _finish_kernel(
+    shape: RowShape, dtype: torch.dtype, wire: torch.dtype | None = None, is_rounded: bool = False
+) -> launch.Kernel:
+    """The kernel for dq as the backward left it; is_rounded: dk and dv are in `dtype`."""
     wide = has_wide_values(padded_dims(shape.head_dim, shape.value_dim))
-    return _kernel("finish_grads", dtype, wire, wide)
+    return _kernel("finish_grads", dtype, wire, wide, is_rounded)
 
 
 def _new_keys_and_values(like: Tensor, rows: int, shape: RowShape, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -329,9 +359,12 @@ def _num_tokens(returned: Returned) -> int:
 
 
 @functools.cache
-def _kernel(name: str, dtype: torch.dtype, wire: torch.dtype | None = None, wide: bool = False) -> launch.Kernel:
-    """wire: dtype of returned rows, where it matters; else dtype. wide: see `_finish_kernel`."""
+def _kernel(
+    name: str, dtype: torch.dtype, wire: torch.dtype | None = None, wide: bool = False, is_rounded: bool = False
+) -> launch.Kernel:
+    """wire: dtype of returned rows, where it matters; else dtype. wide, is_rounded: see `_finish_kernel`."""
     macros = {"USE_FP16": dtype == torch.float16, "WIRE_FP32": wire == torch.float32, "WIDE": wide}
+    macros["ROUNDED"] = is_rounded
     return launch.load("rows.cu", name, launch.variant_of(macros), _WARPS * 32)
 
 
