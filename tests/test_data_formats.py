@@ -44,7 +44,7 @@ UNMARKED_TOOL_TEMPLATE = TOOL_TEMPLATE.replace("{% generation %}", "").replace("
         ({"instruction": "q", "output": "a"}, [USER, ASSISTANT]),
         ({"instruction": "q", "input": "", "output": "a", "system": ""}, [USER, ASSISTANT]),
         ({"instruction": "q", "input": "i", "output": "a"}, [{**USER, "content": "q\n\ni"}, ASSISTANT]),
-        ({"messages": [SYSTEM, USER, ASSISTANT], "system": "no"}, [SYSTEM, USER, ASSISTANT]),
+        ({"messages": [SYSTEM, USER, ASSISTANT], "system": "s"}, [SYSTEM, USER, ASSISTANT]),
         ({"messages": [{**USER, "content": PARTS}, ASSISTANT]}, [{**USER, "content": "q!"}, ASSISTANT]),
         ({"messages": [USER, CALLER, TOOL]}, [USER, {**CALLER, "content": None}, TOOL]),
     ],
@@ -181,6 +181,7 @@ def calling(arguments):
         ({"messages": [ASSISTANT | {"reasoning": ["a"]}]}, r"messages\[0\].reasoning is .*; write a string"),
         ({"messages": [ASSISTANT | {"weight": 0.5}]}, r"messages\[0\].weight is 0.5; use 0"),
         ({"messages": [ASSISTANT | {"weight": []}]}, r"messages\[0\].weight is \[\]; use 0"),
+        ({"messages": [SYSTEM, USER], "system": "other"}, '"system" and a first message of role "system"; leave it'),
         ({"conversations": [{"from": "human", "value": "q", "role": "system"}]}, 'has "from" and "role"; leave it one'),
         ({"conversations": [{"from": "gpt", "value": "q", "content": "a"}]}, 'has "value" and "content"; leave it one'),
     ],
@@ -189,6 +190,14 @@ def test_a_malformed_record_is_one_line(record, message):
     with pytest.raises(ValueError, match=message) as error:
         parse_document(record)
     assert "\n" not in str(error.value)
+
+
+def test_a_null_counts_as_absent():
+    turns = [{"from": "human", "value": "q", "role": None, "content": None}, {"from": "gpt", "value": "a"}]
+    assert parse_document({"conversations": turns}) == {
+        "messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    }
+    assert parse_document({"conversations": [{"from": None, "value": None} | USER]}) == {"messages": [USER]}
 
 
 def parsed(record):

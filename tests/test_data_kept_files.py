@@ -52,7 +52,10 @@ def fail(path):
 
 
 def test_a_full_disk_is_one_line_and_leaves_nothing(source, tmp_path):
-    words = r"cannot write the data cache '.*cache': No space left on device; make room there, or name another folder"
+    words = (
+        r"cannot write the data cache '.*cache': No space left on device; make room there, or name another folder in "
+    )
+    words += r"\[magi\] token_cache, or in TORCHTITAN_MAGI_CACHE"
     with pytest.raises(ValueError, match=words):
         kept_file(tmp_path / "cache", str(source), "kind", fail)
     assert not [*(tmp_path / "cache").iterdir()]

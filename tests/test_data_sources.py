@@ -354,6 +354,44 @@ def test_a_pattern_does_not_drop_a_broken_link(pattern, tmp_path):
         Corpus(f"{tmp_path}/{pattern}")
 
 
+@pytest.mark.parametrize("pattern", ["**", "*/*.jsonl", "**/x.jsonl"])
+def test_a_pattern_does_not_drop_a_broken_link_to_a_folder(pattern, tmp_path):
+    (tmp_path / "part1").mkdir()
+    save_jsonl(tmp_path / "part1/x.jsonl", RECORDS)
+    (tmp_path / "part2").symlink_to(tmp_path / "gone")
+    with pytest.raises(ValueError, match=r"cannot read records file '.*part2': No such file or directory"):
+        Corpus(f"{tmp_path}/{pattern}")
+
+
+@pytest.mark.parametrize("pattern", ["*.jsonl", "**", "*", "*.*"])
+def test_a_pattern_does_not_drop_a_folder_with_the_name_of_a_file(pattern, tmp_path):
+    save_jsonl(tmp_path / "a.jsonl", RECORDS)
+    (tmp_path / "b.jsonl").mkdir()
+    (tmp_path / "other").mkdir()
+    with pytest.raises(ValueError, match=r"cannot read records file '.*b.jsonl': it is a directory"):
+        Corpus(f"{tmp_path}/{pattern}")
+
+
+def test_broken_json_behind_a_name_on_the_hub_is_one_line_with_the_cause(tmp_path):
+    (tmp_path / "hub").mkdir()
+    (tmp_path / "hub/train.jsonl").write_bytes(lines(RECORDS[:3]) + b'{"messages": [\n')
+    with pytest.raises(ValueError, match=r"cannot load '.*hub', .*: JSON parse error: .* in row 3; correct its files"):
+        Corpus(f"hf://{tmp_path}/hub")
+
+
+def test_columns_of_other_names_change_the_fingerprint(tmp_path):
+    save_jsonl(tmp_path / "a.jsonl", [{"prompt": "q", "good": "a", "bad": "b"}])
+    options = ("", "?chosen=good&rejected=bad", "?chosen=bad&rejected=good", "?rejected=bad&chosen=good")
+    none, one, other, same = (Corpus(f"{tmp_path}/a.jsonl{option}").fingerprint for option in options)
+    assert len({none, one, other}) == 3
+    assert same == one
+
+
+def test_a_nul_in_a_path_is_one_line():
+    with pytest.raises(ValueError, match=r"the data set is 'a\\x00b.jsonl', with a NUL character; remove it"):
+        Corpus("a\0b.jsonl")
+
+
 @pytest.mark.parametrize("paths", [["a.jsonl"], 3, None])
 def test_a_data_set_that_is_no_text(paths):
     with pytest.raises(ValueError, match=r"the data set is .*; name its sources in one string, separated by commas"):

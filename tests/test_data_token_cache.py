@@ -1,8 +1,10 @@
 """Tokens that are kept: the same packs cold, warm and resumed, and whatever happens to the folder or to a writer."""
 
 import errno
+import io
 import json
 import os
+import pickle
 import random
 import signal
 import subprocess
@@ -10,6 +12,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
@@ -301,6 +304,20 @@ def test_a_file_that_ends_the_process_that_reads_it_is_named(folder, tokenizer, 
         f"cannot read records file '{folder}/train.jsonl': the process that reads it was ended by SIGABRT; write the "
         "file again"
     )
+
+
+def test_a_writer_that_nobody_listens_to_ends_without_a_traceback(monkeypatch, capfd):
+    reading, writing = os.pipe()
+    os.close(reading)
+    monkeypatch.setattr(os, "nice", lambda more: None)
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(pickle.dumps(None))))
+    monkeypatch.setattr(token_writer, "write_blocks", lambda job: token_writer.Failed("a file has changed"))
+    with open(writing, "w") as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        with pytest.raises(SystemExit):
+            token_writer.main()
+    assert capfd.readouterr().err == ""
 
 
 def test_malformed_records_keep_file_and_line(folder, tokenizer, cache, tmp_path, caplog):

@@ -149,10 +149,12 @@ class Corpus:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """Number of records, bytes and checksum, as text. Depends on the files' contents and order, not their names."""
+        """Number of records, bytes and checksum, as text. Depends on the contents and order of the files and on the
+        columns that their sources name, not on the names of the files."""
         crc32 = 0
         for file in self.files:
-            crc32 = zlib.crc32(f"{file.num_bytes} {file.crc32} ".encode(), crc32)
+            columns = f"{sorted(file.columns.items())}" if file.columns else ""
+            crc32 = zlib.crc32(f"{file.num_bytes} {file.crc32} {columns}".encode(), crc32)
         num_bytes = sum(file.num_bytes for file in self.files)
         return f"{len(self):,} records, {num_bytes:,} bytes, checksum {crc32:08x}"
 

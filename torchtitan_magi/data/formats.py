@@ -12,7 +12,8 @@ Pairs (`parse_pair`): `{"prompt", "chosen", "rejected"}`, each a string or messa
 and "rejected" both repeat it, these two are whole conversations; the messages with which both begin are the prompt.
 
 A string stands for one turn: the user's in "prompt", the assistant's in "completion", "chosen" and "rejected". "tools"
-and "chat_template_kwargs" go to the chat template with the messages; "system" (a string) becomes the first message.
+and "chat_template_kwargs" go to the chat template with the messages; "system" (a string) becomes the first message, and
+a record that begins with another system message is malformed.
 Other keys of a record are ignored; other keys of a message reach the template unless they are null. Content is a
 string, or a list of `{"type": "text", "text": ...}` that is joined. It may be null beside "tool_calls", whose
 "arguments" are an object or its JSON text, as in OpenAI's format. "reasoning" and "thinking" are other names of
@@ -151,16 +152,15 @@ def _sharegpt(turns: Any) -> Messages:
     messages = []
     for index, turn in enumerate(_list("conversations", turns)):
         name = f"conversations[{index}]"
-        if isinstance(turn, dict) and "from" in turn:
+        if isinstance(turn, dict) and turn.get("from") is not None:
             _check_keys(name, turn, ("from", "value"))
             role = _SHAREGPT_ROLES.get(turn["from"]) if isinstance(turn["from"], str) else None
             if role is None:
                 raise ValueError(f"{name}.from is {quoted(turn['from'])}; use one of {', '.join(_SHAREGPT_ROLES)}")
             for key, other in (("role", "from"), ("content", "value")):
-                if key in turn:
+                if turn.get(key) is not None:
                     raise ValueError(f'{name} has "{other}" and "{key}"; leave it one of them')
-            rest = {key: value for key, value in turn.items() if key not in ("from", "value")}
-            turn = {"role": role, "content": turn["value"], **rest}
+            turn = {**turn, "role": role, "content": turn["value"], "from": None, "value": None}
         messages.append(_message(name, turn))
     return messages
 
@@ -274,10 +274,14 @@ def _check_keys(name: str, message: Any, keys: tuple[str, ...]) -> None:
 
 
 def _with_system(record: dict[str, Any], messages: Messages) -> Messages:
-    system = record.get("system")
-    if not system or messages[0]["role"] == "system":
+    if not record.get("system"):
         return messages
-    return [{"role": "system", "content": _text(record, "system")}, *messages]
+    system = {"role": "system", "content": _text(record, "system")}
+    if messages[0]["role"] != "system":
+        return [system, *messages]
+    if messages[0]["content"] != system["content"]:
+        raise ValueError('the record has "system" and a first message of role "system"; leave it one of them')
+    return messages
 
 
 def _with_tools(record: dict[str, Any], parsed: dict[str, Any]) -> dict[str, Any]:

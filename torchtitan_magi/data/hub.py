@@ -27,6 +27,8 @@ def load_hub(name: str, subset: str | None, split: str) -> "Dataset":
     except ConnectionError as error:
         remedy = "load it once where there is a network, with the same HF_HOME, and unset HF_HUB_OFFLINE there"
         reason = _line_of(error)
+    except datasets.exceptions.DatasetGenerationError as error:
+        remedy, reason = "correct its files", _line_of(_cause_of(error))
     except Exception as error:  # of many libraries
         remedy, reason = "check its name, subset and split, as in hf://org/name?subset=x&split=train", _line_of(error)
     of = f", subset {quoted(subset)}" if subset else ""
@@ -73,5 +75,14 @@ def _cache_of(name: str) -> str | None:
     return os.path.join(datasets.config.HF_DATASETS_CACHE, sha256(repr(state).encode())[:32])
 
 
-def _line_of(error: Exception) -> str:
+def _cause_of(error: BaseException) -> BaseException:
+    """What went wrong, of an error of `datasets` that says only that something did."""
+    import datasets
+
+    while type(error) is datasets.exceptions.DatasetGenerationError and error.__cause__:
+        error = error.__cause__
+    return error
+
+
+def _line_of(error: BaseException) -> str:
     return one_line(str(error).split("Example of usage")[0]) or type(error).__name__

@@ -57,7 +57,8 @@ def _writing(cache: Path) -> Iterator[None]:
     except OSError as error:
         reason = error.strerror or one_line(error)
         raise ValueError(
-            f"cannot write the data cache {quoted_path(cache)}: {reason}; make room there, or name another folder"
+            f"cannot write the data cache {quoted_path(cache)}: {reason}; make room there, or name another folder in "
+            "[magi] token_cache, or in TORCHTITAN_MAGI_CACHE for commands without that option"
         ) from None
 
 

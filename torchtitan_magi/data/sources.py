@@ -59,6 +59,8 @@ class SourceName:
 
 def parse_sources(text: str) -> list[SourceName]:
     """The sources of a data set, see `Corpus`. Raises ValueError: one line with the remedy."""
+    if "\0" in text:
+        raise ValueError(f"the data set is {quoted(text)}, with a NUL character; remove it from the path")
     if os.path.exists(text):
         return [SourceName(text)]
     sources = [_source(entry) for entry in map(str.strip, text.split(",")) if entry]
@@ -132,10 +134,17 @@ def _files_of(path: str) -> list[str]:
         return sorted(files)
     if os.path.lexists(path) or not glob.has_magic(path):
         return [path]
-    found = glob.glob(path, recursive=True)
-    if path.endswith("**"):
-        found = [name for name in found if name.endswith(SUFFIXES)]
-    files = [name for name in found if not os.path.isdir(name) and not name.endswith(OTHER_FILES)]
+    found = [name for name in glob.glob(path, recursive=True) if not name.endswith(OTHER_FILES)]
+    ending = os.path.splitext(path)[1]
+    wanted = (*SUFFIXES, ending) if ending else SUFFIXES  # a folder of such a name is an error when it is opened
+    files = [name for name in found if name.endswith(wanted) or not (os.path.isdir(name) or path.endswith("**"))]
+    files = sorted({*files, *_broken_links([path, *map(str, Path(path).parents)])})
     if not files:
         raise ValueError(f"no file matches {quoted_path(path)}; check the pattern")
-    return sorted(files)
+    return files
+
+
+def _broken_links(patterns: list[str]) -> list[str]:
+    """Links that lead nowhere: each may be a file that is wanted, or a folder that holds some."""
+    found = [name for pattern in patterns if glob.has_magic(pattern) for name in glob.glob(pattern, recursive=True)]
+    return [name for name in found if not os.path.exists(name) and not name.endswith(OTHER_FILES)]

@@ -15,6 +15,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -83,7 +84,8 @@ def main() -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     failure = write_blocks(job)
     if failure:
-        print(failure.message)
+        with suppress(BrokenPipeError):  # the reader may have found the same and ended
+            os.write(sys.stdout.fileno(), failure.message.encode())
         sys.exit(1)
 
 
