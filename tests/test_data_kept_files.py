@@ -3,10 +3,11 @@
 import errno
 import multiprocessing
 import os
+from pathlib import Path
 
 import pytest
 
-from torchtitan_magi.data.kept_files import kept_file
+from torchtitan_magi.data.kept_files import digest_of_file, kept
 
 
 @pytest.fixture
@@ -22,7 +23,7 @@ def use(cache, source, start, log):
         path.write_text("made of it")
 
     start.wait()
-    assert kept_file(cache, str(source), "kind", make).read_text() == "made of it"
+    assert kept(cache, str(source), "kind", make, Path.read_text) == "made of it"
 
 
 def test_one_process_makes_the_file_and_the_others_wait(source, tmp_path):
@@ -39,11 +40,22 @@ def test_one_process_makes_the_file_and_the_others_wait(source, tmp_path):
 
 
 def test_a_changed_source_has_another_file(source, tmp_path):
-    first = kept_file(tmp_path, str(source), "kind", lambda path: path.write_text("1"))
+    first = kept(tmp_path, str(source), "kind", lambda path: path.write_text("1"), Path.read_text)
     source.write_text("changed")
     os.utime(source, ns=(0, 0))
-    second = kept_file(tmp_path, str(source), "kind", lambda path: path.write_text("2"))
-    assert (first.read_text(), second.read_text()) == ("1", "2")
+    second = kept(tmp_path, str(source), "kind", lambda path: path.write_text("2"), Path.read_text)
+    assert (first, second) == ("1", "2")
+
+
+@pytest.mark.parametrize("damage", [lambda text: "", lambda text: text[:-20], lambda text: "f" + text[1:]])
+def test_a_damaged_digest_is_made_again(source, tmp_path, damage, caplog):
+    source.write_text("a")  # whose SHA-256 begins with c
+    expected = digest_of_file(tmp_path, str(source))
+    assert expected == digest_of_file(None, str(source))
+    (file,) = tmp_path.glob("*.sha256")
+    file.write_text(damage(file.read_text()))
+    assert digest_of_file(tmp_path, str(source)) == expected
+    assert f"{file} is damaged and is made again" in caplog.text
 
 
 def fail(path):
@@ -57,6 +69,6 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(source, tmp_path):
     )
     words += r"\[magi\] token_cache, or in TORCHTITAN_MAGI_CACHE"
     with pytest.raises(ValueError, match=words):
-        kept_file(tmp_path / "cache", str(source), "kind", fail)
+        kept(tmp_path / "cache", str(source), "kind", fail, Path.read_text)
     assert not [*(tmp_path / "cache").iterdir()]
-    assert kept_file(tmp_path / "cache", str(source), "kind", lambda path: path.write_text("all")).read_text() == "all"
+    assert kept(tmp_path / "cache", str(source), "kind", lambda path: path.write_text("all"), Path.read_text) == "all"

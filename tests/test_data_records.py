@@ -3,6 +3,7 @@
 What is refused: test_data_bad_records.py.
 """
 
+import gzip
 import hashlib
 import json
 import os
@@ -91,9 +92,51 @@ def test_a_damaged_index_is_made_again(texts, tmp_path, damage):
     assert len(index.read_bytes()) == 8 * (4 + 10 + 6 + 4 * 5)
 
 
+@pytest.mark.parametrize("when", ["before it is opened", "while it is open"])
+@pytest.mark.parametrize(
+    "damage", [lambda data: b"", lambda data: data[:104], lambda data: data.replace(b"3", b"4")]
+)
+def test_damaged_content_is_unpacked_again(texts, tmp_path, damage, when, caplog):
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(texts.read_bytes()))
+    file = JsonlFile(tmp_path / "a.jsonl.gz", cache=tmp_path / "cache")
+    expected = [file.read(block) for block in range(5)]
+    (content,) = (tmp_path / "cache").iterdir()
+    whole = content.read_bytes()
+    damaged = tmp_path / "damaged"
+    damaged.write_bytes(damage(whole))
+    damaged.replace(content)
+    if when == "before it is opened":
+        file = JsonlFile(tmp_path / "a.jsonl.gz", cache=tmp_path / "cache")
+    assert [file.read(block) for block in range(5)] == expected
+    assert f"{content} is damaged and is made again" in caplog.text
+    assert content.read_bytes() == whole
+
+
+def test_a_file_is_indexed_in_one_pass(texts, monkeypatch):
+    """What is digested was read for its lines just before."""
+    scanned, behind = [], []
+
+    def read_at(file, start, read=jsonl._read_at):
+        scanned.append(start)
+        return read(file, start)
+
+    def digest_of_range(file, start, stop, digest=jsonl._digest_of_range):
+        behind.append(scanned[-1] - start)
+        return digest(file, start, stop)
+
+    monkeypatch.setattr(jsonl, "_CHUNK_BYTES", 10)
+    monkeypatch.setattr(jsonl, "_read_at", read_at)
+    monkeypatch.setattr(jsonl, "_digest_of_range", digest_of_range)
+    JsonlFile(texts)
+    assert scanned == sorted({*scanned})
+    assert scanned[-1] == texts.stat().st_size
+    assert len(behind) == 5
+    assert max(behind) <= 60 + 113  # a block, and the longest record
+
+
 def test_a_cache_that_cannot_be_written_is_one_line(texts, tmp_path):
     (tmp_path / "file").write_text("")
-    words = "cannot write the data cache '.*file/cache': Not a directory; make room there, or name another folder"
+    words = r"cannot write the data cache '.*file/cache': Not a directory; .* another folder in \[magi\] token_cache"
     with pytest.raises(ValueError, match=words):
         JsonlFile(texts, cache=tmp_path / "file" / "cache")
 

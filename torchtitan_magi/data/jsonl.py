@@ -2,12 +2,13 @@
 
 import hashlib
 import json
+import logging
 import os
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -15,22 +16,22 @@ import numpy as np
 import pyarrow as pa
 
 from torchtitan_magi.data.formats import parse_document
-from torchtitan_magi.data.kept_files import kept_file
+from torchtitan_magi.data.kept_files import kept
 from torchtitan_magi.data.records import (
     MAX_RECORD_BYTES,
     Parse,
     RecordFile,
-    blocks_of,
     named_errors,
-    regular_file,
+    size_of_block,
 )
 from torchtitan_magi.wording import quoted, quoted_path
+
+logger = logging.getLogger(__name__)
 
 _CHUNK_BYTES = 2**20
 _IS_SPACE = np.isin(np.arange(256), list(b" \t\r\n\v\f"))
 _NEWLINE = ord("\n")
 _DIGEST_WORDS = 4  # int64
-_COMPRESSED = (".gz", ".zst")
 
 
 class JsonlFile(RecordFile):
@@ -43,7 +44,7 @@ class JsonlFile(RecordFile):
         path: JSONL file, compressed if it ends in `.gz` or `.zst`.
         parse, columns: see `RecordFile`.
         cache: folder that keeps the index, and the content of a compressed file; None: the index is made each time,
-            and a compressed file is refused.
+            and a compressed file is refused. What is damaged there is made again.
     """
 
     def __init__(
@@ -55,12 +56,7 @@ class JsonlFile(RecordFile):
     ):
         name = os.fspath(path)
         super().__init__(name, parse, columns or {}, [name])
-        self._content = name
-        if name.endswith(_COMPRESSED):
-            self._content = str(_decompressed(cache, name))
-            self._parts[self._content] = regular_file(self._content)
-        with named_errors(name):
-            self._index = _make_index(self._content) if cache is None else _kept_index(cache, self._content)
+        self._cache, self._index = cache, _index_of(cache, name)
         self.check_unchanged()
         self.block_firsts = self._index.block_firsts
         self.num_bytes, self.crc32 = self._index.num_bytes, self._index.crc32
@@ -70,11 +66,14 @@ class JsonlFile(RecordFile):
         self.check_unchanged()
         if last == first + 1 and self._too_long(first):
             return list(self.records(first, last))
-        with named_errors(self.path), open(self._content, "rb") as file:
-            raw = self._raw(file, first, last)
-        if hashlib.sha256(raw).hexdigest() != self._digest(block):
-            if self._index.path:  # written twice within one tick of the file system's clock
-                self._index.path.unlink(missing_ok=True)
+        raw = self._checked(block)
+        if raw is None and _is_compressed(self.path):
+            logger.warning("%s is damaged and is made again", self._content)
+            self._forget_index()
+            self._index = _index_of(self._cache, self.path)
+            raw = self._checked(block)
+        if raw is None:  # written twice within one tick of the file system's clock
+            self._forget_index()
             raise self._changed("was rewritten since it was opened")
         offsets = self._index.offsets[first : last + 1] - self._index.offsets[first]
         return [
@@ -91,6 +90,23 @@ class JsonlFile(RecordFile):
                 number += chunk.count(b"\n")
                 left -= len(chunk)
         return f"{self.path}:{number}"
+
+    @property
+    def _content(self) -> Path | str:
+        """The file that holds the lines."""
+        return self._index.path if self._index.path and _is_compressed(self.path) else self.path
+
+    def _checked(self, block: int) -> bytes | None:
+        """The bytes of a block; None if they are not those of the index."""
+        with named_errors(self.path), suppress(FileNotFoundError), open(self._content, "rb") as file:
+            raw = self._raw(file, *self.block_firsts[block : block + 2].tolist())
+            return raw if hashlib.sha256(raw).hexdigest() == self._digest(block) else None
+        return None
+
+    def _forget_index(self) -> None:
+        with named_errors(self.path):
+            if self._index.path:
+                self._index.path.unlink(missing_ok=True)
 
     def _values(self, first: int, last: int) -> Iterator[Any]:
         with open(self._content, "rb") as file:
@@ -135,53 +151,56 @@ class _Index:
     def num_bytes(self) -> int:
         return int(self.offsets[-1])
 
-    def save(self, path: Path) -> None:
-        body = np.concatenate([self.offsets, self.block_firsts, self.digests.ravel()])
-        head = [zlib.crc32(body.data), len(self.offsets), len(self.block_firsts), self.crc32]
-        with open(path, "wb") as file:
-            np.concatenate([np.array(head, dtype=np.int64), body]).tofile(file)
+    def append_to(self, path: Path) -> None:
+        """Writes the index to the end of a file, which may hold the content."""
+        sizes = [len(self.offsets), len(self.block_firsts), self.crc32]
+        words = np.concatenate([self.offsets, self.block_firsts, self.digests.ravel(), np.array(sizes, np.int64)])
+        with open(path, "ab") as file:
+            file.write(bytes(-file.tell() % 8))
+            np.append(words, np.int64(zlib.crc32(words.data))).tofile(file)
 
     @classmethod
     def load(cls, path: Path) -> "_Index | None":
-        """The index, mapped into memory; None if it is damaged."""
+        """The index at the end of a file, mapped into memory; None if it is damaged, or the file has another size."""
         size = path.stat().st_size
         if size < 32 or size % 8:
             return None
         words = np.asarray(np.memmap(path, dtype=np.int64, mode="r"))
-        (checksum, num_offsets, num_firsts, crc32), body = words[:4].tolist(), words[4:]
-        if checksum != zlib.crc32(body.data):
+        num_offsets, num_firsts, crc32, checksum = words[-4:].tolist()
+        first = len(words) - 4 - num_offsets - num_firsts - _DIGEST_WORDS * (num_firsts - 1)
+        if min(first, num_offsets - 1, num_firsts - 1) < 0 or zlib.crc32(words[first:-1].data) != checksum:
             return None
-        offsets, block_firsts, digests = np.split(body, [num_offsets, num_offsets + num_firsts])
+        offsets, block_firsts, digests = np.split(words[first:-4], [num_offsets, num_offsets + num_firsts])
+        if first not in (0, -(-offsets[-1] // 8)):
+            return None
         return cls(offsets, block_firsts, digests.reshape(-1, _DIGEST_WORDS), crc32, path)
 
 
-def _kept_index(cache: Path, path: str) -> _Index:
-    def make(temporary: Path) -> None:
-        with named_errors(path):
-            index = _make_index(path)
-        index.save(temporary)
-
-    kept = kept_file(cache, path, "index", make)
-    index = _Index.load(kept)
-    if index is None:
-        kept.unlink(missing_ok=True)
-        index = _Index.load(kept_file(cache, path, "index", make))
-    assert index is not None
-    return index
+def _is_compressed(path: str) -> bool:
+    return path.endswith((".gz", ".zst"))
 
 
-def _decompressed(cache: Path | None, path: str) -> Path:
-    """The content of a compressed file, in the cache folder."""
-    if cache is None:
+def _index_of(cache: Path | None, path: str) -> _Index:
+    """The index of a file; of a compressed one, behind its content in the cache folder."""
+    if cache is None and _is_compressed(path):
         raise ValueError(
             f"records file {quoted_path(path)} is compressed; name a cache folder for its content, or unpack it"
         )
 
     def make(temporary: Path) -> None:
-        with open(temporary, "wb") as file:
-            file.writelines(_chunks(path))
+        content: Path | str = path
+        if _is_compressed(path):
+            content = temporary
+            with open(temporary, "wb") as file:
+                file.writelines(_chunks(path))
+        with named_errors(path):
+            index = _make_index(content)
+        index.append_to(temporary)
 
-    return kept_file(cache, path, "content", make)
+    with named_errors(path):
+        if cache is None:
+            return _make_index(path)
+        return kept(cache, path, "content" if _is_compressed(path) else "index", make, _Index.load)
 
 
 def _chunks(path: str) -> Iterator[memoryview]:
@@ -192,20 +211,27 @@ def _chunks(path: str) -> Iterator[memoryview]:
             yield buffer[:size]
 
 
-def _make_index(path: str) -> _Index:
+def _make_index(path: Path | str) -> _Index:
+    """Reads the file once: the digest of a block is made as soon as its last line is found, while it is in memory."""
+    lines, firsts, digests, crc32 = [], [0], [], 0
+    pending = np.zeros(0, np.int64)  # lines of the block that has not ended
     with open(path, "rb") as file:
-        offsets, crc32 = _scan(file)
-        block_firsts = blocks_of(offsets)
-        ends = offsets[block_firsts].tolist()
-        digests = [_digest_of_range(file, start, stop) for start, stop in pairwise(ends)]
+        for begins, crc32, is_end in _scan(file):  # noqa: B007 (the last is used)
+            lines.append(begins)
+            pending = np.append(pending, begins)
+            while len(pending) > 1 and ((size := size_of_block(pending)) < len(pending) - 1 or is_end):
+                digests.append(_digest_of_range(file, *pending[[0, size]].tolist()))
+                firsts.append(firsts[-1] + size)
+                pending = pending[size:]
     words = np.frombuffer(b"".join(digests), dtype=np.int64).reshape(-1, _DIGEST_WORDS)
-    return _Index(offsets, block_firsts, words, crc32)
+    return _Index(np.concatenate(lines), np.array(firsts, np.int64), words, crc32)
 
 
-def _scan(file: BinaryIO) -> tuple[np.ndarray, int]:
-    """int64 [records + 1]: first byte of each line that is not blank, and the size of the file; and its CRC-32."""
-    found, spaced, begins_line, size, crc32 = [], [], True, 0, 0
-    while chunk := file.read(_CHUNK_BYTES):
+def _scan(file: BinaryIO) -> Iterator[tuple[np.ndarray, int, bool]]:
+    """Chunk by chunk: int64 [n], first byte of each line that is not blank; CRC-32 of the file so far; False. At the
+    end: the size of the file, its CRC-32, True."""
+    begins_line, size, crc32 = True, 0, 0
+    while chunk := _read_at(file, size):
         crc32 = zlib.crc32(chunk, crc32)
         data = np.frombuffer(chunk, dtype=np.uint8)
         begins = np.flatnonzero(data == _NEWLINE) + 1
@@ -214,12 +240,17 @@ def _scan(file: BinaryIO) -> tuple[np.ndarray, int]:
         begins_line = len(begins) > 0 and int(begins[-1]) == len(data)
         begins = begins[: len(begins) - begins_line]
         begins = begins[data[begins] != _NEWLINE]
-        found.append(begins + size)
-        spaced.append(begins[_IS_SPACE[data[begins]]] + size)  # may be blank
+        spaced = begins[_IS_SPACE[data[begins]]]
+        blank = [begin for begin in spaced.tolist() if _is_blank_line(file, size + begin)]
+        begins = np.setdiff1d(begins, blank, assume_unique=True) if blank else begins
+        yield begins.astype(np.int64) + size, crc32, False
         size += len(data)
-    offsets = np.concatenate([*found, [size]]).astype(np.int64)
-    blank = [offset for offsets in spaced for offset in offsets.tolist() if _is_blank_line(file, offset)]
-    return np.setdiff1d(offsets, blank, assume_unique=True) if blank else offsets, crc32
+    yield np.array([size], np.int64), crc32, True
+
+
+def _read_at(file: BinaryIO, start: int) -> bytes:
+    file.seek(start)
+    return file.read(_CHUNK_BYTES)
 
 
 def _digest_of_range(file: BinaryIO, start: int, stop: int) -> bytes:

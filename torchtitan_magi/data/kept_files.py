@@ -3,21 +3,28 @@
 import contextlib
 import fcntl
 import hashlib
+import logging
 import os
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torchtitan_magi.wording import one_line, quoted_path
 
-_VERSION = 1  # of what is kept
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+_VERSION = 2  # of what is kept
 
 
-def kept_file(cache: Path, source: str, kind: str, make: Callable[[Path], Any]) -> Path:
-    """The file of `kind` made of a file `source`; made again when the source has changed.
+def kept(cache: Path, source: str, kind: str, make: Callable[[Path], Any], load: Callable[[Path], T | None]) -> T:
+    """What a file of `kind`, made of a file `source`, holds. Made again when the source has changed or it is damaged.
 
     Args:
         make: writes the file at a temporary path.
+        load: reads the file at its path; None if it is damaged.
 
     Raises:
         ValueError: one line with the remedy, when it cannot be written.
@@ -26,19 +33,17 @@ def kept_file(cache: Path, source: str, kind: str, make: Callable[[Path], Any]) 
     identity = (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
     key = hashlib.sha256(repr((_VERSION, os.path.realpath(source), identity)).encode()).hexdigest()[:32]
     path = cache / f"{key}.{kind}"
-    if path.exists():
-        return path
-    with _writing(cache), _locked(cache / f"{key}.{kind}.lock"):
-        if not path.exists():
-            temporary = cache / f"{key}.{kind}.{os.getpid()}.tmp"
-            try:
-                make(temporary)
-                with open(temporary, "rb") as file:
-                    os.fsync(file.fileno())
-                os.replace(temporary, path)
-            finally:
-                temporary.unlink(missing_ok=True)
-    return path
+    content = _loaded(path, load)
+    if content is None:
+        with _writing(cache), _locked(cache / f"{key}.{kind}.lock"):
+            content = _loaded(path, load)
+            if content is None:
+                if path.exists():
+                    logger.warning("%s is damaged and is made again", path)
+                _make(path, make)
+                content = load(path)
+    assert content is not None
+    return content
 
 
 def digest_of_file(cache: Path | None, path: str) -> str:
@@ -46,7 +51,36 @@ def digest_of_file(cache: Path | None, path: str) -> str:
     if cache is None:
         with open(path, "rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
-    return kept_file(cache, path, "sha256", lambda kept: kept.write_text(digest_of_file(None, path))).read_text()
+    return kept(cache, path, "sha256", lambda to: to.write_text(_sealed(digest_of_file(None, path))), _unsealed)
+
+
+def _sealed(digest: str) -> str:
+    """A digest and its checksum."""
+    return f"{digest} {zlib.crc32(digest.encode()):08x}"
+
+
+def _unsealed(path: Path) -> str | None:
+    text = path.read_text(errors="replace")
+    digest = text.partition(" ")[0]
+    return digest if text == _sealed(digest) else None
+
+
+def _loaded(path: Path, load: Callable[[Path], T | None]) -> T | None:
+    with contextlib.suppress(OSError):
+        return load(path)
+    return None
+
+
+def _make(path: Path, make: Callable[[Path], Any]) -> None:
+    """The file appears whole or not at all."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        make(temporary)
+        with open(temporary, "rb") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

@@ -142,13 +142,10 @@ class RecordFile(ABC):
         )
 
 
-def blocks_of(offsets: np.ndarray) -> np.ndarray:
-    """offsets: int64 [records + 1], where each record begins and the last ends, in bytes -> block_firsts."""
-    firsts = [0]
-    while firsts[-1] < len(offsets) - 1:
-        fitting = int(np.searchsorted(offsets, offsets[firsts[-1]] + BLOCK_BYTES, side="right")) - 1
-        firsts.append(max(fitting, firsts[-1] + 1))
-    return np.array(firsts, dtype=np.int64)
+def size_of_block(offsets: np.ndarray) -> int:
+    """offsets: int64 [n + 1], where each of n >= 1 records begins and the last ends, in bytes -> how many of them the
+    first block has."""
+    return max(1, int(np.searchsorted(offsets, offsets[0] + BLOCK_BYTES, side="right")) - 1)
 
 
 @contextmanager
