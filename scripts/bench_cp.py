@@ -300,7 +300,7 @@ def bench_pack(name: str, cu: np.ndarray, heads: tuple[int, int], seed: int, rep
     return rows
 
 
-def bench_stack(cu: np.ndarray, heads: tuple[int, int], seed: int, repeats: int) -> dict:
+def bench_stack(name: str, cu: np.ndarray, heads: tuple[int, int], seed: int, repeats: int) -> dict:
     """LAYERS layers with full and window attention in turn, their tokens placed once, beside their ideal."""
     cp_size, rank = dist.get_world_size(), dist.get_rank()
     device = torch.device("cuda", torch.cuda.current_device())
@@ -323,7 +323,7 @@ def bench_stack(cu: np.ndarray, heads: tuple[int, int], seed: int, repeats: int)
     runs = {"ours": stack(rand(total // cp_size), ours), "ideal": stack(rand(total), whole)}
     forwards, backwards = (take_turns({name: both[i] for name, both in runs.items()}, repeats) for i in range(2))
     row = {
-        "strategy": "ours", "pack": f"stack, window {WINDOW}", "tokens_per_gpu": total // cp_size, "seed": seed,
+        "strategy": "ours", "pack": name, "window": WINDOW, "tokens_per_gpu": total // cp_size, "seed": seed,
         "heads": f"{heads[0]}:{heads[1]}", "cp": cp_size, "layers": LAYERS,
         "fwd_ms": forwards["ours"], "bwd_ms": backwards["ours"],
         "ideal_fwd_ms": forwards["ideal"] / cp_size, "ideal_bwd_ms": backwards["ideal"] / cp_size,
@@ -377,7 +377,7 @@ def main() -> None:
             for name, cu, seed in [*packs, ("dense", np.array([0, total]), 0)]:
                 repeats = max(3, arguments.repeats * 16384 // max(tokens, 16384))
                 if arguments.stack:
-                    rows.append(bench_stack(cu, num_heads, seed, repeats))
+                    rows.append(bench_stack(name, cu, num_heads, seed, repeats))
                 else:
                     rows += bench_pack(name, cu, num_heads, seed, repeats)
                 if dist.get_rank() == 0 and arguments.output:  # after every pack: a run cut short leaves what it has

@@ -195,6 +195,18 @@ def context_parallel(gpus: int) -> str:
     return f"{table([*columns, 'nothing queued'], lines)}\n\n{sources(*CP_FILES[gpus])}"
 
 
+def stack() -> str:
+    """Layers with full and window attention in turn."""
+    lines = []
+    for row in result("cp_stack_h200x2")["rows"]:
+        ideal, spent = row["ideal_fwd_ms"] + row["ideal_bwd_ms"], total(row)
+        times = [f"{row[way]:.2f}" for way in ("fwd_ms", "bwd_ms")]
+        pack = thousands(row["tokens_per_gpu"]), row["heads"], row["pack"], row["seed"]
+        lines.append([*pack, *times, f"{100 * ideal / spent:.0f}%"])
+    columns = ["tokens per GPU", "heads", "pack", "seed", "forward, ms", "backward, ms", "of the ideal"]
+    return f"{table(columns, lines)}\n\n{sources('cp_stack_h200x2')}"
+
+
 def pieces() -> str:
     lines = []
     for row in result("pieces_h200x2")["rows"]:
@@ -230,6 +242,22 @@ def training_rows(names: Sequence[str]) -> str:
         "peak GiB",
     ]
     return f"{table(columns, lines)}\n\n{sources(*names)}"
+
+
+def long_runs() -> str:
+    """Runs of many steps: whether they keep their speed, and whether a step waits for data."""
+    names = ("train_long_h200x2", "train_epochs_h200x2")
+    lines = []
+    for name in names:
+        found = result(name)
+        (row,) = found["rows"]
+        steps = re.search(r"--steps (\d+)", found["command"])
+        assert steps
+        fifths = [f"{speed / found['num_gpus']:,.0f}" for speed in row["tokens_per_s_by_fifth"]]
+        wait = f"{row['longest_data_wait_ms']:.1f}"
+        lines.append([steps[1], thousands(row["tokens_per_gpu"]), ", ".join(fifths), row["ends_of_epochs"], wait])
+    columns = ["steps", "tokens per GPU", "tokens/s per GPU, by fifths of the run", "ends of epochs"]
+    return f"{table([*columns, 'longest wait for data, ms'], lines)}\n\n{sources(*names)}"
 
 
 def cost_of_cp() -> str:
@@ -445,7 +473,7 @@ def started() -> str:
 PARTS: dict[str, Callable[[], str]] = {
     "versions": versions,
     "v03-gpu": functools.partial(v03_gpu, "v03_h200", "one H200"),
-    "v03-two-ranks": functools.partial(v03_gpu, "v03_h200_two_ranks", "two ranks on one H200"),
+    "v03-two-gpus": functools.partial(v03_gpu, "v03_h200x2", "two H200"),
     "started": started,
     "headline": headline,
     "kernel": kernel,
@@ -455,10 +483,12 @@ PARTS: dict[str, Callable[[], str]] = {
     "kernel-check": check,
     "cp-two": functools.partial(context_parallel, 2),
     "cp-four": functools.partial(context_parallel, 4),
+    "cp-stack": stack,
     "cp-pieces": pieces,
     "cost-model": functools.partial(sources, "cost_h200x4"),
     "cp-trace": functools.partial(sources, "trace_h200x4"),
     "training": functools.partial(training_rows, TRAIN_FILES),
+    "training-long": long_runs,
     "training-moe": functools.partial(training_rows, MOE_FILES),
     "training-cp": cost_of_cp,
     "checkpointing": checkpointing,

@@ -226,9 +226,8 @@ def test_the_shipped_constants_fit_the_stored_figures():
             assert predicted == pytest.approx(getattr(sample, name), rel=0.15), sample
 
 
-@pytest.mark.parametrize(
-    "name", ["cp_h200x2", "cp_h200x4", "cp_h200x2_64k", "cp_h200x4_64k", "cp_h200x2_32_32", "cp_h200x4_32_32"]
-)
+# Not of cp_h200x4_32_32, which was measured before dK and dV of whole tiles were rounded at once.
+@pytest.mark.parametrize("name", ["cp_h200x2", "cp_h200x4", "cp_h200x2_64k", "cp_h200x4_64k", "cp_h200x2_32_32"])
 def test_the_shipped_constants_predict_the_layers_that_were_measured(name):
     rows = json.loads((RESULTS / f"{name}.json").read_text())["rows"]
     found = [

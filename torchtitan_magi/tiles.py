@@ -10,6 +10,7 @@ BACKWARD_ROWS = 64  # rows of a backward query block
 KEYS = 128  # keys of a block (forward) or of a tile (backward)
 NUM_SMS = 132  # SMs of an H200; only heuristics use it
 MAX_CUT = NUM_SMS // 2  # forward tiles, times groups of heads, that are cut into chunks, at most
+WHOLE_TILES_PER_SM = 4  # so many backward tiles keep the SMs busy without cuts where no query heads share a K/V head
 ITEM_COST = 1.2  # prologue and epilogue of a work item, in 128 x 128 blocks
 
 
@@ -21,6 +22,11 @@ def is_wide(head_dim: int, value_dim: int) -> bool:
 def tile_cost(num_blocks: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
     """Run time of work items by their number of blocks, in units of one 128 x 128 block; no blocks, no cost."""
     return np.where(num_blocks > 0, num_blocks + ITEM_COST, 0.0)
+
+
+def stay_whole(num_tiles: int, num_heads_q: int, num_heads_kv: int) -> bool:
+    """Whether the backward cuts none of so many tiles of keys: their sums of dK and dV would be as large as dQ."""
+    return num_heads_q == num_heads_kv and num_tiles * num_heads_kv >= WHOLE_TILES_PER_SM * NUM_SMS
 
 
 @functools.cache

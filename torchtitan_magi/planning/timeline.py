@@ -9,6 +9,7 @@ from torchtitan_magi.masks.geometry import Int64Array, IntArray, clip_keys, froz
 from torchtitan_magi.planning.cost_model import CostModel, FloatArray, Heads
 from torchtitan_magi.planning.needs import Parts, Pieces
 from torchtitan_magi.planning.relays import ALL, NONE, Routes, Spans
+from torchtitan_magi.tiles import KEYS, stay_whole
 
 
 @dataclass(frozen=True, eq=False)
@@ -212,14 +213,19 @@ class _Steps:
         return work.local_pairs / np.maximum(work.local_pairs + self.fraction(i) * work.remote_pairs, 1)
 
     def sum_gradients(self) -> FloatArray:
-        """What dK/dV take because they are sums, in float32, unlike those of one device alone.
+        """What dK/dV take because they are sums, unlike those of one device alone.
 
-        Counted in 2 bytes per element. The rank's own: 2 written instead of 1, 2 read, 1 written. Of others' rows: 2
-        written instead of 1, 2 read. What returns: 1 read; before the last stage its sum is read and written besides.
+        Counted in 2 bytes per element. In float32 the rank's own are 2 written instead of 1, 2 read, 1 written; of
+        others' rows 2 are written instead of 1, 2 read; what returns is 1 read, and before the last stage its sum is
+        read and written besides. Where tiles stay whole, one stage rounds at once: others' rows are read once more, and
+        the own rows to which something returns are read with it and written.
         """
         work = self.work
         if not work.received.any():
             return np.zeros_like(work.received)
-        summed = float(self.spans[-1][0])  # returns before the last stage
-        passes = 4 * work.tokens + 3 * work.received + (1 + 4 * summed) * work.sent
+        if len(self.spans) == 1 and stay_whole(work.tokens // KEYS, *self.heads.counts):
+            passes = work.received + 3 * work.sent
+        else:
+            summed = float(self.spans[-1][0])  # returns before the last stage
+            passes = 4 * work.tokens + 3 * work.received + (1 + 4 * summed) * work.sent
         return passes * self.heads.row_bytes / self.cost.memory

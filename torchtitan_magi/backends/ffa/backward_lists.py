@@ -13,13 +13,12 @@ import numpy as np
 from torchtitan_magi.backends import StageMask
 from torchtitan_magi.backends.ffa.records import L2_SIZE, Field, Words, as_items, early_first, longest_first, radix_sort
 from torchtitan_magi.backends.ffa.segments import FAR, Bools, Int32Array, Int64Array, SegmentRuns, is_new, starts_of
-from torchtitan_magi.tiles import BACKWARD_ROWS, KEYS, NUM_SMS
+from torchtitan_magi.tiles import BACKWARD_ROWS, KEYS, NUM_SMS, stay_whole
 
 # Sizes of chunks, in query blocks x groups of heads. Below 8 the prologue costs more than it gains, above 256 what the
 # chunk reads leaves L2 (docs/internals/lab-notebook.md: causal 2k to 64k, windows, histogram packs on an H200).
 CHUNK_SIZES = 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256
 QUERY_BYTES = 1024  # at least: q, dout (16 bits) and dq (fp32) of one token and one head, 128 columns
-WHOLE_TILES_PER_SM = 4  # so many k-tiles keep the SMs busy without cuts where no query heads share a K/V head
 TAIL = 0.5  # what is kept for the end, in chunks per SM: enough to even out when SMs end, little as it works from HBM
 TAIL_CHUNKS = 4  # chunks at the end that take as long as one of the usual size
 # Deterministic mode: what heads in step work on stays in L2 (causal 16k 0.76 -> 0.95 of the speed of the usual mode).
@@ -113,8 +112,8 @@ def _wave_and_chunk(mask: StageMask, blocks: Int64Array, heads_per_tile: int, de
     tokens = BACKWARD_ROWS // heads_per_tile
     if deterministic:
         return heads_in_step(blocks, tokens, mask.num_heads_kv)
-    if mask.group == 1 and len(blocks) * mask.num_heads_kv >= WHOLE_TILES_PER_SM * NUM_SMS:
-        return 1, max(1, -(-mask.num_q // tokens))  # whole tiles: sums of dk and dv would be as large as dq
+    if stay_whole(len(blocks), mask.num_heads_q, mask.num_heads_kv):
+        return 1, max(1, -(-mask.num_q // tokens))
     return 1, backward_chunk(blocks, mask.num_heads_kv, mask.group // heads_per_tile)
 
 
