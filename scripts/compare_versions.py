@@ -89,9 +89,12 @@ PIPELINES: tuple[dict[str, int], ...] = ({"pp": 2}, {"pp": 2, "cp": 2}, {"pp": 2
 LAYOUTS = [
     *(Layout("llama3", degrees) for degrees in DENSE),
     *(Layout("llama3", {"cp": 2}, f"--activation_checkpoint.mode {mode}") for mode in ("none", "full")),
+    Layout("llama3", {"cp": 2}, "--compile.enable --compile.backend aot_eager"),
+    Layout("llama3", {"cp": 2}, "--magi.overlap_stages 0"),
+    Layout("llama3", {"cp": 4}, "--magi.overlap_stages 2"),
     *(Layout("llama3", degrees, options) for options in LOSSES for degrees in ({}, {"cp": 2})),
     *(Layout("llama3", degrees, task="DPO") for degrees in ({}, {"cp": 2}, {"cp": 2, "tp": 2})),
-    *(Layout("qwen3", degrees) for degrees in ({}, {"cp": 2}, {"cp": 2, "tp": 2})),
+    *(Layout("qwen3", degrees) for degrees in ({}, {"cp": 2}, {"tp": 2}, {"cp": 2, "tp": 2})),
     *(Layout("qwen3 MoE", degrees) for degrees in EXPERTS),
     *(Layout("llama3", degrees, only="0.3.0") for degrees in PIPELINES),
     Layout("llama3", {"pp": 2, "cp": 2}, "--parallelism.pipeline_parallel_schedule GPipe", only="0.3.0"),

@@ -144,3 +144,20 @@ def test_every_public_name_has_a_docstring():
 
     for name in torchtitan_magi.__all__:
         assert getattr(torchtitan_magi, name).__doc__, name
+
+
+def lines_of_code(path):
+    """Lines without blank ones, comments and docstrings."""
+    text = path.read_text()
+    lines = enumerate(map(str.strip, text.splitlines()), 1)
+    used = {number for number, line in lines if line and not line.startswith("#")}
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            used -= set(range(node.lineno, node.end_lineno + 1))
+    return len(used)
+
+
+@pytest.mark.parametrize("adapter", sorted(ADAPTERS))
+def test_an_adapter_stays_small(adapter):
+    """What is neutral stands once, in training/."""
+    assert sum(map(lines_of_code, (PACKAGE / "titan" / adapter).glob("*.py"))) <= 1200

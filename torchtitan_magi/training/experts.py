@@ -1,4 +1,4 @@
-"""Mixture-of-experts layers: how evenly their tokens spread, and their computation one by one."""
+"""Mixture-of-experts layers: whether they can be spread, how evenly their tokens are, their computation one by one."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -8,8 +8,32 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from torchtitan_magi.models.model_config import Experts
+from torchtitan_magi.wording import quoted
+
 EXPERT_LOAD_METRICS = ("moe/expert_imbalance", "moe/worst_expert_imbalance", "moe/idle_experts")
 COUNTS = ("tokens_per_expert", "tokens_per_expert_E")  # torchtitan's names of a layer's counts, 0.2 and 0.3
+
+
+def check_expert_degree(degree: int, experts: Experts | None, flavor: str) -> None:
+    """Checks whether a model's experts can be spread over `degree` ranks.
+
+    Args:
+        experts: None for a dense model.
+
+    Raises:
+        ValueError: one line that names the value and the remedy.
+    """
+    if degree > 1 and experts is None:
+        raise ValueError(
+            f"parallelism.expert_parallel_degree is {degree}, but model.flavor {quoted(flavor)} has no experts; set "
+            "it to 1, or use a mixture of experts"
+        )
+    if experts is not None and experts.num_experts % degree:
+        raise ValueError(
+            f"parallelism.expert_parallel_degree is {degree}, which does not divide the {experts.num_experts} experts "
+            f"of model.flavor {quoted(flavor)}; use a degree that does"
+        )
 
 
 def expert_counts(models: Iterable[nn.Module]) -> list[Tensor]:

@@ -21,6 +21,7 @@ from torchtitan_magi.exchange.mesh import gpus_per_node
 from torchtitan_magi.losses import IGNORE_INDEX
 from torchtitan_magi.masks.builders import causal_ranges, shared_prompt
 from torchtitan_magi.masks.slices import AttnSlices
+from torchtitan_magi.models.model_config import ModelConfig
 from torchtitan_magi.planning.cost_model import H200, CostModel, Heads
 from torchtitan_magi.planning.plan import AttnPlan, make_plans
 from torchtitan_magi.planning.summary import describe_plan
@@ -57,6 +58,21 @@ class WorkCount:
         counted = replace(self)
         self.tokens, self.area, self.waited = 0, 0.0, 0.0
         return counted
+
+
+def heads_of_rank(config: ModelConfig, tensor_parallel: int) -> Heads:
+    """Shape of the attention layers on one rank.
+
+    Raises:
+        ValueError: the degree does not divide the heads.
+    """
+    queries, keys = config.num_heads_q, config.num_heads_kv
+    if queries % tensor_parallel or keys % tensor_parallel:
+        raise ValueError(
+            f"parallelism.tensor_parallel_degree is {tensor_parallel}, but the model has {queries} query heads and "
+            f"{keys} K/V heads; use a degree that divides both"
+        )
+    return Heads(queries // tensor_parallel, keys // tensor_parallel, config.head_dim, config.value_dim)
 
 
 class MagiRuntime:

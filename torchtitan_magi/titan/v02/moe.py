@@ -5,6 +5,7 @@ from typing import Any
 import torch.distributed as dist
 
 from torchtitan_magi.models.model_config import Experts
+from torchtitan_magi.training.experts import check_expert_degree
 from torchtitan_magi.wording import quoted
 
 
@@ -53,18 +54,8 @@ def check_experts(job_config: Any, experts: Experts | None) -> None:
     Raises:
         ValueError: one line that names the value and the remedy.
     """
-    parallelism, flavor = job_config.parallelism, job_config.model.flavor
-    degree, backend = parallelism.expert_parallel_degree, parallelism.expert_parallel_comm_backend
-    if degree > 1 and experts is None:
-        raise ValueError(
-            f"parallelism.expert_parallel_degree is {degree}, but model.flavor {quoted(flavor)} has no experts; set "
-            "it to 1, or use a mixture of experts"
-        )
-    if experts is not None and experts.num_experts % degree:
-        raise ValueError(
-            f"parallelism.expert_parallel_degree is {degree}, which does not divide the {experts.num_experts} experts "
-            f"of model.flavor {quoted(flavor)}; use a degree that does"
-        )
+    check_expert_degree(job_config.parallelism.expert_parallel_degree, experts, job_config.model.flavor)
+    backend = job_config.parallelism.expert_parallel_comm_backend
     if backend != "standard":
         raise ValueError(
             f"parallelism.expert_parallel_comm_backend is {quoted(backend)}, which torchtitan 0.2.2 does not have "

@@ -16,7 +16,6 @@ from torchtitan.tools.logging import logger
 
 from torchtitan_magi.backends import choose_block_attn
 from torchtitan_magi.models.model_config import ModelConfig
-from torchtitan_magi.planning.cost_model import Heads
 from torchtitan_magi.titan.v02 import hooks
 from torchtitan_magi.titan.v02.cpu import prepare_model, run_on_cpu
 from torchtitan_magi.titan.v02.data import build_validation_dataloader
@@ -44,7 +43,7 @@ from torchtitan_magi.training.objectives import LossRecord
 from torchtitan_magi.training.options import OUR_DATASETS
 from torchtitan_magi.training.pack_loader import build_dataloader
 from torchtitan_magi.training.planned_loader import PlannedLoader, with_plans
-from torchtitan_magi.training.runtime import MagiRuntime, WorkCount
+from torchtitan_magi.training.runtime import MagiRuntime, WorkCount, heads_of_rank
 
 # A rank whose collective timed out waits four times this long, for itself and others to write torchtitan's flight
 # records, before it ends; PyTorch's own value makes that a minute.
@@ -167,16 +166,11 @@ class MagiSpec:
         return self.losses.record(self.stock.build_loss_fn(job_config, **kwargs))
 
     def make_runtime(self, model_args: Any, parallel_dims: Any, job_config: Any) -> MagiRuntime:
-        config, tp = config_of(model_args), parallel_dims.tp
-        if config.num_heads_q % tp or config.num_heads_kv % tp:
-            raise ValueError(
-                f"parallelism.tensor_parallel_degree is {tp}, but the model has {config.num_heads_q} query heads and "
-                f"{config.num_heads_kv} K/V heads; use a degree that divides both"
-            )
+        config = config_of(model_args)
+        heads = heads_of_rank(config, parallel_dims.tp)
         cp_mesh = parallel_dims.get_optional_mesh("cp")
         index = utils.device_module.current_device() if utils.device_type != "cpu" else None
         cp_group = None if cp_mesh is None else cp_mesh.get_group()
-        heads = Heads(config.num_heads_q // tp, config.num_heads_kv // tp, config.head_dim)
         device = torch.device(utils.device_type, index)
         runtime = MagiRuntime(job_config.magi, cp_group, heads, device, self.count)
         arriving, mixed = _attention_dtypes(parallel_dims, job_config.training)

@@ -20,7 +20,6 @@ from torchtitan.tools.logging import init_logger
 from torchtitan.trainer import Trainer
 
 from torchtitan_magi.models.model_config import ModelConfig, read_model_config
-from torchtitan_magi.planning.cost_model import Heads
 from torchtitan_magi.titan.v03.attention import OVERRIDE, local_batch
 from torchtitan_magi.titan.v03.components import (
     MagiCheckpointManager,
@@ -35,6 +34,7 @@ from torchtitan_magi.titan.v03.models import config_of, temperature_of
 from torchtitan_magi.training.agreed import agreed
 from torchtitan_magi.training.checkpoints import check_checkpoints
 from torchtitan_magi.training.dpo import Reference
+from torchtitan_magi.training.experts import check_expert_degree
 from torchtitan_magi.training.exported_files import exported_files
 from torchtitan_magi.training.hf_folder import HF_FLAVOR, check_folders, check_vocabulary
 from torchtitan_magi.training.launcher import config_file
@@ -48,7 +48,7 @@ from torchtitan_magi.training.pack_loader import WithoutPositions, build_dataloa
 from torchtitan_magi.training.pipeline import Pipeline, check_pipeline
 from torchtitan_magi.training.planned_loader import PlannedLoader, with_plans
 from torchtitan_magi.training.references import ReferenceModel
-from torchtitan_magi.training.runtime import MagiRuntime, WorkCount
+from torchtitan_magi.training.runtime import MagiRuntime, WorkCount, heads_of_rank
 from torchtitan_magi.training.sections import ENTRY, check_sections
 from torchtitan_magi.training.timeouts import set_pg_timeouts
 from torchtitan_magi.training.trainer import ObjectiveTrainer
@@ -106,7 +106,8 @@ class MagiTrainer(ObjectiveTrainer, Trainer):
         check_checkpoints(job)
         path, identity = job.model.hf_assets_path, zlib.crc32(repr(facts).encode())
         (self.export_shards,) = agreed(path, lambda: [check_folders(job, facts)], lambda _: identity)
-        heads = Heads(facts.num_heads_q // dims.tp, facts.num_heads_kv // dims.tp, facts.head_dim, facts.value_dim)
+        check_expert_degree(dims.ep, facts.experts, job.model.flavor)
+        heads = heads_of_rank(facts, dims.tp)
         windows = facts.windows or (0,) * facts.num_layers
         self.runtime = MagiRuntime(job.magi, group_of(dims, "cp"), heads, self.device, self.count, windows)
         self.runtime.block_attn.check(

@@ -1,0 +1,60 @@
+"""Training on torchtitan 0.3: degrees that do not fit, torchtitan's own entry point, resuming in another layout."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+from hf_models import make_hf_folder
+from training import ROOT, SMALL, TrainingError, corpus, new_folder, on_corpus, train
+
+STEPS = ["--training.steps", "4", "--lr_scheduler.decay_ratio", "0", "--lr_scheduler.warmup_steps", "1"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "degree", "message"),
+    [
+        (
+            "llama",
+            "tensor_parallel",
+            "tensor_parallel_degree is 4, but the model has .* use a degree that divides both",
+        ),
+        ("llama", "expert_parallel", "expert_parallel_degree is 4, but model.flavor 'hf' has no experts; set it to 1"),
+        ("qwen3_moe", "expert_parallel", "expert_parallel_degree is 4, which does not divide the 6 experts of "),
+    ],
+)
+def test_degrees_that_the_model_does_not_divide_by_are_named(kind, degree, message):
+    fields = {"num_experts": 6} if kind == "qwen3_moe" else {}
+    model = ["--model.name", "llama3" if kind == "llama" else "qwen3", "--model.flavor", "hf"]
+    model += ["--model.hf_assets_path", str(make_hf_folder(kind, **fields)), f"--parallelism.{degree}_degree", "4"]
+    with pytest.raises(TrainingError, match=message) as caught:
+        train(4, [*model, "--training.dataset_path", f"{corpus()}/train.jsonl"], layers=None)
+    assert caught.value.type == "ValueError"
+
+
+def test_torchtitans_own_entry_point_trains_our_configuration():
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1", "-m"]
+    command += ["torchtitan.train", "--module", "torchtitan_magi.titan", "--config", "llama3_debug"]
+    command += ["--training.steps", "2", "--training.seq_len", "256", "--training.local_batch_size", "1"]
+    command += ["--dataloader.dataset", "sft", "--dataloader.dataset_path", f"{corpus()}/train.jsonl"]
+    command += ["--hf_assets_path", f"{corpus()}/tokenizer", "--dump_folder", new_folder()]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    run = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
+    assert run.returncode == 0, run.stderr[-3000:]
+    losses = re.findall(r"step: +\d+ .*?loss: +([\d.]+)", run.stderr + run.stdout)
+    assert len(losses) == 2
+
+
+def test_a_named_flavor_continues_in_another_layout():
+    """From the middle of an epoch; the interrupted run and the whole one have the same losses."""
+    folder, options = new_folder(), [*on_corpus(), *SMALL, "--checkpoint.enable", "--checkpoint.interval", "2"]
+    options += ["--checkpoint.no-last_save_model_only", "--training.local_batch_size", "1"]
+    whole = train(2, [*options, *STEPS, "--parallelism.data_parallel_shard_degree", "2"])
+    options += ["--job.dump_folder", folder]
+    train(2, [*options, *STEPS, "--training.steps", "2", "--parallelism.data_parallel_shard_degree", "2"])
+    resumed = train(
+        2, [*options, *STEPS, "--training.global_batch_size", "2", "--parallelism.context_parallel_degree", "2"]
+    )
+    assert [metrics["step"] for metrics in resumed.metrics] == [3, 4]
+    assert resumed.losses == pytest.approx(whole.losses[2:], rel=1e-5)
