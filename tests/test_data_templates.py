@@ -11,6 +11,7 @@ from test_data_chat import byte_level_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from torchtitan_magi.data import ChatTokenizer, PackedSFTDataset, guard
+from torchtitan_magi.data import chat as chat_module
 from torchtitan_magi.data.template import _GENERATION_TAG, ChatTemplate
 
 trl = pytest.importorskip("trl", reason="TRL's own templates are taken from it")
@@ -219,16 +220,72 @@ def test_notes_say_what_a_template_leaves_out():
     assert notes("qwen3", REASONING["reasoning of two turns"]) == {"the chat template drops reasoning"}
     assert notes("qwen3", REASONING["reasoning in the content"]) == {"the chat template drops reasoning"}
     assert notes("llama3", REASONING["reasoning"]) == {"the chat template drops reasoning"}
-    assert notes("deepseek_r1_distill", WORDS["words and tools"]) == {"the chat template drops tool calls"}
+    assert notes("deepseek_r1_distill", WORDS["words and tools"]) == {
+        "the chat template drops tool calls",
+        'the chat template does not use "name" of a message',
+    }
     assert notes("smolvlm_training", [user("qqq"), assistant("zzz")]) == {
         "the chat template drops or changes what a message of role 'user' says",
         "the chat template drops or changes what a message of role 'assistant' says",
     }
     odd = [user("q") | {"mood": "good", "name": "me"}, assistant("a")]
-    assert notes("qwen3", odd) == {'the chat template does not use "mood" of a message'}
-    assert notes("qwen3", [user("q"), assistant("a")], kwargs={"enable_thinking": True, "thinks": 1}) == {
-        'the chat template does not use "thinks" of chat_template_kwargs'
+    assert notes("qwen3", odd) == {f'the chat template does not use "{name}" of a message' for name in ("mood", "name")}
+    assert notes("qwen3", [user("q"), assistant("a")], kwargs={"enable_thinking": True, "thinking": 1}) == {
+        'the chat template does not use "thinking" of chat_template_kwargs'
     }
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama3_1", "gptoss", "deepseekv3"])
+def test_fields_that_have_the_name_of_something_else_in_the_template_are_named(name):
+    """Such as `loop.index`, `tool_call.id`, or a word of its text."""
+    fields = ["training", "id", "prompt", "index", "name", "type", "arguments"]
+    found = template(name).render([user("q"), assistant("a") | dict.fromkeys(fields, "zzz")])
+    assert "zzz" not in found.text
+    assert {*found.notes} >= {f'the chat template does not use "{field}" of a message' for field in fields}
+
+
+def test_a_field_that_a_template_reads_in_any_way_is_not_named():
+    reads = ("m.mood", "m['mood']", "m.get('mood')", "m | tojson", "m.values() | list", "dict(m).mood", "dict(m, x=1)")
+    for read in reads:
+        source = f"{{% for m in messages %}}{{{{ m.content }}}}{{{{ {read} }}}}{{% endfor %}}"
+        rendering = ChatTemplate(source, TOKENS, date.today(), "t").render([user("q") | {"mood": "good"}])
+        assert "good" in rendering.text
+        assert rendering.notes == ()
+
+
+def test_a_template_may_write_a_multiple_of_its_record_and_no_more():
+    source = "{% for m in messages %}{{ m.content }}{% if 'boom' in m.content %}{{ 'x y ' * 100000 }}{% endif %}|"
+    source += "{% endfor %}{% if add_generation_prompt %}|{% endif %}"
+    shape = ChatTemplate(source, TOKENS, date.today(), "shape")
+    long = shape.render([user("long " * 400_000), assistant("a")])
+    assert len(long.text) > 2_000_000
+    with pytest.raises(
+        ValueError, match=r"\(it writes more than 262,\d+ characters, too many for .*\); change the rec"
+    ):
+        shape.render([user("boom"), assistant("a")])
+
+
+@pytest.mark.parametrize("kind", ["documents", "pairs"])
+def test_texts_are_encoded_in_batches_of_bounded_size(kind, monkeypatch):
+    monkeypatch.setattr(chat_module, "_BATCH_CHARACTERS", 100)
+    records = [{"messages": [user("q" * size), assistant("a")]} for size in (5, 200, 5, 40, 40, 40, 5)]
+    if kind == "pairs":
+        records = [
+            {"prompt": record["messages"][:1], "chosen": [assistant("a")], "rejected": [assistant("b")]}
+            for record in records
+        ]
+    records.insert(3, ValueError("malformed"))
+    chat, sizes = ChatTokenizer(TOKENIZER, 0, 1, PHI4), []
+    expected = [getattr(chat, kind)([record])[0] for record in records]
+
+    def encode(texts, encode_batch=chat._encode_batch):
+        sizes.append(sum(map(len, texts)))
+        return encode_batch(texts)
+
+    monkeypatch.setattr(chat, "_encode_batch", encode)
+    assert str(getattr(chat, kind)(records)) == str(expected)
+    assert len(sizes) > 3
+    assert max(sizes) < 100 + 400
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_training", "gptoss", "phi3_training", "llama3"])
@@ -315,9 +372,50 @@ def test_what_a_template_leaves_out_is_said_once_with_its_number(tmp_path, caplo
         pass
     said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert sorted(said) == [
-        f'the chat template does not use "mood" of a message, in 1 of the 5 records from {path}:1 on',
-        f"the chat template drops reasoning, in 3 of the 5 records from {path}:1 on",
+        f'the chat template does not use "mood" of a message, in 1 of the 5 records read so far, such as {path}:4',
+        f"the chat template drops reasoning, in 3 of the 5 records read so far, such as {path}:1",
     ]
+
+
+def log_of(path, chat, caplog, **options):
+    with caplog.at_level("INFO"):
+        for _ in PackedSFTDataset(path, chat, 256, **options):
+            pass
+    return [record.getMessage() for record in caplog.records]
+
+
+@pytest.mark.parametrize("weight", ["", "=0.5", "=2"])
+def test_the_end_of_an_epoch_says_of_how_many_records_something_was_left_out(weight, tmp_path, caplog, monkeypatch):
+    """Of all windows and blocks, and of those records alone that were read."""
+    monkeypatch.setattr("torchtitan_magi.data.records.BLOCK_BYTES", 2000)
+    lines = [{"messages": [Q, thinking(f"so {number}", "a"), Q, assistant("b")]} for number in range(100)]
+    path = tmp_path / "chat.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    *_, last = log_of(
+        f"{path}{weight}", ChatTokenizer(TOKENIZER, 0, 1, SHIPPED["qwen3"]), caplog, epochs=2, window_blocks=2
+    )
+    number = 2 * {"": 100, "=0.5": 50, "=2": 200}[weight]
+    assert last.endswith(f"left out: none; of {number} records read; the chat template drops reasoning: {number}")
+
+
+def test_many_unknown_fields_are_counted(tmp_path, caplog):
+    path = tmp_path / "chat.jsonl"
+    path.write_text(json.dumps({"messages": [Q | {f"field{number}": 1 for number in range(30)}, assistant("a")]}))
+    log = log_of(path, ChatTokenizer(TOKENIZER, 0, 1, SHIPPED["qwen3"]), caplog, epochs=1)
+    assert sum("does not use" in line for line in log[:-1]) == 16
+    assert f"the chat template leaves out 14 more things, in 1 of the 1 records read so far, such as {path}:1" in log
+
+
+def test_a_template_that_refuses_every_record_is_the_error(tmp_path):
+    """With "skip", too."""
+    path = tmp_path / "chat.jsonl"
+    path.write_text((json.dumps({"messages": [system("s"), Q, assistant("a")]}) + "\n") * 20)
+    packs = PackedSFTDataset(path, ChatTokenizer(TOKENIZER, 0, 1, SHIPPED["gemma"]), 256, bad_records="skip")
+    words = r"no record of .* has a token to train on \(20 doc.*\); the first malformed one read is .*chat.jsonl:\d+: "
+    with pytest.raises(
+        ValueError, match=words + r"the chat template refuses the messages \(System role not supported\)"
+    ):
+        list(packs)
 
 
 def test_a_template_that_refuses_everything_is_the_error_when_it_is_loaded(tmp_path):

@@ -244,7 +244,7 @@ def test_who_waits_for_a_plan_that_another_makes_can_be_stopped(folder, tokenize
     with pytest.raises(Cancelled):
         packs.tokens.plan("name", make, cancelled)
     assert stopped == [True]
-    made = packs._stream._window(Cursor(), packs._stream.order_of(0), threading.Event()).plan
+    made = packs._stream._window(Cursor(), packs._stream.order_of(0), threading.Event(), stream.SoFar()).plan
     assert packs.tokens.plan("name", lambda _: made, threading.Event()) is made  # the lock is free again
 
 

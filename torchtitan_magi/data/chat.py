@@ -10,7 +10,7 @@ import json
 import logging
 import os
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import date
 from typing import Any, NamedTuple, TypeVar
 
@@ -22,13 +22,15 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 from torchtitan_magi.data.documents import TokenizedDocument, TokenizedPair, pair_of
 from torchtitan_magi.data.formats import Messages
-from torchtitan_magi.data.template import ChatTemplate, Kwargs, Spans
+from torchtitan_magi.data.sandbox import Spans
+from torchtitan_magi.data.template import ChatTemplate, Kwargs
 from torchtitan_magi.wording import one_line, quoted, quoted_path
 
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
+_BATCH_CHARACTERS = 2**20  # that are encoded together, or one text; an encoding takes a hundred times their memory
 _RENDERING_VERSION = "2"  # changes when records are rendered or their spans found in another way
 
 # Used when the assets have no chat template; the first if the vocabulary has the two ChatML tokens.
@@ -136,16 +138,14 @@ class ChatTokenizer:
 
     def documents(self, records: Sequence[dict[str, Any] | ValueError]) -> list[TokenizedDocument | ValueError]:
         """Tokenizes a batch. A record that is refused, or that is a ValueError already, is its ValueError."""
-        return self._encode([_attempt(self._render_record, record) for record in records])
+        return self._encode(_attempt(self._render_record, record) for record in records)
 
     def pairs(self, records: Sequence[dict[str, Any] | ValueError]) -> list[TokenizedPair | ValueError]:
         """Tokenizes a batch of preference pairs, as `documents` does."""
-        rendered = [_attempt(self._render_pair, record) for record in records]
-        chosen, rejected = (
-            self._encode([pair if isinstance(pair, ValueError) else pair[number] for pair in rendered])
-            for number in (0, 1)
-        )
-        return [_attempt(pair_of, *sides) for sides in zip(chosen, rejected, strict=True)]
+        rendered = (_attempt(self._render_pair, record) for record in records)
+        both = ([pair] * 2 if isinstance(pair, ValueError) else pair for pair in rendered)
+        sides = self._encode(side for pair in both for side in pair)
+        return [_attempt(pair_of, *pair) for pair in zip(sides[::2], sides[1::2], strict=True)]
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -179,13 +179,14 @@ class ChatTokenizer:
         rendering = self._template.render(messages, record.get("tools"), first, kwargs)
         return _Text(rendering.text, rendering.spans, rendering.notes)
 
-    def _encode(self, texts: list[Any]) -> list[TokenizedDocument | ValueError]:
-        """texts: _Text or ValueError."""
-        sound = [text for text in texts if not isinstance(text, ValueError)]
-        encodings = iter(self._encode_batch([text.text for text in sound]))
-        return [
-            text if isinstance(text, ValueError) else _attempt(self._document, next(encodings), text) for text in texts
-        ]
+    def _encode(self, texts: Iterable["_Text | ValueError"]) -> list[TokenizedDocument | ValueError]:
+        """Texts are taken and encoded in batches of so many characters that memory is bounded."""
+        return [document for batch in _batches(texts) for document in self._documents_of(batch)]
+
+    def _documents_of(self, texts: list["_Text | ValueError"]) -> Iterator[TokenizedDocument | ValueError]:
+        encodings = iter(self._encode_batch([text.text for text in texts if not isinstance(text, ValueError)]))
+        for text in texts:
+            yield text if isinstance(text, ValueError) else _attempt(self._document, next(encodings), text)
 
     def _encode_batch(self, texts: list[str]) -> Sequence[Encoding | ValueError]:
         encode_batch = self.tokenizer.encode_batch if self._num_bytes is None else self.tokenizer.encode_batch_fast
@@ -240,6 +241,18 @@ class _Text(NamedTuple):
     text: str
     spans: Spans | None
     notes: tuple[str, ...] = ()
+
+
+def _batches(texts: Iterable[_Text | ValueError]) -> Iterator[list[_Text | ValueError]]:
+    batch: list[_Text | ValueError] = []
+    size = 0
+    for text in texts:
+        batch.append(text)
+        size += 0 if isinstance(text, ValueError) else len(text.text)
+        if size >= _BATCH_CHARACTERS:
+            yield batch
+            batch, size = [], 0
+    yield batch
 
 
 def load_chat_template(assets_path: str | os.PathLike[str]) -> str | None:

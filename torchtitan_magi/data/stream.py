@@ -11,6 +11,7 @@ import json
 import logging
 import queue
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
@@ -27,6 +28,7 @@ from torchtitan_magi.wording import quoted_path
 logger = logging.getLogger(__name__)
 
 _MAX_NOTES_LOGGED = 20  # per run
+_MAX_NOTES_COUNTED = 5  # at the end of an epoch
 _MAX_SKIPS_LOGGED = 10  # per run
 _FEWEST_KEPT = 1000  # records of a window whose plan is kept; fewer are packed in a few milliseconds
 
@@ -95,11 +97,27 @@ class Blocks:
         self._opened[block] = self.tokens.remake(block)
 
 
+@dataclass(frozen=True)
+class SoFar:
+    """num_records: read in this run, that is, since a state was loaded; notes: what the chat template left out of them
+    -> of how many; malformed: the first of them that is, and what is wrong with it."""
+
+    num_records: int = 0
+    notes: Counter[str] = field(default_factory=Counter)
+    malformed: tuple[int, str] | None = None
+
+    def after(self, plan: WindowPlan) -> "SoFar":
+        notes = self.notes + Counter({note: number for note, (number, _) in plan.notes.items()})
+        malformed = self.malformed or next(iter(plan.malformed), None)
+        return SoFar(self.num_records + plan.counts.documents, notes, malformed)
+
+
 @dataclass
 class Window:
     """A window of packs, which begins at the cursor `begin`; `end` is the cursor of the next.
 
-    last: whether it is the epoch's last; replan: makes the plan again, which is damaged.
+    last: whether it is the epoch's last; replan: makes the plan again, which is damaged; so_far: what was read in this
+    run up to its end.
     """
 
     records: Corpus
@@ -109,6 +127,7 @@ class Window:
     blocks: Blocks
     plan: WindowPlan
     replan: Callable[[], WindowPlan]
+    so_far: "SoFar"
 
     def after(self, given: int) -> Cursor:
         """The cursor behind so many packs of the window."""
@@ -202,19 +221,21 @@ class PackStream:
 
     def _windows(self, cursor: Cursor, cancelled: threading.Event) -> Iterator[Window]:
         before: Window | None = None  # holds the blocks of pieces carried from it
-        following = self.order_of(cursor.epoch)
+        following, so_far = self.order_of(cursor.epoch), SoFar()
         while self.epochs == -1 or cursor.epoch < self.epochs:
             order, following = following, self.order_of(cursor.epoch + 1)
             self.tokens.order(self._blocks_from(cursor, order, following))
             while cursor.window < order.num_windows:
-                before = self._window(cursor, order, cancelled)
-                cursor = before.end
+                before = self._window(cursor, order, cancelled, so_far)
+                cursor, so_far = before.end, before.so_far
                 yield before
             if cursor.counts.packs == 0:
-                raise ValueError(
-                    f"no record of {quoted_path(self.records.paths)} has a token to train on ({cursor.counts});"
-                    " add records with an assistant's answer, or raise the sequence length"
-                )
+                remedy = "add records with an assistant's answer, or raise the sequence length"
+                if so_far.malformed:
+                    record, what = so_far.malformed
+                    remedy = f"the first malformed one read is {self.records.where(record)}: {what}"
+                paths = quoted_path(self.records.paths)
+                raise ValueError(f"no record of {paths} has a token to train on ({cursor.counts}); {remedy}")
             cursor = Cursor(cursor.epoch + 1, counts=cursor.counts)
 
     def _blocks_from(self, cursor: Cursor, order: EpochOrder, following: EpochOrder) -> list[int]:
@@ -224,7 +245,7 @@ class PackStream:
             blocks += following.blocks_from(0)
         return list(dict.fromkeys(blocks))
 
-    def _window(self, cursor: Cursor, order: EpochOrder, cancelled: threading.Event) -> Window:
+    def _window(self, cursor: Cursor, order: EpochOrder, cancelled: threading.Event, before: SoFar) -> Window:
         """The window at the cursor, whose tokens are opened only if it has to be packed."""
         blocks = Blocks(self.tokens)
 
@@ -238,25 +259,29 @@ class PackStream:
             name = self._name(cursor)
             plan = self.tokens.plan(name, make, cancelled)
             replan = functools.partial(self.tokens.remake_plan, name, make)
-        self._say(plan, cursor)
+        so_far = before.after(plan)
+        self._say(plan, cursor, so_far)
         counts = cursor.counts if cursor.given else cursor.counts + plan.counts
         end = Cursor(cursor.epoch, cursor.window + 1, plan.carried, counts=counts)
-        return Window(self.records, cursor, end, end.window == order.num_windows, blocks, plan, replan)
+        return Window(self.records, cursor, end, end.window == order.num_windows, blocks, plan, replan, so_far)
 
     def _name(self, cursor: Cursor) -> str:
         """Of the plan of the window at the cursor: a hash of all that it depends on."""
         depends_on = json.dumps((VERSION, self.identity(), cursor.epoch, cursor.window)).encode()
         return hashlib.sha256(depends_on + self.records.digest_of_all + cursor.carried.tobytes()).hexdigest()[:40]
 
-    def _say(self, plan: WindowPlan, cursor: Cursor) -> None:
+    def _say(self, plan: WindowPlan, cursor: Cursor, so_far: SoFar) -> None:
         """Logs what the chat template left out of records, each thing once, and the first records left out; or raises
         ValueError for the first of these."""
-        for note, (number, num_records, first) in plan.notes.items():
-            if note not in self.said and len(self.said) < _MAX_NOTES_LOGGED:
-                self.said.add(note)
-                logger.warning(
-                    "%s, in %d of the %d records from %s on", note, number, num_records, self.records.where(first)
-                )
+        for note, (number, record) in plan.notes.items():
+            if note in self.said or len(self.said) > _MAX_NOTES_LOGGED:
+                continue
+            self.said.add(note)
+            if len(self.said) > _MAX_NOTES_LOGGED:
+                logger.warning("the chat template leaves out more things; python -m torchtitan_magi.data shows them")
+                continue
+            text = "%s, in %s of the %s records read so far, such as %s"
+            logger.warning(text, note, f"{number:,}", f"{so_far.num_records:,}", self.records.where(record))
         for number, (record, what) in enumerate(plan.malformed, start=cursor.counts.skipped):
             text = f"{self.records.where(record)}: {what}"
             if not self.skip_bad:
@@ -268,7 +293,9 @@ class PackStream:
         """Logs the counts at the end of each epoch, and in the first also each time the packs have doubled."""
         before, after = window.begin.counts, window.end.counts
         if window.last:
-            logger.info("%s: end of epoch %d: %s", self.records.paths, window.begin.epoch + 1, after)
+            notes = [f"; {note}: {number:,}" for note, number in window.so_far.notes.most_common(_MAX_NOTES_COUNTED)]
+            counted = f"; of {window.so_far.num_records:,} records read" + "".join(notes) if notes else ""
+            logger.info("%s: end of epoch %d: %s%s", self.records.paths, window.begin.epoch + 1, after, counted)
         elif window.begin.epoch == 0 and before.packs.bit_length() < after.packs.bit_length():
             logger.info("%s: %s", self.records.paths, after)
 

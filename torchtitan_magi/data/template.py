@@ -16,31 +16,39 @@ import functools
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from datetime import date, datetime
-from itertools import accumulate
-from typing import Any
+from datetime import date
+from typing import Any, NamedTuple
 
 import jinja2
-from jinja2 import nodes
-from jinja2.ext import Extension
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2 import meta
 
 from torchtitan_magi.data import guard
 from torchtitan_magi.data.formats import Messages
+from torchtitan_magi.data.sandbox import (
+    Loops,
+    Message,
+    Spans,
+    environment,
+    has_mark,
+    length,
+    strip_marks,
+    tojson,
+    unread,
+)
 
-Spans = list[tuple[int, int]]  # half-open character ranges
 Kwargs = dict[str, Any]
 
 MAX_CHARACTERS = 2**25  # of a rendered record
+_FREE_CHARACTERS = 2**18  # that a template may write whatever the record
+_MAX_GROWTH = 8  # characters that it may write beyond these for each of the record's own
 
-_START, _END = "\ufdd0", "\ufdd1"  # Unicode noncharacters: around generated text while it is rendered
 _GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\b")
 _REMEDY = "put {% generation %} and {% endgeneration %} around the assistant's text and its end in the template"
 _MAX_FRAMES = 64  # kept per template
-_KNOWN_FIELDS = {"role", "content", "reasoning_content", "tool_calls", "tool_call_id", "name", "weight"}
+# Of a message; these have notes of their own, or none. "thinking" is another name of "reasoning_content".
+_KNOWN_FIELDS = {"role", "content", "reasoning_content", "thinking", "tool_calls", "tool_call_id"}
 
 
 @dataclass(frozen=True)
@@ -98,7 +106,7 @@ class ChatTemplate:
         for word, used in (("tools", tools), ("tool_calls", calls)):
             if used and word not in self.source:
                 raise ValueError(f'the chat template has no place for "{word}"; give the assets one that has')
-        shown = [self._as_shown(message) for message in messages]
+        shown = [Message(self._as_shown(message)) for message in messages]
         trace = self._run(shown, tools, kwargs)
         learned = [
             index >= first and message["role"] == "assistant" and message.get("weight") != 0
@@ -110,9 +118,11 @@ class ChatTemplate:
             if calls or any(message["role"] == "tool" for message in messages):
                 self._frame(True, kwargs)  # some templates write what a tool answers into the assistant's turn
             spans = [self._turn(trace, messages, index, kwargs) for index in range(len(messages)) if learned[index]]
-        unused = [name for name in kwargs if name not in self.source]
-        notes = [f'the chat template does not use "{name}" of chat_template_kwargs' for name in unused]
+        unused = kwargs.keys() - self._compiled.variables
+        notes = [f'the chat template does not use "{name}" of chat_template_kwargs' for name in sorted(unused)]
         notes += [note for index, message in enumerate(messages) for note in self._left_out(trace, index, message)]
+        unused = {field for message in shown for field in unread(message)} - _KNOWN_FIELDS
+        notes += [f'the chat template does not use "{field[:40]}" of a message' for field in sorted(unused)]
         return Rendering(trace.text, spans, tuple(dict.fromkeys(notes)))
 
     def _left_out(self, trace: "_Trace", index: int, message: dict[str, Any]) -> Iterator[str]:
@@ -127,9 +137,6 @@ class ChatTemplate:
             yield f"the chat template drops or changes what a message of role {role!r} says"
         if any(name not in written for name in map(_name_of, message.get("tool_calls", ())) if name):
             yield "the chat template drops tool calls"
-        for field in message.keys() - _KNOWN_FIELDS:
-            if field not in self.source:
-                yield f'the chat template does not use "{field[:40]}" of a message'
 
     def _turn(self, trace: "_Trace", messages: Messages, index: int, kwargs: Kwargs) -> tuple[int, int]:
         """The characters of an assistant's message that are learned."""
@@ -189,23 +196,29 @@ class ChatTemplate:
         return _CALL_FORMS[0]
 
     def _run(
-        self, messages: Messages, tools: Messages | None, kwargs: Kwargs, add_generation_prompt: bool = False
+        self,
+        messages: Sequence[dict[str, Any]],
+        tools: Messages | None,
+        kwargs: Kwargs,
+        add_generation_prompt: bool = False,
     ) -> "_Trace":
-        """messages: as `_shown`, each an object of its own."""
-        if self._has_markers and any(_has_mark(message) for message in messages):
+        """messages: as `_as_shown`, each an object of its own."""
+        if self._has_markers and any(has_mark(message) for message in messages):
             raise ValueError("the text holds the Unicode noncharacter U+FDD0 or U+FDD1; remove it")
-        template, loops = self._compiled
+        template, loops, _ = self._compiled
         loops.begin(messages)
         variables: Kwargs = {"documents": None} | self.special_tokens | kwargs
         variables |= {"messages": messages, "tools": tools, "add_generation_prompt": add_generation_prompt}
-        pieces = []
+        pieces, limit = [], _FREE_CHARACTERS
         try:
             for piece in template.generate(**variables):
                 pieces.append(piece)
-                loops.position += _length(piece)
-                if loops.position > MAX_CHARACTERS:
-                    raise ValueError(f"it writes more than {MAX_CHARACTERS:,} characters")
-            text, generated = _strip_marks("".join(pieces))
+                loops.position += length(piece)
+                if loops.position > limit:
+                    limit = _max_characters([messages, tools, kwargs])
+                    if loops.position > limit:
+                        raise ValueError(f"it writes more than {limit:,} characters, too many for what the record has")
+            text, generated = strip_marks("".join(pieces))
             text.encode()  # a template can cut a character in two
         except MemoryError:
             raise
@@ -215,15 +228,16 @@ class ChatTemplate:
         return _Trace(text, generated, loops.events)
 
     @functools.cached_property
-    def _compiled(self) -> tuple[jinja2.Template, "_Loops"]:
-        environment, loops = _environment(self.day), _Loops()
-        environment.filters |= loops.filters
+    def _compiled(self) -> "_Compiled":
+        sandbox, loops = environment(self.day), Loops()
+        sandbox.filters |= loops.filters
         try:
-            tree = environment.parse(self.source)
+            tree = sandbox.parse(self.source)
+            variables = meta.find_undeclared_variables(tree)
             loops.note_in(tree)
-            template = environment.from_string(tree)
+            template = sandbox.from_string(tree)
             template.globals = dict(template.globals)  # jinja2's own mapping is slow to copy, as each rendering does
-            return template, loops
+            return _Compiled(template, loops, variables)
         except MemoryError:
             raise
         except Exception as error:  # Python's compiler raises more than jinja2's
@@ -242,6 +256,28 @@ class ChatTemplate:
                     raise ValueError(f"what a message of role {role!r} says would be {kind}; {_REMEDY}")
                 if inside == [""]:
                     raise ValueError(f"the template writes no end after the assistant's text; {_REMEDY}")
+
+
+class _Compiled(NamedTuple):
+    """variables: names that the template takes from its caller, and of what jinja2 has."""
+
+    template: jinja2.Template
+    loops: Loops
+    variables: set[str]
+
+
+def _max_characters(record: Any) -> int:
+    """How many characters a template may write of a record: what costs a multiple of it is not meant."""
+    return min(MAX_CHARACTERS, _FREE_CHARACTERS + _MAX_GROWTH * _size(record))
+
+
+def _size(value: Any) -> int:
+    """Characters of a JSON value; a number counts as 8."""
+    if isinstance(value, dict):
+        return sum(len(key) + _size(item) for key, item in dict.items(value))
+    if isinstance(value, list):
+        return sum(map(_size, value))
+    return len(value) if isinstance(value, str) else 8
 
 
 @dataclass(frozen=True)
@@ -375,125 +411,10 @@ def _with_text_arguments(call: dict[str, Any]) -> dict[str, Any]:
     if isinstance(call.get("function"), dict):
         return {**call, "function": _with_text_arguments(call["function"])}
     arguments = call.get("arguments")
-    return {**call, "arguments": _tojson(arguments)} if isinstance(arguments, dict) else call
+    return {**call, "arguments": tojson(arguments)} if isinstance(arguments, dict) else call
 
 
 def _name_of(call: dict[str, Any]) -> str:
     function = call.get("function", call)
     name = function.get("name") if isinstance(function, dict) else None
     return name if isinstance(name, str) else ""
-
-
-def _has_mark(message: dict[str, Any]) -> bool:
-    content, reasoning = message.get("content") or "", message.get("reasoning_content") or ""
-    return _START in content or _END in content or _START in reasoning or _END in reasoning
-
-
-class _GenerationTag(Extension):
-    """`{% generation %} ... {% endgeneration %}`: puts marks around the text it renders."""
-
-    tags = {"generation"}  # noqa: RUF012 (jinja2's own declaration)
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.FilterBlock(body, _filter("mark", None)).set_lineno(line)
-
-
-def _filter(name: str, node: nodes.Expr | None) -> nodes.Filter:
-    """A call of a function of this module. jinja2 calls filters directly, but checks each call of another function.
-
-    The space keeps the name from templates, which cannot write it.
-    """
-    return nodes.Filter(node, f"the {name}", [], [], None, None)
-
-
-def _mark(text: str) -> str:
-    return f"{_START}{text}{_END}"
-
-
-class _Loops:
-    """Notes at which character of the text a template's loops come to which message.
-
-    The notes are calls that write nothing. As text is taken from the template piece by piece, all text before a call
-    has been counted when the call is made, except in macros and blocks that are captured: there a message seems to
-    have no text.
-    """
-
-    position: int
-    events: list[tuple[int, int | None]]
-
-    def begin(self, messages: Messages) -> None:
-        """messages: of the rendering that follows."""
-        self._indices = {id(message): index for index, message in enumerate(messages)}
-        self._outer: list[int | None] = []
-        self._current: int | None = None
-        self.position, self.events = 0, [(0, None)]
-
-    def note_in(self, tree: nodes.Node) -> None:
-        """Adds the notes to the loops of a template."""
-        for node in list(tree.find_all((nodes.For,))):
-            if isinstance(node.target, nodes.Name):
-                node.body.insert(0, nodes.ExprStmt(_filter("come to", nodes.Name(node.target.name, "load"))))
-        for node in [tree, *tree.find_all((nodes.Stmt,))]:
-            for name, value in node.iter_fields():
-                if isinstance(value, list):
-                    setattr(node, name, [each for item in value for each in self._around(item)])
-
-    @property
-    def filters(self) -> dict[str, Callable[[Any], None]]:
-        return {"the enter": self._enter, "the come to": self._come_to, "the leave": self._leave}
-
-    def _around(self, item: Any) -> list[Any]:
-        enter, leave = (nodes.ExprStmt(_filter(name, nodes.ContextReference())) for name in ("enter", "leave"))
-        return [enter, item, leave] if isinstance(item, nodes.For) else [item]
-
-    def _enter(self, _: Any) -> None:
-        self._outer.append(self._current)
-
-    def _come_to(self, value: Any) -> None:
-        if (index := self._indices.get(id(value))) is not None:
-            self._note(index)
-
-    def _leave(self, _: Any) -> None:
-        self._note(self._outer.pop())
-
-    def _note(self, index: int | None) -> None:
-        if index != self._current:
-            self._current = index
-            self.events.append((self.position, index))
-
-
-def _environment(day: date) -> ImmutableSandboxedEnvironment:
-    """A sandbox with the globals, filters and white-space rules of transformers, which templates on the hub expect."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, "jinja2.ext.loopcontrols"]
-    )
-    environment.filters["the mark"] = _mark
-    environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = datetime(day.year, day.month, day.day).strftime
-    return environment
-
-
-def _tojson(
-    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
-) -> str:
-    """JSON without the HTML escapes of jinja2's own filter, which do not belong in a prompt."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)
-
-
-def _length(marked: str) -> int:
-    """Number of characters without the marks."""
-    return len(marked) if marked.isascii() else len(marked) - marked.count(_START) - marked.count(_END)
-
-
-def _strip_marks(marked: str) -> tuple[str, Spans]:
-    """The text without the marks, and the character spans that they enclosed."""
-    parts = marked.replace(_END, _START).split(_START)  # outside, inside, outside, ...
-    ends = list(accumulate(map(len, parts)))
-    return "".join(parts), list(zip(ends[:-1:2], ends[1::2], strict=True))

@@ -11,12 +11,12 @@ import numpy as np
 from torchtitan_magi.data.array_file import Layout
 from torchtitan_magi.data.documents import TokenizedDocument, TokenizedPair
 
-VERSION = 2  # of the files, and of the way from a record to its tokens
+VERSION = 3  # of the files, and of the way from a record to its tokens
 PARTS = {"documents": 1, "pairs": 3}  # of a record's tokens
 
-_INDEX = {"bounds": np.int64, "learned": np.int64, "common": np.int64, "checksums": np.uint32}
+_INDEX = {"bounds": np.int64, "learned": np.int64, "common": np.int64, "checksums": np.uint32, "noted": np.uint32}
 _FILE = Layout(b"magitoks", _INDEX, "tokens")
-_MAX_NOTES = 16  # of a block
+_MAX_NOTES = 16  # of a block, each by itself
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class TokenBlock:
     learned: int64 [m, 2], ranges of tokens to predict, ascending; common: int64 [n], of pairs, number of tokens with
     which both completions begin (documents: 0); checksums: uint32 [n], CRC-32 of each record's tokens; malformed:
     index in the block -> what is wrong with the record, which then has no token; notes: what the chat template left out
-    of records -> of how many.
+    of records; noted: uint32 [n], bit k is set for a record that notes[k] is true of.
     """
 
     parts: int
@@ -36,8 +36,9 @@ class TokenBlock:
     learned: np.ndarray
     common: np.ndarray
     checksums: np.ndarray
+    noted: np.ndarray
     malformed: dict[int, str]
-    notes: dict[str, int]
+    notes: list[str]
 
     def __len__(self) -> int:
         return len(self.checksums)
@@ -53,6 +54,7 @@ class TokenBlock:
         bounds = np.cumsum([0, *(len(part.tokens) for row in rows for part in row)])
         common = [0 if parts == 1 else _common(row[1].tokens, row[2].tokens) for row in rows]
         firsts = bounds[::parts].tolist()
+        notes, noted = _noted([_notes_of(row) for row in rows])
         checksums = [zlib.crc32(tokens[first:last].data) for first, last in itertools.pairwise(firsts)]
         return cls(
             parts,
@@ -61,8 +63,9 @@ class TokenBlock:
             np.flatnonzero(masks[1:] != masks[:-1]).reshape(-1, 2),
             np.array(common, np.int64),
             np.array(checksums, np.uint32),
+            noted,
             malformed,
-            dict(Counter(note for row in rows for note in _notes_of(row)).most_common(_MAX_NOTES)),
+            notes,
         )
 
     def tokens_of(self, index: int) -> tuple[int, int]:
@@ -74,6 +77,12 @@ class TokenBlock:
         firsts, lasts = (self.bounds[record * self.parts].tolist() for record in (indices, indices + 1))
         rows = zip(firsts, lasts, self.checksums[indices].tolist(), strict=True)
         return all(zlib.crc32(self.tokens[first:last].data) == checksum for first, last, checksum in rows)
+
+    def notes_on(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+        """Note -> those of the records that it is true of."""
+        bits = self.noted[indices]
+        found = {note: indices[(bits & (1 << number)) != 0] for number, note in enumerate(self.notes)}
+        return {note: those for note, those in found.items() if len(those)}
 
     def document(self, first: int, last: int) -> TokenizedDocument:
         """The tokens first:last."""
@@ -137,3 +146,14 @@ def _common(one: np.ndarray, two: np.ndarray) -> int:
 
 def _notes_of(parts: Sequence[TokenizedDocument]) -> set[str]:
     return {note for part in parts for note in part.notes}
+
+
+def _noted(found: list[set[str]]) -> tuple[list[str], np.ndarray]:
+    """The notes on each record -> notes and noted, see `TokenBlock`. Beyond _MAX_NOTES they are one note."""
+    counted = Counter(note for notes in found for note in sorted(notes))
+    notes = [note for note, _ in counted.most_common(_MAX_NOTES)]
+    number = dict.fromkeys(counted, _MAX_NOTES) | {note: number for number, note in enumerate(notes)}
+    if len(counted) > len(notes):
+        notes.append(f"the chat template leaves out {len(counted) - len(notes):,} more things")
+    bits = [sum(1 << bit for bit in {number[note] for note in those}) for those in found]
+    return notes, np.array(bits, np.uint32)

@@ -64,7 +64,7 @@ class WindowPlan:
     bounds: int64 [p + 1], first row of each pack, and n; checksums: uint32 [p], CRC-32 of each pack's rows; carried:
     int64 [k, 2], (record, start) of each piece that is carried into the next window; counts: of this window alone;
     malformed: the first records left out and what is wrong with them; notes: what the chat template left out of records
-    -> (of how many, of how many that were read together, number of the first of these).
+    -> (of how many of this window's, number of one of these).
     """
 
     rows: np.ndarray
@@ -73,7 +73,7 @@ class WindowPlan:
     carried: np.ndarray
     counts: PackingCounts
     malformed: list[tuple[int, str]]
-    notes: dict[str, tuple[int, int, int]]
+    notes: dict[str, tuple[int, int]]
 
     @property
     def num_packs(self) -> int:
@@ -110,7 +110,7 @@ def plan_window(
 ) -> WindowPlan:
     """Packs the window at the cursor. make_pieces: a pure function."""
     found: list[tuple[int, Pieces]] = []
-    counts, malformed = PackingCounts(), []
+    counts, malformed, notes = PackingCounts(), [], dict[str, tuple[int, int]]()
     of_block, index = _places(records, cursor)
     for block in blocks_carried(records, cursor):
         here = of_block == block
@@ -120,6 +120,9 @@ def plan_window(
         tokens = open_block(block)
         bad = [index for index in indices.tolist() if index in tokens.malformed] if tokens.malformed else []
         malformed += [(int(records.block_firsts[block]) + index, tokens.malformed[index]) for index in bad]
+        for note, those in tokens.notes_on(indices).items():
+            number, one = notes.get(note, (0, int(records.block_firsts[block] + those.min())))
+            notes[note] = number + len(those), one
         pieces, more = make_pieces(tokens, indices)
         found.append((block, pieces))
         counts += more + PackingCounts(documents=len(bad), skipped=len(bad))
@@ -145,7 +148,7 @@ def plan_window(
         np.stack([records.block_firsts[of_block[carried]] + pieces.index[carried], pieces.start[carried]], axis=1),
         counts,
         malformed[:_MAX_MALFORMED],
-        _notes(records, [block for block, _ in found], open_block),
+        notes,
     )
 
 
@@ -195,15 +198,3 @@ def _pack(lengths: np.ndarray, seq_len: int, seed: list[int] | None, last: bool)
         packs = [sorted(pack) for pack in packs]
         chosen = chosen[np.argsort([packs[pack][0] for pack in chosen], kind="stable")]
     return [packs[pack] for pack in chosen], [row for pack in np.flatnonzero(~keep) for row in packs[pack]]
-
-
-def _notes(
-    records: Corpus, blocks: list[int], open_block: Callable[[int], TokenBlock]
-) -> dict[str, tuple[int, int, int]]:
-    """As in `WindowPlan`: of the first block that has the note."""
-    notes: dict[str, tuple[int, int, int]] = {}
-    for block in dict.fromkeys(blocks):
-        tokens = open_block(block)
-        for note, number in tokens.notes.items():
-            notes.setdefault(note, (number, len(tokens), int(records.block_firsts[block])))
-    return notes
