@@ -68,6 +68,18 @@ def test_each_file_is_checked_by_one_rank(folder):
         check_digests(folder, 1, 2)
 
 
+def test_a_shard_without_a_digest_is_named(folder, capsys):
+    lines = (folder / "SHA256SUMS").read_text().splitlines()
+    (folder / "SHA256SUMS").write_text(f"{lines[0]}\n")
+    assert verify.main([str(folder)]) == 1
+    assert "SHA256SUMS has no digest of __0_0.distcp, which .metadata names; load" in capsys.readouterr().err
+
+
+def test_what_an_unfinished_save_by_more_ranks_left_is_no_fault(folder):
+    (folder / "__7_0.distcp").write_bytes(b"")
+    assert verify.main([str(folder)]) == 0
+
+
 def truncate(folder):
     path = folder / "__0_0.distcp"
     path.write_bytes(path.read_bytes()[:-5])

@@ -134,7 +134,7 @@ def has_digests(folder: Path) -> bool:
 
 
 def check_digests(folder: Path, rank: int = 0, world_size: int = 1) -> int:
-    """Compares the bytes of a checkpoint's files with SHA256SUMS.
+    """Compares the bytes of a checkpoint's files with SHA256SUMS, which must name all of them.
 
     Args:
         rank: checks every ``world_size``-th file, so that all ranks together read each file once.
@@ -155,6 +155,7 @@ def check_digests(folder: Path, rank: int = 0, world_size: int = 1) -> int:
             raise ValueError(f"{METADATA} is not among them")
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} has no digests that can be read ({_in_one_line(error)}); {ANOTHER}") from None
+    digests = {METADATA: digests[METADATA]} | digests  # rank 0 reads it first
     for name, digest in list(digests.items())[rank::world_size]:
         try:
             with (folder / name).open("rb") as file:
@@ -164,6 +165,10 @@ def check_digests(folder: Path, rank: int = 0, world_size: int = 1) -> int:
             raise ValueError(f"{folder / name} cannot be read ({_in_one_line(error)}); {ANOTHER}") from None
         if found != digest:
             raise ValueError(f"{folder / name} is damaged: its bytes are not those that were written; {ANOTHER}")
+    if rank == 0:  # other shards may lie there: an earlier save, by more ranks, was not finished
+        for name in sorted({item.relative_path for item in read_metadata(folder).storage_data.values()}):
+            if name not in digests:
+                raise ValueError(f"{path} has no digest of {name}, which {METADATA} names; {ANOTHER}")
     return num_bytes
 
 
