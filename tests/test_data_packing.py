@@ -48,6 +48,13 @@ def test_packing_100_000_documents_searches_once_for_each(low, high, capacity):
     assert lengths.sum() / (len(packs) * capacity) > 0.95
 
 
+def test_lognormal_lengths_at_8k_are_packed_to_98_percent_of_the_best():
+    """As in bench_data.py, but fewer."""
+    lengths = np.clip(np.random.default_rng(0).lognormal(np.log(2_900), 0.5, 5_000), 1_024, 8_192).astype(int)
+    best = -(-lengths.sum() // 8_192)
+    assert best / len(pack_best_fit(lengths, 8_192)) >= 0.98
+
+
 @st.composite
 def documents(draw):
     size = draw(st.integers(0, 60))

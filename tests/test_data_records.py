@@ -93,9 +93,7 @@ def test_a_damaged_index_is_made_again(texts, tmp_path, damage):
 
 
 @pytest.mark.parametrize("when", ["before it is opened", "while it is open"])
-@pytest.mark.parametrize(
-    "damage", [lambda data: b"", lambda data: data[:104], lambda data: data.replace(b"3", b"4")]
-)
+@pytest.mark.parametrize("damage", [lambda data: b"", lambda data: data[:104], lambda data: data.replace(b"3", b"4")])
 def test_damaged_content_is_unpacked_again(texts, tmp_path, damage, when, caplog):
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(texts.read_bytes()))
     file = JsonlFile(tmp_path / "a.jsonl.gz", cache=tmp_path / "cache")

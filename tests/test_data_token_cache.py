@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -304,6 +305,40 @@ def test_a_file_that_ends_the_process_that_reads_it_is_named(folder, tokenizer, 
         f"cannot read records file '{folder}/train.jsonl': the process that reads it was ended by SIGABRT; write the "
         "file again"
     )
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize(
+    ("stderr", "words"),
+    [
+        (Terminal(), r"tokenizing:  50%\|.*\| 500/1000 \[00:00<00:00, .* records/s, 1\.00 M tokens/s\]"),
+        (io.StringIO(), r"tokenizing: 500 of 1,000 records, 1\.00 M tokens/s, 1 min left\n$"),
+    ],
+)
+def test_tokenizing_shows_records_speed_and_time_left(stderr, words, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(token_writer, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(sys, "stderr", stderr)
+    progress = token_writer._Progress(1000)
+    now[0] = 60.0
+    progress.add(token_writer.Written(500, 60_000_000, 0, ""))
+    if progress.bar is not None:
+        progress.bar.refresh()
+    assert re.search(words, stderr.getvalue())
+    progress.close()
+
+
+def test_the_log_says_how_large_the_folder_is(folder, tokenizer, cache):
+    tokens = dataset(folder, tokenizer, cache).tokens
+    for number in range(2):
+        with open(cache / f"{number}.tokens", "wb") as file:
+            file.truncate(3 * 2**29)
+    number = len([*cache.iterdir()])
+    assert str(tokens) == f"token cache {cache}: 3.00 GiB in {number} files"
 
 
 def test_a_writer_that_nobody_listens_to_ends_without_a_traceback(monkeypatch, capfd):

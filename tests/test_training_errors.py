@@ -1,5 +1,6 @@
 """What a user can get wrong is one line before the first step, through torchtitan's own entry; and what --help says."""
 
+import shutil
 import subprocess
 import sys
 
@@ -125,6 +126,14 @@ def test_an_unknown_name_is_named(replacements, unknown, tmp_path):
 def test_a_wrong_records_file(text, messages, tmp_path):
     (tmp_path / "records.jsonl").write_text(text)
     assert_one_line(error_of(["--training.dataset_path", f"{tmp_path}/records.jsonl"]), messages)
+
+
+def test_a_template_of_no_use_ends_the_run_before_the_model_is_built(tmp_path):
+    assets = shutil.copytree(corpus() / "tokenizer", tmp_path / "assets")
+    (assets / "chat_template.jinja").write_text("{{ raise_exception('no') }}")
+    error = error_of(["--model.hf_assets_path", str(assets)])
+    assert_one_line(error, [f"the chat template in {assets}: the chat template refuses the messages (no)"])
+    assert "Building" not in "".join(error.__notes__)  # as torchtitan says when it comes to the model
 
 
 def test_help_shows_each_option_with_its_unit():
