@@ -68,7 +68,7 @@ def test_a_damaged_entry_is_rebuilt(compiled: list[str], damage: bytes) -> None:
 def test_a_folder_that_cannot_be_written_to_is_named(compiled: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHTITAN_MAGI_CACHE", "/proc/nowhere")
     with pytest.raises(
-        ValueError, match=r"kernels cannot be kept in /proc/nowhere .*set TORCHTITAN_MAGI_CACHE"
+        ValueError, match=r"kernels cannot be kept in /proc/nowhere/kernels .*set TORCHTITAN_MAGI_CACHE"
     ) as error:
         jit.cubin("a.cu", {})
     assert "\n" not in str(error.value)
@@ -128,8 +128,18 @@ def test_no_umask_opens_the_folder(compiled: list[str], tmp_path: Path, monkeypa
         jit.cubin("a.cu", {})
     finally:
         os.umask(before)
-    assert modes(tmp_path / "new" / "cache") == [0o700, 0o600, 0o600]  # with an entry and its lock
+    assert modes(jit.cache_dir()) == [0o700, 0o600, 0o600]  # with an entry and its lock
     assert modes(tmp_path / "new") == [0o700, 0o700]
+
+
+def test_kernels_are_private_in_a_cache_that_a_group_writes_to(compiled: list[str], tmp_path: Path) -> None:
+    """As data of earlier versions, or a group's own hand, may leave it."""
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache").chmod(0o775)
+    first = jit.cubin("a.cu", {})
+    assert jit.cubin("a.cu", {}) == first
+    assert len(compiled) == 1
+    assert modes(jit.cache_dir()) == [0o700, 0o600, 0o600]
 
 
 def entry_of_a_stranger(code: bytes) -> Path:
@@ -211,7 +221,7 @@ def test_root_and_the_user_are_trusted(user: int, mode: int, reason: str, monkey
 def test_a_link_to_the_folder_is_followed(compiled: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Users move caches to larger disks."""
     jit.cubin("a.cu", {})
-    os.symlink(jit.cache_dir(), tmp_path / "link")
+    os.symlink(tmp_path / "cache", tmp_path / "link")
     monkeypatch.setenv("TORCHTITAN_MAGI_CACHE", str(tmp_path / "link"))
     jit.cubin("a.cu", {})
     assert len(compiled) == 1
@@ -251,7 +261,7 @@ def test_without_room_for_a_lock_kernels_are_used(compiled: list[str], monkeypat
             raise OSError(28, "No space left on device", path)
         return stock(path, flags, *args, **kwargs)
 
-    jit.cache_dir().mkdir(mode=0o700)
+    jit.cache_dir().mkdir(mode=0o700, parents=True)
     with monkeypatch.context() as patch:
         patch.setattr(os, "open", full)
         assert jit.cubin("a.cu", {}).startswith(b"code")

@@ -9,7 +9,7 @@ from test_training_errors import assert_one_line, error_of
 from training import new_folder, train
 
 from torchtitan_magi import verify
-from torchtitan_magi.training.run_folder import lock_folder
+from torchtitan_magi.training.run_folder import lock_checkpoints, lock_folder
 
 ARGUMENTS = ["--parallelism.context_parallel_degree", "2", "--checkpoint.enable", "--checkpoint.interval", "1"]
 ARGUMENTS += ["--training.steps", "3"]
@@ -77,3 +77,9 @@ def test_two_runs_in_one_folder_are_refused(tmp_path):
     lock_folder(str(tmp_path))  # this process is the other run
     error = error_of([*ARGUMENTS, "--job.dump_folder", str(tmp_path)], 2)
     assert_one_line(error, [f"'{tmp_path}', where another run is training (process {os.getpid()} on", "of its own"])
+
+
+def test_two_runs_with_one_folder_of_checkpoints_are_refused(tmp_path):
+    lock_checkpoints(f"{tmp_path}/saved")
+    error = error_of([*ARGUMENTS, "--checkpoint.folder", f"{tmp_path}/saved"], 2)
+    assert_one_line(error, [f"checkpoint.folder is '{tmp_path}/saved', where another run is training", "of its own"])

@@ -3,7 +3,11 @@
 import contextlib
 import os
 import secrets
+import socket
+import time
 from pathlib import Path
+
+from torchtitan_magi.wording import one_line
 
 
 def write_whole(path: Path | str, content: bytes, mode: int = 0o666, folder: int | None = None) -> None:
@@ -40,3 +44,24 @@ def _sync_folder(path: str, folder: int | None) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def open_lock(path: Path | str, mode: int = 0o666, folder: int | None = None) -> int:
+    """Descriptor of the file of a lock, which is made if it is not there. The arguments are those of ``write_whole``.
+
+    Raises:
+        OSError: it cannot be written, or is a symbolic link, which is not followed.
+    """
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, mode, dir_fd=folder)
+
+
+def sign_lock(lock: int, process: int) -> None:
+    """Leaves in the file of a lock which process holds it."""
+    since = time.strftime("%Y-%m-%d %H:%M:%S")
+    os.ftruncate(lock, 0)
+    os.pwrite(lock, f"process {process} on {socket.gethostname()} since {since}\n".encode(), 0)
+
+
+def holder_of(lock: int) -> str:
+    """Who holds a lock, as its file says."""
+    return one_line(os.pread(lock, 200, 0).decode(errors="replace")) or "an unknown process"

@@ -10,13 +10,12 @@ import fcntl
 import hashlib
 import logging
 import os
-import socket
 import stat
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from torchtitan_magi.files import write_whole
+from torchtitan_magi.files import holder_of, open_lock, sign_lock, write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -95,9 +94,8 @@ def locked(folder: int, name: str) -> Iterator[None]:
 
     The lock spares work; entries are whole without it. So it may be missing where the disk is full.
     """
-    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
-        lock = os.open(name, flags, 0o600, dir_fd=folder)
+        lock = open_lock(name, 0o600, folder)
     except OSError as error:
         if error.errno not in FULL:
             raise
@@ -118,15 +116,13 @@ def _wait(lock: int, name: str) -> None:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             if time.monotonic() - start > PATIENCE:
-                holder = os.pread(lock, 200, 0).decode(errors="replace").strip() or "an unknown process"
                 logger.warning(
-                    f"{holder} has held the lock {name} for {PATIENCE:.0f} s; this process goes on without it and "
-                    "compiles the kernel itself; if the other one is stopped, end it with kill -9"
+                    f"{holder_of(lock)} has held the lock {name} for {PATIENCE:.0f} s; this process goes on without it "
+                    "and compiles the kernel itself; if the other one is stopped, end it with kill -9"
                 )
                 return
             time.sleep(0.05)
         else:
             with contextlib.suppress(OSError):  # a full disk
-                os.ftruncate(lock, 0)
-                os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+                sign_lock(lock, os.getpid())
             return

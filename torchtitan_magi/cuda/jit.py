@@ -33,11 +33,11 @@ def kernel_dir() -> Path:
 
 
 def cache_dir() -> Path:
-    """Where machine code is kept: $TORCHTITAN_MAGI_CACHE, or torchtitan_magi under the user's cache folder."""
+    """Where machine code is kept: kernels/ in $TORCHTITAN_MAGI_CACHE, or in torchtitan_magi under the user's cache
+    folder. A folder of its own, as tokens may lie in one that others write to."""
     explicit = os.environ.get("TORCHTITAN_MAGI_CACHE")
-    if explicit:
-        return Path(explicit)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "torchtitan_magi"
+    user = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "torchtitan_magi"
+    return Path(explicit or user) / "kernels"
 
 
 def expand_source(name: str) -> str:

@@ -2,6 +2,7 @@
 
 import itertools
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from torchtitan_magi.training.checkpoint_files import (
 )
 from torchtitan_magi.training.hf_weights import INDEX
 from torchtitan_magi.training.options import DPO_DATASET
-from torchtitan_magi.training.run_folder import lock_folder
+from torchtitan_magi.training.run_folder import lock_checkpoints, lock_folder
 from torchtitan_magi.wording import quoted_path
 
 logger = logging.getLogger(__name__)
@@ -26,7 +27,7 @@ logger = logging.getLogger(__name__)
 def check_checkpoints(job_config: Any) -> None:
     """Checks the checkpoints that the run will load. A collective of all ranks.
 
-    Rank 0 locks the run's folder, so that no other run saves there, and checks what the checkpoints hold and the sizes
+    Rank 0 locks the run's folders, so that no other run saves there, and checks what the checkpoints hold and the sizes
     of their files. With ``magi.verify_checkpoint`` each rank reads its part of the files and compares digests.
 
     Raises:
@@ -41,6 +42,7 @@ def check_checkpoints(job_config: Any) -> None:
     def check() -> bool:
         if rank == 0 and not checkpoint.load_only:
             lock_folder(job_config.job.dump_folder)
+            lock_checkpoints(os.path.join(job_config.job.dump_folder, checkpoint.folder))
         folders = _loaded_folders(job_config)
         for folder in folders:
             if not job_config.magi.verify_checkpoint:

@@ -1,15 +1,13 @@
-"""The folder that a run writes to: it can be written, and one run at a time saves checkpoints there."""
+"""The folders that a run writes to: they can be written, and one run at a time saves checkpoints there."""
 
 import errno
 import fcntl
 import logging
 import os
-import socket
-import time
 from pathlib import Path
-from typing import TextIO
 
-from torchtitan_magi.wording import quoted_path
+from torchtitan_magi.files import holder_of, open_lock, sign_lock
+from torchtitan_magi.wording import one_line, quoted_path
 
 logger = logging.getLogger(__name__)
 
@@ -17,10 +15,8 @@ LOCK = "run.lock"
 HELD = (errno.EACCES, errno.EAGAIN)
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
-_locks: list[TextIO] = []  # held until this process ends, however it ends
 
-
-def check_writable(folder: str) -> None:
+def check_writable(folder: str, option: str = "job.dump_folder") -> None:
     """Makes the folder.
 
     Raises:
@@ -30,14 +26,14 @@ def check_writable(folder: str) -> None:
         Path(folder).mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK | os.X_OK):
             raise PermissionError("Permission denied")
-    except OSError as error:
+    except (OSError, ValueError) as error:  # ValueError: a NUL
         raise ValueError(
-            f"job.dump_folder is {quoted_path(folder)}, which cannot be written ({error}); give a folder of your own"
+            f"{option} is {quoted_path(folder)}, which cannot be written ({one_line(error)}); give a folder of your own"
         ) from None
 
 
 def lock_folder(folder: str) -> None:
-    """Keeps other runs from saving checkpoints in the folder while this process lives.
+    """Keeps other runs from writing to the folder while this process lives.
 
     The lock is the operating system's, on ``run.lock``: it ends with the process, so what a killed run has left there
     locks nothing. On shared folders it holds between machines where the file system has locks.
@@ -45,27 +41,44 @@ def lock_folder(folder: str) -> None:
     Raises:
         ValueError: another run has it; one line that names that run and the remedy.
     """
-    path = Path(folder) / LOCK
+    _lock(Path(folder) / LOCK, "job.dump_folder", folder)
+
+
+def lock_checkpoints(folder: str) -> None:
+    """The same for the folder of checkpoints, which may be anywhere; checks that it can be written.
+
+    Its lock lies beside it, as torchtitan loads initial weights only while that folder is not there; and inside where
+    nothing can be written beside it, or another disk begins.
+
+    Raises:
+        ValueError: as ``lock_folder``, or it cannot be written.
+    """
+    path, option = Path(os.path.realpath(folder)), "checkpoint.folder"
+    if path.exists():
+        check_writable(folder, option)
+    is_inside = path.is_mount() or (path.exists() and not os.access(path.parent, os.W_OK))
+    _lock(path / LOCK if is_inside else path.with_name(f"{path.name}.lock"), option, folder)
+
+
+def _lock(path: Path, option: str, folder: str) -> None:
+    """The file stays open until this process ends, however it ends."""
     try:
-        file = path.open("a+")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = open_lock(path)
+        try:
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in HELD:
+                raise ValueError(
+                    f"{option} is {quoted_path(folder)}, where another run is training ({holder_of(lock)}); wait for "
+                    "its end, or give this run a folder of its own"
+                ) from None
+            if error.errno not in NO_LOCKS:
+                raise
+            logger.warning(f"The file system of {folder} has no locks: see to it that no other run saves there")
+        sign_lock(lock, os.getpid())
     except OSError as error:
         raise ValueError(
-            f"job.dump_folder is {quoted_path(folder)}, where {LOCK} cannot be written ({error}); give a folder "
-            "of your own"
+            f"{option} is {quoted_path(folder)}, but its lock {path} cannot be written ({one_line(error)}); make room "
+            "there, or give another folder"
         ) from None
-    try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno in HELD:
-            file.seek(0)
-            raise ValueError(
-                f"job.dump_folder is {quoted_path(folder)}, where another run is training ({file.read().strip()}); "
-                "wait for its end, or give this run a folder of its own"
-            ) from None
-        if error.errno not in NO_LOCKS:
-            raise ValueError(f"{path} cannot be locked ({error}); give job.dump_folder another folder") from None
-        logger.warning(f"The file system of {folder} has no locks: see to it that no other run saves there")
-    file.truncate(0)
-    file.write(f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
-    file.flush()
-    _locks.append(file)
