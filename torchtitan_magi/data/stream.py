@@ -230,12 +230,17 @@ class PackStream:
                 cursor, so_far = before.end, before.so_far
                 yield before
             if cursor.counts.packs == 0:
-                remedy = "add records with an assistant's answer, or raise the sequence length"
+                paths = quoted_path(self.records.paths)
                 if so_far.malformed:
                     record, what = so_far.malformed
-                    remedy = f"the first malformed one read is {self.records.where(record)}: {what}"
-                paths = quoted_path(self.records.paths)
-                raise ValueError(f"no record of {paths} has a token to train on ({cursor.counts}); {remedy}")
+                    raise ValueError(
+                        f"no record of {paths} has a token to train on ({cursor.counts}); the first malformed one read"
+                        f" is {self.records.where(record)}: {what}"
+                    )
+                raise ValueError(
+                    f"no record of {paths} has a token to train on ({cursor.counts}); add records with an assistant's"
+                    " answer, or raise the sequence length"
+                )
             cursor = Cursor(cursor.epoch + 1, counts=cursor.counts)
 
     def _blocks_from(self, cursor: Cursor, order: EpochOrder, following: EpochOrder) -> list[int]:
