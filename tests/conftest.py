@@ -21,6 +21,8 @@ OF_0_2_2 = ("titan.v02", "torchtitan.config import ConfigManager", "train_spec")
 if importlib.metadata.version("torchtitan").startswith("0.3."):
     files = {path.name: path.read_text() for path in Path(__file__).parent.glob("test_*.py")}
     collect_ignore = [name for name, text in files.items() if any(word in text for word in OF_0_2_2)]
+    # These compare with torchtitan's own loader, its numbers and its entry point, which are others in 0.3.
+    collect_ignore += ["test_training_commands.py", "test_training_numbers.py"]
 hypothesis.settings.register_profile("default", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("default")
 

@@ -226,6 +226,18 @@ def test_the_shipped_constants_fit_the_stored_figures():
             assert predicted == pytest.approx(getattr(sample, name), rel=0.15), sample
 
 
+def test_the_shipped_constants_know_wide_heads():
+    rows = json.loads((RESULTS / "variants_h200.json").read_text())["rows"]
+    plain = [row for row in rows if row["impl"] == "ours" and not (row["sinks"] or row["softcap"] or row["window"])]
+    wide = [row for row in plain if max(row["head_dim"], row["value_dim"]) > 128]
+    assert {(row["head_dim"], row["value_dim"]) for row in wide} == {(192, 128), (192, 192), (256, 256)}
+    for row in wide:
+        heads = Heads(*map(int, row["heads"].split(":")), row["head_dim"], row["value_dim"])
+        plan = make_plan(varlen_causal([0, row["tokens"]]), row["tokens"], 1, heads=heads)
+        for predicted, way in zip(plan.predict(), ("fwd_ms", "bwd_ms"), strict=True):
+            assert 1e3 * predicted.seconds == pytest.approx(row[way], rel=0.1), row
+
+
 # Not of cp_h200x4_32_32, which was measured before dK and dV of whole tiles were rounded at once.
 @pytest.mark.parametrize("name", ["cp_h200x2", "cp_h200x4", "cp_h200x2_64k", "cp_h200x4_64k", "cp_h200x2_32_32"])
 def test_the_shipped_constants_predict_the_layers_that_were_measured(name):

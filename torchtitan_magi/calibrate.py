@@ -313,7 +313,8 @@ def measure() -> CostModel:
     costs = []
     for name in ("forward", "backward"):
         cost, ratio = fit_kernel(samples, np.array([getattr(sample, name) for sample in samples]))
-        costs.append(cost)
+        stock = getattr(H200, name)
+        costs.append(replace(cost, wide=stock.wide, wide_queries=stock.wide_queries))  # not measured here
         if rank == 0:
             print_fit(name, cost, ratio)
     model = replace(H200, forward=costs[0], backward=costs[1], merge=measure_merge(), memory=measure_memory())

@@ -79,8 +79,8 @@ class StageMask:
         come; busy: seconds that it spends on other things."""
         late_bytes = np.array((self.num_k - self.num_own) * self.heads.row_bytes, np.float64)
         seconds = LATE_MARGIN * (self.cost.stage + float(self.cost.inside.seconds(late_bytes))) - busy
-        pair = kernel.pair + kernel.pair_dim * self.heads.mean_dim
-        return seconds / (pair * block_rows * KEYS) / (self.num_heads_q // heads_per_tile)
+        blocks_seconds = kernel.pair_seconds(self.heads) * block_rows * KEYS / heads_per_tile
+        return seconds / blocks_seconds
 
 
 class StageInputs(NamedTuple):

@@ -93,8 +93,9 @@ LLAMA_HEADS = Heads(num_heads_q=64, num_heads_kv=8, head_dim=128)  # of Llama 3.
 class KernelCost:
     """Seconds per kernel call: `launch`, and for each query head what its pairs and its rows cost.
 
-    A (query, key) pair costs pair + pair_dim * dim, dim = Heads.mean_dim. A row (a query token with any key) costs row
-    + row_dim * dim, for blocks that are filled only in part, prologue and epilogue. So short documents run slowly.
+    A (query, key) pair costs pair + pair_dim * dim, dim = Heads.mean_dim, times a factor where heads have more than 128
+    columns: wide of q, k and v, wide_queries of q and k alone. A row (a query token with any key) costs row + row_dim *
+    dim, for blocks that are filled only in part, prologue and epilogue. So short documents run slowly.
     """
 
     launch: float  # s
@@ -102,15 +103,17 @@ class KernelCost:
     pair_dim: float  # s per element
     row: float  # s
     row_dim: float  # s per element
+    wide: float = 1.0
+    wide_queries: float = 1.0
 
     def pair_seconds(self, heads: Heads) -> float:
         """Of one pair in all query heads."""
-        return heads.num_heads_q * (self.pair + self.pair_dim * heads.mean_dim)
+        factor = 1.0 if not heads.is_wide else self.wide if heads.value_dim > 128 else self.wide_queries
+        return heads.num_heads_q * (self.pair + self.pair_dim * heads.mean_dim) * factor
 
     def seconds(self, pairs: FloatArray, rows: FloatArray, heads: Heads) -> FloatArray:
-        dim = heads.mean_dim
-        work = pairs * (self.pair + self.pair_dim * dim) + rows * (self.row + self.row_dim * dim)
-        return self.launch + heads.num_heads_q * work
+        of_rows = heads.num_heads_q * (self.row + self.row_dim * heads.mean_dim)
+        return self.launch + pairs * self.pair_seconds(heads) + rows * of_rows
 
 
 @dataclass(frozen=True)
@@ -172,12 +175,14 @@ def _figures(costs: dict[str, Any]) -> list[float]:
 
 # Kernel: `calibrate --fit benchmarks/results/kernel_h200.json` at commit 16ed43a; they predicted the cases of that file
 # to -15% (a pack of 256k tokens; -11% else) and +9% forward, -8% and +9% backward. The forward is 2 to 4% faster since.
-# The rest: calibrate.py on four at 27e378a, rows fetched through peer memory; slowdown is of a backward, the forward
+# The factors of wide heads: dense rows of variants_h200.json, within 10%. The rest: calibrate.py on four at 27e378a, rows fetched through peer memory; slowdown is of a backward, the forward
 # showed 0.03. cost_h200x4.json, of a later run, has 81 us and 353 GB/s and predicts layers no better. `across` is not
 # measured: it assumes one 400 Gb/s adapter per GPU.
 H200 = CostModel(
-    forward=KernelCost(launch=9.3e-6, pair=2.40e-13, pair_dim=3.80e-15, row=1.20e-10, row_dim=0.0),
-    backward=KernelCost(launch=22.6e-6, pair=6.10e-13, pair_dim=1.09e-14, row=1.72e-10, row_dim=4.89e-12),
+    forward=KernelCost(launch=9.3e-6, pair=2.40e-13, pair_dim=3.80e-15, row=1.20e-10, row_dim=0.0, wide=1.1),
+    backward=KernelCost(
+        launch=22.6e-6, pair=6.10e-13, pair_dim=1.09e-14, row=1.72e-10, row_dim=4.89e-12, wide=1.8, wide_queries=1.32
+    ),
     merge=6.0e-13,
     stage=12e-6,
     memory=4.2e12,
