@@ -73,7 +73,7 @@ if IS_0_3:  # models that torchtitan 0.2.2 has not, or not under FSDP
         "gpt_oss": ({"cp": 2}, {"tp": 2, "cp": 2}, {"cp": 2, "ep": 2}),
         "deepseek_v3": ({"cp": 2}, {"tp": 2, "ep": 2}),
     }
-    DPO |= {"gpt_oss": ({"cp": 2},)}
+    DPO |= {"gpt_oss": ({"cp": 2},), "deepseek_v3": ({"cp": 2},)}
 NAMES = DEGREES | {"ep": "expert_parallel_degree"}
 
 
