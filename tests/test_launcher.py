@@ -3,12 +3,14 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+from torch.distributed import TCPStore
 
 from torchtitan_magi.training.last_words import LastWords
 
@@ -26,6 +28,19 @@ def test_a_rank_ends_when_its_torchrun_is_killed():
         assert launcher.stdout.readline() == "ready\n"
         launcher.kill()
         assert launcher.stdout.read() == ""  # the pipe ends with its last writer
+
+
+def test_a_rank_whose_torchrun_was_killed_while_it_imported_ends():
+    """It has no parent that could end any more, but nobody listens at the address of the store."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{store.port}", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "TORCHELASTIC_RUN_ID": "run"} | address
+    code = "from torchtitan_magi.training.launcher import end_with_launcher; end_with_launcher()"
+    command = [sys.executable, "-c", code]
+    assert subprocess.run(command, env=environment).returncode == 0
+    store.set("key", "value")  # it still works
+    del store
+    assert subprocess.run(command, env=environment).returncode == -signal.SIGKILL
 
 
 STUCK = """

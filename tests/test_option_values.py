@@ -1,5 +1,7 @@
 """A wrong value in a TOML file or on the command line is one line, told before any process group is made."""
 
+import re
+
 import pytest
 from training import call
 
@@ -31,7 +33,7 @@ IN_FILE = {
     r'"a\n\u001b" = 3': r"'a\n\x1b' is no option of torchtitan 0.2.2 with torchtitan_magi; use one of",
     f"[training]\n{'a' * 5000} = 3": f"'training.{'a' * 67}... is no option of torchtitan 0.2.2 with torchtitan_magi",
     f"magi = '{'a' * 5000}'": f"magi is '{'a' * 76}..., but it is a section; write [magi] and its options below",
-    f"a = {'[' * 5000}{']' * 5000}": "values are nested too deeply in job.config_file; is this a TOML file?",
+    f"a = {'[' * 5000}{']' * 5000}": ".toml', which cannot be read (maximum recursion depth exceeded",
     "[training]\nsteps = true": "training.steps is True; use a whole number",
     '[parallelism]\ncontext_parallel_degree = "2"': "parallelism.context_parallel_degree is '2'; use a whole number",
     '[checkpoint]\nenable = "yes"': "checkpoint.enable is 'yes'; use true or false",
@@ -58,6 +60,7 @@ ON_LINE = {
     "--parallelism.data_parallel_shard_degree 0": "parallelism.data_parallel_shard_degree is 0; use",
     "--parallelism.expert_parallel_degree 0": "parallelism.expert_parallel_degree is 0; use",
     "--checkpoint.enable --job.dump_folder /dev/null/x": "job.dump_folder is '/dev/null/x', which cannot be written",
+    "--checkpoint.enable --job.dump_folder a\0b": r"job.dump_folder is 'a\x00b', which cannot be written (embedded",
     "--checkpoint.enable --job.dump_folder /proc/x": "job.dump_folder is '/proc/x', which cannot be written",
     "--validation.steps 0": "validation steps must be positive or -1",
     "--training.steps 2.5": "--training.steps",
@@ -105,6 +108,79 @@ def test_magi_without_its_hook_is_named(tmp_path):
         "ValueError",
         '[magi] is unknown; add custom_config_module = "torchtitan_magi.titan" to [job]',
     )
+
+
+@pytest.mark.parametrize("kind", ["missing", "folder", "binary"])
+def test_a_file_that_cannot_be_read_is_one_line(kind, tmp_path):
+    path = tmp_path / "config.toml"
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "binary":
+        path.write_bytes(b"\xff\xfe")
+    ((name, text),) = call(read, [(str(path), [])])
+    assert name == "ValueError"
+    assert re.fullmatch(f"job.config_file is '{path}', which cannot be read \\(.*\\); give a TOML file", text)
+
+
+def build(arguments):
+    """What torchtitan does first, with six processes."""
+    from torchtitan.config import ConfigManager
+    from torchtitan.distributed import ParallelDims
+
+    from torchtitan_magi.training.sections import check_sections
+
+    config = ConfigManager().parse_args([*ON_C4, *arguments])
+    replicate, shard, cp, tp, pp = (getattr(config.parallelism, f"{name}_degree") for name in DEGREES)
+    ParallelDims(replicate, shard, cp, tp, pp, 1, 1, world_size=6)
+    check_sections(config, ["c4"], False)
+
+
+def said_of_layout(arguments):
+    with pytest.raises(ValueError) as caught:
+        build(arguments)
+    return str(caught.value)
+
+
+DEGREES = ["data_parallel_replicate", "data_parallel_shard", "context_parallel", "tensor_parallel", "pipeline_parallel"]
+ON_C4 = ["--job.custom_config_module", "torchtitan_magi.titan", "--experimental.custom_import", "torchtitan_magi.titan"]
+ON_C4 += ["--training.dataset", "c4", "--comm.trace_buf_size", "0"]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (
+            "--parallelism.context_parallel_degree 4",
+            "shard -1, context 4, tensor 1, pipeline 1, but torchrun started 6",
+        ),
+        (
+            "--parallelism.data_parallel_shard_degree 4",
+            "shard 4, context 1, tensor 1, pipeline 1, but torchrun started",
+        ),
+        ("--parallelism.data_parallel_replicate_degree 7", "replicate 7, data_parallel_shard -1, context 1, tensor 1"),
+        (
+            "--training.local_batch_size 2 --training.global_batch_size 3",
+            "training.global_batch_size is 3; use a multiple of 2, which is training.local_batch_size times 1 data-",
+        ),
+    ],
+)
+def test_a_layout_that_does_not_fit_the_processes_is_named(line, message):
+    assert message in call(said_of_layout, line.split())
+
+
+def said_without_a_file():
+    from torchtitan.config import ConfigManager
+
+    from torchtitan_magi.titan.v02.job_config import check_job_config
+
+    config = ConfigManager().parse_args(["--comm.trace_buf_size", "0"])
+    with pytest.raises(ValueError) as caught:
+        check_job_config(config, {}, True)
+    return str(caught.value)
+
+
+def test_a_missing_config_file_is_named():
+    assert call(said_without_a_file) == "--job.config_file is missing; give the path of a TOML file"
 
 
 MODULES = {

@@ -3,8 +3,10 @@
 import ctypes
 import os
 import signal
+import socket
 
 PR_SET_PDEATHSIG = 1  # prctl(2)
+NO_FILE = "--job.config_file is missing; give the path of a TOML file"
 
 
 def end_with_launcher() -> None:
@@ -14,6 +16,24 @@ def end_with_launcher() -> None:
     """
     if "TORCHELASTIC_RUN_ID" in os.environ and hasattr(ctypes.CDLL(None), "prctl"):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if _has_ended():  # before that
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _has_ended() -> bool:
+    """Whether nobody listens any more where the torchrun of the first machine has its store, which ranks meet by.
+
+    The parent does not tell: there may be a shell between, an orphan's new parent is not always process 1, and torchrun
+    may be process 1 itself.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return False
+    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    try:
+        socket.create_connection(address, timeout=5).close()
+    except OSError as error:
+        return isinstance(error, ConnectionRefusedError)
+    return False
 
 
 def config_file(arguments: list[str]) -> str:
@@ -22,4 +42,4 @@ def config_file(arguments: list[str]) -> str:
         flag, equals, value = argument.partition("=")
         if flag.replace("_", "-") == "--job.config-file" and (equals or i + 1 < len(arguments)):
             return value if equals else arguments[i + 1]
-    raise ValueError("--job.config_file is missing; give the path of a TOML file")
+    raise ValueError(NO_FILE)

@@ -3,6 +3,8 @@
 from collections.abc import Iterable
 from typing import Any
 
+import torch.distributed as dist
+
 from torchtitan_magi.training.options import DPO_DATASET, OUR_DATASETS, SFT_DATASET, check_options_for_pairs
 from torchtitan_magi.wording import quoted, quoted_path
 
@@ -20,10 +22,40 @@ def check_sections(job_config: Any, titans: Iterable[str], has_objectives: bool)
         ValueError: one line that names the value and the remedy.
     """
     _check_section(job_config, "training", titans)
+    _check_batch(job_config)
     if job_config.validation.enable:
         _check_section(job_config, "validation", titans)
         _check_validation(job_config)
     _check_objective(job_config, has_objectives)
+
+
+def check_degrees(dims: Any) -> None:
+    """Checks that the degrees of torchtitan's ``ParallelDims`` multiply to its ``world_size``.
+
+    Raises:
+        ValueError: one line that names them and the remedy.
+    """
+    others = dims.dp_replicate * dims.cp * dims.tp * dims.pp
+    if dims.world_size % others or dims.dp_shard not in (-1, dims.world_size // others):
+        raise ValueError(
+            f"the parallel degrees are data_parallel_replicate {dims.dp_replicate}, data_parallel_shard "
+            f"{dims.dp_shard}, context {dims.cp}, tensor {dims.tp}, pipeline {dims.pp}, but torchrun started "
+            f"{dims.world_size} processes; start as many as they multiply to, or change them: "
+            "data_parallel_shard_degree = -1 takes the processes that are left"
+        )
+
+
+def _check_batch(job_config: Any) -> None:
+    """Checks that the data-parallel ranks can share the global batch; torchtitan does so once the model is built."""
+    training, parallelism = job_config.training, job_config.parallelism
+    copies = parallelism.context_parallel_degree * parallelism.tensor_parallel_degree
+    ranks = dist.get_world_size() // (copies * parallelism.pipeline_parallel_degree) if dist.is_initialized() else 1
+    size, divisor = training.global_batch_size, training.local_batch_size * ranks
+    if size > 0 and size % divisor:
+        raise ValueError(
+            f"training.global_batch_size is {size}; use a multiple of {divisor}, which is training.local_batch_size "
+            f"times {ranks} data-parallel ranks, or -1 for that"
+        )
 
 
 def _check_section(job_config: Any, name: str, titans: Iterable[str]) -> None:

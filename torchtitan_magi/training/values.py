@@ -12,7 +12,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from torchtitan_magi.training.options import DPO, LoRA, Magi
 from torchtitan_magi.training.run_folder import check_writable
-from torchtitan_magi.wording import one_line, quoted
+from torchtitan_magi.wording import one_line, quoted, quoted_path
 
 # whole numbers: the option, the least value, and one below it that has a meaning of its own
 LEAST: tuple[tuple[str, int, int | None], ...] = (
@@ -42,6 +42,13 @@ LEAST: tuple[tuple[str, int, int | None], ...] = (
     ("parallelism.expert_tensor_parallel_degree", 1, None),
 )
 WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}
+
+
+def unreadable_toml(path: str, error: Exception) -> ValueError:
+    """Of a TOML file that is not there, or is none."""
+    return ValueError(
+        f"job.config_file is {quoted_path(path)}, which cannot be read ({one_line(error)}); give a TOML file"
+    )
 
 
 def check_toml(config: type, values: dict[str, Any], prefix: str = "") -> None:

@@ -33,25 +33,27 @@ from torchtitan_magi.titan.v02.metadata import PlanMetadata
 from torchtitan_magi.titan.v02.moe import check_expert_degrees, check_expert_tensor_degree
 from torchtitan_magi.training.checkpoint_files import DigestWriter, loading, saving
 from torchtitan_magi.training.exports import export
+from torchtitan_magi.training.launcher import config_file
 from torchtitan_magi.training.memory_log import check_offload
 from torchtitan_magi.training.options import Magi, import_modules
 from torchtitan_magi.training.planned_loader import PlannedLoader
+from torchtitan_magi.training.sections import check_degrees
 from torchtitan_magi.training.timeouts import set_pg_timeouts
-from torchtitan_magi.training.values import check_toml, check_values, usage_errors
+from torchtitan_magi.training.values import check_toml, check_values, unreadable_toml, usage_errors
 from torchtitan_magi.wording import one_line
 
 
 def install() -> None:
     """Replaces them, once per process. A replacement's first argument is torchtitan's own function."""
     for owner, name, replacement in (
-        (ConfigManager, "_maybe_load_toml", _maybe_load_toml),  # to say it of nesting as well
+        (ConfigManager, "_maybe_load_toml", _maybe_load_toml),  # to say why it cannot be read
         (ConfigManager, "_maybe_add_custom_config", _maybe_add_custom_config),  # to say that a module is missing
         (ConfigManager, "_dict_to_dataclass", _dict_to_dataclass),  # to say what is wrong with a TOML file
         (tyro, "cli", _cli),  # to say it in one line, and to torchrun, for the command line as well
         (ConfigManager, "_validate_config", _validate_config),  # to check all values and import the user's modules
         (context_parallel, "cp_shard", _cp_shard),  # to deal out tokens as planned, not by their place in the pack
         (MoEStateDictAdapter, "_caculate_indices_from_placements", _own_experts),  # to have them under HSDP as well
-        (ParallelDims, "_validate", _validate),  # to say what is wrong with the degrees of expert parallelism
+        (ParallelDims, "_validate", _validate),  # to say what is wrong with the degrees
         (dist_utils, "clip_grad_norm_", _clip_grad_norm),  # to have gradients added up under tensor parallelism alone
         (CheckpointManager, "save", _save),  # to save when the data end early, to say why a save failed; for timeouts
         (CheckpointManager, "dcp_load", _dcp_load),  # to say in one line what does not fit
@@ -89,8 +91,8 @@ def _replaced(stock: Callable[..., Any], replacement: Callable[..., Any]) -> Cal
 def _maybe_load_toml(stock: Any, manager: ConfigManager, arguments: list[str]) -> Any:
     try:
         return stock(manager, arguments)
-    except RecursionError:
-        raise ValueError("values are nested too deeply in job.config_file; is this a TOML file?") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise unreadable_toml(config_file(arguments), error) from None
 
 
 @record
@@ -177,7 +179,8 @@ def _own_experts(
 
 
 def _validate(stock: Any, dims: ParallelDims) -> None:
-    """Checks the degrees of expert parallelism as well; torchtitan does so in part, by assertions."""
+    """Says what is wrong with the degrees; torchtitan does so in part, by assertions."""
+    check_degrees(dims)
     check_expert_tensor_degree(dims)
     stock(dims)  # also works out data_parallel_shard_degree where it is -1
     check_expert_degrees(dims)

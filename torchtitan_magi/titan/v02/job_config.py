@@ -11,6 +11,7 @@ from torchtitan.hf_datasets.text_datasets import DATASETS
 from torchtitan.protocols.model_converter import _registry_model_converter_cls
 
 from torchtitan_magi.training.checkpoints import check_checkpoints
+from torchtitan_magi.training.launcher import NO_FILE
 from torchtitan_magi.training.options import Magi, check_options
 from torchtitan_magi.training.sections import check_sections
 from torchtitan_magi.wording import quoted
@@ -47,6 +48,8 @@ def check_job_config(job_config: Any, attn_types: dict[str, str], has_objectives
 
 def _check_hooks(job_config: Any) -> None:
     if not isinstance(getattr(job_config, "magi", None), Magi):
+        if job_config.job.config_file is None:
+            raise ValueError(NO_FILE)
         raise ValueError(
             f'job.custom_config_module is {quoted(job_config.job.custom_config_module)}; set it to "{HOOK}"'
         )

@@ -18,8 +18,8 @@ from torchtitan.config.manager import custom_registry
 from torchtitan.tools.profiler import Profiler
 
 from torchtitan_magi.training.options import Magi
-from torchtitan_magi.training.values import check_toml, check_values, usage_errors
-from torchtitan_magi.wording import one_line, quoted, quoted_path
+from torchtitan_magi.training.values import check_toml, check_values, unreadable_toml, usage_errors
+from torchtitan_magi.wording import quoted
 
 # Options of 0.2.2 that 0.3 lacks -> their default there, and what to do about another value.
 WITHOUT_COUNTERPART: dict[str, tuple[Any, str]] = {
@@ -157,9 +157,7 @@ def read_job_config(path: str, overrides: list[str]) -> Any:
         with open(path, "rb") as file:
             values = tomllib.load(file)
     except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(
-            f"job.config_file is {quoted_path(path)}, which cannot be read ({one_line(error)}); give a TOML file"
-        ) from None
+        raise unreadable_toml(path, error) from None
     for name in SECTIONS_WITHOUT_COUNTERPART:
         if values.pop(name, None):
             raise ValueError(f"[{name}] has no counterpart in torchtitan 0.3; leave it out, or use torchtitan 0.2.2")
