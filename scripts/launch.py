@@ -6,13 +6,15 @@ It does what ``torchrun -m torchtitan_magi.train`` does on this machine, and say
 several machines call torchrun.
 """
 
-import json
+import contextlib
 import math
 import os
 import re
 import sys
 import tempfile
 import tomllib
+import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -99,9 +101,14 @@ def shown(value: Any) -> str:
 
 def reason(failure: Any) -> str:
     """What torchrun knows of a process's end, in one line: the exception, the signal, or no more than the exit code."""
-    if isinstance(failure.message, dict):
-        return in_one_line(failure.message["message"])
-    return f"exit code {failure.exitcode}" if failure.exitcode > 0 else in_one_line(failure.message)
+    recorded = failure.error_file_data["message"] if os.path.exists(failure.error_file) else ""
+    if isinstance(recorded, dict):
+        recorded = recorded.get("message")
+    if recorded:
+        return in_one_line(recorded)
+    if failure.exitcode > 0:
+        return f"exit code {failure.exitcode}"
+    return f"Signal {-failure.exitcode} ({failure.signal_name()}) received by PID {failure.pid}"
 
 
 def in_one_line(text: Any) -> str:
@@ -110,37 +117,57 @@ def in_one_line(text: Any) -> str:
     return line if len(line) <= 1500 else f"{line[:1000]}...{line[-400:]}"
 
 
+@contextlib.contextmanager
+def importing() -> Iterator[None]:
+    """Ends the process with one line where torch cannot be imported; a broken package can raise anything."""
+    try:
+        yield
+    except Exception as error:
+        sys.exit(
+            f"torch cannot be imported ({type(error).__name__}: {in_one_line(error)}); ./scripts/train.sh sets up an "
+            "environment that has all that is needed"
+        )
+
+
 def count_gpus() -> int:
-    import torch
+    with importing():
+        import torch
 
     return torch.cuda.device_count()
 
 
 def launch(options: list[str]) -> None:
     """Runs torchrun in this process; ends it with one line that says why the run ended, if it failed."""
-    from torch.distributed import run
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    with importing():
+        from torch.distributed import run
+        from torch.distributed.elastic.multiprocessing import errors
+        from torch.distributed.elastic.multiprocessing.api import SignalException
 
     try:
         run.run(run.parse_args(options))
-    except ChildFailedError as error:
+    except errors.ChildFailedError as error:
         _, failure = error.get_first_failure()
         sys.exit(f"rank {failure.local_rank} failed: {reason(failure)}")
-    except (json.JSONDecodeError, KeyError):  # torchrun reads what ranks wrote about their end
-        sys.exit(
-            "a rank failed and could not write why: its error file is empty or broken; make room on the disk of "
-            f"{tempfile.gettempdir()}, and see what rank 0 printed above"
-        )
     except SignalException as error:
         sys.exit(f"ended by {error.sigval.name}")
-    except KeyboardInterrupt:
-        sys.exit("ended by SIGINT")
     except Exception as error:
+        if any(frame.f_globals["__name__"] == errors.__name__ for frame, _ in traceback.walk_tb(error.__traceback__)):
+            sys.exit(  # torchrun reads what ranks wrote about their end
+                "a rank failed and could not write why: its error file is empty or broken; make room on the disk of "
+                f"{tempfile.gettempdir()}, and see what rank 0 printed above"
+            )
         sys.exit(f"torchrun failed: {type(error).__name__}: {in_one_line(error)}")
 
 
 def main() -> None:
+    """Ends with one line, whatever happens."""
+    try:
+        start()
+    except KeyboardInterrupt:
+        sys.exit("ended by SIGINT")
+
+
+def start() -> None:
     if sys.argv[1:] in (["-h"], ["--help"]):
         print(__doc__.strip())
         return
@@ -153,8 +180,6 @@ def main() -> None:
         check_hooks(config, arguments)
         num_gpus = count_gpus()
         processes = num_processes(config, arguments, num_gpus)
-    except ImportError as error:
-        sys.exit(f"{error}; ./scripts/train.sh sets up an environment that has all that is needed")
     except (OSError, ValueError) as error:
         sys.exit(f"{path}: {in_one_line(error)}")
     if num_gpus < processes:

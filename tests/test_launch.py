@@ -12,7 +12,7 @@ import packaging
 import pytest
 import torch.distributed.run
 from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -105,18 +105,35 @@ def test_no_argument_ends_in_one_line():
     assert line.startswith("no TOML file; use launch.py CONFIG.toml")
 
 
-def test_a_missing_torch_ends_in_one_line(tmp_path):
-    (tmp_path / "torch.py").write_text("raise ImportError('torch is broken')")
+TORCH = "class cuda:\n    def device_count(): return 0\n"
+BROKEN = "torch cannot be imported ({}: it is broken); ./scripts/train.sh sets up"
+
+
+@pytest.mark.parametrize(
+    ("module", "code", "message"),
+    [
+        ("torch", "raise ImportError('it is broken')", BROKEN.format("ImportError")),
+        ("torch", "raise ValueError('it is broken')", BROKEN.format("ValueError")),
+        ("torch", "if", "torch cannot be imported (SyntaxError: invalid syntax (__init__.py, line 1)); ./scripts/"),
+        ("torch", "raise KeyboardInterrupt", "ended by SIGINT"),
+        ("torch/distributed", "raise RuntimeError('it is broken')", BROKEN.format("RuntimeError")),
+        ("torch/distributed", "raise KeyboardInterrupt", "ended by SIGINT"),
+    ],
+)
+def test_a_broken_torch_or_an_interruption_ends_in_one_line(tmp_path, module, code, message):
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text(TORCH)
+    (tmp_path / module).mkdir(exist_ok=True)
+    (tmp_path / module / "__init__.py").write_text(code)
     (line,) = failed_launch(ROOT / "train_configs" / "debug.toml", path=tmp_path)
-    assert line.startswith("torch is broken; ./scripts/train.sh sets up")
+    assert line.startswith(message)
 
 
 @pytest.mark.parametrize(
     ("raised", "line"),
     [
         (SignalException("", signal.SIGTERM), "ended by SIGTERM"),
-        (KeyboardInterrupt(), "ended by SIGINT"),
-        (KeyError("message"), "a rank failed and could not write why: its error file is empty or broken; make room .*"),
+        (KeyError("message"), "torchrun failed: KeyError: 'message'"),
         (RuntimeError("no port\nis free"), "torchrun failed: RuntimeError: no port"),
     ],
 )
@@ -126,13 +143,32 @@ def test_however_torchrun_ends_it_is_one_line(raised, line):
     assert re.fullmatch(line, caught.value.code)
 
 
-def test_an_empty_error_file_is_named(tmp_path):
-    (tmp_path / "rank.py").write_text("import os, sys; open(os.environ['TORCHELASTIC_ERROR_FILE'], 'w'); sys.exit(1)")
-    code = "import launch, sys; launch.launch(['--standalone', '--nproc-per-node=1', sys.argv[1]])"
-    command = [sys.executable, "-c", code, tmp_path / "rank.py"]
-    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT / "scripts")
-    assert result.returncode == 1
-    assert result.stderr.splitlines()[-1].startswith("a rank failed and could not write why: its error file is empty")
+NO_REASON = "a rank failed and could not write why: its error file is empty or broken; make room .*"
+
+
+@pytest.mark.parametrize(
+    ("content", "line"),
+    [
+        ("", NO_REASON),
+        ("\x00", NO_REASON),
+        ("[]", NO_REASON),
+        ('{"message": 3}', NO_REASON),
+        ('{"message": {"extraInfo": {}}}', NO_REASON),
+        ('{"message": "why", "timestamp": "now"}', NO_REASON),
+        ('{"message": {"message": "why", "extraInfo": {"timestamp": "1", "py_callstack": 3}}}', NO_REASON),
+        ('{"message": {"extraInfo": {"timestamp": "1"}}}', "rank 0 failed: exit code 1"),
+        ('{"message": {"message": {"a": 3}, "extraInfo": {"timestamp": "1"}}}', NO_REASON),
+        ('{"message": "why"}', "rank 0 failed: why"),
+    ],
+)
+def test_an_error_file_of_any_shape_is_one_line(tmp_path, content, line):
+    def run(_):
+        raise ChildFailedError("rank", {0: ProcessFailure(0, 1, 1, str(tmp_path / "error.json"))})
+
+    (tmp_path / "error.json").write_text(content)
+    with mock.patch.object(torch.distributed.run, "run", run), pytest.raises(SystemExit) as caught:
+        launch(["--standalone", "script.py"])
+    assert re.fullmatch(line, caught.value.code)
 
 
 def test_a_failing_import_of_a_rank_is_the_last_line(tmp_path):
