@@ -89,6 +89,7 @@ WRONG_ENTRIES = {
     "two models": ({"model": ["a", "b"]}, "entry model is no text"),
     "a number": ({"data": 3}, "entry data is no text"),
     "wrong shape": ({"logprobs": LOGPROBS.reshape(2, 5), "digest": None}, "log-probabilities (2, 5) for 5 pairs"),
+    "no numbers": ({"logprobs": LOGPROBS * np.nan, "digest": None}, "log-probabilities that are not finite"),
     "too few": ({"logprobs": LOGPROBS[:3], "digest": None}, "log-probabilities (3, 2) for 5 pairs"),
 }
 
@@ -114,8 +115,10 @@ def test_an_array_alone_is_named(path):
     assert "is damaged" in error_of(path)
 
 
-def test_a_folder_is_named(tmp_path):
-    assert "cannot be read (Is a directory)" in error_of(tmp_path)
+def test_a_folder_and_a_pipe_are_named(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path, tmp_path / "pipe"):
+        assert "is no file but a folder, pipe or device" in error_of(path)
 
 
 def test_a_file_without_a_digest_is_one_of_an_earlier_version(path):
@@ -163,6 +166,18 @@ def test_a_full_disk_is_named_and_nothing_is_left(write, path):
     assert "\n" not in str(error.value)
     assert os.listdir(path.parent) == [path.name]
     assert (read(path) == LOGPROBS).all()
+
+
+def test_numbers_that_are_not_finite_are_not_written(path):
+    logprobs = LOGPROBS.copy()
+    logprobs[3, 1] = np.nan
+    path.unlink()
+    words = (
+        "is not made: the initial model has no finite log-probability for 1 of 5 pairs, the first of them pair 3; check"
+    )
+    with pytest.raises(ValueError, match=f"^reference file {path} {words}"):
+        write_logprobs(path, FINGERPRINTS, logprobs)
+    assert not path.exists()
 
 
 def test_where_no_file_can_be_is_named():

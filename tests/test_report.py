@@ -445,6 +445,7 @@ def test_a_cost_model_of_another_machine(tmp_path, size):
             "dense --total 1k --cp 2 --json /proc/x",
             "cannot write /proc/x: No such file or directory; give another file",
         ),
+        ("dense --total 1k --cp 2 --json /dev/full", "cannot write /dev/full: No space left on device; give another"),
         ("dense --total 1k --cp 2 --cost words.txt", "words.txt is no cost model"),
         ("dense --total 1k --cp 2 4 --png x.png", "pictures are of one layout"),
     ],
@@ -603,11 +604,10 @@ def test_the_page_is_self_contained_and_has_the_parts(sizing, picture):
     assert report_text.headline(sizing) in html.unescape(page)
 
 
-def test_pictures_of_few_and_many_ranks(tmp_path, picture):
+def test_pictures_of_few_and_many_ranks(picture):
     for lengths, cp_size, node in (([64], 1, 8), ([100, 28], 2, 8), ([500], 20, 32), ([900, 124], 24, 7)):
         sizing = size_run("lengths.txt", [np.array(lengths)], sum(lengths), cp_size, node, LLAMA_HEADS)
-        picture.write_png(sizing, tmp_path / "report.png")
-        assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
+        assert picture.png(sizing).startswith(b"\x89PNG")
         figure = picture.draw(sizing)
         titles = [axes.get_title(loc="left") for axes in figure.axes]
         for word in ("Who computes what", "Who needs what of whom", "When:", "How long:", "How much:"):

@@ -44,22 +44,27 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _write(sizings, options)
     except ValueError as error:
         parser.error(str(error))
-    except OSError as error:  # of a file that is to be written: one that is read is a ValueError
-        parser.error(f"cannot write {error.filename}: {error.strerror}; give another file")
 
 
 def _write(sizings: list[Sizing], options: argparse.Namespace) -> None:
     """Writes the files that are asked for."""
     if options.json:
         reports = [as_json(sizing) for sizing in sizings]
-        options.json.write_text(json.dumps(reports if len(reports) > 1 else reports[0], indent=1) + "\n")
+        _write_file(options.json, (json.dumps(reports if len(reports) > 1 else reports[0], indent=1) + "\n").encode())
     if options.html or options.png:
         from torchtitan_magi.report import picture
 
         if options.html:
-            options.html.write_text(picture.html_page(sizings[0]))
+            _write_file(options.html, picture.html_page(sizings[0]).encode())
         if options.png:
-            picture.write_png(sizings[0], options.png)
+            _write_file(options.png, picture.png(sizings[0]))
+
+
+def _write_file(path: Path, content: bytes) -> None:
+    try:
+        path.write_bytes(content)
+    except OSError as error:
+        raise ValueError(f"cannot write {path}: {error.strerror}; give another file") from None
 
 
 def _text(sizings: list[Sizing]) -> list[str]:

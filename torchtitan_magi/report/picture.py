@@ -4,7 +4,6 @@ import base64
 import html
 import io
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import matplotlib
@@ -41,21 +40,21 @@ STYLE: Any = {
 IDEAL: Any = {"color": INK, "linewidth": 1.2, "linestyle": (0, (4, 3))}
 
 
-def write_png(sizing: Sizing, target: Path | io.BytesIO) -> None:
+def png(sizing: Sizing) -> bytes:
     """The pictures of the first pack, and times of all strategies."""
+    target = io.BytesIO()
     draw(sizing).savefig(target, format="png", dpi=138)
+    return target.getvalue()
 
 
 def html_page(sizing: Sizing) -> str:
     """One page with everything: no scripts, nothing fetched."""
-    picture = io.BytesIO()
-    write_png(sizing, picture)
     return _PAGE.format(
         title=f"{sizing.first.cp_size} GPUs, {sizing.total:,} tokens per pack",
         headline=html.escape(headline(sizing)),
         setting="<br>".join(map(html.escape, setting(sizing))),
         table=_html_table(sizing),
-        picture=base64.b64encode(picture.getvalue()).decode(),
+        picture=base64.b64encode(png(sizing)).decode(),
         notes="".join(f"<li>{html.escape(note)}</li>" for note in notes(sizing)),
     )
 

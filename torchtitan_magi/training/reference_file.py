@@ -126,6 +126,8 @@ def read_logprobs(
     Raises:
         ValueError: it cannot be read, is damaged, or has other fingerprints. Ends with the remedy.
     """
+    if path.exists() and not path.is_file():  # a pipe would be waited for
+        raise ValueError(f"reference file {path} is no file but a folder, pipe or device; {remedy}")
     try:
         content = path.read_bytes()
     except FileNotFoundError:
@@ -147,6 +149,8 @@ def read_logprobs(
         raise ValueError(
             f"reference file {path} is damaged (log-probabilities {logprobs.shape} for {num_records} pairs); {remedy}"
         )
+    if not np.isfinite(logprobs).all():
+        raise ValueError(f"reference file {path} is damaged (log-probabilities that are not finite); {remedy}")
     return logprobs
 
 
@@ -188,8 +192,14 @@ def write_logprobs(path: Path, fingerprints: dict[str, str], logprobs: npt.NDArr
     """Writes a reference file, whole or not at all.
 
     Raises:
-        ValueError: it cannot be written; names the remedy.
+        ValueError: it cannot be written, or the numbers are no log-probabilities; names the remedy.
     """
+    wrong = np.flatnonzero(~np.isfinite(logprobs).all(1))
+    if wrong.size:
+        raise ValueError(
+            f"reference file {path} is not made: the initial model has no finite log-probability for {wrong.size} of "
+            f"{len(logprobs)} pairs, the first of them pair {wrong[0]}; check its weights and that pair"
+        )
     content = io.BytesIO()
     np.savez(content, logprobs=logprobs, digest=_digest(logprobs, fingerprints), **fingerprints)  # type: ignore[arg-type]
     try:
