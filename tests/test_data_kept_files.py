@@ -3,10 +3,15 @@
 import errno
 import multiprocessing
 import os
+import re
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from torchtitan_magi import files
 from torchtitan_magi.data.kept_files import digest_of_file, kept
 
 
@@ -45,6 +50,45 @@ def test_a_changed_source_has_another_file(source, tmp_path):
     os.utime(source, ns=(0, 0))
     second = kept(tmp_path, str(source), "kind", lambda path: path.write_text("2"), Path.read_text)
     assert (first, second) == ("1", "2")
+
+
+HOLDER = """
+import sys, time
+from torchtitan_magi.files import open_lock, take_lock
+take_lock(open_lock(sys.argv[1]))
+print("locked", flush=True)
+time.sleep(1000)
+"""
+
+
+def test_a_stopped_holder_of_the_lock_is_named(source, tmp_path, monkeypatch):
+    """And waited for until it is dead."""
+    kept(tmp_path, str(source), "kind", lambda path: path.write_text("1"), Path.read_text)
+    (file,) = tmp_path.glob("*.kind")
+    file.unlink()
+    monkeypatch.setattr(files, "PATIENCE", 0.1)
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent)}
+    command = [sys.executable, "-c", HOLDER, f"{file}.lock"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as holder:
+        assert holder.stdout.readline() == b"locked\n"
+        holder.send_signal(signal.SIGSTOP)
+        monkeypatch.setattr(files.logger, "warning", lambda text: (texts.append(text), holder.kill()))
+        texts = []
+        assert kept(tmp_path, str(source), "kind", lambda path: path.write_text("2"), Path.read_text) == "2"
+    (text,) = texts
+    assert re.match(
+        rf"waiting for {file}, which process {holder.pid} on .* makes; if that process is stopped, end", text
+    )
+
+
+def test_a_lock_that_is_a_link_is_refused_and_its_target_left_alone(source, tmp_path):
+    kept(tmp_path, str(source), "kind", lambda path: path.write_text("1"), Path.read_text)
+    (file,) = tmp_path.glob("*.kind")
+    file.unlink()
+    Path(f"{file}.lock").symlink_to(source)
+    with pytest.raises(ValueError, match=r"cannot write the data cache .*: Too many levels of symbolic links; make"):
+        kept(tmp_path, str(source), "kind", lambda path: path.write_text("1"), Path.read_text)
+    assert source.read_text() == "content"
 
 
 @pytest.mark.parametrize("damage", [lambda text: "", lambda text: text[:-20], lambda text: "f" + text[1:]])

@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 from odd_tokenizers import Deadly, Probe, Slow
 from streams import join, resume, take, with_small_blocks
 
+from torchtitan_magi import files
 from torchtitan_magi.data import (
     Corpus,
     PackedPairDataset,
@@ -254,6 +255,34 @@ def test_a_writer_that_is_killed_is_followed_by_another(folder, tokenizer, cache
     thread.join()
     assert found == expected
     wait_for(lambda: not any(map(is_alive, workers)))
+
+
+def test_a_stopped_writer_is_named(folder, tokenizer, cache, monkeypatch):
+    """Also by a process that did not start it, which waits until it is dead."""
+    expected = flats(dataset(folder, tokenizer, None))
+    packs = dataset(folder, tokenizer, cache)
+    packs.tokens._write([0], packs.tokens.order_name)
+    (writer,) = packs.tokens._writers.values()
+    writer.process.send_signal(signal.SIGSTOP)
+    texts = []
+    monkeypatch.setattr(files, "PATIENCE", 0.1)
+    monkeypatch.setattr(files.logger, "warning", lambda text: (texts.append(text), writer.process.kill()))
+    assert flats(dataset(folder, tokenizer, cache)) == expected
+    assert re.match(
+        rf"waiting for the tokens of .*, which process {writer.process.pid} on .* if that process", texts[0]
+    )
+
+
+def test_a_lock_that_is_a_link_is_refused_and_its_target_left_alone(folder, tokenizer, cache, tmp_path):
+    (tmp_path / "precious").write_text("precious")
+    list(dataset(folder, tokenizer, cache))
+    for path in list(cache.iterdir()):
+        path.unlink()
+        if path.suffix == ".lock":
+            path.symlink_to(tmp_path / "precious")
+    with pytest.raises(ValueError, match=r"tokens cannot be kept in .*: Too many levels of symbolic links"):
+        list(dataset(folder, tokenizer, cache))
+    assert (tmp_path / "precious").read_text() == "precious"
 
 
 def test_a_writer_ends_with_its_reader(folder, tokenizer, cache):

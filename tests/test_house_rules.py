@@ -20,7 +20,8 @@ CORE = {"attention", "bound_plan", "dispatch"}
 # wing, or file beside the wings -> what it may import of the package besides itself and `wording`; dependencies run
 # one way
 MAY_IMPORT = {
-    **dict.fromkeys(["wording", "tiles", "files", "masks", "data", "losses", "models"], ""),
+    **dict.fromkeys(["wording", "tiles", "files", "masks", "losses", "models"], ""),
+    "data": "files",
     "cuda": "tiles files",
     "planning": "tiles masks",
     "exchange": "cuda planning",

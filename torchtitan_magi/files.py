@@ -1,6 +1,8 @@
 """Files that other processes may read or write at the same time."""
 
 import contextlib
+import fcntl
+import logging
 import os
 import secrets
 import socket
@@ -8,6 +10,10 @@ import time
 from pathlib import Path
 
 from torchtitan_magi.wording import one_line
+
+logger = logging.getLogger(__name__)
+
+PATIENCE = 60.0  # seconds of waiting for another process until the log says so
 
 
 def write_whole(path: Path | str, content: bytes, mode: int = 0o666, folder: int | None = None) -> None:
@@ -53,6 +59,41 @@ def open_lock(path: Path | str, mode: int = 0o666, folder: int | None = None) ->
         OSError: it cannot be written, or is a symbolic link, which is not followed.
     """
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, mode, dir_fd=folder)
+
+
+def take_lock(lock: int) -> None:
+    """Takes a lock that ends with its processes, and signs it.
+
+    Raises:
+        BlockingIOError: another process holds it; the text says which.
+        OSError: the file system has no locks.
+    """
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise BlockingIOError(holder_of(lock)) from None
+    with contextlib.suppress(OSError):  # a full disk
+        sign_lock(lock, os.getpid())
+
+
+class Waiting:
+    """A wait for what another process makes, which is named in the log, once, when it takes long.
+
+    Args:
+        what: is waited for.
+    """
+
+    def __init__(self, what: str) -> None:
+        self.what, self.since, self.told = what, time.monotonic(), False
+
+    def note(self, maker: object) -> None:
+        """Still waiting."""
+        if not self.told and time.monotonic() - self.since > PATIENCE:
+            self.told = True
+            logger.warning(
+                f"waiting for {self.what}, which {maker} makes; if that process is stopped, end it with kill -9, and "
+                "another takes over"
+            )
 
 
 def sign_lock(lock: int, process: int) -> None:

@@ -1,15 +1,16 @@
 """Files that are made once and kept in the cache folder: by one process, while the others wait for it."""
 
 import contextlib
-import fcntl
 import hashlib
 import logging
 import os
+import time
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
+from torchtitan_magi.files import Waiting, open_lock, take_lock
 from torchtitan_magi.wording import one_line, quoted_path
 
 T = TypeVar("T")
@@ -17,6 +18,7 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 _VERSION = 2  # of what is kept
+_POLL = 0.02  # seconds between looks for a lock
 
 
 def kept(cache: Path, source: str, kind: str, make: Callable[[Path], Any], load: Callable[[Path], T | None]) -> T:
@@ -99,10 +101,20 @@ def _writing(cache: Path) -> Iterator[None]:
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
     """Holds a lock that ends with its process. Without locks on the file system, each process makes its own file."""
-    with open(path, "w") as file:
-        with contextlib.suppress(OSError):
-            fcntl.flock(file, fcntl.LOCK_EX)
+    lock, waiting = open_lock(path), Waiting(f"{path.with_suffix('')}")
+    try:
+        while True:
+            try:
+                take_lock(lock)
+                break
+            except BlockingIOError as error:
+                waiting.note(error)
+                time.sleep(_POLL)
+            except OSError:
+                break
         try:
             yield
         finally:
             path.unlink(missing_ok=True)
+    finally:
+        os.close(lock)

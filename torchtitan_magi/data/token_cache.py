@@ -28,12 +28,12 @@ from torchtitan_magi.data.stream import Cancelled, MakePlan
 from torchtitan_magi.data.token_block import VERSION, TokenBlock
 from torchtitan_magi.data.token_writer import Job, unusable
 from torchtitan_magi.data.window_plan import WindowPlan
+from torchtitan_magi.files import Waiting, open_lock, sign_lock, take_lock
 from torchtitan_magi.wording import one_line, quoted_path
 
 logger = logging.getLogger(__name__)
 
 _POLL = 0.02  # seconds between looks for a file
-_PATIENCE = 20.0  # seconds of waiting for another process's writer until the log says so
 _MAX_WRITERS = 4  # that end without the file that is waited for
 _MAX_OPEN = 128  # files of tokens that nobody uses at the moment; each takes a descriptor
 _UNFINISHED_SECONDS = 3600.0  # age of a temporary file whose writer is dead
@@ -112,6 +112,7 @@ class TokenCache:
         self._there: set[int] = set()  # blocks whose tokens have been seen
         self._cleaned = self._told = False
         self._writers: dict[str, _Writer] = {}
+        self._makers: dict[str, str] = {}  # who writes, here or in another process
         self._in_use: weakref.WeakValueDictionary[int, TokenBlock] = weakref.WeakValueDictionary()
         self._opened_last: deque[TokenBlock] = deque(maxlen=_MAX_OPEN)  # small data stays open across its epochs
 
@@ -166,6 +167,7 @@ class TokenCache:
         """The plan of this name, which is made if it is not there: by one process, while the others wait for it. Where
         it cannot be kept, each process makes its own."""
         path = self._plan_path(name)
+        waiting = Waiting(path)
         while not cancelled.is_set():
             try:
                 return WindowPlan.open(path)
@@ -181,7 +183,8 @@ class TokenCache:
                         plan = make(cancelled)
                         self._keep(plan, path)
                         return plan
-            except BlockingIOError:
+            except BlockingIOError as error:
+                waiting.note(error)
                 cancelled.wait(_POLL)
             except OSError as error:
                 self._tell(error)
@@ -214,8 +217,8 @@ class TokenCache:
     def _locked(self, name: str) -> Iterator[None]:
         """Raises BlockingIOError while another process has the lock."""
         path = self.folder / f"{name}.lock"
-        with open(path, "wb") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with open(open_lock(path), "r+b") as lock:
+            take_lock(lock.fileno())
             try:
                 yield
             finally:
@@ -223,7 +226,7 @@ class TokenCache:
                 fcntl.flock(lock, fcntl.LOCK_UN)  # also of processes forked meanwhile
 
     def _wait(self, block: int, cancelled: threading.Event) -> TokenBlock:
-        path, since, told, num_writers = self._path_name(block), time.monotonic(), False, 0
+        path, waiting, num_writers = self._path_name(block), Waiting(f"the tokens of {self.corpus.paths}"), 0
         order, name = self._order, self.order_name
         while not cancelled.is_set():
             try:
@@ -241,9 +244,7 @@ class TokenCache:
                 raise ValueError(
                     f"tokens disappear from {quoted_path(self.folder)}; let no other program remove files there"
                 )
-            if not told and time.monotonic() - since > _PATIENCE:
-                told = True
-                logger.info("waiting for the tokens of %s", self.corpus.paths)
+            waiting.note(self._makers.get(name, "another process"))
             cancelled.wait(_POLL)
         raise Cancelled
 
@@ -264,16 +265,18 @@ class TokenCache:
         name_of_lock = hashlib.sha256(f"{self._depends_on} {name}".encode()).hexdigest()[:40]
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            with open(self.folder / f"{name_of_lock}.lock", "wb") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with open(open_lock(self.folder / f"{name_of_lock}.lock"), "r+b") as lock:
+                take_lock(lock.fileno())
                 self._clean()
                 items = [(block, self.path(block)) for block in blocks]
                 missing = [(block, str(path)) for block, path in items if not path.exists()]
                 if missing:
                     job = Job(self.corpus, missing, self.tokenizer, self.kind, os.getpid())
-                    self._writers[name] = _Writer(job, lock)
+                    self._writers[name] = writer = _Writer(job, lock)
+                    self._makers[name] = f"process {writer.process.pid}"
                 return bool(missing)
-        except BlockingIOError:
+        except BlockingIOError as error:
+            self._makers[name] = str(error)
             return False
         except OSError as error:
             raise ValueError(unusable(self.folder, error)) from None
@@ -306,6 +309,8 @@ class _Writer:
         with suppress(BrokenPipeError), self.process.stdin as stdin:
             pickle.dump((sys.path, packages), stdin)
             pickle.dump(job, stdin)
+        with suppress(OSError):  # a full disk
+            sign_lock(lock.fileno(), self.process.pid)
         logger.info("tokenizing %s blocks of records with %d processes", f"{len(job.items):,}", job.num_workers)
 
     def is_running(self) -> bool:
