@@ -6,7 +6,11 @@ import subprocess
 import sys
 
 import pytest
+import torch
+from torch.distributed import checkpoint
 from training import DEBUG_TOML, ROOT, SMALL, new_folder, on_corpus, run_script, train
+
+from torchtitan_magi.training.checkpoint_files import DigestWriter
 
 import loss_compare  # isort: skip
 
@@ -29,6 +33,21 @@ def test_torchrun_prints_the_losses_of_the_forked_processes():
     printed = re.findall(r"step: +(\d+)  loss: +([0-9.]+) ", result.stdout + result.stderr)
     losses = train(2, arguments, layers=None).losses
     assert printed == [(f"{step}", f"{loss:.5f}") for step, loss in enumerate(losses, 1)]
+
+
+def test_plain_torchrun_says_which_checkpoint_is_broken_and_what_to_do(tmp_path):
+    """In the last line of its box."""
+    folder = tmp_path / "step-2"
+    checkpoint.save({"x": torch.zeros(9)}, storage_writer=DigestWriter(folder), checkpoint_id=folder, no_dist=True)
+    (folder / "__0_0.distcp").write_bytes(b"")
+    arguments = [*on_corpus(), "--parallelism.context_parallel_degree", "1", "--checkpoint.enable"]
+    arguments += ["--checkpoint.initial_load_path", folder, "--job.dump_folder", tmp_path]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "-m", "torchtitan_magi.train"]
+    result = command(*torchrun, "--job.config_file", DEBUG_TOML, *arguments)
+    assert result.returncode
+    *_, last = filter(None, (line.strip(" =") for line in result.stderr.splitlines()))
+    assert last.startswith(f"ValueError: {folder}/__0_0.distcp is damaged: ")
+    assert last.endswith("; load another checkpoint, or copy this one again from where it is whole")
 
 
 def test_loss_compare_prints_a_table(monkeypatch, capsys):
