@@ -296,15 +296,18 @@ def test_degrees_that_torchtitan_ignores_or_ends_in_assertions():
         assert [message for message in messages if message not in error] == []
 
 
+THREE_PACKS = "--training.local_batch_size 1 --training.global_batch_size 3"
+
+
 @pytest.mark.parametrize(
     ("degrees", "options", "messages"),
     [
         ({"dp": 2}, "--parallelism.expert_parallel_degree 4", ["expert_parallel_degree is 4", "does not divide"]),
-        ({"dp": 3}, "--training.local_batch_size 1 --parallelism.expert_parallel_degree 3",
+        ({"dp": 3}, f"{THREE_PACKS} --parallelism.expert_parallel_degree 3",
          ["expert_parallel_degree is 3, which does not divide the 4 experts of model.flavor 'hf'"]),
         (
             {"dp": 3},
-            "--training.local_batch_size 1",
+            THREE_PACKS,
             ["initial_load_in_hf is true, but 3 ranks share 4 experts, not as many each; use a number of ranks"],
         ),
         ({}, "--parallelism.expert_parallel_comm_backend deepep", ["comm_backend is 'deepep'", 'set it to "standard"']),
