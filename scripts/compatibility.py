@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Which options go together: trains tiny models under combinations of them and compares losses with the plain run.
 
-    python scripts/compatibility.py [--output docs/reference/compatibility.md] [--cells 0 7 12]
+    python scripts/compatibility.py [--cells 0 7 12]        # in the environment of each torchtitan
     python scripts/compatibility.py --gpu --jobs 8          # on two GPUs: the options that need them
 
 For each model, every two values of two options meet in at least one combination (pairwise coverage), and one run has
@@ -10,6 +10,9 @@ packs and precision, without the parallelism and the options), or it is refused 
 names the remedy. Anything else fails, and the exit code is 1. On GPUs a run may also differ from the plain run in the
 next higher precision by twice as much as the plain run in its own does: losses of DPO are differences of two models,
 and with float8 each rank scales its own tokens.
+
+Verdicts go to benchmarks/results/compatibility_TORCHTITAN.json, of which write_docs.py makes the table of
+docs/reference/compatibility.md; with --gpu to the Markdown file --output.
 
 It runs on the CPU, where torch.compile traces but generates no code; what needs GPUs is left to --gpu. The models have
 two layers, of width 64 on the CPU and 256 on GPUs, and come from config.json (flavor "hf"), as the tests' models do.
@@ -20,13 +23,17 @@ import argparse
 import datetime
 import functools
 import itertools
+import json
+import platform
 import random
+import subprocess
 import sys
 import tempfile
 import textwrap
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
+from importlib.metadata import version
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -37,17 +44,6 @@ STEPS = 3
 SEQ_LEN = 256
 TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}  # largest relative difference of a loss
 GPU_EXTRAS = ("CPU offload", "float8", "async TP")
-
-BY_TORCHTITAN = """
-## By torchtitan
-
-The combinations above ran with torchtitan 0.2.2. These layouts ran with 0.2.2 and with
-[0.3](../how-to/torchtitan-0.3.md), from the same weights, in float32 on a CPU (`scripts/compare_versions.py`): the
-largest relative difference over five steps of loss, gradient norm.
-
-<!-- generated: versions -->
-<!-- end -->
-"""
 
 OF_LOW_PRECISION = """
 ## Precision
@@ -109,10 +105,11 @@ class Cell:
     def plain(self) -> "Cell":
         """The same packs, precision and task, and a validation: data-parallel ranks read packs of their own.
 
-        torchtitan has no mixed precision for tensor parallelism alone.
+        torchtitan 0.2.2 has no mixed precision for tensor parallelism alone.
         """
         layout = {1: "one rank", 2: "FSDP", 4: "HSDP"}[self.dp]
-        precision = "fp32" if self.layout == "TP" and self.extra not in GPU_EXTRAS else self.precision
+        is_plain_tp = self.layout == "TP" and self.extra not in GPU_EXTRAS
+        precision = "fp32" if is_plain_tp and version("torchtitan").startswith("0.2.") else self.precision
         return Cell(
             self.model, layout, precision=precision, packs=self.packs, accumulation=self.accumulation,
             validation=True, task=self.task, extra="float8" if self.extra == "float8" else "none",
@@ -154,6 +151,8 @@ class Cell:
             ) if on
         )])  # fmt: skip
 
+
+Rows = list[tuple[int, Cell, str, str]]  # number, combination, verdict, detail
 
 DENSE = ("FSDP", "HSDP", "TP", "CP", "FSDP + TP + CP")
 LAYOUTS = {
@@ -305,7 +304,7 @@ def main() -> None:
     parser.add_argument("--gpu", action="store_true", help="the combinations that need GPUs, two of them")
     parser.add_argument("--jobs", type=int, default=1, help="cells at the same time (default: %(default)s)")
     parser.add_argument("--models", type=Path, help="folder of the models; written there if there are none")
-    parser.add_argument("--output", type=Path, help="Markdown file to write")
+    parser.add_argument("--output", type=Path, help="Markdown file to write, of --gpu")
     arguments = parser.parse_args()
     chosen = list(enumerate(gpu_cells() if arguments.gpu else cells()))
     chosen = [(number, cell) for number, cell in chosen if not arguments.cells or number in arguments.cells]
@@ -320,8 +319,10 @@ def main() -> None:
                 rows.append((number, cell, verdict, detail))
                 line = detail.splitlines()[0][:200] if detail else ""
                 print(f"{number:3} {verdict:8} {cell}: {line}", flush=True)
-    if arguments.output:
-        arguments.output.write_text(page(rows, arguments.gpu))
+    if arguments.output and arguments.gpu:
+        arguments.output.write_text(page(rows))
+    elif len(rows) == len(cells()) and not arguments.gpu:
+        write_verdicts(rows)
     sys.exit(1 if failed else 0)
 
 
@@ -342,50 +343,56 @@ def place() -> str:
     return f"{count} {torch.cuda.get_device_name()}{shared} ({datetime.date.today()}, torch {torch.__version__})"
 
 
-def page(rows: list[tuple[int, Cell, str, str]], on_gpus: bool) -> str:
-    """docs/reference/compatibility.md, or docs/reference/compatibility_gpu.md."""
+def write_verdicts(rows: Rows) -> None:
+    """benchmarks/results/compatibility_TORCHTITAN.json, of all combinations on the CPU."""
+    import torch
+    from training import TITAN
+
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
+    found = {
+        "date": f"{datetime.date.today()}",
+        "commit": commit.stdout.strip(),
+        "command": "python scripts/compatibility.py",
+        "processor": platform.processor() or platform.machine(),
+        "torch": torch.__version__,
+        "torchtitan": TITAN,
+        "cells": [
+            {"number": number, "verdict": verdict, "detail": detail} | asdict(cell)
+            for number, cell, verdict, detail in rows
+        ],
+    }
+    file = ROOT / "benchmarks" / "results" / f"compatibility_{TITAN}.json"
+    file.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def page(rows: Rows) -> str:
+    """docs/reference/compatibility_gpu.md."""
     works = sum(verdict == "works" for _, _, verdict, _ in rows)
     refused = {(f"{cell.model}, {cell.layout}", detail): 0 for _, cell, verdict, detail in rows if verdict == "refused"}
     columns = ["#", "model", "task", "layout", "precision", "packs", "accumulation", "checkpointing", "compile"]
     columns += ["validation", "extra", "verdict"]
     text = (
-        f"Made by `scripts/compatibility.py` on {place() if on_gpus else 'a CPU'}: {len(rows)} combinations. For "
-        f"each model every two values of two options meet. {works} train with the losses of the plain run (the same "
-        "packs and precision, one rank or plain data parallelism, no options): the largest relative difference over "
-        f"{STEPS} steps and a validation is at most {TOLERANCE['fp32']:g} in float32 and {TOLERANCE['bf16']:g} in "
-        "bfloat16. The others are refused before the first step."
+        f"Made by `scripts/compatibility.py` on {place()}, with torchtitan 0.2.2: {len(rows)} combinations. For each "
+        f"model every two values of two options meet. {works} train with the losses of the plain run (the same packs "
+        "and precision, one rank or plain data parallelism, no options): the largest relative difference over "
+        f"{STEPS} steps and a validation is at most {TOLERANCE['bf16']:g}. The others are refused before the first "
+        "step. Runs with float8 are compared with a plain run in float8 (`quantize.linear.float8`, the output layer "
+        "left out), CPU offload and asynchronous TP with bfloat16. Where the difference is larger, the run may differ "
+        "from the plain one in the next higher precision (bfloat16, float32) by twice as much as that in its own."
     )
-    notes = (
-        "Under TP alone torchtitan has no mixed precision, so those runs are compared in float32. On the CPU "
-        "torch.compile traces without generating code (`aot_eager`). CPU offload, float8 and async TP need GPUs: "
-        "[compatibility_gpu.md](compatibility_gpu.md)."
-    )
-    if on_gpus:
-        notes = (
-            "Runs with float8 are compared with a plain run in float8 (`quantize.linear.float8`, the output layer left "
-            "out), CPU offload and asynchronous TP with bfloat16. Where the difference is larger, the run may differ "
-            "from the plain one in the next higher precision (bfloat16, float32) by twice as much as that in its own."
-        )
-    lines = [
-        f"# What goes together{' on GPUs' * on_gpus}",
-        "",
-        *textwrap.wrap(text, 118),
-        "",
-        *textwrap.wrap(notes, 118),
-        "",
-    ]
+    lines = ["# What goes together on GPUs", "", *textwrap.wrap(text, 118), ""]
     lines += [f"| {' | '.join(columns)} |", "|" + " --- |" * len(columns)]
     for number, cell, verdict, detail in rows:
         on = {True: "yes", False: ""}
         values = (
             number, cell.model, cell.task, cell.layout, cell.precision, cell.packs, cell.accumulation,
-            cell.checkpointing, on[cell.compile], on[cell.validation], cell.extra.replace("none", ""),
+            cell.checkpointing, on[cell.compile], on[cell.validation], cell.extra,
         )  # fmt: skip
         verdict = f"{verdict}, {detail}" if verdict == "works" else f"**{verdict}**"
         lines.append(f"| {' | '.join(map(str, values))} | {verdict} |")
     if refused:
         lines += ["", "Refused:", "", *(f"* {who}: {detail}" for who, detail in refused)]
-    return "\n".join(lines) + "\n" + (OF_LOW_PRECISION if on_gpus else BY_TORCHTITAN)
+    return "\n".join(lines) + "\n" + OF_LOW_PRECISION
 
 
 if __name__ == "__main__":

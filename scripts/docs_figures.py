@@ -451,6 +451,33 @@ def versions() -> str:
     return f"{table(columns, rows)}\n\n{sources(*files.values())}"
 
 
+def compatibility() -> str:
+    """Verdicts of scripts/compatibility.py with each torchtitan."""
+    files = {version: f"compatibility_{version}" for version in VERSIONS}
+    found = {version: result(name)["cells"] for version, name in files.items()}
+    yes = {True: "yes", False: ""}
+    lines, refused = [], {}
+    for cells in zip(*found.values(), strict=True):
+        cell, *_ = cells
+        options = [cell[field] for field in ("model", "task", "layout", "precision", "packs", "accumulation")]
+        options += [cell["checkpointing"], yes[cell["compile"]], yes[cell["validation"]]]
+        verdicts = [each["detail"] if each["verdict"] == "works" else f"**{each['verdict']}**" for each in cells]
+        lines.append([cell["number"], *options, *verdicts])
+        refused |= {each["detail"]: cell["layout"] for each in cells if each["verdict"] == "refused"}
+    works = ", ".join(
+        f"{sum(cell['verdict'] == 'works' for cell in cells)} of {len(cells)} with {version}"
+        for version, cells in found.items()
+    )
+    columns = ["#", "model", "task", "layout", "precision", "packs", "accumulation", "checkpointing", "compile"]
+    parts = [f"Trained: {works}.", table([*columns, "validation", *VERSIONS], lines)]
+    parts += [
+        "Refused:",
+        "\n".join(f"- {layout}: {line}" for line, layout in refused.items()),
+        sources(*files.values()),
+    ]
+    return "\n\n".join(parts)
+
+
 def v03_gpu(name: str, on: str) -> str:
     """Losses with torchtitan 0.3 on GPUs, beside those on a CPU."""
     found = result(name)
@@ -471,6 +498,7 @@ def started() -> str:
 
 
 PARTS: dict[str, Callable[[], str]] = {
+    "compatibility": compatibility,
     "versions": versions,
     "v03-gpu": functools.partial(v03_gpu, "v03_h200", "one H200"),
     "v03-two-gpus": functools.partial(v03_gpu, "v03_h200x2", "two H200"),

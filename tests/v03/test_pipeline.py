@@ -15,7 +15,10 @@ from training import TrainingError, corpus, new_folder, train
 
 from torchtitan_magi.training.lora import adapted_layers
 
-DEGREES = {"pp": "pipeline_parallel", "cp": "context_parallel", "tp": "tensor_parallel", "dp": "data_parallel_shard"}
+DEGREES = {
+    "pp": "pipeline_parallel", "cp": "context_parallel", "tp": "tensor_parallel", "dp": "data_parallel_shard",
+    "replicate": "data_parallel_replicate", "ep": "expert_parallel",
+}  # fmt: skip
 PACKS = 4  # per step
 FOUR_LAYERS = {"num_hidden_layers": 4}
 
@@ -39,13 +42,13 @@ def run(degrees, *options, kind="llama", tied=False, setup=None):
     """Two steps."""
     name = {"llama": "llama3", "qwen3_moe": "qwen3"}.get(kind, kind)
     local = PACKS // degrees.get("dp", 1) if "pp" in degrees else 1
+    processes = math.prod(degree for axis, degree in degrees.items() if axis != "ep")
     arguments = ["--model.name", name, "--model.flavor", "hf", "--model.hf_assets_path", str(folder(kind, tied))]
     arguments += ["--training.dataset_path", f"{corpus()}/train.jsonl", "--training.steps", "2"]
     arguments += ["--training.local_batch_size", str(local), "--training.global_batch_size", str(PACKS)]
     arguments += ["--checkpoint.enable", "--checkpoint.initial_load_in_hf"]
     for axis, degree in degrees.items():
         arguments += [f"--parallelism.{DEGREES[axis]}_degree", str(degree)]
-    processes = math.prod(degrees.values())
     found = train(processes, [*arguments, *options], layers=None, setup=setup)
     unknown = [name] * (name not in ("llama3", "qwen3")) + ["pipelines"] * ("pp" in degrees)
     unknown += ["LoRA"] * ("--magi.lora.rank" in options)
@@ -102,6 +105,17 @@ def test_models_with_experts_and_several_masks_train_alike(kind):
 )
 def test_experts_under_tensor_parallelism_train_alike_on_microbatches_of_one_pack(kind, degrees):
     check(run(degrees, *with_validation(), kind=kind), alone(kind))
+
+
+@pytest.mark.parametrize(
+    ("degrees", "options"),
+    [
+        ({"replicate": 2, "dp": 2}, ""),
+        ({"tp": 2, "dp": 2, "ep": 2}, "--compile.enable --compile.backend aot_eager --validation.local_batch_size 2"),
+    ],
+)
+def test_experts_are_read_under_hsdp_and_compile_for_packs_of_training_and_of_validation(degrees, options):
+    check(run(degrees, *options.split(), *with_validation(), kind="qwen3_moe"), alone("qwen3_moe"))
 
 
 @functools.cache

@@ -2,10 +2,12 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from torchtitan_magi.models.model_config import Experts
@@ -34,6 +36,22 @@ def check_expert_degree(degree: int, experts: Experts | None, flavor: str) -> No
             f"parallelism.expert_parallel_degree is {degree}, which does not divide the {experts.num_experts} experts "
             f"of model.flavor {quoted(flavor)}; use a degree that does"
         )
+
+
+def own_experts(
+    stock: Any, adapter: Any, dim: int, dim_size: int, dtensor_placements: Any, device_mesh: DeviceMesh
+) -> tuple[int, int]:
+    """The range of experts of this rank, by the axes of the mesh that shard; torchtitan takes every axis for one.
+
+    Args:
+        stock: torchtitan's own function of an adapter of weights.
+    """
+    names = device_mesh.mesh_dim_names or ()
+    sharded = {name: axis for name, axis in zip(names, dtensor_placements, strict=True) if not axis.is_replicate()}
+    if not sharded:
+        return 0, dim_size
+    found: tuple[int, int] = stock(adapter, dim, dim_size, tuple(sharded.values()), device_mesh[tuple(sharded)])
+    return found
 
 
 def expert_counts(models: Iterable[nn.Module]) -> list[Tensor]:

@@ -10,7 +10,6 @@ from typing import Any
 import tyro
 from torch import Tensor
 from torch.distributed import checkpoint
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler, record
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -32,6 +31,7 @@ from torchtitan_magi.titan.v02 import moe_styles
 from torchtitan_magi.titan.v02.metadata import PlanMetadata
 from torchtitan_magi.titan.v02.moe import check_expert_degrees, check_expert_tensor_degree
 from torchtitan_magi.training.checkpoint_files import DigestWriter, loading, saving
+from torchtitan_magi.training.experts import own_experts
 from torchtitan_magi.training.exports import export
 from torchtitan_magi.training.launcher import config_file
 from torchtitan_magi.training.memory_log import check_offload
@@ -52,7 +52,7 @@ def install() -> None:
         (tyro, "cli", _cli),  # to say it in one line, and to torchrun, for the command line as well
         (ConfigManager, "_validate_config", _validate_config),  # to check all values and import the user's modules
         (context_parallel, "cp_shard", _cp_shard),  # to deal out tokens as planned, not by their place in the pack
-        (MoEStateDictAdapter, "_caculate_indices_from_placements", _own_experts),  # to have them under HSDP as well
+        (MoEStateDictAdapter, "_caculate_indices_from_placements", own_experts),  # to have them under HSDP as well
         (ParallelDims, "_validate", _validate),  # to say what is wrong with the degrees
         (dist_utils, "clip_grad_norm_", _clip_grad_norm),  # to have gradients added up under tensor parallelism alone
         (CheckpointManager, "save", _save),  # to save when the data end early, to say why a save failed; for timeouts
@@ -165,17 +165,6 @@ def _cp_shard(
     if attention_masks.positions is not None:
         positions = attention_masks.positions
     return tuple(attention_masks.take(x) for x in (tokens, labels, positions)), attention_masks
-
-
-def _own_experts(
-    stock: Any, adapter: Any, dim: int, dim_size: int, dtensor_placements: Any, device_mesh: DeviceMesh
-) -> tuple[int, int]:
-    """The range of experts of this rank, by the axes of the mesh that shard; torchtitan takes every axis for one."""
-    names = device_mesh.mesh_dim_names or ()
-    sharded = {name: axis for name, axis in zip(names, dtensor_placements, strict=True) if not axis.is_replicate()}
-    if not sharded:
-        return 0, dim_size
-    return stock(adapter, dim, dim_size, tuple(sharded.values()), device_mesh[tuple(sharded)])
 
 
 def _validate(stock: Any, dims: ParallelDims) -> None:

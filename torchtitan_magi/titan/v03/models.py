@@ -133,6 +133,8 @@ def _parallelize(stock: Any, model: Any, *, parallel_dims: Any, **options: Any) 
     for module in model.modules():
         if isinstance(module, RoutedExperts):
             module.register_forward_pre_hook(_arrived)
+            # DTensor cannot view tokens of a number of packs that torch.compile takes for variable, as validation's.
+            torch._dynamo.config.automatic_dynamic_shapes &= not parallel_dims.tp_enabled
     model = stock(model, parallel_dims=_WithoutCP(parallel_dims), **options)
     if utils.device_type == "cpu":
         reduce_by_plain_sums(model)
