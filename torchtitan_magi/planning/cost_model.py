@@ -175,7 +175,8 @@ def _figures(costs: dict[str, Any]) -> list[float]:
 
 # Kernel: `calibrate --fit benchmarks/results/kernel_h200.json` at commit 16ed43a; they predicted the cases of that file
 # to -15% (a pack of 256k tokens; -11% else) and +9% forward, -8% and +9% backward. The forward is 2 to 4% faster since.
-# The factors of wide heads: dense rows of variants_h200.json, within 10%. The rest: calibrate.py on four at 27e378a, rows fetched through peer memory; slowdown is of a backward, the forward
+# The factors of wide heads: dense rows of variants_h200.json, within 10%.
+# The rest: calibrate.py on four at 27e378a, rows fetched through peer memory; slowdown is of a backward, the forward
 # showed 0.03. cost_h200x4.json, of a later run, has 81 us and 353 GB/s and predicts layers no better. `across` is not
 # measured: it assumes one 400 Gb/s adapter per GPU.
 H200 = CostModel(
