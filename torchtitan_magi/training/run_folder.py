@@ -79,6 +79,6 @@ def _lock(path: Path, option: str, folder: str) -> None:
         sign_lock(lock, os.getpid())
     except OSError as error:
         raise ValueError(
-            f"{option} is {quoted_path(folder)}, but its lock {path} cannot be written ({one_line(error)}); make room "
+            f"{option} is {quoted_path(folder)}, but its lock {path} cannot be written ({error.strerror}); make room "
             "there, or give another folder"
         ) from None
