@@ -10,6 +10,13 @@ from hf_models import make_hf_folder
 from training import ROOT, TrainingError, corpus, new_folder, train
 
 
+def test_degrees_that_are_not_as_many_as_processes_are_named():
+    message = "context 3, tensor 1, pipeline 1, but torchrun started 2 processes; start as many as they multiply to"
+    with pytest.raises(TrainingError, match=message) as caught:
+        train(2, ["--parallelism.context_parallel_degree", "3"])
+    assert caught.value.type == "ValueError"
+
+
 @pytest.mark.parametrize(
     ("kind", "degree", "message"),
     [

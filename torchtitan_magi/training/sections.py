@@ -1,6 +1,7 @@
 """Checks of the sections [training] and [validation] before a run."""
 
 from collections.abc import Iterable
+from types import SimpleNamespace
 from typing import Any
 
 import torch.distributed as dist
@@ -43,6 +44,14 @@ def check_degrees(dims: Any) -> None:
             f"{dims.world_size} processes; start as many as they multiply to, or change them: "
             "data_parallel_shard_degree = -1 takes the processes that are left"
         )
+
+
+def check_degrees_of(parallelism: Any, world_size: int) -> None:
+    """The same of the section [parallelism], before there are ``ParallelDims``."""
+    names = {"dp_replicate": "data_parallel_replicate", "dp_shard": "data_parallel_shard", "cp": "context_parallel"}
+    names |= {"tp": "tensor_parallel", "pp": "pipeline_parallel"}
+    degrees = {axis: getattr(parallelism, f"{name}_degree") for axis, name in names.items()}
+    check_degrees(SimpleNamespace(world_size=world_size, **degrees))
 
 
 def _check_batch(job_config: Any) -> None:

@@ -49,7 +49,7 @@ from torchtitan_magi.training.pipeline import Pipeline, check_pipeline
 from torchtitan_magi.training.planned_loader import PlannedLoader, with_plans
 from torchtitan_magi.training.references import ReferenceModel
 from torchtitan_magi.training.runtime import MagiRuntime, WorkCount, heads_of_rank
-from torchtitan_magi.training.sections import ENTRY, check_sections
+from torchtitan_magi.training.sections import ENTRY, check_degrees_of, check_sections
 from torchtitan_magi.training.timeouts import set_pg_timeouts
 from torchtitan_magi.training.trainer import ObjectiveTrainer
 
@@ -98,8 +98,9 @@ class MagiTrainer(ObjectiveTrainer, Trainer):
 
     def init_distributed(self) -> ParallelDims:
         """Also checks, as soon as ranks can agree, what a user can get wrong, and makes the runtime."""
-        dims = super().init_distributed()
         job, facts = self.job_config, self.model_facts
+        check_degrees_of(job.parallelism, int(os.environ["WORLD_SIZE"]))
+        dims = super().init_distributed()
         check_options(job.magi)
         check_sections(job, DATASETS, True)
         check_pipeline(job, facts)
