@@ -61,7 +61,8 @@ class PackedDataset(IterableDataset, Stateful):
         window_blocks: size of the windows whose records are packed together, in blocks of 4 MiB of text; a larger
             window packs tighter and takes more memory and time before the first item.
         token_cache: folder that keeps tokens, made by processes on all cores, for a `ChatTokenizer`; all ranks and
-            later runs read them there. None: tokens are made in this process, and not kept.
+            later runs read them there. None: tokens are made in this process, where templates have no limits, and not
+            kept.
 
     Raises ValueError for arguments out of range, for records files that are missing or empty and for malformed records;
     while iterating, when no record holds a label or a chat template refuses one, and when tokens cannot be kept. Works
