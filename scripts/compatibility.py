@@ -24,9 +24,7 @@ import datetime
 import functools
 import itertools
 import json
-import platform
 import random
-import subprocess
 import sys
 import tempfile
 import textwrap
@@ -345,16 +343,12 @@ def place() -> str:
 
 def write_verdicts(rows: Rows) -> None:
     """benchmarks/results/compatibility_TORCHTITAN.json, of all combinations on the CPU."""
-    import torch
     from training import TITAN
 
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
-    found = {
-        "date": f"{datetime.date.today()}",
-        "commit": commit.stdout.strip(),
+    from torchtitan_magi.calibrate import facts_of_run
+
+    found = facts_of_run(None) | {
         "command": "python scripts/compatibility.py",
-        "processor": platform.processor() or platform.machine(),
-        "torch": torch.__version__,
         "torchtitan": TITAN,
         "cells": [
             {"number": number, "verdict": verdict, "detail": detail} | asdict(cell)
