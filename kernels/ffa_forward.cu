@@ -15,8 +15,8 @@
 // warpgroup 0 writes the new ones while the next item is worked on. In fp32 they have the even columns of each 8 before the odd
 // ones, see store_matrices.
 //
-// SINKS: in the last stage each row's softmax takes in its head's sink, a score without a value: its share joins the row's sum in the
-// first block, or at the end where the row sees no key of that block. Of a tile that is cut, in its first part.
+// SINKS: in the last stage each row's softmax takes in its head's sink, a score without a value: its share joins the row's sum under the
+// last product. Of a tile that is cut, in its first part.
 //
 // A tile may be cut into parts with some of its key blocks each, so that all SMs end at nearly the same time. Parts leave what they
 // have in memory; the last one to be done adds all of them up, in their order, and goes on as a whole tile does.
@@ -52,6 +52,7 @@ constexpr bool kSinks = true;
 #else
 constexpr bool kSinks = false;
 #endif
+constexpr bool kPrefetches = !kSinks;                  // queries to L2: short packs gain 2%, windows of 128, where sinks are used, lose 3%
 constexpr float kMostOfSink = 100;                     // 2^100 times the row's own sum hides it: greater shares are not needed
 constexpr float kGreatest = 80;                        // so that 2^20 probabilities, times values, stay inside the range of fp32
 constexpr bool kHalves = kBlockKeys == 128;            // a block of few keys may be computed as one of 64
@@ -66,15 +67,18 @@ constexpr int kFloatPanels = VALUE_DIM / 32;           // of rows in fp32: 32 co
 constexpr int kOutPanels = kMore ? kFloatPanels : kValuePanels;
 constexpr int kRowPanels = kEarlier || kMore ? kFloatPanels : kValuePanels;
 constexpr u32 kRowsBytes = kWide ? 16 : kRowPanels * kPanelBytes;
+constexpr int kBandsCopied = kTokens + 2 & ~1;         // the copy engine moves 16 bytes at a time: bands of two rows
 struct Shared {
   alignas(1024) unsigned char q[kTileBytes];
   alignas(1024) unsigned char k[kStages][kKeyBytes];
   alignas(1024) unsigned char v[kStages][kValueBytes];
   alignas(1024) unsigned char rows[kRowsBytes];   // of earlier stages, then of out; wide ones do not pass through it
+  alignas(16) int2 bands[kBandsCopied];    // of the item's rows, in the layer of its first block; from an even row on
   int4 item;                          // {first token, head group, flags, part}; first token < 0: no more work
   int4 block[kStages];                // {first key, flags, first index of the layer's bands, where the segment ends}
   int is_last_part;                   // of its tile
-  u64 q_full, q_empty;
+  alignas(16) int4 next[3];           // the item after this one, as its list has it
+  u64 q_full, q_empty, next_full;
   u64 rows_empty, rows_ready, rows_done;   // for the producer; consumers, with earlier rows; the warp that writes, with new ones
   u64 k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];
 };
@@ -166,18 +170,10 @@ DEVICE void exponentiate(float (&s_rmem)[N], const float (&offset)[2], float (&r
   }
 }
 
-// A row's first offset, once a score is seen: takes in its sink (natural; -inf: none), whose share one lane of four adds to its sum.
-DEVICE void take_sink(float sink, float& offset, float& row_sum) {
-  if (!kSinks) return;
-  const float exponent = sink * (1.f / kLn2);
-  offset = fmaxf(offset, exponent - kMostOfSink);
-  row_sum += threadIdx.x % 4 == 0 ? exp2_fast(exponent - offset) : 0.f;
-}
-
 #if HEAD_DIM == 64   // the softmax, not the products, takes the time: nothing may wait for all exponents
-template <bool kFirst, int N>
+template <int N>
 DEVICE bool softmax(float (&s_rmem)[N], float (&offset)[2], float (&row_sum)[2], float (&rescale)[2], float scale_log2,
-                    const float (&sink)[2], bool&) {
+                    bool&) {
   const float top[2] = {greatest(s_rmem, 0), greatest(s_rmem, 1)};
   bool raise[2];
 #pragma unroll
@@ -186,21 +182,19 @@ DEVICE bool softmax(float (&s_rmem)[N], float (&offset)[2], float (&row_sum)[2],
   if (raised) {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      const bool begins = offset[r] == kMasked && raise[r];
       const float next = raise[r] ? top[r] * scale_log2 : offset[r];
       rescale[r] = exp2_fast(offset[r] - next);
       offset[r] = next;
       row_sum[r] *= rescale[r];
-      if (kFirst && begins) take_sink(sink[r], offset[r], row_sum[r]);
     }
   }
   exponentiate(s_rmem, offset, row_sum, scale_log2);
   return raised;
 }
 #else                // fewest instructions, which is least power: exponents above kHeadroom are positive, so their bits can be compared
-template <bool kFirst, int N>
+template <int N>
 DEVICE bool softmax(float (&s_rmem)[N], float (&offset)[2], float (&row_sum)[2], float (&rescale)[2], float scale_log2,
-                    const float (&sink)[2], bool& has_unseen) {
+                    bool& has_unseen) {
   if (has_unseen) {                                         // O is zero in rows that have no offset
     bool unseen = false;
 #pragma unroll
@@ -209,7 +203,6 @@ DEVICE bool softmax(float (&s_rmem)[N], float (&offset)[2], float (&row_sum)[2],
       if (offset[r] == kMasked && top != kMasked) {
         offset[r] = top * scale_log2;
         if (kBounded) offset[r] += ceilf(fmaxf(scale_log2 - kGreatest - offset[r], 0.f));   // whole: a row's only key has a power of 2
-        if (kFirst) take_sink(sink[r], offset[r], row_sum[r]);
       }
       unseen = unseen || offset[r] == kMasked;
     }
@@ -339,6 +332,7 @@ ffa_forward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Ten
   if (threadIdx.x == 0) {
     mbarrier_init(q_full, 1);
     mbarrier_init(q_empty, kConsumers / 32 * kWarpArrivals + !kWide);
+    mbarrier_init(smem_address(&smem.next_full), 1);
     mbarrier_init(smem_address(&smem.rows_empty), 1);
     mbarrier_init(smem_address(&smem.rows_ready), 1);
     mbarrier_init(smem_address(&smem.rows_done), kConsumers / 32 * kWarpArrivals);
@@ -378,11 +372,23 @@ ffa_forward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Ten
     Ring<kStages> ring;
     u32 q_phase = 1;
     int index = blockIdx.x;
-    WorkItem next = load_item(params.items, params.schedule.list_index(index));
+    u32 next_phase = 0;
+    // By the copy engine: a load into registers would be waited for long before they are read.
+    auto load_next = [&]() {
+      if (index >= params.schedule.num_items()) return;
+      const u32 full = smem_address(&smem.next_full);
+      fence_proxy_async();                     // the item before has been read
+      mbarrier_arrive_expect(full, sizeof(smem.next));
+      bulk_load(smem_address(smem.next), params.items + 3 * params.schedule.list_index(index), sizeof(smem.next), full);
+    };
+    load_next();
     while (index < params.schedule.num_items()) {
-      const WorkItem item = next;
+      mbarrier_wait(smem_address(&smem.next_full), next_phase);
+      next_phase ^= 1;
+      const WorkItem item = read_item(smem.next);
       const int group = params.schedule.head(index), kv_head = group / params.groups_per_kv;
       const int token = item.tile * kTokens;
+      Segment segment = item.segment;
       auto load_query = [&]() {
         mbarrier_wait(q_empty, q_phase);
         q_phase ^= 1;
@@ -391,11 +397,12 @@ ffa_forward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Ten
         if (item.num_segments == 0) {
           mbarrier_arrive(q_full);
         } else {
-          mbarrier_arrive_expect(q_full, kQueryBytes);
+          const int row = segment.layer * params.num_q + token;
+          mbarrier_arrive_expect(q_full, kQueryBytes + sizeof(smem.bands));
+          bulk_load(smem_address(smem.bands), params.bands + (row & ~1), sizeof(smem.bands), q_full);
           for (int p = 0; p < kPanels; p++) tma_load_3d(q + p * kPanelBytes, &map_q, q_full, p * 64, group * PACK, token);
         }
       };
-      if (item.num_segments == 0) load_query();
 #ifdef FETCHES_ROWS
       int fetched = 0;
       auto fetch_rows = [&](int panels) {
@@ -408,13 +415,17 @@ ffa_forward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Ten
           tma_load_3d(smem_address(smem.rows) + fetched * kPanelBytes, &map_earlier, ready, fetched * 32, group * PACK, token);
       };
 #endif
-      Segment segment = item.segment;
       // The next item is taken late, so that one which nobody has begun goes to a CTA that is done.
-      auto take_next = [&]() { index = next_item(params.counter); };
-      auto load_next = [&]() {
-        if (index < params.schedule.num_items()) next = load_item(params.items, params.schedule.list_index(index));
-      };
-      if (item.num_segments == 0) take_next(), load_next();
+      int ticket;
+      auto take_next = [&]() { ticket = atomicAdd(params.counter, 1); };
+      auto begin_next = [&]() { index = item_of(ticket), load_next(); };
+      if (item.num_segments == 0) {
+        load_query();
+        take_next();
+        begin_next();
+      } else if (kPrefetches) {
+        for (int p = 0; p < kPanels; p++) tma_prefetch_3d(&map_q, p * 64, group * PACK, token);
+      }
       for (int i = 0; i < item.num_segments; i++) {
         if (i > 0) segment = load_segment(params.segments + 2 * (item.first_segment + i - 1));
         for (int key = segment.first + (segment.end - 1 - segment.first) / kBlockKeys * kBlockKeys; key >= segment.first; key -= kBlockKeys) {
@@ -439,7 +450,7 @@ ffa_forward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Ten
           mbarrier_arrive_expect(v_full + 8 * s, kValueBytes);
           for (int p = 0; p < kValuePanels; p++)
             tma_load_3d(v + s * kValueBytes + p * kKeyPanel, late ? &map_late_v : &map_v, v_full + 8 * s, p * 64, kv_head, row);
-          if (reaches(kTakenAt - 1)) load_next();
+          if (reaches(kTakenAt - 1)) begin_next();
 #ifdef FETCHES_ROWS
           if (left <= kRowsAt && !first) fetch_rows(min(kRowsAt + 1 - left, kFloatPanels));
 #endif
@@ -483,14 +494,6 @@ ffa_forward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Ten
 #endif
       int2 band[2];
       int band_layer = -1;
-      float sink[2] = {-kInfinity, -kInfinity};
-      bool sink_is_left[2] = {false, false};                       // the row saw no key of the first block
-      auto load_sinks = [&]() {
-        if (!kSinks || !(warp_uniform(item.z) & kTakesSinks)) return;
-#pragma unroll
-        for (int r = 0; r < 2; r++)
-          if (valid[r]) sink[r] = __ldg(params.sinks + head[r]);
-      };
       auto load_bands = [&](int layer) {
         band_layer = layer;
 #pragma unroll
@@ -502,9 +505,30 @@ ffa_forward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Ten
 #pragma unroll
       for (int j = 0; j < VALUE_DIM / 2; j++) o_rmem[j] = 0;
 
+      float scale[2], lse[2], sink[2] = {-kInfinity, -kInfinity};
+      auto load_sinks = [&]() {
+        if (!kSinks || !(warp_uniform(item.z) & kTakesSinks)) return;
+#pragma unroll
+        for (int r = 0; r < 2; r++)
+          if (valid[r]) sink[r] = __ldg(params.sinks + head[r]);
+      };
+      auto finish_rows = [&]() {                                   // under the last product: sums of probabilities, with the sinks' shares
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+          row_sum[r] += __shfl_xor_sync(~0u, row_sum[r], 1);
+          row_sum[r] += __shfl_xor_sync(~0u, row_sum[r], 2);
+          const float above = kSinks ? sink[r] * (1.f / kLn2) - offset[r] : 0.f;
+          if (kSinks) row_sum[r] += exp2_fast(fminf(above, kMostOfSink));
+          const bool empty = offset[r] == kMasked;                 // then row_sum is nothing
+          scale[r] = empty ? 0.f : reciprocal_fast(row_sum[r]);
+          lse[r] = empty || above > kMostOfSink ? sink[r] : (offset[r] + log2_fast(row_sum[r])) * kLn2;
+        }
+      };
+
       if (warp_uniform(item.z) & kLastBlock) {  // no keys at all
         mbarrier_arrive_warp(q_empty);
         load_sinks();
+        finish_rows();
       } else {
         float s_rmem[kBlockKeys / 2];
         u32 p_rmem[kBlockKeys / 4];
@@ -515,14 +539,17 @@ ffa_forward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Ten
           wgmma_fence();
           scores(s_rmem, q, moved(k, ring.stage * kKeyBytes));
           wgmma_commit();
-          load_bands(block.z);
-          load_sinks();                                            // no load may be under way when products are issued: they wait for it
+          if (!kWide) load_sinks();
+          band_layer = block.z;
+#pragma unroll
+          for (int r = 0; r < 2; r++)
+            band[r] = valid[r] ? smem.bands[(block.z + item.x & 1) + (row0 + 8 * r) / PACK] : make_int2(0, 0);
           wgmma_wait<0>();
           mbarrier_arrive_warp(k_empty + 8 * ring.stage);
           if (block.y & kLastBlock) mbarrier_arrive_warp(q_empty);
           if (kSoftcap) cap_scores(s_rmem, params.cap_scale);
           mask_scores(s_rmem, block.x, block.w, band, lane);
-          softmax<true>(s_rmem, offset, row_sum, rescale, params.scale_log2, sink, has_unseen);
+          softmax(s_rmem, offset, row_sum, rescale, params.scale_log2, has_unseen);
         };
         auto half_block = [&](auto& s_rmem) {
           if constexpr (kHalves && sizeof(s_rmem) > 0) {
@@ -537,8 +564,6 @@ ffa_forward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Ten
         else
           first_block(s_rmem);
         round_probabilities(p_rmem, s_rmem);
-#pragma unroll
-        for (int r = 0; r < 2; r++) sink_is_left[r] = kSinks && offset[r] == kMasked;
 
         while (!(block.y & kLastBlock)) {
           const Ring<kStages> previous = ring;
@@ -558,7 +583,7 @@ ffa_forward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Ten
           if (block.y & kLastBlock) mbarrier_arrive_warp(q_empty);
           if (kSoftcap) cap_scores(s_rmem, params.cap_scale);
           if (!(block.y & kFullBlock)) mask_scores(s_rmem, block.x, block.w, band, lane);
-          const bool raised = softmax<false>(s_rmem, offset, row_sum, rescale, params.scale_log2, sink, has_unseen);
+          const bool raised = softmax(s_rmem, offset, row_sum, rescale, params.scale_log2, has_unseen);
           wgmma_wait<0>();
           mbarrier_arrive_warp(v_empty + 8 * previous.stage);
           round_probabilities(p_rmem, s_rmem);
@@ -572,28 +597,17 @@ ffa_forward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Ten
         wgmma_fence();
         weighted_values(o_rmem, p_rmem, moved(v, ring.stage * kValueBytes));
         wgmma_commit();
+        if (kWide) load_sinks();                                   // else there are registers to hold them since the first block
+        finish_rows();
         wgmma_wait<0>();
         mbarrier_arrive_warp(v_empty + 8 * ring.stage);
         ring.advance();
       }
 
       // ------------------------------------------------------------------------------------- epilogue
-      float scale[2], lse[2];
       u64 index[2];                                               // of (token, head)
 #pragma unroll
-      for (int r = 0; r < 2; r++) {
-        row_sum[r] += __shfl_xor_sync(~0u, row_sum[r], 1);
-        row_sum[r] += __shfl_xor_sync(~0u, row_sum[r], 2);
-        const bool empty = offset[r] == kMasked;                  // then row_sum is nothing
-        scale[r] = empty ? 0.f : reciprocal_fast(row_sum[r]);
-        lse[r] = empty ? sink[r] : (offset[r] + log2_fast(row_sum[r])) * kLn2;
-        if (sink_is_left[r] && !empty) {
-          const float above = sink[r] * (1.f / kLn2) - offset[r], total = row_sum[r] + exp2_fast(fminf(above, kMostOfSink));
-          scale[r] = reciprocal_fast(total);
-          lse[r] = above > kMostOfSink ? sink[r] : (offset[r] + log2_fast(total)) * kLn2;
-        }
-        index[r] = (u64)token[r] * params.num_heads_q + head[r];
-      }
+      for (int r = 0; r < 2; r++) index[r] = (u64)token[r] * params.num_heads_q + head[r];
       if (!kWide) mbarrier_wait(smem_address(&smem.rows_ready), q_phase);      // once per item, like the queries
 #pragma unroll
       for (int j = 0; j < VALUE_DIM / 2; j++) o_rmem[j] *= scale[j / 2 % 2];

@@ -77,8 +77,8 @@ DEVICE WorkItem share_item(int word) {
   return {at(0), at(1), at(2), at(3), {at(4), at(5), at(8), at(9), at(10), at(11)}};
 }
 
-DEVICE WorkItem load_item(const int4* items, int index) {
-  const int4 a = __ldg(items + 3 * index), b = __ldg(items + 3 * index + 1), c = __ldg(items + 3 * index + 2);
+DEVICE WorkItem read_item(const int4 (&words)[3]) {
+  const int4 a = words[0], b = words[1], c = words[2];
   return {a.x, a.y, a.z, a.w, {b.x, b.y, c.x, c.y, c.z, c.w}};
 }
 
@@ -125,7 +125,8 @@ DEVICE void wait_for_keys(const LateKeys& late) {
 // earlier ones, which must be with CTAs that run: while another kernel holds SMs not all do, so no item belongs to a CTA before
 // it starts.
 DEVICE int first_item(int* counter) { return kDeterministic ? atomicAdd(counter, 1) : blockIdx.x; }
-DEVICE int next_item(int* counter) { return atomicAdd(counter, 1) + (kDeterministic ? 0 : (int)gridDim.x); }
+DEVICE int item_of(int ticket) { return ticket + (kDeterministic ? 0 : (int)gridDim.x); }   // a ticket: what counter[0] was
+DEVICE int next_item(int* counter) { return item_of(atomicAdd(counter, 1)); }
 DEVICE void finish_items(int* counter) {
   __threadfence();
   if (atomicAdd(counter + 1, 1) == (int)gridDim.x - 1) {

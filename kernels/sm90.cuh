@@ -89,6 +89,14 @@ DEVICE void tma_load_3d(u32 dst_smem, const TensorMap* map, u32 bar, int x, int 
       "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];" ::
           "r"(dst_smem), "l"(map), "r"(bar), "r"(x), "r"(y), "r"(z) : "memory");
 }
+// Bytes as they lie; both addresses and the number of bytes are multiples of 16.
+DEVICE void bulk_load(u32 dst_smem, const void* src, u32 bytes, u32 bar) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(dst_smem), "l"(src),
+               "r"(bytes), "r"(bar) : "memory");
+}
+DEVICE void tma_prefetch_3d(const TensorMap* map, int x, int y, int z) {   // to L2
+  asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global.tile [%0, {%1, %2, %3}];" ::"l"(map), "r"(x), "r"(y), "r"(z) : "memory");
+}
 DEVICE void tma_store_3d(const TensorMap* map, u32 src_smem, int x, int y, int z) {
   asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map), "r"(src_smem),
                "r"(x), "r"(y), "r"(z) : "memory");

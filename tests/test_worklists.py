@@ -172,6 +172,34 @@ def test_named_masks(slices: AttnSlices, num_q: int, num_k: int) -> None:
         check(slices, num_q, num_k, heads)
 
 
+@pytest.mark.parametrize("window", [100, 128, 130, 300])
+@pytest.mark.parametrize("cu_seqlens", [[0, 1400], [0, 500, 1400], [0, 10, 20, 700, 1400]])
+def test_tiles_of_a_window_pass_over_shared_queries_at_the_same_time(window: int, cu_seqlens: list[int]) -> None:
+    slices, heads = sliding_window(cu_seqlens, window), (1024, 128)
+    (lists, _), _ = check(slices, 1400, 1400, heads)
+    visits = []
+    for item in backward_items(lists):
+        segments = segments_of(lists, item, lists.sizes.backward.segments)[::-1]
+        visits.append([b for *_, first, end, _, _ in segments for b in range(first, end)[::-1]])
+    assert not lists.sizes.backward.is_split
+    period = max(map(len, visits))
+    whole = [blocks for blocks in visits if len(blocks) == period]
+    assert len(whole) > 2
+    for blocks in whole:
+        assert [b % period for b in blocks] == [*range(period)][::-1]
+    assert len({blocks[0] for blocks in whole}) < len(whole)  # neighbours begin with the same queries
+
+
+@pytest.mark.parametrize(
+    "slices", [varlen_causal([0, 700, 1400]), varlen_full([0, 1400]), sliding_window([0, 1400], 9000)]
+)
+def test_tiles_of_documents_go_from_the_last_queries_to_the_first(slices: AttnSlices) -> None:
+    lists = lists_of(slices, 1400, 1400, 1024, 128)
+    for item in backward_items(lists):
+        firsts = [first for *_, first, _, _, _ in segments_of(lists, item, lists.sizes.backward.segments)]
+        assert firsts == sorted(firsts)
+
+
 @settings(max_examples=60, deadline=None)
 @given(masks())
 def test_row_bands_are_those_of_the_slices(mask: tuple[AttnSlices, int, int]) -> None:

@@ -19,6 +19,11 @@ from torchtitan_magi.tiles import BACKWARD_ROWS, KEYS, NUM_SMS, stay_whole
 # chunk reads leaves L2 (docs/internals/lab-notebook.md: causal 2k to 64k, windows, histogram packs on an H200).
 CHUNK_SIZES = 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256
 QUERY_BYTES = 1024  # at least: q, dout (16 bits) and dq (fp32) of one token and one head, 128 columns
+SHARED = 4  # tiles that share at least one in so many of their query blocks go in step
+STEPS = 16  # if they have as many blocks: what shorter ones share stays in L2 anyway
+TILES_PER_SM = (
+    3  # and as many are left to each SM, or all are shorter than a chunk: all SMs end at nearly the same time
+)
 TAIL = 0.5  # what is kept for the end, in chunks per SM: enough to even out when SMs end, little as it works from HBM
 TAIL_CHUNKS = 4  # chunks at the end that take as long as one of the usual size
 # Deterministic mode: what heads in step work on stays in L2 (causal 16k 0.76 -> 0.95 of the speed of the usual mode).
@@ -62,6 +67,15 @@ def backward_lists(
     tile, records = transpose_segments(runs, starts)
     num_blocks = query_blocks(tile, records, num_tiles)
     heads_per_wave, best_chunk = _wave_and_chunk(mask, num_blocks, heads_per_tile, deterministic)
+    steps = np.zeros(num_tiles, bool)
+    if not deterministic and not chunk:
+        steps, longest = tiles_in_step(tile, records, num_blocks), int(num_blocks.max(initial=0))
+        per_sm = num_blocks.sum() * mask.num_heads_kv / NUM_SMS
+        fit = longest >= STEPS and (longest <= best_chunk or per_sm >= TILES_PER_SM * longest)
+        if fit and 2 * num_blocks[steps].sum() >= num_blocks.sum():
+            best_chunk = max(best_chunk, longest)  # in step, whole tiles find in L2 what chunks of them would
+        else:
+            steps[:] = False
     chunk = chunk or best_chunk
     query_bytes = max(QUERY_BYTES, 6 * mask.head_dim + 2 * mask.value_dim)
     fits_l2 = mask.num_q * mask.num_heads_q * query_bytes <= L2_SIZE
@@ -80,13 +94,16 @@ def backward_lists(
         if is_split:
             tile_of_item, item, records = pieces
             num_blocks = query_blocks(item, records, len(tile_of_item))
+    number = first_blocks(item, records, len(tile_of_item)) // chunk
+    if steps.any():  # then no tile is cut
+        item, records = in_step(item, records, steps, num_blocks)
     items, further = as_items(tile_of_item, item, records)
     untouched = (items[:, Field.NUM_SEGMENTS] == 0).nonzero()[0]
     if len(untouched):  # their dk and dv are zeros
         first, end = starts[tile_of_item[untouched]], starts[tile_of_item[untouched] + 1]
         items[untouched, Field.FIRST_KEY], items[untouched, Field.END_KEY] = first, end
     in_tail, is_late = in_tail[tile_of_item], items[:, Field.END_KEY] > mask.num_own
-    number, num_early = items[:, Field.FIRST].astype(np.int64) // chunk, 0
+    num_early = 0
     if deterministic:  # from the last chunk of queries to the first, in each from the first tile to the last
         order = ((-number if is_split else 0) * num_tiles + tile_of_item).argsort(kind="stable")
         items[:, Field.CHUNK] = np.bincount(tile_of_item).cumsum()[tile_of_item] - 1 - np.arange(len(items))
@@ -105,6 +122,62 @@ def backward_lists(
 def query_blocks(item: Int64Array, records: Int32Array, num_items: int) -> Int64Array:
     """Query blocks of each item, int64 [num_items]; item: that of each record [n, 12]."""
     return np.bincount(item, records[:, Field.END] - records[:, Field.FIRST], num_items).astype(np.int64)
+
+
+def first_blocks(item: Int64Array, records: Int32Array, num_items: int) -> Int64Array:
+    """The first query block of the first record of each item, int64 [num_items]; 0 for items without records."""
+    first = np.zeros(num_items, np.int64)
+    begins = is_new(item)
+    first[item[begins]] = records[begins, Field.FIRST]
+    return first
+
+
+def tiles_in_step(tile: Int64Array, records: Int32Array, num_blocks: Int64Array) -> Bools:
+    """Which k-tiles see many of the queries of a neighbour, and each some that the other does not, bool [num_tiles].
+
+    Such tiles are those of windows. In a document without one all tiles see the last queries.
+
+    Args:
+        tile, records: int64 [n], int32 [n, 12] from `transpose_segments`.
+        num_blocks: query blocks of each tile, int64 [num_tiles].
+    """
+    steps = np.zeros(len(num_blocks), bool)
+    begins = is_new(tile).nonzero()[0]
+    if len(begins) == 0:
+        return steps
+    seen, blocks = tile[begins], num_blocks[tile[begins]]
+    first = np.minimum.reduceat(records[:, Field.FIRST], begins)
+    end = np.maximum.reduceat(records[:, Field.END], begins)
+    meets = (first[1:] > first[:-1]) & (end[1:] > end[:-1])
+    meets &= SHARED * (end[:-1] - first[1:]) >= np.maximum(blocks[1:], blocks[:-1])
+    steps[seen[1:][meets]] = steps[seen[:-1][meets]] = True
+    return steps
+
+
+def in_step(
+    tile: Int64Array, records: Int32Array, steps: Bools, num_blocks: Int64Array
+) -> tuple[Int64Array, Int32Array]:
+    """Lets tiles that partly see the same queries pass over these at the same time.
+
+    From its last query block to its first, a tile would be with shared blocks in its first half, and the next tile in
+    its second half, when L2 no longer holds them. Where each begins at a multiple of the same number of blocks and goes
+    on behind its last block, all are with the blocks of one remainder at one time.
+
+    Args:
+        tile, records, steps, num_blocks: see `tiles_in_step`.
+
+    Returns:
+        tile, records: some records cut in two, and in another order within a tile.
+    """
+    period = int(num_blocks[steps].max())
+    seam = (records[:, Field.END] - 1) // period * period
+    which = np.arange(len(tile)).repeat(1 + (steps[tile] & (records[:, Field.FIRST] < seam)))
+    tile, records, seam = tile[which], records.take(which, 0), seam[which]
+    second = ~is_new(which)
+    first = np.append(second[1:], False)
+    records[first, Field.END], records[second, Field.FIRST] = seam[first], seam[second]
+    order = np.lexsort([np.where(steps[tile], records[:, Field.FIRST] % period, 0), tile])
+    return tile[order], records.take(order, 0)
 
 
 def _wave_and_chunk(mask: StageMask, blocks: Int64Array, heads_per_tile: int, deterministic: bool) -> tuple[int, int]:

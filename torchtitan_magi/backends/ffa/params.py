@@ -139,7 +139,7 @@ def forward_variant(
     # Between softcaps of this size probabilities fit bf16's range of exponents, so that none needs to be looked at.
     is_bounded = 0 < softcap * LOG2_E <= BOUND and dtype == torch.bfloat16 and head_dim > 64
     switches = {"EARLIER": earlier, "MORE": more, "SOFTCAP": bool(softcap), "BOUNDED": is_bounded, "SINKS": sinks}
-    return _variant(dims, heads_per_tile, dtype, queries + keys + rows + 2048, switches)
+    return _variant(dims, heads_per_tile, dtype, queries + keys + rows + 3072, switches)
 
 
 def backward_variants(

@@ -75,8 +75,8 @@ class WorkLists:
         s = self.sizes
         aligned = device_words.data_ptr() % 16 == 0 and device_words.is_contiguous()
         words = device_words if aligned else device_words.clone()
-        bands = words.new_empty(s.num_bands, 2)
-        write_bands(words[s.slices :][: 5 * s.num_slices].view(-1, 5), bands)
+        bands = words.new_empty(s.num_bands + ROWS + 2, 2)  # the forward copies those of a whole tile, in pairs
+        write_bands(words[s.slices :][: 5 * s.num_slices].view(-1, 5), bands[: s.num_bands])
         return DeviceLists(words, bands, s)
 
 
