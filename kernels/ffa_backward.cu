@@ -40,7 +40,6 @@ constexpr bool kStaged = !kWide || kTight;           // dQ leaves through shared
 constexpr bool kLateAdds = HEAD_DIM == 192 && !kTight && kKeyGrads;   // dQ of a block is added in the middle of the next one
 constexpr bool kEarlyDout = kStages == 1;            // dOut has barriers of its own, as it is free before Q is
 constexpr int kTakenAt = 3;                          // blocks before its end that an item's CTA takes the next one
-constexpr int kLoadedEarly = HEAD_DIM == 128 ? 2 : 0;    // of 8 pairs of lse, under the products; more would spill
 constexpr int kGradColumns = HEAD_DIM / 2;           // columns of dQ that one warpgroup computes
 
 // ---------------------------------------------------------------------------------------------- shared memory
@@ -474,21 +473,16 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
           if (key1 < bands.z || key1 >= bands.w) s_rmem[4 * g + 3] = kMasked;
         }
       };
-      float2 lse[8];                                              // of this thread's rows
-      auto load_lse = [&](int first, int end, int s) {
-#pragma unroll
-        for (int g = first; g < end; g++) lse[g] = *(const float2*)&smem.lse_log2[s][g * 8 + lane % 4 * 2];
-      };
       // Scores to P; with a softcap P is packed here, as it is then needed with and without the cap's slope.
       auto probabilities = [&](float (&s_rmem)[32], u32 (&p_rmem)[16], int s) {
-        load_lse(kLoadedEarly, 8, s);
 #pragma unroll
         for (int g = 0; g < 8; g++) {
+          const float2 lse = *(const float2*)&smem.lse_log2[s][g * 8 + lane % 4 * 2];
           float slope[4];
 #pragma unroll
           for (int e = 0; e < 4; e++) {
             if (kSoftcap) slope[e] = 1 - s_rmem[4 * g + e] * s_rmem[4 * g + e];
-            s_rmem[4 * g + e] = exp2_fast(s_rmem[4 * g + e] * params.scale_log2 - (e % 2 ? lse[g].y : lse[g].x));
+            s_rmem[4 * g + e] = exp2_fast(s_rmem[4 * g + e] * params.scale_log2 - (e % 2 ? lse.y : lse.x));
           }
           if (kSoftcap || kTight) {
             p_rmem[2 * g] = pack2(s_rmem[4 * g], s_rmem[4 * g + 1]);
@@ -597,7 +591,6 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
         if (kKeyGrads) {
           if (kEarlyDout) mbarrier_wait(dout_full, ring.phase);
           value_scores(dp_rmem, dout_s);
-          load_lse(0, kLoadedEarly, s);
           wgmma_wait<1>();                                        // S
         } else {
           wgmma_wait<0>();                                        // S, and dV of the block before
