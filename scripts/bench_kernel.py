@@ -157,6 +157,7 @@ def variants() -> Iterator[Case]:
     yield from [replace(case, sinks=True) for case in (*plain, *narrow, small)]
 
 
+WITHOUT_SINKS = "ours without sinks"  # in the same turns, as clocks differ from case to case
 GROUPS = ("masks", "dense", "varlen", "packs", "window", "heads", "long", "variants")
 BY_DEFAULT = ("dense", "varlen", "packs", "window", "heads", "long")
 
@@ -209,8 +210,10 @@ def measure(case: Case, impls: list[str], ms: float, is_sustained: bool) -> Iter
     pairs = 2e-9 * slices.area * heads_q
     forwards, backwards = {}, {}
     reference: list[torch.Tensor] = []
-    for name in dict.fromkeys(["ours", *impls]):  # the first call of ours makes and uploads the lists
-        if (run := ATTENTIONS[name](case)) is None:
+    names = dict.fromkeys(["ours", *impls, *[WITHOUT_SINKS] * case.sinks])  # ours makes and uploads the lists
+    for name in names:
+        run = ATTENTIONS["ours"](replace(case, sinks=False)) if name == WITHOUT_SINKS else ATTENTIONS[name](case)
+        if run is None:
             continue
         try:
             out = run(*qkv)
@@ -221,15 +224,16 @@ def measure(case: Case, impls: list[str], ms: float, is_sustained: bool) -> Iter
             print(f"  {name}: {str(error).splitlines()[0][:100]}", flush=True)
             continue
         reference = reference or [x.detach().float() for x in results]
-        for a, b in zip(reference, results, strict=False):  # FA3 has no gradients
+        compared = [] if name == WITHOUT_SINKS else zip(reference, results, strict=False)  # FA3 has no gradients
+        for a, b in compared:
             error = float((a - b.detach().float()).norm() / a.norm())
             assert error < CLOSE, f"{name} and ours differ by {error:.1e} on {case}"
-        if name in impls:
+        if name in (*impls, WITHOUT_SINKS):
             forwards[name] = torch.no_grad()(partial(run, *qkv))
             if len(results) > 1:
                 backwards[name] = partial(torch.autograd.grad, out, qkv, dout, retain_graph=True)
     del reference, results, out
-    names, causal, is_pack = list(forwards), {}, case.name in PACK_NAMES and not is_sustained
+    timed_names, causal, is_pack = list(forwards), {}, case.name in PACK_NAMES and not is_sustained
     if is_pack:
         tflop, runs_of_causal = yardstick()
         forwards["causal"], backwards["causal"] = runs_of_causal["forward"], runs_of_causal["backward"]
@@ -241,7 +245,7 @@ def measure(case: Case, impls: list[str], ms: float, is_sustained: bool) -> Iter
             "causal_bwd_tflops": round(2.5e3 * tflop / backward["causal"], 1),
         }
     fits = case.mask in MASKS and case.is_plain and dim == value_dim and case.width == WINDOW
-    for name in names:
+    for name in timed_names:
         fwd, bwd = figures(forward[name]), figures(backward[name]) if name in backward else None
         row = Row(
             case.name, case.tokens, f"{heads_q}:{heads_kv}", dim, value_dim, name, fwd["ms"],
