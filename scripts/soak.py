@@ -234,7 +234,7 @@ class Soak:
         except TrainingError as error:
             took = time.monotonic() - watcher.struck_at
             if not watcher.struck_at or kind == "paused":
-                self._fail(f"{blow}: {error.type}: {error}")
+                self._fail(f"{blow}: {error.type}: {error}\n{error.__notes__[-1]}")
             elif kind == "stopped" and took > self.timeout + 60:
                 self._fail(f"{blow}: the other ranks took {took:.0f} s to end")
         else:

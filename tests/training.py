@@ -198,7 +198,9 @@ def _run(processes: int, target: Callable, arguments: tuple, until: Callable | N
                 try:
                     event = pipe.recv()
                 except EOFError:
-                    event = ("error", "EOFError", f"rank {rank} died without a word", "")
+                    started[rank].join(5)
+                    code = started[rank].exitcode  # negative: the number of a signal
+                    event = ("error", "EOFError", f"rank {rank} died without a word, exit code {code}", "")
                 if event[0] == "error":
                     raise TrainingError(*event[1:], _tail(f"{folder}/rank{rank}.log"))
                 if event[0] == "end":
