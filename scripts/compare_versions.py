@@ -10,11 +10,9 @@ file, if there is one; exits with 1 if one is above TOLERANCE.
 """
 
 import argparse
-import datetime
 import json
 import math
 import platform
-import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -85,7 +83,10 @@ DENSE: tuple[dict[str, int], ...] = (
     {"dp": 2, "cp": 2, "tp": 2},
 )  # fmt: skip
 EXPERTS: tuple[dict[str, int], ...] = ({}, {"cp": 2}, {"cp": 2, "ep": 2}, {"dp": 2, "ep": 2}, {"tp": 2})
-PIPELINES: tuple[dict[str, int], ...] = ({"pp": 2}, {"pp": 2, "cp": 2}, {"pp": 2, "dp": 2}, {"pp": 2, "tp": 2})
+PIPELINES: tuple[dict[str, int], ...] = (
+    {"pp": 2}, {"pp": 2, "cp": 2}, {"pp": 2, "dp": 2}, {"pp": 2, "tp": 2}, {"pp": 2, "cp": 2, "tp": 2},
+    {"pp": 2, "dp": 2, "cp": 2}, {"pp": 2, "dp": 2, "cp": 2, "tp": 2},
+)  # fmt: skip
 LAYOUTS = [
     *(Layout("llama3", degrees) for degrees in DENSE),
     *(Layout("llama3", {"cp": 2}, f"--activation_checkpoint.mode {mode}") for mode in ("none", "full")),
@@ -131,7 +132,6 @@ def main() -> None:
     parser.add_argument("--weights", type=Path, required=True, help="folder of the models; written if there are none")
     weights = parser.parse_args().weights.resolve()
 
-    import torch
     from hf_models import make_hf_folder
     from training import TITAN
 
@@ -141,14 +141,11 @@ def main() -> None:
     files = {version: RESULTS / f"versions_{version}.json" for version in VERSIONS}
     others = [json.loads(file.read_text()) for version, file in files.items() if version != TITAN and file.exists()]
     others = [other["layouts"] for other in others]
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
+    from torchtitan_magi.calibrate import facts_of_run
+
     layouts: dict[str, Any] = {}
-    found = {
-        "date": f"{datetime.date.today()}",
-        "commit": commit.stdout.strip(),
-        "command": "python scripts/compare_versions.py --weights outputs/versions",
+    found = facts_of_run(None) | {
         "processor": platform.processor() or platform.machine(),
-        "torch": torch.__version__,
         "torchtitan": TITAN,
         "layouts": layouts,
     }

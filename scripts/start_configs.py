@@ -8,10 +8,8 @@ else stays as the file has it. Writes losses and the date to benchmarks/results/
 with 1 if a file does not start.
 """
 
-import datetime
 import json
 import math
-import subprocess
 import sys
 import tempfile
 import tomllib
@@ -48,8 +46,9 @@ def start(path: Path, models: Path) -> list[float]:
 
 
 def main() -> None:
-    import torch
     from training import TITAN, TrainingError
+
+    from torchtitan_magi.calibrate import facts_of_run
 
     started, failed = {}, False
     with tempfile.TemporaryDirectory() as models:
@@ -60,9 +59,7 @@ def main() -> None:
             except TrainingError as error:
                 failed = True
                 print(f"{path.name} FAILED: {error}", flush=True)
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
-    found = {"date": f"{datetime.date.today()}", "commit": commit.stdout.strip(), "torch": torch.__version__}
-    found |= {"torchtitan": TITAN, "command": "python scripts/start_configs.py", "losses": started}
+    found = facts_of_run(None) | {"torchtitan": TITAN, "losses": started}
     (RESULTS / f"start_configs_{TITAN}.json").write_text(json.dumps(found, indent=1) + "\n")
     sys.exit(failed)
 

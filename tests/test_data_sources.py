@@ -379,6 +379,13 @@ def test_broken_json_behind_a_name_on_the_hub_is_one_line_with_the_cause(tmp_pat
         Corpus(f"hf://{tmp_path}/hub")
 
 
+def test_broken_parquet_behind_a_name_on_the_hub_is_one_line_with_the_cause(tmp_path):
+    save_hub(tmp_path / "hub", RECORDS)
+    os.truncate(tmp_path / "hub/data/train-00000-of-00002.parquet", 200)
+    with pytest.raises(ValueError, match=r"cannot load '.*hub', .*: .*Parquet.*; correct its files$"):
+        Corpus(f"hf://{tmp_path}/hub?subset=chat")
+
+
 def test_columns_of_other_names_change_the_fingerprint(tmp_path):
     save_jsonl(tmp_path / "a.jsonl", [{"prompt": "q", "good": "a", "bad": "b"}])
     options = ("", "?chosen=good&rejected=bad", "?chosen=bad&rejected=good", "?rejected=bad&chosen=good")

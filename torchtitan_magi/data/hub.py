@@ -20,6 +20,7 @@ def load_hub(name: str, subset: str | None, split: str) -> "Dataset":
     Raises ValueError: one line with the remedy.
     """
     import datasets
+    import pyarrow
 
     try:
         with _one_at_a_time:
@@ -27,7 +28,7 @@ def load_hub(name: str, subset: str | None, split: str) -> "Dataset":
     except ConnectionError as error:
         remedy = "load it once where there is a network, with the same HF_HOME, and unset HF_HUB_OFFLINE there"
         reason = _line_of(error)
-    except datasets.exceptions.DatasetGenerationError as error:
+    except (datasets.exceptions.DatasetGenerationError, UnicodeError, pyarrow.ArrowException) as error:
         remedy, reason = "correct its files", _line_of(_cause_of(error))
     except Exception as error:  # of many libraries
         remedy, reason = "check its name, subset and split, as in hf://org/name?subset=x&split=train", _line_of(error)
