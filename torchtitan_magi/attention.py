@@ -404,10 +404,11 @@ def cp_varlen_attn(
             f"q has {len(q)} rows but the plan gives each rank {plan.tokens_per_rank} tokens; dispatch them first"
         )
     transport = as_transport(mesh, plan.cp_size)  # not the mesh: one like it may come after its groups have ended
-    heads = Heads(q.shape[1], k.shape[1], q.shape[2], v.shape[2])
-    key = (plan, heads, q.dtype, q.device, backend, deterministic, fp32_reduce, transport)
+    shapes = q.shape[1:], k.shape[1:], v.shape[1:]
+    key = (plan, shapes, q.dtype, q.device, backend, deterministic, fp32_reduce, transport)
 
     def bind() -> BoundPlan:
+        heads = _heads_of(q, k, v)
         block_attn = choose_block_attn(backend, q.device, deterministic)
         block_attn.check(heads.head_dim, q.dtype, heads.value_dim)
         return bind_plan(plan, transport, block_attn, *heads.counts, q.device, fp32_reduce, head_dims=heads.dims)
@@ -447,14 +448,18 @@ def flex_flash_attn(
     check_slices(slices)
     _check_inputs(q, k, v, sinks, softcap)
     key = (slices, q.shape, k.shape, v.shape, q.dtype, q.device, backend, deterministic)
-    heads = Heads(q.shape[1], k.shape[1], q.shape[2], v.shape[2])
 
     def bind() -> BoundPlan:
+        heads = _heads_of(q, k, v)
         block_attn = choose_block_attn(backend, q.device, deterministic)
         block_attn.check(heads.head_dim, q.dtype, heads.value_dim)
         return bind_slices(slices, len(q), len(k), *heads.counts, block_attn, q.device, heads.dims)
 
     return attend(q, k, v, _handles.get_or_make(key, bind), _scale(softmax_scale, q), sinks, softcap)
+
+
+def _heads_of(q: Tensor, k: Tensor, v: Tensor) -> Heads:
+    return Heads(q.shape[1], k.shape[1], q.shape[2], v.shape[2])
 
 
 def _scale(softmax_scale: float | None, q: Tensor) -> float:
