@@ -4,6 +4,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from masks import dense_mask, slice_lists
 
 import torchtitan_magi
 from torchtitan_magi.backends import LATE_MARGIN, StageMask
+from torchtitan_magi.backends.ffa import backward_lists
 from torchtitan_magi.backends.ffa.backward_lists import HEADS_IN_STEP, heads_in_step
 from torchtitan_magi.backends.ffa.forward_lists import last_end
 from torchtitan_magi.backends.ffa.records import Field, early_first
@@ -153,6 +155,21 @@ def test_every_visible_pair_is_computed_once(
 ) -> None:
     overrides = {"backward_heads_per_tile": heads[2], "blocks_per_chunk": blocks, "chunks_per_tile": chunks}
     check(*mask, heads[:2], **overrides)
+
+
+@st.composite
+def windows(draw: st.DrawFn) -> tuple[AttnSlices, int, int]:
+    cu_seqlens = np.cumsum([0, *draw(st.lists(st.integers(1, 500), min_size=1, max_size=3))])
+    return sliding_window(cu_seqlens, draw(st.integers(1, 400))), int(cu_seqlens[-1]), int(cu_seqlens[-1])
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.one_of(masks(), windows()), st.sampled_from([(8, 8), (8, 1), (7, 1)]), st.integers(1, 200))
+def test_every_visible_pair_is_computed_once_by_tiles_in_step(
+    mask: tuple[AttnSlices, int, int], heads: tuple[int, int], shared: int
+) -> None:
+    with mock.patch.multiple(backward_lists, STEPS=1, TILES_PER_SM=0, SHARED=shared):
+        check(*mask, heads)
 
 
 @pytest.mark.parametrize(
