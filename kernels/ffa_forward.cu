@@ -142,7 +142,7 @@ DEVICE void mask_scores(float (&s_rmem)[N], int first_key, int end, const int2 (
 
 // Softmax: replaces scores by exp2(scale_log2 * score - offset) and updates the row sums. A row's offset is a maximum that was seen
 // before, kMasked while there was none. It is raised only when an exponent exceeds kHeadroom, since only the range is at stake.
-// `kFirst`: the first block. `has_unseen`: some row of the warp has no offset yet. Returns whether any row of the warp was raised; then O must be scaled by
+// `has_unseen`: some row of the warp has no offset yet. Returns whether any row of the warp was raised; then O must be scaled by
 // `rescale`. A row does not depend on the others.
 template <int N>
 DEVICE float greatest(const float (&s_rmem)[N], int r) {     // of row r

@@ -132,17 +132,8 @@ def variants() -> str:
         forward = [f"{row['fwd_tflops']:.0f}" if row else None for row in rows]
         backward = [f"{row['bwd_tflops']:.0f}" if row else None for row in (*rows[:3], rows[4])]
         lines.append([f"{dim}/{value_dim}", heads, thousands(tokens), ", ".join(extras), *forward, *backward])
-    columns = [
-        "head_dim of q, k / v",
-        "heads",
-        "tokens",
-        "",
-        "forward: ours",
-        "without sinks",
-        "cuDNN",
-        "FA3",
-        "varlen_attn",
-    ]
+    columns = ["head_dim of q, k / v", "heads", "tokens", ""]
+    columns += ["forward: ours", "without sinks", "cuDNN", "FA3", "varlen_attn"]
     columns += ["backward: ours", "without sinks", "cuDNN", "varlen_attn"]
     return f"{table(columns, lines)}\n\n{sources('variants_h200')}"
 

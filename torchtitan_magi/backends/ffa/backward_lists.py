@@ -19,11 +19,10 @@ from torchtitan_magi.tiles import BACKWARD_ROWS, KEYS, NUM_SMS, stay_whole
 # chunk reads leaves L2 (docs/internals/lab-notebook.md: causal 2k to 64k, windows, histogram packs on an H200).
 CHUNK_SIZES = 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256
 QUERY_BYTES = 1024  # at least: q, dout (16 bits) and dq (fp32) of one token and one head, 128 columns
-SHARED = 4  # tiles that share at least one in so many of their query blocks go in step
-STEPS = 16  # if they have as many blocks: what shorter ones share stays in L2 anyway
-TILES_PER_SM = (
-    3  # and as many are left to each SM, or all are shorter than a chunk: all SMs end at nearly the same time
-)
+# Tiles that share at least 1 / SHARED of their query blocks go in step, if they have as many blocks as STEPS (what
+# shorter ones share stays in L2 anyway), and if all are shorter than a chunk or as many as TILES_PER_SM are left to
+# each SM: then SMs end at nearly the same time without cutting any.
+SHARED, STEPS, TILES_PER_SM = 4, 16, 3
 TAIL = 0.5  # what is kept for the end, in chunks per SM: enough to even out when SMs end, little as it works from HBM
 TAIL_CHUNKS = 4  # chunks at the end that take as long as one of the usual size
 # Deterministic mode: what heads in step work on stays in L2 (causal 16k 0.76 -> 0.95 of the speed of the usual mode).
@@ -69,13 +68,10 @@ def backward_lists(
     heads_per_wave, best_chunk = _wave_and_chunk(mask, num_blocks, heads_per_tile, deterministic)
     steps = np.zeros(num_tiles, bool)
     if not deterministic and not chunk:
-        steps, longest = tiles_in_step(tile, records, num_blocks), int(num_blocks.max(initial=0))
         per_sm = num_blocks.sum() * mask.num_heads_kv / NUM_SMS
-        fit = longest >= STEPS and (longest <= best_chunk or per_sm >= TILES_PER_SM * longest)
-        if fit and 2 * num_blocks[steps].sum() >= num_blocks.sum():
-            best_chunk = max(best_chunk, longest)  # in step, whole tiles find in L2 what chunks of them would
-        else:
-            steps[:] = False
+        steps = tiles_in_step(tile, records, num_blocks, per_sm, best_chunk)
+        if steps.any():
+            best_chunk = max(best_chunk, int(num_blocks.max()))  # whole tiles find in L2 what chunks of them would
     chunk = chunk or best_chunk
     query_bytes = max(QUERY_BYTES, 6 * mask.head_dim + 2 * mask.value_dim)
     fits_l2 = mask.num_q * mask.num_heads_q * query_bytes <= L2_SIZE
@@ -94,16 +90,15 @@ def backward_lists(
         if is_split:
             tile_of_item, item, records = pieces
             num_blocks = query_blocks(item, records, len(tile_of_item))
-    number = first_blocks(item, records, len(tile_of_item)) // chunk
-    if steps.any():  # then no tile is cut
-        item, records = in_step(item, records, steps, num_blocks)
     items, further = as_items(tile_of_item, item, records)
+    number, num_early = items[:, Field.FIRST].astype(np.int64) // chunk, 0
+    if steps.any():  # then no tile is cut
+        items, further = as_items(tile_of_item, *in_step(tile, records, steps, num_blocks))
     untouched = (items[:, Field.NUM_SEGMENTS] == 0).nonzero()[0]
     if len(untouched):  # their dk and dv are zeros
         first, end = starts[tile_of_item[untouched]], starts[tile_of_item[untouched] + 1]
         items[untouched, Field.FIRST_KEY], items[untouched, Field.END_KEY] = first, end
     in_tail, is_late = in_tail[tile_of_item], items[:, Field.END_KEY] > mask.num_own
-    num_early = 0
     if deterministic:  # from the last chunk of queries to the first, in each from the first tile to the last
         order = ((-number if is_split else 0) * num_tiles + tile_of_item).argsort(kind="stable")
         items[:, Field.CHUNK] = np.bincount(tile_of_item).cumsum()[tile_of_item] - 1 - np.arange(len(items))
@@ -124,34 +119,29 @@ def query_blocks(item: Int64Array, records: Int32Array, num_items: int) -> Int64
     return np.bincount(item, records[:, Field.END] - records[:, Field.FIRST], num_items).astype(np.int64)
 
 
-def first_blocks(item: Int64Array, records: Int32Array, num_items: int) -> Int64Array:
-    """The first query block of the first record of each item, int64 [num_items]; 0 for items without records."""
-    first = np.zeros(num_items, np.int64)
-    begins = is_new(item)
-    first[item[begins]] = records[begins, Field.FIRST]
-    return first
-
-
-def tiles_in_step(tile: Int64Array, records: Int32Array, num_blocks: Int64Array) -> Bools:
+def tiles_in_step(tile: Int64Array, records: Int32Array, num_blocks: Int64Array, per_sm: float, chunk: int) -> Bools:
     """Which k-tiles see many of the queries of a neighbour, and each some that the other does not, bool [num_tiles].
 
-    Such tiles are those of windows. In a document without one all tiles see the last queries.
+    Such tiles are those of windows. In a document without one all tiles see the last queries. None where they do not
+    have half of the work, or would have to be cut.
 
     Args:
         tile, records: int64 [n], int32 [n, 12] from `transpose_segments`.
         num_blocks: query blocks of each tile, int64 [num_tiles].
+        per_sm: query blocks, in all heads, that each SM works on.
+        chunk: query blocks of a chunk.
     """
-    steps = np.zeros(len(num_blocks), bool)
-    begins = is_new(tile).nonzero()[0]
-    if len(begins) == 0:
+    steps, longest = np.zeros(len(num_blocks), bool), num_blocks.max(initial=0)
+    if longest < STEPS or (longest > chunk and per_sm < TILES_PER_SM * longest):
         return steps
+    begins = is_new(tile).nonzero()[0]
     seen, blocks = tile[begins], num_blocks[tile[begins]]
     first = np.minimum.reduceat(records[:, Field.FIRST], begins)
     end = np.maximum.reduceat(records[:, Field.END], begins)
     meets = (first[1:] > first[:-1]) & (end[1:] > end[:-1])
     meets &= SHARED * (end[:-1] - first[1:]) >= np.maximum(blocks[1:], blocks[:-1])
     steps[seen[1:][meets]] = steps[seen[:-1][meets]] = True
-    return steps
+    return steps & (2 * num_blocks[steps].sum() >= num_blocks.sum())
 
 
 def in_step(
