@@ -37,7 +37,6 @@ constexpr bool kValueGrads = true;
 constexpr int kStages = HEAD_DIM == 256 && kKeyGrads ? 1 : 2;
 constexpr bool kTight = kWide && kKeyGrads && kValueGrads;   // 192/128: registers hold dK and dV, and little beside them
 constexpr bool kStaged = !kWide || kTight;           // dQ leaves through shared memory
-constexpr bool kLateAdds = HEAD_DIM == 192 && !kTight && kKeyGrads;   // dQ of a block is added in the middle of the next one
 constexpr bool kEarlyDout = kStages == 1;            // dOut has barriers of its own, as it is free before Q is
 constexpr int kTakenAt = 3;                          // blocks before its end that an item's CTA takes the next one
 constexpr int kGradColumns = HEAD_DIM / 2;           // columns of dQ that one warpgroup computes
@@ -135,20 +134,22 @@ DEVICE void pass_turn(int* turn) {
 DEVICE void add_float2(float* to, float x, float y) {
   asm volatile("red.relaxed.gpu.global.add.v2.f32 [%0], {%1, %2};" ::"l"(to), "f"(x), "f"(y) : "memory");
 }
+template <int OFFSET>   // bytes; part of the instruction
 DEVICE void add_float4(float* to, float x, float y, float z, float w) {
-  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(x), "f"(y), "f"(z), "f"(w) : "memory");
+  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0 + %5], {%1, %2, %3, %4};"
+               ::"l"(to), "f"(x), "f"(y), "f"(z), "f"(w), "n"(OFFSET) : "memory");
 }
 
-// Adds N columns of an accumulator to two rows of dQ (null: none). Of each 16 columns, 4 l to 4 l + 3 in memory are 2 l, 2 l + 1,
-// 2 l + 8 and 2 l + 9: those of lane l of a quad. `columns` = how many there are from the first on.
-template <int N>
-DEVICE void add_query_grads(const float (&acc)[N / 2], float* row_low, float* row_high, int columns, int lane) {
-#pragma unroll
-  for (int i = 0; i < N / 16; i++) {
-    const int at = 16 * i + lane % 4 * 4;
-    if (16 * i >= columns) return;
-    if (row_low) add_float4(row_low + at, acc[8 * i], acc[8 * i + 1], acc[8 * i + 4], acc[8 * i + 5]);
-    if (row_high) add_float4(row_high + at, acc[8 * i + 2], acc[8 * i + 3], acc[8 * i + 6], acc[8 * i + 7]);
+// Adds columns 16 FIRST to 16 END - 1 of an accumulator to two rows of dQ (null: none), which begin at this lane's first column. Of every
+// 16 columns, 4 l to 4 l + 3 in memory are 2 l, 2 l + 1, 2 l + 8 and 2 l + 9: those of lane l of a quad. `columns` = how many there are.
+template <int FIRST, int END, int N>
+DEVICE void add_query_grads(const float (&acc)[N], float* row_low, float* row_high, int columns) {
+  if constexpr (FIRST < END) {
+    constexpr int i = 8 * FIRST;
+    if (16 * FIRST >= columns) return;
+    if (row_low) add_float4<64 * FIRST>(row_low, acc[i], acc[i + 1], acc[i + 4], acc[i + 5]);
+    if (row_high) add_float4<64 * FIRST>(row_high, acc[i + 2], acc[i + 3], acc[i + 6], acc[i + 7]);
+    add_query_grads<FIRST + 1, END>(acc, row_low, row_high, columns);
   }
 }
 
@@ -220,7 +221,10 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
     fence_proxy_async();
   }
   __syncthreads();
-  wait_for_kernel_before();
+  // The launch of dK and dQ needs nothing of that of dV: it begins where blocks of that one end, as all of them have seen by then what was
+  // before both, and waits for that one at its own end.
+  if (kValueGrads) wait_for_kernel_before();
+  let_next_kernel_begin();
 
   if (warpgroup == 0) {
     registers_release<24>();
@@ -328,6 +332,7 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
         smem.item = make_int4(-1, 0, 0, 0);
         mbarrier_arrive(kv_full);
         finish_items(params.counter);
+        if (!kValueGrads) wait_for_kernel_before();
       }
     } else if (kStaged && warp <= 2) {  // ------------------------------------------------------------------ dQ warps, one per warpgroup
       const int w = warp - 1;
@@ -505,23 +510,27 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
       // Wide: half of the columns of dQ, those of 192 as one panel and half of the third.
       constexpr int kColumns = HEAD_DIM == 256 ? 128 : 64;
       float dq_rmem[kColumns / 2], rest_rmem[16];
-      int3 previous = make_int3(-1, 0, 0);                        // kLateAdds: first token, first head and rank of the block before
-      auto add_query_rows = [&](int3 block) {
+      // Adds dQ of a block to its rows. On the way, as soon as dK is likely to be done, Q is given back.
+      auto add_query_rows = [&](int4 block, u32 q_empty) {
         float* rows[2];
+        const int columns = params.head_dim - w * kColumns, first = w * kColumns + lane % 4 * 4;
 #pragma unroll
         for (int r = 0; r < 2; r++) {
           const int row = warp % 4 * 16 + lane / 4 + 8 * r, token = block.x + row / PACK;
           const bool valid = row < kTokens * PACK && token < params.num_q;
-          rows[r] = valid ? params.dq + ((u64)token * params.num_heads_q + block.y + row % PACK) * params.head_dim : nullptr;
+          rows[r] = valid ? params.dq + ((u64)token * params.num_heads_q + block.y + row % PACK) * params.head_dim + first : nullptr;
         }
         int* turn = params.semaphores + (block.x / kTokens * (params.num_heads_q / PACK) + block.y / PACK) * 2 + w;
-        in_turn(turn, block.z, w, leader, [&]() {
-          const int first = w * kColumns, rest = 128 + w * 32;
-          add_query_grads<kColumns>(dq_rmem, rows[0] ? rows[0] + first : nullptr, rows[1] ? rows[1] + first : nullptr,
-                                    params.head_dim - first, lane);
-          if (HEAD_DIM == 192)
-            add_query_grads<32>(rest_rmem, rows[0] ? rows[0] + rest : nullptr, rows[1] ? rows[1] + rest : nullptr,
-                                params.head_dim - rest, lane);
+        in_turn(turn, block.w, w, leader, [&]() {
+          constexpr int kSoon = HEAD_DIM == 256 ? 2 : 4;            // later costs 256 up to 2%; earlier costs 192 2%
+          add_query_grads<0, kSoon>(dq_rmem, rows[0], rows[1], columns);
+          wgmma_wait<0>();                                        // dK
+          mbarrier_arrive_warp(q_empty);
+          add_query_grads<kSoon, kColumns / 16>(dq_rmem, rows[0], rows[1], columns);
+          if constexpr (HEAD_DIM == 192) {
+            const int more = 128 - w * 32;                        // from w * 64 to 128 + w * 32
+            add_query_grads<0, 2>(rest_rmem, rows[0] ? rows[0] + more : nullptr, rows[1] ? rows[1] + more : nullptr, columns - more);
+          }
         });
       };
       int flags = warp_uniform(smem.item.z);
@@ -628,12 +637,7 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
         store_score_grads(ds_rmem);
 
         if constexpr (kWide) {
-          if (kLateAdds && previous.x >= 0) add_query_rows(previous);
           wgmma_fence();
-#pragma unroll
-          for (int i = 0; i < kRows / 16; i++)
-            wgmma_rs(dk_rmem, ds_rmem + 4 * i, moved(q_s, i * 2048), 1);
-          wgmma_commit();
 #pragma unroll
           for (int i = 0; i < kKeys / 16; i++)
             wgmma_ss<1, 1>(dq_rmem, moved(ds_operand, ds_b + i * 2048), moved(wide_columns, i * 2048), i > 0);
@@ -643,13 +647,14 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
               wgmma_ss<1, 1>(rest_rmem, moved(ds_operand, ds_b + i * 2048), moved(rest_columns, i * 2048), i > 0);
           }
           wgmma_commit();
+#pragma unroll
+          for (int i = 0; i < kRows / 16; i++)
+            wgmma_rs(dk_rmem, ds_rmem + 4 * i, moved(q_s, i * 2048), 1);
+          wgmma_commit();
           ds_b ^= (u32)sizeof(smem.ds[0]);
-          wgmma_wait<1>();                                        // dV and dK
-          mbarrier_arrive_warp(empty + 8 * s);
+          wgmma_wait<1>();                                        // dQ
+          add_query_rows(block, empty + 8 * s);
           ring.advance();
-          wgmma_wait<0>();                                        // dQ
-          previous = make_int3(block.x, block.y, block.w);
-          if (!kLateAdds) add_query_rows(previous);
           continue;
         }
 
@@ -674,7 +679,6 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
         ring.advance();
         }
       }
-      if (kLateAdds && previous.x >= 0) add_query_rows(previous);
       if (!kKeyGrads && last_stage >= 0) {
         wgmma_wait<0>();                                          // dV
         mbarrier_arrive_warp(empty + 8 * last_stage);

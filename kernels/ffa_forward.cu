@@ -345,6 +345,7 @@ ffa_forward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Ten
     mbarrier_init_fence();
   }
   __syncthreads();
+  let_next_kernel_begin();
   wait_for_kernel_before();
 
   if (warpgroup == 0) {  // -------------------------------------------------------------------- producer

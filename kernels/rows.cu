@@ -81,6 +81,7 @@ struct BandsParams {
 };
 
 extern "C" __global__ void __launch_bounds__(kWarps * 32) write_bands(const __grid_constant__ BandsParams params) {
+  let_next_kernel_begin();
   wait_for_kernel_before();
   const int row = blockIdx.x * blockDim.x + threadIdx.x;
   if (row >= params.num_bands) return;
@@ -110,6 +111,7 @@ struct GatherParams {
 };
 
 extern "C" __global__ void __launch_bounds__(kWarps * 32) gather_rows(const __grid_constant__ GatherParams params) {
+  let_next_kernel_begin();
   wait_for_kernel_before();
   if (blockIdx.x >= params.num_blocks) return sum_rows(params.sums, blockIdx.x - params.num_blocks);
   const int lane = threadIdx.x % 32, keys = params.num_heads * params.key_units, values = params.num_heads * params.value_units;
@@ -166,6 +168,7 @@ struct AddParams {
 
 extern "C" __global__ void __launch_bounds__(kWarps * 32) add_rows(const __grid_constant__ AddParams params) {
   const auto [returned, dkv] = params;
+  let_next_kernel_begin();
   wait_for_kernel_before();
   const unsigned end = returned.num_tokens * returned.units;
   for (unsigned i = blockIdx.x * blockDim.x + threadIdx.x; i < end; i += gridDim.x * blockDim.x) {
@@ -209,6 +212,7 @@ DEVICE uint4& key_or_value(const FinishParams& params, unsigned row, unsigned un
 DEVICE unsigned blocks_for(unsigned units) { return (units + kUnits - 1) / kUnits; }
 
 extern "C" __global__ void __launch_bounds__(kWarps * 32) finish_grads(const __grid_constant__ FinishParams params) {
+  let_next_kernel_begin();
   wait_for_kernel_before();
   unsigned block = blockIdx.x;
   if (params.started) {

@@ -19,12 +19,11 @@ DEVICE int warp_uniform(int x) { return __shfl_sync(~0u, x, 0); }
 
 DEVICE u32 smem_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
-// The host launches each kernel so that it may begin while the one before it in its stream comes to an end, and that one's writes
-// are there after this call. Every kernel makes it, before it touches global memory.
-DEVICE void wait_for_kernel_before() {
-  asm volatile("griddepcontrol.launch_dependents;");
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-}
+// The host launches each kernel so that it may begin while the one before it in its stream comes to an end: as soon as all blocks of
+// that one have called the first function. That one's writes are there after the second. Every kernel calls both, and but for
+// one (see ffa_backward.cu) before it touches global memory.
+DEVICE void let_next_kernel_begin() { asm volatile("griddepcontrol.launch_dependents;"); }
+DEVICE void wait_for_kernel_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 // Until *word, which something outside of this kernel raises, has reached `number`, modulo 2^32; what came before is seen then.
 DEVICE void wait_until(const int* word, int number) {

@@ -7,9 +7,10 @@ TFLOP/s of a forward: 2 * (visible pairs) * num_heads_q * (head_dim + value_dim)
 of a backward with 3 products over head_dim and 2 over value_dim. Implementations take turns. Before a timed call, work
 is queued ahead, so that the time is the GPU's; the L2 cache is flushed; and a call of the same kind has set the clock,
 since most of them are limited by power. With --sustained each runs without a pause instead, as in training, and clock
-and power stand beside. Backward times are of a whole autograd backward (for ours: delta, zeroing and rounding dq, and
-the kernel). Work lists are built and uploaded before timing; the time to build them is a figure of its own. FA3 is the
-wheel fa3-fwd, if it is installed. First every implementation's results are compared with ours.
+and power stand beside; short forwards (SHORT_MS) are replayed as CUDA graphs then. Backward times are of a whole
+autograd backward (for ours: delta, zeroing and rounding dq, and the kernel). Work lists are built and uploaded before
+timing; the time to build them is a figure of its own. FA3 is the wheel fa3-fwd, if it is
+installed. First every implementation's results are compared with ours.
 """
 
 import argparse
@@ -237,8 +238,8 @@ def measure(case: Case, impls: list[str], ms: float, is_sustained: bool) -> Iter
     if is_pack:
         tflop, runs_of_causal = yardstick()
         forwards["causal"], backwards["causal"] = runs_of_causal["forward"], runs_of_causal["backward"]
-    timed: Callable[..., Times] = sustained if is_sustained else take_turns
-    forward, backward = timed(forwards, ms), timed(backwards, ms)
+    forward: Times = sustained(forwards, ms, can_replay=True) if is_sustained else take_turns(forwards, ms)
+    backward: Times = sustained(backwards, ms) if is_sustained else take_turns(backwards, ms)
     if is_pack:
         causal = {
             "causal_fwd_tflops": round(1e3 * tflop / forward["causal"], 1),
