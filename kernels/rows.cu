@@ -41,16 +41,13 @@ DEVICE void report(const Places& places, unsigned num_blocks) {
     asm volatile("red.relaxed.sys.global.add.s32 [%0], 1;" ::"l"(places.flags[i]) : "memory");
 }
 
-// delta = rowsum(out * dOut) - dlse, what a row adds to the gradient of its head's sink, and zeros on the way. One half-warp per row,
-// 8 elements a lane. A row is a query token and a head.
+// delta = rowsum(out * dOut) - dlse, and zeros on the way. One half-warp per row, 8 elements a lane.
 struct RowSums {
   const uint4 *out, *dout;                // [num_rows, value_dim / 8] contiguous
   float *delta, *zero, *more_zero;        // [num_rows], [num_zero], [num_more_zero]
   const float* dlse;                      // [num_rows]; null: zeros
-  const float *sinks, *lse;               // [num_heads], [num_rows]; null without sinks
-  float* dsinks;                          // [num_rows]
   long long num_rows, num_zero, num_more_zero;   // what is to be zeroed: multiples of 8, may be 0
-  int value_dim, num_heads;               // value_dim is a multiple of 8
+  int value_dim;                          // a multiple of 8
 };
 
 // By blocks of 256 threads: 16 threads per row, one per 8 elements to zero, whichever is more.
@@ -73,10 +70,7 @@ DEVICE void sum_rows(const RowSums& params, unsigned block) {
   }
 #pragma unroll
   for (int step = 8; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
-  if (row >= params.num_rows || i % 16 != 0) return;
-  const float delta = params.dlse ? sum - params.dlse[row] : sum;
-  params.delta[row] = delta;
-  if (params.sinks) params.dsinks[row] = -expf(params.sinks[(unsigned)row % params.num_heads] - params.lse[row]) * delta;
+  if (row < params.num_rows && i % 16 == 0) params.delta[row] = params.dlse ? sum - params.dlse[row] : sum;
 }
 
 // bands[layer][row]: the keys that a row sees, of the slices of a mask. The rows are counted through all layers.

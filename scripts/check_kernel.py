@@ -27,7 +27,7 @@ from torchtitan_magi.backends.ffa.params import backward_variants, forward_varia
 from torchtitan_magi.backends.ffa.worklists import DeviceLists, WorkLists, build_worklists
 from torchtitan_magi.calibrate import facts_of_run
 from torchtitan_magi.cuda import jit, launch
-from torchtitan_magi.exchange.in_flight import RowShape, RowSums, SinkRows
+from torchtitan_magi.exchange.in_flight import RowShape, RowSums
 from torchtitan_magi.masks.builders import block_causal, shared_prompt, sliding_window, varlen_causal, varlen_full
 from torchtitan_magi.masks.slices import AttnSlices
 
@@ -250,8 +250,7 @@ def run_ours(
     out, lse = result
     dq, delta = torch.empty(q.shape, dtype=torch.float32, device="cuda"), torch.empty_like(lse)
     mover = attn.row_mover()
-    sinks = None if extras.sinks is None else SinkRows(extras.sinks.float(), lse, torch.empty_like(lse))
-    mover.sum(RowSums(out, dout, delta, (dq,), extras.dlse, sinks))
+    mover.sum(RowSums(out, dout, delta, (dq,), extras.dlse))
     dks, dvs = [], []
     for mask, kv in zip(masks, kvs, strict=True):
         dtype = torch.float32 if case.float_grads else q.dtype
@@ -264,8 +263,8 @@ def run_ours(
     rounded = torch.empty_like(q, memory_format=torch.contiguous_format)
     mover.round(dq, row, case.softmax_scale, rounded)
     results = {"out": out, "lse": lse, "dq": rounded, "dk": torch.cat(dks), "dv": torch.cat(dvs)}
-    if sinks is not None:
-        results["dsinks"] = sinks.grads.sum(0)
+    if extras.sinks is not None:
+        results["dsinks"] = -(torch.exp(extras.sinks - lse) * delta).sum(0)
     return results
 
 

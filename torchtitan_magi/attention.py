@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from torchtitan_magi.backends import Gradients, OutGrads, StageInputs, check_scale, check_softcap, choose_block_attn
 from torchtitan_magi.bound_plan import BoundPlan, BoundStage, bind_plan, bind_slices
 from torchtitan_magi.exchange.group_cast import StageCasts, grad_buffer, group_reduce
-from torchtitan_magi.exchange.in_flight import KeysAndValues, LateKeys, RowShape, RowSums, SinkRows
+from torchtitan_magi.exchange.in_flight import KeysAndValues, LateKeys, RowShape, RowSums
 from torchtitan_magi.exchange.mesh import Mesh, as_transport
 from torchtitan_magi.masks.slices import AttnSlices, check_slices
 from torchtitan_magi.planning.cost_model import Heads
@@ -78,17 +78,17 @@ def _backward(bound: BoundPlan, layer: LayerInputs, result: Result) -> tuple[Ten
     """Gradients of q, k, v and, if there are any, sinks: with their shapes and dtypes."""
     delta = torch.empty_like(result.lse)
     backward = _backward_alone if _is_alone(bound.backward) else _backward_in_stages
+    grads = backward(bound, layer, result, delta)
     if layer.sinks is None:
-        return *backward(bound, layer, result, delta, None), None
-    sinks = SinkRows(layer.sinks.to(delta.dtype).contiguous(), result.lse, torch.empty_like(delta))
-    grads = backward(bound, layer, result, delta, sinks)
-    return *grads, sinks.grads.sum(0).to(layer.sinks.dtype)
+        return *grads, None
+    shares = torch.exp(layer.sinks.to(delta.dtype) - result.lse)  # of the sinks in their rows' softmax
+    return *grads, shares.mul_(delta).sum(0).neg_().to(layer.sinks.dtype)
 
 
 def _backward_in_stages(
-    bound: BoundPlan, layer: LayerInputs, result: Result, delta: Tensor, sinks: SinkRows | None
+    bound: BoundPlan, layer: LayerInputs, result: Result, delta: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv; fills delta and the gradients of `sinks`."""
+    """dq, dk, dv; fills delta."""
     stages, (q, k, v, softmax_scale, *_), (out, lse, dout, dlse) = bound.backward, layer, result
     wide = torch.promote_types(q.dtype, torch.float32)
     dq = torch.empty(q.shape, dtype=wide, device=q.device)
@@ -104,7 +104,7 @@ def _backward_in_stages(
         gathered = sums = dq.new_empty(num_rows, shape.width)
         zeros = (dq, sums) if adds_keys else zeros
     grad = gathered
-    casts = StageCasts([stage.rows for stage in stages], k, v, RowSums(out, dout, delta, zeros, dlse, sinks))
+    casts = StageCasts([stage.rows for stage in stages], k, v, RowSums(out, dout, delta, zeros, dlse))
     out_grads = OutGrads(dout, lse, delta)
     returned = None
     for i, stage in enumerate(stages):
@@ -124,7 +124,7 @@ def _backward_in_stages(
 
 
 def _backward_alone(
-    bound: BoundPlan, layer: LayerInputs, result: Result, delta: Tensor, sinks: SinkRows | None
+    bound: BoundPlan, layer: LayerInputs, result: Result, delta: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`_backward_in_stages` of a rank that has all its keys.
 
@@ -135,7 +135,7 @@ def _backward_alone(
     dq = torch.empty(q.shape, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
     shape, rounded = RowShape.of(k, v), dq.new_empty(q.shape, dtype=q.dtype)
     sums = bound.block_attn.key_sums(stage.mask, k, v, rounded)
-    bound.mover.sum(RowSums(out, dout, delta, (dq,) if sums is None else (dq, sums), dlse, sinks))
+    bound.mover.sum(RowSums(out, dout, delta, (dq,) if sums is None else (dq, sums), dlse))
     inputs, out_grads = layer.of_stage(stage.mask, k, v), OutGrads(dout, lse, delta)
     if sums is None:
         dk, dv = dq.new_empty(k.shape, dtype=k.dtype), dq.new_empty(v.shape, dtype=v.dtype)

@@ -167,17 +167,6 @@ def send(pieces: list[Piece], gather: Callable[[Piece], object]) -> Arrival:
     return last.arrival
 
 
-class SinkRows(NamedTuple):
-    """What each row adds to the gradient of its head's sink: -exp(sinks - lse) * delta.
-
-    sinks: [Hq]. lse: [T, Hq], of the forward with sinks. grads: [T, Hq], what is found. All of the dtype of delta.
-    """
-
-    sinks: Tensor
-    lse: Tensor
-    grads: Tensor
-
-
 class RowSums(NamedTuple):
     """What precedes a backward: delta = rowsum(out * dout) - dlse, and zeros where sums are kept.
 
@@ -190,7 +179,6 @@ class RowSums(NamedTuple):
     delta: Tensor
     zeros: tuple[Tensor, ...]
     dlse: Tensor | None = None
-    sinks: SinkRows | None = None
 
 
 class Unsent(NamedTuple):

@@ -91,9 +91,6 @@ class TorchRowMover:
         torch.sum(sums.out.to(wide) * sums.dout.to(wide), -1, out=sums.delta)
         if sums.dlse is not None:
             sums.delta.sub_(sums.dlse)
-        if sums.sinks is not None:
-            sinks, lse, grads = sums.sinks
-            torch.mul(torch.exp(sinks - lse), sums.delta, out=grads).neg_()
         for zero in sums.zeros:
             zero.zero_()
 

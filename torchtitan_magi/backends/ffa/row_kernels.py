@@ -48,9 +48,8 @@ class _Places(ctypes.Structure):
 class _RowSums(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("out", "dout", "delta", "zero", "more_zero", "dlse")),
-        *((name, ctypes.c_void_p) for name in ("sinks", "lse", "dsinks")),
         *((name, ctypes.c_longlong) for name in ("num_rows", "num_zero", "num_more_zero")),
-        *((name, ctypes.c_int) for name in ("value_dim", "num_heads")),
+        ("value_dim", ctypes.c_int),
     ]
 
 
@@ -273,10 +272,7 @@ def _row_sums(sums: RowSums) -> tuple[_RowSums, int]:
     """Kernel parameters without addresses, and the number of blocks."""
     num_q, num_heads, value_dim = sums.out.shape
     num_zero, num_more_zero = sums.zeros[0].numel(), sum(zero.numel() for zero in sums.zeros[1:])
-    params = _RowSums(
-        num_rows=num_q * num_heads, num_zero=num_zero, num_more_zero=num_more_zero,
-        value_dim=value_dim, num_heads=num_heads,
-    )  # fmt: skip
+    params = _RowSums(num_rows=num_q * num_heads, num_zero=num_zero, num_more_zero=num_more_zero, value_dim=value_dim)
     threads = max(_THREADS_PER_ROW * params.num_rows, (num_zero + num_more_zero) // _ELEMENTS)
     return params, -(-threads // (_WARPS * 32))
 
@@ -290,10 +286,7 @@ def _aim_sums(params: _RowSums, sums: RowSums) -> tuple[Tensor, ...]:
     params.zero = sums.zeros[0].data_ptr()
     if len(sums.zeros) > 1:
         params.more_zero = sums.zeros[1].data_ptr()
-    params.dlse = params.sinks = None
-    if sums.sinks is not None:
-        assert all(x.is_contiguous() and x.dtype == torch.float32 for x in sums.sinks)
-        params.sinks, params.lse, params.dsinks = (x.data_ptr() for x in sums.sinks)
+    params.dlse = None
     if sums.dlse is None:
         return out, dout
     assert sums.dlse.dtype == torch.float32
