@@ -1,6 +1,6 @@
 // What is done around attention at the speed of memory, one launch each. Once per mask: row bands are written. Before attention:
 // K/V rows are packed for group_cast, and a backward's row sums taken. After it: gradients are packed for group_reduce, those
-// that come back added, and the sums rounded.
+// that come back added, and the sums rounded, and the gradient of sinks taken.
 // Rows are packed into one buffer, or written to where they are wanted, in the memory of several GPUs.
 //
 // Compile-time macros
@@ -71,6 +71,52 @@ DEVICE void sum_rows(const RowSums& params, unsigned block) {
 #pragma unroll
   for (int step = 8; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
   if (row < params.num_rows && i % 16 == 0) params.delta[row] = params.dlse ? sum - params.dlse[row] : sum;
+}
+
+// to[head] = the sum over rows [begin, end) of value(row, head), for all heads, in a fixed order. By all threads of a block.
+template <typename VALUE>
+DEVICE void sum_columns(int begin, int end, int num_heads, float* to, VALUE value) {
+  __shared__ float sums[kWarps * 32];
+  const int width = min(num_heads, kWarps * 32), groups = kWarps * 32 / width, group = threadIdx.x / width;
+  for (int head = threadIdx.x % width, first = 0; first < num_heads; head += width, first += width) {
+    const bool exists = head < num_heads && group < groups;
+    float sum = 0;
+#pragma unroll 8
+    for (int row = begin + group; row < (exists ? end : 0); row += groups) sum += value(row, head);
+    sums[threadIdx.x] = sum;
+    __syncthreads();
+    for (int g = 1; g < groups && group == 0; g++) sum += sums[g * width + threadIdx.x];
+    if (exists && group == 0) to[head] = sum;
+    __syncthreads();
+  }
+}
+
+// The gradient of each head's sink: -sum over tokens of exp(sink - lse) * delta. Each block takes some tokens, the last one adds up.
+struct SinksParams {
+  const float *sinks, *lse, *delta;       // [num_heads], [num_tokens, num_heads] each
+  float *parts, *dsinks;                  // [blocks, num_heads], [num_heads]
+  int* blocks_done;                       // zero, and zero afterwards
+  int num_tokens, num_heads;
+};
+
+extern "C" __global__ void __launch_bounds__(kWarps * 32) sum_sinks(const __grid_constant__ SinksParams params) {
+  let_next_kernel_begin();
+  wait_for_kernel_before();
+  const int heads = params.num_heads;
+  auto first_of = [&](unsigned block) { return (int)((long long)params.num_tokens * block / gridDim.x); };
+  sum_columns(first_of(blockIdx.x), first_of(blockIdx.x + 1), heads, params.parts + blockIdx.x * heads, [&](int token, int head) {
+    const long long at = (long long)token * heads + head;
+    return -expf(params.sinks[head] - params.lse[at]) * params.delta[at];
+  });
+  __shared__ bool is_last;
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) is_last = atomicAdd(params.blocks_done, 1) == (int)gridDim.x - 1;
+  __syncthreads();
+  if (!is_last) return;
+  __threadfence();
+  if (threadIdx.x == 0) *params.blocks_done = 0;
+  sum_columns(0, gridDim.x, heads, params.dsinks, [&](int block, int head) { return __ldcg(params.parts + block * heads + head); });
 }
 
 // bands[layer][row]: the keys that a row sees, of the slices of a mask. The rows are counted through all layers.

@@ -264,7 +264,7 @@ def run_ours(
     mover.round(dq, row, case.softmax_scale, rounded)
     results = {"out": out, "lse": lse, "dq": rounded, "dk": torch.cat(dks), "dv": torch.cat(dvs)}
     if extras.sinks is not None:
-        results["dsinks"] = -(torch.exp(extras.sinks - lse) * delta).sum(0)
+        results["dsinks"] = mover.sink_grads(extras.sinks.float(), lse, delta)
     return results
 
 

@@ -37,7 +37,7 @@ SOME_GROUPS = (1, 8)  # no grouping; heads 64:8
 STRUCTS = {
     "ffa_forward.cu": [ffa.ForwardParams],
     "ffa_backward.cu": [ffa.BackwardParams],
-    "rows.cu": [rows._BandsParams, rows._GatherParams, rows._AddParams, rows._FinishParams],
+    "rows.cu": [rows._BandsParams, rows._GatherParams, rows._AddParams, rows._FinishParams, rows._SinksParams],
 }
 
 

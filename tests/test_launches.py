@@ -39,6 +39,7 @@ PARAMS = {
     "write_bands": rows._BandsParams,
     "gather_rows": rows._GatherParams,
     "finish_grads": rows._FinishParams,
+    "sum_sinks": rows._SinksParams,
     "add_rows": rows._AddParams,
 }
 

@@ -90,6 +90,16 @@ def test_row_sums_and_zeros_beside_packing(num_rows, head_dim, more):
     assert not any(zero.any() for zero in zeros)
 
 
+@pytest.mark.parametrize("heads", [1, 5, 64, 256, 300])
+@pytest.mark.parametrize("tokens", [0, 1, 1000, 33000])
+def test_gradients_of_sinks(tokens, heads):
+    sinks, (lse, delta) = torch.randn(heads, device="cuda"), torch.randn(2, tokens, heads, device="cuda")
+    found = CudaRowMover().sink_grads(sinks, lse, delta)
+    terms = (sinks - lse).double().exp() * delta.double()
+    assert ((found.double() + terms.sum(0)).abs() <= 1e-5 * terms.abs().sum(0)).all()
+    assert all(torch.equal(found, CudaRowMover().sink_grads(sinks, lse, delta)) for _ in range(3))
+
+
 @pytest.mark.parametrize("wire", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("parts", [None, (), (slice(3, 5),), (slice(0, 0), slice(20, 70), slice(500, 900))])
 def test_a_piece_of_gradients_is_rounded_to_its_slot_and_then_counted(wire, parts):

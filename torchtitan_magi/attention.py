@@ -81,8 +81,8 @@ def _backward(bound: BoundPlan, layer: LayerInputs, result: Result) -> tuple[Ten
     grads = backward(bound, layer, result, delta)
     if layer.sinks is None:
         return *grads, None
-    shares = torch.exp(layer.sinks.to(delta.dtype) - result.lse)  # of the sinks in their rows' softmax
-    return *grads, shares.mul_(delta).sum(0).neg_().to(layer.sinks.dtype)
+    dsinks = bound.mover.sink_grads(layer.sinks.to(delta.dtype), result.lse, delta)
+    return *grads, dsinks.to(layer.sinks.dtype)
 
 
 def _backward_in_stages(

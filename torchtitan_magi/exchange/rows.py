@@ -40,6 +40,9 @@ class RowMover(Protocol):
     def sum(self, sums: RowSums) -> None:
         """Does what `sums` says."""
 
+    def sink_grads(self, sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
+        """The gradient of sinks [Hq]: -sum over tokens of exp(sinks - lse) * delta; lse, delta: [T, Hq], one dtype."""
+
     def round_to(self, grad: Tensor, piece: Piece) -> None:
         """Rounds the piece of gradients [S, width] of other ranks' rows to its slot, for them to fetch."""
 
@@ -93,6 +96,9 @@ class TorchRowMover:
             sums.delta.sub_(sums.dlse)
         for zero in sums.zeros:
             zero.zero_()
+
+    def sink_grads(self, sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
+        return -(torch.exp(sinks - lse) * delta).sum(0)
 
     def round_to(self, grad: Tensor, piece: Piece) -> None:
         raise AssertionError("what torch moves travels by collectives")

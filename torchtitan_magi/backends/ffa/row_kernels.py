@@ -32,6 +32,7 @@ _UNIT = 16  # bytes that a lane moves at once
 _ELEMENTS = 8  # elements of a gradient that a thread handles at once: one unit
 _THREADS_PER_ROW = 16  # threads that sum up a row of out * dout
 _MAX_BLOCKS = 1 << 20  # blocks of add_rows
+_LEAST_TOKENS, _MAX_SUMS = 16, 264  # of sum_sinks: tokens of a block, and blocks; two per SM
 _FINISH_UNITS = 1024  # units that a block of finish_grads handles
 
 
@@ -50,6 +51,13 @@ class _RowSums(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("out", "dout", "delta", "zero", "more_zero", "dlse")),
         *((name, ctypes.c_longlong) for name in ("num_rows", "num_zero", "num_more_zero")),
         ("value_dim", ctypes.c_int),
+    ]
+
+
+class _SinksParams(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("sinks", "lse", "delta", "parts", "dsinks", "blocks_done")),
+        *((name, ctypes.c_int) for name in ("num_tokens", "num_heads")),
     ]
 
 
@@ -140,6 +148,20 @@ class CudaRowMover:
         if blocks:
             kernel = _kernel("gather_rows", sums.out.dtype)
             kernel(sums.out.device.index, blocks, _GatherParams(sums=row_sums))
+
+    def sink_grads(self, sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
+        """-sum over tokens of exp(sinks - lse) * delta, fp32 [Hq], in a fixed order; lse and delta fp32 [T, Hq]."""
+        sinks = sinks.contiguous()
+        assert all(x.is_contiguous() and x.dtype == torch.float32 for x in (sinks, lse, delta))
+        num_tokens, num_heads = lse.shape
+        blocks = max(1, min(num_tokens // _LEAST_TOKENS, _MAX_SUMS))
+        parts, device = lse.new_empty(blocks + 1, num_heads), lse.device.index
+        params = _SinksParams(
+            sinks.data_ptr(), lse.data_ptr(), delta.data_ptr(), parts.data_ptr(), parts[-1].data_ptr(),
+            launch.next_counter(device), num_tokens, num_heads,
+        )  # fmt: skip
+        _kernel("sum_sinks", torch.bfloat16)(device, blocks, params)
+        return parts[-1]
 
     def round_to(self, grad: Tensor, piece: Piece) -> None:
         """The piece of gradients [S, width] to its slot, in the slot's dtype; then its words are counted up."""
