@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 from torch.distributed import checkpoint
-from training import DEBUG_TOML, ROOT, SMALL, new_folder, on_corpus, run_script, train
+from training import DEBUG_TOML, ROOT, SMALL, TrainingError, new_folder, on_corpus, run_script, train
 
 from torchtitan_magi.training.checkpoint_files import DigestWriter
 
@@ -33,6 +33,31 @@ def test_torchrun_prints_the_losses_of_the_forked_processes():
     printed = re.findall(r"step: +(\d+)  loss: +([0-9.]+) ", result.stdout + result.stderr)
     losses = train(2, arguments, layers=None).losses
     assert printed == [(f"{step}", f"{loss:.5f}") for step, loss in enumerate(losses, 1)]
+
+
+ONE_ENDS_FIRST = """
+import os, sys, time
+from pathlib import Path
+path = Path(sys.argv[1])
+if os.environ["RANK"] == "0":
+    path.with_suffix(".new").write_text(str(os.getpid()))
+    path.with_suffix(".new").rename(path)
+else:
+    while not path.exists() or Path(f"/proc/{path.read_text()}").exists():
+        time.sleep(0.01)
+    raise ValueError("the other one has ended")
+"""
+
+
+def test_the_harness_sends_no_signal_to_a_process_that_has_ended(tmp_path, monkeypatch):
+    """Its id may be that of somebody else's process: so, it seems, a rank of soak.py died without a word once."""
+    struck, kill = [], os.kill
+    monkeypatch.setattr(os, "kill", lambda process, number: (struck.append(process), kill(process, number)))
+    script, ended = tmp_path / "script.py", tmp_path / "ended"
+    script.write_text(ONE_ENDS_FIRST)
+    with pytest.raises(TrainingError, match="the other one has ended"):
+        run_script(2, script, ended)
+    assert int(ended.read_text()) not in struck
 
 
 def test_plain_torchrun_says_which_checkpoint_is_broken_and_what_to_do(tmp_path):

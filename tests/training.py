@@ -213,7 +213,8 @@ def _run(processes: int, target: Callable, arguments: tuple, until: Callable | N
             process.join(max(0, deadline - time.monotonic()))
     finally:
         for process in started:
-            process.kill()
+            if process.is_alive():  # else its id, which the fork server gave back, may be that of any other by now
+                process.kill()
         for process in started:
             process.join()
     run.output = Path(f"{folder}/rank0.log").read_text()
