@@ -180,7 +180,7 @@ def _figures(costs: dict[str, Any]) -> list[float]:
 # showed 0.03. cost_h200x4.json, of a later run, has 81 us and 353 GB/s and predicts layers no better. `across` is not
 # measured: it assumes one 400 Gb/s adapter per GPU.
 H200 = CostModel(
-    forward=KernelCost(launch=9.3e-6, pair=2.40e-13, pair_dim=3.80e-15, row=1.20e-10, row_dim=0.0, wide=1.1),
+    forward=KernelCost(launch=9.3e-6, pair=2.40e-13, pair_dim=3.80e-15, row=1.20e-10, row_dim=0.0, wide=1.04),
     backward=KernelCost(
         launch=22.6e-6, pair=6.10e-13, pair_dim=1.09e-14, row=1.72e-10, row_dim=4.89e-12, wide=1.8, wide_queries=1.32
     ),
