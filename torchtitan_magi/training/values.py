@@ -76,6 +76,8 @@ def check_toml(config: type, values: dict[str, Any], prefix: str = "") -> None:
             check_toml(kind, value, f"{option}.")  # type: ignore[arg-type]
         elif type(value) is int and value.bit_length() > 63:
             raise ValueError(f"{option} is {quoted(value)}; use a number of at most 64 bits")
+        elif isinstance(value, str) and "\0" in value:  # of which the command line has none
+            raise ValueError(f"{option} is {quoted(value)}; leave the NUL out, which no name of a file can have")
         elif not issubclass(config, (Magi, DPO, LoRA)) and not _is_of(value, kind):
             raise ValueError(f"{option} is {quoted(value)}; use {_words(kind)}")
 
