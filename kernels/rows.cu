@@ -1,6 +1,6 @@
 // What is done around attention at the speed of memory, one launch each. Once per mask: row bands are written. Before attention:
 // K/V rows are packed for group_cast, and a backward's row sums taken. After it: gradients are packed for group_reduce, those
-// that come back added, and the sums rounded, and the gradient of sinks taken.
+// that come back added, the sums rounded, and the gradient of sinks taken.
 // Rows are packed into one buffer, or written to where they are wanted, in the memory of several GPUs.
 //
 // Compile-time macros
