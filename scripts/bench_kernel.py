@@ -9,8 +9,8 @@ is queued ahead, so that the time is the GPU's; the L2 cache is flushed; and a c
 since most of them are limited by power. With --sustained each runs without a pause instead, as in training, and clock
 and power stand beside; short forwards (SHORT_MS) are replayed as CUDA graphs then. Backward times are of a whole
 autograd backward (for ours: delta, zeroing and rounding dq, and the kernel). Work lists are built and uploaded before
-timing; the time to build them is a figure of its own. FA3 is the wheel fa3-fwd, if it is
-installed. First every implementation's results are compared with ours.
+timing; the time to build them is a figure of its own. FA3 is the wheel fa3-fwd, if it is installed. First every
+implementation's results are compared with ours.
 """
 
 import argparse
