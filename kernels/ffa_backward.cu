@@ -13,6 +13,9 @@
 // Query blocks are walked down: the tiles of a causal document end at the same query, so that they read Q and add dQ close in
 // time, and both stay in L2.
 //
+// Where few tiles see a query block, dQ need not be zero before the launch (`marks`): who comes first stores, the others add. Where many
+// do, they would wait for each other at every block, as they come at the same time.
+//
 // DETERMINISTIC orders the additions to a row of dQ by a counter per query block and head pack: tiles in ascending order; and what
 // the parts of a tile add to dK and dV by a counter per tile and head.
 //
@@ -37,6 +40,7 @@ constexpr bool kValueGrads = true;
 constexpr int kStages = HEAD_DIM == 256 && kKeyGrads ? 1 : 2;
 constexpr bool kTight = kWide && kKeyGrads && kValueGrads;   // 192/128: registers hold dK and dV, and little beside them
 constexpr bool kStaged = !kWide || kTight;           // dQ leaves through shared memory
+constexpr bool kMarks = kStaged && !kDeterministic;  // `marks` is looked at
 constexpr bool kEarlyDout = kStages == 1;            // dOut has barriers of its own, as it is free before Q is
 constexpr int kTakenAt = 3;                          // blocks before its end that an item's CTA takes the next one
 constexpr int kGradColumns = HEAD_DIM / 2;           // columns of dQ that one warpgroup computes
@@ -62,9 +66,9 @@ struct Shared {
   int2 band[kStages][kRows];
   ushort2 place[kRows];                               // a row's token and head in the block
   int4 item;                                          // {first key, KV head, flags, end key}; first key < 0: no more work
-  int4 block[kStages];                                // {first token, first head, flags, rank among the additions to dQ}
+  int4 block[kStages];                                // {first token, first head, flags, rank among the additions to dQ, or its mark}
   int2 part;                                          // deterministic: {tile, parts of the tile before this one}
-  // for the warps that add: {first token, first head, kQueryGrad, rank} of a piece of dQ, {first key, head | tile << kLowBits,
+  // for the warps that add: {first token, first head, kQueryGrad, rank or mark} of a piece of dQ, {first key, head | tile << kLowBits,
   // k*Grad, first column | parts before << kLowBits} of a piece of dK or dV; first token < 0: no more work
   int4 grad_piece[2][kGradBuffers];
   u64 kv_full, kv_empty, full[kStages], empty[kStages], grad_full[2][kGradBuffers], grad_empty[2][kGradBuffers];
@@ -80,6 +84,7 @@ constexpr int kLowBits = 10, kLow = (1 << kLowBits) - 1;   // of a word that hol
 enum Grad { kQueryGrad, kKeyGrad, kValueGrad };
 template <int VALUE>
 struct Tag { static constexpr int value = VALUE; };
+enum Mark { kBegun = 1, kWritten = 2 };   // bits: someone stores a piece of dQ; it is there, and others may add to it
 enum Store { kStorePacked, kStoreFloat, kAddFloat };   // input type; fp32; added to fp32, by parts of one tile
 
 struct BackwardParams {
@@ -91,6 +96,7 @@ struct BackwardParams {
   const int2* bands;     // [layers][num_q]
   const int* components; // deterministic: [num_q_blocks + 1] offsets into, then {first tile, last tile} of each component
   int* semaphores;       // deterministic: [num_q_blocks][num_heads_q / PACK][2], zero before the launch
+  int* marks;            // the same, each a Mark; null: dq holds sums, or zeros
   int* part_semaphores;  // deterministic: [k-tiles][KV heads][2], the same
   int* counter;          // [2]
   Schedule schedule;     // heads = KV heads
@@ -123,6 +129,15 @@ DEVICE int load_acquire(const int* address) {
   int value;
   asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
   return value;
+}
+DEVICE int2 load_marks(const int* marks) {
+  int2 value;
+  asm volatile("ld.relaxed.gpu.global.v2.b32 {%0, %1}, [%2];" : "=r"(value.x), "=r"(value.y) : "l"(marks));
+  return value;
+}
+DEVICE void mark_written(int* mark) {
+  asm volatile("fence.proxy.async;" ::: "memory");
+  asm volatile("red.release.gpu.global.or.b32 [%0], %1;" ::"l"(mark), "r"(int(kWritten)) : "memory");
 }
 // After an addition of this thread has landed: the next one to those rows may begin.
 DEVICE void pass_turn(int* turn) {
@@ -276,6 +291,8 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
               if (lane == 0 && (left == kTakenAt || (left < kTakenAt && b + 1 == segment.end))) index = next_item(params.counter);
               const int rank = kDeterministic && kKeyGrads ? addition_rank(params, b, item.tile, segment.component) : 0;
               const int token = b * kTokens;
+              int2 marks = make_int2(kWritten, kWritten);
+              if (kMarks && params.marks) marks = load_marks(params.marks + (b * (params.num_heads_q / PACK) + head / PACK) * 2);
               float lse[2], delta[2];                              // of rows lane and lane + 32
               int2 band[2];
 #pragma unroll
@@ -310,7 +327,7 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
                     tma_load_3d(dout + at - s * (kRowBytes - kDoutBytes), &map_dout, full + 8 * s, p * 64, head, token);
                 }
                 smem.block[s] = make_int4(token, head, (is_full ? kFullBlock : 0) | (left == 0 ? kLastBlock : 0),
-                                          rank);
+                                          kMarks ? marks.x & marks.y & kWritten : rank);
               }
 #pragma unroll
               for (int r = 0; r < 2; r++) {
@@ -344,7 +361,7 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
         pass_turn(landing);
         landing = nullptr;
       };
-      for (bool first = true; lane == 0; first = false, ring.advance()) {
+      for (bool is_read = true; lane == 0; ring.advance()) {   // the buffer before
         const u32 piece_full = grad_full + 8 * (w * kGradBuffers + ring.stage);
         if (kDeterministic && !mbarrier_is_over(piece_full, ring.phase)) settle();
         mbarrier_wait(piece_full, ring.phase);
@@ -353,9 +370,18 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
         const u32 grad = smem_address(smem.grad[w][ring.stage]);
         const bool of_queries = piece.z == kQueryGrad;
         const int head = of_queries ? piece.y : piece.y & kLow, column = of_queries ? w * kGradColumns : piece.w & kLow;
+        const int half = (piece.x / kTokens * (params.num_heads_q / PACK) + head / PACK) * 2 + w;   // of a block's columns
+        bool begins = false;
+        if (kMarks && of_queries && piece.w != kWritten) {
+          const int before = atomicOr(params.marks + half, kBegun);
+          begins = before == 0;
+          if (before == kBegun)
+            while (!(load_acquire(params.marks + half) & kWritten)) {}
+          asm volatile("fence.proxy.async;" ::: "memory");
+        }
         int* turn = nullptr;
         if (kDeterministic) {
-          turn = of_queries ? params.semaphores + (piece.x / kTokens * (params.num_heads_q / PACK) + head / PACK) * 2 + w
+          turn = of_queries ? params.semaphores + half
                             : params.part_semaphores + ((piece.y >> kLowBits) * params.schedule.num_heads + head) * 2 + w;
           const int wanted = of_queries ? piece.w : piece.w >> kLowBits;
           if (load_acquire(turn) != wanted) {
@@ -369,7 +395,8 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
           const TensorMap* map = of_queries ? &map_dq : piece.z == kKeyGrad ? &map_dk : &map_dv;
           // 192: half of the first two panels' columns, and of the last one's
           const int x = HEAD_DIM == 192 ? (p < 2 ? w * 64 + p * 32 : 128 + w * 32) : column + p * 32;
-          tma_reduce_add_3d(map, grad + p * kGradPanel, x, head, piece.x);
+          if (begins) tma_store_3d(map, grad + p * kGradPanel, x, head, piece.x);
+          else tma_reduce_add_3d(map, grad + p * kGradPanel, x, head, piece.x);
         }
         bulk_commit();
         if (kDeterministic) {
@@ -380,12 +407,17 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
           landing = of_queries || (piece.z == kValueGrad && column == kGradColumns) ? turn : nullptr;   // a part's last piece
           bulk_wait_read<0>();                        // the next turn may take long: gives the buffer back before
           mbarrier_arrive(grad_empty + 8 * (w * kGradBuffers + ring.stage));
-        } else if (kGradBuffers == 1) {                 // it has been read
-          bulk_wait_read<0>();
-          mbarrier_arrive(grad_empty + 8 * w);
         } else {
-          bulk_wait_read<kGradBuffers - 1>();         // the buffer before this one has been read
-          if (!first) mbarrier_arrive(grad_empty + 8 * (w * kGradBuffers + (ring.stage ^ 1)));
+          const bool until_read = begins || kGradBuffers == 1;
+          if (begins) {
+            bulk_wait<0>();
+            mark_written(params.marks + half);
+          } else {
+            bulk_wait_read<kGradBuffers - 1>();
+          }
+          if (!is_read) mbarrier_arrive(grad_empty + 8 * (w * kGradBuffers + (ring.stage ^ 1)));
+          if (until_read) mbarrier_arrive(grad_empty + 8 * (w * kGradBuffers + ring.stage));
+          is_read = until_read;
         }
       }
       if (lane == 0) settle(), bulk_wait<0>();

@@ -248,15 +248,16 @@ def run_ours(
         inputs = StageInputs(q, *kv, mask, case.softmax_scale, None, case.softcap, extras.sinks)
         result = attn.forward(inputs, result, more=i + 1 < len(masks))
     out, lse = result
-    dq, delta = torch.empty(q.shape, dtype=torch.float32, device="cuda"), torch.empty_like(lse)
-    mover = attn.row_mover()
-    mover.sum(RowSums(out, dout, delta, (dq,), extras.dlse))
+    dq, delta = torch.full(q.shape, torch.nan, device="cuda"), torch.empty_like(lse)
+    mover, marks = attn.row_mover(), attn.marks(masks[0], *kvs[0])
+    mover.sum(RowSums(out, dout, delta, (dq if marks is None else marks,), extras.dlse))
     dks, dvs = [], []
     for mask, kv in zip(masks, kvs, strict=True):
         dtype = torch.float32 if case.float_grads else q.dtype
         dkv = torch.full((len(kv[0]), row.width), torch.nan, dtype=dtype, device="cuda")
         inputs = StageInputs(q, *kv, mask, case.softmax_scale, None, case.softcap)
-        attn.backward(inputs, OutGrads(dout, lse, delta), Gradients(dq, dkv))
+        attn.backward(inputs, OutGrads(dout, lse, delta), Gradients(dq, dkv, marks=marks))
+        marks = None
         dk, dv = row.split(dkv)
         dks.append(dk)
         dvs.append(dv)

@@ -211,6 +211,21 @@ def test_sinks_softcap_and_the_gradient_of_lse_reach_the_kernels(recorder, mask)
         assert recorder.launches[-1].params.sums.dlse == seen
 
 
+def test_dq_needs_no_zeros_where_few_tiles_see_each_query(recorder):
+    mask = mask_of(0, 100, TOKENS, dims=(128, 128))
+    q, k, v, dout = (torch.randn(TOKENS, heads, 128).bfloat16() for heads in (HEADS_Q, HEADS, HEADS, HEADS_Q))
+    lse, delta = torch.zeros(2, TOKENS, HEADS_Q)
+    dq, dkv, marks = torch.empty(TOKENS, HEADS_Q, 128), torch.zeros(TOKENS, HEADS * 256), ATTN.marks(mask, k, v)
+    assert marks.shape == (2 * TOKENS * HEADS_Q // 64,)  # two pieces of each block of 64 rows
+    for given, seen in ((marks, marks.data_ptr()), (None, None)):
+        ATTN.backward(StageInputs(q, k, v, mask, SCALE), OutGrads(dout, lse, delta), Gradients(dq, dkv, True, given))
+        assert recorder.launches[-1].params.marks == seen
+    for other in (mask_of(0, TOKENS - 64, dims=(128, 128)), mask_of(0, TOKENS)):  # queries without keys; narrow heads
+        assert ATTN.marks(other, k, v) is None
+    wide = torch.empty(TOKENS, HEADS, 256)  # their dq leaves registers directly
+    assert ATTN.marks(mask, wide, wide) is None
+
+
 @pytest.mark.parametrize(("value_dim", "launches"), [(128, 1), (192, 2)])
 def test_wide_heads_have_rows_of_their_own_widths(value_dim, launches, recorder):
     """And the backward takes two launches if registers do not hold dk and dv at once."""
@@ -326,8 +341,12 @@ def test_gathering_to_places_is_kept_and_takes_new_tensors(recorder):
             assert named == (*(x.data_ptr() for x in tensors), *(None,) * (5 - len(tensors)))
             sizes = params.sums.num_rows, params.sums.num_zero, params.sums.num_more_zero
             assert sizes == (TOKENS * HEADS_Q, sums.out.numel(), TOKENS * ROW if zeros == 2 else 0)
-    assert len(places.prepared) == 3
-    assert len({launched.params.places.blocks_done for launched in recorder.launches}) == 4
+    sums, marks = sums_of(2), torch.empty(16)
+    MOVER.gather(k, v, index, places, sums._replace(zeros=(marks, sums.zeros[1])))
+    params = recorder.launches[-1].params.sums
+    assert (params.zero, params.num_zero, params.num_more_zero) == (marks.data_ptr(), 16, TOKENS * ROW)
+    assert len(places.prepared) == 4
+    assert len({launched.params.places.blocks_done for launched in recorder.launches}) == 5
 
 
 def test_rows_that_cannot_be_read_in_units_are_copied(recorder):

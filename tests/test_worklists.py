@@ -133,6 +133,15 @@ def masks(draw: st.DrawFn) -> tuple[AttnSlices, int, int]:
     return draw(slice_lists(num_q, num_k, max_slices=6)), num_q, num_k
 
 
+def tiles_of_query_blocks(lists: WorkLists) -> np.ndarray:
+    """How many k-tiles see each query block."""
+    tiles = np.zeros(lists.sizes.backward.num_q_blocks, int)
+    for item in backward_items(lists):
+        for segment in segments_of(lists, item, lists.sizes.backward.segments):
+            tiles[segment[4] : segment[5]] += 1
+    return tiles
+
+
 def check(slices: AttnSlices, num_q: int, num_k: int, heads: tuple[int, int], **overrides: int | None):
     """The lists of both backwards, which are walked, and the mask."""
     want = dense_mask(slices.table, num_q, num_k)
@@ -140,6 +149,9 @@ def check(slices: AttnSlices, num_q: int, num_k: int, heads: tuple[int, int], **
     for lists in both:
         np.testing.assert_array_equal(walk_forward(lists), want)
         np.testing.assert_array_equal(walk_backward(lists), want)
+        sizes, tiles = lists.sizes.backward, tiles_of_query_blocks(lists)
+        few = bool(tiles.sum() <= backward_lists.FEW_TILES * len(tiles) and tiles.all())
+        assert sizes.begins_queries == (few and not sizes.deterministic)  # else a block's dq would never be written
     return both, want
 
 

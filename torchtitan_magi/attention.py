@@ -94,15 +94,15 @@ def _backward_in_stages(
     dq = torch.empty(q.shape, dtype=wide, device=q.device)
     # dK/dV of the first stage; its first rows, the rank's own, gather what other ranks return
     shape, num_rows = RowShape.of(k, v), stages[0].rows.stage.num_rows
-    adds_keys = bound.block_attn.adds_keys(stages[0].mask)
+    adds_keys, marks = bound.block_attn.adds_keys(stages[0].mask), bound.block_attn.marks(stages[0].mask, k, v)
     wire = wide if bound.fp32_reduce else k.dtype
-    zeros: tuple[Tensor, ...] = (dq,)
+    zeros: tuple[Tensor, ...] = (dq if marks is None else marks,)
     gathered: KeysAndValues
     if len(stages) == 1 and stages[0].rows.one_way and not adds_keys and wire == k.dtype:  # each row is written once
         gathered = k.new_empty(num_rows, *k.shape[1:]), v.new_empty(num_rows, *v.shape[1:])
     else:
         gathered = sums = dq.new_empty(num_rows, shape.width)
-        zeros = (dq, sums) if adds_keys else zeros
+        zeros = (*zeros, sums) if adds_keys else zeros
     grad = gathered
     casts = StageCasts([stage.rows for stage in stages], k, v, RowSums(out, dout, delta, zeros, dlse))
     out_grads = OutGrads(dout, lse, delta)
@@ -112,8 +112,9 @@ def _backward_in_stages(
         if i > 0:
             grad = grad_buffer(stage.rows, k, v, wire)
         inputs = layer.of_stage(stage.mask, k_rows, v_rows, late)
-        bound.block_attn.backward(inputs, out_grads, Gradients(dq, grad, zeroed=adds_keys and i == 0))
+        bound.block_attn.backward(inputs, out_grads, Gradients(dq, grad, adds_keys and i == 0, marks))
         del k_rows, v_rows, late, inputs
+        marks = None  # now all of dq holds sums
         if returned is not None:
             assert isinstance(gathered, Tensor)
             bound.mover.add(returned, gathered)
@@ -135,13 +136,15 @@ def _backward_alone(
     dq = torch.empty(q.shape, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
     shape, rounded = RowShape.of(k, v), dq.new_empty(q.shape, dtype=q.dtype)
     sums = bound.block_attn.key_sums(stage.mask, k, v, rounded)
-    bound.mover.sum(RowSums(out, dout, delta, (dq,) if sums is None else (dq, sums), dlse))
+    marks = bound.block_attn.marks(stage.mask, k, v)
+    zeros = tuple(x for x in (dq if marks is None else marks, sums) if x is not None)
+    bound.mover.sum(RowSums(out, dout, delta, zeros, dlse))
     inputs, out_grads = layer.of_stage(stage.mask, k, v), OutGrads(dout, lse, delta)
     if sums is None:
         dk, dv = dq.new_empty(k.shape, dtype=k.dtype), dq.new_empty(v.shape, dtype=v.dtype)
-        bound.block_attn.backward(inputs, out_grads, Gradients(dq, (dk, dv)))
+        bound.block_attn.backward(inputs, out_grads, Gradients(dq, (dk, dv), marks=marks))
     else:
-        bound.block_attn.backward(inputs, out_grads, Gradients(dq, sums, zeroed=True))
+        bound.block_attn.backward(inputs, out_grads, Gradients(dq, sums, True, marks))
         dk, dv = bound.mover.round_keys(sums, shape, k.dtype)
     bound.mover.round(dq, shape, softmax_scale, rounded)
     return rounded, dk, dv

@@ -110,6 +110,7 @@ class Gradients(NamedTuple):
     dq: Tensor  # [Tq, Hq, D], float32 or wider, contiguous; added to, in the layout that RowMover.round reads
     dkv: KeysAndValues  # [Tk + late rows, width], overwritten; float32 or wider, or the dtype of k
     zeroed: bool = False  # dkv holds zeros
+    marks: Tensor | None = None  # of BlockAttn.marks, zeros: then dq holds nothing yet
 
 
 class BlockAttn(Protocol):
@@ -143,6 +144,9 @@ class BlockAttn(Protocol):
 
     def backward(self, inputs: StageInputs, out_grads: OutGrads, grads: Gradients) -> None:
         """Fills the gradients of one stage."""
+
+    def marks(self, mask: Any, k: Tensor, v: Tensor) -> Tensor | None:
+        """Memory for marks of what of dq is written, float32 [n], n a multiple of 8; None: dq starts from zeros."""
 
     def adds_keys(self, mask: Any) -> bool:
         """Whether the backward sums dk and dv up, from zeros."""

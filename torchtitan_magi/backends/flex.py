@@ -121,6 +121,9 @@ class FlexBlockAttn:
             add_sinks_(out, lse, sinks)
         return out.to(wide if more else q.dtype), lse
 
+    def marks(self, mask: FlexMask, k: Tensor, v: Tensor) -> None:
+        return None
+
     def adds_keys(self, mask: FlexMask) -> bool:
         """False: the backward overwrites dk and dv."""
         return False
@@ -134,7 +137,7 @@ class FlexBlockAttn:
         P = exp(S - lse), dS = P * (dout v^T - delta): the FlashAttention-2 backward (arXiv 2307.08691). S is
         scale * q k^T; with a softcap it is softcap * tanh of that / softcap, and dS has a factor 1 - (S / softcap)^2.
         """
-        (q, k, v, mask, softmax_scale, late, softcap, _), (dout, lse, delta), (dq, dkv, _) = inputs, out_grads, grads
+        (q, k, v, mask, softmax_scale, late, softcap, _), (dout, lse, delta), (dq, dkv, *_) = inputs, out_grads, grads
         sources = _sources(k, v, late)
         heads = k.shape[1], q.shape[1] // k.shape[1]
         dk, dv = keys_and_values(dkv, RowShape.of(k, v))

@@ -183,7 +183,7 @@ class FfaBlockAttn:
             ValueError: head_dim, dtype, scale or shapes that the kernel does not take.
         """
         q, k, v, mask, softmax_scale, late, softcap, _ = inputs
-        (dout, lse, delta), (dq, dkv, zeroed) = out_grads, grads
+        (dout, lse, delta), (dq, dkv, zeroed, marks) = out_grads, grads
         s, b = mask.sizes, mask.sizes.backward
         read_late = late if b.awaits else None
         pair = dkv if isinstance(dkv, tuple) else (dkv, dkv)
@@ -227,6 +227,7 @@ class FfaBlockAttn:
             if semaphores is not None:
                 params.semaphores, params.part_semaphores = semaphores[0].data_ptr(), semaphores[1 + i].data_ptr()
             params.lse, params.delta, params.dq = lse.data_ptr(), delta.data_ptr(), dq.data_ptr()
+            params.marks = None if marks is None else marks.data_ptr()
             params.dk, params.dv = _addresses_of(to, shape)
             params.counter = launch.next_counter(kernel.device)
             params.softmax_scale = softmax_scale
@@ -291,6 +292,13 @@ class FfaBlockAttn:
             launch.Launch(kernel, device, blocks, maps, ffa.BackwardParams.from_buffer_copy(params))
             for kernel in kernels
         )
+
+    def marks(self, mask: DeviceLists, k: Tensor, v: Tensor) -> Tensor | None:
+        s, b = mask.sizes, mask.sizes.backward
+        if not b.begins_queries or ffa.has_wide_values(ffa.padded_dims(k.shape[2], v.shape[2])):
+            return None
+        count = 2 * b.num_q_blocks * s.num_heads_q // b.heads_per_tile
+        return torch.empty(-(-count // 8) * 8, dtype=torch.float32, device=mask.words.device)
 
     def adds_keys(self, mask: DeviceLists) -> bool:
         """Whether tiles of keys are split, so that the backward adds to sums of dk and dv."""

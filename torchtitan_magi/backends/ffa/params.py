@@ -51,7 +51,7 @@ class ForwardParams(ctypes.Structure):
 class BackwardParams(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("dk", "dv", "lse", "delta", "items", "segments", "bands")),
-        *((name, ctypes.c_void_p) for name in ("components", "semaphores", "part_semaphores", "counter")),
+        *((name, ctypes.c_void_p) for name in ("components", "semaphores", "marks", "part_semaphores", "counter")),
         ("schedule", Schedule),
         *((name, ctypes.c_int) for name in ("num_packs", "num_q", "num_heads_q", "head_dim", "num_q_blocks", "store")),
         *((f"{name}_stride", ctypes.c_longlong) for name in ("dk_token", "dk_head", "dv_token", "dv_head")),

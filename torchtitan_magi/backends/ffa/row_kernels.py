@@ -127,7 +127,7 @@ class CudaRowMover:
             if not rows.shape[0]:
                 return None if sums is None else self.sum(sums)
             to = Places([rows.shape[0]], [to.data_ptr()], 0, [])
-        of_sums = None if sums is None else (sums.out.shape, sums.zeros[-1].shape)
+        of_sums = None if sums is None else (sums.out.shape, *(zero.shape for zero in sums.zeros))
         key = get_ident(), k.shape, v.shape, k.stride(), v.stride(), k.dtype, of_sums
         prepared, k_at, v_at = to.prepared.get(key), k.data_ptr(), v.data_ptr()
         if prepared is None or (k_at | v_at) % 16:
