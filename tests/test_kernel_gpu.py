@@ -5,6 +5,7 @@ import random
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
 from check_kernel import named_cases, on_gpu, random_case, run_case
 
-from torchtitan_magi import AttnSlices, flex_flash_attn, varlen_causal
+from torchtitan_magi import AttnSlices, flex_flash_attn, sliding_window, varlen_causal
 from torchtitan_magi.backends import StageInputs, StageMask
 from torchtitan_magi.backends.ffa.block_attn import FfaBlockAttn
 
@@ -83,6 +84,31 @@ def test_the_deterministic_backward_ends_while_another_kernel_holds_an_sm() -> N
     torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
     torch.cuda.current_stream().synchronize()
     assert not awake.query()
+
+
+@pytest.mark.parametrize("dims", [(128, 128), (192, 128)])
+@pytest.mark.parametrize("slices", [sliding_window([0, 16384], 120), varlen_causal(range(0, 16385, 256))])
+def test_dq_that_is_stored_where_it_begins_is_that_added_to_zeros(
+    dims: tuple[int, int], slices: AttnSlices, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two tiles see a query: their sum does not depend on who comes first. All SMs meet at the same queries."""
+    shapes = (64, dims[0]), (8, dims[0]), (8, dims[1])
+    q, k, v = (torch.randn(16384, *shape, device="cuda").bfloat16().requires_grad_() for shape in shapes)
+    out, _ = flex_flash_attn(q, k, v, slices)
+    dout, marks, made = torch.randn_like(out), FfaBlockAttn.marks, []
+
+    def noted(*of: Any) -> torch.Tensor | None:
+        made.append(marks(*of))
+        return made[-1]
+
+    monkeypatch.setattr(FfaBlockAttn, "marks", lambda *_: None)
+    (from_zeros,) = torch.autograd.grad(out, q, dout, retain_graph=True)
+    monkeypatch.setattr(FfaBlockAttn, "marks", noted)
+    for _ in range(20):
+        (dq,) = torch.autograd.grad(out, q, dout, retain_graph=True)
+        assert torch.equal(dq, from_zeros)
+    assert len(made) == 20
+    assert all(x is not None for x in made)
 
 
 def test_what_the_kernel_does_not_take_is_an_error() -> None:

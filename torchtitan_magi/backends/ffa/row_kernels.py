@@ -26,13 +26,14 @@ from torchtitan_magi.exchange.in_flight import (
     Unsent,
 )
 from torchtitan_magi.planning.stage import Exchange
+from torchtitan_magi.tiles import NUM_SMS
 
 _WARPS = 8  # warps per block, one row each
 _UNIT = 16  # bytes that a lane moves at once
 _ELEMENTS = 8  # elements of a gradient that a thread handles at once: one unit
 _THREADS_PER_ROW = 16  # threads that sum up a row of out * dout
 _MAX_BLOCKS = 1 << 20  # blocks of add_rows
-_LEAST_TOKENS, _MAX_SUMS = 16, 264  # of sum_sinks: tokens of a block, and blocks; two per SM
+_LEAST_TOKENS, _MAX_SUMS = 16, NUM_SMS  # of sum_sinks: tokens of a block, and blocks; the last one adds all parts
 _FINISH_UNITS = 1024  # units that a block of finish_grads handles
 
 
