@@ -83,12 +83,10 @@ def kernel() -> str:
 
     lines = []
     for (case, heads, head_dim, tokens), by in cases.items():
-        times = [by.get("ours"), by.get("ours deterministic"), by.get("cudnn"), by.get("varlen_attn")]
-        ours, deterministic, cudnn, varlen = times
-        forward = [speed(row, "fwd") for row in (ours, cudnn, varlen)]
-        backward = [speed(row, "bwd") for row in (ours, deterministic, cudnn, varlen)]
+        forward = [speed(by.get(name), "fwd") for name in ("ours", "fa3", "cudnn", "varlen_attn")]
+        backward = [speed(by.get(name), "bwd") for name in ("ours", "ours deterministic", "cudnn", "varlen_attn")]
         lines.append([mask_name(case), thousands(tokens), heads, head_dim, *forward, *backward])
-    columns = ["mask", "tokens", "heads", "head_dim", "forward: ours", "cuDNN", "varlen_attn"]
+    columns = ["mask", "tokens", "heads", "head_dim", "forward: ours", "FA3", "cuDNN", "varlen_attn"]
     columns += ["backward: ours", "deterministic", "cuDNN", "varlen_attn"]
     return f"{table(columns, lines)}\n\n{sources('kernel_h200')}"
 
