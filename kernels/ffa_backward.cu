@@ -130,6 +130,7 @@ DEVICE int load_acquire(const int* address) {
   asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
   return value;
 }
+// Without an order: what is marked as written is in L2, where the copy engine adds to it.
 DEVICE int2 load_marks(const int* marks) {
   int2 value;
   asm volatile("ld.relaxed.gpu.global.v2.b32 {%0, %1}, [%2];" : "=r"(value.x), "=r"(value.y) : "l"(marks));

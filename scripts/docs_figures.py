@@ -11,6 +11,8 @@ from typing import Any
 from check_prediction import comparisons
 from compare_versions import LAYOUTS, VERSIONS, difference, shown
 
+from torchtitan_magi import make_plan
+from torchtitan_magi.calibrate import recorded_samples
 from torchtitan_magi.planning.cost_model import H200
 
 RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results"
@@ -353,6 +355,18 @@ def unseen_packs() -> str:
 # ---------------------------------------------------------------- prediction
 
 
+def cost_model() -> str:
+    """Errors of the kernel's predicted times in the cases of its benchmark."""
+    errors: dict[str, list[float]] = {"forward": [], "backward": []}
+    for sample in recorded_samples(RESULTS / "kernel_h200.json"):
+        predicted = make_plan(sample.slices, sample.num_tokens, 1, heads=sample.heads).predict()
+        for (name, found), times in zip(errors.items(), predicted, strict=True):
+            found.append(100 * (times.seconds / getattr(sample, name) - 1))
+    spans = " and ".join(f"{min(found):+.0f} to {max(found):+.0f}% {name}" for name, found in errors.items())
+    sentence = f"The constants predict the cases of the [kernel benchmark](kernel.md) with errors of {spans}."
+    return f"{sentence}\n\n{sources('kernel_h200', 'cost_h200x4')}"
+
+
 def prediction() -> str:
     """Share of the ideal, predicted by today's cost model and plans less measured, in points."""
     lines = []
@@ -513,7 +527,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "cp-four": functools.partial(context_parallel, 4),
     "cp-stack": stack,
     "cp-pieces": pieces,
-    "cost-model": functools.partial(sources, "cost_h200x4"),
+    "cost-model": cost_model,
     "cp-trace": functools.partial(sources, "trace_h200x4"),
     "training": functools.partial(training_rows, TRAIN_FILES),
     "training-long": long_runs,
