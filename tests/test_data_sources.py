@@ -12,6 +12,7 @@ from unittest import mock
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from streams import abort
 
 from torchtitan_magi.data import Corpus, guard, tables
 from torchtitan_magi.data.jsonl import JsonlFile
@@ -230,7 +231,7 @@ def wait_for_ever(path):
 
 
 FOOTERS = {  # what reading the footer of a damaged file ends in
-    "abort": (lambda path: os.abort(), "the process that reads its footer was ended by SIGABRT"),
+    "abort": (abort, "the process that reads its footer was ended by SIGABRT"),
     "no end": (wait_for_ever, "the process that reads its footer was ended by SIGKILL"),
     "negative": (lambda path: tables._Footer(["text"], [-11], [{}]), "its footer says that it has -11 rows"),
     "huge": (lambda path: tables._Footer(["text"], [2**60], [{}]), "its footer says that it has 1,152,921"),

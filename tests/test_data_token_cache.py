@@ -22,7 +22,7 @@ from corpus import chat_tokenizer, make_corpus, text
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from odd_tokenizers import Deadly, Probe, Slow
-from streams import join, resume, take, with_small_blocks
+from streams import abort, join, resume, take, with_small_blocks
 
 from torchtitan_magi import files
 from torchtitan_magi.data import (
@@ -327,7 +327,7 @@ def test_a_process_that_is_killed_from_outside_is_an_error_and_no_record_is_left
 
 def test_a_file_that_ends_the_process_that_reads_it_is_named(folder, tokenizer, cache, monkeypatch):
     corpus = Corpus(folder / "train.jsonl")
-    monkeypatch.setattr(Corpus, "read", lambda self, block: os.abort())
+    monkeypatch.setattr(Corpus, "read", abort)
     job = token_writer.Job(corpus, [(0, f"{cache}/block")], tokenizer, "documents", os.getppid())
     failed = token_writer.write_blocks(job)
     assert failed.message == (
