@@ -111,6 +111,11 @@ struct BackwardParams {
   float cap_scale;       // softmax_scale / softcap
 };
 
+// Where the two words of a block's dQ, one for each half of its columns, begin in `semaphores` and `marks`.
+DEVICE int words_of(const BackwardParams& params, int token, int head) {
+  return (token / kTokens * (params.num_heads_q / PACK) + head / PACK) * 2;
+}
+
 // The place of (query block, tile) among the additions to the block's dQ: tiles ascending, then components descending.
 DEVICE int addition_rank(const BackwardParams& params, int q_block, int tile, int component) {
   const int begin = __ldg(params.components + q_block), end = __ldg(params.components + q_block + 1);
@@ -293,7 +298,7 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
               const int rank = kDeterministic && kKeyGrads ? addition_rank(params, b, item.tile, segment.component) : 0;
               const int token = b * kTokens;
               int2 marks = make_int2(kWritten, kWritten);
-              if (kMarks && params.marks) marks = load_marks(params.marks + (b * (params.num_heads_q / PACK) + head / PACK) * 2);
+              if (kMarks && params.marks) marks = load_marks(params.marks + words_of(params, token, head));
               float lse[2], delta[2];                              // of rows lane and lane + 32
               int2 band[2];
 #pragma unroll
@@ -371,18 +376,18 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
         const u32 grad = smem_address(smem.grad[w][ring.stage]);
         const bool of_queries = piece.z == kQueryGrad;
         const int head = of_queries ? piece.y : piece.y & kLow, column = of_queries ? w * kGradColumns : piece.w & kLow;
-        const int half = (piece.x / kTokens * (params.num_heads_q / PACK) + head / PACK) * 2 + w;   // of a block's columns
+        const int word = words_of(params, piece.x, head) + w;
         bool begins = false;
         if (kMarks && of_queries && piece.w != kWritten) {
-          const int before = atomicOr(params.marks + half, kBegun);
+          const int before = atomicOr(params.marks + word, kBegun);
           begins = before == 0;
           if (before == kBegun)
-            while (!(load_acquire(params.marks + half) & kWritten)) {}
+            while (!(load_acquire(params.marks + word) & kWritten)) {}
           asm volatile("fence.proxy.async;" ::: "memory");
         }
         int* turn = nullptr;
         if (kDeterministic) {
-          turn = of_queries ? params.semaphores + half
+          turn = of_queries ? params.semaphores + word
                             : params.part_semaphores + ((piece.y >> kLowBits) * params.schedule.num_heads + head) * 2 + w;
           const int wanted = of_queries ? piece.w : piece.w >> kLowBits;
           if (load_acquire(turn) != wanted) {
@@ -412,7 +417,7 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
           const bool until_read = begins || kGradBuffers == 1;
           if (begins) {
             bulk_wait<0>();
-            mark_written(params.marks + half);
+            mark_written(params.marks + word);
           } else {
             bulk_wait_read<kGradBuffers - 1>();
           }
@@ -553,7 +558,7 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
           const bool valid = row < kTokens * PACK && token < params.num_q;
           rows[r] = valid ? params.dq + ((u64)token * params.num_heads_q + block.y + row % PACK) * params.head_dim + first : nullptr;
         }
-        int* turn = params.semaphores + (block.x / kTokens * (params.num_heads_q / PACK) + block.y / PACK) * 2 + w;
+        int* turn = params.semaphores + words_of(params, block.x, block.y) + w;
         in_turn(turn, block.w, w, leader, [&]() {
           constexpr int kSoon = HEAD_DIM == 256 ? 2 : 4;            // later costs 256 up to 2%; earlier costs 192 2%
           add_query_grads<0, kSoon>(dq_rmem, rows[0], rows[1], columns);
