@@ -65,12 +65,17 @@ ON_LINE = {
     "--checkpoint.enable --job.dump_folder a\0b": r"job.dump_folder is 'a\x00b', which cannot be written (embedded",
     "--checkpoint.enable --job.dump_folder /proc/x": "job.dump_folder is '/proc/x', which cannot be written",
     "--validation.steps 0": "validation steps must be positive or -1",
+    "--optimizer.lr inf": "optimizer.lr is inf; use a finite number",
+    "--optimizer.lr nan": "optimizer.lr is nan; use a finite number",
+    "--lr_scheduler.min_lr_factor nan": "lr_scheduler.min_lr_factor is nan; use a finite number",
+    "--training.max_norm nan": "training.max_norm is nan; use a finite number",
+    "--magi.lora.alpha inf": "magi.lora.alpha is inf; use a finite number",
     "--training.steps 2.5": "--training.steps",
     "--training.stepz 2": "--training.stepz",
     "--checkpoint.interval": "--checkpoint.interval",
 }
 ACCEPTED = ["--training.global_batch_size -1", "--validation.steps -1", "--checkpoint.keep_latest_k 0"]
-ACCEPTED += ["--job.dump_folder /dev/null/x --comm.trace_buf_size 0", "--training.max_norm 1"]
+ACCEPTED += ["--job.dump_folder /dev/null/x --comm.trace_buf_size 0", "--training.max_norm 1", "--training.max_norm inf"]
 
 
 @pytest.fixture(scope="module")

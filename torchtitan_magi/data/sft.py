@@ -19,9 +19,13 @@ class PackedSFTDataset(PackedDataset):
     """Packs of documents: conversations or plain texts.
 
     See `PackedDataset` for the arguments, the shards and the state, and `formats.parse_document` for the records. An
-    item's boundaries are `inputs["documents"]`: NumPy int32 [n, 2], half-open token ranges of the documents, in order
-    and without gaps. `long_documents` decides about documents longer than a pack: "truncate", or "split" into several
-    documents (no label is lost at a cut). Documents and pieces without a label are left out.
+    item has
+
+    - `inputs["documents"]`: NumPy int32 [n, 2], half-open token ranges of the documents, in order and without gaps;
+    - `inputs["records"]`: NumPy int64 [n], the number of each document's record in the data set, from 0.
+
+    `long_documents` decides about documents longer than a pack: "truncate", or "split" into several documents (no label
+    is lost at a cut). Documents and pieces without a label are left out.
     """
 
     bounds_name = "documents"
@@ -84,7 +88,8 @@ class PackedSFTDataset(PackedDataset):
             rows.tokens[:size] = np.concatenate(inputs)
             rows.positions[:size] = np.arange(size) - np.repeat(begins, pieces.length)
             rows.labels[:size] = np.where(np.cumsum(changes[:size]), np.concatenate(following), IGNORE_INDEX)
-        return self.item(rows, np.stack([begins, ends], axis=1))
+        inputs, labels = self.item(rows, np.stack([begins, ends], axis=1))
+        return inputs | {"records": pieces.record}, labels
 
     def identity(self) -> dict[str, Any]:
         return super().identity() | {"long_documents": self.long_documents}

@@ -57,18 +57,20 @@ def summed_logprobs(
     group: dist.ProcessGroup | None = None,
     chunk: int | None = None,
     compiled: bool = False,
+    kept_T: Tensor | None = None,
 ) -> Tensor:
     """``(scale * token_logprobs(...)).sum()``, with its gradient computed on the way: logits are made only once.
 
     Args:
         scale_T: how much each token counts, no gradient; None: all alike.
+        kept_T: gets the log-probabilities themselves.
         The others, and memory, as for ``token_logprobs``.
 
     Returns:
         0-d, float32 (float64 for float64 inputs).
     """
     hidden_TD, weight_VD = _as_autocast_wants(hidden_TD, weight_VD)
-    options = _Options(group, chunk or max(1, CHUNK_LOGITS // len(weight_VD)), compiled)
+    options = _Options(group, chunk or max(1, CHUNK_LOGITS // len(weight_VD)), compiled, kept_T)
     if not torch.is_grad_enabled():
         hidden_TD, weight_VD = hidden_TD.detach(), weight_VD.detach()
     return _SummedLogprobs.apply(hidden_TD, weight_VD, targets_T, scale_T, options)
@@ -80,6 +82,7 @@ class _Options(NamedTuple):
     group: dist.ProcessGroup | None
     chunk: int
     compiled: bool
+    kept_T: Tensor | None = None
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -124,7 +127,10 @@ class _SummedLogprobs(torch.autograd.Function):
             logits_CV = hidden_TD[at] @ weight_VD.T
             lse_C, picked_C = statistics(logits_CV, row_T[at])
             lse_C, picked_C = _over_ranks(lse_C, picked_C, options.group)
-            total += (grad_T[at] * (picked_C - lse_C)).sum()
+            logprobs_C = picked_C - lse_C
+            total += (grad_T[at] * logprobs_C).sum()
+            if options.kept_T is not None:
+                options.kept_T[at] = logprobs_C
             sums.add(at, logits_CV, lse_C, row_T[at], grad_T[at])
         ctx.save_for_backward(*sums.sums)
         ctx.dtype = hidden_TD.dtype

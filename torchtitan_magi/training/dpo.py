@@ -1,6 +1,6 @@
 """Direct preference optimisation on packed pairs."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from torchtitan_magi.losses.boundaries import branches, num_labels
 from torchtitan_magi.losses.preference import PREFERENCE_METRICS, branch_sums, preference_losses, preference_metrics
+from torchtitan_magi.training.document_losses import DocumentLosses
 from torchtitan_magi.training.logprob_model import LogprobModel
 from torchtitan_magi.training.objectives import LocalBatch, Objective, Process, Resumable
 from torchtitan_magi.training.options import DPO as DPOOptions
@@ -26,6 +27,7 @@ class PairBatch:
     pair_ids: Tensor  # int64 [n], the number of each pair's record
     num_labels: Tensor  # int64 [n, 2], of chosen and rejected
     cp_group: Group
+    kept: DocumentLosses | None = None
 
     def logprobs(self, model: LogprobModel) -> Tensor:
         """float64 [n, 2]: summed log-probabilities of chosen and rejected."""
@@ -42,6 +44,7 @@ class PairReader:
 
     def weigh(self, inputs: dict[str, Any], labels: Tensor) -> int:
         """The number of pairs; adds tensors that travel to the device with the others."""
+        inputs["records"] = inputs["pair_ids"]
         inputs["pair_ids"] = torch.from_numpy(inputs["pair_ids"])
         pairs = inputs["pairs"]
         inputs["branch"] = torch.from_numpy(branches(pairs, labels.numel())).view(labels.shape)
@@ -98,13 +101,15 @@ class DPO(Objective):
         self.reference.prepare(step)
 
     def start_step(self) -> None:
+        super().start_step()
         self.sums.clear()
 
     def weigh(self, inputs: dict[str, Any], labels: Tensor) -> int:
         return self.reader.weigh(inputs, labels)
 
     def read(self, inputs: dict[str, Any], labels: Tensor, process: Process) -> PairBatch:
-        return self.reader.read(inputs, labels, process)
+        kept = self.keep(inputs)
+        return replace(self.reader.read(inputs, labels, process), kept=kept)
 
     def given(self, batches: list[PairBatch]) -> list[Tensor]:
         return self.reference.logprobs(batches)
@@ -116,6 +121,8 @@ class DPO(Objective):
         losses = preference_losses(
             policy, reference, batch.num_labels, options.loss, options.beta, options.label_smoothing
         )
+        if batch.kept is not None:
+            batch.kept.losses = losses.detach()
         return losses.sum()
 
     def metrics(self) -> dict[str, float]:

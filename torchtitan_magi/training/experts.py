@@ -14,6 +14,7 @@ from torchtitan_magi.models.model_config import Experts
 from torchtitan_magi.wording import quoted
 
 EXPERT_LOAD_METRICS = ("moe/expert_imbalance", "moe/worst_expert_imbalance", "moe/idle_experts")
+BIASES = ("expert_bias", "expert_bias_E")  # of a layer's router, which torchtitan moves beside its optimizers
 COUNTS = ("tokens_per_expert", "tokens_per_expert_E")  # torchtitan's names of a layer's counts, 0.2 and 0.3
 
 
@@ -57,6 +58,11 @@ def own_experts(
 def expert_counts(models: Iterable[nn.Module]) -> list[Tensor]:
     """float [experts] of each layer, in their order: tokens that every forward adds; none in a dense model."""
     return [counts for model in models for name, counts in model.named_buffers() if name.split(".")[-1] in COUNTS]
+
+
+def expert_biases(models: Iterable[nn.Module]) -> list[Tensor]:
+    """float [experts] of each layer that has them, in their order."""
+    return [bias for model in models for name, bias in model.named_buffers() if name.split(".")[-1] in BIASES]
 
 
 @contextmanager

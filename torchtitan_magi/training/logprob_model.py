@@ -71,13 +71,22 @@ class LogprobModel:
         return self._run(logprobs, tokens, inputs)
 
     def summed(
-        self, targets: Tensor, tokens: Tensor, labelled: Tensor | None, scale: Tensor | None, **inputs: Any
+        self,
+        targets: Tensor,
+        tokens: Tensor,
+        labelled: Tensor | None,
+        scale: Tensor | None,
+        kept: Tensor | None = None,
+        **inputs: Any,
     ) -> Tensor:
-        """The sum of log-probabilities, each times its ``scale`` (float [b, s], no gradient) if given; float32, 0-d."""
+        """The sum of log-probabilities, each times its ``scale`` (float [b, s], no gradient) if given; float32, 0-d.
+
+        kept: float32 [n], gets the log-probabilities of the labelled tokens.
+        """
 
         def total(hidden: Tensor, weight: Tensor, group: dist.ProcessGroup | None) -> Tensor:
             some, scales = (None if x is None else _pick(x.flatten(), labelled) for x in (targets, scale))
-            return summed_logprobs(_pick(hidden, labelled), weight, some, scales, group, compiled=self.compiled)
+            return summed_logprobs(_pick(hidden, labelled), weight, some, scales, group, None, self.compiled, kept)
 
         return self._run(total, tokens, inputs)
 

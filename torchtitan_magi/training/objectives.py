@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan_magi.losses import IGNORE_INDEX
 from torchtitan_magi.losses.boundaries import document_weights
+from torchtitan_magi.training.document_losses import DocumentLosses
 from torchtitan_magi.training.logprob_model import LogprobModel
 
 
@@ -53,6 +54,7 @@ class Objective(Resumable):
 
     model: Any
     copies = 1  # how many context-parallel ranks return one and the same loss
+    kept: tuple[DocumentLosses, ...] = ()  # of the microbatches of a step that have been read
 
     def weigh(self, inputs: dict[str, Any], labels: Tensor) -> int:
         """The number of items of a microbatch, still on the host; by default the number of labels.
@@ -86,6 +88,14 @@ class Objective(Resumable):
 
     def start_step(self) -> None:
         """Called before the microbatches of a step."""
+        self.kept = ()
+
+    def keep(self, inputs: dict[str, Any]) -> DocumentLosses | None:
+        """Where ``loss_of`` keeps the losses of a microbatch's documents, while training."""
+        kept = DocumentLosses.of(inputs) if torch.is_grad_enabled() else None
+        if kept is not None:
+            self.kept = (*self.kept, kept)
+        return kept
 
     def metrics(self) -> dict[str, float]:
         """What else to log of the last step. A collective of all ranks."""
@@ -121,13 +131,19 @@ class SFT(Objective):
         return num_documents
 
     def read(self, inputs: dict[str, Any], labels: Tensor, process: Process) -> "WeighedBatch":
-        weights = inputs.pop("token_weights", None)
+        weights, kept = inputs.pop("token_weights", None), self.keep(inputs)
         batch = process(inputs, labels)
-        return WeighedBatch(batch, None if weights is None else batch.take(weights))
+        return WeighedBatch(batch, None if weights is None else batch.take(weights), kept)
 
     def loss_of(self, batch: "WeighedBatch", model: Any, given: None) -> Tensor:
-        local = batch.local
-        return -model.summed(local.labels, local.tokens, local.labelled, batch.weights, **local.model_inputs)
+        local, logprobs = batch.local, None
+        if batch.kept is not None:
+            count = local.labels.numel() if local.labelled is None else len(local.labelled)
+            batch.kept.losses = logprobs = torch.zeros(count, device=local.labels.device)
+        total = model.summed(local.labels, local.tokens, local.labelled, batch.weights, logprobs, **local.model_inputs)
+        if logprobs is not None:
+            logprobs.neg_()
+        return -total
 
 
 class WeighedBatch(NamedTuple):
@@ -135,6 +151,7 @@ class WeighedBatch(NamedTuple):
 
     local: LocalBatch
     weights: Tensor | None  # float [b, s]
+    kept: DocumentLosses | None
 
 
 class LossRecord:

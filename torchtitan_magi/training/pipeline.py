@@ -131,6 +131,12 @@ class _OutputOnly:
         return self.last(targets, self.hidden, labelled)
 
     def summed(
-        self, targets: Tensor, tokens: Tensor, labelled: Tensor | None, scale: Tensor | None, **inputs: Any
+        self,
+        targets: Tensor,
+        tokens: Tensor,
+        labelled: Tensor | None,
+        scale: Tensor | None,
+        kept: Tensor | None = None,
+        **inputs: Any,
     ) -> Tensor:
-        return self.last.summed(targets, self.hidden, labelled, scale)
+        return self.last.summed(targets, self.hidden, labelled, scale, kept)

@@ -29,13 +29,14 @@ from torchtitan_magi.training.options import Magi
 
 logger = logging.getLogger(__name__)
 
-_NOT_FOR_THE_MODEL = ("input", "documents", "pairs", "planned", "labelled")
+_NOT_FOR_THE_MODEL = ("input", "documents", "pairs", "records", "planned", "labelled")
 
 
 @dataclass(frozen=True, eq=False)
 class PlannedBatch:
     """The plans of a microbatch, one for each kind of layer, and this rank's index data, on the host."""
 
+    documents: npt.NDArray[np.int32]  # [n, 2] token ranges, or [n, 4] of pairs
     plans: tuple[AttnPlan, ...]
     indices: tuple[IndexData, ...]
     seconds: float  # what planning took
@@ -133,7 +134,9 @@ class MagiRuntime:
         layers, stages = list(self.kinds.values()), self.magi.overlap_stages
         plans = make_plans(masks, tokens.numel(), self.cp_size, stages, layers=layers, **self.plan_options)
         indices = tuple(index_data(plan, self.cp_rank, self.block_attn, *self.num_heads) for plan in plans)
-        planned = inputs | {"planned": PlannedBatch(plans, indices, time.perf_counter() - started)}
+        planned = inputs | {
+            "planned": PlannedBatch(inputs.get("pairs", documents), plans, indices, time.perf_counter() - started)
+        }
         if labels is not None:
             own = labels.flatten().numpy()[indices[0].share.tokens]
             planned["labelled"] = torch.from_numpy(np.flatnonzero(own != IGNORE_INDEX))

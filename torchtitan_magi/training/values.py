@@ -3,6 +3,7 @@
 import contextlib
 import difflib
 import io
+import math
 import re
 import types
 from collections.abc import Iterator
@@ -41,6 +42,7 @@ LEAST: tuple[tuple[str, int, int | None], ...] = (
     ("parallelism.expert_parallel_degree", 1, None),
     ("parallelism.expert_tensor_parallel_degree", 1, None),
 )
+UNLIMITED = "training.max_norm"  # inf: no gradient is too long
 WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}
 
 
@@ -119,7 +121,7 @@ def _words(kind: Any) -> str:
 
 
 def check_values(job_config: Any) -> None:
-    """Checks whole numbers, and that the run can write where it will.
+    """Checks numbers, and that the run can write where it will.
 
     Raises:
         ValueError: one line that names the option and the remedy.
@@ -130,8 +132,26 @@ def check_values(job_config: Any) -> None:
         if type(value) is not int or (value < least and value != special):
             other = "" if special is None else f", or {special}"
             raise ValueError(f"{option} is {quoted(value)}; use a whole number of at least {least}{other}")
+    for option, number in _numbers(job_config, ""):
+        check_finite(option, number)
     if _writes(job_config):
         check_writable(job_config.job.dump_folder)
+
+
+def check_finite(option: str, value: float) -> None:
+    """Raises ValueError for a number that no training goes on with."""
+    if math.isnan(value) or (math.isinf(value) and option != UNLIMITED):
+        raise ValueError(f"{option} is {value}; use a finite number")
+
+
+def _numbers(section: Any, prefix: str) -> Iterator[tuple[str, float]]:
+    """The options that are no whole numbers; [magi.dpo] has checks of its own."""
+    for field in fields(section):
+        value = getattr(section, field.name)
+        if isinstance(value, float):
+            yield f"{prefix}{field.name}", value
+        elif is_dataclass(value) and not isinstance(value, DPO):
+            yield from _numbers(value, f"{prefix}{field.name}.")
 
 
 def _writes(job_config: Any) -> bool:

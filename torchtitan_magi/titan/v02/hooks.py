@@ -33,6 +33,7 @@ from torchtitan_magi.titan.v02.moe import check_expert_degrees, check_expert_ten
 from torchtitan_magi.training.checkpoint_files import DigestWriter, loading, saving
 from torchtitan_magi.training.experts import own_experts
 from torchtitan_magi.training.exports import export
+from torchtitan_magi.training.finite import StepGuard, check_state, noting
 from torchtitan_magi.training.launcher import config_file
 from torchtitan_magi.training.memory_log import check_offload
 from torchtitan_magi.training.options import Magi, import_modules
@@ -55,11 +56,12 @@ def install() -> None:
         (MoEStateDictAdapter, "_caculate_indices_from_placements", own_experts),  # to have them under HSDP as well
         (ParallelDims, "_validate", _validate),  # to say what is wrong with the degrees
         (dist_utils, "clip_grad_norm_", _clip_grad_norm),  # to have gradients added up under tensor parallelism alone
+        (CheckpointManager, "__init__", _guard),  # the last that a Trainer builds: to end steps that are not finite
         (CheckpointManager, "save", _save),  # to save when the data end early, to say why a save failed; for timeouts
         (CheckpointManager, "dcp_load", _dcp_load),  # to say in one line what does not fit
         (checkpoint, "save", _with_digests),  # to write digests beside the files
         (checkpoint, "async_save", _with_digests),  # the same
-        (CheckpointManager, "dcp_save", _dcp_save),  # to export a whole model, without a second copy of the weights
+        (CheckpointManager, "dcp_save", _dcp_save),  # to check weights; to export a whole model without a second copy
         (Llama3StateDictAdapter, "_permute", _whole_heads),  # for shards that end inside a head
         (Llama3StateDictAdapter, "_reverse_permute", _whole_heads),  # the same
         (FSDPParamGroup, "unshard", _unseen),  # for experts, which FSDP2 gathers inside a block
@@ -70,6 +72,7 @@ def install() -> None:
         (qwen3, "apply_non_moe_tp", _apply_tp),  # to accept positions without context parallelism
     ):
         setattr(owner, name, _replaced(getattr(owner, name), replacement))
+    dist_utils.clip_grad_norm_ = noting(dist_utils.clip_grad_norm_)
     dist_utils.set_pg_timeouts = set_pg_timeouts  # to reach our own communicators as well
     moe_styles.install()
     for model in (llama3, qwen3):  # so that selective activation checkpointing does not redo attention
@@ -175,6 +178,11 @@ def _validate(stock: Any, dims: ParallelDims) -> None:
     check_expert_degrees(dims)
 
 
+def _guard(stock: Any, checkpointer: CheckpointManager, *args: Any, states: dict[str, Any], **kwargs: Any) -> None:
+    stock(checkpointer, *args, states=states, **kwargs)
+    checkpointer.guard = StepGuard(states["train_state"])  # type: ignore[attr-defined]
+
+
 def _save(stock: Any, checkpointer: CheckpointManager, curr_step: int, last_step: bool = False) -> None:
     """Also counts the step that used up the data as the last one. An asynchronous save that failed is reported by the
     next. torchtitan calls this after every step, but lowers the timeouts after step 1 alone, which a run that continues
@@ -187,6 +195,7 @@ def _save(stock: Any, checkpointer: CheckpointManager, curr_step: int, last_step
     loader = checkpointer.states["dataloader"]
     if isinstance(loader, PlannedLoader):
         last_step |= loader.state_dict().get("exhausted", False)
+    checkpointer.guard.end_step(checkpointer._should_save(curr_step, last_step), last_step)  # type: ignore[attr-defined]
     with saving(checkpointer.folder if checkpointer.enable else ""):
         stock(checkpointer, curr_step, last_step)
 
@@ -207,7 +216,9 @@ def _with_digests(stock: Any, state_dict: dict[str, Any], **options: Any) -> Any
 def _dcp_save(
     stock: Any, checkpointer: CheckpointManager, weights: dict[str, Tensor], *, to_hf: bool = False, **options: Any
 ) -> Any:
-    """In Hugging Face's format with the files of our spec's adapter; a spec of the user's own has none."""
+    """What is finite, in Hugging Face's format with the files of our spec's adapter; a spec of the user's own has
+    none."""
+    check_state(weights, checkpointer.states["train_state"].step)
     save = functools.partial(stock, checkpointer, weights, to_hf=to_hf, **options)
     if not to_hf:
         return save()

@@ -21,6 +21,7 @@ from torchtitan.distributed.activation_checkpoint import SelectiveAC
 from torchtitan_magi.attention import attention_op
 from torchtitan_magi.training.checkpoint_files import DigestWriter, loading, saving
 from torchtitan_magi.training.exports import export
+from torchtitan_magi.training.finite import StepGuard, check_state
 from torchtitan_magi.training.lora import save_adapters
 from torchtitan_magi.training.metrics import PlanMetrics
 from torchtitan_magi.training.objectives import Objective, Process
@@ -112,11 +113,17 @@ class MagiCheckpointManager(CheckpointManager):
 
     exported_files: dict[str, bytes]  # of an export, beside the weights; our Trainer sets them, and the adapters
     lora: LoRA
+    guard: StepGuard  # set by our Trainer
+
+    def save(self, curr_step: int, last_step: bool = False) -> bool:
+        """Also counts the step that used up the data as the last one, and ends the run by one that was not finite."""
+        loader = self.guard.trainer.dataloader
+        last_step |= loader.state_dict().get("exhausted", False)
+        self.guard.end_step(self.enable and self._should_save(curr_step, last_step), last_step)
+        return super().save(curr_step, last_step)
 
     def _save(self, curr_step: int, last_step: bool = False) -> bool:
-        """Also counts the step that used up the data as the last one. An asynchronous save that failed is reported by
-        the next."""
-        last_step |= self.states["dataloader"].state_dict().get("exhausted", False)
+        """An asynchronous save that failed is reported by the next."""
         with saving(self.folder):
             return super()._save(curr_step, last_step)
 
@@ -132,6 +139,7 @@ class MagiCheckpointManager(CheckpointManager):
         enable_garbage_collection: bool = False,
         to_hf: bool = False,
     ) -> Any:
+        check_state(state_dict, self.guard.trainer.step)
         if to_hf and self.lora.rank:
             dtype, parts = self.export_dtype, self.states["model"].model
             save_adapters(Path(checkpoint_id), parts, self.sd_adapter, self.lora, self.sd_adapter.hf_assets_path, dtype)

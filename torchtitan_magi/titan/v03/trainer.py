@@ -36,6 +36,7 @@ from torchtitan_magi.training.checkpoints import check_checkpoints
 from torchtitan_magi.training.dpo import Reference
 from torchtitan_magi.training.experts import check_expert_degree
 from torchtitan_magi.training.exported_files import exported_files
+from torchtitan_magi.training.finite import StepGuard, noting
 from torchtitan_magi.training.hf_folder import HF_FLAVOR, check_folders, check_vocabulary
 from torchtitan_magi.training.launcher import config_file
 from torchtitan_magi.training.logprob_model import LogprobModel
@@ -52,7 +53,9 @@ from torchtitan_magi.training.runtime import MagiRuntime, WorkCount, heads_of_ra
 from torchtitan_magi.training.sections import ENTRY, check_degrees_of, check_sections
 from torchtitan_magi.training.timeouts import set_pg_timeouts
 from torchtitan_magi.training.trainer import ObjectiveTrainer
+from torchtitan_magi.training.values import check_finite
 
+dist_utils.clip_grad_norm_ = noting(dist_utils.clip_grad_norm_)
 dist_utils.set_pg_timeouts = set_pg_timeouts
 
 
@@ -87,6 +90,7 @@ class MagiTrainer(ObjectiveTrainer, Trainer):
             self.checkpointer.exported_files = self.exported_files
             self.checkpointer.lora = config.magi.lora
         self._start_metrics()
+        self.checkpointer.guard = StepGuard(self)
         self.compiled = config.compile.enable and "loss" in config.compile.components
         model = None if self.parallel_dims.pp_enabled else LogprobModel(self.model_parts[0], self.compiled)
         if model is None:
@@ -102,6 +106,8 @@ class MagiTrainer(ObjectiveTrainer, Trainer):
         check_degrees_of(job.parallelism, int(os.environ["WORLD_SIZE"]))
         dims = super().init_distributed()
         check_options(job.magi)
+        for group in self.config.optimizer.param_groups:
+            check_finite("optimizer.lr", group.optimizer_kwargs.get("lr", 0.0))
         check_sections(job, DATASETS, True)
         check_pipeline(job, facts)
         check_checkpoints(job)
