@@ -7,6 +7,7 @@ Tests call ``poison``; a run as users start it has this file in ``magi.imports``
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 from torchtitan_magi.losses import logprobs
 
@@ -28,10 +29,18 @@ def poison(what: str, token: int) -> None:
     setattr(logprobs, what, poisoned)
 
 
-def write_records(path: Path, poisoned: set[int]) -> None:
-    """Records of one pack of 256 tokens each, read in their order without shuffling. poisoned: lines, from 1."""
-    words = [[f"{line}", *["bada"] * 40, *[WORD] * (line in poisoned), *["bada"] * 40] for line in range(1, 17)]
-    path.write_text("".join(json.dumps({"text": " ".join(record)}) + "\n" for record in words))
+def write_records(path: Path, poisoned: int, pairs: bool = False) -> None:
+    """Documents, or preference pairs, of which one fits a pack of 256 tokens. poisoned: line of the one, from 1."""
+    others = ["bada"] * (18 if pairs else 35)
+    for line in range(1, 13):
+        words = [f"{line}", *others, *[WORD] * (line == poisoned), *others]
+        record: dict[str, Any] = {"text": " ".join(words)}
+        if pairs:
+            record = {name: [{"role": "assistant", "content": record["text"]}] for name in ("chosen", "rejected")}
+            record["rejected"][0]["content"] += " ba"
+            record["prompt"] = [{"role": "user", "content": "bada"}]
+        with path.open("a") as file:
+            file.write(json.dumps(record) + "\n")
 
 
 if "POISON" in os.environ:

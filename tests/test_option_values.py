@@ -75,7 +75,11 @@ ON_LINE = {
     "--checkpoint.interval": "--checkpoint.interval",
 }
 ACCEPTED = ["--training.global_batch_size -1", "--validation.steps -1", "--checkpoint.keep_latest_k 0"]
-ACCEPTED += ["--job.dump_folder /dev/null/x --comm.trace_buf_size 0", "--training.max_norm 1", "--training.max_norm inf"]
+ACCEPTED += [
+    "--job.dump_folder /dev/null/x --comm.trace_buf_size 0",
+    "--training.max_norm 1",
+    "--training.max_norm inf",
+]
 
 
 @pytest.fixture(scope="module")

@@ -88,8 +88,8 @@ class PackedSFTDataset(PackedDataset):
             rows.tokens[:size] = np.concatenate(inputs)
             rows.positions[:size] = np.arange(size) - np.repeat(begins, pieces.length)
             rows.labels[:size] = np.where(np.cumsum(changes[:size]), np.concatenate(following), IGNORE_INDEX)
-        inputs, labels = self.item(rows, np.stack([begins, ends], axis=1))
-        return inputs | {"records": pieces.record}, labels
+        item, labels = self.item(rows, np.stack([begins, ends], axis=1))
+        return item | {"records": pieces.record}, labels
 
     def identity(self) -> dict[str, Any]:
         return super().identity() | {"long_documents": self.long_documents}

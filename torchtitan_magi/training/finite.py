@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtitan_magi.training.document_losses import Where, described, mean_losses
+from torchtitan_magi.training.document_losses import DocumentLosses, Where, described, mean_losses
 from torchtitan_magi.training.experts import expert_biases, local
 from torchtitan_magi.training.metrics import group_of
 
@@ -41,7 +41,8 @@ class StepGuard:
         on_gpu = self.device.type == "cuda"
         self.seen = torch.zeros(2, pin_memory=on_gpu)  # 1 where the loss, the gradient norm is not finite
         self.copied = torch.cuda.Event() if on_gpu else None
-        self.unread: int | None = None  # the step that ``seen`` is of, once
+        self.unread: int | None = None  # the step that ``seen`` and ``kept`` are of, once
+        self.kept: tuple[DocumentLosses, ...] = ()
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """The update of a step. A collective of all ranks.
@@ -75,6 +76,8 @@ class StepGuard:
         if self.copied is not None:
             self.copied.record()
         self.unread = self.trainer.step
+        if hasattr(self.trainer, "objective"):  # torchtitan's own Trainer has none
+            self.kept = self.trainer.objective.kept
 
     def check(self) -> None:
         """Reads what is known of the last update, once. A collective of all ranks if the run ends.
@@ -92,9 +95,9 @@ class StepGuard:
             raise FloatingPointError(self._reason(step, "loss" if of_loss else "gradient norm"))
 
     def _reason(self, step: int, what: str) -> str:
-        trainer, batch = self.trainer, group_of(self.trainer.parallel_dims, "batch")
-        kept = trainer.objective.kept if hasattr(trainer, "objective") else ()  # torchtitan's own Trainer has none
-        means = mean_losses(kept, _records_of(trainer.dataloader), 0 if batch is None else dist.get_rank(batch))
+        batch = group_of(self.trainer.parallel_dims, "batch")
+        where = _records_of(self.trainer.dataloader)
+        means = mean_losses(self.kept, where, 0 if batch is None else dist.get_rank(batch))
         return (
             f"step {step}: the {what} is not finite{described(means)}; nothing of this step is saved: correct such "
             "documents or leave them out, or lower optimizer.lr, and start the run again; if its first step fails, the "
