@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import training
 from corpus import chat_tokenizer
 from poisoned import GRADIENTS, LOSSES, WORD, poison, write_records
 from training import DEBUG_TOML, IS_0_3, ROOT, SMALL, TrainingError, corpus, new_folder, on_corpus, train
@@ -97,3 +98,31 @@ def test_an_update_of_pairs_is_left_out_on_all_ranks(axis):
     assert re.match(f"{start}({', '.join(pairs)}|{', '.join(reversed(pairs))}); nothing", str(caught.value))
     for of_rank in events:
         assert [event[1] for event in of_rank if event[0] == "unchanged"] == [False, False, True]
+
+
+def poisoned_and_timed(unwanted, report):
+    """Any wait for the GPU inside an update is an error."""
+    poison(LOSSES, unwanted)
+    stock = StepGuard.step
+
+    def step(guard):
+        torch.cuda.set_sync_debug_mode("error")
+        stock(guard)
+        torch.cuda.set_sync_debug_mode("default")
+        report("updated")
+
+    StepGuard.step = step
+
+
+@pytest.mark.gpu
+def test_no_update_of_a_run_waits_for_the_gpu(monkeypatch):
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a Hopper GPU")
+    monkeypatch.setattr(training, "ON_GPUS", True)
+    folder, updates = new_folder(), []
+    arguments = [*LATE, *records(folder, 5), "--training.mixed_precision_param", "bfloat16"]
+    setup = functools.partial(poisoned_and_timed, token())
+    with pytest.raises(TrainingError, match=r"^step 5: the loss is not finite in 1 of 1 documents: .*:5; ") as caught:
+        train(1, arguments, setup=setup, entry="torchtitan_magi.train", until=lambda run: updates.append(run) or False)
+    assert caught.value.type == "FloatingPointError"
+    assert len(updates[-1].of("updated")) == 5

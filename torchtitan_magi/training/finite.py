@@ -100,8 +100,8 @@ class StepGuard:
         means = mean_losses(self.kept, where, 0 if batch is None else dist.get_rank(batch))
         return (
             f"step {step}: the {what} is not finite{described(means)}; nothing of this step is saved: correct such "
-            "documents or leave them out, or lower optimizer.lr, and start the run again; if its first step fails, the "
-            "weights that it loads are damaged"
+            "documents or leave them out, or lower optimizer.lr, or load other weights if it is the first step, and "
+            "start the run again"
         )
 
     def end_step(self, saves: bool, is_last: bool) -> None:
@@ -148,8 +148,7 @@ def check_state(state: dict[str, Any], step: int) -> None:
         others = f" and {len(names) - 1:,} other tensors" if len(names) > 1 else ""
         raise FloatingPointError(
             f"after step {step} {names[0]}{others} hold numbers that are not finite, which are not saved; lower "
-            "optimizer.lr, and start the run again; if it fails at its first save, the weights that it loads are "
-            "damaged"
+            "optimizer.lr, or load other weights if it is the first save, and start the run again"
         )
 
 
