@@ -92,6 +92,7 @@ def refusals(cases):
 
 REFUSED = {
     "--parallelism.expert_tensor_parallel_degree 2": "expert_tensor_parallel_degree is 2, which has no counterpart in",
+    "--optimizer.lr inf": "optimizer.lr is inf; use a finite number",
     "--parallelism.disable_loss_parallel": "disable_loss_parallel is True, which has no counterpart in torchtitan 0.3",
     "--optimizer.early_step_in_backward": "early_step_in_backward is True, which has no counterpart in torchtitan 0.3",
     "--parallelism.context_parallel_rotate_method alltoall": "rotate_method is 'alltoall', which has no counterpart",

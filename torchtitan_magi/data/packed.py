@@ -261,8 +261,8 @@ def _one_by_one(tokenize: Callable[[Any], Any], records: list[Any]) -> list[Any]
 
 
 def collate_packs(samples: Sequence[Sample], num_rows: int | None = None) -> Sample:
-    """Items -> tensors [b, seq_len]. The boundaries become one NumPy int32 [n, k] over the b * seq_len tokens, and
-    `pair_ids` one int64 [n]. num_rows: b, reached by adding padding; None: the number of items."""
+    """Items -> tensors [b, seq_len]. The boundaries become one NumPy int32 [n, k] over the b * seq_len tokens,
+    `records` and `pair_ids` one int64 [n]. num_rows: b, reached by adding padding; None: the number of items."""
     samples = [*samples, *[padding_like(samples[0])] * ((num_rows or 0) - len(samples))]
     seq_len = len(samples[0][1])
     inputs: dict[str, Any] = {}
