@@ -30,6 +30,7 @@ from torchtitan_magi.attention import attention_op
 from torchtitan_magi.titan.v02 import moe_styles
 from torchtitan_magi.titan.v02.metadata import PlanMetadata
 from torchtitan_magi.titan.v02.moe import check_expert_degrees, check_expert_tensor_degree
+from torchtitan_magi.training import run_length
 from torchtitan_magi.training.checkpoint_files import DigestWriter, loading, saving
 from torchtitan_magi.training.experts import own_experts
 from torchtitan_magi.training.exports import export
@@ -56,6 +57,7 @@ def install() -> None:
         (ParallelDims, "_validate", _validate),  # to say what is wrong with the degrees
         (dist_utils, "clip_grad_norm_", _clip_grad_norm),  # to have gradients added up under tensor parallelism alone
         (CheckpointManager, "save", _save),  # to save when the data end early, to say why a save failed; for timeouts
+        (CheckpointManager, "load", _load),  # to have the learning rate follow the data that are left
         (CheckpointManager, "dcp_load", _dcp_load),  # to say in one line what does not fit
         (checkpoint, "save", _with_digests),  # to write digests beside the files
         (checkpoint, "async_save", _with_digests),  # the same
@@ -189,6 +191,14 @@ def _save(stock: Any, checkpointer: CheckpointManager, curr_step: int, last_step
         last_step |= loader.state_dict().get("exhausted", False)
     with saving(checkpointer.folder if checkpointer.enable else ""):
         stock(checkpointer, curr_step, last_step)
+
+
+def _load(stock: Any, checkpointer: CheckpointManager, *args: Any, **kwargs: Any) -> bool:
+    loaded = stock(checkpointer, *args, **kwargs)
+    trainer: Any = checkpointer.states["train_state"]
+    build, config = trainer.train_spec.build_lr_schedulers_fn, trainer.job_config.lr_scheduler
+    run_length.resume(trainer, lambda optimizers, steps: build(optimizers, config, steps))
+    return loaded
 
 
 def _dcp_load(
