@@ -155,11 +155,15 @@ def test_training_ends_with_the_last_epoch_and_saves(tmp_path):
     assert f"{steps} steps are 2 epochs: magi.epochs = 2 ends the run before training.steps = 90\n" in run.output
     decay = [(steps - step) / (steps - 2) for step in range(2, steps)]  # two steps are warm-up
     assert rates(run) == pytest.approx([0.003 * factor for factor in (1 / 2, 1, *decay)][:steps])
+    assert "Weights: random, as nothing is loaded\n" in run.output
     assert re.search(r"token cache .*/tokens: \d+\.\d\d GiB in \d+ files\n", run.output)
     assert again.losses == []
     assert more.metrics[0]["step"] == steps + 1
+    assert f"Weights: those of {tmp_path}/checkpoint/step-{steps}, where this run goes on\n" in more.output
     end = more.metrics[-1]["step"]
-    assert f"From step {steps + 1} on the learning rate follows {end} steps with 2 of warm-up, before it fo" in more.output
+    assert (
+        f"From step {steps + 1} on the learning rate follows {end} steps with 2 of warm-up, before it fo" in more.output
+    )
     assert f"before it followed {steps} steps with 2 of warm-up; set training.steps" in more.output
     assert rates(more)[0] == pytest.approx(0.003 * (end - steps) / (end - 2))
     saved = {f"step-{steps}", f"step-{more.metrics[-1]['step']}"}

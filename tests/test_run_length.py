@@ -48,7 +48,9 @@ def folder(tmp_path_factory):
 def loader_of(folder, names="train.jsonl", ranks=1, batch=1, per_step=1, **options):
     paths = ", ".join(f"{folder}/{name}" for name in names.split())
     kind, tokens = (PackedPairDataset, tokenize_pair) if "pairs" in names else (PackedSFTDataset, tokenize)
-    packs = kind(paths, tokens, **{"seq_len": SEQ_LEN, "dp_world_size": ranks, "window_blocks": 2, "epochs": 2} | options)
+    packs = kind(
+        paths, tokens, **{"seq_len": SEQ_LEN, "dp_world_size": ranks, "window_blocks": 2, "epochs": 2} | options
+    )
     return PackLoader(packs, batch, per_step)
 
 
@@ -171,7 +173,9 @@ def test_a_run_without_epochs_says_how_many_it_has(folder, caplog, monkeypatch):
     _, loader = begun(loader_of(folder, **options), -1, steps=20)
     assert "The data are" not in caplog.text
     take(loader, 1)
-    (about,) = re.findall(r"The data are about (\d+) packs and [\d.]+ steps per epoch; 20 steps are about ", caplog.text)
+    (about,) = re.findall(
+        r"The data are about (\d+) packs and [\d.]+ steps per epoch; 20 steps are about ", caplog.text
+    )
     assert int(about) == pytest.approx(packs, rel=0.15)
     monkeypatch.setattr(PackedSFTDataset, "has_tokens", True)
     for steps, level, end in ((20, "INFO", ""), (1000, "WARNING", ": set magi.epochs for fewer")):

@@ -21,6 +21,7 @@ from torchtitan_magi.titan.v02.spec import MagiSpec
 from torchtitan_magi.training.hf_weights import INDEX, check_weights, shard_numbers, tensor_shapes
 
 READ = "--checkpoint.enable --checkpoint.initial_load_in_hf"
+RANDOM = "--magi.random_weights"
 EXPORT = "--checkpoint.enable --checkpoint.last_save_in_hf"
 NAMES = {"llama": "llama3", "qwen3": "qwen3", "qwen3_moe": "qwen3"}
 
@@ -42,6 +43,7 @@ def options(folder, kind="llama", flavor="hf"):
 
 def start(folder, arguments="", kind="llama", flavor="hf", dump_folder=None):
     """What a Trainer does first: it asks for the tokenizer, and then takes the flavor's arguments."""
+    arguments = arguments if "initial_load" in arguments else f"{RANDOM} {arguments}"
     arguments = [*options(folder, kind, flavor), *arguments.split(), "--job.dump_folder", dump_folder or new_folder()]
     arguments += ["--training.dataset_path", f"{corpus()}/train.jsonl"]
     config = ConfigManager().parse_args(["--job.config_file", str(DEBUG_TOML), *arguments])
@@ -108,7 +110,7 @@ def test_weights_come_in_and_go_out_as_they_are(kind, fields, index, arguments):
 def test_tied_weights_train_except_under_fsdp_alone(kind):
     folder = make_hf_folder(kind, tied=True)
     with pytest.raises(TrainingError, match="tie_word_embeddings is True") as caught:
-        train(2, [*options(folder, kind), "--parallelism.context_parallel_degree", "2"])
+        train(2, [*options(folder, kind), RANDOM, "--parallelism.context_parallel_degree", "2"])
     remedy = {"llama": "an output layer of its own", "qwen3": "set parallelism.tensor_parallel_degree to 2"}[kind]
     assert caught.value.type == "ValueError"
     assert remedy in str(caught.value)
@@ -119,8 +121,9 @@ def test_tied_weights_train_except_under_fsdp_alone(kind):
             "--parallelism.data_parallel_shard_degree",
             "1",
         ]
-        alone = train(1, [*options(folder, kind), "--training.steps", "2", "--training.local_batch_size", "4"])
-        both = train(2, [*options(folder, kind), "--training.steps", "2", *replicate])
+        two = [*options(folder, kind), RANDOM, "--training.steps", "2"]
+        alone = train(1, [*two, "--training.local_batch_size", "4"])
+        both = train(2, [*two, *replicate])
         assert both.losses == pytest.approx(alone.losses, rel=1e-5)
 
 
@@ -135,7 +138,7 @@ def other_layers_on_rank_1(report):
 def test_ranks_with_other_files_are_named(folder):
     shutil.copytree(folder, folder / "deeper")
     edit(folder / "deeper" / "config.json", num_hidden_layers=3)
-    arguments = [*options(folder), "--parallelism.context_parallel_degree", "2"]
+    arguments = [*options(folder), RANDOM, "--parallelism.context_parallel_degree", "2"]
     with pytest.raises(TrainingError, match=r"num_layers=2.* on rank 0, .*num_layers=3.* on rank 1; give every"):
         train(2, arguments, setup=other_layers_on_rank_1)
 

@@ -119,6 +119,10 @@ class Magi:
     """Compare every byte of a checkpoint with its digests before it is loaded. The ranks together read each file once.
     false: only the sizes of its files are checked."""
 
+    random_weights: bool = False
+    """Train random weights although model.hf_assets_path holds a model's, which otherwise ends the run unless
+    [checkpoint] loads them."""
+
     imports: list[str] = field(default_factory=list)
     """Modules of your own that add flavors, converters or datasets; imported before these are looked up."""
 

@@ -36,6 +36,7 @@ from torchtitan_magi.training.checkpoints import check_checkpoints
 from torchtitan_magi.training.dpo import Reference
 from torchtitan_magi.training.experts import check_expert_degree
 from torchtitan_magi.training.exported_files import exported_files
+from torchtitan_magi.training.first_weights import check_first_weights
 from torchtitan_magi.training.hf_folder import HF_FLAVOR, check_folders, check_vocabulary
 from torchtitan_magi.training.launcher import config_file
 from torchtitan_magi.training.logprob_model import LogprobModel
@@ -107,6 +108,7 @@ class MagiTrainer(ObjectiveTrainer, Trainer):
         check_sections(job, DATASETS, True)
         check_pipeline(job, facts)
         check_checkpoints(job)
+        check_first_weights(job)
         path, identity = job.model.hf_assets_path, zlib.crc32(repr(facts).encode())
         (self.export_shards,) = agreed(path, lambda: [check_folders(job, facts)], lambda _: identity)
         check_expert_degree(dims.ep, facts.experts, job.model.flavor)
