@@ -13,7 +13,7 @@ from hf_models import KINDS, make_hf_folder
 from safetensors.torch import load_file, save_file
 from torchtitan.config import ConfigManager
 from torchtitan.protocols.train_spec import get_train_spec
-from training import DEBUG_TOML, TrainingError, corpus, new_folder, train
+from training import DEBUG_TOML, ROOT, TrainingError, corpus, new_folder, train
 
 import torchtitan_magi.titan  # noqa: F401
 from torchtitan_magi.models.model_config import read_model_config
@@ -75,10 +75,22 @@ def write_index(folder, weight_map):
 # --------------------------------------------------------------------------------------------------------- whole runs
 
 
+README_OVERRIDES = ["--training.seq_len", "256", "--parallelism.context_parallel_degree", "2"]
+README_OVERRIDES += ["--training.mixed_precision_param", "float32", "--checkpoint.export_dtype", "float32"]
+
+
+def readme():
+    """The first TOML file of README.md, with the data of the corpus."""
+    text = (ROOT / "README.md").read_text().partition("```toml\n")[2].partition("```")[0]
+    path = Path(new_folder(), "readme.toml")
+    path.write_text(text.replace("data/conversations.jsonl", f"{corpus()}/train.jsonl"))
+    return path
+
+
 @pytest.mark.parametrize(
     ("kind", "fields", "index", "arguments"),
     [
-        ("llama", {}, False, "--parallelism.context_parallel_degree 2"),
+        ("llama", {}, False, ""),
         ("llama", {"max_position_embeddings": 128}, True, "--parallelism.data_parallel_shard_degree 2"),
         ("llama", {"shards": 3, "rope": {"rope_type": "linear", "factor": 2.0}}, True, ""),
         ("qwen3", {"shards": 2}, True, "--parallelism.context_parallel_degree 2"),
@@ -86,13 +98,20 @@ def write_index(folder, weight_map):
     ],
 )
 def test_weights_come_in_and_go_out_as_they_are(kind, fields, index, arguments):
-    """With a learning rate of zero: the exported tensors are the folder's, in the folder's files."""
+    """With a learning rate of zero: the exported tensors are the folder's, in the folder's files. Without arguments and
+    an index, by the lines of README.md."""
     folder = make_hf_folder(kind, **fields)
     if index and not (folder / INDEX).exists():
         write_index(folder, dict.fromkeys(tensors_of(folder), "model.safetensors"))
     run_folder = new_folder()
-    arguments = [*options(folder, kind), *READ.split(), *EXPORT.split(), *arguments.split(), "--optimizer.lr", "0.0"]
-    run = train(2 if "2" in arguments else 1, [*arguments, "--job.dump_folder", run_folder, "--training.steps", "1"])
+    common = ["--optimizer.lr", "0.0", "--job.dump_folder", run_folder, "--training.steps", "1"]
+    if index:
+        arguments = [*options(folder, kind), *READ.split(), *EXPORT.split(), *arguments.split()]
+        run = train(2 if "2" in arguments else 1, [*arguments, *common])
+    else:
+        run = train(2, [*README_OVERRIDES, "--model.hf_assets_path", str(folder), *common], toml=readme(), defaults=())
+        assert f"Weights: those of {folder}, in safetensors\n" in run.output
+        assert "saves nothing" not in run.output
     exported = Path(run_folder, "checkpoint", "step-1")
     theirs, ours = tensors_of(folder), tensors_of(exported)
     assert ours.keys() == theirs.keys()

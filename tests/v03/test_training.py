@@ -39,6 +39,13 @@ def test_degrees_that_the_model_does_not_divide_by_are_named(kind, degree, messa
     assert caught.value.type == "ValueError"
 
 
+def test_weights_that_nothing_loads_end_the_run_before_the_first_step():
+    model = ["--model.flavor", "hf", "--model.hf_assets_path", str(make_hf_folder("llama"))]
+    model += ["--training.dataset_path", f"{corpus()}/train.jsonl"]
+    with pytest.raises(TrainingError, match=r"holds weights \(model.safetensors\), but nothing loads them; add enable"):
+        train(1, model, layers=None)
+
+
 def test_torchtitans_own_entry_point_trains_our_configuration():
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1", "-m"]
     command += ["torchtitan.train", "--module", "torchtitan_magi.titan", "--config", "llama3_debug"]
