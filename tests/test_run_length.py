@@ -3,16 +3,20 @@
 import json
 import logging
 import re
+import time
+from datetime import timedelta
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from corpus import chat_tokenizer, make_corpus
 from streams import resume, take, with_small_blocks
 from torch.optim.lr_scheduler import LambdaLR
 
 from torchtitan_magi.data import PackedPairDataset, PackedSFTDataset, TokenizedDocument, TokenizedPair, stream
+from torchtitan_magi.training.agreed import agreed
 from torchtitan_magi.training.pack_loader import PackLoader
 from torchtitan_magi.training.run_length import DEFAULT_STEPS, DEFAULT_WARMUP, RunLength
 
@@ -142,6 +146,31 @@ def test_lower_steps_end_the_run_and_only_their_packs_are_counted(folder, caplog
 def test_a_record_that_is_found_bad_while_counting_ends_the_run(folder):
     with pytest.raises(ValueError, match=r"bad.jsonl:10: not JSON"):
         begun(loader_of(folder, names="bad.jsonl", check=False))
+
+
+def agreements():
+    """Of ranks of which the last comes later than a collective waits: on the number, on different ones, on an error."""
+    rank, found = dist.get_rank(), []
+
+    def number(wrong):
+        time.sleep(1.2 if rank == 2 and not wrong else 0)
+        if rank == 1 and wrong == "error":
+            raise ValueError("data.jsonl:7: not JSON")
+        return 7 + (wrong == "number" and rank == 2)
+
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1), dist.group.WORLD)
+    for wrong in ("", "number", "error"):
+        try:
+            found.append(agreed("data", lambda wrong=wrong: number(wrong), lambda n: f"{n} packs", patient=True))
+        except ValueError as error:
+            found.append(str(error))
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1800), dist.group.WORLD)
+    return found
+
+
+def test_ranks_agree_without_a_time_out(three_ranks):
+    different = "'data' has 7 packs on rank 0, 8 packs on rank 2; give every rank the same data"
+    assert three_ranks.run(agreements) == [[7, different, "data.jsonl:7: not JSON"]] * 3
 
 
 @pytest.mark.parametrize(
