@@ -65,7 +65,8 @@ class RunLength:
             passes = agreed(path, self._count, lambda found: f"{found.packs:,} packs", patient=True)
             self._set(self._steps(passes.packs))
             self._say_steps(passes)
-        self._say_warmup()
+        if _is_first():
+            self._say_warmup()
 
     def resume(self, step: int, schedulers: Any, build: Callable[[Any, int], Any]) -> None:
         """For a run that continues after that step. With ``magi.epochs`` it has what is left of the data: a step may
@@ -150,8 +151,6 @@ class RunLength:
         """What the steps of a run without ``magi.epochs`` come to: at once if that takes no time, else when the first
         packs are there."""
         dataset = self.loader.dataset
-        if not _is_first():
-            return
         if not dataset.has_tokens or dataset.records_per_epoch > FEW_RECORDS:
             self.loader.tell_counts = lambda counts: self._say_fewer(self._estimate(counts))
             return
@@ -181,10 +180,9 @@ class RunLength:
         epoch = (round(passes.per_epoch), "pack"), (passes.per_epoch / self.packs_per_step, "step")
         per_epoch = " and ".join(_number(number, noun) for number, noun in epoch)
         epochs = _number(self._epochs(passes), "epoch")
-        rest = f": {text}" if text else ""
-        logger.log(
-            level, f"The data are {about}{per_epoch} per epoch; {_number(steps, 'step')} are {about}{epochs}{rest}"
-        )
+        run = f"{_number(steps, 'step')} are {about}{epochs}{f': {text}' if text else ''}"
+        if _is_first():
+            logger.log(level, f"The data are {about}{per_epoch} per epoch; {run}")
 
     def _epochs(self, passes: Passes) -> float:
         """Those of the run."""
@@ -201,12 +199,15 @@ def set_run_length(sections: Any, job_config: Any, loader: PackLoader) -> None:
         loader.run_length.begin()
 
 
-def resume(trainer: Any, build: Callable[[Any, int], Any]) -> None:
-    """To be called when torchtitan's Trainer has loaded a checkpoint, if there is one; see ``RunLength.resume``."""
-    loader = getattr(trainer.dataloader, "loader", None)
-    if trainer.step > 0 and isinstance(loader, PackLoader):
-        length: RunLength = loader.run_length
-        length.resume(trainer.step, trainer.lr_schedulers, build)
+def resume(states: dict[str, Any], build: Callable[[Any, int], Any]) -> None:
+    """To be called when torchtitan has loaded a checkpoint, if there is one; see ``RunLength.resume``.
+
+    Args:
+        states: the CheckpointManager's.
+    """
+    loader = getattr(states["dataloader"], "loader", None)
+    if isinstance(loader, PackLoader) and (step := states["train_state"].step) > 0:
+        loader.run_length.resume(step, states["lr_scheduler"], build)
 
 
 def _follow(schedulers: Any, build: Callable[[Any, int], Any], steps: int) -> None:

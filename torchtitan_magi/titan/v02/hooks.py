@@ -195,9 +195,12 @@ def _save(stock: Any, checkpointer: CheckpointManager, curr_step: int, last_step
 
 def _load(stock: Any, checkpointer: CheckpointManager, *args: Any, **kwargs: Any) -> bool:
     loaded = stock(checkpointer, *args, **kwargs)
-    trainer: Any = checkpointer.states["train_state"]
-    build, config = trainer.train_spec.build_lr_schedulers_fn, trainer.job_config.lr_scheduler
-    run_length.resume(trainer, lambda optimizers, steps: build(optimizers, config, steps))
+    trainer: Any = checkpointer.states.get("train_state")
+
+    def build(optimizers: Any, steps: int) -> Any:
+        return trainer.train_spec.build_lr_schedulers_fn(optimizers, trainer.job_config.lr_scheduler, steps)
+
+    run_length.resume(checkpointer.states, build)
     return loaded
 
 

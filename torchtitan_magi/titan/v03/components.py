@@ -123,8 +123,7 @@ class MagiCheckpointManager(CheckpointManager):
 
     def _load(self, step: int = -1) -> bool:
         loaded = super()._load(step)
-        trainer: Any = self.states["train_state"]
-        run_length.resume(trainer, trainer.build_lr_schedulers)
+        run_length.resume(self.states, self.states["train_state"].build_lr_schedulers)
         return loaded
 
     def dcp_load(self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool) -> None:
