@@ -47,7 +47,7 @@ TORCHTITAN: dict[str, dict[str, str]] = {
         "local_batch_size": "Packs per data-parallel rank and microbatch. With long packs set it to 1.",
         "global_batch_size": "Packs per step, over all ranks; more than a microbatch has means gradient accumulation. "
         "-1: no accumulation.",
-        "steps": "Optimizer steps; the run ends earlier when magi.epochs are over.",
+        "steps": "Optimizer steps; left at the default, magi.epochs sets them, and it ends a run with more of them.",
         "dtype": "Of parameters, gradients and optimizer states.",
         "mixed_precision_param": "Of the computation, under FSDP2 or without any parallelism. TP without FSDP2 "
         "computes in training.dtype. train.sh sets float32 on a CPU.",

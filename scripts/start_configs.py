@@ -41,6 +41,7 @@ def start(path: Path, models: Path) -> list[float]:
     arguments += f"--training.global_batch_size {packs} --training.dataset_path {folder}/{names[0]}.jsonl".split()
     arguments += f"--validation.dataset_path {folder}/{names[1]}.jsonl --validation.seq_len {SEQ_LEN}".split()
     arguments += ["--compile.backend", "aot_eager", "--metrics.log_freq", "1"]
+    arguments += [] if "checkpoint" in values else ["--magi.random_weights"]  # and of no folder, as the file has it
     processes, entry = math.prod(degrees.values()), "torchtitan_magi.train"
     return train(processes, arguments, toml=path, defaults=(), layers=None, entry=entry).losses
 

@@ -136,8 +136,14 @@ def test_a_run_on_two_ranks_continues_on_one_with_the_same_batches():
     assert rest.grad_norms == pytest.approx(whole.grad_norms[3:], rel=1e-4)
 
 
+def rates(run):
+    """The learning rate of each step."""
+    return [next(value for name, value in metrics.items() if name.split("/")[0] == "lr") for metrics in run.metrics]
+
+
 def test_training_ends_with_the_last_epoch_and_saves(tmp_path):
-    """Steps and interval say nothing of it; resumed, there is nothing left to do, and with an epoch more there is."""
+    """Steps and interval say nothing of it, and the learning rate ends with it; resumed, there is nothing left to do,
+    and with an epoch more there is."""
     lines = (corpus() / "train.jsonl").read_text().splitlines()[:12]
     (tmp_path / "few.jsonl").write_text("\n".join(lines))
     data = ["--training.dataset_path", f"{tmp_path}/few.jsonl", "--training.steps", "90"]
@@ -145,10 +151,21 @@ def test_training_ends_with_the_last_epoch_and_saves(tmp_path):
     run, again, more = (run_on(1, str(tmp_path), *data, "--magi.epochs", epochs) for epochs in ("2", "2", "3"))
     steps = len(run.losses)
     assert 4 <= steps < 40
-    assert "Ran out of data" in run.output
+    assert "Ran out of data" not in run.output
+    assert f"{steps} steps are 2 epochs: magi.epochs = 2 ends the run before training.steps = 90\n" in run.output
+    decay = [(steps - step) / (steps - 2) for step in range(2, steps)]  # two steps are warm-up
+    assert rates(run) == pytest.approx([0.003 * factor for factor in (1 / 2, 1, *decay)][:steps])
+    assert "Weights: random, as nothing is loaded\n" in run.output
     assert re.search(r"token cache .*/tokens: \d+\.\d\d GiB in \d+ files\n", run.output)
     assert again.losses == []
     assert more.metrics[0]["step"] == steps + 1
+    assert f"Weights: those of {tmp_path}/checkpoint/step-{steps}, where this run goes on\n" in more.output
+    end = more.metrics[-1]["step"]
+    assert (
+        f"From step {steps + 1} on the learning rate follows {end} steps with 2 of warm-up, before it fo" in more.output
+    )
+    assert f"before it followed {steps} steps with 2 of warm-up; set training.steps" in more.output
+    assert rates(more)[0] == pytest.approx(0.003 * (end - steps) / (end - 2))
     saved = {f"step-{steps}", f"step-{more.metrics[-1]['step']}"}
     assert {path.name for path in (tmp_path / "checkpoint").iterdir()} == saved
 

@@ -138,8 +138,22 @@ def check_toml(text: str) -> None:
         arguments = ["--job.config_file", str(path), "--job.dump_folder", folder]
         config = ConfigManager().parse_args([*arguments, *HOOKS])
     check_options(replace(config.magi, cost_model=""))
+    if config.model.flavor == "hf":
+        check_what_becomes_of_the_weights(tomllib.loads(text))
     if config.training.dataset == "dpo":
         check_options_for_pairs(config.magi)
+
+
+def check_what_becomes_of_the_weights(sections: dict) -> None:
+    """A snippet that trains a model's folder loads its weights and saves; a whole one says how fast and how long."""
+    needed = [["checkpoint", name] for name in ("enable", "initial_load_in_hf", "last_save_in_hf")]
+    if "dataset_path" in sections.get("training", {}):
+        needed.append(["optimizer", "lr"])
+        if "epochs" not in sections.get("magi", {}):
+            needed.append(["training", "steps"])
+    for section, name in needed:
+        if not sections.get(section, {}).get(name):
+            raise ValueError(f'{section}.{name} is not set, with model.flavor = "hf"')
 
 
 def check_json(text: str) -> None:
@@ -407,6 +421,7 @@ WRONG = {
     "```toml\n[magi]\nbackend = 'cuda'\n```": "magi.backend is 'cuda'",
     "```toml\n[magi]\nstages = 3\n```": "magi.stages is no option",
     "```toml\n[training]\nseq_len = '8k'\n```": "training.seq_len is '8k'",
+    "```toml\n[model]\nflavor = 'hf'\n[checkpoint]\nenable = true\n```": "checkpoint.initial_load_in_hf is not set",
     '```json\n{"messages": }\n```': "Expecting value",
     "```rust\n```": "use bash, toml, python, json, or text",
     "```text\npython -m torchtitan_magi.verify\n```": "required: FOLDER",

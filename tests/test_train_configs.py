@@ -68,6 +68,13 @@ def test_a_configuration_is_complete_and_fits_its_hardware(path, tmp_path):
     assert plan.areas.max() <= 1.1 * plan.areas.mean()
 
 
+def test_torchtitans_defaults_are_those_that_count_as_not_given():
+    from torchtitan_magi.training.run_length import DEFAULT_STEPS, DEFAULT_WARMUP
+
+    config = ConfigManager().parse_args([])
+    assert (config.training.steps, config.lr_scheduler.warmup_steps) == (DEFAULT_STEPS, DEFAULT_WARMUP)
+
+
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_every_line_that_is_not_a_default_says_why(path):
     plain = {"description", "name", "flavor", "seq_len", "steps", "seed", "enable", "freq", "log_freq"}

@@ -46,6 +46,7 @@ def changed(folder, *replacements):
         ("--model.name gpt_oss --model.flavor hf", 1, ["'gpt_oss', which needs torchtitan 0.3", "TITAN=0.3"]),
         ("--magi.lora.rank 4", 1, ["magi.lora.rank is 4", "set it to 0", "install torchtitan 0.3"]),
         ("--magi.lora.rank -1", 1, ["magi.lora.rank is -1", "a rank such as 16"]),
+        ("--training.dataset c4_test --magi.epochs 2", 1, ["epochs is 2, but training.dataset 'c4_test' has none"]),
         ("--magi.cost_model no.json", 1, ["no.json is no cost model", "No such file", "torchtitan_magi.calibrate"]),
         ("--training.local_batch_size 0", 1, ["training.local_batch_size is 0", "at least 1"]),
         ("--training.enable_cpu_offload", 1, ["training.enable_cpu_offload is true", "no GPU", "set it to false"]),

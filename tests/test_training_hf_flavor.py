@@ -13,7 +13,7 @@ from hf_models import KINDS, make_hf_folder
 from safetensors.torch import load_file, save_file
 from torchtitan.config import ConfigManager
 from torchtitan.protocols.train_spec import get_train_spec
-from training import DEBUG_TOML, TrainingError, corpus, new_folder, train
+from training import DEBUG_TOML, ROOT, TrainingError, corpus, new_folder, train
 
 import torchtitan_magi.titan  # noqa: F401
 from torchtitan_magi.models.model_config import read_model_config
@@ -21,6 +21,7 @@ from torchtitan_magi.titan.v02.spec import MagiSpec
 from torchtitan_magi.training.hf_weights import INDEX, check_weights, shard_numbers, tensor_shapes
 
 READ = "--checkpoint.enable --checkpoint.initial_load_in_hf"
+RANDOM = "--magi.random_weights"
 EXPORT = "--checkpoint.enable --checkpoint.last_save_in_hf"
 NAMES = {"llama": "llama3", "qwen3": "qwen3", "qwen3_moe": "qwen3"}
 
@@ -42,6 +43,7 @@ def options(folder, kind="llama", flavor="hf"):
 
 def start(folder, arguments="", kind="llama", flavor="hf", dump_folder=None):
     """What a Trainer does first: it asks for the tokenizer, and then takes the flavor's arguments."""
+    arguments = arguments if "initial_load" in arguments else f"{RANDOM} {arguments}"
     arguments = [*options(folder, kind, flavor), *arguments.split(), "--job.dump_folder", dump_folder or new_folder()]
     arguments += ["--training.dataset_path", f"{corpus()}/train.jsonl"]
     config = ConfigManager().parse_args(["--job.config_file", str(DEBUG_TOML), *arguments])
@@ -73,10 +75,22 @@ def write_index(folder, weight_map):
 # --------------------------------------------------------------------------------------------------------- whole runs
 
 
+README_OVERRIDES = ["--training.seq_len", "256", "--parallelism.context_parallel_degree", "2"]
+README_OVERRIDES += ["--training.mixed_precision_param", "float32", "--checkpoint.export_dtype", "float32"]
+
+
+def readme():
+    """The first TOML file of README.md, with the data of the corpus."""
+    text = (ROOT / "README.md").read_text().partition("```toml\n")[2].partition("```")[0]
+    path = Path(new_folder(), "readme.toml")
+    path.write_text(text.replace("data/conversations.jsonl", f"{corpus()}/train.jsonl"))
+    return path
+
+
 @pytest.mark.parametrize(
     ("kind", "fields", "index", "arguments"),
     [
-        ("llama", {}, False, "--parallelism.context_parallel_degree 2"),
+        ("llama", {}, False, ""),
         ("llama", {"max_position_embeddings": 128}, True, "--parallelism.data_parallel_shard_degree 2"),
         ("llama", {"shards": 3, "rope": {"rope_type": "linear", "factor": 2.0}}, True, ""),
         ("qwen3", {"shards": 2}, True, "--parallelism.context_parallel_degree 2"),
@@ -84,13 +98,20 @@ def write_index(folder, weight_map):
     ],
 )
 def test_weights_come_in_and_go_out_as_they_are(kind, fields, index, arguments):
-    """With a learning rate of zero: the exported tensors are the folder's, in the folder's files."""
+    """With a learning rate of zero: the exported tensors are the folder's, in the folder's files. Without arguments and
+    an index, by the lines of README.md."""
     folder = make_hf_folder(kind, **fields)
     if index and not (folder / INDEX).exists():
         write_index(folder, dict.fromkeys(tensors_of(folder), "model.safetensors"))
     run_folder = new_folder()
-    arguments = [*options(folder, kind), *READ.split(), *EXPORT.split(), *arguments.split(), "--optimizer.lr", "0.0"]
-    run = train(2 if "2" in arguments else 1, [*arguments, "--job.dump_folder", run_folder, "--training.steps", "1"])
+    common = ["--optimizer.lr", "0.0", "--job.dump_folder", run_folder, "--training.steps", "1"]
+    if index:
+        arguments = [*options(folder, kind), *READ.split(), *EXPORT.split(), *arguments.split()]
+        run = train(2 if "2" in arguments else 1, [*arguments, *common])
+    else:
+        run = train(2, [*README_OVERRIDES, "--model.hf_assets_path", str(folder), *common], toml=readme(), defaults=())
+        assert f"Weights: those of {folder}, in safetensors\n" in run.output
+        assert "saves nothing" not in run.output
     exported = Path(run_folder, "checkpoint", "step-1")
     theirs, ours = tensors_of(folder), tensors_of(exported)
     assert ours.keys() == theirs.keys()
@@ -108,7 +129,7 @@ def test_weights_come_in_and_go_out_as_they_are(kind, fields, index, arguments):
 def test_tied_weights_train_except_under_fsdp_alone(kind):
     folder = make_hf_folder(kind, tied=True)
     with pytest.raises(TrainingError, match="tie_word_embeddings is True") as caught:
-        train(2, [*options(folder, kind), "--parallelism.context_parallel_degree", "2"])
+        train(2, [*options(folder, kind), RANDOM, "--parallelism.context_parallel_degree", "2"])
     remedy = {"llama": "an output layer of its own", "qwen3": "set parallelism.tensor_parallel_degree to 2"}[kind]
     assert caught.value.type == "ValueError"
     assert remedy in str(caught.value)
@@ -119,8 +140,9 @@ def test_tied_weights_train_except_under_fsdp_alone(kind):
             "--parallelism.data_parallel_shard_degree",
             "1",
         ]
-        alone = train(1, [*options(folder, kind), "--training.steps", "2", "--training.local_batch_size", "4"])
-        both = train(2, [*options(folder, kind), "--training.steps", "2", *replicate])
+        two = [*options(folder, kind), RANDOM, "--training.steps", "2"]
+        alone = train(1, [*two, "--training.local_batch_size", "4"])
+        both = train(2, [*two, *replicate])
         assert both.losses == pytest.approx(alone.losses, rel=1e-5)
 
 
@@ -135,7 +157,7 @@ def other_layers_on_rank_1(report):
 def test_ranks_with_other_files_are_named(folder):
     shutil.copytree(folder, folder / "deeper")
     edit(folder / "deeper" / "config.json", num_hidden_layers=3)
-    arguments = [*options(folder), "--parallelism.context_parallel_degree", "2"]
+    arguments = [*options(folder), RANDOM, "--parallelism.context_parallel_degree", "2"]
     with pytest.raises(TrainingError, match=r"num_layers=2.* on rank 0, .*num_layers=3.* on rank 1; give every"):
         train(2, arguments, setup=other_layers_on_rank_1)
 

@@ -33,9 +33,17 @@ def test_degrees_that_the_model_does_not_divide_by_are_named(kind, degree, messa
     fields = {"num_experts": 6} if kind == "qwen3_moe" else {}
     model = ["--model.name", "llama3" if kind == "llama" else "qwen3", "--model.flavor", "hf"]
     model += ["--model.hf_assets_path", str(make_hf_folder(kind, **fields)), f"--parallelism.{degree}_degree", "4"]
+    model.append("--magi.random_weights")
     with pytest.raises(TrainingError, match=message) as caught:
         train(4, [*model, "--training.dataset_path", f"{corpus()}/train.jsonl"], layers=None)
     assert caught.value.type == "ValueError"
+
+
+def test_weights_that_nothing_loads_end_the_run_before_the_first_step():
+    model = ["--model.flavor", "hf", "--model.hf_assets_path", str(make_hf_folder("llama"))]
+    model += ["--training.dataset_path", f"{corpus()}/train.jsonl"]
+    with pytest.raises(TrainingError, match=r"holds weights \(model.safetensors\), but nothing loads them; add enable"):
+        train(1, model, layers=None)
 
 
 def test_torchtitans_own_entry_point_trains_our_configuration():

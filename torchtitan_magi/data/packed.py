@@ -16,7 +16,7 @@ from torchtitan_magi.data.corpus import Corpus
 from torchtitan_magi.data.documents import IGNORE_INDEX, Pieces
 from torchtitan_magi.data.epoch_order import WINDOW_BLOCKS
 from torchtitan_magi.data.packing import PackingCounts
-from torchtitan_magi.data.stream import PackPieces, PackStream, Tokens
+from torchtitan_magi.data.stream import PackPieces, PackStream, Tokens, WindowCount
 from torchtitan_magi.data.token_block import TokenBlock
 from torchtitan_magi.data.token_cache import TokenCache, TokenizedHere
 from torchtitan_magi.data.window_plan import PACKING_VERSION, Cursor
@@ -169,6 +169,31 @@ class PackedDataset(IterableDataset, Stateful):
     def num_records(self) -> int:
         """Records in the data set; the numbers in `pair_ids` are below it."""
         return len(self.records)
+
+    @property
+    def records_per_epoch(self) -> int:
+        """Records that the first epoch reads; those of later ones differ by rounding, where sources have weights."""
+        parts = self._stream.order_of(0).parts
+        return int((parts[:, 3] - parts[:, 2]).sum())
+
+    @property
+    def has_tokens(self) -> bool:
+        """Whether no token that the first epoch needs has to be made."""
+        return self.tokens.are_there(self._stream.order_of(0).blocks_from(0))
+
+    def count_packs(self, state_dict: dict[str, Any] | None = None) -> Iterator[WindowCount]:
+        """The packs to come over all ranks, window by window of records that are packed together, up to the end of the
+        last epoch.
+
+        It makes the plans of packs that `iter()` will find, and waits for their tokens.
+
+        Args:
+            state_dict: where to begin; None: at the first pack.
+
+        Raises ValueError as `iter()`.
+        """
+        cursor = Cursor() if state_dict is None else Cursor.from_state_dict(state_dict["cursor"])
+        return self._stream.counts(cursor)
 
     def __iter__(self) -> Iterator[Sample]:
         worker = get_worker_info()

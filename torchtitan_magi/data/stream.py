@@ -14,7 +14,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -41,6 +41,9 @@ class Tokens(Protocol):
 
     def order(self, blocks: list[int]) -> None:
         """Says in which order blocks will be opened."""
+
+    def are_there(self, blocks: list[int]) -> bool:
+        """Whether the tokens of all these blocks need not be made."""
 
     def open(self, block: int, cancelled: threading.Event) -> TokenBlock:
         """Waits for the tokens of a block, or until the event is set: then raises Cancelled."""
@@ -158,6 +161,18 @@ class Window:
         return tokens
 
 
+class WindowCount(NamedTuple):
+    """What is to come of a window: packs, and the records read for them; 0 records if some of its packs are given out.
+
+    last: whether it is the epoch's last.
+    """
+
+    epoch: int
+    packs: int
+    records: int
+    last: bool
+
+
 @dataclass(frozen=True)
 class Pack:
     window: Window
@@ -187,6 +202,7 @@ class PackStream:
     weighted: bool
     identity: Callable[[], dict[str, Any]]
     said: set[str] = field(default_factory=set)  # notes that were logged
+    named: set[str] = field(default_factory=set)  # records left out that were logged
 
     def rounds(self, cursor: Cursor, rank: int, num_ranks: int) -> Iterator[tuple[Pack | None, Cursor]]:
         """Rounds of `num_ranks` packs, from `cursor` to the end of the last epoch: the pack of this rank, or None if
@@ -211,6 +227,17 @@ class PackStream:
             self._report(window)
         if taken:
             yield mine, cursor
+
+    def counts(self, cursor: Cursor) -> Iterator[WindowCount]:
+        """The number of packs of each window from `cursor` to the end of the last epoch. Makes the plans that `rounds`
+        will use, and waits for their tokens.
+
+        Raises ValueError as `rounds`.
+        """
+        for window in self._windows(cursor, threading.Event()):
+            given = window.begin.given
+            records = 0 if given else window.plan.counts.documents
+            yield WindowCount(window.begin.epoch, window.plan.num_packs - given, records, window.last)
 
     def order_of(self, epoch: int) -> EpochOrder:
         return EpochOrder.of(self.records, self.weights, epoch, self.seed if self.shuffle else None, self.window_blocks)
@@ -291,7 +318,8 @@ class PackStream:
             text = f"{self.records.where(record)}: {what}"
             if not self.skip_bad:
                 raise ValueError(text)
-            if number < _MAX_SKIPS_LOGGED:
+            if number < _MAX_SKIPS_LOGGED and text not in self.named:
+                self.named.add(text)
                 logger.warning("record left out: %s", text)
 
     def _report(self, window: Window) -> None:

@@ -73,6 +73,9 @@ class TokenizedHere:
 
     def order(self, blocks: list[int]) -> None: ...
 
+    def are_there(self, blocks: list[int]) -> bool:
+        return False
+
     def open(self, block: int, cancelled: threading.Event) -> TokenBlock:
         tokens = self._in_use.get(block)
         if tokens is None:
@@ -136,11 +139,16 @@ class TokenCache:
     def order(self, blocks: list[int]) -> None:
         """Has what is missing of these blocks written in this order, from now on."""
         self._order = blocks
-        unknown = set(blocks) - self._there
-        if all(os.path.exists(self._path_name(block)) for block in unknown):
-            self._there |= unknown
-        else:
+        if not self.are_there(blocks):
             self._write(blocks, self.order_name)
+
+    def are_there(self, blocks: list[int]) -> bool:
+        """Whether all of them have a file."""
+        unknown = set(blocks) - self._there
+        found = all(os.path.exists(self._path_name(block)) for block in unknown)
+        if found:
+            self._there |= unknown
+        return found
 
     def open(self, block: int, cancelled: threading.Event) -> TokenBlock:
         """Waits for the tokens of a block. Raises Cancelled if the event is set meanwhile."""

@@ -60,7 +60,7 @@ def check_checkpoints(job_config: Any) -> None:
     agreed(job_config.job.dump_folder, check, bool)
 
 
-def _finished_steps(folder: Path) -> list[int]:
+def finished_steps(folder: Path) -> list[int]:
     """Steps of the finished checkpoints in torchtitan's folder, the latest first."""
     finished = itertools.chain(folder.glob(f"step-*/{METADATA}"), folder.glob(f"step-*/{INDEX}"))
     return sorted({int(name) for path in finished if (name := path.parent.name[5:]).isdigit()}, reverse=True)
@@ -77,7 +77,7 @@ def _loaded_folders(job_config: Any) -> list[Path]:
     saved = Path(job_config.job.dump_folder) / checkpoint.folder
     initial = Path(checkpoint.initial_load_path) if checkpoint.initial_load_path else None
     if saved.is_dir():
-        steps = _finished_steps(saved)
+        steps = finished_steps(saved)
         if checkpoint.load_step != -1 and checkpoint.load_step not in steps:
             there = f"has the steps {', '.join(map(str, steps))}" if steps else "has no finished checkpoint"
             raise ValueError(
@@ -103,7 +103,7 @@ def _check_continues(job_config: Any) -> None:
     """Checks that a checkpoint from which the run would continue holds what it needs, more than weights."""
     checkpoint = job_config.checkpoint
     folder = Path(job_config.job.dump_folder) / checkpoint.folder
-    steps = _finished_steps(folder)
+    steps = finished_steps(folder)
     if folder.is_dir() and not steps and (checkpoint.initial_load_in_hf or checkpoint.initial_load_path):
         raise ValueError(  # torchtitan would begin with random weights, with a warning that it does not load these
             f"{folder} has no finished checkpoint, but while it is there torchtitan does not load the initial weights; "

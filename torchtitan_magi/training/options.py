@@ -91,8 +91,8 @@ class Magi:
     """Cut documents longer than training.seq_len tokens at the end, or split them into several. For dataset "sft"."""
 
     epochs: int = -1
-    """Number of passes over the data; -1: no end. A run ends after training.steps in any case. For datasets "sft" and
-    "dpo"."""
+    """Number of passes over the data, which sets training.steps and the schedule of the learning rate; -1: no end.
+    Lower training.steps end both earlier; left at 10,000 they count as not given. For datasets "sft" and "dpo"."""
 
     shuffle: bool = True
     """A new seeded order in every epoch. false: the order of the files, as far as packing allows. For datasets "sft"
@@ -118,6 +118,10 @@ class Magi:
     verify_checkpoint: bool = True
     """Compare every byte of a checkpoint with its digests before it is loaded. The ranks together read each file once.
     false: only the sizes of its files are checked."""
+
+    random_weights: bool = False
+    """Train random weights although model.hf_assets_path holds a model's, which otherwise ends the run unless
+    [checkpoint] loads them."""
 
     imports: list[str] = field(default_factory=list)
     """Modules of your own that add flavors, converters or datasets; imported before these are looked up."""

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from torchtitan_magi.data import ChatTokenizer, PackedPairDataset, PackedSFTDataset, collate_packs
 from torchtitan_magi.data.packed import PackedDataset, Sample, padding_like
+from torchtitan_magi.data.packing import PackingCounts
 from torchtitan_magi.data.token_cache import default_folder
 from torchtitan_magi.training.agreed import agreed
 from torchtitan_magi.training.options import DPO_DATASET
@@ -33,21 +34,35 @@ class PackLoader:
         batch_size: packs per batch.
         batches_per_step: microbatches per training step on this rank.
         options: for torch's DataLoader. Workers live for one pass; of several, each makes every n-th batch.
+
+    Attributes:
+        schedule: "steps" that the learning rate follows and its "warmup", kept in states. saved_schedule: that of the
+            loaded state; empty if there is none.
+        run_length: who sets them, see ``run_length``.
+        tell_counts: called with the counts that come with the first batch.
     """
+
+    run_length: Any = None
+    tell_counts: Callable[[PackingCounts], None] | None = None
 
     def __init__(self, dataset: PackedDataset, batch_size: int, batches_per_step: int = 1, **options: Any) -> None:
         self.dataset, self.batch_size, self.batches_per_step = dataset, batch_size, batches_per_step
         self.options = options
         if not options.get("num_workers"):
             self.options = {k: v for k, v in options.items() if k not in ("persistent_workers", "prefetch_factor")}
+        self.schedule: dict[str, int] = {}
+        self.saved_schedule: dict[str, int] = {}
         self._state = json.dumps(dataset.state_dict())
         self._exhausted = self._resuming = False
 
     def __iter__(self) -> Iterator[Sample]:
-        packs = _PacksWithState(self.dataset, self._state if self._resuming else None, self.batch_size)
+        state = self._state if self._resuming else None
+        packs = _PacksWithState(self.dataset, state, self.batch_size, self.schedule)
         self._exhausted = self._resuming = False
         batches = self._whole_steps(packs)
         following = next(batches, None)
+        if following is not None and self.tell_counts is not None:
+            self.tell_counts(PackingCounts(**json.loads(following[1])["cursor"]["counts"]))
         while following is not None:
             (batch, self._state), following = following, next(batches, None)
             self._exhausted = following is None
@@ -63,25 +78,34 @@ class PackLoader:
             yield padding_like(batch), state
 
     def state_dict(self) -> dict[str, Any]:
-        """state: the dataset's, as JSON; exhausted: whether the last batch has been given out."""
+        """state: the dataset's and the schedule, as JSON; exhausted: whether the last batch has been given out."""
         return {"state": self._state, "exhausted": self._exhausted}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Raises ValueError if the state is of other data or other options."""
         if not state_dict:
             return
-        self.dataset.check_state(json.loads(state_dict["state"]))
+        state = json.loads(state_dict["state"])
+        self.dataset.check_state(state)
+        self.saved_schedule = state.get("schedule", {})
         self._state, self._resuming = state_dict["state"], True
+
+    @property
+    def position(self) -> dict[str, Any] | None:
+        """The dataset's state from which ``iter()`` will continue; None: it will begin at the first pack."""
+        return json.loads(self._state) if self._resuming else None
 
 
 class _PacksWithState(IterableDataset):
     """Items of a dataset, each with the state after it; it is iterated where the loader's worker lives.
 
-    Of several workers, number w makes batches w, w + n, w + 2n, ..., as the loader takes them.
+    Of several workers, number w makes batches w, w + n, w + 2n, ..., as the loader takes them. schedule: see
+    ``PackLoader``.
     """
 
-    def __init__(self, dataset: PackedDataset, state: str | None, batch_size: int) -> None:
+    def __init__(self, dataset: PackedDataset, state: str | None, batch_size: int, schedule: dict[str, int]) -> None:
         self.dataset, self.state, self.batch_size = dataset, state, batch_size
+        self.more = {"schedule": schedule} if schedule else {}
 
     def __iter__(self) -> Iterator[tuple[Sample, str]]:
         if self.state is not None:
@@ -89,7 +113,7 @@ class _PacksWithState(IterableDataset):
         worker = get_worker_info()
         number, num_workers = (worker.id, worker.num_workers) if worker else (0, 1)
         for sample in self.dataset.shard(lambda item: item // self.batch_size % num_workers == number):
-            yield sample, json.dumps(self.dataset.state_dict())
+            yield sample, json.dumps(self.dataset.state_dict() | self.more)
 
 
 def _collate_with_state(items: list[tuple[Sample, str]], num_rows: int) -> tuple[Sample, str]:

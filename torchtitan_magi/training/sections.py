@@ -85,6 +85,11 @@ def _check_section(job_config: Any, name: str, titans: Iterable[str]) -> None:
             f"{name}.dataset_path is {quoted_path(section.dataset_path)}; give the JSONL file of dataset "
             f"{quoted(section.dataset)}, or all its sources in one string, separated by commas"
         )
+    if name == "training" and job_config.magi.epochs != -1 and section.dataset not in OUR_DATASETS:
+        raise ValueError(
+            f"magi.epochs is {job_config.magi.epochs}, but training.dataset {quoted(section.dataset)} has none; leave "
+            "it out, and give training.steps"
+        )
     if job_config.magi.loss_per == "document" and section.dataset != SFT_DATASET:
         raise ValueError(
             f'magi.loss_per is "document" and {name}.dataset {quoted(section.dataset)}; it needs the documents of '

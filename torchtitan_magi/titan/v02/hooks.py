@@ -30,6 +30,7 @@ from torchtitan_magi.attention import attention_op
 from torchtitan_magi.titan.v02 import moe_styles
 from torchtitan_magi.titan.v02.metadata import PlanMetadata
 from torchtitan_magi.titan.v02.moe import check_expert_degrees, check_expert_tensor_degree
+from torchtitan_magi.training import run_length
 from torchtitan_magi.training.checkpoint_files import DigestWriter, loading, saving
 from torchtitan_magi.training.experts import own_experts
 from torchtitan_magi.training.exports import export
@@ -58,6 +59,7 @@ def install() -> None:
         (dist_utils, "clip_grad_norm_", _clip_grad_norm),  # to have gradients added up under tensor parallelism alone
         (CheckpointManager, "__init__", _guard),  # the last that a Trainer builds: to end steps that are not finite
         (CheckpointManager, "save", _save),  # to save when the data end early, to say why a save failed; for timeouts
+        (CheckpointManager, "load", _load),  # to have the learning rate follow the data that are left
         (CheckpointManager, "dcp_load", _dcp_load),  # to say in one line what does not fit
         (checkpoint, "save", _with_digests),  # to write digests beside the files
         (checkpoint, "async_save", _with_digests),  # the same
@@ -198,6 +200,17 @@ def _save(stock: Any, checkpointer: CheckpointManager, curr_step: int, last_step
     checkpointer.guard.end_step(checkpointer._should_save(curr_step, last_step), last_step)  # type: ignore[attr-defined]
     with saving(checkpointer.folder if checkpointer.enable else ""):
         stock(checkpointer, curr_step, last_step)
+
+
+def _load(stock: Any, checkpointer: CheckpointManager, *args: Any, **kwargs: Any) -> bool:
+    loaded = stock(checkpointer, *args, **kwargs)
+    trainer: Any = checkpointer.states.get("train_state")
+
+    def build(optimizers: Any, steps: int) -> Any:
+        return trainer.train_spec.build_lr_schedulers_fn(optimizers, trainer.job_config.lr_scheduler, steps)
+
+    run_length.resume(checkpointer.states, build)
+    return loaded
 
 
 def _dcp_load(

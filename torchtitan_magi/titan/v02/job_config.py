@@ -11,6 +11,7 @@ from torchtitan.hf_datasets.text_datasets import DATASETS
 from torchtitan.protocols.model_converter import _registry_model_converter_cls
 
 from torchtitan_magi.training.checkpoints import check_checkpoints
+from torchtitan_magi.training.first_weights import check_first_weights
 from torchtitan_magi.training.launcher import NO_FILE
 from torchtitan_magi.training.options import Magi, check_options
 from torchtitan_magi.training.sections import check_sections
@@ -44,6 +45,7 @@ def check_job_config(job_config: Any, attn_types: dict[str, str], has_objectives
     _check_model(job_config, attn_types)
     check_sections(job_config, DATASETS, has_objectives)
     check_checkpoints(job_config)
+    check_first_weights(job_config)
 
 
 def _check_hooks(job_config: Any) -> None:

@@ -43,6 +43,7 @@ from torchtitan_magi.training.objectives import LossRecord
 from torchtitan_magi.training.options import OUR_DATASETS
 from torchtitan_magi.training.pack_loader import build_dataloader
 from torchtitan_magi.training.planned_loader import PlannedLoader, with_plans
+from torchtitan_magi.training.run_length import set_run_length
 from torchtitan_magi.training.runtime import MagiRuntime, WorkCount, heads_of_rank
 
 # A rank whose collective timed out waits four times this long, for itself and others to write torchtitan's flight
@@ -138,6 +139,7 @@ class MagiSpec:
         section = job_config.training
         if section.dataset in OUR_DATASETS:
             loader = build_dataloader(section, dp_world_size, dp_rank, tokenizer, job_config, True)
+            set_run_length(job_config, job_config, loader)
         else:
             loader = self.stock.build_dataloader_fn(dp_world_size, dp_rank, tokenizer, job_config)
         return self.planned(loader, tokenizer)

@@ -30,7 +30,8 @@ class MagiTrainer(ObjectiveTrainer, Trainer):
         MagiSpec.has_objectives = True
         # Our log-probabilities split the vocabulary over the TP ranks by themselves.
         parallelism = replace(job_config.parallelism, disable_loss_parallel=True)
-        super().__init__(replace(job_config, parallelism=parallelism))
+        own = {name: replace(getattr(job_config, name)) for name in ("training", "lr_scheduler")}  # which we change
+        super().__init__(replace(job_config, parallelism=parallelism, **own))
         if not isinstance(self.metrics_processor, MagiMetricsProcessor):
             raise ValueError(
                 f"model.name is {quoted(job_config.model.name)}, whose train spec is not ours; train it with "

@@ -19,6 +19,7 @@ from torchtitan.components.validate import BaseValidator, Validator
 from torchtitan.distributed.activation_checkpoint import SelectiveAC
 
 from torchtitan_magi.attention import attention_op
+from torchtitan_magi.training import run_length
 from torchtitan_magi.training.checkpoint_files import DigestWriter, loading, saving
 from torchtitan_magi.training.exports import export
 from torchtitan_magi.training.finite import StepGuard, check_state
@@ -126,6 +127,11 @@ class MagiCheckpointManager(CheckpointManager):
         """An asynchronous save that failed is reported by the next."""
         with saving(self.folder):
             return super()._save(curr_step, last_step)
+
+    def _load(self, step: int = -1) -> bool:
+        loaded = super()._load(step)
+        run_length.resume(self.states, self.states["train_state"].build_lr_schedulers)
+        return loaded
 
     def dcp_load(self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool) -> None:
         with loading(checkpoint_id):

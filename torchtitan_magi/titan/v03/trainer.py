@@ -37,6 +37,7 @@ from torchtitan_magi.training.dpo import Reference
 from torchtitan_magi.training.experts import check_expert_degree
 from torchtitan_magi.training.exported_files import exported_files
 from torchtitan_magi.training.finite import StepGuard, noting
+from torchtitan_magi.training.first_weights import check_first_weights
 from torchtitan_magi.training.hf_folder import HF_FLAVOR, check_folders, check_vocabulary
 from torchtitan_magi.training.launcher import config_file
 from torchtitan_magi.training.logprob_model import LogprobModel
@@ -49,6 +50,7 @@ from torchtitan_magi.training.pack_loader import WithoutPositions, build_dataloa
 from torchtitan_magi.training.pipeline import Pipeline, check_pipeline
 from torchtitan_magi.training.planned_loader import PlannedLoader, with_plans
 from torchtitan_magi.training.references import ReferenceModel
+from torchtitan_magi.training.run_length import set_run_length
 from torchtitan_magi.training.runtime import MagiRuntime, WorkCount, heads_of_rank
 from torchtitan_magi.training.sections import ENTRY, check_degrees_of, check_sections
 from torchtitan_magi.training.timeouts import set_pg_timeouts
@@ -83,6 +85,7 @@ class MagiTrainer(ObjectiveTrainer, Trainer):
             "dataloader": _Loader(config.dataloader, self._build_loader),
             "override": replace(config.override, imports=[*config.override.imports, (OVERRIDE, temperature)]),
             "training": replace(config.training, disable_cuda_graphs=True),
+            "lr_scheduler": _Schedule(config.lr_scheduler),
         }
         super().__init__(replace(config, **changed))
         if config.checkpoint.enable:
@@ -111,6 +114,7 @@ class MagiTrainer(ObjectiveTrainer, Trainer):
         check_sections(job, DATASETS, True)
         check_pipeline(job, facts)
         check_checkpoints(job)
+        check_first_weights(job)
         path, identity = job.model.hf_assets_path, zlib.crc32(repr(facts).encode())
         (self.export_shards,) = agreed(path, lambda: [check_folders(job, facts)], lambda _: identity)
         check_expert_degree(dims.ep, facts.experts, job.model.flavor)
@@ -134,14 +138,23 @@ class MagiTrainer(ObjectiveTrainer, Trainer):
         self.exported_files = exported_files(job, self.model_facts, tokenizer)
         self.eos_id = tokenizer.eos_id
         self.process = partial(local_batch, self.runtime, self.eos_id)
+        self.config.lr_scheduler = replace(self.config.lr_scheduler.stock)
+        loader: Any
         if job.training.dataset in OUR_DATASETS:
             packs = job.training.global_batch_size
             if packs < 0:
                 packs = job.training.local_batch_size * dp_world_size
             section = _changed(job.training, local_batch_size=local_batch_size, global_batch_size=packs)
-            return self._planned(build_dataloader(section, dp_world_size, dp_rank, tokenizer, job, True))
-        world = {"dp_world_size": dp_world_size, "dp_rank": dp_rank, "local_batch_size": local_batch_size}
-        return self._planned(WithoutPositions(stock.build(**world, tokenizer=tokenizer, **options)))
+            loader = build_dataloader(section, dp_world_size, dp_rank, tokenizer, job, True)
+            set_run_length(self.config, job, loader)
+        else:
+            world = {"dp_world_size": dp_world_size, "dp_rank": dp_rank, "local_batch_size": local_batch_size}
+            loader = WithoutPositions(stock.build(**world, tokenizer=tokenizer, **options))
+        self.lr_schedulers = self.build_lr_schedulers(self.optimizers, self.config.training.steps)
+        return self._planned(loader)
+
+    def build_lr_schedulers(self, optimizers: Any, steps: int) -> Any:
+        return self.config.lr_scheduler.build(optimizers=optimizers, training_steps=steps)
 
     def _planned(self, loader: Any) -> PlannedLoader:
         return with_plans(loader, lambda: self.runtime, self.count, self.model_facts.vocab_size, self.eos_id)
@@ -206,6 +219,16 @@ class _Loader:
 
     def __init__(self, stock: Any, build: Callable[..., Any]) -> None:
         self.build, self.to_dict = partial(build, stock), stock.to_dict
+
+
+class _Schedule:
+    """Stands in for the Config of the learning rate's schedulers, which are built when the data have been counted."""
+
+    def __init__(self, stock: Any) -> None:
+        self.stock, self.to_dict = stock, stock.to_dict
+
+    def build(self, **_: Any) -> None:
+        """Nothing yet."""
 
 
 def _changed(section: Any, **values: Any) -> Any:
