@@ -37,6 +37,7 @@ from torchtitan_magi.titan.v02.wrapper import VarlenAttentionWrapper
 from torchtitan_magi.training.agreed import agreed
 from torchtitan_magi.training.exported_files import exported_files
 from torchtitan_magi.training.hf_folder import HF_FLAVOR, check_folders, check_vocabulary, read_hf_config
+from torchtitan_magi.training.hf_layouts import reads_all_layouts
 from torchtitan_magi.training.launcher import end_with_launcher
 from torchtitan_magi.training.memory_log import MeasuredMemory, check_offload, predicted_memory
 from torchtitan_magi.training.objectives import LossRecord
@@ -127,9 +128,10 @@ class MagiSpec:
         return config, check_folders(job_config, config)
 
     def build_state_dict_adapter(self, model_args: Any, hf_assets_path: str | None) -> Any:
-        """torchtitan's own, without its reading of the index, which fails for a single file, and with what an export
-        holds beside the weights."""
+        """torchtitan's own, without its reading of the index, which fails for a single file, reading all layouts of
+        weights, and with what an export holds beside them."""
         adapter = self.stock.state_dict_adapter(model_args, None)
+        reads_all_layouts(adapter)
         adapter.hf_assets_path, adapter.fqn_to_index_mapping = hf_assets_path, self.export_shards
         adapter.exported_files = self.exported_files
         return adapter
