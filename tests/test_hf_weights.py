@@ -143,7 +143,7 @@ def test_files_beside_the_models_do_not_count(folder):
     check(changed)
 
 
-# ---------------------------------------------------------------------------------------------------------- tied weights
+# --------------------------------------------------------------------------------------------------------- tied weights
 
 
 def test_an_output_layer_beside_a_tied_embedding(tmp_path):

@@ -2,7 +2,9 @@
 
 import contextlib
 import json
+import math
 import re
+from collections import Counter
 from collections.abc import Container, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ DTYPES = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
 LEFT_OUT = re.compile(r"(.*\.)?(rotary_emb|mtp)\..*")
 PREDICTING = "eh_proj.weight"  # what such a layer has and another has not
 ROWS_COMPARED = 2**14  # at a time
+ALWAYS_FLOAT32 = "e_score_correction_bias"  # by which experts are chosen
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -154,6 +157,29 @@ def shard_numbers(folder: str | Path, config: ModelConfig) -> dict[str, int] | N
     _check_complete(Path(folder) / INDEX, places, needed)
     files = sorted({index[places[name].name] for name in needed})
     return {name: 1 + files.index(index[places[name].name]) for name in needed} if len(files) > 1 else None
+
+
+def float32_names(folder: str | Path, config: ModelConfig) -> tuple[str, ...]:
+    """The tensors that an export keeps in float32: those that the folder's weights keep so among others of 16 bits, and
+    those that transformers and vLLM compute with in float32 whatever the others are.
+
+    Args:
+        folder: may be without weights, or without any that can be read.
+    """
+    needed = tensor_shapes(config)
+    names = {name for name in needed if name.endswith(ALWAYS_FLOAT32)}
+    try:
+        stored: dict[str, Any] = _headers(Path(folder)).state_dict_metadata
+    except ValueError:
+        return tuple(sorted(names))
+    places = places_of({name: tuple(tensor.size) for name, tensor in stored.items()})
+    dtypes = {name: stored[places[name].name].properties.dtype for name in needed if name in places}
+    sizes: Counter[torch.dtype] = Counter()
+    for name, dtype in dtypes.items():
+        sizes[dtype] += math.prod(needed[name])
+    if sizes and max(sizes, key=sizes.__getitem__).itemsize < 4:
+        names |= {name for name, dtype in dtypes.items() if dtype in (torch.float32, torch.float64)}
+    return tuple(sorted(names))
 
 
 def _read_index(folder: Path) -> dict[str, str]:

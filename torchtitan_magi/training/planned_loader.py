@@ -18,7 +18,8 @@ BATCHES_AHEAD = 2
 class PlannedLoader:
     """A data loader whose batches come with their plan.
 
-    Its state is that of the batches given out, not of those loaded ahead.
+    Its state is that of the batches given out, not of those loaded ahead; so is ``longest``, the number of rotary
+    positions that they need.
 
     Args:
         loader: an iterable of batches with ``state_dict`` and ``load_state_dict``; the former may be called after each
@@ -32,6 +33,7 @@ class PlannedLoader:
     ) -> None:
         self.loader, self.plan, self.waited = loader, plan, waited
         self.state: dict[str, Any] | None = None  # after the last batch given out; None: before the first
+        self.longest = 0
 
     def __iter__(self) -> Iterator[Batch]:
         batches = iter(self.loader)
@@ -42,7 +44,8 @@ class PlannedLoader:
                 result = ahead.popleft().result()
                 if result is None:
                     return
-                batch, self.state, planning = result
+                batch, self.state, planning, length = result
+                self.longest = max(self.longest, length)
                 self.waited(min(time.perf_counter() - started, planning))
                 ahead.append(thread.submit(self._next, batches))
                 yield batch
@@ -54,8 +57,9 @@ class PlannedLoader:
         self.loader.load_state_dict(state_dict)
         self.state = None
 
-    def _next(self, batches: Iterator[Batch]) -> tuple[Batch, dict[str, Any], float] | None:
-        """The next batch, the loader's state after it, and the seconds that planning took; None at the end."""
+    def _next(self, batches: Iterator[Batch]) -> tuple[Batch, dict[str, Any], float, int] | None:
+        """The next batch, the loader's state after it, the seconds that planning took, and the number of positions;
+        None at the end."""
         try:
             inputs, labels = next(batches)
         except StopIteration:
@@ -63,7 +67,12 @@ class PlannedLoader:
         state = self.loader.state_dict()
         started = time.perf_counter()
         inputs = self.plan(inputs, labels)
-        return (inputs, labels), state, time.perf_counter() - started
+        return (inputs, labels), state, time.perf_counter() - started, _num_positions(inputs)
+
+
+def _num_positions(inputs: dict[str, Any]) -> int:
+    """Rotary positions of a batch. Without any given they run over the whole pack."""
+    return 1 + int(inputs["positions"].max()) if "positions" in inputs else int(inputs["input"].shape[-1])
 
 
 def with_plans(

@@ -150,7 +150,7 @@ def _arrived(experts: nn.Module, inputs: Any) -> Any:
 
 
 def _adapter(stock: Any, model_config: Any, hf_assets_path: str | None) -> Any:
-    """torchtitan's own, without its reading of the index, which fails for a single file, reading all layouts of weights."""
+    """torchtitan's own, without its reading of the index, which fails for a single file, and reading all layouts."""
     adapter = stock(model_config, None)
     reads_all_layouts(adapter)
     adapter.hf_assets_path = hf_assets_path
