@@ -128,7 +128,10 @@ def assert_trains_as(expected: Training, dataset: str, name: str, degrees: dict[
     processes = math.prod(degree for axis, degree in degrees.items() if axis != "ep")
     run = train(processes, [*arguments, *options], layers=None, entry="torchtitan_magi.train")
 
-    exported = AutoModelForCausalLM.from_pretrained(Path(folder, "checkpoint", f"step-{len(expected.losses)}"))
+    exported_folder = f"{folder}/checkpoint/step-{len(expected.losses)}"
+    assert run.output.splitlines()[-1].endswith(f': AutoModelForCausalLM.from_pretrained("{exported_folder}")')
+    exported = AutoModelForCausalLM.from_pretrained(exported_folder)
+    assert exported.config.architectures == [type(exported).__name__]
     worst = largest_difference(run.losses, expected.losses)
     difference = difference_of_logits(exported, expected.model)
     print(f"{dataset} {name} {degrees}: losses {worst:.1e}, logits {difference:.1e}")

@@ -90,7 +90,7 @@ class Export:
             What save() returned; None for an export.
         """
         length, dtype = trained_length(checkpointer), next(iter(weights.values())).dtype if to_hf else None
-        names = self._parameters(checkpointer.sd_adapter) & weights.keys()
+        names = self.parameters(checkpointer.sd_adapter) & weights.keys()
         if names:
             trained = checkpointer.states["model"].state_dict()
             weights = weights | {
@@ -104,7 +104,7 @@ class Export:
         keep_trained_length(checkpointer, length)
         return result
 
-    def _parameters(self, adapter: Any) -> set[str]:
+    def parameters(self, adapter: Any) -> set[str]:
         """torchtitan's names of what is saved in float32. adapter: its StateDictAdapter."""
         found = set()
         for name in self.layout.float32:

@@ -26,12 +26,17 @@ class PlannedLoader:
             batch.
         plan: inputs and labels of a batch -> the inputs with what planning adds; called in the thread.
         waited: called with the seconds that the consumer waited for each batch's plan.
+        num_positions: the number of rotary positions that planned inputs need.
     """
 
     def __init__(
-        self, loader: Any, plan: Callable[[dict[str, Any], Tensor], dict[str, Any]], waited: Callable[[float], None]
+        self,
+        loader: Any,
+        plan: Callable[[dict[str, Any], Tensor], dict[str, Any]],
+        waited: Callable[[float], None],
+        num_positions: Callable[[dict[str, Any]], int] = lambda inputs: 0,
     ) -> None:
-        self.loader, self.plan, self.waited = loader, plan, waited
+        self.loader, self.plan, self.waited, self.num_positions = loader, plan, waited, num_positions
         self.state: dict[str, Any] | None = None  # after the last batch given out; None: before the first
         self.longest = 0
 
@@ -67,12 +72,7 @@ class PlannedLoader:
         state = self.loader.state_dict()
         started = time.perf_counter()
         inputs = self.plan(inputs, labels)
-        return (inputs, labels), state, time.perf_counter() - started, _num_positions(inputs)
-
-
-def _num_positions(inputs: dict[str, Any]) -> int:
-    """Rotary positions of a batch. Without any given they run over the whole pack."""
-    return 1 + int(inputs["positions"].max()) if "positions" in inputs else int(inputs["input"].shape[-1])
+        return (inputs, labels), state, time.perf_counter() - started, self.num_positions(inputs)
 
 
 def with_plans(
@@ -92,4 +92,9 @@ def with_plans(
         check_tokens(inputs["input"], vocab_size)
         return planner.plan_ahead(inputs, labels, eos_id)
 
-    return PlannedLoader(loader, plan, count.wait)
+    return PlannedLoader(loader, plan, count.wait, _num_positions)
+
+
+def _num_positions(inputs: dict[str, Any]) -> int:
+    """Rotary positions of a batch. Without any given they run over the whole pack."""
+    return 1 + int(inputs["positions"].max()) if "positions" in inputs else int(inputs["input"].shape[-1])
