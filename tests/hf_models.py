@@ -44,6 +44,7 @@ def make_hf_folder(
     tied: bool = False,
     shards: int = 1,
     seed: int = 0,
+    layout: str = "published",
     folder: str | Path | None = None,
     **fields: Any,
 ) -> Path:
@@ -56,6 +57,8 @@ def make_hf_folder(
         kind: one of KINDS.
         rope: rope_parameters; None: "default" with the model's usual theta.
         shards: number of safetensors files at least, with an index if more than one.
+        layout: "published"; "fused": the experts of a layer in one tensor, as transformers has them in memory; "base":
+            without the output layer and the prefix of names.
         fields: further fields of the configuration, or others than these.
     """
     import torch
@@ -92,7 +95,9 @@ def make_hf_folder(
             if not tensor.any():  # biases
                 tensor.normal_(std=config.initializer_range)
     size = sum(tensor.numel() * tensor.element_size() for tensor in model.state_dict().values())
-    model.save_pretrained(folder, max_shard_size=size if shards == 1 else size // shards)
+    saved = model.model if layout == "base" else model
+    how = {"max_shard_size": size if shards == 1 else size // shards, "save_original_format": layout != "fused"}
+    saved.save_pretrained(folder, **how)
     for path in (corpus() / "tokenizer").iterdir():
         shutil.copy(path, folder)
     return folder

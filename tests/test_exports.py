@@ -1,5 +1,7 @@
 """The last checkpoint's folder is a model that transformers loads as it is."""
 
+import functools
+import itertools
 import json
 import logging
 import re
@@ -11,8 +13,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from hf_models import make_hf_folder
+from safetensors.torch import load_file, save_file
 from training import LAYERS, corpus, new_folder, train, watch
 
+from torchtitan_magi.data import PackedSFTDataset
+from torchtitan_magi.data.assets import load_chat_tokenizer
 from torchtitan_magi.models.model_config import Experts, ModelConfig, Rope, read_model_config
 from torchtitan_magi.training.exported_files import exported_files
 from torchtitan_magi.training.exports import add_config, export, read_files
@@ -45,13 +50,14 @@ def report_weights(report):
 
 
 def trained(layout, assets, folder, *options):
-    """The weights before the first step, the last step and the weights after it of a run that ends with an export."""
+    """The weights before the first step, the last step and the weights after it of a run that ends with an export, and
+    what it printed."""
     arguments = [*LAYOUTS[layout].arguments, "--checkpoint.enable", "--checkpoint.last_save_in_hf", *options]
     arguments += ["--model.hf_assets_path", f"{assets}", "--job.dump_folder", folder]
     run = train(LAYOUTS[layout].processes, arguments, setup=report_weights)
     (_, first), (step, last) = run.of("weights")
     first, last = ({name: torch.from_numpy(x) for name, x in weights.items()} for weights in (first, last))
-    return first, step, last
+    return first, step, last, run.output
 
 
 def logits_of_torchtitan(args, weights, tokens):
@@ -89,6 +95,23 @@ def assert_same_tokenizer(folder, assets):
     assert "bada gogu" in chat
 
 
+def round_matrices(folder):
+    for path in folder.glob("*.safetensors"):
+        tensors = {name: x if x.dim() == 1 else x.bfloat16() for name, x in load_file(path).items()}
+        save_file(tensors, path, {"format": "pt"})
+
+
+def dtypes_of(folder):
+    return {name: x.dtype for path in folder.glob("*.safetensors") for name, x in load_file(path).items()}
+
+
+@functools.cache
+def longest_document():
+    """Positions of the longest document in the two packs of each of two steps."""
+    dataset = PackedSFTDataset(corpus() / "train.jsonl", load_chat_tokenizer(corpus() / "tokenizer"), 256)
+    return max(1 + int(inputs["positions"].max()) for inputs, _ in itertools.islice(dataset, 4))
+
+
 @pytest.mark.parametrize(
     ("kind", "layout", "dtype"),
     [
@@ -99,10 +122,16 @@ def assert_same_tokenizer(folder, assets):
     ],
 )
 def test_transformers_loads_the_last_checkpoint(kind, layout, dtype, tmp_path):
-    """Of a model in several files whose index has a name too much."""
+    """Of a model in several files whose index has a name too much, made for fewer positions than documents have; with
+    norms in float32 where others have 16 bits."""
+    from transformers import AutoModelForCausalLM
+
     from torchtitan_magi.titan.v02.models import args_of
 
-    assets = make_hf_folder(kind, folder=tmp_path / "assets", shards=2, tied=(kind, layout) == ("qwen3", "cp2_tp2"))
+    how = {"shards": 2, "tied": (kind, layout) == ("qwen3", "cp2_tp2"), "max_position_embeddings": 200}
+    assets = make_hf_folder(kind, folder=tmp_path / "assets", **how)
+    if dtype == "bfloat16":
+        round_matrices(assets)
     config = read_model_config(assets)
     (assets / "generation_config.json").write_text('{"temperature": 0.5, "do_sample": true}')
     index = json.loads((assets / "model.safetensors.index.json").read_text())
@@ -111,7 +140,7 @@ def test_transformers_loads_the_last_checkpoint(kind, layout, dtype, tmp_path):
     (assets / "model.safetensors.index.json").write_text(json.dumps(index))
     model = ["--model.name", config.model, "--model.flavor", "hf", "--checkpoint.initial_load_in_hf"]
     options = [*model, "--training.steps", "2", "--checkpoint.export_dtype", dtype]
-    loaded, step, weights = trained(layout, assets, f"{tmp_path}", *options)
+    loaded, step, weights, output = trained(layout, assets, f"{tmp_path}", *options)
     exported = tmp_path / "checkpoint" / f"step-{step}"
     assert_same_model(assets, args_of(config), loaded, "float32")
     assert_same_model(exported, args_of(config), weights, dtype)
@@ -120,6 +149,15 @@ def test_transformers_loads_the_last_checkpoint(kind, layout, dtype, tmp_path):
     assert not list(exported.glob("*/*.safetensors"))
     assert json.loads((exported / "generation_config.json").read_text())["temperature"] == 0.5
     assert len(list(exported.glob("*.safetensors"))) == num_files > 1
+    assert dtypes_of(exported) == dtypes_of(assets)
+    fields = json.loads((exported / "config.json").read_text())
+    assert 200 < fields["max_position_embeddings"] == longest_document()
+    assert "training.seq_len is 256, but the model was trained for 200 positions" in output
+    assert AutoModelForCausalLM.from_pretrained(exported).generation_config.eos_token_id == [1, 4]
+    assert fields["eos_token_id"] == [1, 4]
+    assert "Turns end with <|im_end|>, so generation must stop there: the export has eos_token_id [1, 4]" in output
+    end = f'The model is in {exported}: AutoModelForCausalLM.from_pretrained("{exported}")'
+    assert end in output.partition("Training completed")[2]
 
 
 def test_a_bare_tokenizer_folder_and_data_that_end_early(tmp_path):
@@ -136,7 +174,7 @@ def test_a_bare_tokenizer_folder_and_data_that_end_early(tmp_path):
     records = (corpus() / "train.jsonl").read_text().splitlines()[:8]
     (tmp_path / "few.jsonl").write_text("\n".join(records))
     few = ["--training.dataset_path", f"{tmp_path}/few.jsonl", "--magi.epochs", "1", "--training.steps", "50"]
-    _, step, weights = trained("cp1", assets, folder, *few)
+    _, step, weights, _ = trained("cp1", assets, folder, *few)
     assert step < 50
     exported = Path(folder, "checkpoint", f"step-{step}")
     assert (exported / "chat_template.jinja").read_text().startswith("{{ bos_token }}")
@@ -145,6 +183,7 @@ def test_a_bare_tokenizer_folder_and_data_that_end_early(tmp_path):
     assert_same_model(exported, args, weights, "float32")
     assert_same_tokenizer(exported, assets)
     assert not (exported / "generation_config.json").exists()
+    assert json.loads((exported / "config.json").read_text())["eos_token_id"] == [1, 4]
     assert CheckpointManager._find_load_step(SimpleNamespace(folder=exported.parent)) == step
 
 

@@ -292,3 +292,15 @@ def test_a_run_that_resumes_needs_no_initial_weights_but_a_reference_does(folder
     start(folder, READ, dump_folder=run_folder)
     monkeypatch.setattr(MagiSpec, "has_objectives", True)
     assert_refused(["has no *.safetensors"], folder, f"{READ} --training.dataset dpo", dump_folder=run_folder)
+
+
+def test_more_positions_than_the_model_has(folder, caplog):
+    start(folder, EXPORT)
+    assert not caplog.messages
+    edit(folder / "config.json", max_position_embeddings=512)
+    start(folder)
+    start(folder, EXPORT)
+    without, with_export = caplog.messages
+    assert without.startswith("training.seq_len is 1024, but the model was trained for 512 positions: what lies")
+    more = "; the export's max_position_embeddings will be the longest length trained, if it is more"
+    assert with_export == without + more

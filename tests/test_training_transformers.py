@@ -40,8 +40,8 @@ MODELS = {  # what make_hf_folder is told, little of it torchtitan's default; an
     "llama3_rope": ({"kind": "llama", "rms_norm_eps": 1e-4, "rope": LLAMA3_ROPE}, "llama3"),
     "linear_rope": ({"kind": "llama", "rms_norm_eps": 1e-4, "rope": LINEAR_ROPE}, "llama3"),
     "qwen3": ({"kind": "qwen3", "rms_norm_eps": 1e-4, "rope": LONG_ROPE}, "qwen3"),
-    "tied_qwen3": ({"kind": "qwen3", "tied": True}, "qwen3"),
-    "qwen3_moe": ({"kind": "qwen3_moe", "rope": LONG_ROPE}, "qwen3"),
+    "tied_qwen3": ({"kind": "qwen3", "tied": True, "layout": "base"}, "qwen3"),
+    "qwen3_moe": ({"kind": "qwen3_moe", "rope": LONG_ROPE, "layout": "fused"}, "qwen3"),
     "qwen3_moe_unscaled": ({"kind": "qwen3_moe", "norm_topk_prob": False}, "qwen3"),
 }
 # Degrees. All have 2 K/V heads, which four shards of the weights cut in halves.
@@ -64,7 +64,7 @@ if IS_0_3:  # models that torchtitan 0.2.2 has not, or not under FSDP
         "yarn_qwen3": ({"kind": "qwen3", "rope": YARN}, "qwen3"),
         "linear_qwen3": ({"kind": "qwen3", "rope": LINEAR_ROPE}, "qwen3"),
         "gpt_oss": ({"kind": "gpt_oss"}, "gpt_oss"),
-        "deepseek_v3": ({"kind": "deepseek_v3"}, "deepseek_v3"),
+        "deepseek_v3": ({"kind": "deepseek_v3", "layout": "fused"}, "deepseek_v3"),
     }
     TIED = ({"cp": 2}, {"dp": 2}, {"tp": 2, "cp": 2})
     SFT |= {"tied_llama": TIED, "tied_qwen3": ({}, *TIED), "yarn_llama": ({"cp": 2},), "yarn_qwen3": ({}, {"cp": 2})}
@@ -128,7 +128,10 @@ def assert_trains_as(expected: Training, dataset: str, name: str, degrees: dict[
     processes = math.prod(degree for axis, degree in degrees.items() if axis != "ep")
     run = train(processes, [*arguments, *options], layers=None, entry="torchtitan_magi.train")
 
-    exported = AutoModelForCausalLM.from_pretrained(Path(folder, "checkpoint", f"step-{len(expected.losses)}"))
+    exported_folder = f"{folder}/checkpoint/step-{len(expected.losses)}"
+    assert run.output.splitlines()[-1].endswith(f': AutoModelForCausalLM.from_pretrained("{exported_folder}")')
+    exported = AutoModelForCausalLM.from_pretrained(exported_folder)
+    assert exported.config.architectures == [type(exported).__name__]
     worst = largest_difference(run.losses, expected.losses)
     difference = difference_of_logits(exported, expected.model)
     print(f"{dataset} {name} {degrees}: losses {worst:.1e}, logits {difference:.1e}")

@@ -35,7 +35,10 @@ def test_peft_loads_the_adapters_and_computes_the_validation_loss(kind):
     tokenizer = AutoTokenizer.from_pretrained(folder)
     base = AutoModelForCausalLM.from_pretrained(folder)
     assert first > last
-    adapted = peft.PeftModel.from_pretrained(base, f"{dump}/checkpoint/step-5").eval()
+    adapters = f"{dump}/checkpoint/step-5"
+    assert run.output.splitlines()[-1].endswith(f'(AutoModelForCausalLM.from_pretrained("{folder}"), "{adapters}")')
+    assert "Turns end with <|im_end|>, which is no EOS of the model: give generation eos_token_id=4" in run.output
+    adapted = peft.PeftModel.from_pretrained(base, adapters).eval()
     assert loss_of(adapted, tokenizer, path) == pytest.approx(last, rel=1e-5)
     with adapted.disable_adapter():
         assert abs(loss_of(adapted, tokenizer, path) - last) > 100e-5 * last

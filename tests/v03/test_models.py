@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hf_models import make_hf_folder
+from hf_models import KINDS, make_hf_folder
 from published import OF_0_3
 from training import call, new_folder
 
@@ -111,3 +111,28 @@ def test_torchtitans_own_configurations_get_our_layers():
 def test_tied_weights_are_refused_by_name():
     with pytest.raises(Exception, match="tie_word_embeddings is True, which torchtitan's gpt_oss has not"):
         call(in_torchtitan, replace(model_of(OF_0_3["gpt-oss 20b"]), tied=True))
+
+
+def saved_in_float32(config, names):
+    """torchtitan's parameters of these tensors."""
+    import torch
+
+    from torchtitan_magi.titan.v03 import models
+    from torchtitan_magi.training.exports import Export
+    from torchtitan_magi.training.hf_folder import ExportLayout
+
+    spec = models.model_spec(config.model, "hf", config, [])
+    adapter = spec.state_dict_adapter(spec.model, None)
+    with torch.device("meta"):
+        parameters = spec.model.build().state_dict()
+    found = Export(layout=ExportLayout(float32=names)).parameters(adapter)
+    assert found <= parameters.keys()
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_tensor_can_keep_its_dtype(kind):
+    config = read_model_config(make_hf_folder(kind))
+    found = call(saved_in_float32, config, tuple(tensor_shapes(config)))
+    assert len(found) > 20
+    assert ("layers.1.moe.expert_bias_E" in found) == (kind == "deepseek_v3")

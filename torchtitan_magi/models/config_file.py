@@ -92,7 +92,8 @@ class ConfigFile:
         """Refuses what would make another model than the architecture's plain one."""
         for name in PLAIN | PLAIN_OF.get(model_type, {}):
             self.check_field(name, model_type)
-        if (found := self.values.get("architectures") or [architecture]) != [architecture]:
+        base = f"{architecture.removesuffix('ForCausalLM')}Model"  # saved without the output layer
+        if (found := self.values.get("architectures") or [architecture]) not in ([architecture], [base]):
             raise self.refusal("architectures", found, f"use a checkpoint of {architecture}")
         found = self.values.get("auto_map")
         if "AutoModelForCausalLM" in str(found) and not (

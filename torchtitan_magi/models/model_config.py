@@ -159,6 +159,12 @@ class ModelConfig:
         """Operations of all layers' attention, forward and backward, for each (query, key) pair."""
         return 6 * self.num_layers * self.num_heads_q * (self.head_dim + self.value_dim)
 
+    @property
+    def num_positions(self) -> int:
+        """Positions for which the model was made, by ``max_positions`` or by YaRN, whose factor extends others."""
+        extended = self.rope.factor * self.rope.original_max_positions if self.rope.type == "yarn" else 0
+        return max(self.max_positions, int(extended))
+
     def to_hf(self) -> dict[str, Any]:
         """The fields of a config.json of this model, in the spelling that transformers 4 and 5 read.
 

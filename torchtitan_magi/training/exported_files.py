@@ -5,7 +5,7 @@ from typing import Any
 from torchtitan_magi.data.chat import default_template, load_chat_template
 from torchtitan_magi.models.model_config import ModelConfig
 from torchtitan_magi.training.agreed import agreed
-from torchtitan_magi.training.exports import CONFIG, add_config, read_files
+from torchtitan_magi.training.exports import CONFIG, add_config, json_file, parsed, read_files
 from torchtitan_magi.training.options import OUR_DATASETS
 
 
@@ -32,8 +32,19 @@ def exported_files(job_config: Any, config: ModelConfig, tokenizer: Any) -> dict
         if CONFIG not in files:
             ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
             add_config(files, config.to_hf() | ids)
+        else:
+            files[CONFIG] = _of_whole_model(files[CONFIG])
         if job_config.training.dataset in OUR_DATASETS and load_chat_template(folder) is None:
             files["chat_template.jinja"] = default_template(tokenizer.tokenizer).encode()
         return files
 
     return agreed(folder, read, sorted)
+
+
+def _of_whole_model(content: bytes) -> bytes:
+    """config.json of the model with its output layer, also where that of the source is of the model without it."""
+    fields = parsed(content)
+    names = fields.get("architectures") or []
+    if not names or names[0].endswith("ForCausalLM"):
+        return content
+    return json_file(fields | {"architectures": [f"{names[0].removesuffix('Model')}ForCausalLM"]})

@@ -2,15 +2,19 @@
 
 import json
 import logging
+import re
 import shutil
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from torchtitan_magi.training.hf_folder import ExportLayout
 from torchtitan_magi.training.hf_weights import INDEX
+from torchtitan_magi.training.trained_length import keep_trained_length, trained_length
 from torchtitan_magi.wording import quoted_path
 
 logger = logging.getLogger(__name__)
@@ -20,8 +24,9 @@ PATTERNS = (
     "config.json", "generation_config.json", "tokenizer*.json", "tokenizer.model", "vocab.json", "vocab.txt",
     "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template.j*", "additional_chat_templates/*",
 )  # fmt: skip
-CONFIG, TOKENIZER_CONFIG = "config.json", "tokenizer_config.json"
+CONFIG, GENERATION_CONFIG, TOKENIZER_CONFIG = "config.json", "generation_config.json", "tokenizer_config.json"
 SHARDED = "sharded"  # torch's name
+ORIGINAL = "original_max_position_embeddings"
 
 
 def read_files(folder: str) -> dict[str, bytes]:
@@ -40,7 +45,7 @@ def read_files(folder: str) -> dict[str, bytes]:
             f"model.hf_assets_path is {quoted_path(folder)}, whose files cannot be exported beside the weights "
             f"({error}); give a folder that can be read, or set checkpoint.last_save_in_hf to false"
         ) from None
-    if CONFIG in files and not isinstance(_parsed(files[CONFIG]), dict):
+    if CONFIG in files and not isinstance(parsed(files[CONFIG]), dict):
         raise ValueError(f"{Path(folder, CONFIG)} is no JSON object; download it again")
     return files
 
@@ -52,13 +57,65 @@ def add_config(files: dict[str, bytes], config: dict[str, Any]) -> None:
         files: of a folder that has a tokenizer alone.
         config: the fields of config.json.
     """
-    files[CONFIG] = _json(config)
+    files[CONFIG] = json_file(config)
     if "tokenizer.json" in files:
-        tokenizer_config = _parsed(files.get(TOKENIZER_CONFIG, b"{}"))
-        files[TOKENIZER_CONFIG] = _json({"tokenizer_class": "PreTrainedTokenizerFast", **tokenizer_config})
+        tokenizer_config = parsed(files.get(TOKENIZER_CONFIG, b"{}"))
+        files[TOKENIZER_CONFIG] = json_file({"tokenizer_class": "PreTrainedTokenizerFast", **tokenizer_config})
 
 
-def export(folder: Path, files: dict[str, bytes], dtype: torch.dtype, save_weights: Callable[[], None]) -> None:
+@dataclass
+class Export:
+    """How a run's weights are saved at its end.
+
+    files: contents by path in the folder of an export, beside the weights; layout: of the weights.
+    """
+
+    files: dict[str, bytes] = field(default_factory=dict)
+    layout: ExportLayout = field(default_factory=ExportLayout)
+
+    def save(
+        self, checkpointer: Any, weights: dict[str, Any], folder: Path, to_hf: bool, save: Callable[[Any], Any]
+    ) -> Any:
+        """Saves a checkpoint, or exports. A collective of all ranks.
+
+        Args:
+            checkpointer: torchtitan's CheckpointManager.
+            weights: and other states if it is no export, as it wants to save them; of the last ones torchtitan has
+                rounded all.
+            folder: of the checkpoint.
+            to_hf: whether to export.
+            save: torchtitan's saving of such weights.
+
+        Returns:
+            What save() returned; None for an export.
+        """
+        length, dtype = trained_length(checkpointer), next(iter(weights.values())).dtype if to_hf else None
+        names = self.parameters(checkpointer.sd_adapter) & weights.keys()
+        if names:
+            trained = checkpointer.states["model"].state_dict()
+            weights = weights | {
+                name: trained[name].float() for name in names if to_hf or trained[name].dtype != weights[name].dtype
+            }
+        result = None
+        if dtype is None:
+            result = save(weights)
+        else:
+            export(folder, self.files, dtype, lambda: save(weights), length)
+        keep_trained_length(checkpointer, length)
+        return result
+
+    def parameters(self, adapter: Any) -> set[str]:
+        """torchtitan's names of what is saved in float32. adapter: its StateDictAdapter."""
+        found = set()
+        for name in self.layout.float32:
+            number, own = re.search(r"\d+", name), adapter.from_hf_map[re.sub(r"\d+", "{}", name)]
+            found.add(own.format(number and number[0]))
+        return found
+
+
+def export(
+    folder: Path, files: dict[str, bytes], dtype: torch.dtype, save_weights: Callable[[], object], length: int = 0
+) -> None:
     """Writes files and weights to a folder. A collective of all ranks.
 
     The index, by which torchtitan knows a finished checkpoint, comes last. Then the first copy of the weights goes,
@@ -67,8 +124,9 @@ def export(folder: Path, files: dict[str, bytes], dtype: torch.dtype, save_weigh
     Args:
         folder: of the checkpoint.
         files: contents by path in the folder.
-        dtype: of the weights, which config.json will name.
+        dtype: of most weights, which config.json will name.
         save_weights: torchtitan's writing, which leaves both copies; it returns when all ranks have finished.
+        length: positions up to which the model was trained, which config.json will name if it names fewer.
 
     Raises:
         OSError: on all ranks: a file cannot be written.
@@ -81,7 +139,7 @@ def export(folder: Path, files: dict[str, bytes], dtype: torch.dtype, save_weigh
         for name, content in files.items():
             path = folder / name
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(_with_dtype(content, dtype) if name == CONFIG else content)
+            path.write_bytes(_finished(content, dtype, length) if name == CONFIG else content)
 
     def remove_first_copy() -> None:
         try:
@@ -108,14 +166,32 @@ def _on_first_rank(action: Callable[[], None]) -> None:
         raise problem[0]
 
 
-def _with_dtype(config: bytes, dtype: torch.dtype) -> bytes:
-    """config.json with the dtype of the weights, under the name that it uses."""
-    fields = _parsed(config)
+def _finished(config: bytes, dtype: torch.dtype, length: int) -> bytes:
+    """config.json with the dtype of the weights, under the name that it uses, and as many positions as were trained."""
+    fields = parsed(config)
     names = {"dtype", "torch_dtype"} & fields.keys() or {"torch_dtype"}
-    return _json(fields | dict.fromkeys(names, str(dtype).removeprefix("torch.")))
+    return json_file(fields | dict.fromkeys(names, str(dtype).removeprefix("torch.")) | _positions(fields, length))
 
 
-def _parsed(content: bytes) -> Any:
+def _positions(fields: dict[str, Any], length: int) -> dict[str, Any]:
+    """What of config.json changes with the number of positions, if it grows.
+
+    Not where positions are "yarn": their number is a product of two other fields, which the model computes with. Where
+    they are "llama3", the model computes with the old number unless another field says it.
+    """
+    number = fields.get("max_position_embeddings", length)
+    key = next((key for key in ("rope_scaling", "rope_parameters") if fields.get(key)), "")
+    rope = fields.get(key, {})
+    kind = rope.get("rope_type") or rope.get("type")
+    if length <= number or kind == "yarn":
+        return {}
+    changed: dict[str, Any] = {"max_position_embeddings": length}
+    if kind == "llama3":
+        changed[key] = {ORIGINAL: number} | rope
+    return changed
+
+
+def parsed(content: bytes) -> Any:
     """The value of a JSON file; None if it is none."""
     try:
         return json.loads(content)
@@ -123,5 +199,6 @@ def _parsed(content: bytes) -> Any:
         return None
 
 
-def _json(value: dict[str, Any]) -> bytes:
+def json_file(value: dict[str, Any]) -> bytes:
+    """The content of a JSON file."""
     return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()

@@ -2,11 +2,12 @@
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torchtitan_magi.models.model_config import ModelConfig, differences, read_model_config
-from torchtitan_magi.training.hf_weights import check_weights, shard_numbers
+from torchtitan_magi.training.hf_weights import check_weights, float32_names, shard_numbers
 from torchtitan_magi.training.options import DPO_DATASET
 from torchtitan_magi.wording import quoted, quoted_path
 
@@ -40,11 +41,19 @@ def read_hf_config(job_config: Any, check: Callable[[ModelConfig], object]) -> M
     return config
 
 
-def check_folders(job_config: Any, config: ModelConfig) -> dict[str, int] | None:
-    """Compares the run's model with the folders of Hugging Face files that it starts from or ends in.
+@dataclass(frozen=True)
+class ExportLayout:
+    """How an export's weights are stored. The same on all ranks, and so is its ``repr``.
 
-    Returns:
-        The number of the file for each tensor of an export, see ``shard_numbers``.
+    shards: the number of the file for each tensor, see ``shard_numbers``; float32: names, see ``float32_names``.
+    """
+
+    shards: dict[str, int] | None = None
+    float32: tuple[str, ...] = ()
+
+
+def check_folders(job_config: Any, config: ModelConfig) -> ExportLayout:
+    """Compares the run's model with the folders of Hugging Face files that it starts from or ends in.
 
     Raises:
         ValueError: weights are read from a folder, or exported in its format, that has another model; or the weights
@@ -63,7 +72,24 @@ def check_folders(job_config: Any, config: ModelConfig) -> dict[str, int] | None
     resumes = (Path(job_config.job.dump_folder) / checkpoint.folder).exists()
     if source and (not resumes or job_config.training.dataset == DPO_DATASET):  # a reference always starts from there
         check_weights(source, config)
-    return shard_numbers(assets, config) if exports else None
+    _warn_of_positions(job_config.training.seq_len, config, exports and not job_config.magi.lora.rank)
+    rounds = checkpoint.enable and checkpoint.last_save_model_only and checkpoint.export_dtype != "float32"
+    return ExportLayout(
+        shard_numbers(assets, config) if exports else None, float32_names(source or assets, config) if rounds else ()
+    )
+
+
+def _warn_of_positions(seq_len: int, config: ModelConfig, exports: bool) -> None:
+    """Says that documents may be longer than those that the model was trained on."""
+    if seq_len <= config.num_positions:
+        return
+    line = f"training.seq_len is {seq_len}, but the model was trained for {config.num_positions} positions: what lies "
+    line += "beyond them in a document is new to it"
+    if exports and config.rope.type == "yarn":
+        line += "; an export names no more of them, as YaRN's factor sets their number"
+    elif exports:
+        line += "; the export's max_position_embeddings will be the longest length trained, if it is more"
+    logger.warning(line)
 
 
 def _problem(model: Any, folder: str, config: ModelConfig) -> str | None:

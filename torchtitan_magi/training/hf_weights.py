@@ -1,17 +1,30 @@
 """Hugging Face safetensors: whether a folder holds the weights of a model, by the headers of its files."""
 
+import contextlib
 import json
+import math
+import re
+from collections import Counter
 from collections.abc import Container, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch.distributed.checkpoint import HuggingFaceStorageReader
+from torch.distributed.checkpoint.metadata import Metadata
 
 from torchtitan_magi.models.model_config import Experts, ModelConfig
+from torchtitan_magi.training.hf_layouts import EMBEDDING, OUTPUT, Place, places_of
 
 INDEX = "model.safetensors.index.json"
 DTYPES = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
+# What transformers leaves out as well: buffers of older checkpoints, and layers that predict tokens further ahead, as
+# DeepSeek V3 has after the others.
+LEFT_OUT = re.compile(r"(.*\.)?(rotary_emb|mtp)\..*")
+PREDICTING = "eh_proj.weight"  # what such a layer has and another has not
+ROWS_COMPARED = 2**14  # at a time
+ALWAYS_FLOAT32 = "e_score_correction_bias"  # by which experts are chosen
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -94,33 +107,39 @@ def _feed_forward(name: str, dim: int, hidden_dim: int) -> Iterator[tuple[str, t
 
 
 def check_weights(folder: str | Path, config: ModelConfig) -> None:
-    """Checks that the safetensors of a folder, and their index if there is one, hold all tensors of the model.
+    """Checks that the safetensors of a folder, and their index if there is one, hold all tensors of the model, and no
+    others but those that transformers leaves out as well.
 
     Raises:
-        ValueError: a file or a tensor is missing, broken, twice there, of another shape or of no floating-point dtype;
-            one line with the file or the tensor and the remedy.
+        ValueError: a file or a tensor is missing, broken, twice there, of another shape or of no floating-point dtype,
+            or has no place in the model; one line with the file or the tensor and the remedy.
     """
     folder, needed = Path(folder), tensor_shapes(config)
     index = _read_index(folder)
     for name in sorted(set(index.values())):
         if not (folder / name).is_file():
             raise ValueError(f"{folder / INDEX} names {name}, which is not there; download it again")
+    headers = _headers(folder)
+    stored: dict[str, Any] = headers.state_dict_metadata
     if index:
-        _check_complete(folder / INDEX, index, needed)
-    found = _headers(folder)
-    _check_complete(folder, found, needed)
+        _check_complete(folder / INDEX, _places_by(index, config), needed)
+    places = places_of({name: tuple(tensor.size) for name, tensor in stored.items()})
+    _check_complete(folder, places, needed)
     for name, shape in needed.items():
-        chunks = found[name].chunks
-        if found[name].size != shape:
+        place, tensor = places[name], stored[places[name].name]
+        if place.shape != shape:
             raise ValueError(
-                f"{folder}: {name} has shape {list(found[name].size)}, in this model {list(shape)}; use the "
+                f"{folder}: {name} has shape {list(place.shape)}, in this model {list(shape)}; use the "
                 'config.json that came with the weights and model.flavor = "hf"'
             )
-        if len({chunk.offsets for chunk in chunks}) != len(chunks):
+        if len({chunk.offsets for chunk in tensor.chunks}) != len(tensor.chunks):
             raise ValueError(f"{folder}: {name} is in several files; leave one set of safetensors there")
-        if found[name].properties.dtype not in DTYPES:
-            dtype = found[name].properties.dtype
+        if tensor.properties.dtype not in DTYPES:
+            dtype = tensor.properties.dtype
             raise ValueError(f"{folder}: {name} is {dtype}; use the checkpoint from before its quantization")
+    _check_no_others(folder, places, needed, headers)
+    if config.tied and OUTPUT in stored and places[EMBEDDING].name != OUTPUT:
+        _check_tied(folder, (places[EMBEDDING].name, OUTPUT), headers)
 
 
 def shard_numbers(folder: str | Path, config: ModelConfig) -> dict[str, int] | None:
@@ -134,9 +153,33 @@ def shard_numbers(folder: str | Path, config: ModelConfig) -> dict[str, int] | N
     index, needed = _read_index(Path(folder)), tensor_shapes(config)
     if not index:
         return None
-    _check_complete(Path(folder) / INDEX, index, needed)
-    files = sorted({index[name] for name in needed})
-    return {name: 1 + files.index(index[name]) for name in needed} if len(files) > 1 else None
+    places = _places_by(index, config)
+    _check_complete(Path(folder) / INDEX, places, needed)
+    files = sorted({index[places[name].name] for name in needed})
+    return {name: 1 + files.index(index[places[name].name]) for name in needed} if len(files) > 1 else None
+
+
+def float32_names(folder: str | Path, config: ModelConfig) -> tuple[str, ...]:
+    """The tensors that an export keeps in float32: those that the folder's weights keep so among others of 16 bits, and
+    those that transformers and vLLM compute with in float32 whatever the others are.
+
+    Args:
+        folder: may be without weights, or without any that can be read.
+    """
+    needed = tensor_shapes(config)
+    names = {name for name in needed if name.endswith(ALWAYS_FLOAT32)}
+    try:
+        stored: dict[str, Any] = _headers(Path(folder)).state_dict_metadata
+    except ValueError:
+        return tuple(sorted(names))
+    places = places_of({name: tuple(tensor.size) for name, tensor in stored.items()})
+    dtypes = {name: stored[places[name].name].properties.dtype for name in needed if name in places}
+    sizes: Counter[torch.dtype] = Counter()
+    for name, dtype in dtypes.items():
+        sizes[dtype] += math.prod(needed[name])
+    if sizes and max(sizes, key=sizes.__getitem__).itemsize < 4:
+        names |= {name for name, dtype in dtypes.items() if dtype in (torch.float32, torch.float64)}
+    return tuple(sorted(names))
 
 
 def _read_index(folder: Path) -> dict[str, str]:
@@ -152,8 +195,15 @@ def _read_index(folder: Path) -> dict[str, str]:
         raise ValueError(f"{path} is no index of safetensors ({reason}); download it again") from None
 
 
-def _headers(folder: Path) -> dict:
-    """Size, dtype and chunks of each stored tensor, as torch will read them."""
+def _places_by(index: dict[str, str], config: ModelConfig) -> dict[str, Place]:
+    """The places of tensors as far as an index tells them: without shapes."""
+    experts = config.experts
+    fused = (experts.num_experts, 2 * experts.hidden_dim, config.dim) if experts else ()
+    return places_of(dict.fromkeys(index, fused))
+
+
+def _headers(folder: Path) -> Metadata:
+    """Size, dtype, chunks and files of each stored tensor, as torch will read them."""
     paths = sorted(folder.glob("*.safetensors"))
     if not paths:
         raise ValueError(f"{folder} has no *.safetensors; put the model's weights there")
@@ -163,14 +213,70 @@ def _headers(folder: Path) -> dict:
                 pass
         except (SafetensorError, OSError) as error:
             raise ValueError(f"{path}: {error}; download it again") from None
-    return HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+    return HuggingFaceStorageReader(str(folder)).read_metadata()
 
 
-def _check_complete(where: Path, names: Container[str], needed: dict[str, tuple[int, ...]]) -> None:
-    missing = [name for name in needed if name not in names]
+def _check_complete(where: Path, places: dict[str, Place], needed: dict[str, tuple[int, ...]]) -> None:
+    missing = [name for name in needed if name not in places]
+    if OUTPUT in needed and EMBEDDING in places and places[EMBEDDING].name == OUTPUT:
+        missing = [EMBEDDING, *missing]
+    if missing == [OUTPUT]:
+        raise ValueError(
+            f"{where} lacks {OUTPUT}, but tie_word_embeddings is not true in config.json; set it to true if the output "
+            "layer is the embedding, else download the weights again"
+        )
     if missing:
         more = f" and {len(missing) - 1} more tensors" if len(missing) > 1 else ""
         raise ValueError(
             f"{where} lacks {missing[0]}{more} of the model; download the weights again, or use the config.json that "
             'came with them and model.flavor = "hf"'
+        )
+
+
+def _check_no_others(folder: Path, places: dict[str, Place], needed: Container[str], headers: Metadata) -> None:
+    """Refuses tensors that would not be loaded."""
+    layers = {name.removesuffix(PREDICTING) for name in headers.state_dict_metadata if name.endswith(PREDICTING)}
+    read = _names_read(folder, headers)
+    others = sorted(
+        place.name if place.expert is None else name
+        for name, place in places.items()
+        if name not in needed
+        and place.name in read
+        and not (name == OUTPUT or LEFT_OUT.fullmatch(name) or place.name.startswith(tuple(layers)))
+    )
+    if others:
+        more = f" and {len(others) - 1} more tensors" if len(others) > 1 else ""
+        raise ValueError(
+            f"{folder} has {others[0]}{more} that the model has no place for; use the config.json that came with the "
+            'weights and model.flavor = "hf", or take them out of the file'
+        )
+
+
+def _names_read(folder: Path, headers: Metadata) -> set[str]:
+    """The stored tensors of the files that transformers reads."""
+    files = set(_read_index(folder).values()) or {"model.safetensors"}
+    found = {index.fqn: Path(info.relative_path).name for index, info in headers.storage_data.items()}
+    return {name for name, file in found.items() if file in files} or set(found)
+
+
+def _check_tied(folder: Path, names: tuple[str, str], headers: Metadata) -> None:
+    """Refuses an output layer that is another than the embedding, which transformers would take and others would not.
+
+    Args:
+        names: of the two as they are stored.
+    """
+    paths = {index.fqn: info.relative_path for index, info in headers.storage_data.items()}
+    with contextlib.ExitStack() as stack:
+        files = [stack.enter_context(safe_open(paths[name], framework="pt")) for name in names]
+        one, other = (file.get_slice(name) for file, name in zip(files, names, strict=True))
+        shape = one.get_shape()
+        rows = range(0, shape[0], ROWS_COMPARED)
+        equal = shape == other.get_shape() and all(
+            torch.equal(one[row : row + ROWS_COMPARED].float(), other[row : row + ROWS_COMPARED].float())
+            for row in rows
+        )
+    if not equal:
+        raise ValueError(
+            f"{folder} has another {OUTPUT} than {EMBEDDING}, but tie_word_embeddings is true in config.json; set it "
+            f"to false to train both, or take {OUTPUT} out of the file"
         )

@@ -18,20 +18,27 @@ BATCHES_AHEAD = 2
 class PlannedLoader:
     """A data loader whose batches come with their plan.
 
-    Its state is that of the batches given out, not of those loaded ahead.
+    Its state is that of the batches given out, not of those loaded ahead; so is ``longest``, the number of rotary
+    positions that they need.
 
     Args:
         loader: an iterable of batches with ``state_dict`` and ``load_state_dict``; the former may be called after each
             batch.
         plan: inputs and labels of a batch -> the inputs with what planning adds; called in the thread.
         waited: called with the seconds that the consumer waited for each batch's plan.
+        num_positions: the number of rotary positions that planned inputs need.
     """
 
     def __init__(
-        self, loader: Any, plan: Callable[[dict[str, Any], Tensor], dict[str, Any]], waited: Callable[[float], None]
+        self,
+        loader: Any,
+        plan: Callable[[dict[str, Any], Tensor], dict[str, Any]],
+        waited: Callable[[float], None],
+        num_positions: Callable[[dict[str, Any]], int] = lambda inputs: 0,
     ) -> None:
-        self.loader, self.plan, self.waited = loader, plan, waited
+        self.loader, self.plan, self.waited, self.num_positions = loader, plan, waited, num_positions
         self.state: dict[str, Any] | None = None  # after the last batch given out; None: before the first
+        self.longest = 0
 
     def __iter__(self) -> Iterator[Batch]:
         batches = iter(self.loader)
@@ -42,7 +49,8 @@ class PlannedLoader:
                 result = ahead.popleft().result()
                 if result is None:
                     return
-                batch, self.state, planning = result
+                batch, self.state, planning, length = result
+                self.longest = max(self.longest, length)
                 self.waited(min(time.perf_counter() - started, planning))
                 ahead.append(thread.submit(self._next, batches))
                 yield batch
@@ -54,8 +62,9 @@ class PlannedLoader:
         self.loader.load_state_dict(state_dict)
         self.state = None
 
-    def _next(self, batches: Iterator[Batch]) -> tuple[Batch, dict[str, Any], float] | None:
-        """The next batch, the loader's state after it, and the seconds that planning took; None at the end."""
+    def _next(self, batches: Iterator[Batch]) -> tuple[Batch, dict[str, Any], float, int] | None:
+        """The next batch, the loader's state after it, the seconds that planning took, and the number of positions;
+        None at the end."""
         try:
             inputs, labels = next(batches)
         except StopIteration:
@@ -63,7 +72,7 @@ class PlannedLoader:
         state = self.loader.state_dict()
         started = time.perf_counter()
         inputs = self.plan(inputs, labels)
-        return (inputs, labels), state, time.perf_counter() - started
+        return (inputs, labels), state, time.perf_counter() - started, self.num_positions(inputs)
 
 
 def with_plans(
@@ -83,4 +92,9 @@ def with_plans(
         check_tokens(inputs["input"], vocab_size)
         return planner.plan_ahead(inputs, labels, eos_id)
 
-    return PlannedLoader(loader, plan, count.wait)
+    return PlannedLoader(loader, plan, count.wait, _num_positions)
+
+
+def _num_positions(inputs: dict[str, Any]) -> int:
+    """Rotary positions of a batch. Without any given they run over the whole pack."""
+    return 1 + int(inputs["positions"].max()) if "positions" in inputs else int(inputs["input"].shape[-1])

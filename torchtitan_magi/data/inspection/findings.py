@@ -116,12 +116,8 @@ class Checker:
 
     def _end(self, part: Part) -> str | None:
         """The special token that ends the learned text, before white space; None without one."""
-        for number in part.tokens[part.learned][::-1].tolist():
-            if number in self.speller.specials:
-                return self.speller.specials[number]
-            if self.speller.text([number]).strip():
-                return None
-        return None
+        number = self.speller.last_special(part.tokens[part.learned].tolist())
+        return None if number is None else self.speller.specials[number]
 
     def _follower(self, part: Part) -> str:
         """Says which special token comes right after the learned text, if one does."""

@@ -68,6 +68,15 @@ class Speller:
         """The text of consecutive tokens."""
         return self.tokenizer.decode(list(ids), skip_special_tokens=False)
 
+    def last_special(self, ids: Sequence[int]) -> int | None:
+        """The special token at the end of consecutive tokens, before white space; None without one."""
+        for number in reversed(ids):
+            if number in self.specials:
+                return number
+            if self.text([number]).strip():
+                return None
+        return None
+
     def cells(self, part: Part) -> list[Cell]:
         """The tokens of a part, in order."""
         groups = list(self._groups(part.tokens.tolist()))

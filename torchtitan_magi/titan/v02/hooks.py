@@ -33,14 +33,16 @@ from torchtitan_magi.titan.v02.moe import check_expert_degrees, check_expert_ten
 from torchtitan_magi.training import run_length
 from torchtitan_magi.training.checkpoint_files import DigestWriter, loading, saving
 from torchtitan_magi.training.experts import own_experts
-from torchtitan_magi.training.exports import export
+from torchtitan_magi.training.exports import Export
 from torchtitan_magi.training.finite import StepGuard, check_state, noting
+from torchtitan_magi.training.last_line import LAST_LINE
 from torchtitan_magi.training.launcher import config_file
 from torchtitan_magi.training.memory_log import check_offload
 from torchtitan_magi.training.options import Magi, import_modules
 from torchtitan_magi.training.planned_loader import PlannedLoader
 from torchtitan_magi.training.sections import check_degrees
 from torchtitan_magi.training.timeouts import set_pg_timeouts
+from torchtitan_magi.training.trainer import ObjectiveTrainer
 from torchtitan_magi.training.values import check_toml, check_values, unreadable_toml, usage_errors
 from torchtitan_magi.wording import one_line
 
@@ -60,6 +62,7 @@ def install() -> None:
         (CheckpointManager, "__init__", _guard),  # the last that a Trainer builds: to end steps that are not finite
         (CheckpointManager, "save", _save),  # to save when the data end early, to say why a save failed; for timeouts
         (CheckpointManager, "load", _load),  # to have the learning rate follow the data that are left
+        (CheckpointManager, "close", _close),  # to say where the model is
         (CheckpointManager, "dcp_load", _dcp_load),  # to say in one line what does not fit
         (checkpoint, "save", _with_digests),  # to write digests beside the files
         (checkpoint, "async_save", _with_digests),  # the same
@@ -200,6 +203,15 @@ def _save(stock: Any, checkpointer: CheckpointManager, curr_step: int, last_step
     checkpointer.guard.end_step(checkpointer._should_save(curr_step, last_step), last_step)  # type: ignore[attr-defined]
     with saving(checkpointer.folder if checkpointer.enable else ""):
         stock(checkpointer, curr_step, last_step)
+    if last_step and checkpointer._should_save(curr_step, last_step):
+        LAST_LINE.note(checkpointer, curr_step)
+
+
+def _close(stock: Any, checkpointer: CheckpointManager) -> None:
+    """Says where the model is. After our own Trainer ``main`` does, when torchtitan has said all."""
+    stock(checkpointer)
+    if not isinstance(getattr(checkpointer, "states", {}).get("train_state"), ObjectiveTrainer):
+        LAST_LINE.tell()
 
 
 def _load(stock: Any, checkpointer: CheckpointManager, *args: Any, **kwargs: Any) -> bool:
@@ -227,16 +239,16 @@ def _with_digests(stock: Any, state_dict: dict[str, Any], **options: Any) -> Any
 
 
 def _dcp_save(
-    stock: Any, checkpointer: CheckpointManager, weights: dict[str, Tensor], *, to_hf: bool = False, **options: Any
+    stock: Any, checkpointer: CheckpointManager, weights: dict[str, Any], *, to_hf: bool = False, **options: Any
 ) -> Any:
-    """What is finite, in Hugging Face's format with the files of our spec's adapter; a spec of the user's own has
-    none."""
+    """What is finite, as our spec's adapter says; a spec of the user's own has none."""
     check_state(weights, checkpointer.states["train_state"].step)
-    save = functools.partial(stock, checkpointer, weights, to_hf=to_hf, **options)
-    if not to_hf:
-        return save()
-    files, dtype = getattr(checkpointer.sd_adapter, "exported_files", {}), next(iter(weights.values())).dtype
-    export(Path(options["checkpoint_id"]), files, dtype, save)
+
+    def save(weights: dict[str, Any]) -> Any:
+        return stock(checkpointer, weights, to_hf=to_hf, **options)
+
+    export: Export = getattr(checkpointer.sd_adapter, "export", Export())
+    return export.save(checkpointer, weights, Path(options["checkpoint_id"]), to_hf, save)
 
 
 def _whole_heads(stock: Any, adapter: Any, weight: Tensor, *args: Any) -> Tensor:

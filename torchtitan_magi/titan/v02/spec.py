@@ -36,7 +36,15 @@ from torchtitan_magi.titan.v02.validator import MagiValidator
 from torchtitan_magi.titan.v02.wrapper import VarlenAttentionWrapper
 from torchtitan_magi.training.agreed import agreed
 from torchtitan_magi.training.exported_files import exported_files
-from torchtitan_magi.training.hf_folder import HF_FLAVOR, check_folders, check_vocabulary, read_hf_config
+from torchtitan_magi.training.exports import Export
+from torchtitan_magi.training.hf_folder import (
+    HF_FLAVOR,
+    ExportLayout,
+    check_folders,
+    check_vocabulary,
+    read_hf_config,
+)
+from torchtitan_magi.training.hf_layouts import reads_all_layouts
 from torchtitan_magi.training.launcher import end_with_launcher
 from torchtitan_magi.training.memory_log import MeasuredMemory, check_offload, predicted_memory
 from torchtitan_magi.training.objectives import LossRecord
@@ -45,6 +53,7 @@ from torchtitan_magi.training.pack_loader import build_dataloader
 from torchtitan_magi.training.planned_loader import PlannedLoader, with_plans
 from torchtitan_magi.training.run_length import set_run_length
 from torchtitan_magi.training.runtime import MagiRuntime, WorkCount, heads_of_rank
+from torchtitan_magi.training.turn_end import add_turn_end
 
 # A rank whose collective timed out waits four times this long, for itself and others to write torchtitan's flight
 # records, before it ends; PyTorch's own value makes that a minute.
@@ -81,8 +90,7 @@ class MagiSpec:
         self.runtime: MagiRuntime | None = None
         self.attention_dtype: torch.dtype | None = None  # another than that in which q, k and v arrive
         self.vocab_size = 0
-        self.export_shards: dict[str, int] | None = None
-        self.exported_files: dict[str, bytes] = {}
+        self.export = Export()
 
     def train_spec(self) -> TrainSpec:
         return replace(
@@ -104,7 +112,7 @@ class MagiSpec:
         attn_types = {name: args.attn_type for name, args in self.model_args.items()}
         check_job_config(job_config, {HF_FLAVOR: "varlen"} | attn_types, self.has_objectives)
         choose_block_attn(job_config.magi.backend, torch.device(utils.device_type))  # or say now why not
-        config, self.export_shards = agreed(
+        config, self.export.layout = agreed(
             job_config.model.hf_assets_path,
             lambda: self._model(job_config),
             lambda found: (found[0], zlib.crc32(repr(found[1]).encode())),
@@ -114,11 +122,11 @@ class MagiSpec:
         self.vocab_size = config.vocab_size
         tokenizer = self.stock.build_tokenizer_fn(job_config)
         check_vocabulary(tokenizer, config, job_config)
-        self.exported_files = exported_files(job_config, config, tokenizer)
+        self.export.files = exported_files(job_config, config, tokenizer)
         return tokenizer
 
-    def _model(self, job_config: Any) -> tuple[ModelConfig, dict[str, int] | None]:
-        """The run's model, and the file for each tensor of an export."""
+    def _model(self, job_config: Any) -> tuple[ModelConfig, ExportLayout]:
+        """The run's model, and how it will be exported."""
         flavor = job_config.model.flavor
         if flavor == HF_FLAVOR:
             config = read_hf_config(job_config, args_of)
@@ -128,11 +136,12 @@ class MagiSpec:
         return config, check_folders(job_config, config)
 
     def build_state_dict_adapter(self, model_args: Any, hf_assets_path: str | None) -> Any:
-        """torchtitan's own, without its reading of the index, which fails for a single file, and with what an export
-        holds beside the weights."""
+        """torchtitan's own, without its reading of the index, which fails for a single file, reading all layouts of
+        weights, and with what an export holds beside them."""
         adapter = self.stock.state_dict_adapter(model_args, None)
-        adapter.hf_assets_path, adapter.fqn_to_index_mapping = hf_assets_path, self.export_shards
-        adapter.exported_files = self.exported_files
+        reads_all_layouts(adapter)
+        adapter.hf_assets_path, adapter.fqn_to_index_mapping = hf_assets_path, self.export.layout.shards
+        adapter.export = self.export
         return adapter
 
     def build_dataloader(self, dp_world_size: int, dp_rank: int, tokenizer: Any, job_config: Any) -> Any:
@@ -140,6 +149,7 @@ class MagiSpec:
         if section.dataset in OUR_DATASETS:
             loader = build_dataloader(section, dp_world_size, dp_rank, tokenizer, job_config, True)
             set_run_length(job_config, job_config, loader)
+            add_turn_end(self.export.files, loader.dataset, False)
         else:
             loader = self.stock.build_dataloader_fn(dp_world_size, dp_rank, tokenizer, job_config)
         return self.planned(loader, tokenizer)

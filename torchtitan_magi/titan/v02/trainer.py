@@ -15,6 +15,7 @@ from torchtitan.train import Trainer
 from torchtitan_magi.titan.v02.metadata import local_batches
 from torchtitan_magi.titan.v02.metrics import MagiMetricsProcessor
 from torchtitan_magi.titan.v02.spec import MagiSpec
+from torchtitan_magi.training.last_line import LAST_LINE
 from torchtitan_magi.training.logprob_model import LogprobModel
 from torchtitan_magi.training.sections import ENTRY
 from torchtitan_magi.training.trainer import ObjectiveTrainer
@@ -64,3 +65,4 @@ class MagiTrainer(ObjectiveTrainer, Trainer):
 def main() -> None:
     """Trains as the command line says."""
     torchtitan.train.main(MagiTrainer)
+    LAST_LINE.tell()

@@ -21,8 +21,9 @@ from torchtitan.distributed.activation_checkpoint import SelectiveAC
 from torchtitan_magi.attention import attention_op
 from torchtitan_magi.training import run_length
 from torchtitan_magi.training.checkpoint_files import DigestWriter, loading, saving
-from torchtitan_magi.training.exports import export
+from torchtitan_magi.training.exports import Export
 from torchtitan_magi.training.finite import StepGuard, check_state
+from torchtitan_magi.training.last_line import LAST_LINE
 from torchtitan_magi.training.lora import save_adapters
 from torchtitan_magi.training.metrics import PlanMetrics
 from torchtitan_magi.training.objectives import Objective, Process
@@ -112,7 +113,7 @@ class MagiCheckpointManager(CheckpointManager):
     class Config(CheckpointManager.Config):
         pass
 
-    exported_files: dict[str, bytes]  # of an export, beside the weights; our Trainer sets them, and the adapters
+    export: Export  # our Trainer sets it, and the adapters
     lora: LoRA
     guard: StepGuard  # set by our Trainer
 
@@ -126,7 +127,16 @@ class MagiCheckpointManager(CheckpointManager):
     def _save(self, curr_step: int, last_step: bool = False) -> bool:
         """An asynchronous save that failed is reported by the next."""
         with saving(self.folder):
-            return super()._save(curr_step, last_step)
+            is_saved = super()._save(curr_step, last_step)
+        if is_saved and last_step:
+            LAST_LINE.note(self, curr_step, self._base if self.lora.rank else "")
+        return is_saved
+
+    @property
+    def _base(self) -> str:
+        """The folder of the model that adapters are for."""
+        initial = self.initial_load_path if self.initial_load_in_hf else None
+        return initial or self.sd_adapter.hf_assets_path
 
     def _load(self, step: int = -1) -> bool:
         loaded = super()._load(step)
@@ -148,18 +158,18 @@ class MagiCheckpointManager(CheckpointManager):
         check_state(state_dict, self.guard.trainer.step)
         if to_hf and self.lora.rank:
             dtype, parts = self.export_dtype, self.states["model"].model
-            save_adapters(Path(checkpoint_id), parts, self.sd_adapter, self.lora, self.sd_adapter.hf_assets_path, dtype)
+            save_adapters(Path(checkpoint_id), parts, self.sd_adapter, self.lora, self._base, dtype)
             return None
-        if to_hf:
-            dtype = next(iter(state_dict.values())).dtype
 
-            def save_weights() -> None:
-                super(MagiCheckpointManager, self).dcp_save(
-                    state_dict, checkpoint_id, async_mode, enable_garbage_collection, True
-                )
+        def save(weights: dict[str, Any]) -> Any:
+            if to_hf:
+                garbage = enable_garbage_collection
+                return super(MagiCheckpointManager, self).dcp_save(weights, checkpoint_id, async_mode, garbage, True)
+            return self._save_with_digests(weights, checkpoint_id, async_mode)
 
-            export(Path(checkpoint_id), self.exported_files, dtype, save_weights)
-            return None
+        return self.export.save(self, state_dict, Path(checkpoint_id), to_hf, save)
+
+    def _save_with_digests(self, state_dict: dict[str, Any], checkpoint_id: str, async_mode: AsyncMode) -> Any:
         writer = DigestWriter(checkpoint_id)
         if async_mode == AsyncMode.DISABLED:
             dcp.save(state_dict, storage_writer=writer, checkpoint_id=checkpoint_id)

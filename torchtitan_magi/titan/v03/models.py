@@ -22,6 +22,7 @@ from torchtitan_magi.titan.v03 import deepseek_v3 as our_deepseek_v3
 from torchtitan_magi.titan.v03 import gpt_oss as our_gpt_oss
 from torchtitan_magi.titan.v03.experts import MagiExperts
 from torchtitan_magi.training.cpu import reduce_by_plain_sums
+from torchtitan_magi.training.hf_layouts import reads_all_layouts
 from torchtitan_magi.wording import quoted
 
 MODELS = {"llama3": llama3, "qwen3": qwen3, "gpt_oss": gpt_oss, "deepseek_v3": deepseek_v3}
@@ -149,8 +150,9 @@ def _arrived(experts: nn.Module, inputs: Any) -> Any:
 
 
 def _adapter(stock: Any, model_config: Any, hf_assets_path: str | None) -> Any:
-    """torchtitan's own, without its reading of the index, which fails for a single file."""
+    """torchtitan's own, without its reading of the index, which fails for a single file, and reading all layouts."""
     adapter = stock(model_config, None)
+    reads_all_layouts(adapter)
     adapter.hf_assets_path = hf_assets_path
     return adapter
 

@@ -36,9 +36,11 @@ from torchtitan_magi.training.checkpoints import check_checkpoints
 from torchtitan_magi.training.dpo import Reference
 from torchtitan_magi.training.experts import check_expert_degree
 from torchtitan_magi.training.exported_files import exported_files
+from torchtitan_magi.training.exports import Export
 from torchtitan_magi.training.finite import StepGuard, noting
 from torchtitan_magi.training.first_weights import check_first_weights
 from torchtitan_magi.training.hf_folder import HF_FLAVOR, check_folders, check_vocabulary
+from torchtitan_magi.training.last_line import LAST_LINE
 from torchtitan_magi.training.launcher import config_file
 from torchtitan_magi.training.logprob_model import LogprobModel
 from torchtitan_magi.training.lora import PolicyWithoutAdapters
@@ -55,6 +57,7 @@ from torchtitan_magi.training.runtime import MagiRuntime, WorkCount, heads_of_ra
 from torchtitan_magi.training.sections import ENTRY, check_degrees_of, check_sections
 from torchtitan_magi.training.timeouts import set_pg_timeouts
 from torchtitan_magi.training.trainer import ObjectiveTrainer
+from torchtitan_magi.training.turn_end import add_turn_end
 from torchtitan_magi.training.values import check_finite
 
 dist_utils.clip_grad_norm_ = noting(dist_utils.clip_grad_norm_)
@@ -89,8 +92,8 @@ class MagiTrainer(ObjectiveTrainer, Trainer):
         }
         super().__init__(replace(config, **changed))
         if config.checkpoint.enable:
-            self.checkpointer.sd_adapter.fqn_to_index_mapping = self.export_shards
-            self.checkpointer.exported_files = self.exported_files
+            self.checkpointer.sd_adapter.fqn_to_index_mapping = self.export.layout.shards
+            self.checkpointer.export = self.export
             self.checkpointer.lora = config.magi.lora
         self._start_metrics()
         self.checkpointer.guard = StepGuard(self)
@@ -116,7 +119,7 @@ class MagiTrainer(ObjectiveTrainer, Trainer):
         check_checkpoints(job)
         check_first_weights(job)
         path, identity = job.model.hf_assets_path, zlib.crc32(repr(facts).encode())
-        (self.export_shards,) = agreed(path, lambda: [check_folders(job, facts)], lambda _: identity)
+        self.export = Export(layout=agreed(path, lambda: check_folders(job, facts), lambda _: identity))
         check_expert_degree(dims.ep, facts.experts, job.model.flavor)
         heads = heads_of_rank(facts, dims.tp)
         windows = facts.windows or (0,) * facts.num_layers
@@ -135,7 +138,7 @@ class MagiTrainer(ObjectiveTrainer, Trainer):
         """The training data with plans made ahead; torchtitan asks for it with the tokenizer it has built."""
         job = self.job_config
         check_vocabulary(tokenizer, self.model_facts, job)
-        self.exported_files = exported_files(job, self.model_facts, tokenizer)
+        self.export.files = exported_files(job, self.model_facts, tokenizer)
         self.eos_id = tokenizer.eos_id
         self.process = partial(local_batch, self.runtime, self.eos_id)
         self.config.lr_scheduler = replace(self.config.lr_scheduler.stock)
@@ -147,6 +150,7 @@ class MagiTrainer(ObjectiveTrainer, Trainer):
             section = _changed(job.training, local_batch_size=local_batch_size, global_batch_size=packs)
             loader = build_dataloader(section, dp_world_size, dp_rank, tokenizer, job, True)
             set_run_length(self.config, job, loader)
+            add_turn_end(self.export.files, loader.dataset, bool(job.magi.lora.rank))
         else:
             world = {"dp_world_size": dp_world_size, "dp_rank": dp_rank, "local_batch_size": local_batch_size}
             loader = WithoutPositions(stock.build(**world, tokenizer=tokenizer, **options))
@@ -182,6 +186,10 @@ class MagiTrainer(ObjectiveTrainer, Trainer):
             loader = WithoutPositions(stock.build(dp_world_size=size, tokenizer=self.tokenizer, **options))
         self.validator.batches, self.validator.pipeline = self._planned(loader), self.pipeline
         self.validator.process, self.validator.device = self.process, utils.device_type
+
+    def close(self) -> None:
+        super().close()
+        LAST_LINE.tell()
 
     def make_reference(self) -> Reference:
         model = self.pipeline or self.model

@@ -1,0 +1,54 @@
+"""The last line of a run: where its model lies, and how to go on from there."""
+
+import json
+import logging
+from typing import Any
+
+import torch.distributed as dist
+
+logger = logging.getLogger(__name__)
+
+
+class LastLine:
+    """Of one run; it is logged once, on rank 0."""
+
+    def __init__(self) -> None:
+        self.text = ""
+
+    def note(self, checkpointer: Any, step: int, adapters_of: str = "") -> None:
+        """Takes note of a last checkpoint.
+
+        Args:
+            checkpointer: torchtitan's CheckpointManager, which has saved it.
+            adapters_of: the folder of the model whose adapters are exported; "": the whole model is.
+        """
+        if dist.is_initialized() and dist.get_rank():
+            return
+        folder = checkpointer._create_checkpoint_id(step)
+        quoted = json.dumps(folder, ensure_ascii=False)
+        load = "AutoModelForCausalLM.from_pretrained({})"
+        if checkpointer.last_save_in_hf and adapters_of:
+            base = load.format(json.dumps(adapters_of, ensure_ascii=False))
+            self.text = f"The adapters are in {folder}: PeftModel.from_pretrained({base}, {quoted})"
+        elif checkpointer.last_save_in_hf:
+            self.text = f"The model is in {folder}: {load.format(quoted)}"
+        elif checkpointer.last_save_model_only:
+            self.text = (
+                f"The weights are in {folder}, in torch's format; another run starts from them with "
+                f"--checkpoint.initial_load_path {folder}, and exports them with --training.steps 1 --optimizer.lr 0 "
+                "--checkpoint.last_save_in_hf as well"
+            )
+        else:
+            self.text = (
+                f"The last checkpoint is {folder}; the run goes on from it with more --training.steps, and exports "
+                "with --checkpoint.last_save_in_hf --checkpoint.last_save_model_only as well"
+            )
+
+    def tell(self) -> None:
+        """Logs it, if there is one."""
+        if self.text:
+            logger.info(self.text)
+        self.text = ""
+
+
+LAST_LINE = LastLine()
