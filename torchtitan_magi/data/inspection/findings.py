@@ -46,7 +46,8 @@ KINDS: dict[str, tuple[Level, str]] = {
     ),
     "two EOS": (
         "wrong",
-        "EOS {detail} comes twice in a row in {records}; take it out of the text or the template",
+        "{detail}, which ends a turn or text, comes twice in a row in {records}; take it out of the text or the"
+        " template",
     ),
     "not a token": (
         "wrong",
@@ -117,8 +118,6 @@ class Checker:
             yield "two BOS", bos
         if bos and first[:1] != [self.chat.bos_id]:
             yield "no BOS", bos
-        if eos and any(self._has_two_eos(part, "text" in record) for part in parts):
-            yield "two EOS", eos
         unknown = getattr(self.chat.tokenizer.model, "unk_token", None)
         if unknown and any((part.tokens == self.chat.tokenizer.token_to_id(unknown)).any() for part in parts):
             yield "unknown", unknown
@@ -133,14 +132,16 @@ class Checker:
         ends = [self._end(part) for part in answers]
         if None in ends:
             yield self._without_end(answers[ends.index(None)], "text" in record)
+        yield from (("two EOS", end) for end in {eos, *ends} if end and self._is_twice(end, parts, "text" in record))
         for end in dict.fromkeys(ends):
             if end and end != eos:
                 yield "end", end
 
-    def _has_two_eos(self, part: Part, is_text: bool) -> bool:
-        tokens = part.tokens[self.chat.bos_id == self.chat.eos_id :]
-        is_eos = tokens[-2:] == self.chat.eos_id if is_text else tokens == self.chat.eos_id
-        return bool((is_eos[1:] & is_eos[:-1]).any())
+    def _is_twice(self, end: str, parts: tuple[Part, ...], is_text: bool) -> bool:
+        """Whether the token comes twice in a row; of a text, at its end."""
+        number = self.chat.tokenizer.token_to_id(end)
+        runs = [part.tokens[number == self.chat.bos_id :][-2 if is_text else 0 :] == number for part in parts]
+        return any((run[1:] & run[:-1]).any() for run in runs)
 
     def _end(self, part: Part) -> str | None:
         """The token that ends the learned text, before white space; None without one."""
