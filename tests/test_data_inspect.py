@@ -20,7 +20,7 @@ from torchtitan_magi.data import ChatTokenizer, PackedPairDataset, PackedSFTData
 from torchtitan_magi.data import __main__ as command
 from torchtitan_magi.data.assets import load_chat_tokenizer
 from torchtitan_magi.data.chat import CHATML_TEMPLATE, PLAIN_TEMPLATE
-from torchtitan_magi.data.inspection import summary
+from torchtitan_magi.data.inspection import judgement, summary
 from torchtitan_magi.data.inspection.examine import parts_of
 from torchtitan_magi.data.inspection.page import html_page
 from torchtitan_magi.data.inspection.spelling import Cell, Part, Speller, shorten, visible
@@ -250,6 +250,11 @@ NOTHING = TURNS.replace("%s", "{{ message.role + message.content }}{% generation
 NO_END = CHATML_TEMPLATE.replace("+ '<|im_end|>\n' }}{% endgeneration %}", "}}{% endgeneration %}<|im_end|>\n")
 NO_BOS = CHATML_TEMPLATE.removeprefix("{{ bos_token }}")
 NO_SYSTEM = CHATML_TEMPLATE.replace("in messages %}", "in messages if message.role != 'system' %}")
+TWO_ENDS = CHATML_TEMPLATE.replace("<|im_end|>", "<|im_end|><|im_end|>")
+BLANK_END = (
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}\n\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
 OTHER_TOKENS = CHATML_TEMPLATE.replace("<|im_start|>", "<|start_of_role|>")
 LATE_REASONING = CHATML_UNMARKED.replace(
     "message.content +", "(message.reasoning_content or '') * loop.last + message.content +"
@@ -262,6 +267,18 @@ OF_TEMPLATES = [
     (NOTHING, "wrong", "nothing is learned in all 3 records"),
     (NO_END, "wrong", "no end-of-turn token is learned in all 3 records: .* (<|im_end|> comes after the learned text"),
     ("<s>" + CHATML_TEMPLATE, "wrong", "BOS <s> comes twice at the beginning of all 3 records"),
+    (TWO_ENDS, "wrong", "<|im_end|>, which ends a turn or text, comes twice in a row in all 3 records; take it out"),
+    (BLANK_END, "wrong", "no end-of-turn token is learned in all 3 records"),
+    (
+        BLANK_END.replace("}}\n", "}} ###\n"),
+        "look",
+        "turns end with the text ### in all 3 records: generation must",
+    ),
+    (
+        CHATML_TEMPLATE.replace("im_start", "user"),
+        "look",
+        "the template writes <|user|>, which is not one token",
+    ),
     (NO_BOS, "look", "BOS <s> is not at the beginning of all 3 records"),
     (OTHER_TOKENS, "wrong", "the template writes <|start_of_role|>, which is not one token of this tokenizer"),
     (REFUSES, "wrong", "a plain conversation of two rounds is refused: the chat template .* (too odd)"),
@@ -288,6 +305,7 @@ MISTAKES = [
     ),
     ({"template": None}, GOOD, "wrong", "no chat template: conversations are written as ChatML"),
     ({"config": {"eos_token": "</s>"}}, GOOD, "note", "turns end with <|im_end|>, which is not the tokenizer's EOS"),
+    ({"config": {"eos_token": None}}, [{"text": "the cat"}], "wrong", "no EOS is learned in 1 record of plain text"),
     *(({"template": template}, GOOD, level, said) for template, level, said in OF_TEMPLATES),
     *(({}, records, level, said) for records, level, said in OF_RECORDS),
 ]
@@ -299,6 +317,16 @@ def test_mistakes_are_named(inspect, options, records, level, said):
     pattern = re.escape(said).replace(r"\.\*", ".*")
     assert [text for text in warnings_of(inspection, level) if re.search(pattern, text)], warnings_of(inspection)
     assert re.search(pattern, report(inspection, Painter(False)))
+
+
+def test_what_a_run_would_refuse_is_said(inspect):
+    refuses = 'a run refuses to start, unless magi.findings is "warn"'
+    assert f"is of another model; take that of the model; {refuses}" in report(
+        inspect(GOOD, OTHER_TOKENS), Painter(False)
+    )
+    twice = [{"text": "<s>the cat"}] * 2
+    assert f"take it out of the text or the template; {refuses}" in html_page(inspect(twice)).replace("&quot;", '"')
+    assert refuses not in report(inspect([*twice, *GOOD]), Painter(False))
 
 
 def test_an_unknown_token_is_named(inspect):
@@ -315,7 +343,7 @@ def test_reasoning_that_is_kept_is_no_finding(inspect):
 
 def test_of_many_different_mistakes_some_are_named(inspect):
     records = [messages(user("q"), assistant("a"), **{f"key {chr(97 + i)}": 1}) for i in range(20)]
-    assert len(warnings_of(inspect(records))) == summary.MAX_OF_A_KIND
+    assert len(warnings_of(inspect(records))) == judgement.MAX_OF_A_KIND
 
 
 # ------------------------------------------------------------------------------------------------------------- the page

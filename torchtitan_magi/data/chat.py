@@ -23,6 +23,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from torchtitan_magi.data.documents import TokenizedDocument, TokenizedPair, pair_of
 from torchtitan_magi.data.formats import Messages
 from torchtitan_magi.data.sandbox import Spans
+from torchtitan_magi.data.special_tokens import read_special_tokens
 from torchtitan_magi.data.template import ChatTemplate, Kwargs
 from torchtitan_magi.wording import one_line, quoted, quoted_path
 
@@ -68,6 +69,7 @@ class ChatTokenizer:
         template: jinja2 source, run in a sandbox; see `load_chat_template`.
         day: what a template that prints the date takes for today. None: today.
         name: of the template, for messages.
+        special_tokens: further variables of the template, such as "pad_token", and their text.
 
     Raises ValueError for ids outside the vocabulary; when called, for a template that is not jinja2 and for a record
     that the template refuses or whose assistant turns cannot be found.
@@ -81,6 +83,7 @@ class ChatTokenizer:
         template: str,
         day: date | None = None,
         name: str = "the chat template",
+        special_tokens: dict[str, str] | None = None,
     ):
         if tokenizer.truncation or tokenizer.padding:
             tokenizer = Tokenizer.from_str(tokenizer.to_str())
@@ -88,16 +91,20 @@ class ChatTokenizer:
             tokenizer.no_padding()
         self.tokenizer, self.bos_id, self.eos_id, self.template = tokenizer, bos_id, eos_id, template
         self.day, self.name = day or date.today(), name
-        special_tokens = {}
-        for token_name, token_id in (("bos", bos_id), ("eos", eos_id)):
+        self.special_tokens = special_tokens or {}
+        self._template = ChatTemplate(template, self._variables(), self.day, name)
+
+    def _variables(self) -> dict[str, str]:
+        """What the template sees: the texts of BOS and EOS, and of those other special tokens that it writes."""
+        variables = {}
+        for name, token_id in (("bos", self.bos_id), ("eos", self.eos_id)):
             if token_id is not None:
-                token = tokenizer.id_to_token(token_id)
+                token = self.tokenizer.id_to_token(token_id)
                 if token is None:
-                    raise ValueError(
-                        f"{token_name}_id is {token_id}, not in the vocabulary; correct tokenizer_config.json"
-                    )
-                special_tokens[f"{token_name}_token"] = token
-        self._template = ChatTemplate(template, special_tokens, self.day, name)
+                    raise ValueError(f"{name}_id is {token_id}, not in the vocabulary; correct tokenizer_config.json")
+                variables[f"{name}_token"] = token
+        others = sorted(self.special_tokens.keys() - {"bos_token", "eos_token"})
+        return variables | {name: self.special_tokens[name] for name in others if name in self.template}
 
     @classmethod
     def from_assets(
@@ -108,7 +115,8 @@ class ChatTokenizer:
         assets_path: str | os.PathLike[str],
         day: date | None = None,
     ) -> "ChatTokenizer":
-        """Takes the chat template of a Hugging Face assets directory; without one, the default template (logged).
+        """Takes the chat template of a Hugging Face assets directory, with its special tokens; without a template, the
+        default one (logged).
 
         Raises ValueError, with the directory, for a template that is of no use, see `ChatTemplate.check`.
         """
@@ -117,12 +125,14 @@ class ChatTokenizer:
             template = default_template(tokenizer)
             form = "ChatML" if template == CHATML_TEMPLATE else "plain text"
             logger.info("no chat template in %s: messages are written as %s", os.fspath(assets_path), form)
-        chat = cls(tokenizer, bos_id, eos_id, template, day, f"the chat template in {os.fspath(assets_path)}")
+        name, named = f"the chat template in {os.fspath(assets_path)}", read_special_tokens(assets_path).texts
+        chat = cls(tokenizer, bos_id, eos_id, template, day, name, named)
         chat._template.check()
         return chat
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.tokenizer, self.bos_id, self.eos_id, self.template, self.day, self.name)
+        given = self.tokenizer, self.bos_id, self.eos_id, self.template, self.day, self.name, self.special_tokens
+        return type(self), given
 
     @property
     def prints_date(self) -> bool:

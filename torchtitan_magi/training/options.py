@@ -103,6 +103,11 @@ class Magi:
     first step where that can be told. "skip" logs the first of them with file and line. For datasets "sft" and
     "dpo"."""
 
+    findings: Literal["error", "warn"] = "error"
+    """What surely goes wrong in the chat template, or in each of the few records that are looked at before the first
+    step, stops the run ("error") or is logged ("warn"): BOS or EOS twice, no end of turn that is learned, nothing or
+    everything learned, a template of another model. What may be meant is logged. For datasets "sft" and "dpo"."""
+
     template_date: str = ""
     """Date that the chat template prints if it prints one, such as "2024-07-26". "": that of the run's first start,
     which is kept in job.dump_folder."""

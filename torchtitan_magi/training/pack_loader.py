@@ -15,6 +15,7 @@ from torchtitan_magi.data.packed import PackedDataset, Sample, padding_like
 from torchtitan_magi.data.packing import PackingCounts
 from torchtitan_magi.data.token_cache import default_folder
 from torchtitan_magi.training.agreed import agreed
+from torchtitan_magi.training.first_look import check_findings
 from torchtitan_magi.training.options import DPO_DATASET
 from torchtitan_magi.training.template_date import keep_template_date, template_date
 
@@ -121,13 +122,19 @@ def _collate_with_state(items: list[tuple[Sample, str]], num_rows: int) -> tuple
     return collate_packs(samples, num_rows), states[-1]
 
 
-def agreed_dataset(path: Any, make: Callable[[], PackedDataset], check_records: bool) -> PackedDataset:
+def agreed_dataset(
+    path: Any,
+    make: Callable[[], PackedDataset],
+    check_records: bool,
+    look: Callable[[PackedDataset], object] = lambda dataset: None,
+) -> PackedDataset:
     """The data set that make() returns, once every rank has made one of the same records. A collective of all ranks.
 
     Args:
         path: where the records are, for error texts.
         make: may raise ValueError.
         check_records: whether to check all records, each rank its share.
+        look: called with the data set on rank 0; may raise ValueError.
 
     Raises:
         ValueError: on all ranks, for a records file that is missing, empty, malformed or not the same on each of them.
@@ -135,8 +142,11 @@ def agreed_dataset(path: Any, make: Callable[[], PackedDataset], check_records: 
 
     def make_checked() -> PackedDataset:
         dataset = make()
+        rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         if check_records:
-            dataset.check(*((dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)))
+            dataset.check(rank, size)
+        if rank == 0:
+            look(dataset)
         return dataset
 
     return agreed(path, make_checked, lambda dataset: dataset.records.fingerprint)
@@ -164,7 +174,8 @@ def build_dataloader(
         training: as the [magi] options say, or one pass over every record in the order of the files.
 
     Raises:
-        ValueError: on all ranks, for a records file that is missing, empty, malformed or not the same on each of them.
+        ValueError: on all ranks, for a records file that is missing, empty, malformed or not the same on each of them,
+            and for what is surely wrong with it or with the chat template.
     """
     magi, path = job_config.magi, section.dataset_path
     warn_of_shorter_packs(section.seq_len, job_config.training.seq_len)
@@ -191,7 +202,13 @@ def build_dataloader(
             return PackedPairDataset(path, chat.pair, *shard, shared_prompt=magi.dpo.shared_prompt, **options)
         return PackedSFTDataset(path, chat, *shard, long_documents=magi.long_documents, **options)
 
-    dataset = agreed_dataset(path, make, magi.bad_records == "error")
+    def look(dataset: PackedDataset) -> None:
+        if training:
+            chat: Any = dataset.tokenizer
+            pairs, folder = section.dataset == DPO_DATASET, job_config.model.hf_assets_path
+            check_findings(dataset.records, chat, pairs, folder, magi.findings == "warn")
+
+    dataset = agreed_dataset(path, make, magi.bad_records == "error", look)
     packs_per_batch = section.local_batch_size * dp_world_size
     batches_per_step = max(1, section.global_batch_size // packs_per_batch) if training else 1
     logger.info(

@@ -82,6 +82,10 @@ class Examiner:
         first = int(self.corpus.block_firsts[block])
         raws = [self._raws[index - first] for index in indices]
         records = [_attempt(parse_pair if self.pairs else parse_document, raw) for raw in raws]
+        return self.examine_parsed(indices, raws, records)
+
+    def examine_parsed(self, indices: Sequence[int], raws: Sequence[Any], records: Sequence[Any]) -> list[Seen]:
+        """Renders, tokenizes and checks records with these numbers. raws: their JSON values; None: not known."""
         results: Sequence[Any] = (self.chat.pairs if self.pairs else self.chat.documents)(records)
         return [self._seen(*of_one) for of_one in zip(indices, raws, records, results, strict=True)]
 

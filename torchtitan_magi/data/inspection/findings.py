@@ -8,6 +8,7 @@ from typing import Any, Literal
 import numpy as np
 
 from torchtitan_magi.data.chat import ChatTokenizer
+from torchtitan_magi.data.formats import ROLES
 from torchtitan_magi.data.inspection.spelling import Part, Speller
 
 Level = Literal["wrong", "look", "note"]
@@ -25,26 +26,42 @@ KINDS: dict[str, tuple[Level, str]] = {
     "refused": ("wrong", "{records} refused: {detail}"),
     "nothing": (
         "wrong",
-        "nothing is learned in {records}: there is no text of the assistant, or the template marks none",
+        "nothing is learned in {records}: there is no text of the assistant, or the template marks none; add answers,"
+        " or let the template mark them",
     ),
     "everything": (
         "wrong",
-        "everything is learned in {records}, also the user's text: the template marks too much",
+        "everything is learned in {records}, also the user's text: the template marks too much; let it mark answers"
+        " only",
     ),
     "no end": (
         "wrong",
-        "no end-of-turn token is learned in {records}: a model trained so does not learn to stop{detail}",
+        "no end-of-turn token is learned in {records}: a model trained so does not learn to stop{detail}; let the"
+        " template end answers with EOS",
     ),
+    "no EOS": ("wrong", "no EOS is learned in {records} of plain text: the tokenizer names none"),
     "two BOS": (
         "wrong",
         "BOS {detail} comes twice at the beginning of {records}; take it out of the text or the template",
     ),
+    "two EOS": (
+        "wrong",
+        "{detail}, which ends a turn or text, comes twice in a row in {records}; take it out of the text or the"
+        " template",
+    ),
     "not a token": (
         "wrong",
-        "the template writes {detail}, which is not one token of this tokenizer: the template is of another model",
+        "the template writes {detail}, which is not one token of this tokenizer: the template is of another model; take"
+        " that of the model",
     ),
     "unknown": ("wrong", "the unknown token {detail} is in {records}: the tokenizer lacks their characters"),
     "template": ("look", "{detail}: in {records}"),
+    "role": (
+        "look",
+        "the template writes {detail}, which is not one token of this tokenizer: right for models such as Zephyr and"
+        " Tulu, else the template is of another model",
+    ),
+    "text end": ("look", "turns end with the text {detail} in {records}: generation must stop at this text"),
     "no BOS": ("look", "BOS {detail} is not at the beginning of {records}: the template does not write it"),
     "special": ("look", "text of {records} spells the special token {detail}: it is read as the token"),
     "key": ("note", 'the key "{detail}" of {records} is not used'),
@@ -52,6 +69,8 @@ KINDS: dict[str, tuple[Level, str]] = {
     "text": ("note", "{records} plain text: all of it is learned"),
 }
 LEVELS: tuple[Level, ...] = ("wrong", "look", "note")
+# Nobody wants these if the template or every record has them: a run with one of them does not start.
+SURE = {"nothing", "everything", "no end", "two BOS", "two EOS", "not a token"}
 
 _FORMS = {
     "messages": ("messages",),
@@ -64,6 +83,8 @@ _FORMS = {
 _ALWAYS = ("system", "tools", "chat_template_kwargs")
 # What templates write for tokens: <|im_start|>, <start_of_turn>, </s>
 _TOKEN_LIKE = re.compile(r"<\|[^|<>\s]{1,40}\|>|<\w{1,20}_of_\w{1,20}>|</?s>")
+_LAST = 20  # characters of a text by which its end is found
+_ROLES = {f"<|{role}|>" for role in ROLES}  # these are plain text to some models
 
 
 @dataclass(frozen=True)
@@ -85,9 +106,10 @@ class Checker:
 
     def check_template(self, part: Part) -> list[Found]:
         """What is wrong in the tokens of a conversation that only shows the template."""
-        names = dict.fromkeys(_TOKEN_LIKE.findall(self.speller.text(part.tokens.tolist())))
-        strange = [("not a token", name) for name in names if self.chat.tokenizer.token_to_id(name) is None]
-        return [*strange, *self._tokens({}, (part,))]
+        written = dict.fromkeys(_TOKEN_LIKE.findall(self.speller.text(part.tokens.tolist())))
+        strange = [name for name in written if self.chat.tokenizer.token_to_id(name) is None]
+        found = [("role" if name in _ROLES else "not a token", name) for name in strange]
+        return [*found, *self._tokens({}, (part,))]
 
     def _tokens(self, record: dict[str, Any], parts: tuple[Part, ...]) -> Iterator[Found]:
         first = parts[0].tokens[:2].tolist()
@@ -105,25 +127,52 @@ class Checker:
             return
         if "text" in record:
             yield "text", ""
-        elif all(part.learned[1:].all() for part in parts):  # after BOS
+        elif _has_other_roles(record) and all(part.learned[1:].all() for part in parts):  # after BOS
             yield "everything", ""
         ends = [self._end(part) for part in answers]
         if None in ends:
-            yield "no end", self._follower(answers[ends.index(None)])
+            yield self._without_end(answers[ends.index(None)], "text" in record)
+        yield from (("two EOS", end) for end in {eos, *ends} if end and self._is_twice(end, parts, "text" in record))
         for end in dict.fromkeys(ends):
             if end and end != eos:
                 yield "end", end
 
+    def _is_twice(self, end: str, parts: tuple[Part, ...], is_text: bool) -> bool:
+        """Whether the token comes twice in a row; of a text, at its end."""
+        number = self.chat.tokenizer.token_to_id(end)
+        runs = [part.tokens[number == self.chat.bos_id :][-2 if is_text else 0 :] == number for part in parts]
+        return any((run[1:] & run[:-1]).any() for run in runs)
+
     def _end(self, part: Part) -> str | None:
-        """The special token that ends the learned text, before white space; None without one."""
-        number = self.speller.last_special(part.tokens[part.learned].tolist())
-        return None if number is None else self.speller.specials[number]
+        """The token that ends the learned text, before white space; None without one."""
+        ids = part.tokens[part.learned].tolist()
+        if (special := self.speller.last_special(ids)) is not None:
+            return self.speller.specials[special]
+        text = next(filter(None, (self.speller.text([number]).strip() for number in reversed(ids))), "")
+        return text if _TOKEN_LIKE.fullmatch(text) else None
+
+    def _without_end(self, part: Part, is_text: bool) -> Found:
+        if is_text:
+            return "no EOS", ""
+        text = self._text_end(part)
+        return ("text end", text) if text else ("no end", self._follower(part))
+
+    def _text_end(self, part: Part) -> str:
+        """What is learned after all that the record says, without a token that ends it; "" for white space."""
+        said = part.contents[-1].strip()[-_LAST:] if part.contents else ""
+        learned = self.speller.text(part.tokens[part.learned][-2 * _LAST :].tolist())
+        return learned.rpartition(said)[2].strip() if said and said in learned else ""
 
     def _follower(self, part: Part) -> str:
         """Says which special token comes right after the learned text, if one does."""
         after = part.tokens[int(np.flatnonzero(part.learned)[-1]) + 1 :][:1].tolist()
         name = self.speller.specials.get(after[0]) if after else None
         return f" ({name} comes after the learned text, but is not learned)" if name else ""
+
+
+def _has_other_roles(record: dict[str, Any]) -> bool:
+    """Whether the record has messages that are not the assistant's; the template's own conversation, {}, has."""
+    return "messages" not in record or any(message["role"] != "assistant" for message in record["messages"])
 
 
 def unused_keys(raw: Any) -> list[str]:

@@ -5,8 +5,9 @@ from html import escape
 
 from torchtitan_magi.data.inspection.examine import Seen
 from torchtitan_magi.data.inspection.findings import Level
+from torchtitan_magi.data.inspection.judgement import Warning
 from torchtitan_magi.data.inspection.spelling import Cell, shorten, visible
-from torchtitan_magi.data.inspection.summary import Inspection, Tally, Warning
+from torchtitan_magi.data.inspection.summary import Inspection, Tally
 from torchtitan_magi.data.inspection.table import bin_name, notes, rows, shares
 
 _RUN, _RECORD = 1_500, 8_000  # tokens shown
@@ -33,7 +34,7 @@ def html_page(inspection: Inspection) -> str:
 
 def _warning(warning: Warning) -> str:
     where = f" <small>e.g. {escape(warning.where)}</small>" if warning.where else ""
-    return f"<li class={warning.level}><b>{_MARKS[warning.level]}</b> {escape(visible(warning.text))}{where}</li>"
+    return f"<li class={warning.level}><b>{_MARKS[warning.level]}</b> {escape(visible(warning.shown))}{where}</li>"
 
 
 def _record(where: str, seen: Seen) -> str:

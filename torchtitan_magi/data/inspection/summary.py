@@ -1,7 +1,6 @@
 """A data set summed up: its sources' lengths and losses, what looks wrong, and some records to look at."""
 
 import os
-import re
 from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -12,12 +11,14 @@ import numpy as np
 from tqdm import tqdm
 
 from torchtitan_magi.data.assets import load_tokenizer
-from torchtitan_magi.data.chat import CHATML_TEMPLATE, ChatTokenizer, default_template, load_chat_template
+from torchtitan_magi.data.chat import ChatTokenizer, default_template, load_chat_template
 from torchtitan_magi.data.corpus import Corpus, Source
 from torchtitan_magi.data.inspection.examine import Batch, Examiner, Seen, Workers
-from torchtitan_magi.data.inspection.findings import KINDS, LEVELS, Found, Level, say
+from torchtitan_magi.data.inspection.findings import Found
+from torchtitan_magi.data.inspection.judgement import Findings, Warning, by_block, sample, without_template
 from torchtitan_magi.data.inspection.spelling import Cell
 from torchtitan_magi.data.packing import pack_best_fit
+from torchtitan_magi.data.special_tokens import read_special_tokens
 from torchtitan_magi.data.token_cache import default_folder
 
 SAMPLE = 2_000  # records that are read, unless all are
@@ -25,7 +26,6 @@ FEW = 3  # records that are read if training refuses the template, which may tak
 SAMPLE_BLOCKS = 16  # that they come from
 SAMPLE_TOKENS = 4_000_000  # no more are read once they have so many
 BATCH = 128  # records
-MAX_OF_A_KIND = 10  # warnings
 
 
 @dataclass
@@ -84,42 +84,6 @@ def joined(tallies: Sequence[Tally]) -> Tally:
     return together
 
 
-class Findings:
-    """How many records have each finding, and the first that has it."""
-
-    def __init__(self) -> None:
-        self.counts: Counter[Found] = Counter()
-        self._firsts: dict[Found, tuple[int, str]] = {}  # index, error
-
-    def add(self, seen: Seen) -> None:
-        """What was found in one record."""
-        refusal = [("refused", re.sub(r"\d+", "N", seen.error))] if seen.error else []
-        for found in (*seen.found, *refusal):
-            self.counts[found] += 1
-            self._firsts.setdefault(found, (seen.index, seen.error))
-
-    def warnings(self, read: int, corpus: Corpus) -> list["Warning"]:
-        """One for each, the most frequent first; of each kind only some."""
-        warnings: list[Warning] = []
-        kinds: Counter[str] = Counter()
-        for (kind, detail), count in self.counts.most_common():
-            kinds[kind] += 1
-            if kinds[kind] <= MAX_OF_A_KIND:
-                index, error = self._firsts[kind, detail]
-                text = say(kind, error if kind == "refused" else detail, count, read)
-                warnings.append(Warning(KINDS[kind][0], text, corpus.where(index)))
-        return warnings
-
-
-@dataclass(frozen=True)
-class Warning:
-    """What looks wrong. where: the first record that has it; "" for the template itself."""
-
-    level: Level
-    text: str
-    where: str = ""
-
-
 @dataclass(frozen=True)
 class Inspection:
     """What was seen of a data set.
@@ -162,9 +126,9 @@ def inspect_data(
     samples = [_sample(corpus, part, count) for part in corpus.sources]
     rng = np.random.default_rng(0)
     shown: dict[int, Seen] = {}
-    for number, sample in enumerate(samples):
+    for number, drawn in enumerate(samples):
         share = len(range(number, num_shown, len(samples)))
-        shown |= {int(index): Seen(int(index)) for index in rng.permutation(sample[:SAMPLE])[:share]}
+        shown |= {int(index): Seen(int(index)) for index in rng.permutation(drawn[:SAMPLE])[:share]}
     limit = None if read_all else SAMPLE_TOKENS // len(samples)
     tallies, findings = [], Findings()
     with (
@@ -172,10 +136,10 @@ def inspect_data(
         tqdm(total=sum(map(len, samples)), unit=" records", leave=False, disable=None) as progress,
     ):
         template, of_probe = workers.template()
-        for part, sample in zip(corpus.sources, samples, strict=True):
+        for part, drawn in zip(corpus.sources, samples, strict=True):
             tally, num_tokens = Tally(part.path, len(part)), 0
             tallies.append(tally)
-            for seen in workers.examine(_batches(corpus, sample)):
+            for seen in workers.examine(_batches(corpus, drawn)):
                 tally.add(seen)
                 findings.add(seen)
                 if seen.index in shown:
@@ -185,33 +149,26 @@ def inspect_data(
                 if limit and num_tokens >= limit:
                     break
     read = sum(tally.read for tally in tallies)
-    of_template = [*of_template, *(found for found in of_probe if not findings.counts[found])]
-    warnings = [Warning(KINDS[kind][0], say(kind, detail, 0, 0)) for kind, detail in of_template]
-    if findings.counts["text", ""] == read:  # nothing is rendered
-        warnings = []
-    warnings += findings.warnings(read, corpus)
     return Inspection(
         [_what_was_read(corpus, read), _what_tokenizer(chat)],
         seq_len,
         template,
         [(corpus.where(index), seen) for index, seen in shown.items() if seen.tokens or seen.error],
         tallies,
-        sorted(warnings, key=lambda warning: LEVELS.index(warning.level)),
+        findings.warnings([*of_template, *of_probe], read, corpus),
     )
 
 
 def _load(folder: str | os.PathLike[str]) -> tuple[ChatTokenizer, list[Found]]:
     """The tokenizer with its chat template, also one that training refuses, and what is wrong with the template."""
-    tokenizer = load_tokenizer(folder)
-    template, wrong = load_chat_template(folder), list[Found]()
-    if template is None:
-        template = default_template(tokenizer[0])
-        wrong.append(("default", "ChatML" if template == CHATML_TEMPLATE else "plain text"))
+    tokenizer, template = load_tokenizer(folder), load_chat_template(folder)
+    wrong = without_template(folder, tokenizer.tokenizer)
     try:
         ChatTokenizer.from_assets(*tokenizer, folder)
     except ValueError as error:
         wrong.append(("set-up", str(error)))
-    return ChatTokenizer(*tokenizer, template), wrong
+    template = default_template(tokenizer.tokenizer) if template is None else template
+    return ChatTokenizer(*tokenizer, template, special_tokens=read_special_tokens(folder).texts), wrong
 
 
 def _as_it_is(value: Any) -> Any:
@@ -219,22 +176,18 @@ def _as_it_is(value: Any) -> Any:
 
 
 def _sample(corpus: Corpus, source: Source, count: int) -> np.ndarray:
-    """Numbers of the records of a source that are read, int64: of `count` its share, from a few blocks, one by one."""
+    """Numbers of the records of a source that are read, int64: of `count` its share, from a few blocks."""
     if count >= len(corpus):
         return np.arange(source.first, source.first + len(source))
-    rng, num_sources = np.random.default_rng(0), len(corpus.sources)
-    blocks = source.first_block + rng.permutation(source.num_blocks)[: -(-SAMPLE_BLOCKS // num_sources)]
-    places = np.concatenate([np.arange(*corpus.block_firsts[block : block + 2]) for block in blocks])
-    return places[np.sort(rng.permutation(len(places))[: -(-count // num_sources)])]
+    num_sources = len(corpus.sources)
+    return sample(corpus, source, -(-count // num_sources), -(-SAMPLE_BLOCKS // num_sources))
 
 
-def _batches(corpus: Corpus, sample: np.ndarray) -> Iterator[Batch]:
-    """The sample cut into batches, each of one block."""
-    blocks = np.searchsorted(corpus.block_firsts, sample, side="right") - 1
-    for indices in np.split(sample, np.flatnonzero(np.diff(blocks)) + 1):
-        block = int(np.searchsorted(corpus.block_firsts, indices[0], side="right")) - 1
-        for start in range(0, len(indices), BATCH):
-            yield block, indices[start : start + BATCH].tolist()
+def _batches(corpus: Corpus, indices: np.ndarray) -> Iterator[Batch]:
+    """Numbers of records cut into batches, each of one block."""
+    for block, piece in by_block(corpus, indices):
+        for start in range(0, len(piece), BATCH):
+            yield block, piece[start : start + BATCH].tolist()
 
 
 def _what_was_read(corpus: Corpus, read: int) -> str:

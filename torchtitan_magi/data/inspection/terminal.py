@@ -114,5 +114,5 @@ def _warnings(inspection: Inspection, painter: Painter) -> list[str]:
     for warning in inspection.warnings:
         mark, style = _LEVELS[warning.level]
         where = painter.paint(f"  (e.g. {warning.where})", _QUIET) if warning.where else ""
-        lines.append(f"{painter.paint(mark, style)} {visible(warning.text)}{where}")
+        lines.append(f"{painter.paint(mark, style)} {visible(warning.shown)}{where}")
     return lines or ["nothing"]

@@ -1,11 +1,18 @@
-"""The validation set: packed records for ``dataset = "sft"`` and ``"dpo"``, torchtitan's own for everything else."""
+"""The tokenizer; and the validation set: packed records for ``dataset = "sft"`` and ``"dpo"``, torchtitan's own for
+everything else."""
 
 from typing import Any
 
+from torchtitan.components.tokenizer import HuggingFaceTokenizer
 from torchtitan.hf_datasets.text_datasets import build_text_validation_dataloader
 
 from torchtitan_magi.training.options import OUR_DATASETS
 from torchtitan_magi.training.pack_loader import build_dataloader
+from torchtitan_magi.training.tokenizer import AssetsTokenizer
+
+
+class MagiTokenizer(AssetsTokenizer, HuggingFaceTokenizer):
+    """torchtitan's, of the same tokens as the inspector's and the report's."""
 
 
 def build_validation_dataloader(dp_world_size: int, dp_rank: int, tokenizer: Any, job_config: Any) -> Any:

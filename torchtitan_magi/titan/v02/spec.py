@@ -18,7 +18,7 @@ from torchtitan_magi.backends import choose_block_attn
 from torchtitan_magi.models.model_config import ModelConfig
 from torchtitan_magi.titan.v02 import hooks
 from torchtitan_magi.titan.v02.cpu import prepare_model, run_on_cpu
-from torchtitan_magi.titan.v02.data import build_validation_dataloader
+from torchtitan_magi.titan.v02.data import MagiTokenizer, build_validation_dataloader
 from torchtitan_magi.titan.v02.job_config import check_job_config, without_context_parallel
 from torchtitan_magi.titan.v02.metrics import MagiMetricsProcessor
 from torchtitan_magi.titan.v02.models import (
@@ -120,7 +120,7 @@ class MagiSpec:
         check_tied(job_config, config)
         check_experts(job_config, config.experts)
         self.vocab_size = config.vocab_size
-        tokenizer = self.stock.build_tokenizer_fn(job_config)
+        tokenizer = MagiTokenizer(job_config.model.hf_assets_path)
         check_vocabulary(tokenizer, config, job_config)
         self.export.files = exported_files(job_config, config, tokenizer)
         return tokenizer

@@ -29,11 +29,13 @@ from torchtitan_magi.training.metrics import PlanMetrics
 from torchtitan_magi.training.objectives import Objective, Process
 from torchtitan_magi.training.options import LoRA
 from torchtitan_magi.training.pipeline import Pipeline
+from torchtitan_magi.training.tokenizer import AssetsTokenizer
 from torchtitan_magi.training.validation import limited, validate
 
 
-class MagiTokenizer(HuggingFaceTokenizer):
-    """torchtitan's, which leaves the chat template to us: it knows no ``generation`` blocks."""
+class MagiTokenizer(AssetsTokenizer, HuggingFaceTokenizer):
+    """torchtitan's, of the same tokens as the inspector's and the report's. It leaves the chat template to us: it knows
+    no ``generation`` blocks."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(HuggingFaceTokenizer.Config):
