@@ -32,7 +32,7 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 _BATCH_CHARACTERS = 2**20  # that are encoded together, or one text; an encoding takes a hundred times their memory
-_RENDERING_VERSION = "2"  # changes when records are rendered or their spans found in another way
+_RENDERING_VERSION = "3"  # changes when records are rendered or their spans found in another way
 
 # Used when the assets have no chat template; the first if the vocabulary has the two ChatML tokens.
 CHATML_TEMPLATE = """\

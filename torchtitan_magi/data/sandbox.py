@@ -17,6 +17,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 Spans = list[tuple[int, int]]  # half-open character ranges
 
+ALTERED = "the chat template changes or moves text after {% generation %} has marked it; mark it where it is written"
+
 _START, _END = "\ufdd0", "\ufdd1"  # Unicode noncharacters: around generated text
 
 
@@ -78,8 +80,55 @@ def _filter(name: str, node: nodes.Expr | None) -> nodes.Filter:
     return nodes.Filter(node, f"the {name}", [], [], None, None)
 
 
-def _mark(text: str) -> str:
-    return f"{_START}{text}{_END}"
+class Marks:
+    """Puts marks around generated text, which it keeps: what a template does with the text is not known before.
+
+    A template may cut text that it has captured, write it twice, or not at all.
+    """
+
+    texts: list[str]
+    is_on: bool
+
+    def begin(self, is_on: bool) -> None:
+        """Of the rendering that follows. Without marks it is as long as it is without tags."""
+        self.texts, self.is_on = [], is_on
+
+    @property
+    def filters(self) -> dict[str, Callable[[str], str]]:
+        return {"the mark": self._mark}
+
+    def _mark(self, text: str) -> str:
+        self.texts.append(text)
+        return f"{_START}{text}{_END}" if self.is_on else text
+
+    def strip(self, marked: str) -> tuple[str, Spans]:
+        """The text without the marks, and the character spans that they enclosed.
+
+        Raises ValueError unless these hold what was marked, in this order.
+        """
+        parts = marked.replace(_END, _START).split(_START)  # outside, inside, outside, ...
+        if parts[1::2] != self.texts or len(parts) != 2 * len(self.texts) + 1:
+            raise ValueError(ALTERED)
+        ends = list(accumulate(map(len, parts)))
+        return "".join(parts), list(zip(ends[:-1:2], ends[1::2], strict=True))
+
+
+def can_alter_marked(tree: nodes.Node) -> bool:
+    """Whether a template has text with marks in its hands, as in a macro or a block that is captured."""
+    return len(list(_written_at_once(tree))) < sum(1 for _ in filter(_is_generation, tree.find_all(nodes.FilterBlock)))
+
+
+def _written_at_once(node: nodes.Node) -> Iterator[nodes.Node]:
+    """The generation blocks that the template does not write into another block, a macro or a variable."""
+    for child in node.iter_child_nodes():
+        if _is_generation(child):
+            yield child
+        elif isinstance(child, (nodes.If, nodes.With)) or (isinstance(child, nodes.For) and not child.recursive):
+            yield from _written_at_once(child)
+
+
+def _is_generation(node: nodes.Node) -> bool:
+    return isinstance(node, nodes.FilterBlock) and node.filter.name == "the mark"
 
 
 class Loops:
@@ -139,7 +188,6 @@ def environment(day: date) -> ImmutableSandboxedEnvironment:
     made = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, "jinja2.ext.loopcontrols"]
     )
-    made.filters["the mark"] = _mark
     made.filters["tojson"] = tojson
     made.globals["raise_exception"] = _raise_exception
     made.globals["strftime_now"] = datetime(day.year, day.month, day.day).strftime
@@ -160,10 +208,3 @@ def _raise_exception(message: str) -> None:
 def length(marked: str) -> int:
     """Number of characters without the marks."""
     return len(marked) if marked.isascii() else len(marked) - marked.count(_START) - marked.count(_END)
-
-
-def strip_marks(marked: str) -> tuple[str, Spans]:
-    """The text without the marks, and the character spans that they enclosed."""
-    parts = marked.replace(_END, _START).split(_START)  # outside, inside, outside, ...
-    ends = list(accumulate(map(len, parts)))
-    return "".join(parts), list(zip(ends[:-1:2], ends[1::2], strict=True))

@@ -13,7 +13,6 @@ Templates are other people's programs: they run in a sandbox and under the limit
 """
 
 import functools
-import itertools
 import json
 import re
 from collections.abc import Iterator, Sequence
@@ -27,16 +26,19 @@ from jinja2 import meta
 from torchtitan_magi.data import guard
 from torchtitan_magi.data.formats import Messages
 from torchtitan_magi.data.sandbox import (
+    ALTERED,
     Loops,
+    Marks,
     Message,
     Spans,
+    can_alter_marked,
     environment,
     has_mark,
     length,
-    strip_marks,
     tojson,
     unread,
 )
+from torchtitan_magi.data.turns import REMEDY, Frame, Trace, alike, marked_spans
 
 Kwargs = dict[str, Any]
 
@@ -45,7 +47,6 @@ _FREE_CHARACTERS = 2**18  # that a template may write whatever the record
 _MAX_GROWTH = 8  # characters that it may write beyond these for each of the record's own
 
 _GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\b")
-_REMEDY = "put {% generation %} and {% endgeneration %} around the assistant's text and its end in the template"
 _MAX_FRAMES = 64  # kept per template
 # Of a message; these have notes of their own, or none. "thinking" is another name of "reasoning_content".
 _KNOWN_FIELDS = {"role", "content", "reasoning_content", "thinking", "tool_calls", "tool_call_id"}
@@ -78,7 +79,7 @@ class ChatTemplate:
     def __init__(self, source: str, special_tokens: dict[str, str], day: date, name: str):
         self.source, self.special_tokens, self.day, self.name = source, special_tokens, day, name
         self._has_markers = _GENERATION_TAG.search(source) is not None
-        self._frames: dict[tuple[bool, str], _Frame] = {}
+        self._frames: dict[tuple[bool, str], Frame] = {}
 
     def check(self) -> None:
         """Renders small conversations in a process of its own.
@@ -113,7 +114,7 @@ class ChatTemplate:
             for index, message in enumerate(messages)
         ]
         if self._has_markers:
-            spans = _marked_spans(trace, messages, learned)
+            spans = marked_spans(trace, messages, learned)
         else:
             if calls or any(message["role"] == "tool" for message in messages):
                 self._frame(True, kwargs)  # some templates write what a tool answers into the assistant's turn
@@ -125,7 +126,7 @@ class ChatTemplate:
         notes += [f'the chat template does not use "{field[:40]}" of a message' for field in sorted(unused)]
         return Rendering(trace.text, spans, tuple(dict.fromkeys(notes)))
 
-    def _left_out(self, trace: "_Trace", index: int, message: dict[str, Any]) -> Iterator[str]:
+    def _left_out(self, trace: Trace, index: int, message: dict[str, Any]) -> Iterator[str]:
         """Notes on what of a message is not in the text."""
         role = message["role"]
         written = (role == "assistant" and trace.written(index)) or trace.text
@@ -138,7 +139,7 @@ class ChatTemplate:
         if any(name not in written for name in map(_name_of, message.get("tool_calls", ())) if name):
             yield "the chat template drops tool calls"
 
-    def _turn(self, trace: "_Trace", messages: Messages, index: int, kwargs: Kwargs) -> tuple[int, int]:
+    def _turn(self, trace: Trace, messages: Messages, index: int, kwargs: Kwargs) -> tuple[int, int]:
         """The characters of an assistant's message that are learned."""
         start, stop = trace.range_of(index)
         bos = self.special_tokens.get("bos_token", "")
@@ -147,11 +148,14 @@ class ChatTemplate:
         frame = self._frame(index > 0 and messages[index - 1]["role"] == "tool", kwargs)
         header = frame.header_of(trace.text[start:stop])
         if header is None:
-            raise ValueError(f"an assistant's turn does not begin as the template's generation prompt does; {_REMEDY}")
-        return start + header, len(trace.text) if index == len(messages) - 1 else stop
+            raise ValueError(f"an assistant's turn does not begin as the template's generation prompt does; {REMEDY}")
+        if index == len(messages) - 1:
+            stop = len(trace.text.removesuffix(frame.tail))
+        _check_none_moved(messages, index, trace.text[start + header : stop])
+        return start + header, stop
 
-    def _frame(self, after_tool: bool, kwargs: Kwargs) -> "_Frame":
-        """What begins an assistant's turn after a tool's answer, or after another message."""
+    def _frame(self, after_tool: bool, kwargs: Kwargs) -> Frame:
+        """What the template writes around an assistant's turn after a tool's answer, or after another message."""
         key = (after_tool, json.dumps(kwargs, sort_keys=True))
         if key not in self._frames:
             if len(self._frames) == _MAX_FRAMES:
@@ -159,20 +163,38 @@ class ChatTemplate:
             self._frames[key] = self._make_frame(after_tool, kwargs)
         return self._frames[key]
 
-    def _make_frame(self, after_tool: bool, kwargs: Kwargs) -> "_Frame":
-        messages = _probe(after_tool, "tool_calls" in self.source)
-        asked, heads = len(messages) - 3, []
-        for number in (asked + 1, len(messages)):
-            trace = self._run([self._as_shown(message) for message in messages[:number]], None, kwargs)
+    def _make_frame(self, after_tool: bool, kwargs: Kwargs) -> Frame:
+        messages = [self._as_shown(message) for message in _probe(after_tool, "tool_calls" in self.source)]
+        asked = len(messages) - 3
+        short, whole = (self._run(messages[:number], None, kwargs) for number in (asked + 1, len(messages)))
+        for trace, number in ((short, asked + 1), (whole, len(messages))):
             for index, message in enumerate(messages[:number]):
-                content, written = message["content"] or "", trace.written(index)
-                if content not in written:
+                if (message.get("content") or "") not in trace.written(index):
                     whose = f"what a message of role {message['role']!r} says"
-                    raise ValueError(f"the chat template does not write {whose} where its loop comes to it; {_REMEDY}")
-                if index in (asked, number - 1):
-                    heads.append(written.partition(content)[0])
-        trace = self._run([self._as_shown(message) for message in messages[:asked]], None, kwargs, True)
-        return _Frame.of(trace.text[trace.range_of(asked - 1)[1] :], heads)
+                    raise ValueError(f"the chat template does not write {whose} where its loop comes to it; {REMEDY}")
+        reasons = messages[asked] | {"reasoning_content": "probe6", "thinking": "probe6"}
+        thinking = self._run([*messages[:asked], reasons], None, kwargs)
+        head, last_end = short.around(asked, messages[asked])
+        inner_head, end = whole.around(asked, messages[asked])
+        heads = [head, inner_head, whole.around(asked + 2, messages[asked + 2])[0]]
+        is_fixed = {*heads, thinking.around(asked, reasons)[0]} == {head}
+        prompt = self._prompt(messages[:asked], whole, head, kwargs)
+        return Frame.of(prompt, heads, is_fixed, end, last_end + short.behind(asked))
+
+    def _prompt(self, messages: Messages, answered: Trace, head: str, kwargs: Kwargs) -> str:
+        """What the template writes to prompt the model for an answer to `messages`.
+
+        It is behind the loop, or in the loop behind the last message: then it is what stands there beyond the message
+        as it is when an answer follows, or beyond it without a prompt. Taken is what most resembles `head`, with which
+        answers begin.
+        """
+        asking, plain = (self._run(messages, None, kwargs, ask) for ask in (True, False))
+        start, stop = asking.range_of(len(messages) - 1)
+        written, prompts = asking.text[start:], [asking.text[stop:]]
+        for without in (answered.written(len(messages) - 1), plain.text[start:]):
+            if written.startswith(without):
+                prompts.append(written[len(without) :])
+        return max(prompts, key=lambda prompt: len(alike(prompt.lstrip(), head.lstrip())))
 
     def _as_shown(self, message: dict[str, Any]) -> dict[str, Any]:
         """The message as the template expects it, an object of its own."""
@@ -201,43 +223,53 @@ class ChatTemplate:
         tools: Messages | None,
         kwargs: Kwargs,
         add_generation_prompt: bool = False,
-    ) -> "_Trace":
+    ) -> Trace:
         """messages: as `_as_shown`, each an object of its own."""
         if self._has_markers and any(has_mark(message) for message in messages):
             raise ValueError("the text holds the Unicode noncharacter U+FDD0 or U+FDD1; remove it")
-        template, loops, _ = self._compiled
-        loops.begin(messages)
+        compiled = self._compiled
         variables: Kwargs = {"documents": None} | self.special_tokens | kwargs
         variables |= {"messages": messages, "tools": tools, "add_generation_prompt": add_generation_prompt}
+        text, generated = compiled.marks.strip(self._write(variables, with_marks=True))
+        events = compiled.loops.events
+        if compiled.can_alter_marked and self._write(variables, with_marks=False) != text:
+            raise ValueError(ALTERED)
+        return Trace(text, generated, events)
+
+    def _write(self, variables: Kwargs, with_marks: bool) -> str:
+        compiled = self._compiled
+        template, loops = compiled.template, compiled.loops
+        loops.begin(variables["messages"])
+        compiled.marks.begin(with_marks)
         pieces, limit = [], _FREE_CHARACTERS
         try:
             for piece in template.generate(**variables):
                 pieces.append(piece)
                 loops.position += length(piece)
                 if loops.position > limit:
-                    limit = _max_characters([messages, tools, kwargs])
+                    limit = _max_characters(variables)
                     if loops.position > limit:
                         raise ValueError(f"it writes more than {limit:,} characters, too many for what the record has")
-            text, generated = strip_marks("".join(pieces))
+            text = "".join(pieces)
             text.encode()  # a template can cut a character in two
         except MemoryError:
             raise
         except Exception as error:  # a template is a program and can raise anything
             reason = " ".join(str(error).split())
             raise ValueError(f"the chat template refuses the messages ({reason}); change the record or it") from error
-        return _Trace(text, generated, loops.events)
+        return text
 
     @functools.cached_property
     def _compiled(self) -> "_Compiled":
-        sandbox, loops = environment(self.day), Loops()
-        sandbox.filters |= loops.filters
+        sandbox, loops, marks = environment(self.day), Loops(), Marks()
+        sandbox.filters |= loops.filters | marks.filters
         try:
             tree = sandbox.parse(self.source)
             variables = meta.find_undeclared_variables(tree)
             loops.note_in(tree)
             template = sandbox.from_string(tree)
             template.globals = dict(template.globals)  # jinja2's own mapping is slow to copy, as each rendering does
-            return _Compiled(template, loops, variables)
+            return _Compiled(template, loops, marks, variables, can_alter_marked(tree))
         except MemoryError:
             raise
         except Exception as error:  # Python's compiler raises more than jinja2's
@@ -253,9 +285,9 @@ class ChatTemplate:
                 inside = [text.partition(content)[2] for text in learned if content in text]
                 if (role == "assistant") != bool(inside):
                     kind = "not among what is learned" if role == "assistant" else "learned"
-                    raise ValueError(f"what a message of role {role!r} says would be {kind}; {_REMEDY}")
+                    raise ValueError(f"what a message of role {role!r} says would be {kind}; {REMEDY}")
                 if inside == [""]:
-                    raise ValueError(f"the template writes no end after the assistant's text; {_REMEDY}")
+                    raise ValueError(f"the template writes no end after the assistant's text; {REMEDY}")
 
 
 class _Compiled(NamedTuple):
@@ -263,7 +295,17 @@ class _Compiled(NamedTuple):
 
     template: jinja2.Template
     loops: Loops
+    marks: Marks
     variables: set[str]
+    can_alter_marked: bool
+
+
+def _check_none_moved(messages: Messages, index: int, turn: str) -> None:
+    """Some templates write the system message into the first that follows, whoever's it is."""
+    if index and (before := messages[index - 1])["role"] == "system":
+        moved = (before["content"] or "").strip()
+        if moved and moved in turn and moved not in str(messages[index]):
+            raise ValueError(f"the chat template writes a system message into an assistant's turn; {REMEDY}")
 
 
 def _max_characters(record: Any) -> int:
@@ -278,100 +320,6 @@ def _size(value: Any) -> int:
     if isinstance(value, list):
         return sum(map(_size, value))
     return len(value) if isinstance(value, str) else 8
-
-
-@dataclass(frozen=True)
-class _Frame:
-    """How assistant's messages begin: with the generation prompt, or with that much of it which all have."""
-
-    prompt: str
-    common: str
-
-    @classmethod
-    def of(cls, prompt: str, heads: list[str]) -> "_Frame":
-        """heads: what the template writes before the content of assistant's messages."""
-        if heads[0].strip() and not prompt.strip():
-            raise ValueError(f"the chat template writes no generation prompt; add one, or {_REMEDY}")
-        lead = heads[0][: len(heads[0]) - len(heads[0].lstrip())]  # white space that the loop writes
-        prompt = lead + prompt.lstrip() if prompt.strip() else prompt
-        texts = [prompt, *heads]
-        alike = itertools.takewhile(lambda characters: len(set(characters)) == 1, zip(*texts, strict=False))
-        common = prompt[: len(list(alike))]
-        if common not in texts:  # within a word: back to its line
-            common = common[: common.rfind("\n") + 1]
-        return cls(prompt, common)
-
-    def header_of(self, text: str) -> int | None:
-        """Number of characters at the beginning of an assistant's message that are not learned; None: not a message."""
-        for header in (self.prompt, self.common):
-            if text.startswith(header):
-                return len(header)
-        return None
-
-
-@dataclass(frozen=True)
-class _Trace:
-    """A rendering: text, generated: spans of generation markers; events: (position, message or None), in order."""
-
-    text: str
-    generated: Spans
-    events: list[tuple[int, int | None]]
-
-    @functools.cached_property
-    def ranges(self) -> dict[int | None, Spans]:
-        """Message or None -> the characters of its pieces of text."""
-        ends = [position for position, _ in self.events[1:]] + [len(self.text)]
-        ranges: dict[int | None, Spans] = {}
-        for (start, index), stop in zip(self.events, ends, strict=True):
-            if start < stop:
-                ranges.setdefault(index, []).append((start, stop))
-        return ranges
-
-    def range_of(self, index: int) -> tuple[int, int]:
-        """The characters of a message. Raises ValueError if it has none, or if they are not in one piece."""
-        found = self.ranges.get(index, [])
-        if len(found) != 1:
-            many = "in several places" if found else "not in a loop over the messages"
-            raise ValueError(f"the chat template writes a message {many}; {_REMEDY}")
-        return found[0]
-
-    def written(self, index: int) -> str:
-        """The text of a message."""
-        return "".join([self.text[start:stop] for start, stop in self.ranges.get(index, [])])
-
-    def owner_of(self, position: int, count: int) -> int | None:
-        """The message that a character belongs to; what follows the loop over `count` messages is of the last."""
-        owner, seen = None, False
-        for start, index in self.events:
-            if start > position:
-                break
-            owner, seen = index, seen or index is not None
-        return count - 1 if seen and owner is None else owner
-
-
-def _marked_spans(trace: _Trace, messages: Messages, learned: list[bool]) -> Spans:
-    """The marked spans that belong to messages to be learned."""
-    assistants = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-    if all(learned[index] for index in assistants):
-        return _joined(trace.generated)
-    owners = [trace.owner_of(start, len(messages)) for start, _ in trace.generated]
-    if not set(owners) <= set(assistants):
-        owners = list(assistants)
-        if len(owners) != len(trace.generated):
-            raise ValueError("it is not clear which {% generation %} of the chat template belongs to which message")
-    pairs = zip(trace.generated, owners, strict=True)
-    return _joined([span for span, owner in pairs if owner is not None and learned[owner]])
-
-
-def _joined(spans: Spans) -> Spans:
-    """Spans that touch as one; none that is empty."""
-    joined: Spans = []
-    for start, stop in spans:
-        if joined and joined[-1][1] == start:
-            joined[-1] = (joined[-1][0], stop)
-        elif start < stop:
-            joined.append((start, stop))
-    return joined
 
 
 def _probe(after_tool: bool = False, has_calls: bool = False) -> Messages:
