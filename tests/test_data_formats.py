@@ -53,6 +53,34 @@ def test_every_form_of_a_conversation(record, messages):
     assert parse_document(record) == {"messages": messages}
 
 
+@pytest.mark.parametrize(
+    ("said", "weight"),
+    [
+        ({"loss": False}, 0),
+        ({"train": False}, 0),
+        ({"loss_mask": 0}, 0),
+        ({"weight": 0, "loss": False}, 0),
+        ({"loss": True, "loss_mask": 1}, 1),
+    ],
+)
+def test_other_names_of_a_turns_weight_mean_what_they_say(said, weight):
+    (message,) = parse_document({"messages": [ASSISTANT | said]})["messages"]
+    assert message == ASSISTANT | {"weight": weight}
+    turn = {"from": "gpt", "value": "a"} | said
+    assert parse_document({"conversations": [turn]}) == {"messages": [message]}
+    (document,) = chat(CHATML_TEMPLATE).documents([parse_document({"messages": [USER, ASSISTANT | said]})])
+    assert document.loss_mask.any() == bool(weight)
+    assert document.notes == ()
+
+
+@pytest.mark.parametrize("arguments", ["", " \n"])
+def test_a_call_with_empty_text_for_arguments_has_none(arguments):
+    calls = [{"type": "function", "function": {"name": "now", "arguments": arguments}}]
+    record = parse_document({"messages": [USER, {"role": "assistant", "tool_calls": calls}]})
+    assert record["messages"][1]["tool_calls"][0]["function"] == {"name": "now", "arguments": {}}
+    assert '<call>{"name": "now", "arguments": {}}</call>' in chat(TOOL_TEMPLATE).render(record["messages"])[0]
+
+
 def test_what_exporters_fill_in_is_left_out():
     """Templates ask whether a message has "tool_calls"."""
     for nothing in (None, []):
@@ -181,6 +209,8 @@ def calling(arguments):
         ({"messages": [ASSISTANT | {"reasoning": ["a"]}]}, r"messages\[0\].reasoning is .*; write a string"),
         ({"messages": [ASSISTANT | {"weight": 0.5}]}, r"messages\[0\].weight is 0.5; use 0"),
         ({"messages": [ASSISTANT | {"weight": []}]}, r"messages\[0\].weight is \[\]; use 0"),
+        ({"messages": [ASSISTANT | {"loss": "no"}]}, r"messages\[0\].loss is 'no'; use 0"),
+        ({"messages": [ASSISTANT | {"weight": 1, "train": False}]}, "says different things in weight and train; leave"),
         ({"messages": [SYSTEM, USER], "system": "other"}, '"system" and a first message of role "system"; leave it'),
         ({"conversations": [{"from": "human", "value": "q", "role": "system"}]}, 'has "from" and "role"; leave it one'),
         ({"conversations": [{"from": "gpt", "value": "q", "content": "a"}]}, 'has "value" and "content"; leave it one'),

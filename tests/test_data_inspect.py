@@ -10,6 +10,8 @@ import sys
 from html.parser import HTMLParser
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -344,6 +346,13 @@ def test_reasoning_that_is_kept_is_no_finding(inspect):
 def test_of_many_different_mistakes_some_are_named(inspect):
     records = [messages(user("q"), assistant("a"), **{f"key {chr(97 + i)}": 1}) for i in range(20)]
     assert len(warnings_of(inspect(records))) == judgement.MAX_OF_A_KIND
+
+
+def test_a_column_that_is_not_read_is_named_like_a_key(tmp_path):
+    path = tmp_path / "data.parquet"
+    pq.write_table(pa.Table.from_pylist([record | {"system_prompt": "be brief"} for record in GOOD]), path)
+    inspection = inspect_data(path, write_folder(tmp_path / "tokenizer"))
+    assert warnings_of(inspection) == [f'the key "system_prompt" of all {len(GOOD)} records is not used']
 
 
 # ------------------------------------------------------------------------------------------------------------- the page

@@ -131,6 +131,10 @@ class Corpus:
         """Name of the block's file, for messages."""
         return self._locate_block(block)[0].path
 
+    def unread_columns(self, block: int) -> tuple[str, ...]:
+        """Names of the columns of the block's table that hold no key of a record; none where it is no table."""
+        return self._locate_block(block)[0].unread_columns
+
     def check_unchanged(self, block: int) -> None:
         """Raises ValueError, with the file's name, if the block's file has changed since it was opened."""
         self._locate_block(block)[0].check_unchanged()

@@ -16,8 +16,9 @@ and "chat_template_kwargs" go to the chat template with the messages; "system" (
 a record that begins with another system message is malformed.
 Other keys of a record are ignored; other keys of a message reach the template unless they are null. Content is a
 string, or a list of `{"type": "text", "text": ...}` that is joined. It may be null beside "tool_calls", whose
-"arguments" are an object or its JSON text, as in OpenAI's format. "reasoning" and "thinking" are other names of
-"reasoning_content". An assistant's message with `"weight": 0` is not learned.
+"arguments" are an object or its JSON text, as in OpenAI's format; empty text is an object without keys. "reasoning" and
+"thinking" are other names of "reasoning_content". An assistant's message with `"weight": 0` is not learned; "loss",
+"train" and "loss_mask" are other names of "weight", and false of 0.
 """
 
 import functools
@@ -32,6 +33,7 @@ ROLES = ("system", "user", "assistant", "tool")
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"} | {role: role for role in ROLES}
 
 _REASONING = ("reasoning_content", "reasoning", "thinking")
+_WEIGHT = ("weight", "loss", "train", "loss_mask")
 _RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token")  # of a template
 
 Messages = list[dict[str, Any]]
@@ -193,10 +195,23 @@ def _message(name: str, message: Any) -> dict[str, Any]:
         raise ValueError(f"{name}.content is empty, and it is the assistant's; write text or remove the message")
     # Exporters write null for keys that a message lacks; templates test whether a key is present.
     given = {key: value for key, value in message.items() if value is not None and key != "tool_calls"}
-    if given.get("weight", 1) not in (0, 1):
-        raise ValueError(f"{name}.weight is {quoted(given['weight'])}; use 0 for a turn not to be learned, or 1")
+    given = _with_weight(name, given)
     calls = [_with_arguments(f"{name}.tool_calls[{index}]", call) for index, call in enumerate(calls or [])]
     return _with_reasoning(name, given) | {"content": content} | ({"tool_calls": calls} if calls else {})
+
+
+def _with_weight(name: str, message: dict[str, Any]) -> dict[str, Any]:
+    """The message with what it says of its loss, if anything, as "weight" 0 or 1."""
+    if message.keys().isdisjoint(_WEIGHT):
+        return message
+    named = {key: message[key] for key in _WEIGHT if key in message}
+    for key, weight in named.items():
+        if weight not in (0, 1):
+            raise ValueError(f"{name}.{key} is {quoted(weight)}; use 0 for a turn not to be learned, or 1")
+    if len({int(weight) for weight in named.values()}) > 1:
+        raise ValueError(f"{name} says different things in {' and '.join(named)}; leave it one of them")
+    rest = {key: value for key, value in message.items() if key not in named}
+    return rest | {"weight": int(next(iter(named.values())))}
 
 
 def _with_reasoning(name: str, message: dict[str, Any]) -> dict[str, Any]:
@@ -220,7 +235,7 @@ def _with_arguments(name: str, call: dict[str, Any]) -> dict[str, Any]:
     arguments = call.get("arguments")
     if isinstance(arguments, str):
         try:
-            arguments = _json(f"{name}.arguments", arguments)
+            arguments = _json(f"{name}.arguments", arguments) if arguments.strip() else {}
         except json.JSONDecodeError:  # in another language
             return call
     return {**call, "arguments": arguments} if isinstance(arguments, dict) else call

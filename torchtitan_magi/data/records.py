@@ -39,9 +39,12 @@ class RecordFile(ABC):
     Attributes:
         block_firsts: int64 [blocks + 1], first record of each block, and the number of records.
         num_bytes, crc32: size and checksum of the content.
+        unread_columns: names of the columns of a table that hold no key of a record.
 
     Raises ValueError (`what; remedy`, with the file's name) for a file that cannot be read or changes.
     """
+
+    unread_columns: tuple[str, ...] = ()
 
     block_firsts: np.ndarray
     num_bytes: int

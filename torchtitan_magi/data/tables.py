@@ -56,6 +56,7 @@ class TableFile(RecordFile):
             raise ValueError(
                 f"{quoted_path(self.path)} has columns of the same name, {quoted(names)}; rename or remove one"
             )
+        self.unread_columns = tuple(name for name in names if name not in used)
         return used
 
     def _identify(self, cache: Path | None, selection: str = "") -> None:

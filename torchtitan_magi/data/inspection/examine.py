@@ -109,9 +109,13 @@ class Examiner:
             length=length,
             kept=kept,
             left_out=left_out,
-            found=tuple(dict.fromkeys(self.checker.check(raw, record, parts, _notes(result)))),
+            found=tuple(dict.fromkeys([*self.checker.check(raw, record, parts, _notes(result)), *self._unread()])),
             cells=tuple((part.name, self.speller.cells(part)) for part in parts) if index in self.shown else (),
         )
+
+    def _unread(self) -> list[Found]:
+        """The columns of the current block that no record has, whose keys would be named."""
+        return [("key", name) for name in self.corpus.unread_columns(self._block)]
 
     def _fitted(self, result: TokenizedDocument | TokenizedPair) -> tuple[int, int, str]:
         """Positions before and after truncation, and why the record is left out."""
