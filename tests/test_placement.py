@@ -9,6 +9,7 @@ from masks import dense_mask, document_lengths, square_slice_lists
 from torchtitan_magi.masks.builders import block_causal, shared_prompt, sliding_window, varlen_causal, varlen_full
 from torchtitan_magi.masks.slices import AttnSlices
 from torchtitan_magi.planning.needs import node_traffic, traffic
+from torchtitan_magi.planning.placement import nodes
 from torchtitan_magi.planning.placement.place import place
 from torchtitan_magi.report.sample_packs import draw_pack
 
@@ -174,3 +175,23 @@ def test_nodes_do_not_change_what_the_ranks_own():
     slices = varlen_causal(real_documents(num_tokens, 1))
     one_node, eight = (place(slices, num_tokens, cp_size, gpus_per_node=n) for n in (8, None))
     assert all(np.array_equal(a, b) for a, b in zip(one_node, eight, strict=True))
+
+
+def test_masks_of_several_kinds_of_layers_are_not_merged(monkeypatch):
+    """Merging goes over all rows; where tokens are placed, which rows and keys the masks reach is enough."""
+    cu = real_documents(65536, 0)
+    full, window = varlen_causal(cu).canonical(), sliding_window(cu, 128).canonical()
+    merged = AttnSlices(np.concatenate([full.table, window.table])).canonical()
+    monkeypatch.setattr("torchtitan_magi.masks.slices._merge_rows", None)
+    assert merged == full
+    owned = placed(((full, 1), (window, 1)), 65536, 16, gpus_per_node=8)
+    assert all(map(np.array_equal, owned, placed(((full, 1), (window, 1)), 65536, 16, gpus_per_node=8)))
+
+
+def test_swaps_between_nodes_do_not_grow_with_the_square_of_the_nodes(monkeypatch):
+    tried = []
+    reach_without = nodes._reach_without
+    monkeypatch.setattr(nodes, "_reach_without", lambda reach: tried.append(reach.shape) or reach_without(reach))
+    placed(varlen_causal(real_documents(2**20, 0)), 2**20, 320, gpus_per_node=8)
+    assert tried
+    assert all(len(shape) == 2 or shape[0] <= nodes.SWAP_NODES for shape in tried)

@@ -9,6 +9,8 @@ from torchtitan_magi.masks.geometry import Int64Array
 from torchtitan_magi.masks.slices import AttnSlices
 from torchtitan_magi.planning.needs import key_needs, node_traffic, parts_of, pieces_of, transfers_of
 
+SWAP_NODES = 16  # that receive least: with whose shares swaps are tried
+
 
 def seat_in_nodes(
     slices: AttnSlices, document_starts: Int64Array, owned: tuple[Int64Array, ...], gpus_per_node: int
@@ -24,7 +26,7 @@ def seat_in_nodes(
     reach, held = _documents_of_shares(slices, document_starts, owned)
     seats = [list(range(len(owned))), _by_document(reach, held, gpus_per_node)]
     if gpus_per_node > 1 and len(owned) % gpus_per_node == 0:
-        seats += [_swap_seats(order, reach, held, gpus_per_node) for order in seats]
+        seats.append(_swap_seats(seats[1], reach, held, gpus_per_node))
     candidates = [tuple(owned[share] for share in order) for order in seats]
     return min(((_most_across(slices, shares, gpus_per_node), shares) for shares in candidates), key=itemgetter(0))
 
@@ -95,12 +97,14 @@ def _by_document(reach: Int64Array, held: Int64Array, gpus_per_node: int) -> lis
 
 
 def _swap_seats(order: list[int], reach: Int64Array, held: Int64Array, gpus_per_node: int) -> list[int]:
-    """Swaps shares between the node that receives most and the others while that lowers the larger of the two."""
+    """Swaps shares between the node that receives most and those that receive least while that lowers the larger of
+    the two."""
     seats = np.array(order).reshape(-1, gpus_per_node)
     for _ in range(4 * len(seats)):
         received = np.maximum(reach[seats].max(1) - held[seats].sum(1), 0).sum(1)  # per node
-        node = int(received.argmax())
-        mine, others = seats[node], np.delete(seats, node, 0)
+        *partners, node = received.argsort(kind="stable").tolist()
+        partners = partners[:SWAP_NODES]
+        mine, others = seats[node], seats[partners]
         without_mine = _reach_without(reach[mine])  # [gpus, documents]
         without_other = _reach_without(reach[others])  # [nodes - 1, gpus, documents]
         # Volumes of both nodes if share i of this node and share j of another one swap seats: [nodes - 1, i, j].
@@ -112,8 +116,7 @@ def _swap_seats(order: list[int], reach: Int64Array, held: Int64Array, gpus_per_
         other, i, j = np.unravel_index(int(worse.argmin()), worse.shape)
         if worse[other, i, j] >= received[node]:
             break
-        other_node = other + (other >= node)
-        seats[node, i], seats[other_node, j] = seats[other_node, j], seats[node, i]
+        seats[node, i], seats[partners[other], j] = seats[partners[other], j], seats[node, i]
     return seats.ravel().tolist()
 
 

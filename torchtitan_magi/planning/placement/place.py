@@ -11,7 +11,7 @@ from operator import itemgetter
 import numpy as np
 
 from torchtitan_magi.masks.geometry import Int64Array
-from torchtitan_magi.masks.slices import AttnSlices
+from torchtitan_magi.masks.slices import AttnSlices, stacked
 from torchtitan_magi.planning.cost_model import H200, LLAMA_HEADS, CostModel, Heads
 from torchtitan_magi.planning.needs import traffic
 from torchtitan_magi.planning.placement.greedy import Recipe, place_documents
@@ -24,7 +24,7 @@ IMBALANCE = 1.016  # work of the heaviest rank over the mean that a placement ma
 ALL = float("inf")
 # All of them are tried and the best placement is kept: subsets of 28 recipes that together did best on the packs of
 # the first seeds in benchmarks/results/plan.json.
-FEW_RANKS = 16
+FEW_RANKS, MANY_RANKS = 16, 256  # with more than many ranks each recipe takes its time, so fewer are tried
 RECIPES_FEW = (
     Recipe(slack=0.01, prefix=1.0, reach=ALL),
     Recipe(slack=0.013, prefix=0.5, reach=ALL),
@@ -70,9 +70,7 @@ def place(
         return (np.array([[0, num_tokens]]),)
     if isinstance(layers, AttnSlices):
         layers = ((layers, 1),)
-    slices = layers[0][0]
-    if len(layers) > 1:  # what attends to what in any layer
-        slices = AttnSlices(np.concatenate([each.table for each, _ in layers]))
+    slices = stacked([each for each, _ in layers])  # what attends to what in any layer
     profile = WorkProfile(layers, num_tokens, heads.tile_rows)
     gap = -(-tokens_per_rank // 16)
     readings = [documents(slices, num_tokens, gap)]
@@ -80,7 +78,7 @@ def place(
     if is_long:
         loose = documents(slices, num_tokens, gap, keep_links=False)
         readings += [loose] if len(loose) > len(readings[0]) else []
-    recipes = RECIPES_FEW if cp_size <= FEW_RANKS else RECIPES_MANY
+    recipes = RECIPES_FEW if cp_size <= FEW_RANKS else RECIPES_MANY[: None if cp_size <= MANY_RANKS else SEATED]
     short = max(1, tokens_per_rank // 128)
     readings = [bundle(stretches, short) for stretches in readings]
     candidates = []
