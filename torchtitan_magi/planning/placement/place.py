@@ -17,6 +17,7 @@ from torchtitan_magi.planning.needs import traffic
 from torchtitan_magi.planning.placement.greedy import Recipe, place_documents
 from torchtitan_magi.planning.placement.nodes import seat_in_nodes
 from torchtitan_magi.planning.placement.profile import Layers, WorkProfile, bundle, documents
+from torchtitan_magi.planning.topology import Nodes
 
 SEATED = 3  # placements, the best before their ranks are seated in nodes, that are compared once they are
 IMBALANCE = 1.016  # work of the heaviest rank over the mean that a placement may have for the sake of fewer rows
@@ -44,7 +45,7 @@ def place(
     layers: AttnSlices | Layers,
     num_tokens: int,
     cp_size: int,
-    gpus_per_node: int | None = None,
+    nodes: Nodes | None = None,
     heads: Heads = LLAMA_HEADS,
     cost: CostModel = H200,
 ) -> tuple[Int64Array, ...]:
@@ -55,8 +56,7 @@ def place(
             together is balanced, and the rows that travel are those of all layers.
         num_tokens: tokens of the pack, a multiple of cp_size.
         cp_size: number of ranks.
-        gpus_per_node: when given, ranks [0, gpus_per_node) are one node, and so on; ranks that share a document are
-            put in one node.
+        nodes: which ranks sit in which node; ranks that share a document are put in one. None: all are in one.
         heads, cost: what work and rows that travel cost. Ranks are balanced by tiles of the kernel.
 
     Returns:
@@ -89,12 +89,12 @@ def place(
             mean_work = int(work.mean())
             candidates.append((_seconds(layers, owned, work, heads, cost), owned, stretches))
     candidates.sort(key=itemgetter(0))
-    if gpus_per_node is None or gpus_per_node >= cp_size:
+    if nodes is None or len(nodes) == 1:
         return candidates[0][1]
     row_seconds = sum(count for _, count in layers) * heads.row_bytes / cost.across.bandwidth
     seated = []
     for seconds, owned, stretches in candidates[:SEATED]:
-        rows, owned = seat_in_nodes(slices, stretches[:, 0], owned, gpus_per_node)
+        rows, owned = seat_in_nodes(slices, stretches[:, 0], owned, nodes)
         seated.append((seconds + rows * row_seconds, owned))
     return min(seated, key=itemgetter(0))[1]
 
