@@ -86,7 +86,7 @@ def everything(plan: AttnPlan, spans: Spans, stage: Callable[[int, int], int]) -
                     hops.append((destination, source, start, end, before, num_stages * tokens))
                     before += end - start
     table = np.array(hops, dtype=np.int64)
-    routes = Routes(owned, plan.cp_size, table[:, :4], table)
+    routes = Routes(owned, plan.nodes, table[:, :4], table)
     ranks = tuple(RankShare(rank, plan.slices, routes, (spans, spans)) for rank in range(plan.cp_size))
     return replace(plan, routes=routes, ranks=ranks, forward=spans, backward=spans)
 

@@ -34,6 +34,7 @@ from torchtitan_magi.planning.cost_model import H200, LLAMA_HEADS, Heads
 from torchtitan_magi.planning.needs import node_traffic, traffic
 from torchtitan_magi.planning.placement.place import place
 from torchtitan_magi.planning.plan import plan_afresh
+from torchtitan_magi.planning.topology import Nodes
 from torchtitan_magi.report.__main__ import count_of_tokens
 from torchtitan_magi.report.sample_packs import DISTRIBUTIONS, draw_pack, fill_pack
 from torchtitan_magi.report.strategies import Case, contiguous, min_heap, plan_outcome, tile_work, zigzag
@@ -65,7 +66,7 @@ UNSEEN_HEADS = LLAMA_HEADS, Heads(num_heads_q=32, num_heads_kv=32, head_dim=128)
 
 
 def ours(slices: AttnSlices, num_tokens: int, cp_size: int) -> Owned:
-    return place(slices, num_tokens, cp_size, GPUS_PER_NODE)
+    return place(slices, num_tokens, cp_size, Nodes.of(GPUS_PER_NODE, cp_size))
 
 
 PLANNERS: dict[str, Callable[[AttnSlices, int, int], Owned]] = {
@@ -113,7 +114,7 @@ def figures(slices: AttnSlices, owned: Owned, num_tokens: int) -> dict[str, floa
     cp_size = len(owned)
     tokens = num_tokens / cp_size
     area, received, sent = traffic(slices, owned)
-    nodes = node_traffic(slices, owned, GPUS_PER_NODE)[0] if cp_size > GPUS_PER_NODE else np.zeros(1)
+    nodes = node_traffic(slices, owned, Nodes.of(GPUS_PER_NODE, cp_size))[0] if cp_size > GPUS_PER_NODE else np.zeros(1)
     row = {"imbalance_area": area.max() / area.mean()}
     for name, rows in (("imbalance_tile", LLAMA_HEADS.tile_rows), ("imbalance_tile_mha", KEYS)):
         work = tile_work(slices, owned, rows)
@@ -134,7 +135,7 @@ def plan_ms(slices: AttnSlices, num_tokens: int, cp_size: int, repeats: int = 5)
     for _ in range(repeats):
         fresh = AttnSlices(slices.table)
         begin = time.process_time()
-        plan = plan_afresh(fresh, num_tokens, cp_size, -1, LLAMA_HEADS, GPUS_PER_NODE, H200)
+        plan = plan_afresh(fresh, num_tokens, cp_size, -1, LLAMA_HEADS, Nodes.of(GPUS_PER_NODE, cp_size), H200)
         planned = time.process_time()
         share = max(plan.ranks, key=lambda share: len(share.ranges))
         for stage in dict.fromkeys((*share.forward, *share.backward)):
@@ -197,7 +198,7 @@ def bench_unseen(distribution: str, case: str, heads: Heads, seed: int) -> dict[
     for _ in range(3):
         fresh = AttnSlices(on_machine.slices.table)
         begin = time.process_time()
-        plan = plan_afresh(fresh, total, cp_size, -1, heads, GPUS_PER_NODE, H200)
+        plan = plan_afresh(fresh, total, cp_size, -1, heads, Nodes.of(GPUS_PER_NODE, cp_size), H200)
         times.append(time.process_time() - begin)
     outcome = plan_outcome(on_machine, plan)
     return {

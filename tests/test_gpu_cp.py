@@ -139,6 +139,41 @@ def test_symmetric_memory_ends_with_its_group(pool):
         assert freed >= held
 
 
+def grown_on_rank(keep):
+    """What an exchange that grows raises when PyTorch's allocator has nearly all of the GPU: "" or the error.
+
+    keep: whether rank 0 uses that memory, or it lies in the cache of all ranks.
+    """
+    travel_by("written")
+    group, size = dist.new_group(list(range(dist.get_world_size()))), dist.get_world_size()
+    run_case(CASES["GQA 64:8"], size, group, "cuda")
+    held = process_group_transport(group).num_bytes
+    tokens = 2**16  # K/V of 256 MiB: slots of 2 GiB together
+    plan = magi.make_plan(magi.varlen_causal([0, tokens * size]), tokens * size, size, 0)
+    k = torch.randn(tokens, 8, 128, device="cuda", dtype=torch.bfloat16)
+    torch.cuda.synchronize()
+    filling = torch.empty(torch.cuda.mem_get_info()[0] - 2**30, dtype=torch.uint8, device="cuda")
+    if not (keep and dist.get_rank() == 0):
+        del filling
+    try:
+        with torch.no_grad():
+            magi.cp_varlen_attn(k, k, k, plan, group)
+        torch.cuda.synchronize()
+        assert process_group_transport(group).num_bytes > held
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_rows_find_memory_that_the_allocator_keeps(pool):
+    assert set(pool.run(grown_on_rank, False)) == {""}
+
+
+def test_a_rank_without_memory_for_rows_ends_all(pool):
+    for error in pool.run(grown_on_rank, True):
+        assert "MiB of each GPU outside PyTorch's allocator, and one has only" in error
+
+
 def deterministic_step(case):
     """A forward and a backward of this rank: out, lse, dq, dk, dv."""
     plan = magi.make_plan(case.slices, len(case.mask), dist.get_world_size(), case.stages)

@@ -9,7 +9,9 @@ from masks import dense_mask, document_lengths, square_slice_lists
 from torchtitan_magi.masks.builders import block_causal, shared_prompt, sliding_window, varlen_causal, varlen_full
 from torchtitan_magi.masks.slices import AttnSlices
 from torchtitan_magi.planning.needs import node_traffic, traffic
+from torchtitan_magi.planning.placement import nodes as seats
 from torchtitan_magi.planning.placement.place import place
+from torchtitan_magi.planning.topology import Nodes
 from torchtitan_magi.report.sample_packs import draw_pack
 
 CP_SIZES = st.sampled_from([1, 2, 3, 5, 6, 8, 12])
@@ -56,7 +58,7 @@ def test_documents_of_any_lengths(lengths, cp_size, kind, padding):
 @settings(max_examples=150)
 def test_any_slices(total_and_slices, cp_size, has_nodes):
     total, slices = total_and_slices
-    placed(slices, total, cp_size, gpus_per_node=2 if has_nodes else None)
+    placed(slices, total, cp_size, nodes=Nodes.of(2 if has_nodes else None, cp_size))
 
 
 @given(square_slice_lists(1, 60), st.sampled_from([2, 4, 6]))
@@ -77,7 +79,7 @@ def test_traffic_is_what_the_dense_mask_says(total_and_slices, cp_size):
     assert sent.tolist() == [needed[:, owner == rank].sum() for rank in range(cp_size)]
     node = owner // 2
     across = np.stack([mask[node == n].any(0) & (node != n) for n in range(cp_size // 2)])
-    received, sent = node_traffic(slices, owned, 2)
+    received, sent = node_traffic(slices, owned, Nodes.of(2, len(owned)))
     assert received.tolist() == [-(-rows // 2) for rows in across.sum(1).tolist()]
     assert sent.tolist() == [across[:, owner == rank].sum() for rank in range(cp_size)]
 
@@ -161,16 +163,36 @@ def test_few_documents_travel_little(cp_size):
 
 
 def test_ranks_that_share_documents_sit_in_one_node():
-    num_tokens, cp_size, gpus_per_node = 16 * 8192, 16, 4
+    num_tokens, cp_size, nodes = 16 * 8192, 16, Nodes.of(4, 16)
     slices = varlen_causal(np.arange(0, num_tokens + 1, num_tokens // 4))  # four documents, four nodes
-    owned = placed(slices, num_tokens, cp_size, gpus_per_node=gpus_per_node)
+    owned = placed(slices, num_tokens, cp_size, nodes=nodes)
     _, received, _ = traffic(slices, owned)
-    from_nodes, to_nodes = node_traffic(slices, owned, gpus_per_node)
+    from_nodes, to_nodes = node_traffic(slices, owned, nodes)
     assert max(from_nodes.max(), to_nodes.max()) <= 0.2 * received.mean()
 
 
 def test_nodes_do_not_change_what_the_ranks_own():
     num_tokens, cp_size = 65_536, 8
     slices = varlen_causal(real_documents(num_tokens, 1))
-    one_node, eight = (place(slices, num_tokens, cp_size, gpus_per_node=n) for n in (8, None))
+    one_node, eight = (place(slices, num_tokens, cp_size, nodes=n) for n in (Nodes.of(8, 8), None))
     assert all(np.array_equal(a, b) for a, b in zip(one_node, eight, strict=True))
+
+
+def test_masks_of_several_kinds_of_layers_are_not_merged(monkeypatch):
+    """Merging goes over all rows; where tokens are placed, which rows and keys the masks reach is enough."""
+    cu = real_documents(65536, 0)
+    full, window = varlen_causal(cu).canonical(), sliding_window(cu, 128).canonical()
+    merged = AttnSlices(np.concatenate([full.table, window.table])).canonical()
+    monkeypatch.setattr("torchtitan_magi.masks.slices._merge_rows", None)
+    assert merged == full
+    owned = placed(((full, 1), (window, 1)), 65536, 16, nodes=Nodes.of(8, 16))
+    assert all(map(np.array_equal, owned, placed(((full, 1), (window, 1)), 65536, 16, nodes=Nodes.of(8, 16))))
+
+
+def test_swaps_between_nodes_do_not_grow_with_the_square_of_the_nodes(monkeypatch):
+    tried = []
+    reach_without = seats._reach_without
+    monkeypatch.setattr(seats, "_reach_without", lambda reach: tried.append(reach.shape) or reach_without(reach))
+    placed(varlen_causal(real_documents(2**20, 0)), 2**20, 320, nodes=Nodes.of(8, 320))
+    assert tried
+    assert all(len(shape) == 2 or shape[0] <= seats.SWAP_NODES for shape in tried)

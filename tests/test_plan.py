@@ -62,7 +62,7 @@ def assert_is_right(plan, slices, total):
 
 
 def assert_stages_are_right(plan, direction, mask, owned):
-    ranks, node = range(plan.cp_size), np.arange(plan.cp_size) // plan.gpus_per_node
+    ranks, node = range(plan.cp_size), plan.nodes.node
     need = [set(np.flatnonzero(mask[owned[rank]].any(0))) - set(owned[rank]) for rank in ranks]
     came = [[] for _ in ranks]  # rows for the rank's own attention
     crossed = [[] for _ in ranks]
@@ -134,7 +134,7 @@ def test_special_packs():
     assert_plan_is_right(varlen_causal([0, 256]), 256, 8, 3)  # one document over all ranks
     assert_plan_is_right(sliding_window([0, 100, 300], 16), 300, 4, 1)
     documents = varlen_causal(np.cumsum([0, 3, 90, 1, 33, 61, 100, 7]))
-    for cp_size, gpus_per_node in ((5, 2), (12, 4), (12, 5), (96, 8)):  # nothing divides
+    for cp_size, gpus_per_node in ((5, 2), (12, 4), (12, 5), (96, 8), (5, [1, 4]), (12, [8, 4]), (9, [2, 6, 1])):
         assert_plan_is_right(documents, 301, cp_size, 2, gpus_per_node)
     assert_plan_is_right(AttnSlices([]), 10, 3, 2)  # nothing attends to anything
     assert_plan_is_right(AttnSlices([]), 0, 2, 2)
@@ -166,7 +166,7 @@ def test_keys_that_follow_each_other_are_one_slice():
 def test_a_row_crosses_to_a_node_once():
     cu = np.linspace(0, 16 * 512, 3).astype(int)
     plan = make_plan(varlen_causal(cu), 16 * 512, 16, gpus_per_node=4)
-    relayed, _ = node_traffic(plan.slices, [share.ranges for share in plan.ranks], 4)
+    relayed, _ = node_traffic(plan.slices, [share.ranges for share in plan.ranks], plan.nodes)
     flat = make_plan(varlen_causal(cu), 16 * 512, 16, gpus_per_node=1).rows_across_nodes
     assert plan.rows_across_nodes.reshape(4, 4).max(1).tolist() == relayed.tolist()
     assert plan.rows_across_nodes.sum() < 0.5 * flat.sum()

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import torchtitan_magi as magi
 from torchtitan_magi.exchange.agreement import PlanAgreement
-from torchtitan_magi.exchange.mesh import gpus_per_node
+from torchtitan_magi.exchange.mesh import ranks_per_node
 from torchtitan_magi.masks.slices import AttnSlices
 from torchtitan_magi.planning.cost_model import H200, KernelCost, Link
 
@@ -129,20 +129,23 @@ def test_a_mesh_like_one_whose_group_has_ended(pool):
 
 
 def nodes_on_rank():
-    """gpus_per_node of the world, and of groups with tensor parallelism inside and outside, for machines of 4."""
+    """ranks_per_node of the world, and of groups with tensor parallelism inside and outside, for machines of 4."""
     world, half = dist.get_world_size(), dist.get_world_size() // 2
     meshes = init_device_mesh("cpu", (half, 2), mesh_dim_names=("cp", "tp")), init_device_mesh("cpu", (2, half))
-    groups = [dist.group.WORLD, meshes[0]["cp"], meshes[0]["tp"].get_group(), meshes[1].get_group(0)]
-    uneven = dist.new_group(range(world - 1))
-    counts = [gpus_per_node(group, 4) for group in groups]
-    return counts, gpus_per_node(uneven, 4) if dist.get_rank() < world - 1 else None
+    groups = [dist.group.WORLD, meshes[0]["cp"].get_group(), meshes[0]["tp"].get_group(), meshes[1].get_group(0)]
+    uneven = dist.new_group(range(world - 2))
+    with mock.patch("torchtitan_magi.exchange.mesh.machine", return_value=f"machine {dist.get_rank() // 4}"):
+        counts = [ranks_per_node(group) for group in groups]
+        counts.append(ranks_per_node(uneven) if dist.get_rank() < world - 2 else [4, 2])
+    with mock.patch("torchtitan_magi.exchange.mesh.machine", return_value=f"machine {dist.get_rank() % 2}"):
+        counts.append(ranks_per_node(dist.group.WORLD))
+    return counts
 
 
 def test_ranks_are_counted_by_node():
     with closing(RankPool(8)) as pool:  # of its own: ranks in unequally many groups cannot make later ones
         results = pool.run(nodes_on_rank)
-    assert [counts for counts, _ in results] == [[4, 2, None, 1]] * 8
-    assert {count for _, count in results} == {None}
+    assert results == [[[4, 4], [2, 2], None, [1, 1], [4, 2], None]] * 8
 
 
 def disagree_on_rank(odd_rank):

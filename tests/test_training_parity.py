@@ -113,9 +113,10 @@ def test_without_all_logits_it_is_the_training_of_torchtitan(name):
 
 
 def two_ranks_per_node(report):
+    from torchtitan_magi.exchange import mesh
     from torchtitan_magi.training.runtime import MagiRuntime
 
-    os.environ["LOCAL_WORLD_SIZE"] = "2"  # as torchrun says on each of two machines
+    mesh.machine = lambda: str(int(os.environ["RANK"]) // 2)  # as on two machines
 
     def report_plan(inputs, *_):
         planned = inputs["planned"]
@@ -146,9 +147,10 @@ def one_document_per_batch(report):
 
 
 def report_stages_of_one_document(report):
+    from torchtitan_magi.exchange import mesh
     from torchtitan_magi.training.runtime import MagiRuntime
 
-    os.environ["LOCAL_WORLD_SIZE"] = "1"  # as on two machines: stages are chosen across nodes
+    mesh.machine = lambda: os.environ["RANK"]  # as on two machines: stages are chosen across nodes
     one_document_per_batch(report)
 
     def report_stages(inputs, *_):

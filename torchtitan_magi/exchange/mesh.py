@@ -1,7 +1,10 @@
 """From a mesh or a process group to the transport of its ranks."""
 
+import itertools
+import logging
 import weakref
-from typing import TypeAlias
+from pathlib import Path
+from typing import Any, TypeAlias
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -9,6 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchtitan_magi.exchange.peer_memory import PeerTransport, can_reach_each_other
 from torchtitan_magi.exchange.transport import SINGLE_RANK, ProcessGroupTransport, Transport
 from torchtitan_magi.wording import quoted
+
+logger = logging.getLogger(__name__)
 
 Mesh: TypeAlias = DeviceMesh | dist.ProcessGroup | Transport | None
 
@@ -60,18 +65,24 @@ def as_transport(mesh: Mesh, cp_size: int) -> Transport:
     return transport
 
 
-def gpus_per_node(mesh: Mesh, local_world_size: int) -> int | None:
-    """How many ranks of the mesh sit in each node, for ``make_plan``; None if all sit in one, or not equally many.
+def ranks_per_node(group: dist.ProcessGroup) -> list[int] | None:
+    """How many ranks of a group sit in each machine, for ``make_plan``; None if all sit in one. A collective.
 
-    Args:
-        mesh: a one-dimensional mesh or a process group, whose ranks may be any of the world's, ascending.
-        local_world_size: processes on each machine; torchrun's LOCAL_WORLD_SIZE.
+    Machines are told apart by themselves, so that any launcher will do. Where the group's ranks go back to a machine
+    that they have left, the plan takes all for one, and a warning says so.
     """
-    if isinstance(mesh, DeviceMesh):
-        mesh = mesh.get_group()
-    if not isinstance(mesh, dist.ProcessGroup):
+    machines: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(machines, machine(), group)
+    sizes = [len(list(ranks)) for _, ranks in itertools.groupby(machines)]
+    if len(sizes) > len(set(machines)):
+        logger.warning(
+            "context-parallel ranks go to and fro between machines, so every row that two ranks share may cross the "
+            "network; start all ranks of a machine one after another"
+        )
         return None
-    nodes = [rank // local_world_size for rank in dist.get_process_group_ranks(mesh)]
-    count = nodes.count(nodes[0])
-    is_regular = all(nodes[first : first + count] == [nodes[first]] * count for first in range(0, len(nodes), count))
-    return count if is_regular and count < len(nodes) else None
+    return sizes if len(sizes) > 1 else None
+
+
+def machine() -> str:
+    """Tells this machine from others, the same in all its containers."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text()

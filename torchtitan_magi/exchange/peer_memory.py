@@ -246,16 +246,56 @@ class PeerTransport(ProcessGroupTransport):
 
     @torch.inference_mode(False)
     def _grow(self, needed: int) -> None:
-        """Symmetric memory whose slots hold so many bytes. A collective; waits for the device."""
-        from torch._C._distributed_c10d import _SymmetricMemory
+        """Symmetric memory whose slots hold so many bytes. A collective; waits for the device.
 
+        It lies outside PyTorch's allocator, which by now may keep all of the GPU in its cache and then gives that back.
+
+        Raises:
+            RuntimeError: on all ranks: one of them has too little memory.
+        """
         torch.cuda.synchronize(self.device)  # fetches out of the old one are done when all ranks have come here
         self._let_go()
-        size, name = memory_bytes(needed), self.group("cast").group_name
-        memory = _SymmetricMemory.empty_strided_p2p((size,), (1,), torch.uint8, torch.device("cuda", self.device), name)
+        size = memory_bytes(needed)
+        memory, least = self._allocated_by_all(size)
+        if memory is None:
+            torch.cuda.empty_cache()
+            memory, least = self._allocated_by_all(size)
+        if memory is None:
+            raise RuntimeError(
+                f"rows of other ranks need {size >> 20:,} MiB of each GPU outside PyTorch's allocator, and one has "
+                f"only {least >> 20:,} MiB free; use more context-parallel ranks, shorter packs, or more of "
+                "activation_checkpoint"
+            )
         memory[:FLAG_BYTES].zero_()
         torch.cuda.synchronize(self.device)  # before anyone may write there
-        self._take_up(memory, list(_SymmetricMemory.rendezvous(memory, name).buffer_ptrs))
+        self._take_up(memory, self._bases_of_all(memory))
+
+    def _allocated_by_all(self, size: int) -> tuple[Tensor | None, int]:
+        """Symmetric memory of so many bytes, None if a rank has too little; and the least free bytes of a GPU."""
+        memory = self._allocated(size)
+        free = torch.cuda.mem_get_info(self.device)[0]
+        found = torch.tensor([memory is not None, free], device=self.device)
+        dist.all_reduce(found, dist.ReduceOp.MIN, group=self.group("cast"))
+        all_have, least = found.tolist()
+        return memory if all_have else None, least
+
+    def _allocated(self, size: int) -> Tensor | None:
+        """This rank's part of symmetric memory, None if there is too little."""
+        from torch._C._distributed_c10d import _SymmetricMemory
+
+        device, name = torch.device("cuda", self.device), self.group("cast").group_name
+        try:
+            return _SymmetricMemory.empty_strided_p2p((size,), (1,), torch.uint8, device, name)
+        except RuntimeError as error:
+            if "out of memory" not in str(error):
+                raise
+            return None
+
+    def _bases_of_all(self, memory: Tensor) -> list[int]:
+        """Where the memory of each rank begins, as this rank sees it. A collective."""
+        from torch._C._distributed_c10d import _SymmetricMemory
+
+        return list(_SymmetricMemory.rendezvous(memory, self.group("cast").group_name).buffer_ptrs)
 
     def close(self) -> None:
         super().close()

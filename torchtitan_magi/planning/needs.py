@@ -7,6 +7,7 @@ import numpy as np
 
 from torchtitan_magi.masks.geometry import Int64Array, IntArray, clip_rows, intersecting, slice_areas, union
 from torchtitan_magi.masks.slices import AttnSlices
+from torchtitan_magi.planning.topology import Nodes
 
 
 class Parts(NamedTuple):
@@ -66,22 +67,22 @@ def traffic(slices: AttnSlices, owned: Sequence[IntArray]) -> tuple[Int64Array, 
     return area, received, sent
 
 
-def node_traffic(slices: AttnSlices, owned: Sequence[IntArray], gpus_per_node: int) -> tuple[Int64Array, Int64Array]:
+def node_traffic(slices: AttnSlices, owned: Sequence[IntArray], nodes: Nodes) -> tuple[Int64Array, Int64Array]:
     """K/V rows that cross between nodes, each row counted once per node that needs it.
 
     Returns:
-        rows that reach each node, divided (rounded up) by gpus_per_node, int64 [nodes]; rows that each rank sends to
+        rows that reach each node, divided (rounded up) by its ranks, int64 [nodes]; rows that each rank sends to
         other nodes, int64 [ranks].
     """
     parts = parts_of(owned)
-    nodes = parts._replace(owner=parts.owner // gpus_per_node)
-    needs = key_needs(pieces_of(slices, nodes), nodes)
+    by_node = parts._replace(owner=nodes.node[parts.owner])
+    needs = key_needs(pieces_of(slices, by_node), by_node)
     need, part = intersecting(needs[:, 1], needs[:, 2], *parts.ranges.T)
-    crosses = needs[need, 0] != nodes.owner[part]
+    crosses = needs[need, 0] != by_node.owner[part]
     need, part = need[crosses], part[crosses]
     rows = np.minimum(needs[need, 2], parts.ranges[part, 1]) - np.maximum(needs[need, 1], parts.ranges[part, 0])
-    received = sums(needs[need, 0], rows, -(-len(owned) // gpus_per_node))
-    return -(-received // gpus_per_node), sums(parts.owner[part], rows, len(owned))
+    received = sums(needs[need, 0], rows, len(nodes))
+    return -(-received // np.array(nodes.sizes)), sums(parts.owner[part], rows, len(owned))
 
 
 def sums(which: IntArray, values: IntArray, size: int) -> Int64Array:

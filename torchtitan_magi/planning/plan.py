@@ -20,6 +20,7 @@ from torchtitan_magi.planning.relays import Routes, Spans, first_hops
 from torchtitan_magi.planning.stage import RankShare
 from torchtitan_magi.planning.stages import choose_stages, equal_stages
 from torchtitan_magi.planning.timeline import Timeline, Workload, predict, workload
+from torchtitan_magi.planning.topology import Nodes
 from torchtitan_magi.wording import quoted
 
 MAX_STAGES = 16  # each stage has launches and index data of its own
@@ -58,9 +59,14 @@ class AttnPlan:
         return len(self.ranks)
 
     @property
+    def nodes(self) -> Nodes:
+        """Which ranks sit in which node."""
+        return self.routes.nodes
+
+    @property
     def gpus_per_node(self) -> int:
-        """Ranks [0, gpus_per_node) are one node, and so on; cp_size if all ranks are in one."""
-        return self.routes.gpus_per_node
+        """Ranks of a node, the most if they differ; cp_size if all ranks are in one."""
+        return max(self.nodes.sizes)
 
     @property
     def padded_tokens(self) -> int:
@@ -88,7 +94,7 @@ class AttnPlan:
         digest = hashlib.blake2b(digest_size=8)
         for array in (self.slices.table, self.hops, self.transfers, *(share.ranges for share in self.ranks)):
             digest.update(np.ascontiguousarray(array).tobytes())
-        numbers = self.total_tokens, self.cp_size, self.gpus_per_node, self.forward, self.backward
+        numbers = self.total_tokens, self.cp_size, self.nodes.sizes, self.forward, self.backward
         digest.update(repr(numbers).encode())
         return int.from_bytes(digest.digest()) >> 1
 
@@ -101,7 +107,7 @@ class AttnPlan:
     def rows_across_nodes(self) -> Int64Array:
         """K/V rows that each rank receives from other nodes, for itself or as a relay, int64 [cp_size]."""
         receiver, source, start, end = self.hops[:, :4].T
-        crosses = receiver // self.gpus_per_node != source // self.gpus_per_node
+        crosses = self.nodes.node[receiver] != self.nodes.node[source]
         return np.bincount(receiver, (end - start) * crosses, self.cp_size).astype(np.int64)
 
     def predict(self, cost: CostModel = H200) -> tuple[Timeline, Timeline]:
@@ -117,7 +123,7 @@ def make_plan(
     overlap_stages: int = -1,
     *,
     heads: Heads = LLAMA_HEADS,
-    gpus_per_node: int | None = None,
+    gpus_per_node: int | Sequence[int] | None = None,
     cost: CostModel = H200,
 ) -> AttnPlan:
     """Plans one microbatch.
@@ -131,8 +137,9 @@ def make_plan(
             inside a node awaits the remote ones while it runs. -1: chosen by the cost model, see ``stages``.
         heads: shape of the attention layers on one rank. It guides the balance and the choice of stages; the plan holds
             for any.
-        gpus_per_node: ranks [0, gpus_per_node) are in one node, and so on. A K/V row then crosses to a node once and is
-            passed on inside, and ranks that share a document are put in one node. None: all ranks are in one node.
+        gpus_per_node: ranks [0, gpus_per_node) are in one node, and so on; or a list of the ranks of each node. A K/V
+            row then crosses to a node once and is passed on inside, and ranks that share a document are put in one
+            node. None: all ranks are in one node.
         cost: what kernels and messages take on this kind of machine, see ``CostModel.load``.
 
     Raises:
@@ -151,7 +158,7 @@ def make_plans(
     *,
     layers: Sequence[int] | None = None,
     heads: Heads = LLAMA_HEADS,
-    gpus_per_node: int | None = None,
+    gpus_per_node: int | Sequence[int] | None = None,
     cost: CostModel = H200,
 ) -> tuple[AttnPlan, ...]:
     """Plans one microbatch for a model whose layers have different masks, such as full and window attention in turn.
@@ -190,8 +197,13 @@ def make_plans(
 
 
 def _checked(
-    total_tokens: int, cp_size: int, overlap_stages: int, heads: Heads, gpus_per_node: int | None, cost: CostModel
-) -> tuple[int, int, int, Heads, int, CostModel]:
+    total_tokens: int,
+    cp_size: int,
+    overlap_stages: int,
+    heads: Heads,
+    gpus_per_node: int | Sequence[int] | None,
+    cost: CostModel,
+) -> tuple[int, int, int, Heads, Nodes, CostModel]:
     """Arguments of ``plan_afresh`` after the masks."""
     if not isinstance(heads, Heads) or not isinstance(cost, CostModel):
         raise ValueError(
@@ -210,10 +222,8 @@ def _checked(
             f"overlap_stages is {quoted(overlap_stages)}; use 0 for no overlap, the number of stages (at most "
             f"{MAX_STAGES}), or -1 to have it chosen"
         )
-    if gpus_per_node is not None and not is_integer(gpus_per_node, 1):
-        raise ValueError(f"gpus_per_node is {quoted(gpus_per_node)}; use None for one node or the ranks of each node")
-    gpus_per_node = min(int(gpus_per_node or cp_size), int(cp_size))
-    return int(total_tokens), int(cp_size), int(overlap_stages), heads, gpus_per_node, cost
+    nodes = Nodes.of(gpus_per_node, int(cp_size))
+    return int(total_tokens), int(cp_size), int(overlap_stages), heads, nodes, cost
 
 
 def plan_afresh(
@@ -222,7 +232,7 @@ def plan_afresh(
     cp_size: int,
     overlap_stages: int,
     heads: Heads,
-    gpus_per_node: int | None,
+    nodes: Nodes,
     cost: CostModel,
 ) -> AttnPlan:
     """`make_plan`, which remembers its last plans and checks its arguments, without that.
@@ -230,8 +240,7 @@ def plan_afresh(
     Raises:
         ValueError: a slice beyond total_tokens.
     """
-    arguments = total_tokens, cp_size, overlap_stages, heads, gpus_per_node, cost
-    return _plans_afresh((slices,), (1,), *arguments)[0]
+    return _plans_afresh((slices,), (1,), total_tokens, cp_size, overlap_stages, heads, nodes, cost)[0]
 
 
 def _plans_afresh(
@@ -241,7 +250,7 @@ def _plans_afresh(
     cp_size: int,
     overlap_stages: int,
     heads: Heads,
-    gpus_per_node: int | None,
+    nodes: Nodes,
     cost: CostModel,
 ) -> tuple[AttnPlan, ...]:
     """`make_plans`, likewise."""
@@ -249,9 +258,8 @@ def _plans_afresh(
         _check_end(slices, total_tokens)
     masks = tuple(slices.canonical() for slices in masks)
     padded_tokens = -(-total_tokens // cp_size) * cp_size
-    gpus_per_node = min(gpus_per_node or cp_size, cp_size)
-    owned = place(tuple(zip(masks, layers, strict=True)), padded_tokens, cp_size, gpus_per_node, heads, cost)
-    rest = overlap_stages, heads, gpus_per_node, cost
+    owned = place(tuple(zip(masks, layers, strict=True)), padded_tokens, cp_size, nodes, heads, cost)
+    rest = overlap_stages, heads, nodes, cost
     return tuple(plan_ownership(slices, total_tokens, owned, *rest) for slices in masks)
 
 
@@ -278,7 +286,7 @@ def plan_ownership(
     owned: tuple[Int64Array, ...],
     overlap_stages: int,
     heads: Heads = LLAMA_HEADS,
-    gpus_per_node: int | None = None,
+    nodes: Nodes | None = None,
     cost: CostModel = H200,
 ) -> AttnPlan:
     """The plan that follows from who owns which tokens.
@@ -286,14 +294,15 @@ def plan_ownership(
     Args:
         slices: canonical.
         owned: per rank int64 [n, 2] token ranges, ascending; together they cover the padded pack, equally many each.
-        overlap_stages, heads, gpus_per_node, cost: as in ``make_plan``.
+        overlap_stages, heads, cost: as in ``make_plan``.
+        nodes: which ranks sit in which node; None: all are in one.
     """
-    gpus_per_node = gpus_per_node or len(owned)
+    nodes = nodes or Nodes((len(owned),))
     parts = parts_of(owned)
     pieces = pieces_of(slices, parts)
     transfers = transfers_of(key_needs(pieces, parts), parts)
-    hops = first_hops(transfers, len(owned), gpus_per_node)
-    routes = Routes(tuple(frozen(ranges.copy()) for ranges in owned), gpus_per_node, frozen(transfers), frozen(hops))
+    hops = first_hops(transfers, len(owned), nodes)
+    routes = Routes(tuple(frozen(ranges.copy()) for ranges in owned), nodes, frozen(transfers), frozen(hops))
     work = workload(parts, pieces, routes, heads)
     if overlap_stages == -1 or len(transfers) == 0:
         spans = choose_stages(cost, work, heads)

@@ -10,6 +10,7 @@ from fractions import Fraction
 import numpy as np
 
 from torchtitan_magi.masks.geometry import Int64Array, intersecting, union
+from torchtitan_magi.planning.topology import Nodes
 
 Span = tuple[Fraction, Fraction]  # a stage's cut of the remote K/V: from which to which fraction of the rows
 Spans = tuple[Span, ...]  # of all stages; the first stage also holds the rank's own K/V
@@ -24,14 +25,14 @@ class Routes:
 
     Attributes:
         owned: per rank int64 [n, 2] token ranges, ascending.
-        gpus_per_node: ranks [0, gpus_per_node) are one node, and so on.
+        nodes: which ranks sit in which node.
         transfers: what each rank needs of each other, int64 [n, 4]: destination, source, first token, end token.
         hops: what every rank receives straight from the rows' owners, int64 [m, 6], sorted: receiver, source, first
             token, end token; rows of the same receiver and source that come before; all rows of the two.
     """
 
     owned: tuple[Int64Array, ...]
-    gpus_per_node: int
+    nodes: Nodes
     transfers: Int64Array
     hops: Int64Array
 
@@ -41,15 +42,15 @@ class Routes:
 
     @property
     def has_relays(self) -> bool:
-        """Whether rows pass through relays: there are several nodes of several ranks."""
-        return 1 < self.gpus_per_node < self.cp_size
+        """Whether rows pass through relays."""
+        return self.nodes.have_relays
 
     def hops_concerning(self, rank: int) -> Int64Array:
         """The hops to and from a rank, and with relays those to its node."""
         receiver, source = self.hops[:, 0], self.hops[:, 1]
         concerns = (receiver == rank) | (source == rank)
         if self.has_relays:
-            concerns |= receiver // self.gpus_per_node == rank // self.gpus_per_node
+            concerns |= self.nodes.node[receiver] == self.nodes.node[rank]
         return self.hops[concerns]
 
     def second_hops(self, hops: Int64Array, node: int) -> Int64Array:
@@ -58,9 +59,9 @@ class Routes:
         Returns:
             int64 [k, 4], sorted: destination, relay, first token, end token; without what relays keep for themselves.
         """
+        of = self.nodes.node
         relayed, needs = (
-            table[(table[:, 0] // self.gpus_per_node == node) & (table[:, 1] // self.gpus_per_node != node)]
-            for table in (hops, self.transfers)
+            table[(of[table[:, 0]] == node) & (of[table[:, 1]] != node)] for table in (hops, self.transfers)
         )
         relay, _, start, end = relayed[np.argsort(relayed[:, 2])].T
         which, held = intersecting(needs[:, 2], needs[:, 3], start, end)
@@ -70,15 +71,11 @@ class Routes:
         return passed[np.lexsort((passed[:, 2], passed[:, 1], passed[:, 0]))]
 
 
-def first_hops(transfers: Int64Array, cp_size: int, gpus_per_node: int) -> Int64Array:
+def first_hops(transfers: Int64Array, cp_size: int, nodes: Nodes) -> Int64Array:
     """The hops of these transfers, see ``Routes``."""
-    destination, source = transfers[:, 0], transfers[:, 1]
-    if gpus_per_node > 1:
-        node = destination // gpus_per_node
-        crosses = node != source // gpus_per_node
-        transfers = np.concatenate(
-            [transfers[~crosses], _to_relays(transfers[crosses], node[crosses], cp_size, gpus_per_node)]
-        )
+    if nodes.have_relays:
+        crosses = nodes.node[transfers[:, 0]] != nodes.node[transfers[:, 1]]
+        transfers = np.concatenate([transfers[~crosses], _to_relays(transfers[crosses], cp_size, nodes)])
     receiver, source, start, end = transfers[np.lexsort((transfers[:, 2], transfers[:, 1], transfers[:, 0]))].T
     rows = end - start
     before = rows.cumsum() - rows
@@ -89,23 +86,22 @@ def first_hops(transfers: Int64Array, cp_size: int, gpus_per_node: int) -> Int64
     return np.stack([receiver, source, start, end, before - before[is_new][number], total], 1)
 
 
-def _to_relays(transfers: Int64Array, node: Int64Array, cp_size: int, gpus_per_node: int) -> Int64Array:
+def _to_relays(transfers: Int64Array, cp_size: int, nodes: Nodes) -> Int64Array:
     """The same rows, each once per node, to the node's relays; int64 [m, 4]: relay, source, first token, end token."""
     # Step 1: each row once per node, by the source's place in its own node: relay and source then often have the same.
     limit = int(transfers[:, 3].max(initial=0))
+    node = nodes.node[transfers[:, 0]]
     once = union(node * cp_size + transfers[:, 1], transfers[:, 2], transfers[:, 3], limit)
     node, source = once[:, 0] // cp_size, once[:, 0] % cp_size
-    order = np.lexsort((once[:, 1], source // gpus_per_node, source % gpus_per_node, node))
+    order = np.lexsort((once[:, 1], source, nodes.place[source], node))
     node, source, start, end = node[order], source[order], once[order, 1], once[order, 2]
 
     # Step 2: the rows of a node in this order, divided evenly among its ranks.
     rows = end - start
     before = rows.cumsum() - rows
-    rank = np.arange(cp_size)
-    of_node = np.bincount(node, rows, -(-cp_size // gpus_per_node)).astype(np.int64)
-    gpus = np.bincount(rank // gpus_per_node)[rank // gpus_per_node]
+    of_node = np.bincount(node, rows, len(nodes)).astype(np.int64)
     edges = np.append(0, of_node.cumsum())
-    first = edges[rank // gpus_per_node] + of_node[rank // gpus_per_node] * (rank % gpus_per_node) // gpus
+    first = edges[nodes.node] + of_node[nodes.node] * nodes.place // np.array(nodes.sizes)[nodes.node]
     last = np.append(first[1:], edges[-1])
     which, relay = intersecting(before, before + rows, first, last)
     shift = (start - before)[which]

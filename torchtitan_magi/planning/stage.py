@@ -218,7 +218,7 @@ def _exchanges(routes: Routes, rank: int, span: Span) -> tuple[list[Exchange], l
     first = Exchange(rank, *_sent_and_received(hops, rank, routes.owned[rank], routes.cp_size), all_hops, span)
     if not routes.has_relays:
         return [first], [received]
-    passed = routes.second_hops(hops, rank // routes.gpus_per_node)
+    passed = routes.second_hops(hops, int(routes.nodes.node[rank]))
     second = Exchange(rank, *_sent_and_received(passed, rank, received, routes.cp_size), None, span)
     return [first, second], [received, passed[passed[:, 0] == rank, 2:]]
 

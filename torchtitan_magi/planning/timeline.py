@@ -43,7 +43,7 @@ def workload(parts: Parts, pieces: Pieces, routes: Routes, heads: Heads) -> Work
     Args:
         parts: whose owners are ranks. pieces: the mask cut at them.
     """
-    cp_size, gpus_per_node = routes.cp_size, routes.gpus_per_node
+    cp_size, nodes = routes.cp_size, routes.nodes
     rows, pairs = pieces.table[:, 1] - pieces.table[:, 0], slice_areas(pieces.table)
     own, piece = _own_keys(parts, pieces)
     remote = pairs - np.bincount(piece, slice_areas(own), len(pairs)).astype(np.int64)
@@ -62,8 +62,8 @@ def workload(parts: Parts, pieces: Pieces, routes: Routes, heads: Heads) -> Work
         return frozen(np.maximum(per_rank(receiver, end - start), per_rank(source, end - start)))
 
     destination, source, start, end = routes.transfers.T
-    crosses = routes.hops[:, 0] // gpus_per_node != routes.hops[:, 1] // gpus_per_node
-    relayed = (destination // gpus_per_node != source // gpus_per_node) & (gpus_per_node > 1)
+    crosses = nodes.node[routes.hops[:, 0]] != nodes.node[routes.hops[:, 1]]
+    relayed = (nodes.node[destination] != nodes.node[source]) & routes.has_relays
     return Workload(
         tokens=int((parts.ranges[:, 1] - parts.ranges[:, 0]).sum()) // cp_size,
         local_pairs=per_rank(pieces.owner, (pairs - remote) * tiles),
@@ -75,7 +75,7 @@ def workload(parts: Parts, pieces: Pieces, routes: Routes, heads: Heads) -> Work
         inside=busier_way(routes.hops[~crosses]),
         across=busier_way(routes.hops[crosses]),
         passed_on=per_rank(destination, (end - start) * relayed),
-        num_nodes=-(-cp_size // gpus_per_node),
+        num_nodes=len(nodes),
     )
 
 

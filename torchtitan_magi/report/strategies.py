@@ -22,6 +22,7 @@ from torchtitan_magi.planning.plan import AttnPlan, plan_ownership
 from torchtitan_magi.planning.relays import Spans
 from torchtitan_magi.planning.stages import choose_stages, equal_stages
 from torchtitan_magi.planning.timeline import Workload, predict
+from torchtitan_magi.planning.topology import Nodes
 from torchtitan_magi.tiles import KEYS, tile_cost
 
 Owned = tuple[Int64Array, ...]  # of each rank, ranges of its tokens, [n, 2]
@@ -49,6 +50,10 @@ class Case:
     @property
     def has_pairs(self) -> bool:
         return self.lengths.ndim == 2
+
+    @property
+    def nodes(self) -> Nodes:
+        return Nodes.of(self.gpus_per_node, self.cp_size)
 
     @property
     def documents(self) -> Int64Array:
@@ -273,7 +278,7 @@ def _plan(owners: Callable[[AttnSlices, int, int], Owned], case: Case, chunks: i
     """The plan of an ownership. The pack is padded to equal chunks, so many per rank."""
     padded = -(-case.total // (chunks * case.cp_size)) * chunks * case.cp_size
     owned = owners(case.slices, padded, case.cp_size)
-    return plan_ownership(case.slices, case.total, owned, 0, case.heads, case.gpus_per_node, case.cost)
+    return plan_ownership(case.slices, case.total, owned, 0, case.heads, case.nodes, case.cost)
 
 
 def _gathered(case: Case, work: Workload) -> Workload:

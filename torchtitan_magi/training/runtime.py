@@ -1,7 +1,6 @@
 """From a microbatch to what its attention layers need: boundaries -> plan -> index data on the device."""
 
 import logging
-import os
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -17,7 +16,7 @@ from torch import Tensor
 from torchtitan_magi.backends import choose_block_attn
 from torchtitan_magi.bound_plan import BoundPlan, IndexData, bind_plan, index_data
 from torchtitan_magi.exchange.agreement import PlanAgreement
-from torchtitan_magi.exchange.mesh import gpus_per_node
+from torchtitan_magi.exchange.mesh import ranks_per_node
 from torchtitan_magi.losses import IGNORE_INDEX
 from torchtitan_magi.masks.builders import causal_ranges, shared_prompt
 from torchtitan_magi.masks.slices import AttnSlices
@@ -108,7 +107,7 @@ class MagiRuntime:
         if cp_group is not None:
             self.cp_size, self.cp_rank = dist.get_world_size(cp_group), dist.get_rank(cp_group)
             self.agreement = PlanAgreement(cp_group)
-            per_node = gpus_per_node(cp_group, int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size())))
+            per_node = ranks_per_node(cp_group)
         cost = CostModel.load(magi.cost_model) if magi.cost_model else H200
         self.plan_options: dict[str, Any] = {"heads": heads, "cost": cost, "gpus_per_node": per_node}
         self.logged = False

@@ -8,12 +8,15 @@ import numpy as np
 from torchtitan_magi.masks.geometry import Int64Array
 from torchtitan_magi.masks.slices import AttnSlices
 from torchtitan_magi.planning.needs import key_needs, node_traffic, parts_of, pieces_of, transfers_of
+from torchtitan_magi.planning.topology import Nodes
+
+SWAP_NODES = 16  # that receive least: with whose shares swaps are tried
 
 
 def seat_in_nodes(
-    slices: AttnSlices, document_starts: Int64Array, owned: tuple[Int64Array, ...], gpus_per_node: int
+    slices: AttnSlices, document_starts: Int64Array, owned: tuple[Int64Array, ...], nodes: Nodes
 ) -> tuple[int, tuple[Int64Array, ...]]:
-    """Reorders the shares for nodes of consecutive ranks, so that few rows cross any rank's network link.
+    """Reorders the shares, so that few rows cross any rank's network link.
 
     Args:
         document_starts: first tokens of the documents, ascending.
@@ -22,15 +25,15 @@ def seat_in_nodes(
         the most rows that a rank receives from other nodes or sends to them, and the shares in their new order.
     """
     reach, held = _documents_of_shares(slices, document_starts, owned)
-    seats = [list(range(len(owned))), _by_document(reach, held, gpus_per_node)]
-    if gpus_per_node > 1 and len(owned) % gpus_per_node == 0:
-        seats += [_swap_seats(order, reach, held, gpus_per_node) for order in seats]
+    seats = [list(range(len(owned))), _by_document(reach, held, nodes)]
+    if nodes.have_relays and nodes.are_equal:
+        seats.append(_swap_seats(seats[1], reach, held, nodes.sizes[0]))
     candidates = [tuple(owned[share] for share in order) for order in seats]
-    return min(((_most_across(slices, shares, gpus_per_node), shares) for shares in candidates), key=itemgetter(0))
+    return min(((_most_across(slices, shares, nodes), shares) for shares in candidates), key=itemgetter(0))
 
 
-def _most_across(slices: AttnSlices, owned: tuple[Int64Array, ...], gpus_per_node: int) -> int:
-    received, sent = node_traffic(slices, owned, gpus_per_node)
+def _most_across(slices: AttnSlices, owned: tuple[Int64Array, ...], nodes: Nodes) -> int:
+    received, sent = node_traffic(slices, owned, nodes)
     return max(int(received.max()), int(sent.max()))
 
 
@@ -62,14 +65,14 @@ def _documents_of_shares(
     return np.where(receives, reach, 0), held
 
 
-def _by_document(reach: Int64Array, held: Int64Array, gpus_per_node: int) -> list[int]:
+def _by_document(reach: Int64Array, held: Int64Array, nodes: Nodes) -> list[int]:
     """An order of the shares that keeps those together that need the same document.
 
     Shares that receive most of their rows from the same document form a group. A group larger than a node is cut into
     nodes by how far into the document its shares reach: those that reach far need the most keys, and all of them the
     same. What is left of the groups goes into nodes largest first; shares that receive nothing fill up.
     """
-    num_shares = len(reach)
+    num_shares, largest = len(reach), max(nodes.sizes)
     if reach.shape[1] == 0:
         return list(range(num_shares))
     received = np.maximum(reach - held, 0)
@@ -79,28 +82,30 @@ def _by_document(reach: Int64Array, held: Int64Array, gpus_per_node: int) -> lis
     groups: list[list[int]] = []
     for document in np.unique(main[receives]).tolist():
         members = [share for share in order if main[share] == document and receives[share]]
-        groups += [members[i : i + gpus_per_node] for i in range(0, len(members), gpus_per_node)]
+        groups += [members[i : i + largest] for i in range(0, len(members), largest)]
     groups.sort(key=lambda group: (-len(group), group))
     groups += [[share] for share in order if not receives[share]]
 
-    room = [min(gpus_per_node, num_shares - first) for first in range(0, num_shares, gpus_per_node)]
-    nodes: list[list[int]] = [[] for _ in room]
+    room = list(nodes.sizes)
+    seated: list[list[int]] = [[] for _ in room]
     for group in groups:
         while group:
             fitting = [i for i, free in enumerate(room) if free >= len(group)]
             i = min(fitting, key=room.__getitem__) if fitting else max(range(len(room)), key=room.__getitem__)
-            nodes[i] += group[: room[i]]
+            seated[i] += group[: room[i]]
             group, room[i] = group[room[i] :], room[i] - min(room[i], len(group))
-    return [share for node in nodes for share in node]
+    return [share for node in seated for share in node]
 
 
 def _swap_seats(order: list[int], reach: Int64Array, held: Int64Array, gpus_per_node: int) -> list[int]:
-    """Swaps shares between the node that receives most and the others while that lowers the larger of the two."""
+    """Swaps shares between the node that receives most and those that receive least while that lowers the larger of
+    the two."""
     seats = np.array(order).reshape(-1, gpus_per_node)
     for _ in range(4 * len(seats)):
         received = np.maximum(reach[seats].max(1) - held[seats].sum(1), 0).sum(1)  # per node
-        node = int(received.argmax())
-        mine, others = seats[node], np.delete(seats, node, 0)
+        *partners, node = received.argsort(kind="stable").tolist()
+        partners = partners[:SWAP_NODES]
+        mine, others = seats[node], seats[partners]
         without_mine = _reach_without(reach[mine])  # [gpus, documents]
         without_other = _reach_without(reach[others])  # [nodes - 1, gpus, documents]
         # Volumes of both nodes if share i of this node and share j of another one swap seats: [nodes - 1, i, j].
@@ -112,8 +117,7 @@ def _swap_seats(order: list[int], reach: Int64Array, held: Int64Array, gpus_per_
         other, i, j = np.unravel_index(int(worse.argmin()), worse.shape)
         if worse[other, i, j] >= received[node]:
             break
-        other_node = other + (other >= node)
-        seats[node, i], seats[other_node, j] = seats[other_node, j], seats[node, i]
+        seats[node, i], seats[partners[other], j] = seats[partners[other], j], seats[node, i]
     return seats.ravel().tolist()
 
 

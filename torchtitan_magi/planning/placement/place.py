@@ -11,12 +11,13 @@ from operator import itemgetter
 import numpy as np
 
 from torchtitan_magi.masks.geometry import Int64Array
-from torchtitan_magi.masks.slices import AttnSlices
+from torchtitan_magi.masks.slices import AttnSlices, stacked
 from torchtitan_magi.planning.cost_model import H200, LLAMA_HEADS, CostModel, Heads
 from torchtitan_magi.planning.needs import traffic
 from torchtitan_magi.planning.placement.greedy import Recipe, place_documents
 from torchtitan_magi.planning.placement.nodes import seat_in_nodes
 from torchtitan_magi.planning.placement.profile import Layers, WorkProfile, bundle, documents
+from torchtitan_magi.planning.topology import Nodes
 
 SEATED = 3  # placements, the best before their ranks are seated in nodes, that are compared once they are
 IMBALANCE = 1.016  # work of the heaviest rank over the mean that a placement may have for the sake of fewer rows
@@ -24,7 +25,7 @@ IMBALANCE = 1.016  # work of the heaviest rank over the mean that a placement ma
 ALL = float("inf")
 # All of them are tried and the best placement is kept: subsets of 28 recipes that together did best on the packs of
 # the first seeds in benchmarks/results/plan.json.
-FEW_RANKS = 16
+FEW_RANKS, MANY_RANKS = 16, 256  # with more than many ranks each recipe takes its time, so fewer are tried
 RECIPES_FEW = (
     Recipe(slack=0.01, prefix=1.0, reach=ALL),
     Recipe(slack=0.013, prefix=0.5, reach=ALL),
@@ -44,7 +45,7 @@ def place(
     layers: AttnSlices | Layers,
     num_tokens: int,
     cp_size: int,
-    gpus_per_node: int | None = None,
+    nodes: Nodes | None = None,
     heads: Heads = LLAMA_HEADS,
     cost: CostModel = H200,
 ) -> tuple[Int64Array, ...]:
@@ -55,8 +56,7 @@ def place(
             together is balanced, and the rows that travel are those of all layers.
         num_tokens: tokens of the pack, a multiple of cp_size.
         cp_size: number of ranks.
-        gpus_per_node: when given, ranks [0, gpus_per_node) are one node, and so on; ranks that share a document are
-            put in one node.
+        nodes: which ranks sit in which node; ranks that share a document are put in one. None: all are in one.
         heads, cost: what work and rows that travel cost. Ranks are balanced by tiles of the kernel.
 
     Returns:
@@ -70,9 +70,7 @@ def place(
         return (np.array([[0, num_tokens]]),)
     if isinstance(layers, AttnSlices):
         layers = ((layers, 1),)
-    slices = layers[0][0]
-    if len(layers) > 1:  # what attends to what in any layer
-        slices = AttnSlices(np.concatenate([each.table for each, _ in layers]))
+    slices = stacked([each for each, _ in layers])  # what attends to what in any layer
     profile = WorkProfile(layers, num_tokens, heads.tile_rows)
     gap = -(-tokens_per_rank // 16)
     readings = [documents(slices, num_tokens, gap)]
@@ -80,7 +78,7 @@ def place(
     if is_long:
         loose = documents(slices, num_tokens, gap, keep_links=False)
         readings += [loose] if len(loose) > len(readings[0]) else []
-    recipes = RECIPES_FEW if cp_size <= FEW_RANKS else RECIPES_MANY
+    recipes = RECIPES_FEW if cp_size <= FEW_RANKS else RECIPES_MANY[: None if cp_size <= MANY_RANKS else SEATED]
     short = max(1, tokens_per_rank // 128)
     readings = [bundle(stretches, short) for stretches in readings]
     candidates = []
@@ -91,12 +89,12 @@ def place(
             mean_work = int(work.mean())
             candidates.append((_seconds(layers, owned, work, heads, cost), owned, stretches))
     candidates.sort(key=itemgetter(0))
-    if gpus_per_node is None or gpus_per_node >= cp_size:
+    if nodes is None or len(nodes) == 1:
         return candidates[0][1]
     row_seconds = sum(count for _, count in layers) * heads.row_bytes / cost.across.bandwidth
     seated = []
     for seconds, owned, stretches in candidates[:SEATED]:
-        rows, owned = seat_in_nodes(slices, stretches[:, 0], owned, gpus_per_node)
+        rows, owned = seat_in_nodes(slices, stretches[:, 0], owned, nodes)
         seated.append((seconds + rows * row_seconds, owned))
     return min(seated, key=itemgetter(0))[1]
 

@@ -1,5 +1,7 @@
 """Evens out the work of a placement by swapping stretches of tokens between ranks."""
 
+import functools
+
 import numpy as np
 
 from torchtitan_magi.masks.geometry import Int64Array
@@ -48,9 +50,7 @@ def _best_swap(
     """
     # Step 1: candidates: front or tail of the heaviest ranges on both sides, as long as the shorter one or less.
     mine, theirs = (_heaviest_ranges(profile, ranges) for ranges in (mine, theirs))
-    i, j, fraction, give_tail, get_tail = (
-        x.ravel() for x in np.meshgrid(range(len(mine)), range(len(theirs)), FRACTIONS, (0, 1), (0, 1), indexing="ij")
-    )
+    i, j, fraction, give_tail, get_tail = _candidates(len(mine), len(theirs))
     (give_lo, give_hi), (get_lo, get_hi) = mine[i].T, theirs[j].T
     tokens = np.minimum(give_hi - give_lo, get_hi - get_lo) * fraction // 64
     give = np.where(give_tail, give_hi - tokens, give_lo)
@@ -75,6 +75,13 @@ def _best_swap(
             return None
     n, give_start, get_start = int(tokens[best]), int(give[best]), int(get[best])
     return (give_start, give_start + n), (get_start, get_start + n)
+
+
+@functools.lru_cache
+def _candidates(num_mine: int, num_theirs: int) -> tuple[Int64Array, ...]:
+    """All swaps of one of my ranges with one of theirs: both numbers, the fraction, and whether each gives its tail."""
+    axes = range(num_mine), range(num_theirs), FRACTIONS, (0, 1), (0, 1)
+    return tuple(x.ravel() for x in np.meshgrid(*axes, indexing="ij"))
 
 
 def _heaviest_ranges(profile: WorkProfile, ranges: Int64Array, count: int = SWAP_RANGES) -> Int64Array:
