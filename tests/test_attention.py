@@ -1,4 +1,5 @@
 import gc
+import threading
 from unittest import mock
 
 import numpy as np
@@ -27,6 +28,7 @@ from torchtitan_magi.attention import (
 from torchtitan_magi.backends import Gradients, OutGrads, StageInputs, StageMask, flex
 from torchtitan_magi.backends.flex import FlexBlockAttn
 from torchtitan_magi.bound_plan import bind_plan, bind_slices
+from torchtitan_magi.exchange.agreement import PlanAgreement
 from torchtitan_magi.exchange.mesh import process_group_transport
 from torchtitan_magi.masks.slices import AttnSlices
 
@@ -244,9 +246,10 @@ def test_public_calls_keep_few_bytes_of_index_data_and_let_go_of_them(monkeypatc
     assert num_live_plans() == 0
 
 
-def test_a_transport_ends_with_its_group(tmp_path):
+def test_transports_and_threads_end_with_their_group(tmp_path):
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
+        PlanAgreement(dist.group.WORLD).check(magi.make_plan(magi.varlen_causal([0, 8]), 8, 1))
         transport = process_group_transport(dist.group.WORLD)
         assert process_group_transport(dist.group.WORLD) is transport
     finally:
@@ -254,6 +257,9 @@ def test_a_transport_ends_with_its_group(tmp_path):
     gc.collect()
     with pytest.raises(RuntimeError, match=r"process group .* has ended"):
         transport.all_gather(torch.empty(1), torch.empty(1))
+    for thread in [thread for thread in threading.enumerate() if thread.name == "plan-agreement"]:
+        thread.join(60)
+        assert not thread.is_alive()
 
 
 @pytest.mark.parametrize("call", ["attend", "op"])
