@@ -395,7 +395,8 @@ def cp_varlen_attn(
         softmax_scale: factor of the scores, positive; default D ** -0.5.
         softcap: scores s become softcap * tanh(s / softcap); 0: they stay as they are.
         sinks: [Hq], any float dtype: a score for each query head that takes part in the softmax of all its rows,
-            without a value. Differentiable; a rank's gradient is that of its own rows.
+            without a value. Differentiable; a rank's gradient is that of its own rows. -inf is no sink, with a gradient
+            of 0; infinity and NaN spread, as in q, k and v.
         return_lse: also return lse, differentiable too.
         backend: "auto" (our kernel on CUDA, flex_attention on CPU), "ffa" or "flex".
         deterministic: repeat bit for bit.
