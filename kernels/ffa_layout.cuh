@@ -45,7 +45,6 @@ constexpr bool kSoftcap = false;
 constexpr float kMasked = -1e30f;             // a masked score: finite, so that max and differences stay finite
 #endif
 constexpr float kLn2 = 0.6931471805599453f;
-#define kInfinity __int_as_float(0x7f800000)
 
 // With a softcap scores stay in units of it: tanh(x * scale / softcap), times softcap * log2(e) in the exponent.
 template <int N>

@@ -91,7 +91,8 @@ DEVICE void sum_columns(int begin, int end, int num_heads, float* to, VALUE valu
   }
 }
 
-// The gradient of each head's sink: -sum over tokens of exp(sink - lse) * delta. Each block takes some tokens, the last one adds up.
+// The gradient of each head's sink: -sum over tokens of exp(sink - lse) * delta; 0 for a sink of -infinity, also where lse is.
+// Each block takes some tokens, the last one adds up.
 struct SinksParams {
   const float *sinks, *lse, *delta;       // [num_heads], [num_tokens, num_heads] each
   float *parts, *dsinks;                  // [blocks, num_heads], [num_heads]
@@ -106,7 +107,8 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32) sum_sinks(const __grid
   auto first_of = [&](unsigned block) { return (int)((long long)params.num_tokens * block / gridDim.x); };
   sum_columns(first_of(blockIdx.x), first_of(blockIdx.x + 1), heads, params.parts + blockIdx.x * heads, [&](int token, int head) {
     const long long at = (long long)token * heads + head;
-    return -expf(params.sinks[head] - params.lse[at]) * params.delta[at];
+    const float sink = params.sinks[head];
+    return sink == -kInfinity ? 0.f : -expf(sink - params.lse[at]) * params.delta[at];
   });
   __shared__ bool is_last;
   __threadfence();

@@ -11,6 +11,7 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 
 #define DEVICE __device__ __forceinline__
+#define kInfinity __int_as_float(0x7f800000)
 
 struct alignas(64) TensorMap { u64 opaque[16]; };   // the driver's CUtensorMap
 

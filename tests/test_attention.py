@@ -1,4 +1,5 @@
 import gc
+import threading
 from unittest import mock
 
 import numpy as np
@@ -27,6 +28,7 @@ from torchtitan_magi.attention import (
 from torchtitan_magi.backends import Gradients, OutGrads, StageInputs, StageMask, flex
 from torchtitan_magi.backends.flex import FlexBlockAttn
 from torchtitan_magi.bound_plan import bind_plan, bind_slices
+from torchtitan_magi.exchange.agreement import PlanAgreement
 from torchtitan_magi.exchange.mesh import process_group_transport
 from torchtitan_magi.masks.slices import AttnSlices
 
@@ -161,6 +163,34 @@ def test_the_written_out_passes_agree_with_fp64_to_fp64_precision(options):
         torch.testing.assert_close(ours[name], want_all[name], rtol=1e-10, atol=1e-11)
 
 
+def sinks_on_ranks(sinks, cp_size):
+    """out, lse and gradients of q, k, v and sinks under a mask with rows and padding that see nothing."""
+    slices, generator = magi.AttnSlices([[5, 30, 5, 30, 1], [40, 47, 0, 9, 0]]), torch.Generator().manual_seed(0)
+    plan = magi.make_plan(slices, 47, cp_size, 2)
+    x = torch.randn(47, 2, 8, generator=generator, dtype=torch.float64)
+
+    def on_rank(mesh):
+        q, k, v = (magi.dispatch(x * factor, plan, mesh).requires_grad_() for factor in (1, 2, 3))
+        own = None if sinks is None else sinks.clone().requires_grad_()
+        out, lse = magi.cp_varlen_attn(q, k, v, plan, mesh, sinks=own, return_lse=True)
+        (out.sum() + lse[lse.isfinite()].sum()).backward()
+        found = [magi.undispatch(part, plan, mesh) for part in (out.detach(), lse.detach(), q.grad, k.grad, v.grad)]
+        return torch.stack(
+            [part.sum(-1) if part.ndim == 3 else part for part in found]
+        ), own if own is None else own.grad
+
+    return Loopback(cp_size).run(on_rank) if cp_size > 1 else [on_rank(None)]
+
+
+@pytest.mark.parametrize("cp_size", [1, 2])
+def test_a_sink_of_minus_infinity_is_no_sink(cp_size):
+    without, finite = (sinks_on_ranks(sinks, cp_size) for sinks in (None, torch.tensor([0.3, 0.4])))
+    mixed = sinks_on_ranks(torch.tensor([-torch.inf, 0.4]), cp_size)
+    for (no, _), (all_, grads), (some, some_grads) in zip(without, finite, mixed, strict=True):
+        torch.testing.assert_close(some, torch.stack([no[..., 0], all_[..., 1]], -1))
+        torch.testing.assert_close(some_grads, torch.stack([torch.tensor(0.0), grads[1]]))
+
+
 def test_the_public_call_is_differentiable_and_shares_index_data_between_layers():
     magi.clear_caches()
     before = num_live_plans()
@@ -244,9 +274,10 @@ def test_public_calls_keep_few_bytes_of_index_data_and_let_go_of_them(monkeypatc
     assert num_live_plans() == 0
 
 
-def test_a_transport_ends_with_its_group(tmp_path):
+def test_transports_and_threads_end_with_their_group(tmp_path):
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
+        PlanAgreement(dist.group.WORLD).check(magi.make_plan(magi.varlen_causal([0, 8]), 8, 1))
         transport = process_group_transport(dist.group.WORLD)
         assert process_group_transport(dist.group.WORLD) is transport
     finally:
@@ -254,6 +285,9 @@ def test_a_transport_ends_with_its_group(tmp_path):
     gc.collect()
     with pytest.raises(RuntimeError, match=r"process group .* has ended"):
         transport.all_gather(torch.empty(1), torch.empty(1))
+    for thread in [thread for thread in threading.enumerate() if thread.name == "plan-agreement"]:
+        thread.join(60)
+        assert not thread.is_alive()
 
 
 @pytest.mark.parametrize("call", ["attend", "op"])

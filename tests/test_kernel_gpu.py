@@ -57,6 +57,29 @@ def test_empty_inputs() -> None:
             assert not x.grad.isnan().any()
 
 
+@pytest.mark.parametrize("backend", ["ffa", "flex"])
+@pytest.mark.parametrize("slices", [[], [[5, 300, 5, 300, 1], [400, 470, 0, 9, 0]]])
+def test_a_sink_of_minus_infinity_is_no_sink(backend: str, slices: list[list[int]]) -> None:
+    """Also in rows that see nothing."""
+    base = torch.randn(3, 500, 8, 64, device="cuda").bfloat16()
+    results = []
+    for first in (None, -torch.inf, 0.0):
+        q, k, v = (x.clone().requires_grad_() for x in base)
+        sinks = None if first is None else torch.linspace(-1, 1, 8, device="cuda")
+        if first == -torch.inf:
+            sinks[0] = first
+        sinks = sinks if sinks is None else sinks.requires_grad_()
+        out, lse = flex_flash_attn(q, k, v, AttnSlices(slices), sinks=sinks, backend=backend, deterministic=True)
+        (out.float().sum() + lse[lse.isfinite()].sum()).backward()
+        found = [out, *(x.grad for x in (q, k, v)), lse[..., None]]
+        results.append((torch.cat(found, -1).detach(), sinks if sinks is None else sinks.grad))
+    (without, _), (mixed, grads), (finite, other) = results
+    torch.testing.assert_close(mixed[:, 0], without[:, 0], rtol=1e-2, atol=1e-2)
+    assert torch.equal(mixed[:, 1:], finite[:, 1:])
+    assert torch.equal(grads[1:], other[1:])
+    assert grads[0] == 0
+
+
 def test_tensors_at_odd_addresses() -> None:
     def odd(*shape: int) -> torch.Tensor:
         return torch.randn(1 + math.prod(shape), device="cuda").bfloat16()[1:].view(shape)

@@ -1,6 +1,9 @@
 """Real collectives: every case on gloo against the dense fp64 reference, and the ranks against each other."""
 
+import subprocess
+import sys
 import time
+import weakref
 from contextlib import closing
 from dataclasses import replace
 from unittest import mock
@@ -13,8 +16,9 @@ from pool import RankPool
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import torchtitan_magi as magi
+from torchtitan_magi import attention
 from torchtitan_magi.exchange.agreement import PlanAgreement
-from torchtitan_magi.exchange.mesh import ranks_per_node
+from torchtitan_magi.exchange.mesh import process_group_transport, ranks_per_node
 from torchtitan_magi.masks.slices import AttnSlices
 from torchtitan_magi.planning.cost_model import H200, KernelCost, Link
 
@@ -126,6 +130,57 @@ def mesh_anew_on_rank():
 
 def test_a_mesh_like_one_whose_group_has_ended(pool):
     assert all(pool.run(mesh_anew_on_rank))
+
+
+def groups_on_rank(times):
+    """Groups that come and go, with one plan: whether each gave the right result and went with all that it had."""
+    size = dist.get_world_size()
+    plan = magi.make_plan(magi.varlen_causal([0, 4 * size]), 4 * size, size)
+    x = torch.randn(4 * size, 2, 8, generator=torch.Generator().manual_seed(0))
+    out, _ = magi.flex_flash_attn(x, x, x, plan.slices)
+    ends = []
+    for _ in range(times):
+        group = dist.new_group(range(size))
+        mine = magi.dispatch(x, plan, group).requires_grad_()
+        whole = magi.undispatch(magi.cp_varlen_attn(mine, mine, mine, plan, group), plan, group)
+        torch.testing.assert_close(whole, out)
+        whole.sum().backward()
+        dist.barrier()
+        ended, transport = weakref.ref(group), process_group_transport(group)
+        dist.destroy_process_group(group)
+        del group
+        ends.append((ended(), [key for key in attention._handles if key[-1] is transport]))
+    return ends == times * [(None, [])]
+
+
+def test_what_belongs_to_a_group_goes_with_it(pool):
+    assert all(pool.run(groups_on_rank, 3))
+
+
+EXITS = """
+import os, sys, torch, torch.distributed as dist
+from torchtitan_magi.exchange.mesh import process_group_transport
+
+children = []
+for _ in range(4):
+    if not (child := os.fork()):
+        break
+    children.append(child)
+else:
+    sys.exit(sum(os.waitpid(child, 0)[1] != 0 for child in children))
+sys.setswitchinterval(60)  # other threads wait for the interpreter until this one pauses
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+group = dist.group.WORLD
+process_group_transport(group)
+x = torch.ones(2**20)
+dist.all_gather_into_tensor(torch.empty_like(x), x, async_op=True)
+dist.destroy_process_group()
+"""
+
+
+def test_a_process_that_still_has_a_group_ends_well():
+    """A thread of gloo that then lets go of a collective's tensors would abort it: without us most of these do."""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", EXITS], check=True)
 
 
 def nodes_on_rank():

@@ -22,7 +22,8 @@ from torchtitan_magi.backends import Gradients, OutGrads, StageInputs, check_sca
 from torchtitan_magi.bound_plan import BoundPlan, BoundStage, bind_plan, bind_slices
 from torchtitan_magi.exchange.group_cast import StageCasts, grad_buffer, group_reduce
 from torchtitan_magi.exchange.in_flight import KeysAndValues, LateKeys, RowShape, RowSums
-from torchtitan_magi.exchange.mesh import Mesh, as_transport
+from torchtitan_magi.exchange.mesh import Mesh, as_transport, at_end_of_transports
+from torchtitan_magi.exchange.transport import Transport
 from torchtitan_magi.masks.slices import AttnSlices, check_slices
 from torchtitan_magi.planning.cost_model import Heads
 from torchtitan_magi.planning.plan import AttnPlan, forget_plans
@@ -332,23 +333,38 @@ CACHED_PLANS, CACHED_BYTES = 16, 256 << 20  # bound plans that the public calls 
 
 
 class _Handles(OrderedDict[Any, Tensor]):
-    """Handles of the public calls' last bound plans: as many as CACHED_BYTES hold, at least one."""
+    """Handles of the public calls' last bound plans: as many as CACHED_BYTES hold, at least one.
+
+    A key ends with the transport, where there is one. What is bound to it goes when it ends.
+    """
 
     def get_or_make(self, key: Any, bind: Callable[[], BoundPlan]) -> Tensor:
         if key not in self:
             self[key] = make_handle(bind())
-            sizes = {key: _bound_plan(handle).num_bytes for key, handle in self.items()}
-            while len(self) > CACHED_PLANS or (len(self) > 1 and sum(sizes.values()) > CACHED_BYTES):
-                sizes.pop(self.popitem(last=False)[0])
+            total = sum(map(_size, list(self.values())))
+            while len(self) > CACHED_PLANS or (len(self) > 1 and total > CACHED_BYTES):
+                total -= _size(self.popitem(last=False)[1])
         self.move_to_end(key)
         return self[key]
 
+    def forget(self, transport: Transport) -> None:
+        for key in [key for key in list(self) if key[-1] is transport]:
+            self.pop(key, None)
+
+
+def _size(handle: Tensor) -> int:
+    return _bound_plan(handle).num_bytes
+
 
 _handles = _Handles()
+at_end_of_transports(_handles.forget)
 
 
 def clear_caches() -> None:
-    """Forgets the plans of ``make_plan`` and what ``cp_varlen_attn`` and ``flex_flash_attn`` keep on devices."""
+    """Forgets the plans of ``make_plan`` and what ``cp_varlen_attn`` and ``flex_flash_attn`` keep on devices.
+
+    It gives back memory; nothing else needs it. What belongs to a process group is forgotten when the group ends.
+    """
     _handles.clear()
     forget_plans()
 
@@ -379,7 +395,8 @@ def cp_varlen_attn(
         softmax_scale: factor of the scores, positive; default D ** -0.5.
         softcap: scores s become softcap * tanh(s / softcap); 0: they stay as they are.
         sinks: [Hq], any float dtype: a score for each query head that takes part in the softmax of all its rows,
-            without a value. Differentiable; a rank's gradient is that of its own rows.
+            without a value. Differentiable; a rank's gradient is that of its own rows. -inf is no sink, with a gradient
+            of 0; infinity and NaN spread, as in q, k and v.
         return_lse: also return lse, differentiable too.
         backend: "auto" (our kernel on CUDA, flex_attention on CPU), "ffa" or "flex".
         deterministic: repeat bit for bit.

@@ -182,10 +182,13 @@ def merge_(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
 
 
 def add_sinks_(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
-    """Lets the sinks [H] take part in the softmax behind (out [T, H, D], lse [T, H]), final but for them, in place."""
+    """Lets the sinks [H] take part in the softmax behind (out [T, H, D], lse [T, H]), final but for them, in place.
+
+    Where a row sees no key and its head's sink is -inf, lse stays -inf and out 0.
+    """
     before = lse.clone()
     torch.logaddexp(before, sinks.to(lse.dtype), out=lse)
-    out.mul_(torch.exp(before - lse).unsqueeze(-1))
+    out.mul_(torch.exp(before - lse.masked_fill(lse == -torch.inf, 0.0)).unsqueeze(-1))
 
 
 def _attend(

@@ -8,6 +8,7 @@ import faulthandler
 import logging
 import queue
 import threading
+import weakref
 
 import torch
 import torch.distributed as dist
@@ -25,14 +26,18 @@ _GRACE_SECONDS = 20
 class PlanAgreement:
     """Compares the plans of a group's ranks in a thread of its own; an error is raised at the next plan.
 
+    The thread has a group of its own as well, and ends with it.
+
     Args:
         group: group of the context-parallel ranks. Creating the object is a collective of theirs.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.ranks = dist.get_process_group_ranks(group)
-        self.group = dist.new_group(self.ranks, backend="gloo", use_local_synchronization=True)
-        self.fingerprints: queue.SimpleQueue[int] = queue.SimpleQueue()
+        own = dist.new_group(self.ranks, backend="gloo", use_local_synchronization=True)
+        self.group = weakref.ref(own)
+        self.fingerprints: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        weakref.finalize(own, self.fingerprints.put, None)
         self.error: str | None = None
         threading.Thread(target=self._compare, name="plan-agreement", daemon=True).start()
 
@@ -49,12 +54,10 @@ class PlanAgreement:
 
     def _compare(self) -> None:
         for number, mine in enumerate(iter(self.fingerprints.get, None), 1):
-            everyone = torch.empty(len(self.ranks), dtype=torch.int64)
             try:
-                dist.all_gather_into_tensor(everyone, torch.tensor([mine]), group=self.group)
+                values = self._of_all_ranks(mine)
             except (RuntimeError, ValueError):
                 return  # another rank is gone, or the job is over; whoever failed says why
-            values = everyone.tolist()
             most = max(values, key=values.count)
             others = [rank for rank, value in zip(self.ranks, values, strict=True) if value != most]
             if others:
@@ -68,3 +71,12 @@ class PlanAgreement:
                 faulthandler.dump_traceback_later(_GRACE_SECONDS, exit=True)
                 self.error = error
                 return
+
+    def _of_all_ranks(self, mine: int) -> list[int]:
+        group = self.group()
+        if group is None:
+            raise RuntimeError("the group has ended")
+        everyone = torch.empty(len(self.ranks), dtype=torch.int64)
+        dist.all_gather_into_tensor(everyone, torch.tensor([mine]), group=group)
+        values: list[int] = everyone.tolist()
+        return values

@@ -3,12 +3,14 @@
 import itertools
 import logging
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from torchtitan_magi.exchange.gloo_exit import let_gloo_finish_at_exit
 from torchtitan_magi.exchange.peer_memory import PeerTransport, can_reach_each_other
 from torchtitan_magi.exchange.transport import SINGLE_RANK, ProcessGroupTransport, Transport
 from torchtitan_magi.wording import quoted
@@ -19,6 +21,18 @@ Mesh: TypeAlias = DeviceMesh | dist.ProcessGroup | Transport | None
 
 # torch owns the groups; a transport holds its group weakly and ends with it.
 _transports: weakref.WeakKeyDictionary[dist.ProcessGroup, ProcessGroupTransport] = weakref.WeakKeyDictionary()
+_at_end: list[Callable[[Transport], None]] = []
+
+
+def at_end_of_transports(forget: Callable[[Transport], None]) -> None:
+    """Has ``forget`` called with each transport that ends with its group, for what is kept by transport."""
+    _at_end.append(forget)
+
+
+def _end(transport: ProcessGroupTransport) -> None:
+    transport.close()
+    for forget in _at_end:
+        forget(transport)
 
 
 def process_group_transport(group: dist.ProcessGroup) -> ProcessGroupTransport:
@@ -30,11 +44,14 @@ def process_group_transport(group: dist.ProcessGroup) -> ProcessGroupTransport:
     transport, alive = _transports.get(group), dist.distributed_c10d._world.pg_map
     if transport is None or group not in alive:
         for ended in [other for other in _transports if other not in alive]:
-            _transports.pop(ended).close()
-        is_nccl = "nccl" in dist.get_backend_config(group) and dist.get_world_size(group) > 1
+            _end(_transports.pop(ended))
+        backends = dist.get_backend_config(group)
+        if "gloo" in backends:
+            let_gloo_finish_at_exit()
+        is_nccl = "nccl" in backends and dist.get_world_size(group) > 1
         kind = PeerTransport if is_nccl and can_reach_each_other(group) else ProcessGroupTransport
         transport = _transports[group] = kind(group)
-        weakref.finalize(group, transport.close).atexit = False
+        weakref.finalize(group, _end, transport).atexit = False
     return transport
 
 

@@ -41,7 +41,10 @@ class RowMover(Protocol):
         """Does what `sums` says."""
 
     def sink_grads(self, sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
-        """The gradient of sinks [Hq]: -sum over tokens of exp(sinks - lse) * delta; lse, delta: [T, Hq], one dtype."""
+        """The gradient of sinks [Hq]: -sum over tokens of exp(sinks - lse) * delta; lse, delta: [T, Hq], one dtype.
+
+        That of a sink of -inf is 0, also where lse is -inf.
+        """
 
     def round_to(self, grad: Tensor, piece: Piece) -> None:
         """Rounds the piece of gradients [S, width] of other ranks' rows to its slot, for them to fetch."""
@@ -98,7 +101,7 @@ class TorchRowMover:
             zero.zero_()
 
     def sink_grads(self, sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
-        return -(torch.exp(sinks - lse) * delta).sum(0)
+        return -(torch.exp(sinks - lse.masked_fill(lse == -torch.inf, 0.0)) * delta).sum(0)
 
     def round_to(self, grad: Tensor, piece: Piece) -> None:
         raise AssertionError("what torch moves travels by collectives")

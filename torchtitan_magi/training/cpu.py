@@ -3,8 +3,6 @@
 torchtitan's modules come as arguments: they are named alike in its versions, but lie in different places.
 """
 
-import atexit
-import gc
 import resource
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -13,6 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+
+from torchtitan_magi.exchange.gloo_exit import let_gloo_finish_at_exit
 
 
 def use_cpu(with_device: Iterable[Any], metrics: Any) -> None:
@@ -25,9 +25,7 @@ def use_cpu(with_device: Iterable[Any], metrics: Any) -> None:
     for module in with_device:
         vars(module).update(device_type="cpu", device_module=torch.cpu)
     metrics.build_device_memory_monitor = partial(_ProcessMemory, metrics.DeviceMemStats)
-    # torchtitan turns the garbage collector off, and gloo's threads in groups that only cycles hold can end a process
-    # that has done all its work with "terminate called without an active exception".
-    atexit.register(gc.collect)
+    let_gloo_finish_at_exit()  # also in groups that only cycles hold: torchtitan turns the garbage collector off
 
 
 def reduce_by_plain_sums(model: nn.Module) -> None:
