@@ -5,8 +5,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from hf_models import KINDS, make_hf_folder
-from published import OF_0_3
+from published import CONFIGS, OF_0_3
 from training import call, new_folder
 
 from torchtitan_magi.models.model_config import Rope, differences, read_model_config
@@ -23,11 +24,9 @@ def model_of(fields):
 
 def in_torchtitan(config):
     """The model, once through torchtitan's configuration; the shapes of an export; the factor of its scores."""
-    import torch
-
     from torchtitan_magi.titan.v03 import models
 
-    spec = models.model_spec(config.model, "hf", config, [])
+    spec = models.model_spec(config.model, "hf", config)
     with torch.device("meta"):
         model = spec.model.build()
     adapter = spec.state_dict_adapter(spec.model, None)
@@ -38,7 +37,7 @@ def in_torchtitan(config):
 def named_flavor(name, flavor):
     from torchtitan_magi.titan.v03.models import config_of, model_spec
 
-    return config_of(model_spec(name, flavor, None, []).model)
+    return config_of(model_spec(name, flavor, None).model)
 
 
 @pytest.mark.parametrize("name", OF_0_3)
@@ -106,6 +105,104 @@ def layers_of_own_configuration():
 
 def test_torchtitans_own_configurations_get_our_layers():
     assert call(layers_of_own_configuration) == {"GptOssExperts.Config", "RowwiseLinear.Config"}
+
+
+def layers_after_converters():
+    """The layers' classes: of a preset flavor with adapters; after a user's converter that derives a configuration,
+    before and after ours; and what is said of one that puts a layer of its own there."""
+    from dataclasses import dataclass, replace
+
+    from torchtitan.models import qwen3
+    from torchtitan.models.common.moe import GroupedExperts
+
+    from torchtitan_magi.titan.v03.lora import with_adapters
+    from torchtitan_magi.titan.v03.models import REPLACED, _check_layers, with_varlen
+    from torchtitan_magi.training.options import LoRA
+
+    class Theirs(GroupedExperts):
+        @dataclass(kw_only=True, slots=True)
+        class Config(GroupedExperts.Config):
+            pass
+
+    class Derived(GroupedExperts.Config):
+        def build(self):
+            experts = GroupedExperts.Config.build(self)
+            experts.theirs = True
+            return experts
+
+    def spec():
+        stock = qwen3.model_registry("debugmodel_moe", attn_backend="flex")
+        return replace(stock, model=replace(stock.model, layers=stock.model.layers[:1]))
+
+    def convert(spec, kind):
+        experts = spec.model.layers[0].moe.routed_experts
+        size = {name: getattr(experts.inner_experts, name) for name in ("dim", "hidden_dim", "num_experts")}
+        experts.inner_experts = kind(**size)
+        return spec
+
+    def build(spec):
+        with torch.device("meta"):
+            model = spec.model.build()
+        _check_layers(model)
+        experts = model.layers["0"].moe.routed_experts.inner_experts
+        assert isinstance(experts, tuple(ours._owner for ours in REPLACED.values()))
+        return experts
+
+    with_lora = with_adapters(with_varlen(spec()), LoRA(rank=4))
+    frozen = [parameter.requires_grad for parameter in build(with_lora).parameters()]
+    derived = build(with_varlen(convert(spec(), Derived))).theirs
+    with pytest.raises(ValueError) as own:
+        build(with_varlen(convert(spec(), Theirs.Config)))
+    with pytest.raises(ValueError) as twice:
+        with_adapters(with_lora, LoRA())
+    with pytest.raises(ValueError) as none:
+        with_adapters(with_varlen(spec()), LoRA(rank=4, target_modules=["w1"]))
+    return frozen, derived, with_lora.post_optimizer_build_fn, [str(error.value) for error in (own, twice, none)]
+
+
+def test_layers_are_ours_after_converters_or_refused():
+    frozen, derived, balance, (own, twice, none) = call(layers_after_converters)
+    assert frozen == [False] * 3
+    assert derived
+    assert balance is None  # the bias by which experts are chosen belongs to the frozen model
+    assert "layers.0.moe.routed_experts.inner_experts is " in own
+    assert "Theirs, but MagiExperts is needed here; leave out the converter or override that makes it so" in own
+    assert "the model has adapters of rank 4 by a LoRAConverter of its own; leave that out, and set" in twice
+    assert "target_modules is ['w1'], but the layers of qwen3 'debugmodel_moe' have none of these; add wqkv" in none
+
+
+def balanced_step():
+    """The load of experts after a step in which torchtitan moved their bias, and that bias."""
+    from types import SimpleNamespace
+
+    from torchtitan_magi.titan.v03.models import model_spec
+    from torchtitan_magi.training.experts import take_expert_load
+
+    spec = model_spec("qwen3", "debugmodel_moe", None)
+    spec.model.layers = spec.model.layers[:1]
+    model = spec.model.build()
+    moe, optimizer = model.layers["0"].moe, torch.optim.SGD(model.parameters(), lr=0.0)
+    dims = SimpleNamespace(get_optional_mesh=lambda _: None, ep_enabled=False, tp=1)
+    spec.post_optimizer_build_fn(optimizer, [model], dims)
+    loads = []
+    for steps in (1, 2):
+        for _ in range(steps):
+            moe.tokens_per_expert_E.copy_(torch.arange(64.0))
+            optimizer.step()
+        loads.append(take_expert_load([model], None))
+    return loads, moe.expert_bias_E.tolist()
+
+
+def test_the_load_of_experts_is_logged_where_torchtitan_moves_their_bias():
+    loads, bias = call(balanced_step)
+    assert loads == [{"moe/expert_imbalance": 2.0, "moe/worst_expert_imbalance": 2.0, "moe/idle_experts": 1.0}] * 2
+    assert bias[0] == pytest.approx(3e-3) == pytest.approx(-bias[-1])
+
+
+def test_a_flavor_with_a_bias_that_no_checkpoint_has_is_not_the_published_model():
+    bias = "other () in the file, ('a bias by which experts are chosen',) in the flavor"
+    found = differences(model_of(CONFIGS["Qwen3 30B-A3B"]), call(named_flavor, "qwen3", "30B-A3B"))
+    assert bias in found
 
 
 def test_tied_weights_are_refused_by_name():

@@ -76,6 +76,16 @@ def expert_counts_kept(models: Iterable[nn.Module]) -> Iterator[None]:
             counts.copy_(kept)
 
 
+def note_expert_counts(models: Iterable[nn.Module]) -> None:
+    """Before something else than the log begins to count anew: the tokens so far stay with each layer's counts."""
+    for counts in expert_counts(models):
+        counts.noted = _with_noted(counts)  # type: ignore[attr-defined]
+
+
+def _with_noted(counts: Tensor) -> Tensor:
+    return counts + getattr(counts, "noted", 0)
+
+
 @torch.no_grad()
 def take_expert_load(models: Iterable[nn.Module], group: dist.ProcessGroup | None) -> dict[str, float]:
     """How evenly tokens went to experts since the last call; counting begins anew.
@@ -93,10 +103,12 @@ def take_expert_load(models: Iterable[nn.Module], group: dist.ProcessGroup | Non
     layers = expert_counts(models)
     if not layers:
         return {}
-    whole = [layer.full_tensor() if isinstance(layer, DTensor) else layer for layer in layers]
+    sums = [_with_noted(layer) for layer in layers]
+    whole = [layer.full_tensor() if isinstance(layer, DTensor) else layer for layer in sums]
     counts = torch.stack(whole)  # [layers, experts]
     for layer in layers:
         layer.zero_()
+        layer.noted = 0  # type: ignore[attr-defined]
     if group is not None:
         dist.all_reduce(counts, group=group)
     imbalance = counts.amax(1) / counts.mean(1)

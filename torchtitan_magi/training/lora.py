@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from torchtitan_magi.training.dpo import PairBatch, Reference, logprobs_by
+from torchtitan_magi.training.experts import expert_counts_kept
 from torchtitan_magi.training.logprob_model import LogprobModel
 from torchtitan_magi.training.options import LoRA
 from torchtitan_magi.training.pipeline import Pipeline
@@ -62,7 +63,7 @@ class PolicyWithoutAdapters(Reference):
         self.model = model
 
     def logprobs(self, batches: list[PairBatch]) -> list[Tensor]:
-        with adapters_off(self.model.parts):
+        with adapters_off(self.model.parts), expert_counts_kept(self.model.parts):
             return logprobs_by(self.model, batches)
 
 
@@ -87,7 +88,8 @@ def save_adapters(
     tensors = _gathered(tensors)
     if dist.get_rank() == 0:
         folder.mkdir(parents=True, exist_ok=True)
-        names = [name.rpartition(".")[2] for kind in TARGETS for name in TARGETS[kind] if _has(kind, lora)]
+        present = {name.split(".")[-3] for name in tensors}  # not those of experts, which get none
+        names = [name for kind in TARGETS.values() for path in kind if (name := path.rpartition(".")[2]) in present]
         config: dict[str, Any] = {
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
@@ -109,10 +111,6 @@ def _gathered(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     found: list[Any] = [None] * size
     dist.gather_object(mine, found if rank == 0 else None)
     return {name: tensor for part in found if part for name, tensor in part.items()}
-
-
-def _has(kind: str, lora: LoRA) -> bool:
-    return kind.rpartition(".")[2] in lora.target_modules
 
 
 def _whole(weight: Tensor) -> Tensor:

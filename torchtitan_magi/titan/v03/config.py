@@ -5,7 +5,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from torchtitan.components.lora import LoRAConverter
 from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer, ParamGroupConfig
 from torchtitan.config.configs import CommConfig, CompileConfig, DebugConfig, ParallelismConfig, TrainingConfig
 from torchtitan.config.override import OverrideConfig
@@ -20,13 +19,12 @@ from torchtitan_magi.titan.v03.components import (
     MagiValidator,
 )
 from torchtitan_magi.titan.v03.job_config import Workers
+from torchtitan_magi.titan.v03.lora import with_adapters
 from torchtitan_magi.titan.v03.models import check_model, flavors, model_of, model_spec, stock_flavor
 from torchtitan_magi.training.hf_folder import HF_FLAVOR, read_hf_config
-from torchtitan_magi.training.lora import check_targets
-from torchtitan_magi.training.options import LoRA, import_modules
+from torchtitan_magi.training.options import import_modules
 from torchtitan_magi.wording import quoted
 
-WITH_ADAPTERS = ("llama3", "qwen3")
 CHECKPOINTING = {"selective": MagiSelectiveAC.Config, "full": FullAC.Config, "memory_budget": MemoryBudgetAC.Config}
 
 
@@ -80,22 +78,13 @@ def _model_spec(job: Any) -> Any:
     check_model(name)
     if job.model.converters:
         raise ValueError(f"model.converters is {quoted(job.model.converters)}, which 0.3 has no more; leave it out")
-    if job.magi.lora.rank and name not in WITH_ADAPTERS:
-        raise ValueError(f"magi.lora.rank is {job.magi.lora.rank}, but {name} gets no adapters here; set it to 0")
     config = None
     if flavor == HF_FLAVOR:
         config = read_hf_config(job, model_of)
     elif stock_flavor(name, flavor) is None:
         known = ", ".join([HF_FLAVOR, *flavors(name)])
         raise ValueError(f"model.flavor {quoted(flavor)} is unknown; use one of {known}")
-    return model_spec(name, flavor, config, _converters(job.magi.lora))
-
-
-def _converters(lora: LoRA) -> list[LoRAConverter.Config]:
-    if not lora.rank:
-        return []
-    check_targets(lora)
-    return [LoRAConverter.Config(rank=lora.rank, alpha=lora.alpha, target_modules=list(lora.target_modules))]
+    return with_adapters(model_spec(name, flavor, config), job.magi.lora)
 
 
 def _loader(section: Any, infinite: bool) -> HuggingFaceTextDataLoader.Config:

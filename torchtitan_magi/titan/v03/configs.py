@@ -15,6 +15,7 @@ from torchtitan_magi.titan.v03.components import (
     ObjectiveLoss,
 )
 from torchtitan_magi.titan.v03.config import copied
+from torchtitan_magi.titan.v03.lora import with_adapters
 from torchtitan_magi.titan.v03.models import with_varlen
 from torchtitan_magi.titan.v03.trainer import MagiTrainer
 from torchtitan_magi.training.options import Magi
@@ -26,7 +27,7 @@ def with_magi(config: Trainer.Config, magi: Magi | None = None) -> MagiTrainer.C
     Args:
         magi: the [magi] options.
     """
-    values = {option.name: getattr(config, option.name) for option in fields(config)}
+    values, magi = {option.name: getattr(config, option.name) for option in fields(config)}, magi or Magi()
     checkpointing, parallelism = config.activation_checkpoint, config.parallelism
     if isinstance(checkpointing, SelectiveAC.Config):
         checkpointing = copied(MagiSelectiveAC.Config, checkpointing)
@@ -35,8 +36,8 @@ def with_magi(config: Trainer.Config, magi: Magi | None = None) -> MagiTrainer.C
     return MagiTrainer.Config(
         **values
         | {
-            "magi": magi or Magi(),
-            "model_spec": with_varlen(config.model_spec),
+            "magi": magi,
+            "model_spec": with_adapters(with_varlen(config.model_spec), magi.lora),
             "tokenizer": MagiTokenizer.Config(),
             "metrics": copied(MagiMetricsProcessor.Config, config.metrics),
             "checkpoint": copied(MagiCheckpointManager.Config, config.checkpoint),

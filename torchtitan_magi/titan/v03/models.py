@@ -22,6 +22,7 @@ from torchtitan_magi.titan.v03 import deepseek_v3 as our_deepseek_v3
 from torchtitan_magi.titan.v03 import gpt_oss as our_gpt_oss
 from torchtitan_magi.titan.v03.experts import MagiExperts
 from torchtitan_magi.training.cpu import reduce_by_plain_sums
+from torchtitan_magi.training.experts import note_expert_counts
 from torchtitan_magi.training.hf_layouts import reads_all_layouts
 from torchtitan_magi.wording import quoted
 
@@ -32,7 +33,7 @@ CONFIGS = {
     "gpt_oss": gpt_oss.GptOssModel.Config,
     "deepseek_v3": deepseek_v3.DeepSeekV3Model.Config,
 }
-REPLACED = {GroupedExperts.Config: MagiExperts.Config, **our_gpt_oss.REPLACED}
+REPLACED: dict[Any, Any] = {GroupedExperts.Config: MagiExperts.Config, **our_gpt_oss.REPLACED}
 COMPLEX = ("llama3", "deepseek_v3")  # models that rotate adjacent elements
 VARLEN_SUFFIXES = ("_varlen", "_varlen_attn")  # of 0.2.2's flavors; here every flavor has varlen attention
 
@@ -69,7 +70,7 @@ def check_model(name: str) -> None:
         raise ValueError(f"model.name is {quoted(name)}, which has no varlen attention; use one of {', '.join(MODELS)}")
 
 
-def model_spec(name: str, flavor: str, config: ModelConfig | None, converters: list[Any]) -> ModelSpec:
+def model_spec(name: str, flavor: str, config: ModelConfig | None) -> ModelSpec:
     """torchtitan's bundle of a model for its Trainer, with our attention where context parallelism is concerned.
 
     Args:
@@ -81,8 +82,6 @@ def model_spec(name: str, flavor: str, config: ModelConfig | None, converters: l
     if config is not None:
         spec.model = model_of(config)
         spec.post_optimizer_build_fn = None  # a checkpoint's bias where experts are selected stays as it is
-    for converter in converters:
-        spec.model = converter.build().convert(spec.model)
     return with_varlen(spec)
 
 
@@ -90,9 +89,25 @@ def _replace_layers(model: Any) -> None:
     """Puts our layers in place of torchtitan's in a model's configuration."""
     for stock, ours in REPLACED.items():
         for _, config, parent, name in list(model.traverse(stock)):
-            if type(config) is stock:
+            if config._owner is stock._owner:
                 values = {option.name: getattr(config, option.name) for option in fields(config) if option.init}
-                setattr(parent, name, ours(**values))
+                setattr(parent, name, _ours(type(config), stock, ours)(**values))
+
+
+def _ours(kind: type, stock: type, ours: Any) -> Any:
+    """The configuration of our layer; where a converter has derived one from torchtitan's, derived from that."""
+    return ours if kind is stock else type(kind.__name__, (kind,), {"_owner": ours._owner})
+
+
+def _check_layers(model: nn.Module) -> None:
+    """Raises ValueError, one line, where a converter or an override has put a layer of its own in place of ours."""
+    for name, layer in model.named_modules():
+        needed = [ours._owner for stock, ours in REPLACED.items() if isinstance(layer, stock._owner)]
+        if needed and not isinstance(layer, tuple(needed)):
+            raise ValueError(
+                f"{name} is {type(layer).__qualname__}, but {needed[-1].__name__} is needed here; leave out the "
+                "converter or override that makes it so, or convert what with_magi returns"
+            )
 
 
 def with_varlen(spec: ModelSpec) -> ModelSpec:
@@ -110,11 +125,20 @@ def with_varlen(spec: ModelSpec) -> ModelSpec:
         raise ValueError(f"{spec.name} has mtp_layers, which are not trained here; set num_mtp_layers to 0")
     _replace_layers(spec.model)
     adapter = our_gpt_oss.GptOssAdapter if spec.name == "gpt_oss" else spec.state_dict_adapter
+    balance = spec.post_optimizer_build_fn
     return replace(
         spec,
         parallelize_fn=partial(_parallelize, spec.parallelize_fn),
+        post_optimizer_build_fn=balance and partial(_balance, balance),
         state_dict_adapter=partial(_adapter, adapter),
     )
+
+
+def _balance(stock: Any, optimizers: Any, model_parts: Any, parallel_dims: Any) -> None:
+    """Keeps what experts have counted for the log: torchtitan moves their bias by the counts of a step, and deletes
+    these."""
+    optimizers.register_step_pre_hook(lambda *_, **__: note_expert_counts(model_parts))
+    stock(optimizers, model_parts, parallel_dims)
 
 
 class _WithoutCP:
@@ -131,6 +155,7 @@ class _WithoutCP:
 
 
 def _parallelize(stock: Any, model: Any, *, parallel_dims: Any, **options: Any) -> nn.Module:
+    _check_layers(model)
     for module in model.modules():
         if isinstance(module, RoutedExperts):
             module.register_forward_pre_hook(_arrived)
@@ -310,7 +335,7 @@ def _odd(moe: Any, model: str) -> Iterator[str]:
         yield f"score_func {moe.router.score_func}"
     if model != "deepseek_v3" and moe.shared_experts is not None:
         yield "shared experts"
-    if model == "gpt_oss" and moe.load_balance_coeff is not None:
+    if model != "deepseek_v3" and moe.load_balance_coeff is not None:
         yield "a bias by which experts are chosen"
 
 
