@@ -4,6 +4,7 @@ import json
 import logging
 from pathlib import Path
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -50,7 +51,7 @@ def test_what_a_source_keeps_in_float32_stays_so(tmp_path):
 
 
 class Adapter:
-    from_hf_map = {"model.layers.{}.gate.bias": "layers.{}.bias", "model.layers.{}.experts.{}.up": "layers.{}.up"}
+    from_hf_map: ClassVar = {"model.layers.{}.gate.bias": "layers.{}.bias", "model.layers.{}.experts.{}.up": "layers.{}.up"}
 
 
 def manager(folder, weights, **options):
