@@ -51,7 +51,10 @@ def test_what_a_source_keeps_in_float32_stays_so(tmp_path):
 
 
 class Adapter:
-    from_hf_map: ClassVar = {"model.layers.{}.gate.bias": "layers.{}.bias", "model.layers.{}.experts.{}.up": "layers.{}.up"}
+    from_hf_map: ClassVar = {
+        "model.layers.{}.gate.bias": "layers.{}.bias",
+        "model.layers.{}.experts.{}.up": "layers.{}.up",
+    }
 
 
 def manager(folder, weights, **options):
