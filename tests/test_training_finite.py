@@ -62,7 +62,7 @@ def poisoned_and_watched(what, unwanted, report):
         after = state_of(guard)
         report("unchanged", before.keys() == after.keys() and all(torch.equal(before[x], after[x]) for x in before))
 
-    StepGuard.step = step
+    StepGuard.step, StepGuard._reason = step, reason
 
 
 def state_of(guard):
@@ -101,9 +101,13 @@ def test_an_update_of_pairs_is_left_out_on_all_ranks(axis):
 
 
 def poisoned_and_timed(unwanted, report):
-    """Any wait for the GPU inside an update is an error."""
+    """Any wait for the GPU inside an update is an error, until the run ends."""
     poison(LOSSES, unwanted)
-    stock = StepGuard.step
+    stock, stock_reason = StepGuard.step, StepGuard._reason
+
+    def reason(guard, *args):
+        torch.cuda.set_sync_debug_mode("default")
+        return stock_reason(guard, *args)
 
     def step(guard):
         torch.cuda.set_sync_debug_mode("error")
