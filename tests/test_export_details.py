@@ -4,7 +4,6 @@ import json
 import logging
 from pathlib import Path
 from types import SimpleNamespace
-from typing import ClassVar
 
 import pytest
 import torch
@@ -50,17 +49,13 @@ def test_what_a_source_keeps_in_float32_stays_so(tmp_path):
     assert float32_names(llama, read_model_config(llama)) == ()
 
 
-class Adapter:
-    from_hf_map: ClassVar = {
-        "model.layers.{}.gate.bias": "layers.{}.bias",
-        "model.layers.{}.experts.{}.up": "layers.{}.up",
-    }
+NAMES = {"model.layers.{}.gate.bias": "layers.{}.bias", "model.layers.{}.experts.{}.up": "layers.{}.up"}
 
 
 def manager(folder, weights, **options):
     return SimpleNamespace(
         states={"model": SimpleNamespace(state_dict=lambda: weights), "dataloader": SimpleNamespace(longest=0)},
-        sd_adapter=Adapter(),
+        sd_adapter=SimpleNamespace(from_hf_map=NAMES),
         folder=f"{folder}",
         _create_checkpoint_id=lambda step: f"{folder}/step-{step}",
         **options,
