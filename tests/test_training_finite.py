@@ -62,7 +62,7 @@ def poisoned_and_watched(what, unwanted, report):
         after = state_of(guard)
         report("unchanged", before.keys() == after.keys() and all(torch.equal(before[x], after[x]) for x in before))
 
-    StepGuard.step, StepGuard._reason = step, reason
+    StepGuard.step = step
 
 
 def state_of(guard):
@@ -115,7 +115,7 @@ def poisoned_and_timed(unwanted, report):
         torch.cuda.set_sync_debug_mode("default")
         report("updated")
 
-    StepGuard.step = step
+    StepGuard.step, StepGuard._reason = step, reason
 
 
 @pytest.mark.gpu
