@@ -100,6 +100,17 @@ def test_an_update_of_pairs_is_left_out_on_all_ranks(axis):
         assert [event[1] for event in of_rank if event[0] == "unchanged"] == [False, False, True]
 
 
+@pytest.mark.parametrize("saves", [True, False])
+def test_weights_that_an_update_broke_are_not_saved_by_torchtitans_own_entry_point_either(saves):
+    folder = new_folder()
+    arguments = [*LATE, "--job.dump_folder", folder, "--optimizer.lr", "1e38", "--lr_scheduler.warmup_steps", "0"]
+    arguments += ["--checkpoint.enable", "--checkpoint.interval", "1"] if saves else []
+    reason = "^after step 1 tok_embeddings.weight and " if saves else "^step 2: the loss is not finite"
+    with pytest.raises(TrainingError, match=reason):
+        train(1, arguments)
+    assert not list(Path(folder).glob("checkpoint/*"))
+
+
 def poisoned_and_timed(unwanted, report):
     """Any wait for the GPU inside an update is an error, until the run ends."""
     poison(LOSSES, unwanted)

@@ -45,7 +45,7 @@ def report_token_losses(report):
     """The documents of each microbatch, and the loss of each token."""
     from torchtitan_magi.training import objectives
 
-    def report_losses(_, model, targets, tokens, labelled, scale, **inputs):
+    def report_losses(_, model, targets, tokens, labelled, scale, kept, **inputs):
         with torch.no_grad():
             logprobs = model(targets, tokens, labelled, **inputs)
         report("losses", targets.flatten().tolist(), (-logprobs).flatten().tolist())

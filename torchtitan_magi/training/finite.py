@@ -54,9 +54,10 @@ class StepGuard:
         self._look()
         if not self.masks:
             self.check()
-        biases = [(bias, bias.clone()) for bias in local(*expert_biases(self.optimizers.model_parts))]
+        biases = local(*expert_biases(self.optimizers.model_parts)) if self.masks else []
+        kept = [bias.clone() for bias in biases]
         result = self.update(*args, **kwargs)
-        for bias, before in biases:  # which a hook of the update moves
+        for bias, before in zip(biases, kept, strict=True):  # which a hook of the update moves
             bias.copy_(torch.where(self.found > 0, before, bias))
         if self.trainer.metrics_processor.should_log(self.trainer.step):  # which waits for the device next
             self.check()
