@@ -307,6 +307,12 @@ MISTAKES = [
     ),
     ({"template": None}, GOOD, "wrong", "no chat template: conversations are written as ChatML"),
     ({"config": {"eos_token": "</s>"}}, GOOD, "note", "turns end with <|im_end|>, which is not the tokenizer's EOS"),
+    (
+        {"config": {"eos_token": None}, "template": PLAIN_TEMPLATE},
+        GOOD,
+        "wrong",
+        "no end-of-turn token is learned in all 3 records: .* (the tokenizer names no EOS)",
+    ),
     ({"config": {"eos_token": None}}, [{"text": "the cat"}], "wrong", "no EOS is learned in 1 record of plain text"),
     *(({"template": template}, GOOD, level, said) for template, level, said in OF_TEMPLATES),
     *(({}, records, level, said) for records, level, said in OF_RECORDS),

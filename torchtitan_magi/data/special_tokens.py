@@ -57,19 +57,25 @@ def read_special_tokens(folder: str | os.PathLike[str]) -> SpecialTokens:
     path = Path(folder, CONFIG)
     config = read_object(path)
     named, listed = _named(path, config), _listed(path, config)
-    if DECLARED in config:
-        numbered = _entries(path, config, DECLARED, dict).items()
-        declared = {_number(path, number): _token(path, DECLARED, token, False) for number, token in numbered}
-        return SpecialTokens(_in_order(named, {}), listed, declared, False)
-    has_list = ADDITIONAL in config or isinstance(config.get(EXTRA), list)
-    path = Path(folder, OLD_NAMES)
-    config = read_object(path)
-    named = _in_order(_named(path, config, True), named)
-    listed += _listed(path, {EXTRA: config.get(EXTRA)}, True)
+    if DECLARED not in config:
+        has_list = ADDITIONAL in config or isinstance(config.get(EXTRA), list)
+        return _with_old_files(Path(folder), named, listed, has_list)
+    numbered = _entries(path, config, DECLARED, dict).items()
+    declared = {_number(path, number): _token(path, DECLARED, token, False) for number, token in numbered}
+    return SpecialTokens(_in_order(named, {}), listed, declared, False)
+
+
+def _with_old_files(
+    folder: Path, named: dict[str, AddedToken], listed: list[AddedToken], has_list: bool
+) -> SpecialTokens:
+    """With what the files of older versions add to a configuration. has_list: whether that lists tokens."""
+    path, names = folder / OLD_NAMES, read_object(folder / OLD_NAMES)
+    named = _in_order(_named(path, names, True), named)
+    listed = listed + _listed(path, {EXTRA: names.get(EXTRA)}, True)
     special = {token.content for token in listed} | {named[name].content for name in STANDARD if name in named}
-    if not has_list and EXTRA not in config:
-        listed = _listed(path, config)
-    path = Path(folder, OLD_TOKENS)
+    if not has_list and EXTRA not in names:
+        listed = _listed(path, names)
+    path = folder / OLD_TOKENS
     declared = {
         _number(path, number): AddedToken(text, normalized=text not in special, special=text in special)
         for text, number in read_object(path).items()

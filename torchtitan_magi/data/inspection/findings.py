@@ -83,7 +83,7 @@ _FORMS = {
 _ALWAYS = ("system", "tools", "chat_template_kwargs")
 # What templates write for tokens: <|im_start|>, <start_of_turn>, </s>
 _TOKEN_LIKE = re.compile(r"<\|[^|<>\s]{1,40}\|>|<\w{1,20}_of_\w{1,20}>|</?s>")
-_LAST = 20  # characters of a text by which its end is found
+_LAST, _TAIL = 20, 256  # characters of a text by which its end is found; tokens that are searched for it
 _ROLES = {f"<|{role}|>" for role in ROLES}  # these are plain text to some models
 
 
@@ -132,7 +132,9 @@ class Checker:
         ends = [self._end(part) for part in answers]
         if None in ends:
             yield self._without_end(answers[ends.index(None)], "text" in record)
-        yield from (("two EOS", end) for end in {eos, *ends} if end and self._is_twice(end, parts, "text" in record))
+        for end in dict.fromkeys([eos, *ends]):
+            if end and self._is_twice(end, parts, "text" in record):
+                yield "two EOS", end
         for end in dict.fromkeys(ends):
             if end and end != eos:
                 yield "end", end
@@ -160,14 +162,16 @@ class Checker:
     def _text_end(self, part: Part) -> str:
         """What is learned after all that the record says, without a token that ends it; "" for white space."""
         said = part.contents[-1].strip()[-_LAST:] if part.contents else ""
-        learned = self.speller.text(part.tokens[part.learned][-2 * _LAST :].tolist())
+        learned = self.speller.text(part.tokens[part.learned][-_TAIL:].tolist())
         return learned.rpartition(said)[2].strip() if said and said in learned else ""
 
     def _follower(self, part: Part) -> str:
-        """Says which special token comes right after the learned text, if one does."""
+        """Says which special token comes right after the learned text, if one does, or that there is no EOS."""
         after = part.tokens[int(np.flatnonzero(part.learned)[-1]) + 1 :][:1].tolist()
         name = self.speller.specials.get(after[0]) if after else None
-        return f" ({name} comes after the learned text, but is not learned)" if name else ""
+        if name:
+            return f" ({name} comes after the learned text, but is not learned)"
+        return "" if self.chat.eos_id is not None else " (the tokenizer names no EOS)"
 
 
 def _has_other_roles(record: dict[str, Any]) -> bool:
