@@ -215,8 +215,8 @@ def _check_targets(targets_T: Tensor, vocabulary: int) -> None:
         torch._assert_async(is_fine_T.all(), f"a target is outside the vocabulary of {vocabulary} tokens")
     elif not is_fine_T.all():
         raise ValueError(
-            f"target {int(targets_T[~is_fine_T][0])} is outside the vocabulary of {vocabulary:,} tokens; a token without "
-            f"a target has {IGNORE_INDEX}"
+            f"target {int(targets_T[~is_fine_T][0])} is outside the vocabulary of {vocabulary:,} tokens; a token "
+            f"without a target has {IGNORE_INDEX}"
         )
 
 
