@@ -69,6 +69,15 @@ def test_its_gradient_is_that_of_finite_differences():
     assert torch.autograd.gradcheck(lambda h, w: token_logprobs(h, w, targets, chunk=3), (hidden, weight))
 
 
+@pytest.mark.parametrize("function", [token_logprobs, summed_logprobs])
+@pytest.mark.parametrize("odd", [VOCABULARY, -1, -101])
+def test_a_target_outside_the_vocabulary_is_an_error(odd, function):
+    hidden, weight, targets = case(7)
+    targets[4] = odd
+    with pytest.raises(ValueError, match=rf"^target {odd} is outside the vocabulary of {VOCABULARY} tokens; .* -100$"):
+        function(hidden, weight, targets, chunk=3)
+
+
 @pytest.mark.parametrize("num_tokens", [0, 6])
 def test_no_target_gives_zeros(num_tokens):
     hidden, weight, targets = case(num_tokens)
@@ -151,3 +160,26 @@ def test_ranks_that_share_the_vocabulary_get_what_one_gets(three_ranks, num_toke
         torch.testing.assert_close(added, grad_hidden, rtol=1e-12, atol=1e-12)
         gathered = torch.cat([result[2] for result in of_ranks])
         torch.testing.assert_close(gathered, grad_weight, rtol=1e-12, atol=1e-12)
+
+
+def odd_targets_on_a_rank():
+    import torch.distributed as dist
+
+    hidden, weight, targets = case(7)
+    share = weight.detach()[: VOCABULARY // dist.get_world_size()]
+    errors = []
+    for odd in (VOCABULARY, -1, VOCABULARY - 1):
+        targets[4] = odd
+        try:
+            token_logprobs(hidden, share, targets, group=dist.group.WORLD)
+            errors.append("")
+        except ValueError as error:
+            errors.append(str(error))
+    return errors
+
+
+def test_a_target_outside_a_shared_vocabulary_is_an_error_on_all_ranks(three_ranks):
+    for large, negative, last in three_ranks.run(odd_targets_on_a_rank):
+        assert large.startswith(f"target {VOCABULARY} is outside the vocabulary of {VOCABULARY} tokens")
+        assert negative.startswith("target -1 is outside")
+        assert last == ""

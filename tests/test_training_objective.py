@@ -182,13 +182,18 @@ def test_a_run_does_not_start_from_random_weights_because_an_earlier_one_was_kil
     assert disabled.startswith(f"checkpoint.initial_load_path is '{tmp_path}/weights', but checkpoint.enable is false")
 
 
-def test_a_token_that_the_model_does_not_have_is_named():
+def test_a_token_or_label_that_the_model_does_not_have_is_named():
     from torchtitan_magi.training.runtime import check_tokens
 
-    check_tokens(torch.tensor([[0, 99]]), 100)
-    check_tokens(torch.zeros(1, 0, dtype=torch.int64), 100)
-    with pytest.raises(ValueError, match="the data has token 100, but the model a vocabulary of 100; use"):
-        check_tokens(torch.tensor([[0, 100]]), 100)
+    fine, none = torch.tensor([[0, 99]]), torch.zeros(1, 0, dtype=torch.int64)
+    check_tokens(fine, torch.tensor([[99, -100]]), 100)
+    check_tokens(none, none, 100)
+    for tokens, labels, name in ((100, 5, "token 100"), (5, 100, "label 100")):
+        with pytest.raises(ValueError, match=f"the data has {name}, but the model a vocabulary of 100; use"):
+            check_tokens(torch.tensor([[0, tokens]]), torch.tensor([[0, labels]]), 100)
+    for tokens, labels, name in ((-1, 5, "token -1"), (5, -7, "label -7")):
+        with pytest.raises(ValueError, match=f"the data has {name}; tokens are numbered from 0"):
+            check_tokens(torch.tensor([[0, tokens]]), torch.tensor([[0, labels]]), 100)
 
 
 def test_validation_in_shorter_packs_is_warned_of(caplog):

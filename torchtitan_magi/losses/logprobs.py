@@ -36,13 +36,17 @@ def token_logprobs(
         weight_VD: the output layer's weight. Under ``group`` this rank's rows: rank r of n holds the tokens
             [r V, (r + 1) V) of a vocabulary of n V. The logits are not gathered; the gradient of hidden is this rank's
             addend.
-        targets_T: int64; IGNORE_INDEX where there is none.
+        targets_T: int64, each in the vocabulary; IGNORE_INDEX where there is none.
         group: ranks that share the vocabulary.
         chunk: tokens per chunk; by default as many as CHUNK_LOGITS allows.
         compiled: whether torch.compile fuses what is done with the logits, so that they are read and written once.
 
     Returns:
         float32 [T] (float64 for float64 inputs), 0 where there is no target.
+
+    Raises:
+        ValueError: a target outside the vocabulary. Targets on a GPU end in a failed assertion there, as those of
+            torch's cross_entropy do.
     """
     hidden_TD, weight_VD = _as_autocast_wants(hidden_TD, weight_VD)
     options = _Options(group, chunk or max(1, CHUNK_LOGITS // len(weight_VD)), compiled)
@@ -200,10 +204,26 @@ def _grad_logits(logits_CV: Tensor, lse_C: Tensor, row_C: Tensor, grad_C: Tensor
 
 
 def _rows(targets_T: Tensor, rows: int, group: dist.ProcessGroup | None) -> Tensor:
-    """Row of this rank's weight for each target; -1 where there is none or another rank has it."""
+    """Row of this rank's weight for each target; -1 where there is none or another rank has it.
+
+    Raises:
+        ValueError: as for ``token_logprobs``.
+    """
+    _check_targets(targets_T, rows * (1 if group is None else dist.get_world_size(group)))
     row_T = targets_T - (0 if group is None else dist.get_rank(group) * rows)
     is_here_T = (targets_T != IGNORE_INDEX) & (row_T >= 0) & (row_T < rows)
     return row_T.where(is_here_T, -1)
+
+
+def _check_targets(targets_T: Tensor, vocabulary: int) -> None:
+    is_fine_T = ((targets_T >= 0) & (targets_T < vocabulary)) | (targets_T == IGNORE_INDEX)
+    if targets_T.device.type != "cpu":
+        torch._assert_async(is_fine_T.all(), f"a target is outside the vocabulary of {vocabulary} tokens")
+    elif not is_fine_T.all():
+        raise ValueError(
+            f"target {int(targets_T[~is_fine_T][0])} is outside the vocabulary of {vocabulary:,} tokens; a token "
+            f"without a target has {IGNORE_INDEX}"
+        )
 
 
 def _over_ranks(lse_T: Tensor, picked_T: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:

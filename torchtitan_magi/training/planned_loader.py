@@ -78,7 +78,7 @@ class PlannedLoader:
 def with_plans(
     loader: Any, runtime: Callable[[], MagiRuntime | None], count: WorkCount, vocab_size: int, eos_id: int | None
 ) -> PlannedLoader:
-    """The loader with plans made ahead and tokens checked.
+    """The loader with plans made ahead, and tokens and labels checked.
 
     Args:
         runtime: returns the runtime, which is there when the loader is iterated.
@@ -89,7 +89,7 @@ def with_plans(
     def plan(inputs: dict[str, Any], labels: Tensor) -> dict[str, Any]:
         planner = runtime()
         assert planner is not None
-        check_tokens(inputs["input"], vocab_size)
+        check_tokens(inputs["input"], labels, vocab_size)
         return planner.plan_ahead(inputs, labels, eos_id)
 
     return PlannedLoader(loader, plan, count.wait, _num_positions)

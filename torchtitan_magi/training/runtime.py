@@ -183,14 +183,23 @@ class MagiRuntime:
             logger.info(f"{describe_plan(plan)}{which}; {took}; {self.block_attn.name} attention{way}")
 
 
-def check_tokens(tokens: Tensor, vocab_size: int) -> None:
-    """Raises ValueError for a token that the model does not have, which on a GPU would end in a failed assertion."""
-    largest = int(tokens.max()) if tokens.numel() else 0
-    if largest >= vocab_size:
-        raise ValueError(
-            f"the data has token {largest}, but the model a vocabulary of {vocab_size:,}; use the model's tokenizer "
-            "(model.hf_assets_path), or a flavor of its size"
-        )
+def check_tokens(tokens: Tensor, labels: Tensor, vocab_size: int) -> None:
+    """Raises ValueError for a token or a label that the model does not have.
+
+    On a GPU that would end in a failed assertion, or make the loss a wrong one.
+    """
+    for name, numbers in (("token", tokens), ("label", labels.masked_fill(labels == IGNORE_INDEX, 0))):
+        smallest, largest = map(int, numbers.aminmax()) if numbers.numel() else (0, 0)
+        if largest >= vocab_size:
+            raise ValueError(
+                f"the data has {name} {largest}, but the model a vocabulary of {vocab_size:,}; use the model's "
+                "tokenizer (model.hf_assets_path), or a flavor of its size"
+            )
+        if smallest < 0:
+            raise ValueError(
+                f"the data has {name} {smallest}; tokens are numbered from 0, and a token without a label has "
+                f"{IGNORE_INDEX}"
+            )
 
 
 def _documents_and_masks(

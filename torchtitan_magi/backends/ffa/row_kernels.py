@@ -151,8 +151,10 @@ class CudaRowMover:
             kernel(sums.out.device.index, blocks, _GatherParams(sums=row_sums))
 
     def sink_grads(self, sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
-        """-sum over tokens of exp(sinks - lse) * delta, fp32 [Hq], in a fixed order, 0 for a sink of -inf; lse and
-        delta fp32 [T, Hq]."""
+        """-sum over tokens of exp(sinks - lse) * delta, fp32 [Hq], in a fixed order; lse and delta fp32 [T, Hq].
+
+        0 for a sink of -inf.
+        """
         sinks = sinks.contiguous()
         assert all(x.is_contiguous() and x.dtype == torch.float32 for x in (sinks, lse, delta))
         num_tokens, num_heads = lse.shape
