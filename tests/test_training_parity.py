@@ -81,6 +81,14 @@ def test_loss_and_gradient_norm_of_every_step(name):
     assert worst <= TOLERANCE
 
 
+def test_random_weights_are_those_of_one_process():
+    """FSDP2 and tensor parallelism both shard rows; the seed checkpoint was drawn by one process."""
+    layout = ALL_LAYOUTS["cp2_tp2"]
+    run = train(layout.processes, [*layout.arguments, "--training.steps", "1"])
+    assert run.losses == pytest.approx(trained("cp2_tp2").losses[:1], rel=1e-6)
+    assert "DTensor random operators" not in run.output
+
+
 def test_gradients_are_summed_before_the_optimizer_sees_them():
     ((placements,), *_) = trained("qwen3_tp2").of("placements")
     assert any(of_parameter for of_parameter, _ in placements)

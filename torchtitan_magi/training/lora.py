@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torchtitan_magi.training.dpo import PairBatch, Reference, logprobs_by
 from torchtitan_magi.training.experts import expert_counts_kept
 from torchtitan_magi.training.logprob_model import LogprobModel
+from torchtitan_magi.training.names import plain_name
 from torchtitan_magi.training.options import LoRA
 from torchtitan_magi.training.pipeline import Pipeline
 from torchtitan_magi.wording import quoted
@@ -40,7 +41,7 @@ def adapted_layers(parts: Sequence[nn.Module]) -> Iterator[tuple[str, Any]]:
     for part in parts:
         for name, module in part.named_modules():
             if hasattr(module, "lora_a"):
-                yield name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", ""), module
+                yield plain_name(name), module
 
 
 @contextlib.contextmanager

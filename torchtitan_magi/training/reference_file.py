@@ -4,7 +4,6 @@ import hashlib
 import io
 import logging
 import os
-import re
 import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torchtitan_magi.files import write_whole
 from torchtitan_magi.training.dpo import PairBatch, PairReader, Reference
 from torchtitan_magi.training.logprob_model import LogprobModel
+from torchtitan_magi.training.names import plain_name
 from torchtitan_magi.training.objectives import Process, to_device
 from torchtitan_magi.training.planned_loader import Batch
 
@@ -28,7 +28,6 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
-WRAPPERS = re.compile(r"\b(_checkpoint_wrapped_module|_orig_mod)[.]")  # of checkpointing and compilers, in names
 ENTRIES = {"logprobs", "model", "data", "digest"}  # of a reference file; those of earlier versions have no digest
 
 
@@ -222,7 +221,7 @@ def fingerprint_of_model(model: nn.Module, precision: str) -> str:
     ranks.
     """
     digest = hashlib.sha256(precision.encode())
-    state = {WRAPPERS.sub("", name): value for name, value in model.state_dict().items()}
+    state = {plain_name(name): value for name, value in model.state_dict().items()}
     for name, value in sorted(state.items()):
         local = value.to_local() if isinstance(value, DTensor) else value
         total = local.view(BITS[local.element_size()]).sum(dtype=torch.int64)

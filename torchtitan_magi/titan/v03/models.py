@@ -21,7 +21,7 @@ from torchtitan_magi.models.model_config import Experts, ModelConfig, Rope, yarn
 from torchtitan_magi.titan.v03 import deepseek_v3 as our_deepseek_v3
 from torchtitan_magi.titan.v03 import gpt_oss as our_gpt_oss
 from torchtitan_magi.titan.v03.experts import MagiExperts
-from torchtitan_magi.training.cpu import reduce_by_plain_sums
+from torchtitan_magi.training.cpu import draw_whole_model, reduce_by_plain_sums
 from torchtitan_magi.training.experts import note_expert_counts
 from torchtitan_magi.training.hf_layouts import reads_all_layouts
 from torchtitan_magi.wording import quoted
@@ -164,6 +164,8 @@ def _parallelize(stock: Any, model: Any, *, parallel_dims: Any, **options: Any) 
     model = stock(model, parallel_dims=_WithoutCP(parallel_dims), **options)
     if utils.device_type == "cpu":
         reduce_by_plain_sums(model)
+        if parallel_dims.pp_enabled:
+            draw_whole_model(model, model.config.build, parallel_dims.get_mesh("pp").get_local_rank())
     return model
 
 
