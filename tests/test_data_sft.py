@@ -344,9 +344,10 @@ def test_dataset_is_stateful(corpus):
 
 def test_collate_stacks_rows_and_shifts_documents(corpus):
     samples = take(dataset(corpus), 3)
-    empty = ({**samples[0][0], "documents": np.zeros((0, 2), dtype=np.int32)}, samples[0][1])
+    nothing = {"documents": np.zeros((0, 2), dtype=np.int32), "records": np.zeros(0, dtype=np.int64)}
+    empty = (samples[0][0] | nothing, samples[0][1])
     inputs, labels = collate_packs([samples[0], empty, samples[2]])
-    assert set(inputs) == {"input", "positions", "documents"}
+    assert set(inputs) == {"input", "positions", "documents", "records"}
     assert inputs["input"].shape == inputs["positions"].shape == labels.shape == (3, SEQ_LEN)
     assert torch.equal(inputs["input"][2], samples[2][0]["input"])
     assert inputs["positions"].dtype == torch.int32
@@ -355,6 +356,9 @@ def test_collate_stacks_rows_and_shifts_documents(corpus):
     assert documents.dtype == np.int32
     first, last = samples[0][0]["documents"], samples[2][0]["documents"]
     np.testing.assert_array_equal(documents, np.concatenate([first, last + 2 * SEQ_LEN]))
+    records = [sample[0]["records"] for sample in (samples[0], samples[2])]
+    np.testing.assert_array_equal(inputs["records"], np.concatenate(records))
+    assert list(map(len, records)) == [len(first), len(last)]
 
 
 def loader(path, num_workers, batch_size=2, **options):
