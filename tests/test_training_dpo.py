@@ -6,6 +6,7 @@ One step takes all pairs of a small data set, so that runs with other packs have
 import functools
 import json
 import math
+import pickle
 import random
 import shutil
 from pathlib import Path
@@ -205,18 +206,35 @@ def test_a_killed_run_continues(reference):
     resumed = dpo(1, [*options, "--job.dump_folder", killed])
     assert resumed.losses == whole.losses[2:]
     assert resumed.grad_norms == whole.grad_norms[2:]
+    other = ["--magi.dpo.reference", "model" if reference == "file" else "file"]
+    refused = [(other, True, rf'reference is "{other[1]}", but .*step-2 is of a run with "{reference}"; set it')]
     if reference == "file":
         (folder / "pairs.jsonl.reference.npz").unlink()
-        refused = {(): "does not exist, and a run resumed at step 2 cannot make it; put it back"}
+        refused.append(([], False, "does not exist, and a run resumed at step 2 cannot make it; put it back"))
     else:
-        refused = {
-            (): r"checkpoint\.initial_load_path is None.* resumes at step 2 .* set it to",
-            ("--magi.dpo.reference", "file"): r'reference is "file", but .*step-2 is of a run with "model"; set it',
-        }
-    for more, message in refused.items():
+        refused.append(([], False, r"checkpoint\.initial_load_path is None.* resumes at step 2 .* set it to"))
+        trained = ["--checkpoint.initial_load_path", f"{again}/checkpoint/step-2"]
+        message = r"step-2' has the weights \[.*\], but the reference of the run that resumes at step 2 has \[.*\]; set"
+        refused.append((trained, False, message))
+    for more, load, message in refused:
         with pytest.raises(TrainingError, match=message) as error:
-            dpo(1, [*options, *more, "--job.dump_folder", again], load=bool(more))
+            dpo(1, [*options, *more, "--job.dump_folder", again], load=load)
         assert error.value.type == "ValueError"
+    if reference == "model":
+        as_of_an_earlier_version(Path(again, "checkpoint", "step-2"))
+        older = dpo(1, [*options, "--job.dump_folder", again])
+        assert older.losses == resumed.losses
+        assert older.output.count("of an earlier version, which did not keep the fingerprint") == 1
+        assert "of an earlier version" not in resumed.output
+
+
+def as_of_an_earlier_version(checkpoint):
+    """Takes the name of the reference's fingerprint out of the list of what a checkpoint holds."""
+    path, name = checkpoint / ".metadata", "train_state.reference_weights"
+    metadata = pickle.loads(path.read_bytes())
+    del metadata.state_dict_metadata[name]
+    path.write_bytes(pickle.dumps(metadata))
+    (checkpoint / "SHA256SUMS").unlink()
 
 
 def test_a_run_that_could_not_continue_says_so_when_it_starts():

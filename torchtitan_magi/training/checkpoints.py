@@ -122,11 +122,12 @@ def _check_continues(job_config: Any) -> None:
             f"unless checkpoint.last_save_model_only is false; {instead}start another run with its path as "
             "checkpoint.initial_load_path"
         )
-    needs_file = job_config.training.dataset == DPO_DATASET and job_config.magi.dpo.reference == "file"
-    if needs_file and "train_state.reference_model" not in _names_in(folder, step):
+    reference, had_file = job_config.magi.dpo.reference, "train_state.reference_model" in _names_in(folder, step)
+    if job_config.training.dataset == DPO_DATASET and (reference == "file") != had_file:
+        before = "file" if had_file else "model"
         raise ValueError(
-            f'magi.dpo.reference is "file", but {folder}/step-{step} is of a run with "model"; set it to that, or '
-            "start another run"
+            f'magi.dpo.reference is "{reference}", but {folder}/step-{step} is of a run with "{before}"; set it to '
+            "that, or start another run"
         )
 
 

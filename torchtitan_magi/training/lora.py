@@ -12,8 +12,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from torchtitan_magi.training.dpo import PairBatch, Reference, logprobs_by
+from torchtitan_magi.training.dpo import PairBatch, logprobs_by
 from torchtitan_magi.training.experts import expert_counts_kept
+from torchtitan_magi.training.fingerprint import KnownWeights, fingerprint_of_model
 from torchtitan_magi.training.logprob_model import LogprobModel
 from torchtitan_magi.training.names import plain_name
 from torchtitan_magi.training.options import LoRA
@@ -57,11 +58,16 @@ def adapters_off(parts: Sequence[nn.Module]) -> Iterator[None]:
             layer._lora_scaling = scaling
 
 
-class PolicyWithoutAdapters(Reference):
-    """The reference of DPO without a second copy of the weights."""
+class PolicyWithoutAdapters(KnownWeights):
+    """The reference of DPO without a second copy of the weights. pp_group: the ranks of a pipeline."""
 
-    def __init__(self, model: LogprobModel | Pipeline) -> None:
-        self.model = model
+    def __init__(self, model: LogprobModel | Pipeline, pp_group: dist.ProcessGroup | None) -> None:
+        self.model, self.pp_group = model, pp_group
+
+    def prepare(self, step: int) -> None:
+        """Raises ValueError in a resumed run whose frozen weights are others than those it began with."""
+        found = fingerprint_of_model(self.model.parts, group=self.pp_group)
+        self.check_weights("the frozen model", found, step, "load the whole checkpoint, or start another run")
 
     def logprobs(self, batches: list[PairBatch]) -> list[Tensor]:
         with adapters_off(self.model.parts), expert_counts_kept(self.model.parts):

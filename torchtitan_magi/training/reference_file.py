@@ -14,20 +14,17 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import Tensor
 
 from torchtitan_magi.files import write_whole
 from torchtitan_magi.training.dpo import PairBatch, PairReader, Reference
 from torchtitan_magi.training.logprob_model import LogprobModel
-from torchtitan_magi.training.names import plain_name
 from torchtitan_magi.training.objectives import Process, to_device
 from torchtitan_magi.training.planned_loader import Batch
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
 ENTRIES = {"logprobs", "model", "data", "digest"}  # of a reference file; those of earlier versions have no digest
 
 
@@ -212,25 +209,6 @@ def _unwritable(path: Path, error: OSError) -> ValueError:
         f"reference file {path} cannot be written ({error.strerror}); set magi.dpo.reference_path to a file that can "
         'be, or magi.dpo.reference to "model"'
     )
-
-
-def fingerprint_of_model(model: nn.Module, precision: str) -> str:
-    """Fingerprint of all parameters and of the layers' precision, the same under every layout.
-
-    Parameters enter by the sum of their bit patterns as integers, which is exact in any order. A collective of all
-    ranks.
-    """
-    digest = hashlib.sha256(precision.encode())
-    state = {plain_name(name): value for name, value in model.state_dict().items()}
-    for name, value in sorted(state.items()):
-        local = value.to_local() if isinstance(value, DTensor) else value
-        total = local.view(BITS[local.element_size()]).sum(dtype=torch.int64)
-        if isinstance(value, DTensor):
-            for axis, placement in enumerate(value.placements):
-                if not placement.is_replicate():
-                    dist.all_reduce(total, group=value.device_mesh.get_group(axis))
-        digest.update(f"{name} {tuple(value.shape)} {local.dtype} {total.item()}\n".encode())
-    return digest.hexdigest()[:16]
 
 
 def _on_rank_0(function: Callable[[], T]) -> T:

@@ -12,13 +12,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from torchtitan_magi.training.dpo import PairBatch, PairReader, Reference, logprobs_by
+from torchtitan_magi.training.dpo import PairBatch, PairReader, logprobs_by
 from torchtitan_magi.training.experts import expert_counts_kept
+from torchtitan_magi.training.fingerprint import KnownWeights, fingerprint_of_model
 from torchtitan_magi.training.logprob_model import LogprobModel
+from torchtitan_magi.training.metrics import group_of
 from torchtitan_magi.training.pack_loader import build_dataloader
 from torchtitan_magi.training.pipeline import Pipeline
 from torchtitan_magi.training.planned_loader import PlannedLoader
-from torchtitan_magi.training.reference_file import ReferenceData, ReferenceFile, fill_in_logprobs, fingerprint_of_model
+from torchtitan_magi.training.reference_file import ReferenceData, ReferenceFile, fill_in_logprobs
 from torchtitan_magi.wording import quoted_path
 
 logger = logging.getLogger(__name__)
@@ -60,10 +62,10 @@ def reference_file(trainer: Any, section: Any, reader: PairReader) -> ReferenceF
         return logprobs
 
     precision = job_config.training.mixed_precision_param
-    return ReferenceFile(partial(fingerprint_of_model, trainer.model_parts[0], precision), open_data, trainer.device)
+    return ReferenceFile(partial(fingerprint_of_model, trainer.model_parts, precision), open_data, trainer.device)
 
 
-class ReferenceModel(Reference):
+class ReferenceModel(KnownWeights):
     """A second model, sharded like the policy. With the same weights it gives the same bits, except under
     torch.compile, which may fuse differently where no gradient is needed."""
 
@@ -76,14 +78,14 @@ class ReferenceModel(Reference):
         """Copies the policy's weights in a new run; in a resumed one loads the initial weights again.
 
         Raises:
-            ValueError: the run is resumed, and nothing says where the initial weights are.
+            ValueError: the run is resumed, and nothing says where the initial weights are, or other weights are there.
         """
         if self.model is not None:  # training and validation share it
             return
         trainer, checkpoint = self.trainer, self.trainer.job_config.checkpoint
-        path = checkpoint.initial_load_path
+        path, option = checkpoint.initial_load_path, "checkpoint.initial_load_path"
         if not path and checkpoint.initial_load_in_hf:
-            path = trainer.job_config.model.hf_assets_path
+            path, option = trainer.job_config.model.hf_assets_path, "model.hf_assets_path"
         if step > 0 and not path:
             raise ValueError(
                 f"checkpoint.initial_load_path is {quoted_path(checkpoint.initial_load_path)}, but the run resumes "
@@ -101,6 +103,10 @@ class ReferenceModel(Reference):
                 mine.detach().copy_(policys.detach())
         else:
             trainer.load_weights(parts, path)
+        if checkpoint.enable:
+            found = fingerprint_of_model(parts, group=group_of(trainer.parallel_dims, "pp"))
+            remedy = f"set {option} to the weights that the run began with, or start another run"
+            self.check_weights(quoted_path(path), found, step, remedy)
 
     def logprobs(self, batches: list[PairBatch]) -> list[Tensor]:
         assert self.model is not None

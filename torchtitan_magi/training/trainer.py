@@ -1,14 +1,17 @@
 """What our Trainer does beside torchtitan's: SFT per token or per document, and DPO, by an ``Objective``."""
 
+import os
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from torchtitan_magi.training.checkpoint_files import read_metadata
 from torchtitan_magi.training.dpo import DPO, PairReader, Reference
 from torchtitan_magi.training.last_words import LastWords
 from torchtitan_magi.training.logprob_model import LogprobModel
@@ -19,6 +22,8 @@ from torchtitan_magi.training.pipeline import Pipeline
 from torchtitan_magi.training.planned_loader import Batch
 from torchtitan_magi.training.references import ReferenceModel, reference_file
 from torchtitan_magi.training.timeouts import set_pg_timeouts
+
+TRAIN_STATE = "train_state"  # torchtitan's name for what a checkpoint holds of the Trainer
 
 
 class ObjectiveTrainer:
@@ -37,6 +42,7 @@ class ObjectiveTrainer:
     num_pipeline_parallel_microbatches = 1
     pipeline: Pipeline | None = None  # where the model is in parts
     process: Process
+    loaded_names: frozenset[str] | None = None  # of all entries of the checkpoint that is being loaded
 
     def train_context(self) -> AbstractContextManager[None]:
         """That of a forward and its backward."""
@@ -162,8 +168,10 @@ class ObjectiveTrainer:
 
     def state_dict(self) -> dict[str, Any]:
         """ntokens_seen counts the tokens of all data-parallel ranks, as a resumed run may have more or fewer ranks."""
-        state = super().state_dict()  # type: ignore[misc]
-        return state | {"ntokens_seen": state["ntokens_seen"] * self._num_batches} | self.objective.state_dict()
+        state, own = super().state_dict(), self.objective.state_dict()  # type: ignore[misc]
+        if self.loaded_names is not None:
+            own = {name: value for name, value in own.items() if f"{TRAIN_STATE}.{name}" in self.loaded_names}
+        return state | {"ntokens_seen": state["ntokens_seen"] * self._num_batches} | own
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         seen = state_dict["ntokens_seen"] // self._num_batches
@@ -175,3 +183,22 @@ class ObjectiveTrainer:
     def _num_batches(self) -> int:
         """The number of batches that the data-parallel ranks read at a time."""
         return self.parallel_dims.dp_replicate * self.parallel_dims.dp_shard
+
+
+@contextmanager
+def loading_train_state(states: dict[str, Any], folder: str | os.PathLike[str]) -> Iterator[None]:
+    """For a checkpoint of an earlier version, which has fewer entries: torch reads all that a ``state_dict`` names.
+
+    Args:
+        states: what is loaded; a Trainer of ours may be among them.
+        folder: of the checkpoint.
+    """
+    trainer = states.get(TRAIN_STATE)
+    if not isinstance(trainer, ObjectiveTrainer):
+        yield
+        return
+    trainer.loaded_names = frozenset(read_metadata(Path(folder)).state_dict_metadata)
+    try:
+        yield
+    finally:
+        trainer.loaded_names = None

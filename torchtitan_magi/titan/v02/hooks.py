@@ -42,7 +42,7 @@ from torchtitan_magi.training.options import Magi, import_modules
 from torchtitan_magi.training.planned_loader import PlannedLoader
 from torchtitan_magi.training.sections import check_degrees
 from torchtitan_magi.training.timeouts import set_pg_timeouts
-from torchtitan_magi.training.trainer import ObjectiveTrainer
+from torchtitan_magi.training.trainer import ObjectiveTrainer, loading_train_state
 from torchtitan_magi.training.values import check_toml, check_values, unreadable_toml, usage_errors
 from torchtitan_magi.wording import one_line
 
@@ -228,7 +228,7 @@ def _load(stock: Any, checkpointer: CheckpointManager, *args: Any, **kwargs: Any
 def _dcp_load(
     stock: Any, checkpointer: CheckpointManager, weights: dict[str, Any], checkpoint_id: str, *args: Any, **kwargs: Any
 ) -> None:
-    with loading(checkpoint_id):
+    with loading(checkpoint_id), loading_train_state(weights, checkpoint_id):
         stock(checkpointer, weights, checkpoint_id, *args, **kwargs)
 
 

@@ -30,6 +30,7 @@ from torchtitan_magi.training.objectives import Objective, Process
 from torchtitan_magi.training.options import LoRA
 from torchtitan_magi.training.pipeline import Pipeline
 from torchtitan_magi.training.tokenizer import AssetsTokenizer
+from torchtitan_magi.training.trainer import loading_train_state
 from torchtitan_magi.training.validation import limited, validate
 
 
@@ -146,7 +147,7 @@ class MagiCheckpointManager(CheckpointManager):
         return loaded
 
     def dcp_load(self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool) -> None:
-        with loading(checkpoint_id):
+        with loading(checkpoint_id), loading_train_state(state_dict, checkpoint_id):
             super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
 
     def dcp_save(

@@ -193,7 +193,8 @@ class MagiTrainer(ObjectiveTrainer, Trainer):
 
     def make_reference(self) -> Reference:
         model = self.pipeline or self.model
-        return PolicyWithoutAdapters(model) if self.job_config.magi.lora.rank else ReferenceModel(self)
+        pp_group = group_of(self.parallel_dims, "pp")
+        return PolicyWithoutAdapters(model, pp_group) if self.job_config.magi.lora.rank else ReferenceModel(self)
 
     def is_replicated_by_ddp(self) -> bool:
         return False  # torchtitan 0.3 replicates by FSDP2
