@@ -252,6 +252,7 @@ NOTHING = TURNS.replace("%s", "{{ message.role + message.content }}{% generation
 NO_END = CHATML_TEMPLATE.replace("+ '<|im_end|>\n' }}{% endgeneration %}", "}}{% endgeneration %}<|im_end|>\n")
 NO_BOS = CHATML_TEMPLATE.removeprefix("{{ bos_token }}")
 NO_SYSTEM = CHATML_TEMPLATE.replace("in messages %}", "in messages if message.role != 'system' %}")
+ANSWERS_ONLY = EVERYTHING.replace("in messages %}", "in messages if message.role == 'assistant' %}")
 TWO_ENDS = CHATML_TEMPLATE.replace("<|im_end|>", "<|im_end|><|im_end|>")
 BLANK_END = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}\n\n{% endfor %}"
@@ -265,7 +266,8 @@ REFUSES = "{{ raise_exception('too odd') }}"
 SYSTEM = {"role": "system", "content": "be brief"}
 
 OF_TEMPLATES = [
-    (EVERYTHING, "wrong", "everything is learned in all 3 records, also the user's text"),
+    (EVERYTHING, "wrong", "all 3 records are refused: .* marks what a message of role 'user' says"),
+    (ANSWERS_ONLY, "wrong", "everything is learned in all 3 records: the template marks the user's text, too, or does"),
     (NOTHING, "wrong", "nothing is learned in all 3 records"),
     (NO_END, "wrong", "no end-of-turn token is learned in all 3 records: .* (<|im_end|> comes after the learned text"),
     ("<s>" + CHATML_TEMPLATE, "wrong", "BOS <s> comes twice at the beginning of all 3 records"),

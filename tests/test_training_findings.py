@@ -27,8 +27,10 @@ BLANK_END = """\
 """
 STOPS_AT_TEXT = BLANK_END.replace("content }}", "content }} ###")
 OUTSIDE = CHATML_TEMPLATE.replace("+ '<|im_end|>\n' }}{% endgeneration %}", "+ '\n' }}{% endgeneration %}<|im_end|>\n")
-TURNS = "{% for message in messages %}{% generation %}{{ message.role + message.content + '<|im_end|>' }}"
-EVERYTHING = TURNS + "{% endgeneration %}{% endfor %}"
+EVERYTHING = (
+    "{% for m in messages if m.role == 'assistant' %}{% generation %}{{ m.content + '<|im_end|>' }}{% endgeneration %}"
+    "{% endfor %}"
+)
 ANSWERS = (
     "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content + '<|im_end|>' }}"
     "{% endgeneration %}{% else %}{{ m.role + m.content }}{% endif %}{% endfor %}"
@@ -102,7 +104,7 @@ SURE = {
         {"template": CHATML_TEMPLATE.replace("<|im_end|>\n", "<|im_end|><|im_end|>\n")},
         r"<\|im_end\|>, which ends a turn or text, comes twice in a row in all 5 records; take it out of the text or",
     ),
-    "everything learned": ({"template": EVERYTHING}, "everything is learned in all 5 records, also the user's text"),
+    "everything learned": ({"template": EVERYTHING}, "everything is learned in all 5 records: the template marks"),
     "nothing learned": ({"records": [{"messages": [user("the")]}] * 5}, "nothing is learned in all 5 records"),
     "pairs": (
         {"records": [{"prompt": "the", "chosen": "cat", "rejected": "hat"}], "pairs": True, "template": BLANK_END},
@@ -192,10 +194,10 @@ def _many(folder):
 
 
 def test_a_process_that_dies_does_not_end_the_run(look, monkeypatch):
-    monkeypatch.setattr(ChatTokenizer, "documents", lambda *_: os.kill(os.getpid(), signal.SIGSEGV))
+    monkeypatch.setattr(ChatTokenizer, "documents", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
     ((level, text),) = look(RECORDS)
     assert level == "WARNING"
-    assert re.search(r"The first look at '.*data.jsonl' ended early: its process was ended by SIGSEGV", text)
+    assert re.search(r"The first look at '.*data.jsonl' ended early: its process was ended by SIGKILL", text)
 
 
 def test_a_run_ends_before_its_first_step_or_goes_on(tmp_path):
@@ -210,7 +212,7 @@ def test_a_run_ends_before_its_first_step_or_goes_on(tmp_path):
     assert error.value.type == "ValueError"
     assert str(error.value).startswith(f"the chat template in {folder}: no end-of-turn token is learned in ")
     assert "\n" not in str(error.value)
-    assert "Building llama3" not in "".join(error.value.__notes__)  # as torchtitan says when it comes to the model
+    assert "Training starts" not in "".join(error.value.__notes__)
     run = train(1, [*arguments, "--magi.findings", "warn"])
     assert len(run.losses) == 1
     assert "no end-of-turn token is learned" in run.output

@@ -31,8 +31,8 @@ KINDS: dict[str, tuple[Level, str]] = {
     ),
     "everything": (
         "wrong",
-        "everything is learned in {records}, also the user's text: the template marks too much; let it mark answers"
-        " only",
+        "everything is learned in {records}: the template marks the user's text, too, or does not write it; let it mark"
+        " answers only",
     ),
     "no end": (
         "wrong",
