@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from loopback import Loopback
 from masks import dense_mask, document_lengths, shared_prompt_mask, slice_lists, square_slice_lists
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -274,14 +276,41 @@ def test_public_calls_keep_few_bytes_of_index_data_and_let_go_of_them(monkeypatc
     assert num_live_plans() == 0
 
 
+def test_attention_repeats_bit_for_bit_when_torch_or_the_caller_asks(monkeypatch):
+    asked, x = [], torch.randn(8, 4, 8)
+    plan = magi.make_plan(magi.varlen_causal([0, 8]), 8, 1)
+    monkeypatch.setattr(
+        attention, "choose_block_attn", lambda *arguments: asked.append(arguments[2]) or FlexBlockAttn()
+    )
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        for deterministic in (None, True, False):  # a plan that is bound serves the second
+            magi.cp_varlen_attn(x, x, x, plan, deterministic=deterministic)
+            magi.flex_flash_attn(x, x, x, plan.slices, deterministic=deterministic)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    magi.clear_caches()
+    magi.cp_varlen_attn(x, x, x, plan)
+    assert asked == [True, True, False, False, False]
+
+
 def test_transports_and_threads_end_with_their_group(tmp_path):
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         PlanAgreement(dist.group.WORLD).check(magi.make_plan(magi.varlen_causal([0, 8]), 8, 1))
         transport = process_group_transport(dist.group.WORLD)
         assert process_group_transport(dist.group.WORLD) is transport
+        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("cp",))
+        x, plan = torch.zeros(8, 2, 8), magi.make_plan(magi.varlen_causal([0, 8]), 8, 1)
+        with pytest.raises(ValueError, match=r"x is a DTensor; give this rank's tokens, x\.to_local"):
+            magi.dispatch(DTensor.from_local(x, mesh), plan, mesh)
+        with pytest.raises(ValueError, match="the tensors are on meta, but the mesh's backend gloo is for cpu"):
+            magi.dispatch(x.to("meta"), plan, mesh)
     finally:
         dist.destroy_process_group()
+    with pytest.raises(RuntimeError, match="the process group of the mesh has ended; make a mesh of"):
+        magi.dispatch(x, plan, mesh)
+    del mesh
     gc.collect()
     with pytest.raises(RuntimeError, match=r"process group .* has ended"):
         transport.all_gather(torch.empty(1), torch.empty(1))
@@ -410,6 +439,44 @@ def test_ops_keep_their_promises_to_compilers():
             lambda x, plan: magi.flex_flash_attn(x, x, x, plan.slices, sinks=torch.zeros(4).int()),
             r"sinks are torch.int32 \(4,\) for 4 query heads; give one float",
         ),
+        (lambda x, plan: magi.cp_varlen_attn(x.numpy(), x, x, plan), "q is of type ndarray; give a torch.Tensor"),
+        (lambda x, plan: magi.cp_varlen_attn(x, None, x, plan), "k is of type NoneType; give a torch.Tensor"),
+        (lambda x, plan: magi.flex_flash_attn(x, x, x.tolist(), plan.slices), "v is of type list; give a torch.Tensor"),
+        (lambda x, plan: magi.cp_varlen_attn(x, x, x, plan, sinks=0.0), "sinks is of type float; give a torch.Tensor"),
+        (
+            lambda x, plan: magi.cp_varlen_attn(x.to_sparse(), x, x, plan),
+            "q is a torch.sparse_coo tensor; give",
+        ),
+        (
+            lambda x, plan: magi.flex_flash_attn(x, torch.nested.nested_tensor([x[0]]), x, plan.slices),
+            "k is a nested tensor; give a dense",
+        ),
+        (lambda x, plan: magi.cp_varlen_attn(x, x.to("meta"), x, plan), "q, k, v are on cpu, meta, cpu; move them"),
+        (
+            lambda x, plan: magi.cp_varlen_attn(x, x, x, plan, sinks=x[0, 0, :4].to("meta")),
+            "q, k, v, sinks are on cpu, cpu, cpu, meta; move them",
+        ),
+        (
+            lambda x, plan: magi.flex_flash_attn(*[x.to(torch.float8_e5m2)] * 3, plan.slices),
+            "float8_e5m2; .* 16 bits",
+        ),
+        (lambda x, plan: magi.cp_varlen_attn(x, x, x, plan, backend=["flex"]), r"backend is \['flex'\]; use one of"),
+        (
+            lambda x, plan: magi.cp_varlen_attn(x, x, x, plan, deterministic="yes"),
+            "deterministic is 'yes'; use True",
+        ),
+        (lambda x, plan: magi.cp_varlen_attn(x, x, x, plan, fp32_reduce=[]), r"fp32_reduce is \[\]; use True or False"),
+        (lambda x, plan: magi.dispatch(x.numpy(), plan, None), "x is of type ndarray; give a torch.Tensor"),
+        (lambda x, plan: magi.undispatch([1.0] * 8, plan, None), "x_local is of type list; give a torch.Tensor"),
+        (lambda x, plan: magi.dispatch(x.sum(), plan, None), "x has no dimension but the plan 8 tokens"),
+        (lambda x, plan: magi.dispatch(x, plan.slices, None), "plan is of type AttnSlices; make one with make_plan"),
+        (lambda x, plan: magi.undispatch(x, None, None), "plan is of type NoneType; make one with make_plan"),
+        (lambda x, plan: magi.dispatch(x, plan, None, "a"), "pad_value is 'a'; give a number that x, of torch.float32"),
+        (
+            lambda x, plan: magi.dispatch(x.int(), plan, None, 0.5),
+            "pad_value is 0.5; give a number that x, of",
+        ),
+        (lambda x, plan: magi.dispatch(x.byte(), plan, None, -100), "pad_value is -100; .* of torch.uint8, can hold"),
         (lambda x, plan: magi.flex_flash_attn(x, x, x[..., :0], plan.slices), r"\(8, 4, 0\).* D above 0"),
         (lambda x, plan: magi.flex_flash_attn(x, x[..., :4], x, plan.slices), r"\(8, 4, 4\)"),
         *(

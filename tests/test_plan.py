@@ -238,6 +238,26 @@ def test_a_bad_request_names_the_value(arguments, options, message):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("masks", [None, 3, CAUSAL, iter([CAUSAL])])
+def test_masks_that_are_no_list_are_named(masks):
+    with pytest.raises(
+        ValueError, match=f"masks are a {type(masks).__name__}; give a list of AttnSlices, one for each"
+    ):
+        make_plans(masks, 4, 2)
+
+
+@pytest.mark.parametrize("layers", [2, "1", [0], [1, 1], [1.0], {1: 1}])
+def test_layers_that_are_no_numbers_of_layers_are_named(layers):
+    with pytest.raises(ValueError, match=r"layers is .* for 1 masks; give") as error:
+        make_plans([CAUSAL], 4, 2, layers=layers)
+    assert repr(layers) in str(error.value)
+
+
+def test_a_prediction_needs_a_cost_model():
+    with pytest.raises(ValueError, match="cost is 'h200'; give a CostModel, or leave it out"):
+        make_plan(CAUSAL, 4, 2).predict("h200")
+
+
 def test_sizes_may_be_integers_of_numpy():
     plan = make_plan(CAUSAL, np.int32(4), np.int64(2), np.int8(1), gpus_per_node=np.int16(1))
     assert plan.fingerprint == make_plan(CAUSAL, 4, 2, 1, gpus_per_node=1).fingerprint

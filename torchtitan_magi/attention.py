@@ -18,15 +18,25 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from torchtitan_magi.backends import Gradients, OutGrads, StageInputs, check_scale, check_softcap, choose_block_attn
+from torchtitan_magi.backends import (
+    Gradients,
+    OutGrads,
+    StageInputs,
+    check_backend,
+    check_scale,
+    check_softcap,
+    check_switch,
+    choose_block_attn,
+)
 from torchtitan_magi.bound_plan import BoundPlan, BoundStage, bind_plan, bind_slices
+from torchtitan_magi.dispatch import check_tensor
 from torchtitan_magi.exchange.group_cast import StageCasts, grad_buffer, group_reduce
 from torchtitan_magi.exchange.in_flight import KeysAndValues, LateKeys, RowShape, RowSums
 from torchtitan_magi.exchange.mesh import Mesh, as_transport, at_end_of_transports
 from torchtitan_magi.exchange.transport import Transport
 from torchtitan_magi.masks.slices import AttnSlices, check_slices
 from torchtitan_magi.planning.cost_model import Heads
-from torchtitan_magi.planning.plan import AttnPlan, forget_plans
+from torchtitan_magi.planning.plan import AttnPlan, check_plan, forget_plans
 
 # ------------------------------------------------------------------------------------------------------- the stage loop
 
@@ -381,7 +391,7 @@ def cp_varlen_attn(
     sinks: Tensor | None = None,
     return_lse: bool = False,
     backend: str = "auto",
-    deterministic: bool = False,
+    deterministic: bool | None = None,
     fp32_reduce: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of this rank's tokens over all K/V their mask lets them see, wherever they are. Differentiable.
@@ -399,7 +409,7 @@ def cp_varlen_attn(
             of 0; infinity and NaN spread, as in q, k and v.
         return_lse: also return lse, differentiable too.
         backend: "auto" (our kernel on CUDA, flex_attention on CPU), "ffa" or "flex".
-        deterministic: repeat bit for bit.
+        deterministic: repeat bit for bit. None: if torch.use_deterministic_algorithms asks for it.
         fp32_reduce: send dK/dV in float32 instead of the dtype of k.
 
     Returns:
@@ -410,20 +420,22 @@ def cp_varlen_attn(
     0 times infinity or NaN is NaN. Fill padding with zeros, as ``dispatch`` does.
 
     Raises:
-        ValueError: shapes that do not fit each other, the plan or the mesh; dtypes that differ or are of integers; no
-            plan; a scale that is not positive; a negative softcap; an unknown or unusable backend.
+        ValueError: q, k, v or sinks are no tensors; shapes that do not fit each other, the plan or the mesh; dtypes or
+            devices that differ; integers; no plan; a scale that is not positive; a negative softcap; an unknown or
+            unusable backend.
         RuntimeError: inside torch.func's transforms or with forward-mode tangents; the mesh's process group has ended.
     """
-    if not isinstance(plan, AttnPlan):
-        raise ValueError(
-            f"plan is of type {type(plan).__name__}; make one with make_plan(slices, total_tokens, cp_size)"
-        )
+    check_plan(plan)
+    check_switch(fp32_reduce, "fp32_reduce")
+    deterministic = _checked_options(backend, deterministic)
     _check_inputs(q, k, v, sinks, softcap)
     if not len(q) == len(k) == plan.tokens_per_rank:
         raise ValueError(
             f"q has {len(q)} rows but the plan gives each rank {plan.tokens_per_rank} tokens; dispatch them first"
         )
-    transport = as_transport(mesh, plan.cp_size)  # not the mesh: one like it may come after its groups have ended
+    transport = as_transport(
+        mesh, plan.cp_size, q.device
+    )  # not the mesh: one like it may come after its groups have ended
     shapes = q.shape[1:], k.shape[1:], v.shape[1:]
     key = (plan, shapes, q.dtype, q.device, backend, deterministic, fp32_reduce, transport)
 
@@ -448,7 +460,7 @@ def flex_flash_attn(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     backend: str = "auto",
-    deterministic: bool = False,
+    deterministic: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention under any list of AttnSlices, on one device. ``out`` and ``lse`` are differentiable.
 
@@ -462,10 +474,11 @@ def flex_flash_attn(
         touches have out 0 and lse -inf, or their head's sink.
 
     Raises:
-        ValueError: shapes or dtypes that do not fit; no AttnSlices, or one beyond Tq or Tk; an unknown or unusable
-            backend.
+        ValueError: no tensors; shapes, dtypes or devices that do not fit; no AttnSlices, or one beyond Tq or Tk; an
+            unknown or unusable backend.
     """
     check_slices(slices)
+    deterministic = _checked_options(backend, deterministic)
     _check_inputs(q, k, v, sinks, softcap)
     key = (slices, q.shape, k.shape, v.shape, q.dtype, q.device, backend, deterministic)
 
@@ -489,7 +502,21 @@ def _scale(softmax_scale: float | None, q: Tensor) -> float:
     return softmax_scale
 
 
+def _checked_options(backend: str, deterministic: bool | None) -> bool:
+    """Whether to repeat bit for bit."""
+    check_backend(backend)
+    if deterministic is None:
+        return torch.are_deterministic_algorithms_enabled()
+    check_switch(deterministic, "deterministic")
+    return deterministic
+
+
 def _check_inputs(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, softcap: float) -> None:
+    check_tensor(q, "q")
+    check_tensor(k, "k")
+    check_tensor(v, "v")
+    if sinks is not None:
+        check_tensor(sinks, "sinks")
     _check_transforms(q, k, v, sinks)
     check_softcap(softcap)
     fits = q.ndim == k.ndim == v.ndim == 3 and k.shape[:2] == v.shape[:2] and q.shape[2] == k.shape[2]
@@ -498,8 +525,14 @@ def _check_inputs(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, softcap
         raise ValueError(
             f"q, k, v have shapes {shapes}; give [T, Hq, D], [T, H, D], [T, H, Dv]: Hq a multiple of H, D above 0"
         )
-    if not q.dtype == k.dtype == v.dtype or not q.dtype.is_floating_point:
-        raise ValueError(f"q, k, v are {q.dtype}, {k.dtype}, {v.dtype}; give all three the same floating-point dtype")
+    if not q.dtype == k.dtype == v.dtype or not q.dtype.is_floating_point or q.dtype.itemsize < 2:
+        raise ValueError(
+            f"q, k, v are {q.dtype}, {k.dtype}, {v.dtype}; give all three the same floating-point dtype, of 16 bits or "
+            "more"
+        )
+    if not q.device == k.device == v.device or (sinks is not None and sinks.device != q.device):
+        devices = ", ".join(str(x.device) for x in (q, k, v, sinks) if x is not None)
+        raise ValueError(f"q, k, v{'' if sinks is None else ', sinks'} are on {devices}; move them to one device")
     if sinks is not None and (sinks.shape != q.shape[1:2] or not sinks.dtype.is_floating_point):
         raise ValueError(
             f"sinks are {sinks.dtype} {tuple(sinks.shape)} for {q.shape[1]} query heads; give one float for each"

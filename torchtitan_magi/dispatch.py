@@ -1,5 +1,6 @@
 """Token tensors between the pack's order and the ranks' shares. A differentiable pair."""
 
+from numbers import Real
 from typing import Any
 
 import torch
@@ -8,7 +9,8 @@ from torch import Tensor
 
 from torchtitan_magi.exchange.mesh import Mesh, as_transport
 from torchtitan_magi.exchange.transport import Transport
-from torchtitan_magi.planning.plan import AttnPlan
+from torchtitan_magi.planning.plan import AttnPlan, check_plan
+from torchtitan_magi.wording import quoted
 
 
 def dispatch(x: Tensor, plan: AttnPlan, mesh: Mesh, pad_value: float = 0) -> Tensor:
@@ -23,13 +25,15 @@ def dispatch(x: Tensor, plan: AttnPlan, mesh: Mesh, pad_value: float = 0) -> Ten
         [tokens_per_rank, ...]. Its gradient with respect to x is gathered from all ranks.
 
     Raises:
-        ValueError: x has not plan.total_tokens rows; the mesh does not fit the plan.
+        ValueError: x is no tensor or has not plan.total_tokens rows; no plan; the mesh does not fit the plan, or x; x
+            cannot hold pad_value.
     """
-    transport = as_transport(mesh, plan.cp_size)
-    if len(x) != plan.total_tokens:
-        raise ValueError(
-            f"x has {len(x)} rows but the plan {plan.total_tokens} tokens; the first dimension is the token"
-        )
+    check_plan(plan)
+    check_tensor(x, "x")
+    transport = as_transport(mesh, plan.cp_size, x.device)
+    if x.ndim == 0 or len(x) != plan.total_tokens:
+        raise ValueError(f"x has {_rows(x)} but the plan {plan.total_tokens} tokens; the first dimension is the token")
+    _check_pad(x.dtype, pad_value)
     return _Dispatch.apply(x, plan, transport, pad_value)
 
 
@@ -44,12 +48,39 @@ def undispatch(x_local: Tensor, plan: AttnPlan, mesh: Mesh) -> Tensor:
         gradient, as when every rank computes the same loss from the result.
 
     Raises:
-        ValueError: x_local has not plan.tokens_per_rank rows; the mesh does not fit the plan.
+        ValueError: x_local is no tensor or has not plan.tokens_per_rank rows; no plan; the mesh does not fit the plan,
+            or x_local.
     """
-    transport = as_transport(mesh, plan.cp_size)
-    if len(x_local) != plan.tokens_per_rank:
-        raise ValueError(f"x_local has {len(x_local)} rows but the plan gives each rank {plan.tokens_per_rank} tokens")
+    check_plan(plan)
+    check_tensor(x_local, "x_local")
+    transport = as_transport(mesh, plan.cp_size, x_local.device)
+    if x_local.ndim == 0 or len(x_local) != plan.tokens_per_rank:
+        raise ValueError(f"x_local has {_rows(x_local)} but the plan gives each rank {plan.tokens_per_rank} tokens")
     return _Undispatch.apply(x_local, plan, transport)
+
+
+def check_tensor(x: Tensor, name: str) -> None:
+    """Raises ValueError for what is no tensor, a distributed one, or one that is not strided."""
+    if not isinstance(x, Tensor):
+        raise ValueError(f"{name} is of type {type(x).__name__}; give a torch.Tensor")
+    if type(x) is not Tensor and hasattr(x, "to_local"):
+        raise ValueError(f"{name} is a {type(x).__name__}; give this rank's tokens, {name}.to_local()")
+    if x.layout is not torch.strided or x.is_nested:
+        layout = "nested" if x.is_nested else x.layout
+        raise ValueError(f"{name} is a {layout} tensor; give a dense one, whose first dimension is the token")
+
+
+def _rows(x: Tensor) -> str:
+    return f"{len(x)} rows" if x.ndim else "no dimension"
+
+
+def _check_pad(dtype: torch.dtype, pad_value: float) -> None:
+    is_number = isinstance(pad_value, Real)
+    if is_number and not (dtype.is_floating_point or dtype.is_complex):
+        least, most = (0, 1) if dtype == torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
+        is_number = least <= pad_value <= most and int(pad_value) == pad_value
+    if not is_number:
+        raise ValueError(f"pad_value is {quoted(pad_value)}; give a number that x, of {dtype}, can hold")
 
 
 def _take(x: Tensor, plan: AttnPlan, rank: int, pad_value: float) -> Tensor:

@@ -164,8 +164,7 @@ def choose_block_attn(backend: str, device: torch.device, deterministic: bool = 
     Raises:
         ValueError: an unknown backend, or ffa without a Hopper GPU.
     """
-    if backend not in BACKENDS:
-        raise ValueError(f"backend is {quoted(backend)}; use one of {', '.join(map(repr, BACKENDS))}")
+    check_backend(backend)
     if backend == "flex" or (backend == "auto" and device.type == "cpu"):
         from torchtitan_magi.backends.flex import FlexBlockAttn
 
@@ -173,6 +172,18 @@ def choose_block_attn(backend: str, device: torch.device, deterministic: bool = 
     from torchtitan_magi.backends.ffa.block_attn import FfaBlockAttn
 
     return FfaBlockAttn(device, deterministic)
+
+
+def check_backend(backend: str) -> None:
+    """Raises ValueError for an unknown backend."""
+    if backend not in BACKENDS:
+        raise ValueError(f"backend is {quoted(backend)}; use one of {', '.join(map(repr, BACKENDS))}")
+
+
+def check_switch(value: object, name: str) -> None:
+    """Raises ValueError for what is neither True nor False."""
+    if value is not True and value is not False:
+        raise ValueError(f"{name} is {quoted(value)}; use True or False")
 
 
 def check_scale(softmax_scale: float) -> None:

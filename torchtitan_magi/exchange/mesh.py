@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -21,6 +22,7 @@ Mesh: TypeAlias = DeviceMesh | dist.ProcessGroup | Transport | None
 
 # torch owns the groups; a transport holds its group weakly and ends with it.
 _transports: weakref.WeakKeyDictionary[dist.ProcessGroup, ProcessGroupTransport] = weakref.WeakKeyDictionary()
+_ENDED = "the process group of the mesh has ended; make a mesh of the groups that there are now"
 _at_end: list[Callable[[Transport], None]] = []
 
 
@@ -40,9 +42,14 @@ def process_group_transport(group: dist.ProcessGroup) -> ProcessGroupTransport:
 
     It ends with the group: once ``destroy_process_group`` was called, its memory is given back when the last
     reference to the group goes, or when a transport of another group is made.
+
+    Raises:
+        RuntimeError: the group has ended.
     """
     transport, alive = _transports.get(group), dist.distributed_c10d._world.pg_map
-    if transport is None or group not in alive:
+    if group not in alive:
+        raise RuntimeError(_ENDED)
+    if transport is None:
         for ended in [other for other in _transports if other not in alive]:
             _end(_transports.pop(ended))
         backends = dist.get_backend_config(group)
@@ -55,11 +62,15 @@ def process_group_transport(group: dist.ProcessGroup) -> ProcessGroupTransport:
     return transport
 
 
-def as_transport(mesh: Mesh, cp_size: int) -> Transport:
+def as_transport(mesh: Mesh, cp_size: int, device: torch.device | None = None) -> Transport:
     """The transport of a one-dimensional mesh, a process group, or None (a single rank).
 
+    Args:
+        device: of the tensors that will travel.
+
     Raises:
-        ValueError: no mesh; it has several dimensions, or not cp_size ranks.
+        ValueError: no mesh; it has several dimensions, not cp_size ranks, or no backend for the device.
+        RuntimeError: its process group has ended.
     """
     if mesh is None:
         transport: Transport = SINGLE_RANK
@@ -68,7 +79,7 @@ def as_transport(mesh: Mesh, cp_size: int) -> Transport:
             raise ValueError(
                 f"the mesh has dimensions {mesh.mesh_dim_names}; pass the context-parallel one, mesh['cp']"
             )
-        transport = process_group_transport(mesh.get_group())
+        transport = process_group_transport(_group_of(mesh))
     elif isinstance(mesh, dist.ProcessGroup):
         transport = process_group_transport(mesh)
     elif hasattr(mesh, "all_to_all"):
@@ -79,7 +90,25 @@ def as_transport(mesh: Mesh, cp_size: int) -> Transport:
         raise ValueError(
             f"the plan is for {cp_size} ranks but the mesh has {transport.size}; plan with cp_size of the mesh"
         )
+    if (
+        device is not None
+        and isinstance(transport, ProcessGroupTransport)
+        and device.type not in transport.device_types
+    ):
+        raise ValueError(
+            f"the tensors are on {device}, but the mesh's backend {transport.way} is for "
+            f"{' and '.join(sorted(transport.device_types))}; move them there, or make a mesh of their device"
+        )
     return transport
+
+
+def _group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
+    try:
+        return mesh.get_group()
+    except RuntimeError:
+        if mesh.get_coordinate() is None:
+            raise ValueError(f"this rank is not in the mesh of ranks {mesh.mesh.tolist()}; call it on these") from None
+        raise RuntimeError(_ENDED) from None
 
 
 def ranks_per_node(group: dist.ProcessGroup) -> list[int] | None:

@@ -31,6 +31,7 @@ from torchtitan_magi.masks.geometry import (
     union,
     upper_bound,
 )
+from torchtitan_magi.wording import one_line, quoted
 
 Int32Array = npt.NDArray[np.int32]
 
@@ -113,7 +114,12 @@ class AttnSlices:
         return int(slice_areas(self.canonical().table.astype(np.int64)).sum())
 
     def row_cost(self, num_rows: int) -> Int64Array:
-        """Keys seen by each query row, int64 [num_rows]."""
+        """Keys seen by each query row, int64 [num_rows].
+
+        Raises:
+            ValueError: the mask has more rows.
+        """
+        self._check_rows(num_rows)
         table = self.canonical().table.astype(np.int64)
         q_start, q_end, k_start, _, mask_type = table.T
         slope = (mask_type & 1) - (mask_type >> 1)
@@ -130,7 +136,11 @@ class AttnSlices:
         Returns:
             lo, hi: int32 [num_layers, num_rows]; row q sees the keys in ``[lo[j, q], hi[j, q])`` for every j. The
             intervals of a row are disjoint; unused ones are 0, 0. num_layers is at least 1.
+
+        Raises:
+            ValueError: the mask has more rows.
         """
+        self._check_rows(num_rows)
         table = self.canonical().table.astype(np.int64)
         layer = slice_layers(table)
         which, row = rows_of(table)
@@ -138,6 +148,11 @@ class AttnSlices:
         lo[layer[which], row] = lower_bound(table[which], row)
         hi[layer[which], row] = upper_bound(table[which], row)
         return lo, hi
+
+    def _check_rows(self, num_rows: int) -> None:
+        last = int(self.canonical().table[:, 1].max(initial=0))
+        if not is_integer(num_rows, last):
+            raise ValueError(f"num_rows is {quoted(num_rows)}; give an integer of at least {last}, the mask's last row")
 
 
 def stacked(masks: Sequence[AttnSlices]) -> AttnSlices:
@@ -163,12 +178,12 @@ def as_int64(values: object, name: str, is_of: str = "has dtype") -> Int64Array:
     Raises:
         ValueError: rows of different lengths, no integers, a value beyond 32 bits.
     """
-    if hasattr(values, "detach"):
-        values = values.detach().cpu()
     try:
-        array = np.asarray(values)
+        array = np.asarray(values.detach().cpu() if hasattr(values, "detach") else values)
     except ValueError:
         raise ValueError(f"{name}: rows differ in length; give a rectangular array of integers") from None
+    except (TypeError, RuntimeError) as error:  # of tensors that NumPy cannot hold, or that have no values
+        raise ValueError(f"{name} cannot be read ({one_line(error, 80)}); give integers that fit in 32 bits") from None
     if array.size and array.dtype.kind not in "iu":
         raise ValueError(f"{name} {is_of} {array.dtype}; give integers that fit in 32 bits")
     if array.size and array.max() > MAX_TOKENS:

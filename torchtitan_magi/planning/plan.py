@@ -111,9 +111,23 @@ class AttnPlan:
         return np.bincount(receiver, (end - start) * crosses, self.cp_size).astype(np.int64)
 
     def predict(self, cost: CostModel = H200) -> tuple[Timeline, Timeline]:
-        """When a layer's forward and backward do what, by the cost model."""
+        """When a layer's forward and backward do what, by the cost model.
+
+        Raises:
+            ValueError: no CostModel.
+        """
+        if not isinstance(cost, CostModel):
+            raise ValueError(f"cost is {quoted(cost)}; give a CostModel, or leave it out")
         forward, backward = ((self.forward, False), (self.backward, True))
         return predict(cost, self.work, self.heads, *forward), predict(cost, self.work, self.heads, *backward)
+
+
+def check_plan(plan: AttnPlan) -> None:
+    """Raises ValueError for what is no plan."""
+    if not isinstance(plan, AttnPlan):
+        raise ValueError(
+            f"plan is of type {type(plan).__name__}; make one with make_plan(slices, total_tokens, cp_size)"
+        )
 
 
 def make_plan(
@@ -184,16 +198,19 @@ def make_plans(
         >>> [len(full.ranks[0].tokens), len(window.ranks[0].tokens)]
         [500, 500]
     """
+    if not isinstance(masks, list | tuple):
+        raise ValueError(f"masks are a {type(masks).__name__}; give a list of AttnSlices, one for each kind of layer")
     for slices in masks:
         check_slices(slices)
     layers = [1] * len(masks) if layers is None else layers
-    if not masks or len(layers) != len(masks) or not all(is_integer(count, 1) for count in layers):
+    counts = list(layers) if isinstance(layers, list | tuple | np.ndarray) else []
+    if not masks or len(counts) != len(masks) or not all(is_integer(count, 1) for count in counts):
         raise ValueError(
             f"layers is {quoted(layers)} for {len(masks)} masks; give at least one mask, and for each how many "
             "layers have it"
         )
     arguments = _checked(total_tokens, cp_size, overlap_stages, heads, gpus_per_node, cost)
-    return _recent_plans(tuple(masks), tuple(map(int, layers)), *arguments)
+    return _recent_plans(tuple(masks), tuple(map(int, counts)), *arguments)
 
 
 def _checked(
