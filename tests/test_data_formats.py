@@ -81,6 +81,18 @@ def test_a_call_with_empty_text_for_arguments_has_none(arguments):
     assert '<call>{"name": "now", "arguments": {}}</call>' in chat(TOOL_TEMPLATE).render(record["messages"])[0]
 
 
+def test_arguments_that_are_no_object_are_noted():
+    calls = [{"type": "function", "function": {"name": "f", "arguments": "x = 1"}}]
+    record = parse_document({"messages": [USER, {"role": "assistant", "tool_calls": calls}]})
+    (document,) = chat(TOOL_TEMPLATE).documents([record])
+    assert document.notes == ("the arguments of a tool call are no JSON object and reach the chat template as text",)
+
+
+def test_a_weight_of_another_than_the_assistant_is_noted():
+    (document,) = chat(CHATML_TEMPLATE).documents([parse_document({"messages": [USER | {"loss": True}, ASSISTANT]})])
+    assert document.notes == ("only what the assistant says is learned, though a message of role 'user' has weight 1",)
+
+
 def test_what_exporters_fill_in_is_left_out():
     """Templates ask whether a message has "tool_calls"."""
     for nothing in (None, []):
