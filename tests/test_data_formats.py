@@ -78,13 +78,13 @@ def test_a_call_with_empty_text_for_arguments_has_none(arguments):
     calls = [{"type": "function", "function": {"name": "now", "arguments": arguments}}]
     record = parse_document({"messages": [USER, {"role": "assistant", "tool_calls": calls}]})
     assert record["messages"][1]["tool_calls"][0]["function"] == {"name": "now", "arguments": {}}
-    assert '<call>{"name": "now", "arguments": {}}</call>' in chat(TOOL_TEMPLATE).render(record["messages"])[0]
+    assert '<call>{"name": "now", "arguments": {}}</call>' in chat(UNMARKED_TOOL_TEMPLATE).render(record["messages"])[0]
 
 
 def test_arguments_that_are_no_object_are_noted():
     calls = [{"type": "function", "function": {"name": "f", "arguments": "x = 1"}}]
     record = parse_document({"messages": [USER, {"role": "assistant", "tool_calls": calls}]})
-    (document,) = chat(TOOL_TEMPLATE).documents([record])
+    (document,) = chat(UNMARKED_TOOL_TEMPLATE).documents([record])
     assert document.notes == ("the arguments of a tool call are no JSON object and reach the chat template as text",)
 
 
