@@ -78,7 +78,19 @@ def test_a_call_with_empty_text_for_arguments_has_none(arguments):
     calls = [{"type": "function", "function": {"name": "now", "arguments": arguments}}]
     record = parse_document({"messages": [USER, {"role": "assistant", "tool_calls": calls}]})
     assert record["messages"][1]["tool_calls"][0]["function"] == {"name": "now", "arguments": {}}
-    assert '<call>{"name": "now", "arguments": {}}</call>' in chat(TOOL_TEMPLATE).render(record["messages"])[0]
+    assert '<call>{"name": "now", "arguments": {}}</call>' in chat(UNMARKED_TOOL_TEMPLATE).render(record["messages"])[0]
+
+
+def test_arguments_that_are_no_object_are_noted():
+    calls = [{"type": "function", "function": {"name": "f", "arguments": "x = 1"}}]
+    record = parse_document({"messages": [USER, {"role": "assistant", "tool_calls": calls}]})
+    (document,) = chat(UNMARKED_TOOL_TEMPLATE).documents([record])
+    assert document.notes == ("the arguments of a tool call are no JSON object and reach the chat template as text",)
+
+
+def test_a_weight_of_another_than_the_assistant_is_noted():
+    (document,) = chat(CHATML_TEMPLATE).documents([parse_document({"messages": [USER | {"loss": True}, ASSISTANT]})])
+    assert document.notes == ("only what the assistant says is learned, though a message of role 'user' has weight 1",)
 
 
 def test_what_exporters_fill_in_is_left_out():

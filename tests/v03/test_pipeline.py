@@ -12,6 +12,8 @@ from hf_models import make_hf_folder
 from safetensors.torch import load_file
 from training import TrainingError, corpus, new_folder, train
 
+from torchtitan_magi.training.experts import EXPERT_LOAD_METRICS
+
 DEGREES = {
     "pp": "pipeline_parallel", "cp": "context_parallel", "tp": "tensor_parallel", "dp": "data_parallel_shard",
     "replicate": "data_parallel_replicate", "ep": "expert_parallel",
@@ -33,6 +35,8 @@ class Result:
     norms: list[float]
     accuracies: list[float]
     validation: list[float]
+    tokens: list[int]
+    expert_load: list[tuple[float, ...]]
 
 
 def run(degrees, *options, kind="llama", tied=False, setup=None):
@@ -52,8 +56,10 @@ def run(degrees, *options, kind="llama", tied=False, setup=None):
     refused = f"Memory per GPU is not predicted for {' and '.join(unknown)}"
     assert (refused if unknown else "Predicted memory per GPU: at most ") in found.output
     logged = [values for _, values in found.of("metrics", rank=processes - 1)]
-    keys = "loss_metrics/global_avg_loss", "grad_norm", "rewards/accuracies", "validation_metrics/loss"
-    return Result(*([float(values[key]) for values in logged if key in values] for key in keys))
+    keys = "loss_metrics/global_avg_loss", "grad_norm", "rewards/accuracies", "validation_metrics/loss", "n_tokens_seen"
+    load = [tuple(values[key] for key in EXPERT_LOAD_METRICS if key in values) for values in logged]
+    found = ([float(values[key]) for values in logged if key in values] for key in keys)
+    return Result(*found, [figures for figures in load if figures])
 
 
 VALIDATION = "--validation.enable --validation.dataset sft --validation.freq 2 --validation.seq_len 256"
@@ -73,6 +79,11 @@ def check(found, expected):
     assert found.losses == pytest.approx(expected.losses, rel=1e-5)
     assert found.norms == pytest.approx(expected.norms, rel=1e-4)  # float32 sums
     assert found.validation == pytest.approx(expected.validation, rel=1e-5)
+    assert found.tokens == expected.tokens
+    assert found.tokens[0] > 0
+    assert len(found.expert_load) == len(expected.expert_load)
+    for figures, of_one in zip(found.expert_load, expected.expert_load, strict=True):
+        assert figures == pytest.approx(of_one, rel=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -136,8 +136,13 @@ class ChatTemplate:
                 yield "the chat template drops reasoning"
         if content.strip() not in written:
             yield f"the chat template drops or changes what a message of role {role!r} says"
-        if any(name not in written for name in map(_name_of, message.get("tool_calls", ())) if name):
+        calls = [_function_of(call) for call in message.get("tool_calls", ())]
+        if any(name not in written for name in map(_name_of, calls) if name):
             yield "the chat template drops tool calls"
+        if any(isinstance(call.get("arguments"), str) for call in calls):
+            yield "the arguments of a tool call are no JSON object and reach the chat template as text"
+        if message.get("weight") == 1 and role != "assistant":
+            yield f"only what the assistant says is learned, though a message of role {role!r} has weight 1"
 
     def _turn(self, trace: Trace, messages: Messages, index: int, kwargs: Kwargs) -> tuple[int, int]:
         """The characters of an assistant's message that are learned."""
@@ -362,7 +367,11 @@ def _with_text_arguments(call: dict[str, Any]) -> dict[str, Any]:
     return {**call, "arguments": tojson(arguments)} if isinstance(arguments, dict) else call
 
 
-def _name_of(call: dict[str, Any]) -> str:
+def _function_of(call: dict[str, Any]) -> dict[str, Any]:
     function = call.get("function", call)
-    name = function.get("name") if isinstance(function, dict) else None
+    return function if isinstance(function, dict) else {}
+
+
+def _name_of(function: dict[str, Any]) -> str:
+    name = function.get("name")
     return name if isinstance(name, str) else ""

@@ -87,7 +87,9 @@ def _with_noted(counts: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def take_expert_load(models: Iterable[nn.Module], group: dist.ProcessGroup | None) -> dict[str, float]:
+def take_expert_load(
+    models: Iterable[nn.Module], group: dist.ProcessGroup | None, stages: dist.ProcessGroup | None = None
+) -> dict[str, float]:
     """How evenly tokens went to experts since the last call; counting begins anew.
 
     A layer's imbalance is the load of its busiest expert over the mean load: 1 if all are alike, at most the number of
@@ -95,25 +97,40 @@ def take_expert_load(models: Iterable[nn.Module], group: dist.ProcessGroup | Non
 
     Args:
         group: the ranks that see different tokens, whose counts are added: a collective of these.
+        stages: the ranks of a pipeline, which have different layers: a collective of these, too.
 
     Returns:
         "moe/expert_imbalance": the mean over layers. "moe/worst_expert_imbalance": of the worst layer.
         "moe/idle_experts": how many experts of all layers got no token. Empty for a dense model.
     """
-    layers = expert_counts(models)
-    if not layers:
+    found: list[Any] = [_load_of_layers(expert_counts(models), group)]
+    if stages is not None:
+        mine, found = found[0], [None] * dist.get_world_size(stages)
+        dist.all_gather_object(found, mine, group=stages)
+    imbalances = [imbalance for of_stage, _ in found for imbalance in of_stage]
+    if not imbalances:
         return {}
-    sums = [_with_noted(layer) for layer in layers]
-    whole = [layer.full_tensor() if isinstance(layer, DTensor) else layer for layer in sums]
-    counts = torch.stack(whole)  # [layers, experts]
-    for layer in layers:
-        layer.zero_()
-        layer.noted = 0  # type: ignore[attr-defined]
+    figures = sum(imbalances) / len(imbalances), max(imbalances), float(sum(idle for _, idle in found))
+    return dict(zip(EXPERT_LOAD_METRICS, figures, strict=True))
+
+
+def _load_of_layers(layers: list[Tensor], group: dist.ProcessGroup | None) -> tuple[list[float], int]:
+    """The imbalance of each layer, and how many experts of all layers got no token."""
+    if not layers:
+        return [], 0
+    counts = torch.stack([_taken(layer) for layer in layers])  # [layers, experts]
     if group is not None:
         dist.all_reduce(counts, group=group)
-    imbalance = counts.amax(1) / counts.mean(1)
-    figures = torch.stack([imbalance.mean(), imbalance.max(), (counts == 0).sum()]).tolist()
-    return dict(zip(EXPERT_LOAD_METRICS, figures, strict=True))
+    return (counts.amax(1) / counts.mean(1)).tolist(), int((counts == 0).sum())
+
+
+def _taken(layer: Tensor) -> Tensor:
+    """What a layer has counted, float [experts] of all tensor-parallel ranks; counting begins anew."""
+    counts = _with_noted(layer)
+    whole = counts.full_tensor() if isinstance(counts, DTensor) else counts
+    layer.zero_()
+    layer.noted = 0  # type: ignore[attr-defined]
+    return whole
 
 
 def local(*weights: Tensor) -> list[Tensor]:

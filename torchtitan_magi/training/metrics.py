@@ -18,13 +18,15 @@ NOTICEABLE = 0.1  # seconds that the steps between two lines of the log may wait
 
 
 class PlanMetrics:
-    """Mixed into torchtitan's MetricsProcessor; corrects two numbers.
+    """Mixed into torchtitan's MetricsProcessor; corrects three numbers.
 
     - MFU and TFLOP/s count the attention that the packed documents need, 12 * D * Hq operations per layer and
       (query, key) pair, forward and backward, 6 * (D + Dv) * Hq where values are narrower; torchtitan counts a dense
       pack.
     - global_max_loss is the largest mean loss of a data-parallel rank, also when its tokens are on several ranks and
       some of these have no label.
+    - n_tokens_seen is what ``tokens_seen`` returns, which our Trainer sets: the tokens of documents, each once. Without
+      it, torchtitan's number, with padding, less what it counts once for each context-parallel rank.
 
     It also logs what ``objective_metrics`` returns, which a Trainer may set, the load of a model's experts, and memory.
     """
@@ -37,6 +39,7 @@ class PlanMetrics:
         """Begins to count. attention_flops: per (query, key) pair, in all layers."""
         self.attention_flops, self.count, self.losses, self.memory = attention_flops, count, losses, memory
         self.objective_metrics: Callable[[], dict[str, float]] = dict
+        self.tokens_seen: Callable[[], int] | None = None
         self.last_logged: int | None = None  # step
         self.said_waiting = False
 
@@ -47,13 +50,19 @@ class PlanMetrics:
         waited = {"time_metrics/plan_wait(s)": counted.waited}
         without_attention = self.num_flops_per_token
         self.num_flops_per_token = without_attention + self.attention_flops * counted.area / max(counted.tokens, 1)
-        expert_load = take_expert_load(self.model_parts, group_of(self.parallel_dims, "loss"))
-        own_metrics = self.objective_metrics() | expert_load
-        extra_metrics = (extra_metrics or {}) | waited | own_metrics | self.memory.look(step)
+        groups = group_of(self.parallel_dims, "loss"), group_of(self.parallel_dims, "pp")
+        own_metrics = self.objective_metrics() | take_expert_load(self.model_parts, *groups)
+        seen = {"n_tokens_seen": self._tokens_seen(extra_metrics)}
+        extra_metrics = (extra_metrics or {}) | seen | waited | own_metrics | self.memory.look(step)
         super().log(step, global_avg_loss, self._max_loss(), grad_norm, extra_metrics)  # type: ignore[misc]
         self.num_flops_per_token = without_attention
         self._print("step", step, own_metrics)
         self._report_waiting(step, counted.waited)
+
+    def _tokens_seen(self, extra_metrics: Any) -> float:
+        if self.tokens_seen is not None:
+            return self.tokens_seen()
+        return float((extra_metrics or {}).get("n_tokens_seen", 0)) / self.parallel_dims.cp
 
     def log_validation(self, loss: float, step: int, extra_metrics: dict[str, Any] | None = None) -> None:
         super().log_validation(loss, step, extra_metrics)  # type: ignore[misc]

@@ -215,6 +215,15 @@ def _documents_and_masks(
     return documents, [AttnSlices(causal_ranges(start, end, window or None)) for window in windows]
 
 
+def num_tokens(inputs: dict[str, Any]) -> int:
+    """Tokens of the documents or pairs of a batch, without padding; of one whose loader names no boundaries, all."""
+    if "pairs" in inputs:
+        return int((inputs["pairs"][:, 3] - inputs["pairs"][:, 0]).sum())
+    if "documents" in inputs:
+        return int(np.diff(inputs["documents"], axis=1).sum())
+    return int(inputs["input"].numel())
+
+
 def positions_in(documents: npt.NDArray[np.int32], tokens: Tensor) -> Tensor:
     """int32 [batch, seq_len] like tokens: restarting at 0 with every document, int [n, 2] of the flattened batch."""
     starts = np.zeros(tokens.numel(), np.int64)

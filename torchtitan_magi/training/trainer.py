@@ -21,6 +21,7 @@ from torchtitan_magi.training.options import DPO_DATASET
 from torchtitan_magi.training.pipeline import Pipeline
 from torchtitan_magi.training.planned_loader import Batch
 from torchtitan_magi.training.references import ReferenceModel, reference_file
+from torchtitan_magi.training.runtime import num_tokens
 from torchtitan_magi.training.timeouts import set_pg_timeouts
 
 TRAIN_STATE = "train_state"  # torchtitan's name for what a checkpoint holds of the Trainer
@@ -91,6 +92,8 @@ class ObjectiveTrainer:
         self.objective = self._make_objective(self.job_config.training)
         self.objectives = [self.objective]
         self.metrics_processor.objective_metrics = self.objective.metrics
+        self.num_tokens_seen = torch.zeros((), dtype=torch.int64, device=self.device)  # of documents, on all ranks
+        self.metrics_processor.tokens_seen = lambda: int(self.num_tokens_seen)
         if self.job_config.validation.enable:
             self.validator: Any
             self.validator.objective = self._make_objective(self.job_config.validation)
@@ -129,11 +132,12 @@ class ObjectiveTrainer:
         self.objective.start_step()
         for inputs, labels in microbatches:
             inputs["num_items"] = self.objective.weigh(inputs, labels)
-        num_items = sum(inputs["num_items"] for inputs, _ in microbatches)
-        self.num_items = torch.full((), num_items, device=self.device)
+        counts = (sum(inputs["num_items"] for inputs, _ in microbatches), sum(num_tokens(x) for x, _ in microbatches))
+        of_all = torch.stack([torch.full((), count, device=self.device) for count in counts])
         if self.parallel_dims.dp_enabled:
-            dist.all_reduce(self.num_items, group=group_of(self.parallel_dims, "batch"))
-        self.num_items.clamp_(min=1)  # a step without any item has no loss
+            dist.all_reduce(of_all, group=group_of(self.parallel_dims, "batch"))
+        self.num_items = of_all[0].clamp(min=1)  # a step without any item has no loss
+        self.num_tokens_seen += of_all[1]
         super().train_step(iter(microbatches))  # type: ignore[misc]
         self.last_words.note_step(self.step)
 
@@ -171,18 +175,13 @@ class ObjectiveTrainer:
         state, own = super().state_dict(), self.objective.state_dict()  # type: ignore[misc]
         if self.loaded_names is not None:
             own = {name: value for name, value in own.items() if f"{TRAIN_STATE}.{name}" in self.loaded_names}
-        return state | {"ntokens_seen": state["ntokens_seen"] * self._num_batches} | own
+        return state | {"ntokens_seen": int(self.num_tokens_seen)} | own
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        seen = state_dict["ntokens_seen"] // self._num_batches
-        super().load_state_dict(state_dict | {"ntokens_seen": seen})  # type: ignore[misc]
+        super().load_state_dict(state_dict)  # type: ignore[misc]
+        self.num_tokens_seen.fill_(state_dict["ntokens_seen"])
         for objective in self.objectives:
             objective.load_state_dict(state_dict)
-
-    @property
-    def _num_batches(self) -> int:
-        """The number of batches that the data-parallel ranks read at a time."""
-        return self.parallel_dims.dp_replicate * self.parallel_dims.dp_shard
 
 
 @contextmanager

@@ -11,8 +11,7 @@ from torchtitan_magi.training.runtime import WorkCount
 
 
 class MagiMetricsProcessor(PlanMetrics, MetricsProcessor):
-    """torchtitan's MetricsProcessor with three numbers corrected: two by ``PlanMetrics``, and n_tokens_seen, which
-    counts a token once, not once per context-parallel rank."""
+    """torchtitan's, with the numbers of ``PlanMetrics``."""
 
     def __init__(
         self,
@@ -25,11 +24,3 @@ class MagiMetricsProcessor(PlanMetrics, MetricsProcessor):
     ) -> None:
         super().__init__(job_config, parallel_dims)
         self.count_work(attention_flops, count, losses, memory)
-
-    def log(
-        self, step: int, global_avg_loss: float, global_max_loss: float, grad_norm: float, extra_metrics: Any = None
-    ) -> None:
-        extra_metrics = dict(extra_metrics or {})
-        if "n_tokens_seen" in extra_metrics:
-            extra_metrics["n_tokens_seen"] /= self.parallel_dims.cp
-        super().log(step, global_avg_loss, global_max_loss, grad_norm, extra_metrics)
