@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-from torchtitan_magi.files import Waiting, open_lock, take_lock
-from torchtitan_magi.wording import one_line, quoted_path
+from torchtitan_magi.files import Waiting, making, open_lock, regular_file, remove_abandoned, take_lock
+from torchtitan_magi.machine import cause, lack
+from torchtitan_magi.wording import quoted_path, shown
 
 T = TypeVar("T")
 
@@ -19,6 +20,8 @@ logger = logging.getLogger(__name__)
 
 _VERSION = 2  # of what is kept
 _POLL = 0.02  # seconds between looks for a lock
+
+_cleaned: set[Path] = set()  # folders, by this process
 
 
 def kept(cache: Path, source: str, kind: str, make: Callable[[Path], Any], load: Callable[[Path], T | None]) -> T:
@@ -41,10 +44,8 @@ def kept(cache: Path, source: str, kind: str, make: Callable[[Path], Any], load:
             content = _loaded(path, load)
             if content is None:
                 if path.exists():
-                    logger.warning("%s is damaged and is made again", path)
-                _make(path, make)
-                content = load(path)
-    assert content is not None
+                    logger.warning("%s is damaged and is made again", shown(path))
+                content = _make(path, make, load)
     return content
 
 
@@ -62,6 +63,7 @@ def _sealed(digest: str) -> str:
 
 
 def _unsealed(path: Path) -> str | None:
+    regular_file(path)
     text = path.read_text(errors="replace")
     digest = text.partition(" ")[0]
     return digest if text == _sealed(digest) else None
@@ -73,16 +75,20 @@ def _loaded(path: Path, load: Callable[[Path], T | None]) -> T | None:
     return None
 
 
-def _make(path: Path, make: Callable[[Path], Any]) -> None:
-    """The file appears whole or not at all."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        make(temporary)
-        with open(temporary, "rb") as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+def _make(path: Path, make: Callable[[Path], Any], load: Callable[[Path], T | None]) -> T:
+    """The file appears whole or not at all. Removes first what stopped processes have left of others, which may fill
+    the disk."""
+    if path.parent not in _cleaned:
+        _cleaned.add(path.parent)
+        remove_abandoned(path.parent)
+    with making(path) as unfinished:
+        make(unfinished)
+        if load(unfinished) is None:
+            raise OSError("what is read there is not what was written")
+    content = load(path)
+    if content is None:
+        raise OSError("what is written there does not stay")
+    return content
 
 
 @contextlib.contextmanager
@@ -91,17 +97,17 @@ def _writing(cache: Path) -> Iterator[None]:
         cache.mkdir(parents=True, exist_ok=True)
         yield
     except OSError as error:
-        reason = error.strerror or one_line(error)
         raise ValueError(
-            f"cannot write the data cache {quoted_path(cache)}: {reason}; make room there, or name another folder in "
-            "[magi] token_cache, or in TORCHTITAN_MAGI_CACHE for commands without that option"
+            lack(error, f"cannot write the data cache {quoted_path(cache)}")
+            or f"cannot write the data cache {quoted_path(cache)}: {cause(error)}; make room there, or name another "
+            "folder in [magi] token_cache, or in TORCHTITAN_MAGI_CACHE for commands without that option"
         ) from None
 
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
     """Holds a lock that ends with its process. Without locks on the file system, each process makes its own file."""
-    lock, waiting = open_lock(path), Waiting(f"{path.with_suffix('')}")
+    lock, waiting = open_lock(path), Waiting(shown(path.with_suffix("")))
     try:
         while True:
             try:
