@@ -206,6 +206,205 @@ def test_shapes_of_other_models(source, kind, kwargs, expected):
     assert learned(shape.render(WORDS[kind], kwargs=kwargs)) == expected
 
 
+TURN = "{% for m in messages %}[{{ m.role }}] {{ m.content }}{{ eos_token }}{{ '\n' }}"
+BARE = "{% for m in messages %}[{{ m.role }}] {{ m.content }}{{ '\n' }}"
+ASK, BOTH = "{% if add_generation_prompt and loop.last %}", ["ccc</s>\n", "eee</s>\n"]
+# what each writes is in one place only; what is learned of it
+SHAPES = {
+    "in the loop": (TURN + ASK + "[assistant] {% endif %}{% endfor %}", BOTH),
+    "in the loop, and thinks": (TURN + ASK + "[assistant] <think>{% endif %}{% endfor %}", BOTH),
+    "in the loop, with other white space": (TURN + ASK + "[assistant]{{ '\n' }}{% endif %}{% endfor %}", BOTH),
+    "in the loop, as part of the header": (
+        TURN + ASK + "[assistant]{% endif %}{% endfor %}",
+        [" ccc</s>\n", " eee</s>\n"],
+    ),
+    "in the loop and behind it": (
+        TURN + ASK + "[assistant] {% endif %}{% endfor %}{% if add_generation_prompt %}<think>{% endif %}",
+        BOTH,
+    ),
+    "instead of a line break": (
+        "{% for m in messages %}[{{ m.role }}] {{ m.content }}{{ eos_token }}" + ASK + "[assistant] {% else %}"
+        "{{ '\n' }}{% endif %}{% endfor %}",
+        BOTH,
+    ),
+    "instead of the end of a message": (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}" + ASK + "<assistant>{% else %}<end>{% endif %}"
+        "{% endfor %}",
+        ["ccc<end>", "eee<end>"],
+    ),
+    "before messages, but for the first": (
+        "{% for m in messages %}{{ '\n\n' if not loop.first }}{{ m.role | title }}: {{ m.content }}{{ eos_token }}"
+        + ASK
+        + "Assistant:{% endif %}{% endfor %}",
+        [" ccc</s>", " eee</s>"],
+    ),
+    "or the end of the conversation": (
+        BARE + ASK + "[assistant] {% elif loop.last %}<over>{% endif %}{% endfor %}",
+        ["ccc\n", "eee\n<over>"],
+    ),
+    "behind the loop, or the end": (
+        BARE + "{% endfor %}{% if add_generation_prompt %}[assistant] {% else %}{{ eos_token }}{% endif %}",
+        ["ccc\n", "eee\n</s>"],
+    ),
+    "before a sentence that it lacks": (
+        "{% for m in messages %}[{{ m.role }}] Answer in words: {{ m.content }}{{ eos_token }}{{ '\n' }}"
+        + ASK
+        + "[assistant] <think>{% endif %}{% endfor %}",
+        BOTH,
+    ),
+    "before a sentence on its line": (
+        "{% for m in messages %}[{{ m.role }}]{{ '\n' }}Answer in words: {{ m.content }}{{ eos_token }}{{ '\n' }}"
+        "{% endfor %}{% if add_generation_prompt %}[assistant]{{ '\n' }}<think>{% endif %}",
+        BOTH,
+    ),
+    "before no reasoning": (
+        "{% for m in messages %}[{{ m.role }}]{{ '\n' }}{% if m.role == 'assistant' %}"
+        "<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}{{ eos_token }}{{ '\n' }}"
+        "{% endfor %}{% if add_generation_prompt %}[assistant]{{ '\n' }}<think>{{ '\n' }}{% endif %}",
+        ["<think></think>ccc</s>\n", "<think></think>eee</s>\n"],
+    ),
+    "always, behind the loop": (TURN + "{% endfor %}[assistant] ", BOTH),
+    "always, in the loop": (TURN + "{% if loop.last %}[assistant] {% endif %}{% endfor %}", BOTH),
+    "always, with a blank line": (TURN + "{% endfor %}{{ '\n' }}[assistant] ", ["ccc</s>\n", "eee</s>\n\n"]),
+    "always, and thinks if asked": (
+        TURN + "{% endfor %}[assistant] {% if add_generation_prompt %}<think>{% endif %}",
+        BOTH,
+    ),
+    "always, the rest if asked": (
+        "{% for m in messages %}[{{ m.role }}]<says>{{ m.content }}{{ eos_token }}{% endfor %}[assistant]"
+        "{% if add_generation_prompt %}<says>{% endif %}",
+        ["ccc</s>", "eee</s>"],
+    ),
+    "always, behind an end": (BARE + "{% endfor %}{{ eos_token }}[assistant] ", ["ccc\n", "eee\n</s>"]),
+    "always, behind another end": (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ '<end>' if not loop.last else '<over>' }}{% endfor %}"
+        "<assistant>",
+        ["ccc<end>", "eee<over>"],
+    ),
+    "as the end of a turn": (
+        "{% for m in messages %}|{{ m.content }}|{% endfor %}{% if add_generation_prompt %}|{% endif %}",
+        ["ccc|", "eee|"],
+    ),
+    "nowhere, without headers": (
+        "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}",
+        ["ccc</s>", "eee</s>"],
+    ),
+}
+
+
+@pytest.mark.parametrize("where", SHAPES)
+def test_the_prompt_of_a_template_is_not_learned_wherever_it_writes_it(where):
+    source, expected = SHAPES[where]
+    shape = ChatTemplate(source, TOKENS, date.today(), "shape")
+    shape._check()
+    assert learned(shape.render(WORDS["turns"][1:])) == expected
+    assert learned(shape.render(WORDS["turns"][1:], first=2)) == expected[1:]
+    assert learned(shape.render(WORDS["turns"][1:4])) == expected[:1]
+
+
+def refusal(source, messages=WORDS["turns"], **options):
+    with pytest.raises(ValueError) as error:
+        ChatTemplate(source, TOKENS, date.today(), "shape").render(messages, **options)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("behind", ["", "{{ eos_token }}", "{% if add_generation_prompt %}<think>{% endif %}"])
+def test_a_template_that_writes_no_header_to_prompt_with_is_refused(behind):
+    assert "writes no generation prompt; add one, or put" in refusal(TURN + "{% endfor %}" + behind)
+
+
+def test_text_of_others_in_an_assistants_turn_is_refused():
+    """A system message that goes into the first message after it, and tools behind the loop."""
+    merging = (
+        "{% set ns = namespace(s='') %}{% for m in messages %}{% if m.role == 'system' %}{% set ns.s = m.content %}"
+        "{% else %}[{{ m.role }}] {{ ns.s }}{{ m.content }}{% set ns.s = '' %}<end>{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}[assistant] {% endif %}"
+    )
+    assert "writes a system message into the assistant's turn; put" in refusal(
+        merging, [system("aaa"), assistant("ccc")]
+    )
+    shape = ChatTemplate(merging, TOKENS, date.today(), "shape")
+    assert learned(shape.render(WORDS["turns"])) == ["ccc<end>", "eee<end>"]
+    showing = SHAPES["in the loop"][0] + "{% if tools %}Use {{ tools }}{% endif %}"
+    assert learned(ChatTemplate(showing, TOKENS, date.today(), "shape").render(WORDS["turns"])) == BOTH
+    assert "behind its loop depends on the record; put" in refusal(showing, tools=[{"name": "add"}])
+
+
+MARKED_TURN = "{% generation %}{{ m.content }}{{ eos_token }}{% endgeneration %}"
+CAPTURED = (
+    "{% for m in messages %}[{{ m.role }}]{% if m.role == 'assistant' %}{% set c %}" + MARKED_TURN + "{% endset %}"
+)
+REST = "{% else %}{{ m.content }}{% endif %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        "{{ c[:5] }}",
+        "{{ c[:-1] }}",
+        "{{ c[1:] }}",
+        "{{ c | upper }}",
+        "{{ c | replace('e', 'x') }}",
+        "{{ c }}{{ c }}",
+        "{{ c | reverse }}",
+        "{{ c | truncate(4, True, '', 0) }}",
+        "{{ c | length }}{{ c }}",
+        "{% if loop.last %}{{ c }}{% endif %}",
+        "{% set d %}{% generation %}{{ c }}{% endgeneration %}{% endset %}{{ d }}",
+    ],
+)
+def test_marks_that_do_not_hold_what_they_held_are_refused(use):
+    assert "changes or moves text after {% generation %} has marked it; mark it" in refusal(CAPTURED + use + REST)
+
+
+def test_white_space_that_a_filter_cannot_reach_behind_a_mark_is_found():
+    messages = [user("bbb"), assistant("  ccc")]
+    assert "changes or moves text after {% generation %}" in refusal(CAPTURED + "{{ c | trim }}" + REST, messages)
+    shape = ChatTemplate(CAPTURED + "{{ c | trim }}" + REST, TOKENS, date.today(), "shape")
+    assert learned(shape.render(WORDS["turns"])) == ["ccc</s>", "eee</s>"]
+
+
+def test_marks_of_text_that_is_captured_and_written_as_it_is_hold():
+    macro = "{% macro say(m) %}" + MARKED_TURN + "{% endmacro %}{% for m in messages %}[{{ m.role }}]"
+    macro += "{% if m.role == 'assistant' %}{{ say(m) }}" + REST
+    for source in (
+        CAPTURED + "{{ c }}" + REST,
+        macro,
+        "{% set t %}" + CAPTURED + "{{ c }}" + REST + "{% endset %}{{ t }}",
+    ):
+        shape = ChatTemplate(source, TOKENS, date.today(), "shape")
+        assert learned(shape.render(WORDS["turns"])) == ["ccc</s>", "eee</s>"]
+        assert learned(shape.render(WORDS["turns"], first=3)) == ["eee</s>"]
+
+
+def test_marks_of_messages_in_another_order_are_those_of_the_assistants():
+    """Where it cannot be seen whose they are, they are refused."""
+    turn = "[{{ m.role }}]{% if m.role == 'assistant' %}" + MARKED_TURN + "{% else %}{{ m.content }}{% endif %}"
+    backwards = "{% for m in messages | reverse %}" + turn + "{% endfor %}"
+    grouped = "{% for g in messages | groupby('role') %}{% for m in g.list %}" + turn + "{% endfor %}{% endfor %}"
+    for source, order in ((backwards, ["eee</s>", "ccc</s>"]), (grouped, ["ccc</s>", "eee</s>"])):
+        shape = ChatTemplate(source, TOKENS, date.today(), "shape")
+        assert learned(shape.render(WORDS["turns"])) == order
+        assert learned(shape.render(WORDS["turns"], first=3)) == ["eee</s>"]
+    hidden = "{% set t %}" + backwards + "{% endset %}{{ t }}"
+    assert "not clear which {% generation %}" in refusal(hidden, first=3)
+
+
+@pytest.mark.parametrize("role", ["system", "tool"])
+def test_marks_around_what_others_say_are_refused(role):
+    source = "{% for m in messages %}{% if m.role != 'user' %}" + MARKED_TURN + "{% else %}{{ m.content }}{% endif %}"
+    source += "{% endfor %}"
+    ChatTemplate(source, TOKENS, date.today(), "shape")._check()
+    messages = [user("bbb"), {"role": role, "content": "ttt"}, assistant("ccc")]
+    assert f"marks what a message of role '{role}' says; let {{% generation %}} hold" in refusal(source, messages)
+
+
+def test_a_mark_in_the_text_of_a_call_is_no_mark():
+    source = "{% for m in messages %}{% generation %}{{ m.tool_calls }}{% endgeneration %}{% endfor %}"
+    assert "changes or moves text" in refusal(source, [calling({"x": 1}) | {"tool_calls": "\ufdd0 \ufdd1"}])
+
+
 def test_the_prompt_of_a_thinking_model_is_not_learned():
     """Qwen3.5 writes "<think>\n" for the model; where a turn was written without it, the turn is learned whole."""
     rendering = template("qwen3_5_think").render(REASONING["reasoning of the last turn"])

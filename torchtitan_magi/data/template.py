@@ -6,7 +6,8 @@ found by two observations:
 - templates write messages in a loop. Each loop is compiled with a note of where it comes to which message, so the text
   of every message is known, whatever the template makes of its content;
 - the text of an assistant's message begins with what the template writes to prompt a model for it. What follows is
-  learned, the end-of-turn token included, and after the last message also what the template writes behind its loop.
+  learned, the end-of-turn token included, and after the last message also what the template writes behind its loop,
+  up to a prompt for another turn.
 
 Small conversations (`_probe`) show what the prompt is and that no other message is written among the assistant's.
 Templates are other people's programs: they run in a sandbox and under the limits of `guard`.
@@ -38,7 +39,7 @@ from torchtitan_magi.data.sandbox import (
     tojson,
     unread,
 )
-from torchtitan_magi.data.turns import REMEDY, Frame, Trace, alike, marked_spans
+from torchtitan_magi.data.turns import REMEDY, Frame, Trace, alike, beyond, marked_spans, next_header
 
 Kwargs = dict[str, Any]
 
@@ -155,8 +156,11 @@ class ChatTemplate:
         if header is None:
             raise ValueError(f"an assistant's turn does not begin as the template's generation prompt does; {REMEDY}")
         if index == len(messages) - 1:
+            if (behind := trace.text[stop:]).strip() and behind != frame.behind:
+                raise ValueError(f"what the chat template writes behind its loop depends on the record; {REMEDY}")
             stop = len(trace.text.removesuffix(frame.tail))
-        _check_none_moved(messages, index, trace.text[start + header : stop])
+        if index and messages[index - 1]["role"] == "system" and self._moves_system:
+            raise ValueError(f"the chat template writes a system message into the assistant's turn; {REMEDY}")
         return start + header, stop
 
     def _frame(self, after_tool: bool, kwargs: Kwargs) -> Frame:
@@ -184,22 +188,30 @@ class ChatTemplate:
         heads = [head, inner_head, whole.around(asked + 2, messages[asked + 2])[0]]
         is_fixed = {*heads, thinking.around(asked, reasons)[0]} == {head}
         prompt = self._prompt(messages[:asked], whole, head, kwargs)
-        return Frame.of(prompt, heads, is_fixed, end, last_end + short.behind(asked))
+        return Frame.of(prompt, heads, is_fixed, (end, last_end), short.behind(asked))
 
     def _prompt(self, messages: Messages, answered: Trace, head: str, kwargs: Kwargs) -> str:
         """What the template writes to prompt the model for an answer to `messages`.
 
         It is behind the loop, or in the loop behind the last message: then it is what stands there beyond the message
         as it is when an answer follows, or beyond it without a prompt. Taken is what most resembles `head`, with which
-        answers begin.
+        answers begin; an end of the conversation before it is no part of it.
         """
         asking, plain = (self._run(messages, None, kwargs, ask) for ask in (True, False))
         start, stop = asking.range_of(len(messages) - 1)
-        written, prompts = asking.text[start:], [asking.text[stop:]]
-        for without in (answered.written(len(messages) - 1), plain.text[start:]):
-            if written.startswith(without):
-                prompts.append(written[len(without) :])
-        return max(prompts, key=lambda prompt: len(alike(prompt.lstrip(), head.lstrip())))
+        others = answered.written(len(messages) - 1), plain.text[start:]
+        prompts = [asking.text[stop:], *(beyond(other, asking.text[start:]) for other in others)]
+        prompt = max(prompts, key=lambda prompt: len(alike(prompt.lstrip(), head.lstrip())))
+        return prompt if alike(prompt.lstrip(), head.lstrip()) else next_header(head, prompt) or prompt
+
+    @functools.cached_property
+    def _moves_system(self) -> bool:
+        """Whether the template writes a system message into the next one, if the assistant's, as into a question."""
+        messages = [{"role": "system", "content": "probe7"}, *_probe()[1:]]
+        try:
+            return "probe7" in self._run(messages, None, {}).written(1)
+        except ValueError:
+            return False
 
     def _as_shown(self, message: dict[str, Any]) -> dict[str, Any]:
         """The message as the template expects it, an object of its own."""
@@ -235,13 +247,15 @@ class ChatTemplate:
         compiled = self._compiled
         variables: Kwargs = {"documents": None} | self.special_tokens | kwargs
         variables |= {"messages": messages, "tools": tools, "add_generation_prompt": add_generation_prompt}
-        text, generated = compiled.marks.strip(self._write(variables, with_marks=True))
+        record = [messages, tools, kwargs]
+        text, generated = compiled.marks.strip(self._write(variables, record, with_marks=True))
         events = compiled.loops.events
-        if compiled.can_alter_marked and self._write(variables, with_marks=False) != text:
+        if compiled.can_alter_marked and self._write(variables, record, with_marks=False) != text:
             raise ValueError(ALTERED)
         return Trace(text, generated, events)
 
-    def _write(self, variables: Kwargs, with_marks: bool) -> str:
+    def _write(self, variables: Kwargs, record: list[Any], with_marks: bool) -> str:
+        """What the template writes. record: what of the variables is the record's."""
         compiled = self._compiled
         template, loops = compiled.template, compiled.loops
         loops.begin(variables["messages"])
@@ -252,7 +266,7 @@ class ChatTemplate:
                 pieces.append(piece)
                 loops.position += length(piece)
                 if loops.position > limit:
-                    limit = _max_characters(variables)
+                    limit = _max_characters(record)
                     if loops.position > limit:
                         raise ValueError(f"it writes more than {limit:,} characters, too many for what the record has")
             text = "".join(pieces)
@@ -303,14 +317,6 @@ class _Compiled(NamedTuple):
     marks: Marks
     variables: set[str]
     can_alter_marked: bool
-
-
-def _check_none_moved(messages: Messages, index: int, turn: str) -> None:
-    """Some templates write the system message into the first that follows, whoever's it is."""
-    if index and (before := messages[index - 1])["role"] == "system":
-        moved = (before["content"] or "").strip()
-        if moved and moved in turn and moved not in str(messages[index]):
-            raise ValueError(f"the chat template writes a system message into an assistant's turn; {REMEDY}")
 
 
 def _max_characters(record: Any) -> int:

@@ -55,12 +55,15 @@ class Trace:
 
     def owner_of(self, position: int, count: int) -> int | None:
         """The message that a character belongs to; what follows the loop over `count` messages is of the last."""
-        owner, seen = None, False
+        owner = None
         for start, index in self.events:
             if start > position:
                 break
-            owner, seen = index, seen or index is not None
-        return count - 1 if seen and owner is None else owner
+            owner = index
+        follows = owner is None and any(
+            spans[0][0] < position for index, spans in self.ranges.items() if index is not None
+        )
+        return count - 1 if follows else owner
 
 
 def marked_spans(trace: Trace, messages: Messages, learned: list[bool]) -> Spans:
@@ -115,21 +118,22 @@ def _joined(spans: Spans) -> Spans:
 
 @dataclass(frozen=True)
 class Frame:
-    """What a template writes around the assistant's turns, which is not learned.
+    """What a template writes around the assistant's turns.
 
-    prompt: what it writes to prompt the model for a turn; heads: what turns may begin with instead; tail: a prompt
-    that ends every conversation, or "".
+    prompt: what it writes to prompt the model for a turn; heads: what turns may begin with instead; behind: what it
+    writes behind its loop; tail: a prompt that ends every conversation, or "". None is learned, but `behind` up to it.
     """
 
     prompt: str
     heads: tuple[str, ...]
+    behind: str
     tail: str
 
     @classmethod
-    def of(cls, prompt: str, heads: list[str], is_fixed: bool, end: str, last_end: str) -> "Frame":
+    def of(cls, prompt: str, heads: list[str], is_fixed: bool, ends: tuple[str, str], behind: str) -> "Frame":
         """heads: what is written before the content of some turns; is_fixed: of all turns, whatever they are.
 
-        end, last_end: what is written after the content of a turn inside a conversation, and of its last turn.
+        ends: what the loop writes after the content of a turn inside a conversation, and of its last turn.
         Raises ValueError if turns begin with something that is no prompt.
         """
         head = heads[0]
@@ -139,7 +143,8 @@ class Frame:
             raise ValueError(f"the chat template writes no generation prompt; add one, or {REMEDY}")
         common = _whole(alike(prompt, *heads), [prompt, *heads])
         differs = not prompt.startswith(head) and not head.startswith(prompt)  # so the model is not asked for its rest
-        return cls(prompt, (head, common) if is_fixed and differs else (common,), _next_header(common, end, last_end))
+        tail = next_header(common, beyond(ends[0], ends[1] + behind))
+        return cls(prompt, (head, common) if is_fixed and differs else (common,), behind, tail)
 
     def header_of(self, text: str) -> int | None:
         """Number of characters at the beginning of an assistant's message that are not learned; None: not a message."""
@@ -155,6 +160,12 @@ def alike(*texts: str) -> str:
     return texts[0][: len(list(columns))]
 
 
+def beyond(text: str, other: str) -> str:
+    """The end of other with which it differs from text, from the beginning of a tag on."""
+    shared = alike(text, other)
+    return other[len(shared if shared == text else _OPEN_TAG.sub("", shared)) :]
+
+
 def _whole(beginning: str, texts: list[str]) -> str:
     """The beginning of texts if it is one of them; else its lines, or its words and tags if it has no line."""
     lines = beginning[: beginning.rfind("\n") + 1]
@@ -165,12 +176,12 @@ def _whole(beginning: str, texts: list[str]) -> str:
     return _OPEN_TAG.sub("", beginning)
 
 
-def _next_header(header: str, end: str, last_end: str) -> str:
-    """What last_end has beyond `end` from the place on where a turn's header begins, or the first part of one."""
-    beyond, name = last_end[len(_whole(alike(end, last_end), [end, last_end])) :], header.strip()
+def next_header(header: str, text: str) -> str:
+    """The end of a text, from the place on where it has a turn's header, or ends with the first part of one."""
+    name = header.strip()
     lead = header[: header.find(name)]
-    for start, character in enumerate(beyond):
-        rest = beyond[start:].strip()
+    for start, character in enumerate(text):
+        rest = text[start:].strip()
         if name and not character.isspace() and (rest.startswith(name) or name.startswith(rest)):
-            return (lead if beyond.endswith(lead, 0, start) else "") + beyond[start:]
+            return (lead if text.endswith(lead, 0, start) else "") + text[start:]
     return ""
