@@ -202,6 +202,8 @@ class ChatTokenizer:
         encode_batch = self.tokenizer.encode_batch if self._num_bytes is None else self.tokenizer.encode_batch_fast
         try:
             return [*encode_batch(texts, add_special_tokens=False)]
+        except MemoryError:  # of the machine, not of the text
+            raise
         except Exception as error:  # the library raises nothing narrower, for the whole batch
             if len(texts) == 1:
                 return [ValueError(f"the tokenizer refuses the text ({one_line(error)}); correct the record")]
