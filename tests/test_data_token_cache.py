@@ -7,6 +7,7 @@ import os
 import pickle
 import random
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -21,16 +22,18 @@ import pytest
 from corpus import chat_tokenizer, make_corpus, text
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from odd_tokenizers import Deadly, Probe, Slow
+from odd_tokenizers import Deadly, Hungry, Probe, Slow
 from streams import abort, join, resume, take, with_small_blocks
 
-from torchtitan_magi import files
+from torchtitan_magi import files, machine
 from torchtitan_magi.data import (
     Corpus,
     PackedPairDataset,
     PackedSFTDataset,
     TokenizedDocument,
     TokenizedPair,
+    guard,
+    token_cache,
     token_writer,
 )
 from torchtitan_magi.data.array_file import Damaged
@@ -323,6 +326,95 @@ def test_a_process_that_is_killed_from_outside_is_an_error_and_no_record_is_left
     packs = dataset(with_deadly_records, Deadly(tokenizer, signal.SIGKILL), cache, bad_records="skip")
     with pytest.raises(ValueError, match=r"a process that tokenizes .* was ended by SIGKILL; free memory"):
         list(packs)
+
+
+@pytest.fixture
+def few(tmp_path):
+    """Two of five records end their process."""
+    path = tmp_path / "few.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in ("a", "deadly", "b", "deadly", "c")))
+    return path
+
+
+def written(file, tokenizer, cache):
+    """What a writer says of the one block of a file, and its malformed records; None if there is no file of tokens."""
+    cache.mkdir(exist_ok=True)
+    path = str(cache / "block")
+    job = token_writer.Job(Corpus(file), [(0, path)], tokenizer, "documents", os.getppid())
+    failed = token_writer.write_blocks(job)
+    return failed, TokenBlock.open(path).malformed if os.path.exists(path) else None
+
+
+@pytest.mark.parametrize(
+    ("how", "limit", "size", "remedy"),
+    [
+        (
+            signal.SIGABRT,
+            resource.RLIMIT_AS,
+            10**5 * 2**20,
+            "raise the limit of memory, ulimit -v, which is 100,000 MiB",
+        ),
+        (signal.SIGSEGV, resource.RLIMIT_STACK, 2**22, "raise the limit of stacks, ulimit -s, which is 4,096 KiB"),
+        (signal.SIGXCPU, resource.RLIMIT_CPU, 99_999, "raise the limit of CPU time, ulimit -t, which is 99,999 s"),
+    ],
+)
+def test_what_the_machine_lacks_is_not_kept_of_a_record(few, tokenizer, cache, how, limit, size, remedy, monkeypatch):
+    """With more of it the record is tokenized, or its fault is known."""
+    deadly = Deadly(tokenizer, how)
+    soft, hard = resource.getrlimit(limit)
+    monkeypatch.setattr(guard, "ROOM_BYTES", 10**11 if limit == resource.RLIMIT_AS else 2**20)
+    resource.setrlimit(limit, (size, hard))
+    try:
+        failed, malformed = written(few, deadly, cache)
+    finally:
+        resource.setrlimit(limit, (soft, hard))
+    monkeypatch.undo()
+    assert malformed is None
+    assert failed.message == f"a process that tokenizes {few} was ended by {how.name}; {remedy}"
+    _, malformed = written(few, deadly, cache)
+    assert malformed.keys() == {1, 3}
+    assert not any("memory" in text or "limit" in text for text in malformed.values())
+
+
+def test_a_process_that_gets_no_memory_is_an_error_and_no_record_is_left_out(few, tokenizer, cache):
+    failed, malformed = written(few, Hungry(tokenizer), cache)
+    assert malformed is None
+    assert failed.message == f"a process that tokenizes {few} lacks memory: malloc of 9 bytes failed; free memory"
+
+
+def test_a_template_that_the_machine_gives_too_little_memory_is_not_at_fault(monkeypatch):
+    with pytest.raises(ValueError, match=r"takes more than 1 GiB of memory; correct the template"):
+        guard.run_limited(bytearray, 2**40)
+    monkeypatch.setattr(machine, "has_memory", lambda num_bytes: False)
+    with pytest.raises(ValueError, match=r"less than the 1 GiB of memory that it may take; free memory$"):
+        guard.run_limited(bytearray, 2**40)
+
+
+def test_tokens_and_indices_take_no_descriptors(folder, tokenizer, cache, tmp_path):
+    """So that a data set may have more files than a process may open."""
+    for number in range(20):
+        (tmp_path / f"{number}.jsonl").write_text(json.dumps({"text": f"a text {number}"}) + "\n")
+    paths = ", ".join(str(path) for path in tmp_path.glob("*.jsonl"))
+    before = len(os.listdir("/proc/self/fd"))
+    packs = PackedSFTDataset(paths, tokenizer, SEQ_LEN, epochs=1, token_cache=cache)
+    (item,) = packs
+    assert len(item[0]["documents"]) == 20
+    assert len(packs.tokens._opened_last) == 20
+    assert len(os.listdir("/proc/self/fd")) < before + 10
+
+
+def test_a_lack_of_descriptors_is_named(folder, tokenizer, cache):
+    with mock.patch("builtins.open", side_effect=OSError(errno.EMFILE, "Too many open files")):
+        with pytest.raises(ValueError, match=r"train.jsonl': Too many open files; raise the limit .* ulimit -n"):
+            Corpus(folder / "train.jsonl")
+        assert "ulimit -n" in token_writer.unusable(cache, OSError(errno.EMFILE, "Too many open files"))
+
+
+def test_a_writer_that_is_killed_again_and_again_is_the_error(folder, tokenizer, cache, monkeypatch):
+    monkeypatch.setattr(token_cache, "_WRITER", "import os, sys; sys.stdin.buffer.read(); os.kill(os.getpid(), 9)")
+    words = r"^the process that tokenizes .*train.jsonl was ended by SIGKILL again and again; free memory$"
+    with pytest.raises(ValueError, match=words):
+        list(dataset(folder, tokenizer, cache))
 
 
 def test_a_file_that_ends_the_process_that_reads_it_is_named(folder, tokenizer, cache, monkeypatch):

@@ -7,7 +7,6 @@ reads little of it reads no more than that.
 
 import json
 import math
-import mmap
 import os
 import struct
 import tempfile
@@ -17,6 +16,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+
+from torchtitan_magi.data.mapping import mapped
 
 _FIXED = struct.Struct("<8sII")  # magic, bytes of the head, checksum of head and index
 _ALIGNMENT = 64
@@ -61,24 +62,23 @@ class Layout:
     def open(self, path: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         """Maps a file: head and arrays. Raises FileNotFoundError, OSError, and Damaged if head, index or size is not as
         it was written."""
-        with open(path, "rb") as file:
-            if os.fstat(file.fileno()).st_size < _FIXED.size:
-                raise Damaged
-            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        magic, size, checksum = _FIXED.unpack_from(mapped)
+        data = mapped(path)
+        if len(data) < _FIXED.size:
+            raise Damaged
+        magic, size, checksum = _FIXED.unpack_from(data.data)
         begin = _FIXED.size + size
-        if magic != self.magic or len(mapped) < begin:
+        if magic != self.magic or len(data) < begin:
             raise Damaged
         try:
-            head = json.loads(mapped[_FIXED.size : begin])
+            head = json.loads(data[_FIXED.size : begin].tobytes())
             place, arrays = begin, {}
             for name, kind in self.index.items():
                 shape = head["shapes"][name]
-                arrays[name] = np.frombuffer(mapped, kind, math.prod(shape), place).reshape(shape)
+                arrays[name] = np.frombuffer(data, kind, math.prod(shape), place).reshape(shape)
                 place += arrays[name].nbytes
-            content = arrays[self.content] = np.frombuffer(mapped, np.int32, head[self.content], place)
+            content = arrays[self.content] = np.frombuffer(data, np.int32, head[self.content], place)
         except (ValueError, LookupError, TypeError):
             raise Damaged from None
-        if zlib.crc32(memoryview(mapped)[_FIXED.size : place]) != checksum or place + content.nbytes != len(mapped):
+        if zlib.crc32(data[_FIXED.size : place].data) != checksum or place + content.nbytes != len(data):
             raise Damaged
         return head, arrays

@@ -17,13 +17,18 @@ import traceback
 from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar
 
+from torchtitan_magi import machine
+
 SECONDS = 20  # CPU time of a call
 MEMORY_BYTES = 2**30  # address space that a call may add to its process
+ROOM_BYTES = 6 * 2**30  # address space that is enough for any record; the longest take 4 GiB
+STACK_BYTES = 8 * 2**20  # that are usual
 GRACE = 5  # seconds of CPU time from the signal to the end of the process
 WAIT_SECONDS = 600  # for the answer of a process, however loaded the machine is
 
 T = TypeVar("T")
 
+_MEMORY = f"{MEMORY_BYTES / 2**30:.0f} GiB"
 _REMEDY = "correct the template, or the record if others pass"
 
 _statm: int | None = None  # of a limited process: the open file that tells its address space
@@ -46,14 +51,28 @@ def limit_process() -> None:
 
 
 def limited(function: Callable[..., T], *args: Any) -> T:
-    """Calls `function(*args)`; in a limited process, ValueError if it takes more than SECONDS or MEMORY_BYTES."""
+    """Calls `function(*args)`; in a limited process, ValueError if it takes more than SECONDS or MEMORY_BYTES.
+
+    Raises MemoryError if the machine does not give it so much.
+    """
     if _statm is None:
         return function(*args)
+    try:
+        return _with_limits(_statm, function, args)
+    except MemoryError:
+        pass  # the exception holds on to what the call had made
+    if not machine.has_memory(MEMORY_BYTES):
+        raise MemoryError(f"a chat template gets less than the {_MEMORY} of memory that it may take")
+    raise ValueError(_too_much(f"{_MEMORY} of memory"))
+
+
+def _with_limits(statm: int, function: Callable[..., T], args: tuple[Any, ...]) -> T:
+    """Raises MemoryError for too much memory, ValueError for too much time."""
     global _is_running
     before = resource.getrlimit(resource.RLIMIT_AS), resource.getrlimit(resource.RLIMIT_CPU)
     try:
         try:
-            address_space = int(os.pread(_statm, 64, 0).split()[0]) * resource.getpagesize()
+            address_space = int(os.pread(statm, 64, 0).split()[0]) * resource.getpagesize()
             _lower(resource.RLIMIT_AS, before[0], address_space + MEMORY_BYTES)
             _lower(resource.RLIMIT_CPU, before[1], int(time.process_time()) + SECONDS + GRACE)
             _is_running = True
@@ -63,8 +82,6 @@ def limited(function: Callable[..., T], *args: Any) -> T:
             _is_running = False
     except _TimeIsUp:
         raise ValueError(_too_much(f"{SECONDS} s of CPU time")) from None
-    except MemoryError:
-        raise ValueError(_too_much(f"{MEMORY_BYTES / 2**30:.0f} GiB of memory")) from None
     finally:
         _is_running = False  # the signal may have come before the line above
         signal.setitimer(signal.ITIMER_PROF, 0)
@@ -74,10 +91,13 @@ def limited(function: Callable[..., T], *args: Any) -> T:
 
 def run_limited(function: Callable[..., T], *args: Any) -> T:
     """Calls `function(*args)` in a limited process of its own, see `apart`. Raises ValueError also if it dies."""
+    what = "the process that renders the chat template"
     try:
         return apart(_limited_here, function, args)
     except Died as end:
-        raise ValueError(f"the process that renders the chat template {describe_exit(end.exitcode)}") from None
+        raise ValueError(f"{what} {describe_exit(end.exitcode)}") from None
+    except (OSError, MemoryError) as error:
+        raise ValueError(machine.lack(error, what) or f"{what}: {machine.cause(error)}; {_REMEDY}") from None
 
 
 class Died(Exception):
@@ -90,8 +110,8 @@ class Died(Exception):
 def apart(function: Callable[..., T], *args: Any) -> T:
     """Calls `function(*args)` in a process of its own, forked from this one, and waits for its end.
 
-    The result, or the ValueError or OSError that it raises, comes back pickled. Raises Died if the process dies, also
-    for want of an answer after WAIT_SECONDS.
+    The result, or the ValueError, OSError or MemoryError that it raises, comes back pickled. Raises Died if the process
+    dies, also for want of an answer after WAIT_SECONDS.
     """
     reading, writing = os.pipe()
     child = os.fork()  # multiprocessing has no children for daemons, such as loader workers
@@ -99,7 +119,9 @@ def apart(function: Callable[..., T], *args: Any) -> T:
         _send_result(writing, function, args)
     os.close(writing)
     with open(reading, "rb") as pipe:
-        if not select.select([pipe], [], [], WAIT_SECONDS)[0]:
+        answer = select.poll()  # select() takes no descriptor above 1,023
+        answer.register(pipe, select.POLLIN)
+        if not answer.poll(1000 * WAIT_SECONDS):
             os.kill(child, signal.SIGKILL)
         sent = pipe.read()
     exitcode = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -116,8 +138,27 @@ def describe_exit(exitcode: int | None) -> str:
     if exitcode == -signal.SIGXCPU:
         return f"was ended: {_too_much(f'{SECONDS} s of CPU time')}"
     if exitcode is not None and exitcode < 0:
-        return f"{describe_end(exitcode)}; free memory, or {_REMEDY}"
+        return f"{describe_end(exitcode)}; {machine.memory_remedy()}, or {_REMEDY}"
     return f"{describe_end(exitcode)}; see its output above"
+
+
+def describe_fault(exitcode: int) -> str:
+    """The same for a process that had all that it may take: what it did not lack is no remedy."""
+    return describe_exit(exitcode) if exitcode == -signal.SIGXCPU else f"{describe_end(exitcode)}; {_REMEDY}"
+
+
+def lacked(exitcode: int) -> str:
+    """The remedy, if a limited process may have been ended for what the machine did not give it; "" if not."""
+    if exitcode == -signal.SIGXCPU and (seconds := resource.getrlimit(resource.RLIMIT_CPU)[0]) >= 0:
+        return f"raise the limit of CPU time, ulimit -t, which is {seconds:,} s"
+    if exitcode == -signal.SIGSEGV and 0 <= (size := resource.getrlimit(resource.RLIMIT_STACK)[0]) < STACK_BYTES:
+        return f"raise the limit of stacks, ulimit -s, which is {size // 1024:,} KiB"
+    return "" if has_room() else machine.memory_remedy()
+
+
+def has_room() -> bool:
+    """Whether this process could take what any record takes."""
+    return machine.has_memory(ROOM_BYTES)
 
 
 def describe_end(exitcode: int | None) -> str:
@@ -137,12 +178,12 @@ def _send_result(writing: int, function: Callable[..., Any], args: tuple[Any, ..
     gc.disable()  # objects of the other process stay as they are
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # its memory is the other's
     try:
-        result: tuple[Any, ValueError | OSError | None]
+        result: tuple[Any, ValueError | OSError | MemoryError | None]
         try:
             result = function(*args), None
         except ValueError as error:
             result = None, ValueError(str(error))
-        except OSError as error:
+        except (OSError, MemoryError) as error:
             result = None, error
         with open(writing, "wb") as pipe:
             pickle.dump(result, pipe)

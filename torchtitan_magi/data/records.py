@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from torchtitan_magi.wording import one_line, quoted_path
+from torchtitan_magi.machine import cause, lack
+from torchtitan_magi.wording import quoted_path
 
 Parse = Callable[[Any], dict[str, Any]]
 
@@ -153,12 +154,12 @@ def size_of_block(offsets: np.ndarray) -> int:
 
 @contextmanager
 def named_errors(path: str) -> Iterator[None]:
-    """Turns an OSError into a ValueError that names the file."""
+    """Turns an OSError, or a lack of memory, into a ValueError that names the file."""
     try:
         yield
-    except OSError as error:
-        reason = error.strerror or one_line(error)
-        raise ValueError(f"cannot read records file {quoted_path(path)}: {reason}; check the path") from None
+    except (OSError, MemoryError) as error:
+        what = f"cannot read records file {quoted_path(path)}"
+        raise ValueError(lack(error, what) or f"{what}: {cause(error)}; check the path") from None
 
 
 def regular_file(path: str) -> tuple[int, int]:

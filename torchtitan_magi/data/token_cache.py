@@ -22,6 +22,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from torchtitan_magi import machine
+from torchtitan_magi.data import guard
 from torchtitan_magi.data.array_file import Damaged
 from torchtitan_magi.data.corpus import Corpus
 from torchtitan_magi.data.stream import Cancelled, MakePlan
@@ -29,13 +31,13 @@ from torchtitan_magi.data.token_block import VERSION, TokenBlock
 from torchtitan_magi.data.token_writer import Job, unusable
 from torchtitan_magi.data.window_plan import WindowPlan
 from torchtitan_magi.files import Waiting, open_lock, sign_lock, take_lock
-from torchtitan_magi.wording import one_line, quoted_path
+from torchtitan_magi.wording import quoted_path
 
 logger = logging.getLogger(__name__)
 
 _POLL = 0.02  # seconds between looks for a file
 _MAX_WRITERS = 4  # that end without the file that is waited for
-_MAX_OPEN = 128  # files of tokens that nobody uses at the moment; each takes a descriptor
+_MAX_OPEN = 128  # files of tokens that nobody uses at the moment
 _UNFINISHED_SECONDS = 3600.0  # age of a temporary file whose writer is dead
 _UNUSED_SECONDS = 30 * 86400.0  # since a plan was last read, until it is removed
 
@@ -114,6 +116,7 @@ class TokenCache:
         self._order: list[int] = []
         self._there: set[int] = set()  # blocks whose tokens have been seen
         self._cleaned = self._told = False
+        self._exitcode = 0  # of the last writer that ended
         self._writers: dict[str, _Writer] = {}
         self._makers: dict[str, str] = {}  # who writes, here or in another process
         self._in_use: weakref.WeakValueDictionary[int, TokenBlock] = weakref.WeakValueDictionary()
@@ -215,7 +218,7 @@ class TokenCache:
     def _tell(self, error: OSError) -> None:
         if not self._told:
             self._told = True
-            reason = error.strerror or one_line(error)
+            reason = machine.cause(error)
             logger.warning("plans cannot be kept in %s (%s): every process packs for itself", self.folder, reason)
 
     def _plan_path(self, name: str) -> str:
@@ -249,12 +252,17 @@ class TokenCache:
             self.corpus.check_unchanged(block)
             num_writers += self._write([block, *order], name)
             if num_writers > _MAX_WRITERS:
-                raise ValueError(
-                    f"tokens disappear from {quoted_path(self.folder)}; let no other program remove files there"
-                )
+                raise ValueError(self._endless())
             waiting.note(self._makers.get(name, "another process"))
             cancelled.wait(_POLL)
         raise Cancelled
+
+    def _endless(self) -> str:
+        """What goes wrong where one writer after the other ends without the tokens."""
+        if self._exitcode < 0:
+            end = guard.describe_end(self._exitcode)
+            return f"the process that tokenizes {self.corpus.paths} {end} again and again; {machine.memory_remedy()}"
+        return f"tokens disappear from {quoted_path(self.folder)}; let no other program remove files there"
 
     def _remove(self, path: str) -> None:
         logger.warning("%s is damaged and is made again", path)
@@ -269,6 +277,7 @@ class TokenCache:
         if writer is not None:
             if writer.is_running():
                 return False
+            self._exitcode = writer.process.returncode
             self._writers.pop(name, None)  # another thread may be here too
         name_of_lock = hashlib.sha256(f"{self._depends_on} {name}".encode()).hexdigest()[:40]
         try:
@@ -291,12 +300,20 @@ class TokenCache:
 
     def _clean(self) -> None:
         """Removes what dead writers have left, and plans that nobody has read for long."""
-        for kind, seconds in (("unfinished", _UNFINISHED_SECONDS), ("plan", _UNUSED_SECONDS)):
+        leftovers = dict.fromkeys(("unfinished", "tmp"), _UNFINISHED_SECONDS)  # tmp: of earlier versions
+        for kind, seconds in (leftovers | {"plan": _UNUSED_SECONDS}).items():
             for path in self.folder.glob(f"*.{kind}"):
                 with suppress(OSError):
                     found = path.stat()
                     if time.time() - max(found.st_atime, found.st_mtime) > seconds:
                         path.unlink()
+
+
+def _remedy_of_start() -> str:
+    """Where a process does not come so far as to say what it lacks."""
+    if guard.has_room():
+        return "see its output above"
+    return f"{machine.memory_remedy()}, or see its output above"
 
 
 class _Writer:
@@ -327,7 +344,7 @@ class _Writer:
         if code is not None and code > 0:
             assert self.process.stdout is not None
             message = self.process.stdout.read().decode().strip()
-            raise ValueError(message or f"the process that tokenizes ended with {code}; see its output above")
+            raise ValueError(message or f"the process that tokenizes ended with {code}; {_remedy_of_start()}")
         if code is not None and code < 0:
             logger.warning("the process that tokenizes was ended by signal %d; another takes over", -code)
         return code is None

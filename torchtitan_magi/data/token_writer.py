@@ -1,7 +1,8 @@
 """The process that tokenizes blocks of records, with a worker on every core. Started by `token_cache`.
 
 It ends with the process that started it, and its workers end with it. Chat templates are other people's programs: they
-run in the workers, under the limits of `guard`. A record that ends its worker is malformed, like one that is refused.
+run in the workers, under the limits of `guard`. A record that ends its worker is malformed, like one that is refused:
+what is said of it is kept for ever, so the machine must have given the worker all that any record takes.
 
 No torch here: a worker is to start fast and stay small.
 """
@@ -20,10 +21,11 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+from torchtitan_magi import machine
 from torchtitan_magi.data import guard
 from torchtitan_magi.data.corpus import Corpus
 from torchtitan_magi.data.token_block import TokenBlock
-from torchtitan_magi.wording import one_line, quoted_path
+from torchtitan_magi.wording import quoted_path
 
 Item = tuple[int, str]  # number of a block in the corpus, path of its tokens
 
@@ -82,7 +84,11 @@ def main() -> None:
     job: Job = pickle.load(sys.stdin.buffer)
     os.nice(10)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    failure = write_blocks(job)
+    try:
+        failure = write_blocks(job)
+    except (OSError, MemoryError) as error:  # of a process or pipe that cannot be made
+        what = f"{job.corpus.paths} cannot be tokenized"
+        failure = Failed(machine.lack(error, what) or f"{what}: {machine.cause(error)}")
     if failure:
         with suppress(BrokenPipeError):  # the reader may have found the same and ended
             os.write(sys.stdout.fileno(), failure.message.encode())
@@ -160,17 +166,19 @@ class _Worker:
         self.process.join()
         exitcode, task, at = self.process.exitcode, self.task, self.at
         self.task = None
-        reason = guard.describe_exit(exitcode)
+        corpus = self.job.corpus
         if exitcode is None or -exitcode not in _OF_THE_RECORD:
-            return Failed(f"a process that tokenizes {self.job.corpus.paths} {reason}")
+            return Failed(f"a process that tokenizes {corpus.paths} {guard.describe_exit(exitcode)}")
+        end, remedy = guard.describe_end(exitcode), guard.lacked(exitcode)
+        if remedy:  # with more of it the record may be tokenized
+            return Failed(f"a process that tokenizes {corpus.paths} {end}; {remedy}")
         self._start()
         if task.refused is None:
             return Task(task.item, {})  # one record at a time, to find the one
         if at is None:  # before the first record
-            path = quoted_path(self.job.corpus.path(task.item[0]))
-            end = guard.describe_end(exitcode)
+            path = quoted_path(corpus.path(task.item[0]))
             return Failed(f"cannot read records file {path}: the process that reads it {end}; write the file again")
-        return Task(task.item, task.refused | {at: f"the process that tokenizes it {reason}"})
+        return Task(task.item, task.refused | {at: f"the process that tokenizes it {guard.describe_fault(exitcode)}"})
 
 
 def _work(pipe: Connection, job: Job, parent: int) -> None:
@@ -185,6 +193,13 @@ def _work(pipe: Connection, job: Job, parent: int) -> None:
 
 
 def _write(task: Task, job: Job, pipe: Connection) -> Written | Failed:
+    try:
+        return _write_block(task, job, pipe)
+    except MemoryError as error:  # never of the record, see `guard.limited`
+        return Failed(machine.lack(error, f"a process that tokenizes {job.corpus.paths} lacks memory"))
+
+
+def _write_block(task: Task, job: Job, pipe: Connection) -> Written | Failed:
     number, path = task.item
     try:
         records = job.corpus.read(number)
@@ -215,10 +230,9 @@ def _one_by_one(records: list[Any], tokenize: Any, refused: dict[int, str], pipe
 
 def unusable(folder: str | os.PathLike[str], error: OSError) -> str:
     """One line: why tokens cannot be kept in a folder, and the remedy."""
-    return (
-        f"tokens cannot be kept in {quoted_path(folder)}: {error.strerror or one_line(error)}; make room there, or set"
-        " magi.token_cache to another folder"
-    )
+    what = f"tokens cannot be kept in {quoted_path(folder)}"
+    other = f"{what}: {machine.cause(error)}; make room there, or set magi.token_cache to another folder"
+    return machine.lack(error, what) or other
 
 
 class _Progress:

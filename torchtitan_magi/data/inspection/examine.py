@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from torchtitan_magi import machine
 from torchtitan_magi.data import guard
 from torchtitan_magi.data.chat import ChatTokenizer
 from torchtitan_magi.data.corpus import Corpus
@@ -225,4 +226,6 @@ def _result(future: "Future[T]") -> T:
         return future.result()
     except BrokenProcessPool:
         died = "a process that renders the chat template died"
-        raise ValueError(f"{died}; correct the template, or free memory") from None
+        raise ValueError(f"{died}; correct the template, or {machine.memory_remedy()}") from None
+    except MemoryError as error:
+        raise ValueError(machine.lack(error, "a process that renders the chat template lacks memory")) from None

@@ -1,0 +1,79 @@
+"""What the machine lacks: memory, descriptors, processes, room. No record and no file is to blame for it."""
+
+import errno
+import mmap
+import re
+import resource
+from contextlib import suppress
+
+from torchtitan_magi.wording import one_line
+
+_NUMBER = re.compile(r"\((?:os error|errno) (\d+)\)|\[errno (\d+)\]", re.IGNORECASE)  # in texts of other libraries
+
+
+def cause(error: BaseException) -> str:
+    """Why something failed, in one line without a number or path."""
+    return (error.strerror if isinstance(error, OSError) else None) or one_line(error) or type(error).__name__
+
+
+def lack(error: BaseException, what: str, disk: bool = False) -> str:
+    """`what: cause; remedy`, one line, where an error says what the machine lacks; "" for any other error.
+
+    disk: also for a disk without room, or that cannot be written; others have a remedy of their own for it.
+    """
+    remedy = (_remedies() | (_DISK if disk else {})).get(_number(error))
+    if isinstance(error, MemoryError):
+        remedy = memory_remedy()
+    return f"{what}: {cause(error)}; {remedy}" if remedy else ""
+
+
+_DISK = {
+    errno.ENOSPC: "make room there",
+    errno.EDQUOT: "make room in your quota there",
+    errno.EROFS: "name a place that can be written",
+}
+
+
+def _remedies() -> dict[int | None, str]:
+    open_files, processes = (f"{resource.getrlimit(kind)[0]:,}" for kind in (resource.RLIMIT_NOFILE, _PROCESSES))
+    return {
+        errno.EMFILE: f"raise the limit of open files, ulimit -n, which is {open_files}",
+        errno.ENFILE: "end other programs, or raise the machine's limit of open files, fs.file-max",
+        errno.EAGAIN: f"raise the limit of processes, ulimit -u, which is {processes}",
+        errno.ENOMEM: memory_remedy(),
+    }
+
+
+_PROCESSES = resource.RLIMIT_NPROC
+
+
+def _number(error: BaseException) -> int | None:
+    if isinstance(error, OSError) and error.errno:
+        return error.errno
+    found = _NUMBER.search(str(error))
+    return int(found[1] or found[2]) if found else None
+
+
+def memory_remedy() -> str:
+    """What to do where memory does not suffice."""
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if limit == resource.RLIM_INFINITY:
+        return "free memory"
+    return f"raise the limit of memory, ulimit -v, which is {limit / 2**20:,.0f} MiB"
+
+
+def has_memory(num_bytes: int) -> bool:
+    """Whether this process could have so much more address space."""
+    try:
+        mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
+    except (OSError, MemoryError):
+        return False
+    return True
+
+
+def raise_open_files() -> None:
+    """Lets this process, and those that it starts, open as many files as it may."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with suppress(OSError, ValueError):  # a hard limit that the kernel does not take
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
