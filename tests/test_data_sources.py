@@ -380,6 +380,22 @@ def test_broken_json_behind_a_name_on_the_hub_is_one_line_with_the_cause(tmp_pat
         Corpus(f"hf://{tmp_path}/hub")
 
 
+def test_the_footer_of_a_file_is_read_once_however_many_blocks_it_has(tmp_path):
+    """It is as long as the file has row groups, each of which is a block at least."""
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"text": [f"text {number}" for number in range(50)]}), path, row_group_size=1)
+    corpus = Corpus(path)
+    with (
+        mock.patch("pyarrow.parquet.read_metadata", wraps=pq.read_metadata) as read,
+        mock.patch("pyarrow.parquet.ParquetFile", wraps=pq.ParquetFile) as opened,
+    ):
+        texts = [record["text"] for block in range(50) for record in corpus.read(block)]
+    assert texts == [f"text {number}" for number in range(50)]
+    assert read.call_count == 1
+    assert all(call.kwargs["metadata"] is not None for call in opened.call_args_list)
+    assert len(pickle.dumps(corpus)) < 10_000  # without it
+
+
 def test_broken_parquet_behind_a_name_on_the_hub_is_one_line_with_the_cause(tmp_path):
     save_hub(tmp_path / "hub", RECORDS)
     os.truncate(tmp_path / "hub/data/train-00000-of-00002.parquet", 200)

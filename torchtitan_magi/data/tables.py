@@ -4,6 +4,7 @@ A row becomes the object that it would be on a line of JSONL. Arrow gives an obj
 for those that it lacks, so keys without a value are left out.
 """
 
+import functools
 import os
 import zlib
 from abc import abstractmethod
@@ -122,8 +123,18 @@ class ParquetFile(TableFile):
 
     @contextmanager
     def _opened(self) -> Iterator[pq.ParquetFile]:
-        with named_errors(self.path), _arrow_errors(), pq.ParquetFile(self.path, buffer_size=2**20) as file:
+        options = {"metadata": self._metadata, "buffer_size": 2**20}
+        with named_errors(self.path), _arrow_errors(), pq.ParquetFile(self.path, **options) as file:
             yield file
+
+    @functools.cached_property
+    def _metadata(self) -> pq.FileMetaData:
+        """Read once by each process that reads records: it is as long as the file has row groups."""
+        with named_errors(self.path), _arrow_errors():
+            return pq.read_metadata(self.path)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_metadata"}
 
 
 class _Footer(NamedTuple):
@@ -197,6 +208,8 @@ def _arrow_errors() -> Iterator[None]:
     """Turns pyarrow's errors for a damaged file into OSErrors."""
     try:
         yield
+    except MemoryError:  # one of pyarrow's, too
+        raise
     except (pa.ArrowException, UnicodeDecodeError, OverflowError) as error:
         raise OSError(one_line(error)) from None
 
