@@ -10,8 +10,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from full_disk import full_disk
 
 from torchtitan_magi import files
+from torchtitan_magi.data import Corpus
 from torchtitan_magi.data.kept_files import digest_of_file, kept
 
 
@@ -100,6 +102,61 @@ def test_a_damaged_digest_is_made_again(source, tmp_path, damage, caplog):
     file.write_text(damage(file.read_text()))
     assert digest_of_file(tmp_path, str(source)) == expected
     assert f"{file} is damaged and is made again" in caplog.text
+
+
+def make_and_die(path):
+    path.write_text("half of it")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_what_a_killed_process_has_left_goes_and_what_another_makes_stays(source, tmp_path, monkeypatch):
+    process = multiprocessing.get_context("fork").Process(
+        target=kept, args=(tmp_path / "cache", str(source), "kind", make_and_die, Path.read_text)
+    )
+    process.start()
+    process.join()
+    (left,) = (tmp_path / "cache").glob("*.making")
+    assert left.read_text() == "half of it"
+    with files.making(tmp_path / "cache" / "other") as unfinished:
+        kept(tmp_path / "cache", str(source), "kind", lambda path: path.write_text("all"), Path.read_text)
+        assert list((tmp_path / "cache").glob("*.making")) == [unfinished]
+        unfinished.write_text("of another")
+    assert (tmp_path / "cache" / "other").read_text() == "of another"
+
+
+def test_a_file_of_another_machine_is_left_alone_until_it_is_old(tmp_path):
+    """Locks may hold within a machine only."""
+    path = tmp_path / f"file.another-0123{files.MAKING}"
+    path.write_text("")
+    files.remove_abandoned(tmp_path)
+    assert path.exists()
+    os.utime(path, (0, 0))
+    files.remove_abandoned(tmp_path)
+    assert not path.exists()
+
+
+def test_a_link_in_the_way_is_not_followed(source, tmp_path):
+    cache, precious = tmp_path / "cache", tmp_path / "precious"
+    precious.write_text("precious")
+
+    def make(path):
+        assert not path.is_symlink()
+        path.write_text("made")
+
+    kept(cache, str(source), "kind", make, Path.read_text)
+    (file,) = cache.glob("*.kind")
+    file.unlink()
+    (cache / f"{file.name}.{os.getpid()}.tmp").symlink_to(precious)
+    assert kept(cache, str(source), "kind", make, Path.read_text) == "made"
+    assert precious.read_text() == "precious"
+
+
+def test_an_index_on_a_full_disk_is_one_line_and_leaves_nothing(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n' * 100)
+    with full_disk(), pytest.raises(ValueError, match=r"^cannot write the data cache .*: File too large; make room"):
+        Corpus(tmp_path / "a.jsonl", cache=tmp_path / "cache")
+    assert not [*(tmp_path / "cache").iterdir()]
+    assert len(Corpus(tmp_path / "a.jsonl", cache=tmp_path / "cache")) == 100
 
 
 def fail(path):

@@ -2,17 +2,22 @@
 
 import contextlib
 import fcntl
+import functools
+import hashlib
 import logging
 import os
 import secrets
 import socket
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from torchtitan_magi.wording import one_line
 
 logger = logging.getLogger(__name__)
 
+MAKING = ".making"  # end of the names of files that are not complete
+ABANDONED = 3600.0  # seconds since a file that another machine made was last written to
 PATIENCE = 60.0  # seconds of waiting for another process until the log says so
 
 
@@ -42,6 +47,62 @@ def write_whole(path: Path | str, content: bytes, mode: int = 0o666, folder: int
         raise
     with contextlib.suppress(OSError):  # some file systems cannot sync a folder
         _sync_folder(os.path.dirname(path) or ".", folder)
+
+
+@contextlib.contextmanager
+def making(path: Path) -> Iterator[Path]:
+    """The name of a new file beside a file, whose place it takes at the end, or nothing is left of it.
+
+    It is locked: ``remove_abandoned`` tells by that whether somebody still makes it. Several processes may make one.
+
+    Raises:
+        OSError: it cannot be made or moved.
+    """
+    unfinished, file = _locked_file(path)
+    try:
+        yield unfinished
+        os.fsync(file)
+        os.replace(unfinished, path)
+    finally:
+        os.close(file)
+        unfinished.unlink(missing_ok=True)
+
+
+def _locked_file(path: Path) -> tuple[Path, int]:
+    """Name and descriptor of a new file, which is still there when it is locked."""
+    while True:
+        name = path.with_name(f"{path.name}.{_kernel()}-{secrets.token_hex(8)}{MAKING}")
+        file = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        with contextlib.suppress(OSError):  # the file system has no locks, or another process looks at this one
+            fcntl.flock(file, fcntl.LOCK_EX)
+        if name.exists():
+            return name, file
+        os.close(file)
+
+
+def remove_abandoned(folder: Path) -> None:
+    """Removes the files of ``making`` whose process has died. Where there are no locks, they stay.
+
+    Some file systems have locks within a machine only: what another has made has to be old as well.
+    """
+    for path in folder.glob(f"*{MAKING}"):
+        with contextlib.suppress(OSError):
+            file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if f".{_kernel()}-" in path.name or time.time() - os.fstat(file).st_mtime > ABANDONED:
+                    path.unlink()
+            finally:
+                os.close(file)
+
+
+@functools.cache
+def _kernel() -> str:
+    """Names the running kernel, which all processes under it have the same locks of."""
+    try:
+        return hashlib.sha256(Path("/proc/sys/kernel/random/boot_id").read_bytes()).hexdigest()[:8]
+    except OSError:
+        return "unknown"
 
 
 def _sync_folder(path: str, folder: int | None) -> None:

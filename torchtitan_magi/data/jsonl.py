@@ -17,6 +17,7 @@ import pyarrow as pa
 
 from torchtitan_magi.data.formats import parse_document
 from torchtitan_magi.data.kept_files import kept
+from torchtitan_magi.data.mapping import mapped
 from torchtitan_magi.data.records import (
     MAX_RECORD_BYTES,
     Parse,
@@ -157,15 +158,15 @@ class _Index:
         words = np.concatenate([self.offsets, self.block_firsts, self.digests.ravel(), np.array(sizes, np.int64)])
         with open(path, "ab") as file:
             file.write(bytes(-file.tell() % 8))
-            np.append(words, np.int64(zlib.crc32(words.data))).tofile(file)
+            file.write(np.append(words, np.int64(zlib.crc32(words.data))).data)  # tofile says nothing of a full disk
 
     @classmethod
     def load(cls, path: Path) -> "_Index | None":
         """The index at the end of a file, mapped into memory; None if it is damaged, or the file has another size."""
-        size = path.stat().st_size
-        if size < 32 or size % 8:
+        content = mapped(path)
+        if len(content) < 32 or len(content) % 8:
             return None
-        words = np.asarray(np.memmap(path, dtype=np.int64, mode="r"))
+        words = content.view(np.int64)
         num_offsets, num_firsts, crc32, checksum = words[-4:].tolist()
         first = len(words) - 4 - num_offsets - num_firsts - _DIGEST_WORDS * (num_firsts - 1)
         if min(first, num_offsets - 1, num_firsts - 1) < 0 or zlib.crc32(words[first:-1].data) != checksum:

@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-from torchtitan_magi.files import Waiting, open_lock, take_lock
-from torchtitan_magi.wording import one_line, quoted_path
+from torchtitan_magi.files import Waiting, making, open_lock, remove_abandoned, take_lock
+from torchtitan_magi.machine import cause, lack
+from torchtitan_magi.wording import quoted_path
 
 T = TypeVar("T")
 
@@ -19,6 +20,8 @@ logger = logging.getLogger(__name__)
 
 _VERSION = 2  # of what is kept
 _POLL = 0.02  # seconds between looks for a lock
+
+_cleaned: set[Path] = set()  # folders, by this process
 
 
 def kept(cache: Path, source: str, kind: str, make: Callable[[Path], Any], load: Callable[[Path], T | None]) -> T:
@@ -42,9 +45,7 @@ def kept(cache: Path, source: str, kind: str, make: Callable[[Path], Any], load:
             if content is None:
                 if path.exists():
                     logger.warning("%s is damaged and is made again", path)
-                _make(path, make)
-                content = load(path)
-    assert content is not None
+                content = _make(path, make, load)
     return content
 
 
@@ -73,16 +74,20 @@ def _loaded(path: Path, load: Callable[[Path], T | None]) -> T | None:
     return None
 
 
-def _make(path: Path, make: Callable[[Path], Any]) -> None:
-    """The file appears whole or not at all."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        make(temporary)
-        with open(temporary, "rb") as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+def _make(path: Path, make: Callable[[Path], Any], load: Callable[[Path], T | None]) -> T:
+    """The file appears whole or not at all. Removes first what stopped processes have left of others, which may fill
+    the disk."""
+    if path.parent not in _cleaned:
+        _cleaned.add(path.parent)
+        remove_abandoned(path.parent)
+    with making(path) as unfinished:
+        make(unfinished)
+        if load(unfinished) is None:
+            raise OSError("what is read there is not what was written")
+    content = load(path)
+    if content is None:
+        raise OSError("what is written there does not stay")
+    return content
 
 
 @contextlib.contextmanager
@@ -91,10 +96,10 @@ def _writing(cache: Path) -> Iterator[None]:
         cache.mkdir(parents=True, exist_ok=True)
         yield
     except OSError as error:
-        reason = error.strerror or one_line(error)
         raise ValueError(
-            f"cannot write the data cache {quoted_path(cache)}: {reason}; make room there, or name another folder in "
-            "[magi] token_cache, or in TORCHTITAN_MAGI_CACHE for commands without that option"
+            lack(error, f"cannot write the data cache {quoted_path(cache)}")
+            or f"cannot write the data cache {quoted_path(cache)}: {cause(error)}; make room there, or name another "
+            "folder in [magi] token_cache, or in TORCHTITAN_MAGI_CACHE for commands without that option"
         ) from None
 
 
