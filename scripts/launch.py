@@ -71,8 +71,10 @@ def check_hooks(config: dict[str, Any], arguments: list[str]) -> None:
 
 def read(path: Path) -> dict[str, Any]:
     """The TOML file. Raises OSError, or ValueError where it is none."""
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise ValueError("it is no regular file but a pipe, socket or device; give a TOML file")
     try:
-        return tomllib.loads(path.read_text())
+        return tomllib.loads(path.read_bytes().decode("utf-8-sig"))  # a byte order mark is let in
     except RecursionError:
         raise ValueError("values are nested too deeply; is this a TOML file?") from None
 
@@ -114,6 +116,7 @@ def reason(failure: Any) -> str:
 def in_one_line(text: Any) -> str:
     """The first line of it, of which little is needed of a value that it quotes."""
     line = next(iter(str(text).strip().splitlines()), "no reason given")
+    line = "".join(character if character.isprintable() else "?" for character in line)
     return line if len(line) <= 1500 else f"{line[:1000]}...{line[-400:]}"
 
 
@@ -181,7 +184,7 @@ def start() -> None:
         num_gpus = count_gpus()
         processes = num_processes(config, arguments, num_gpus)
     except (OSError, ValueError) as error:
-        sys.exit(f"{path}: {in_one_line(error)}")
+        sys.exit(f"{in_one_line(path)}: {in_one_line(error)}")
     if num_gpus < processes:
         where = "on CPU with gloo"
         if overridden(config, arguments, *PRECISION) is None:

@@ -20,17 +20,18 @@ CORE = {"attention", "bound_plan", "dispatch"}
 # wing, or file beside the wings -> what it may import of the package besides itself, `wording` and `machine`;
 # dependencies run one way
 MAY_IMPORT = {
-    **dict.fromkeys(["wording", "machine", "tiles", "files", "masks", "losses", "models"], ""),
+    **dict.fromkeys(["wording", "machine", "tiles", "files", "masks", "losses"], ""),
+    "models": "files",
     "data": "files",
     "cuda": "tiles files",
-    "planning": "tiles masks",
+    "planning": "tiles files masks",
     "exchange": "cuda planning",
     "backends": "tiles masks cuda planning exchange",
     "core": "tiles masks cuda planning exchange backends",
     "training": "tiles files masks data losses models cuda planning exchange backends core",
     "titan": "tiles masks data losses models cuda planning exchange backends core training",
     "calibrate": "tiles masks cuda planning exchange backends core",
-    "report": "tiles masks data models planning",
+    "report": "tiles files masks data models planning",
     "train": "titan",
     "verify": "training",
     "__init__": "masks planning core",
@@ -78,6 +79,44 @@ def test_only_titan_imports_torchtitan():
     for path in PACKAGE.rglob("*.py"):
         roots = {name.split(".")[0] for name in imports_of(path)}
         assert "torchtitan" not in roots or wing_of_file(path) == "titan", path
+
+
+PATHS = {"path", "paths", "folder", "cache", "saved", "dump_folder", "hf_assets_path", "initial_load_path"}
+SAYING = {"info", "warning", "error", "print", "Failed", "Waiting", "exit"}  # functions that show a text to the user
+SHOWING = {"shown", "quoted_path", "quoted"}
+
+
+def name_of(node):
+    """The last name of `name` or `some.thing.name`."""
+    return getattr(node, "attr", getattr(node, "id", ""))
+
+
+def raw_paths(node, is_said=False):
+    """What f-strings show to a user that is a path, or made of one by `/`, without a function of SHOWING."""
+    if isinstance(node, ast.Call):
+        if name_of(node.func) in SHOWING:
+            return
+        is_said |= name_of(node.func) in SAYING
+    is_said |= isinstance(node, ast.Raise)
+    if is_said and isinstance(node, ast.FormattedValue):
+        value = node.value
+        if name_of(value.left if isinstance(value, ast.BinOp) and isinstance(value.op, ast.Div) else value) in PATHS:
+            yield ast.unparse(value)
+    for child in ast.iter_child_nodes(node):
+        yield from raw_paths(child, is_said)
+
+
+def test_no_path_is_shown_as_it_is():
+    """A name may hold what steers a terminal: `wording.shown` and `quoted_path` are the one place that lets it not."""
+    found = {
+        str(path.relative_to(PACKAGE)): [*raw_paths(ast.parse(path.read_text()))] for path in PACKAGE.rglob("*.py")
+    }
+    assert {path: raw for path, raw in found.items() if raw} == {}
+
+
+def test_a_path_that_is_shown_as_it_is_is_found():
+    source = 'raise ValueError(f"{self.path} {shown(path)} {quoted_path(folder / name)} {folder / name} {number}")'
+    assert list(raw_paths(ast.parse(source))) == ["self.path", "folder / name"]
 
 
 @pytest.mark.parametrize("adapter", sorted(ADAPTERS))

@@ -17,7 +17,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
 
-from launch import check_hooks, launch, main, num_processes, overridden, reason  # noqa: E402
+from launch import check_hooks, in_one_line, launch, main, num_processes, overridden, read, reason  # noqa: E402
 
 HOOKED = {"magi": {}, "job": {"custom_config_module": "x"}, "experimental": {"custom_import": "x"}}
 
@@ -52,6 +52,18 @@ def test_a_degree_that_is_no_number_of_processes_is_named(name, value):
         num_processes({"parallelism": {name: value}}, [], 8)
     with pytest.raises(ValueError, match=f"{name} has no value"):
         num_processes({}, [f"--parallelism.{name}"], 8)
+
+
+def test_a_file_may_begin_with_a_byte_order_mark_and_is_no_pipe(tmp_path):
+    (tmp_path / "a.toml").write_text("\ufeff[magi]\n", encoding="utf-8")
+    assert read(tmp_path / "a.toml") == {"magi": {}}
+    os.mkfifo(tmp_path / "b.toml")
+    with pytest.raises(ValueError, match="it is no regular file but a pipe, socket or device; give a TOML file"):
+        read(tmp_path / "b.toml")
+
+
+def test_what_others_wrote_is_printable():
+    assert in_one_line("a\x1b[31m\udcff\nb") == "a?[31m?"
 
 
 def test_the_command_line_goes_before_the_file():

@@ -8,6 +8,7 @@ import logging
 import os
 import secrets
 import socket
+import stat
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,31 @@ logger = logging.getLogger(__name__)
 MAKING = ".making"  # end of the names of files that are not complete
 ABANDONED = 3600.0  # seconds since a file that another machine made was last written to
 PATIENCE = 60.0  # seconds of waiting for another process until the log says so
+
+
+def regular_file(path: str | os.PathLike[str]) -> tuple[int, int]:
+    """Size and time of modification of a file.
+
+    Raises:
+        OSError: it is none; a pipe, socket or device would be waited for, perhaps without end.
+    """
+    found = os.stat(path)
+    if stat.S_ISDIR(found.st_mode):
+        raise OSError("it is a directory")
+    if not stat.S_ISREG(found.st_mode):
+        raise OSError("it is no regular file but a pipe, socket or device")
+    return found.st_size, found.st_mtime_ns
+
+
+def read_text(path: str | os.PathLike[str], encoding: str = "utf-8") -> str:
+    """The text of a file, with newlines as Python has them.
+
+    Raises:
+        OSError: as ``regular_file``.
+        ValueError: it is no text.
+    """
+    regular_file(path)
+    return Path(path).read_text(encoding=encoding)
 
 
 def write_whole(path: Path | str, content: bytes, mode: int = 0o666, folder: int | None = None) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from torchtitan_magi.training.checkpoint_files import check_digests, check_sizes
+from torchtitan_magi.wording import shown
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -34,7 +35,7 @@ def _verify(folder: Path) -> int:
     except ValueError as error:
         print(error, file=sys.stderr)
         return 1
-    print(f"{folder} is whole: {num_bytes / 2**30:.2f} GiB")
+    print(f"{shown(folder)} is whole: {num_bytes / 2**30:.2f} GiB")
     return 0
 
 

@@ -19,6 +19,12 @@ def quoted_path(path: object) -> str:
     return quoted(os.fspath(path) if isinstance(path, os.PathLike) else path, 500)
 
 
+def shown(path: object) -> str:
+    """A path as it is, or as `quoted_path` where it holds what would not be seen or would steer a terminal."""
+    text = os.fspath(path) if isinstance(path, os.PathLike) else path
+    return text if isinstance(text, str) and text.isprintable() and len(text) <= 500 else quoted_path(path)
+
+
 def one_line(text: object, limit: int = 300) -> str:
     """Another's text, such as an error of a library, in one printable line of at most `limit` characters."""
     line = " ".join(filter(None, (part.strip() for part in str(text).splitlines())))

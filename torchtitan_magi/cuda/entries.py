@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from torchtitan_magi.files import holder_of, open_lock, sign_lock, write_whole
+from torchtitan_magi.wording import shown
 
 logger = logging.getLogger(__name__)
 
@@ -37,8 +38,8 @@ def open_folder(path: Path) -> Iterator[int]:
     try:
         if reason := others_can_write(os.fstat(folder)):
             raise ValueError(
-                f"kernels are not loaded from {path}, as it {reason}; run chmod 700 on it if it is yours alone, or set "
-                "TORCHTITAN_MAGI_CACHE to a folder of your own"
+                f"kernels are not loaded from {shown(path)}, as it {reason}; run chmod 700 on it if it is yours "
+                "alone, or set TORCHTITAN_MAGI_CACHE to a folder of your own"
             )
         yield folder
     finally:
@@ -83,8 +84,8 @@ def write_entry(folder: int, name: str, code: bytes) -> None:
         if error.errno not in FULL:
             raise
         logger.warning(
-            f"{name} is not kept in {os.readlink(f'/proc/self/fd/{folder}')} ({error.strerror}) and is compiled again "
-            "by every process; make room there, or set TORCHTITAN_MAGI_CACHE to another folder"
+            f"{name} is not kept in {shown(os.readlink(f'/proc/self/fd/{folder}'))} ({error.strerror}) and is "
+            "compiled again by every process; make room there, or set TORCHTITAN_MAGI_CACHE to another folder"
         )
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_magi.cuda.entries import locked, open_folder, read_entry, write_entry
+from torchtitan_magi.wording import one_line, shown
 
 ARCH = "sm_90a"
 STD = "c++17"
@@ -105,7 +106,8 @@ def cubin(name: str, macros: Macros) -> bytes:
                         write_entry(folder, f"{entry}.cubin", code)
     except OSError as error:
         raise ValueError(
-            f"kernels cannot be kept in {path} ({error}); set TORCHTITAN_MAGI_CACHE to a folder that can be written to"
+            f"kernels cannot be kept in {shown(path)} ({one_line(error)}); set TORCHTITAN_MAGI_CACHE to a folder "
+            "that can be written to"
         ) from error
     return code
 

@@ -18,12 +18,15 @@ from typing import NoReturn
 from torchtitan_magi.data.inspection.page import html_page
 from torchtitan_magi.data.inspection.summary import inspect_data
 from torchtitan_magi.data.inspection.terminal import Painter, report
+from torchtitan_magi.machine import cause, lack, raise_open_files
+from torchtitan_magi.wording import one_line, shown
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Prints a report, and writes the page if one is asked for."""
     parser = _parser()
     options = parser.parse_args(arguments)
+    raise_open_files()
     try:
         _check(options)
         inspection = inspect_data(
@@ -32,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if options.html:
             _write(options.html, html_page(inspection))
     except ValueError as error:
-        parser.error(" ".join(str(error).split()))
+        parser.error(one_line(error, 2000))
     except KeyboardInterrupt:
         parser.exit(130)
     _print(report(inspection, Painter(_has_color(), options.boundaries)))
@@ -44,7 +47,7 @@ def _check(options: argparse.Namespace) -> None:
         if value is not None and value < least:
             raise ValueError(f"--{name.replace('_', '-')} is {value}; give at least {least}")
     if options.html and not _is_writable(options.html):  # before the work
-        raise ValueError(f"cannot write {options.html}; give a file in a folder that exists")
+        raise ValueError(f"cannot write {shown(options.html)}; give a file in a folder that exists")
 
 
 def _is_writable(path: Path) -> bool:
@@ -54,9 +57,11 @@ def _is_writable(path: Path) -> bool:
 
 def _write(path: Path, text: str) -> None:
     try:
-        path.write_text(text, encoding="utf-8")
+        path.write_text(text, encoding="utf-8", errors="backslashreplace")
     except OSError as error:
-        raise ValueError(f"cannot write {path} ({error.strerror}); give a file in a folder that exists") from None
+        what = f"cannot write {shown(path)}"
+        other = f"{what} ({cause(error)}); give a file in a folder that exists"
+        raise ValueError(lack(error, what, disk=True) or other) from None
 
 
 def _has_color() -> bool:

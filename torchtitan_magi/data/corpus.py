@@ -16,7 +16,7 @@ import numpy as np
 from torchtitan_magi.data.formats import parse_document
 from torchtitan_magi.data.records import Parse, RecordFile
 from torchtitan_magi.data.sources import parse_sources
-from torchtitan_magi.wording import quoted, quoted_path
+from torchtitan_magi.wording import quoted, quoted_path, shown
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,11 @@ class Source:
     files: list[RecordFile]
     first: int
     first_block: int
+
+    @property
+    def name(self) -> str:
+        """The path, for messages."""
+        return shown(self.path)
 
     def __len__(self) -> int:
         return sum(map(len, self.files))
@@ -94,6 +99,11 @@ class Corpus:
         self._first_blocks = [0, *itertools.accumulate(file.num_blocks for file in self.files)]
         firsts = [file.block_firsts[:-1] + first for file, first in zip(self.files, self._firsts[:-1], strict=True)]
         self.block_firsts = np.concatenate([*firsts, self._firsts[-1:]])
+
+    @property
+    def name(self) -> str:
+        """The sources, for messages."""
+        return shown(self.paths)
 
     def __len__(self) -> int:
         return sum(map(len, self.sources))

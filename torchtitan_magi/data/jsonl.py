@@ -25,7 +25,7 @@ from torchtitan_magi.data.records import (
     named_errors,
     size_of_block,
 )
-from torchtitan_magi.wording import quoted, quoted_path
+from torchtitan_magi.wording import quoted, quoted_path, shown
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ class JsonlFile(RecordFile):
             return list(self.records(first, last))
         raw = self._checked(block)
         if raw is None and _is_compressed(self.path):
-            logger.warning("%s is damaged and is made again", self._content)
+            logger.warning("%s is damaged and is made again", shown(self._content))
             self._forget_index()
             self._index = _index_of(self._cache, self.path)
             raw = self._checked(block)
@@ -90,7 +90,7 @@ class JsonlFile(RecordFile):
             while chunk := file.read(min(left, _CHUNK_BYTES)):
                 number += chunk.count(b"\n")
                 left -= len(chunk)
-        return f"{self.path}:{number}"
+        return f"{shown(self.path)}:{number}"
 
     @property
     def _content(self) -> Path | str:

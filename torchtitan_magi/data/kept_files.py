@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-from torchtitan_magi.files import Waiting, making, open_lock, remove_abandoned, take_lock
+from torchtitan_magi.files import Waiting, making, open_lock, regular_file, remove_abandoned, take_lock
 from torchtitan_magi.machine import cause, lack
-from torchtitan_magi.wording import quoted_path
+from torchtitan_magi.wording import quoted_path, shown
 
 T = TypeVar("T")
 
@@ -44,7 +44,7 @@ def kept(cache: Path, source: str, kind: str, make: Callable[[Path], Any], load:
             content = _loaded(path, load)
             if content is None:
                 if path.exists():
-                    logger.warning("%s is damaged and is made again", path)
+                    logger.warning("%s is damaged and is made again", shown(path))
                 content = _make(path, make, load)
     return content
 
@@ -63,6 +63,7 @@ def _sealed(digest: str) -> str:
 
 
 def _unsealed(path: Path) -> str | None:
+    regular_file(path)
     text = path.read_text(errors="replace")
     digest = text.partition(" ")[0]
     return digest if text == _sealed(digest) else None
@@ -106,7 +107,7 @@ def _writing(cache: Path) -> Iterator[None]:
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
     """Holds a lock that ends with its process. Without locks on the file system, each process makes its own file."""
-    lock, waiting = open_lock(path), Waiting(f"{path.with_suffix('')}")
+    lock, waiting = open_lock(path), Waiting(shown(path.with_suffix("")))
     try:
         while True:
             try:

@@ -7,6 +7,8 @@ import weakref
 
 import numpy as np
 
+from torchtitan_magi.files import regular_file
+
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
@@ -24,6 +26,7 @@ class _Mapping:
 
 def mapped(path: str | os.PathLike[str]) -> np.ndarray:
     """The bytes of a file: uint8 [size], read-only. Raises FileNotFoundError, OSError."""
+    regular_file(path)
     with open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
         if not size:  # nothing to map

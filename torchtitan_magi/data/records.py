@@ -2,7 +2,6 @@
 
 import hashlib
 import os
-import stat
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -10,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from torchtitan_magi.files import regular_file
 from torchtitan_magi.machine import cause, lack
 from torchtitan_magi.wording import quoted_path
 
@@ -157,19 +157,12 @@ def named_errors(path: str) -> Iterator[None]:
     """Turns an OSError, or a lack of memory, into a ValueError that names the file."""
     try:
         yield
-    except (OSError, MemoryError) as error:
+    except MemoryError as error:
+        needed = lack(error, f"cannot read records file {quoted_path(path)}")
+        raise ValueError(f"{needed}, or write the file again if it is damaged") from None
+    except OSError as error:
         what = f"cannot read records file {quoted_path(path)}"
         raise ValueError(lack(error, what) or f"{what}: {cause(error)}; check the path") from None
-
-
-def regular_file(path: str) -> tuple[int, int]:
-    """Size and time of modification of a file. Raises OSError if it is none."""
-    found = os.stat(path)
-    if stat.S_ISDIR(found.st_mode):
-        raise OSError("it is a directory")
-    if not stat.S_ISREG(found.st_mode):
-        raise OSError("it is no regular file but a pipe, socket or device")
-    return found.st_size, found.st_mtime_ns
 
 
 def sha256(content: bytes) -> str:

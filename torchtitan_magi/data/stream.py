@@ -257,15 +257,15 @@ class PackStream:
                 cursor, so_far = before.end, before.so_far
                 yield before
             if cursor.counts.packs == 0:
-                paths = quoted_path(self.records.paths)
+                sources = quoted_path(self.records.paths)
                 if so_far.malformed:
                     record, what = so_far.malformed
                     raise ValueError(
-                        f"no record of {paths} has a token to train on ({cursor.counts}); the first malformed one read"
-                        f" is {self.records.where(record)}: {what}"
+                        f"no record of {sources} has a token to train on ({cursor.counts}); the first malformed one "
+                        f"read is {self.records.where(record)}: {what}"
                     )
                 raise ValueError(
-                    f"no record of {paths} has a token to train on ({cursor.counts}); add records with an assistant's"
+                    f"no record of {sources} has a token to train on ({cursor.counts}); add records with an assistant's"
                     " answer, or raise the sequence length"
                 )
             cursor = Cursor(cursor.epoch + 1, counts=cursor.counts)
@@ -328,9 +328,9 @@ class PackStream:
         if window.last:
             notes = [f"; {note}: {number:,}" for note, number in window.so_far.notes.most_common(_MAX_NOTES_COUNTED)]
             counted = f"; of {window.so_far.num_records:,} records read" + "".join(notes) if notes else ""
-            logger.info("%s: end of epoch %d: %s%s", self.records.paths, window.begin.epoch + 1, after, counted)
+            logger.info("%s: end of epoch %d: %s%s", self.records.name, window.begin.epoch + 1, after, counted)
         elif window.begin.epoch == 0 and before.packs.bit_length() < after.packs.bit_length():
-            logger.info("%s: %s", self.records.paths, after)
+            logger.info("%s: %s", self.records.name, after)
 
 
 class Cancelled(Exception):

@@ -23,7 +23,7 @@ from torchtitan_magi.data.formats import parse_document
 from torchtitan_magi.data.jsonl import json_value
 from torchtitan_magi.data.kept_files import digest_of_file
 from torchtitan_magi.data.records import BLOCK_BYTES, MAX_RECORD_BYTES, Parse, RecordFile, named_errors, sha256
-from torchtitan_magi.wording import one_line, quoted, quoted_path
+from torchtitan_magi.wording import one_line, quoted, quoted_path, shown
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -37,7 +37,7 @@ class TableFile(RecordFile):
     """Rows of a table. A block has as many rows as have BLOCK_BYTES on average, at most _MAX_ROWS."""
 
     def where(self, index: int) -> str:
-        return f"{self.path}:{index + 1}"
+        return f"{shown(self.path)}:{index + 1}"
 
     def _used_columns(self, names: list[str]) -> list[str]:
         """The columns that hold keys of records; no other is read. Raises ValueError if there are none."""

@@ -31,7 +31,7 @@ from torchtitan_magi.data.token_block import VERSION, TokenBlock
 from torchtitan_magi.data.token_writer import Job, unusable
 from torchtitan_magi.data.window_plan import WindowPlan
 from torchtitan_magi.files import Waiting, open_lock, sign_lock, take_lock
-from torchtitan_magi.wording import quoted_path
+from torchtitan_magi.wording import quoted_path, shown
 
 logger = logging.getLogger(__name__)
 
@@ -129,7 +129,7 @@ class TokenCache:
         sizes = []
         with suppress(OSError), os.scandir(self.folder) as found:
             sizes = [file.stat().st_size for file in found]
-        return f"token cache {self.folder}: {sum(sizes) / 2**30:.2f} GiB in {len(sizes):,} files"
+        return f"token cache {shown(self.folder)}: {sum(sizes) / 2**30:.2f} GiB in {len(sizes):,} files"
 
     def path(self, block: int) -> Path:
         return Path(self._path_name(block))
@@ -178,7 +178,7 @@ class TokenCache:
         """The plan of this name, which is made if it is not there: by one process, while the others wait for it. Where
         it cannot be kept, each process makes its own."""
         path = self._plan_path(name)
-        waiting = Waiting(path)
+        waiting = Waiting(shown(path))
         while not cancelled.is_set():
             try:
                 return WindowPlan.open(path)
@@ -219,7 +219,9 @@ class TokenCache:
         if not self._told:
             self._told = True
             reason = machine.cause(error)
-            logger.warning("plans cannot be kept in %s (%s): every process packs for itself", self.folder, reason)
+            logger.warning(
+                "plans cannot be kept in %s (%s): every process packs for itself", shown(self.folder), reason
+            )
 
     def _plan_path(self, name: str) -> str:
         return f"{self.folder}/{name}.plan"
@@ -237,7 +239,7 @@ class TokenCache:
                 fcntl.flock(lock, fcntl.LOCK_UN)  # also of processes forked meanwhile
 
     def _wait(self, block: int, cancelled: threading.Event) -> TokenBlock:
-        path, waiting, num_writers = self._path_name(block), Waiting(f"the tokens of {self.corpus.paths}"), 0
+        path, waiting, num_writers = self._path_name(block), Waiting(f"the tokens of {self.corpus.name}"), 0
         order, name = self._order, self.order_name
         while not cancelled.is_set():
             try:
@@ -261,11 +263,11 @@ class TokenCache:
         """What goes wrong where one writer after the other ends without the tokens."""
         if self._exitcode < 0:
             end = guard.describe_end(self._exitcode)
-            return f"the process that tokenizes {self.corpus.paths} {end} again and again; {machine.memory_remedy()}"
+            return f"the process that tokenizes {self.corpus.name} {end} again and again; {machine.memory_remedy()}"
         return f"tokens disappear from {quoted_path(self.folder)}; let no other program remove files there"
 
     def _remove(self, path: str) -> None:
-        logger.warning("%s is damaged and is made again", path)
+        logger.warning("%s is damaged and is made again", shown(path))
         try:
             Path(path).unlink(missing_ok=True)
         except OSError as error:

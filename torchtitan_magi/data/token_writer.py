@@ -87,7 +87,7 @@ def main() -> None:
     try:
         failure = write_blocks(job)
     except (OSError, MemoryError) as error:  # of a process or pipe that cannot be made
-        what = f"{job.corpus.paths} cannot be tokenized"
+        what = f"{job.corpus.name} cannot be tokenized"
         failure = Failed(machine.lack(error, what) or f"{what}: {machine.cause(error)}")
     if failure:
         with suppress(BrokenPipeError):  # the reader may have found the same and ended
@@ -168,16 +168,16 @@ class _Worker:
         self.task = None
         corpus = self.job.corpus
         if exitcode is None or -exitcode not in _OF_THE_RECORD:
-            return Failed(f"a process that tokenizes {corpus.paths} {guard.describe_exit(exitcode)}")
+            return Failed(f"a process that tokenizes {corpus.name} {guard.describe_exit(exitcode)}")
         end, remedy = guard.describe_end(exitcode), guard.lacked(exitcode)
         if remedy:  # with more of it the record may be tokenized
-            return Failed(f"a process that tokenizes {corpus.paths} {end}; {remedy}")
+            return Failed(f"a process that tokenizes {corpus.name} {end}; {remedy}")
         self._start()
         if task.refused is None:
             return Task(task.item, {})  # one record at a time, to find the one
         if at is None:  # before the first record
-            path = quoted_path(corpus.path(task.item[0]))
-            return Failed(f"cannot read records file {path}: the process that reads it {end}; write the file again")
+            file = quoted_path(corpus.path(task.item[0]))
+            return Failed(f"cannot read records file {file}: the process that reads it {end}; write the file again")
         return Task(task.item, task.refused | {at: f"the process that tokenizes it {guard.describe_fault(exitcode)}"})
 
 
@@ -196,7 +196,7 @@ def _write(task: Task, job: Job, pipe: Connection) -> Written | Failed:
     try:
         return _write_block(task, job, pipe)
     except MemoryError as error:  # never of the record, see `guard.limited`
-        return Failed(machine.lack(error, f"a process that tokenizes {job.corpus.paths} lacks memory"))
+        return Failed(machine.lack(error, f"a process that tokenizes {job.corpus.name} lacks memory"))
 
 
 def _write_block(task: Task, job: Job, pipe: Connection) -> Written | Failed:

@@ -5,7 +5,9 @@ import math
 from pathlib import Path
 from typing import Any
 
-from torchtitan_magi.wording import quoted
+from torchtitan_magi.files import read_text
+from torchtitan_magi.machine import cause, lack
+from torchtitan_magi.wording import one_line, quoted, shown
 
 COPY = "use a bf16 copy of the checkpoint; transformers makes one of"
 # Fields that would change the model -> the one value that this package's models have, what to do about another.
@@ -50,13 +52,14 @@ class ConfigFile:
         self.path = path
         if values is None:
             try:
-                values = json.loads(path.read_text())
+                values = json.loads(read_text(path))
             except OSError as error:
-                raise ValueError(f"{path}: {error.strerror}; put the config.json of the weights there") from None
+                remedy = f"{shown(path)}: {cause(error)}; put the config.json of the weights there"
+                raise ValueError(lack(error, shown(path)) or remedy) from None
             except (ValueError, RecursionError) as error:
-                raise ValueError(f"{path} is no JSON ({error}); download it again") from None
+                raise ValueError(f"{shown(path)} is no JSON ({one_line(error)}); download it again") from None
             if not isinstance(values, dict):
-                raise ValueError(f"{path} holds no JSON object; download it again")
+                raise ValueError(f"{shown(path)} holds no JSON object; download it again")
         self.values: dict[str, Any] = values
 
     def get(self, name: str, kind: type, default: Any = None, least: int = 1) -> Any:
@@ -70,7 +73,7 @@ class ConfigFile:
         if value is None:
             value = default
         if value is None:
-            raise ValueError(f"{self.path} has no {name}; use the config.json that came with the weights")
+            raise ValueError(f"{shown(self.path)} has no {name}; use the config.json that came with the weights")
         if kind is float and type(value) is int and value.bit_length() <= 64:  # a float holds it
             value = float(value)
         usable = type(value) is kind
@@ -122,4 +125,4 @@ class ConfigFile:
             raise self.refusal(name, value, remedy)
 
     def refusal(self, name: str, value: Any, remedy: str) -> ValueError:
-        return ValueError(f"{self.path}: {name} is {quoted(value)}; {remedy}")
+        return ValueError(f"{shown(self.path)}: {name} is {quoted(value)}; {remedy}")

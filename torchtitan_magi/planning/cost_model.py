@@ -9,9 +9,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from torchtitan_magi.files import read_text
+from torchtitan_magi.machine import lack
 from torchtitan_magi.masks.slices import is_integer
 from torchtitan_magi.tiles import ROWS, forward_heads_per_tile, is_wide
-from torchtitan_magi.wording import one_line, quoted
+from torchtitan_magi.wording import one_line, quoted, shown
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -148,7 +150,7 @@ class CostModel:
             ValueError: the file is missing, or holds no cost model.
         """
         try:
-            values = json.loads(Path(path).read_text())["cost_model"]
+            values = json.loads(read_text(path))["cost_model"]
             costs = {f.name: f.type(**values[f.name]) if f.type in _COMPOUND else values[f.name] for f in fields(cls)}
             if any(type(value) not in (int, float) or not 0 <= float(value) < math.inf for value in _figures(costs)):
                 raise ValueError("its figures must be numbers of at least 0")
@@ -157,7 +159,8 @@ class CostModel:
         except (OSError, ValueError, KeyError, TypeError, RecursionError, OverflowError) as error:
             reason = one_line(f"{type(error).__name__}: {error}")
             raise ValueError(
-                f"{path} is no cost model ({reason}); make one by torchrun -m torchtitan_magi.calibrate"
+                lack(error, shown(path))
+                or f"{shown(path)} is no cost model ({reason}); make one by torchrun -m torchtitan_magi.calibrate"
             ) from None
         return cls(**costs)
 

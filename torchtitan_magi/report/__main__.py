@@ -18,18 +18,20 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
+from torchtitan_magi.machine import cause, lack, raise_open_files
 from torchtitan_magi.planning.cost_model import H200, CostModel, Heads
 from torchtitan_magi.report.run_file import options_of
 from torchtitan_magi.report.sample_packs import DISTRIBUTIONS, make_packs
 from torchtitan_magi.report.sizing import Sizing, size_run
 from torchtitan_magi.report.text import SCAN_NOTE, as_json, headline, notes, rank_line, scan_table, setting, text_table
-from torchtitan_magi.wording import quoted
+from torchtitan_magi.wording import one_line, quoted, shown
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Prints a report, and writes the files that are asked for."""
     parser = _parser()
     options = parser.parse_args(arguments)
+    raise_open_files()
     try:
         if options.source.endswith(".toml"):
             parser.set_defaults(**options_of(options.source, with_heads=options.heads is None))
@@ -43,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print("\n".join(_text(sizings)))
         _write(sizings, options)
     except ValueError as error:
-        parser.error(str(error))
+        parser.error(one_line(error, 2000))
 
 
 def _write(sizings: list[Sizing], options: argparse.Namespace) -> None:
@@ -64,7 +66,8 @@ def _write_file(path: Path, content: bytes) -> None:
     try:
         path.write_bytes(content)
     except OSError as error:
-        raise ValueError(f"cannot write {path}: {error.strerror}; give another file") from None
+        what = f"cannot write {shown(path)}"
+        raise ValueError(lack(error, what) or f"{what}: {cause(error)}; give another file") from None
 
 
 def _text(sizings: list[Sizing]) -> list[str]:
@@ -103,7 +106,7 @@ def gpus_in_node(options: argparse.Namespace, cp_size: int) -> int:
 def _check_outputs(options: argparse.Namespace) -> None:
     for path in filter(None, (options.json, options.html, options.png)):
         if not path.parent.is_dir() or path.is_dir():
-            raise ValueError(f"cannot write {path}; give a file in a folder that exists")
+            raise ValueError(f"cannot write {shown(path)}; give a file in a folder that exists")
     if options.html or options.png:
         if len(options.cp) > 1:
             raise ValueError(f"--cp is {options.cp}; pictures are of one layout: give one number of GPUs")

@@ -21,6 +21,7 @@ from torchtitan_magi.planning.timeline import Timeline
 from torchtitan_magi.report.sizing import OURS, SizedPack, Sizing
 from torchtitan_magi.report.strategies import transfer_matrix
 from torchtitan_magi.report.text import COLUMNS, counted, headline, notes, setting
+from torchtitan_magi.wording import shown
 
 Image = npt.NDArray[np.float64]
 
@@ -67,7 +68,7 @@ def draw(sizing: Sizing) -> Figure:
     rows = figure.add_gridspec(3, 1, height_ratios=[7.5, 3.6, 4.1])
     top, middle, bottom = (figure.add_subfigure(rows[i]) for i in range(3))
     halves = top.add_gridspec(1, 2)
-    top.text(0.043, 0.965, f"{setting(sizing)[0]}. The first pack of {sizing.source}.", color=QUIET)
+    top.text(0.043, 0.965, f"{setting(sizing)[0]}. The first pack of {shown(sizing.source)}.", color=QUIET)
     # Each half of the top is square, so that equal fractions of its sides are equally long.
     draw_mask(top.add_subfigure(halves[0]), plan)
     draw_transfers(top.add_subfigure(halves[1]), plan)

@@ -4,8 +4,9 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+from torchtitan_magi.files import read_text
 from torchtitan_magi.models.model_config import read_model_config
-from torchtitan_magi.wording import one_line, quoted, quoted_path
+from torchtitan_magi.wording import one_line, quoted, quoted_path, shown
 
 
 def options_of(path: str, *, with_heads: bool) -> dict[str, Any]:
@@ -19,7 +20,7 @@ def options_of(path: str, *, with_heads: bool) -> dict[str, Any]:
     cp_size = _value(run, path, "parallelism", "context_parallel_degree", int)
     tp_size = _value(run, path, "parallelism", "tensor_parallel_degree", int, 1)
     if cp_size < 1 or tp_size < 1:
-        raise ValueError(f"{path} has parallel degrees {cp_size} and {tp_size}; use at least 1")
+        raise ValueError(f"{shown(path)} has parallel degrees {cp_size} and {tp_size}; use at least 1")
     if total < 1 or total % (2 * cp_size * tp_size):
         multiple = f"a multiple of {2 * cp_size * tp_size}, twice context_parallel_degree times tensor_parallel_degree"
         raise ValueError(f"training.seq_len is {total}; use {multiple}")
@@ -42,7 +43,8 @@ def _heads(folder: str, tp_size: int) -> dict[str, Any]:
         raise ValueError(f"{error}, or give --heads and --head-dim") from None
     if model.windows:
         raise ValueError(
-            f"{folder}/config.json is of a {model.model} with windows of {max(model.windows)} tokens, which the report "
+            f"{shown(folder)}/config.json is of a {model.model} with windows of {max(model.windows)} tokens, which "
+            "the report "
             f"does not size; give --heads and --head-dim for its layers without, {model.windows.count(0)} of "
             f"{model.num_layers}"
         )
@@ -64,12 +66,12 @@ def _value(run: dict[str, Any], path: str, section: str, option: str, kind: type
     value = table.get(option, default) if isinstance(table, dict) else None
     if type(value) is not kind:
         said = "no" if value is None else "a wrong"
-        raise ValueError(f"{path} has {said} {section}.{option}; set it as training needs it")
+        raise ValueError(f"{shown(path)} has {said} {section}.{option}; set it as training needs it")
     return value
 
 
 def _read(path: str) -> dict[str, Any]:
     try:
-        return tomllib.loads(Path(path).read_text())
+        return tomllib.loads(read_text(path, "utf-8-sig"))  # a byte order mark is let in
     except (OSError, ValueError, RecursionError) as error:  # also UnicodeDecodeError, TOMLDecodeError
         raise ValueError(f"cannot read {quoted_path(path)} ({one_line(error)}); give a run's TOML file") from None

@@ -11,8 +11,9 @@ import numpy as np
 from torchtitan_magi.data import PackedPairDataset, PackedSFTDataset, pack_best_fit
 from torchtitan_magi.data.assets import load_chat_tokenizer
 from torchtitan_magi.data.token_cache import default_folder
+from torchtitan_magi.files import regular_file
 from torchtitan_magi.masks.geometry import Int64Array
-from torchtitan_magi.wording import quoted
+from torchtitan_magi.wording import one_line, quoted, shown
 
 # Document lengths of a real corpus, as MagiAttention's benchmark has them: upper edge of each bin in tokens ->
 # percentage of documents up to it; evenly inside a bin.
@@ -58,7 +59,7 @@ def make_packs(
     exists = os.path.exists(path)  # False also for what is too long for a path: several sources
     is_file_of_lengths = exists and tokenizer is None and path.suffix not in RECORDS and not path.is_dir()
     if pairs and (source in DISTRIBUTIONS or is_file_of_lengths):
-        raise ValueError(f"{source} has no preference pairs; give a .jsonl data set of them, or --dataset sft")
+        raise ValueError(f"{shown(source)} has no preference pairs; give a .jsonl data set of them, or --dataset sft")
     if source in DISTRIBUTIONS:
         count = 1 if source == "dense" else count  # they would all be the same
         return [draw_pack(source, total, seed + number) for number in range(count)]
@@ -70,7 +71,7 @@ def make_packs(
             f"{quoted(source)} is neither a file nor a distribution; give an existing file or one of {names}"
         )
     if tokenizer is None:
-        raise ValueError(f"{source} is a data set; give --tokenizer, the directory that holds tokenizer.json")
+        raise ValueError(f"{shown(source)} is a data set; give --tokenizer, the directory that holds tokenizer.json")
     return read_data_set(source, Path(tokenizer), total, count, seed, pairs)
 
 
@@ -118,20 +119,23 @@ def _draw(distribution: str, rng: np.random.Generator, total: int, batch: int) -
 def read_lengths(path: Path) -> Int64Array:
     """Document lengths from a file. Raises ValueError when it holds anything but integers of at least 1."""
     try:
+        regular_file(path)
         values = np.load(path) if path.suffix == ".npy" else np.array(_integers(path.read_text(), path), np.int64)
     except (OSError, EOFError, UnicodeDecodeError, ValueError) as error:
-        if isinstance(error, ValueError) and str(error).startswith(str(path)):
+        if isinstance(error, ValueError) and str(error).startswith(shown(path)):
             raise
-        raise ValueError(f"{path} cannot be read as document lengths ({error}); give text or .npy") from None
+        raise ValueError(
+            f"{shown(path)} cannot be read as document lengths ({one_line(error)}); give text or .npy"
+        ) from None
     if not isinstance(values, np.ndarray):
-        raise ValueError(f"{path} holds several arrays; give one list of integers")
+        raise ValueError(f"{shown(path)} holds several arrays; give one list of integers")
     if not np.issubdtype(values.dtype, np.integer) or values.ndim != 1:
-        raise ValueError(f"{path} holds {values.dtype} of shape {values.shape}; give one list of integers")
+        raise ValueError(f"{shown(path)} holds {values.dtype} of shape {values.shape}; give one list of integers")
     if len(values) == 0:
-        raise ValueError(f"{path} holds no document length; write at least one integer")
+        raise ValueError(f"{shown(path)} holds no document length; write at least one integer")
     if values.min() < 1:
         first = int((values < 1).argmax())
-        raise ValueError(f"{path}: length {values[first]} at index {first}; documents have at least 1 token")
+        raise ValueError(f"{shown(path)}: length {values[first]} at index {first}; documents have at least 1 token")
     return values.astype(np.int64)
 
 
@@ -139,7 +143,9 @@ def _integers(text: str, path: Path) -> list[int]:
     words = text.replace(",", " ").split()
     for index, word in enumerate(words):
         if not word.lstrip("+-").isdecimal() or len(word) > 18:
-            raise ValueError(f"{path}: {quoted(word[:40])} at index {index} is not a length; write integers, in tokens")
+            raise ValueError(
+                f"{shown(path)}: {quoted(word[:40])} at index {index} is not a length; write integers, in tokens"
+            )
     return [int(word) for word in words]
 
 

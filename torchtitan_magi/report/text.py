@@ -8,6 +8,7 @@ from torchtitan_magi.planning.cost_model import FloatArray
 from torchtitan_magi.report.sample_packs import DISTRIBUTIONS
 from torchtitan_magi.report.sizing import OURS, SizedPack, Sizing
 from torchtitan_magi.report.strategies import DESCRIPTIONS, why_not
+from torchtitan_magi.wording import shown
 
 HIDDEN = 0.02  # communication counts as hidden if no more than this fraction of the time is exposed
 
@@ -63,7 +64,7 @@ def setting(sizing: Sizing) -> list[str]:
     return [
         f"{layout}; packs of {sizing.total:,} tokens, T = {plan.tokens_per_rank:,} on each GPU; "
         f"heads {heads.num_heads_q}:{heads.num_heads_kv}, head_dim {dims}, 16 bits",
-        f"{counted(len(counts), 'pack')} of {sizing.source}{what}: {documents} in one, "
+        f"{counted(len(counts), 'pack')} of {shown(sizing.source)}{what}: {documents} in one, "
         f"the longest {longest:,} tokens, {fill:.1%} full",
     ]
 

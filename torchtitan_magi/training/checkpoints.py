@@ -19,7 +19,7 @@ from torchtitan_magi.training.checkpoint_files import (
 from torchtitan_magi.training.hf_weights import INDEX
 from torchtitan_magi.training.options import DPO_DATASET
 from torchtitan_magi.training.run_folder import lock_checkpoints, lock_folder
-from torchtitan_magi.wording import quoted_path
+from torchtitan_magi.wording import quoted_path, shown
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,9 @@ def check_checkpoints(job_config: Any) -> None:
             if has_digests(folder):
                 check_digests(folder, rank, world_size)
             elif rank == 0:
-                logger.warning(f"{folder} has no digests: the sizes of its files are checked, their bytes are not")
+                logger.warning(
+                    f"{shown(folder)} has no digests: the sizes of its files are checked, their bytes are not"
+                )
         if rank == 0:  # of bytes that were compared, where they are
             for folder in folders:
                 check_sizes(folder)
@@ -81,8 +83,8 @@ def _loaded_folders(job_config: Any) -> list[Path]:
         if checkpoint.load_step != -1 and checkpoint.load_step not in steps:
             there = f"has the steps {', '.join(map(str, steps))}" if steps else "has no finished checkpoint"
             raise ValueError(
-                f"checkpoint.load_step is {checkpoint.load_step}, but {saved} {there}; use one of them, or -1 for the "
-                "latest"
+                f"checkpoint.load_step is {checkpoint.load_step}, but {shown(saved)} {there}; use one of them, or -1 "
+                "for the latest"
             )
         step = checkpoint.load_step if checkpoint.load_step != -1 else max(steps, default=None)
         if step is not None and (saved / f"step-{step}" / METADATA).is_file():
@@ -106,8 +108,8 @@ def _check_continues(job_config: Any) -> None:
     steps = finished_steps(folder)
     if folder.is_dir() and not steps and (checkpoint.initial_load_in_hf or checkpoint.initial_load_path):
         raise ValueError(  # torchtitan would begin with random weights, with a warning that it does not load these
-            f"{folder} has no finished checkpoint, but while it is there torchtitan does not load the initial weights; "
-            "remove it to start from them"
+            f"{shown(folder)} has no finished checkpoint, but while it is there torchtitan does not load the initial "
+            "weights; remove it to start from them"
         )
     if checkpoint.load_only or checkpoint.exclude_from_loading:
         return
@@ -118,16 +120,16 @@ def _check_continues(job_config: Any) -> None:
         earlier = next((other for other in steps if other < step and _can_continue(folder, other)), None)
         instead = "" if earlier is None else f"set checkpoint.load_step to {earlier}, or "
         raise ValueError(
-            f"{folder}/step-{step} has no state of the data loader, as a run's last checkpoint holds weights only "
-            f"unless checkpoint.last_save_model_only is false; {instead}start another run with its path as "
+            f"{shown(folder)}/step-{step} has no state of the data loader, as a run's last checkpoint holds weights "
+            f"only unless checkpoint.last_save_model_only is false; {instead}start another run with its path as "
             "checkpoint.initial_load_path"
         )
     reference, had_file = job_config.magi.dpo.reference, "train_state.reference_model" in _names_in(folder, step)
     if job_config.training.dataset == DPO_DATASET and (reference == "file") != had_file:
         before = "file" if had_file else "model"
         raise ValueError(
-            f'magi.dpo.reference is "{reference}", but {folder}/step-{step} is of a run with "{before}"; set it to '
-            "that, or start another run"
+            f'magi.dpo.reference is "{reference}", but {shown(folder)}/step-{step} is of a run with "{before}"; set it '
+            "to that, or start another run"
         )
 
 

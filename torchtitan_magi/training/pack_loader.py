@@ -14,10 +14,12 @@ from torchtitan_magi.data import ChatTokenizer, PackedPairDataset, PackedSFTData
 from torchtitan_magi.data.packed import PackedDataset, Sample, padding_like
 from torchtitan_magi.data.packing import PackingCounts
 from torchtitan_magi.data.token_cache import default_folder
+from torchtitan_magi.machine import raise_open_files
 from torchtitan_magi.training.agreed import agreed
 from torchtitan_magi.training.first_look import check_findings
 from torchtitan_magi.training.options import DPO_DATASET
 from torchtitan_magi.training.template_date import keep_template_date, template_date
+from torchtitan_magi.wording import shown
 
 logger = logging.getLogger(__name__)
 
@@ -178,6 +180,7 @@ def build_dataloader(
             and for what is surely wrong with it or with the chat template.
     """
     magi, path = job_config.magi, section.dataset_path
+    raise_open_files()
     warn_of_shorter_packs(section.seq_len, job_config.training.seq_len)
     day = template_date(magi.template_date, job_config.job.dump_folder)
 
@@ -212,7 +215,7 @@ def build_dataloader(
     packs_per_batch = section.local_batch_size * dp_world_size
     batches_per_step = max(1, section.global_batch_size // packs_per_batch) if training else 1
     logger.info(
-        f"Packing {path} into {section.seq_len} tokens per pack: {dataset.records.fingerprint}; {dataset.tokens}"
+        f"Packing {shown(path)} into {section.seq_len} tokens per pack: {dataset.records.fingerprint}; {dataset.tokens}"
     )
     return PackLoader(dataset, section.local_batch_size, batches_per_step, **asdict(section.dataloader))
 

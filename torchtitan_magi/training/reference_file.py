@@ -17,10 +17,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan_magi.files import write_whole
+from torchtitan_magi.machine import cause
 from torchtitan_magi.training.dpo import PairBatch, PairReader, Reference
 from torchtitan_magi.training.logprob_model import LogprobModel
 from torchtitan_magi.training.objectives import Process, to_device
 from torchtitan_magi.training.planned_loader import Batch
+from torchtitan_magi.wording import one_line, shown
 
 logger = logging.getLogger(__name__)
 
@@ -79,9 +81,9 @@ class ReferenceFile(Reference):
         logprobs = _on_rank_0(read)
         if logprobs is None:
             if step > 0:
-                raise ValueError(f"reference file {data.path} does not exist, and {remedy}")
+                raise ValueError(f"reference file {shown(data.path)} does not exist, and {remedy}")
             _on_rank_0(lambda: check_writable(data.path, data.num_records))
-            logger.info(f"Computing the reference's log-probabilities for {data.path}")
+            logger.info(f"Computing the reference's log-probabilities for {shown(data.path)}")
             computed = data.compute().cpu().numpy()
 
             def write() -> npt.NDArray[np.float64]:
@@ -123,30 +125,32 @@ def read_logprobs(
         ValueError: it cannot be read, is damaged, or has other fingerprints. Ends with the remedy.
     """
     if path.exists() and not path.is_file():  # a pipe would be waited for
-        raise ValueError(f"reference file {path} is no file but a folder, pipe or device; {remedy}")
+        raise ValueError(f"reference file {shown(path)} is no file but a folder, pipe or device; {remedy}")
     try:
         content = path.read_bytes()
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise ValueError(f"reference file {path} cannot be read ({error.strerror}); {remedy}") from None
+        raise ValueError(f"reference file {shown(path)} cannot be read ({cause(error)}); {remedy}") from None
     try:
         entries = _entries(content)
     except Exception as error:  # NumPy's reader and zipfile raise of all kinds when bytes are wrong
         reason = str(error).partition("\n")[0][:200] or type(error).__name__
-        raise ValueError(f"reference file {path} is damaged ({reason}); {remedy}") from None
+        raise ValueError(f"reference file {shown(path)} is damaged ({reason}); {remedy}") from None
     for name, now in fingerprints.items():
         if entries[name] != now:
             raise ValueError(
-                f"reference file {path} was made with the {name} [{entries[name]}], this run has [{now}]; {remedy}"
+                f"reference file {shown(path)} was made with the {name} [{one_line(entries[name])}], this run has "
+                f"[{now}]; {remedy}"
             )
     logprobs = entries["logprobs"]
     if logprobs.shape != (num_records, 2):
         raise ValueError(
-            f"reference file {path} is damaged (log-probabilities {logprobs.shape} for {num_records} pairs); {remedy}"
+            f"reference file {shown(path)} is damaged (log-probabilities {logprobs.shape} for {num_records} pairs); "
+            f"{remedy}"
         )
     if not np.isfinite(logprobs).all():
-        raise ValueError(f"reference file {path} is damaged (log-probabilities that are not finite); {remedy}")
+        raise ValueError(f"reference file {shown(path)} is damaged (log-probabilities that are not finite); {remedy}")
     return logprobs
 
 
@@ -193,7 +197,8 @@ def write_logprobs(path: Path, fingerprints: dict[str, str], logprobs: npt.NDArr
     wrong = np.flatnonzero(~np.isfinite(logprobs).all(1))
     if wrong.size:
         raise ValueError(
-            f"reference file {path} is not made: the initial model has no finite log-probability for {wrong.size} of "
+            f"reference file {shown(path)} is not made: the initial model has no finite log-probability for "
+            f"{wrong.size} of "
             f"{len(logprobs)} pairs, the first of them pair {wrong[0]}; check its weights and that pair"
         )
     content = io.BytesIO()
@@ -206,7 +211,8 @@ def write_logprobs(path: Path, fingerprints: dict[str, str], logprobs: npt.NDArr
 
 def _unwritable(path: Path, error: OSError) -> ValueError:
     return ValueError(
-        f"reference file {path} cannot be written ({error.strerror}); set magi.dpo.reference_path to a file that can "
+        f"reference file {shown(path)} cannot be written ({cause(error)}); set magi.dpo.reference_path to a file "
+        "that can "
         'be, or magi.dpo.reference to "model"'
     )
 

@@ -7,7 +7,8 @@ import os
 from pathlib import Path
 
 from torchtitan_magi.files import holder_of, open_lock, sign_lock
-from torchtitan_magi.wording import one_line, quoted_path
+from torchtitan_magi.machine import cause, lack
+from torchtitan_magi.wording import one_line, quoted_path, shown
 
 logger = logging.getLogger(__name__)
 
@@ -27,9 +28,9 @@ def check_writable(folder: str, option: str = "job.dump_folder") -> None:
         if not os.access(folder, os.W_OK | os.X_OK):
             raise PermissionError("Permission denied")
     except (OSError, ValueError) as error:  # ValueError: a NUL
-        raise ValueError(
-            f"{option} is {quoted_path(folder)}, which cannot be written ({one_line(error)}); give a folder of your own"
-        ) from None
+        what = f"{option} is {quoted_path(folder)}"
+        other = f"{what}, which cannot be written ({one_line(error)}); give a folder of your own"
+        raise ValueError(lack(error, what, disk=True) or other) from None
 
 
 def lock_folder(folder: str) -> None:
@@ -75,10 +76,10 @@ def _lock(path: Path, option: str, folder: str) -> None:
                 ) from None
             if error.errno not in NO_LOCKS:
                 raise
-            logger.warning(f"The file system of {folder} has no locks: see to it that no other run saves there")
+            logger.warning(f"The file system of {shown(folder)} has no locks: see to it that no other run saves there")
         sign_lock(lock, os.getpid())
     except OSError as error:
         raise ValueError(
-            f"{option} is {quoted_path(folder)}, but its lock {path} cannot be written ({error.strerror}); make room "
-            "there, or give another folder"
+            f"{option} is {quoted_path(folder)}, but its lock {shown(path)} cannot be written ({cause(error)}); "
+            "make room there, or give another folder"
         ) from None

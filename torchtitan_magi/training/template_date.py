@@ -5,6 +5,10 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from torchtitan_magi.files import read_text, write_whole
+from torchtitan_magi.machine import cause
+from torchtitan_magi.wording import one_line, shown
+
 
 def template_date(option: str, folder: str) -> date:
     """What the templates of a run take for today: the option, or the date of the run's first start. A collective.
@@ -41,11 +45,11 @@ def keep_template_date(folder: str, day: date) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if not path.exists():
-            path.write_text(f"{day}\n")
+            write_whole(path, f"{day}\n".encode())
     except OSError as error:
         raise ValueError(
-            f"cannot write {path}: {error.strerror}; set job.dump_folder to a folder that can be written, or give "
-            "magi.template_date"
+            f"cannot write {shown(path)}: {cause(error)}; set job.dump_folder to a folder that can be written, or "
+            "give magi.template_date"
         ) from None
 
 
@@ -55,9 +59,11 @@ def _path(folder: str) -> Path:
 
 def _kept(path: Path) -> date | None:
     try:
-        text = path.read_text().strip()
+        text = read_text(path).strip()
         return date.fromisoformat(text)
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        raise ValueError(f"{path} holds no date ({error}); remove it, or give magi.template_date") from None
+        raise ValueError(
+            f"{shown(path)} holds no date ({one_line(error)}); remove it, or give magi.template_date"
+        ) from None

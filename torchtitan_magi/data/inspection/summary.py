@@ -137,7 +137,7 @@ def inspect_data(
     ):
         template, of_probe = workers.template()
         for part, drawn in zip(corpus.sources, samples, strict=True):
-            tally, num_tokens = Tally(part.path, len(part)), 0
+            tally, num_tokens = Tally(part.name, len(part)), 0
             tallies.append(tally)
             for seen in workers.examine(_batches(corpus, drawn)):
                 tally.add(seen)
@@ -192,8 +192,8 @@ def _batches(corpus: Corpus, indices: np.ndarray) -> Iterator[Batch]:
 
 def _what_was_read(corpus: Corpus, read: int) -> str:
     if read == len(corpus):
-        return f"{corpus.paths}: all {read:,} records read"
-    return f"{corpus.paths}: {read:,} of {len(corpus):,} records read, drawn at random (--all reads all)"
+        return f"{corpus.name}: all {read:,} records read"
+    return f"{corpus.name}: {read:,} of {len(corpus):,} records read, drawn at random (--all reads all)"
 
 
 def _what_tokenizer(chat: ChatTokenizer) -> str:
