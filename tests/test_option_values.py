@@ -1,5 +1,6 @@
 """A wrong value in a TOML file or on the command line is one line, told before any process group is made."""
 
+import os
 import re
 
 import pytest
@@ -36,6 +37,9 @@ IN_FILE = {
     f"[training]\n{'a' * 5000} = 3": f"'training.{'a' * 67}... is no option of torchtitan 0.2.2 with torchtitan_magi",
     f"magi = '{'a' * 5000}'": f"magi is '{'a' * 76}..., but it is a section; write [magi] and its options below",
     f"a = {'[' * 5000}{']' * 5000}": ".toml', which cannot be read (maximum recursion depth exceeded",
+    '[model]\nname = "mistral"': "model.name is 'mistral', which is no model of torchtitan 0.2.2; use one of llama3",
+    "[metrics]\nenable_wandb = true": "metrics.enable_wandb is true, but the package wandb is not installed",
+    "\ufeff[training]\nsteps = 2.5": "training.steps is 2.5; use a whole number",
     "[training]\nsteps = true": "training.steps is True; use a whole number",
     '[parallelism]\ncontext_parallel_degree = "2"': "parallelism.context_parallel_degree is '2'; use a whole number",
     '[checkpoint]\nenable = "yes"': "checkpoint.enable is 'yes'; use true or false",
@@ -72,6 +76,7 @@ ON_LINE = {
     "--magi.lora.alpha inf": "magi.lora.alpha is inf; use a finite number",
     "--training.steps 2.5": "--training.steps",
     "--training.stepz 2": "--training.stepz",
+    "--training.stepz 3": "Unrecognized options: --training.stepz, 3; Perhaps you meant: --training.steps INT",
     "--checkpoint.interval": "--checkpoint.interval",
 }
 ACCEPTED = ["--training.global_batch_size -1", "--validation.steps -1", "--checkpoint.keep_latest_k 0"]
@@ -90,7 +95,7 @@ def said(tmp_path_factory):
     plain.write_text(HOOKS)
     for number, text in enumerate(IN_FILE):
         path = folder / f"{number}.toml"
-        path.write_text(f"{text}\n{HOOKS}" if text[0] != "[" else f"{HOOKS}{text}\n")
+        path.write_text(f"{text}\n{HOOKS}" if text[0] != "[" else f"{HOOKS}{text}\n", encoding="utf-8")
         cases.append((str(path), ["--job.dump_folder", f"{folder}/run"]))
     lines = [*ON_LINE, *ACCEPTED]
     cases += [(str(plain), ["--job.dump_folder", f"{folder}/run", *line.split()]) for line in lines]
@@ -103,12 +108,23 @@ def test_a_wrong_value_is_one_line(case, said):
     assert kind == "ValueError"
     assert text.isprintable()
     assert len(text) < 1000
+    assert text.count("Unrecognized") < 2
     assert {**IN_FILE, **ON_LINE}[case] in text
 
 
 @pytest.mark.parametrize("case", ACCEPTED)
 def test_values_with_a_meaning_are_accepted(case, said):
     assert said[case] is None
+
+
+def test_a_pipe_in_place_of_the_file_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "config.toml")
+    ((kind, text),) = call(read, [(str(tmp_path / "config.toml"), [])])
+    assert (kind, text) == (
+        "ValueError",
+        f"job.config_file is '{tmp_path}/config.toml', which cannot be read (it is no regular file but a pipe, socket "
+        "or device); give a TOML file",
+    )
 
 
 def test_magi_without_its_hook_is_named(tmp_path):

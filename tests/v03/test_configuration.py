@@ -117,6 +117,8 @@ REFUSED = {
     "--model.flavor 9B": "model.flavor '9B' is unknown; use one of hf, debugmodel, 1B, ",
     "--model.converters float8": "model.converters is ['float8']",
     "--training.seq_len 0": "training.seq_len is 0; use a whole number of at least 1",
+    "--model.name mistral": "model.name is 'mistral', which has no varlen attention; use one of llama3, qwen3",
+    "--metrics.enable_wandb": "metrics.enable_wandb is true, but the package wandb is not installed; install it, or",
     "--training.no_such 1": "Unrecognized options: --training.no_such",
     "--magi.lora.rank 4 --magi.lora.target_modules lm_head": "target_modules is ['lm_head']; use some of wqkv, wo, w1,",
 }
@@ -134,6 +136,7 @@ def test_an_unknown_option_or_section_of_the_file_is_named(tmp_path):
         ("[training]\nseqlen = 1", "did you mean training.seq_len?"),
         ('[training]\nsteps = "1"', "training.steps is '1'; use a whole number"),
         ("[training", "cannot be read"),
+        ('\ufeff[training]\nsteps = "2"', "training.steps is '2'; use a whole number"),
     ):
         path = tmp_path / "my.toml"
         path.write_text(text)

@@ -38,8 +38,16 @@ def _has_ended() -> bool:
 
 def config_file(arguments: list[str]) -> str:
     """The value of --job.config_file. Raises ValueError if it is not there."""
+    path = config_file_if_any(arguments)
+    if path is None:
+        raise ValueError(NO_FILE)
+    return path
+
+
+def config_file_if_any(arguments: list[str]) -> str | None:
+    """The value of --job.config_file; None without one."""
     for i, argument in enumerate(arguments):
         flag, equals, value = argument.partition("=")
         if flag.replace("_", "-") == "--job.config-file" and (equals or i + 1 < len(arguments)):
             return value if equals else arguments[i + 1]
-    raise ValueError(NO_FILE)
+    return None

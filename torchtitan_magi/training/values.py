@@ -5,12 +5,17 @@ import difflib
 import io
 import math
 import re
+import tomllib
 import types
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from importlib.metadata import version
+from importlib.util import find_spec
+from itertools import groupby
 from typing import Any, Literal, Union, get_args, get_origin
 
+from torchtitan_magi.files import read_text
+from torchtitan_magi.machine import lack
 from torchtitan_magi.training.options import DPO, LoRA, Magi
 from torchtitan_magi.training.run_folder import check_writable
 from torchtitan_magi.wording import one_line, quoted, quoted_path
@@ -46,11 +51,18 @@ UNLIMITED = "training.max_norm"  # inf: no gradient is too long
 WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}
 
 
-def unreadable_toml(path: str, error: Exception) -> ValueError:
-    """Of a TOML file that is not there, or is none."""
-    return ValueError(
-        f"job.config_file is {quoted_path(path)}, which cannot be read ({one_line(error)}); give a TOML file"
-    )
+def read_toml(path: str) -> dict[str, Any]:
+    """The values of a TOML file, which may begin with a byte order mark.
+
+    Raises:
+        ValueError: it is not there, or is none; one line with the remedy.
+    """
+    try:
+        return tomllib.loads(read_text(path, "utf-8-sig"))
+    except (OSError, ValueError, RecursionError) as error:
+        what = f"job.config_file is {quoted_path(path)}"
+        other = f"{what}, which cannot be read ({one_line(error)}); give a TOML file"
+        raise ValueError(lack(error, what) or other) from None
 
 
 def check_toml(config: type, values: dict[str, Any], prefix: str = "") -> None:
@@ -134,6 +146,10 @@ def check_values(job_config: Any) -> None:
             raise ValueError(f"{option} is {quoted(value)}; use a whole number of at least {least}{other}")
     for option, number in _numbers(job_config, ""):
         check_finite(option, number)
+    if job_config.metrics.enable_wandb and find_spec("wandb") is None:  # torchtitan goes on without it
+        raise ValueError(
+            "metrics.enable_wandb is true, but the package wandb is not installed; install it, or set it to false"
+        )
     if _writes(job_config):
         check_writable(job_config.job.dump_folder)
 
@@ -183,5 +199,12 @@ def usage_errors() -> Iterator[None]:
     except SystemExit as end:
         if not end.code:  # --help
             raise
-        lines = (re.sub(r"[─-╿]|\x1b\[[0-9;]*m", " ", line).strip() for line in printed.getvalue().splitlines())
-        raise ValueError(one_line(" ".join(filter(None, lines)), 1000)) from None
+        raise ValueError(one_line(_in_box(printed.getvalue()), 1000)) from None
+
+
+def _in_box(printed: str) -> str:
+    """What is printed in a box: its parts one after the other, without the title, which the first repeats."""
+    lines = (re.sub(r"\x1b\[[0-9;]*m", "", line).strip() for line in printed.splitlines())
+    inside = [line.strip("│ ") for line in lines if not line.startswith(("╭", "╰"))]
+    parts = groupby(inside, lambda line: bool(line) and not line.strip("─"))
+    return "; ".join(" ".join(filter(None, part)) for is_rule, part in parts if not is_rule)

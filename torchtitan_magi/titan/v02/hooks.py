@@ -29,6 +29,7 @@ from torchtitan.tools import utils
 from torchtitan_magi.attention import attention_op
 from torchtitan_magi.titan.v02 import moe_styles
 from torchtitan_magi.titan.v02.metadata import PlanMetadata
+from torchtitan_magi.titan.v02.models import check_name
 from torchtitan_magi.titan.v02.moe import check_expert_degrees, check_expert_tensor_degree
 from torchtitan_magi.training import run_length
 from torchtitan_magi.training.checkpoint_files import DigestWriter, loading, saving
@@ -36,14 +37,14 @@ from torchtitan_magi.training.experts import own_experts
 from torchtitan_magi.training.exports import Export
 from torchtitan_magi.training.finite import StepGuard, check_state, noting
 from torchtitan_magi.training.last_line import LAST_LINE
-from torchtitan_magi.training.launcher import config_file
+from torchtitan_magi.training.launcher import config_file_if_any
 from torchtitan_magi.training.memory_log import check_offload
 from torchtitan_magi.training.options import Magi, import_modules
 from torchtitan_magi.training.planned_loader import PlannedLoader
 from torchtitan_magi.training.sections import check_degrees
 from torchtitan_magi.training.timeouts import set_pg_timeouts
 from torchtitan_magi.training.trainer import ObjectiveTrainer, loading_train_state
-from torchtitan_magi.training.values import check_toml, check_values, unreadable_toml, usage_errors
+from torchtitan_magi.training.values import check_toml, check_values, read_toml, usage_errors
 from torchtitan_magi.wording import one_line
 
 
@@ -97,10 +98,8 @@ def _replaced(stock: Callable[..., Any], replacement: Callable[..., Any]) -> Cal
 
 @record  # so that torchrun says last what went wrong; the same below
 def _maybe_load_toml(stock: Any, manager: ConfigManager, arguments: list[str]) -> Any:
-    try:
-        return stock(manager, arguments)
-    except (OSError, ValueError, RecursionError) as error:
-        raise unreadable_toml(config_file(arguments), error) from None
+    path = config_file_if_any(arguments)
+    return stock(manager, arguments) if path is None else read_toml(path)
 
 
 @record
@@ -141,6 +140,7 @@ def _validate_config(stock: Any, manager: ConfigManager) -> None:
     _import_ours(manager.config.experimental.custom_import)
     if isinstance(magi, Magi):
         import_modules(magi.imports)
+        check_name(manager.config.model.name)
         check_offload(manager.config.training.enable_cpu_offload, utils.device_type)
 
 

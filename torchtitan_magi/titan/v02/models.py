@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torchtitan.models.llama3.model.args import RoPEScalingArgs, TransformerModelArgs
 from torchtitan.models.moe import MoEArgs
 from torchtitan.models.qwen3.model.args import Qwen3ModelArgs
+from torchtitan.protocols.train_spec import get_train_spec
 
 from torchtitan_magi.models.model_config import Experts, ModelConfig, Rope
 from torchtitan_magi.titan.v02.job_config import without_context_parallel
@@ -58,6 +59,17 @@ def args_of(config: ModelConfig) -> Any:
     """
     check_model(config.model)
     return _llama3_args(config) if config.model == "llama3" else _qwen3_args(config)
+
+
+def check_name(name: str) -> None:
+    """Raises ValueError, one line, for a model that neither torchtitan nor a module of the user has."""
+    try:
+        get_train_spec(name)
+    except ValueError:
+        raise ValueError(
+            f"model.name is {quoted(name)}, which is no model of torchtitan 0.2.2; use one of {', '.join(MODELS)}, or "
+            "name the module that registers it in magi.imports"
+        ) from None
 
 
 def check_model(name: str) -> None:

@@ -3,7 +3,6 @@
 Sections are made of 0.3's own dataclasses, so what 0.3 adds to them can be set as well.
 """
 
-import tomllib
 from copy import copy
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, make_dataclass
 from functools import partial
@@ -18,7 +17,7 @@ from torchtitan.config.manager import custom_registry
 from torchtitan.tools.profiler import Profiler
 
 from torchtitan_magi.training.options import Magi
-from torchtitan_magi.training.values import check_toml, check_values, unreadable_toml, usage_errors
+from torchtitan_magi.training.values import check_toml, check_values, read_toml, usage_errors
 from torchtitan_magi.wording import quoted
 
 # Options of 0.2.2 that 0.3 lacks -> their default there, and what to do about another value.
@@ -153,11 +152,7 @@ def read_job_config(path: str, overrides: list[str]) -> Any:
     Raises:
         ValueError: one line that names the option and the remedy.
     """
-    try:
-        with open(path, "rb") as file:
-            values = tomllib.load(file)
-    except (OSError, ValueError, RecursionError) as error:
-        raise unreadable_toml(path, error) from None
+    values = read_toml(path)
     for name in SECTIONS_WITHOUT_COUNTERPART:
         if values.pop(name, None):
             raise ValueError(f"[{name}] has no counterpart in torchtitan 0.3; leave it out, or use torchtitan 0.2.2")
