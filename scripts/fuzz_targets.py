@@ -8,6 +8,7 @@ import hashlib
 import io
 import json
 import os
+import pickle
 import tempfile
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -16,8 +17,17 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import torch
 from fuzz import Check, Target
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 from torchtitan_magi.cuda.entries import open_folder, read_entry
 from torchtitan_magi.data import ChatTokenizer, Corpus, PackedPairDataset, PackedSFTDataset, TokenizedDocument, guard
@@ -38,6 +48,7 @@ from torchtitan_magi.models.model_config import (
 )
 from torchtitan_magi.planning.cost_model import H200, CostModel
 from torchtitan_magi.planning.plan import make_plan
+from torchtitan_magi.training.checkpoint_files import METADATA, check_sizes
 from torchtitan_magi.training.hf_weights import INDEX, shard_numbers
 from torchtitan_magi.training.reference_file import read_logprobs, write_logprobs
 
@@ -377,6 +388,25 @@ def read_reference(folder: Path) -> Check:
     return check
 
 
+def read_checkpoint(folder: Path) -> Check:
+    """Nothing that the list names is run but the classes that it consists of."""
+    (folder / "__0_0.distcp").write_bytes(bytes(16))
+
+    def check(data: bytes) -> None:
+        (folder / METADATA).write_bytes(data)
+        check_sizes(folder)
+
+    return check
+
+
+def _metadata() -> bytes:
+    """Of a checkpoint of one tensor."""
+    index = MetadataIndex("weight", torch.Size([0]))
+    chunk = ChunkStorageMetadata(torch.Size([0]), torch.Size([4]))
+    tensors = {"weight": TensorStorageMetadata(TensorProperties(), torch.Size([4]), [chunk])}
+    return pickle.dumps(Metadata(tensors, {"weight": ("weight",)}, {index: _StorageInfo("__0_0.distcp", 0, 16)}))
+
+
 CODE = hashlib.sha256(b"code").digest() + b"code"
 
 
@@ -419,6 +449,7 @@ TARGETS = _targets(
     Target("toml", read_toml, tuple(path.read_bytes() for path in CONFIGS), TOML_WORDS),
     Target("cost_model", read_cost_model, (lines({"cost_model": asdict(H200)}),)),
     Target("hf_config", read_hf_config, tuple(lines(model.to_hf()) for model in MODELS), MODEL_WORDS),
+    Target("checkpoint", read_checkpoint, (_metadata(),)),
     Target("kernels", read_kernel, (CODE,)),
     Target("reference", read_reference, (_reference(),)),
     Target("hf_index", read_hf_index, (lines({"weight_map": {"model.norm.weight": "model-1.safetensors"}}),)),

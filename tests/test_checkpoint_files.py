@@ -1,5 +1,6 @@
 """A checkpoint that is not whole, or cannot be written, is one line with its path; its bytes have digests."""
 
+import hashlib
 import os
 import pickle
 import subprocess
@@ -13,7 +14,14 @@ from torch.distributed import checkpoint
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from torchtitan_magi import verify
-from torchtitan_magi.training.checkpoint_files import DigestWriter, check_digests, check_sizes, loading, saving
+from torchtitan_magi.training.checkpoint_files import (
+    DigestWriter,
+    check_digests,
+    check_sizes,
+    loading,
+    read_metadata,
+    saving,
+)
 
 ROOT = Path(__file__).parent.parent
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -100,7 +108,10 @@ class Code:
         (lambda folder: (folder / ".metadata").unlink(), r"step-2 is no finished checkpoint: it has no .metadata"),
         (lambda folder: (folder / ".metadata").write_bytes(b"garbage"), r"step-2/.metadata cannot be read \(Unpick"),
         (lambda folder: (folder / ".metadata").write_bytes(b""), r"step-2/.metadata cannot be read \(EOFError"),
-        (lambda folder: (folder / ".metadata").write_bytes(pickle.dumps(3)), r"step-2/.metadata cannot be read \(Attr"),
+        (
+            lambda folder: (folder / ".metadata").write_bytes(pickle.dumps(3)),
+            r"step-2/.metadata cannot be read \(Unpickl",
+        ),
     ],
 )
 def test_a_checkpoint_that_is_not_whole_is_one_line(folder, damage, message):
@@ -218,3 +229,46 @@ def test_a_save_in_a_thread_has_digests(tmp_path):
         pool.submit(save, tmp_path).result()
     check_digests(tmp_path)
     assert FileSystemReader(tmp_path).read_metadata().state_dict_metadata.keys() == STATE.keys()
+
+
+class Runs:
+    """Runs a program when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_list_that_would_run_something_runs_nothing_and_is_one_line(folder, tmp_path, inside, capsys):
+    value = FileSystemReader(folder).read_metadata()
+    value.planner_data = Runs(tmp_path / "it ran")
+    content = pickle.dumps(value if inside else value.planner_data)
+    (folder / ".metadata").write_bytes(content)
+    digest = hashlib.sha256(content).hexdigest()
+    lines = (folder / "SHA256SUMS").read_text().splitlines()
+    lines = [f"{digest}  .metadata" if line.endswith(".metadata") else line for line in lines]
+    (folder / "SHA256SUMS").write_text("\n".join(lines))
+    with pytest.raises(ValueError, match=r"\.metadata cannot be read \(UnpicklingError: it names posix\.mkdir, which "):
+        check_sizes(folder)
+    assert verify.main([str(folder)]) == 1
+    assert "it names posix.mkdir" in capsys.readouterr().err
+    assert not (tmp_path / "it ran").exists()
+
+
+def test_a_list_that_names_files_outside_of_the_folder_is_refused(folder):
+    metadata = FileSystemReader(folder).read_metadata()
+    for item in metadata.storage_data.values():
+        item.relative_path = f"../{folder.name}/{item.relative_path}"
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(ValueError, match=r"it names '\.\./step-2/__0_0\.distcp', outside of the folder"):
+        check_sizes(folder)
+
+
+def test_a_list_of_all_kinds_of_tensors_is_read(tmp_path):
+    dtypes = [torch.bfloat16, torch.int8, torch.bool, torch.complex64, torch.float8_e4m3fn]
+    state = {str(dtype): torch.zeros(2, dtype=dtype) for dtype in dtypes} | {"nested": {"list": [1, {"a": "b"}]}}
+    folder = save(tmp_path / "step-1", state)
+    assert read_metadata(folder).state_dict_metadata == FileSystemReader(folder).read_metadata().state_dict_metadata

@@ -4,13 +4,14 @@ import hashlib
 import io
 import itertools
 import os
+import pickle
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.checkpoint import FileSystemReader
+import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem, _FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
@@ -18,7 +19,9 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from torchtitan_magi.files import write_whole
+from torchtitan_magi.files import read_text, regular_file, write_whole
+from torchtitan_magi.machine import lack
+from torchtitan_magi.wording import one_line, quoted, shown
 
 METADATA = ".metadata"  # torch writes it last: a folder without it is no finished checkpoint
 DIGESTS = "SHA256SUMS"  # in the format of sha256sum, which can check it, too
@@ -89,8 +92,40 @@ class _DigestedStream(io.BufferedWriter):
         return super().write(data)
 
 
+class _MetadataUnpickler(pickle.Unpickler):
+    """Knows the classes of a list of what a checkpoint holds, and no other, which could run anything."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
+            return dtype
+        if name not in _CLASSES.get(module, ()):
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which is of no checkpoint")
+        return super().find_class(module, name)
+
+
+_TENSORS = {"TensorProperties", "_MEM_FORMAT_ENCODING", "MEM_FORMAT_ENCODING"}
+_CLASSES = {
+    "torch.distributed.checkpoint.metadata": {
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "TensorStorageMetadata",
+        *_TENSORS,
+    },
+    "torch.distributed._shard.sharded_tensor.metadata": _TENSORS,  # of earlier versions of torch
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.serialization": {"_get_layout"},
+    "torch": {"Size"},
+    "pathlib": {"Path", "PosixPath", "WindowsPath", "PurePath", "PurePosixPath", "PureWindowsPath"},
+}
+
+
 def read_metadata(folder: Path) -> Metadata:
-    """The list of what a checkpoint holds and where. It is a pickle: reading it runs what it says.
+    """The list of what a checkpoint holds and where: a pickle, of which nothing is run.
+
+    torch reads it once more when it loads the checkpoint, without such care: read it before that.
 
     Raises:
         ValueError: there is none, or it cannot be read; one line with path and remedy.
@@ -99,16 +134,35 @@ def read_metadata(folder: Path) -> Metadata:
     if not path.is_file():
         if any(folder.glob("*.safetensors")):
             raise ValueError(
-                f"{folder} has safetensors and no {METADATA}; set checkpoint.initial_load_in_hf to true to load them"
+                f"{shown(folder)} has safetensors and no {METADATA}; set checkpoint.initial_load_in_hf to true to "
+                "load them"
             )
         raise ValueError(
-            f"{folder} is no finished checkpoint: it has no {METADATA}, which is written last; give the folder of a "
-            "finished one, step-*"
+            f"{shown(folder)} is no finished checkpoint: it has no {METADATA}, which is written last; give the "
+            "folder of a finished one, step-*"
         )
     try:
-        return FileSystemReader(folder).read_metadata()
-    except Exception as error:  # a broken pickle can raise anything
-        raise ValueError(f"{path} cannot be read ({_in_one_line(error)}); {ANOTHER}") from None
+        with path.open("rb") as file:
+            metadata = _MetadataUnpickler(file).load()
+        _check_content(metadata)
+        return metadata
+    except OSError as error:
+        other = f"{shown(path)} cannot be read ({_in_one_line(error)}); {ANOTHER}"
+        raise ValueError(lack(error, shown(path)) or other) from None
+    except Exception as error:  # a broken pickle can raise anything, also for want of the memory that it asks for
+        raise ValueError(f"{shown(path)} cannot be read ({_in_one_line(error)}); {ANOTHER}") from None
+
+
+def _check_content(metadata: Any) -> None:
+    """Raises UnpicklingError for what is no list of tensors and of places in files of the folder."""
+    if not isinstance(metadata, Metadata) or not all(isinstance(name, str) for name in metadata.state_dict_metadata):
+        raise pickle.UnpicklingError(f"it is a {type(metadata).__name__}, or has names that are no text")
+    for item in metadata.storage_data.values():
+        if type(item.relative_path) is not str or type(item.offset) is not int or type(item.length) is not int:
+            raise pickle.UnpicklingError(f"a place is {quoted(vars(item))}")
+    for name in {item.relative_path for item in metadata.storage_data.values()}:
+        if "\0" in name or Path(name).is_absolute() or ".." in Path(name).parts:
+            raise pickle.UnpicklingError(f"it names {quoted(name)}, outside of the folder")
 
 
 def check_sizes(folder: Path) -> None:
@@ -123,9 +177,9 @@ def check_sizes(folder: Path) -> None:
     for name, end in sorted(ends.items()):
         path = folder / name
         if not path.is_file():
-            raise ValueError(f"{path} is missing, which {METADATA} names; {ANOTHER}")
+            raise ValueError(f"{shown(path)} is missing, which {METADATA} names; {ANOTHER}")
         if (size := path.stat().st_size) != end:
-            raise ValueError(f"{path} has {size:,} bytes, but {end:,} were written; {ANOTHER}")
+            raise ValueError(f"{shown(path)} has {size:,} bytes, but {end:,} were written; {ANOTHER}")
 
 
 def has_digests(folder: Path) -> bool:
@@ -147,28 +201,37 @@ def check_digests(folder: Path, rank: int = 0, world_size: int = 1) -> int:
     """
     path, num_bytes = folder / DIGESTS, 0
     if not path.exists() and any(folder.glob("*.safetensors")):
-        raise ValueError(f"{folder} is an export in safetensors, without digests; give a checkpoint to resume from")
+        raise ValueError(
+            f"{shown(folder)} is an export in safetensors, without digests; give a checkpoint to resume from"
+        )
     try:
-        lines = [line.split("  ", 1) for line in path.read_text().splitlines()]
+        lines = [line.split("  ", 1) for line in read_text(path).splitlines()]
         digests = {name: digest for digest, name in lines}
         if METADATA not in digests:
             raise ValueError(f"{METADATA} is not among them")
     except (OSError, ValueError) as error:
-        raise ValueError(f"{path} has no digests that can be read ({_in_one_line(error)}); {ANOTHER}") from None
+        raise ValueError(
+            lack(error, shown(path))
+            or f"{shown(path)} has no digests that can be read ({_in_one_line(error)}); {ANOTHER}"
+        ) from None
     digests = {METADATA: digests[METADATA]} | digests  # rank 0 reads it first
     for name, digest in list(digests.items())[rank::world_size]:
         try:
+            regular_file(folder / name)
             with (folder / name).open("rb") as file:
                 found = hashlib.file_digest(file, "sha256").hexdigest()
                 num_bytes += file.tell()
         except OSError as error:
-            raise ValueError(f"{folder / name} cannot be read ({_in_one_line(error)}); {ANOTHER}") from None
+            raise ValueError(
+                lack(error, shown(folder / name))
+                or f"{shown(folder / name)} cannot be read ({_in_one_line(error)}); {ANOTHER}"
+            ) from None
         if found != digest:
-            raise ValueError(f"{folder / name} is damaged: its bytes are not those that were written; {ANOTHER}")
+            raise ValueError(f"{shown(folder / name)} is damaged: its bytes are not those that were written; {ANOTHER}")
     if rank == 0:  # other shards may lie there: an earlier save, by more ranks, was not finished
         for name in sorted({item.relative_path for item in read_metadata(folder).storage_data.values()}):
             if name not in digests:
-                raise ValueError(f"{path} has no digest of {name}, which {METADATA} names; {ANOTHER}")
+                raise ValueError(f"{shown(path)} has no digest of {shown(name)}, which {METADATA} names; {ANOTHER}")
     return num_bytes
 
 
@@ -183,8 +246,8 @@ def loading(folder: str | os.PathLike[str]) -> Iterator[None]:
         yield
     except CheckpointException as error:
         raise ValueError(
-            f"{folder} cannot be loaded into this run: {_first_failure(error)}; use the model and the options that it "
-            "was saved with, or another checkpoint"
+            f"{shown(folder)} cannot be loaded into this run: {_first_failure(error)}; use the model and the options "
+            "that it was saved with, or another checkpoint"
         ) from None
 
 
@@ -201,7 +264,8 @@ def saving(folder: str | os.PathLike[str]) -> Iterator[None]:
         existing = next(path for path in (Path(folder), *Path(folder).absolute().parents) if path.is_dir())
         free = shutil.disk_usage(existing).free / 2**30
         raise OSError(
-            f"{folder} could not be saved: {_first_failure(error)}; the disk of {existing} has {free:.1f} GiB free: "
+            f"{shown(folder)} could not be saved: {_first_failure(error)}; the disk of {shown(existing)} has "
+            f"{free:.1f} GiB free: "
             "make room, or keep fewer checkpoints by checkpoint.keep_latest_k, and start the run again"
         ) from None
 
@@ -213,4 +277,4 @@ def _first_failure(error: CheckpointException) -> str:
 
 def _in_one_line(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    return f"{type(error).__name__}: {one_line(lines[0], 500)}" if lines else type(error).__name__
