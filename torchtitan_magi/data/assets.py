@@ -13,7 +13,9 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 from torchtitan_magi.data.chat import ChatTokenizer
 from torchtitan_magi.data.special_tokens import read_special_tokens
-from torchtitan_magi.wording import one_line
+from torchtitan_magi.files import read_text
+from torchtitan_magi.machine import lack
+from torchtitan_magi.wording import one_line, shown
 
 logger = logging.getLogger(__name__)
 
@@ -48,11 +50,12 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> LoadedTokenizer:
     if not path.is_file():
         path = next((found for name in _VOCABULARIES if (found := Path(folder, name)).is_file()), path)
     if not path.is_file():
-        raise ValueError(f"{path} does not exist; give the directory of a Hugging Face tokenizer")
+        raise ValueError(f"{shown(path)} does not exist; give the directory of a Hugging Face tokenizer")
     try:
-        tokenizer = _of_vocabulary(path) if path.name in _VOCABULARIES else Tokenizer.from_file(str(path))
+        tokenizer = _of_vocabulary(path) if path.name in _VOCABULARIES else Tokenizer.from_str(read_text(path))
     except Exception as error:  # the library raises nothing narrower
-        raise ValueError(f"{path} is not a tokenizer ({one_line(error)}); download it again") from None
+        other = f"{shown(path)} is not a tokenizer ({one_line(error)}); download it again"
+        raise ValueError(lack(error, shown(path)) or other) from None
     special = read_special_tokens(folder)
     special.add_to(tokenizer)
     texts = [special.texts.get(name, "") for name in ("bos_token", "eos_token")]
@@ -66,7 +69,9 @@ def _of_vocabulary(path: Path) -> Tokenizer:
     vocabulary = json.loads(text) if path.suffix == ".json" else lines
     merges = path.with_name(_MERGES)
     kind = f"with {_MERGES} as GPT-2's byte-level BPE" if merges.is_file() else "as whole words"
-    logger.warning(f"{path.parent} has no tokenizer.json: {path.name} is read {kind}; save the model's tokenizer anew")
+    logger.warning(
+        f"{shown(path.parent)} has no tokenizer.json: {path.name} is read {kind}; save the model's tokenizer anew"
+    )
     if not merges.is_file():
         return Tokenizer(WordLevel(vocabulary, unk_token="[UNK]"))
     written = merges.read_text(encoding="utf-8").split("\n")

@@ -25,7 +25,9 @@ from torchtitan_magi.data.formats import Messages
 from torchtitan_magi.data.sandbox import Spans
 from torchtitan_magi.data.special_tokens import read_special_tokens
 from torchtitan_magi.data.template import ChatTemplate, Kwargs
-from torchtitan_magi.wording import one_line, quoted, quoted_path
+from torchtitan_magi.files import read_text
+from torchtitan_magi.machine import lack
+from torchtitan_magi.wording import one_line, quoted, quoted_path, shown
 
 T = TypeVar("T")
 
@@ -124,8 +126,8 @@ class ChatTokenizer:
         if template is None:
             template = default_template(tokenizer)
             form = "ChatML" if template == CHATML_TEMPLATE else "plain text"
-            logger.info("no chat template in %s: messages are written as %s", os.fspath(assets_path), form)
-        name, named = f"the chat template in {os.fspath(assets_path)}", read_special_tokens(assets_path).texts
+            logger.info("no chat template in %s: messages are written as %s", shown(assets_path), form)
+        name, named = f"the chat template in {shown(assets_path)}", read_special_tokens(assets_path).texts
         chat = cls(tokenizer, bos_id, eos_id, template, day, name, named)
         chat._template.check()
         return chat
@@ -276,23 +278,29 @@ def load_chat_template(assets_path: str | os.PathLike[str]) -> str | None:
     """
     if not os.path.isdir(assets_path):
         raise ValueError(f"{quoted_path(assets_path)} is not a directory; give the one that holds tokenizer.json")
+    jinja = os.path.join(assets_path, "chat_template.jinja")
     try:
-        with open(os.path.join(assets_path, "chat_template.jinja"), encoding="utf-8") as file:
-            return file.read()
+        return read_text(jinja)
     except FileNotFoundError:
         pass
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            lack(error, shown(jinja)) or f"{shown(jinja)} cannot be read ({one_line(error)}); write it again, as UTF-8"
+        ) from None
     path = os.path.join(assets_path, "tokenizer_config.json")
     try:
-        with open(path, encoding="utf-8") as file:
-            template = json.load(file).get("chat_template")
+        template = json.loads(read_text(path)).get("chat_template")
     except FileNotFoundError:
         return None
-    except (ValueError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{path} is not a JSON object ({error}); download the tokenizer's files again") from None
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
+        raise ValueError(
+            lack(error, shown(path))
+            or f"{shown(path)} is not a JSON object ({one_line(error)}); download the tokenizer's files again"
+        ) from None
     if isinstance(template, list):
         return _named_template(template, path)
     if template is not None and not isinstance(template, str):
-        raise ValueError(f'{path}: "chat_template" is a {type(template).__name__}; write a string or a list')
+        raise ValueError(f'{shown(path)}: "chat_template" is a {type(template).__name__}; write a string or a list')
     return template
 
 
@@ -303,10 +311,12 @@ def _named_template(templates: list[Any], path: str) -> str:
             raise TypeError
     except (TypeError, KeyError):
         raise ValueError(
-            f'{path}: "chat_template" is a list; give each entry a "name" and a "template", both of them text'
+            f'{shown(path)}: "chat_template" is a list; give each entry a "name" and a "template", both of them text'
         ) from None
     if "default" not in by_name:
-        raise ValueError(f'{path}: the chat templates are named {quoted(sorted(by_name))}; name one of them "default"')
+        raise ValueError(
+            f'{shown(path)}: the chat templates are named {quoted(sorted(by_name))}; name one of them "default"'
+        )
     return by_name["default"]
 
 
