@@ -4,6 +4,7 @@ import functools
 import itertools
 import json
 import logging
+import os
 import re
 import shutil
 from dataclasses import replace
@@ -201,6 +202,41 @@ def test_a_folder_gives_what_transformers_reads_and_nothing_else(tmp_path):
     files = read_files(f"{tmp_path}")
     assert sorted(files) == sorted(names)
     assert all(json.loads(content) == {"name": name} for name, content in files.items())
+
+
+def test_a_snapshot_of_a_cache_is_read_through_its_links(tmp_path):
+    blobs, folder = tmp_path / "models--a--b/blobs", tmp_path / "models--a--b/snapshots/0123"
+    (folder / "additional_chat_templates").mkdir(parents=True)
+    blobs.mkdir()
+    for name, to in {"config.json": "../../blobs/0", "additional_chat_templates/t.jinja": "../../../blobs/1"}.items():
+        (folder / name).symlink_to(to)
+        (folder / name).resolve().write_text("{}")
+    (folder / "tokenizer.json").symlink_to("config.json")
+    (tmp_path / "model").symlink_to(folder)  # a folder that is a link itself
+    for path in (folder, tmp_path / "model"):
+        assert sorted(read_files(f"{path}")) == ["additional_chat_templates/t.jinja", "config.json", "tokenizer.json"]
+
+
+@pytest.mark.parametrize("name", ["tokenizer_a.json", "additional_chat_templates", "blobs"])
+def test_a_link_out_of_the_folder_is_not_exported(name, tmp_path):
+    secret, folder = tmp_path / ("blobs" if name == "blobs" else "secret"), tmp_path / "model"
+    for path in (secret, folder):
+        path.mkdir()
+    (secret / "key").write_text("{}")
+    if name == "additional_chat_templates":
+        (folder / name).symlink_to(secret)
+    else:
+        (folder / "tokenizer_a.json").symlink_to(secret / "key")
+    words = r"^.*/model/.* is a link to .*/key, outside of the model's folder, and would be .*; put a copy in its place"
+    with pytest.raises(ValueError, match=words):
+        read_files(f"{folder}")
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("nothing")])
+def test_what_is_no_file_is_not_exported(make, tmp_path):
+    make(tmp_path / "tokenizer_a.json")
+    with pytest.raises(ValueError, match=r"tokenizer_a\.json is no file that can be exported .*; remove it"):
+        read_files(f"{tmp_path}")
 
 
 def test_a_folder_that_cannot_be_read_is_one_line(tmp_path, monkeypatch):

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torchtitan_magi.training.hf_folder import ExportLayout
 from torchtitan_magi.training.hf_weights import INDEX
 from torchtitan_magi.training.trained_length import keep_trained_length, trained_length
-from torchtitan_magi.wording import quoted_path
+from torchtitan_magi.wording import one_line, quoted_path, shown
 
 logger = logging.getLogger(__name__)
 
@@ -32,22 +32,41 @@ ORIGINAL = "original_max_position_embeddings"
 def read_files(folder: str) -> dict[str, bytes]:
     """What transformers reads of a model's folder beside the weights: contents by path in the folder.
 
+    Links are followed inside the folder, and to the ``blobs`` of a Hugging Face cache, whose snapshots consist of such
+    links. What lies elsewhere is not part of the model, and may be of nobody's business.
+
     Raises:
-        ValueError: one line: the folder or a file cannot be read, or config.json is no JSON object.
+        ValueError: one line: the folder or a file cannot be read, a link leads elsewhere, or config.json is no JSON
+            object.
     """
     try:
         if not Path(folder).is_dir():
             raise NotADirectoryError("no such folder")
-        paths = [path for pattern in PATTERNS for path in Path(folder).glob(pattern) if path.is_file()]
+        paths = [path for pattern in PATTERNS for path in Path(folder).glob(pattern) if not path.is_dir()]
+        for path in paths:
+            _check_is_of_model(path, Path(folder).resolve())
         files = {str(path.relative_to(folder)): path.read_bytes() for path in paths}
     except OSError as error:
         raise ValueError(
             f"model.hf_assets_path is {quoted_path(folder)}, whose files cannot be exported beside the weights "
-            f"({error}); give a folder that can be read, or set checkpoint.last_save_in_hf to false"
+            f"({one_line(error)}); give a folder that can be read, or set checkpoint.last_save_in_hf to false"
         ) from None
     if CONFIG in files and not isinstance(parsed(files[CONFIG]), dict):
-        raise ValueError(f"{Path(folder, CONFIG)} is no JSON object; download it again")
+        raise ValueError(f"{shown(Path(folder, CONFIG))} is no JSON object; download it again")
     return files
+
+
+def _check_is_of_model(path: Path, folder: Path) -> None:
+    """Raises ValueError for what is no file, or is taken from elsewhere by a link."""
+    if not path.is_file():
+        raise ValueError(f"{shown(path)} is no file that can be exported beside the weights; remove it")
+    found = path.resolve()
+    cache = [folder.parent.parent / "blobs"] if folder.parent.name == "snapshots" else []
+    if not any(found.is_relative_to(place) for place in (folder, *cache)):
+        raise ValueError(
+            f"{shown(path)} is a link to {shown(found)}, outside of the model's folder, and would be exported beside "
+            "the weights; put a copy in its place, or remove it"
+        )
 
 
 def add_config(files: dict[str, bytes], config: dict[str, Any]) -> None:
@@ -145,7 +164,10 @@ def export(
         try:
             shutil.rmtree(folder / SHARDED)
         except OSError as error:
-            logger.warning(f"{folder} is complete, but {folder / SHARDED} could not be removed ({error}); delete it")
+            logger.warning(
+                f"{shown(folder)} is complete, but {shown(folder / SHARDED)} could not be removed "
+                f"({one_line(error)}); delete it"
+            )
 
     _on_first_rank(write_files)
     save_weights()
