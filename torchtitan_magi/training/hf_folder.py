@@ -9,7 +9,7 @@ from typing import Any
 from torchtitan_magi.models.model_config import ModelConfig, differences, read_model_config
 from torchtitan_magi.training.hf_weights import check_weights, float32_names, shard_numbers
 from torchtitan_magi.training.options import DPO_DATASET
-from torchtitan_magi.wording import quoted, quoted_path
+from torchtitan_magi.wording import quoted, quoted_path, shown
 
 logger = logging.getLogger(__name__)
 
@@ -30,14 +30,14 @@ def read_hf_config(job_config: Any, check: Callable[[ModelConfig], object]) -> M
     path = Path(model.hf_assets_path) / "config.json"
     if config.model != model.name:
         raise ValueError(
-            f'model.name is {quoted(model.name)}, but {path} is of a {config.model}; set it to "{config.model}"'
+            f'model.name is {quoted(model.name)}, but {shown(path)} is of a {config.model}; set it to "{config.model}"'
         )
     try:
         check(config)
     except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
+        raise ValueError(f"{shown(path)}: {error}") from None
     if config.left_out:
-        logger.warning(f"{path}: {config.left_out} neither trained nor exported")
+        logger.warning(f"{shown(path)}: {config.left_out} neither trained nor exported")
     return config
 
 
@@ -106,7 +106,7 @@ def _problem(model: Any, folder: str, config: ModelConfig) -> str | None:
     remedy = f'set model.flavor = "{HF_FLAVOR}"'
     if folder != model.hf_assets_path:
         remedy += f" and model.hf_assets_path = {quoted_path(folder)}"
-    return f"model.flavor {quoted(model.flavor)} is not the model of {path}: {'; '.join(found)}; {remedy}"
+    return f"model.flavor {quoted(model.flavor)} is not the model of {shown(path)}: {'; '.join(found)}; {remedy}"
 
 
 def check_vocabulary(tokenizer: Any, config: ModelConfig, job_config: Any) -> None:
@@ -118,6 +118,6 @@ def check_vocabulary(tokenizer: Any, config: ModelConfig, job_config: Any) -> No
     tokens = 1 + max(tokenizer.tokenizer.get_vocab().values())
     if tokens > config.vocab_size:
         raise ValueError(
-            f"the tokenizer in {job_config.model.hf_assets_path} has {tokens} tokens, the model's vocab_size is "
+            f"the tokenizer in {shown(job_config.model.hf_assets_path)} has {tokens} tokens, the model's vocab_size is "
             f"{config.vocab_size}; use the tokenizer that came with the weights"
         )

@@ -14,8 +14,11 @@ from safetensors import SafetensorError, safe_open
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import Metadata
 
+from torchtitan_magi.files import read_text, regular_file
+from torchtitan_magi.machine import lack
 from torchtitan_magi.models.model_config import Experts, ModelConfig
 from torchtitan_magi.training.hf_layouts import EMBEDDING, OUTPUT, Place, places_of
+from torchtitan_magi.wording import one_line, shown
 
 INDEX = "model.safetensors.index.json"
 DTYPES = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
@@ -118,7 +121,7 @@ def check_weights(folder: str | Path, config: ModelConfig) -> None:
     index = _read_index(folder)
     for name in sorted(set(index.values())):
         if not (folder / name).is_file():
-            raise ValueError(f"{folder / INDEX} names {name}, which is not there; download it again")
+            raise ValueError(f"{shown(folder / INDEX)} names {shown(name)}, which is not there; download it again")
     headers = _headers(folder)
     stored: dict[str, Any] = headers.state_dict_metadata
     if index:
@@ -129,14 +132,14 @@ def check_weights(folder: str | Path, config: ModelConfig) -> None:
         place, tensor = places[name], stored[places[name].name]
         if place.shape != shape:
             raise ValueError(
-                f"{folder}: {name} has shape {list(place.shape)}, in this model {list(shape)}; use the "
+                f"{shown(folder)}: {name} has shape {list(place.shape)}, in this model {list(shape)}; use the "
                 'config.json that came with the weights and model.flavor = "hf"'
             )
         if len({chunk.offsets for chunk in tensor.chunks}) != len(tensor.chunks):
-            raise ValueError(f"{folder}: {name} is in several files; leave one set of safetensors there")
+            raise ValueError(f"{shown(folder)}: {name} is in several files; leave one set of safetensors there")
         if tensor.properties.dtype not in DTYPES:
             dtype = tensor.properties.dtype
-            raise ValueError(f"{folder}: {name} is {dtype}; use the checkpoint from before its quantization")
+            raise ValueError(f"{shown(folder)}: {name} is {dtype}; use the checkpoint from before its quantization")
     _check_no_others(folder, places, needed, headers)
     if config.tied and OUTPUT in stored and places[EMBEDDING].name != OUTPUT:
         _check_tied(folder, (places[EMBEDDING].name, OUTPUT), headers)
@@ -188,11 +191,13 @@ def _read_index(folder: Path) -> dict[str, str]:
     if not path.exists():
         return {}
     try:
-        weight_map = json.loads(path.read_text())["weight_map"]
+        weight_map = json.loads(read_text(path))["weight_map"]
         return {str(name): str(file) for name, file in weight_map.items()}
     except (ValueError, KeyError, TypeError, AttributeError, OSError, RecursionError) as error:
-        reason = f"{type(error).__name__}: {error}"
-        raise ValueError(f"{path} is no index of safetensors ({reason}); download it again") from None
+        reason = one_line(f"{type(error).__name__}: {error}")
+        raise ValueError(
+            lack(error, shown(path)) or f"{shown(path)} is no index of safetensors ({reason}); download it again"
+        ) from None
 
 
 def _places_by(index: dict[str, str], config: ModelConfig) -> dict[str, Place]:
@@ -206,13 +211,15 @@ def _headers(folder: Path) -> Metadata:
     """Size, dtype, chunks and files of each stored tensor, as torch will read them."""
     paths = sorted(folder.glob("*.safetensors"))
     if not paths:
-        raise ValueError(f"{folder} has no *.safetensors; put the model's weights there")
+        raise ValueError(f"{shown(folder)} has no *.safetensors; put the model's weights there")
     for path in paths:
         try:
+            regular_file(path)
             with safe_open(path, framework="pt"):
                 pass
         except (SafetensorError, OSError) as error:
-            raise ValueError(f"{path}: {error}; download it again") from None
+            other = f"{shown(path)}: {one_line(error)}; download it again"
+            raise ValueError(lack(error, shown(path)) or other) from None
     return HuggingFaceStorageReader(str(folder)).read_metadata()
 
 
@@ -222,14 +229,14 @@ def _check_complete(where: Path, places: dict[str, Place], needed: dict[str, tup
         missing = [EMBEDDING, *missing]
     if missing == [OUTPUT]:
         raise ValueError(
-            f"{where} lacks {OUTPUT}, but tie_word_embeddings is not true in config.json; set it to true if the output "
-            "layer is the embedding, else download the weights again"
+            f"{shown(where)} lacks {OUTPUT}, but tie_word_embeddings is not true in config.json; set it to true if "
+            "the output layer is the embedding, else download the weights again"
         )
     if missing:
         more = f" and {len(missing) - 1} more tensors" if len(missing) > 1 else ""
         raise ValueError(
-            f"{where} lacks {missing[0]}{more} of the model; download the weights again, or use the config.json that "
-            'came with them and model.flavor = "hf"'
+            f"{shown(where)} lacks {missing[0]}{more} of the model; download the weights again, or use the "
+            'config.json that came with them and model.flavor = "hf"'
         )
 
 
@@ -247,7 +254,8 @@ def _check_no_others(folder: Path, places: dict[str, Place], needed: Container[s
     if others:
         more = f" and {len(others) - 1} more tensors" if len(others) > 1 else ""
         raise ValueError(
-            f"{folder} has {others[0]}{more} that the model has no place for; use the config.json that came with the "
+            f"{shown(folder)} has {shown(others[0])}{more} that the model has no place for; use the config.json that "
+            "came with the "
             'weights and model.flavor = "hf", or take them out of the file'
         )
 
@@ -277,6 +285,6 @@ def _check_tied(folder: Path, names: tuple[str, str], headers: Metadata) -> None
         )
     if not equal:
         raise ValueError(
-            f"{folder} has another {OUTPUT} than {EMBEDDING}, but tie_word_embeddings is true in config.json; set it "
-            f"to false to train both, or take {OUTPUT} out of the file"
+            f"{shown(folder)} has another {OUTPUT} than {EMBEDDING}, but tie_word_embeddings is true in config.json; "
+            f"set it to false to train both, or take {OUTPUT} out of the file"
         )
