@@ -14,6 +14,7 @@ from torchtitan_magi.data import Corpus, PackedSFTDataset
 from torchtitan_magi.data.__main__ import main as inspect
 from torchtitan_magi.data.assets import load_chat_tokenizer, load_tokenizer
 from torchtitan_magi.data.chat import load_chat_template
+from torchtitan_magi.data.special_tokens import read_special_tokens
 from torchtitan_magi.data.token_writer import unusable
 from torchtitan_magi.models.model_config import ModelConfig, Rope, read_model_config
 from torchtitan_magi.planning.cost_model import CostModel
@@ -26,7 +27,6 @@ from torchtitan_magi.training.hf_weights import INDEX, check_weights
 from torchtitan_magi.training.reference_file import read_logprobs, write_logprobs
 from torchtitan_magi.training.run_folder import check_writable, lock_folder
 from torchtitan_magi.training.template_date import template_date
-from torchtitan_magi.training.tokenizer_files import reading_tokenizer
 from torchtitan_magi.training.values import read_toml
 
 NAME = "a\n\x1b[31m<b>" + os.fsdecode(b"\xff")  # a line, red, a tag, no UTF-8
@@ -53,11 +53,6 @@ def refuse(text):
     raise ValueError(text)
 
 
-def read_by_torchtitan(folder):
-    with reading_tokenizer(str(folder)):
-        raise RuntimeError("no tokenizer")
-
-
 def write_reference(folder):
     (folder / "r.npz").mkdir()
     write_logprobs(folder / "r.npz", {"model": "", "data": ""}, np.zeros((1, 2)))
@@ -70,7 +65,6 @@ READERS = {
     "no folder of records": Corpus,
     "tokenizer": load_tokenizer,
     "broken tokenizer": lambda folder: load_tokenizer(written(folder / "tokenizer.json", "{}").parent),
-    "torchtitan's tokenizer": read_by_torchtitan,
     "template": lambda folder: load_chat_template(folder / "none"),
     "broken template": lambda folder: load_chat_template(written(folder / "tokenizer_config.json", "[").parent),
     "cache": lambda folder: refuse(unusable(folder, OSError(28, "No space left on device"))),
@@ -147,7 +141,7 @@ PIPES = {
     "chat_template.jinja": lambda path: load_chat_template(path.parent),
     "tokenizer_config.json": lambda path: load_chat_template(path.parent),
     "tokenizer.json": lambda path: load_chat_tokenizer(path.parent),
-    "vocab.json": lambda path: read_by_torchtitan(path.parent),
+    "special_tokens_map.json": lambda path: read_special_tokens(path.parent),
     "config.json": lambda path: read_model_config(path.parent),
     "model.safetensors": lambda path: check_weights(path.parent, MODEL),
     INDEX: lambda path: check_weights(path.parent, MODEL),

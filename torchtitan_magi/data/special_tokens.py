@@ -13,7 +13,9 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
-from torchtitan_magi.wording import one_line, quoted
+from torchtitan_magi.files import read_text
+from torchtitan_magi.machine import lack
+from torchtitan_magi.wording import one_line, quoted, shown
 
 CONFIG, OLD_NAMES, OLD_TOKENS = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
 DECLARED, EXTRA, ADDITIONAL = "added_tokens_decoder", "extra_special_tokens", "additional_special_tokens"
@@ -92,12 +94,12 @@ def _in_order(first: dict[str, AddedToken], second: dict[str, AddedToken]) -> di
 def read_object(path: Path) -> dict[str, Any]:
     """The JSON object of a file; {} without the file. Raises ValueError for another content."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        value = json.loads(read_text(path)) if path.exists() else {}
         if not isinstance(value, dict):
             raise ValueError(f"it is a {type(value).__name__}")
     except (OSError, ValueError, RecursionError) as error:
-        reason = one_line(error)
-        raise ValueError(f"{path} is not a JSON object ({reason}); download the tokenizer's files again") from None
+        other = f"{shown(path)} is not a JSON object ({one_line(error)}); download the tokenizer's files again"
+        raise ValueError(lack(error, shown(path)) or other) from None
     return value
 
 
@@ -120,7 +122,7 @@ def _entries(path: Path, config: dict[str, Any], key: str, kind: type) -> Any:
     value = config.get(key)
     if value is not None and not isinstance(value, kind):
         form = "an object" if kind is dict else "a list"
-        raise ValueError(f'{path}: "{key}" is {quoted(value)}; write {form} of tokens')
+        raise ValueError(f'{shown(path)}: "{key}" is {quoted(value)}; write {form} of tokens')
     return kind() if value is None else value
 
 
@@ -131,7 +133,7 @@ def _is_token(value: Any) -> bool:
 def _token(path: Path, key: str, value: Any, is_special: bool) -> AddedToken:
     """A token given as text, which is special, or as {"content": text}, which is if it or `is_special` says so."""
     if not _is_token(value):
-        raise ValueError(f'{path}: "{key}" has {quoted(value)}; write the text of a token')
+        raise ValueError(f'{shown(path)}: "{key}" has {quoted(value)}; write the text of a token')
     if isinstance(value, str):
         return AddedToken(value, special=True)
     flags = {name: value[name] for name in _FLAGS if isinstance(value.get(name), bool)}
@@ -142,4 +144,4 @@ def _number(path: Path, number: Any) -> int:
     try:
         return int(number)
     except (TypeError, ValueError):
-        raise ValueError(f"{path}: {quoted(number)} is no number of a token; write an integer") from None
+        raise ValueError(f"{shown(path)}: {quoted(number)} is no number of a token; write an integer") from None

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torchtitan_magi.training.agreed import agreed
 from torchtitan_magi.training.checkpoints import finished_steps
 from torchtitan_magi.training.hf_weights import INDEX
-from torchtitan_magi.wording import quoted_path
+from torchtitan_magi.wording import quoted_path, shown
 
 logger = logging.getLogger(__name__)
 
@@ -82,14 +82,14 @@ def _loaded(job_config: Any) -> str:
     steps = finished_steps(folder)
     if steps:
         step = steps[0] if checkpoint.load_step == -1 else checkpoint.load_step
-        return f"those of {folder}/step-{step}, where this run goes on"
+        return f"those of {shown(folder)}/step-{step}, where this run goes on"
     if checkpoint.load_step != -1:
         raise ValueError(
-            f"checkpoint.load_step is {checkpoint.load_step}, but {folder} has no finished checkpoint; set "
+            f"checkpoint.load_step is {checkpoint.load_step}, but {shown(folder)} has no finished checkpoint; set "
             "job.dump_folder to that of the run that has it, or load_step to -1"
         )
     path = checkpoint.initial_load_path or (job_config.model.hf_assets_path if checkpoint.initial_load_in_hf else "")
-    return path and f"those of {path}{', in safetensors' if checkpoint.initial_load_in_hf else ''}"
+    return path and f"those of {shown(path)}{', in safetensors' if checkpoint.initial_load_in_hf else ''}"
 
 
 def _check_nothing_is_left(job_config: Any) -> None:

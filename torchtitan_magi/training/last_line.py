@@ -6,6 +6,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from torchtitan_magi.wording import shown
+
 logger = logging.getLogger(__name__)
 
 
@@ -25,23 +27,23 @@ class LastLine:
         if dist.is_initialized() and dist.get_rank():
             return
         folder = checkpointer._create_checkpoint_id(step)
-        quoted = json.dumps(folder, ensure_ascii=False)
+        quoted = _literal(folder)
         load = "AutoModelForCausalLM.from_pretrained({})"
         if checkpointer.last_save_in_hf and adapters_of:
-            base = load.format(json.dumps(adapters_of, ensure_ascii=False))
-            self.text = f"The adapters are in {folder}: PeftModel.from_pretrained({base}, {quoted})"
+            base = load.format(_literal(adapters_of))
+            self.text = f"The adapters are in {shown(folder)}: PeftModel.from_pretrained({base}, {quoted})"
         elif checkpointer.last_save_in_hf:
-            self.text = f"The model is in {folder}: {load.format(quoted)}"
+            self.text = f"The model is in {shown(folder)}: {load.format(quoted)}"
         elif checkpointer.last_save_model_only:
             self.text = (
-                f"The weights are in {folder}, in torch's format; another run starts from them with "
-                f"--checkpoint.initial_load_path {folder}, and exports them with --training.steps 1 --optimizer.lr 0 "
-                "--checkpoint.last_save_in_hf as well"
+                f"The weights are in {shown(folder)}, in torch's format; another run starts from them with "
+                f"--checkpoint.initial_load_path {shown(folder)}, and exports them with --training.steps 1 "
+                "--optimizer.lr 0 --checkpoint.last_save_in_hf as well"
             )
         else:
             self.text = (
-                f"The last checkpoint is {folder}; the run goes on from it with more --training.steps, and exports "
-                "with --checkpoint.last_save_in_hf --checkpoint.last_save_model_only as well"
+                f"The last checkpoint is {shown(folder)}; the run goes on from it with more --training.steps, and "
+                "exports with --checkpoint.last_save_in_hf --checkpoint.last_save_model_only as well"
             )
 
     def tell(self) -> None:
@@ -49,6 +51,11 @@ class LastLine:
         if self.text:
             logger.info(self.text)
         self.text = ""
+
+
+def _literal(path: str) -> str:
+    """A path as Python has it between double quotes, all of it printable."""
+    return json.dumps(path, ensure_ascii=not path.isprintable())
 
 
 LAST_LINE = LastLine()

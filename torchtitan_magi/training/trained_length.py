@@ -6,7 +6,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from torchtitan_magi.files import write_whole
+from torchtitan_magi.files import read_text, write_whole
+from torchtitan_magi.wording import one_line, shown
 
 logger = logging.getLogger(__name__)
 
@@ -38,12 +39,15 @@ def keep_trained_length(checkpointer: Any, length: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)  # an asynchronous save may not have begun
         write_whole(folder / NAME, f"{length}\n".encode())
     except OSError as error:
-        logger.warning(f"{folder / NAME} cannot be written ({error}); an export of a later start may lack {length}")
+        logger.warning(
+            f"{shown(folder / NAME)} cannot be written ({one_line(error)}); an export of a later start may lack "
+            f"{length}"
+        )
 
 
 def _kept(folder: Path) -> int:
     """0 where there is none, as in a folder of an earlier program."""
     try:
-        return int((folder / NAME).read_text())
+        return int(read_text(folder / NAME))
     except (OSError, ValueError):
         return 0
