@@ -38,7 +38,6 @@ IN_FILE = {
     f"magi = '{'a' * 5000}'": f"magi is '{'a' * 76}..., but it is a section; write [magi] and its options below",
     f"a = {'[' * 5000}{']' * 5000}": ".toml', which cannot be read (maximum recursion depth exceeded",
     '[model]\nname = "mistral"': "model.name is 'mistral', which is no model of torchtitan 0.2.2; use one of llama3",
-    "[metrics]\nenable_wandb = true": "metrics.enable_wandb is true, but the package wandb is not installed",
     "\ufeff[training]\nsteps = 2.5": "training.steps is 2.5; use a whole number",
     "[training]\nsteps = true": "training.steps is True; use a whole number",
     '[parallelism]\ncontext_parallel_degree = "2"': "parallelism.context_parallel_degree is '2'; use a whole number",
@@ -115,6 +114,23 @@ def test_a_wrong_value_is_one_line(case, said):
 @pytest.mark.parametrize("case", ACCEPTED)
 def test_values_with_a_meaning_are_accepted(case, said):
     assert said[case] is None
+
+
+def read_without_wandb(cases):
+    from torchtitan_magi.training import values
+
+    values.find_spec = lambda name: None
+    return read(cases)
+
+
+def test_wandb_that_is_asked_for_and_not_there_is_named(tmp_path):
+    path = tmp_path / "config.toml"
+    path.write_text(HOOKS)
+    ((kind, text),) = call(read_without_wandb, [(str(path), ["--metrics.enable_wandb"])])
+    assert (kind, text) == (
+        "ValueError",
+        "metrics.enable_wandb is true, but the package wandb is not installed; install it, or set it to false",
+    )
 
 
 def test_a_pipe_in_place_of_the_file_is_not_waited_for(tmp_path):

@@ -13,18 +13,23 @@ _NUMBER = re.compile(r"\((?:os error|errno) (\d+)\)|\[errno (\d+)\]", re.IGNOREC
 
 def cause(error: BaseException) -> str:
     """Why something failed, in one line without a number or path."""
-    return (error.strerror if isinstance(error, OSError) else None) or one_line(error) or type(error).__name__
+    return (error.strerror if isinstance(error, OSError) else None) or one_line(error)
 
 
 def lack(error: BaseException, what: str, disk: bool = False) -> str:
-    """`what: cause; remedy`, one line, where an error says what the machine lacks; "" for any other error.
+    """`what: cause; remedy`, one line, where an error says what the machine lacks; "" for any other error."""
+    found = remedy(error, disk)
+    return f"{what}: {cause(error) or type(error).__name__}; {found}" if found else ""
+
+
+def remedy(error: BaseException, disk: bool = False) -> str:
+    """What to do where an error says what the machine lacks; "" for any other error.
 
     disk: also for a disk without room, or that cannot be written; others have a remedy of their own for it.
     """
-    remedy = (_remedies() | (_DISK if disk else {})).get(_number(error))
     if isinstance(error, MemoryError):
-        remedy = memory_remedy()
-    return f"{what}: {cause(error)}; {remedy}" if remedy else ""
+        return memory_remedy()
+    return (_remedies() | (_DISK if disk else {})).get(_number(error), "")
 
 
 _DISK = {

@@ -118,7 +118,6 @@ REFUSED = {
     "--model.converters float8": "model.converters is ['float8']",
     "--training.seq_len 0": "training.seq_len is 0; use a whole number of at least 1",
     "--model.name mistral": "model.name is 'mistral', which has no varlen attention; use one of llama3, qwen3",
-    "--metrics.enable_wandb": "metrics.enable_wandb is true, but the package wandb is not installed; install it, or",
     "--training.no_such 1": "Unrecognized options: --training.no_such",
     "--magi.lora.rank 4 --magi.lora.target_modules lm_head": "target_modules is ['lm_head']; use some of wqkv, wo, w1,",
 }

@@ -18,7 +18,7 @@ from typing import NoReturn
 from torchtitan_magi.data.inspection.page import html_page
 from torchtitan_magi.data.inspection.summary import inspect_data
 from torchtitan_magi.data.inspection.terminal import Painter, report
-from torchtitan_magi.machine import cause, lack, raise_open_files
+from torchtitan_magi.machine import cause, raise_open_files, remedy
 from torchtitan_magi.wording import one_line, shown
 
 
@@ -59,9 +59,8 @@ def _write(path: Path, text: str) -> None:
     try:
         path.write_text(text, encoding="utf-8", errors="backslashreplace")
     except OSError as error:
-        what = f"cannot write {shown(path)}"
-        other = f"{what} ({cause(error)}); give a file in a folder that exists"
-        raise ValueError(lack(error, what, disk=True) or other) from None
+        instead = remedy(error, disk=True) or "give a file in a folder that exists"
+        raise ValueError(f"cannot write {shown(path)} ({cause(error)}); {instead}") from None
 
 
 def _has_color() -> bool:
