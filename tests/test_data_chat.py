@@ -354,6 +354,33 @@ def test_template_is_found_in_the_assets(tmp_path):
         load_chat_template(tmp_path / "nowhere")
 
 
+@pytest.mark.parametrize("place", ["files", "config"])
+def test_records_with_tools_have_a_template_of_their_own(tmp_path, place):
+    with_tools = CHATML_TEMPLATE.replace("{{ bos_token }}", "{{ bos_token }}{{ tools | tojson }}\n")
+    if place == "files":
+        (tmp_path / "additional_chat_templates").mkdir()
+        (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text(with_tools)
+        (tmp_path / "additional_chat_templates" / "rag.jinja").write_text("unused")
+        (tmp_path / "chat_template.jinja").write_text(CHATML_TEMPLATE)
+    else:
+        named = [{"name": "tool_use", "template": with_tools}, {"name": "default", "template": CHATML_TEMPLATE}]
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    made = ChatTokenizer.from_assets(TOKENIZER, 0, 1, tmp_path)
+    plain = ChatTokenizer(TOKENIZER, 0, 1, CHATML_TEMPLATE)
+    record = {"messages": [user("q"), assistant("a")]}
+    assert made(record).tokens.tolist() == plain(record).tokens.tolist()
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    with pytest.raises(ValueError, match='has no place for "tools"'):
+        plain(record | {"tools": tools})
+    text, ((start, stop),) = made.render(record["messages"], tools)
+    assert json.dumps(tools) in text
+    assert text[start:stop] == "a<|im_end|>\n"
+    assert made(record | {"tools": tools}).tokens.tolist() != plain(record).tokens.tolist()
+    again = pickle.loads(pickle.dumps(made))
+    assert again.render(record["messages"], tools)[0] == text
+    assert again.fingerprint == made.fingerprint != plain.fingerprint
+
+
 def test_default_template_follows_the_vocabulary(tmp_path, caplog):
     caplog.set_level("INFO")
     assert default_template(TOKENIZER) == CHATML_TEMPLATE

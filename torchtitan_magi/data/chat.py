@@ -12,6 +12,7 @@ import os
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import date
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -24,7 +25,7 @@ from torchtitan_magi.data.documents import TokenizedDocument, TokenizedPair, pai
 from torchtitan_magi.data.formats import Messages
 from torchtitan_magi.data.sandbox import Spans
 from torchtitan_magi.data.special_tokens import read_special_tokens
-from torchtitan_magi.data.template import ChatTemplate, Kwargs
+from torchtitan_magi.data.template import PROBE_TOOLS, ChatTemplate, Kwargs, Rendering
 from torchtitan_magi.files import read_text
 from torchtitan_magi.machine import lack
 from torchtitan_magi.wording import one_line, quoted, quoted_path, shown
@@ -35,6 +36,8 @@ logger = logging.getLogger(__name__)
 
 _BATCH_CHARACTERS = 2**20  # that are encoded together, or one text; an encoding takes a hundred times their memory
 _RENDERING_VERSION = "3"  # changes when records are rendered or their spans found in another way
+
+DEFAULT, TOOL_USE = "default", "tool_use"  # names of chat templates, as transformers takes them
 
 # Used when the assets have no chat template; the first if the vocabulary has the two ChatML tokens.
 CHATML_TEMPLATE = """\
@@ -72,6 +75,7 @@ class ChatTokenizer:
         day: what a template that prints the date takes for today. None: today.
         name: of the template, for messages.
         special_tokens: further variables of the template, such as "pad_token", and their text.
+        tool_template: for records with tools; None: `template`.
 
     Raises ValueError for ids outside the vocabulary; when called, for a template that is not jinja2 and for a record
     that the template refuses or whose assistant turns cannot be found.
@@ -86,6 +90,7 @@ class ChatTokenizer:
         day: date | None = None,
         name: str = "the chat template",
         special_tokens: dict[str, str] | None = None,
+        tool_template: str | None = None,
     ):
         if tokenizer.truncation or tokenizer.padding:
             tokenizer = Tokenizer.from_str(tokenizer.to_str())
@@ -93,8 +98,11 @@ class ChatTokenizer:
             tokenizer.no_padding()
         self.tokenizer, self.bos_id, self.eos_id, self.template = tokenizer, bos_id, eos_id, template
         self.day, self.name = day or date.today(), name
-        self.special_tokens = special_tokens or {}
-        self._template = ChatTemplate(template, self._variables(), self.day, name)
+        self.special_tokens, self.tool_template = special_tokens or {}, tool_template
+        variables = self._variables()
+        self._template = self._template_for_tools = ChatTemplate(template, variables, self.day, name)
+        if tool_template is not None:
+            self._template_for_tools = ChatTemplate(tool_template, variables, self.day, name, PROBE_TOOLS)
 
     def _variables(self) -> dict[str, str]:
         """What the template sees: the texts of BOS and EOS, and of those other special tokens that it writes."""
@@ -106,7 +114,11 @@ class ChatTokenizer:
                     raise ValueError(f"{name}_id is {token_id}, not in the vocabulary; correct tokenizer_config.json")
                 variables[f"{name}_token"] = token
         others = sorted(self.special_tokens.keys() - {"bos_token", "eos_token"})
-        return variables | {name: self.special_tokens[name] for name in others if name in self.template}
+        return variables | {name: self.special_tokens[name] for name in others if name in self._sources}
+
+    @property
+    def _sources(self) -> str:
+        return self.template + (self.tool_template or "")
 
     @classmethod
     def from_assets(
@@ -122,24 +134,25 @@ class ChatTokenizer:
 
         Raises ValueError, with the directory, for a template that is of no use, see `ChatTemplate.check`.
         """
-        template = load_chat_template(assets_path)
+        templates = load_chat_templates(assets_path)
+        template = templates.get(DEFAULT)
         if template is None:
             template = default_template(tokenizer)
             form = "ChatML" if template == CHATML_TEMPLATE else "plain text"
             logger.info("no chat template in %s: messages are written as %s", shown(assets_path), form)
         name, named = f"the chat template in {shown(assets_path)}", read_special_tokens(assets_path).texts
-        chat = cls(tokenizer, bos_id, eos_id, template, day, name, named)
+        chat = cls(tokenizer, bos_id, eos_id, template, day, name, named, templates.get(TOOL_USE))
         chat._template.check()
         return chat
 
     def __reduce__(self) -> tuple[Any, ...]:
-        given = self.tokenizer, self.bos_id, self.eos_id, self.template, self.day, self.name, self.special_tokens
-        return type(self), given
+        given = self.tokenizer, self.bos_id, self.eos_id, self.template, self.day, self.name
+        return type(self), (*given, self.special_tokens, self.tool_template)
 
     @property
     def prints_date(self) -> bool:
         """Whether the template asks for the date. Then tokens depend on it."""
-        return "strftime_now" in self.template
+        return "strftime_now" in self._sources
 
     def __call__(self, record: dict[str, Any]) -> TokenizedDocument:
         return _unwrap(self.documents([record]))
@@ -163,7 +176,8 @@ class ChatTokenizer:
     def fingerprint(self) -> str:
         """Digest of all that a record's tokens depend on: 16 hexadecimal digits."""
         day = str(self.day) if self.prints_date else ""
-        parts = (self.tokenizer.to_str(), str(self._template.special_tokens), self.template, day, _RENDERING_VERSION)
+        tokens, variables = self.tokenizer.to_str(), str(self._template.special_tokens)
+        parts = [tokens, variables, self.template, day, _RENDERING_VERSION, *filter(None, [self.tool_template])]
         return hashlib.sha256(chr(0).join(parts).encode(errors="surrogatepass")).hexdigest()[:16]
 
     def render(
@@ -174,8 +188,12 @@ class ChatTokenizer:
         chat_template_kwargs: Kwargs | None = None,
     ) -> tuple[str, Spans]:
         """The conversation as text, and the half-open character spans of the assistant's turns in messages[first:]."""
-        rendering = self._template.render(messages, tools, first, chat_template_kwargs)
+        rendering = self._rendering(messages, tools, first, chat_template_kwargs)
         return rendering.text, rendering.spans
+
+    def _rendering(self, messages: Messages, tools: Messages | None, first: int, kwargs: Kwargs | None) -> Rendering:
+        template = self._template_for_tools if tools else self._template
+        return template.render(messages, tools, first, kwargs)
 
     def _render_record(self, record: dict[str, Any]) -> "_Text":
         if "text" in record:
@@ -188,7 +206,7 @@ class ChatTokenizer:
 
     def _render(self, record: dict[str, Any], messages: Messages, first: int = 0) -> "_Text":
         kwargs = record.get("chat_template_kwargs")
-        rendering = self._template.render(messages, record.get("tools"), first, kwargs)
+        rendering = self._rendering(messages, record.get("tools"), first, kwargs)
         return _Text(rendering.text, rendering.spans, rendering.notes)
 
     def _encode(self, texts: Iterable["_Text | ValueError"]) -> list[TokenizedDocument | ValueError]:
@@ -270,41 +288,60 @@ def _batches(texts: Iterable[_Text | ValueError]) -> Iterator[list[_Text | Value
 
 
 def load_chat_template(assets_path: str | os.PathLike[str]) -> str | None:
-    """The chat template of a Hugging Face assets directory; None when it has none.
+    """The chat template of a Hugging Face assets directory; None when it has none. Raises as `load_chat_templates`."""
+    return load_chat_templates(assets_path).get(DEFAULT)
 
-    `chat_template.jinja` takes precedence over "chat_template" in `tokenizer_config.json`. The latter is a string, or a
-    list of `{"name", "template"}` from which "default" is taken. Raises ValueError if the path is no directory or the
-    files are malformed.
+
+def load_chat_templates(assets_path: str | os.PathLike[str]) -> dict[str, str]:
+    """The chat templates of a Hugging Face assets directory by name: DEFAULT, TOOL_USE and others; empty without any.
+
+    They are `chat_template.jinja` (DEFAULT), the files of `additional_chat_templates/`, and what neither names of
+    "chat_template" in `tokenizer_config.json`, a string (DEFAULT) or a list of `{"name", "template"}`.
+
+    Raises ValueError if the path is no directory, the files are malformed, or none of several templates is DEFAULT.
     """
     if not os.path.isdir(assets_path):
         raise ValueError(f"{quoted_path(assets_path)} is not a directory; give the one that holds tokenizer.json")
-    jinja = os.path.join(assets_path, "chat_template.jinja")
+    named = {path.stem: path for path in sorted(Path(assets_path, "additional_chat_templates").glob("*.jinja"))}
+    jinja = Path(assets_path, "chat_template.jinja")
+    files = named | ({DEFAULT: jinja} if jinja.exists() else {})
+    path = os.path.join(assets_path, "tokenizer_config.json")
+    templates = _configured_templates(path) | {name: _read_template(file) for name, file in files.items()}
+    if templates and DEFAULT not in templates:
+        raise ValueError(
+            f'{shown(path)}: the chat templates are named {quoted(sorted(templates))}; name one of them "default"'
+        )
+    return templates
+
+
+def _read_template(path: Path) -> str:
     try:
-        return read_text(jinja)
-    except FileNotFoundError:
-        pass
+        return read_text(path)
     except (OSError, ValueError) as error:
         raise ValueError(
-            lack(error, shown(jinja)) or f"{shown(jinja)} cannot be read ({one_line(error)}); write it again, as UTF-8"
+            lack(error, shown(path)) or f"{shown(path)} cannot be read ({one_line(error)}); write it again, as UTF-8"
         ) from None
-    path = os.path.join(assets_path, "tokenizer_config.json")
+
+
+def _configured_templates(path: str) -> dict[str, str]:
+    """Those of a tokenizer_config.json; none without the file."""
     try:
         template = json.loads(read_text(path)).get("chat_template")
     except FileNotFoundError:
-        return None
+        return {}
     except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise ValueError(
             lack(error, shown(path))
             or f"{shown(path)} is not a JSON object ({one_line(error)}); download the tokenizer's files again"
         ) from None
     if isinstance(template, list):
-        return _named_template(template, path)
+        return _named_templates(template, path)
     if template is not None and not isinstance(template, str):
         raise ValueError(f'{shown(path)}: "chat_template" is a {type(template).__name__}; write a string or a list')
-    return template
+    return {} if template is None else {DEFAULT: template}
 
 
-def _named_template(templates: list[Any], path: str) -> str:
+def _named_templates(templates: list[Any], path: str) -> dict[str, str]:
     try:
         by_name = {entry["name"]: entry["template"] for entry in templates}
         if not all(isinstance(text, str) for pair in by_name.items() for text in pair):
@@ -313,11 +350,7 @@ def _named_template(templates: list[Any], path: str) -> str:
         raise ValueError(
             f'{shown(path)}: "chat_template" is a list; give each entry a "name" and a "template", both of them text'
         ) from None
-    if "default" not in by_name:
-        raise ValueError(
-            f'{shown(path)}: the chat templates are named {quoted(sorted(by_name))}; name one of them "default"'
-        )
-    return by_name["default"]
+    return by_name
 
 
 def default_template(tokenizer: Tokenizer) -> str:

@@ -48,6 +48,16 @@ _FREE_CHARACTERS = 2**18  # that a template may write whatever the record
 _MAX_GROWTH = 8  # characters that it may write beyond these for each of the record's own
 
 _GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\b")
+PROBE_TOOLS: Messages = [
+    {
+        "type": "function",
+        "function": {
+            "name": "look",
+            "description": "Looks at it.",
+            "parameters": {"type": "object", "properties": {"at": {"type": "string"}}, "required": ["at"]},
+        },
+    }
+]
 _MAX_FRAMES = 64  # kept per template
 # Of a message; these have notes of their own, or none. "thinking" is another name of "reasoning_content".
 _KNOWN_FIELDS = {"role", "content", "reasoning_content", "thinking", "tool_calls", "tool_call_id"}
@@ -73,12 +83,21 @@ class ChatTemplate:
         special_tokens: variables of the template, such as `bos_token`.
         day: what the template's `strftime_now` takes for now.
         name: of the template, for messages, such as its path.
+        probe_tools: given with the small conversations, for a template of records with tools.
 
     `check` and `render` raise ValueError for a template that is not jinja2.
     """
 
-    def __init__(self, source: str, special_tokens: dict[str, str], day: date, name: str):
+    def __init__(
+        self,
+        source: str,
+        special_tokens: dict[str, str],
+        day: date,
+        name: str,
+        probe_tools: Messages | None = None,
+    ):
         self.source, self.special_tokens, self.day, self.name = source, special_tokens, day, name
+        self._probe_tools = probe_tools
         self._has_markers = _GENERATION_TAG.search(source) is not None
         self._frames: dict[tuple[bool, str], Frame] = {}
 
@@ -175,14 +194,16 @@ class ChatTemplate:
     def _make_frame(self, after_tool: bool, kwargs: Kwargs) -> Frame:
         messages = [self._as_shown(message) for message in _probe(after_tool, "tool_calls" in self.source)]
         asked = len(messages) - 3
-        short, whole = (self._run(messages[:number], None, kwargs) for number in (asked + 1, len(messages)))
+        short, whole = (
+            self._run(messages[:number], self._probe_tools, kwargs) for number in (asked + 1, len(messages))
+        )
         for trace, number in ((short, asked + 1), (whole, len(messages))):
             for index, message in enumerate(messages[:number]):
                 if (message.get("content") or "") not in trace.written(index):
                     whose = f"what a message of role {message['role']!r} says"
                     raise ValueError(f"the chat template does not write {whose} where its loop comes to it; {REMEDY}")
         reasons = messages[asked] | {"reasoning_content": "probe6", "thinking": "probe6"}
-        thinking = self._run([*messages[:asked], reasons], None, kwargs)
+        thinking = self._run([*messages[:asked], reasons], self._probe_tools, kwargs)
         head, last_end = short.around(asked, messages[asked])
         inner_head, end = whole.around(asked, messages[asked])
         heads = [head, inner_head, whole.around(asked + 2, messages[asked + 2])[0]]
@@ -197,7 +218,7 @@ class ChatTemplate:
         as it is when an answer follows, or beyond it without a prompt. Taken is what most resembles `head`, with which
         answers begin; an end of the conversation before it is no part of it.
         """
-        asking, plain = (self._run(messages, None, kwargs, ask) for ask in (True, False))
+        asking, plain = (self._run(messages, self._probe_tools, kwargs, ask) for ask in (True, False))
         start, stop = asking.range_of(len(messages) - 1)
         others = answered.written(len(messages) - 1), plain.text[start:]
         prompts = [asking.text[stop:], *(beyond(other, asking.text[start:]) for other in others)]
@@ -227,7 +248,7 @@ class ChatTemplate:
         question, call = _probe(after_tool=True, has_calls=True)[:2]
         for form in _CALL_FORMS:
             try:
-                text = self._run([dict(question), form.apply(call)], None, {}).text
+                text = self._run([dict(question), form.apply(call)], self._probe_tools, {}).text
             except ValueError:
                 continue
             if "look" in text and "None" not in text:

@@ -11,7 +11,7 @@ import numpy as np
 from tqdm import tqdm
 
 from torchtitan_magi.data.assets import load_tokenizer
-from torchtitan_magi.data.chat import ChatTokenizer, default_template, load_chat_template
+from torchtitan_magi.data.chat import DEFAULT, TOOL_USE, ChatTokenizer, default_template, load_chat_templates
 from torchtitan_magi.data.corpus import Corpus, Source
 from torchtitan_magi.data.inspection.examine import Batch, Examiner, Seen, Workers
 from torchtitan_magi.data.inspection.findings import Found
@@ -161,14 +161,16 @@ def inspect_data(
 
 def _load(folder: str | os.PathLike[str]) -> tuple[ChatTokenizer, list[Found]]:
     """The tokenizer with its chat template, also one that training refuses, and what is wrong with the template."""
-    tokenizer, template = load_tokenizer(folder), load_chat_template(folder)
+    tokenizer, templates = load_tokenizer(folder), load_chat_templates(folder)
     wrong = without_template(folder, tokenizer.tokenizer)
     try:
         ChatTokenizer.from_assets(*tokenizer, folder)
     except ValueError as error:
         wrong.append(("set-up", str(error)))
+    template, named = templates.get(DEFAULT), read_special_tokens(folder).texts
     template = default_template(tokenizer.tokenizer) if template is None else template
-    return ChatTokenizer(*tokenizer, template, special_tokens=read_special_tokens(folder).texts), wrong
+    tool_template = templates.get(TOOL_USE)
+    return ChatTokenizer(*tokenizer, template, special_tokens=named, tool_template=tool_template), wrong
 
 
 def _as_it_is(value: Any) -> Any:
