@@ -255,8 +255,7 @@ def _check_no_others(folder: Path, places: dict[str, Place], needed: Container[s
         more = f" and {len(others) - 1} more tensors" if len(others) > 1 else ""
         raise ValueError(
             f"{shown(folder)} has {shown(others[0])}{more} that the model has no place for; use the config.json that "
-            "came with the "
-            'weights and model.flavor = "hf", or take them out of the file'
+            'came with the weights and model.flavor = "hf", or take them out of the file'
         )
 
 
