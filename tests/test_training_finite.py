@@ -48,7 +48,7 @@ def test_the_last_line_names_step_and_document_and_good_checkpoints_stay():
     where = re.escape(f"{folder}/train.jsonl:5")
     reason = f"step 5: the loss is not finite in 1 of 1 documents: {where}; nothing of this step is saved: .*"
     assert re.fullmatch(f"rank [01] failed: FloatingPointError: {reason}", last)
-    assert sorted(path.name for path in Path(folder, "checkpoint").iterdir()) == ["step-3", "step-4"]
+    assert sorted(path.name for path in Path(folder, "checkpoint").glob("step-*")) == ["step-3", "step-4"]
 
 
 def poisoned_and_watched(what, unwanted, report):
