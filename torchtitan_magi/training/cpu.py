@@ -14,12 +14,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, _random
 
+from torchtitan_magi.exchange.gloo_exit import let_gloo_finish_at_exit
 from torchtitan_magi.training.names import plain_name
 
 aten: Any = torch.ops.aten
 DRAWS = (aten.normal_.default, aten.uniform_.default, aten.bernoulli_.float)
-
-from torchtitan_magi.exchange.gloo_exit import let_gloo_finish_at_exit
 
 
 def use_cpu(with_device: Iterable[Any], metrics: Any) -> None:
