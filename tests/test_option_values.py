@@ -72,6 +72,8 @@ ON_LINE = {
     "--optimizer.lr nan": "optimizer.lr is nan; use a finite number",
     "--lr_scheduler.min_lr_factor nan": "lr_scheduler.min_lr_factor is nan; use a finite number",
     "--training.max_norm nan": "training.max_norm is nan; use a finite number",
+    "--debug.seed -1": "debug.seed is -1; use a whole number of 0 to 2**64 - 1, or leave it out",
+    f"--debug.seed {2**64}": f"debug.seed is {2**64}; use",
     "--magi.lora.alpha inf": "magi.lora.alpha is inf; use a finite number",
     "--training.steps 2.5": "--training.steps",
     "--training.stepz 2": "--training.stepz",
@@ -80,6 +82,7 @@ ON_LINE = {
 }
 ACCEPTED = ["--training.global_batch_size -1", "--validation.steps -1", "--checkpoint.keep_latest_k 0"]
 ACCEPTED += [
+    f"--debug.seed {2**64 - 1}",
     "--job.dump_folder /dev/null/x --comm.trace_buf_size 0",
     "--training.max_norm 1",
     "--training.max_norm inf",

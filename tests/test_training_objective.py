@@ -22,7 +22,8 @@ def report_tokens_of_the_output_layer(report):
 
 
 def test_the_output_layer_runs_for_tokens_with_a_label_only():
-    run = ours("cp2_tp2", "--training.steps", "2", setup=report_tokens_of_the_output_layer)
+    run = ours("cp2_tp2", "--training.steps", "2", "--debug.deterministic", setup=report_tokens_of_the_output_layer)
+    assert "deterministic flex attention" in run.output
     rows = [[count for (count,) in run.of("rows", rank)] for rank in range(4)]
     assert rows[0] == rows[1]  # the two ranks that share the vocabulary
     assert rows[2] == rows[3]
@@ -134,6 +135,30 @@ def test_a_wrong_option_is_one_line_that_names_the_remedy():
     assert call(errors_of, [[], DPO, ["--magi.loss_per", "document"]], True) == [None] * 3
 
 
+def trainers_in_turn():
+    """Whether the spec's functions knew of objectives while our Trainer was built, and after that."""
+    from unittest import mock
+
+    from torchtitan.config import ConfigManager
+    from torchtitan.train import Trainer
+
+    from torchtitan_magi.titan.v02.spec import MagiSpec
+    from torchtitan_magi.titan.v02.trainer import MagiTrainer
+
+    def built(self, job_config):
+        known.append(MagiSpec.has_objectives)
+        raise SystemExit
+
+    known = []
+    with mock.patch.object(Trainer, "__init__", built), pytest.raises(SystemExit):
+        MagiTrainer(ConfigManager().parse_args(["--job.config_file", str(DEBUG_TOML)]))
+    return [*known, MagiSpec.has_objectives]
+
+
+def test_a_stock_trainer_after_ours_in_one_process_is_stock():
+    assert call(trainers_in_turn) == [True, False]
+
+
 def errors_of_continuing(folder):
     """What is said of continuing from checkpoints of steps 1 (whole), 2, 3 (weights only) and 4 (never finished)."""
     import torch.distributed.checkpoint as dcp
@@ -148,7 +173,9 @@ def errors_of_continuing(folder):
     cases = [[], ["--checkpoint.load_step", "1"], ["--checkpoint.load_step", "2"], ["--checkpoint.load_step", "7"]]
     cases += [["--checkpoint.exclude_from_loading", "dataloader"], ["--checkpoint.load_only"]]
     said = errors_of([continued + case for case in cases], True)
-    return [*said, *errors_of([["--job.dump_folder", folder], ["--job.dump_folder", f"{folder}/new"]], True)]
+    new = ["--job.dump_folder", f"{folder}/new"]
+    cases = [["--job.dump_folder", folder], new, [*new, "--checkpoint.enable", "--checkpoint.load_step", "1"]]
+    return [*said, *errors_of(cases, True)]
 
 
 def test_a_run_does_not_continue_from_weights_alone(tmp_path):
@@ -157,6 +184,7 @@ def test_a_run_does_not_continue_from_weights_alone(tmp_path):
         assert f"checkpoint/step-{step} has no state of the data loader" in said
         assert "set checkpoint.load_step to 1" in said
     assert "checkpoint.load_step is 7" in none
+    assert f"checkpoint.load_step is 1, but {tmp_path}/new/checkpoint is not there; use" in others.pop()
     assert [whole, *others] == [None] * 5
 
 

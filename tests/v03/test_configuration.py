@@ -165,3 +165,38 @@ def own_configuration():
 
 def test_torchtitans_own_way_gives_our_trainer():
     assert call(own_configuration) == ("partial_dtensor", "MagiSelectiveAC.Config", {})
+
+
+def refused_parallelism(cases):
+    from torchtitan_magi.titan.v03.job_config import check_parallelism, read_job_config
+
+    found = []
+    for world_size, arguments in cases:
+        try:
+            check_parallelism(read_job_config(str(DEBUG_TOML), arguments.split()).parallelism, world_size)
+        except ValueError as error:
+            found.append(str(error))
+        else:
+            found.append("")
+    return found
+
+
+def test_backends_and_degrees_that_cannot_work_are_named():
+    backend, product = (
+        "--parallelism.spmd_backend ",
+        "does not divide the product of data_parallel_shard_degree, context_",
+    )
+    experts, copies = "--parallelism.expert_parallel_degree ", " --parallelism.data_parallel_replicate_degree 2"
+    cases = {
+        (1, backend + "full_dtensor"): "parallelism.spmd_backend is 'full_dtensor', which is not for the torch and",
+        (1, backend + "spmd_types"): "use 'partial_dtensor'",
+        (6, experts + "4"): f"parallelism.expert_parallel_degree is 4, which {product}",
+        (4, experts + "4" + copies): "tensor_parallel_degree, 2; use a degree that does",
+        (4, experts + "2" + copies): "",
+        (2, backend + "partial_dtensor"): "",
+        (3, "--parallelism.context_parallel_degree 2"): "but torchrun started 3 processes",
+    }
+    for (case, part), message in zip(cases.items(), call(refused_parallelism, list(cases)), strict=True):
+        assert part in message, case
+        assert bool(message) == bool(part)
+        assert "\n" not in message

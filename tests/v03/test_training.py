@@ -50,6 +50,7 @@ def test_torchtitans_own_entry_point_trains_our_configuration():
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1", "-m"]
     command += ["torchtitan.train", "--module", "torchtitan_magi.titan", "--config", "llama3_debug"]
     command += ["--training.steps", "2", "--training.seq_len", "256", "--training.local_batch_size", "1"]
+    command.append("--debug.deterministic")
     command += ["--dataloader.dataset", "sft", "--dataloader.dataset_path", f"{corpus()}/train.jsonl"]
     command += ["--hf_assets_path", f"{corpus()}/tokenizer", "--dump_folder", new_folder()]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
@@ -57,3 +58,4 @@ def test_torchtitans_own_entry_point_trains_our_configuration():
     assert run.returncode == 0, run.stderr[-3000:]
     losses = re.findall(r"step: +\d+ .*?loss: +([\d.]+)", run.stderr + run.stdout)
     assert len(losses) == 2
+    assert "deterministic flex attention" in run.stderr + run.stdout

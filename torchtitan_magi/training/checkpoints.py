@@ -78,10 +78,11 @@ def _loaded_folders(job_config: Any) -> list[Path]:
     checkpoint, folders = job_config.checkpoint, []
     saved = Path(job_config.job.dump_folder) / checkpoint.folder
     initial = Path(checkpoint.initial_load_path) if checkpoint.initial_load_path else None
-    if saved.is_dir():
+    if saved.is_dir() or checkpoint.load_step != -1:
         steps = finished_steps(saved)
         if checkpoint.load_step != -1 and checkpoint.load_step not in steps:
             there = f"has the steps {', '.join(map(str, steps))}" if steps else "has no finished checkpoint"
+            there = there if saved.is_dir() else "is not there"
             raise ValueError(
                 f"checkpoint.load_step is {checkpoint.load_step}, but {shown(saved)} {there}; use one of them, or -1 "
                 "for the latest"

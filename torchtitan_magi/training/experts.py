@@ -39,6 +39,22 @@ def check_expert_degree(degree: int, experts: Experts | None, flavor: str) -> No
         )
 
 
+def check_expert_ranks(degree: int, ranks: int, lenders: str) -> None:
+    """Checks whether experts can be spread over `degree` of the ranks that lend themselves to them.
+
+    Args:
+        ranks: the product of the degrees that `lenders` names.
+
+    Raises:
+        ValueError: one line that names the value and the remedy.
+    """
+    if ranks % degree:
+        raise ValueError(
+            f"parallelism.expert_parallel_degree is {degree}, which does not divide the product of {lenders}, {ranks}; "
+            "use a degree that does"
+        )
+
+
 def own_experts(
     stock: Any, adapter: Any, dim: int, dim_size: int, dtensor_placements: Any, device_mesh: DeviceMesh
 ) -> tuple[int, int]:

@@ -78,7 +78,7 @@ class Magi:
     between nodes an estimate for 400 Gb/s per GPU."""
 
     deterministic: bool = False
-    """Repeat forward and backward bit for bit on a fixed layout; slower."""
+    """Repeat forward and backward bit for bit on a fixed layout; slower. debug.deterministic asks for it as well."""
 
     fp32_reduce: bool = False
     """Send dK and dV between ranks in float32 instead of the training dtype. They are summed in float32 either way."""

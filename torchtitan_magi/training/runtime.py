@@ -75,6 +75,12 @@ def heads_of_rank(config: ModelConfig, tensor_parallel: int) -> Heads:
     return Heads(queries // tensor_parallel, keys // tensor_parallel, config.head_dim, config.value_dim)
 
 
+def attention_options(job_config: Any) -> Magi:
+    """[magi], where torchtitan's ``debug.deterministic`` makes attention repeat bit for bit as well."""
+    magi: Magi = job_config.magi
+    return replace(magi, deterministic=magi.deterministic or job_config.debug.deterministic)
+
+
 class MagiRuntime:
     """Plans microbatches, and binds their plans to this rank's device.
 
@@ -176,11 +182,12 @@ class MagiRuntime:
 
     def _log(self, planned: PlannedBatch, bound: BoundPlan) -> None:
         way = f", rows by {bound.transport.way}" if self.cp_size > 1 else ""
+        attention = f"{'deterministic ' * self.magi.deterministic}{self.block_attn.name} attention{way}"
         took, of = f"planned in {1e3 * planned.seconds:.1f} ms", sum(self.kinds.values())
         for (window, layers), plan in zip(self.kinds.items(), planned.plans, strict=True):
             sees = f" with a window of {window}" if window else ""
             which = f" ({layers} of {of} layers{sees})" if len(self.kinds) > 1 else sees
-            logger.info(f"{describe_plan(plan)}{which}; {took}; {self.block_attn.name} attention{way}")
+            logger.info(f"{describe_plan(plan)}{which}; {took}; {attention}")
 
 
 def check_tokens(tokens: Tensor, labels: Tensor, vocab_size: int) -> None:

@@ -144,6 +144,9 @@ def check_values(job_config: Any) -> None:
         if type(value) is not int or (value < least and value != special):
             other = "" if special is None else f", or {special}"
             raise ValueError(f"{option} is {quoted(value)}; use a whole number of at least {least}{other}")
+    seed = job_config.debug.seed
+    if seed is not None and not 0 <= seed < 2**64:
+        raise ValueError(f"debug.seed is {quoted(seed)}; use a whole number of 0 to 2**64 - 1, or leave it out")
     for option, number in _numbers(job_config, ""):
         check_finite(option, number)
     if job_config.metrics.enable_wandb and find_spec("wandb") is None:  # torchtitan goes on without it

@@ -5,7 +5,7 @@ from typing import Any
 import torch.distributed as dist
 
 from torchtitan_magi.models.model_config import Experts
-from torchtitan_magi.training.experts import check_expert_degree
+from torchtitan_magi.training.experts import check_expert_degree, check_expert_ranks
 from torchtitan_magi.wording import quoted
 
 
@@ -31,12 +31,8 @@ def check_expert_degrees(dims: Any) -> None:
             "1; set it to 1: tensor parallelism shards the experts as well"
         )
     ranks = dims.dp_shard * dims.cp * dims.tp // etp
-    if ranks % ep:
-        lenders = "data_parallel_shard_degree, context_parallel_degree" + " and tensor_parallel_degree" * (etp == 1)
-        raise ValueError(
-            f"parallelism.expert_parallel_degree is {ep}, which does not divide the product of {lenders}, {ranks}; "
-            "use a degree that does"
-        )
+    lenders = "data_parallel_shard_degree, context_parallel_degree" + " and tensor_parallel_degree" * (etp == 1)
+    check_expert_ranks(ep, ranks, lenders)
     copies = ranks // ep * dims.dp_replicate
     if ep > 1 and copies > 1 and not dims.fsdp_enabled:  # nothing would add up the gradients of the copies
         raise ValueError(

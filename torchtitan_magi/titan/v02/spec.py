@@ -2,6 +2,8 @@
 
 import os
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import MISSING, fields, replace
 from typing import Any
 
@@ -52,7 +54,7 @@ from torchtitan_magi.training.options import OUR_DATASETS
 from torchtitan_magi.training.pack_loader import build_dataloader
 from torchtitan_magi.training.planned_loader import PlannedLoader, with_plans
 from torchtitan_magi.training.run_length import set_run_length
-from torchtitan_magi.training.runtime import MagiRuntime, WorkCount, heads_of_rank
+from torchtitan_magi.training.runtime import MagiRuntime, WorkCount, attention_options, heads_of_rank
 from torchtitan_magi.training.turn_end import add_turn_end
 
 # A rank whose collective timed out waits four times this long, for itself and others to write torchtitan's flight
@@ -76,7 +78,17 @@ def register() -> None:
 class MagiSpec:
     """The functions of one model's train spec; the Trainer calls each once, in this order."""
 
-    has_objectives = False  # whether our own Trainer runs, which alone knows pairs and means over documents
+    has_objectives = False  # whether our own Trainer is built, which alone knows pairs and means over documents
+
+    @classmethod
+    @contextmanager
+    def with_objectives(cls) -> Iterator[None]:
+        """Inside, our own Trainer is built."""
+        cls.has_objectives = True
+        try:
+            yield
+        finally:
+            cls.has_objectives = False
 
     def __init__(self, stock: TrainSpec) -> None:
         self.stock = stock
@@ -184,7 +196,7 @@ class MagiSpec:
         index = utils.device_module.current_device() if utils.device_type != "cpu" else None
         cp_group = None if cp_mesh is None else cp_mesh.get_group()
         device = torch.device(utils.device_type, index)
-        runtime = MagiRuntime(job_config.magi, cp_group, heads, device, self.count)
+        runtime = MagiRuntime(attention_options(job_config), cp_group, heads, device, self.count)
         arriving, mixed = _attention_dtypes(parallel_dims, job_config.training)
         if runtime.block_attn.name == "ffa" and arriving == torch.float32 != mixed:
             self.attention_dtype = mixed

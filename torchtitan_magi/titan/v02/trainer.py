@@ -28,11 +28,11 @@ class MagiTrainer(ObjectiveTrainer, Trainer):
     def __init__(self, job_config: Any) -> None:
         if "LOCAL_RANK" not in os.environ:
             raise ValueError(f"LOCAL_RANK is not set, as torchrun sets it; start it with {ENTRY}")
-        MagiSpec.has_objectives = True
         # Our log-probabilities split the vocabulary over the TP ranks by themselves.
         parallelism = replace(job_config.parallelism, disable_loss_parallel=True)
         own = {name: replace(getattr(job_config, name)) for name in ("training", "lr_scheduler")}  # which we change
-        super().__init__(replace(job_config, parallelism=parallelism, **own))
+        with MagiSpec.with_objectives():
+            super().__init__(replace(job_config, parallelism=parallelism, **own))
         if not isinstance(self.metrics_processor, MagiMetricsProcessor):
             raise ValueError(
                 f"model.name is {quoted(job_config.model.name)}, whose train spec is not ours; train it with "

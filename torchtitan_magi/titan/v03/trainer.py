@@ -29,7 +29,7 @@ from torchtitan_magi.titan.v03.components import (
     ObjectiveLoss,
 )
 from torchtitan_magi.titan.v03.config import job_of, trainer_options
-from torchtitan_magi.titan.v03.job_config import read_job_config
+from torchtitan_magi.titan.v03.job_config import check_parallelism, read_job_config
 from torchtitan_magi.titan.v03.models import config_of, temperature_of
 from torchtitan_magi.training.agreed import agreed
 from torchtitan_magi.training.checkpoints import check_checkpoints
@@ -53,8 +53,8 @@ from torchtitan_magi.training.pipeline import Pipeline, check_pipeline
 from torchtitan_magi.training.planned_loader import PlannedLoader, with_plans
 from torchtitan_magi.training.references import ReferenceModel
 from torchtitan_magi.training.run_length import set_run_length
-from torchtitan_magi.training.runtime import MagiRuntime, WorkCount, heads_of_rank
-from torchtitan_magi.training.sections import ENTRY, check_degrees_of, check_sections
+from torchtitan_magi.training.runtime import MagiRuntime, WorkCount, attention_options, heads_of_rank
+from torchtitan_magi.training.sections import ENTRY, check_sections
 from torchtitan_magi.training.timeouts import set_pg_timeouts
 from torchtitan_magi.training.trainer import ObjectiveTrainer
 from torchtitan_magi.training.turn_end import add_turn_end
@@ -109,7 +109,7 @@ class MagiTrainer(ObjectiveTrainer, Trainer):
     def init_distributed(self) -> ParallelDims:
         """Also checks, as soon as ranks can agree, what a user can get wrong, and makes the runtime."""
         job, facts = self.job_config, self.model_facts
-        check_degrees_of(job.parallelism, int(os.environ["WORLD_SIZE"]))
+        check_parallelism(job.parallelism, int(os.environ["WORLD_SIZE"]))
         dims = super().init_distributed()
         check_options(job.magi)
         for group in self.config.optimizer.param_groups:
@@ -123,7 +123,9 @@ class MagiTrainer(ObjectiveTrainer, Trainer):
         check_expert_degree(dims.ep, facts.experts, job.model.flavor)
         heads = heads_of_rank(facts, dims.tp)
         windows = facts.windows or (0,) * facts.num_layers
-        self.runtime = MagiRuntime(job.magi, group_of(dims, "cp"), heads, self.device, self.count, windows)
+        self.runtime = MagiRuntime(
+            attention_options(job), group_of(dims, "cp"), heads, self.device, self.count, windows
+        )
         self.runtime.block_attn.check(
             facts.head_dim, TORCH_DTYPE_MAP[job.training.mixed_precision_param], facts.value_dim
         )
