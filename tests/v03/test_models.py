@@ -218,7 +218,7 @@ def saved_in_float32(config, names):
     from torchtitan_magi.training.exports import Export
     from torchtitan_magi.training.hf_folder import ExportLayout
 
-    spec = models.model_spec(config.model, "hf", config, [])
+    spec = models.model_spec(config.model, "hf", config)
     adapter = spec.state_dict_adapter(spec.model, None)
     with torch.device("meta"):
         parameters = spec.model.build().state_dict()
