@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hf_loop import ARGUMENTS, document, records, write_pairs
+from hf_loop import ARGUMENTS, PACKS, PAIRS_PER_PACK, document, records, write_pairs
 from hf_models import make_hf_folder
 from training import corpus, new_folder, train
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -62,8 +62,10 @@ def loss_of(model, tokenizer, path):
 
 
 def test_the_reference_of_dpo_is_the_policy_without_adapters():
+    """Every step has the same pairs, so that their loss falls whatever the adapters begin with."""
     pairs = Path(new_folder(), "pairs.jsonl")
     write_pairs(pairs)
+    pairs.write_text("".join(pairs.read_text().splitlines(keepends=True)[: PACKS * PAIRS_PER_PACK]))
     folder = make_hf_folder("llama")
     options = ["--training.dataset", "dpo", "--training.dataset_path", str(pairs)]
     alike = [arguments(folder, "llama", new_folder(), *options, *more) for more in ([], STORED)]
