@@ -55,6 +55,25 @@ def check_expert_ranks(degree: int, ranks: int, lenders: str) -> None:
         )
 
 
+def check_files_of_experts(checkpoint: Any, num_experts: int, ranks: int) -> None:
+    """Checks whether `ranks`, over which FSDP shards experts by number, have as many each: torchtitan reads and writes
+    whole experts.
+
+    Args:
+        checkpoint: the section [checkpoint].
+
+    Raises:
+        ValueError: one line that names the option and the remedy.
+    """
+    for option in ("initial_load_in_hf", "last_save_in_hf"):
+        if checkpoint.enable and getattr(checkpoint, option) and num_experts % ranks:
+            remedy = "an expert_parallel_degree above 1" if ranks > num_experts else "a number of ranks that divides it"
+            raise ValueError(
+                f"checkpoint.{option} is true, but {ranks} ranks share {num_experts} experts, not as many each; use "
+                f"{remedy}"
+            )
+
+
 def own_experts(
     stock: Any, adapter: Any, dim: int, dim_size: int, dtensor_placements: Any, device_mesh: DeviceMesh
 ) -> tuple[int, int]:
