@@ -168,7 +168,8 @@ def test_torchtitans_own_way_gives_our_trainer():
 
 
 def refused_parallelism(cases):
-    from torchtitan_magi.titan.v03.job_config import check_parallelism, read_job_config
+    from torchtitan_magi.titan.v03.job_config import read_job_config
+    from torchtitan_magi.training.sections import check_parallelism
 
     found = []
     for world_size, arguments in cases:
@@ -206,7 +207,7 @@ def refused_experts(cases):
     from types import SimpleNamespace
 
     from torchtitan_magi.models.model_config import Experts
-    from torchtitan_magi.titan.v03.experts import check_experts
+    from torchtitan_magi.training.experts import check_experts
 
     found = []
     for name, num_experts, degrees, option in cases:

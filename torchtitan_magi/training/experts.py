@@ -74,6 +74,24 @@ def check_files_of_experts(checkpoint: Any, num_experts: int, ranks: int) -> Non
             )
 
 
+def check_experts(job_config: Any, dims: Any, experts: Experts | None) -> None:
+    """Checks whether the model's experts can be spread as the configuration of torchtitan 0.3 says.
+
+    Args:
+        dims: torchtitan's ``ParallelDims``.
+        experts: None for a dense model.
+
+    Raises:
+        ValueError: one line that names the value and the remedy.
+    """
+    check_expert_degree(dims.ep, experts, job_config.model.flavor)
+    if experts is None or job_config.model.name == "gpt_oss":  # whose files have all experts of a layer in one tensor
+        return
+    ranks = dims.dp_shard * dims.cp * (dims.tp if dims.ep > 1 else 1)
+    if ranks <= experts.num_experts:  # else FSDP shards each expert's rows
+        check_files_of_experts(job_config.checkpoint, experts.num_experts, ranks)
+
+
 def own_experts(
     stock: Any, adapter: Any, dim: int, dim_size: int, dtensor_placements: Any, device_mesh: DeviceMesh
 ) -> tuple[int, int]:

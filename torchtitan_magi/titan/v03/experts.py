@@ -1,7 +1,6 @@
 """Experts that compute in the precision that was asked for, and are read and written under HSDP."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -9,35 +8,10 @@ from torch import Tensor
 from torchtitan.models.common.moe import GroupedExperts
 from torchtitan.models.utils import MoEStateDictAdapter
 
-from torchtitan_magi.models.model_config import Experts
-from torchtitan_magi.training.experts import (
-    by_expert,
-    check_expert_degree,
-    check_files_of_experts,
-    local,
-    own_experts,
-)
+from torchtitan_magi.training.experts import by_expert, local, own_experts
 
 _stock = MoEStateDictAdapter._caculate_indices_from_placements
 MoEStateDictAdapter._caculate_indices_from_placements = lambda adapter, **axes: own_experts(_stock, adapter, **axes)
-
-
-def check_experts(job_config: Any, dims: Any, experts: Experts | None) -> None:
-    """Checks whether the model's experts can be spread as the configuration says.
-
-    Args:
-        dims: torchtitan's ``ParallelDims``.
-        experts: None for a dense model.
-
-    Raises:
-        ValueError: one line that names the value and the remedy.
-    """
-    check_expert_degree(dims.ep, experts, job_config.model.flavor)
-    if experts is None or job_config.model.name == "gpt_oss":  # whose files have all experts of a layer in one tensor
-        return
-    ranks = dims.dp_shard * dims.cp * (dims.tp if dims.ep > 1 else 1)
-    if ranks <= experts.num_experts:  # else FSDP shards each expert's rows
-        check_files_of_experts(job_config.checkpoint, experts.num_experts, ranks)
 
 
 class MagiExperts(GroupedExperts):
