@@ -168,7 +168,8 @@ def test_torchtitans_own_way_gives_our_trainer():
 
 
 def refused_parallelism(cases):
-    from torchtitan_magi.titan.v03.job_config import check_parallelism, read_job_config
+    from torchtitan_magi.titan.v03.job_config import read_job_config
+    from torchtitan_magi.training.sections import check_parallelism
 
     found = []
     for world_size, arguments in cases:
@@ -200,3 +201,47 @@ def test_backends_and_degrees_that_cannot_work_are_named():
         assert part in message, case
         assert bool(message) == bool(part)
         assert "\n" not in message
+
+
+def refused_experts(cases):
+    from types import SimpleNamespace
+
+    from torchtitan_magi.models.model_config import Experts
+    from torchtitan_magi.training.experts import check_experts
+
+    found = []
+    for name, num_experts, degrees, option in cases:
+        checkpoint = {"enable": True, "initial_load_in_hf": False, "last_save_in_hf": False, option: True}
+        job = SimpleNamespace(model=SimpleNamespace(name=name, flavor="hf"), checkpoint=SimpleNamespace(**checkpoint))
+        dims = SimpleNamespace(**{"dp_shard": 1, "cp": 1, "tp": 1, "ep": 1} | degrees)
+        try:
+            check_experts(job, dims, Experts(num_experts, 2, 48, True))
+        except ValueError as error:
+            found.append(str(error))
+        else:
+            found.append("")
+    return found
+
+
+def test_experts_that_ranks_do_not_share_alike_are_named_before_files_are_read():
+    load, save = "initial_load_in_hf", "last_save_in_hf"
+    cases = [
+        (
+            ("qwen3", 4, {"dp_shard": 3}, load),
+            "checkpoint.initial_load_in_hf is true, but 3 ranks share 4 experts, not",
+        ),
+        (("deepseek_v3", 8, {"dp_shard": 3, "cp": 2, "tp": 2}, save), "last_save_in_hf is true, but 6 ranks share 8"),
+        (("qwen3", 8, {"dp_shard": 3, "tp": 2, "ep": 2}, load), "but 6 ranks share 8 experts, not as many each; use a"),
+        (
+            ("qwen3", 4, {"dp_shard": 3, "ep": 3}, load),
+            "expert_parallel_degree is 3, which does not divide the 4 experts",
+        ),
+        (("qwen3", 4, {"dp_shard": 3, "cp": 2}, load), ""),  # each expert's rows are shared
+        (("gpt_oss", 4, {"dp_shard": 3}, load), ""),
+        (("qwen3", 4, {"dp_shard": 3}, "load_only"), ""),
+        (("qwen3", 4, {"dp_shard": 2, "tp": 3}, load), ""),
+    ]
+    found = call(refused_experts, [case for case, _ in cases])
+    for (case, part), message in zip(cases, found, strict=True):
+        assert part in message, case
+        assert bool(message) == bool(part), case

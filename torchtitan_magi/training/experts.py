@@ -55,6 +55,43 @@ def check_expert_ranks(degree: int, ranks: int, lenders: str) -> None:
         )
 
 
+def check_files_of_experts(checkpoint: Any, num_experts: int, ranks: int) -> None:
+    """Checks whether `ranks`, over which FSDP shards experts by number, have as many each: torchtitan reads and writes
+    whole experts.
+
+    Args:
+        checkpoint: the section [checkpoint].
+
+    Raises:
+        ValueError: one line that names the option and the remedy.
+    """
+    for option in ("initial_load_in_hf", "last_save_in_hf"):
+        if checkpoint.enable and getattr(checkpoint, option) and num_experts % ranks:
+            remedy = "an expert_parallel_degree above 1" if ranks > num_experts else "a number of ranks that divides it"
+            raise ValueError(
+                f"checkpoint.{option} is true, but {ranks} ranks share {num_experts} experts, not as many each; use "
+                f"{remedy}"
+            )
+
+
+def check_experts(job_config: Any, dims: Any, experts: Experts | None) -> None:
+    """Checks whether the model's experts can be spread as the configuration of torchtitan 0.3 says.
+
+    Args:
+        dims: torchtitan's ``ParallelDims``.
+        experts: None for a dense model.
+
+    Raises:
+        ValueError: one line that names the value and the remedy.
+    """
+    check_expert_degree(dims.ep, experts, job_config.model.flavor)
+    if experts is None or job_config.model.name == "gpt_oss":  # whose files have all experts of a layer in one tensor
+        return
+    ranks = dims.dp_shard * dims.cp * (dims.tp if dims.ep > 1 else 1)
+    if ranks <= experts.num_experts:  # else FSDP shards each expert's rows
+        check_files_of_experts(job_config.checkpoint, experts.num_experts, ranks)
+
+
 def own_experts(
     stock: Any, adapter: Any, dim: int, dim_size: int, dtensor_placements: Any, device_mesh: DeviceMesh
 ) -> tuple[int, int]:

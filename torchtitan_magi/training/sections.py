@@ -1,4 +1,4 @@
-"""Checks of the sections [training] and [validation] before a run."""
+"""Checks of the sections [parallelism], [training] and [validation] before a run."""
 
 from collections.abc import Iterable
 from types import SimpleNamespace
@@ -6,9 +6,11 @@ from typing import Any
 
 import torch.distributed as dist
 
+from torchtitan_magi.training.experts import check_expert_ranks
 from torchtitan_magi.training.options import DPO_DATASET, OUR_DATASETS, SFT_DATASET, check_options_for_pairs
 from torchtitan_magi.wording import quoted, quoted_path
 
+SPMD_BACKEND = "partial_dtensor"  # of torchtitan 0.3; spmd_types needs a torch newer than those of this package
 ENTRY = "torchrun -m torchtitan_magi.train"
 
 
@@ -52,6 +54,23 @@ def check_degrees_of(parallelism: Any, world_size: int) -> None:
     names |= {"tp": "tensor_parallel", "pp": "pipeline_parallel"}
     degrees = {axis: getattr(parallelism, f"{name}_degree") for axis, name in names.items()}
     check_degrees(SimpleNamespace(world_size=world_size, **degrees))
+
+
+def check_parallelism(parallelism: Any, world_size: int) -> None:
+    """Checks the section [parallelism] of torchtitan 0.3 before meshes are built of it.
+
+    Raises:
+        ValueError: one line that names the value and the remedy.
+    """
+    if parallelism.spmd_backend != SPMD_BACKEND:
+        raise ValueError(
+            f"parallelism.spmd_backend is {quoted(parallelism.spmd_backend)}, which is not for the torch and the "
+            f"layers of this package; use {quoted(SPMD_BACKEND)}"
+        )
+    check_degrees_of(parallelism, world_size)
+    ranks = world_size // (parallelism.data_parallel_replicate_degree * parallelism.pipeline_parallel_degree)
+    lenders = "data_parallel_shard_degree, context_parallel_degree and tensor_parallel_degree"
+    check_expert_ranks(parallelism.expert_parallel_degree, ranks, lenders)
 
 
 def _check_batch(job_config: Any) -> None:

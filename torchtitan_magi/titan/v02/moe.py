@@ -5,7 +5,7 @@ from typing import Any
 import torch.distributed as dist
 
 from torchtitan_magi.models.model_config import Experts
-from torchtitan_magi.training.experts import check_expert_degree, check_expert_ranks
+from torchtitan_magi.training.experts import check_expert_degree, check_expert_ranks, check_files_of_experts
 from torchtitan_magi.wording import quoted
 
 
@@ -68,11 +68,5 @@ def _check_files_of_experts(job_config: Any, num_experts: int) -> None:
     not_sharding = parallelism.expert_tensor_parallel_degree if degree > 1 else parallelism.tensor_parallel_degree
     world = dist.get_world_size() if dist.is_initialized() else 1
     ranks = world // (parallelism.data_parallel_replicate_degree * not_sharding)
-    by_number = degree == 1 or ranks <= num_experts  # else FSDP shards each expert's rows
-    for option in ("initial_load_in_hf", "last_save_in_hf"):
-        if checkpoint.enable and getattr(checkpoint, option) and by_number and num_experts % ranks:
-            remedy = "an expert_parallel_degree above 1" if ranks > num_experts else "a number of ranks that divides it"
-            raise ValueError(
-                f"checkpoint.{option} is true, but {ranks} ranks share {num_experts} experts, not as many each; use "
-                f"{remedy}"
-            )
+    if degree == 1 or ranks <= num_experts:  # else FSDP shards each expert's rows
+        check_files_of_experts(checkpoint, num_experts, ranks)

@@ -16,9 +16,8 @@ from torchtitan.config.configs import CommConfig, CompileConfig, DebugConfig, Pa
 from torchtitan.config.manager import custom_registry
 from torchtitan.tools.profiler import Profiler
 
-from torchtitan_magi.training.experts import check_expert_ranks
 from torchtitan_magi.training.options import Magi
-from torchtitan_magi.training.sections import check_degrees_of
+from torchtitan_magi.training.sections import SPMD_BACKEND
 from torchtitan_magi.training.values import check_toml, check_values, read_toml, usage_errors
 from torchtitan_magi.wording import quoted
 
@@ -37,7 +36,6 @@ WITHOUT_COUNTERPART: dict[str, tuple[Any, str]] = {
     "experimental.custom_args_module": ("", "leave it out"),
     "job.print_config": (False, "use debug.print_config"),
 }
-SPMD_BACKEND = "partial_dtensor"  # spmd_types needs a torch newer than those that this package runs on
 SECTIONS_WITHOUT_COUNTERPART = ("quantize", "fault_tolerance", "memory_estimation")
 
 
@@ -168,23 +166,6 @@ def read_job_config(path: str, overrides: list[str]) -> Any:
             raise ValueError(f"{option} is {quoted(value)}, which has no counterpart in torchtitan 0.3; {remedy}")
     check_values(job)
     return job
-
-
-def check_parallelism(parallelism: Any, world_size: int) -> None:
-    """Checks the section [parallelism] before meshes are built of it.
-
-    Raises:
-        ValueError: one line that names the value and the remedy.
-    """
-    if parallelism.spmd_backend != SPMD_BACKEND:
-        raise ValueError(
-            f"parallelism.spmd_backend is {quoted(parallelism.spmd_backend)}, which is not for the torch and the "
-            f"layers of this package; use {quoted(SPMD_BACKEND)}"
-        )
-    check_degrees_of(parallelism, world_size)
-    ranks = world_size // (parallelism.data_parallel_replicate_degree * parallelism.pipeline_parallel_degree)
-    lenders = "data_parallel_shard_degree, context_parallel_degree and tensor_parallel_degree"
-    check_expert_ranks(parallelism.expert_parallel_degree, ranks, lenders)
 
 
 def _filled(kind: Any, values: dict[str, Any]) -> Any:

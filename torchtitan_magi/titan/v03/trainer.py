@@ -29,12 +29,12 @@ from torchtitan_magi.titan.v03.components import (
     ObjectiveLoss,
 )
 from torchtitan_magi.titan.v03.config import job_of, trainer_options
-from torchtitan_magi.titan.v03.job_config import check_parallelism, read_job_config
+from torchtitan_magi.titan.v03.job_config import read_job_config
 from torchtitan_magi.titan.v03.models import config_of, temperature_of
 from torchtitan_magi.training.agreed import agreed
 from torchtitan_magi.training.checkpoints import check_checkpoints
 from torchtitan_magi.training.dpo import Reference
-from torchtitan_magi.training.experts import check_expert_degree
+from torchtitan_magi.training.experts import check_experts
 from torchtitan_magi.training.exported_files import exported_files
 from torchtitan_magi.training.exports import Export
 from torchtitan_magi.training.finite import StepGuard, noting
@@ -54,7 +54,7 @@ from torchtitan_magi.training.planned_loader import PlannedLoader, with_plans
 from torchtitan_magi.training.references import ReferenceModel
 from torchtitan_magi.training.run_length import set_run_length
 from torchtitan_magi.training.runtime import MagiRuntime, WorkCount, attention_options, heads_of_rank
-from torchtitan_magi.training.sections import ENTRY, check_sections
+from torchtitan_magi.training.sections import ENTRY, check_parallelism, check_sections
 from torchtitan_magi.training.timeouts import set_pg_timeouts
 from torchtitan_magi.training.trainer import ObjectiveTrainer
 from torchtitan_magi.training.turn_end import add_turn_end
@@ -120,7 +120,7 @@ class MagiTrainer(ObjectiveTrainer, Trainer):
         check_first_weights(job)
         path, identity = job.model.hf_assets_path, zlib.crc32(repr(facts).encode())
         self.export = Export(layout=agreed(path, lambda: check_folders(job, facts), lambda _: identity))
-        check_expert_degree(dims.ep, facts.experts, job.model.flavor)
+        check_experts(job, dims, facts.experts)
         heads = heads_of_rank(facts, dims.tp)
         windows = facts.windows or (0,) * facts.num_layers
         self.runtime = MagiRuntime(
