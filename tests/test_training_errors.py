@@ -160,13 +160,12 @@ EXIT = """
 import atexit, gc, time
 from pathlib import Path
 import torch.distributed as dist
-from torchtitan_magi.titan.v02.cpu import run_on_cpu
 
 def gloo_threads():
     return sum("gloo" in path.read_text() for path in Path("/proc/self/task").glob("*/comm"))
 
 atexit.register(lambda: print(gloo_threads()))  # what is registered first comes last
-run_on_cpu()
+import torchtitan_magi.titan.v02  # runs on the CPU
 gc.disable()
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 while not gloo_threads():  # they name themselves once they run

@@ -2,6 +2,7 @@
 
 import shutil
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -63,7 +64,14 @@ def test_a_killed_run_continues(name, uninterrupted, killed, tmp_path):
     steps = range(SAVED + 1, STEPS + 1)
     assert resumed.of("timeouts") == [(step, first if step == SAVED + 1 else {TIMEOUT}) for step in steps]
     rest = uninterrupted.metrics[SAVED:]
-    assert [m["n_tokens_seen"] for m in resumed.metrics] == [m["n_tokens_seen"] for m in rest]
+    tokens, of_rest = ([m["n_tokens_seen"] for m in metrics] for metrics in (resumed.metrics, rest))
+    if name == "dp2" and not IS_0_3:  # ours goes on from torchtitan's number, and leaves out the padding that it counts
+        before = uninterrupted.metrics[SAVED - 1]["n_tokens_seen"]
+        parts = [np.diff([before, *seen]) for seen in (tokens, of_rest)]
+        assert (parts[0] <= parts[1]).all()
+        assert (parts[0] > 0.9 * parts[1]).all()
+    else:
+        assert tokens == of_rest
     if name == "cp2":
         assert resumed.losses == uninterrupted.losses[SAVED:]
         assert resumed.grad_norms == uninterrupted.grad_norms[SAVED:]
