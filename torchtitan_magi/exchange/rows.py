@@ -101,7 +101,10 @@ class TorchRowMover:
             zero.zero_()
 
     def sink_grads(self, sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
-        return -(torch.exp(sinks - lse.masked_fill(lse == -torch.inf, 0.0)) * delta).sum(0)
+        dtype = lse.dtype
+        sinks, lse, delta = (x.double() for x in (sinks, lse, delta))  # terms of either sign cancel
+        grads = -(torch.exp(sinks - lse.masked_fill(lse == -torch.inf, 0.0)) * delta).sum(0)
+        return grads.to(dtype)
 
     def round_to(self, grad: Tensor, piece: Piece) -> None:
         raise AssertionError("what torch moves travels by collectives")
