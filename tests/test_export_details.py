@@ -235,7 +235,7 @@ class Batches:
         self.batches = batches
 
     def __iter__(self):
-        return iter([(inputs, None) for inputs in self.batches])
+        return iter([(inputs, inputs["input"]) for inputs in self.batches])
 
     def state_dict(self):
         return {}
