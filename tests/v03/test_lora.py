@@ -81,11 +81,11 @@ def report_experts(report):
 
     take = metrics.take_expert_load
 
-    def report_and_take(models, group):
+    def report_and_take(models, *groups):
         buffers = dict(models[0].named_buffers())
         report("tokens", [int(x.sum()) for name, x in buffers.items() if name.endswith("tokens_per_expert_E")])
         report("bias", [x.tolist() for name, x in buffers.items() if name.endswith("expert_bias_E")])
-        return take(models, group)
+        return take(models, *groups)
 
     metrics.take_expert_load = report_and_take
 
