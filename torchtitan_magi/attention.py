@@ -433,9 +433,8 @@ def cp_varlen_attn(
         raise ValueError(
             f"q has {len(q)} rows but the plan gives each rank {plan.tokens_per_rank} tokens; dispatch them first"
         )
-    transport = as_transport(
-        mesh, plan.cp_size, q.device
-    )  # not the mesh: one like it may come after its groups have ended
+    # kept by transport, not by mesh: one like it may come after its groups have ended
+    transport = as_transport(mesh, plan.cp_size, q.device)
     shapes = q.shape[1:], k.shape[1:], v.shape[1:]
     key = (plan, shapes, q.dtype, q.device, backend, deterministic, fp32_reduce, transport)
 

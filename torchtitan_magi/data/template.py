@@ -230,7 +230,7 @@ class ChatTemplate:
         """Whether the template writes a system message into the next one, if the assistant's, as into a question."""
         messages = [{"role": "system", "content": "probe7"}, *_probe()[1:]]
         try:
-            return "probe7" in self._run(messages, None, {}).written(1)
+            return "probe7" in self._run(messages, self._probe_tools, {}).written(1)
         except ValueError:
             return False
 

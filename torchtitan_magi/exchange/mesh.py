@@ -4,7 +4,6 @@ import itertools
 import logging
 import weakref
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
@@ -12,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan_magi.exchange.gloo_exit import let_gloo_finish_at_exit
-from torchtitan_magi.exchange.peer_memory import PeerTransport, can_reach_each_other
+from torchtitan_magi.exchange.peer_memory import PeerTransport, can_reach_each_other, machine
 from torchtitan_magi.exchange.transport import SINGLE_RANK, ProcessGroupTransport, Transport
 from torchtitan_magi.wording import quoted
 
@@ -127,8 +126,3 @@ def ranks_per_node(group: dist.ProcessGroup) -> list[int] | None:
         )
         return None
     return sizes if len(sizes) > 1 else None
-
-
-def machine() -> str:
-    """Tells this machine from others, the same in all its containers."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text()

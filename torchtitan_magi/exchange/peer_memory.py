@@ -331,17 +331,22 @@ def _operate(stream: int, kind: int, address: int, value: int) -> int:
     return int(_calls().operate(stream, 1, ctypes.byref(operation), 0))
 
 
+def machine() -> str:
+    """Tells this machine from others, the same in all its containers."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text()
+
+
 def can_reach_each_other(group: dist.ProcessGroup) -> bool:
     """Whether all ranks of an NCCL group sit in one machine, with GPUs that reach each other's memory. A collective."""
-    machine = Path("/proc/sys/kernel/random/boot_id").read_text()
-    mine = machine, str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+    this_machine = machine()
+    mine = this_machine, str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
     everyone: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, mine, group)
     here = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
     others = [other for other in everyone if other != mine]
     reached = _has_stream_operations() and all(
-        boot == machine and gpu in here and torch.cuda.can_device_access_peer(here[mine[1]], here[gpu])
-        for boot, gpu in others
+        its_machine == this_machine and gpu in here and torch.cuda.can_device_access_peer(here[mine[1]], here[gpu])
+        for its_machine, gpu in others
     )
     verdicts: list[Any] = [None] * len(everyone)
     dist.all_gather_object(verdicts, reached, group)
