@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from torchtitan_magi.losses import IGNORE_INDEX
+from torchtitan_magi.products import add_product
 
 CHUNK_LOGITS = 2**28  # logits per chunk: 1 GiB in float32, about three times that while they are worked on
 
@@ -173,7 +174,7 @@ class _GradientSums:
         if grad_hidden_TD is not None:
             torch.mm(grad_logits_CV, self.weight_VD, out=grad_hidden_TD[at])
         if grad_weight_VD is not None:
-            _add_product(grad_weight_VD, grad_logits_CV.T, self.hidden_TD[at])
+            add_product(grad_weight_VD, grad_logits_CV.T, self.hidden_TD[at])
 
     def rounded(self, scale: Tensor | None = None) -> tuple[Tensor | None, ...]:
         """Both, times ``scale``, in the dtype of the inputs; the sums are gone after this."""
@@ -181,16 +182,6 @@ class _GradientSums:
             if x is not None and scale is not None:
                 x *= scale
         return tuple(None if x is None else _rounded_in_place(x, self.hidden_TD.dtype) for x in self.sums)
-
-
-def _add_product(sum_VD: Tensor, left_VC: Tensor, right_CD: Tensor) -> None:
-    """sum += left @ right, rounded to the dtype of the sum alone on GPUs."""
-    if left_VC.dtype == sum_VD.dtype:
-        torch.addmm(sum_VD, left_VC, right_CD, out=sum_VD)
-    elif sum_VD.is_cuda:
-        torch.addmm(sum_VD, left_VC, right_CD, sum_VD.dtype, out=sum_VD)
-    else:
-        sum_VD += left_VC @ right_CD
 
 
 def _rounded_in_place(wide_VD: Tensor, dtype: torch.dtype) -> Tensor:
