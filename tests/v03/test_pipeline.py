@@ -10,7 +10,7 @@ import torch
 from hf_loop import EPS, write_pairs
 from hf_models import make_hf_folder
 from safetensors.torch import load_file
-from training import TrainingError, corpus, new_folder, train
+from training import TrainingError, corpus, new_folder, train, watch
 
 from torchtitan_magi.training.experts import EXPERT_LOAD_METRICS
 
@@ -100,6 +100,19 @@ def test_a_step_is_that_of_one_process(degrees, schedule):
     found = run(degrees, "--parallelism.pipeline_parallel_schedule", schedule, *with_validation())
     assert len(found.losses) == len(found.validation) == 2
     check(found, alone())
+
+
+def expect_batches_of_a_pass(report):
+    from torchtitan_magi.titan.v03.trainer import MagiTrainer
+
+    def check_both(_, trainer):
+        assert (trainer.dataloader.at_once, trainer.validator.batches.at_once) == (PACKS, PACKS)
+
+    watch(MagiTrainer, "train", check_both)
+
+
+def test_the_batches_of_a_pass_are_planned_ahead():
+    check(run({"pp": 2}, *with_validation(), setup=expect_batches_of_a_pass), alone())
 
 
 @pytest.mark.parametrize("kind", ["gpt_oss", "deepseek_v3"])
