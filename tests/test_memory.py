@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import logging
-import os
 import re
 from dataclasses import replace
 from types import SimpleNamespace
@@ -223,10 +222,9 @@ def setup_from(arguments, has_objectives):
             etp=degrees.expert_tensor_parallel_degree,
             world_size=8,
         )
-        return setup_of(config, dims, LLAMA_8B, has_objectives, utils.device_type)
+        return setup_of(config, dims, LLAMA_8B, has_objectives, utils.device_type, degrees.context_parallel_degree < 4)
 
-    with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="4"):
-        return setup(arguments), setup([])
+    return setup(arguments), setup([])
 
 
 @pytest.mark.parametrize(

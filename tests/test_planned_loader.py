@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from torchtitan_magi.training.planned_loader import BATCHES_AHEAD, PlannedLoader
+from torchtitan_magi.training.planned_loader import PlannedLoader
 
 
 class Numbers:
@@ -40,9 +40,11 @@ def test_every_batch_comes_once_in_order_with_its_plan():
     assert [inputs for inputs, _ in planned(Numbers(5))] == [{"input": i, "planned": 10 * i} for i in range(5)]
 
 
+@pytest.mark.parametrize("at_once", [1, 4])
 @pytest.mark.parametrize("taken", [0, 1, 3, 5])
-def test_the_state_is_that_of_the_batches_given_out(taken):
+def test_the_state_is_that_of_the_batches_given_out(taken, at_once):
     loader = planned(Numbers(6))
+    loader.at_once = at_once
     batches = iter(loader)
     for _ in range(taken):
         next(batches)
@@ -51,15 +53,21 @@ def test_the_state_is_that_of_the_batches_given_out(taken):
     assert [inputs["input"] for inputs, _ in resumed] == list(range(taken, 6))
 
 
-def test_batches_are_loaded_while_the_consumer_works():
-    numbers, waits = Numbers(8), []
-    batches = iter(planned(numbers, waits, seconds=0.02))
-    next(batches)
+@pytest.mark.parametrize("at_once", [1, 8])
+def test_batches_of_the_next_step_and_one_are_loaded_while_the_consumer_works(at_once):
+    numbers, waits = Numbers(30), []
+    loader = planned(numbers, waits, seconds=0.02)
+    loader.at_once = at_once
+    batches = iter(loader)
+    for _ in range(at_once):
+        next(batches)
     deadline = time.monotonic() + 600
-    while numbers.number < 1 + BATCHES_AHEAD:  # without another call of next
+    while numbers.number < 2 * at_once + 1:  # without another call of next
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    assert len(waits) == 1
+    time.sleep(0.1)
+    assert numbers.number == 2 * at_once + 1
+    assert len(waits) == at_once
     assert waits[0] > 0
 
 
@@ -68,6 +76,16 @@ def test_an_error_of_the_loader_reaches_the_consumer_in_its_turn():
     assert [next(batches)[0]["input"] for _ in range(2)] == [0, 1]
     with pytest.raises(ValueError, match="line 7 is not JSON"):
         next(batches)
+
+
+def test_what_nobody_takes_is_not_planned_at_the_end():
+    numbers = Numbers(100)
+    loader = planned(numbers, seconds=0.02)
+    loader.at_once = 50
+    batches = iter(loader)
+    next(batches)
+    batches.close()
+    assert numbers.number < 50
 
 
 def test_no_thread_outlives_its_consumer():

@@ -78,3 +78,21 @@ def test_a_killed_run_continues(name, uninterrupted, killed, tmp_path):
     if name != "dp2":
         assert max_relative_difference(resumed.losses, uninterrupted.losses[SAVED:]) <= TOLERANCE
         assert max_relative_difference(resumed.grad_norms, uninterrupted.grad_norms[SAVED:]) <= TOLERANCE
+
+
+def report_batches_ahead(report):
+    from torchtitan_magi.training.trainer import ObjectiveTrainer
+
+    watch(ObjectiveTrainer, "train_step", lambda _, trainer, *batches: report("at once", trainer.dataloader.at_once))
+
+
+def test_batches_planned_ahead_of_a_step_are_not_lost(tmp_path):
+    """A step of three microbatches, while those of the next are there already."""
+    arguments = ["--training.global_batch_size", "6", "--training.steps", "4", "--checkpoint.enable"]
+    arguments += ["--checkpoint.interval", "2", "--checkpoint.keep_latest_k", "0", "--job.dump_folder", f"{tmp_path}"]
+    whole = train(1, arguments, entry="torchtitan_magi.train", setup=report_batches_ahead)
+    assert whole.of("at once") == [(3,)] * 4
+    shutil.rmtree(tmp_path / "checkpoint" / "step-4")
+    resumed = train(1, arguments, entry="torchtitan_magi.train")
+    assert resumed.losses == whole.losses[2:]
+    assert resumed.grad_norms == whole.grad_norms[2:]

@@ -1,6 +1,7 @@
 """Files that other processes may read or write at the same time."""
 
 import contextlib
+import errno
 import fcntl
 import functools
 import hashlib
@@ -9,16 +10,18 @@ import os
 import secrets
 import socket
 import stat
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from torchtitan_magi.wording import one_line
+from torchtitan_magi.wording import one_line, shown
 
 logger = logging.getLogger(__name__)
 
 MAKING = ".making"  # end of the names of files that are not complete
 ABANDONED = 3600.0  # seconds since a file that another machine made was last written to
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # a file system that cannot lock files
 PATIENCE = 60.0  # seconds of waiting for another process until the log says so
 
 
@@ -151,16 +154,62 @@ def open_lock(path: Path | str, mode: int = 0o666, folder: int | None = None) ->
 def take_lock(lock: int) -> None:
     """Takes a lock that ends with its processes, and signs it.
 
+    Where the file system has no locks, it is one of this machine's processes only, or none. So a lock spares work, but
+    what is written under it must come out right without it: whole, by a name of its own that is then changed.
+
     Raises:
         BlockingIOError: another process holds it; the text says which.
-        OSError: the file system has no locks.
+        OSError: it cannot be locked for another reason.
     """
+    try:
+        _try_lock(lock)
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+        path = os.readlink(f"/proc/self/fd/{lock}")
+        _warn_of_missing_locks(os.path.dirname(path))
+        _lock_here(lock, path)
+
+
+def _try_lock(lock: int) -> None:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise BlockingIOError(holder_of(lock)) from None
     with contextlib.suppress(OSError):  # a full disk
         sign_lock(lock, os.getpid())
+
+
+def _lock_here(lock: int, path: str) -> None:
+    """Locks a temporary file of this machine, whose descriptor takes the place of the lock's; nothing without one."""
+    name = hashlib.sha256(path.encode()).hexdigest()[:32]
+    try:
+        here = open_lock(Path(tempfile.gettempdir()) / f"torchtitan_magi-{os.geteuid()}-{name}.lock", 0o600)
+        try:
+            if os.fstat(here).st_uid == os.geteuid():
+                _try_lock(here)
+                os.dup2(here, lock, inheritable=False)
+        finally:
+            os.close(here)
+    except BlockingIOError:
+        raise
+    except OSError:
+        return
+
+
+@functools.cache
+def _warn_of_missing_locks(folder: str) -> None:
+    logger.warning(
+        f"The file system of {shown(folder)} has no locks: each machine that shares it may make the same files at the "
+        "same time, which takes more work and spoils nothing; another folder is set by TORCHTITAN_MAGI_CACHE or "
+        "magi.token_cache"
+    )
+
+
+def release_lock(lock: int) -> None:
+    """Gives up a lock, also that of processes forked meanwhile."""
+    with contextlib.suppress(OSError):  # the file system has no locks
+        fcntl.flock(lock, fcntl.LOCK_UN)
 
 
 class Waiting:

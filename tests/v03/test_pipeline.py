@@ -105,6 +105,19 @@ def test_a_step_is_that_of_one_process(degrees, schedule):
     check(found, alone())
 
 
+def expect_batches_of_a_pass(report):
+    from torchtitan_magi.titan.v03.trainer import MagiTrainer
+
+    def check_both(_, trainer):
+        assert (trainer.dataloader.at_once, trainer.validator.batches.at_once) == (PACKS, PACKS)
+
+    watch(MagiTrainer, "train", check_both)
+
+
+def test_the_batches_of_a_pass_are_planned_ahead():
+    check(run({"pp": 2}, *with_validation(), setup=expect_batches_of_a_pass), alone())
+
+
 @pytest.mark.parametrize("kind", ["gpt_oss", "deepseek_v3"])
 def test_models_with_experts_and_several_masks_train_alike(kind):
     check(run({"pp": 2, "cp": 2}, *with_validation(), kind=kind), alone(kind))

@@ -6,7 +6,6 @@ open folder, so it cannot be exchanged after the check, and no symbolic link in 
 
 import contextlib
 import errno
-import fcntl
 import hashlib
 import logging
 import os
@@ -15,7 +14,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from torchtitan_magi.files import holder_of, open_lock, sign_lock, write_whole
+from torchtitan_magi.files import open_lock, take_lock, write_whole
 from torchtitan_magi.wording import shown
 
 logger = logging.getLogger(__name__)
@@ -114,16 +113,13 @@ def _wait(lock: int, name: str) -> None:
     start = time.monotonic()
     while True:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+            take_lock(lock)
+            return
+        except BlockingIOError as holder:
             if time.monotonic() - start > PATIENCE:
                 logger.warning(
-                    f"{holder_of(lock)} has held the lock {name} for {PATIENCE:.0f} s; this process goes on without it "
+                    f"{holder} has held the lock {name} for {PATIENCE:.0f} s; this process goes on without it "
                     "and compiles the kernel itself; if the other one is stopped, end it with kill -9"
                 )
                 return
             time.sleep(0.05)
-        else:
-            with contextlib.suppress(OSError):  # a full disk
-                sign_lock(lock, os.getpid())
-            return

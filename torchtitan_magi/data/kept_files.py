@@ -106,7 +106,7 @@ def _writing(cache: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Holds a lock that ends with its process. Without locks on the file system, each process makes its own file."""
+    """Holds a lock that ends with its process. Where it cannot be locked, each process makes its own file."""
     lock, waiting = open_lock(path), Waiting(shown(path.with_suffix("")))
     try:
         while True:

@@ -6,7 +6,6 @@ the kind of record. A reader that misses a file starts a writer, see `token_writ
 at a time run for an order of blocks; when it dies, a reader that waits starts the next.
 """
 
-import fcntl
 import hashlib
 import logging
 import os
@@ -30,7 +29,7 @@ from torchtitan_magi.data.stream import Cancelled, MakePlan
 from torchtitan_magi.data.token_block import VERSION, TokenBlock
 from torchtitan_magi.data.token_writer import Job, unusable
 from torchtitan_magi.data.window_plan import WindowPlan
-from torchtitan_magi.files import Waiting, open_lock, sign_lock, take_lock
+from torchtitan_magi.files import Waiting, open_lock, release_lock, sign_lock, take_lock
 from torchtitan_magi.wording import quoted_path, shown
 
 logger = logging.getLogger(__name__)
@@ -236,7 +235,7 @@ class TokenCache:
                 yield
             finally:
                 path.unlink(missing_ok=True)  # whoever opened it before finds the plan
-                fcntl.flock(lock, fcntl.LOCK_UN)  # also of processes forked meanwhile
+                release_lock(lock.fileno())
 
     def _wait(self, block: int, cancelled: threading.Event) -> TokenBlock:
         path, waiting, num_writers = self._path_name(block), Waiting(f"the tokens of {self.corpus.name}"), 0

@@ -116,8 +116,7 @@ def ranks_per_node(group: dist.ProcessGroup) -> list[int] | None:
     Machines are told apart by themselves, so that any launcher will do. Where the group's ranks go back to a machine
     that they have left, the plan takes all for one, and a warning says so.
     """
-    machines: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(machines, machine(), group)
+    machines = _machines(group)
     sizes = [len(list(ranks)) for _, ranks in itertools.groupby(machines)]
     if len(sizes) > len(set(machines)):
         logger.warning(
@@ -126,3 +125,15 @@ def ranks_per_node(group: dist.ProcessGroup) -> list[int] | None:
         )
         return None
     return sizes if len(sizes) > 1 else None
+
+
+def share_a_machine(group: dist.ProcessGroup) -> bool:
+    """Whether all ranks of a group sit in one machine. A collective."""
+    return len(set(_machines(group))) == 1
+
+
+def _machines(group: dist.ProcessGroup) -> list[str]:
+    """Of each rank, as they tell it themselves."""
+    machines: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(machines, machine(), group)
+    return machines

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from torchtitan_magi.cuda import driver
 from torchtitan_magi.cuda.driver import CopyAttributes, StreamOperation
+from torchtitan_magi.exchange.hidden_gpus import hidden_gpus_are_reached
 from torchtitan_magi.exchange.in_flight import MAX_PEERS, Arrival, Flag, Piece, Places
 from torchtitan_magi.exchange.transport import ProcessGroupTransport
 from torchtitan_magi.planning.stage import Exchange, Parcel
@@ -338,19 +339,18 @@ def machine() -> str:
 
 def can_reach_each_other(group: dist.ProcessGroup) -> bool:
     """Whether all ranks of an NCCL group sit in one machine, with GPUs that reach each other's memory. A collective."""
-    this_machine = machine()
-    mine = this_machine, str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+    mine = machine(), str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
     everyone: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, mine, group)
-    here = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
-    others = [other for other in everyone if other != mine]
-    reached = _has_stream_operations() and all(
-        its_machine == this_machine and gpu in here and torch.cuda.can_device_access_peer(here[mine[1]], here[gpu])
-        for its_machine, gpu in others
-    )
+    if len({its_machine for its_machine, _ in everyone}) > 1:
+        return False
+    seen = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
+    others = {gpu for _, gpu in everyone if gpu != mine[1]}
+    access = [torch.cuda.can_device_access_peer(seen[mine[1]], seen[gpu]) for gpu in others & set(seen)]
     verdicts: list[Any] = [None] * len(everyone)
-    dist.all_gather_object(verdicts, reached, group)
-    return all(verdicts)
+    dist.all_gather_object(verdicts, (_has_stream_operations() and all(access), others <= set(seen)), group)
+    reached, sees_all = map(all, zip(*verdicts, strict=True))
+    return reached and (sees_all or hidden_gpus_are_reached(group))
 
 
 def _has_stream_operations() -> bool:

@@ -1,12 +1,12 @@
 """The memory of a run in the log: predicted before its first step from torchtitan's configuration, then measured."""
 
 import logging
-import os
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from torchtitan_magi.exchange.mesh import share_a_machine
 from torchtitan_magi.models.model_config import ModelConfig
 from torchtitan_magi.training.memory import GIB, Prediction, Setup, describe, predict, remedies
 from torchtitan_magi.training.options import DPO_DATASET
@@ -17,13 +17,16 @@ PREDICTED = ("llama3", "qwen3")
 SETTLED = 5  # step from which on all memory has been taken: compilers are done and optimizer states exist
 
 
-def setup_of(job_config: Any, dims: Any, model: ModelConfig, has_objectives: bool, device_type: str) -> Setup:
+def setup_of(
+    job_config: Any, dims: Any, model: ModelConfig, has_objectives: bool, device_type: str, one_machine: bool
+) -> Setup:
     """The facts of a run.
 
     Args:
         dims: torchtitan's ParallelDims.
         has_objectives: whether our Trainer runs, not torchtitan's own.
         device_type: that of torchtitan's tools.
+        one_machine: whether the context-parallel ranks share one.
     """
     training, checkpointing, compiled = job_config.training, job_config.activation_checkpoint, job_config.compile
     option = checkpointing.selective_ac_option
@@ -54,20 +57,25 @@ def setup_of(job_config: Any, dims: Any, model: ModelConfig, has_objectives: boo
         offload=training.enable_cpu_offload,
         whole_logits=not has_objectives,
         gpu=device_type == "cuda",
-        one_machine=int(os.environ.get("LOCAL_WORLD_SIZE", "1")) % (dims.cp * dims.tp) == 0,
+        one_machine=one_machine,
     )
 
 
 def predicted_memory(
     job_config: Any, dims: Any, model: ModelConfig, has_objectives: bool, device_type: str
 ) -> Prediction | None:
-    """Logs what a run will take; None, with a line that says so, for what is not predicted. See ``setup_of``."""
+    """Logs what a run will take; None, with a line that says so, for what is not predicted. See ``setup_of``.
+
+    A collective of the context-parallel ranks.
+    """
     unknown = {model.model: model.model not in PREDICTED, "pipelines": dims.pp > 1, "LoRA": job_config.magi.lora.rank}
     if any(unknown.values()):
         what = " and ".join(name for name, is_there in unknown.items() if is_there)
         logger.info(f"Memory per GPU is not predicted for {what}")
         return None
-    return log_prediction(setup_of(job_config, dims, model, has_objectives, device_type))
+    cp_mesh = dims.get_optional_mesh("cp")
+    one_machine = cp_mesh is None or share_a_machine(cp_mesh.get_group())
+    return log_prediction(setup_of(job_config, dims, model, has_objectives, device_type, one_machine))
 
 
 def log_prediction(setup: Setup) -> Prediction:

@@ -12,8 +12,6 @@ from torchtitan_magi.training.runtime import MagiRuntime, WorkCount, check_token
 
 Batch = tuple[dict[str, Any], Tensor]  # inputs, labels
 
-BATCHES_AHEAD = 2
-
 
 class PlannedLoader:
     """A data loader whose batches come with their plan.
@@ -27,7 +25,13 @@ class PlannedLoader:
         plan: inputs and labels of a batch -> the inputs with what planning adds; called in the thread.
         waited: called with the seconds that the consumer waited for each batch's plan.
         num_positions: the number of rotary positions that planned inputs need.
+
+    Attributes:
+        at_once: how many batches the consumer takes at a time, such as those of a step; set before iterating. They and
+            one more are made ahead, so that none of them is waited for once they had the time of a step.
     """
+
+    at_once = 1
 
     def __init__(
         self,
@@ -43,17 +47,21 @@ class PlannedLoader:
     def __iter__(self) -> Iterator[Batch]:
         batches = iter(self.loader)
         with ThreadPoolExecutor(1, thread_name_prefix="plan") as thread:
-            ahead = deque(thread.submit(self._next, batches) for _ in range(BATCHES_AHEAD))
-            while True:
-                started = time.perf_counter()
-                result = ahead.popleft().result()
-                if result is None:
-                    return
-                batch, self.state, planning, length = result
-                self.longest = max(self.longest, length)
-                self.waited(min(time.perf_counter() - started, planning))
-                ahead.append(thread.submit(self._next, batches))
-                yield batch
+            ahead = deque(thread.submit(self._next, batches) for _ in range(self.at_once + 1))
+            try:
+                while True:
+                    started = time.perf_counter()
+                    result = ahead.popleft().result()
+                    if result is None:
+                        return
+                    batch, self.state, planning, length = result
+                    self.longest = max(self.longest, length)
+                    self.waited(min(time.perf_counter() - started, planning))
+                    ahead.append(thread.submit(self._next, batches))
+                    yield batch
+            finally:
+                for untaken in ahead:
+                    untaken.cancel()
 
     def state_dict(self) -> dict[str, Any]:
         return self.loader.state_dict() if self.state is None else self.state

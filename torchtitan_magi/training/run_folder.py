@@ -6,7 +6,7 @@ import logging
 import os
 from pathlib import Path
 
-from torchtitan_magi.files import holder_of, open_lock, sign_lock
+from torchtitan_magi.files import NO_LOCKS, holder_of, open_lock, sign_lock
 from torchtitan_magi.machine import cause, lack
 from torchtitan_magi.wording import one_line, quoted_path, shown
 
@@ -14,7 +14,6 @@ logger = logging.getLogger(__name__)
 
 LOCK = "run.lock"
 HELD = (errno.EACCES, errno.EAGAIN)
-NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 def check_writable(folder: str, option: str = "job.dump_folder") -> None:

@@ -19,7 +19,7 @@ from torchtitan_magi.training.metrics import group_of
 from torchtitan_magi.training.objectives import SFT, Objective, Process
 from torchtitan_magi.training.options import DPO_DATASET
 from torchtitan_magi.training.pipeline import Pipeline
-from torchtitan_magi.training.planned_loader import Batch
+from torchtitan_magi.training.planned_loader import Batch, PlannedLoader
 from torchtitan_magi.training.references import ReferenceModel, reference_file
 from torchtitan_magi.training.runtime import num_tokens
 from torchtitan_magi.training.timeouts import set_pg_timeouts
@@ -37,6 +37,7 @@ class ObjectiveTrainer:
     parallel_dims: Any
     metrics_processor: Any
     checkpointer: Any
+    dataloader: PlannedLoader
     device: torch.device
     step: int
     gradient_accumulation_steps: int
@@ -44,6 +45,11 @@ class ObjectiveTrainer:
     pipeline: Pipeline | None = None  # where the model is in parts
     process: Process
     loaded_names: frozenset[str] | None = None  # of all entries of the checkpoint that is being loaded
+
+    @property
+    def num_microbatches(self) -> int:
+        """Of a step, on this rank."""
+        return self.gradient_accumulation_steps * self.num_pipeline_parallel_microbatches
 
     def train_context(self) -> AbstractContextManager[None]:
         """That of a forward and its backward."""
@@ -118,6 +124,7 @@ class ObjectiveTrainer:
         """torchtitan calls this once, between loading the checkpoint and the first step."""
         for objective in self.objectives:
             objective.prepare(self.step)
+        self.dataloader.at_once = self.num_microbatches
         return super().batch_generator(data_iterable)  # type: ignore[misc]
 
     def train(self) -> None:
@@ -127,8 +134,7 @@ class ObjectiveTrainer:
             super().train()  # type: ignore[misc]
 
     def train_step(self, data_iterator: Iterator[Batch]) -> None:
-        num_microbatches = self.gradient_accumulation_steps * self.num_pipeline_parallel_microbatches
-        microbatches = [next(data_iterator) for _ in range(num_microbatches)]
+        microbatches = [next(data_iterator) for _ in range(self.num_microbatches)]
         self.objective.start_step()
         for inputs, labels in microbatches:
             inputs["num_items"] = self.objective.weigh(inputs, labels)

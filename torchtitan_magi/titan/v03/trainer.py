@@ -168,8 +168,7 @@ class MagiTrainer(ObjectiveTrainer, Trainer):
     def _start_metrics(self) -> None:
         attention, seq_len = self.model_facts.attention_flops, self.config.training.seq_len
         self.metrics_processor.num_flops_per_token -= attention * seq_len  # torchtitan counts a dense pack
-        microbatches = self.gradient_accumulation_steps * self.num_pipeline_parallel_microbatches
-        self.metrics_processor.count_work(attention, self.count, LossRecord(microbatches), self.memory)
+        self.metrics_processor.count_work(attention, self.count, LossRecord(self.num_microbatches), self.memory)
 
     def _start_validator(self) -> None:
         job, mesh = self.job_config, self.parallel_dims.get_optional_mesh("batch")
@@ -187,6 +186,8 @@ class MagiTrainer(ObjectiveTrainer, Trainer):
             stock = self.config.validator.dataloader
             loader = WithoutPositions(stock.build(dp_world_size=size, tokenizer=self.tokenizer, **options))
         self.validator.batches, self.validator.pipeline = self._planned(loader), self.pipeline
+        if self.pipeline is not None:
+            self.validator.batches.at_once = self.pipeline.num_microbatches
         self.validator.process, self.validator.device = self.process, utils.device_type
 
     def close(self) -> None:
