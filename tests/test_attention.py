@@ -363,10 +363,10 @@ def test_names_and_schemas_of_the_ops_are_those_of_saved_graphs():
     inputs = "Tensor q, Tensor k, Tensor v"
     assert [str(op._schema) for op in (attention_op, attention_backward_op)] == [
         f"torchtitan_magi::cp_varlen_attn({inputs}, Tensor handle, float softmax_scale, Tensor? sinks=None, "
-        "float softcap=0.) -> (Tensor, Tensor)",
+        "float softcap=0., Tensor? latents=None, Tensor? weight=None) -> (Tensor, Tensor)",
         f"torchtitan_magi::cp_varlen_attn_backward(Tensor dout, {inputs}, Tensor out, Tensor lse, Tensor handle, "
-        "float softmax_scale, Tensor? sinks=None, float softcap=0., Tensor? dlse=None) "
-        "-> (Tensor, Tensor, Tensor, Tensor)",
+        "float softmax_scale, Tensor? sinks=None, float softcap=0., Tensor? dlse=None, Tensor? latents=None, "
+        "Tensor? weight=None) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     ]
 
 

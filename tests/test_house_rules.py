@@ -16,18 +16,19 @@ PACKAGE = ROOT / "torchtitan_magi"
 
 ADAPTERS = {"v02", "v03"}
 OTHER_ADAPTER = "titan.v02" if version("torchtitan").startswith("0.3.") else "titan.v03"  # than that which is used here
-CORE = {"attention", "bound_plan", "dispatch"}
+CORE = {"attention", "latents", "bound_plan", "dispatch"}
 # wing, or file beside the wings -> what it may import of the package besides itself, `wording` and `machine`;
 # dependencies run one way
 MAY_IMPORT = {
-    **dict.fromkeys(["wording", "machine", "tiles", "files", "masks", "losses"], ""),
+    **dict.fromkeys(["wording", "machine", "tiles", "files", "products", "masks"], ""),
+    "losses": "products",
     "models": "files",
     "data": "files",
     "cuda": "tiles files",
     "planning": "tiles files masks",
     "exchange": "cuda planning",
     "backends": "tiles masks cuda planning exchange",
-    "core": "tiles masks cuda planning exchange backends",
+    "core": "tiles products masks cuda planning exchange backends",
     "training": "tiles files masks data losses models cuda planning exchange backends core",
     "titan": "tiles masks data losses models cuda planning exchange backends core training",
     "calibrate": "tiles masks cuda planning exchange backends core",

@@ -1,10 +1,13 @@
 """Log-probabilities from chunks and from shares of the vocabulary are those of log_softmax."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchtitan_magi.losses.logprobs import summed_logprobs, token_logprobs
+from torchtitan_magi.losses.logprobs import _rounded_in_place, summed_logprobs, token_logprobs
 
 VOCABULARY, WIDTH = 24, 5
 
@@ -134,6 +137,86 @@ def test_no_more_logits_than_those_of_a_chunk_exist_at_a_time(function, options,
     with LargestTensor() as largest:
         with_gradients(function, *inputs, **options)
     assert largest.elements == tokens * VOCABULARY
+
+
+class NewMemory(TorchDispatchMode):
+    """Elements of the largest tensor in memory of its own that an operation makes."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        known = {x.untyped_storage().data_ptr() for x in args if isinstance(x, torch.Tensor)}
+        result = function(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result.untyped_storage().data_ptr() not in known:
+            self.elements = max(self.elements, result.numel())
+        return result
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_the_backward_of_a_sum_makes_no_copy_of_the_weights_gradient(dtype):
+    hidden, weight, targets = case(10, dtype)
+    total = scaled_sum(hidden, weight, targets, chunk=3)
+    with NewMemory() as new:
+        (gradient,) = torch.autograd.grad(total, weight)
+    assert new.elements <= WIDTH
+    assert gradient.shape == weight.shape
+    assert gradient.dtype == dtype
+    with pytest.raises(RuntimeError, match="runs backward once"):
+        torch.autograd.grad(total, weight)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 2, 3, 8, 21])
+def test_sums_are_rounded_where_they_lie(rows):
+    wide = torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(rows))
+    wanted = wide.bfloat16()
+    assert torch.equal(_rounded_in_place(wide, torch.bfloat16), wanted)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("function", [scaled_sum, token_logprobs])
+def test_a_large_weight_on_a_gpu_has_one_wide_gradient(function):
+    vocabulary, width, tokens, chunk = 32768, 2048, 512, 128
+    generator = torch.Generator("cuda").manual_seed(0)
+    hidden, weight = (
+        torch.randn(n, width, generator=generator, device="cuda").div_(width**0.25).bfloat16().requires_grad_()
+        for n in (tokens, vocabulary)
+    )
+    targets = torch.randint(0, vocabulary, (tokens,), generator=generator, device="cuda")
+    reference = plain_sum if function is scaled_sum else plain
+    wide = [x.detach().double().requires_grad_() for x in (hidden, weight)]
+    scales = torch.arange(1.0, tokens + 1, device="cuda")
+
+    def gradients(value, inputs):
+        return torch.autograd.grad((value if value.ndim == 0 else value * scales).sum(), inputs)
+
+    with torch.device("cuda"):
+        exact = gradients(reference(*wide, targets), wide)
+        low = gradients(reference(hidden, weight, targets), (hidden, weight))
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        found = gradients(function(hidden, weight, targets, chunk=chunk), (hidden, weight))
+    peak = torch.cuda.max_memory_allocated() - before
+    assert peak <= 4 * vocabulary * width + 20 * chunk * vocabulary + 2**24  # 2**24: hidden, and cuBLAS
+    for ours, plainly, right in zip(found, low, exact, strict=True):
+        assert (ours.double() - right).norm() <= 2 * (plainly.double() - right).norm()
+
+
+OUTSIDE = """
+import torch
+from torchtitan_magi.losses.logprobs import summed_logprobs
+hidden, weight = torch.randn(4, 8, device="cuda"), torch.randn(6, 8, device="cuda")
+summed_logprobs(hidden, weight, torch.tensor([1, -100, 6, 2], device="cuda"))
+torch.cuda.synchronize()
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_target_outside_the_vocabulary_on_a_gpu_is_a_failed_assertion():
+    ended = subprocess.run([sys.executable, "-c", OUTSIDE], capture_output=True, text=True, check=False)
+    assert ended.returncode != 0
+    assert "a target is outside the vocabulary of 6 tokens" in ended.stdout + ended.stderr
 
 
 # ------------------------------------------------------------------------------------------- a vocabulary in shares

@@ -425,7 +425,7 @@ def test_the_log_warns_of_what_does_not_fit_and_says_once_what_was_measured():
     lines, outside = call(lines_on_a_gpu)
     levels, texts = zip(*lines, strict=True)
     assert levels == ("INFO", "WARNING", "INFO", "INFO")
-    assert "GiB of 80.0, in the output layer (parameters 7.5, " in texts[0]
+    assert "GiB of 80.0, in the last block's backward (parameters 7.5, " in texts[0]
     assert "on each GPU of 80.0" in texts[1]
     assert 'activation_checkpoint.mode = "full" (' in texts[1]
     measured = "Measured memory per GPU: at most 51.0 GiB allocated by PyTorch (64.0 reserved) and 3.0 GiB outside it; "

@@ -34,6 +34,7 @@ from torchtitan_magi.exchange.group_cast import StageCasts, grad_buffer, group_r
 from torchtitan_magi.exchange.in_flight import KeysAndValues, LateKeys, RowShape, RowSums
 from torchtitan_magi.exchange.mesh import Mesh, as_transport, at_end_of_transports
 from torchtitan_magi.exchange.transport import Transport
+from torchtitan_magi.latents import Latents
 from torchtitan_magi.masks.slices import AttnSlices, check_slices
 from torchtitan_magi.planning.cost_model import Heads
 from torchtitan_magi.planning.plan import AttnPlan, check_plan, forget_plans
@@ -50,6 +51,18 @@ class LayerInputs(NamedTuple):
     softmax_scale: float  # > 0
     sinks: Tensor | None = None  # [Hq]
     softcap: float = 0.0  # scores s become softcap * tanh(s / softcap); 0: they stay as they are
+    latents: Latents | None = None  # what travels in place of k and v
+
+    @property
+    def travelling(self) -> tuple[Tensor, Tensor]:
+        """[T, H, D] and [T, H, Dv], of which the rows go that other ranks need."""
+        return (self.k, self.v) if self.latents is None else self.latents.travelling
+
+    def keys(self, i: int, k_rows: Tensor, v_rows: Tensor) -> tuple[Tensor, Tensor]:
+        """K and V of stage i, whose rows have arrived as they travel."""
+        if self.latents is None:
+            return k_rows, v_rows
+        return (self.k, self.v) if i == 0 else self.latents.expand(k_rows, v_rows, RowShape.of(self.k, self.v))
 
     def of_stage(self, mask: Any, k: Tensor, v: Tensor, late: LateKeys | None = None) -> StageInputs:
         return StageInputs(self.q, k, v, mask, self.softmax_scale, late, self.softcap, self.sinks)
@@ -57,13 +70,15 @@ class LayerInputs(NamedTuple):
 
 def _forward(bound: BoundPlan, layer: LayerInputs) -> tuple[Tensor, Tensor]:
     """out [T, Hq, Dv] in the dtype of q, lse [T, Hq] in float32 or wider."""
-    stages, (_, k, v, *_) = bound.forward, layer
+    stages = bound.forward
     if _is_alone(stages):
-        return bound.block_attn.forward(layer.of_stage(stages[0].mask, k, v))
-    casts = StageCasts([stage.rows for stage in stages], k, v)
+        return bound.block_attn.forward(layer.of_stage(stages[0].mask, layer.k, layer.v))
+    assert layer.latents is None or not stages[0].rows.stage.exchanges
+    casts = StageCasts([stage.rows for stage in stages], *layer.travelling)
     result = None
     for i, stage in enumerate(stages):
         k_rows, v_rows, late = casts.take(i)
+        k_rows, v_rows = layer.keys(i, k_rows, v_rows)
         inputs = layer.of_stage(stage.mask, k_rows, v_rows, late)
         result = bound.block_attn.forward(inputs, result, i + 1 < len(stages))
         del k_rows, v_rows, late, inputs  # their memory is for a later stage
@@ -85,15 +100,32 @@ class Result(NamedTuple):
     dlse: Tensor | None  # like lse; None: zeros
 
 
-def _backward(bound: BoundPlan, layer: LayerInputs, result: Result) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Gradients of q, k, v and, if there are any, sinks: with their shapes and dtypes."""
+class LayerGrads(NamedTuple):
+    """Gradients of a layer's inputs, with their shapes and dtypes; None where there is no such input."""
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    dsinks: Tensor | None = None
+    dlatents: Tensor | None = None
+    dweight: Tensor | None = None
+
+
+def _backward(bound: BoundPlan, layer: LayerInputs, result: Result) -> LayerGrads:
     delta = torch.empty_like(result.lse)
-    backward = _backward_alone if _is_alone(bound.backward) else _backward_in_stages
-    grads = backward(bound, layer, result, delta)
+    if _is_alone(bound.backward):
+        grads = LayerGrads(*_backward_alone(bound, layer, result, delta))
+        if layer.latents is not None:  # nothing travels
+            dlatents, dweight = map(torch.zeros_like, layer.latents)
+            grads = grads._replace(dlatents=dlatents, dweight=dweight)
+    elif layer.latents is None:
+        grads = LayerGrads(*_backward_in_stages(bound, layer, result, delta))
+    else:
+        grads = _backward_of_latents(bound, layer, layer.latents, result, delta)
     if layer.sinks is None:
-        return *grads, None
+        return grads
     dsinks = bound.mover.sink_grads(layer.sinks.to(delta.dtype), result.lse, delta)
-    return *grads, dsinks.to(layer.sinks.dtype)
+    return grads._replace(dsinks=dsinks.to(layer.sinks.dtype))
 
 
 def _backward_in_stages(
@@ -133,6 +165,46 @@ def _backward_in_stages(
             returned = group_reduce(stage.rows, grad, wire)
     assert returned is not None  # the last stage's
     return bound.mover.finish(returned, dq, gathered, shape, softmax_scale, q.dtype)
+
+
+def _backward_of_latents(
+    bound: BoundPlan, layer: LayerInputs, latents: Latents, result: Result, delta: Tensor
+) -> LayerGrads:
+    """All but dsinks; fills delta. The first stage has the rank's own keys and nothing else."""
+    stages, (q, k, v, softmax_scale, *_), (out, lse, dout, dlse) = bound.backward, layer, result
+    wide = torch.promote_types(q.dtype, torch.float32)
+    dq = torch.empty(q.shape, dtype=wide, device=q.device)
+    shape, wire = RowShape.of(k, v), wide if bound.fp32_reduce else k.dtype
+    adds_keys, marks = bound.block_attn.adds_keys(stages[0].mask), bound.block_attn.marks(stages[0].mask, k, v)
+    own: KeysAndValues = k.new_empty(k.shape), v.new_empty(v.shape)
+    zeros: tuple[Tensor, ...] = (dq if marks is None else marks,)
+    if adds_keys:
+        own = dq.new_empty(len(k), shape.width)
+        zeros = (*zeros, own)
+    dlatents, dweight = (x.new_zeros(x.shape, dtype=wide) for x in latents)
+    casts = StageCasts([stage.rows for stage in stages], *latents.travelling, RowSums(out, dout, delta, zeros, dlse))
+    out_grads = OutGrads(dout, lse, delta)
+    returned = None
+    for i, stage in enumerate(stages):
+        *rows, late = casts.take(i)
+        grad = own if i == 0 else k.new_empty(stage.rows.stage.num_rows, shape.width)
+        inputs = layer.of_stage(stage.mask, *layer.keys(i, *rows), late)
+        bound.block_attn.backward(inputs, out_grads, Gradients(dq, grad, adds_keys and i == 0, marks))
+        del inputs
+        marks = None
+        if returned is not None:
+            bound.mover.add(returned, dlatents)
+        if i > 0:
+            drows = grad_buffer(stage.rows, *latents.travelling, wire)
+            latents.reduce(rows[0], grad, shape, drows, dweight)
+            returned = group_reduce(stage.rows, drows, wire)
+        del rows, grad
+    assert returned is not None
+    bound.mover.add(returned, dlatents)
+    rounded = torch.empty_like(q, memory_format=torch.contiguous_format)
+    bound.mover.round(dq, shape, softmax_scale, rounded)
+    dk, dv = bound.mover.round_keys(own, shape, k.dtype) if isinstance(own, Tensor) else own
+    return LayerGrads(rounded, dk, dv, None, dlatents.to(latents.rows.dtype), dweight.to(latents.weight.dtype))
 
 
 def _backward_alone(
@@ -195,47 +267,53 @@ _library = torch.library.Library("torchtitan_magi", "DEF")
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe)
 _library.define(
     "cp_varlen_attn(Tensor q, Tensor k, Tensor v, Tensor handle, float softmax_scale, Tensor? sinks=None, "
-    "float softcap=0.) -> (Tensor, Tensor)",
+    "float softcap=0., Tensor? latents=None, Tensor? weight=None) -> (Tensor, Tensor)",
     tags=_TAGS,
 )
 _library.define(
     "cp_varlen_attn_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor handle, "
-    "float softmax_scale, Tensor? sinks=None, float softcap=0., Tensor? dlse=None) "
-    "-> (Tensor, Tensor, Tensor, Tensor)",
+    "float softmax_scale, Tensor? sinks=None, float softcap=0., Tensor? dlse=None, Tensor? latents=None, "
+    "Tensor? weight=None) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     tags=_TAGS,
 )
 
 attention_op = torch.ops.torchtitan_magi.cp_varlen_attn.default
 """(out [T, Hq, Dv], lse [T, Hq]) of the bound plan behind ``handle``, both differentiable. q [T, Hq, D]; k [T, H, D];
-v [T, H, Dv]; sinks [Hq]."""
+v [T, H, Dv]; sinks [Hq]; latents and weight as ``Latents`` has them."""
 
 attention_backward_op = torch.ops.torchtitan_magi.cp_varlen_attn_backward.default
-"""(dq, dk, dv, dsinks) of ``attention_op``; dsinks is empty without sinks."""
+"""``LayerGrads`` of ``attention_op``; empty where there is no such input."""
+
+
+def _layer(
+    q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, sinks: Tensor | None, softcap: float,
+    latents: Tensor | None, weight: Tensor | None,
+) -> LayerInputs:  # fmt: skip
+    both = None if latents is None or weight is None else Latents(latents, weight)
+    return LayerInputs(q, k, v, softmax_scale, sinks, softcap, both)
 
 
 @torch.library.impl(_library, "cp_varlen_attn", "CompositeExplicitAutograd")
 def _(
     q: Tensor, k: Tensor, v: Tensor, handle: Tensor, softmax_scale: float, sinks: Tensor | None = None,
-    softcap: float = 0.0,
+    softcap: float = 0.0, latents: Tensor | None = None, weight: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    return _forward(_bound_plan(handle), LayerInputs(q, k, v, softmax_scale, sinks, softcap))
+    return _forward(_bound_plan(handle), _layer(q, k, v, softmax_scale, sinks, softcap, latents, weight))
 
 
 @torch.library.impl(_library, "cp_varlen_attn_backward", "CompositeExplicitAutograd")
 def _(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, handle: Tensor, softmax_scale: float,
-    sinks: Tensor | None = None, softcap: float = 0.0, dlse: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    layer = LayerInputs(q, k, v, softmax_scale, sinks, softcap)
-    dq, dk, dv, dsinks = _backward(_bound_plan(handle), layer, Result(out, lse, dout, dlse))
-    return dq, dk, dv, lse.new_empty(0) if dsinks is None else dsinks
+    sinks: Tensor | None = None, softcap: float = 0.0, dlse: Tensor | None = None, latents: Tensor | None = None,
+    weight: Tensor | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    layer = _layer(q, k, v, softmax_scale, sinks, softcap, latents, weight)
+    grads = _backward(_bound_plan(handle), layer, Result(out, lse, dout, dlse))
+    return tuple(lse.new_empty(0) if grad is None else grad for grad in grads)
 
 
 @torch.library.register_fake("torchtitan_magi::cp_varlen_attn", lib=_library)
-def _(
-    q: Tensor, k: Tensor, v: Tensor, handle: Tensor, softmax_scale: float, sinks: Tensor | None = None,
-    softcap: float = 0.0,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     lse_dtype = torch.promote_types(q.dtype, torch.float32)
     return q.new_empty(*q.shape[:2], v.shape[2]), q.new_empty(q.shape[:2], dtype=lse_dtype)
 
@@ -243,10 +321,11 @@ def _(
 @torch.library.register_fake("torchtitan_magi::cp_varlen_attn_backward", lib=_library)
 def _(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, handle: Tensor, softmax_scale: float,
-    sinks: Tensor | None = None, softcap: float = 0.0, dlse: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    dsinks = lse.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsinks
+    sinks: Tensor | None = None, softcap: float = 0.0, dlse: Tensor | None = None, latents: Tensor | None = None,
+    weight: Tensor | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    maybe = (lse.new_empty(0) if x is None else x.new_empty(x.shape) for x in (sinks, latents, weight))
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), *maybe
 
 
 def _is_watched(q: Tensor) -> bool:
@@ -260,30 +339,33 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, handle: Tensor, softmax_scale: float, sinks: Tensor | None,
-        softcap: float,
+        softcap: float, latents: Tensor | None, weight: Tensor | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        options = softmax_scale, sinks, softcap, latents, weight
         if _is_watched(q):
             with torch._C._AutoDispatchBelowAutograd():
-                out, lse = attention_op(q, k, v, handle, softmax_scale, sinks, softcap)
+                out, lse = attention_op(q, k, v, handle, *options)
         else:
-            out, lse = _forward(_bound_plan(handle), LayerInputs(q, k, v, softmax_scale, sinks, softcap))
-        ctx.save_for_backward(q, k, v, out, lse, sinks)
+            out, lse = _forward(_bound_plan(handle), _layer(q, k, v, *options))
+        ctx.save_for_backward(q, k, v, out, lse, sinks, latents, weight)
         ctx.handle, ctx.softmax_scale, ctx.softcap = handle, softmax_scale, softcap
         ctx.set_materialize_grads(False)  # mostly nobody asks for the gradient of lse
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        (q, k, v, out, lse, sinks), handle, (dout, dlse) = ctx.saved_tensors, ctx.handle, grads
+        (q, k, v, out, lse, sinks, latents, weight), (dout, dlse) = ctx.saved_tensors, grads
         if dout is None:
             dout = torch.zeros_like(out)
         if _is_watched(q) or torch.is_grad_enabled():
-            options = ctx.softmax_scale, sinks, ctx.softcap, dlse
-            dq, dk, dv, dsinks = attention_backward_op(dout, q, k, v, out, lse, handle, *options)
+            options = ctx.softmax_scale, sinks, ctx.softcap, dlse, latents, weight
+            found = attention_backward_op(dout, q, k, v, out, lse, ctx.handle, *options)
         else:
-            layer = LayerInputs(q, k, v, ctx.softmax_scale, sinks, ctx.softcap)
-            dq, dk, dv, dsinks = _backward(_bound_plan(handle), layer, Result(out, lse, dout, dlse))
-        return dq, dk, dv, None, None, None if sinks is None else dsinks, None
+            layer = _layer(q, k, v, ctx.softmax_scale, sinks, ctx.softcap, latents, weight)
+            found = _backward(_bound_plan(ctx.handle), layer, Result(out, lse, dout, dlse))
+        dq, dk, dv, *others = found
+        dsinks, *rest = (None if x is None else dx for x, dx in zip((sinks, latents, weight), others, strict=True))
+        return dq, dk, dv, None, None, dsinks, None, *rest
 
 
 # Function.apply itself would first look for functorch's transforms, which `_check_transforms` refuses.
@@ -310,14 +392,14 @@ def _check_transforms(*maybe: Tensor | None) -> None:
 @torch.library.impl(_library, "cp_varlen_attn", "Autograd")
 def _(
     q: Tensor, k: Tensor, v: Tensor, handle: Tensor, softmax_scale: float, sinks: Tensor | None = None,
-    softcap: float = 0.0,
+    softcap: float = 0.0, latents: Tensor | None = None, weight: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    _check_transforms(q, k, v, sinks)
-    return _apply_attention(q, k, v, handle, softmax_scale, sinks, softcap)
+    _check_transforms(q, k, v, sinks, latents, weight)
+    return _apply_attention(q, k, v, handle, softmax_scale, sinks, softcap, latents, weight)
 
 
 @torch.library.impl(_library, "cp_varlen_attn_backward", "Autograd")
-def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _(*arguments: Any) -> tuple[Tensor, ...]:
     if torch.is_grad_enabled() and any(x.requires_grad for x in arguments if isinstance(x, Tensor)):
         raise RuntimeError("attention has no second derivatives; take its gradients without create_graph")
     with torch._C._AutoDispatchBelowAutograd():
@@ -326,15 +408,17 @@ def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 def attend(
     q: Tensor, k: Tensor, v: Tensor, handle: Tensor, softmax_scale: float, sinks: Tensor | None = None,
-    softcap: float = 0.0,
+    softcap: float = 0.0, latents: Tensor | None = None, weight: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """``attention_op``, called directly where nobody watches: half the host time."""
+    options = softmax_scale, sinks, softcap, latents, weight
     if torch.compiler.is_compiling() or _is_watched(q):
-        return attention_op(q, k, v, handle, softmax_scale, sinks, softcap)
-    _check_transforms(q, k, v, sinks)
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, sinks)):
-        return _apply_attention(q, k, v, handle, softmax_scale, sinks, softcap)
-    return _forward(_bound_plan(handle), LayerInputs(q, k, v, softmax_scale, sinks, softcap))
+        return attention_op(q, k, v, handle, *options)
+    inputs = q, k, v, sinks, latents, weight
+    _check_transforms(*inputs)
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
+        return _apply_attention(q, k, v, handle, *options)
+    return _forward(_bound_plan(handle), _layer(q, k, v, *options))
 
 
 # ---------------------------------------------------------------------------------------------------------- public API

@@ -41,6 +41,7 @@ class BoundPlan:
     block_attn: BlockAttn
     fp32_reduce: bool
     num_bytes: int  # index data on the device
+    sends_latents: bool = False  # whether rows travel as ``Latents``, if the layer has such
 
     def take(self, x: Tensor) -> Tensor:
         """This rank's tokens of x [batch, seq_len, ...] as [batch, seq_len / cp, ...]."""
@@ -128,7 +129,8 @@ def bind_plan(
         tuple(bound[stage] for stage in stages) for stages in (index.share.forward, index.share.backward)
     )
     num_bytes = sum(x.nbytes for x in (tokens, *rest)) + sum(mask.num_bytes for mask in masks.values())
-    return BoundPlan(forward, backward, mover, tokens, transport, block_attn, fp32_reduce, num_bytes)
+    latent = bool(plan.heads.latent)
+    return BoundPlan(forward, backward, mover, tokens, transport, block_attn, fp32_reduce, num_bytes, latent)
 
 
 @torch.inference_mode(False)

@@ -2,6 +2,7 @@
 
 import functools
 import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,8 +40,8 @@ class Result:
     expert_load: list[tuple[float, ...]]
 
 
-def run(degrees, *options, kind="llama", tied=False, setup=None):
-    """Two steps."""
+def run(degrees, *options, kind="llama", tied=False, setup=None, expanded=None):
+    """Two steps. expanded: gets how often each rank has made K and V of latent rows."""
     name = {"llama": "llama3", "qwen3_moe": "qwen3"}.get(kind, kind)
     local = PACKS // degrees.get("dp", 1) if "pp" in degrees else 1
     processes = math.prod(degree for axis, degree in degrees.items() if axis != "ep")
@@ -51,6 +52,8 @@ def run(degrees, *options, kind="llama", tied=False, setup=None):
     for axis, degree in degrees.items():
         arguments += [f"--parallelism.{DEGREES[axis]}_degree", str(degree)]
     found = train(processes, [*arguments, *options], layers=None, setup=setup)
+    if expanded is not None:
+        expanded += [len(found.of("expanded", rank)) for rank in range(processes)]
     unknown = [name] * (name not in ("llama3", "qwen3")) + ["pipelines"] * ("pp" in degrees)
     unknown += ["LoRA"] * ("--magi.lora.rank" in options)
     refused = f"Memory per GPU is not predicted for {' and '.join(unknown)}"
@@ -126,6 +129,30 @@ def test_models_with_experts_and_several_masks_train_alike(kind):
 )
 def test_experts_under_tensor_parallelism_train_alike_on_microbatches_of_one_pack(kind, degrees):
     check(run(degrees, *with_validation(), kind=kind), alone(kind))
+
+
+def ranks_in_nodes_of_their_own(report):
+    from torchtitan_magi.exchange import mesh
+    from torchtitan_magi.latents import Latents
+
+    mesh.machine = lambda: os.environ["RANK"]
+    watch(Latents, "expand", lambda *_: report("expanded"))
+
+
+@pytest.mark.parametrize(
+    ("degrees", "options"),
+    [
+        ({"cp": 2}, "--magi.overlap_stages 2"),
+        ({"tp": 2, "cp": 2}, "--activation_checkpoint.mode full"),
+        ({"cp": 2, "dp": 2}, "--compile.enable --compile.backend aot_eager"),
+    ],
+)
+def test_latent_vectors_that_travel_between_nodes_train_alike(degrees, options):
+    kind, expanded = "deepseek_v3", []
+    options = [*options.split(), *with_validation()]
+    found = run(degrees, *options, kind=kind, setup=ranks_in_nodes_of_their_own, expanded=expanded)
+    check(found, alone(kind))
+    assert all(of_rank for of_rank in expanded)
 
 
 @pytest.mark.parametrize(

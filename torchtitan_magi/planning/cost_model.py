@@ -2,7 +2,7 @@
 
 import json
 import math
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,18 +25,28 @@ class Heads:
     Attributes:
         head_dim: of q and k.
         value_dim: of v; 0: head_dim.
+        latent: of multi-head latent attention, whose rows may travel as latent vectors: their width, and the columns of
+            k that are rotated; empty: rows are K and V.
     """
 
     num_heads_q: int
     num_heads_kv: int
     head_dim: int
     value_dim: int = 0
+    latent: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.value_dim == 0:
             object.__setattr__(self, "value_dim", self.head_dim)
         values = self.num_heads_q, self.num_heads_kv, self.head_dim, self.value_dim
-        if not all(is_integer(value, 1) for value in values) or self.num_heads_q % self.num_heads_kv:
+        is_whole = all(is_integer(value, 1) for value in values)
+        if self.latent and not (len(self.latent) == 2 and is_whole and self.num_heads_q == self.num_heads_kv):
+            raise ValueError(
+                f"latent is {quoted(self.latent)} for {quoted(self.num_heads_q)} query heads and "
+                f"{quoted(self.num_heads_kv)} K/V heads; give the width of the latent vector and the rotated columns "
+                "of k, for as many K/V heads as query heads, or leave it out"
+            )
+        if not is_whole or self.num_heads_q % self.num_heads_kv:
             raise ValueError(
                 f"{quoted(self.num_heads_q)} query heads, {quoted(self.num_heads_kv)} K/V heads, head_dim "
                 f"{quoted(self.head_dim)}, value_dim {quoted(self.value_dim)}; the query heads must be a multiple of "
@@ -73,9 +83,22 @@ class Heads:
         return 1 + (self.tile_rows - 1) / np.maximum(rows, 1)
 
     @property
+    def with_whole_rows(self) -> "Heads":
+        """The same heads, whose K and V travel."""
+        return replace(self, latent=())
+
+    @property
     def row_bytes(self) -> int:
-        """Bytes of one token's K and V in 16 bits."""
-        return 2 * self.num_heads_kv * (self.head_dim + self.value_dim)
+        """Bytes in 16 bits of a row that travels: one token's K and V, or its latent vector."""
+        return 2 * (sum(self.latent) or self.num_heads_kv * (self.head_dim + self.value_dim))
+
+    @property
+    def expansion(self) -> int:
+        """Products that make K and V of a row that has arrived: 0 where it is K and V."""
+        if not self.latent:
+            return 0
+        rank, rotated = self.latent
+        return rank * self.num_heads_kv * (self.head_dim - rotated + self.value_dim)
 
     @property
     def out_elements(self) -> int:
@@ -112,6 +135,10 @@ class KernelCost:
         """Of one pair in all query heads."""
         factor = 1.0 if not heads.is_wide else self.wide if heads.value_dim > 128 else self.wide_queries
         return heads.num_heads_q * (self.pair + self.pair_dim * heads.mean_dim) * factor
+
+    def expansion_seconds(self, heads: Heads) -> float:
+        """What makes K and V of one latent row takes, at the speed of attention's own two products a pair."""
+        return heads.expansion * self.pair_seconds(heads) / (2 * heads.num_heads_q * heads.mean_dim)
 
     def seconds(self, pairs: FloatArray, rows: FloatArray, heads: Heads) -> FloatArray:
         of_rows = heads.num_heads_q * (self.row + self.row_dim * heads.mean_dim)

@@ -18,7 +18,7 @@ from torchtitan_magi.planning.needs import key_needs, parts_of, pieces_of, sums,
 from torchtitan_magi.planning.placement.place import place
 from torchtitan_magi.planning.relays import Routes, Spans, first_hops
 from torchtitan_magi.planning.stage import RankShare
-from torchtitan_magi.planning.stages import choose_stages, equal_stages
+from torchtitan_magi.planning.stages import choose_rows
 from torchtitan_magi.planning.timeline import Timeline, Workload, predict, workload
 from torchtitan_magi.planning.topology import Nodes
 from torchtitan_magi.wording import quoted
@@ -38,7 +38,7 @@ class AttnPlan:
         areas: (query, key) pairs that each rank computes, int64 [cp_size].
         forward, backward: the span of the remote K/V that each stage brings.
         work: what each rank has to do, in the terms of the cost model.
-        heads: shape of the layers for which the plan was made.
+        heads: shape of the layers for which the plan was made; with ``latent`` where latent vectors travel.
         cost: what the plan takes exchanges and kernels to cost.
     """
 
@@ -94,7 +94,7 @@ class AttnPlan:
         digest = hashlib.blake2b(digest_size=8)
         for array in (self.slices.table, self.hops, self.transfers, *(share.ranges for share in self.ranks)):
             digest.update(np.ascontiguousarray(array).tobytes())
-        numbers = self.total_tokens, self.cp_size, self.nodes.sizes, self.forward, self.backward
+        numbers = self.total_tokens, self.cp_size, self.nodes.sizes, self.forward, self.backward, self.heads.latent
         digest.update(repr(numbers).encode())
         return int.from_bytes(digest.digest()) >> 1
 
@@ -274,6 +274,8 @@ def _plans_afresh(
     for slices in masks:
         _check_end(slices, total_tokens)
     masks = tuple(slices.canonical() for slices in masks)
+    if len(nodes) == 1:
+        heads = heads.with_whole_rows
     padded_tokens = -(-total_tokens // cp_size) * cp_size
     owned = place(tuple(zip(masks, layers, strict=True)), padded_tokens, cp_size, nodes, heads, cost)
     rest = overlap_stages, heads, nodes, cost
@@ -321,10 +323,8 @@ def plan_ownership(
     hops = first_hops(transfers, len(owned), nodes)
     routes = Routes(tuple(frozen(ranges.copy()) for ranges in owned), nodes, frozen(transfers), frozen(hops))
     work = workload(parts, pieces, routes, heads)
-    if overlap_stages == -1 or len(transfers) == 0:
-        spans = choose_stages(cost, work, heads)
-    else:
-        spans = equal_stages(overlap_stages), equal_stages(overlap_stages)
+    heads, forward, backward = choose_rows(cost, work, heads, overlap_stages)
+    spans = forward, backward
     ranks = tuple(RankShare(rank, slices, routes, spans) for rank in range(len(owned)))
     areas = frozen(sums(pieces.owner, slice_areas(pieces.table), len(owned)))
     return AttnPlan(slices, total_tokens, routes, ranks, areas, *spans, work, heads, cost)

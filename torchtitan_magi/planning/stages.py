@@ -43,8 +43,37 @@ def choose_stages(cost: CostModel, work: Workload, heads: Heads) -> tuple[Spans,
         return RESIDENT, RESIDENT
     if work.is_inside_a_node:
         return equal_stages(0), equal_stages(0)
-    forward = _fastest(cost, work, heads, False, CANDIDATES)
-    return forward, _fastest(cost, work, heads, True, (forward, *CANDIDATES))
+    candidates = CANDIDATES[1:] if heads.latent else CANDIDATES
+    forward = _fastest(cost, work, heads, False, candidates)
+    return forward, _fastest(cost, work, heads, True, (forward, *candidates))
+
+
+def choose_rows(cost: CostModel, work: Workload, heads: Heads, overlap_stages: int) -> tuple[Heads, Spans, Spans]:
+    """Whether rows travel as latent vectors, and the stages of the forward and of the backward.
+
+    Latent vectors travel between nodes where that is faster. They become K and V in stages after the first, so they
+    need one at least.
+
+    Returns:
+        heads, without ``latent`` if K and V travel.
+    """
+    ways = []
+    for way in (heads, heads.with_whole_rows) if heads.latent else (heads,):
+        if way.latent and (work.is_inside_a_node or overlap_stages == 0 or not work.received.any()):
+            continue
+        if overlap_stages == -1 or not work.received.any():
+            spans = choose_stages(cost, work, way)
+        else:
+            spans = equal_stages(overlap_stages), equal_stages(overlap_stages)
+        ways.append((way, *spans))
+    if len(ways) == 1:
+        return ways[0]
+
+    def seconds(way: tuple[Heads, Spans, Spans]) -> float:
+        heads, forward, backward = way
+        return sum(predict(cost, work, heads, *of).seconds for of in ((forward, False), (backward, True)))
+
+    return min(ways, key=seconds)
 
 
 def _fastest(cost: CostModel, work: Workload, heads: Heads, backward: bool, candidates: tuple[Spans, ...]) -> Spans:

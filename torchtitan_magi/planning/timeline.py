@@ -203,7 +203,11 @@ class _Steps:
             if len(self.spans) > 1:  # the last one rounds all rows
                 merged = rows if i + 1 < len(self.spans) else np.full_like(rows, work.tokens)
                 seconds = seconds + cost.merge * merged * self.heads.out_elements
-        return seconds + cost.stage if fraction else seconds
+        if not fraction:
+            return seconds
+        products = 3 if self.backward else 1  # the backward also has those of two gradients
+        arrived = fraction * work.received
+        return seconds + cost.stage + products * arrived * cost.forward.expansion_seconds(self.heads)
 
     def early_fraction(self, i: int) -> FloatArray:
         """The fraction of stage i that a rank can do before the stage's K/V are there."""

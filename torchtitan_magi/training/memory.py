@@ -275,8 +275,8 @@ def _rows_in_flight(setup: Setup) -> int:
 def _output_layer(setup: Setup) -> int:
     """Bytes for logits and what belongs to them, in forward or backward, whichever is more.
 
-    Chunked: the hidden states and their gradient; the weight, its gradient in float32 and what is added to it or the
-    scaled and the rounded one; a chunk of logits and of their gradient, with two float32 copies where not compiled.
+    Chunked: the hidden states and their gradient; the weight, and its gradient in float32, in whose memory it is
+    rounded; a chunk of logits and of their gradient, with two float32 copies where not compiled.
     Whole: hidden states and gradient, weight and gradient; logits and their gradient, and without a compiled loss the
     log-probabilities and their gradient in float32.
     """
@@ -287,9 +287,7 @@ def _output_layer(setup: Setup) -> int:
         each = 2 * compute if setup.compiled_loss else compute + 2 * FLOAT32
         return 2 * hidden * compute + weight * 2 * compute + logits * each
     each = 2 * compute if setup.compiled_loss else 2 * compute + 2 * FLOAT32
-    chunk = min(CHUNK_LOGITS, logits) * each
-    weights = weight * (compute + FLOAT32) + max(weight * compute + chunk, weight * (FLOAT32 + compute))
-    return 2 * hidden * compute + weights
+    return 2 * hidden * compute + weight * (compute + FLOAT32) + min(CHUNK_LOGITS, logits) * each
 
 
 # ------------------------------------------------------------------------------------------------------------- moments

@@ -72,7 +72,8 @@ def heads_of_rank(config: ModelConfig, tensor_parallel: int) -> Heads:
             f"parallelism.tensor_parallel_degree is {tensor_parallel}, but the model has {queries} query heads and "
             f"{keys} K/V heads; use a degree that divides both"
         )
-    return Heads(queries // tensor_parallel, keys // tensor_parallel, config.head_dim, config.value_dim)
+    latent = (config.latent.kv_rank, config.latent.rope_dim) if config.latent else ()
+    return Heads(queries // tensor_parallel, keys // tensor_parallel, config.head_dim, config.value_dim, latent)
 
 
 def attention_options(job_config: Any) -> Magi:

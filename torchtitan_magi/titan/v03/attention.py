@@ -15,6 +15,7 @@ from torchtitan.protocols.module import Module
 from torchtitan.protocols.sharding import LocalMapConfig, ShardingConfig
 
 from torchtitan_magi.attention import attend, make_handle
+from torchtitan_magi.bound_plan import BoundPlan
 from torchtitan_magi.training.objectives import LocalBatch
 from torchtitan_magi.training.runtime import MagiRuntime
 
@@ -24,10 +25,13 @@ FULL, WINDOW = "basic_mask", "sliding_window_mask"  # gpt-oss' layers choose by 
 
 class PlanMasks:
     """The handle of a microbatch's plan for one kind of layers, as torchtitan hands attention masks to every layer. A
-    plain object, which FSDP2, pipelining and activation checkpointing pass on untouched."""
+    plain object, which FSDP2, pipelining and activation checkpointing pass on untouched.
 
-    def __init__(self, handle: Tensor) -> None:
-        self.handle = handle
+    sends_latents: whether layers that have latent vectors send these in place of K and V.
+    """
+
+    def __init__(self, bound: BoundPlan) -> None:
+        self.handle, self.sends_latents = make_handle(bound), bound.sends_latents
 
 
 class VarlenAttention(Module):
@@ -52,6 +56,7 @@ class VarlenAttention(Module):
         scale: float | None = None,
         enable_gqa: bool = False,
         out_transform: Callable[[Tensor, Tensor], Tensor] | None = None,
+        latents: tuple[Tensor, Tensor] | tuple[()] = (),
     ) -> Tensor:
         """Attention of this rank's tokens.
 
@@ -60,6 +65,7 @@ class VarlenAttention(Module):
             attention_masks: the microbatch's, for layers of this kind.
             scale: the scores' factor; default D ** -0.5.
             out_transform: gpt-oss' method that would scale the result by its layer's sinks; our kernel has them itself.
+            latents: what k and v come from, to travel in their place: rows and weight as ``Latents`` has them, local.
 
         Returns:
             [b, s, Hq, Dv] in the dtype of v_BLNH.
@@ -67,7 +73,7 @@ class VarlenAttention(Module):
         q, k, v = (x.flatten(0, 1).to(v_BLNH.dtype) for x in (q_BLNH, k_BLNH, v_BLNH))
         scale = (q.shape[-1] ** -0.5 if scale is None else scale) * self.temperature
         with spmd.no_typecheck():
-            out, _ = attend(q, k, v, attention_masks.handle, scale, _sinks(out_transform))
+            out, _ = attend(q, k, v, attention_masks.handle, scale, _sinks(out_transform), 0.0, *latents)
         return out.unflatten(0, q_BLNH.shape[:2])
 
 
@@ -108,7 +114,7 @@ def local_batch(runtime: MagiRuntime, eos_id: int | None, inputs: dict[str, Any]
     if positions is None:
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
     take = next(iter(plans.values())).take
-    masks: Any = {WINDOW if kind else FULL: PlanMasks(make_handle(bound)) for kind, bound in plans.items()}
+    masks: Any = {WINDOW if kind else FULL: PlanMasks(bound) for kind, bound in plans.items()}
     if len(masks) == 1:
         (masks,) = masks.values()
     model_inputs = {**for_model, "positions": take(positions), "attention_masks": masks}

@@ -33,7 +33,11 @@ CONFIGS = {
     "gpt_oss": gpt_oss.GptOssModel.Config,
     "deepseek_v3": deepseek_v3.DeepSeekV3Model.Config,
 }
-REPLACED: dict[Any, Any] = {GroupedExperts.Config: MagiExperts.Config, **our_gpt_oss.REPLACED}
+REPLACED: dict[Any, Any] = {
+    GroupedExperts.Config: MagiExperts.Config,
+    **our_gpt_oss.REPLACED,
+    **our_deepseek_v3.REPLACED,
+}
 COMPLEX = ("llama3", "deepseek_v3")  # models that rotate adjacent elements
 VARLEN_SUFFIXES = ("_varlen", "_varlen_attn")  # of 0.2.2's flavors; here every flavor has varlen attention
 
