@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import time
 import weakref
 from contextlib import closing
 from dataclasses import replace
@@ -17,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import torchtitan_magi as magi
 from torchtitan_magi import attention
-from torchtitan_magi.exchange.agreement import PlanAgreement
+from torchtitan_magi.exchange.agreement import PlanAgreement, agreement_of, raise_differences
 from torchtitan_magi.exchange.mesh import process_group_transport, ranks_per_node, share_a_machine
 from torchtitan_magi.masks.slices import AttnSlices
 from torchtitan_magi.planning.cost_model import H200, KernelCost, Link
@@ -204,20 +203,43 @@ def test_ranks_are_counted_by_node():
     assert results == [([[4, 4], [2, 2], None, [1, 1], [4, 2], None], [False, False, True, False])] * 8
 
 
-def disagree_on_rank(odd_rank):
-    """What each rank says after two microbatches, of which `odd_rank` has other documents in the second."""
+def disagree_on_rank(odd_rank, other_tokens):
+    """What each rank says after two microbatches, of which `odd_rank` has others in the second."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    agreement = PlanAgreement(dist.group.WORLD)
-    agreement.check(magi.make_plan(magi.varlen_causal([0, 40]), 40, size))
-    cut = 10 if rank == odd_rank else 11
-    agreement.check(magi.make_plan(magi.varlen_causal([0, cut, 40]), 40, size))
-    while agreement.error is None:
-        time.sleep(0.01)
+    agreement = PlanAgreement(list(range(size)), [rank] if other_tokens else list(range(size)))
+    agreement.check(magi.make_plan(magi.varlen_causal([0, 40]), 40, size), 1)
+    raise_differences(wait=True)
+    cut = 10 if rank == odd_rank and not other_tokens else 11
+    content = 2 if rank == odd_rank and other_tokens else 3
+    agreement.check(magi.make_plan(magi.varlen_causal([0, cut, 40]), 40, size), content)
+    with pytest.raises(RuntimeError) as at_save:
+        raise_differences(wait=True)
     with pytest.raises(RuntimeError) as error:
         agreement.check(magi.make_plan(magi.varlen_causal([0, 40]), 40, size))
+    assert str(at_save.value) == str(error.value)
     return str(error.value)
 
 
-def test_ranks_with_different_data_are_named(pool):
-    for message in pool.run(disagree_on_rank, 1):
+@pytest.mark.parametrize("other_tokens", [False, True])
+def test_ranks_with_different_data_are_named(pool, other_tokens):
+    for message in pool.run(disagree_on_rank, 1, other_tokens):
         assert message.startswith("microbatch 2: ranks [1] have other documents")
+
+
+def agree_on_rank(data_rank):
+    """The ranks that agree with each rank, where every second one has the same data and plans differ between them."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    agreement = agreement_of(None, rank % 2 if data_rank else 0)
+    if agreement is None:
+        return None
+    for number in range(3):
+        agreement.check(magi.make_plan(magi.varlen_causal([0, 1 + rank, 40]), 40, size), number)
+    raise_differences(wait=True)
+    return agreement.ranks
+
+
+def test_ranks_of_a_data_parallel_rank_agree_on_content_alone():
+    """Plans may differ between context-parallel groups, whose ranks may sit otherwise in machines."""
+    with closing(RankPool(4)) as pool:
+        assert pool.run(agree_on_rank, False) == [[0, 1, 2, 3]] * 4
+        assert pool.run(agree_on_rank, True) == [[0, 2], [1, 3]] * 2

@@ -72,7 +72,7 @@ class ProcessGroupTransport:
             RuntimeError: the group has ended.
         """
         group = self._groups[channel]() if self._groups else None
-        if group is None:
+        if group not in dist.distributed_c10d._world.pg_map:  # torch may keep one that has ended, as by a DTensor
             raise RuntimeError("the process group that this plan is bound to has ended; use a mesh of the new one")
         return group
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torchtitan_magi.exchange.agreement import raise_differences
 from torchtitan_magi.training.document_losses import DocumentLosses, Where, described, mean_losses
 from torchtitan_magi.training.experts import expert_biases, local
 from torchtitan_magi.training.metrics import group_of
@@ -49,7 +50,9 @@ class StepGuard:
 
         Raises:
             FloatingPointError: on all ranks: the step before was not finite, or this one, where that is read at once.
+            RuntimeError: ranks that must have the same microbatches are known to have had others.
         """
+        raise_differences()
         self.check()
         self._look()
         if not self.masks:
@@ -111,8 +114,10 @@ class StepGuard:
         Raises:
             FloatingPointError: as ``check`` does if there will be a checkpoint or no other step; of a last step that
                 writes none, also for weights that are not finite.
+            RuntimeError: if there will be a checkpoint or no other step, and ranks had other microbatches.
         """
         if saves or is_last:
+            raise_differences(wait=True)
             self.check()
         if is_last and not saves:
             parts = self.optimizers.model_parts

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from torchtitan_magi.backends import choose_block_attn
 from torchtitan_magi.bound_plan import BoundPlan, IndexData, bind_plan, index_data
-from torchtitan_magi.exchange.agreement import PlanAgreement
+from torchtitan_magi.exchange.agreement import agreement_of
 from torchtitan_magi.exchange.mesh import ranks_per_node
 from torchtitan_magi.losses import IGNORE_INDEX
 from torchtitan_magi.masks.builders import causal_ranges, shared_prompt
@@ -28,7 +28,7 @@ from torchtitan_magi.training.options import Magi
 
 logger = logging.getLogger(__name__)
 
-_NOT_FOR_THE_MODEL = ("input", "documents", "pairs", "records", "planned", "labelled")
+_NOT_FOR_THE_MODEL = ("input", "documents", "pairs", "records", "planned", "labelled", "content")
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,7 +83,7 @@ def attention_options(job_config: Any) -> Magi:
 
 
 class MagiRuntime:
-    """Plans microbatches, and binds their plans to this rank's device.
+    """Plans microbatches, and binds their plans to this rank's device. Creating one is a collective of all ranks.
 
     Args:
         magi: the [magi] options.
@@ -92,6 +92,8 @@ class MagiRuntime:
         device: where the model runs.
         count: accumulates the work of each microbatch.
         windows: by layer, how many tokens a row sees at most; 0: all of its document. One number: all layers are alike.
+
+        data_rank: the data-parallel rank; other ranks that have it must get the same microbatches.
 
     Attributes:
         kinds: the kinds of layers: window -> number of layers.
@@ -105,15 +107,16 @@ class MagiRuntime:
         device: torch.device,
         count: WorkCount,
         windows: Sequence[int] = (0,),
+        data_rank: int = 0,
     ) -> None:
         self.kinds = dict(sorted(Counter(windows).items()))
         self.magi, self.cp_group, self.heads, self.device, self.count = magi, cp_group, heads, device, count
         self.block_attn = choose_block_attn(magi.backend, device, magi.deterministic)
         self.num_heads = heads.num_heads_q, heads.num_heads_kv
-        self.cp_size, self.cp_rank, self.agreement, per_node = 1, 0, None, None
+        self.cp_size, self.cp_rank, per_node = 1, 0, None
+        self.agreement = agreement_of(cp_group, data_rank)
         if cp_group is not None:
             self.cp_size, self.cp_rank = dist.get_world_size(cp_group), dist.get_rank(cp_group)
-            self.agreement = PlanAgreement(cp_group)
             per_node = ranks_per_node(cp_group)
         cost = CostModel.load(magi.cost_model) if magi.cost_model else H200
         self.plan_options: dict[str, Any] = {"heads": heads, "cost": cost, "gpus_per_node": per_node}
@@ -167,7 +170,7 @@ class MagiRuntime:
             inputs = self.plan_ahead(inputs, None, eos_id)
         planned: PlannedBatch = inputs["planned"]
         if self.agreement is not None:
-            self.agreement.check(planned.plans[0])  # the others are of the same documents
+            self.agreement.check(planned.plans[0], inputs.get("content", 0))  # the others are of the same documents
         self.count.tokens += inputs["input"].numel()
         areas = [number * plan.slices.area for number, plan in zip(self.kinds.values(), planned.plans, strict=True)]
         self.count.area += sum(areas) / sum(self.kinds.values())

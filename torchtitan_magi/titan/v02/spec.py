@@ -49,6 +49,7 @@ from torchtitan_magi.training.hf_folder import (
 from torchtitan_magi.training.hf_layouts import reads_all_layouts
 from torchtitan_magi.training.launcher import end_with_launcher
 from torchtitan_magi.training.memory_log import MeasuredMemory, check_offload, predicted_memory
+from torchtitan_magi.training.metrics import data_parallel_rank
 from torchtitan_magi.training.objectives import LossRecord
 from torchtitan_magi.training.options import OUR_DATASETS
 from torchtitan_magi.training.pack_loader import build_dataloader
@@ -196,7 +197,8 @@ class MagiSpec:
         index = utils.device_module.current_device() if utils.device_type != "cpu" else None
         cp_group = None if cp_mesh is None else cp_mesh.get_group()
         device = torch.device(utils.device_type, index)
-        runtime = MagiRuntime(attention_options(job_config), cp_group, heads, device, self.count)
+        data_rank = data_parallel_rank(parallel_dims)
+        runtime = MagiRuntime(attention_options(job_config), cp_group, heads, device, self.count, data_rank=data_rank)
         arriving, mixed = _attention_dtypes(parallel_dims, job_config.training)
         if runtime.block_attn.name == "ffa" and arriving == torch.float32 != mixed:
             self.attention_dtype = mixed

@@ -45,7 +45,7 @@ from torchtitan_magi.training.launcher import config_file
 from torchtitan_magi.training.logprob_model import LogprobModel
 from torchtitan_magi.training.lora import PolicyWithoutAdapters
 from torchtitan_magi.training.memory_log import MeasuredMemory, check_offload, predicted_memory
-from torchtitan_magi.training.metrics import group_of
+from torchtitan_magi.training.metrics import data_parallel_rank, group_of
 from torchtitan_magi.training.objectives import LossRecord
 from torchtitan_magi.training.options import OUR_DATASETS, Magi, check_options
 from torchtitan_magi.training.pack_loader import WithoutPositions, build_dataloader
@@ -123,9 +123,9 @@ class MagiTrainer(ObjectiveTrainer, Trainer):
         check_experts(job, dims, facts.experts)
         heads = heads_of_rank(facts, dims.tp)
         windows = facts.windows or (0,) * facts.num_layers
-        self.runtime = MagiRuntime(
-            attention_options(job), group_of(dims, "cp"), heads, self.device, self.count, windows
-        )
+        cp_group, data_rank = group_of(dims, "cp"), data_parallel_rank(dims)
+        facts_of_rank = attention_options(job), cp_group, heads, self.device, self.count, windows, data_rank
+        self.runtime = MagiRuntime(*facts_of_rank)
         self.runtime.block_attn.check(
             facts.head_dim, TORCH_DTYPE_MAP[job.training.mixed_precision_param], facts.value_dim
         )
