@@ -380,7 +380,7 @@ def show(name: str, report: Report, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"{name}-{hashlib.sha256(data).hexdigest()[:8]}"
         path.write_bytes(data)
-        print(f"  FINDING {report.kinds[Outcome('finding', kind)]:,} times: {kind}; kept in {path}")
+        print(f"  FINDING {report.kinds[Outcome('finding', kind)]:,} times: {ascii(kind)[1:-1]}; kept in {path}")
 
 
 def replay(path: Path, targets: dict[str, Target]) -> None:

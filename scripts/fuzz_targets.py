@@ -11,12 +11,14 @@ import os
 import pickle
 import tempfile
 from dataclasses import asdict, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import safetensors.torch
 import torch
 from fuzz import Check, Target
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -32,6 +34,7 @@ from torch.distributed.checkpoint.metadata import (
 from torchtitan_magi.cuda.entries import open_folder, read_entry
 from torchtitan_magi.data import ChatTokenizer, Corpus, PackedPairDataset, PackedSFTDataset, TokenizedDocument, guard
 from torchtitan_magi.data.array_file import Damaged
+from torchtitan_magi.data.assets import load_chat_tokenizer
 from torchtitan_magi.data.chat import CHATML_TEMPLATE, PLAIN_TEMPLATE, load_chat_template
 from torchtitan_magi.data.packed import PackedDataset
 from torchtitan_magi.data.token_block import TokenBlock
@@ -48,8 +51,10 @@ from torchtitan_magi.models.model_config import (
 )
 from torchtitan_magi.planning.cost_model import H200, CostModel
 from torchtitan_magi.planning.plan import make_plan
-from torchtitan_magi.training.checkpoint_files import METADATA, check_sizes
-from torchtitan_magi.training.hf_weights import INDEX, shard_numbers
+from torchtitan_magi.report.sample_packs import read_lengths
+from torchtitan_magi.training.checkpoint_files import DIGESTS, METADATA, check_digests, check_sizes
+from torchtitan_magi.training.hf_weights import INDEX, check_weights, shard_numbers, tensor_shapes
+from torchtitan_magi.training.pack_loader import PackLoader
 from torchtitan_magi.training.reference_file import read_logprobs, write_logprobs
 
 ROOT = Path(__file__).parent.parent
@@ -238,6 +243,36 @@ def read_assets(folder: Path) -> Check:
     return check
 
 
+# Files of a tokenizer's folder, one object of all of them.
+TOKEN = {"content": "<|end|>", "special": True}
+NAMES = {"bos_token": "<|begin|>", "eos_token": TOKEN, "additional_special_tokens": ["<|im_end|>", TOKEN]}
+DECLARED = {"added_tokens_decoder": {"256": TOKEN, "300": {**TOKEN, "lstrip": True}}, "extra_special_tokens": ["<x>"]}
+ADDED = {"<|tool|>": 301, "<|end|>": 257}
+MERGES = "#version: 0.2\na b\nab c\n"
+VOCABULARY = {"a": 0, "b": 1, "c": 2, "ab": 3, "abc": 4}
+FOLDERS = (
+    {"tokenizer_config.json": {**NAMES, **DECLARED}, "tokenizer.json": json.loads(tokenizer().to_str())},
+    {"special_tokens_map.json": NAMES, "added_tokens.json": ADDED, "vocab.json": VOCABULARY, "merges.txt": MERGES},
+    {"vocab.txt": "a\nb\n[UNK]\n", "chat_template.jinja": CHATML_TEMPLATE, "tokenizer_config.json": {}},
+)
+FOLDER_NAMES = {name for files in FOLDERS for name in files}
+TOKEN_WORDS = words(" ".join(map(json.dumps, [*NAMES, *DECLARED, *FOLDER_NAMES, "lstrip", "normalized", "unk_token"])))
+
+
+def read_tokenizer(folder: Path) -> Check:
+    def check(data: bytes) -> None:
+        given = _json(data)
+        for name in FOLDER_NAMES:
+            (folder / name).unlink(missing_ok=True)
+        for name, value in given.items() if isinstance(given, dict) else ():
+            if name in FOLDER_NAMES:
+                text = value if isinstance(value, str) else json.dumps(value)
+                (folder / name).write_bytes(text.encode(errors="replace"))
+        load_chat_tokenizer(folder)
+
+    return check
+
+
 # --------------------------------------------------------------------------------------------------------------- masks
 
 TABLES = ([[0, 8, 0, 8, 1]], [[0, 4, 0, 4, 1], [4, 9, 2, 9, 3]], [[0, 6, 0, 6, 2], [2, 8, 1, 7, 0], [3, 3, 0, 1, 1]])
@@ -344,6 +379,7 @@ def read_toml(folder: Path) -> Check:
 LOGPROBS = np.linspace(-9, -1, 10).reshape(5, 2)
 FINGERPRINTS = {"model": "1f", "data": "5 records"}
 MODEL = ModelConfig("llama3", 64, 2, 8, 2, 8, 176, 100, 1e-5, Rope(5e5), max_positions=128)
+TINY = ModelConfig("llama3", 8, 1, 2, 1, 4, 8, 10, 1e-5, Rope(5e5), max_positions=128)
 YARN = Rope(5e5, "yarn", 4.0, original_max_positions=32, beta_fast=32.0, beta_slow=1.0)
 GPT_OSS = replace(MODEL, model="gpt_oss", hidden_dim=0, rope=YARN, windows=(16, 0), experts=Experts(4, 2, 48, True))
 LATENT = {"num_heads_kv": 8, "head_dim": 24, "value_dim": 16, "latent": LatentAttention(32, 24, 8, 1.0)}
@@ -378,6 +414,46 @@ def read_hf_index(folder: Path) -> Check:
     return check
 
 
+def read_weights(folder: Path) -> Check:
+    """Names, shapes and places in the head of a file of weights, whose length comes before it."""
+    _, body = _weights()
+
+    def check(data: bytes) -> None:
+        (folder / "model.safetensors").write_bytes(len(data).to_bytes(8, "little") + data + body)
+        check_weights(folder, TINY)
+
+    return check
+
+
+def _weights() -> tuple[bytes, bytes]:
+    """Head and body."""
+    file = safetensors.torch.save({name: torch.zeros(shape) for name, shape in tensor_shapes(TINY).items()})
+    end = 8 + int.from_bytes(file[:8], "little")
+    return file[8:end], file[end:]
+
+
+def read_text_lengths(folder: Path) -> Check:
+    return _lengths(folder / "lengths.txt")
+
+
+def read_array_lengths(folder: Path) -> Check:
+    return _lengths(folder / "lengths.npy")
+
+
+def _lengths(path: Path) -> Check:
+    def check(data: bytes) -> None:
+        path.write_bytes(data)
+        assert read_lengths(path).min() > 0
+
+    return check
+
+
+def _array() -> bytes:
+    file = io.BytesIO()
+    np.save(file, np.array([3, 1, 4]))
+    return file.getvalue()
+
+
 def read_reference(folder: Path) -> Check:
     path = folder / "reference.npz"
 
@@ -397,6 +473,51 @@ def read_checkpoint(folder: Path) -> Check:
         check_sizes(folder)
 
     return check
+
+
+def read_digests(folder: Path) -> Check:
+    """As ``python -m torchtitan_magi.verify`` does with SHA256SUMS beside a sound checkpoint."""
+    (folder / METADATA).write_bytes(_metadata())
+    (folder / "__0_0.distcp").write_bytes(bytes(16))
+
+    def check(data: bytes) -> None:
+        (folder / DIGESTS).write_bytes(data)
+        check_digests(folder)
+        check_sizes(folder)
+
+    return check
+
+
+def _digests() -> bytes:
+    files = {METADATA: _metadata(), "__0_0.distcp": bytes(16)}
+    return "".join(f"{hashlib.sha256(data).hexdigest()}  {name}\n" for name, data in files.items()).encode()
+
+
+def read_loader_state(folder: Path) -> Check:
+    """What a checkpoint holds of the data loader, as text."""
+    (folder / "documents.jsonl").write_bytes(DOCUMENTS[0] * 8)
+
+    def check(data: bytes) -> None:
+        loader = _loader(folder)
+        loader.load_state_dict({"state": data.decode(errors="replace"), "exhausted": False})
+        assert loader.position is not None
+        for inputs, _ in islice(loader, 3):
+            assert inputs["input"].shape == (1, SEQ_LEN)
+
+    return check
+
+
+def _loader(folder: Path) -> PackLoader:
+    dataset = PackedSFTDataset(folder / "documents.jsonl", chat_tokenizer(TOOL_TEMPLATE), SEQ_LEN, seed=3)
+    return PackLoader(dataset, 1)
+
+
+def _loader_state() -> bytes:
+    with tempfile.TemporaryDirectory() as name:
+        (Path(name) / "documents.jsonl").write_bytes(DOCUMENTS[0] * 8)
+        loader = _loader(Path(name))
+        next(iter(loader))
+        return str(loader.state_dict()["state"]).encode()
 
 
 def _metadata() -> bytes:
@@ -444,13 +565,19 @@ TARGETS = _targets(
     Target("tokens", read_tokens, (BLOCK,)),
     Target("templates", render_template, tuple(text.encode() for text in TEMPLATES), TEMPLATE_WORDS),
     Target("assets", read_assets, ASSETS),
+    Target("tokenizer", read_tokenizer, tuple(map(lines, FOLDERS)), TOKEN_WORDS),
     Target("slices", plan_slices, tuple(map(lines, TABLES))),
     Target("documents", plan_documents, (lines({"cu_seqlens": [0, 3, 9], "size": 2}), lines([[2, 3, 4], [1, 1, 1]]))),
     Target("toml", read_toml, tuple(path.read_bytes() for path in CONFIGS), TOML_WORDS),
     Target("cost_model", read_cost_model, (lines({"cost_model": asdict(H200)}),)),
     Target("hf_config", read_hf_config, tuple(lines(model.to_hf()) for model in MODELS), MODEL_WORDS),
     Target("checkpoint", read_checkpoint, (_metadata(),)),
+    Target("digests", read_digests, (_digests(),)),
+    Target("loader_state", read_loader_state, (_loader_state(),)),
     Target("kernels", read_kernel, (CODE,)),
     Target("reference", read_reference, (_reference(),)),
     Target("hf_index", read_hf_index, (lines({"weight_map": {"model.norm.weight": "model-1.safetensors"}}),)),
+    Target("weights", read_weights, _weights()[:1]),
+    Target("lengths", read_text_lengths, (b"3 1, 4\n1024\n",)),
+    Target("lengths_npy", read_array_lengths, (_array(),)),
 )

@@ -4,11 +4,16 @@
     python scripts/soak.py [--minutes 10] [--seed 0] [--cases 3 7]
 
 Each case draws at random: documents or preference pairs of random lengths, a layout (dp, cp and tp of 1 or 2 each),
-options, a number of steps, and blows. It trains once without interruption. Then it trains again and is struck: a rank
-is killed, stopped for a moment, or stopped for good, in the forward, in the backward or while it writes a checkpoint,
-or all ranks are killed at once. After each end it is started again, until it has taken all steps. Required:
+options, whether it validates and exports, a number of steps, and blows. It trains once without interruption. Then it
+trains again and is struck: a rank is killed, stopped for a moment, or stopped for good, in the forward, in the
+backward, in the frozen model of preference training, within a validation pass, or while it writes a checkpoint or the
+export at the end, or all ranks are killed at once. After each end it is started again, until it has taken all steps.
+Required:
 
-- every step of every start has the loss and the gradient norm of the uninterrupted run, bit for bit;
+- every step of every start has the loss and the gradient norm of the uninterrupted run, bit for bit, and every
+  validation pass its loss;
+- an export that was cut off has no file that a loader of models would take; the next start makes it whole, with the
+  bytes of the uninterrupted run's;
 - a run resumed at another layout has them within the bound of scripts/loss_compare.py, over COMPARED steps;
 - what is stopped for a moment goes on; what is stopped for good ends within a minute after the timeout, which is
   SLOWEST_STEPS steps of the uninterrupted run, so that little of a case is waiting;
@@ -30,6 +35,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,15 +45,19 @@ sys.path.insert(0, str(ROOT / "tests"))  # tiny models, and runs in processes th
 
 from loss_compare import COMMON, DEGREES, TOLERANCE, max_relative_difference  # noqa: E402
 
+METADATA, INDEX = ".metadata", "model.safetensors.index.json"  # written last: a folder without is no finished one
+
 COMPARED = 5  # steps at another layout: rounding grows from step to step
 TIMEOUT = 40  # seconds that ranks wait for one that is stopped for good, at most
 LEAST_TIMEOUT, SLOWEST_STEPS = 4, 8  # seconds; or so many times the slowest step of the uninterrupted run
 PAUSE = 1.0  # seconds for which a rank is stopped otherwise
 MAX_GROWTH = 8 * 1024  # KiB of resident memory per rank, from the middle third of a run to its last
+VALIDATION_PACKS = 2  # in a pass, of each data-parallel rank
+AT_END = ("export", "merge")  # phases of the export
 SETTLED = 60  # steps of a run whose first third is enough to settle
 USED = ("growth of memory in KiB", "descriptors", "threads")
 COLUMNS = ("case", "task", "layout", "tokens per pack", "options", "steps", "blows", "bit-equal steps", "other layout")
-COLUMNS += (*USED, "verdict")
+COLUMNS += ("equal validations", "export", *USED, "verdict")
 
 
 @dataclass(frozen=True)
@@ -64,6 +74,8 @@ class Case:
     steps: int
     interval: int  # steps between checkpoints
     blows: list[tuple[str, int, int, str]]  # phase, step, rank, kind
+    validates: int = 0  # steps between validation passes; 0: none
+    exports: bool = False  # at its end, instead of a last checkpoint
 
     def arguments(self, degrees: dict[str, int], folder: Path, dump_folder: Path) -> list[str]:
         """torchtitan overrides."""
@@ -74,8 +86,15 @@ class Case:
             f"--job.dump_folder {dump_folder} --training.steps {self.steps} --training.seq_len {self.seq_len} "
             f"--training.dataset {self.task} --training.dataset_path {folder}/records.jsonl --model.flavor hf "
             f"--checkpoint.enable --checkpoint.initial_load_in_hf --checkpoint.interval {self.interval} "
-            "--checkpoint.keep_latest_k 2 --checkpoint.no-last_save_model_only --optimizer.lr 1e-3"
+            "--checkpoint.keep_latest_k 2 --optimizer.lr 1e-3 "
         )
+        options += "--checkpoint.last_save_in_hf" if self.exports else "--checkpoint.no-last_save_model_only"
+        if self.validates:
+            options += (
+                f" --validation.enable --validation.freq {self.validates} --validation.steps {VALIDATION_PACKS} "
+                f"--validation.dataset {self.task} --validation.dataset_path {folder}/validation.jsonl "
+                f"--validation.seq_len {self.seq_len} --validation.local_batch_size 1"
+            )
         return options.split()
 
 
@@ -85,6 +104,8 @@ class Outcome:
 
     failures: list[str] = field(default_factory=list)
     equal_steps: int = 0  # of interrupted starts, bit for bit
+    equal_validations: int = 0
+    export: str = ""  # what became of it
     starts: int = 0
     struck: Counter = field(default_factory=Counter)  # (phase, kind)
     difference: float | None = None  # at another layout
@@ -99,7 +120,7 @@ def make_case(seed: int, number: int, steps: int | None = None) -> Case:
     degrees, other = ({name: rng.choice((1, 2)) for name in DEGREES} for _ in range(2))
     while other == degrees:
         other = {name: rng.choice((1, 2)) for name in DEGREES}
-    task = rng.choice(("sft", "sft", "dpo"))
+    task = rng.choice(("sft", "dpo"))
     options = [
         f"--activation_checkpoint.mode {rng.choice(('none', 'selective', 'full'))}",
         f"--magi.overlap_stages={rng.choice((-1, -1, 0, 2))}",
@@ -112,31 +133,39 @@ def make_case(seed: int, number: int, steps: int | None = None) -> Case:
         options += [f"--magi.dpo.reference {rng.choice(('model', 'file'))}"]
     drawn = rng.choice((60, 60, 120, 480))
     steps = steps or drawn
-    blows = [_make_blow(rng, degrees, step) for step in sorted(rng.sample(range(2, steps), rng.randint(2, 4)))]
-    blows.sort(key=lambda blow: blow[-1] == "paused")  # which does not end the run
-    seq_len, accumulated = 8 * rng.randint(12, 40), rng.random() < 0.5
+    validates, exports = rng.choice((0, rng.randint(2, 7))), rng.random() < 0.5
+    phases = ["forward", "backward", "write", "finish", "any"]
+    phases += ["validation"] * bool(validates) + ["reference"] * ("reference model" in " ".join(options))
+    blows = [_make_blow(rng, degrees, phases, step) for step in rng.sample(range(2, steps), rng.randint(2, 4))]
+    if exports:
+        blows.append(_make_blow(rng, degrees, AT_END, steps))
+    blows.sort(key=lambda blow: (blow[-1] == "paused", blow[1]))  # which does not end the run
+    seq_len, accumulated, interval = 8 * rng.randint(12, 40), rng.random() < 0.5, max(2, steps // 8)
     return Case(
-        number, task, degrees, other, seq_len, " ".join(options), accumulated, steps, max(2, steps // 8), blows
+        number, task, degrees, other, seq_len, " ".join(options), accumulated, steps, interval, blows, validates,
+        exports,
     )  # fmt: skip
 
 
-def _make_blow(rng: random.Random, degrees: dict[str, int], step: int) -> tuple[str, int, int, str]:
-    phase = rng.choice(("forward", "backward", "write", "finish", "any"))
+def _make_blow(
+    rng: random.Random, degrees: dict[str, int], phases: Sequence[str], step: int
+) -> tuple[str, int, int, str]:
+    phase = rng.choice(phases)
     ranks = degrees["dp"] * degrees["cp"] * degrees["tp"]
     kind = rng.choice(("killed", "killed", "paused", "stopped" if ranks > 1 else "paused"))
-    rank = 0 if phase == "finish" else rng.randrange(ranks)
+    rank = 0 if phase in ("finish", "merge") else rng.randrange(ranks)
     return phase, step, rank, "killed" if phase == "any" else kind
 
 
-def write_records(path: Path, task: str, seq_len: int, rng: random.Random) -> None:
-    """Of random lengths, from a word to more than a pack; pairs are shorter than a pack."""
+def write_records(path: Path, task: str, seq_len: int, rng: random.Random, number: int = 300) -> None:
+    """So many, of random lengths, from a word to more than a pack; pairs are shorter than a pack."""
     from corpus import WORDS
 
     def text(most: int) -> str:
         return " ".join(rng.choices(WORDS, k=min(most, 1 + int(rng.lognormvariate(2.5, 1.2)))))
 
     lines = []
-    for _ in range(300):
+    for _ in range(number):
         if task == "dpo":
             record: dict[str, Any] = {name: text(seq_len // 16) for name in ("prompt", "chosen", "rejected")}
         else:
@@ -180,6 +209,13 @@ class Watcher:
             if "grad_norm" in metrics
         }
 
+    @property
+    def validations(self) -> dict[int, float]:
+        """step -> loss of the validation pass after it."""
+        key = "validation_metrics/loss"
+        logged = [event[1:] for event in self.events[0] if event[0] == "metrics"] if self.events else []
+        return {step: metrics[key] for step, metrics in logged if key in metrics}
+
 
 class Soak:
     """Runs a case in a folder of its own."""
@@ -187,25 +223,33 @@ class Soak:
     def __init__(self, case: Case, folder: Path, model: Path) -> None:
         self.case, self.folder, self.model, self.outcome = case, folder, model, Outcome()
         self.whole: dict[int, tuple[float, float]] = {}
+        self.validations: dict[int, float] = {}
         self.timeout = TIMEOUT
 
     def run(self) -> Outcome:
         case = self.case
-        write_records(self.folder / "records.jsonl", case.task, case.seq_len, random.Random(case.number))
+        rng = random.Random(case.number)
+        write_records(self.folder / "records.jsonl", case.task, case.seq_len, rng)
+        write_records(self.folder / "validation.jsonl", case.task, case.seq_len, rng, 60)
         whole = self._start("uninterrupted", case.degrees, ("none", 0, 0, ""))
-        self.whole = whole.steps
+        self.whole, self.validations = whole.steps, whole.validations
         self.timeout = min(TIMEOUT, LEAST_TIMEOUT + math.ceil(SLOWEST_STEPS * whole.slowest_step))
         if sorted(self.whole) != list(range(1, case.steps + 1)):
             return self._fail(f"the uninterrupted run has {len(self.whole)} steps of {case.steps}")
+        if case.validates and not self.validations:
+            return self._fail("the uninterrupted run has no validation loss")
         self._check_resources(whole)
         saved = None
         for blow in case.blows:
             self._strike(blow)
-            if self._last_saved() == case.steps:
+            if self._has_ended():
                 break
             if self._last_saved():
                 saved = shutil.copytree(self.folder / "struck", self.folder / "copy", dirs_exist_ok=True)
-        self._compare(self._start("struck", case.degrees, ("none", 0, 0, "")), blow=None)
+        if not self._has_ended() or not case.exports:  # which cannot be continued
+            self._compare(self._start("struck", case.degrees, ("none", 0, 0, "")), blow=None)
+        if case.exports:
+            self._compare_exports()
         if saved:
             self._resume_elsewhere()
         return self.outcome
@@ -252,10 +296,32 @@ class Soak:
         checkpoints = self.folder / "struck" / "checkpoint"
         if checkpoints.exists() and not self._last_saved():
             shutil.rmtree(checkpoints)  # as the message says that refuses to start beside it
+        if self.case.exports and not self._has_ended():
+            self._check_unfinished_export()
+
+    def _export(self, name: str) -> Path:
+        return self.folder / name / "checkpoint" / f"step-{self.case.steps}"
+
+    def _has_ended(self) -> bool:
+        """Whether its last checkpoint is finished."""
+        last = self._export("struck")
+        return (last / (INDEX if self.case.exports else METADATA)).is_file()
+
+    def _check_unfinished_export(self) -> None:
+        found = [path.name for path in self._export("struck").glob("*") if path.suffix in (".json", ".safetensors")]
+        if found:
+            self._fail(f"an export that was cut off has {', '.join(sorted(found))}")
+
+    def _compare_exports(self) -> None:
+        whole, struck = (_contents(self._export(name)) for name in ("uninterrupted", "struck"))
+        odd = sorted(name for name in whole.keys() | struck.keys() if whole.get(name) != struck.get(name))
+        self.outcome.export = f"{len(whole) - len(odd)} files equal"
+        if odd or INDEX not in whole:
+            self._fail(f"the export differs in {', '.join(odd) or INDEX}")
 
     def _last_saved(self) -> int:
         """The step of the last finished checkpoint that a run can continue from; 0 if there is none."""
-        finished = (self.folder / "struck" / "checkpoint").glob("step-*/.metadata")
+        finished = (self.folder / "struck" / "checkpoint").glob(f"step-*/{METADATA}")
         return max((int(path.parent.name.removeprefix("step-")) for path in finished), default=0)
 
     def _compare(self, watcher: Watcher, blow: tuple[str, int, int, str] | None) -> None:
@@ -263,7 +329,12 @@ class Soak:
             if found != self.whole[step]:
                 self._fail(f"step {step} is {found}, uninterrupted {self.whole[step]} (start with blow {blow})")
                 return
+        for step, loss in watcher.validations.items():
+            if loss != self.validations[step]:
+                self._fail(f"validation after step {step} is {loss}, uninterrupted {self.validations[step]} ({blow=})")
+                return
         self.outcome.equal_steps += len(watcher.steps)
+        self.outcome.equal_validations += len(watcher.validations)
 
     def _resume_elsewhere(self) -> None:
         found = self._start("copy", self.case.other_degrees, ("none", 0, 0, ""), COMPARED).steps
@@ -288,6 +359,11 @@ class Soak:
                     self._fail(f"rank {rank}: {name} {found} in the last third of the run, at most {limit} is flat")
 
 
+def _contents(folder: Path) -> dict[str, bytes]:
+    """Of all files, by path in the folder."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
 def row(case: Case, outcome: Outcome) -> str:
     """Of the table."""
     layout, other = (
@@ -296,12 +372,12 @@ def row(case: Case, outcome: Outcome) -> str:
     )
     options = case.options.replace("--activation_checkpoint.mode", "checkpointing")
     options = " ".join(word.rpartition(".")[2].lstrip("-") for word in options.split())
-    options += " accumulated" * case.accumulated
+    options += " accumulated" * case.accumulated + f" validates every {case.validates}" * bool(case.validates)
     blows = ", ".join(f"{phase} {kind} x {n}" for (phase, kind), n in outcome.struck.items())
     compared = "" if outcome.difference is None else f"{other} from {outcome.resumed_at}: {outcome.difference:.1e}"
     values = (
         case.number, case.task, layout, case.seq_len, options, case.steps, blows, outcome.equal_steps, compared,
-        *outcome.used, "FAILS" if outcome.failures else "equal",
+        outcome.equal_validations, outcome.export, *outcome.used, "FAILS" if outcome.failures else "equal",
     )  # fmt: skip
     return f"| {' | '.join(map(str, values))} |"
 
@@ -332,10 +408,13 @@ def main() -> None:
             print(f"case {number}: {failure}", file=sys.stderr, flush=True)
     struck = sum((outcome.struck for outcome in outcomes), Counter())
     failed = sum(bool(outcome.failures) for outcome in outcomes)
-    starts, steps, equal = (sum(getattr(o, name) for o in outcomes) for name in ("starts", "steps", "equal_steps"))
+    names = ("starts", "steps", "equal_steps", "equal_validations")
+    starts, steps, equal, validations = (sum(getattr(outcome, name) for outcome in outcomes) for name in names)
     print(
         f"\n{len(outcomes)} cases, {failed} failed; {starts} starts, {steps} steps, {equal} of them in interrupted "
-        f"runs and bit-equal; {', '.join(f'{phase} {kind} {n}' for (phase, kind), n in sorted(struck.items()))}; "
+        f"runs and bit-equal, as are {validations} validation passes; "
+        f"{sum(bool(outcome.export) for outcome in outcomes)} exports compared; "
+        f"{', '.join(f'{phase} {kind} {n}' for (phase, kind), n in sorted(struck.items()))}; "
         f"{(time.monotonic() - start) / 60:.1f} minutes"
     )
     sys.exit(1 if failed else 0)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from training import watch
 
+FORWARDS = ("forward", "reference", "validation")
 WAITING = 3.0  # seconds after which the other ranks surely wait
 
 
@@ -21,9 +22,11 @@ class Blow:
     threads) after each step.
 
     Args:
-        phase: "forward" and "backward" of the last layer; "rows" before the rank sends K/V rows of a layer on a GPU,
-            while the others' attention waits for them; "write" when the rank has written its shards of a checkpoint;
-            "finish" before rank 0 completes it; "none": nothing happens.
+        phase: "forward" and "backward" of a layer; "reference": of the frozen model of preference training;
+            "validation": of the model within a validation pass; "rows" before the rank sends K/V rows of a layer on a
+            GPU, while the others' attention waits for them; "write" when the rank has written its shards of a
+            checkpoint; "finish" before rank 0 completes it; "export" when the rank has written its shards of an export;
+            "merge" when rank 0 has begun the files that they are merged to; "none": nothing happens.
         blow: a signal that the rank sends itself, or a function that it calls.
     """
 
@@ -33,17 +36,18 @@ class Blow:
     blow: int | Callable[[], None] = 0
 
     def __call__(self, report: Callable[..., None]) -> None:
+        from torch.distributed.checkpoint import HuggingFaceStorageWriter, _consolidate_hf_safetensors
         from torch.nn.modules import module
         from torchtitan.train import Trainer
 
         from torchtitan_magi.backends.ffa.row_kernels import CudaRowMover
         from torchtitan_magi.training.checkpoint_files import DigestWriter
 
-        now, struck = 0, False
+        now, struck, policy = 0, False, None
 
         def see_step(_: object, trainer: Trainer, *args: object) -> None:
-            nonlocal now
-            now = trainer.step
+            nonlocal now, policy
+            now, policy = trainer.step, trainer.model_parts[0]
             report("resources", *resources())
 
         def strike(*_: object, **__: object) -> None:
@@ -56,8 +60,8 @@ class Blow:
         watch(Trainer, "train_step", see_step)
         if os.environ["RANK"] != str(self.rank):
             return
-        if self.phase == "forward":
-            module.register_module_forward_pre_hook(lambda layer, _: strike() if is_block(layer) else None)
+        if self.phase in FORWARDS:
+            module.register_module_forward_pre_hook(lambda layer, _: see_forward(layer))
         elif self.phase == "backward":
             module.register_module_forward_hook(lambda layer, _, x: strike_in_backward(layer, x))
         elif self.phase == "rows":
@@ -80,10 +84,25 @@ class Blow:
                 stock(*args, **kwargs)
 
             DigestWriter.finish = strike_and_finish
+        elif self.phase == "export":
+            watch(HuggingFaceStorageWriter, "write_data", strike)
+        elif self.phase == "merge":
+            watch(_consolidate_hf_safetensors, "_write_metadata", strike)
+
+        def see_forward(layer: object) -> None:
+            if is_block(layer) and policy is not None and self.phase == phase_of(layer, policy):
+                strike()
 
         def strike_in_backward(layer: object, x: object) -> None:
             if is_block(layer) and x.requires_grad:
                 x.register_hook(strike)
+
+
+def phase_of(layer: object, policy: object) -> str:
+    """Of FORWARDS. policy: the model that is trained."""
+    if not policy.training:
+        return "validation"
+    return "forward" if layer.training else "reference"
 
 
 def is_block(layer: object) -> bool:

@@ -267,6 +267,14 @@ def test_a_list_that_names_files_outside_of_the_folder_is_refused(folder):
         check_sizes(folder)
 
 
+@pytest.mark.parametrize("name", ["a\0b", "../step-1/x", "/etc/passwd"])
+def test_digests_of_files_outside_of_the_folder_are_refused(name, folder):
+    with (folder / "SHA256SUMS").open("a") as file:
+        file.write(f"{'0' * 64}  {name}\n")
+    with pytest.raises(ValueError, match=r"has no digests that can be read \(.*outside of the folder\); load another"):
+        check_digests(folder)
+
+
 def test_a_list_of_all_kinds_of_tensors_is_read(tmp_path):
     dtypes = [torch.bfloat16, torch.int8, torch.bool, torch.complex64, torch.float8_e4m3fn]
     state = {str(dtype): torch.zeros(2, dtype=dtype) for dtype in dtypes} | {"nested": {"list": [1, {"a": "b"}]}}

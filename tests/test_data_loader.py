@@ -199,3 +199,26 @@ def test_options_that_cannot_be_used_are_refused(option, message):
     assert str(caught.value).startswith(message)
     assert caught.value.type == "ValueError"
     assert "\n" not in str(caught.value)
+
+
+UNREADABLE = {
+    "no JSON": lambda state: "{",
+    "no object": lambda state: "[]",
+    "no stream": lambda state: json.dumps(state | {"stream": None}),
+    "no position": lambda state: json.dumps({"stream": state["stream"]}),
+    "a negative window": lambda state: json.dumps(state | {"cursor": state["cursor"] | {"window": -1}}),
+    "text for a number": lambda state: json.dumps(state | {"cursor": state["cursor"] | {"epoch": "0"}}),
+    "pieces of three numbers": lambda state: json.dumps(state | {"cursor": state["cursor"] | {"carried": [[1, 2, 3]]}}),
+    "a window beyond the data": lambda state: json.dumps(state | {"cursor": state["cursor"] | {"window": 99}}),
+    "a record beyond the data": lambda state: json.dumps(state | {"cursor": state["cursor"] | {"carried": [[99, 0]]}}),
+}
+
+
+@pytest.mark.parametrize("fault", UNREADABLE)
+def test_a_state_that_is_none_is_refused_in_one_line(fault, tmp_path):
+    path = tmp_path / "data.jsonl"
+    path.write_text("".join(json.dumps({"text": f"{number} 30"}) + "\n" for number in range(8)))
+    loader = make_loader(path)
+    text = UNREADABLE[fault](json.loads(loader.state_dict()["state"]))
+    with pytest.raises(ValueError, match=r"^the loader's saved state cannot be read \(.*\); load another checkpoint$"):
+        loader.load_state_dict({"state": text, "exhausted": False})

@@ -152,6 +152,12 @@ def test_a_folder_without_tokenizer_json(tmp_path, caplog):
     assert load_tokenizer(tmp_path).tokenizer.encode(text).ids == whole.encode(text).ids
     assert run_tokenizer(tmp_path).encode(text) == whole.encode(text).ids
     assert "has no tokenizer.json: vocab.json is read with merges.txt as GPT-2's byte-level BPE" in caplog.text
+    (tmp_path / "vocab.json").write_text('{"a": 0, "b": 1, "c": 2, "ab": 3}')
+    (tmp_path / "merges.txt").write_text("#version: 0.2\na b\nab c\n")  # at which the library panics
+    with pytest.raises(
+        ValueError, match=r"merges.txt has 'ab c', but not all of it is in vocab.json\); download it again"
+    ):
+        load_tokenizer(tmp_path)
     for name in ("merges.txt", "vocab.json"):
         (tmp_path / name).unlink()
     (tmp_path / "vocab.txt").write_text("[UNK]\nthe\n<s>\n")

@@ -70,9 +70,9 @@ def test_what_torchtitan_has_rounded_is_saved_in_float32(to_hf, tmp_path):
     names = ("model.layers.12.gate.bias", "model.layers.3.experts.7.up", "model.layers.40.gate.bias")  # of another rank
     files = {"config.json": b"{}"}
 
-    def save(weights):
+    def save(weights, folder):
         saved.append(weights)
-        (tmp_path / "step-1" / "sharded").mkdir(parents=True)
+        (folder / "sharded").mkdir(parents=True)
 
     Export(files, ExportLayout(float32=names)).save(
         manager(tmp_path, trained), rounded, tmp_path / "step-1", to_hf, save
@@ -192,7 +192,7 @@ def test_plain_text_has_no_turns(tmp_path):
 def test_an_export_names_the_positions_that_were_trained(fields, length, changed, tmp_path):
     fields = {"max_position_embeddings": 4096, "dtype": "float32"} | fields
     files = {"config.json": json.dumps(fields).encode()}
-    export(tmp_path, files, torch.float32, lambda: (tmp_path / "sharded").mkdir(), length)
+    export(tmp_path, files, torch.float32, lambda place: (place / "sharded").mkdir(), length)
     assert json.loads((tmp_path / "config.json").read_text()) == fields | changed
 
 
@@ -208,7 +208,7 @@ def test_more_positions_do_not_change_the_model(tmp_path):
     path.write_text(json.dumps(fields))
     exported = tmp_path / "exported"
     files = {"config.json": path.read_bytes()}
-    export(exported, files, torch.float32, lambda: (exported / "sharded").mkdir(), 200)
+    export(exported, files, torch.float32, lambda place: (place / "sharded").mkdir(), 200)
     save_file(load_file(source / "model.safetensors"), exported / "model.safetensors", {"format": "pt"})
     models = [AutoModelForCausalLM.from_pretrained(folder) for folder in (source, exported)]
     assert [model.config.max_position_embeddings for model in models] == [64, 200]

@@ -259,7 +259,7 @@ def test_the_configuration_names_the_dtype_of_the_weights(given, tmp_path):
     from transformers import AutoConfig
 
     files = {"config.json": json.dumps({"model_type": "llama", "other": "é"} | given).encode()}
-    export(tmp_path, files, torch.bfloat16, lambda: (tmp_path / "sharded").mkdir())
+    export(tmp_path, files, torch.bfloat16, lambda place: (place / "sharded").mkdir())
     config = json.loads((tmp_path / "config.json").read_text())
     assert config == {"model_type": "llama", "other": "é"} | dict.fromkeys(given or ["torch_dtype"], "bfloat16")
     assert AutoConfig.from_pretrained(tmp_path).dtype == torch.bfloat16
@@ -267,30 +267,51 @@ def test_the_configuration_names_the_dtype_of_the_weights(given, tmp_path):
 
 
 def test_an_export_that_is_cut_off_keeps_its_weights_and_does_not_count(tmp_path):
-    (tmp_path / "model.safetensors.index.json").write_text("of an earlier export")
+    for name in ("config.json", "model-00002-of-00002.safetensors", "model.safetensors.index.json"):
+        (tmp_path / name).write_text("of an earlier export")
 
-    def killed():
-        assert (tmp_path / "config.json").exists()
-        (tmp_path / "sharded").mkdir()
-        (tmp_path / "sharded" / "shard").write_text("weights")
+    def killed(place):
+        assert (place / "config.json").exists()
+        (place / "sharded").mkdir()
+        (place / "sharded" / "shard").write_text("weights")
+        (place / "model.safetensors.index.json").write_text('{"weight_map": {')  # as far as it was written
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         export(tmp_path, {"config.json": b"{}"}, torch.float32, killed)
-    assert (tmp_path / "sharded" / "shard").read_text() == "weights"
-    assert not (tmp_path / "model.safetensors.index.json").exists()
-    export(tmp_path, {}, torch.float32, lambda: (tmp_path / "sharded").mkdir())  # which would fail if it were there
+    assert (tmp_path / "unfinished" / "sharded" / "shard").read_text() == "weights"
+    assert [path.name for path in tmp_path.iterdir()] == ["unfinished"]
+    export(tmp_path, {}, torch.float32, lambda place: (place / "sharded").mkdir())  # which would fail if it were there
 
 
-def test_a_first_copy_that_cannot_be_removed_is_one_warning(tmp_path, caplog):
+def test_the_configuration_and_the_index_come_last(tmp_path, monkeypatch):
+    moved = []
+    monkeypatch.setattr("os.replace", lambda _, path: moved.append(str(path.relative_to(tmp_path))))
+    index, weights, template = "model.safetensors.index.json", "model-00001-of-00001.safetensors", "more/chat.jinja"
+
+    def write(place):
+        for name in (index, weights, "sharded/shard"):
+            (place / name).parent.mkdir(exist_ok=True)
+            (place / name).write_text("")
+
+    export(tmp_path, {"config.json": b"{}", template: b""}, torch.float32, write)
+    assert sorted(moved[:2]) == [weights, template]
+    assert moved[2:] == ["config.json", index]
+
+
+def test_a_first_copy_that_cannot_be_removed_is_one_warning(tmp_path, caplog, monkeypatch):
+    def refuse(path):
+        raise OSError("busy")
+
+    monkeypatch.setattr("shutil.rmtree", refuse)
     with caplog.at_level(logging.WARNING):
-        export(tmp_path, {}, torch.float32, lambda: (tmp_path / "sharded").write_text("no folder"))
-    assert re.fullmatch(r".* is complete, but .*sharded could not be removed \(.*\); delete it", *caplog.messages)
+        export(tmp_path, {}, torch.float32, lambda place: (place / "sharded").mkdir())
+    assert re.fullmatch(r".* is complete, but .*unfinished could not be removed \(.*\); delete it", *caplog.messages)
 
 
 def error_of_export(folder):
     try:
-        export(Path(folder), {"config.json": b"{}"}, torch.float32, lambda: None)
+        export(Path(folder), {"config.json": b"{}"}, torch.float32, lambda place: None)
     except OSError as error:
         return str(error)
 

@@ -422,6 +422,7 @@ def test_a_cost_model_of_another_machine(tmp_path, size):
         ("words.txt --total 1k --cp 2", "'ten' at index 2 is not a length; write integers"),
         ("float.npy --total 1k --cp 2", r"float64 of shape \(2,\); give one list of integers"),
         ("broken.npy --total 1k --cp 2", "cannot be read as document lengths"),
+        ("head.npy --total 1k --cp 2", "cannot be read as document lengths"),
         ("nothing.npy --total 1k --cp 2", "cannot be read as document lengths"),
         ("several.npy --total 1k --cp 2", "several.npy holds several arrays; give one list of integers"),
         (",".join(f"part-{i:04}.jsonl" for i in range(400)) + " --total 1k --cp 2", "is a data set; give --tokenizer"),
@@ -457,6 +458,7 @@ def test_bad_input_is_one_line_that_names_the_value(arguments, message, tmp_path
         (tmp_path / f"{name}.txt").write_text(text)
     (tmp_path / "bad.jsonl").write_text('{"texts": 1}\n')
     (tmp_path / "broken.npy").write_text("not an array")
+    (tmp_path / "head.npy").write_bytes(b"\x93NUMPY\x01\x00\x76\x00" + b"{'descr': (".ljust(0x76))
     np.save(tmp_path / "float.npy", np.ones(2))
     (tmp_path / "nothing.npy").write_bytes(b"")
     with open(tmp_path / "several.npy", "wb") as file:

@@ -15,7 +15,7 @@ from torchtitan_magi.data.chat import ChatTokenizer
 from torchtitan_magi.data.special_tokens import read_special_tokens
 from torchtitan_magi.files import read_text
 from torchtitan_magi.machine import lack
-from torchtitan_magi.wording import one_line, shown
+from torchtitan_magi.wording import one_line, quoted, shown
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +75,11 @@ def _of_vocabulary(path: Path) -> Tokenizer:
     if not merges.is_file():
         return Tokenizer(WordLevel(vocabulary, unk_token="[UNK]"))
     written = merges.read_text(encoding="utf-8").split("\n")
-    pairs = [line.split() for line in written if not line.startswith("#version")]
-    tokenizer = Tokenizer(BPE(vocabulary, [(pair[0], pair[1]) for pair in pairs if len(pair) == 2]))
+    lines_of_two = [line.split() for line in written if not line.startswith("#version")]
+    pairs = [(pair[0], pair[1]) for pair in lines_of_two if len(pair) == 2]
+    for pair in pairs:  # of some the library does not say it but panics, which is no Exception
+        if not {*pair, "".join(pair)} <= vocabulary.keys():
+            raise ValueError(f"{_MERGES} has {quoted(' '.join(pair))}, but not all of it is in {path.name}")
+    tokenizer = Tokenizer(BPE(vocabulary, pairs))
     tokenizer.pre_tokenizer, tokenizer.decoder = ByteLevel(add_prefix_space=False), ByteLevelDecoder()
     return tokenizer

@@ -19,7 +19,7 @@ from torchtitan_magi.data.packing import PackingCounts
 from torchtitan_magi.data.stream import PackPieces, PackStream, Tokens, WindowCount
 from torchtitan_magi.data.token_block import TokenBlock
 from torchtitan_magi.data.token_cache import TokenCache, TokenizedHere
-from torchtitan_magi.data.window_plan import PACKING_VERSION, Cursor
+from torchtitan_magi.data.window_plan import PACKING_VERSION, Cursor, unreadable_state
 from torchtitan_magi.wording import quoted
 
 BadRecords = Literal["error", "skip"]
@@ -234,12 +234,14 @@ class PackedDataset(IterableDataset, Stateful):
         self._cursor, self._resuming = Cursor.from_state_dict(state_dict["cursor"]), True
 
     def check_state(self, state_dict: dict[str, Any]) -> None:
-        """Raises ValueError if the state belongs to another stream of packs."""
+        """Raises ValueError if the state belongs to another stream of packs, or is none."""
+        if not isinstance(state_dict, dict) or not isinstance(state_dict.get("stream"), dict):
+            raise unreadable_state(ValueError("it names no stream of packs"))
         version = state_dict["stream"].get("packing", 1)
         if version != PACKING_VERSION:
             raise ValueError(
-                f"the loader's saved state has packing version {version}, this program has {PACKING_VERSION}; resume"
-                " with the program that saved it, or without the loader's state"
+                f"the loader's saved state has packing version {quoted(version)}, this program has {PACKING_VERSION};"
+                " resume with the program that saved it, or without the loader's state"
             )
         for name, now in self.identity().items():
             saved = state_dict["stream"].get(name)
@@ -248,6 +250,11 @@ class PackedDataset(IterableDataset, Stateful):
                     f"the loader's saved state has {name} = {quoted(saved)}, this run has {quoted(now)};"
                     " resume with the same value, or without the loader's state"
                 )
+        cursor = Cursor.from_state_dict(state_dict.get("cursor", {}))
+        if cursor.window > self._stream.order_of(cursor.epoch).num_windows or (
+            cursor.carried[:, 0].max(initial=0) >= len(self.records)
+        ):
+            raise unreadable_state(ValueError("its position lies beyond the data"))
 
     def identity(self) -> dict[str, Any]:
         """All that the stream of packs depends on, as plain Python values."""

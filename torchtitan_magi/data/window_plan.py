@@ -20,6 +20,7 @@ from torchtitan_magi.data.documents import Pieces
 from torchtitan_magi.data.epoch_order import EpochOrder
 from torchtitan_magi.data.packing import PackingCounts, pack_best_fit
 from torchtitan_magi.data.token_block import TokenBlock
+from torchtitan_magi.wording import one_line, quoted
 
 PACKING_VERSION = 2  # of the way from records to packs
 
@@ -52,8 +53,32 @@ class Cursor:
 
     @classmethod
     def from_state_dict(cls, state: dict[str, Any]) -> "Cursor":
-        carried = np.array(state["carried"], np.int64).reshape(-1, 2)
-        return cls(state["epoch"], state["window"], carried, state["given"], PackingCounts(**state["counts"]))
+        """Raises ValueError for what is no position, of one line."""
+        try:
+            cursor = cls(
+                state["epoch"], state["window"], _pairs(state["carried"]), state["given"],
+                PackingCounts(**state["counts"]),
+            )  # fmt: skip
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            raise unreadable_state(error) from None
+        for value in (cursor.epoch, cursor.window, cursor.given, *asdict(cursor.counts).values()):
+            if type(value) is not int or not 0 <= value < 2**63:
+                raise unreadable_state(ValueError(f"{quoted(value)} where a whole number of at least 0 should be"))
+        return cursor
+
+
+def _pairs(values: list[list[int]]) -> np.ndarray:
+    """int64 [k, 2], none negative. Raises TypeError or ValueError."""
+    pairs = np.array(values or np.zeros((0, 2), np.int64))
+    if pairs.dtype != np.int64 or pairs.shape[1:] != (2,) or (pairs < 0).any():
+        raise ValueError("carried is no list of pairs of whole numbers")
+    return pairs
+
+
+def unreadable_state(error: BaseException) -> ValueError:
+    """The refusal of a loader's state that the error came from."""
+    reason = one_line(f"{type(error).__name__}: {error}", 300)
+    return ValueError(f"the loader's saved state cannot be read ({reason}); load another checkpoint")
 
 
 @dataclass(frozen=True)

@@ -160,9 +160,14 @@ def _check_content(metadata: Any) -> None:
     for item in metadata.storage_data.values():
         if type(item.relative_path) is not str or type(item.offset) is not int or type(item.length) is not int:
             raise pickle.UnpicklingError(f"a place is {quoted(vars(item))}")
-    for name in {item.relative_path for item in metadata.storage_data.values()}:
+    _check_names({item.relative_path for item in metadata.storage_data.values()})
+
+
+def _check_names(names: set[str]) -> None:
+    """Raises ValueError for a name that leads out of the folder, or that no file has."""
+    for name in names:
         if "\0" in name or Path(name).is_absolute() or ".." in Path(name).parts:
-            raise pickle.UnpicklingError(f"it names {quoted(name)}, outside of the folder")
+            raise ValueError(f"it names {quoted(name)}, outside of the folder")
 
 
 def check_sizes(folder: Path) -> None:
@@ -209,6 +214,7 @@ def check_digests(folder: Path, rank: int = 0, world_size: int = 1) -> int:
         digests = {name: digest for digest, name in lines}
         if METADATA not in digests:
             raise ValueError(f"{METADATA} is not among them")
+        _check_names(set(digests))
     except (OSError, ValueError) as error:
         raise ValueError(
             lack(error, shown(path))

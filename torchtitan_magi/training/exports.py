@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import re
 import shutil
 from collections.abc import Callable
@@ -26,6 +27,7 @@ PATTERNS = (
 )  # fmt: skip
 CONFIG, GENERATION_CONFIG, TOKENIZER_CONFIG = "config.json", "generation_config.json", "tokenizer_config.json"
 SHARDED = "sharded"  # torch's name
+UNFINISHED = "unfinished"  # where all of an export is written first
 ORIGINAL = "original_max_position_embeddings"
 
 
@@ -93,7 +95,7 @@ class Export:
     layout: ExportLayout = field(default_factory=ExportLayout)
 
     def save(
-        self, checkpointer: Any, weights: dict[str, Any], folder: Path, to_hf: bool, save: Callable[[Any], Any]
+        self, checkpointer: Any, weights: dict[str, Any], folder: Path, to_hf: bool, save: Callable[[Any, Path], Any]
     ) -> Any:
         """Saves a checkpoint, or exports. A collective of all ranks.
 
@@ -103,7 +105,7 @@ class Export:
                 rounded all.
             folder: of the checkpoint.
             to_hf: whether to export.
-            save: torchtitan's saving of such weights.
+            save: torchtitan's saving of such weights to a folder.
 
         Returns:
             What save() returned; None for an export.
@@ -117,9 +119,9 @@ class Export:
             }
         result = None
         if dtype is None:
-            result = save(weights)
+            result = save(weights, folder)
         else:
-            export(folder, self.files, dtype, lambda: save(weights), length)
+            export(folder, self.files, dtype, lambda place: save(weights, place), length)
         keep_trained_length(checkpointer, length)
         return result
 
@@ -133,45 +135,62 @@ class Export:
 
 
 def export(
-    folder: Path, files: dict[str, bytes], dtype: torch.dtype, save_weights: Callable[[], object], length: int = 0
+    folder: Path, files: dict[str, bytes], dtype: torch.dtype, save_weights: Callable[[Path], object], length: int = 0
 ) -> None:
     """Writes files and weights to a folder. A collective of all ranks.
 
-    The index, by which torchtitan knows a finished checkpoint, comes last. Then the first copy of the weights goes,
-    which has a file per rank and is merged to the second.
+    All is written to a folder inside, of which no loader knows: a file of weights that is being merged has its name
+    before its content. Then all is moved to its place, config.json and last the index, by which torchtitan knows a
+    finished checkpoint. What stays behind is removed: the first copy of the weights, which has a file per rank and was
+    merged to the second.
 
     Args:
         folder: of the checkpoint.
         files: contents by path in the folder.
         dtype: of most weights, which config.json will name.
-        save_weights: torchtitan's writing, which leaves both copies; it returns when all ranks have finished.
+        save_weights: torchtitan's writing to a folder, which leaves both copies; it returns when all ranks have
+            finished.
         length: positions up to which the model was trained, which config.json will name if it names fewer.
 
     Raises:
         OSError: on all ranks: a file cannot be written.
     """
 
+    unfinished = folder / UNFINISHED
+
     def write_files() -> None:
-        (folder / INDEX).unlink(missing_ok=True)
-        if (folder / SHARDED).exists():  # of an export that was cut off; its files would be merged with the new ones
-            shutil.rmtree(folder / SHARDED)
+        for path in (folder / INDEX, folder / CONFIG, *folder.glob("*.safetensors")):  # of an earlier export
+            path.unlink(missing_ok=True)
+        if unfinished.exists():  # of an export that was cut off; its files would be merged with the new ones
+            shutil.rmtree(unfinished)
+        unfinished.mkdir(parents=True)
         for name, content in files.items():
-            path = folder / name
+            path = unfinished / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(_finished(content, dtype, length) if name == CONFIG else content)
 
-    def remove_first_copy() -> None:
+    def finish() -> None:
+        _move_files(unfinished, folder)
         try:
-            shutil.rmtree(folder / SHARDED)
+            shutil.rmtree(unfinished)
         except OSError as error:
             logger.warning(
-                f"{shown(folder)} is complete, but {shown(folder / SHARDED)} could not be removed "
-                f"({one_line(error)}); delete it"
+                f"{shown(folder)} is complete, but {shown(unfinished)} could not be removed ({one_line(error)}); "
+                "delete it"
             )
 
     _on_first_rank(write_files)
-    save_weights()
-    _on_first_rank(remove_first_copy)
+    save_weights(unfinished)
+    _on_first_rank(finish)
+
+
+def _move_files(source: Path, target: Path) -> None:
+    """All but the first copy of the weights; the configuration and the index last."""
+    found = [path.relative_to(source) for path in source.rglob("*") if path.is_file()]
+    names = [name for name in found if name.parts[0] != SHARDED]
+    for name in sorted(names, key=lambda name: (name == Path(INDEX), name == Path(CONFIG))):
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        os.replace(source / name, target / name)
 
 
 def _on_first_rank(action: Callable[[], None]) -> None:

@@ -14,6 +14,7 @@ from torchtitan_magi.data import ChatTokenizer, PackedPairDataset, PackedSFTData
 from torchtitan_magi.data.packed import PackedDataset, Sample, padding_like
 from torchtitan_magi.data.packing import PackingCounts
 from torchtitan_magi.data.token_cache import default_folder
+from torchtitan_magi.data.window_plan import unreadable_state
 from torchtitan_magi.machine import raise_open_files
 from torchtitan_magi.training.agreed import agreed
 from torchtitan_magi.training.first_look import check_findings
@@ -85,10 +86,13 @@ class PackLoader:
         return {"state": self._state, "exhausted": self._exhausted}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Raises ValueError if the state is of other data or other options."""
+        """Raises ValueError if the state is of other data or other options, or none."""
         if not state_dict:
             return
-        state = json.loads(state_dict["state"])
+        try:
+            state = json.loads(state_dict["state"])
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            raise unreadable_state(error) from None
         self.dataset.check_state(state)
         self.saved_schedule = state.get("schedule", {})
         self._state, self._resuming = state_dict["state"], True

@@ -244,8 +244,8 @@ def _dcp_save(
     """What is finite, as our spec's adapter says; a spec of the user's own has none."""
     check_state(weights, checkpointer.states["train_state"].step)
 
-    def save(weights: dict[str, Any]) -> Any:
-        return stock(checkpointer, weights, to_hf=to_hf, **options)
+    def save(weights: dict[str, Any], folder: Path) -> Any:
+        return stock(checkpointer, weights, to_hf=to_hf, **(options | {"checkpoint_id": str(folder)}))
 
     export: Export = getattr(checkpointer.sd_adapter, "export", Export())
     return export.save(checkpointer, weights, Path(options["checkpoint_id"]), to_hf, save)

@@ -164,11 +164,11 @@ class MagiCheckpointManager(CheckpointManager):
             save_adapters(Path(checkpoint_id), parts, self.sd_adapter, self.lora, self._base, dtype)
             return None
 
-        def save(weights: dict[str, Any]) -> Any:
+        def save(weights: dict[str, Any], folder: Path) -> Any:
             if to_hf:
                 garbage = enable_garbage_collection
-                return super(MagiCheckpointManager, self).dcp_save(weights, checkpoint_id, async_mode, garbage, True)
-            return self._save_with_digests(weights, checkpoint_id, async_mode)
+                return super(MagiCheckpointManager, self).dcp_save(weights, str(folder), async_mode, garbage, True)
+            return self._save_with_digests(weights, str(folder), async_mode)
 
         return self.export.save(self, state_dict, Path(checkpoint_id), to_hf, save)
 
