@@ -29,6 +29,7 @@ def setup_of(job_config: Any, dims: Any, model: ModelConfig, has_objectives: boo
     option = checkpointing.selective_ac_option
     every = int(option) if checkpointing.mode == "selective" and option.isdigit() else None
     param_bytes = getattr(torch, training.dtype).itemsize
+    machine = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     mixed = dims.fsdp_enabled or not dims.tp_enabled  # tensor parallelism alone computes in the training dtype
     return Setup(
         model,
@@ -54,7 +55,8 @@ def setup_of(job_config: Any, dims: Any, model: ModelConfig, has_objectives: boo
         offload=training.enable_cpu_offload,
         whole_logits=not has_objectives,
         gpu=device_type == "cuda",
-        one_machine=int(os.environ.get("LOCAL_WORLD_SIZE", "1")) % (dims.cp * dims.tp) == 0,
+        cp_per_machine=None if machine % (dims.cp * dims.tp) == 0 else max(1, machine // dims.tp),
+        overlap_stages=job_config.magi.overlap_stages,
     )
 
 
