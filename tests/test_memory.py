@@ -13,6 +13,7 @@ import torch
 from training import DEBUG_TOML, ROOT, call, train, watch
 
 from torchtitan_magi.models.model_config import Experts, ModelConfig, Rope
+from torchtitan_magi.planning.stages import MOST_BYTES
 from torchtitan_magi.training import memory
 from torchtitan_magi.training.memory import (
     GIB,
@@ -222,7 +223,8 @@ def setup_from(arguments, has_objectives):
             etp=degrees.expert_tensor_parallel_degree,
             world_size=8,
         )
-        return setup_of(config, dims, LLAMA_8B, has_objectives, utils.device_type, degrees.context_parallel_degree < 4)
+        machines = (2, 2) if degrees.context_parallel_degree == 4 else None
+        return setup_of(config, dims, LLAMA_8B, has_objectives, utils.device_type, machines)
 
     return setup(arguments), setup([])
 
@@ -231,7 +233,7 @@ def setup_from(arguments, has_objectives):
     ("arguments", "has_objectives", "fields"),
     [
         ("--parallelism.context_parallel_degree 4 --parallelism.tensor_parallel_degree 2", True,
-         {"cp": 4, "tp": 2, "dp_shard": 1, "one_machine": False}),
+         {"cp": 4, "tp": 2, "dp_shard": 1, "cp_per_machine": (2, 2)}),
         ("--parallelism.data_parallel_replicate_degree 2 --parallelism.expert_parallel_degree 4", True,
          {"dp_replicate": 2, "dp_shard": 2, "ep": 4}),
         ("--training.seq_len 512 --training.local_batch_size 3 --training.global_batch_size 24", True,
@@ -344,7 +346,7 @@ def test_more_checkpointing_keeps_less(model, compiled, tp):
         ({"accumulates": True}, "gradients", 8.03e9 * 4 / 4 / GIB),
         ({"whole_logits": True}, "logits", 131072 / 4 * 128256 * 2 * 2 / GIB + 128256 * 4096 * 4 / GIB + 0.5),
         ({"packs": 2}, "rows in flight", 4),
-        ({"one_machine": False}, "rows in flight", 0),
+        ({"cp_per_machine": 2}, "rows in flight", 0),
         ({"gpu": False}, "CUDA and NCCL", 0),
         ({"offload": True}, "parameters", 0),
         (
@@ -368,6 +370,18 @@ def test_a_dense_document_receives_the_rest_of_its_pack():
     gradients, rows = memory._attention_backward(setup)
     alone = 2 * of_q + 2 * of_k + gradients - of_q + rows  # q, k, v and out, and no residual
     assert alone / GIB == pytest.approx(36, rel=0.1)
+
+
+def test_rows_that_come_in_stages_are_predicted_as_they_are_planned():
+    setup = Setup(LLAMA_8B, 4 << 20, cp=32, cp_per_machine=8)
+    plan, own = memory.fullest_plan(setup), setup.tokens * 2048 * 4
+    assert len(plan.backward) > 8
+    assert memory._attention_backward(setup)[1] <= MOST_BYTES + own
+    whole = memory._attention_backward(replace(setup, overlap_stages=0))[1]
+    assert whole > own + setup.tokens * 31 * 2048 * (2 + 4)  # all rows, and the sums of their gradients
+    in_stages = replace(setup, cp=8, cp_per_machine=None)
+    assert memory._rows_in_flight(in_stages) == 4 * GIB + 4096  # of the forward alone
+    assert memory._rows_in_flight(replace(in_stages, overlap_stages=4)) == 0
 
 
 # ------------------------------------------------------------------------------------------------------------ in words

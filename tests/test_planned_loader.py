@@ -4,8 +4,12 @@ import threading
 import time
 
 import pytest
+import torch
 
+from torchtitan_magi.planning.cost_model import Heads
+from torchtitan_magi.training.options import Magi
 from torchtitan_magi.training.planned_loader import PlannedLoader
+from torchtitan_magi.training.runtime import MagiRuntime, WorkCount
 
 
 class Numbers:
@@ -94,3 +98,10 @@ def test_no_thread_outlives_its_consumer():
     assert any(thread.name.startswith("plan_") for thread in threading.enumerate())
     batches.close()
     assert not any(thread.name.startswith("plan_") for thread in threading.enumerate())
+
+
+def test_the_fingerprint_of_a_plan_is_made_ahead_as_well():
+    runtime = MagiRuntime(Magi(), None, Heads(4, 2, 8), torch.device("cpu"), WorkCount())
+    inputs = {"input": torch.tensor([[5, 6, 1, 7, 8, 1]])}
+    planned = runtime.plan_ahead(inputs, None, eos_id=1)["planned"]
+    assert "fingerprint" in vars(planned.plans[0])  # kept: asking for it takes no time

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import torchtitan_magi as magi
 from torchtitan_magi import attention
 from torchtitan_magi.exchange.agreement import PlanAgreement, agreement_of, raise_differences
-from torchtitan_magi.exchange.mesh import process_group_transport, ranks_per_node, share_a_machine
+from torchtitan_magi.exchange.mesh import process_group_transport, ranks_per_node
 from torchtitan_magi.masks.slices import AttnSlices
 from torchtitan_magi.planning.cost_model import H200, KernelCost, Link
 
@@ -191,16 +191,15 @@ def nodes_on_rank():
     with mock.patch("torchtitan_magi.exchange.mesh.machine", return_value=f"machine {dist.get_rank() // 4}"):
         counts = [ranks_per_node(group) for group in groups]
         counts.append(ranks_per_node(uneven) if dist.get_rank() < world - 2 else [4, 2])
-        shared = [share_a_machine(group) for group in groups]
     with mock.patch("torchtitan_magi.exchange.mesh.machine", return_value=f"machine {dist.get_rank() % 2}"):
         counts.append(ranks_per_node(dist.group.WORLD))
-    return counts, shared
+    return counts
 
 
 def test_ranks_are_counted_by_node():
     with closing(RankPool(8)) as pool:  # of its own: ranks in unequally many groups cannot make later ones
         results = pool.run(nodes_on_rank)
-    assert results == [([[4, 4], [2, 2], None, [1, 1], [4, 2], None], [False, False, True, False])] * 8
+    assert results == [[[4, 4], [2, 2], None, [1, 1], [4, 2], None]] * 8
 
 
 def disagree_on_rank(odd_rank, other_tokens):

@@ -18,11 +18,14 @@ from check_prediction import comparisons
 
 from torchtitan_magi.calibrate import Sample, fit_kernel, fit_link, recorded_samples
 from torchtitan_magi.masks.builders import varlen_causal
+from torchtitan_magi.planning import stages
 from torchtitan_magi.planning.cost_model import H200, LLAMA_HEADS, CostModel, Heads, KernelCost, Link
 from torchtitan_magi.planning.plan import make_plan
 from torchtitan_magi.planning.relays import RESIDENT
-from torchtitan_magi.planning.stages import CANDIDATES, SIMPLER, choose_stages, equal_stages
+from torchtitan_magi.planning.row_memory import memory_of_rows
+from torchtitan_magi.planning.stages import CANDIDATES, MANY, MOST_BYTES, SIMPLER, choose_stages, equal_stages
 from torchtitan_magi.planning.timeline import predict
+from torchtitan_magi.report.sample_packs import draw_pack
 
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
 
@@ -183,6 +186,72 @@ def test_forward_and_backward_are_chosen_apart():
     forward, backward = choose_stages(slow_merge, plan.work, LLAMA_HEADS)
     assert forward == equal_stages(0)
     assert len(backward) > 1
+
+
+# ------------------------------------------------------------------------------------------------------ rows find room
+
+MILLION = 1 << 20
+
+
+@pytest.mark.parametrize(("total", "cp_size"), [(4 * MILLION, 32), (16 * MILLION, 128), (2 * MILLION, 8)])
+def test_where_a_document_fills_a_long_pack_rows_come_in_as_many_stages_as_find_room(total, cp_size):
+    plan = documents(cp_size, total // cp_size, gpus_per_node=8)
+    assert memory_of_rows(plan.work, plan.heads, equal_stages(0), True).max() > MOST_BYTES
+    for spans, backward, whole in zip((plan.forward, plan.backward), (False, True), (0.0, 0.01), strict=True):
+        assert memory_of_rows(plan.work, plan.heads, spans, backward).max() <= MOST_BYTES
+        one, chosen = (predict(H200, plan.work, plan.heads, x, backward).seconds for x in (equal_stages(0), spans))
+        assert chosen <= (1 + whole) * one
+    assert len(plan.backward) > len(equal_stages(2))
+
+
+# Stages of the forward and of the backward that plans had when nothing asked for their memory.
+@pytest.mark.parametrize(
+    ("distribution", "total", "cp_size", "forward", "backward"),
+    [
+        ("histogram", MILLION // 4, 8, 0, 0),
+        ("histogram", MILLION // 2, 64, 3, 3),
+        ("histogram", 2 * MILLION, 32, 1, 1),
+        ("histogram", 4 * MILLION, 64, 0, 0),
+        ("histogram", 16 * MILLION, 128, 1, 1),
+        ("lognormal", 4 * MILLION, 64, 0, 0),
+        ("few-huge", 4 * MILLION, 64, 0, 0),
+        ("dense", MILLION, 8, 0, 0),
+        ("dense", MILLION // 2, 64, 2, 2),
+    ],
+)
+def test_ordinary_packs_have_room(distribution, total, cp_size, forward, backward):
+    cu_seqlens = np.append(0, np.cumsum(draw_pack(distribution, total, 0)))
+    plan = make_plan(varlen_causal(cu_seqlens), total, cp_size, gpus_per_node=8)
+    assert (plan.forward, plan.backward) == (equal_stages(forward), equal_stages(backward))
+
+
+def test_what_fits_nowhere_is_cut_into_the_stages_that_need_least(monkeypatch):
+    plan = documents(8, 4096, gpus_per_node=4)
+    monkeypatch.setattr(stages, "MOST_BYTES", 0)
+    for spans, backward in zip(choose_stages(H200, plan.work, plan.heads), (False, True), strict=True):
+        needed = [memory_of_rows(plan.work, plan.heads, x, backward).max() for x in (*CANDIDATES, *MANY)]
+        assert memory_of_rows(plan.work, plan.heads, spans, backward).max() == min(needed)
+
+
+@pytest.mark.parametrize("gpus_per_node", [1, 4, 8])
+@pytest.mark.parametrize("count", [0, 1, 2, 5])
+def test_the_memory_of_a_forward_is_that_of_the_rows_in_its_stages(gpus_per_node, count):
+    plan, heads = documents(8, 1024, gpus_per_node=gpus_per_node), Heads(8, 8, 16)
+    own, results = plan.tokens_per_rank, plan.tokens_per_rank * heads.out_elements * 4 * (count > 0)
+    found = []
+    for share in plan_with(plan, count).ranks:
+        rows = [stage.num_rows - own * stage.holds_local for stage in share.forward]
+        if gpus_per_node < 8 or count:
+            sent = [sum(len(exchange.send_rows) for exchange in stage.exchanges) for stage in share.forward]
+            rows = [a + b for a, b in zip(rows, sent, strict=True)]
+        found.append(max(map(sum, itertools.pairwise([0, *rows]))) * heads.row_bytes + results)
+    predicted = memory_of_rows(plan.work, heads, equal_stages(count), False)
+    assert max(found) <= predicted.max() * 1.001 + 64 * heads.row_bytes  # stages are of whole rows
+    assert predicted.max() <= 1.4 * max(found)  # rows that relays keep count twice
+
+
+def plan_with(plan, count):
+    return make_plan(plan.slices, plan.total_tokens, plan.cp_size, count, gpus_per_node=plan.nodes.sizes)
 
 
 @pytest.mark.parametrize("spans", CANDIDATES)

@@ -127,11 +127,6 @@ def ranks_per_node(group: dist.ProcessGroup) -> list[int] | None:
     return sizes if len(sizes) > 1 else None
 
 
-def share_a_machine(group: dist.ProcessGroup) -> bool:
-    """Whether all ranks of a group sit in one machine. A collective."""
-    return len(set(_machines(group))) == 1
-
-
 def _machines(group: dist.ProcessGroup) -> list[str]:
     """Of each rank, as they tell it themselves."""
     machines: list[Any] = [None] * dist.get_world_size(group)

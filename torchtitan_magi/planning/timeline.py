@@ -36,6 +36,25 @@ class Workload:
         """Whether the kernel can await K/V while it runs: in one node, where peer memory reaches all ranks."""
         return self.num_nodes == 1 and not self.across.any()
 
+    @property
+    def is_relayed(self) -> bool:
+        """Whether rows pass through relays."""
+        return bool(self.passed_on.any())
+
+    @property
+    def arriving(self) -> FloatArray:
+        """Rows that it gets in all exchanges, also those that it only passes on; with relays at most so many."""
+        return self._relayed if self.is_relayed else self.received
+
+    @property
+    def leaving(self) -> FloatArray:
+        """Rows that it sends in all exchanges; with relays at most so many."""
+        return self._relayed if self.is_relayed else self.sent
+
+    @property
+    def _relayed(self) -> FloatArray:
+        return self.inside + self.across + self.passed_on
+
 
 def workload(parts: Parts, pieces: Pieces, routes: Routes, heads: Heads) -> Workload:
     """Sums up a plan. The arrays are read-only.
@@ -141,6 +160,11 @@ def predict(cost: CostModel, work: Workload, heads: Heads, spans: Spans, backwar
     return Timeline(casts, attends, reduces, now)
 
 
+def rounds_at_once(work: Workload, heads: Heads, spans: Spans) -> bool:
+    """Whether a backward has each row's gradients in one piece, and so needs no sums of them in float32."""
+    return len(spans) == 1 and stay_whole(work.tokens // KEYS, *heads.counts)
+
+
 def sent_before(i: int, travels: bool, num_stages: int) -> int:
     """How many stages' K/V are sent before stage i runs, so that at most two stages of them take memory.
 
@@ -178,7 +202,7 @@ class _Steps:
         seconds = cost.inside.seconds(work.inside * size)
         if work.across.any():
             seconds = np.maximum(seconds, cost.across.seconds(work.across * size))
-        if work.passed_on.any():
+        if work.is_relayed:
             seconds = seconds + cost.inside.seconds(work.passed_on * size)
         return seconds
 
@@ -227,7 +251,7 @@ class _Steps:
         work = self.work
         if not work.received.any():
             return np.zeros_like(work.received)
-        if len(self.spans) == 1 and stay_whole(work.tokens // KEYS, *self.heads.counts):
+        if rounds_at_once(work, self.heads, self.spans):
             passes = work.received + 3 * work.sent
         else:
             summed = float(self.spans[-1][0])  # returns before the last stage

@@ -4,13 +4,20 @@ A step takes the most memory at one of a few moments; the prediction is the larg
 live then. It is meant for SwiGLU decoders as torchtitan's llama3 and qwen3 run them, on packs that one document fills.
 """
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torchtitan_magi.exchange.peer_memory import memory_bytes
 from torchtitan_magi.losses.logprobs import CHUNK_LOGITS
+from torchtitan_magi.masks.builders import varlen_causal
 from torchtitan_magi.models.model_config import ModelConfig
+from torchtitan_magi.planning.cost_model import H200, Heads
+from torchtitan_magi.planning.plan import AttnPlan, plan_afresh
+from torchtitan_magi.planning.row_memory import memory_of_rows
+from torchtitan_magi.planning.stages import equal_stages
+from torchtitan_magi.planning.topology import Nodes
 
 GIB = 2**30
 FLOAT32 = 4  # bytes
@@ -35,7 +42,9 @@ class Setup:
         reference: whether a frozen copy of the model is there for preference training.
         offload: whether parameters, gradients and states are in the host's memory.
         whole_logits: whether the logits of all tokens exist at once, as with torchtitan's own loss.
-        gpu: whether training runs on GPUs. one_machine: whether each pack's context-parallel ranks share a machine.
+        gpu: whether training runs on GPUs.
+        cp_per_machine: context-parallel ranks of a pack in each machine, one number if alike; None: all are in one.
+        overlap_stages: magi.overlap_stages.
     """
 
     model: ModelConfig
@@ -61,7 +70,8 @@ class Setup:
     offload: bool = False
     whole_logits: bool = False
     gpu: bool = True
-    one_machine: bool = True
+    cp_per_machine: int | tuple[int, ...] | None = None
+    overlap_stages: int = -1
 
     @property
     def tokens(self) -> int:
@@ -243,33 +253,57 @@ def _ffn_backward(setup: Setup) -> int:
 # ------------------------------------------------------------------------------------------------------ K/V and logits
 
 
-def received_rows(setup: Setup) -> int:
-    """K/V rows that a rank gets from others, at most: all others of its packs, as in one document that fills each."""
-    return setup.tokens * (setup.cp - 1)
+def _heads(setup: Setup) -> Heads:
+    """Of one rank."""
+    model = setup.model
+    num_kv = max(1, model.num_heads_kv // setup.tp)
+    return Heads(num_kv * (model.num_heads_q // model.num_heads_kv), num_kv, model.head_dim)
 
 
-def _row_bytes(setup: Setup, element: int) -> int:
-    return 2 * _widths(setup)[3] * element
+def fullest_plan(setup: Setup) -> AttnPlan:
+    """The plan of one document that fills a rank's packs: no other brings a rank as many rows."""
+    total = setup.seq_len * setup.packs
+    return _fullest_plan(total, setup.cp, setup.overlap_stages, _heads(setup), setup.cp_per_machine)
+
+
+@functools.lru_cache(maxsize=16)
+def _fullest_plan(
+    total: int, cp: int, stages: int, heads: Heads, cp_per_machine: int | tuple[int, ...] | None
+) -> AttnPlan:
+    return plan_afresh(varlen_causal([0, total]), total, cp, stages, heads, Nodes.of(cp_per_machine, cp), H200)
 
 
 def _attention_backward(setup: Setup) -> tuple[int, int]:
     """Bytes at the largest moment of attention's backward: of gradients beside what is saved, and of rows and sums.
 
     Gradients: of the residual, of the output, of q in float32 and rounded, of k and v rounded, delta. Rows: float32
-    sums of dK and dV of own and received rows, and the K/V received or, later, the dK and dV returned.
+    sums of dK and dV of own rows, and what the received ones and their gradients take, see ``memory_of_rows``.
     """
     _, local, q, k = _widths(setup)
     gradients = (local + 2 * q + 2 * k) * setup.compute_bytes + q * FLOAT32
     gradients += setup.model.num_heads_q // setup.tp * FLOAT32
-    rows, each = received_rows(setup), _row_bytes(setup, setup.compute_bytes)
-    sums = (setup.tokens + rows) * _row_bytes(setup, FLOAT32) if rows else 0
-    return setup.tokens * gradients, rows * each + sums
+    return setup.tokens * gradients, _rows_and_sums(setup)
+
+
+def _rows_and_sums(setup: Setup) -> int:
+    if setup.cp == 1:
+        return 0
+    plan = fullest_plan(setup)
+    most = max(
+        memory_of_rows(plan.work, plan.heads, spans, backward, setup.compute_bytes).max()
+        for spans, backward in ((plan.forward, False), (plan.backward, True))
+    )
+    return int(most) + setup.tokens * plan.heads.row_bytes // 2 * FLOAT32
 
 
 def _rows_in_flight(setup: Setup) -> int:
-    """Bytes outside PyTorch's allocator for exchanges inside a machine."""
-    largest = received_rows(setup) * _row_bytes(setup, setup.compute_bytes)
-    return memory_bytes(largest) if largest and setup.gpu and setup.one_machine else 0
+    """Bytes outside PyTorch's allocator for exchanges inside a machine, of rows that all travel at once."""
+    if setup.cp == 1 or not setup.gpu:
+        return 0
+    plan = fullest_plan(setup)
+    if not plan.work.is_inside_a_node or equal_stages(0) not in (plan.forward, plan.backward):
+        return 0
+    return memory_bytes(int(plan.work.inside.max()) * plan.heads.row_bytes // 2 * setup.compute_bytes)
 
 
 def _output_layer(setup: Setup) -> int:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torchtitan_magi.exchange.mesh import share_a_machine
+from torchtitan_magi.exchange.mesh import ranks_per_node
 from torchtitan_magi.models.model_config import ModelConfig
 from torchtitan_magi.training.memory import GIB, Prediction, Setup, describe, predict, remedies
 from torchtitan_magi.training.options import DPO_DATASET
@@ -18,7 +18,12 @@ SETTLED = 5  # step from which on all memory has been taken: compilers are done 
 
 
 def setup_of(
-    job_config: Any, dims: Any, model: ModelConfig, has_objectives: bool, device_type: str, one_machine: bool
+    job_config: Any,
+    dims: Any,
+    model: ModelConfig,
+    has_objectives: bool,
+    device_type: str,
+    cp_per_machine: tuple[int, ...] | None,
 ) -> Setup:
     """The facts of a run.
 
@@ -26,7 +31,7 @@ def setup_of(
         dims: torchtitan's ParallelDims.
         has_objectives: whether our Trainer runs, not torchtitan's own.
         device_type: that of torchtitan's tools.
-        one_machine: whether the context-parallel ranks share one.
+        cp_per_machine: context-parallel ranks in each machine; None: all are in one.
     """
     training, checkpointing, compiled = job_config.training, job_config.activation_checkpoint, job_config.compile
     option = checkpointing.selective_ac_option
@@ -57,7 +62,8 @@ def setup_of(
         offload=training.enable_cpu_offload,
         whole_logits=not has_objectives,
         gpu=device_type == "cuda",
-        one_machine=one_machine,
+        cp_per_machine=cp_per_machine,
+        overlap_stages=job_config.magi.overlap_stages,
     )
 
 
@@ -74,8 +80,10 @@ def predicted_memory(
         logger.info(f"Memory per GPU is not predicted for {what}")
         return None
     cp_mesh = dims.get_optional_mesh("cp")
-    one_machine = cp_mesh is None or share_a_machine(cp_mesh.get_group())
-    return log_prediction(setup_of(job_config, dims, model, has_objectives, device_type, one_machine))
+    sizes = None if cp_mesh is None else ranks_per_node(cp_mesh.get_group())
+    return log_prediction(
+        setup_of(job_config, dims, model, has_objectives, device_type, None if sizes is None else tuple(sizes))
+    )
 
 
 def log_prediction(setup: Setup) -> Prediction:

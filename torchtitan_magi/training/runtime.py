@@ -142,6 +142,7 @@ class MagiRuntime:
         documents, masks = _documents_and_masks(inputs, eos_id, list(self.kinds))
         layers, stages = list(self.kinds.values()), self.magi.overlap_stages
         plans = make_plans(masks, tokens.numel(), self.cp_size, stages, layers=layers, **self.plan_options)
+        _ = plans[0].fingerprint  # made here, once: `bind`, in the training's thread, compares it
         indices = tuple(index_data(plan, self.cp_rank, self.block_attn, *self.num_heads) for plan in plans)
         planned = inputs | {
             "planned": PlannedBatch(inputs.get("pairs", documents), plans, indices, time.perf_counter() - started)
