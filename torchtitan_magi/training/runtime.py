@@ -92,7 +92,6 @@ class MagiRuntime:
         device: where the model runs.
         count: accumulates the work of each microbatch.
         windows: by layer, how many tokens a row sees at most; 0: all of its document. One number: all layers are alike.
-
         data_rank: the data-parallel rank; other ranks that have it must get the same microbatches.
 
     Attributes:
