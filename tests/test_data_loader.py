@@ -215,7 +215,8 @@ UNREADABLE = {
 
 
 @pytest.mark.parametrize("fault", UNREADABLE)
-def test_a_state_that_is_none_is_refused_in_one_line(fault, tmp_path):
+def test_a_state_that_is_none_is_refused_in_one_line(fault, tmp_path, monkeypatch):
+    monkeypatch.setattr("torchtitan_magi.data.records.BLOCK_BYTES", 200)  # as make_loader has it, undone at the end
     path = tmp_path / "data.jsonl"
     path.write_text("".join(json.dumps({"text": f"{number} 30"}) + "\n" for number in range(8)))
     loader = make_loader(path)
