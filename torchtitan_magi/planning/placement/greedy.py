@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from torchtitan_magi.masks.geometry import Int64Array, joined
-from torchtitan_magi.planning.placement.pool import TOKENS, WORK, Pool, Range
+from torchtitan_magi.planning.placement.pool import TAIL, TOKENS, WORK, Pool, Range
 from torchtitan_magi.planning.placement.profile import WorkProfile
 from torchtitan_magi.planning.placement.swaps import even_out
 
@@ -67,7 +67,7 @@ def place_documents(
 def _one_rank(pool: Pool, tokens: int, budget: int, recipe: Recipe, mean_keys: float) -> list[Range]:
     """Takes one rank's tokens out of the pool."""
     heaviest = pool.heaviest()
-    start, end, length, work, _ = pool.table[heaviest].tolist()
+    start, end, length, work = pool.table[heaviest, :TAIL].tolist()
     pool.take(np.array([heaviest]))
     if length <= tokens and work + pool.lightest_work(tokens - length) <= budget:
         return [(start, end), *_window(pool, tokens - length, budget - work, budget, tokens)]
@@ -196,7 +196,7 @@ def _close(pool: Pool, gap: int, budget: int, mean_work: int, rank_tokens: int) 
     """Takes `gap` tokens of about `budget` work: the front of one piece, after whole ones if none is long enough."""
     ranges: list[Range] = []
     while gap:
-        start, _, lengths, work, _ = pool.table.T
+        start, _, lengths, work, _, before, edge = pool.table.T
         longer = np.flatnonzero(lengths >= gap)
         if len(longer) == 0:
             i = int(lengths.argmax())
@@ -204,9 +204,8 @@ def _close(pool: Pool, gap: int, budget: int, mean_work: int, rank_tokens: int) 
             budget -= int(work[i])
             ranges += pool.take(np.array([i]))
             continue
-        below = pool.profile.below_each
-        front = pool.profile.of_each(start[longer], start[longer] + gap)
-        keys = below(start[longer] + gap) - below(start[longer] + gap - 1)
+        until, keys = pool.profile.last_row(start[longer] + gap, edge[longer])
+        front = pool.profile.with_tiles(until - before[longer], gap)
         added = keys - np.where(lengths[longer] > gap, 0, gap)
         score = added + _as_rows(np.abs(front - budget), mean_work, rank_tokens)
         return ranges + _cut(pool, int(longer[score.argmin()]), gap)

@@ -1,11 +1,12 @@
 """Which rank number each share of a placement gets, so that ranks that need the same document sit in one node."""
 
+import itertools
 from collections.abc import Sequence
 from operator import itemgetter
 
 import numpy as np
 
-from torchtitan_magi.masks.geometry import Int64Array
+from torchtitan_magi.masks.geometry import Int64Array, intersecting
 from torchtitan_magi.masks.slices import AttnSlices
 from torchtitan_magi.planning.needs import key_needs, node_traffic, parts_of, pieces_of, transfers_of
 from torchtitan_magi.planning.topology import Nodes
@@ -54,9 +55,9 @@ def _documents_of_shares(
     first = document_starts[travelling]
     end = np.append(document_starts, parts.ranges[-1, 1])[travelling + 1]
     reach, held = np.zeros((2, len(owned), len(travelling)), np.int64)
-    which, document = np.nonzero((needs[:, 1:2] < end) & (needs[:, 2:] > first))
+    which, document = intersecting(needs[:, 1], needs[:, 2], first, end)
     np.maximum.at(reach, (needs[which, 0], document), np.minimum(needs[which, 2], end[document]) - first[document])
-    which, document = np.nonzero((parts.ranges[:, :1] < end) & (parts.ranges[:, 1:] > first))
+    which, document = intersecting(parts.ranges[:, 0], parts.ranges[:, 1], first, end)
     start, stop = parts.ranges[which].T
     rows = np.minimum(stop, end[document]) - np.maximum(start, first[document])
     np.add.at(held, (parts.owner[which], document), rows)
@@ -80,20 +81,21 @@ def _by_document(reach: Int64Array, held: Int64Array, nodes: Nodes) -> list[int]
     receives = received[each, main] > 0
     order = np.lexsort((each, -reach[each, main], main)).tolist()
     groups: list[list[int]] = []
-    for document in np.unique(main[receives]).tolist():
-        members = [share for share in order if main[share] == document and receives[share]]
+    for _, each_group in itertools.groupby([share for share in order if receives[share]], main.tolist().__getitem__):
+        members = list(each_group)
         groups += [members[i : i + largest] for i in range(0, len(members), largest)]
     groups.sort(key=lambda group: (-len(group), group))
     groups += [[share] for share in order if not receives[share]]
 
-    room = list(nodes.sizes)
+    room = np.array(nodes.sizes)
     seated: list[list[int]] = [[] for _ in room]
     for group in groups:
         while group:
-            fitting = [i for i, free in enumerate(room) if free >= len(group)]
-            i = min(fitting, key=room.__getitem__) if fitting else max(range(len(room)), key=room.__getitem__)
-            seated[i] += group[: room[i]]
-            group, room[i] = group[room[i] :], room[i] - min(room[i], len(group))
+            fits = room >= len(group)
+            i = int(np.where(fits, room, largest + 1).argmin() if fits.any() else room.argmax())
+            taken = min(int(room[i]), len(group))
+            seated[i] += group[:taken]
+            group, room[i] = group[taken:], room[i] - taken
     return [share for node in seated for share in node]
 
 
@@ -101,23 +103,33 @@ def _swap_seats(order: list[int], reach: Int64Array, held: Int64Array, gpus_per_
     """Swaps shares between the node that receives most and those that receive least while that lowers the larger of
     the two."""
     seats = np.array(order).reshape(-1, gpus_per_node)
+
+    def received_by(nodes: Int64Array) -> Int64Array:
+        """Rows that nodes receive, by their seats [nodes, gpus]."""
+        return np.maximum(reach[nodes].max(1) - held[nodes].sum(1), 0).sum(1)
+
+    received = received_by(seats)
     for _ in range(4 * len(seats)):
-        received = np.maximum(reach[seats].max(1) - held[seats].sum(1), 0).sum(1)  # per node
         *partners, node = received.argsort(kind="stable").tolist()
         partners = partners[:SWAP_NODES]
         mine, others = seats[node], seats[partners]
-        without_mine = _reach_without(reach[mine])  # [gpus, documents]
-        without_other = _reach_without(reach[others])  # [nodes - 1, gpus, documents]
+        shares = np.append(mine, others)
+        concerned = np.flatnonzero((reach[shares] | held[shares]).any(0))  # others are 0 in all of them
+        far, own = reach[:, concerned], held[:, concerned]
+        without_mine = _reach_without(far[mine])  # [gpus, documents]
+        without_other = _reach_without(far[others])  # [nodes - 1, gpus, documents]
         # Volumes of both nodes if share i of this node and share j of another one swap seats: [nodes - 1, i, j].
-        moved = held[others][:, None] - held[mine][None, :, None]
-        here = np.maximum(without_mine[None, :, None], reach[others][:, None]) - held[mine].sum(0) - moved
-        there = np.maximum(without_other[:, None], reach[mine][None, :, None]) + moved
-        there -= held[others].sum(1)[:, None, None]
+        moved = own[others][:, None] - own[mine][None, :, None]
+        here = np.maximum(without_mine[None, :, None], far[others][:, None]) - own[mine].sum(0) - moved
+        there = np.maximum(without_other[:, None], far[mine][None, :, None]) + moved
+        there -= own[others].sum(1)[:, None, None]
         worse = np.maximum(np.maximum(here, 0).sum(3), np.maximum(there, 0).sum(3))
         other, i, j = np.unravel_index(int(worse.argmin()), worse.shape)
         if worse[other, i, j] >= received[node]:
             break
+        swapped = [node, partners[other]]
         seats[node, i], seats[partners[other], j] = seats[partners[other], j], seats[node, i]
+        received[swapped] = received_by(seats[swapped])
     return seats.ravel().tolist()
 
 

@@ -46,15 +46,37 @@ class WorkProfile:
     def below(self, row: int) -> int:
         """Pairs of the rows [0, row)."""
         edges, work, keys, slope = self._lists
-        i = bisect.bisect_right(edges, row) - 1
+        i = self.edge(row)
         rows = row - edges[i]
         return work[i] + rows * keys[i] + slope[i] * (rows * (rows - 1) // 2)
 
     def below_each(self, row: Int64Array | int) -> Int64Array:
         """The same for an array of rows."""
-        i = self.edges.searchsorted(row, side="right") - 1
+        i = self.edge_of(row)
         rows = row - self.edges[i]
         return self.work[i] + rows * self.keys[i] + self.slope[i] * (rows * (rows - 1) // 2)
+
+    def edge(self, row: int) -> int:
+        """The stretch of alike rows that a row lies in."""
+        return bisect.bisect_right(self._lists[0], row) - 1
+
+    def edge_of(self, row: Int64Array | int) -> Int64Array:
+        """The same for an array of rows."""
+        return self.edges.searchsorted(row, side="right") - 1
+
+    def last_row(self, end: Int64Array, edge: Int64Array) -> tuple[Int64Array, Int64Array]:
+        """Pairs of the rows [0, end) and those of the last of them, for an array of ends.
+
+        Args:
+            edge: ``edge_of`` a row before each end; most often that of the last row as well.
+        """
+        last = end - 1
+        beyond = np.flatnonzero(last >= self.edges[np.minimum(edge + 1, len(self.edges) - 1)])
+        edge = edge.copy()
+        edge[beyond] = self.edge_of(last[beyond])
+        rows, keys, slope = last - self.edges[edge], self.keys[edge], self.slope[edge]
+        of_last = keys + slope * rows
+        return self.work[edge] + rows * keys + slope * (rows * (rows - 1) // 2) + of_last, of_last
 
     def of(self, start: int, end: int) -> int:
         """Work of the stretch [start, end)."""
@@ -65,8 +87,11 @@ class WorkProfile:
 
     def of_each(self, start: Int64Array, end: Int64Array | int) -> Int64Array:
         """The same for arrays of stretches; those that are empty cost nothing."""
-        pairs = self.below_each(end) - self.below_each(start)
-        return pairs + pairs * self.rows_wasted // np.maximum(end - start, 1)
+        return self.with_tiles(self.below_each(end) - self.below_each(start), end - start)
+
+    def with_tiles(self, pairs: Int64Array, rows: Int64Array | int) -> Int64Array:
+        """What so many pairs in so many rows cost."""
+        return pairs + pairs * self.rows_wasted // np.maximum(rows, 1)
 
 
 def documents(slices: AttnSlices, num_tokens: int, longest_gap: int, keep_links: bool = True) -> Int64Array:
