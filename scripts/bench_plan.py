@@ -28,12 +28,12 @@ from torchtitan_magi.backends import StageMask
 from torchtitan_magi.backends.ffa.row_kernels import CudaRowMover
 from torchtitan_magi.backends.ffa.worklists import build_worklists
 from torchtitan_magi.calibrate import facts_of_run
-from torchtitan_magi.masks.builders import varlen_causal
+from torchtitan_magi.masks.builders import sliding_window, varlen_causal
 from torchtitan_magi.masks.slices import AttnSlices
 from torchtitan_magi.planning.cost_model import H200, LLAMA_HEADS, Heads
 from torchtitan_magi.planning.needs import node_traffic, traffic
 from torchtitan_magi.planning.placement.place import place
-from torchtitan_magi.planning.plan import plan_afresh
+from torchtitan_magi.planning.plan import forget_plans, make_plans, plan_afresh
 from torchtitan_magi.planning.topology import Nodes
 from torchtitan_magi.report.__main__ import count_of_tokens
 from torchtitan_magi.report.sample_packs import DISTRIBUTIONS, draw_pack, fill_pack
@@ -50,6 +50,10 @@ IMBALANCE = 1.02  # allowed by the lower bound
 CASES = ["256k/4", "64k/8", "256k/8", "512k/8", "256k/32", "512k/64", "2M/32", "4M/64", "1M/128"]
 OTHER_CASES = {"lognormal": "512k/8 512k/64", "few-huge": "512k/8 512k/64", "dense": "64k/8 512k/64"}
 ODD_CASES = ["300001/3", "1000003/5", "777777/6", "1M/12", "999983/96"]
+
+WIDE_CASES = "4M/64 8M/128 16M/256 16M/512 16M/1024"
+WIDE_PACKS = "histogram", "lognormal", "few-huge"
+WINDOW = 128  # of every second layer of gpt-oss
 
 UNSEEN = {
     "histogram": "128k/4 192k/6 64k/8 512k/8 256k/16 1M/32 512k/64",
@@ -245,6 +249,53 @@ def run_unseen() -> list[dict]:
     return found
 
 
+# ---------------------------------------------------------------------------------------------------------- many ranks
+
+
+def bench_wide(distribution: str, case: str, windows: bool, repeats: int = 3) -> dict[str, object]:
+    """Planning for many ranks: CPU seconds, the least of the repeats, and what the plan promises.
+
+    Args:
+        windows: whether every second layer has a window, so that there are two masks.
+    """
+    total, cp_size = parse_case(case)
+    cu_seqlens = np.append(0, np.cumsum(draw_pack(distribution, total, 0)))
+    masks = [varlen_causal(cu_seqlens), *([sliding_window(cu_seqlens, WINDOW)] if windows else [])]
+    times = []
+    for _ in range(repeats):
+        forget_plans()
+        begin = time.process_time()
+        plan, *_ = make_plans(masks, total, cp_size, gpus_per_node=GPUS_PER_NODE)
+        times.append(time.process_time() - begin)
+    begin = time.process_time()
+    _ = plan.fingerprint
+    work, tokens = plan.work.local_pairs + plan.work.remote_pairs, plan.tokens_per_rank
+    return {
+        "distribution": distribution,
+        "total": total,
+        "cp": cp_size,
+        "masks": len(masks),
+        "plan_s": min(times),
+        "fingerprint_ms": 1e3 * (time.process_time() - begin),
+        "imbalance_tile": work.max() / work.mean(),
+        "recv_mean": plan.received_rows.mean() / tokens,
+        "recv_max": plan.received_rows.max() / tokens,
+        "cross_node_max": plan.rows_across_nodes.max() / tokens,
+        "layer_ms": 1e3 * sum(part.seconds for part in plan.predict()),
+    }
+
+
+def run_wide() -> list[dict]:
+    """Prints a line for each case."""
+    found: list[dict] = []
+    for case in WIDE_CASES.split():
+        for distribution, windows in [*((name, False) for name in WIDE_PACKS), ("histogram", True)]:
+            row = bench_wide(distribution, case, windows)
+            found.append(row)
+            print(" | ".join(f"{name} {x:.3f}" if isinstance(x, float) else f"{x}" for name, x in row.items()))
+    return found
+
+
 def parse_case(case: str) -> tuple[int, int]:
     """'512k/8' -> tokens of the pack and ranks."""
     total, cp_size = case.split("/")
@@ -344,6 +395,7 @@ def main() -> None:
         help="JSON file to write; the picture goes beside it (default: %(default)s)",
     )
     parser.add_argument("--unseen", action="store_true", help="only packs on which placement was not tuned")
+    parser.add_argument("--wide", action="store_true", help="only planning for 64 to 1,024 ranks")
     parser.add_argument("--plot", action="store_true", help="only draw the stored figures")
     arguments = parser.parse_args()
     if arguments.plot:
@@ -352,6 +404,10 @@ def main() -> None:
 
     if arguments.unseen:
         run_unseen()
+        return
+
+    if arguments.wide:
+        run_wide()
         return
 
     cases = [("histogram", case) for case in arguments.cases or CASES]
@@ -367,14 +423,16 @@ def main() -> None:
             rows += packs
             print(table_line(packs), flush=True)
     if arguments.cases is None:
-        unseen = run_unseen()
+        unseen, wide = run_unseen(), run_wide()
         header = facts_of_run(None) | {
             "numpy": np.__version__,
             "processor": f"{platform.machine()}, one core, other work beside it; times are the least of 5 repeats",
         }
         arguments.output.parent.mkdir(parents=True, exist_ok=True)
         head = json.dumps(header, indent=1).removesuffix("\n}")
-        arguments.output.write_text(f'{head},\n "rows": {as_lines(rows)},\n "unseen": {as_lines(unseen)}\n}}\n')
+        arguments.output.write_text(
+            f'{head},\n "rows": {as_lines(rows)},\n "unseen": {as_lines(unseen)},\n "wide": {as_lines(wide)}\n}}\n'
+        )
         draw(rows, arguments.output.with_suffix(".png"))
 
 

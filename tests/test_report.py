@@ -104,7 +104,9 @@ def test_our_row_holds_the_figures_of_the_plans(sizing):
 
 def test_exposed_time_is_what_infinitely_fast_links_would_save():
     lengths = sample_packs.draw_pack("histogram", 32768, 0)
-    links = {name: replace(getattr(H200, name), latency=0.0, bandwidth=1e30) for name in ("inside", "across")}
+    links = {
+        name: replace(getattr(H200, name), latency=0.0, bandwidth=1e30, per_peer=0.0) for name in ("inside", "across")
+    }
     fast, slow = (strategies.compare(case_of(lengths, 8, 4, cost=cost)) for cost in (replace(H200, **links), H200))
     for name in ("all-gather", "all-gather zigzag", "ring", "Ulysses"):
         left = np.array(fast[name].exposed) if name == "Ulysses" else 0

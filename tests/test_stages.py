@@ -171,6 +171,23 @@ def test_much_to_hide_is_cut_and_more_when_stages_are_cheap():
     assert len(choose_stages(costly, plan.work, LLAMA_HEADS)[0]) <= 2
 
 
+@pytest.mark.parametrize("cp_size", [4, 16, 64])
+def test_an_exchange_takes_time_for_each_peer_of_a_rank(cp_size):
+    plan = documents(cp_size, 64, gpus_per_node=1, heads=ONE_ROW_TILES)  # one document over all
+    assert plan.work.across_peers.max() == cp_size - 1
+    cost = replace(PLAIN, across=Link(latency=11.0, bandwidth=1e30, per_peer=0.5))
+    start, end = predict(cost, plan.work, plan.heads, equal_stages(4), False).casts[1:].transpose(1, 0, 2)
+    np.testing.assert_allclose((end - start).max(1), 11 + 0.5 * (cp_size - 1))  # each stage has all peers
+
+
+def test_many_peers_make_fewer_stages_pay():
+    plan = documents(128, 2048, gpus_per_node=1)
+    cost = replace(H200, merge=0.0, memory=1e15, across=Link(1e-6, 2e10))
+    distant = replace(cost, across=replace(cost.across, per_peer=1e-4))
+    few, many = (len(choose_stages(c, plan.work, LLAMA_HEADS)[0]) for c in (distant, cost))
+    assert few < many
+
+
 @pytest.mark.parametrize("cp_size", [4, 8, 16])
 def test_each_stage_must_promise_to_pay(cp_size):
     heads = Heads(32, 32, 128)

@@ -151,9 +151,11 @@ class Link:
 
     latency: float  # s
     bandwidth: float  # bytes/s that a GPU sends, and receives
+    per_peer: float = 0.0  # s for each GPU that a GPU sends to or receives from: NCCL posts a message for each
 
-    def seconds(self, num_bytes: FloatArray) -> FloatArray:
-        return self.latency + num_bytes / self.bandwidth
+    def seconds(self, num_bytes: FloatArray, peers: FloatArray | float = 0.0) -> FloatArray:
+        """float64 like num_bytes: the bytes that each GPU sends or receives, from so many others."""
+        return self.latency + self.per_peer * peers + num_bytes / self.bandwidth
 
 
 @dataclass(frozen=True)
@@ -208,7 +210,7 @@ def _figures(costs: dict[str, Any]) -> list[float]:
 # The factors of wide heads: dense rows of variants_h200.json, within 10%.
 # The rest: calibrate.py on four at 27e378a, rows fetched through peer memory; slowdown is of a backward, the forward
 # showed 0.03. cost_h200x4.json, of a later run, has 81 us and 353 GB/s and predicts layers no better. `across` is not
-# measured: it assumes one 400 Gb/s adapter per GPU.
+# measured: it assumes one 400 Gb/s adapter per GPU, and 2 us for each peer's message.
 H200 = CostModel(
     forward=KernelCost(launch=9.3e-6, pair=2.40e-13, pair_dim=3.80e-15, row=1.20e-10, row_dim=0.0, wide=1.04),
     backward=KernelCost(
@@ -219,5 +221,5 @@ H200 = CostModel(
     memory=4.2e12,
     slowdown=0.1,
     inside=Link(latency=45e-6, bandwidth=3.8e11),
-    across=Link(latency=60e-6, bandwidth=4.5e10),
+    across=Link(latency=60e-6, bandwidth=4.5e10, per_peer=2e-6),
 )

@@ -29,6 +29,8 @@ class Workload:
     inside: FloatArray  # rows sent or received in its node, the larger, in the first exchange
     across: FloatArray  # the same to and from other nodes
     passed_on: FloatArray  # rows that it gets from relays in its node, or relays itself; 0 without a second exchange
+    inside_peers: FloatArray  # ranks of its node with which it exchanges these rows, the more of both ways
+    across_peers: FloatArray  # ranks of other nodes
     num_nodes: int = 1
 
     @property
@@ -80,6 +82,11 @@ def workload(parts: Parts, pieces: Pieces, routes: Routes, heads: Heads) -> Work
         receiver, source, start, end = hops[:, :4].T
         return frozen(np.maximum(per_rank(receiver, end - start), per_rank(source, end - start)))
 
+    def peers(hops: Int64Array) -> FloatArray:
+        receiver, source = np.divmod(np.unique(hops[:, 0] * cp_size + hops[:, 1]), cp_size)
+        ones = np.ones(len(receiver))
+        return frozen(np.maximum(per_rank(receiver, ones), per_rank(source, ones)))
+
     destination, source, start, end = routes.transfers.T
     crosses = nodes.node[routes.hops[:, 0]] != nodes.node[routes.hops[:, 1]]
     relayed = (nodes.node[destination] != nodes.node[source]) & routes.has_relays
@@ -94,6 +101,8 @@ def workload(parts: Parts, pieces: Pieces, routes: Routes, heads: Heads) -> Work
         inside=busier_way(routes.hops[~crosses]),
         across=busier_way(routes.hops[crosses]),
         passed_on=per_rank(destination, (end - start) * relayed),
+        inside_peers=peers(routes.hops[~crosses]),
+        across_peers=peers(routes.hops[crosses]),
         num_nodes=len(nodes),
     )
 
@@ -199,11 +208,12 @@ class _Steps:
         if not self.travels(i):
             return None
         cost, work, size = self.cost, self.work, self.fraction(i) * self.heads.row_bytes
-        seconds = cost.inside.seconds(work.inside * size)
+        seconds = cost.inside.seconds(work.inside * size, work.inside_peers)
         if work.across.any():
-            seconds = np.maximum(seconds, cost.across.seconds(work.across * size))
+            seconds = np.maximum(seconds, cost.across.seconds(work.across * size, work.across_peers))
         if work.is_relayed:
-            seconds = seconds + cost.inside.seconds(work.passed_on * size)
+            peers = -(-len(work.received) // work.num_nodes) - 1  # a relay passes on to all of its node
+            seconds = seconds + cost.inside.seconds(work.passed_on * size, peers)
         return seconds
 
     def reduce(self, i: int) -> FloatArray | None:

@@ -287,6 +287,7 @@ def _gathered(case: Case, work: Workload) -> Workload:
     near = (case.cp_size - 1) * case.tokens - far
     inside, across, none = (np.full(case.cp_size, float(rows)) for rows in (near, far, 0))
     # `sent` is 0: the reduce-scatter adds up the gradients.
+    work = replace(work, inside_peers=none, across_peers=none)  # a ring has one each way
     return replace(work, inside=inside, across=across, passed_on=none, sent=none)
 
 
@@ -318,6 +319,8 @@ def zigzag_work(case: Case) -> Workload:
         inside=none,
         across=none,
         passed_on=none,
+        inside_peers=none,
+        across_peers=none,
         num_nodes=-(-cp_size // case.gpus_per_node),
     )
 
