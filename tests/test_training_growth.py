@@ -2,9 +2,15 @@
 
 import functools
 import gc
+import itertools
+import json
+import math
+from pathlib import Path
 
 import pytest
-from training import call, train, watch
+import training
+from corpus import WORDS
+from training import call, new_folder, train, watch
 
 STEPS, GC_FREQ = 1000, 50
 SETTLED = 250  # by then caches are full and allocators at their size
@@ -83,3 +89,47 @@ def test_no_plan_outlives_its_step_in_the_trainer():
     run = train(2, [*arguments, "--parallelism.context_parallel_degree", "2"], setup=report_live_plans)
     for rank in range(2):
         assert run.of("live", rank) == [(0,)] * 30
+
+
+def fill_the_cache_after_two_steps(report):
+    """PyTorch's allocator keeps all of the GPU but 256 MiB, of which nothing is in use."""
+    import torch
+    from torchtitan.train import Trainer
+
+    from torchtitan_magi.exchange.peer_memory import PeerTransport
+
+    now = 0
+
+    def see_step(_, trainer, *args):
+        nonlocal now
+        now = trainer.step
+        if now == 2:
+            torch.cuda.synchronize()
+            del_me = torch.empty(torch.cuda.mem_get_info()[0] - 2**28, dtype=torch.uint8, device="cuda")
+            del del_me
+
+    watch(Trainer, "train_step", see_step)
+    watch(PeerTransport, "_grow", lambda _, __, needed: report("grown", now, needed))
+
+
+@pytest.mark.gpu
+def test_a_run_whose_longest_document_comes_late_goes_on_with_a_full_cache(monkeypatch):
+    import torch
+
+    if torch.cuda.device_count() < 2:
+        pytest.skip(f"needs two GPUs, there are {torch.cuda.device_count()}")
+    monkeypatch.setattr(training, "ON_GPUS", True)
+    path = Path(new_folder(), "records.jsonl")
+    lengths = [300] * 3000 + [120_000]  # words; the long one comes in step 8
+    path.write_text(
+        "".join(json.dumps({"text": " ".join(itertools.islice(itertools.cycle(WORDS), n))}) + "\n" for n in lengths)
+    )
+    arguments = ["--training.dataset_path", str(path), "--training.seq_len", "131072", "--training.steps", "9"]
+    arguments += ["--parallelism.context_parallel_degree", "2", "--training.mixed_precision_param", "bfloat16"]
+    run = train(2, [*arguments, "--magi.long_documents", "truncate"], setup=fill_the_cache_after_two_steps)
+    assert len(run.losses) == 9
+    assert all(map(math.isfinite, run.losses))
+    for rank in range(2):
+        steps, needed = zip(*run.of("grown", rank), strict=True)
+        assert steps[-1] >= 2  # after the cache was full
+        assert needed[-1] > 2**26
