@@ -132,4 +132,4 @@ def test_a_run_whose_longest_document_comes_late_goes_on_with_a_full_cache(monke
     for rank in range(2):
         steps, needed = zip(*run.of("grown", rank), strict=True)
         assert steps[-1] >= 2  # after the cache was full
-        assert needed[-1] > 2**26
+        assert needed[-1] > 2**25  # bytes; both channels have two slots of as many
