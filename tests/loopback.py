@@ -3,6 +3,8 @@
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
+import torch
+
 from torchtitan_magi.exchange.in_flight import Arrival
 
 
@@ -62,7 +64,9 @@ class Loopback:
 
         def guarded(rank):
             try:
-                with self.turn:
+                # A backward on a GPU would run in the one thread that autograd has for it, where ranks cannot wait for
+                # each other.
+                with self.turn, torch.autograd.set_multithreading_enabled(False):
                     return function(_Rank(self, rank))
             except BaseException:
                 self.barrier.abort()

@@ -71,8 +71,7 @@ def on_a_rank(plan, mesh, dtype, fp32_reduce, heads=HEADS, device="cpu"):
     rows = torch.cat([latent, rotated], 1)
     both = (rows, weight) if bound.sends_latents else ()
     out, _ = attention_op(q, k, v, make_handle(bound), heads.head_dim**-0.5, None, 0.0, *both)
-    with torch.autograd.set_multithreading_enabled(False):  # threads that are ranks share a GPU
-        *grads, dweight = torch.autograd.grad(out, (q, latent, rotated, weight), dout)
+    *grads, dweight = torch.autograd.grad(out, (q, latent, rotated, weight), dout)
     gathered = dweight.new_empty(plan.cp_size * len(dweight), dweight.shape[1])
     as_transport(mesh, plan.cp_size).all_gather(gathered, dweight)
     whole = [undispatch(x, plan, mesh) for x in (out.detach(), *grads)]

@@ -70,8 +70,9 @@ class Magi:
 
     overlap_stages: int = -1
     """Number of stages in which remote K/V arrive while attention runs, 0 to 16; -1: chosen. 0: one attention call
-    over all K/V; inside a node our kernel starts before they have arrived. -1: 0 inside a node; over several nodes the
-    cost model chooses for each microbatch, for the forward and for the backward."""
+    over all K/V; inside a node our kernel starts before they have arrived. -1: the cost model
+    chooses for each microbatch, for the forward and for the backward: inside a node 0, and more where one document is
+    so long that its rows and their sums would take more than 16 GiB."""
 
     cost_model: str = ""
     """File from ``torchrun ... -m torchtitan_magi.calibrate``, by which stages are chosen. "": measured on H200 GPUs;
