@@ -5,7 +5,7 @@
 #
 # examples:
 #   ./scripts/test.sh
-#   ./scripts/test.sh -x tests/test_plan.py
+#   ./scripts/test.sh -x tests/planning/test_plan.py
 #
 #   ARGUMENT      of pytest (default: all tests, over three processes)
 #   -h, --help    this text

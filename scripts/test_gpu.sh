@@ -26,19 +26,19 @@ run() { # name and command: a log, and a line that says how it ended
     [[ $state == passed ]]
 }
 
-run compile "$python" scripts/check_kernel.py --only-ours --cases 1 # once, for all that follow
+run compile "$python" benchmarks/check_kernel.py --only-ours --cases 1 # once, for all that follow
 jobs=()
 for tool in memcheck racecheck; do
     # The CUDA bindings ask the driver for functions that it may lack; that is no error of ours.
     sanitizer="compute-sanitizer --tool $tool --error-exitcode 1 --report-api-errors no"
     CUDA_VISIBLE_DEVICES=$((${#jobs[@]} % gpus)) run "$tool-attention" \
-        $sanitizer "$python" scripts/check_kernel.py --only-ours --cases 5 &
+        $sanitizer "$python" benchmarks/check_kernel.py --only-ours --cases 5 &
     jobs+=($!)
     CUDA_VISIBLE_DEVICES=$((${#jobs[@]} % gpus)) run "$tool-rows" \
-        $sanitizer "$python" -m pytest --quiet -m gpu tests/test_rows_gpu.py &
+        $sanitizer "$python" -m pytest --quiet -m gpu tests/backends/test_rows_gpu.py &
     jobs+=($!)
 done
 for job in "${jobs[@]}"; do wait "$job" || failed=1; done
-run fp64 "$python" scripts/check_kernel.py --cases 2000 || failed=1
+run fp64 "$python" benchmarks/check_kernel.py --cases 2000 || failed=1
 run tests "$python" -m pytest --quiet -m gpu || failed=1
 exit $failed

@@ -27,4 +27,4 @@ fi
 if grep -q assets/demo "$config"; then
     "$python" scripts/make_demo_data.py
 fi
-exec "$python" scripts/launch.py "$config" "$@"
+exec "$python" -P torchtitan_magi/launch.py "$config" "$@"

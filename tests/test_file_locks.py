@@ -13,8 +13,8 @@ from test_jit import compiled  # noqa: F401 (a fixture)
 
 from torchtitan_magi import files
 from torchtitan_magi.cuda import jit
-from torchtitan_magi.data import stream
-from torchtitan_magi.data.kept_files import kept
+from torchtitan_magi.data.packs import stream
+from torchtitan_magi.data.records.kept_files import kept
 
 NUMBERS = [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP]
 

@@ -31,9 +31,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtitan_magi.attention import attention_backward_op, attention_op, make_handle
-from torchtitan_magi.backends import StageInputs, choose_block_attn
-from torchtitan_magi.bound_plan import bind_slices
+from torchtitan_magi.attention.bound_plan import bind_slices
+from torchtitan_magi.attention.op import attention_backward_op, attention_op, make_handle
+from torchtitan_magi.backends.choose import StageInputs, choose_block_attn
 from torchtitan_magi.exchange import peer_memory
 from torchtitan_magi.exchange.in_flight import Arrival, Places, RowShape
 from torchtitan_magi.exchange.mesh import process_group_transport
@@ -162,7 +162,7 @@ def non_negative_least_squares(table: FloatArray, values: FloatArray) -> FloatAr
 
 
 def recorded_samples(path: Path) -> list[Sample]:
-    """What scripts/bench_kernel.py measured of our kernel."""
+    """What benchmarks/bench_kernel.py measured of our kernel."""
     samples = []
     for row in json.loads(path.read_text())["rows"]:
         if row["impl"] == "ours" and row.get("lengths"):
@@ -338,7 +338,7 @@ def main() -> None:
         "--fit",
         type=Path,
         metavar="FILE",
-        help="no measuring, no GPU: fits the kernel's constants to a file of scripts/bench_kernel.py and prints them",
+        help="no measuring, no GPU: fits the kernel's constants to a file of benchmarks/bench_kernel.py, prints them",
     )
     arguments = parser.parse_args()
     if arguments.fit is not None:

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from torchtitan_magi.training.checkpoint_files import check_digests, check_sizes
+from torchtitan_magi.training.checkpoints.digests import check_digests, check_sizes
 from torchtitan_magi.wording import shown
 
 

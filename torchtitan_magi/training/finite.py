@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan_magi.exchange.agreement import raise_differences
-from torchtitan_magi.training.document_losses import DocumentLosses, Where, described, mean_losses
 from torchtitan_magi.training.experts import expert_biases, local
 from torchtitan_magi.training.metrics import group_of
+from torchtitan_magi.training.objectives.document_losses import DocumentLosses, Where, described, mean_losses
 
 
 class StepGuard:

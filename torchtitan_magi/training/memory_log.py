@@ -8,8 +8,8 @@ import torch.distributed as dist
 
 from torchtitan_magi.exchange.mesh import ranks_per_node
 from torchtitan_magi.models.model_config import ModelConfig
-from torchtitan_magi.training.memory import GIB, Prediction, Setup, describe, predict, remedies
-from torchtitan_magi.training.options import DPO_DATASET
+from torchtitan_magi.sizing.memory import GIB, Prediction, Setup, describe, predict, remedies
+from torchtitan_magi.training.settings.options import DPO_DATASET
 
 logger = logging.getLogger(__name__)
 

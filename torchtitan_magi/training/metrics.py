@@ -7,10 +7,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from torchtitan_magi.training.batches.planner import WorkCount
 from torchtitan_magi.training.experts import take_expert_load
 from torchtitan_magi.training.memory_log import MeasuredMemory
-from torchtitan_magi.training.objectives import LossRecord
-from torchtitan_magi.training.runtime import WorkCount
+from torchtitan_magi.training.objectives.objective import LossRecord
 
 logger = logging.getLogger(__name__)
 

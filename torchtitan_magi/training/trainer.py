@@ -11,18 +11,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from torchtitan_magi.training.checkpoint_files import read_metadata
-from torchtitan_magi.training.dpo import DPO, PairReader, Reference
-from torchtitan_magi.training.last_words import LastWords
-from torchtitan_magi.training.logprob_model import LogprobModel
+from torchtitan_magi.training.batches.planned_loader import Batch, PlannedLoader
+from torchtitan_magi.training.batches.planner import num_tokens
+from torchtitan_magi.training.checkpoints.digests import read_metadata
 from torchtitan_magi.training.metrics import group_of
-from torchtitan_magi.training.objectives import SFT, Objective, Process
-from torchtitan_magi.training.options import DPO_DATASET
-from torchtitan_magi.training.pipeline import Pipeline
-from torchtitan_magi.training.planned_loader import Batch, PlannedLoader
-from torchtitan_magi.training.references import ReferenceModel, reference_file
-from torchtitan_magi.training.runtime import num_tokens
-from torchtitan_magi.training.timeouts import set_pg_timeouts
+from torchtitan_magi.training.objectives.dpo import DPO, PairReader, Reference
+from torchtitan_magi.training.objectives.logprob_model import LogprobModel
+from torchtitan_magi.training.objectives.objective import SFT, Objective, Process
+from torchtitan_magi.training.objectives.pipeline import Pipeline
+from torchtitan_magi.training.objectives.reference_model import ReferenceModel, reference_file
+from torchtitan_magi.training.process.last_words import LastWords
+from torchtitan_magi.training.process.timeouts import set_pg_timeouts
+from torchtitan_magi.training.settings.options import DPO_DATASET
 
 TRAIN_STATE = "train_state"  # torchtitan's name for what a checkpoint holds of the Trainer
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchtitan_magi.backends import Gradients, OutGrads, StageInputs, StageMask, check_scale, check_softcap
+from torchtitan_magi.backends.choose import Gradients, OutGrads, StageInputs, StageMask, check_scale, check_softcap
 from torchtitan_magi.backends.ffa import params as ffa
 from torchtitan_magi.backends.ffa.row_kernels import CudaRowMover
 from torchtitan_magi.backends.ffa.segments import FAR

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from torchtitan_magi.backends import StageMask
+from torchtitan_magi.backends.choose import StageMask
 from torchtitan_magi.backends.ffa.records import L2_SIZE, Field, Words, as_items, early_first, longest_first
 from torchtitan_magi.backends.ffa.segments import Int32Array, Int64Array, SegmentRuns, starts_of
 from torchtitan_magi.tiles import KEYS, MAX_CUT, NUM_SMS, ROWS, forward_heads_per_tile, largest_divisor, tile_cost

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchtitan_magi.backends import StageMask
+from torchtitan_magi.backends.choose import StageMask
 from torchtitan_magi.backends.ffa.backward_lists import BackwardSizes, backward_lists, choose_heads_per_tile
 from torchtitan_magi.backends.ffa.forward_lists import ForwardSizes, forward_lists
 from torchtitan_magi.backends.ffa.params import check_count

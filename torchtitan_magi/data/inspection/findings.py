@@ -7,9 +7,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from torchtitan_magi.data.chat import ChatTokenizer
-from torchtitan_magi.data.formats import ROLES
 from torchtitan_magi.data.inspection.spelling import Part, Speller
+from torchtitan_magi.data.records.formats import ROLES
+from torchtitan_magi.data.tokens.chat import ChatTokenizer
 
 Level = Literal["wrong", "look", "note"]
 Found = tuple[str, str]  # (kind, detail)

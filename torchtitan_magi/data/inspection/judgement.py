@@ -11,10 +11,10 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from torchtitan_magi.data import guard
-from torchtitan_magi.data.chat import CHATML_TEMPLATE, ChatTokenizer, default_template, load_chat_template
-from torchtitan_magi.data.corpus import Corpus, Source
 from torchtitan_magi.data.inspection.examine import Examiner, Seen
 from torchtitan_magi.data.inspection.findings import KINDS, LEVELS, SURE, Found, Level, say
+from torchtitan_magi.data.records.corpus import Corpus, Source
+from torchtitan_magi.data.tokens.chat import CHATML_TEMPLATE, ChatTokenizer, default_template, load_chat_template
 
 MAX_OF_A_KIND = 10  # warnings
 

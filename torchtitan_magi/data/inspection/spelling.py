@@ -6,7 +6,7 @@ from itertools import groupby
 
 import numpy as np
 
-from torchtitan_magi.data.chat import ChatTokenizer
+from torchtitan_magi.data.tokens.chat import ChatTokenizer
 
 _MAX_TOGETHER = 8  # tokens that make one character
 _BROKEN = "\ufffd"  # what a decoder writes for bytes that are no whole character

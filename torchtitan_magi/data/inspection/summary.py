@@ -10,16 +10,16 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from torchtitan_magi.data.assets import load_tokenizer
-from torchtitan_magi.data.chat import DEFAULT, TOOL_USE, ChatTokenizer, default_template, load_chat_templates
-from torchtitan_magi.data.corpus import Corpus, Source
 from torchtitan_magi.data.inspection.examine import Batch, Examiner, Seen, Workers
 from torchtitan_magi.data.inspection.findings import Found
 from torchtitan_magi.data.inspection.judgement import Findings, Warning, by_block, sample, without_template
 from torchtitan_magi.data.inspection.spelling import Cell
-from torchtitan_magi.data.packing import pack_best_fit
-from torchtitan_magi.data.special_tokens import read_special_tokens
-from torchtitan_magi.data.token_cache import default_folder
+from torchtitan_magi.data.packs.best_fit import pack_best_fit
+from torchtitan_magi.data.records.corpus import Corpus, Source
+from torchtitan_magi.data.tokens.assets import load_tokenizer
+from torchtitan_magi.data.tokens.chat import DEFAULT, TOOL_USE, ChatTokenizer, default_template, load_chat_templates
+from torchtitan_magi.data.tokens.special_tokens import read_special_tokens
+from torchtitan_magi.data.tokens.token_cache import default_folder
 
 SAMPLE = 2_000  # records that are read, unless all are
 FEW = 3  # records that are read if training refuses the template, which may take its time

@@ -13,7 +13,7 @@ from torchtitan.models.moe import kernels, moe
 from torchtitan.models.moe import utils as moe_utils
 from torchtitan.tools import profiling, utils
 
-from torchtitan_magi.training.cpu import reduce_by_plain_sums, use_cpu
+from torchtitan_magi.training.process.cpu import reduce_by_plain_sums, use_cpu
 
 
 def run_on_cpu() -> None:

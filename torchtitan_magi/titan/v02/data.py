@@ -6,9 +6,9 @@ from typing import Any
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
 from torchtitan.hf_datasets.text_datasets import build_text_validation_dataloader
 
-from torchtitan_magi.training.options import OUR_DATASETS
-from torchtitan_magi.training.pack_loader import build_dataloader
-from torchtitan_magi.training.tokenizer import AssetsTokenizer
+from torchtitan_magi.training.batches.pack_loader import build_dataloader
+from torchtitan_magi.training.batches.tokenizer import AssetsTokenizer
+from torchtitan_magi.training.settings.options import OUR_DATASETS
 
 
 class MagiTokenizer(AssetsTokenizer, HuggingFaceTokenizer):

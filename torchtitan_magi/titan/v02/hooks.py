@@ -26,25 +26,25 @@ from torchtitan.models.qwen3.infra import parallelize as qwen3
 from torchtitan.models.utils import MoEStateDictAdapter
 from torchtitan.tools import utils
 
-from torchtitan_magi.attention import attention_op
+from torchtitan_magi.attention.op import attention_op
 from torchtitan_magi.titan.v02 import moe_styles
+from torchtitan_magi.titan.v02.experts import check_expert_degrees, check_expert_tensor_degree
 from torchtitan_magi.titan.v02.metadata import PlanMetadata
 from torchtitan_magi.titan.v02.models import check_name
-from torchtitan_magi.titan.v02.moe import check_expert_degrees, check_expert_tensor_degree
-from torchtitan_magi.training import run_length
-from torchtitan_magi.training.checkpoint_files import DigestWriter, loading, saving
+from torchtitan_magi.training.batches import run_length
+from torchtitan_magi.training.batches.planned_loader import PlannedLoader
+from torchtitan_magi.training.checkpoints.digests import DigestWriter, loading, saving
+from torchtitan_magi.training.checkpoints.export import Export
 from torchtitan_magi.training.experts import own_experts
-from torchtitan_magi.training.exports import Export
 from torchtitan_magi.training.finite import StepGuard, check_state, noting
-from torchtitan_magi.training.last_line import LAST_LINE
-from torchtitan_magi.training.launcher import config_file_if_any
 from torchtitan_magi.training.memory_log import check_offload
-from torchtitan_magi.training.options import Magi, import_modules
-from torchtitan_magi.training.planned_loader import PlannedLoader
-from torchtitan_magi.training.sections import check_degrees
-from torchtitan_magi.training.timeouts import set_pg_timeouts
+from torchtitan_magi.training.process.last_line import LAST_LINE
+from torchtitan_magi.training.process.launcher import config_file_if_any
+from torchtitan_magi.training.process.timeouts import set_pg_timeouts
+from torchtitan_magi.training.settings.options import Magi, import_modules
+from torchtitan_magi.training.settings.sections import check_degrees
+from torchtitan_magi.training.settings.values import check_toml, check_values, read_toml, usage_errors
 from torchtitan_magi.training.trainer import ObjectiveTrainer, loading_train_state
-from torchtitan_magi.training.values import check_toml, check_values, read_toml, usage_errors
 from torchtitan_magi.wording import one_line
 
 

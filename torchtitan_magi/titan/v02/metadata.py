@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 from torchtitan.models.attention import VarlenMetadata
 
-from torchtitan_magi.attention import make_handle
-from torchtitan_magi.bound_plan import BoundPlan
-from torchtitan_magi.training.objectives import LocalBatch, Process
-from torchtitan_magi.training.runtime import MagiRuntime
+from torchtitan_magi.attention.bound_plan import BoundPlan
+from torchtitan_magi.attention.op import make_handle
+from torchtitan_magi.training.batches.planner import MagiRuntime
+from torchtitan_magi.training.objectives.objective import LocalBatch, Process
 
 
 class HandleHolder:

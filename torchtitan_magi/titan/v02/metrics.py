@@ -4,10 +4,10 @@ from typing import Any
 
 from torchtitan.components.metrics import MetricsProcessor
 
+from torchtitan_magi.training.batches.planner import WorkCount
 from torchtitan_magi.training.memory_log import MeasuredMemory
 from torchtitan_magi.training.metrics import PlanMetrics
-from torchtitan_magi.training.objectives import LossRecord
-from torchtitan_magi.training.runtime import WorkCount
+from torchtitan_magi.training.objectives.objective import LossRecord
 
 
 class MagiMetricsProcessor(PlanMetrics, MetricsProcessor):

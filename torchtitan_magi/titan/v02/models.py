@@ -14,7 +14,7 @@ from torchtitan.models.qwen3.model.args import Qwen3ModelArgs
 from torchtitan.protocols.train_spec import get_train_spec
 
 from torchtitan_magi.models.model_config import Experts, ModelConfig, Rope
-from torchtitan_magi.titan.v02.job_config import without_context_parallel
+from torchtitan_magi.titan.v02.config import without_context_parallel
 from torchtitan_magi.titan.v02.metadata import PlanMetadata, attention_metadata
 from torchtitan_magi.wording import quoted
 

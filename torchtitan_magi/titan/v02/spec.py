@@ -16,12 +16,14 @@ from torchtitan.protocols.train_spec import TrainSpec, get_train_spec, register_
 from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
 
-from torchtitan_magi.backends import choose_block_attn
+from torchtitan_magi.backends.choose import choose_block_attn
 from torchtitan_magi.models.model_config import ModelConfig
 from torchtitan_magi.titan.v02 import hooks
+from torchtitan_magi.titan.v02.attention import VarlenAttentionWrapper
+from torchtitan_magi.titan.v02.config import check_job_config, without_context_parallel
 from torchtitan_magi.titan.v02.cpu import prepare_model, run_on_cpu
 from torchtitan_magi.titan.v02.data import MagiTokenizer, build_validation_dataloader
-from torchtitan_magi.titan.v02.job_config import check_job_config, without_context_parallel
+from torchtitan_magi.titan.v02.experts import check_experts
 from torchtitan_magi.titan.v02.metrics import MagiMetricsProcessor
 from torchtitan_magi.titan.v02.models import (
     MODELS,
@@ -33,30 +35,28 @@ from torchtitan_magi.titan.v02.models import (
     varlen_flavors,
     with_plan_metadata,
 )
-from torchtitan_magi.titan.v02.moe import check_experts
 from torchtitan_magi.titan.v02.validator import MagiValidator
-from torchtitan_magi.titan.v02.wrapper import VarlenAttentionWrapper
-from torchtitan_magi.training.agreed import agreed
-from torchtitan_magi.training.exported_files import exported_files
-from torchtitan_magi.training.exports import Export
-from torchtitan_magi.training.hf_folder import (
+from torchtitan_magi.training.batches.pack_loader import build_dataloader
+from torchtitan_magi.training.batches.planned_loader import PlannedLoader, with_plans
+from torchtitan_magi.training.batches.planner import MagiRuntime, WorkCount, attention_options, heads_of_rank
+from torchtitan_magi.training.batches.run_length import set_run_length
+from torchtitan_magi.training.checkpoints.export import Export
+from torchtitan_magi.training.checkpoints.exported_files import exported_files
+from torchtitan_magi.training.checkpoints.hf_layouts import reads_all_layouts
+from torchtitan_magi.training.checkpoints.turn_end import add_turn_end
+from torchtitan_magi.training.memory_log import MeasuredMemory, check_offload, predicted_memory
+from torchtitan_magi.training.metrics import data_parallel_rank
+from torchtitan_magi.training.objectives.objective import LossRecord
+from torchtitan_magi.training.process.agreed import agreed
+from torchtitan_magi.training.process.launcher import end_with_launcher
+from torchtitan_magi.training.settings.model_folder import (
     HF_FLAVOR,
     ExportLayout,
     check_folders,
     check_vocabulary,
     read_hf_config,
 )
-from torchtitan_magi.training.hf_layouts import reads_all_layouts
-from torchtitan_magi.training.launcher import end_with_launcher
-from torchtitan_magi.training.memory_log import MeasuredMemory, check_offload, predicted_memory
-from torchtitan_magi.training.metrics import data_parallel_rank
-from torchtitan_magi.training.objectives import LossRecord
-from torchtitan_magi.training.options import OUR_DATASETS
-from torchtitan_magi.training.pack_loader import build_dataloader
-from torchtitan_magi.training.planned_loader import PlannedLoader, with_plans
-from torchtitan_magi.training.run_length import set_run_length
-from torchtitan_magi.training.runtime import MagiRuntime, WorkCount, attention_options, heads_of_rank
-from torchtitan_magi.training.turn_end import add_turn_end
+from torchtitan_magi.training.settings.options import OUR_DATASETS
 
 # A rank whose collective timed out waits four times this long, for itself and others to write torchtitan's flight
 # records, before it ends; PyTorch's own value makes that a minute.

@@ -15,9 +15,9 @@ from torchtitan.train import Trainer
 from torchtitan_magi.titan.v02.metadata import local_batches
 from torchtitan_magi.titan.v02.metrics import MagiMetricsProcessor
 from torchtitan_magi.titan.v02.spec import MagiSpec
-from torchtitan_magi.training.last_line import LAST_LINE
-from torchtitan_magi.training.logprob_model import LogprobModel
-from torchtitan_magi.training.sections import ENTRY
+from torchtitan_magi.training.objectives.logprob_model import LogprobModel
+from torchtitan_magi.training.process.last_line import LAST_LINE
+from torchtitan_magi.training.settings.sections import ENTRY
 from torchtitan_magi.training.trainer import ObjectiveTrainer
 from torchtitan_magi.wording import quoted
 

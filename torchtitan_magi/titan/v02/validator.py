@@ -10,8 +10,8 @@ from torchtitan.components.validate import BaseValidator, Validator
 from torchtitan.tools import utils
 
 from torchtitan_magi.titan.v02.metadata import local_batches
-from torchtitan_magi.training.objectives import LogitsLoss, Objective
-from torchtitan_magi.training.validation import limited, validate
+from torchtitan_magi.training.objectives.objective import LogitsLoss, Objective
+from torchtitan_magi.training.objectives.validation import limited, validate
 
 
 class MagiValidator(Validator):

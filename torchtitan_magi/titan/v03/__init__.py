@@ -5,8 +5,8 @@ from typing import Any
 import torch
 
 from torchtitan_magi.titan.v03.cpu import run_on_cpu
-from torchtitan_magi.training.launcher import end_with_launcher
-from torchtitan_magi.training.options import Magi
+from torchtitan_magi.training.process.launcher import end_with_launcher
+from torchtitan_magi.training.settings.options import Magi
 
 __all__ = ["Magi", "llama3_debug", "qwen3_debug", "with_magi"]
 

@@ -14,10 +14,10 @@ from torchtitan.models.common.decoder_sharding import dense_activation_placement
 from torchtitan.protocols.module import Module
 from torchtitan.protocols.sharding import LocalMapConfig, ShardingConfig
 
-from torchtitan_magi.attention import attend, make_handle
-from torchtitan_magi.bound_plan import BoundPlan
-from torchtitan_magi.training.objectives import LocalBatch
-from torchtitan_magi.training.runtime import MagiRuntime
+from torchtitan_magi.attention.bound_plan import BoundPlan
+from torchtitan_magi.attention.op import attend, make_handle
+from torchtitan_magi.training.batches.planner import MagiRuntime
+from torchtitan_magi.training.objectives.objective import LocalBatch
 
 OVERRIDE = "torchtitan_magi.titan.v03.attention.varlen"
 FULL, WINDOW = "basic_mask", "sliding_window_mask"  # gpt-oss' layers choose by these names

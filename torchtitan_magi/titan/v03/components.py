@@ -18,20 +18,20 @@ from torchtitan.components.tokenizer import HuggingFaceTokenizer
 from torchtitan.components.validate import BaseValidator, Validator
 from torchtitan.distributed.activation_checkpoint import SelectiveAC
 
-from torchtitan_magi.attention import attention_op
-from torchtitan_magi.training import run_length
-from torchtitan_magi.training.checkpoint_files import DigestWriter, loading, saving
-from torchtitan_magi.training.exports import Export
+from torchtitan_magi.attention.op import attention_op
+from torchtitan_magi.training.batches import run_length
+from torchtitan_magi.training.batches.tokenizer import AssetsTokenizer
+from torchtitan_magi.training.checkpoints.digests import DigestWriter, loading, saving
+from torchtitan_magi.training.checkpoints.export import Export
 from torchtitan_magi.training.finite import StepGuard, check_state
-from torchtitan_magi.training.last_line import LAST_LINE
-from torchtitan_magi.training.lora import save_adapters
 from torchtitan_magi.training.metrics import PlanMetrics
-from torchtitan_magi.training.objectives import Objective, Process
-from torchtitan_magi.training.options import LoRA
-from torchtitan_magi.training.pipeline import Pipeline
-from torchtitan_magi.training.tokenizer import AssetsTokenizer
+from torchtitan_magi.training.objectives.lora import save_adapters
+from torchtitan_magi.training.objectives.objective import Objective, Process
+from torchtitan_magi.training.objectives.pipeline import Pipeline
+from torchtitan_magi.training.objectives.validation import limited, validate
+from torchtitan_magi.training.process.last_line import LAST_LINE
+from torchtitan_magi.training.settings.options import LoRA
 from torchtitan_magi.training.trainer import loading_train_state
-from torchtitan_magi.training.validation import limited, validate
 
 
 class MagiTokenizer(AssetsTokenizer, HuggingFaceTokenizer):

@@ -21,8 +21,8 @@ from torchtitan_magi.titan.v03.components import (
 from torchtitan_magi.titan.v03.job_config import Workers
 from torchtitan_magi.titan.v03.lora import with_adapters
 from torchtitan_magi.titan.v03.models import check_model, flavors, model_of, model_spec, stock_flavor
-from torchtitan_magi.training.hf_folder import HF_FLAVOR, read_hf_config
-from torchtitan_magi.training.options import import_modules
+from torchtitan_magi.training.settings.model_folder import HF_FLAVOR, read_hf_config
+from torchtitan_magi.training.settings.options import import_modules
 from torchtitan_magi.wording import quoted
 
 CHECKPOINTING = {"selective": MagiSelectiveAC.Config, "full": FullAC.Config, "memory_budget": MemoryBudgetAC.Config}

@@ -18,7 +18,7 @@ from torchtitan_magi.titan.v03.config import copied
 from torchtitan_magi.titan.v03.lora import with_adapters
 from torchtitan_magi.titan.v03.models import with_varlen
 from torchtitan_magi.titan.v03.trainer import MagiTrainer
-from torchtitan_magi.training.options import Magi
+from torchtitan_magi.training.settings.options import Magi
 
 
 def with_magi(config: Trainer.Config, magi: Magi | None = None) -> MagiTrainer.Config:

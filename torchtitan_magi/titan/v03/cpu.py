@@ -5,7 +5,7 @@ from torchtitan.distributed import parallel_dims
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools import profiler, utils
 
-from torchtitan_magi.training.cpu import use_cpu
+from torchtitan_magi.training.process.cpu import use_cpu
 
 
 def run_on_cpu() -> None:

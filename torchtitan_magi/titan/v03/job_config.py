@@ -16,9 +16,9 @@ from torchtitan.config.configs import CommConfig, CompileConfig, DebugConfig, Pa
 from torchtitan.config.manager import custom_registry
 from torchtitan.tools.profiler import Profiler
 
-from torchtitan_magi.training.options import Magi
-from torchtitan_magi.training.sections import SPMD_BACKEND
-from torchtitan_magi.training.values import check_toml, check_values, read_toml, usage_errors
+from torchtitan_magi.training.settings.options import Magi
+from torchtitan_magi.training.settings.sections import SPMD_BACKEND
+from torchtitan_magi.training.settings.values import check_toml, check_values, read_toml, usage_errors
 from torchtitan_magi.wording import quoted
 
 # Options of 0.2.2 that 0.3 lacks -> their default there, and what to do about another value.

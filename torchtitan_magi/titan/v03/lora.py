@@ -7,8 +7,8 @@ from torchtitan.components.lora import LoRAConverter
 from torchtitan.models.common import Linear
 from torchtitan.protocols.model_spec import ModelSpec
 
-from torchtitan_magi.training.lora import check_targets
-from torchtitan_magi.training.options import LoRA
+from torchtitan_magi.training.objectives.lora import check_targets
+from torchtitan_magi.training.settings.options import LoRA
 from torchtitan_magi.wording import quoted
 
 WITH_ADAPTERS = ("llama3", "qwen3")

@@ -21,9 +21,9 @@ from torchtitan_magi.models.model_config import Experts, ModelConfig, Rope, yarn
 from torchtitan_magi.titan.v03 import deepseek_v3 as our_deepseek_v3
 from torchtitan_magi.titan.v03 import gpt_oss as our_gpt_oss
 from torchtitan_magi.titan.v03.experts import MagiExperts
-from torchtitan_magi.training.cpu import draw_whole_model, reduce_by_plain_sums
+from torchtitan_magi.training.checkpoints.hf_layouts import reads_all_layouts
 from torchtitan_magi.training.experts import note_expert_counts
-from torchtitan_magi.training.hf_layouts import reads_all_layouts
+from torchtitan_magi.training.process.cpu import draw_whole_model, reduce_by_plain_sums
 from torchtitan_magi.wording import quoted
 
 MODELS = {"llama3": llama3, "qwen3": qwen3, "gpt_oss": gpt_oss, "deepseek_v3": deepseek_v3}

@@ -31,34 +31,34 @@ from torchtitan_magi.titan.v03.components import (
 from torchtitan_magi.titan.v03.config import job_of, trainer_options
 from torchtitan_magi.titan.v03.job_config import read_job_config
 from torchtitan_magi.titan.v03.models import config_of, temperature_of
-from torchtitan_magi.training.agreed import agreed
-from torchtitan_magi.training.checkpoints import check_checkpoints
-from torchtitan_magi.training.dpo import Reference
+from torchtitan_magi.training.batches.pack_loader import WithoutPositions, build_dataloader
+from torchtitan_magi.training.batches.planned_loader import PlannedLoader, with_plans
+from torchtitan_magi.training.batches.planner import MagiRuntime, WorkCount, attention_options, heads_of_rank
+from torchtitan_magi.training.batches.run_length import set_run_length
+from torchtitan_magi.training.checkpoints.export import Export
+from torchtitan_magi.training.checkpoints.exported_files import exported_files
+from torchtitan_magi.training.checkpoints.turn_end import add_turn_end
 from torchtitan_magi.training.experts import check_experts
-from torchtitan_magi.training.exported_files import exported_files
-from torchtitan_magi.training.exports import Export
 from torchtitan_magi.training.finite import StepGuard, noting
-from torchtitan_magi.training.first_weights import check_first_weights
-from torchtitan_magi.training.hf_folder import HF_FLAVOR, check_folders, check_vocabulary
-from torchtitan_magi.training.last_line import LAST_LINE
-from torchtitan_magi.training.launcher import config_file
-from torchtitan_magi.training.logprob_model import LogprobModel
-from torchtitan_magi.training.lora import PolicyWithoutAdapters
 from torchtitan_magi.training.memory_log import MeasuredMemory, check_offload, predicted_memory
 from torchtitan_magi.training.metrics import data_parallel_rank, group_of
-from torchtitan_magi.training.objectives import LossRecord
-from torchtitan_magi.training.options import OUR_DATASETS, Magi, check_options
-from torchtitan_magi.training.pack_loader import WithoutPositions, build_dataloader
-from torchtitan_magi.training.pipeline import Pipeline, check_pipeline
-from torchtitan_magi.training.planned_loader import PlannedLoader, with_plans
-from torchtitan_magi.training.references import ReferenceModel
-from torchtitan_magi.training.run_length import set_run_length
-from torchtitan_magi.training.runtime import MagiRuntime, WorkCount, attention_options, heads_of_rank
-from torchtitan_magi.training.sections import ENTRY, check_parallelism, check_sections
-from torchtitan_magi.training.timeouts import set_pg_timeouts
+from torchtitan_magi.training.objectives.dpo import Reference
+from torchtitan_magi.training.objectives.logprob_model import LogprobModel
+from torchtitan_magi.training.objectives.lora import PolicyWithoutAdapters
+from torchtitan_magi.training.objectives.objective import LossRecord
+from torchtitan_magi.training.objectives.pipeline import Pipeline, check_pipeline
+from torchtitan_magi.training.objectives.reference_model import ReferenceModel
+from torchtitan_magi.training.process.agreed import agreed
+from torchtitan_magi.training.process.last_line import LAST_LINE
+from torchtitan_magi.training.process.launcher import config_file
+from torchtitan_magi.training.process.timeouts import set_pg_timeouts
+from torchtitan_magi.training.settings.first_weights import check_first_weights
+from torchtitan_magi.training.settings.model_folder import HF_FLAVOR, check_folders, check_vocabulary
+from torchtitan_magi.training.settings.options import OUR_DATASETS, Magi, check_options
+from torchtitan_magi.training.settings.resume import check_checkpoints
+from torchtitan_magi.training.settings.sections import ENTRY, check_parallelism, check_sections
+from torchtitan_magi.training.settings.values import check_finite
 from torchtitan_magi.training.trainer import ObjectiveTrainer
-from torchtitan_magi.training.turn_end import add_turn_end
-from torchtitan_magi.training.values import check_finite
 
 dist_utils.clip_grad_norm_ = noting(dist_utils.clip_grad_norm_)
 dist_utils.set_pg_timeouts = set_pg_timeouts

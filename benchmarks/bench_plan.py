@@ -1,0 +1,440 @@
+"""Compares placements: balance, K/V rows that travel, time to plan. Writes benchmarks/results/plan.json and plan.png.
+
+    python benchmarks/bench_plan.py [--cases 512k/8 512k/64] [--seeds 5]
+    python benchmarks/bench_plan.py --unseen      # only packs on which placement was not tuned; writes nothing
+    python benchmarks/bench_plan.py --plot        # only the picture, from the stored figures
+
+Packs are those of the sizing report, causal inside each document. Volumes are K/V rows in units of T, the tokens of a
+rank. The lower bound holds for every placement with equal tokens and an imbalance of at most 1.02. Heads 64:8, 8 GPUs
+per node; cross_node_max counts a row once per node and spreads it over the node's ranks.
+
+Placement was tuned on the packs of the first seeds. The unseen packs have other seeds, sizes and distributions. Of each
+of their settings the file has the rows received and the least possible, plan time, and the layer's predicted time and
+ideal, all for heads 64:8 and 32:32.
+"""
+
+import argparse
+import functools
+import json
+import platform
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from torchtitan_magi.backends.choose import StageMask
+from torchtitan_magi.backends.ffa.row_kernels import CudaRowMover
+from torchtitan_magi.backends.ffa.worklists import build_worklists
+from torchtitan_magi.calibrate import facts_of_run
+from torchtitan_magi.masks.builders import sliding_window, varlen_causal
+from torchtitan_magi.masks.slices import AttnSlices
+from torchtitan_magi.planning.cost_model import H200, LLAMA_HEADS, Heads
+from torchtitan_magi.planning.needs import node_traffic, traffic
+from torchtitan_magi.planning.placement.place import place
+from torchtitan_magi.planning.plan import forget_plans, make_plans, plan_afresh
+from torchtitan_magi.planning.topology import Nodes
+from torchtitan_magi.sizing.command import count_of_tokens
+from torchtitan_magi.sizing.sample_packs import DISTRIBUTIONS, draw_pack, fill_pack
+from torchtitan_magi.sizing.strategies import Case, contiguous, min_heap, plan_outcome, tile_work, zigzag
+from torchtitan_magi.tiles import KEYS
+
+ROOT = Path(__file__).parent.parent
+RESULT = ROOT / "benchmarks" / "results" / "plan.json"
+Int64Array = npt.NDArray[np.int64]
+Owned = tuple[Int64Array, ...]
+
+GPUS_PER_NODE = 8
+IMBALANCE = 1.02  # allowed by the lower bound
+CASES = ["256k/4", "64k/8", "256k/8", "512k/8", "256k/32", "512k/64", "2M/32", "4M/64", "1M/128"]
+OTHER_CASES = {"lognormal": "512k/8 512k/64", "few-huge": "512k/8 512k/64", "dense": "64k/8 512k/64"}
+ODD_CASES = ["300001/3", "1000003/5", "777777/6", "1M/12", "999983/96"]
+
+WIDE_CASES = "4M/64 8M/128 16M/256 16M/512 16M/1024"
+WIDE_PACKS = "histogram", "lognormal", "few-huge"
+WINDOW = 128  # of every second layer of gpt-oss
+
+UNSEEN = {
+    "histogram": "128k/4 192k/6 64k/8 512k/8 256k/16 1M/32 512k/64",
+    "lognormal": "64k/8 128k/16 256k/32",
+    "few-huge": "256k/8 256k/16",
+    "pareto": "128k/8 512k/32",
+    "uniform": "128k/8 256k/16",
+}
+UNSEEN_SEEDS = range(2000, 2006)
+UNSEEN_HEADS = LLAMA_HEADS, Heads(num_heads_q=32, num_heads_kv=32, head_dim=128)
+
+
+# -------------------------------------------------------------------------------------------------------- strategies
+
+
+def ours(slices: AttnSlices, num_tokens: int, cp_size: int) -> Owned:
+    return place(slices, num_tokens, cp_size, Nodes.of(GPUS_PER_NODE, cp_size))
+
+
+PLANNERS: dict[str, Callable[[AttnSlices, int, int], Owned]] = {
+    "ours": ours,
+    "contiguous": contiguous,
+    "zigzag": zigzag,
+    "min_heap": min_heap,
+}
+
+
+# ----------------------------------------------------------------------------------------------------------- figures
+
+
+def lower_bound_mean(lengths: Int64Array, cp_size: int, imbalance: float = IMBALANCE) -> float:
+    """Least mean K/V rows received, in units of T, of any placement with this imbalance (causal documents).
+
+    The tokens of a document beyond position p need n(p) ranks: k ranks can hold them only if k T tokens are enough and
+    if their area, together with that of the lightest other tokens that fill the k ranks, is at most k (1 + e) A. Each
+    of these ranks needs the key at p, so the rows needed are at least the integral of n(p), of which S are owned.
+    """
+    total = int(lengths.sum())
+    tokens, area = total / cp_size, (lengths * (lengths + 1) // 2).sum() / cp_size
+    # Area of the lightest m tokens, at the token counts where the position of the lightest tokens steps on.
+    longest = int(lengths.max())
+    alive = len(lengths) - np.searchsorted(np.sort(lengths), np.arange(longest), side="right")
+    light_tokens = np.append(0, np.cumsum(alive))
+    light_area = np.append(0, np.cumsum(alive * np.arange(1, longest + 1)))
+    ranks = np.arange(1, cp_size + 1)
+    needed = 0.0
+    for length in lengths[lengths > tokens / 64].tolist():
+        step = max(1, length // 512)
+        edge = np.append(np.arange(step, length, step), length)  # n(p) never increases: take it at the cell's end
+        held = length - edge
+        held_area = (length * (length + 1) - edge * (edge + 1)) / 2
+        filled = np.interp(ranks * tokens - held[:, None], light_tokens, light_area)
+        enough = (ranks * tokens >= held[:, None]) & (held_area[:, None] + filled <= ranks * imbalance * area)
+        enough[:, -1] = True
+        cells = np.diff(np.append(0, edge))
+        needed += float((cells * ranks[enough.argmax(1)]).sum()) - length
+    return max(0.0, needed) / total
+
+
+def figures(slices: AttnSlices, owned: Owned, num_tokens: int) -> dict[str, float]:
+    """Balance and volumes of one placement."""
+    cp_size = len(owned)
+    tokens = num_tokens / cp_size
+    area, received, sent = traffic(slices, owned)
+    nodes = node_traffic(slices, owned, Nodes.of(GPUS_PER_NODE, cp_size))[0] if cp_size > GPUS_PER_NODE else np.zeros(1)
+    row = {"imbalance_area": area.max() / area.mean()}
+    for name, rows in (("imbalance_tile", LLAMA_HEADS.tile_rows), ("imbalance_tile_mha", KEYS)):
+        work = tile_work(slices, owned, rows)
+        row[name] = work.max() / work.mean()
+    return row | {
+        "recv_max": received.max() / tokens,
+        "recv_mean": received.mean() / tokens,
+        "send_max": sent.max() / tokens,
+        "cross_node_max": nodes.max() / tokens,
+        "ranges_max": max(map(len, owned)),
+    }
+
+
+def plan_ms(slices: AttnSlices, num_tokens: int, cp_size: int, repeats: int = 5) -> dict[str, object]:
+    """Stages chosen, and CPU ms of a plan and of all index data of the rank with most ranges: the least of the repeats,
+    as other work on the machine only adds."""
+    times = []
+    for _ in range(repeats):
+        fresh = AttnSlices(slices.table)
+        begin = time.process_time()
+        plan = plan_afresh(fresh, num_tokens, cp_size, -1, LLAMA_HEADS, Nodes.of(GPUS_PER_NODE, cp_size), H200)
+        planned = time.process_time()
+        share = max(plan.ranks, key=lambda share: len(share.ranges))
+        for stage in dict.fromkeys((*share.forward, *share.backward)):
+            heads = LLAMA_HEADS.num_heads_q, LLAMA_HEADS.num_heads_kv
+            build_worklists(StageMask(stage.slices, plan.tokens_per_rank, stage.num_rows, *heads))
+            for exchange in stage.exchanges:
+                CudaRowMover().index(exchange)
+        end = time.process_time()
+        times.append((end - begin, planned - begin, end - planned))
+    whole, plan_only, index_data = (1e3 * least for least in np.min(times, 0))
+    return {
+        "plan_ms": whole,
+        "plan_without_index_ms": plan_only,
+        "index_ms": index_data,
+        "stages_forward": len(plan.forward) - 1,
+        "stages_backward": len(plan.backward) - 1,
+    }
+
+
+@functools.cache
+def pack(distribution: str, total: int, cp_size: int, seed: int) -> tuple[AttnSlices, float]:
+    """The mask of a pack and its lower bound."""
+    lengths = draw_pack(distribution, total, seed)
+    return varlen_causal(np.append(0, np.cumsum(lengths))).canonical(), lower_bound_mean(lengths, cp_size)
+
+
+def bench(distribution: str, case: str, planner: str, seed: int) -> dict[str, object]:
+    total, cp_size = parse_case(case)
+    slices, bound = pack(distribution, total, cp_size, seed)
+    padded = -(-total // cp_size) * cp_size
+    begin = time.process_time()
+    owned = PLANNERS[planner](slices, padded, cp_size)
+    elapsed = (time.process_time() - begin) * 1e3
+    row = {"distribution": distribution, "total": total, "cp": cp_size, "planner": planner, "seed": seed}
+    row |= figures(slices, owned, padded)
+    row["lower_bound_mean"] = bound
+    row["place_ms"] = elapsed
+    row |= plan_ms(slices, total, cp_size) if planner == "ours" else {"plan_ms": None}
+    return row
+
+
+def draw_unseen(distribution: str, total: int, seed: int) -> Int64Array:
+    """Document lengths of a pack: of the sizing report's distributions or one of two others."""
+    if distribution in DISTRIBUTIONS:
+        return draw_pack(distribution, total, seed)
+    rng = np.random.default_rng(seed)
+    draws = {
+        "pareto": lambda: 256 * (1 + rng.pareto(1.0, 256)),  # few very long ones
+        "uniform": lambda: rng.integers(1, 16384, 64),  # hardly any short ones
+    }
+    return rng.permutation(fill_pack(lambda: np.minimum(draws[distribution](), total // 4).astype(np.int64), total))
+
+
+def bench_unseen(distribution: str, case: str, heads: Heads, seed: int) -> dict[str, object]:
+    """One pack: rows received by all ranks and the least possible, balance, plan time, predicted time and ideal."""
+    total, cp_size = parse_case(case)
+    lengths = draw_unseen(distribution, total, seed)
+    on_machine = Case(lengths, total, cp_size, min(GPUS_PER_NODE, cp_size), heads, H200)
+    times = []
+    for _ in range(3):
+        fresh = AttnSlices(on_machine.slices.table)
+        begin = time.process_time()
+        plan = plan_afresh(fresh, total, cp_size, -1, heads, Nodes.of(GPUS_PER_NODE, cp_size), H200)
+        times.append(time.process_time() - begin)
+    outcome = plan_outcome(on_machine, plan)
+    return {
+        "distribution": distribution,
+        "total": total,
+        "cp": cp_size,
+        "heads": f"{heads.num_heads_q}:{heads.num_heads_kv}",
+        "seed": seed,
+        "imbalance_area": outcome.balance_area,
+        "rows_received": int(plan.received_rows.sum()),
+        "rows_least": lower_bound_mean(lengths, cp_size) * total,
+        "rows_across_max": int(plan.rows_across_nodes.max()),
+        "plan_without_index_ms": 1e3 * min(times),
+        "layer_ms": 1e3 * float(outcome.seconds.sum()),
+        "ideal_ms": 1e3 * float(on_machine.ideal_seconds.sum()),
+    }
+
+
+def unseen_line(rows: list[dict]) -> str:
+    """A line of the table: a setting's packs together."""
+    first = rows[0]
+
+    def total(name: str) -> float:
+        return sum(row[name] for row in rows)
+
+    return (
+        f"{first['distribution']:10} {first['total']:>8} / {first['cp']:<3} {first['heads']:6}"
+        f" {total('rows_received') / total('rows_least'):8.3f} {max(row['imbalance_area'] for row in rows):9.3f}"
+        f" {total('plan_without_index_ms') / len(rows):8.1f} {total('ideal_ms') / total('layer_ms'):8.4f}"
+        f" {min(row['ideal_ms'] / row['layer_ms'] for row in rows):8.4f}"
+    )
+
+
+def run_unseen() -> list[dict]:
+    """All settings of unseen packs; prints a line for each."""
+    print(f"{'unseen':10} {'total':>8} / {'cp':3} {'heads':6} rows/least imbalance plan ms of ideal, worst")
+    found = []
+    for distribution, cases in UNSEEN.items():
+        for case in cases.split():
+            for heads in UNSEEN_HEADS:
+                rows = [bench_unseen(distribution, case, heads, seed) for seed in UNSEEN_SEEDS]
+                print(unseen_line(rows), flush=True)
+                found += rows
+    return found
+
+
+# ---------------------------------------------------------------------------------------------------------- many ranks
+
+
+def bench_wide(distribution: str, case: str, windows: bool, repeats: int = 3) -> dict[str, object]:
+    """Planning for many ranks: CPU seconds, the least of the repeats, and what the plan promises.
+
+    Args:
+        windows: whether every second layer has a window, so that there are two masks.
+    """
+    total, cp_size = parse_case(case)
+    cu_seqlens = np.append(0, np.cumsum(draw_pack(distribution, total, 0)))
+    masks = [varlen_causal(cu_seqlens), *([sliding_window(cu_seqlens, WINDOW)] if windows else [])]
+    times = []
+    for _ in range(repeats):
+        forget_plans()
+        begin = time.process_time()
+        plan, *_ = make_plans(masks, total, cp_size, gpus_per_node=GPUS_PER_NODE)
+        times.append(time.process_time() - begin)
+    begin = time.process_time()
+    _ = plan.fingerprint
+    work, tokens = plan.work.local_pairs + plan.work.remote_pairs, plan.tokens_per_rank
+    return {
+        "distribution": distribution,
+        "total": total,
+        "cp": cp_size,
+        "masks": len(masks),
+        "plan_s": min(times),
+        "fingerprint_ms": 1e3 * (time.process_time() - begin),
+        "imbalance_tile": work.max() / work.mean(),
+        "recv_mean": plan.received_rows.mean() / tokens,
+        "recv_max": plan.received_rows.max() / tokens,
+        "cross_node_max": plan.rows_across_nodes.max() / tokens,
+        "layer_ms": 1e3 * sum(part.seconds for part in plan.predict()),
+    }
+
+
+def run_wide() -> list[dict]:
+    """Prints a line for each case."""
+    found: list[dict] = []
+    for case in WIDE_CASES.split():
+        for distribution, windows in [*((name, False) for name in WIDE_PACKS), ("histogram", True)]:
+            row = bench_wide(distribution, case, windows)
+            found.append(row)
+            print(" | ".join(f"{name} {x:.3f}" if isinstance(x, float) else f"{x}" for name, x in row.items()))
+    return found
+
+
+def parse_case(case: str) -> tuple[int, int]:
+    """'512k/8' -> tokens of the pack and ranks."""
+    total, cp_size = case.split("/")
+    return count_of_tokens(total), int(cp_size)
+
+
+# ------------------------------------------------------------------------------------------------------------- table
+
+COLUMNS = {
+    "imbalance_area": max,
+    "imbalance_tile": max,
+    "imbalance_tile_mha": max,
+    "recv_max": max,
+    "recv_mean": np.mean,
+    "lower_bound_mean": np.mean,
+    "send_max": max,
+    "cross_node_max": max,
+    "ranges_max": max,
+    "plan_ms": np.mean,
+}
+
+
+def table_line(rows: list[dict]) -> str:
+    first = rows[0]
+    cells = [f"{first['distribution']:12} {first['total']:>8} / {first['cp']:<3} {first['planner']:10}"]
+    for name, over_packs in COLUMNS.items():
+        values = [row[name] for row in rows if row[name] is not None]
+        cells.append(f"{over_packs(values):{max(len(name), 7)}.3f}" if values else " " * len(name))
+    sends = max(row["send_max"] / row["recv_max"] if row["recv_max"] else 1.0 for row in rows)
+    bound = np.mean([row["lower_bound_mean"] for row in rows])
+    ratio = np.mean([row["recv_mean"] for row in rows]) / bound if bound else 1.0
+    return " | ".join([*cells, f"{ratio:8.2f}", f"{sends:9.2f}"])
+
+
+def draw(rows: list[dict], path: Path) -> None:
+    """Received rows, balance and time to plan of the histogram cases."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    rows = [row for row in rows if row["distribution"] == "histogram" and row["cp"] in (4, 8, 32, 64, 128)]
+    cases = list(dict.fromkeys((row["total"], row["cp"]) for row in rows))
+    measured = {row["planner"] for row in rows}
+    colors = {"ours": "#1b6ca8", "contiguous": "#d98e32", "zigzag": "#5a9e3d", "min_heap": "#a05195"}
+    panels = {
+        "mean K/V received / least possible with balanced work": lambda some: (
+            np.mean([row["recv_mean"] for row in some]) / np.mean([row["lower_bound_mean"] for row in some])
+        ),
+        "most K/V sent by a rank, in tokens of a rank": lambda some: max(row["send_max"] for row in some),
+        "work of the heaviest rank / mean": lambda some: max(row["imbalance_tile"] for row in some),
+        "planning and index data, ms on one core": lambda some: np.mean([row["plan_ms"] or 0 for row in some]),
+    }
+    figure, axes = pyplot.subplots(4, 1, figsize=(9, 10), sharex=True)
+    for axis, (title, figure_of) in zip(axes, panels.items(), strict=True):
+        planners = ["ours"] if "planning" in title else [name for name in colors if name in measured]
+        for i, planner in enumerate(planners):
+            values = [
+                figure_of([row for row in rows if row["planner"] == planner and (row["total"], row["cp"]) == case])
+                for case in cases
+            ]
+            at = np.arange(len(cases)) + 0.2 * (i - (len(planners) - 1) / 2)
+            axis.bar(at, values, 0.18, color=colors[planner], label=planner.replace("_", "-"))
+        axis.set_title(title, fontsize=10, loc="left")
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.grid(axis="y", linewidth=0.4)
+        axis.set_axisbelow(True)
+        axis.set_yscale("log" if "sent" in title or "heaviest" in title else "linear")
+        axis.yaxis.set_major_formatter("{x:g}")
+    axes[0].axhline(1, color="black", linewidth=0.8)
+    axes[2].set_ylim(bottom=1)
+    axes[0].legend(ncols=4, fontsize=8, frameon=False, loc="lower right", bbox_to_anchor=(1, 1))
+    names = [f"{total >> 10}k / {cp}" if total < 1 << 20 else f"{total >> 20}M / {cp}" for total, cp in cases]
+    axes[3].set_xticks(range(len(cases)), names)
+    axes[3].set_xlabel("tokens of the pack / ranks; documents of the length histogram")
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
+def as_lines(rows: list[dict]) -> str:
+    """JSON, a line for each row."""
+    lines = [json.dumps({k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}) for row in rows]
+    return "[\n  " + ",\n  ".join(lines) + "\n ]"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--cases", nargs="*", help="only these, e.g. 512k/64, of the histogram")
+    parser.add_argument(
+        "--planners", nargs="*", default=list(PLANNERS), help="planners to compare (default: %(default)s)"
+    )
+    parser.add_argument("--seeds", type=int, default=5, help="packs per case (default: %(default)s)")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=RESULT,
+        help="JSON file to write; the picture goes beside it (default: %(default)s)",
+    )
+    parser.add_argument("--unseen", action="store_true", help="only packs on which placement was not tuned")
+    parser.add_argument("--wide", action="store_true", help="only planning for 64 to 1,024 ranks")
+    parser.add_argument("--plot", action="store_true", help="only draw the stored figures")
+    arguments = parser.parse_args()
+    if arguments.plot:
+        draw(json.loads(arguments.output.read_text())["rows"], arguments.output.with_suffix(".png"))
+        return
+
+    if arguments.unseen:
+        run_unseen()
+        return
+
+    if arguments.wide:
+        run_wide()
+        return
+
+    cases = [("histogram", case) for case in arguments.cases or CASES]
+    if not arguments.cases:
+        cases += [(name, case) for name, some in OTHER_CASES.items() for case in some.split()]
+        cases += [("histogram", case) for case in ODD_CASES]
+    rows: list[dict] = []
+    names = " | ".join(f"{name:>7}" for name in [*COLUMNS, "mean / LB", "send/recv"])
+    print(f"{'distribution':12} {'total':>8} / {'cp':3} {'planner':10} | {names}")
+    for distribution, case in cases:
+        for planner in arguments.planners:
+            packs = [bench(distribution, case, planner, seed) for seed in range(arguments.seeds)]
+            rows += packs
+            print(table_line(packs), flush=True)
+    if arguments.cases is None:
+        unseen, wide = run_unseen(), run_wide()
+        header = facts_of_run(None) | {
+            "numpy": np.__version__,
+            "processor": f"{platform.machine()}, one core, other work beside it; times are the least of 5 repeats",
+        }
+        arguments.output.parent.mkdir(parents=True, exist_ok=True)
+        head = json.dumps(header, indent=1).removesuffix("\n}")
+        arguments.output.write_text(
+            f'{head},\n "rows": {as_lines(rows)},\n "unseen": {as_lines(unseen)},\n "wide": {as_lines(wide)}\n}}\n'
+        )
+        draw(rows, arguments.output.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    main()

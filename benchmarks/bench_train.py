@@ -1,0 +1,295 @@
+#!/usr/bin/env python3
+"""Times torchtitan training steps: ours, torchtitan's own flex context parallelism, and no context parallelism.
+
+    python benchmarks/bench_train.py [--gpus 4] [--tokens 16384 65536] [--output benchmarks/results/train_h200x4.json]
+    python benchmarks/bench_train.py --gpus 2 --tokens 65536 --model qwen3 --shapes 30B-A3B --expert-parallel 2
+    python benchmarks/bench_train.py --layers 32 --strategies ours --checkpointing none selective full
+
+The model has the layer shapes of llama3 8B but few layers; --model, --shapes and --layers choose others. All strategies
+read the same packed documents through torchtitan's text data set with a loader worker: the sources of Python's standard
+library, cut into documents whose lengths follow the histogram of bench_cp.py, up to a quarter of the pack over all
+GPUs; documents end with EOS. Step times are means over all packs after the first ones. Ours also has the ideal time of
+its attention: our kernel on the same packs, each whole on one GPU, times layers, divided by the GPUs of the pack. Each
+fifth of the timed steps has its own speed, to see that a long run keeps it; --steps 606 give all about the same packs.
+Each row has the longest time that a timed step waited for its batch and plan, and how many ends of epochs its log has:
+with --options of a small data set it shows whether an epoch's end stalls a step.
+Memory is that of the fullest GPU at its peak: allocated and reserved by PyTorch, and outside its allocator.
+
+Strategies
+  ours          this package, context parallelism over all GPUs
+  ours, dp 2    the same, half the GPUs in context parallelism, two data-parallel ranks (FSDP)
+  ours, tp 2    the same, half the GPUs in context parallelism, tensor parallelism of two
+  no attention  ours without its attention and communication: the rest of a step
+  flex          torchtitan's flex_attention with context parallelism and the load balancer for it ("ptrr")
+  no CP         torchtitan's varlen attention, one pack of `tokens` per GPU, data parallelism (FSDP)
+  no CP, flex   the same with its flex_attention
+"""
+
+import argparse
+import itertools
+import json
+import os
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from bench_cp import histogram_pack
+
+from torchtitan_magi.calibrate import facts_of_run
+
+ROOT = Path(__file__).resolve().parent.parent
+RECORD = "--record-to"  # first argument of this file as a process of a run
+WARM_UP = 5  # steps before timing
+TIMEOUT = 300  # seconds per run
+PACKS = 40  # packs until documents repeat
+CHARACTERS = 3  # per token, about, by the demo tokenizer
+HOOKS = "--job.custom_config_module torchtitan_magi.titan --experimental.custom_import torchtitan_magi.titan"
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """Parallel degrees. A degree of 0 stands for all GPUs that the others leave."""
+
+    attention: str  # suffix of the model's flavor
+    cp: int = 1
+    tp: int = 1
+    dp: int = 1
+    options: str = ""
+
+    def on(self, gpus: int) -> "Strategy":
+        """The same with degrees for so many GPUs."""
+        rest = gpus // max(1, self.cp * self.tp * self.dp)
+        return replace(self, cp=self.cp or gpus // (self.tp * self.dp), dp=self.dp or rest)
+
+
+STRATEGIES = {
+    "ours": Strategy("varlen", cp=0, options=HOOKS),
+    "ours, dp 2": Strategy("varlen", cp=0, dp=2, options=HOOKS),
+    "ours, tp 2": Strategy("varlen", cp=0, tp=2, options=HOOKS),
+    "no attention": Strategy("varlen", cp=0, options=HOOKS),
+    "flex": Strategy("flex", cp=0, options="--parallelism.context_parallel_load_balancer ptrr"),
+    "no CP": Strategy("varlen", dp=0),
+    "no CP, flex": Strategy("flex", dp=0),
+}
+
+
+def run(name: str, tokens: int, mode: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Tokens per second over all GPUs, and GiB at the peak of the fullest one. mode: of activation checkpointing."""
+    strategy = STRATEGIES[name].on(arguments.gpus)
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={arguments.gpus}"]
+        command += [__file__, RECORD, folder, arguments.model, arguments.shapes, str(arguments.layers)]
+        # under full activation checkpointing the forward runs once more
+        forwards = 0 if name == "no attention" else 1 + (mode == "full")
+        command += [str(tokens * arguments.gpus), str(forwards), "--model.name", arguments.model]
+        command += ["--model.flavor", f"bench_{strategy.attention}", "--model.hf_assets_path", "assets/demo/tokenizer"]
+        command += ["--training.dataset", "documents", "--training.dataloader.num_workers", "1"]
+        command += ["--training.local_batch_size", "1", "--training.seq_len", str(tokens * strategy.cp * strategy.tp)]
+        command += ["--training.steps", str(arguments.steps), "--metrics.log_freq", "1", "--job.dump_folder", folder]
+        command += ["--parallelism.context_parallel_degree", str(strategy.cp)]
+        command += ["--parallelism.tensor_parallel_degree", str(strategy.tp)]
+        command += ["--parallelism.data_parallel_shard_degree", str(strategy.dp), "--comm.trace_buf_size", "0"]
+        command += ["--parallelism.expert_parallel_degree", str(arguments.expert_parallel)]
+        command += ["--activation_checkpoint.mode", mode, "--activation_checkpoint.selective_ac_option", "op"]
+        command += [*strategy.options.split(), *arguments.options.split()]
+        environment = {"OMP_NUM_THREADS": "1", **os.environ}
+        with open(f"{folder}/log", "w+") as log:
+            job = subprocess.Popen(
+                command, env=environment, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            )
+            try:
+                failed = job.wait(TIMEOUT) != 0
+            except subprocess.TimeoutExpired:
+                os.killpg(job.pid, signal.SIGKILL)
+                failed = True
+        if failed:
+            return {"error": Path(folder, "log").read_text()[-3000:]}
+        ranks = [json.loads(path.read_text()) for path in Path(folder).glob("rank*.json")]
+        epochs = len(set(re.findall(r"end of epoch (\d+)", Path(folder, "log").read_text())))
+    times = ranks[0]["seconds"][WARM_UP:]  # packs differ in their work, so all of them count
+    seconds = statistics.mean(times)
+    fifths = [statistics.mean(part) for part in np.array_split(times, 5)]
+    ideal = [statistics.mean(rank["ideal_attention"][WARM_UP:]) for rank in ranks if rank["ideal_attention"]]
+    return {
+        "tokens_per_gpu": tokens, "checkpointing": mode, "cp": strategy.cp, "tp": strategy.tp, "dp_shard": strategy.dp,
+        "tokens_per_s": tokens * arguments.gpus / seconds, "step_ms": 1e3 * seconds,
+        "tokens_per_s_by_fifth": [tokens * arguments.gpus / fifth for fifth in fifths],
+        "longest_data_wait_ms": 1e3 * max(max(rank["data_waits"][WARM_UP + 1 :]) for rank in ranks),
+        "ends_of_epochs": epochs,
+        "ideal_attention_ms": 1e3 * max(ideal) if ideal else None,
+        "peak_memory_gib": max(rank["peak_gib"] for rank in ranks),
+        "reserved_gib": max(rank["reserved_gib"] for rank in ranks),
+        "outside_gib": max(rank["outside_gib"] for rank in ranks), "loss": ranks[0]["losses"][-1],
+    }  # fmt: skip
+
+
+def record_run() -> None:
+    """One process of a run: torchtitan's entry with the model and the data of the benchmark."""
+    folder, model, shapes, layers, pack, forwards = sys.argv[2:8]
+    sys.argv[1:8] = []
+
+    import datasets
+    import torch
+    import torchtitan.train
+    from torchtitan.components.metrics import MetricsProcessor
+    from torchtitan.hf_datasets import DatasetConfig, text_datasets
+    from torchtitan.protocols.train_spec import get_train_spec
+
+    flavors: Any = get_train_spec(model).model_args
+    for attention in ("flex", "varlen"):
+        flavors[f"bench_{attention}"] = replace(
+            flavors[shapes], n_layers=int(layers), attn_type=attention, attn_mask_type="block_causal"
+        )
+    text_datasets.DATASETS["documents"] = DatasetConfig(
+        path="",
+        loader=lambda _: datasets.Dataset.from_list(documents(int(pack))),
+        sample_processor=lambda row: row["text"],
+    )
+    packs: list[Any] = []  # per step: its plan and a rank's heads
+    if "torchtitan_magi.titan" in sys.argv:  # after the flavors, which it extends
+        from torchtitan_magi.titan.v02 import attention as wrapper
+        from torchtitan_magi.titan.v02.trainer import MagiTrainer as Trainer
+        from torchtitan_magi.training.batches.planner import MagiRuntime
+
+        bind = MagiRuntime.bind
+
+        def remember_plan(self, inputs, eos_id):  # type: ignore[no-untyped-def]
+            packs.append((inputs["planned"].plans[0], self.heads))
+            return bind(self, inputs, eos_id)
+
+        MagiRuntime.bind = remember_plan  # type: ignore[method-assign]
+        if not int(forwards):  # all gradients still exist
+            wrapper.attend = lambda q, k, v, *_: (q + 0 * (k.mean() + v.mean()), None)
+    else:
+        from torchtitan.train import Trainer
+    times: list[float] = []
+    losses: list[float] = []
+    waits: list[float] = []  # seconds for a batch and its plan
+    peaks = {"peak_gib": 0.0, "reserved_gib": 0.0, "outside_gib": 0.0}
+    log = MetricsProcessor.log
+
+    def record_and_log(self, step, global_avg_loss, *arguments, **options):  # type: ignore[no-untyped-def]
+        times.append(time.perf_counter())
+        losses.append(float(global_avg_loss))
+        waits.append(sum(self.data_loading_times))  # the log empties it
+        if torch.cuda.is_available():
+            free, total = torch.cuda.mem_get_info()
+            now = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()  # the log resets them
+            now = *now, total - free - torch.cuda.memory_reserved()
+            peaks.update({key: max(most, x / 2**30) for (key, most), x in zip(peaks.items(), now, strict=True)})
+        log(self, step, global_avg_loss, *arguments, **options)
+
+    MetricsProcessor.log = record_and_log
+    torchtitan.train.main(Trainer)
+    seconds = [after - before for before, after in itertools.pairwise(times)]
+    record: dict[str, Any] = {"seconds": seconds, "losses": losses, "data_waits": waits, "ideal_attention": []} | peaks
+    if packs and int(forwards) and torch.cuda.is_available():
+        steps = packs[1 : len(times)]  # those of `seconds`
+        record["ideal_attention"] = [int(layers) * ideal_seconds(plan, heads, int(forwards)) for plan, heads in steps]
+    Path(folder, f"rank{os.environ['RANK']}.json").write_text(json.dumps(record))
+
+
+def ideal_seconds(plan: Any, heads: Any, forwards: int) -> float:
+    """One layer's attention, so many forwards and a backward, over the whole pack on this GPU, divided by the plan's
+    ranks."""
+    import torch
+
+    from torchtitan_magi import flex_flash_attn
+
+    numbers = heads.num_heads_q, heads.num_heads_kv, heads.num_heads_kv, heads.num_heads_q
+    shapes = [(plan.total_tokens, number, heads.head_dim) for number in numbers]
+    q, k, v, dout = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in shapes)
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    start, middle, end = (torch.cuda.Event(enable_timing=True) for _ in range(3))
+    for _ in range(2):  # the first call also makes work lists
+        start.record()
+        out, _ = flex_flash_attn(*inputs, plan.slices)
+        middle.record()
+        torch.autograd.grad(out, inputs, dout)
+        end.record()
+    torch.cuda.synchronize()
+    return 1e-3 * (forwards * start.elapsed_time(middle) + middle.elapsed_time(end)) / plan.cp_size
+
+
+def documents(pack: int) -> list[dict[str, str]]:
+    """The standard library's sources, again and again, cut into documents of PACKS packs."""
+    paths = sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py"))
+    text = "".join(path.read_text(errors="ignore") for path in paths if "site-packages" not in path.parts)
+    lengths = np.concatenate([np.diff(histogram_pack(pack, seed)) for seed in range(PACKS)]) * CHARACTERS
+    starts = np.cumsum(lengths) % (len(text) - lengths.max())
+    return [{"text": text[start : start + length]} for start, length in zip(starts, lengths, strict=True)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gpus", type=int, default=4, help="number of GPUs (default: %(default)s)")
+    parser.add_argument(
+        "--tokens", type=int, nargs="+", default=[16384, 65536], help="per GPU and step (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--strategies",
+        nargs="+",
+        default=list(STRATEGIES),
+        choices=STRATEGIES,
+        help="what to time, see above (default: %(default)s)",
+    )
+    parser.add_argument("--steps", type=int, default=25, help="steps of each run (default: %(default)s)")
+    parser.add_argument("--layers", type=int, default=4, help="layers of the model (default: %(default)s)")
+    parser.add_argument(
+        "--model", default="llama3", choices=["llama3", "qwen3"], help="architecture (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--shapes", default="8B", help="flavor of the model whose layers are trained (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--expert-parallel", type=int, default=1, help="degree, for mixtures of experts (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--checkpointing",
+        nargs="+",
+        default=["none"],
+        choices=("none", "selective", "full"),
+        help="of activations; selective: by operation",
+    )
+    parser.add_argument(
+        "--options", default="--compile.enable", help="torchtitan overrides for all (default: %(default)s)"
+    )
+    parser.add_argument("--commit", help="commit of the tree, where git is missing")
+    parser.add_argument("--output", type=Path, help="JSON file to write")
+    arguments = parser.parse_args()
+    subprocess.run([sys.executable, ROOT / "scripts" / "make_demo_data.py"], check=True, cwd=ROOT)
+    options = {key: getattr(arguments, key) for key in ("model", "shapes", "layers", "options")}
+    options |= {"num_gpus": arguments.gpus, "expert_parallel": arguments.expert_parallel}
+    facts = facts_of_run(arguments.commit) | options
+    rows = []
+    columns = ["strategy", "checkpointing", "tokens per GPU", "cp, tp, dp", "tokens/s", "per GPU", "ms"]
+    columns += ["ideal attention", "data", "GiB", "reserved", "outside"]
+    print(f"| {' | '.join(columns)} |\n|{' --- |' * len(columns)}")
+    for tokens in arguments.tokens:
+        for name, mode in itertools.product(arguments.strategies, arguments.checkpointing):
+            row = {"strategy": name} | run(name, tokens, mode, arguments)
+            if "error" in row:
+                print(f"| {name} | {mode} | {tokens} | failed |\n{row['error']}", flush=True)
+                continue
+            degrees = f"{row['cp']}, {row['tp']}, {row['dp_shard']}"
+            speed = f"{row['tokens_per_s']:,.0f} | {row['tokens_per_s'] / arguments.gpus:,.0f}"
+            ideal = f"{row['ideal_attention_ms']:.0f}" if row["ideal_attention_ms"] else ""
+            step = f"{row['step_ms']:.0f} | {ideal} | {row['longest_data_wait_ms']:.1f}"
+            sizes = " | ".join(f"{row[key]:.1f}" for key in ("peak_memory_gib", "reserved_gib", "outside_gib"))
+            print(f"| {name} | {mode} | {tokens} | {degrees} | {speed} | {step} | {sizes} |", flush=True)
+            rows.append(row)
+            if arguments.output:  # after every run: a benchmark that is cut short leaves what it has
+                arguments.output.write_text(json.dumps(facts | {"rows": rows}, indent=1))
+
+
+if __name__ == "__main__":
+    record_run() if sys.argv[1:2] == [RECORD] else main()

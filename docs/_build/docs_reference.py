@@ -1,0 +1,333 @@
+"""Parts of the docs that are made from the code: options, commands, functions. See write_docs.py."""
+
+import ast
+import contextlib
+import functools
+import importlib
+import inspect
+import io
+import os
+import re
+import runpy
+import subprocess
+import sys
+import textwrap
+import types
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import MISSING, Field, fields, is_dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+from unittest import mock
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# ------------------------------------------------------------------------------------------------------------- options
+
+# What torchtitan's options mean here. Types and defaults are read from its dataclasses.
+TORCHTITAN: dict[str, dict[str, str]] = {
+    "job": {
+        "custom_config_module": 'Set it to "torchtitan_magi.titan": it adds the [magi] section.',
+        "dump_folder": "Folder of the run: checkpoints, logs, the lock that keeps a second run out.",
+    },
+    "experimental": {
+        "custom_import": 'Set it to "torchtitan_magi.titan": it adds varlen context parallelism.',
+    },
+    "model": {
+        "name": '"llama3" or "qwen3", dense or with experts; with torchtitan 0.3 also "gpt_oss" and "deepseek_v3".',
+        "flavor": '"hf": sizes and positions from config.json in hf_assets_path. Flavors of torchtitan\'s own end in '
+        '``_varlen`` here, such as "8B_varlen".',
+        "hf_assets_path": "Folder of config.json, safetensors, tokenizer and chat template.",
+        "converters": "Changes of the model before it is sharded, by their registered names; see imports of [magi].",
+    },
+    "training": {
+        "dataset": '"sft": conversations and texts. "dpo": preference pairs. Datasets of torchtitan\'s own work too.',
+        "dataset_path": "Sources of the records: files, folders, patterns, hf://org/name, with weights.",
+        "seq_len": "Tokens per pack. A multiple of 2 x context_parallel_degree x tensor_parallel_degree.",
+        "local_batch_size": "Packs per data-parallel rank and microbatch. With long packs set it to 1.",
+        "global_batch_size": "Packs per step, over all ranks; more than a microbatch has means gradient accumulation. "
+        "-1: no accumulation.",
+        "steps": "Optimizer steps; left at the default, magi.epochs sets them, and it ends a run with more of them.",
+        "dtype": "Of parameters, gradients and optimizer states.",
+        "mixed_precision_param": "Of the computation, under FSDP2 or without any parallelism. TP without FSDP2 "
+        "computes in training.dtype. train.sh sets float32 on a CPU.",
+        "enable_cpu_offload": "Keep parameters, gradients and optimizer states in the host's memory. Needs GPUs and "
+        "FSDP2.",
+    },
+    "validation": {
+        "enable": "Validate during training.",
+        "dataset": 'As training.dataset: "dpo" if that is "dpo", else another one.',
+        "dataset_path": "As training.dataset_path.",
+        "seq_len": "Tokens per pack, at most training.seq_len. Set it to that, or longer documents are truncated.",
+        "local_batch_size": "Packs per data-parallel rank and step.",
+        "freq": "Steps of training between validations.",
+        "steps": "Steps of a validation. -1: one pass over all records.",
+    },
+    "parallelism": {
+        "context_parallel_degree": "Ranks that share a pack. FSDP2 shards the model over them, too.",
+        "tensor_parallel_degree": "Ranks that share each layer's matrices, inside a node.",
+        "data_parallel_shard_degree": "Ranks with packs of their own, over which FSDP2 shards the model. -1: what is "
+        "left over.",
+        "data_parallel_replicate_degree": "Copies of the sharded model (HSDP).",
+        "expert_parallel_degree": "Ranks that share the experts; they are taken from the other degrees.",
+        "expert_tensor_parallel_degree": "1, or tensor_parallel_degree: experts are split over those ranks, too.",
+        "pipeline_parallel_degree": "1 with torchtitan 0.2.2; [with 0.3](../how-to/torchtitan-0.3.md) more.",
+        "context_parallel_load_balancer": "No effect on packed documents: the plan balances.",
+        "context_parallel_rotate_method": "No effect: K/V travel as planned.",
+    },
+    "activation_checkpoint": {
+        "mode": "What is computed again in the backward: nothing, a part or whole blocks.",
+        "selective_ac_option": '"op": keep attention and every second matrix product. "2": every second block.',
+    },
+    "compile": {
+        "enable": "Compile each block by torch.compile; attention is an op that it does not look into.",
+    },
+    "checkpoint": {
+        "enable": "Save checkpoints, and load the last one or the initial weights.",
+        "folder": "Name of the checkpoints' folder in job.dump_folder.",
+        "interval": "Steps between checkpoints.",
+        "keep_latest_k": "Number of checkpoints to keep, at least 2. 0: all.",
+        "load_step": "Step of the checkpoint to continue from. -1: the latest.",
+        "initial_load_path": "Checkpoint or Hugging Face folder to start from, where this run has no checkpoint yet.",
+        "initial_load_in_hf": "The initial weights are safetensors: those of initial_load_path, else of "
+        "model.hf_assets_path.",
+        "last_save_model_only": "The last checkpoint has weights only, and a run cannot continue from it.",
+        "last_save_in_hf": "The last checkpoint is a Hugging Face model that transformers loads.",
+        "export_dtype": "Of the last checkpoint's weights, if it has weights only.",
+        "async_mode": '"async": write while training goes on; a failure is told when the next save begins.',
+        "load_only": "Load and never save.",
+    },
+    "comm": {
+        "init_timeout_seconds": "Seconds that a rank waits for others before and in the first step. Reading large "
+        "weights may need more.",
+        "train_timeout_seconds": "The same after the first step: when a rank hangs, the others end after so long.",
+    },
+    "optimizer": {
+        "lr": "Learning rate. The default is for pre-training; 1e-5 is usual for SFT, 5e-7 for DPO.",
+    },
+    "lr_scheduler": {
+        "warmup_steps": "Steps over which the learning rate rises. The default is for long runs.",
+    },
+    "metrics": {
+        "log_freq": "Steps between lines of the log.",
+        "enable_tensorboard": "Write metrics for TensorBoard into job.dump_folder.",
+    },
+    "debug": {
+        "seed": "Seeds weights and the order of the data; unset is 0 for the order.",
+        "moe_force_load_balance": "Send tokens to experts in turn, to see what balance would gain. No training.",
+    },
+}
+
+
+def option_docs(options: type) -> dict[str, str]:
+    """The text under each field of a dataclass, on one line. Raises ValueError for a field that has none."""
+    (definition,) = ast.parse(textwrap.dedent(inspect.getsource(options))).body
+    assert isinstance(definition, ast.ClassDef)
+    docs = {}
+    for statement, after in zip(definition.body, [*definition.body[1:], None], strict=True):
+        if isinstance(statement, ast.AnnAssign) and isinstance(after, ast.Expr):
+            docs[ast.unparse(statement.target)] = " ".join(str(ast.literal_eval(after.value)).split())
+    for option in fields(options):
+        if option.name not in docs and not is_dataclass(option.type):
+            raise ValueError(f"{options.__name__}.{option.name} has no text; write a docstring under it")
+    return docs
+
+
+def in_code(text: str) -> str:
+    """Markdown of a text in which `"values"`, `section.option` and ``code`` are code."""
+    text = re.sub(r"``(.+?)``", r"`\1`", text).replace("|", "\\|")
+    names = (
+        rf"\b(?:{'|'.join(['magi', *TORCHTITAN])})\.\w+|\b[a-z]+(?:_[a-z]+)+(?:\.\w+)?|\btorch\.compile|\bconfig\.json"
+    )
+    words = r'"[^" ]*"|\$\w+|~/[\w./]+\w|\[magi\]|hf://\w+/\w+|\bscripts/\w+\.py'
+    return re.sub(rf"(`[^`]*`)|({words}|{names})", lambda found: found[1] or f"`{found[2]}`", text)
+
+
+def type_of(option: Field[Any]) -> str:
+    """A field's type in a TOML file's words."""
+    kinds = [kind for kind in get_args(option.type) if kind is not types.NoneType]
+    if get_origin(option.type) is Literal:
+        return ", ".join(f'`"{kind}"`' for kind in kinds)
+    kind = kinds[0] if get_origin(option.type) is types.UnionType else option.type
+    words = {str: "string", bool: "boolean", int: "integer", float: "float"}
+    return "list of strings" if get_origin(kind) is list else words[kind]
+
+
+def default_of(option: Field[Any]) -> str:
+    """A field's default as a TOML file has it."""
+    value: Any = option.default if option.default is not MISSING else option.default_factory()  # type: ignore[misc]
+    if value is None:
+        return "unset"
+    return f'`"{value}"`' if isinstance(value, str) else f"`{str(value).lower()}`"
+
+
+def options_of(owner: type) -> list[Field[Any]]:
+    """The options of a section, without the sections in it."""
+    return [option for option in fields(owner) if not is_dataclass(option.type)]
+
+
+def magi_options(section: str) -> str:
+    """A table of [magi], [magi.dpo] or [magi.lora]."""
+    from torchtitan_magi.training.settings import options
+
+    owner = {"magi": options.Magi, "magi.dpo": options.DPO, "magi.lora": options.LoRA}[section]
+    docs = option_docs(owner)
+    rows = [(f"`{found.name}`", type_of(found), default_of(found), docs[found.name]) for found in options_of(owner)]
+    return table(["option", "type", "default", "meaning"], rows)
+
+
+def torchtitan_options() -> str:
+    """Tables of torchtitan's options that matter here, one for each section. Raises KeyError for one it has not."""
+    from torchtitan.config.job_config import JobConfig
+
+    sections = {section.name: section.type for section in fields(JobConfig)}
+    parts = []
+    for section, meanings in TORCHTITAN.items():
+        options = {option.name: option for option in fields(sections[section])}  # type: ignore[arg-type]
+        rows = [
+            (f"`{name}`", type_of(options[name]), default_of(options[name]), text) for name, text in meanings.items()
+        ]
+        parts += [f"### [{section}]", table(["option", "type", "torchtitan's default", "meaning here"], rows)]
+    return "\n\n".join(parts)
+
+
+def table(heads: list[str], rows: list[tuple[str, ...]]) -> str:
+    lines = [heads, ["---"] * len(heads), *([*row[:-1], in_code(row[-1])] for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+# ------------------------------------------------------------------------------------------------------------ commands
+
+MODULES = ("train", "data", "report", "verify", "calibrate")
+SCRIPTS = ("scripts", "benchmarks", "docs/_build", "tests/long")
+SHELL = ("train.sh", "test.sh", "test_gpu.sh")
+COLUMNS = 100  # characters
+
+
+def commands() -> str:
+    """What each command prints for --help."""
+    helps = {f"python -m torchtitan_magi.{name}": functools.partial(module_help, name) for name in MODULES}
+    helps |= {f"./scripts/{name}": functools.partial(shell_help, name) for name in SHELL}
+    return "\n\n".join(f"## {command}\n\n```text\n{text().strip()}\n```" for command, text in helps.items())
+
+
+def module_help(name: str) -> str:
+    module, printed = f"torchtitan_magi.{name}", io.StringIO()
+    with (
+        mock.patch.dict(os.environ, COLUMNS=str(COLUMNS)),
+        mock.patch.object(sys, "argv", [name, "--help"]),
+        contextlib.redirect_stdout(printed),
+        contextlib.suppress(SystemExit),
+        warnings.catch_warnings(action="ignore"),  # runpy's, of a module that others have imported
+    ):
+        runpy.run_module(module, run_name="__main__")
+    return printed.getvalue()
+
+
+def shell_help(name: str) -> str:
+    return subprocess.run([ROOT / "scripts" / name, "--help"], check=True, capture_output=True, text=True).stdout
+
+
+def scripts() -> str:
+    """The other scripts, each with the first sentence of its docstring."""
+    rows = []
+    for path in sorted(path for folder in SCRIPTS for path in (ROOT / folder).glob("*.py")):
+        tree = ast.parse(path.read_text())
+        doc = " ".join((ast.get_docstring(tree) or "").split("\n\n")[0].split())
+        if any(isinstance(node, ast.If) and "__main__" in ast.unparse(node.test) for node in tree.body):
+            rows.append(
+                (f"`{path.relative_to(ROOT)}`", re.split(r"(?<=\w)[.:]? +python3? [\w/]+/|\. ", doc)[0].rstrip(".:"))
+            )
+    return table(["script", "what it does"], rows)
+
+
+# ----------------------------------------------------------------------------------------------------------- functions
+
+
+def public_names(module_name: str) -> str:
+    """Signature and docstring of each name in a module's __all__."""
+    module, paragraphs = importlib.import_module(module_name), []
+    for name in sorted(module.__all__, key=str.lower):
+        paragraphs += [f"### {name}", *described(getattr(module, name), name)]
+    return "\n\n".join(paragraphs)
+
+
+def described(thing: Any, name: str) -> Iterator[str]:
+    """Markdown paragraphs."""
+    if not (inspect.isclass(thing) or inspect.isfunction(thing)):
+        yield f"```python\n{name} = {thing!r}\n```"
+        return
+    source = textwrap.dedent(inspect.getsource(thing))
+    (definition,) = ast.parse(source).body
+    assert isinstance(definition, ast.ClassDef | ast.FunctionDef)
+    yield f"```python\n{signature(definition, source)}\n```"
+    yield markdown(inspect.getdoc(thing) or "")
+    if isinstance(definition, ast.ClassDef) and (members := list(members_of(definition))):
+        yield "Members:"
+        yield "\n".join(members)
+
+
+def signature(definition: ast.ClassDef | ast.FunctionDef, source: str) -> str:
+    """Python code: a function's line, or a class with what makes it: its constructor, or its fields with comments."""
+    if isinstance(definition, ast.FunctionDef):
+        return def_line(definition, source)
+    made = [m for m in definition.body if isinstance(m, ast.FunctionDef) and m.name == "__init__"]
+    fields_of = [source.splitlines()[m.lineno - 1] for m in definition.body if isinstance(m, ast.AnnAssign)]
+    lines = [def_line(made[0], source)] if made else [re.sub(r" = field\(.*\)", "", line) for line in fields_of]
+    bases = f"({', '.join(map(ast.unparse, definition.bases))})" if definition.bases else ""
+    return "\n".join([f"class {definition.name}{bases}:", *lines])
+
+
+def def_line(function: ast.FunctionDef, source: str) -> str:
+    """As in the source, up to the body."""
+    lines = source.splitlines()[function.lineno - 1 : function.body[0].lineno - 1]
+    return "\n".join(lines) + " ..."
+
+
+def parameters(arguments: ast.arguments) -> str:
+    """Without the first one, self or cls."""
+    return re.sub(r"(?<=\S)=(?=\S)", " = ", ", ".join(ast.unparse(arguments).split(", ")[1:]))
+
+
+def members_of(definition: ast.ClassDef) -> Iterator[str]:
+    """A list of the public methods and properties that have a docstring."""
+    for member in definition.body:
+        if not isinstance(member, ast.FunctionDef) or member.name.startswith("_"):
+            continue
+        decorators = {ast.unparse(decorator) for decorator in member.decorator_list}
+        if (doc := ast.get_docstring(member)) and "abstractmethod" not in decorators:
+            is_value = decorators & {"property", "functools.cached_property"}
+            name = member.name if is_value else f"{member.name}({parameters(member.args)})"
+            yield f"- `{name}`: {' '.join(doc.split(chr(10) * 2)[0].split())}".replace("``", "`")
+
+
+SECTIONS = {"Args:": "Arguments:", **{f"{name}:": f"{name}:" for name in ("Returns", "Raises", "Attributes")}}
+
+
+def markdown(docstring: str) -> str:
+    """A docstring whose sections (arguments, errors, attributes) are lists."""
+    lines, section = [], ""
+    for line in docstring.replace("``", "`").splitlines():
+        if line in SECTIONS:
+            section = line
+            lines += [SECTIONS[line], ""]
+            continue
+        section = section if line.startswith(" ") or not line else ""
+        entry = re.match(r"    ([\w, ]+): (.*)", line) if section in ("Args:", "Raises:", "Attributes:") else None
+        if entry:
+            lines.append(f"- {', '.join(f'`{name}`' for name in entry[1].split(', '))}: {entry[2]}")
+        else:
+            lines.append(line.removeprefix("    ") if section == "Returns:" else line.removeprefix("      "))
+    return "\n".join(lines)
+
+
+PARTS: dict[str, Callable[[], str]] = {
+    "options-magi": functools.partial(magi_options, "magi"),
+    "options-dpo": functools.partial(magi_options, "magi.dpo"),
+    "options-lora": functools.partial(magi_options, "magi.lora"),
+    "options-torchtitan": torchtitan_options,
+    "commands": commands,
+    "scripts": scripts,
+    "api-core": functools.partial(public_names, "torchtitan_magi"),
+    "api-data": functools.partial(public_names, "torchtitan_magi.data"),
+}

@@ -1,0 +1,187 @@
+#!/usr/bin/env python3
+"""Draws the pictures of the concepts from masks and plans of the library: python docs/_build/draw_plans.py [--folder DIR]
+
+idea.png: a pack of documents over four GPUs, and the K/V that each receives. masks.png: five masks and their slices.
+ownership.png: which GPU computes which part of a mask, and which of it needs K/V of other GPUs.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from torchtitan_magi import (
+    AttnPlan,
+    AttnSlices,
+    block_causal,
+    make_plan,
+    shared_prompt,
+    sliding_window,
+    varlen_causal,
+)
+from torchtitan_magi.masks.geometry import BI_CAUSAL, CAUSAL, INV_CAUSAL
+from torchtitan_magi.sizing.picture import HUES, INK, LINE, QUIET, STYLE, owner_of, rank_colors
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+from bench_cp import histogram_pack  # noqa: E402
+
+TOKENS, GPUS, SEED = 131072, 4, 2
+BAR, LANE = 0.62, 1.0
+SMALL = np.array([0, 96, 128, 448, 512, 544, 960, 1024])  # tokens; documents of the small pack
+DOCUMENTS = [0, 16, 22, 44, 64]
+MASKS = {
+    "varlen_causal(cu_seqlens)": varlen_causal(DOCUMENTS),
+    "sliding_window(cu_seqlens, 8)": sliding_window(DOCUMENTS, 8),
+    "block_causal(cu_seqlens, 8)": block_causal(DOCUMENTS, 8),
+    "shared_prompt(lengths)": shared_prompt([[10, 12, 8], [16, 8, 10]]),
+    "AttnSlices([...]): one of each type": AttnSlices(
+        [[0, 20, 0, 20, 1], [20, 36, 4, 36, 3], [36, 64, 0, 24, 0], [44, 64, 36, 64, 2]]
+    ),
+}
+
+
+def spans(flags: np.ndarray) -> np.ndarray:
+    """Half-open ranges [n, 2] in which flags, bool [tokens], is true."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], flags, [False]]).astype(np.int8)))
+    return edges.reshape(-1, 2)
+
+
+def sees(plan: AttnPlan, own: np.ndarray) -> np.ndarray:
+    """The keys that the queries of `own`, bool [tokens], see: bool [tokens]."""
+    lo, hi = plan.slices.row_bands(plan.padded_tokens)
+    steps = np.zeros(plan.padded_tokens + 1, dtype=np.int64)
+    is_band = (hi > lo) & own
+    np.add.at(steps, lo[is_band], 1)
+    np.add.at(steps, hi[is_band], -1)
+    return steps.cumsum()[:-1] > 0
+
+
+def pairs_of(slice_: np.ndarray, tokens: int) -> np.ndarray:
+    """The pairs of query and key that one slice covers, bool [tokens, tokens]."""
+    q_start, q_end, k_start, k_end, kind = slice_.tolist()
+    q, k = np.ogrid[:tokens, :tokens]
+    inside = (q >= q_start) & (q < q_end) & (k >= k_start) & (k < k_end)
+    if kind in (CAUSAL, BI_CAUSAL):
+        inside &= k - k_end <= q - q_end
+    if kind in (INV_CAUSAL, BI_CAUSAL):
+        inside &= k - k_start >= q - q_start
+    return inside
+
+
+def square(axes: Axes, tokens: int, title: str) -> None:
+    axes.set(xlim=(0, tokens), ylim=(tokens, 0), xticks=[], yticks=[], aspect="equal")
+    axes.set_title(title, fontsize=9.5, weight="normal", pad=6)
+    for spine in axes.spines.values():
+        spine.set(visible=True, color=LINE)
+
+
+@matplotlib.rc_context(STYLE)
+def draw_masks(masks: dict[str, AttnSlices], tokens: int) -> Figure:
+    """A square for each mask: queries downwards, keys to the right, a colour for each slice."""
+    figure = Figure(figsize=(12, 2.75))
+    for number, (title, slices) in enumerate(masks.items()):
+        axes = figure.add_axes((0.008 + 0.199 * number, 0.03, 0.186, 0.83))
+        image = np.ones((tokens, tokens, 3))
+        for index, slice_ in enumerate(slices.table):
+            image[pairs_of(slice_, tokens)] = to_rgb(HUES[index % len(HUES)])
+        axes.imshow(image, extent=(0, tokens, tokens, 0), interpolation="nearest")
+        square(axes, tokens, title)
+    return figure
+
+
+@matplotlib.rc_context(STYLE)
+def draw_ownership(plan: AttnPlan) -> Figure:
+    """The mask in the colours of the GPUs that own its queries, strong where the key belongs to another GPU."""
+    tokens = plan.total_tokens
+    owner = owner_of(plan, np.arange(tokens))
+    colors = rank_colors(plan.cp_size, plan.gpus_per_node)
+    figure = Figure(figsize=(10, 4.9))
+    axes = figure.add_axes((0.035, 0.02, 0.44, 0.9))
+    image = np.ones((tokens, tokens, 3))
+    attended = np.zeros((tokens, tokens), dtype=bool)
+    for slice_ in plan.slices.table:
+        attended |= pairs_of(slice_, tokens)
+    remote = owner[:, None] != owner[None, :]
+    row_colors = np.broadcast_to(colors[owner][:, None, :], image.shape)
+    image[attended] = 1 - 0.35 * (1 - row_colors[attended])
+    image[attended & remote] = row_colors[attended & remote]
+    axes.imshow(image, extent=(0, tokens, tokens, 0), interpolation="nearest")
+    square(axes, tokens, f"{tokens:,} tokens, {len(plan.slices)} documents: queries downwards, keys to the right")
+    strip = figure.add_axes((0.01, 0.02, 0.02, 0.9))
+    strip.imshow(colors[owner][:, None, :], extent=(0, 1, tokens, 0), aspect="auto", interpolation="nearest")
+    strip.set_axis_off()
+    side = figure.add_axes((0.48, 0.02, 0.51, 0.9))
+    side.set_axis_off()
+    rows = []
+    for rank in range(plan.cp_size):
+        share = 100 * plan.areas[rank] / plan.areas.sum()
+        work = f"{(owner == rank).sum()} tokens, {share:.1f}% of the pairs"
+        text = f"GPU {rank}: {work}, receives {plan.received_rows[rank]} rows"
+        rows.append(Patch(color=colors[rank], label=text))
+    rows.append(Patch(color="#c5ccd3", label="faint: the key lies on the same GPU; nothing travels"))
+    rows.append(Patch(color=INK, label="strong: the key lies on another GPU; its K and V travel once"))
+    side.legend(handles=rows, loc="center left", fontsize=9.5, labelspacing=1.1)
+    return figure
+
+
+@matplotlib.rc_context(STYLE)
+def draw_idea(plan: AttnPlan, cu_seqlens: np.ndarray) -> Figure:
+    """The pack, and a line for each GPU: what it owns, and whose K/V it receives."""
+    figure = Figure(figsize=(10, 3.5))
+    axes = figure.add_axes((0.075, 0.03, 0.665, 0.86))
+    colors = rank_colors(plan.cp_size, plan.gpus_per_node)
+    owner = owner_of(plan, np.arange(plan.padded_tokens))
+
+    def bar(y: float, ranges: np.ndarray, **style: object) -> None:
+        axes.broken_barh([(a, b - a) for a, b in ranges], (y - BAR / 2, BAR), **style)
+
+    top = plan.cp_size * LANE + 0.35
+    documents = np.stack([cu_seqlens[:-1], cu_seqlens[1:]], 1)
+    bar(top, documents, facecolors=["#e3e8ed", "#c9d1d9"], edgecolors="white", linewidth=0.4)
+    axes.text(-0.012 * TOKENS, top, "pack", ha="right", va="center", weight="bold")
+    counts = f"{TOKENS / 1024:.0f}k tokens,\n{len(documents)} documents"
+    axes.text(1.015 * TOKENS, top, counts, va="center", color=QUIET, fontsize=9)
+    cost = plan.slices.row_cost(plan.padded_tokens)
+    pairs = np.array([cost[owner == rank].sum() for rank in range(plan.cp_size)])
+    for rank in range(plan.cp_size):
+        y = (plan.cp_size - 1 - rank) * LANE
+        own = owner == rank
+        received = sees(plan, own) & ~own
+        axes.axhline(y, color=LINE, linewidth=0.8, zorder=0)
+        bar(y, spans(received), facecolors=[(*colors[rank], 0.3)])
+        bar(y, spans(own), facecolors=[colors[rank]])
+        axes.text(-0.012 * TOKENS, y, f"GPU {rank}", ha="right", va="center", color=colors[rank], weight="bold")
+        work = f"{own.sum() / 1024:.0f}k tokens, {100 * pairs[rank] / pairs.sum():.1f}% of the work\n"
+        share = received.sum() / (plan.padded_tokens - own.sum())
+        axes.text(
+            1.015 * TOKENS, y, f"{work}receives K/V of {received.sum() / 1024:.1f}k others ({100 * share:.0f}%)",
+            va="center", color=INK, fontsize=9,
+        )  # fmt: skip
+    axes.set(xlim=(0, TOKENS), ylim=(-0.6, top + 0.5), xticks=[], yticks=[])
+    axes.spines[:].set_visible(False)
+    others = plan.padded_tokens * (plan.cp_size - 1) / plan.cp_size / 1024
+    legend = f"dark: tokens that a GPU owns; light: tokens whose K/V it receives; all-gather would send {others:.0f}k"
+    figure.text(0.075, 0.93, legend, color=QUIET)
+    return figure
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, default=ROOT / "docs" / "pictures", help="for the three files")
+    folder = parser.parse_args().folder
+    cu_seqlens = np.asarray(histogram_pack(TOKENS, SEED))
+    plan = make_plan(varlen_causal(cu_seqlens), TOKENS, GPUS)
+    draw_idea(plan, cu_seqlens).savefig(folder / "idea.png", dpi=160)
+    draw_masks(MASKS, 64).savefig(folder / "masks.png", dpi=160)
+    draw_ownership(make_plan(varlen_causal(SMALL), int(SMALL[-1]), GPUS)).savefig(folder / "ownership.png", dpi=160)
+
+
+if __name__ == "__main__":
+    main()

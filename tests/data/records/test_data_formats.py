@@ -1,0 +1,259 @@
+"""Forms of document records, and what of them reaches the chat template."""
+
+import json
+
+import pytest
+from test_data_chat import CHATML_UNMARKED, LLAMA3_TEMPLATE, TOKENIZER, TOOL, TURN_ENDS, assistant, chat, learned, user
+
+from torchtitan_magi.data.records.formats import parse_document, parse_pair
+from torchtitan_magi.data.tokens.chat import CHATML_TEMPLATE, PLAIN_TEMPLATE
+
+USER, ASSISTANT, SYSTEM = user("q"), assistant("a"), {"role": "system", "content": "s"}
+CALLS = [{"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}]
+CALLER = {"role": "assistant", "tool_calls": CALLS}
+PARTS = [{"type": "text", "text": "q"}, {"type": "text", "text": "!"}]
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+
+
+def sharegpt(**turns):
+    return [{"from": speaker, "value": text} for speaker, text in turns.items()]
+
+
+# as templates with tools do it: the tools in the first turn, calls as JSON, content that may be null
+TOOL_TEMPLATE = (
+    "{% if tools %}[tools {{ tools | tojson }}]{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% generation %}{% if m.content is not none %}{{ m.content }}{% endif %}{% for call in m.tool_calls or [] %}"
+    "<call>{{ call.function | tojson }}</call>{% endfor %}<|im_end|>\n{% endgeneration %}{% endfor %}"
+)
+UNMARKED_TOOL_TEMPLATE = TOOL_TEMPLATE.replace("{% generation %}", "").replace("{% endgeneration %}", "") + (
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("record", "messages"),
+    [
+        ({"messages": [USER, ASSISTANT], "source": "x"}, [USER, ASSISTANT]),
+        ({"conversations": sharegpt(human="q", gpt="a")}, [USER, ASSISTANT]),
+        ({"conversations": sharegpt(system="s", user="q", tool="42", assistant="a")}, [SYSTEM, USER, TOOL, ASSISTANT]),
+        ({"conversations": [USER, ASSISTANT]}, [USER, ASSISTANT]),
+        ({"system": "s", "conversations": sharegpt(human="q", gpt="a")}, [SYSTEM, USER, ASSISTANT]),
+        ({"prompt": "q", "completion": "a"}, [USER, ASSISTANT]),
+        ({"prompt": [SYSTEM, USER], "completion": [ASSISTANT]}, [SYSTEM, USER, ASSISTANT]),
+        ({"prompt": [USER], "completion": ASSISTANT}, [USER, ASSISTANT]),
+        ({"instruction": "q", "output": "a"}, [USER, ASSISTANT]),
+        ({"instruction": "q", "input": "", "output": "a", "system": ""}, [USER, ASSISTANT]),
+        ({"instruction": "q", "input": "i", "output": "a"}, [{**USER, "content": "q\n\ni"}, ASSISTANT]),
+        ({"messages": [SYSTEM, USER, ASSISTANT], "system": "s"}, [SYSTEM, USER, ASSISTANT]),
+        ({"messages": [{**USER, "content": PARTS}, ASSISTANT]}, [{**USER, "content": "q!"}, ASSISTANT]),
+        ({"messages": [USER, CALLER, TOOL]}, [USER, {**CALLER, "content": None}, TOOL]),
+    ],
+)
+def test_every_form_of_a_conversation(record, messages):
+    assert parse_document(record) == {"messages": messages}
+
+
+@pytest.mark.parametrize(
+    ("said", "weight"),
+    [
+        ({"loss": False}, 0),
+        ({"train": False}, 0),
+        ({"loss_mask": 0}, 0),
+        ({"weight": 0, "loss": False}, 0),
+        ({"loss": True, "loss_mask": 1}, 1),
+    ],
+)
+def test_other_names_of_a_turns_weight_mean_what_they_say(said, weight):
+    (message,) = parse_document({"messages": [ASSISTANT | said]})["messages"]
+    assert message == ASSISTANT | {"weight": weight}
+    turn = {"from": "gpt", "value": "a"} | said
+    assert parse_document({"conversations": [turn]}) == {"messages": [message]}
+    (document,) = chat(CHATML_TEMPLATE).documents([parse_document({"messages": [USER, ASSISTANT | said]})])
+    assert document.loss_mask.any() == bool(weight)
+    assert document.notes == ()
+
+
+@pytest.mark.parametrize("arguments", ["", " \n"])
+def test_a_call_with_empty_text_for_arguments_has_none(arguments):
+    calls = [{"type": "function", "function": {"name": "now", "arguments": arguments}}]
+    record = parse_document({"messages": [USER, {"role": "assistant", "tool_calls": calls}]})
+    assert record["messages"][1]["tool_calls"][0]["function"] == {"name": "now", "arguments": {}}
+    assert '<call>{"name": "now", "arguments": {}}</call>' in chat(UNMARKED_TOOL_TEMPLATE).render(record["messages"])[0]
+
+
+def test_arguments_that_are_no_object_are_noted():
+    calls = [{"type": "function", "function": {"name": "f", "arguments": "x = 1"}}]
+    record = parse_document({"messages": [USER, {"role": "assistant", "tool_calls": calls}]})
+    (document,) = chat(UNMARKED_TOOL_TEMPLATE).documents([record])
+    assert document.notes == ("the arguments of a tool call are no JSON object and reach the chat template as text",)
+
+
+def test_a_weight_of_another_than_the_assistant_is_noted():
+    (document,) = chat(CHATML_TEMPLATE).documents([parse_document({"messages": [USER | {"loss": True}, ASSISTANT]})])
+    assert document.notes == ("only what the assistant says is learned, though a message of role 'user' has weight 1",)
+
+
+def test_what_exporters_fill_in_is_left_out():
+    """Templates ask whether a message has "tool_calls"."""
+    for nothing in (None, []):
+        empty = {"tool_calls": nothing, "name": None, "tool_call_id": None}
+        assert parse_document({"messages": [USER | empty, ASSISTANT | empty]}) == {"messages": [USER, ASSISTANT]}
+
+
+def test_arguments_of_calls_may_be_json_text():
+    for arguments in ('{"x": 1}', {"x": 1}):
+        for call in ({"function": {"name": "f", "arguments": arguments}}, {"name": "f", "arguments": arguments}):
+            (message,) = parse_document({"messages": [{"role": "assistant", "tool_calls": [call]}]})["messages"]
+            (parsed,) = message["tool_calls"]
+            assert parsed.get("function", parsed)["arguments"] == {"x": 1}
+    for other in ("x = 1", "[1]", None):
+        message = {"role": "assistant", "tool_calls": [{"name": "f", "arguments": other}]}
+        assert parse_document({"messages": [message]}) == {"messages": [message | {"content": None}]}
+
+
+def test_rows_of_alpaca_may_repeat_themselves_as_text():
+    row = {"instruction": "Add.", "input": "1 2", "output": "3", "text": "Below is an instruction ... 3"}
+    assert parse_document(row) == parse_document({name: row[name] for name in ("instruction", "input", "output")})
+
+
+def test_text_and_tools():
+    assert parse_document({"text": "x", "id": 1}) == {"text": "x"}
+    for tools in (TOOLS, json.dumps(TOOLS)):
+        assert parse_document({"messages": [USER], "tools": tools}) == {"messages": [USER], "tools": TOOLS}
+    for tools in (None, [], ""):
+        assert parse_document({"messages": [USER], "tools": tools}) == {"messages": [USER]}
+
+
+@pytest.mark.parametrize("template", [TOOL_TEMPLATE, UNMARKED_TOOL_TEMPLATE])
+def test_tools_and_calls_reach_the_template_and_calls_are_learned(template):
+    if template == TOOL_TEMPLATE:  # only the assistant's turns are marked
+        template = template.replace("{% generation %}", "{% if m.role == 'assistant' %}{% generation %}", 1).replace(
+            "{% endgeneration %}", "{% endgeneration %}{% else %}{{ m.content }}<|im_end|>\n{% endif %}"
+        )
+    record = {"tools": TOOLS, "messages": [SYSTEM, USER, assistant(None, tool_calls=CALLS), TOOL, ASSISTANT]}
+    tokenizer = chat(template)
+    text, _ = tokenizer.render(**parse_document(record))
+    assert text == (
+        f"[tools {json.dumps(TOOLS)}]<|im_start|>system\ns<|im_end|>\n<|im_start|>user\nq<|im_end|>\n"
+        '<|im_start|>assistant\n<call>{"name": "f", "arguments": {"x": 1}}</call><|im_end|>\n'
+        "<|im_start|>tool\n42<|im_end|>\n<|im_start|>assistant\na<|im_end|>\n"
+    )
+    assert learned(tokenizer(parse_document(record))) == (
+        '<call>{"name": "f", "arguments": {"x": 1}}</call><|im_end|>\na<|im_end|>\n'
+    )
+
+
+@pytest.mark.parametrize("template", [CHATML_TEMPLATE, CHATML_UNMARKED, PLAIN_TEMPLATE, LLAMA3_TEMPLATE])
+def test_a_template_without_a_place_for_tools_refuses_them(template):
+    """They would be lost in silence."""
+    with pytest.raises(ValueError, match='no place for "tools"; give the assets one that has'):
+        chat(template)({"messages": [USER, ASSISTANT], "tools": TOOLS})
+    with pytest.raises(ValueError, match='no place for "tool_calls"'):
+        chat(template)({"messages": [USER, assistant(None, tool_calls=CALLS)]})
+
+
+@pytest.mark.parametrize(("template", "end"), [*TURN_ENDS.items(), (PLAIN_TEMPLATE, "</s>\n")])
+def test_every_form_is_learned_where_the_assistant_speaks(template, end):
+    space = " " if template == PLAIN_TEMPLATE else ""
+    turns = sharegpt(system="be brief", human="the cat", gpt="the hat", tool="42") + sharegpt(gpt="a dog")
+    alpaca = {"instruction": "the cat", "input": "and", "output": "a dog"}
+    assert learned(chat(template)(parse_document({"conversations": turns}))) == f"{space}the hat{end}{space}a dog{end}"
+    assert learned(chat(template)(parse_document(alpaca))) == f"{space}a dog{end}"
+
+
+def test_reasoning_has_one_name():
+    for name in ("reasoning", "thinking", "reasoning_content"):
+        thought = ASSISTANT | {name: "so"}
+        assert parse_document({"messages": [USER, thought]})["messages"][1] == ASSISTANT | {"reasoning_content": "so"}
+        assert parse_document({"messages": [USER, ASSISTANT | {name: ""}]})["messages"][1] == ASSISTANT
+    twice = ASSISTANT | {"reasoning": "so", "reasoning_content": "so"}
+    assert parse_document({"messages": [USER, twice]})["messages"][1] == ASSISTANT | {"reasoning_content": "so"}
+
+
+def test_arguments_of_the_template_reach_it():
+    record = {"messages": [USER, ASSISTANT], "chat_template_kwargs": {"enable_thinking": False, "budget": None}}
+    for given in (record, record | {"chat_template_kwargs": json.dumps(record["chat_template_kwargs"])}):
+        assert parse_document(given)["chat_template_kwargs"] == {"enable_thinking": False}
+    template = "{{ '/think' if enable_thinking else '/no_think' }}" + CHATML_TEMPLATE
+    tokenizer = chat(template)
+    assert tokenizer.render(**parse_document(record))[0].startswith("/no_think")
+    pair = parse_pair(
+        {"prompt": "q", "chosen": "a", "rejected": "b", "chat_template_kwargs": {"enable_thinking": True}}
+    )
+    assert TOKENIZER.decode(tokenizer.pair(pair).prompt.tolist(), skip_special_tokens=False).startswith("/think")
+    for nothing in (None, {}, ""):
+        assert parse_document(record | {"chat_template_kwargs": nothing}) == {"messages": [USER, ASSISTANT]}
+
+
+HALF = r'{"x": "\ud83d"}'
+DEEP = '{"x":' * 5000 + "1" + "}" * 5000
+NESTED = {"x": 1}
+for _ in range(5000):
+    NESTED = {"x": NESTED}
+
+
+def calling(arguments):
+    return {
+        "messages": [USER, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}]
+    }
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        (
+            calling(HALF),
+            r"messages\[1\].tool_calls\[0\].function.arguments has the escape \\ud83d, half of a surrogate",
+        ),
+        (calling(DEEP), r"messages\[1\].tool_calls\[0\].function.arguments is JSON that is nested too deeply; remove"),
+        (calling('{"x": 1, "x": 2}'), "arguments has the key 'x' twice; leave it one of them"),
+        ({"messages": [USER], "tools": f"[{HALF}]"}, '"tools" has the escape'),
+        ({"messages": [USER], "tools": f"[{DEEP}]"}, '"tools" is JSON that is nested too deeply'),
+        ({"messages": [USER], "tools": NESTED}, '"tools" is <a dict nested too deeply to show>'),
+        (
+            {"messages": [USER], "chat_template_kwargs": DEEP},
+            '"chat_template_kwargs" is JSON that is nested too deeply',
+        ),
+        ({"messages": [USER], "chat_template_kwargs": [1]}, '"chat_template_kwargs" is .*; write an object'),
+        ({"messages": [USER], "chat_template_kwargs": "x"}, "which is not JSON; write an object"),
+        ({"messages": [USER], "chat_template_kwargs": {"tools": []}}, '"tools", which is not the record\'s to give'),
+        ({"messages": [ASSISTANT | {"reasoning": "a", "thinking": "b"}]}, "different texts in reasoning and thinking"),
+        ({"messages": [ASSISTANT | {"reasoning": ["a"]}]}, r"messages\[0\].reasoning is .*; write a string"),
+        ({"messages": [ASSISTANT | {"weight": 0.5}]}, r"messages\[0\].weight is 0.5; use 0"),
+        ({"messages": [ASSISTANT | {"weight": []}]}, r"messages\[0\].weight is \[\]; use 0"),
+        ({"messages": [ASSISTANT | {"loss": "no"}]}, r"messages\[0\].loss is 'no'; use 0"),
+        ({"messages": [ASSISTANT | {"weight": 1, "train": False}]}, "says different things in weight and train; leave"),
+        ({"messages": [SYSTEM, USER], "system": "other"}, '"system" and a first message of role "system"; leave it'),
+        ({"conversations": [{"from": "human", "value": "q", "role": "system"}]}, 'has "from" and "role"; leave it one'),
+        ({"conversations": [{"from": "gpt", "value": "q", "content": "a"}]}, 'has "value" and "content"; leave it one'),
+    ],
+)
+def test_a_malformed_record_is_one_line(record, message):
+    with pytest.raises(ValueError, match=message) as error:
+        parse_document(record)
+    assert "\n" not in str(error.value)
+
+
+def test_a_null_counts_as_absent():
+    turns = [{"from": "human", "value": "q", "role": None, "content": None}, {"from": "gpt", "value": "a"}]
+    assert parse_document({"conversations": turns}) == {
+        "messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    }
+    assert parse_document({"conversations": [{"from": None, "value": None} | USER]}) == {"messages": [USER]}
+
+
+def parsed(record):
+    try:
+        return parse_document(record)
+    except ValueError as error:
+        return error
+
+
+@pytest.mark.parametrize("depth", [100, 600, 950, 5000])
+def test_whatever_is_nested_is_a_record_or_one_malformed_record(depth):
+    arguments = '{"x":' * depth + "1" + "}" * depth
+    (result,) = chat(UNMARKED_TOOL_TEMPLATE).documents([parsed(calling(arguments))])
+    if depth == 5000 or isinstance(result, ValueError):
+        assert "nested too deeply" in str(result) or "refuses the messages (maximum recursion" in str(result)
+    else:
+        assert len(result.tokens) > 5 * depth

@@ -1,0 +1,36 @@
+"""Pictures of the documentation are drawn from real plans."""
+
+import numpy as np
+import pytest
+from support import runs as training  # noqa: F401  # puts scripts/ on the path
+
+from torchtitan_magi import make_plan, varlen_causal
+
+pytest.importorskip("matplotlib")
+from draw_plans import MASKS, draw_idea, draw_ownership, pairs_of, sees, spans  # isort: skip
+
+
+def test_the_idea_shows_the_tokens_that_queries_see():
+    plan = make_plan(varlen_causal([0, 5, 5, 64]), 64, 2)
+    own = np.zeros(64, dtype=bool)
+    own[[3, 10]] = True
+    assert np.flatnonzero(sees(plan, own)).tolist() == [*range(4), *range(5, 11)]
+    assert spans(own).tolist() == [[3, 4], [10, 11]]
+    texts = [text.get_text() for text in draw_idea(plan, np.array([0, 5, 64])).axes[0].texts]
+    assert {"pack", "GPU 0", "GPU 1"} <= set(texts)
+
+
+@pytest.mark.parametrize("slices", MASKS.values(), ids=MASKS)
+def test_the_masks_are_those_of_their_slices(slices):
+    pairs = np.logical_or.reduce([pairs_of(slice_, 64) for slice_ in slices.table])
+    assert pairs.sum() == slices.area
+    assert (pairs.sum(1) == slices.row_cost(64)).all()
+
+
+def test_the_ownership_shows_what_each_gpu_computes_and_receives():
+    plan = make_plan(varlen_causal([0, 5, 5, 64]), 64, 2)
+    (legend,) = [axes.get_legend() for axes in draw_ownership(plan).axes if axes.get_legend()]
+    texts = [text.get_text() for text in legend.get_texts()]
+    assert [f"receives {rows} rows" in text for rows, text in zip(plan.received_rows, texts, strict=False)] == [
+        True
+    ] * 2

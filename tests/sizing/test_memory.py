@@ -1,0 +1,462 @@
+"""Memory is predicted as torchtitan's models and runs take it, and as it was measured; the log says both."""
+
+import dataclasses
+import json
+import logging
+import re
+from dataclasses import replace
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+from support.runs import DEBUG_TOML, ROOT, call, train, watch
+
+from torchtitan_magi.models.model_config import Experts, ModelConfig, Rope
+from torchtitan_magi.planning.stages import MOST_BYTES
+from torchtitan_magi.sizing import memory
+from torchtitan_magi.sizing.memory import (
+    GIB,
+    OUTSIDE_PYTORCH,
+    Setup,
+    describe,
+    moments,
+    num_parameters,
+    predict,
+    remedies,
+)
+
+from predict_memory import comparisons  # isort: skip
+
+
+LLAMA_8B = ModelConfig("llama3", 4096, 32, 32, 8, 128, 14336, 128256, 1e-5, Rope(5e5))
+QWEN_30B = ModelConfig("qwen3", 2048, 48, 32, 4, 128, 6144, 151936, 1e-6, Rope(1e6), False, Experts(128, 8, 768, True))
+SETUP = Setup(LLAMA_8B, 131072, cp=4, compiled=True, compiled_loss=True)
+MEASURED = sorted((ROOT / "benchmarks" / "results").glob("train_*.json"))
+
+
+# ------------------------------------------------------------------------------------------ against torchtitan's models
+
+
+def parameters_of_flavors():
+    """Flavor -> numbers of parameters, ours and torchtitan's."""
+    from torchtitan.protocols.train_spec import get_train_spec
+
+    from torchtitan_magi.titan.v02.models import config_of
+
+    found = {}
+    for name in ("llama3", "qwen3"):
+        spec = get_train_spec(name)
+        for flavor in ("debugmodel_varlen_attn", "8B_varlen", "405B_varlen", "0.6B_varlen", "30B-A3B_varlen"):
+            if args := spec.model_args.get(flavor):
+                with torch.device("meta"):
+                    model = spec.model_cls(args)
+                found[name, flavor] = num_parameters(config_of(args)), sum(x.numel() for x in model.parameters())
+    return found
+
+
+def test_a_model_has_as_many_parameters_as_torchtitans():
+    found = call(parameters_of_flavors)
+    assert len(found) == 6
+    for flavor, (ours, theirs) in found.items():
+        assert ours == theirs, flavor
+
+
+def bytes_saved(module, inputs, not_counted):
+    """Bytes that a module's forward saves for its backward, without the storages of some tensors."""
+    sizes, known = {}, {x.untyped_storage().data_ptr() for x in not_counted}
+
+    def pack(x):
+        storage = x.untyped_storage()
+        if storage.data_ptr() not in known:
+            sizes[storage.data_ptr()] = storage.nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        module(*inputs)
+    return sum(sizes.values())
+
+
+CHECKPOINTING = [("llama3", mode) for mode in ("none", "selective", "full")] + [
+    ("qwen3", "none"),
+    ("qwen3", "selective"),
+]
+
+
+def saved_by_blocks():
+    """(model, mode) -> bytes that torchtitan's block saves for its backward when it is compiled, ours and theirs."""
+    from torch import nn
+    from torchtitan.config.job_config import ActivationCheckpoint
+    from torchtitan.distributed import activation_checkpoint
+    from torchtitan.models.llama3.infra import parallelize as llama3
+    from torchtitan.models.qwen3.infra import parallelize as qwen3
+    from torchtitan.protocols.train_spec import get_train_spec
+
+    from torchtitan_magi import varlen_causal
+    from torchtitan_magi.attention.bound_plan import bind_slices
+    from torchtitan_magi.attention.op import attend, make_handle
+    from torchtitan_magi.backends.choose import choose_block_attn
+    from torchtitan_magi.titan.v02.metadata import PlanMetadata
+    from torchtitan_magi.titan.v02.models import args_of
+
+    tokens, dim, heads_q, heads_kv, head_dim = 256, 128, 8, 2, 16
+    block_attn, cpu = choose_block_attn("flex", torch.device("cpu")), torch.device("cpu")
+    slices = varlen_causal(torch.tensor([0, tokens]))
+    handle = make_handle(bind_slices(slices, tokens, tokens, heads_q, heads_kv, block_attn, cpu))
+
+    class Attention(nn.Module):
+        def forward(self, q, k, v, metadata, scale=None):
+            q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
+            return attend(q, k, v, handle, head_dim**-0.5)[0]
+
+    found = {}
+    for name, mode in CHECKPOINTING:
+        config = ModelConfig(name, dim, 1, heads_q, heads_kv, head_dim, 448, 512, 1e-5, Rope(1e4))
+        args = args_of(config)
+        args.max_seq_len = tokens
+        model = get_train_spec(name).model_cls(args).bfloat16()
+        block = model.layers["0"]
+        block.attention.inner_attention = Attention()
+        rotary, positions = model.freqs_cis if name == "llama3" else model.rope_cache, torch.arange(tokens)[None]
+        not_counted = [*model.parameters(), rotary, positions]
+        if mode != "none":
+            saved_ops = {"llama3": llama3, "qwen3": qwen3}[name]._op_sac_save_list
+            block = activation_checkpoint._apply_ac_to_transformer_block(
+                block,
+                ActivationCheckpoint(mode=mode, selective_ac_option="op"),
+                base_fqn="layers.0",
+                op_sac_save_list=saved_ops,
+            )
+        block.compile(backend="aot_eager_decomp_partition", fullgraph=True)
+        x = torch.randn(1, tokens, dim, dtype=torch.bfloat16, requires_grad=True)
+        inputs = x, rotary, PlanMetadata(None, None, 0, 0), positions
+        block(*inputs)  # compiles
+        saved = bytes_saved(block, inputs, not_counted)
+        setup = Setup(config, tokens, checkpointing=mode, compiled=True)
+        found[name, mode] = memory._saved(setup)[0], saved
+    return found
+
+
+def saved_by_experts():
+    """Bytes that torchtitan's mixture of experts saves for its backward, ours and theirs."""
+    from torchtitan.models.moe.moe import MoE
+
+    from torchtitan_magi.titan.v02.models import args_of
+
+    tokens, experts = 1024, Experts(8, 4, 48, True)
+    config = ModelConfig("qwen3", 64, 1, 4, 4, 16, 0, 512, 1e-6, Rope(1e4), experts=experts)
+    moe_args = replace(args_of(config).moe_args, use_grouped_mm=False)  # a kernel of GPUs
+    moe = MoE(moe_args, config.dim, experts.hidden_dim).bfloat16()
+    with torch.no_grad():
+        moe.init_weights(0.02, torch.device("cpu"))
+    x = torch.randn(1, tokens, config.dim, dtype=torch.bfloat16, requires_grad=True)
+
+    def histc(x, bins, min, max):  # torch's takes no integers on the CPU
+        return torch.bincount(x, minlength=bins)
+
+    with mock.patch.object(torch, "histc", histc):
+        theirs = bytes_saved(moe, (x,), moe.parameters())
+    setup = Setup(config, tokens)
+    input_of_norm = config.dim * setup.compute_bytes
+    return tokens * (memory._ffn_saved(setup) - input_of_norm), theirs
+
+
+def test_experts_save_for_the_backward_what_is_predicted():
+    ours, theirs = call(saved_by_experts)
+    assert ours == pytest.approx(theirs, rel=0.1)
+
+
+def test_blocks_save_for_the_backward_what_is_predicted():
+    found = call(saved_by_blocks)
+    for case in CHECKPOINTING:
+        ours, theirs = found[case]
+        assert ours == pytest.approx(theirs, rel=0.03), case
+
+
+def report_state(report):
+    """What a rank's parameters, gradients and optimizer states take at the end of each step, and the prediction."""
+    import torchtitan.train
+
+    def look(_, trainer, *__):
+        parameters = [*trainer.model_parts[0].parameters()]
+        states = [x for states in trainer.optimizers.optimizers[0].state.values() for x in states.values()]
+        local = [
+            sum(x.to_local().nbytes for x in tensors if hasattr(x, "to_local")) for tensors in (parameters, states)
+        ]
+        parts = trainer.metrics_processor.memory.predicted.parts
+        report("state", [parts["parameters"], parts["optimizer states"]], local)
+
+    watch(torchtitan.train.Trainer, "train_step", look)
+
+
+def test_a_run_says_what_it_is_predicted_to_take_and_its_parameters_and_states_take_that():
+    arguments = "--parallelism.context_parallel_degree 2 --parallelism.tensor_parallel_degree 2 --training.steps 2"
+    run = train(4, arguments.split(), setup=report_state)
+    predicted, real = run.of("state")[-1]
+    assert predicted == pytest.approx(real, rel=1e-3)  # what does not divide is padded
+    said = re.findall(r"Predicted memory per GPU: at most ([\d.]+) MiB, in .* \(parameters ([\d.]+), .*\)", run.output)
+    assert [float(x) for _, x in said] == pytest.approx([predicted[0] / 2**20], abs=0.05)
+    assert run.output.index("Predicted memory") < run.output.index("Training starts")
+    assert "Measured memory" not in run.output  # there is no GPU
+    assert not {*OUTSIDE_PYTORCH} & set(re.findall(r"[A-Za-z ]+(?= [\d.]+[,)])", run.output))
+
+
+def setup_from(arguments, has_objectives):
+    """The facts of the debug configuration with these arguments, and those without any."""
+    from torchtitan.config import ConfigManager
+    from torchtitan.distributed import ParallelDims
+    from torchtitan.tools import utils
+
+    from torchtitan_magi.training.memory_log import setup_of
+
+    def setup(arguments):
+        with mock.patch.object(utils, "device_type", "cuda"):  # the CPU has no CPU offload
+            config = ConfigManager().parse_args(["--job.config_file", str(DEBUG_TOML), *arguments])
+        degrees = config.parallelism
+        dims = ParallelDims(
+            dp_replicate=degrees.data_parallel_replicate_degree,
+            dp_shard=degrees.data_parallel_shard_degree,
+            cp=degrees.context_parallel_degree,
+            tp=degrees.tensor_parallel_degree,
+            pp=1,
+            ep=degrees.expert_parallel_degree,
+            etp=degrees.expert_tensor_parallel_degree,
+            world_size=8,
+        )
+        machines = (2, 2) if degrees.context_parallel_degree == 4 else None
+        return setup_of(config, dims, LLAMA_8B, has_objectives, utils.device_type, machines)
+
+    return setup(arguments), setup([])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "has_objectives", "fields"),
+    [
+        ("--parallelism.context_parallel_degree 4 --parallelism.tensor_parallel_degree 2", True,
+         {"cp": 4, "tp": 2, "dp_shard": 1, "cp_per_machine": (2, 2)}),
+        ("--parallelism.data_parallel_replicate_degree 2 --parallelism.expert_parallel_degree 4", True,
+         {"dp_replicate": 2, "dp_shard": 2, "ep": 4}),
+        ("--training.seq_len 512 --training.local_batch_size 3 --training.global_batch_size 24", True,
+         {"seq_len": 512, "packs": 3, "accumulates": True}),
+        ("--training.dataset dpo --training.enable_cpu_offload", True, {"reference": True, "offload": True}),
+        ("--training.dataset dpo --magi.dpo.reference file", True, {"reference": False}),
+        ("--compile.enable --compile.components model", False,
+         {"compiled": True, "compiled_loss": False, "whole_logits": True}),
+        ("--activation_checkpoint.mode full", True, {"checkpointing": "full", "every": 0}),
+        ("--activation_checkpoint.mode selective --activation_checkpoint.selective_ac_option op", True,
+         {"checkpointing": "selective", "every": 0}),
+        ("--activation_checkpoint.mode selective --activation_checkpoint.selective_ac_option 3", True,
+         {"checkpointing": "selective", "every": 3}),
+        ("--activation_checkpoint.mode selective --activation_checkpoint.selective_ac_option 0", True,
+         {"checkpointing": "full", "every": 0}),
+        ("--activation_checkpoint.mode memory_budget --activation_checkpoint.memory_budget 0.25", True,
+         {"checkpointing": "memory_budget", "budget": 0.25, "every": 0}),
+        ("--training.dtype bfloat16 --optimizer.implementation foreach", True, {"param_bytes": 2, "foreach": True}),
+        ("--training.mixed_precision_param float32", True, {"compute_bytes": 4}),
+    ],
+)  # fmt: skip
+def test_the_facts_are_those_of_the_configuration(arguments, has_objectives, fields):
+    setup, default = call(setup_from, arguments.split(), has_objectives)
+    assert {name: getattr(setup, name) for name in fields} == fields
+    changed = {
+        each.name for each in dataclasses.fields(Setup) if getattr(setup, each.name) != getattr(default, each.name)
+    }
+    assert changed <= fields.keys() | {"dp_shard", "cp"}
+
+
+def test_tensor_parallelism_alone_computes_in_the_training_dtype():
+    setup, _ = call(
+        setup_from, ["--parallelism.context_parallel_degree", "1", "--parallelism.tensor_parallel_degree", "8"], True
+    )
+    assert setup.compute_bytes == 4
+
+
+# ------------------------------------------------------------------------------------------- against measured GPU runs
+
+
+def compare(path):
+    return [(row["peak_memory_gib"], predicted) for row, predicted in comparisons(json.loads(path.read_text()))]
+
+
+@pytest.mark.parametrize("path", MEASURED, ids=lambda path: path.stem)
+def test_runs_took_what_is_predicted(path):
+    found = call(compare, path)
+    assert found
+    for measured, predicted in found:
+        assert predicted == pytest.approx(measured, rel=0.1)
+
+
+def test_the_whole_8b_took_what_is_predicted():
+    """Two H200, 64k tokens on each, full checkpointing, measured on 2026-11-23; flex by torchtitan's own entry."""
+    for whole_logits, measured in ((False, 78.5), (True, 94.3)):
+        setup = replace(SETUP, cp=2, checkpointing="full", whole_logits=whole_logits)
+        parts = predict(setup).parts
+        inside = sum(size for part, size in parts.items() if part not in OUTSIDE_PYTORCH)
+        assert inside / GIB == pytest.approx(measured, rel=0.05)
+
+
+# ----------------------------------------------------------------------------------------------------------- properties
+
+
+def parts_at(setup, moment):
+    return next(each.parts for each in moments(setup) if each.moment == moment)
+
+
+def totals(setup):
+    return {each.moment: each.total for each in moments(setup)}
+
+
+@pytest.mark.parametrize("model", [LLAMA_8B, QWEN_30B], ids=lambda model: model.model)
+def test_twice_the_shards_take_half_the_states(model):
+    setup = Setup(model, 131072, cp=4, ep=4 if model.experts else 1, reference=True)
+    end = "the first block's backward"
+    half, whole = parts_at(replace(setup, dp_shard=2), end), parts_at(setup, end)
+    for part in ("parameters", "gradients", "optimizer states", "reference"):
+        assert half[part] == pytest.approx(whole[part] / 2, rel=1e-6)
+    copies = parts_at(replace(setup, dp_replicate=2), end)
+    assert copies == whole  # a replica shares nothing
+
+
+def test_parts_add_up_and_the_largest_moment_is_predicted():
+    for setup in (SETUP, replace(SETUP, checkpointing="full", cp=8, seq_len=2**20)):
+        assert predict(setup).total == sum(predict(setup).parts.values()) == max(totals(setup).values())
+        assert all(size > 0 for size in predict(setup).parts.values())
+
+
+@pytest.mark.parametrize("model", [LLAMA_8B, QWEN_30B], ids=lambda model: model.model)
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_more_checkpointing_keeps_less(model, compiled, tp):
+    setup = Setup(model, 131072, cp=4, tp=tp, compiled=compiled)
+
+    def kept(mode, **fields):
+        return memory._saved(replace(setup, checkpointing=mode, **fields))[0]
+
+    order = [kept("full"), kept("selective"), kept("selective", every=2), kept("none")]
+    assert order == sorted(set(order))
+    assert kept("memory_budget", budget=0.0) == kept("full")
+    assert kept("memory_budget", budget=1.0) == kept("none")
+    assert kept("selective", every=1) == kept("full")
+
+
+@pytest.mark.parametrize(
+    ("fields", "part", "gib"),
+    [
+        ({"reference": True}, "reference", 8.03e9 * 4 / 4 / GIB),  # parameters in float32 over four GPUs
+        ({"accumulates": True}, "gradients", 8.03e9 * 4 / 4 / GIB),
+        ({"whole_logits": True}, "logits", 131072 / 4 * 128256 * 2 * 2 / GIB + 128256 * 4096 * 4 / GIB + 0.5),
+        ({"packs": 2}, "rows in flight", 4),
+        ({"cp_per_machine": 2}, "rows in flight", 0),
+        ({"gpu": False}, "CUDA and NCCL", 0),
+        ({"offload": True}, "parameters", 0),
+        (
+            {"cp": 1, "dp_replicate": 4},
+            "gathered parameters",
+            8.03e9 * (4 + 2) / GIB,
+        ),  # DDP's buckets, autocast's copies
+    ],
+)
+def test_what_an_option_takes(fields, part, gib):
+    now, changed = totals(SETUP), totals(replace(SETUP, **fields))
+    moment = "the output layer" if part == "logits" else "the last block's backward"
+    assert parts_at(replace(SETUP, **fields), moment).get(part, 0) / GIB == pytest.approx(gib, rel=0.02)
+    assert (changed[moment] > now[moment]) == (gib > 0)
+
+
+def test_a_dense_document_receives_the_rest_of_its_pack():
+    """One layer's attention alone over a million tokens on two H200 was measured to take 36 GiB of PyTorch's."""
+    setup = Setup(LLAMA_8B, 2**20, cp=2)
+    of_q, of_k = setup.tokens * 4096 * 2, setup.tokens * 1024 * 2
+    gradients, rows = memory._attention_backward(setup)
+    alone = 2 * of_q + 2 * of_k + gradients - of_q + rows  # q, k, v and out, and no residual
+    assert alone / GIB == pytest.approx(36, rel=0.1)
+
+
+def test_rows_that_come_in_stages_are_predicted_as_they_are_planned():
+    setup = Setup(LLAMA_8B, 4 << 20, cp=32, cp_per_machine=8)
+    plan, own = memory.fullest_plan(setup), setup.tokens * 2048 * 4
+    assert len(plan.backward) > 8
+    assert memory._attention_backward(setup)[1] <= MOST_BYTES + own
+    whole = memory._attention_backward(replace(setup, overlap_stages=0))[1]
+    assert whole > own + setup.tokens * 31 * 2048 * (2 + 4)  # all rows, and the sums of their gradients
+    in_stages = replace(setup, cp=8, cp_per_machine=None)
+    assert memory._rows_in_flight(in_stages) == 4 * GIB + 4096  # of the forward alone
+    assert memory._rows_in_flight(replace(in_stages, overlap_stages=4)) == 0
+
+
+# ------------------------------------------------------------------------------------------------------------ in words
+
+
+def test_a_prediction_above_the_gpus_memory_names_remedies_that_help():
+    setup = replace(SETUP, seq_len=2**20, dp_shard=2, dp_replicate=2, reference=True)
+    now, text = predict(setup).total / GIB, remedies(setup)
+    for option in (
+        "parallelism.data_parallel_replicate_degree = 1, data_parallel_shard_degree = 4",
+        "parallelism.context_parallel_degree = 8, data_parallel_shard_degree = 1",
+        "parallelism.tensor_parallel_degree = 2 on twice the GPUs",
+        'activation_checkpoint.mode = "full"',
+        'magi.dpo.reference = "file"',
+        "training.enable_cpu_offload = true",
+        "training.seq_len = 524288",
+    ):
+        (gib,) = re.findall(re.escape(option) + r" \(([\d.]+) GiB\)", text)
+        assert float(gib) < now
+    assert "\n" not in text
+    small = remedies(replace(setup, checkpointing="full", reference=False, offload=True, dp_replicate=1, dp_shard=1))
+    assert not re.search("checkpoint|reference|offload|replicate", small)
+    assert "context_parallel_degree = 8 on twice the GPUs" in small
+    assert f"at most {now:.1f} GiB of 80.0, in " in describe(predict(setup), 80 * GIB)
+
+
+def lines_on_a_gpu():
+    """What a GPU of 80 GiB logs: predictions that fit and that do not, measurements of steps 1, 10 and 20."""
+    import torch.distributed as dist
+
+    from torchtitan_magi.training.memory_log import MeasuredMemory, log_prediction
+
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append((record.levelname, record.getMessage()))
+    logging.getLogger().setLevel(logging.INFO)
+    logging.getLogger().addHandler(handler)
+    gpu = {
+        "is_available": lambda: True,
+        "current_device": lambda: 0,
+        "get_device_properties": lambda _: SimpleNamespace(total_memory=80 * GIB),
+        "mem_get_info": lambda: (15 * GIB, 80 * GIB),
+        "memory_reserved": lambda: 62 * GIB,
+        "max_memory_allocated": iter([50 * GIB, 51 * GIB, 52 * GIB]).__next__,
+        "max_memory_reserved": iter([64 * GIB, 63 * GIB, 66 * GIB]).__next__,
+    }
+    with mock.patch.multiple(torch.cuda, **gpu), mock.patch.object(dist, "all_reduce"):
+        log_prediction(SETUP)
+        measured = MeasuredMemory(log_prediction(replace(SETUP, checkpointing="full", cp=8)), "cpu")
+        outside = [measured.look(step)["memory/outside_pytorch(GiB)"] for step in (1, 10, 20)]
+    return lines, outside
+
+
+def test_the_log_warns_of_what_does_not_fit_and_says_once_what_was_measured():
+    lines, outside = call(lines_on_a_gpu)
+    levels, texts = zip(*lines, strict=True)
+    assert levels == ("INFO", "WARNING", "INFO", "INFO")
+    assert "GiB of 80.0, in the last block's backward (parameters 7.5, " in texts[0]
+    assert "on each GPU of 80.0" in texts[1]
+    assert 'activation_checkpoint.mode = "full" (' in texts[1]
+    measured = "Measured memory per GPU: at most 51.0 GiB allocated by PyTorch (64.0 reserved) and 3.0 GiB outside it; "
+    assert texts[3].startswith(measured)
+    assert outside == [3, 3, 3]
+
+
+def offload_without_fsdp():
+    from torchtitan_magi.training.memory_log import check_offload
+
+    check_offload(False, "cuda", fsdp_enabled=False)
+    check_offload(True, "cuda", fsdp_enabled=True)
+    try:
+        check_offload(True, "cuda", fsdp_enabled=False)
+    except ValueError as error:
+        return str(error)
+
+
+def test_offload_without_fsdp_is_refused():
+    assert "enable_cpu_offload is true, but FSDP is off" in str(call(offload_without_fsdp))

@@ -1,0 +1,65 @@
+"""A small corpus in a language of its own and its tokenizer: the same with any Python, in a second.
+
+Documents have from three tokens to several packs. As in a natural language a few words make most of the text.
+"""
+
+import json
+import random
+import sys
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from torchtitan_magi.data import ChatTokenizer
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+from make_demo_data import write_tokenizer
+
+SYLLABLES = [a + b for a in "bdfgklmnprstvz" for b in "aeiou"]
+
+
+def make_words(rng: random.Random, num_words: int = 1500) -> list[str]:
+    """Words of one to four syllables, no two alike."""
+    words: dict[str, None] = {}
+    while len(words) < num_words:
+        words["".join(rng.choices(SYLLABLES, k=rng.randint(1, 4)))] = None
+    return list(words)
+
+
+WORDS = make_words(random.Random(0))
+
+
+def text(rng: random.Random, num_words: int) -> str:
+    """Zipf's law: the k-th word is drawn k times more seldom than the first."""
+    return " ".join(rng.choices(WORDS, [1 / (k + 1) for k in range(len(WORDS))], k=num_words))
+
+
+def record(rng: random.Random) -> dict:
+    """Plain text of few words or a conversation of one or two rounds, with a system message or without."""
+    if rng.random() < 0.15:
+        return {"text": text(rng, rng.randint(1, 4))}
+    messages = [{"role": "system", "content": text(rng, 5)}] if rng.random() < 0.25 else []
+    for _ in range(rng.choices((1, 2), (4, 1))[0]):
+        answer = min(800, 4 + int(rng.lognormvariate(3.3, 1.2)))
+        messages += [{"role": "user", "content": text(rng, rng.randint(3, 12))}]
+        messages += [{"role": "assistant", "content": text(rng, answer)}]
+    return {"messages": messages}
+
+
+def make_corpus(folder: Path) -> Path:
+    """Writes train.jsonl, validation.jsonl and tokenizer/."""
+    rng = random.Random(2)
+    for name, num_records in (("train", 600), ("validation", 60)):
+        lines = [json.dumps(record(rng)) + "\n" for _ in range(num_records)]
+        (folder / f"{name}.jsonl").write_text("".join(lines))
+    write_tokenizer(folder / "tokenizer", [text(rng, 50_000), "user assistant system " * 1000])
+    return folder
+
+
+def chat_tokenizer(folder: Path | str) -> ChatTokenizer:
+    """The tokenizer of a corpus or of the demonstration data."""
+    assets = Path(folder) / "tokenizer"
+    config = json.loads((assets / "tokenizer_config.json").read_text())
+    tokenizer = Tokenizer.from_file(str(assets / "tokenizer.json"))
+    bos, eos = (tokenizer.token_to_id(config[name]) for name in ("bos_token", "eos_token"))
+    return ChatTokenizer.from_assets(tokenizer, bos, eos, assets)

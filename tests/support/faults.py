@@ -1,0 +1,116 @@
+"""What befalls a run of tests/support/runs.py, seen from inside a rank: a signal in a given phase; what the rank uses.
+
+train(2, arguments, setup=Blow("backward", 7, 1, signal.SIGKILL))
+"""
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from support.runs import watch
+
+FORWARDS = ("forward", "reference", "validation")
+WAITING = 3.0  # seconds after which the other ranks surely wait
+
+
+@dataclass(frozen=True)
+class Blow:
+    """A rank is struck, once, at a step or the first time after it that it reaches the phase.
+
+    It reports ("struck", its process id) before. All ranks report ("resources", KiB resident, open descriptors,
+    threads) after each step.
+
+    Args:
+        phase: "forward" and "backward" of a layer; "reference": of the frozen model of preference training;
+            "validation": of the model within a validation pass; "rows" before the rank sends K/V rows of a layer on a
+            GPU, while the others' attention waits for them; "write" when the rank has written its shards of a
+            checkpoint; "finish" before rank 0 completes it; "export" when the rank has written its shards of an export;
+            "merge" when rank 0 has begun the files that they are merged to; "none": nothing happens.
+        blow: a signal that the rank sends itself, or a function that it calls.
+    """
+
+    phase: str
+    step: int = 0
+    rank: int = 0
+    blow: int | Callable[[], None] = 0
+
+    def __call__(self, report: Callable[..., None]) -> None:
+        from torch.distributed.checkpoint import HuggingFaceStorageWriter, _consolidate_hf_safetensors
+        from torch.nn.modules import module
+        from torchtitan.train import Trainer
+
+        from torchtitan_magi.backends.ffa.row_kernels import CudaRowMover
+        from torchtitan_magi.training.checkpoints.digests import DigestWriter
+
+        now, struck, policy = 0, False, None
+
+        def see_step(_: object, trainer: Trainer, *args: object) -> None:
+            nonlocal now, policy
+            now, policy = trainer.step, trainer.model_parts[0]
+            report("resources", *resources())
+
+        def strike(*_: object, **__: object) -> None:
+            nonlocal struck
+            if now + 1 >= self.step and not struck:
+                struck = True
+                report("struck", os.getpid())
+                self.blow() if callable(self.blow) else os.kill(os.getpid(), self.blow)
+
+        watch(Trainer, "train_step", see_step)
+        if os.environ["RANK"] != str(self.rank):
+            return
+        if self.phase in FORWARDS:
+            module.register_module_forward_pre_hook(lambda layer, _: see_forward(layer))
+        elif self.phase == "backward":
+            module.register_module_forward_hook(lambda layer, _, x: strike_in_backward(layer, x))
+        elif self.phase == "rows":
+            gather = CudaRowMover.gather
+
+            def strike_and_gather(*args: object, **kwargs: object) -> None:
+                if now + 1 >= self.step and not struck:
+                    time.sleep(WAITING)
+                strike()
+                gather(*args, **kwargs)
+
+            CudaRowMover.gather = strike_and_gather
+        elif self.phase == "write":
+            watch(DigestWriter, "write_data", strike)
+        elif self.phase == "finish":
+            stock = DigestWriter.finish
+
+            def strike_and_finish(*args: object, **kwargs: object) -> None:
+                strike()
+                stock(*args, **kwargs)
+
+            DigestWriter.finish = strike_and_finish
+        elif self.phase == "export":
+            watch(HuggingFaceStorageWriter, "write_data", strike)
+        elif self.phase == "merge":
+            watch(_consolidate_hf_safetensors, "_write_metadata", strike)
+
+        def see_forward(layer: object) -> None:
+            if is_block(layer) and policy is not None and self.phase == phase_of(layer, policy):
+                strike()
+
+        def strike_in_backward(layer: object, x: object) -> None:
+            if is_block(layer) and x.requires_grad:
+                x.register_hook(strike)
+
+
+def phase_of(layer: object, policy: object) -> str:
+    """Of FORWARDS. policy: the model that is trained."""
+    if not policy.training:
+        return "validation"
+    return "forward" if layer.training else "reference"
+
+
+def is_block(layer: object) -> bool:
+    return type(layer).__name__.endswith("TransformerBlock")
+
+
+def resources() -> tuple[int, int, int]:
+    """KiB resident, open descriptors, threads of this process."""
+    with open("/proc/self/statm") as file:
+        resident = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") // 1024
+    return resident, len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))

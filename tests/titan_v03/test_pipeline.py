@@ -1,0 +1,221 @@
+"""Pipeline parallelism: every microbatch has its own plan, and the step is that of one process that accumulates."""
+
+import functools
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support.hf_loop import EPS, write_pairs
+from support.hf_models import make_hf_folder
+from support.runs import TrainingError, corpus, new_folder, train, watch
+
+from torchtitan_magi.training.experts import EXPERT_LOAD_METRICS
+
+DEGREES = {
+    "pp": "pipeline_parallel", "cp": "context_parallel", "tp": "tensor_parallel", "dp": "data_parallel_shard",
+    "replicate": "data_parallel_replicate", "ep": "expert_parallel",
+}  # fmt: skip
+PACKS = 4  # per step
+FOUR_LAYERS = {"num_hidden_layers": 4}
+
+
+@functools.cache
+def folder(kind="llama", tied=False):
+    return make_hf_folder(kind, tied=tied, **FOUR_LAYERS)
+
+
+@dataclass
+class Result:
+    """Of the last rank, which has the last stage, by step."""
+
+    losses: list[float]
+    norms: list[float]
+    accuracies: list[float]
+    validation: list[float]
+    tokens: list[int]
+    expert_load: list[tuple[float, ...]]
+
+
+def run(degrees, *options, kind="llama", tied=False, setup=None, expanded=None):
+    """Two steps. expanded: gets how often each rank has made K and V of latent rows."""
+    name = {"llama": "llama3", "qwen3_moe": "qwen3"}.get(kind, kind)
+    local = PACKS // degrees.get("dp", 1) if "pp" in degrees else 1
+    processes = math.prod(degree for axis, degree in degrees.items() if axis != "ep")
+    arguments = ["--model.name", name, "--model.flavor", "hf", "--model.hf_assets_path", str(folder(kind, tied))]
+    arguments += ["--training.dataset_path", f"{corpus()}/train.jsonl", "--training.steps", "2"]
+    arguments += ["--training.local_batch_size", str(local), "--training.global_batch_size", str(PACKS)]
+    arguments += ["--checkpoint.enable", "--checkpoint.initial_load_in_hf"]
+    for axis, degree in degrees.items():
+        arguments += [f"--parallelism.{DEGREES[axis]}_degree", str(degree)]
+    found = train(processes, [*arguments, *options], layers=None, setup=setup)
+    if expanded is not None:
+        expanded += [len(found.of("expanded", rank)) for rank in range(processes)]
+    unknown = [name] * (name not in ("llama3", "qwen3")) + ["pipelines"] * ("pp" in degrees)
+    unknown += ["LoRA"] * ("--magi.lora.rank" in options)
+    refused = f"Memory per GPU is not predicted for {' and '.join(unknown)}"
+    assert (refused if unknown else "Predicted memory per GPU: at most ") in found.output
+    logged = [values for _, values in found.of("metrics", rank=processes - 1)]
+    keys = "loss_metrics/global_avg_loss", "grad_norm", "rewards/accuracies", "validation_metrics/loss", "n_tokens_seen"
+    load = [tuple(values[key] for key in EXPERT_LOAD_METRICS if key in values) for values in logged]
+    found = ([float(values[key]) for values in logged if key in values] for key in keys)
+    return Result(*found, [figures for figures in load if figures])
+
+
+VALIDATION = "--validation.enable --validation.dataset sft --validation.freq 2 --validation.seq_len 256"
+
+
+def with_validation():
+    return [*VALIDATION.split(), "--validation.dataset_path", f"{corpus()}/validation.jsonl"]
+
+
+@functools.cache
+def alone(kind="llama"):
+    return run({}, "--validation.local_batch_size", "1", *with_validation(), kind=kind)
+
+
+def check(found, expected):
+    """Losses and gradient norms, and losses of validations."""
+    assert found.losses == pytest.approx(expected.losses, rel=1e-5)
+    assert found.norms == pytest.approx(expected.norms, rel=1e-4)  # float32 sums
+    assert found.validation == pytest.approx(expected.validation, rel=1e-5)
+    assert found.tokens == expected.tokens
+    assert found.tokens[0] > 0
+    assert len(found.expert_load) == len(expected.expert_load)
+    for figures, of_one in zip(found.expert_load, expected.expert_load, strict=True):
+        assert figures == pytest.approx(of_one, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("degrees", "schedule"),
+    [
+        ({"pp": 2, "cp": 2}, "1F1B"),
+        ({"pp": 2}, "Interleaved1F1B"),
+        ({"pp": 2, "cp": 2}, "GPipe"),
+        ({"pp": 2, "tp": 2, "cp": 2}, "1F1B"),
+        ({"pp": 2, "dp": 2, "cp": 2}, "1F1B"),
+    ],
+)
+def test_a_step_is_that_of_one_process(degrees, schedule):
+    found = run(degrees, "--parallelism.pipeline_parallel_schedule", schedule, *with_validation())
+    assert len(found.losses) == len(found.validation) == 2
+    check(found, alone())
+
+
+def expect_batches_of_a_pass(report):
+    from torchtitan_magi.titan.v03.trainer import MagiTrainer
+
+    def check_both(_, trainer):
+        assert (trainer.dataloader.at_once, trainer.validator.batches.at_once) == (PACKS, PACKS)
+
+    watch(MagiTrainer, "train", check_both)
+
+
+def test_the_batches_of_a_pass_are_planned_ahead():
+    check(run({"pp": 2}, *with_validation(), setup=expect_batches_of_a_pass), alone())
+
+
+@pytest.mark.parametrize("kind", ["gpt_oss", "deepseek_v3"])
+def test_models_with_experts_and_several_masks_train_alike(kind):
+    check(run({"pp": 2, "cp": 2}, *with_validation(), kind=kind), alone(kind))
+
+
+@pytest.mark.parametrize(
+    ("kind", "degrees"),
+    [("qwen3_moe", {"tp": 2}), ("gpt_oss", {"tp": 2, "pp": 2}), ("deepseek_v3", {"tp": 2, "cp": 2})],
+)
+def test_experts_under_tensor_parallelism_train_alike_on_microbatches_of_one_pack(kind, degrees):
+    check(run(degrees, *with_validation(), kind=kind), alone(kind))
+
+
+def ranks_in_nodes_of_their_own(report):
+    from torchtitan_magi.attention.latents import Latents
+    from torchtitan_magi.exchange import mesh
+
+    mesh.machine = lambda: os.environ["RANK"]
+    watch(Latents, "expand", lambda *_: report("expanded"))
+
+
+@pytest.mark.parametrize(
+    ("degrees", "options"),
+    [
+        ({"cp": 2}, "--magi.overlap_stages 2"),
+        ({"tp": 2, "cp": 2}, "--activation_checkpoint.mode full"),
+        ({"cp": 2, "dp": 2}, "--compile.enable --compile.backend aot_eager"),
+    ],
+)
+def test_latent_vectors_that_travel_between_nodes_train_alike(degrees, options):
+    kind, expanded = "deepseek_v3", []
+    options = [*options.split(), *with_validation()]
+    found = run(degrees, *options, kind=kind, setup=ranks_in_nodes_of_their_own, expanded=expanded)
+    check(found, alone(kind))
+    assert all(of_rank for of_rank in expanded)
+
+
+@pytest.mark.parametrize(
+    ("degrees", "options"),
+    [
+        ({"replicate": 2, "dp": 2}, ""),
+        ({"tp": 2, "dp": 2, "ep": 2}, "--compile.enable --compile.backend aot_eager --validation.local_batch_size 2"),
+    ],
+)
+def test_experts_are_read_under_hsdp_and_compile_for_packs_of_training_and_of_validation(degrees, options):
+    check(run(degrees, *options.split(), *with_validation(), kind="qwen3_moe"), alone("qwen3_moe"))
+
+
+@functools.cache
+def pairs():
+    path = Path(new_folder(), "pairs.jsonl")
+    write_pairs(path)
+    return ["--training.dataset", "dpo", "--training.dataset_path", str(path)]
+
+
+@functools.cache
+def dpo_alone():
+    return run({}, *pairs())
+
+
+@pytest.mark.parametrize("degrees", [{"pp": 2, "cp": 2}, {"tp": 2}])
+def test_the_frozen_copy_of_dpo_is_laid_out_like_the_policy(degrees):
+    one, found = dpo_alone(), run(degrees, *pairs())
+    check(found, one)
+    assert found.accuracies == one.accuracies
+    assert found.losses[0] == pytest.approx(math.log(2), rel=1e-6)
+    assert found.losses[1] < found.losses[0]
+
+
+def test_adapters_of_all_stages_are_trained_and_written():
+    """They begin as those of one process, although torchtitan seeds each stage by itself."""
+    options = [*pairs(), "--magi.lora.rank", "4", "--checkpoint.last_save_in_hf", "--optimizer.eps", f"{EPS}"]
+    dumps = [new_folder(), new_folder()]
+    one, pipeline = (
+        run(degrees, *options, "--job.dump_folder", dump)
+        for degrees, dump in zip(({}, {"pp": 2, "cp": 2}), dumps, strict=True)
+    )
+    check(pipeline, one)
+    assert pipeline.losses[1] < pipeline.losses[0]
+    written, expected = (load_file(f"{dump}/checkpoint/step-2/adapter_model.safetensors") for dump in reversed(dumps))
+    assert written.keys() == expected.keys()
+    for name, weight in expected.items():
+        torch.testing.assert_close(written[name], weight, rtol=0, atol=1e-5)  # the learning rate is 3e-3
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--parallelism.pipeline_parallel_schedule ZBVZeroBubble", "schedule is 'ZBVZeroBubble'; use one of 1F1B, "),
+        ("--training.dataset dpo --magi.dpo.reference file", 'reference is "file", but a pipeline'),
+    ],
+)
+def test_what_does_not_go_with_it_is_named(options, message):
+    with pytest.raises(TrainingError, match=message) as caught:
+        run({"pp": 2}, *options.split())
+    assert caught.value.type == "ValueError"
+
+
+def test_tied_weights_are_named():
+    with pytest.raises(TrainingError, match="but tie_word_embeddings does not go with it"):
+        run({"pp": 2}, tied=True)

@@ -1,0 +1,368 @@
+"""The last checkpoint's folder is a model that transformers loads as it is."""
+
+import functools
+import itertools
+import json
+import logging
+import os
+import re
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.hf_models import make_hf_folder
+from support.runs import LAYERS, corpus, new_folder, train, watch
+
+from torchtitan_magi.data import PackedSFTDataset
+from torchtitan_magi.data.tokens.assets import load_chat_tokenizer
+from torchtitan_magi.models.model_config import Experts, ModelConfig, Rope, read_model_config
+from torchtitan_magi.training.checkpoints.export import add_config, export, read_files
+from torchtitan_magi.training.checkpoints.exported_files import exported_files
+
+from loss_compare import LAYOUTS  # isort: skip
+
+TEXT = "bada gogu <|im_start|>user\nBada  123\n"
+CHAT = [{"role": "user", "content": "bada gogu"}, {"role": "assistant", "content": "lo"}]
+
+
+def test_an_export_of_more_than_weights_is_refused_before_the_first_step():
+    checkpoint = SimpleNamespace(enable=True, last_save_in_hf=True, last_save_model_only=False)
+    job_config = SimpleNamespace(model=SimpleNamespace(hf_assets_path="model"), checkpoint=checkpoint)
+    with pytest.raises(ValueError, match=r"last_save_in_hf is true, but .*last_save_model_only is false; set that"):
+        exported_files(job_config, None, None)
+
+
+def report_weights(report):
+    """The weights as the run starts, and as they are when the last checkpoint has been written."""
+    from torch.distributed.tensor import DTensor
+    from torchtitan.components.checkpoint import CheckpointManager
+
+    def report_now(_, checkpointer, step):
+        weights = checkpointer.states["model"].state_dict()
+        full = {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in weights.items()}
+        report("weights", step, {name: x.clone().numpy() for name, x in full.items()})
+
+    watch(CheckpointManager, "load", report_now)
+    watch(CheckpointManager, "_save_last_step", report_now)
+
+
+def trained(layout, assets, folder, *options):
+    """The weights before the first step, the last step and the weights after it of a run that ends with an export, and
+    what it printed."""
+    arguments = [*LAYOUTS[layout].arguments, "--checkpoint.enable", "--checkpoint.last_save_in_hf", *options]
+    arguments += ["--model.hf_assets_path", f"{assets}", "--job.dump_folder", folder]
+    run = train(LAYOUTS[layout].processes, arguments, setup=report_weights)
+    (_, first), (step, last) = run.of("weights")
+    first, last = ({name: torch.from_numpy(x) for name, x in weights.items()} for weights in (first, last))
+    return first, step, last, run.output
+
+
+def logits_of_torchtitan(args, weights, tokens):
+    from torchtitan.models import llama3, qwen3
+
+    spec = (qwen3 if hasattr(args, "head_dim") else llama3).get_train_spec()
+    model = spec.model_cls(replace(args, attn_type="sdpa", attn_mask_type="causal"))
+    model.init_weights()
+    model.load_state_dict(weights, strict=True)
+    return model(tokens)
+
+
+def assert_same_model(folder, args, weights, dtype):
+    """transformers' model of a folder has the dtype, and the logits of torchtitan's with the weights in this dtype."""
+    from transformers import AutoModelForCausalLM
+
+    model, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(report.values())
+    assert model.dtype == getattr(torch, dtype)
+    tokens = torch.randint(0, 2048, (2, 100), generator=torch.Generator().manual_seed(0))
+    rounded = {name: x.to(model.dtype).float() for name, x in weights.items()}
+    with torch.no_grad():
+        difference = model.float()(tokens).logits - logits_of_torchtitan(args, rounded, tokens)
+    assert difference.abs().max() <= 5e-5
+
+
+def assert_same_tokenizer(folder, assets):
+    from transformers import AutoTokenizer
+
+    ours, source = (AutoTokenizer.from_pretrained(path) for path in (folder, assets))
+    assert ours(TEXT).input_ids == source(TEXT).input_ids
+    assert (ours.bos_token, ours.eos_token) == (source.bos_token, source.eos_token)
+    chat = ours.apply_chat_template(CHAT, tokenize=False)
+    assert chat == source.apply_chat_template(CHAT, tokenize=False)
+    assert "bada gogu" in chat
+
+
+def round_matrices(folder):
+    for path in folder.glob("*.safetensors"):
+        tensors = {name: x if x.dim() == 1 else x.bfloat16() for name, x in load_file(path).items()}
+        save_file(tensors, path, {"format": "pt"})
+
+
+def dtypes_of(folder):
+    return {name: x.dtype for path in folder.glob("*.safetensors") for name, x in load_file(path).items()}
+
+
+@functools.cache
+def longest_document():
+    """Positions of the longest document in the two packs of each of two steps."""
+    dataset = PackedSFTDataset(corpus() / "train.jsonl", load_chat_tokenizer(corpus() / "tokenizer"), 256)
+    return max(1 + int(inputs["positions"].max()) for inputs, _ in itertools.islice(dataset, 4))
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout", "dtype"),
+    [
+        ("llama", "cp4", "bfloat16"),  # with two K/V heads: a rank has a part of one, here and in the next layout
+        ("llama", "cp2_tp2", "float32"),
+        ("qwen3", "cp1", "bfloat16"),
+        ("qwen3", "cp2_tp2", "float32"),
+    ],
+)
+def test_transformers_loads_the_last_checkpoint(kind, layout, dtype, tmp_path):
+    """Of a model in several files whose index has a name too much, made for fewer positions than documents have; with
+    norms in float32 where others have 16 bits."""
+    from transformers import AutoModelForCausalLM
+
+    from torchtitan_magi.titan.v02.models import args_of
+
+    how = {"shards": 2, "tied": (kind, layout) == ("qwen3", "cp2_tp2"), "max_position_embeddings": 200}
+    assets = make_hf_folder(kind, folder=tmp_path / "assets", **how)
+    if dtype == "bfloat16":
+        round_matrices(assets)
+    config = read_model_config(assets)
+    (assets / "generation_config.json").write_text('{"temperature": 0.5, "do_sample": true}')
+    index = json.loads((assets / "model.safetensors.index.json").read_text())
+    num_files = len(set(index["weight_map"].values()))
+    index["weight_map"]["model.layers.0.self_attn.rotary_emb.inv_freq"] = min(index["weight_map"].values())
+    (assets / "model.safetensors.index.json").write_text(json.dumps(index))
+    model = ["--model.name", config.model, "--model.flavor", "hf", "--checkpoint.initial_load_in_hf"]
+    options = [*model, "--training.steps", "2", "--checkpoint.export_dtype", dtype]
+    loaded, step, weights, output = trained(layout, assets, f"{tmp_path}", *options)
+    exported = tmp_path / "checkpoint" / f"step-{step}"
+    assert_same_model(assets, args_of(config), loaded, "float32")
+    assert_same_model(exported, args_of(config), weights, dtype)
+    assert_same_tokenizer(exported, assets)
+    assert not torch.equal(loaded["norm.weight"], weights["norm.weight"])
+    assert not list(exported.glob("*/*.safetensors"))
+    assert json.loads((exported / "generation_config.json").read_text())["temperature"] == 0.5
+    assert len(list(exported.glob("*.safetensors"))) == num_files > 1
+    assert dtypes_of(exported) == dtypes_of(assets)
+    fields = json.loads((exported / "config.json").read_text())
+    assert 200 < fields["max_position_embeddings"] == longest_document()
+    assert "training.seq_len is 256, but the model was trained for 200 positions" in output
+    assert AutoModelForCausalLM.from_pretrained(exported).generation_config.eos_token_id == [1, 4]
+    assert fields["eos_token_id"] == [1, 4]
+    assert "Turns end with <|im_end|>, so generation must stop there: the export has eos_token_id [1, 4]" in output
+    end = f'The model is in {exported}: AutoModelForCausalLM.from_pretrained("{exported}")'
+    assert end in output.partition("Training completed")[2]
+
+
+def test_a_bare_tokenizer_folder_and_data_that_end_early(tmp_path):
+    """The configuration is made from the flavor, the default chat template is the one that the run trains with, and
+    the checkpoint counts as finished."""
+    from torchtitan.components.checkpoint import CheckpointManager
+    from torchtitan.models.llama3 import llama3_args
+
+    assets, folder = shutil.copytree(corpus() / "tokenizer", tmp_path / "assets"), new_folder()
+    tokenizer_config = json.loads((assets / "tokenizer_config.json").read_text())
+    (assets / "tokenizer_config.json").write_text(
+        json.dumps({name: tokenizer_config[name] for name in ("bos_token", "eos_token")})
+    )
+    records = (corpus() / "train.jsonl").read_text().splitlines()[:8]
+    (tmp_path / "few.jsonl").write_text("\n".join(records))
+    few = ["--training.dataset_path", f"{tmp_path}/few.jsonl", "--magi.epochs", "1", "--training.steps", "50"]
+    _, step, weights, _ = trained("cp1", assets, folder, *few)
+    assert step < 50
+    exported = Path(folder, "checkpoint", f"step-{step}")
+    assert (exported / "chat_template.jinja").read_text().startswith("{{ bos_token }}")
+    shutil.copy(exported / "chat_template.jinja", assets)
+    args = replace(llama3_args["debugmodel_varlen_attn"], n_layers=LAYERS)
+    assert_same_model(exported, args, weights, "float32")
+    assert_same_tokenizer(exported, assets)
+    assert not (exported / "generation_config.json").exists()
+    assert json.loads((exported / "config.json").read_text())["eos_token_id"] == [1, 4]
+    assert CheckpointManager._find_load_step(SimpleNamespace(folder=exported.parent)) == step
+
+
+# ---------------------------------------------------------------------------------------------------- without training
+
+
+def test_a_folder_gives_what_transformers_reads_and_nothing_else(tmp_path):
+    names = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model"]
+    names += ["vocab.json", "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"]
+    names += ["additional_chat_templates/tools.jinja"]
+    others = ["model.safetensors", "model.safetensors.index.json", "README.md", "original/params.json"]
+    for name in [*names, *others]:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(f'{{"name": "{name}"}}')
+    files = read_files(f"{tmp_path}")
+    assert sorted(files) == sorted(names)
+    assert all(json.loads(content) == {"name": name} for name, content in files.items())
+
+
+def test_a_snapshot_of_a_cache_is_read_through_its_links(tmp_path):
+    blobs, folder = tmp_path / "models--a--b/blobs", tmp_path / "models--a--b/snapshots/0123"
+    (folder / "additional_chat_templates").mkdir(parents=True)
+    blobs.mkdir()
+    for name, to in {"config.json": "../../blobs/0", "additional_chat_templates/t.jinja": "../../../blobs/1"}.items():
+        (folder / name).symlink_to(to)
+        (folder / name).resolve().write_text("{}")
+    (folder / "tokenizer.json").symlink_to("config.json")
+    (tmp_path / "model").symlink_to(folder)  # a folder that is a link itself
+    for path in (folder, tmp_path / "model"):
+        assert sorted(read_files(f"{path}")) == ["additional_chat_templates/t.jinja", "config.json", "tokenizer.json"]
+
+
+@pytest.mark.parametrize("name", ["tokenizer_a.json", "additional_chat_templates", "blobs"])
+def test_a_link_out_of_the_folder_is_not_exported(name, tmp_path):
+    secret, folder = tmp_path / ("blobs" if name == "blobs" else "secret"), tmp_path / "model"
+    for path in (secret, folder):
+        path.mkdir()
+    (secret / "key").write_text("{}")
+    if name == "additional_chat_templates":
+        (folder / name).symlink_to(secret)
+    else:
+        (folder / "tokenizer_a.json").symlink_to(secret / "key")
+    words = r"^.*/model/.* is a link to .*/key, outside of the model's folder, and would be .*; put a copy in its place"
+    with pytest.raises(ValueError, match=words):
+        read_files(f"{folder}")
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("nothing")])
+def test_what_is_no_file_is_not_exported(make, tmp_path):
+    make(tmp_path / "tokenizer_a.json")
+    with pytest.raises(ValueError, match=r"tokenizer_a\.json is no file that can be exported .*; remove it"):
+        read_files(f"{tmp_path}")
+
+
+def test_a_folder_that_cannot_be_read_is_one_line(tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match=r"^model.hf_assets_path is '.*none', .*no such folder.*; give .*$"):
+        read_files(f"{tmp_path}/none")
+    (tmp_path / "config.json").write_text("[1")
+    with pytest.raises(ValueError, match=r"^.*config.json is no JSON object; download it again$"):
+        read_files(f"{tmp_path}")
+
+    def refuse(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    with pytest.raises(ValueError, match=r"^model.hf_assets_path is .*Permission denied.*config.json.*; give .*$"):
+        read_files(f"{tmp_path}")
+
+
+@pytest.mark.parametrize("given", [{}, {"dtype": "float32"}, {"torch_dtype": "float32"}])
+def test_the_configuration_names_the_dtype_of_the_weights(given, tmp_path):
+    from transformers import AutoConfig
+
+    files = {"config.json": json.dumps({"model_type": "llama", "other": "é"} | given).encode()}
+    export(tmp_path, files, torch.bfloat16, lambda place: (place / "sharded").mkdir())
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config == {"model_type": "llama", "other": "é"} | dict.fromkeys(given or ["torch_dtype"], "bfloat16")
+    assert AutoConfig.from_pretrained(tmp_path).dtype == torch.bfloat16
+    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
+
+
+def test_an_export_that_is_cut_off_keeps_its_weights_and_does_not_count(tmp_path):
+    for name in ("config.json", "model-00002-of-00002.safetensors", "model.safetensors.index.json"):
+        (tmp_path / name).write_text("of an earlier export")
+
+    def killed(place):
+        assert (place / "config.json").exists()
+        (place / "sharded").mkdir()
+        (place / "sharded" / "shard").write_text("weights")
+        (place / "model.safetensors.index.json").write_text('{"weight_map": {')  # as far as it was written
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        export(tmp_path, {"config.json": b"{}"}, torch.float32, killed)
+    assert (tmp_path / "unfinished" / "sharded" / "shard").read_text() == "weights"
+    assert [path.name for path in tmp_path.iterdir()] == ["unfinished"]
+    export(tmp_path, {}, torch.float32, lambda place: (place / "sharded").mkdir())  # which would fail if it were there
+
+
+def test_the_configuration_and_the_index_come_last(tmp_path, monkeypatch):
+    moved = []
+    monkeypatch.setattr("os.replace", lambda _, path: moved.append(str(path.relative_to(tmp_path))))
+    index, weights, template = "model.safetensors.index.json", "model-00001-of-00001.safetensors", "more/chat.jinja"
+
+    def write(place):
+        for name in (index, weights, "sharded/shard"):
+            (place / name).parent.mkdir(exist_ok=True)
+            (place / name).write_text("")
+
+    export(tmp_path, {"config.json": b"{}", template: b""}, torch.float32, write)
+    assert sorted(moved[:2]) == [weights, template]
+    assert moved[2:] == ["config.json", index]
+
+
+def test_a_first_copy_that_cannot_be_removed_is_one_warning(tmp_path, caplog, monkeypatch):
+    def refuse(path):
+        raise OSError("busy")
+
+    monkeypatch.setattr("shutil.rmtree", refuse)
+    with caplog.at_level(logging.WARNING):
+        export(tmp_path, {}, torch.float32, lambda place: (place / "sharded").mkdir())
+    assert re.fullmatch(r".* is complete, but .*unfinished could not be removed \(.*\); delete it", *caplog.messages)
+
+
+def error_of_export(folder):
+    try:
+        export(Path(folder), {"config.json": b"{}"}, torch.float32, lambda place: None)
+    except OSError as error:
+        return str(error)
+
+
+def test_a_file_that_cannot_be_written_ends_all_ranks(three_ranks, tmp_path):
+    (tmp_path / "step-2").write_text("a file where the folder should be")
+    first, *others = three_ranks.run(error_of_export, f"{tmp_path}/step-2/deeper")
+    assert "Not a directory" in first
+    assert others == [first, first]
+
+
+def test_the_tokenizer_of_a_bare_folder_keeps_its_class():
+    files = {"tokenizer.json": b"{}", "tokenizer_config.json": b'{"bos_token": "a"}'}
+    add_config(files, {"model_type": "llama"})
+    assert json.loads(files["config.json"]) == {"model_type": "llama"}
+    assert json.loads(files["tokenizer_config.json"]) == {
+        "bos_token": "a", "tokenizer_class": "PreTrainedTokenizerFast"
+    }  # fmt: skip
+    files = {"tokenizer.json": b"{}", "tokenizer_config.json": b'{"tokenizer_class": "LlamaTokenizer"}'}
+    add_config(files, {"model_type": "llama"})
+    assert json.loads(files["tokenizer_config.json"]) == {"tokenizer_class": "LlamaTokenizer"}
+
+
+LLAMA = ModelConfig("llama3", 64, 2, 8, 2, 8, 176, 2048, 1e-5, Rope(5e5), max_positions=4096)
+QWEN3 = replace(LLAMA, model="qwen3", head_dim=16, value_dim=0, rope=Rope(1e6))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        LLAMA,
+        replace(LLAMA, rope=Rope(1e4, "linear", 4.0)),
+        replace(LLAMA, rope=Rope(5e5, "llama3", 8.0, 1.0, 4.0, 8192)),
+        replace(QWEN3, tied=True),
+        replace(QWEN3, experts=Experts(4, 2, 48, True)),
+    ],
+    ids=["llama", "linear", "llama3", "qwen3", "qwen3_moe"],
+)
+def test_a_written_configuration_is_read_as_the_same_model(config, tmp_path):
+    """By us and, written again, by transformers."""
+    from transformers import AutoConfig
+
+    (tmp_path / "config.json").write_text(json.dumps(config.to_hf()))
+    found = read_model_config(tmp_path)
+    assert (found, found.max_positions) == (config, 4096)
+    AutoConfig.from_pretrained(tmp_path).save_pretrained(tmp_path / "again")
+    assert read_model_config(tmp_path / "again") == config
+
+
+def test_a_model_that_no_configuration_can_say_is_one_line():
+    with pytest.raises(
+        ValueError, match=r"^model.flavor has qk_norm False, which no config.json can say; use .*false$"
+    ):
+        replace(QWEN3, other=("qk_norm False",)).to_hf()

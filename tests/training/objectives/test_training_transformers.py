@@ -1,0 +1,198 @@
+"""Trains as transformers and TRL do: loss and metrics of every step and the exported model, whatever the layout."""
+
+import functools
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from support.hf_loop import (
+    ARGUMENTS,
+    LOSSES,
+    PACKS,
+    PAIR_SEQ_LEN,
+    SEQ_LEN,
+    Training,
+    end_with_the_turn,
+    train_dpo,
+    train_sft,
+    write_pairs,
+)
+from support.hf_models import make_hf_folder
+from support.runs import IS_0_3, corpus, new_folder, train
+from transformers import AutoModelForCausalLM
+
+from torchtitan_magi.losses.preference import PREFERENCE_METRICS
+
+from loss_compare import DEGREES  # isort: skip
+
+LOSS_TOLERANCE = 1e-5  # relative: five digits
+LOGITS_TOLERANCE = 5e-5  # absolute; the largest logits are about 4
+
+LLAMA3_ROPE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3_ROPE |= {"original_max_position_embeddings": 256}  # of four frequencies one stays, one is scaled in part
+LINEAR_ROPE = {"rope_type": "linear", "factor": 4.0}
+LONG_ROPE = {"rope_theta": 5_000_000.0}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+MODELS = {  # what make_hf_folder is told, little of it torchtitan's default; and torchtitan's name
+    "llama": ({"kind": "llama", "rms_norm_eps": 1e-4}, "llama3"),
+    "llama3_rope": ({"kind": "llama", "rms_norm_eps": 1e-4, "rope": LLAMA3_ROPE}, "llama3"),
+    "linear_rope": ({"kind": "llama", "rms_norm_eps": 1e-4, "rope": LINEAR_ROPE}, "llama3"),
+    "qwen3": ({"kind": "qwen3", "rms_norm_eps": 1e-4, "rope": LONG_ROPE}, "qwen3"),
+    "tied_qwen3": ({"kind": "qwen3", "tied": True, "layout": "base"}, "qwen3"),
+    "qwen3_moe": ({"kind": "qwen3_moe", "rope": LONG_ROPE, "layout": "fused"}, "qwen3"),
+    "qwen3_moe_unscaled": ({"kind": "qwen3_moe", "norm_topk_prob": False}, "qwen3"),
+}
+# Degrees. All have 2 K/V heads, which four shards of the weights cut in halves.
+DENSE = ({}, {"cp": 2}, {"tp": 2, "cp": 2})
+EXPERTS = ({"dp": 2, "ep": 2}, {"cp": 2, "ep": 2}, {"dp": 2, "cp": 2, "ep": 2})
+SFT = {
+    "llama": DENSE,
+    "llama3_rope": ({"cp": 2},),
+    "linear_rope": ({"cp": 4},),
+    "qwen3": DENSE,
+    "tied_qwen3": ({}, {"tp": 2}, {"tp": 2, "cp": 2}),
+    "qwen3_moe": (*DENSE, *EXPERTS),
+    "qwen3_moe_unscaled": ({},),
+}
+DPO = {"llama": DENSE, "qwen3_moe": EXPERTS}
+if IS_0_3:  # models that torchtitan 0.2.2 has not, or not under FSDP
+    MODELS |= {
+        "tied_llama": ({"kind": "llama", "tied": True}, "llama3"),
+        "yarn_llama": ({"kind": "llama", "rope": YARN}, "llama3"),
+        "yarn_qwen3": ({"kind": "qwen3", "rope": YARN}, "qwen3"),
+        "linear_qwen3": ({"kind": "qwen3", "rope": LINEAR_ROPE}, "qwen3"),
+        "gpt_oss": ({"kind": "gpt_oss"}, "gpt_oss"),
+        "deepseek_v3": ({"kind": "deepseek_v3", "layout": "fused"}, "deepseek_v3"),
+    }
+    TIED = ({"cp": 2}, {"dp": 2}, {"tp": 2, "cp": 2})
+    SFT |= {"tied_llama": TIED, "tied_qwen3": ({}, *TIED), "yarn_llama": ({"cp": 2},), "yarn_qwen3": ({}, {"cp": 2})}
+    SFT |= {"linear_qwen3": ({"cp": 2},)}
+    SFT |= {
+        "gpt_oss": ({"cp": 2}, {"tp": 2, "cp": 2}, {"cp": 2, "ep": 2}),
+        "deepseek_v3": ({"cp": 2}, {"tp": 2, "ep": 2}),
+    }
+    DPO |= {"gpt_oss": ({"cp": 2},), "deepseek_v3": ({"cp": 2},)}
+NAMES = DEGREES | {"ep": "expert_parallel_degree"}
+
+
+@functools.cache
+def folder_of(name: str) -> Path:
+    """The model's folder; its weights are larger than usual, so that attention and the choice of experts matter."""
+    folder = make_hf_folder(**MODELS[name][0], initializer_range=0.1)
+    end_with_the_turn(folder)
+    return folder
+
+
+@functools.cache
+def records_of(dataset: str) -> Path:
+    if dataset == "sft":
+        return corpus() / "train.jsonl"
+    path = Path(new_folder(), "pairs.jsonl")
+    write_pairs(path)
+    return path
+
+
+@functools.cache
+def expected(dataset: str, name: str, *how: object) -> Training:
+    """That of transformers or TRL."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    training = {"sft": train_sft, "dpo": train_dpo}[dataset](folder_of(name), records_of(dataset), *how)
+    torch.set_num_threads(threads)
+    training.model.eval()
+    return training
+
+
+@torch.no_grad()
+def difference_of_logits(one: torch.nn.Module, other: torch.nn.Module) -> float:
+    tokens = torch.arange(SEQ_LEN)[None]
+    return (one(tokens).logits - other(tokens).logits).abs().max().item()
+
+
+def largest_difference(losses: list[float], wanted: list[float]) -> float:
+    return max(abs(a - b) / b for a, b in zip(losses, wanted, strict=True))
+
+
+def assert_trains_as(expected: Training, dataset: str, name: str, degrees: dict[str, int], *options: str) -> None:
+    _, titan_name = MODELS[name]
+    folder = new_folder()
+    packs = PACKS // degrees.get("dp", 1)
+    arguments = ["--model.name", titan_name, "--model.flavor", "hf", "--model.hf_assets_path", str(folder_of(name))]
+    arguments += ["--training.dataset", dataset, "--training.dataset_path", str(records_of(dataset))]
+    arguments += ["--job.dump_folder", folder, "--training.local_batch_size", str(packs), *ARGUMENTS]
+    arguments += ["--checkpoint.enable", "--checkpoint.initial_load_in_hf", "--checkpoint.last_save_in_hf"]
+    for axis, degree in degrees.items():
+        arguments += [f"--parallelism.{NAMES[axis]}", str(degree)]
+    processes = math.prod(degree for axis, degree in degrees.items() if axis != "ep")
+    run = train(processes, [*arguments, *options], layers=None, entry="torchtitan_magi.train")
+
+    exported_folder = f"{folder}/checkpoint/step-{len(expected.losses)}"
+    assert run.output.splitlines()[-1].endswith(f': AutoModelForCausalLM.from_pretrained("{exported_folder}")')
+    exported = AutoModelForCausalLM.from_pretrained(exported_folder)
+    assert exported.config.architectures == [type(exported).__name__]
+    worst = largest_difference(run.losses, expected.losses)
+    difference = difference_of_logits(exported, expected.model)
+    print(f"{dataset} {name} {degrees}: losses {worst:.1e}, logits {difference:.1e}")
+    assert worst <= LOSS_TOLERANCE, f"{run.losses} instead of {expected.losses}"
+    assert difference <= LOGITS_TOLERANCE
+    if dataset == "dpo":
+        assert_same_metrics(run.metrics, expected.metrics)
+
+
+def assert_same_metrics(ours: list[dict[str, float]], trls: list[dict[str, float]]) -> None:
+    """TRL takes rewards, of about 0.1, from differences of float32 sums of about 300."""
+    for step, (our, trl) in enumerate(zip(ours, trls, strict=True)):
+        for key in PREFERENCE_METRICS:
+            if step or key != "rewards/accuracies":  # at first all margins are 0 but for rounding
+                assert our[key] == pytest.approx(trl[key], rel=1e-5, abs=1e-5), key
+
+
+def cases(layouts: dict[str, tuple[dict[str, int], ...]]) -> list:
+    return [
+        pytest.param(name, degrees, id="-".join([name, *(f"{axis}{degree}" for axis, degree in degrees.items())]))
+        for name, chosen in layouts.items()
+        for degrees in chosen
+    ]
+
+
+@pytest.mark.parametrize(("name", "degrees"), cases(SFT))
+def test_sft_is_that_of_transformers(name, degrees):
+    assert_trains_as(expected("sft", name), "sft", name, degrees)
+
+
+@pytest.mark.parametrize(("name", "degrees"), cases(DPO))
+def test_dpo_is_that_of_trl(name, degrees):
+    assert_trains_as(expected("dpo", name, "sigmoid", True), "dpo", name, degrees)
+
+
+STORED = "--magi.dpo.reference file"
+ACCUMULATED = "--training.local_batch_size 1"
+
+
+@pytest.mark.parametrize(
+    ("loss", "shared_prompt", "degrees", "options"),
+    [
+        ("hinge", False, {"dp": 2}, ""),
+        ("ipo", True, {"cp": 2}, ACCUMULATED),
+        ("ipo", False, {"dp": 2, "cp": 2}, STORED),
+        ("smoothed", True, {"cp": 2}, STORED),
+    ],
+)
+def test_every_loss_of_pairs_is_that_of_trl(loss, shared_prompt, degrees, options):
+    path = shutil.copy(records_of("dpo"), new_folder())  # a stored reference lies beside its pairs
+    arguments = ["--training.dataset_path", path, "--training.seq_len", str(PAIR_SEQ_LEN[shared_prompt])]
+    arguments += [f"--magi.dpo.{'' if shared_prompt else 'no-'}shared_prompt", *LOSSES[loss][0].split()]
+    trls = expected("dpo", "llama", loss, shared_prompt)
+    assert_trains_as(trls, "dpo", "llama", degrees, *arguments, *options.split())
+
+
+def test_models_differ_by_more_than_the_tolerances():
+    """So the comparison can tell a wrong model, and one that has not been trained."""
+    trained, *others = (expected("sft", name) for name in ("llama", "llama3_rope", "linear_rope"))
+    for other in others:
+        assert largest_difference(other.losses[:1], trained.losses[:1]) > 100 * LOSS_TOLERANCE  # of the same weights
+        assert difference_of_logits(other.model, trained.model) > 100 * LOGITS_TOLERANCE
+    untrained = AutoModelForCausalLM.from_pretrained(folder_of("llama"))
+    assert difference_of_logits(untrained, trained.model) > 100 * LOGITS_TOLERANCE

@@ -1,0 +1,158 @@
+"""Where the weights of a run come from: weights that nothing loads end it, and a run that saves nothing says so."""
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+
+from torchtitan_magi.training.settings.first_weights import check_first_weights
+
+OFF = {
+    "enable": False,
+    "load_only": False,
+    "folder": "checkpoint",
+    "load_step": -1,
+    "initial_load_path": None,
+    "initial_load_in_hf": False,
+    "last_save_in_hf": False,
+    "enable_first_step_checkpoint": False,
+    "create_seed_checkpoint": False,
+}
+ON = {"enable": True}
+READ = ON | {"initial_load_in_hf": True}
+
+
+def job(folder, random_weights=False, **checkpoint):
+    return SimpleNamespace(
+        job=SimpleNamespace(dump_folder=str(folder / "run")),
+        model=SimpleNamespace(hf_assets_path=str(folder / "model")),
+        checkpoint=SimpleNamespace(**OFF | checkpoint),
+        magi=SimpleNamespace(random_weights=random_weights),
+    )
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "tokenizer.json").write_text("{}")
+    return tmp_path
+
+
+def put(folder, *names):
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("")
+
+
+def problem_of(*args, **kwargs):
+    with pytest.raises(ValueError) as caught:
+        check_first_weights(job(*args, **kwargs))
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["model.safetensors", "model-00001-of-00004.safetensors", "model.safetensors.index.json", "pytorch_model.bin"],
+)
+def test_weights_that_nothing_loads_end_the_run(folder, name):
+    put(folder, f"model/{name}")
+    beginning = f"model.hf_assets_path is '{folder}/model', which holds weights ({name}), but nothing loads them; add "
+    end = "initial_load_in_hf = true to [checkpoint], or random_weights = true to [magi] to train random ones"
+    assert problem_of(folder) == f"{beginning}enable = true and {end}"
+    assert problem_of(folder, **ON) == f"{beginning}{end}"
+    put(folder, "run/checkpoint/step-2/__0_0.distcp")  # which is not finished
+    assert problem_of(folder, **ON) == f"{beginning}{end}"
+
+
+@pytest.mark.parametrize(
+    ("options", "names", "source"),
+    [
+        (READ, ["model/model.safetensors"], "those of {}/model, in safetensors"),
+        (READ | {"initial_load_path": "/other"}, ["model/model.safetensors"], "those of /other, in safetensors"),
+        (ON | {"initial_load_path": "/other"}, ["model/model.safetensors"], "those of /other"),
+        (ON | {"create_seed_checkpoint": True}, ["model/model.safetensors"], "random, for a seed checkpoint"),
+        ({"random_weights": True}, ["model/model.safetensors"], "random, as magi.random_weights says"),
+        (
+            READ | {"enable": False, "random_weights": True},
+            ["model/a.safetensors"],
+            "random, as magi.random_weights says",
+        ),
+        ({}, ["model/config.json", "model/adapter_model.safetensors"], "random, as nothing is loaded"),
+        (ON, ["model/a.safetensors", "run/checkpoint/step-7/.metadata", "run/checkpoint/step-20/.metadata"], "step-20"),
+        (ON | {"random_weights": True}, ["run/checkpoint/step-7/.metadata"], "step-7"),
+        (ON | {"load_step": 7}, ["run/checkpoint/step-7/.metadata", "run/checkpoint/step-20/.metadata"], "step-7"),
+    ],
+)
+def test_the_log_says_where_weights_come_from(folder, caplog, options, names, source):
+    caplog.set_level(logging.INFO)
+    put(folder, *names)
+    check_first_weights(job(folder, **options))
+    if source.startswith("step-"):
+        source = f"those of {{}}/run/checkpoint/{source}, where this run goes on"
+    assert caplog.messages[0].startswith(f"Weights: {source.format(folder)}")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (
+            {"initial_load_in_hf": True},
+            "checkpoint.initial_load_in_hf is true, but checkpoint.enable is false, without ",
+        ),
+        (
+            {"initial_load_path": "/other"},
+            "checkpoint.initial_load_path is '/other', but checkpoint.enable is false, w",
+        ),
+        ({"load_step": 3}, "checkpoint.load_step is 3, but checkpoint.enable is false, without which nothing is lo"),
+        ({"create_seed_checkpoint": True}, "checkpoint.create_seed_checkpoint is true, but checkpoint.enable is false"),
+        (
+            ON | {"load_step": 3},
+            "checkpoint.load_step is 3, but {}/run/checkpoint has no finished checkpoint; set job.d",
+        ),
+        (READ | {"random_weights": True}, "magi.random_weights is true, but checkpoint.initial_load_in_hf is true; le"),
+        (
+            ON | {"initial_load_path": "/other", "random_weights": True},
+            "magi.random_weights is true, but checkpoint.initial_load_path is '/other'; leave one of them out",
+        ),
+    ],
+)
+def test_an_option_that_asks_in_vain_ends_the_run(folder, options, said):
+    assert problem_of(folder, **options).startswith(said.format(folder))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({}, "This run saves nothing, not even at its end: checkpoint.enable is false"),
+        (READ | {"load_only": True}, "This run saves nothing, not even at its end: checkpoint.load_only is true"),
+        (
+            {"last_save_in_hf": True, "enable_first_step_checkpoint": True},
+            "This run saves nothing, not even at its end: checkpoint.enable is false, so that last_save_in_hf and "
+            "enable_first_step_checkpoint have no effect",
+        ),
+        (ON, None),
+    ],
+)
+def test_a_run_that_saves_nothing_says_so(folder, caplog, options, said):
+    check_first_weights(job(folder, **options))
+    warnings = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+    assert warnings == ([said] if said else [])
+
+
+def test_only_rank_0_speaks_and_all_ranks_must_agree(folder, caplog, monkeypatch):
+    from torchtitan_magi.training.process import agreed
+    from torchtitan_magi.training.settings import first_weights
+
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(first_weights.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(first_weights.dist, "get_rank", lambda: 1)
+    monkeypatch.setattr(first_weights.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(agreed, "_gathered", lambda mine: [mine, mine])
+    check_first_weights(job(folder))
+    assert not caplog.messages
+    monkeypatch.setattr(agreed, "_gathered", lambda mine: [(None, "weights those of x"), mine])
+    ranks = (
+        "weights those of x on rank 0, weights random, as nothing is loaded on rank 1; give every rank the same data"
+    )
+    assert problem_of(folder).endswith(f"has {ranks}")

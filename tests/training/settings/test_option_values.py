@@ -1,0 +1,264 @@
+"""A wrong value in a TOML file or on the command line is one line, told before any process group is made."""
+
+import os
+import re
+
+import pytest
+from support.runs import call
+
+HOOKS = '[job]\ncustom_config_module = "torchtitan_magi.titan"\n'
+
+
+def read(cases):
+    """What torchtitan says to each (TOML text, arguments): None, or the class and the text of an exception."""
+    from torchtitan.config import ConfigManager
+
+    said = []
+    for path, arguments in cases:
+        try:
+            ConfigManager().parse_args(["--job.config_file", path, *arguments])
+            said.append(None)
+        except BaseException as error:
+            said.append((type(error).__name__, str(error)))
+    return said
+
+
+IN_FILE = {
+    "magi = 3": "magi is 3, but it is a section; write [magi] and its options below",
+    "training = 3": "training is 3, but it is a section; write [training]",
+    "[magi]\ndpo = 3": "magi.dpo is 3, but it is a section; write [magi.dpo]",
+    "[training]\nsteps = 2.5": "training.steps is 2.5; use a whole number",
+    "[validation]\nsteps = 0": "validation steps must be positive or -1; correct the TOML file or the command line",
+    f"[training]\nsteps = 0x{'f' * 5000}": "training.steps is <a int too large to show>; use a number of at most 64",
+    "[magi]\nepochs = 9223372036854775808": "magi.epochs is 9223372036854775808; use a number of at most 64 bits",
+    '[checkpoint]\nfolder = "a\\u0000b"': r"checkpoint.folder is 'a\x00b'; leave the NUL out",
+    '[magi.dpo]\nreference_path = "a\\u0000b"': r"magi.dpo.reference_path is 'a\x00b'; leave the NUL out",
+    r'"a\n\u001b" = 3': r"'a\n\x1b' is no option of torchtitan 0.2.2 with torchtitan_magi; use one of",
+    f"[training]\n{'a' * 5000} = 3": f"'training.{'a' * 67}... is no option of torchtitan 0.2.2 with torchtitan_magi",
+    f"magi = '{'a' * 5000}'": f"magi is '{'a' * 76}..., but it is a section; write [magi] and its options below",
+    f"a = {'[' * 5000}{']' * 5000}": ".toml', which cannot be read (maximum recursion depth exceeded",
+    '[model]\nname = "mistral"': "model.name is 'mistral', which is no model of torchtitan 0.2.2; use one of llama3",
+    "\ufeff[training]\nsteps = 2.5": "training.steps is 2.5; use a whole number",
+    "[training]\nsteps = true": "training.steps is True; use a whole number",
+    '[parallelism]\ncontext_parallel_degree = "2"': "parallelism.context_parallel_degree is '2'; use a whole number",
+    '[checkpoint]\nenable = "yes"': "checkpoint.enable is 'yes'; use true or false",
+    '[checkpoint]\nasync_mode = "on"': "checkpoint.async_mode is 'on'; use one of 'disabled', 'async'",
+    "[model]\nflavor = 8": "model.flavor is 8; use a string",
+    '[model]\nconverters = ["a", 3]': "model.converters is ['a', 3]; use a list, each of it a string",
+    '[debug]\nseed = "x"': "debug.seed is 'x'; use a whole number",
+    "[training]\nfoo = 3": "training.foo is no option of torchtitan 0.2.2 with torchtitan_magi; use one of dataset, ",
+    "[training]\nsequence_len = 3": "training.sequence_len is no option of torchtitan 0.2.2 with torchtitan_magi; did ",
+    "[trainning]\nsteps = 3": "trainning is no option of torchtitan 0.2.2 with torchtitan_magi; did you mean training?",
+}
+ON_LINE = {
+    "--validation.freq 0": "validation.freq is 0; use a whole number of at least 1",
+    "--checkpoint.interval 0": "checkpoint.interval is 0; use a whole number of at least 1",
+    "--checkpoint.keep_latest_k 1": "checkpoint.keep_latest_k is 1; use a whole number of at least 2, or 0",
+    "--metrics.log_freq 0": "metrics.log_freq is 0; use",
+    "--training.local_batch_size -1": "training.local_batch_size is -1; use",
+    "--training.global_batch_size -8": "training.global_batch_size is -8; use a whole number of at least 1, or -1",
+    "--training.global_batch_size 0": "training.global_batch_size is 0; use",
+    "--validation.local_batch_size 0": "validation.local_batch_size is 0; use",
+    "--training.gc_freq 0": "training.gc_freq is 0; use",
+    "--parallelism.context_parallel_degree 0": "parallelism.context_parallel_degree is 0; use",
+    "--parallelism.tensor_parallel_degree -2": "parallelism.tensor_parallel_degree is -2; use",
+    "--parallelism.data_parallel_shard_degree 0": "parallelism.data_parallel_shard_degree is 0; use",
+    "--parallelism.expert_parallel_degree 0": "parallelism.expert_parallel_degree is 0; use",
+    "--checkpoint.enable --job.dump_folder /dev/null/x": "job.dump_folder is '/dev/null/x', which cannot be written",
+    "--checkpoint.enable --job.dump_folder a\0b": r"job.dump_folder is 'a\x00b', which cannot be written (embedded",
+    "--checkpoint.enable --job.dump_folder /proc/x": "job.dump_folder is '/proc/x', which cannot be written",
+    "--validation.steps 0": "validation steps must be positive or -1",
+    "--optimizer.lr inf": "optimizer.lr is inf; use a finite number",
+    "--optimizer.lr nan": "optimizer.lr is nan; use a finite number",
+    "--lr_scheduler.min_lr_factor nan": "lr_scheduler.min_lr_factor is nan; use a finite number",
+    "--training.max_norm nan": "training.max_norm is nan; use a finite number",
+    "--debug.seed -1": "debug.seed is -1; use a whole number of 0 to 2**64 - 1, or leave it out",
+    f"--debug.seed {2**64}": f"debug.seed is {2**64}; use",
+    "--magi.lora.alpha inf": "magi.lora.alpha is inf; use a finite number",
+    "--training.steps 2.5": "--training.steps",
+    "--training.stepz 2": "--training.stepz",
+    "--training.stepz 3": "Unrecognized options: --training.stepz, 3; Perhaps you meant: --training.steps INT",
+    "--checkpoint.interval": "--checkpoint.interval",
+}
+ACCEPTED = ["--training.global_batch_size -1", "--validation.steps -1", "--checkpoint.keep_latest_k 0"]
+ACCEPTED += [
+    f"--debug.seed {2**64 - 1}",
+    "--job.dump_folder /dev/null/x --comm.trace_buf_size 0",
+    "--training.max_norm 1",
+    "--training.max_norm inf",
+]
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory):
+    """What is said to each case, from one process."""
+    folder, cases = tmp_path_factory.mktemp("files"), []
+    plain = folder / "plain.toml"
+    plain.write_text(HOOKS)
+    for number, text in enumerate(IN_FILE):
+        path = folder / f"{number}.toml"
+        path.write_text(f"{text}\n{HOOKS}" if text[0] != "[" else f"{HOOKS}{text}\n", encoding="utf-8")
+        cases.append((str(path), ["--job.dump_folder", f"{folder}/run"]))
+    lines = [*ON_LINE, *ACCEPTED]
+    cases += [(str(plain), ["--job.dump_folder", f"{folder}/run", *line.split()]) for line in lines]
+    return dict(zip([*IN_FILE, *lines], call(read, cases), strict=True))
+
+
+@pytest.mark.parametrize("case", [*IN_FILE, *ON_LINE])
+def test_a_wrong_value_is_one_line(case, said):
+    kind, text = said[case]
+    assert kind == "ValueError"
+    assert text.isprintable()
+    assert len(text) < 1000
+    assert text.count("Unrecognized") < 2
+    assert {**IN_FILE, **ON_LINE}[case] in text
+
+
+@pytest.mark.parametrize("case", ACCEPTED)
+def test_values_with_a_meaning_are_accepted(case, said):
+    assert said[case] is None
+
+
+def read_without_wandb(cases):
+    from torchtitan_magi.training.settings import values
+
+    values.find_spec = lambda name: None
+    return read(cases)
+
+
+def test_wandb_that_is_asked_for_and_not_there_is_named(tmp_path):
+    path = tmp_path / "config.toml"
+    path.write_text(HOOKS)
+    ((kind, text),) = call(read_without_wandb, [(str(path), ["--metrics.enable_wandb"])])
+    assert (kind, text) == (
+        "ValueError",
+        "metrics.enable_wandb is true, but the package wandb is not installed; install it, or set it to false",
+    )
+
+
+def test_a_pipe_in_place_of_the_file_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "config.toml")
+    ((kind, text),) = call(read, [(str(tmp_path / "config.toml"), [])])
+    assert (kind, text) == (
+        "ValueError",
+        f"job.config_file is '{tmp_path}/config.toml', which cannot be read (it is no regular file but a pipe, socket "
+        "or device); give a TOML file",
+    )
+
+
+def test_magi_without_its_hook_is_named(tmp_path):
+    path = tmp_path / "config.toml"
+    path.write_text("[magi]\n")
+    ((kind, text),) = call(read, [(str(path), [])])
+    assert (kind, text) == (
+        "ValueError",
+        '[magi] is unknown; add custom_config_module = "torchtitan_magi.titan" to [job]',
+    )
+
+
+@pytest.mark.parametrize("kind", ["missing", "folder", "binary"])
+def test_a_file_that_cannot_be_read_is_one_line(kind, tmp_path):
+    path = tmp_path / "config.toml"
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "binary":
+        path.write_bytes(b"\xff\xfe")
+    ((name, text),) = call(read, [(str(path), [])])
+    assert name == "ValueError"
+    assert re.fullmatch(f"job.config_file is '{path}', which cannot be read \\(.*\\); give a TOML file", text)
+
+
+def build(arguments):
+    """What torchtitan does first, with six processes."""
+    from torchtitan.config import ConfigManager
+    from torchtitan.distributed import ParallelDims
+
+    from torchtitan_magi.training.settings.sections import check_sections
+
+    config = ConfigManager().parse_args([*ON_C4, *arguments])
+    replicate, shard, cp, tp, pp = (getattr(config.parallelism, f"{name}_degree") for name in DEGREES)
+    ParallelDims(replicate, shard, cp, tp, pp, 1, 1, world_size=6)
+    check_sections(config, ["c4"], False)
+
+
+def said_of_layout(arguments):
+    with pytest.raises(ValueError) as caught:
+        build(arguments)
+    return str(caught.value)
+
+
+DEGREES = ["data_parallel_replicate", "data_parallel_shard", "context_parallel", "tensor_parallel", "pipeline_parallel"]
+ON_C4 = ["--job.custom_config_module", "torchtitan_magi.titan", "--experimental.custom_import", "torchtitan_magi.titan"]
+ON_C4 += ["--training.dataset", "c4", "--comm.trace_buf_size", "0"]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (
+            "--parallelism.context_parallel_degree 4",
+            "shard -1, context 4, tensor 1, pipeline 1, but torchrun started 6",
+        ),
+        (
+            "--parallelism.data_parallel_shard_degree 4",
+            "shard 4, context 1, tensor 1, pipeline 1, but torchrun started",
+        ),
+        ("--parallelism.data_parallel_replicate_degree 7", "replicate 7, data_parallel_shard -1, context 1, tensor 1"),
+        (
+            "--training.local_batch_size 2 --training.global_batch_size 3",
+            "training.global_batch_size is 3; use a multiple of 2, which is training.local_batch_size times 1 data-",
+        ),
+    ],
+)
+def test_a_layout_that_does_not_fit_the_processes_is_named(line, message):
+    assert message in call(said_of_layout, line.split())
+
+
+def said_without_a_file():
+    from torchtitan.config import ConfigManager
+
+    from torchtitan_magi.titan.v02.config import check_job_config
+
+    config = ConfigManager().parse_args(["--comm.trace_buf_size", "0"])
+    with pytest.raises(ValueError) as caught:
+        check_job_config(config, {}, True)
+    return str(caught.value)
+
+
+def test_a_missing_config_file_is_named():
+    assert call(said_without_a_file) == "--job.config_file is missing; give the path of a TOML file"
+
+
+MODULES = {
+    '[job]\ncustom_config_module = "torchtitan_-agi"\n': "job.custom_config_module cannot be used (No module named",
+    "[job]\ncustom_config_module = 3\n": "job.custom_config_module cannot be used (",
+    '[job]\ncustom_config_module = "json"\n': "job.custom_config_module cannot be used (module 'json' has",
+    f'{HOOKS}[experimental]\ncustom_import = "no_such"\n': "experimental.custom_import cannot be used (No module named",
+    f'{HOOKS}[experimental]\ncustom_import = ".titan"\n': "experimental.custom_import cannot be used (",
+}
+
+
+def test_a_module_that_is_missing_is_one_line_with_the_remedy(tmp_path):
+    paths = [tmp_path / f"{number}.toml" for number in range(len(MODULES))]
+    for path, text in zip(paths, MODULES, strict=True):
+        path.write_text(text)
+    for (kind, text), start in zip(call(read, [(str(path), []) for path in paths]), MODULES.values(), strict=True):
+        assert kind == "ValueError"
+        assert text.startswith(start)
+        assert text.endswith('); set it to "torchtitan_magi.titan"')
+
+
+def start_without_torchrun():
+    import os
+
+    from torchtitan_magi.titan.v02.trainer import MagiTrainer
+
+    del os.environ["LOCAL_RANK"]
+    with pytest.raises(ValueError) as caught:
+        MagiTrainer(None)
+    return str(caught.value)
+
+
+def test_a_start_without_torchrun_is_named():
+    message = "LOCAL_RANK is not set, as torchrun sets it; start it with torchrun -m torchtitan_magi.train"
+    assert call(start_without_torchrun) == message

@@ -1,0 +1,1 @@
+"""Context-parallel attention of a layer: its ops, the plan bound to a device, tokens to their ranks and back."""

@@ -1,0 +1,316 @@
+"""Packed batches: the data-parallel shard of the global pack stream, as tensors."""
+
+import functools
+import os
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Literal, get_args
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.utils.data import IterableDataset, get_worker_info
+
+from torchtitan_magi.data.packs.best_fit import PackingCounts
+from torchtitan_magi.data.packs.epoch_order import WINDOW_BLOCKS
+from torchtitan_magi.data.packs.stream import PackPieces, PackStream, Tokens, WindowCount
+from torchtitan_magi.data.packs.window_plan import PACKING_VERSION, Cursor, unreadable_state
+from torchtitan_magi.data.records.corpus import Corpus
+from torchtitan_magi.data.tokens.documents import IGNORE_INDEX, Pieces
+from torchtitan_magi.data.tokens.token_block import TokenBlock
+from torchtitan_magi.data.tokens.token_cache import TokenCache, TokenizedHere
+from torchtitan_magi.wording import quoted
+
+BadRecords = Literal["error", "skip"]
+Sample = tuple[dict[str, Any], torch.Tensor]
+
+CHECKED_BYTES = 2**30  # so much is parsed before the first step to find malformed records
+
+
+class PackedDataset(IterableDataset, Stateful):
+    """Packs made of records, sharded over data-parallel ranks.
+
+    Packs form one global stream; rank r of R takes packs r, r + R, r + 2R, ... of it. An item is `(inputs, labels)`:
+
+    - `inputs["input"]`: int64 [seq_len] token ids, 0 on the padding at the end;
+    - `inputs["positions"]`: int32 [seq_len], rotary positions, 0 on padding;
+    - `inputs["documents"]` or `inputs["pairs"]`: NumPy int32 [n, k], the boundaries; see the subclass. They leave out
+      the padding;
+    - `labels`: int64 [seq_len], already shifted: the token to predict after each input, or IGNORE_INDEX where there is
+      none (and on padding). At least one is not IGNORE_INDEX.
+
+    The state is taken between rounds of R packs, is the same on all ranks, and can be loaded with another R. Without a
+    loaded state, `iter()` starts at the beginning. All ranks get the same number of items: in the last round, ranks
+    without a pack get one of padding only (no boundaries, no labels).
+
+    Args:
+        paths: sources of records, see `Corpus`.
+        tokenize: a `ChatTokenizer` or one of its methods `documents` and `pairs`; or a function record -> tokens, which
+            raises ValueError for a record that it refuses. Pure, and picklable for workers. A state is loaded only if
+            the tokenizer's `fingerprint` is equal.
+        seq_len: tokens per pack.
+        dp_rank, dp_world_size: this shard, and the number of shards.
+        seed: seeds the order of records and packs, >= 0.
+        shuffle: new order in every epoch; otherwise the file's order, as far as packing allows.
+        epochs: passes over the records; -1 for passes without end.
+        bad_records: what happens to malformed records and to those that the chat template refuses. "error": they raise,
+            see `check`. "skip": they are left out when read, counted, and the first few logged.
+        weighted: whether the weights of the sources count; otherwise an epoch has each record once.
+        check: whether the constructor calls `check` if bad_records is "error".
+        window_blocks: size of the windows whose records are packed together, in blocks of 4 MiB of text; a larger
+            window packs tighter and takes more memory and time before the first item.
+        token_cache: folder that keeps tokens, made by processes on all cores, for a `ChatTokenizer`; all ranks and
+            later runs read them there. None: tokens are made in this process, where templates have no limits, and not
+            kept.
+
+    Raises ValueError for arguments out of range, for records files that are missing or empty and for malformed records;
+    while iterating, when no record holds a label or a chat template refuses one, and when tokens cannot be kept. Works
+    with 0 or 1 loader workers; with more through `training.pack_loader`.
+    """
+
+    bounds_name: ClassVar[str]  # "documents" or "pairs"
+
+    @staticmethod
+    @abstractmethod
+    def parse(record: Any) -> dict[str, Any]:
+        """The JSON value of a line -> what `tokenize` takes. Raises ValueError (`what; remedy`)."""
+
+    def __init__(
+        self,
+        paths: str | os.PathLike[str],
+        tokenize: Callable[..., Any],
+        seq_len: int,
+        dp_rank: int = 0,
+        dp_world_size: int = 1,
+        seed: int = 0,
+        shuffle: bool = True,
+        epochs: int = -1,
+        bad_records: BadRecords = "error",
+        check: bool = True,
+        weighted: bool = True,
+        window_blocks: int = WINDOW_BLOCKS,
+        token_cache: str | os.PathLike[str] | None = None,
+    ):
+        if seq_len < 1:
+            raise ValueError(f"seq_len is {seq_len}; give at least 1 token")
+        if window_blocks < 1:
+            raise ValueError(f"window_blocks is {window_blocks}; give at least 1 block")
+        if not 0 <= dp_rank < dp_world_size:
+            raise ValueError(f"dp_rank is {dp_rank} of {dp_world_size}; give a rank from 0 to dp_world_size - 1")
+        if seed < 0:
+            raise ValueError(f"seed is {seed}; give an integer >= 0")
+        if epochs < 1 and epochs != -1:
+            raise ValueError(f"epochs is {epochs}; give at least 1, or -1 for epochs without end")
+        if bad_records not in get_args(BadRecords):
+            raise ValueError(f"bad_records is {quoted(bad_records)}; use one of {', '.join(get_args(BadRecords))}")
+        self.seq_len, self.dp_rank, self.dp_world_size = seq_len, dp_rank, dp_world_size
+        self.tokenizer = getattr(tokenize, "__self__", tokenize)  # the object of a bound method
+        self.records, skip_bad = Corpus(paths, self.parse, token_cache), bad_records == "skip"
+        self.tokens = self._tokens(tokenize, token_cache, f"{seed} {shuffle} {weighted}")
+        self._stream = PackStream(
+            self.records,
+            self.tokens,
+            self.make_pieces,
+            seq_len,
+            seed,
+            shuffle,
+            epochs,
+            window_blocks,
+            skip_bad,
+            weighted,
+            self.identity,
+        )
+        self._cursor, self._resuming = Cursor(), False
+        if check and not skip_bad:
+            self.check()
+
+    def _tokens(self, tokenize: Any, folder: str | os.PathLike[str] | None, order_name: str) -> Tokens:
+        if folder is not None:
+            name = f"{self.records.fingerprint} {order_name}"
+            return TokenCache(Path(folder), self.records, self.tokenizer, self.bounds_name, name)
+        batch = getattr(self.tokenizer, self.bounds_name, None) or functools.partial(_one_by_one, tokenize)
+        return TokenizedHere(self.records, batch, self.bounds_name)
+
+    @abstractmethod
+    def make_pieces(self, block: TokenBlock, indices: np.ndarray) -> tuple[Pieces, PackingCounts]:
+        """Pieces of these records of a block, each of at most seq_len tokens and with a label; and the counts.
+
+        Malformed records have none and are not counted.
+        """
+
+    def check(self, rank: int = 0, num_ranks: int = 1) -> None:
+        """Checks this rank's share of the records for malformed ones; spans ascend by rank.
+
+        Where tokens are kept, they know. Other blocks are parsed, unless the data has more than CHECKED_BYTES: then
+        they are checked as they are tokenized, which is ahead of training.
+
+        Raises:
+            ValueError: `path:line: what; remedy` of the span's first error.
+        """
+        all_parsed = sum(file.num_bytes for file in self.records.files) <= CHECKED_BYTES
+        begin, end = (self.records.num_blocks * number // num_ranks for number in (rank, rank + 1))
+        for block in range(begin, end):
+            malformed = self.tokens.malformed(block)
+            if malformed is None and all_parsed:
+                records = enumerate(self.records.read(block))
+                malformed = {index: str(record) for index, record in records if isinstance(record, ValueError)}
+            if malformed:
+                first = min(malformed)
+                where = self.records.where(int(self.records.block_firsts[block]) + first)
+                raise ValueError(f"{where}: {malformed[first]}")
+
+    @property
+    def counts(self) -> PackingCounts:
+        """Counts of the records so far, over all ranks; current only in the process that iterates the dataset."""
+        return self._cursor.counts
+
+    @property
+    def num_records(self) -> int:
+        """Records in the data set; the numbers in `pair_ids` are below it."""
+        return len(self.records)
+
+    @property
+    def records_per_epoch(self) -> int:
+        """Records that the first epoch reads; those of later ones differ by rounding, where sources have weights."""
+        parts = self._stream.order_of(0).parts
+        return int((parts[:, 3] - parts[:, 2]).sum())
+
+    @property
+    def has_tokens(self) -> bool:
+        """Whether no token that the first epoch needs has to be made."""
+        return self.tokens.are_there(self._stream.order_of(0).blocks_from(0))
+
+    def count_packs(self, state_dict: dict[str, Any] | None = None) -> Iterator[WindowCount]:
+        """The packs to come over all ranks, window by window of records that are packed together, up to the end of the
+        last epoch.
+
+        It makes the plans of packs that `iter()` will find, and waits for their tokens.
+
+        Args:
+            state_dict: where to begin; None: at the first pack.
+
+        Raises ValueError as `iter()`.
+        """
+        cursor = Cursor() if state_dict is None else Cursor.from_state_dict(state_dict["cursor"])
+        return self._stream.counts(cursor)
+
+    def __iter__(self) -> Iterator[Sample]:
+        worker = get_worker_info()
+        if worker is not None and worker.num_workers > 1:
+            raise ValueError(f"num_workers is {worker.num_workers}; use 0 or 1, or a PackLoader")
+        yield from self.shard()
+
+    def shard(self, wanted: Callable[[int], bool] = lambda number: True) -> Iterator[Sample]:
+        """This shard's items, counted from 0 where it begins; those that are not wanted are left out."""
+        if not self._resuming:
+            self._cursor = Cursor()
+        self._resuming = False
+        rounds = self._stream.rounds(self._cursor, self.dp_rank, self.dp_world_size)
+        for number, (pack, self._cursor) in enumerate(rounds):
+            if wanted(number):
+                yield self.lay_out(PackPieces.none() if pack is None else pack.pieces())
+
+    @abstractmethod
+    def lay_out(self, pieces: PackPieces) -> Sample:
+        """Pieces with at most seq_len tokens in total -> one item."""
+
+    def item(self, rows: "Rows", bounds: np.ndarray) -> Sample:
+        """An item of arrays and of the boundaries of its pieces."""
+        inputs = {
+            "input": torch.from_numpy(rows.tokens),
+            "positions": torch.from_numpy(rows.positions),
+            self.bounds_name: bounds.astype(np.int32),
+        }
+        return inputs, torch.from_numpy(rows.labels)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position in the global stream and what the stream depends on, as plain Python values."""
+        return {"cursor": self._cursor.state_dict(), "stream": self.identity()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """The next `iter()` continues from this state. Raises ValueError if it belongs to another stream of packs."""
+        self.check_state(state_dict)
+        self._cursor, self._resuming = Cursor.from_state_dict(state_dict["cursor"]), True
+
+    def check_state(self, state_dict: dict[str, Any]) -> None:
+        """Raises ValueError if the state belongs to another stream of packs, or is none."""
+        if not isinstance(state_dict, dict) or not isinstance(state_dict.get("stream"), dict):
+            raise unreadable_state(ValueError("it names no stream of packs"))
+        version = state_dict["stream"].get("packing", 1)
+        if version != PACKING_VERSION:
+            raise ValueError(
+                f"the loader's saved state has packing version {quoted(version)}, this program has {PACKING_VERSION};"
+                " resume with the program that saved it, or without the loader's state"
+            )
+        for name, now in self.identity().items():
+            saved = state_dict["stream"].get(name)
+            if saved != now:
+                raise ValueError(
+                    f"the loader's saved state has {name} = {quoted(saved)}, this run has {quoted(now)};"
+                    " resume with the same value, or without the loader's state"
+                )
+        cursor = Cursor.from_state_dict(state_dict.get("cursor", {}))
+        if cursor.window > self._stream.order_of(cursor.epoch).num_windows or (
+            cursor.carried[:, 0].max(initial=0) >= len(self.records)
+        ):
+            raise unreadable_state(ValueError("its position lies beyond the data"))
+
+    def identity(self) -> dict[str, Any]:
+        """All that the stream of packs depends on, as plain Python values."""
+        stream = self._stream
+        return {
+            "packing": PACKING_VERSION,
+            "kind": self.bounds_name,
+            "records": self.records.fingerprint,
+            "weights": stream.weights,
+            "records of the sources": [len(source) for source in self.records.sources] if stream.weighted else [],
+            "tokenizer": getattr(self.tokenizer, "fingerprint", None),
+            "seq_len": stream.seq_len,
+            "seed": stream.seed,
+            "shuffle": stream.shuffle,
+            "window_blocks": stream.window_blocks,
+        }
+
+
+class Rows:
+    """The arrays of an item, padding at first: tokens, labels int64 [seq_len], positions int32 [seq_len]."""
+
+    def __init__(self, seq_len: int) -> None:
+        self.tokens = np.zeros(seq_len, dtype=np.int64)
+        self.positions = np.zeros(seq_len, dtype=np.int32)
+        self.labels = np.full(seq_len, IGNORE_INDEX, dtype=np.int64)
+
+
+def _one_by_one(tokenize: Callable[[Any], Any], records: list[Any]) -> list[Any]:
+    made = []
+    for record in records:
+        try:
+            made.append(record if isinstance(record, ValueError) else tokenize(record))
+        except ValueError as error:
+            made.append(error)
+    return made
+
+
+def collate_packs(samples: Sequence[Sample], num_rows: int | None = None) -> Sample:
+    """Items -> tensors [b, seq_len]. The boundaries become one NumPy int32 [n, k] over the b * seq_len tokens,
+    `records` and `pair_ids` one int64 [n]. num_rows: b, reached by adding padding; None: the number of items."""
+    samples = [*samples, *[padding_like(samples[0])] * ((num_rows or 0) - len(samples))]
+    seq_len = len(samples[0][1])
+    inputs: dict[str, Any] = {}
+    for name, first in samples[0][0].items():
+        values = [inputs[name] for inputs, _ in samples]
+        if isinstance(first, torch.Tensor):
+            inputs[name] = torch.stack(values)
+        elif name in ("documents", "pairs"):
+            inputs[name] = np.concatenate([value + np.int32(row * seq_len) for row, value in enumerate(values)])
+        else:
+            inputs[name] = np.concatenate(values)
+    return inputs, torch.stack([labels for _, labels in samples])
+
+
+def padding_like(sample: Sample) -> Sample:
+    """An item or batch of padding only, of the same shape."""
+    inputs, labels = sample
+    empty = {name: torch.zeros_like(x) if isinstance(x, torch.Tensor) else x[:0] for name, x in inputs.items()}
+    return empty, torch.full_like(labels, IGNORE_INDEX)

@@ -1,0 +1,95 @@
+"""Packs of documents for supervised fine-tuning."""
+
+from typing import Any, Literal, get_args
+
+import numpy as np
+
+from torchtitan_magi.data.packs.best_fit import PackingCounts
+from torchtitan_magi.data.packs.packed_dataset import PackedDataset, Rows, Sample
+from torchtitan_magi.data.packs.stream import PackPieces
+from torchtitan_magi.data.records.formats import parse_document
+from torchtitan_magi.data.tokens.documents import IGNORE_INDEX, Pieces
+from torchtitan_magi.data.tokens.token_block import TokenBlock
+from torchtitan_magi.wording import quoted
+
+LongDocuments = Literal["truncate", "split"]
+
+
+class PackedSFTDataset(PackedDataset):
+    """Packs of documents: conversations or plain texts.
+
+    See `PackedDataset` for the arguments, the shards and the state, and `formats.parse_document` for the records. An
+    item has
+
+    - `inputs["documents"]`: NumPy int32 [n, 2], half-open token ranges of the documents, in order and without gaps;
+    - `inputs["records"]`: NumPy int64 [n], the number of each document's record in the data set, from 0.
+
+    `long_documents` decides about documents longer than a pack: "truncate", or "split" into several documents (no label
+    is lost at a cut). Documents and pieces without a label are left out.
+    """
+
+    bounds_name = "documents"
+    parse = staticmethod(parse_document)
+
+    def __init__(self, *args: Any, long_documents: LongDocuments = "truncate", **options: Any):
+        if long_documents not in get_args(LongDocuments):
+            raise ValueError(
+                f"long_documents is {quoted(long_documents)}; use one of {', '.join(get_args(LongDocuments))}"
+            )
+        self.long_documents = long_documents
+        super().__init__(*args, **options)
+
+    def make_pieces(self, block: TokenBlock, indices: np.ndarray) -> tuple[Pieces, PackingCounts]:
+        """A document of n tokens has n - 1 positions, each with the token after it as its label.
+
+        Shifting comes before cutting: the label of a piece's last position is the first token of the next piece, so no
+        label is lost at a cut. "truncate" keeps the first piece only.
+        """
+        if block.malformed:
+            indices = indices[~np.isin(indices, list(block.malformed))]
+        begin = block.bounds[indices]
+        size = np.maximum(0, block.bounds[indices + 1] - begin - 1)
+        kept = size if self.long_documents == "split" else np.minimum(size, self.seq_len)
+        num = -(-kept // self.seq_len)
+        number = np.arange(num.sum()) - np.repeat(np.cumsum(num) - num, num)  # of a piece in its document
+        start = number * self.seq_len
+        length = np.minimum(np.repeat(kept, num) - start, self.seq_len)
+        first = np.repeat(begin, num) + start + 1  # token that is the first label
+        learned = block.has_learned(first, first + length)
+        return Pieces(np.repeat(indices, num)[learned], start[learned], length[learned]), PackingCounts(
+            documents=len(indices),
+            tokens_read=int(size.sum()),
+            truncated=int((kept < size).sum()),
+            truncated_tokens=int((size - kept).sum()),
+            split=int((num > 1).sum()),
+            extra_pieces=int(np.maximum(0, num - 1).sum()),
+            unlabeled=int((~learned).sum() + (num == 0).sum()),
+            tokens_left_out=int(length[~learned].sum()),
+        )
+
+    def lay_out(self, pieces: PackPieces) -> Sample:
+        ends = np.cumsum(pieces.length)
+        begins = ends - pieces.length
+        inputs, following = ([np.zeros(0, np.int32)] * len(ends) for _ in range(2))
+        changes = np.zeros(self.seq_len + 1, np.int64)  # 1 where a learned range begins, -1 behind it
+        for block, tokens in pieces.tokens.items():
+            numbers = np.flatnonzero(pieces.block == block)
+            first = tokens.bounds[pieces.index[numbers]] + pieces.start[numbers]
+            last = first + pieces.length[numbers]
+            for number, start, stop in zip(numbers.tolist(), first.tolist(), last.tolist(), strict=True):
+                inputs[number] = tokens.tokens[start:stop]
+                following[number] = tokens.tokens[start + 1 : stop + 1]
+            of, begin, end = tokens.learned_in(first + 1, last + 1)
+            shift = (begins[numbers] - first - 1)[of]
+            np.add.at(changes, begin + shift, 1)
+            np.subtract.at(changes, end + shift, 1)
+        rows, size = Rows(self.seq_len), int(pieces.length.sum())
+        if size:
+            rows.tokens[:size] = np.concatenate(inputs)
+            rows.positions[:size] = np.arange(size) - np.repeat(begins, pieces.length)
+            rows.labels[:size] = np.where(np.cumsum(changes[:size]), np.concatenate(following), IGNORE_INDEX)
+        item, labels = self.item(rows, np.stack([begins, ends], axis=1))
+        return item | {"records": pieces.record}, labels
+
+    def identity(self) -> dict[str, Any]:
+        return super().identity() | {"long_documents": self.long_documents}

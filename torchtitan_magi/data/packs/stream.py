@@ -1,0 +1,370 @@
+"""The global stream of packs: one sequence, the same on every rank, that can be resumed at any pack.
+
+An epoch is read in windows of records, see `epoch_order`. A window is packed as a whole, see `window_plan`; a rank
+reads the plan and the tokens of its own packs only. While the packs of one window are given out, a thread makes or
+opens the plan of the next, across the ends of epochs too. A position in the stream is a few numbers.
+"""
+
+import functools
+import hashlib
+import json
+import logging
+import queue
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import numpy as np
+
+from torchtitan_magi.data.packs.epoch_order import EpochOrder
+from torchtitan_magi.data.packs.window_plan import Cursor, MakePieces, WindowPlan, blocks_carried, plan_window
+from torchtitan_magi.data.records.corpus import Corpus
+from torchtitan_magi.data.tokens.array_file import Damaged
+from torchtitan_magi.data.tokens.token_block import VERSION, TokenBlock
+from torchtitan_magi.wording import quoted_path
+
+logger = logging.getLogger(__name__)
+
+_MAX_NOTES_LOGGED = 20  # per run
+_MAX_NOTES_COUNTED = 5  # at the end of an epoch
+_MAX_SKIPS_LOGGED = 10  # per run
+_FEWEST_KEPT = 1000  # records of a window whose plan is kept; fewer are packed in a few milliseconds
+
+MakePlan = Callable[[threading.Event], WindowPlan]  # raises Cancelled if the event is set while it waits for tokens
+T = TypeVar("T")
+
+
+class Tokens(Protocol):
+    """Where the stream takes tokens from, see `token_cache`."""
+
+    def order(self, blocks: list[int]) -> None:
+        """Says in which order blocks will be opened."""
+
+    def are_there(self, blocks: list[int]) -> bool:
+        """Whether the tokens of all these blocks need not be made."""
+
+    def open(self, block: int, cancelled: threading.Event) -> TokenBlock:
+        """Waits for the tokens of a block, or until the event is set: then raises Cancelled."""
+
+    def malformed(self, block: int) -> dict[int, str] | None:
+        """What is wrong with records of a block, by index in it; None if its tokens are not there yet."""
+
+    def remake(self, block: int) -> TokenBlock:
+        """The tokens of a block that are damaged, made again."""
+
+    def plan(self, name: str, make: MakePlan, cancelled: threading.Event) -> WindowPlan:
+        """The plan of this name, made if it is not there. Raises Cancelled if the event is set meanwhile."""
+
+    def remake_plan(self, name: str, make: MakePlan) -> WindowPlan:
+        """The plan of this name, which is damaged, made again."""
+
+
+@dataclass(frozen=True)
+class PackPieces:
+    """The n pieces of a pack, in its order, with their tokens.
+
+    block, index, start, length: int64 [n], see `Pieces`; record: int64 [n], numbers of the records in the corpus;
+    tokens: block -> its tokens.
+    """
+
+    block: np.ndarray
+    index: np.ndarray
+    start: np.ndarray
+    length: np.ndarray
+    record: np.ndarray
+    tokens: dict[int, TokenBlock]
+
+    @classmethod
+    def none(cls) -> "PackPieces":
+        """Of a pack of padding only."""
+        nothing = np.zeros(0, np.int64)
+        return cls(nothing, nothing, nothing, nothing, nothing, {})
+
+
+class Blocks:
+    """Tokens of blocks, opened when they are first needed, and held."""
+
+    def __init__(self, tokens: Tokens) -> None:
+        self.tokens = tokens
+        self._opened: dict[int, TokenBlock] = {}
+
+    def open(self, block: int, cancelled: threading.Event | None = None) -> TokenBlock:
+        """Raises Cancelled if the event is set while it waits."""
+        if block not in self._opened:
+            self._opened[block] = self.tokens.open(block, cancelled or threading.Event())
+        return self._opened[block]
+
+    def remake(self, block: int) -> None:
+        self._opened[block] = self.tokens.remake(block)
+
+
+@dataclass(frozen=True)
+class SoFar:
+    """num_records: read in this run, that is, since a state was loaded; notes: what the chat template left out of them
+    -> of how many; malformed: the first of them that is, and what is wrong with it."""
+
+    num_records: int = 0
+    notes: Counter[str] = field(default_factory=Counter)
+    malformed: tuple[int, str] | None = None
+
+    def after(self, plan: WindowPlan) -> "SoFar":
+        notes = self.notes + Counter({note: number for note, (number, _) in plan.notes.items()})
+        malformed = self.malformed or next(iter(plan.malformed), None)
+        return SoFar(self.num_records + plan.counts.documents, notes, malformed)
+
+
+@dataclass
+class Window:
+    """A window of packs, which begins at the cursor `begin`; `end` is the cursor of the next.
+
+    last: whether it is the epoch's last; replan: makes the plan again, which is damaged; so_far: what was read in this
+    run up to its end.
+    """
+
+    records: Corpus
+    begin: Cursor
+    end: Cursor
+    last: bool
+    blocks: Blocks
+    plan: WindowPlan
+    replan: Callable[[], WindowPlan]
+    so_far: "SoFar"
+
+    def after(self, given: int) -> Cursor:
+        """The cursor behind so many packs of the window."""
+        if given == self.plan.num_packs:
+            return self.end
+        return replace(self.begin, given=given, counts=self.end.counts)
+
+    def pieces(self, number: int) -> PackPieces:
+        """Of a pack: at most seq_len tokens in total. Plan and tokens are checked for damage."""
+        try:
+            rows = self.plan.pack(number)
+        except Damaged:
+            self.plan = self.replan()
+            rows = self.plan.pack(number)
+        block, index, start, length = rows.T.astype(np.int64)
+        tokens = {number: self._tokens(number, index[block == number]) for number in dict.fromkeys(block.tolist())}
+        return PackPieces(block, index, start, length, self.records.block_firsts[block] + index, tokens)
+
+    def _tokens(self, block: int, indices: np.ndarray) -> TokenBlock:
+        """The tokens of a block, of which those of these records are needed."""
+        tokens = self.blocks.open(block)
+        while not tokens.are_sound(indices):
+            self.blocks.remake(block)
+            tokens = self.blocks.open(block)
+        for index in tokens.malformed.keys() & indices.tolist():  # it was not when it was packed
+            where = self.records.where(int(self.records.block_firsts[block]) + index)
+            raise ValueError(f"{where}: {tokens.malformed[index]}")
+        return tokens
+
+
+class WindowCount(NamedTuple):
+    """What is to come of a window: packs, and the records read for them; 0 records if some of its packs are given out.
+
+    last: whether it is the epoch's last.
+    """
+
+    epoch: int
+    packs: int
+    records: int
+    last: bool
+
+
+@dataclass(frozen=True)
+class Pack:
+    window: Window
+    number: int
+
+    def pieces(self) -> PackPieces:
+        return self.window.pieces(self.number)
+
+
+@dataclass(frozen=True)
+class PackStream:
+    """Packs of `seq_len` tokens from `records`; see `PackedDataset` for the options.
+
+    make_pieces: a pure function. skip_bad: whether a record that is malformed or refused by the tokenizer is left out
+    and counted; otherwise it raises ValueError. identity: all that the packs depend on, as plain Python values.
+    """
+
+    records: Corpus
+    tokens: Tokens
+    make_pieces: MakePieces
+    seq_len: int
+    seed: int
+    shuffle: bool
+    epochs: int
+    window_blocks: int
+    skip_bad: bool
+    weighted: bool
+    identity: Callable[[], dict[str, Any]]
+    said: set[str] = field(default_factory=set)  # notes that were logged
+    named: set[str] = field(default_factory=set)  # records left out that were logged
+
+    def rounds(self, cursor: Cursor, rank: int, num_ranks: int) -> Iterator[tuple[Pack | None, Cursor]]:
+        """Rounds of `num_ranks` packs, from `cursor` to the end of the last epoch: the pack of this rank, or None if
+        the last round has none, and the cursor behind the round.
+
+        Raises ValueError if a whole epoch has no label, and for a bad record (file and line) before the first pack of
+        its window.
+        """
+        cancelled = threading.Event()
+        mine, taken = None, 0  # in this round
+        for window in made_ahead(self._windows(cursor, cancelled), cancelled):
+            given = window.begin.given
+            while given < window.plan.num_packs:
+                more = min(num_ranks - taken, window.plan.num_packs - given)
+                if taken <= rank < taken + more:
+                    mine = Pack(window, given + rank - taken)
+                given, taken = given + more, taken + more
+                cursor = window.after(given)
+                if taken == num_ranks:
+                    yield mine, cursor
+                    mine, taken = None, 0
+            self._report(window)
+        if taken:
+            yield mine, cursor
+
+    def counts(self, cursor: Cursor) -> Iterator[WindowCount]:
+        """The number of packs of each window from `cursor` to the end of the last epoch. Makes the plans that `rounds`
+        will use, and waits for their tokens.
+
+        Raises ValueError as `rounds`.
+        """
+        for window in self._windows(cursor, threading.Event()):
+            given = window.begin.given
+            records = 0 if given else window.plan.counts.documents
+            yield WindowCount(window.begin.epoch, window.plan.num_packs - given, records, window.last)
+
+    def order_of(self, epoch: int) -> EpochOrder:
+        return EpochOrder.of(self.records, self.weights, epoch, self.seed if self.shuffle else None, self.window_blocks)
+
+    @property
+    def weights(self) -> list[float]:
+        return [source.weight if self.weighted else 1.0 for source in self.records.sources]
+
+    def _windows(self, cursor: Cursor, cancelled: threading.Event) -> Iterator[Window]:
+        before: Window | None = None  # holds the blocks of pieces carried from it
+        following, so_far = self.order_of(cursor.epoch), SoFar()
+        while self.epochs == -1 or cursor.epoch < self.epochs:
+            order, following = following, self.order_of(cursor.epoch + 1)
+            self.tokens.order(self._blocks_from(cursor, order, following))
+            while cursor.window < order.num_windows:
+                before = self._window(cursor, order, cancelled, so_far)
+                cursor, so_far = before.end, before.so_far
+                yield before
+            if cursor.counts.packs == 0:
+                sources = quoted_path(self.records.paths)
+                if so_far.malformed:
+                    record, what = so_far.malformed
+                    raise ValueError(
+                        f"no record of {sources} has a token to train on ({cursor.counts}); the first malformed one "
+                        f"read is {self.records.where(record)}: {what}"
+                    )
+                raise ValueError(
+                    f"no record of {sources} has a token to train on ({cursor.counts}); add records with an assistant's"
+                    " answer, or raise the sequence length"
+                )
+            cursor = Cursor(cursor.epoch + 1, counts=cursor.counts)
+
+    def _blocks_from(self, cursor: Cursor, order: EpochOrder, following: EpochOrder) -> list[int]:
+        """The blocks of this epoch from the cursor on and of the next epoch, in the order of their need."""
+        blocks = [*blocks_carried(self.records, cursor), *order.blocks_from(cursor.window)]
+        if self.epochs == -1 or cursor.epoch + 1 < self.epochs:
+            blocks += following.blocks_from(0)
+        return list(dict.fromkeys(blocks))
+
+    def _window(self, cursor: Cursor, order: EpochOrder, cancelled: threading.Event, before: SoFar) -> Window:
+        """The window at the cursor, whose tokens are opened only if it has to be packed."""
+        blocks = Blocks(self.tokens)
+
+        def make(cancelled: threading.Event) -> WindowPlan:
+            open_block = functools.partial(blocks.open, cancelled=cancelled)
+            return plan_window(self.records, order, cursor, self.make_pieces, self.seq_len, open_block)
+
+        if order.num_records(cursor.window) < _FEWEST_KEPT:
+            plan, replan = make(cancelled), functools.partial(make, threading.Event())
+        else:
+            name = self._name(cursor)
+            plan = self.tokens.plan(name, make, cancelled)
+            replan = functools.partial(self.tokens.remake_plan, name, make)
+        so_far = before.after(plan)
+        self._say(plan, cursor, so_far)
+        counts = cursor.counts if cursor.given else cursor.counts + plan.counts
+        end = Cursor(cursor.epoch, cursor.window + 1, plan.carried, counts=counts)
+        return Window(self.records, cursor, end, end.window == order.num_windows, blocks, plan, replan, so_far)
+
+    def _name(self, cursor: Cursor) -> str:
+        """Of the plan of the window at the cursor: a hash of all that it depends on."""
+        depends_on = json.dumps((VERSION, self.identity(), cursor.epoch, cursor.window)).encode()
+        return hashlib.sha256(depends_on + self.records.digest_of_all + cursor.carried.tobytes()).hexdigest()[:40]
+
+    def _say(self, plan: WindowPlan, cursor: Cursor, so_far: SoFar) -> None:
+        """Logs what the chat template left out of records, each thing once, and the first records left out; or raises
+        ValueError for the first of these."""
+        for note, (number, record) in plan.notes.items():
+            if note in self.said or len(self.said) > _MAX_NOTES_LOGGED:
+                continue
+            self.said.add(note)
+            if len(self.said) > _MAX_NOTES_LOGGED:
+                logger.warning("the chat template leaves out more things; python -m torchtitan_magi.data shows them")
+                continue
+            text = "%s, in %s of the %s records read so far, such as %s"
+            logger.warning(text, note, f"{number:,}", f"{so_far.num_records:,}", self.records.where(record))
+        for number, (record, what) in enumerate(plan.malformed, start=cursor.counts.skipped):
+            text = f"{self.records.where(record)}: {what}"
+            if not self.skip_bad:
+                raise ValueError(text)
+            if number < _MAX_SKIPS_LOGGED and text not in self.named:
+                self.named.add(text)
+                logger.warning("record left out: %s", text)
+
+    def _report(self, window: Window) -> None:
+        """Logs the counts at the end of each epoch, and in the first also each time the packs have doubled."""
+        before, after = window.begin.counts, window.end.counts
+        if window.last:
+            notes = [f"; {note}: {number:,}" for note, number in window.so_far.notes.most_common(_MAX_NOTES_COUNTED)]
+            counted = f"; of {window.so_far.num_records:,} records read" + "".join(notes) if notes else ""
+            logger.info("%s: end of epoch %d: %s%s", self.records.name, window.begin.epoch + 1, after, counted)
+        elif window.begin.epoch == 0 and before.packs.bit_length() < after.packs.bit_length():
+            logger.info("%s: %s", self.records.name, after)
+
+
+class Cancelled(Exception):
+    """Nobody wants the result any more."""
+
+
+def made_ahead(items: Iterator[T], cancelled: threading.Event) -> Iterator[T]:
+    """The items, of which a thread makes the next while one is used. Sets the event when it is closed."""
+    made: queue.Queue[tuple[T | None, BaseException | None]] = queue.Queue()
+    wanted = threading.Semaphore(1)
+
+    def make() -> None:
+        try:
+            for item in items:
+                made.put((item, None))
+                wanted.acquire()
+                if cancelled.is_set():
+                    return
+            made.put((None, None))
+        except Cancelled:
+            pass
+        except BaseException as error:
+            made.put((None, error))
+
+    threading.Thread(target=make, name="packs", daemon=True).start()
+    try:
+        while True:
+            item, error = made.get()
+            if error is not None:
+                raise error
+            if item is None:
+                return
+            yield item
+            wanted.release()
+    finally:
+        cancelled.set()
+        wanted.release()

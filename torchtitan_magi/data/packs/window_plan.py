@@ -1,0 +1,225 @@
+"""The plan of a window: which pieces of which records lie in which pack.
+
+A window is packed as a whole, from lengths alone. The emptiest packs are dissolved and their pieces carried into the
+next window, except in the last window of an epoch. A plan is a pure function of the data, the tokenizer and the
+options. It is kept as a file beside the tokens, see `array_file`: of all ranks and runs one makes it, and each reads
+the rows of its own packs only.
+"""
+
+import zlib
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from itertools import chain
+from typing import Any
+
+import numpy as np
+
+from torchtitan_magi.data.packs.best_fit import PackingCounts, pack_best_fit
+from torchtitan_magi.data.packs.epoch_order import EpochOrder
+from torchtitan_magi.data.records.corpus import Corpus
+from torchtitan_magi.data.tokens.array_file import Damaged, Layout
+from torchtitan_magi.data.tokens.documents import Pieces
+from torchtitan_magi.data.tokens.token_block import TokenBlock
+from torchtitan_magi.wording import one_line, quoted
+
+PACKING_VERSION = 2  # of the way from records to packs
+
+# (tokens of a block, indices of records in it) -> (pieces of at most seq_len tokens, each with a label; counts)
+MakePieces = Callable[[TokenBlock, np.ndarray], tuple[Pieces, PackingCounts]]
+
+_INDEX = {"bounds": np.int64, "checksums": np.uint32, "carried": np.int64}
+_FILE = Layout(b"magiplan", _INDEX, "rows")
+_FULL = 0.98  # a pack filled to this fraction is never carried over
+_MAX_CARRIED = 1 / 8  # fraction of a window's packs; at least one pack
+_MAX_MALFORMED = 10  # that a plan names
+
+
+@dataclass(frozen=True, eq=False)
+class Cursor:
+    """A position in the stream: `given` packs into a window of the epoch.
+
+    carried: int64 [k, 2], (record, start) of each piece carried into this window.
+    """
+
+    epoch: int = 0
+    window: int = 0
+    carried: np.ndarray = field(default_factory=lambda: np.zeros((0, 2), np.int64))
+    given: int = 0
+    counts: PackingCounts = field(default_factory=PackingCounts)  # includes this window once given > 0
+
+    def state_dict(self) -> dict[str, Any]:
+        place = {"epoch": self.epoch, "window": self.window, "carried": self.carried.tolist()}
+        return place | {"given": self.given, "counts": asdict(self.counts)}
+
+    @classmethod
+    def from_state_dict(cls, state: dict[str, Any]) -> "Cursor":
+        """Raises ValueError for what is no position, of one line."""
+        try:
+            cursor = cls(
+                state["epoch"], state["window"], _pairs(state["carried"]), state["given"],
+                PackingCounts(**state["counts"]),
+            )  # fmt: skip
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            raise unreadable_state(error) from None
+        for value in (cursor.epoch, cursor.window, cursor.given, *asdict(cursor.counts).values()):
+            if type(value) is not int or not 0 <= value < 2**63:
+                raise unreadable_state(ValueError(f"{quoted(value)} where a whole number of at least 0 should be"))
+        return cursor
+
+
+def _pairs(values: list[list[int]]) -> np.ndarray:
+    """int64 [k, 2], none negative. Raises TypeError or ValueError."""
+    pairs = np.array(values or np.zeros((0, 2), np.int64))
+    if pairs.dtype != np.int64 or pairs.shape[1:] != (2,) or (pairs < 0).any():
+        raise ValueError("carried is no list of pairs of whole numbers")
+    return pairs
+
+
+def unreadable_state(error: BaseException) -> ValueError:
+    """The refusal of a loader's state that the error came from."""
+    reason = one_line(f"{type(error).__name__}: {error}", 300)
+    return ValueError(f"the loader's saved state cannot be read ({reason}); load another checkpoint")
+
+
+@dataclass(frozen=True)
+class WindowPlan:
+    """A window of p packs.
+
+    rows: int32 [n * 4], (block, index of the record in it, start, length) of each piece, pack by pack, see `Pieces`;
+    bounds: int64 [p + 1], first row of each pack, and n; checksums: uint32 [p], CRC-32 of each pack's rows; carried:
+    int64 [k, 2], (record, start) of each piece that is carried into the next window; counts: of this window alone;
+    malformed: the first records left out and what is wrong with them; notes: what the chat template left out of records
+    -> (of how many of this window's, number of one of these).
+    """
+
+    rows: np.ndarray
+    bounds: np.ndarray
+    checksums: np.ndarray
+    carried: np.ndarray
+    counts: PackingCounts
+    malformed: list[tuple[int, str]]
+    notes: dict[str, tuple[int, int]]
+
+    @property
+    def num_packs(self) -> int:
+        return len(self.checksums)
+
+    def pack(self, number: int) -> np.ndarray:
+        """int32 [n, 4]: the rows of a pack. Raises Damaged if they are not as they were written."""
+        first, last = self.bounds[number : number + 2].tolist()
+        rows = self.rows[4 * first : 4 * last]
+        if zlib.crc32(rows.data) != self.checksums[number]:
+            raise Damaged
+        return rows.reshape(-1, 4)
+
+    def write(self, path: str) -> None:
+        """Writes a file, whole or not at all. Raises OSError."""
+        head = {"counts": asdict(self.counts), "malformed": self.malformed, "notes": self.notes}
+        _FILE.write(path, head, {name: getattr(self, name) for name in (*_INDEX, "rows")})
+
+    @classmethod
+    def open(cls, path: str) -> "WindowPlan":
+        """Maps a file. Raises FileNotFoundError, OSError, and Damaged if it is not as it was written."""
+        head, arrays = _FILE.open(path)
+        counts = PackingCounts(**head["counts"])
+        return cls(counts=counts, malformed=head["malformed"], notes=head["notes"], **arrays)
+
+
+def plan_window(
+    records: Corpus,
+    order: EpochOrder,
+    cursor: Cursor,
+    make_pieces: MakePieces,
+    seq_len: int,
+    open_block: Callable[[int], TokenBlock],
+) -> WindowPlan:
+    """Packs the window at the cursor. make_pieces: a pure function."""
+    found: list[tuple[int, Pieces]] = []
+    counts, malformed, notes = PackingCounts(), [], dict[str, tuple[int, int]]()
+    of_block, index = _places(records, cursor)
+    for block in blocks_carried(records, cursor):
+        here = of_block == block
+        carried_here = list(zip(index[here].tolist(), cursor.carried[here, 1].tolist(), strict=True))
+        found.append((block, _carried_pieces(records, open_block(block), block, carried_here, make_pieces)))
+    for block, indices in order.records(cursor.window):
+        tokens = open_block(block)
+        bad = [index for index in indices.tolist() if index in tokens.malformed] if tokens.malformed else []
+        malformed += [(int(records.block_firsts[block]) + index, tokens.malformed[index]) for index in bad]
+        for note, those in tokens.notes_on(indices).items():
+            number, one = notes.get(note, (0, int(records.block_firsts[block] + those.min())))
+            notes[note] = number + len(those), one
+        pieces, more = make_pieces(tokens, indices)
+        found.append((block, pieces))
+        counts += more + PackingCounts(documents=len(bad), skipped=len(bad))
+    of_block = np.repeat(np.array([block for block, _ in found], np.int64), [len(pieces) for _, pieces in found])
+    pieces = Pieces.concatenate([pieces for _, pieces in found])
+    last = cursor.window + 1 == order.num_windows
+    seed = None if order.seed is None else [order.seed, cursor.epoch, 1 + cursor.window]
+    packs, carried = _pack(pieces.length, seq_len, seed, last)
+    rows_of_packs = np.array([*chain(*packs)], np.int64)
+    bounds = np.cumsum([0, *map(len, packs)])
+    table = np.stack([of_block, pieces.index, pieces.start, pieces.length], axis=1)
+    rows = table[rows_of_packs].astype(np.int32).reshape(-1)
+    counts += PackingCounts(
+        packs=len(packs),
+        pieces=len(rows_of_packs),
+        tokens=int(pieces.length[rows_of_packs].sum()),
+        slots=len(packs) * seq_len,
+    )
+    return WindowPlan(
+        rows,
+        bounds,
+        np.array([zlib.crc32(pack.data) for pack in np.split(rows, 4 * bounds[1:-1])][: len(packs)], np.uint32),
+        np.stack([records.block_firsts[of_block[carried]] + pieces.index[carried], pieces.start[carried]], axis=1),
+        counts,
+        malformed[:_MAX_MALFORMED],
+        notes,
+    )
+
+
+def blocks_carried(records: Corpus, cursor: Cursor) -> list[int]:
+    """The blocks of the pieces carried into the cursor's window, in their order."""
+    return list(dict.fromkeys(_places(records, cursor)[0].tolist()))
+
+
+def _places(records: Corpus, cursor: Cursor) -> tuple[np.ndarray, np.ndarray]:
+    """int64 [k]: the block of each piece carried into the cursor's window, and the record's index in it."""
+    numbers = cursor.carried[:, 0]
+    blocks = np.searchsorted(records.block_firsts, numbers, side="right") - 1
+    return blocks, numbers - records.block_firsts[blocks]
+
+
+def _carried_pieces(
+    records: Corpus, tokens: TokenBlock, block: int, rows: list[tuple[int, int]], make_pieces: MakePieces
+) -> Pieces:
+    """The pieces of a block that are carried into a window, each as often as it is."""
+    pieces, _ = make_pieces(tokens, np.array(sorted({index for index, _ in rows})))
+    found = zip(pieces.index.tolist(), pieces.start.tolist(), strict=True)
+    place = {row: number for number, row in enumerate(found)}
+    for index, start in rows:
+        if (index, start) not in place:
+            raise ValueError(
+                f"{records.where(int(records.block_firsts[block]) + index)} has no token {start} as it had when the"
+                " loader's state was saved; resume with the same tokenizer and chat template"
+            )
+    return pieces.rows(np.array([place[row] for row in rows]))
+
+
+def _pack(lengths: np.ndarray, seq_len: int, seed: list[int] | None, last: bool) -> tuple[list[list[int]], list[int]]:
+    """The packs of a window, and the pieces that are carried into the next; pieces are named by their number.
+
+    seed: of the order of the packs; None: the order of the pieces, as far as packing allows. last: of the epoch.
+    """
+    packs = pack_best_fit(lengths, seq_len)
+    fill = np.array([lengths[pack].sum() for pack in packs], dtype=np.int64)
+    keep = np.ones(len(packs), dtype=bool)
+    if not last:
+        emptiest = np.argsort(fill, kind="stable")[: max(1, int(_MAX_CARRIED * len(packs)))]
+        keep[emptiest] = fill[emptiest] >= _FULL * seq_len
+    chosen = np.flatnonzero(keep)
+    if seed is not None:  # packing sorts by length
+        chosen = np.random.default_rng(seed).permutation(chosen)
+    else:
+        packs = [sorted(pack) for pack in packs]
+        chosen = chosen[np.argsort([packs[pack][0] for pack in chosen], kind="stable")]
+    return [packs[pack] for pack in chosen], [row for pack in np.flatnonzero(~keep) for row in packs[pack]]

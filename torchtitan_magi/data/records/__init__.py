@@ -1,0 +1,1 @@
+"""What is in the files: sources, formats, and records read one by one."""

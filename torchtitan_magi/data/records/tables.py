@@ -1,0 +1,271 @@
+"""Records in columns: Parquet files, and data sets that the `datasets` library reads.
+
+A row becomes the object that it would be on a line of JSONL. Arrow gives an object all keys of its column, with null
+for those that it lacks, so keys without a value are left out.
+"""
+
+import functools
+import os
+import zlib
+from abc import abstractmethod
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from torchtitan_magi.data import guard
+from torchtitan_magi.data.records.formats import parse_document
+from torchtitan_magi.data.records.jsonl import json_value
+from torchtitan_magi.data.records.kept_files import digest_of_file
+from torchtitan_magi.data.records.record_file import (
+    BLOCK_BYTES,
+    MAX_RECORD_BYTES,
+    Parse,
+    RecordFile,
+    named_errors,
+    sha256,
+)
+from torchtitan_magi.wording import one_line, quoted, quoted_path, shown
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+_MAX_ROWS = 4096  # of a block: its size is an average, and Parquet stores a repeated value once
+_MAX_ROWS_OF_FILE = 2**36  # more is damage
+_UNREADABLE = (ValueError, KeyError, NotImplementedError, RecursionError)  # what Arrow raises for values and types
+
+
+class TableFile(RecordFile):
+    """Rows of a table. A block has as many rows as have BLOCK_BYTES on average, at most _MAX_ROWS."""
+
+    def where(self, index: int) -> str:
+        return f"{shown(self.path)}:{index + 1}"
+
+    def _used_columns(self, names: list[str]) -> list[str]:
+        """The columns that hold keys of records; no other is read. Raises ValueError if there are none."""
+        for key, column in self.columns.items():
+            if column not in names:
+                raise ValueError(
+                    f"{quoted_path(self.path)} has no column {quoted(column)} for {key}, only {quoted(names)}; name "
+                    "one of them"
+                )
+        used = [name for name in names if name in self._column_of.values()]
+        if not used:
+            raise ValueError(
+                f'{quoted_path(self.path)} has only the columns {quoted(names)}, none of them "messages", "text" or '
+                "the like; say which one holds them, as in ?messages=COLUMN after the source"
+            )
+        if len(used) > len({*used}):
+            raise ValueError(
+                f"{quoted_path(self.path)} has columns of the same name, {quoted(names)}; rename or remove one"
+            )
+        self.unread_columns = tuple(name for name in names if name not in used)
+        return used
+
+    def _identify(self, cache: Path | None, selection: str = "") -> None:
+        """Sets the digest and the checksum. selection: which rows of the files these are, if not all."""
+        with named_errors(self.path):
+            digests = [digest_of_file(cache, part) for part in self._parts]
+        self._content_digest = sha256(repr((digests, selection)).encode())
+        self.crc32 = zlib.crc32(self._content_digest.encode())
+
+    def _digest(self, block: int) -> str:
+        first, last = self.block_firsts[block : block + 2].tolist()
+        return sha256(f"{self._content_digest} {first}:{last}".encode())
+
+    def _values(self, first: int, last: int) -> Iterator[Any]:
+        for table in self._tables(first, last):
+            yield from _objects(table)
+
+    @abstractmethod
+    def _tables(self, first: int, last: int) -> Iterator[pa.Table]:
+        """Rows first:last, their columns in use."""
+
+
+class ParquetFile(TableFile):
+    """A Parquet file, read in place. A block is a part of one row group. Arguments as of `JsonlFile`."""
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        parse: Parse = parse_document,
+        columns: Mapping[str, str] | None = None,
+        cache: Path | None = None,
+    ):
+        name = os.fspath(path)
+        super().__init__(name, parse, columns or {}, [name])
+        with named_errors(name):
+            footer = _footer(name)
+        self._used = self._used_columns(footer.names)
+        self._group_firsts = np.cumsum([0, *footer.num_rows], dtype=np.int64)
+        sizes = [sum(size.get(column, 0) for column in self._used) for size in footer.sizes]
+        self.num_bytes = sum(sizes)
+        firsts = [
+            _block_firsts(first, num_rows, size)
+            for first, num_rows, size in zip(self._group_firsts.tolist(), footer.num_rows, sizes, strict=False)
+        ]
+        self.block_firsts = np.concatenate([*firsts, self._group_firsts[-1:]])
+        self._identify(cache)
+
+    def _tables(self, first: int, last: int) -> Iterator[pa.Table]:
+        begin = int(np.searchsorted(self._group_firsts, first, side="right")) - 1
+        end = int(np.searchsorted(self._group_firsts, last, side="left"))
+        row = int(self._group_firsts[begin])
+        with self._opened() as file:
+            batches = file.iter_batches(_MAX_ROWS, range(begin, end), columns=self._used, use_threads=False)
+            for batch in batches:  # from the beginning of the row group: Parquet has no random access inside it
+                start, stop = max(first - row, 0), min(last - row, len(batch))
+                if start < stop:
+                    yield pa.Table.from_batches([batch.slice(start, stop - start)])
+                row += len(batch)
+                if row >= last:
+                    return
+            if row < last:
+                raise OSError("it has fewer rows than its footer says")
+
+    @contextmanager
+    def _opened(self) -> Iterator[pq.ParquetFile]:
+        options = {"metadata": self._metadata, "buffer_size": 2**20}
+        with named_errors(self.path), _arrow_errors(), pq.ParquetFile(self.path, **options) as file:
+            yield file
+
+    @functools.cached_property
+    def _metadata(self) -> pq.FileMetaData:
+        """Read once by each process that reads records: it is as long as the file has row groups."""
+        with named_errors(self.path), _arrow_errors():
+            return pq.read_metadata(self.path)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_metadata"}
+
+
+class _Footer(NamedTuple):
+    """What a Parquet file's footer says. names: of the columns; num_rows: of each row group; sizes: for each row group,
+    column -> bytes before compression."""
+
+    names: list[str]
+    num_rows: list[int]
+    sizes: list[dict[str, int]]
+
+
+def _footer(path: str) -> _Footer:
+    """Read in a process of its own, since some damage makes pyarrow abort. Raises OSError."""
+    try:
+        footer = guard.apart(_read_footer, path)
+    except guard.Died as end:
+        raise OSError(f"the process that reads its footer {guard.describe_end(end.exitcode)}") from None
+    if min(footer.num_rows, default=0) < 0 or sum(footer.num_rows) > _MAX_ROWS_OF_FILE:
+        raise OSError(f"its footer says that it has {sum(footer.num_rows):,} rows")
+    return footer
+
+
+def _read_footer(path: str) -> _Footer:
+    with _arrow_errors(), pq.ParquetFile(path) as file:
+        groups = [file.metadata.row_group(number) for number in range(file.metadata.num_row_groups)]
+        return _Footer(file.schema_arrow.names, [group.num_rows for group in groups], [*map(_sizes, groups)])
+
+
+def _sizes(group: pq.RowGroupMetaData) -> dict[str, int]:
+    """Column -> its bytes in a row group before compression."""
+    sizes = Counter[str]()
+    for chunk in map(group.column, range(group.num_columns)):
+        sizes[chunk.path_in_schema.split(".")[0]] += chunk.total_uncompressed_size
+    return dict(sizes)
+
+
+class DatasetFile(TableFile):
+    """One split of a data set, read in place from Arrow files that the `datasets` library has mapped into memory.
+
+    Args:
+        path: name for messages.
+        dataset: a `datasets.Dataset`.
+        selection: which rows of its files it has, if not all.
+        parse, columns, cache: as of `JsonlFile`.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        dataset: "Dataset",
+        selection: str = "",
+        parse: Parse = parse_document,
+        columns: Mapping[str, str] | None = None,
+        cache: Path | None = None,
+    ):
+        super().__init__(path, parse, columns or {}, [file["filename"] for file in dataset.cache_files])
+        used = self._used_columns(dataset.column_names)
+        self._dataset = dataset.select_columns(used).with_format("arrow")
+        table = self._dataset.data
+        self.num_bytes = table.nbytes * len(dataset) // max(1, table.num_rows)
+        self.block_firsts = np.append(_block_firsts(0, len(dataset), self.num_bytes), np.int64(len(dataset)))
+        self._identify(cache, selection)
+
+    def _tables(self, first: int, last: int) -> Iterator[pa.Table]:
+        for start in range(first, last, _MAX_ROWS):
+            yield self._dataset[start : min(start + _MAX_ROWS, last)]
+
+
+@contextmanager
+def _arrow_errors() -> Iterator[None]:
+    """Turns pyarrow's errors for a damaged file into OSErrors."""
+    try:
+        yield
+    except MemoryError:  # one of pyarrow's, too
+        raise
+    except (pa.ArrowException, UnicodeDecodeError, OverflowError) as error:
+        raise OSError(one_line(error)) from None
+
+
+def _block_firsts(first: int, num_rows: int, num_bytes: int) -> np.ndarray:
+    """int64, the first row of each block of num_rows rows from `first`."""
+    rows = BLOCK_BYTES * num_rows // max(1, num_bytes)
+    return np.arange(first, first + num_rows, min(max(1, rows), _MAX_ROWS), dtype=np.int64)
+
+
+def _objects(table: pa.Table) -> list[Any]:
+    """The rows as JSON values, or ValueErrors."""
+    if table.nbytes <= MAX_RECORD_BYTES:
+        try:
+            return _values_of(table)
+        except _UNREADABLE:
+            pass  # one of the rows
+    return [_object(table.slice(number, 1)) for number in range(len(table))]
+
+
+def _object(row: pa.Table) -> Any:
+    if row.nbytes > MAX_RECORD_BYTES:
+        return ValueError(f"the row has {row.nbytes:,} bytes, more than {MAX_RECORD_BYTES:,}; split the record")
+    try:
+        return _values_of(row)[0]
+    except UnicodeDecodeError:
+        return ValueError("a text is not UTF-8; write the file again")
+    except _UNREADABLE as error:
+        return ValueError(f"the row cannot be read ({one_line(error)}); write it again")
+
+
+def _values_of(table: pa.Table) -> list[Any]:
+    return [_fields(values, table.schema) for values in table.to_pylist(maps_as_pydicts="strict")]
+
+
+def _plain(value: Any, kind: pa.DataType) -> Any:
+    """The value that JSON would have: objects without the keys that have no value, JSON text as what it says."""
+    if value is None:
+        return None
+    if pa.types.is_struct(kind):
+        return _fields(value, kind)
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
+        return [_plain(item, kind.value_type) for item in value]
+    if isinstance(kind, pa.JsonType):
+        value = json_value(value.encode())
+        if isinstance(value, ValueError):
+            raise value
+    return value
+
+
+def _fields(value: dict[str, Any], kind: Iterable[pa.Field]) -> dict[str, Any]:
+    return {field.name: _plain(value[field.name], field.type) for field in kind if value[field.name] is not None}

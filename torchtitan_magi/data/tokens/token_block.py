@@ -1,0 +1,159 @@
+"""The tokens of one block of records, kept as a file that is mapped into memory, see `array_file`."""
+
+import itertools
+import zlib
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from torchtitan_magi.data.tokens.array_file import Layout
+from torchtitan_magi.data.tokens.documents import TokenizedDocument, TokenizedPair
+
+VERSION = 3  # of the files, and of the way from a record to its tokens
+PARTS = {"documents": 1, "pairs": 3}  # of a record's tokens
+
+_INDEX = {"bounds": np.int64, "learned": np.int64, "common": np.int64, "checksums": np.uint32, "noted": np.uint32}
+_FILE = Layout(b"magitoks", _INDEX, "tokens")
+_MAX_NOTES = 16  # of a block, each by itself
+
+
+@dataclass(frozen=True)
+class TokenBlock:
+    """The tokens of n consecutive records, each of 1 part (a document) or 3 (prompt, chosen and rejected completion).
+
+    tokens: int32 [t], parts one after the other; bounds: int64 [n * parts + 1], first token of each part, and t;
+    learned: int64 [m, 2], ranges of tokens to predict, ascending; common: int64 [n], of pairs, number of tokens with
+    which both completions begin (documents: 0); checksums: uint32 [n], CRC-32 of each record's tokens; malformed:
+    index in the block -> what is wrong with the record, which then has no token; notes: what the chat template left out
+    of records; noted: uint32 [n], bit k is set for a record that notes[k] is true of.
+    """
+
+    parts: int
+    tokens: np.ndarray
+    bounds: np.ndarray
+    learned: np.ndarray
+    common: np.ndarray
+    checksums: np.ndarray
+    noted: np.ndarray
+    malformed: dict[int, str]
+    notes: list[str]
+
+    def __len__(self) -> int:
+        return len(self.checksums)
+
+    @classmethod
+    def of(cls, kind: str, records: Sequence[TokenizedDocument | TokenizedPair | ValueError]) -> "TokenBlock":
+        """kind: "documents" or "pairs"."""
+        parts = PARTS[kind]
+        malformed = {index: str(record) for index, record in enumerate(records) if isinstance(record, ValueError)}
+        rows = [_parts_of(record, parts) for record in records]
+        tokens = np.concatenate([np.zeros(0, np.int32), *(part.tokens for row in rows for part in row)])
+        masks = np.concatenate([np.zeros(1, bool), *(part.loss_mask for row in rows for part in row), [False]])
+        bounds = np.cumsum([0, *(len(part.tokens) for row in rows for part in row)])
+        common = [0 if parts == 1 else _common(row[1].tokens, row[2].tokens) for row in rows]
+        firsts = bounds[::parts].tolist()
+        notes, noted = _noted([_notes_of(row) for row in rows])
+        checksums = [zlib.crc32(tokens[first:last].data) for first, last in itertools.pairwise(firsts)]
+        return cls(
+            parts,
+            tokens,
+            bounds,
+            np.flatnonzero(masks[1:] != masks[:-1]).reshape(-1, 2),
+            np.array(common, np.int64),
+            np.array(checksums, np.uint32),
+            noted,
+            malformed,
+            notes,
+        )
+
+    def tokens_of(self, index: int) -> tuple[int, int]:
+        """The range of a record's tokens."""
+        return int(self.bounds[index * self.parts]), int(self.bounds[(index + 1) * self.parts])
+
+    def are_sound(self, indices: np.ndarray) -> bool:
+        """Whether the tokens of these records are those that were written."""
+        firsts, lasts = (self.bounds[record * self.parts].tolist() for record in (indices, indices + 1))
+        rows = zip(firsts, lasts, self.checksums[indices].tolist(), strict=True)
+        return all(zlib.crc32(self.tokens[first:last].data) == checksum for first, last, checksum in rows)
+
+    def notes_on(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+        """Note -> those of the records that it is true of."""
+        bits = self.noted[indices]
+        found = {note: indices[(bits & (1 << number)) != 0] for number, note in enumerate(self.notes)}
+        return {note: those for note, those in found.items() if len(those)}
+
+    def document(self, first: int, last: int) -> TokenizedDocument:
+        """The tokens first:last."""
+        mask = np.zeros(last - first, bool)
+        _, starts, stops = self.learned_in(np.array([first]), np.array([last]))
+        for start, stop in zip(starts.tolist(), stops.tolist(), strict=True):
+            mask[start - first : stop - first] = True
+        return TokenizedDocument(self.tokens[first:last], mask)
+
+    def learned_in(self, first: np.ndarray, last: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The learned ranges inside n ranges first:last, cut to them: int64 [m] each, the number of the range that it
+        lies in, its first token, and the token behind it."""
+        ends = self.learned.reshape(-1)
+        before = ends.searchsorted(first, side="right") // 2
+        num = (ends.searchsorted(last - 1, side="right") + 1) // 2 - before
+        of = np.repeat(np.arange(len(first)), num)
+        found = self.learned[np.arange(len(of)) + (before - (np.cumsum(num) - num))[of]]
+        return of, np.maximum(first[of], found[:, 0]), np.minimum(last[of], found[:, 1])
+
+    def pair(self, index: int) -> TokenizedPair:
+        """A record of three parts."""
+        begin, chosen, rejected, end = self.bounds[3 * index : 3 * index + 4].tolist()
+        return TokenizedPair(self.tokens[begin:chosen], self.document(chosen, rejected), self.document(rejected, end))
+
+    def has_learned(self, first: np.ndarray, last: np.ndarray) -> np.ndarray:
+        """bool [n]: whether a token of each range first:last is to be predicted."""
+        return self.first_learned(first) < last
+
+    def first_learned(self, first: np.ndarray) -> np.ndarray:
+        """int64 [n]: the first token from `first` on that is to be predicted; past the last token if there is none."""
+        begin = np.searchsorted(self.learned[:, 1], first, side="right")
+        return np.maximum(np.append(self.learned[:, 0], len(self.tokens))[begin], first)
+
+    def write(self, path: str) -> None:
+        """Writes a file, whole or not at all. Raises OSError."""
+        head = {"parts": self.parts, "malformed": self.malformed, "notes": self.notes}
+        _FILE.write(path, head, {name: getattr(self, name) for name in (*_FILE.index, "tokens")})
+
+    @classmethod
+    def open(cls, path: str) -> "TokenBlock":
+        """Maps a file. Raises FileNotFoundError, OSError, and Damaged if it is not as it was written."""
+        head, arrays = _FILE.open(path)
+        malformed = {int(index): what for index, what in head["malformed"].items()}
+        return cls(head["parts"], malformed=malformed, notes=head["notes"], **arrays)
+
+
+def _parts_of(record: TokenizedDocument | TokenizedPair | ValueError, parts: int) -> list[TokenizedDocument]:
+    if isinstance(record, TokenizedPair):
+        prompt = TokenizedDocument(record.prompt, np.zeros(len(record.prompt), bool))
+        return [prompt, record.chosen, record.rejected]
+    if isinstance(record, ValueError):
+        return [TokenizedDocument(np.zeros(0, np.int32), np.zeros(0, bool))] * parts
+    return [record]
+
+
+def _common(one: np.ndarray, two: np.ndarray) -> int:
+    size = min(len(one), len(two))
+    differ = np.flatnonzero(one[:size] != two[:size])
+    return int(differ[0]) if len(differ) else size
+
+
+def _notes_of(parts: Sequence[TokenizedDocument]) -> set[str]:
+    return {note for part in parts for note in part.notes}
+
+
+def _noted(found: list[set[str]]) -> tuple[list[str], np.ndarray]:
+    """The notes on each record -> notes and noted, see `TokenBlock`. Beyond _MAX_NOTES they are one note."""
+    counted = Counter(note for notes in found for note in sorted(notes))
+    notes = [note for note, _ in counted.most_common(_MAX_NOTES)]
+    number = dict.fromkeys(counted, _MAX_NOTES) | {note: number for number, note in enumerate(notes)}
+    if len(counted) > len(notes):
+        notes.append(f"the chat template leaves out {len(counted) - len(notes):,} more things")
+    bits = [sum(1 << bit for bit in {number[note] for note in those}) for those in found]
+    return notes, np.array(bits, np.uint32)

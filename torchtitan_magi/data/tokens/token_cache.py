@@ -1,0 +1,351 @@
+"""Tokens of a data set, made once: a folder of files, one per block of records, which all ranks and later runs read.
+The plans of packs lie beside them, see `window_plan`.
+
+A file is named by a hash of all that its tokens depend on: the block's content, the tokenizer with its chat template,
+the kind of record. A reader that misses a file starts a writer, see `token_writer`, and waits. A lock lets one writer
+at a time run for an order of blocks; when it dies, a reader that waits starts the next.
+"""
+
+import hashlib
+import logging
+import os
+import pickle
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from torchtitan_magi import machine
+from torchtitan_magi.data import guard
+from torchtitan_magi.data.packs.stream import Cancelled, MakePlan
+from torchtitan_magi.data.packs.window_plan import WindowPlan
+from torchtitan_magi.data.records.corpus import Corpus
+from torchtitan_magi.data.tokens.array_file import Damaged
+from torchtitan_magi.data.tokens.token_block import VERSION, TokenBlock
+from torchtitan_magi.data.tokens.token_writer import Job, unusable
+from torchtitan_magi.files import Waiting, open_lock, release_lock, sign_lock, take_lock
+from torchtitan_magi.wording import quoted_path, shown
+
+logger = logging.getLogger(__name__)
+
+_POLL = 0.02  # seconds between looks for a file
+_MAX_WRITERS = 4  # that end without the file that is waited for
+_MAX_OPEN = 128  # files of tokens that nobody uses at the moment
+_UNFINISHED_SECONDS = 3600.0  # age of a temporary file whose writer is dead
+_UNUSED_SECONDS = 30 * 86400.0  # since a plan was last read, until it is removed
+
+# The packages' own __init__ import torch, which the writer does without.
+_WRITER = """
+import pickle, sys, types
+sys.path[:], packages = pickle.load(sys.stdin.buffer)
+for name, folders in packages:
+    sys.modules[name] = types.ModuleType(name)
+    sys.modules[name].__path__ = folders
+from torchtitan_magi.data.tokens.token_writer import main
+main()
+"""
+
+
+def default_folder() -> Path:
+    """$TORCHTITAN_MAGI_CACHE/tokens, or torchtitan_magi/tokens in the user's cache folder."""
+    explicit = os.environ.get("TORCHTITAN_MAGI_CACHE")
+    user = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "torchtitan_magi"
+    return Path(explicit or user) / "tokens"
+
+
+class TokenizedHere:
+    """Tokens made in this process when they are asked for, and forgotten when nobody uses them.
+
+    tokenize: records -> tokens or ValueErrors, in batches; a ValueError among the records is passed on.
+    """
+
+    def __init__(self, corpus: Corpus, tokenize: Callable[[list[Any]], list[Any]], kind: str) -> None:
+        self.corpus, self.tokenize, self.kind = corpus, tokenize, kind
+        self._in_use: weakref.WeakValueDictionary[int, TokenBlock] = weakref.WeakValueDictionary()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.corpus, self.tokenize, self.kind)
+
+    def order(self, blocks: list[int]) -> None: ...
+
+    def are_there(self, blocks: list[int]) -> bool:
+        return False
+
+    def open(self, block: int, cancelled: threading.Event) -> TokenBlock:
+        tokens = self._in_use.get(block)
+        if tokens is None:
+            tokens = self._in_use[block] = TokenBlock.of(self.kind, self.tokenize(self.corpus.read(block)))
+        return tokens
+
+    def malformed(self, block: int) -> dict[int, str] | None:
+        return None
+
+    def remake(self, block: int) -> TokenBlock:
+        raise AssertionError("nothing changes what is in memory")
+
+    def plan(self, name: str, make: MakePlan, cancelled: threading.Event) -> WindowPlan:
+        return make(cancelled)
+
+    def remake_plan(self, name: str, make: MakePlan) -> WindowPlan:
+        raise AssertionError("nothing changes what is in memory")
+
+
+class TokenCache:
+    """Tokens in a folder.
+
+    Args:
+        folder: made when it is first written to. Several machines may share it.
+        tokenizer: has `documents`, `pairs` and `fingerprint`, as `ChatTokenizer`; picklable.
+        kind: "documents" or "pairs".
+        order_name: text of what the order of the blocks depends on, for the lock.
+
+    Raises ValueError, with path and remedy, when tokens are missing and cannot be written.
+    """
+
+    def __init__(self, folder: Path, corpus: Corpus, tokenizer: Any, kind: str, order_name: str) -> None:
+        self.folder, self.corpus, self.tokenizer = folder, corpus, tokenizer
+        self.kind, self.order_name = kind, order_name
+        self._depends_on = f"{VERSION} {kind} {tokenizer.fingerprint}"
+        self._order: list[int] = []
+        self._there: set[int] = set()  # blocks whose tokens have been seen
+        self._cleaned = self._told = False
+        self._exitcode = 0  # of the last writer that ended
+        self._writers: dict[str, _Writer] = {}
+        self._makers: dict[str, str] = {}  # who writes, here or in another process
+        self._in_use: weakref.WeakValueDictionary[int, TokenBlock] = weakref.WeakValueDictionary()
+        self._opened_last: deque[TokenBlock] = deque(maxlen=_MAX_OPEN)  # small data stays open across its epochs
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.folder, self.corpus, self.tokenizer, self.kind, self.order_name)
+
+    def __str__(self) -> str:
+        sizes = []
+        with suppress(OSError), os.scandir(self.folder) as found:
+            sizes = [file.stat().st_size for file in found]
+        return f"token cache {shown(self.folder)}: {sum(sizes) / 2**30:.2f} GiB in {len(sizes):,} files"
+
+    def path(self, block: int) -> Path:
+        return Path(self._path_name(block))
+
+    def _path_name(self, block: int) -> str:
+        """Of which there are many; a Path costs more."""
+        key = hashlib.sha256(f"{self.corpus.digest(block)} {self._depends_on}".encode()).hexdigest()[:40]
+        return f"{self.folder}/{key}.tokens"
+
+    def order(self, blocks: list[int]) -> None:
+        """Has what is missing of these blocks written in this order, from now on."""
+        self._order = blocks
+        if not self.are_there(blocks):
+            self._write(blocks, self.order_name)
+
+    def are_there(self, blocks: list[int]) -> bool:
+        """Whether all of them have a file."""
+        unknown = set(blocks) - self._there
+        found = all(os.path.exists(self._path_name(block)) for block in unknown)
+        if found:
+            self._there |= unknown
+        return found
+
+    def open(self, block: int, cancelled: threading.Event) -> TokenBlock:
+        """Waits for the tokens of a block. Raises Cancelled if the event is set meanwhile."""
+        tokens = self._in_use.get(block)
+        if tokens is None:
+            tokens = self._in_use[block] = self._wait(block, cancelled)
+            self._opened_last.append(tokens)
+        return tokens
+
+    def malformed(self, block: int) -> dict[int, str] | None:
+        """What is wrong with records of a block, by index in it; None if its tokens are not there yet."""
+        try:
+            return TokenBlock.open(str(self.path(block))).malformed
+        except (OSError, Damaged):
+            return None
+
+    def remake(self, block: int) -> TokenBlock:
+        """The tokens of a block whose file is damaged, made again."""
+        self._remove(self._path_name(block))
+        self._in_use.pop(block, None)
+        return self.open(block, threading.Event())
+
+    def plan(self, name: str, make: MakePlan, cancelled: threading.Event) -> WindowPlan:
+        """The plan of this name, which is made if it is not there: by one process, while the others wait for it. Where
+        it cannot be kept, each process makes its own."""
+        path = self._plan_path(name)
+        waiting = Waiting(shown(path))
+        while not cancelled.is_set():
+            try:
+                return WindowPlan.open(path)
+            except FileNotFoundError:
+                pass
+            except Damaged:
+                self._remove(path)
+            except OSError as error:
+                raise ValueError(unusable(self.folder, error)) from None
+            try:
+                with self._locked(name):
+                    if not os.path.exists(path):
+                        plan = make(cancelled)
+                        self._keep(plan, path)
+                        return plan
+            except BlockingIOError as error:
+                waiting.note(error)
+                cancelled.wait(_POLL)
+            except OSError as error:
+                self._tell(error)
+                return make(cancelled)
+        raise Cancelled
+
+    def remake_plan(self, name: str, make: MakePlan) -> WindowPlan:
+        self._remove(self._plan_path(name))
+        return self.plan(name, make, threading.Event())
+
+    def _keep(self, plan: WindowPlan, path: str) -> None:
+        if not self._cleaned:
+            self._cleaned = True
+            self._clean()
+        try:
+            plan.write(path)
+        except OSError as error:
+            self._tell(error)
+
+    def _tell(self, error: OSError) -> None:
+        if not self._told:
+            self._told = True
+            reason = machine.cause(error)
+            logger.warning(
+                "plans cannot be kept in %s (%s): every process packs for itself", shown(self.folder), reason
+            )
+
+    def _plan_path(self, name: str) -> str:
+        return f"{self.folder}/{name}.plan"
+
+    @contextmanager
+    def _locked(self, name: str) -> Iterator[None]:
+        """Raises BlockingIOError while another process has the lock."""
+        path = self.folder / f"{name}.lock"
+        with open(open_lock(path), "r+b") as lock:
+            take_lock(lock.fileno())
+            try:
+                yield
+            finally:
+                path.unlink(missing_ok=True)  # whoever opened it before finds the plan
+                release_lock(lock.fileno())
+
+    def _wait(self, block: int, cancelled: threading.Event) -> TokenBlock:
+        path, waiting, num_writers = self._path_name(block), Waiting(f"the tokens of {self.corpus.name}"), 0
+        order, name = self._order, self.order_name
+        while not cancelled.is_set():
+            try:
+                return TokenBlock.open(path)
+            except FileNotFoundError:
+                pass
+            except Damaged:
+                self._remove(path)
+                order, name = [], os.path.basename(path)  # a writer that runs may have been here already
+            except OSError as error:
+                raise ValueError(unusable(self.folder, error)) from None
+            self.corpus.check_unchanged(block)
+            num_writers += self._write([block, *order], name)
+            if num_writers > _MAX_WRITERS:
+                raise ValueError(self._endless())
+            waiting.note(self._makers.get(name, "another process"))
+            cancelled.wait(_POLL)
+        raise Cancelled
+
+    def _endless(self) -> str:
+        """What goes wrong where one writer after the other ends without the tokens."""
+        if self._exitcode < 0:
+            end = guard.describe_end(self._exitcode)
+            return f"the process that tokenizes {self.corpus.name} {end} again and again; {machine.memory_remedy()}"
+        return f"tokens disappear from {quoted_path(self.folder)}; let no other program remove files there"
+
+    def _remove(self, path: str) -> None:
+        logger.warning("%s is damaged and is made again", shown(path))
+        try:
+            Path(path).unlink(missing_ok=True)
+        except OSError as error:
+            raise ValueError(unusable(self.folder, error)) from None
+
+    def _write(self, blocks: list[int], name: str) -> bool:
+        """Starts a writer unless one runs, here or in another process. Raises ValueError if the last one failed."""
+        writer = self._writers.get(name)
+        if writer is not None:
+            if writer.is_running():
+                return False
+            self._exitcode = writer.process.returncode
+            self._writers.pop(name, None)  # another thread may be here too
+        name_of_lock = hashlib.sha256(f"{self._depends_on} {name}".encode()).hexdigest()[:40]
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with open(open_lock(self.folder / f"{name_of_lock}.lock"), "r+b") as lock:
+                take_lock(lock.fileno())
+                self._clean()
+                items = [(block, self.path(block)) for block in blocks]
+                missing = [(block, str(path)) for block, path in items if not path.exists()]
+                if missing:
+                    job = Job(self.corpus, missing, self.tokenizer, self.kind, os.getpid())
+                    self._writers[name] = writer = _Writer(job, lock)
+                    self._makers[name] = f"process {writer.process.pid}"
+                return bool(missing)
+        except BlockingIOError as error:
+            self._makers[name] = str(error)
+            return False
+        except OSError as error:
+            raise ValueError(unusable(self.folder, error)) from None
+
+    def _clean(self) -> None:
+        """Removes what dead writers have left, and plans that nobody has read for long."""
+        leftovers = dict.fromkeys(("unfinished", "tmp"), _UNFINISHED_SECONDS)  # tmp: of earlier versions
+        for kind, seconds in (leftovers | {"plan": _UNUSED_SECONDS}).items():
+            for path in self.folder.glob(f"*.{kind}"):
+                with suppress(OSError):
+                    found = path.stat()
+                    if time.time() - max(found.st_atime, found.st_mtime) > seconds:
+                        path.unlink()
+
+
+def _remedy_of_start() -> str:
+    """Where a process does not come so far as to say what it lacks."""
+    if guard.has_room():
+        return "see its output above"
+    return f"{machine.memory_remedy()}, or see its output above"
+
+
+class _Writer:
+    """A process that runs `token_writer.main`; it holds the lock as long as it lives."""
+
+    def __init__(self, job: Job, lock: BinaryIO) -> None:
+        command = [sys.executable, "-c", _WRITER]
+        self.process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            pass_fds=[lock.fileno()],
+            start_new_session=True,
+        )
+        package = Path(__file__).parents[2]
+        packages = [("torchtitan_magi", [str(package)]), ("torchtitan_magi.data", [str(package / "data")])]
+        assert self.process.stdin is not None
+        with suppress(BrokenPipeError), self.process.stdin as stdin:
+            pickle.dump((sys.path, packages), stdin)
+            pickle.dump(job, stdin)
+        with suppress(OSError):  # a full disk
+            sign_lock(lock.fileno(), self.process.pid)
+        logger.info("tokenizing %s blocks of records with %d processes", f"{len(job.items):,}", job.num_workers)
+
+    def is_running(self) -> bool:
+        """Raises ValueError with the process's own message if it failed; one that was killed just runs no more."""
+        code = self.process.poll()
+        if code is not None and code > 0:
+            assert self.process.stdout is not None
+            message = self.process.stdout.read().decode().strip()
+            raise ValueError(message or f"the process that tokenizes ended with {code}; {_remedy_of_start()}")
+        if code is not None and code < 0:
+            logger.warning("the process that tokenizes was ended by signal %d; another takes over", -code)
+        return code is None

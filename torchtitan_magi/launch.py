@@ -1,0 +1,200 @@
+"""Starts torchtitan for a TOML file with as many processes as its parallel degrees multiply to.
+
+    python -m torchtitan_magi.launch config.toml [torchtitan overrides ...]
+
+It does what ``torchrun -m torchtitan_magi.train`` does on this machine, and says last what went wrong first. For
+several machines call torchrun.
+"""
+
+import contextlib
+import math
+import os
+import re
+import sys
+import tempfile
+import tomllib
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+DEGREES = ("data_parallel_replicate", "data_parallel_shard", "context_parallel", "tensor_parallel", "pipeline_parallel")
+PRECISION = ("training", "mixed_precision_param")
+HOOKS = (("job", "custom_config_module"), ("experimental", "custom_import"))
+
+
+def overridden(config: dict[str, Any], arguments: list[str], section: str, name: str) -> Any:
+    """An option as torchtitan will see it: from the command line, else from the file, else None."""
+    flags = {f"--{section}.{name}", f"--{section}.{name.replace('_', '-')}"}
+    value = config.get(section, {}).get(name)
+    for i, argument in enumerate(arguments):
+        flag, equals, given = argument.partition("=")
+        if flag in flags:
+            if not equals and i + 1 == len(arguments):
+                raise ValueError(f"{flag} has no value; give it one")
+            value = given if equals else arguments[i + 1]
+    return value
+
+
+def num_processes(config: dict[str, Any], arguments: list[str], num_gpus: int) -> int:
+    """The product of the degrees. A data_parallel_shard_degree of -1 (the default) takes what GPUs are left over.
+
+    Raises:
+        ValueError: a degree is no positive number; names it.
+    """
+    degrees = {}
+    for name in DEGREES:
+        default = -1 if name == "data_parallel_shard" else 1
+        value = overridden(config, arguments, "parallelism", f"{name}_degree")
+        text = value if isinstance(value, str) else shown(default if value is None else value)
+        if not re.fullmatch(r"[1-9]\d*", text) and text != str(default):
+            left = ", or -1 for the GPUs that are left" if default == -1 else ""
+            raise ValueError(f"parallelism.{name}_degree is {shown(value)}; use a whole number of at least 1{left}")
+        degrees[name] = int(text)
+    shard = degrees.pop("data_parallel_shard")
+    others = math.prod(degrees.values())
+    return others * (max(1, num_gpus // others) if shard == -1 else shard)
+
+
+def check_hooks(config: dict[str, Any], arguments: list[str]) -> None:
+    """A [magi] section needs the two lines that make torchtitan load us.
+
+    Raises:
+        ValueError: one is missing; names it.
+    """
+    for section, name in HOOKS:
+        if "magi" in config and not overridden(config, arguments, section, name):
+            raise ValueError(
+                f'the file has [magi] but no {section}.{name}; add {name} = "torchtitan_magi.titan" to [{section}]'
+            )
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The TOML file. Raises OSError, or ValueError where it is none."""
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise ValueError("it is no regular file but a pipe, socket or device; give a TOML file")
+    try:
+        return tomllib.loads(path.read_bytes().decode("utf-8-sig"))  # a byte order mark is let in
+    except RecursionError:
+        raise ValueError("values are nested too deeply; is this a TOML file?") from None
+
+
+def check_file(config: dict[str, Any]) -> None:
+    """What is read here before torchtitan reads it.
+
+    Raises:
+        ValueError: a section is none; names it.
+    """
+    for name in ("job", "experimental", "parallelism", "training"):
+        if not isinstance(config.get(name, {}), dict):
+            raise ValueError(
+                f"{name} is {shown(config[name])}, but it is a section; write [{name}] and its options below"
+            )
+
+
+def shown(value: Any) -> str:
+    """A value of the file, shortened."""
+    try:
+        text = repr(value)
+    except ValueError:
+        text = "a number of thousands of digits"
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def reason(failure: Any) -> str:
+    """What torchrun knows of a process's end, in one line: the exception, the signal, or no more than the exit code."""
+    recorded = failure.error_file_data["message"] if os.path.exists(failure.error_file) else ""
+    if isinstance(recorded, dict):
+        recorded = recorded.get("message")
+    if recorded:
+        return in_one_line(recorded)
+    if failure.exitcode > 0:
+        return f"exit code {failure.exitcode}"
+    return f"Signal {-failure.exitcode} ({failure.signal_name()}) received by PID {failure.pid}"
+
+
+def in_one_line(text: Any) -> str:
+    """The first line of it, of which little is needed of a value that it quotes."""
+    line = next(iter(str(text).strip().splitlines()), "no reason given")
+    line = "".join(character if character.isprintable() else "?" for character in line)
+    return line if len(line) <= 1500 else f"{line[:1000]}...{line[-400:]}"
+
+
+@contextlib.contextmanager
+def importing() -> Iterator[None]:
+    """Ends the process with one line where torch cannot be imported; a broken package can raise anything."""
+    try:
+        yield
+    except Exception as error:
+        sys.exit(
+            f"torch cannot be imported ({type(error).__name__}: {in_one_line(error)}); ./scripts/train.sh sets up an "
+            "environment that has all that is needed"
+        )
+
+
+def count_gpus() -> int:
+    with importing():
+        import torch
+
+    return torch.cuda.device_count()
+
+
+def launch(options: list[str]) -> None:
+    """Runs torchrun in this process; ends it with one line that says why the run ended, if it failed."""
+    with importing():
+        from torch.distributed import run
+        from torch.distributed.elastic.multiprocessing import errors
+        from torch.distributed.elastic.multiprocessing.api import SignalException
+
+    try:
+        run.run(run.parse_args(options))
+    except errors.ChildFailedError as error:
+        _, failure = error.get_first_failure()
+        sys.exit(f"rank {failure.local_rank} failed: {reason(failure)}")
+    except SignalException as error:
+        sys.exit(f"ended by {error.sigval.name}")
+    except Exception as error:
+        if any(frame.f_globals["__name__"] == errors.__name__ for frame, _ in traceback.walk_tb(error.__traceback__)):
+            sys.exit(  # torchrun reads what ranks wrote about their end
+                "a rank failed and could not write why: its error file is empty or broken; make room on the disk of "
+                f"{tempfile.gettempdir()}, and see what rank 0 printed above"
+            )
+        sys.exit(f"torchrun failed: {type(error).__name__}: {in_one_line(error)}")
+
+
+def main() -> None:
+    """Ends with one line, whatever happens."""
+    try:
+        start()
+    except KeyboardInterrupt:
+        sys.exit("ended by SIGINT")
+
+
+def start() -> None:
+    if sys.argv[1:] in (["-h"], ["--help"]):
+        print(__doc__.strip())
+        return
+    if len(sys.argv) < 2 or sys.argv[1].startswith("-"):
+        sys.exit("no TOML file; use launch.py CONFIG.toml [torchtitan overrides ...], as in train_configs/debug.toml")
+    path, *arguments = sys.argv[1:]
+    try:
+        config = read(Path(path))
+        check_file(config)
+        check_hooks(config, arguments)
+        num_gpus = count_gpus()
+        processes = num_processes(config, arguments, num_gpus)
+    except (OSError, ValueError) as error:
+        sys.exit(f"{in_one_line(path)}: {in_one_line(error)}")
+    if num_gpus < processes:
+        where = "on CPU with gloo"
+        if overridden(config, arguments, *PRECISION) is None:
+            where += " in float32, as most CPUs take several times as long for bfloat16"
+            arguments.append(f"--{'.'.join(PRECISION)}=float32")
+        print(f"{processes} processes, {num_gpus} GPUs: running {where}", flush=True)
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    options = ["--standalone", f"--nproc-per-node={processes}", "--local-ranks-filter=0", "--role=rank", "--tee=3"]
+    launch([*options, "-m", "torchtitan_magi.train", "--job.config_file", path, *arguments])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,194 @@
+"""Predicts what attention over your documents costs on GPUs that you do not have yet.
+
+Plans packs of documents for the context-parallel GPUs of --cp and prints the
+balance, the bytes that travel, the stages and the time of one layer, beside
+other strategies. No GPU is needed.
+
+examples:
+  python -m torchtitan_magi.report my.toml
+  python -m torchtitan_magi.report histogram --total 512k --cp 8 16 32 64
+  python -m torchtitan_magi.report data/conversations.jsonl --total 128k --cp 8 \\
+      --tokenizer assets/hf/Llama-3.1-8B-Instruct --heads 32:8
+"""
+
+import argparse
+import importlib
+import json
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+
+from torchtitan_magi.machine import cause, lack, raise_open_files
+from torchtitan_magi.planning.cost_model import H200, CostModel, Heads
+from torchtitan_magi.sizing.run_file import options_of
+from torchtitan_magi.sizing.sample_packs import DISTRIBUTIONS, make_packs
+from torchtitan_magi.sizing.size import Sizing, size_run
+from torchtitan_magi.sizing.text import SCAN_NOTE, as_json, headline, notes, rank_line, scan_table, setting, text_table
+from torchtitan_magi.wording import one_line, quoted, shown
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Prints a report, and writes the files that are asked for."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    raise_open_files()
+    try:
+        if options.source.endswith(".toml"):
+            parser.set_defaults(**options_of(options.source, with_heads=options.heads is None))
+            source = parser.get_default("source")
+            options = parser.parse_args(arguments)
+            options.source = source
+        if options.total is None or options.cp is None:
+            raise ValueError("--total and --cp are missing; give both, or a run's TOML file")
+        _check_outputs(options)
+        sizings = _sizings(options)
+        print("\n".join(_text(sizings)))
+        _write(sizings, options)
+    except ValueError as error:
+        parser.error(one_line(error, 2000))
+
+
+def _write(sizings: list[Sizing], options: argparse.Namespace) -> None:
+    """Writes the files that are asked for."""
+    if options.json:
+        reports = [as_json(sizing) for sizing in sizings]
+        _write_file(options.json, (json.dumps(reports if len(reports) > 1 else reports[0], indent=1) + "\n").encode())
+    if options.html or options.png:
+        from torchtitan_magi.sizing import picture
+
+        if options.html:
+            _write_file(options.html, picture.html_page(sizings[0]).encode())
+        if options.png:
+            _write_file(options.png, picture.png(sizings[0]))
+
+
+def _write_file(path: Path, content: bytes) -> None:
+    try:
+        path.write_bytes(content)
+    except OSError as error:
+        what = f"cannot write {shown(path)}"
+        raise ValueError(lack(error, what) or f"{what}: {cause(error)}; give another file") from None
+
+
+def _text(sizings: list[Sizing]) -> list[str]:
+    """Lines for a terminal."""
+    first = sizings[0]
+    if len(sizings) > 1:
+        return [*map(_wrapped, setting(first)[1:]), "", scan_table(sizings), "", SCAN_NOTE]
+    words = map(_wrapped, (headline(first), rank_line(first)))
+    return [*map(_wrapped, setting(first)), "", text_table(first), "", *words, "", *notes(first)]
+
+
+def _wrapped(text: str) -> str:
+    return textwrap.fill(text, 120)
+
+
+def _sizings(options: argparse.Namespace) -> list[Sizing]:
+    """One for each number of GPUs, all of the same packs."""
+    heads = heads_of(options.heads or "64:8", options.head_dim, options.value_dim)
+    cost = H200 if options.cost is None else CostModel.load(options.cost)
+    total = count_of_tokens(options.total)
+    nodes = [gpus_in_node(options, cp_size) for cp_size in options.cp]
+    packs = make_packs(options.source, total, options.packs, options.seed, options.tokenizer, options.dataset == "dpo")
+    layouts = zip(options.cp, nodes, strict=True)
+    return [size_run(options.source, packs, total, *layout, heads, cost) for layout in layouts]
+
+
+def gpus_in_node(options: argparse.Namespace, cp_size: int) -> int:
+    """GPUs per node. Raises ValueError for a number of nodes that does not divide the GPUs."""
+    if options.nodes is None:
+        return options.gpus_per_node
+    if options.nodes < 1 or cp_size % options.nodes:
+        raise ValueError(f"--nodes is {options.nodes} for --cp {cp_size}; give a number that divides it")
+    return cp_size // options.nodes
+
+
+def _check_outputs(options: argparse.Namespace) -> None:
+    for path in filter(None, (options.json, options.html, options.png)):
+        if not path.parent.is_dir() or path.is_dir():
+            raise ValueError(f"cannot write {shown(path)}; give a file in a folder that exists")
+    if options.html or options.png:
+        if len(options.cp) > 1:
+            raise ValueError(f"--cp is {options.cp}; pictures are of one layout: give one number of GPUs")
+        try:
+            importlib.import_module("matplotlib")
+        except ImportError:
+            raise ValueError("--html and --png need matplotlib; install it, or torchtitan_magi[report]") from None
+
+
+def count_of_tokens(text: str) -> int:
+    """'512k' -> 524288; k is 1024 and M 1024 k. Raises ValueError for anything else."""
+    unit = {"k": 1 << 10, "K": 1 << 10, "M": 1 << 20}.get(text[-1:], 1)
+    digits = text[:-1] if unit > 1 else text
+    if not (digits.isdecimal() and len(digits) < 12):
+        raise ValueError(f"--total is {quoted(text)}; write tokens as 300000, 512k or 1M")
+    return int(digits) * unit
+
+
+def heads_of(text: str, head_dim: int, value_dim: int) -> Heads:
+    """'64:8' -> 64 query heads and 8 K/V heads; '32' -> as many of both. Raises ValueError for anything else."""
+    query, _, keys = text.partition(":")
+    if not (query.isdecimal() and (keys or query).isdecimal()):
+        raise ValueError(f"--heads is {quoted(text)}; write query heads : K/V heads, as 64:8")
+    return Heads(int(query), int(keys or query), head_dim, value_dim)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m torchtitan_magi.report",
+        usage="%(prog)s SOURCE [--total TOKENS] [--cp GPUS [GPUS ...]] [options]",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add(
+        "source",
+        metavar="SOURCE",
+        help=f"documents: a distribution ({', '.join(DISTRIBUTIONS)}), a file of lengths in tokens (text or .npy), or "
+        "records as in training.dataset_path, with --tokenizer; or a run's TOML file, which says all that the options "
+        "below do not",
+    )
+    add("--total", metavar="TOKENS", help="tokens per pack: 300000, 512k (x 1,024), 1M (x 1,048,576)")
+    add(
+        "--cp",
+        type=int,
+        nargs="+",
+        metavar="GPUS",
+        help="number of GPUs that share a pack; several numbers are compared",
+    )
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument(
+        "--gpus-per-node", type=int, default=8, metavar="N", help="GPUs in each node (default: %(default)s)"
+    )
+    where.add_argument("--nodes", type=int, metavar="N", help="instead: number of nodes, with equally many GPUs each")
+    add(
+        "--heads",
+        metavar="Q:KV",
+        help="query heads : K/V heads of a layer on one GPU, after tensor parallelism (default: 64:8; with a TOML file "
+        "those of the model's config.json)",
+    )
+    add("--head-dim", type=int, default=128, metavar="D", help="elements of a query or key (default: %(default)s)")
+    add("--value-dim", type=int, default=0, metavar="D", help="elements of a value (default: as many)")
+    add("--packs", type=int, default=5, metavar="N", help="number of packs to draw (default: %(default)s)")
+    add("--seed", type=int, default=0, metavar="N", help="seed of the draw (default: %(default)s)")
+    add("--tokenizer", metavar="DIR", help="for records: folder of the model's tokenizer.json and chat template")
+    add(
+        "--dataset",
+        choices=("sft", "dpo"),
+        default="sft",
+        help="for records: sft, or dpo for preference pairs that share their prompt (default: %(default)s)",
+    )
+    add(
+        "--cost",
+        type=Path,
+        metavar="FILE",
+        help="cost model of your machine, from -m torchtitan_magi.calibrate (default: that of the H200)",
+    )
+    add("--json", type=Path, metavar="FILE", help="also write all figures, of each rank too")
+    add("--html", type=Path, metavar="FILE", help="also write a web page with table and pictures (needs matplotlib)")
+    add("--png", type=Path, metavar="FILE", help="also write the pictures (needs matplotlib)")
+    return parser
+
+
+if __name__ == "__main__":
+    main()

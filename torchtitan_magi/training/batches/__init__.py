@@ -1,0 +1,1 @@
+"""What comes next: packed batches, planned ahead of their steps."""

@@ -1,0 +1,241 @@
+"""How many steps a run has: those of ``magi.epochs``, for the end of the run and for the learning rate."""
+
+import logging
+import math
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tqdm import tqdm
+
+from torchtitan_magi.data.packs.best_fit import PackingCounts
+from torchtitan_magi.training.batches.pack_loader import PackLoader
+from torchtitan_magi.training.process.agreed import agreed
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_STEPS, DEFAULT_WARMUP = 10_000, 200  # torchtitan's; they count as not given
+MANY_EPOCHS = 10  # in a run that did not ask for them
+FEW_RECORDS = 200_000  # are packed in a second or two
+
+
+@dataclass(frozen=True)
+class Passes:
+    """What was counted, over all ranks.
+
+    packs: up to the last epoch, or as many as the run needs; per_epoch: those of the first; is_whole, is_exact: whether
+    all packs and those of the first epoch were counted.
+    """
+
+    packs: int
+    per_epoch: float
+    is_whole: bool = False
+    is_exact: bool = False
+
+
+class RunLength:
+    """Sets training.steps and lr_scheduler.warmup_steps of a run on our data, and says what they come to.
+
+    Args:
+        sections: has ``training`` and ``lr_scheduler``, which torchtitan reads afterwards.
+        epochs: magi.epochs.
+        loader: of the training data. Its states keep what the learning rate follows.
+    """
+
+    def __init__(self, sections: Any, epochs: int, loader: PackLoader) -> None:
+        self.sections, self.epochs, self.loader = sections, epochs, loader
+        self.steps_given, self.warmup_given = sections.training.steps, sections.lr_scheduler.warmup_steps
+        self.packs_per_step = loader.batch_size * loader.batches_per_step * loader.dataset.dp_world_size
+
+    def begin(self) -> None:
+        """For a run from the first pack on. With ``magi.epochs`` a collective of all ranks, which waits without a
+        time-out until each of them has the plans of all packs.
+
+        Raises:
+            ValueError: on all ranks, for a bad record that is found meanwhile, or ranks that count differently.
+        """
+        if self.epochs == -1:
+            self._set(self.steps_given)
+            self._say_epochs()
+        else:
+            path = self.loader.dataset.records.paths
+            passes = agreed(path, self._count, lambda found: f"{found.packs:,} packs", patient=True)
+            self._set(self._steps(passes.packs))
+            self._say_steps(passes)
+        if _is_first():
+            self._say_warmup()
+
+    def resume(self, step: int, schedulers: Any, build: Callable[[Any, int], Any]) -> None:
+        """For a run that continues after that step. With ``magi.epochs`` it has what is left of the data: a step may
+        take another number of packs than before.
+
+        Args:
+            schedulers: torchtitan's container of the schedulers of the learning rate, which go on by this run's length.
+            build: (optimizers, steps) -> such a container.
+        """
+        before, saved = self.loader.schedule, self.loader.saved_schedule
+        if self.epochs != -1:
+            counts = self.loader.dataset.count_packs(self.loader.position)
+            self._set(self._steps(sum(count.packs for count in counts), step))
+        now = self.loader.schedule
+        if saved and saved != now:
+            logger.warning(
+                f"From step {step + 1} on the learning rate follows {_schedule(now)}, before it followed "
+                f"{_schedule(saved)}; set training.steps and lr_scheduler.warmup_steps to those to have it go on"
+            )
+        if now != before:
+            logger.info(f"The data end after step {self.sections.training.steps:,}")
+        if now != before or (saved and saved != now):
+            _follow(schedulers, build, self.sections.training.steps)
+
+    def _steps(self, packs: int, after: int = 0) -> int:
+        """The last step of a run with so many packs to come."""
+        steps = after + math.ceil(packs / self.packs_per_step)
+        return steps if self.steps_given == DEFAULT_STEPS else min(steps, self.steps_given)
+
+    def _set(self, steps: int) -> None:
+        scheduler = self.sections.lr_scheduler
+        self.sections.training.steps = steps
+        length = scheduler.total_steps or steps
+        is_left = self.warmup_given == DEFAULT_WARMUP and length <= DEFAULT_WARMUP
+        scheduler.warmup_steps = length // 5 if is_left else self.warmup_given
+        self.loader.schedule = {"steps": length, "warmup": min(scheduler.warmup_steps, length)}
+
+    def _say_warmup(self) -> None:
+        length, warmup = self.loader.schedule["steps"], self.sections.lr_scheduler.warmup_steps
+        if warmup != self.warmup_given:
+            logger.info(
+                f"Warm-up takes {_number(warmup, 'step')}, a fifth of the run: lr_scheduler.warmup_steps is left at "
+                f"{DEFAULT_WARMUP}"
+            )
+        elif warmup >= length:
+            logger.warning(
+                f"lr_scheduler.warmup_steps is {warmup:,}, but the learning rate follows {_number(length, 'step')}: "
+                "the run never leaves warm-up; set fewer"
+            )
+
+    def _count(self) -> Passes:
+        """Of all epochs, or as many packs as training.steps need."""
+        dataset, most = self.loader.dataset, math.inf
+        if self.steps_given != DEFAULT_STEPS:
+            most = self.steps_given * self.packs_per_step
+        if not dataset.has_tokens and _is_first():
+            logger.info("magi.epochs: making the tokens and counting the packs, by which the run's steps are set")
+        total, packs, records, first, is_exact = dataset.records_per_epoch, 0, 0, 0.0, False
+        with _bar(self.epochs * total) as bar:
+            for window in dataset.count_packs():
+                packs += window.packs
+                bar.update(window.records)
+                if window.epoch == 0:
+                    records += window.records
+                    first, is_exact = packs * total / records, window.last
+                if packs >= most:
+                    return Passes(packs, first, is_exact=is_exact)
+        return Passes(packs, first, is_whole=True, is_exact=True)
+
+    def _say_steps(self, passes: Passes) -> None:
+        """What ends a run with ``magi.epochs``."""
+        given, steps, epochs = self.steps_given, self.sections.training.steps, f"magi.epochs = {self.epochs}"
+        if given == DEFAULT_STEPS:
+            text = f"as magi.epochs says, with training.steps left at {given:,}"
+        elif passes.is_whole and steps < given:
+            text = f"{epochs} ends the run before training.steps = {given:,}"
+        else:
+            text = f"training.steps ends the run, within {epochs}"
+        self._say(passes, text)
+
+    def _say_epochs(self) -> None:
+        """What the steps of a run without ``magi.epochs`` come to: at once if that takes no time, else when the first
+        packs are there."""
+        dataset = self.loader.dataset
+        if not dataset.has_tokens or dataset.records_per_epoch > FEW_RECORDS:
+            self.loader.tell_counts = lambda counts: self._say_fewer(self._estimate(counts))
+            return
+        packs = 0
+        for window in dataset.count_packs():
+            packs += window.packs
+            if window.last:
+                break
+        self._say_fewer(Passes(packs, packs, is_exact=True))
+
+    def _estimate(self, counts: PackingCounts) -> Passes:
+        """By the tokens of what was read, of which some is not packed yet."""
+        dataset = self.loader.dataset
+        tokens = counts.tokens_read - counts.truncated_tokens - counts.tokens_left_out
+        packs = tokens / (dataset.seq_len * counts.fill)
+        return Passes(counts.packs, max(1.0, packs / counts.documents * dataset.records_per_epoch))
+
+    def _say_fewer(self, passes: Passes) -> None:
+        if self._epochs(passes) > MANY_EPOCHS:
+            self._say(passes, "set magi.epochs for fewer", logging.WARNING)
+        else:
+            self._say(passes, "")
+
+    def _say(self, passes: Passes, text: str, level: int = logging.INFO) -> None:
+        steps = self.sections.training.steps
+        about = "" if passes.is_exact else "about "
+        epoch = (round(passes.per_epoch), "pack"), (passes.per_epoch / self.packs_per_step, "step")
+        per_epoch = " and ".join(_number(number, noun) for number, noun in epoch)
+        epochs = _number(self._epochs(passes), "epoch")
+        run = f"{_number(steps, 'step')} are {about}{epochs}{f': {text}' if text else ''}"
+        if _is_first():
+            logger.log(level, f"The data are {about}{per_epoch} per epoch; {run}")
+
+    def _epochs(self, passes: Passes) -> float:
+        """Those of the run."""
+        steps = self.sections.training.steps
+        if passes.is_whole and steps * self.packs_per_step >= passes.packs:  # the last step may be filled up
+            return self.epochs
+        return steps * self.packs_per_step / passes.per_epoch
+
+
+def set_run_length(sections: Any, job_config: Any, loader: PackLoader) -> None:
+    """See ``RunLength``; nothing for a seed checkpoint, which has no steps."""
+    if not job_config.checkpoint.create_seed_checkpoint:
+        loader.run_length = RunLength(sections, job_config.magi.epochs, loader)
+        loader.run_length.begin()
+
+
+def resume(states: dict[str, Any], build: Callable[[Any, int], Any]) -> None:
+    """To be called when torchtitan has loaded a checkpoint, if there is one; see ``RunLength.resume``.
+
+    Args:
+        states: the CheckpointManager's.
+    """
+    loader = getattr(states["dataloader"], "loader", None)
+    if isinstance(loader, PackLoader) and (step := states["train_state"].step) > 0:
+        loader.run_length.resume(step, states["lr_scheduler"], build)
+
+
+def _follow(schedulers: Any, build: Callable[[Any, int], Any], steps: int) -> None:
+    """Has schedulers go on, from the step at which they are, by the factors of a run of so many steps."""
+    (built,) = build([torch.optim.SGD([torch.zeros(1)], lr=1.0)], steps)
+    (factor,) = built.lr_lambdas
+    for scheduler in schedulers:
+        scheduler.lr_lambdas = [factor] * len(scheduler.base_lrs)
+        scheduler._last_lr = [base * factor(scheduler.last_epoch) for base in scheduler.base_lrs]
+        for group, rate in zip(scheduler.optimizer.param_groups, scheduler._last_lr, strict=True):
+            group["lr"] = rate
+
+
+def _schedule(schedule: dict[str, int]) -> str:
+    return f"{_number(schedule['steps'], 'step')} with {schedule['warmup']:,} of warm-up"
+
+
+def _number(number: float, noun: str) -> str:
+    """Such as "1,234 packs", "0.25 steps" or "1 epoch"."""
+    text = f"{number:,.0f}" if number >= 100 or number == int(number) else f"{number:.3g}"
+    return f"{text} {noun}" if text == "1" else f"{text} {noun}s"
+
+
+def _is_first() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def _bar(num_records: int) -> Any:
+    """On a terminal, once it has taken some seconds."""
+    shows = _is_first() and sys.stderr.isatty()
+    return tqdm(total=num_records, desc="counting packs", unit=" records", leave=False, delay=2, disable=not shows)

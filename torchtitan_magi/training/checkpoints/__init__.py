@@ -1,0 +1,1 @@
+"""What is saved: digests, Hugging Face weights in and out, exports."""

@@ -1,0 +1,1 @@
+"""What is learned: objectives, references and adapters, validation."""

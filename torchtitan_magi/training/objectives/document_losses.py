@@ -1,0 +1,108 @@
+"""Losses of the documents of a step, kept on the device; they are read only when a step ends the run."""
+
+import itertools
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch.distributed as dist
+from torch import Tensor
+
+from torchtitan_magi.training.batches.planner import PlannedBatch
+
+MOST_NAMED = 5  # documents in a line of the log
+
+Part = tuple[str, float, int]  # the name of a document, the sum of some of its losses, and how many they are
+Where = Callable[[int], str]  # number of a record -> its file and line
+
+
+@dataclass(eq=False)
+class DocumentLosses:
+    """What a rank has of a microbatch's losses, of documents or of preference pairs.
+
+    Args:
+        documents: integers [n, 2] or [n, 4], the token ranges; columns 0 and -1 are begin and end.
+        records: int64 [n], numbers of their records in the data set; None where nobody has counted records.
+        tokens: int64 [t], which tokens of the microbatch the rank owns.
+        labelled: int64 [l], which of these have a label; on the device.
+    """
+
+    documents: npt.NDArray[Any]
+    records: npt.NDArray[np.int64] | None
+    tokens: npt.NDArray[Any]
+    labelled: Tensor | None
+    losses: Tensor | None = None  # [l] of labelled tokens, or [n] of pairs; on the device
+
+    @classmethod
+    def of(cls, inputs: dict[str, Any]) -> "DocumentLosses | None":
+        """Those of a microbatch as it was planned; None of one that was not."""
+        planned: PlannedBatch | None = inputs.get("planned")
+        if planned is None:
+            return None
+        tokens = planned.indices[0].share.tokens
+        return cls(planned.documents, inputs.get("records"), tokens, inputs.get("labelled"))
+
+    def parts(self, where: Where | None, place: str) -> list[Part]:
+        """The losses added up by document. Waits for the device.
+
+        Args:
+            where: None where there are no records.
+            place: of the microbatch, for the name of a document without a record.
+        """
+        if self.losses is None:
+            return []
+        losses = self.losses.double().cpu().numpy()
+        numbers = np.arange(len(losses))
+        if self.documents.shape[1] == 2:
+            tokens = self.tokens if self.labelled is None else self.tokens[self.labelled.cpu().numpy()]
+            numbers = np.searchsorted(self.documents[:, 0], tokens, side="right") - 1
+        sums, counts = np.bincount(numbers, losses), np.bincount(numbers)
+        return [(self._name(n, where, place), float(sums[n]), int(counts[n])) for n in np.flatnonzero(counts).tolist()]
+
+    def _name(self, number: int, where: Where | None, place: str) -> str:
+        if self.records is not None and where is not None:
+            return where(int(self.records[number]))
+        begin, *_, end = self.documents[number].tolist()
+        return f"tokens {begin} to {end - 1} of {place}"
+
+
+def mean_losses(kept: Iterable[DocumentLosses], where: Where | None, reader: int) -> dict[str, float]:
+    """The mean loss of each document of a step, by its name. A collective of all ranks.
+
+    Args:
+        kept: this rank's microbatches.
+        where: None where there are no records.
+        reader: number of the data-parallel rank.
+    """
+    places = (f"microbatch {number} of data-parallel rank {reader}" for number in itertools.count(1))
+    mine = [part for batch, place in zip(kept, places, strict=False) for part in batch.parts(where, place)]
+    found: list[Any] = [mine]
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        found = [None] * dist.get_world_size()
+        dist.all_gather_object(found, mine)
+    sums: dict[str, tuple[float, int]] = {}
+    for name, losses, count in itertools.chain(*found):  # context-parallel ranks have parts of one document
+        before = sums.get(name, (0.0, 0))
+        sums[name] = before[0] + losses, before[1] + count
+    return {name: losses / count for name, (losses, count) in sums.items()}
+
+
+def described(means: dict[str, float]) -> str:
+    """Which documents a step failed by, to be read after "is not finite"; "" if nobody knows any."""
+    odd = [name for name, mean in means.items() if not math.isfinite(mean)]
+    if odd:
+        return f" in {len(odd):,} of {len(means):,} documents: {_named(odd)}"
+    highest = sorted(means, key=lambda name: -means[name])
+    return (
+        f"; the highest losses are those of {_named([f'{name} ({means[name]:.4g})' for name in highest])}"
+        if means
+        else ""
+    )
+
+
+def _named(names: list[str]) -> str:
+    more = len(names) - MOST_NAMED
+    return ", ".join(names[:MOST_NAMED]) + (f" and {more:,} more" if more > 0 else "")

@@ -1,0 +1,142 @@
+"""Direct preference optimisation on packed pairs."""
+
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torchtitan_magi.losses.boundaries import branches, num_labels
+from torchtitan_magi.losses.preference import PREFERENCE_METRICS, branch_sums, preference_losses, preference_metrics
+from torchtitan_magi.training.objectives.document_losses import DocumentLosses
+from torchtitan_magi.training.objectives.logprob_model import LogprobModel
+from torchtitan_magi.training.objectives.objective import LocalBatch, Objective, Process, Resumable
+from torchtitan_magi.training.objectives.pipeline import Pipeline
+from torchtitan_magi.training.settings.options import DPO as DPOOptions
+
+Group: TypeAlias = dist.ProcessGroup | None  # None: a single rank
+
+
+@dataclass(frozen=True, eq=False)
+class PairBatch:
+    """This rank's tokens of a microbatch of pairs, ready for a model."""
+
+    local: LocalBatch
+    branch: Tensor  # int32 [b, s], see boundaries.branches
+    pair_ids: Tensor  # int64 [n], the number of each pair's record
+    num_labels: Tensor  # int64 [n, 2], of chosen and rejected
+    cp_group: Group
+    kept: DocumentLosses | None = None
+
+    def logprobs(self, model: LogprobModel) -> Tensor:
+        """float64 [n, 2]: summed log-probabilities of chosen and rejected."""
+        batch = self.local
+        logprobs = model(batch.labels, batch.tokens, batch.labelled, **batch.model_inputs)
+        return branch_sums(logprobs.flatten(), self.branch.flatten(), len(self.pair_ids), self.cp_group)
+
+
+class PairReader:
+    """Makes a ``PairBatch`` of what the loader gave. cp_group: the context-parallel ranks."""
+
+    def __init__(self, cp_group: Group) -> None:
+        self.cp_group = cp_group
+
+    def weigh(self, inputs: dict[str, Any], labels: Tensor) -> int:
+        """The number of pairs; adds tensors that travel to the device with the others."""
+        inputs["records"] = inputs["pair_ids"]
+        inputs["pair_ids"] = torch.from_numpy(inputs["pair_ids"])
+        pairs = inputs["pairs"]
+        inputs["branch"] = torch.from_numpy(branches(pairs, labels.numel())).view(labels.shape)
+        inputs["num_labels"] = torch.from_numpy(num_labels(pairs[:, 1:3], pairs[:, 2:4], labels.flatten().numpy()))
+        return len(pairs)
+
+    def read(self, inputs: dict[str, Any], labels: Tensor, process: Process) -> PairBatch:
+        """After ``weigh``, with the tensors on the device."""
+        branch, pair_ids, counts = (inputs.pop(name) for name in ("branch", "pair_ids", "num_labels"))
+        local = process(inputs, labels)
+        return PairBatch(local, local.take(branch), pair_ids, counts, self.cp_group)
+
+
+def logprobs_by(model: LogprobModel | Pipeline, batches: list[PairBatch]) -> list[Tensor]:
+    """See ``Reference.logprobs``."""
+    if isinstance(model, Pipeline):
+        return model.run([batch.local for batch in batches], lambda last, number: batches[number].logprobs(last))
+    return [batch.logprobs(model) for batch in batches]
+
+
+class Reference(Resumable):
+    """Gives the log-probabilities of the reference, the frozen policy."""
+
+    def logprobs(self, batches: list[PairBatch]) -> list[Tensor]:
+        """float64 [n, 2] of the pairs of each batch, without a gradient; none on ranks that a pipeline gives none."""
+        raise NotImplementedError
+
+
+class DPO(Objective):
+    """The mean loss of a pair.
+
+    All context-parallel ranks have the sums of all tokens and so the whole loss; their gradients are of their own
+    tokens only.
+
+    Args:
+        batch_group: the ranks that read different batches.
+    """
+
+    def __init__(
+        self,
+        model: LogprobModel | None,
+        options: DPOOptions,
+        reference: Reference,
+        reader: PairReader,
+        batch_group: Group,
+    ) -> None:
+        self.model, self.options, self.reference = model, options, reference
+        self.reader, self.batch_group = reader, batch_group
+        self.copies = 1 if reader.cp_group is None else dist.get_world_size(reader.cp_group)
+        # by the pair_ids of a microbatch: float64 PREFERENCE_METRICS and the number of pairs
+        self.sums: dict[Tensor, Tensor] = {}
+
+    def prepare(self, step: int) -> None:
+        self.reference.prepare(step)
+
+    def start_step(self) -> None:
+        super().start_step()
+        self.sums.clear()
+
+    def weigh(self, inputs: dict[str, Any], labels: Tensor) -> int:
+        return self.reader.weigh(inputs, labels)
+
+    def read(self, inputs: dict[str, Any], labels: Tensor, process: Process) -> PairBatch:
+        kept = self.keep(inputs)
+        return replace(self.reader.read(inputs, labels, process), kept=kept)
+
+    def given(self, batches: list[PairBatch]) -> list[Tensor]:
+        return self.reference.logprobs(batches)
+
+    def loss_of(self, batch: PairBatch, model: Any, given: Tensor) -> Tensor:
+        options, policy, reference = self.options, batch.logprobs(model), given
+        metrics = preference_metrics(policy.detach(), reference, options.beta)
+        self.sums[batch.pair_ids] = torch.cat([metrics, metrics.new_full((1,), len(policy))])
+        losses = preference_losses(
+            policy, reference, batch.num_labels, options.loss, options.beta, options.label_smoothing
+        )
+        if batch.kept is not None:
+            batch.kept.losses = losses.detach()
+        return losses.sum()
+
+    def metrics(self) -> dict[str, float]:
+        if not self.sums:
+            return {}
+        sums = torch.stack(list(self.sums.values())).sum(0)
+        if self.batch_group is not None:
+            dist.all_reduce(sums, group=self.batch_group)
+        *values, num_pairs = sums.tolist()
+        means = [value / max(num_pairs, 1) for value in values]
+        return dict(zip(PREFERENCE_METRICS, means, strict=True))
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.reference.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.reference.load_state_dict(state_dict)

@@ -1,0 +1,189 @@
+"""What training minimises: how many items a microbatch has, the loss of this rank's tokens, and the record of both."""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from torchtitan_magi.losses import IGNORE_INDEX
+from torchtitan_magi.losses.boundaries import document_weights
+from torchtitan_magi.training.objectives.document_losses import DocumentLosses
+from torchtitan_magi.training.objectives.logprob_model import LogprobModel
+
+
+@dataclass(frozen=True, eq=False)
+class LocalBatch:
+    """This rank's tokens of a microbatch, ready for the model."""
+
+    tokens: Tensor  # int64 [b, s]
+    labels: Tensor  # int64 [b, s]
+    labelled: Tensor | None  # int64 [n], see LogprobModel
+    model_inputs: dict[str, Any]  # what else the model is called with
+    take: Callable[[Tensor], Tensor]  # x [b, s * cp] of the whole microbatch -> this rank's [b, s]
+
+
+Process = Callable[[dict[str, Any], Tensor], LocalBatch]  # takes inputs and labels of a microbatch on the device
+LossFunction = Callable[[Tensor, Tensor], Tensor]  # logits, labels -> the loss summed over tokens
+
+
+def to_device(inputs: dict[str, Any], device: torch.device | str) -> dict[str, Any]:
+    """The inputs with their tensors on the device; the rest as it is."""
+    return {name: x.to(device) if isinstance(x, Tensor) else x for name, x in inputs.items()}
+
+
+class Resumable:
+    """What is prepared before the first step, and kept in a checkpoint."""
+
+    def prepare(self, step: int) -> None:
+        """Called once, with the weights loaded and before the first step. step: the checkpoint's, 0 in a new run."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps beside the trainer's own state; plain values."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Reads what ``state_dict`` returned, among other keys."""
+
+
+class Objective(Resumable):
+    """A sum over items (tokens, documents or pairs), divided by the number of items of all ranks and microbatches."""
+
+    model: Any
+    copies = 1  # how many context-parallel ranks return one and the same loss
+    kept: tuple[DocumentLosses, ...] = ()  # of the microbatches of a step that have been read
+
+    def weigh(self, inputs: dict[str, Any], labels: Tensor) -> int:
+        """The number of items of a microbatch, still on the host; by default the number of labels.
+
+        Puts what ``loss`` needs per token into inputs.
+        """
+        return int((labels != IGNORE_INDEX).sum())
+
+    def loss(self, inputs: dict[str, Any], labels: Tensor, process: Process) -> Tensor:
+        """The loss summed over the items of a microbatch on the device, as far as this rank's tokens are in it.
+
+        Takes out of inputs what ``weigh`` put there.
+        """
+        batch = self.read(inputs, labels, process)
+        with torch.no_grad():
+            (given,) = self.given([batch])  # first: no activations of the policy are held yet
+        return self.loss_of(batch, self.model, given)
+
+    def read(self, inputs: dict[str, Any], labels: Tensor, process: Process) -> Any:
+        """After ``weigh``, with the tensors on the device: this rank's tokens, a ``LocalBatch`` as ``local``, and what
+        else ``loss_of`` needs of a microbatch."""
+        raise NotImplementedError
+
+    def given(self, batches: list[Any]) -> list[Any]:
+        """What ``loss_of`` needs of microbatches besides, without a gradient."""
+        return [None] * len(batches)
+
+    def loss_of(self, batch: Any, model: Any, given: Any) -> Tensor:
+        """The loss of what was read, by a model that is called as a ``LogprobModel``."""
+        raise NotImplementedError
+
+    def start_step(self) -> None:
+        """Called before the microbatches of a step."""
+        self.kept = ()
+
+    def keep(self, inputs: dict[str, Any]) -> DocumentLosses | None:
+        """Where ``loss_of`` keeps the losses of a microbatch's documents, while training."""
+        kept = DocumentLosses.of(inputs) if torch.is_grad_enabled() else None
+        if kept is not None:
+            self.kept = (*self.kept, kept)
+        return kept
+
+    def metrics(self) -> dict[str, float]:
+        """What else to log of the last step. A collective of all ranks."""
+        return {}
+
+
+class LogitsLoss(Objective):
+    """loss_fn over all logits, per token. For a trainer that keeps its own loss."""
+
+    def __init__(self, model: Callable[..., Tensor], loss_fn: LossFunction) -> None:
+        self.model, self.loss_fn = model, loss_fn
+
+    def loss(self, inputs: dict[str, Any], labels: Tensor, process: Process) -> Tensor:
+        batch = process(inputs, labels)
+        return self.loss_fn(self.model(batch.tokens, **batch.model_inputs), batch.labels)
+
+
+class SFT(Objective):
+    """Cross-entropy per token, or per document: the mean over documents of the mean over a document's labels.
+
+    Args:
+        per: "token" or "document".
+    """
+
+    def __init__(self, model: LogprobModel | None, per: str) -> None:
+        self.model, self.per = model, per
+
+    def weigh(self, inputs: dict[str, Any], labels: Tensor) -> int:
+        if self.per == "token":
+            return super().weigh(inputs, labels)
+        weights, num_documents = document_weights(inputs["documents"], labels.flatten().numpy())
+        inputs["token_weights"] = torch.from_numpy(weights).view(labels.shape)
+        return num_documents
+
+    def read(self, inputs: dict[str, Any], labels: Tensor, process: Process) -> "WeighedBatch":
+        weights, kept = inputs.pop("token_weights", None), self.keep(inputs)
+        batch = process(inputs, labels)
+        return WeighedBatch(batch, None if weights is None else batch.take(weights), kept)
+
+    def loss_of(self, batch: "WeighedBatch", model: Any, given: None) -> Tensor:
+        local, logprobs = batch.local, None
+        if batch.kept is not None:
+            count = local.labels.numel() if local.labelled is None else len(local.labelled)
+            batch.kept.losses = logprobs = torch.zeros(count, device=local.labels.device)
+        total = model.summed(local.labels, local.tokens, local.labelled, batch.weights, logprobs, **local.model_inputs)
+        if logprobs is not None:
+            logprobs.neg_()
+        return -total
+
+
+class WeighedBatch(NamedTuple):
+    """This rank's tokens of a microbatch."""
+
+    local: LocalBatch
+    weights: Tensor | None  # float [b, s]
+    kept: DocumentLosses | None
+
+
+class LossRecord:
+    """Loss sums of the last step's microbatches, and the number of items (labels, documents or pairs) in each sum.
+
+    Sums and numbers are this rank's; over the context-parallel ranks they add up to those of the microbatch.
+
+    Args:
+        num_microbatches: microbatches per step on this rank.
+    """
+
+    def __init__(self, num_microbatches: int) -> None:
+        self.microbatches: deque[tuple[Tensor, Tensor | float]] = deque(maxlen=num_microbatches)
+
+    def add(self, loss_sum: Tensor, num_items: Tensor | float) -> None:
+        """Records one microbatch."""
+        self.microbatches.append((loss_sum.detach(), num_items))
+
+    def record(self, loss_fn: LossFunction) -> LossFunction:
+        """loss_fn, which sums over tokens, with each training call recorded."""
+
+        def recorded(pred: Tensor, labels: Tensor) -> Tensor:
+            loss_sum = loss_fn(pred, labels)
+            if torch.is_grad_enabled():
+                self.add(loss_sum, (labels != IGNORE_INDEX).sum())
+            return loss_sum
+
+        return recorded
+
+    def sum_and_count(self) -> Tensor:
+        """float32 [2]: summed loss and number of items of the last step."""
+        loss = sum(loss.full_tensor() if isinstance(loss, DTensor) else loss for loss, _ in self.microbatches)
+        assert isinstance(loss, Tensor)
+        count = torch.as_tensor(sum(count for _, count in self.microbatches), device=loss.device)
+        return torch.stack([loss.float(), count.float()])

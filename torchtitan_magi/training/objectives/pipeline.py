@@ -1,0 +1,157 @@
+"""A model in the stages of a pipeline: passes of torch's schedule whose microbatches have plans of their own."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchtitan_magi.models.model_config import ModelConfig
+from torchtitan_magi.training.experts import expert_counts_kept
+from torchtitan_magi.training.objectives.logprob_model import LogprobModel
+from torchtitan_magi.training.objectives.objective import LocalBatch, Objective, Process
+from torchtitan_magi.training.settings.options import DPO_DATASET
+from torchtitan_magi.wording import quoted
+
+SCHEDULES = ("1F1B", "Interleaved1F1B", "GPipe")
+
+
+def check_pipeline(job: Any, model: ModelConfig) -> None:
+    """Raises ValueError, one line that names the value and the remedy, for what the pipeline does not go with."""
+    parallelism = job.parallelism
+    degree, schedule = parallelism.pipeline_parallel_degree, parallelism.pipeline_parallel_schedule
+    if degree == 1:
+        return
+    if schedule not in SCHEDULES or parallelism.pipeline_parallel_schedule_csv:
+        given = quoted(parallelism.pipeline_parallel_schedule_csv or schedule)
+        raise ValueError(
+            f"parallelism.pipeline_parallel_schedule is {given}; "
+            f"use one of {', '.join(SCHEDULES)}: others split the backward, which this attention does not"
+        )
+    if model.tied:
+        raise ValueError(
+            f"parallelism.pipeline_parallel_degree is {degree}, but tie_word_embeddings does not go with it: the first "
+            "and the last stage cannot share a weight; set it to 1, and use context, tensor or data parallelism"
+        )
+    if job.training.dataset == DPO_DATASET and job.magi.dpo.reference == "file":
+        raise ValueError(
+            f'magi.dpo.reference is "file", but a pipeline (parallelism.pipeline_parallel_degree {degree}) computes no '
+            'such file; set it to "model"'
+        )
+
+
+class Pipeline:
+    """The stages of a model on this rank.
+
+    Args:
+        schedule: torch's. It computes the loss of hidden states and a microbatch's number by ``loss``.
+        parts: the modules of the stages.
+        is_first, is_last: whether the first, the last stage is among them.
+        loss: its ``of_hidden`` is set here.
+        compiled: as for ``LogprobModel``.
+    """
+
+    def __init__(
+        self, schedule: Any, parts: Sequence[Any], is_first: bool, is_last: bool, loss: Any, compiled: bool
+    ) -> None:
+        self.schedule, self.parts, self.is_first, self.is_last, self.loss = schedule, parts, is_first, is_last, loss
+        name = "_initialize_stages" if hasattr(schedule, "_initialize_stages") else "_initialize_stage"
+        setattr(schedule, name, _uncounted(getattr(schedule, name), parts))
+        if is_last:
+            parts[-1]._skip_lm_head = True  # the loss calls the output layer, as torchtitan's chunked loss does
+            self.last = LogprobModel(parts[-1], compiled)
+            self.last.model = self.last.output
+
+    @property
+    def num_microbatches(self) -> int:
+        """Of a pass."""
+        return self.schedule._n_microbatches
+
+    def run(
+        self, batches: Sequence[LocalBatch], result: Callable[[Any, int], Tensor], backward: bool = False
+    ) -> list[Tensor]:
+        """A pass of at most ``num_microbatches``: forward, with backward from the results too.
+
+        Torch's ``step`` makes microbatches itself of one batch, up to 2.13; newer ones take them by keyword.
+
+        Args:
+            result: what is wanted of the microbatch of that number, from a model that is called as a ``LogprobModel``.
+                It may be called several times.
+
+        Returns:
+            the results of all microbatches, on ranks with the last stage; none elsewhere.
+        """
+        schedule, missing = self.schedule, self.num_microbatches - len(batches)
+        results: list[Tensor] = []
+        batches = [*batches, *[batches[-1]] * missing]  # every pass has as many
+        numbers = torch.arange(len(batches)).clamp(max=len(batches) - missing - 1)  # on the CPU; targets are tensors
+        self.loss.of_hidden = lambda hidden, number: result(_OutputOnly(self.last, hidden), int(number))
+        schedule._has_backward = backward
+        for stage in schedule._stages if hasattr(schedule, "_stages") else [schedule._stage]:
+            stage.has_backward = backward
+            stage.clear_runtime_states()
+        schedule._step_microbatches(
+            [(batch.tokens,) for batch in batches] if self.is_first else None,
+            [batch.model_inputs for batch in batches],
+            list(numbers) if self.is_last else None,
+            results if self.is_last else None,
+            return_outputs=False,
+        )
+        return results[: len(batches) - missing]
+
+    def losses(
+        self,
+        objective: Objective,
+        inputs: Sequence[dict[str, Any]],
+        labels: Sequence[Tensor],
+        process: Process,
+        divisor: Tensor | None = None,
+    ) -> list[Tensor]:
+        """The objective's loss of each microbatch on the device, detached, on ranks with the last stage.
+
+        Args:
+            divisor: of the losses, which then have a backward.
+        """
+        read = [objective.read(batch, of, process) for batch, of in zip(inputs, labels, strict=True)]
+        with torch.no_grad():
+            given = objective.given(read)
+
+        def loss(model: Any, number: int) -> Tensor:
+            of_one = objective.loss_of(read[number], model, given[number] if given else None)
+            return of_one if divisor is None else of_one / divisor
+
+        found = self.run([batch.local for batch in read], loss, backward=divisor is not None)
+        return [of_one.detach() for of_one in found]
+
+
+def _uncounted(initialize: Callable[..., Any], parts: Sequence[Any]) -> Callable[..., Any]:
+    """The schedule's first look at its stages, for which it runs them: that is no training of experts."""
+
+    @functools.wraps(initialize)
+    def initialize_uncounted(*args: Any, **kwargs: Any) -> Any:
+        with expert_counts_kept(parts):
+            return initialize(*args, **kwargs)
+
+    return initialize_uncounted
+
+
+class _OutputOnly:
+    """Stands in for a ``LogprobModel`` whose hidden states are there already."""
+
+    def __init__(self, last: LogprobModel, hidden: Tensor) -> None:
+        self.last, self.hidden = last, hidden
+
+    def __call__(self, targets: Tensor, tokens: Tensor, labelled: Tensor | None = None, **inputs: Any) -> Tensor:
+        return self.last(targets, self.hidden, labelled)
+
+    def summed(
+        self,
+        targets: Tensor,
+        tokens: Tensor,
+        labelled: Tensor | None,
+        scale: Tensor | None,
+        kept: Tensor | None = None,
+        **inputs: Any,
+    ) -> Tensor:
+        return self.last.summed(targets, self.hidden, labelled, scale, kept)

@@ -1,0 +1,235 @@
+"""The reference of preference training as numbers beside the data, computed once with the initial weights."""
+
+import hashlib
+import io
+import logging
+import os
+import tempfile
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torchtitan_magi.files import write_whole
+from torchtitan_magi.machine import cause
+from torchtitan_magi.training.batches.planned_loader import Batch
+from torchtitan_magi.training.objectives.dpo import PairBatch, PairReader, Reference
+from torchtitan_magi.training.objectives.logprob_model import LogprobModel
+from torchtitan_magi.training.objectives.objective import Process, to_device
+from torchtitan_magi.wording import one_line, shown
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+ENTRIES = {"logprobs", "model", "data", "digest"}  # of a reference file; those of earlier versions have no digest
+
+
+@dataclass(frozen=True)
+class ReferenceData:
+    """The pairs that a reference file is about."""
+
+    path: Path  # the reference file
+    fingerprint: str  # of records, tokenizer and layout
+    num_records: int
+    compute: Callable[[], Tensor]  # float64 [num_records, 2] by the initial model; a collective of all ranks
+
+
+class ReferenceFile(Reference):
+    """Log-probabilities of all pairs of a data set, in a file beside it or where the user wants it.
+
+    The first run writes the file, with fingerprints of model and data; a run that has the same ones uses it.
+
+    Args:
+        fingerprint_model: the fingerprint of the model as it is now; a collective of all ranks.
+        open_data: called when the weights are loaded; a collective of all ranks.
+        device: where the numbers are looked up.
+    """
+
+    def __init__(
+        self, fingerprint_model: Callable[[], str], open_data: Callable[[], ReferenceData], device: torch.device
+    ) -> None:
+        self.fingerprint_model, self.open_data, self.device = fingerprint_model, open_data, device
+        self.model_fingerprint = ""
+        self.logprobs_of_records = torch.empty(0, 2)
+
+    def prepare(self, step: int) -> None:
+        """Reads the file, or makes it in a new run.
+
+        Raises:
+            ValueError: the file is damaged, of another model or of other data; it cannot be read or written; a resumed
+                run has none.
+        """
+        if step == 0:
+            self.model_fingerprint = self.fingerprint_model()
+        data = self.open_data()
+        fingerprints = {"model": self.model_fingerprint, "data": data.fingerprint}
+        remedy = (
+            f"a run resumed at step {step} cannot make it; put it back, or start a new run"
+            if step > 0
+            else "delete the file to have it made anew, or set magi.dpo.reference_path to another one"
+        )
+
+        def read() -> npt.NDArray[np.float64] | None:
+            return read_logprobs(data.path, fingerprints, data.num_records, remedy)
+
+        logprobs = _on_rank_0(read)
+        if logprobs is None:
+            if step > 0:
+                raise ValueError(f"reference file {shown(data.path)} does not exist, and {remedy}")
+            _on_rank_0(lambda: check_writable(data.path, data.num_records))
+            logger.info(f"Computing the reference's log-probabilities for {shown(data.path)}")
+            computed = data.compute().cpu().numpy()
+
+            def write() -> npt.NDArray[np.float64]:
+                made_meanwhile = read()  # by another run on the same pairs
+                if made_meanwhile is None:
+                    write_logprobs(data.path, fingerprints, computed)
+                return computed if made_meanwhile is None else made_meanwhile
+
+            logprobs = _on_rank_0(write)
+        self.logprobs_of_records = torch.from_numpy(logprobs).to(self.device)
+
+    def logprobs(self, batches: list[PairBatch]) -> list[Tensor]:
+        return [self.logprobs_of_records[batch.pair_ids] for batch in batches]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"reference_model": self.model_fingerprint}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.model_fingerprint = state_dict["reference_model"]
+
+
+@torch.no_grad()
+def fill_in_logprobs(
+    logprobs: Tensor, batches: Iterable[Batch], model: LogprobModel, reader: PairReader, process: Process
+) -> None:
+    """Writes to logprobs, float64 [records, 2], those of the pairs in the batches."""
+    for inputs, labels in batches:
+        reader.weigh(inputs, labels)
+        batch = reader.read(to_device(inputs, logprobs.device), labels.to(logprobs.device), process)
+        logprobs[batch.pair_ids] = batch.logprobs(model)
+
+
+def read_logprobs(
+    path: Path, fingerprints: dict[str, str], num_records: int, remedy: str
+) -> npt.NDArray[np.float64] | None:
+    """The numbers of a reference file, float64 [num_records, 2]; None if there is no file.
+
+    Raises:
+        ValueError: it cannot be read, is damaged, or has other fingerprints. Ends with the remedy.
+    """
+    if path.exists() and not path.is_file():  # a pipe would be waited for
+        raise ValueError(f"reference file {shown(path)} is no file but a folder, pipe or device; {remedy}")
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise ValueError(f"reference file {shown(path)} cannot be read ({cause(error)}); {remedy}") from None
+    try:
+        entries = _entries(content)
+    except Exception as error:  # NumPy's reader and zipfile raise of all kinds when bytes are wrong
+        reason = str(error).partition("\n")[0][:200] or type(error).__name__
+        raise ValueError(f"reference file {shown(path)} is damaged ({reason}); {remedy}") from None
+    for name, now in fingerprints.items():
+        if entries[name] != now:
+            raise ValueError(
+                f"reference file {shown(path)} was made with the {name} [{one_line(entries[name])}], this run has "
+                f"[{now}]; {remedy}"
+            )
+    logprobs = entries["logprobs"]
+    if logprobs.shape != (num_records, 2):
+        raise ValueError(
+            f"reference file {shown(path)} is damaged (log-probabilities {logprobs.shape} for {num_records} pairs); "
+            f"{remedy}"
+        )
+    if not np.isfinite(logprobs).all():
+        raise ValueError(f"reference file {shown(path)} is damaged (log-probabilities that are not finite); {remedy}")
+    return logprobs
+
+
+def _entries(content: bytes) -> dict[str, Any]:
+    """The entries of a reference file, checked by themselves: an array and strings."""
+    with np.load(io.BytesIO(content), allow_pickle=False) as file:
+        entries = {name: file[name] for name in file.files}
+    if not ENTRIES - {"digest"} <= entries.keys() <= ENTRIES:
+        raise ValueError(f"its entries are {', '.join(sorted(entries))}")
+    if entries["logprobs"].dtype != np.float64:
+        raise ValueError(f"log-probabilities are {entries['logprobs'].dtype}")
+    texts = {name: value for name, value in entries.items() if name != "logprobs"}
+    for name, value in texts.items():
+        if value.shape != () or value.dtype.kind != "U":
+            raise ValueError(f"entry {name} is no text")
+        texts[name] = str(value)
+    if texts.get("digest", (expected := _digest(entries["logprobs"], texts))) != expected:
+        raise ValueError("its digest is not that of its content")
+    return entries | texts
+
+
+def _digest(logprobs: npt.NDArray[np.float64], texts: dict[str, str]) -> str:
+    digest = hashlib.sha256(repr((logprobs.shape, texts["model"], texts["data"])).encode())
+    digest.update(np.ascontiguousarray(logprobs).tobytes())
+    return digest.hexdigest()
+
+
+def check_writable(path: Path, num_records: int) -> None:
+    """Raises ValueError where a reference file of so many pairs cannot be written. Makes its folder."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent) as file:
+            os.posix_fallocate(file.fileno(), 0, 16 * num_records + 4096)
+    except OSError as error:
+        raise _unwritable(path, error) from None
+
+
+def write_logprobs(path: Path, fingerprints: dict[str, str], logprobs: npt.NDArray[np.float64]) -> None:
+    """Writes a reference file, whole or not at all.
+
+    Raises:
+        ValueError: it cannot be written, or the numbers are no log-probabilities; names the remedy.
+    """
+    wrong = np.flatnonzero(~np.isfinite(logprobs).all(1))
+    if wrong.size:
+        raise ValueError(
+            f"reference file {shown(path)} is not made: the initial model has no finite log-probability for "
+            f"{wrong.size} of "
+            f"{len(logprobs)} pairs, the first of them pair {wrong[0]}; check its weights and that pair"
+        )
+    content = io.BytesIO()
+    np.savez(content, logprobs=logprobs, digest=_digest(logprobs, fingerprints), **fingerprints)  # type: ignore[arg-type]
+    try:
+        write_whole(path, content.getvalue())
+    except OSError as error:
+        raise _unwritable(path, error) from None
+
+
+def _unwritable(path: Path, error: OSError) -> ValueError:
+    return ValueError(
+        f"reference file {shown(path)} cannot be written ({cause(error)}); set magi.dpo.reference_path to a file "
+        "that can "
+        'be, or magi.dpo.reference to "model"'
+    )
+
+
+def _on_rank_0(function: Callable[[], T]) -> T:
+    """function() of rank 0, on all ranks; so that all take the same path on a file system of any kind.
+
+    Raises:
+        ValueError: function raised one, or an OSError.
+    """
+    outcome: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            outcome[0] = function()
+        except (ValueError, OSError) as error:
+            outcome[1] = str(error)
+    dist.broadcast_object_list(outcome)
+    if outcome[1] is not None:
+        raise ValueError(outcome[1])
+    return outcome[0]

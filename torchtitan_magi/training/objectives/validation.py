@@ -1,0 +1,75 @@
+"""Validation loss that is the same number under every layout."""
+
+from collections.abc import Iterable
+from itertools import islice
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from torchtitan_magi.training.experts import expert_counts_kept
+from torchtitan_magi.training.objectives.objective import Objective, Process, to_device
+from torchtitan_magi.training.objectives.pipeline import Pipeline
+
+
+@torch.no_grad()
+def validate(
+    models: list[nn.Module],
+    objective: Objective,
+    batches: Iterable[Any],
+    process: Process,
+    context: Any,
+    metrics_processor: Any,
+    device: str,
+    step: int,
+    pipeline: Pipeline | None = None,
+) -> None:
+    """Logs the loss of ``batches`` over all items of all ranks: summed loss / number of items.
+
+    torchtitan counts labels after context parallelism has cut them, so its loss grows with the degree, and a rank
+    without a label divides by zero. A collective of all ranks.
+
+    Args:
+        models: the parts of the model on this rank.
+        context: makes the context that a forward runs in.
+        pipeline: of the parts; each batch is a microbatch.
+    """
+    for model in models:
+        model.eval()
+    objective.start_step()
+    loss_sum = torch.zeros((), device=device)
+    num_items = torch.zeros((), dtype=torch.int64)
+    batches = iter(batches)
+    while group := list(islice(batches, 1 if pipeline is None else pipeline.num_microbatches)):
+        for inputs, labels in group:
+            metrics_processor.ntokens_since_last_log += labels.numel()
+            num_items += objective.weigh(inputs, labels)
+        group = [(to_device(inputs, device), labels.to(device)) for inputs, labels in group]
+        with context(), expert_counts_kept(models):
+            if pipeline is None:
+                losses = [objective.loss(inputs, labels, process) for inputs, labels in group]
+            else:
+                losses = pipeline.losses(objective, [x for x, _ in group], [y for _, y in group], process)
+        for loss in losses:
+            loss_sum += (loss.full_tensor() if isinstance(loss, DTensor) else loss) / objective.copies
+    dims = metrics_processor.parallel_dims
+    _total(loss_sum, dims.get_optional_mesh("pp"))  # 0 on ranks without the last stage
+    total_loss = _total(loss_sum, dims.get_optional_mesh("loss"))
+    total_items = _total(num_items.to(device), dims.get_optional_mesh("batch"))
+    metrics = {f"validation_metrics/{name}": value for name, value in objective.metrics().items()}
+    metrics_processor.log_validation(total_loss / max(total_items, 1), step, metrics)
+    for model in models:
+        model.train()
+
+
+def limited(batches: Iterable[Any], steps: int) -> Iterable[Any]:
+    """The first of the batches. steps: how many; -1: all."""
+    return islice(batches, steps if steps != -1 else None)
+
+
+def _total(x: Tensor, mesh: Any) -> float:
+    if mesh is not None:
+        dist.all_reduce(x, group=mesh.get_group())
+    return x.item()

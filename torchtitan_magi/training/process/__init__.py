@@ -1,0 +1,1 @@
+"""The process of a rank: its launcher, its folders, its end."""

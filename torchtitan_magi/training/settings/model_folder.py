@@ -1,0 +1,123 @@
+"""Which model a run has: that of ``hf_assets_path``'s config.json, or a named flavor compared with it."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torchtitan_magi.models.model_config import ModelConfig, differences, read_model_config
+from torchtitan_magi.training.checkpoints.hf_weights import check_weights, float32_names, shard_numbers
+from torchtitan_magi.training.settings.options import DPO_DATASET
+from torchtitan_magi.wording import quoted, quoted_path, shown
+
+logger = logging.getLogger(__name__)
+
+HF_FLAVOR = "hf"
+
+
+def read_hf_config(job_config: Any, check: Callable[[ModelConfig], object]) -> ModelConfig:
+    """The model of flavor "hf".
+
+    Args:
+        check: raises ValueError for a model that the installed torchtitan does not have.
+
+    Raises:
+        ValueError: one line that names the file, the field and the remedy.
+    """
+    model = job_config.model
+    config = read_model_config(model.hf_assets_path)
+    path = Path(model.hf_assets_path) / "config.json"
+    if config.model != model.name:
+        raise ValueError(
+            f'model.name is {quoted(model.name)}, but {shown(path)} is of a {config.model}; set it to "{config.model}"'
+        )
+    try:
+        check(config)
+    except ValueError as error:
+        raise ValueError(f"{shown(path)}: {error}") from None
+    if config.left_out:
+        logger.warning(f"{shown(path)}: {config.left_out} neither trained nor exported")
+    return config
+
+
+@dataclass(frozen=True)
+class ExportLayout:
+    """How an export's weights are stored. The same on all ranks, and so is its ``repr``.
+
+    shards: the number of the file for each tensor, see ``shard_numbers``; float32: names, see ``float32_names``.
+    """
+
+    shards: dict[str, int] | None = None
+    float32: tuple[str, ...] = ()
+
+
+def check_folders(job_config: Any, config: ModelConfig) -> ExportLayout:
+    """Compares the run's model with the folders of Hugging Face files that it starts from or ends in.
+
+    Raises:
+        ValueError: weights are read from a folder, or exported in its format, that has another model; or the weights
+            to be read are not complete. One line.
+    """
+    checkpoint, assets = job_config.checkpoint, job_config.model.hf_assets_path
+    reads = checkpoint.enable and checkpoint.initial_load_in_hf
+    exports = checkpoint.enable and checkpoint.last_save_in_hf
+    source = (checkpoint.initial_load_path or assets) if reads else None
+    for folder in dict.fromkeys(filter(None, (assets, source))):
+        problem = _problem(job_config.model, folder, config)
+        if problem and (folder == source or (folder == assets and exports)):
+            raise ValueError(problem)
+        if problem:
+            logger.warning(problem)
+    resumes = (Path(job_config.job.dump_folder) / checkpoint.folder).exists()
+    if source and (not resumes or job_config.training.dataset == DPO_DATASET):  # a reference always starts from there
+        check_weights(source, config)
+    _warn_of_positions(job_config.training.seq_len, config, exports and not job_config.magi.lora.rank)
+    rounds = checkpoint.enable and checkpoint.last_save_model_only and checkpoint.export_dtype != "float32"
+    return ExportLayout(
+        shard_numbers(assets, config) if exports else None, float32_names(source or assets, config) if rounds else ()
+    )
+
+
+def _warn_of_positions(seq_len: int, config: ModelConfig, exports: bool) -> None:
+    """Says that documents may be longer than those that the model was trained on."""
+    if seq_len <= config.num_positions:
+        return
+    line = f"training.seq_len is {seq_len}, but the model was trained for {config.num_positions} positions: what lies "
+    line += "beyond them in a document is new to it"
+    if exports and config.rope.type == "yarn":
+        line += "; an export names no more of them, as YaRN's factor sets their number"
+    elif exports:
+        line += "; the export's max_position_embeddings will be the longest length trained, if it is more"
+    logger.warning(line)
+
+
+def _problem(model: Any, folder: str, config: ModelConfig) -> str | None:
+    """What a folder's config.json has against the run's model, in one line; None without a config.json."""
+    path = Path(folder) / "config.json"
+    if not path.exists():
+        return None
+    try:
+        found = differences(read_model_config(folder), config)
+    except ValueError as error:
+        return f"model.flavor {quoted(model.flavor)} cannot be the model of this folder: {error}"
+    if not found:
+        return None
+    remedy = f'set model.flavor = "{HF_FLAVOR}"'
+    if folder != model.hf_assets_path:
+        remedy += f" and model.hf_assets_path = {quoted_path(folder)}"
+    return f"model.flavor {quoted(model.flavor)} is not the model of {shown(path)}: {'; '.join(found)}; {remedy}"
+
+
+def check_vocabulary(tokenizer: Any, config: ModelConfig, job_config: Any) -> None:
+    """Refuses a tokenizer with tokens that the model's embedding does not have.
+
+    Raises:
+        ValueError: one line with both numbers.
+    """
+    tokens = 1 + max(tokenizer.tokenizer.get_vocab().values())
+    if tokens > config.vocab_size:
+        raise ValueError(
+            f"the tokenizer in {shown(job_config.model.hf_assets_path)} has {tokens} tokens, the model's vocab_size is "
+            f"{config.vocab_size}; use the tokenizer that came with the weights"
+        )

@@ -1,0 +1,145 @@
+"""Whether a run can start from the checkpoint that torchtitan would load."""
+
+import itertools
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from torchtitan_magi.training.checkpoints.digests import (
+    METADATA,
+    check_digests,
+    check_sizes,
+    has_digests,
+    read_metadata,
+)
+from torchtitan_magi.training.checkpoints.hf_weights import INDEX
+from torchtitan_magi.training.process.agreed import agreed
+from torchtitan_magi.training.process.run_folder import lock_checkpoints, lock_folder
+from torchtitan_magi.training.settings.options import DPO_DATASET
+from torchtitan_magi.wording import quoted_path, shown
+
+logger = logging.getLogger(__name__)
+
+
+def check_checkpoints(job_config: Any) -> None:
+    """Checks the checkpoints that the run will load. A collective of all ranks.
+
+    Rank 0 locks the run's folders, so that no other run saves there, and checks what the checkpoints hold and the sizes
+    of their files. With ``magi.verify_checkpoint`` each rank reads its part of the files and compares digests.
+
+    Raises:
+        ValueError: on all ranks, one line that names the checkpoint or its file and the remedy.
+    """
+    checkpoint = job_config.checkpoint
+    if not checkpoint.enable:
+        return
+    distributed = dist.is_initialized()
+    rank, world_size = (dist.get_rank(), dist.get_world_size()) if distributed else (0, 1)
+
+    def check() -> bool:
+        if rank == 0 and not checkpoint.load_only:
+            lock_folder(job_config.job.dump_folder)
+            lock_checkpoints(os.path.join(job_config.job.dump_folder, checkpoint.folder))
+        folders = _loaded_folders(job_config)
+        for folder in folders:
+            if not job_config.magi.verify_checkpoint:
+                continue
+            if has_digests(folder):
+                check_digests(folder, rank, world_size)
+            elif rank == 0:
+                logger.warning(
+                    f"{shown(folder)} has no digests: the sizes of its files are checked, their bytes are not"
+                )
+        if rank == 0:  # of bytes that were compared, where they are
+            for folder in folders:
+                check_sizes(folder)
+            _check_continues(job_config)
+        return True
+
+    agreed(job_config.job.dump_folder, check, bool)
+
+
+def finished_steps(folder: Path) -> list[int]:
+    """Steps of the finished checkpoints in torchtitan's folder, the latest first."""
+    finished = itertools.chain(folder.glob(f"step-*/{METADATA}"), folder.glob(f"step-*/{INDEX}"))
+    return sorted({int(name) for path in finished if (name := path.parent.name[5:]).isdigit()}, reverse=True)
+
+
+def _loaded_folders(job_config: Any) -> list[Path]:
+    """Checkpoints in torch's format that the run will load: the one it continues from or begins with, and for
+    preference training the weights of the reference.
+
+    Raises:
+        ValueError: torchtitan would look for one that is not there.
+    """
+    checkpoint, folders = job_config.checkpoint, []
+    saved = Path(job_config.job.dump_folder) / checkpoint.folder
+    initial = Path(checkpoint.initial_load_path) if checkpoint.initial_load_path else None
+    if saved.is_dir() or checkpoint.load_step != -1:
+        steps = finished_steps(saved)
+        if checkpoint.load_step != -1 and checkpoint.load_step not in steps:
+            there = f"has the steps {', '.join(map(str, steps))}" if steps else "has no finished checkpoint"
+            there = there if saved.is_dir() else "is not there"
+            raise ValueError(
+                f"checkpoint.load_step is {checkpoint.load_step}, but {shown(saved)} {there}; use one of them, or -1 "
+                "for the latest"
+            )
+        step = checkpoint.load_step if checkpoint.load_step != -1 else max(steps, default=None)
+        if step is not None and (saved / f"step-{step}" / METADATA).is_file():
+            folders.append(saved / f"step-{step}")
+    needs_initial = not saved.is_dir() or job_config.training.dataset == DPO_DATASET
+    if initial is not None and needs_initial:
+        if not initial.is_dir():
+            raise ValueError(
+                f"checkpoint.initial_load_path is {quoted_path(checkpoint.initial_load_path)}, which is no folder; "
+                "give that of a checkpoint"
+            )
+        if not checkpoint.initial_load_in_hf:
+            folders.append(initial)
+    return folders
+
+
+def _check_continues(job_config: Any) -> None:
+    """Checks that a checkpoint from which the run would continue holds what it needs, more than weights."""
+    checkpoint = job_config.checkpoint
+    folder = Path(job_config.job.dump_folder) / checkpoint.folder
+    steps = finished_steps(folder)
+    if folder.is_dir() and not steps and (checkpoint.initial_load_in_hf or checkpoint.initial_load_path):
+        raise ValueError(  # torchtitan would begin with random weights, with a warning that it does not load these
+            f"{shown(folder)} has no finished checkpoint, but while it is there torchtitan does not load the initial "
+            "weights; remove it to start from them"
+        )
+    if checkpoint.load_only or checkpoint.exclude_from_loading:
+        return
+    step = checkpoint.load_step if checkpoint.load_step != -1 else max(steps, default=0)
+    if step == 0 or step not in steps:  # of step 0 torchtitan loads the weights only
+        return
+    if not _can_continue(folder, step):
+        earlier = next((other for other in steps if other < step and _can_continue(folder, other)), None)
+        instead = "" if earlier is None else f"set checkpoint.load_step to {earlier}, or "
+        raise ValueError(
+            f"{shown(folder)}/step-{step} has no state of the data loader, as a run's last checkpoint holds weights "
+            f"only unless checkpoint.last_save_model_only is false; {instead}start another run with its path as "
+            "checkpoint.initial_load_path"
+        )
+    reference, had_file = job_config.magi.dpo.reference, "train_state.reference_model" in _names_in(folder, step)
+    if job_config.training.dataset == DPO_DATASET and (reference == "file") != had_file:
+        before = "file" if had_file else "model"
+        raise ValueError(
+            f'magi.dpo.reference is "{reference}", but {shown(folder)}/step-{step} is of a run with "{before}"; set it '
+            "to that, or start another run"
+        )
+
+
+def _can_continue(folder: Path, step: int) -> bool:
+    """Whether it holds a state of the data loader; of step 0 torchtitan loads the weights only."""
+    return step == 0 or any(name.startswith("dataloader") for name in _names_in(folder, step))
+
+
+def _names_in(folder: Path, step: int) -> list[str]:
+    """Names of what a checkpoint holds; none for one in safetensors."""
+    path = folder / f"step-{step}"
+    return list(read_metadata(path).state_dict_metadata) if (path / METADATA).is_file() else []

@@ -1,0 +1,138 @@
+"""Checks of the sections [parallelism], [training] and [validation] before a run."""
+
+from collections.abc import Iterable
+from types import SimpleNamespace
+from typing import Any
+
+import torch.distributed as dist
+
+from torchtitan_magi.training.experts import check_expert_ranks
+from torchtitan_magi.training.settings.options import DPO_DATASET, OUR_DATASETS, SFT_DATASET, check_options_for_pairs
+from torchtitan_magi.wording import quoted, quoted_path
+
+SPMD_BACKEND = "partial_dtensor"  # of torchtitan 0.3; spmd_types needs a torch newer than those of this package
+ENTRY = "torchrun -m torchtitan_magi.train"
+
+
+def check_sections(job_config: Any, titans: Iterable[str], has_objectives: bool) -> None:
+    """Checks the sections by themselves and against each other.
+
+    Args:
+        titans: names of torchtitan's own datasets.
+        has_objectives: whether our Trainer runs, not torchtitan's own.
+
+    Raises:
+        ValueError: one line that names the value and the remedy.
+    """
+    _check_section(job_config, "training", titans)
+    _check_batch(job_config)
+    if job_config.validation.enable:
+        _check_section(job_config, "validation", titans)
+        _check_validation(job_config)
+    _check_objective(job_config, has_objectives)
+
+
+def check_degrees(dims: Any) -> None:
+    """Checks that the degrees of torchtitan's ``ParallelDims`` multiply to its ``world_size``.
+
+    Raises:
+        ValueError: one line that names them and the remedy.
+    """
+    others = dims.dp_replicate * dims.cp * dims.tp * dims.pp
+    if dims.world_size % others or dims.dp_shard not in (-1, dims.world_size // others):
+        raise ValueError(
+            f"the parallel degrees are data_parallel_replicate {dims.dp_replicate}, data_parallel_shard "
+            f"{dims.dp_shard}, context {dims.cp}, tensor {dims.tp}, pipeline {dims.pp}, but torchrun started "
+            f"{dims.world_size} processes; start as many as they multiply to, or change them: "
+            "data_parallel_shard_degree = -1 takes the processes that are left"
+        )
+
+
+def check_degrees_of(parallelism: Any, world_size: int) -> None:
+    """The same of the section [parallelism], before there are ``ParallelDims``."""
+    names = {"dp_replicate": "data_parallel_replicate", "dp_shard": "data_parallel_shard", "cp": "context_parallel"}
+    names |= {"tp": "tensor_parallel", "pp": "pipeline_parallel"}
+    degrees = {axis: getattr(parallelism, f"{name}_degree") for axis, name in names.items()}
+    check_degrees(SimpleNamespace(world_size=world_size, **degrees))
+
+
+def check_parallelism(parallelism: Any, world_size: int) -> None:
+    """Checks the section [parallelism] of torchtitan 0.3 before meshes are built of it.
+
+    Raises:
+        ValueError: one line that names the value and the remedy.
+    """
+    if parallelism.spmd_backend != SPMD_BACKEND:
+        raise ValueError(
+            f"parallelism.spmd_backend is {quoted(parallelism.spmd_backend)}, which is not for the torch and the "
+            f"layers of this package; use {quoted(SPMD_BACKEND)}"
+        )
+    check_degrees_of(parallelism, world_size)
+    ranks = world_size // (parallelism.data_parallel_replicate_degree * parallelism.pipeline_parallel_degree)
+    lenders = "data_parallel_shard_degree, context_parallel_degree and tensor_parallel_degree"
+    check_expert_ranks(parallelism.expert_parallel_degree, ranks, lenders)
+
+
+def _check_batch(job_config: Any) -> None:
+    """Checks that the data-parallel ranks can share the global batch; torchtitan does so once the model is built."""
+    training, parallelism = job_config.training, job_config.parallelism
+    copies = parallelism.context_parallel_degree * parallelism.tensor_parallel_degree
+    ranks = dist.get_world_size() // (copies * parallelism.pipeline_parallel_degree) if dist.is_initialized() else 1
+    size, divisor = training.global_batch_size, training.local_batch_size * ranks
+    if size > 0 and size % divisor:
+        raise ValueError(
+            f"training.global_batch_size is {size}; use a multiple of {divisor}, which is training.local_batch_size "
+            f"times {ranks} data-parallel ranks, or -1 for that"
+        )
+
+
+def _check_section(job_config: Any, name: str, titans: Iterable[str]) -> None:
+    """name: "training" or "validation"."""
+    section = getattr(job_config, name)
+    parallelism = job_config.parallelism
+    divisor = 2 * parallelism.context_parallel_degree * parallelism.tensor_parallel_degree
+    if section.seq_len % divisor:
+        raise ValueError(  # torchtitan has the same rule for training, as an assertion without words
+            f"{name}.seq_len is {quoted(section.seq_len)}; use a multiple of {divisor}, twice "
+            "context_parallel_degree times tensor_parallel_degree"
+        )
+    if section.dataset not in (*OUR_DATASETS, *titans):
+        known = ", ".join(map(repr, (*OUR_DATASETS, *titans)))
+        raise ValueError(f"{name}.dataset is {quoted(section.dataset)}; use one of {known}")
+    if section.dataset in OUR_DATASETS and not section.dataset_path:
+        raise ValueError(
+            f"{name}.dataset_path is {quoted_path(section.dataset_path)}; give the JSONL file of dataset "
+            f"{quoted(section.dataset)}, or all its sources in one string, separated by commas"
+        )
+    if name == "training" and job_config.magi.epochs != -1 and section.dataset not in OUR_DATASETS:
+        raise ValueError(
+            f"magi.epochs is {job_config.magi.epochs}, but training.dataset {quoted(section.dataset)} has none; leave "
+            "it out, and give training.steps"
+        )
+    if job_config.magi.loss_per == "document" and section.dataset != SFT_DATASET:
+        raise ValueError(
+            f'magi.loss_per is "document" and {name}.dataset {quoted(section.dataset)}; it needs the documents of '
+            f'dataset {SFT_DATASET!r}: use that, or "token"'
+        )
+
+
+def _check_validation(job_config: Any) -> None:
+    training, validation = job_config.training, job_config.validation
+    if (validation.dataset == DPO_DATASET) != (training.dataset == DPO_DATASET):
+        raise ValueError(
+            f"validation.dataset is {quoted(validation.dataset)} and training.dataset {quoted(training.dataset)}; "
+            f"validate on what is trained, preference pairs ({DPO_DATASET!r}) or not"
+        )
+    if validation.seq_len > training.seq_len:
+        raise ValueError(  # torchtitan makes as many rotary positions as training needs
+            f"validation.seq_len is {validation.seq_len}; use at most training.seq_len, {training.seq_len}"
+        )
+
+
+def _check_objective(job_config: Any, has_objectives: bool) -> None:
+    magi, training = job_config.magi, job_config.training
+    if not has_objectives and (magi.loss_per == "document" or training.dataset == DPO_DATASET):
+        what = f"training.dataset is {DPO_DATASET!r}" if magi.loss_per == "token" else 'magi.loss_per is "document"'
+        raise ValueError(f"{what}, which torchtitan's own entry point does not know; start it with {ENTRY}")
+    if training.dataset == DPO_DATASET:
+        check_options_for_pairs(magi)

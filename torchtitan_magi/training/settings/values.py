@@ -1,0 +1,213 @@
+"""The values of a TOML file and of the command line, checked one by one before anything is built."""
+
+import contextlib
+import difflib
+import io
+import math
+import re
+import tomllib
+import types
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from importlib.metadata import version
+from importlib.util import find_spec
+from itertools import groupby
+from typing import Any, Literal, Union, get_args, get_origin
+
+from torchtitan_magi.files import read_text
+from torchtitan_magi.machine import lack
+from torchtitan_magi.training.process.run_folder import check_writable
+from torchtitan_magi.training.settings.options import DPO, LoRA, Magi
+from torchtitan_magi.wording import one_line, quoted, quoted_path
+
+# whole numbers: the option, the least value, and one below it that has a meaning of its own
+LEAST: tuple[tuple[str, int, int | None], ...] = (
+    ("training.local_batch_size", 1, None),
+    ("training.global_batch_size", 1, -1),
+    ("training.seq_len", 1, None),
+    ("training.steps", 1, None),
+    ("training.gc_freq", 1, None),
+    ("validation.local_batch_size", 1, None),
+    ("validation.seq_len", 1, None),
+    ("validation.freq", 1, None),
+    ("lr_scheduler.warmup_steps", 0, None),
+    ("checkpoint.interval", 1, None),
+    ("checkpoint.load_step", 0, -1),
+    ("checkpoint.keep_latest_k", 2, 0),
+    ("metrics.log_freq", 1, None),
+    ("profiling.profile_freq", 1, None),
+    ("comm.init_timeout_seconds", 1, None),
+    ("comm.train_timeout_seconds", 1, None),
+    ("comm.trace_buf_size", 0, None),
+    ("parallelism.data_parallel_replicate_degree", 1, None),
+    ("parallelism.data_parallel_shard_degree", 1, -1),
+    ("parallelism.context_parallel_degree", 1, None),
+    ("parallelism.tensor_parallel_degree", 1, None),
+    ("parallelism.pipeline_parallel_degree", 1, None),
+    ("parallelism.expert_parallel_degree", 1, None),
+    ("parallelism.expert_tensor_parallel_degree", 1, None),
+)
+UNLIMITED = "training.max_norm"  # inf: no gradient is too long
+WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}
+
+
+def read_toml(path: str) -> dict[str, Any]:
+    """The values of a TOML file, which may begin with a byte order mark.
+
+    Raises:
+        ValueError: it is not there, or is none; one line with the remedy.
+    """
+    try:
+        return tomllib.loads(read_text(path, "utf-8-sig"))
+    except (OSError, ValueError, RecursionError) as error:
+        what = f"job.config_file is {quoted_path(path)}"
+        other = f"{what}, which cannot be read ({one_line(error)}); give a TOML file"
+        raise ValueError(lack(error, what) or other) from None
+
+
+def check_toml(config: type, values: dict[str, Any], prefix: str = "") -> None:
+    """Checks names and types in a TOML file. The options of [magi] have checks of their own.
+
+    Args:
+        config: the dataclass of a section, or of the whole file.
+        values: what the file has there.
+        prefix: of names in error texts.
+
+    Raises:
+        ValueError: one line that names the option and the remedy.
+    """
+    known = {field.name: field.type for field in fields(config)}
+    for name, value in values.items():
+        option = f"{prefix}{name}"
+        if name not in known:
+            raise ValueError(_unknown(option, name, list(known)))
+        kind: Any = known[name]
+        if is_dataclass(kind):
+            if not isinstance(value, dict):
+                raise ValueError(
+                    f"{option} is {quoted(value)}, but it is a section; write [{option}] and its options below"
+                )
+            check_toml(kind, value, f"{option}.")  # type: ignore[arg-type]
+        elif type(value) is int and value.bit_length() > 63:
+            raise ValueError(f"{option} is {quoted(value)}; use a number of at most 64 bits")
+        elif isinstance(value, str) and "\0" in value:  # of which the command line has none
+            raise ValueError(f"{option} is {quoted(value)}; leave the NUL out, which no name of a file can have")
+        elif not issubclass(config, (Magi, DPO, LoRA)) and not _is_of(value, kind):
+            raise ValueError(f"{option} is {quoted(value)}; use {_words(kind)}")
+
+
+def _unknown(option: str, name: str, known: list[str]) -> str:
+    if option == "magi":
+        return '[magi] is unknown; add custom_config_module = "torchtitan_magi.titan" to [job]'
+    option = option if re.fullmatch(r"[\w.-]{1,80}", option) else quoted(option)
+    close = difflib.get_close_matches(name, known, 1)
+    section = option.removesuffix(name)
+    instead = f"did you mean {section}{close[0]}?" if close else f"use one of {', '.join(known)}"
+    return f"{option} is no option of torchtitan {version('torchtitan')} with torchtitan_magi; {instead}"
+
+
+def _is_of(value: Any, kind: Any) -> bool:
+    """Whether a value of a TOML file has the type of a dataclass's field."""
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin is Literal:
+        return value in arguments
+    if origin in (Union, types.UnionType):
+        return any(_is_of(value, argument) for argument in arguments)
+    if origin is list:
+        return isinstance(value, list) and all(_is_of(item, arguments[0]) for item in value)
+    if kind is float:
+        return type(value) in (int, float)
+    return type(value) is kind if kind in WORDS or kind is types.NoneType else True
+
+
+def _words(kind: Any) -> str:
+    """What a value of this type is to a user."""
+    origin, arguments = get_origin(kind), [argument for argument in get_args(kind) if argument is not type(None)]
+    if origin is Literal:
+        return f"one of {', '.join(map(repr, arguments))}"
+    if origin in (Union, types.UnionType):
+        return " or ".join(dict.fromkeys(map(_words, arguments)))
+    if origin is list:
+        return f"a list, each of it {_words(arguments[0])}"
+    return WORDS.get(kind, str(kind))
+
+
+def check_values(job_config: Any) -> None:
+    """Checks numbers, and that the run can write where it will.
+
+    Raises:
+        ValueError: one line that names the option and the remedy.
+    """
+    for option, least, special in LEAST:
+        section, name = option.split(".")
+        value = getattr(getattr(job_config, section), name)
+        if type(value) is not int or (value < least and value != special):
+            other = "" if special is None else f", or {special}"
+            raise ValueError(f"{option} is {quoted(value)}; use a whole number of at least {least}{other}")
+    seed = job_config.debug.seed
+    if seed is not None and not 0 <= seed < 2**64:
+        raise ValueError(f"debug.seed is {quoted(seed)}; use a whole number of 0 to 2**64 - 1, or leave it out")
+    for option, number in _numbers(job_config, ""):
+        check_finite(option, number)
+    if job_config.metrics.enable_wandb and find_spec("wandb") is None:  # torchtitan goes on without it
+        raise ValueError(
+            "metrics.enable_wandb is true, but the package wandb is not installed; install it, or set it to false"
+        )
+    if _writes(job_config):
+        check_writable(job_config.job.dump_folder)
+
+
+def check_finite(option: str, value: float) -> None:
+    """Raises ValueError for a number that no training goes on with."""
+    if math.isnan(value) or (math.isinf(value) and option != UNLIMITED):
+        raise ValueError(f"{option} is {value}; use a finite number")
+
+
+def _numbers(section: Any, prefix: str) -> Iterator[tuple[str, float]]:
+    """The options that are no whole numbers; [magi.dpo] has checks of its own."""
+    for field in fields(section):
+        value = getattr(section, field.name)
+        if isinstance(value, float):
+            yield f"{prefix}{field.name}", value
+        elif is_dataclass(value) and not isinstance(value, DPO):
+            yield from _numbers(value, f"{prefix}{field.name}.")
+
+
+def _writes(job_config: Any) -> bool:
+    """Whether the run writes to its dump folder."""
+    checkpoint, metrics, profiling = job_config.checkpoint, job_config.metrics, job_config.profiling
+    return (
+        (checkpoint.enable and not checkpoint.load_only)
+        or metrics.enable_tensorboard
+        or metrics.enable_wandb
+        or profiling.enable_profiling
+        or profiling.enable_memory_snapshot
+        or job_config.comm.trace_buf_size > 0
+    )
+
+
+@contextlib.contextmanager
+def usage_errors() -> Iterator[None]:
+    """Makes one line of the box that tyro prints for wrong arguments before it exits, and of torchtitan's assertions.
+
+    Raises:
+        ValueError: names the argument.
+    """
+    printed = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(printed):
+            yield
+    except AssertionError as error:
+        raise ValueError(f"{one_line(error)}; correct the TOML file or the command line") from None
+    except SystemExit as end:
+        if not end.code:  # --help
+            raise
+        raise ValueError(one_line(_in_box(printed.getvalue()), 1000)) from None
+
+
+def _in_box(printed: str) -> str:
+    """What is printed in a box: its parts one after the other, without the title, which the first repeats."""
+    lines = (re.sub(r"\x1b\[[0-9;]*m", "", line).strip() for line in printed.splitlines())
+    inside = [line.strip("│ ") for line in lines if not line.startswith(("╭", "╰"))]
+    parts = groupby(inside, lambda line: bool(line) and not line.strip("─"))
+    return "; ".join(" ".join(filter(None, part)) for is_rule, part in parts if not is_rule)
