@@ -132,7 +132,7 @@ def check_toml(text: str) -> None:
     from torchtitan.config import ConfigManager
     from torchtitan.tools import utils
 
-    from torchtitan_magi.training.settings.options import check_options, check_options_for_pairs
+    from torchtitan_magi.training.settings.magi_section import check_options, check_options_for_pairs
 
     for module in tomllib.loads(text).get("magi", {}).get("imports", []):  # the reader's own
         sys.modules.setdefault(module, types.ModuleType(module))
