@@ -97,5 +97,5 @@ def set_latent_norms(model: Any) -> None:
 
 
 def latent_of(attention: Any) -> LatentAttention:
-    """Of torchtitan's configuration of a layer's attention."""
+    """The latent attention in torchtitan's configuration of a layer."""
     return LatentAttention(attention.q_lora_rank, attention.kv_lora_rank, attention.qk_rope_head_dim, attention.mscale)
