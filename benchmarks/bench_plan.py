@@ -24,9 +24,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from torchtitan_magi.backends.choose import StageMask
 from torchtitan_magi.backends.ffa.row_kernels import CudaRowMover
 from torchtitan_magi.backends.ffa.worklists import build_worklists
+from torchtitan_magi.backends.interface import StageMask
 from torchtitan_magi.calibrate import facts_of_run
 from torchtitan_magi.masks.builders import sliding_window, varlen_causal
 from torchtitan_magi.masks.slices import AttnSlices

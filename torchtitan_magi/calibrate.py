@@ -33,7 +33,8 @@ from torch import Tensor
 
 from torchtitan_magi.attention.bound_plan import bind_slices
 from torchtitan_magi.attention.op import attention_backward_op, attention_op, make_handle
-from torchtitan_magi.backends.choose import StageInputs, choose_block_attn
+from torchtitan_magi.backends.choose import choose_block_attn
+from torchtitan_magi.backends.interface import StageInputs
 from torchtitan_magi.exchange import peer_memory
 from torchtitan_magi.exchange.in_flight import Arrival, Places, RowShape
 from torchtitan_magi.exchange.mesh import process_group_transport

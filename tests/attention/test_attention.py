@@ -29,8 +29,8 @@ from torchtitan_magi.attention.op import (
     num_live_plans,
 )
 from torchtitan_magi.backends import flex
-from torchtitan_magi.backends.choose import Gradients, OutGrads, StageInputs, StageMask
 from torchtitan_magi.backends.flex import FlexBlockAttn
+from torchtitan_magi.backends.interface import Gradients, OutGrads, StageInputs, StageMask
 from torchtitan_magi.exchange.agreement import PlanAgreement
 from torchtitan_magi.exchange.mesh import process_group_transport
 from torchtitan_magi.masks.slices import AttnSlices

@@ -21,16 +21,8 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from torchtitan_magi.attention.bound_plan import BoundPlan, BoundStage, bind_plan, bind_slices
 from torchtitan_magi.attention.dispatch import check_tensor
 from torchtitan_magi.attention.latents import Latents
-from torchtitan_magi.backends.choose import (
-    Gradients,
-    OutGrads,
-    StageInputs,
-    check_backend,
-    check_scale,
-    check_softcap,
-    check_switch,
-    choose_block_attn,
-)
+from torchtitan_magi.backends.choose import check_backend, check_switch, choose_block_attn
+from torchtitan_magi.backends.interface import Gradients, OutGrads, StageInputs, check_scale, check_softcap
 from torchtitan_magi.exchange.group_cast import StageCasts, grad_buffer, group_reduce
 from torchtitan_magi.exchange.in_flight import KeysAndValues, LateKeys, RowShape, RowSums
 from torchtitan_magi.exchange.mesh import Mesh, as_transport, at_end_of_transports
