@@ -19,7 +19,7 @@ from bench_cp import HEAD_DIM, describe_run, forward_and_backward, once_ms, writ
 
 from torchtitan_magi import make_plan, varlen_causal
 from torchtitan_magi.attention.bound_plan import bind_plan
-from torchtitan_magi.attention.op import attend, make_handle
+from torchtitan_magi.attention.op import PlanHandle, attend
 from torchtitan_magi.backends.choose import choose_block_attn
 from torchtitan_magi.calibrate import start_rank
 from torchtitan_magi.exchange import peer_memory
@@ -58,7 +58,7 @@ def bench(tokens: int, heads: tuple[int, int], repeats: int, device: torch.devic
         transport = process_group_transport(group)
         assert isinstance(transport, PeerTransport), "the GPUs do not reach each other's memory"
         bound = bind_plan(plan, group, choose_block_attn("ffa", device), *heads, device)
-        handle = make_handle(bound)
+        handle = PlanHandle(bound)
         dist.barrier(group)
         peer_memory.MAX_SLOT_BYTES, before = limit, outside_bytes()
         runs[name] = forward_and_backward(
