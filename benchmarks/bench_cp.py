@@ -45,11 +45,11 @@ from torchtitan_magi.calibrate import Run, facts_of_run, gpu_ms, start_rank
 from torchtitan_magi.exchange.in_flight import Arrival
 from torchtitan_magi.exchange.transport import ProcessGroupTransport
 from torchtitan_magi.masks.slices import AttnSlices
+from torchtitan_magi.planning.choose_stages import equal_stages
 from torchtitan_magi.planning.cost_model import Heads
 from torchtitan_magi.planning.plan import AttnPlan, plan_ownership
 from torchtitan_magi.planning.relays import Routes, Spans
 from torchtitan_magi.planning.stage import RankShare
-from torchtitan_magi.planning.stages import equal_stages
 from torchtitan_magi.sizing import strategies as baselines
 from torchtitan_magi.sizing.sample_packs import draw_pack
 

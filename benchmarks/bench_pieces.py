@@ -25,6 +25,7 @@ from torchtitan_magi.calibrate import start_rank
 from torchtitan_magi.exchange import peer_memory
 from torchtitan_magi.exchange.mesh import process_group_transport
 from torchtitan_magi.exchange.peer_memory import PeerTransport
+from torchtitan_magi.exchange.pieces import Flow
 from torchtitan_magi.planning.cost_model import Heads
 
 LIMITS = {"whole": 1 << 60, "pieces": peer_memory.MAX_SLOT_BYTES}
@@ -68,8 +69,8 @@ def bench(tokens: int, heads: tuple[int, int], repeats: int, device: torch.devic
         torch.cuda.synchronize()
         rows[name] = {
             "setting": name, "tokens_per_gpu": tokens // cp_size, "heads": f"{heads[0]}:{heads[1]}", "cp": cp_size,
-            "sent_bytes_max": exchange.most_sent(False) * row_bytes,
-            "pieces": exchange.num_pieces(False, limit // row_bytes),
+            "sent_bytes_max": Flow.of(exchange, False).most_sent * row_bytes,
+            "pieces": Flow.of(exchange, False).num_pieces(limit // row_bytes),
             "symmetric_bytes": transport.num_bytes, "outside_bytes": outside_bytes() - before,
             "fwd_ms": [], "bwd_ms": [],
         }  # fmt: skip

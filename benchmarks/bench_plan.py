@@ -33,7 +33,7 @@ from torchtitan_magi.masks.slices import AttnSlices
 from torchtitan_magi.planning.cost_model import H200, LLAMA_HEADS, Heads
 from torchtitan_magi.planning.needs import node_traffic, traffic
 from torchtitan_magi.planning.placement.place import place
-from torchtitan_magi.planning.plan import forget_plans, make_plans, plan_afresh
+from torchtitan_magi.planning.plan import PlanSpec, forget_plans, make_plans, plan_afresh
 from torchtitan_magi.planning.topology import Nodes
 from torchtitan_magi.sizing.command import count_of_tokens
 from torchtitan_magi.sizing.sample_packs import DISTRIBUTIONS, draw_pack, fill_pack
@@ -139,7 +139,9 @@ def plan_ms(slices: AttnSlices, num_tokens: int, cp_size: int, repeats: int = 5)
     for _ in range(repeats):
         fresh = AttnSlices(slices.table)
         begin = time.process_time()
-        plan = plan_afresh(fresh, num_tokens, cp_size, -1, LLAMA_HEADS, Nodes.of(GPUS_PER_NODE, cp_size), H200)
+        plan = plan_afresh(
+            fresh, PlanSpec(num_tokens, cp_size, -1, LLAMA_HEADS, Nodes.of(GPUS_PER_NODE, cp_size), H200)
+        )
         planned = time.process_time()
         share = max(plan.ranks, key=lambda share: len(share.ranges))
         for stage in dict.fromkeys((*share.forward, *share.backward)):
@@ -202,7 +204,7 @@ def bench_unseen(distribution: str, case: str, heads: Heads, seed: int) -> dict[
     for _ in range(3):
         fresh = AttnSlices(on_machine.slices.table)
         begin = time.process_time()
-        plan = plan_afresh(fresh, total, cp_size, -1, heads, Nodes.of(GPUS_PER_NODE, cp_size), H200)
+        plan = plan_afresh(fresh, PlanSpec(total, cp_size, -1, heads, Nodes.of(GPUS_PER_NODE, cp_size), H200))
         times.append(time.process_time() - begin)
     outcome = plan_outcome(on_machine, plan)
     return {

@@ -13,7 +13,7 @@ import torch
 from support.runs import DEBUG_TOML, ROOT, call, train, watch
 
 from torchtitan_magi.models.model_config import Experts, ModelConfig, Rope
-from torchtitan_magi.planning.stages import MOST_BYTES
+from torchtitan_magi.planning.choose_stages import MOST_BYTES
 from torchtitan_magi.sizing import memory
 from torchtitan_magi.sizing.memory import (
     GIB,
