@@ -16,6 +16,7 @@ from torchtitan_magi.exchange import group_cast
 from torchtitan_magi.exchange import peer_memory as peer
 from torchtitan_magi.exchange.in_flight import Arrival, Piece, Places
 from torchtitan_magi.exchange.peer_memory import FLAG_BYTES, MAX_SLOT_BYTES, SLOTS, WRITTEN_BYTES, PeerTransport
+from torchtitan_magi.exchange.pieces import Flow
 from torchtitan_magi.exchange.transport import ProcessGroupTransport
 
 CPU = torch.device("cpu")
@@ -249,17 +250,17 @@ def test_what_is_written_and_what_is_fetched(monkeypatch):
 @pytest.mark.parametrize("size", [2, 3, 8])
 def test_pieces_are_as_few_as_fit_and_together_bring_everything(size, back):
     exchanges = exchanges_of(np.cumsum([0, 900, 7, 1, 64, 500, 33, 495]), size)
-    most = exchanges[0].most_sent(back)
+    most = Flow.of(exchanges[0], back).most_sent
     for rows in (size, size + 1, 50, most - 1, most, 10 * most):
-        (pieces,) = {exchange.num_pieces(back, rows) for exchange in exchanges}
+        (pieces,) = {Flow.of(exchange, back).num_pieces(rows) for exchange in exchanges}
         assert (pieces == 1) == (rows >= most)
         assert (pieces - 1) * (rows - size) < most  # no more, but for the rounding of each rank's share
         for exchange in exchanges:
             got, sent = map(sum, exchange.splits(back))
-            parts = [exchange.parts(back, i, pieces) for i in range(pieces)]
+            parts = [Flow.of(exchange, back).parts(i, pieces) for i in range(pieces)]
             assert all(sum(part.stop - part.start for part in each) <= rows for each in parts)
             assert sorted(i for each in parts for part in each for i in range(part.start, part.stop)) == [*range(sent)]
-            fetches = [fetch for i in range(pieces) for fetch in exchange.fetches(back, i, pieces)]
+            fetches = [fetch for i in range(pieces) for fetch in Flow.of(exchange, back).fetches(i, pieces)]
             assert sorted(i for _, _, n, place in fetches for i in range(place, place + n)) == [*range(got)]
 
 
