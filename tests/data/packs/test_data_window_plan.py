@@ -14,10 +14,10 @@ from support.streams import join, resume, take, with_small_blocks
 
 from torchtitan_magi.data import PackedSFTDataset
 from torchtitan_magi.data.packs import stream
-from torchtitan_magi.data.packs.stream import Cancelled
 from torchtitan_magi.data.packs.window_plan import Cursor, WindowPlan
 from torchtitan_magi.data.tokens.array_file import Damaged
 from torchtitan_magi.data.tokens.token_block import TokenBlock
+from torchtitan_magi.data.tokens.token_cache import Cancelled
 
 blocks = with_small_blocks(20_000)
 
@@ -141,7 +141,7 @@ def test_a_damaged_plan_is_made_again(folder, tokenizer, cache, what, caplog):
     if what == "rows":
         plan = WindowPlan.open(str(path))  # only a reader of the pack notices
         with pytest.raises(Damaged):
-            plan.pack(plan.num_packs - 1)
+            plan.rows_of(plan.num_packs - 1)
     else:
         with pytest.raises(Damaged):
             WindowPlan.open(str(path))
@@ -239,14 +239,14 @@ def test_who_waits_for_a_plan_that_another_makes_can_be_stopped(folder, tokenize
 
     def wait():
         with pytest.raises(Cancelled):
-            packs.tokens.plan("name", mock.Mock(side_effect=AssertionError("another makes it")), cancelled)
+            packs._stream.plans.open("name", mock.Mock(side_effect=AssertionError("another makes it")), cancelled)
         stopped.append(True)
 
     with pytest.raises(Cancelled):
-        packs.tokens.plan("name", make, cancelled)
+        packs._stream.plans.open("name", make, cancelled)
     assert stopped == [True]
     made = packs._stream._window(Cursor(), packs._stream.order_of(0), threading.Event(), stream.SoFar()).plan
-    assert packs.tokens.plan("name", lambda _: made, threading.Event()) is made  # the lock is free again
+    assert packs._stream.plans.open("name", lambda _: made, threading.Event()) is made  # the lock is free again
 
 
 def test_plans_of_small_windows_are_not_kept(folder, tokenizer, cache, monkeypatch):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from torchtitan_magi.data.records import record_file as records
+from torchtitan_magi.data.records import record_file
 from torchtitan_magi.data.records.corpus import Corpus, Source
 
 WINDOW_BLOCKS = 32
@@ -39,7 +39,7 @@ class EpochOrder:
             parts = np.random.default_rng([seed, epoch]).permutation(parts)
         block, _, first, last = parts.T
         sizes = _sizes_of_blocks(corpus)[block] * (last - first) / np.diff(corpus.block_firsts)[block]
-        return cls(corpus, seed, parts, _cut(np.cumsum(sizes), window_blocks * records.BLOCK_BYTES))
+        return cls(corpus, seed, parts, _cut(np.cumsum(sizes), window_blocks * record_file.BLOCK_BYTES))
 
     @property
     def num_windows(self) -> int:
@@ -70,7 +70,7 @@ class EpochOrder:
 
 def _sizes_of_blocks(corpus: Corpus) -> np.ndarray:
     """Bytes of each block: an estimate, from sizes of files alone."""
-    sizes = [min(records.BLOCK_BYTES, file.num_bytes / max(1, file.num_blocks)) for file in corpus.files]
+    sizes = [min(record_file.BLOCK_BYTES, file.num_bytes / max(1, file.num_blocks)) for file in corpus.files]
     return np.repeat(sizes, [file.num_blocks for file in corpus.files])
 
 

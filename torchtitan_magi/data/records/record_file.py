@@ -5,7 +5,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from torchtitan_magi.machine import cause, lack
 from torchtitan_magi.wording import quoted_path
 
 Parse = Callable[[Any], dict[str, Any]]
+T = TypeVar("T")
 
 FORMS = ("messages", "conversations", "completion", "output", "text")
 """Keys by which a document is recognised: it has one of them."""
@@ -163,6 +164,17 @@ def named_errors(path: str) -> Iterator[None]:
     except OSError as error:
         what = f"cannot read records file {quoted_path(path)}"
         raise ValueError(lack(error, what) or f"{what}: {cause(error)}; check the path") from None
+
+
+def attempt(function: Callable[..., T], *arguments: Any) -> T | ValueError:
+    """What the function returns or the ValueError that it raises; a ValueError among the arguments is passed on."""
+    for argument in arguments:
+        if isinstance(argument, ValueError):
+            return argument
+    try:
+        return function(*arguments)
+    except ValueError as error:
+        return error
 
 
 def sha256(content: bytes) -> str:

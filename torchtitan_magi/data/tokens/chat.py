@@ -10,7 +10,7 @@ import json
 import logging
 import os
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -22,6 +22,7 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 
 from torchtitan_magi.data.records.formats import Messages
+from torchtitan_magi.data.records.record_file import attempt
 from torchtitan_magi.data.tokens.documents import TokenizedDocument, TokenizedPair, pair_of
 from torchtitan_magi.data.tokens.sandbox import Spans
 from torchtitan_magi.data.tokens.special_tokens import read_special_tokens
@@ -163,14 +164,14 @@ class ChatTokenizer:
 
     def documents(self, records: Sequence[dict[str, Any] | ValueError]) -> list[TokenizedDocument | ValueError]:
         """Tokenizes a batch. A record that is refused, or that is a ValueError already, is its ValueError."""
-        return self._encode(_attempt(self._render_record, record) for record in records)
+        return self._encode(attempt(self._render_record, record) for record in records)
 
     def pairs(self, records: Sequence[dict[str, Any] | ValueError]) -> list[TokenizedPair | ValueError]:
         """Tokenizes a batch of preference pairs, as `documents` does."""
-        rendered = (_attempt(self._render_pair, record) for record in records)
+        rendered = (attempt(self._render_pair, record) for record in records)
         both = ([pair] * 2 if isinstance(pair, ValueError) else pair for pair in rendered)
         sides = self._encode(side for pair in both for side in pair)
-        return [_attempt(pair_of, *pair) for pair in zip(sides[::2], sides[1::2], strict=True)]
+        return [attempt(pair_of, *pair) for pair in zip(sides[::2], sides[1::2], strict=True)]
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -216,7 +217,7 @@ class ChatTokenizer:
     def _documents_of(self, texts: list["_Text | ValueError"]) -> Iterator[TokenizedDocument | ValueError]:
         encodings = iter(self._encode_batch([text.text for text in texts if not isinstance(text, ValueError)]))
         for text in texts:
-            yield text if isinstance(text, ValueError) else _attempt(self._document, next(encodings), text)
+            yield text if isinstance(text, ValueError) else attempt(self._document, next(encodings), text)
 
     def _encode_batch(self, texts: list[str]) -> Sequence[Encoding | ValueError]:
         encode_batch = self.tokenizer.encode_batch if self._num_bytes is None else self.tokenizer.encode_batch_fast
@@ -402,17 +403,6 @@ def _in_bytes(spans: Spans, text: str, written: bytes) -> Spans:
 
 def _given(token_id: int | None) -> list[int]:
     return [] if token_id is None else [token_id]
-
-
-def _attempt(function: Callable[..., T], *arguments: Any) -> T | ValueError:
-    """What the function returns or the ValueError that it raises; a ValueError among the arguments is passed on."""
-    for argument in arguments:
-        if isinstance(argument, ValueError):
-            return argument
-    try:
-        return function(*arguments)
-    except ValueError as error:
-        return error
 
 
 def _unwrap(batch: Sequence[T | ValueError]) -> T:

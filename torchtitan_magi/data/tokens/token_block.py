@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from torchtitan_magi.data.tokens.array_file import Layout
-from torchtitan_magi.data.tokens.documents import TokenizedDocument, TokenizedPair
+from torchtitan_magi.data.tokens.documents import TokenizedDocument, TokenizedPair, num_common
 
 VERSION = 3  # of the files, and of the way from a record to its tokens
 PARTS = {"documents": 1, "pairs": 3}  # of a record's tokens
@@ -52,7 +52,7 @@ class TokenBlock:
         tokens = np.concatenate([np.zeros(0, np.int32), *(part.tokens for row in rows for part in row)])
         masks = np.concatenate([np.zeros(1, bool), *(part.loss_mask for row in rows for part in row), [False]])
         bounds = np.cumsum([0, *(len(part.tokens) for row in rows for part in row)])
-        common = [0 if parts == 1 else _common(row[1].tokens, row[2].tokens) for row in rows]
+        common = [0 if parts == 1 else num_common(row[1].tokens, row[2].tokens) for row in rows]
         firsts = bounds[::parts].tolist()
         notes, noted = _noted([_notes_of(row) for row in rows])
         checksums = [zlib.crc32(tokens[first:last].data) for first, last in itertools.pairwise(firsts)]
@@ -136,12 +136,6 @@ def _parts_of(record: TokenizedDocument | TokenizedPair | ValueError, parts: int
     if isinstance(record, ValueError):
         return [TokenizedDocument(np.zeros(0, np.int32), np.zeros(0, bool))] * parts
     return [record]
-
-
-def _common(one: np.ndarray, two: np.ndarray) -> int:
-    size = min(len(one), len(two))
-    differ = np.flatnonzero(one[:size] != two[:size])
-    return int(differ[0]) if len(differ) else size
 
 
 def _notes_of(parts: Sequence[TokenizedDocument]) -> set[str]:
