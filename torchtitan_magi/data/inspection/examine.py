@@ -183,7 +183,7 @@ class Workers:
         self._pool.shutdown(cancel_futures=True)
 
     def template(self) -> tuple[list[Cell], list[Found]]:
-        """See `Examiner.template`."""
+        """The template's own conversation and what looks wrong in it, as `Examiner.template`."""
         return _result(self._pool.submit(_template))
 
     def examine(self, batches: Iterable[Batch]) -> Iterator[Seen]:

@@ -46,7 +46,7 @@ class Tally:
     left_out: "Counter[str]" = field(default_factory=Counter)
 
     def add(self, seen: Seen) -> None:
-        """One more record."""
+        """Counts one more record."""
         self.read += 1
         if seen.error:
             self.left_out["refused"] += 1
@@ -76,7 +76,7 @@ class Tally:
 
 
 def joined(tallies: Sequence[Tally]) -> Tally:
-    """All sources together."""
+    """The sums over all sources together."""
     together = Tally("together", sum(tally.records for tally in tallies))
     for tally in tallies:
         for name in ("read", "tokens", "kept", "learned", "truncated", "truncated_tokens", "left_out"):
@@ -187,9 +187,9 @@ def _sample(corpus: Corpus, source: Source, count: int) -> np.ndarray:
 
 def _batches(corpus: Corpus, indices: np.ndarray) -> Iterator[Batch]:
     """Numbers of records cut into batches, each of one block."""
-    for block, piece in by_block(corpus, indices):
-        for start in range(0, len(piece), BATCH):
-            yield block, piece[start : start + BATCH].tolist()
+    for block, run in by_block(corpus, indices):
+        for start in range(0, len(run), BATCH):
+            yield block, run[start : start + BATCH].tolist()
 
 
 def _what_was_read(corpus: Corpus, read: int) -> str:

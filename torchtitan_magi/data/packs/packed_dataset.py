@@ -205,7 +205,7 @@ class PackedDataset(IterableDataset, Stateful):
         return inputs, self._padded(labels, IGNORE_INDEX, np.int64)
 
     def _padded(self, parts: Sequence[np.ndarray], padding: int, dtype: type) -> torch.Tensor:
-        """[seq_len]: arrays one behind the other, and padding."""
+        """Arrays one behind the other, and padding: [seq_len]."""
         row: np.ndarray = np.full(self.seq_len, padding, dtype)
         whole = np.concatenate([row[:0], *parts])
         row[: len(whole)] = whole

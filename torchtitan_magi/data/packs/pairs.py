@@ -116,6 +116,7 @@ class PackedPairDataset(PackedDataset):
         super().__init__(*args, **options)
 
     def make_pieces(self, block: TokenBlock, indices: np.ndarray) -> tuple[Pieces, PackingCounts]:
+        """A piece for each pair whose completions keep a label each and still differ when they are cut to seq_len."""
         begin, chosen, rejected, end = (block.bounds[3 * indices + part] for part in range(4))
         shared, sizes = chosen - begin - 1, (rejected - chosen, end - rejected)
         whole = (1 if self.shared_prompt else 2) * shared + sizes[0] + sizes[1]
@@ -138,6 +139,7 @@ class PackedPairDataset(PackedDataset):
         )
 
     def lay_out(self, pack: Pack) -> Sample:
+        """The item of a pack, with the positions of its pairs by `lay_out_pair`."""
         pairs = []
         for block, index in zip(pack.block.tolist(), pack.index.tolist(), strict=True):
             fitted = fit_pair(pack.tokens[block].pair(index), self.seq_len, self.shared_prompt)
@@ -149,4 +151,5 @@ class PackedPairDataset(PackedDataset):
         return inputs | {"pair_ids": pack.record}, labels
 
     def identity(self) -> dict[str, Any]:
+        """All that the stream of packs depends on, the layout of pairs included."""
         return super().identity() | {"shared_prompt": self.shared_prompt}

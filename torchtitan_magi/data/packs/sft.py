@@ -40,7 +40,7 @@ class PackedSFTDataset(PackedDataset):
         super().__init__(*args, **options)
 
     def make_pieces(self, block: TokenBlock, indices: np.ndarray) -> tuple[Pieces, PackingCounts]:
-        """A document of n tokens has n - 1 positions, each with the token after it as its label.
+        """Pieces of documents. A document of n tokens has n - 1 positions, each with the token after it as its label.
 
         Shifting comes before cutting: the label of a piece's last position is the first token of the next piece, so no
         label is lost at a cut. "truncate" keeps the first piece only.
@@ -66,6 +66,7 @@ class PackedSFTDataset(PackedDataset):
         )
 
     def lay_out(self, pack: Pack) -> Sample:
+        """The item of a pack, each document with positions from 0."""
         ends = np.cumsum(pack.length)
         begins = ends - pack.length
         inputs, following = ([np.zeros(0, np.int32)] * (len(ends) + 1) for _ in range(2))
@@ -88,4 +89,5 @@ class PackedSFTDataset(PackedDataset):
         return item | {"records": pack.record}, labels
 
     def identity(self) -> dict[str, Any]:
+        """All that the stream of packs depends on, what happens to long documents included."""
         return super().identity() | {"long_documents": self.long_documents}

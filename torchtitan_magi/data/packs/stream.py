@@ -68,26 +68,30 @@ class Blocks:
         self._opened: dict[int, TokenBlock] = {}
 
     def open(self, block: int, cancelled: threading.Event | None = None) -> TokenBlock:
-        """Raises Cancelled if the event is set while it waits."""
+        """The tokens of a block. Raises Cancelled if the event is set while it waits for them."""
         if block not in self._opened:
             self._opened[block] = self.tokens.open(block, cancelled or threading.Event())
         return self._opened[block]
 
     def remake(self, block: int) -> None:
-        """Has the damaged tokens of a block made again."""
+        """Makes the damaged tokens of a block again."""
         self._opened[block] = self.tokens.remake(block)
 
 
 @dataclass(frozen=True)
 class SoFar:
-    """num_records: read in this run, that is, since a state was loaded; notes: what the chat template left out of them
-    -> of how many; malformed: the first of them that is, and what is wrong with it."""
+    """What was read in this run, that is, since a state was loaded.
+
+    num_records: number of records; notes: what the chat template left out of them -> of how many; malformed: the first
+    of them that is, and what is wrong with it.
+    """
 
     num_records: int = 0
     notes: Counter[str] = field(default_factory=Counter)
     malformed: tuple[int, str] | None = None
 
     def after(self, plan: WindowPlan) -> "SoFar":
+        """What was read once the window of the plan was read as well."""
         notes = self.notes + Counter({note: number for note, (number, _) in plan.notes.items()})
         malformed = self.malformed or next(iter(plan.malformed), None)
         return SoFar(self.num_records + plan.counts.documents, notes, malformed)

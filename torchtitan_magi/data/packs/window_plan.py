@@ -73,12 +73,13 @@ class Cursor:
     counts: PackingCounts = field(default_factory=PackingCounts)  # includes this window once given > 0
 
     def state_dict(self) -> dict[str, Any]:
+        """The position as plain Python values."""
         place = {"epoch": self.epoch, "window": self.window, "carried": self.carried.tolist()}
         return place | {"given": self.given, "counts": asdict(self.counts)}
 
     @classmethod
     def from_state_dict(cls, state: dict[str, Any]) -> "Cursor":
-        """Raises ValueError for what is no position, of one line."""
+        """The position of `state_dict`. Raises ValueError, of one line, for what is none."""
         try:
             cursor = cls(
                 state["epoch"], state["window"], _pairs(state["carried"]), state["given"],
@@ -127,6 +128,7 @@ class WindowPlan:
 
     @property
     def num_packs(self) -> int:
+        """Number of packs."""
         return len(self.checksums)
 
     def rows_of(self, number: int) -> np.ndarray:

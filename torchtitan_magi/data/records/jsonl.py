@@ -63,6 +63,7 @@ class JsonlFile(RecordFile):
         self.num_bytes, self.crc32 = self._index.num_bytes, self._index.crc32
 
     def read(self, block: int) -> list[dict[str, Any] | ValueError]:
+        """The records of a block, whose bytes are compared with what was indexed."""
         first, last = self.block_firsts[block : block + 2].tolist()
         self.check_unchanged()
         if last == first + 1 and self._too_long(first):
@@ -133,9 +134,12 @@ class JsonlFile(RecordFile):
 
 @dataclass(frozen=True)
 class _Index:
-    """offsets: int64 [records + 1], first byte of each line that is not blank, and the size of the file. block_firsts:
-    see `RecordFile`. digests: int64 [blocks, _DIGEST_WORDS], SHA-256 of each block. crc32: checksum of the file. path:
-    where the index is kept."""
+    """The index of a JSONL file.
+
+    offsets: int64 [records + 1], first byte of each line that is not blank, and the size of the file; block_firsts: see
+    `RecordFile`; digests: int64 [blocks, _DIGEST_WORDS], SHA-256 of each block; crc32: checksum of the file; path:
+    where the index is kept.
+    """
 
     offsets: np.ndarray
     block_firsts: np.ndarray
@@ -205,7 +209,10 @@ def _index_of(cache: Path | None, path: str) -> _Index:
 
 
 def _chunks(path: str) -> Iterator[memoryview]:
-    """Each is valid until the next. Arrow's `read` would never free the bytes of a read that fails."""
+    """The content of a compressed file; each chunk is valid until the next.
+
+    Arrow's `read` would never free the bytes of a read that fails.
+    """
     buffer = memoryview(bytearray(_CHUNK_BYTES))
     with named_errors(path), pa.input_stream(path) as file:
         while size := file.readinto(buffer):
@@ -274,7 +281,7 @@ def _is_blank_line(file: BinaryIO, offset: int) -> bool:
 
 
 class _SpokenError(ValueError):
-    """Has its message (`what; remedy`) already."""
+    """An error that has its message (`what; remedy`) already."""
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -64,6 +64,7 @@ class RecordFile(ABC):
 
     @property
     def num_blocks(self) -> int:
+        """Number of blocks."""
         return len(self.block_firsts) - 1
 
     @property
@@ -178,5 +179,5 @@ def attempt(function: Callable[..., T], *arguments: Any) -> T | ValueError:
 
 
 def sha256(content: bytes) -> str:
-    """Hexadecimal."""
+    """SHA-256, hexadecimal."""
     return hashlib.sha256(content).hexdigest()

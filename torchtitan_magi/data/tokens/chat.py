@@ -248,7 +248,7 @@ class ChatTokenizer:
 
     @functools.cached_property
     def _num_bytes(self) -> np.ndarray | None:
-        """int64 [ids]: bytes of text of each token, if tokens are the bytes of the text, piece by piece.
+        """int64 [ids]: bytes of text of each token, if tokens are the bytes of the text, cut into runs.
 
         So they are with a byte-level BPE that has all bytes and puts or leaves out none. Its texts are encoded without
         offsets, in seven eighths of the time. None: not so, and the tokenizer is asked for offsets.
@@ -325,7 +325,7 @@ def _read_template(path: Path) -> str:
 
 
 def _configured_templates(path: str) -> dict[str, str]:
-    """Those of a tokenizer_config.json; none without the file."""
+    """The templates of a tokenizer_config.json; none without the file."""
     try:
         template = json.loads(read_text(path)).get("chat_template")
     except FileNotFoundError:

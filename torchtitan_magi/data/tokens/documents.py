@@ -7,9 +7,10 @@ import numpy as np
 
 @dataclass(frozen=True)
 class TokenizedDocument:
-    """tokens: int32 [n]; loss_mask: bool [n], true where the token is to be predicted.
+    """The tokens of a document.
 
-    notes: what the chat template left out of the record, in words that are the same for all records it is true of.
+    tokens: int32 [n]; loss_mask: bool [n], true where the token is to be predicted; notes: what the chat template
+    left out of the record, in words that are the same for all records it is true of.
     """
 
     tokens: np.ndarray
@@ -19,7 +20,10 @@ class TokenizedDocument:
 
 @dataclass(frozen=True)
 class TokenizedPair:
-    """prompt: int32 [p], p >= 1; chosen, rejected: completions C and R, `loss_mask` true on the tokens to predict."""
+    """The tokens of a preference pair.
+
+    prompt: int32 [p], p >= 1; chosen, rejected: completions C and R, `loss_mask` true on the tokens to predict.
+    """
 
     prompt: np.ndarray
     chosen: TokenizedDocument

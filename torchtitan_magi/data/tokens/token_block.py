@@ -45,7 +45,7 @@ class TokenBlock:
 
     @classmethod
     def of(cls, kind: str, records: Sequence[TokenizedDocument | TokenizedPair | ValueError]) -> "TokenBlock":
-        """kind: "documents" or "pairs"."""
+        """The block of these records. kind: "documents" or "pairs"."""
         parts = PARTS[kind]
         malformed = {index: str(record) for index, record in enumerate(records) if isinstance(record, ValueError)}
         rows = [_parts_of(record, parts) for record in records]
@@ -69,7 +69,7 @@ class TokenBlock:
         )
 
     def tokens_of(self, index: int) -> tuple[int, int]:
-        """The range of a record's tokens."""
+        """The half-open range of a record's tokens."""
         return int(self.bounds[index * self.parts]), int(self.bounds[(index + 1) * self.parts])
 
     def are_sound(self, indices: np.ndarray) -> bool:
@@ -85,7 +85,7 @@ class TokenBlock:
         return {note: those for note, those in found.items() if len(those)}
 
     def document(self, first: int, last: int) -> TokenizedDocument:
-        """The tokens first:last."""
+        """The tokens first:last, which are a part of a record."""
         mask = np.zeros(last - first, bool)
         _, starts, stops = self.learned_in(np.array([first]), np.array([last]))
         for start, stop in zip(starts.tolist(), stops.tolist(), strict=True):
@@ -103,7 +103,7 @@ class TokenBlock:
         return of, np.maximum(first[of], found[:, 0]), np.minimum(last[of], found[:, 1])
 
     def pair(self, index: int) -> TokenizedPair:
-        """A record of three parts."""
+        """The pair of a record of three parts."""
         begin, chosen, rejected, end = self.bounds[3 * index : 3 * index + 4].tolist()
         return TokenizedPair(self.tokens[begin:chosen], self.document(chosen, rejected), self.document(rejected, end))
 

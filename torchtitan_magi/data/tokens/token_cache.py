@@ -142,7 +142,7 @@ class TokenCache:
             self._write(blocks, self.order_name)
 
     def are_there(self, blocks: list[int]) -> bool:
-        """Whether all of them have a file."""
+        """Whether the tokens of all these blocks need not be made."""
         unknown = set(blocks) - self._there
         found = all(os.path.exists(self._path_name(block)) for block in unknown)
         if found:
@@ -250,7 +250,7 @@ Tokens = TokenCache | TokenizedHere  # where packs take tokens from
 
 
 def _remedy_of_start() -> str:
-    """Where a process does not come so far as to say what it lacks."""
+    """What to do where a process does not come so far as to say what it lacks."""
     if guard.has_room():
         return "see its output above"
     return f"{machine.memory_remedy()}, or see its output above"
