@@ -52,18 +52,20 @@ class PackedDataset(IterableDataset, Stateful):
             the tokenizer's `fingerprint` is equal.
         seq_len: tokens per pack.
         dp_rank, dp_world_size: this shard, and the number of shards.
-        seed: seeds the order of records and packs, >= 0.
-        shuffle: new order in every epoch; otherwise the file's order, as far as packing allows.
-        epochs: passes over the records; -1 for passes without end.
-        bad_records: what happens to malformed records and to those that the chat template refuses. "error": they raise,
-            see `check`. "skip": they are left out when read, counted, and the first few logged.
-        weighted: whether the weights of the sources count; otherwise an epoch has each record once.
         check: whether the constructor calls `check` if bad_records is "error".
-        window_blocks: size of the windows whose records are packed together, in blocks of 4 MiB of text; a larger
-            window packs tighter and takes more memory and time before the first item.
         token_cache: folder that keeps tokens, made by processes on all cores, for a `ChatTokenizer`; all ranks and
             later runs read them there. None: tokens are made in this process, where templates have no limits, and not
             kept.
+        options: the other fields of `PackOptions`, by keyword:
+
+            - `seed` (0): seeds the order of records and packs, >= 0;
+            - `shuffle` (True): new order in every epoch; otherwise the file's order, as far as packing allows;
+            - `epochs` (-1): passes over the records; -1 for passes without end;
+            - `bad_records` ("error"): what happens to malformed records and to those that the chat template refuses.
+              "error": they raise, see `check`. "skip": they are left out when read, counted, and the first few logged;
+            - `weighted` (True): whether the weights of the sources count; otherwise an epoch has each record once;
+            - `window_blocks` (32): size of the windows whose records are packed together, in blocks of 4 MiB of text; a
+              larger window packs tighter and takes more memory and time before the first item.
 
     Raises ValueError for arguments out of range, for records files that are missing or empty and for malformed records;
     while iterating, when no record holds a label or a chat template refuses one, and when tokens cannot be kept. Works

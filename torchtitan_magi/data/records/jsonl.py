@@ -86,12 +86,9 @@ class JsonlFile(RecordFile):
     def where(self, index: int) -> str:
         """`path:line` of a record, for messages; reads the file up to that line."""
         self.check_unchanged()
-        number, left = 1, int(self._index.offsets[index])
         with named_errors(self.path), open(self._content, "rb") as file:
-            while chunk := file.read(min(left, _CHUNK_BYTES)):
-                number += chunk.count(b"\n")
-                left -= len(chunk)
-        return f"{shown(self.path)}:{number}"
+            ends = sum(chunk.count(b"\n") for chunk in _read_range(file, 0, int(self._index.offsets[index])))
+        return f"{shown(self.path)}:{1 + ends}"
 
     @property
     def _content(self) -> Path | str:
@@ -262,12 +259,18 @@ def _read_at(file: BinaryIO, start: int) -> bytes:
 
 
 def _digest_of_range(file: BinaryIO, start: int, stop: int) -> bytes:
-    file.seek(start)
-    digest, left = hashlib.sha256(), stop - start
-    while chunk := file.read(min(left, _CHUNK_BYTES)):
+    digest = hashlib.sha256()
+    for chunk in _read_range(file, start, stop):
         digest.update(chunk)
-        left -= len(chunk)
     return digest.digest()
+
+
+def _read_range(file: BinaryIO, start: int, stop: int) -> Iterator[bytes]:
+    """The bytes start:stop of a file in chunks; fewer where it ends before."""
+    file.seek(start)
+    while chunk := file.read(min(stop - start, _CHUNK_BYTES)):
+        yield chunk
+        start += len(chunk)
 
 
 def _is_blank_line(file: BinaryIO, offset: int) -> bool:

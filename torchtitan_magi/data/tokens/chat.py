@@ -6,7 +6,6 @@ character of an assistant's turn is to be predicted.
 
 import functools
 import hashlib
-import json
 import logging
 import os
 from bisect import bisect_left, bisect_right
@@ -25,7 +24,7 @@ from torchtitan_magi.data.records.formats import Messages
 from torchtitan_magi.data.records.record_file import attempt
 from torchtitan_magi.data.tokens.documents import TokenizedDocument, TokenizedPair, pair_of
 from torchtitan_magi.data.tokens.sandbox import Spans
-from torchtitan_magi.data.tokens.special_tokens import read_special_tokens
+from torchtitan_magi.data.tokens.special_tokens import CONFIG, read_object, read_special_tokens
 from torchtitan_magi.data.tokens.template import PROBE_TOOLS, ChatTemplate, Kwargs, Rendering
 from torchtitan_magi.files import read_text
 from torchtitan_magi.machine import lack
@@ -129,12 +128,10 @@ class ChatTokenizer:
         eos_id: int | None,
         assets_path: str | os.PathLike[str],
         day: date | None = None,
+        check: bool = True,
     ) -> "ChatTokenizer":
         """Takes the chat template of a Hugging Face assets directory, with its special tokens; without a template, the
-        default one (logged).
-
-        Raises ValueError, with the directory, for a template that is of no use, see `ChatTemplate.check`.
-        """
+        default one (logged). Calls `check` unless that is not wanted."""
         templates = load_chat_templates(assets_path)
         template = templates.get(DEFAULT)
         if template is None:
@@ -143,8 +140,13 @@ class ChatTokenizer:
             logger.info("no chat template in %s: messages are written as %s", shown(assets_path), form)
         name, named = f"the chat template in {shown(assets_path)}", read_special_tokens(assets_path).texts
         chat = cls(tokenizer, bos_id, eos_id, template, day, name, named, templates.get(TOOL_USE))
-        chat._template.check()
+        if check:
+            chat.check()
         return chat
+
+    def check(self) -> None:
+        """Raises ValueError, with its name, for a template that is of no use, see `ChatTemplate.check`."""
+        self._template.check()
 
     def __reduce__(self) -> tuple[Any, ...]:
         given = self.tokenizer, self.bos_id, self.eos_id, self.template, self.day, self.name
@@ -306,7 +308,7 @@ def load_chat_templates(assets_path: str | os.PathLike[str]) -> dict[str, str]:
     named = {path.stem: path for path in sorted(Path(assets_path, "additional_chat_templates").glob("*.jinja"))}
     jinja = Path(assets_path, "chat_template.jinja")
     files = named | ({DEFAULT: jinja} if jinja.exists() else {})
-    path = os.path.join(assets_path, "tokenizer_config.json")
+    path = Path(assets_path, CONFIG)
     templates = _configured_templates(path) | {name: _read_template(file) for name, file in files.items()}
     if templates and DEFAULT not in templates:
         raise ValueError(
@@ -324,17 +326,9 @@ def _read_template(path: Path) -> str:
         ) from None
 
 
-def _configured_templates(path: str) -> dict[str, str]:
+def _configured_templates(path: Path) -> dict[str, str]:
     """The templates of a tokenizer_config.json; none without the file."""
-    try:
-        template = json.loads(read_text(path)).get("chat_template")
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, AttributeError, RecursionError) as error:
-        raise ValueError(
-            lack(error, shown(path))
-            or f"{shown(path)} is not a JSON object ({one_line(error)}); download the tokenizer's files again"
-        ) from None
+    template = read_object(path).get("chat_template")
     if isinstance(template, list):
         return _named_templates(template, path)
     if template is not None and not isinstance(template, str):
@@ -342,7 +336,7 @@ def _configured_templates(path: str) -> dict[str, str]:
     return {} if template is None else {DEFAULT: template}
 
 
-def _named_templates(templates: list[Any], path: str) -> dict[str, str]:
+def _named_templates(templates: list[Any], path: Path) -> dict[str, str]:
     try:
         by_name = {entry["name"]: entry["template"] for entry in templates}
         if not all(isinstance(text, str) for pair in by_name.items() for text in pair):
