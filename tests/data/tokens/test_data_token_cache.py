@@ -5,7 +5,6 @@ import io
 import json
 import os
 import pickle
-import random
 import re
 import resource
 import signal
@@ -21,30 +20,24 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.corpus import chat_tokenizer, make_corpus, text
+from support.corpus import chat_tokenizer
+from support.kept_tokens import SEQ_LEN, dataset, flats, make_folder, num_files
 from support.odd_tokenizers import Deadly, Hungry, Probe, Slow
 from support.streams import abort, join, resume, take, with_small_blocks
 
 from torchtitan_magi import files, machine
-from torchtitan_magi.data import Corpus, PackedPairDataset, PackedSFTDataset, TokenizedDocument, TokenizedPair, guard
+from torchtitan_magi.data import Corpus, PackedSFTDataset, TokenizedDocument, TokenizedPair, guard
 from torchtitan_magi.data.tokens import token_cache, token_writer
 from torchtitan_magi.data.tokens.array_file import Damaged
 from torchtitan_magi.data.tokens.token_block import TokenBlock
 from torchtitan_magi.data.tokens.token_cache import TokenCache, default_folder
-
-SEQ_LEN = 512
-
 
 blocks = with_small_blocks(20_000)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    folder = make_corpus(tmp_path_factory.mktemp("corpus"))
-    rng = random.Random(3)
-    pairs = [{"prompt": text(rng, 20), "chosen": text(rng, 40), "rejected": text(rng, 30)} for _ in range(200)]
-    (folder / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
-    return folder
+    return make_folder(tmp_path_factory.mktemp("corpus"))
 
 
 @pytest.fixture(scope="module")
@@ -55,21 +48,6 @@ def tokenizer(folder):
 @pytest.fixture
 def cache(tmp_path):
     return tmp_path / "cache"
-
-
-def dataset(folder, tokenizer, cache, kind="documents", **options):
-    options = {"seq_len": SEQ_LEN, "epochs": 1, "window_blocks": 2, "token_cache": cache} | options
-    if kind == "pairs":
-        return PackedPairDataset(folder / "pairs.jsonl", tokenizer, **options)
-    return PackedSFTDataset(folder / "train.jsonl", tokenizer, **options)
-
-
-def flats(items):
-    return [[*(np.asarray(value).tolist() for value in inputs.values()), labels.tolist()] for inputs, labels in items]
-
-
-def num_files(cache):
-    return len(list(cache.glob("*.tokens")))
 
 
 @pytest.mark.parametrize("kind", ["documents", "pairs"])
@@ -196,18 +174,19 @@ import sys
 sys.path[:0] = sys.argv[1:3]
 from pathlib import Path
 from support.streams import small_blocks
-import test_data_token_cache as tests
+from support.corpus import chat_tokenizer
+from support.kept_tokens import dataset, flats
 small_blocks(20_000)
 folder = Path(sys.argv[3])
-packs = tests.dataset(folder, tests.chat_tokenizer(folder), Path(sys.argv[4]))
+packs = dataset(folder, chat_tokenizer(folder), Path(sys.argv[4]))
 print("begin", flush=True)
-print(hash(str(tests.flats(packs))))
+print(hash(str(flats(packs))))
 """
 
 
 def reader(folder, cache):
     here = Path(__file__).parent
-    command = [sys.executable, "-c", READER, here, here.parents[1], folder, cache]
+    command = [sys.executable, "-c", READER, here.parents[1], here.parents[2], folder, cache]
     environment = os.environ | {"PYTHONHASHSEED": "0"}
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
 
