@@ -1,8 +1,8 @@
 """Memory is predicted as torchtitan's models and runs take it, and as it was measured; the log says both."""
 
-import functools
 import json
 import logging
+import operator
 import re
 import tempfile
 import tomllib
@@ -20,8 +20,8 @@ from torchtitan_magi.planning.choose_stages import MOST_BYTES
 from torchtitan_magi.sizing.activations import attention_gradients, ffn_saved, kept_and_recomputed
 from torchtitan_magi.sizing.exchanged_rows import fullest_plan, rows_and_sums, rows_in_flight
 from torchtitan_magi.sizing.memory import GIB, OUTSIDE_PYTORCH, describe, moments, predict, remedies
-from torchtitan_magi.sizing.run_file import OPTIONS, read_run
-from torchtitan_magi.sizing.run_setup import Setup, setup_of
+from torchtitan_magi.sizing.run_file import RunFile
+from torchtitan_magi.sizing.run_setup import Setup, setup_of, unpredicted
 from torchtitan_magi.training.settings.options import Magi
 
 LLAMA_8B = ModelConfig("llama3", 4096, 32, 32, 8, 128, 14336, 128256, 1e-5, Rope(5e5))
@@ -240,7 +240,8 @@ def facts_of(changes):
         file.flush()
         with mock.patch.object(utils, "device_type", "cuda"):  # the CPU has no CPU offload
             config = ConfigManager().parse_args(["--job.config_file", file.name])
-        return [setup_of(run, LLAMA_8B, 2) for run in (config, read_run(file.name))]
+        ways = lambda option, _: operator.attrgetter(option)(config), RunFile(file.name).read
+        return [setup_of(read, LLAMA_8B, 2) for read in ways]
 
 
 def all_facts():
@@ -257,33 +258,37 @@ def test_the_facts_are_those_of_the_configuration_and_of_its_file():
 
 
 def defaults_of_options():
-    """Option -> its default in torchtitan, and in our reader of TOML files."""
+    """Option -> its default for a TOML file, and in torchtitan."""
     from torchtitan.config import ConfigManager
 
     config, found = ConfigManager().parse_args([]), {}
     config.magi = Magi()
-    paths = [(name,) for name in OPTIONS]
-    for path in paths:
-        known, default = (functools.reduce(get, path, start) for get, start in ((dict.get, OPTIONS), (getattr, config)))
-        if isinstance(known, dict):
-            paths += [(*path, name) for name in known]
-        elif not isinstance(known, type):
-            found[".".join(path)] = default, known[0] if isinstance(known, tuple) else known
+
+    def read(option, default):
+        value = operator.attrgetter(option)(config)
+        if not isinstance(default, type):
+            found[option] = default[0] if isinstance(default, tuple) else default, value
+        return True if option == "compile.enable" else value
+
+    setup_of(read, LLAMA_8B, 1)
+    unpredicted(read, LLAMA_8B)
     return found
 
 
 def test_what_a_file_leaves_out_is_as_torchtitan_has_it():
     found = call(defaults_of_options)
-    assert {name: theirs for name, (theirs, _) in found.items()} == {name: ours for name, (_, ours) in found.items()}
+    assert len(found) == 19
+    assert {option for option, (ours, theirs) in found.items() if ours != theirs} == set()
 
 
-def test_tensor_parallelism_alone_computes_in_the_training_dtype(tmp_path):
-    (tmp_path / "run.toml").write_text(
-        '[model]\nhf_assets_path = ""\n[training]\ndataset = "sft"\ndataset_path = ""\nseq_len = 64\n'
-        "[parallelism]\ncontext_parallel_degree = 1\ntensor_parallel_degree = 8"
-    )
-    run = read_run(str(tmp_path / "run.toml"))
-    assert [setup_of(run, LLAMA_8B, dp_shard).compute_bytes for dp_shard in (1, 2)] == [4, 2]
+def test_tensor_parallelism_alone_computes_in_the_training_dtype():
+    options = {"training.seq_len": 64, "training.dataset": "sft", "parallelism.context_parallel_degree": 1}
+    options["parallelism.tensor_parallel_degree"] = 8
+
+    def read(option, default):
+        return options.get(option, default[0] if isinstance(default, tuple) else default)
+
+    assert [setup_of(read, LLAMA_8B, dp_shard).compute_bytes for dp_shard in (1, 2)] == [4, 2]
 
 
 # ------------------------------------------------------------------------------------------- against measured GPU runs

@@ -24,7 +24,7 @@ from torchtitan_magi.sizing import command as report
 from torchtitan_magi.sizing import sample_packs, strategies
 from torchtitan_magi.sizing import text as report_text
 from torchtitan_magi.sizing.memory import describe, predict
-from torchtitan_magi.sizing.run_file import read_run
+from torchtitan_magi.sizing.run_file import RunFile
 from torchtitan_magi.sizing.run_setup import setup_of
 from torchtitan_magi.sizing.sample_packs import HISTOGRAM
 from torchtitan_magi.sizing.size import size_pack, size_run
@@ -538,7 +538,7 @@ def test_a_runs_file_says_the_memory_without_data_and_torchtitan(run_file, tmp_p
     command = [sys.executable, "-c", code, path, "--memory", "--cp", "2", "4", "--total", "4k"]
     printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     for cp_size in (2, 4):
-        setup = setup_of(read_run(path), model, 1)
+        setup = setup_of(RunFile(path).read, model, 1)
         setup = replace(setup, cp=cp_size, seq_len=4096)
         assert describe(predict(setup)) in " ".join(printed.split())
         modes = [replace(setup, checkpointing=mode, every=0) for mode in ("none", "selective", "full")]
@@ -553,15 +553,20 @@ def test_a_runs_file_says_the_memory_without_data_and_torchtitan(run_file, tmp_p
         ("", "", "--json x.json", "--memory writes no file; leave out --json"),
         ("", "", "--cp 0", "0 GPUs, 8 per node; both must be at least 1"),
         ("[training]", "[magi.lora]\nrank = 8\n[training]", "", "memory is not predicted for LoRA; leave out --memory"),
-        ("[training]", "[training]\nlocal_batch_size = 0", "", "run.toml has local_batch_size 0; use at least 1"),
+        ("[training]", "[training]\nlocal_batch_size = 0", "", "training.local_batch_size is 0; use at least 1"),
         (
             "[training]",
             "[training]\ndtype = 'int8'",
             "",
             "run.toml has a wrong training.dtype; set it as training needs",
         ),
-        ("[parallelism]", "[compile]\ncomponents = 'model'\n[parallelism]", "", "has a wrong compile.components"),
-        ("[parallelism]", "[[compile]]\n[parallelism]", "", "has a wrong compile; set its options"),
+        (
+            "[parallelism]",
+            "[compile]\nenable = true\ncomponents = 'model'\n[parallelism]",
+            "",
+            "has a wrong compile.components",
+        ),
+        ("[parallelism]", "[[compile]]\n[parallelism]", "", "has a wrong compile.enable"),
         ('"model"', '"models"', "", "put the config.json of the weights there$"),
     ],
 )

@@ -18,11 +18,10 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from torchtitan_magi.machine import cause, lack, raise_open_files
 from torchtitan_magi.planning.cost_model import H200, CostModel, Heads
-from torchtitan_magi.sizing.run_file import options_of, read_run, setup_of_file
+from torchtitan_magi.sizing.run_file import RunFile, options_of, setup_of_file
 from torchtitan_magi.sizing.run_setup import Setup
 from torchtitan_magi.sizing.sample_packs import DISTRIBUTIONS, make_packs
 from torchtitan_magi.sizing.size import Sizing, check_layout, size_run
@@ -42,8 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         path, run = options.source, None
         if path.endswith(".toml"):
-            run = read_run(path)
-            from_file = options_of(run, path, with_heads=options.heads is None and not options.memory)
+            run = RunFile(path)
+            from_file = options_of(run, with_heads=options.heads is None and not options.memory)
             parser.set_defaults(**from_file)
             options = parser.parse_args(arguments)
             options.source = from_file["source"]
@@ -51,7 +50,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise ValueError("--total and --cp are missing; give both, or a run's TOML file")
         _check_outputs(options)
         if options.memory:
-            print("\n".join(memory_lines(_setups(run, path, options))))
+            if run is None:
+                raise ValueError(f"--memory is of a run's TOML file, but SOURCE is {quoted(path)}")
+            print("\n".join(memory_lines(_setups(run, options))))
             return
         sizings = _sizings(options)
         print("\n".join(report_lines(sizings)))
@@ -82,11 +83,9 @@ def _write_file(path: Path, content: bytes) -> None:
         raise ValueError(lack(error, what) or f"{what}: {cause(error)}; give another file") from None
 
 
-def _setups(run: Any, path: str, options: argparse.Namespace) -> list[Setup]:
-    """One for each number of GPUs; run: of the file at ``path``, or None."""
-    if run is None:
-        raise ValueError(f"--memory is of a run's TOML file, but SOURCE is {quoted(path)}")
-    setup, total = setup_of_file(run, path), count_of_tokens(options.total)
+def _setups(run: RunFile, options: argparse.Namespace) -> list[Setup]:
+    """One for each number of GPUs."""
+    setup, total = setup_of_file(run), count_of_tokens(options.total)
     found = []
     for cp_size in options.cp:
         node = gpus_in_node(options, cp_size)

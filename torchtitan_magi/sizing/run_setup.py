@@ -1,16 +1,21 @@
 """The facts of a run that decide about its memory, from torchtitan's job config or from a TOML file alone."""
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
-
-import torch
 
 from torchtitan_magi.models.model_config import ModelConfig
 from torchtitan_magi.models.shapes import Parameters, heads_of_rank, parameters_of
 from torchtitan_magi.planning.cost_model import Heads
 
+# Gives the value of an option "section.option" of a run. It is also told torchtitan 0.2.2's default, or all values with
+# the default first, or the type of an option that every run says.
+Read = Callable[[str, Any], Any]
+
 FLOAT32 = 4  # bytes
+DTYPES = ("float32", "bfloat16")
+BYTES = dict(zip(DTYPES, (FLOAT32, 2), strict=True))  # of an element
 PREDICTED = ("llama3", "qwen3")  # models
 
 
@@ -94,71 +99,47 @@ class Setup:
         return -(-self.on_rank.dense // self.fsdp) + -(-experts // (self.fsdp * self.tp))
 
 
-def setup_of(
-    run: Any,
-    model: ModelConfig,
-    dp_shard: int,
-    *,
-    whole_logits: bool = False,
-    gpu: bool = True,
-    cp_per_machine: int | tuple[int, ...] | None = None,
-) -> Setup:
-    """The facts of a run.
-
-    Args:
-        run: options as ``run.training.seq_len``: torchtitan's job config, or what ``run_file.read_run`` returns.
-        dp_shard, whole_logits, gpu, cp_per_machine: see ``Setup``.
-    """
-    training, checkpointing, compiled, parallelism = (
-        run.training,
-        run.activation_checkpoint,
-        run.compile,
-        run.parallelism,
-    )
-    cp, tp = parallelism.context_parallel_degree, parallelism.tensor_parallel_degree
-    dp_replicate = parallelism.data_parallel_replicate_degree
-    option = checkpointing.selective_ac_option
-    every = int(option) if checkpointing.mode == "selective" and option.isdigit() else None
+def setup_of(read: Read, model: ModelConfig, dp_shard: int) -> Setup:
+    """The facts of a run that its options say; the others are as in ``Setup``."""
+    mode = read("activation_checkpoint.mode", ("selective", "full", "memory_budget", "none"))
+    option = read("activation_checkpoint.selective_ac_option", "2")
+    every = int(option) if mode == "selective" and option.isdigit() else None
+    components = read("compile.components", ["model", "loss"]) if read("compile.enable", False) else []
+    packs, copies = read("training.local_batch_size", 8), read("parallelism.data_parallel_replicate_degree", 1)
+    cp, tp = read("parallelism.context_parallel_degree", int), read("parallelism.tensor_parallel_degree", 1)
     mixed = dp_shard * cp > 1 or tp == 1  # tensor parallelism alone computes in the training dtype
+    stored, computed = read("training.dtype", DTYPES), read("training.mixed_precision_param", DTYPES[::-1])
     return Setup(
         model,
-        training.seq_len,
-        training.local_batch_size,
-        dp_replicate,
+        read("training.seq_len", int),
+        packs,
+        copies,
         dp_shard,
         cp,
         tp,
-        parallelism.expert_parallel_degree,
-        parallelism.expert_tensor_parallel_degree,
-        checkpointing="full" if every == 0 else checkpointing.mode,  # as torchtitan takes "every 0th block"
+        read("parallelism.expert_parallel_degree", 1),
+        read("parallelism.expert_tensor_parallel_degree", 1),
+        checkpointing="full" if every == 0 else mode,  # as torchtitan takes "every 0th block"
         every=every or 0,
-        budget=checkpointing.memory_budget,
-        compiled=compiled.enable and "model" in compiled.components,
-        compiled_loss=compiled.enable and "loss" in compiled.components,
-        param_bytes=_bytes_of(training.dtype),
-        compute_bytes=_bytes_of(training.mixed_precision_param if mixed else training.dtype),
-        reduce_bytes=_bytes_of(training.mixed_precision_reduce),
-        foreach=run.optimizer.implementation == "foreach",
-        accumulates=training.global_batch_size > training.local_batch_size * dp_replicate * dp_shard,
-        reference=training.dataset == "dpo" and run.magi.dpo.reference == "model",
-        offload=training.enable_cpu_offload,
-        whole_logits=whole_logits,
-        gpu=gpu,
-        cp_per_machine=cp_per_machine,
-        overlap_stages=run.magi.overlap_stages,
+        budget=read("activation_checkpoint.memory_budget", 0.5),
+        compiled="model" in components,
+        compiled_loss="loss" in components,
+        param_bytes=BYTES[stored],
+        compute_bytes=BYTES[computed if mixed else stored],
+        reduce_bytes=BYTES[read("training.mixed_precision_reduce", DTYPES)],
+        foreach=read("optimizer.implementation", "fused") == "foreach",
+        accumulates=read("training.global_batch_size", -1) > packs * copies * dp_shard,
+        reference=read("training.dataset", str) == "dpo" and read("magi.dpo.reference", "model") == "model",
+        offload=read("training.enable_cpu_offload", False),
+        overlap_stages=read("magi.overlap_stages", -1),
     )
 
 
-def _bytes_of(dtype: str) -> int:
-    """Bytes of an element of torch's dtype of this name."""
-    return int(getattr(torch, dtype).itemsize)
-
-
-def unpredicted(run: Any, model: ModelConfig) -> str:
-    """Names what of a run has memory that is not predicted, "" if all of it is; run: see ``setup_of``."""
+def unpredicted(read: Read, model: ModelConfig) -> str:
+    """Names what of a run has memory that is not predicted, "" if all of it is."""
     is_there = {
         model.model: model.model not in PREDICTED,
-        "pipelines": run.parallelism.pipeline_parallel_degree > 1,
-        "LoRA": run.magi.lora.rank > 0,
+        "pipelines": read("parallelism.pipeline_parallel_degree", 1) > 1,
+        "LoRA": read("magi.lora.rank", 0) > 0,
     }
     return " and ".join(name for name, there in is_there.items() if there)

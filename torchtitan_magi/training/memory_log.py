@@ -1,6 +1,8 @@
 """The memory of a run in the log: predicted before its first step, then measured."""
 
 import logging
+import operator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,15 +30,17 @@ def predicted_memory(
         has_objectives: whether our Trainer runs, not torchtitan's own.
         device_type: that of torchtitan's tools.
     """
-    if what := unpredicted(job_config, model):
+
+    def read(option: str, _: Any) -> Any:
+        return operator.attrgetter(option)(job_config)
+
+    if what := unpredicted(read, model):
         logger.info(f"Memory per GPU is not predicted for {what}")
         return None
     cp_mesh = dims.get_optional_mesh("cp")
     machines = None if cp_mesh is None else ranks_per_node(cp_mesh.get_group())
-    setup = setup_of(
-        job_config,
-        model,
-        dims.dp_shard,
+    setup = replace(
+        setup_of(read, model, dims.dp_shard),
         whole_logits=not has_objectives,
         gpu=device_type == "cuda",
         cp_per_machine=tuple(machines) if machines else None,
