@@ -84,7 +84,7 @@ def _write_file(path: Path, content: bytes) -> None:
 
 
 def _setups(run: RunFile, options: argparse.Namespace) -> list[Setup]:
-    """One for each number of GPUs."""
+    """The setup of a run for each number of GPUs."""
     setup, total = setup_of_file(run), count_of_tokens(options.total)
     found = []
     for cp_size in options.cp:
@@ -95,7 +95,7 @@ def _setups(run: RunFile, options: argparse.Namespace) -> list[Setup]:
 
 
 def _sizings(options: argparse.Namespace) -> list[Sizing]:
-    """One for each number of GPUs, all of the same packs."""
+    """A sizing for each number of GPUs, all of the same packs."""
     heads = heads_of(options.heads or "64:8", options.head_dim, options.value_dim)
     cost = H200 if options.cost is None else CostModel.load(options.cost)
     total = count_of_tokens(options.total)

@@ -1,4 +1,4 @@
-"""What training takes of a GPU's memory, by part, predicted from the model, its layout and the tokens on each rank.
+"""Predicts what training takes of a GPU's memory, by part, from the model, its layout and the tokens on each rank.
 
 A step takes the most memory at one of a few moments; the prediction is the largest of these, with all parts that are
 live then. It is meant for SwiGLU decoders as torchtitan's llama3 and qwen3 run them, on packs that one document fills.
@@ -108,7 +108,7 @@ def _reduced(setup: Setup, parameters: int) -> int:
 
 
 def describe(prediction: Prediction, capacity: int | None = None) -> str:
-    """One line: the total, the GPU's memory (bytes; None: unknown), the moment and the parts."""
+    """One line: the total, the GPU's memory (capacity in bytes; None: unknown), the moment and the parts."""
     unit, name = (GIB, "GiB") if prediction.total >= GIB else (2**20, "MiB")
     of = "" if capacity is None else f" of {capacity / unit:.1f}"
     parts = ", ".join(f"{part} {size / unit:.1f}" for part, size in prediction.parts.items())
@@ -118,14 +118,14 @@ def describe(prediction: Prediction, capacity: int | None = None) -> str:
 
 
 def remedies(setup: Setup) -> str:
-    """What to change for less memory, each with the GiB predicted for it alone."""
+    """Names what to change for less memory, each change with the GiB predicted for it alone."""
     now = predict(setup).total
     totals = ((option, predict(changed).total) for option, changed in _changes(setup))
     return "; ".join(f"{option} ({total / GIB:.1f} GiB)" for option, total in totals if total < now)
 
 
 def _changes(setup: Setup) -> Iterator[tuple[str, Setup]]:
-    """What takes less memory, in the order in which to try it: a line of the configuration, and the setup with it."""
+    """Changes that may take less memory, in the order in which to try them: options, and the setup with them."""
     model, cp, tp, shard, copies = setup.model, setup.cp, setup.tp, setup.dp_shard, setup.dp_replicate
     if copies % 2 == 0:
         fewer = f"parallelism.data_parallel_replicate_degree = {copies // 2}, data_parallel_shard_degree = {2 * shard}"

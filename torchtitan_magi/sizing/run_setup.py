@@ -21,7 +21,7 @@ PREDICTED = ("llama3", "qwen3")  # models
 
 @dataclass(frozen=True)
 class Setup:
-    """What decides about memory.
+    """What of a run decides about its memory.
 
     Args:
         dp_replicate, dp_shard, cp, tp, ep, etp: parallel degrees; experts of ``ep`` above 1 are shared out over it.
@@ -89,7 +89,7 @@ class Setup:
 
     @functools.cached_property
     def on_rank(self) -> Parameters:
-        """What a rank's GPU holds of a block while it runs, and of embedding or output layer."""
+        """Numbers of parameters that a rank's GPU holds of a block while it runs, and of embedding or output layer."""
         return parameters_of(self.model, self.tp, self.ep * self.etp if self.ep > 1 else self.tp)
 
     @functools.cached_property

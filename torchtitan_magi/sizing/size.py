@@ -17,10 +17,11 @@ MIB = 2**20
 
 @dataclass(frozen=True, eq=False)
 class SizedPack:
-    """One pack under all strategies.
+    """A pack, its plan, and what each strategy would make of it.
 
-    plan_ms: processor time of the plan and of one rank's stages.
-    outcomes: by strategy, ours first; None where a strategy cannot run.
+    Attributes:
+        plan_ms: processor time of the plan and of one rank's stages.
+        outcomes: by strategy, ours first; None where a strategy cannot run.
     """
 
     case: Case

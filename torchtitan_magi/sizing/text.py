@@ -1,4 +1,4 @@
-"""What a report says: in words, as tables, as JSON."""
+"""A report in words, as tables and as JSON."""
 
 import textwrap
 from dataclasses import replace
@@ -47,7 +47,7 @@ def _wrapped(text: str) -> str:
 
 
 def headline(sizing: Sizing) -> str:
-    """What the table says, in a sentence or two."""
+    """Says what the table says, in two or three sentences."""
     plan, rows = sizing.first, sizing.summary()
     ours, others = rows[0], rows[1:]
     nodes = plan.work.num_nodes
@@ -82,7 +82,7 @@ def counted(count: int, noun: str) -> str:
 
 
 def setting(sizing: Sizing) -> list[str]:
-    """What was sized: two lines."""
+    """Two lines that say what was sized: layout and heads, packs and documents."""
     plan, heads = sizing.first, sizing.first.heads
     layout = f"{counted(plan.cp_size, 'GPU')}, {plan.gpus_per_node} per node"
     counts = [len(pack.case.documents) for pack in sizing.packs]
@@ -158,7 +158,7 @@ def scan_table(sizings: list[Sizing]) -> str:
 
 
 def notes(sizing: Sizing) -> list[str]:
-    """What the columns and the strategies are, a line each, and which ones cannot run."""
+    """A line for each group of columns and each strategy: what it is, or why it cannot run."""
     pack = sizing.packs[0]
     baselines = {name: outcome for name, outcome in pack.outcomes.items() if name != OURS}
     said = [f"{name}: {DESCRIPTIONS[name] if runs else why_not(name, pack.case)}" for name, runs in baselines.items()]
@@ -175,22 +175,17 @@ def rank_times(pack: SizedPack) -> list[dict[str, float]]:
 
 
 def rank_line(sizing: Sizing) -> str:
-    """How the ranks of the first pack differ."""
-    ranks = rank_times(sizing.packs[0])
-
-    def between(name: str) -> str:
-        values = [rank[f"{name}_ms"] for rank in ranks]
-        return f"{min(values):.2f} to {max(values):.2f}"
-
-    directions = (
-        f"{name} {between(f'{name}_attention')} ms of attention, {between(f'{name}_other')} of waiting and the rest"
-        for name in ("forward", "backward")
-    )
-    return "Ranks of the first pack: " + "; ".join(directions) + "."
+    """One line: from what to what the predicted times of the first pack's ranks go, in ms."""
+    said, ranks = [], rank_times(sizing.packs[0])
+    for way in ("forward", "backward"):
+        own, rest = ([rank[f"{way}_{kind}_ms"] for rank in ranks] for kind in ("attention", "other"))
+        waiting = f"{min(rest):.2f} to {max(rest):.2f} of waiting and the rest"
+        said.append(f"{way} {min(own):.2f} to {max(own):.2f} ms of attention, {waiting}")
+    return f"Ranks of the first pack: {'; '.join(said)}."
 
 
 def as_json(sizing: Sizing) -> dict[str, Any]:
-    """Everything in the report: settings, a summary, and each pack; times in ms, volumes in units of T or MiB."""
+    """The report as JSON has it: settings, a summary, and each pack; times in ms, volumes in units of T or MiB."""
     plan, heads = sizing.first, sizing.first.heads
     packs = [
         {

@@ -81,7 +81,7 @@ def check_offload(enabled: bool, device_type: str, fsdp_enabled: bool = True) ->
 
 
 class MeasuredMemory:
-    """What training takes of the GPUs' memory, logged once beside what was predicted.
+    """Measures what training takes of the GPUs' memory, and logs it once beside what was predicted.
 
     Args:
         predicted: None where nothing was.
