@@ -67,6 +67,15 @@ def test_no_commit_is_typed_by_hand():
         assert not typed_commits(re.sub(r"\]\([^)]*\)", "", page.read_text())), page.name
 
 
+def test_files_that_a_page_names_are_there():
+    """From the root or from the package; what is generated has commands as they were run."""
+    for page in PAGES:
+        typed = re.sub(r"<!-- generated: .*?<!-- end -->", "", page.read_text(), flags=re.DOTALL)
+        for name in re.findall(r"`(?:\./|python )?((?:[\w.-]+/)+[\w.-]+\.(?:py|sh|cuh?))\b", typed):
+            folders = [folder for folder in (ROOT, ROOT / "torchtitan_magi") if (folder / name.split("/")[0]).is_dir()]
+            assert not folders or any((folder / name).is_file() for folder in folders), f"{page.name}: {name}"
+
+
 def test_every_result_is_used_by_a_page_or_a_script():
     texts = [page.read_text() for page in PAGES] + [
         script.read_text()
