@@ -162,9 +162,9 @@ def record_run() -> None:
 
         bind = MagiRuntime.bind
 
-        def remember_plan(self, inputs, eos_id):  # type: ignore[no-untyped-def]
-            packs.append((inputs["planned"].plans[0], self.heads))
-            return bind(self, inputs, eos_id)
+        def remember_plan(self, batch):  # type: ignore[no-untyped-def]
+            packs.append((batch.plans[0], self.heads))
+            return bind(self, batch)
 
         MagiRuntime.bind = remember_plan  # type: ignore[method-assign]
         if not int(forwards):  # all gradients still exist

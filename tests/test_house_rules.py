@@ -201,4 +201,4 @@ def lines_of_code(path):
 @pytest.mark.parametrize("adapter", sorted(ADAPTERS))
 def test_an_adapter_stays_small(adapter):
     """What is neutral stands once, in training/."""
-    assert sum(map(lines_of_code, (PACKAGE / "titan" / adapter).glob("*.py"))) <= 1250
+    assert sum(map(lines_of_code, (PACKAGE / "titan" / adapter).rglob("*.py"))) <= 1250

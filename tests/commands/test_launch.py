@@ -281,8 +281,8 @@ def test_a_run_on_the_cpu_is_in_float32_unless_told_otherwise(monkeypatch, capsy
     started = []
     path = str(ROOT / "train_configs" / "debug.toml")
     monkeypatch.setattr("sys.argv", ["launch.py", path, *given])
-    monkeypatch.setattr("launch.count_gpus", lambda: 0)
-    monkeypatch.setattr("launch.launch", started.append)
+    monkeypatch.setattr("torchtitan_magi.launch.count_gpus", lambda: 0)
+    monkeypatch.setattr("torchtitan_magi.launch.launch", started.append)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     main()
     assert started[0][started[0].index(path) + 1 :] == [*given, *added]

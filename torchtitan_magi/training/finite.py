@@ -12,8 +12,8 @@ from torch import Tensor
 
 from torchtitan_magi.exchange.agreement import raise_differences
 from torchtitan_magi.training.experts import expert_biases, local
-from torchtitan_magi.training.metrics import group_of
 from torchtitan_magi.training.objectives.document_losses import DocumentLosses, Where, described, mean_losses
+from torchtitan_magi.training.process.groups import group_of
 
 
 class StepGuard:

@@ -61,7 +61,7 @@ def run_tokenizer(folder):
         from torchtitan_magi.titan.v03.components import MagiTokenizer
 
         return MagiTokenizer.Config().build(tokenizer_path=str(folder))
-    from torchtitan_magi.titan.v02.data import MagiTokenizer
+    from torchtitan_magi.titan.v02.components import MagiTokenizer
 
     return MagiTokenizer(str(folder))
 

@@ -19,7 +19,7 @@ def report_tokens_of_the_output_layer(report):
     from torchtitan_magi.training.objectives import objective as objectives
 
     watch(logprob_model, "summed_logprobs", lambda _, hidden, *args, **options: report("rows", len(hidden)))
-    watch(objectives.SFT, "weigh", lambda count, _, inputs, labels: report("labels", count, labels.numel()))
+    watch(objectives.SFT, "count_items", lambda count, _, inputs, labels: report("labels", count, labels.numel()))
 
 
 def test_the_output_layer_runs_for_tokens_with_a_label_only():
@@ -52,7 +52,7 @@ def report_token_losses(report):
             logprobs = model(targets, tokens, labelled, **inputs)
         report("losses", targets.flatten().tolist(), (-logprobs).flatten().tolist())
 
-    watch(objectives.SFT, "weigh", lambda _, sft, inputs, labels: report("documents", inputs["documents"].tolist()))
+    watch(objectives.SFT, "count_items", lambda _, sft, batch: report("documents", batch.bounds.tolist()))
     watch(objectives.LogprobModel, "summed", report_losses)
 
 
@@ -212,7 +212,10 @@ def test_a_run_does_not_start_from_random_weights_because_an_earlier_one_was_kil
 
 
 def test_a_token_or_label_that_the_model_does_not_have_is_named():
-    from torchtitan_magi.training.batches.planner import check_tokens
+    from torchtitan_magi.training.batches.microbatch import Microbatch
+
+    def check_tokens(tokens, labels, vocab_size):
+        Microbatch(tokens, labels, None, None, {}).check_tokens(vocab_size)
 
     fine, none = torch.tensor([[0, 99]]), torch.zeros(1, 0, dtype=torch.int64)
     check_tokens(fine, torch.tensor([[99, -100]]), 100)

@@ -126,10 +126,9 @@ def two_ranks_per_node(report):
 
     mesh.machine = lambda: str(int(os.environ["RANK"]) // 2)  # as on two machines
 
-    def report_plan(inputs, *_):
-        planned = inputs["planned"]
-        exchanges = max(len(stage.exchanges) for stage in planned.indices[0].share.backward)
-        report("plan", exchanges, int(planned.plans[0].rows_across_nodes.sum()))
+    def report_plan(batch, *_):
+        exchanges = max(len(stage.exchanges) for stage in batch.indices[0].share.backward)
+        report("plan", exchanges, int(batch.plans[0].rows_across_nodes.sum()))
 
     watch(MagiRuntime, "plan_ahead", report_plan)
 
@@ -161,8 +160,8 @@ def report_stages_of_one_document(report):
     mesh.machine = lambda: os.environ["RANK"]  # as on two machines: stages are chosen across nodes
     one_document_per_batch(report)
 
-    def report_stages(inputs, *_):
-        plan = inputs["planned"].plans[0]
+    def report_stages(batch, *_):
+        plan = batch.plans[0]
         report("stages", len(plan.forward), len(plan.backward))
 
     watch(MagiRuntime, "plan_ahead", report_stages)

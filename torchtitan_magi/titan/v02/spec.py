@@ -1,10 +1,10 @@
 """torchtitan's train specs with varlen context parallelism."""
 
 import os
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import MISSING, fields, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,11 +20,14 @@ from torchtitan_magi.backends.choose import choose_block_attn
 from torchtitan_magi.models.model_config import ModelConfig
 from torchtitan_magi.titan.v02 import hooks
 from torchtitan_magi.titan.v02.attention import VarlenAttentionWrapper
-from torchtitan_magi.titan.v02.config import check_job_config, without_context_parallel
+from torchtitan_magi.titan.v02.components import (
+    MagiMetricsProcessor,
+    MagiTokenizer,
+    MagiValidator,
+    build_validation_dataloader,
+)
+from torchtitan_magi.titan.v02.config import check_experts, check_job_config, without_context_parallel
 from torchtitan_magi.titan.v02.cpu import prepare_model, run_on_cpu
-from torchtitan_magi.titan.v02.data import MagiTokenizer, build_validation_dataloader
-from torchtitan_magi.titan.v02.experts import check_experts
-from torchtitan_magi.titan.v02.metrics import MagiMetricsProcessor
 from torchtitan_magi.titan.v02.models import (
     MODELS,
     OF_0_3,
@@ -35,7 +38,6 @@ from torchtitan_magi.titan.v02.models import (
     varlen_flavors,
     with_plan_metadata,
 )
-from torchtitan_magi.titan.v02.validator import MagiValidator
 from torchtitan_magi.training.batches.pack_loader import build_dataloader
 from torchtitan_magi.training.batches.planned_loader import PlannedLoader, with_plans
 from torchtitan_magi.training.batches.planner import MagiRuntime, WorkCount, attention_options, heads_of_rank
@@ -45,14 +47,12 @@ from torchtitan_magi.training.checkpoints.exported_files import exported_files
 from torchtitan_magi.training.checkpoints.hf_layouts import reads_all_layouts
 from torchtitan_magi.training.checkpoints.turn_end import add_turn_end
 from torchtitan_magi.training.memory_log import MeasuredMemory, check_offload, predicted_memory
-from torchtitan_magi.training.metrics import data_parallel_rank
 from torchtitan_magi.training.objectives.objective import LossRecord
-from torchtitan_magi.training.process.agreed import agreed
+from torchtitan_magi.training.process.groups import data_parallel_rank
 from torchtitan_magi.training.process.launcher import end_with_launcher
+from torchtitan_magi.training.settings import checks
 from torchtitan_magi.training.settings.model_folder import (
     HF_FLAVOR,
-    ExportLayout,
-    check_folders,
     check_vocabulary,
     read_hf_config,
 )
@@ -125,11 +125,7 @@ class MagiSpec:
         attn_types = {name: args.attn_type for name, args in self.model_args.items()}
         check_job_config(job_config, {HF_FLAVOR: "varlen"} | attn_types, self.has_objectives)
         choose_block_attn(job_config.magi.backend, torch.device(utils.device_type))  # or say now why not
-        config, self.export.layout = agreed(
-            job_config.model.hf_assets_path,
-            lambda: self._model(job_config),
-            lambda found: (found[0], zlib.crc32(repr(found[1]).encode())),
-        )
+        config, self.export.layout = checks.check_model(job_config, partial(self._model, job_config))
         check_tied(job_config, config)
         check_experts(job_config, config.experts)
         self.vocab_size = config.vocab_size
@@ -138,15 +134,14 @@ class MagiSpec:
         self.export.files = exported_files(job_config, config, tokenizer)
         return tokenizer
 
-    def _model(self, job_config: Any) -> tuple[ModelConfig, ExportLayout]:
-        """The run's model, and how it will be exported."""
+    def _model(self, job_config: Any) -> ModelConfig:
+        """The run's model."""
         flavor = job_config.model.flavor
-        if flavor == HF_FLAVOR:
-            config = read_hf_config(job_config, args_of)
-            self.model_args[HF_FLAVOR] = args_of(config)  # the Trainer looks there next
-        else:
-            config = config_of(self.model_args[flavor])
-        return config, check_folders(job_config, config)
+        if flavor != HF_FLAVOR:
+            return config_of(self.model_args[flavor])
+        config = read_hf_config(job_config, args_of)
+        self.model_args[HF_FLAVOR] = args_of(config)  # the Trainer looks there next
+        return config
 
     def build_state_dict_adapter(self, model_args: Any, hf_assets_path: str | None) -> Any:
         """torchtitan's own, without its reading of the index, which fails for a single file, reading all layouts of

@@ -13,9 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torchtitan_magi.training.checkpoints.hf_weights import INDEX
+from torchtitan_magi.training.checkpoints.hf_weights import INDEX, ExportLayout
 from torchtitan_magi.training.checkpoints.trained_length import keep_trained_length, trained_length
-from torchtitan_magi.training.settings.model_folder import ExportLayout
 from torchtitan_magi.wording import one_line, quoted_path, shown
 
 logger = logging.getLogger(__name__)

@@ -19,7 +19,6 @@ from torchtitan_magi.training.objectives.fingerprint import KnownWeights, finger
 from torchtitan_magi.training.objectives.logprob_model import LogprobModel
 from torchtitan_magi.training.objectives.pipeline import Pipeline
 from torchtitan_magi.training.settings.options import LoRA
-from torchtitan_magi.wording import quoted
 
 TARGETS = {  # torchtitan's linear layers -> transformers' names
     "attention.qkv_linear.wqkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -28,13 +27,6 @@ TARGETS = {  # torchtitan's linear layers -> transformers' names
     "feed_forward.w2": ("mlp.down_proj",),
     "feed_forward.w3": ("mlp.up_proj",),
 }
-
-
-def check_targets(lora: LoRA) -> None:
-    """Raises ValueError, one line, for layers that get no adapters here."""
-    known = [name.rpartition(".")[2] for name in TARGETS]
-    if not lora.target_modules or not set(lora.target_modules) <= set(known):
-        raise ValueError(f"magi.lora.target_modules is {quoted(lora.target_modules)}; use some of {', '.join(known)}")
 
 
 def adapted_layers(parts: Sequence[nn.Module]) -> Iterator[tuple[str, Any]]:

@@ -16,8 +16,8 @@ from torchtitan.config.configs import CommConfig, CompileConfig, DebugConfig, Pa
 from torchtitan.config.manager import custom_registry
 from torchtitan.tools.profiler import Profiler
 
+from torchtitan_magi.training.settings.degrees import SPMD_BACKEND
 from torchtitan_magi.training.settings.options import Magi
-from torchtitan_magi.training.settings.sections import SPMD_BACKEND
 from torchtitan_magi.training.settings.values import check_toml, check_values, read_toml, usage_errors
 from torchtitan_magi.wording import quoted
 
