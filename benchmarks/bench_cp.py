@@ -39,17 +39,17 @@ from torch import Tensor
 
 from torchtitan_magi import flex_flash_attn, make_plan, make_plans, sliding_window, varlen_causal
 from torchtitan_magi.attention.bound_plan import bind_plan
-from torchtitan_magi.attention.op import attend, attention_backward_op, attention_op, make_handle
+from torchtitan_magi.attention.op import PlanHandle, attend, attention_backward_op, attention_op
 from torchtitan_magi.backends.choose import choose_block_attn
 from torchtitan_magi.calibrate import Run, facts_of_run, gpu_ms, start_rank
 from torchtitan_magi.exchange.in_flight import Arrival
 from torchtitan_magi.exchange.transport import ProcessGroupTransport
 from torchtitan_magi.masks.slices import AttnSlices
+from torchtitan_magi.planning.choose_stages import equal_stages
 from torchtitan_magi.planning.cost_model import Heads
 from torchtitan_magi.planning.plan import AttnPlan, plan_ownership
 from torchtitan_magi.planning.relays import Routes, Spans
 from torchtitan_magi.planning.stage import RankShare
-from torchtitan_magi.planning.stages import equal_stages
 from torchtitan_magi.sizing import strategies as baselines
 from torchtitan_magi.sizing.sample_packs import draw_pack
 
@@ -225,7 +225,7 @@ def bench_pack(name: str, cu: np.ndarray, heads: tuple[int, int], seed: int, rep
         return torch.randn(tokens, num_heads, HEAD_DIM, device=device, dtype=torch.bfloat16)
 
     def by_plan(plan: AttnPlan, mesh: object) -> tuple[Callable[..., Tensor], int]:
-        handle = make_handle(bind_plan(plan, mesh, block_attn, *heads, device))  # type: ignore[arg-type]
+        handle = PlanHandle(bind_plan(plan, mesh, block_attn, *heads, device))  # type: ignore[arg-type]
         received = int(plan.received_rows.max()) * 2 * heads[1] * HEAD_DIM * 2
         return lambda q, k, v: attend(q, k, v, handle, HEAD_DIM**-0.5)[0], received
 
@@ -261,7 +261,7 @@ def bench_pack(name: str, cu: np.ndarray, heads: tuple[int, int], seed: int, rep
     bound = bind_plan(plan, group, block_attn, *heads, device)
     batch = torch.zeros(3, total, dtype=torch.int64, device=device)  # tokens, labels, positions
     dispatch = take_turns({"dispatch": lambda: [x.index_select(0, bound.tokens) for x in batch]}, repeats)["dispatch"]
-    forward, backward = layer_calls(*qkv, make_handle(bound))
+    forward, backward = layer_calls(*qkv, PlanHandle(bound).tensor)
     calls = {"fwd_host_us": forward, "bwd_host_us": backward, "add_host_us": small_calls(device)}
     of_calls = {name: in_turns({name: run}, repeats, host_us) for name, run in calls.items()}
     host = {name: float(figures.median()) for name, figures in of_calls.items()}
@@ -307,7 +307,7 @@ def bench_stack(name: str, cu: np.ndarray, heads: tuple[int, int], seed: int, re
     masks, total = (varlen_causal(cu), sliding_window(cu, WINDOW)), int(cu[-1])
     block_attn = choose_block_attn("ffa", device)
     plans = make_plans(masks, total, cp_size, layers=[LAYERS // 2] * 2, heads=Heads(*heads, HEAD_DIM))
-    layers = [make_handle(bind_plan(plan, dist.group.WORLD, block_attn, *heads, device)) for plan in plans]
+    layers = [PlanHandle(bind_plan(plan, dist.group.WORLD, block_attn, *heads, device)) for plan in plans]
 
     def rand(tokens: int) -> list[Tensor]:
         numbers = heads[0], heads[1], heads[1]

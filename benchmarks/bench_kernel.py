@@ -30,8 +30,8 @@ from rivals import ATTENTIONS, Case
 from timing import Sustained, sustained, take_turns
 
 from torchtitan_magi import flex_flash_attn
-from torchtitan_magi.backends.choose import StageMask
 from torchtitan_magi.backends.ffa.block_attn import FfaBlockAttn
+from torchtitan_magi.backends.interface import StageMask
 from torchtitan_magi.calibrate import MASKS, WINDOW, facts_of_run
 from torchtitan_magi.masks.builders import varlen_causal
 from torchtitan_magi.masks.slices import AttnSlices

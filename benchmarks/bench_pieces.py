@@ -19,12 +19,13 @@ from bench_cp import HEAD_DIM, describe_run, forward_and_backward, once_ms, writ
 
 from torchtitan_magi import make_plan, varlen_causal
 from torchtitan_magi.attention.bound_plan import bind_plan
-from torchtitan_magi.attention.op import attend, make_handle
+from torchtitan_magi.attention.op import PlanHandle, attend
 from torchtitan_magi.backends.choose import choose_block_attn
 from torchtitan_magi.calibrate import start_rank
 from torchtitan_magi.exchange import peer_memory
 from torchtitan_magi.exchange.mesh import process_group_transport
 from torchtitan_magi.exchange.peer_memory import PeerTransport
+from torchtitan_magi.exchange.pieces import Flow
 from torchtitan_magi.planning.cost_model import Heads
 
 LIMITS = {"whole": 1 << 60, "pieces": peer_memory.MAX_SLOT_BYTES}
@@ -58,7 +59,7 @@ def bench(tokens: int, heads: tuple[int, int], repeats: int, device: torch.devic
         transport = process_group_transport(group)
         assert isinstance(transport, PeerTransport), "the GPUs do not reach each other's memory"
         bound = bind_plan(plan, group, choose_block_attn("ffa", device), *heads, device)
-        handle = make_handle(bound)
+        handle = PlanHandle(bound)
         dist.barrier(group)
         peer_memory.MAX_SLOT_BYTES, before = limit, outside_bytes()
         runs[name] = forward_and_backward(
@@ -68,8 +69,8 @@ def bench(tokens: int, heads: tuple[int, int], repeats: int, device: torch.devic
         torch.cuda.synchronize()
         rows[name] = {
             "setting": name, "tokens_per_gpu": tokens // cp_size, "heads": f"{heads[0]}:{heads[1]}", "cp": cp_size,
-            "sent_bytes_max": exchange.most_sent(False) * row_bytes,
-            "pieces": exchange.num_pieces(False, limit // row_bytes),
+            "sent_bytes_max": Flow.of(exchange, False).most_sent * row_bytes,
+            "pieces": Flow.of(exchange, False).num_pieces(limit // row_bytes),
             "symmetric_bytes": transport.num_bytes, "outside_bytes": outside_bytes() - before,
             "fwd_ms": [], "bwd_ms": [],
         }  # fmt: skip

@@ -24,16 +24,16 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from torchtitan_magi.backends.choose import StageMask
 from torchtitan_magi.backends.ffa.row_kernels import CudaRowMover
 from torchtitan_magi.backends.ffa.worklists import build_worklists
+from torchtitan_magi.backends.interface import StageMask
 from torchtitan_magi.calibrate import facts_of_run
 from torchtitan_magi.masks.builders import sliding_window, varlen_causal
 from torchtitan_magi.masks.slices import AttnSlices
 from torchtitan_magi.planning.cost_model import H200, LLAMA_HEADS, Heads
 from torchtitan_magi.planning.needs import node_traffic, traffic
 from torchtitan_magi.planning.placement.place import place
-from torchtitan_magi.planning.plan import forget_plans, make_plans, plan_afresh
+from torchtitan_magi.planning.plan import PlanSpec, forget_plans, make_plans, plan_afresh
 from torchtitan_magi.planning.topology import Nodes
 from torchtitan_magi.sizing.command import count_of_tokens
 from torchtitan_magi.sizing.sample_packs import DISTRIBUTIONS, draw_pack, fill_pack
@@ -139,7 +139,9 @@ def plan_ms(slices: AttnSlices, num_tokens: int, cp_size: int, repeats: int = 5)
     for _ in range(repeats):
         fresh = AttnSlices(slices.table)
         begin = time.process_time()
-        plan = plan_afresh(fresh, num_tokens, cp_size, -1, LLAMA_HEADS, Nodes.of(GPUS_PER_NODE, cp_size), H200)
+        plan = plan_afresh(
+            fresh, PlanSpec(num_tokens, cp_size, -1, LLAMA_HEADS, Nodes.of(GPUS_PER_NODE, cp_size), H200)
+        )
         planned = time.process_time()
         share = max(plan.ranks, key=lambda share: len(share.ranges))
         for stage in dict.fromkeys((*share.forward, *share.backward)):
@@ -202,7 +204,7 @@ def bench_unseen(distribution: str, case: str, heads: Heads, seed: int) -> dict[
     for _ in range(3):
         fresh = AttnSlices(on_machine.slices.table)
         begin = time.process_time()
-        plan = plan_afresh(fresh, total, cp_size, -1, heads, Nodes.of(GPUS_PER_NODE, cp_size), H200)
+        plan = plan_afresh(fresh, PlanSpec(total, cp_size, -1, heads, Nodes.of(GPUS_PER_NODE, cp_size), H200))
         times.append(time.process_time() - begin)
     outcome = plan_outcome(on_machine, plan)
     return {

@@ -21,10 +21,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchtitan_magi.backends.choose import Gradients, OutGrads, StageInputs, StageMask
 from torchtitan_magi.backends.ffa.block_attn import FfaBlockAttn
 from torchtitan_magi.backends.ffa.params import backward_variants, forward_variant, padded_dims
 from torchtitan_magi.backends.ffa.worklists import DeviceLists, WorkLists, build_worklists
+from torchtitan_magi.backends.interface import Gradients, OutGrads, StageInputs, StageMask
 from torchtitan_magi.calibrate import facts_of_run
 from torchtitan_magi.cuda import jit, launch
 from torchtitan_magi.exchange.in_flight import RowShape, RowSums

@@ -17,8 +17,8 @@ from rivals import Case
 from timing import Sustained, sustained, take_turns
 from torch import Tensor
 
-from torchtitan_magi.backends.choose import Gradients, OutGrads, StageInputs, StageMask
 from torchtitan_magi.backends.ffa.block_attn import FfaBlockAttn
+from torchtitan_magi.backends.interface import Gradients, OutGrads, StageInputs, StageMask
 from torchtitan_magi.cuda import jit, launch
 from torchtitan_magi.exchange.in_flight import RowSums
 

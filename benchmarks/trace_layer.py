@@ -28,7 +28,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from torchtitan_magi import make_plan, varlen_causal
 from torchtitan_magi.attention.bound_plan import bind_plan
-from torchtitan_magi.attention.op import attention_op, make_handle
+from torchtitan_magi.attention.op import PlanHandle, attention_op
 from torchtitan_magi.backends.choose import choose_block_attn
 from torchtitan_magi.calibrate import start_rank
 from torchtitan_magi.planning.cost_model import Heads
@@ -56,7 +56,7 @@ def main() -> None:
     plan = make_plan(varlen_causal(cu), int(cu[-1]), dist.get_world_size(), heads=Heads(*heads, HEAD_DIM))
     block_attn = choose_block_attn("ffa", device)
     ours, resident = (
-        make_handle(bind_plan(plan, mesh, block_attn, *heads, device))  # type: ignore[arg-type]
+        PlanHandle(bind_plan(plan, mesh, block_attn, *heads, device)).tensor  # type: ignore[arg-type]
         for mesh in (group, NoCommunication(group))
     )
     q, k, v = (

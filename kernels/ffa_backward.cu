@@ -1,27 +1,30 @@
 // FFA backward: dQ, dK, dV from dOut, Q, K, V, the final lse and delta = rowsum(out * dOut).
 //
-// A work item is one tile of up to 128 keys of one KV head; K and V stay in shared memory while the query blocks (64 rows = 64 / PACK
-// tokens x PACK heads) that see them stream by, one PACK of the group's heads after another, so that dK and dV of all heads add
-// up in registers. Warpgroup 0 holds the producer warp and the warps that add dQ to global memory; warpgroups 1 and 2 own 64
-// keys each. With everything transposed, P and dS come out in the register layout of the next product's A operand:
+// A work item is one tile of up to 128 keys of one KV head; K and V stay in shared memory while the query blocks (64
+// rows = 64 / PACK tokens x PACK heads) that see them stream by, one PACK of the group's heads after another, so that
+// dK and dV of all heads add up in registers. Warpgroup 0 holds the producer warp and the warps that add dQ to global
+// memory; warpgroups 1 and 2 own 64 keys each. With everything transposed, P and dS come out in the register layout of
+// the next product's A operand:
 //
 //   S^T = K Q^T, dP^T = V dO^T                             [64 keys, 64 rows]
 //   P^T = exp2(scale * S^T - lse), dS^T = P^T (dP^T - delta)
 //   dV += P^T dO, dK += dS^T Q                             A from registers
-//   dQ[64 rows, half the columns] += dS K                  dS^T of both warpgroups through shared memory; no softmax_scale yet
+//   dQ[64 rows, half the columns] += dS K                  dS^T of both warpgroups through shared memory; without
+//                                                          softmax_scale yet
 //
-// Query blocks are walked down: the tiles of a causal document end at the same query, so that they read Q and add dQ close in
-// time, and both stay in L2.
+// Query blocks are walked down: the tiles of a causal document end at the same query, so that they read Q and add dQ
+// close in time, and both stay in L2.
 //
-// Where few tiles see a query block, dQ need not be zero before the launch (`marks`): who comes first stores, the others add. Where many
-// do, they would wait for each other at every block, as they come at the same time.
+// Where few tiles see a query block, dQ need not be zero before the launch (`marks`): who comes first stores, the
+// others add. Where many do, they would wait for each other at every block, as they come at the same time.
 //
-// DETERMINISTIC orders the additions to a row of dQ by a counter per query block and head pack: tiles in ascending order; and what
-// the parts of a tile add to dK and dV by a counter per tile and head.
+// DETERMINISTIC orders the additions to a row of dQ by a counter per query block and head pack: tiles in ascending
+// order; and what the parts of a tile add to dK and dV by a counter per tile and head.
 //
-// Wide heads (kWide): with 192 columns of Q and K and 128 of V, registers hold dK, dV and one thing at a time (kTight). With wider values
-// they do not hold both, and two launches share the work: ONLY_VALUES computes dV, NO_VALUES dK and dQ; shared memory has no room for
-// gradients on their way out then, and the consumers add dQ to global memory from their registers.
+// Wide heads (kWide): with 192 columns of Q and K and 128 of V, registers hold dK, dV and one thing at a time (kTight).
+// With wider values they do not hold both, and two launches share the work: ONLY_VALUES computes dV, NO_VALUES dK and
+// dQ; shared memory has no room for gradients on their way out then, and the consumers add dQ to global memory from
+// their registers.
 #include "ffa_layout.cuh"
 
 constexpr int kRows = 64;
@@ -38,7 +41,8 @@ constexpr bool kValueGrads = false;                  // dV
 constexpr bool kValueGrads = true;
 #endif
 constexpr int kStages = HEAD_DIM == 256 && kKeyGrads ? 1 : 2;
-constexpr bool kTight = kWide && kKeyGrads && kValueGrads;   // 192/128: registers hold dK and dV, and little beside them
+// 192/128: registers hold dK and dV, and little beside them
+constexpr bool kTight = kWide && kKeyGrads && kValueGrads;
 constexpr bool kStaged = !kWide || kTight;           // dQ leaves through shared memory
 constexpr bool kMarks = kStaged && !kDeterministic;  // `marks` is looked at
 constexpr bool kEarlyDout = kStages == 1;            // dOut has barriers of its own, as it is free before Q is
@@ -59,22 +63,26 @@ struct Shared {
   alignas(1024) unsigned char v[kKeyGrads ? kValueBytes : 16];
   alignas(1024) unsigned char q[kStages][kRowBytes];
   alignas(1024) unsigned char dout[kStages][kDoutBytes];
-  alignas(1024) unsigned char ds[kScoreGradBuffers][kKeyGrads ? kKeys * 128 : 16];           // dS^T, [128 keys][64 rows]
-  alignas(1024) unsigned char grad[2][kGradBuffers][kStaged ? kGradBytes : 16];   // pieces on their way out, per warpgroup
+  alignas(1024) unsigned char ds[kScoreGradBuffers][kKeyGrads ? kKeys * 128 : 16];   // dS^T, [128 keys][64 rows]
+  // pieces on their way out, per warpgroup
+  alignas(1024) unsigned char grad[2][kGradBuffers][kStaged ? kGradBytes : 16];
   float lse_log2[kStages][kRows];                     // + infinity where a row has no keys or does not exist
   float delta[kStages][kRows];
   int2 band[kStages][kRows];
   ushort2 place[kRows];                               // a row's token and head in the block
-  int4 item;                                          // {first key, KV head, flags, end key}; first key < 0: no more work
-  int4 block[kStages];                                // {first token, first head, flags, rank among the additions to dQ, or its mark}
+  // {first key, KV head, flags, end key}; first key < 0: no more work
+  int4 item;
+  // {first token, first head, flags, rank among the additions to dQ, or its mark}
+  int4 block[kStages];
   int2 part;                                          // deterministic: {tile, parts of the tile before this one}
-  // for the warps that add: {first token, first head, kQueryGrad, rank or mark} of a piece of dQ, {first key, head | tile << kLowBits,
-  // k*Grad, first column | parts before << kLowBits} of a piece of dK or dV; first token < 0: no more work
+  // for the warps that add: {first token, first head, kQueryGrad, rank or mark} of a piece of dQ,
+  // {first key, head | tile << kLowBits, k*Grad, first column | parts before << kLowBits} of a piece of dK or dV;
+  // first token < 0: no more work
   int4 grad_piece[2][kGradBuffers];
   u64 kv_full, kv_empty, full[kStages], empty[kStages], grad_full[2][kGradBuffers], grad_empty[2][kGradBuffers];
   u64 dout_full, dout_empty;
 };
-static_assert(sizeof(Shared) <= SHARED_BYTES, "ffa.py asks for too little shared memory");
+static_assert(sizeof(Shared) <= SHARED_BYTES, "params.py asks for too little shared memory");
 
 enum NamedBarrier { kScoreGradReady = 1, kTurnOfGroup = 2, kScoreGradRead = 4 };   // the last two per warpgroup
 
@@ -94,7 +102,8 @@ struct BackwardParams {
   const int4* items;     // [num_items][3]
   const int4* segments;  // [..][2]
   const int2* bands;     // [layers][num_q]
-  const int* components; // deterministic: [num_q_blocks + 1] offsets into, then {first tile, last tile} of each component
+  // deterministic: [num_q_blocks + 1] offsets into, then {first tile, last tile} of each component
+  const int* components;
   int* semaphores;       // deterministic: [num_q_blocks][num_heads_q / PACK][2], zero before the launch
   int* marks;            // the same, each a Mark; null: dq holds sums, or zeros
   int* part_semaphores;  // deterministic: [k-tiles][KV heads][2], the same
@@ -151,7 +160,7 @@ DEVICE void pass_turn(int* turn) {
   asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(turn) : "memory");
 }
 
-// ---------------------------------------------------------------------------------------------- gradients of wide heads
+// --------------------------------------------------------------------------------------------- gradients of wide heads
 DEVICE void add_float2(float* to, float x, float y) {
   asm volatile("red.relaxed.gpu.global.add.v2.f32 [%0], {%1, %2};" ::"l"(to), "f"(x), "f"(y) : "memory");
 }
@@ -161,8 +170,9 @@ DEVICE void add_float4(float* to, float x, float y, float z, float w) {
                ::"l"(to), "f"(x), "f"(y), "f"(z), "f"(w), "n"(OFFSET) : "memory");
 }
 
-// Adds columns 16 FIRST to 16 END - 1 of an accumulator to two rows of dQ (null: none), which begin at this lane's first column. Of every
-// 16 columns, 4 l to 4 l + 3 in memory are 2 l, 2 l + 1, 2 l + 8 and 2 l + 9: those of lane l of a quad. `columns` = how many there are.
+// Adds columns 16 FIRST to 16 END - 1 of an accumulator to two rows of dQ (null: none), which begin at this lane's
+// first column. Of every 16 columns, 4 l to 4 l + 3 in memory are 2 l, 2 l + 1, 2 l + 8 and 2 l + 9: those of lane l of
+// a quad. `columns` = how many there are.
 template <int FIRST, int END, int N>
 DEVICE void add_query_grads(const float (&acc)[N], float* row_low, float* row_high, int columns) {
   if constexpr (FIRST < END) {
@@ -176,7 +186,8 @@ DEVICE void add_query_grads(const float (&acc)[N], float* row_low, float* row_hi
 
 // Adds accumulator rows r and r + 8, times `scale`, to fp32 rows.
 template <int N>
-DEVICE void add_rows_float(const float (&acc)[N / 2], float scale, float* row_low, float* row_high, int head_dim, int lane) {
+DEVICE void add_rows_float(const float (&acc)[N / 2], float scale, float* row_low, float* row_high, int head_dim,
+                           int lane) {
 #pragma unroll
   for (int i = 0; i < N / 8; i++) {
     const int column = i * 8 + lane % 4 * 2;
@@ -209,7 +220,8 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
              const __grid_constant__ TensorMap map_late_k, const __grid_constant__ TensorMap map_late_v,
              const __grid_constant__ TensorMap map_dq, const __grid_constant__ TensorMap map_dk,
              const __grid_constant__ TensorMap map_dv, const __grid_constant__ BackwardParams params) {
-  extern __shared__ __align__(1024) unsigned char raw_smem[];   // alone in shared memory, so it starts at a multiple of 1024
+  // alone in shared memory, so it starts at a multiple of 1024
+  extern __shared__ __align__(1024) unsigned char raw_smem[];
   Shared& smem = *(Shared*)raw_smem;
   const int warp = warp_uniform(threadIdx.x / 32), warpgroup = warp / 4, lane = threadIdx.x % 32;
   const u32 kv_full = smem_address(&smem.kv_full), kv_empty = smem_address(&smem.kv_empty);
@@ -242,8 +254,8 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
     fence_proxy_async();
   }
   __syncthreads();
-  // The launch of dK and dQ needs nothing of that of dV: it begins where blocks of that one end, as all of them have seen by then what was
-  // before both, and waits for that one at its own end.
+  // The launch of dK and dQ needs nothing of that of dV: it begins where blocks of that one end, as all of them have
+  // seen by then what was before both, and waits for that one at its own end.
   if (kValueGrads) wait_for_kernel_before();
   let_next_kernel_begin();
 
@@ -294,7 +306,8 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
             for (int b = segment.end - 1; b >= segment.first; b--) {
               const bool is_full = b >= segment.full_first && b < segment.full_end;
               const int left = pack + 1 == packs && i == 0 ? b - segment.first : 1 << 30;   // blocks after this one
-              if (lane == 0 && (left == kTakenAt || (left < kTakenAt && b + 1 == segment.end))) index = next_item(params.counter);
+              if (lane == 0 && (left == kTakenAt || (left < kTakenAt && b + 1 == segment.end)))
+                index = next_item(params.counter);
               const int rank = kDeterministic && kKeyGrads ? addition_rank(params, b, item.tile, segment.component) : 0;
               const int token = b * kTokens;
               int2 marks = make_int2(kWritten, kWritten);
@@ -357,10 +370,10 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
         finish_items(params.counter);
         if (!kValueGrads) wait_for_kernel_before();
       }
-    } else if (kStaged && warp <= 2) {  // ------------------------------------------------------------------ dQ warps, one per warpgroup
+    } else if (kStaged && warp <= 2) {  // ------------------------------------------------ dQ warps, one per warpgroup
       const int w = warp - 1;
       Ring<kGradBuffers> ring;
-      int* landing = nullptr;                         // deterministic: the turn to pass on when the last addition has landed
+      int* landing = nullptr;   // deterministic: the turn to pass on when the last addition has landed
       auto settle = [&]() {
         if (!landing) return;
         bulk_wait<0>();
@@ -388,7 +401,8 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
         int* turn = nullptr;
         if (kDeterministic) {
           turn = of_queries ? params.semaphores + word
-                            : params.part_semaphores + ((piece.y >> kLowBits) * params.schedule.num_heads + head) * 2 + w;
+                            : params.part_semaphores +
+                                  ((piece.y >> kLowBits) * params.schedule.num_heads + head) * 2 + w;
           const int wanted = of_queries ? piece.w : piece.w >> kLowBits;
           if (load_acquire(turn) != wanted) {
             settle();                                 // others may need it before this turn comes
@@ -410,7 +424,8 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
             bulk_wait<1>();
             pass_turn(landing);
           }
-          landing = of_queries || (piece.z == kValueGrad && column == kGradColumns) ? turn : nullptr;   // a part's last piece
+          // a part's last piece
+          landing = of_queries || (piece.z == kValueGrad && column == kGradColumns) ? turn : nullptr;
           bulk_wait_read<0>();                        // the next turn may take long: gives the buffer back before
           mbarrier_arrive(grad_empty + 8 * (w * kGradBuffers + ring.stage));
         } else {
@@ -435,20 +450,21 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
     const bool leader = threadIdx.x % 128 == 0;
     const int key_row = w * 64 + warp % 4 * 16 + lane / 4;        // this thread's keys: key_row and key_row + 8
     const u32 k_rows = operand(k + w * kRowPanel), v_rows = operand(v + w * kRowPanel);        // this warpgroup's keys
-    const u32 k_columns = operand(k + (kPanels == 2 ? w * kKeyPanel : w * 64));                // its half of the columns
+    const u32 k_columns = operand(k + (kPanels == 2 ? w * kKeyPanel : w * 64));   // its half of the columns
     const u32 wide_columns = operand(k + w * kKeyPanel * (HEAD_DIM == 256 ? 2 : 1), kKeyPanel);
     const u32 rest_columns = operand(k + 2 * kKeyPanel + w * 64);
     const u32 q_rows = operand(q, kRowPanel), dout_rows = operand(dout, kRowPanel);
     const u32 ds_operand = operand(smem_address(smem.ds));
-    // where this thread stores: a row of a dS matrix and of a piece of dQ (see store_matrices), its first row of a piece of dK or dV
+    // where this thread stores: a row of a dS matrix and of a piece of dQ (see store_matrices), its first row of a
+    // piece of dK or dV
     const u32 ds_row = swizzled_row(smem_address(smem.ds), w * 64 + warp % 4 * 16 + lane % 16) ^ lane / 16 * 16;
     const u32 grad = smem_address(smem.grad[w][0]);
     const u32 dq_row = swizzled_row(grad, warp % 4 * 16 + lane / 16 * 8 + lane % 8) ^ lane / 8 % 2 * 16;
     Ring<kStages> ring;
     u32 ds_b = 0;                                                 // byte offset of the dS buffer of this block
     Ring<kGradBuffers> grad_ring;
-    // Gives 64 rows of gradients, kGradColumns columns from x on, to the warp that adds them to global memory. Those of dQ go as
-    // matrices of 4 columns: the even ones of each 8, then the odd ones.
+    // Gives 64 rows of gradients, kGradColumns columns from x on, to the warp that adds them to global memory. Those of
+    // dQ go as matrices of 4 columns: the even ones of each 8, then the odd ones.
     auto hand_over = [&](auto grad_of, const float* x, int row, int head, int rank_or_column) {
       constexpr int kGrad = decltype(grad_of)::value;
       const int buffer = w * kGradBuffers + grad_ring.stage;
@@ -457,7 +473,8 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
       if constexpr (kGrad == kQueryGrad) {
 #pragma unroll
         for (int g = 0; g < kGradColumns / 8; g++)
-          store_matrices((dq_row ^ g % 4 * 32) + to + g / 4 * kGradPanel, __float_as_uint(x[4 * g]), __float_as_uint(x[4 * g + 1]),
+          store_matrices((dq_row ^ g % 4 * 32) + to + g / 4 * kGradPanel,
+                         __float_as_uint(x[4 * g]), __float_as_uint(x[4 * g + 1]),
                          __float_as_uint(x[4 * g + 2]), __float_as_uint(x[4 * g + 3]));
       } else {
         const float scale = kGrad == kKeyGrad ? params.softmax_scale : 1;
@@ -465,7 +482,8 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
 #pragma unroll
         for (int j = 0; j < kGradColumns / 2; j += 2) {
           const int column = j / 4 * 8;                            // of this lane's group of four
-          store_smem((first_row ^ column % 32 * 4) + to + column / 32 * kGradPanel + j / 2 % 2 * 8 * 128, x[j] * scale, x[j + 1] * scale);
+          store_smem((first_row ^ column % 32 * 4) + to + column / 32 * kGradPanel + j / 2 % 2 * 8 * 128,
+                     x[j] * scale, x[j + 1] * scale);
         }
       }
       if (leader) smem.grad_piece[w][grad_ring.stage] = make_int4(row, head, kGrad, rank_or_column);
@@ -488,14 +506,15 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
       auto scores = [&](float (&s_rmem)[32], u32 q_s) {               // S^T
 #pragma unroll
         for (int i = 0; i < HEAD_DIM / 16; i++)
-          wgmma_ss<0, 0>(s_rmem, moved(k_rows, i / 4 * kKeyPanel + i % 4 * 32), moved(q_s, i / 4 * kRowPanel + i % 4 * 32), i > 0);
+          wgmma_ss<0, 0>(s_rmem, moved(k_rows, i / 4 * kKeyPanel + i % 4 * 32),
+                         moved(q_s, i / 4 * kRowPanel + i % 4 * 32), i > 0);
         wgmma_commit();
       };
       auto value_scores = [&](float (&dp_rmem)[32], u32 dout_s) {        // dP^T
 #pragma unroll
         for (int i = 0; i < VALUE_DIM / 16; i++)
-          wgmma_ss<0, 0>(dp_rmem, moved(v_rows, i / 4 * kKeyPanel + i % 4 * 32), moved(dout_s, i / 4 * kRowPanel + i % 4 * 32),
-                         i > 0);
+          wgmma_ss<0, 0>(dp_rmem, moved(v_rows, i / 4 * kKeyPanel + i % 4 * 32),
+                         moved(dout_s, i / 4 * kRowPanel + i % 4 * 32), i > 0);
         wgmma_commit();
       };
       auto value_grads = [&](const u32 (&p_rmem)[16], u32 dout_s) {
@@ -540,9 +559,10 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
       auto store_score_grads = [&](const u32 (&ds_rmem)[16]) {
 #pragma unroll
         for (int i = 0; i < 4; i++)
-          store_matrices((ds_row ^ i * 32) + ds_b, ds_rmem[4 * i], ds_rmem[4 * i + 1], ds_rmem[4 * i + 2], ds_rmem[4 * i + 3]);
+          store_matrices((ds_row ^ i * 32) + ds_b,
+                         ds_rmem[4 * i], ds_rmem[4 * i + 1], ds_rmem[4 * i + 2], ds_rmem[4 * i + 3]);
         fence_proxy_async();
-        named_sync(kScoreGradReady, kConsumers);                    // dS of both warpgroups; the other buffer is free again
+        named_sync(kScoreGradReady, kConsumers);   // dS of both warpgroups; the other buffer is free again
       };
       int last_stage = -1;                                        // ONLY_VALUES: of the block before
       // Wide: half of the columns of dQ, those of 192 as one panel and half of the third.
@@ -556,7 +576,8 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
         for (int r = 0; r < 2; r++) {
           const int row = warp % 4 * 16 + lane / 4 + 8 * r, token = block.x + row / PACK;
           const bool valid = row < kTokens * PACK && token < params.num_q;
-          rows[r] = valid ? params.dq + ((u64)token * params.num_heads_q + block.y + row % PACK) * params.head_dim + first : nullptr;
+          const u64 query = (u64)token * params.num_heads_q + block.y + row % PACK;
+          rows[r] = valid ? params.dq + query * params.head_dim + first : nullptr;
         }
         int* turn = params.semaphores + words_of(params, block.x, block.y) + w;
         in_turn(turn, block.w, w, leader, [&]() {
@@ -567,7 +588,8 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
           add_query_grads<kSoon, kColumns / 16>(dq_rmem, rows[0], rows[1], columns);
           if constexpr (HEAD_DIM == 192) {
             const int more = 128 - w * 32;                        // from w * 64 to 128 + w * 32
-            add_query_grads<0, 2>(rest_rmem, rows[0] ? rows[0] + more : nullptr, rows[1] ? rows[1] + more : nullptr, columns - more);
+            add_query_grads<0, 2>(rest_rmem, rows[0] ? rows[0] + more : nullptr, rows[1] ? rows[1] + more : nullptr,
+                                  columns - more);
           }
         });
       };
@@ -599,7 +621,8 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
 #pragma unroll
           for (int r = 0; r < 2; r++) {
             const float2 p = unpack2(ds_rmem[2 * g + r]);
-            ds_rmem[2 * g + r] = pack2(p.x * (dp_rmem[4 * g + 2 * r] - delta.x), p.y * (dp_rmem[4 * g + 2 * r + 1] - delta.y));
+            ds_rmem[2 * g + r] = pack2(p.x * (dp_rmem[4 * g + 2 * r] - delta.x),
+                                       p.y * (dp_rmem[4 * g + 2 * r + 1] - delta.y));
           }
         }
         named_sync(kScoreGradRead + w, kConsumers);             // by the other warpgroup, for dQ of the block before
@@ -612,7 +635,8 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
           wgmma_ss<1, 1>(*(float(*)[32])dq_rmem, moved(ds_operand, i * 2048), moved(wide_columns, i * 2048), i > 0);
 #pragma unroll
         for (int i = 0; i < kKeys / 16; i++)
-          wgmma_ss<1, 1>(*(float(*)[16])(dq_rmem + 32), moved(ds_operand, i * 2048), moved(rest_columns, i * 2048), i > 0);
+          wgmma_ss<1, 1>(*(float(*)[16])(dq_rmem + 32), moved(ds_operand, i * 2048), moved(rest_columns, i * 2048),
+                         i > 0);
         wgmma_commit();
 #pragma unroll
         for (int i = 0; i < kRows / 16; i++)                    // dS from shared memory: registers are full
@@ -730,16 +754,20 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
         const int head = kv_head | part.x << kLowBits, parts = part.y << kLowBits;
 #pragma unroll
         for (int i = 0; i < 2; i++)
-          hand_over(Tag<kKeyGrad>(), dk_rmem + i * kGradColumns / 2, first_key + w * 64, head, parts | i * kGradColumns);
+          hand_over(Tag<kKeyGrad>(), dk_rmem + i * kGradColumns / 2, first_key + w * 64, head,
+                    parts | i * kGradColumns);
 #pragma unroll
         for (int i = 0; i < 2; i++)
-          hand_over(Tag<kValueGrad>(), dv_rmem + i * kGradColumns / 2, first_key + w * 64, head, parts | i * kGradColumns);
+          hand_over(Tag<kValueGrad>(), dv_rmem + i * kGradColumns / 2, first_key + w * 64, head,
+                    parts | i * kGradColumns);
         continue;
       }
       const bool valid0 = first_key + key_row < end_key, valid1 = first_key + key_row + 8 < end_key;
-      auto store = [&](const auto& acc, void* base, long long token_stride, long long head_stride, float scale, int dim) {
+      auto store = [&](const auto& acc, void* base, long long token_stride, long long head_stride, float scale,
+                       int dim) {
         constexpr int N = sizeof(acc) / sizeof(float) * 2;
-        const long long low = (first_key + key_row) * token_stride + kv_head * head_stride, high = low + 8 * token_stride;
+        const long long low = (first_key + key_row) * token_stride + kv_head * head_stride;
+        const long long high = low + 8 * token_stride;
         if (params.store == kStorePacked) {
           unsigned short* p = (unsigned short*)base;
           store_rows_packed<N>(acc, scale, valid0 ? p + low : nullptr, valid1 ? p + high : nullptr, dim, lane);
@@ -750,12 +778,16 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
         else store_rows_float<N>(acc, scale, row_low, row_high, dim, lane);
       };
       auto store_both = [&]() {
-        if (kKeyGrads) store(dk_rmem, params.dk, params.dk_token_stride, params.dk_head_stride, params.softmax_scale, params.head_dim);
+        if (kKeyGrads)
+          store(dk_rmem, params.dk, params.dk_token_stride, params.dk_head_stride, params.softmax_scale,
+                params.head_dim);
         if (kValueGrads)
-          store(dv_rmem, params.dv, params.dv_token_stride, params.dv_head_stride, 1.f, kWide ? params.value_dim : params.head_dim);
+          store(dv_rmem, params.dv, params.dv_token_stride, params.dv_head_stride, 1.f,
+                kWide ? params.value_dim : params.head_dim);
       };
       if (kWide && kDeterministic && params.store == kAddFloat)
-        in_turn(params.part_semaphores + (part.x * params.schedule.num_heads + kv_head) * 2 + w, part.y, w, leader, store_both);
+        in_turn(params.part_semaphores + (part.x * params.schedule.num_heads + kv_head) * 2 + w, part.y, w, leader,
+                store_both);
       else
         store_both();
     }

@@ -1,7 +1,8 @@
 // FFA forward: out = softmax(scale * Q K^T, over the keys of the mask) V, and its log-sum-exp.
 //
-// A work item is one tile of 128 query rows (128 / PACK tokens x PACK heads) of one KV head, with the blocks of 128 keys that
-// its rows see. Warpgroup 0 is the producer: it walks the lists and starts the copies. Warpgroups 1 and 2 own 64 rows each:
+// A work item is one tile of 128 query rows (128 / PACK tokens x PACK heads) of one KV head, with the blocks of 128
+// keys that its rows see. Warpgroup 0 is the producer: it walks the lists and starts the copies. Warpgroups 1 and 2 own
+// 64 rows each:
 //
 //   S(n+1) = Q K(n+1)^T        both issued at once, asynchronous
 //   O     += P(n) V(n)
@@ -11,15 +12,16 @@
 // Attention over keys that arrive in stages is merged on the way out:
 //   EARLIER  adds to (out fp32, lse) of the stages before; lse in place, rows that see no new key keep theirs
 //   MORE     out is fp32, for stages that follow (in place if there were some before), else the input type
-// Rows of out pass through shared memory: the producer fetches those of earlier stages before the item ends, a second warp of
-// warpgroup 0 writes the new ones while the next item is worked on. In fp32 they have the even columns of each 8 before the odd
-// ones, see store_matrices.
+// Rows of out pass through shared memory: the producer fetches those of earlier stages before the item ends, a second
+// warp of warpgroup 0 writes the new ones while the next item is worked on. In fp32 they have the even columns of each
+// 8 before the odd ones, see store_matrices.
 //
-// SINKS: in the last stage each row's softmax takes in its head's sink, a score without a value: its share joins the row's sum under the
-// last product. Of a tile that is cut, in its first part.
+// SINKS: in the last stage each row's softmax takes in its head's sink, a score without a value: its share joins the
+// row's sum under the last product. Of a tile that is cut, in its first part.
 //
-// A tile may be cut into parts with some of its key blocks each, so that all SMs end at nearly the same time. Parts leave what they
-// have in memory; the last one to be done adds all of them up, in their order, and goes on as a whole tile does.
+// A tile may be cut into parts with some of its key blocks each, so that all SMs end at nearly the same time. Parts
+// leave what they have in memory; the last one to be done adds all of them up, in their order, and goes on as a whole
+// tile does.
 #include "ffa_layout.cuh"
 
 constexpr int kRows = 128;
@@ -38,7 +40,7 @@ constexpr bool kEarlier = false;
 #define FETCHES_ROWS                                   // of the stages before, to shared memory
 #endif
 constexpr int kTakenAt = 6;                            // blocks before its end that an item's CTA takes the next one
-constexpr int kRowsAt = 4;                             // and that it begins to fetch rows of earlier stages, a panel with each block
+constexpr int kRowsAt = 4;   // and that it begins to fetch rows of earlier stages, a panel with each block
 constexpr float kHeadroom = 8;                         // probabilities reach 2^8: far inside the range of fp16
 constexpr int kStages = HEAD_DIM == 64 ? 4 : 2;
 constexpr int kBlockKeys = VALUE_DIM == 256 ? 80 : VALUE_DIM == 192 ? 112 : 128;   // as many as fit in shared memory
@@ -52,9 +54,10 @@ constexpr bool kSinks = true;
 #else
 constexpr bool kSinks = false;
 #endif
-constexpr bool kPrefetches = !kSinks;                  // queries to L2: short packs gain 2%, windows of 128, where sinks are used, lose 3%
-constexpr float kMostOfSink = 100;                     // 2^100 times the row's own sum hides it: greater shares are not needed
-constexpr float kGreatest = 80;                        // so that 2^20 probabilities, times values, stay inside the range of fp32
+// queries to L2: short packs gain 2%, windows of 128, where sinks are used, lose 3%
+constexpr bool kPrefetches = !kSinks;
+constexpr float kMostOfSink = 100;   // 2^100 times the row's own sum hides it: greater shares are not needed
+constexpr float kGreatest = 80;   // so that 2^20 probabilities, times values, stay inside the range of fp32
 constexpr bool kHalves = kBlockKeys == 128;            // a block of few keys may be computed as one of 64
 
 // ---------------------------------------------------------------------------------------------- shared memory
@@ -79,11 +82,12 @@ struct Shared {
   int is_last_part;                   // of its tile
   alignas(16) int4 next[3];           // the item after this one, as its list has it
   u64 q_full, q_empty, next_full;
-  u64 rows_empty, rows_ready, rows_done;   // for the producer; consumers, with earlier rows; the warp that writes, with new ones
+  // for the producer; consumers, with earlier rows; the warp that writes, with new ones
+  u64 rows_empty, rows_ready, rows_done;
   u64 k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];
 };
 
-static_assert(sizeof(Shared) <= SHARED_BYTES, "ffa.py asks for too little shared memory");
+static_assert(sizeof(Shared) <= SHARED_BYTES, "params.py asks for too little shared memory");
 
 enum NamedBarrier { kPartsReady = 1 };
 
@@ -123,11 +127,12 @@ DEVICE void weighted_values(float (&o_rmem)[VALUE_DIM / 2], const u32 (&p_rmem)[
   for (int i = 0; i < kBlockKeys / 16; i++) wgmma_rs(o_rmem, p_rmem + 4 * i, moved(v, i * 2048), 1);
 }
 
-// Row r's keys are [band[r].x, band[r].y), and before `end`; s_rmem holds rows 0 and 8 of the thread's pair, columns from `first_key`.
+// Row r's keys are [band[r].x, band[r].y), and before `end`; s_rmem holds rows 0 and 8 of the thread's pair, columns
+// from `first_key`.
 template <int N>
 DEVICE void mask_scores(float (&s_rmem)[N], int first_key, int end, const int2 (&band)[2], int lane) {
   const int column = first_key + lane % 4 * 2;
-  auto before = [&](int key) {                              // one bit for each of the thread's columns: 0, 1, 8, 9, 16, ..
+  auto before = [&](int key) {   // one bit for each of the thread's columns: 0, 1, 8, 9, 16, ..
     const int columns = min(max(key - column, 0), 128), count = columns / 8 * 2 + min(columns % 8, 2);
     return count == 32 ? ~0u : (1u << count) - 1;
   };
@@ -140,10 +145,10 @@ DEVICE void mask_scores(float (&s_rmem)[N], int first_key, int end, const int2 (
   }
 }
 
-// Softmax: replaces scores by exp2(scale_log2 * score - offset) and updates the row sums. A row's offset is a maximum that was seen
-// before, kMasked while there was none. It is raised only when an exponent exceeds kHeadroom, since only the range is at stake.
-// `has_unseen`: some row of the warp has no offset yet. Returns whether any row of the warp was raised; then O must be scaled by
-// `rescale`. A row does not depend on the others.
+// Softmax: replaces scores by exp2(scale_log2 * score - offset) and updates the row sums. A row's offset is a maximum
+// that was seen before, kMasked while there was none. It is raised only when an exponent exceeds kHeadroom, since only
+// the range is at stake. `has_unseen`: some row of the warp has no offset yet. Returns whether any row of the warp was
+// raised; then O must be scaled by `rescale`. A row does not depend on the others.
 template <int N>
 DEVICE float greatest(const float (&s_rmem)[N], int r) {     // of row r
   float top = kMasked;
@@ -191,7 +196,7 @@ DEVICE bool softmax(float (&s_rmem)[N], float (&offset)[2], float (&row_sum)[2],
   exponentiate(s_rmem, offset, row_sum, scale_log2);
   return raised;
 }
-#else                // fewest instructions, which is least power: exponents above kHeadroom are positive, so their bits can be compared
+#else   // fewest instructions, which is least power: exponents above kHeadroom are positive: their bits can be compared
 template <int N>
 DEVICE bool softmax(float (&s_rmem)[N], float (&offset)[2], float (&row_sum)[2], float (&rescale)[2], float scale_log2,
                     bool& has_unseen) {
@@ -202,7 +207,8 @@ DEVICE bool softmax(float (&s_rmem)[N], float (&offset)[2], float (&row_sum)[2],
       const float top = greatest(s_rmem, r);
       if (offset[r] == kMasked && top != kMasked) {
         offset[r] = top * scale_log2;
-        if (kBounded) offset[r] += ceilf(fmaxf(scale_log2 - kGreatest - offset[r], 0.f));   // whole: a row's only key has a power of 2
+        // whole: a row's only key has a power of 2
+        if (kBounded) offset[r] += ceilf(fmaxf(scale_log2 - kGreatest - offset[r], 0.f));
       }
       unseen = unseen || offset[r] == kMasked;
     }
@@ -260,17 +266,19 @@ DEVICE void round_probabilities(u32 (&p_rmem)[kBlockKeys / 4], const float (&s_r
   for (int j = 0; j < kBlockKeys / 4; j++) p_rmem[j] = pack2(s_rmem[2 * j], s_rmem[2 * j + 1]);
 }
 
-// At the end of a part of a tile: leaves its out and lse, each thread what it has. Returns whether all other parts of the tile are
-// done; then out and lse become those of the whole tile.
+// At the end of a part of a tile: leaves its out and lse, each thread what it has. Returns whether all other parts of
+// the tile are done; then out and lse become those of the whole tile.
 constexpr int kPartWords = VALUE_DIM / 8 + 1;
-DEVICE bool join_parts(float (&out)[VALUE_DIM / 2], float (&lse)[2], int part, int group, const ForwardParams& params, int& is_last) {
+DEVICE bool join_parts(float (&out)[VALUE_DIM / 2], float (&lse)[2], int part, int group, const ForwardParams& params,
+                       int& is_last) {
   const int thread = threadIdx.x - 128, num_parts = params.parts_per_tile, heads = params.schedule.num_heads;
   const int tile = (part - 1) / num_parts, own = (part - 1) % num_parts;
   auto word = [&](int p, int i) {
     return params.parts + (((u64)(tile * num_parts + p) * heads + group) * kPartWords + i) * kConsumers + thread;
   };
 #pragma unroll
-  for (int i = 0; i < VALUE_DIM / 8; i++) __stcg(word(own, i), make_float4(out[4 * i], out[4 * i + 1], out[4 * i + 2], out[4 * i + 3]));
+  for (int i = 0; i < VALUE_DIM / 8; i++)
+    __stcg(word(own, i), make_float4(out[4 * i], out[4 * i + 1], out[4 * i + 2], out[4 * i + 3]));
   __stcg(word(own, VALUE_DIM / 8), make_float4(lse[0], lse[1], 0, 0));
   named_sync(kPartsReady, kConsumers);
   if (thread == 0) {
@@ -318,12 +326,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 ffa_forward(const __grid_constant__ TensorMap map_q, const __grid_constant__ TensorMap map_k,
             const __grid_constant__ TensorMap map_v, const __grid_constant__ TensorMap map_late_k,
             const __grid_constant__ TensorMap map_late_v,
-            const __grid_constant__ TensorMap map_out,       // [num_q, num_heads_q, head_dim] input type, or fp32 with MORE
+            const __grid_constant__ TensorMap map_out,   // [num_q, num_heads_q, head_dim] input type, or fp32 with MORE
 #ifdef EARLIER
             const __grid_constant__ TensorMap map_earlier,   // fp32, out of the stages before
 #endif
             const __grid_constant__ ForwardParams params) {
-  extern __shared__ __align__(1024) unsigned char raw_smem[];   // alone in shared memory, so it starts at a multiple of 1024
+  // alone in shared memory, so it starts at a multiple of 1024
+  extern __shared__ __align__(1024) unsigned char raw_smem[];
   Shared& smem = *(Shared*)raw_smem;
   const int warp = warp_uniform(threadIdx.x / 32), warpgroup = warp / 4;
   const u32 q_full = smem_address(&smem.q_full), q_empty = smem_address(&smem.q_empty);
@@ -394,14 +403,16 @@ ffa_forward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Ten
         mbarrier_wait(q_empty, q_phase);
         q_phase ^= 1;
         const bool takes_sinks = kSinks && (item.part == 0 || (item.part - 1) % params.parts_per_tile == 0);
-        smem.item = make_int4(token, group, (item.num_segments == 0 ? kLastBlock : 0) | (takes_sinks ? kTakesSinks : 0), item.part);
+        const int flags = (item.num_segments == 0 ? kLastBlock : 0) | (takes_sinks ? kTakesSinks : 0);
+        smem.item = make_int4(token, group, flags, item.part);
         if (item.num_segments == 0) {
           mbarrier_arrive(q_full);
         } else {
           const int row = segment.layer * params.num_q + token;
           mbarrier_arrive_expect(q_full, kQueryBytes + sizeof(smem.bands));
           bulk_load(smem_address(smem.bands), params.bands + (row & ~1), sizeof(smem.bands), q_full);
-          for (int p = 0; p < kPanels; p++) tma_load_3d(q + p * kPanelBytes, &map_q, q_full, p * 64, group * PACK, token);
+          for (int p = 0; p < kPanels; p++)
+            tma_load_3d(q + p * kPanelBytes, &map_q, q_full, p * 64, group * PACK, token);
         }
       };
 #ifdef FETCHES_ROWS
@@ -413,7 +424,8 @@ ffa_forward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Ten
           mbarrier_arrive_expect(ready, kFloatPanels * kTokens * PACK * 128);
         }
         for (; fetched < panels; fetched++)
-          tma_load_3d(smem_address(smem.rows) + fetched * kPanelBytes, &map_earlier, ready, fetched * 32, group * PACK, token);
+          tma_load_3d(smem_address(smem.rows) + fetched * kPanelBytes, &map_earlier, ready, fetched * 32,
+                      group * PACK, token);
       };
 #endif
       // The next item is taken late, so that one which nobody has begun goes to a CTA that is done.
@@ -429,10 +441,12 @@ ffa_forward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Ten
       }
       for (int i = 0; i < item.num_segments; i++) {
         if (i > 0) segment = load_segment(params.segments + 2 * (item.first_segment + i - 1));
-        for (int key = segment.first + (segment.end - 1 - segment.first) / kBlockKeys * kBlockKeys; key >= segment.first; key -= kBlockKeys) {
+        const int last = segment.first + (segment.end - 1 - segment.first) / kBlockKeys * kBlockKeys;
+        for (int key = last; key >= segment.first; key -= kBlockKeys) {
           const bool full = key >= segment.full_first && key + kBlockKeys <= segment.full_end;
           const bool opens = key + kBlockKeys >= segment.end, first = opens && i == 0;
-          const int left = i + 1 == item.num_segments ? (key - segment.first) / kBlockKeys : 1 << 30;   // blocks after this one
+          // blocks after this one
+          const int left = i + 1 == item.num_segments ? (key - segment.first) / kBlockKeys : 1 << 30;
           auto reaches = [&](int n) { return left == n || (opens && left < n); };
           const bool half = kHalves && first && key + kBlockKeys / 2 >= segment.end;
           const int s = ring.stage;
@@ -445,12 +459,14 @@ ffa_forward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Ten
           smem.block[s] = make_int4(key, flags, segment.layer * params.num_q, segment.end);
           mbarrier_arrive_expect(k_full + 8 * s, kKeyBytes);
           for (int p = 0; p < kPanels; p++)
-            tma_load_3d(k + s * kKeyBytes + p * kKeyPanel, late ? &map_late_k : &map_k, k_full + 8 * s, p * 64, kv_head, row);
-          if (first) load_query();             // after keys, which need not wait until the item before is done with its queries
+            tma_load_3d(k + s * kKeyBytes + p * kKeyPanel, late ? &map_late_k : &map_k, k_full + 8 * s, p * 64, kv_head,
+                        row);
+          if (first) load_query();   // after keys, which need not wait until the item before is done with its queries
           mbarrier_wait(v_empty + 8 * s, ring.phase ^ 1);
           mbarrier_arrive_expect(v_full + 8 * s, kValueBytes);
           for (int p = 0; p < kValuePanels; p++)
-            tma_load_3d(v + s * kValueBytes + p * kKeyPanel, late ? &map_late_v : &map_v, v_full + 8 * s, p * 64, kv_head, row);
+            tma_load_3d(v + s * kValueBytes + p * kKeyPanel, late ? &map_late_v : &map_v, v_full + 8 * s, p * 64,
+                        kv_head, row);
           if (reaches(kTakenAt - 1)) begin_next();
 #ifdef FETCHES_ROWS
           if (left <= kRowsAt && !first) fetch_rows(min(kRowsAt + 1 - left, kFloatPanels));
@@ -491,7 +507,8 @@ ffa_forward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Ten
 #ifdef EARLIER
       float before[2];                                             // lse of the stages before
 #pragma unroll
-      for (int r = 0; r < 2; r++) before[r] = valid[r] ? params.lse[(u64)token[r] * params.num_heads_q + head[r]] : -kInfinity;
+      for (int r = 0; r < 2; r++)
+        before[r] = valid[r] ? params.lse[(u64)token[r] * params.num_heads_q + head[r]] : -kInfinity;
 #endif
       int2 band[2];
       int band_layer = -1;
@@ -513,7 +530,7 @@ ffa_forward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Ten
         for (int r = 0; r < 2; r++)
           if (valid[r]) sink[r] = __ldg(params.sinks + head[r]);
       };
-      auto finish_rows = [&]() {                                   // under the last product: sums of probabilities, with the sinks' shares
+      auto finish_rows = [&]() {   // under the last product: sums of probabilities, with the sinks' shares
 #pragma unroll
         for (int r = 0; r < 2; r++) {
           row_sum[r] += __shfl_xor_sync(~0u, row_sum[r], 1);
@@ -598,7 +615,7 @@ ffa_forward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Ten
         wgmma_fence();
         weighted_values(o_rmem, p_rmem, moved(v, ring.stage * kValueBytes));
         wgmma_commit();
-        if (kWide) load_sinks();                                   // else there are registers to hold them since the first block
+        if (kWide) load_sinks();   // else there are registers to hold them since the first block
         finish_rows();
         wgmma_wait<0>();
         mbarrier_arrive_warp(v_empty + 8 * ring.stage);
@@ -642,7 +659,8 @@ ffa_forward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Ten
           const int r = j / 2 % 2, column = j / 4 * 8 + lane % 4 * 2;
           float2 old = make_float2(0, 0);
           if (valid[r] && column < params.value_dim) old = *(const float2*)(params.earlier + (r ? high : low) + column);
-          o_rmem[j] = o_rmem[j] * scale[r] + old.x * keep[r], o_rmem[j + 1] = o_rmem[j + 1] * scale[r] + old.y * keep[r];
+          o_rmem[j] = o_rmem[j] * scale[r] + old.x * keep[r];
+          o_rmem[j + 1] = o_rmem[j + 1] * scale[r] + old.y * keep[r];
         }
 #endif
         if (kMore) {
@@ -655,7 +673,8 @@ ffa_forward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Ten
                                        params.value_dim, lane);
         }
       } else {
-        const u32 rows = swizzled_row(smem_address(smem.rows), (warp - 4) * 16 + lane / 16 * 8 + lane % 8) ^ lane / 8 % 2 * 16;
+        const int row = (warp - 4) * 16 + lane / 16 * 8 + lane % 8;
+        const u32 rows = swizzled_row(smem_address(smem.rows), row) ^ lane / 8 % 2 * 16;
 #ifdef EARLIER
 #pragma unroll
         for (int i = 0; i < VALUE_DIM / 8; i++) {                     // 8 columns
@@ -669,7 +688,8 @@ ffa_forward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Ten
         if (kMore) {
 #pragma unroll
           for (int i = 0; i < VALUE_DIM / 8; i++)
-            store_matrices((rows ^ i % 4 * 32) + i / 4 * kPanelBytes, __float_as_uint(o_rmem[4 * i]), __float_as_uint(o_rmem[4 * i + 1]),
+            store_matrices((rows ^ i % 4 * 32) + i / 4 * kPanelBytes,
+                           __float_as_uint(o_rmem[4 * i]), __float_as_uint(o_rmem[4 * i + 1]),
                            __float_as_uint(o_rmem[4 * i + 2]), __float_as_uint(o_rmem[4 * i + 3]));
         } else {
 #pragma unroll

@@ -8,15 +8,17 @@
 //   USE_FP16   inputs are fp16 (default bf16)
 //   SOFTCAP    scores s become softcap * tanh(s / softcap)
 //
-// Lists, made by torchtitan_magi/worklists.py. A segment is a run of tiles on one mask layer, 8 ints:
+// Lists, made by torchtitan_magi/backends/ffa/worklists.py. A segment is a run of tiles on one mask layer, 8 ints:
 //   forward  {layer, 0, 0, 0, first_key, end_key, full_first, full_end}
-//            keys [first_key, end_key) in blocks of 128 from first_key; a block inside [full_first, full_end) needs no mask
+//            keys [first_key, end_key) in blocks of 128 from first_key; one inside [full_first, full_end) needs no mask
 //   backward {layer, component, first_key, end_key, first_block, end_block, full_first, full_end}
-//            query blocks of 64 / PACK tokens; a block inside [full_first, full_end) needs no mask
+//            query blocks of 64 / PACK tokens; one inside [full_first, full_end) needs no mask
 //            component: position of this run of keys among those of its query blocks (deterministic mode only)
 //            [first_key, end_key): the keys of the tile
-// A work item is {tile, num_segments, first_segment, part} + its first segment (12 ints). first_segment counts further segments.
-//   part     forward: 0, or the number of a part of a tile that is cut, from 1 on; deterministic backward: parts of the tile before it
+// A work item is {tile, num_segments, first_segment, part} + its first segment (12 ints).
+// first_segment counts further segments.
+//   part     forward: 0, or the number of a part of a tile that is cut, from 1 on
+//            deterministic backward: parts of the tile before it
 // bands[layer][row] = {lo, hi}: the keys that layer lets the row see. The intervals of a row are disjoint.
 #pragma once
 #include "sm90.cuh"
@@ -53,7 +55,8 @@ DEVICE void cap_scores(float (&s_rmem)[N], float scale) {
   for (int j = 0; j < N; j++) s_rmem[j] = tanh_fast(s_rmem[j] * scale);
 }
 
-// half (forward): the second 64 keys are beyond the segment; takes sinks (of an item): it is the tile's only or first part
+// half (forward): the second 64 keys are beyond the segment
+// takes sinks (of an item): it is the tile's only or first part
 enum BlockFlags { kFullBlock = 1, kLastBlock = 2, kHalfBlock = 4, kTakesSinks = 8 };
 
 struct Segment {
@@ -81,8 +84,9 @@ DEVICE WorkItem read_item(const int4 (&words)[3]) {
   return {a.x, a.y, a.z, a.w, {b.x, b.y, c.x, c.y, c.z, c.w}};
 }
 
-// The persistent grid's item order: a few tiles that come first in all heads; then the others as listed; both `heads_per_wave` heads
-// at a time, so that what they read stays in L2. At the end a tail of tiles of all heads. heads_per_wave divides num_heads.
+// The persistent grid's item order: a few tiles that come first in all heads; then the others as listed; both
+// `heads_per_wave` heads at a time, so that what they read stays in L2. At the end a tail of tiles of all heads.
+// heads_per_wave divides num_heads.
 struct Schedule {
   int num_early, num_tiles, num_tail, num_heads, heads_per_wave;
   DEVICE constexpr int num_items() const { return (num_early + num_tiles + num_tail) * num_heads; }
@@ -105,8 +109,8 @@ struct Schedule {
   }
 };
 
-// Keys from `first` on lie in tensors of their own; no block has keys of both sides. They are being fetched, and there once
-// *arrived has reached `number`; null: they are there.
+// Keys from `first` on lie in tensors of their own; no block has keys of both sides. They are being fetched, and there
+// once *arrived has reached `number`; null: they are there.
 struct LateKeys {
   const int* arrived;
   int number, first;
@@ -119,12 +123,13 @@ DEVICE void wait_for_keys(const LateKeys& late) {
   asm volatile("fence.proxy.async.global;" ::: "memory");
 }
 
-// counter[0]: items handed out, if not by block number; counter[1]: CTAs that are done; then, for each tile that the forward
-// cuts, the parts that are done. The last one sets them back to zero for the next launch. In deterministic mode items wait for
-// earlier ones, which must be with CTAs that run: while another kernel holds SMs not all do, so no item belongs to a CTA before
-// it starts.
+// counter[0]: items handed out, if not by block number; counter[1]: CTAs that are done; then, for each tile that the
+// forward cuts, the parts that are done. The last one sets them back to zero for the next launch. In deterministic mode
+// items wait for earlier ones, which must be with CTAs that run: while another kernel holds SMs not all do, so no item
+// belongs to a CTA before it starts.
 DEVICE int first_item(int* counter) { return kDeterministic ? atomicAdd(counter, 1) : blockIdx.x; }
-DEVICE int item_of(int ticket) { return ticket + (kDeterministic ? 0 : (int)gridDim.x); }   // a ticket: what counter[0] was
+// a ticket: what counter[0] was
+DEVICE int item_of(int ticket) { return ticket + (kDeterministic ? 0 : (int)gridDim.x); }
 DEVICE int next_item(int* counter) { return item_of(atomicAdd(counter, 1)); }
 DEVICE void finish_items(int* counter) {
   __threadfence();
@@ -134,7 +139,7 @@ DEVICE void finish_items(int* counter) {
   }
 }
 
-// ---------------------------------------------------------------------------------------------- rows from accumulators to global memory
+// ----------------------------------------------------------------------------- rows from accumulators to global memory
 // Transposes 4 x 4 words among the four lanes of a quad: lane i gets word i of every lane, in lane order.
 DEVICE uint4 quad_transpose(u32 w0, u32 w1, u32 w2, u32 w3, int lane) {
   const bool odd = lane & 1, upper = lane & 2;
@@ -145,8 +150,8 @@ DEVICE uint4 quad_transpose(u32 w0, u32 w1, u32 w2, u32 w3, int lane) {
   return upper ? make_uint4(c, d, y0, y1) : make_uint4(x0, x1, c, d);
 }
 
-// Stores accumulator rows r (elements 4i, 4i + 1) and r + 8 (4i + 2, 4i + 3), times `scale`, as the input type, 16 bytes a
-// lane. row_* = the row's first element, null when there is nothing to store.
+// Stores accumulator rows r (elements 4i, 4i + 1) and r + 8 (4i + 2, 4i + 3), times `scale`, as the input type, 16
+// bytes a lane. row_* = the row's first element, null when there is nothing to store.
 template <int N>
 DEVICE void store_rows_packed(const float (&acc)[N / 2], float scale, unsigned short* row_low, unsigned short* row_high,
                               int head_dim, int lane) {
@@ -171,7 +176,8 @@ DEVICE void store_rows_packed(const float (&acc)[N / 2], float scale, unsigned s
 
 // The same as fp32, 8 bytes a lane.
 template <int N>
-DEVICE void store_rows_float(const float (&acc)[N / 2], float scale, float* row_low, float* row_high, int head_dim, int lane) {
+DEVICE void store_rows_float(const float (&acc)[N / 2], float scale, float* row_low, float* row_high, int head_dim,
+                             int lane) {
 #pragma unroll
   for (int i = 0; i < N / 8; i++) {
     const int column = i * 8 + lane % 4 * 2;

@@ -1,13 +1,14 @@
-// What is done around attention at the speed of memory, one launch each. Once per mask: row bands are written. Before attention:
-// K/V rows are packed for group_cast, and a backward's row sums taken. After it: gradients are packed for group_reduce, those
-// that come back added, the sums rounded, and the gradient of sinks taken.
+// What is done around attention at the speed of memory, one launch each. Once per mask: row bands are written. Before
+// attention: K/V rows are packed for group_cast, and a backward's row sums taken. After it: gradients are packed for
+// group_reduce, those that come back added, the sums rounded, and the gradient of sinks taken.
 // Rows are packed into one buffer, or written to where they are wanted, in the memory of several GPUs.
 //
 // Compile-time macros
 //   WIRE_FP32  returned gradients are fp32 (default: the input type)
 //   USE_FP16   the input type is fp16 (default bf16)
 //   WIDE       dq left registers directly (heads with values wider than 128), see add_query_grads in ffa_backward.cu
-//   ROUNDED    finish_grads finds dk and dv in the input type, rows of other ranks after the rank's own (default: sums in fp32)
+//   ROUNDED    finish_grads finds dk and dv in the input type, rows of other ranks after the rank's own
+//              (default: sums in fp32)
 #include "sm90.cuh"
 
 constexpr int kWarps = 8;
@@ -73,7 +74,8 @@ DEVICE void sum_rows(const RowSums& params, unsigned block) {
   if (row < params.num_rows && i % 16 == 0) params.delta[row] = params.dlse ? sum - params.dlse[row] : sum;
 }
 
-// to[head] = the sum over rows [begin, end) of value(row, head), for all heads, in a fixed order. By all threads of a block.
+// to[head] = the sum over rows [begin, end) of value(row, head), for all heads, in a fixed order. By all threads of a
+// block.
 template <typename VALUE>
 DEVICE void sum_columns(int begin, int end, int num_heads, float* to, VALUE value) {
   __shared__ float sums[kWarps * 32];
@@ -91,8 +93,8 @@ DEVICE void sum_columns(int begin, int end, int num_heads, float* to, VALUE valu
   }
 }
 
-// The gradient of each head's sink: -sum over tokens of exp(sink - lse) * delta; 0 for a sink of -infinity, also where lse is.
-// Each block takes some tokens, the last one adds up.
+// The gradient of each head's sink: -sum over tokens of exp(sink - lse) * delta; 0 for a sink of -infinity, also where
+// lse is. Each block takes some tokens, the last one adds up.
 struct SinksParams {
   const float *sinks, *lse, *delta;       // [num_heads], [num_tokens, num_heads] each
   float *parts, *dsinks;                  // [blocks, num_heads], [num_heads]
@@ -105,11 +107,13 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32) sum_sinks(const __grid
   wait_for_kernel_before();
   const int heads = params.num_heads;
   auto first_of = [&](unsigned block) { return (int)((long long)params.num_tokens * block / gridDim.x); };
-  sum_columns(first_of(blockIdx.x), first_of(blockIdx.x + 1), heads, params.parts + blockIdx.x * heads, [&](int token, int head) {
+  auto sink_grad = [&](int token, int head) {
     const long long at = (long long)token * heads + head;
     const float sink = params.sinks[head];
     return sink == -kInfinity ? 0.f : -expf(sink - params.lse[at]) * params.delta[at];
-  });
+  };
+  const int first = first_of(blockIdx.x), end = first_of(blockIdx.x + 1);
+  sum_columns(first, end, heads, params.parts + blockIdx.x * heads, sink_grad);
   __shared__ bool is_last;
   __threadfence();
   __syncthreads();
@@ -118,12 +122,13 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32) sum_sinks(const __grid
   if (!is_last) return;
   __threadfence();
   if (threadIdx.x == 0) *params.blocks_done = 0;
-  sum_columns(0, gridDim.x, heads, params.dsinks, [&](int block, int head) { return __ldcg(params.parts + block * heads + head); });
+  auto part_of = [&](int block, int head) { return __ldcg(params.parts + block * heads + head); };
+  sum_columns(0, gridDim.x, heads, params.dsinks, part_of);
 }
 
 // bands[layer][row]: the keys that a row sees, of the slices of a mask. The rows are counted through all layers.
 struct BandsParams {
-  const int* slices;                      // [num_slices, 5]: first row, end; first key, end; type. Ascending, no row in two
+  const int* slices;   // [num_slices, 5]: first row, end; first key, end; type. Ascending, no row in two
   int2* bands;                            // [num_bands] = {lo, hi}
   int num_slices, num_bands;
 };
@@ -162,9 +167,11 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32) gather_rows(const __gr
   let_next_kernel_begin();
   wait_for_kernel_before();
   if (blockIdx.x >= params.num_blocks) return sum_rows(params.sums, blockIdx.x - params.num_blocks);
-  const int lane = threadIdx.x % 32, keys = params.num_heads * params.key_units, values = params.num_heads * params.value_units;
+  const int keys = params.num_heads * params.key_units, values = params.num_heads * params.value_units;
+  const int lane = threadIdx.x % 32;
   for (int n = blockIdx.x * kWarps + threadIdx.x / 32; n < params.num_rows; n += params.num_blocks * kWarps) {
-    const int i = n + params.places.begin < params.num_rows ? n + params.places.begin : n + params.places.begin - params.num_rows;
+    const int from_begin = n + params.places.begin;
+    const int i = from_begin < params.num_rows ? from_begin : from_begin - params.num_rows;
     const long long token = __ldg(params.rows + i);
     uint4* out = place_of(params.places, i) + (long long)i * (keys + values);
     for (int u = lane; u < max(keys, values); u += 32) {
@@ -228,14 +235,15 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32) add_rows(const __grid_
   }
 }
 
-// The end of a backward: gradients of rows that other ranks own are written to them, those of the rank's own queries rounded, and
-// those of its own keys, after what came back is added. If they are rounded already, only rows to which something came back change. In this order, as the last part may have to wait for other ranks. A block
-// does kUnits units of one part. Blocks are numbered as they start, so that none waits before all that write have begun.
+// The end of a backward: gradients of rows that other ranks own are written to them, those of the rank's own queries
+// rounded, and those of its own keys, after what came back is added. If they are rounded already, only rows to which
+// something came back change. In this order, as the last part may have to wait for other ranks. A block does kUnits
+// units of one part. Blocks are numbered as they start, so that none waits before all that write have begun.
 constexpr int kUnits = 4 * kWarps * 32;
 
 struct FinishParams {
   Places places;                          // for [unsent_units] of 16 bytes, or 32 if the wire is wider
-  const float4* unsent;                   // [unsent_units, 2]: [rows, units]; rounded ones follow the rows of dk_to and dv_to
+  const float4* unsent;   // [unsent_units, 2]: [rows, units]; rounded ones follow the rows of dk_to and dv_to
   int* started;                           // blocks: zero, and zero afterwards; null: nothing to write
   ReturnedRows returned;
   const int* arrived;                     // they are there when it has reached `number`; null: they are
@@ -254,7 +262,8 @@ DEVICE uint4 rounded(float4 low, float4 high) {
 
 DEVICE uint4& key_or_value(const FinishParams& params, unsigned row, unsigned unit) {
   const unsigned keys = params.key_units, values = params.returned.units - keys;
-  return unit < keys ? params.dk_to[(long long)row * keys + unit] : params.dv_to[(long long)row * values + (unit - keys)];
+  return unit < keys ? params.dk_to[(long long)row * keys + unit]
+                     : params.dv_to[(long long)row * values + (unit - keys)];
 }
 
 DEVICE unsigned blocks_for(unsigned units) { return (units + kUnits - 1) / kUnits; }
@@ -303,7 +312,9 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32) finish_grads(const __g
       const float scale = params.softmax_scale;
 #ifdef WIDE
       const float4* x = params.dq + i / 2 * 4ll;   // 16 columns: four of each lane, the first two of them below 8
-      auto two = [&](int lane) { return i % 2 ? make_float2(x[lane].z, x[lane].w) : make_float2(x[lane].x, x[lane].y); };
+      auto two = [&](int lane) {
+        return i % 2 ? make_float2(x[lane].z, x[lane].w) : make_float2(x[lane].x, x[lane].y);
+      };
       const float2 a = two(0), b = two(1), c = two(2), d = two(3);
       params.dq_to[i] = rounded(make_float4(a.x * scale, a.y * scale, b.x * scale, b.y * scale),
                                 make_float4(c.x * scale, c.y * scale, d.x * scale, d.y * scale));

@@ -15,18 +15,20 @@ typedef unsigned long long u64;
 
 struct alignas(64) TensorMap { u64 opaque[16]; };   // the driver's CUtensorMap
 
-// Tells the compiler that a value is the same in all lanes, so that it and what follows from it can use uniform registers.
+// Tells the compiler that a value is the same in all lanes, so that it and what follows from it can use uniform
+// registers.
 DEVICE int warp_uniform(int x) { return __shfl_sync(~0u, x, 0); }
 
 DEVICE u32 smem_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
-// The host launches each kernel so that it may begin while the one before it in its stream comes to an end: as soon as all blocks of
-// that one have called the first function. That one's writes are there after the second. Every kernel calls both, and but for
-// one (see ffa_backward.cu) before it touches global memory.
+// The host launches each kernel so that it may begin while the one before it in its stream comes to an end: as soon as
+// all blocks of that one have called the first function. That one's writes are there after the second. Every kernel
+// calls both, and but for one (see ffa_backward.cu) before it touches global memory.
 DEVICE void let_next_kernel_begin() { asm volatile("griddepcontrol.launch_dependents;"); }
 DEVICE void wait_for_kernel_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
-// Until *word, which something outside of this kernel raises, has reached `number`, modulo 2^32; what came before is seen then.
+// Until *word, which something outside of this kernel raises, has reached `number`, modulo 2^32; what came before is
+// seen then.
 DEVICE void wait_until(const int* word, int number) {
   int seen;
   do asm volatile("ld.acquire.sys.global.b32 %0, [%1];" : "=r"(seen) : "l"(word) : "memory");
@@ -41,8 +43,8 @@ DEVICE void mbarrier_init_fence() { asm volatile("fence.mbarrier_init.release.cl
 DEVICE void mbarrier_arrive(u32 bar) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");
 }
-// kWarpArrivals arrivals for the whole warp, after all its lanes have come here. EVERY_LANE_ARRIVES is for race checkers, which
-// do not see that the lanes of a warp are ordered before the arrival of one of them.
+// kWarpArrivals arrivals for the whole warp, after all its lanes have come here. EVERY_LANE_ARRIVES is for race
+// checkers, which do not see that the lanes of a warp are ordered before the arrival of one of them.
 #ifdef EVERY_LANE_ARRIVES
 constexpr int kWarpArrivals = 32;
 DEVICE void mbarrier_arrive_warp(u32 bar) { mbarrier_arrive(bar); }
@@ -50,7 +52,8 @@ DEVICE void mbarrier_arrive_warp(u32 bar) { mbarrier_arrive(bar); }
 constexpr int kWarpArrivals = 1;
 DEVICE void mbarrier_arrive_warp(u32 bar) {
   __syncwarp();
-  asm volatile("{ .reg .pred one; elect.sync _|one, -1; @one mbarrier.arrive.shared::cta.b64 _, [%0]; }" ::"r"(bar) : "memory");
+  asm volatile("{ .reg .pred one; elect.sync _|one, -1; @one mbarrier.arrive.shared::cta.b64 _, [%0]; }" ::"r"(bar)
+               : "memory");
 }
 #endif
 DEVICE void mbarrier_arrive_expect(u32 bar, u32 bytes) {
@@ -91,15 +94,16 @@ DEVICE void tma_load_3d(u32 dst_smem, const TensorMap* map, u32 bar, int x, int 
 }
 // Bytes as they lie; both addresses and the number of bytes are multiples of 16.
 DEVICE void bulk_load(u32 dst_smem, const void* src, u32 bytes, u32 bar) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(dst_smem), "l"(src),
-               "r"(bytes), "r"(bar) : "memory");
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+               "r"(dst_smem), "l"(src), "r"(bytes), "r"(bar) : "memory");
 }
 DEVICE void tma_prefetch_3d(const TensorMap* map, int x, int y, int z) {   // to L2
-  asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global.tile [%0, {%1, %2, %3}];" ::"l"(map), "r"(x), "r"(y), "r"(z) : "memory");
+  asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global.tile [%0, {%1, %2, %3}];" ::
+               "l"(map), "r"(x), "r"(y), "r"(z) : "memory");
 }
 DEVICE void tma_store_3d(const TensorMap* map, u32 src_smem, int x, int y, int z) {
-  asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map), "r"(src_smem),
-               "r"(x), "r"(y), "r"(z) : "memory");
+  asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4}], [%1];" ::
+               "l"(map), "r"(src_smem), "r"(x), "r"(y), "r"(z) : "memory");
 }
 DEVICE void tma_reduce_add_3d(const TensorMap* map, u32 src_smem, int x, int y, int z) {
   asm volatile(
@@ -147,10 +151,12 @@ DEVICE float log2_fast(float x) {
 #define OPERAND "bf16"
 #endif
 
-// The greatest of three integers, two of them the bits of floats, in one instruction. Floats above 0 are ordered as their bits are.
+// The greatest of three integers, two of them the bits of floats, in one instruction. Floats above 0 are ordered as
+// their bits are.
 DEVICE int max_bits(int a, float x, float y) {
   int r;
-  asm("{ .reg .b32 p, q, s; mov.b32 p, %1; mov.b32 q, %2; max.s32 s, p, q; max.s32 %0, s, %3; }" : "=r"(r) : "f"(x), "f"(y), "r"(a));
+  asm("{ .reg .b32 p, q, s; mov.b32 p, %1; mov.b32 q, %2; max.s32 s, p, q; max.s32 %0, s, %3; }"
+      : "=r"(r) : "f"(x), "f"(y), "r"(a));
   return r;
 }
 
@@ -177,11 +183,11 @@ DEVICE void store_smem(u32 address, float x, float y) {
   asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(x), "f"(y) : "memory");
 }
 
-// Stores four 8 x 8 matrices of 16-bit elements from accumulator-shaped registers; lane l gives the address of row l % 8 of
-// matrix l / 8.
+// Stores four 8 x 8 matrices of 16-bit elements from accumulator-shaped registers; lane l gives the address of
+// row l % 8 of matrix l / 8.
 DEVICE void store_matrices(u32 address, u32 a, u32 b, u32 c, u32 d) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b), "r"(c),
-               "r"(d) : "memory");
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::
+               "r"(address), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
 }
 
 // The reverse, of floats.
@@ -232,15 +238,17 @@ DEVICE void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n
 #define ACC_128(d) ACC_64(d, 0), ACC_64(d, 64)
 
 // D[64, N] (+)= A * B. `TRANS_A`, `TRANS_B` = 1 for an MN-major operand; `accumulate` = 0 overwrites D.
-// Element j of a thread's D is row lane / 4 + 8 * (j / 2 % 2) of its warp's 16, column 8 * (j / 4) + 2 * (lane % 4) + j % 2.
+// Element j of a thread's D is row lane / 4 + 8 * (j / 2 % 2) of its warp's 16, column
+// 8 * (j / 4) + 2 * (lane % 4) + j % 2.
 #define WGMMA_SS(N, REGS, ACC, A_DESC, B_DESC, SCALE)                                                              \
   template <int TRANS_A, int TRANS_B>                                                                               \
   DEVICE void wgmma_ss(float (&d)[N / 2], u32 a, u32 b, int accumulate) {                                           \
     asm volatile("{ .reg .pred keep; setp.ne.b32 keep, " SCALE ", 0;\n"                                             \
-                 "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." OPERAND "." OPERAND " {" REGS "}, " A_DESC ", " B_DESC \
+                 "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." OPERAND "." OPERAND                              \
+                 " {" REGS "}, " A_DESC ", " B_DESC                                                                 \
                  ", keep, 1, 1, %" TRANS_POSITION(N, 3) ", %" TRANS_POSITION(N, 4) "; }"                            \
                  : ACC                                                                                              \
-                 : "l"(descriptor(a)), "l"(descriptor(b)), "r"(accumulate), "n"(TRANS_A), "n"(TRANS_B));                                  \
+                 : "l"(descriptor(a)), "l"(descriptor(b)), "r"(accumulate), "n"(TRANS_A), "n"(TRANS_B));            \
   }
 #define TRANS_POSITION(N, k) TRANS_POSITION_##N##_##k
 #define TRANS_POSITION_32_3 "19"
@@ -273,10 +281,11 @@ WGMMA_SS(256, REGS_128, ACC_128(d), "%128", "%129", "%130")
 #define WGMMA_RS(N, REGS, ACC, A_REGS, B_DESC, SCALE)                                                              \
   DEVICE void wgmma_rs(float (&d)[N / 2], const u32* a, u32 b, int accumulate) {                                    \
     asm volatile("{ .reg .pred keep; setp.ne.b32 keep, " SCALE ", 0;\n"                                             \
-                 "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." OPERAND "." OPERAND " {" REGS "}, {" A_REGS "}, " B_DESC \
+                 "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." OPERAND "." OPERAND                              \
+                 " {" REGS "}, {" A_REGS "}, " B_DESC                                                               \
                  ", keep, 1, 1, 1; }"                                                                               \
                  : ACC                                                                                              \
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(descriptor(b)), "r"(accumulate));                            \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(descriptor(b)), "r"(accumulate));                \
   }
 WGMMA_RS(64, REGS_32, ACC_32(d, 0), "%32,%33,%34,%35", "%36", "%37")
 WGMMA_RS(128, REGS_64, ACC_64(d, 0), "%64,%65,%66,%67", "%68", "%69")

@@ -32,8 +32,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan_magi.attention.bound_plan import bind_slices
-from torchtitan_magi.attention.op import attention_backward_op, attention_op, make_handle
-from torchtitan_magi.backends.choose import StageInputs, choose_block_attn
+from torchtitan_magi.attention.op import PlanHandle, attention_backward_op, attention_op
+from torchtitan_magi.backends.choose import choose_block_attn
+from torchtitan_magi.backends.interface import StageInputs
 from torchtitan_magi.exchange import peer_memory
 from torchtitan_magi.exchange.in_flight import Arrival, Places, RowShape
 from torchtitan_magi.exchange.mesh import process_group_transport
@@ -202,7 +203,7 @@ class Layer:
         bound = bind_slices(self.slices, num_tokens, num_tokens, *counts[:2], self.block_attn, device)
         shapes = [(num_tokens, count, heads.head_dim) for count in counts]
         q, k, v = (torch.randn(shape, device=device, dtype=torch.bfloat16) for shape in shapes)
-        handle, scale = make_handle(bound), heads.head_dim**-0.5
+        handle, scale = PlanHandle(bound).tensor, heads.head_dim**-0.5
         self.inputs = StageInputs(q, k, v, bound.forward[0].mask, scale)
         self.forward = partial(attention_op, q, k, v, handle, scale)
         out, lse = self.forward()

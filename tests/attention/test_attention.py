@@ -20,17 +20,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import torchtitan_magi as magi
-from torchtitan_magi.attention import op as attention
+from torchtitan_magi.attention import api
 from torchtitan_magi.attention.bound_plan import bind_plan, bind_slices
 from torchtitan_magi.attention.op import (
+    PlanHandle,
     attention_backward_op,
     attention_op,
-    make_handle,
     num_live_plans,
 )
 from torchtitan_magi.backends import flex
-from torchtitan_magi.backends.choose import Gradients, OutGrads, StageInputs, StageMask
 from torchtitan_magi.backends.flex import FlexBlockAttn
+from torchtitan_magi.backends.interface import Gradients, OutGrads, StageInputs, StageMask
 from torchtitan_magi.exchange.agreement import PlanAgreement
 from torchtitan_magi.exchange.mesh import process_group_transport
 from torchtitan_magi.masks.slices import AttnSlices
@@ -211,7 +211,7 @@ def test_plans_live_as_long_as_a_graph_needs_them_and_no_longer():
     before = num_live_plans()
     q = torch.randn(30, 2, 8, requires_grad=True)
     plan = magi.make_plan(magi.varlen_causal([0, 30]), 30, 1)
-    out = attention_op(q, q, q, make_handle(bind_plan(plan, None, FlexBlockAttn(), 2, 2, q.device)), 1.0)[0]
+    out = attention_op(q, q, q, PlanHandle(bind_plan(plan, None, FlexBlockAttn(), 2, 2, q.device)).tensor, 1.0)[0]
     gc.disable()
     try:
         assert num_live_plans() == before + 1
@@ -264,15 +264,15 @@ def test_public_calls_keep_few_bytes_of_index_data_and_let_go_of_them(monkeypatc
 
     magi.clear_caches()
     call(1)
-    (size, _), before = [attention._bound_plan(handle).num_bytes for handle in attention._handles.values()], 2
+    (size, _), before = [handle.bound_plan.num_bytes for handle in api._handles.values()], 2
     assert size > 0
-    for most, kept in ((attention.CACHED_BYTES, attention.CACHED_PLANS), (3 * size, 3), (0, 1)):
-        monkeypatch.setattr(attention, "CACHED_BYTES", most)
+    for most, kept in ((api.CACHED_BYTES, api.CACHED_PLANS), (3 * size, 3), (0, 1)):
+        monkeypatch.setattr(api, "CACHED_BYTES", most)
         for n in range(2, 20):
             call(n)
-            assert num_live_plans() == len(attention._handles) <= max(kept, before)
+            assert num_live_plans() == len(api._handles) <= max(kept, before)
         before = kept
-        assert len(attention._handles) <= kept
+        assert len(api._handles) <= kept
     magi.clear_caches()
     assert num_live_plans() == 0
 
@@ -280,9 +280,7 @@ def test_public_calls_keep_few_bytes_of_index_data_and_let_go_of_them(monkeypatc
 def test_attention_repeats_bit_for_bit_when_torch_or_the_caller_asks(monkeypatch):
     asked, x = [], torch.randn(8, 4, 8)
     plan = magi.make_plan(magi.varlen_causal([0, 8]), 8, 1)
-    monkeypatch.setattr(
-        attention, "choose_block_attn", lambda *arguments: asked.append(arguments[2]) or FlexBlockAttn()
-    )
+    monkeypatch.setattr(api, "choose_block_attn", lambda *arguments: asked.append(arguments[2]) or FlexBlockAttn())
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         for deterministic in (None, True, False):  # a plan that is bound serves the second
@@ -324,7 +322,7 @@ def test_transports_and_threads_end_with_their_group(tmp_path):
 @pytest.mark.parametrize("transform", ["grad", "vjp", "jvp", "vmap", "forward_ad", "forward_ad of a parameter"])
 def test_transforms_without_a_rule_are_refused_by_name(transform, call):
     slices, x = magi.varlen_causal([0, 6]), torch.randn(6, 2, 8)
-    handle = make_handle(bind_slices(slices, 6, 6, 2, 2, FlexBlockAttn(), x.device))
+    handle = PlanHandle(bind_slices(slices, 6, 6, 2, 2, FlexBlockAttn(), x.device)).tensor
 
     def attend(x):
         if call == "attend":
@@ -374,7 +372,7 @@ def test_names_and_schemas_of_the_ops_are_those_of_saved_graphs():
 def test_the_ops_compile():
     """torch's own checks of schema, autograd registration, fakes and tracing with static and dynamic shapes."""
     plan = magi.make_plan(magi.varlen_causal([0, 4, 9]), 9, 1)
-    handle = make_handle(bind_plan(plan, None, FlexBlockAttn(), 2, 1, torch.device("cpu")))
+    handle = PlanHandle(bind_plan(plan, None, FlexBlockAttn(), 2, 1, torch.device("cpu"))).tensor
     q, k, v = (torch.randn(9, heads, 4, requires_grad=True) for heads in (2, 1, 1))
     sinks = torch.randn(2, requires_grad=True)
     for options in ((), (sinks, 3.0)):
@@ -390,7 +388,7 @@ def test_ops_keep_their_promises_to_compilers():
     """The fakes give the shapes, dtypes and strides of the real outputs."""
     plan = magi.make_plan(magi.varlen_causal([0, 4, 9]), 9, 1)
     bound = bind_plan(plan, None, FlexBlockAttn(), 2, 1, torch.device("cpu"))
-    handle = make_handle(bound)
+    handle = PlanHandle(bound).tensor
     q, k, v, dout = (torch.randn(9, heads, 4, dtype=torch.bfloat16) for heads in (2, 1, 1, 2))
     out, lse = attention_op(q, k, v, handle, 0.5)
     grads = attention_backward_op(dout, q, k, v, out, lse, handle, 0.5)

@@ -11,7 +11,7 @@ from support.pool import RankPool
 
 import torchtitan_magi as magi
 from torchtitan_magi.attention.bound_plan import bind_plan
-from torchtitan_magi.attention.op import attention_op, make_handle
+from torchtitan_magi.attention.op import PlanHandle, attention_op
 from torchtitan_magi.backends.choose import choose_block_attn
 from torchtitan_magi.exchange import peer_memory as peer
 from torchtitan_magi.exchange.mesh import process_group_transport
@@ -185,7 +185,7 @@ def deterministic_step(case):
     device = torch.device("cuda", rank)
     block_attn = choose_block_attn("ffa", device, deterministic=True)
     bound = bind_plan(plan, dist.group.WORLD, block_attn, *case.heads, device)
-    handle = make_handle(bound)
+    handle = PlanHandle(bound).tensor
     local = [x[plan.ranks[rank].tokens % len(x)].to(device) for x in inputs(case)]
     q, k, v = (x.requires_grad_() for x in local[:3])
 
@@ -232,7 +232,7 @@ def memory_on_rank(num_stages):
     total = tokens * dist.get_world_size()
     plan = magi.make_plan(magi.varlen_causal([0, total]), total, dist.get_world_size(), num_stages)
     rank, device = dist.get_rank(), torch.device("cuda", dist.get_rank())
-    handle = make_handle(bind_plan(plan, dist.group.WORLD, choose_block_attn("ffa", device), *heads, device))
+    handle = PlanHandle(bind_plan(plan, dist.group.WORLD, choose_block_attn("ffa", device), *heads, device)).tensor
     q, k, v, dout = (
         torch.randn(tokens, n, head_dim, device=device, dtype=torch.bfloat16)
         for n in (heads[0], *heads[1:] * 2, heads[0])

@@ -12,7 +12,7 @@ from support.pool import RankPool
 
 from torchtitan_magi import dispatch, make_plan, undispatch, varlen_causal
 from torchtitan_magi.attention.bound_plan import bind_plan
-from torchtitan_magi.attention.op import attention_op, make_handle
+from torchtitan_magi.attention.op import PlanHandle, attention_op
 from torchtitan_magi.backends.choose import choose_block_attn
 from torchtitan_magi.exchange.mesh import as_transport
 from torchtitan_magi.exchange.transport import ProcessGroupTransport
@@ -70,7 +70,7 @@ def on_a_rank(plan, mesh, dtype, fp32_reduce, heads=HEADS, device="cpu"):
     k, v = keys_and_values(latent, rotated, weight, heads)
     rows = torch.cat([latent, rotated], 1)
     both = (rows, weight) if bound.sends_latents else ()
-    out, _ = attention_op(q, k, v, make_handle(bound), heads.head_dim**-0.5, None, 0.0, *both)
+    out, _ = attention_op(q, k, v, PlanHandle(bound).tensor, heads.head_dim**-0.5, None, 0.0, *both)
     *grads, dweight = torch.autograd.grad(out, (q, latent, rotated, weight), dout)
     gathered = dweight.new_empty(plan.cp_size * len(dweight), dweight.shape[1])
     as_transport(mesh, plan.cp_size).all_gather(gathered, dweight)

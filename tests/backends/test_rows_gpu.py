@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from torchtitan_magi import AttnSlices, shared_prompt, sliding_window, varlen_causal
-from torchtitan_magi.backends.choose import StageMask
 from torchtitan_magi.backends.ffa.row_kernels import CudaRowMover, write_bands
 from torchtitan_magi.backends.ffa.worklists import build_worklists
+from torchtitan_magi.backends.interface import StageMask
 from torchtitan_magi.exchange.in_flight import Arrival, Flag, Piece, Places, Returned, RowShape, RowSums, Unsent
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)

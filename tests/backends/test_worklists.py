@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from support.masks import dense_mask, slice_lists
 
 import torchtitan_magi
-from torchtitan_magi.backends.choose import LATE_MARGIN, StageMask
 from torchtitan_magi.backends.ffa import backward_lists
 from torchtitan_magi.backends.ffa.backward_lists import HEADS_IN_STEP, heads_in_step
 from torchtitan_magi.backends.ffa.forward_lists import last_end
 from torchtitan_magi.backends.ffa.records import Field, early_first
 from torchtitan_magi.backends.ffa.worklists import WorkLists, build_worklists
+from torchtitan_magi.backends.interface import LATE_MARGIN, StageMask
 from torchtitan_magi.masks.builders import shared_prompt, sliding_window, varlen_causal, varlen_full
 from torchtitan_magi.masks.slices import AttnSlices
 from torchtitan_magi.planning.cost_model import H200, CostModel, Link

@@ -15,7 +15,7 @@ from support.pool import RankPool
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import torchtitan_magi as magi
-from torchtitan_magi.attention import op as attention
+from torchtitan_magi.attention import api
 from torchtitan_magi.exchange.agreement import PlanAgreement, agreement_of, raise_differences
 from torchtitan_magi.exchange.mesh import process_group_transport, ranks_per_node
 from torchtitan_magi.masks.slices import AttnSlices
@@ -148,7 +148,7 @@ def groups_on_rank(times):
         ended, transport = weakref.ref(group), process_group_transport(group)
         dist.destroy_process_group(group)
         del group
-        ends.append((ended(), [key for key in attention._handles if key[-1] is transport]))
+        ends.append((ended(), [key for key in api._handles if key[-1] is transport]))
     return ends == times * [(None, [])]
 
 

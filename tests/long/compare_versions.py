@@ -58,8 +58,8 @@ class Layout:
 
     def arguments(self, weights: Path) -> list[str]:
         """Overrides of debug.toml or dpo_debug.toml. In a pipeline each pack is a microbatch."""
+        from support.preference import data
         from support.runs import corpus
-        from test_training_dpo import data
 
         path = corpus() / "train.jsonl" if self.task == "SFT" else data() / "pairs.jsonl"
         degrees = {"dp": 1, "cp": 1} | self.degrees

@@ -232,7 +232,7 @@ class Runs:
     def __init__(self, folder: Path, on_gpus: bool) -> None:
         from support import runs as training
         from support.hf_models import make_hf_folder
-        from test_training_dpo import data
+        from support.preference import data
 
         training.ON_GPUS = self.on_gpus = on_gpus
         # the kernel for GPUs takes heads of 64

@@ -24,8 +24,8 @@ STEPS, SEQ_LEN = 2, 256
 def start(path: Path, models: Path) -> list[float]:
     """Losses of the steps."""
     from support.hf_models import make_hf_folder
+    from support.preference import data
     from support.runs import corpus, train
-    from test_training_dpo import data
 
     values = tomllib.loads(path.read_text())
     kind = "llama" if values["model"]["name"] == "llama3" else "qwen3"

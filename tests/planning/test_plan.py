@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.masks import dense_mask, document_lengths, square_slice_lists
 
+from torchtitan_magi.exchange.pieces import Flow
 from torchtitan_magi.masks.builders import sliding_window, varlen_causal, varlen_full
 from torchtitan_magi.masks.slices import AttnSlices
 from torchtitan_magi.planning import stage
@@ -285,7 +286,7 @@ def test_every_array_of_a_plan_is_read_only(gpus_per_node):
     for share in plan.ranks:
         assert len(share.tokens) == 100
         for exchange in (e for some in (*share.forward, *share.backward) for e in some.exchanges):
-            assert exchange.hops is None or bool(exchange.fetches(False)) == any(exchange.recv_splits)
+            assert exchange.hops is None or bool(Flow.of(exchange, False).fetches()) == any(exchange.recv_splits)
     arrays = list(arrays_in(plan, {}))
     assert len(arrays) > 30
     assert not [array for array in arrays if array.flags.writeable]

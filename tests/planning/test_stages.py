@@ -18,12 +18,12 @@ from check_prediction import comparisons
 
 from torchtitan_magi.calibrate import Sample, fit_kernel, fit_link, recorded_samples
 from torchtitan_magi.masks.builders import varlen_causal
-from torchtitan_magi.planning import stages
+from torchtitan_magi.planning import choose_stages as stages
+from torchtitan_magi.planning.choose_stages import CANDIDATES, MANY, MOST_BYTES, SIMPLER, choose_stages, equal_stages
 from torchtitan_magi.planning.cost_model import H200, LLAMA_HEADS, CostModel, Heads, KernelCost, Link
 from torchtitan_magi.planning.plan import make_plan
 from torchtitan_magi.planning.relays import RESIDENT
 from torchtitan_magi.planning.row_memory import memory_of_rows
-from torchtitan_magi.planning.stages import CANDIDATES, MANY, MOST_BYTES, SIMPLER, choose_stages, equal_stages
 from torchtitan_magi.planning.timeline import predict
 from torchtitan_magi.sizing.sample_packs import draw_pack
 

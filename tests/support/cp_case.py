@@ -9,7 +9,7 @@ from support.masks import dense_mask, document_masks
 
 from torchtitan_magi import dispatch, make_plans, undispatch
 from torchtitan_magi.attention.bound_plan import bind_plan
-from torchtitan_magi.attention.op import attention_op, make_handle
+from torchtitan_magi.attention.op import PlanHandle, attention_op
 from torchtitan_magi.backends.choose import choose_block_attn
 from torchtitan_magi.masks.slices import AttnSlices
 from torchtitan_magi.planning.cost_model import H200, CostModel, Heads
@@ -73,7 +73,7 @@ def run_case(case, cp_size, mesh, device="cpu", backend="auto"):
     if sinks is not None:
         local_sinks = _for_each_rank(sinks.requires_grad_(), plan, mesh)
     out, lse = attention_op(
-        q_local, k_local, v_local, make_handle(bound), case.head_dim**-0.5, local_sinks, case.softcap
+        q_local, k_local, v_local, PlanHandle(bound).tensor, case.head_dim**-0.5, local_sinks, case.softcap
     )
     out, lse = undispatch(out, plan, mesh), undispatch(lse, plan, mesh)
     loss = (out * dout).sum()

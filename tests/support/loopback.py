@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from torchtitan_magi.exchange.in_flight import Arrival
+from torchtitan_magi.exchange.pieces import Flow
 
 
 class _Rank:
@@ -20,11 +21,11 @@ class _Rank:
         assert sum(sent) == len(input)
         assert sum(received) == len(output)
         if exchange.hops is not None:  # as through peer memory: everyone takes what is his
-            ready = self.group.exchange(self.rank, [input] * self.size)
-            assert max(map(len, ready)) == exchange.most_sent(back)
-            for source, first, rows, place in exchange.fetches(back):
+            flow, ready = Flow.of(exchange, back), self.group.exchange(self.rank, [input] * self.size)
+            assert max(map(len, ready)) == flow.most_sent
+            for source, first, rows, place in flow.fetches():
                 output[place : place + rows] = ready[source][first : first + rows]
-            assert sum(fetch.rows for fetch in exchange.fetches(back)) == len(output)
+            assert sum(fetch.rows for fetch in flow.fetches()) == len(output)
         else:
             arrived = self.group.exchange(self.rank, input.split(list(sent)))
             for target, part in zip(output.split(list(received)), arrived, strict=True):

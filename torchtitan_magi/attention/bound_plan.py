@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchtitan_magi.backends.choose import BlockAttn, StageMask
+from torchtitan_magi.backends.interface import BlockAttn, StageMask
 from torchtitan_magi.exchange.group_cast import StageRows
 from torchtitan_magi.exchange.mesh import Mesh, as_transport
 from torchtitan_magi.exchange.rows import RowMover

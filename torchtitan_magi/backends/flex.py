@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from torchtitan_magi.backends.choose import Gradients, OutGrads, StageInputs, StageMask
+from torchtitan_magi.backends.interface import Gradients, OutGrads, StageInputs, StageMask
 from torchtitan_magi.exchange.in_flight import LateKeys, RowShape, keys_and_values
 from torchtitan_magi.exchange.rows import TorchRowMover
 from torchtitan_magi.masks.geometry import clip_keys, clip_rows, intersecting

@@ -29,8 +29,7 @@ from torchtitan_magi.exchange.in_flight import (
 )
 from torchtitan_magi.exchange.rows import RowMover
 from torchtitan_magi.exchange.transport import Channel, Transport
-from torchtitan_magi.planning.stage import Stage
-from torchtitan_magi.planning.timeline import sent_before
+from torchtitan_magi.planning.stage import Stage, sent_before
 
 
 @dataclass(frozen=True, eq=False)

@@ -27,8 +27,9 @@ from torchtitan_magi.cuda import driver
 from torchtitan_magi.cuda.driver import CopyAttributes, StreamOperation
 from torchtitan_magi.exchange.hidden_gpus import hidden_gpus_are_reached
 from torchtitan_magi.exchange.in_flight import MAX_PEERS, Arrival, Flag, Piece, Places
+from torchtitan_magi.exchange.pieces import Flow, Parcel
 from torchtitan_magi.exchange.transport import ProcessGroupTransport
-from torchtitan_magi.planning.stage import Exchange, Parcel
+from torchtitan_magi.planning.stage import Exchange
 
 logger = logging.getLogger(__name__)
 
@@ -173,25 +174,25 @@ class PeerTransport(ProcessGroupTransport):
         """
         if exchange.hops is None or not exchange.is_whole or self.size - 1 > MAX_PEERS:
             return None
-        channel, row_bytes = self.channels[back], math.prod(shape) * dtype.itemsize
-        most = exchange.most_sent(not back) * row_bytes  # that a rank gets
+        channel, row_bytes, flow = self.channels[back], math.prod(shape) * dtype.itemsize, Flow.of(exchange, back)
+        most = flow.most_received * row_bytes
         if most <= min(MAX_SLOT_BYTES, MAX_SLOT_BYTES if back else WRITTEN_BYTES):
             self._provide(most)
-            start, deliveries = self._start(back, slot), exchange.deliveries(back)
+            start, deliveries = self._start(back, slot), flow.deliveries
             ends = [parcel.first + parcel.rows for parcel in deliveries]
             places = [self.bases[other] + start + (place - first) * row_bytes for other, first, _, place in deliveries]
             begin = next((parcel.first for parcel in deliveries if parcel.other > self.rank), 0)
             received = self._view((sum(exchange.splits(back)[0]), *shape), dtype, start)
             written = Places(ends, places, begin, channel.gathered_words)
             return received, [_Prepared(functools.partial(Piece, None, written, None), None)]
-        self._provide(exchange.most_sent(back) * row_bytes)
-        count, prepared = exchange.num_pieces(back, MAX_SLOT_BYTES // row_bytes), []
+        self._provide(flow.most_sent * row_bytes)
+        count, prepared = flow.num_pieces(MAX_SLOT_BYTES // row_bytes), []
         for i in range(count):
-            start, parts = self._start(back, (slot + i) % SLOTS), exchange.parts(back, i, count)
+            start, parts = self._start(back, (slot + i) % SLOTS), flow.parts(i, count)
             rows = sum(part.stop - part.start for part in parts)
             own = Places([rows], [self.bases[self.rank] + start], 0, channel.gathered_words)
             view = self._view((rows, *shape), dtype, start)
-            copies = _Copies(exchange.fetches(back, i, count), [base + start for base in self.bases], row_bytes)
+            copies = _Copies(flow.fetches(i, count), [base + start for base in self.bases], row_bytes)
             arriving = functools.partial(Piece, None if count == 1 else parts, own, view)
             prepared.append(_Prepared(arriving, copies))
         return None, prepared

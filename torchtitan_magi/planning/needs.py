@@ -17,11 +17,11 @@ class Parts(NamedTuple):
     owner: IntArray  # [n]: the rank, or the node, that owns each
 
 
-class Pieces(NamedTuple):
-    """A mask cut at parts."""
+class CutMask(NamedTuple):
+    """A mask whose slices are cut at parts."""
 
     table: IntArray  # [n, 5]: slices
-    owner: IntArray  # [n]: who owns the rows of each
+    owner: IntArray  # [n]: who owns the queries of each
 
 
 def parts_of(owned: Sequence[IntArray]) -> Parts:
@@ -32,17 +32,17 @@ def parts_of(owned: Sequence[IntArray]) -> Parts:
     return Parts(ranges[order], rank[order])
 
 
-def pieces_of(slices: AttnSlices, parts: Parts) -> Pieces:
-    """The mask cut at the parts."""
+def cut_at_parts(slices: AttnSlices, parts: Parts) -> CutMask:
+    """The mask, with the queries of each slice in one part."""
     table = slices.canonical().table.astype(np.int64)
     which, part = intersecting(table[:, 0], table[:, 1], *parts.ranges.T)
-    return Pieces(clip_rows(table[which], *parts.ranges[part].T), parts.owner[part])
+    return CutMask(clip_rows(table[which], *parts.ranges[part].T), parts.owner[part])
 
 
-def key_needs(pieces: Pieces, parts: Parts) -> Int64Array:
-    """The keys that each owner's pieces need, int64 [m, 3]: owner, first token, end token; disjoint and sorted."""
+def key_needs(mask: CutMask, parts: Parts) -> Int64Array:
+    """The keys that each owner needs, int64 [m, 3]: owner, first token, end token; disjoint and sorted."""
     limit = int(parts.ranges[:, 1].max(initial=0))
-    return union(pieces.owner, pieces.table[:, 2], pieces.table[:, 3], limit)
+    return union(mask.owner, mask.table[:, 2], mask.table[:, 3], limit)
 
 
 def transfers_of(needs: Int64Array, parts: Parts) -> Int64Array:
@@ -60,9 +60,9 @@ def transfers_of(needs: Int64Array, parts: Parts) -> Int64Array:
 def traffic(slices: AttnSlices, owned: Sequence[IntArray]) -> tuple[Int64Array, Int64Array, Int64Array]:
     """(query, key) pairs computed, K/V rows received and K/V rows sent by each rank; int64 [ranks] each."""
     parts = parts_of(owned)
-    pieces = pieces_of(slices, parts)
-    destination, source, start, end = transfers_of(key_needs(pieces, parts), parts).T
-    counts = ((pieces.owner, slice_areas(pieces.table)), (destination, end - start), (source, end - start))
+    mask = cut_at_parts(slices, parts)
+    destination, source, start, end = transfers_of(key_needs(mask, parts), parts).T
+    counts = ((mask.owner, slice_areas(mask.table)), (destination, end - start), (source, end - start))
     area, received, sent = (sums(which, values, len(owned)) for which, values in counts)
     return area, received, sent
 
@@ -76,7 +76,7 @@ def node_traffic(slices: AttnSlices, owned: Sequence[IntArray], nodes: Nodes) ->
     """
     parts = parts_of(owned)
     by_node = parts._replace(owner=nodes.node[parts.owner])
-    needs = key_needs(pieces_of(slices, by_node), by_node)
+    needs = key_needs(cut_at_parts(slices, by_node), by_node)
     need, part = intersecting(needs[:, 1], needs[:, 2], *parts.ranges.T)
     crosses = needs[need, 0] != by_node.owner[part]
     need, part = need[crosses], part[crosses]

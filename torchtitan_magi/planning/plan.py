@@ -13,12 +13,12 @@ import numpy as np
 
 from torchtitan_magi.masks.geometry import Int64Array, first_true, frozen, slice_areas
 from torchtitan_magi.masks.slices import MAX_TOKENS, AttnSlices, check_slices, is_integer
+from torchtitan_magi.planning.choose_stages import choose_rows
 from torchtitan_magi.planning.cost_model import H200, LLAMA_HEADS, CostModel, Heads
-from torchtitan_magi.planning.needs import key_needs, parts_of, pieces_of, sums, transfers_of
+from torchtitan_magi.planning.needs import cut_at_parts, key_needs, parts_of, sums, transfers_of
 from torchtitan_magi.planning.placement.place import place
 from torchtitan_magi.planning.relays import Routes, Spans, first_hops
 from torchtitan_magi.planning.stage import RankShare
-from torchtitan_magi.planning.stages import choose_rows
 from torchtitan_magi.planning.timeline import Timeline, Workload, predict, workload
 from torchtitan_magi.planning.topology import Nodes
 from torchtitan_magi.wording import quoted
@@ -130,6 +130,49 @@ def check_plan(plan: AttnPlan) -> None:
         )
 
 
+@dataclass(frozen=True)
+class PlanSpec:
+    """What a pack is planned for, in the terms of ``make_plan``; `nodes` follow from its gpus_per_node."""
+
+    total_tokens: int
+    cp_size: int
+    overlap_stages: int
+    heads: Heads
+    nodes: Nodes
+    cost: CostModel
+
+    @classmethod
+    def checked(
+        cls,
+        total_tokens: int,
+        cp_size: int,
+        overlap_stages: int,
+        heads: Heads,
+        gpus_per_node: int | Sequence[int] | None,
+        cost: CostModel,
+    ) -> "PlanSpec":
+        """That of a user's arguments. Raises ValueError as ``make_plan``."""
+        if not isinstance(heads, Heads) or not isinstance(cost, CostModel):
+            raise ValueError(
+                f"heads is {quoted(heads)} and cost {quoted(cost)}; give Heads(num_heads_q, num_heads_kv, head_dim) of "
+                "one rank and a CostModel, or leave them out"
+            )
+        if not (is_integer(cp_size, 1) and is_integer(total_tokens, 0)):
+            raise ValueError(
+                f"cp_size is {quoted(cp_size)} and total_tokens {quoted(total_tokens)}; they must be integers, "
+                "at least 1 and 0"
+            )
+        if int(total_tokens) + int(cp_size) - 1 > MAX_TOKENS:
+            raise ValueError(f"total_tokens is {total_tokens}; token numbers must fit in 32 bits: plan a shorter pack")
+        if not is_integer(overlap_stages, -1) or overlap_stages > MAX_STAGES:
+            raise ValueError(
+                f"overlap_stages is {quoted(overlap_stages)}; use 0 for no overlap, the number of stages (at most "
+                f"{MAX_STAGES}), or -1 to have it chosen"
+            )
+        nodes = Nodes.of(gpus_per_node, int(cp_size))
+        return cls(int(total_tokens), int(cp_size), int(overlap_stages), heads, nodes, cost)
+
+
 def make_plan(
     slices: AttnSlices,
     total_tokens: int,
@@ -161,7 +204,8 @@ def make_plan(
             tokens than 32 bits count; stages below -1 or above MAX_STAGES.
     """
     check_slices(slices)
-    return _recent_plan(slices, *_checked(total_tokens, cp_size, overlap_stages, heads, gpus_per_node, cost))
+    spec = PlanSpec.checked(total_tokens, cp_size, overlap_stages, heads, gpus_per_node, cost)
+    return _recent_plans((slices,), (1,), spec)[0]
 
 
 def make_plans(
@@ -209,77 +253,30 @@ def make_plans(
             f"layers is {quoted(layers)} for {len(masks)} masks; give at least one mask, and for each how many "
             "layers have it"
         )
-    arguments = _checked(total_tokens, cp_size, overlap_stages, heads, gpus_per_node, cost)
-    return _recent_plans(tuple(masks), tuple(map(int, counts)), *arguments)
+    spec = PlanSpec.checked(total_tokens, cp_size, overlap_stages, heads, gpus_per_node, cost)
+    return _recent_plans(tuple(masks), tuple(map(int, counts)), spec)
 
 
-def _checked(
-    total_tokens: int,
-    cp_size: int,
-    overlap_stages: int,
-    heads: Heads,
-    gpus_per_node: int | Sequence[int] | None,
-    cost: CostModel,
-) -> tuple[int, int, int, Heads, Nodes, CostModel]:
-    """Arguments of ``plan_afresh`` after the masks."""
-    if not isinstance(heads, Heads) or not isinstance(cost, CostModel):
-        raise ValueError(
-            f"heads is {quoted(heads)} and cost {quoted(cost)}; give Heads(num_heads_q, num_heads_kv, head_dim) of "
-            "one rank and a CostModel, or leave them out"
-        )
-    if not (is_integer(cp_size, 1) and is_integer(total_tokens, 0)):
-        raise ValueError(
-            f"cp_size is {quoted(cp_size)} and total_tokens {quoted(total_tokens)}; they must be integers, at least "
-            "1 and 0"
-        )
-    if int(total_tokens) + int(cp_size) - 1 > MAX_TOKENS:
-        raise ValueError(f"total_tokens is {total_tokens}; token numbers must fit in 32 bits: plan a shorter pack")
-    if not is_integer(overlap_stages, -1) or overlap_stages > MAX_STAGES:
-        raise ValueError(
-            f"overlap_stages is {quoted(overlap_stages)}; use 0 for no overlap, the number of stages (at most "
-            f"{MAX_STAGES}), or -1 to have it chosen"
-        )
-    nodes = Nodes.of(gpus_per_node, int(cp_size))
-    return int(total_tokens), int(cp_size), int(overlap_stages), heads, nodes, cost
-
-
-def plan_afresh(
-    slices: AttnSlices,
-    total_tokens: int,
-    cp_size: int,
-    overlap_stages: int,
-    heads: Heads,
-    nodes: Nodes,
-    cost: CostModel,
-) -> AttnPlan:
-    """`make_plan`, which remembers its last plans and checks its arguments, without that.
+def plan_afresh(slices: AttnSlices, spec: PlanSpec) -> AttnPlan:
+    """`make_plan`, which checks its arguments and remembers its last plans, without that.
 
     Raises:
-        ValueError: a slice beyond total_tokens.
+        ValueError: a slice beyond spec.total_tokens.
     """
-    return _plans_afresh((slices,), (1,), total_tokens, cp_size, overlap_stages, heads, nodes, cost)[0]
+    return _plans_afresh((slices,), (1,), spec)[0]
 
 
-def _plans_afresh(
-    masks: tuple[AttnSlices, ...],
-    layers: tuple[int, ...],
-    total_tokens: int,
-    cp_size: int,
-    overlap_stages: int,
-    heads: Heads,
-    nodes: Nodes,
-    cost: CostModel,
-) -> tuple[AttnPlan, ...]:
+def _plans_afresh(masks: tuple[AttnSlices, ...], layers: tuple[int, ...], spec: PlanSpec) -> tuple[AttnPlan, ...]:
     """`make_plans`, likewise."""
     for slices in masks:
-        _check_end(slices, total_tokens)
+        _check_end(slices, spec.total_tokens)
     masks = tuple(slices.canonical() for slices in masks)
-    if len(nodes) == 1:
-        heads = heads.with_whole_rows
-    padded_tokens = -(-total_tokens // cp_size) * cp_size
-    owned = place(tuple(zip(masks, layers, strict=True)), padded_tokens, cp_size, nodes, heads, cost)
-    rest = overlap_stages, heads, nodes, cost
-    return tuple(plan_ownership(slices, total_tokens, owned, *rest) for slices in masks)
+    nodes, cost = spec.nodes, spec.cost
+    heads = spec.heads.with_whole_rows if len(nodes) == 1 else spec.heads
+    padded_tokens = -(-spec.total_tokens // spec.cp_size) * spec.cp_size
+    owned = place(tuple(zip(masks, layers, strict=True)), padded_tokens, spec.cp_size, nodes, heads, cost)
+    rest = spec.overlap_stages, heads, nodes, cost
+    return tuple(plan_ownership(slices, spec.total_tokens, owned, *rest) for slices in masks)
 
 
 def _check_end(slices: AttnSlices, total_tokens: int) -> None:
@@ -289,13 +286,11 @@ def _check_end(slices: AttnSlices, total_tokens: int) -> None:
         )
 
 
-_recent_plan = functools.lru_cache(maxsize=16)(plan_afresh)
-_recent_plans = functools.lru_cache(maxsize=16)(_plans_afresh)
+_recent_plans = functools.lru_cache(maxsize=32)(_plans_afresh)
 
 
 def forget_plans() -> None:
     """Forgets the plans that ``make_plan`` and ``make_plans`` remember."""
-    _recent_plan.cache_clear()
     _recent_plans.cache_clear()
 
 
@@ -318,13 +313,13 @@ def plan_ownership(
     """
     nodes = nodes or Nodes((len(owned),))
     parts = parts_of(owned)
-    pieces = pieces_of(slices, parts)
-    transfers = transfers_of(key_needs(pieces, parts), parts)
+    mask = cut_at_parts(slices, parts)
+    transfers = transfers_of(key_needs(mask, parts), parts)
     hops = first_hops(transfers, len(owned), nodes)
     routes = Routes(tuple(frozen(ranges.copy()) for ranges in owned), nodes, frozen(transfers), frozen(hops))
-    work = workload(parts, pieces, routes, heads)
+    work = workload(parts, mask, routes, heads)
     heads, forward, backward = choose_rows(cost, work, heads, overlap_stages)
     spans = forward, backward
     ranks = tuple(RankShare(rank, slices, routes, spans) for rank in range(len(owned)))
-    areas = frozen(sums(pieces.owner, slice_areas(pieces.table), len(owned)))
+    areas = frozen(sums(mask.owner, slice_areas(mask.table), len(owned)))
     return AttnPlan(slices, total_tokens, routes, ranks, areas, *spans, work, heads, cost)

@@ -2,22 +2,12 @@
 
 import functools
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeVar
 
 import numpy as np
 
 from torchtitan_magi.masks.geometry import Int64Array, IntArray, clip_keys, clip_rows, expand, frozen, intersecting
 from torchtitan_magi.masks.slices import AttnSlices
 from torchtitan_magi.planning.relays import ALL, NONE, Routes, Span, Spans, cut
-
-
-class Parcel(NamedTuple):
-    """The rows that one rank sends to another one."""
-
-    other: int  # the rank at the other end
-    first: int  # row in what is sent
-    rows: int
-    place: int  # row in what is received
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,73 +41,6 @@ class Exchange:
         """Whether everything that travels does so at once."""
         return self.span == (NONE, ALL)
 
-    def most_sent(self, back: bool) -> int:
-        """Rows that the rank sends that sends most."""
-        return self._both_ways[back][1]
-
-    def deliveries(self, back: bool) -> tuple[Parcel, ...]:
-        """What this rank sends, in the order of the rows."""
-        return self._both_ways[back][2]
-
-    def num_pieces(self, back: bool, rows: int) -> int:
-        """How many pieces let no rank send more than `rows` rows in one; the same on all ranks.
-
-        A piece takes its share of what each rank sends to each other one: all links are in use all the time.
-
-        Args:
-            rows: at least as many as there are ranks.
-        """
-        between = self._both_ways[back][0]
-        assert rows >= len(between)
-        count = max(1, -(-self.most_sent(back) // rows))
-        while (-(-between // count)).sum(0).max() > rows:
-            count += 1
-        return count
-
-    def fetches(self, back: bool, piece: int = 0, num_pieces: int = 1) -> tuple[Parcel, ...]:
-        """What this rank receives in a piece, from the next rank on, so that not all begin with the same one.
-
-        A parcel's first row counts in what the other rank sends in that piece, its place in all that is received.
-        """
-        between = self._both_ways[back][0]
-        before = _rows_before(between, piece, num_pieces)
-        rows = _rows_before(between, piece + 1, num_pieces) - before
-        first, mine = rows[: self.rank].sum(0), between[self.rank]  # a source has them ready by receiver
-        place = mine.cumsum() - mine + before[self.rank]
-        sources = [source % len(mine) for source in range(self.rank + 1, self.rank + len(mine))]
-        return tuple(
-            Parcel(i, int(first[i]), int(rows[self.rank, i]), int(place[i])) for i in sources if rows[self.rank, i]
-        )
-
-    def parts(self, back: bool, piece: int, num_pieces: int) -> tuple[slice, ...]:
-        """The rows that this rank sends in a piece: some of those for each receiver."""
-        return tuple(
-            slice(first + _rows_before(rows, piece, num_pieces), first + _rows_before(rows, piece + 1, num_pieces))
-            for _, first, rows, _ in self.deliveries(back)
-        )
-
-    @functools.cached_property
-    def _both_ways(self) -> tuple[tuple[Int64Array, int, tuple[Parcel, ...]], ...]:
-        """Rows by receiver and source, the most that a rank sends, and this rank's deliveries."""
-        both = self.between, self.between.T
-        return tuple((x, int(x.sum(0).max()), _deliveries(x, self.rank)) for x in both)
-
-
-Rows = TypeVar("Rows", int, Int64Array)
-
-
-def _rows_before(rows: Rows, piece: int, num_pieces: int) -> Rows:
-    """Of rows that travel in several pieces, how many do so before a piece."""
-    return rows * piece // num_pieces
-
-
-def _deliveries(between: Int64Array, rank: int) -> tuple[Parcel, ...]:
-    """What `rank` sends of rows [receiver, source]."""
-    rows = between[:, rank]
-    first = rows.cumsum() - rows
-    place = between[:, :rank].sum(1)
-    return tuple(Parcel(i, int(first[i]), int(rows[i]), int(place[i])) for i in range(len(rows)) if rows[i])
-
 
 @dataclass(frozen=True, eq=False)
 class Stage:
@@ -143,6 +66,18 @@ class Stage:
         """First row, and number of rows, of each exchange; they come last."""
         rows = [sum(exchange.recv_splits) for exchange in self.exchanges]
         return tuple((self.num_rows - sum(rows[i:]), rows[i]) for i in range(len(rows)))
+
+
+def sent_before(i: int, travels: bool, num_stages: int) -> int:
+    """How many stages' K/V are sent before stage i runs, so that at most two stages of them take memory.
+
+    As many as possible: an exchange begins when the last rank has come to it, and ranks come to their later stages at
+    different times, as some have more work with their own K/V than others.
+
+    Args:
+        travels: whether any of stage i's own K/V do; the others' all travel.
+    """
+    return min(i + (2 if travels else 3), num_stages)
 
 
 @dataclass(frozen=True, eq=False)

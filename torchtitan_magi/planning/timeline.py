@@ -7,8 +7,9 @@ import numpy.typing as npt
 
 from torchtitan_magi.masks.geometry import Int64Array, IntArray, clip_keys, frozen, intersecting, slice_areas, union
 from torchtitan_magi.planning.cost_model import CostModel, FloatArray, Heads
-from torchtitan_magi.planning.needs import Parts, Pieces
+from torchtitan_magi.planning.needs import CutMask, Parts
 from torchtitan_magi.planning.relays import ALL, NONE, Routes, Spans
+from torchtitan_magi.planning.stage import sent_before
 from torchtitan_magi.tiles import KEYS, stay_whole
 
 
@@ -58,16 +59,16 @@ class Workload:
         return self.inside + self.across + self.passed_on
 
 
-def workload(parts: Parts, pieces: Pieces, routes: Routes, heads: Heads) -> Workload:
+def workload(parts: Parts, mask: CutMask, routes: Routes, heads: Heads) -> Workload:
     """Sums up a plan. The arrays are read-only.
 
     Args:
-        parts: whose owners are ranks. pieces: the mask cut at them.
+        parts: those of the ranks. mask: cut at them.
     """
     cp_size, nodes = routes.cp_size, routes.nodes
-    rows, pairs = pieces.table[:, 1] - pieces.table[:, 0], slice_areas(pieces.table)
-    own, piece = _own_keys(parts, pieces)
-    remote = pairs - np.bincount(piece, slice_areas(own), len(pairs)).astype(np.int64)
+    rows, pairs = mask.table[:, 1] - mask.table[:, 0], slice_areas(mask.table)
+    own, which = _own_keys(parts, mask)
+    remote = pairs - np.bincount(which, slice_areas(own), len(pairs)).astype(np.int64)
     tiles = heads.tile_filling(rows)
 
     def per_rank(which: IntArray, values: npt.NDArray[np.number]) -> FloatArray:
@@ -92,10 +93,10 @@ def workload(parts: Parts, pieces: Pieces, routes: Routes, heads: Heads) -> Work
     relayed = (nodes.node[destination] != nodes.node[source]) & routes.has_relays
     return Workload(
         tokens=int((parts.ranges[:, 1] - parts.ranges[:, 0]).sum()) // cp_size,
-        local_pairs=per_rank(pieces.owner, (pairs - remote) * tiles),
-        local_rows=rows_of(pieces.owner[piece], own),
-        remote_pairs=per_rank(pieces.owner, remote * tiles),
-        remote_rows=rows_of(pieces.owner[remote > 0], pieces.table[remote > 0]),
+        local_pairs=per_rank(mask.owner, (pairs - remote) * tiles),
+        local_rows=rows_of(mask.owner[which], own),
+        remote_pairs=per_rank(mask.owner, remote * tiles),
+        remote_rows=rows_of(mask.owner[remote > 0], mask.table[remote > 0]),
         received=per_rank(destination, end - start),
         sent=per_rank(source, end - start),
         inside=busier_way(routes.hops[~crosses]),
@@ -107,14 +108,14 @@ def workload(parts: Parts, pieces: Pieces, routes: Routes, heads: Heads) -> Work
     )
 
 
-def _own_keys(parts: Parts, pieces: Pieces) -> tuple[IntArray, IntArray]:
-    """The pieces restricted to the keys that their owners hold: table [m, 5], and the piece of each row of it, [m]."""
+def _own_keys(parts: Parts, mask: CutMask) -> tuple[IntArray, IntArray]:
+    """The mask restricted to keys that the queries' owners hold: table [m, 5], and the slice of each row of it, [m]."""
     limit = int(parts.ranges[:, 1].max(initial=0)) + 1  # the ranks' tokens one after another on one axis
     order = np.argsort(parts.owner, kind="stable")
     own, shift = parts.ranges[order], limit * parts.owner[order, None]
-    first, end = (pieces.table[:, 2:4] + limit * pieces.owner[:, None]).T
+    first, end = (mask.table[:, 2:4] + limit * mask.owner[:, None]).T
     which, part = intersecting(first, end, *(own + shift).T)
-    table, origin = clip_keys(pieces.table[which], *own[part].T)
+    table, origin = clip_keys(mask.table[which], *own[part].T)
     return table, which[origin]
 
 
@@ -172,18 +173,6 @@ def predict(cost: CostModel, work: Workload, heads: Heads, spans: Spans, backwar
 def rounds_at_once(work: Workload, heads: Heads, spans: Spans) -> bool:
     """Whether a backward has each row's gradients in one piece, and so needs no sums of them in float32."""
     return len(spans) == 1 and stay_whole(work.tokens // KEYS, *heads.counts)
-
-
-def sent_before(i: int, travels: bool, num_stages: int) -> int:
-    """How many stages' K/V are sent before stage i runs, so that at most two stages of them take memory.
-
-    As many as possible: an exchange begins when the last rank has come to it, and ranks come to their later stages at
-    different times, as some have more work with their own K/V than others.
-
-    Args:
-        travels: whether any of stage i's own K/V do; the others' all travel.
-    """
-    return min(i + (2 if travels else 3), num_stages)
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,10 +13,10 @@ from torchtitan_magi.exchange.peer_memory import memory_bytes
 from torchtitan_magi.losses.logprobs import CHUNK_LOGITS
 from torchtitan_magi.masks.builders import varlen_causal
 from torchtitan_magi.models.model_config import ModelConfig
+from torchtitan_magi.planning.choose_stages import equal_stages
 from torchtitan_magi.planning.cost_model import H200, Heads
-from torchtitan_magi.planning.plan import AttnPlan, plan_afresh
+from torchtitan_magi.planning.plan import AttnPlan, PlanSpec, plan_afresh
 from torchtitan_magi.planning.row_memory import memory_of_rows
-from torchtitan_magi.planning.stages import equal_stages
 from torchtitan_magi.planning.topology import Nodes
 
 GIB = 2**30
@@ -270,7 +270,8 @@ def fullest_plan(setup: Setup) -> AttnPlan:
 def _fullest_plan(
     total: int, cp: int, stages: int, heads: Heads, cp_per_machine: int | tuple[int, ...] | None
 ) -> AttnPlan:
-    return plan_afresh(varlen_causal([0, total]), total, cp, stages, heads, Nodes.of(cp_per_machine, cp), H200)
+    spec = PlanSpec(total, cp, stages, heads, Nodes.of(cp_per_machine, cp), H200)
+    return plan_afresh(varlen_causal([0, total]), spec)
 
 
 def _attention_backward(setup: Setup) -> tuple[int, int]:

@@ -16,11 +16,11 @@ import numpy as np
 from torchtitan_magi.masks.builders import shared_prompt, varlen_causal
 from torchtitan_magi.masks.geometry import Int64Array, IntArray, clip_rows, expand, intersecting, slice_areas
 from torchtitan_magi.masks.slices import AttnSlices
+from torchtitan_magi.planning.choose_stages import choose_stages, equal_stages
 from torchtitan_magi.planning.cost_model import CostModel, FloatArray, Heads, Link
 from torchtitan_magi.planning.needs import parts_of
 from torchtitan_magi.planning.plan import AttnPlan, plan_ownership
 from torchtitan_magi.planning.relays import Spans
-from torchtitan_magi.planning.stages import choose_stages, equal_stages
 from torchtitan_magi.planning.timeline import Workload, predict
 from torchtitan_magi.planning.topology import Nodes
 from torchtitan_magi.tiles import KEYS, tile_cost

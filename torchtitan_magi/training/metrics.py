@@ -47,6 +47,7 @@ class PlanMetrics:
     def log(
         self, step: int, global_avg_loss: float, global_max_loss: float, grad_norm: float, extra_metrics: Any = None
     ) -> None:
+        """Logs a step: torchtitan's line with the numbers made right. A collective of all ranks."""
         counted = self.count.take()
         waited = {"time_metrics/plan_wait(s)": counted.waited}
         without_attention = self.num_flops_per_token
@@ -66,6 +67,7 @@ class PlanMetrics:
         return float((extra_metrics or {}).get("n_tokens_seen", 0)) / self.parallel_dims.cp
 
     def log_validation(self, loss: float, step: int, extra_metrics: dict[str, Any] | None = None) -> None:
+        """Logs a validation pass."""
         super().log_validation(loss, step, extra_metrics)  # type: ignore[misc]
         self.count.take()
         self._print("validate step", step, extra_metrics or {})

@@ -54,7 +54,7 @@ class ObjectiveTrainer:
 
     @property
     def num_microbatches(self) -> int:
-        """Of a step, on this rank."""
+        """The number of microbatches of a step, on this rank."""
         return self.gradient_accumulation_steps * self.num_pipeline_parallel_microbatches
 
     def train_context(self) -> AbstractContextManager[None]:
@@ -130,6 +130,7 @@ class ObjectiveTrainer:
         return ReferenceModel(self)
 
     def is_replicated_by_ddp(self) -> bool:
+        """Whether DDP averages gradients, where FSDP2 adds them."""
         return self.parallel_dims.dp_replicate_enabled and not self.parallel_dims.fsdp_enabled
 
     def _make_objective(self, section: Any) -> Objective:
@@ -148,12 +149,14 @@ class ObjectiveTrainer:
         return super().batch_generator(data_iterable)  # type: ignore[misc]
 
     def train(self) -> None:
+        """torchtitan's, with the reason of a rank that waits too long."""
         comm = self.job_config.comm
         set_pg_timeouts(timedelta(seconds=comm.init_timeout_seconds), self.parallel_dims)  # else those of torch
         with LastWords(comm.init_timeout_seconds, comm.train_timeout_seconds) as self.last_words:
             super().train()  # type: ignore[misc]
 
     def train_step(self, data_iterator: Iterator[Batch]) -> None:
+        """A step of torchtitan's, with the items of all its microbatches counted before the first."""
         microbatches = [next(data_iterator) for _ in range(self.num_microbatches)]
         self.objective.start_step()
         batches: list[Microbatch] = [inputs[MICROBATCH] for inputs, _ in microbatches]
@@ -205,6 +208,7 @@ class ObjectiveTrainer:
         return state | {"ntokens_seen": int(self.num_tokens_seen)} | own
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Reads what ``state_dict`` returned."""
         super().load_state_dict(state_dict)  # type: ignore[misc]
         self.num_tokens_seen.fill_(state_dict["ntokens_seen"])
         for objective in self.objectives:

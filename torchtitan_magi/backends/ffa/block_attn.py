@@ -10,18 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchtitan_magi.backends.choose import Gradients, OutGrads, StageInputs, StageMask, check_scale, check_softcap
 from torchtitan_magi.backends.ffa import params as ffa
 from torchtitan_magi.backends.ffa.row_kernels import CudaRowMover
 from torchtitan_magi.backends.ffa.segments import FAR
 from torchtitan_magi.backends.ffa.worklists import DeviceLists, ListSizes, WorkLists, build_worklists
+from torchtitan_magi.backends.interface import Gradients, OutGrads, StageInputs, StageMask, check_scale, check_softcap
 from torchtitan_magi.cuda import jit, launch
 from torchtitan_magi.exchange.in_flight import KeysAndValues, LateKeys, RowShape, keys_and_values
 from torchtitan_magi.tiles import BACKWARD_ROWS, KEYS, ROWS, is_wide
 
 
 class FfaBlockAttn:
-    """Attention of one stage's queries over its K/V rows with our Hopper kernel; see `backends.BlockAttn`.
+    """Attention of one stage's queries over its K/V rows with our Hopper kernel; see `interface.BlockAttn`.
 
     Args:
         device: a CUDA device of compute capability 9.0.

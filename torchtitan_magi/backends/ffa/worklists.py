@@ -18,13 +18,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchtitan_magi.backends.choose import StageMask
 from torchtitan_magi.backends.ffa.backward_lists import BackwardSizes, backward_lists, choose_heads_per_tile
 from torchtitan_magi.backends.ffa.forward_lists import ForwardSizes, forward_lists
 from torchtitan_magi.backends.ffa.params import check_count
 from torchtitan_magi.backends.ffa.records import Words
 from torchtitan_magi.backends.ffa.row_kernels import write_bands
 from torchtitan_magi.backends.ffa.segments import FAR, Int32Array, tile_segments
+from torchtitan_magi.backends.interface import StageMask
 from torchtitan_magi.tiles import BACKWARD_ROWS, KEYS, ROWS, forward_heads_per_tile
 
 

@@ -1,10 +1,10 @@
 """The document-aware greedy: documents too large for a rank are cut tail first, everything else stays whole.
 
 Vocabulary:
-    document   a stretch of tokens that attends to nothing outside itself
-    piece      a stretch [start, end) of one document that no rank owns yet
+    document   tokens that attend to nothing outside it
+    stretch    tokens [start, end) of one document that no rank owns yet
     work       (query, key) pairs, and the tiles of the kernel that are filled only in part
-    fill       what a rank owns besides its heaviest piece
+    fill       what a rank owns besides its heaviest stretch
 """
 
 import functools
@@ -18,7 +18,7 @@ from torchtitan_magi.planning.placement.pool import TAIL, TOKENS, WORK, Pool, Ra
 from torchtitan_magi.planning.placement.profile import WorkProfile
 from torchtitan_magi.planning.placement.swaps import even_out
 
-PAIR_CANDIDATES = 96  # pieces whose pairs are tried to close a gap
+PAIR_CANDIDATES = 96  # stretches whose pairs are tried to close a gap
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def _one_rank(pool: Pool, tokens: int, budget: int, recipe: Recipe, mean_keys: f
 
 
 def _split(pool: Pool, start: int, end: int, tokens: int, budget: int, recipe: Recipe, mean_keys: float) -> list[Range]:
-    """Takes a tail and a prefix of the piece [start, end), and the lightest pieces to fill the rank."""
+    """Takes a tail and a prefix of the stretch [start, end), and the lightest stretches to fill the rank."""
     work_of, length = pool.profile.of, end - start
     others = int(pool.tokens[-1])
     front_keys = pool.profile.below(start + 1) - pool.profile.below(start)
@@ -94,14 +94,14 @@ def _split(pool: Pool, start: int, end: int, tokens: int, budget: int, recipe: R
     tail = _last_true(is_within, 0, min(tokens, length))
     prefix = prefix_of(tail)
 
-    # Step 2: whole pieces for the fill, the lightest, up to the last one that fits.
+    # Step 2: whole stretches for the fill, the lightest, up to the last one that fits.
     fill = tokens - tail - prefix
     count = int(np.searchsorted(pool.tokens, fill, side="right")) - 1
     next_keys = pool.table[count, WORK] // pool.table[count, TOKENS] if count < len(pool) else 1 << 62
     rest = tokens - int(pool.tokens[count])
 
     # Step 3: the last tokens: prefix if it is light, so that tail and prefix are cut again to fit tokens and work;
-    # else whole pieces for which the tail can make up; else the front of the next piece.
+    # else whole stretches for which the tail can make up; else the front of the next stretch.
     if rest <= length and front_keys <= next_keys:
         work_left = budget - int(pool.work[count])
         ranges = pool.take(np.arange(count))
@@ -119,18 +119,18 @@ def _split(pool: Pool, start: int, end: int, tokens: int, budget: int, recipe: R
 def _fill_beside_tail(
     pool: Pool, tokens: int, budget: int, start: int, end: int, count: int
 ) -> tuple[int, list[Range]]:
-    """Chooses a tail of [start, end) and pieces beside it.
+    """Chooses a tail of [start, end) and stretches beside it.
 
     Args:
-        tokens: of tail and pieces together.
+        tokens: of tail and stretches together.
         budget: their work, at most.
-        count: lightest pieces that fill the rank beside a tail of estimated length.
+        count: lightest stretches that fill the rank beside a tail of estimated length.
 
     Returns:
-        the length of the tail, and the ranges of the pieces.
+        the length of the tail, and the ranges of the stretches.
     """
     work_of = pool.profile.of
-    # Step 1: two pieces of any length in place of the last one, so that the tail needs no cut piece beside it.
+    # Step 1: two stretches of any length in place of the last one, so that the tail needs no cut stretch beside it.
     kept = max(0, count - 1)
     candidates = np.arange(kept, min(len(pool), kept + PAIR_CANDIDATES))
     i, j = _pairs(len(candidates))
@@ -145,7 +145,7 @@ def _fill_beside_tail(
         chosen = [k for k in (int(i[best]), int(j[best])) if k < len(candidates)]
         return int(tail[best]), pool.take(np.append(np.arange(kept), candidates[chosen]).astype(np.int64))
 
-    # Step 2: or else the front of the next piece.
+    # Step 2: or else the front of the next stretch.
     budget -= int(pool.work[count])
     tokens -= int(pool.tokens[count])
     ranges = pool.take(np.arange(count))
@@ -164,20 +164,20 @@ def _window(pool: Pool, tokens: int, budget: int, mean_work: int, rank_tokens: i
     """Takes neighbours in the order of work per token: `tokens` tokens, about `budget` work."""
     if tokens == 0:
         return []
-    # Step 1: for every first piece the last one that still fits, and the work, the rest cut from the next piece.
+    # Step 1: for every first stretch the last one that still fits, and the work, the rest cut from the next stretch.
     ends = np.searchsorted(pool.tokens, pool.tokens[:-1] + tokens, side="right") - 1
     possible = pool.tokens[-1] - pool.tokens[:-1] >= tokens
     rest = tokens - (pool.tokens[ends] - pool.tokens[:-1])
     following = np.minimum(ends, len(pool) - 1)
     keys = pool.table[:, WORK] // pool.table[:, TOKENS]
     work = pool.work[ends] - pool.work[:-1] + rest * keys[following]
-    # Step 2: the window whose work is nearest, less its last two pieces.
+    # Step 2: the window whose work is nearest, less its last two stretches.
     first = int(np.where(possible, np.abs(work - budget), np.iinfo(np.int64).max).argmin())
     end = max(first, int(ends[first]) - 2)
     gap = tokens - int(pool.tokens[end] - pool.tokens[first])
     budget -= int(pool.work[end] - pool.work[first])
     ranges = pool.take(np.arange(first, end))
-    # Step 3: two pieces that close the gap nearly; then a cut.
+    # Step 3: two stretches that close the gap nearly; then a cut.
     lengths = pool.table[:, TOKENS]
     candidates = np.flatnonzero(lengths <= gap)
     candidates = candidates[:: -(-len(candidates) // PAIR_CANDIDATES) or 1]
@@ -193,7 +193,7 @@ def _window(pool: Pool, tokens: int, budget: int, mean_work: int, rank_tokens: i
 
 
 def _close(pool: Pool, gap: int, budget: int, mean_work: int, rank_tokens: int) -> list[Range]:
-    """Takes `gap` tokens of about `budget` work: the front of one piece, after whole ones if none is long enough."""
+    """Takes `gap` tokens of about `budget` work: the front of one stretch, after whole ones if none is long enough."""
     ranges: list[Range] = []
     while gap:
         start, _, lengths, work, _, before, edge = pool.table.T
@@ -225,7 +225,7 @@ def _pairs(count: int) -> tuple[Int64Array, Int64Array]:
 
 
 def _cut(pool: Pool, i: int, tokens: int) -> list[Range]:
-    """Takes the first tokens of a piece."""
+    """Takes the first tokens of a stretch."""
     ((start, end),) = pool.take(np.array([i]))
     pool.put(start + tokens, end)
     return [(start, start + tokens)] if tokens else []

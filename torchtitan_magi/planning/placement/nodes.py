@@ -8,7 +8,7 @@ import numpy as np
 
 from torchtitan_magi.masks.geometry import Int64Array, intersecting
 from torchtitan_magi.masks.slices import AttnSlices
-from torchtitan_magi.planning.needs import key_needs, node_traffic, parts_of, pieces_of, transfers_of
+from torchtitan_magi.planning.needs import cut_at_parts, key_needs, node_traffic, parts_of, transfers_of
 from torchtitan_magi.planning.topology import Nodes
 
 SWAP_NODES = 16  # that receive least: with whose shares swaps are tried
@@ -48,7 +48,7 @@ def _documents_of_shares(
         held: tokens of the document that the share owns.
     """
     parts = parts_of(owned)
-    needs = key_needs(pieces_of(slices, parts), parts)
+    needs = key_needs(cut_at_parts(slices, parts), parts)
     rank, _, start, _ = transfers_of(needs, parts).T
     document = np.searchsorted(document_starts, start, side="right") - 1
     travelling, column = np.unique(document, return_inverse=True)

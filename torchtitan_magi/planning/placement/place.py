@@ -1,6 +1,6 @@
 """Which tokens each context-parallel rank owns: as many for every rank, nearly the same work, few K/V rows that travel.
 
-Documents that fit a rank stay whole; larger ones are spread over few ranks, each with a piece of the tail (heavy) and
+Documents that fit a rank stay whole; larger ones are spread over few ranks, each with a part of the tail (heavy) and
 one of the front (light, and needed by everyone, so its sending is shared). ``greedy`` places them, ``swaps`` evens out
 the work, ``nodes`` says which rank gets which share.
 """

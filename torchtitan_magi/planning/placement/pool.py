@@ -1,4 +1,4 @@
-"""The pool of pieces that placement draws from."""
+"""The pool of stretches that placement draws from."""
 
 import numpy as np
 
@@ -12,7 +12,7 @@ START, END, TOKENS, WORK, TAIL, BELOW, EDGE = range(7)
 
 
 class Pool:
-    """The pieces that no rank owns yet, lightest (work per token) first."""
+    """The stretches that no rank owns yet, lightest (work per token) first."""
 
     def __init__(self, profile: WorkProfile, stretches: Int64Array) -> None:
         self.profile = profile
@@ -25,24 +25,24 @@ class Pool:
         self.table, self.density = table[order], (work / (end - start))[order]
         sums = np.zeros((2, len(table) + 1), np.int64)
         np.cumsum(self.table[:, TOKENS : WORK + 1].T, axis=1, out=sums[:, 1:])
-        self.tokens, self.work = sums  # of the i lightest pieces
+        self.tokens, self.work = sums  # of the i lightest stretches
 
     def __len__(self) -> int:
         return len(self.table)
 
     def heaviest(self) -> int:
-        """Index of the piece whose last row sees the most keys."""
+        """Index of the stretch whose last row sees the most keys."""
         return int(self.table[:, TAIL].argmax())
 
     def take(self, which: IntArray) -> list[Range]:
-        """Removes these pieces of the table, ascending."""
+        """Removes these stretches of the table, ascending."""
         taken = self.table[which, :2].tolist()
         for run in np.split(which, np.flatnonzero(np.diff(which) != 1) + 1)[::-1] if len(which) else []:
             self._replace(int(run[0]), int(run[-1]) + 1, self.table[:0])
         return [(start, end) for start, end in taken]
 
     def put(self, start: int, end: int) -> None:
-        """Adds a piece."""
+        """Adds a stretch."""
         if start < end:
             profile, tokens = self.profile, end - start
             below, until, work = profile.below(start), profile.below(end), profile.of(start, end)
@@ -59,7 +59,7 @@ class Pool:
         self.work = _with_sums(self.work, first, end, rows[:, WORK])
 
     def lightest_work(self, tokens: int) -> int:
-        """Work of the lightest pieces that hold `tokens` tokens, the last one cut."""
+        """Work of the lightest stretches that hold `tokens` tokens, the last one cut."""
         i = int(self.tokens.searchsorted(tokens, side="right")) - 1
         work, rest = int(self.work[i]), tokens - int(self.tokens[i])
         if rest:

@@ -117,7 +117,7 @@ def documents(slices: AttnSlices, num_tokens: int, longest_gap: int, keep_links:
 
 
 def bundle(stretches: Int64Array, tokens: int) -> Int64Array:
-    """Joins neighbours of at most `tokens` tokens into stretches of about as many: fewer pieces, longer ranges."""
+    """Joins neighbours of at most `tokens` tokens into stretches of about as many: fewer and longer ranges."""
     start, end = stretches.T
     is_short = end - start <= tokens
     cell = np.where(is_short, start // tokens, -1)

@@ -16,7 +16,7 @@ def even_out(profile: WorkProfile, owned: list[Int64Array], limit: int) -> Int64
     """While a rank has too much work, it swaps equal numbers of tokens with the rank of least work.
 
     Args:
-        owned: per rank its pieces, int64 [n, 2]; changed in place.
+        owned: per rank its ranges, int64 [n, 2]; changed in place.
         limit: most work of a rank; 1.01 times the mean if the mean exceeds it.
 
     Returns:

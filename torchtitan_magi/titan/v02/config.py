@@ -8,11 +8,11 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-import torch.distributed as dist
 from torchtitan.hf_datasets.text_datasets import DATASETS
 from torchtitan.protocols.model_converter import _registry_model_converter_cls
 
 from torchtitan_magi.models.model_config import Experts
+from torchtitan_magi.training.process.all_ranks import rank_and_size
 from torchtitan_magi.training.process.launcher import NO_FILE
 from torchtitan_magi.training.settings import degrees
 from torchtitan_magi.training.settings.checks import check_settings
@@ -24,6 +24,8 @@ HOOK = "torchtitan_magi.titan"
 
 @dataclass
 class JobConfig:
+    """What is merged into torchtitan's."""
+
     magi: Magi = field(default_factory=Magi)
 
 
@@ -126,7 +128,7 @@ def check_experts(job_config: Any, experts: Experts | None) -> None:
     parallelism = job_config.parallelism
     degree = parallelism.expert_parallel_degree
     not_sharding = parallelism.expert_tensor_parallel_degree if degree > 1 else parallelism.tensor_parallel_degree
-    world = dist.get_world_size() if dist.is_initialized() else 1
+    world = rank_and_size()[1]
     ranks = world // (parallelism.data_parallel_replicate_degree * not_sharding)
     is_shared = experts is not None and (degree == 1 or ranks <= experts.num_experts)
     degrees.check_experts(job_config, experts, ranks if is_shared else None)

@@ -6,40 +6,30 @@ import torch
 from torch import Tensor
 from torchtitan.models.attention import VarlenMetadata
 
-from torchtitan_magi.attention.bound_plan import BoundPlan
-from torchtitan_magi.attention.op import make_handle
+from torchtitan_magi.attention.op import PlanHandle
 from torchtitan_magi.training.batches.microbatch import MICROBATCH
 from torchtitan_magi.training.batches.planner import MagiRuntime
 from torchtitan_magi.training.objectives.objective import LocalBatch, Process
-
-
-class HandleHolder:
-    """Keeps a handle from being taken for data: the tensor stays as it is, wherever the inputs of a model go."""
-
-    def __init__(self, handle: Tensor) -> None:
-        self.handle = handle
 
 
 class PlanMetadata(VarlenMetadata):
     """What torchtitan hands to every layer of one microbatch: the handle of its plan.
 
     It takes the place of ``cu_seq_q``: FSDP2 rebuilds named tuples from their fields, and anything else would be lost
-    on the way to the layers. It travels inside an object, because FSDP2 copies tensors to the GPU: a copy of a handle
-    owns no plan, and reading it would make every layer wait for the device.
+    on the way to the layers.
     """
 
     # int [batch, seq_len] of the whole pack; None: torchtitan's own. Read before the model runs
     positions: Tensor | None
 
     @property
-    def handle(self) -> Tensor:
-        """0-d int64 on the CPU, see ``attention.make_handle``."""
-        return self.cu_seq_q.handle  # type: ignore[attr-defined]
+    def handle(self) -> PlanHandle:
+        """The plan's, the same for all layers."""
+        return self.cu_seq_q  # type: ignore[return-value]
 
     def take(self, x: Tensor) -> Tensor:
         """This rank's tokens of x [batch, seq_len, ...] as [batch, seq_len / cp, ...]."""
-        bound: BoundPlan = self.handle.bound_plan  # type: ignore[attr-defined]
-        return bound.take(x)
+        return self.handle.take(x)
 
 
 def attention_metadata(
@@ -63,7 +53,7 @@ def attention_metadata(
         for_model["positions"] = in_pack if positions is None else positions
     extra_inputs.clear()
     extra_inputs.update(for_model)
-    metadata = PlanMetadata(HandleHolder(make_handle(bound)), None, 0, 0)  # type: ignore[arg-type]
+    metadata = PlanMetadata(PlanHandle(bound), None, 0, 0)  # type: ignore[arg-type]
     metadata.positions = positions
     return metadata
 

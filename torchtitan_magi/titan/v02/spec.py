@@ -106,6 +106,7 @@ class MagiSpec:
         self.export = Export()
 
     def train_spec(self) -> TrainSpec:
+        """torchtitan's, with ours in place of what differs."""
         return replace(
             self.stock,
             model_cls=with_plan_metadata(self.stock.model_cls),
@@ -153,6 +154,7 @@ class MagiSpec:
         return adapter
 
     def build_dataloader(self, dp_world_size: int, dp_rank: int, tokenizer: Any, job_config: Any) -> Any:
+        """The training data with plans made ahead; also sets the number of steps."""
         section = job_config.training
         if section.dataset in OUR_DATASETS:
             loader = build_dataloader(section, dp_world_size, dp_rank, tokenizer, job_config, True)
@@ -169,10 +171,12 @@ class MagiSpec:
     def build_validator(
         self, job_config: Any, dp_world_size: int, dp_rank: int, tokenizer: Any, **attributes: Any
     ) -> MagiValidator:
+        """The validator of packs with plans."""
         loader = build_validation_dataloader(dp_world_size, dp_rank, tokenizer, job_config)
         return MagiValidator(job_config, self.planned(loader, tokenizer), tokenizer=tokenizer, **attributes)
 
     def build_metrics_processor(self, job_config: Any, parallel_dims: Any, model_args: Any) -> MagiMetricsProcessor:
+        """The metrics, with the work of plans and predicted memory."""
         training = job_config.training
         batches = parallel_dims.dp_replicate * parallel_dims.dp_shard * training.local_batch_size
         self.losses = LossRecord(max(1, training.global_batch_size // batches))
@@ -183,9 +187,11 @@ class MagiSpec:
         return MagiMetricsProcessor(job_config, parallel_dims, config.attention_flops, self.count, self.losses, memory)
 
     def build_loss(self, job_config: Any, **kwargs: Any) -> Any:
+        """torchtitan's loss, recorded."""
         return self.losses.record(self.stock.build_loss_fn(job_config, **kwargs))
 
     def make_runtime(self, model_args: Any, parallel_dims: Any, job_config: Any) -> MagiRuntime:
+        """What plans microbatches for this rank. A collective of all ranks."""
         config = config_of(model_args)
         heads = heads_of_rank(config, parallel_dims.tp)
         cp_mesh = parallel_dims.get_optional_mesh("cp")
@@ -202,6 +208,7 @@ class MagiSpec:
         return runtime
 
     def parallelize(self, model: Any, parallel_dims: Any, job_config: Any) -> nn.Module:
+        """The model parallelized as torchtitan does, each layer with our attention."""
         check_offload(job_config.training.enable_cpu_offload, utils.device_type, parallel_dims.fsdp_enabled)
         if self.runtime is None:  # a second model, the reference of preference training, runs on the same plans
             self.runtime = self.make_runtime(model.model_args, parallel_dims, job_config)

@@ -14,25 +14,13 @@ from torchtitan.models.common.decoder_sharding import dense_activation_placement
 from torchtitan.protocols.module import Module
 from torchtitan.protocols.sharding import LocalMapConfig, ShardingConfig
 
-from torchtitan_magi.attention.bound_plan import BoundPlan
-from torchtitan_magi.attention.op import attend, make_handle
+from torchtitan_magi.attention.op import PlanHandle, attend
 from torchtitan_magi.training.batches.microbatch import MICROBATCH
 from torchtitan_magi.training.batches.planner import MagiRuntime
 from torchtitan_magi.training.objectives.objective import LocalBatch
 
 OVERRIDE = "torchtitan_magi.titan.v03.attention.varlen"
 FULL, WINDOW = "basic_mask", "sliding_window_mask"  # gpt-oss' layers choose by these names
-
-
-class PlanMasks:
-    """The handle of a microbatch's plan for one kind of layers, as torchtitan hands attention masks to every layer. A
-    plain object, which FSDP2, pipelining and activation checkpointing pass on untouched.
-
-    sends_latents: whether layers that have latent vectors send these in place of K and V.
-    """
-
-    def __init__(self, bound: BoundPlan) -> None:
-        self.handle, self.sends_latents = make_handle(bound), bound.sends_latents
 
 
 class VarlenAttention(Module):
@@ -53,7 +41,7 @@ class VarlenAttention(Module):
         k_BLNH: Tensor,
         v_BLNH: Tensor,
         *,
-        attention_masks: PlanMasks,
+        attention_masks: PlanHandle,
         scale: float | None = None,
         enable_gqa: bool = False,
         out_transform: Callable[[Tensor, Tensor], Tensor] | None = None,
@@ -63,7 +51,7 @@ class VarlenAttention(Module):
 
         Args:
             q_BLNH: [b, s, Hq, D]. k_BLNH: [b, s, H, D]. v_BLNH: [b, s, H, Dv]. Local tensors.
-            attention_masks: the microbatch's, for layers of this kind.
+            attention_masks: the microbatch's plan for layers of this kind, in the place of torchtitan's masks.
             scale: the scores' factor; default D ** -0.5.
             out_transform: gpt-oss' method that would scale the result by its layer's sinks; our kernel has them itself.
             latents: what k and v come from, to travel in their place: rows and weight as ``Latents`` has them, local.
@@ -74,7 +62,7 @@ class VarlenAttention(Module):
         q, k, v = (x.flatten(0, 1).to(v_BLNH.dtype) for x in (q_BLNH, k_BLNH, v_BLNH))
         scale = (q.shape[-1] ** -0.5 if scale is None else scale) * self.temperature
         with spmd.no_typecheck():
-            out, _ = attend(q, k, v, attention_masks.handle, scale, _sinks(out_transform), 0.0, *latents)
+            out, _ = attend(q, k, v, attention_masks, scale, _sinks(out_transform), 0.0, *latents)
         return out.unflatten(0, q_BLNH.shape[:2])
 
 
@@ -113,7 +101,7 @@ def local_batch(runtime: MagiRuntime, inputs: dict[str, Any], labels: Tensor) ->
     if positions is None:
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
     take = next(iter(plans.values())).take
-    masks: Any = {WINDOW if kind else FULL: PlanMasks(bound) for kind, bound in plans.items()}
+    masks: Any = {WINDOW if kind else FULL: PlanHandle(bound) for kind, bound in plans.items()}
     if len(masks) == 1:
         (masks,) = masks.values()
     model_inputs = {**for_model, "positions": take(positions), "attention_masks": masks}

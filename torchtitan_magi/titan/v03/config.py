@@ -191,5 +191,5 @@ def with_adapters(spec: ModelSpec, lora: LoRA) -> ModelSpec:
 
 
 def _ranks(model: Any) -> list[int]:
-    """Of the adapters in a model's configuration."""
+    """The ranks of the adapters in a model's configuration."""
     return [config.rank for _, config, _, _ in model.traverse(Linear.Config) if hasattr(config, "rank")]

@@ -220,7 +220,7 @@ def model_of(config: ModelConfig) -> Any:
 
 
 def _layers_of(config: ModelConfig, rope: RoPE.Config) -> list[Any]:
-    """Of llama3 and qwen3."""
+    """The layers of llama3 and qwen3."""
     common: dict[str, Any] = {"n_layers": config.num_layers, "dim": config.dim, "n_heads": config.num_heads_q}
     common |= {"n_kv_heads": config.num_heads_kv, "attn_backend": "flex", "rope": rope}
     if config.model == "llama3":
@@ -320,7 +320,7 @@ def config_of(model: Any) -> ModelConfig:
 
 
 def _experts(moe: Any, num_dense_layers: int) -> Experts:
-    """Of a layer."""
+    """The experts of a layer's configuration."""
     router, width, shared = moe.router, moe.routed_experts.inner_experts.hidden_dim, moe.shared_experts
     return Experts(
         moe.num_experts,

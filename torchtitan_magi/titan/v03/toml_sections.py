@@ -56,7 +56,7 @@ def _section(base: type | None, **own: Any) -> Any:
 
 @dataclass
 class Workers:
-    """Of a data loader."""
+    """A data loader's workers."""
 
     num_workers: int = 0
     persistent_workers: bool = False

@@ -61,9 +61,11 @@ class PlannedLoader:
                     untaken.cancel()
 
     def state_dict(self) -> dict[str, Any]:
+        """The loader's, after the last batch given out."""
         return self.loader.state_dict() if self.state is None else self.state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Has the loader continue from there."""
         self.loader.load_state_dict(state_dict)
         self.state = None
 

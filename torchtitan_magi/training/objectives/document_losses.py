@@ -4,13 +4,12 @@ import itertools
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan_magi.training.batches.microbatch import Microbatch
+from torchtitan_magi.training.process.all_ranks import gathered
 
 MOST_NAMED = 5  # documents in a line of the log
 
@@ -63,12 +62,8 @@ def mean_losses(kept: Iterable[DocumentLosses], where: Where | None, reader: int
     """
     places = (f"microbatch {number} of data-parallel rank {reader}" for number in itertools.count(1))
     mine = [part for batch, place in zip(kept, places, strict=False) for part in batch.parts(where, place)]
-    found: list[Any] = [mine]
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        found = [None] * dist.get_world_size()
-        dist.all_gather_object(found, mine)
     sums: dict[str, tuple[float, int]] = {}
-    for name, losses, count in itertools.chain(*found):  # context-parallel ranks have parts of one document
+    for name, losses, count in itertools.chain(*gathered(mine)):  # context-parallel ranks have parts of one document
         before = sums.get(name, (0.0, 0))
         sums[name] = before[0] + losses, before[1] + count
     return {name: losses / count for name, (losses, count) in sums.items()}

@@ -18,6 +18,7 @@ from torchtitan_magi.training.objectives.dpo import PairBatch, logprobs_by
 from torchtitan_magi.training.objectives.fingerprint import KnownWeights, fingerprint_of_model
 from torchtitan_magi.training.objectives.logprob_model import LogprobModel
 from torchtitan_magi.training.objectives.pipeline import Pipeline
+from torchtitan_magi.training.process.all_ranks import gathered, rank_and_size
 from torchtitan_magi.training.settings.options import LoRA
 
 TARGETS = {  # torchtitan's linear layers -> transformers' names
@@ -103,9 +104,8 @@ def save_adapters(
 
 def _gathered(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """On rank 0 those of all ranks, which have layers of their own in a pipeline; each from one rank."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    names: list[Any] = [None] * size
-    dist.all_gather_object(names, list(tensors))
+    rank, size = rank_and_size()
+    names = gathered(list(tensors))
     mine = {name: tensors[name] for name in set(names[rank]).difference(*names[:rank])}
     found: list[Any] = [None] * size
     dist.gather_object(mine, found if rank == 0 else None)

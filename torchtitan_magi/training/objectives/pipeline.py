@@ -36,7 +36,7 @@ class Pipeline:
 
     @property
     def num_microbatches(self) -> int:
-        """Of a pass."""
+        """The number of microbatches of a pass."""
         return self.schedule._n_microbatches
 
     def run(

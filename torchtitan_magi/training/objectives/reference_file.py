@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,12 +26,12 @@ from torchtitan_magi.training.objectives.fingerprint import fingerprint_of_model
 from torchtitan_magi.training.objectives.logprob_model import LogprobModel
 from torchtitan_magi.training.objectives.objective import Process
 from torchtitan_magi.training.objectives.reference_model import Policy
+from torchtitan_magi.training.process.all_ranks import on_first_rank
 from torchtitan_magi.training.process.groups import group_of
 from torchtitan_magi.wording import one_line, shown
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
 ENTRIES = {"logprobs", "model", "data", "digest"}  # of a reference file; those of earlier versions have no digest
 
 
@@ -83,11 +83,11 @@ class ReferenceFile(Reference):
         def read() -> npt.NDArray[np.float64] | None:
             return read_logprobs(data.path, fingerprints, data.num_records, remedy)
 
-        logprobs = _on_rank_0(read)
+        logprobs = on_first_rank(read)
         if logprobs is None:
             if step > 0:
                 raise ValueError(f"reference file {shown(data.path)} does not exist, and {remedy}")
-            _on_rank_0(lambda: check_writable(data.path, data.num_records))
+            on_first_rank(lambda: check_writable(data.path, data.num_records))
             logger.info(f"Computing the reference's log-probabilities for {shown(data.path)}")
             computed = data.compute().cpu().numpy()
 
@@ -97,7 +97,7 @@ class ReferenceFile(Reference):
                     write_logprobs(data.path, fingerprints, computed)
                 return computed if made_meanwhile is None else made_meanwhile
 
-            logprobs = _on_rank_0(write)
+            logprobs = on_first_rank(write)
         self.logprobs_of_records = torch.from_numpy(logprobs).to(self.device)
 
     def logprobs(self, batches: list[PairBatch]) -> list[Tensor]:
@@ -251,21 +251,3 @@ def _unwritable(path: Path, error: OSError) -> ValueError:
         "that can "
         'be, or magi.dpo.reference to "model"'
     )
-
-
-def _on_rank_0(function: Callable[[], T]) -> T:
-    """function() of rank 0, on all ranks; so that all take the same path on a file system of any kind.
-
-    Raises:
-        ValueError: function raised one, or an OSError.
-    """
-    outcome: list[Any] = [None, None]
-    if dist.get_rank() == 0:
-        try:
-            outcome[0] = function()
-        except (ValueError, OSError) as error:
-            outcome[1] = str(error)
-    dist.broadcast_object_list(outcome)
-    if outcome[1] is not None:
-        raise ValueError(outcome[1])
-    return outcome[0]

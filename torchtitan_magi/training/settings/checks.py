@@ -11,7 +11,7 @@ from typing import Any
 
 from torchtitan_magi.models.model_config import ModelConfig
 from torchtitan_magi.training.checkpoints.hf_weights import ExportLayout
-from torchtitan_magi.training.process.agreed import agreed
+from torchtitan_magi.training.process.all_ranks import agreed
 from torchtitan_magi.training.settings.first_weights import check_first_weights
 from torchtitan_magi.training.settings.magi_section import check_options
 from torchtitan_magi.training.settings.model_folder import check_folders

@@ -3,8 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
-import torch.distributed as dist
-
+from torchtitan_magi.training.process.all_ranks import rank_and_size
 from torchtitan_magi.training.settings.magi_section import check_options_for_pairs
 from torchtitan_magi.training.settings.options import DPO_DATASET, OUR_DATASETS, SFT_DATASET
 from torchtitan_magi.wording import quoted, quoted_path
@@ -34,7 +33,7 @@ def _check_batch(job_config: Any) -> None:
     """Checks that the data-parallel ranks can share the global batch; torchtitan does so once the model is built."""
     training, parallelism = job_config.training, job_config.parallelism
     copies = parallelism.context_parallel_degree * parallelism.tensor_parallel_degree
-    ranks = dist.get_world_size() // (copies * parallelism.pipeline_parallel_degree) if dist.is_initialized() else 1
+    ranks = max(1, rank_and_size()[1] // (copies * parallelism.pipeline_parallel_degree))
     size, divisor = training.global_batch_size, training.local_batch_size * ranks
     if size > 0 and size % divisor:
         raise ValueError(

@@ -10,8 +10,8 @@ from torchtitan.models import deepseek_v3
 from torchtitan.models.common import Linear
 from torchtitan.models.deepseek_v3.model import Attention
 
+from torchtitan_magi.attention.op import PlanHandle
 from torchtitan_magi.models.model_config import LatentAttention, ModelConfig
-from torchtitan_magi.titan.v03.attention import PlanMasks
 
 LATENT_NORM_EPS = 1e-6  # transformers', whatever a config.json says of the other norms
 
@@ -23,7 +23,7 @@ class MagiLatentAttention(Attention):
     class Config(Attention.Config):
         pass
 
-    def forward(self, x: Tensor, attention_masks: PlanMasks, positions: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, attention_masks: PlanHandle, positions: Tensor | None = None) -> Tensor:
         """Attention of this rank's tokens x [b, s, dim] in the same shape; positions: int [b, s]."""
         if not attention_masks.sends_latents or type(self.wkv_b) is not Linear:
             return super().forward(x, attention_masks, positions)
@@ -97,5 +97,5 @@ def set_latent_norms(model: Any) -> None:
 
 
 def latent_of(attention: Any) -> LatentAttention:
-    """Of torchtitan's configuration of a layer's attention."""
+    """The latent attention in torchtitan's configuration of a layer."""
     return LatentAttention(attention.q_lora_rank, attention.kv_lora_rank, attention.qk_rope_head_dim, attention.mscale)

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from torchtitan_magi import varlen_causal
-from torchtitan_magi.backends.choose import Gradients, OutGrads, StageInputs, StageMask
 from torchtitan_magi.backends.ffa import params as ffa
 from torchtitan_magi.backends.ffa import row_kernels as rows
 from torchtitan_magi.backends.ffa.block_attn import FfaBlockAttn
 from torchtitan_magi.backends.ffa.row_kernels import CudaRowMover
 from torchtitan_magi.backends.ffa.worklists import build_worklists
+from torchtitan_magi.backends.interface import Gradients, OutGrads, StageInputs, StageMask
 from torchtitan_magi.cuda import driver, jit, launch
 from torchtitan_magi.exchange.in_flight import (
     Arrival,

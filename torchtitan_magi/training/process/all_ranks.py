@@ -1,4 +1,4 @@
-"""What every rank makes by itself from files, once all ranks are known to have made the same."""
+"""What all ranks of a job do together: who one is, what the others have, what rank 0 does for all."""
 
 import itertools
 import pickle
@@ -13,6 +13,43 @@ from torchtitan_magi.wording import quoted_path
 T = TypeVar("T")
 PATIENCE = timedelta(days=30)
 _numbers = itertools.count()  # of the calls of _gathered_patiently, the same on all ranks
+
+
+def rank_and_size() -> tuple[int, int]:
+    """This rank and the number of ranks; (0, 1) in a process of its own."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def is_first_rank() -> bool:
+    """Whether this is rank 0, which speaks and writes for all."""
+    return rank_and_size()[0] == 0
+
+
+def gathered(mine: T) -> list[T]:
+    """Every rank's value, by rank. A collective of all ranks."""
+    found: list[Any] = [mine] * rank_and_size()[1]
+    if len(found) > 1:
+        dist.all_gather_object(found, mine)
+    return found
+
+
+def on_first_rank(function: Callable[[], T]) -> T:
+    """function() of rank 0, on all ranks, so that all take the same path on a file system of any kind. A collective.
+
+    Raises:
+        ValueError, OSError: on all ranks what function raised, without its attributes.
+    """
+    outcome: list[Any] = [None, None]
+    if is_first_rank():
+        try:
+            outcome[0] = function()
+        except (ValueError, OSError) as error:
+            outcome[1] = error
+    if rank_and_size()[1] > 1:
+        dist.broadcast_object_list(outcome)
+    if outcome[1] is not None:
+        raise outcome[1]
+    return outcome[0]
 
 
 def agreed(path: Any, make: Callable[[], T], identity: Callable[[T], Any], patient: bool = False) -> T:
@@ -32,9 +69,8 @@ def agreed(path: Any, make: Callable[[], T], identity: Callable[[T], Any], patie
         result = make()
     except ValueError as error:
         problem = str(error)
-    found: list[Any] = [(problem, None if result is None else identity(result))]
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        found = _gathered_patiently(found[0]) if patient else _gathered(found[0])
+    mine = problem, None if result is None else identity(result)
+    found = _gathered_patiently(mine) if patient and rank_and_size()[1] > 1 else gathered(mine)
     for problem, _ in found:
         if problem is not None:
             raise ValueError(problem)
@@ -48,15 +84,8 @@ def agreed(path: Any, make: Callable[[], T], identity: Callable[[T], Any], patie
     return result
 
 
-def _gathered(mine: Any) -> list[Any]:
-    """By rank."""
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, mine)
-    return found
-
-
 def _gathered_patiently(mine: Any) -> list[Any]:
-    """The same by the store in which the ranks met: rank 0 collects, and the others wait for what it found."""
+    """As ``gathered``, by the store in which the ranks met: rank 0 collects, and the others wait for what it found."""
     store, key = dist.distributed_c10d._get_default_store(), f"torchtitan_magi/agreed/{next(_numbers)}"
     store.set(f"{key}/{dist.get_rank()}", pickle.dumps(mine))
     if dist.get_rank() == 0:

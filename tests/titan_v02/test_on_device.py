@@ -23,7 +23,7 @@ def move_inputs_as_on_a_gpu(report):
         return args, kwargs
 
     def report_plan(_, attention, xq, xk, xv, attention_masks, **kwargs):
-        report("owns its plan", hasattr(attention_masks.handle, "bound_plan"))
+        report("owns its plan", hasattr(attention_masks.handle.tensor, "bound_plan"))
 
     FSDPState._root_pre_forward = move
     watch(VarlenAttentionWrapper, "forward", report_plan)

@@ -23,6 +23,7 @@ def train_tiny_model(checkpointing):
     import torch
     from torch.utils.checkpoint import checkpoint
 
+    from torchtitan_magi.attention import api
     from torchtitan_magi.attention import op as attention
     from torchtitan_magi.planning.cost_model import Heads
     from torchtitan_magi.titan.v02.metadata import attention_metadata
@@ -39,7 +40,7 @@ def train_tiny_model(checkpointing):
 
     def block(x, metadata):
         q, k, v = projection(x).view(TOKENS, 3, HEADS, HEAD_DIM).unbind(1)
-        return x + attention.attention_op(q, k, v, metadata.handle, 0.3)[0].flatten(1)
+        return x + attention.attention_op(q, k, v, metadata.handle.tensor, 0.3)[0].flatten(1)
 
     attend = functools.partial(checkpoint, block, use_reentrant=False) if checkpointing else block
 
@@ -60,7 +61,7 @@ def train_tiny_model(checkpointing):
         if step % GC_FREQ == 0:
             gc.collect()
         if step % GC_FREQ == 0 and step >= SETTLED:
-            plans.append(len(attention._handles))
+            plans.append(len(api._handles))
             objects.append(len(gc.get_objects()))
             with open("/proc/self/statm") as file:
                 resident.append(int(file.read().split()[1]) * 4)
