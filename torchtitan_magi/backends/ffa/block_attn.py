@@ -38,6 +38,7 @@ class FfaBlockAttn:
         ffa.check_supported(head_dim, dtype, value_dim)
 
     def row_mover(self) -> CudaRowMover:
+        """Our own kernels."""
         return CudaRowMover()
 
     def __init__(self, device: torch.device | str = "cuda", deterministic: bool = False) -> None:
