@@ -6,21 +6,16 @@ from pathlib import Path
 
 import pytest
 from support.published import CONFIGS as MODELS
+from support.published import SHIPPED
 from support.runs import DEBUG_TOML, call
 
 CONFIGS = sorted((Path(__file__).parents[2] / "train_configs").glob("*.toml"))
-PUBLISHED = {
-    "Llama-3.1-8B-Instruct": "Llama 3.1 8B",
-    "Llama-3.1-70B-Instruct": "Llama 3.1 70B",
-    "Qwen3-8B": "Qwen3 8B",
-    "Qwen3-32B": "Qwen3 32B",
-}
 
 
 def options_of(toml, *overrides):
     """The fields of the Trainer's configuration that the file and the overrides make."""
     from torchtitan_magi.titan.v03.config import trainer_options
-    from torchtitan_magi.titan.v03.job_config import read_job_config
+    from torchtitan_magi.titan.v03.toml_sections import read_job_config
 
     return trainer_options(read_job_config(str(toml), list(overrides)))
 
@@ -64,7 +59,7 @@ def test_every_shipped_configuration_is_one_of_torchtitan_0_3(path, tmp_path):
     values = tomllib.loads(path.read_text())
     overrides = ["--job.dump_folder", str(tmp_path)]
     if values["model"]["flavor"] == "hf":
-        published = MODELS[PUBLISHED[Path(values["model"]["hf_assets_path"]).name]]
+        published = MODELS[SHIPPED[Path(values["model"]["hf_assets_path"]).name]]
         (tmp_path / "config.json").write_text(json.dumps(published))
         overrides += ["--model.hf_assets_path", str(tmp_path)]
     found = call(summary_of, path, *overrides)
@@ -168,8 +163,8 @@ def test_torchtitans_own_way_gives_our_trainer():
 
 
 def refused_parallelism(cases):
-    from torchtitan_magi.titan.v03.job_config import read_job_config
-    from torchtitan_magi.training.settings.sections import check_parallelism
+    from torchtitan_magi.titan.v03.toml_sections import read_job_config
+    from torchtitan_magi.training.settings.degrees import check_parallelism
 
     found = []
     for world_size, arguments in cases:
@@ -207,15 +202,21 @@ def refused_experts(cases):
     from types import SimpleNamespace
 
     from torchtitan_magi.models.model_config import Experts
-    from torchtitan_magi.training.experts import check_experts
+    from torchtitan_magi.titan.v03.trainer import ranks_of_experts
+    from torchtitan_magi.training.settings.degrees import check_experts
 
     found = []
     for name, num_experts, degrees, option in cases:
         checkpoint = {"enable": True, "initial_load_in_hf": False, "last_save_in_hf": False, option: True}
-        job = SimpleNamespace(model=SimpleNamespace(name=name, flavor="hf"), checkpoint=SimpleNamespace(**checkpoint))
         dims = SimpleNamespace(**{"dp_shard": 1, "cp": 1, "tp": 1, "ep": 1} | degrees)
+        job = SimpleNamespace(
+            model=SimpleNamespace(name=name, flavor="hf"),
+            checkpoint=SimpleNamespace(**checkpoint),
+            parallelism=SimpleNamespace(expert_parallel_degree=dims.ep),
+        )
+        experts = Experts(num_experts, 2, 48, True)
         try:
-            check_experts(job, dims, Experts(num_experts, 2, 48, True))
+            check_experts(job, experts, ranks_of_experts(job, dims, experts))
         except ValueError as error:
             found.append(str(error))
         else:

@@ -115,7 +115,7 @@ def layers_after_converters():
     from torchtitan.models import qwen3
     from torchtitan.models.common.moe import GroupedExperts
 
-    from torchtitan_magi.titan.v03.lora import with_adapters
+    from torchtitan_magi.titan.v03.config import with_adapters
     from torchtitan_magi.titan.v03.models import REPLACED, _check_layers, with_varlen
     from torchtitan_magi.training.settings.options import LoRA
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from torchtitan_magi.training.batches.microbatch import Microbatch
 from torchtitan_magi.training.finite import StepGuard, check_state, noting
 from torchtitan_magi.training.objectives.document_losses import DocumentLosses, described, mean_losses
 from torchtitan_magi.training.objectives.objective import LossRecord
@@ -164,8 +165,10 @@ def test_a_state_is_checked_by_name():
 
 
 def losses_of(documents, records, tokens, labelled, losses):
-    arrays = (np.array(x) for x in (documents, records, tokens))
-    return DocumentLosses(*arrays, labelled and torch.tensor(labelled), torch.tensor(losses))
+    owned = SimpleNamespace(share=SimpleNamespace(tokens=np.array(tokens)))
+    labelled = labelled and torch.tensor(labelled)
+    batch = Microbatch(None, None, np.array(documents), np.array(records), {}, indices=(owned,), labelled=labelled)
+    return DocumentLosses(batch, torch.tensor(losses))
 
 
 def test_losses_belong_to_the_documents_of_their_tokens():
@@ -173,7 +176,7 @@ def test_losses_belong_to_the_documents_of_their_tokens():
     documents, tokens = [[0, 3], [3, 6], [8, 12]], list(range(0, 16, 2))
     microbatch = losses_of(documents, [4, 0, 4], tokens, [0, 1, 2, 4, 5], [1.0, 2.0, 5.0, NAN, 1.0])
     assert mean_losses([microbatch], "line {}".format, 0) == {"line 4": pytest.approx(NAN, nan_ok=True), "line 0": 5.0}
-    microbatch.records = None
+    microbatch.batch.records = None
     names = mean_losses([microbatch, microbatch], None, 3)
     assert list(names)[:2] == [
         f"tokens {span} of microbatch 1 of data-parallel rank 3" for span in ("0 to 2", "3 to 5")

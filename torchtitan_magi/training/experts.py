@@ -1,4 +1,4 @@
-"""Mixture-of-experts layers: whether they can be spread, how evenly their tokens are, their computation one by one."""
+"""Mixture-of-experts layers: how evenly their tokens are, their computation one by one."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -10,86 +10,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from torchtitan_magi.models.model_config import Experts
-from torchtitan_magi.wording import quoted
-
 EXPERT_LOAD_METRICS = ("moe/expert_imbalance", "moe/worst_expert_imbalance", "moe/idle_experts")
 BIASES = ("expert_bias", "expert_bias_E")  # of a layer's router, which torchtitan moves beside its optimizers
 COUNTS = ("tokens_per_expert", "tokens_per_expert_E")  # torchtitan's names of a layer's counts, 0.2 and 0.3
-
-
-def check_expert_degree(degree: int, experts: Experts | None, flavor: str) -> None:
-    """Checks whether a model's experts can be spread over `degree` ranks.
-
-    Args:
-        experts: None for a dense model.
-
-    Raises:
-        ValueError: one line that names the value and the remedy.
-    """
-    if degree > 1 and experts is None:
-        raise ValueError(
-            f"parallelism.expert_parallel_degree is {degree}, but model.flavor {quoted(flavor)} has no experts; set "
-            "it to 1, or use a mixture of experts"
-        )
-    if experts is not None and experts.num_experts % degree:
-        raise ValueError(
-            f"parallelism.expert_parallel_degree is {degree}, which does not divide the {experts.num_experts} experts "
-            f"of model.flavor {quoted(flavor)}; use a degree that does"
-        )
-
-
-def check_expert_ranks(degree: int, ranks: int, lenders: str) -> None:
-    """Checks whether experts can be spread over `degree` of the ranks that lend themselves to them.
-
-    Args:
-        ranks: the product of the degrees that `lenders` names.
-
-    Raises:
-        ValueError: one line that names the value and the remedy.
-    """
-    if ranks % degree:
-        raise ValueError(
-            f"parallelism.expert_parallel_degree is {degree}, which does not divide the product of {lenders}, {ranks}; "
-            "use a degree that does"
-        )
-
-
-def check_files_of_experts(checkpoint: Any, num_experts: int, ranks: int) -> None:
-    """Checks whether `ranks`, over which FSDP shards experts by number, have as many each: torchtitan reads and writes
-    whole experts.
-
-    Args:
-        checkpoint: the section [checkpoint].
-
-    Raises:
-        ValueError: one line that names the option and the remedy.
-    """
-    for option in ("initial_load_in_hf", "last_save_in_hf"):
-        if checkpoint.enable and getattr(checkpoint, option) and num_experts % ranks:
-            remedy = "an expert_parallel_degree above 1" if ranks > num_experts else "a number of ranks that divides it"
-            raise ValueError(
-                f"checkpoint.{option} is true, but {ranks} ranks share {num_experts} experts, not as many each; use "
-                f"{remedy}"
-            )
-
-
-def check_experts(job_config: Any, dims: Any, experts: Experts | None) -> None:
-    """Checks whether the model's experts can be spread as the configuration of torchtitan 0.3 says.
-
-    Args:
-        dims: torchtitan's ``ParallelDims``.
-        experts: None for a dense model.
-
-    Raises:
-        ValueError: one line that names the value and the remedy.
-    """
-    check_expert_degree(dims.ep, experts, job_config.model.flavor)
-    if experts is None or job_config.model.name == "gpt_oss":  # whose files have all experts of a layer in one tensor
-        return
-    ranks = dims.dp_shard * dims.cp * (dims.tp if dims.ep > 1 else 1)
-    if ranks <= experts.num_experts:  # else FSDP shards each expert's rows
-        check_files_of_experts(job_config.checkpoint, experts.num_experts, ranks)
 
 
 def own_experts(

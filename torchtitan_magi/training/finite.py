@@ -12,8 +12,9 @@ from torch import Tensor
 
 from torchtitan_magi.exchange.agreement import raise_differences
 from torchtitan_magi.training.experts import expert_biases, local
-from torchtitan_magi.training.metrics import group_of
 from torchtitan_magi.training.objectives.document_losses import DocumentLosses, Where, described, mean_losses
+from torchtitan_magi.training.process.all_ranks import gathered, rank_and_size
+from torchtitan_magi.training.process.groups import group_of
 
 
 class StepGuard:
@@ -73,7 +74,7 @@ class StepGuard:
         losses = [loss for loss, _ in record.microbatches] if record is not None else []
         norms = [] if self.grad_norm is None else [self.grad_norm]
         bad = torch.stack([_any_odd(values, self.device) for values in (losses, norms)])
-        if dist.is_initialized() and dist.get_world_size() > 1:
+        if rank_and_size()[1] > 1:
             dist.all_reduce(bad, dist.ReduceOp.MAX)
         self.found.copy_(bad.amax())
         self.seen.copy_(bad, non_blocking=True)
@@ -145,11 +146,7 @@ def check_state(state: dict[str, Any], step: int) -> None:
     tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
     if "optimizer" in state:
         tensors |= dict(_moments(state["optimizer"]))
-    odd: list[Any] = [_not_finite(tensors)]
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        mine, odd = odd[0], [None] * dist.get_world_size()
-        dist.all_gather_object(odd, mine)
-    names = list(dict.fromkeys(itertools.chain(*odd)))
+    names = list(dict.fromkeys(itertools.chain(*gathered(_not_finite(tensors)))))
     if names:
         others = f" and {len(names) - 1:,} other tensors" if len(names) > 1 else ""
         raise FloatingPointError(

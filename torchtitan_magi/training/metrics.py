@@ -11,6 +11,7 @@ from torchtitan_magi.training.batches.planner import WorkCount
 from torchtitan_magi.training.experts import take_expert_load
 from torchtitan_magi.training.memory_log import MeasuredMemory
 from torchtitan_magi.training.objectives.objective import LossRecord
+from torchtitan_magi.training.process.groups import group_of
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +47,7 @@ class PlanMetrics:
     def log(
         self, step: int, global_avg_loss: float, global_max_loss: float, grad_norm: float, extra_metrics: Any = None
     ) -> None:
+        """Logs a step: torchtitan's line with the numbers made right. A collective of all ranks."""
         counted = self.count.take()
         waited = {"time_metrics/plan_wait(s)": counted.waited}
         without_attention = self.num_flops_per_token
@@ -65,6 +67,7 @@ class PlanMetrics:
         return float((extra_metrics or {}).get("n_tokens_seen", 0)) / self.parallel_dims.cp
 
     def log_validation(self, loss: float, step: int, extra_metrics: dict[str, Any] | None = None) -> None:
+        """Logs a validation pass."""
         super().log_validation(loss, step, extra_metrics)  # type: ignore[misc]
         self.count.take()
         self._print("validate step", step, extra_metrics or {})
@@ -93,15 +96,3 @@ class PlanMetrics:
         if (batch_group := group_of(self.parallel_dims, "batch")) is not None:
             dist.all_reduce(mean, dist.ReduceOp.MAX, group=batch_group)
         return mean.item()
-
-
-def group_of(parallel_dims: Any, axis: str) -> dist.ProcessGroup | None:
-    """The group of an axis of torchtitan's ParallelDims; None where it has a single rank."""
-    mesh = parallel_dims.get_optional_mesh(axis)
-    return None if mesh is None else mesh.get_group()
-
-
-def data_parallel_rank(parallel_dims: Any) -> int:
-    """Which of the batches that are loaded at a time is this rank's."""
-    group = group_of(parallel_dims, "batch")
-    return 0 if group is None else dist.get_rank(group)

@@ -1,6 +1,7 @@
 """What our Trainer does beside torchtitan's: SFT per token or per document, and DPO, by an ``Objective``."""
 
 import os
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
@@ -11,15 +12,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from torchtitan_magi.training.batches.planned_loader import Batch, PlannedLoader
-from torchtitan_magi.training.batches.planner import num_tokens
+from torchtitan_magi.training.batches.microbatch import MICROBATCH, Batch, Microbatch
+from torchtitan_magi.training.batches.pack_loader import PackLoader, build_dataloader
+from torchtitan_magi.training.batches.planned_loader import PlannedLoader
 from torchtitan_magi.training.checkpoints.digests import read_metadata
-from torchtitan_magi.training.metrics import group_of
+from torchtitan_magi.training.experts import expert_counts_kept
 from torchtitan_magi.training.objectives.dpo import DPO, PairReader, Reference
 from torchtitan_magi.training.objectives.logprob_model import LogprobModel
 from torchtitan_magi.training.objectives.objective import SFT, Objective, Process
 from torchtitan_magi.training.objectives.pipeline import Pipeline
-from torchtitan_magi.training.objectives.reference_model import ReferenceModel, reference_file
+from torchtitan_magi.training.objectives.reference_file import fill_in_logprobs, reference_file
+from torchtitan_magi.training.objectives.reference_model import ReferenceModel
+from torchtitan_magi.training.process.groups import data_parallel_place, group_of
 from torchtitan_magi.training.process.last_words import LastWords
 from torchtitan_magi.training.process.timeouts import set_pg_timeouts
 from torchtitan_magi.training.settings.options import DPO_DATASET
@@ -37,6 +41,8 @@ class ObjectiveTrainer:
     parallel_dims: Any
     metrics_processor: Any
     checkpointer: Any
+    tokenizer: Any
+    model_parts: Sequence[nn.Module]
     dataloader: PlannedLoader
     device: torch.device
     step: int
@@ -48,7 +54,7 @@ class ObjectiveTrainer:
 
     @property
     def num_microbatches(self) -> int:
-        """Of a step, on this rank."""
+        """The number of microbatches of a step, on this rank."""
         return self.gradient_accumulation_steps * self.num_pipeline_parallel_microbatches
 
     def train_context(self) -> AbstractContextManager[None]:
@@ -84,6 +90,20 @@ class ObjectiveTrainer:
         checkpointer.dcp_load(states.state_dict(), path, checkpoint.initial_load_in_hf, quantized)
         checkpointer.states["model"] = policy
 
+    def open_packs(self, section: Any) -> PackLoader:
+        """One pass over every record of a section, job_config.training or .validation, in the order of the files."""
+        size, rank = data_parallel_place(self.parallel_dims)
+        return build_dataloader(section, size, rank, self.tokenizer, self.job_config, False)
+
+    def fill_in_logprobs(self, logprobs: Tensor, loader: PackLoader) -> None:
+        """Writes to logprobs, float64 [records, 2], what the model as it is now gives this rank's pairs."""
+        batches = PlannedLoader(loader, self.dataloader.plan, self.dataloader.waited)
+        reader = PairReader(group_of(self.parallel_dims, "cp"))
+        with self.train_context(), self.forward_context(), expert_counts_kept(self.model_parts):
+            fill_in_logprobs(logprobs, batches, self.model, reader, self.process)
+        self.metrics_processor.count.take()  # this was no training
+        self.metrics_processor.time_last_log = time.perf_counter()
+
     def start_objectives(self, model: LogprobModel | None) -> None:
         """Makes the objectives of training and of validation, for a model that has been parallelized.
 
@@ -110,15 +130,16 @@ class ObjectiveTrainer:
         return ReferenceModel(self)
 
     def is_replicated_by_ddp(self) -> bool:
+        """Whether DDP averages gradients, where FSDP2 adds them."""
         return self.parallel_dims.dp_replicate_enabled and not self.parallel_dims.fsdp_enabled
 
     def _make_objective(self, section: Any) -> Objective:
         magi = self.job_config.magi
         if section.dataset != DPO_DATASET:
             return SFT(self.model, magi.loss_per)
-        reader = PairReader(group_of(self.parallel_dims, "cp"))
-        reference = reference_file(self, section, reader) if magi.dpo.reference == "file" else self.reference_model
-        return DPO(self.model, magi.dpo, reference, reader, group_of(self.parallel_dims, "batch"))
+        groups = group_of(self.parallel_dims, "cp"), group_of(self.parallel_dims, "batch")
+        reference = reference_file(self, section) if magi.dpo.reference == "file" else self.reference_model
+        return DPO(self.model, magi.dpo, reference, *groups)
 
     def batch_generator(self, data_iterable: Iterable[Batch]) -> Iterator[Batch]:
         """torchtitan calls this once, between loading the checkpoint and the first step."""
@@ -128,17 +149,20 @@ class ObjectiveTrainer:
         return super().batch_generator(data_iterable)  # type: ignore[misc]
 
     def train(self) -> None:
+        """torchtitan's, with the reason of a rank that waits too long."""
         comm = self.job_config.comm
         set_pg_timeouts(timedelta(seconds=comm.init_timeout_seconds), self.parallel_dims)  # else those of torch
         with LastWords(comm.init_timeout_seconds, comm.train_timeout_seconds) as self.last_words:
             super().train()  # type: ignore[misc]
 
     def train_step(self, data_iterator: Iterator[Batch]) -> None:
+        """A step of torchtitan's, with the items of all its microbatches counted before the first."""
         microbatches = [next(data_iterator) for _ in range(self.num_microbatches)]
         self.objective.start_step()
-        for inputs, labels in microbatches:
-            inputs["num_items"] = self.objective.weigh(inputs, labels)
-        counts = (sum(inputs["num_items"] for inputs, _ in microbatches), sum(num_tokens(x) for x, _ in microbatches))
+        batches: list[Microbatch] = [inputs[MICROBATCH] for inputs, _ in microbatches]
+        for batch in batches:
+            batch.num_items = self.objective.count_items(batch)
+        counts = sum(batch.num_items for batch in batches), sum(batch.num_tokens for batch in batches)
         of_all = torch.stack([torch.full((), count, device=self.device) for count in counts])
         if self.parallel_dims.dp_enabled:
             dist.all_reduce(of_all, group=group_of(self.parallel_dims, "batch"))
@@ -153,22 +177,22 @@ class ObjectiveTrainer:
         """This rank's addend to the step's mean loss, detached: it is the sum over all ranks and microbatches."""
         if self.pipeline is not None:
             return self._pipeline_step(self.pipeline, input_dict, labels)
-        num_items = input_dict.pop("num_items")
+        num_items = input_dict[MICROBATCH].num_items
         with self.train_context():
             with self.forward_context():
                 loss_sum = self.objective.loss(input_dict, labels, self.process)
                 loss = loss_sum / self.num_items
             (loss * self.gradient_factor).backward()
-        copies = self.objective.copies
-        self.metrics_processor.losses.add(loss_sum / copies, num_items / self.parallel_dims.cp)
-        return loss.detach() / copies
+        replicas = self.objective.num_loss_replicas
+        self.metrics_processor.losses.add(loss_sum / replicas, num_items / self.parallel_dims.cp)
+        return loss.detach() / replicas
 
     def _pipeline_step(self, pipeline: Pipeline, inputs: Any, labels: Any) -> Tensor:
         """The same for the microbatches of a pipeline; -1 on ranks without the last stage, as torchtitan has it."""
-        counts, copies = [batch.pop("num_items") for batch in inputs], self.objective.copies
+        counts, replicas = [batch[MICROBATCH].num_items for batch in inputs], self.objective.num_loss_replicas
         with self.train_context():
             losses = pipeline.losses(self.objective, inputs, labels, self.process, self.num_items)
-        losses = [loss.to(self.device) / copies for loss in losses]
+        losses = [loss.to(self.device) / replicas for loss in losses]
         if not losses:
             self.metrics_processor.losses.add(torch.zeros((), device=self.device), 0.0)
             return torch.tensor(-1.0, device=self.device)
@@ -184,6 +208,7 @@ class ObjectiveTrainer:
         return state | {"ntokens_seen": int(self.num_tokens_seen)} | own
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Reads what ``state_dict`` returned."""
         super().load_state_dict(state_dict)  # type: ignore[misc]
         self.num_tokens_seen.fill_(state_dict["ntokens_seen"])
         for objective in self.objectives:

@@ -3,11 +3,12 @@
 import json
 
 import pytest
+from support.chat import chat
+from support.conversations import assistant, user
 from support.streams import assert_nothing_is_lost, in_a_process
-from test_data_chat import assistant, chat, user
 
 from torchtitan_magi.data import Corpus, PackedPairDataset, PackedSFTDataset
-from torchtitan_magi.data.records import record_file as records_module
+from torchtitan_magi.data.records.record_file import MAX_RECORD_BYTES
 from torchtitan_magi.data.tokens.chat import CHATML_TEMPLATE
 
 SEQ_LEN = 48
@@ -206,13 +207,17 @@ def test_unknown_policy_is_refused(tmp_path):
 
 
 HUGE = """
-from test_data_bad_records import dataset
+from support.chat import chat
+from torchtitan_magi.data import PackedSFTDataset
+from torchtitan_magi.data.tokens.chat import CHATML_TEMPLATE
 
+def dataset(**options):
+    return PackedSFTDataset(path, chat(CHATML_TEMPLATE), 48, epochs=1, **options)
 try:
-    dataset(path)
+    dataset()
 except ValueError as error:
     print(str(error).split(": ", 1)[1])
-packs = dataset(path, bad_records="skip")
+packs = dataset(bad_records="skip")
 list(packs)
 print(packs.counts.documents, packs.counts.skipped, packs.counts.pieces)
 """
@@ -228,4 +233,4 @@ def test_a_huge_line_is_malformed_and_never_in_memory(path):
     printed, grown = in_a_process(HUGE, path)
     assert printed == ["the line has 50,000,013 bytes, more than 16,777,216; split the record", "3 1 2"]
     assert grown < 30e6
-    assert records_module.MAX_RECORD_BYTES == 16_777_216
+    assert MAX_RECORD_BYTES == 16_777_216

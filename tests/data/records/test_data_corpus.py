@@ -6,8 +6,8 @@ from unittest import mock
 
 import numpy as np
 import pytest
+from support.numbered_records import dataset, flats
 from support.streams import in_a_process, resume, take
-from test_data_sft import dataset, flats
 
 from torchtitan_magi.data import Corpus, JsonlFile
 from torchtitan_magi.data.packs.epoch_order import EpochOrder
@@ -66,9 +66,7 @@ def test_a_path_may_hold_commas_and_equals_signs_where_it_exists(tmp_path):
 @pytest.mark.parametrize(
     ("paths", "words"),
     [
-        ("nowhere.jsonl", "cannot read records file 'nowhere.jsonl': No such file or directory; check the path"),
         ("{folder}/*.json", "no file matches '.*json'; check the pattern"),
-        ("{folder}/empty", r"folder '.*empty' holds no \*.jsonl, .* file; give one that does, or a pattern"),
         ("{folder}/a.jsonl,{folder}", "records file '.*a.jsonl' is in the data set twice; give its source a weight"),
         ("{folder}=half", "source '.*=half': weight 'half' is not a number; write path=0.5"),
         ("{folder}/a.jsonl=0.01", "the weights of '.*=0.01' leave less than one record an epoch; give larger ones"),
@@ -207,7 +205,7 @@ def test_windows_grow_to_their_size_and_hold_every_part_once(folder):
 
 GROWTH = """
 from support.streams import take
-from test_data_sft import dataset
+from support.numbered_records import dataset
 from torchtitan_magi.data import Corpus
 
 corpus = Corpus(path)

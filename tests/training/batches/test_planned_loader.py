@@ -103,5 +103,5 @@ def test_no_thread_outlives_its_consumer():
 def test_the_fingerprint_of_a_plan_is_made_ahead_as_well():
     runtime = MagiRuntime(Magi(), None, Heads(4, 2, 8), torch.device("cpu"), WorkCount())
     inputs = {"input": torch.tensor([[5, 6, 1, 7, 8, 1]])}
-    planned = runtime.plan_ahead(inputs, None, eos_id=1)["planned"]
+    planned = runtime.plan_ahead(inputs, None, eos_id=1)
     assert "fingerprint" in vars(planned.plans[0])  # kept: asking for it takes no time

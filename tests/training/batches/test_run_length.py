@@ -19,7 +19,7 @@ from torchtitan_magi.data import PackedPairDataset, PackedSFTDataset, TokenizedD
 from torchtitan_magi.data.packs import stream
 from torchtitan_magi.training.batches.pack_loader import PackLoader
 from torchtitan_magi.training.batches.run_length import DEFAULT_STEPS, DEFAULT_WARMUP, RunLength
-from torchtitan_magi.training.process.agreed import agreed
+from torchtitan_magi.training.process.all_ranks import agreed
 
 blocks = with_small_blocks(400)
 SEQ_LEN = 64

@@ -21,18 +21,18 @@ class OtherLabel:
     def __call__(self, report):
         import os
 
-        from torchtitan_magi.training.batches import planned_loader
+        from torchtitan_magi.training.batches.microbatch import Microbatch
 
-        stock, count = planned_loader.content, 0
+        stock, count = Microbatch.digest, 0
 
-        def content(inputs, labels):
+        def digest(batch):
             nonlocal count
             count += 1
             if os.environ["RANK"] == "1" and count == self.number:
-                labels.view(-1)[0] = 7
-            return stock(inputs, labels)
+                batch.labels.view(-1)[0] = 7
+            return stock(batch)
 
-        planned_loader.content = content
+        Microbatch.digest = digest
 
 
 @pytest.mark.parametrize("axis", ["tensor", "context", *["pipeline"] * IS_0_3])

@@ -15,6 +15,7 @@ from torchtitan_magi.data import ChatTokenizer, PackedSFTDataset
 from torchtitan_magi.data.tokens.assets import load_tokenizer
 from torchtitan_magi.data.tokens.chat import CHATML_TEMPLATE
 from torchtitan_magi.models.model_config import read_model_config
+from torchtitan_magi.training.batches.microbatch import Microbatch
 from torchtitan_magi.training.batches.planned_loader import PlannedLoader, with_plans
 from torchtitan_magi.training.batches.planner import WorkCount
 from torchtitan_magi.training.checkpoints.export import Export, export
@@ -245,8 +246,8 @@ def test_a_loader_knows_the_positions_of_what_it_gave_out():
     tokens = torch.zeros(1, 8, dtype=torch.long)
     batches = [{"input": tokens, "positions": torch.tensor([[0, 1, 2, 0, 1, 2, 3, 0]])}]
     batches += [{"input": tokens, "positions": torch.tensor([[0, 1, 2, 0, 1, 2, 0, 0]])}, {"input": tokens}]
-    runtime = SimpleNamespace(plan_ahead=lambda inputs, labels, eos_id: inputs)
-    loader: PlannedLoader = with_plans(Batches(*batches), lambda: runtime, WorkCount(), 10, None)
+    runtime = SimpleNamespace(plan_ahead=Microbatch.of)
+    loader: PlannedLoader = with_plans(Batches(*batches), lambda: runtime, WorkCount(), 10, eos_id=1)
     assert loader.longest == 0
     assert [loader.longest for _ in loader] == [4, 4, 8]  # without positions they run over the pack
 

@@ -190,7 +190,7 @@ def test_where_no_file_can_be_is_named():
 
 @pytest.fixture
 def one_rank(monkeypatch):
-    monkeypatch.setattr(reference_file, "_on_rank_0", lambda function: function())
+    monkeypatch.setattr(reference_file, "on_first_rank", lambda function: function())
 
 
 def prepared(path, step=0, model="0123456789abcdef", compute=lambda: torch.from_numpy(LOGPROBS)):

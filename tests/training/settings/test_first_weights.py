@@ -141,17 +141,14 @@ def test_a_run_that_saves_nothing_says_so(folder, caplog, options, said):
 
 
 def test_only_rank_0_speaks_and_all_ranks_must_agree(folder, caplog, monkeypatch):
-    from torchtitan_magi.training.process import agreed
-    from torchtitan_magi.training.settings import first_weights
+    from torchtitan_magi.training.process import all_ranks
 
     caplog.set_level(logging.INFO)
-    monkeypatch.setattr(first_weights.dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(first_weights.dist, "get_rank", lambda: 1)
-    monkeypatch.setattr(first_weights.dist, "get_world_size", lambda: 2)
-    monkeypatch.setattr(agreed, "_gathered", lambda mine: [mine, mine])
+    monkeypatch.setattr(all_ranks, "rank_and_size", lambda: (1, 2))
+    monkeypatch.setattr(all_ranks, "gathered", lambda mine: [mine, mine])
     check_first_weights(job(folder))
     assert not caplog.messages
-    monkeypatch.setattr(agreed, "_gathered", lambda mine: [(None, "weights those of x"), mine])
+    monkeypatch.setattr(all_ranks, "gathered", lambda mine: [(None, "weights those of x"), mine])
     ranks = (
         "weights those of x on rank 0, weights random, as nothing is loaded on rank 1; give every rank the same data"
     )

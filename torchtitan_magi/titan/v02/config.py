@@ -5,16 +5,18 @@ It needs real types here, so this file has no ``from __future__ import annotatio
 """
 
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from torchtitan.hf_datasets.text_datasets import DATASETS
 from torchtitan.protocols.model_converter import _registry_model_converter_cls
 
+from torchtitan_magi.models.model_config import Experts
+from torchtitan_magi.training.process.all_ranks import rank_and_size
 from torchtitan_magi.training.process.launcher import NO_FILE
-from torchtitan_magi.training.settings.first_weights import check_first_weights
-from torchtitan_magi.training.settings.options import Magi, check_options
-from torchtitan_magi.training.settings.resume import check_checkpoints
-from torchtitan_magi.training.settings.sections import check_sections
+from torchtitan_magi.training.settings import degrees
+from torchtitan_magi.training.settings.checks import check_settings
+from torchtitan_magi.training.settings.options import Magi
 from torchtitan_magi.wording import quoted
 
 HOOK = "torchtitan_magi.titan"
@@ -22,6 +24,8 @@ HOOK = "torchtitan_magi.titan"
 
 @dataclass
 class JobConfig:
+    """What is merged into torchtitan's."""
+
     magi: Magi = field(default_factory=Magi)
 
 
@@ -31,21 +35,9 @@ def without_context_parallel(job_config: Any) -> Any:
 
 
 def check_job_config(job_config: Any, attn_types: dict[str, str], has_objectives: bool) -> None:
-    """Checks what a user can get wrong, before anything is built. A collective of all ranks.
-
-    Args:
-        attn_types: attention type of each flavor of the model.
-        has_objectives: whether our Trainer runs, not torchtitan's own.
-
-    Raises:
-        ValueError: one line that names the value and the remedy.
-    """
+    """See ``check_settings``. attn_types: attention type of each flavor of the model."""
     _check_hooks(job_config)
-    check_options(job_config.magi)
-    _check_model(job_config, attn_types)
-    check_sections(job_config, DATASETS, has_objectives)
-    check_checkpoints(job_config)
-    check_first_weights(job_config)
+    check_settings(job_config, DATASETS, has_objectives, partial(_check_model, attn_types))
 
 
 def _check_hooks(job_config: Any) -> None:
@@ -61,7 +53,7 @@ def _check_hooks(job_config: Any) -> None:
         )
 
 
-def _check_model(job_config: Any, attn_types: dict[str, str]) -> None:
+def _check_model(attn_types: dict[str, str], job_config: Any) -> None:
     if job_config.magi.lora.rank:
         raise ValueError(
             f"magi.lora.rank is {job_config.magi.lora.rank}, but torchtitan 0.2.2 has no adapters; set it to 0, or "
@@ -84,3 +76,59 @@ def _check_model(job_config: Any, attn_types: dict[str, str]) -> None:
                 f"model.converters has {quoted(name)}; use some of {known}, or name the module that registers it in "
                 "magi.imports"
             )
+
+
+def check_expert_tensor_degree(dims: Any) -> None:
+    """Raises ValueError for an expert_tensor_parallel_degree that torchtitan asserts not to have."""
+    if dims.etp not in (1, dims.tp):
+        raise ValueError(
+            f"parallelism.expert_tensor_parallel_degree is {dims.etp}; use 1 or tensor_parallel_degree, which is "
+            f"{dims.tp}"
+        )
+
+
+def check_expert_degrees(dims: Any) -> None:
+    """Checks the degrees of torchtitan's ``ParallelDims`` before meshes are built of them.
+
+    Raises:
+        ValueError: one line that names the value and the remedy.
+    """
+    ep, etp = dims.ep, dims.etp
+    if ep == 1 < etp:
+        raise ValueError(
+            f"parallelism.expert_tensor_parallel_degree is {etp}, which has no effect while expert_parallel_degree is "
+            "1; set it to 1: tensor parallelism shards the experts as well"
+        )
+    ranks = dims.dp_shard * dims.cp * dims.tp // etp
+    lenders = "data_parallel_shard_degree, context_parallel_degree" + " and tensor_parallel_degree" * (etp == 1)
+    degrees.check_expert_ranks(ep, ranks, lenders)
+    copies = ranks // ep * dims.dp_replicate
+    if ep > 1 and copies > 1 and not dims.fsdp_enabled:  # nothing would add up the gradients of the copies
+        raise ValueError(
+            f"parallelism.expert_parallel_degree is {ep} and each expert on {copies} ranks, but FSDP is off; use "
+            f"data_parallel_shard_degree or context_parallel_degree, or an expert_parallel_degree of {ep * copies}"
+        )
+
+
+def check_experts(job_config: Any, experts: Experts | None) -> None:
+    """Checks whether the model's experts can be spread as the configuration says.
+
+    Args:
+        experts: None for a dense model.
+
+    Raises:
+        ValueError: one line that names the value and the remedy.
+    """
+    backend = job_config.parallelism.expert_parallel_comm_backend
+    if backend != "standard":
+        raise ValueError(
+            f"parallelism.expert_parallel_comm_backend is {quoted(backend)}, which torchtitan 0.2.2 does not have "
+            'for these models; set it to "standard"'
+        )
+    parallelism = job_config.parallelism
+    degree = parallelism.expert_parallel_degree
+    not_sharding = parallelism.expert_tensor_parallel_degree if degree > 1 else parallelism.tensor_parallel_degree
+    world = rank_and_size()[1]
+    ranks = world // (parallelism.data_parallel_replicate_degree * not_sharding)
+    is_shared = experts is not None and (degree == 1 or ranks <= experts.num_experts)
+    degrees.check_experts(job_config, experts, ranks if is_shared else None)

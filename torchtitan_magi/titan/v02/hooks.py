@@ -20,15 +20,17 @@ from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.config import ConfigManager, JobConfig
 from torchtitan.distributed import ParallelDims, context_parallel
 from torchtitan.distributed import utils as dist_utils
+from torchtitan.distributed.expert_parallel import ExpertTensorParallel, TensorParallel
 from torchtitan.models.llama3.infra import parallelize as llama3
 from torchtitan.models.llama3.model.state_dict_adapter import Llama3StateDictAdapter
+from torchtitan.models.llama4.infra import parallelize as llama4
 from torchtitan.models.qwen3.infra import parallelize as qwen3
 from torchtitan.models.utils import MoEStateDictAdapter
 from torchtitan.tools import utils
 
 from torchtitan_magi.attention.op import attention_op
-from torchtitan_magi.titan.v02 import moe_styles
-from torchtitan_magi.titan.v02.experts import check_expert_degrees, check_expert_tensor_degree
+from torchtitan_magi.titan.v02.config import check_expert_degrees, check_expert_tensor_degree
+from torchtitan_magi.titan.v02.experts import GateStyle, LayerStyle, prepare_input, token_dispatch
 from torchtitan_magi.titan.v02.metadata import PlanMetadata
 from torchtitan_magi.titan.v02.models import check_name
 from torchtitan_magi.training.batches import run_length
@@ -41,8 +43,9 @@ from torchtitan_magi.training.memory_log import check_offload
 from torchtitan_magi.training.process.last_line import LAST_LINE
 from torchtitan_magi.training.process.launcher import config_file_if_any
 from torchtitan_magi.training.process.timeouts import set_pg_timeouts
-from torchtitan_magi.training.settings.options import Magi, import_modules
-from torchtitan_magi.training.settings.sections import check_degrees
+from torchtitan_magi.training.settings.degrees import check_degrees
+from torchtitan_magi.training.settings.magi_section import import_modules
+from torchtitan_magi.training.settings.options import Magi
 from torchtitan_magi.training.settings.values import check_toml, check_values, read_toml, usage_errors
 from torchtitan_magi.training.trainer import ObjectiveTrainer, loading_train_state
 from torchtitan_magi.wording import one_line
@@ -80,7 +83,9 @@ def install() -> None:
         setattr(owner, name, _replaced(getattr(owner, name), replacement))
     dist_utils.clip_grad_norm_ = noting(dist_utils.clip_grad_norm_)
     dist_utils.set_pg_timeouts = set_pg_timeouts  # to reach our own communicators as well
-    moe_styles.install()
+    # to have exact gradients of experts under tensor parallelism
+    llama4.PrepareModuleInputOutput, llama4.NoParallel = LayerStyle, GateStyle
+    TensorParallel._prepare_input_fn, ExpertTensorParallel._token_dispatch = prepare_input, token_dispatch
     for model in (llama3, qwen3):  # so that selective activation checkpointing does not redo attention
         model._op_sac_save_list.add(attention_op)
     # FSDP2 of experts, inside a block, names other steps for profilers when the block is computed again.

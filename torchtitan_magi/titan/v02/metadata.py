@@ -7,6 +7,7 @@ from torch import Tensor
 from torchtitan.models.attention import VarlenMetadata
 
 from torchtitan_magi.attention.op import PlanHandle
+from torchtitan_magi.training.batches.microbatch import MICROBATCH
 from torchtitan_magi.training.batches.planner import MagiRuntime
 from torchtitan_magi.training.objectives.objective import LocalBatch, Process
 
@@ -43,7 +44,8 @@ def attention_metadata(
             same dict: afterwards it holds what the model takes. ``positions`` are among it where the model finds them
             here; under context parallelism they go with the metadata to ``cp_shard``.
     """
-    plans, for_model = runtime.bind({"input": tokens, **extra_inputs}, eos_id)
+    batch = extra_inputs.get(MICROBATCH) or runtime.plan_ahead({"input": tokens.cpu(), **extra_inputs}, None, eos_id)
+    plans, for_model = runtime.bind(batch)
     (bound,) = plans.values()  # all layers are alike
     positions = for_model.pop("positions", None)
     if runtime.cp_size == 1:
@@ -60,7 +62,7 @@ def local_batches(process: Any) -> Process:
     """The ``post_dataloading_process`` of torchtitan's Trainer or Validator, as an objective calls it."""
 
     def local_batch(inputs: dict[str, Any], labels: Tensor) -> LocalBatch:
-        labelled = inputs.pop("labelled", None)
+        labelled = inputs[MICROBATCH].labelled.to(labels.device)
         tokens, labels, extra_inputs, masks = process(inputs, labels)
         return LocalBatch(tokens, labels, labelled, extra_inputs | masks, masks["attention_masks"].take)
 

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor, nn
 from torchtitan.models.llama3.model.args import RoPEScalingArgs, TransformerModelArgs
 from torchtitan.models.moe import MoEArgs
@@ -16,6 +15,7 @@ from torchtitan.protocols.train_spec import get_train_spec
 from torchtitan_magi.models.model_config import Experts, ModelConfig, Rope
 from torchtitan_magi.titan.v02.config import without_context_parallel
 from torchtitan_magi.titan.v02.metadata import PlanMetadata, attention_metadata
+from torchtitan_magi.training.process.all_ranks import rank_and_size
 from torchtitan_magi.wording import quoted
 
 MODELS = ("llama3", "qwen3")
@@ -164,7 +164,7 @@ def check_tied(job_config: Any, config: ModelConfig) -> None:
         ValueError: one line with the remedy.
     """
     parallelism = job_config.parallelism
-    world = dist.get_world_size() if dist.is_initialized() else 1
+    world = rank_and_size()[1]
     tp = parallelism.tensor_parallel_degree
     if config.tied and tp == 1 and world > parallelism.data_parallel_replicate_degree:
         raise ValueError(

@@ -1,10 +1,10 @@
 """torchtitan's train specs with varlen context parallelism."""
 
 import os
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import MISSING, fields, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,13 +18,17 @@ from torchtitan.tools.logging import logger
 
 from torchtitan_magi.backends.choose import choose_block_attn
 from torchtitan_magi.models.model_config import ModelConfig
+from torchtitan_magi.models.shapes import heads_of_rank
 from torchtitan_magi.titan.v02 import hooks
 from torchtitan_magi.titan.v02.attention import VarlenAttentionWrapper
-from torchtitan_magi.titan.v02.config import check_job_config, without_context_parallel
+from torchtitan_magi.titan.v02.components import (
+    MagiMetricsProcessor,
+    MagiTokenizer,
+    MagiValidator,
+    build_validation_dataloader,
+)
+from torchtitan_magi.titan.v02.config import check_experts, check_job_config, without_context_parallel
 from torchtitan_magi.titan.v02.cpu import prepare_model, run_on_cpu
-from torchtitan_magi.titan.v02.data import MagiTokenizer, build_validation_dataloader
-from torchtitan_magi.titan.v02.experts import check_experts
-from torchtitan_magi.titan.v02.metrics import MagiMetricsProcessor
 from torchtitan_magi.titan.v02.models import (
     MODELS,
     OF_0_3,
@@ -35,24 +39,21 @@ from torchtitan_magi.titan.v02.models import (
     varlen_flavors,
     with_plan_metadata,
 )
-from torchtitan_magi.titan.v02.validator import MagiValidator
 from torchtitan_magi.training.batches.pack_loader import build_dataloader
 from torchtitan_magi.training.batches.planned_loader import PlannedLoader, with_plans
-from torchtitan_magi.training.batches.planner import MagiRuntime, WorkCount, attention_options, heads_of_rank
+from torchtitan_magi.training.batches.planner import MagiRuntime, WorkCount, attention_options
 from torchtitan_magi.training.batches.run_length import set_run_length
 from torchtitan_magi.training.checkpoints.export import Export
 from torchtitan_magi.training.checkpoints.exported_files import exported_files
 from torchtitan_magi.training.checkpoints.hf_layouts import reads_all_layouts
 from torchtitan_magi.training.checkpoints.turn_end import add_turn_end
 from torchtitan_magi.training.memory_log import MeasuredMemory, check_offload, predicted_memory
-from torchtitan_magi.training.metrics import data_parallel_rank
 from torchtitan_magi.training.objectives.objective import LossRecord
-from torchtitan_magi.training.process.agreed import agreed
+from torchtitan_magi.training.process.groups import data_parallel_rank
 from torchtitan_magi.training.process.launcher import end_with_launcher
+from torchtitan_magi.training.settings import checks
 from torchtitan_magi.training.settings.model_folder import (
     HF_FLAVOR,
-    ExportLayout,
-    check_folders,
     check_vocabulary,
     read_hf_config,
 )
@@ -106,6 +107,7 @@ class MagiSpec:
         self.export = Export()
 
     def train_spec(self) -> TrainSpec:
+        """torchtitan's, with ours in place of what differs."""
         return replace(
             self.stock,
             model_cls=with_plan_metadata(self.stock.model_cls),
@@ -125,11 +127,7 @@ class MagiSpec:
         attn_types = {name: args.attn_type for name, args in self.model_args.items()}
         check_job_config(job_config, {HF_FLAVOR: "varlen"} | attn_types, self.has_objectives)
         choose_block_attn(job_config.magi.backend, torch.device(utils.device_type))  # or say now why not
-        config, self.export.layout = agreed(
-            job_config.model.hf_assets_path,
-            lambda: self._model(job_config),
-            lambda found: (found[0], zlib.crc32(repr(found[1]).encode())),
-        )
+        config, self.export.layout = checks.check_model(job_config, partial(self._model, job_config))
         check_tied(job_config, config)
         check_experts(job_config, config.experts)
         self.vocab_size = config.vocab_size
@@ -138,15 +136,14 @@ class MagiSpec:
         self.export.files = exported_files(job_config, config, tokenizer)
         return tokenizer
 
-    def _model(self, job_config: Any) -> tuple[ModelConfig, ExportLayout]:
-        """The run's model, and how it will be exported."""
+    def _model(self, job_config: Any) -> ModelConfig:
+        """The run's model."""
         flavor = job_config.model.flavor
-        if flavor == HF_FLAVOR:
-            config = read_hf_config(job_config, args_of)
-            self.model_args[HF_FLAVOR] = args_of(config)  # the Trainer looks there next
-        else:
-            config = config_of(self.model_args[flavor])
-        return config, check_folders(job_config, config)
+        if flavor != HF_FLAVOR:
+            return config_of(self.model_args[flavor])
+        config = read_hf_config(job_config, args_of)
+        self.model_args[HF_FLAVOR] = args_of(config)  # the Trainer looks there next
+        return config
 
     def build_state_dict_adapter(self, model_args: Any, hf_assets_path: str | None) -> Any:
         """torchtitan's own, without its reading of the index, which fails for a single file, reading all layouts of
@@ -158,6 +155,7 @@ class MagiSpec:
         return adapter
 
     def build_dataloader(self, dp_world_size: int, dp_rank: int, tokenizer: Any, job_config: Any) -> Any:
+        """The training data with plans made ahead; also sets the number of steps."""
         section = job_config.training
         if section.dataset in OUR_DATASETS:
             loader = build_dataloader(section, dp_world_size, dp_rank, tokenizer, job_config, True)
@@ -174,10 +172,12 @@ class MagiSpec:
     def build_validator(
         self, job_config: Any, dp_world_size: int, dp_rank: int, tokenizer: Any, **attributes: Any
     ) -> MagiValidator:
+        """The validator of packs with plans."""
         loader = build_validation_dataloader(dp_world_size, dp_rank, tokenizer, job_config)
         return MagiValidator(job_config, self.planned(loader, tokenizer), tokenizer=tokenizer, **attributes)
 
     def build_metrics_processor(self, job_config: Any, parallel_dims: Any, model_args: Any) -> MagiMetricsProcessor:
+        """The metrics, with the work of plans and predicted memory."""
         training = job_config.training
         batches = parallel_dims.dp_replicate * parallel_dims.dp_shard * training.local_batch_size
         self.losses = LossRecord(max(1, training.global_batch_size // batches))
@@ -188,9 +188,11 @@ class MagiSpec:
         return MagiMetricsProcessor(job_config, parallel_dims, config.attention_flops, self.count, self.losses, memory)
 
     def build_loss(self, job_config: Any, **kwargs: Any) -> Any:
+        """torchtitan's loss, recorded."""
         return self.losses.record(self.stock.build_loss_fn(job_config, **kwargs))
 
     def make_runtime(self, model_args: Any, parallel_dims: Any, job_config: Any) -> MagiRuntime:
+        """What plans microbatches for this rank. A collective of all ranks."""
         config = config_of(model_args)
         heads = heads_of_rank(config, parallel_dims.tp)
         cp_mesh = parallel_dims.get_optional_mesh("cp")
@@ -207,6 +209,7 @@ class MagiSpec:
         return runtime
 
     def parallelize(self, model: Any, parallel_dims: Any, job_config: Any) -> nn.Module:
+        """The model parallelized as torchtitan does, each layer with our attention."""
         check_offload(job_config.training.enable_cpu_offload, utils.device_type, parallel_dims.fsdp_enabled)
         if self.runtime is None:  # a second model, the reference of preference training, runs on the same plans
             self.runtime = self.make_runtime(model.model_args, parallel_dims, job_config)

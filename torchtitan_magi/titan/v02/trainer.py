@@ -12,8 +12,8 @@ from torchtitan.protocols.model_converter import build_model_converters
 from torchtitan.tools import utils
 from torchtitan.train import Trainer
 
+from torchtitan_magi.titan.v02.components import MagiMetricsProcessor
 from torchtitan_magi.titan.v02.metadata import local_batches
-from torchtitan_magi.titan.v02.metrics import MagiMetricsProcessor
 from torchtitan_magi.titan.v02.spec import MagiSpec
 from torchtitan_magi.training.objectives.logprob_model import LogprobModel
 from torchtitan_magi.training.process.last_line import LAST_LINE

@@ -21,9 +21,9 @@ def with_magi(config: Any, magi: Magi | None = None) -> Any:
     Args:
         magi: the [magi] options.
     """
-    from torchtitan_magi.titan.v03 import configs  # torchtitan's Trainer is imported after run_on_cpu
+    from torchtitan_magi.titan.v03 import config_registry  # torchtitan's Trainer is imported after run_on_cpu
 
-    return configs.with_magi(config, magi)
+    return config_registry.with_magi(config, magi)
 
 
 def llama3_debug() -> Any:

@@ -15,6 +15,7 @@ from torchtitan.protocols.module import Module
 from torchtitan.protocols.sharding import LocalMapConfig, ShardingConfig
 
 from torchtitan_magi.attention.op import PlanHandle, attend
+from torchtitan_magi.training.batches.microbatch import MICROBATCH
 from torchtitan_magi.training.batches.planner import MagiRuntime
 from torchtitan_magi.training.objectives.objective import LocalBatch
 
@@ -87,17 +88,15 @@ def varlen(config: FlexAttention.Config, temperature: float = 1.0) -> VarlenAtte
     return VarlenAttention.Config(temperature=temperature, sharding_config=sharding)
 
 
-def local_batch(runtime: MagiRuntime, eos_id: int | None, inputs: dict[str, Any], labels: Tensor) -> LocalBatch:
+def local_batch(runtime: MagiRuntime, inputs: dict[str, Any], labels: Tensor) -> LocalBatch:
     """This rank's tokens of a microbatch on the device. A collective of the context-parallel ranks.
 
     Args:
-        eos_id: see ``MagiRuntime.plan_ahead``.
-        inputs: what the loader gave, planned or not.
+        inputs: what the planned loader gave.
         labels: int64 [batch, seq_len].
     """
-    labelled = inputs.pop("labelled", None)
-    tokens = inputs["input"]
-    plans, for_model = runtime.bind(inputs, eos_id)
+    tokens, batch = inputs["input"], inputs[MICROBATCH]
+    plans, for_model = runtime.bind(batch)
     positions = for_model.pop("positions", None)
     if positions is None:
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
@@ -106,4 +105,4 @@ def local_batch(runtime: MagiRuntime, eos_id: int | None, inputs: dict[str, Any]
     if len(masks) == 1:
         (masks,) = masks.values()
     model_inputs = {**for_model, "positions": take(positions), "attention_masks": masks}
-    return LocalBatch(take(tokens), take(labels), labelled, model_inputs, take)
+    return LocalBatch(take(tokens), take(labels), batch.labelled.to(labels.device), model_inputs, take)

@@ -18,9 +18,9 @@ from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.tools import utils
 
 from torchtitan_magi.models.model_config import Experts, ModelConfig, Rope, yarn_factor
-from torchtitan_magi.titan.v03 import deepseek_v3 as our_deepseek_v3
-from torchtitan_magi.titan.v03 import gpt_oss as our_gpt_oss
 from torchtitan_magi.titan.v03.experts import MagiExperts
+from torchtitan_magi.titan.v03.families import deepseek_v3 as our_deepseek_v3
+from torchtitan_magi.titan.v03.families import gpt_oss as our_gpt_oss
 from torchtitan_magi.training.checkpoints.hf_layouts import reads_all_layouts
 from torchtitan_magi.training.experts import note_expert_counts
 from torchtitan_magi.training.process.cpu import draw_whole_model, reduce_by_plain_sums
@@ -220,7 +220,7 @@ def model_of(config: ModelConfig) -> Any:
 
 
 def _layers_of(config: ModelConfig, rope: RoPE.Config) -> list[Any]:
-    """Of llama3 and qwen3."""
+    """The layers of llama3 and qwen3."""
     common: dict[str, Any] = {"n_layers": config.num_layers, "dim": config.dim, "n_heads": config.num_heads_q}
     common |= {"n_kv_heads": config.num_heads_kv, "attn_backend": "flex", "rope": rope}
     if config.model == "llama3":
@@ -302,7 +302,7 @@ def config_of(model: Any) -> ModelConfig:
     dense = [layer.feed_forward for layer in layers if layer.moe is None]
     if len(dense) < len(layers):
         moe = layers[len(dense)].moe
-        others |= {"experts": _experts(moe, len(dense)), "other": tuple(_odd(moe, name))}
+        others |= {"experts": _experts(moe, len(dense)), "other": tuple(_unsupported_moe_options(moe, name))}
     return ModelConfig(
         model=name,
         dim=model.dim,
@@ -320,7 +320,7 @@ def config_of(model: Any) -> ModelConfig:
 
 
 def _experts(moe: Any, num_dense_layers: int) -> Experts:
-    """Of a layer."""
+    """The experts of a layer's configuration."""
     router, width, shared = moe.router, moe.routed_experts.inner_experts.hidden_dim, moe.shared_experts
     return Experts(
         moe.num_experts,
@@ -335,7 +335,7 @@ def _experts(moe: Any, num_dense_layers: int) -> Experts:
     )
 
 
-def _odd(moe: Any, model: str) -> Iterator[str]:
+def _unsupported_moe_options(moe: Any, model: str) -> Iterator[str]:
     """What a layer has that the published models of its architecture have not."""
     if moe.router.score_func != ("sigmoid" if model == "deepseek_v3" else "softmax"):
         yield f"score_func {moe.router.score_func}"

@@ -3,7 +3,6 @@
 import contextlib
 import os
 import sys
-import zlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -13,13 +12,14 @@ from typing import Any
 import torch
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed import ParallelDims
-from torchtitan.distributed import utils as dist_utils
 from torchtitan.hf_datasets.text_datasets import DATASETS
 from torchtitan.tools import utils
 from torchtitan.tools.logging import init_logger
 from torchtitan.trainer import Trainer
 
-from torchtitan_magi.models.model_config import ModelConfig, read_model_config
+from torchtitan_magi.models.model_config import Experts, ModelConfig, read_model_config
+from torchtitan_magi.models.shapes import heads_of_rank
+from torchtitan_magi.titan.v03 import hooks
 from torchtitan_magi.titan.v03.attention import OVERRIDE, local_batch
 from torchtitan_magi.titan.v03.components import (
     MagiCheckpointManager,
@@ -29,39 +29,35 @@ from torchtitan_magi.titan.v03.components import (
     ObjectiveLoss,
 )
 from torchtitan_magi.titan.v03.config import job_of, trainer_options
-from torchtitan_magi.titan.v03.job_config import read_job_config
 from torchtitan_magi.titan.v03.models import config_of, temperature_of
+from torchtitan_magi.titan.v03.toml_sections import read_job_config
 from torchtitan_magi.training.batches.pack_loader import WithoutPositions, build_dataloader
 from torchtitan_magi.training.batches.planned_loader import PlannedLoader, with_plans
-from torchtitan_magi.training.batches.planner import MagiRuntime, WorkCount, attention_options, heads_of_rank
+from torchtitan_magi.training.batches.planner import MagiRuntime, WorkCount, attention_options
 from torchtitan_magi.training.batches.run_length import set_run_length
 from torchtitan_magi.training.checkpoints.export import Export
 from torchtitan_magi.training.checkpoints.exported_files import exported_files
 from torchtitan_magi.training.checkpoints.turn_end import add_turn_end
-from torchtitan_magi.training.experts import check_experts
-from torchtitan_magi.training.finite import StepGuard, noting
+from torchtitan_magi.training.finite import StepGuard
 from torchtitan_magi.training.memory_log import MeasuredMemory, check_offload, predicted_memory
-from torchtitan_magi.training.metrics import data_parallel_rank, group_of
 from torchtitan_magi.training.objectives.dpo import Reference
 from torchtitan_magi.training.objectives.logprob_model import LogprobModel
 from torchtitan_magi.training.objectives.lora import PolicyWithoutAdapters
 from torchtitan_magi.training.objectives.objective import LossRecord
-from torchtitan_magi.training.objectives.pipeline import Pipeline, check_pipeline
+from torchtitan_magi.training.objectives.pipeline import Pipeline
 from torchtitan_magi.training.objectives.reference_model import ReferenceModel
-from torchtitan_magi.training.process.agreed import agreed
+from torchtitan_magi.training.process.groups import data_parallel_rank, group_of
 from torchtitan_magi.training.process.last_line import LAST_LINE
 from torchtitan_magi.training.process.launcher import config_file
-from torchtitan_magi.training.process.timeouts import set_pg_timeouts
-from torchtitan_magi.training.settings.first_weights import check_first_weights
-from torchtitan_magi.training.settings.model_folder import HF_FLAVOR, check_folders, check_vocabulary
-from torchtitan_magi.training.settings.options import OUR_DATASETS, Magi, check_options
-from torchtitan_magi.training.settings.resume import check_checkpoints
-from torchtitan_magi.training.settings.sections import ENTRY, check_parallelism, check_sections
+from torchtitan_magi.training.settings.checks import check_model, check_settings
+from torchtitan_magi.training.settings.degrees import check_experts, check_parallelism, check_pipeline
+from torchtitan_magi.training.settings.model_folder import HF_FLAVOR, check_vocabulary
+from torchtitan_magi.training.settings.options import OUR_DATASETS, Magi
+from torchtitan_magi.training.settings.sections import ENTRY
 from torchtitan_magi.training.settings.values import check_finite
 from torchtitan_magi.training.trainer import ObjectiveTrainer
 
-dist_utils.clip_grad_norm_ = noting(dist_utils.clip_grad_norm_)
-dist_utils.set_pg_timeouts = set_pg_timeouts
+hooks.install()
 
 
 class MagiTrainer(ObjectiveTrainer, Trainer):
@@ -111,16 +107,9 @@ class MagiTrainer(ObjectiveTrainer, Trainer):
         job, facts = self.job_config, self.model_facts
         check_parallelism(job.parallelism, int(os.environ["WORLD_SIZE"]))
         dims = super().init_distributed()
-        check_options(job.magi)
-        for group in self.config.optimizer.param_groups:
-            check_finite("optimizer.lr", group.optimizer_kwargs.get("lr", 0.0))
-        check_sections(job, DATASETS, True)
-        check_pipeline(job, facts)
-        check_checkpoints(job)
-        check_first_weights(job)
-        path, identity = job.model.hf_assets_path, zlib.crc32(repr(facts).encode())
-        self.export = Export(layout=agreed(path, lambda: check_folders(job, facts), lambda _: identity))
-        check_experts(job, dims, facts.experts)
+        check_settings(job, DATASETS, True, self._check_version)
+        self.export = Export(layout=check_model(job, lambda: facts)[1])
+        check_experts(job, facts.experts, ranks_of_experts(job, dims, facts.experts))
         heads = heads_of_rank(facts, dims.tp)
         windows = facts.windows or (0,) * facts.num_layers
         cp_group, data_rank = group_of(dims, "cp"), data_parallel_rank(dims)
@@ -134,6 +123,11 @@ class MagiTrainer(ObjectiveTrainer, Trainer):
         self.memory = MeasuredMemory(predicted_memory(job, dims, facts, True, device), device)
         return dims
 
+    def _check_version(self, job: Any) -> None:
+        for group in self.config.optimizer.param_groups:
+            check_finite("optimizer.lr", group.optimizer_kwargs.get("lr", 0.0))
+        check_pipeline(job, self.model_facts)
+
     def _build_loader(
         self, stock: Any, *, dp_world_size: int, dp_rank: int, tokenizer: Any, local_batch_size: int, **options: Any
     ) -> PlannedLoader:
@@ -142,7 +136,7 @@ class MagiTrainer(ObjectiveTrainer, Trainer):
         check_vocabulary(tokenizer, self.model_facts, job)
         self.export.files = exported_files(job, self.model_facts, tokenizer)
         self.eos_id = tokenizer.eos_id
-        self.process = partial(local_batch, self.runtime, self.eos_id)
+        self.process = partial(local_batch, self.runtime)
         self.config.lr_scheduler = replace(self.config.lr_scheduler.stock)
         loader: Any
         if job.training.dataset in OUR_DATASETS:
@@ -252,6 +246,12 @@ def _facts(config: Any) -> ModelConfig:
     if config.model_spec.flavor == HF_FLAVOR:
         return read_model_config(config.hf_assets_path)
     return config_of(config.model_spec.model)
+
+
+def ranks_of_experts(job: Any, dims: ParallelDims, experts: Experts | None) -> int | None:
+    """See ``check_experts``. gpt-oss' files have all experts of a layer in one tensor."""
+    ranks = dims.dp_shard * dims.cp * (dims.tp if dims.ep > 1 else 1)
+    return ranks if experts and job.model.name != "gpt_oss" and ranks <= experts.num_experts else None
 
 
 def _make_room_for_positions(config: Any) -> None:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import Any
 
-import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from torchtitan_magi.data import ChatTokenizer, PackedPairDataset, PackedSFTDataset, collate_packs
@@ -18,7 +17,7 @@ from torchtitan_magi.data.tokens.token_cache import default_folder
 from torchtitan_magi.machine import raise_open_files
 from torchtitan_magi.training.batches.first_look import check_findings
 from torchtitan_magi.training.batches.template_date import keep_template_date, template_date
-from torchtitan_magi.training.process.agreed import agreed
+from torchtitan_magi.training.process.all_ranks import agreed, rank_and_size
 from torchtitan_magi.training.settings.options import DPO_DATASET
 from torchtitan_magi.wording import shown
 
@@ -148,7 +147,7 @@ def agreed_dataset(
 
     def make_checked() -> PackedDataset:
         dataset = make()
-        rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        rank, size = rank_and_size()
         if check_records:
             dataset.check(rank, size)
         if rank == 0:

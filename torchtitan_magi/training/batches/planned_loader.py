@@ -1,6 +1,5 @@
 """Plans made ahead of time: a thread loads the next batches and plans them while the current step runs."""
 
-import hashlib
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -9,9 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from torchtitan_magi.training.batches.planner import MagiRuntime, WorkCount, check_tokens
-
-Batch = tuple[dict[str, Any], Tensor]  # inputs, labels
+from torchtitan_magi.training.batches.microbatch import MICROBATCH, Batch
+from torchtitan_magi.training.batches.planner import MagiRuntime, WorkCount
 
 
 class PlannedLoader:
@@ -25,7 +23,6 @@ class PlannedLoader:
             batch.
         plan: inputs and labels of a batch -> the inputs with what planning adds; called in the thread.
         waited: called with the seconds that the consumer waited for each batch's plan.
-        num_positions: the number of rotary positions that planned inputs need.
 
     Attributes:
         at_once: how many batches the consumer takes at a time, such as those of a step; set before iterating. They and
@@ -39,9 +36,8 @@ class PlannedLoader:
         loader: Any,
         plan: Callable[[dict[str, Any], Tensor], dict[str, Any]],
         waited: Callable[[float], None],
-        num_positions: Callable[[dict[str, Any]], int] = lambda inputs: 0,
     ) -> None:
-        self.loader, self.plan, self.waited, self.num_positions = loader, plan, waited, num_positions
+        self.loader, self.plan, self.waited = loader, plan, waited
         self.state: dict[str, Any] | None = None  # after the last batch given out; None: before the first
         self.longest = 0
 
@@ -65,9 +61,11 @@ class PlannedLoader:
                     untaken.cancel()
 
     def state_dict(self) -> dict[str, Any]:
+        """The loader's, after the last batch given out."""
         return self.loader.state_dict() if self.state is None else self.state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Has the loader continue from there."""
         self.loader.load_state_dict(state_dict)
         self.state = None
 
@@ -81,7 +79,8 @@ class PlannedLoader:
         state = self.loader.state_dict()
         started = time.perf_counter()
         inputs = self.plan(inputs, labels)
-        return (inputs, labels), state, time.perf_counter() - started, self.num_positions(inputs)
+        num_positions = inputs[MICROBATCH].num_positions if MICROBATCH in inputs else 0
+        return (inputs, labels), state, time.perf_counter() - started, num_positions
 
 
 def with_plans(
@@ -98,21 +97,9 @@ def with_plans(
     def plan(inputs: dict[str, Any], labels: Tensor) -> dict[str, Any]:
         planner = runtime()
         assert planner is not None
-        check_tokens(inputs["input"], labels, vocab_size)
-        return planner.plan_ahead(inputs, labels, eos_id) | {"content": content(inputs, labels)}
+        batch = planner.plan_ahead(inputs, labels, eos_id)
+        batch.check_tokens(vocab_size)
+        batch.content = batch.digest()
+        return {"input": inputs["input"], MICROBATCH: batch}
 
-    return PlannedLoader(loader, plan, count.wait, _num_positions)
-
-
-def content(inputs: dict[str, Any], labels: Tensor) -> int:
-    """63 bits that stand for a batch's tokens, labels and documents, by which ranks tell whether they have the same."""
-    digest = hashlib.blake2b(digest_size=8)
-    for array in (inputs["input"].numpy(), labels.numpy(), inputs.get("documents"), inputs.get("pairs")):
-        if array is not None:
-            digest.update(array.tobytes())
-    return int.from_bytes(digest.digest()) >> 1
-
-
-def _num_positions(inputs: dict[str, Any]) -> int:
-    """Rotary positions of a batch. Without any given they run over the whole pack."""
-    return 1 + int(inputs["positions"].max()) if "positions" in inputs else int(inputs["input"].shape[-1])
+    return PlannedLoader(loader, plan, count.wait)

@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from tqdm import tqdm
 
 from torchtitan_magi.data.packs.best_fit import PackingCounts
 from torchtitan_magi.training.batches.pack_loader import PackLoader
-from torchtitan_magi.training.process.agreed import agreed
+from torchtitan_magi.training.process.all_ranks import agreed, is_first_rank
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +64,7 @@ class RunLength:
             passes = agreed(path, self._count, lambda found: f"{found.packs:,} packs", patient=True)
             self._set(self._steps(passes.packs))
             self._say_steps(passes)
-        if _is_first():
+        if is_first_rank():
             self._say_warmup()
 
     def resume(self, step: int, schedulers: Any, build: Callable[[Any, int], Any]) -> None:
@@ -118,11 +117,11 @@ class RunLength:
             )
 
     def _count(self) -> Passes:
-        """Of all epochs, or as many packs as training.steps need."""
+        """Counts the packs of all epochs, or as many as training.steps need."""
         dataset, most = self.loader.dataset, math.inf
         if self.steps_given != DEFAULT_STEPS:
             most = self.steps_given * self.packs_per_step
-        if not dataset.has_tokens and _is_first():
+        if not dataset.has_tokens and is_first_rank():
             logger.info("magi.epochs: making the tokens and counting the packs, by which the run's steps are set")
         total, packs, records, first, is_exact = dataset.records_per_epoch, 0, 0, 0.0, False
         with _bar(self.epochs * total) as bar:
@@ -181,7 +180,7 @@ class RunLength:
         per_epoch = " and ".join(_number(number, noun) for number, noun in epoch)
         epochs = _number(self._epochs(passes), "epoch")
         run = f"{_number(steps, 'step')} are {about}{epochs}{f': {text}' if text else ''}"
-        if _is_first():
+        if is_first_rank():
             logger.log(level, f"The data are {about}{per_epoch} per epoch; {run}")
 
     def _epochs(self, passes: Passes) -> float:
@@ -231,11 +230,7 @@ def _number(number: float, noun: str) -> str:
     return f"{text} {noun}" if text == "1" else f"{text} {noun}s"
 
 
-def _is_first() -> bool:
-    return not dist.is_initialized() or dist.get_rank() == 0
-
-
 def _bar(num_records: int) -> Any:
     """On a terminal, once it has taken some seconds."""
-    shows = _is_first() and sys.stderr.isatty()
+    shows = is_first_rank() and sys.stderr.isatty()
     return tqdm(total=num_records, desc="counting packs", unit=" records", leave=False, delay=2, disable=not shows)

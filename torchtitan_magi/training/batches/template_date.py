@@ -3,10 +3,9 @@
 from datetime import date
 from pathlib import Path
 
-import torch.distributed as dist
-
 from torchtitan_magi.files import read_text, write_whole
 from torchtitan_magi.machine import cause
+from torchtitan_magi.training.process.all_ranks import is_first_rank, on_first_rank
 from torchtitan_magi.wording import one_line, shown
 
 
@@ -20,17 +19,7 @@ def template_date(option: str, folder: str) -> date:
     Raises:
         ValueError: on all ranks, if the folder's date cannot be read.
     """
-    found: list[date | str] = [""]
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        try:
-            found = [date.fromisoformat(option) if option else _kept(_path(folder)) or date.today()]
-        except ValueError as error:
-            found = [str(error)]
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.broadcast_object_list(found, src=0)
-    if isinstance(found[0], str):
-        raise ValueError(found[0])
-    return found[0]
+    return on_first_rank(lambda: date.fromisoformat(option) if option else _kept(_path(folder)) or date.today())
 
 
 def keep_template_date(folder: str, day: date) -> None:
@@ -39,7 +28,7 @@ def keep_template_date(folder: str, day: date) -> None:
     Raises:
         ValueError: if the folder cannot be written.
     """
-    if dist.is_initialized() and dist.get_rank():
+    if not is_first_rank():
         return
     path = _path(folder)
     try:

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer
 
 from torchtitan_magi.data.tokens.assets import LoadedTokenizer, load_tokenizer
 from torchtitan_magi.data.tokens.special_tokens import read_object
-from torchtitan_magi.training.process.agreed import agreed
+from torchtitan_magi.training.process.all_ranks import agreed
 
 
 class AssetsTokenizer:

@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from torchtitan_magi.training.checkpoints.hf_weights import INDEX
+from torchtitan_magi.training.checkpoints.hf_weights import INDEX, ExportLayout
 from torchtitan_magi.training.checkpoints.trained_length import keep_trained_length, trained_length
-from torchtitan_magi.training.settings.model_folder import ExportLayout
+from torchtitan_magi.training.process.all_ranks import on_first_rank
 from torchtitan_magi.wording import one_line, quoted_path, shown
 
 logger = logging.getLogger(__name__)
@@ -179,9 +178,9 @@ def export(
                 "delete it"
             )
 
-    _on_first_rank(write_files)
+    on_first_rank(write_files)
     save_weights(unfinished)
-    _on_first_rank(finish)
+    on_first_rank(finish)
 
 
 def _move_files(source: Path, target: Path) -> None:
@@ -191,20 +190,6 @@ def _move_files(source: Path, target: Path) -> None:
     for name in sorted(names, key=lambda name: (name == Path(INDEX), name == Path(CONFIG))):
         (target / name).parent.mkdir(parents=True, exist_ok=True)
         os.replace(source / name, target / name)
-
-
-def _on_first_rank(action: Callable[[], None]) -> None:
-    """Calls action() on rank 0 while the others wait; what it raises of the operating system, all ranks raise."""
-    problem: list[OSError | None] = [None]
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        try:
-            action()
-        except OSError as error:
-            problem = [error]
-    if dist.is_initialized():
-        dist.broadcast_object_list(problem)
-    if problem[0] is not None:
-        raise problem[0]
 
 
 def _finished(config: bytes, dtype: torch.dtype, length: int) -> bytes:

@@ -5,7 +5,7 @@ from typing import Any
 from torchtitan_magi.data.tokens.chat import default_template, load_chat_template
 from torchtitan_magi.models.model_config import ModelConfig
 from torchtitan_magi.training.checkpoints.export import CONFIG, add_config, json_file, parsed, read_files
-from torchtitan_magi.training.process.agreed import agreed
+from torchtitan_magi.training.process.all_ranks import agreed
 from torchtitan_magi.training.settings.options import OUR_DATASETS
 
 

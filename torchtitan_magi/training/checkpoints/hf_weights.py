@@ -6,6 +6,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Container, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,17 @@ LEFT_OUT = re.compile(r"(.*\.)?(rotary_emb|mtp)\..*")
 PREDICTING = "eh_proj.weight"  # what such a layer has and another has not
 ROWS_COMPARED = 2**14  # at a time
 ALWAYS_FLOAT32 = "e_score_correction_bias"  # by which experts are chosen
+
+
+@dataclass(frozen=True)
+class ExportLayout:
+    """How an export's weights are stored. The same on all ranks, and so is its ``repr``.
+
+    shards: the number of the file for each tensor, see ``shard_numbers``; float32: names, see ``float32_names``.
+    """
+
+    shards: dict[str, int] | None = None
+    float32: tuple[str, ...] = ()
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:

@@ -4,9 +4,8 @@ import logging
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from torchtitan_magi.files import read_text, write_whole
+from torchtitan_magi.training.process.all_ranks import gathered, is_first_rank
 from torchtitan_magi.wording import one_line, shown
 
 logger = logging.getLogger(__name__)
@@ -20,20 +19,14 @@ def trained_length(checkpointer: Any) -> int:
     Args:
         checkpointer: torchtitan's CheckpointManager.
     """
-    lengths: list[Any] = [getattr(checkpointer.states["dataloader"], "longest", 0)]
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        lengths.append(_kept(Path(checkpointer.folder)))
-    lengths = [max(lengths)]
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        mine, lengths = lengths[0], [None] * dist.get_world_size()
-        dist.all_gather_object(lengths, mine)
-    return max(lengths)
+    longest = getattr(checkpointer.states["dataloader"], "longest", 0)
+    return max(gathered(max(longest, _kept(Path(checkpointer.folder)) if is_first_rank() else 0)))
 
 
 def keep_trained_length(checkpointer: Any, length: int) -> None:
     """Leaves it beside the checkpoints for later starts of the run. Does something on rank 0 only."""
     folder = Path(checkpointer.folder)
-    if (dist.is_initialized() and dist.get_rank()) or length <= _kept(folder):
+    if not is_first_rank() or length <= _kept(folder):
         return
     try:
         folder.mkdir(parents=True, exist_ok=True)  # an asynchronous save may not have begun

@@ -4,14 +4,12 @@ import itertools
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
-import torch.distributed as dist
 from torch import Tensor
 
-from torchtitan_magi.training.batches.planner import PlannedBatch
+from torchtitan_magi.training.batches.microbatch import Microbatch
+from torchtitan_magi.training.process.all_ranks import gathered
 
 MOST_NAMED = 5  # documents in a line of the log
 
@@ -23,27 +21,11 @@ Where = Callable[[int], str]  # number of a record -> its file and line
 class DocumentLosses:
     """What a rank has of a microbatch's losses, of documents or of preference pairs.
 
-    Args:
-        documents: integers [n, 2] or [n, 4], the token ranges; columns 0 and -1 are begin and end.
-        records: int64 [n], numbers of their records in the data set; None where nobody has counted records.
-        tokens: int64 [t], which tokens of the microbatch the rank owns.
-        labelled: int64 [l], which of these have a label; on the device.
+    losses: [l] of the rank's labelled tokens, or [n] of pairs; on the device.
     """
 
-    documents: npt.NDArray[Any]
-    records: npt.NDArray[np.int64] | None
-    tokens: npt.NDArray[Any]
-    labelled: Tensor | None
-    losses: Tensor | None = None  # [l] of labelled tokens, or [n] of pairs; on the device
-
-    @classmethod
-    def of(cls, inputs: dict[str, Any]) -> "DocumentLosses | None":
-        """Those of a microbatch as it was planned; None of one that was not."""
-        planned: PlannedBatch | None = inputs.get("planned")
-        if planned is None:
-            return None
-        tokens = planned.indices[0].share.tokens
-        return cls(planned.documents, inputs.get("records"), tokens, inputs.get("labelled"))
+    batch: Microbatch
+    losses: Tensor | None = None
 
     def parts(self, where: Where | None, place: str) -> list[Part]:
         """The losses added up by document. Waits for the device.
@@ -56,16 +38,17 @@ class DocumentLosses:
             return []
         losses = self.losses.double().cpu().numpy()
         numbers = np.arange(len(losses))
-        if self.documents.shape[1] == 2:
-            tokens = self.tokens if self.labelled is None else self.tokens[self.labelled.cpu().numpy()]
-            numbers = np.searchsorted(self.documents[:, 0], tokens, side="right") - 1
+        if self.batch.bounds.shape[1] == 2:
+            tokens, labelled = self.batch.indices[0].share.tokens, self.batch.labelled
+            own = tokens if labelled is None else tokens[labelled.numpy()]
+            numbers = np.searchsorted(self.batch.bounds[:, 0], own, side="right") - 1
         sums, counts = np.bincount(numbers, losses), np.bincount(numbers)
         return [(self._name(n, where, place), float(sums[n]), int(counts[n])) for n in np.flatnonzero(counts).tolist()]
 
     def _name(self, number: int, where: Where | None, place: str) -> str:
-        if self.records is not None and where is not None:
-            return where(int(self.records[number]))
-        begin, *_, end = self.documents[number].tolist()
+        if self.batch.records is not None and where is not None:
+            return where(int(self.batch.records[number]))
+        begin, end = self.batch.ranges[number].tolist()
         return f"tokens {begin} to {end - 1} of {place}"
 
 
@@ -79,12 +62,8 @@ def mean_losses(kept: Iterable[DocumentLosses], where: Where | None, reader: int
     """
     places = (f"microbatch {number} of data-parallel rank {reader}" for number in itertools.count(1))
     mine = [part for batch, place in zip(kept, places, strict=False) for part in batch.parts(where, place)]
-    found: list[Any] = [mine]
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        found = [None] * dist.get_world_size()
-        dist.all_gather_object(found, mine)
     sums: dict[str, tuple[float, int]] = {}
-    for name, losses, count in itertools.chain(*found):  # context-parallel ranks have parts of one document
+    for name, losses, count in itertools.chain(*gathered(mine)):  # context-parallel ranks have parts of one document
         before = sums.get(name, (0.0, 0))
         sums[name] = before[0] + losses, before[1] + count
     return {name: losses / count for name, (losses, count) in sums.items()}

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from torchtitan_magi.losses.boundaries import branches, num_labels
 from torchtitan_magi.losses.preference import PREFERENCE_METRICS, branch_sums, preference_losses, preference_metrics
+from torchtitan_magi.training.batches.microbatch import MICROBATCH, Microbatch
 from torchtitan_magi.training.objectives.document_losses import DocumentLosses
 from torchtitan_magi.training.objectives.logprob_model import LogprobModel
 from torchtitan_magi.training.objectives.objective import LocalBatch, Objective, Process, Resumable
@@ -42,18 +43,14 @@ class PairReader:
     def __init__(self, cp_group: Group) -> None:
         self.cp_group = cp_group
 
-    def weigh(self, inputs: dict[str, Any], labels: Tensor) -> int:
-        """The number of pairs; adds tensors that travel to the device with the others."""
-        inputs["records"] = inputs["pair_ids"]
-        inputs["pair_ids"] = torch.from_numpy(inputs["pair_ids"])
-        pairs = inputs["pairs"]
-        inputs["branch"] = torch.from_numpy(branches(pairs, labels.numel())).view(labels.shape)
-        inputs["num_labels"] = torch.from_numpy(num_labels(pairs[:, 1:3], pairs[:, 2:4], labels.flatten().numpy()))
-        return len(pairs)
-
     def read(self, inputs: dict[str, Any], labels: Tensor, process: Process) -> PairBatch:
-        """After ``weigh``, with the tensors on the device."""
-        branch, pair_ids, counts = (inputs.pop(name) for name in ("branch", "pair_ids", "num_labels"))
+        """See ``Objective.read``."""
+        batch: Microbatch = inputs[MICROBATCH]
+        assert batch.labels is not None
+        pairs = batch.bounds
+        branch = branches(pairs, labels.numel()).reshape(labels.shape)
+        counts = num_labels(pairs[:, 1:3], pairs[:, 2:4], batch.labels.flatten().numpy())
+        branch, pair_ids, counts = (torch.from_numpy(x).to(labels.device) for x in (branch, batch.records, counts))
         local = process(inputs, labels)
         return PairBatch(local, local.take(branch), pair_ids, counts, self.cp_group)
 
@@ -80,6 +77,7 @@ class DPO(Objective):
     tokens only.
 
     Args:
+        cp_group: the context-parallel ranks.
         batch_group: the ranks that read different batches.
     """
 
@@ -88,12 +86,12 @@ class DPO(Objective):
         model: LogprobModel | None,
         options: DPOOptions,
         reference: Reference,
-        reader: PairReader,
+        cp_group: Group,
         batch_group: Group,
     ) -> None:
         self.model, self.options, self.reference = model, options, reference
-        self.reader, self.batch_group = reader, batch_group
-        self.copies = 1 if reader.cp_group is None else dist.get_world_size(reader.cp_group)
+        self.reader, self.batch_group = PairReader(cp_group), batch_group
+        self.num_loss_replicas = 1 if cp_group is None else dist.get_world_size(cp_group)
         # by the pair_ids of a microbatch: float64 PREFERENCE_METRICS and the number of pairs
         self.sums: dict[Tensor, Tensor] = {}
 
@@ -104,18 +102,17 @@ class DPO(Objective):
         super().start_step()
         self.sums.clear()
 
-    def weigh(self, inputs: dict[str, Any], labels: Tensor) -> int:
-        return self.reader.weigh(inputs, labels)
+    def count_items(self, batch: Microbatch) -> int:
+        return len(batch.bounds)
 
     def read(self, inputs: dict[str, Any], labels: Tensor, process: Process) -> PairBatch:
-        kept = self.keep(inputs)
-        return replace(self.reader.read(inputs, labels, process), kept=kept)
+        return replace(self.reader.read(inputs, labels, process), kept=self.keep(inputs[MICROBATCH]))
 
-    def given(self, batches: list[PairBatch]) -> list[Tensor]:
+    def reference_logprobs(self, batches: list[PairBatch]) -> list[Tensor]:
         return self.reference.logprobs(batches)
 
-    def loss_of(self, batch: PairBatch, model: Any, given: Tensor) -> Tensor:
-        options, policy, reference = self.options, batch.logprobs(model), given
+    def loss_of(self, batch: PairBatch, model: Any, reference: Tensor) -> Tensor:
+        options, policy = self.options, batch.logprobs(model)
         metrics = preference_metrics(policy.detach(), reference, options.beta)
         self.sums[batch.pair_ids] = torch.cat([metrics, metrics.new_full((1,), len(policy))])
         losses = preference_losses(

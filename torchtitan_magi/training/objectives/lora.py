@@ -18,8 +18,8 @@ from torchtitan_magi.training.objectives.dpo import PairBatch, logprobs_by
 from torchtitan_magi.training.objectives.fingerprint import KnownWeights, fingerprint_of_model
 from torchtitan_magi.training.objectives.logprob_model import LogprobModel
 from torchtitan_magi.training.objectives.pipeline import Pipeline
+from torchtitan_magi.training.process.all_ranks import gathered, rank_and_size
 from torchtitan_magi.training.settings.options import LoRA
-from torchtitan_magi.wording import quoted
 
 TARGETS = {  # torchtitan's linear layers -> transformers' names
     "attention.qkv_linear.wqkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -28,13 +28,6 @@ TARGETS = {  # torchtitan's linear layers -> transformers' names
     "feed_forward.w2": ("mlp.down_proj",),
     "feed_forward.w3": ("mlp.up_proj",),
 }
-
-
-def check_targets(lora: LoRA) -> None:
-    """Raises ValueError, one line, for layers that get no adapters here."""
-    known = [name.rpartition(".")[2] for name in TARGETS]
-    if not lora.target_modules or not set(lora.target_modules) <= set(known):
-        raise ValueError(f"magi.lora.target_modules is {quoted(lora.target_modules)}; use some of {', '.join(known)}")
 
 
 def adapted_layers(parts: Sequence[nn.Module]) -> Iterator[tuple[str, Any]]:
@@ -111,9 +104,8 @@ def save_adapters(
 
 def _gathered(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """On rank 0 those of all ranks, which have layers of their own in a pipeline; each from one rank."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    names: list[Any] = [None] * size
-    dist.all_gather_object(names, list(tensors))
+    rank, size = rank_and_size()
+    names = gathered(list(tensors))
     mine = {name: tensors[name] for name in set(names[rank]).difference(*names[:rank])}
     found: list[Any] = [None] * size
     dist.gather_object(mine, found if rank == 0 else None)

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan_magi.losses import IGNORE_INDEX
 from torchtitan_magi.losses.boundaries import document_weights
+from torchtitan_magi.training.batches.microbatch import MICROBATCH, Microbatch
 from torchtitan_magi.training.objectives.document_losses import DocumentLosses
 from torchtitan_magi.training.objectives.logprob_model import LogprobModel
 
@@ -28,11 +29,6 @@ class LocalBatch:
 
 Process = Callable[[dict[str, Any], Tensor], LocalBatch]  # takes inputs and labels of a microbatch on the device
 LossFunction = Callable[[Tensor, Tensor], Tensor]  # logits, labels -> the loss summed over tokens
-
-
-def to_device(inputs: dict[str, Any], device: torch.device | str) -> dict[str, Any]:
-    """The inputs with their tensors on the device; the rest as it is."""
-    return {name: x.to(device) if isinstance(x, Tensor) else x for name, x in inputs.items()}
 
 
 class Resumable:
@@ -53,36 +49,32 @@ class Objective(Resumable):
     """A sum over items (tokens, documents or pairs), divided by the number of items of all ranks and microbatches."""
 
     model: Any
-    copies = 1  # how many context-parallel ranks return one and the same loss
+    num_loss_replicas = 1  # how many context-parallel ranks return one and the same loss
     kept: tuple[DocumentLosses, ...] = ()  # of the microbatches of a step that have been read
 
-    def weigh(self, inputs: dict[str, Any], labels: Tensor) -> int:
-        """The number of items of a microbatch, still on the host; by default the number of labels.
-
-        Puts what ``loss`` needs per token into inputs.
-        """
-        return int((labels != IGNORE_INDEX).sum())
+    def count_items(self, batch: Microbatch) -> int:
+        """The number of items of a microbatch; by default the number of labels. May set the weights of its tokens."""
+        assert batch.labels is not None
+        return int((batch.labels != IGNORE_INDEX).sum())
 
     def loss(self, inputs: dict[str, Any], labels: Tensor, process: Process) -> Tensor:
-        """The loss summed over the items of a microbatch on the device, as far as this rank's tokens are in it.
-
-        Takes out of inputs what ``weigh`` put there.
-        """
+        """The loss summed over the items of a microbatch on the device, as far as this rank's tokens are in it."""
         batch = self.read(inputs, labels, process)
         with torch.no_grad():
-            (given,) = self.given([batch])  # first: no activations of the policy are held yet
-        return self.loss_of(batch, self.model, given)
+            (reference,) = self.reference_logprobs([batch])  # first: no activations of the policy are held yet
+        return self.loss_of(batch, self.model, reference)
 
     def read(self, inputs: dict[str, Any], labels: Tensor, process: Process) -> Any:
-        """After ``weigh``, with the tensors on the device: this rank's tokens, a ``LocalBatch`` as ``local``, and what
-        else ``loss_of`` needs of a microbatch."""
+        """After ``count_items``, with tokens and labels on the device: a ``LocalBatch`` as ``local``, and what else
+        ``loss_of`` needs of a microbatch."""
+
         raise NotImplementedError
 
-    def given(self, batches: list[Any]) -> list[Any]:
+    def reference_logprobs(self, batches: list[Any]) -> list[Any]:
         """What ``loss_of`` needs of microbatches besides, without a gradient."""
         return [None] * len(batches)
 
-    def loss_of(self, batch: Any, model: Any, given: Any) -> Tensor:
+    def loss_of(self, batch: Any, model: Any, reference: Any) -> Tensor:
         """The loss of what was read, by a model that is called as a ``LogprobModel``."""
         raise NotImplementedError
 
@@ -90,12 +82,12 @@ class Objective(Resumable):
         """Called before the microbatches of a step."""
         self.kept = ()
 
-    def keep(self, inputs: dict[str, Any]) -> DocumentLosses | None:
+    def keep(self, batch: Microbatch) -> DocumentLosses | None:
         """Where ``loss_of`` keeps the losses of a microbatch's documents, while training."""
-        kept = DocumentLosses.of(inputs) if torch.is_grad_enabled() else None
-        if kept is not None:
-            self.kept = (*self.kept, kept)
-        return kept
+        if not torch.is_grad_enabled():
+            return None
+        self.kept = (*self.kept, DocumentLosses(batch))
+        return self.kept[-1]
 
     def metrics(self) -> dict[str, float]:
         """What else to log of the last step. A collective of all ranks."""
@@ -123,19 +115,20 @@ class SFT(Objective):
     def __init__(self, model: LogprobModel | None, per: str) -> None:
         self.model, self.per = model, per
 
-    def weigh(self, inputs: dict[str, Any], labels: Tensor) -> int:
+    def count_items(self, batch: Microbatch) -> int:
         if self.per == "token":
-            return super().weigh(inputs, labels)
-        weights, num_documents = document_weights(inputs["documents"], labels.flatten().numpy())
-        inputs["token_weights"] = torch.from_numpy(weights).view(labels.shape)
+            return super().count_items(batch)
+        assert batch.labels is not None
+        weights, num_documents = document_weights(batch.bounds, batch.labels.flatten().numpy())
+        batch.weights = torch.from_numpy(weights).view(batch.labels.shape)
         return num_documents
 
-    def read(self, inputs: dict[str, Any], labels: Tensor, process: Process) -> "WeighedBatch":
-        weights, kept = inputs.pop("token_weights", None), self.keep(inputs)
-        batch = process(inputs, labels)
-        return WeighedBatch(batch, None if weights is None else batch.take(weights), kept)
+    def read(self, inputs: dict[str, Any], labels: Tensor, process: Process) -> "WeightedBatch":
+        weights, local = inputs[MICROBATCH].weights, process(inputs, labels)
+        own = None if weights is None else local.take(weights.to(labels.device))
+        return WeightedBatch(local, own, self.keep(inputs[MICROBATCH]))
 
-    def loss_of(self, batch: "WeighedBatch", model: Any, given: None) -> Tensor:
+    def loss_of(self, batch: "WeightedBatch", model: Any, reference: None) -> Tensor:
         local, logprobs = batch.local, None
         if batch.kept is not None:
             count = local.labels.numel() if local.labelled is None else len(local.labelled)
@@ -146,7 +139,7 @@ class SFT(Objective):
         return -total
 
 
-class WeighedBatch(NamedTuple):
+class WeightedBatch(NamedTuple):
     """This rank's tokens of a microbatch."""
 
     local: LocalBatch

@@ -7,38 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchtitan_magi.models.model_config import ModelConfig
 from torchtitan_magi.training.experts import expert_counts_kept
 from torchtitan_magi.training.objectives.logprob_model import LogprobModel
 from torchtitan_magi.training.objectives.objective import LocalBatch, Objective, Process
-from torchtitan_magi.training.settings.options import DPO_DATASET
-from torchtitan_magi.wording import quoted
-
-SCHEDULES = ("1F1B", "Interleaved1F1B", "GPipe")
-
-
-def check_pipeline(job: Any, model: ModelConfig) -> None:
-    """Raises ValueError, one line that names the value and the remedy, for what the pipeline does not go with."""
-    parallelism = job.parallelism
-    degree, schedule = parallelism.pipeline_parallel_degree, parallelism.pipeline_parallel_schedule
-    if degree == 1:
-        return
-    if schedule not in SCHEDULES or parallelism.pipeline_parallel_schedule_csv:
-        given = quoted(parallelism.pipeline_parallel_schedule_csv or schedule)
-        raise ValueError(
-            f"parallelism.pipeline_parallel_schedule is {given}; "
-            f"use one of {', '.join(SCHEDULES)}: others split the backward, which this attention does not"
-        )
-    if model.tied:
-        raise ValueError(
-            f"parallelism.pipeline_parallel_degree is {degree}, but tie_word_embeddings does not go with it: the first "
-            "and the last stage cannot share a weight; set it to 1, and use context, tensor or data parallelism"
-        )
-    if job.training.dataset == DPO_DATASET and job.magi.dpo.reference == "file":
-        raise ValueError(
-            f'magi.dpo.reference is "file", but a pipeline (parallelism.pipeline_parallel_degree {degree}) computes no '
-            'such file; set it to "model"'
-        )
 
 
 class Pipeline:
@@ -65,7 +36,7 @@ class Pipeline:
 
     @property
     def num_microbatches(self) -> int:
-        """Of a pass."""
+        """The number of microbatches of a pass."""
         return self.schedule._n_microbatches
 
     def run(
@@ -115,10 +86,10 @@ class Pipeline:
         """
         read = [objective.read(batch, of, process) for batch, of in zip(inputs, labels, strict=True)]
         with torch.no_grad():
-            given = objective.given(read)
+            references = objective.reference_logprobs(read)
 
         def loss(model: Any, number: int) -> Tensor:
-            of_one = objective.loss_of(read[number], model, given[number] if given else None)
+            of_one = objective.loss_of(read[number], model, references[number] if references else None)
             return of_one if divisor is None else of_one / divisor
 
         found = self.run([batch.local for batch in read], loss, backward=divisor is not None)

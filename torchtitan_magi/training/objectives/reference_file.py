@@ -7,8 +7,9 @@ import os
 import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,15 +19,19 @@ from torch import Tensor
 
 from torchtitan_magi.files import write_whole
 from torchtitan_magi.machine import cause
-from torchtitan_magi.training.batches.planned_loader import Batch
+from torchtitan_magi.training.batches.microbatch import Batch, on_device
+from torchtitan_magi.training.batches.pack_loader import PackLoader
 from torchtitan_magi.training.objectives.dpo import PairBatch, PairReader, Reference
+from torchtitan_magi.training.objectives.fingerprint import fingerprint_of_model
 from torchtitan_magi.training.objectives.logprob_model import LogprobModel
-from torchtitan_magi.training.objectives.objective import Process, to_device
+from torchtitan_magi.training.objectives.objective import Process
+from torchtitan_magi.training.objectives.reference_model import Policy
+from torchtitan_magi.training.process.all_ranks import on_first_rank
+from torchtitan_magi.training.process.groups import group_of
 from torchtitan_magi.wording import one_line, shown
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
 ENTRIES = {"logprobs", "model", "data", "digest"}  # of a reference file; those of earlier versions have no digest
 
 
@@ -78,11 +83,11 @@ class ReferenceFile(Reference):
         def read() -> npt.NDArray[np.float64] | None:
             return read_logprobs(data.path, fingerprints, data.num_records, remedy)
 
-        logprobs = _on_rank_0(read)
+        logprobs = on_first_rank(read)
         if logprobs is None:
             if step > 0:
                 raise ValueError(f"reference file {shown(data.path)} does not exist, and {remedy}")
-            _on_rank_0(lambda: check_writable(data.path, data.num_records))
+            on_first_rank(lambda: check_writable(data.path, data.num_records))
             logger.info(f"Computing the reference's log-probabilities for {shown(data.path)}")
             computed = data.compute().cpu().numpy()
 
@@ -92,7 +97,7 @@ class ReferenceFile(Reference):
                     write_logprobs(data.path, fingerprints, computed)
                 return computed if made_meanwhile is None else made_meanwhile
 
-            logprobs = _on_rank_0(write)
+            logprobs = on_first_rank(write)
         self.logprobs_of_records = torch.from_numpy(logprobs).to(self.device)
 
     def logprobs(self, batches: list[PairBatch]) -> list[Tensor]:
@@ -105,14 +110,45 @@ class ReferenceFile(Reference):
         self.model_fingerprint = state_dict["reference_model"]
 
 
+def reference_file(policy: Policy, section: Any) -> ReferenceFile:
+    """The log-probabilities of a section's pairs in ``magi.dpo.reference_path``, by default ``<file>.reference.npz``
+    beside its first file of records; those of validation with ``.validation`` in the name.
+
+    Args:
+        section: job_config.training or job_config.validation.
+    """
+    job_config = policy.job_config
+
+    def open_data() -> ReferenceData:
+        loader = policy.open_packs(section)
+        records = loader.dataset.records
+        kind = ".validation" if section is job_config.validation else ""
+        if given := job_config.magi.dpo.reference_path:
+            path = Path(given).with_stem(Path(given).stem + kind)
+        else:
+            path = Path(f"{records.files[0].beside}{kind}.reference.npz")
+        layout = f"{section.seq_len} tokens per pack, shared_prompt {job_config.magi.dpo.shared_prompt}"
+        data = f"{records.fingerprint}, tokenizer {loader.dataset.identity()['tokenizer']}, {layout}"
+        return ReferenceData(path, data, loader.dataset.num_records, partial(compute, loader))
+
+    def compute(loader: PackLoader) -> Tensor:
+        logprobs = torch.zeros(loader.dataset.num_records, 2, dtype=torch.float64, device=policy.device)
+        policy.fill_in_logprobs(logprobs, loader)
+        if (group := group_of(policy.parallel_dims, "batch")) is not None:
+            dist.all_reduce(logprobs, group=group)
+        return logprobs
+
+    precision = job_config.training.mixed_precision_param
+    return ReferenceFile(partial(fingerprint_of_model, policy.model_parts, precision), open_data, policy.device)
+
+
 @torch.no_grad()
 def fill_in_logprobs(
     logprobs: Tensor, batches: Iterable[Batch], model: LogprobModel, reader: PairReader, process: Process
 ) -> None:
     """Writes to logprobs, float64 [records, 2], those of the pairs in the batches."""
     for inputs, labels in batches:
-        reader.weigh(inputs, labels)
-        batch = reader.read(to_device(inputs, logprobs.device), labels.to(logprobs.device), process)
+        batch = reader.read(*on_device((inputs, labels), logprobs.device), process)
         logprobs[batch.pair_ids] = batch.logprobs(model)
 
 
@@ -215,21 +251,3 @@ def _unwritable(path: Path, error: OSError) -> ValueError:
         "that can "
         'be, or magi.dpo.reference to "model"'
     )
-
-
-def _on_rank_0(function: Callable[[], T]) -> T:
-    """function() of rank 0, on all ranks; so that all take the same path on a file system of any kind.
-
-    Raises:
-        ValueError: function raised one, or an OSError.
-    """
-    outcome: list[Any] = [None, None]
-    if dist.get_rank() == 0:
-        try:
-            outcome[0] = function()
-        except (ValueError, OSError) as error:
-            outcome[1] = str(error)
-    dist.broadcast_object_list(outcome)
-    if outcome[1] is not None:
-        raise ValueError(outcome[1])
-    return outcome[0]

@@ -9,8 +9,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from torchtitan_magi.training.batches.microbatch import MICROBATCH, on_device
 from torchtitan_magi.training.experts import expert_counts_kept
-from torchtitan_magi.training.objectives.objective import Objective, Process, to_device
+from torchtitan_magi.training.objectives.objective import Objective, Process
 from torchtitan_magi.training.objectives.pipeline import Pipeline
 
 
@@ -45,15 +46,15 @@ def validate(
     while group := list(islice(batches, 1 if pipeline is None else pipeline.num_microbatches)):
         for inputs, labels in group:
             metrics_processor.ntokens_since_last_log += labels.numel()
-            num_items += objective.weigh(inputs, labels)
-        group = [(to_device(inputs, device), labels.to(device)) for inputs, labels in group]
+            num_items += objective.count_items(inputs[MICROBATCH])
+        group = [on_device(batch, device) for batch in group]
         with context(), expert_counts_kept(models):
             if pipeline is None:
                 losses = [objective.loss(inputs, labels, process) for inputs, labels in group]
             else:
                 losses = pipeline.losses(objective, [x for x, _ in group], [y for _, y in group], process)
         for loss in losses:
-            loss_sum += (loss.full_tensor() if isinstance(loss, DTensor) else loss) / objective.copies
+            loss_sum += (loss.full_tensor() if isinstance(loss, DTensor) else loss) / objective.num_loss_replicas
     dims = metrics_processor.parallel_dims
     _total(loss_sum, dims.get_optional_mesh("pp"))  # 0 on ranks without the last stage
     total_loss = _total(loss_sum, dims.get_optional_mesh("loss"))

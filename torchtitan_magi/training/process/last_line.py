@@ -4,15 +4,14 @@ import json
 import logging
 from typing import Any
 
-import torch.distributed as dist
-
+from torchtitan_magi.training.process.all_ranks import is_first_rank
 from torchtitan_magi.wording import shown
 
 logger = logging.getLogger(__name__)
 
 
 class LastLine:
-    """Of one run; it is logged once, on rank 0."""
+    """The last line of one run; it is logged once, on rank 0."""
 
     def __init__(self) -> None:
         self.text = ""
@@ -24,7 +23,7 @@ class LastLine:
             checkpointer: torchtitan's CheckpointManager, which has saved it.
             adapters_of: the folder of the model whose adapters are exported; "": the whole model is.
         """
-        if dist.is_initialized() and dist.get_rank():
+        if not is_first_rank():
             return
         folder = checkpointer._create_checkpoint_id(step)
         quoted = _literal(folder)

@@ -4,10 +4,8 @@ import logging
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from torchtitan_magi.training.checkpoints.hf_weights import INDEX
-from torchtitan_magi.training.process.agreed import agreed
+from torchtitan_magi.training.process.all_ranks import agreed, is_first_rank
 from torchtitan_magi.training.settings.resume import finished_steps
 from torchtitan_magi.wording import quoted_path, shown
 
@@ -26,7 +24,7 @@ def check_first_weights(job_config: Any) -> None:
     """
     folder = job_config.model.hf_assets_path
     source = agreed(folder, lambda: _source(job_config), lambda source: f"weights {source}")
-    if dist.is_initialized() and dist.get_rank():
+    if not is_first_rank():
         return
     logger.info(f"Weights: {source}")
     checkpoint = job_config.checkpoint

@@ -2,12 +2,11 @@
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torchtitan_magi.models.model_config import ModelConfig, differences, read_model_config
-from torchtitan_magi.training.checkpoints.hf_weights import check_weights, float32_names, shard_numbers
+from torchtitan_magi.training.checkpoints.hf_weights import ExportLayout, check_weights, float32_names, shard_numbers
 from torchtitan_magi.training.settings.options import DPO_DATASET
 from torchtitan_magi.wording import quoted, quoted_path, shown
 
@@ -39,17 +38,6 @@ def read_hf_config(job_config: Any, check: Callable[[ModelConfig], object]) -> M
     if config.left_out:
         logger.warning(f"{shown(path)}: {config.left_out} neither trained nor exported")
     return config
-
-
-@dataclass(frozen=True)
-class ExportLayout:
-    """How an export's weights are stored. The same on all ranks, and so is its ``repr``.
-
-    shards: the number of the file for each tensor, see ``shard_numbers``; float32: names, see ``float32_names``.
-    """
-
-    shards: dict[str, int] | None = None
-    float32: tuple[str, ...] = ()
 
 
 def check_folders(job_config: Any, config: ModelConfig) -> ExportLayout:

@@ -6,8 +6,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from torchtitan_magi.training.checkpoints.digests import (
     METADATA,
     check_digests,
@@ -16,7 +14,7 @@ from torchtitan_magi.training.checkpoints.digests import (
     read_metadata,
 )
 from torchtitan_magi.training.checkpoints.hf_weights import INDEX
-from torchtitan_magi.training.process.agreed import agreed
+from torchtitan_magi.training.process.all_ranks import agreed, rank_and_size
 from torchtitan_magi.training.process.run_folder import lock_checkpoints, lock_folder
 from torchtitan_magi.training.settings.options import DPO_DATASET
 from torchtitan_magi.wording import quoted_path, shown
@@ -36,8 +34,7 @@ def check_checkpoints(job_config: Any) -> None:
     checkpoint = job_config.checkpoint
     if not checkpoint.enable:
         return
-    distributed = dist.is_initialized()
-    rank, world_size = (dist.get_rank(), dist.get_world_size()) if distributed else (0, 1)
+    rank, world_size = rank_and_size()
 
     def check() -> bool:
         if rank == 0 and not checkpoint.load_only:

@@ -1,16 +1,13 @@
-"""Checks of the sections [parallelism], [training] and [validation] before a run."""
+"""Checks of the sections [training] and [validation]."""
 
 from collections.abc import Iterable
-from types import SimpleNamespace
 from typing import Any
 
-import torch.distributed as dist
-
-from torchtitan_magi.training.experts import check_expert_ranks
-from torchtitan_magi.training.settings.options import DPO_DATASET, OUR_DATASETS, SFT_DATASET, check_options_for_pairs
+from torchtitan_magi.training.process.all_ranks import rank_and_size
+from torchtitan_magi.training.settings.magi_section import check_options_for_pairs
+from torchtitan_magi.training.settings.options import DPO_DATASET, OUR_DATASETS, SFT_DATASET
 from torchtitan_magi.wording import quoted, quoted_path
 
-SPMD_BACKEND = "partial_dtensor"  # of torchtitan 0.3; spmd_types needs a torch newer than those of this package
 ENTRY = "torchrun -m torchtitan_magi.train"
 
 
@@ -32,52 +29,11 @@ def check_sections(job_config: Any, titans: Iterable[str], has_objectives: bool)
     _check_objective(job_config, has_objectives)
 
 
-def check_degrees(dims: Any) -> None:
-    """Checks that the degrees of torchtitan's ``ParallelDims`` multiply to its ``world_size``.
-
-    Raises:
-        ValueError: one line that names them and the remedy.
-    """
-    others = dims.dp_replicate * dims.cp * dims.tp * dims.pp
-    if dims.world_size % others or dims.dp_shard not in (-1, dims.world_size // others):
-        raise ValueError(
-            f"the parallel degrees are data_parallel_replicate {dims.dp_replicate}, data_parallel_shard "
-            f"{dims.dp_shard}, context {dims.cp}, tensor {dims.tp}, pipeline {dims.pp}, but torchrun started "
-            f"{dims.world_size} processes; start as many as they multiply to, or change them: "
-            "data_parallel_shard_degree = -1 takes the processes that are left"
-        )
-
-
-def check_degrees_of(parallelism: Any, world_size: int) -> None:
-    """The same of the section [parallelism], before there are ``ParallelDims``."""
-    names = {"dp_replicate": "data_parallel_replicate", "dp_shard": "data_parallel_shard", "cp": "context_parallel"}
-    names |= {"tp": "tensor_parallel", "pp": "pipeline_parallel"}
-    degrees = {axis: getattr(parallelism, f"{name}_degree") for axis, name in names.items()}
-    check_degrees(SimpleNamespace(world_size=world_size, **degrees))
-
-
-def check_parallelism(parallelism: Any, world_size: int) -> None:
-    """Checks the section [parallelism] of torchtitan 0.3 before meshes are built of it.
-
-    Raises:
-        ValueError: one line that names the value and the remedy.
-    """
-    if parallelism.spmd_backend != SPMD_BACKEND:
-        raise ValueError(
-            f"parallelism.spmd_backend is {quoted(parallelism.spmd_backend)}, which is not for the torch and the "
-            f"layers of this package; use {quoted(SPMD_BACKEND)}"
-        )
-    check_degrees_of(parallelism, world_size)
-    ranks = world_size // (parallelism.data_parallel_replicate_degree * parallelism.pipeline_parallel_degree)
-    lenders = "data_parallel_shard_degree, context_parallel_degree and tensor_parallel_degree"
-    check_expert_ranks(parallelism.expert_parallel_degree, ranks, lenders)
-
-
 def _check_batch(job_config: Any) -> None:
     """Checks that the data-parallel ranks can share the global batch; torchtitan does so once the model is built."""
     training, parallelism = job_config.training, job_config.parallelism
     copies = parallelism.context_parallel_degree * parallelism.tensor_parallel_degree
-    ranks = dist.get_world_size() // (copies * parallelism.pipeline_parallel_degree) if dist.is_initialized() else 1
+    ranks = max(1, rank_and_size()[1] // (copies * parallelism.pipeline_parallel_degree))
     size, divisor = training.global_batch_size, training.local_batch_size * ranks
     if size > 0 and size % divisor:
         raise ValueError(

@@ -1,0 +1,161 @@
+"""What a user can get wrong is one line before the first step, through torchtitan's own entry; and what --help says."""
+
+import shutil
+import subprocess
+import sys
+
+import pytest
+from support.errors import assert_one_line, changed, error_of
+from support.runs import DEBUG_TOML, ROOT, corpus
+
+HOOKS = ('custom_config_module = "torchtitan_magi.titan"', 'custom_import = "torchtitan_magi.titan"')
+
+
+@pytest.mark.parametrize(
+    ("arguments", "processes", "messages"),
+    [
+        ("--parallelism.pipeline_parallel_degree 2", 2, ["pipeline_parallel_degree is 2", "set it to 1"]),
+        ("--model.flavor debugmodel", 1, ["'debugmodel' has sdpa attention", "use one", "debugmodel_varlen_attn"]),
+        ("--model.flavor debugmodel_flex_attn", 1, ["'debugmodel_flex_attn' has flex", "debugmodel_varlen_attn"]),
+        ("--model.flavor 9B", 1, ["'9B' is unknown", "use one with varlen attention", "8B_varlen"]),
+        ("--model.name llama4 --model.flavor debugmodel", 1, ["'llama4'", "no varlen attention", "llama3, qwen3"]),
+        ("--model.name gpt_oss --model.flavor hf", 1, ["'gpt_oss', which needs torchtitan 0.3", "TITAN=0.3"]),
+        ("--magi.lora.rank 4", 1, ["magi.lora.rank is 4", "set it to 0", "install torchtitan 0.3"]),
+        ("--magi.lora.rank -1", 1, ["magi.lora.rank is -1", "a rank such as 16"]),
+        ("--training.dataset c4_test --magi.epochs 2", 1, ["epochs is 2, but training.dataset 'c4_test' has none"]),
+        ("--magi.cost_model no.json", 1, ["no.json is no cost model", "No such file", "torchtitan_magi.calibrate"]),
+        ("--training.local_batch_size 0", 1, ["training.local_batch_size is 0", "at least 1"]),
+        ("--training.enable_cpu_offload", 1, ["training.enable_cpu_offload is true", "no GPU", "set it to false"]),
+        ("--training.dataset_path=", 1, ["training.dataset_path is ''", "give the JSONL file of dataset 'sft'"]),
+        ("--training.dataset_path no.jsonl", 1, ["'no.jsonl': No such file", "check the path"]),
+        ("--validation.enable --validation.dataset sft", 1, ["validation.dataset_path is None", "give the JSONL file"]),
+    ],
+)
+def test_a_wrong_value_on_the_command_line(arguments, processes, messages):
+    assert_one_line(error_of(arguments.split(), processes), messages)
+
+
+@pytest.mark.parametrize(
+    ("option", "messages"),
+    [
+        ('template_date = "26 Jul"', ["magi.template_date is '26 Jul'", 'use a date such as "2024-07-26"']),
+        ('backend = "fla"', ["magi.backend is 'fla'", "use one of 'auto', 'ffa', 'flex'"]),
+        ('positions = "row"', ["magi.positions is 'row'", "use one of 'auto', 'document', 'pack'"]),
+        ('long_documents = "drop"', ["magi.long_documents is 'drop'", "use one of 'truncate', 'split'"]),
+        ("overlap_stages = -3", ["magi.overlap_stages is -3", "use 0 for no overlap"]),
+        ('overlap_stages = "two"', ["magi.overlap_stages is 'two'", "use 0 for no overlap"]),
+        ("epochs = true", ["magi.epochs is True", "use a number of passes"]),
+        ('shuffle = "false"', ["magi.shuffle is 'false'", "use true or false"]),
+    ],
+)
+def test_a_wrong_option_in_the_file(option, messages, tmp_path):
+    assert_one_line(error_of([], toml=changed(tmp_path, ("[magi]", f"[magi]\n{option}"))), messages)
+
+
+@pytest.mark.parametrize("path", ['["a.jsonl"]', "3"])
+def test_a_data_path_that_is_no_text(path, tmp_path):
+    error = error_of([], toml=changed(tmp_path, ("dataset_path", f"dataset_path = {path}")))
+    assert_one_line(error, ["training.dataset_path is", "use a string"])
+
+
+def test_an_unknown_backend_on_the_command_line_is_a_usage_error():
+    messages = ["invalid choice 'fla' for argument '--magi.backend'. Expected one of"]
+    assert_one_line(error_of(["--magi.backend", "fla"]), messages)
+
+
+@pytest.mark.parametrize(
+    ("missing", "messages"),
+    [
+        (HOOKS[1:], ["experimental.custom_import is ''", '"torchtitan_magi.titan"']),
+        ((HOOKS[0], "[magi]"), ["job.custom_config_module is ''", '"torchtitan_magi.titan"']),
+        (("dataset_path",), ["training.dataset_path is None", "give the JSONL file of dataset 'sft'"]),
+    ],
+)
+def test_a_missing_line_is_named(missing, messages, tmp_path):
+    assert_one_line(error_of([], toml=changed(tmp_path, *((line, "") for line in missing))), messages)
+
+
+@pytest.mark.parametrize(
+    ("replacements", "unknown"),
+    [
+        ([("[magi]", "[magi]\noverlap = 2")], "magi.overlap is no option"),
+        ([(HOOKS[0], "")], "[magi] is unknown; add custom_config_module"),
+        ([(hook, "") for hook in HOOKS], "[magi] is unknown; add custom_config_module"),
+    ],
+)
+def test_an_unknown_name_is_named(replacements, unknown, tmp_path):
+    """Without the hook of the configuration that is [magi], where our entry point reads the file."""
+    assert_one_line(error_of([], toml=changed(tmp_path, *replacements)), [unknown])
+
+
+@pytest.mark.parametrize(
+    ("text", "messages"),
+    [
+        ("", ["records.jsonl' holds no record", "write one JSON object per line"]),
+        ('{"text": "fine"}\n{"text": \n', ["records.jsonl:2: not JSON", "write one JSON object per line"]),
+        (
+            '{"chosen": "a", "rejected": "b"}\n',
+            ["records.jsonl:1:", "is a preference pair", 'use it with dataset "dpo"'],
+        ),
+        ('{"text": "fine"}\n\n{"txt": "?"}\n', ["records.jsonl:3:", "only the keys ['txt']", '"messages" or "text"']),
+    ],
+)
+def test_a_wrong_records_file(text, messages, tmp_path):
+    (tmp_path / "records.jsonl").write_text(text)
+    assert_one_line(error_of(["--training.dataset_path", f"{tmp_path}/records.jsonl"]), messages)
+
+
+def test_a_template_of_no_use_ends_the_run_before_the_model_is_built(tmp_path):
+    assets = shutil.copytree(corpus() / "tokenizer", tmp_path / "assets")
+    (assets / "chat_template.jinja").write_text("{{ raise_exception('no') }}")
+    error = error_of(["--model.hf_assets_path", str(assets)])
+    assert_one_line(error, [f"the chat template in {assets}: the chat template refuses the messages (no)"])
+    assert "Building" not in "".join(error.__notes__)  # as torchtitan says when it comes to the model
+
+
+def test_help_shows_each_option_with_its_unit():
+    command = [sys.executable, "-m", "torchtitan.train", "--job.config_file", DEBUG_TOML, "--help"]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert result.returncode == 0, result.stderr[-4000:]
+    section = " ".join(result.stdout.split("magi options")[1].split("╰")[0].replace("│", " ").split())
+    for option, text in {
+        "--magi.backend {auto,ffa,flex}": "Attention kernel",
+        "--magi.overlap-stages INT": "Number of stages",
+        "--magi.no-deterministic": "bit for bit",
+        "--magi.no-fp32-reduce": "between ranks in float32",
+        "--magi.positions {auto,document,pack}": "Rotary positions",
+        "--magi.long-documents {truncate,split}": "longer than training.seq_len",
+    }.items():
+        assert option in section
+        help_text = section.split(option, 1)[1].split("--magi.", 1)[0]
+        assert text in help_text
+        assert "(default: " in help_text
+
+
+EXIT = """
+import atexit, gc, time
+from pathlib import Path
+import torch.distributed as dist
+
+def gloo_threads():
+    return sum("gloo" in path.read_text() for path in Path("/proc/self/task").glob("*/comm"))
+
+atexit.register(lambda: print(gloo_threads()))  # what is registered first comes last
+import torchtitan_magi.titan.v02  # runs on the CPU
+gc.disable()
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+while not gloo_threads():  # they name themselves once they run
+    time.sleep(0.01)
+cycle = [dist.group.WORLD]
+cycle.append(cycle)
+del cycle
+dist.destroy_process_group()
+print(gloo_threads())
+"""
+
+
+def test_groups_that_only_cycles_hold_end_before_the_interpreter():
+    """Their threads could end a process that has done all its work with an error."""
+    result = subprocess.run([sys.executable, "-c", EXIT], cwd=ROOT, capture_output=True, text=True, check=True)
+    before, at_last = map(int, result.stdout.split())
+    assert before > at_last == 0

@@ -1,0 +1,290 @@
+"""Our own entry point: the loss without all logits is torchtitan's, and a loss per document is what it says."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from support.parity import difference, trained, trained_anew
+from support.runs import DEBUG_TOML, call, corpus, on_corpus, watch
+
+from loss_compare import TOLERANCE, max_relative_difference  # isort: skip
+
+
+def ours(name, *options, entry="torchtitan_magi.train", **kwargs):
+    return trained_anew(name, *options, entry=entry, **kwargs)
+
+
+def report_tokens_of_the_output_layer(report):
+    from torchtitan_magi.training.objectives import logprob_model
+    from torchtitan_magi.training.objectives import objective as objectives
+
+    watch(logprob_model, "summed_logprobs", lambda _, hidden, *args, **options: report("rows", len(hidden)))
+    watch(objectives.SFT, "count_items", lambda count, _, inputs, labels: report("labels", count, labels.numel()))
+
+
+def test_the_output_layer_runs_for_tokens_with_a_label_only():
+    run = ours("cp2_tp2", "--training.steps", "2", "--debug.deterministic", setup=report_tokens_of_the_output_layer)
+    assert "deterministic flex attention" in run.output
+    rows = [[count for (count,) in run.of("rows", rank)] for rank in range(4)]
+    assert rows[0] == rows[1]  # the two ranks that share the vocabulary
+    assert rows[2] == rows[3]
+    labels = run.of("labels")
+    assert [a + b for a, b in zip(rows[0], rows[2], strict=True)] == [count for count, _ in labels]
+    assert all(count < tokens for count, tokens in labels)
+
+
+def test_without_all_logits_validation_is_that_of_the_stock_entry_point(tmp_path):
+    path = tmp_path / "some.jsonl"
+    path.write_text("".join((corpus() / "validation.jsonl").read_text().splitlines(keepends=True)[:12]))
+    options = ["--validation.enable", "--validation.dataset", "sft", "--validation.dataset_path", str(path)]
+    options += ["--validation.steps=-1", "--validation.seq_len", "256", "--training.steps", "1"]
+    stock, run = ours("cp1", *options, entry="torchtitan.train"), ours("dp2_cp2", *options)
+    assert len(run.validation_losses) == 1
+    assert run.validation_losses == pytest.approx(stock.validation_losses, rel=1e-5)
+
+
+def report_token_losses(report):
+    """The documents of each microbatch, and the loss of each token."""
+    from torchtitan_magi.training.objectives import objective as objectives
+
+    def report_losses(_, model, targets, tokens, labelled, scale, kept, **inputs):
+        with torch.no_grad():
+            logprobs = model(targets, tokens, labelled, **inputs)
+        report("losses", targets.flatten().tolist(), (-logprobs).flatten().tolist())
+
+    watch(objectives.SFT, "count_items", lambda _, sft, batch: report("documents", batch.bounds.tolist()))
+    watch(objectives.LogprobModel, "summed", report_losses)
+
+
+@pytest.fixture(scope="module")
+def per_document():
+    return ours("cp1", "--magi.loss_per", "document", setup=report_token_losses)
+
+
+def test_the_loss_per_document_by_hand(per_document):
+    ((documents,), *_), ((targets, losses), *_) = per_document.of("documents"), per_document.of("losses")
+    means = []
+    for start, end in documents:
+        labelled = [losses[i] for i in range(start, end) if targets[i] != -100]
+        means += [sum(labelled) / len(labelled)] if labelled else []
+    assert len(means) > 2
+    assert per_document.losses[0] == pytest.approx(sum(means) / len(means), rel=1e-6)
+    assert abs(per_document.losses[0] - trained("cp1").losses[0]) > 2e-5
+
+
+def test_the_loss_per_document_is_the_same_under_every_layout(per_document):
+    for name in ("dp2_cp2", "cp2_accumulation"):
+        assert difference(ours(name, "--magi.loss_per", "document"), per_document) <= TOLERANCE
+    assert max_relative_difference(per_document.grad_norms, trained("cp1").grad_norms) > 1e-3
+
+
+# --------------------------------------------------------------------------------------------- what a user gets wrong
+
+DPO = ["--training.dataset", "dpo"]
+VALIDATION = "--validation.enable --validation.dataset sft --validation.dataset_path x"
+FOR_DPO = {
+    "--magi.dpo.beta 0": ["magi.dpo.beta is 0.0", "use a positive number"],
+    "--magi.dpo.beta=-1": ["magi.dpo.beta is -1.0"],
+    "--magi.dpo.beta nan": ["magi.dpo.beta is nan"],
+    "--magi.dpo.label_smoothing 0.5": ["label_smoothing is 0.5", "less than 0.5"],
+    "--magi.dpo.label_smoothing=-0.1": ["label_smoothing is -0.1", "0 or more"],
+    "--magi.dpo.label_smoothing 0.1 --magi.dpo.loss ipo": ["0.1 with magi.dpo.loss 'ipo'", "set it to 0"],
+    "--magi.dpo.reference_path a.npz": ["is 'a.npz' with magi.dpo.reference 'model'", 'reference "file", or leave it'],
+    "--magi.dpo.reference_path . --magi.dpo.reference file": ["reference_path is '.', a folder", "the name of a file"],
+    "--magi.dpo.label_smoothing 0.1 --magi.dpo.loss hinge": ["with magi.dpo.loss 'hinge'", "set it to 0"],
+    "--magi.long_documents split": ["magi.long_documents is 'split'", 'use "truncate"'],
+    "--magi.positions pack": ['magi.positions is "pack"', 'use "auto"'],
+    VALIDATION: ["validation.dataset is 'sft'", "'dpo'"],
+    "--magi.loss_per document": ['magi.loss_per is "document"', "training.dataset 'dpo'", 'use that, or "token"'],
+}
+FOR_SFT = {
+    "--magi.loss_per document --training.dataset c4": ["training.dataset 'c4'", "dataset 'sft'"],
+    "--validation.enable --validation.dataset dpo --validation.dataset_path x": ["validation.dataset is 'dpo'"],
+    "--training.seq_len 1002": ["training.seq_len is 1002", "multiple of 4", "context_parallel_degree"],
+    "--parallelism.context_parallel_degree 3": ["training.seq_len is 1024", "multiple of 6"],
+    f"{VALIDATION} --validation.seq_len 1001": ["validation.seq_len is 1001", "multiple of 4"],
+    VALIDATION: ["validation.seq_len is 2048", "at most training.seq_len, 1024"],
+    "--training.steps 0": ["training.steps is 0", "at least 1"],
+    "--training.dataset stf": ["training.dataset is 'stf'", "'sft', 'dpo'"],
+    "--magi.overlap_stages 17": ["magi.overlap_stages is 17", "at most 16"],
+}
+
+
+def errors_of(cases, has_objectives):
+    """What the check of the configuration says to each case of arguments."""
+    from torchtitan.config import ConfigManager
+
+    from torchtitan_magi.titan.v02.config import check_job_config
+
+    said = []
+    for arguments in cases:
+        try:
+            config = ConfigManager().parse_args(["--job.config_file", str(DEBUG_TOML), *arguments])
+            check_job_config(config, {config.model.flavor: "varlen"}, has_objectives)
+            said.append(None)
+        except ValueError as error:
+            said.append(str(error))
+    return said
+
+
+def test_a_wrong_option_is_one_line_that_names_the_remedy():
+    cases = [[*DPO, *case.split()] for case in FOR_DPO] + [case.split() for case in FOR_SFT]
+    for said, messages in zip(call(errors_of, cases, True), [*FOR_DPO.values(), *FOR_SFT.values()], strict=True):
+        assert said is not None
+        assert "\n" not in said
+        assert all(message in said for message in messages), said
+    assert call(errors_of, [[], DPO, ["--magi.loss_per", "document"]], True) == [None] * 3
+
+
+def trainers_in_turn():
+    """Whether the spec's functions knew of objectives while our Trainer was built, and after that."""
+    from unittest import mock
+
+    from torchtitan.config import ConfigManager
+    from torchtitan.train import Trainer
+
+    from torchtitan_magi.titan.v02.spec import MagiSpec
+    from torchtitan_magi.titan.v02.trainer import MagiTrainer
+
+    def built(self, job_config):
+        known.append(MagiSpec.has_objectives)
+        raise SystemExit
+
+    known = []
+    with mock.patch.object(Trainer, "__init__", built), pytest.raises(SystemExit):
+        MagiTrainer(ConfigManager().parse_args(["--job.config_file", str(DEBUG_TOML)]))
+    return [*known, MagiSpec.has_objectives]
+
+
+def test_a_stock_trainer_after_ours_in_one_process_is_stock():
+    assert call(trainers_in_turn) == [True, False]
+
+
+def errors_of_continuing(folder):
+    """What is said of continuing from checkpoints of steps 1 (whole), 2, 3 (weights only) and 4 (never finished)."""
+    import torch.distributed.checkpoint as dcp
+
+    for step in (1, 2):
+        state = {"model": torch.zeros(2)} | ({"dataloader": {"state": torch.zeros(1)}} if step == 1 else {})
+        dcp.save(state, checkpoint_id=f"{folder}/checkpoint/step-{step}", no_dist=True)
+    for step in (3, 4):
+        Path(folder, "checkpoint", f"step-{step}").mkdir()
+    Path(folder, "checkpoint", "step-3", "model.safetensors.index.json").write_text("{}")
+    continued = ["--job.dump_folder", folder, "--checkpoint.enable"]
+    cases = [[], ["--checkpoint.load_step", "1"], ["--checkpoint.load_step", "2"], ["--checkpoint.load_step", "7"]]
+    cases += [["--checkpoint.exclude_from_loading", "dataloader"], ["--checkpoint.load_only"]]
+    said = errors_of([continued + case for case in cases], True)
+    new = ["--job.dump_folder", f"{folder}/new"]
+    cases = [["--job.dump_folder", folder], new, [*new, "--checkpoint.enable", "--checkpoint.load_step", "1"]]
+    return [*said, *errors_of(cases, True)]
+
+
+def test_a_run_does_not_continue_from_weights_alone(tmp_path):
+    last, whole, weights, none, *others = call(errors_of_continuing, str(tmp_path))
+    for said, step in ((last, 3), (weights, 2)):
+        assert f"checkpoint/step-{step} has no state of the data loader" in said
+        assert "set checkpoint.load_step to 1" in said
+    assert "checkpoint.load_step is 7" in none
+    assert f"checkpoint.load_step is 1, but {tmp_path}/new/checkpoint is not there; use" in others.pop()
+    assert [whole, *others] == [None] * 5
+
+
+def errors_of_starting(folder):
+    """What is said of starting from weights where a checkpoint was begun and none finished, and where there is none."""
+    import torch.distributed.checkpoint as dcp
+
+    Path(folder, "checkpoint", "step-1").mkdir(parents=True)
+    dcp.save({"weight": torch.zeros(2)}, checkpoint_id=f"{folder}/weights", no_dist=True)
+    started = ["--job.dump_folder", folder, "--checkpoint.enable"]
+    cases = [["--checkpoint.initial_load_path", f"{folder}/weights"], ["--checkpoint.initial_load_in_hf"]]
+    refused = [started + case for case in [*cases, [*cases[0], "--checkpoint.load_only"]]]
+    taken = [started, [*started, *cases[0], "--checkpoint.folder", "other"], [*started[:2], *cases[0]]]
+    return errors_of(refused + taken, True)
+
+
+def test_a_run_does_not_start_from_random_weights_because_an_earlier_one_was_killed(tmp_path):
+    *refused, started, other, disabled = call(errors_of_starting, str(tmp_path))
+    for said in refused:
+        assert f"{tmp_path}/checkpoint has no finished checkpoint" in said
+        assert said.endswith("remove it to start from them")
+    assert [started, other] == [None] * 2
+    assert disabled.startswith(f"checkpoint.initial_load_path is '{tmp_path}/weights', but checkpoint.enable is false")
+
+
+def test_a_token_or_label_that_the_model_does_not_have_is_named():
+    from torchtitan_magi.training.batches.microbatch import Microbatch
+
+    def check_tokens(tokens, labels, vocab_size):
+        Microbatch(tokens, labels, None, None, {}).check_tokens(vocab_size)
+
+    fine, none = torch.tensor([[0, 99]]), torch.zeros(1, 0, dtype=torch.int64)
+    check_tokens(fine, torch.tensor([[99, -100]]), 100)
+    check_tokens(none, none, 100)
+    for tokens, labels, name in ((100, 5, "token 100"), (5, 100, "label 100")):
+        with pytest.raises(ValueError, match=f"the data has {name}, but the model a vocabulary of 100; use"):
+            check_tokens(torch.tensor([[0, tokens]]), torch.tensor([[0, labels]]), 100)
+    for tokens, labels, name in ((-1, 5, "token -1"), (5, -7, "label -7")):
+        with pytest.raises(ValueError, match=f"the data has {name}; tokens are numbered from 0"):
+            check_tokens(torch.tensor([[0, tokens]]), torch.tensor([[0, labels]]), 100)
+
+
+def test_validation_in_shorter_packs_is_warned_of(caplog):
+    from torchtitan_magi.training.batches.pack_loader import warn_of_shorter_packs
+
+    for length in (256, 1024):
+        warn_of_shorter_packs(length, 1024)
+    (warning,) = caplog.messages
+    assert warning.startswith("Validation packs have 256 tokens, those of training 1024:")
+
+
+def what_a_second_trainer_finds():
+    """Of one spec: what is left of the first run, and what heads that tensor parallelism cannot divide lead to."""
+    from types import SimpleNamespace
+
+    from torchtitan.config import ConfigManager
+    from torchtitan.protocols.train_spec import get_train_spec
+
+    spec = get_train_spec("llama3").build_tokenizer_fn.__self__
+    config = ConfigManager().parse_args(["--job.config_file", str(DEBUG_TOML), *on_corpus()])
+    spec.runtime, spec.count.tokens = "of the first run", 7
+    spec.build_tokenizer(config)
+    try:
+        spec.make_runtime(spec.model_args["8B_varlen"], SimpleNamespace(tp=3), config)
+    except ValueError as error:
+        return spec.runtime, spec.count.tokens, str(error)
+
+
+def test_a_second_trainer_begins_anew_and_heads_must_divide():
+    runtime, tokens, said = call(what_a_second_trainer_finds)
+    assert (runtime, tokens) == (None, 0)
+    assert said.startswith("parallelism.tensor_parallel_degree is 3, but the model has 32 query heads and 8 K/V heads")
+
+
+def test_the_stock_entry_point_names_ours():
+    sft, pairs, documents = call(errors_of, [[], DPO, ["--magi.loss_per", "document"]], False)
+    assert sft is None
+    remedy = "start it with torchrun -m torchtitan_magi.train"
+    assert pairs == f"training.dataset is 'dpo', which torchtitan's own entry point does not know; {remedy}"
+    assert documents.startswith('magi.loss_per is "document"')
+    assert documents.endswith(remedy)
+
+
+def error_of_the_output_layer():
+    from types import SimpleNamespace
+
+    from torch import nn
+
+    from torchtitan_magi.training.objectives.logprob_model import LogprobModel
+
+    class Float8Linear(nn.Linear):
+        def forward(self, x):
+            return x
+
+    try:
+        LogprobModel(SimpleNamespace(output=Float8Linear(2, 3, bias=False)))
+    except ValueError as error:
+        return str(error)
+
+
+def test_a_converted_output_layer_is_refused():
+    assert call(error_of_the_output_layer).startswith("the model's output layer is Float8Linear, but")

@@ -1,0 +1,136 @@
+"""`[magi] imports`: a user's module adds a flavor, a converter and a data set before they are looked up."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from support.errors import assert_one_line, changed, error_of
+from support.runs import ROOT, train
+
+MODULE = """
+from torchtitan.hf_datasets import DatasetConfig
+from torchtitan.hf_datasets.text_datasets import DATASETS
+from torchtitan.models.llama3 import TransformerModelArgs
+from torchtitan.protocols.model_converter import register_model_converter
+from torchtitan.protocols.train_spec import get_train_spec
+
+get_train_spec("llama3").model_args["mine"] = TransformerModelArgs(
+    dim=64, n_layers=1, n_heads=4, n_kv_heads=2, vocab_size=2048, attn_type="varlen", attn_mask_type="block_causal"
+)
+
+
+class Frozen:
+    def __init__(self, job_config, parallel_dims):
+        self.degree = parallel_dims.cp
+
+    def convert(self, model):
+        model.tok_embeddings.requires_grad_(False)
+        print(f"{model.model_args.dim} embedding dimensions are frozen, cp {self.degree}")
+
+    def post_optimizer_hook(self, model):
+        pass
+
+
+register_model_converter(Frozen, "frozen")
+DATASETS["words"] = DatasetConfig(path="", loader=None, sample_processor=None)
+"""
+USED = ["--model.flavor", "mine", "--model.converters", "frozen"]
+USED += ["--training.steps", "2", "--training.seq_len", "128"]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder with the user's package."""
+    (tmp_path / "my_package").mkdir()
+    (tmp_path / "my_package" / "__init__.py").write_text(MODULE)
+    return tmp_path
+
+
+class OnPath:
+    """Makes a folder importable in the processes of a run."""
+
+    def __init__(self, folder):
+        self.folder = str(folder)
+
+    def __call__(self, report):
+        sys.path.insert(0, self.folder)
+
+
+def test_an_own_flavor_and_converter_train_with_torchtitans_entry_point(folder):
+    arguments = [*USED, "--magi.imports", "my_package", "--parallelism.context_parallel_degree", "2"]
+    run = train(2, arguments, setup=OnPath(folder), layers=None)
+    assert len(run.losses) == 2
+    assert "64 embedding dimensions are frozen, cp 2" in run.output
+
+
+def test_train_sh_finds_the_module_in_the_folder_of_its_caller(folder):
+    path = changed(folder, ("[magi]", '[magi]\nimports = ["my_package"]'))
+    command = ["bash", str(ROOT / "scripts" / "train.sh"), path.name, *USED, "--job.dump_folder", f"{folder}/run"]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr[-4000:]
+    assert "64 embedding dimensions are frozen, cp 1" in result.stdout
+    assert "Training completed" in result.stdout + result.stderr
+
+
+def test_an_own_data_set_is_known(folder):
+    """torchtitan goes on to load it, which this one does not say how to."""
+    arguments = ["--magi.imports", "my_package", "--training.dataset", "words"]
+    error = error_of(arguments, setup=OnPath(folder))
+    assert (error.type, str(error)) == ("TypeError", "'NoneType' object is not callable")
+    without = error_of(["--training.dataset", "words"])
+    assert_one_line(without, ["training.dataset is 'words'; use one of 'sft', 'dpo', "])
+
+
+@pytest.mark.parametrize(
+    ("names", "messages"),
+    [
+        ('["my_pakage"]', ["magi.imports has 'my_pakage', but there is no module 'my_pakage'", "or add the folder"]),
+        ('["json.none"]', ["magi.imports has 'json.none', but there is no module 'json.none'", "install it"]),
+        ('"my_package"', ["magi.imports is 'my_package'; use a list of module names"]),
+        ('["my_folder/my_package"]', ["magi.imports is ['my_folder/my_package']; use a list of module names"]),
+        ("[3]", ["magi.imports is [3]; use a list of module names"]),
+    ],
+)
+def test_a_module_that_is_missing_is_one_line(names, messages, tmp_path):
+    assert_one_line(error_of([], toml=changed(tmp_path, ("[magi]", f"[magi]\nimports = {names}"))), messages)
+
+
+@pytest.mark.parametrize(
+    ("line", "kind", "message"),
+    [
+        ("import nothing_like_this", "ModuleNotFoundError", "No module named 'nothing_like_this'"),
+        ("from json import nothing", "ImportError", "cannot import name 'nothing' from 'json'"),
+        ("1 / 0", "ZeroDivisionError", "division by zero"),
+    ],
+)
+def test_what_a_module_raises_is_its_own(line, kind, message, folder):
+    (folder / "my_package" / "__init__.py").write_text(f"{line}\n")
+    error = error_of(["--magi.imports", "my_package"], setup=OnPath(folder))
+    assert error.type == kind
+    assert str(error).startswith(message)
+    assert f'{folder}/my_package/__init__.py", line 1, in <module>' in "".join(error.__notes__)
+
+
+def test_what_no_module_registered_is_one_line():
+    error = error_of(["--model.converters", "frozen"])
+    assert_one_line(error, ["model.converters has 'frozen'", "quantize.linear.float8", "magi.imports"])
+    assert_one_line(error_of(["--model.flavor", "mine"]), ["model.flavor 'mine' is unknown", "use one"])
+
+
+PLAIN = """
+from dataclasses import replace
+from torchtitan.models import llama3
+from torchtitan.protocols.train_spec import register_train_spec
+
+register_train_spec("plain", replace(llama3.get_train_spec(), build_dataloader_fn=None))
+"""
+
+
+def test_a_train_spec_that_is_not_ours_is_left_to_torchtitan(folder):
+    (folder / "my_package" / "__init__.py").write_text(PLAIN)
+    arguments = ["--magi.imports", "my_package", "--model.name", "plain", "--model.flavor", "debugmodel"]
+    error = error_of(arguments, setup=OnPath(folder), entry="torchtitan_magi.train")
+    assert_one_line(error, ["model.name is 'plain'", "torchrun -m torchtitan.train", "add a flavor to llama3"])

@@ -1,0 +1,49 @@
+"""torchtitan 0.3's own way to configure a run: a function that returns a configuration."""
+
+from dataclasses import fields, replace
+
+from torchtitan.config.configs import ParallelismConfig
+from torchtitan.distributed.activation_checkpoint import SelectiveAC
+from torchtitan.trainer import Trainer
+
+from torchtitan_magi.titan.v03.components import (
+    MagiCheckpointManager,
+    MagiMetricsProcessor,
+    MagiSelectiveAC,
+    MagiTokenizer,
+    MagiValidator,
+    ObjectiveLoss,
+)
+from torchtitan_magi.titan.v03.config import copied, with_adapters
+from torchtitan_magi.titan.v03.models import with_varlen
+from torchtitan_magi.titan.v03.trainer import MagiTrainer
+from torchtitan_magi.training.settings.options import Magi
+
+
+def with_magi(config: Trainer.Config, magi: Magi | None = None) -> MagiTrainer.Config:
+    """A configuration of torchtitan's Trainer for ours, of a model that is served, with attention "flex".
+
+    Args:
+        magi: the [magi] options.
+    """
+    values, magi = {option.name: getattr(config, option.name) for option in fields(config)}, magi or Magi()
+    checkpointing, parallelism = config.activation_checkpoint, config.parallelism
+    if isinstance(checkpointing, SelectiveAC.Config):
+        checkpointing = copied(MagiSelectiveAC.Config, checkpointing)
+    if parallelism.spmd_backend == ParallelismConfig().spmd_backend:  # needs a newer torch
+        parallelism = replace(parallelism, spmd_backend="partial_dtensor")
+    return MagiTrainer.Config(
+        **values
+        | {
+            "magi": magi,
+            "model_spec": with_adapters(with_varlen(config.model_spec), magi.lora),
+            "tokenizer": MagiTokenizer.Config(),
+            "metrics": copied(MagiMetricsProcessor.Config, config.metrics),
+            "checkpoint": copied(MagiCheckpointManager.Config, config.checkpoint),
+            "validator": copied(MagiValidator.Config, config.validator),
+            "loss": ObjectiveLoss.Config(),
+            "training": replace(config.training, disable_cuda_graphs=True),
+            "activation_checkpoint": checkpointing,
+            "parallelism": parallelism,
+        }
+    )

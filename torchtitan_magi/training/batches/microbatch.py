@@ -1,0 +1,153 @@
+"""A microbatch: what its loader gave, what was planned for it, and what its objective counts in it."""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from torchtitan_magi.attention.bound_plan import IndexData
+from torchtitan_magi.losses import IGNORE_INDEX
+from torchtitan_magi.masks.builders import causal_ranges, shared_prompt
+from torchtitan_magi.masks.slices import AttnSlices
+from torchtitan_magi.planning.plan import AttnPlan
+
+MICROBATCH = "microbatch"  # its key beside "input" in the dict that torchtitan's Trainer hands on
+Batch = tuple[dict[str, Any], Tensor]  # "input" and MICROBATCH; labels
+_FROM_LOADERS = ("input", "documents", "pairs", "records", "pair_ids")  # the rest is for the model
+
+
+@dataclass(eq=False)
+class Microbatch:
+    """A microbatch on the host, until its tokens are the model's.
+
+    Args:
+        tokens: int64 [batch, seq_len], the rows planned as one pack.
+        labels: int64 [batch, seq_len]; None where nobody asks for them.
+        bounds: int32 [n, 2], the token ranges of documents over the flattened batch; or int32 [n, 4] of preference
+            pairs: start of the prompt, of chosen and of rejected, and the end.
+        records: int64 [n], the numbers of their records in the data set; None where nobody has counted records.
+        model_inputs: what the model is called with besides: "positions", int32 [batch, seq_len], if they are not to run
+            over the pack.
+
+    Attributes:
+        plans: one for each kind of layers; indices: this rank's index data of each, on the host.
+        labelled: int64 [l], which of this rank's tokens have a label.
+        planning_seconds: what planning took.
+        num_items: see ``Objective.count_items``, which also sets weights: float32 [batch, seq_len], None for 1.
+    """
+
+    tokens: Tensor
+    labels: Tensor | None
+    bounds: npt.NDArray[np.int32]
+    records: npt.NDArray[np.int64] | None
+    model_inputs: dict[str, Any]
+    plans: tuple[AttnPlan, ...] = ()
+    indices: tuple[IndexData, ...] = ()
+    labelled: Tensor | None = None
+    planning_seconds: float = 0.0
+    num_items: int = 0
+    weights: Tensor | None = None
+    content: int = 0
+
+    @classmethod
+    def of(cls, inputs: dict[str, Any], labels: Tensor | None, eos_id: int | None) -> "Microbatch":
+        """That of a loader's inputs: tokens as "input", boundaries as "documents" or "pairs"; without either, documents
+        end with EOS.
+
+        Raises:
+            ValueError: neither boundaries nor an eos_id.
+        """
+        bounds = inputs.get("pairs", inputs.get("documents"))
+        if bounds is None:
+            bounds = documents_from_eos(inputs["input"], eos_id)
+        model_inputs = {name: value for name, value in inputs.items() if name not in _FROM_LOADERS}
+        records = inputs.get("records", inputs.get("pair_ids"))
+        return cls(inputs["input"], labels, bounds, records, model_inputs)
+
+    @property
+    def ranges(self) -> npt.NDArray[np.int32]:
+        """int32 [n, 2]: token ranges of documents or whole pairs."""
+        return self.bounds[:, [0, -1]]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the documents or pairs, without padding."""
+        return int(np.diff(self.ranges, axis=1).sum())
+
+    @property
+    def num_positions(self) -> int:
+        """Rotary positions that the model needs. Without any given they run over the whole pack."""
+        positions = self.model_inputs.get("positions")
+        return int(self.tokens.shape[-1]) if positions is None else 1 + int(positions.max())
+
+    def masks(self, windows: Sequence[int]) -> list[AttnSlices]:
+        """What attends to what, for each window: how many tokens a row sees at most; 0: all of its document."""
+        if self.bounds.shape[1] == 4:
+            lengths, starts = np.diff(self.bounds, axis=1), self.bounds[:, 0]
+            return [shared_prompt(lengths, starts, window or None) for window in windows]
+        start, end = self.bounds.astype(np.int64).T
+        return [AttnSlices(causal_ranges(start, end, window or None)) for window in windows]
+
+    def digest(self) -> int:
+        """63 bits that stand for tokens, labels and documents, by which ranks tell whether they have the same."""
+        digest = hashlib.blake2b(digest_size=8)
+        for array in (self.tokens.numpy(), None if self.labels is None else self.labels.numpy(), self.bounds):
+            if array is not None:
+                digest.update(array.tobytes())
+        return int.from_bytes(digest.digest()) >> 1
+
+    def check_tokens(self, vocab_size: int) -> None:
+        """Raises ValueError for a token or a label that the model does not have.
+
+        On a GPU that would end in a failed assertion, or make the loss a wrong one.
+        """
+        labels = None if self.labels is None else self.labels.masked_fill(self.labels == IGNORE_INDEX, 0)
+        for name, numbers in (("token", self.tokens), ("label", labels)):
+            if numbers is None or not numbers.numel():
+                continue
+            smallest, largest = map(int, numbers.aminmax())
+            if largest >= vocab_size:
+                raise ValueError(
+                    f"the data has {name} {largest}, but the model a vocabulary of {vocab_size:,}; use the model's "
+                    "tokenizer (model.hf_assets_path), or a flavor of its size"
+                )
+            if smallest < 0:
+                raise ValueError(
+                    f"the data has {name} {smallest}; tokens are numbered from 0, and a token without a label has "
+                    f"{IGNORE_INDEX}"
+                )
+
+
+def on_device(batch: Batch, device: torch.device | str) -> Batch:
+    """A batch with its tokens and labels on the device, as torchtitan's Trainer brings them there."""
+    inputs, labels = batch
+    return inputs | {"input": inputs["input"].to(device)}, labels.to(device)
+
+
+def positions_in(documents: npt.NDArray[np.int32], tokens: Tensor) -> Tensor:
+    """int32 [batch, seq_len] like tokens: restarting at 0 with every document, int [n, 2] of the flattened batch."""
+    starts = np.zeros(tokens.numel(), np.int64)
+    starts[documents[:, 0]] = documents[:, 0]
+    positions = np.arange(tokens.numel()) - np.maximum.accumulate(starts)
+    return torch.from_numpy(positions.astype(np.int32)).view(tokens.shape)
+
+
+def documents_from_eos(tokens: Tensor, eos_id: int | None) -> npt.NDArray[np.int32]:
+    """Token ranges int32 [n, 2] of the documents of a batch [batch, seq_len]: each ends with an EOS or its row.
+
+    Raises:
+        ValueError: no eos_id.
+    """
+    if eos_id is None:
+        raise ValueError(
+            "the tokenizer has no EOS token; add one to it, or use a loader that gives document boundaries"
+        )
+    is_end = tokens == eos_id
+    is_end[:, -1] = True
+    ends = is_end.flatten().nonzero().flatten().cpu().numpy() + 1
+    return np.stack([np.append(0, ends[:-1]), ends], 1).astype(np.int32)

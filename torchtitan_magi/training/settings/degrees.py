@@ -1,0 +1,147 @@
+"""Checks of parallel degrees: the section [parallelism], and whether a model can be spread by it."""
+
+from types import SimpleNamespace
+from typing import Any
+
+from torchtitan_magi.models.model_config import Experts, ModelConfig
+from torchtitan_magi.training.settings.options import DPO_DATASET
+from torchtitan_magi.wording import quoted
+
+SPMD_BACKEND = "partial_dtensor"  # of torchtitan 0.3; spmd_types needs a torch newer than those of this package
+SCHEDULES = ("1F1B", "Interleaved1F1B", "GPipe")
+
+
+def check_degrees(dims: Any) -> None:
+    """Checks that the degrees of torchtitan's ``ParallelDims`` multiply to its ``world_size``.
+
+    Raises:
+        ValueError: one line that names them and the remedy.
+    """
+    others = dims.dp_replicate * dims.cp * dims.tp * dims.pp
+    if dims.world_size % others or dims.dp_shard not in (-1, dims.world_size // others):
+        raise ValueError(
+            f"the parallel degrees are data_parallel_replicate {dims.dp_replicate}, data_parallel_shard "
+            f"{dims.dp_shard}, context {dims.cp}, tensor {dims.tp}, pipeline {dims.pp}, but torchrun started "
+            f"{dims.world_size} processes; start as many as they multiply to, or change them: "
+            "data_parallel_shard_degree = -1 takes the processes that are left"
+        )
+
+
+def check_degrees_of(parallelism: Any, world_size: int) -> None:
+    """The same of the section [parallelism], before there are ``ParallelDims``."""
+    names = {"dp_replicate": "data_parallel_replicate", "dp_shard": "data_parallel_shard", "cp": "context_parallel"}
+    names |= {"tp": "tensor_parallel", "pp": "pipeline_parallel"}
+    degrees = {axis: getattr(parallelism, f"{name}_degree") for axis, name in names.items()}
+    check_degrees(SimpleNamespace(world_size=world_size, **degrees))
+
+
+def check_parallelism(parallelism: Any, world_size: int) -> None:
+    """Checks the section [parallelism] of torchtitan 0.3 before meshes are built of it.
+
+    Raises:
+        ValueError: one line that names the value and the remedy.
+    """
+    if parallelism.spmd_backend != SPMD_BACKEND:
+        raise ValueError(
+            f"parallelism.spmd_backend is {quoted(parallelism.spmd_backend)}, which is not for the torch and the "
+            f"layers of this package; use {quoted(SPMD_BACKEND)}"
+        )
+    check_degrees_of(parallelism, world_size)
+    ranks = world_size // (parallelism.data_parallel_replicate_degree * parallelism.pipeline_parallel_degree)
+    lenders = "data_parallel_shard_degree, context_parallel_degree and tensor_parallel_degree"
+    check_expert_ranks(parallelism.expert_parallel_degree, ranks, lenders)
+
+
+def check_expert_degree(degree: int, experts: Experts | None, flavor: str) -> None:
+    """Checks whether a model's experts can be spread over `degree` ranks.
+
+    Args:
+        experts: None for a dense model.
+
+    Raises:
+        ValueError: one line that names the value and the remedy.
+    """
+    if degree > 1 and experts is None:
+        raise ValueError(
+            f"parallelism.expert_parallel_degree is {degree}, but model.flavor {quoted(flavor)} has no experts; set "
+            "it to 1, or use a mixture of experts"
+        )
+    if experts is not None and experts.num_experts % degree:
+        raise ValueError(
+            f"parallelism.expert_parallel_degree is {degree}, which does not divide the {experts.num_experts} experts "
+            f"of model.flavor {quoted(flavor)}; use a degree that does"
+        )
+
+
+def check_expert_ranks(degree: int, ranks: int, lenders: str) -> None:
+    """Checks whether experts can be spread over `degree` of the ranks that lend themselves to them.
+
+    Args:
+        ranks: the product of the degrees that `lenders` names.
+
+    Raises:
+        ValueError: one line that names the value and the remedy.
+    """
+    if ranks % degree:
+        raise ValueError(
+            f"parallelism.expert_parallel_degree is {degree}, which does not divide the product of {lenders}, {ranks}; "
+            "use a degree that does"
+        )
+
+
+def check_files_of_experts(checkpoint: Any, num_experts: int, ranks: int) -> None:
+    """Checks whether `ranks`, over which FSDP shards experts by number, have as many each: torchtitan reads and writes
+    whole experts.
+
+    Args:
+        checkpoint: the section [checkpoint].
+
+    Raises:
+        ValueError: one line that names the option and the remedy.
+    """
+    for option in ("initial_load_in_hf", "last_save_in_hf"):
+        if checkpoint.enable and getattr(checkpoint, option) and num_experts % ranks:
+            remedy = "an expert_parallel_degree above 1" if ranks > num_experts else "a number of ranks that divides it"
+            raise ValueError(
+                f"checkpoint.{option} is true, but {ranks} ranks share {num_experts} experts, not as many each; use "
+                f"{remedy}"
+            )
+
+
+def check_experts(job_config: Any, experts: Experts | None, ranks: int | None) -> None:
+    """Checks whether the model's experts can be spread as the configuration says.
+
+    Args:
+        experts: None for a dense model.
+        ranks: how many share the experts of a layer, each some of them; None: FSDP shards each expert's rows.
+
+    Raises:
+        ValueError: one line that names the value and the remedy.
+    """
+    check_expert_degree(job_config.parallelism.expert_parallel_degree, experts, job_config.model.flavor)
+    if experts is not None and ranks is not None:
+        check_files_of_experts(job_config.checkpoint, experts.num_experts, ranks)
+
+
+def check_pipeline(job: Any, model: ModelConfig) -> None:
+    """Raises ValueError, one line that names the value and the remedy, for what the pipeline does not go with."""
+    parallelism = job.parallelism
+    degree, schedule = parallelism.pipeline_parallel_degree, parallelism.pipeline_parallel_schedule
+    if degree == 1:
+        return
+    if schedule not in SCHEDULES or parallelism.pipeline_parallel_schedule_csv:
+        given = quoted(parallelism.pipeline_parallel_schedule_csv or schedule)
+        raise ValueError(
+            f"parallelism.pipeline_parallel_schedule is {given}; "
+            f"use one of {', '.join(SCHEDULES)}: others split the backward, which this attention does not"
+        )
+    if model.tied:
+        raise ValueError(
+            f"parallelism.pipeline_parallel_degree is {degree}, but tie_word_embeddings does not go with it: the first "
+            "and the last stage cannot share a weight; set it to 1, and use context, tensor or data parallelism"
+        )
+    if job.training.dataset == DPO_DATASET and job.magi.dpo.reference == "file":
+        raise ValueError(
+            f'magi.dpo.reference is "file", but a pipeline (parallelism.pipeline_parallel_degree {degree}) computes no '
+            'such file; set it to "model"'
+        )

@@ -1,0 +1,126 @@
+"""Checks of the section [magi]: each option by itself, and what preference pairs ask of them."""
+
+import importlib
+import math
+import os
+from dataclasses import fields
+from datetime import date
+from pathlib import Path
+from typing import Literal, get_args, get_origin
+
+from torchtitan_magi.planning.cost_model import CostModel
+from torchtitan_magi.planning.plan import MAX_STAGES
+from torchtitan_magi.training.settings.options import LoRA, Magi
+from torchtitan_magi.wording import quoted, quoted_path
+
+
+def check_options(magi: Magi) -> None:
+    """Checks each option by itself.
+
+    Raises:
+        ValueError: one line that names the value and the remedy.
+    """
+    for options, prefix in ((magi, "magi"), (magi.dpo, "magi.dpo"), (magi.lora, "magi.lora")):
+        for option in fields(options):
+            choices = get_args(option.type) if get_origin(option.type) is Literal else ()
+            value = getattr(options, option.name)
+            if choices and value not in choices:
+                raise ValueError(
+                    f"{prefix}.{option.name} is {quoted(value)}; use one of {', '.join(map(repr, choices))}"
+                )
+            if option.type is bool and type(value) is not bool:
+                raise ValueError(f"{prefix}.{option.name} is {quoted(value)}; use true or false")
+            if option.type is float and type(value) not in (int, float):
+                raise ValueError(f"{prefix}.{option.name} is {quoted(value)}; use a number")
+            if option.type is str and type(value) is not str:
+                raise ValueError(f"{prefix}.{option.name} is {quoted(value)}; use text in quotes")
+    if type(magi.overlap_stages) is not int or not -1 <= magi.overlap_stages <= MAX_STAGES:
+        raise ValueError(
+            f"magi.overlap_stages is {quoted(magi.overlap_stages)}; use 0 for no overlap, the number of stages (at "
+            f"most {MAX_STAGES}), or -1 to have it chosen"
+        )
+    if type(magi.epochs) is not int or (magi.epochs < 1 and magi.epochs != -1):
+        raise ValueError(
+            f"magi.epochs is {quoted(magi.epochs)}; use a number of passes over the data, or -1 for no end"
+        )
+    if type(magi.lora.rank) is not int or magi.lora.rank < 0:
+        raise ValueError(f"magi.lora.rank is {quoted(magi.lora.rank)}; use a rank such as 16, or 0 for no adapters")
+    _check_date(magi.template_date)
+    if magi.cost_model:
+        CostModel.load(magi.cost_model)
+
+
+def _check_date(day: str) -> None:
+    try:
+        if day != "":
+            date.fromisoformat(day)
+    except (TypeError, ValueError):
+        raise ValueError(f'magi.template_date is {quoted(day)}; use a date such as "2024-07-26"') from None
+
+
+def check_options_for_pairs(magi: Magi) -> None:
+    """Checks what training on preference pairs asks of the options. Raises ValueError as ``check_options``."""
+    dpo = magi.dpo
+    if not 0 < dpo.beta < math.inf:
+        raise ValueError(f"magi.dpo.beta is {quoted(dpo.beta)}; use a positive number, such as 0.1")
+    if not 0 <= dpo.label_smoothing < 0.5:
+        raise ValueError(f"magi.dpo.label_smoothing is {dpo.label_smoothing}; use 0 or more and less than 0.5")
+    if dpo.label_smoothing and dpo.loss != "sigmoid":
+        raise ValueError(
+            f"magi.dpo.label_smoothing is {dpo.label_smoothing} with magi.dpo.loss {quoted(dpo.loss)}; "
+            'use it with loss "sigmoid", or set it to 0'
+        )
+    if dpo.reference_path and dpo.reference != "file":
+        raise ValueError(
+            f"magi.dpo.reference_path is {quoted_path(dpo.reference_path)} with magi.dpo.reference "
+            f"{quoted(dpo.reference)}; "
+            'use it with reference "file", or leave it out'
+        )
+    if dpo.reference_path and not Path(dpo.reference_path).name:
+        raise ValueError(
+            f"magi.dpo.reference_path is {quoted_path(dpo.reference_path)}, a folder; add the name of a file"
+        )
+    if magi.long_documents != "truncate":
+        raise ValueError(
+            f"magi.long_documents is {quoted(magi.long_documents)}, but a preference pair cannot be split; "
+            'use "truncate" with dataset "dpo"'
+        )
+    if magi.positions == "pack":
+        raise ValueError(
+            'magi.positions is "pack", but both answers of a pair continue the positions of its prompt; '
+            'use "auto" with dataset "dpo"'
+        )
+
+
+def import_modules(names: list[str]) -> None:
+    """Imports the modules of ``magi.imports``, in their order. What a module raises passes through.
+
+    Raises:
+        ValueError: one line that names the value and the remedy: it is no list of module names, or a module is missing.
+    """
+    if type(names) is not list or not all(type(name) is str and _is_module_name(name) for name in names):
+        raise ValueError(
+            f'magi.imports is {quoted(names)}; use a list of module names, such as ["my_package.my_module"]'
+        )
+    for name in names:
+        try:
+            importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+                raise  # a module that this one imports
+            raise ValueError(
+                f"magi.imports has {quoted(name)}, but there is no module {quoted(error.name)} in the folder where "
+                f"the run starts, {os.getcwd()}, in PYTHONPATH, {quoted_path(os.environ.get('PYTHONPATH', ''))}, or "
+                "among the installed packages; install it, or add the folder that holds it to PYTHONPATH"
+            ) from None
+
+
+def _is_module_name(name: str) -> bool:
+    return all(part.isidentifier() for part in name.split("."))
+
+
+def check_targets(lora: LoRA) -> None:
+    """Raises ValueError, one line, for layers that get no adapters here."""
+    known = LoRA().target_modules
+    if not lora.target_modules or not set(lora.target_modules) <= set(known):
+        raise ValueError(f"magi.lora.target_modules is {quoted(lora.target_modules)}; use some of {', '.join(known)}")
