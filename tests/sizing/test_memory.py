@@ -89,7 +89,7 @@ def saved_by_blocks():
 
     from torchtitan_magi import varlen_causal
     from torchtitan_magi.attention.bound_plan import bind_slices
-    from torchtitan_magi.attention.op import attend, make_handle
+    from torchtitan_magi.attention.op import PlanHandle, attend
     from torchtitan_magi.backends.choose import choose_block_attn
     from torchtitan_magi.titan.v02.metadata import PlanMetadata
     from torchtitan_magi.titan.v02.models import args_of
@@ -97,7 +97,7 @@ def saved_by_blocks():
     tokens, dim, heads_q, heads_kv, head_dim = 256, 128, 8, 2, 16
     block_attn, cpu = choose_block_attn("flex", torch.device("cpu")), torch.device("cpu")
     slices = varlen_causal(torch.tensor([0, tokens]))
-    handle = make_handle(bind_slices(slices, tokens, tokens, heads_q, heads_kv, block_attn, cpu))
+    handle = PlanHandle(bind_slices(slices, tokens, tokens, heads_q, heads_kv, block_attn, cpu))
 
     class Attention(nn.Module):
         def forward(self, q, k, v, metadata, scale=None):

@@ -206,8 +206,8 @@ class CudaRowMover:
         return dk, dv
 
     def finish(self, returned: Returned, left: LeftGrads) -> tuple[Tensor, Tensor, Tensor]:
-        """dq [T, Hq, D] as `round` has it, and dk [T, H, D] and dv [T, H, Dv] of the first T rows of dkv with what
-        returned added to them, as soon as it is there; all in left.dtype. What is unsent is sent before.
+        """dq [T, Hq, D] as `round` has it, and dk [T, H, D] and dv [T, H, Dv] of the first T rows of dkv, all in
+        left.dtype; `returned` is added to dk and dv as soon as it is there. What is unsent is sent before.
 
         Args:
             left: dq and sums in fp32; dk and dv that are rounded already are changed and returned. Contiguous; D and Dv
