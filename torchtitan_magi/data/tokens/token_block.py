@@ -68,10 +68,6 @@ class TokenBlock:
             notes,
         )
 
-    def tokens_of(self, index: int) -> tuple[int, int]:
-        """The half-open range of a record's tokens."""
-        return int(self.bounds[index * self.parts]), int(self.bounds[(index + 1) * self.parts])
-
     def are_sound(self, indices: np.ndarray) -> bool:
         """Whether the tokens of these records are those that were written."""
         firsts, lasts = (self.bounds[record * self.parts].tolist() for record in (indices, indices + 1))
