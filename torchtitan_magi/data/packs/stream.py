@@ -115,13 +115,13 @@ class Window:
     so_far: SoFar
 
     def after(self, given: int) -> Cursor:
-        """The cursor behind so many packs of the window."""
+        """The cursor behind the first `given` packs of the window."""
         if given == self.plan.num_packs:
             return self.end
         return replace(self.begin, given=given, counts=self.end.counts)
 
     def pack(self, number: int) -> Pack:
-        """One of its packs. Plan and tokens are checked for damage."""
+        """One of its packs, counted from 0. Plan and tokens are checked for damage, and made again."""
         try:
             rows = self.plan.rows_of(number)
         except Damaged:
