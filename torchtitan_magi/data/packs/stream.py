@@ -228,17 +228,12 @@ class PackStream:
                 cursor, so_far = before.end, before.so_far
                 yield before
             if cursor.counts.packs == 0:
-                sources = quoted_path(self.records.paths)
+                remedy = "add records with an assistant's answer, or raise the sequence length"
                 if so_far.malformed:
                     record, what = so_far.malformed
-                    raise ValueError(
-                        f"no record of {sources} has a token to train on ({cursor.counts}); the first malformed one "
-                        f"read is {self.records.where(record)}: {what}"
-                    )
-                raise ValueError(
-                    f"no record of {sources} has a token to train on ({cursor.counts}); add records with an assistant's"
-                    " answer, or raise the sequence length"
-                )
+                    remedy = f"the first malformed one read is {self.records.where(record)}: {what}"
+                nothing = f"no record of {quoted_path(self.records.paths)} has a token to train on"
+                raise ValueError(f"{nothing} ({cursor.counts}); {remedy}")
             cursor = Cursor(cursor.epoch + 1, counts=cursor.counts)
 
     def _blocks_from(self, cursor: Cursor, order: EpochOrder, following: EpochOrder) -> list[int]:

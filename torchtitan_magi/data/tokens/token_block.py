@@ -103,10 +103,6 @@ class TokenBlock:
         begin, chosen, rejected, end = self.bounds[3 * index : 3 * index + 4].tolist()
         return TokenizedPair(self.tokens[begin:chosen], self.document(chosen, rejected), self.document(rejected, end))
 
-    def has_learned(self, first: np.ndarray, last: np.ndarray) -> np.ndarray:
-        """bool [n]: whether a token of each range first:last is to be predicted."""
-        return self.first_learned(first) < last
-
     def first_learned(self, first: np.ndarray) -> np.ndarray:
         """int64 [n]: the first token from `first` on that is to be predicted; past the last token if there is none."""
         begin = np.searchsorted(self.learned[:, 1], first, side="right")
