@@ -31,7 +31,7 @@ MAY_IMPORT = {
     "data.inspection": "data.guard data.records data.tokens data.packs",
     "cuda": "tiles files",
     "planning": "tiles files masks",
-    "exchange": "cuda planning",
+    "exchange": "masks cuda planning",
     "backends": "tiles masks cuda planning exchange",
     "attention": "tiles products masks cuda planning exchange backends",
     "sizing": "tiles files masks planning exchange losses models data",
