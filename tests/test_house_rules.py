@@ -91,6 +91,17 @@ def test_every_file_belongs_to_a_row():
     assert {row_of_file(path) for path in PACKAGE.rglob("*.py")} == MAY_IMPORT.keys()
 
 
+def test_the_most_specific_row_counts():
+    rows = {
+        "data.guard.apart": "data.guard",
+        "data.Corpus": "data",
+        "data.packs.sft": "data.packs",
+        "__init__": "__init__",
+    }
+    assert {name: row_of(f"torchtitan_magi.{name}") for name in rows} == rows
+    assert {"data.guard", "data.records"} < own_imports(PACKAGE / "data" / "tokens" / "token_cache.py") - {"data"}
+
+
 def test_only_titan_imports_torchtitan():
     for path in PACKAGE.rglob("*.py"):
         roots = {name.split(".")[0] for name in imports_of(path)}
