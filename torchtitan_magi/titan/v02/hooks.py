@@ -1,12 +1,12 @@
 """Functions of torchtitan that we replace by name, because no train spec holds them."""
 
-import functools
 import importlib
-from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 import tyro
 from torch import Tensor
 from torch.distributed import checkpoint
@@ -16,30 +16,36 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.ops import profiler
 from torch.utils._python_dispatch import _disable_current_modes, is_in_torch_dispatch_mode
 from torch.utils.checkpoint import SAC_IGNORED_OPS
+from torchtitan.components import metrics
 from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.config import ConfigManager, JobConfig
-from torchtitan.distributed import ParallelDims, context_parallel
+from torchtitan.distributed import ParallelDims, context_parallel, parallel_dims
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.distributed.expert_parallel import ExpertTensorParallel, TensorParallel
 from torchtitan.models.llama3.infra import parallelize as llama3
 from torchtitan.models.llama3.model.state_dict_adapter import Llama3StateDictAdapter
 from torchtitan.models.llama4.infra import parallelize as llama4
+from torchtitan.models.moe import kernels, moe
+from torchtitan.models.moe import utils as moe_utils
 from torchtitan.models.qwen3.infra import parallelize as qwen3
 from torchtitan.models.utils import MoEStateDictAdapter
-from torchtitan.tools import utils
+from torchtitan.tools import profiling, utils
 
 from torchtitan_magi.attention.op import attention_op
 from torchtitan_magi.titan.v02.config import check_expert_degrees, check_expert_tensor_degree
+from torchtitan_magi.titan.v02.cpu import TorchOfExperts
 from torchtitan_magi.titan.v02.experts import GateStyle, LayerStyle, prepare_input, token_dispatch
 from torchtitan_magi.titan.v02.metadata import PlanMetadata
 from torchtitan_magi.titan.v02.models import check_name
+from torchtitan_magi.titan.wrap import wrap
 from torchtitan_magi.training.batches import run_length
 from torchtitan_magi.training.batches.planned_loader import PlannedLoader
 from torchtitan_magi.training.checkpoints.digests import DigestWriter, loading, saving
 from torchtitan_magi.training.checkpoints.export import Export
 from torchtitan_magi.training.experts import own_experts
-from torchtitan_magi.training.finite import StepGuard, check_state, noting
+from torchtitan_magi.training.finite import StepGuard, check_state, clip_and_note
 from torchtitan_magi.training.memory_log import check_offload
+from torchtitan_magi.training.process.cpu import use_cpu
 from torchtitan_magi.training.process.last_line import LAST_LINE
 from torchtitan_magi.training.process.launcher import config_file_if_any
 from torchtitan_magi.training.process.timeouts import set_pg_timeouts
@@ -52,7 +58,9 @@ from torchtitan_magi.wording import one_line
 
 
 def install() -> None:
-    """Replaces them, once per process. A replacement's first argument is torchtitan's own function."""
+    """Replaces them, once per process: most by a function whose first argument is torchtitan's own."""
+    if not torch.accelerator.is_available():
+        _use_cpu()
     for owner, name, replacement in (
         (ConfigManager, "_maybe_load_toml", _maybe_load_toml),  # to say why it cannot be read
         (ConfigManager, "_maybe_add_custom_config", _maybe_add_custom_config),  # to say that a module is missing
@@ -63,6 +71,7 @@ def install() -> None:
         (MoEStateDictAdapter, "_caculate_indices_from_placements", own_experts),  # to have them under HSDP as well
         (ParallelDims, "_validate", _validate),  # to say what is wrong with the degrees
         (dist_utils, "clip_grad_norm_", _clip_grad_norm),  # to have gradients added up under tensor parallelism alone
+        (dist_utils, "clip_grad_norm_", clip_and_note),  # to end steps that are not finite
         (CheckpointManager, "__init__", _guard),  # the last that a Trainer builds: to end steps that are not finite
         (CheckpointManager, "save", _save),  # to save when the data end early, to say why a save failed; for timeouts
         (CheckpointManager, "load", _load),  # to have the learning rate follow the data that are left
@@ -80,12 +89,15 @@ def install() -> None:
         (qwen3, "apply_cp_to_attention_module", _apply_cp),  # the same; each model has imported its own name
         (qwen3, "apply_non_moe_tp", _apply_tp),  # to accept positions without context parallelism
     ):
-        setattr(owner, name, _replaced(getattr(owner, name), replacement))
-    dist_utils.clip_grad_norm_ = noting(dist_utils.clip_grad_norm_)
-    dist_utils.set_pg_timeouts = set_pg_timeouts  # to reach our own communicators as well
-    # to have exact gradients of experts under tensor parallelism
-    llama4.PrepareModuleInputOutput, llama4.NoParallel = LayerStyle, GateStyle
-    TensorParallel._prepare_input_fn, ExpertTensorParallel._token_dispatch = prepare_input, token_dispatch
+        wrap(owner, name, replacement)
+    for owner, name, ours in (
+        (dist_utils, "set_pg_timeouts", set_pg_timeouts),  # to reach our own communicators as well
+        (llama4, "PrepareModuleInputOutput", LayerStyle),  # to have exact gradients of experts under tensor parallelism
+        (llama4, "NoParallel", GateStyle),  # the same
+        (TensorParallel, "_prepare_input_fn", prepare_input),  # the same
+        (ExpertTensorParallel, "_token_dispatch", token_dispatch),  # the same
+    ):
+        setattr(owner, name, ours)
     for model in (llama3, qwen3):  # so that selective activation checkpointing does not redo attention
         model._op_sac_save_list.add(attention_op)
     # FSDP2 of experts, inside a block, names other steps for profilers when the block is computed again.
@@ -93,12 +105,11 @@ def install() -> None:
     SAC_IGNORED_OPS.update(names)
 
 
-def _replaced(stock: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(stock)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return replacement(stock, *args, **kwargs)
-
-    return call
+def _use_cpu() -> None:
+    """Makes torchtitan use the CPU."""
+    use_cpu((utils, dist_utils, parallel_dims, metrics, profiling), metrics)
+    moe.torch = TorchOfExperts("torch")  # to count tokens of experts
+    moe_utils.generate_permute_indices = partial(kernels.generate_permute_indices, use_cpu=True)  # a CUDA kernel's work
 
 
 @record  # so that torchrun says last what went wrong; the same below

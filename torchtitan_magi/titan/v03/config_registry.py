@@ -1,10 +1,12 @@
 """torchtitan 0.3's own way to configure a run: a function that returns a configuration."""
 
 from dataclasses import fields, replace
+from typing import Any
 
 from torchtitan.config.configs import ParallelismConfig
 from torchtitan.distributed.activation_checkpoint import SelectiveAC
-from torchtitan.trainer import Trainer
+from torchtitan.models.llama3.config_registry import llama3_debugmodel
+from torchtitan.models.qwen3.config_registry import qwen3_debugmodel
 
 from torchtitan_magi.titan.v03.components import (
     MagiCheckpointManager,
@@ -20,7 +22,7 @@ from torchtitan_magi.titan.v03.trainer import MagiTrainer
 from torchtitan_magi.training.settings.options import Magi
 
 
-def with_magi(config: Trainer.Config, magi: Magi | None = None) -> MagiTrainer.Config:
+def with_magi(config: Any, magi: Magi | None = None) -> MagiTrainer.Config:
     """A configuration of torchtitan's Trainer for ours, of a model that is served, with attention "flex".
 
     Args:
@@ -47,3 +49,13 @@ def with_magi(config: Trainer.Config, magi: Magi | None = None) -> MagiTrainer.C
             "parallelism": parallelism,
         }
     )
+
+
+def llama3_debug() -> MagiTrainer.Config:
+    """For ``--module torchtitan_magi.titan --config llama3_debug``: torchtitan's debug model, with our attention."""
+    return with_magi(llama3_debugmodel())
+
+
+def qwen3_debug() -> MagiTrainer.Config:
+    """The same for qwen3."""
+    return with_magi(qwen3_debugmodel())

@@ -1,4 +1,4 @@
-"""Experts that compute in the precision that was asked for, and are read and written under HSDP."""
+"""Experts that compute in the precision that was asked for."""
 
 from dataclasses import dataclass
 
@@ -6,12 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torchtitan.models.common.moe import GroupedExperts
-from torchtitan.models.utils import MoEStateDictAdapter
 
-from torchtitan_magi.training.experts import by_expert, local, own_experts
-
-_stock = MoEStateDictAdapter._caculate_indices_from_placements
-MoEStateDictAdapter._caculate_indices_from_placements = lambda adapter, **axes: own_experts(_stock, adapter, **axes)
+from torchtitan_magi.training.experts import by_expert, local
 
 
 class MagiExperts(GroupedExperts):
