@@ -11,7 +11,7 @@ from torchtitan.components.tokenizer import HuggingFaceTokenizer
 from torchtitan.components.validate import BaseValidator, Validator
 from torchtitan.tools import utils
 
-from torchtitan_magi.titan.v02.metadata import local_batches
+from torchtitan_magi.titan.v02.attention import local_batches
 from torchtitan_magi.training.batches.tokenizer import AssetsTokenizer
 from torchtitan_magi.training.metrics import PlanMetrics
 from torchtitan_magi.training.objectives.objective import LogitsLoss, Objective

@@ -1,6 +1,8 @@
 """Functions of torchtitan that we replace by name, because no train spec holds them."""
 
+import contextlib
 import importlib
+from collections.abc import Iterator
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -32,10 +34,10 @@ from torchtitan.models.utils import MoEStateDictAdapter
 from torchtitan.tools import profiling, utils
 
 from torchtitan_magi.attention.op import attention_op
+from torchtitan_magi.titan.v02.attention import PlanMetadata
 from torchtitan_magi.titan.v02.config import check_expert_degrees, check_expert_tensor_degree
 from torchtitan_magi.titan.v02.cpu import TorchOfExperts
 from torchtitan_magi.titan.v02.experts import GateStyle, LayerStyle, prepare_input, token_dispatch
-from torchtitan_magi.titan.v02.metadata import PlanMetadata
 from torchtitan_magi.titan.v02.models import check_name
 from torchtitan_magi.titan.wrap import wrap
 from torchtitan_magi.training.batches import run_length
@@ -120,12 +122,8 @@ def _maybe_load_toml(stock: Any, manager: ConfigManager, arguments: list[str]) -
 
 @record
 def _maybe_add_custom_config(stock: Any, manager: ConfigManager, *args: Any) -> type:
-    try:
+    with _usable("job.custom_config_module", ImportError, AttributeError, TypeError):  # or a module that is no config
         return stock(manager, *args)
-    except (ImportError, AttributeError, TypeError) as error:  # of a name, or of a module that is none for this
-        raise ValueError(
-            f'job.custom_config_module cannot be used ({one_line(error)}); set it to "torchtitan_magi.titan"'
-        ) from error
 
 
 @record
@@ -153,22 +151,22 @@ def _validate_config(stock: Any, manager: ConfigManager) -> None:
     stock(manager)
     check_values(manager.config)
     magi: Any = getattr(manager.config, "magi", None)  # without our hook there is none, which is refused later
-    _import_ours(manager.config.experimental.custom_import)
+    if name := manager.config.experimental.custom_import:
+        with _usable("experimental.custom_import", ImportError, TypeError):
+            importlib.import_module(name)  # as torchtitan does next
     if isinstance(magi, Magi):
         import_modules(magi.imports)
         check_name(manager.config.model.name)
         check_offload(manager.config.training.enable_cpu_offload, utils.device_type)
 
 
-def _import_ours(name: str) -> None:
-    """Imports experimental.custom_import, as torchtitan does next."""
+@contextlib.contextmanager
+def _usable(option: str, *errors: type[Exception]) -> Iterator[None]:
+    """Turns these errors of the module that an option names into one line."""
     try:
-        if name:
-            importlib.import_module(name)
-    except (ImportError, TypeError) as error:
-        raise ValueError(
-            f'experimental.custom_import cannot be used ({one_line(error)}); set it to "torchtitan_magi.titan"'
-        ) from error
+        yield
+    except errors as error:
+        raise ValueError(f'{option} cannot be used ({one_line(error)}); set it to "torchtitan_magi.titan"') from error
 
 
 def _clip_grad_norm(stock: Any, parameters: list[Tensor], *args: Any, **kwargs: Any) -> Tensor:

@@ -48,7 +48,7 @@ from torchtitan_magi.training.settings.checks import check_settings
 from torchtitan_magi.training.settings.degrees import check_experts, check_parallelism, check_pipeline
 from torchtitan_magi.training.settings.model_folder import HF_FLAVOR
 from torchtitan_magi.training.settings.options import Magi
-from torchtitan_magi.training.settings.sections import ENTRY
+from torchtitan_magi.training.settings.sections import check_launcher
 from torchtitan_magi.training.settings.values import check_finite
 from torchtitan_magi.training.trainer import ObjectiveTrainer
 
@@ -66,8 +66,7 @@ class MagiTrainer(RunParts, ObjectiveTrainer, Trainer):
         loss: ObjectiveLoss.Config = field(default_factory=ObjectiveLoss.Config)
 
     def __init__(self, config: Config) -> None:
-        if "LOCAL_RANK" not in os.environ:
-            raise ValueError(f"LOCAL_RANK is not set, as torchrun sets it; start it with {ENTRY}")
+        check_launcher()
         self.job_config = job_of(config)
         self.model_facts = _facts(config)
         self.count = WorkCount()
