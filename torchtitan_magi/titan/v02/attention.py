@@ -26,7 +26,7 @@ class PlanMetadata(VarlenMetadata):
 
     @property
     def handle(self) -> PlanHandle:
-        """The plan's, the same for all layers."""
+        """The handle of the plan, the same for all layers."""
         return self.cu_seq_q  # type: ignore[return-value]
 
     def take(self, x: Tensor) -> Tensor:

@@ -33,7 +33,7 @@ class MagiValidator(Validator):
     objective: Objective | None = None
 
     def __init__(self, job_config: Any, validation_dataloader: Any, **attributes: Any) -> None:
-        """attributes: kept by their names, as torchtitan's Validator does, which also builds a data loader."""
+        """Keeps attributes by their names, as torchtitan's Validator does, which also builds a data loader."""
         BaseValidator.__init__(self, job_config)
         self.validation_dataloader = validation_dataloader
         self.__dict__.update(attributes)

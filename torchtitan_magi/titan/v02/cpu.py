@@ -11,7 +11,7 @@ from torchtitan_magi.training.process.cpu import reduce_by_plain_sums
 
 
 def prepare_model(model: nn.Module) -> None:
-    """Leaves out of a parallelized model what a CPU does not have."""
+    """Fits a parallelized model to gloo, and to a CPU, which has no grouped matrix product."""
     reduce_by_plain_sums(model)
     for module in model.modules():
         if isinstance(module, GroupedExperts):

@@ -42,7 +42,7 @@ from torchtitan_magi.titan.v02.models import check_name
 from torchtitan_magi.titan.wrap import wrap
 from torchtitan_magi.training.batches import run_length
 from torchtitan_magi.training.batches.planned_loader import PlannedLoader
-from torchtitan_magi.training.checkpoints.digests import DigestWriter, loading, saving
+from torchtitan_magi.training.checkpoints.digests import loading, save_with_digests, saving
 from torchtitan_magi.training.checkpoints.export import Export
 from torchtitan_magi.training.experts import own_experts
 from torchtitan_magi.training.finite import StepGuard, check_state, clip_and_note
@@ -60,7 +60,7 @@ from torchtitan_magi.wording import one_line
 
 
 def install() -> None:
-    """Replaces them, once per process: most by a function whose first argument is torchtitan's own."""
+    """Replaces the names, once per process: most by a function whose first argument is torchtitan's own."""
     if not torch.accelerator.is_available():
         _use_cpu()
     for owner, name, replacement in (
@@ -79,8 +79,8 @@ def install() -> None:
         (CheckpointManager, "load", _load),  # to have the learning rate follow the data that are left
         (CheckpointManager, "close", _close),  # to say where the model is
         (CheckpointManager, "dcp_load", _dcp_load),  # to say in one line what does not fit
-        (checkpoint, "save", _with_digests),  # to write digests beside the files
-        (checkpoint, "async_save", _with_digests),  # the same
+        (checkpoint, "save", save_with_digests),  # to write digests beside the files
+        (checkpoint, "async_save", save_with_digests),  # the same
         (CheckpointManager, "dcp_save", _dcp_save),  # to check weights; to export a whole model without a second copy
         (Llama3StateDictAdapter, "_permute", _whole_heads),  # for shards that end inside a head
         (Llama3StateDictAdapter, "_reverse_permute", _whole_heads),  # the same
@@ -246,16 +246,10 @@ def _dcp_load(
         stock(checkpointer, weights, checkpoint_id, *args, **kwargs)
 
 
-def _with_digests(stock: Any, state_dict: dict[str, Any], **options: Any) -> Any:
-    """Saves by our writer where the caller names none."""
-    writer = options.pop("storage_writer", None)
-    return stock(state_dict, storage_writer=writer or DigestWriter(options["checkpoint_id"]), **options)
-
-
 def _dcp_save(
     stock: Any, checkpointer: CheckpointManager, weights: dict[str, Any], *, to_hf: bool = False, **options: Any
 ) -> Any:
-    """What is finite, as our spec's adapter says; a spec of the user's own has none."""
+    """Saves or exports what is finite, as our spec's adapter says; a spec of the user's own has none."""
     check_state(weights, checkpointer.states["train_state"].step)
 
     def save(weights: dict[str, Any], folder: Path) -> Any:

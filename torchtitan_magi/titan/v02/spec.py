@@ -67,7 +67,7 @@ class MagiSpec(RunParts):
     @classmethod
     @contextmanager
     def with_objectives(cls) -> Iterator[None]:
-        """Inside, our own Trainer is built."""
+        """A context in which our own Trainer is built."""
         cls.has_objectives = True
         try:
             yield
@@ -80,7 +80,7 @@ class MagiSpec(RunParts):
         self._begin_run()
 
     def _begin_run(self) -> None:
-        """torchtitan keeps one spec of a model for all Trainers of a process."""
+        """Forgets the last run: torchtitan keeps one spec of a model for all Trainers of a process."""
         self.count, self.losses = WorkCount(), LossRecord(1)
         self.runtime: MagiRuntime | None = None
         self.attention_dtype: torch.dtype | None = None  # another than that in which q, k and v arrive
@@ -102,7 +102,11 @@ class MagiSpec(RunParts):
         )
 
     def build_tokenizer(self, job_config: Any) -> Any:
-        """The first that a Trainer asks for."""
+        """The tokenizer, which a Trainer asks for first: so all settings are checked here. A collective of all ranks.
+
+        Raises:
+            ValueError: on all ranks, one line that names the value and the remedy.
+        """
         self._begin_run()
         attn_types = {name: args.attn_type for name, args in self.model_args.items()}
         check_job_config(job_config, {HF_FLAVOR: "varlen"} | attn_types, self.has_objectives)
@@ -124,13 +128,13 @@ class MagiSpec(RunParts):
         return config
 
     def build_state_dict_adapter(self, model_args: Any, hf_assets_path: str | None) -> Any:
-        """That of all layouts, with what an export holds beside the weights."""
+        """torchtitan's adapter for all layouts of weights, with what an export holds beside them."""
         adapter = adapter_of_all_layouts(self.stock.state_dict_adapter, model_args, hf_assets_path)
         adapter.fqn_to_index_mapping, adapter.export = self.export.layout.shards, self.export
         return adapter
 
     def build_dataloader(self, dp_world_size: int, dp_rank: int, tokenizer: Any, job_config: Any) -> Any:
-        """See ``training_data``."""
+        """The training data, see ``training_data``."""
         stock = partial(self.stock.build_dataloader_fn, dp_world_size, dp_rank, tokenizer, job_config)
         place = dp_world_size, dp_rank
         return self.training_data(job_config, job_config.training, place, tokenizer, job_config, stock)
@@ -163,7 +167,7 @@ class MagiSpec(RunParts):
         return self.losses.record(self.stock.build_loss_fn(job_config, **kwargs))
 
     def make_runtime(self, model_args: Any, parallel_dims: Any, job_config: Any) -> MagiRuntime:
-        """The runtime, and the dtype that attention runs in. A collective of all ranks."""
+        """The runtime, see ``build_runtime``; also decides the dtype of attention. A collective of all ranks."""
         config = config_of(model_args)
         index = utils.device_module.current_device() if utils.device_type != "cpu" else None
         runtime = self.build_runtime(job_config, parallel_dims, config, torch.device(utils.device_type, index))
@@ -191,7 +195,7 @@ class MagiSpec(RunParts):
 
 
 def _arrived(embedding: nn.Module, inputs: Any, out: Tensor) -> Tensor:
-    """Embeddings that are there: of those still on their way, torch.compile loses the gradient."""
+    """Waits for embeddings: of those still on their way, torch.compile loses the gradient."""
     return out.clone() if isinstance(out, AsyncCollectiveTensor) else out
 
 

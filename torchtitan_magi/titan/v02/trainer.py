@@ -42,11 +42,12 @@ class MagiTrainer(ObjectiveTrainer, Trainer):
         self.start_objectives(LogprobModel(self.model_parts[0], compiled))
 
     def forward_context(self) -> AbstractContextManager[None]:
+        """Mixed precision where FSDP2 has none."""
         return self.maybe_enable_amp
 
     def build_frozen_copy(self) -> LogprobModel:
-        """See ``ObjectiveTrainer``. It never gets gradients because it runs without autograd; DDP refuses parameters
-        that do not require any."""
+        """A model built as the Trainer builds its own. It gets no gradients as it runs without autograd: DDP refuses
+        parameters that do not require any."""
         job_config, spec = self.job_config, self.train_spec
         job_config = replace(
             job_config,

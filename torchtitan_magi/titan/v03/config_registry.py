@@ -1,6 +1,6 @@
 """torchtitan 0.3's own way to configure a run: a function that returns a configuration."""
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 from torchtitan.config.configs import ParallelismConfig
@@ -16,7 +16,7 @@ from torchtitan_magi.titan.v03.components import (
     MagiValidator,
     ObjectiveLoss,
 )
-from torchtitan_magi.titan.v03.config import copied, with_adapters
+from torchtitan_magi.titan.v03.config import copied, values_of, with_adapters
 from torchtitan_magi.titan.v03.models import with_varlen
 from torchtitan_magi.titan.v03.trainer import MagiTrainer
 from torchtitan_magi.training.settings.options import Magi
@@ -28,14 +28,14 @@ def with_magi(config: Any, magi: Magi | None = None) -> MagiTrainer.Config:
     Args:
         magi: the [magi] options.
     """
-    values, magi = {option.name: getattr(config, option.name) for option in fields(config)}, magi or Magi()
+    magi = magi or Magi()
     checkpointing, parallelism = config.activation_checkpoint, config.parallelism
     if isinstance(checkpointing, SelectiveAC.Config):
         checkpointing = copied(MagiSelectiveAC.Config, checkpointing)
     if parallelism.spmd_backend == ParallelismConfig().spmd_backend:  # needs a newer torch
         parallelism = replace(parallelism, spmd_backend="partial_dtensor")
     return MagiTrainer.Config(
-        **values
+        **values_of(config)
         | {
             "magi": magi,
             "model_spec": with_adapters(with_varlen(config.model_spec), magi.lora),
@@ -57,5 +57,5 @@ def llama3_debug() -> MagiTrainer.Config:
 
 
 def qwen3_debug() -> MagiTrainer.Config:
-    """The same for qwen3."""
+    """torchtitan's debug model of qwen3, likewise."""
     return with_magi(qwen3_debugmodel())

@@ -18,7 +18,11 @@ class MagiExperts(GroupedExperts):
         pass
 
     def forward(self, x_RD: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:
-        """x_RD: rows by expert, and rows without one after them, whose result is 0."""
+        """The experts' results of x_RD [rows, dim]: rows by expert, then rows without one, whose result is 0.
+
+        Args:
+            num_tokens_per_expert_E: int [experts].
+        """
         if x_RD.dtype != torch.float32:
             return super().forward(x_RD, num_tokens_per_expert_E)
         weights = local(self.w1_EFD, self.w2_EDF, self.w3_EFD)

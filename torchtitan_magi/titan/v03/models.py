@@ -172,7 +172,7 @@ def _parallelize(stock: Any, model: Any, *, parallel_dims: Any, **options: Any) 
 
 
 def _arrived(experts: nn.Module, inputs: Any) -> Any:
-    """Tokens that are there: of those still on their way from tensor-parallel ranks, torch's ``local_map`` loses the
+    """Waits for tokens: of those still on their way from tensor-parallel ranks, torch's ``local_map`` loses the
     gradient, as it waits for them outside of autograd."""
     x_BLD, *others = inputs
     return (x_BLD.clone() if isinstance(x_BLD, DTensor) else x_BLD, *others)

@@ -58,6 +58,8 @@ class MagiTrainer(RunParts, ObjectiveTrainer, Trainer):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Trainer.Config):
+        """torchtitan's options, the [magi] options, and our components."""
+
         magi: Magi = field(default_factory=Magi)
         tokenizer: MagiTokenizer.Config = field(default_factory=MagiTokenizer.Config)
         metrics: MagiMetricsProcessor.Config = field(default_factory=MagiMetricsProcessor.Config)
@@ -73,10 +75,10 @@ class MagiTrainer(RunParts, ObjectiveTrainer, Trainer):
         _make_room_for_positions(config)
         temperature = {"temperature": temperature_of(self.model_facts)}
         changed: dict[str, Any] = {
-            "dataloader": _Loader(config.dataloader, self._build_loader),
+            "dataloader": _StandIn(config.dataloader, partial(self._build_loader, config.dataloader)),
             "override": replace(config.override, imports=[*config.override.imports, (OVERRIDE, temperature)]),
             "training": replace(config.training, disable_cuda_graphs=True),
-            "lr_scheduler": _Schedule(config.lr_scheduler),
+            "lr_scheduler": _StandIn(config.lr_scheduler, lambda **_: None),  # built when the data have been counted
         }
         super().__init__(replace(config, **changed))
         if config.checkpoint.enable:
@@ -118,7 +120,7 @@ class MagiTrainer(RunParts, ObjectiveTrainer, Trainer):
     def _build_loader(
         self, stock: Any, *, dp_world_size: int, dp_rank: int, tokenizer: Any, local_batch_size: int, **options: Any
     ) -> PlannedLoader:
-        """See ``training_data``; torchtitan asks for it with the tokenizer it has built."""
+        """The training data, see ``training_data``; torchtitan asks for it with the tokenizer it has built."""
         job, place = self.job_config, (dp_world_size, dp_rank)
         self.use_tokenizer(job, tokenizer)
         self.config.lr_scheduler = replace(self.config.lr_scheduler.stock)
@@ -132,6 +134,7 @@ class MagiTrainer(RunParts, ObjectiveTrainer, Trainer):
         return loader
 
     def build_lr_schedulers(self, optimizers: Any, steps: int) -> Any:
+        """torchtitan's schedulers of the learning rate, for a run of so many steps."""
         return self.config.lr_scheduler.build(optimizers=optimizers, training_steps=steps)
 
     def _start_metrics(self) -> None:
@@ -155,22 +158,26 @@ class MagiTrainer(RunParts, ObjectiveTrainer, Trainer):
         self.validator.process, self.validator.device = self.process, utils.device_type
 
     def close(self) -> None:
+        """Ends the run, and says where the model is."""
         super().close()
         LAST_LINE.tell()
 
     def make_reference(self) -> Reference:
+        """The model without its adapters, if it has some; else a frozen copy."""
         model = self.pipeline or self.model
         pp_group = group_of(self.parallel_dims, "pp")
         return PolicyWithoutAdapters(model, pp_group) if self.job_config.magi.lora.rank else ReferenceModel(self)
 
     def is_replicated_by_ddp(self) -> bool:
-        return False  # torchtitan 0.3 replicates by FSDP2
+        """Always False: torchtitan 0.3 replicates by FSDP2."""
+        return False
 
     def forward_context(self) -> AbstractContextManager[None]:
+        """Nothing: mixed precision is FSDP2's here."""
         return contextlib.nullcontext()
 
     def build_frozen_copy(self) -> LogprobModel | Pipeline:
-        """See ``ObjectiveTrainer``."""
+        """A model, or its parts in a pipeline, built as the Trainer builds its own, with weights of no meaning."""
         config, spec = self.config, self.config.model_spec
         with torch.device("meta"), utils.set_default_dtype(TORCH_DTYPE_MAP[config.training.dtype]):
             model: Any = self.model_config.build()
@@ -196,21 +203,11 @@ def _stock_loader(stock: Any, place: tuple[int, int], tokenizer: Any, **options:
     return WithoutPositions(stock.build(dp_world_size=size, dp_rank=rank, tokenizer=tokenizer, **options))
 
 
-class _Loader:
-    """Stands in for a data loader's Config: what torchtitan would build of it is built by us."""
+class _StandIn:
+    """Stands in for a component's Config: what torchtitan would build of it is built by us."""
 
     def __init__(self, stock: Any, build: Callable[..., Any]) -> None:
-        self.build, self.to_dict = partial(build, stock), stock.to_dict
-
-
-class _Schedule:
-    """Stands in for the Config of the learning rate's schedulers, which are built when the data have been counted."""
-
-    def __init__(self, stock: Any) -> None:
-        self.stock, self.to_dict = stock, stock.to_dict
-
-    def build(self, **_: Any) -> None:
-        """Nothing yet."""
+        self.stock, self.build, self.to_dict = stock, build, stock.to_dict
 
 
 def _changed(section: Any, **values: Any) -> Any:
@@ -225,13 +222,16 @@ def _facts(config: Any) -> ModelConfig:
 
 
 def ranks_of_experts(job: Any, dims: ParallelDims, experts: Experts | None) -> int | None:
-    """See ``check_experts``. gpt-oss' files have all experts of a layer in one tensor."""
+    """How many ranks share the experts of a layer, for ``check_experts``.
+
+    None where FSDP shards each expert's rows, and for gpt-oss, whose files have all experts of a layer in one tensor.
+    """
     ranks = dims.dp_shard * dims.cp * (dims.tp if dims.ep > 1 else 1)
     return ranks if experts and job.model.name != "gpt_oss" and ranks <= experts.num_experts else None
 
 
 def _make_room_for_positions(config: Any) -> None:
-    """Rotary positions for packs longer than the model was trained on."""
+    """Gives the model rotary positions for packs longer than it was trained on."""
     for layer in config.model_spec.model.layers:
         rope = layer.attention.rope
         layer.attention.rope = replace(rope, max_seq_len=max(rope.max_seq_len, config.training.seq_len))

@@ -6,7 +6,7 @@ import itertools
 import os
 import pickle
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -60,6 +60,12 @@ class DigestWriter(_FileSystemWriter):
         digests[METADATA] = self.fs.digests[f"{METADATA}.tmp"]
         lines = "".join(f"{digest}  {name}\n" for name, digest in sorted(digests.items()))
         write_whole(Path(self.path, DIGESTS), lines.encode())
+
+
+def save_with_digests(stock: Callable[..., Any], state_dict: dict[str, Any], **options: Any) -> Any:
+    """Calls torch's ``save`` or ``async_save`` with a ``DigestWriter`` where its caller names no writer."""
+    writer = options.pop("storage_writer", None)
+    return stock(state_dict, storage_writer=writer or DigestWriter(options["checkpoint_id"]), **options)
 
 
 class _Digests(dict[str, str]):
