@@ -23,24 +23,28 @@ class RunParts:
     """Mixed into what builds a run: methods in the order in which a run needs them.
 
     Attributes:
+        job_config: the sections of the run.
+        tokenizer: torchtitan's, once it is built.
         model_facts: the run's model.
         export: how the model is exported, and with which files.
         runtime: what plans microbatches; there when the first of them is loaded.
         count: the work of the microbatches.
     """
 
+    job_config: Any
+    tokenizer: Any
     model_facts: ModelConfig
     export: Export
     runtime: MagiRuntime | None
     count: WorkCount
 
-    def read_model(self, job_config: Any, read: Callable[[], ModelConfig]) -> None:
+    def read_model(self, read: Callable[[], ModelConfig]) -> None:
         """Sets ``model_facts`` and ``export``. A collective of all ranks, which raises as ``check_model``."""
-        self.model_facts, layout = check_model(job_config, read)
+        self.model_facts, layout = check_model(self.job_config, read)
         self.export = Export(layout=layout)
 
     def build_runtime(
-        self, job_config: Any, dims: Any, facts: ModelConfig, device: torch.device, windows: Sequence[int] = (0,)
+        self, dims: Any, facts: ModelConfig, device: torch.device, windows: Sequence[int] = (0,)
     ) -> MagiRuntime:
         """What plans microbatches for this rank. A collective of all ranks.
 
@@ -51,17 +55,18 @@ class RunParts:
         Raises:
             ValueError: the tensor-parallel degree does not divide the heads.
         """
-        heads = heads_of_rank(facts, dims.tp)
+        options, heads = attention_options(self.job_config), heads_of_rank(facts, dims.tp)
         cp_group, data_rank = group_of(dims, "cp"), data_parallel_rank(dims)
-        return MagiRuntime(attention_options(job_config), cp_group, heads, device, self.count, windows, data_rank)
+        return MagiRuntime(options, cp_group, heads, device, self.count, windows, data_rank)
 
-    def use_tokenizer(self, job_config: Any, tokenizer: Any) -> None:
-        """Takes its files for the export. Raises ValueError where it has tokens that the model has not."""
-        check_vocabulary(tokenizer, self.model_facts, job_config)
-        self.export.files = exported_files(job_config, self.model_facts, tokenizer)
+    def use_tokenizer(self, tokenizer: Any) -> None:
+        """Keeps it, and its files for the export. Raises ValueError where it has tokens that the model has not."""
+        self.tokenizer = tokenizer
+        check_vocabulary(tokenizer, self.model_facts, self.job_config)
+        self.export.files = exported_files(self.job_config, self.model_facts, tokenizer)
 
     def training_data(
-        self, job_config: Any, section: Any, place: tuple[int, int], tokenizer: Any, sections: Any, stock: Any
+        self, section: Any, place: tuple[int, int], sections: Any, stock: Callable[[], Any]
     ) -> PlannedLoader:
         """The training data with plans made ahead; also sets the number of steps. A collective of all ranks.
 
@@ -75,19 +80,17 @@ class RunParts:
             ValueError: see ``build_dataloader``.
         """
         if section.dataset not in OUR_DATASETS:
-            return self._planned(stock(), tokenizer)
-        loader = build_dataloader(section, *place, tokenizer, job_config, True)
-        set_run_length(sections, job_config, loader)
-        add_turn_end(self.export.files, loader.dataset, bool(job_config.magi.lora.rank))
-        return self._planned(loader, tokenizer)
+            return self._planned(stock())
+        loader = build_dataloader(section, *place, self.tokenizer, self.job_config, True)
+        set_run_length(sections, self.job_config, loader)
+        add_turn_end(self.export.files, loader.dataset, bool(self.job_config.magi.lora.rank))
+        return self._planned(loader)
 
-    def validation_data(
-        self, job_config: Any, section: Any, place: tuple[int, int], tokenizer: Any, stock: Any
-    ) -> PlannedLoader:
-        """The same for one pass over the data of [validation], which sets nothing."""
+    def validation_data(self, section: Any, place: tuple[int, int], stock: Callable[[], Any]) -> PlannedLoader:
+        """One pass over the data of [validation], likewise; sets nothing."""
         if section.dataset not in OUR_DATASETS:
-            return self._planned(stock(), tokenizer)
-        return self._planned(build_dataloader(section, *place, tokenizer, job_config, False), tokenizer)
+            return self._planned(stock())
+        return self._planned(build_dataloader(section, *place, self.tokenizer, self.job_config, False))
 
-    def _planned(self, loader: Any, tokenizer: Any) -> PlannedLoader:
-        return with_plans(loader, lambda: self.runtime, self.count, self.model_facts.vocab_size, tokenizer.eos_id)
+    def _planned(self, loader: Any) -> PlannedLoader:
+        return with_plans(loader, lambda: self.runtime, self.count, self.model_facts.vocab_size, self.tokenizer.eos_id)

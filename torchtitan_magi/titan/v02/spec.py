@@ -108,14 +108,15 @@ class MagiSpec(RunParts):
             ValueError: on all ranks, one line that names the value and the remedy.
         """
         self._begin_run()
+        self.job_config = job_config
         attn_types = {name: args.attn_type for name, args in self.model_args.items()}
         check_job_config(job_config, {HF_FLAVOR: "varlen"} | attn_types, self.has_objectives)
         choose_block_attn(job_config.magi.backend, torch.device(utils.device_type))  # or say now why not
-        self.read_model(job_config, partial(self._model, job_config))
+        self.read_model(partial(self._model, job_config))
         check_tied(job_config, self.model_facts)
         check_experts(job_config, self.model_facts.experts)
         tokenizer = MagiTokenizer(job_config.model.hf_assets_path)
-        self.use_tokenizer(job_config, tokenizer)
+        self.use_tokenizer(tokenizer)
         return tokenizer
 
     def _model(self, job_config: Any) -> ModelConfig:
@@ -136,17 +137,15 @@ class MagiSpec(RunParts):
     def build_dataloader(self, dp_world_size: int, dp_rank: int, tokenizer: Any, job_config: Any) -> Any:
         """The training data, see ``training_data``."""
         stock = partial(self.stock.build_dataloader_fn, dp_world_size, dp_rank, tokenizer, job_config)
-        place = dp_world_size, dp_rank
-        return self.training_data(job_config, job_config.training, place, tokenizer, job_config, stock)
+        return self.training_data(job_config.training, (dp_world_size, dp_rank), job_config, stock)
 
     def build_validator(
         self, job_config: Any, dp_world_size: int, dp_rank: int, tokenizer: Any, **attributes: Any
     ) -> MagiValidator:
         """The validator of packs with plans: one pass of ``validation.steps`` batches (-1: all of it)."""
-        section, infinite = job_config.validation, job_config.validation.steps != -1
-        place = dp_world_size, dp_rank
-        stock = partial(build_text_validation_dataloader, *place, tokenizer, job_config, infinite)
-        loader = self.validation_data(job_config, section, place, tokenizer, stock)
+        section, place = job_config.validation, (dp_world_size, dp_rank)
+        stock = partial(build_text_validation_dataloader, *place, tokenizer, job_config, section.steps != -1)
+        loader = self.validation_data(section, place, stock)
         return MagiValidator(job_config, loader, tokenizer=tokenizer, **attributes)
 
     def build_metrics_processor(self, job_config: Any, parallel_dims: Any, model_args: Any) -> MagiMetricsProcessor:
@@ -170,7 +169,7 @@ class MagiSpec(RunParts):
         """The runtime, see ``build_runtime``; also decides the dtype of attention. A collective of all ranks."""
         config = config_of(model_args)
         index = utils.device_module.current_device() if utils.device_type != "cpu" else None
-        runtime = self.build_runtime(job_config, parallel_dims, config, torch.device(utils.device_type, index))
+        runtime = self.build_runtime(parallel_dims, config, torch.device(utils.device_type, index))
         arriving, mixed = _attention_dtypes(parallel_dims, job_config.training)
         if runtime.block_attn.name == "ffa" and arriving == torch.float32 != mixed:
             self.attention_dtype = mixed

@@ -102,9 +102,9 @@ class MagiTrainer(RunParts, ObjectiveTrainer, Trainer):
         check_parallelism(job.parallelism, int(os.environ["WORLD_SIZE"]))
         dims = super().init_distributed()
         check_settings(job, DATASETS, True, self._check_version)
-        self.read_model(job, lambda: facts)
+        self.read_model(lambda: facts)
         check_experts(job, facts.experts, ranks_of_experts(job, dims, facts.experts))
-        runtime = self.build_runtime(job, dims, facts, self.device, facts.windows or (0,) * facts.num_layers)
+        runtime = self.build_runtime(dims, facts, self.device, facts.windows or (0,) * facts.num_layers)
         self.runtime, self.process = runtime, partial(local_batch, runtime)
         runtime.block_attn.check(facts.head_dim, TORCH_DTYPE_MAP[job.training.mixed_precision_param], facts.value_dim)
         device = utils.device_type
@@ -122,14 +122,14 @@ class MagiTrainer(RunParts, ObjectiveTrainer, Trainer):
     ) -> PlannedLoader:
         """The training data, see ``training_data``; torchtitan asks for it with the tokenizer it has built."""
         job, place = self.job_config, (dp_world_size, dp_rank)
-        self.use_tokenizer(job, tokenizer)
+        self.use_tokenizer(tokenizer)
         self.config.lr_scheduler = replace(self.config.lr_scheduler.stock)
         packs = job.training.global_batch_size
         if packs < 0:
             packs = job.training.local_batch_size * dp_world_size
         section = _changed(job.training, local_batch_size=local_batch_size, global_batch_size=packs)
         build = partial(_stock_loader, stock, place, tokenizer, local_batch_size=local_batch_size, **options)
-        loader = self.training_data(job, section, place, tokenizer, self.config, build)
+        loader = self.training_data(section, place, self.config, build)
         self.lr_schedulers = self.build_lr_schedulers(self.optimizers, self.config.training.steps)
         return loader
 
@@ -151,7 +151,7 @@ class MagiTrainer(RunParts, ObjectiveTrainer, Trainer):
             section = _changed(section, local_batch_size=1)
         sizes = {"seq_len": section.seq_len, "local_batch_size": section.local_batch_size}
         build = partial(_stock_loader, self.config.validator.dataloader, place, self.tokenizer, **sizes)
-        self.validator.batches = self.validation_data(job, section, place, self.tokenizer, build)
+        self.validator.batches = self.validation_data(section, place, build)
         self.validator.pipeline = self.pipeline
         if self.pipeline is not None:
             self.validator.batches.at_once = self.pipeline.num_microbatches
