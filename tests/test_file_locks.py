@@ -8,8 +8,9 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from test_data_token_cache import dataset, flats, folder, num_files, tokenizer  # noqa: F401 (fixtures)
-from test_jit import compiled  # noqa: F401 (a fixture)
+from support.compiler import note_compilations
+from support.corpus import chat_tokenizer
+from support.kept_tokens import dataset, flats, make_folder, num_files
 
 from torchtitan_magi import files
 from torchtitan_magi.cuda import jit
@@ -38,7 +39,8 @@ def shared(request, tmp_path, monkeypatch):
     return shared
 
 
-def test_kernels_are_kept(shared, compiled, monkeypatch, caplog):  # noqa: F811
+def test_kernels_are_kept(shared, monkeypatch, caplog):
+    compiled = note_compilations(monkeypatch)
     monkeypatch.setenv("TORCHTITAN_MAGI_CACHE", str(shared))
     assert jit.cubin("a.cu", {}) == jit.cubin("a.cu", {})
     assert jit.cubin("b.cu", {})
@@ -48,9 +50,15 @@ def test_kernels_are_kept(shared, compiled, monkeypatch, caplog):  # noqa: F811
     assert line.endswith("another folder is set by TORCHTITAN_MAGI_CACHE or magi.token_cache")
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_folder(tmp_path_factory.mktemp("corpus"))
+
+
 @pytest.mark.parametrize("kind", ["documents", "pairs"])
-def test_tokens_and_plans_are_kept(shared, folder, tokenizer, kind, monkeypatch, caplog):  # noqa: F811
+def test_tokens_and_plans_are_kept(shared, folder, kind, monkeypatch, caplog):
     monkeypatch.setattr(stream, "_FEWEST_KEPT", 1)
+    tokenizer = chat_tokenizer(folder)
     expected = flats(dataset(folder, tokenizer, None, kind))
     packs = dataset(folder, tokenizer, shared / "tokens", kind)
     assert flats(packs) == expected

@@ -10,26 +10,17 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.compiler import SMALL, note_compilations
 from support.full_disk import full_disk
 
 from torchtitan_magi.cuda import entries, jit
 
-SMALL = 'extern "C" __global__ void f(int* x) { *x = N; }'
-
 
 @pytest.fixture
 def compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Counts compilations of a small source, with the cache in a folder of its own."""
-    calls: list[str] = []
-
-    def fake_compile(name: str, source: str, macros: jit.Macros) -> tuple[bytes, str]:
-        calls.append(name)
-        return f"code {source} {sorted(macros.items())}".encode(), ""
-
+    """Names of the sources that were compiled, with the cache in a folder of its own."""
     monkeypatch.setenv("TORCHTITAN_MAGI_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(jit, "compile_source", fake_compile)
-    monkeypatch.setattr(jit, "expand_source", lambda name: SMALL)
-    return calls
+    return note_compilations(monkeypatch)
 
 
 def test_a_variant_is_compiled_once_and_read_without_the_lock(

@@ -61,13 +61,19 @@ def typed_commits(text):
     ]
 
 
-def test_no_commit_is_typed_by_hand_but_in_headings_of_the_lab_notebook():
+def test_no_commit_is_typed_by_hand():
     assert typed_commits("at 7adc6a3\n<!-- generated: x -->\n863e2df\n<!-- end -->\n`ab12cd3`") == ["7adc6a3"]
     for page in (ROOT / "docs").rglob("*.md"):
-        text = page.read_text()
-        if page.name == "lab-notebook.md":
-            text = re.sub(r"^##+ .*$", "", text, flags=re.MULTILINE)
-        assert not typed_commits(re.sub(r"\]\([^)]*\)", "", text)), page.name
+        assert not typed_commits(re.sub(r"\]\([^)]*\)", "", page.read_text())), page.name
+
+
+def test_files_that_a_page_names_are_there():
+    """From the root or from the package; what is generated has commands as they were run."""
+    for page in PAGES:
+        typed = re.sub(r"<!-- generated: .*?<!-- end -->", "", page.read_text(), flags=re.DOTALL)
+        for name in re.findall(r"`(?:\./|python )?((?:[\w.-]+/)+[\w.-]+\.(?:py|sh|cuh?))\b", typed):
+            folders = [folder for folder in (ROOT, ROOT / "torchtitan_magi") if (folder / name.split("/")[0]).is_dir()]
+            assert not folders or any((folder / name).is_file() for folder in folders), f"{page.name}: {name}"
 
 
 def test_every_result_is_used_by_a_page_or_a_script():

@@ -17,7 +17,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from test_peer import Driver, Everyone, arriving, count, in_place_of_the_driver, pack
+from support.peers import Driver, Everyone, arriving, count, in_place_of_the_driver, pack
 
 from torchtitan_magi import make_plan, varlen_causal
 from torchtitan_magi.exchange import peer_memory as peer

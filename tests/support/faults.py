@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+import torch.distributed as dist
 from support.runs import watch
 
 FORWARDS = ("forward", "reference", "validation")
@@ -114,3 +116,18 @@ def resources() -> tuple[int, int, int]:
     with open("/proc/self/statm") as file:
         resident = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") // 1024
     return resident, len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+
+def report_saved(report):
+    from torchtitan.components.checkpoint import CheckpointManager
+
+    def report_step(_, manager, curr_step, last_step=False):
+        groups = [
+            group for group in dist.distributed_c10d._world.pg_map if group.group_desc != "undefined"
+        ]  # of meshes
+        backends = [group._get_backend(torch.device("cpu")) for group in groups if dist.get_backend(group) != "fake"]
+        report("timeouts", curr_step, {backend.options._timeout.total_seconds() for backend in backends})
+        if manager._should_save(curr_step, last_step):
+            report("saved", curr_step)
+
+    watch(CheckpointManager, "save", report_step)

@@ -1,4 +1,11 @@
-"""config.json of published models, in their spelling."""
+"""config.json of published models, in their spelling, and of small ones like them."""
+
+import json
+import tempfile
+from functools import partial
+from pathlib import Path
+
+from torchtitan_magi.models.model_config import read_model_config
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -182,3 +189,26 @@ CONFIGS = {
     "Qwen3 235B-A22B": qwen_moe(4096, 12288, 94, 64, 1536),
     "Qwen3 235B-A22B 2507": qwen_moe(4096, 12288, 94, 64, 1536, rope_theta=5000000),
 }
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+SHIPPED = {  # folders that files of train_configs name -> the published model
+    "Llama-3.1-8B-Instruct": "Llama 3.1 8B",
+    "Llama-3.1-70B-Instruct": "Llama 3.1 70B",
+    "Qwen3-8B": "Qwen3 8B",
+    "Qwen3-32B": "Qwen3 32B",
+}
+small_llama, small_qwen = partial(llama, 64, 176, 2, 8), partial(qwen, 64, 176, 2, 8)
+small_moe = partial(qwen_moe, 64, 176, 2, 8, 48)
+
+
+def read(fields):
+    """The ModelConfig of a config.json with these fields."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(fields))
+        return read_model_config(folder)
+
+
+def in_transformers(fields):
+    """The configuration of transformers with these fields."""
+    import transformers
+
+    return transformers.AutoConfig.for_model(**json.loads(json.dumps(fields)))  # which edits tables in place

@@ -6,15 +6,10 @@ from pathlib import Path
 
 import pytest
 from support.published import CONFIGS as MODELS
+from support.published import SHIPPED
 from support.runs import DEBUG_TOML, call
 
 CONFIGS = sorted((Path(__file__).parents[2] / "train_configs").glob("*.toml"))
-PUBLISHED = {
-    "Llama-3.1-8B-Instruct": "Llama 3.1 8B",
-    "Llama-3.1-70B-Instruct": "Llama 3.1 70B",
-    "Qwen3-8B": "Qwen3 8B",
-    "Qwen3-32B": "Qwen3 32B",
-}
 
 
 def options_of(toml, *overrides):
@@ -64,7 +59,7 @@ def test_every_shipped_configuration_is_one_of_torchtitan_0_3(path, tmp_path):
     values = tomllib.loads(path.read_text())
     overrides = ["--job.dump_folder", str(tmp_path)]
     if values["model"]["flavor"] == "hf":
-        published = MODELS[PUBLISHED[Path(values["model"]["hf_assets_path"]).name]]
+        published = MODELS[SHIPPED[Path(values["model"]["hf_assets_path"]).name]]
         (tmp_path / "config.json").write_text(json.dumps(published))
         overrides += ["--model.hf_assets_path", str(tmp_path)]
     found = call(summary_of, path, *overrides)

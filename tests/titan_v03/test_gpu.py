@@ -1,6 +1,6 @@
 """Runs on GPUs with our kernel, beside the same runs on the CPU: the losses differ by the rounding of bfloat16.
 
-With torch 2.11, which lacks names that torchtitan 0.3 imports, put tests/v03/stand_ins first in PYTHONPATH.
+With torch 2.11, which lacks names that torchtitan 0.3 imports, put tests/titan_v03/stand_ins first in PYTHONPATH.
 """
 
 import functools

@@ -15,7 +15,8 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_data_chat import CHATML_UNMARKED, LLAMA3_TEMPLATE, assistant, byte_level_tokenizer, chat, texts, user
+from support.chat import CHATML_UNMARKED, LLAMA3_TEMPLATE, byte_level_tokenizer, chat, texts
+from support.conversations import assistant, user
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from torchtitan_magi.data import ChatTokenizer, PackedPairDataset, PackedSFTDataset

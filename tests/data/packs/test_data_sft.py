@@ -11,26 +11,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.numbered_records import SEQ_LEN, dataset, flats, tokenize, write
 from support.streams import assert_nothing_is_lost, join, resume, take, with_small_blocks
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from torchtitan_magi.data import IGNORE_INDEX, PackedSFTDataset, TokenizedDocument, collate_packs
+from torchtitan_magi.data import IGNORE_INDEX, collate_packs
 from torchtitan_magi.sizing.sample_packs import draw_lengths
-
-SEQ_LEN = 64
-
-
-def tokenize(record):
-    """`text` is "id length first": tokens id * 1000, id * 1000 + 1, ..., the loss on those from `first` on."""
-    name, length, first = map(int, record["text"].split())
-    tokens = np.arange(name * 1000, name * 1000 + length, dtype=np.int32)
-    return TokenizedDocument(tokens, np.arange(length) >= first)
-
-
-def write(path, documents):
-    path.write_text("".join(json.dumps({"text": " ".join(map(str, d))}) + "\n" for d in documents))
-    return path
-
 
 blocks = with_small_blocks(200)
 
@@ -42,16 +28,6 @@ def corpus(tmp_path_factory):
     lengths = np.clip(rng.lognormal(2.8, 1.1, 120), 1, 300).astype(int)
     documents = [(i + 1, int(n), int(rng.integers(0, n + 2))) for i, n in enumerate(lengths)]
     return write(tmp_path_factory.mktemp("corpus") / "train.jsonl", documents)
-
-
-def dataset(path, **options):
-    defaults = {"seq_len": SEQ_LEN, "seed": 5, "long_documents": "split", "epochs": 1, "window_blocks": 4}
-    return PackedSFTDataset(path, tokenize, **(defaults | options))
-
-
-def flats(batches):
-    names = ("input", "positions", "documents")
-    return [[*(inputs[name].tolist() for name in names), labels.tolist()] for inputs, labels in batches]
 
 
 def joined(path, ranks, state=None, count=None, **options):

@@ -8,9 +8,9 @@ import time
 from unittest import mock
 
 import pytest
-import test_data_token_cache
+from support.corpus import chat_tokenizer
+from support.kept_tokens import damage, dataset, flats, make_folder
 from support.streams import join, resume, take, with_small_blocks
-from test_data_token_cache import damage, dataset, flats
 
 from torchtitan_magi.data.packs import stream
 from torchtitan_magi.data.packs.window_plan import Cursor, WindowPlan
@@ -18,7 +18,17 @@ from torchtitan_magi.data.tokens.array_file import Damaged
 from torchtitan_magi.data.tokens.token_block import TokenBlock
 from torchtitan_magi.data.tokens.token_cache import Cancelled
 
-blocks, folder, tokenizer = with_small_blocks(20_000), test_data_token_cache.folder, test_data_token_cache.tokenizer
+blocks = with_small_blocks(20_000)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_folder(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder):
+    return chat_tokenizer(folder)
 
 
 @pytest.fixture(scope="module")

@@ -3,8 +3,9 @@
 import json
 
 import pytest
+from support.chat import chat
+from support.conversations import assistant, user
 from support.streams import assert_nothing_is_lost, in_a_process
-from test_data_chat import assistant, chat, user
 
 from torchtitan_magi.data import Corpus, PackedPairDataset, PackedSFTDataset
 from torchtitan_magi.data.records.record_file import MAX_RECORD_BYTES
@@ -206,13 +207,17 @@ def test_unknown_policy_is_refused(tmp_path):
 
 
 HUGE = """
-from test_data_bad_records import dataset
+from support.chat import chat
+from torchtitan_magi.data import PackedSFTDataset
+from torchtitan_magi.data.tokens.chat import CHATML_TEMPLATE
 
+def dataset(**options):
+    return PackedSFTDataset(path, chat(CHATML_TEMPLATE), 48, epochs=1, **options)
 try:
-    dataset(path)
+    dataset()
 except ValueError as error:
     print(str(error).split(": ", 1)[1])
-packs = dataset(path, bad_records="skip")
+packs = dataset(bad_records="skip")
 list(packs)
 print(packs.counts.documents, packs.counts.skipped, packs.counts.pieces)
 """

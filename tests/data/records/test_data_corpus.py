@@ -6,8 +6,8 @@ from unittest import mock
 
 import numpy as np
 import pytest
+from support.numbered_records import dataset, flats
 from support.streams import in_a_process, resume, take
-from test_data_sft import dataset, flats
 
 from torchtitan_magi.data import Corpus, JsonlFile
 from torchtitan_magi.data.packs.epoch_order import EpochOrder
@@ -205,7 +205,7 @@ def test_windows_grow_to_their_size_and_hold_every_part_once(folder):
 
 GROWTH = """
 from support.streams import take
-from test_data_sft import dataset
+from support.numbered_records import dataset
 from torchtitan_magi.data import Corpus
 
 corpus = Corpus(path)

@@ -3,7 +3,8 @@
 import json
 
 import pytest
-from test_data_chat import CHATML_UNMARKED, LLAMA3_TEMPLATE, TOKENIZER, TOOL, TURN_ENDS, assistant, chat, learned, user
+from support.chat import CHATML_UNMARKED, LLAMA3_TEMPLATE, TOKENIZER, TOOL, TURN_ENDS, chat, learned
+from support.conversations import assistant, user
 
 from torchtitan_magi.data.records.formats import parse_document, parse_pair
 from torchtitan_magi.data.tokens.chat import CHATML_TEMPLATE, PLAIN_TEMPLATE

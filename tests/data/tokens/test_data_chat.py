@@ -8,6 +8,19 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.chat import (
+    CHATML_UNMARKED,
+    LLAMA3_TEMPLATE,
+    SPECIAL,
+    TOKENIZER,
+    TOOL,
+    TURN_ENDS,
+    byte_level_tokenizer,
+    chat,
+    learned,
+    texts,
+)
+from support.conversations import assistant, user
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from torchtitan_magi.data import ChatTokenizer
@@ -20,65 +33,12 @@ from torchtitan_magi.data.tokens.chat import (
     load_chat_template,
 )
 
-SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
-LLAMA3_TEMPLATE = (
-    "{% set loop_messages = messages %}{% for message in loop_messages %}{% set content = '<|start_header_id|>' +"
-    " message['role'] + '<|end_header_id|>\n\n'+ message['content'] | trim + '<|eot_id|>' %}{% if loop.index0 == 0 %}"
-    "{% set content = bos_token + content %}{% endif %}{{ content }}{% endfor %}{% if add_generation_prompt %}"
-    "{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
-)
-# the same text as CHATML_TEMPLATE without generation markers
-CHATML_UNMARKED = (
-    "{{ bos_token }}{%- for message in messages %}{{ '<|im_start|>' + message.role + '\n' + message.content +"
-    " '<|im_end|>\n' }}{%- endfor %}{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
-# what ends a turn of the assistant
-TURN_ENDS = {CHATML_TEMPLATE: "<|im_end|>\n", CHATML_UNMARKED: "<|im_end|>\n", LLAMA3_TEMPLATE: "<|eot_id|>"}
-
-
-def user(content):
-    return {"role": "user", "content": content}
-
-
-def assistant(content, **more):
-    return {"role": "assistant", "content": content, **more}
-
-
-SYSTEM, TOOL = {"role": "system", "content": "be brief"}, {"role": "tool", "content": "42"}
+SYSTEM = {"role": "system", "content": "be brief"}
 CONVERSATION = [SYSTEM, user("the cat"), assistant("the hat 🎩"), TOOL, assistant(" a dog")]
-
-
-def byte_level_tokenizer(special=SPECIAL, trim_offsets=None) -> Tokenizer:
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    trainer = trainers.BpeTrainer(
-        vocab_size=400, special_tokens=special, initial_alphabet=alphabet, show_progress=False
-    )
-    tokenizer.train_from_iterator(["the cat and the hat,  a dog   and\n\n the end. assistant: user:"] * 3, trainer)
-    if trim_offsets is not None:
-        tokenizer.post_processor = processors.ByteLevel(trim_offsets=trim_offsets)
-    return tokenizer
-
-
-TOKENIZER = byte_level_tokenizer()
-texts = st.one_of(st.text(max_size=12), st.text(alphabet=" \nthe catdog🎩é", max_size=20))
-texts = texts.filter(lambda text: not {"\ufdd0", "\ufdd1"} & set(text))
 turns = st.fixed_dictionaries({"role": st.sampled_from(["system", "user", "assistant", "tool"]), "content": texts})
 messages_of = st.lists(turns, min_size=1, max_size=6)
-
-
-def chat(template, tokenizer=TOKENIZER, bos=0, eos=1, day=None) -> ChatTokenizer:
-    return ChatTokenizer(tokenizer, bos, eos, template, day)
-
-
 MARKED, UNMARKED = chat(CHATML_TEMPLATE), chat(CHATML_UNMARKED)
 TRIMMING, NOT_TRIMMING = (chat(CHATML_TEMPLATE, byte_level_tokenizer(trim_offsets=trim)) for trim in (True, False))
-
-
-def learned(document, tokenizer=TOKENIZER) -> str:
-    return tokenizer.decode(document.tokens[document.loss_mask].tolist(), skip_special_tokens=False)
 
 
 def test_labels_by_hand_on_a_small_conversation():

@@ -8,8 +8,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.chat import CHATML_UNMARKED, LLAMA3_TEMPLATE, TOKENIZER, chat, learned
+from support.conversations import assistant, user
 from support.streams import assert_nothing_is_lost, join, resume, take, with_small_blocks
-from test_data_chat import CHATML_UNMARKED, LLAMA3_TEMPLATE, TOKENIZER, assistant, chat, learned, user
 from tokenizers import Tokenizer, models
 
 from torchtitan_magi.data import IGNORE_INDEX, PackedPairDataset, TokenizedDocument, TokenizedPair, collate_packs

@@ -5,8 +5,9 @@ import json
 
 import numpy as np
 import pytest
+from support.chat import byte_level_tokenizer
+from support.conversations import assistant, user
 from support.runs import IS_0_3
-from test_data_chat import assistant, byte_level_tokenizer, user
 from transformers import AutoTokenizer
 
 from torchtitan_magi.data import ChatTokenizer

@@ -6,8 +6,8 @@ from datetime import date
 from pathlib import Path
 
 import pytest
+from support.chat import byte_level_tokenizer
 from support.conversations import CONVERSATIONS, REASONING, TOOLS, Q, assistant, calling, system, thinking, tool, user
-from test_data_chat import byte_level_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from torchtitan_magi.data import ChatTokenizer, PackedSFTDataset, guard

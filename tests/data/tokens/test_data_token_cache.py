@@ -5,7 +5,6 @@ import io
 import json
 import os
 import pickle
-import random
 import re
 import resource
 import signal
@@ -19,30 +18,24 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from support.corpus import chat_tokenizer, make_corpus, text
+from support.corpus import chat_tokenizer
+from support.kept_tokens import SEQ_LEN, damage, dataset, flats, make_folder, num_files
 from support.odd_tokenizers import Deadly, Hungry, Probe, Slow
 from support.streams import abort, with_small_blocks
 
 from torchtitan_magi import files, machine
-from torchtitan_magi.data import Corpus, PackedPairDataset, PackedSFTDataset, TokenizedDocument, TokenizedPair, guard
+from torchtitan_magi.data import Corpus, PackedSFTDataset, TokenizedDocument, TokenizedPair, guard
 from torchtitan_magi.data.tokens import token_cache, token_writer
 from torchtitan_magi.data.tokens.array_file import Damaged
 from torchtitan_magi.data.tokens.token_block import TokenBlock
 from torchtitan_magi.data.tokens.token_cache import TokenCache, default_folder
-
-SEQ_LEN = 512
-
 
 blocks = with_small_blocks(20_000)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    folder = make_corpus(tmp_path_factory.mktemp("corpus"))
-    rng = random.Random(3)
-    pairs = [{"prompt": text(rng, 20), "chosen": text(rng, 40), "rejected": text(rng, 30)} for _ in range(200)]
-    (folder / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
-    return folder
+    return make_folder(tmp_path_factory.mktemp("corpus"))
 
 
 @pytest.fixture(scope="module")
@@ -53,21 +46,6 @@ def tokenizer(folder):
 @pytest.fixture
 def cache(tmp_path):
     return tmp_path / "cache"
-
-
-def dataset(folder, tokenizer, cache, kind="documents", **options):
-    options = {"seq_len": SEQ_LEN, "epochs": 1, "window_blocks": 2, "token_cache": cache} | options
-    if kind == "pairs":
-        return PackedPairDataset(folder / "pairs.jsonl", tokenizer, **options)
-    return PackedSFTDataset(folder / "train.jsonl", tokenizer, **options)
-
-
-def flats(items):
-    return [[*(np.asarray(value).tolist() for value in inputs.values()), labels.tolist()] for inputs, labels in items]
-
-
-def num_files(cache):
-    return len(list(cache.glob("*.tokens")))
 
 
 @pytest.mark.parametrize("kind", ["documents", "pairs"])
@@ -107,16 +85,6 @@ def test_other_content_tokenizer_kind_or_options_have_other_files(folder, tokeni
     (tmp_path / "train.jsonl").write_text("".join([json.dumps({"text": "changed"}) + "\n", *lines[1:]]))
     changed = dataset(tmp_path, tokenizer, cache)
     assert changed.tokens.path(0) != before
-
-
-def damage(path, what):
-    whole = path.read_bytes()
-    index = 16 + int.from_bytes(whole[8:12], "little")
-    place = {"magic": 2, "head": 20, "index": index + 9, "content": len(whole) - 2}.get(what)
-    if place:
-        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
-    else:
-        path.write_bytes({"truncated": whole[:-4], "empty": b"", "longer": whole + b"x"}[what])
 
 
 @pytest.mark.parametrize("what", ["truncated", "empty", "head", "index", "content", "longer"])
@@ -176,18 +144,19 @@ import sys
 sys.path[:0] = sys.argv[1:3]
 from pathlib import Path
 from support.streams import small_blocks
-import test_data_token_cache as tests
+from support.corpus import chat_tokenizer
+from support.kept_tokens import dataset, flats
 small_blocks(20_000)
 folder = Path(sys.argv[3])
-packs = tests.dataset(folder, tests.chat_tokenizer(folder), Path(sys.argv[4]))
+packs = dataset(folder, chat_tokenizer(folder), Path(sys.argv[4]))
 print("begin", flush=True)
-print(hash(str(tests.flats(packs))))
+print(hash(str(flats(packs))))
 """
 
 
 def reader(folder, cache):
     here = Path(__file__).parent
-    command = [sys.executable, "-c", READER, here, here.parents[1], folder, cache]
+    command = [sys.executable, "-c", READER, here.parents[1], here.parents[2], folder, cache]
     environment = os.environ | {"PYTHONHASHSEED": "0"}
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
 
@@ -528,14 +497,16 @@ def test_the_default_folder(monkeypatch):
 def test_the_benchmark_runs_and_draws(tmp_path):
     root = Path(__file__).resolve().parents[3]
     code = (
-        f"import sys; from pathlib import Path; sys.path.insert(0, {str(root / 'benchmarks')!r}); import bench_data\n"
+        f"import sys; from pathlib import Path; sys.path.insert(0, {str(root / 'benchmarks')!r})\n"
+        "import bench_data, figures, plot_results\n"
         "bench_data.QUICK_SIZES = dict(chat=40, records=50, lognormal=60); bench_data.RANKS = [1, 3]\n"
         f"result = bench_data.measure(Path({str(tmp_path)!r}), True)\n"
-        f"bench_data.plot(result, Path({str(tmp_path)!r}) / 'plot.png')\n"
+        f"figures.save(result, Path({str(tmp_path)!r}) / 'data.json')\n"
+        f"plot_results.picture(Path({str(tmp_path)!r}) / 'data.json')\n"
         "assert [row['ranks'] for row in result['ranks']] == [1, 3]\n"
         "assert all(0 < row['fill'] <= 1 for row in result['fill']) and len(result['fill']) == 5\n"
         "assert result['opening']['records'] == 50"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root)
     assert result.returncode == 0, result.stderr
-    assert (tmp_path / "plot.png").stat().st_size > 1000
+    assert (tmp_path / "data.png").stat().st_size > 1000

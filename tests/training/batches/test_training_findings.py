@@ -7,8 +7,9 @@ import re
 import signal
 
 import pytest
+from support.chat import TOKENIZER, byte_level_tokenizer
+from support.conversations import assistant, user
 from support.runs import TrainingError, corpus, train
-from test_data_chat import TOKENIZER, assistant, byte_level_tokenizer, user
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from torchtitan_magi.data import ChatTokenizer

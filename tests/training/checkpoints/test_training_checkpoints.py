@@ -5,8 +5,8 @@ import shutil
 from pathlib import Path
 
 import pytest
+from support.errors import assert_one_line, error_of
 from support.runs import new_folder, train
-from test_training_errors import assert_one_line, error_of
 
 from torchtitan_magi import verify
 from torchtitan_magi.training.process.run_folder import lock_checkpoints, lock_folder

@@ -4,29 +4,13 @@ import shutil
 
 import numpy as np
 import pytest
-import torch
-import torch.distributed as dist
+from support.faults import report_saved
 from support.runs import IS_0_3, new_folder, train, watch
 
 from loss_compare import LAYOUTS, TOLERANCE, max_relative_difference  # isort: skip
 
 STEPS, SAVED = 8, 4
 TIMEOUT, AT_START = 77, 300  # s
-
-
-def report_saved(report):
-    from torchtitan.components.checkpoint import CheckpointManager
-
-    def report_step(_, manager, curr_step, last_step=False):
-        groups = [
-            group for group in dist.distributed_c10d._world.pg_map if group.group_desc != "undefined"
-        ]  # of meshes
-        backends = [group._get_backend(torch.device("cpu")) for group in groups if dist.get_backend(group) != "fake"]
-        report("timeouts", curr_step, {backend.options._timeout.total_seconds() for backend in backends})
-        if manager._should_save(curr_step, last_step):
-            report("saved", curr_step)
-
-    watch(CheckpointManager, "save", report_step)
 
 
 def saved_on_all_ranks(run):

@@ -4,64 +4,21 @@ One step takes all pairs of a small data set, so that runs with other packs have
 """
 
 import functools
-import json
 import math
 import pickle
-import random
 import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
-from support.corpus import WORDS
-from support.runs import ROOT, TrainingError, corpus, new_folder, train, watch
-from test_training_resume import report_saved
+from support.faults import report_saved
+from support.preference import DPO_TOML, NUM_PAIRS, STEPS, arguments, copy_of_data, write_pairs
+from support.runs import TrainingError, new_folder, train, watch
 
-from loss_compare import COMMON, DEGREES, max_relative_difference  # isort: skip
+from loss_compare import max_relative_difference  # isort: skip
 
-DPO_TOML = ROOT / "train_configs" / "dpo_debug.toml"
 METRICS = ["rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies"]
 METRICS += ["logps/chosen", "logps/rejected"]
-NUM_PAIRS = 8
-STEPS = 3
-
-
-def write_pairs(path, num_pairs, seed):
-    """Of 73 to 80 tokens each with the prompt shared, 115 to 126 without."""
-    rng = random.Random(seed)
-
-    def text(first, least, most):
-        return " ".join([first, *rng.choices(WORDS[1:13], k=rng.randint(least, most))])
-
-    records = [
-        {"prompt": text("why", 29, 34), "chosen": text("yes", 12, 15), "rejected": text("no", 12, 15)}
-        for _ in range(num_pairs)
-    ]
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-
-
-@functools.cache
-def data():
-    folder = Path(new_folder())
-    write_pairs(folder / "pairs.jsonl", NUM_PAIRS, seed=0)
-    write_pairs(folder / "validation.jsonl", 5, seed=1)
-    return folder
-
-
-def arguments(degrees, *, folder=None, seq_len=512, local_batch_size=2, global_batch_size=2, steps=STEPS):
-    """All pairs in two packs of 512 tokens, which data-parallel ranks share; so in eight of 128."""
-    folder = folder or data()
-    names = DEGREES | {"ddp": "data_parallel_replicate_degree"}
-    layout = [f"--parallelism.{names[name]} {degree}" for name, degree in degrees.items()]
-    local_batch_size //= degrees.get("dp", 1) * degrees.get("ddp", 1)
-    options = (
-        f"{COMMON} {' '.join(layout)} --model.hf_assets_path {corpus()}/tokenizer --training.steps {steps} "
-        f"--training.seq_len {seq_len} --training.local_batch_size {local_batch_size} "
-        f"--training.global_batch_size {global_batch_size} --training.dataset_path {folder}/pairs.jsonl "
-        f"--validation.enable --validation.dataset_path {folder}/validation.jsonl --validation.steps=-1 "
-        f"--validation.freq {STEPS} --validation.seq_len {seq_len} --validation.local_batch_size 1"
-    )
-    return options.split()
 
 
 @functools.cache
@@ -183,11 +140,6 @@ def test_accuracy_grows_on_a_toy_preference_set():
 
 
 # -------------------------------------------------------------------------------------------- resume, reference file
-
-
-def copy_of_data():
-    """Without reference files."""
-    return shutil.copytree(data(), Path(new_folder()), ignore=shutil.ignore_patterns("*.npz"), dirs_exist_ok=True)
 
 
 def saved(run):

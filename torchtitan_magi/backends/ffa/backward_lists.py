@@ -16,7 +16,7 @@ from torchtitan_magi.backends.interface import StageMask
 from torchtitan_magi.tiles import BACKWARD_ROWS, KEYS, NUM_SMS, stay_whole
 
 # Sizes of chunks, in query blocks x groups of heads. Below 8 the prologue costs more than it gains, above 256 what the
-# chunk reads leaves L2 (docs/internals/lab-notebook.md: causal 2k to 64k, windows, histogram packs on an H200).
+# chunk reads leaves L2 (docs/internals/kernel-design.md: causal 2k to 64k, windows, histogram packs on an H200).
 CHUNK_SIZES = 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256
 QUERY_BYTES = 1024  # at least: q, dout (16 bits) and dq (fp32) of one token and one head, 128 columns
 # Tiles that share at least 1 / SHARED of their query blocks go in step, if they have as many blocks as STEPS (what

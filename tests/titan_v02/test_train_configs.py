@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.published import CONFIGS as MODELS
+from support.published import SHIPPED
 from support.runs import ROOT
 from torchtitan.config import ConfigManager
 from torchtitan.protocols.train_spec import get_train_spec
@@ -19,14 +20,6 @@ from torchtitan_magi.planning.cost_model import Heads
 from torchtitan_magi.launch import num_processes  # isort: skip
 
 CONFIGS = sorted((ROOT / "train_configs").glob("*.toml"))
-
-
-PUBLISHED = {
-    "Llama-3.1-8B-Instruct": "Llama 3.1 8B",
-    "Llama-3.1-70B-Instruct": "Llama 3.1 70B",
-    "Qwen3-8B": "Qwen3 8B",
-    "Qwen3-32B": "Qwen3 32B",
-}
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
@@ -42,8 +35,8 @@ def test_a_configuration_is_complete_and_fits_its_hardware(path, tmp_path):
     attn_types = {name: args.attn_type for name, args in flavors.items()}
     check_job_config(config, attn_types | {HF_FLAVOR: "varlen"}, True)
     if config.model.flavor == HF_FLAVOR:
-        published = PUBLISHED[Path(config.model.hf_assets_path).name]
-        (tmp_path / "config.json").write_text(json.dumps(MODELS[published]))
+        published = MODELS[SHIPPED[Path(config.model.hf_assets_path).name]]
+        (tmp_path / "config.json").write_text(json.dumps(published))
         config.model.hf_assets_path = str(tmp_path)
         model = read_hf_config(config, args_of)
     else:

@@ -5,8 +5,8 @@ import subprocess
 import sys
 
 import pytest
+from support.errors import assert_one_line, changed, error_of
 from support.runs import ROOT, train
-from test_training_errors import assert_one_line, changed, error_of
 
 MODULE = """
 from torchtitan.hf_datasets import DatasetConfig

@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.corpus import chat_tokenizer
+from support.parity import difference, feed, initial_weights, seed_checkpoint, trained_anew
 from support.runs import LAYERS, call, corpus, new_folder, on_corpus, train
-from test_training_parity import difference, feed, initial_weights, seed_checkpoint, trained_anew
 
 from loss_compare import TOLERANCE  # isort: skip
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.errors import assert_one_line, error_of
 from support.hf_models import make_hf_folder
+from support.preference import DPO_TOML, copy_of_data
+from support.preference import arguments as dpo_arguments
 from support.runs import call, corpus, new_folder, train, watch
-from test_training_dpo import DPO_TOML
-from test_training_dpo import arguments as dpo_arguments
-from test_training_errors import assert_one_line, error_of
 
 from loss_compare import COMMON, DEGREES, max_relative_difference  # isort: skip
 
@@ -169,8 +169,6 @@ def test_validation_leaves_the_counts_alone():
 @functools.cache
 def dpo_folder():
     """Records of preference pairs, without reference files."""
-    from test_training_dpo import copy_of_data
-
     return copy_of_data()
 
 

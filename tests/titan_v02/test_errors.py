@@ -5,34 +5,10 @@ import subprocess
 import sys
 
 import pytest
-from support.runs import DEBUG_TOML, ROOT, TrainingError, corpus, train
+from support.errors import assert_one_line, changed, error_of
+from support.runs import DEBUG_TOML, ROOT, corpus
 
 HOOKS = ('custom_config_module = "torchtitan_magi.titan"', 'custom_import = "torchtitan_magi.titan"')
-
-
-def error_of(arguments, processes=1, **kwargs):
-    with pytest.raises(TrainingError) as caught:
-        train(processes, arguments, **kwargs)
-    assert "Training starts" not in "".join(caught.value.__notes__)
-    return caught.value
-
-
-def assert_one_line(error, messages):
-    assert error.type == "ValueError"
-    assert "\n" not in str(error)
-    for message in messages:
-        assert message in str(error)
-
-
-def changed(folder, *replacements):
-    """The debug configuration with lines replaced."""
-    lines = DEBUG_TOML.read_text().replace("assets/demo", str(corpus())).splitlines()
-    for old, new in (*replacements, ("context_parallel_degree", "")):
-        assert sum(line.startswith(old) for line in lines) == 1
-        lines = [new if line.startswith(old) else line for line in lines]
-    path = folder / "config.toml"
-    path.write_text("\n".join(lines))
-    return path
 
 
 @pytest.mark.parametrize(

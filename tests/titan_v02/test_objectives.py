@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.parity import difference, trained, trained_anew
 from support.runs import DEBUG_TOML, call, corpus, on_corpus, watch
-from test_training_parity import difference, trained, trained_anew
 
 from loss_compare import TOLERANCE, max_relative_difference  # isort: skip
 

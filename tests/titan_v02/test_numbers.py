@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.corpus import WORDS, chat_tokenizer
+from support.parity import feed, trained_anew
 from support.runs import LAYERS, call, corpus, new_folder, train, watch
-from test_training_parity import feed, trained_anew
 
 from loss_compare import LAYOUTS  # isort: skip
 

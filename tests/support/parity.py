@@ -1,0 +1,63 @@
+"""Runs of the layouts of tests/long/loss_compare.py from one seed checkpoint, with torchtitan 0.2.2."""
+
+import functools
+from dataclasses import replace
+
+from support.runs import new_folder, train, watch
+
+from loss_compare import LAYOUTS, QWEN3_LAYOUTS, Layout, max_relative_difference  # isort: skip
+
+ALL_LAYOUTS = LAYOUTS | QWEN3_LAYOUTS
+
+
+@functools.cache
+def seed_checkpoint(model=""):
+    """A checkpoint of random weights, from torchtitan's own option."""
+    folder = new_folder()
+    arguments = ["--checkpoint.enable", "--checkpoint.create_seed_checkpoint", "--job.dump_folder", folder]
+    train(1, [*Layout({}, model=model).arguments, *arguments])
+    return f"{folder}/checkpoint/step-0"
+
+
+def initial_weights(model=""):
+    return ["--checkpoint.enable", "--checkpoint.load_only", "--checkpoint.initial_load_path", seed_checkpoint(model)]
+
+
+def trained_anew(name, *options, **kwargs):
+    """The run of a layout from the seed checkpoint; it saves nothing."""
+    layout = ALL_LAYOUTS[name]
+    return train(layout.processes, [*layout.arguments, *initial_weights(layout.model), *options], **kwargs)
+
+
+@functools.cache
+def trained(name):
+    return trained_anew(name, setup=report_graphs_and_gradients)
+
+
+def report_graphs_and_gradients(report):
+    import torchtitan.train
+    from torch._dynamo.utils import counters
+    from torchtitan.distributed import utils
+
+    def placements(_, parameters, *args, **kwargs):
+        report("placements", [[getattr(x, "placements", ()) for x in (p, p.grad)] for p in parameters])
+
+    watch(utils, "clip_grad_norm_", placements)
+    watch(torchtitan.train.Trainer, "train_step", lambda *_: report("graphs", counters["stats"]["unique_graphs"]))
+
+
+def feed(batches):
+    """Trains llama3 on the generator batches(shape, dp_rank, dp_world_size) instead of a dataset."""
+    from torchtitan.protocols import train_spec
+
+    def build_dataloader(dp_world_size, dp_rank, tokenizer, job_config):
+        shape = job_config.training.local_batch_size, job_config.training.seq_len
+        return batches(shape, dp_rank, dp_world_size)
+
+    spec = train_spec.get_train_spec("llama3")
+    train_spec._extra_train_specs["llama3"] = replace(spec, build_dataloader_fn=build_dataloader)
+
+
+def difference(run, reference):
+    losses = max_relative_difference(run.losses, reference.losses)
+    return max(losses, max_relative_difference(run.grad_norms, reference.grad_norms))
