@@ -64,8 +64,9 @@ class DigestWriter(_FileSystemWriter):
 
 def save_with_digests(stock: Callable[..., Any], state_dict: dict[str, Any], **options: Any) -> Any:
     """Calls torch's ``save`` or ``async_save`` with a ``DigestWriter`` where its caller names no writer."""
-    writer = options.pop("storage_writer", None)
-    return stock(state_dict, storage_writer=writer or DigestWriter(options["checkpoint_id"]), **options)
+    if options.get("storage_writer") is None and (folder := options.get("checkpoint_id")) is not None:
+        options["storage_writer"] = DigestWriter(folder)
+    return stock(state_dict, **options)
 
 
 class _Digests(dict[str, str]):
