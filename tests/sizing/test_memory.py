@@ -91,7 +91,7 @@ def saved_by_blocks():
     from torchtitan_magi.attention.bound_plan import bind_slices
     from torchtitan_magi.attention.op import PlanHandle, attend
     from torchtitan_magi.backends.choose import choose_block_attn
-    from torchtitan_magi.titan.v02.metadata import PlanMetadata
+    from torchtitan_magi.titan.v02.attention import PlanMetadata
     from torchtitan_magi.titan.v02.models import args_of
 
     tokens, dim, heads_q, heads_kv, head_dim = 256, 128, 8, 2, 16

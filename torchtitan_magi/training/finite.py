@@ -1,6 +1,5 @@
 """Steps and states that are not finite: such an update is left out, such a state is not saved, and the run ends."""
 
-import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator
@@ -125,15 +124,10 @@ class StepGuard:
             check_state({name: weight for part in parts for name, weight in part.named_parameters()}, self.trainer.step)
 
 
-def noting(clip: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """torchtitan's ``clip_grad_norm_``, which tells the guard the norm."""
-
-    @functools.wraps(clip)
-    def clip_and_note(*args: Any, **kwargs: Any) -> Tensor:
-        StepGuard.grad_norm = norm = clip(*args, **kwargs)
-        return norm
-
-    return clip_and_note
+def clip_and_note(clip: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    """Calls torchtitan's ``clip_grad_norm_``, and tells the guard the norm."""
+    StepGuard.grad_norm = norm = clip(*args, **kwargs)
+    return norm
 
 
 def check_state(state: dict[str, Any], step: int) -> None:

@@ -28,6 +28,8 @@ class VarlenAttention(Module):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
+        """What the override sets."""
+
         temperature: float = 1.0
         """Factor of the scores beside head_dim ** -0.5, as YaRN has it."""
 
@@ -67,7 +69,7 @@ class VarlenAttention(Module):
 
 
 def _sinks(out_transform: Any) -> Tensor | None:
-    """[Hq] of the layer whose method it is: this rank's heads."""
+    """The sinks [Hq] of this rank's heads, in the layer whose method it is; None without a method."""
     if out_transform is None:
         return None
     sinks = out_transform.__self__.sinks

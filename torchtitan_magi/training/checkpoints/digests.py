@@ -6,7 +6,7 @@ import itertools
 import os
 import pickle
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -60,6 +60,13 @@ class DigestWriter(_FileSystemWriter):
         digests[METADATA] = self.fs.digests[f"{METADATA}.tmp"]
         lines = "".join(f"{digest}  {name}\n" for name, digest in sorted(digests.items()))
         write_whole(Path(self.path, DIGESTS), lines.encode())
+
+
+def save_with_digests(stock: Callable[..., Any], state_dict: dict[str, Any], **options: Any) -> Any:
+    """Calls torch's ``save`` or ``async_save`` with a ``DigestWriter`` where its caller names no writer."""
+    if options.get("storage_writer") is None and (folder := options.get("checkpoint_id")) is not None:
+        options["storage_writer"] = DigestWriter(folder)
+    return stock(state_dict, **options)
 
 
 class _Digests(dict[str, str]):
