@@ -16,13 +16,19 @@ PACKAGE = ROOT / "torchtitan_magi"
 
 ADAPTERS = {"v02", "v03"}
 OTHER_ADAPTER = "titan.v02" if version("torchtitan").startswith("0.3.") else "titan.v03"  # than that which is used here
-# wing, or file beside the wings -> what it may import of the package besides itself, `wording` and `machine`;
-# dependencies run one way
+# wing, room in a wing ("data.records") or file beside them -> what it may import of the package besides itself,
+# `wording` and `machine`. The most specific row counts; one that is named stands for its rooms, too.
+# Dependencies run one way.
 MAY_IMPORT = {
     **dict.fromkeys(["wording", "machine", "tiles", "files", "products", "masks"], ""),
     "losses": "products",
     "models": "files",
-    "data": "files",
+    "data": "",
+    "data.guard": "",
+    "data.records": "files data.guard",
+    "data.tokens": "files data.guard data.records",
+    "data.packs": "files data.records data.tokens",
+    "data.inspection": "data.guard data.records data.tokens data.packs",
     "cuda": "tiles files",
     "planning": "tiles files masks",
     "exchange": "cuda planning",
@@ -40,9 +46,16 @@ MAY_IMPORT = {
 }
 
 
-def wing_of(name):
-    """'planning' of torchtitan_magi.planning.plan, '__init__' of the package."""
-    return name.split(".")[1] if "." in name else "__init__"
+def row_of(name):
+    """The most specific row of MAY_IMPORT for a module or a name in it: "data.records", "planning", "__init__"."""
+    return next((row for row in prefixes(name.partition(".")[2] or "__init__") if row in MAY_IMPORT), name)
+
+
+def prefixes(name):
+    """The dotted name and what it lies in: a.b.c, a.b, a."""
+    while name:
+        yield name
+        name = name.rpartition(".")[0]
 
 
 def imports_of(path):
@@ -57,29 +70,31 @@ def imports_of(path):
 
 
 def own_imports(path):
-    """The wings of the package that a file imports."""
-    return {wing_of(name) for name in imports_of(path) if name.startswith("torchtitan_magi.")}
+    """The rows of what a file imports of the package, each by its longest name."""
+    names = {name for name in imports_of(path) if name.startswith("torchtitan_magi.")}
+    return {row_of(name) for name in names - {shorter for name in names for shorter in [*prefixes(name)][1:]}}
 
 
-def wing_of_file(path):
-    return wing_of(".".join(["torchtitan_magi", *path.relative_to(PACKAGE).with_suffix("").parts]))
+def row_of_file(path):
+    return row_of(".".join(["torchtitan_magi", *path.relative_to(PACKAGE).with_suffix("").parts]))
 
 
-@pytest.mark.parametrize("wing", MAY_IMPORT)
-def test_dependencies_run_one_way(wing):
-    for path in [path for path in PACKAGE.rglob("*.py") if wing_of_file(path) == wing]:
-        extra = own_imports(path) - {wing, "wording", "machine", *MAY_IMPORT[wing].split()}
+@pytest.mark.parametrize("row", MAY_IMPORT)
+def test_dependencies_run_one_way(row):
+    allowed = {row, "wording", "machine", *MAY_IMPORT[row].split()}
+    for path in [path for path in PACKAGE.rglob("*.py") if row_of_file(path) == row]:
+        extra = {other for other in own_imports(path) if not allowed & {*prefixes(other)}}
         assert not extra, f"{path.relative_to(PACKAGE)} imports {extra}"
 
 
-def test_every_file_belongs_to_a_wing():
-    assert {wing_of_file(path) for path in PACKAGE.rglob("*.py")} <= MAY_IMPORT.keys()
+def test_every_file_belongs_to_a_row():
+    assert {row_of_file(path) for path in PACKAGE.rglob("*.py")} == MAY_IMPORT.keys()
 
 
 def test_only_titan_imports_torchtitan():
     for path in PACKAGE.rglob("*.py"):
         roots = {name.split(".")[0] for name in imports_of(path)}
-        assert "torchtitan" not in roots or wing_of_file(path) == "titan", path
+        assert "torchtitan" not in roots or path.is_relative_to(PACKAGE / "titan"), path
 
 
 PATHS = {"path", "paths", "folder", "cache", "saved", "dump_folder", "hf_assets_path", "initial_load_path"}

@@ -1,4 +1,6 @@
-"""Limits for chat templates, which are other people's programs: CPU time and address space of each call.
+"""Work in processes of its own, whose death is an error with a remedy: rendering by chat templates, which are other
+people's programs and get limits of CPU time and address space, and reading footers of Parquet files (`apart`), since
+some damage makes pyarrow abort.
 
 In a process that `limit_process` was called in, `limited` raises ValueError for a call that takes too much. A signal
 ends a call that runs Python code; jinja2's sandbox is Python. A single C function that does not come back, such as the
@@ -36,7 +38,7 @@ _is_running = False  # whether a limited call is
 
 
 class _TimeIsUp(BaseException):
-    """Not an Exception: a template's own handlers must not catch it."""
+    """A call's time is up. Not an Exception: a template's own handlers must not catch it."""
 
 
 def limit_process() -> None:
@@ -67,7 +69,7 @@ def limited(function: Callable[..., T], *args: Any) -> T:
 
 
 def _with_limits(statm: int, function: Callable[..., T], args: tuple[Any, ...]) -> T:
-    """Raises MemoryError for too much memory, ValueError for too much time."""
+    """Calls the function; raises MemoryError for too much memory, ValueError for too much time."""
     global _is_running
     before = resource.getrlimit(resource.RLIMIT_AS), resource.getrlimit(resource.RLIMIT_CPU)
     try:
@@ -101,7 +103,7 @@ def run_limited(function: Callable[..., T], *args: Any) -> T:
 
 
 class Died(Exception):
-    """exitcode: of the process; -n: it was ended by signal n."""
+    """A process died. exitcode: its exit code; -n: it was ended by signal n."""
 
     def __init__(self, exitcode: int) -> None:
         self.exitcode = exitcode
@@ -143,7 +145,7 @@ def describe_exit(exitcode: int | None) -> str:
 
 
 def describe_fault(exitcode: int) -> str:
-    """The same for a process that had all that it may take: what it did not lack is no remedy."""
+    """`describe_exit` for a process that had all that it may take: what it did not lack is no remedy."""
     return describe_exit(exitcode) if exitcode == -signal.SIGXCPU else f"{describe_end(exitcode)}; {_REMEDY}"
 
 
@@ -162,7 +164,7 @@ def has_room() -> bool:
 
 
 def describe_end(exitcode: int | None) -> str:
-    """How a process ended, by its exit code."""
+    """How a process ended, by its exit code (-n: by signal n): "was ended by SIGKILL"."""
     if exitcode is not None and exitcode < 0:
         return f"was ended by {signal.Signals(-exitcode).name}"
     return f"ended with exit code {exitcode}"

@@ -23,10 +23,10 @@ def tokenize(record):
 
 def make_loader(path, rank=0, ranks=1, batch_size=2, batches_per_step=1, num_workers=0, epochs=1, **options):
     from torchtitan_magi.data import PackedSFTDataset
-    from torchtitan_magi.data.records import record_file as records
+    from torchtitan_magi.data.records import record_file
     from torchtitan_magi.training.batches.pack_loader import PackLoader
 
-    records.BLOCK_BYTES = 200
+    record_file.BLOCK_BYTES = 200
     packs = PackedSFTDataset(path, tokenize, SEQ_LEN, rank, ranks, epochs=epochs, window_blocks=4)
     loader_options = {"num_workers": num_workers, "persistent_workers": False, "prefetch_factor": None}
     return PackLoader(packs, batch_size, batches_per_step, **loader_options, **options)
@@ -107,17 +107,6 @@ def stops_and_repeats(path, num_workers):
 @pytest.mark.parametrize("case", [resume_at_another_degree, stops_and_repeats])
 def test_the_loader(case, num_workers, path):
     assert call(with_workers, case, str(path), num_workers)
-
-
-def test_state_of_other_data_is_refused_before_the_first_batch(path, tmp_path):
-    other = tmp_path / "other.jsonl"
-    other.write_text(path.read_text() + '{"text": "99 9"}\n')
-    with pytest.raises(TrainingError, match=r"records = '60 records.*, this run has '61 records.*; resume with"):
-        call(load_other, str(path), str(other))
-
-
-def load_other(path, other):
-    resume(make_loader(other), make_loader(path).state_dict())
 
 
 def run_on(processes, folder, *arguments, **kwargs):

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchtitan_magi.data import IGNORE_INDEX, PackedSFTDataset, PackingCounts, TokenizedDocument, pack_best_fit
-from torchtitan_magi.data.packs import best_fit as packing
+from torchtitan_magi.data.packs import best_fit
 from torchtitan_magi.data.tokens.token_block import TokenBlock
 
 
@@ -36,7 +36,7 @@ def test_packing_is_best_fit_decreasing(lengths):
 @pytest.mark.parametrize(("low", "high", "capacity"), [(1, 2049, 2048), (20_000, 45_000, 65_536), (1, 300, 1 << 20)])
 def test_packing_100_000_documents_searches_once_for_each(low, high, capacity):
     lengths = np.random.default_rng(0).integers(low, high, 100_000)
-    with mock.patch.object(packing, "bisect_left", wraps=packing.bisect_left) as search:
+    with mock.patch.object(best_fit, "bisect_left", wraps=best_fit.bisect_left) as search:
         packs = pack_best_fit(lengths, capacity)
     assert search.call_count == 100_000
     assert lengths.sum() / (len(packs) * capacity) > 0.95

@@ -7,29 +7,18 @@ import threading
 import time
 from unittest import mock
 
-import numpy as np
 import pytest
-from support.corpus import chat_tokenizer, make_corpus
+import test_data_token_cache
 from support.streams import join, resume, take, with_small_blocks
+from test_data_token_cache import damage, dataset, flats
 
-from torchtitan_magi.data import PackedSFTDataset
 from torchtitan_magi.data.packs import stream
-from torchtitan_magi.data.packs.stream import Cancelled
 from torchtitan_magi.data.packs.window_plan import Cursor, WindowPlan
 from torchtitan_magi.data.tokens.array_file import Damaged
 from torchtitan_magi.data.tokens.token_block import TokenBlock
+from torchtitan_magi.data.tokens.token_cache import Cancelled
 
-blocks = with_small_blocks(20_000)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return make_corpus(tmp_path_factory.mktemp("corpus"))
-
-
-@pytest.fixture(scope="module")
-def tokenizer(folder):
-    return chat_tokenizer(folder)
+blocks, folder, tokenizer = with_small_blocks(20_000), test_data_token_cache.folder, test_data_token_cache.tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -48,15 +37,6 @@ def cache(tokens, tmp_path):
     for path in tokens.glob("*.tokens"):
         os.link(path, tmp_path / "cache" / path.name)
     return tmp_path / "cache"
-
-
-def dataset(folder, tokenizer, cache, **options):
-    options = {"seq_len": 512, "epochs": 1, "window_blocks": 2, "token_cache": cache} | options
-    return PackedSFTDataset(folder / "train.jsonl", tokenizer, **options)
-
-
-def flats(items):
-    return [[*(np.asarray(value).tolist() for value in inputs.values()), labels.tolist()] for inputs, labels in items]
 
 
 def plans(cache):
@@ -122,26 +102,16 @@ def test_other_options_have_other_plans(folder, tokenizer, cache, tmp_path):
     assert len(plans(cache).keys() - known.keys()) >= 4
 
 
-def damage(path, what):
-    whole = path.read_bytes()
-    index = 16 + int.from_bytes(whole[8:12], "little")
-    place = {"magic": 2, "head": 20, "index": index + 9, "rows": len(whole) - 2}.get(what)
-    if place:
-        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
-    else:
-        path.write_bytes({"truncated": whole[:-4], "empty": b"", "longer": whole + b"x"}[what])
-
-
-@pytest.mark.parametrize("what", ["truncated", "empty", "magic", "head", "index", "rows", "longer"])
+@pytest.mark.parametrize("what", ["truncated", "empty", "magic", "head", "index", "content", "longer"])
 def test_a_damaged_plan_is_made_again(folder, tokenizer, cache, what, caplog):
     expected = flats(dataset(folder, tokenizer, cache))
     kept = plans(cache)
     path = cache / sorted(kept)[1]
     damage(path, what)
-    if what == "rows":
+    if what == "content":
         plan = WindowPlan.open(str(path))  # only a reader of the pack notices
         with pytest.raises(Damaged):
-            plan.pack(plan.num_packs - 1)
+            plan.rows_of(plan.num_packs - 1)
     else:
         with pytest.raises(Damaged):
             WindowPlan.open(str(path))
@@ -171,7 +141,7 @@ def test_a_damaged_plan_of_the_last_round_is_made_again(folder, tokenizer, cache
     """Nothing is read ahead any more, and tokens of the window that are not open have to be opened."""
     whole = flats(dataset(folder, tokenizer, cache))
     for path in cache.glob("*.plan"):
-        damage(path, "rows")
+        damage(path, "content")
     for rank in (0, len(whole) - 1):
         assert flats(dataset(folder, tokenizer, cache, dp_rank=rank, dp_world_size=1000)) == whole[rank : rank + 1]
 
@@ -239,14 +209,14 @@ def test_who_waits_for_a_plan_that_another_makes_can_be_stopped(folder, tokenize
 
     def wait():
         with pytest.raises(Cancelled):
-            packs.tokens.plan("name", mock.Mock(side_effect=AssertionError("another makes it")), cancelled)
+            packs._stream.plans.open("name", mock.Mock(side_effect=AssertionError("another makes it")), cancelled)
         stopped.append(True)
 
     with pytest.raises(Cancelled):
-        packs.tokens.plan("name", make, cancelled)
+        packs._stream.plans.open("name", make, cancelled)
     assert stopped == [True]
     made = packs._stream._window(Cursor(), packs._stream.order_of(0), threading.Event(), stream.SoFar()).plan
-    assert packs.tokens.plan("name", lambda _: made, threading.Event()) is made  # the lock is free again
+    assert packs._stream.plans.open("name", lambda _: made, threading.Event()) is made  # the lock is free again
 
 
 def test_plans_of_small_windows_are_not_kept(folder, tokenizer, cache, monkeypatch):

@@ -7,7 +7,7 @@ from support.streams import assert_nothing_is_lost, in_a_process
 from test_data_chat import assistant, chat, user
 
 from torchtitan_magi.data import Corpus, PackedPairDataset, PackedSFTDataset
-from torchtitan_magi.data.records import record_file as records_module
+from torchtitan_magi.data.records.record_file import MAX_RECORD_BYTES
 from torchtitan_magi.data.tokens.chat import CHATML_TEMPLATE
 
 SEQ_LEN = 48
@@ -228,4 +228,4 @@ def test_a_huge_line_is_malformed_and_never_in_memory(path):
     printed, grown = in_a_process(HUGE, path)
     assert printed == ["the line has 50,000,013 bytes, more than 16,777,216; split the record", "3 1 2"]
     assert grown < 30e6
-    assert records_module.MAX_RECORD_BYTES == 16_777_216
+    assert MAX_RECORD_BYTES == 16_777_216

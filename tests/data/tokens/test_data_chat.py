@@ -157,16 +157,6 @@ def test_mask_is_the_tokens_that_hold_assistant_bytes(messages):
         assert other({"messages": messages}).loss_mask.tolist() == expected
 
 
-@pytest.mark.parametrize("trim", [True, False])
-def test_space_at_the_end_of_a_turn_is_learned_though_offsets_leave_it_out(trim):
-    tokenizer = byte_level_tokenizer(trim_offsets=trim)
-    document = chat("[{% generation %}{{ messages[0].content }}{% endgeneration %}]", tokenizer)(
-        {"messages": [assistant("the cat ")]}
-    )
-    assert tokenizer.decode(document.tokens.tolist()) == "[the cat ]"
-    assert learned(document) == "the cat "
-
-
 def test_text_records_get_bos_and_eos_and_loss_everywhere():
     document = chat(CHATML_TEMPLATE)({"text": "the cat"})
     assert document.tokens.tolist() == [0, *TOKENIZER.encode("the cat").ids, 1]
@@ -388,14 +378,6 @@ def test_default_template_follows_the_vocabulary(tmp_path, caplog):
     assert default_template(plain) == PLAIN_TEMPLATE
     assert ChatTokenizer.from_assets(plain, 0, 1, tmp_path).template == PLAIN_TEMPLATE
     assert f"no chat template in {tmp_path}: messages are written as plain text" in caplog.text
-
-
-def test_chat_tokenizer_can_be_sent_to_a_worker():
-    original = chat(CHATML_TEMPLATE)
-    copy = pickle.loads(pickle.dumps(original))
-    record = {"messages": CONVERSATION}
-    np.testing.assert_array_equal(copy(record).tokens, original(record).tokens)
-    np.testing.assert_array_equal(copy(record).loss_mask, original(record).loss_mask)
 
 
 def by_offsets(encoding, spans):

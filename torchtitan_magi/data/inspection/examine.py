@@ -7,7 +7,7 @@ import multiprocessing
 import os
 import signal
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -22,6 +22,7 @@ from torchtitan_magi.data.inspection.spelling import Cell, Part, Speller
 from torchtitan_magi.data.packs.pairs import fit_pair
 from torchtitan_magi.data.records.corpus import Corpus
 from torchtitan_magi.data.records.formats import parse_document, parse_pair
+from torchtitan_magi.data.records.record_file import attempt
 from torchtitan_magi.data.tokens.chat import ChatTokenizer
 from torchtitan_magi.data.tokens.documents import TokenizedDocument, TokenizedPair
 
@@ -82,7 +83,7 @@ class Examiner:
             self._block, self._raws = block, self.corpus.read(block)
         first = int(self.corpus.block_firsts[block])
         raws = [self._raws[index - first] for index in indices]
-        records = [_attempt(parse_pair if self.pairs else parse_document, raw) for raw in raws]
+        records = [attempt(parse_pair if self.pairs else parse_document, raw) for raw in raws]
         return self.examine_parsed(indices, raws, records)
 
     def examine_parsed(self, indices: Sequence[int], raws: Sequence[Any], records: Sequence[Any]) -> list[Seen]:
@@ -158,15 +159,6 @@ def _contents(messages: list[dict[str, Any]]) -> tuple[str, ...]:
     return tuple(text for text in said if isinstance(text, str) and text.strip())
 
 
-def _attempt(function: Callable[..., Any], argument: Any) -> Any:
-    if isinstance(argument, ValueError):
-        return argument
-    try:
-        return function(argument)
-    except ValueError as error:
-        return error
-
-
 # ----------------------------------------------------------------------------------------------------------- processes
 
 _examiner: Examiner  # of a worker process
@@ -191,7 +183,7 @@ class Workers:
         self._pool.shutdown(cancel_futures=True)
 
     def template(self) -> tuple[list[Cell], list[Found]]:
-        """See `Examiner.template`."""
+        """The template's own conversation and what looks wrong in it, as `Examiner.template`."""
         return _result(self._pool.submit(_template))
 
     def examine(self, batches: Iterable[Batch]) -> Iterator[Seen]:

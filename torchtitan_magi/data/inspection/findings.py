@@ -97,7 +97,14 @@ class Checker:
     def check(
         self, raw: Any, record: dict[str, Any], parts: tuple[Part, ...], notes: tuple[str, ...]
     ) -> Iterator[Found]:
-        """raw: the JSON value; record: what was made of it; parts: its tokens; notes: what the template left out."""
+        """What is wrong in one record.
+
+        Args:
+            raw: the JSON value.
+            record: what was made of it.
+            parts: its tokens.
+            notes: what the template left out.
+        """
         yield from self._tokens(record, parts)
         yield from (("template", note) for note in notes)
         yield from (("key", key) for key in unused_keys(raw))
@@ -180,7 +187,7 @@ def _has_other_roles(record: dict[str, Any]) -> bool:
 
 
 def unused_keys(raw: Any) -> list[str]:
-    """Keys of a record that nothing reads."""
+    """Keys of a JSON value that nothing reads; none of a value that is no object."""
     if not isinstance(raw, dict):
         return []
     form = next((form for form in _FORMS if form in raw), "text")
@@ -197,7 +204,7 @@ def say(kind: str, detail: str, count: int, total: int) -> str:
 
 
 def counted(count: int) -> str:
-    """'1 record', '2 records'."""
+    """The number in words: "1 record", "2 records"."""
     return f"{count:,} record{'s' if count != 1 else ''}"
 
 

@@ -54,14 +54,14 @@ class Findings:
         self._firsts: dict[Found, tuple[int, str]] = {}  # index, error
 
     def add(self, seen: Seen) -> None:
-        """What was found in one record."""
+        """Counts what was found in one record."""
         refusal = [("refused", re.sub(r"\d+", "N", seen.error))] if seen.error else []
         for found in (*seen.found, *refusal):
             self.counts[found] += 1
             self._firsts.setdefault(found, (seen.index, seen.error))
 
     def warnings(self, of_template: Sequence[Found], read: int, corpus: Corpus) -> list[Warning]:
-        """One for each finding, the worst first, then the most frequent; of each kind only some.
+        """A warning for each finding, the worst first, then the most frequent; of each kind only some.
 
         Args:
             of_template: what was found in the template itself.
@@ -103,11 +103,11 @@ def sample(corpus: Corpus, source: Source, count: int, num_blocks: int) -> np.nd
 
 
 def by_block(corpus: Corpus, indices: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-    """Numbers of records, in pieces of consecutive ones of the same block, each with that block."""
+    """Numbers of records, int64, in runs of consecutive ones of the same block, each behind that block."""
     blocks = np.searchsorted(corpus.block_firsts, indices, side="right") - 1
     cuts = np.flatnonzero(np.diff(blocks)) + 1
-    for piece, of_piece in zip(np.split(indices, cuts), np.split(blocks, cuts), strict=True):
-        yield int(of_piece[0]), piece
+    for run, of_run in zip(np.split(indices, cuts), np.split(blocks, cuts), strict=True):
+        yield int(of_run[0]), run
 
 
 def first_look(corpus: Corpus, chat: ChatTokenizer, pairs: bool, of_template: list[Found]) -> tuple[list[Warning], int]:
@@ -132,9 +132,9 @@ def _drawn(corpus: Corpus) -> dict[int, Any]:
     drawn: dict[int, Any] = {}
     for number in sorted(sources):
         indices = sample(corpus, corpus.sources[number], RECORDS // len(sources), BLOCKS // len(sources))
-        for block, piece in by_block(corpus, indices):
+        for block, run in by_block(corpus, indices):
             size, records, first = 0, corpus.read(block), int(corpus.block_firsts[block])
-            for index in piece.tolist():
+            for index in run.tolist():
                 if size < CHARACTERS // BLOCKS and not isinstance(records[index - first], ValueError):
                     drawn[index] = records[index - first]
                     size += len(str(drawn[index]))
@@ -144,7 +144,7 @@ def _drawn(corpus: Corpus) -> dict[int, Any]:
 def _examined(
     corpus: Corpus, chat: ChatTokenizer, pairs: bool, drawn: dict[int, Any]
 ) -> tuple[list[Found], list[Seen]]:
-    """In a process of its own: what was found in the template, and in the records."""
+    """What was found in the template, and in the records. Runs in a process of its own."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a fork has none of its parent's threads
     guard.limit_process()
     examiner = Examiner(corpus, chat, pairs, None, set())

@@ -17,8 +17,7 @@ from torchtitan_magi.data.inspection.spelling import Cell
 from torchtitan_magi.data.packs.best_fit import pack_best_fit
 from torchtitan_magi.data.records.corpus import Corpus, Source
 from torchtitan_magi.data.tokens.assets import load_tokenizer
-from torchtitan_magi.data.tokens.chat import DEFAULT, TOOL_USE, ChatTokenizer, default_template, load_chat_templates
-from torchtitan_magi.data.tokens.special_tokens import read_special_tokens
+from torchtitan_magi.data.tokens.chat import ChatTokenizer
 from torchtitan_magi.data.tokens.token_cache import default_folder
 
 SAMPLE = 2_000  # records that are read, unless all are
@@ -46,7 +45,7 @@ class Tally:
     left_out: "Counter[str]" = field(default_factory=Counter)
 
     def add(self, seen: Seen) -> None:
-        """One more record."""
+        """Counts one more record."""
         self.read += 1
         if seen.error:
             self.left_out["refused"] += 1
@@ -76,7 +75,7 @@ class Tally:
 
 
 def joined(tallies: Sequence[Tally]) -> Tally:
-    """All sources together."""
+    """The sums over all sources together."""
     together = Tally("together", sum(tally.records for tally in tallies))
     for tally in tallies:
         for name in ("read", "tokens", "kept", "learned", "truncated", "truncated_tokens", "left_out"):
@@ -161,16 +160,14 @@ def inspect_data(
 
 def _load(folder: str | os.PathLike[str]) -> tuple[ChatTokenizer, list[Found]]:
     """The tokenizer with its chat template, also one that training refuses, and what is wrong with the template."""
-    tokenizer, templates = load_tokenizer(folder), load_chat_templates(folder)
+    tokenizer = load_tokenizer(folder)
+    chat = ChatTokenizer.from_assets(*tokenizer, folder, check=False)
     wrong = without_template(folder, tokenizer.tokenizer)
     try:
-        ChatTokenizer.from_assets(*tokenizer, folder)
+        chat.check()
     except ValueError as error:
         wrong.append(("set-up", str(error)))
-    template, named = templates.get(DEFAULT), read_special_tokens(folder).texts
-    template = default_template(tokenizer.tokenizer) if template is None else template
-    tool_template = templates.get(TOOL_USE)
-    return ChatTokenizer(*tokenizer, template, special_tokens=named, tool_template=tool_template), wrong
+    return chat, wrong
 
 
 def _as_it_is(value: Any) -> Any:
@@ -187,9 +184,9 @@ def _sample(corpus: Corpus, source: Source, count: int) -> np.ndarray:
 
 def _batches(corpus: Corpus, indices: np.ndarray) -> Iterator[Batch]:
     """Numbers of records cut into batches, each of one block."""
-    for block, piece in by_block(corpus, indices):
-        for start in range(0, len(piece), BATCH):
-            yield block, piece[start : start + BATCH].tolist()
+    for block, run in by_block(corpus, indices):
+        for start in range(0, len(run), BATCH):
+            yield block, run[start : start + BATCH].tolist()
 
 
 def _what_was_read(corpus: Corpus, read: int) -> str:

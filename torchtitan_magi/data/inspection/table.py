@@ -35,7 +35,7 @@ def notes(inspection: Inspection) -> list[str]:
 
 
 def shares(seen: Seen) -> str:
-    """'812 tokens, 40.1% learned'."""
+    """A record's figures in words: "812 tokens, 40.1% learned"."""
     words = [f"{seen.tokens:,} tokens, {_percent(seen.learned, seen.tokens)} learned"]
     if seen.left_out:
         words.append(f"left out: {seen.left_out}")
@@ -45,7 +45,7 @@ def shares(seen: Seen) -> str:
 
 
 def bin_name(power: int) -> str:
-    """'512-1,023'."""
+    """The tokens of a bin of `Tally.histogram`: "512-1,023"."""
     return f"{2**power:,}-{2 ** (power + 1) - 1:,}" if power else "1"
 
 
@@ -76,7 +76,7 @@ def _percent(part: int, whole: int) -> str:
 
 
 def _short(count: int) -> str:
-    """'812', '8.1k', '1.25M', '3.2G'."""
+    """A number in three digits: "812", "8.1k", "1.25M", "3.2G"."""
     for unit, size in (("G", 10**9), ("M", 10**6), ("k", 10**3)):
         if count >= size:
             return f"{count / size:.3g}{unit}"

@@ -27,7 +27,7 @@ class Painter:
         self.has_color, self.boundaries = has_color, boundaries
 
     def paint(self, text: str, style: str) -> str:
-        """Text in a style, a newline outside of it."""
+        """The text in a style (SGR codes, as "1;31"), newlines outside of it; as it is without colour."""
         if not (self.has_color and style):
             return text
         return "\n".join(f"\x1b[{style}m{line}\x1b[0m" if line else "" for line in text.split("\n"))

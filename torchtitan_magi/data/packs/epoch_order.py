@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from torchtitan_magi.data.records import record_file as records
+from torchtitan_magi.data.records import record_file
 from torchtitan_magi.data.records.corpus import Corpus, Source
 
 WINDOW_BLOCKS = 32
@@ -19,8 +19,11 @@ _FIRST_WINDOW = 1 / 8  # size of an epoch's first window; each is twice the one 
 
 @dataclass(frozen=True)
 class EpochOrder:
-    """One epoch. parts: int64 [n, 4], rows (block, pass over its source, first, last): records first:last of the
-    block's order in that pass; windows: int64 [w + 1], first part of each window, and n."""
+    """The order of one epoch.
+
+    parts: int64 [n, 4], rows (block, pass over its source, first, last): records first:last of the block's order in
+    that pass; windows: int64 [w + 1], first part of each window, and n.
+    """
 
     corpus: Corpus
     seed: int | None
@@ -31,18 +34,24 @@ class EpochOrder:
     def of(
         cls, corpus: Corpus, weights: list[float], epoch: int, seed: int | None, window_blocks: int = WINDOW_BLOCKS
     ) -> "EpochOrder":
-        """weights: of the sources; seed: None for the order of the files; window_blocks: size of a window in blocks of
-        BLOCK_BYTES."""
+        """The order of an epoch, counted from 0.
+
+        Args:
+            weights: of the sources, passes per epoch.
+            seed: None for the order of the files.
+            window_blocks: size of a window in blocks of BLOCK_BYTES.
+        """
         sources = zip(corpus.sources, weights, strict=True)
         parts = np.concatenate([_picks(corpus, source, weight, epoch, seed) for source, weight in sources])
         if seed is not None:
             parts = np.random.default_rng([seed, epoch]).permutation(parts)
         block, _, first, last = parts.T
         sizes = _sizes_of_blocks(corpus)[block] * (last - first) / np.diff(corpus.block_firsts)[block]
-        return cls(corpus, seed, parts, _cut(np.cumsum(sizes), window_blocks * records.BLOCK_BYTES))
+        return cls(corpus, seed, parts, _cut(np.cumsum(sizes), window_blocks * record_file.BLOCK_BYTES))
 
     @property
     def num_windows(self) -> int:
+        """Number of windows."""
         return len(self.windows) - 1
 
     def blocks_from(self, window: int) -> list[int]:
@@ -50,6 +59,7 @@ class EpochOrder:
         return list(dict.fromkeys(self.parts[self.windows[window] :, 0].tolist()))
 
     def num_records(self, window: int) -> int:
+        """Number of records of a window."""
         first, last = self._parts_of(window)[:, 2:].sum(axis=0).tolist()
         return last - first
 
@@ -70,7 +80,7 @@ class EpochOrder:
 
 def _sizes_of_blocks(corpus: Corpus) -> np.ndarray:
     """Bytes of each block: an estimate, from sizes of files alone."""
-    sizes = [min(records.BLOCK_BYTES, file.num_bytes / max(1, file.num_blocks)) for file in corpus.files]
+    sizes = [min(record_file.BLOCK_BYTES, file.num_bytes / max(1, file.num_blocks)) for file in corpus.files]
     return np.repeat(sizes, [file.num_blocks for file in corpus.files])
 
 
@@ -92,7 +102,7 @@ def _picks(corpus: Corpus, source: Source, weight: float, epoch: int, seed: int 
 
 
 def _cut(ends: np.ndarray, size: int) -> np.ndarray:
-    """ends: bytes up to the end of each part -> first part of each window of at most `size` bytes or one part."""
+    """First part of each window of at most `size` bytes or one part. ends: bytes up to the end of each part."""
     firsts, target = [0], _FIRST_WINDOW * size
     while firsts[-1] < len(ends):
         first = firsts[-1]

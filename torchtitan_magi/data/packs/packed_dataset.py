@@ -5,7 +5,7 @@ import os
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -13,18 +13,19 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.utils.data import IterableDataset, get_worker_info
 
 from torchtitan_magi.data.packs.best_fit import PackingCounts
-from torchtitan_magi.data.packs.epoch_order import WINDOW_BLOCKS
-from torchtitan_magi.data.packs.stream import PackPieces, PackStream, Tokens, WindowCount
-from torchtitan_magi.data.packs.window_plan import PACKING_VERSION, Cursor, unreadable_state
+from torchtitan_magi.data.packs.pack_options import PackOptions
+from torchtitan_magi.data.packs.plan_cache import PlanCache
+from torchtitan_magi.data.packs.stream import Pack, PackStream, WindowCount
+from torchtitan_magi.data.packs.window_plan import PACKING_VERSION, Cursor, Pieces, unreadable_state
 from torchtitan_magi.data.records.corpus import Corpus
-from torchtitan_magi.data.tokens.documents import IGNORE_INDEX, Pieces
+from torchtitan_magi.data.records.record_file import attempt
 from torchtitan_magi.data.tokens.token_block import TokenBlock
-from torchtitan_magi.data.tokens.token_cache import TokenCache, TokenizedHere
+from torchtitan_magi.data.tokens.token_cache import TokenCache, TokenizedHere, Tokens
 from torchtitan_magi.wording import quoted
 
-BadRecords = Literal["error", "skip"]
 Sample = tuple[dict[str, Any], torch.Tensor]
 
+IGNORE_INDEX = -100  # label of a position that does not count in the loss
 CHECKED_BYTES = 2**30  # so much is parsed before the first step to find malformed records
 
 
@@ -51,18 +52,20 @@ class PackedDataset(IterableDataset, Stateful):
             the tokenizer's `fingerprint` is equal.
         seq_len: tokens per pack.
         dp_rank, dp_world_size: this shard, and the number of shards.
-        seed: seeds the order of records and packs, >= 0.
-        shuffle: new order in every epoch; otherwise the file's order, as far as packing allows.
-        epochs: passes over the records; -1 for passes without end.
-        bad_records: what happens to malformed records and to those that the chat template refuses. "error": they raise,
-            see `check`. "skip": they are left out when read, counted, and the first few logged.
-        weighted: whether the weights of the sources count; otherwise an epoch has each record once.
         check: whether the constructor calls `check` if bad_records is "error".
-        window_blocks: size of the windows whose records are packed together, in blocks of 4 MiB of text; a larger
-            window packs tighter and takes more memory and time before the first item.
         token_cache: folder that keeps tokens, made by processes on all cores, for a `ChatTokenizer`; all ranks and
             later runs read them there. None: tokens are made in this process, where templates have no limits, and not
             kept.
+        options: the other fields of `PackOptions`, by keyword:
+
+            - `seed` (0): seeds the order of records and packs, >= 0;
+            - `shuffle` (True): new order in every epoch; otherwise the file's order, as far as packing allows;
+            - `epochs` (-1): passes over the records; -1 for passes without end;
+            - `bad_records` ("error"): what happens to malformed records and to those that the chat template refuses.
+              "error": they raise, see `check`. "skip": they are left out when read, counted, and the first few logged;
+            - `weighted` (True): whether the weights of the sources count; otherwise an epoch has each record once;
+            - `window_blocks` (32): size of the windows whose records are packed together, in blocks of 4 MiB of text; a
+              larger window packs tighter and takes more memory and time before the first item.
 
     Raises ValueError for arguments out of range, for records files that are missing or empty and for malformed records;
     while iterating, when no record holds a label or a chat template refuses one, and when tokens cannot be kept. Works
@@ -83,60 +86,37 @@ class PackedDataset(IterableDataset, Stateful):
         seq_len: int,
         dp_rank: int = 0,
         dp_world_size: int = 1,
-        seed: int = 0,
-        shuffle: bool = True,
-        epochs: int = -1,
-        bad_records: BadRecords = "error",
+        *,
         check: bool = True,
-        weighted: bool = True,
-        window_blocks: int = WINDOW_BLOCKS,
         token_cache: str | os.PathLike[str] | None = None,
+        **options: Any,
     ):
-        if seq_len < 1:
-            raise ValueError(f"seq_len is {seq_len}; give at least 1 token")
-        if window_blocks < 1:
-            raise ValueError(f"window_blocks is {window_blocks}; give at least 1 block")
         if not 0 <= dp_rank < dp_world_size:
             raise ValueError(f"dp_rank is {dp_rank} of {dp_world_size}; give a rank from 0 to dp_world_size - 1")
-        if seed < 0:
-            raise ValueError(f"seed is {seed}; give an integer >= 0")
-        if epochs < 1 and epochs != -1:
-            raise ValueError(f"epochs is {epochs}; give at least 1, or -1 for epochs without end")
-        if bad_records not in get_args(BadRecords):
-            raise ValueError(f"bad_records is {quoted(bad_records)}; use one of {', '.join(get_args(BadRecords))}")
-        self.seq_len, self.dp_rank, self.dp_world_size = seq_len, dp_rank, dp_world_size
+        self.options, self.seq_len = PackOptions(seq_len, **options), seq_len
+        self.dp_rank, self.dp_world_size = dp_rank, dp_world_size
         self.tokenizer = getattr(tokenize, "__self__", tokenize)  # the object of a bound method
-        self.records, skip_bad = Corpus(paths, self.parse, token_cache), bad_records == "skip"
-        self.tokens = self._tokens(tokenize, token_cache, f"{seed} {shuffle} {weighted}")
-        self._stream = PackStream(
-            self.records,
-            self.tokens,
-            self.make_pieces,
-            seq_len,
-            seed,
-            shuffle,
-            epochs,
-            window_blocks,
-            skip_bad,
-            weighted,
-            self.identity,
-        )
+        self.records = Corpus(paths, self.parse, token_cache)
+        self.tokens = self._tokens(tokenize, token_cache)
+        plans = None if token_cache is None else PlanCache(Path(token_cache))
+        self._stream = PackStream(self.records, self.tokens, plans, self.make_pieces, self.options, self.identity)
         self._cursor, self._resuming = Cursor(), False
-        if check and not skip_bad:
+        if check and not self.options.skips_bad:
             self.check()
 
-    def _tokens(self, tokenize: Any, folder: str | os.PathLike[str] | None, order_name: str) -> Tokens:
+    def _tokens(self, tokenize: Any, folder: str | os.PathLike[str] | None) -> Tokens:
         if folder is not None:
-            name = f"{self.records.fingerprint} {order_name}"
+            options = self.options
+            name = f"{self.records.fingerprint} {options.seed} {options.shuffle} {options.weighted}"
             return TokenCache(Path(folder), self.records, self.tokenizer, self.bounds_name, name)
-        batch = getattr(self.tokenizer, self.bounds_name, None) or functools.partial(_one_by_one, tokenize)
+        batch = getattr(self.tokenizer, self.bounds_name, None) or functools.partial(_attempt_each, tokenize)
         return TokenizedHere(self.records, batch, self.bounds_name)
 
     @abstractmethod
     def make_pieces(self, block: TokenBlock, indices: np.ndarray) -> tuple[Pieces, PackingCounts]:
         """Pieces of these records of a block, each of at most seq_len tokens and with a label; and the counts.
 
-        Malformed records have none and are not counted.
+        indices: int64 [n], of records in the block that are not malformed.
         """
 
     def check(self, rank: int = 0, num_ranks: int = 1) -> None:
@@ -207,22 +187,31 @@ class PackedDataset(IterableDataset, Stateful):
             self._cursor = Cursor()
         self._resuming = False
         rounds = self._stream.rounds(self._cursor, self.dp_rank, self.dp_world_size)
-        for number, (pack, self._cursor) in enumerate(rounds):
+        for number, (read_pack, self._cursor) in enumerate(rounds):
             if wanted(number):
-                yield self.lay_out(PackPieces.none() if pack is None else pack.pieces())
+                yield self.lay_out(read_pack())
 
     @abstractmethod
-    def lay_out(self, pieces: PackPieces) -> Sample:
-        """Pieces with at most seq_len tokens in total -> one item."""
+    def lay_out(self, pack: Pack) -> Sample:
+        """The item of a pack."""
 
-    def item(self, rows: "Rows", bounds: np.ndarray) -> Sample:
-        """An item of arrays and of the boundaries of its pieces."""
+    def item(self, columns: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]], bounds: np.ndarray) -> Sample:
+        """An item of consecutive ranges of positions, of each its input tokens, rotary positions and labels, and of the
+        boundaries of pieces. They are int arrays; padding comes behind them."""
+        tokens, positions, labels = zip(*columns, strict=True) if columns else ((), (), ())
         inputs = {
-            "input": torch.from_numpy(rows.tokens),
-            "positions": torch.from_numpy(rows.positions),
+            "input": self._padded(tokens, 0, np.int64),
+            "positions": self._padded(positions, 0, np.int32),
             self.bounds_name: bounds.astype(np.int32),
         }
-        return inputs, torch.from_numpy(rows.labels)
+        return inputs, self._padded(labels, IGNORE_INDEX, np.int64)
+
+    def _padded(self, parts: Sequence[np.ndarray], padding: int, dtype: type) -> torch.Tensor:
+        """Arrays one behind the other, and padding: [seq_len]."""
+        row: np.ndarray = np.full(self.seq_len, padding, dtype)
+        whole = np.concatenate([row[:0], *parts])
+        row[: len(whole)] = whole
+        return torch.from_numpy(row)
 
     def state_dict(self) -> dict[str, Any]:
         """The position in the global stream and what the stream depends on, as plain Python values."""
@@ -258,38 +247,23 @@ class PackedDataset(IterableDataset, Stateful):
 
     def identity(self) -> dict[str, Any]:
         """All that the stream of packs depends on, as plain Python values."""
-        stream = self._stream
+        options, sources = self.options, self.records.sources
         return {
             "packing": PACKING_VERSION,
             "kind": self.bounds_name,
             "records": self.records.fingerprint,
-            "weights": stream.weights,
-            "records of the sources": [len(source) for source in self.records.sources] if stream.weighted else [],
+            "weights": self._stream.weights,
+            "records of the sources": [len(source) for source in sources] if options.weighted else [],
             "tokenizer": getattr(self.tokenizer, "fingerprint", None),
-            "seq_len": stream.seq_len,
-            "seed": stream.seed,
-            "shuffle": stream.shuffle,
-            "window_blocks": stream.window_blocks,
+            "seq_len": options.seq_len,
+            "seed": options.seed,
+            "shuffle": options.shuffle,
+            "window_blocks": options.window_blocks,
         }
 
 
-class Rows:
-    """The arrays of an item, padding at first: tokens, labels int64 [seq_len], positions int32 [seq_len]."""
-
-    def __init__(self, seq_len: int) -> None:
-        self.tokens = np.zeros(seq_len, dtype=np.int64)
-        self.positions = np.zeros(seq_len, dtype=np.int32)
-        self.labels = np.full(seq_len, IGNORE_INDEX, dtype=np.int64)
-
-
-def _one_by_one(tokenize: Callable[[Any], Any], records: list[Any]) -> list[Any]:
-    made = []
-    for record in records:
-        try:
-            made.append(record if isinstance(record, ValueError) else tokenize(record))
-        except ValueError as error:
-            made.append(error)
-    return made
+def _attempt_each(tokenize: Callable[[Any], Any], records: list[Any]) -> list[Any]:
+    return [attempt(tokenize, record) for record in records]
 
 
 def collate_packs(samples: Sequence[Sample], num_rows: int | None = None) -> Sample:

@@ -26,10 +26,11 @@ from typing import Any
 import numpy as np
 
 from torchtitan_magi.data.packs.best_fit import PackingCounts
-from torchtitan_magi.data.packs.packed_dataset import PackedDataset, Rows, Sample
-from torchtitan_magi.data.packs.stream import PackPieces
+from torchtitan_magi.data.packs.packed_dataset import IGNORE_INDEX, PackedDataset, Sample
+from torchtitan_magi.data.packs.stream import Pack
+from torchtitan_magi.data.packs.window_plan import Pieces
 from torchtitan_magi.data.records.formats import parse_pair
-from torchtitan_magi.data.tokens.documents import IGNORE_INDEX, Pieces, TokenizedDocument, TokenizedPair, labels_of
+from torchtitan_magi.data.tokens.documents import TokenizedDocument, TokenizedPair
 from torchtitan_magi.data.tokens.token_block import TokenBlock
 
 
@@ -59,9 +60,12 @@ def fit_pair(pair: TokenizedPair, seq_len: int, shared_prompt: bool) -> Tokenize
 
 
 @dataclass(frozen=True)
-class PairRows:
-    """The positions of a pair. inputs, labels: int32 [n], already shifted; positions: int32 [n], rotary; bounds: (0,
-    chosen_start, rejected_start, n)."""
+class LaidOutPair:
+    """A pair in its n positions of a pack.
+
+    inputs, labels: int32 [n], already shifted; positions: int32 [n], rotary; bounds: (0, chosen_start, rejected_start,
+    n).
+    """
 
     inputs: np.ndarray
     labels: np.ndarray
@@ -72,24 +76,20 @@ class PairRows:
         return len(self.inputs)
 
 
-def lay_out_pair(pair: TokenizedPair, shared_prompt: bool) -> PairRows:
+def lay_out_pair(pair: TokenizedPair, shared_prompt: bool) -> LaidOutPair:
     """The positions of a pair, in the layout of the module's docstring."""
     prompt, last = pair.prompt[:-1], pair.prompt[-1:]
     shared = len(prompt)
-    no_label, places = np.full(shared, IGNORE_INDEX, np.int32), np.arange(shared, dtype=np.int32)
-    inputs, labels, positions, bounds = [], [], [], [0]
-    if shared_prompt:
-        inputs, labels, positions, bounds = [prompt], [no_label], [places], [0, shared]
-    else:
-        bounds = [0, 0]
+    context = prompt, np.full(shared, IGNORE_INDEX, np.int32), np.arange(shared, dtype=np.int32)
+    columns, bounds = ([context], [0, shared]) if shared_prompt else ([], [0, 0])
     for completion in (pair.chosen, pair.rejected):
-        if not shared_prompt:
-            inputs, labels, positions = [*inputs, prompt], [*labels, no_label], [*positions, places]
-        inputs += [last, completion.tokens[:-1]]
-        labels.append(labels_of(completion))
-        positions.append(np.arange(shared, shared + len(completion.tokens), dtype=np.int32))
-        bounds.append(sum(map(len, inputs)))
-    return PairRows(np.concatenate(inputs), np.concatenate(labels), np.concatenate(positions), tuple(bounds))
+        inputs = np.append(last, completion.tokens[:-1])
+        labels = np.where(completion.loss_mask, completion.tokens, np.int32(IGNORE_INDEX))
+        branch = inputs, labels, np.arange(shared, shared + len(inputs), dtype=np.int32)
+        columns += [branch] if shared_prompt else [context, branch]
+        bounds.append(sum(len(column[0]) for column in columns))
+    inputs, labels, positions = map(np.concatenate, zip(*columns, strict=True))
+    return LaidOutPair(inputs, labels, positions, tuple(bounds))
 
 
 class PackedPairDataset(PackedDataset):
@@ -116,8 +116,7 @@ class PackedPairDataset(PackedDataset):
         super().__init__(*args, **options)
 
     def make_pieces(self, block: TokenBlock, indices: np.ndarray) -> tuple[Pieces, PackingCounts]:
-        if block.malformed:
-            indices = indices[~np.isin(indices, list(block.malformed))]
+        """A piece for each pair whose completions keep a label each and still differ when they are cut to seq_len."""
         begin, chosen, rejected, end = (block.bounds[3 * indices + part] for part in range(4))
         shared, sizes = chosen - begin - 1, (rejected - chosen, end - rejected)
         whole = (1 if self.shared_prompt else 2) * shared + sizes[0] + sizes[1]
@@ -139,18 +138,18 @@ class PackedPairDataset(PackedDataset):
             tokens_left_out=int(whole[~good].sum()),
         )
 
-    def lay_out(self, pieces: PackPieces) -> Sample:
-        rows, bounds, at = Rows(self.seq_len), np.zeros((len(pieces.record), 4), np.int64), 0
-        for number, (block, index) in enumerate(zip(pieces.block.tolist(), pieces.index.tolist(), strict=True)):
-            fitted = fit_pair(pieces.tokens[block].pair(index), self.seq_len, self.shared_prompt)
+    def lay_out(self, pack: Pack) -> Sample:
+        """The item of a pack, with the positions of its pairs by `lay_out_pair`."""
+        pairs = []
+        for block, index in zip(pack.block.tolist(), pack.index.tolist(), strict=True):
+            fitted = fit_pair(pack.tokens[block].pair(index), self.seq_len, self.shared_prompt)
             assert fitted is not None
-            pair = lay_out_pair(fitted, self.shared_prompt)
-            end = at + len(pair)
-            rows.tokens[at:end], rows.labels[at:end], rows.positions[at:end] = pair.inputs, pair.labels, pair.positions
-            bounds[number] = np.array(pair.bounds) + at
-            at = end
-        inputs, labels = self.item(rows, bounds)
-        return inputs | {"pair_ids": pieces.record}, labels
+            pairs.append(lay_out_pair(fitted, self.shared_prompt))
+        begins = np.cumsum([0, *map(len, pairs)])[:-1, None]
+        bounds = np.array([pair.bounds for pair in pairs]).reshape(-1, 4) + begins
+        inputs, labels = self.item([(pair.inputs, pair.positions, pair.labels) for pair in pairs], bounds)
+        return inputs | {"pair_ids": pack.record}, labels
 
     def identity(self) -> dict[str, Any]:
+        """All that the stream of packs depends on, the layout of pairs included."""
         return super().identity() | {"shared_prompt": self.shared_prompt}

@@ -5,10 +5,10 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from torchtitan_magi.data.packs.best_fit import PackingCounts
-from torchtitan_magi.data.packs.packed_dataset import PackedDataset, Rows, Sample
-from torchtitan_magi.data.packs.stream import PackPieces
+from torchtitan_magi.data.packs.packed_dataset import IGNORE_INDEX, PackedDataset, Sample
+from torchtitan_magi.data.packs.stream import Pack
+from torchtitan_magi.data.packs.window_plan import Pieces
 from torchtitan_magi.data.records.formats import parse_document
-from torchtitan_magi.data.tokens.documents import IGNORE_INDEX, Pieces
 from torchtitan_magi.data.tokens.token_block import TokenBlock
 from torchtitan_magi.wording import quoted
 
@@ -40,13 +40,11 @@ class PackedSFTDataset(PackedDataset):
         super().__init__(*args, **options)
 
     def make_pieces(self, block: TokenBlock, indices: np.ndarray) -> tuple[Pieces, PackingCounts]:
-        """A document of n tokens has n - 1 positions, each with the token after it as its label.
+        """Pieces of documents. A document of n tokens has n - 1 positions, each with the token after it as its label.
 
         Shifting comes before cutting: the label of a piece's last position is the first token of the next piece, so no
         label is lost at a cut. "truncate" keeps the first piece only.
         """
-        if block.malformed:
-            indices = indices[~np.isin(indices, list(block.malformed))]
         begin = block.bounds[indices]
         size = np.maximum(0, block.bounds[indices + 1] - begin - 1)
         kept = size if self.long_documents == "split" else np.minimum(size, self.seq_len)
@@ -67,15 +65,16 @@ class PackedSFTDataset(PackedDataset):
             tokens_left_out=int(length[~learned].sum()),
         )
 
-    def lay_out(self, pieces: PackPieces) -> Sample:
-        ends = np.cumsum(pieces.length)
-        begins = ends - pieces.length
-        inputs, following = ([np.zeros(0, np.int32)] * len(ends) for _ in range(2))
+    def lay_out(self, pack: Pack) -> Sample:
+        """The item of a pack, each document with positions from 0."""
+        ends = np.cumsum(pack.length)
+        begins = ends - pack.length
+        inputs, following = ([np.zeros(0, np.int32)] * (len(ends) + 1) for _ in range(2))
         changes = np.zeros(self.seq_len + 1, np.int64)  # 1 where a learned range begins, -1 behind it
-        for block, tokens in pieces.tokens.items():
-            numbers = np.flatnonzero(pieces.block == block)
-            first = tokens.bounds[pieces.index[numbers]] + pieces.start[numbers]
-            last = first + pieces.length[numbers]
+        for block, tokens in pack.tokens.items():
+            numbers = np.flatnonzero(pack.block == block)
+            first = tokens.bounds[pack.index[numbers]] + pack.start[numbers]
+            last = first + pack.length[numbers]
             for number, start, stop in zip(numbers.tolist(), first.tolist(), last.tolist(), strict=True):
                 inputs[number] = tokens.tokens[start:stop]
                 following[number] = tokens.tokens[start + 1 : stop + 1]
@@ -83,13 +82,12 @@ class PackedSFTDataset(PackedDataset):
             shift = (begins[numbers] - first - 1)[of]
             np.add.at(changes, begin + shift, 1)
             np.subtract.at(changes, end + shift, 1)
-        rows, size = Rows(self.seq_len), int(pieces.length.sum())
-        if size:
-            rows.tokens[:size] = np.concatenate(inputs)
-            rows.positions[:size] = np.arange(size) - np.repeat(begins, pieces.length)
-            rows.labels[:size] = np.where(np.cumsum(changes[:size]), np.concatenate(following), IGNORE_INDEX)
-        item, labels = self.item(rows, np.stack([begins, ends], axis=1))
-        return item | {"records": pieces.record}, labels
+        size = int(pack.length.sum())
+        positions = np.arange(size) - np.repeat(begins, pack.length)
+        learned = np.where(np.cumsum(changes[:size]), np.concatenate(following), IGNORE_INDEX)
+        item, labels = self.item([(np.concatenate(inputs), positions, learned)], np.stack([begins, ends], axis=1))
+        return item | {"records": pack.record}, labels
 
     def identity(self) -> dict[str, Any]:
+        """All that the stream of packs depends on, what happens to long documents included."""
         return super().identity() | {"long_documents": self.long_documents}

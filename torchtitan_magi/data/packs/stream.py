@@ -14,15 +14,18 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from torchtitan_magi.data.packs.epoch_order import EpochOrder
+from torchtitan_magi.data.packs.pack_options import PackOptions
+from torchtitan_magi.data.packs.plan_cache import PlanCache
 from torchtitan_magi.data.packs.window_plan import Cursor, MakePieces, WindowPlan, blocks_carried, plan_window
 from torchtitan_magi.data.records.corpus import Corpus
 from torchtitan_magi.data.tokens.array_file import Damaged
 from torchtitan_magi.data.tokens.token_block import VERSION, TokenBlock
+from torchtitan_magi.data.tokens.token_cache import Cancelled, Tokens
 from torchtitan_magi.wording import quoted_path
 
 logger = logging.getLogger(__name__)
@@ -32,37 +35,11 @@ _MAX_NOTES_COUNTED = 5  # at the end of an epoch
 _MAX_SKIPS_LOGGED = 10  # per run
 _FEWEST_KEPT = 1000  # records of a window whose plan is kept; fewer are packed in a few milliseconds
 
-MakePlan = Callable[[threading.Event], WindowPlan]  # raises Cancelled if the event is set while it waits for tokens
 T = TypeVar("T")
 
 
-class Tokens(Protocol):
-    """Where the stream takes tokens from, see `token_cache`."""
-
-    def order(self, blocks: list[int]) -> None:
-        """Says in which order blocks will be opened."""
-
-    def are_there(self, blocks: list[int]) -> bool:
-        """Whether the tokens of all these blocks need not be made."""
-
-    def open(self, block: int, cancelled: threading.Event) -> TokenBlock:
-        """Waits for the tokens of a block, or until the event is set: then raises Cancelled."""
-
-    def malformed(self, block: int) -> dict[int, str] | None:
-        """What is wrong with records of a block, by index in it; None if its tokens are not there yet."""
-
-    def remake(self, block: int) -> TokenBlock:
-        """The tokens of a block that are damaged, made again."""
-
-    def plan(self, name: str, make: MakePlan, cancelled: threading.Event) -> WindowPlan:
-        """The plan of this name, made if it is not there. Raises Cancelled if the event is set meanwhile."""
-
-    def remake_plan(self, name: str, make: MakePlan) -> WindowPlan:
-        """The plan of this name, which is damaged, made again."""
-
-
 @dataclass(frozen=True)
-class PackPieces:
+class Pack:
     """The n pieces of a pack, in its order, with their tokens.
 
     block, index, start, length: int64 [n], see `Pieces`; record: int64 [n], numbers of the records in the corpus;
@@ -76,11 +53,11 @@ class PackPieces:
     record: np.ndarray
     tokens: dict[int, TokenBlock]
 
-    @classmethod
-    def none(cls) -> "PackPieces":
-        """Of a pack of padding only."""
-        nothing = np.zeros(0, np.int64)
-        return cls(nothing, nothing, nothing, nothing, nothing, {})
+
+def pack_of_padding() -> Pack:
+    """A pack without a piece."""
+    nothing = np.zeros(0, np.int64)
+    return Pack(nothing, nothing, nothing, nothing, nothing, {})
 
 
 class Blocks:
@@ -91,25 +68,30 @@ class Blocks:
         self._opened: dict[int, TokenBlock] = {}
 
     def open(self, block: int, cancelled: threading.Event | None = None) -> TokenBlock:
-        """Raises Cancelled if the event is set while it waits."""
+        """The tokens of a block. Raises Cancelled if the event is set while it waits for them."""
         if block not in self._opened:
             self._opened[block] = self.tokens.open(block, cancelled or threading.Event())
         return self._opened[block]
 
     def remake(self, block: int) -> None:
+        """Makes the damaged tokens of a block again."""
         self._opened[block] = self.tokens.remake(block)
 
 
 @dataclass(frozen=True)
 class SoFar:
-    """num_records: read in this run, that is, since a state was loaded; notes: what the chat template left out of them
-    -> of how many; malformed: the first of them that is, and what is wrong with it."""
+    """What was read in this run, that is, since a state was loaded.
+
+    num_records: number of records; notes: what the chat template left out of them -> of how many; malformed: the first
+    of them that is, and what is wrong with it.
+    """
 
     num_records: int = 0
     notes: Counter[str] = field(default_factory=Counter)
     malformed: tuple[int, str] | None = None
 
     def after(self, plan: WindowPlan) -> "SoFar":
+        """What was read once the window of the plan was read as well."""
         notes = self.notes + Counter({note: number for note, (number, _) in plan.notes.items()})
         malformed = self.malformed or next(iter(plan.malformed), None)
         return SoFar(self.num_records + plan.counts.documents, notes, malformed)
@@ -130,7 +112,7 @@ class Window:
     blocks: Blocks
     plan: WindowPlan
     replan: Callable[[], WindowPlan]
-    so_far: "SoFar"
+    so_far: SoFar
 
     def after(self, given: int) -> Cursor:
         """The cursor behind so many packs of the window."""
@@ -138,16 +120,16 @@ class Window:
             return self.end
         return replace(self.begin, given=given, counts=self.end.counts)
 
-    def pieces(self, number: int) -> PackPieces:
-        """Of a pack: at most seq_len tokens in total. Plan and tokens are checked for damage."""
+    def pack(self, number: int) -> Pack:
+        """One of its packs. Plan and tokens are checked for damage."""
         try:
-            rows = self.plan.pack(number)
+            rows = self.plan.rows_of(number)
         except Damaged:
             self.plan = self.replan()
-            rows = self.plan.pack(number)
+            rows = self.plan.rows_of(number)
         block, index, start, length = rows.T.astype(np.int64)
-        tokens = {number: self._tokens(number, index[block == number]) for number in dict.fromkeys(block.tolist())}
-        return PackPieces(block, index, start, length, self.records.block_firsts[block] + index, tokens)
+        tokens = {each: self._tokens(each, index[block == each]) for each in dict.fromkeys(block.tolist())}
+        return Pack(block, index, start, length, self.records.block_firsts[block] + index, tokens)
 
     def _tokens(self, block: int, indices: np.ndarray) -> TokenBlock:
         """The tokens of a block, of which those of these records are needed."""
@@ -174,56 +156,42 @@ class WindowCount(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Pack:
-    window: Window
-    number: int
-
-    def pieces(self) -> PackPieces:
-        return self.window.pieces(self.number)
-
-
-@dataclass(frozen=True)
 class PackStream:
-    """Packs of `seq_len` tokens from `records`; see `PackedDataset` for the options.
+    """Packs of `records`, whose tokens are in `tokens`.
 
-    make_pieces: a pure function. skip_bad: whether a record that is malformed or refused by the tokenizer is left out
-    and counted; otherwise it raises ValueError. identity: all that the packs depend on, as plain Python values.
+    plans: keeps the plans of windows; None: they are not kept. make_pieces: a pure function. identity: all that the
+    packs depend on, as plain Python values.
     """
 
     records: Corpus
     tokens: Tokens
+    plans: PlanCache | None
     make_pieces: MakePieces
-    seq_len: int
-    seed: int
-    shuffle: bool
-    epochs: int
-    window_blocks: int
-    skip_bad: bool
-    weighted: bool
+    options: PackOptions
     identity: Callable[[], dict[str, Any]]
     said: set[str] = field(default_factory=set)  # notes that were logged
     named: set[str] = field(default_factory=set)  # records left out that were logged
 
-    def rounds(self, cursor: Cursor, rank: int, num_ranks: int) -> Iterator[tuple[Pack | None, Cursor]]:
-        """Rounds of `num_ranks` packs, from `cursor` to the end of the last epoch: the pack of this rank, or None if
-        the last round has none, and the cursor behind the round.
+    def rounds(self, cursor: Cursor, rank: int, num_ranks: int) -> Iterator[tuple[Callable[[], Pack], Cursor]]:
+        """Rounds of `num_ranks` packs, from `cursor` to the end of the last epoch: what reads the pack of this rank,
+        which is one of padding if the last round has no other, and the cursor behind the round.
 
         Raises ValueError if a whole epoch has no label, and for a bad record (file and line) before the first pack of
         its window.
         """
         cancelled = threading.Event()
-        mine, taken = None, 0  # in this round
+        mine, taken = pack_of_padding, 0  # in this round
         for window in made_ahead(self._windows(cursor, cancelled), cancelled):
             given = window.begin.given
             while given < window.plan.num_packs:
                 more = min(num_ranks - taken, window.plan.num_packs - given)
                 if taken <= rank < taken + more:
-                    mine = Pack(window, given + rank - taken)
+                    mine = functools.partial(window.pack, given + rank - taken)
                 given, taken = given + more, taken + more
                 cursor = window.after(given)
                 if taken == num_ranks:
                     yield mine, cursor
-                    mine, taken = None, 0
+                    mine, taken = pack_of_padding, 0
             self._report(window)
         if taken:
             yield mine, cursor
@@ -240,16 +208,19 @@ class PackStream:
             yield WindowCount(window.begin.epoch, window.plan.num_packs - given, records, window.last)
 
     def order_of(self, epoch: int) -> EpochOrder:
-        return EpochOrder.of(self.records, self.weights, epoch, self.seed if self.shuffle else None, self.window_blocks)
+        """The order in which an epoch reads the records."""
+        options = self.options
+        return EpochOrder.of(self.records, self.weights, epoch, options.order_seed, options.window_blocks)
 
     @property
     def weights(self) -> list[float]:
-        return [source.weight if self.weighted else 1.0 for source in self.records.sources]
+        """How many times an epoch passes over each source."""
+        return [source.weight if self.options.weighted else 1.0 for source in self.records.sources]
 
     def _windows(self, cursor: Cursor, cancelled: threading.Event) -> Iterator[Window]:
         before: Window | None = None  # holds the blocks of pieces carried from it
         following, so_far = self.order_of(cursor.epoch), SoFar()
-        while self.epochs == -1 or cursor.epoch < self.epochs:
+        while self.options.has_epoch(cursor.epoch):
             order, following = following, self.order_of(cursor.epoch + 1)
             self.tokens.order(self._blocks_from(cursor, order, following))
             while cursor.window < order.num_windows:
@@ -273,7 +244,7 @@ class PackStream:
     def _blocks_from(self, cursor: Cursor, order: EpochOrder, following: EpochOrder) -> list[int]:
         """The blocks of this epoch from the cursor on and of the next epoch, in the order of their need."""
         blocks = [*blocks_carried(self.records, cursor), *order.blocks_from(cursor.window)]
-        if self.epochs == -1 or cursor.epoch + 1 < self.epochs:
+        if self.options.has_epoch(cursor.epoch + 1):
             blocks += following.blocks_from(0)
         return list(dict.fromkeys(blocks))
 
@@ -283,14 +254,14 @@ class PackStream:
 
         def make(cancelled: threading.Event) -> WindowPlan:
             open_block = functools.partial(blocks.open, cancelled=cancelled)
-            return plan_window(self.records, order, cursor, self.make_pieces, self.seq_len, open_block)
+            return plan_window(self.records, order, cursor, self.make_pieces, self.options.seq_len, open_block)
 
-        if order.num_records(cursor.window) < _FEWEST_KEPT:
+        if self.plans is None or order.num_records(cursor.window) < _FEWEST_KEPT:
             plan, replan = make(cancelled), functools.partial(make, threading.Event())
         else:
             name = self._name(cursor)
-            plan = self.tokens.plan(name, make, cancelled)
-            replan = functools.partial(self.tokens.remake_plan, name, make)
+            plan = self.plans.open(name, make, cancelled)
+            replan = functools.partial(self.plans.remake, name, make)
         so_far = before.after(plan)
         self._say(plan, cursor, so_far)
         counts = cursor.counts if cursor.given else cursor.counts + plan.counts
@@ -298,7 +269,7 @@ class PackStream:
         return Window(self.records, cursor, end, end.window == order.num_windows, blocks, plan, replan, so_far)
 
     def _name(self, cursor: Cursor) -> str:
-        """Of the plan of the window at the cursor: a hash of all that it depends on."""
+        """Names the plan of the window at the cursor: a hash of all that it depends on."""
         depends_on = json.dumps((VERSION, self.identity(), cursor.epoch, cursor.window)).encode()
         return hashlib.sha256(depends_on + self.records.digest_of_all + cursor.carried.tobytes()).hexdigest()[:40]
 
@@ -316,7 +287,7 @@ class PackStream:
             logger.warning(text, note, f"{number:,}", f"{so_far.num_records:,}", self.records.where(record))
         for number, (record, what) in enumerate(plan.malformed, start=cursor.counts.skipped):
             text = f"{self.records.where(record)}: {what}"
-            if not self.skip_bad:
+            if not self.options.skips_bad:
                 raise ValueError(text)
             if number < _MAX_SKIPS_LOGGED and text not in self.named:
                 self.named.add(text)
@@ -331,10 +302,6 @@ class PackStream:
             logger.info("%s: end of epoch %d: %s%s", self.records.name, window.begin.epoch + 1, after, counted)
         elif window.begin.epoch == 0 and before.packs.bit_length() < after.packs.bit_length():
             logger.info("%s: %s", self.records.name, after)
-
-
-class Cancelled(Exception):
-    """Nobody wants the result any more."""
 
 
 def made_ahead(items: Iterator[T], cancelled: threading.Event) -> Iterator[T]:

@@ -2,12 +2,11 @@
 
 A window is packed as a whole, from lengths alone. The emptiest packs are dissolved and their pieces carried into the
 next window, except in the last window of an epoch. A plan is a pure function of the data, the tokenizer and the
-options. It is kept as a file beside the tokens, see `array_file`: of all ranks and runs one makes it, and each reads
-the rows of its own packs only.
+options. It is kept as a file beside the tokens, see `plan_cache`; each rank reads the rows of its own packs only.
 """
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import chain
 from typing import Any
@@ -18,20 +17,46 @@ from torchtitan_magi.data.packs.best_fit import PackingCounts, pack_best_fit
 from torchtitan_magi.data.packs.epoch_order import EpochOrder
 from torchtitan_magi.data.records.corpus import Corpus
 from torchtitan_magi.data.tokens.array_file import Damaged, Layout
-from torchtitan_magi.data.tokens.documents import Pieces
 from torchtitan_magi.data.tokens.token_block import TokenBlock
 from torchtitan_magi.wording import one_line, quoted
 
 PACKING_VERSION = 2  # of the way from records to packs
-
-# (tokens of a block, indices of records in it) -> (pieces of at most seq_len tokens, each with a label; counts)
-MakePieces = Callable[[TokenBlock, np.ndarray], tuple[Pieces, PackingCounts]]
 
 _INDEX = {"bounds": np.int64, "checksums": np.uint32, "carried": np.int64}
 _FILE = Layout(b"magiplan", _INDEX, "rows")
 _FULL = 0.98  # a pack filled to this fraction is never carried over
 _MAX_CARRIED = 1 / 8  # fraction of a window's packs; at least one pack
 _MAX_MALFORMED = 10  # that a plan names
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """Pieces cut from the records of a block, which are packed: documents, cuts of long ones, or preference pairs.
+
+    index: int64 [n], the record's index in its block; start: int64 [n], first position within its document; length:
+    int64 [n], positions.
+    """
+
+    index: np.ndarray
+    start: np.ndarray
+    length: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def __getitem__(self, numbers: np.ndarray) -> "Pieces":
+        """Those of these numbers."""
+        return Pieces(self.index[numbers], self.start[numbers], self.length[numbers])
+
+    @classmethod
+    def concatenate(cls, pieces: Sequence["Pieces"]) -> "Pieces":
+        """Those of several blocks, one after the other."""
+        columns = [(p.index, p.start, p.length) for p in pieces] or [(np.zeros(0, np.int64),) * 3]
+        return cls(*(np.concatenate(column) for column in zip(*columns, strict=True)))
+
+
+# (tokens of a block, indices of good records in it) -> (pieces of at most seq_len tokens, each with a label; counts)
+MakePieces = Callable[[TokenBlock, np.ndarray], tuple[Pieces, PackingCounts]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,12 +73,13 @@ class Cursor:
     counts: PackingCounts = field(default_factory=PackingCounts)  # includes this window once given > 0
 
     def state_dict(self) -> dict[str, Any]:
+        """The position as plain Python values."""
         place = {"epoch": self.epoch, "window": self.window, "carried": self.carried.tolist()}
         return place | {"given": self.given, "counts": asdict(self.counts)}
 
     @classmethod
     def from_state_dict(cls, state: dict[str, Any]) -> "Cursor":
-        """Raises ValueError for what is no position, of one line."""
+        """The position of `state_dict`. Raises ValueError, of one line, for what is none."""
         try:
             cursor = cls(
                 state["epoch"], state["window"], _pairs(state["carried"]), state["given"],
@@ -102,9 +128,10 @@ class WindowPlan:
 
     @property
     def num_packs(self) -> int:
+        """Number of packs."""
         return len(self.checksums)
 
-    def pack(self, number: int) -> np.ndarray:
+    def rows_of(self, number: int) -> np.ndarray:
         """int32 [n, 4]: the rows of a pack. Raises Damaged if they are not as they were written."""
         first, last = self.bounds[number : number + 2].tolist()
         rows = self.rows[4 * first : 4 * last]
@@ -143,12 +170,13 @@ def plan_window(
         found.append((block, _carried_pieces(records, open_block(block), block, carried_here, make_pieces)))
     for block, indices in order.records(cursor.window):
         tokens = open_block(block)
-        bad = [index for index in indices.tolist() if index in tokens.malformed] if tokens.malformed else []
+        is_bad = np.isin(indices, list(tokens.malformed))
+        bad = indices[is_bad].tolist()
         malformed += [(int(records.block_firsts[block]) + index, tokens.malformed[index]) for index in bad]
         for note, those in tokens.notes_on(indices).items():
             number, one = notes.get(note, (0, int(records.block_firsts[block] + those.min())))
             notes[note] = number + len(those), one
-        pieces, more = make_pieces(tokens, indices)
+        pieces, more = make_pieces(tokens, indices[~is_bad])
         found.append((block, pieces))
         counts += more + PackingCounts(documents=len(bad), skipped=len(bad))
     of_block = np.repeat(np.array([block for block, _ in found], np.int64), [len(pieces) for _, pieces in found])
@@ -202,7 +230,7 @@ def _carried_pieces(
                 f"{records.where(int(records.block_firsts[block]) + index)} has no token {start} as it had when the"
                 " loader's state was saved; resume with the same tokenizer and chat template"
             )
-    return pieces.rows(np.array([place[row] for row in rows]))
+    return pieces[np.array([place[row] for row in rows])]
 
 
 def _pack(lengths: np.ndarray, seq_len: int, seed: list[int] | None, last: bool) -> tuple[list[list[int]], list[int]]:

@@ -39,7 +39,7 @@ class Source:
 
     @property
     def num_blocks(self) -> int:
-        """The source has the blocks from `first_block` to `first_block + num_blocks` of the corpus."""
+        """Number of blocks: `first_block` to `first_block + num_blocks` of the corpus."""
         return sum(file.num_blocks for file in self.files)
 
 
@@ -119,6 +119,7 @@ class Corpus:
 
     @property
     def num_blocks(self) -> int:
+        """Number of blocks."""
         return sum(file.num_blocks for file in self.files)
 
     def read(self, block: int) -> list[dict[str, Any] | ValueError]:

@@ -63,6 +63,7 @@ class JsonlFile(RecordFile):
         self.num_bytes, self.crc32 = self._index.num_bytes, self._index.crc32
 
     def read(self, block: int) -> list[dict[str, Any] | ValueError]:
+        """The records of a block, whose bytes are compared with what was indexed."""
         first, last = self.block_firsts[block : block + 2].tolist()
         self.check_unchanged()
         if last == first + 1 and self._too_long(first):
@@ -85,12 +86,9 @@ class JsonlFile(RecordFile):
     def where(self, index: int) -> str:
         """`path:line` of a record, for messages; reads the file up to that line."""
         self.check_unchanged()
-        number, left = 1, int(self._index.offsets[index])
         with named_errors(self.path), open(self._content, "rb") as file:
-            while chunk := file.read(min(left, _CHUNK_BYTES)):
-                number += chunk.count(b"\n")
-                left -= len(chunk)
-        return f"{shown(self.path)}:{number}"
+            ends = sum(chunk.count(b"\n") for chunk in _read_range(file, 0, int(self._index.offsets[index])))
+        return f"{shown(self.path)}:{1 + ends}"
 
     @property
     def _content(self) -> Path | str:
@@ -133,9 +131,12 @@ class JsonlFile(RecordFile):
 
 @dataclass(frozen=True)
 class _Index:
-    """offsets: int64 [records + 1], first byte of each line that is not blank, and the size of the file. block_firsts:
-    see `RecordFile`. digests: int64 [blocks, _DIGEST_WORDS], SHA-256 of each block. crc32: checksum of the file. path:
-    where the index is kept."""
+    """The index of a JSONL file.
+
+    offsets: int64 [records + 1], first byte of each line that is not blank, and the size of the file; block_firsts: see
+    `RecordFile`; digests: int64 [blocks, _DIGEST_WORDS], SHA-256 of each block; crc32: checksum of the file; path:
+    where the index is kept.
+    """
 
     offsets: np.ndarray
     block_firsts: np.ndarray
@@ -205,7 +206,10 @@ def _index_of(cache: Path | None, path: str) -> _Index:
 
 
 def _chunks(path: str) -> Iterator[memoryview]:
-    """Each is valid until the next. Arrow's `read` would never free the bytes of a read that fails."""
+    """The content of a compressed file; each chunk is valid until the next.
+
+    Arrow's `read` would never free the bytes of a read that fails.
+    """
     buffer = memoryview(bytearray(_CHUNK_BYTES))
     with named_errors(path), pa.input_stream(path) as file:
         while size := file.readinto(buffer):
@@ -255,12 +259,18 @@ def _read_at(file: BinaryIO, start: int) -> bytes:
 
 
 def _digest_of_range(file: BinaryIO, start: int, stop: int) -> bytes:
-    file.seek(start)
-    digest, left = hashlib.sha256(), stop - start
-    while chunk := file.read(min(left, _CHUNK_BYTES)):
+    digest = hashlib.sha256()
+    for chunk in _read_range(file, start, stop):
         digest.update(chunk)
-        left -= len(chunk)
     return digest.digest()
+
+
+def _read_range(file: BinaryIO, start: int, stop: int) -> Iterator[bytes]:
+    """The bytes start:stop of a file in chunks; fewer where it ends before."""
+    file.seek(start)
+    while chunk := file.read(min(stop - start, _CHUNK_BYTES)):
+        yield chunk
+        start += len(chunk)
 
 
 def _is_blank_line(file: BinaryIO, offset: int) -> bool:
@@ -274,7 +284,7 @@ def _is_blank_line(file: BinaryIO, offset: int) -> bool:
 
 
 class _SpokenError(ValueError):
-    """Has its message (`what; remedy`) already."""
+    """An error that has its message (`what; remedy`) already."""
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ _FAILED = ctypes.c_void_p(-1).value
 
 
 class _Mapping:
-    """Is unmapped when no array shows it any more."""
+    """A file in memory, unmapped when no array shows it any more."""
 
     def __init__(self, address: int, size: int) -> None:
         self.__array_interface__ = {"data": (address, True), "shape": (size,), "typestr": "|u1", "version": 3}

@@ -5,7 +5,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from torchtitan_magi.machine import cause, lack
 from torchtitan_magi.wording import quoted_path
 
 Parse = Callable[[Any], dict[str, Any]]
+T = TypeVar("T")
 
 FORMS = ("messages", "conversations", "completion", "output", "text")
 """Keys by which a document is recognised: it has one of them."""
@@ -63,6 +64,7 @@ class RecordFile(ABC):
 
     @property
     def num_blocks(self) -> int:
+        """Number of blocks."""
         return len(self.block_firsts) - 1
 
     @property
@@ -165,6 +167,17 @@ def named_errors(path: str) -> Iterator[None]:
         raise ValueError(lack(error, what) or f"{what}: {cause(error)}; check the path") from None
 
 
+def attempt(function: Callable[..., T], *arguments: Any) -> T | ValueError:
+    """What the function returns or the ValueError that it raises; a ValueError among the arguments is passed on."""
+    for argument in arguments:
+        if isinstance(argument, ValueError):
+            return argument
+    try:
+        return function(*arguments)
+    except ValueError as error:
+        return error
+
+
 def sha256(content: bytes) -> str:
-    """Hexadecimal."""
+    """SHA-256, hexadecimal."""
     return hashlib.sha256(content).hexdigest()

@@ -44,6 +44,7 @@ class TableFile(RecordFile):
     """Rows of a table. A block has as many rows as have BLOCK_BYTES on average, at most _MAX_ROWS."""
 
     def where(self, index: int) -> str:
+        """`path:row` of a record, for messages."""
         return f"{shown(self.path)}:{index + 1}"
 
     def _used_columns(self, names: list[str]) -> list[str]:

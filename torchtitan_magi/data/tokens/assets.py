@@ -23,7 +23,7 @@ _VOCABULARIES, _MERGES = ("vocab.json", "vocab.txt"), "merges.txt"
 
 
 class LoadedTokenizer(NamedTuple):
-    """bos_id, eos_id: None for a token that the folder does not name."""
+    """A tokenizer and two of its token ids; None for a token that the folder does not name."""
 
     tokenizer: Tokenizer
     bos_id: int | None

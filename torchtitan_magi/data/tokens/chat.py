@@ -6,11 +6,10 @@ character of an assistant's turn is to be predicted.
 
 import functools
 import hashlib
-import json
 import logging
 import os
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -22,9 +21,10 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 
 from torchtitan_magi.data.records.formats import Messages
+from torchtitan_magi.data.records.record_file import attempt
 from torchtitan_magi.data.tokens.documents import TokenizedDocument, TokenizedPair, pair_of
 from torchtitan_magi.data.tokens.sandbox import Spans
-from torchtitan_magi.data.tokens.special_tokens import read_special_tokens
+from torchtitan_magi.data.tokens.special_tokens import CONFIG, read_object, read_special_tokens
 from torchtitan_magi.data.tokens.template import PROBE_TOOLS, ChatTemplate, Kwargs, Rendering
 from torchtitan_magi.files import read_text
 from torchtitan_magi.machine import lack
@@ -128,12 +128,10 @@ class ChatTokenizer:
         eos_id: int | None,
         assets_path: str | os.PathLike[str],
         day: date | None = None,
+        check: bool = True,
     ) -> "ChatTokenizer":
         """Takes the chat template of a Hugging Face assets directory, with its special tokens; without a template, the
-        default one (logged).
-
-        Raises ValueError, with the directory, for a template that is of no use, see `ChatTemplate.check`.
-        """
+        default one (logged). Calls `check` unless that is not wanted."""
         templates = load_chat_templates(assets_path)
         template = templates.get(DEFAULT)
         if template is None:
@@ -142,8 +140,13 @@ class ChatTokenizer:
             logger.info("no chat template in %s: messages are written as %s", shown(assets_path), form)
         name, named = f"the chat template in {shown(assets_path)}", read_special_tokens(assets_path).texts
         chat = cls(tokenizer, bos_id, eos_id, template, day, name, named, templates.get(TOOL_USE))
-        chat._template.check()
+        if check:
+            chat.check()
         return chat
+
+    def check(self) -> None:
+        """Raises ValueError, with its name, for a template that is of no use, see `ChatTemplate.check`."""
+        self._template.check()
 
     def __reduce__(self) -> tuple[Any, ...]:
         given = self.tokenizer, self.bos_id, self.eos_id, self.template, self.day, self.name
@@ -163,14 +166,14 @@ class ChatTokenizer:
 
     def documents(self, records: Sequence[dict[str, Any] | ValueError]) -> list[TokenizedDocument | ValueError]:
         """Tokenizes a batch. A record that is refused, or that is a ValueError already, is its ValueError."""
-        return self._encode(_attempt(self._render_record, record) for record in records)
+        return self._encode(attempt(self._render_record, record) for record in records)
 
     def pairs(self, records: Sequence[dict[str, Any] | ValueError]) -> list[TokenizedPair | ValueError]:
         """Tokenizes a batch of preference pairs, as `documents` does."""
-        rendered = (_attempt(self._render_pair, record) for record in records)
+        rendered = (attempt(self._render_pair, record) for record in records)
         both = ([pair] * 2 if isinstance(pair, ValueError) else pair for pair in rendered)
         sides = self._encode(side for pair in both for side in pair)
-        return [_attempt(pair_of, *pair) for pair in zip(sides[::2], sides[1::2], strict=True)]
+        return [attempt(pair_of, *pair) for pair in zip(sides[::2], sides[1::2], strict=True)]
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -216,7 +219,7 @@ class ChatTokenizer:
     def _documents_of(self, texts: list["_Text | ValueError"]) -> Iterator[TokenizedDocument | ValueError]:
         encodings = iter(self._encode_batch([text.text for text in texts if not isinstance(text, ValueError)]))
         for text in texts:
-            yield text if isinstance(text, ValueError) else _attempt(self._document, next(encodings), text)
+            yield text if isinstance(text, ValueError) else attempt(self._document, next(encodings), text)
 
     def _encode_batch(self, texts: list[str]) -> Sequence[Encoding | ValueError]:
         encode_batch = self.tokenizer.encode_batch if self._num_bytes is None else self.tokenizer.encode_batch_fast
@@ -247,7 +250,7 @@ class ChatTokenizer:
 
     @functools.cached_property
     def _num_bytes(self) -> np.ndarray | None:
-        """int64 [ids]: bytes of text of each token, if tokens are the bytes of the text, piece by piece.
+        """int64 [ids]: bytes of text of each token, if tokens are the bytes of the text, cut into runs.
 
         So they are with a byte-level BPE that has all bytes and puts or leaves out none. Its texts are encoded without
         offsets, in seven eighths of the time. None: not so, and the tokenizer is asked for offsets.
@@ -305,7 +308,7 @@ def load_chat_templates(assets_path: str | os.PathLike[str]) -> dict[str, str]:
     named = {path.stem: path for path in sorted(Path(assets_path, "additional_chat_templates").glob("*.jinja"))}
     jinja = Path(assets_path, "chat_template.jinja")
     files = named | ({DEFAULT: jinja} if jinja.exists() else {})
-    path = os.path.join(assets_path, "tokenizer_config.json")
+    path = Path(assets_path, CONFIG)
     templates = _configured_templates(path) | {name: _read_template(file) for name, file in files.items()}
     if templates and DEFAULT not in templates:
         raise ValueError(
@@ -323,17 +326,9 @@ def _read_template(path: Path) -> str:
         ) from None
 
 
-def _configured_templates(path: str) -> dict[str, str]:
-    """Those of a tokenizer_config.json; none without the file."""
-    try:
-        template = json.loads(read_text(path)).get("chat_template")
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, AttributeError, RecursionError) as error:
-        raise ValueError(
-            lack(error, shown(path))
-            or f"{shown(path)} is not a JSON object ({one_line(error)}); download the tokenizer's files again"
-        ) from None
+def _configured_templates(path: Path) -> dict[str, str]:
+    """The templates of a tokenizer_config.json; none without the file."""
+    template = read_object(path).get("chat_template")
     if isinstance(template, list):
         return _named_templates(template, path)
     if template is not None and not isinstance(template, str):
@@ -341,7 +336,7 @@ def _configured_templates(path: str) -> dict[str, str]:
     return {} if template is None else {DEFAULT: template}
 
 
-def _named_templates(templates: list[Any], path: str) -> dict[str, str]:
+def _named_templates(templates: list[Any], path: Path) -> dict[str, str]:
     try:
         by_name = {entry["name"]: entry["template"] for entry in templates}
         if not all(isinstance(text, str) for pair in by_name.items() for text in pair):
@@ -402,17 +397,6 @@ def _in_bytes(spans: Spans, text: str, written: bytes) -> Spans:
 
 def _given(token_id: int | None) -> list[int]:
     return [] if token_id is None else [token_id]
-
-
-def _attempt(function: Callable[..., T], *arguments: Any) -> T | ValueError:
-    """What the function returns or the ValueError that it raises; a ValueError among the arguments is passed on."""
-    for argument in arguments:
-        if isinstance(argument, ValueError):
-            return argument
-    try:
-        return function(*arguments)
-    except ValueError as error:
-        return error
 
 
 def _unwrap(batch: Sequence[T | ValueError]) -> T:

@@ -34,18 +34,21 @@ class Message(dict[str, Any]):
         return super().__getitem__(key)
 
     def get(self, key: str, default: Any = None) -> Any:
+        """As of a dict; the field counts as read."""
         self._read.add(key)
         return super().get(key, default)
 
     def __iter__(self) -> Iterator[str]:
-        """Python copies a dict that has its own __iter__ by __getitem__."""
+        """The fields. Python copies a dict that has its own __iter__ by __getitem__."""
         return super().__iter__()
 
     def items(self) -> Any:
+        """As of a dict; all fields count as read."""
         self._read.update(self)
         return super().items()
 
     def values(self) -> Any:
+        """As of a dict; all fields count as read."""
         self._read.update(self)
         return super().values()
 
@@ -90,11 +93,12 @@ class Marks:
     is_on: bool
 
     def begin(self, is_on: bool) -> None:
-        """Of the rendering that follows. Without marks it is as long as it is without tags."""
+        """Begins a rendering. is_on: whether it gets marks; without them it is as long as without tags."""
         self.texts, self.is_on = [], is_on
 
     @property
     def filters(self) -> dict[str, Callable[[str], str]]:
+        """The filter that puts marks around text, by name."""
         return {"the mark": self._mark}
 
     def _mark(self, text: str) -> str:
@@ -134,7 +138,7 @@ def _is_generation(node: nodes.Node) -> bool:
 class Loops:
     """Notes at which character of the text a template's loops come to which message.
 
-    The notes are calls that write nothing. As text is taken from the template piece by piece, all text before a call
+    The notes are calls that write nothing. As text is taken from the template chunk by chunk, all text before a call
     has been counted when the call is made, except in macros and blocks that are captured: there a message seems to
     have no text.
     """
@@ -143,7 +147,7 @@ class Loops:
     events: list[tuple[int, int | None]]
 
     def begin(self, messages: Sequence[dict[str, Any]]) -> None:
-        """messages: of the rendering that follows."""
+        """Begins the rendering of these messages."""
         self._indices = {id(message): index for index, message in enumerate(messages)}
         self._outer: list[int | None] = []
         self._current: int | None = None
@@ -161,6 +165,7 @@ class Loops:
 
     @property
     def filters(self) -> dict[str, Callable[[Any], None]]:
+        """The filters that note loops and messages, by name."""
         return {"the enter": self._enter, "the come to": self._come_to, "the leave": self._leave}
 
     def _around(self, item: Any) -> list[Any]:

@@ -26,8 +26,11 @@ _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 @dataclass(frozen=True)
 class SpecialTokens:
-    """named: "bos_token" -> token; listed: those without a name; declared: number -> token, for the order in which
-    they are added. is_old: whether the tokenizer's own tokens are declared as well."""
+    """The special tokens of a tokenizer.
+
+    named: "bos_token" -> token; listed: those without a name; declared: number -> token, for the order in which they
+    are added; is_old: whether the tokenizer's own tokens are declared as well.
+    """
 
     named: dict[str, AddedToken]
     listed: list[AddedToken]
@@ -70,7 +73,7 @@ def read_special_tokens(folder: str | os.PathLike[str]) -> SpecialTokens:
 def _with_old_files(
     folder: Path, named: dict[str, AddedToken], listed: list[AddedToken], has_list: bool
 ) -> SpecialTokens:
-    """With what the files of older versions add to a configuration. has_list: whether that lists tokens."""
+    """The special tokens with those of the files of older versions. has_list: whether the configuration lists some."""
     path, names = folder / OLD_NAMES, read_object(folder / OLD_NAMES)
     named = _in_order(_named(path, names, True), named)
     listed = listed + _listed(path, {EXTRA: names.get(EXTRA)}, True)

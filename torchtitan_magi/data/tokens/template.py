@@ -65,9 +65,10 @@ _KNOWN_FIELDS = {"role", "content", "reasoning_content", "thinking", "tool_calls
 
 @dataclass(frozen=True)
 class Rendering:
-    """text; spans: half-open character ranges of the assistant's text; notes: what the template left out, if anything.
+    """A rendered conversation.
 
-    A note is the same for every record that it is true of, so that records can be counted by it.
+    spans: half-open character ranges of the assistant's text; notes: what the template left out, if anything. A note
+    is the same for every record that it is true of, so that records can be counted by it.
     """
 
     text: str
@@ -262,7 +263,7 @@ class ChatTemplate:
         kwargs: Kwargs,
         add_generation_prompt: bool = False,
     ) -> Trace:
-        """messages: as `_as_shown`, each an object of its own."""
+        """A rendering of messages that are as `_as_shown` makes them, each an object of its own."""
         if self._has_markers and any(has_mark(message) for message in messages):
             raise ValueError("the text holds the Unicode noncharacter U+FDD0 or U+FDD1; remove it")
         compiled = self._compiled
@@ -281,16 +282,16 @@ class ChatTemplate:
         template, loops = compiled.template, compiled.loops
         loops.begin(variables["messages"])
         compiled.marks.begin(with_marks)
-        pieces, limit = [], _FREE_CHARACTERS
+        chunks, limit = [], _FREE_CHARACTERS
         try:
-            for piece in template.generate(**variables):
-                pieces.append(piece)
-                loops.position += length(piece)
+            for chunk in template.generate(**variables):
+                chunks.append(chunk)
+                loops.position += length(chunk)
                 if loops.position > limit:
                     limit = _max_characters(record)
                     if loops.position > limit:
                         raise ValueError(f"it writes more than {limit:,} characters, too many for what the record has")
-            text = "".join(pieces)
+            text = "".join(chunks)
             text.encode()  # a template can cut a character in two
         except MemoryError:
             raise
@@ -331,7 +332,7 @@ class ChatTemplate:
 
 
 class _Compiled(NamedTuple):
-    """variables: names that the template takes from its caller, and of what jinja2 has."""
+    """A compiled template. variables: names that it takes from its caller, and of what jinja2 has."""
 
     template: jinja2.Template
     loops: Loops

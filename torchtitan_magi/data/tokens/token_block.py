@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from torchtitan_magi.data.tokens.array_file import Layout
-from torchtitan_magi.data.tokens.documents import TokenizedDocument, TokenizedPair
+from torchtitan_magi.data.tokens.documents import TokenizedDocument, TokenizedPair, num_common
 
 VERSION = 3  # of the files, and of the way from a record to its tokens
 PARTS = {"documents": 1, "pairs": 3}  # of a record's tokens
@@ -45,14 +45,14 @@ class TokenBlock:
 
     @classmethod
     def of(cls, kind: str, records: Sequence[TokenizedDocument | TokenizedPair | ValueError]) -> "TokenBlock":
-        """kind: "documents" or "pairs"."""
+        """The block of these records. kind: "documents" or "pairs"."""
         parts = PARTS[kind]
         malformed = {index: str(record) for index, record in enumerate(records) if isinstance(record, ValueError)}
         rows = [_parts_of(record, parts) for record in records]
         tokens = np.concatenate([np.zeros(0, np.int32), *(part.tokens for row in rows for part in row)])
         masks = np.concatenate([np.zeros(1, bool), *(part.loss_mask for row in rows for part in row), [False]])
         bounds = np.cumsum([0, *(len(part.tokens) for row in rows for part in row)])
-        common = [0 if parts == 1 else _common(row[1].tokens, row[2].tokens) for row in rows]
+        common = [0 if parts == 1 else num_common(row[1].tokens, row[2].tokens) for row in rows]
         firsts = bounds[::parts].tolist()
         notes, noted = _noted([_notes_of(row) for row in rows])
         checksums = [zlib.crc32(tokens[first:last].data) for first, last in itertools.pairwise(firsts)]
@@ -69,7 +69,7 @@ class TokenBlock:
         )
 
     def tokens_of(self, index: int) -> tuple[int, int]:
-        """The range of a record's tokens."""
+        """The half-open range of a record's tokens."""
         return int(self.bounds[index * self.parts]), int(self.bounds[(index + 1) * self.parts])
 
     def are_sound(self, indices: np.ndarray) -> bool:
@@ -85,7 +85,7 @@ class TokenBlock:
         return {note: those for note, those in found.items() if len(those)}
 
     def document(self, first: int, last: int) -> TokenizedDocument:
-        """The tokens first:last."""
+        """The tokens first:last, which are a part of a record."""
         mask = np.zeros(last - first, bool)
         _, starts, stops = self.learned_in(np.array([first]), np.array([last]))
         for start, stop in zip(starts.tolist(), stops.tolist(), strict=True):
@@ -103,7 +103,7 @@ class TokenBlock:
         return of, np.maximum(first[of], found[:, 0]), np.minimum(last[of], found[:, 1])
 
     def pair(self, index: int) -> TokenizedPair:
-        """A record of three parts."""
+        """The pair of a record of three parts."""
         begin, chosen, rejected, end = self.bounds[3 * index : 3 * index + 4].tolist()
         return TokenizedPair(self.tokens[begin:chosen], self.document(chosen, rejected), self.document(rejected, end))
 
@@ -136,12 +136,6 @@ def _parts_of(record: TokenizedDocument | TokenizedPair | ValueError, parts: int
     if isinstance(record, ValueError):
         return [TokenizedDocument(np.zeros(0, np.int32), np.zeros(0, bool))] * parts
     return [record]
-
-
-def _common(one: np.ndarray, two: np.ndarray) -> int:
-    size = min(len(one), len(two))
-    differ = np.flatnonzero(one[:size] != two[:size])
-    return int(differ[0]) if len(differ) else size
 
 
 def _notes_of(parts: Sequence[TokenizedDocument]) -> set[str]:

@@ -1,5 +1,5 @@
 """Tokens of a data set, made once: a folder of files, one per block of records, which all ranks and later runs read.
-The plans of packs lie beside them, see `window_plan`.
+The plans of packs lie beside them.
 
 A file is named by a hash of all that its tokens depend on: the block's content, the tokenizer with its chat template,
 the kind of record. A reader that misses a file starts a writer, see `token_writer`, and waits. A lock lets one writer
@@ -16,25 +16,23 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from torchtitan_magi import machine
 from torchtitan_magi.data import guard
-from torchtitan_magi.data.packs.stream import Cancelled, MakePlan
-from torchtitan_magi.data.packs.window_plan import WindowPlan
 from torchtitan_magi.data.records.corpus import Corpus
 from torchtitan_magi.data.tokens.array_file import Damaged
 from torchtitan_magi.data.tokens.token_block import VERSION, TokenBlock
 from torchtitan_magi.data.tokens.token_writer import Job, unusable
-from torchtitan_magi.files import Waiting, open_lock, release_lock, sign_lock, take_lock
+from torchtitan_magi.files import Waiting, open_lock, sign_lock, take_lock
 from torchtitan_magi.wording import quoted_path, shown
 
 logger = logging.getLogger(__name__)
 
-_POLL = 0.02  # seconds between looks for a file
+POLL = 0.02  # seconds between looks for a file
 _MAX_WRITERS = 4  # that end without the file that is waited for
 _MAX_OPEN = 128  # files of tokens that nobody uses at the moment
 _UNFINISHED_SECONDS = 3600.0  # age of a temporary file whose writer is dead
@@ -59,10 +57,15 @@ def default_folder() -> Path:
     return Path(explicit or user) / "tokens"
 
 
+class Cancelled(Exception):
+    """Nobody wants the result any more."""
+
+
 class TokenizedHere:
     """Tokens made in this process when they are asked for, and forgotten when nobody uses them.
 
-    tokenize: records -> tokens or ValueErrors, in batches; a ValueError among the records is passed on.
+    tokenize: records -> tokens or ValueErrors, in batches; a ValueError among the records is passed on. The methods are
+    those of `TokenCache`.
     """
 
     def __init__(self, corpus: Corpus, tokenize: Callable[[list[Any]], list[Any]], kind: str) -> None:
@@ -89,12 +92,6 @@ class TokenizedHere:
     def remake(self, block: int) -> TokenBlock:
         raise AssertionError("nothing changes what is in memory")
 
-    def plan(self, name: str, make: MakePlan, cancelled: threading.Event) -> WindowPlan:
-        return make(cancelled)
-
-    def remake_plan(self, name: str, make: MakePlan) -> WindowPlan:
-        raise AssertionError("nothing changes what is in memory")
-
 
 class TokenCache:
     """Tokens in a folder.
@@ -114,7 +111,6 @@ class TokenCache:
         self._depends_on = f"{VERSION} {kind} {tokenizer.fingerprint}"
         self._order: list[int] = []
         self._there: set[int] = set()  # blocks whose tokens have been seen
-        self._cleaned = self._told = False
         self._exitcode = 0  # of the last writer that ended
         self._writers: dict[str, _Writer] = {}
         self._makers: dict[str, str] = {}  # who writes, here or in another process
@@ -131,21 +127,22 @@ class TokenCache:
         return f"token cache {shown(self.folder)}: {sum(sizes) / 2**30:.2f} GiB in {len(sizes):,} files"
 
     def path(self, block: int) -> Path:
+        """The file of a block's tokens."""
         return Path(self._path_name(block))
 
     def _path_name(self, block: int) -> str:
-        """Of which there are many; a Path costs more."""
+        """The same as text: there are many blocks, and a Path costs more."""
         key = hashlib.sha256(f"{self.corpus.digest(block)} {self._depends_on}".encode()).hexdigest()[:40]
         return f"{self.folder}/{key}.tokens"
 
     def order(self, blocks: list[int]) -> None:
-        """Has what is missing of these blocks written in this order, from now on."""
+        """Says in which order blocks will be opened: what is missing of them is written in this order, from now on."""
         self._order = blocks
         if not self.are_there(blocks):
             self._write(blocks, self.order_name)
 
     def are_there(self, blocks: list[int]) -> bool:
-        """Whether all of them have a file."""
+        """Whether the tokens of all these blocks need not be made."""
         unknown = set(blocks) - self._there
         found = all(os.path.exists(self._path_name(block)) for block in unknown)
         if found:
@@ -169,73 +166,9 @@ class TokenCache:
 
     def remake(self, block: int) -> TokenBlock:
         """The tokens of a block whose file is damaged, made again."""
-        self._remove(self._path_name(block))
+        remove_damaged(self._path_name(block))
         self._in_use.pop(block, None)
         return self.open(block, threading.Event())
-
-    def plan(self, name: str, make: MakePlan, cancelled: threading.Event) -> WindowPlan:
-        """The plan of this name, which is made if it is not there: by one process, while the others wait for it. Where
-        it cannot be kept, each process makes its own."""
-        path = self._plan_path(name)
-        waiting = Waiting(shown(path))
-        while not cancelled.is_set():
-            try:
-                return WindowPlan.open(path)
-            except FileNotFoundError:
-                pass
-            except Damaged:
-                self._remove(path)
-            except OSError as error:
-                raise ValueError(unusable(self.folder, error)) from None
-            try:
-                with self._locked(name):
-                    if not os.path.exists(path):
-                        plan = make(cancelled)
-                        self._keep(plan, path)
-                        return plan
-            except BlockingIOError as error:
-                waiting.note(error)
-                cancelled.wait(_POLL)
-            except OSError as error:
-                self._tell(error)
-                return make(cancelled)
-        raise Cancelled
-
-    def remake_plan(self, name: str, make: MakePlan) -> WindowPlan:
-        self._remove(self._plan_path(name))
-        return self.plan(name, make, threading.Event())
-
-    def _keep(self, plan: WindowPlan, path: str) -> None:
-        if not self._cleaned:
-            self._cleaned = True
-            self._clean()
-        try:
-            plan.write(path)
-        except OSError as error:
-            self._tell(error)
-
-    def _tell(self, error: OSError) -> None:
-        if not self._told:
-            self._told = True
-            reason = machine.cause(error)
-            logger.warning(
-                "plans cannot be kept in %s (%s): every process packs for itself", shown(self.folder), reason
-            )
-
-    def _plan_path(self, name: str) -> str:
-        return f"{self.folder}/{name}.plan"
-
-    @contextmanager
-    def _locked(self, name: str) -> Iterator[None]:
-        """Raises BlockingIOError while another process has the lock."""
-        path = self.folder / f"{name}.lock"
-        with open(open_lock(path), "r+b") as lock:
-            take_lock(lock.fileno())
-            try:
-                yield
-            finally:
-                path.unlink(missing_ok=True)  # whoever opened it before finds the plan
-                release_lock(lock.fileno())
 
     def _wait(self, block: int, cancelled: threading.Event) -> TokenBlock:
         path, waiting, num_writers = self._path_name(block), Waiting(f"the tokens of {self.corpus.name}"), 0
@@ -246,7 +179,7 @@ class TokenCache:
             except FileNotFoundError:
                 pass
             except Damaged:
-                self._remove(path)
+                remove_damaged(path)
                 order, name = [], os.path.basename(path)  # a writer that runs may have been here already
             except OSError as error:
                 raise ValueError(unusable(self.folder, error)) from None
@@ -255,7 +188,7 @@ class TokenCache:
             if num_writers > _MAX_WRITERS:
                 raise ValueError(self._endless())
             waiting.note(self._makers.get(name, "another process"))
-            cancelled.wait(_POLL)
+            cancelled.wait(POLL)
         raise Cancelled
 
     def _endless(self) -> str:
@@ -264,13 +197,6 @@ class TokenCache:
             end = guard.describe_end(self._exitcode)
             return f"the process that tokenizes {self.corpus.name} {end} again and again; {machine.memory_remedy()}"
         return f"tokens disappear from {quoted_path(self.folder)}; let no other program remove files there"
-
-    def _remove(self, path: str) -> None:
-        logger.warning("%s is damaged and is made again", shown(path))
-        try:
-            Path(path).unlink(missing_ok=True)
-        except OSError as error:
-            raise ValueError(unusable(self.folder, error)) from None
 
     def _write(self, blocks: list[int], name: str) -> bool:
         """Starts a writer unless one runs, here or in another process. Raises ValueError if the last one failed."""
@@ -285,7 +211,7 @@ class TokenCache:
             self.folder.mkdir(parents=True, exist_ok=True)
             with open(open_lock(self.folder / f"{name_of_lock}.lock"), "r+b") as lock:
                 take_lock(lock.fileno())
-                self._clean()
+                clean(self.folder)
                 items = [(block, self.path(block)) for block in blocks]
                 missing = [(block, str(path)) for block, path in items if not path.exists()]
                 if missing:
@@ -299,19 +225,32 @@ class TokenCache:
         except OSError as error:
             raise ValueError(unusable(self.folder, error)) from None
 
-    def _clean(self) -> None:
-        """Removes what dead writers have left, and plans that nobody has read for long."""
-        leftovers = dict.fromkeys(("unfinished", "tmp"), _UNFINISHED_SECONDS)  # tmp: of earlier versions
-        for kind, seconds in (leftovers | {"plan": _UNUSED_SECONDS}).items():
-            for path in self.folder.glob(f"*.{kind}"):
-                with suppress(OSError):
-                    found = path.stat()
-                    if time.time() - max(found.st_atime, found.st_mtime) > seconds:
-                        path.unlink()
+
+def remove_damaged(path: str) -> None:
+    """Removes a file of tokens or of a plan that is to be made again. Raises ValueError, with the remedy."""
+    logger.warning("%s is damaged and is made again", shown(path))
+    try:
+        Path(path).unlink(missing_ok=True)
+    except OSError as error:
+        raise ValueError(unusable(os.path.dirname(path), error)) from None
+
+
+def clean(folder: Path) -> None:
+    """Removes what dead writers have left in a folder of tokens, and plans that nobody has read for long."""
+    leftovers = dict.fromkeys(("unfinished", "tmp"), _UNFINISHED_SECONDS)  # tmp: of earlier versions
+    for kind, seconds in (leftovers | {"plan": _UNUSED_SECONDS}).items():
+        for path in folder.glob(f"*.{kind}"):
+            with suppress(OSError):
+                found = path.stat()
+                if time.time() - max(found.st_atime, found.st_mtime) > seconds:
+                    path.unlink()
+
+
+Tokens = TokenCache | TokenizedHere  # where packs take tokens from
 
 
 def _remedy_of_start() -> str:
-    """Where a process does not come so far as to say what it lacks."""
+    """What to do where a process does not come so far as to say what it lacks."""
     if guard.has_room():
         return "see its output above"
     return f"{machine.memory_remedy()}, or see its output above"

@@ -37,7 +37,7 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True)
 class Job:
-    """items: in the order in which they are written; parent: process to end with."""
+    """What a writer is to do. items: in the order in which they are written; parent: process to end with."""
 
     corpus: Corpus
     items: list[Item]
@@ -47,16 +47,21 @@ class Job:
 
     @property
     def num_workers(self) -> int:
+        """One process per core, or per item if these are fewer."""
         return min(len(os.sched_getaffinity(0)), len(self.items))
 
     def num_records(self, item: Item) -> int:
+        """Number of records of a block."""
         first, last = self.corpus.block_firsts[item[0] : item[0] + 2].tolist()
         return last - first
 
 
 @dataclass(frozen=True)
 class Task:
-    """refused: index -> why, of records that ended a worker; None: none did so far, and batches can be made."""
+    """A block to write.
+
+    refused: index -> why, of records that ended a worker; None: none did so far, and batches can be made.
+    """
 
     item: Item
     refused: dict[int, str] | None = None
@@ -74,7 +79,7 @@ class Written:
 
 @dataclass(frozen=True)
 class Failed:
-    """One line: what a worker could not do, and the remedy."""
+    """What a worker could not do, and the remedy, in one line."""
 
     message: str
 
@@ -96,6 +101,7 @@ def main() -> None:
 
 
 def write_blocks(job: Job) -> Failed | None:
+    """Writes the blocks of a job; ends early, without an error, if the process that it belongs to has ended."""
     tasks = deque(Task(item) for item in job.items)
     progress = _Progress(sum(job.num_records(item) for item in job.items))
     workers = [_Worker(job) for _ in range(job.num_workers)]
@@ -229,7 +235,7 @@ def _one_by_one(records: list[Any], tokenize: Any, refused: dict[int, str], pipe
 
 
 def unusable(folder: str | os.PathLike[str], error: OSError) -> str:
-    """One line: why tokens cannot be kept in a folder, and the remedy."""
+    """Why tokens cannot be kept in a folder, and the remedy, in one line."""
     what = f"tokens cannot be kept in {quoted_path(folder)}"
     other = f"{what}: {machine.cause(error)}; make room there, or set magi.token_cache to another folder"
     return machine.lack(error, what) or other

@@ -16,7 +16,10 @@ _OPEN_TAG = re.compile(r"(<[^<>\s]*|\[[^\[\]\s]*)\Z")
 
 @dataclass(frozen=True)
 class Trace:
-    """A rendering: text, generated: spans of generation markers; events: (position, message or None), in order."""
+    """A rendering and what was written where.
+
+    generated: spans of generation markers; events: (position, message or None), in order.
+    """
 
     text: str
     generated: Spans
@@ -24,7 +27,7 @@ class Trace:
 
     @functools.cached_property
     def ranges(self) -> dict[int | None, Spans]:
-        """Message or None -> the characters of its pieces of text."""
+        """Message or None -> the spans of its text."""
         ends = [position for position, _ in self.events[1:]] + [len(self.text)]
         ranges: dict[int | None, Spans] = {}
         for (start, index), stop in zip(self.events, ends, strict=True):
@@ -33,7 +36,7 @@ class Trace:
         return ranges
 
     def range_of(self, index: int) -> tuple[int, int]:
-        """The characters of a message. Raises ValueError if it has none, or if they are not in one piece."""
+        """The characters of a message. Raises ValueError if it has none, or if they are not in one span."""
         found = self.ranges.get(index, [])
         if len(found) != 1:
             many = "in several places" if found else "not in a loop over the messages"
@@ -73,9 +76,9 @@ def marked_spans(trace: Trace, messages: Messages, learned: list[bool]) -> Spans
     """
     for index, message in enumerate(messages):
         if message["role"] != "assistant":
-            for piece in trace.ranges.get(index, ()):
-                if (number := bisect_left(trace.generated, piece[1:])) and trace.generated[number - 1][1] > piece[0]:
-                    _check_not_marked(trace, piece, message)  # few are touched by a mark
+            for span in trace.ranges.get(index, ()):
+                if (number := bisect_left(trace.generated, span[1:])) and trace.generated[number - 1][1] > span[0]:
+                    _check_not_marked(trace, span, message)  # few are touched by a mark
     assistants = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     if all(learned[index] for index in assistants):
         return _joined(trace.generated)
@@ -91,10 +94,10 @@ def marked_spans(trace: Trace, messages: Messages, learned: list[bool]) -> Spans
     return _joined([span for span, owner in pairs if owner is not None and learned[owner]])
 
 
-def _check_not_marked(trace: Trace, piece: tuple[int, int], message: dict[str, Any]) -> None:
-    """Raises ValueError if a marked span holds what a message says in a piece of the text."""
+def _check_not_marked(trace: Trace, span: tuple[int, int], message: dict[str, Any]) -> None:
+    """Raises ValueError if a marked span holds what a message says in a span of the text."""
     for start, stop in trace.generated:
-        if _says(message, trace.text[max(piece[0], start) : min(piece[1], stop)]):
+        if _says(message, trace.text[max(span[0], start) : min(span[1], stop)]):
             whose = f"what a message of role {message['role']!r} says"
             raise ValueError(f"the chat template marks {whose}; let {{% generation %}} hold the assistant's text alone")
 
@@ -131,9 +134,15 @@ class Frame:
 
     @classmethod
     def of(cls, prompt: str, heads: list[str], is_fixed: bool, ends: tuple[str, str], behind: str) -> "Frame":
-        """heads: what is written before the content of some turns; is_fixed: of all turns, whatever they are.
+        """The frame that a template's renderings show.
 
-        ends: what the loop writes after the content of a turn inside a conversation, and of its last turn.
+        Args:
+            prompt: what it writes to prompt the model.
+            heads: what it writes before the content of some turns.
+            is_fixed: whether that is written before all turns, whatever they are.
+            ends: what the loop writes after the content of a turn inside a conversation, and of its last turn.
+            behind: what it writes behind its loop.
+
         Raises ValueError if turns begin with something that is no prompt.
         """
         head = heads[0]
