@@ -12,14 +12,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from torchtitan_magi.training.batches.microbatch import MICROBATCH, Batch, Microbatch
+from torchtitan_magi.training.batches.microbatch import MICROBATCH, Batch, Microbatch, Process
 from torchtitan_magi.training.batches.pack_loader import PackLoader, build_dataloader
 from torchtitan_magi.training.batches.planned_loader import PlannedLoader
 from torchtitan_magi.training.checkpoints.digests import read_metadata
 from torchtitan_magi.training.experts import expert_counts_kept
-from torchtitan_magi.training.objectives.dpo import DPO, PairReader, Reference
+from torchtitan_magi.training.objectives.dpo import DPO, PairReader
 from torchtitan_magi.training.objectives.logprob_model import LogprobModel
-from torchtitan_magi.training.objectives.objective import SFT, Objective, Process
+from torchtitan_magi.training.objectives.objective import SFT, Objective, Reference
 from torchtitan_magi.training.objectives.pipeline import Pipeline
 from torchtitan_magi.training.objectives.reference_file import fill_in_logprobs, reference_file
 from torchtitan_magi.training.objectives.reference_model import ReferenceModel
@@ -144,7 +144,7 @@ class ObjectiveTrainer:
     def batch_generator(self, data_iterable: Iterable[Batch]) -> Iterator[Batch]:
         """torchtitan calls this once, between loading the checkpoint and the first step."""
         for objective in self.objectives:
-            objective.prepare(self.step)
+            objective.reference.prepare(self.step)
         self.dataloader.at_once = self.num_microbatches
         return super().batch_generator(data_iterable)  # type: ignore[misc]
 
@@ -202,7 +202,7 @@ class ObjectiveTrainer:
 
     def state_dict(self) -> dict[str, Any]:
         """ntokens_seen counts the tokens of all data-parallel ranks, as a resumed run may have more or fewer ranks."""
-        state, own = super().state_dict(), self.objective.state_dict()  # type: ignore[misc]
+        state, own = super().state_dict(), self.objective.reference.state_dict()  # type: ignore[misc]
         if self.loaded_names is not None:
             own = {name: value for name, value in own.items() if f"{TRAIN_STATE}.{name}" in self.loaded_names}
         return state | {"ntokens_seen": int(self.num_tokens_seen)} | own
@@ -212,7 +212,7 @@ class ObjectiveTrainer:
         super().load_state_dict(state_dict)  # type: ignore[misc]
         self.num_tokens_seen.fill_(state_dict["ntokens_seen"])
         for objective in self.objectives:
-            objective.load_state_dict(state_dict)
+            objective.reference.load_state_dict(state_dict)
 
 
 @contextmanager

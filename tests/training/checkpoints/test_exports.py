@@ -20,8 +20,7 @@ from support.runs import LAYERS, corpus, new_folder, train, watch
 from torchtitan_magi.data import PackedSFTDataset
 from torchtitan_magi.data.tokens.assets import load_chat_tokenizer
 from torchtitan_magi.models.model_config import Experts, ModelConfig, Rope, read_model_config
-from torchtitan_magi.training.checkpoints.export import add_config, export, read_files
-from torchtitan_magi.training.checkpoints.exported_files import exported_files
+from torchtitan_magi.training.checkpoints.export import add_config, export, exported_files, read_files
 
 from loss_compare import LAYOUTS  # isort: skip
 

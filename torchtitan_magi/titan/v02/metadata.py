@@ -8,9 +8,8 @@ from torchtitan.models.attention import VarlenMetadata
 
 from torchtitan_magi.attention.bound_plan import BoundPlan
 from torchtitan_magi.attention.op import make_handle
-from torchtitan_magi.training.batches.microbatch import MICROBATCH
+from torchtitan_magi.training.batches.microbatch import MICROBATCH, LocalBatch, Process
 from torchtitan_magi.training.batches.planner import MagiRuntime
-from torchtitan_magi.training.objectives.objective import LocalBatch, Process
 
 
 class HandleHolder:

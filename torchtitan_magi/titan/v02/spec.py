@@ -42,9 +42,8 @@ from torchtitan_magi.training.batches.pack_loader import build_dataloader
 from torchtitan_magi.training.batches.planned_loader import PlannedLoader, with_plans
 from torchtitan_magi.training.batches.planner import MagiRuntime, WorkCount, attention_options, heads_of_rank
 from torchtitan_magi.training.batches.run_length import set_run_length
-from torchtitan_magi.training.checkpoints.export import Export
-from torchtitan_magi.training.checkpoints.exported_files import exported_files
-from torchtitan_magi.training.checkpoints.hf_layouts import reads_all_layouts
+from torchtitan_magi.training.checkpoints.export import Export, exported_files
+from torchtitan_magi.training.checkpoints.hf_reader import reads_all_layouts
 from torchtitan_magi.training.checkpoints.turn_end import add_turn_end
 from torchtitan_magi.training.memory_log import MeasuredMemory, check_offload, predicted_memory
 from torchtitan_magi.training.objectives.objective import LossRecord

@@ -34,15 +34,13 @@ from torchtitan_magi.training.batches.pack_loader import WithoutPositions, build
 from torchtitan_magi.training.batches.planned_loader import PlannedLoader, with_plans
 from torchtitan_magi.training.batches.planner import MagiRuntime, WorkCount, attention_options, heads_of_rank
 from torchtitan_magi.training.batches.run_length import set_run_length
-from torchtitan_magi.training.checkpoints.export import Export
-from torchtitan_magi.training.checkpoints.exported_files import exported_files
+from torchtitan_magi.training.checkpoints.export import Export, exported_files
 from torchtitan_magi.training.checkpoints.turn_end import add_turn_end
 from torchtitan_magi.training.finite import StepGuard
 from torchtitan_magi.training.memory_log import MeasuredMemory, check_offload, predicted_memory
-from torchtitan_magi.training.objectives.dpo import Reference
 from torchtitan_magi.training.objectives.logprob_model import LogprobModel
 from torchtitan_magi.training.objectives.lora import PolicyWithoutAdapters
-from torchtitan_magi.training.objectives.objective import LossRecord
+from torchtitan_magi.training.objectives.objective import LossRecord, Reference
 from torchtitan_magi.training.objectives.pipeline import Pipeline
 from torchtitan_magi.training.objectives.reference_model import ReferenceModel
 from torchtitan_magi.training.process.groups import data_parallel_rank, group_of

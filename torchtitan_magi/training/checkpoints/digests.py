@@ -147,10 +147,14 @@ def read_metadata(folder: Path) -> Metadata:
         _check_content(metadata)
         return metadata
     except OSError as error:
-        other = f"{shown(path)} cannot be read ({_in_one_line(error)}); {ANOTHER}"
-        raise ValueError(lack(error, shown(path)) or other) from None
+        raise _unreadable(path, "cannot be read", error) from None
     except Exception as error:  # a broken pickle can raise anything, also for want of the memory that it asks for
         raise ValueError(f"{shown(path)} cannot be read ({_in_one_line(error)}); {ANOTHER}") from None
+
+
+def _unreadable(path: Path, what: str, error: BaseException) -> ValueError:
+    """What the machine lacks to read a file, else what is wrong with the file."""
+    return ValueError(lack(error, shown(path)) or f"{shown(path)} {what} ({_in_one_line(error)}); {ANOTHER}")
 
 
 def _check_content(metadata: Any) -> None:
@@ -176,15 +180,20 @@ def check_sizes(folder: Path) -> None:
     Raises:
         ValueError: one line that names the file and the remedy.
     """
-    ends: dict[str, int] = {}
-    for item in read_metadata(folder).storage_data.values():
-        ends[item.relative_path] = max(ends.get(item.relative_path, 0), item.offset + item.length)
-    for name, end in sorted(ends.items()):
+    for name, end in sorted(_file_sizes(read_metadata(folder)).items()):
         path = folder / name
         if not path.is_file():
             raise ValueError(f"{shown(path)} is missing, which {METADATA} names; {ANOTHER}")
         if (size := path.stat().st_size) != end:
             raise ValueError(f"{shown(path)} has {size:,} bytes, but {end:,} were written; {ANOTHER}")
+
+
+def _file_sizes(metadata: Metadata) -> dict[str, int]:
+    """The number of bytes of each file that a checkpoint consists of."""
+    ends: dict[str, int] = {}
+    for item in metadata.storage_data.values():
+        ends[item.relative_path] = max(ends.get(item.relative_path, 0), item.offset + item.length)
+    return ends
 
 
 def has_digests(folder: Path) -> bool:
@@ -216,10 +225,7 @@ def check_digests(folder: Path, rank: int = 0, world_size: int = 1) -> int:
             raise ValueError(f"{METADATA} is not among them")
         _check_names(set(digests))
     except (OSError, ValueError) as error:
-        raise ValueError(
-            lack(error, shown(path))
-            or f"{shown(path)} has no digests that can be read ({_in_one_line(error)}); {ANOTHER}"
-        ) from None
+        raise _unreadable(path, "has no digests that can be read", error) from None
     digests = {METADATA: digests[METADATA]} | digests  # rank 0 reads it first
     for name, digest in list(digests.items())[rank::world_size]:
         try:
@@ -228,14 +234,11 @@ def check_digests(folder: Path, rank: int = 0, world_size: int = 1) -> int:
                 found = hashlib.file_digest(file, "sha256").hexdigest()
                 num_bytes += file.tell()
         except OSError as error:
-            raise ValueError(
-                lack(error, shown(folder / name))
-                or f"{shown(folder / name)} cannot be read ({_in_one_line(error)}); {ANOTHER}"
-            ) from None
+            raise _unreadable(folder / name, "cannot be read", error) from None
         if found != digest:
             raise ValueError(f"{shown(folder / name)} is damaged: its bytes are not those that were written; {ANOTHER}")
     if rank == 0:  # other shards may lie there: an earlier save, by more ranks, was not finished
-        for name in sorted({item.relative_path for item in read_metadata(folder).storage_data.values()}):
+        for name in sorted(_file_sizes(read_metadata(folder))):
             if name not in digests:
                 raise ValueError(f"{shown(path)} has no digest of {shown(name)}, which {METADATA} names; {ANOTHER}")
     return num_bytes
@@ -271,8 +274,8 @@ def saving(folder: str | os.PathLike[str]) -> Iterator[None]:
         free = shutil.disk_usage(existing).free / 2**30
         raise OSError(
             f"{shown(folder)} could not be saved: {_first_failure(error)}; the disk of {shown(existing)} has "
-            f"{free:.1f} GiB free: "
-            "make room, or keep fewer checkpoints by checkpoint.keep_latest_k, and start the run again"
+            f"{free:.1f} GiB free: make room, or keep fewer checkpoints by checkpoint.keep_latest_k, and start the run "
+            "again"
         ) from None
 
 

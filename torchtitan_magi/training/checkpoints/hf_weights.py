@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torchtitan_magi.files import read_text, regular_file
 from torchtitan_magi.machine import lack
 from torchtitan_magi.models.model_config import Experts, ModelConfig
-from torchtitan_magi.training.checkpoints.hf_layouts import EMBEDDING, OUTPUT, Place, places_of
+from torchtitan_magi.training.checkpoints.hf_reader import EMBEDDING, OUTPUT, Place, places_of
 from torchtitan_magi.wording import one_line, shown
 
 INDEX = "model.safetensors.index.json"
@@ -207,9 +207,8 @@ def _read_index(folder: Path) -> dict[str, str]:
         return {str(name): str(file) for name, file in weight_map.items()}
     except (ValueError, KeyError, TypeError, AttributeError, OSError, RecursionError) as error:
         reason = one_line(f"{type(error).__name__}: {error}")
-        raise ValueError(
-            lack(error, shown(path)) or f"{shown(path)} is no index of safetensors ({reason}); download it again"
-        ) from None
+        other = f"{shown(path)} is no index of safetensors ({reason}); download it again"
+        raise ValueError(lack(error, shown(path)) or other) from None
 
 
 def _places_by(index: dict[str, str], config: ModelConfig) -> dict[str, Place]:

@@ -2,14 +2,16 @@
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from torchtitan_magi.training.batches.microbatch import LocalBatch, Process
 from torchtitan_magi.training.experts import expert_counts_kept
 from torchtitan_magi.training.objectives.logprob_model import LogprobModel
-from torchtitan_magi.training.objectives.objective import LocalBatch, Objective, Process
+from torchtitan_magi.training.objectives.objective import Objective
 
 
 class Pipeline:
@@ -86,7 +88,7 @@ class Pipeline:
         """
         read = [objective.read(batch, of, process) for batch, of in zip(inputs, labels, strict=True)]
         with torch.no_grad():
-            references = objective.reference_logprobs(read)
+            references = objective.reference.logprobs(read)
 
         def loss(model: Any, number: int) -> Tensor:
             of_one = objective.loss_of(read[number], model, references[number] if references else None)
@@ -113,16 +115,11 @@ class _OutputOnly:
     def __init__(self, last: LogprobModel, hidden: Tensor) -> None:
         self.last, self.hidden = last, hidden
 
-    def __call__(self, targets: Tensor, tokens: Tensor, labelled: Tensor | None = None, **inputs: Any) -> Tensor:
-        return self.last(targets, self.hidden, labelled)
+    def __call__(self, batch: LocalBatch) -> Tensor:
+        return self.last(self._after_layers(batch))
 
-    def summed(
-        self,
-        targets: Tensor,
-        tokens: Tensor,
-        labelled: Tensor | None,
-        scale: Tensor | None,
-        kept: Tensor | None = None,
-        **inputs: Any,
-    ) -> Tensor:
-        return self.last.summed(targets, self.hidden, labelled, scale, kept)
+    def summed(self, batch: LocalBatch, scale: Tensor | None, kept: Tensor | None = None) -> Tensor:
+        return self.last.summed(self._after_layers(batch), scale, kept)
+
+    def _after_layers(self, batch: LocalBatch) -> LocalBatch:
+        return replace(batch, tokens=self.hidden, model_inputs={})

@@ -6,12 +6,18 @@ import os
 from dataclasses import fields
 from datetime import date
 from pathlib import Path
-from typing import Literal, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 from torchtitan_magi.planning.cost_model import CostModel
 from torchtitan_magi.planning.plan import MAX_STAGES
 from torchtitan_magi.training.settings.options import LoRA, Magi
 from torchtitan_magi.wording import quoted, quoted_path
+
+KINDS: dict[Any, tuple[tuple[type, ...], str]] = {  # of an option: the types of its values, and what they are to a user
+    bool: ((bool,), "true or false"),
+    float: ((int, float), "a number"),
+    str: ((str,), "text in quotes"),
+}
 
 
 def check_options(magi: Magi) -> None:
@@ -28,12 +34,9 @@ def check_options(magi: Magi) -> None:
                 raise ValueError(
                     f"{prefix}.{option.name} is {quoted(value)}; use one of {', '.join(map(repr, choices))}"
                 )
-            if option.type is bool and type(value) is not bool:
-                raise ValueError(f"{prefix}.{option.name} is {quoted(value)}; use true or false")
-            if option.type is float and type(value) not in (int, float):
-                raise ValueError(f"{prefix}.{option.name} is {quoted(value)}; use a number")
-            if option.type is str and type(value) is not str:
-                raise ValueError(f"{prefix}.{option.name} is {quoted(value)}; use text in quotes")
+            types, words = KINDS.get(option.type, ((type(value),), ""))
+            if type(value) not in types:
+                raise ValueError(f"{prefix}.{option.name} is {quoted(value)}; use {words}")
     if type(magi.overlap_stages) is not int or not -1 <= magi.overlap_stages <= MAX_STAGES:
         raise ValueError(
             f"magi.overlap_stages is {quoted(magi.overlap_stages)}; use 0 for no overlap, the number of stages (at "

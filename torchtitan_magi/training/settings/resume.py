@@ -59,10 +59,26 @@ def check_checkpoints(job_config: Any) -> None:
     agreed(job_config.job.dump_folder, check, bool)
 
 
+def folder_of_checkpoints(job_config: Any) -> Path:
+    """Where torchtitan saves a run's checkpoints."""
+    return Path(job_config.job.dump_folder) / job_config.checkpoint.folder
+
+
+def initial_weights(job_config: Any) -> str:
+    """The checkpoint or the folder of safetensors that a new run starts from; "" without one."""
+    checkpoint = job_config.checkpoint
+    return checkpoint.initial_load_path or (job_config.model.hf_assets_path if checkpoint.initial_load_in_hf else "")
+
+
 def finished_steps(folder: Path) -> list[int]:
     """Steps of the finished checkpoints in torchtitan's folder, the latest first."""
     finished = itertools.chain(folder.glob(f"step-*/{METADATA}"), folder.glob(f"step-*/{INDEX}"))
     return sorted({int(name) for path in finished if (name := path.parent.name[5:]).isdigit()}, reverse=True)
+
+
+def step_to_load(checkpoint: Any, steps: list[int]) -> int:
+    """The step from which a run goes on that has finished checkpoints of ``steps``; 0 without any."""
+    return checkpoint.load_step if checkpoint.load_step != -1 else max(steps, default=0)
 
 
 def _loaded_folders(job_config: Any) -> list[Path]:
@@ -72,9 +88,8 @@ def _loaded_folders(job_config: Any) -> list[Path]:
     Raises:
         ValueError: torchtitan would look for one that is not there.
     """
-    checkpoint, folders = job_config.checkpoint, []
-    saved = Path(job_config.job.dump_folder) / checkpoint.folder
-    initial = Path(checkpoint.initial_load_path) if checkpoint.initial_load_path else None
+    checkpoint, saved, folders = job_config.checkpoint, folder_of_checkpoints(job_config), []
+    initial = checkpoint.initial_load_path
     if saved.is_dir() or checkpoint.load_step != -1:
         steps = finished_steps(saved)
         if checkpoint.load_step != -1 and checkpoint.load_step not in steps:
@@ -84,25 +99,23 @@ def _loaded_folders(job_config: Any) -> list[Path]:
                 f"checkpoint.load_step is {checkpoint.load_step}, but {shown(saved)} {there}; use one of them, or -1 "
                 "for the latest"
             )
-        step = checkpoint.load_step if checkpoint.load_step != -1 else max(steps, default=None)
-        if step is not None and (saved / f"step-{step}" / METADATA).is_file():
-            folders.append(saved / f"step-{step}")
+        last = saved / f"step-{step_to_load(checkpoint, steps)}"
+        if (last / METADATA).is_file():
+            folders.append(last)
     needs_initial = not saved.is_dir() or job_config.training.dataset == DPO_DATASET
-    if initial is not None and needs_initial:
-        if not initial.is_dir():
+    if initial and needs_initial:
+        if not Path(initial).is_dir():
             raise ValueError(
-                f"checkpoint.initial_load_path is {quoted_path(checkpoint.initial_load_path)}, which is no folder; "
-                "give that of a checkpoint"
+                f"checkpoint.initial_load_path is {quoted_path(initial)}, which is no folder; give that of a checkpoint"
             )
         if not checkpoint.initial_load_in_hf:
-            folders.append(initial)
+            folders.append(Path(initial))
     return folders
 
 
 def _check_continues(job_config: Any) -> None:
     """Checks that a checkpoint from which the run would continue holds what it needs, more than weights."""
-    checkpoint = job_config.checkpoint
-    folder = Path(job_config.job.dump_folder) / checkpoint.folder
+    checkpoint, folder = job_config.checkpoint, folder_of_checkpoints(job_config)
     steps = finished_steps(folder)
     if folder.is_dir() and not steps and (checkpoint.initial_load_in_hf or checkpoint.initial_load_path):
         raise ValueError(  # torchtitan would begin with random weights, with a warning that it does not load these
@@ -111,7 +124,7 @@ def _check_continues(job_config: Any) -> None:
         )
     if checkpoint.load_only or checkpoint.exclude_from_loading:
         return
-    step = checkpoint.load_step if checkpoint.load_step != -1 else max(steps, default=0)
+    step = step_to_load(checkpoint, steps)
     if step == 0 or step not in steps:  # of step 0 torchtitan loads the weights only
         return
     if not _can_continue(folder, step):
