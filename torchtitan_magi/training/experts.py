@@ -48,7 +48,7 @@ def _buffers(models: Iterable[nn.Module], names: tuple[str, ...]) -> list[Tensor
 
 @contextmanager
 def expert_counts_kept(models: Iterable[nn.Module]) -> Iterator[None]:
-    """For passes that are no training: the counts stay as they are."""
+    """Keeps the counts as they are in passes that are no training; also a decorator."""
     before = [(counts, counts.clone()) for counts in expert_counts(models)]
     try:
         yield
@@ -58,7 +58,7 @@ def expert_counts_kept(models: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def note_expert_counts(models: Iterable[nn.Module]) -> None:
-    """Before something else than the log begins to count anew: the tokens so far stay with each layer's counts."""
+    """Keeps the tokens so far with each layer's counts, before something else than the log begins to count anew."""
     for counts in expert_counts(models):
         counts.noted = _with_noted(counts)  # type: ignore[attr-defined]
 

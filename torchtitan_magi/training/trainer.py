@@ -12,16 +12,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from torchtitan_magi.training.batches.microbatch import MICROBATCH, Batch, Microbatch, Process
+from torchtitan_magi.training.batches.microbatch import MICROBATCH, Batch, Microbatch, Process, on_device
 from torchtitan_magi.training.batches.pack_loader import PackLoader, build_dataloader
 from torchtitan_magi.training.batches.planned_loader import PlannedLoader
 from torchtitan_magi.training.checkpoints.digests import read_metadata
 from torchtitan_magi.training.experts import expert_counts_kept
-from torchtitan_magi.training.objectives.dpo import DPO, PairReader
+from torchtitan_magi.training.objectives.dpo import DPO, read_pairs
 from torchtitan_magi.training.objectives.logprob_model import LogprobModel
 from torchtitan_magi.training.objectives.objective import SFT, Objective, Reference
 from torchtitan_magi.training.objectives.pipeline import Pipeline
-from torchtitan_magi.training.objectives.reference_file import fill_in_logprobs, reference_file
+from torchtitan_magi.training.objectives.reference_file import reference_file
 from torchtitan_magi.training.objectives.reference_model import ReferenceModel
 from torchtitan_magi.training.process.groups import data_parallel_place, group_of
 from torchtitan_magi.training.process.last_words import LastWords
@@ -58,11 +58,11 @@ class ObjectiveTrainer:
         return self.gradient_accumulation_steps * self.num_pipeline_parallel_microbatches
 
     def train_context(self) -> AbstractContextManager[None]:
-        """That of a forward and its backward."""
+        """The context that a forward and its backward run in."""
         raise NotImplementedError
 
     def forward_context(self) -> AbstractContextManager[None]:
-        """That of a forward, inside ``train_context``."""
+        """The context that a forward runs in, inside ``train_context``."""
         raise NotImplementedError
 
     def build_frozen_copy(self) -> LogprobModel | Pipeline:
@@ -97,10 +97,11 @@ class ObjectiveTrainer:
 
     def fill_in_logprobs(self, logprobs: Tensor, loader: PackLoader) -> None:
         """Writes to logprobs, float64 [records, 2], what the model as it is now gives this rank's pairs."""
-        batches = PlannedLoader(loader, self.dataloader.plan, self.dataloader.waited)
-        reader = PairReader(group_of(self.parallel_dims, "cp"))
-        with self.train_context(), self.forward_context(), expert_counts_kept(self.model_parts):
-            fill_in_logprobs(logprobs, batches, self.model, reader, self.process)
+        cp_group = group_of(self.parallel_dims, "cp")
+        with torch.no_grad(), self.train_context(), self.forward_context(), expert_counts_kept(self.model_parts):
+            for batch in PlannedLoader(loader, self.dataloader.plan, self.dataloader.waited):
+                pairs = read_pairs(*on_device(batch, self.device), self.process, cp_group)
+                logprobs[pairs.pair_ids] = pairs.logprobs(self.model)
         self.metrics_processor.count.take()  # this was no training
         self.metrics_processor.time_last_log = time.perf_counter()
 
@@ -126,7 +127,7 @@ class ObjectiveTrainer:
             self.objectives.append(self.validator.objective)
 
     def make_reference(self) -> Reference:
-        """That of ``magi.dpo.reference = "model"``."""
+        """The reference of ``magi.dpo.reference = "model"``."""
         return ReferenceModel(self)
 
     def is_replicated_by_ddp(self) -> bool:
@@ -188,7 +189,7 @@ class ObjectiveTrainer:
         return loss.detach() / replicas
 
     def _pipeline_step(self, pipeline: Pipeline, inputs: Any, labels: Any) -> Tensor:
-        """The same for the microbatches of a pipeline; -1 on ranks without the last stage, as torchtitan has it."""
+        """The same sum for the microbatches of a pipeline; -1 on ranks without the last stage, as torchtitan has it."""
         counts, replicas = [batch[MICROBATCH].num_items for batch in inputs], self.objective.num_loss_replicas
         with self.train_context():
             losses = pipeline.losses(self.objective, inputs, labels, self.process, self.num_items)
@@ -217,7 +218,8 @@ class ObjectiveTrainer:
 
 @contextmanager
 def loading_train_state(states: dict[str, Any], folder: str | os.PathLike[str]) -> Iterator[None]:
-    """For a checkpoint of an earlier version, which has fewer entries: torch reads all that a ``state_dict`` names.
+    """Lets a checkpoint of an earlier version be loaded, which has fewer entries: torch reads all that a ``state_dict``
+    names.
 
     Args:
         states: what is loaded; a Trainer of ours may be among them.

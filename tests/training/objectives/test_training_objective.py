@@ -19,7 +19,7 @@ def report_tokens_of_the_output_layer(report):
     from torchtitan_magi.training.objectives import objective as objectives
 
     watch(logprob_model, "summed_logprobs", lambda _, hidden, *args, **options: report("rows", len(hidden)))
-    watch(objectives.SFT, "count_items", lambda count, _, inputs, labels: report("labels", count, labels.numel()))
+    watch(objectives.SFT, "count_items", lambda count, _, batch: report("labels", count, batch.labels.numel()))
 
 
 def test_the_output_layer_runs_for_tokens_with_a_label_only():

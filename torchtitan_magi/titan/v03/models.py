@@ -169,7 +169,8 @@ def _parallelize(stock: Any, model: Any, *, parallel_dims: Any, **options: Any) 
     if utils.device_type == "cpu":
         reduce_by_plain_sums(model)
         if parallel_dims.pp_enabled:
-            draw_whole_model(model, model.config.build, parallel_dims.get_mesh("pp").get_local_rank())
+            stage = parallel_dims.get_mesh("pp").get_local_rank()
+            draw_whole_model(model, model.config.build, stage, utils.set_default_dtype)
     return model
 
 

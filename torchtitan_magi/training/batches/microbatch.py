@@ -56,8 +56,8 @@ class Microbatch:
 
     @classmethod
     def of(cls, inputs: dict[str, Any], labels: Tensor | None, eos_id: int | None) -> "Microbatch":
-        """That of a loader's inputs: tokens as "input", boundaries as "documents" or "pairs"; without either, documents
-        end with EOS.
+        """A microbatch of a loader's inputs: tokens as "input", boundaries as "documents" or "pairs"; without either,
+        documents end with EOS.
 
         Raises:
             ValueError: neither boundaries nor an eos_id.

@@ -24,7 +24,7 @@ from torchtitan_magi.machine import lack
 from torchtitan_magi.wording import one_line, quoted, shown
 
 METADATA = ".metadata"  # torch writes it last: a folder without it is no finished checkpoint
-DIGESTS = "SHA256SUMS"  # in the format of sha256sum, which can check it, too
+DIGESTS = "SHA256SUMS"  # in the format of sha256sum, which can check it, too; torchtitan by itself writes none
 ANOTHER = "load another checkpoint, or copy this one again from where it is whole"
 
 
@@ -40,20 +40,20 @@ class DigestWriter(_FileSystemWriter):
         self.fs = _DigestedFiles()
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """On rank 0, before any rank writes."""
+        """Removes what marks an earlier checkpoint there as finished; runs on rank 0, before any rank writes."""
         for name in (METADATA, DIGESTS):
             Path(self.path, name).unlink(missing_ok=True)
         return super().prepare_global_plan(plans)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[Any]]:
-        """The files of one rank. Also returns their digests."""
+        """Writes the files of one rank; its results end with their digests."""
         self.fs.digests.clear()
         results: Future[list[Any]] = Future()
         results.set_result([*super().write_data(plan, planner).value(), _Digests(self.fs.digests)])
         return results
 
     def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
-        """On rank 0, with what all ranks returned."""
+        """Writes the metadata and the digests that all ranks returned; runs on rank 0."""
         parts = list(itertools.chain(*results))
         digests = dict(itertools.chain(*(part.items() for part in parts if isinstance(part, _Digests))))
         super().finish(metadata, [[part for part in parts if isinstance(part, WriteResult)]])
@@ -153,7 +153,7 @@ def read_metadata(folder: Path) -> Metadata:
 
 
 def _unreadable(path: Path, what: str, error: BaseException) -> ValueError:
-    """What the machine lacks to read a file, else what is wrong with the file."""
+    """The error for a file that the machine lacks something to read, else that is wrong itself."""
     return ValueError(lack(error, shown(path)) or f"{shown(path)} {what} ({_in_one_line(error)}); {ANOTHER}")
 
 
@@ -194,11 +194,6 @@ def _file_sizes(metadata: Metadata) -> dict[str, int]:
     for item in metadata.storage_data.values():
         ends[item.relative_path] = max(ends.get(item.relative_path, 0), item.offset + item.length)
     return ends
-
-
-def has_digests(folder: Path) -> bool:
-    """Whether a checkpoint was saved with digests; torchtitan by itself writes none."""
-    return (folder / DIGESTS).is_file()
 
 
 def check_digests(folder: Path, rank: int = 0, world_size: int = 1) -> int:

@@ -160,10 +160,8 @@ class Export:
             weights = weights | {
                 name: trained[name].float() for name in names if to_hf or trained[name].dtype != weights[name].dtype
             }
-        result = None
-        if dtype is None:
-            result = save(weights, folder)
-        else:
+        result = save(weights, folder) if dtype is None else None
+        if dtype is not None:
             export(folder, self.files, dtype, lambda place: save(weights, place), length)
         keep_trained_length(checkpointer, length)
         return result
@@ -228,7 +226,7 @@ def export(
 
 
 def _move_files(source: Path, target: Path) -> None:
-    """All but the first copy of the weights; the configuration and the index last."""
+    """Moves all but the first copy of the weights; the configuration and the index last."""
     found = [path.relative_to(source) for path in source.rglob("*") if path.is_file()]
     names = [name for name in found if name.parts[0] != SHARDED]
     for name in sorted(names, key=lambda name: (name == Path(INDEX), name == Path(CONFIG))):

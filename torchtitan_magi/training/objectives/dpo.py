@@ -33,22 +33,16 @@ class PairBatch:
         return branch_sums(model(self.local).flatten(), self.branch.flatten(), len(self.pair_ids), self.cp_group)
 
 
-class PairReader:
-    """Makes a ``PairBatch`` of what the loader gave. cp_group: the context-parallel ranks."""
-
-    def __init__(self, cp_group: Group) -> None:
-        self.cp_group = cp_group
-
-    def read(self, inputs: dict[str, Any], labels: Tensor, process: Process) -> PairBatch:
-        """See ``Objective.read``."""
-        batch: Microbatch = inputs[MICROBATCH]
-        assert batch.labels is not None
-        pairs = batch.bounds
-        branch = branches(pairs, labels.numel()).reshape(labels.shape)
-        counts = num_labels(pairs[:, 1:3], pairs[:, 2:4], batch.labels.flatten().numpy())
-        branch, pair_ids, counts = (torch.from_numpy(x).to(labels.device) for x in (branch, batch.records, counts))
-        local = process(inputs, labels)
-        return PairBatch(local, local.take(branch), pair_ids, counts, self.cp_group)
+def read_pairs(inputs: dict[str, Any], labels: Tensor, process: Process, cp_group: Group) -> PairBatch:
+    """See ``Objective.read``. cp_group: the context-parallel ranks."""
+    batch: Microbatch = inputs[MICROBATCH]
+    assert batch.labels is not None
+    pairs = batch.bounds
+    branch = branches(pairs, labels.numel()).reshape(labels.shape)
+    counts = num_labels(pairs[:, 1:3], pairs[:, 2:4], batch.labels.flatten().numpy())
+    branch, pair_ids, counts = (torch.from_numpy(x).to(labels.device) for x in (branch, batch.records, counts))
+    local = process(inputs, labels)
+    return PairBatch(local, local.take(branch), pair_ids, counts, cp_group)
 
 
 def logprobs_by(model: LogprobModel | Pipeline, batches: list[PairBatch]) -> list[Tensor]:
@@ -70,15 +64,10 @@ class DPO(Objective):
     """
 
     def __init__(
-        self,
-        model: LogprobModel | None,
-        options: DPOOptions,
-        reference: Reference,
-        cp_group: Group,
-        batch_group: Group,
+        self, model: LogprobModel | None, options: DPOOptions, reference: Reference, cp_group: Group, batch_group: Group
     ) -> None:
         self.model, self.options, self.reference = model, options, reference
-        self.reader, self.batch_group = PairReader(cp_group), batch_group
+        self.cp_group, self.batch_group = cp_group, batch_group
         self.num_loss_replicas = size_and_rank(cp_group)[0]
         # by the pair_ids of a microbatch: float64 PREFERENCE_METRICS and the number of pairs
         self.sums: dict[Tensor, Tensor] = {}
@@ -91,7 +80,7 @@ class DPO(Objective):
         return len(batch.bounds)
 
     def read(self, inputs: dict[str, Any], labels: Tensor, process: Process) -> PairBatch:
-        return replace(self.reader.read(inputs, labels, process), kept=self.keep(inputs[MICROBATCH]))
+        return replace(read_pairs(inputs, labels, process, self.cp_group), kept=self.keep(inputs[MICROBATCH]))
 
     def loss_of(self, batch: PairBatch, model: Any, reference: Tensor) -> Tensor:
         options, policy = self.options, batch.logprobs(model)
@@ -109,5 +98,4 @@ class DPO(Objective):
             return {}
         sums = reduced(torch.stack(list(self.sums.values())).sum(0), self.batch_group)
         *values, num_pairs = sums.tolist()
-        means = [value / max(num_pairs, 1) for value in values]
-        return dict(zip(PREFERENCE_METRICS, means, strict=True))
+        return {name: value / max(num_pairs, 1) for name, value in zip(PREFERENCE_METRICS, values, strict=True)}

@@ -57,9 +57,8 @@ class Objective:
         return self.loss_of(batch, self.model, reference)
 
     def read(self, inputs: dict[str, Any], labels: Tensor, process: Process) -> Any:
-        """After ``count_items``, with tokens and labels on the device: a ``LocalBatch`` as ``local``, and what else
-        ``loss_of`` needs of a microbatch."""
-
+        """What ``loss_of`` needs of a microbatch, among it a ``LocalBatch`` as ``local``. Called after ``count_items``,
+        with tokens and labels on the device."""
         raise NotImplementedError
 
     def loss_of(self, batch: Any, model: Any, reference: Any) -> Tensor:

@@ -1,6 +1,5 @@
 """A model in the stages of a pipeline: passes of torch's schedule whose microbatches have plans of their own."""
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -30,7 +29,8 @@ class Pipeline:
     ) -> None:
         self.schedule, self.parts, self.is_first, self.is_last, self.loss = schedule, parts, is_first, is_last, loss
         name = "_initialize_stages" if hasattr(schedule, "_initialize_stages") else "_initialize_stage"
-        setattr(schedule, name, _uncounted(getattr(schedule, name), parts))
+        uncounted = expert_counts_kept(parts)  # it runs the stages to look at them, which is no training of experts
+        setattr(schedule, name, uncounted(getattr(schedule, name)))
         if is_last:
             parts[-1]._skip_lm_head = True  # the loss calls the output layer, as torchtitan's chunked loss does
             self.last = LogprobModel(parts[-1], compiled)
@@ -96,17 +96,6 @@ class Pipeline:
 
         found = self.run([batch.local for batch in read], loss, backward=divisor is not None)
         return [of_one.detach() for of_one in found]
-
-
-def _uncounted(initialize: Callable[..., Any], parts: Sequence[Any]) -> Callable[..., Any]:
-    """The schedule's first look at its stages, for which it runs them: that is no training of experts."""
-
-    @functools.wraps(initialize)
-    def initialize_uncounted(*args: Any, **kwargs: Any) -> Any:
-        with expert_counts_kept(parts):
-            return initialize(*args, **kwargs)
-
-    return initialize_uncounted
 
 
 class _OutputOnly:

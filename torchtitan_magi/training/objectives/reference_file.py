@@ -5,9 +5,8 @@ import io
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +17,9 @@ from torch import Tensor
 
 from torchtitan_magi.files import write_whole
 from torchtitan_magi.machine import cause
-from torchtitan_magi.training.batches.microbatch import Batch, Process, on_device
 from torchtitan_magi.training.batches.pack_loader import PackLoader
-from torchtitan_magi.training.objectives.dpo import PairBatch, PairReader
+from torchtitan_magi.training.objectives.dpo import PairBatch
 from torchtitan_magi.training.objectives.fingerprint import fingerprint_of_model
-from torchtitan_magi.training.objectives.logprob_model import LogprobModel
 from torchtitan_magi.training.objectives.objective import Reference
 from torchtitan_magi.training.objectives.reference_model import Policy
 from torchtitan_magi.training.process.all_ranks import on_first_rank
@@ -128,7 +125,7 @@ def reference_file(policy: Policy, section: Any) -> ReferenceFile:
             path = Path(f"{records.files[0].beside}{kind}.reference.npz")
         layout = f"{section.seq_len} tokens per pack, shared_prompt {job_config.magi.dpo.shared_prompt}"
         data = f"{records.fingerprint}, tokenizer {loader.dataset.identity()['tokenizer']}, {layout}"
-        return ReferenceData(path, data, loader.dataset.num_records, partial(compute, loader))
+        return ReferenceData(path, data, loader.dataset.num_records, lambda: compute(loader))
 
     def compute(loader: PackLoader) -> Tensor:
         logprobs = torch.zeros(loader.dataset.num_records, 2, dtype=torch.float64, device=policy.device)
@@ -136,17 +133,7 @@ def reference_file(policy: Policy, section: Any) -> ReferenceFile:
         return reduced(logprobs, group_of(policy.parallel_dims, "batch"))
 
     precision = job_config.training.mixed_precision_param
-    return ReferenceFile(partial(fingerprint_of_model, policy.model_parts, precision), open_data, policy.device)
-
-
-@torch.no_grad()
-def fill_in_logprobs(
-    logprobs: Tensor, batches: Iterable[Batch], model: LogprobModel, reader: PairReader, process: Process
-) -> None:
-    """Writes to logprobs, float64 [records, 2], those of the pairs in the batches."""
-    for inputs, labels in batches:
-        batch = reader.read(*on_device((inputs, labels), logprobs.device), process)
-        logprobs[batch.pair_ids] = batch.logprobs(model)
+    return ReferenceFile(lambda: fingerprint_of_model(policy.model_parts, precision), open_data, policy.device)
 
 
 def read_logprobs(

@@ -6,13 +6,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from torchtitan_magi.training.checkpoints.digests import (
-    METADATA,
-    check_digests,
-    check_sizes,
-    has_digests,
-    read_metadata,
-)
+from torchtitan_magi.training.checkpoints import digests
+from torchtitan_magi.training.checkpoints.digests import METADATA
 from torchtitan_magi.training.checkpoints.hf_weights import INDEX
 from torchtitan_magi.training.process.all_ranks import agreed, rank_and_size
 from torchtitan_magi.training.process.run_folder import lock_checkpoints, lock_folder
@@ -41,18 +36,16 @@ def check_checkpoints(job_config: Any) -> None:
             lock_folder(job_config.job.dump_folder)
             lock_checkpoints(os.path.join(job_config.job.dump_folder, checkpoint.folder))
         folders = _loaded_folders(job_config)
-        for folder in folders:
-            if not job_config.magi.verify_checkpoint:
-                continue
-            if has_digests(folder):
-                check_digests(folder, rank, world_size)
+        for folder in folders if job_config.magi.verify_checkpoint else ():
+            if (folder / digests.DIGESTS).is_file():
+                digests.check_digests(folder, rank, world_size)
             elif rank == 0:
                 logger.warning(
                     f"{shown(folder)} has no digests: the sizes of its files are checked, their bytes are not"
                 )
         if rank == 0:  # of bytes that were compared, where they are
             for folder in folders:
-                check_sizes(folder)
+                digests.check_sizes(folder)
             _check_continues(job_config)
         return True
 
@@ -152,4 +145,4 @@ def _can_continue(folder: Path, step: int) -> bool:
 def _names_in(folder: Path, step: int) -> list[str]:
     """Names of what a checkpoint holds; none for one in safetensors."""
     path = folder / f"step-{step}"
-    return list(read_metadata(path).state_dict_metadata) if (path / METADATA).is_file() else []
+    return list(digests.read_metadata(path).state_dict_metadata) if (path / METADATA).is_file() else []
