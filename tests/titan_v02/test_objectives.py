@@ -47,10 +47,10 @@ def report_token_losses(report):
     """The documents of each microbatch, and the loss of each token."""
     from torchtitan_magi.training.objectives import objective as objectives
 
-    def report_losses(_, model, targets, tokens, labelled, scale, kept, **inputs):
+    def report_losses(_, model, batch, scale, kept):
         with torch.no_grad():
-            logprobs = model(targets, tokens, labelled, **inputs)
-        report("losses", targets.flatten().tolist(), (-logprobs).flatten().tolist())
+            logprobs = model(batch)
+        report("losses", batch.labels.flatten().tolist(), (-logprobs).flatten().tolist())
 
     watch(objectives.SFT, "count_items", lambda _, sft, batch: report("documents", batch.bounds.tolist()))
     watch(objectives.LogprobModel, "summed", report_losses)

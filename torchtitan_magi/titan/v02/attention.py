@@ -9,9 +9,8 @@ from torchtitan.models import attention as titan_attention
 from torchtitan.models.attention import VarlenMetadata
 
 from torchtitan_magi.attention.op import PlanHandle, attend
-from torchtitan_magi.training.batches.microbatch import MICROBATCH
+from torchtitan_magi.training.batches.microbatch import MICROBATCH, LocalBatch, Process
 from torchtitan_magi.training.batches.planner import MagiRuntime
-from torchtitan_magi.training.objectives.objective import LocalBatch, Process
 
 
 class PlanMetadata(VarlenMetadata):

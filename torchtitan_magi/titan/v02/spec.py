@@ -36,7 +36,7 @@ from torchtitan_magi.titan.v02.models import (
 )
 from torchtitan_magi.training.batches.planner import MagiRuntime, WorkCount
 from torchtitan_magi.training.checkpoints.export import Export
-from torchtitan_magi.training.checkpoints.hf_layouts import adapter_of_all_layouts
+from torchtitan_magi.training.checkpoints.hf_reader import adapter_of_all_layouts
 from torchtitan_magi.training.memory_log import MeasuredMemory, check_offload, predicted_memory
 from torchtitan_magi.training.objectives.objective import LossRecord
 from torchtitan_magi.training.process.launcher import end_with_launcher

@@ -15,9 +15,8 @@ from torchtitan.protocols.module import Module
 from torchtitan.protocols.sharding import LocalMapConfig, ShardingConfig
 
 from torchtitan_magi.attention.op import PlanHandle, attend
-from torchtitan_magi.training.batches.microbatch import MICROBATCH
+from torchtitan_magi.training.batches.microbatch import MICROBATCH, LocalBatch
 from torchtitan_magi.training.batches.planner import MagiRuntime
-from torchtitan_magi.training.objectives.objective import LocalBatch
 
 OVERRIDE = "torchtitan_magi.titan.v03.attention.varlen"
 FULL, WINDOW = "basic_mask", "sliding_window_mask"  # gpt-oss' layers choose by these names

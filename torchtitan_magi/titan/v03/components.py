@@ -18,13 +18,14 @@ from torchtitan.distributed.activation_checkpoint import SelectiveAC
 
 from torchtitan_magi.attention.op import attention_op
 from torchtitan_magi.training.batches import run_length
+from torchtitan_magi.training.batches.microbatch import Process
 from torchtitan_magi.training.batches.tokenizer import AssetsTokenizer
 from torchtitan_magi.training.checkpoints.digests import loading, saving
 from torchtitan_magi.training.checkpoints.export import Export
 from torchtitan_magi.training.finite import StepGuard, check_state
 from torchtitan_magi.training.metrics import PlanMetrics
 from torchtitan_magi.training.objectives.lora import save_adapters
-from torchtitan_magi.training.objectives.objective import Objective, Process
+from torchtitan_magi.training.objectives.objective import Objective
 from torchtitan_magi.training.objectives.pipeline import Pipeline
 from torchtitan_magi.training.objectives.validation import limited, validate
 from torchtitan_magi.training.process.last_line import LAST_LINE

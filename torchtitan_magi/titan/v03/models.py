@@ -22,7 +22,7 @@ from torchtitan_magi.titan.v03.cpu import prepare_model
 from torchtitan_magi.titan.v03.experts import MagiExperts
 from torchtitan_magi.titan.v03.families import deepseek_v3 as our_deepseek_v3
 from torchtitan_magi.titan.v03.families import gpt_oss as our_gpt_oss
-from torchtitan_magi.training.checkpoints.hf_layouts import adapter_of_all_layouts
+from torchtitan_magi.training.checkpoints.hf_reader import adapter_of_all_layouts
 from torchtitan_magi.training.experts import note_expert_counts
 from torchtitan_magi.wording import quoted
 

@@ -34,10 +34,9 @@ from torchtitan_magi.training.batches.planned_loader import PlannedLoader
 from torchtitan_magi.training.batches.planner import WorkCount
 from torchtitan_magi.training.finite import StepGuard
 from torchtitan_magi.training.memory_log import MeasuredMemory, check_offload, predicted_memory
-from torchtitan_magi.training.objectives.dpo import Reference
 from torchtitan_magi.training.objectives.logprob_model import LogprobModel
 from torchtitan_magi.training.objectives.lora import PolicyWithoutAdapters
-from torchtitan_magi.training.objectives.objective import LossRecord
+from torchtitan_magi.training.objectives.objective import LossRecord, Reference
 from torchtitan_magi.training.objectives.pipeline import Pipeline
 from torchtitan_magi.training.objectives.reference_model import ReferenceModel
 from torchtitan_magi.training.process.groups import data_parallel_place, group_of
