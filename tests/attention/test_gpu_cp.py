@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.cp_case import check, documents, inputs, random_slices, run_case
+from support.gpus import needs_hopper
 from support.loopback import Loopback
 from support.pool import RankPool
 
@@ -18,18 +19,15 @@ from torchtitan_magi.exchange.mesh import process_group_transport
 from torchtitan_magi.exchange.peer_memory import MAX_SLOT_BYTES, WRITTEN_BYTES, PeerTransport
 from torchtitan_magi.exchange.transport import ProcessGroupTransport
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, needs_hopper]
 
 
 @pytest.fixture(scope="module", params=[2, 4, 8])
 def pool(request):
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs Hopper GPUs")
     if torch.cuda.device_count() < request.param:
         pytest.skip(f"needs {request.param} GPUs, there are {torch.cuda.device_count()}")
-    pool = RankPool(request.param, "cuda")
-    yield pool
-    pool.close()
+    with RankPool(request.param, "cuda") as pool:
+        yield pool
 
 
 BF16 = {"dtype": torch.bfloat16, "head_dim": 128}
@@ -64,13 +62,7 @@ CASES = {
         [700, 201, 90], heads=(8, 2), dtype=torch.float16, head_dim=256, stages=2, softcap=50.0
     ),
     "a window beside full attention": documents(
-        [1200, 90, 311],
-        "window",
-        64,
-        heads=(8, 2),
-        **BF16,
-        sinks=True,
-        beside=magi.varlen_causal([0, 1200, 1290, 1601]),
+        [1200, 90, 311], "window", 64, heads=(8, 2), **BF16, sinks=True, beside=BESIDE
     ),
     **{f"random slices {n}": random_slices(n, 500 + 77 * n, heads=(8, 2), **BF16, stages=n % 4) for n in range(8)},
 }
@@ -102,8 +94,6 @@ def test_every_case(pool, way):
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("name", CASES)
 def test_every_case_by_loopback_on_one_gpu(size, name):
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs a Hopper GPU")
     case = CASES[name]
     check(case, Loopback(size).run(lambda transport: run_case(case, size, transport, "cuda")), "cuda")
 

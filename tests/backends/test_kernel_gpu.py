@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.gpus import needs_hopper
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 from check_kernel import named_cases, on_gpu, random_case, run_case
@@ -17,8 +18,7 @@ from torchtitan_magi import AttnSlices, flex_flash_attn, sliding_window, varlen_
 from torchtitan_magi.backends.choose import StageInputs, StageMask
 from torchtitan_magi.backends.ffa.block_attn import FfaBlockAttn
 
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU (sm_90)")]
+pytestmark = [pytest.mark.gpu, needs_hopper]
 
 
 @pytest.fixture(autouse=True)

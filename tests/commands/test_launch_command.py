@@ -1,4 +1,5 @@
-import json
+"""torchtitan_magi.launch: as many processes as degrees ask for, one line of what went wrong; the Python of set-up."""
+
 import os
 import re
 import shutil
@@ -11,12 +12,12 @@ from unittest import mock
 import packaging
 import pytest
 import torch.distributed.run
+from support.processes import python
+from support.runs import ROOT
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-ROOT = Path(__file__).resolve().parents[2]
-
-from torchtitan_magi.launch import check_hooks, in_one_line, launch, main, num_processes, overridden, read, reason  # noqa: E402
+from torchtitan_magi.launch import check_hooks, in_one_line, launch, main, num_processes, overridden, read
 
 HOOKED = {"magi": {}, "job": {"custom_config_module": "x"}, "experimental": {"custom_import": "x"}}
 
@@ -82,9 +83,8 @@ def test_a_magi_section_without_a_hook_is_refused_by_name(section, name):
 
 def failed_launch(*arguments, path=""):
     """What a launch that fails says, by lines, with a folder put before all others where Python looks for modules."""
-    command = [sys.executable, "-P", ROOT / "torchtitan_magi" / "launch.py", *arguments]
-    environment = os.environ | {"PYTHONPATH": f"{path}{os.pathsep}{ROOT}".lstrip(os.pathsep)}
-    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
+    paths = f"{path}{os.pathsep}{ROOT}".lstrip(os.pathsep)
+    result = python("-P", ROOT / "torchtitan_magi" / "launch.py", *arguments, PYTHONPATH=paths)
     assert result.returncode == 1
     return result.stderr.strip().splitlines()
 
@@ -160,6 +160,7 @@ NO_REASON = "a rank failed and could not write why: its error file is empty or b
 @pytest.mark.parametrize(
     ("content", "line"),
     [
+        (None, "rank 0 failed: exit code 1"),
         ("", NO_REASON),
         ("\x00", NO_REASON),
         ("[]", NO_REASON),
@@ -170,13 +171,15 @@ NO_REASON = "a rank failed and could not write why: its error file is empty or b
         ('{"message": {"extraInfo": {"timestamp": "1"}}}', "rank 0 failed: exit code 1"),
         ('{"message": {"message": {"a": 3}, "extraInfo": {"timestamp": "1"}}}', NO_REASON),
         ('{"message": "why"}', "rank 0 failed: why"),
+        ('{"message": {"message": "why", "extraInfo": {"timestamp": "1", "py_callstack": ""}}}', "rank 0 failed: why"),
     ],
 )
 def test_an_error_file_of_any_shape_is_one_line(tmp_path, content, line):
     def run(_):
         raise ChildFailedError("rank", {0: ProcessFailure(0, 1, 1, str(tmp_path / "error.json"))})
 
-    (tmp_path / "error.json").write_text(content)
+    if content is not None:
+        (tmp_path / "error.json").write_text(content)
     with mock.patch.object(torch.distributed.run, "run", run), pytest.raises(SystemExit) as caught:
         launch(["--standalone", "script.py"])
     assert re.fullmatch(line, caught.value.code)
@@ -262,18 +265,6 @@ def test_set_up_uses_the_torchtitan_that_is_named(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("exitcode", "recorded", "said"),
-    [(-9, None, r"Signal 9 \(SIGKILL\) .*"), (2, None, "exit code 2"), (1, "why", "why")],
-)
-def test_how_a_process_ended(tmp_path, exitcode, recorded, said):
-    if recorded:
-        message = {"message": recorded, "extraInfo": {"timestamp": "1", "py_callstack": ""}}
-        (tmp_path / "error.json").write_text(json.dumps({"message": message}))
-    failure = ProcessFailure(0, 1, exitcode, str(tmp_path / "error.json"))
-    assert re.fullmatch(said, reason(failure))
-
-
-@pytest.mark.parametrize(
     ("given", "added"),
     [((), ["--training.mixed_precision_param=float32"]), (("--training.mixed-precision-param=bfloat16",), [])],
 )
@@ -281,8 +272,8 @@ def test_a_run_on_the_cpu_is_in_float32_unless_told_otherwise(monkeypatch, capsy
     started = []
     path = str(ROOT / "train_configs" / "debug.toml")
     monkeypatch.setattr("sys.argv", ["launch.py", path, *given])
-    monkeypatch.setattr("launch.count_gpus", lambda: 0)
-    monkeypatch.setattr("launch.launch", started.append)
+    monkeypatch.setattr("torchtitan_magi.launch.count_gpus", lambda: 0)
+    monkeypatch.setattr("torchtitan_magi.launch.launch", started.append)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     main()
     assert started[0][started[0].index(path) + 1 :] == [*given, *added]

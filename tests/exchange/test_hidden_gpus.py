@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.cp_case import check, documents, run_case
+from support.gpus import needs_hopper, needs_two_gpus
 
 from torchtitan_magi.exchange import hidden_gpus
 from torchtitan_magi.exchange import peer_memory as peer
@@ -208,12 +209,10 @@ def main(rank, folder):
 
 
 @pytest.mark.gpu
+@needs_hopper
+@needs_two_gpus
 @pytest.mark.parametrize("given", [{}, {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "0"}], ids=["tried", "refused"])
 def test_ranks_that_each_see_one_gpu(given, tmp_path):
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs Hopper GPUs")
-    if torch.cuda.device_count() < 2:
-        pytest.skip(f"needs 2 GPUs, there is {torch.cuda.device_count()}")
     here = Path(__file__).parent
     paths = os.pathsep.join(map(str, (here, here.parent, here.parents[1])))
     ranks = [

@@ -3,7 +3,6 @@
 import subprocess
 import sys
 import weakref
-from contextlib import closing
 from dataclasses import replace
 from unittest import mock
 
@@ -24,7 +23,7 @@ from torchtitan_magi.planning.cost_model import H200, KernelCost, Link
 
 @pytest.fixture(scope="module", params=[2, 4, 3, 8])
 def pool(request):
-    with closing(RankPool(request.param)) as pool:
+    with RankPool(request.param) as pool:
         yield pool
 
 
@@ -197,7 +196,7 @@ def nodes_on_rank():
 
 
 def test_ranks_are_counted_by_node():
-    with closing(RankPool(8)) as pool:  # of its own: ranks in unequally many groups cannot make later ones
+    with RankPool(8) as pool:  # of its own: ranks in unequally many groups cannot make later ones
         results = pool.run(nodes_on_rank)
     assert results == [[[4, 4], [2, 2], None, [1, 1], [4, 2], None]] * 8
 
@@ -239,6 +238,6 @@ def agree_on_rank(data_rank):
 
 def test_ranks_of_a_data_parallel_rank_agree_on_content_alone():
     """Plans may differ between context-parallel groups, whose ranks may sit otherwise in machines."""
-    with closing(RankPool(4)) as pool:
+    with RankPool(4) as pool:
         assert pool.run(agree_on_rank, False) == [[0, 1, 2, 3]] * 4
         assert pool.run(agree_on_rank, True) == [[0, 2], [1, 3]] * 2

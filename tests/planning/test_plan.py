@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.errors import one_line
 from support.masks import dense_mask, document_lengths, square_slice_lists
 
 from torchtitan_magi.masks.builders import sliding_window, varlen_causal, varlen_full
@@ -227,15 +228,15 @@ CAUSAL = varlen_causal([0, 4])
         *(((CAUSAL, 4, size), {}, f"cp_size is {size!r} and") for size in (0, 2.0, True, "2", None)),
         *(((CAUSAL, total, 2), {}, f"total_tokens {total!r}; they must be integers") for total in (-1, 10.5, "4")),
         *(((CAUSAL, total, 2), {}, f"total_tokens is {total}; token numbers") for total in (2**31 - 1, 10**20)),
-        *(((CAUSAL, 4, 2, stages), {}, f"overlap_stages is {stages!r}; use 0") for stages in (-2, 1.5, True, 17)),
+        *(((CAUSAL, 4, 2, stages), {}, f"overlap_stages is {stages!r}; use 0") for stages in (-2, 1.5, True)),
+        ((CAUSAL, 4, 2, 17), {}, "overlap_stages is 17; .*at most 16"),
         *(((CAUSAL, 4, 2), {"gpus_per_node": gpus}, f"gpus_per_node is {gpus!r}; use None") for gpus in (0, 2.5, "2")),
     ],
 )
 def test_a_bad_request_names_the_value(arguments, options, message):
     make_plan(CAUSAL, 4, 2)  # an equal number of another type must not find it
-    with pytest.raises(ValueError, match=message) as error:
+    with one_line(message):
         make_plan(*arguments, **options)
-    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("masks", [None, 3, CAUSAL, iter([CAUSAL])])
@@ -353,8 +354,6 @@ def test_the_work_of_all_layers_is_balanced_not_that_of_one_kind():
     ("masks", "layers", "message"),
     [
         ([], None, "for 0 masks; give at least one"),
-        ([varlen_causal([0, 8])], [0], r"layers is \[0\] for 1 masks"),
-        ([varlen_causal([0, 8])], [1, 1], r"layers is \[1, 1\] for 1 masks"),
         ([varlen_causal([0, 9])], None, "slice 0 is .* but the pack has 8 tokens"),
         ([[0, 8]], None, "slices are a list; give AttnSlices"),
     ],

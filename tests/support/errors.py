@@ -1,5 +1,7 @@
 """Runs that must end in one line before the first step, and configuration files with something wrong in them."""
 
+import contextlib
+
 import pytest
 from support.runs import DEBUG_TOML, TrainingError, corpus, train
 
@@ -22,6 +24,14 @@ def assert_one_line(error, messages):
     """A TrainingError is a ValueError of one line with all these messages."""
     assert error.type == "ValueError"
     assert_says(error, messages)
+
+
+@contextlib.contextmanager
+def one_line(match, kind=ValueError):
+    """Within it an exception with such a text is raised, of one line. Gives pytest's information on it."""
+    with pytest.raises(kind, match=match) as caught:
+        yield caught
+    assert "\n" not in str(caught.value)
 
 
 def value_errors(function, cases):

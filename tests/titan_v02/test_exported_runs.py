@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.hf_models import make_hf_folder
+from support.hf_models import make_hf_folder, tensors_of
 from support.runs import LAYERS, corpus, new_folder, train, watch
 
 from torchtitan_magi.data import PackedSFTDataset
@@ -91,7 +91,7 @@ def round_matrices(folder):
 
 
 def dtypes_of(folder):
-    return {name: x.dtype for path in folder.glob("*.safetensors") for name, x in load_file(path).items()}
+    return {name: tensor.dtype for name, tensor in tensors_of(folder).items()}
 
 
 @functools.cache

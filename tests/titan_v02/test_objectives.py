@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.errors import assert_says, value_errors
 from support.parity import difference, trained, trained_anew
 from support.runs import DEBUG_TOML, call, corpus, on_corpus, watch
 
@@ -110,29 +111,25 @@ FOR_SFT = {
 }
 
 
-def errors_of(cases, has_objectives):
-    """What the check of the configuration says to each case of arguments."""
+def check(arguments, has_objectives):
     from torchtitan.config import ConfigManager
 
     from torchtitan_magi.titan.v02.config import check_job_config
 
-    said = []
-    for arguments in cases:
-        try:
-            config = ConfigManager().parse_args(["--job.config_file", str(DEBUG_TOML), *arguments])
-            check_job_config(config, {config.model.flavor: "varlen"}, has_objectives)
-            said.append(None)
-        except ValueError as error:
-            said.append(str(error))
-    return said
+    config = ConfigManager().parse_args(["--job.config_file", str(DEBUG_TOML), *arguments])
+    check_job_config(config, {config.model.flavor: "varlen"}, has_objectives)
+
+
+def errors_of(cases, has_objectives):
+    """What the check of the configuration says to each case of arguments."""
+    return value_errors(check, [(arguments, has_objectives) for arguments in cases])
 
 
 def test_a_wrong_option_is_one_line_that_names_the_remedy():
     cases = [[*DPO, *case.split()] for case in FOR_DPO] + [case.split() for case in FOR_SFT]
     for said, messages in zip(call(errors_of, cases, True), [*FOR_DPO.values(), *FOR_SFT.values()], strict=True):
         assert said is not None
-        assert "\n" not in said
-        assert all(message in said for message in messages), said
+        assert_says(said, messages)
     assert call(errors_of, [[], DPO, ["--magi.loss_per", "document"]], True) == [None] * 3
 
 

@@ -7,22 +7,21 @@ from pathlib import Path
 import pytest
 import torch
 from support.hf_loop import ARGUMENTS, PACKS, PAIRS_PER_PACK, document, records, write_pairs
-from support.hf_models import make_hf_folder
+from support.hf_models import TITAN_NAMES, hf_arguments, make_hf_folder
 from support.runs import corpus, new_folder, train
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 STORED = ["--magi.dpo.reference", "file"]
-NAMES = {"llama": "llama3", "qwen3": "qwen3", "qwen3_moe": "qwen3"}
 
 
 def arguments(folder, kind, dump, *options):
-    chosen = ["--model.name", NAMES[kind], "--model.flavor", "hf", "--model.hf_assets_path", str(folder)]
-    chosen += ["--training.dataset_path", f"{corpus()}/train.jsonl", "--job.dump_folder", dump, *ARGUMENTS]
+    chosen = [*hf_arguments(folder, kind), "--training.dataset_path", f"{corpus()}/train.jsonl"]
+    chosen += ["--job.dump_folder", dump, *ARGUMENTS]
     chosen += ["--checkpoint.enable", "--checkpoint.initial_load_in_hf", "--checkpoint.last_save_in_hf"]
     return [*chosen, "--magi.lora.rank", "4", "--parallelism.context_parallel_degree", "2", *options]
 
 
-@pytest.mark.parametrize("kind", NAMES)
+@pytest.mark.parametrize("kind", TITAN_NAMES)
 def test_peft_loads_the_adapters_and_computes_the_validation_loss(kind):
     peft = pytest.importorskip("peft", reason="peft reads the adapters")
     weights = {"initializer_range": 0.2} if kind == "qwen3_moe" else {}  # experts in bfloat16 would show in the loss

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.hf_loop import EPS, write_pairs
-from support.hf_models import make_hf_folder
+from support.hf_models import TITAN_NAMES, hf_arguments, make_hf_folder
 from support.runs import TrainingError, corpus, new_folder, train, watch
 
 from torchtitan_magi.training.experts import EXPERT_LOAD_METRICS
@@ -42,11 +42,11 @@ class Result:
 
 def run(degrees, *options, kind="llama", tied=False, setup=None, expanded=None):
     """Two steps. expanded: gets how often each rank has made K and V of latent rows."""
-    name = {"llama": "llama3", "qwen3_moe": "qwen3"}.get(kind, kind)
+    name = TITAN_NAMES.get(kind, kind)
     local = PACKS // degrees.get("dp", 1) if "pp" in degrees else 1
     processes = math.prod(degree for axis, degree in degrees.items() if axis != "ep")
-    arguments = ["--model.name", name, "--model.flavor", "hf", "--model.hf_assets_path", str(folder(kind, tied))]
-    arguments += ["--training.dataset_path", f"{corpus()}/train.jsonl", "--training.steps", "2"]
+    arguments = [*hf_arguments(folder(kind, tied), kind), "--training.dataset_path", f"{corpus()}/train.jsonl"]
+    arguments += ["--training.steps", "2"]
     arguments += ["--training.local_batch_size", str(local), "--training.global_batch_size", str(PACKS)]
     arguments += ["--checkpoint.enable", "--checkpoint.initial_load_in_hf"]
     for axis, degree in degrees.items():

@@ -9,13 +9,11 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
+from support.gpus import needs_two_gpus
 from support.runs import DEBUG_TOML, ROOT, SMALL, new_folder, on_corpus, train
 
 from loss_compare import TOLERANCE, max_relative_difference  # isort: skip
 
-NUM_GPUS = torch.cuda.device_count()
-ENOUGH_GPUS = pytest.mark.skipif(NUM_GPUS < 2, reason=f"needs two GPUs, finds {NUM_GPUS}")
 LAUNCH = "import sys; from torchtitan_magi.launch import launch; launch(sys.argv[1:])"
 HUNG = r"rank 0 failed: this rank was killed \d+ s after step \d+ ended, without another: .* comm.train_timeout_seconds"
 KILLED = r"rank 1 failed: Signal 9 \(SIGKILL\) received by PID \d+"
@@ -41,7 +39,7 @@ def run_and_strike(folder, arguments, device, blow, program=("-m", "torchtitan_m
     blow: None: the program itself sends it.
     """
     visible = {} if device == "cuda" else {"CUDA_VISIBLE_DEVICES": ""}
-    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    path = os.pathsep.join([str(ROOT), f"{ROOT}/tests", *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path} | visible
     torchrun = [sys.executable, "-c", LAUNCH, "--standalone", "--nproc-per-node=2", "--local-ranks-filter=0"]
     torchrun += ["--role=rank", "--tee=3", *program, "--job.config_file", DEBUG_TOML, "--job.dump_folder", folder]
@@ -60,7 +58,7 @@ def run_and_strike(folder, arguments, device, blow, program=("-m", "torchtitan_m
 
 
 @pytest.mark.gpu
-@ENOUGH_GPUS
+@needs_two_gpus
 def test_a_rank_that_hangs_ends_the_job_within_the_timeout():
     arguments = [*on_corpus(), *SMALL, "--parallelism.context_parallel_degree", "2", "--metrics.disable_color_printing"]
     arguments += ["--training.steps", "100000", "--comm.train_timeout_seconds", "20"]
@@ -71,13 +69,13 @@ def test_a_rank_that_hangs_ends_the_job_within_the_timeout():
 
 
 @pytest.mark.gpu
-@ENOUGH_GPUS
+@needs_two_gpus
 @pytest.mark.parametrize("phase", ["forward", "backward", "rows"])
 @pytest.mark.parametrize("blow", ["SIGKILL", "SIGSTOP", "memory"])
 def test_wherever_a_rank_fails_the_job_ends_with_its_reason(blow, phase):
     arguments = [*on_corpus(), *SMALL, "--parallelism.context_parallel_degree", "2", "--metrics.disable_color_printing"]
     arguments += ["--training.steps", "100000", "--comm.train_timeout_seconds", "20"]
-    program = [ROOT / "tests" / "struck.py", phase, blow]
+    program = [ROOT / "tests" / "support" / "faulty_rank.py", phase, blow]
     code, log, seconds = run_and_strike(new_folder(), arguments, "cuda", None, program)
     assert code != 0
     assert seconds < 20 + 60
@@ -85,7 +83,7 @@ def test_wherever_a_rank_fails_the_job_ends_with_its_reason(blow, phase):
     assert re.fullmatch(reasons[blow], log.splitlines()[-1])
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, ENOUGH_GPUS])])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_two_gpus])])
 def test_a_killed_rank_ends_the_job_which_then_continues(device):
     folder = new_folder()
     arguments = [*on_corpus(), *SMALL, "--parallelism.context_parallel_degree", "2", "--metrics.disable_color_printing"]
