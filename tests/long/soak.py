@@ -262,19 +262,19 @@ class Soak:
         self, name: str, degrees: dict[str, int], blow: tuple[str, int, int, str], max_steps: int | None = None
     ) -> Watcher:
         """One start of a run, to its end, whatever the end is."""
-        from support.faults import Blow
+        from support.faults import Fault
         from support.runs import DEBUG_TOML, TrainingError, train
 
         phase, step, rank, kind = blow
         watcher = Watcher(kind == "paused", step if phase == "any" else max_steps)
-        blown = Blow(phase, step, rank, signal.SIGKILL if kind == "killed" else signal.SIGSTOP)
+        fault = Fault(phase, step, rank, signal.SIGKILL if kind == "killed" else signal.SIGSTOP)
         arguments = [*self.case.arguments(degrees, self.folder, self.folder / name), "--model.hf_assets_path"]
         arguments += [str(self.model), f"--comm.init_timeout_seconds={TIMEOUT}"]
         arguments += [f"--comm.train_timeout_seconds={self.timeout}"]
         processes = degrees["dp"] * degrees["cp"] * degrees["tp"]
         options: dict[str, Any] = {"toml": DEBUG_TOML, "defaults": (), "layers": None, "entry": "torchtitan_magi.train"}
         try:
-            train(processes, arguments, setup=blown, until=watcher, **options)
+            train(processes, arguments, setup=fault, until=watcher, **options)
         except TrainingError as error:
             took = time.monotonic() - watcher.struck_at
             if not watcher.struck_at or kind == "paused":

@@ -14,6 +14,14 @@ def error_of(arguments, processes=1, **kwargs):
     return caught.value
 
 
+@contextlib.contextmanager
+def run_ends(match, kind="ValueError"):
+    """Within it a run ends with an exception of this class and such a text. Gives pytest's information on it."""
+    with pytest.raises(TrainingError, match=match) as caught:
+        yield caught
+    assert caught.value.type == kind
+
+
 def assert_says(error, messages):
     """The text of an exception is one line with all these messages."""
     assert "\n" not in str(error)

@@ -35,7 +35,7 @@ def test_a_wrong_value_on_the_command_line(arguments, processes, messages):
 
 
 def test_a_wrong_option_in_the_file(tmp_path):
-    """Of the others see test_option_values.py."""
+    """One of those in test_objectives.py."""
     messages = ["magi.backend is 'fla'", "use one of 'auto', 'ffa', 'flex'"]
     assert_one_line(error_of([], toml=changed(tmp_path, ("[magi]", '[magi]\nbackend = "fla"'))), messages)
 

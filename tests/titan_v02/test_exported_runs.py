@@ -111,8 +111,8 @@ def longest_document():
     ],
 )
 def test_transformers_loads_the_last_checkpoint(kind, layout, dtype, tmp_path):
-    """Of a model in several files whose index has a name too much, made for fewer positions than documents have; with
-    norms in float32 where others have 16 bits."""
+    """It is in several files whose index has a name too much, made for fewer positions than documents have; with norms
+    in float32 where others have 16 bits."""
     from transformers import AutoModelForCausalLM
 
     from torchtitan_magi.titan.v02.models import args_of

@@ -8,19 +8,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.degrees import degree_arguments, num_processes
 from support.errors import assert_one_line, assert_says, error_of, value_errors
 from support.hf_models import hf_arguments, make_hf_folder, tensors_of
 from support.preference import DPO_TOML, copy_of_data
 from support.preference import arguments as dpo_arguments
 from support.runs import call, corpus, new_folder, train, watch
 
-from loss_compare import COMMON, DEGREES, max_relative_difference  # isort: skip
+from loss_compare import COMMON, max_relative_difference  # isort: skip
 
-NAMES = DEGREES | {
-    "ddp": "data_parallel_replicate_degree",
-    "ep": "expert_parallel_degree",
-    "etp": "expert_tensor_parallel_degree",
-}
 LAYOUTS = {
     "one": {},
     "ddp2": {"ddp": 2},
@@ -43,24 +39,20 @@ def folder():
     return make_hf_folder("qwen3_moe", initializer_range=0.1)
 
 
-def processes(degrees):
-    return math.prod(degree for name, degree in degrees.items() if name not in ("ep", "etp"))
-
-
 def model():
     return [*hf_arguments(folder(), "qwen3_moe"), "--checkpoint.enable"]
 
 
 def arguments(degrees):
     """Data-parallel ranks share the two packs of a step."""
-    layout = [f"--parallelism.{NAMES[name]} {degree}" for name, degree in degrees.items()]
     batch = f"--training.local_batch_size {2 // (degrees.get('dp', 1) * degrees.get('ddp', 1))}"
-    return [*" ".join([COMMON, *layout, batch, "--checkpoint.initial_load_in_hf"]).split(), *model()]
+    options = f"{COMMON} {batch} --checkpoint.initial_load_in_hf".split()
+    return [*options, *degree_arguments(degrees), *model()]
 
 
 def moe(degrees, *options, **kwargs):
     options = ["--training.steps", "3", "--checkpoint.load_only", *options]
-    return train(processes(degrees), [*arguments(degrees), *options], entry="torchtitan_magi.train", **kwargs)
+    return train(num_processes(degrees), [*arguments(degrees), *options], entry="torchtitan_magi.train", **kwargs)
 
 
 def report_gradients(report):
@@ -85,7 +77,7 @@ def trained(name):
 
 
 def expert_load(run):
-    """Of each step: imbalance, that of the worst layer, and idle experts."""
+    """For each step: imbalance, that of the worst layer, and idle experts."""
     return [[value for name, value in metrics.items() if name.startswith("moe/")] for metrics in run.metrics]
 
 
@@ -174,10 +166,10 @@ def dpo_folder():
 
 def dpo(degrees, *options, **kwargs):
     batch = {name: degree for name, degree in degrees.items() if name not in ("ep", "etp")}
-    experts = [f"--parallelism.{NAMES[name]}={degrees[name]}" for name in degrees.keys() - batch]
+    experts = degree_arguments({name: degrees[name] for name in degrees.keys() - batch})
     fixed = ["--validation.no-enable", "--checkpoint.load_only", "--checkpoint.initial_load_in_hf"]
     options = [*dpo_arguments(batch, folder=dpo_folder()), *experts, *model(), *fixed, *options]
-    return train(processes(degrees), options, toml=DPO_TOML, defaults=(), entry="torchtitan_magi.train", **kwargs)
+    return train(num_processes(degrees), options, toml=DPO_TOML, defaults=(), entry="torchtitan_magi.train", **kwargs)
 
 
 def bias_the_choice_of_experts(report):
@@ -297,7 +289,7 @@ THREE_PACKS = "--training.local_batch_size 1 --training.global_batch_size 3"
 )  # fmt: skip
 def test_experts_that_cannot_be_spread(degrees, options, messages):
     options = [*arguments(degrees), *options.split()]
-    assert_one_line(error_of(options, processes(degrees), entry="torchtitan_magi.train"), messages)
+    assert_one_line(error_of(options, num_processes(degrees), entry="torchtitan_magi.train"), messages)
 
 
 def test_a_dense_model_has_no_experts_to_spread():
@@ -310,7 +302,7 @@ def test_a_dense_model_has_no_experts_to_spread():
 
 
 def count_operations(path):
-    """Of a token, without attention; and of the model with all its experts."""
+    """Parameters of the model with all its experts, and operations of a token without attention."""
     import torch
     from torchtitan.models.qwen3 import Qwen3Model
 

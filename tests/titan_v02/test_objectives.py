@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.errors import assert_says, value_errors
+from support.errors import assert_says, changed, value_errors
 from support.parity import difference, trained, trained_anew
 from support.runs import DEBUG_TOML, call, corpus, on_corpus, watch
 
@@ -111,12 +111,24 @@ FOR_SFT = {
 }
 
 
-def check(arguments, has_objectives):
+IN_FILE = {
+    'template_date = "26 Jul"': ["magi.template_date is '26 Jul'", 'use a date such as "2024-07-26"'],
+    'backend = "fla"': ["magi.backend is 'fla'", "use one of 'auto', 'ffa', 'flex'"],
+    'positions = "row"': ["magi.positions is 'row'", "use one of 'auto', 'document', 'pack'"],
+    'long_documents = "drop"': ["magi.long_documents is 'drop'", "use one of 'truncate', 'split'"],
+    "overlap_stages = -3": ["magi.overlap_stages is -3", "use 0 for no overlap"],
+    'overlap_stages = "two"': ["magi.overlap_stages is 'two'", "use 0 for no overlap"],
+    "epochs = true": ["magi.epochs is True", "use a number of passes"],
+    'shuffle = "false"': ["magi.shuffle is 'false'", "use true or false"],
+}
+
+
+def check(arguments, has_objectives, toml=DEBUG_TOML):
     from torchtitan.config import ConfigManager
 
     from torchtitan_magi.titan.v02.config import check_job_config
 
-    config = ConfigManager().parse_args(["--job.config_file", str(DEBUG_TOML), *arguments])
+    config = ConfigManager().parse_args(["--job.config_file", str(toml), *arguments])
     check_job_config(config, {config.model.flavor: "varlen"}, has_objectives)
 
 
@@ -131,6 +143,15 @@ def test_a_wrong_option_is_one_line_that_names_the_remedy():
         assert said is not None
         assert_says(said, messages)
     assert call(errors_of, [[], DPO, ["--magi.loss_per", "document"]], True) == [None] * 3
+
+
+def test_a_wrong_option_in_the_file_is_one_line_that_names_the_remedy(tmp_path):
+    files = [tmp_path / f"{number}.toml" for number in range(len(IN_FILE))]
+    for file, option in zip(files, IN_FILE, strict=True):
+        changed(tmp_path, ("[magi]", f"[magi]\n{option}")).rename(file)
+    found = call(value_errors, check, [([], True, file) for file in files])
+    for said, messages in zip(found, IN_FILE.values(), strict=True):
+        assert_says(said, messages)
 
 
 def trainers_in_turn():
@@ -232,7 +253,7 @@ def test_validation_in_shorter_packs_is_warned_of(caplog):
 
 
 def what_a_second_trainer_finds():
-    """Of one spec: what is left of the first run, and what heads that tensor parallelism cannot divide lead to."""
+    """With one spec: what is left of the first run, and what heads that tensor parallelism cannot divide lead to."""
     from types import SimpleNamespace
 
     from torchtitan.config import ConfigManager

@@ -280,7 +280,7 @@ def check_torchrun(arguments: list[str]) -> None:
 
 
 def check_training(path: str, overrides: list[str]) -> None:
-    """Of a file that is not in the repository the overrides are checked."""
+    """Checks the overrides alone where the file is not in the repository."""
     from launch import num_processes
     from torchtitan.config import ConfigManager
 

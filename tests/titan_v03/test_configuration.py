@@ -22,7 +22,7 @@ def options_of(toml, *overrides):
 
 
 def summary_of(toml, *overrides):
-    """Of these fields, what the tests look at."""
+    """What the tests look at in these fields."""
     from torchtitan_magi.titan.v03.config import job_of
     from torchtitan_magi.titan.v03.models import config_of
     from torchtitan_magi.titan.v03.trainer import MagiTrainer

@@ -57,7 +57,7 @@ TASKS = {  # name -> kind of model, options
 
 
 def losses(task, on_gpus):
-    """Of five steps, and of validation."""
+    """The losses of five steps, and of validation."""
     kind, options = TASKS[task]
     arguments = [*hf_arguments(folder(kind), kind), "--training.dataset_path", f"{training.corpus()}/train.jsonl"]
     arguments += ["--training.steps", "5"]

@@ -75,7 +75,7 @@ def test_the_reference_of_dpo_is_the_policy_without_adapters():
 
 
 def report_experts(report):
-    """Of each logged step, before counting begins anew: the tokens that experts got in each layer, and their bias."""
+    """Reports, before each logged step resets them, the tokens that experts got in each layer and their bias."""
     from torchtitan_magi.training import metrics
 
     take = metrics.take_expert_load

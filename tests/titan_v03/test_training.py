@@ -3,6 +3,7 @@
 import re
 
 import pytest
+from support.errors import run_ends
 from support.hf_models import hf_arguments, make_hf_folder
 from support.processes import torchrun
 from support.runs import TrainingError, corpus, new_folder, train
@@ -10,9 +11,8 @@ from support.runs import TrainingError, corpus, new_folder, train
 
 def test_degrees_that_are_not_as_many_as_processes_are_named():
     message = "context 3, tensor 1, pipeline 1, but torchrun started 2 processes; start as many as they multiply to"
-    with pytest.raises(TrainingError, match=message) as caught:
+    with run_ends(message):
         train(2, ["--parallelism.context_parallel_degree", "3"])
-    assert caught.value.type == "ValueError"
 
 
 @pytest.mark.parametrize(
@@ -31,9 +31,8 @@ def test_degrees_that_the_model_does_not_divide_by_are_named(kind, degree, messa
     fields = {"num_experts": 6} if kind == "qwen3_moe" else {}
     model = [*hf_arguments(make_hf_folder(kind, **fields), kind), f"--parallelism.{degree}_degree", "4"]
     model.append("--magi.random_weights")
-    with pytest.raises(TrainingError, match=message) as caught:
+    with run_ends(message):
         train(4, [*model, "--training.dataset_path", f"{corpus()}/train.jsonl"], layers=None)
-    assert caught.value.type == "ValueError"
 
 
 def test_weights_that_nothing_loads_end_the_run_before_the_first_step():

@@ -1,12 +1,12 @@
 """Trains as transformers and TRL do: loss and metrics of every step and the exported model, whatever the layout."""
 
 import functools
-import math
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from support.degrees import degree_arguments, num_processes
 from support.hf_loop import (
     ARGUMENTS,
     LOSSES,
@@ -24,8 +24,6 @@ from support.runs import IS_0_3, corpus, new_folder, train
 from transformers import AutoModelForCausalLM
 
 from torchtitan_magi.losses.preference import PREFERENCE_METRICS
-
-from loss_compare import DEGREES  # isort: skip
 
 LOSS_TOLERANCE = 1e-5  # relative: five digits
 LOGITS_TOLERANCE = 5e-5  # absolute; the largest logits are about 4
@@ -74,7 +72,6 @@ if IS_0_3:  # models that torchtitan 0.2.2 has not, or not under FSDP
         "deepseek_v3": ({"cp": 2}, {"tp": 2, "ep": 2}),
     }
     DPO |= {"gpt_oss": ({"cp": 2},), "deepseek_v3": ({"cp": 2},)}
-NAMES = DEGREES | {"ep": "expert_parallel_degree"}
 
 
 @functools.cache
@@ -123,10 +120,8 @@ def assert_trains_as(expected: Training, dataset: str, name: str, degrees: dict[
     arguments += ["--training.dataset", dataset, "--training.dataset_path", str(records_of(dataset))]
     arguments += ["--job.dump_folder", folder, "--training.local_batch_size", str(packs), *ARGUMENTS]
     arguments += ["--checkpoint.enable", "--checkpoint.initial_load_in_hf", "--checkpoint.last_save_in_hf"]
-    for axis, degree in degrees.items():
-        arguments += [f"--parallelism.{NAMES[axis]}", str(degree)]
-    processes = math.prod(degree for axis, degree in degrees.items() if axis != "ep")
-    run = train(processes, [*arguments, *options], layers=None, entry="torchtitan_magi.train")
+    arguments += [*degree_arguments(degrees), *options]
+    run = train(num_processes(degrees), arguments, layers=None, entry="torchtitan_magi.train")
 
     exported_folder = f"{folder}/checkpoint/step-{len(expected.losses)}"
     assert run.output.splitlines()[-1].endswith(f': AutoModelForCausalLM.from_pretrained("{exported_folder}")')
