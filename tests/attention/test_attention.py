@@ -22,12 +22,7 @@ from torch.utils._pytree import tree_leaves
 import torchtitan_magi as magi
 from torchtitan_magi.attention import op as attention
 from torchtitan_magi.attention.bound_plan import bind_plan, bind_slices
-from torchtitan_magi.attention.op import (
-    attention_backward_op,
-    attention_op,
-    make_handle,
-    num_live_plans,
-)
+from torchtitan_magi.attention.op import attention_backward_op, attention_op, make_handle, num_live_plans
 from torchtitan_magi.backends import flex
 from torchtitan_magi.backends.choose import Gradients, OutGrads, StageInputs, StageMask
 from torchtitan_magi.backends.flex import FlexBlockAttn
@@ -431,10 +426,7 @@ def test_ops_keep_their_promises_to_compilers():
         (lambda x, plan: magi.cp_varlen_attn(x, None, x, plan), "k is of type NoneType; give a torch.Tensor"),
         (lambda x, plan: magi.flex_flash_attn(x, x, x.tolist(), plan.slices), "v is of type list; give a torch.Tensor"),
         (lambda x, plan: magi.cp_varlen_attn(x, x, x, plan, sinks=0.0), "sinks is of type float; give a torch.Tensor"),
-        (
-            lambda x, plan: magi.cp_varlen_attn(x.to_sparse(), x, x, plan),
-            "q is a torch.sparse_coo tensor; give",
-        ),
+        (lambda x, plan: magi.cp_varlen_attn(x.to_sparse(), x, x, plan), "q is a torch.sparse_coo tensor; give"),
         (
             lambda x, plan: magi.flex_flash_attn(x, torch.nested.nested_tensor([x[0]]), x, plan.slices),
             "k is a nested tensor; give a dense",
@@ -444,15 +436,9 @@ def test_ops_keep_their_promises_to_compilers():
             lambda x, plan: magi.cp_varlen_attn(x, x, x, plan, sinks=x[0, 0, :4].to("meta")),
             "q, k, v, sinks are on cpu, cpu, cpu, meta; move them",
         ),
-        (
-            lambda x, plan: magi.flex_flash_attn(*[x.to(torch.float8_e5m2)] * 3, plan.slices),
-            "float8_e5m2; .* 16 bits",
-        ),
+        (lambda x, plan: magi.flex_flash_attn(*[x.to(torch.float8_e5m2)] * 3, plan.slices), "float8_e5m2; .* 16 bits"),
         (lambda x, plan: magi.cp_varlen_attn(x, x, x, plan, backend=["flex"]), r"backend is \['flex'\]; use one of"),
-        (
-            lambda x, plan: magi.cp_varlen_attn(x, x, x, plan, deterministic="yes"),
-            "deterministic is 'yes'; use True",
-        ),
+        (lambda x, plan: magi.cp_varlen_attn(x, x, x, plan, deterministic="yes"), "deterministic is 'yes'; use True"),
         (lambda x, plan: magi.cp_varlen_attn(x, x, x, plan, fp32_reduce=[]), r"fp32_reduce is \[\]; use True or False"),
         (lambda x, plan: magi.dispatch(x.numpy(), plan, None), "x is of type ndarray; give a torch.Tensor"),
         (lambda x, plan: magi.undispatch([1.0] * 8, plan, None), "x_local is of type list; give a torch.Tensor"),
@@ -460,10 +446,7 @@ def test_ops_keep_their_promises_to_compilers():
         (lambda x, plan: magi.dispatch(x, plan.slices, None), "plan is of type AttnSlices; make one with make_plan"),
         (lambda x, plan: magi.undispatch(x, None, None), "plan is of type NoneType; make one with make_plan"),
         (lambda x, plan: magi.dispatch(x, plan, None, "a"), "pad_value is 'a'; give a number that x, of torch.float32"),
-        (
-            lambda x, plan: magi.dispatch(x.int(), plan, None, 0.5),
-            "pad_value is 0.5; give a number that x, of",
-        ),
+        (lambda x, plan: magi.dispatch(x.int(), plan, None, 0.5), "pad_value is 0.5; give a number that x, of"),
         (lambda x, plan: magi.dispatch(x.byte(), plan, None, -100), "pad_value is -100; .* of torch.uint8, can hold"),
         (lambda x, plan: magi.flex_flash_attn(x, x, x[..., :0], plan.slices), r"\(8, 4, 0\).* D above 0"),
         (lambda x, plan: magi.flex_flash_attn(x, x[..., :4], x, plan.slices), r"\(8, 4, 4\)"),

@@ -5,7 +5,7 @@ import gc
 import pytest
 import torch
 import torch.distributed as dist
-from support.cp_case import check, documents, inputs, random_slices, run_case
+from support.cp_case import BF16, CASES_ON_GPUS, check, documents, inputs, random_slices, run_case
 from support.gpus import needs_hopper
 from support.loopback import Loopback
 from support.pool import RankPool
@@ -30,10 +30,8 @@ def pool(request):
         yield pool
 
 
-BF16 = {"dtype": torch.bfloat16, "head_dim": 128}
 BESIDE = magi.varlen_causal([0, 1200, 1290, 1601])
-CASES = {
-    "GQA 64:8": documents([900, 7, 1, 64, 500, 33, 495], heads=(64, 8), **BF16),
+CASES = CASES_ON_GPUS | {
     "GQA 8:1": documents([900, 7, 1, 64, 500, 33], heads=(8, 1), **BF16, stages=2),
     "MHA, odd total": documents([700, 201], heads=(4, 4), **BF16, padding=2),
     "GQA 5:1, head_dim 64": documents([700, 201], heads=(10, 2), dtype=torch.bfloat16, head_dim=64, stages=3),
@@ -42,8 +40,6 @@ CASES = {
     "float32 on the wire, no overlap": documents([100, 211, 7], heads=(16, 4), **BF16, fp32_reduce=True, stages=0),
     "bidirectional": documents([500, 90, 410], "full", heads=(8, 2), **BF16, stages=2),
     "sliding window": documents([1700, 50], "window", 200, heads=(8, 2), **BF16, stages=2),
-    "no overlap": documents([600, 200, 300], heads=(8, 2), **BF16, stages=0),
-    "four stages": documents([600, 200, 301], heads=(8, 2), **BF16, stages=4),
     "two nodes": documents([900, 7, 1, 64, 500, 33, 495], heads=(64, 8), **BF16, stages=2, gpus_per_node=2),
     "two nodes, no overlap": documents([700, 1201], heads=(8, 1), **BF16, stages=0, gpus_per_node=2),
     "stages chosen": documents([1900, 7, 1, 64, 1500], heads=(8, 2), **BF16, stages=-1),

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from support.cp_case import check, documents, run_case
+from support.cp_case import CASES_ON_GPUS, check, run_case
 from support.gpus import needs_hopper, needs_two_gpus
 
 from torchtitan_magi.exchange import hidden_gpus
@@ -180,13 +180,6 @@ def test_a_failure_is_a_line_with_the_remedy_and_the_cost(monkeypatch, caplog, p
 
 # --------------------------------------------------------------------------------------------------------- on two GPUs
 
-BF16 = {"dtype": torch.bfloat16, "head_dim": 128}
-CASES = {
-    "GQA 64:8": documents([900, 7, 1, 64, 500, 33, 495], heads=(64, 8), **BF16),
-    "no overlap": documents([600, 200, 300], heads=(8, 2), **BF16, stages=0),
-    "four stages": documents([600, 200, 301], heads=(8, 2), **BF16, stages=4),
-}
-
 
 def main(rank, folder):
     """A rank: its results of all cases, and by what rows travelled."""
@@ -199,7 +192,7 @@ def main(rank, folder):
     transport, results = process_group_transport(dist.group.WORLD), {}
     for written in (peer.WRITTEN_BYTES, 0):  # 0: all rows are fetched
         peer.WRITTEN_BYTES = written
-        for name, case in CASES.items():
+        for name, case in CASES_ON_GPUS.items():
             found = run_case(case, 2, dist.group.WORLD, "cuda")
             results[name, written] = {key: value.cpu() for key, value in found.items()}
         if transport.way == "peer memory":
@@ -234,6 +227,6 @@ def test_ranks_that_each_see_one_gpu(given, tmp_path):
     (first, way), (second, other_way) = (torch.load(tmp_path / f"{rank}", weights_only=False) for rank in range(2))
     assert way == other_way == ("nccl" if given else "peer memory"), outputs
     assert ("so rows go by NCCL" in outputs[0]) == bool(given)
-    assert len(first) == 2 * len(CASES)
+    assert len(first) == 2 * len(CASES_ON_GPUS)
     for name, written in first:
-        check(CASES[name], [first[name, written], second[name, written]], "cuda")
+        check(CASES_ON_GPUS[name], [first[name, written], second[name, written]], "cuda")

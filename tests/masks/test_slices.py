@@ -179,10 +179,7 @@ def test_a_window_and_blocks_as_large_as_can_be_are_no_limit():
         (lambda: AttnSlices([[0, 1.5, 0, 1, 0]]), "slices are of type float64; give integers"),
         (lambda: AttnSlices([[0, 1, 0, 1, 0], [3, 1, 0, 1, 0]]), r"slice 1 is \[3, 1, 0, 1, 0\]"),
         (lambda: AttnSlices([[0, 1, -1, 1, 0]]), "0 <= start <= end"),
-        (
-            lambda: varlen_causal(torch.tensor([0, 5]).bfloat16()),
-            "cu_seqlens cannot be read .*BFloat16.*; give",
-        ),
+        (lambda: varlen_causal(torch.tensor([0, 5]).bfloat16()), "cu_seqlens cannot be read .*BFloat16.*; give"),
         (lambda: varlen_causal(torch.zeros(2, device="meta")), "cu_seqlens cannot be read .*; give integers"),
         (lambda: AttnSlices(torch.zeros(1, 5, device="meta")), "slices cannot be read .*; give integers"),
         *((lambda n=n: varlen_causal([0, 5]).row_cost(n), f"num_rows is {n!r}; .* least 5,") for n in (-1, 4, "5")),

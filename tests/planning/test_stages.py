@@ -156,8 +156,10 @@ def test_several_nodes_do_not_await_keys_while_they_run_even_if_nothing_crosses(
 
 
 def test_nothing_travels_nothing_is_cut():
-    plan = documents(4, 256, count=4)
-    assert plan.forward == plan.backward == RESIDENT
+    for plan in (documents(4, 256, count=4), documents(4, 1024, count=4096)):
+        assert len(plan.transfers) == 0
+        assert plan.forward == plan.backward == RESIDENT
+        assert [stage.exchanges for stage in plan.ranks[0].forward] == [()]
 
 
 def test_much_to_hide_is_cut_and_more_when_stages_are_cheap():

@@ -77,9 +77,9 @@ class Fault:
         elif self.phase == "backward":
             module.register_module_forward_hook(lambda layer, _, x: strike_in_backward(layer, x))
         elif self.phase == "rows":
-            precede(CudaRowMover, "gather", wait_and_strike)
+            watch(CudaRowMover, "gather", before=wait_and_strike)
         elif self.phase == "finish":
-            precede(DigestWriter, "finish", strike)
+            watch(DigestWriter, "finish", before=strike)
         elif self.phase != "none":
             watch(*calls[self.phase], strike)
 
@@ -90,17 +90,6 @@ class Fault:
         def strike_in_backward(layer: object, x: object) -> None:
             if is_block(layer) and x.requires_grad:
                 x.register_hook(strike)
-
-
-def precede(owner: object, name: str, act: Callable[[], None]) -> None:
-    """Calls act() before each call of owner.name."""
-    stock = getattr(owner, name)
-
-    def act_and_call(*args: object, **kwargs: object) -> object:
-        act()
-        return stock(*args, **kwargs)
-
-    setattr(owner, name, act_and_call)
 
 
 def phase_of(layer: object, policy: object) -> str:

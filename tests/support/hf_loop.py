@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 from support.corpus import text
-from tokenizers import Tokenizer
 from torch.nn import functional
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from torchtitan_magi.data import ChatTokenizer, PackedPairDataset, PackedSFTDataset
+from torchtitan_magi.data import PackedPairDataset, PackedSFTDataset
+from torchtitan_magi.data.tokens.assets import load_chat_tokenizer
 
 STEPS = 5
 PACKS = 2  # per step, over all data-parallel ranks
@@ -76,13 +76,6 @@ def steps_of(packs: Iterator) -> Iterator[list]:
         yield list(islice(packs, PACKS))
 
 
-def chat_tokenizer(folder: Path) -> ChatTokenizer:
-    """The package's, of a Hugging Face folder."""
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    ids = tokenizer.bos_token_id, tokenizer.eos_token_id
-    return ChatTokenizer.from_assets(Tokenizer.from_file(f"{folder}/tokenizer.json"), *ids, folder)
-
-
 # -------------------------------------------------------------------------------------------------------------- SFT
 
 
@@ -106,7 +99,7 @@ def train_sft(folder: Path, path: Path) -> Training:
     by_inputs = {tuple(tokens[:-1]): (tokens, mask) for tokens, mask in documents}
     optimizer, schedule = optimizer_of(model)
     training = Training(model)
-    for packs in steps_of(iter(PackedSFTDataset(path, chat_tokenizer(folder), SEQ_LEN))):
+    for packs in steps_of(iter(PackedSFTDataset(path, load_chat_tokenizer(folder), SEQ_LEN))):
         inputs = [tuple(pack["input"][a:b].tolist()) for pack, _ in packs for a, b in pack["documents"]]
         num_labels = sum(sum(by_inputs[i][1][1:]) for i in inputs)
         loss = 0.0
@@ -156,7 +149,7 @@ def train_dpo(folder: Path, path: Path, loss: str, shared_prompt: bool) -> Train
     from trl import DPOConfig, DPOTrainer
 
     seq_len = PAIR_SEQ_LEN[shared_prompt]
-    dataset = PackedPairDataset(path, chat_tokenizer(folder).pair, seq_len, shared_prompt=shared_prompt)
+    dataset = PackedPairDataset(path, load_chat_tokenizer(folder).pair, seq_len, shared_prompt=shared_prompt)
     pack_ids = [[i for pack, _ in packs for i in pack["pair_ids"]] for packs in steps_of(iter(dataset))]
     assert {len(ids) for ids in pack_ids} == {PACKS * PAIRS_PER_PACK}
     pairs = records(path)

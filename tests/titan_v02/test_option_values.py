@@ -4,6 +4,7 @@ import os
 import re
 
 import pytest
+from support.errors import value_errors
 from support.runs import call
 
 HOOKS = '[job]\ncustom_config_module = "torchtitan_magi.titan"\n'
@@ -161,12 +162,6 @@ def build(arguments):
     check_sections(config, ["c4"], False)
 
 
-def said_of_layout(arguments):
-    with pytest.raises(ValueError) as caught:
-        build(arguments)
-    return str(caught.value)
-
-
 DEGREES = ["data_parallel_replicate", "data_parallel_shard", "context_parallel", "tensor_parallel", "pipeline_parallel"]
 ON_C4 = ["--job.custom_config_module", "torchtitan_magi.titan", "--experimental.custom_import", "torchtitan_magi.titan"]
 ON_C4 += ["--training.dataset", "c4", "--comm.trace_buf_size", "0"]
@@ -191,22 +186,22 @@ ON_C4 += ["--training.dataset", "c4", "--comm.trace_buf_size", "0"]
     ],
 )
 def test_a_layout_that_does_not_fit_the_processes_is_named(line, message):
-    assert message in call(said_of_layout, line.split())
+    (said,) = call(value_errors, build, [(line.split(),)])
+    assert message in said
 
 
-def said_without_a_file():
+def check_without_a_file():
     from torchtitan.config import ConfigManager
 
     from torchtitan_magi.titan.v02.config import check_job_config
 
     config = ConfigManager().parse_args(["--comm.trace_buf_size", "0"])
-    with pytest.raises(ValueError) as caught:
-        check_job_config(config, {}, True)
-    return str(caught.value)
+    check_job_config(config, {}, True)
 
 
 def test_a_missing_config_file_is_named():
-    assert call(said_without_a_file) == "--job.config_file is missing; give the path of a TOML file"
+    (said,) = call(value_errors, check_without_a_file, [()])
+    assert said == "--job.config_file is missing; give the path of a TOML file"
 
 
 MODULES = {
@@ -234,11 +229,9 @@ def start_without_torchrun():
     from torchtitan_magi.titan.v02.trainer import MagiTrainer
 
     del os.environ["LOCAL_RANK"]
-    with pytest.raises(ValueError) as caught:
-        MagiTrainer(None)
-    return str(caught.value)
+    MagiTrainer(None)
 
 
 def test_a_start_without_torchrun_is_named():
     message = "LOCAL_RANK is not set, as torchrun sets it; start it with torchrun -m torchtitan_magi.train"
-    assert call(start_without_torchrun) == message
+    assert call(value_errors, start_without_torchrun, [()]) == [message]

@@ -108,7 +108,7 @@ def check(block: Block) -> None:
     if block.mark:
         found = MARK.fullmatch(block.mark)
         if not found:
-            raise ValueError(f"{block.mark} is none of the marks in tests/docs/test_snippets.py")
+            raise ValueError(f"{block.mark} is none of the marks in tests/titan_v02/test_snippets.py")
         if found[1] and date.fromisoformat(found[1]) > date.today():
             raise ValueError(f"{block.mark} is in the future")
     match block.language:

@@ -136,10 +136,7 @@ MEANT = {
     "texts with EOS inside": ({"records": texts("{}</s></s>the hat")}, ["INFO text of .*spells the special .* </s>"]),
     "texts of a tokenizer without EOS": ({"records": TEXTS, "eos": None}, ["WARNING no EOS is learned in all 5 rec"]),
     "texts with a template that is of no use": ({"records": TEXTS, "template": OF_ANOTHER}, []),
-    "answers alone": (
-        {"records": [{"messages": [assistant("the cat")]}], "template": "<s>" + ANSWERS},
-        [],
-    ),
+    "answers alone": ({"records": [{"messages": [assistant("the cat")]}], "template": "<s>" + ANSWERS}, []),
     "an end of text": ({"template": STOPS_AT_TEXT}, ["INFO BOS <s> is no", "INFO turns end with the text ###"]),
     "roles that are plain text": (
         {"template": "<s>" + ROLES, "tokenizer": PLAIN_TOKENS},

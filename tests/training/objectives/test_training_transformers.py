@@ -19,7 +19,7 @@ from support.hf_loop import (
     train_sft,
     write_pairs,
 )
-from support.hf_models import make_hf_folder
+from support.hf_models import hf_arguments, make_hf_folder
 from support.runs import IS_0_3, corpus, new_folder, train
 from transformers import AutoModelForCausalLM
 
@@ -33,14 +33,14 @@ LLAMA3_ROPE |= {"original_max_position_embeddings": 256}  # of four frequencies 
 LINEAR_ROPE = {"rope_type": "linear", "factor": 4.0}
 LONG_ROPE = {"rope_theta": 5_000_000.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
-MODELS = {  # what make_hf_folder is told, little of it torchtitan's default; and torchtitan's name
-    "llama": ({"kind": "llama", "rms_norm_eps": 1e-4}, "llama3"),
-    "llama3_rope": ({"kind": "llama", "rms_norm_eps": 1e-4, "rope": LLAMA3_ROPE}, "llama3"),
-    "linear_rope": ({"kind": "llama", "rms_norm_eps": 1e-4, "rope": LINEAR_ROPE}, "llama3"),
-    "qwen3": ({"kind": "qwen3", "rms_norm_eps": 1e-4, "rope": LONG_ROPE}, "qwen3"),
-    "tied_qwen3": ({"kind": "qwen3", "tied": True, "layout": "base"}, "qwen3"),
-    "qwen3_moe": ({"kind": "qwen3_moe", "rope": LONG_ROPE, "layout": "fused"}, "qwen3"),
-    "qwen3_moe_unscaled": ({"kind": "qwen3_moe", "norm_topk_prob": False}, "qwen3"),
+MODELS = {  # what make_hf_folder is told, little of it torchtitan's default
+    "llama": {"kind": "llama", "rms_norm_eps": 1e-4},
+    "llama3_rope": {"kind": "llama", "rms_norm_eps": 1e-4, "rope": LLAMA3_ROPE},
+    "linear_rope": {"kind": "llama", "rms_norm_eps": 1e-4, "rope": LINEAR_ROPE},
+    "qwen3": {"kind": "qwen3", "rms_norm_eps": 1e-4, "rope": LONG_ROPE},
+    "tied_qwen3": {"kind": "qwen3", "tied": True, "layout": "base"},
+    "qwen3_moe": {"kind": "qwen3_moe", "rope": LONG_ROPE, "layout": "fused"},
+    "qwen3_moe_unscaled": {"kind": "qwen3_moe", "norm_topk_prob": False},
 }
 # Degrees. All have 2 K/V heads, which four shards of the weights cut in halves.
 DENSE = ({}, {"cp": 2}, {"tp": 2, "cp": 2})
@@ -57,12 +57,12 @@ SFT = {
 DPO = {"llama": DENSE, "qwen3_moe": EXPERTS}
 if IS_0_3:  # models that torchtitan 0.2.2 has not, or not under FSDP
     MODELS |= {
-        "tied_llama": ({"kind": "llama", "tied": True}, "llama3"),
-        "yarn_llama": ({"kind": "llama", "rope": YARN}, "llama3"),
-        "yarn_qwen3": ({"kind": "qwen3", "rope": YARN}, "qwen3"),
-        "linear_qwen3": ({"kind": "qwen3", "rope": LINEAR_ROPE}, "qwen3"),
-        "gpt_oss": ({"kind": "gpt_oss"}, "gpt_oss"),
-        "deepseek_v3": ({"kind": "deepseek_v3", "layout": "fused"}, "deepseek_v3"),
+        "tied_llama": {"kind": "llama", "tied": True},
+        "yarn_llama": {"kind": "llama", "rope": YARN},
+        "yarn_qwen3": {"kind": "qwen3", "rope": YARN},
+        "linear_qwen3": {"kind": "qwen3", "rope": LINEAR_ROPE},
+        "gpt_oss": {"kind": "gpt_oss"},
+        "deepseek_v3": {"kind": "deepseek_v3", "layout": "fused"},
     }
     TIED = ({"cp": 2}, {"dp": 2}, {"tp": 2, "cp": 2})
     SFT |= {"tied_llama": TIED, "tied_qwen3": ({}, *TIED), "yarn_llama": ({"cp": 2},), "yarn_qwen3": ({}, {"cp": 2})}
@@ -77,7 +77,7 @@ if IS_0_3:  # models that torchtitan 0.2.2 has not, or not under FSDP
 @functools.cache
 def folder_of(name: str) -> Path:
     """The model's folder; its weights are larger than usual, so that attention and the choice of experts matter."""
-    folder = make_hf_folder(**MODELS[name][0], initializer_range=0.1)
+    folder = make_hf_folder(**MODELS[name], initializer_range=0.1)
     end_with_the_turn(folder)
     return folder
 
@@ -113,10 +113,9 @@ def largest_difference(losses: list[float], wanted: list[float]) -> float:
 
 
 def assert_trains_as(expected: Training, dataset: str, name: str, degrees: dict[str, int], *options: str) -> None:
-    _, titan_name = MODELS[name]
     folder = new_folder()
     packs = PACKS // degrees.get("dp", 1)
-    arguments = ["--model.name", titan_name, "--model.flavor", "hf", "--model.hf_assets_path", str(folder_of(name))]
+    arguments = hf_arguments(folder_of(name), MODELS[name]["kind"])
     arguments += ["--training.dataset", dataset, "--training.dataset_path", str(records_of(dataset))]
     arguments += ["--job.dump_folder", folder, "--training.local_batch_size", str(packs), *ARGUMENTS]
     arguments += ["--checkpoint.enable", "--checkpoint.initial_load_in_hf", "--checkpoint.last_save_in_hf"]

@@ -65,10 +65,7 @@ main()
 @pytest.mark.parametrize(
     ("end", "want"),
     [
-        (
-            "aborts",
-            r"rank 0 failed: this rank was killed \d+ s after step 3 ended, .* comm.train_timeout_seconds",
-        ),
+        ("aborts", r"rank 0 failed: this rank was killed \d+ s after step 3 ended, .* comm.train_timeout_seconds"),
         ("raises", "rank 0 failed: OSError: the disk is full"),
         ("again", None),
     ],

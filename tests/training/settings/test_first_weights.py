@@ -8,17 +8,8 @@ from support.errors import one_line
 
 from torchtitan_magi.training.settings.first_weights import check_first_weights
 
-OFF = {
-    "enable": False,
-    "load_only": False,
-    "folder": "checkpoint",
-    "load_step": -1,
-    "initial_load_path": None,
-    "initial_load_in_hf": False,
-    "last_save_in_hf": False,
-    "enable_first_step_checkpoint": False,
-    "create_seed_checkpoint": False,
-}
+OFF = dict.fromkeys(["enable", "load_only", "initial_load_in_hf", "last_save_in_hf", "create_seed_checkpoint"], False)
+OFF |= {"enable_first_step_checkpoint": False, "folder": "checkpoint", "load_step": -1, "initial_load_path": None}
 ON = {"enable": True}
 READ = ON | {"initial_load_in_hf": True}
 
