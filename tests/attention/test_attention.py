@@ -104,11 +104,6 @@ def test_layers_of_several_masks_after_one_dispatch(cp_size):
         torch.testing.assert_close(result, want, rtol=1e-10, atol=1e-11)
 
 
-def test_wide_values_and_keys_travel_with_their_own_widths():
-    case = documents([60, 5, 130, 61], heads=(4, 2), head_dim=12, value_dim=8, stages=2, sinks=True)
-    check(case, run_on_loopback(case, 4))
-
-
 class LargestResult(TorchDispatchMode):
     """Bytes of the largest result of an operation."""
 

@@ -2,21 +2,19 @@
 
 import math
 import random
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support import runs  # noqa: F401  # puts benchmarks/ on the path
 from support.gpus import needs_hopper
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-from check_kernel import named_cases, on_gpu, random_case, run_case
 
 from torchtitan_magi import AttnSlices, flex_flash_attn, sliding_window, varlen_causal
 from torchtitan_magi.backends.choose import StageInputs, StageMask
 from torchtitan_magi.backends.ffa.block_attn import FfaBlockAttn
+
+from check_kernel import named_cases, on_gpu, random_case, run_case  # isort: skip
 
 pytestmark = [pytest.mark.gpu, needs_hopper]
 

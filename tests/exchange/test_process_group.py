@@ -53,6 +53,7 @@ CASES = {
     "MQA": documents([150, 250], heads=(6, 1), stages=2),
     "bf16 on the wire": documents([400, 111], heads=(8, 2), head_dim=32, dtype=torch.bfloat16),
     "float32 on the wire": documents([400, 111], heads=(8, 2), head_dim=32, dtype=torch.bfloat16, fp32_reduce=True),
+    "widths of their own": documents([60, 5, 130, 61], heads=(4, 2), head_dim=12, value_dim=8, stages=2, sinks=True),
     "fp16": documents([400, 111], heads=(4, 4), dtype=torch.float16, stages=3),
     "a few thousand tokens": documents([1800, 40, 660], heads=(2, 1)),
     **{f"random slices {seed}": random_slices(seed, 120 + 7 * seed, stages=seed % 4) for seed in range(14)},

@@ -2,19 +2,16 @@
 
 import itertools
 import json
-import sys
 from dataclasses import replace
 from fractions import Fraction
-from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.errors import one_line
 from support.masks import dense_mask, square_slice_lists
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-from check_prediction import comparisons
+from support.runs import ROOT
 
 from torchtitan_magi.calibrate import Sample, fit_kernel, fit_link, recorded_samples
 from torchtitan_magi.masks.builders import varlen_causal
@@ -27,7 +24,9 @@ from torchtitan_magi.planning.stages import CANDIDATES, MANY, MOST_BYTES, SIMPLE
 from torchtitan_magi.planning.timeline import predict
 from torchtitan_magi.sizing.sample_packs import draw_pack
 
-RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
+from check_prediction import comparisons  # isort: skip
+
+RESULTS = ROOT / "benchmarks" / "results"
 
 # One second per pair and query head; everything else is free.
 PLAIN = CostModel(
@@ -359,9 +358,7 @@ def test_what_is_no_cost_model_is_refused(tmp_path, content):
         replace(H200, **content).save(path)
     elif content is not None:
         path.write_text(content)
-    with pytest.raises(
-        ValueError, match=r"cost\.json is no cost model .*torchrun -m torchtitan_magi.calibrate"
-    ) as error:
+    with one_line(r"cost\.json is no cost model .*torchrun -m torchtitan_magi.calibrate") as error:
         CostModel.load(path)
     assert str(error.value).isprintable()
 

@@ -23,7 +23,6 @@ HOOKS = ('custom_config_module = "torchtitan_magi.titan"', 'custom_import = "tor
         ("--magi.lora.rank -1", 1, ["magi.lora.rank is -1", "a rank such as 16"]),
         ("--training.dataset c4_test --magi.epochs 2", 1, ["epochs is 2, but training.dataset 'c4_test' has none"]),
         ("--magi.cost_model no.json", 1, ["no.json is no cost model", "No such file", "torchtitan_magi.calibrate"]),
-        ("--training.local_batch_size 0", 1, ["training.local_batch_size is 0", "at least 1"]),
         ("--training.enable_cpu_offload", 1, ["training.enable_cpu_offload is true", "no GPU", "set it to false"]),
         ("--training.dataset_path=", 1, ["training.dataset_path is ''", "give the JSONL file of dataset 'sft'"]),
         ("--training.dataset_path no.jsonl", 1, ["'no.jsonl': No such file", "check the path"]),

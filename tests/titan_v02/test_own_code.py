@@ -114,7 +114,6 @@ def test_what_a_module_raises_is_its_own(line, kind, message, folder):
 def test_what_no_module_registered_is_one_line():
     error = error_of(["--model.converters", "frozen"])
     assert_one_line(error, ["model.converters has 'frozen'", "quantize.linear.float8", "magi.imports"])
-    assert_one_line(error_of(["--model.flavor", "mine"]), ["model.flavor 'mine' is unknown", "use one"])
 
 
 PLAIN = """

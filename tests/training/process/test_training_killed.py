@@ -20,6 +20,14 @@ KILLED = r"rank 1 failed: Signal 9 \(SIGKILL\) received by PID \d+"
 TIMEOUT = 600  # torchtitan's train_timeout_seconds: a job that ends sooner after a blow ends by it
 
 
+def common():
+    return [*on_corpus(), *SMALL, "--parallelism.context_parallel_degree", "2", "--metrics.disable_color_printing"]
+
+
+def endless(timeout):
+    return ["--training.steps", "100000", "--comm.train_timeout_seconds", f"{timeout}"]
+
+
 def process_of_rank(rank, launcher):
     """The process that torchrun's process `launcher` started for a rank."""
     for folder in Path("/proc").glob("[0-9]*"):
@@ -60,8 +68,7 @@ def run_and_strike(folder, arguments, device, blow, program=("-m", "torchtitan_m
 @pytest.mark.gpu
 @needs_two_gpus
 def test_a_rank_that_hangs_ends_the_job_within_the_timeout():
-    arguments = [*on_corpus(), *SMALL, "--parallelism.context_parallel_degree", "2", "--metrics.disable_color_printing"]
-    arguments += ["--training.steps", "100000", "--comm.train_timeout_seconds", "20"]
+    arguments = [*common(), *endless(20)]
     code, log, seconds = run_and_strike(new_folder(), arguments, "cuda", signal.SIGSTOP)
     assert code != 0
     assert seconds < 20 + 60  # flight records get 12 seconds, and torchrun gives processes 30 to end by themselves
@@ -73,8 +80,7 @@ def test_a_rank_that_hangs_ends_the_job_within_the_timeout():
 @pytest.mark.parametrize("phase", ["forward", "backward", "rows"])
 @pytest.mark.parametrize("blow", ["SIGKILL", "SIGSTOP", "memory"])
 def test_wherever_a_rank_fails_the_job_ends_with_its_reason(blow, phase):
-    arguments = [*on_corpus(), *SMALL, "--parallelism.context_parallel_degree", "2", "--metrics.disable_color_printing"]
-    arguments += ["--training.steps", "100000", "--comm.train_timeout_seconds", "20"]
+    arguments = [*common(), *endless(20)]
     program = [ROOT / "tests" / "support" / "faulty_rank.py", phase, blow]
     code, log, seconds = run_and_strike(new_folder(), arguments, "cuda", None, program)
     assert code != 0
@@ -86,11 +92,10 @@ def test_wherever_a_rank_fails_the_job_ends_with_its_reason(blow, phase):
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_two_gpus])])
 def test_a_killed_rank_ends_the_job_which_then_continues(device):
     folder = new_folder()
-    arguments = [*on_corpus(), *SMALL, "--parallelism.context_parallel_degree", "2", "--metrics.disable_color_printing"]
+    arguments = common()
     arguments += ["--checkpoint.enable", "--checkpoint.interval", "2", "--lr_scheduler.decay_ratio", "0"]
     arguments += ["--magi.overlap_stages", "2"]
-    endless = ["--training.steps", "100000", "--comm.train_timeout_seconds", f"{TIMEOUT}"]
-    code, log, seconds = run_and_strike(folder, [*arguments, *endless], device, signal.SIGKILL)
+    code, log, seconds = run_and_strike(folder, [*arguments, *endless(TIMEOUT)], device, signal.SIGKILL)
     assert code != 0
     assert seconds < TIMEOUT
     assert re.fullmatch(KILLED, log.splitlines()[-1])
