@@ -4,6 +4,7 @@ Tokens and labels come from transformers' tokenizer and chat template, the steps
 package they take only which records make a step. The optimizer and its schedule are torchtitan's defaults, said again.
 """
 
+import functools
 import json
 import random
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 from support.corpus import text
+from support.runs import new_folder
 from torch.nn import functional
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
@@ -132,6 +134,13 @@ def write_pairs(path: Path) -> None:
         pairs.append({"prompt": turn("user", 18, 26), "chosen": turn("assistant", 28, 38)})
         pairs[-1]["rejected"] = turn("assistant", 24, 36)
     path.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+
+
+@functools.cache
+def pairs_file() -> Path:
+    """A file with them."""
+    write_pairs(path := Path(new_folder(), "pairs.jsonl"))
+    return path
 
 
 def end_with_the_turn(folder: Path) -> None:

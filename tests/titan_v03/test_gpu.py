@@ -6,13 +6,12 @@ With torch 2.11, which lacks names that torchtitan 0.3 imports, put tests/titan_
 import functools
 import inspect
 import math
-from pathlib import Path
 
 import pytest
 import torch
 from support import runs as training
 from support.gpus import needs_hopper
-from support.hf_loop import write_pairs
+from support.hf_loop import pairs_file
 from support.hf_models import hf_arguments, make_hf_folder
 from torch.distributed.pipelining import PipelineStage
 
@@ -28,13 +27,6 @@ DPO = "--training.dataset dpo --training.dataset_path PAIRS --optimizer.lr 1e-4"
 @functools.cache
 def folder(kind, **fields):
     return make_hf_folder(kind, **WIDE, **fields)
-
-
-@functools.cache
-def pairs():
-    path = Path(training.new_folder(), "pairs.jsonl")
-    write_pairs(path)
-    return path
 
 
 TASKS = {  # name -> kind of model, options
@@ -64,7 +56,7 @@ def losses(task, on_gpus):
     arguments += ["--training.local_batch_size", "2", "--training.global_batch_size", "2"]
     arguments += ["--checkpoint.enable", "--checkpoint.initial_load_in_hf", "--checkpoint.interval", "100"]
     arguments += ["--validation.seq_len", "256", "--validation.freq", "5", "--validation.local_batch_size", "1"]
-    options = options.replace("PAIRS", str(pairs())).replace("VALIDATION", f"{training.corpus()}/validation.jsonl")
+    options = options.replace("PAIRS", str(pairs_file())).replace("VALIDATION", f"{training.corpus()}/validation.jsonl")
     arguments += options.split()
     if on_gpus:
         arguments += ["--training.mixed_precision_param", "bfloat16", "--magi.backend", "ffa"]

@@ -4,14 +4,13 @@ import functools
 import math
 import os
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from support.degrees import degree_arguments, num_processes
 from support.errors import run_ends
-from support.hf_loop import EPS, write_pairs
+from support.hf_loop import EPS, pairs_file
 from support.hf_models import TITAN_NAMES, hf_arguments, make_hf_folder
 from support.runs import TrainingError, corpus, new_folder, train, watch
 
@@ -163,11 +162,8 @@ def test_experts_are_read_under_hsdp_and_compile_for_packs_of_training_and_of_va
     check(run(degrees, *options.split(), *with_validation(), kind="qwen3_moe"), alone("qwen3_moe"))
 
 
-@functools.cache
 def pairs():
-    path = Path(new_folder(), "pairs.jsonl")
-    write_pairs(path)
-    return ["--training.dataset", "dpo", "--training.dataset_path", str(path)]
+    return ["--training.dataset", "dpo", "--training.dataset_path", str(pairs_file())]
 
 
 @functools.cache

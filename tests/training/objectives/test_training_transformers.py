@@ -15,9 +15,9 @@ from support.hf_loop import (
     SEQ_LEN,
     Training,
     end_with_the_turn,
+    pairs_file,
     train_dpo,
     train_sft,
-    write_pairs,
 )
 from support.hf_models import hf_arguments, make_hf_folder
 from support.runs import IS_0_3, corpus, new_folder, train
@@ -82,13 +82,8 @@ def folder_of(name: str) -> Path:
     return folder
 
 
-@functools.cache
 def records_of(dataset: str) -> Path:
-    if dataset == "sft":
-        return corpus() / "train.jsonl"
-    path = Path(new_folder(), "pairs.jsonl")
-    write_pairs(path)
-    return path
+    return corpus() / "train.jsonl" if dataset == "sft" else pairs_file()
 
 
 @functools.cache
