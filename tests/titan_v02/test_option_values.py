@@ -58,6 +58,7 @@ ON_LINE = {
     "--checkpoint.interval 0": "checkpoint.interval is 0; use a whole number of at least 1",
     "--checkpoint.keep_latest_k 1": "checkpoint.keep_latest_k is 1; use a whole number of at least 2, or 0",
     "--metrics.log_freq 0": "metrics.log_freq is 0; use",
+    "--training.local_batch_size -1": "training.local_batch_size is -1; use",
     "--training.local_batch_size 0": "training.local_batch_size is 0; use a whole number of at least 1",
     "--training.global_batch_size -8": "training.global_batch_size is -8; use a whole number of at least 1, or -1",
     "--training.global_batch_size 0": "training.global_batch_size is 0; use",
