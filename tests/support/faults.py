@@ -80,7 +80,7 @@ class Fault:
             watch(CudaRowMover, "gather", before=wait_and_strike)
         elif self.phase == "finish":
             watch(DigestWriter, "finish", before=strike)
-        elif self.phase != "none":
+        elif self.phase in calls:
             watch(*calls[self.phase], strike)
 
         def see_forward(layer: object) -> None:
