@@ -32,9 +32,8 @@ INITS = {
 
 @pytest.fixture(scope="module")
 def four_ranks():
-    pool = RankPool(4)
-    yield pool
-    pool.close()
+    with RankPool(4) as pool:
+        yield pool
 
 
 def empty(mesh, placements):
