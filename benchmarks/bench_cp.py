@@ -19,30 +19,37 @@ labels, positions).
 --stack times LAYERS layers instead, with full and window attention in turn, as one GPU's work from the first to the
 last: ours, and the ideal.
 
+--pieces times one dense document whose exchanges travel in pieces of at most peer_memory.MAX_SLOT_BYTES beside whole
+ones, by turns, each with a process group and thus peer memory of its own (take --tokens 524288 --heads 32:8
+--repeats 2). outside_bytes: what the first forward and backward take of the GPU's memory outside PyTorch's allocator.
+
 TFLOP/s per GPU count the pairs of the mask: 4 * area * head_dim * num_heads_q forward, 2.5 times that backward.
 """
 
-import argparse
 import gc
-import json
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
+from statistics import mean
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from figures import Row, part, recording_parser, save, side_by_side, sources, table, thousands, total_ms
 from torch import Tensor
 
 from torchtitan_magi import flex_flash_attn, make_plan, make_plans, sliding_window, varlen_causal
-from torchtitan_magi.attention.bound_plan import bind_plan
+from torchtitan_magi.attention.bound_plan import BoundPlan, bind_plan
 from torchtitan_magi.attention.op import PlanHandle, attend, attention_backward_op, attention_op
 from torchtitan_magi.backends.choose import choose_block_attn
 from torchtitan_magi.calibrate import Run, facts_of_run, gpu_ms, start_rank
+from torchtitan_magi.exchange import peer_memory
 from torchtitan_magi.exchange.in_flight import Arrival
+from torchtitan_magi.exchange.mesh import process_group_transport
+from torchtitan_magi.exchange.peer_memory import PeerTransport
 from torchtitan_magi.exchange.transport import ProcessGroupTransport
 from torchtitan_magi.masks.slices import AttnSlices
 from torchtitan_magi.planning.choose_stages import equal_stages
@@ -200,7 +207,11 @@ def in_turns(runs: dict[str, Run], repeats: int, measure: Callable[[Run], float]
         order = random.Random(repeat).sample(list(runs), len(runs))
         found = {name: measure(runs[name]) for name in order}
         figures.append([found[name] for name in runs])
-    slowest = torch.tensor(figures[3:], device="cuda")
+    return of_slowest_rank(figures[3:])
+
+
+def of_slowest_rank(figures: float | list[list[float]]) -> Tensor:
+    slowest = torch.tensor(figures, device="cuda")
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     return slowest
 
@@ -212,22 +223,35 @@ def forward_and_backward(q: Tensor, k: Tensor, v: Tensor, attend: Callable[..., 
     return lambda: attend(q, k, v), lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
 
 
-def bench_pack(name: str, cu: np.ndarray, heads: tuple[int, int], seed: int, repeats: int) -> list[dict]:
-    cp_size, rank = dist.get_world_size(), dist.get_rank()
-    device = torch.device("cuda", torch.cuda.current_device())
+def this_gpu() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def random_qkv(tokens: int, heads: tuple[int, int]) -> list[Tensor]:
+    """bf16 [tokens, heads, HEAD_DIM] of queries, keys and values."""
+    numbers = heads[0], heads[1], heads[1]
+    return [torch.randn(tokens, number, HEAD_DIM, device=this_gpu(), dtype=torch.bfloat16) for number in numbers]
+
+
+def bind(plan: AttnPlan, mesh: Any, heads: tuple[int, int]) -> BoundPlan:
+    return bind_plan(plan, mesh, choose_block_attn("ffa", this_gpu()), *heads, this_gpu())
+
+
+def attend_by(bound: BoundPlan) -> Callable[..., Tensor]:
+    """out of q, k, v."""
+    handle = PlanHandle(bound)
+    return lambda q, k, v: attend(q, k, v, handle, HEAD_DIM**-0.5)[0]
+
+
+def bench_pack(name: str, cu: np.ndarray, heads: tuple[int, int], seed: int, repeats: int) -> list[Row]:
+    cp_size, group = dist.get_world_size(), dist.group.WORLD
     slices, total = varlen_causal(cu), int(cu[-1])
     plan = make_plan(slices, total, cp_size, heads=Heads(*heads, HEAD_DIM))
     local = total // cp_size
-    group = dist.group.WORLD
-    block_attn = choose_block_attn("ffa", device)
-
-    def rand(tokens: int, num_heads: int) -> Tensor:
-        return torch.randn(tokens, num_heads, HEAD_DIM, device=device, dtype=torch.bfloat16)
 
     def by_plan(plan: AttnPlan, mesh: object) -> tuple[Callable[..., Tensor], int]:
-        handle = PlanHandle(bind_plan(plan, mesh, block_attn, *heads, device))  # type: ignore[arg-type]
         received = int(plan.received_rows.max()) * 2 * heads[1] * HEAD_DIM * 2
-        return lambda q, k, v: attend(q, k, v, handle, HEAD_DIM**-0.5)[0], received
+        return attend_by(bind(plan, mesh, heads)), received
 
     strategies = {
         "ours": by_plan(plan, group),
@@ -247,22 +271,20 @@ def bench_pack(name: str, cu: np.ndarray, heads: tuple[int, int], seed: int, rep
         strategies["ulysses"] = ulysses, moved
 
     torch.manual_seed(seed)
-    qkv = [rand(local, num_heads) for num_heads in (heads[0], heads[1], heads[1])]
+    qkv = random_qkv(local, heads)
     runs = {name: forward_and_backward(*qkv, attend) for name, (attend, _) in strategies.items()}
     # The ideal: every rank runs the whole pack by itself, at the same time, so that the clocks are the same.
-    whole = (rand(total, num_heads) for num_heads in (heads[0], heads[1], heads[1]))
+    whole = random_qkv(total, heads)
     runs["ideal"] = forward_and_backward(*whole, lambda q, k, v: flex_flash_attn(q, k, v, slices)[0])
-    forwards, backwards = (
-        take_turns({name: both[i] for name, both in runs.items()}, repeats) for i in range(2)
-    )  # all forwards, then all backwards, as in training
+    forwards, backwards = times_of(runs, repeats)
     # Without autograd's thread: waking it takes longer than a layer, and in training happens once a step.
     with torch.autograd.set_multithreading_enabled(False):
         unqueued = sum(take_turns({"ours": run}, repeats, partial(once_ms, queued=0))["ours"] for run in runs["ours"])
-    bound = bind_plan(plan, group, block_attn, *heads, device)
-    batch = torch.zeros(3, total, dtype=torch.int64, device=device)  # tokens, labels, positions
+    bound = bind(plan, group, heads)
+    batch = torch.zeros(3, total, dtype=torch.int64, device=this_gpu())  # tokens, labels, positions
     dispatch = take_turns({"dispatch": lambda: [x.index_select(0, bound.tokens) for x in batch]}, repeats)["dispatch"]
     forward, backward = layer_calls(*qkv, PlanHandle(bound).tensor)
-    calls = {"fwd_host_us": forward, "bwd_host_us": backward, "add_host_us": small_calls(device)}
+    calls = {"fwd_host_us": forward, "bwd_host_us": backward, "add_host_us": small_calls(this_gpu())}
     of_calls = {name: in_turns({name: run}, repeats, host_us) for name, run in calls.items()}
     host = {name: float(figures.median()) for name, figures in of_calls.items()}
     # Other work on the machine, whose CPUs are shared, only ever adds to host times.
@@ -283,57 +305,77 @@ def bench_pack(name: str, cu: np.ndarray, heads: tuple[int, int], seed: int, rep
             rows[-1]["exposed_comm_share"] = 1 - (forwards["resident"] + backwards["resident"]) / (forward + backward)
     spent = forwards["ours"] + backwards["ours"]
     rows[0] |= {"speed_unqueued": spent / unqueued, "dispatch_us": 1e3 * dispatch, **host, **least}
-    if rank == 0:
-        for row in rows:
-            against = (forwards["ideal"] + backwards["ideal"]) / (row["fwd_ms"] + row["bwd_ms"])
-            speed = f"{row['fwd_tflops_per_gpu']:5.0f} {row['bwd_tflops_per_gpu']:5.0f} TFLOP/s {against:4.0%} of ideal"
-            exposed = f"  exposed {row['exposed_comm_share']:.1%}" if "exposed_comm_share" in row else ""
-            if row["strategy"] == "ours":
-                times = ", ".join(
-                    f"{us:.0f} ({least_us:.0f})" for us, least_us in zip(host.values(), least.values(), strict=True)
-                )
-                exposed += (
-                    f"  unqueued {row['speed_unqueued']:.2f} x  host {times} us  dispatch {row['dispatch_us']:.0f} us"
-                )
-            received = f"{row['recv_bytes_max'] / 2**20:7.1f} MiB"
-            print(f"{name:10s} {local:6d} {row['heads']:5s} {seed} {row['strategy']:20s} {speed} {received}{exposed}")
     return rows
 
 
-def bench_stack(name: str, cu: np.ndarray, heads: tuple[int, int], seed: int, repeats: int) -> dict:
-    """LAYERS layers with full and window attention in turn, their tokens placed once, beside their ideal."""
-    cp_size, rank = dist.get_world_size(), dist.get_rank()
-    device = torch.device("cuda", torch.cuda.current_device())
-    masks, total = (varlen_causal(cu), sliding_window(cu, WINDOW)), int(cu[-1])
-    block_attn = choose_block_attn("ffa", device)
-    plans = make_plans(masks, total, cp_size, layers=[LAYERS // 2] * 2, heads=Heads(*heads, HEAD_DIM))
-    layers = [PlanHandle(bind_plan(plan, dist.group.WORLD, block_attn, *heads, device)) for plan in plans]
+def times_of(runs: dict[str, tuple[Run, Run]], repeats: int) -> list[dict[str, float]]:
+    """All forwards, then all backwards, as in training."""
+    return [take_turns({name: both[i] for name, both in runs.items()}, repeats) for i in range(2)]
 
-    def rand(tokens: int) -> list[Tensor]:
-        numbers = heads[0], heads[1], heads[1]
-        return [torch.randn(tokens, number, HEAD_DIM, device=device, dtype=torch.bfloat16) for number in numbers]
+
+def bench_stack(name: str, cu: np.ndarray, heads: tuple[int, int], seed: int, repeats: int) -> list[Row]:
+    """LAYERS layers with full and window attention in turn, their tokens placed once, beside their ideal."""
+    cp_size = dist.get_world_size()
+    masks, total = (varlen_causal(cu), sliding_window(cu, WINDOW)), int(cu[-1])
+    plans = make_plans(masks, total, cp_size, layers=[LAYERS // 2] * 2, heads=Heads(*heads, HEAD_DIM))
 
     def stack(qkv: list[Tensor], attend_by: list[Callable[..., Tensor]]) -> tuple[Run, Run]:
         both = [forward_and_backward(*qkv, attend) for attend in attend_by] * (LAYERS // 2)
         return lambda: [forward() for forward, _ in both], lambda: [backward() for _, backward in reversed(both)]
 
     torch.manual_seed(seed)
-    ours = [lambda q, k, v, layer=layer: attend(q, k, v, layer, HEAD_DIM**-0.5)[0] for layer in layers]
+    ours = [attend_by(bind(plan, dist.group.WORLD, heads)) for plan in plans]
     whole = [lambda q, k, v, mask=mask: flex_flash_attn(q, k, v, mask)[0] for mask in masks]
-    runs = {"ours": stack(rand(total // cp_size), ours), "ideal": stack(rand(total), whole)}
-    forwards, backwards = (take_turns({name: both[i] for name, both in runs.items()}, repeats) for i in range(2))
-    row = {
+    runs = {"ours": stack(random_qkv(total // cp_size, heads), ours), "ideal": stack(random_qkv(total, heads), whole)}
+    forwards, backwards = times_of(runs, repeats)
+    return [{
         "strategy": "ours", "pack": name, "window": WINDOW, "tokens_per_gpu": total // cp_size, "seed": seed,
         "heads": f"{heads[0]}:{heads[1]}", "cp": cp_size, "layers": LAYERS,
         "fwd_ms": forwards["ours"], "bwd_ms": backwards["ours"],
         "ideal_fwd_ms": forwards["ideal"] / cp_size, "ideal_bwd_ms": backwards["ideal"] / cp_size,
-    }  # fmt: skip
-    if rank == 0:
-        shares = [row[f"ideal_{way}_ms"] / row[f"{way}_ms"] for way in ("fwd", "bwd")]
-        both = (row["ideal_fwd_ms"] + row["ideal_bwd_ms"]) / (row["fwd_ms"] + row["bwd_ms"])
-        times = f"{row['fwd_ms']:.2f} {row['bwd_ms']:.2f} ms"
-        print(f"{row['pack']} {row['tokens_per_gpu']} {row['heads']} {seed}: {times}, {both:.0%} of ideal {shares}")
-    return row
+    }]  # fmt: skip
+
+
+def outside_bytes() -> int:
+    """The GPU's memory in use beyond what PyTorch's allocator holds."""
+    free, total = torch.cuda.mem_get_info()
+    return total - free - torch.cuda.memory_reserved()
+
+
+def bench_pieces(name: str, cu: np.ndarray, heads: tuple[int, int], seed: int, repeats: int) -> list[Row]:
+    """Exchanges whole and in pieces, which must bring the same rows."""
+    cp_size, total = dist.get_world_size(), int(cu[-1])
+    plan = make_plan(varlen_causal(cu), total, cp_size, heads=Heads(*heads, HEAD_DIM))
+    exchange = plan.ranks[dist.get_rank()].forward[0].exchanges[0]
+    row_bytes, qkv = 2 * heads[1] * HEAD_DIM * 2, random_qkv(total // cp_size, heads)
+    limits = {"whole": 1 << 60, "pieces": peer_memory.MAX_SLOT_BYTES}
+    runs, rows = {}, {}
+    for setting, limit in limits.items():
+        group = dist.new_group(list(range(cp_size)))
+        transport = process_group_transport(group)
+        assert isinstance(transport, PeerTransport), "the GPUs do not reach each other's memory"
+        attend = attend_by(bind(plan, group, heads))
+        dist.barrier(group)
+        peer_memory.MAX_SLOT_BYTES, before = limit, outside_bytes()
+        runs[setting] = forward_and_backward(*qkv, attend)
+        runs[setting][1]()
+        torch.cuda.synchronize()
+        rows[setting] = {
+            "setting": setting, "tokens_per_gpu": total // cp_size, "heads": f"{heads[0]}:{heads[1]}", "cp": cp_size,
+            "sent_bytes_max": exchange.most_sent(False) * row_bytes,
+            "pieces": exchange.num_pieces(False, limit // row_bytes),
+            "symmetric_bytes": transport.num_bytes, "outside_bytes": outside_bytes() - before,
+            "fwd_ms": [], "bwd_ms": [],
+        }  # fmt: skip
+    whole, pieces = (forward() for forward, _ in runs.values())
+    assert torch.equal(whole, pieces), "pieces bring other rows"
+    del whole, pieces
+    for repeat in range(repeats):
+        for setting in list(runs)[:: 1 if repeat % 2 else -1]:
+            peer_memory.MAX_SLOT_BYTES = limits[setting]
+            for figure, run in zip(("fwd_ms", "bwd_ms"), runs[setting], strict=True):
+                rows[setting][figure].append(float(of_slowest_rank(once_ms(run))))
+    return list(rows.values())
 
 
 def describe_run(commit: str | None) -> dict:
@@ -342,46 +384,118 @@ def describe_run(commit: str | None) -> dict:
     return facts_of_run(commit) | {"num_gpus": dist.get_world_size(), "nccl": nccl}
 
 
-def write(figures: dict, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(figures, indent=1))
+# -------------------------------------------------------------------------------------------------------------- tables
+
+FILES = {
+    2: ("cp_h200x2", "cp_h200x2_64k", "cp_h200x2_32_8", "cp_h200x2_32_8_64k", "cp_h200x2_32_32"),
+    4: ("cp_h200x4", "cp_h200x4_64k", "cp_h200x4_32_32"),
+}
+OTHERS = ("all-gather", "all-gather balanced", "ring", "ulysses")
+
+
+def packs_of(rows: Iterable[Row]) -> dict[tuple[Any, ...], dict[str, Row]]:
+    """(tokens per GPU, heads, kind of pack, seed) -> strategy -> its row."""
+    return side_by_side(rows, "strategy", "tokens_per_gpu", "heads", "pack", "seed")
+
+
+def pack_table(found: dict[str, Any]) -> str:
+    """The strategies, on one pack."""
+    ideal, lines = total_ms(found["rows"][-1]), []
+    for row in found["rows"]:
+        speeds = [f"{row[f'{way}_tflops_per_gpu']:.0f}" for way in ("fwd", "bwd")]
+        setting = [row[name] for name in ("pack", "tokens_per_gpu", "heads", "seed", "strategy")]
+        lines.append([*setting, *speeds, f"{ideal / total_ms(row):.0%}", f"{row['recv_bytes_max'] / 2**20:.1f}"])
+    columns = ["pack", "tokens per GPU", "heads", "seed", "strategy", "TFLOP/s forward", "backward", "of the ideal"]
+    return table([*columns, "MiB received"], lines)
+
+
+def settings_table(*files: dict[str, Any]) -> str:
+    """Ours in each setting of each file, over its packs."""
+    lines = []
+    for found in files:
+        settings: dict[tuple[Any, ...], list[dict[str, Row]]] = {}
+        for (*setting, _), by in packs_of(found["rows"]).items():
+            settings.setdefault(tuple(setting), []).append(by)
+        for (tokens, heads, pack), packs in settings.items():
+            ours = [total_ms(by["ours"]) for by in packs]
+            shares = [100 * total_ms(by["ideal"]) / time for by, time in zip(packs, ours, strict=True)]
+            others = [
+                min(total_ms(by[other]) for other in OTHERS if other in by) / time
+                for by, time in zip(packs, ours, strict=True)
+            ]
+            exposed, unqueued = (
+                mean(by["ours"][field] for by in packs) for field in ("exposed_comm_share", "speed_unqueued")
+            )
+            lines.append([
+                thousands(tokens), heads, pack, len(packs), f"{mean(shares):.0f}%", f"{min(shares):.0f}%",
+                f"{mean(others):.2f}", f"{100 * exposed:.1f}%", f"{unqueued:.2f}",
+            ])  # fmt: skip
+    columns = ["tokens per GPU", "heads", "pack", "packs", "of the ideal", "lowest", "against the best other"]
+    return table([*columns, "exposed", "nothing queued"], lines)
+
+
+def stack_table(found: dict[str, Any]) -> str:
+    """Layers with full and window attention in turn."""
+    lines = []
+    for row in found["rows"]:
+        ideal, spent = row["ideal_fwd_ms"] + row["ideal_bwd_ms"], total_ms(row)
+        times = [f"{row[way]:.2f}" for way in ("fwd_ms", "bwd_ms")]
+        pack = thousands(row["tokens_per_gpu"]), row["heads"], row["pack"], row["seed"]
+        lines.append([*pack, *times, f"{100 * ideal / spent:.0f}%"])
+    columns = ["tokens per GPU", "heads", "pack", "seed", "forward, ms", "backward, ms", "of the ideal"]
+    return table(columns, lines)
+
+
+def pieces_table(found: dict[str, Any]) -> str:
+    lines = []
+    for row in found["rows"]:
+        times = (f"{min(row[way]):,.0f}" for way in ("fwd_ms", "bwd_ms"))
+        lines.append([row["setting"], row["pieces"], f"{row['outside_bytes'] / 2**30:.1f}", *times])
+    return table(["exchange", "pieces", "GiB outside PyTorch", "forward, ms", "backward, ms"], lines)
+
+
+PARTS: dict[str, Callable[[], str]] = {  # of the docs
+    "cp-two": part(settings_table, *FILES[2]),
+    "cp-four": part(settings_table, *FILES[4]),
+    "cp-stack": part(stack_table, "cp_stack_h200x2"),
+    "cp-pieces": part(pieces_table, "pieces_h200x2"),
+    "cp-trace": partial(sources, "trace_h200x4"),
+}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--tokens", type=int, nargs="+", default=[8192, 16384, 65536], help="tokens per GPU (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--heads",
-        nargs="+",
-        default=["64:8", "32:32"],
-        help="query heads : K/V heads; all but the first at the first size only",
-    )
-    parser.add_argument("--seeds", type=int, default=3, help="histogram packs per size (default: %(default)s)")
-    parser.add_argument(
-        "--repeats", type=int, default=10, help="up to 16k tokens per GPU; fewer for more (default: %(default)s)"
-    )
-    parser.add_argument("--stack", action="store_true", help="a stack of full and window layers instead")
-    parser.add_argument("--commit", help="commit of the tree, where git is missing")
-    parser.add_argument("--output", type=Path, help="JSON file to write")
+    parser = recording_parser(__doc__)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 16384, 65536], help="per GPU")
+    parser.add_argument("--heads", nargs="+", default=["64:8", "32:32"],
+                        help="query heads : K/V heads; all but the first at the first size only")  # fmt: skip
+    parser.add_argument("--seeds", type=int, default=3, help="histogram packs per size")
+    parser.add_argument("--repeats", type=int, default=10, help="up to 16k tokens per GPU; fewer for more")
+    kind = parser.add_mutually_exclusive_group()
+    kind.add_argument("--stack", action="store_true", help="a stack of full and window layers instead")
+    kind.add_argument("--pieces", action="store_true", help="whole exchanges and pieces of a dense document instead")
     arguments = parser.parse_args()
+    bench, as_table = bench_pack, pack_table
+    if arguments.stack or arguments.pieces:
+        bench, as_table = (bench_stack, stack_table) if arguments.stack else (bench_pieces, pieces_table)
     gc.disable()  # as in torchtitan's training
     start_rank()
-    rows: list[dict] = []
+    rows: list[Row] = []
     for heads in arguments.heads:
         num_heads = tuple(map(int, heads.split(":")))
         for tokens in arguments.tokens[: None if heads == arguments.heads[0] else 1]:
             total = tokens * dist.get_world_size()
-            packs = [("histogram", histogram_pack(total, seed), seed) for seed in range(arguments.seeds)]
+            seeds = range(0 if arguments.pieces else arguments.seeds)
+            packs = [("histogram", histogram_pack(total, seed), seed) for seed in seeds]
             for name, cu, seed in [*packs, ("dense", np.array([0, total]), 0)]:
-                repeats = max(3, arguments.repeats * 16384 // max(tokens, 16384))
-                if arguments.stack:
-                    rows.append(bench_stack(name, cu, num_heads, seed, repeats))
-                else:
-                    rows += bench_pack(name, cu, num_heads, seed, repeats)
-                if dist.get_rank() == 0 and arguments.output:  # after every pack: a run cut short leaves what it has
-                    write(describe_run(arguments.commit) | {"rows": rows}, arguments.output)
+                least = arguments.repeats if arguments.pieces else 3
+                repeats = max(least, arguments.repeats * 16384 // max(tokens, 16384))
+                found = bench(name, cu, num_heads, seed, repeats)
+                rows += found
+                if dist.get_rank() == 0:  # after every pack: a run cut short leaves what it has
+                    print(as_table({"rows": found}), flush=True)
+                    save(describe_run(arguments.commit) | {"rows": rows}, arguments.output)
+    if dist.get_rank() == 0 and bench is bench_pack:
+        print(settings_table({"rows": rows}))
     dist.destroy_process_group()
 
 

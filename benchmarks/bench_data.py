@@ -1,7 +1,6 @@
 """Measures the way of the data: tokenizing, the cache, packing, a rank's packs. Writes benchmarks/results/data.json.
 
     python benchmarks/bench_data.py [--quick] [--folder DIR]
-    python benchmarks/bench_data.py --plot        # only the picture, from the stored figures
 
 The sets, of words of an invented language by Zipf's law, with a BPE of 32k words trained on the spot:
 
@@ -13,7 +12,6 @@ Speeds are tokens per second of wall-clock time on all cores that the process ma
 is compared runs in turns.
 """
 
-import argparse
 import itertools
 import json
 import os
@@ -28,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from figures import RESULTS, parser, part, save, table
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from torchtitan_magi.calibrate import facts_of_run
@@ -36,8 +35,6 @@ from torchtitan_magi.data.records.formats import parse_document
 from torchtitan_magi.data.tokens.chat import CHATML_TEMPLATE
 from torchtitan_magi.data.tokens.token_cache import TokenCache
 
-ROOT = Path(__file__).resolve().parents[1]
-RESULT = ROOT / "benchmarks" / "results" / "data.json"
 SEQ_LEN = 131_072
 TOKENIZED_BLOCKS = 24  # of 4 MiB each, to measure tokenizing
 TOKENS_PER_GPU = 9_000  # per second, 8B on one H200
@@ -107,8 +104,8 @@ def timed(function: Callable[[], Any]) -> tuple[Any, float]:
 
 def memory() -> int:
     """Bytes of this process that are not mapped files."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1]) - int(Path("/proc/self/statm").read_text().split()[2])
-    return pages * resource.getpagesize()
+    _, resident, shared, *_ = map(int, Path("/proc/self/statm").read_text().split())
+    return (resident - shared) * resource.getpagesize()
 
 
 # ----------------------------------------------------------------------------------------------------------- figures
@@ -292,53 +289,70 @@ def measure(folder: Path, quick: bool) -> dict[str, Any]:
     make_sets(folder, sizes)
     tokenizer = make_tokenizer(1_000 if quick else 32_000)
     chat, cache = folder / f"chat-{sizes['chat']}.jsonl", folder / "cache"
+    records = folder / f"records-{sizes['records']}.jsonl"
     shutil.rmtree(cache, ignore_errors=True)
-    result: dict[str, Any] = {**facts_of_run(None), "cores": len(os.sched_getaffinity(0)), "seq_len": SEQ_LEN}
-    result["tokenizing"] = tokenizing(chat, tokenizer, folder / "written", 2 if quick else 5)
-    print(json.dumps(result["tokenizing"], indent=2), flush=True)
-    result["cold"] = cold(chat, tokenizer, cache)
-    print(json.dumps(result["cold"], indent=2), flush=True)
-    result["packing"] = packing(chat, tokenizer, cache)
-    print(json.dumps(result["packing"], indent=2), flush=True)
-    result["ranks"] = [a_ranks_packs(chat, tokenizer, cache, ranks, 0.2 if quick else 10.0) for ranks in RANKS]
-    print(json.dumps(result["ranks"], indent=2), flush=True)
-    result["fill"] = list(fills(folder, sizes, tokenizer, cache))
-    print(json.dumps(result["fill"], indent=2), flush=True)
-    result["opening"] = opening(folder / f"records-{sizes['records']}.jsonl", tokenizer, cache, folder)
-    print(json.dumps(result["opening"], indent=2), flush=True)
-    return result
+    parts: dict[str, Callable[[], Any]] = {
+        "tokenizing": lambda: tokenizing(chat, tokenizer, folder / "written", 2 if quick else 5),
+        "cold": lambda: cold(chat, tokenizer, cache),
+        "packing": lambda: packing(chat, tokenizer, cache),
+        "ranks": lambda: [a_ranks_packs(chat, tokenizer, cache, ranks, 0.2 if quick else 10.0) for ranks in RANKS],
+        "fill": lambda: list(fills(folder, sizes, tokenizer, cache)),
+        "opening": lambda: opening(records, tokenizer, cache, folder),
+    }
+    found: dict[str, Any] = {**facts_of_run(None), "cores": len(os.sched_getaffinity(0)), "seq_len": SEQ_LEN}
+    for name, measured in parts.items():
+        found[name] = measured()
+        print(part_table(name, found[name]), flush=True)
+    return found
 
 
-def plot(result: dict[str, Any], path: Path) -> None:
-    """Tokens per second of a rank, and of all ranks, against the number of ranks."""
-    import matplotlib
+# -------------------------------------------------------------------------------------------------------------- tables
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
 
-    figure, axis = pyplot.subplots(figsize=(6, 3.5), layout="constrained")
-    ranks = [row["ranks"] for row in result["ranks"]]
-    axis.plot(ranks, [row["tokens_per_s"] for row in result["ranks"]], marker="o", label="one rank's packs")
-    axis.plot(ranks, [TOKENS_PER_GPU] * len(ranks), linestyle=":", label="8B on one GPU")
-    axis.set(xscale="log", yscale="log", xlabel="data-parallel ranks", ylabel="tokens/s of a rank")
-    axis.legend()
-    figure.savefig(path, dpi=150)
+def part_table(name: str, found: dict[str, Any] | list[dict[str, Any]]) -> str:
+    """The figures of one part, one below the other, or a line for each of its rows."""
+    if isinstance(found, dict):
+        lines = table(["figure", "value"], [[label(key), figure(value)] for key, value in found.items()])
+    else:
+        lines = table([label(key) for key in found[0]], [list(map(figure, row.values())) for row in found])
+    return f"{name.capitalize()}:\n\n{lines}"
+
+
+def label(key: str) -> str:
+    """A figure's name with its unit."""
+    words = (
+        f"{key} ".replace("_", " ").replace(" per cpu s ", " per second of CPU time").replace(" per s ", " per second")
+    )
+    words = words.replace("of encode batch", "share of encode_batch").replace(" busy", ", share of the CPU's time")
+    units = {" cpu ": " by CPU time", " s ": ", seconds", "mb ": "memory, MB", "gpus fed": "GPUs fed"}
+    for unit, name in units.items():
+        words = words.replace(unit, name)
+    return words.strip().replace("encode batch", "encode_batch")
+
+
+def figure(value: object) -> str:
+    """A number in four digits."""
+    if not isinstance(value, float):
+        return f"{value:,}" if isinstance(value, int) else str(value)
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def data_tables(found: dict[str, Any]) -> str:
+    names = ("tokenizing", "cold", "packing", "opening", "ranks", "fill")
+    return "\n\n".join(part_table(name, found[name]) for name in names)
+
+
+PARTS: dict[str, Callable[[], str]] = {"data": part(data_tables, "data")}  # of the docs
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--folder", type=Path, default=ROOT / "outputs" / "bench_data", help="for data and cache (default: %(default)s)"
-    )
-    parser.add_argument("--quick", action="store_true", help="small sets; nothing is stored")
-    parser.add_argument("--plot", action="store_true", help="only draw what is stored")
-    args = parser.parse_args()
-    if not args.plot:
-        result = measure(args.folder, args.quick)
-        if args.quick:
-            return
-        RESULT.write_text(json.dumps(result, indent=1) + "\n")
-    plot(json.loads(RESULT.read_text()), RESULT.with_suffix(".png"))
+    command = parser(__doc__)
+    command.add_argument("--folder", type=Path, default=Path("outputs/bench_data"), help="for data and cache")
+    command.add_argument("--quick", action="store_true", help="small sets; nothing is stored")
+    arguments = command.parse_args()
+    found = measure(arguments.folder, arguments.quick)
+    if not arguments.quick:
+        save(found, RESULTS / "data.json")
 
 
 if __name__ == "__main__":

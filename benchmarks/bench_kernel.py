@@ -13,19 +13,17 @@ timing; the time to build them is a figure of its own. FA3 is the wheel fa3-fwd,
 implementation's results are compared with ours.
 """
 
-import argparse
 import functools
-import json
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from figures import part, recording_parser, result, save, side_by_side, table, thousands
 from rivals import ATTENTIONS, Case
 from timing import Sustained, sustained, take_turns
 
@@ -301,32 +299,77 @@ def names_of(way: str) -> tuple[str, str, str]:
     return f"{way}_ms", f"{way}_tflops", f"causal_{way}_tflops"
 
 
-def print_table(rows: list[Row]) -> None:
-    names = list(dict.fromkeys(row.impl for row in rows))
-    print(f"{'TFLOP/s forward / backward':49s}" + "".join(f"{name:>20s}" for name in names))
-    by_case: dict[tuple[Any, ...], dict[str, Row]] = {}
-    for row in rows:
-        key = row.case, row.tokens, row.heads, row.head_dim, row.value_dim, row.softcap, row.sinks
-        by_case.setdefault(key, {})[row.impl] = row
-    for (case, tokens, heads, dim, value_dim, softcap, sinks), by in by_case.items():
-        dims = f"{dim}" if dim == value_dim else f"{dim}/{value_dim}"
-        extras = f"{' softcap' * bool(softcap)}{' sinks' * sinks}"
-        print(
-            f"{case + extras:26s}{tokens:>7d} {heads:>7s} {dims:>7s}"
-            + "".join(f"{cell(by.get(n)):>20s}" for n in names)
-        )
-    for row in rows:
-        if row.impl == "ours" and row.causal_fwd_tflops:
-            forward, backward = row.fwd_tflops / row.causal_fwd_tflops, row.bwd_tflops / row.causal_bwd_tflops
-            print(f"{row.case:18s}{row.tokens:>8d}  {forward:.2f} / {backward:.2f} of causal 16k in the same turns")
+# -------------------------------------------------------------------------------------------------------------- tables
 
 
-def cell(row: Row | None) -> str:
-    if row is None:
-        return "-"
-    backward = f"{row.bwd_tflops:.0f}" if row.bwd_tflops else "-"
-    clock = f" {row.fwd_clock:.0f} MHz" if row.fwd_clock else ""
-    return f"{row.fwd_tflops:.0f} / {backward}{clock}"
+def mask_name(case: str) -> str:
+    return case.replace("histogram, all", "histogram, three packs").replace("varlen", "8 documents,")
+
+
+def speeds(by: dict[str, dict[str, Any]], way: str, names: Iterable[str]) -> list[str | None]:
+    """TFLOP/s of each implementation that did the case."""
+    return [f"{by[name][f'{way}_tflops']:.0f}" if name in by else None for name in names]
+
+
+def kernel_table(found: dict[str, Any]) -> str:
+    """All masks; histogram packs of one length together."""
+    rows = [row for row in found["rows"] if not row["case"].removeprefix("histogram ").isdigit()]
+    lines, flex = [], ["flex"] * any(row["impl"] == "flex" for row in rows)
+    for case, by in side_by_side(rows, "impl", "case", "tokens", "heads", "head_dim").items():
+        name, tokens, *heads = case
+        forward = speeds(by, "fwd", ("ours", "fa3", "cudnn", "varlen_attn", *flex))
+        backward = speeds(by, "bwd", ("ours", "ours deterministic", "cudnn", "varlen_attn", *flex))
+        lines.append([mask_name(name), thousands(tokens), *heads, *forward, *backward])
+    columns = ["mask", "tokens", "heads", "head_dim", "forward: ours", "FA3", "cuDNN", "varlen_attn", *flex]
+    return table([*columns, "backward: ours", "deterministic", "cuDNN", "varlen_attn", *flex], lines)
+
+
+def sustained_table(found: dict[str, Any]) -> str:
+    """Without pauses, beside FlashAttention-3's forward."""
+    lines = []
+    for case, by in side_by_side(found["rows"], "impl", "case", "tokens", "heads", "head_dim").items():
+        name, tokens, *heads = case
+        clocks = [f"{by[impl]['fwd_clock']:.0f}" if impl in by else None for impl in ("ours", "fa3")]
+        lines.append([
+            mask_name(name).replace("histogram 0", "histogram"), thousands(tokens), *heads,
+            *speeds(by, "fwd", ("ours", "fa3")), ratio(by, "fwd", "fa3"), *clocks,
+            *speeds(by, "bwd", ("ours", "cudnn")), ratio(by, "bwd", "cudnn"),
+        ])  # fmt: skip
+    columns = ["mask", "tokens", "heads", "head_dim", "forward: ours", "FA3", "ratio", "MHz: ours", "FA3"]
+    return table([*columns, "backward: ours", "cuDNN", "ratio"], lines)
+
+
+def ratio(by: dict[str, dict[str, Any]], way: str, other: str) -> str | None:
+    name = f"{way}_tflops"
+    return f"{by['ours'][name] / by[other][name]:.2f}" if {"ours", other} <= by.keys() else None
+
+
+def variants_table(found: dict[str, Any]) -> str:
+    """Wide heads, softcap, sinks and a narrow window."""
+    lines = []
+    fields = ("head_dim", "value_dim", "heads", "tokens", "window", "softcap", "sinks")
+    for case, by in side_by_side(found["rows"], "impl", *fields).items():
+        dim, value_dim, heads, tokens, window, softcap, sinks = case
+        extras = [f"window {window}"] * bool(window) + [f"softcap {softcap:g}"] * bool(softcap) + ["sinks"] * sinks
+        forward = speeds(by, "fwd", ("ours", WITHOUT_SINKS, "cudnn", "fa3", "varlen_attn"))
+        backward = speeds(by, "bwd", ("ours", WITHOUT_SINKS, "cudnn", "varlen_attn"))
+        lines.append([f"{dim}/{value_dim}", heads, thousands(tokens), ", ".join(extras), *forward, *backward])
+    columns = ["head_dim of q, k / v", "heads", "tokens", ""]
+    columns += ["forward: ours", "without sinks", "cuDNN", "FA3", "varlen_attn"]
+    return table([*columns, "backward: ours", "without sinks", "cuDNN", "varlen_attn"], lines)
+
+
+def lists_table(found: dict[str, Any]) -> str:
+    lines = [[f"{row['tokens']:,}", f"{row['documents']:,}", f"{row['build_ms']:.2f}"] for row in found["lists"]]
+    return table(["tokens", "documents", "ms"], lines)
+
+
+PARTS: dict[str, Callable[[], str]] = {  # of the docs
+    "kernel": part(kernel_table, "kernel_h200"),
+    "kernel-sustained": part(sustained_table, "kernel_sustained_h200"),
+    "kernel-variants": part(variants_table, "variants_h200"),
+    "kernel-lists": lambda: lists_table(result("kernel_h200")),
+}
 
 
 def describe_run(commit: str | None) -> dict[str, Any]:
@@ -335,42 +378,33 @@ def describe_run(commit: str | None) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--groups",
-        nargs="+",
-        metavar="GROUP",
-        default=list(BY_DEFAULT),
-        choices=GROUPS,
-        help=f"of cases: {', '.join(GROUPS)} (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--impls",
-        nargs="+",
-        default=[name for name in ATTENTIONS if name != "flex"],
-        choices=ATTENTIONS,
-        help="implementations, compared in turns; what is not installed is left out (default: %(default)s)",
-    )
-    parser.add_argument("--ms", type=float, default=100, help="GPU time of each measurement (default: %(default)s)")
+    parser = recording_parser(__doc__)
+    parser.add_argument("--groups", nargs="+", metavar="GROUP", default=BY_DEFAULT, choices=GROUPS,
+                        help=f"of cases: {', '.join(GROUPS)}")  # fmt: skip
+    parser.add_argument("--impls", nargs="+", default=[name for name in ATTENTIONS if name != "flex"],
+                        choices=ATTENTIONS, help="compared in turns; what is not installed is left out")  # fmt: skip
+    parser.add_argument("--ms", type=float, default=100, help="GPU time of each measurement")
     parser.add_argument("--sustained", action="store_true", help="each without a pause, with clock and power")
-    parser.add_argument("--commit", help="commit of the tree, where git is missing")
-    parser.add_argument("--json", help="JSON file to write")
-    args = parser.parse_args()
+    arguments = parser.parse_args()
     rows: list[Row] = []
-    facts = describe_run(args.commit) | {"lists": lists()}
-    print(*facts["lists"], sep="\n")
-    for group in args.groups:
+    facts = describe_run(arguments.commit) | {"lists": lists()}
+    print(lists_table(facts))
+    for group in arguments.groups:
         for case in cases(group):
             torch.manual_seed(0)
             try:
-                rows += list(measure(case, args.impls, args.ms, args.sustained))
+                rows += measure(case, arguments.impls, arguments.ms, arguments.sustained)
             except torch.OutOfMemoryError:
                 print(f"  out of memory: {case}")
             torch.cuda.empty_cache()
-            if args.json:  # after every case: a run that is cut short leaves what it has
-                found = json.dumps(facts | {"rows": [asdict(row) for row in rows + together(rows)]}, indent=1)
-                Path(args.json).write_text(found)
-    print_table(rows + together(rows))
+            found = facts | {"rows": [asdict(row) for row in rows + together(rows)]}
+            save(found, arguments.output)  # after each: a run that is cut short leaves what it has
+    as_table = variants_table if "variants" in arguments.groups else kernel_table
+    print((sustained_table if arguments.sustained else as_table)(found))
+    for row in rows:
+        if row.impl == "ours" and row.causal_fwd_tflops:
+            forward, backward = row.fwd_tflops / row.causal_fwd_tflops, row.bwd_tflops / row.causal_bwd_tflops
+            print(f"{row.case:18s}{row.tokens:>8d}  {forward:.2f} / {backward:.2f} of causal 16k in the same turns")
     assert all(math.isfinite(row.fwd_tflops) for row in rows)
 
 

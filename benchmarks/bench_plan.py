@@ -1,8 +1,7 @@
-"""Compares placements: balance, K/V rows that travel, time to plan. Writes benchmarks/results/plan.json and plan.png.
+"""Compares placements: balance, K/V rows that travel, time to plan. Writes benchmarks/results/plan.json.
 
     python benchmarks/bench_plan.py [--cases 512k/8 512k/64] [--seeds 5]
     python benchmarks/bench_plan.py --unseen      # only packs on which placement was not tuned; writes nothing
-    python benchmarks/bench_plan.py --plot        # only the picture, from the stored figures
 
 Packs are those of the sizing report, causal inside each document. Volumes are K/V rows in units of T, the tokens of a
 rank. The lower bound holds for every placement with equal tokens and an imbalance of at most 1.02. Heads 64:8, 8 GPUs
@@ -13,16 +12,18 @@ of their settings the file has the rows received and the least possible, plan ti
 ideal, all for heads 64:8 and 32:32.
 """
 
-import argparse
 import functools
 import json
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from statistics import mean
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from figures import RESULTS, Row, grouped, parser, part, result, table
 
 from torchtitan_magi.backends.ffa.row_kernels import CudaRowMover
 from torchtitan_magi.backends.ffa.worklists import build_worklists
@@ -40,8 +41,6 @@ from torchtitan_magi.sizing.sample_packs import DISTRIBUTIONS, draw_pack, fill_p
 from torchtitan_magi.sizing.strategies import Case, contiguous, min_heap, plan_outcome, tile_work, zigzag
 from torchtitan_magi.tiles import KEYS
 
-ROOT = Path(__file__).parent.parent
-RESULT = ROOT / "benchmarks" / "results" / "plan.json"
 Int64Array = npt.NDArray[np.int64]
 Owned = tuple[Int64Array, ...]
 
@@ -223,31 +222,16 @@ def bench_unseen(distribution: str, case: str, heads: Heads, seed: int) -> dict[
     }
 
 
-def unseen_line(rows: list[dict]) -> str:
-    """A line of the table: a setting's packs together."""
-    first = rows[0]
-
-    def total(name: str) -> float:
-        return sum(row[name] for row in rows)
-
-    return (
-        f"{first['distribution']:10} {first['total']:>8} / {first['cp']:<3} {first['heads']:6}"
-        f" {total('rows_received') / total('rows_least'):8.3f} {max(row['imbalance_area'] for row in rows):9.3f}"
-        f" {total('plan_without_index_ms') / len(rows):8.1f} {total('ideal_ms') / total('layer_ms'):8.4f}"
-        f" {min(row['ideal_ms'] / row['layer_ms'] for row in rows):8.4f}"
-    )
-
-
-def run_unseen() -> list[dict]:
+def run_unseen() -> list[Row]:
     """All settings of unseen packs; prints a line for each."""
-    print(f"{'unseen':10} {'total':>8} / {'cp':3} {'heads':6} rows/least imbalance plan ms of ideal, worst")
-    found = []
+    found: list[Row] = []
     for distribution, cases in UNSEEN.items():
         for case in cases.split():
             for heads in UNSEEN_HEADS:
                 rows = [bench_unseen(distribution, case, heads, seed) for seed in UNSEEN_SEEDS]
-                print(unseen_line(rows), flush=True)
+                print(*next(iter(unseen_lines(rows))), sep=" | ", flush=True)
                 found += rows
+    print(unseen_table({"unseen": found}))
     return found
 
 
@@ -287,9 +271,9 @@ def bench_wide(distribution: str, case: str, windows: bool, repeats: int = 3) ->
     }
 
 
-def run_wide() -> list[dict]:
+def run_wide() -> list[Row]:
     """Prints a line for each case."""
-    found: list[dict] = []
+    found: list[Row] = []
     for case in WIDE_CASES.split():
         for distribution, windows in [*((name, False) for name in WIDE_PACKS), ("histogram", True)]:
             row = bench_wide(distribution, case, windows)
@@ -306,136 +290,91 @@ def parse_case(case: str) -> tuple[int, int]:
 
 # ------------------------------------------------------------------------------------------------------------- table
 
-COLUMNS = {
-    "imbalance_area": max,
-    "imbalance_tile": max,
-    "imbalance_tile_mha": max,
-    "recv_max": max,
-    "recv_mean": np.mean,
-    "lower_bound_mean": np.mean,
-    "send_max": max,
-    "cross_node_max": max,
-    "ranges_max": max,
-    "plan_ms": np.mean,
+
+def placement_lines(rows: Iterable[Row]) -> Iterable[list[object]]:
+    """One for each case."""
+    for (distribution, tokens, cp), found in grouped(rows, "distribution", "total", "cp").items():
+        by = {planner: of for (planner,), of in grouped(found, "planner").items()}
+        received = [mean(row["recv_mean"] for row in by[planner]) for planner in RECEIVED]
+        yield [
+            distribution, f"{tokens:,}", cp, f"{max(row['imbalance_area'] for row in by['ours']):.3f}",
+            f"{max(row['imbalance_area'] for row in by['min_heap']):.3f}",
+            f"{mean(row['lower_bound_mean'] for row in by['ours']):.2f}", *(f"{share:.2f}" for share in received),
+            f"{mean(row['plan_ms'] for row in by['ours']):.0f}",
+        ]  # fmt: skip
+
+
+RECEIVED = ("ours", "min_heap", "zigzag", "contiguous")
+
+
+def placement_table(found: dict[str, Any]) -> str:
+    columns = ["documents", "tokens", "GPUs", "imbalance: ours", "min-heap", "rows received: bound", "ours", "min-heap"]
+    return table([*columns, "zigzag", "contiguous", "plan, ms"], placement_lines(found["rows"]))
+
+
+def unseen_lines(rows: Iterable[Row]) -> Iterable[list[object]]:
+    """One for each setting, of sums over its packs."""
+    for (distribution, tokens, cp), of_case in grouped(rows, "distribution", "total", "cp").items():
+        for (heads,), found in grouped(of_case, "heads").items():
+            least, received, layer, ideal = (
+                sum(row[name] for row in found) for name in ("rows_least", "rows_received", "layer_ms", "ideal_ms")
+            )
+            yield [
+                distribution, f"{tokens:,}", cp, heads, f"{received / least:.2f}",
+                f"{max(row['imbalance_area'] for row in found):.3f}", f"{ideal / layer:.1%}",
+                f"{mean(row['plan_without_index_ms'] for row in found):.0f}",
+            ]  # fmt: skip
+
+
+def unseen_table(found: dict[str, Any]) -> str:
+    """Packs on which placement was not tuned."""
+    columns = ["documents", "tokens", "GPUs", "heads", "rows / bound", "imbalance", "share of the ideal"]
+    return table([*columns, "plan without index data, ms"], unseen_lines(found["unseen"]))
+
+
+PARTS: dict[str, Callable[[], str]] = {  # of the docs
+    "placement": part(placement_table, "plan"),
+    "placement-unseen": lambda: unseen_table(result("plan")),
 }
 
 
-def table_line(rows: list[dict]) -> str:
-    first = rows[0]
-    cells = [f"{first['distribution']:12} {first['total']:>8} / {first['cp']:<3} {first['planner']:10}"]
-    for name, over_packs in COLUMNS.items():
-        values = [row[name] for row in rows if row[name] is not None]
-        cells.append(f"{over_packs(values):{max(len(name), 7)}.3f}" if values else " " * len(name))
-    sends = max(row["send_max"] / row["recv_max"] if row["recv_max"] else 1.0 for row in rows)
-    bound = np.mean([row["lower_bound_mean"] for row in rows])
-    ratio = np.mean([row["recv_mean"] for row in rows]) / bound if bound else 1.0
-    return " | ".join([*cells, f"{ratio:8.2f}", f"{sends:9.2f}"])
-
-
-def draw(rows: list[dict], path: Path) -> None:
-    """Received rows, balance and time to plan of the histogram cases."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    rows = [row for row in rows if row["distribution"] == "histogram" and row["cp"] in (4, 8, 32, 64, 128)]
-    cases = list(dict.fromkeys((row["total"], row["cp"]) for row in rows))
-    measured = {row["planner"] for row in rows}
-    colors = {"ours": "#1b6ca8", "contiguous": "#d98e32", "zigzag": "#5a9e3d", "min_heap": "#a05195"}
-    panels = {
-        "mean K/V received / least possible with balanced work": lambda some: (
-            np.mean([row["recv_mean"] for row in some]) / np.mean([row["lower_bound_mean"] for row in some])
-        ),
-        "most K/V sent by a rank, in tokens of a rank": lambda some: max(row["send_max"] for row in some),
-        "work of the heaviest rank / mean": lambda some: max(row["imbalance_tile"] for row in some),
-        "planning and index data, ms on one core": lambda some: np.mean([row["plan_ms"] or 0 for row in some]),
-    }
-    figure, axes = pyplot.subplots(4, 1, figsize=(9, 10), sharex=True)
-    for axis, (title, figure_of) in zip(axes, panels.items(), strict=True):
-        planners = ["ours"] if "planning" in title else [name for name in colors if name in measured]
-        for i, planner in enumerate(planners):
-            values = [
-                figure_of([row for row in rows if row["planner"] == planner and (row["total"], row["cp"]) == case])
-                for case in cases
-            ]
-            at = np.arange(len(cases)) + 0.2 * (i - (len(planners) - 1) / 2)
-            axis.bar(at, values, 0.18, color=colors[planner], label=planner.replace("_", "-"))
-        axis.set_title(title, fontsize=10, loc="left")
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.grid(axis="y", linewidth=0.4)
-        axis.set_axisbelow(True)
-        axis.set_yscale("log" if "sent" in title or "heaviest" in title else "linear")
-        axis.yaxis.set_major_formatter("{x:g}")
-    axes[0].axhline(1, color="black", linewidth=0.8)
-    axes[2].set_ylim(bottom=1)
-    axes[0].legend(ncols=4, fontsize=8, frameon=False, loc="lower right", bbox_to_anchor=(1, 1))
-    names = [f"{total >> 10}k / {cp}" if total < 1 << 20 else f"{total >> 20}M / {cp}" for total, cp in cases]
-    axes[3].set_xticks(range(len(cases)), names)
-    axes[3].set_xlabel("tokens of the pack / ranks; documents of the length histogram")
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-
-
-def as_lines(rows: list[dict]) -> str:
+def as_lines(rows: list[Row]) -> str:
     """JSON, a line for each row."""
     lines = [json.dumps({k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}) for row in rows]
     return "[\n  " + ",\n  ".join(lines) + "\n ]"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cases", nargs="*", help="only these, e.g. 512k/64, of the histogram")
-    parser.add_argument(
-        "--planners", nargs="*", default=list(PLANNERS), help="planners to compare (default: %(default)s)"
-    )
-    parser.add_argument("--seeds", type=int, default=5, help="packs per case (default: %(default)s)")
-    parser.add_argument(
-        "--output",
-        type=Path,
-        default=RESULT,
-        help="JSON file to write; the picture goes beside it (default: %(default)s)",
-    )
-    parser.add_argument("--unseen", action="store_true", help="only packs on which placement was not tuned")
-    parser.add_argument("--wide", action="store_true", help="only planning for 64 to 1,024 ranks")
-    parser.add_argument("--plot", action="store_true", help="only draw the stored figures")
-    arguments = parser.parse_args()
-    if arguments.plot:
-        draw(json.loads(arguments.output.read_text())["rows"], arguments.output.with_suffix(".png"))
+    command = parser(__doc__)
+    command.add_argument("--cases", nargs="*", help="only these, e.g. 512k/64, of the histogram; nothing is written")
+    command.add_argument("--seeds", type=int, default=5, help="packs per case")
+    command.add_argument("--output", type=Path, default=RESULTS / "plan.json", help="JSON file to write")
+    command.add_argument("--unseen", action="store_true", help="only packs on which placement was not tuned")
+    command.add_argument("--wide", action="store_true", help="only planning for 64 to 1,024 ranks")
+    arguments = command.parse_args()
+    if arguments.unseen or arguments.wide:
+        run_unseen() if arguments.unseen else run_wide()
         return
-
-    if arguments.unseen:
-        run_unseen()
-        return
-
-    if arguments.wide:
-        run_wide()
-        return
-
     cases = [("histogram", case) for case in arguments.cases or CASES]
     if not arguments.cases:
         cases += [(name, case) for name, some in OTHER_CASES.items() for case in some.split()]
         cases += [("histogram", case) for case in ODD_CASES]
-    rows: list[dict] = []
-    names = " | ".join(f"{name:>7}" for name in [*COLUMNS, "mean / LB", "send/recv"])
-    print(f"{'distribution':12} {'total':>8} / {'cp':3} {'planner':10} | {names}")
+    rows: list[Row] = []
     for distribution, case in cases:
-        for planner in arguments.planners:
-            packs = [bench(distribution, case, planner, seed) for seed in range(arguments.seeds)]
-            rows += packs
-            print(table_line(packs), flush=True)
+        found = [bench(distribution, case, planner, seed) for planner in PLANNERS for seed in range(arguments.seeds)]
+        print(*next(iter(placement_lines(found))), sep=" | ", flush=True)
+        rows += found
+    print(placement_table({"rows": rows}))
     if arguments.cases is None:
         unseen, wide = run_unseen(), run_wide()
         header = facts_of_run(None) | {
             "numpy": np.__version__,
             "processor": f"{platform.machine()}, one core, other work beside it; times are the least of 5 repeats",
         }
-        arguments.output.parent.mkdir(parents=True, exist_ok=True)
         head = json.dumps(header, indent=1).removesuffix("\n}")
         arguments.output.write_text(
             f'{head},\n "rows": {as_lines(rows)},\n "unseen": {as_lines(unseen)},\n "wide": {as_lines(wide)}\n}}\n'
         )
-        draw(rows, arguments.output.with_suffix(".png"))
 
 
 if __name__ == "__main__":

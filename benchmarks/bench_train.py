@@ -37,12 +37,14 @@ import sys
 import sysconfig
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from bench_cp import histogram_pack
+from figures import part, recording_parser, result, save, table, thousands
 
 from torchtitan_magi.calibrate import facts_of_run
 
@@ -52,6 +54,8 @@ WARM_UP = 5  # steps before timing
 TIMEOUT = 300  # seconds per run
 PACKS = 40  # packs until documents repeat
 CHARACTERS = 3  # per token, about, by the demo tokenizer
+NAMES = {"ours": "ours", "flex": "torchtitan's flex_attention CP", "no attention": "ours without attention",
+         "no CP": "no CP, ours", "no CP, flex": "no CP, torchtitan's flex_attention"}  # fmt: skip
 HOOKS = "--job.custom_config_module torchtitan_magi.titan --experimental.custom_import torchtitan_magi.titan"
 
 
@@ -229,66 +233,104 @@ def documents(pack: int) -> list[dict[str, str]]:
     return [{"text": text[start : start + length]} for start, length in zip(starts, lengths, strict=True)]
 
 
+# -------------------------------------------------------------------------------------------------------------- tables
+
+
+def speed_table(*files: dict[str, Any]) -> str:
+    """Steps of each strategy."""
+    lines = []
+    for found in files:
+        for row in found["rows"]:
+            mode = row.get("checkpointing") or re.search(r"checkpoint.mode (\w+)", found["options"])[1]  # type: ignore[index]
+            speed = row["tokens_per_s"] / found["num_gpus"]
+            lines.append([
+                found["num_gpus"], found["layers"], thousands(row["tokens_per_gpu"]), mode,
+                NAMES.get(row["strategy"], row["strategy"]), f"{speed:,.0f}", f"{row['step_ms']:,.0f}",
+                f"{row['peak_memory_gib']:.1f}",
+            ])  # fmt: skip
+    columns = ["GPUs", "layers", "tokens per GPU", "checkpointing", "attention", "tokens/s per GPU", "step, ms"]
+    return table([*columns, "peak GiB"], lines)
+
+
+def steadiness_table(*files: dict[str, Any]) -> str:
+    """Runs of many steps: whether they keep their speed, and whether a step waits for data."""
+    lines = []
+    for found in files:
+        (row,) = found["rows"]
+        steps = re.search(r"--steps (\d+)", found["command"])
+        assert steps
+        fifths = [f"{speed / found['num_gpus']:,.0f}" for speed in row["tokens_per_s_by_fifth"]]
+        wait = f"{row['longest_data_wait_ms']:.1f}"
+        lines.append([steps[1], thousands(row["tokens_per_gpu"]), ", ".join(fifths), row["ends_of_epochs"], wait])
+    columns = ["steps", "tokens per GPU", "tokens/s per GPU, by fifths of the run", "ends of epochs"]
+    return table([*columns, "longest wait for data, ms"], lines)
+
+
+def cost_of_cp() -> str:
+    """What a step takes beyond one without attention and the ideal attention."""
+    lines = []
+    for name in ("train_h200x2", "train_h200x4", "train_moe_balanced_h200x2"):
+        found = result(name)
+        by = {row["strategy"]: row for row in found["rows"]}
+        step, without, ideal = by["ours"]["step_ms"], by["no attention"]["step_ms"], by["ours"]["ideal_attention_ms"]
+        model = "Qwen3 30B-A3B's shapes" if "moe" in name else "Llama 3 8B's shapes"
+        left = f"{100 * (step - without - ideal) / step:.1f}%"
+        lines.append([model, found["num_gpus"], f"{step:,.0f}", f"{without:,.0f}", f"{ideal:,.0f}", left])
+    return table(["model", "GPUs", "step, ms", "without attention, ms", "ideal attention, ms", "left for CP"], lines)
+
+
+def memory_table(*files: dict[str, Any]) -> str:
+    lines = [
+        [
+            f"{row['tokens_per_gpu']:,}", row["checkpointing"], NAMES[row["strategy"]],
+            f"{row['peak_memory_gib']:.1f}", f"{row['reserved_gib']:.1f}", f"{row['outside_gib']:.1f}",
+            f"{row['tokens_per_s'] / found['num_gpus']:,.0f}", f"{row['step_ms']:,.0f}",
+        ]
+        for found in files
+        for row in found["rows"]
+    ]  # fmt: skip
+    columns = ["tokens per GPU", "checkpointing", "attention", "peak GiB", "reserved GiB", "outside PyTorch, GiB"]
+    return table([*columns, "tokens/s per GPU", "step, ms"], lines)
+
+
+PARTS: dict[str, Callable[[], str]] = {  # of the docs
+    "training": part(speed_table, "train_8b_64k_h200x2", "train_h200x2", "train_h200x4"),
+    "training-long": part(steadiness_table, "train_long_h200x2", "train_epochs_h200x2"),
+    "training-moe": part(speed_table, "train_moe_h200x2", "train_moe_balanced_h200x2"),
+    "training-cp": cost_of_cp,
+    "checkpointing": part(memory_table, "train_checkpointing_h200x2", "train_8b_64k_h200x2"),
+}
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gpus", type=int, default=4, help="number of GPUs (default: %(default)s)")
-    parser.add_argument(
-        "--tokens", type=int, nargs="+", default=[16384, 65536], help="per GPU and step (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--strategies",
-        nargs="+",
-        default=list(STRATEGIES),
-        choices=STRATEGIES,
-        help="what to time, see above (default: %(default)s)",
-    )
-    parser.add_argument("--steps", type=int, default=25, help="steps of each run (default: %(default)s)")
-    parser.add_argument("--layers", type=int, default=4, help="layers of the model (default: %(default)s)")
-    parser.add_argument(
-        "--model", default="llama3", choices=["llama3", "qwen3"], help="architecture (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--shapes", default="8B", help="flavor of the model whose layers are trained (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--expert-parallel", type=int, default=1, help="degree, for mixtures of experts (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--checkpointing",
-        nargs="+",
-        default=["none"],
-        choices=("none", "selective", "full"),
-        help="of activations; selective: by operation",
-    )
-    parser.add_argument(
-        "--options", default="--compile.enable", help="torchtitan overrides for all (default: %(default)s)"
-    )
-    parser.add_argument("--commit", help="commit of the tree, where git is missing")
-    parser.add_argument("--output", type=Path, help="JSON file to write")
+    parser = recording_parser(__doc__)
+    parser.add_argument("--gpus", type=int, default=4, help="number of GPUs")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[16384, 65536], help="per GPU and step")
+    parser.add_argument("--strategies", nargs="+", default=STRATEGIES, choices=STRATEGIES, help="to time, see above")
+    parser.add_argument("--steps", type=int, default=25, help="of each run")
+    parser.add_argument("--layers", type=int, default=4, help="of the model")
+    parser.add_argument("--model", default="llama3", choices=["llama3", "qwen3"], help="architecture")
+    parser.add_argument("--shapes", default="8B", help="flavor of the model whose layers are trained")
+    parser.add_argument("--expert-parallel", type=int, default=1, help="degree, for mixtures of experts")
+    parser.add_argument("--checkpointing", nargs="+", default=["none"], choices=("none", "selective", "full"),
+                        help="of activations; selective: by operation")  # fmt: skip
+    parser.add_argument("--options", default="--compile.enable", help="torchtitan overrides for all")
     arguments = parser.parse_args()
     subprocess.run([sys.executable, ROOT / "scripts" / "make_demo_data.py"], check=True, cwd=ROOT)
     options = {key: getattr(arguments, key) for key in ("model", "shapes", "layers", "options")}
-    options |= {"num_gpus": arguments.gpus, "expert_parallel": arguments.expert_parallel}
-    facts = facts_of_run(arguments.commit) | options
-    rows = []
-    columns = ["strategy", "checkpointing", "tokens per GPU", "cp, tp, dp", "tokens/s", "per GPU", "ms"]
-    columns += ["ideal attention", "data", "GiB", "reserved", "outside"]
-    print(f"| {' | '.join(columns)} |\n|{' --- |' * len(columns)}")
+    options |= {"num_gpus": arguments.gpus, "expert_parallel": arguments.expert_parallel, "rows": []}
+    found: dict[str, Any] = facts_of_run(arguments.commit) | options
     for tokens in arguments.tokens:
         for name, mode in itertools.product(arguments.strategies, arguments.checkpointing):
             row = {"strategy": name} | run(name, tokens, mode, arguments)
             if "error" in row:
-                print(f"| {name} | {mode} | {tokens} | failed |\n{row['error']}", flush=True)
+                print(f"{name}, checkpointing {mode}, {tokens} tokens FAILED\n{row['error']}", flush=True)
                 continue
-            degrees = f"{row['cp']}, {row['tp']}, {row['dp_shard']}"
-            speed = f"{row['tokens_per_s']:,.0f} | {row['tokens_per_s'] / arguments.gpus:,.0f}"
-            ideal = f"{row['ideal_attention_ms']:.0f}" if row["ideal_attention_ms"] else ""
-            step = f"{row['step_ms']:.0f} | {ideal} | {row['longest_data_wait_ms']:.1f}"
-            sizes = " | ".join(f"{row[key]:.1f}" for key in ("peak_memory_gib", "reserved_gib", "outside_gib"))
-            print(f"| {name} | {mode} | {tokens} | {degrees} | {speed} | {step} | {sizes} |", flush=True)
-            rows.append(row)
-            if arguments.output:  # after every run: a benchmark that is cut short leaves what it has
-                arguments.output.write_text(json.dumps(facts | {"rows": rows}, indent=1))
+            print(", ".join(f"{key} {value:.1f}" if isinstance(value, float) else f"{key} {value}"
+                            for key, value in row.items()), flush=True)  # fmt: skip
+            found["rows"].append(row)
+            save(found, arguments.output)  # after every run: a benchmark that is cut short leaves what it has
+    print(speed_table(found))
 
 
 if __name__ == "__main__":

@@ -9,8 +9,6 @@ dout) is taken from the rounded out, as every flash-attention backward does (it 
 keys, where torch's error is next to nothing). Uninitialised memory is NaN.
 """
 
-import argparse
-import json
 import multiprocessing
 import random
 import time
@@ -19,6 +17,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from figures import recording_parser, result, save, sources
 from torch import Tensor
 
 from torchtitan_magi.backends.ffa.block_attn import FfaBlockAttn
@@ -361,30 +360,37 @@ def run_alone(rng: random.Random, num_cases: int) -> None:
     print(f"ran {num_cases} cases")
 
 
+def summary_of_run() -> str:
+    """For the docs."""
+    found = result("check_kernel_h200")
+    worst = max(found["worst_share_of_budget"].values())
+    counts = f"{found['cases']:,} random cases, {found['failed']} failed; the worst error is {worst:.2f} of its budget."
+    return f"{counts}\n\n{sources('check_kernel_h200')}"
+
+
+PARTS = {"kernel-check": summary_of_run}
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cases", type=int, default=300, help="random cases (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the cases (default: %(default)s)")
-    parser.add_argument(
-        "--seconds", type=float, default=500, help="stop starting cases after this long (default: %(default)s)"
-    )
+    parser = recording_parser(__doc__)
+    parser.add_argument("--cases", type=int, default=300, help="random cases")
+    parser.add_argument("--seed", type=int, default=0, help="of the cases")
+    parser.add_argument("--seconds", type=float, default=500, help="stop starting cases after this long")
     parser.add_argument("--only-ours", action="store_true", help="run the kernels alone, small: for compute-sanitizer")
-    parser.add_argument("--commit", help="commit of the tree, where git is missing")
-    parser.add_argument("--json", help="where to write the summary")
-    args = parser.parse_args()
+    arguments = parser.parse_args()
     torch.use_deterministic_algorithms(True, warn_only=True)  # fills torch.empty with NaN
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-    rng = random.Random(args.seed)
-    if args.only_ours:
-        run_alone(rng, args.cases)
+    rng = random.Random(arguments.seed)
+    if arguments.only_ours:
+        run_alone(rng, arguments.cases)
         return
-    cases = named_cases() + [random_case(rng) for _ in range(args.cases)]
+    cases = named_cases() + [random_case(rng) for _ in range(arguments.cases)]
     compile_ahead(cases)
     start, done, failed, worst = time.time(), 0, 0, {}
     for i, case in enumerate(cases):
-        if time.time() - start > args.seconds:
+        if time.time() - start > arguments.seconds:
             break
-        shares, problems = run_case(case, args.seed + i)
+        shares, problems = run_case(case, arguments.seed + i)
         done += 1
         for name, share in shares.items():
             worst[name] = max(worst.get(name, 0.0), share)
@@ -394,11 +400,9 @@ def main() -> None:
                 tables = [s.table.tolist() for s in case.stages] if case.name == "random" else case.name
                 print(f"case {i} FAILED {problems}\n  {replace(case, stages=[])} {str(tables)[:300]}", flush=True)
     summary = {"cases": done, "failed": failed, "worst_share_of_budget": {k: round(v, 3) for k, v in worst.items()},
-               "seconds": round(time.time() - start, 1), "seed": args.seed}  # fmt: skip
+               "seconds": round(time.time() - start, 1), "seed": arguments.seed}  # fmt: skip
     print(summary)
-    if args.json:
-        with open(args.json, "w") as file:
-            json.dump(facts_of_run(args.commit) | summary, file, indent=1)
+    save(facts_of_run(arguments.commit) | summary, arguments.output)
     np.testing.assert_equal(failed, 0)
 
 

@@ -8,11 +8,11 @@ versions take turns on the same inputs, in a new order every round, and the tabl
 is this tree's for both, so both must take the same parameters and work lists. Kernels alone, without autograd.
 """
 
-import argparse
 from pathlib import Path
 
 import torch
 from bench_kernel import GROUPS, cases
+from figures import parser
 from rivals import Case
 from timing import Sustained, sustained, take_turns
 from torch import Tensor
@@ -71,14 +71,12 @@ def compare(case: Case, folders: dict[str, Path], wanted: float, is_sustained: b
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("other", type=Path, help="folder of the kernels to compare with")
-    parser.add_argument(
-        "--groups", nargs="+", default=["masks"], choices=GROUPS, help="cases of bench_kernel.py (default: %(default)s)"
-    )
-    parser.add_argument("--ms", type=float, default=160, help="GPU time of each measurement (default: %(default)s)")
-    parser.add_argument("--sustained", action="store_true", help="each without a pause, as in training")
-    arguments = parser.parse_args()
+    command = parser(__doc__)
+    command.add_argument("other", type=Path, help="folder of the kernels to compare with")
+    command.add_argument("--groups", nargs="+", default=["masks"], choices=GROUPS, help="cases of bench_kernel.py")
+    command.add_argument("--ms", type=float, default=160, help="GPU time of each measurement")
+    command.add_argument("--sustained", action="store_true", help="each without a pause, as in training")
+    arguments = command.parse_args()
     folders = {"this": jit.kernel_dir(), "other": arguments.other}
     for group in arguments.groups:
         for case in cases(group):

@@ -13,12 +13,10 @@ from typing import Any
 import matplotlib
 
 matplotlib.use("Agg")
+from bench_data import TOKENS_PER_GPU
+from bench_train import NAMES
+from figures import RESULTS, Row, result
 from matplotlib import pyplot
-
-Row = dict[str, Any]
-
-NAMES = {"ours": "ours", "flex": "torchtitan's flex_attention CP", "no attention": "ours without attention",
-         "no CP": "no CP, ours", "no CP, flex": "no CP, torchtitan's flex_attention"}  # fmt: skip
 
 COLORS = {
     "ours": "#1b6ca8", "resident": "#8fbbd9", "ideal": "#222222", "ours deterministic": "#8fbbd9",
@@ -52,8 +50,13 @@ def bars(axis: Any, rows: list[Row], length: str, name: str, field: str, scale: 
         heights = [statistics.mean(values.get((tokens, label), [0])) for tokens in lengths]
         axis.bar(at, heights, 0.92 * width, label=LEGEND.get(label, label), color=COLORS.get(label))
     axis.set_xticks(range(len(lengths)), [f"{tokens / 1024:g}k" for tokens in lengths])
+    plain(axis, "{x:,.0f}")
+
+
+def plain(axis: Any, ticks: str) -> None:
+    """Without a frame, with thin lines behind the bars. ticks: how to write a value."""
     axis.spines[["top", "right"]].set_visible(False)
-    axis.yaxis.set_major_formatter("{x:,.0f}")
+    axis.yaxis.set_major_formatter(ticks)
     axis.grid(axis="y", linewidth=0.4)
     axis.set_axisbelow(True)
 
@@ -176,6 +179,54 @@ def draw_trace(result: dict[str, Any]) -> Any:
     return figure, axes[0][0]
 
 
+def draw_plan(result: dict[str, Any]) -> Any:
+    """Placement: received rows, balance and time to plan of the histogram cases."""
+    rows = [row for row in result["rows"] if row["distribution"] == "histogram" and row["cp"] in (4, 8, 32, 64, 128)]
+    cases = list(dict.fromkeys((row["total"], row["cp"]) for row in rows))
+    colors = {"ours": "#1b6ca8", "contiguous": "#d98e32", "zigzag": "#5a9e3d", "min_heap": "#a05195"}
+
+    def mean(some: list[Row], field: str) -> float:
+        return statistics.mean(row[field] for row in some)
+
+    panels = {
+        "mean K/V received / least possible with balanced work": lambda some: (
+            mean(some, "recv_mean") / mean(some, "lower_bound_mean")
+        ),
+        "most K/V sent by a rank, in tokens of a rank": lambda some: max(row["send_max"] for row in some),
+        "work of the heaviest rank / mean": lambda some: max(row["imbalance_tile"] for row in some),
+        "planning and index data, ms on one core": lambda some: mean(some, "plan_ms"),
+    }
+    figure, axes = pyplot.subplots(4, 1, figsize=(9, 10), sharex=True)
+    for axis, (title, figure_of) in zip(axes, panels.items(), strict=True):
+        planners = ["ours"] if "planning" in title else list(colors)
+        for i, planner in enumerate(planners):
+            values = [
+                figure_of([row for row in rows if row["planner"] == planner and (row["total"], row["cp"]) == case])
+                for case in cases
+            ]
+            at = [x + 0.2 * (i - (len(planners) - 1) / 2) for x in range(len(cases))]
+            axis.bar(at, values, 0.18, color=colors[planner], label=planner.replace("_", "-"))
+        axis.set_title(title, fontsize=10, loc="left")
+        axis.set_yscale("log" if "sent" in title or "heaviest" in title else "linear")
+        plain(axis, "{x:g}")
+    axes[0].axhline(1, color="black", linewidth=0.8)
+    axes[2].set_ylim(bottom=1)
+    names = [f"{total >> 10}k / {cp}" if total < 1 << 20 else f"{total >> 20}M / {cp}" for total, cp in cases]
+    axes[3].set_xticks(range(len(cases)), names)
+    axes[3].set_xlabel("tokens of the pack / ranks; documents of the length histogram")
+    return figure, axes[0]
+
+
+def draw_data(result: dict[str, Any]) -> Any:
+    """Tokens per second of a rank's packs against the number of ranks."""
+    figure, axis = pyplot.subplots(figsize=(6, 3.5))
+    ranks = [row["ranks"] for row in result["ranks"]]
+    axis.plot(ranks, [row["tokens_per_s"] for row in result["ranks"]], marker="o", label="one rank's packs")
+    axis.plot(ranks, [TOKENS_PER_GPU] * len(ranks), linestyle=":", label="8B on one GPU")
+    axis.set(xscale="log", yscale="log", xlabel="data-parallel ranks", ylabel="tokens/s of a rank")
+    return figure, axis
+
+
 def family(row: Row) -> str:
     """The panel of a kernel benchmark's case."""
     return next((name for name in sorted(KERNEL_PANELS, key=len, reverse=True) if row["case"].startswith(name)), "")
@@ -183,27 +234,29 @@ def family(row: Row) -> str:
 
 DRAWINGS = {  # by how the file's name begins
     "kernel_": draw_kernel, "cp_": draw_cp, "train_": draw_train, "loss_curves_": draw_curves,
-    "dpo_curves_": draw_curves, "trace_": draw_trace,
+    "dpo_curves_": draw_curves, "trace_": draw_trace, "plan": draw_plan, "data": draw_data,
 }  # fmt: skip
 
 
+def picture(path: Path) -> Path | None:
+    """Draws the figures of a file beside it; None if there is nothing to draw."""
+    draw = next((draw for prefix, draw in DRAWINGS.items() if path.name.startswith(prefix)), None)
+    if draw is None:
+        return None
+    figure, axis = draw(json.loads(path.read_text()))
+    handles, labels = axis.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=min(6, len(labels)), frameon=False, fontsize=9)
+    figure.tight_layout(rect=(0, 0.035 * -(-len(labels) // 6), 1, 0.99))
+    figure.savefig(path.with_suffix(".png"), dpi=110)
+    pyplot.close(figure)
+    return path.with_suffix(".png")
+
+
 def main() -> None:
-    root = Path(__file__).parent.parent
-    folder = root / "benchmarks" / "results"
-    headline = draw_headline(json.loads((folder / "train_8b_64k_h200x2.json").read_text()))
-    headline.savefig(root / "docs" / "pictures" / "headline.png", dpi=110)
-    for path in map(Path, sys.argv[1:]) if sys.argv[1:] else sorted(folder.glob("*.json")):
-        draw = next((draw for prefix, draw in DRAWINGS.items() if path.name.startswith(prefix)), None)
-        if draw is None:
-            print(f"{path}: nothing to draw")
-            continue
-        figure, axis = draw(json.loads(path.read_text()))
-        handles, labels = axis.get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=min(6, len(labels)), frameon=False, fontsize=9)
-        figure.tight_layout(rect=(0, 0.035 * -(-len(labels) // 6), 1, 0.99))
-        figure.savefig(path.with_suffix(".png"), dpi=110)
-        pyplot.close(figure)
-        print(path.with_suffix(".png"))
+    headline = draw_headline(result("train_8b_64k_h200x2"))
+    headline.savefig(RESULTS.parents[1] / "docs" / "pictures" / "headline.png", dpi=110)
+    for path in map(Path, sys.argv[1:]) if sys.argv[1:] else sorted(RESULTS.glob("*.json")):
+        print(picture(path) or f"{path}: nothing to draw")
 
 
 if __name__ == "__main__":

@@ -8,28 +8,26 @@ on one line, communication beside it on another. Exposed communication = (t - r)
 of the same plan with remote K/V already resident, both timed as in bench_cp.py.
 """
 
-import argparse
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from bench_cp import (
     HEAD_DIM,
     NoCommunication,
+    bind,
     describe_run,
     forward_and_backward,
     histogram_pack,
-    take_turns,
-    write,
+    random_qkv,
+    times_of,
 )
+from figures import recording_parser, save
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from torchtitan_magi import make_plan, varlen_causal
-from torchtitan_magi.attention.bound_plan import bind_plan
 from torchtitan_magi.attention.op import PlanHandle, attention_op
-from torchtitan_magi.backends.choose import choose_block_attn
 from torchtitan_magi.calibrate import start_rank
 from torchtitan_magi.planning.cost_model import Heads
 
@@ -43,34 +41,26 @@ def kind_of(kernel: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=16384, help="tokens per GPU (default: %(default)s)")
-    parser.add_argument("--heads", default="64:8", help="query heads : K/V heads (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the pack (default: %(default)s)")
-    parser.add_argument("--commit", help="commit of the tree, where git is missing")
-    parser.add_argument("--output", type=Path, help="JSON file to write")
+    parser = recording_parser(__doc__)
+    parser.add_argument("--tokens", type=int, default=16384, help="per GPU")
+    parser.add_argument("--heads", default="64:8", help="query heads : K/V heads")
+    parser.add_argument("--seed", type=int, default=0, help="of the pack")
     arguments = parser.parse_args()
-    device, group = start_rank(), dist.group.WORLD
+    start_rank()
+    group = dist.group.WORLD
     heads = tuple(map(int, arguments.heads.split(":")))
     cu = histogram_pack(arguments.tokens * dist.get_world_size(), arguments.seed)
     plan = make_plan(varlen_causal(cu), int(cu[-1]), dist.get_world_size(), heads=Heads(*heads, HEAD_DIM))
-    block_attn = choose_block_attn("ffa", device)
-    ours, resident = (
-        PlanHandle(bind_plan(plan, mesh, block_attn, *heads, device)).tensor  # type: ignore[arg-type]
-        for mesh in (group, NoCommunication(group))
-    )
-    q, k, v = (
-        torch.randn(arguments.tokens, num_heads, HEAD_DIM, device=device, dtype=torch.bfloat16)
-        for num_heads in (heads[0], heads[1], heads[1])
-    )
+    ours, resident = (PlanHandle(bind(plan, mesh, heads)).tensor for mesh in (group, NoCommunication(group)))
+    q, k, v = random_qkv(arguments.tokens, heads)
 
     def attend(handle: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return attention_op(q, k, v, handle, HEAD_DIM**-0.5)[0]
 
     handles = {"ours": ours, "resident": resident}
     runs = {name: forward_and_backward(q, k, v, partial(attend, handle)) for name, handle in handles.items()}
-    halves = [take_turns({name: both[i] for name, both in runs.items()}, 20) for i in range(2)]
-    times = {name: sum(half[name] for half in halves) for name in runs}
+    forwards, backwards = times_of(runs, 20)
+    times = {name: forwards[name] + backwards[name] for name in runs}
     q, k, v = (x.requires_grad_() for x in (q, k, v))
     dout = torch.randn_like(q)
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
@@ -93,9 +83,8 @@ def main() -> None:
     if dist.get_rank() == 0:
         print(f"forward and backward {times['ours']:.3f} ms, {times['resident']:.3f} without communication")
         print(f"exposed communication {exposed:.1%}; stages {len(plan.forward)}, {len(plan.backward)}")
-        if arguments.output:
-            facts = {"tokens_per_gpu": arguments.tokens, "heads": arguments.heads, "exposed_comm_share": exposed}
-            write(describe_run(arguments.commit) | facts | {"ranks": by_rank}, arguments.output)
+        facts = {"tokens_per_gpu": arguments.tokens, "heads": arguments.heads, "exposed_comm_share": exposed}
+        save(describe_run(arguments.commit) | facts | {"ranks": by_rank}, arguments.output)
     dist.destroy_process_group()
 
 

@@ -22,7 +22,7 @@ OTHER_ADAPTER = "titan.v02" if version("torchtitan").startswith("0.3.") else "ti
 MAY_IMPORT = {
     **dict.fromkeys(["wording", "machine", "tiles", "files", "products", "masks"], ""),
     "losses": "products",
-    "models": "files",
+    "models": "files planning",
     "data": "",
     "data.guard": "",
     "data.records": "files data.guard",

@@ -1,14 +1,27 @@
 """Parts of the docs about memory: predicted, and measured in benchmarks/results/train_*.json. See write_docs.py."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 from docs_figures import RESULTS, result, sources, table
-from predict_memory import MODES, comparisons, shapes_of
 
-from torchtitan_magi.sizing.memory import GIB, Setup, predict
+from torchtitan_magi.models.model_config import ModelConfig
+from torchtitan_magi.sizing.memory import GIB, predict
+from torchtitan_magi.sizing.run_setup import Setup
+from torchtitan_magi.sizing.text import CHECKPOINTING
 
 LAYOUTS = [(gpus, tokens) for gpus in (2, 8) for tokens in (16384, 32768, 65536, 131072)]  # GPUs, tokens on each
+STRATEGIES = ("ours", "ours, dp 2", "ours, tp 2", "flex")  # "flex" has torchtitan's own loss, over all logits
+
+
+def shapes_of(model: str, flavor: str) -> ModelConfig:
+    """The model of a flavor of torchtitan's."""
+    from torchtitan.protocols.train_spec import get_train_spec
+
+    from torchtitan_magi.titan.v02.models import config_of
+
+    return config_of(get_train_spec(model).model_args[flavor])
 
 
 def checkpointing_predicted() -> str:
@@ -16,9 +29,31 @@ def checkpointing_predicted() -> str:
     setup = Setup(shapes_of("llama3", "8B"), 1, compiled=True, compiled_loss=True)
     rows = []
     for gpus, tokens in LAYOUTS:
-        setups = [replace(setup, seq_len=gpus * tokens, cp=gpus, checkpointing=mode) for mode in MODES]
+        setups = [replace(setup, seq_len=gpus * tokens, cp=gpus, checkpointing=mode) for mode in CHECKPOINTING]
         rows.append((gpus, f"{tokens:,}", *(f"{predict(each).total / GIB:.0f}" for each in setups)))
-    return table(("GPUs", "tokens per GPU", *MODES), rows)
+    return table(("GPUs", "tokens per GPU", *CHECKPOINTING), rows)
+
+
+def comparisons(facts: dict[str, Any]) -> Iterator[tuple[dict[str, Any], float]]:
+    """The rows of bench_train.py's file that can be predicted, and the GiB of PyTorch's allocator predicted for each."""
+    shapes = shapes_of(facts.get("model", "llama3"), facts.get("shapes", "8B"))
+    model, compiled = replace(shapes, num_layers=facts["layers"]), "--compile.enable" in facts["options"]
+    for row in facts["rows"]:
+        if row["strategy"] not in STRATEGIES:
+            continue
+        setup = Setup(
+            model,
+            row["tokens_per_gpu"] * row["cp"] * row["tp"],
+            dp_shard=row["dp_shard"],
+            cp=row["cp"],
+            tp=row["tp"],
+            ep=facts.get("expert_parallel", 1),
+            checkpointing=row.get("checkpointing", "none"),
+            compiled=compiled,
+            compiled_loss=compiled,
+            whole_logits=row["strategy"] == "flex",
+        )
+        yield row, predict(setup).allocated / GIB
 
 
 def memory_measured() -> str:

@@ -6,7 +6,6 @@ ownership.png: which GPU computes which part of a mask, and which of it needs K/
 """
 
 import argparse
-import sys
 from pathlib import Path
 
 import matplotlib
@@ -27,11 +26,9 @@ from torchtitan_magi import (
 )
 from torchtitan_magi.masks.geometry import BI_CAUSAL, CAUSAL, INV_CAUSAL
 from torchtitan_magi.sizing.picture import HUES, INK, LINE, QUIET, STYLE, owner_of, rank_colors
+from torchtitan_magi.sizing.sample_packs import draw_pack
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))
-from bench_cp import histogram_pack  # noqa: E402
-
 TOKENS, GPUS, SEED = 131072, 4, 2
 BAR, LANE = 0.62, 1.0
 SMALL = np.array([0, 96, 128, 448, 512, 544, 960, 1024])  # tokens; documents of the small pack
@@ -176,7 +173,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=ROOT / "docs" / "pictures", help="for the three files")
     folder = parser.parse_args().folder
-    cu_seqlens = np.asarray(histogram_pack(TOKENS, SEED))
+    cu_seqlens = np.append(0, draw_pack("histogram", TOKENS, SEED, batch=1).cumsum())
     plan = make_plan(varlen_causal(cu_seqlens), TOKENS, GPUS)
     draw_idea(plan, cu_seqlens).savefig(folder / "idea.png", dpi=160)
     draw_masks(MASKS, 64).savefig(folder / "masks.png", dpi=160)

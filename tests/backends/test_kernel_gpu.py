@@ -2,16 +2,13 @@
 
 import math
 import random
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-from check_kernel import named_cases, on_gpu, random_case, run_case
+from check_kernel import named_cases, on_gpu, random_case, run_case  # isort: skip
 
 from torchtitan_magi import AttnSlices, flex_flash_attn, sliding_window, varlen_causal
 from torchtitan_magi.backends.ffa.block_attn import FfaBlockAttn

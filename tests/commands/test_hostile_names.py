@@ -19,7 +19,7 @@ from torchtitan_magi.data.tokens.token_writer import unusable
 from torchtitan_magi.models.model_config import ModelConfig, Rope, read_model_config
 from torchtitan_magi.planning.cost_model import CostModel
 from torchtitan_magi.sizing.command import main as report
-from torchtitan_magi.sizing.run_file import options_of
+from torchtitan_magi.sizing.run_file import RunFile, options_of
 from torchtitan_magi.sizing.sample_packs import read_lengths
 from torchtitan_magi.training.batches.template_date import template_date
 from torchtitan_magi.training.checkpoints.digests import check_digests, check_sizes
@@ -84,7 +84,7 @@ READERS = {
     "digests": check_digests,
     "cost model": lambda folder: CostModel.load(folder / "cost.json"),
     "lengths": lambda folder: read_lengths(folder / "lengths.txt"),
-    "run file": lambda folder: options_of(str(folder / "run.toml"), with_heads=True),
+    "run file": lambda folder: options_of(RunFile(str(folder / "run.toml")), with_heads=True),
     "reference": lambda folder: read_logprobs(written(folder / "r.npz", "3"), {}, 1, "delete it"),
     "no room for a reference": write_reference,
     "TOML": lambda folder: read_toml(str(folder / "run.toml")),
@@ -150,7 +150,7 @@ PIPES = {
     "cost.json": CostModel.load,
     "lengths.npy": read_lengths,
     "lengths.txt": read_lengths,
-    "run.toml": lambda path: options_of(str(path), with_heads=True),
+    "run.toml": lambda path: options_of(RunFile(str(path)), with_heads=True),
     "job.toml": lambda path: read_toml(str(path)),
     "reference.npz": lambda path: read_logprobs(path, {}, 1, "delete it"),
     "template_date": lambda path: template_date("", str(path.parent)),

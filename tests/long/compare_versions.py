@@ -9,18 +9,21 @@ them the first time. Prints each layout's largest relative difference from one p
 file, if there is one; exits with 1 if one is above TOLERANCE.
 """
 
-import argparse
 import json
 import math
 import platform
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-RESULTS = ROOT / "benchmarks" / "results"
-sys.path.insert(0, str(ROOT / "tests"))  # tiny models, and runs in processes that have imported everything
+from runner import TITAN, TOMLS, VERSIONS, on_model, overrides_of, train, write_models
+
+from torchtitan_magi.calibrate import facts_of_run
+
+from figures import RESULTS, parser, result, save, sources, table  # isort: skip
 
 STEPS = 5
 PACKS = 4  # per step
@@ -29,8 +32,6 @@ DEGREES = {
     "dp": "data_parallel_shard", "replicate": "data_parallel_replicate", "cp": "context_parallel",
     "tp": "tensor_parallel", "pp": "pipeline_parallel", "ep": "expert_parallel",
 }  # fmt: skip
-KINDS = {"llama3": "llama", "qwen3": "qwen3", "qwen3 MoE": "qwen3_moe"}
-VERSIONS = ("0.2.2", "0.3.0")
 
 
 @dataclass(frozen=True)
@@ -58,23 +59,17 @@ class Layout:
 
     def arguments(self, weights: Path) -> list[str]:
         """Overrides of debug.toml or dpo_debug.toml. In a pipeline each pack is a microbatch."""
-        from support.preference import data
-        from support.runs import corpus
-
-        path = corpus() / "train.jsonl" if self.task == "SFT" else data() / "pairs.jsonl"
         degrees = {"dp": 1, "cp": 1} | self.degrees
         local = PACKS // (degrees["dp"] * degrees.get("replicate", 1)) if "pp" in degrees else 1
-        return [
-            *(f"--parallelism.{DEGREES[name]}_degree={degree}" for name, degree in degrees.items()),
-            *f"--model.name {self.model.split()[0]} --model.flavor hf --checkpoint.load_only".split(),
-            *f"--model.hf_assets_path {weights / KINDS[self.model]} --training.dataset_path {path}".split(),
-            *f"--checkpoint.enable --checkpoint.initial_load_in_hf --training.steps {STEPS}".split(),
-            *["--training.seq_len", "256", "--training.mixed_precision_param", "float32", "--magi.backend", "flex"],
-            *f"--training.local_batch_size {local} --training.global_batch_size {PACKS}".split(),
-            *["--optimizer.lr", "1e-3", "--optimizer.eps", "1e-5", "--lr_scheduler.warmup_steps", "2"],
-            "--validation.no-enable",
-            *self.options.split(),
-        ]  # fmt: skip
+        options = (
+            "--checkpoint.load_only --checkpoint.enable --checkpoint.initial_load_in_hf "
+            "--training.mixed_precision_param float32 --magi.backend flex "
+            f"--training.local_batch_size {local} --training.global_batch_size {PACKS} "
+            "--optimizer.lr 1e-3 --optimizer.eps 1e-5 --lr_scheduler.warmup_steps 2 --validation.no-enable "
+            f"{self.options}"
+        )
+        model = on_model(self.model, weights, self.task, seq_len=256, steps=STEPS)
+        return [*overrides_of({DEGREES[name]: degree for name, degree in degrees.items()}), *model, *options.split()]
 
 
 LOSSES = ("--magi.positions pack", "--magi.loss_per document")  # options that change the loss
@@ -104,14 +99,10 @@ LAYOUTS = [
 ]
 
 
-def train(layout: Layout, weights: Path) -> dict[str, list[float]]:
+def train_layout(layout: Layout, weights: Path) -> dict[str, list[float]]:
     """Losses and gradient norms by step."""
-    from support.runs import ROOT, train
-
-    toml = ROOT / "train_configs" / ("debug.toml" if layout.task == "SFT" else "dpo_debug.toml")
-    arguments, last = layout.arguments(weights), layout.processes - 1
-    run = train(layout.processes, arguments, toml=toml, defaults=(), layers=None, entry="torchtitan_magi.train")
-    steps = [values for _, values in run.of("metrics", rank=last) if "grad_norm" in values]
+    run = train(layout.processes, layout.arguments(weights), toml=TOMLS[layout.task])
+    steps = [values for _, values in run.of("metrics", rank=layout.processes - 1) if "grad_norm" in values]
     return {
         "losses": [values["loss_metrics/global_avg_loss"] for values in steps],
         "grad_norms": [values["grad_norm"] for values in steps],
@@ -127,22 +118,49 @@ def shown(differences: dict[str, float]) -> str:
     return ", ".join(f"{value:.1e}" for value in differences.values())
 
 
+# -------------------------------------------------------------------------------------------------------------- tables
+
+
+def versions() -> str:
+    """Losses of each layout with each torchtitan, beside those of one process and of the other."""
+    files = {version: f"versions_{version}" for version in VERSIONS}
+    found = {version: result(name)["layouts"] for version, name in files.items()}
+    rows = []
+    for layout in LAYOUTS:
+        name, alone = str(layout), str(layout.one_process)
+        runs = {version: of.get(name) for version, of in found.items()}
+        pairs = [(run, found[version].get(alone)) for version, run in runs.items()]
+        rows.append([name, *(shown(difference(*pair)) if all(pair) else "–" for pair in (*pairs, runs.values()))])
+    columns = ["layout", *(f"{version}, from its one process" for version in VERSIONS), "0.3 from 0.2.2"]
+    return f"{table(columns, rows)}\n\n{sources(*files.values())}"
+
+
+def v03_gpu(name: str, on: str) -> str:
+    """Losses with torchtitan 0.3 on GPUs, beside those on a CPU."""
+    found = result(name)
+    rows = [
+        [task, *(" ".join(f"{loss:.4f}" for loss in of[where]) for where in ("gpu", "cpu"))]
+        for task, of in found["losses"].items()
+    ]
+    return f"{table(['run', f'{on}, bfloat16', 'CPU, float32'], rows)}\n\n{found['date']}, torch {found['torch']}."
+
+
+PARTS: dict[str, Callable[[], str]] = {  # of the docs
+    "versions": versions,
+    "v03-gpu": partial(v03_gpu, "v03_h200", "one H200"),
+    "v03-two-gpus": partial(v03_gpu, "v03_h200x2", "two H200"),
+}
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--weights", type=Path, required=True, help="folder of the models; written if there are none")
-    weights = parser.parse_args().weights.resolve()
-
-    from support.hf_models import make_hf_folder
-    from support.runs import TITAN
-
-    for kind in KINDS.values():
-        if not (weights / kind).exists():
-            make_hf_folder(kind, folder=weights / kind, num_hidden_layers=4)
+    command = parser(__doc__)
+    command.add_argument("--weights", type=Path, required=True, help="folder of the models; written if there are none")
+    weights = command.parse_args().weights.resolve()
+    write_models(weights, lambda model: {"num_hidden_layers": 4})
     files = {version: RESULTS / f"versions_{version}.json" for version in VERSIONS}
-    others = [json.loads(file.read_text()) for version, file in files.items() if version != TITAN and file.exists()]
-    others = [other["layouts"] for other in others]
-    from torchtitan_magi.calibrate import facts_of_run
-
+    others = [
+        json.loads(file.read_text())["layouts"] for version, file in files.items() if version != TITAN and file.exists()
+    ]
     layouts: dict[str, Any] = {}
     found = facts_of_run(None) | {
         "processor": platform.processor() or platform.machine(),
@@ -154,12 +172,12 @@ def main() -> None:
         if layout.only not in ("", TITAN):
             continue
         name = str(layout)
-        layouts[name] = train(layout, weights)
+        layouts[name] = train_layout(layout, weights)
         compared = [layouts[str(layout.one_process)], *(other[name] for other in others if name in other)]
         differences = [difference(layouts[name], other) for other in compared]
         failed |= any(each[key] > TOLERANCE[key] for each in differences for key in TOLERANCE)
         print(f"{name}: {'; '.join(map(shown, differences))}", flush=True)
-        files[TITAN].write_text(json.dumps(found, indent=1) + "\n")  # each time: the next may fail
+        save(found, files[TITAN])  # each time: the next may fail
     sys.exit(failed)
 
 

@@ -12,50 +12,35 @@ next higher precision by twice as much as the plain run in its own does: losses 
 and with float8 each rank scales its own tokens.
 
 Verdicts go to benchmarks/results/compatibility_TORCHTITAN.json, of which write_docs.py makes the table of
-docs/reference/compatibility.md; with --gpu to the Markdown file --output.
+docs/reference/compatibility.md; with --gpu the table of compatibility_gpu.md beside it goes to the file --output.
 
 It runs on the CPU, where torch.compile traces but generates no code; what needs GPUs is left to --gpu. The models have
 two layers, of width 64 on the CPU and 256 on GPUs, and come from config.json (flavor "hf"), as the tests' models do.
 transformers writes them; a machine without it can take those of another (--models).
 """
 
-import argparse
-import datetime
 import functools
 import itertools
-import json
 import random
 import sys
 import tempfile
-import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, fields, replace
-from importlib.metadata import version
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tests"))  # tiny models, and runs in processes that have imported everything
+from runner import TITAN, TOMLS, VERSIONS, TrainingError, on_model, overrides_of, runs, train, write_models
+
+from torchtitan_magi.calibrate import facts_of_run
+
+from figures import RESULTS, parser, result, save, sources, table  # isort: skip
 
 STEPS = 3
 SEQ_LEN = 256
 TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}  # largest relative difference of a loss
 GPU_EXTRAS = ("CPU offload", "float8", "async TP")
-
-OF_LOW_PRECISION = """
-## Precision
-
-float8 needs `quantize.linear.float8.filter_fqns = ["output"]`, and says so otherwise: log-probabilities are made from a
-plain output layer. It changes losses of DPO by several percent, also on one rank: take bfloat16 for DPO. Under FSDP
-without `torch.compile`, losses are those of the plain run in every digit. Under CP and TP each rank scales its own
-tokens or features, so other bits are rounded. With torchao's recipe `rowwise_with_gw_hp`, which scales each token by
-itself, DPO of llama3 at CP 2 has the losses of one rank in every digit, and at TP 2 they differ by 3.2e-02 (float32,
-emulated, on a CPU, 2026-11-23).
-
-CPU offload and asynchronous TP also ran on two H200 with NVLink (2026-11-23, at ten times this learning rate): 11 runs
-of SFT differed by at most 1.4e-03, 10 of DPO by at most 6.9e-02.
-"""
 
 
 @dataclass(frozen=True)
@@ -107,7 +92,7 @@ class Cell:
         """
         layout = {1: "one rank", 2: "FSDP", 4: "HSDP"}[self.dp]
         is_plain_tp = self.layout == "TP" and self.extra not in GPU_EXTRAS
-        precision = "fp32" if is_plain_tp and version("torchtitan").startswith("0.2.") else self.precision
+        precision = "fp32" if is_plain_tp and TITAN.startswith("0.2.") else self.precision
         return Cell(
             self.model, layout, precision=precision, packs=self.packs, accumulation=self.accumulation,
             validation=True, task=self.task, extra="float8" if self.extra == "float8" else "none",
@@ -121,8 +106,8 @@ class Cell:
     @property
     def arguments(self) -> list[str]:
         """torchtitan overrides, without the model and the data."""
-        degrees = {"data_parallel_replicate": 1, "data_parallel_shard": 1} | self.degrees
-        options = [f"--parallelism.{name}_degree={degree}" for name, degree in degrees.items()]
+        plain = {"data_parallel_replicate": 1, "data_parallel_shard": 1, "context_parallel": 1}
+        options = overrides_of(plain | self.degrees)
         options += [f"--training.local_batch_size={self.packs}"]
         options += [f"--training.global_batch_size={self.packs * self.accumulation * self.dp}"]
         mode = {"selective": "selective --activation_checkpoint.selective_ac_option op"}
@@ -149,8 +134,6 @@ class Cell:
             ) if on
         )])  # fmt: skip
 
-
-Rows = list[tuple[int, Cell, str, str]]  # number, combination, verdict, detail
 
 DENSE = ("FSDP", "HSDP", "TP", "CP", "FSDP + TP + CP")
 LAYOUTS = {
@@ -230,46 +213,23 @@ class Runs:
     """Runs of cells, each once. folder: has the models, or is where they are written."""
 
     def __init__(self, folder: Path, on_gpus: bool) -> None:
-        from support import runs as training
-        from support.hf_models import make_hf_folder
-        from support.preference import data
-
-        training.ON_GPUS = self.on_gpus = on_gpus
-        # the kernel for GPUs takes heads of 64
-        sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4} if on_gpus else {}
-        kinds = {"llama3": "llama", "qwen3": "qwen3", "qwen3 MoE": "qwen3_moe"}
-        self.folders = {model: folder / kinds[model] for model in LAYOUTS}
-        for model, kind in kinds.items():
-            if not self.folders[model].exists():
-                heads = {"head_dim": 64} if on_gpus and model != "llama3" else {}
-                make_hf_folder(kind, folder=self.folders[model], **sizes, **heads)
-        self.pairs = data()
+        self.folder = folder
+        runs.ON_GPUS = self.on_gpus = on_gpus
+        write_models(folder, sizes_on_gpus if on_gpus else lambda model: {})
         self.of = functools.cache(self._of)
 
     def _of(self, cell: Cell) -> Outcome:
-        from support.runs import DEBUG_TOML, ROOT, TrainingError, corpus, train
-
-        is_dpo = cell.task == "DPO"
-        folder, names = (self.pairs, ("pairs", "validation")) if is_dpo else (corpus(), ("train", "validation"))
-        options = (
-            f"--model.name {cell.model.split()[0]} --model.flavor hf --model.hf_assets_path {self.folders[cell.model]} "
-        )
-        options += f"--checkpoint.enable --checkpoint.initial_load_in_hf --training.steps {STEPS} "
-        options += (
-            f"--checkpoint.load_only --training.seq_len {SEQ_LEN} --training.dataset_path {folder}/{names[0]}.jsonl "
-        )
-        options += f"--validation.dataset {cell.task.lower()} --validation.dataset_path {folder}/{names[1]}.jsonl "
         # Adam's first steps go by the signs of gradients, which in bfloat16 are noise where they are near zero.
-        rate = "1e-4" if self.on_gpus else "1e-3"
-        options += (
-            f"--validation.freq {STEPS} --validation.steps=2 --validation.seq_len {SEQ_LEN} --optimizer.lr {rate}"
+        options = (
+            "--checkpoint.enable --checkpoint.initial_load_in_hf --checkpoint.load_only "
+            f"--optimizer.lr {'1e-4' if self.on_gpus else '1e-3'} "
+            f"--validation.dataset {cell.task.lower()} --validation.freq {STEPS} --validation.steps=2"
         )
         if self.on_gpus and cell.precision == "fp32":
             options += " --magi.backend flex"  # the kernel takes no float32
-        toml = ROOT / "train_configs" / "dpo_debug.toml" if is_dpo else DEBUG_TOML
-        arguments = [*options.split(), "--parallelism.context_parallel_degree", "1", *cell.arguments]
+        model = on_model(cell.model, self.folder, cell.task, SEQ_LEN, STEPS)
         try:
-            run = train(cell.processes, arguments, toml=toml, defaults=(), layers=None, entry="torchtitan_magi.train")
+            run = train(cell.processes, [*model, *options.split(), *cell.arguments], toml=TOMLS[cell.task])
         except TrainingError as error:
             if error.type == "ValueError" and "\n" not in str(error):
                 return Outcome(refused=str(error))
@@ -296,32 +256,10 @@ class Runs:
         return ("works" if error <= 2 * of_plain else "FAILS"), detail
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cells", type=int, nargs="+", help="only those, by their number in the table")
-    parser.add_argument("--gpu", action="store_true", help="the combinations that need GPUs, two of them")
-    parser.add_argument("--jobs", type=int, default=1, help="cells at the same time (default: %(default)s)")
-    parser.add_argument("--models", type=Path, help="folder of the models; written there if there are none")
-    parser.add_argument("--output", type=Path, help="Markdown file to write, of --gpu")
-    arguments = parser.parse_args()
-    chosen = list(enumerate(gpu_cells() if arguments.gpu else cells()))
-    chosen = [(number, cell) for number, cell in chosen if not arguments.cells or number in arguments.cells]
-    rows, failed = [], 0
-    with tempfile.TemporaryDirectory() as scratch:
-        Runs(arguments.models or Path(scratch), arguments.gpu)  # writes the models
-        verdict = functools.partial(_verdict, arguments.models or Path(scratch), arguments.gpu)
-        with ProcessPoolExecutor(arguments.jobs, get_context("spawn")) as pool:
-            verdicts = pool.map(verdict, [cell for _, cell in chosen])
-            for (number, cell), (verdict, detail) in zip(chosen, verdicts, strict=True):
-                failed += verdict == "FAILS"
-                rows.append((number, cell, verdict, detail))
-                line = detail.splitlines()[0][:200] if detail else ""
-                print(f"{number:3} {verdict:8} {cell}: {line}", flush=True)
-    if arguments.output and arguments.gpu:
-        arguments.output.write_text(page(rows))
-    elif len(rows) == len(cells()) and not arguments.gpu:
-        write_verdicts(rows)
-    sys.exit(1 if failed else 0)
+def sizes_on_gpus(model: str) -> dict[str, int]:
+    """The kernel takes heads of 64 there."""
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4}
+    return sizes if model == "llama3" else sizes | {"head_dim": 64}
 
 
 _runs = functools.cache(Runs)
@@ -331,62 +269,69 @@ def _verdict(models: Path, on_gpus: bool, cell: Cell) -> tuple[str, str]:
     return _runs(models, on_gpus).verdict(cell)
 
 
-def place() -> str:
-    """GPUs, date and version."""
-    import torch
+# -------------------------------------------------------------------------------------------------------------- tables
 
-    count, shared = torch.cuda.device_count(), ""
-    if count == 1:
-        shared = ", which the ranks share, with NCCL over sockets"
-    return f"{count} {torch.cuda.get_device_name()}{shared} ({datetime.date.today()}, torch {torch.__version__})"
+OPTIONS = ("model", "task", "layout", "precision", "packs", "accumulation", "checkpointing", "compile", "validation")
 
 
-def write_verdicts(rows: Rows) -> None:
-    """benchmarks/results/compatibility_TORCHTITAN.json, of all combinations on the CPU."""
-    from support.runs import TITAN
-
-    from torchtitan_magi.calibrate import facts_of_run
-
-    found = facts_of_run(None) | {
-        "command": "python tests/long/compatibility.py",
-        "torchtitan": TITAN,
-        "cells": [
-            {"number": number, "verdict": verdict, "detail": detail} | asdict(cell)
-            for number, cell, verdict, detail in rows
-        ],
-    }
-    file = ROOT / "benchmarks" / "results" / f"compatibility_{TITAN}.json"
-    file.write_text(json.dumps(found, indent=1) + "\n")
+def verdicts_table(verdicts: dict[str, list[dict[str, Any]]], options: Iterable[str] = OPTIONS) -> str:
+    """A line for each combination. verdicts: name of a column -> the same combinations."""
+    yes, lines = {True: "yes", False: ""}, []
+    for cells in zip(*verdicts.values(), strict=True):
+        values = [yes[value] if isinstance(value := cells[0][name], bool) else value for name in options]
+        told = [each["detail"] if each["verdict"] == "works" else f"**{each['verdict']}**" for each in cells]
+        lines.append([cells[0]["number"], *values, *told])
+    return table(["#", *options, *verdicts], lines)
 
 
-def page(rows: Rows) -> str:
-    """docs/reference/compatibility_gpu.md."""
-    works = sum(verdict == "works" for _, _, verdict, _ in rows)
-    refused = {(f"{cell.model}, {cell.layout}", detail): 0 for _, cell, verdict, detail in rows if verdict == "refused"}
-    columns = ["#", "model", "task", "layout", "precision", "packs", "accumulation", "checkpointing", "compile"]
-    columns += ["validation", "extra", "verdict"]
-    text = (
-        f"Made by `tests/long/compatibility.py` on {place()}, with torchtitan 0.2.2: {len(rows)} combinations. For "
-        f"each model every two values of two options meet. {works} train with the losses of the plain run (the same "
-        "packs and precision, one rank or plain data parallelism, no options): the largest relative difference over "
-        f"{STEPS} steps and a validation is at most {TOLERANCE['bf16']:g}. The others are refused before the first "
-        "step. Runs with float8 are compared with a plain run in float8 (`quantize.linear.float8`, the output layer "
-        "left out), CPU offload and asynchronous TP with bfloat16. Where the difference is larger, the run may differ "
-        "from the plain one in the next higher precision (bfloat16, float32) by twice as much as that in its own."
+def refusals(cells: Iterable[dict[str, Any]]) -> str:
+    refused = {cell["detail"]: cell["layout"] for cell in cells if cell["verdict"] == "refused"}
+    return "\n".join(["Refused:\n", *(f"- {layout}: {line}" for line, layout in refused.items())])
+
+
+def compatibility() -> str:
+    """With each torchtitan."""
+    files = {version: f"compatibility_{version}" for version in VERSIONS}
+    found = {version: result(name)["cells"] for version, name in files.items()}
+    works = ", ".join(
+        f"{sum(cell['verdict'] == 'works' for cell in cells)} of {len(cells)} with {version}"
+        for version, cells in found.items()
     )
-    lines = ["# What goes together on GPUs", "", *textwrap.wrap(text, 118), ""]
-    lines += [f"| {' | '.join(columns)} |", "|" + " --- |" * len(columns)]
-    for number, cell, verdict, detail in rows:
-        on = {True: "yes", False: ""}
-        values = (
-            number, cell.model, cell.task, cell.layout, cell.precision, cell.packs, cell.accumulation,
-            cell.checkpointing, on[cell.compile], on[cell.validation], cell.extra,
-        )  # fmt: skip
-        verdict = f"{verdict}, {detail}" if verdict == "works" else f"**{verdict}**"
-        lines.append(f"| {' | '.join(map(str, values))} | {verdict} |")
-    if refused:
-        lines += ["", "Refused:", "", *(f"* {who}: {detail}" for who, detail in refused)]
-    return "\n".join(lines) + "\n" + OF_LOW_PRECISION
+    parts = [f"Trained: {works}.", verdicts_table(found), refusals(itertools.chain(*zip(*found.values(), strict=True)))]
+    return "\n\n".join([*parts, sources(*files.values())])
+
+
+PARTS: dict[str, Callable[[], str]] = {"compatibility": compatibility}  # of the docs
+
+
+def main() -> None:
+    command = parser(__doc__)
+    command.add_argument("--cells", type=int, nargs="+", help="only those, by their number in the table")
+    command.add_argument("--gpu", action="store_true", help="the combinations that need GPUs, two of them")
+    command.add_argument("--jobs", type=int, default=1, help="cells at the same time")
+    command.add_argument("--models", type=Path, help="folder of the models; written there if there are none")
+    command.add_argument("--output", type=Path, help="Markdown file to write, of --gpu")
+    arguments = command.parse_args()
+    chosen = list(enumerate(gpu_cells() if arguments.gpu else cells()))
+    chosen = [(number, cell) for number, cell in chosen if not arguments.cells or number in arguments.cells]
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as scratch:
+        models = arguments.models or Path(scratch)
+        Runs(models, arguments.gpu)  # writes the models
+        verdict = functools.partial(_verdict, models, arguments.gpu)
+        with ProcessPoolExecutor(arguments.jobs, get_context("spawn")) as pool:
+            verdicts = pool.map(verdict, [cell for _, cell in chosen])
+            for (number, cell), (verdict, detail) in zip(chosen, verdicts, strict=True):
+                rows.append({"number": number, "verdict": verdict, "detail": detail} | asdict(cell))
+                line = detail.splitlines()[0][:200] if detail else ""
+                print(f"{number:3} {verdict:8} {cell}: {line}", flush=True)
+    if arguments.output and arguments.gpu:
+        text = verdicts_table({"verdict": rows}, [*OPTIONS, "extra"])
+        arguments.output.write_text(f"{text}\n\n{refusals(rows)}\n")
+    elif len(rows) == len(cells()) and not arguments.gpu:
+        found = {"command": "python tests/long/compatibility.py", "torchtitan": TITAN, "cells": rows}
+        save(facts_of_run(None) | found, RESULTS / f"compatibility_{TITAN}.json")
+    sys.exit(any(row["verdict"] == "FAILS" for row in rows))
 
 
 if __name__ == "__main__":

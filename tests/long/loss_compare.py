@@ -10,21 +10,16 @@ Without a config file it takes train_configs/debug.toml with 256 tokens per pack
 """
 
 import argparse
-import importlib
-import json
 import math
-import os
-import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-DEBUG_TOML = ROOT / "train_configs" / "debug.toml"
+from runner import DEBUG_TOML, Run, TrainingError, at_root, make_demo_data, save_nothing, take_gpus, train
+
 TOLERANCE = 1e-4
-RECORD = "--record-to"  # first argument of this file as a process of a run
 
 COMMON = (  # float32 is for flex_attention; our kernel takes 16 bits
     "--magi.backend flex --training.mixed_precision_param float32 "
@@ -112,21 +107,22 @@ def main() -> None:
 
     layouts, names = dict(LAYOUTS), options.layouts.split(",")
     if options.config is None:
-        subprocess.run([sys.executable, ROOT / "scripts" / "make_demo_data.py"], check=True, cwd=ROOT)
+        make_demo_data()
         overrides = ["--training.seq_len", "256", *overrides]
         layouts |= QWEN3_LAYOUTS
         if options.layouts == parser.get_default("layouts"):
             names += _compared(QWEN3_LAYOUTS)
     if unknown := set(names) - set(_compared(layouts)):
         parser.error(f"unknown layouts {', '.join(sorted(unknown))}; use some of {', '.join(_compared(layouts))}")
-    config = Path(options.config).resolve() if options.config else DEBUG_TOML
+    config = str(Path(options.config or DEBUG_TOML).resolve())
+    take_gpus(max(layouts[name].processes for name in names))
     with tempfile.TemporaryDirectory() as folder:
-        runs = _Runs(config, overrides, options.steps, Path(folder), max(layouts[n].processes for n in names))
-        failed = print_table({name: layouts[name] for name in names}, layouts, runs, options.tolerance)
+        trained = _Runs(config, overrides, options.steps, Path(folder))
+        failed = print_table({name: layouts[name] for name in names}, layouts, trained, options.tolerance)
     sys.exit(1 if failed else 0)
 
 
-def print_table(chosen: dict[str, Layout], layouts: dict[str, Layout], runs: "_Runs", tolerance: float) -> bool:
+def print_table(chosen: dict[str, Layout], layouts: dict[str, Layout], trained: "_Runs", tolerance: float) -> bool:
     """Trains and prints row by row; whether a layout failed or differs."""
     print(
         "| layout | against | processes | max rel diff loss | max rel diff grad_norm | verdict |\n"
@@ -135,11 +131,11 @@ def print_table(chosen: dict[str, Layout], layouts: dict[str, Layout], runs: "_R
     failed = False
     for name, layout in chosen.items():
         try:
-            against = runs.of(layout.against, layouts[layout.against])
-            ours = runs.of(name, layout)
-        except RuntimeError as error:
+            against = trained.of(layout.against, layouts[layout.against])
+            ours = trained.of(name, layout)
+        except TrainingError as error:
             print(f"| {name} | {layout.against} | {layout.processes} | | | failed |", flush=True)
-            print(error, file=sys.stderr)
+            print(error, *error.__notes__, sep="\n", file=sys.stderr)
             failed = True
             continue
         differences = [max_relative_difference(ours[key], against[key]) for key in ("loss", "grad_norm")]
@@ -158,13 +154,8 @@ def _compared(layouts: dict[str, Layout]) -> list[str]:
 class _Runs:
     """Runs of layouts by name, each once, all of a model from one seed checkpoint."""
 
-    def __init__(self, config: Path, overrides: list[str], steps: int, folder: Path, processes: int) -> None:
-        import torch
-
+    def __init__(self, config: str, overrides: list[str], steps: int, folder: Path) -> None:
         self.config, self.overrides, self.steps, self.folder = config, overrides, steps, folder
-        self.environment = {"OMP_NUM_THREADS": "1", **os.environ}
-        if torch.cuda.device_count() < processes:
-            self.environment["CUDA_VISIBLE_DEVICES"] = ""
         self.done: dict[str, dict[str, list[float]]] = {}
 
     def of(self, name: str, layout: Layout) -> dict[str, list[float]]:
@@ -172,88 +163,17 @@ class _Runs:
         if name not in self.done:
             seed = self.folder / f"seed_{layout.model.replace(' ', '_')}"
             if not seed.exists():
-                seed_arguments = [*Layout({}, model=layout.model).arguments, "--checkpoint.create_seed_checkpoint"]
-                self._run(1, seed, seed_arguments)
+                create = ["--checkpoint.create_seed_checkpoint", "--job.dump_folder", str(seed)]
+                self._run(Layout({}, model=layout.model), create, at_root)
             load = ["--checkpoint.initial_load_path", f"{seed}/checkpoint/step-0"]
-            steps = ["--training.steps", str(self.steps)]
-            lines = self._run(layout.processes, self.folder / name, [*steps, *load, *layout.arguments])
-            self.done[name] = {key: [line[key] for line in lines] for key in ("loss", "grad_norm")}
+            run = self._run(layout, ["--training.steps", str(self.steps), *load], save_nothing)
+            self.done[name] = {"loss": run.losses, "grad_norm": run.grad_norms}
         return self.done[name]
 
-    def _run(self, processes: int, dump_folder: Path, arguments: list[str]) -> list[dict[str, float]]:
-        dump_folder.mkdir()
-        record = dump_folder / "record.jsonl"
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-        command += [__file__, RECORD, str(record), "--job.config_file", str(self.config), *arguments]
-        command += ["--checkpoint.enable", "--job.dump_folder", str(dump_folder), *self.overrides]
-        result = subprocess.run(
-            command, env=self.environment, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-        if result.returncode:
-            raise RuntimeError(f"{' '.join(command)}\n{result.stdout[-5000:]}")
-        return [json.loads(line) for line in record.read_text().splitlines()] if record.exists() else []
-
-
-def exact_gradient_norms() -> None:
-    """Makes torchtitan report norms summed in float64 on CPU, where torch sums float32 squares one after the other:
-    the rounding errors of large tensors, up to 1e-4, would hide or feign a difference between layouts."""
-    import torch
-    from torch.distributed.tensor import DTensor, Partial
-    from torchtitan.distributed import utils
-
-    clip = utils.clip_grad_norm_
-
-    def clip_and_report_exactly(parameters, *args, **kwargs):  # type: ignore[no-untyped-def]
-        parameters = list(parameters)
-        if kwargs.get("pp_mesh") is not None:  # other ranks have more of them
-            return clip(parameters, *args, **kwargs)
-        squares: dict[Any, torch.Tensor] = {}  # by sharding: one sum over ranks for each
-        for parameter in parameters:
-            if (gradient := parameter.grad) is not None:
-                sharding = None
-                if isinstance(gradient, DTensor):
-                    gradient = gradient.redistribute(placements=parameter.placements)
-                    sharding = gradient.device_mesh, gradient.placements
-                    gradient = gradient.to_local()
-                squares[sharding] = squares.get(sharding, 0) + gradient.double().square().sum()
-        for sharding in filter(None, squares):
-            parts = [placement if placement.is_replicate() else Partial() for placement in sharding[1]]
-            squares[sharding] = DTensor.from_local(squares[sharding], sharding[0], parts).full_tensor()
-        clip(parameters, *args, **kwargs)
-        return torch.stack(list(squares.values())).sum().sqrt()
-
-    if not torch.cuda.is_available():
-        utils.clip_grad_norm_ = clip_and_report_exactly
-
-
-def record_run() -> None:
-    """One process of a run: our entry, with the metrics of rank 0 in a file at full precision."""
-    path = sys.argv[2]
-    sys.argv[1:3] = []
-
-    from torch._dynamo.utils import counters
-    from torchtitan.components.metrics import MetricsProcessor
-
-    from torchtitan_magi.titan import adapter
-
-    name = "checkpoint" if adapter.__name__.endswith("v02") else "checkpointer"
-    CheckpointManager = importlib.import_module(f"torchtitan.components.{name}").CheckpointManager
-    log = MetricsProcessor.log
-
-    def record_and_log(self, step, global_avg_loss, global_max_loss, grad_norm, extra_metrics=None):  # type: ignore[no-untyped-def]
-        if os.environ["RANK"] == "0":
-            line = {"step": step, "loss": global_avg_loss, "grad_norm": grad_norm}
-            line["graphs"] = counters["stats"]["unique_graphs"]
-            with open(path, "a") as file:
-                file.write(json.dumps(line) + "\n")
-        log(self, step, global_avg_loss, global_max_loss, grad_norm, extra_metrics)
-
-    MetricsProcessor.log = record_and_log
-    if "--checkpoint.create_seed_checkpoint" not in sys.argv:
-        CheckpointManager.save = lambda *_, **__: None  # not needed, and large
-    exact_gradient_norms()
-    importlib.import_module(f"{adapter.__name__}.trainer").main()
+    def _run(self, layout: Layout, arguments: list[str], setup: Callable[..., None]) -> Run:
+        arguments = [*layout.arguments, "--checkpoint.enable", *arguments, *self.overrides]
+        return train(layout.processes, arguments, toml=self.config, setup=setup)
 
 
 if __name__ == "__main__":
-    record_run() if sys.argv[1:2] == [RECORD] else main()
+    main()

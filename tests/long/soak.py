@@ -40,10 +40,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tests"))  # tiny models, and runs in processes that have imported everything
-
-from loss_compare import COMMON, DEGREES, TOLERANCE, max_relative_difference  # noqa: E402
+from loss_compare import COMMON, DEGREES, TOLERANCE, max_relative_difference
+from runner import DEBUG_TOML, TrainingError, train
 
 METADATA, INDEX = ".metadata", "model.safetensors.index.json"  # written last: a folder without is no finished one
 
@@ -263,7 +261,6 @@ class Soak:
     ) -> Watcher:
         """One start of a run, to its end, whatever the end is."""
         from support.faults import Blow
-        from support.runs import DEBUG_TOML, TrainingError, train
 
         phase, step, rank, kind = blow
         watcher = Watcher(kind == "paused", step if phase == "any" else max_steps)
@@ -272,9 +269,8 @@ class Soak:
         arguments += [str(self.model), f"--comm.init_timeout_seconds={TIMEOUT}"]
         arguments += [f"--comm.train_timeout_seconds={self.timeout}"]
         processes = degrees["dp"] * degrees["cp"] * degrees["tp"]
-        options: dict[str, Any] = {"toml": DEBUG_TOML, "defaults": (), "layers": None, "entry": "torchtitan_magi.train"}
         try:
-            train(processes, arguments, setup=blown, until=watcher, **options)
+            train(processes, arguments, toml=DEBUG_TOML, setup=blown, until=watcher)
         except TrainingError as error:
             took = time.monotonic() - watcher.struck_at
             if not watcher.struck_at or kind == "paused":

@@ -8,14 +8,17 @@ else stays as the file has it. Writes losses and the date to benchmarks/results/
 with 1 if a file does not start.
 """
 
-import json
 import math
 import sys
 import tempfile
 import tomllib
 from pathlib import Path
 
-from compare_versions import RESULTS, ROOT
+from runner import ROOT, TITAN, VERSIONS, TrainingError, on_model, overrides_of, train, write_models
+
+from torchtitan_magi.calibrate import facts_of_run
+
+from figures import RESULTS, result, save  # isort: skip
 
 DEGREES = ("data_parallel_replicate", "data_parallel_shard", "context_parallel", "tensor_parallel")
 STEPS, SEQ_LEN = 2, 256
@@ -23,45 +26,43 @@ STEPS, SEQ_LEN = 2, 256
 
 def start(path: Path, models: Path) -> list[float]:
     """Losses of the steps."""
-    from support.hf_models import make_hf_folder
-    from support.preference import data
-    from support.runs import corpus, train
-
     values = tomllib.loads(path.read_text())
-    kind = "llama" if values["model"]["name"] == "llama3" else "qwen3"
-    if not (models / kind).exists():
-        make_hf_folder(kind, folder=models / kind)
-    is_dpo = values["training"]["dataset"] == "dpo"
-    folder, names = (data(), ("pairs", "validation")) if is_dpo else (corpus(), ("train", "validation"))
     degrees = {name: min(2, values["parallelism"].get(f"{name}_degree", 1)) for name in DEGREES}
     packs = degrees["data_parallel_replicate"] * degrees["data_parallel_shard"]
-    arguments = [f"--parallelism.{name}_degree={degree}" for name, degree in degrees.items()]
-    arguments += f"--model.flavor hf --model.hf_assets_path {models / kind} --training.steps {STEPS}".split()
-    arguments += f"--training.seq_len {SEQ_LEN} --training.local_batch_size 1".split()
-    arguments += f"--training.global_batch_size {packs} --training.dataset_path {folder}/{names[0]}.jsonl".split()
-    arguments += f"--validation.dataset_path {folder}/{names[1]}.jsonl --validation.seq_len {SEQ_LEN}".split()
-    arguments += ["--compile.backend", "aot_eager", "--metrics.log_freq", "1"]
-    arguments += [] if "checkpoint" in values else ["--magi.random_weights"]  # and of no folder, as the file has it
-    processes, entry = math.prod(degrees.values()), "torchtitan_magi.train"
-    return train(processes, arguments, toml=path, defaults=(), layers=None, entry=entry).losses
+    options = (
+        f"--training.local_batch_size 1 --training.global_batch_size {packs} --compile.backend aot_eager "
+        "--metrics.log_freq 1"
+    )
+    if "checkpoint" not in values:
+        options += " --magi.random_weights"  # and of no folder, as the file has it
+    model = on_model(values["model"]["name"], models, values["training"]["dataset"].upper(), SEQ_LEN, STEPS)
+    return train(math.prod(degrees.values()), [*overrides_of(degrees), *model, *options.split()], toml=path).losses
+
+
+def started() -> str:
+    """When this ran last with each torchtitan."""
+    said = []
+    for version in VERSIONS:
+        run, path = result(f"start_configs_{version}"), f"../../benchmarks/results/start_configs_{version}.json"
+        said.append(f"[{run['date']}]({path}) with {version}, {len(run['losses'])} files")
+    return "; ".join(said) + "."
+
+
+PARTS = {"started": started}  # of the docs
 
 
 def main() -> None:
-    from support.runs import TITAN, TrainingError
-
-    from torchtitan_magi.calibrate import facts_of_run
-
-    started, failed = {}, False
+    losses, failed = {}, False
     with tempfile.TemporaryDirectory() as models:
+        write_models(Path(models))
         for path in sorted((ROOT / "train_configs").glob("*.toml")):
             try:
-                started[path.name] = start(path, Path(models))
-                print(f"{path.name}: {started[path.name]}", flush=True)
+                losses[path.name] = start(path, Path(models))
+                print(f"{path.name}: {losses[path.name]}", flush=True)
             except TrainingError as error:
                 failed = True
                 print(f"{path.name} FAILED: {error}", flush=True)
-    found = facts_of_run(None) | {"torchtitan": TITAN, "losses": started}
-    (RESULTS / f"start_configs_{TITAN}.json").write_text(json.dumps(found, indent=1) + "\n")
+    save(facts_of_run(None) | {"torchtitan": TITAN, "losses": losses}, RESULTS / f"start_configs_{TITAN}.json")
     sys.exit(failed)
 
 

@@ -7,10 +7,8 @@ import tempfile
 import threading
 from pathlib import Path
 
-import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 import fuzz
+import pytest
 from fuzz_targets import TARGETS
 
 

@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import sys
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
@@ -13,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.masks import dense_mask, square_slice_lists
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-from check_prediction import comparisons
+from check_prediction import comparisons  # isort: skip
 
 from torchtitan_magi.calibrate import Sample, fit_kernel, fit_link, recorded_samples
 from torchtitan_magi.masks.builders import varlen_causal

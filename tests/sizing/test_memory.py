@@ -1,9 +1,11 @@
 """Memory is predicted as torchtitan's models and runs take it, and as it was measured; the log says both."""
 
-import dataclasses
 import json
 import logging
+import operator
 import re
+import tempfile
+import tomllib
 from dataclasses import replace
 from types import SimpleNamespace
 from unittest import mock
@@ -13,21 +15,14 @@ import torch
 from support.runs import DEBUG_TOML, ROOT, call, train, watch
 
 from torchtitan_magi.models.model_config import Experts, ModelConfig, Rope
+from torchtitan_magi.models.shapes import num_parameters
 from torchtitan_magi.planning.choose_stages import MOST_BYTES
-from torchtitan_magi.sizing import memory
-from torchtitan_magi.sizing.memory import (
-    GIB,
-    OUTSIDE_PYTORCH,
-    Setup,
-    describe,
-    moments,
-    num_parameters,
-    predict,
-    remedies,
-)
-
-from predict_memory import comparisons  # isort: skip
-
+from torchtitan_magi.sizing.activations import attention_gradients, ffn_saved, kept_and_recomputed
+from torchtitan_magi.sizing.exchanged_rows import fullest_plan, rows_and_sums, rows_in_flight
+from torchtitan_magi.sizing.memory import GIB, OUTSIDE_PYTORCH, describe, moments, predict, remedies
+from torchtitan_magi.sizing.run_file import RunFile
+from torchtitan_magi.sizing.run_setup import Setup, setup_of, unpredicted
+from torchtitan_magi.training.settings.options import Magi
 
 LLAMA_8B = ModelConfig("llama3", 4096, 32, 32, 8, 128, 14336, 128256, 1e-5, Rope(5e5))
 QWEN_30B = ModelConfig("qwen3", 2048, 48, 32, 4, 128, 6144, 151936, 1e-6, Rope(1e6), False, Experts(128, 8, 768, True))
@@ -94,7 +89,7 @@ def saved_by_blocks():
 
     from torchtitan_magi import varlen_causal
     from torchtitan_magi.attention.bound_plan import bind_slices
-    from torchtitan_magi.attention.op import PlanHandle, attend
+    from torchtitan_magi.attention.op import attend, make_handle
     from torchtitan_magi.backends.choose import choose_block_attn
     from torchtitan_magi.titan.v02.metadata import PlanMetadata
     from torchtitan_magi.titan.v02.models import args_of
@@ -102,7 +97,7 @@ def saved_by_blocks():
     tokens, dim, heads_q, heads_kv, head_dim = 256, 128, 8, 2, 16
     block_attn, cpu = choose_block_attn("flex", torch.device("cpu")), torch.device("cpu")
     slices = varlen_causal(torch.tensor([0, tokens]))
-    handle = PlanHandle(bind_slices(slices, tokens, tokens, heads_q, heads_kv, block_attn, cpu))
+    handle = make_handle(bind_slices(slices, tokens, tokens, heads_q, heads_kv, block_attn, cpu))
 
     class Attention(nn.Module):
         def forward(self, q, k, v, metadata, scale=None):
@@ -133,7 +128,7 @@ def saved_by_blocks():
         block(*inputs)  # compiles
         saved = bytes_saved(block, inputs, not_counted)
         setup = Setup(config, tokens, checkpointing=mode, compiled=True)
-        found[name, mode] = memory._saved(setup)[0], saved
+        found[name, mode] = kept_and_recomputed(setup)[0], saved
     return found
 
 
@@ -158,7 +153,7 @@ def saved_by_experts():
         theirs = bytes_saved(moe, (x,), moe.parameters())
     setup = Setup(config, tokens)
     input_of_norm = config.dim * setup.compute_bytes
-    return tokens * (memory._ffn_saved(setup) - input_of_norm), theirs
+    return tokens * (ffn_saved(setup) - input_of_norm), theirs
 
 
 def test_experts_save_for_the_backward_what_is_predicted():
@@ -201,80 +196,107 @@ def test_a_run_says_what_it_is_predicted_to_take_and_its_parameters_and_states_t
     assert not {*OUTSIDE_PYTORCH} & set(re.findall(r"[A-Za-z ]+(?= [\d.]+[,)])", run.output))
 
 
-def setup_from(arguments, has_objectives):
-    """The facts of the debug configuration with these arguments, and those without any."""
+FACTS = [  # options of a run -> fields of its Setup; data_parallel_shard_degree is 2
+    ({"parallelism.context_parallel_degree": 4, "parallelism.tensor_parallel_degree": 2}, {"cp": 4, "tp": 2}),
+    ({"parallelism.data_parallel_replicate_degree": 2, "parallelism.expert_parallel_degree": 4},
+     {"dp_replicate": 2, "ep": 4}),
+    ({"training.seq_len": 512, "training.local_batch_size": 3, "training.global_batch_size": 24},
+     {"seq_len": 512, "packs": 3, "accumulates": True}),
+    ({"training.dataset": "dpo", "training.enable_cpu_offload": True}, {"reference": True, "offload": True}),
+    ({"training.dataset": "dpo", "magi.dpo.reference": "file"}, {"reference": False}),
+    ({"compile.enable": True, "compile.components": ["model"]}, {"compiled": True, "compiled_loss": False}),
+    ({"activation_checkpoint.mode": "full"}, {"checkpointing": "full", "every": 0}),
+    ({"activation_checkpoint.mode": "selective", "activation_checkpoint.selective_ac_option": "op"},
+     {"checkpointing": "selective", "every": 0}),
+    ({"activation_checkpoint.mode": "selective", "activation_checkpoint.selective_ac_option": "3"},
+     {"checkpointing": "selective", "every": 3}),
+    ({"activation_checkpoint.mode": "selective", "activation_checkpoint.selective_ac_option": "0"},
+     {"checkpointing": "full", "every": 0}),
+    ({"activation_checkpoint.mode": "memory_budget", "activation_checkpoint.memory_budget": 0.25},
+     {"checkpointing": "memory_budget", "budget": 0.25, "every": 0}),
+    ({"training.dtype": "bfloat16", "optimizer.implementation": "foreach"}, {"param_bytes": 2, "foreach": True}),
+    ({"training.mixed_precision_param": "float32"}, {"compute_bytes": 4}),
+    ({"magi.overlap_stages": 3}, {"overlap_stages": 3}),
+]  # fmt: skip
+
+
+def facts_of(changes):
+    """Setups of the debug configuration with these options: from torchtitan's job config, and from the file alone."""
     from torchtitan.config import ConfigManager
-    from torchtitan.distributed import ParallelDims
     from torchtitan.tools import utils
 
-    from torchtitan_magi.training.memory_log import setup_of
-
-    def setup(arguments):
+    sections = tomllib.loads(DEBUG_TOML.read_text())
+    for name, value in changes.items():
+        section, _, option = name.rpartition(".")
+        sections.setdefault(section, {})[option] = value
+    with tempfile.NamedTemporaryFile("w", suffix=".toml") as file:
+        for section, options in sections.items():
+            print(
+                f"[{section}]",
+                *(f"{name} = {json.dumps(value)}" for name, value in options.items()),
+                sep="\n",
+                file=file,
+            )
+        file.flush()
         with mock.patch.object(utils, "device_type", "cuda"):  # the CPU has no CPU offload
-            config = ConfigManager().parse_args(["--job.config_file", str(DEBUG_TOML), *arguments])
-        degrees = config.parallelism
-        dims = ParallelDims(
-            dp_replicate=degrees.data_parallel_replicate_degree,
-            dp_shard=degrees.data_parallel_shard_degree,
-            cp=degrees.context_parallel_degree,
-            tp=degrees.tensor_parallel_degree,
-            pp=1,
-            ep=degrees.expert_parallel_degree,
-            etp=degrees.expert_tensor_parallel_degree,
-            world_size=8,
-        )
-        machines = (2, 2) if degrees.context_parallel_degree == 4 else None
-        return setup_of(config, dims, LLAMA_8B, has_objectives, utils.device_type, machines)
-
-    return setup(arguments), setup([])
+            config = ConfigManager().parse_args(["--job.config_file", file.name])
+        ways = lambda option, _: operator.attrgetter(option)(config), RunFile(file.name).read
+        return [setup_of(read, LLAMA_8B, 2) for read in ways]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "has_objectives", "fields"),
-    [
-        ("--parallelism.context_parallel_degree 4 --parallelism.tensor_parallel_degree 2", True,
-         {"cp": 4, "tp": 2, "dp_shard": 1, "cp_per_machine": (2, 2)}),
-        ("--parallelism.data_parallel_replicate_degree 2 --parallelism.expert_parallel_degree 4", True,
-         {"dp_replicate": 2, "dp_shard": 2, "ep": 4}),
-        ("--training.seq_len 512 --training.local_batch_size 3 --training.global_batch_size 24", True,
-         {"seq_len": 512, "packs": 3, "accumulates": True}),
-        ("--training.dataset dpo --training.enable_cpu_offload", True, {"reference": True, "offload": True}),
-        ("--training.dataset dpo --magi.dpo.reference file", True, {"reference": False}),
-        ("--compile.enable --compile.components model", False,
-         {"compiled": True, "compiled_loss": False, "whole_logits": True}),
-        ("--activation_checkpoint.mode full", True, {"checkpointing": "full", "every": 0}),
-        ("--activation_checkpoint.mode selective --activation_checkpoint.selective_ac_option op", True,
-         {"checkpointing": "selective", "every": 0}),
-        ("--activation_checkpoint.mode selective --activation_checkpoint.selective_ac_option 3", True,
-         {"checkpointing": "selective", "every": 3}),
-        ("--activation_checkpoint.mode selective --activation_checkpoint.selective_ac_option 0", True,
-         {"checkpointing": "full", "every": 0}),
-        ("--activation_checkpoint.mode memory_budget --activation_checkpoint.memory_budget 0.25", True,
-         {"checkpointing": "memory_budget", "budget": 0.25, "every": 0}),
-        ("--training.dtype bfloat16 --optimizer.implementation foreach", True, {"param_bytes": 2, "foreach": True}),
-        ("--training.mixed_precision_param float32", True, {"compute_bytes": 4}),
-    ],
-)  # fmt: skip
-def test_the_facts_are_those_of_the_configuration(arguments, has_objectives, fields):
-    setup, default = call(setup_from, arguments.split(), has_objectives)
-    assert {name: getattr(setup, name) for name in fields} == fields
-    changed = {
-        each.name for each in dataclasses.fields(Setup) if getattr(setup, each.name) != getattr(default, each.name)
-    }
-    assert changed <= fields.keys() | {"dp_shard", "cp"}
+def all_facts():
+    return [facts_of(changes) for changes, _ in [({}, {}), *FACTS]]
+
+
+def test_the_facts_are_those_of_the_configuration_and_of_its_file():
+    (default, _), *found = call(all_facts)
+    for (changes, fields), (setup, by_file) in zip(FACTS, found, strict=True):
+        assert setup == by_file, changes
+        assert {name: getattr(setup, name) for name in fields} == fields, changes
+        changed = {name for name, value in vars(setup).items() if value != getattr(default, name)}
+        assert changed <= fields.keys(), changes
+
+
+def defaults_of_options():
+    """Option -> its default for a TOML file, and in torchtitan."""
+    from torchtitan.config import ConfigManager
+
+    config, found = ConfigManager().parse_args([]), {}
+    config.magi = Magi()
+
+    def read(option, default):
+        value = operator.attrgetter(option)(config)
+        if not isinstance(default, type):
+            found[option] = default[0] if isinstance(default, tuple) else default, value
+        return True if option == "compile.enable" else value
+
+    setup_of(read, LLAMA_8B, 1)
+    unpredicted(read, LLAMA_8B)
+    return found
+
+
+def test_what_a_file_leaves_out_is_as_torchtitan_has_it():
+    found = call(defaults_of_options)
+    assert len(found) == 19
+    assert {option for option, (ours, theirs) in found.items() if ours != theirs} == set()
 
 
 def test_tensor_parallelism_alone_computes_in_the_training_dtype():
-    setup, _ = call(
-        setup_from, ["--parallelism.context_parallel_degree", "1", "--parallelism.tensor_parallel_degree", "8"], True
-    )
-    assert setup.compute_bytes == 4
+    options = {"training.seq_len": 64, "training.dataset": "sft", "parallelism.context_parallel_degree": 1}
+    options["parallelism.tensor_parallel_degree"] = 8
+
+    def read(option, default):
+        return options.get(option, default[0] if isinstance(default, tuple) else default)
+
+    assert [setup_of(read, LLAMA_8B, dp_shard).compute_bytes for dp_shard in (1, 2)] == [4, 2]
 
 
 # ------------------------------------------------------------------------------------------- against measured GPU runs
 
 
 def compare(path):
+    from docs_memory import comparisons
+
     return [(row["peak_memory_gib"], predicted) for row, predicted in comparisons(json.loads(path.read_text()))]
 
 
@@ -290,9 +312,7 @@ def test_the_whole_8b_took_what_is_predicted():
     """Two H200, 64k tokens on each, full checkpointing, measured on 2026-11-23; flex by torchtitan's own entry."""
     for whole_logits, measured in ((False, 78.5), (True, 94.3)):
         setup = replace(SETUP, cp=2, checkpointing="full", whole_logits=whole_logits)
-        parts = predict(setup).parts
-        inside = sum(size for part, size in parts.items() if part not in OUTSIDE_PYTORCH)
-        assert inside / GIB == pytest.approx(measured, rel=0.05)
+        assert predict(setup).allocated / GIB == pytest.approx(measured, rel=0.05)
 
 
 # ----------------------------------------------------------------------------------------------------------- properties
@@ -330,7 +350,7 @@ def test_more_checkpointing_keeps_less(model, compiled, tp):
     setup = Setup(model, 131072, cp=4, tp=tp, compiled=compiled)
 
     def kept(mode, **fields):
-        return memory._saved(replace(setup, checkpointing=mode, **fields))[0]
+        return kept_and_recomputed(replace(setup, checkpointing=mode, **fields))[0]
 
     order = [kept("full"), kept("selective"), kept("selective", every=2), kept("none")]
     assert order == sorted(set(order))
@@ -367,21 +387,22 @@ def test_a_dense_document_receives_the_rest_of_its_pack():
     """One layer's attention alone over a million tokens on two H200 was measured to take 36 GiB of PyTorch's."""
     setup = Setup(LLAMA_8B, 2**20, cp=2)
     of_q, of_k = setup.tokens * 4096 * 2, setup.tokens * 1024 * 2
-    gradients, rows = memory._attention_backward(setup)
-    alone = 2 * of_q + 2 * of_k + gradients - of_q + rows  # q, k, v and out, and no residual
+    alone = (
+        2 * of_q + 2 * of_k + attention_gradients(setup) - of_q + rows_and_sums(setup)
+    )  # q, k, v and out, and no residual
     assert alone / GIB == pytest.approx(36, rel=0.1)
 
 
 def test_rows_that_come_in_stages_are_predicted_as_they_are_planned():
     setup = Setup(LLAMA_8B, 4 << 20, cp=32, cp_per_machine=8)
-    plan, own = memory.fullest_plan(setup), setup.tokens * 2048 * 4
+    plan, own = fullest_plan(setup), setup.tokens * 2048 * 4
     assert len(plan.backward) > 8
-    assert memory._attention_backward(setup)[1] <= MOST_BYTES + own
-    whole = memory._attention_backward(replace(setup, overlap_stages=0))[1]
+    assert rows_and_sums(setup) <= MOST_BYTES + own
+    whole = rows_and_sums(replace(setup, overlap_stages=0))
     assert whole > own + setup.tokens * 31 * 2048 * (2 + 4)  # all rows, and the sums of their gradients
     in_stages = replace(setup, cp=8, cp_per_machine=None)
-    assert memory._rows_in_flight(in_stages) == 4 * GIB + 4096  # of the forward alone
-    assert memory._rows_in_flight(replace(in_stages, overlap_stages=4)) == 0
+    assert rows_in_flight(in_stages) == 4 * GIB + 4096  # of the forward alone
+    assert rows_in_flight(replace(in_stages, overlap_stages=4)) == 0
 
 
 # ------------------------------------------------------------------------------------------------------------ in words

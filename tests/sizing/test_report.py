@@ -16,12 +16,16 @@ from support.published import OF_0_3, llama
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from torchtitan_magi.masks.builders import shared_prompt, varlen_causal
+from torchtitan_magi.models.model_config import read_model_config
 from torchtitan_magi.planning.cost_model import H200, LLAMA_HEADS, CostModel, Heads, KernelCost, Link
 from torchtitan_magi.planning.plan import make_plan
 from torchtitan_magi.planning.summary import describe_plan
 from torchtitan_magi.sizing import command as report
 from torchtitan_magi.sizing import sample_packs, strategies
 from torchtitan_magi.sizing import text as report_text
+from torchtitan_magi.sizing.memory import describe, predict
+from torchtitan_magi.sizing.run_file import RunFile
+from torchtitan_magi.sizing.run_setup import setup_of
 from torchtitan_magi.sizing.sample_packs import HISTOGRAM
 from torchtitan_magi.sizing.size import size_pack, size_run
 from torchtitan_magi.sizing.strategies import FREE, Case
@@ -451,6 +455,7 @@ def test_a_cost_model_of_another_machine(tmp_path, size):
         ("dense --total 1k --cp 2 --json /dev/full", "cannot write /dev/full: No space left on device; give another"),
         ("dense --total 1k --cp 2 --cost words.txt", "words.txt is no cost model"),
         ("dense --total 1k --cp 2 4 --png x.png", "pictures are of one layout"),
+        ("dense --total 1k --cp 2 --memory", "--memory is of a run's TOML file, but SOURCE is 'dense'"),
     ],
 )
 def test_bad_input_is_one_line_that_names_the_value(arguments, message, tmp_path, monkeypatch, capsys):
@@ -526,6 +531,52 @@ def test_a_runs_file_of_another_model_is_sized_by_its_heads_or_refused_by_name(r
     assert "heads 32:4, head_dim 64" in size(run_file(), "--heads", "32:4", "--head-dim", "64")[0]
 
 
+def test_a_runs_file_says_the_memory_without_data_and_torchtitan(run_file, tmp_path):
+    (tmp_path / "records.jsonl").unlink()
+    path, model = run_file(), read_model_config("model")
+    code = "import sys; sys.modules['torchtitan'] = None; from torchtitan_magi.sizing.command import main; main()"
+    command = [sys.executable, "-c", code, path, "--memory", "--cp", "2", "4", "--total", "4k"]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    for cp_size in (2, 4):
+        setup = setup_of(RunFile(path).read, model, 1)
+        setup = replace(setup, cp=cp_size, seq_len=4096)
+        assert describe(predict(setup)) in " ".join(printed.split())
+        modes = [replace(setup, checkpointing=mode, every=0) for mode in ("none", "selective", "full")]
+        gib = [f"{predict(each).total / 2**30:.0f}" for each in modes]
+        (line,) = [line.split() for line in printed.splitlines() if line.startswith(f"{cp_size:4}  ")]
+        assert line == [str(cp_size), f"{setup.tokens:,}", *gib]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "options", "message"),
+    [
+        ("", "", "--json x.json", "--memory writes no file; leave out --json"),
+        ("", "", "--cp 0", "0 GPUs, 8 per node; both must be at least 1"),
+        ("[training]", "[magi.lora]\nrank = 8\n[training]", "", "memory is not predicted for LoRA; leave out --memory"),
+        ("[training]", "[training]\nlocal_batch_size = 0", "", "training.local_batch_size is 0; use at least 1"),
+        (
+            "[training]",
+            "[training]\ndtype = 'int8'",
+            "",
+            "run.toml has a wrong training.dtype; set it as training needs",
+        ),
+        (
+            "[parallelism]",
+            "[compile]\nenable = true\ncomponents = 'model'\n[parallelism]",
+            "",
+            "has a wrong compile.components",
+        ),
+        ("[parallelism]", "[[compile]]\n[parallelism]", "", "has a wrong compile.enable"),
+        ('"model"', '"models"', "", "put the config.json of the weights there$"),
+    ],
+)
+def test_memory_that_cannot_be_predicted_is_one_line_that_says_why(run_file, before, after, options, message, capsys):
+    with pytest.raises(SystemExit):
+        report.main([run_file(before, after), "--memory", *options.split()])
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert re.search("error: .*" + message, error), error
+
+
 @pytest.mark.parametrize(
     ("before", "after", "message"),
     [
@@ -568,7 +619,7 @@ def test_as_a_module():
 
 
 def test_predictions_are_compared_with_measurements_of_the_same_packs(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(Path(__file__).resolve().parents[2] / "docs" / "_build")
+    monkeypatch.syspath_prepend(Path(__file__).resolve().parents[2] / "benchmarks")
     import check_prediction
 
     rows = []

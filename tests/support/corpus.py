@@ -5,15 +5,13 @@ Documents have from three tokens to several packs. As in a natural language a fe
 
 import json
 import random
-import sys
 from pathlib import Path
 
 from tokenizers import Tokenizer
 
 from torchtitan_magi.data import ChatTokenizer
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-from make_demo_data import write_tokenizer
+from make_demo_data import write_tokenizer  # isort: skip
 
 SYLLABLES = [a + b for a in "bdfgklmnprstvz" for b in "aeiou"]
 

@@ -27,8 +27,8 @@ from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / folder) for folder in ("tests/long", "benchmarks", "docs/_build", "scripts")]
-from loss_compare import exact_gradient_norms  # noqa: E402
 from support.corpus import make_corpus  # noqa: E402
+from support.exact_norms import exact_gradient_norms  # noqa: E402
 
 DEBUG_TOML = ROOT / "train_configs" / "debug.toml"
 TIMEOUT = 1500  # seconds, below pytest's own

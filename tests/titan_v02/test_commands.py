@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from support import runs
 from support.runs import DEBUG_TOML, ROOT, SMALL, TrainingError, new_folder, on_corpus, run_script, train
 from torch.distributed import checkpoint
 
@@ -76,23 +77,12 @@ def test_plain_torchrun_says_which_checkpoint_is_broken_and_what_to_do(tmp_path)
 
 
 def test_loss_compare_prints_a_table(monkeypatch, capsys):
-    """The first of its runs, of which it has the seed checkpoint, by torchrun, the others in forked processes."""
-    launched, by_torchrun = [], subprocess.run
-
-    def launch(command, **options):
-        launched.append(command)
-        if len(launched) == 1:
-            return by_torchrun(command, **options)
-        processes, script = int(command[4].removeprefix("--nproc-per-node=")), command[5]
-        return subprocess.CompletedProcess(command, 0, run_script(processes, script, *command[6:]).output)
-
-    monkeypatch.setattr(subprocess, "run", launch)
     options = ["--layouts", "cp2", "--steps", "1", *on_corpus(), *SMALL[:2]]
     monkeypatch.setattr(sys, "argv", ["loss_compare.py", str(DEBUG_TOML), *options])
+    monkeypatch.setattr(runs, "TIMEOUT", runs.TIMEOUT)  # which the command makes longer
     with pytest.raises(SystemExit) as ended:
         loss_compare.main()
     assert ended.value.code == 0
-    assert [command[:4] for command in launched] == [launched[0][:4]] * 3
     *_, head, line, row = capsys.readouterr().out.splitlines()
     assert head == "| layout | against | processes | max rel diff loss | max rel diff grad_norm | verdict |"
     assert line == "| --- | --- | --- | --- | --- | --- |"
@@ -107,7 +97,7 @@ class Recorded:
 
     def of(self, name, layout):
         if name not in self.runs:
-            raise RuntimeError(f"{name} printed this")
+            raise TrainingError("ValueError", "", "", f"{name} printed this")
         loss, grad_norm = self.runs[name]
         return {"loss": loss, "grad_norm": grad_norm}
 

@@ -125,4 +125,5 @@ class ConfigFile:
             raise self.refusal(name, value, remedy)
 
     def refusal(self, name: str, value: Any, remedy: str) -> ValueError:
+        """The error that names the file, a field, its value and the remedy."""
         return ValueError(f"{shown(self.path)}: {name} is {quoted(value)}; {remedy}")

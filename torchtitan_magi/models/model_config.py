@@ -118,8 +118,10 @@ class ModelConfig:
         model: torchtitan's name of the architecture: "llama3"; "qwen3" (normalized queries and keys); "gpt_oss" (sinks,
             biases, a clamped SwiGLU); "deepseek_v3" (scores of experts by sigmoid, with a bias for their choice).
         dim: width of the residual stream.
+        num_layers, num_heads_q, num_heads_kv, vocab_size: numbers of layers, of query and K/V heads, of tokens.
         head_dim: of queries and keys.
         hidden_dim: width of a dense feed-forward; no layer has one where there are experts in all.
+        rope: rotary positions.
         norm_eps: epsilon of each RMSNorm but those of latent vectors, which have 1e-6.
         tied: whether the output layer is the embedding.
         experts: None for a dense model.
@@ -156,7 +158,7 @@ class ModelConfig:
 
     @property
     def attention_flops(self) -> int:
-        """Operations of all layers' attention, forward and backward, for each (query, key) pair."""
+        """Operations of all layers' attention for each (query, key) pair: two products forward, four backward."""
         return 6 * self.num_layers * self.num_heads_q * (self.head_dim + self.value_dim)
 
     @property
@@ -196,7 +198,7 @@ class ModelConfig:
         return fields if self.experts is None else fields | self._to_hf(self.experts)
 
     def _to_hf(self, experts: Experts) -> dict[str, Any]:
-        """What a model with experts has beside, or in place of, the common fields."""
+        """The fields that a model with experts has beside, or in place of, the common ones."""
         fields: dict[str, Any] = {"num_experts_per_tok": experts.top_k}
         if self.model == "gpt_oss":
             fields |= {"num_local_experts": experts.num_experts, "intermediate_size": experts.hidden_dim}
@@ -228,7 +230,7 @@ class ModelConfig:
 
 
 def yarn_factor(factor: float, mscale: float = 1.0) -> float:
-    """By how much YaRN makes queries and keys longer, where nothing else is said."""
+    """Factor by which YaRN makes queries and keys longer (arXiv 2309.00071), where nothing else is said."""
     return 0.1 * mscale * math.log(max(factor, 1.0)) + 1.0
 
 
@@ -343,7 +345,7 @@ def differences(file: ModelConfig, flavor: ModelConfig) -> list[str]:
 
 
 def _flat(config: ModelConfig, other: ModelConfig) -> Iterator[tuple[str, Any]]:
-    """Fields by name; of a part that the other model lacks, such as experts, only the first."""
+    """The fields of a model by name; of a part that the other model lacks, such as experts, only the first."""
     for name, value in asdict(config).items():
         if isinstance(value, dict):
             some = value.items() if getattr(other, name) else list(value.items())[:1]
@@ -353,7 +355,7 @@ def _flat(config: ModelConfig, other: ModelConfig) -> Iterator[tuple[str, Any]]:
 
 
 def _rope_key(file: ConfigFile) -> str:
-    """As transformers reads them: the older spelling wins."""
+    """The file's field of rotary positions, as transformers reads it: the older spelling wins."""
     return "rope_scaling" if file.values.get("rope_scaling") else "rope_parameters"
 
 
@@ -402,7 +404,7 @@ def _rope(file: ConfigFile, model_type: str, max_positions: int) -> Rope:
 
 
 def _attention_factor(rope: ConfigFile, factor: float) -> float:
-    """Where it is not given. With both of ``MSCALE_FIELDS``, what is not in the scores' factor."""
+    """The attention factor where it is not given; with both of ``MSCALE_FIELDS``, what is not in the scores' factor."""
     if not all(rope.values.get(name) for name in MSCALE_FIELDS):
         return yarn_factor(factor)
     mscale, mscale_all_dim = rope.get("mscale", float), rope.get("mscale_all_dim", float)
@@ -410,7 +412,7 @@ def _attention_factor(rope: ConfigFile, factor: float) -> float:
 
 
 def _experts(file: ConfigFile, hidden_dim: int = 0) -> Experts:
-    """hidden_dim: of an expert; 0: the file's moe_intermediate_size."""
+    """The experts of one MoE layer; hidden_dim: width of each, 0: the file's moe_intermediate_size."""
     names = ("n_routed_experts", "num_local_experts", "num_experts")  # DeepSeek, transformers 5, transformers 4
     name = next((name for name in names if name in file.values), names[-1])
     num_experts, top_k = file.get(name, int), file.get("num_experts_per_tok", int)

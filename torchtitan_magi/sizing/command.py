@@ -6,6 +6,7 @@ other strategies. No GPU is needed.
 
 examples:
   python -m torchtitan_magi.report my.toml
+  python -m torchtitan_magi.report my.toml --memory --cp 8 16
   python -m torchtitan_magi.report histogram --total 512k --cp 8 16 32 64
   python -m torchtitan_magi.report data/conversations.jsonl --total 128k --cp 8 \\
       --tokenizer assets/hf/Llama-3.1-8B-Instruct --heads 32:8
@@ -14,35 +15,47 @@ examples:
 import argparse
 import importlib
 import json
-import textwrap
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from torchtitan_magi.machine import cause, lack, raise_open_files
 from torchtitan_magi.planning.cost_model import H200, CostModel, Heads
-from torchtitan_magi.sizing.run_file import options_of
+from torchtitan_magi.sizing.run_file import RunFile, options_of, setup_of_file
+from torchtitan_magi.sizing.run_setup import Setup
 from torchtitan_magi.sizing.sample_packs import DISTRIBUTIONS, make_packs
-from torchtitan_magi.sizing.size import Sizing, size_run
-from torchtitan_magi.sizing.text import SCAN_NOTE, as_json, headline, notes, rank_line, scan_table, setting, text_table
+from torchtitan_magi.sizing.size import Sizing, check_layout, size_run
+from torchtitan_magi.sizing.text import as_json, memory_lines, report_lines
 from torchtitan_magi.wording import one_line, quoted, shown
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Prints a report, and writes the files that are asked for."""
+    """Prints a report, or predicted memory, and writes the files that are asked for.
+
+    Args:
+        arguments: of the command line; None: those of this process.
+    """
     parser = _parser()
     options = parser.parse_args(arguments)
     raise_open_files()
     try:
-        if options.source.endswith(".toml"):
-            parser.set_defaults(**options_of(options.source, with_heads=options.heads is None))
-            source = parser.get_default("source")
+        path, run = options.source, None
+        if path.endswith(".toml"):
+            run = RunFile(path)
+            from_file = options_of(run, with_heads=options.heads is None and not options.memory)
+            parser.set_defaults(**from_file)
             options = parser.parse_args(arguments)
-            options.source = source
+            options.source = from_file["source"]
         if options.total is None or options.cp is None:
             raise ValueError("--total and --cp are missing; give both, or a run's TOML file")
         _check_outputs(options)
+        if options.memory:
+            if run is None:
+                raise ValueError(f"--memory is of a run's TOML file, but SOURCE is {quoted(path)}")
+            print("\n".join(memory_lines(_setups(run, options))))
+            return
         sizings = _sizings(options)
-        print("\n".join(_text(sizings)))
+        print("\n".join(report_lines(sizings)))
         _write(sizings, options)
     except ValueError as error:
         parser.error(one_line(error, 2000))
@@ -70,21 +83,19 @@ def _write_file(path: Path, content: bytes) -> None:
         raise ValueError(lack(error, what) or f"{what}: {cause(error)}; give another file") from None
 
 
-def _text(sizings: list[Sizing]) -> list[str]:
-    """Lines for a terminal."""
-    first = sizings[0]
-    if len(sizings) > 1:
-        return [*map(_wrapped, setting(first)[1:]), "", scan_table(sizings), "", SCAN_NOTE]
-    words = map(_wrapped, (headline(first), rank_line(first)))
-    return [*map(_wrapped, setting(first)), "", text_table(first), "", *words, "", *notes(first)]
-
-
-def _wrapped(text: str) -> str:
-    return textwrap.fill(text, 120)
+def _setups(run: RunFile, options: argparse.Namespace) -> list[Setup]:
+    """The setup of a run for each number of GPUs."""
+    setup, total = setup_of_file(run), count_of_tokens(options.total)
+    found = []
+    for cp_size in options.cp:
+        node = gpus_in_node(options, cp_size)
+        check_layout(total, cp_size, node)
+        found.append(replace(setup, seq_len=total, cp=cp_size, cp_per_machine=node))
+    return found
 
 
 def _sizings(options: argparse.Namespace) -> list[Sizing]:
-    """One for each number of GPUs, all of the same packs."""
+    """A sizing for each number of GPUs, all of the same packs."""
     heads = heads_of(options.heads or "64:8", options.head_dim, options.value_dim)
     cost = H200 if options.cost is None else CostModel.load(options.cost)
     total = count_of_tokens(options.total)
@@ -107,6 +118,8 @@ def _check_outputs(options: argparse.Namespace) -> None:
     for path in filter(None, (options.json, options.html, options.png)):
         if not path.parent.is_dir() or path.is_dir():
             raise ValueError(f"cannot write {shown(path)}; give a file in a folder that exists")
+    if options.memory and (options.json or options.html or options.png):
+        raise ValueError("--memory writes no file; leave out --json, --html and --png")
     if options.html or options.png:
         if len(options.cp) > 1:
             raise ValueError(f"--cp is {options.cp}; pictures are of one layout: give one number of GPUs")
@@ -183,6 +196,11 @@ def _parser() -> argparse.ArgumentParser:
         type=Path,
         metavar="FILE",
         help="cost model of your machine, from -m torchtitan_magi.calibrate (default: that of the H200)",
+    )
+    add(
+        "--memory",
+        action="store_true",
+        help="predict instead what training by the TOML file takes of each GPU's memory; of config.json, without data",
     )
     add("--json", type=Path, metavar="FILE", help="also write all figures, of each rank too")
     add("--html", type=Path, metavar="FILE", help="also write a web page with table and pictures (needs matplotlib)")

@@ -1,4 +1,4 @@
-"""The pictures of a report: who owns what, who sends what to whom, when what happens. Needs matplotlib."""
+"""The pictures of a report: who owns what, who sends what to whom, when things happen. Needs matplotlib."""
 
 import base64
 import html
@@ -49,7 +49,7 @@ def png(sizing: Sizing) -> bytes:
 
 
 def html_page(sizing: Sizing) -> str:
-    """One page with everything: no scripts, nothing fetched."""
+    """A web page with table and pictures, in one file: no scripts, nothing fetched."""
     return _PAGE.format(
         title=f"{sizing.first.cp_size} GPUs, {sizing.total:,} tokens per pack",
         headline=html.escape(headline(sizing)),
@@ -62,7 +62,7 @@ def html_page(sizing: Sizing) -> str:
 
 @matplotlib.rc_context(STYLE)
 def draw(sizing: Sizing) -> Figure:
-    """All pictures on one sheet."""
+    """Draws all pictures on one sheet: of the first pack, and times of all strategies."""
     figure = Figure(figsize=(13, 13.4))
     plan = sizing.first
     rows = figure.add_gridspec(3, 1, height_ratios=[7.5, 3.6, 4.1])
@@ -116,6 +116,7 @@ def owner_of(plan: AttnPlan, token: npt.NDArray[np.int64]) -> npt.NDArray[np.int
 
 
 def draw_mask(figure: Any, plan: AttnPlan) -> None:
+    """Draws the mask in the colours of its owners, and beside it the owner of every token."""
     total = plan.padded_tokens
     axes = figure.add_axes((0.12, 0.1, 0.78, 0.78))
     axes.imshow(mask_image(plan), extent=(0, total, total, 0), interpolation="antialiased", aspect="equal")
@@ -160,6 +161,7 @@ def _tokens(count: float) -> str:
 
 
 def draw_transfers(figure: Any, plan: AttnPlan) -> None:
+    """Draws the K/V rows that each rank needs of each other, and the sums of what ranks send and receive."""
     rows, cp_size, unit = transfer_matrix(plan), plan.cp_size, plan.tokens_per_rank
     axes = figure.add_axes((0.09, 0.1, 0.63, 0.63))
     image = axes.imshow(rows / unit, cmap=ROWS_MAP, aspect="equal", vmin=0, vmax=max(rows.max() / unit, 1e-9))
@@ -197,7 +199,7 @@ def draw_transfers(figure: Any, plan: AttnPlan) -> None:
 
 
 def draw_timeline(axes: Axes, pack: SizedPack) -> None:
-    """Forward and backward of a layer, one after the other, each on the rank whose attention ends last."""
+    """Draws a layer's forward, then its backward, each on the rank whose attention ends last."""
     timelines = pack.plan.predict(pack.case.cost)
     total = 1e3 * sum(timeline.seconds for timeline in timelines)
     start, gap = 0.0, 0.015 * total
@@ -220,7 +222,7 @@ def draw_timeline(axes: Axes, pack: SizedPack) -> None:
 
 
 def _draw_lanes(axes: Axes, timeline: Timeline, start: float, rank: int, limit: float) -> None:
-    """One direction's lanes from `start` on; start and limit in ms."""
+    """Draws one direction's lanes from `start` on; start and limit in ms."""
 
     def bar(lane: int, begin: float, end: float, color: Any) -> None:
         axes.barh(lane, end - begin, left=start + begin, height=0.62, color=color, edgecolor=PAPER, linewidth=0.6)
@@ -242,7 +244,7 @@ def _draw_lanes(axes: Axes, timeline: Timeline, start: float, rank: int, limit: 
 
 
 def draw_strategies(axes: Axes, sizing: Sizing) -> None:
-    """Time of one layer, forward and backward, under each strategy."""
+    """Draws the time of one layer, forward and backward, under each strategy."""
     rows = sizing.summary()
     directions = {"forward": "#7fa6cb", "backward": ATTENTION}
     ideal = 1e3 * float(np.mean([pack.case.ideal_seconds.sum() for pack in sizing.packs]))
@@ -270,7 +272,7 @@ def draw_strategies(axes: Axes, sizing: Sizing) -> None:
 
 
 def draw_work(axes: Axes, plan: AttnPlan) -> None:
-    """Attention work of each rank."""
+    """Draws the attention work of each rank, over the mean."""
     work = plan.areas / max(1.0, plan.areas.mean())
     axes.bar(range(plan.cp_size), work, color=rank_colors(plan.cp_size, plan.gpus_per_node), width=0.85)
     axes.axhline(1, **IDEAL)

@@ -17,10 +17,11 @@ MIB = 2**20
 
 @dataclass(frozen=True, eq=False)
 class SizedPack:
-    """One pack under all strategies.
+    """A pack, its plan, and what each strategy would make of it.
 
-    plan_ms: processor time of the plan and of one rank's stages.
-    outcomes: by strategy, ours first; None where a strategy cannot run.
+    Attributes:
+        plan_ms: processor time of the plan and of one rank's stages.
+        outcomes: by strategy, ours first; None where a strategy cannot run.
     """
 
     case: Case
@@ -104,12 +105,17 @@ def size_run(
     Raises:
         ValueError: no GPU, or more GPUs than tokens.
     """
+    check_layout(total, cp_size, gpus_per_node)
+    node = min(gpus_per_node, cp_size)
+    return Sizing(source, total, [size_pack(Case(pack, total, cp_size, node, heads, cost)) for pack in packs])
+
+
+def check_layout(total: int, cp_size: int, gpus_per_node: int) -> None:
+    """Raises ValueError for no GPU, or for more GPUs than tokens."""
     if cp_size < 1 or gpus_per_node < 1:
         raise ValueError(f"{cp_size} GPUs, {gpus_per_node} per node; both must be at least 1")
     if cp_size > total:
         raise ValueError(f"total is {total} tokens for {cp_size} GPUs; give at least one token per GPU")
-    node = min(gpus_per_node, cp_size)
-    return Sizing(source, total, [size_pack(Case(pack, total, cp_size, node, heads, cost)) for pack in packs])
 
 
 def size_pack(case: Case) -> SizedPack:

@@ -49,10 +49,12 @@ class Case:
 
     @property
     def has_pairs(self) -> bool:
+        """Whether its documents are preference pairs."""
         return self.lengths.ndim == 2
 
     @property
     def nodes(self) -> Nodes:
+        """Which ranks sit in which node."""
         return Nodes.of(self.gpus_per_node, self.cp_size)
 
     @property
@@ -62,6 +64,7 @@ class Case:
 
     @functools.cached_property
     def slices(self) -> AttnSlices:
+        """The mask of the pack, canonical."""
         if self.has_pairs:
             return shared_prompt(self.lengths).canonical()
         return varlen_causal(np.append(0, self.lengths.cumsum())).canonical()
@@ -83,7 +86,7 @@ class Case:
 
 @dataclass(frozen=True, eq=False)
 class Outcome:
-    """One strategy on one pack.
+    """What one strategy makes of one pack.
 
     Attributes:
         balance_area: (query, key) pairs of the heaviest rank over the mean.
@@ -220,7 +223,7 @@ def chunks_per_rank(num_tokens: int, cp_size: int) -> int:
 
 
 def compare(case: Case) -> dict[str, Outcome | None]:
-    """All baselines on one pack; None where `why_not` says why a strategy cannot run. Nothing for one rank."""
+    """The outcomes of all baselines on one pack; None where `why_not` says why one cannot run. Empty for one rank."""
     if case.cp_size == 1:
         return {}
     return {

@@ -1,22 +1,53 @@
-"""What a report says: in words, as tables, as JSON."""
+"""A report in words, as tables and as JSON."""
 
+import textwrap
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from torchtitan_magi.planning.cost_model import FloatArray
+from torchtitan_magi.sizing.memory import GIB, describe, predict
+from torchtitan_magi.sizing.run_setup import Setup
 from torchtitan_magi.sizing.sample_packs import DISTRIBUTIONS
 from torchtitan_magi.sizing.size import OURS, SizedPack, Sizing
 from torchtitan_magi.sizing.strategies import DESCRIPTIONS, why_not
 from torchtitan_magi.wording import shown
 
+CHECKPOINTING = ("none", "selective", "full")  # selective: by operation
 HIDDEN = 0.02  # communication counts as hidden if no more than this fraction of the time is exposed
+
+
+def report_lines(sizings: list[Sizing]) -> list[str]:
+    """The report for a terminal: of one layout in full, of several a line each."""
+    first = sizings[0]
+    if len(sizings) > 1:
+        return [*map(_wrapped, setting(first)[1:]), "", scan_table(sizings), "", SCAN_NOTE]
+    words = map(_wrapped, (headline(first), rank_line(first)))
+    return [*map(_wrapped, setting(first)), "", text_table(first), "", *words, "", *notes(first)]
+
+
+def memory_lines(setups: list[Setup]) -> list[str]:
+    """Predicted memory under several layouts: a table by activation checkpointing, and the parts for the run's own."""
+    title = "GiB on each GPU as predicted, by activation_checkpoint.mode (selective: by operation)"
+    lines = [title, "", f"GPUs  T, tokens  {'  '.join(CHECKPOINTING)}"]
+    for setup in setups:
+        by_mode = (predict(replace(setup, checkpointing=mode, every=0)).total / GIB for mode in CHECKPOINTING)
+        cells = "  ".join(f"{gib:{len(mode)}.0f}" for mode, gib in zip(CHECKPOINTING, by_mode, strict=True))
+        lines.append(f"{setup.cp:4}  {setup.tokens:9,}  {cells}")
+    own = (f"{counted(setup.cp, 'GPU')}: {describe(predict(setup))}" for setup in setups)
+    return [*lines, "", *map(_wrapped, own)]
+
+
+def _wrapped(text: str) -> str:
+    return textwrap.fill(text, 120)
+
 
 # ------------------------------------------------------------------------------------------------------------- in words
 
 
 def headline(sizing: Sizing) -> str:
-    """What the table says, in a sentence or two."""
+    """Says what the table says, in two or three sentences."""
     plan, rows = sizing.first, sizing.summary()
     ours, others = rows[0], rows[1:]
     nodes = plan.work.num_nodes
@@ -51,7 +82,7 @@ def counted(count: int, noun: str) -> str:
 
 
 def setting(sizing: Sizing) -> list[str]:
-    """What was sized: two lines."""
+    """Two lines that say what was sized: layout and heads, packs and documents."""
     plan, heads = sizing.first, sizing.first.heads
     layout = f"{counted(plan.cp_size, 'GPU')}, {plan.gpus_per_node} per node"
     counts = [len(pack.case.documents) for pack in sizing.packs]
@@ -127,7 +158,7 @@ def scan_table(sizings: list[Sizing]) -> str:
 
 
 def notes(sizing: Sizing) -> list[str]:
-    """What the columns and the strategies are, a line each, and which ones cannot run."""
+    """A line for each group of columns and each strategy: what it is, or why it cannot run."""
     pack = sizing.packs[0]
     baselines = {name: outcome for name, outcome in pack.outcomes.items() if name != OURS}
     said = [f"{name}: {DESCRIPTIONS[name] if runs else why_not(name, pack.case)}" for name, runs in baselines.items()]
@@ -144,22 +175,17 @@ def rank_times(pack: SizedPack) -> list[dict[str, float]]:
 
 
 def rank_line(sizing: Sizing) -> str:
-    """How the ranks of the first pack differ."""
-    ranks = rank_times(sizing.packs[0])
-
-    def between(name: str) -> str:
-        values = [rank[f"{name}_ms"] for rank in ranks]
-        return f"{min(values):.2f} to {max(values):.2f}"
-
-    directions = (
-        f"{name} {between(f'{name}_attention')} ms of attention, {between(f'{name}_other')} of waiting and the rest"
-        for name in ("forward", "backward")
-    )
-    return "Ranks of the first pack: " + "; ".join(directions) + "."
+    """One line: from what to what the predicted times of the first pack's ranks go, in ms."""
+    said, ranks = [], rank_times(sizing.packs[0])
+    for way in ("forward", "backward"):
+        own, rest = ([rank[f"{way}_{kind}_ms"] for rank in ranks] for kind in ("attention", "other"))
+        waiting = f"{min(rest):.2f} to {max(rest):.2f} of waiting and the rest"
+        said.append(f"{way} {min(own):.2f} to {max(own):.2f} ms of attention, {waiting}")
+    return f"Ranks of the first pack: {'; '.join(said)}."
 
 
 def as_json(sizing: Sizing) -> dict[str, Any]:
-    """Everything in the report: settings, a summary, and each pack; times in ms, volumes in units of T or MiB."""
+    """The report as JSON has it: settings, a summary, and each pack; times in ms, volumes in units of T or MiB."""
     plan, heads = sizing.first, sizing.first.heads
     packs = [
         {

@@ -1,6 +1,8 @@
-"""The memory of a run in the log: predicted before its first step from torchtitan's configuration, then measured."""
+"""The memory of a run in the log: predicted before its first step, then measured."""
 
 import logging
+import operator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -8,82 +10,42 @@ import torch.distributed as dist
 
 from torchtitan_magi.exchange.mesh import ranks_per_node
 from torchtitan_magi.models.model_config import ModelConfig
-from torchtitan_magi.sizing.memory import GIB, Prediction, Setup, describe, predict, remedies
-from torchtitan_magi.training.settings.options import DPO_DATASET
+from torchtitan_magi.sizing.memory import GIB, Prediction, describe, predict, remedies
+from torchtitan_magi.sizing.run_setup import Setup, setup_of, unpredicted
 
 logger = logging.getLogger(__name__)
 
-PREDICTED = ("llama3", "qwen3")
 SETTLED = 5  # step from which on all memory has been taken: compilers are done and optimizer states exist
-
-
-def setup_of(
-    job_config: Any,
-    dims: Any,
-    model: ModelConfig,
-    has_objectives: bool,
-    device_type: str,
-    cp_per_machine: tuple[int, ...] | None,
-) -> Setup:
-    """The facts of a run.
-
-    Args:
-        dims: torchtitan's ParallelDims.
-        has_objectives: whether our Trainer runs, not torchtitan's own.
-        device_type: that of torchtitan's tools.
-        cp_per_machine: context-parallel ranks in each machine; None: all are in one.
-    """
-    training, checkpointing, compiled = job_config.training, job_config.activation_checkpoint, job_config.compile
-    option = checkpointing.selective_ac_option
-    every = int(option) if checkpointing.mode == "selective" and option.isdigit() else None
-    param_bytes = getattr(torch, training.dtype).itemsize
-    mixed = dims.fsdp_enabled or not dims.tp_enabled  # tensor parallelism alone computes in the training dtype
-    return Setup(
-        model,
-        training.seq_len,
-        training.local_batch_size,
-        dims.dp_replicate,
-        dims.dp_shard,
-        dims.cp,
-        dims.tp,
-        dims.ep,
-        getattr(dims, "etp", 1),
-        checkpointing="full" if every == 0 else checkpointing.mode,  # as torchtitan takes "every 0th block"
-        every=every or 0,
-        budget=checkpointing.memory_budget,
-        compiled=compiled.enable and "model" in compiled.components,
-        compiled_loss=compiled.enable and "loss" in compiled.components,
-        param_bytes=param_bytes,
-        compute_bytes=getattr(torch, training.mixed_precision_param).itemsize if mixed else param_bytes,
-        reduce_bytes=getattr(torch, training.mixed_precision_reduce).itemsize,
-        foreach=job_config.optimizer.implementation == "foreach",
-        accumulates=training.global_batch_size > training.local_batch_size * dims.dp_replicate * dims.dp_shard,
-        reference=training.dataset == DPO_DATASET and job_config.magi.dpo.reference == "model",
-        offload=training.enable_cpu_offload,
-        whole_logits=not has_objectives,
-        gpu=device_type == "cuda",
-        cp_per_machine=cp_per_machine,
-        overlap_stages=job_config.magi.overlap_stages,
-    )
 
 
 def predicted_memory(
     job_config: Any, dims: Any, model: ModelConfig, has_objectives: bool, device_type: str
 ) -> Prediction | None:
-    """Logs what a run will take; None, with a line that says so, for what is not predicted. See ``setup_of``.
+    """Logs what a run will take; None, with a line that says so, for what is not predicted.
 
     A collective of the context-parallel ranks.
+
+    Args:
+        dims: torchtitan's ParallelDims.
+        has_objectives: whether our Trainer runs, not torchtitan's own.
+        device_type: that of torchtitan's tools.
     """
-    unknown = {model.model: model.model not in PREDICTED, "pipelines": dims.pp > 1, "LoRA": job_config.magi.lora.rank}
-    if any(unknown.values()):
-        what = " and ".join(name for name, is_there in unknown.items() if is_there)
+
+    def read(option: str, _: Any) -> Any:
+        return operator.attrgetter(option)(job_config)
+
+    if what := unpredicted(read, model):
         logger.info(f"Memory per GPU is not predicted for {what}")
         return None
     cp_mesh = dims.get_optional_mesh("cp")
-    sizes = None if cp_mesh is None else ranks_per_node(cp_mesh.get_group())
-    return log_prediction(
-        setup_of(job_config, dims, model, has_objectives, device_type, None if sizes is None else tuple(sizes))
+    machines = None if cp_mesh is None else ranks_per_node(cp_mesh.get_group())
+    setup = replace(
+        setup_of(read, model, dims.dp_shard),
+        whole_logits=not has_objectives,
+        gpu=device_type == "cuda",
+        cp_per_machine=tuple(machines) if machines else None,
     )
+    return log_prediction(setup)
 
 
 def log_prediction(setup: Setup) -> Prediction:
@@ -119,7 +81,7 @@ def check_offload(enabled: bool, device_type: str, fsdp_enabled: bool = True) ->
 
 
 class MeasuredMemory:
-    """What training takes of the GPUs' memory, logged once beside what was predicted.
+    """Measures what training takes of the GPUs' memory, and logs it once beside what was predicted.
 
     Args:
         predicted: None where nothing was.

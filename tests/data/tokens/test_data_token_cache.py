@@ -497,14 +497,16 @@ def test_the_default_folder(monkeypatch):
 def test_the_benchmark_runs_and_draws(tmp_path):
     root = Path(__file__).resolve().parents[3]
     code = (
-        f"import sys; from pathlib import Path; sys.path.insert(0, {str(root / 'benchmarks')!r}); import bench_data\n"
+        f"import sys; from pathlib import Path; sys.path.insert(0, {str(root / 'benchmarks')!r})\n"
+        "import bench_data, figures, plot_results\n"
         "bench_data.QUICK_SIZES = dict(chat=40, records=50, lognormal=60); bench_data.RANKS = [1, 3]\n"
         f"result = bench_data.measure(Path({str(tmp_path)!r}), True)\n"
-        f"bench_data.plot(result, Path({str(tmp_path)!r}) / 'plot.png')\n"
+        f"figures.save(result, Path({str(tmp_path)!r}) / 'data.json')\n"
+        f"plot_results.picture(Path({str(tmp_path)!r}) / 'data.json')\n"
         "assert [row['ranks'] for row in result['ranks']] == [1, 3]\n"
         "assert all(0 < row['fill'] <= 1 for row in result['fill']) and len(result['fill']) == 5\n"
         "assert result['opening']['records'] == 50"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root)
     assert result.returncode == 0, result.stderr
-    assert (tmp_path / "plot.png").stat().st_size > 1000
+    assert (tmp_path / "data.png").stat().st_size > 1000

@@ -18,6 +18,7 @@ from torchtitan.tools.logging import logger
 
 from torchtitan_magi.backends.choose import choose_block_attn
 from torchtitan_magi.models.model_config import ModelConfig
+from torchtitan_magi.models.shapes import heads_of_rank
 from torchtitan_magi.titan.v02 import hooks
 from torchtitan_magi.titan.v02.attention import VarlenAttentionWrapper
 from torchtitan_magi.titan.v02.components import (
@@ -40,7 +41,7 @@ from torchtitan_magi.titan.v02.models import (
 )
 from torchtitan_magi.training.batches.pack_loader import build_dataloader
 from torchtitan_magi.training.batches.planned_loader import PlannedLoader, with_plans
-from torchtitan_magi.training.batches.planner import MagiRuntime, WorkCount, attention_options, heads_of_rank
+from torchtitan_magi.training.batches.planner import MagiRuntime, WorkCount, attention_options
 from torchtitan_magi.training.batches.run_length import set_run_length
 from torchtitan_magi.training.checkpoints.export import Export
 from torchtitan_magi.training.checkpoints.exported_files import exported_files

@@ -18,6 +18,7 @@ from torchtitan.tools.logging import init_logger
 from torchtitan.trainer import Trainer
 
 from torchtitan_magi.models.model_config import Experts, ModelConfig, read_model_config
+from torchtitan_magi.models.shapes import heads_of_rank
 from torchtitan_magi.titan.v03 import hooks
 from torchtitan_magi.titan.v03.attention import OVERRIDE, local_batch
 from torchtitan_magi.titan.v03.components import (
@@ -32,7 +33,7 @@ from torchtitan_magi.titan.v03.models import config_of, temperature_of
 from torchtitan_magi.titan.v03.toml_sections import read_job_config
 from torchtitan_magi.training.batches.pack_loader import WithoutPositions, build_dataloader
 from torchtitan_magi.training.batches.planned_loader import PlannedLoader, with_plans
-from torchtitan_magi.training.batches.planner import MagiRuntime, WorkCount, attention_options, heads_of_rank
+from torchtitan_magi.training.batches.planner import MagiRuntime, WorkCount, attention_options
 from torchtitan_magi.training.batches.run_length import set_run_length
 from torchtitan_magi.training.checkpoints.export import Export
 from torchtitan_magi.training.checkpoints.exported_files import exported_files

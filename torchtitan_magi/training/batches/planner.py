@@ -17,7 +17,6 @@ from torchtitan_magi.backends.choose import choose_block_attn
 from torchtitan_magi.exchange.agreement import agreement_of
 from torchtitan_magi.exchange.mesh import ranks_per_node
 from torchtitan_magi.losses import IGNORE_INDEX
-from torchtitan_magi.models.model_config import ModelConfig
 from torchtitan_magi.planning.cost_model import H200, CostModel, Heads
 from torchtitan_magi.planning.plan import make_plans
 from torchtitan_magi.planning.summary import describe_plan
@@ -44,22 +43,6 @@ class WorkCount:
         counted = replace(self)
         self.tokens, self.area, self.waited = 0, 0.0, 0.0
         return counted
-
-
-def heads_of_rank(config: ModelConfig, tensor_parallel: int) -> Heads:
-    """Shape of the attention layers on one rank.
-
-    Raises:
-        ValueError: the degree does not divide the heads.
-    """
-    queries, keys = config.num_heads_q, config.num_heads_kv
-    if queries % tensor_parallel or keys % tensor_parallel:
-        raise ValueError(
-            f"parallelism.tensor_parallel_degree is {tensor_parallel}, but the model has {queries} query heads and "
-            f"{keys} K/V heads; use a degree that divides both"
-        )
-    latent = (config.latent.kv_rank, config.latent.rope_dim) if config.latent else ()
-    return Heads(queries // tensor_parallel, keys // tensor_parallel, config.head_dim, config.value_dim, latent)
 
 
 def attention_options(job_config: Any) -> Magi:

@@ -1,0 +1,48 @@
+"""What K/V rows of other ranks, and the exchanges that bring them, take on each rank."""
+
+import functools
+
+from torchtitan_magi.exchange.peer_memory import memory_bytes
+from torchtitan_magi.masks.builders import varlen_causal
+from torchtitan_magi.planning.choose_stages import equal_stages
+from torchtitan_magi.planning.cost_model import H200, Heads
+from torchtitan_magi.planning.plan import AttnPlan, PlanSpec, plan_afresh
+from torchtitan_magi.planning.row_memory import memory_of_rows
+from torchtitan_magi.planning.topology import Nodes
+from torchtitan_magi.sizing.run_setup import FLOAT32, Setup
+
+
+def fullest_plan(setup: Setup) -> AttnPlan:
+    """The plan of one document that fills a rank's packs: no other brings a rank as many rows."""
+    total = setup.seq_len * setup.packs
+    return _fullest_plan(total, setup.cp, setup.overlap_stages, setup.heads, setup.cp_per_machine)
+
+
+@functools.lru_cache(maxsize=16)
+def _fullest_plan(
+    total: int, cp: int, stages: int, heads: Heads, cp_per_machine: int | tuple[int, ...] | None
+) -> AttnPlan:
+    spec = PlanSpec(total, cp, stages, heads, Nodes.of(cp_per_machine, cp), H200)
+    return plan_afresh(varlen_causal([0, total]), spec)
+
+
+def rows_and_sums(setup: Setup) -> int:
+    """Bytes of received rows and their gradients, see ``memory_of_rows``, and float32 sums of own rows' dK and dV."""
+    if setup.cp == 1:
+        return 0
+    plan = fullest_plan(setup)
+    most = max(
+        memory_of_rows(plan.work, plan.heads, spans, backward, setup.compute_bytes).max()
+        for spans, backward in ((plan.forward, False), (plan.backward, True))
+    )
+    return int(most) + setup.tokens * plan.heads.row_bytes // 2 * FLOAT32
+
+
+def rows_in_flight(setup: Setup) -> int:
+    """Bytes outside PyTorch's allocator for exchanges inside a machine, of rows that all travel at once."""
+    if setup.cp == 1 or not setup.gpu:
+        return 0
+    plan = fullest_plan(setup)
+    if not plan.work.is_inside_a_node or equal_stages(0) not in (plan.forward, plan.backward):
+        return 0
+    return memory_bytes(int(plan.work.inside.max()) * plan.heads.row_bytes // 2 * setup.compute_bytes)
