@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from docs_figures import RESULTS, result, sources, table
+from docs_figures import RESULTS, result, table
 
 from torchtitan_magi.models.model_config import ModelConfig
 from torchtitan_magi.sizing.memory import GIB, predict
@@ -59,17 +59,16 @@ def comparisons(facts: dict[str, Any]) -> Iterator[tuple[dict[str, Any], float]]
 def memory_measured() -> str:
     """The prediction beside each measured run: GiB of PyTorch's allocator."""
     names = sorted(path.stem for path in RESULTS.glob("train_*.json"))
-    rows, used = [], []
-    for name in names:
+    rows = []
+    for name in names:  # training.md says where they are from
         facts = result(name)
         for row, predicted in comparisons(facts):
             measured, mode = row["peak_memory_gib"], row.get("checkpointing", "none")
             model = f"{facts.get('model', 'llama3')} {facts.get('shapes', '8B')}, {facts['layers']} layers"
             run = (row["strategy"], row["cp"], f"{row['tokens_per_gpu']:,}", mode)
             rows.append((model, *run, f"{predicted:.1f}", f"{measured:.1f}", f"{predicted / measured - 1:+.1%}"))
-            used += [name] * (name not in used)
     heads = ("model", "attention", "GPUs", "tokens per GPU", "checkpointing", "predicted", "measured", "error")
-    return f"{table(heads, rows)}\n\n{sources(*used)}"
+    return table(heads, rows)
 
 
 PARTS: dict[str, Callable[[], str]] = {

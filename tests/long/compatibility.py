@@ -35,7 +35,7 @@ from runner import TITAN, TOMLS, VERSIONS, TrainingError, on_model, overrides_of
 
 from torchtitan_magi.calibrate import facts_of_run
 
-from figures import RESULTS, parser, result, save, sources, table  # isort: skip
+from figures import RESULTS, grouped, parser, result, save, sources, table  # isort: skip
 
 STEPS = 3
 SEQ_LEN = 256
@@ -284,6 +284,23 @@ def verdicts_table(verdicts: dict[str, list[dict[str, Any]]], options: Iterable[
     return table(["#", *options, *verdicts], lines)
 
 
+def by_layout(found: dict[str, list[dict[str, Any]]]) -> str:
+    """A line for each model and layout: the largest difference of its combinations in each precision."""
+    groups = {version: grouped(cells, "model", "layout") for version, cells in found.items()}
+    lines = []
+    for setting, cells in groups[VERSIONS[0]].items():
+        worst = [largest(of[setting], precision) for precision in TOLERANCE for of in groups.values()]
+        lines.append([*setting, len(cells), *worst])
+    columns = [f"{precision}, {version}" for precision in TOLERANCE for version in groups]
+    return table(["model", "layout", "combinations", *columns], lines)
+
+
+def largest(cells: Iterable[dict[str, Any]], precision: str) -> str | None:
+    """Of the combinations that train in this precision."""
+    told = [float(cell["detail"]) for cell in cells if (cell["precision"], cell["verdict"]) == (precision, "works")]
+    return f"{max(told):.1e}" if told else None
+
+
 def refusals(cells: Iterable[dict[str, Any]]) -> str:
     refused = {cell["detail"]: cell["layout"] for cell in cells if cell["verdict"] == "refused"}
     return "\n".join(["Refused:\n", *(f"- {layout}: {line}" for line, layout in refused.items())])
@@ -297,7 +314,7 @@ def compatibility() -> str:
         f"{sum(cell['verdict'] == 'works' for cell in cells)} of {len(cells)} with {version}"
         for version, cells in found.items()
     )
-    parts = [f"Trained: {works}.", verdicts_table(found), refusals(itertools.chain(*zip(*found.values(), strict=True)))]
+    parts = [f"Trained: {works}.", by_layout(found), refusals(itertools.chain(*zip(*found.values(), strict=True)))]
     return "\n\n".join([*parts, sources(*files.values())])
 
 

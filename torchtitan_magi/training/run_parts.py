@@ -11,8 +11,7 @@ from torchtitan_magi.training.batches.pack_loader import build_dataloader
 from torchtitan_magi.training.batches.planned_loader import PlannedLoader, with_plans
 from torchtitan_magi.training.batches.planner import MagiRuntime, WorkCount, attention_options
 from torchtitan_magi.training.batches.run_length import set_run_length
-from torchtitan_magi.training.checkpoints.export import Export
-from torchtitan_magi.training.checkpoints.exported_files import exported_files
+from torchtitan_magi.training.checkpoints.export import Export, exported_files
 from torchtitan_magi.training.checkpoints.turn_end import add_turn_end
 from torchtitan_magi.training.process.groups import data_parallel_rank, group_of
 from torchtitan_magi.training.settings.checks import check_model
