@@ -50,6 +50,7 @@ from torchtitan_magi.exchange import peer_memory
 from torchtitan_magi.exchange.in_flight import Arrival
 from torchtitan_magi.exchange.mesh import process_group_transport
 from torchtitan_magi.exchange.peer_memory import PeerTransport
+from torchtitan_magi.exchange.pieces import Flow
 from torchtitan_magi.exchange.transport import ProcessGroupTransport
 from torchtitan_magi.masks.slices import AttnSlices
 from torchtitan_magi.planning.choose_stages import equal_stages
@@ -362,8 +363,8 @@ def bench_pieces(name: str, cu: np.ndarray, heads: tuple[int, int], seed: int, r
         torch.cuda.synchronize()
         rows[setting] = {
             "setting": setting, "tokens_per_gpu": total // cp_size, "heads": f"{heads[0]}:{heads[1]}", "cp": cp_size,
-            "sent_bytes_max": exchange.most_sent(False) * row_bytes,
-            "pieces": exchange.num_pieces(False, limit // row_bytes),
+            "sent_bytes_max": Flow.of(exchange, False).most_sent * row_bytes,
+            "pieces": Flow.of(exchange, False).num_pieces(limit // row_bytes),
             "symmetric_bytes": transport.num_bytes, "outside_bytes": outside_bytes() - before,
             "fwd_ms": [], "bwd_ms": [],
         }  # fmt: skip

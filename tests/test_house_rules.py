@@ -35,13 +35,22 @@ MAY_IMPORT = {
     "backends": "tiles masks cuda planning exchange",
     "attention": "tiles products masks cuda planning exchange backends",
     "sizing": "tiles files masks planning exchange losses models data",
-    "training": "tiles files masks data losses models cuda planning exchange backends attention sizing",
+    "training.settings.options": "",
+    "training.process": "files models exchange",
+    "training.experts": "training.process",
+    "training.batches": "files data losses masks models planning exchange backends attention "
+    "training.settings.options training.process",
+    "training.objectives": "files losses models training.settings.options training.process training.experts "
+    "training.batches",
+    "training.checkpoints": "files data models training.settings.options training.process",
+    "training.settings": "files models planning training.process training.checkpoints",
+    "training": "models exchange sizing",
     "titan": "tiles masks data losses models cuda planning exchange backends attention training",
     "calibrate": "tiles masks cuda planning exchange backends attention",
     "report": "sizing",
     "launch": "",
     "train": "titan",
-    "verify": "training",
+    "verify": "training.checkpoints",
     "__init__": "masks planning attention",
 }
 

@@ -26,7 +26,6 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -39,13 +38,13 @@ from torchtitan_magi.exchange import peer_memory
 from torchtitan_magi.exchange.in_flight import Arrival, Places, RowShape
 from torchtitan_magi.exchange.mesh import process_group_transport
 from torchtitan_magi.masks.builders import block_causal, sliding_window, varlen_causal, varlen_full
+from torchtitan_magi.masks.geometry import Int64Array
 from torchtitan_magi.masks.slices import AttnSlices
-from torchtitan_magi.planning.cost_model import H200, CostModel, Heads, KernelCost, Link
+from torchtitan_magi.planning.cost_model import H200, CostModel, FloatArray, Heads, KernelCost, Link
 from torchtitan_magi.planning.plan import make_plan
 from torchtitan_magi.planning.relays import ALL, NONE
 from torchtitan_magi.planning.stage import Exchange
 
-FloatArray = npt.NDArray[np.float64]
 Run = Callable[[], object]
 
 MIB = 1 << 20
@@ -53,7 +52,7 @@ EXCHANGES = (MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB)  # bytes that a rank s
 HEADS = (Heads(64, 8, 128), Heads(64, 8, 64), Heads(16, 16, 128))
 LENGTHS = ((2048, 2048), (8192, 128), (8192, 1024), (8192, 8192), (16384, 512), (16384, 4096))  # tokens, document
 WINDOW = 1024  # tokens
-MASKS: dict[str, Callable[[npt.NDArray[np.int64]], AttnSlices]] = {  # of cu_seqlens, by what figures call them
+MASKS: dict[str, Callable[[Int64Array], AttnSlices]] = {  # of cu_seqlens, by what figures call them
     "full": varlen_full,
     "causal": varlen_causal,
     "window": lambda cu_seqlens: sliding_window(cu_seqlens, WINDOW),
@@ -175,6 +174,7 @@ def recorded_samples(path: Path) -> list[Sample]:
 
 
 def print_fit(name: str, cost: KernelCost, ratio: FloatArray) -> None:
+    """Prints the constants of "forward" or "backward", and predicted over measured, [samples]."""
     constants = ", ".join(f"{key}={value:.3g}" for key, value in asdict(cost).items())
     print(f"{name}: {constants}; predicted / measured {ratio.min():.2f} to {ratio.max():.2f}")
 
@@ -211,6 +211,7 @@ class Layer:
 
 
 def measure_kernel() -> list[Sample]:
+    """A layer's forward and backward on each rank, for all HEADS and LENGTHS. A collective, as all that follow."""
     samples = []
     for heads in HEADS:
         for num_tokens, length in LENGTHS:
@@ -273,10 +274,12 @@ class EvenExchange:
         return arrival
 
     def run(self) -> None:
+        """The exchange from start to end, for the stream."""
         self.start().wait()
 
 
 def measure_link(partners: Sequence[int]) -> Link:
+    """The link to these ranks, from exchanges of all EXCHANGES."""
     exchanges = [EvenExchange(size, partners) for size in EXCHANGES]
     return fit_link([one.received.nbytes for one in exchanges], [seconds_of(one.run) for one in exchanges])
 
@@ -307,6 +310,7 @@ def measure_stage(link: Link, partners: Sequence[int]) -> float:
 
 
 def measure() -> CostModel:
+    """The machine's cost model; what it does not let see is H200's."""
     rank, world, local = dist.get_rank(), dist.get_world_size(), int(os.environ["LOCAL_WORLD_SIZE"])
     inside = [other for other in range(world) if other // local == rank // local and other != rank]
     outside = [other for other in range(world) if other // local != rank // local]
@@ -326,6 +330,11 @@ def measure() -> CostModel:
 
 
 def main() -> None:
+    """The command.
+
+    Raises:
+        ValueError: no torchrun started it.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m torchtitan_magi.calibrate",
         usage="torchrun --nproc-per-node GPUS -m torchtitan_magi.calibrate [options]",

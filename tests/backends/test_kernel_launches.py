@@ -21,6 +21,7 @@ from torchtitan_magi.exchange.in_flight import (
     Arrival,
     Flag,
     LateKeys,
+    LeftGrads,
     Piece,
     Places,
     Returned,
@@ -399,7 +400,7 @@ def test_the_end_of_a_backward(recorder, wire):
         received = torch.empty(12, ROW, dtype=wire)
         arrival = Arrival(lambda: waits.append(1), lambda flag=flag: flag)
         returned = Returned(received, index, exchange, arrival, Unsent(dkv, first, places))
-        results = MOVER.finish(returned, dq, dkv, SHAPE, 0.5, torch.bfloat16)
+        results = MOVER.finish(returned, LeftGrads(dq, dkv, SHAPE, 0.5, torch.bfloat16))
         params = recorder.launches[-1].params
         assert (params.dq_to, params.dk_to, params.dv_to) == tuple(x.data_ptr() for x in results)
         assert [x.shape for x in results] == [(TOKENS, HEADS_Q, DIM), *[(TOKENS, HEADS, DIM)] * 2]
@@ -421,7 +422,7 @@ def test_the_end_of_a_backward_that_rounded_its_gradients(recorder):
     dq, received = torch.randn(TOKENS, HEADS_Q, DIM), torch.empty(12, ROW, dtype=torch.bfloat16)
     dk, dv = torch.randn(2, TOKENS + 12, HEADS, DIM).bfloat16()
     returned = Returned(received, index, exchange, Arrival(lambda: None), Unsent((dk, dv), TOKENS, places))
-    results = MOVER.finish(returned, dq, (dk, dv), SHAPE, 0.5, torch.bfloat16)
+    results = MOVER.finish(returned, LeftGrads(dq, (dk, dv), SHAPE, 0.5, torch.bfloat16))
     params = recorder.launches[-1].params
     assert [x.data_ptr() for x in results[1:]] == [dk.data_ptr(), dv.data_ptr()] == [params.dk_to, params.dv_to]
     assert [x.shape for x in results[1:]] == [(TOKENS, HEADS, DIM)] * 2

@@ -10,7 +10,17 @@ from torchtitan_magi import AttnSlices, shared_prompt, sliding_window, varlen_ca
 from torchtitan_magi.backends.ffa.row_kernels import CudaRowMover, write_bands
 from torchtitan_magi.backends.ffa.worklists import build_worklists
 from torchtitan_magi.backends.interface import StageMask
-from torchtitan_magi.exchange.in_flight import Arrival, Flag, Piece, Places, Returned, RowShape, RowSums, Unsent
+from torchtitan_magi.exchange.in_flight import (
+    Arrival,
+    Flag,
+    LeftGrads,
+    Piece,
+    Places,
+    Returned,
+    RowShape,
+    RowSums,
+    Unsent,
+)
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU (sm_90)")]
@@ -140,7 +150,7 @@ def test_the_end_of_a_backward_sends_before_it_waits(wire, is_rounded, unsent):
         else:
             found, first, to_send = dkv, 0, grad
         returned = Returned(received, index, exchange, arrival, Unsent(to_send, first, places))
-        rounded, dk, dv = CudaRowMover().finish(returned, dq, found, SHAPE, 0.25, torch.bfloat16)
+        rounded, dk, dv = CudaRowMover().finish(returned, LeftGrads(dq, found, SHAPE, 0.25, torch.bfloat16))
         want = dkv.bfloat16().float() if is_rounded else dkv.clone()
         for rows, end in zip(sent, ends, strict=True):
             want.index_add_(0, rows.cuda(), grad[end - len(rows) : end].to(wire).float())

@@ -80,9 +80,12 @@ def test_a_magi_section_without_a_hook_is_refused_by_name(section, name):
     check_hooks({**HOOKED, section: {}}, [f"--{section}.{name}=x"])
 
 
-def failed_launch(*arguments, path=""):
+BY_PATH = ("-P", ROOT / "torchtitan_magi" / "launch.py")
+
+
+def failed_launch(*arguments, path="", program=BY_PATH):
     """What a launch that fails says, by lines, with a folder put before all others where Python looks for modules."""
-    command = [sys.executable, "-P", ROOT / "torchtitan_magi" / "launch.py", *arguments]
+    command = [sys.executable, *program, *arguments]
     environment = os.environ | {"PYTHONPATH": f"{path}{os.pathsep}{ROOT}".lstrip(os.pathsep)}
     result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
     assert result.returncode == 1
@@ -111,8 +114,9 @@ def test_a_file_that_cannot_run_ends_in_one_line(tmp_path, text, message):
     assert not any("Traceback" in line for line in lines)
 
 
-def test_no_argument_ends_in_one_line():
-    (line,) = failed_launch()
+@pytest.mark.parametrize("program", [BY_PATH, ("-m", "torchtitan_magi.launch")])
+def test_no_argument_ends_in_one_line(program):
+    (line,) = failed_launch(program=program)
     assert line.startswith("no TOML file; use launch.py CONFIG.toml")
 
 

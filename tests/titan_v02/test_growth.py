@@ -26,7 +26,7 @@ def train_tiny_model(checkpointing):
     from torchtitan_magi.attention import api
     from torchtitan_magi.attention import op as attention
     from torchtitan_magi.planning.cost_model import Heads
-    from torchtitan_magi.titan.v02.metadata import attention_metadata
+    from torchtitan_magi.titan.v02.attention import attention_metadata
     from torchtitan_magi.training.batches.planner import MagiRuntime, WorkCount
     from torchtitan_magi.training.settings.options import Magi
 

@@ -193,7 +193,7 @@ def bias_the_choice_of_experts(report):
         init(self, replace(moe_args, load_balance_coeff=1e-3), **sizes)
 
     def prepare_biased(self, step):
-        for block in self.trainer.model_parts[0].layers.values():
+        for block in self.policy.model_parts[0].layers.values():
             block.moe.expert_bias.copy_(torch.tensor([1.0, 0.0, 0.0, -1.0]))
         prepare(self, step)
 

@@ -19,7 +19,7 @@ def report_tokens_of_the_output_layer(report):
     from torchtitan_magi.training.objectives import objective as objectives
 
     watch(logprob_model, "summed_logprobs", lambda _, hidden, *args, **options: report("rows", len(hidden)))
-    watch(objectives.SFT, "count_items", lambda count, _, inputs, labels: report("labels", count, labels.numel()))
+    watch(objectives.SFT, "count_items", lambda count, _, batch: report("labels", count, batch.labels.numel()))
 
 
 def test_the_output_layer_runs_for_tokens_with_a_label_only():
@@ -47,10 +47,10 @@ def report_token_losses(report):
     """The documents of each microbatch, and the loss of each token."""
     from torchtitan_magi.training.objectives import objective as objectives
 
-    def report_losses(_, model, targets, tokens, labelled, scale, kept, **inputs):
+    def report_losses(_, model, batch, scale, kept):
         with torch.no_grad():
-            logprobs = model(targets, tokens, labelled, **inputs)
-        report("losses", targets.flatten().tolist(), (-logprobs).flatten().tolist())
+            logprobs = model(batch)
+        report("losses", batch.labels.flatten().tolist(), (-logprobs).flatten().tolist())
 
     watch(objectives.SFT, "count_items", lambda _, sft, batch: report("documents", batch.bounds.tolist()))
     watch(objectives.LogprobModel, "summed", report_losses)

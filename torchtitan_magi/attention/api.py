@@ -28,6 +28,7 @@ class _Handles(OrderedDict[Any, PlanHandle]):
     """
 
     def get_or_make(self, key: Any, bind: Callable[[], BoundPlan]) -> PlanHandle:
+        """The handle under `key`, of what `bind` gives if there is none yet."""
         if key not in self:
             self[key] = PlanHandle(bind())
             total = sum(map(_size, list(self.values())))
@@ -37,6 +38,7 @@ class _Handles(OrderedDict[Any, PlanHandle]):
         return self[key]
 
     def forget(self, transport: Transport) -> None:
+        """Drops what is bound to a transport."""
         for key in [key for key in list(self) if key[-1] is transport]:
             self.pop(key, None)
 

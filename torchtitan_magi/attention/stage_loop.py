@@ -17,7 +17,7 @@ from torchtitan_magi.attention.bound_plan import BoundPlan, BoundStage
 from torchtitan_magi.attention.latents import Latents
 from torchtitan_magi.backends.interface import Gradients, OutGrads, StageInputs
 from torchtitan_magi.exchange.group_cast import StageCasts, grad_buffer, group_reduce
-from torchtitan_magi.exchange.in_flight import KeysAndValues, LateKeys, RowShape, RowSums
+from torchtitan_magi.exchange.in_flight import KeysAndValues, LateKeys, LeftGrads, RowShape, RowSums
 
 
 class LayerInputs(NamedTuple):
@@ -43,11 +43,12 @@ class LayerInputs(NamedTuple):
         return (self.k, self.v) if i == 0 else self.latents.expand(k_rows, v_rows, RowShape.of(self.k, self.v))
 
     def of_stage(self, mask: Any, k: Tensor, v: Tensor, late: LateKeys | None = None) -> StageInputs:
+        """What the attention of a stage with these K/V rows reads; late: rows that follow them."""
         return StageInputs(self.q, k, v, mask, self.softmax_scale, late, self.softcap, self.sinks)
 
 
 def forward(bound: BoundPlan, layer: LayerInputs) -> tuple[Tensor, Tensor]:
-    """out [T, Hq, Dv] in the dtype of q, lse [T, Hq] in float32 or wider."""
+    """The layer's out [T, Hq, Dv] in the dtype of q, and lse [T, Hq] in float32 or wider."""
     stages = bound.forward
     if _is_alone(stages):
         return bound.block_attn.forward(layer.of_stage(stages[0].mask, layer.k, layer.v))
@@ -90,6 +91,7 @@ class LayerGrads(NamedTuple):
 
 
 def backward(bound: BoundPlan, layer: LayerInputs, result: Result) -> LayerGrads:
+    """Gradients of what the layer's forward read."""
     delta = torch.empty_like(result.lse)
     if _is_alone(bound.backward):
         grads = LayerGrads(*_backward_alone(bound, layer, result, delta))
@@ -142,7 +144,7 @@ def _backward_in_stages(
         if stage.rows.stage.exchanges:
             returned = group_reduce(stage.rows, grad, wire)
     assert returned is not None  # the last stage's
-    return bound.mover.finish(returned, dq, gathered, shape, softmax_scale, q.dtype)
+    return bound.mover.finish(returned, LeftGrads(dq, gathered, shape, softmax_scale, q.dtype))
 
 
 def _backward_of_latents(

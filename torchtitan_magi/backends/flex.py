@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
@@ -22,13 +21,10 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 from torchtitan_magi.backends.interface import Gradients, OutGrads, StageInputs, StageMask
 from torchtitan_magi.exchange.in_flight import LateKeys, RowShape, keys_and_values
 from torchtitan_magi.exchange.rows import TorchRowMover
-from torchtitan_magi.masks.geometry import clip_keys, clip_rows, intersecting
+from torchtitan_magi.masks.geometry import Int32Array, IntArray, clip_keys, clip_rows, intersecting
 
 TILE = 512  # queries and keys of a tile
 _BLOCK = 128  # flex_attention's default block of queries and of keys
-
-Int32Array = npt.NDArray[np.int32]
-IntArray = npt.NDArray[np.integer]
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,6 +44,7 @@ class FlexMask:
 
     @property
     def words(self) -> Int32Array:
+        """The index data as one array, int32 [n]."""
         return np.concatenate([array.ravel() for array in self.index])
 
     def to(self, words: Tensor) -> "FlexMask":
@@ -72,6 +69,7 @@ class FlexBlockAttn:
         """Takes every head_dim and float dtype."""
 
     def row_mover(self) -> TorchRowMover:
+        """Torch's own operations."""
         return TorchRowMover()
 
     def prepare(self, mask: StageMask) -> FlexMask:
@@ -122,7 +120,7 @@ class FlexBlockAttn:
         return out.to(wide if more else q.dtype), lse
 
     def marks(self, mask: FlexMask, k: Tensor, v: Tensor) -> None:
-        return None
+        """None: dq starts from zeros."""
 
     def adds_keys(self, mask: FlexMask) -> bool:
         """False: the backward overwrites dk and dv."""

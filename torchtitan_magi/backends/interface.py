@@ -61,6 +61,7 @@ class StageMask:
 
     @property
     def heads(self) -> Heads:
+        """Shape of the layers on this rank."""
         return Heads(self.num_heads_q, self.num_heads_kv, self.head_dim, self.value_dim)
 
     @functools.cached_property

@@ -41,6 +41,7 @@ class LaunchConfig(ctypes.Structure):
 
     @classmethod
     def of(cls, num_blocks: int, threads: int, shared_bytes: int, stream: int) -> "LaunchConfig":
+        """A launch of blocks of `threads` threads that may begin before the one ahead of it in `stream` has ended."""
         attributes = ctypes.addressof(_MAY_BEGIN_EARLY)
         return cls(num_blocks, 1, 1, threads, 1, 1, shared_bytes, stream, attributes, 1)
 

@@ -26,6 +26,7 @@ def variant_of(macros: dict[str, int]) -> Variant:
 
 @functools.cache
 def num_sms(device: int) -> int:
+    """SMs of a device."""
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 

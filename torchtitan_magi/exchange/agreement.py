@@ -12,12 +12,12 @@ import threading
 import time
 import weakref
 from collections import Counter
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
+from torchtitan_magi.exchange.transport import gathered
 from torchtitan_magi.planning.plan import AttnPlan
 
 logger = logging.getLogger(__name__)
@@ -31,12 +31,10 @@ _agreements: "weakref.WeakSet[PlanAgreement]" = weakref.WeakSet()
 
 
 def agreement_of(cp_group: dist.ProcessGroup | None, data_rank: int) -> "PlanAgreement | None":
-    """That of all ranks with this data-parallel rank; None if there is one. A collective of all ranks."""
+    """The agreement of all ranks with this data-parallel rank; None if it has one rank. A collective of all ranks."""
     if not dist.is_initialized():
         return None
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, data_rank)
-    ranks = [rank for rank, its_data in enumerate(everyone) if its_data == data_rank]
+    ranks = [rank for rank, its_data in enumerate(gathered(data_rank)) if its_data == data_rank]
     cp_ranks = [dist.get_rank()] if cp_group is None else dist.get_process_group_ranks(cp_group)
     return PlanAgreement(ranks, cp_ranks) if len(ranks) > 1 else None
 
@@ -91,6 +89,7 @@ class PlanAgreement:
         self.given.put((plan.fingerprint, content))
 
     def raise_error(self) -> None:
+        """Raises RuntimeError, as ``check`` does, if a difference was found."""
         if self.error is not None:
             faulthandler.cancel_dump_traceback_later()
             _agreements.discard(self)  # another run in this process is not to blame
@@ -134,7 +133,7 @@ class PlanAgreement:
         return self._unlike_most(contents) or self._unlike_most(plans)
 
     def _unlike_most(self, values: list[tuple[int, int]]) -> list[int]:
-        """Of ranks that share the first number, those whose second one is not that of most."""
+        """The ranks whose second number is not that of most ranks with the same first one."""
         most = {first: Counter(one for one in values if one[0] == first).most_common(1)[0][0] for first, _ in values}
         return [rank for rank, one in zip(self.ranks, values, strict=True) if one != most[one[0]]]
 

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torchtitan_magi.exchange.transport import gathered
 from torchtitan_magi.wording import one_line, shown
 
 logger = logging.getLogger(__name__)
@@ -34,7 +35,7 @@ def hidden_gpus_are_reached(group: dist.ProcessGroup) -> bool:
     """Tries it, and warns if not. A collective of an NCCL group in one machine, with one result on all ranks."""
     is_given = _SAME_NUMBERS in os.environ
     os.environ.setdefault(_SAME_NUMBERS, "1")  # and it stays, as memory that grows is mapped anew
-    problem = Trial(dist.get_rank(group), functools.partial(_gathered, group), _memory, _mapped_in(group)).run()
+    problem = Trial(dist.get_rank(group), functools.partial(gathered, group=group), _memory, _mapped_in(group)).run()
     if problem and not is_given:
         del os.environ[_SAME_NUMBERS]
     if problem and dist.get_rank(group) == 0:
@@ -128,12 +129,6 @@ def _problem_of(step: Callable[[], None]) -> str:
 def _synchronize(memory: Tensor) -> None:
     if memory.is_cuda:
         torch.cuda.synchronize(memory.device)
-
-
-def _gathered(group: dist.ProcessGroup, mine: Any) -> list[Any]:
-    found: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, mine, group)
-    return found
 
 
 def _memory(shape: tuple[int, ...]) -> Tensor:

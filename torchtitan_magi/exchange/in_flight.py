@@ -40,7 +40,7 @@ Wait = Callable[[], object]
 
 
 class RowShape(NamedTuple):
-    """Of a K/V row that travels, or of its gradient: a token's K of all heads, then its V."""
+    """The shape of a K/V row that travels, or of its gradient: a token's K of all heads, then its V."""
 
     num_heads: int
     head_dim: int
@@ -48,7 +48,7 @@ class RowShape(NamedTuple):
 
     @classmethod
     def of(cls, k: Tensor, v: Tensor) -> "RowShape":
-        """Of k [.., H, D] and v [.., H, Dv]."""
+        """The shape of rows of k [.., H, D] and v [.., H, Dv]."""
         return cls(k.shape[1], k.shape[2], v.shape[2])
 
     @property
@@ -179,6 +179,16 @@ class RowSums(NamedTuple):
     delta: Tensor
     zeros: tuple[Tensor, ...]
     dlse: Tensor | None = None
+
+
+class LeftGrads(NamedTuple):
+    """What the stages of a backward have left, of which ``RowMover.finish`` makes gradients."""
+
+    dq: Tensor  # [T, Hq, D], as the block attention left it
+    dkv: KeysAndValues  # of at least T rows: sums, or dk and dv in `dtype`, which are changed
+    shape: RowShape  # of k and v
+    softmax_scale: float
+    dtype: torch.dtype  # of the gradients
 
 
 class Unsent(NamedTuple):

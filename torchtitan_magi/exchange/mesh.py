@@ -4,7 +4,7 @@ import itertools
 import logging
 import weakref
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan_magi.exchange.gloo_exit import let_gloo_finish_at_exit
 from torchtitan_magi.exchange.peer_memory import PeerTransport, can_reach_each_other, machine
-from torchtitan_magi.exchange.transport import SINGLE_RANK, ProcessGroupTransport, Transport
+from torchtitan_magi.exchange.transport import SINGLE_RANK, ProcessGroupTransport, Transport, gathered
 from torchtitan_magi.wording import quoted
 
 logger = logging.getLogger(__name__)
@@ -116,7 +116,7 @@ def ranks_per_node(group: dist.ProcessGroup) -> list[int] | None:
     Machines are told apart by themselves, so that any launcher will do. Where the group's ranks go back to a machine
     that they have left, the plan takes all for one, and a warning says so.
     """
-    machines = _machines(group)
+    machines = gathered(machine(), group)
     sizes = [len(list(ranks)) for _, ranks in itertools.groupby(machines)]
     if len(sizes) > len(set(machines)):
         logger.warning(
@@ -125,10 +125,3 @@ def ranks_per_node(group: dist.ProcessGroup) -> list[int] | None:
         )
         return None
     return sizes if len(sizes) > 1 else None
-
-
-def _machines(group: dist.ProcessGroup) -> list[str]:
-    """Of each rank, as they tell it themselves."""
-    machines: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(machines, machine(), group)
-    return machines

@@ -28,7 +28,7 @@ from torchtitan_magi.cuda.driver import CopyAttributes, StreamOperation
 from torchtitan_magi.exchange.hidden_gpus import hidden_gpus_are_reached
 from torchtitan_magi.exchange.in_flight import MAX_PEERS, Arrival, Flag, Piece, Places
 from torchtitan_magi.exchange.pieces import Flow, Parcel
-from torchtitan_magi.exchange.transport import ProcessGroupTransport
+from torchtitan_magi.exchange.transport import ProcessGroupTransport, gathered
 from torchtitan_magi.planning.stage import Exchange
 
 logger = logging.getLogger(__name__)
@@ -73,16 +73,17 @@ class _Copies:
     def issue(self, to: int, stream: int) -> int:
         """Copies to the rows that begin at `to`; returns the driver's status."""
         self.targets[:] = [to + place for place in self.places]
-        calls, count, status = _calls(), len(self.places), 0
-        if count > 1 and calls.copy_many is not None:
-            return int(calls.copy_many(self.targets, self.sources, self.sizes, count, *self.how, stream))
+        copy, copy_many = driver.function("cuMemcpyAsync"), driver.function("cuMemcpyBatchAsync_v2")  # new in CUDA 13
+        count, status = len(self.places), 0
+        if count > 1 and copy_many is not None:
+            return int(copy_many(self.targets, self.sources, self.sizes, count, *self.how, stream))
         for each in zip(self.targets, self.sources, self.sizes, strict=True):
-            status |= calls.copy(*each, stream)
+            status |= copy(*each, stream)
         return status
 
 
 class _Prepared(NamedTuple):
-    """Of a piece what does not change from call to call."""
+    """What of a piece does not change from call to call."""
 
     arriving: Callable[[Arrival], Piece]
     copies: _Copies | None  # None: other ranks write
@@ -142,6 +143,7 @@ class PeerTransport(ProcessGroupTransport):
     def pieces(
         self, shape: tuple[int, ...], dtype: torch.dtype, exchange: Exchange, back: bool
     ) -> tuple[Tensor, list[Piece]] | None:
+        """As ``Transport`` has it; a collective where the memory must grow. None for one of several exchanges."""
         channel = self.channels[back]
         found = self.prepared(shape, dtype, exchange, back, channel.slot)
         if found is None:
@@ -300,6 +302,7 @@ class PeerTransport(ProcessGroupTransport):
         return list(_SymmetricMemory.rendezvous(memory, self.group("cast").group_name).buffer_ptrs)
 
     def close(self) -> None:
+        """As the base class; waits for the device."""
         super().close()
         if self.memory is not None:
             torch.cuda.synchronize(self.device)
@@ -318,19 +321,10 @@ class PeerTransport(ProcessGroupTransport):
             channel.aim(self.rank, [base + 8 * i for base in bases])
 
 
-class _Calls:
-    def __init__(self) -> None:
-        self.operate, self.copy = driver.function("cuStreamBatchMemOp_v2"), driver.function("cuMemcpyAsync")
-        self.copy_many = driver.function("cuMemcpyBatchAsync_v2")  # new in CUDA 13
-
-
-_calls = functools.cache(_Calls)
-
-
 def _operate(stream: int, kind: int, address: int, value: int) -> int:
     """A wait for a word to reach a value, or a write of it, by a stream; returns the driver's status."""
     operation = StreamOperation(kind, address, value)
-    return int(_calls().operate(stream, 1, ctypes.byref(operation), 0))
+    return int(driver.function("cuStreamBatchMemOp_v2")(stream, 1, ctypes.byref(operation), 0))
 
 
 def machine() -> str:
@@ -341,15 +335,13 @@ def machine() -> str:
 def can_reach_each_other(group: dist.ProcessGroup) -> bool:
     """Whether all ranks of an NCCL group sit in one machine, with GPUs that reach each other's memory. A collective."""
     mine = machine(), str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
-    everyone: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, mine, group)
+    everyone = gathered(mine, group)
     if len({its_machine for its_machine, _ in everyone}) > 1:
         return False
     seen = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
     others = {gpu for _, gpu in everyone if gpu != mine[1]}
     access = [torch.cuda.can_device_access_peer(seen[mine[1]], seen[gpu]) for gpu in others & set(seen)]
-    verdicts: list[Any] = [None] * len(everyone)
-    dist.all_gather_object(verdicts, (_has_stream_operations() and all(access), others <= set(seen)), group)
+    verdicts = gathered((_has_stream_operations() and all(access), others <= set(seen)), group)
     reached, sees_all = map(all, zip(*verdicts, strict=True))
     return reached and (sees_all or hidden_gpus_are_reached(group))
 

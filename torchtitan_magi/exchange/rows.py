@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from torchtitan_magi.exchange.in_flight import (
-    KeysAndValues,
+    LeftGrads,
     Piece,
     Places,
     Returned,
@@ -58,21 +58,9 @@ class RowMover(Protocol):
     def round_keys(self, dkv: Tensor, shape: RowShape, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """dk [T, H, D] and dv [T, H, Dv] of dkv [T, width], in `dtype`."""
 
-    def finish(
-        self,
-        returned: Returned,
-        dq: Tensor,
-        dkv: KeysAndValues,
-        shape: RowShape,
-        softmax_scale: float,
-        dtype: torch.dtype,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """In `dtype`: dq as `round` has it, and dk [T, H, D] and dv [T, H, Dv] of the first T rows of dkv with
-        `returned` added to them, as `add` does.
-
-        Args:
-            dkv: sums [rows, width]; or dk [rows, H, D] and dv [rows, H, Dv] in `dtype`, which are changed.
-        """
+    def finish(self, returned: Returned, left: LeftGrads) -> tuple[Tensor, Tensor, Tensor]:
+        """dq as `round` has it, and dk [T, H, D] and dv [T, H, Dv] of the first T rows of dkv with `returned` added to
+        them, as `add` does; all in left.dtype."""
 
 
 class TorchRowMover:
@@ -81,11 +69,13 @@ class TorchRowMover:
     writes_to_places = False
 
     def index(self, exchange: Exchange) -> list[npt.NDArray[np.integer]]:
+        """The rows to send, int64 [S]."""
         return [exchange.send_rows]
 
     def gather(
         self, k: Tensor, v: Tensor, index: list[Tensor], to: Tensor | Places, sums: RowSums | None = None
     ) -> None:
+        """Copies the rows that are sent to a tensor [S, width]; then `sums`."""
         assert isinstance(to, Tensor)
         for part, x in zip(RowShape.of(k, v).split(to), (k, v), strict=True):
             part.copy_(x.index_select(0, index[0]))
@@ -93,6 +83,7 @@ class TorchRowMover:
             self.sum(sums)
 
     def sum(self, sums: RowSums) -> None:
+        """Does what `sums` says."""
         wide = sums.delta.dtype
         torch.sum(sums.out.to(wide) * sums.dout.to(wide), -1, out=sums.delta)
         if sums.dlse is not None:
@@ -101,15 +92,18 @@ class TorchRowMover:
             zero.zero_()
 
     def sink_grads(self, sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
+        """-sum over tokens of exp(sinks - lse) * delta, [Hq] in the dtype of lse, summed in float64."""
         dtype = lse.dtype
         sinks, lse, delta = (x.double() for x in (sinks, lse, delta))  # terms of either sign cancel
         grads = -(torch.exp(sinks - lse.masked_fill(lse == -torch.inf, 0.0)) * delta).sum(0)
         return grads.to(dtype)
 
     def round_to(self, grad: Tensor, piece: Piece) -> None:
+        """Raises AssertionError."""
         raise AssertionError("what torch moves travels by collectives")
 
     def add(self, returned: Returned, grad: Tensor) -> None:
+        """Adds returned rows to grad [T, width], for each token in the order of the ranks."""
         returned.arrival.wait()
         # One rank asks for a row at most once: within one rank no two rows collide, so the sums have a fixed order.
         splits = returned.exchange.send_splits
@@ -117,23 +111,19 @@ class TorchRowMover:
             grad.index_add_(0, rows, values.to(grad.dtype))
 
     def round(self, dq: Tensor, shape: RowShape, softmax_scale: float, out: Tensor) -> None:
+        """dq [T, Hq, D] times the scale, to out."""
         out.copy_(dq * softmax_scale)
 
     def round_keys(self, dkv: Tensor, shape: RowShape, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """dk [T, H, D] and dv [T, H, Dv], contiguous."""
         dk, dv = (
             torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format).copy_(x) for x in shape.split(dkv)
         )
         return dk, dv
 
-    def finish(
-        self,
-        returned: Returned,
-        dq: Tensor,
-        dkv: KeysAndValues,
-        shape: RowShape,
-        softmax_scale: float,
-        dtype: torch.dtype,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def finish(self, returned: Returned, left: LeftGrads) -> tuple[Tensor, Tensor, Tensor]:
+        """dq, dk and dv, as ``RowMover`` has it."""
+        dq, dkv, shape, softmax_scale, dtype = left
         dkv = as_rows(dkv, 0, len(dq)).to(dq.dtype)
         self.add(returned, dkv)
         return (dq * softmax_scale).to(dtype), *self.round_keys(dkv, shape, dtype)

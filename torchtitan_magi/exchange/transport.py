@@ -2,7 +2,7 @@
 
 import weakref
 from datetime import timedelta
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -12,6 +12,13 @@ from torchtitan_magi.exchange.in_flight import Arrival, Piece
 from torchtitan_magi.planning.stage import Exchange
 
 Channel = Literal["cast", "reduce"]
+
+
+def gathered(mine: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """What each rank of a group gives, by rank; None: of all ranks. A collective."""
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, mine, group)
+    return found
 
 
 class Transport(Protocol):
@@ -88,14 +95,16 @@ class ProcessGroupTransport:
     def pieces(
         self, shape: tuple[int, ...], dtype: torch.dtype, exchange: Exchange, back: bool
     ) -> tuple[Tensor, list[Piece]] | None:
-        return None
+        """None: collectives take an exchange whole."""
 
     def all_to_all(self, output: Tensor, input: Tensor, exchange: Exchange, back: bool) -> Arrival:
+        """As ``Transport`` has it, on the channel's communicator."""
         received, sent = map(list, exchange.splits(back))
         group = self.group("reduce" if back else "cast")
         return Arrival(dist.all_to_all_single(output, input, received, sent, group=group, async_op=True).wait)
 
     def all_gather(self, output: Tensor, input: Tensor) -> None:
+        """As ``Transport`` has it."""
         dist.all_gather_into_tensor(output, input, group=self.group("cast"))
 
 
@@ -104,15 +113,14 @@ class SingleRank:
 
     rank, size, way = 0, 1, "nothing"
 
-    def pieces(
-        self, shape: tuple[int, ...], dtype: torch.dtype, exchange: Exchange, back: bool
-    ) -> tuple[Tensor, list[Piece]] | None:
+    def pieces(self, *_: Any, **__: Any) -> Any:
+        """Raises AssertionError: a plan for one rank never communicates."""
         raise AssertionError("a plan for one rank never communicates")
 
-    def all_to_all(self, output: Tensor, input: Tensor, exchange: Exchange, back: bool) -> Arrival:
-        raise AssertionError("a plan for one rank never communicates")
+    all_to_all = pieces
 
     def all_gather(self, output: Tensor, input: Tensor) -> None:
+        """Copies the rank's own."""
         output.copy_(input)
 
 

@@ -13,7 +13,9 @@ import numpy.typing as npt
 FULL, CAUSAL, INV_CAUSAL, BI_CAUSAL = 0, 1, 2, 3
 
 IntArray = npt.NDArray[np.integer]
+Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
 _Array = TypeVar("_Array", bound=npt.NDArray[Any])
 
 
@@ -23,7 +25,7 @@ def frozen(array: _Array) -> _Array:
     return array
 
 
-def first_true(which: npt.NDArray[np.bool_]) -> int | None:
+def first_true(which: Bools) -> int | None:
     """Index of the first that is True; None if none is."""
     return int(which.argmax()) if which.any() else None
 

@@ -13,11 +13,12 @@ a bit field: bit 0 makes the upper bound move with the row, bit 1 the lower boun
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from torchtitan_magi.masks.geometry import (
     CAUSAL,
     FULL,
+    Bools,
+    Int32Array,
     Int64Array,
     IntArray,
     expand,
@@ -32,8 +33,6 @@ from torchtitan_magi.masks.geometry import (
     upper_bound,
 )
 from torchtitan_magi.wording import one_line, quoted
-
-Int32Array = npt.NDArray[np.int32]
 
 MAX_TOKENS = 2**31 - 1  # token numbers are int32 on the device
 FEW_PAIRS = 16  # pairs of slices with common rows, per slice, that are looked at one by one
@@ -205,7 +204,7 @@ def _sorted(table: IntArray) -> IntArray:
     return table[np.lexsort((table[:, 2], table[:, 0]))]
 
 
-def _overlapping_rectangles(table: IntArray) -> npt.NDArray[np.bool_]:
+def _overlapping_rectangles(table: IntArray) -> Bools:
     """Which slices of a table sorted by q_start share part of their q x k bounding rectangle with another one."""
     overlapping = np.zeros(len(table), bool)
     q_start, q_end, k_start, k_end = table[:, :4].T

@@ -132,15 +132,16 @@ class KernelCost:
     wide_queries: float = 1.0
 
     def pair_seconds(self, heads: Heads) -> float:
-        """Of one pair in all query heads."""
+        """Seconds per (query, key) pair, all query heads."""
         factor = 1.0 if not heads.is_wide else self.wide if heads.value_dim > 128 else self.wide_queries
         return heads.num_heads_q * (self.pair + self.pair_dim * heads.mean_dim) * factor
 
     def expansion_seconds(self, heads: Heads) -> float:
-        """What makes K and V of one latent row takes, at the speed of attention's own two products a pair."""
+        """Seconds to make K and V of one latent row, at the speed of attention's own two products a pair."""
         return heads.expansion * self.pair_seconds(heads) / (2 * heads.num_heads_q * heads.mean_dim)
 
     def seconds(self, pairs: FloatArray, rows: FloatArray, heads: Heads) -> FloatArray:
+        """Seconds of a call on each rank, float64 [ranks], by its (query, key) pairs and its rows."""
         of_rows = heads.num_heads_q * (self.row + self.row_dim * heads.mean_dim)
         return self.launch + pairs * self.pair_seconds(heads) + rows * of_rows
 

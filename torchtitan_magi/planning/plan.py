@@ -191,7 +191,7 @@ def make_plan(
         cp_size: number of context-parallel ranks.
         overlap_stages: into how many stages the remote K/V are cut. The first is on its way while a rank attends to
             its own K/V, each next one while the one before is attended to. 0: one attention call over all K/V, which
-            inside a node awaits the remote ones while it runs. -1: chosen by the cost model, see ``stages``.
+            inside a node awaits the remote ones while it runs. -1: chosen by the cost model, see ``choose_stages``.
         heads: shape of the attention layers on one rank. It guides the balance and the choice of stages; the plan holds
             for any.
         gpus_per_node: ranks [0, gpus_per_node) are in one node, and so on; or a list of the ranks of each node. A K/V

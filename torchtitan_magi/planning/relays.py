@@ -38,6 +38,7 @@ class Routes:
 
     @property
     def cp_size(self) -> int:
+        """Number of context-parallel ranks."""
         return len(self.owned)
 
     @property

@@ -27,7 +27,7 @@ def memory_of_rows(work: Workload, heads: Heads, spans: Spans, backward: bool, e
 
 
 def _elements(heads: Heads) -> int:
-    """Of a row."""
+    """Elements of a row that travels."""
     return heads.row_bytes // 2
 
 

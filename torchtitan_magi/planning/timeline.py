@@ -190,6 +190,7 @@ class _Steps:
         return float(self.spans[i][1] - self.spans[i][0])
 
     def travels(self, i: int) -> bool:
+        """Whether stage i brings any remote K/V."""
         return self.spans[i][0] < self.spans[i][1]
 
     def cast(self, i: int) -> FloatArray | None:

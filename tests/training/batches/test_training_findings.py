@@ -17,7 +17,7 @@ from torchtitan_magi.data.inspection import judgement
 from torchtitan_magi.data.records.corpus import Corpus
 from torchtitan_magi.data.records.formats import parse_document, parse_pair
 from torchtitan_magi.data.tokens.chat import CHATML_TEMPLATE, PLAIN_TEMPLATE
-from torchtitan_magi.training.batches.first_look import check_findings
+from torchtitan_magi.training.batches.findings import check_findings
 
 BLANK_END = """\
 {%- for turn in messages -%}

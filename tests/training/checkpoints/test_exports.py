@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from torchtitan_magi.models.model_config import Experts, ModelConfig, Rope, read_model_config
-from torchtitan_magi.training.checkpoints.export import add_config, export, read_files
-from torchtitan_magi.training.checkpoints.exported_files import exported_files
+from torchtitan_magi.training.checkpoints.export import add_config, export, exported_files, read_files
 
 
 def test_an_export_of_more_than_weights_is_refused_before_the_first_step():

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from support.hf_models import KINDS, make_hf_folder
 
 from torchtitan_magi.models.model_config import read_model_config
-from torchtitan_magi.training.checkpoints.hf_layouts import WeightsReader
+from torchtitan_magi.training.checkpoints.hf_reader import WeightsReader
 from torchtitan_magi.training.checkpoints.hf_weights import INDEX, check_weights, shard_numbers, tensor_shapes
 
 

@@ -45,7 +45,7 @@ def report_pairs(report):
         if policy.requires_grad:
             report("pairs", seen[-1], policy.tolist(), reference.tolist())
 
-    watch(dpo.PairReader, "read", lambda batch, *_: seen.append(batch.pair_ids.tolist()))
+    watch(dpo, "read_pairs", lambda batch, *_: seen.append(batch.pair_ids.tolist()))
     watch(dpo, "preference_losses", report_losses)
 
 

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from torchtitan_magi.backends.ffa.records import L2_SIZE, Field, Words, as_items, early_first, longest_first, radix_sort
-from torchtitan_magi.backends.ffa.segments import FAR, Bools, Int32Array, Int64Array, SegmentRuns, is_new, starts_of
+from torchtitan_magi.backends.ffa.segments import FAR, SegmentRuns, is_new, starts_of
 from torchtitan_magi.backends.interface import StageMask
+from torchtitan_magi.masks.geometry import Bools, Int32Array, Int64Array
 from torchtitan_magi.tiles import BACKWARD_ROWS, KEYS, NUM_SMS, stay_whole
 
 # Sizes of chunks, in query blocks x groups of heads. Below 8 the prologue costs more than it gains, above 256 what the

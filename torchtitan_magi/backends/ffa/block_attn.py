@@ -38,6 +38,7 @@ class FfaBlockAttn:
         ffa.check_supported(head_dim, dtype, value_dim)
 
     def row_mover(self) -> CudaRowMover:
+        """Our own kernels."""
         return CudaRowMover()
 
     def __init__(self, device: torch.device | str = "cuda", deterministic: bool = False) -> None:
@@ -294,6 +295,7 @@ class FfaBlockAttn:
         )
 
     def marks(self, mask: DeviceLists, k: Tensor, v: Tensor) -> Tensor | None:
+        """Two marks for each pack of heads of a query block; None where dq starts from zeros."""
         s, b = mask.sizes, mask.sizes.backward
         if not b.begins_queries or ffa.has_wide_values(ffa.padded_dims(k.shape[2], v.shape[2])):
             return None
@@ -305,6 +307,7 @@ class FfaBlockAttn:
         return mask.sizes.backward.is_split
 
     def key_sums(self, mask: DeviceLists, k: Tensor, v: Tensor, spare: Tensor) -> Tensor | None:
+        """Memory for sums of dk and dv, float32 [Tk, width], in `spare` if they fit; None where tiles stay whole."""
         if not self.adds_keys(mask):
             return None
         shape = k.shape[0], RowShape.of(k, v).width

@@ -10,8 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from torchtitan_magi.backends.ffa.records import L2_SIZE, Field, Words, as_items, early_first, longest_first
-from torchtitan_magi.backends.ffa.segments import Int32Array, Int64Array, SegmentRuns, starts_of
+from torchtitan_magi.backends.ffa.segments import SegmentRuns, starts_of
 from torchtitan_magi.backends.interface import StageMask
+from torchtitan_magi.masks.geometry import Int32Array, Int64Array
 from torchtitan_magi.tiles import KEYS, MAX_CUT, NUM_SMS, ROWS, forward_heads_per_tile, largest_divisor, tile_cost
 
 KEY_BYTES = 512  # at least: k and v of one token and one head, 128 columns

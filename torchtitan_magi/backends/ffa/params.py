@@ -24,18 +24,25 @@ def check_count(what: str, count: int, limit: int = MAX_COUNT) -> None:
 # ------------------------------------------------------------ parameters
 # Field by field the structs of the same names in the .cu files.
 class Schedule(ctypes.Structure):
+    """The order of work items, see kernels/ffa_layout.cuh."""
+
     _fields_ = [(name, ctypes.c_int) for name in ("num_early", "num_tiles", "num_tail", "num_heads", "heads_per_wave")]
 
     @property
     def num_items(self) -> int:
+        """Work items of all heads."""
         return (self.num_early + self.num_tiles + self.num_tail) * self.num_heads
 
 
 class LateKeys(ctypes.Structure):
+    """Keys from `first` on, there once the word at `arrived` has reached `number`."""
+
     _fields_ = [("arrived", ctypes.c_void_p), *((name, ctypes.c_int) for name in ("number", "first"))]
 
 
 class ForwardParams(ctypes.Structure):
+    """What a launch of kernels/ffa_forward.cu takes beside its tensor maps."""
+
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("lse", "items", "segments", "bands", "counter", "parts")),
         ("schedule", Schedule),
@@ -49,6 +56,8 @@ class ForwardParams(ctypes.Structure):
 
 
 class BackwardParams(ctypes.Structure):
+    """What a launch of kernels/ffa_backward.cu takes beside its tensor maps."""
+
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("dk", "dv", "lse", "delta", "items", "segments", "bands")),
         *((name, ctypes.c_void_p) for name in ("components", "semaphores", "marks", "part_semaphores", "counter")),

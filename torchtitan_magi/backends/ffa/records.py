@@ -4,10 +4,10 @@ A record is 12 words (int32): a work item, then a segment. A further segment of 
 """
 
 import numpy as np
-import numpy.typing as npt
 
 from torchtitan_magi.backends.ffa.params import check_count
-from torchtitan_magi.backends.ffa.segments import Int32Array, Int64Array, is_new, starts_of
+from torchtitan_magi.backends.ffa.segments import is_new, starts_of
+from torchtitan_magi.masks.geometry import Bools, Int32Array, Int64Array
 
 L2_SIZE = 32 << 20  # bytes of the L2 cache that one wave of heads may claim; an H200 has 50 MiB
 
@@ -59,9 +59,7 @@ def radix_sort(key: Int64Array) -> Int64Array:
     return key.astype(np.min_scalar_type(key.max(initial=0))).argsort(kind="stable")  # up to 16 bits: a radix sort
 
 
-def early_first(
-    order: Int64Array, num_blocks: Int64Array, waits: npt.NDArray[np.bool_], enough: float
-) -> tuple[Int64Array, int]:
+def early_first(order: Int64Array, num_blocks: Int64Array, waits: Bools, enough: float) -> tuple[Int64Array, int]:
     """Moves to the front of `order` [n] items that do not wait, until they have `enough` blocks.
 
     Items without blocks are not moved.
@@ -89,6 +87,11 @@ class Words:
         return start
 
     def packed(self) -> Int32Array:
+        """All arrays as one, int32 [n], n a multiple of 4.
+
+        Raises:
+            ValueError: more words than the kernels count.
+        """
         check_count("words of the work lists", self.size)
         words = np.empty(self.size, np.int32)
         for start, array, order in self.arrays:

@@ -17,7 +17,7 @@ from torchtitan_magi.backends.ffa.params import check_count, has_wide_values, pa
 from torchtitan_magi.cuda import launch
 from torchtitan_magi.exchange.in_flight import (
     MAX_PEERS,
-    KeysAndValues,
+    LeftGrads,
     Piece,
     Places,
     Returned,
@@ -205,23 +205,15 @@ class CudaRowMover:
         rounding()
         return dk, dv
 
-    def finish(
-        self,
-        returned: Returned,
-        dq: Tensor,
-        dkv: KeysAndValues,
-        shape: RowShape,
-        softmax_scale: float,
-        dtype: torch.dtype,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """In `dtype`: dq [T, Hq, D] as `round` has it, and dk [T, H, D] and dv [T, H, Dv] of the first T rows of dkv
-        with `returned` added to them, as soon as it is there. What is unsent is sent before.
+    def finish(self, returned: Returned, left: LeftGrads) -> tuple[Tensor, Tensor, Tensor]:
+        """dq [T, Hq, D] as `round` has it, and dk [T, H, D] and dv [T, H, Dv] of the first T rows of dkv, all in
+        left.dtype; `returned` is added to dk and dv as soon as it is there. What is unsent is sent before.
 
         Args:
-            dkv: sums [.., width] in fp32; or, rounded already, dk [.., H, D] and dv [.., H, Dv] in `dtype`, whose first
-                T rows are changed and returned. Contiguous, as dq (fp32); D and Dv are multiples of 8. Sums are per
-                token in rank order.
+            left: dq and sums in fp32; dk and dv that are rounded already are changed and returned. Contiguous; D and Dv
+                are multiples of 8. Sums are per token in rank order.
         """
+        dq, dkv, shape, softmax_scale, dtype = left
         num_tokens, is_rounded = dq.shape[0], isinstance(dkv, tuple)
         assert dq.is_contiguous()
         dq_to = dq.new_empty(dq.shape, dtype=dtype)

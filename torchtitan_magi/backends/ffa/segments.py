@@ -11,16 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
+from torchtitan_magi.masks.geometry import Bools, Int64Array
 from torchtitan_magi.tiles import KEYS
 
 FAR = 1 << 30  # beyond every key and every row
-
-Int32Array = npt.NDArray[np.int32]
-Int64Array = npt.NDArray[np.int64]
-Bools = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True)

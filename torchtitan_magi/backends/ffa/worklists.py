@@ -23,8 +23,9 @@ from torchtitan_magi.backends.ffa.forward_lists import ForwardSizes, forward_lis
 from torchtitan_magi.backends.ffa.params import check_count
 from torchtitan_magi.backends.ffa.records import Words
 from torchtitan_magi.backends.ffa.row_kernels import write_bands
-from torchtitan_magi.backends.ffa.segments import FAR, Int32Array, tile_segments
+from torchtitan_magi.backends.ffa.segments import FAR, tile_segments
 from torchtitan_magi.backends.interface import StageMask
+from torchtitan_magi.masks.geometry import Int32Array
 from torchtitan_magi.tiles import BACKWARD_ROWS, KEYS, ROWS, forward_heads_per_tile
 
 
@@ -58,6 +59,7 @@ class DeviceLists:
         return self.bands.nbytes
 
     def pointer(self, offset: int) -> int:
+        """Address of the word at `offset`."""
         return self.words.data_ptr() + 4 * offset
 
 

@@ -51,7 +51,7 @@ class WorkProfile:
         return work[i] + rows * keys[i] + slope[i] * (rows * (rows - 1) // 2)
 
     def below_each(self, row: Int64Array | int) -> Int64Array:
-        """The same for an array of rows."""
+        """``below`` for an array of rows."""
         i = self.edge_of(row)
         rows = row - self.edges[i]
         return self.work[i] + rows * self.keys[i] + self.slope[i] * (rows * (rows - 1) // 2)
@@ -61,7 +61,7 @@ class WorkProfile:
         return bisect.bisect_right(self._lists[0], row) - 1
 
     def edge_of(self, row: Int64Array | int) -> Int64Array:
-        """The same for an array of rows."""
+        """``edge`` for an array of rows."""
         return self.edges.searchsorted(row, side="right") - 1
 
     def last_row(self, end: Int64Array, edge: Int64Array) -> tuple[Int64Array, Int64Array]:
@@ -86,7 +86,7 @@ class WorkProfile:
         return pairs + pairs * self.rows_wasted // (end - start)
 
     def of_each(self, start: Int64Array, end: Int64Array | int) -> Int64Array:
-        """The same for arrays of stretches; those that are empty cost nothing."""
+        """``of`` for arrays of stretches; those that are empty cost nothing."""
         return self.with_tiles(self.below_each(end) - self.below_each(start), end - start)
 
     def with_tiles(self, pairs: Int64Array, rows: Int64Array | int) -> Int64Array:
