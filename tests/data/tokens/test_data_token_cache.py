@@ -141,22 +141,22 @@ def test_a_warm_cache_may_be_read_only(folder, tokenizer, cache):
 
 READER = """
 import sys
-sys.path[:0] = sys.argv[1:3]
 from pathlib import Path
+folder, cache, seconds, *sys.path[:0] = sys.argv[1:]
 from support.streams import small_blocks
 from support.corpus import chat_tokenizer
 from support.kept_tokens import dataset, flats
+from support.odd_tokenizers import Slow
 small_blocks(20_000)
-folder = Path(sys.argv[3])
-packs = dataset(folder, chat_tokenizer(folder), Path(sys.argv[4]))
+packs = dataset(Path(folder), Slow(chat_tokenizer(folder), float(seconds)), Path(cache))
 print("begin", flush=True)
 print(hash(str(flats(packs))))
 """
 
 
-def reader(folder, cache):
-    here = Path(__file__).parent
-    command = [sys.executable, "-c", READER, here.parents[1], here.parents[2], folder, cache]
+def reader(folder, cache, seconds=0):
+    """A process that reads all packs; its tokenizer sleeps for so long."""
+    command = [sys.executable, "-c", READER, folder, cache, str(seconds), *filter(None, sys.path)]
     environment = os.environ | {"PYTHONHASHSEED": "0"}
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
 
@@ -230,10 +230,8 @@ def test_a_lock_that_is_a_link_is_refused_and_its_target_left_alone(folder, toke
 
 
 def test_a_writer_ends_with_its_reader(folder, tokenizer, cache):
-    script = READER.replace("tests.chat_tokenizer(folder)", "tests.Slow(tests.chat_tokenizer(folder), 1000)")
-    here = Path(__file__).parent
-    job = subprocess.Popen([sys.executable, "-c", script, here, here.parents[1], folder, cache], stdout=subprocess.PIPE)
-    assert job.stdout.readline() == b"begin\n"
+    job = reader(folder, cache, seconds=1000)
+    assert job.stdout.readline() == "begin\n"
     wait_for(lambda: children_of(job.pid) and children_of(children_of(job.pid)[0]))
     (writer,) = children_of(job.pid)
     workers = children_of(writer)
