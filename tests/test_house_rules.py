@@ -31,17 +31,26 @@ MAY_IMPORT = {
     "data.inspection": "data.guard data.records data.tokens data.packs",
     "cuda": "tiles files",
     "planning": "tiles files masks",
-    "exchange": "cuda planning",
+    "exchange": "masks cuda planning",
     "backends": "tiles masks cuda planning exchange",
     "attention": "tiles products masks cuda planning exchange backends",
     "sizing": "tiles files masks planning exchange losses models data",
-    "training": "tiles files masks data losses models cuda planning exchange backends attention sizing",
+    "training.settings.options": "",
+    "training.process": "files models exchange",
+    "training.experts": "training.process",
+    "training.batches": "files data losses masks models planning exchange backends attention "
+    "training.settings.options training.process",
+    "training.objectives": "files losses models training.settings.options training.process training.experts "
+    "training.batches",
+    "training.checkpoints": "files data models training.settings.options training.process",
+    "training.settings": "files models planning training.process training.checkpoints",
+    "training": "models exchange sizing",
     "titan": "tiles masks data losses models cuda planning exchange backends attention training",
     "calibrate": "tiles masks cuda planning exchange backends attention",
     "report": "sizing",
     "launch": "",
     "train": "titan",
-    "verify": "training",
+    "verify": "training.checkpoints",
     "__init__": "masks planning attention",
 }
 
@@ -89,6 +98,17 @@ def test_dependencies_run_one_way(row):
 
 def test_every_file_belongs_to_a_row():
     assert {row_of_file(path) for path in PACKAGE.rglob("*.py")} == MAY_IMPORT.keys()
+
+
+def test_the_most_specific_row_counts():
+    rows = {
+        "data.guard.apart": "data.guard",
+        "data.Corpus": "data",
+        "data.packs.sft": "data.packs",
+        "__init__": "__init__",
+    }
+    assert {name: row_of(f"torchtitan_magi.{name}") for name in rows} == rows
+    assert {"data.guard", "data.records"} < own_imports(PACKAGE / "data" / "tokens" / "token_cache.py") - {"data"}
 
 
 def test_only_titan_imports_torchtitan():

@@ -223,7 +223,7 @@ class Waiting:
         self.what, self.since, self.told = what, time.monotonic(), False
 
     def note(self, maker: object) -> None:
-        """Still waiting."""
+        """Logs, once, that the wait is long. maker: who makes it, as it is to be named."""
         if not self.told and time.monotonic() - self.since > PATIENCE:
             self.told = True
             logger.warning(

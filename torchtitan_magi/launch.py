@@ -6,6 +6,10 @@ It does what ``torchrun -m torchtitan_magi.train`` does on this machine, and say
 several machines call torchrun.
 """
 
+# It imports nothing of the package, which imports torch: scripts/train.sh runs this file by its path, so that a torch
+# that cannot be imported ends in one line, too. Of texts of ranks it keeps the first line, and of that both ends, where
+# `wording` joins the lines and keeps the beginning.
+
 import contextlib
 import math
 import os
@@ -57,7 +61,7 @@ def num_processes(config: dict[str, Any], arguments: list[str], num_gpus: int) -
 
 
 def check_hooks(config: dict[str, Any], arguments: list[str]) -> None:
-    """A [magi] section needs the two lines that make torchtitan load us.
+    """Checks that a [magi] section comes with the two lines that make torchtitan load us.
 
     Raises:
         ValueError: one is missing; names it.
@@ -80,7 +84,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def check_file(config: dict[str, Any]) -> None:
-    """What is read here before torchtitan reads it.
+    """Checks the sections that are read here before torchtitan reads them.
 
     Raises:
         ValueError: a section is none; names it.
@@ -133,6 +137,7 @@ def importing() -> Iterator[None]:
 
 
 def count_gpus() -> int:
+    """The GPUs that torch sees here."""
     with importing():
         import torch
 
@@ -163,7 +168,7 @@ def launch(options: list[str]) -> None:
 
 
 def main() -> None:
-    """Ends with one line, whatever happens."""
+    """Starts the run; ends with one line, whatever happens."""
     try:
         start()
     except KeyboardInterrupt:
@@ -171,6 +176,7 @@ def main() -> None:
 
 
 def start() -> None:
+    """Reads the file and the command line, and launches. Ends the process with one line where they are wrong."""
     if sys.argv[1:] in (["-h"], ["--help"]):
         print(__doc__.strip())
         return

@@ -2,17 +2,17 @@ import gc
 import threading
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 import torch.autograd.forward_ad as fwad
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.cp_case import Case, check, documents, extras, inputs, of_slices, run_case
+from support.cp_case import check, documents, extras, inputs, of_slices, run_case
 from support.dense import assert_within_budget, dense_attention, dense_with_grads
+from support.errors import one_line
 from support.loopback import Loopback
-from support.masks import dense_mask, document_lengths, shared_prompt_mask, slice_lists, square_slice_lists
+from support.masks import dense_mask, document_lengths, slice_lists, square_slice_lists
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -68,12 +68,6 @@ def test_any_slices_over_ranks(total_and_slices, cp_size, heads, tile, stages, s
         check(case, run_on_loopback(case, cp_size))
 
 
-def test_shared_prompt_pairs_over_ranks():
-    lengths = np.array([[100, 30, 61], [7, 90, 12], [0, 20, 33]])
-    case = Case(magi.shared_prompt(lengths), torch.from_numpy(shared_prompt_mask(lengths)), stages=3)
-    check(case, run_on_loopback(case, 4))
-
-
 @given(st.integers(1, 40), st.integers(0, 40), st.sampled_from([7, 512]), st.data())
 @settings(max_examples=60)
 def test_flex_flash_attn_on_one_device(num_q, num_k, tile, data):
@@ -113,16 +107,6 @@ def test_layers_of_several_masks_after_one_dispatch(cp_size):
     want = dense_attention(q, k, first[:, ::2], dense[1], 6**-0.5, 3.0, sinks)
     for result in results:
         torch.testing.assert_close(result, want, rtol=1e-10, atol=1e-11)
-
-
-def test_wide_values_and_keys_travel_with_their_own_widths():
-    case = documents([60, 5, 130, 61], heads=(4, 2), head_dim=12, value_dim=8, stages=2, sinks=True)
-    check(case, run_on_loopback(case, 4))
-
-
-def test_low_precision_stays_within_the_budget():
-    case = documents([60, 5, 130, 61], heads=(8, 2), head_dim=32, stages=2, dtype=torch.bfloat16)
-    check(case, run_on_loopback(case, 4))
 
 
 class LargestResult(TorchDispatchMode):
@@ -412,12 +396,10 @@ def test_ops_keep_their_promises_to_compilers():
         (lambda x, plan: magi.flex_flash_attn(x, x, x, AttnSlices([[0, 9, 0, 1, 0]])), "q has 8 rows"),
         (lambda x, plan: magi.flex_flash_attn(x, x, x, AttnSlices([[0, 1, 0, 9, 0]])), "k has 8 rows"),
         (lambda x, plan: magi.flex_flash_attn(x, x, x, [[0, 1, 0, 1, 0]]), "slices are a list; give AttnSlices"),
-        (lambda x, plan: magi.make_plan([[0, 1, 0, 1, 0]], 8, 1), "slices are a list; give AttnSlices"),
         (lambda x, plan: magi.make_plan(torch.tensor([0, 8]), 8, 1), "slices are a Tensor; give AttnSlices"),
         (lambda x, plan: magi.make_plan(plan.slices, 8, 1, heads=(4, 4, 8)), r"heads is \(4, 4, 8\) .*; give Heads"),
         (lambda x, plan: magi.make_plan(plan.slices, 8, 1, heads=[4, 4, 8]), r"heads is \[4, 4, 8\] .*; give Heads"),
         (lambda x, plan: magi.make_plan(plan.slices, 8, 1, cost=None), "cost None; give .* a CostModel"),
-        (lambda x, plan: magi.make_plan(plan.slices, 8, 1, 17), "overlap_stages is 17; .*at most 16"),
         (
             lambda x, plan: magi.cp_varlen_attn(x, x, x, plan.slices),
             "plan is of type AttnSlices; make one with make_plan",
@@ -442,10 +424,7 @@ def test_ops_keep_their_promises_to_compilers():
         (lambda x, plan: magi.cp_varlen_attn(x, None, x, plan), "k is of type NoneType; give a torch.Tensor"),
         (lambda x, plan: magi.flex_flash_attn(x, x, x.tolist(), plan.slices), "v is of type list; give a torch.Tensor"),
         (lambda x, plan: magi.cp_varlen_attn(x, x, x, plan, sinks=0.0), "sinks is of type float; give a torch.Tensor"),
-        (
-            lambda x, plan: magi.cp_varlen_attn(x.to_sparse(), x, x, plan),
-            "q is a torch.sparse_coo tensor; give",
-        ),
+        (lambda x, plan: magi.cp_varlen_attn(x.to_sparse(), x, x, plan), "q is a torch.sparse_coo tensor; give"),
         (
             lambda x, plan: magi.flex_flash_attn(x, torch.nested.nested_tensor([x[0]]), x, plan.slices),
             "k is a nested tensor; give a dense",
@@ -455,15 +434,9 @@ def test_ops_keep_their_promises_to_compilers():
             lambda x, plan: magi.cp_varlen_attn(x, x, x, plan, sinks=x[0, 0, :4].to("meta")),
             "q, k, v, sinks are on cpu, cpu, cpu, meta; move them",
         ),
-        (
-            lambda x, plan: magi.flex_flash_attn(*[x.to(torch.float8_e5m2)] * 3, plan.slices),
-            "float8_e5m2; .* 16 bits",
-        ),
+        (lambda x, plan: magi.flex_flash_attn(*[x.to(torch.float8_e5m2)] * 3, plan.slices), "float8_e5m2; .* 16 bits"),
         (lambda x, plan: magi.cp_varlen_attn(x, x, x, plan, backend=["flex"]), r"backend is \['flex'\]; use one of"),
-        (
-            lambda x, plan: magi.cp_varlen_attn(x, x, x, plan, deterministic="yes"),
-            "deterministic is 'yes'; use True",
-        ),
+        (lambda x, plan: magi.cp_varlen_attn(x, x, x, plan, deterministic="yes"), "deterministic is 'yes'; use True"),
         (lambda x, plan: magi.cp_varlen_attn(x, x, x, plan, fp32_reduce=[]), r"fp32_reduce is \[\]; use True or False"),
         (lambda x, plan: magi.dispatch(x.numpy(), plan, None), "x is of type ndarray; give a torch.Tensor"),
         (lambda x, plan: magi.undispatch([1.0] * 8, plan, None), "x_local is of type list; give a torch.Tensor"),
@@ -471,10 +444,7 @@ def test_ops_keep_their_promises_to_compilers():
         (lambda x, plan: magi.dispatch(x, plan.slices, None), "plan is of type AttnSlices; make one with make_plan"),
         (lambda x, plan: magi.undispatch(x, None, None), "plan is of type NoneType; make one with make_plan"),
         (lambda x, plan: magi.dispatch(x, plan, None, "a"), "pad_value is 'a'; give a number that x, of torch.float32"),
-        (
-            lambda x, plan: magi.dispatch(x.int(), plan, None, 0.5),
-            "pad_value is 0.5; give a number that x, of",
-        ),
+        (lambda x, plan: magi.dispatch(x.int(), plan, None, 0.5), "pad_value is 0.5; give a number that x, of"),
         (lambda x, plan: magi.dispatch(x.byte(), plan, None, -100), "pad_value is -100; .* of torch.uint8, can hold"),
         (lambda x, plan: magi.flex_flash_attn(x, x, x[..., :0], plan.slices), r"\(8, 4, 0\).* D above 0"),
         (lambda x, plan: magi.flex_flash_attn(x, x[..., :4], x, plan.slices), r"\(8, 4, 4\)"),
@@ -490,6 +460,5 @@ def test_ops_keep_their_promises_to_compilers():
 )
 def test_misuse_is_one_line_that_names_the_value(call, message):
     plan = magi.make_plan(magi.varlen_causal([0, 8]), 8, 1)
-    with pytest.raises(ValueError, match=message) as error:
+    with one_line(message):
         call(torch.randn(8, 4, 8), plan)
-    assert "\n" not in str(error.value)

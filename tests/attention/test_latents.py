@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from support.gpus import needs_hopper, needs_two_gpus
 from support.loopback import Loopback
 from support.masks import dense_mask
 from support.pool import RankPool
@@ -137,10 +138,9 @@ def check_on_gpu(found):
 
 
 @pytest.mark.gpu
+@needs_hopper
 @pytest.mark.parametrize(("nodes", "stages"), [(2, -1), (1, 3), ([3, 1], 2)])
 def test_kernels_take_latent_rows(nodes, stages):
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs a Hopper GPU")
     plan = planned(stages, ON_GPU, nodes)
     assert plan.heads.latent
     ranks = Loopback(4)
@@ -155,12 +155,8 @@ def over_nccl(stages):
 
 
 @pytest.mark.gpu
+@needs_two_gpus
 @pytest.mark.parametrize("stages", [-1, 3])
 def test_two_gpus_exchange_latent_rows(stages):
-    if torch.cuda.device_count() < 2:
-        pytest.skip(f"needs two GPUs, there are {torch.cuda.device_count()}")
-    pool = RankPool(2, "cuda")
-    try:
+    with RankPool(2, "cuda") as pool:
         check_on_gpu(pool.run(over_nccl, stages))
-    finally:
-        pool.close()

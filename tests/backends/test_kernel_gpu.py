@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from support import runs  # noqa: F401  # puts benchmarks/ on the path
+from support.gpus import needs_hopper
 
 from check_kernel import named_cases, on_gpu, random_case, run_case  # isort: skip
 
@@ -14,8 +16,7 @@ from torchtitan_magi import AttnSlices, flex_flash_attn, sliding_window, varlen_
 from torchtitan_magi.backends.ffa.block_attn import FfaBlockAttn
 from torchtitan_magi.backends.interface import StageInputs, StageMask
 
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU (sm_90)")]
+pytestmark = [pytest.mark.gpu, needs_hopper]
 
 
 @pytest.fixture(autouse=True)

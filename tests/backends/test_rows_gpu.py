@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from support.gpus import needs_hopper
 
 from torchtitan_magi import AttnSlices, shared_prompt, sliding_window, varlen_causal
 from torchtitan_magi.backends.ffa.row_kernels import CudaRowMover, write_bands
@@ -22,8 +23,7 @@ from torchtitan_magi.exchange.in_flight import (
     Unsent,
 )
 
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU (sm_90)")]
+pytestmark = [pytest.mark.gpu, needs_hopper]
 TOKENS, HEADS, DIM = 3000, 8, 128
 SHAPE = RowShape(HEADS, DIM, DIM)
 ROW = SHAPE.width

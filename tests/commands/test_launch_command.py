@@ -1,4 +1,5 @@
-import json
+"""torchtitan_magi.launch: as many processes as degrees ask for, one line of what went wrong; the Python of set-up."""
+
 import os
 import re
 import shutil
@@ -11,12 +12,12 @@ from unittest import mock
 import packaging
 import pytest
 import torch.distributed.run
+from support.processes import python
+from support.runs import ROOT
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-ROOT = Path(__file__).resolve().parents[2]
-
-from torchtitan_magi.launch import check_hooks, in_one_line, launch, main, num_processes, overridden, read, reason  # noqa: E402
+from torchtitan_magi.launch import check_hooks, in_one_line, launch, main, num_processes, overridden, read
 
 HOOKED = {"magi": {}, "job": {"custom_config_module": "x"}, "experimental": {"custom_import": "x"}}
 
@@ -80,11 +81,13 @@ def test_a_magi_section_without_a_hook_is_refused_by_name(section, name):
     check_hooks({**HOOKED, section: {}}, [f"--{section}.{name}=x"])
 
 
-def failed_launch(*arguments, path=""):
+BY_PATH = ("-P", ROOT / "torchtitan_magi" / "launch.py")
+
+
+def failed_launch(*arguments, path="", program=BY_PATH):
     """What a launch that fails says, by lines, with a folder put before all others where Python looks for modules."""
-    command = [sys.executable, "-P", ROOT / "torchtitan_magi" / "launch.py", *arguments]
-    environment = os.environ | {"PYTHONPATH": f"{path}{os.pathsep}{ROOT}".lstrip(os.pathsep)}
-    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
+    paths = f"{path}{os.pathsep}{ROOT}".lstrip(os.pathsep)
+    result = python(*program, *arguments, PYTHONPATH=paths)
     assert result.returncode == 1
     return result.stderr.strip().splitlines()
 
@@ -111,8 +114,9 @@ def test_a_file_that_cannot_run_ends_in_one_line(tmp_path, text, message):
     assert not any("Traceback" in line for line in lines)
 
 
-def test_no_argument_ends_in_one_line():
-    (line,) = failed_launch()
+@pytest.mark.parametrize("program", [BY_PATH, ("-m", "torchtitan_magi.launch")])
+def test_no_argument_ends_in_one_line(program):
+    (line,) = failed_launch(program=program)
     assert line.startswith("no TOML file; use launch.py CONFIG.toml")
 
 
@@ -160,6 +164,7 @@ NO_REASON = "a rank failed and could not write why: its error file is empty or b
 @pytest.mark.parametrize(
     ("content", "line"),
     [
+        (None, "rank 0 failed: exit code 1"),
         ("", NO_REASON),
         ("\x00", NO_REASON),
         ("[]", NO_REASON),
@@ -170,13 +175,15 @@ NO_REASON = "a rank failed and could not write why: its error file is empty or b
         ('{"message": {"extraInfo": {"timestamp": "1"}}}', "rank 0 failed: exit code 1"),
         ('{"message": {"message": {"a": 3}, "extraInfo": {"timestamp": "1"}}}', NO_REASON),
         ('{"message": "why"}', "rank 0 failed: why"),
+        ('{"message": {"message": "why", "extraInfo": {"timestamp": "1", "py_callstack": ""}}}', "rank 0 failed: why"),
     ],
 )
 def test_an_error_file_of_any_shape_is_one_line(tmp_path, content, line):
     def run(_):
         raise ChildFailedError("rank", {0: ProcessFailure(0, 1, 1, str(tmp_path / "error.json"))})
 
-    (tmp_path / "error.json").write_text(content)
+    if content is not None:
+        (tmp_path / "error.json").write_text(content)
     with mock.patch.object(torch.distributed.run, "run", run), pytest.raises(SystemExit) as caught:
         launch(["--standalone", "script.py"])
     assert re.fullmatch(line, caught.value.code)
@@ -259,18 +266,6 @@ def test_set_up_uses_the_torchtitan_that_is_named(tmp_path):
         r"python3 has torchtitan 0\.2\.2 in \S+, but torchtitan==0\.3\.\* is needed; using \.venv-0\.3", *lines
     )
     assert set_up(tmp_path / "unknown", titan="0.4") == (1, "", ["TITAN is 0.4; use 0.2.2 or 0.3"])
-
-
-@pytest.mark.parametrize(
-    ("exitcode", "recorded", "said"),
-    [(-9, None, r"Signal 9 \(SIGKILL\) .*"), (2, None, "exit code 2"), (1, "why", "why")],
-)
-def test_how_a_process_ended(tmp_path, exitcode, recorded, said):
-    if recorded:
-        message = {"message": recorded, "extraInfo": {"timestamp": "1", "py_callstack": ""}}
-        (tmp_path / "error.json").write_text(json.dumps({"message": message}))
-    failure = ProcessFailure(0, 1, exitcode, str(tmp_path / "error.json"))
-    assert re.fullmatch(said, reason(failure))
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from support.processes import run
+from support.runs import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "scripts" / "slurm.sh"
 COMMANDS = {
     "scontrol": '[[ "$*" == "show hostnames node[3-4]" ]] && printf "node3\\nnode4\\n"',
@@ -25,10 +26,7 @@ def submitted(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
     for name, text in COMMANDS.items():
         (folder / name).write_text(f"#!/usr/bin/env bash\n{text}\n")
         (folder / name).chmod(0o755)
-    environment = os.environ | JOB | {"PATH": f"{folder}:{os.environ['PATH']}"}
-    return subprocess.run(
-        [SCRIPT, *arguments], cwd=folder, env=environment, capture_output=True, text=True, check=False
-    )
+    return run(SCRIPT, *arguments, cwd=folder, **JOB, PATH=f"{folder}:{os.environ['PATH']}")
 
 
 def test_each_node_starts_its_ranks_and_meets_the_others_at_the_first(tmp_path):
@@ -62,5 +60,5 @@ def test_a_job_without_a_file_ends_with_the_remedy(tmp_path):
 
 @pytest.mark.parametrize("script", sorted((ROOT / "scripts").glob("*.sh")), ids=lambda path: path.name)
 def test_bash_can_parse_each_script(script):
-    ended = subprocess.run(["bash", "-n", script], capture_output=True, text=True)
+    ended = run("bash", "-n", script)
     assert ended.returncode == 0, ended.stderr

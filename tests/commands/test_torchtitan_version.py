@@ -1,12 +1,11 @@
 """Another torchtitan than the adapter's, or none, is one line with the remedy."""
 
 import os
-import subprocess
-import sys
 
 import pytest
+from support.processes import python
+from support.runs import ROOT
 
-ROOT = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
 METADATA = "Metadata-Version: 2.1\nName: torchtitan\nVersion: 0.4.0\n"
 HIDDEN = """
 from importlib import metadata
@@ -30,9 +29,7 @@ def said(folder, file, *arguments):
     """What Python prints with these arguments before it fails, with the case's file in the folder."""
     (folder / file).parent.mkdir(exist_ok=True)
     (folder / file).write_text(CASES[file][0])
-    environment = os.environ | {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"}
-    command = [sys.executable, *arguments]
-    result = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment, check=False)
+    result = python(*arguments, cwd=folder, PYTHONPATH=f"{folder}{os.pathsep}{ROOT}")
     assert result.returncode == 1
     return result.stdout + result.stderr
 

@@ -1,11 +1,10 @@
 """Links lead somewhere, generated parts are up to date, and a reader of the README reaches a run early."""
 
 import re
-import subprocess
-import sys
 from dataclasses import dataclass
 
 import pytest
+from support.processes import python
 from support.runs import ROOT
 
 from torchtitan_magi.planning.plan import MAX_STAGES
@@ -37,8 +36,7 @@ def test_the_readme_is_short_and_begins_with_a_run():
 
 
 def test_generated_parts_are_up_to_date():
-    check = [sys.executable, ROOT / "docs" / "_build" / "write_docs.py", "--check"]
-    ended = subprocess.run(check, capture_output=True, text=True)
+    ended = python(ROOT / "docs" / "_build" / "write_docs.py", "--check")
     assert ended.returncode == 0, ended.stdout + ended.stderr
 
 

@@ -1,11 +1,9 @@
 """The examples run as they stand."""
 
-import os
 import re
-import subprocess
-import sys
 
 import pytest
+from support.processes import python, torchrun
 from support.runs import ROOT, run_script
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
@@ -13,10 +11,8 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
 def run(name, processes=None):
     """What it prints."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"] if processes else []
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, *launcher, str(ROOT / "examples" / name)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    path = ROOT / "examples" / name
+    done = torchrun(f"--nproc-per-node={processes}", path) if processes else python(path)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 

@@ -13,7 +13,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from support.cp_case import check, documents, run_case
+from support.cp_case import CASES_ON_GPUS, check, run_case
+from support.gpus import needs_hopper, needs_two_gpus
 
 from torchtitan_magi.exchange import hidden_gpus
 from torchtitan_magi.exchange import peer_memory as peer
@@ -179,13 +180,6 @@ def test_a_failure_is_a_line_with_the_remedy_and_the_cost(monkeypatch, caplog, p
 
 # --------------------------------------------------------------------------------------------------------- on two GPUs
 
-BF16 = {"dtype": torch.bfloat16, "head_dim": 128}
-CASES = {
-    "GQA 64:8": documents([900, 7, 1, 64, 500, 33, 495], heads=(64, 8), **BF16),
-    "no overlap": documents([600, 200, 300], heads=(8, 2), **BF16, stages=0),
-    "four stages": documents([600, 200, 301], heads=(8, 2), **BF16, stages=4),
-}
-
 
 def main(rank, folder):
     """A rank: its results of all cases, and by what rows travelled."""
@@ -198,7 +192,7 @@ def main(rank, folder):
     transport, results = process_group_transport(dist.group.WORLD), {}
     for written in (peer.WRITTEN_BYTES, 0):  # 0: all rows are fetched
         peer.WRITTEN_BYTES = written
-        for name, case in CASES.items():
+        for name, case in CASES_ON_GPUS.items():
             found = run_case(case, 2, dist.group.WORLD, "cuda")
             results[name, written] = {key: value.cpu() for key, value in found.items()}
         if transport.way == "peer memory":
@@ -208,12 +202,10 @@ def main(rank, folder):
 
 
 @pytest.mark.gpu
+@needs_hopper
+@needs_two_gpus
 @pytest.mark.parametrize("given", [{}, {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "0"}], ids=["tried", "refused"])
 def test_ranks_that_each_see_one_gpu(given, tmp_path):
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs Hopper GPUs")
-    if torch.cuda.device_count() < 2:
-        pytest.skip(f"needs 2 GPUs, there is {torch.cuda.device_count()}")
     here = Path(__file__).parent
     paths = os.pathsep.join(map(str, (here, here.parent, here.parents[1])))
     ranks = [
@@ -235,6 +227,6 @@ def test_ranks_that_each_see_one_gpu(given, tmp_path):
     (first, way), (second, other_way) = (torch.load(tmp_path / f"{rank}", weights_only=False) for rank in range(2))
     assert way == other_way == ("nccl" if given else "peer memory"), outputs
     assert ("so rows go by NCCL" in outputs[0]) == bool(given)
-    assert len(first) == 2 * len(CASES)
+    assert len(first) == 2 * len(CASES_ON_GPUS)
     for name, written in first:
-        check(CASES[name], [first[name, written], second[name, written]], "cuda")
+        check(CASES_ON_GPUS[name], [first[name, written], second[name, written]], "cuda")

@@ -28,7 +28,7 @@ def fake_driver(request):
 
 
 def exchanges_of(cu, size):
-    """Of each rank, for causal documents."""
+    """The only exchange of each rank, for causal documents."""
     plan = make_plan(varlen_causal(cu), int(cu[-1]), size, overlap_stages=0)
     return [share.forward[0].exchanges[0] for share in plan.ranks]
 
@@ -57,7 +57,7 @@ def exchange_by_kernels(fake_driver, everyone, exchanges, back, columns, number)
 
 
 def exchange_piece(fake_driver, pieces, sent):
-    """Of all ranks."""
+    """A piece that all ranks pack arrives at each."""
     (is_written,) = {piece.slot is None for piece in pieces}
     flags = [piece.arrival.flag() for piece in pieces]
     missing = {flag.number - ctypes.c_int32.from_address(flag.address).value for flag in flags}

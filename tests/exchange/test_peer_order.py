@@ -28,7 +28,7 @@ PIECE_BYTES = 2048  # eight rows of the longest
 
 
 class Queue(deque):
-    """Of a stream."""
+    """What a stream has to do."""
 
     issued = done = 0
 
@@ -100,7 +100,7 @@ class Mover:
 
 @functools.cache
 def stages_of(size):
-    """Of each rank, for causal documents."""
+    """The only stage of each rank, for causal documents."""
     cu = np.cumsum([0, 90, 7, 1, 40, 54])
     return [share.forward[0] for share in make_plan(varlen_causal(cu), 192, size, overlap_stages=0).ranks]
 
@@ -145,7 +145,7 @@ class Cluster(Everyone):
         self.blocks.clear()
 
     def tensors(self, counts, columns):
-        """Of each rank, [rows, 2 * columns], other ones each time."""
+        """[rows, 2 * columns] for each rank, other ones each time."""
         start = 7 * next(self.numbers)
         shapes = [(rows, 2 * columns) for rows in counts]
         return [torch.arange(float(np.prod(shape))).view(shape) + 1e5 * i + start for i, shape in enumerate(shapes)]

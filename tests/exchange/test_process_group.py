@@ -3,7 +3,6 @@
 import subprocess
 import sys
 import weakref
-from contextlib import closing
 from dataclasses import replace
 from unittest import mock
 
@@ -24,7 +23,7 @@ from torchtitan_magi.planning.cost_model import H200, KernelCost, Link
 
 @pytest.fixture(scope="module", params=[2, 4, 3, 8])
 def pool(request):
-    with closing(RankPool(request.param)) as pool:
+    with RankPool(request.param) as pool:
         yield pool
 
 
@@ -54,6 +53,7 @@ CASES = {
     "MQA": documents([150, 250], heads=(6, 1), stages=2),
     "bf16 on the wire": documents([400, 111], heads=(8, 2), head_dim=32, dtype=torch.bfloat16),
     "float32 on the wire": documents([400, 111], heads=(8, 2), head_dim=32, dtype=torch.bfloat16, fp32_reduce=True),
+    "widths of their own": documents([60, 5, 130, 61], heads=(4, 2), head_dim=12, value_dim=8, stages=2, sinks=True),
     "fp16": documents([400, 111], heads=(4, 4), dtype=torch.float16, stages=3),
     "a few thousand tokens": documents([1800, 40, 660], heads=(2, 1)),
     **{f"random slices {seed}": random_slices(seed, 120 + 7 * seed, stages=seed % 4) for seed in range(14)},
@@ -197,7 +197,7 @@ def nodes_on_rank():
 
 
 def test_ranks_are_counted_by_node():
-    with closing(RankPool(8)) as pool:  # of its own: ranks in unequally many groups cannot make later ones
+    with RankPool(8) as pool:  # of its own: ranks in unequally many groups cannot make later ones
         results = pool.run(nodes_on_rank)
     assert results == [[[4, 4], [2, 2], None, [1, 1], [4, 2], None]] * 8
 
@@ -239,6 +239,6 @@ def agree_on_rank(data_rank):
 
 def test_ranks_of_a_data_parallel_rank_agree_on_content_alone():
     """Plans may differ between context-parallel groups, whose ranks may sit otherwise in machines."""
-    with closing(RankPool(4)) as pool:
+    with RankPool(4) as pool:
         assert pool.run(agree_on_rank, False) == [[0, 1, 2, 3]] * 4
         assert pool.run(agree_on_rank, True) == [[0, 2], [1, 3]] * 2

@@ -260,17 +260,17 @@ class Soak:
         self, name: str, degrees: dict[str, int], blow: tuple[str, int, int, str], max_steps: int | None = None
     ) -> Watcher:
         """One start of a run, to its end, whatever the end is."""
-        from support.faults import Blow
+        from support.faults import Fault
 
         phase, step, rank, kind = blow
         watcher = Watcher(kind == "paused", step if phase == "any" else max_steps)
-        blown = Blow(phase, step, rank, signal.SIGKILL if kind == "killed" else signal.SIGSTOP)
+        fault = Fault(phase, step, rank, signal.SIGKILL if kind == "killed" else signal.SIGSTOP)
         arguments = [*self.case.arguments(degrees, self.folder, self.folder / name), "--model.hf_assets_path"]
         arguments += [str(self.model), f"--comm.init_timeout_seconds={TIMEOUT}"]
         arguments += [f"--comm.train_timeout_seconds={self.timeout}"]
         processes = degrees["dp"] * degrees["cp"] * degrees["tp"]
         try:
-            train(processes, arguments, toml=DEBUG_TOML, setup=blown, until=watcher)
+            train(processes, arguments, toml=DEBUG_TOML, setup=fault, until=watcher)
         except TrainingError as error:
             took = time.monotonic() - watcher.struck_at
             if not watcher.struck_at or kind == "paused":

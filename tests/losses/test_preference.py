@@ -36,11 +36,6 @@ def test_losses_by_hand(loss, smoothing, margins, by_hand):
     torch.testing.assert_close(losses, torch.tensor([by_hand(m) for m in margins]))
 
 
-def test_where_the_policy_is_the_reference_the_loss_is_ln_2():
-    losses = preference_losses(POLICY, POLICY, NUM_TOKENS, "sigmoid", 0.1)
-    assert losses.tolist() == pytest.approx([math.log(2)] * 3, abs=1e-7)
-
-
 @pytest.mark.parametrize("loss", ["sigmoid", "ipo", "hinge"])
 def test_the_gradient_raises_chosen_and_lowers_rejected(loss):
     policy = REFERENCE.clone().requires_grad_()

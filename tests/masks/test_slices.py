@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.errors import one_line
 from support.masks import dense_mask, document_lengths, document_masks, shared_prompt_mask, slice_lists
 
 from torchtitan_magi.masks.builders import block_causal, shared_prompt, sliding_window, varlen_causal, varlen_full
@@ -178,10 +179,7 @@ def test_a_window_and_blocks_as_large_as_can_be_are_no_limit():
         (lambda: AttnSlices([[0, 1.5, 0, 1, 0]]), "slices are of type float64; give integers"),
         (lambda: AttnSlices([[0, 1, 0, 1, 0], [3, 1, 0, 1, 0]]), r"slice 1 is \[3, 1, 0, 1, 0\]"),
         (lambda: AttnSlices([[0, 1, -1, 1, 0]]), "0 <= start <= end"),
-        (
-            lambda: varlen_causal(torch.tensor([0, 5]).bfloat16()),
-            "cu_seqlens cannot be read .*BFloat16.*; give",
-        ),
+        (lambda: varlen_causal(torch.tensor([0, 5]).bfloat16()), "cu_seqlens cannot be read .*BFloat16.*; give"),
         (lambda: varlen_causal(torch.zeros(2, device="meta")), "cu_seqlens cannot be read .*; give integers"),
         (lambda: AttnSlices(torch.zeros(1, 5, device="meta")), "slices cannot be read .*; give integers"),
         *((lambda n=n: varlen_causal([0, 5]).row_cost(n), f"num_rows is {n!r}; .* least 5,") for n in (-1, 4, "5")),
@@ -189,9 +187,8 @@ def test_a_window_and_blocks_as_large_as_can_be_are_no_limit():
     ],
 )
 def test_a_bad_mask_is_one_line_that_names_the_value(build, message):
-    with pytest.raises(ValueError, match=message) as error:
+    with one_line(message) as error:
         build()
-    assert "\n" not in str(error.value)
     assert len(str(error.value)) < 1000
 
 

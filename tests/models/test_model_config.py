@@ -21,27 +21,22 @@ from support.published import (
 
 from torchtitan_magi.models.model_config import Experts, ModelConfig, Rope, differences, read_model_config
 
-
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "qwen3_moe"])
-def test_what_transformers_5_writes_is_what_it_reads(kind, tmp_path):
-    """Its spelling: rope_parameters, num_local_experts, a head_dim in every file."""
-    old = CONFIGS[{"llama": "Llama 3.1 8B", "qwen3": "Qwen3 4B 2507", "qwen3_moe": "Qwen3 30B-A3B"}[kind]]
-    old = {**old, "norm_topk_prob": True, "num_experts_per_tok": 3} if kind == "qwen3_moe" else old
-    config = read(old)
-    in_transformers(old).save_pretrained(tmp_path)
-    written = json.loads((tmp_path / "config.json").read_text())
-    assert "rope_theta" not in written
-    assert "rope_parameters" in written
-    assert read_model_config(tmp_path) == config
+MODELS = CONFIGS | OF_0_3
+MODELS |= {"linear positions": small_llama(rope_scaling={"rope_type": "linear", "factor": 4.0})}
+MODELS |= {"three experts": CONFIGS["Qwen3 30B-A3B"] | {"num_experts_per_tok": 3}}
 
 
-@pytest.mark.parametrize("name", OF_0_3)
-def test_models_of_torchtitan_0_3_are_read_and_written(name, tmp_path):
-    config = read(OF_0_3[name])
-    in_transformers(OF_0_3[name]).save_pretrained(tmp_path)
-    assert read_model_config(tmp_path) == read(config.to_hf()) == config
-    in_transformers(config.to_hf()).save_pretrained(tmp_path)
-    assert read_model_config(tmp_path) == config
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_is_read_as_published_written_and_written_again_by_transformers(name, tmp_path):
+    """In the spelling of transformers 5, too: rope_parameters, num_local_experts, a head_dim in every file."""
+    config = read(MODELS[name])
+    for fields in (MODELS[name], config.to_hf()):
+        in_transformers(fields).save_pretrained(tmp_path)
+        written = json.loads((tmp_path / "config.json").read_text())
+        assert "rope_theta" not in written
+        assert "rope_parameters" in written
+        for again in (read_model_config(tmp_path), read(fields)):
+            assert (again, again.max_positions) == (config, MODELS[name]["max_position_embeddings"])
 
 
 def test_layers_with_windows_are_those_that_the_file_names():

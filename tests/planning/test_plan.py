@@ -1,6 +1,4 @@
-import os
-import subprocess
-import sys
+import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -9,7 +7,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.errors import one_line
 from support.masks import dense_mask, document_lengths, square_slice_lists
+from support.processes import python
 
 from torchtitan_magi.exchange.pieces import Flow
 from torchtitan_magi.masks.builders import sliding_window, varlen_causal, varlen_full
@@ -19,7 +19,6 @@ from torchtitan_magi.planning.cost_model import H200
 from torchtitan_magi.planning.needs import node_traffic
 from torchtitan_magi.planning.placement.place import place
 from torchtitan_magi.planning.plan import forget_plans, make_plan, make_plans
-from torchtitan_magi.planning.relays import RESIDENT
 
 CP_SIZES = st.sampled_from([1, 2, 3, 4, 6, 8])
 STAGES = st.integers(-1, 4)
@@ -49,7 +48,7 @@ def assert_plan_is_right(slices, total, cp_size, stages, gpus_per_node=None, cos
 
 
 def assert_is_right(plan, slices, total):
-    """Of every mask's plan by itself."""
+    """Each mask's plan by itself."""
     cp_size, mask = plan.cp_size, dense_mask(slices.table, plan.padded_tokens, plan.padded_tokens)
     owned = [share.tokens for share in plan.ranks]
     # Every token has one owner, and every rank the same number of them.
@@ -141,20 +140,6 @@ def test_special_packs():
     assert_plan_is_right(AttnSlices([]), 0, 2, 2)
 
 
-def test_work_is_balanced():
-    cu = np.cumsum([0, 30000, 9000, 8000, 7000, 400, 300, 10836])
-    plan = make_plan(varlen_causal(cu), int(cu[-1]), 8)
-    assert plan.areas.max() <= 1.05 * plan.areas.mean()
-    assert plan.areas.sum() == plan.slices.area
-
-
-def test_documents_that_stay_on_one_rank_move_nothing():
-    plan = make_plan(varlen_causal(range(0, 4096 + 1, 1)), 4096, 4)
-    assert len(plan.transfers) == 0
-    assert plan.forward == plan.backward == RESIDENT
-    assert [stage.exchanges for stage in plan.ranks[0].forward] == [()]
-
-
 def test_keys_that_follow_each_other_are_one_slice():
     plan = make_plan(varlen_causal([0, 4096]), 4096, 8, 1)
     for share in plan.ranks:
@@ -210,8 +195,7 @@ def test_plans_do_not_depend_on_the_process(capsys):
     """This one and two others, each with a hash seed of its own."""
     seen = set()
     for seed in ("1", "2"):
-        command, environment = [sys.executable, "-c", SEVERAL_PLANS], os.environ | {"PYTHONHASHSEED": seed}
-        seen.add(subprocess.run(command, env=environment, capture_output=True, check=True, text=True).stdout)
+        seen.add(python("-c", SEVERAL_PLANS, PYTHONHASHSEED=seed).stdout)
     exec(SEVERAL_PLANS, {})
     seen.add(capsys.readouterr().out)
     assert len(seen) == 1
@@ -228,30 +212,15 @@ CAUSAL = varlen_causal([0, 4])
         *(((CAUSAL, 4, size), {}, f"cp_size is {size!r} and") for size in (0, 2.0, True, "2", None)),
         *(((CAUSAL, total, 2), {}, f"total_tokens {total!r}; they must be integers") for total in (-1, 10.5, "4")),
         *(((CAUSAL, total, 2), {}, f"total_tokens is {total}; token numbers") for total in (2**31 - 1, 10**20)),
-        *(((CAUSAL, 4, 2, stages), {}, f"overlap_stages is {stages!r}; use 0") for stages in (-2, 1.5, True, 17)),
+        *(((CAUSAL, 4, 2, stages), {}, f"overlap_stages is {stages!r}; use 0") for stages in (-2, 1.5, True)),
+        ((CAUSAL, 4, 2, 17), {}, "overlap_stages is 17; .*at most 16"),
         *(((CAUSAL, 4, 2), {"gpus_per_node": gpus}, f"gpus_per_node is {gpus!r}; use None") for gpus in (0, 2.5, "2")),
     ],
 )
 def test_a_bad_request_names_the_value(arguments, options, message):
     make_plan(CAUSAL, 4, 2)  # an equal number of another type must not find it
-    with pytest.raises(ValueError, match=message) as error:
+    with one_line(message):
         make_plan(*arguments, **options)
-    assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize("masks", [None, 3, CAUSAL, iter([CAUSAL])])
-def test_masks_that_are_no_list_are_named(masks):
-    with pytest.raises(
-        ValueError, match=f"masks are a {type(masks).__name__}; give a list of AttnSlices, one for each"
-    ):
-        make_plans(masks, 4, 2)
-
-
-@pytest.mark.parametrize("layers", [2, "1", [0], [1, 1], [1.0], {1: 1}])
-def test_layers_that_are_no_numbers_of_layers_are_named(layers):
-    with pytest.raises(ValueError, match=r"layers is .* for 1 masks; give") as error:
-        make_plans([CAUSAL], 4, 2, layers=layers)
-    assert repr(layers) in str(error.value)
 
 
 def test_a_prediction_needs_a_cost_model():
@@ -354,12 +323,18 @@ def test_the_work_of_all_layers_is_balanced_not_that_of_one_kind():
     ("masks", "layers", "message"),
     [
         ([], None, "for 0 masks; give at least one"),
-        ([varlen_causal([0, 8])], [0], r"layers is \[0\] for 1 masks"),
-        ([varlen_causal([0, 8])], [1, 1], r"layers is \[1, 1\] for 1 masks"),
         ([varlen_causal([0, 9])], None, "slice 0 is .* but the pack has 8 tokens"),
         ([[0, 8]], None, "slices are a list; give AttnSlices"),
+        *(
+            (masks, None, f"masks are a {type(masks).__name__}; give a list of AttnSlices, one for each")
+            for masks in (None, 3, CAUSAL, iter([CAUSAL]))
+        ),
+        *(
+            ([CAUSAL], layers, rf"layers is {re.escape(repr(layers))} for 1 masks; give")
+            for layers in (2, "1", [0], [1, 1], [1.0], {1: 1})
+        ),
     ],
 )
 def test_misuse_of_several_masks(masks, layers, message):
-    with pytest.raises(ValueError, match=message):
+    with one_line(message):
         make_plans(masks, 8, 2, layers=layers)

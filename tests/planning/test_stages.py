@@ -4,13 +4,14 @@ import itertools
 import json
 from dataclasses import replace
 from fractions import Fraction
-from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.errors import one_line
 from support.masks import dense_mask, square_slice_lists
+from support.runs import ROOT
 
 from check_prediction import comparisons  # isort: skip
 
@@ -25,7 +26,7 @@ from torchtitan_magi.planning.row_memory import memory_of_rows
 from torchtitan_magi.planning.timeline import predict
 from torchtitan_magi.sizing.sample_packs import draw_pack
 
-RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
+RESULTS = ROOT / "benchmarks" / "results"
 
 # One second per pair and query head; everything else is free.
 PLAIN = CostModel(
@@ -154,8 +155,10 @@ def test_several_nodes_do_not_await_keys_while_they_run_even_if_nothing_crosses(
 
 
 def test_nothing_travels_nothing_is_cut():
-    plan = documents(4, 256, count=4)
-    assert plan.forward == plan.backward == RESIDENT
+    for plan in (documents(4, 256, count=4), documents(4, 1024, count=4096)):
+        assert len(plan.transfers) == 0
+        assert plan.forward == plan.backward == RESIDENT
+        assert [stage.exchanges for stage in plan.ranks[0].forward] == [()]
 
 
 def test_much_to_hide_is_cut_and_more_when_stages_are_cheap():
@@ -355,9 +358,7 @@ def test_what_is_no_cost_model_is_refused(tmp_path, content):
         replace(H200, **content).save(path)
     elif content is not None:
         path.write_text(content)
-    with pytest.raises(
-        ValueError, match=r"cost\.json is no cost model .*torchrun -m torchtitan_magi.calibrate"
-    ) as error:
+    with one_line(r"cost\.json is no cost model .*torchrun -m torchtitan_magi.calibrate") as error:
         CostModel.load(path)
     assert str(error.value).isprintable()
 

@@ -419,6 +419,13 @@ def test_a_cost_model_of_another_machine(tmp_path, size):
     assert exposed[1] > 2 * exposed[0]
 
 
+WRONG_FILES = {
+    "empty.txt": b"\n", "negative.txt": b"3 -5 7", "words.txt": b"1 2 ten", "bad.jsonl": b'{"texts": 1}\n',
+    "broken.npy": b"not an array", "nothing.npy": b"",
+    "head.npy": b"\x93NUMPY\x01\x00\x76\x00" + b"{'descr': (".ljust(0x76),
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -448,10 +455,7 @@ def test_a_cost_model_of_another_machine(tmp_path, size):
         ("dense --total 1k --cp 2 --heads many", "--heads is 'many'; write query heads : K/V heads, as 64:8"),
         ("dense --total 1k --cp 2 --packs 0", "0 packs with seed 0; give at least 1"),
         ("dense --total 1k --cp 2 --json nowhere/x.json", "cannot write nowhere/x.json; give a file in a folder"),
-        (
-            "dense --total 1k --cp 2 --json /proc/x",
-            "cannot write /proc/x: No such file or directory; give another file",
-        ),
+        ("dense --total 1k --cp 2 --json /proc/x", "cannot write /proc/x: No such file or directory; give another"),
         ("dense --total 1k --cp 2 --json /dev/full", "cannot write /dev/full: No space left on device; give another"),
         ("dense --total 1k --cp 2 --cost words.txt", "words.txt is no cost model"),
         ("dense --total 1k --cp 2 4 --png x.png", "pictures are of one layout"),
@@ -461,15 +465,11 @@ def test_a_cost_model_of_another_machine(tmp_path, size):
 def test_bad_input_is_one_line_that_names_the_value(arguments, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     write_pairs(tmp_path)
-    for name, text in {"empty": "\n", "negative": "3 -5 7", "words": "1 2 ten"}.items():
-        (tmp_path / f"{name}.txt").write_text(text)
-    (tmp_path / "bad.jsonl").write_text('{"texts": 1}\n')
-    (tmp_path / "broken.npy").write_text("not an array")
-    (tmp_path / "head.npy").write_bytes(b"\x93NUMPY\x01\x00\x76\x00" + b"{'descr': (".ljust(0x76))
-    np.save(tmp_path / "float.npy", np.ones(2))
-    (tmp_path / "nothing.npy").write_bytes(b"")
-    with open(tmp_path / "several.npy", "wb") as file:
-        np.savez(file, one=np.ones(2), two=np.ones(2))
+    for name, content in WRONG_FILES.items():
+        (tmp_path / name).write_bytes(content)
+    np.save("float.npy", np.ones(2))
+    np.savez("several", one=np.ones(2), two=np.ones(2))
+    Path("several.npz").rename("several.npy")
     with pytest.raises(SystemExit) as stop:
         report.main(arguments.split())
     assert stop.value.code == 2
@@ -547,75 +547,64 @@ def test_a_runs_file_says_the_memory_without_data_and_torchtitan(run_file, tmp_p
         assert line == [str(cp_size), f"{setup.tokens:,}", *gib]
 
 
+LORA, NO_LIST = "[magi.lora]\nrank = 8\n[training]", "[compile]\nenable = true\ncomponents = 'model'\n[training]"
+
+
 @pytest.mark.parametrize(
     ("before", "after", "options", "message"),
     [
-        ("", "", "--json x.json", "--memory writes no file; leave out --json"),
-        ("", "", "--cp 0", "0 GPUs, 8 per node; both must be at least 1"),
-        ("[training]", "[magi.lora]\nrank = 8\n[training]", "", "memory is not predicted for LoRA; leave out --memory"),
-        ("[training]", "[training]\nlocal_batch_size = 0", "", "training.local_batch_size is 0; use at least 1"),
+        ("seq_len = 64", "seq_len = 72", "", "seq_len is 72; use a multiple of 16, twice context_parallel_degree"),
+        ("seq_len = 64", "", "", "run.toml has no training.seq_len; set it"),
+        ("seq_len = 64", 'seq_len = "64"', "", "run.toml has a wrong training.seq_len"),
+        ('"sft"', '"c4"', "", "training.dataset is 'c4'; the report reads 'sft' and 'dpo'"),
+        ("degree = 4", "degree = 0", "", "parallel degrees 0 and 2; use at least 1"),
+        ("degree = 2", "degree = 0", "", "parallelism.tensor_parallel_degree is 0; use at least 1"),
+        (
+            "degree = 2",
+            "degree = 8",
+            "--cp 2 --total 32",
+            "degree is 8, but the model has 8 query heads and 2 K/V heads",
+        ),
+        (
+            '"model"',
+            '"models"',
+            "",
+            "models/config.json: .*; put the config.json of the weights there, or give --heads",
+        ),
+        ("records.jsonl", "record.jsonl", "", "record.jsonl"),
+        ("[training]", "[training", "", "cannot read 'run.toml' .*; give a run's TOML file"),
+        ('"model"', '"models"', "--memory", "put the config.json of the weights there$"),
+        ("", "", "--memory --json x.json", "--memory writes no file; leave out --json"),
+        ("", "", "--memory --cp 0", "0 GPUs, 8 per node; both must be at least 1"),
+        ("[training]", LORA, "--memory", "memory is not predicted for LoRA; leave out --memory"),
         (
             "[training]",
-            "[training]\ndtype = 'int8'",
-            "",
-            "run.toml has a wrong training.dtype; set it as training needs",
+            "[training]\nlocal_batch_size = 0",
+            "--memory",
+            "training.local_batch_size is 0; use at least 1",
         ),
-        (
-            "[parallelism]",
-            "[compile]\nenable = true\ncomponents = 'model'\n[parallelism]",
-            "",
-            "has a wrong compile.components",
-        ),
-        ("[parallelism]", "[[compile]]\n[parallelism]", "", "has a wrong compile.enable"),
-        ('"model"', '"models"', "", "put the config.json of the weights there$"),
+        ("[training]", "[training]\ndtype = 'int8'", "--memory", "run.toml has a wrong training.dtype; set it as"),
+        ("[training]", NO_LIST, "--memory", "has a wrong compile.components"),
+        ("[training]", "[[compile]]\n[training]", "--memory", "has a wrong compile.enable"),
     ],
 )
-def test_memory_that_cannot_be_predicted_is_one_line_that_says_why(run_file, before, after, options, message, capsys):
-    with pytest.raises(SystemExit):
-        report.main([run_file(before, after), "--memory", *options.split()])
-    error = capsys.readouterr().err.strip().splitlines()[-1]
-    assert re.search("error: .*" + message, error), error
-
-
-@pytest.mark.parametrize(
-    ("before", "after", "message"),
-    [
-        ("seq_len = 64", "seq_len = 72", "training.seq_len is 72; use a multiple of 16, twice context_parallel_degree"),
-        ("seq_len = 64", "", "run.toml has no training.seq_len; set it"),
-        ("seq_len = 64", 'seq_len = "64"', "run.toml has a wrong training.seq_len"),
-        ('"sft"', '"c4"', "training.dataset is 'c4'; the report reads 'sft' and 'dpo'"),
-        ("context_parallel_degree = 4", "context_parallel_degree = 0", "parallel degrees 0 and 2; use at least 1"),
-        ("context_parallel_degree = 4\ntensor_parallel_degree = 2",
-         "context_parallel_degree = 2\ntensor_parallel_degree = 4", "degree is 4, but the model has 8 query heads"),
-        ('"model"', '"models"', "models/config.json: .*; put the config.json of the weights there, or give --heads"),
-        ("records.jsonl", "record.jsonl", "record.jsonl"),
-        ("[training]", "[training", "cannot read 'run.toml' .*; give a run's TOML file"),
-    ],
-)  # fmt: skip
-def test_a_wrong_run_file_is_one_line_that_names_the_value(run_file, before, after, message, capsys):
+def test_a_wrong_run_file_is_one_line_that_names_the_value(run_file, before, after, options, message, capsys):
     with pytest.raises(SystemExit) as stop:
-        report.main([run_file(before, after)])
+        report.main([run_file(before, after), *options.split()])
     assert stop.value.code == 2
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert re.search("error: .*" + message, error), error
 
 
-def test_the_table_needs_no_matplotlib_and_the_pictures_say_so():
-    code = (
-        "import sys; sys.modules['matplotlib'] = None\n"
-        "from torchtitan_magi.sizing.command import main\n"
-        "main('dense --total 64 --cp 2'.split()); main('dense --total 64 --cp 2 --html x.html'.split())"
-    )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert "2 GPUs: " in result.stdout
-    assert result.stderr.splitlines()[-1].endswith("need matplotlib; install it, or torchtitan_magi[report]")
-
-
-def test_as_a_module():
-    command = [sys.executable, "-W", "error", "-m", "torchtitan_magi.report", "dense", "--total", "64", "--cp", "2"]
-    result = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert "2 GPUs: " in result.stdout
-    assert result.stderr == ""
+def test_the_module_needs_no_matplotlib_for_the_table_and_says_so_for_pictures():
+    code = "import runpy, sys; sys.modules['matplotlib'] = None; "
+    code += "runpy.run_module('torchtitan_magi.report', run_name='__main__')"
+    command = [sys.executable, "-W", "error", "-c", code, "dense", "--total", "64", "--cp", "2"]
+    table = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "2 GPUs: " in table.stdout
+    assert table.stderr == ""
+    page = subprocess.run([*command, "--html", "x.html"], capture_output=True, text=True)
+    assert page.stderr.splitlines()[-1].endswith("need matplotlib; install it, or torchtitan_magi[report]")
 
 
 def test_predictions_are_compared_with_measurements_of_the_same_packs(tmp_path, monkeypatch):

@@ -7,9 +7,8 @@ import json
 import random
 from pathlib import Path
 
-from tokenizers import Tokenizer
-
 from torchtitan_magi.data import ChatTokenizer
+from torchtitan_magi.data.tokens.assets import load_chat_tokenizer
 
 from make_demo_data import write_tokenizer  # isort: skip
 
@@ -56,8 +55,4 @@ def make_corpus(folder: Path) -> Path:
 
 def chat_tokenizer(folder: Path | str) -> ChatTokenizer:
     """The tokenizer of a corpus or of the demonstration data."""
-    assets = Path(folder) / "tokenizer"
-    config = json.loads((assets / "tokenizer_config.json").read_text())
-    tokenizer = Tokenizer.from_file(str(assets / "tokenizer.json"))
-    bos, eos = (tokenizer.token_to_id(config[name]) for name in ("bos_token", "eos_token"))
-    return ChatTokenizer.from_assets(tokenizer, bos, eos, assets)
+    return load_chat_tokenizer(Path(folder) / "tokenizer")

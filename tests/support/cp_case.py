@@ -52,6 +52,14 @@ def random_slices(seed, total, **options):
     return of_slices(AttnSlices(np.column_stack([q, k, random.integers(0, 4, 6)])), total, **options)
 
 
+BF16 = {"dtype": torch.bfloat16, "head_dim": 128}
+CASES_ON_GPUS = {
+    "GQA 64:8": documents([900, 7, 1, 64, 500, 33, 495], heads=(64, 8), **BF16),
+    "no overlap": documents([600, 200, 300], heads=(8, 2), **BF16, stages=0),
+    "four stages": documents([600, 200, 301], heads=(8, 2), **BF16, stages=4),
+}
+
+
 def run_case(case, cp_size, mesh, device="cpu", backend="auto"):
     """out, lse, dq, dk, dv, dsinks of the whole pack (replicated), computed by the ranks of ``mesh``.
 

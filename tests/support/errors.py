@@ -1,5 +1,7 @@
 """Runs that must end in one line before the first step, and configuration files with something wrong in them."""
 
+import contextlib
+
 import pytest
 from support.runs import DEBUG_TOML, TrainingError, corpus, train
 
@@ -12,6 +14,14 @@ def error_of(arguments, processes=1, **kwargs):
     return caught.value
 
 
+@contextlib.contextmanager
+def run_ends(match, kind="ValueError"):
+    """Within it a run ends with an exception of this class and such a text. Gives pytest's information on it."""
+    with pytest.raises(TrainingError, match=match) as caught:
+        yield caught
+    assert caught.value.type == kind
+
+
 def assert_says(error, messages):
     """The text of an exception is one line with all these messages."""
     assert "\n" not in str(error)
@@ -22,6 +32,14 @@ def assert_one_line(error, messages):
     """A TrainingError is a ValueError of one line with all these messages."""
     assert error.type == "ValueError"
     assert_says(error, messages)
+
+
+@contextlib.contextmanager
+def one_line(match, kind=ValueError):
+    """Within it an exception with such a text is raised, of one line. Gives pytest's information on it."""
+    with pytest.raises(kind, match=match) as caught:
+        yield caught
+    assert "\n" not in str(caught.value)
 
 
 def value_errors(function, cases):

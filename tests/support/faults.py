@@ -1,6 +1,6 @@
-"""What befalls a run of tests/support/runs.py, seen from inside a rank: a signal in a given phase; what the rank uses.
+"""Faults of a rank in a run of tests/support/runs.py: a signal in a given phase; and what the rank uses.
 
-train(2, arguments, setup=Blow("backward", 7, 1, signal.SIGKILL))
+train(2, arguments, setup=Fault("backward", 7, 1, signal.SIGKILL))
 """
 
 import os
@@ -17,7 +17,7 @@ WAITING = 3.0  # seconds after which the other ranks surely wait
 
 
 @dataclass(frozen=True)
-class Blow:
+class Fault:
     """A rank is struck, once, at a step or the first time after it that it reaches the phase.
 
     It reports ("struck", its process id) before. All ranks report ("resources", KiB resident, open descriptors,
@@ -29,13 +29,13 @@ class Blow:
             GPU, while the others' attention waits for them; "write" when the rank has written its shards of a
             checkpoint; "finish" before rank 0 completes it; "export" when the rank has written its shards of an export;
             "merge" when rank 0 has begun the files that they are merged to; "none": nothing happens.
-        blow: a signal that the rank sends itself, or a function that it calls.
+        cause: a signal that the rank sends itself, or a function that it calls.
     """
 
     phase: str
     step: int = 0
     rank: int = 0
-    blow: int | Callable[[], None] = 0
+    cause: int | Callable[[], None] = 0
 
     def __call__(self, report: Callable[..., None]) -> None:
         from torch.distributed.checkpoint import HuggingFaceStorageWriter, _consolidate_hf_safetensors
@@ -57,8 +57,18 @@ class Blow:
             if now + 1 >= self.step and not struck:
                 struck = True
                 report("struck", os.getpid())
-                self.blow() if callable(self.blow) else os.kill(os.getpid(), self.blow)
+                self.cause() if callable(self.cause) else os.kill(os.getpid(), self.cause)
 
+        def wait_and_strike() -> None:
+            if now + 1 >= self.step and not struck:
+                time.sleep(WAITING)
+            strike()
+
+        calls = {  # after which it is struck
+            "write": (DigestWriter, "write_data"),
+            "export": (HuggingFaceStorageWriter, "write_data"),
+            "merge": (_consolidate_hf_safetensors, "_write_metadata"),
+        }
         watch(Trainer, "train_step", see_step)
         if os.environ["RANK"] != str(self.rank):
             return
@@ -67,29 +77,11 @@ class Blow:
         elif self.phase == "backward":
             module.register_module_forward_hook(lambda layer, _, x: strike_in_backward(layer, x))
         elif self.phase == "rows":
-            gather = CudaRowMover.gather
-
-            def strike_and_gather(*args: object, **kwargs: object) -> None:
-                if now + 1 >= self.step and not struck:
-                    time.sleep(WAITING)
-                strike()
-                gather(*args, **kwargs)
-
-            CudaRowMover.gather = strike_and_gather
-        elif self.phase == "write":
-            watch(DigestWriter, "write_data", strike)
+            watch(CudaRowMover, "gather", before=wait_and_strike)
         elif self.phase == "finish":
-            stock = DigestWriter.finish
-
-            def strike_and_finish(*args: object, **kwargs: object) -> None:
-                strike()
-                stock(*args, **kwargs)
-
-            DigestWriter.finish = strike_and_finish
-        elif self.phase == "export":
-            watch(HuggingFaceStorageWriter, "write_data", strike)
-        elif self.phase == "merge":
-            watch(_consolidate_hf_safetensors, "_write_metadata", strike)
+            watch(DigestWriter, "finish", before=strike)
+        elif self.phase in calls:
+            watch(*calls[self.phase], strike)
 
         def see_forward(layer: object) -> None:
             if is_block(layer) and policy is not None and self.phase == phase_of(layer, policy):
@@ -101,7 +93,7 @@ class Blow:
 
 
 def phase_of(layer: object, policy: object) -> str:
-    """Of FORWARDS. policy: the model that is trained."""
+    """The one of FORWARDS that a layer is in. policy: the model that is trained."""
     if not policy.training:
         return "validation"
     return "forward" if layer.training else "reference"

@@ -1,13 +1,13 @@
-"""Trains as torchtitan_magi.train does, but rank 1 is struck at step 4: struck.py PHASE BLOW [arguments of a training]
+"""Trains as torchtitan_magi.train does, but rank 1 fails at step 4: faulty_rank.py PHASE CAUSE [training arguments]
 
-BLOW is a signal's name, or "memory": rank 1 wants more than is left of its GPU's memory.
+CAUSE is a signal's name, or "memory": rank 1 wants more than is left of its GPU's memory.
 """
 
 import signal
 import sys
 
 import torch
-from support.faults import Blow
+from support.faults import Fault
 
 from torchtitan_magi.train import main
 
@@ -21,7 +21,7 @@ def take_memory() -> None:
 
 
 if __name__ == "__main__":
-    phase, blow = sys.argv[1:3]
+    phase, cause = sys.argv[1:3]
     del sys.argv[1:3]
-    Blow(phase, STEP, 1, take_memory if blow == "memory" else signal.Signals[blow])(lambda *_: None)
+    Fault(phase, STEP, 1, take_memory if cause == "memory" else signal.Signals[cause])(lambda *_: None)
     main()

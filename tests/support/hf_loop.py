@@ -4,6 +4,7 @@ Tokens and labels come from transformers' tokenizer and chat template, the steps
 package they take only which records make a step. The optimizer and its schedule are torchtitan's defaults, said again.
 """
 
+import functools
 import json
 import random
 from collections.abc import Iterator
@@ -14,13 +15,14 @@ from typing import Any
 
 import torch
 from support.corpus import text
-from tokenizers import Tokenizer
+from support.runs import new_folder
 from torch.nn import functional
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from torchtitan_magi.data import ChatTokenizer, PackedPairDataset, PackedSFTDataset
+from torchtitan_magi.data import PackedPairDataset, PackedSFTDataset
+from torchtitan_magi.data.tokens.assets import load_chat_tokenizer
 
 STEPS = 5
 PACKS = 2  # per step, over all data-parallel ranks
@@ -76,13 +78,6 @@ def steps_of(packs: Iterator) -> Iterator[list]:
         yield list(islice(packs, PACKS))
 
 
-def chat_tokenizer(folder: Path) -> ChatTokenizer:
-    """The package's, of a Hugging Face folder."""
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    ids = tokenizer.bos_token_id, tokenizer.eos_token_id
-    return ChatTokenizer.from_assets(Tokenizer.from_file(f"{folder}/tokenizer.json"), *ids, folder)
-
-
 # -------------------------------------------------------------------------------------------------------------- SFT
 
 
@@ -106,7 +101,7 @@ def train_sft(folder: Path, path: Path) -> Training:
     by_inputs = {tuple(tokens[:-1]): (tokens, mask) for tokens, mask in documents}
     optimizer, schedule = optimizer_of(model)
     training = Training(model)
-    for packs in steps_of(iter(PackedSFTDataset(path, chat_tokenizer(folder), SEQ_LEN))):
+    for packs in steps_of(iter(PackedSFTDataset(path, load_chat_tokenizer(folder), SEQ_LEN))):
         inputs = [tuple(pack["input"][a:b].tolist()) for pack, _ in packs for a, b in pack["documents"]]
         num_labels = sum(sum(by_inputs[i][1][1:]) for i in inputs)
         loss = 0.0
@@ -141,6 +136,13 @@ def write_pairs(path: Path) -> None:
     path.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
 
 
+@functools.cache
+def pairs_file() -> Path:
+    """A file with them."""
+    write_pairs(path := Path(new_folder(), "pairs.jsonl"))
+    return path
+
+
 def end_with_the_turn(folder: Path) -> None:
     """Takes the line feed after an assistant's turn from the chat template: for TRL it belongs to the completion, while
     the package's loss is on the text that the template marks."""
@@ -156,7 +158,7 @@ def train_dpo(folder: Path, path: Path, loss: str, shared_prompt: bool) -> Train
     from trl import DPOConfig, DPOTrainer
 
     seq_len = PAIR_SEQ_LEN[shared_prompt]
-    dataset = PackedPairDataset(path, chat_tokenizer(folder).pair, seq_len, shared_prompt=shared_prompt)
+    dataset = PackedPairDataset(path, load_chat_tokenizer(folder).pair, seq_len, shared_prompt=shared_prompt)
     pack_ids = [[i for pack, _ in packs for i in pack["pair_ids"]] for packs in steps_of(iter(dataset))]
     assert {len(ids) for ids in pack_ids} == {PACKS * PAIRS_PER_PACK}
     pairs = records(path)

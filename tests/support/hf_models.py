@@ -7,6 +7,7 @@ from typing import Any
 
 from support.runs import corpus, new_folder
 
+TITAN_NAMES = {"llama": "llama3", "qwen3": "qwen3", "qwen3_moe": "qwen3"}  # in model.name, where another
 KINDS = ("llama", "qwen3", "qwen3_moe", "gpt_oss", "deepseek_v3")
 YARN = {"rope_type": "yarn", "factor": 4.0, "beta_fast": 32.0, "original_max_position_embeddings": 64}
 OWN: dict[str, dict[str, Any]] = {  # fields of some kinds
@@ -101,3 +102,22 @@ def make_hf_folder(
     for path in (corpus() / "tokenizer").iterdir():
         shutil.copy(path, folder)
     return folder
+
+
+def hf_arguments(folder: str | Path, kind: str = "llama") -> list[str]:
+    """Arguments of a run for a folder's model of this kind."""
+    name = TITAN_NAMES.get(kind, kind)
+    return ["--model.name", name, "--model.flavor", "hf", "--model.hf_assets_path", str(folder)]
+
+
+def tensors_of(folder: Path) -> dict[str, Any]:
+    """All tensors of a folder's safetensors by name."""
+    from safetensors.torch import load_file
+
+    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+
+
+def edit(folder: Path, **fields: Any) -> None:
+    """Sets fields of a folder's config.json."""
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))

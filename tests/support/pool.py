@@ -58,7 +58,10 @@ class RankPool:
             answers[rank] = result
         return [answers[rank] for rank in range(self.size)]
 
-    def close(self):
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
         for queue in self.queues:
             queue.put(None)
         for process in self.processes:

@@ -7,9 +7,10 @@ import shutil
 from pathlib import Path
 
 from support.corpus import WORDS
+from support.degrees import degree_arguments
 from support.runs import ROOT, corpus, new_folder
 
-from loss_compare import COMMON, DEGREES  # isort: skip
+from loss_compare import COMMON  # isort: skip
 
 DPO_TOML = ROOT / "train_configs" / "dpo_debug.toml"
 NUM_PAIRS = 8
@@ -17,7 +18,7 @@ STEPS = 3
 
 
 def write_pairs(path, num_pairs, seed):
-    """Of 73 to 80 tokens each with the prompt shared, 115 to 126 without."""
+    """Pairs of 73 to 80 tokens each with the prompt shared, 115 to 126 without."""
     rng = random.Random(seed)
 
     def text(first, least, most):
@@ -41,17 +42,15 @@ def data():
 def arguments(degrees, *, folder=None, seq_len=512, local_batch_size=2, global_batch_size=2, steps=STEPS):
     """All pairs in two packs of 512 tokens, which data-parallel ranks share; so in eight of 128."""
     folder = folder or data()
-    names = DEGREES | {"ddp": "data_parallel_replicate_degree"}
-    layout = [f"--parallelism.{names[name]} {degree}" for name, degree in degrees.items()]
     local_batch_size //= degrees.get("dp", 1) * degrees.get("ddp", 1)
     options = (
-        f"{COMMON} {' '.join(layout)} --model.hf_assets_path {corpus()}/tokenizer --training.steps {steps} "
+        f"{COMMON} --model.hf_assets_path {corpus()}/tokenizer --training.steps {steps} "
         f"--training.seq_len {seq_len} --training.local_batch_size {local_batch_size} "
         f"--training.global_batch_size {global_batch_size} --training.dataset_path {folder}/pairs.jsonl "
         f"--validation.enable --validation.dataset_path {folder}/validation.jsonl --validation.steps=-1 "
         f"--validation.freq {STEPS} --validation.seq_len {seq_len} --validation.local_batch_size 1"
     )
-    return options.split()
+    return [*options.split(), *degree_arguments(degrees)]
 
 
 def copy_of_data():

@@ -16,54 +16,51 @@ LLAMA3_ROPE = {
 }
 
 
-def llama(dim, hidden_dim, layers, heads, **fields):
-    """A config.json as published with Llama 3.1, in the spelling of transformers 4."""
+def published(name, model_type, dim, hidden_dim, layers, heads, /, **fields):
+    """Fields of every config.json, and more, or others."""
     return {
-        "architectures": ["LlamaForCausalLM"],
+        "architectures": [f"{name}ForCausalLM"],
         "attention_bias": False,
         "attention_dropout": 0.0,
         "hidden_act": "silu",
         "hidden_size": dim,
         "intermediate_size": hidden_dim,
-        "max_position_embeddings": 131072,
-        "mlp_bias": False,
-        "model_type": "llama",
+        "model_type": model_type,
         "num_attention_heads": heads,
         "num_hidden_layers": layers,
         "num_key_value_heads": 8,
+        "tie_word_embeddings": False,
+    } | fields
+
+
+def llama(*sizes, **fields):
+    """A config.json as published with Llama 3.1, in the spelling of transformers 4. sizes: dim, hidden_dim, ..."""
+    llama = {
+        "max_position_embeddings": 131072,
+        "mlp_bias": False,
         "pretraining_tp": 1,
         "rms_norm_eps": 1e-05,
         "rope_scaling": LLAMA3_ROPE,
         "rope_theta": 500000.0,
-        "tie_word_embeddings": False,
         "vocab_size": 128256,
-    } | fields
+    }
+    return published("Llama", "llama", *sizes, **llama | fields)
 
 
 def qwen(dim, hidden_dim, layers, heads, **fields):
     """A config.json as published with Qwen3."""
-    return {
-        "architectures": ["Qwen3ForCausalLM"],
-        "attention_bias": False,
-        "attention_dropout": 0.0,
+    qwen = {
         "head_dim": 128,
-        "hidden_act": "silu",
-        "hidden_size": dim,
-        "intermediate_size": hidden_dim,
         "max_position_embeddings": 40960,
         "max_window_layers": layers,
-        "model_type": "qwen3",
-        "num_attention_heads": heads,
-        "num_hidden_layers": layers,
-        "num_key_value_heads": 8,
         "rms_norm_eps": 1e-06,
         "rope_scaling": None,
         "rope_theta": 1000000,
         "sliding_window": None,
-        "tie_word_embeddings": False,
         "use_sliding_window": False,
         "vocab_size": 151936,
-    } | fields
+    }
+    return published("Qwen3", "qwen3", dim, hidden_dim, layers, heads, **qwen | fields)
 
 
 def qwen_moe(dim, hidden_dim, layers, heads, expert_dim, **fields):
@@ -85,23 +82,14 @@ def qwen_moe(dim, hidden_dim, layers, heads, expert_dim, **fields):
 
 def gpt_oss(layers, experts, **fields):
     """A config.json as published with gpt-oss, but for its quantization_config: that of a bf16 copy."""
-    return {
-        "architectures": ["GptOssForCausalLM"],
+    gpt_oss = {
         "attention_bias": True,
-        "attention_dropout": 0.0,
         "experts_per_token": 4,
         "head_dim": 64,
-        "hidden_act": "silu",
-        "hidden_size": 2880,
         "initial_context_length": 4096,
-        "intermediate_size": 2880,
         "layer_types": ["sliding_attention", "full_attention"] * (layers // 2),
         "max_position_embeddings": 131072,
-        "model_type": "gpt_oss",
-        "num_attention_heads": 64,
         "num_experts_per_tok": 4,
-        "num_hidden_layers": layers,
-        "num_key_value_heads": 8,
         "num_local_experts": experts,
         "output_router_logits": False,
         "rms_norm_eps": 1e-05,
@@ -117,33 +105,24 @@ def gpt_oss(layers, experts, **fields):
         "router_aux_loss_coef": 0.9,
         "sliding_window": 128,
         "swiglu_limit": 7.0,
-        "tie_word_embeddings": False,
         "vocab_size": 201088,
-    } | fields
+    }
+    return published("GptOss", "gpt_oss", 2880, 2880, layers, 64, **gpt_oss | fields)
 
 
-DEEPSEEK_V3 = {  # as published, but for its quantization_config: that of a bf16 copy
-    "architectures": ["DeepseekV3ForCausalLM"],
-    "attention_bias": False,
-    "attention_dropout": 0.0,
+_DEEPSEEK_V3 = {  # as published, but for its quantization_config: that of a bf16 copy
     "auto_map": {"AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM"},
     "ep_size": 1,
     "first_k_dense_replace": 3,
-    "hidden_act": "silu",
-    "hidden_size": 7168,
-    "intermediate_size": 18432,
     "kv_lora_rank": 512,
     "max_position_embeddings": 163840,
-    "model_type": "deepseek_v3",
     "moe_intermediate_size": 2048,
     "moe_layer_freq": 1,
     "n_group": 8,
     "n_routed_experts": 256,
     "n_shared_experts": 1,
     "norm_topk_prob": True,
-    "num_attention_heads": 128,
     "num_experts_per_tok": 8,
-    "num_hidden_layers": 61,
     "num_key_value_heads": 128,
     "num_nextn_predict_layers": 1,
     "q_lora_rank": 1536,
@@ -162,12 +141,12 @@ DEEPSEEK_V3 = {  # as published, but for its quantization_config: that of a bf16
     "rope_theta": 10000,
     "routed_scaling_factor": 2.5,
     "scoring_func": "sigmoid",
-    "tie_word_embeddings": False,
     "topk_group": 4,
     "topk_method": "noaux_tc",
     "v_head_dim": 128,
     "vocab_size": 129280,
 }
+DEEPSEEK_V3 = published("DeepseekV3", "deepseek_v3", 7168, 18432, 61, 128, **_DEEPSEEK_V3)
 OF_0_3 = {  # models of torchtitan 0.3 only
     "gpt-oss 20b": gpt_oss(24, 32),
     "gpt-oss 120b": gpt_oss(36, 128),

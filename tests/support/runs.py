@@ -228,11 +228,12 @@ def _tail(path: str) -> str:
 # --------------------------------------------------------------------------------------------------- the child's side
 
 
-def watch(owner: object, name: str, see: Callable) -> None:
-    """Calls see(result, *args, **kwargs) after each owner.name(*args, **kwargs); for ``setup`` functions."""
+def watch(owner: object, name: str, see: Callable = lambda *_, **__: None, before: Callable = lambda: None) -> None:
+    """Calls before(), and then see(result, *args, **kwargs) after each owner.name(*args, **kwargs); for ``setup``."""
     stock = getattr(owner, name)
 
     def call_and_see(*args: object, **kwargs: object) -> object:
+        before()
         result = stock(*args, **kwargs)
         see(result, *args, **kwargs)
         return result
@@ -281,6 +282,17 @@ def _run_script_in_child(command: list[str], report: Callable[..., None]) -> Non
     sys.stdout.flush()
 
 
+def _reporter(report: Callable[..., None]) -> Callable:
+    """What makes torchtitan's logger of metrics: one that makes events of them."""
+    from torchtitan.components.metrics import BaseLogger
+
+    class Report(BaseLogger):
+        def log(self, metrics: dict, step: int) -> None:
+            report("metrics", step, metrics)
+
+    return lambda *_, **__: Report()
+
+
 def _train_in_child(
     arguments: list[str], layers: int | None, entry: str, setup: Callable | None, report: Callable[..., None]
 ) -> None:
@@ -297,11 +309,7 @@ def _train_in_child(
 
     import torchtitan_magi.titan.v02.trainer
 
-    class Report(metrics.BaseLogger):
-        def log(self, metrics: dict, step: int) -> None:
-            report("metrics", step, metrics)
-
-    metrics._build_metric_logger = lambda *_: Report()
+    metrics._build_metric_logger = _reporter(report)
     # Rank 0 waits two seconds for the others at the end of a run; wait for them instead.
     torchtitan.train.time = SimpleNamespace(perf_counter=time.perf_counter, sleep=lambda _: None)
     ConfigManager.parse_args.__defaults__ = (arguments,)  # otherwise sys.argv at import time
@@ -331,11 +339,7 @@ def _train_by_0_3(
 
     import torchtitan_magi.titan.v03.trainer
 
-    class Report(metrics.BaseLogger):
-        def log(self, metrics: dict, step: int) -> None:
-            report("metrics", step, metrics)
-
-    metrics.MetricsProcessor._build_metric_logger = lambda *_, **__: Report()
+    metrics.MetricsProcessor._build_metric_logger = _reporter(report)
     torchtitan.trainer.time = SimpleNamespace(perf_counter=time.perf_counter, sleep=lambda _: None)
     exact_gradient_norms()
     if layers is not None:

@@ -2,13 +2,13 @@
 
 import os
 import re
-import subprocess
 import sys
 
 import pytest
 import torch
 from support import runs
-from support.runs import DEBUG_TOML, ROOT, SMALL, TrainingError, new_folder, on_corpus, run_script, train
+from support.processes import python, torchrun
+from support.runs import DEBUG_TOML, SMALL, TrainingError, new_folder, on_corpus, run_script, train
 from torch.distributed import checkpoint
 
 from torchtitan_magi.training.checkpoints.digests import DigestWriter
@@ -16,20 +16,13 @@ from torchtitan_magi.training.checkpoints.digests import DigestWriter
 import loss_compare  # isort: skip
 
 
-def command(*arguments):
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
-    return subprocess.run(
-        [sys.executable, *map(str, arguments)], capture_output=True, text=True, cwd=ROOT, env=environment
-    )
-
-
 def test_torchrun_prints_the_losses_of_the_forked_processes():
     """The harness of these tests runs what users run; of our own entry point, see test_training_killed.py."""
     arguments = [*on_corpus(), *SMALL, "--parallelism.context_parallel_degree", "2", "--magi.overlap_stages", "2"]
     arguments += ["--training.steps", "2", "--metrics.disable_color_printing"]
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--local-ranks-filter=0"]
     files = ["--job.config_file", DEBUG_TOML, "--job.dump_folder", new_folder()]
-    result = command(*torchrun, "-m", "torchtitan.train", *files, *arguments)
+    ranks = ["--nproc-per-node=2", "--local-ranks-filter=0"]
+    result = torchrun(*ranks, "-m", "torchtitan.train", *files, *arguments)
     assert result.returncode == 0, result.stderr[-4000:]
     printed = re.findall(r"step: +(\d+)  loss: +([0-9.]+) ", result.stdout + result.stderr)
     losses = train(2, arguments, layers=None).losses
@@ -68,8 +61,7 @@ def test_plain_torchrun_says_which_checkpoint_is_broken_and_what_to_do(tmp_path)
     (folder / "__0_0.distcp").write_bytes(b"")
     arguments = [*on_corpus(), "--parallelism.context_parallel_degree", "1", "--checkpoint.enable"]
     arguments += ["--checkpoint.initial_load_path", folder, "--job.dump_folder", tmp_path]
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "-m", "torchtitan_magi.train"]
-    result = command(*torchrun, "--job.config_file", DEBUG_TOML, *arguments)
+    result = torchrun("-m", "torchtitan_magi.train", "--job.config_file", DEBUG_TOML, *arguments)
     assert result.returncode
     *_, last = filter(None, (line.strip(" =") for line in result.stderr.splitlines()))
     assert last.startswith(f"ValueError: {folder}/__0_0.distcp is damaged: ")
@@ -128,6 +120,6 @@ def test_loss_compare_fails_for_anything_but_equal_numbers(ours, row, capsys):
 
 
 def test_loss_compare_names_unknown_layouts():
-    result = command("tests/long/loss_compare.py", DEBUG_TOML, "--layouts", "cp2,cp3")
+    result = python("tests/long/loss_compare.py", DEBUG_TOML, "--layouts", "cp2,cp3")
     assert result.returncode == 2
     assert "unknown layouts cp3; use some of cp2, cp4" in result.stderr

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.hf_models import make_hf_folder
+from support.hf_models import make_hf_folder, tensors_of
 from support.runs import LAYERS, corpus, new_folder, train, watch
 
 from torchtitan_magi.data import PackedSFTDataset
@@ -91,7 +91,7 @@ def round_matrices(folder):
 
 
 def dtypes_of(folder):
-    return {name: x.dtype for path in folder.glob("*.safetensors") for name, x in load_file(path).items()}
+    return {name: tensor.dtype for name, tensor in tensors_of(folder).items()}
 
 
 @functools.cache
@@ -111,8 +111,8 @@ def longest_document():
     ],
 )
 def test_transformers_loads_the_last_checkpoint(kind, layout, dtype, tmp_path):
-    """Of a model in several files whose index has a name too much, made for fewer positions than documents have; with
-    norms in float32 where others have 16 bits."""
+    """It is in several files whose index has a name too much, made for fewer positions than documents have; with norms
+    in float32 where others have 16 bits."""
     from transformers import AutoModelForCausalLM
 
     from torchtitan_magi.titan.v02.models import args_of

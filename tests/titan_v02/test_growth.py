@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from support import runs as training
 from support.corpus import WORDS
+from support.gpus import needs_two_gpus
 from support.runs import call, new_folder, train, watch
 
 STEPS, GC_FREQ = 1000, 50
@@ -26,7 +27,7 @@ def train_tiny_model(checkpointing):
     from torchtitan_magi.attention import api
     from torchtitan_magi.attention import op as attention
     from torchtitan_magi.planning.cost_model import Heads
-    from torchtitan_magi.titan.v02.metadata import attention_metadata
+    from torchtitan_magi.titan.v02.attention import attention_metadata
     from torchtitan_magi.training.batches.planner import MagiRuntime, WorkCount
     from torchtitan_magi.training.settings.options import Magi
 
@@ -114,11 +115,8 @@ def fill_the_cache_after_two_steps(report):
 
 
 @pytest.mark.gpu
+@needs_two_gpus
 def test_a_run_whose_longest_document_comes_late_goes_on_with_a_full_cache(monkeypatch):
-    import torch
-
-    if torch.cuda.device_count() < 2:
-        pytest.skip(f"needs two GPUs, there are {torch.cuda.device_count()}")
     monkeypatch.setattr(training, "ON_GPUS", True)
     path = Path(new_folder(), "records.jsonl")
     lengths = [300] * 3000 + [120_000]  # words; the long one comes in step 8

@@ -8,19 +8,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.errors import assert_one_line, error_of
-from support.hf_models import make_hf_folder
+from support.degrees import degree_arguments, num_processes
+from support.errors import assert_one_line, assert_says, error_of, value_errors
+from support.hf_models import hf_arguments, make_hf_folder, tensors_of
 from support.preference import DPO_TOML, copy_of_data
 from support.preference import arguments as dpo_arguments
 from support.runs import call, corpus, new_folder, train, watch
 
-from loss_compare import COMMON, DEGREES, max_relative_difference  # isort: skip
+from loss_compare import COMMON, max_relative_difference  # isort: skip
 
-NAMES = DEGREES | {
-    "ddp": "data_parallel_replicate_degree",
-    "ep": "expert_parallel_degree",
-    "etp": "expert_tensor_parallel_degree",
-}
 LAYOUTS = {
     "one": {},
     "ddp2": {"ddp": 2},
@@ -43,24 +39,20 @@ def folder():
     return make_hf_folder("qwen3_moe", initializer_range=0.1)
 
 
-def processes(degrees):
-    return math.prod(degree for name, degree in degrees.items() if name not in ("ep", "etp"))
-
-
 def model():
-    return f"--model.name qwen3 --model.flavor hf --model.hf_assets_path {folder()} --checkpoint.enable".split()
+    return [*hf_arguments(folder(), "qwen3_moe"), "--checkpoint.enable"]
 
 
 def arguments(degrees):
     """Data-parallel ranks share the two packs of a step."""
-    layout = [f"--parallelism.{NAMES[name]} {degree}" for name, degree in degrees.items()]
     batch = f"--training.local_batch_size {2 // (degrees.get('dp', 1) * degrees.get('ddp', 1))}"
-    return [*" ".join([COMMON, *layout, batch, "--checkpoint.initial_load_in_hf"]).split(), *model()]
+    options = f"{COMMON} {batch} --checkpoint.initial_load_in_hf".split()
+    return [*options, *degree_arguments(degrees), *model()]
 
 
 def moe(degrees, *options, **kwargs):
     options = ["--training.steps", "3", "--checkpoint.load_only", *options]
-    return train(processes(degrees), [*arguments(degrees), *options], entry="torchtitan_magi.train", **kwargs)
+    return train(num_processes(degrees), [*arguments(degrees), *options], entry="torchtitan_magi.train", **kwargs)
 
 
 def report_gradients(report):
@@ -85,7 +77,7 @@ def trained(name):
 
 
 def expert_load(run):
-    """Of each step: imbalance, that of the worst layer, and idle experts."""
+    """For each step: imbalance, that of the worst layer, and idle experts."""
     return [[value for name, value in metrics.items() if name.startswith("moe/")] for metrics in run.metrics]
 
 
@@ -174,10 +166,10 @@ def dpo_folder():
 
 def dpo(degrees, *options, **kwargs):
     batch = {name: degree for name, degree in degrees.items() if name not in ("ep", "etp")}
-    experts = [f"--parallelism.{NAMES[name]}={degrees[name]}" for name in degrees.keys() - batch]
+    experts = degree_arguments({name: degrees[name] for name in degrees.keys() - batch})
     fixed = ["--validation.no-enable", "--checkpoint.load_only", "--checkpoint.initial_load_in_hf"]
     options = [*dpo_arguments(batch, folder=dpo_folder()), *experts, *model(), *fixed, *options]
-    return train(processes(degrees), options, toml=DPO_TOML, defaults=(), entry="torchtitan_magi.train", **kwargs)
+    return train(num_processes(degrees), options, toml=DPO_TOML, defaults=(), entry="torchtitan_magi.train", **kwargs)
 
 
 def bias_the_choice_of_experts(report):
@@ -193,7 +185,7 @@ def bias_the_choice_of_experts(report):
         init(self, replace(moe_args, load_balance_coeff=1e-3), **sizes)
 
     def prepare_biased(self, step):
-        for block in self.trainer.model_parts[0].layers.values():
+        for block in self.policy.model_parts[0].layers.values():
             block.moe.expert_bias.copy_(torch.tensor([1.0, 0.0, 0.0, -1.0]))
         prepare(self, step)
 
@@ -227,14 +219,6 @@ def test_computing_a_reference_file_leaves_the_counts_alone():
 # ------------------------------------------------------------------------------------------------------- checkpoints
 
 
-def load_weights(path):
-    from safetensors.torch import load_file
-
-    return {
-        name: tensor for file in sorted(Path(path).glob("*.safetensors")) for name, tensor in load_file(file).items()
-    }
-
-
 def test_a_run_continues_under_another_layout_and_exports_the_same_weights():
     options = ["--training.steps", "4", "--checkpoint.interval", "2", "--checkpoint.last_save_in_hf"]
 
@@ -243,8 +227,8 @@ def test_a_run_continues_under_another_layout_and_exports_the_same_weights():
 
     first = new_folder()
     whole = run("cp2_ep2", first)
-    exported = load_weights(f"{first}/checkpoint/step-4")
-    assert exported.keys() == load_weights(folder()).keys()
+    exported = tensors_of(Path(f"{first}/checkpoint/step-4"))
+    assert exported.keys() == tensors_of(folder()).keys()
     for name in ("cp2_ep2", "hsdp_ep2", "cp2_tp2_ep2_etp2"):
         again = f"{first}/{name}"
         shutil.copytree(f"{first}/checkpoint/step-2", f"{again}/checkpoint/step-2")
@@ -252,7 +236,7 @@ def test_a_run_continues_under_another_layout_and_exports_the_same_weights():
         if name == "cp2_ep2":
             assert resumed.losses == whole.losses[2:]
         assert max_relative_difference(resumed.losses, whole.losses[2:]) <= TOLERANCE
-        weights = load_weights(f"{again}/checkpoint/step-4")
+        weights = tensors_of(Path(f"{again}/checkpoint/step-4"))
         assert weights.keys() == exported.keys()
         for key, weight in weights.items():
             np.testing.assert_allclose(weight.numpy(), exported[key].numpy(), atol=1e-4, err_msg=f"{name} {key}")
@@ -261,18 +245,11 @@ def test_a_run_continues_under_another_layout_and_exports_the_same_weights():
 # ------------------------------------------------------------------------------------------------- what is refused
 
 
-def errors_of_degrees(cases):
-    """What is said of ParallelDims(world_size, **degrees), each case by itself; None: nothing."""
+def lay_out(world_size, degrees):
     from torchtitan.distributed import ParallelDims
 
-    def error_of_one(world_size, degrees):
-        ones = dict.fromkeys(("dp_replicate", "cp", "tp", "pp", "ep", "etp"), 1) | {"dp_shard": -1}
-        try:
-            ParallelDims(**ones | degrees, world_size=world_size)
-        except ValueError as error:
-            return str(error)
-
-    return [error_of_one(*case) for case in cases]
+    ones = dict.fromkeys(("dp_replicate", "cp", "tp", "pp", "ep", "etp"), 1) | {"dp_shard": -1}
+    ParallelDims(**ones | degrees, world_size=world_size)
 
 
 def test_degrees_that_torchtitan_ignores_or_ends_in_assertions():
@@ -287,11 +264,10 @@ def test_degrees_that_torchtitan_ignores_or_ends_in_assertions():
         (4, "dp_replicate=2 dp_shard=1 tp=2 ep=2"): ["each expert on 2 ranks", "use data_parallel_shard_degree or"],
     }
     cases = [(size, {k: int(v) for k, v in (pair.split("=") for pair in text.split())}) for size, text in wrong]
-    said = call(errors_of_degrees, [*fine, *cases])
+    said = call(value_errors, lay_out, [*fine, *cases])
     assert said[: len(fine)] == [None] * len(fine)
     for error, messages in zip(said[len(fine) :], wrong.values(), strict=True):
-        assert "\n" not in error
-        assert [message for message in messages if message not in error] == []
+        assert_says(error, messages)
 
 
 THREE_PACKS = "--training.local_batch_size 1 --training.global_batch_size 3"
@@ -313,7 +289,7 @@ THREE_PACKS = "--training.local_batch_size 1 --training.global_batch_size 3"
 )  # fmt: skip
 def test_experts_that_cannot_be_spread(degrees, options, messages):
     options = [*arguments(degrees), *options.split()]
-    assert_one_line(error_of(options, processes(degrees), entry="torchtitan_magi.train"), messages)
+    assert_one_line(error_of(options, num_processes(degrees), entry="torchtitan_magi.train"), messages)
 
 
 def test_a_dense_model_has_no_experts_to_spread():
@@ -326,7 +302,7 @@ def test_a_dense_model_has_no_experts_to_spread():
 
 
 def count_operations(path):
-    """Of a token, without attention; and of the model with all its experts."""
+    """Parameters of the model with all its experts, and operations of a token without attention."""
     import torch
     from torchtitan.models.qwen3 import Qwen3Model
 
@@ -341,7 +317,7 @@ def count_operations(path):
 
 def test_operations_are_those_of_the_experts_that_a_token_takes():
     parameters, operations = call(count_operations, folder())
-    weights = {name: tensor.numel() for name, tensor in load_weights(folder()).items()}
+    weights = {name: tensor.numel() for name, tensor in tensors_of(folder()).items()}
     experts = sum(number for name, number in weights.items() if ".experts." in name)
     assert parameters == sum(weights.values())
     assert operations == 6 * (parameters - weights["model.embed_tokens.weight"] - experts // 2)

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.errors import assert_says, changed, value_errors
 from support.parity import difference, trained, trained_anew
 from support.runs import DEBUG_TOML, call, corpus, on_corpus, watch
 
@@ -19,7 +20,7 @@ def report_tokens_of_the_output_layer(report):
     from torchtitan_magi.training.objectives import objective as objectives
 
     watch(logprob_model, "summed_logprobs", lambda _, hidden, *args, **options: report("rows", len(hidden)))
-    watch(objectives.SFT, "count_items", lambda count, _, inputs, labels: report("labels", count, labels.numel()))
+    watch(objectives.SFT, "count_items", lambda count, _, batch: report("labels", count, batch.labels.numel()))
 
 
 def test_the_output_layer_runs_for_tokens_with_a_label_only():
@@ -47,10 +48,10 @@ def report_token_losses(report):
     """The documents of each microbatch, and the loss of each token."""
     from torchtitan_magi.training.objectives import objective as objectives
 
-    def report_losses(_, model, targets, tokens, labelled, scale, kept, **inputs):
+    def report_losses(_, model, batch, scale, kept):
         with torch.no_grad():
-            logprobs = model(targets, tokens, labelled, **inputs)
-        report("losses", targets.flatten().tolist(), (-logprobs).flatten().tolist())
+            logprobs = model(batch)
+        report("losses", batch.labels.flatten().tolist(), (-logprobs).flatten().tolist())
 
     watch(objectives.SFT, "count_items", lambda _, sft, batch: report("documents", batch.bounds.tolist()))
     watch(objectives.LogprobModel, "summed", report_losses)
@@ -110,30 +111,47 @@ FOR_SFT = {
 }
 
 
-def errors_of(cases, has_objectives):
-    """What the check of the configuration says to each case of arguments."""
+IN_FILE = {
+    'template_date = "26 Jul"': ["magi.template_date is '26 Jul'", 'use a date such as "2024-07-26"'],
+    'backend = "fla"': ["magi.backend is 'fla'", "use one of 'auto', 'ffa', 'flex'"],
+    'positions = "row"': ["magi.positions is 'row'", "use one of 'auto', 'document', 'pack'"],
+    'long_documents = "drop"': ["magi.long_documents is 'drop'", "use one of 'truncate', 'split'"],
+    "overlap_stages = -3": ["magi.overlap_stages is -3", "use 0 for no overlap"],
+    'overlap_stages = "two"': ["magi.overlap_stages is 'two'", "use 0 for no overlap"],
+    "epochs = true": ["magi.epochs is True", "use a number of passes"],
+    'shuffle = "false"': ["magi.shuffle is 'false'", "use true or false"],
+}
+
+
+def check(arguments, has_objectives, toml=DEBUG_TOML):
     from torchtitan.config import ConfigManager
 
     from torchtitan_magi.titan.v02.config import check_job_config
 
-    said = []
-    for arguments in cases:
-        try:
-            config = ConfigManager().parse_args(["--job.config_file", str(DEBUG_TOML), *arguments])
-            check_job_config(config, {config.model.flavor: "varlen"}, has_objectives)
-            said.append(None)
-        except ValueError as error:
-            said.append(str(error))
-    return said
+    config = ConfigManager().parse_args(["--job.config_file", str(toml), *arguments])
+    check_job_config(config, {config.model.flavor: "varlen"}, has_objectives)
+
+
+def errors_of(cases, has_objectives):
+    """What the check of the configuration says to each case of arguments."""
+    return value_errors(check, [(arguments, has_objectives) for arguments in cases])
 
 
 def test_a_wrong_option_is_one_line_that_names_the_remedy():
     cases = [[*DPO, *case.split()] for case in FOR_DPO] + [case.split() for case in FOR_SFT]
     for said, messages in zip(call(errors_of, cases, True), [*FOR_DPO.values(), *FOR_SFT.values()], strict=True):
         assert said is not None
-        assert "\n" not in said
-        assert all(message in said for message in messages), said
+        assert_says(said, messages)
     assert call(errors_of, [[], DPO, ["--magi.loss_per", "document"]], True) == [None] * 3
+
+
+def test_a_wrong_option_in_the_file_is_one_line_that_names_the_remedy(tmp_path):
+    files = [tmp_path / f"{number}.toml" for number in range(len(IN_FILE))]
+    for file, option in zip(files, IN_FILE, strict=True):
+        changed(tmp_path, ("[magi]", f"[magi]\n{option}")).rename(file)
+    found = call(value_errors, check, [([], True, file) for file in files])
+    for said, messages in zip(found, IN_FILE.values(), strict=True):
+        assert_says(said, messages)
 
 
 def trainers_in_turn():
@@ -238,7 +256,7 @@ def test_validation_in_shorter_packs_is_warned_of(caplog):
 
 
 def what_a_second_trainer_finds():
-    """Of one spec: what is left of the first run, and what heads that tensor parallelism cannot divide lead to."""
+    """With one spec: what is left of the first run, and what heads that tensor parallelism cannot divide lead to."""
     from types import SimpleNamespace
 
     from torchtitan.config import ConfigManager
@@ -269,7 +287,7 @@ def test_the_stock_entry_point_names_ours():
     assert documents.endswith(remedy)
 
 
-def error_of_the_output_layer():
+def convert_the_output_layer():
     from types import SimpleNamespace
 
     from torch import nn
@@ -280,11 +298,9 @@ def error_of_the_output_layer():
         def forward(self, x):
             return x
 
-    try:
-        LogprobModel(SimpleNamespace(output=Float8Linear(2, 3, bias=False)))
-    except ValueError as error:
-        return str(error)
+    LogprobModel(SimpleNamespace(output=Float8Linear(2, 3, bias=False)))
 
 
 def test_a_converted_output_layer_is_refused():
-    assert call(error_of_the_output_layer).startswith("the model's output layer is Float8Linear, but")
+    (said,) = call(value_errors, convert_the_output_layer, [()])
+    assert said.startswith("the model's output layer is Float8Linear, but")

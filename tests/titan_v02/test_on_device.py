@@ -45,8 +45,7 @@ def attend_to_normed_queries():
     import torch
 
     from torchtitan_magi.planning.cost_model import Heads
-    from torchtitan_magi.titan.v02.attention import VarlenAttentionWrapper
-    from torchtitan_magi.titan.v02.metadata import attention_metadata
+    from torchtitan_magi.titan.v02.attention import VarlenAttentionWrapper, attention_metadata
     from torchtitan_magi.training.batches.planner import MagiRuntime, WorkCount
     from torchtitan_magi.training.settings.options import Magi
 

@@ -4,6 +4,7 @@ import os
 import re
 
 import pytest
+from support.errors import value_errors
 from support.runs import call
 
 HOOKS = '[job]\ncustom_config_module = "torchtitan_magi.titan"\n'
@@ -30,6 +31,8 @@ IN_FILE = {
     "[training]\nsteps = 2.5": "training.steps is 2.5; use a whole number",
     "[validation]\nsteps = 0": "validation steps must be positive or -1; correct the TOML file or the command line",
     f"[training]\nsteps = 0x{'f' * 5000}": "training.steps is <a int too large to show>; use a number of at most 64",
+    '[training]\ndataset_path = ["a.jsonl"]': "training.dataset_path is ['a.jsonl']; use a string",
+    "[training]\ndataset_path = 3": "training.dataset_path is 3; use a string",
     "[magi]\nepochs = 9223372036854775808": "magi.epochs is 9223372036854775808; use a number of at most 64 bits",
     '[checkpoint]\nfolder = "a\\u0000b"': r"checkpoint.folder is 'a\x00b'; leave the NUL out",
     '[magi.dpo]\nreference_path = "a\\u0000b"': r"magi.dpo.reference_path is 'a\x00b'; leave the NUL out",
@@ -56,6 +59,7 @@ ON_LINE = {
     "--checkpoint.keep_latest_k 1": "checkpoint.keep_latest_k is 1; use a whole number of at least 2, or 0",
     "--metrics.log_freq 0": "metrics.log_freq is 0; use",
     "--training.local_batch_size -1": "training.local_batch_size is -1; use",
+    "--training.local_batch_size 0": "training.local_batch_size is 0; use a whole number of at least 1",
     "--training.global_batch_size -8": "training.global_batch_size is -8; use a whole number of at least 1, or -1",
     "--training.global_batch_size 0": "training.global_batch_size is 0; use",
     "--validation.local_batch_size 0": "validation.local_batch_size is 0; use",
@@ -127,45 +131,23 @@ def read_without_wandb(cases):
 
 
 def test_wandb_that_is_asked_for_and_not_there_is_named(tmp_path):
-    path = tmp_path / "config.toml"
-    path.write_text(HOOKS)
-    ((kind, text),) = call(read_without_wandb, [(str(path), ["--metrics.enable_wandb"])])
-    assert (kind, text) == (
-        "ValueError",
-        "metrics.enable_wandb is true, but the package wandb is not installed; install it, or set it to false",
-    )
+    (tmp_path / "config.toml").write_text(HOOKS)
+    (error,) = call(read_without_wandb, [(f"{tmp_path}/config.toml", ["--metrics.enable_wandb"])])
+    said = "metrics.enable_wandb is true, but the package wandb is not installed; install it, or set it to false"
+    assert error == ("ValueError", said)
 
 
-def test_a_pipe_in_place_of_the_file_is_not_waited_for(tmp_path):
-    os.mkfifo(tmp_path / "config.toml")
-    ((kind, text),) = call(read, [(str(tmp_path / "config.toml"), [])])
-    assert (kind, text) == (
-        "ValueError",
-        f"job.config_file is '{tmp_path}/config.toml', which cannot be read (it is no regular file but a pipe, socket "
-        "or device); give a TOML file",
-    )
-
-
-def test_magi_without_its_hook_is_named(tmp_path):
-    path = tmp_path / "config.toml"
-    path.write_text("[magi]\n")
-    ((kind, text),) = call(read, [(str(path), [])])
-    assert (kind, text) == (
-        "ValueError",
-        '[magi] is unknown; add custom_config_module = "torchtitan_magi.titan" to [job]',
-    )
-
-
-@pytest.mark.parametrize("kind", ["missing", "folder", "binary"])
-def test_a_file_that_cannot_be_read_is_one_line(kind, tmp_path):
-    path = tmp_path / "config.toml"
-    if kind == "folder":
-        path.mkdir()
-    elif kind == "binary":
-        path.write_bytes(b"\xff\xfe")
-    ((name, text),) = call(read, [(str(path), [])])
-    assert name == "ValueError"
-    assert re.fullmatch(f"job.config_file is '{path}', which cannot be read \\(.*\\); give a TOML file", text)
+def test_a_file_that_cannot_be_read_is_one_line(tmp_path):
+    """A pipe is not waited for."""
+    why = dict.fromkeys(("missing", "folder", "binary"), r"\(.*\)")
+    why |= {"pipe": r"\(it is no regular file but a pipe, socket or device\)"}
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "binary").write_bytes(b"\xff\xfe")
+    os.mkfifo(tmp_path / "pipe")
+    for (kind, text), name in zip(call(read, [(f"{tmp_path}/{name}", []) for name in why]), why, strict=True):
+        assert kind == "ValueError"
+        said = rf"job.config_file is '{tmp_path}/{name}', which cannot be read {why[name]}; give a TOML file"
+        assert re.fullmatch(said, text)
 
 
 def build(arguments):
@@ -179,12 +161,6 @@ def build(arguments):
     replicate, shard, cp, tp, pp = (getattr(config.parallelism, f"{name}_degree") for name in DEGREES)
     ParallelDims(replicate, shard, cp, tp, pp, 1, 1, world_size=6)
     check_sections(config, ["c4"], False)
-
-
-def said_of_layout(arguments):
-    with pytest.raises(ValueError) as caught:
-        build(arguments)
-    return str(caught.value)
 
 
 DEGREES = ["data_parallel_replicate", "data_parallel_shard", "context_parallel", "tensor_parallel", "pipeline_parallel"]
@@ -211,22 +187,22 @@ ON_C4 += ["--training.dataset", "c4", "--comm.trace_buf_size", "0"]
     ],
 )
 def test_a_layout_that_does_not_fit_the_processes_is_named(line, message):
-    assert message in call(said_of_layout, line.split())
+    (said,) = call(value_errors, build, [(line.split(),)])
+    assert message in said
 
 
-def said_without_a_file():
+def check_without_a_file():
     from torchtitan.config import ConfigManager
 
     from torchtitan_magi.titan.v02.config import check_job_config
 
     config = ConfigManager().parse_args(["--comm.trace_buf_size", "0"])
-    with pytest.raises(ValueError) as caught:
-        check_job_config(config, {}, True)
-    return str(caught.value)
+    check_job_config(config, {}, True)
 
 
 def test_a_missing_config_file_is_named():
-    assert call(said_without_a_file) == "--job.config_file is missing; give the path of a TOML file"
+    (said,) = call(value_errors, check_without_a_file, [()])
+    assert said == "--job.config_file is missing; give the path of a TOML file"
 
 
 MODULES = {
@@ -254,11 +230,9 @@ def start_without_torchrun():
     from torchtitan_magi.titan.v02.trainer import MagiTrainer
 
     del os.environ["LOCAL_RANK"]
-    with pytest.raises(ValueError) as caught:
-        MagiTrainer(None)
-    return str(caught.value)
+    MagiTrainer(None)
 
 
 def test_a_start_without_torchrun_is_named():
     message = "LOCAL_RANK is not set, as torchrun sets it; start it with torchrun -m torchtitan_magi.train"
-    assert call(start_without_torchrun) == message
+    assert call(value_errors, start_without_torchrun, [()]) == [message]

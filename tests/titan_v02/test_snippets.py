@@ -109,7 +109,7 @@ def check(block: Block) -> None:
     if block.mark:
         found = MARK.fullmatch(block.mark)
         if not found:
-            raise ValueError(f"{block.mark} is none of the marks in tests/docs/test_snippets.py")
+            raise ValueError(f"{block.mark} is none of the marks in tests/titan_v02/test_snippets.py")
         if found[1] and date.fromisoformat(found[1]) > date.today():
             raise ValueError(f"{block.mark} is in the future")
     match block.language:
@@ -281,7 +281,7 @@ def check_torchrun(arguments: list[str]) -> None:
 
 
 def check_training(path: str, overrides: list[str]) -> None:
-    """Of a file that is not in the repository the overrides are checked."""
+    """Checks the overrides alone where the file is not in the repository."""
     from torchtitan.config import ConfigManager
 
     from torchtitan_magi.launch import num_processes

@@ -5,6 +5,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from support.errors import assert_says, value_errors
 from support.published import CONFIGS as MODELS
 from support.published import SHIPPED
 from support.runs import DEBUG_TOML, call
@@ -21,7 +22,7 @@ def options_of(toml, *overrides):
 
 
 def summary_of(toml, *overrides):
-    """Of these fields, what the tests look at."""
+    """What the tests look at in these fields."""
     from torchtitan_magi.titan.v03.config import job_of
     from torchtitan_magi.titan.v03.models import config_of
     from torchtitan_magi.titan.v03.trainer import MagiTrainer
@@ -86,18 +87,6 @@ def test_overrides_and_defaults_are_those_of_the_toml_file(tmp_path):
     assert found["rank"] == 4
 
 
-def refusals(cases):
-    found = []
-    for arguments in cases:
-        try:
-            options_of(DEBUG_TOML, *arguments.split())
-        except ValueError as error:
-            found.append(str(error))
-        else:
-            found.append("")
-    return found
-
-
 REFUSED = {
     "--parallelism.expert_tensor_parallel_degree 2": "expert_tensor_parallel_degree is 2, which has no counterpart in",
     "--optimizer.lr inf": "optimizer.lr is inf; use a finite number",
@@ -119,9 +108,9 @@ REFUSED = {
 
 
 def test_what_has_no_counterpart_is_one_line_with_the_remedy():
-    for (case, part), message in zip(REFUSED.items(), call(refusals, list(REFUSED)), strict=True):
-        assert part in message, case
-        assert "\n" not in message
+    found = call(value_errors, options_of, [(DEBUG_TOML, *case.split()) for case in REFUSED])
+    for message, part in zip(found, REFUSED.values(), strict=True):
+        assert_says(message, [part])
 
 
 def test_an_unknown_option_or_section_of_the_file_is_named(tmp_path):
@@ -134,17 +123,8 @@ def test_an_unknown_option_or_section_of_the_file_is_named(tmp_path):
     ):
         path = tmp_path / "my.toml"
         path.write_text(text)
-        (found,) = call(refusals_of, [path])
+        (found,) = call(value_errors, options_of, [(path,)])
         assert message in found
-
-
-def refusals_of(paths):
-    found = []
-    for path in paths:
-        with pytest.raises(ValueError) as caught:
-            options_of(path)
-        found.append(str(caught.value))
-    return found
 
 
 def own_configuration():
@@ -162,19 +142,19 @@ def test_torchtitans_own_way_gives_our_trainer():
     assert call(own_configuration) == ("partial_dtensor", "MagiSelectiveAC.Config", {})
 
 
-def refused_parallelism(cases):
+def assert_says_or_nothing(message, part):
+    """An error of one line with this part; no error where there is none."""
+    if part is None:
+        assert message is None
+    else:
+        assert_says(message, [part])
+
+
+def check_degrees(world_size, arguments):
     from torchtitan_magi.titan.v03.toml_sections import read_job_config
     from torchtitan_magi.training.settings.degrees import check_parallelism
 
-    found = []
-    for world_size, arguments in cases:
-        try:
-            check_parallelism(read_job_config(str(DEBUG_TOML), arguments.split()).parallelism, world_size)
-        except ValueError as error:
-            found.append(str(error))
-        else:
-            found.append("")
-    return found
+    check_parallelism(read_job_config(str(DEBUG_TOML), arguments.split()).parallelism, world_size)
 
 
 def test_backends_and_degrees_that_cannot_work_are_named():
@@ -188,40 +168,30 @@ def test_backends_and_degrees_that_cannot_work_are_named():
         (1, backend + "spmd_types"): "use 'partial_dtensor'",
         (6, experts + "4"): f"parallelism.expert_parallel_degree is 4, which {product}",
         (4, experts + "4" + copies): "tensor_parallel_degree, 2; use a degree that does",
-        (4, experts + "2" + copies): "",
-        (2, backend + "partial_dtensor"): "",
+        (4, experts + "2" + copies): None,
+        (2, backend + "partial_dtensor"): None,
         (3, "--parallelism.context_parallel_degree 2"): "but torchrun started 3 processes",
     }
-    for (case, part), message in zip(cases.items(), call(refused_parallelism, list(cases)), strict=True):
-        assert part in message, case
-        assert bool(message) == bool(part)
-        assert "\n" not in message
+    for message, part in zip(call(value_errors, check_degrees, list(cases)), cases.values(), strict=True):
+        assert_says_or_nothing(message, part)
 
 
-def refused_experts(cases):
+def check_shares(name, num_experts, degrees, option):
     from types import SimpleNamespace
 
     from torchtitan_magi.models.model_config import Experts
     from torchtitan_magi.titan.v03.trainer import ranks_of_experts
     from torchtitan_magi.training.settings.degrees import check_experts
 
-    found = []
-    for name, num_experts, degrees, option in cases:
-        checkpoint = {"enable": True, "initial_load_in_hf": False, "last_save_in_hf": False, option: True}
-        dims = SimpleNamespace(**{"dp_shard": 1, "cp": 1, "tp": 1, "ep": 1} | degrees)
-        job = SimpleNamespace(
-            model=SimpleNamespace(name=name, flavor="hf"),
-            checkpoint=SimpleNamespace(**checkpoint),
-            parallelism=SimpleNamespace(expert_parallel_degree=dims.ep),
-        )
-        experts = Experts(num_experts, 2, 48, True)
-        try:
-            check_experts(job, experts, ranks_of_experts(job, dims, experts))
-        except ValueError as error:
-            found.append(str(error))
-        else:
-            found.append("")
-    return found
+    checkpoint = {"enable": True, "initial_load_in_hf": False, "last_save_in_hf": False, option: True}
+    dims = SimpleNamespace(**{"dp_shard": 1, "cp": 1, "tp": 1, "ep": 1} | degrees)
+    job = SimpleNamespace(
+        model=SimpleNamespace(name=name, flavor="hf"),
+        checkpoint=SimpleNamespace(**checkpoint),
+        parallelism=SimpleNamespace(expert_parallel_degree=dims.ep),
+    )
+    experts = Experts(num_experts, 2, 48, True)
+    check_experts(job, experts, ranks_of_experts(job, dims, experts))
 
 
 def test_experts_that_ranks_do_not_share_alike_are_named_before_files_are_read():
@@ -237,12 +207,11 @@ def test_experts_that_ranks_do_not_share_alike_are_named_before_files_are_read()
             ("qwen3", 4, {"dp_shard": 3, "ep": 3}, load),
             "expert_parallel_degree is 3, which does not divide the 4 experts",
         ),
-        (("qwen3", 4, {"dp_shard": 3, "cp": 2}, load), ""),  # each expert's rows are shared
-        (("gpt_oss", 4, {"dp_shard": 3}, load), ""),
-        (("qwen3", 4, {"dp_shard": 3}, "load_only"), ""),
-        (("qwen3", 4, {"dp_shard": 2, "tp": 3}, load), ""),
+        (("qwen3", 4, {"dp_shard": 3, "cp": 2}, load), None),  # each expert's rows are shared
+        (("gpt_oss", 4, {"dp_shard": 3}, load), None),
+        (("qwen3", 4, {"dp_shard": 3}, "load_only"), None),
+        (("qwen3", 4, {"dp_shard": 2, "tp": 3}, load), None),
     ]
-    found = call(refused_experts, [case for case, _ in cases])
-    for (case, part), message in zip(cases, found, strict=True):
-        assert part in message, case
-        assert bool(message) == bool(part), case
+    found = call(value_errors, check_shares, [case for case, _ in cases])
+    for message, (_, part) in zip(found, cases, strict=True):
+        assert_says_or_nothing(message, part)

@@ -6,16 +6,16 @@ With torch 2.11, which lacks names that torchtitan 0.3 imports, put tests/titan_
 import functools
 import inspect
 import math
-from pathlib import Path
 
 import pytest
 import torch
 from support import runs as training
-from support.hf_loop import write_pairs
-from support.hf_models import make_hf_folder
+from support.gpus import needs_hopper
+from support.hf_loop import pairs_file
+from support.hf_models import hf_arguments, make_hf_folder
 from torch.distributed.pipelining import PipelineStage
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, needs_hopper]
 WIDE = {"hidden_size": 512, "intermediate_size": 1024}  # heads of 64
 ROUNDING = 2e-2  # relative
 # DPO's loss is of differences between policy and reference, which round apart once their weights differ: on the CPU
@@ -27,13 +27,6 @@ DPO = "--training.dataset dpo --training.dataset_path PAIRS --optimizer.lr 1e-4"
 @functools.cache
 def folder(kind, **fields):
     return make_hf_folder(kind, **WIDE, **fields)
-
-
-@functools.cache
-def pairs():
-    path = Path(training.new_folder(), "pairs.jsonl")
-    write_pairs(path)
-    return path
 
 
 TASKS = {  # name -> kind of model, options
@@ -56,15 +49,14 @@ TASKS = {  # name -> kind of model, options
 
 
 def losses(task, on_gpus):
-    """Of five steps, and of validation."""
+    """The losses of five steps, and of validation."""
     kind, options = TASKS[task]
-    name = "llama3" if kind == "llama" else "qwen3"
-    arguments = ["--model.name", name, "--model.flavor", "hf", "--model.hf_assets_path", str(folder(kind))]
-    arguments += ["--training.dataset_path", f"{training.corpus()}/train.jsonl", "--training.steps", "5"]
+    arguments = [*hf_arguments(folder(kind), kind), "--training.dataset_path", f"{training.corpus()}/train.jsonl"]
+    arguments += ["--training.steps", "5"]
     arguments += ["--training.local_batch_size", "2", "--training.global_batch_size", "2"]
     arguments += ["--checkpoint.enable", "--checkpoint.initial_load_in_hf", "--checkpoint.interval", "100"]
     arguments += ["--validation.seq_len", "256", "--validation.freq", "5", "--validation.local_batch_size", "1"]
-    options = options.replace("PAIRS", str(pairs())).replace("VALIDATION", f"{training.corpus()}/validation.jsonl")
+    options = options.replace("PAIRS", str(pairs_file())).replace("VALIDATION", f"{training.corpus()}/validation.jsonl")
     arguments += options.split()
     if on_gpus:
         arguments += ["--training.mixed_precision_param", "bfloat16", "--magi.backend", "ffa"]
@@ -80,8 +72,6 @@ def losses(task, on_gpus):
 
 @pytest.mark.parametrize("task", TASKS)
 def test_losses_on_gpus_are_those_of_the_cpu(task):
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs a Hopper GPU")
     if "PP" in task and "get_mesh" not in inspect.signature(PipelineStage).parameters:
         pytest.skip("torchtitan 0.3 wants a newer torch for pipelines")
     if " 2" in task and torch.cuda.device_count() < 2:

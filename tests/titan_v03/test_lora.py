@@ -6,23 +6,22 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.hf_loop import ARGUMENTS, PACKS, PAIRS_PER_PACK, document, records, write_pairs
-from support.hf_models import make_hf_folder
+from support.hf_loop import ARGUMENTS, PACKS, PAIRS_PER_PACK, document, pairs_file, records
+from support.hf_models import TITAN_NAMES, hf_arguments, make_hf_folder
 from support.runs import corpus, new_folder, train
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 STORED = ["--magi.dpo.reference", "file"]
-NAMES = {"llama": "llama3", "qwen3": "qwen3", "qwen3_moe": "qwen3"}
 
 
 def arguments(folder, kind, dump, *options):
-    chosen = ["--model.name", NAMES[kind], "--model.flavor", "hf", "--model.hf_assets_path", str(folder)]
-    chosen += ["--training.dataset_path", f"{corpus()}/train.jsonl", "--job.dump_folder", dump, *ARGUMENTS]
+    chosen = [*hf_arguments(folder, kind), "--training.dataset_path", f"{corpus()}/train.jsonl"]
+    chosen += ["--job.dump_folder", dump, *ARGUMENTS]
     chosen += ["--checkpoint.enable", "--checkpoint.initial_load_in_hf", "--checkpoint.last_save_in_hf"]
     return [*chosen, "--magi.lora.rank", "4", "--parallelism.context_parallel_degree", "2", *options]
 
 
-@pytest.mark.parametrize("kind", NAMES)
+@pytest.mark.parametrize("kind", TITAN_NAMES)
 def test_peft_loads_the_adapters_and_computes_the_validation_loss(kind):
     peft = pytest.importorskip("peft", reason="peft reads the adapters")
     weights = {"initializer_range": 0.2} if kind == "qwen3_moe" else {}  # experts in bfloat16 would show in the loss
@@ -64,8 +63,7 @@ def loss_of(model, tokenizer, path):
 def test_the_reference_of_dpo_is_the_policy_without_adapters():
     """Every step has the same pairs, so that their loss falls whatever the adapters begin with."""
     pairs = Path(new_folder(), "pairs.jsonl")
-    write_pairs(pairs)
-    pairs.write_text("".join(pairs.read_text().splitlines(keepends=True)[: PACKS * PAIRS_PER_PACK]))
+    pairs.write_text("".join(pairs_file().read_text().splitlines(keepends=True)[: PACKS * PAIRS_PER_PACK]))
     folder = make_hf_folder("llama")
     options = ["--training.dataset", "dpo", "--training.dataset_path", str(pairs)]
     alike = [arguments(folder, "llama", new_folder(), *options, *more) for more in ([], STORED)]
@@ -76,7 +74,7 @@ def test_the_reference_of_dpo_is_the_policy_without_adapters():
 
 
 def report_experts(report):
-    """Of each logged step, before counting begins anew: the tokens that experts got in each layer, and their bias."""
+    """Reports, before each logged step resets them, the tokens that experts got in each layer and their bias."""
     from torchtitan_magi.training import metrics
 
     take = metrics.take_expert_load
@@ -92,10 +90,8 @@ def report_experts(report):
 
 def test_experts_of_the_frozen_model_keep_their_bias_and_count_the_policys_tokens_alone():
     """A preset flavor, whose bias torchtitan would move, and with it the reference."""
-    pairs = Path(new_folder(), "pairs.jsonl")
-    write_pairs(pairs)
     options = ["--model.name", "qwen3", "--model.flavor", "debugmodel_moe", "--activation_checkpoint.mode", "none"]
     options += ["--training.dataset", "dpo", "--magi.lora.rank", "4", "--training.local_batch_size", "1"]
-    run = train(1, [*options, "--training.dataset_path", str(pairs)], setup=report_experts)
+    run = train(1, [*options, "--training.dataset_path", str(pairs_file())], setup=report_experts)
     assert run.of("tokens") == [([256 * 8] * 2,)] * 3  # each token takes 8 experts
     assert run.of("bias") == [([[0.0] * 64] * 2,)] * 3

@@ -1,25 +1,18 @@
 """gpt-oss and DeepSeek V3: config.json -> torchtitan 0.3's configuration and back; models that are not served."""
 
-import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
+from support.errors import value_errors
 from support.hf_models import KINDS, make_hf_folder
-from support.published import CONFIGS, OF_0_3
-from support.runs import call, new_folder
+from support.published import CONFIGS, OF_0_3, read
+from support.runs import call
 
 from torchtitan_magi.models.model_config import Rope, differences, read_model_config
 from torchtitan_magi.training.checkpoints.hf_weights import tensor_shapes
 
 FLAVORS = {"gpt-oss 20b": "20b", "gpt-oss 120b": "120b", "DeepSeek V3": "671B"}
-
-
-def model_of(fields):
-    folder = Path(new_folder())
-    (folder / "config.json").write_text(json.dumps(fields))
-    return read_model_config(folder)
 
 
 def in_torchtitan(config):
@@ -42,7 +35,7 @@ def named_flavor(name, flavor):
 
 @pytest.mark.parametrize("name", OF_0_3)
 def test_a_published_model_is_one_of_torchtitan(name):
-    config = model_of(OF_0_3[name])
+    config = read(OF_0_3[name])
     again, shapes, temperature = call(in_torchtitan, config)
     assert again == config
     assert shapes == tensor_shapes(config)
@@ -73,17 +66,12 @@ def refusals():
 
     from torchtitan_magi.titan.v03.models import with_varlen
 
-    found = []
-    for spec in (
-        kimi_k2_7.model_registry("debugmodel", attn_backend="flex"),
+    other = kimi_k2_7.model_registry("debugmodel", attn_backend="flex")
+    varlen, predicting = (
         gpt_oss.model_registry("debugmodel"),
         deepseek_v3.model_registry("debugmodel", num_mtp_layers=1),
-    ):
-        try:
-            with_varlen(spec)
-        except ValueError as error:
-            found.append(str(error))
-    return found
+    )
+    return value_errors(with_varlen, [(other,), (varlen,), (predicting,)])
 
 
 def test_specs_that_are_not_served_are_refused_by_name():
@@ -201,13 +189,13 @@ def test_the_load_of_experts_is_logged_where_torchtitan_moves_their_bias():
 
 def test_a_flavor_with_a_bias_that_no_checkpoint_has_is_not_the_published_model():
     bias = "other () in the file, ('a bias by which experts are chosen',) in the flavor"
-    found = differences(model_of(CONFIGS["Qwen3 30B-A3B"]), call(named_flavor, "qwen3", "30B-A3B"))
+    found = differences(read(CONFIGS["Qwen3 30B-A3B"]), call(named_flavor, "qwen3", "30B-A3B"))
     assert bias in found
 
 
 def test_tied_weights_are_refused_by_name():
     with pytest.raises(Exception, match="tie_word_embeddings is True, which torchtitan's gpt_oss has not"):
-        call(in_torchtitan, replace(model_of(OF_0_3["gpt-oss 20b"]), tied=True))
+        call(in_torchtitan, replace(read(OF_0_3["gpt-oss 20b"]), tied=True))
 
 
 def saved_in_float32(config, names):

@@ -1,20 +1,18 @@
 """Training on torchtitan 0.3: degrees that do not fit the model, torchtitan's own entry point."""
 
-import os
 import re
-import subprocess
-import sys
 
 import pytest
-from support.hf_models import make_hf_folder
-from support.runs import ROOT, TrainingError, corpus, new_folder, train
+from support.errors import run_ends
+from support.hf_models import hf_arguments, make_hf_folder
+from support.processes import torchrun
+from support.runs import TrainingError, corpus, new_folder, train
 
 
 def test_degrees_that_are_not_as_many_as_processes_are_named():
     message = "context 3, tensor 1, pipeline 1, but torchrun started 2 processes; start as many as they multiply to"
-    with pytest.raises(TrainingError, match=message) as caught:
+    with run_ends(message):
         train(2, ["--parallelism.context_parallel_degree", "3"])
-    assert caught.value.type == "ValueError"
 
 
 @pytest.mark.parametrize(
@@ -31,30 +29,25 @@ def test_degrees_that_are_not_as_many_as_processes_are_named():
 )
 def test_degrees_that_the_model_does_not_divide_by_are_named(kind, degree, message):
     fields = {"num_experts": 6} if kind == "qwen3_moe" else {}
-    model = ["--model.name", "llama3" if kind == "llama" else "qwen3", "--model.flavor", "hf"]
-    model += ["--model.hf_assets_path", str(make_hf_folder(kind, **fields)), f"--parallelism.{degree}_degree", "4"]
+    model = [*hf_arguments(make_hf_folder(kind, **fields), kind), f"--parallelism.{degree}_degree", "4"]
     model.append("--magi.random_weights")
-    with pytest.raises(TrainingError, match=message) as caught:
+    with run_ends(message):
         train(4, [*model, "--training.dataset_path", f"{corpus()}/train.jsonl"], layers=None)
-    assert caught.value.type == "ValueError"
 
 
 def test_weights_that_nothing_loads_end_the_run_before_the_first_step():
-    model = ["--model.flavor", "hf", "--model.hf_assets_path", str(make_hf_folder("llama"))]
-    model += ["--training.dataset_path", f"{corpus()}/train.jsonl"]
+    model = [*hf_arguments(make_hf_folder("llama")), "--training.dataset_path", f"{corpus()}/train.jsonl"]
     with pytest.raises(TrainingError, match=r"holds weights \(model.safetensors\), but nothing loads them; add enable"):
         train(1, model, layers=None)
 
 
 def test_torchtitans_own_entry_point_trains_our_configuration():
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1", "-m"]
-    command += ["torchtitan.train", "--module", "torchtitan_magi.titan", "--config", "llama3_debug"]
+    command = ["-m", "torchtitan.train", "--module", "torchtitan_magi.titan", "--config", "llama3_debug"]
     command += ["--training.steps", "2", "--training.seq_len", "256", "--training.local_batch_size", "1"]
     command.append("--debug.deterministic")
     command += ["--dataloader.dataset", "sft", "--dataloader.dataset_path", f"{corpus()}/train.jsonl"]
     command += ["--hf_assets_path", f"{corpus()}/tokenizer", "--dump_folder", new_folder()]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-    run = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
+    run = torchrun("--nproc-per-node=1", *command)
     assert run.returncode == 0, run.stderr[-3000:]
     losses = re.findall(r"step: +\d+ .*?loss: +([\d.]+)", run.stderr + run.stdout)
     assert len(losses) == 2

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from torchtitan_magi.training.batches.microbatch import Microbatch
-from torchtitan_magi.training.finite import StepGuard, check_state, noting
+from torchtitan_magi.training.finite import StepGuard, check_state, clip_and_note
 from torchtitan_magi.training.objectives.document_losses import DocumentLosses, described, mean_losses
 from torchtitan_magi.training.objectives.objective import LossRecord
 
@@ -55,7 +55,7 @@ class Training:
             weight.grad = torch.full_like(weight, self.step * norm * loss)
         for part in (0.5, loss):  # of two microbatches
             self.metrics_processor.losses.add(torch.full((), part, device=self.device), 1)
-        noting(lambda: torch.full((), norm, device=self.device))()
+        clip_and_note(lambda: torch.full((), norm, device=self.device))
         self.optimizers.step()
 
     def state(self):

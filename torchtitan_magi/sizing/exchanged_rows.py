@@ -5,7 +5,7 @@ import functools
 from torchtitan_magi.exchange.peer_memory import memory_bytes
 from torchtitan_magi.masks.builders import varlen_causal
 from torchtitan_magi.planning.choose_stages import equal_stages
-from torchtitan_magi.planning.cost_model import H200, Heads
+from torchtitan_magi.planning.cost_model import H200
 from torchtitan_magi.planning.plan import AttnPlan, PlanSpec, plan_afresh
 from torchtitan_magi.planning.row_memory import memory_of_rows
 from torchtitan_magi.planning.topology import Nodes
@@ -14,16 +14,13 @@ from torchtitan_magi.sizing.run_setup import FLOAT32, Setup
 
 def fullest_plan(setup: Setup) -> AttnPlan:
     """The plan of one document that fills a rank's packs: no other brings a rank as many rows."""
-    total = setup.seq_len * setup.packs
-    return _fullest_plan(total, setup.cp, setup.overlap_stages, setup.heads, setup.cp_per_machine)
+    nodes, total = Nodes.of(setup.cp_per_machine, setup.cp), setup.seq_len * setup.packs
+    return _plan_of_one_document(PlanSpec(total, setup.cp, setup.overlap_stages, setup.heads, nodes, H200))
 
 
 @functools.lru_cache(maxsize=16)
-def _fullest_plan(
-    total: int, cp: int, stages: int, heads: Heads, cp_per_machine: int | tuple[int, ...] | None
-) -> AttnPlan:
-    spec = PlanSpec(total, cp, stages, heads, Nodes.of(cp_per_machine, cp), H200)
-    return plan_afresh(varlen_causal([0, total]), spec)
+def _plan_of_one_document(spec: PlanSpec) -> AttnPlan:
+    return plan_afresh(varlen_causal([0, spec.total_tokens]), spec)
 
 
 def rows_and_sums(setup: Setup) -> int:

@@ -5,10 +5,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+
+from torchtitan_magi.training.process.groups import Group, gathered_in, reduced
 
 EXPERT_LOAD_METRICS = ("moe/expert_imbalance", "moe/worst_expert_imbalance", "moe/idle_experts")
 BIASES = ("expert_bias", "expert_bias_E")  # of a layer's router, which torchtitan moves beside its optimizers
@@ -33,17 +34,21 @@ def own_experts(
 
 def expert_counts(models: Iterable[nn.Module]) -> list[Tensor]:
     """float [experts] of each layer, in their order: tokens that every forward adds; none in a dense model."""
-    return [counts for model in models for name, counts in model.named_buffers() if name.split(".")[-1] in COUNTS]
+    return _buffers(models, COUNTS)
 
 
 def expert_biases(models: Iterable[nn.Module]) -> list[Tensor]:
     """float [experts] of each layer that has them, in their order."""
-    return [bias for model in models for name, bias in model.named_buffers() if name.split(".")[-1] in BIASES]
+    return _buffers(models, BIASES)
+
+
+def _buffers(models: Iterable[nn.Module], names: tuple[str, ...]) -> list[Tensor]:
+    return [buffer for model in models for name, buffer in model.named_buffers() if name.split(".")[-1] in names]
 
 
 @contextmanager
 def expert_counts_kept(models: Iterable[nn.Module]) -> Iterator[None]:
-    """For passes that are no training: the counts stay as they are."""
+    """Keeps the counts as they are in passes that are no training; also a decorator."""
     before = [(counts, counts.clone()) for counts in expert_counts(models)]
     try:
         yield
@@ -53,7 +58,7 @@ def expert_counts_kept(models: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def note_expert_counts(models: Iterable[nn.Module]) -> None:
-    """Before something else than the log begins to count anew: the tokens so far stay with each layer's counts."""
+    """Keeps the tokens so far with each layer's counts, before something else than the log begins to count anew."""
     for counts in expert_counts(models):
         counts.noted = _with_noted(counts)  # type: ignore[attr-defined]
 
@@ -63,9 +68,7 @@ def _with_noted(counts: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def take_expert_load(
-    models: Iterable[nn.Module], group: dist.ProcessGroup | None, stages: dist.ProcessGroup | None = None
-) -> dict[str, float]:
+def take_expert_load(models: Iterable[nn.Module], group: Group, stages: Group = None) -> dict[str, float]:
     """How evenly tokens went to experts since the last call; counting begins anew.
 
     A layer's imbalance is the load of its busiest expert over the mean load: 1 if all are alike, at most the number of
@@ -79,10 +82,7 @@ def take_expert_load(
         "moe/expert_imbalance": the mean over layers. "moe/worst_expert_imbalance": of the worst layer.
         "moe/idle_experts": how many experts of all layers got no token. Empty for a dense model.
     """
-    found: list[Any] = [_load_of_layers(expert_counts(models), group)]
-    if stages is not None:
-        mine, found = found[0], [None] * dist.get_world_size(stages)
-        dist.all_gather_object(found, mine, group=stages)
+    found = gathered_in(stages, _load_of_layers(expert_counts(models), group))
     imbalances = [imbalance for of_stage, _ in found for imbalance in of_stage]
     if not imbalances:
         return {}
@@ -90,13 +90,11 @@ def take_expert_load(
     return dict(zip(EXPERT_LOAD_METRICS, figures, strict=True))
 
 
-def _load_of_layers(layers: list[Tensor], group: dist.ProcessGroup | None) -> tuple[list[float], int]:
+def _load_of_layers(layers: list[Tensor], group: Group) -> tuple[list[float], int]:
     """The imbalance of each layer, and how many experts of all layers got no token."""
     if not layers:
         return [], 0
-    counts = torch.stack([_taken(layer) for layer in layers])  # [layers, experts]
-    if group is not None:
-        dist.all_reduce(counts, group=group)
+    counts = reduced(torch.stack([_taken(layer) for layer in layers]), group)  # [layers, experts]
     return (counts.amax(1) / counts.mean(1)).tolist(), int((counts == 0).sum())
 
 

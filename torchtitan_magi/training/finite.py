@@ -1,6 +1,5 @@
 """Steps and states that are not finite: such an update is left out, such a state is not saved, and the run ends."""
 
-import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator
@@ -14,7 +13,7 @@ from torchtitan_magi.exchange.agreement import raise_differences
 from torchtitan_magi.training.experts import expert_biases, local
 from torchtitan_magi.training.objectives.document_losses import DocumentLosses, Where, described, mean_losses
 from torchtitan_magi.training.process.all_ranks import gathered, rank_and_size
-from torchtitan_magi.training.process.groups import group_of
+from torchtitan_magi.training.process.groups import data_parallel_rank
 
 
 class StepGuard:
@@ -37,7 +36,8 @@ class StepGuard:
         self.update = self.optimizers.step
         self.optimizers.step = self.step
         self.found = torch.zeros((), device=self.device)  # 1: the optimizers leave their update out
-        self.masks = _can_leave_out(self.optimizers, self.device) and not _updates_in_backward(trainer)
+        early = getattr(trainer.job_config.optimizer, "early_step_in_backward", False)  # not in 0.3
+        self.masks = _can_leave_out(self.optimizers, self.device) and not early
         for optimizer in self.optimizers if self.masks else ():
             optimizer.found_inf = self.found
         on_gpu = self.device.type == "cuda"
@@ -100,9 +100,8 @@ class StepGuard:
             raise FloatingPointError(self._reason(step, "loss" if of_loss else "gradient norm"))
 
     def _reason(self, step: int, what: str) -> str:
-        batch = group_of(self.trainer.parallel_dims, "batch")
         where = _records_of(self.trainer.dataloader)
-        means = mean_losses(self.kept, where, 0 if batch is None else dist.get_rank(batch))
+        means = mean_losses(self.kept, where, data_parallel_rank(self.trainer.parallel_dims))
         return (
             f"step {step}: the {what} is not finite{described(means)}; nothing of this step is saved: correct such "
             "documents or leave them out, or lower optimizer.lr, or load other weights if it is the first step, and "
@@ -125,15 +124,10 @@ class StepGuard:
             check_state({name: weight for part in parts for name, weight in part.named_parameters()}, self.trainer.step)
 
 
-def noting(clip: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """torchtitan's ``clip_grad_norm_``, which tells the guard the norm."""
-
-    @functools.wraps(clip)
-    def clip_and_note(*args: Any, **kwargs: Any) -> Tensor:
-        StepGuard.grad_norm = norm = clip(*args, **kwargs)
-        return norm
-
-    return clip_and_note
+def clip_and_note(clip: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    """Calls torchtitan's ``clip_grad_norm_``, and tells the guard the norm."""
+    StepGuard.grad_norm = norm = clip(*args, **kwargs)
+    return norm
 
 
 def check_state(state: dict[str, Any], step: int) -> None:
@@ -187,10 +181,6 @@ def _can_leave_out(optimizers: Any, device: torch.device) -> bool:
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     on_device = all(weight.device.type == device.type for group in groups for weight in group["params"])
     return on_device and all(group.get("fused") for group in groups)
-
-
-def _updates_in_backward(trainer: Any) -> bool:
-    return getattr(trainer.job_config.optimizer, "early_step_in_backward", False)
 
 
 def _records_of(loader: Any) -> Where | None:

@@ -31,8 +31,9 @@ def predicted_memory(
         device_type: that of torchtitan's tools.
     """
 
-    def read(option: str, _: Any) -> Any:
-        return operator.attrgetter(option)(job_config)
+    def read(option: str, default: Any) -> Any:
+        section, name = option.rsplit(".", 1)
+        return getattr(operator.attrgetter(section)(job_config), name, default)  # 0.3 lacks some options of 0.2.2
 
     if what := unpredicted(read, model):
         logger.info(f"Memory per GPU is not predicted for {what}")

@@ -11,7 +11,7 @@ from torchtitan_magi.training.batches.planner import WorkCount
 from torchtitan_magi.training.experts import take_expert_load
 from torchtitan_magi.training.memory_log import MeasuredMemory
 from torchtitan_magi.training.objectives.objective import LossRecord
-from torchtitan_magi.training.process.groups import group_of
+from torchtitan_magi.training.process.groups import group_of, reduced
 
 logger = logging.getLogger(__name__)
 
@@ -88,11 +88,6 @@ class PlanMetrics:
         self.last_logged = step
 
     def _max_loss(self) -> float:
-        sum_and_count = self.losses.sum_and_count()
-        if (cp_group := group_of(self.parallel_dims, "cp")) is not None:
-            dist.all_reduce(sum_and_count, group=cp_group)
-        loss, count = sum_and_count
+        loss, count = reduced(self.losses.sum_and_count(), group_of(self.parallel_dims, "cp"))
         mean = torch.where(count > 0, loss / count.clamp(min=1), -torch.inf)
-        if (batch_group := group_of(self.parallel_dims, "batch")) is not None:
-            dist.all_reduce(mean, dist.ReduceOp.MAX, group=batch_group)
-        return mean.item()
+        return reduced(mean, group_of(self.parallel_dims, "batch"), dist.ReduceOp.MAX).item()

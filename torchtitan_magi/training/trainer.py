@@ -12,16 +12,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from torchtitan_magi.training.batches.microbatch import MICROBATCH, Batch, Microbatch
+from torchtitan_magi.training.batches.microbatch import MICROBATCH, Batch, Microbatch, Process, on_device
 from torchtitan_magi.training.batches.pack_loader import PackLoader, build_dataloader
 from torchtitan_magi.training.batches.planned_loader import PlannedLoader
 from torchtitan_magi.training.checkpoints.digests import read_metadata
 from torchtitan_magi.training.experts import expert_counts_kept
-from torchtitan_magi.training.objectives.dpo import DPO, PairReader, Reference
+from torchtitan_magi.training.objectives.dpo import DPO, read_pairs
 from torchtitan_magi.training.objectives.logprob_model import LogprobModel
-from torchtitan_magi.training.objectives.objective import SFT, Objective, Process
+from torchtitan_magi.training.objectives.objective import SFT, Objective, Reference
 from torchtitan_magi.training.objectives.pipeline import Pipeline
-from torchtitan_magi.training.objectives.reference_file import fill_in_logprobs, reference_file
+from torchtitan_magi.training.objectives.reference_file import reference_file
 from torchtitan_magi.training.objectives.reference_model import ReferenceModel
 from torchtitan_magi.training.process.groups import data_parallel_place, group_of
 from torchtitan_magi.training.process.last_words import LastWords
@@ -58,11 +58,11 @@ class ObjectiveTrainer:
         return self.gradient_accumulation_steps * self.num_pipeline_parallel_microbatches
 
     def train_context(self) -> AbstractContextManager[None]:
-        """That of a forward and its backward."""
+        """The context that a forward and its backward run in."""
         raise NotImplementedError
 
     def forward_context(self) -> AbstractContextManager[None]:
-        """That of a forward, inside ``train_context``."""
+        """The context that a forward runs in, inside ``train_context``."""
         raise NotImplementedError
 
     def build_frozen_copy(self) -> LogprobModel | Pipeline:
@@ -97,10 +97,11 @@ class ObjectiveTrainer:
 
     def fill_in_logprobs(self, logprobs: Tensor, loader: PackLoader) -> None:
         """Writes to logprobs, float64 [records, 2], what the model as it is now gives this rank's pairs."""
-        batches = PlannedLoader(loader, self.dataloader.plan, self.dataloader.waited)
-        reader = PairReader(group_of(self.parallel_dims, "cp"))
-        with self.train_context(), self.forward_context(), expert_counts_kept(self.model_parts):
-            fill_in_logprobs(logprobs, batches, self.model, reader, self.process)
+        cp_group = group_of(self.parallel_dims, "cp")
+        with torch.no_grad(), self.train_context(), self.forward_context(), expert_counts_kept(self.model_parts):
+            for batch in PlannedLoader(loader, self.dataloader.plan, self.dataloader.waited):
+                pairs = read_pairs(*on_device(batch, self.device), self.process, cp_group)
+                logprobs[pairs.pair_ids] = pairs.logprobs(self.model)
         self.metrics_processor.count.take()  # this was no training
         self.metrics_processor.time_last_log = time.perf_counter()
 
@@ -126,7 +127,7 @@ class ObjectiveTrainer:
             self.objectives.append(self.validator.objective)
 
     def make_reference(self) -> Reference:
-        """That of ``magi.dpo.reference = "model"``."""
+        """The reference of ``magi.dpo.reference = "model"``."""
         return ReferenceModel(self)
 
     def is_replicated_by_ddp(self) -> bool:
@@ -144,7 +145,7 @@ class ObjectiveTrainer:
     def batch_generator(self, data_iterable: Iterable[Batch]) -> Iterator[Batch]:
         """torchtitan calls this once, between loading the checkpoint and the first step."""
         for objective in self.objectives:
-            objective.prepare(self.step)
+            objective.reference.prepare(self.step)
         self.dataloader.at_once = self.num_microbatches
         return super().batch_generator(data_iterable)  # type: ignore[misc]
 
@@ -188,7 +189,7 @@ class ObjectiveTrainer:
         return loss.detach() / replicas
 
     def _pipeline_step(self, pipeline: Pipeline, inputs: Any, labels: Any) -> Tensor:
-        """The same for the microbatches of a pipeline; -1 on ranks without the last stage, as torchtitan has it."""
+        """The same sum for the microbatches of a pipeline; -1 on ranks without the last stage, as torchtitan has it."""
         counts, replicas = [batch[MICROBATCH].num_items for batch in inputs], self.objective.num_loss_replicas
         with self.train_context():
             losses = pipeline.losses(self.objective, inputs, labels, self.process, self.num_items)
@@ -202,7 +203,7 @@ class ObjectiveTrainer:
 
     def state_dict(self) -> dict[str, Any]:
         """ntokens_seen counts the tokens of all data-parallel ranks, as a resumed run may have more or fewer ranks."""
-        state, own = super().state_dict(), self.objective.state_dict()  # type: ignore[misc]
+        state, own = super().state_dict(), self.objective.reference.state_dict()  # type: ignore[misc]
         if self.loaded_names is not None:
             own = {name: value for name, value in own.items() if f"{TRAIN_STATE}.{name}" in self.loaded_names}
         return state | {"ntokens_seen": int(self.num_tokens_seen)} | own
@@ -212,12 +213,13 @@ class ObjectiveTrainer:
         super().load_state_dict(state_dict)  # type: ignore[misc]
         self.num_tokens_seen.fill_(state_dict["ntokens_seen"])
         for objective in self.objectives:
-            objective.load_state_dict(state_dict)
+            objective.reference.load_state_dict(state_dict)
 
 
 @contextmanager
 def loading_train_state(states: dict[str, Any], folder: str | os.PathLike[str]) -> Iterator[None]:
-    """For a checkpoint of an earlier version, which has fewer entries: torch reads all that a ``state_dict`` names.
+    """Lets a checkpoint of an earlier version be loaded, which has fewer entries: torch reads all that a ``state_dict``
+    names.
 
     Args:
         states: what is loaded; a Trainer of ours may be among them.

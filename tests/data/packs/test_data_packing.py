@@ -64,7 +64,7 @@ def cut(made, seq_len, long_documents):
     pieces, counts = packs.make_pieces(block, np.arange(len(made)))
     found = []
     for index, start, length in zip(pieces.index.tolist(), pieces.start.tolist(), pieces.length.tolist(), strict=True):
-        first = block.tokens_of(index)[0] + start
+        first = int(block.bounds[index]) + start
         after = block.document(first + 1, first + 1 + length)
         labels = np.where(after.loss_mask, after.tokens, IGNORE_INDEX).tolist()
         found.append((index, start, block.tokens[first : first + length].tolist(), labels))

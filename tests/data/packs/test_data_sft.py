@@ -344,7 +344,7 @@ def test_packs_are_full_on_the_length_histogram_and_no_record_is_tokenized_twice
     lengths = draw_lengths(np.random.default_rng(0), 4000) + 1
     path = write(tmp_path / "train.jsonl", [(i, int(n), 0) for i, n in enumerate(lengths)])
     small, counted = mock.patch("torchtitan_magi.data.records.record_file.BLOCK_BYTES", 4096), mock.Mock(wraps=tokenize)
-    with small, mock.patch(f"{__name__}.tokenize", counted) as tokenized:
+    with small, mock.patch("support.numbered_records.tokenize", counted) as tokenized:
         packs = dataset(path, seq_len=65536, long_documents=long_documents, epochs=1, window_blocks=8)
         list(packs)
     assert packs.counts.fill >= 0.98

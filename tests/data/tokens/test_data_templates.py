@@ -561,46 +561,44 @@ def test_a_record_that_takes_too_long_is_one_malformed_record(monkeypatch):
     assert large.startswith("the chat template takes more than 1 GiB of memory; correct the template")
 
 
-def test_what_a_template_leaves_out_is_said_once_with_its_number(tmp_path, caplog):
-    lines = [{"messages": [Q, thinking(f"so {number}", "a"), Q, assistant("b")]} for number in range(3)]
-    lines += [{"messages": [Q | {"mood": "good"}, assistant("a")]}, {"messages": [Q, assistant("a")]}]
-    path = tmp_path / "chat.jsonl"
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    chat = ChatTokenizer(TOKENIZER, 0, 1, SHIPPED["qwen3"])
-    for _ in PackedSFTDataset(path, chat, 256, epochs=2):
-        pass
-    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert sorted(said) == [
+@pytest.fixture
+def log_of(tmp_path, caplog):
+    """Packs records by Qwen3's template; returns the path of their file and the lines of the log."""
+
+    def log_of(records, weight="", **options):
+        path = tmp_path / "chat.jsonl"
+        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+        with caplog.at_level("INFO"):
+            list(PackedSFTDataset(f"{path}{weight}", ChatTokenizer(TOKENIZER, 0, 1, SHIPPED["qwen3"]), 256, **options))
+        return path, [record.getMessage() for record in caplog.records]
+
+    return log_of
+
+
+def forgetful(count):
+    """Records of whose reasoning the template drops some."""
+    return [{"messages": [Q, thinking(f"so {number}", "a"), Q, assistant("b")]} for number in range(count)]
+
+
+def test_what_a_template_leaves_out_is_said_once_with_its_number(log_of):
+    others = [{"messages": [Q | {"mood": "good"}, assistant("a")]}, {"messages": [Q, assistant("a")]}]
+    path, log = log_of([*forgetful(3), *others], epochs=2)
+    assert sorted(line for line in log if "read so far" in line) == [
         f'the chat template does not use "mood" of a message, in 1 of the 5 records read so far, such as {path}:4',
         f"the chat template drops reasoning, in 3 of the 5 records read so far, such as {path}:1",
     ]
 
 
-def log_of(path, chat, caplog, **options):
-    with caplog.at_level("INFO"):
-        for _ in PackedSFTDataset(path, chat, 256, **options):
-            pass
-    return [record.getMessage() for record in caplog.records]
-
-
-@pytest.mark.parametrize("weight", ["", "=0.5", "=2"])
-def test_the_end_of_an_epoch_says_of_how_many_records_something_was_left_out(weight, tmp_path, caplog, monkeypatch):
+@pytest.mark.parametrize(("weight", "number"), [("", 200), ("=0.5", 100), ("=2", 400)])
+def test_the_end_of_an_epoch_says_of_how_many_records_something_was_left_out(weight, number, log_of, monkeypatch):
     """Of all windows and blocks, and of those records alone that were read."""
     monkeypatch.setattr("torchtitan_magi.data.records.record_file.BLOCK_BYTES", 2000)
-    lines = [{"messages": [Q, thinking(f"so {number}", "a"), Q, assistant("b")]} for number in range(100)]
-    path = tmp_path / "chat.jsonl"
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    *_, last = log_of(
-        f"{path}{weight}", ChatTokenizer(TOKENIZER, 0, 1, SHIPPED["qwen3"]), caplog, epochs=2, window_blocks=2
-    )
-    number = 2 * {"": 100, "=0.5": 50, "=2": 200}[weight]
+    _, (*_, last) = log_of(forgetful(100), weight, epochs=2, window_blocks=2)
     assert last.endswith(f"left out: none; of {number} records read; the chat template drops reasoning: {number}")
 
 
-def test_many_unknown_fields_are_counted(tmp_path, caplog):
-    path = tmp_path / "chat.jsonl"
-    path.write_text(json.dumps({"messages": [Q | {f"field{number}": 1 for number in range(30)}, assistant("a")]}))
-    log = log_of(path, ChatTokenizer(TOKENIZER, 0, 1, SHIPPED["qwen3"]), caplog, epochs=1)
+def test_many_unknown_fields_are_counted(log_of):
+    path, log = log_of([{"messages": [Q | {f"field{n}": 1 for n in range(30)}, assistant("a")]}], epochs=1)
     assert sum("does not use" in line for line in log[:-1]) == 16
     assert f"the chat template leaves out 14 more things, in 1 of the 1 records read so far, such as {path}:1" in log
 

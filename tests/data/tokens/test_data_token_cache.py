@@ -478,7 +478,7 @@ def test_a_block_is_read_as_it_was_written(tmp_path):
                 assert found.prompt.tolist() == record.prompt.tolist()
                 sides = ((found.chosen, record.chosen), (found.rejected, record.rejected))
             else:
-                sides = ((block.document(*block.tokens_of(index)), record),)
+                sides = ((block.document(*block.bounds[index : index + 2]), record),)
             for one, two in sides:
                 assert (one.tokens.tolist(), one.loss_mask.tolist()) == (two.tokens.tolist(), two.loss_mask.tolist())
     empty = TokenBlock.of("documents", [ValueError("a"), ValueError("b")])

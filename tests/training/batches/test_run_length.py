@@ -150,7 +150,7 @@ def test_a_record_that_is_found_bad_while_counting_ends_the_run(folder):
 
 
 def agreements():
-    """Of ranks of which the last comes later than a collective waits: on the number, on different ones, on an error."""
+    """Ranks of which the last comes later than a collective waits: on the number, on different ones, on an error."""
     rank, found = dist.get_rank(), []
 
     def number(wrong):

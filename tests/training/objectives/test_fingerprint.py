@@ -26,7 +26,7 @@ def model(names=("first", "second", "third"), change=0.0):
 
 
 def sharded_part():
-    """Of rank 0 the first layer, of rank 1 the second, of rank 2 the third; the second also in shards of all ranks."""
+    """Rank 0 has the first layer, rank 1 the second, rank 2 the third; the second also in shards of all ranks."""
     rank, mesh = dist.get_rank(), init_device_mesh("cpu", (3,))
     part = model(names=[("first", "second", "third")[rank]])
     whole = model()

@@ -1,12 +1,12 @@
 """Trains as transformers and TRL do: loss and metrics of every step and the exported model, whatever the layout."""
 
 import functools
-import math
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from support.degrees import degree_arguments, num_processes
 from support.hf_loop import (
     ARGUMENTS,
     LOSSES,
@@ -15,17 +15,15 @@ from support.hf_loop import (
     SEQ_LEN,
     Training,
     end_with_the_turn,
+    pairs_file,
     train_dpo,
     train_sft,
-    write_pairs,
 )
-from support.hf_models import make_hf_folder
+from support.hf_models import hf_arguments, make_hf_folder
 from support.runs import IS_0_3, corpus, new_folder, train
 from transformers import AutoModelForCausalLM
 
 from torchtitan_magi.losses.preference import PREFERENCE_METRICS
-
-from loss_compare import DEGREES  # isort: skip
 
 LOSS_TOLERANCE = 1e-5  # relative: five digits
 LOGITS_TOLERANCE = 5e-5  # absolute; the largest logits are about 4
@@ -35,14 +33,14 @@ LLAMA3_ROPE |= {"original_max_position_embeddings": 256}  # of four frequencies 
 LINEAR_ROPE = {"rope_type": "linear", "factor": 4.0}
 LONG_ROPE = {"rope_theta": 5_000_000.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
-MODELS = {  # what make_hf_folder is told, little of it torchtitan's default; and torchtitan's name
-    "llama": ({"kind": "llama", "rms_norm_eps": 1e-4}, "llama3"),
-    "llama3_rope": ({"kind": "llama", "rms_norm_eps": 1e-4, "rope": LLAMA3_ROPE}, "llama3"),
-    "linear_rope": ({"kind": "llama", "rms_norm_eps": 1e-4, "rope": LINEAR_ROPE}, "llama3"),
-    "qwen3": ({"kind": "qwen3", "rms_norm_eps": 1e-4, "rope": LONG_ROPE}, "qwen3"),
-    "tied_qwen3": ({"kind": "qwen3", "tied": True, "layout": "base"}, "qwen3"),
-    "qwen3_moe": ({"kind": "qwen3_moe", "rope": LONG_ROPE, "layout": "fused"}, "qwen3"),
-    "qwen3_moe_unscaled": ({"kind": "qwen3_moe", "norm_topk_prob": False}, "qwen3"),
+MODELS = {  # what make_hf_folder is told, little of it torchtitan's default
+    "llama": {"kind": "llama", "rms_norm_eps": 1e-4},
+    "llama3_rope": {"kind": "llama", "rms_norm_eps": 1e-4, "rope": LLAMA3_ROPE},
+    "linear_rope": {"kind": "llama", "rms_norm_eps": 1e-4, "rope": LINEAR_ROPE},
+    "qwen3": {"kind": "qwen3", "rms_norm_eps": 1e-4, "rope": LONG_ROPE},
+    "tied_qwen3": {"kind": "qwen3", "tied": True, "layout": "base"},
+    "qwen3_moe": {"kind": "qwen3_moe", "rope": LONG_ROPE, "layout": "fused"},
+    "qwen3_moe_unscaled": {"kind": "qwen3_moe", "norm_topk_prob": False},
 }
 # Degrees. All have 2 K/V heads, which four shards of the weights cut in halves.
 DENSE = ({}, {"cp": 2}, {"tp": 2, "cp": 2})
@@ -59,12 +57,12 @@ SFT = {
 DPO = {"llama": DENSE, "qwen3_moe": EXPERTS}
 if IS_0_3:  # models that torchtitan 0.2.2 has not, or not under FSDP
     MODELS |= {
-        "tied_llama": ({"kind": "llama", "tied": True}, "llama3"),
-        "yarn_llama": ({"kind": "llama", "rope": YARN}, "llama3"),
-        "yarn_qwen3": ({"kind": "qwen3", "rope": YARN}, "qwen3"),
-        "linear_qwen3": ({"kind": "qwen3", "rope": LINEAR_ROPE}, "qwen3"),
-        "gpt_oss": ({"kind": "gpt_oss"}, "gpt_oss"),
-        "deepseek_v3": ({"kind": "deepseek_v3", "layout": "fused"}, "deepseek_v3"),
+        "tied_llama": {"kind": "llama", "tied": True},
+        "yarn_llama": {"kind": "llama", "rope": YARN},
+        "yarn_qwen3": {"kind": "qwen3", "rope": YARN},
+        "linear_qwen3": {"kind": "qwen3", "rope": LINEAR_ROPE},
+        "gpt_oss": {"kind": "gpt_oss"},
+        "deepseek_v3": {"kind": "deepseek_v3", "layout": "fused"},
     }
     TIED = ({"cp": 2}, {"dp": 2}, {"tp": 2, "cp": 2})
     SFT |= {"tied_llama": TIED, "tied_qwen3": ({}, *TIED), "yarn_llama": ({"cp": 2},), "yarn_qwen3": ({}, {"cp": 2})}
@@ -74,24 +72,18 @@ if IS_0_3:  # models that torchtitan 0.2.2 has not, or not under FSDP
         "deepseek_v3": ({"cp": 2}, {"tp": 2, "ep": 2}),
     }
     DPO |= {"gpt_oss": ({"cp": 2},), "deepseek_v3": ({"cp": 2},)}
-NAMES = DEGREES | {"ep": "expert_parallel_degree"}
 
 
 @functools.cache
 def folder_of(name: str) -> Path:
     """The model's folder; its weights are larger than usual, so that attention and the choice of experts matter."""
-    folder = make_hf_folder(**MODELS[name][0], initializer_range=0.1)
+    folder = make_hf_folder(**MODELS[name], initializer_range=0.1)
     end_with_the_turn(folder)
     return folder
 
 
-@functools.cache
 def records_of(dataset: str) -> Path:
-    if dataset == "sft":
-        return corpus() / "train.jsonl"
-    path = Path(new_folder(), "pairs.jsonl")
-    write_pairs(path)
-    return path
+    return corpus() / "train.jsonl" if dataset == "sft" else pairs_file()
 
 
 @functools.cache
@@ -116,17 +108,14 @@ def largest_difference(losses: list[float], wanted: list[float]) -> float:
 
 
 def assert_trains_as(expected: Training, dataset: str, name: str, degrees: dict[str, int], *options: str) -> None:
-    _, titan_name = MODELS[name]
     folder = new_folder()
     packs = PACKS // degrees.get("dp", 1)
-    arguments = ["--model.name", titan_name, "--model.flavor", "hf", "--model.hf_assets_path", str(folder_of(name))]
+    arguments = hf_arguments(folder_of(name), MODELS[name]["kind"])
     arguments += ["--training.dataset", dataset, "--training.dataset_path", str(records_of(dataset))]
     arguments += ["--job.dump_folder", folder, "--training.local_batch_size", str(packs), *ARGUMENTS]
     arguments += ["--checkpoint.enable", "--checkpoint.initial_load_in_hf", "--checkpoint.last_save_in_hf"]
-    for axis, degree in degrees.items():
-        arguments += [f"--parallelism.{NAMES[axis]}", str(degree)]
-    processes = math.prod(degree for axis, degree in degrees.items() if axis != "ep")
-    run = train(processes, [*arguments, *options], layers=None, entry="torchtitan_magi.train")
+    arguments += [*degree_arguments(degrees), *options]
+    run = train(num_processes(degrees), arguments, layers=None, entry="torchtitan_magi.train")
 
     exported_folder = f"{folder}/checkpoint/step-{len(expected.losses)}"
     assert run.output.splitlines()[-1].endswith(f': AutoModelForCausalLM.from_pretrained("{exported_folder}")')

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, _random
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
+from torchtitan.tools.utils import set_default_dtype
 
 from torchtitan_magi.training.process.cpu import draw_whole_model, draw_whole_tensors
 
@@ -31,9 +32,8 @@ INITS = {
 
 @pytest.fixture(scope="module")
 def four_ranks():
-    pool = RankPool(4)
-    yield pool
-    pool.close()
+    with RankPool(4) as pool:
+        yield pool
 
 
 def empty(mesh, placements):
@@ -98,7 +98,7 @@ def drawn_by_parts():
         (layer,) = part.layers.values()
         layer.weight = empty(mesh, PLACEMENTS["HSDP"])
         torch.manual_seed(SEED + stage)
-        draw_whole_model(part, Model, stage)
+        draw_whole_model(part, Model, stage, set_default_dtype)
         with torch.no_grad():
             part.init_weights(buffer_device=None)
         assert part.options == {"buffer_device": None}

@@ -1,20 +1,18 @@
 """What ranks and their launcher know of one another's end."""
 
 import json
-import os
 import re
 import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
+from support.processes import environment_of, python, torchrun
 from torch.distributed import TCPStore
 
 from torchtitan_magi.training.process.last_words import LastWords
 
-ROOT = Path(__file__).resolve().parents[3]
 # Starts a rank, as torchrun does, and waits for it.
 LAUNCHER = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]])"
 RANK = "import torchtitan_magi.titan, time; print('ready', flush=True); time.sleep(100000)"
@@ -22,8 +20,7 @@ RANK = "import torchtitan_magi.titan, time; print('ready', flush=True); time.sle
 
 def test_a_rank_ends_when_its_torchrun_is_killed():
     """With torchtitan's entry point, too, which imports this module first."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "TORCHELASTIC_RUN_ID": "run"}
-    command = [sys.executable, "-c", LAUNCHER, RANK]
+    command, environment = [sys.executable, "-c", LAUNCHER, RANK], environment_of(TORCHELASTIC_RUN_ID="run")
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, text=True) as launcher:
         assert launcher.stdout.readline() == "ready\n"
         launcher.kill()
@@ -33,14 +30,13 @@ def test_a_rank_ends_when_its_torchrun_is_killed():
 def test_a_rank_whose_torchrun_was_killed_while_it_imported_ends():
     """It has no parent that could end any more, but nobody listens at the address of the store."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{store.port}", "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "TORCHELASTIC_RUN_ID": "run"} | address
+    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{store.port}", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    variables |= {"TORCHELASTIC_RUN_ID": "run"}
     code = "from torchtitan_magi.training.process.launcher import end_with_launcher; end_with_launcher()"
-    command = [sys.executable, "-c", code]
-    assert subprocess.run(command, env=environment).returncode == 0
+    assert python("-c", code, **variables).returncode == 0
     store.set("key", "value")  # it still works
     del store
-    assert subprocess.run(command, env=environment).returncode == -signal.SIGKILL
+    assert python("-c", code, **variables).returncode == -signal.SIGKILL
 
 
 STUCK = """
@@ -69,10 +65,7 @@ main()
 @pytest.mark.parametrize(
     ("end", "want"),
     [
-        (
-            "aborts",
-            r"rank 0 failed: this rank was killed \d+ s after step 3 ended, .* comm.train_timeout_seconds",
-        ),
+        ("aborts", r"rank 0 failed: this rank was killed \d+ s after step 3 ended, .* comm.train_timeout_seconds"),
         ("raises", "rank 0 failed: OSError: the disk is full"),
         ("again", None),
     ],
@@ -80,9 +73,7 @@ main()
 def test_a_rank_that_is_ended_while_no_step_ends_says_so(end, want, tmp_path):
     (tmp_path / "stuck.py").write_text(STUCK)
     launching = "import sys; from torchtitan_magi.launch import launch; launch(sys.argv[1:])"
-    command = [sys.executable, "-c", launching, "--standalone", "--role=rank", "--tee=3", tmp_path / "stuck.py", end]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    job = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, check=False)
+    job = python("-c", launching, "--standalone", "--role=rank", "--tee=3", tmp_path / "stuck.py", end)
     assert (job.returncode != 0) == (want is not None), job.stderr
     if want:
         assert re.fullmatch(want, job.stderr.splitlines()[-1])
@@ -90,9 +81,7 @@ def test_a_rank_that_is_ended_while_no_step_ends_says_so(end, want, tmp_path):
 
 def test_torchrun_itself_prints_the_last_words(tmp_path):
     (tmp_path / "stuck.py").write_text(STUCK)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", tmp_path / "stuck.py", "aborts"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    job = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, check=False)
+    job = torchrun(tmp_path / "stuck.py", "aborts")
     assert job.returncode
     assert re.search(r"this rank was killed \d+ s after step 3 ended, without another: ", job.stderr.splitlines()[-2])
 

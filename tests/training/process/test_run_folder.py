@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import pytest
+from support.errors import one_line
 from support.full_disk import full_disk
 
 from torchtitan_magi.training.process.run_folder import LOCK, check_writable, lock_checkpoints, lock_folder
@@ -71,10 +72,7 @@ def test_a_file_system_without_locks_is_warned_of(tmp_path, monkeypatch, caplog)
 
 
 def test_a_full_disk_is_one_line(tmp_path):
-    with (
-        full_disk(0),
-        pytest.raises(ValueError, match=rf"^job.dump_folder is '{tmp_path}', but its lock .*; make room"),
-    ):
+    with full_disk(0), one_line(rf"^job.dump_folder is '{tmp_path}', but its lock .*; make room"):
         lock_folder(str(tmp_path))
 
 
@@ -115,7 +113,5 @@ def test_a_folder_of_checkpoints_that_cannot_be_written_is_one_line(path):
 
 @pytest.mark.parametrize("path", ["/dev/null/run", "/proc/run", "a\0b"])
 def test_a_folder_that_cannot_be_written_is_one_line(path):
-    with pytest.raises(
-        ValueError, match=rf"^job.dump_folder is {re.escape(repr(path))}, which cannot be written \(.*\); give a folder"
-    ):
+    with one_line(rf"^job.dump_folder is {re.escape(repr(path))}, which cannot be written \(.*\); give a folder"):
         check_writable(path)

@@ -9,17 +9,23 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
+from support.gpus import needs_two_gpus
 from support.runs import DEBUG_TOML, ROOT, SMALL, new_folder, on_corpus, train
 
 from loss_compare import TOLERANCE, max_relative_difference  # isort: skip
 
-NUM_GPUS = torch.cuda.device_count()
-ENOUGH_GPUS = pytest.mark.skipif(NUM_GPUS < 2, reason=f"needs two GPUs, finds {NUM_GPUS}")
 LAUNCH = "import sys; from torchtitan_magi.launch import launch; launch(sys.argv[1:])"
 HUNG = r"rank 0 failed: this rank was killed \d+ s after step \d+ ended, without another: .* comm.train_timeout_seconds"
 KILLED = r"rank 1 failed: Signal 9 \(SIGKILL\) received by PID \d+"
 TIMEOUT = 600  # torchtitan's train_timeout_seconds: a job that ends sooner after a blow ends by it
+
+
+def common():
+    return [*on_corpus(), *SMALL, "--parallelism.context_parallel_degree", "2", "--metrics.disable_color_printing"]
+
+
+def endless(timeout):
+    return ["--training.steps", "100000", "--comm.train_timeout_seconds", f"{timeout}"]
 
 
 def process_of_rank(rank, launcher):
@@ -41,7 +47,7 @@ def run_and_strike(folder, arguments, device, blow, program=("-m", "torchtitan_m
     blow: None: the program itself sends it.
     """
     visible = {} if device == "cuda" else {"CUDA_VISIBLE_DEVICES": ""}
-    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    path = os.pathsep.join([str(ROOT), f"{ROOT}/tests", *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path} | visible
     torchrun = [sys.executable, "-c", LAUNCH, "--standalone", "--nproc-per-node=2", "--local-ranks-filter=0"]
     torchrun += ["--role=rank", "--tee=3", *program, "--job.config_file", DEBUG_TOML, "--job.dump_folder", folder]
@@ -60,10 +66,9 @@ def run_and_strike(folder, arguments, device, blow, program=("-m", "torchtitan_m
 
 
 @pytest.mark.gpu
-@ENOUGH_GPUS
+@needs_two_gpus
 def test_a_rank_that_hangs_ends_the_job_within_the_timeout():
-    arguments = [*on_corpus(), *SMALL, "--parallelism.context_parallel_degree", "2", "--metrics.disable_color_printing"]
-    arguments += ["--training.steps", "100000", "--comm.train_timeout_seconds", "20"]
+    arguments = [*common(), *endless(20)]
     code, log, seconds = run_and_strike(new_folder(), arguments, "cuda", signal.SIGSTOP)
     assert code != 0
     assert seconds < 20 + 60  # flight records get 12 seconds, and torchrun gives processes 30 to end by themselves
@@ -71,13 +76,12 @@ def test_a_rank_that_hangs_ends_the_job_within_the_timeout():
 
 
 @pytest.mark.gpu
-@ENOUGH_GPUS
+@needs_two_gpus
 @pytest.mark.parametrize("phase", ["forward", "backward", "rows"])
 @pytest.mark.parametrize("blow", ["SIGKILL", "SIGSTOP", "memory"])
 def test_wherever_a_rank_fails_the_job_ends_with_its_reason(blow, phase):
-    arguments = [*on_corpus(), *SMALL, "--parallelism.context_parallel_degree", "2", "--metrics.disable_color_printing"]
-    arguments += ["--training.steps", "100000", "--comm.train_timeout_seconds", "20"]
-    program = [ROOT / "tests" / "struck.py", phase, blow]
+    arguments = [*common(), *endless(20)]
+    program = [ROOT / "tests" / "support" / "faulty_rank.py", phase, blow]
     code, log, seconds = run_and_strike(new_folder(), arguments, "cuda", None, program)
     assert code != 0
     assert seconds < 20 + 60
@@ -85,14 +89,13 @@ def test_wherever_a_rank_fails_the_job_ends_with_its_reason(blow, phase):
     assert re.fullmatch(reasons[blow], log.splitlines()[-1])
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, ENOUGH_GPUS])])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_two_gpus])])
 def test_a_killed_rank_ends_the_job_which_then_continues(device):
     folder = new_folder()
-    arguments = [*on_corpus(), *SMALL, "--parallelism.context_parallel_degree", "2", "--metrics.disable_color_printing"]
+    arguments = common()
     arguments += ["--checkpoint.enable", "--checkpoint.interval", "2", "--lr_scheduler.decay_ratio", "0"]
     arguments += ["--magi.overlap_stages", "2"]
-    endless = ["--training.steps", "100000", "--comm.train_timeout_seconds", f"{TIMEOUT}"]
-    code, log, seconds = run_and_strike(folder, [*arguments, *endless], device, signal.SIGKILL)
+    code, log, seconds = run_and_strike(folder, [*arguments, *endless(TIMEOUT)], device, signal.SIGKILL)
     assert code != 0
     assert seconds < TIMEOUT
     assert re.fullmatch(KILLED, log.splitlines()[-1])

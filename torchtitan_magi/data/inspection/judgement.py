@@ -18,8 +18,6 @@ from torchtitan_magi.data.tokens.chat import CHATML_TEMPLATE, ChatTokenizer, def
 
 MAX_OF_A_KIND = 10  # warnings
 
-_Examined = tuple[list[Found], list[Seen]]
-
 # What the start of a run looks at: a second of one core at most, as a rule
 RECORDS = 256
 BLOCKS = 4  # that they come from

@@ -53,7 +53,7 @@ class PackedSFTDataset(PackedDataset):
         start = number * self.seq_len
         length = np.minimum(np.repeat(kept, num) - start, self.seq_len)
         first = np.repeat(begin, num) + start + 1  # token that is the first label
-        learned = block.has_learned(first, first + length)
+        learned = block.first_learned(first) < first + length
         return Pieces(np.repeat(indices, num)[learned], start[learned], length[learned]), PackingCounts(
             documents=len(indices),
             tokens_read=int(size.sum()),

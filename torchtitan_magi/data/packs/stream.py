@@ -115,13 +115,13 @@ class Window:
     so_far: SoFar
 
     def after(self, given: int) -> Cursor:
-        """The cursor behind so many packs of the window."""
+        """The cursor behind the first `given` packs of the window."""
         if given == self.plan.num_packs:
             return self.end
         return replace(self.begin, given=given, counts=self.end.counts)
 
     def pack(self, number: int) -> Pack:
-        """One of its packs. Plan and tokens are checked for damage."""
+        """One of its packs, counted from 0. Plan and tokens are checked for damage, and made again."""
         try:
             rows = self.plan.rows_of(number)
         except Damaged:
@@ -228,17 +228,12 @@ class PackStream:
                 cursor, so_far = before.end, before.so_far
                 yield before
             if cursor.counts.packs == 0:
-                sources = quoted_path(self.records.paths)
+                remedy = "add records with an assistant's answer, or raise the sequence length"
                 if so_far.malformed:
                     record, what = so_far.malformed
-                    raise ValueError(
-                        f"no record of {sources} has a token to train on ({cursor.counts}); the first malformed one "
-                        f"read is {self.records.where(record)}: {what}"
-                    )
-                raise ValueError(
-                    f"no record of {sources} has a token to train on ({cursor.counts}); add records with an assistant's"
-                    " answer, or raise the sequence length"
-                )
+                    remedy = f"the first malformed one read is {self.records.where(record)}: {what}"
+                nothing = f"no record of {quoted_path(self.records.paths)} has a token to train on"
+                raise ValueError(f"{nothing} ({cursor.counts}); {remedy}")
             cursor = Cursor(cursor.epoch + 1, counts=cursor.counts)
 
     def _blocks_from(self, cursor: Cursor, order: EpochOrder, following: EpochOrder) -> list[int]:

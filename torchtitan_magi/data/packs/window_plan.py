@@ -45,12 +45,12 @@ class Pieces:
         return len(self.index)
 
     def __getitem__(self, numbers: np.ndarray) -> "Pieces":
-        """Those of these numbers."""
+        """The pieces of these numbers, int [k], in their order."""
         return Pieces(self.index[numbers], self.start[numbers], self.length[numbers])
 
     @classmethod
     def concatenate(cls, pieces: Sequence["Pieces"]) -> "Pieces":
-        """Those of several blocks, one after the other."""
+        """The pieces of several blocks, one after the other."""
         columns = [(p.index, p.start, p.length) for p in pieces] or [(np.zeros(0, np.int64),) * 3]
         return cls(*(np.concatenate(column) for column in zip(*columns, strict=True)))
 
@@ -160,7 +160,7 @@ def plan_window(
     seq_len: int,
     open_block: Callable[[int], TokenBlock],
 ) -> WindowPlan:
-    """Packs the window at the cursor. make_pieces: a pure function."""
+    """Packs the window at the cursor; `seq_len` positions a pack. make_pieces: a pure function."""
     found: list[tuple[int, Pieces]] = []
     counts, malformed, notes = PackingCounts(), [], dict[str, tuple[int, int]]()
     of_block, index = _places(records, cursor)

@@ -76,8 +76,10 @@ def _loaded(path: Path, load: Callable[[Path], T | None]) -> T | None:
 
 
 def _make(path: Path, make: Callable[[Path], Any], load: Callable[[Path], T | None]) -> T:
-    """The file appears whole or not at all. Removes first what stopped processes have left of others, which may fill
-    the disk."""
+    """Makes the file, which appears whole or not at all, and loads it.
+
+    Removes first what stopped processes have left of others, which may fill the disk.
+    """
     if path.parent not in _cleaned:
         _cleaned.add(path.parent)
         remove_abandoned(path.parent)

@@ -149,8 +149,8 @@ class RecordFile(ABC):
 
 
 def size_of_block(offsets: np.ndarray) -> int:
-    """offsets: int64 [n + 1], where each of n >= 1 records begins and the last ends, in bytes -> how many of them the
-    first block has."""
+    """Number of records of the first block. offsets: int64 [n + 1], where each of n >= 1 records begins and the last
+    ends, in bytes."""
     return max(1, int(np.searchsorted(offsets, offsets[0] + BLOCK_BYTES, side="right")) - 1)
 
 

@@ -137,7 +137,7 @@ class ParquetFile(TableFile):
 
     @functools.cached_property
     def _metadata(self) -> pq.FileMetaData:
-        """Read once by each process that reads records: it is as long as the file has row groups."""
+        """The whole footer, read once by each process that reads records: it is as long as the file has row groups."""
         with named_errors(self.path), _arrow_errors():
             return pq.read_metadata(self.path)
 
@@ -155,7 +155,7 @@ class _Footer(NamedTuple):
 
 
 def _footer(path: str) -> _Footer:
-    """Read in a process of its own, since some damage makes pyarrow abort. Raises OSError."""
+    """The footer of a Parquet file, read in a process of its own (`guard`). Raises OSError."""
     try:
         footer = guard.apart(_read_footer, path)
     except guard.Died as end:

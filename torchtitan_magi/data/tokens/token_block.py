@@ -68,10 +68,6 @@ class TokenBlock:
             notes,
         )
 
-    def tokens_of(self, index: int) -> tuple[int, int]:
-        """The half-open range of a record's tokens."""
-        return int(self.bounds[index * self.parts]), int(self.bounds[(index + 1) * self.parts])
-
     def are_sound(self, indices: np.ndarray) -> bool:
         """Whether the tokens of these records are those that were written."""
         firsts, lasts = (self.bounds[record * self.parts].tolist() for record in (indices, indices + 1))
@@ -106,10 +102,6 @@ class TokenBlock:
         """The pair of a record of three parts."""
         begin, chosen, rejected, end = self.bounds[3 * index : 3 * index + 4].tolist()
         return TokenizedPair(self.tokens[begin:chosen], self.document(chosen, rejected), self.document(rejected, end))
-
-    def has_learned(self, first: np.ndarray, last: np.ndarray) -> np.ndarray:
-        """bool [n]: whether a token of each range first:last is to be predicted."""
-        return self.first_learned(first) < last
 
     def first_learned(self, first: np.ndarray) -> np.ndarray:
         """int64 [n]: the first token from `first` on that is to be predicted; past the last token if there is none."""

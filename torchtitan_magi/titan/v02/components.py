@@ -9,47 +9,21 @@ from torch import nn
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
 from torchtitan.components.validate import BaseValidator, Validator
-from torchtitan.hf_datasets.text_datasets import build_text_validation_dataloader
 from torchtitan.tools import utils
 
-from torchtitan_magi.titan.v02.metadata import local_batches
-from torchtitan_magi.training.batches.pack_loader import build_dataloader
-from torchtitan_magi.training.batches.planner import WorkCount
+from torchtitan_magi.titan.v02.attention import local_batches
 from torchtitan_magi.training.batches.tokenizer import AssetsTokenizer
-from torchtitan_magi.training.memory_log import MeasuredMemory
 from torchtitan_magi.training.metrics import PlanMetrics
-from torchtitan_magi.training.objectives.objective import LogitsLoss, LossRecord, Objective
+from torchtitan_magi.training.objectives.objective import LogitsLoss, Objective
 from torchtitan_magi.training.objectives.validation import limited, validate
-from torchtitan_magi.training.settings.options import OUR_DATASETS
 
 
 class MagiTokenizer(AssetsTokenizer, HuggingFaceTokenizer):
     """torchtitan's, of the same tokens as the inspector's and the report's."""
 
 
-def build_validation_dataloader(dp_world_size: int, dp_rank: int, tokenizer: Any, job_config: Any) -> Any:
-    """The validation set of the job, one pass of ``validation.steps`` batches (-1: all of it)."""
-    section = job_config.validation
-    if section.dataset in OUR_DATASETS:
-        return build_dataloader(section, dp_world_size, dp_rank, tokenizer, job_config, False)
-    infinite = section.steps != -1
-    return build_text_validation_dataloader(dp_world_size, dp_rank, tokenizer, job_config, infinite)
-
-
 class MagiMetricsProcessor(PlanMetrics, MetricsProcessor):
-    """torchtitan's, with the numbers of ``PlanMetrics``."""
-
-    def __init__(
-        self,
-        job_config: Any,
-        parallel_dims: Any,
-        attention_flops: int,
-        count: WorkCount,
-        losses: LossRecord,
-        memory: MeasuredMemory,
-    ) -> None:
-        super().__init__(job_config, parallel_dims)
-        self.count_work(attention_flops, count, losses, memory)
+    """torchtitan's, with the numbers of ``PlanMetrics`` once ``count_work`` has been called."""
 
 
 class MagiValidator(Validator):
@@ -59,7 +33,7 @@ class MagiValidator(Validator):
     objective: Objective | None = None
 
     def __init__(self, job_config: Any, validation_dataloader: Any, **attributes: Any) -> None:
-        """attributes: kept by their names, as torchtitan's Validator does, which also builds a data loader."""
+        """Keeps attributes by their names, as torchtitan's Validator does, which also builds a data loader."""
         BaseValidator.__init__(self, job_config)
         self.validation_dataloader = validation_dataloader
         self.__dict__.update(attributes)

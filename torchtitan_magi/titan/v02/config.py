@@ -24,7 +24,7 @@ HOOK = "torchtitan_magi.titan"
 
 @dataclass
 class JobConfig:
-    """What is merged into torchtitan's."""
+    """The section that is merged into torchtitan's JobConfig."""
 
     magi: Magi = field(default_factory=Magi)
 
@@ -35,7 +35,7 @@ def without_context_parallel(job_config: Any) -> Any:
 
 
 def check_job_config(job_config: Any, attn_types: dict[str, str], has_objectives: bool) -> None:
-    """See ``check_settings``. attn_types: attention type of each flavor of the model."""
+    """Checks all settings, see ``check_settings``. attn_types: attention type of each flavor of the model."""
     _check_hooks(job_config)
     check_settings(job_config, DATASETS, has_objectives, partial(_check_model, attn_types))
 

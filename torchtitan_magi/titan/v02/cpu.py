@@ -1,37 +1,24 @@
-"""torchtitan on a machine without an accelerator; see ``training.cpu``. Experts need more than that here."""
+"""Models of torchtitan 0.2.2 on a machine without an accelerator; see ``training.process.cpu``."""
 
-from functools import partial
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torchtitan.components import metrics
-from torchtitan.distributed import parallel_dims
-from torchtitan.distributed import utils as dist_utils
-from torchtitan.models.moe import kernels, moe
-from torchtitan.models.moe import utils as moe_utils
-from torchtitan.tools import profiling, utils
+from torchtitan.models.moe.moe import GroupedExperts
 
-from torchtitan_magi.training.process.cpu import reduce_by_plain_sums, use_cpu
-
-
-def run_on_cpu() -> None:
-    """Makes torchtitan use the CPU. Call it before the Trainer is built."""
-    use_cpu((utils, dist_utils, parallel_dims, metrics, profiling), metrics)
-    moe.torch = _TorchOfExperts("torch")
-    moe_utils.generate_permute_indices = partial(kernels.generate_permute_indices, use_cpu=True)
+from torchtitan_magi.training.process.cpu import reduce_by_plain_sums
 
 
 def prepare_model(model: nn.Module) -> None:
-    """Leaves out of a parallelized model what a CPU does not have."""
+    """Fits a parallelized model to gloo, and to a CPU, which has no grouped matrix product."""
     reduce_by_plain_sums(model)
     for module in model.modules():
-        if isinstance(module, moe.GroupedExperts):
+        if isinstance(module, GroupedExperts):
             module.use_grouped_mm = False
 
 
-class _TorchOfExperts(ModuleType):
+class TorchOfExperts(ModuleType):
     """Stands in for torch where experts count their tokens: torch's histc takes integers on CUDA only."""
 
     def __getattr__(self, name: str) -> Any:

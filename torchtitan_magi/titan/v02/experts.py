@@ -41,10 +41,10 @@ class GateStyle(ParallelStyle):
 
 
 def prepare_input(style: TensorParallel, experts: nn.Module, inputs: Any, device_mesh: DeviceMesh) -> Any:
-    """torchtitan's own adds up the gradient of each token's top_k copies over the ranks."""
+    """Returns inputs as they are: torchtitan's own adds up the gradient of each token's copies over the ranks."""
     return inputs
 
 
 def token_dispatch(style: ExpertTensorParallel, experts: nn.Module, inputs: Any, device_mesh: DeviceMesh) -> Any:
-    """The same with expert parallelism."""
+    """Sends tokens to their experts by the "ep" axis alone, for the same reason."""
     return ExpertParallel._token_dispatch(style, experts, inputs, device_mesh["ep"])

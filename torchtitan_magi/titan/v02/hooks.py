@@ -1,12 +1,14 @@
 """Functions of torchtitan that we replace by name, because no train spec holds them."""
 
-import functools
+import contextlib
 import importlib
-from collections.abc import Callable
+from collections.abc import Iterator
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 import tyro
 from torch import Tensor
 from torch.distributed import checkpoint
@@ -16,30 +18,36 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.ops import profiler
 from torch.utils._python_dispatch import _disable_current_modes, is_in_torch_dispatch_mode
 from torch.utils.checkpoint import SAC_IGNORED_OPS
+from torchtitan.components import metrics
 from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.config import ConfigManager, JobConfig
-from torchtitan.distributed import ParallelDims, context_parallel
+from torchtitan.distributed import ParallelDims, context_parallel, parallel_dims
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.distributed.expert_parallel import ExpertTensorParallel, TensorParallel
 from torchtitan.models.llama3.infra import parallelize as llama3
 from torchtitan.models.llama3.model.state_dict_adapter import Llama3StateDictAdapter
 from torchtitan.models.llama4.infra import parallelize as llama4
+from torchtitan.models.moe import kernels, moe
+from torchtitan.models.moe import utils as moe_utils
 from torchtitan.models.qwen3.infra import parallelize as qwen3
 from torchtitan.models.utils import MoEStateDictAdapter
-from torchtitan.tools import utils
+from torchtitan.tools import profiling, utils
 
 from torchtitan_magi.attention.op import attention_op
+from torchtitan_magi.titan.v02.attention import PlanMetadata
 from torchtitan_magi.titan.v02.config import check_expert_degrees, check_expert_tensor_degree
+from torchtitan_magi.titan.v02.cpu import TorchOfExperts
 from torchtitan_magi.titan.v02.experts import GateStyle, LayerStyle, prepare_input, token_dispatch
-from torchtitan_magi.titan.v02.metadata import PlanMetadata
 from torchtitan_magi.titan.v02.models import check_name
+from torchtitan_magi.titan.wrap import wrap
 from torchtitan_magi.training.batches import run_length
 from torchtitan_magi.training.batches.planned_loader import PlannedLoader
-from torchtitan_magi.training.checkpoints.digests import DigestWriter, loading, saving
+from torchtitan_magi.training.checkpoints.digests import loading, save_with_digests, saving
 from torchtitan_magi.training.checkpoints.export import Export
 from torchtitan_magi.training.experts import own_experts
-from torchtitan_magi.training.finite import StepGuard, check_state, noting
+from torchtitan_magi.training.finite import StepGuard, check_state, clip_and_note
 from torchtitan_magi.training.memory_log import check_offload
+from torchtitan_magi.training.process.cpu import use_cpu
 from torchtitan_magi.training.process.last_line import LAST_LINE
 from torchtitan_magi.training.process.launcher import config_file_if_any
 from torchtitan_magi.training.process.timeouts import set_pg_timeouts
@@ -52,7 +60,9 @@ from torchtitan_magi.wording import one_line
 
 
 def install() -> None:
-    """Replaces them, once per process. A replacement's first argument is torchtitan's own function."""
+    """Replaces the names, once per process: most by a function whose first argument is torchtitan's own."""
+    if not torch.accelerator.is_available():
+        _use_cpu()
     for owner, name, replacement in (
         (ConfigManager, "_maybe_load_toml", _maybe_load_toml),  # to say why it cannot be read
         (ConfigManager, "_maybe_add_custom_config", _maybe_add_custom_config),  # to say that a module is missing
@@ -63,13 +73,14 @@ def install() -> None:
         (MoEStateDictAdapter, "_caculate_indices_from_placements", own_experts),  # to have them under HSDP as well
         (ParallelDims, "_validate", _validate),  # to say what is wrong with the degrees
         (dist_utils, "clip_grad_norm_", _clip_grad_norm),  # to have gradients added up under tensor parallelism alone
+        (dist_utils, "clip_grad_norm_", clip_and_note),  # to end steps that are not finite
         (CheckpointManager, "__init__", _guard),  # the last that a Trainer builds: to end steps that are not finite
         (CheckpointManager, "save", _save),  # to save when the data end early, to say why a save failed; for timeouts
         (CheckpointManager, "load", _load),  # to have the learning rate follow the data that are left
         (CheckpointManager, "close", _close),  # to say where the model is
         (CheckpointManager, "dcp_load", _dcp_load),  # to say in one line what does not fit
-        (checkpoint, "save", _with_digests),  # to write digests beside the files
-        (checkpoint, "async_save", _with_digests),  # the same
+        (checkpoint, "save", save_with_digests),  # to write digests beside the files
+        (checkpoint, "async_save", save_with_digests),  # the same
         (CheckpointManager, "dcp_save", _dcp_save),  # to check weights; to export a whole model without a second copy
         (Llama3StateDictAdapter, "_permute", _whole_heads),  # for shards that end inside a head
         (Llama3StateDictAdapter, "_reverse_permute", _whole_heads),  # the same
@@ -80,12 +91,15 @@ def install() -> None:
         (qwen3, "apply_cp_to_attention_module", _apply_cp),  # the same; each model has imported its own name
         (qwen3, "apply_non_moe_tp", _apply_tp),  # to accept positions without context parallelism
     ):
-        setattr(owner, name, _replaced(getattr(owner, name), replacement))
-    dist_utils.clip_grad_norm_ = noting(dist_utils.clip_grad_norm_)
-    dist_utils.set_pg_timeouts = set_pg_timeouts  # to reach our own communicators as well
-    # to have exact gradients of experts under tensor parallelism
-    llama4.PrepareModuleInputOutput, llama4.NoParallel = LayerStyle, GateStyle
-    TensorParallel._prepare_input_fn, ExpertTensorParallel._token_dispatch = prepare_input, token_dispatch
+        wrap(owner, name, replacement)
+    for owner, name, ours in (
+        (dist_utils, "set_pg_timeouts", set_pg_timeouts),  # to reach our own communicators as well
+        (llama4, "PrepareModuleInputOutput", LayerStyle),  # to have exact gradients of experts under tensor parallelism
+        (llama4, "NoParallel", GateStyle),  # the same
+        (TensorParallel, "_prepare_input_fn", prepare_input),  # the same
+        (ExpertTensorParallel, "_token_dispatch", token_dispatch),  # the same
+    ):
+        setattr(owner, name, ours)
     for model in (llama3, qwen3):  # so that selective activation checkpointing does not redo attention
         model._op_sac_save_list.add(attention_op)
     # FSDP2 of experts, inside a block, names other steps for profilers when the block is computed again.
@@ -93,12 +107,11 @@ def install() -> None:
     SAC_IGNORED_OPS.update(names)
 
 
-def _replaced(stock: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(stock)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return replacement(stock, *args, **kwargs)
-
-    return call
+def _use_cpu() -> None:
+    """Makes torchtitan use the CPU."""
+    use_cpu((utils, dist_utils, parallel_dims, metrics, profiling), metrics)
+    moe.torch = TorchOfExperts("torch")  # to count tokens of experts
+    moe_utils.generate_permute_indices = partial(kernels.generate_permute_indices, use_cpu=True)  # a CUDA kernel's work
 
 
 @record  # so that torchrun says last what went wrong; the same below
@@ -109,12 +122,8 @@ def _maybe_load_toml(stock: Any, manager: ConfigManager, arguments: list[str]) -
 
 @record
 def _maybe_add_custom_config(stock: Any, manager: ConfigManager, *args: Any) -> type:
-    try:
+    with _usable("job.custom_config_module", ImportError, AttributeError, TypeError):  # or a module that is no config
         return stock(manager, *args)
-    except (ImportError, AttributeError, TypeError) as error:  # of a name, or of a module that is none for this
-        raise ValueError(
-            f'job.custom_config_module cannot be used ({one_line(error)}); set it to "torchtitan_magi.titan"'
-        ) from error
 
 
 @record
@@ -142,22 +151,22 @@ def _validate_config(stock: Any, manager: ConfigManager) -> None:
     stock(manager)
     check_values(manager.config)
     magi: Any = getattr(manager.config, "magi", None)  # without our hook there is none, which is refused later
-    _import_ours(manager.config.experimental.custom_import)
+    if name := manager.config.experimental.custom_import:
+        with _usable("experimental.custom_import", ImportError, TypeError):
+            importlib.import_module(name)  # as torchtitan does next
     if isinstance(magi, Magi):
         import_modules(magi.imports)
         check_name(manager.config.model.name)
         check_offload(manager.config.training.enable_cpu_offload, utils.device_type)
 
 
-def _import_ours(name: str) -> None:
-    """Imports experimental.custom_import, as torchtitan does next."""
+@contextlib.contextmanager
+def _usable(option: str, *errors: type[Exception]) -> Iterator[None]:
+    """Turns these errors of the module that an option names into one line."""
     try:
-        if name:
-            importlib.import_module(name)
-    except (ImportError, TypeError) as error:
-        raise ValueError(
-            f'experimental.custom_import cannot be used ({one_line(error)}); set it to "torchtitan_magi.titan"'
-        ) from error
+        yield
+    except errors as error:
+        raise ValueError(f'{option} cannot be used ({one_line(error)}); set it to "torchtitan_magi.titan"') from error
 
 
 def _clip_grad_norm(stock: Any, parameters: list[Tensor], *args: Any, **kwargs: Any) -> Tensor:
@@ -237,16 +246,10 @@ def _dcp_load(
         stock(checkpointer, weights, checkpoint_id, *args, **kwargs)
 
 
-def _with_digests(stock: Any, state_dict: dict[str, Any], **options: Any) -> Any:
-    """Saves by our writer where the caller names none."""
-    writer = options.pop("storage_writer", None)
-    return stock(state_dict, storage_writer=writer or DigestWriter(options["checkpoint_id"]), **options)
-
-
 def _dcp_save(
     stock: Any, checkpointer: CheckpointManager, weights: dict[str, Any], *, to_hf: bool = False, **options: Any
 ) -> Any:
-    """What is finite, as our spec's adapter says; a spec of the user's own has none."""
+    """Saves or exports what is finite, as our spec's adapter says; a spec of the user's own has none."""
     check_state(weights, checkpointer.states["train_state"].step)
 
     def save(weights: dict[str, Any], folder: Path) -> Any:

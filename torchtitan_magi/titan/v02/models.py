@@ -13,8 +13,8 @@ from torchtitan.models.qwen3.model.args import Qwen3ModelArgs
 from torchtitan.protocols.train_spec import get_train_spec
 
 from torchtitan_magi.models.model_config import Experts, ModelConfig, Rope
+from torchtitan_magi.titan.v02.attention import PlanMetadata, attention_metadata
 from torchtitan_magi.titan.v02.config import without_context_parallel
-from torchtitan_magi.titan.v02.metadata import PlanMetadata, attention_metadata
 from torchtitan_magi.training.process.all_ranks import rank_and_size
 from torchtitan_magi.wording import quoted
 

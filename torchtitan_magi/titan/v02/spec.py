@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torchtitan.config import TORCH_DTYPE_MAP
+from torchtitan.hf_datasets.text_datasets import build_text_validation_dataloader
 from torchtitan.models import _supported_models
 from torchtitan.protocols.train_spec import TrainSpec, get_train_spec, register_train_spec
 from torchtitan.tools import utils
@@ -18,17 +19,11 @@ from torchtitan.tools.logging import logger
 
 from torchtitan_magi.backends.choose import choose_block_attn
 from torchtitan_magi.models.model_config import ModelConfig
-from torchtitan_magi.models.shapes import heads_of_rank
 from torchtitan_magi.titan.v02 import hooks
 from torchtitan_magi.titan.v02.attention import VarlenAttentionWrapper
-from torchtitan_magi.titan.v02.components import (
-    MagiMetricsProcessor,
-    MagiTokenizer,
-    MagiValidator,
-    build_validation_dataloader,
-)
+from torchtitan_magi.titan.v02.components import MagiMetricsProcessor, MagiTokenizer, MagiValidator
 from torchtitan_magi.titan.v02.config import check_experts, check_job_config, without_context_parallel
-from torchtitan_magi.titan.v02.cpu import prepare_model, run_on_cpu
+from torchtitan_magi.titan.v02.cpu import prepare_model
 from torchtitan_magi.titan.v02.models import (
     MODELS,
     OF_0_3,
@@ -39,25 +34,14 @@ from torchtitan_magi.titan.v02.models import (
     varlen_flavors,
     with_plan_metadata,
 )
-from torchtitan_magi.training.batches.pack_loader import build_dataloader
-from torchtitan_magi.training.batches.planned_loader import PlannedLoader, with_plans
-from torchtitan_magi.training.batches.planner import MagiRuntime, WorkCount, attention_options
-from torchtitan_magi.training.batches.run_length import set_run_length
+from torchtitan_magi.training.batches.planner import MagiRuntime, WorkCount
 from torchtitan_magi.training.checkpoints.export import Export
-from torchtitan_magi.training.checkpoints.exported_files import exported_files
-from torchtitan_magi.training.checkpoints.hf_layouts import reads_all_layouts
-from torchtitan_magi.training.checkpoints.turn_end import add_turn_end
+from torchtitan_magi.training.checkpoints.hf_reader import adapter_of_all_layouts
 from torchtitan_magi.training.memory_log import MeasuredMemory, check_offload, predicted_memory
 from torchtitan_magi.training.objectives.objective import LossRecord
-from torchtitan_magi.training.process.groups import data_parallel_rank
 from torchtitan_magi.training.process.launcher import end_with_launcher
-from torchtitan_magi.training.settings import checks
-from torchtitan_magi.training.settings.model_folder import (
-    HF_FLAVOR,
-    check_vocabulary,
-    read_hf_config,
-)
-from torchtitan_magi.training.settings.options import OUR_DATASETS
+from torchtitan_magi.training.run_parts import RunParts
+from torchtitan_magi.training.settings.model_folder import HF_FLAVOR, read_hf_config
 
 # A rank whose collective timed out waits four times this long, for itself and others to write torchtitan's flight
 # records, before it ends; PyTorch's own value makes that a minute.
@@ -67,8 +51,6 @@ DUMP_MILLISECONDS = 3000
 def register() -> None:
     """Makes torchtitan train MODELS with varlen context parallelism. Once per process."""
     end_with_launcher()
-    if not torch.accelerator.is_available():
-        run_on_cpu()
     os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", str(DUMP_MILLISECONDS))
     hooks.install()
     for name in MODELS:
@@ -77,7 +59,7 @@ def register() -> None:
         register_train_spec(name, _unsupported(name))
 
 
-class MagiSpec:
+class MagiSpec(RunParts):
     """The functions of one model's train spec; the Trainer calls each once, in this order."""
 
     has_objectives = False  # whether our own Trainer is built, which alone knows pairs and means over documents
@@ -85,7 +67,7 @@ class MagiSpec:
     @classmethod
     @contextmanager
     def with_objectives(cls) -> Iterator[None]:
-        """Inside, our own Trainer is built."""
+        """A context in which our own Trainer is built."""
         cls.has_objectives = True
         try:
             yield
@@ -98,12 +80,10 @@ class MagiSpec:
         self._begin_run()
 
     def _begin_run(self) -> None:
-        """torchtitan keeps one spec of a model for all Trainers of a process."""
-        self.count = WorkCount()
-        self.losses = LossRecord(1)
+        """Forgets the last run: torchtitan keeps one spec of a model for all Trainers of a process."""
+        self.count, self.losses = WorkCount(), LossRecord(1)
         self.runtime: MagiRuntime | None = None
         self.attention_dtype: torch.dtype | None = None  # another than that in which q, k and v arrive
-        self.vocab_size = 0
         self.export = Export()
 
     def train_spec(self) -> TrainSpec:
@@ -122,18 +102,21 @@ class MagiSpec:
         )
 
     def build_tokenizer(self, job_config: Any) -> Any:
-        """The first that a Trainer asks for."""
+        """The tokenizer, which a Trainer asks for first: so all settings are checked here. A collective of all ranks.
+
+        Raises:
+            ValueError: on all ranks, one line that names the value and the remedy.
+        """
         self._begin_run()
+        self.job_config = job_config
         attn_types = {name: args.attn_type for name, args in self.model_args.items()}
         check_job_config(job_config, {HF_FLAVOR: "varlen"} | attn_types, self.has_objectives)
         choose_block_attn(job_config.magi.backend, torch.device(utils.device_type))  # or say now why not
-        config, self.export.layout = checks.check_model(job_config, partial(self._model, job_config))
-        check_tied(job_config, config)
-        check_experts(job_config, config.experts)
-        self.vocab_size = config.vocab_size
+        self.read_model(partial(self._model, job_config))
+        check_tied(job_config, self.model_facts)
+        check_experts(job_config, self.model_facts.experts)
         tokenizer = MagiTokenizer(job_config.model.hf_assets_path)
-        check_vocabulary(tokenizer, config, job_config)
-        self.export.files = exported_files(job_config, config, tokenizer)
+        self.use_tokenizer(tokenizer)
         return tokenizer
 
     def _model(self, job_config: Any) -> ModelConfig:
@@ -146,35 +129,24 @@ class MagiSpec:
         return config
 
     def build_state_dict_adapter(self, model_args: Any, hf_assets_path: str | None) -> Any:
-        """torchtitan's own, without its reading of the index, which fails for a single file, reading all layouts of
-        weights, and with what an export holds beside them."""
-        adapter = self.stock.state_dict_adapter(model_args, None)
-        reads_all_layouts(adapter)
-        adapter.hf_assets_path, adapter.fqn_to_index_mapping = hf_assets_path, self.export.layout.shards
-        adapter.export = self.export
+        """torchtitan's adapter for all layouts of weights, with what an export holds beside them."""
+        adapter = adapter_of_all_layouts(self.stock.state_dict_adapter, model_args, hf_assets_path)
+        adapter.fqn_to_index_mapping, adapter.export = self.export.layout.shards, self.export
         return adapter
 
     def build_dataloader(self, dp_world_size: int, dp_rank: int, tokenizer: Any, job_config: Any) -> Any:
-        """The training data with plans made ahead; also sets the number of steps."""
-        section = job_config.training
-        if section.dataset in OUR_DATASETS:
-            loader = build_dataloader(section, dp_world_size, dp_rank, tokenizer, job_config, True)
-            set_run_length(job_config, job_config, loader)
-            add_turn_end(self.export.files, loader.dataset, False)
-        else:
-            loader = self.stock.build_dataloader_fn(dp_world_size, dp_rank, tokenizer, job_config)
-        return self.planned(loader, tokenizer)
-
-    def planned(self, loader: Any, tokenizer: Any) -> PlannedLoader:
-        """The loader with plans made ahead, by the runtime that ``parallelize`` will have made when it is iterated."""
-        return with_plans(loader, lambda: self.runtime, self.count, self.vocab_size, tokenizer.eos_id)
+        """The training data, see ``training_data``."""
+        stock = partial(self.stock.build_dataloader_fn, dp_world_size, dp_rank, tokenizer, job_config)
+        return self.training_data(job_config.training, (dp_world_size, dp_rank), job_config, stock)
 
     def build_validator(
         self, job_config: Any, dp_world_size: int, dp_rank: int, tokenizer: Any, **attributes: Any
     ) -> MagiValidator:
-        """The validator of packs with plans."""
-        loader = build_validation_dataloader(dp_world_size, dp_rank, tokenizer, job_config)
-        return MagiValidator(job_config, self.planned(loader, tokenizer), tokenizer=tokenizer, **attributes)
+        """The validator of packs with plans: one pass of ``validation.steps`` batches (-1: all of it)."""
+        section, place = job_config.validation, (dp_world_size, dp_rank)
+        stock = partial(build_text_validation_dataloader, *place, tokenizer, job_config, section.steps != -1)
+        loader = self.validation_data(section, place, stock)
+        return MagiValidator(job_config, loader, tokenizer=tokenizer, **attributes)
 
     def build_metrics_processor(self, job_config: Any, parallel_dims: Any, model_args: Any) -> MagiMetricsProcessor:
         """The metrics, with the work of plans and predicted memory."""
@@ -185,22 +157,19 @@ class MagiSpec:
         device = utils.device_type
         predicted = predicted_memory(job_config, parallel_dims, config, self.has_objectives, device)
         memory = MeasuredMemory(predicted, device)
-        return MagiMetricsProcessor(job_config, parallel_dims, config.attention_flops, self.count, self.losses, memory)
+        processor = MagiMetricsProcessor(job_config, parallel_dims)
+        processor.count_work(config.attention_flops, self.count, self.losses, memory)
+        return processor
 
     def build_loss(self, job_config: Any, **kwargs: Any) -> Any:
         """torchtitan's loss, recorded."""
         return self.losses.record(self.stock.build_loss_fn(job_config, **kwargs))
 
     def make_runtime(self, model_args: Any, parallel_dims: Any, job_config: Any) -> MagiRuntime:
-        """What plans microbatches for this rank. A collective of all ranks."""
+        """The runtime, see ``build_runtime``; also decides the dtype of attention. A collective of all ranks."""
         config = config_of(model_args)
-        heads = heads_of_rank(config, parallel_dims.tp)
-        cp_mesh = parallel_dims.get_optional_mesh("cp")
         index = utils.device_module.current_device() if utils.device_type != "cpu" else None
-        cp_group = None if cp_mesh is None else cp_mesh.get_group()
-        device = torch.device(utils.device_type, index)
-        data_rank = data_parallel_rank(parallel_dims)
-        runtime = MagiRuntime(attention_options(job_config), cp_group, heads, device, self.count, data_rank=data_rank)
+        runtime = self.build_runtime(parallel_dims, config, torch.device(utils.device_type, index))
         arriving, mixed = _attention_dtypes(parallel_dims, job_config.training)
         if runtime.block_attn.name == "ffa" and arriving == torch.float32 != mixed:
             self.attention_dtype = mixed
@@ -225,7 +194,7 @@ class MagiSpec:
 
 
 def _arrived(embedding: nn.Module, inputs: Any, out: Tensor) -> Tensor:
-    """Embeddings that are there: of those still on their way, torch.compile loses the gradient."""
+    """Waits for embeddings: of those still on their way, torch.compile loses the gradient."""
     return out.clone() if isinstance(out, AsyncCollectiveTensor) else out
 
 

@@ -1,6 +1,5 @@
 """Our Trainer: SFT per token or per document, and DPO, without ever holding all logits."""
 
-import os
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -12,12 +11,12 @@ from torchtitan.protocols.model_converter import build_model_converters
 from torchtitan.tools import utils
 from torchtitan.train import Trainer
 
+from torchtitan_magi.titan.v02.attention import local_batches
 from torchtitan_magi.titan.v02.components import MagiMetricsProcessor
-from torchtitan_magi.titan.v02.metadata import local_batches
 from torchtitan_magi.titan.v02.spec import MagiSpec
 from torchtitan_magi.training.objectives.logprob_model import LogprobModel
 from torchtitan_magi.training.process.last_line import LAST_LINE
-from torchtitan_magi.training.settings.sections import ENTRY
+from torchtitan_magi.training.settings.sections import check_launcher
 from torchtitan_magi.training.trainer import ObjectiveTrainer
 from torchtitan_magi.wording import quoted
 
@@ -26,8 +25,7 @@ class MagiTrainer(ObjectiveTrainer, Trainer):
     """torchtitan's Trainer with the loss of an ``Objective``."""
 
     def __init__(self, job_config: Any) -> None:
-        if "LOCAL_RANK" not in os.environ:
-            raise ValueError(f"LOCAL_RANK is not set, as torchrun sets it; start it with {ENTRY}")
+        check_launcher()
         # Our log-probabilities split the vocabulary over the TP ranks by themselves.
         parallelism = replace(job_config.parallelism, disable_loss_parallel=True)
         own = {name: replace(getattr(job_config, name)) for name in ("training", "lr_scheduler")}  # which we change
@@ -44,11 +42,12 @@ class MagiTrainer(ObjectiveTrainer, Trainer):
         self.start_objectives(LogprobModel(self.model_parts[0], compiled))
 
     def forward_context(self) -> AbstractContextManager[None]:
+        """Mixed precision where FSDP2 has none."""
         return self.maybe_enable_amp
 
     def build_frozen_copy(self) -> LogprobModel:
-        """See ``ObjectiveTrainer``. It never gets gradients because it runs without autograd; DDP refuses parameters
-        that do not require any."""
+        """A model built as the Trainer builds its own. It gets no gradients as it runs without autograd: DDP refuses
+        parameters that do not require any."""
         job_config, spec = self.job_config, self.train_spec
         job_config = replace(
             job_config,

@@ -15,9 +15,8 @@ from torchtitan.protocols.module import Module
 from torchtitan.protocols.sharding import LocalMapConfig, ShardingConfig
 
 from torchtitan_magi.attention.op import PlanHandle, attend
-from torchtitan_magi.training.batches.microbatch import MICROBATCH
+from torchtitan_magi.training.batches.microbatch import MICROBATCH, LocalBatch
 from torchtitan_magi.training.batches.planner import MagiRuntime
-from torchtitan_magi.training.objectives.objective import LocalBatch
 
 OVERRIDE = "torchtitan_magi.titan.v03.attention.varlen"
 FULL, WINDOW = "basic_mask", "sliding_window_mask"  # gpt-oss' layers choose by these names
@@ -28,6 +27,8 @@ class VarlenAttention(Module):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
+        """What the override sets."""
+
         temperature: float = 1.0
         """Factor of the scores beside head_dim ** -0.5, as YaRN has it."""
 
@@ -67,7 +68,7 @@ class VarlenAttention(Module):
 
 
 def _sinks(out_transform: Any) -> Tensor | None:
-    """[Hq] of the layer whose method it is: this rank's heads."""
+    """The sinks [Hq] of this rank's heads, in the layer whose method it is; None without a method."""
     if out_transform is None:
         return None
     sinks = out_transform.__self__.sinks

@@ -7,9 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torchtitan.components.checkpointer import CheckpointManager
 from torchtitan.components.checkpointer.dcp import AsyncMode
 from torchtitan.components.loss import BaseLoss
@@ -20,13 +18,14 @@ from torchtitan.distributed.activation_checkpoint import SelectiveAC
 
 from torchtitan_magi.attention.op import attention_op
 from torchtitan_magi.training.batches import run_length
+from torchtitan_magi.training.batches.microbatch import Process
 from torchtitan_magi.training.batches.tokenizer import AssetsTokenizer
-from torchtitan_magi.training.checkpoints.digests import DigestWriter, loading, saving
+from torchtitan_magi.training.checkpoints.digests import loading, saving
 from torchtitan_magi.training.checkpoints.export import Export
 from torchtitan_magi.training.finite import StepGuard, check_state
 from torchtitan_magi.training.metrics import PlanMetrics
 from torchtitan_magi.training.objectives.lora import save_adapters
-from torchtitan_magi.training.objectives.objective import Objective, Process
+from torchtitan_magi.training.objectives.objective import Objective
 from torchtitan_magi.training.objectives.pipeline import Pipeline
 from torchtitan_magi.training.objectives.validation import limited, validate
 from torchtitan_magi.training.process.last_line import LAST_LINE
@@ -43,7 +42,7 @@ class MagiTokenizer(AssetsTokenizer, HuggingFaceTokenizer):
         pass
 
     def set_chat_template(self, template: str) -> None:
-        """Nothing: conversations are rendered by ``torchtitan_magi.data``."""
+        """Does nothing: conversations are rendered by ``torchtitan_magi.data``."""
 
 
 class MagiSelectiveAC(SelectiveAC):
@@ -54,6 +53,7 @@ class MagiSelectiveAC(SelectiveAC):
         pass
 
     def get_save_ops(self) -> set[Any]:
+        """The operations whose results are kept for the backward: torchtitan's, and attention."""
         return super().get_save_ops() | {attention_op}
 
 
@@ -67,7 +67,7 @@ class ObjectiveLoss(BaseLoss):
     of_hidden: Callable[[Tensor, Any], Tensor]
 
     def __init__(self, config: Config, *, compile_config: Any = None) -> None:
-        """Compiled or not, the loss is that of the objective."""
+        """Takes and ignores compile_config: compiled or not, the loss is that of the objective."""
 
     def __call__(self, pred: Tensor, labels: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, dict[str, Tensor]]:
         return self.of_hidden(pred, labels), {}
@@ -128,7 +128,7 @@ class MagiCheckpointManager(CheckpointManager):
         return super().save(curr_step, last_step)
 
     def _save(self, curr_step: int, last_step: bool = False) -> bool:
-        """An asynchronous save that failed is reported by the next."""
+        """Saves; an asynchronous save that failed is reported by the next."""
         with saving(self.folder):
             is_saved = super()._save(curr_step, last_step)
         if is_saved and last_step:
@@ -147,6 +147,7 @@ class MagiCheckpointManager(CheckpointManager):
         return loaded
 
     def dcp_load(self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool) -> None:
+        """Loads into the states. Raises ValueError, one line, for what does not fit or is not whole."""
         with loading(checkpoint_id), loading_train_state(state_dict, checkpoint_id):
             super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
 
@@ -158,6 +159,7 @@ class MagiCheckpointManager(CheckpointManager):
         enable_garbage_collection: bool = False,
         to_hf: bool = False,
     ) -> Any:
+        """Saves states or, with to_hf, exports the model or its adapters. They must be finite, see ``check_state``."""
         check_state(state_dict, self.guard.trainer.step)
         if to_hf and self.lora.rank:
             dtype, parts = self.export_dtype, self.states["model"].model
@@ -165,19 +167,7 @@ class MagiCheckpointManager(CheckpointManager):
             return None
 
         def save(weights: dict[str, Any], folder: Path) -> Any:
-            if to_hf:
-                garbage = enable_garbage_collection
-                return super(MagiCheckpointManager, self).dcp_save(weights, str(folder), async_mode, garbage, True)
-            return self._save_with_digests(weights, str(folder), async_mode)
+            how = async_mode, enable_garbage_collection, to_hf
+            return super(MagiCheckpointManager, self).dcp_save(weights, str(folder), *how)
 
         return self.export.save(self, state_dict, Path(checkpoint_id), to_hf, save)
-
-    def _save_with_digests(self, state_dict: dict[str, Any], checkpoint_id: str, async_mode: AsyncMode) -> Any:
-        writer = DigestWriter(checkpoint_id)
-        if async_mode == AsyncMode.DISABLED:
-            dcp.save(state_dict, storage_writer=writer, checkpoint_id=checkpoint_id)
-            return None
-        options: dict[str, Any] = {"storage_writer": writer, "checkpoint_id": checkpoint_id, "process_group": self.pg}
-        if async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM:
-            options |= {"async_checkpointer_type": AsyncCheckpointerType.PROCESS, "async_stager": self.stager}
-        return dcp.async_save(state_dict, **options)

@@ -72,6 +72,11 @@ def trainer_options(job: Any) -> dict[str, Any]:
         raise ValueError(f"{error}") from None
 
 
+def values_of(config: Any) -> dict[str, Any]:
+    """The options of a configuration of torchtitan's by name."""
+    return {option.name: getattr(config, option.name) for option in fields(config)}
+
+
 def copied(kind: Any, section: Any, **others: Any) -> Any:
     """A configuration of that kind with the values that a section has of the same names, and others."""
     values = {field.name: getattr(section, field.name) for field in fields(kind) if hasattr(section, field.name)}
@@ -135,23 +140,15 @@ def job_of(config: Any) -> Any:
         local_batch_size=validator.packs_per_batch or training.local_batch_size,
         **_data(validator.dataloader),
     )
-    values = {field.name: getattr(training, field.name) for field in fields(training)}
-    return SimpleNamespace(
-        job=SimpleNamespace(dump_folder=config.dump_folder),
-        model=SimpleNamespace(
-            name=config.model_spec.name, flavor=config.model_spec.flavor, hf_assets_path=config.hf_assets_path
-        ),
-        training=SimpleNamespace(**values, **_data(config.dataloader)),
-        validation=validation,
-        parallelism=config.parallelism,
-        checkpoint=config.checkpoint,
-        compile=config.compile,
-        activation_checkpoint=_checkpointing_section(config.activation_checkpoint),
-        optimizer=config.optimizer,
-        comm=config.comm,
-        debug=config.debug,
-        magi=config.magi,
-    )
+    spec = config.model_spec
+    renamed = {
+        "job": SimpleNamespace(dump_folder=config.dump_folder),
+        "model": SimpleNamespace(name=spec.name, flavor=spec.flavor, hf_assets_path=config.hf_assets_path),
+        "training": SimpleNamespace(**values_of(training), **_data(config.dataloader)),
+        "validation": validation,
+        "activation_checkpoint": _checkpointing_section(config.activation_checkpoint),
+    }
+    return SimpleNamespace(**values_of(config) | renamed)
 
 
 def _data(loader: Any) -> dict[str, Any]:

@@ -1,10 +1,12 @@
 """torchtitan 0.3's own way to configure a run: a function that returns a configuration."""
 
-from dataclasses import fields, replace
+from dataclasses import replace
+from typing import Any
 
 from torchtitan.config.configs import ParallelismConfig
 from torchtitan.distributed.activation_checkpoint import SelectiveAC
-from torchtitan.trainer import Trainer
+from torchtitan.models.llama3.config_registry import llama3_debugmodel
+from torchtitan.models.qwen3.config_registry import qwen3_debugmodel
 
 from torchtitan_magi.titan.v03.components import (
     MagiCheckpointManager,
@@ -14,26 +16,26 @@ from torchtitan_magi.titan.v03.components import (
     MagiValidator,
     ObjectiveLoss,
 )
-from torchtitan_magi.titan.v03.config import copied, with_adapters
+from torchtitan_magi.titan.v03.config import copied, values_of, with_adapters
 from torchtitan_magi.titan.v03.models import with_varlen
 from torchtitan_magi.titan.v03.trainer import MagiTrainer
 from torchtitan_magi.training.settings.options import Magi
 
 
-def with_magi(config: Trainer.Config, magi: Magi | None = None) -> MagiTrainer.Config:
+def with_magi(config: Any, magi: Magi | None = None) -> MagiTrainer.Config:
     """A configuration of torchtitan's Trainer for ours, of a model that is served, with attention "flex".
 
     Args:
         magi: the [magi] options.
     """
-    values, magi = {option.name: getattr(config, option.name) for option in fields(config)}, magi or Magi()
+    magi = magi or Magi()
     checkpointing, parallelism = config.activation_checkpoint, config.parallelism
     if isinstance(checkpointing, SelectiveAC.Config):
         checkpointing = copied(MagiSelectiveAC.Config, checkpointing)
     if parallelism.spmd_backend == ParallelismConfig().spmd_backend:  # needs a newer torch
         parallelism = replace(parallelism, spmd_backend="partial_dtensor")
     return MagiTrainer.Config(
-        **values
+        **values_of(config)
         | {
             "magi": magi,
             "model_spec": with_adapters(with_varlen(config.model_spec), magi.lora),
@@ -47,3 +49,13 @@ def with_magi(config: Trainer.Config, magi: Magi | None = None) -> MagiTrainer.C
             "parallelism": parallelism,
         }
     )
+
+
+def llama3_debug() -> MagiTrainer.Config:
+    """For ``--module torchtitan_magi.titan --config llama3_debug``: torchtitan's debug model, with our attention."""
+    return with_magi(llama3_debugmodel())
+
+
+def qwen3_debug() -> MagiTrainer.Config:
+    """torchtitan's debug model of qwen3, likewise."""
+    return with_magi(qwen3_debugmodel())

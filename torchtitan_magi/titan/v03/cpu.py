@@ -1,13 +1,15 @@
-"""torchtitan 0.3 on a machine without an accelerator; see ``training.cpu``."""
+"""Models of torchtitan 0.3 on a machine without an accelerator; see ``training.process.cpu``."""
 
-from torchtitan.components import metrics
-from torchtitan.distributed import parallel_dims
-from torchtitan.distributed import utils as dist_utils
-from torchtitan.tools import profiler, utils
+from typing import Any
 
-from torchtitan_magi.training.process.cpu import use_cpu
+from torchtitan.tools import utils
+
+from torchtitan_magi.training.process.cpu import draw_whole_model, reduce_by_plain_sums
 
 
-def run_on_cpu() -> None:
-    """Makes torchtitan use the CPU. Call it before the Trainer is built."""
-    use_cpu((utils, dist_utils, parallel_dims, metrics, profiler), metrics)
+def prepare_model(model: Any, parallel_dims: Any) -> None:
+    """Fits a parallelized model, or the part of one in a pipeline, to gloo and to what a CPU draws at random."""
+    reduce_by_plain_sums(model)
+    if parallel_dims.pp_enabled:
+        stage = parallel_dims.get_mesh("pp").get_local_rank()
+        draw_whole_model(model, model.config.build, stage, utils.set_default_dtype)

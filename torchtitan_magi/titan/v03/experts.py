@@ -1,4 +1,4 @@
-"""Experts that compute in the precision that was asked for, and are read and written under HSDP."""
+"""Experts that compute in the precision that was asked for."""
 
 from dataclasses import dataclass
 
@@ -6,12 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torchtitan.models.common.moe import GroupedExperts
-from torchtitan.models.utils import MoEStateDictAdapter
 
-from torchtitan_magi.training.experts import by_expert, local, own_experts
-
-_stock = MoEStateDictAdapter._caculate_indices_from_placements
-MoEStateDictAdapter._caculate_indices_from_placements = lambda adapter, **axes: own_experts(_stock, adapter, **axes)
+from torchtitan_magi.training.experts import by_expert, local
 
 
 class MagiExperts(GroupedExperts):
@@ -22,7 +18,11 @@ class MagiExperts(GroupedExperts):
         pass
 
     def forward(self, x_RD: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:
-        """x_RD: rows by expert, and rows without one after them, whose result is 0."""
+        """The experts' results of x_RD [rows, dim]: rows by expert, then rows without one, whose result is 0.
+
+        Args:
+            num_tokens_per_expert_E: int [experts].
+        """
         if x_RD.dtype != torch.float32:
             return super().forward(x_RD, num_tokens_per_expert_E)
         weights = local(self.w1_EFD, self.w2_EDF, self.w3_EFD)

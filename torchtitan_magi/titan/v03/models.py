@@ -18,12 +18,12 @@ from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.tools import utils
 
 from torchtitan_magi.models.model_config import Experts, ModelConfig, Rope, yarn_factor
+from torchtitan_magi.titan.v03.cpu import prepare_model
 from torchtitan_magi.titan.v03.experts import MagiExperts
 from torchtitan_magi.titan.v03.families import deepseek_v3 as our_deepseek_v3
 from torchtitan_magi.titan.v03.families import gpt_oss as our_gpt_oss
-from torchtitan_magi.training.checkpoints.hf_layouts import reads_all_layouts
+from torchtitan_magi.training.checkpoints.hf_reader import adapter_of_all_layouts
 from torchtitan_magi.training.experts import note_expert_counts
-from torchtitan_magi.training.process.cpu import draw_whole_model, reduce_by_plain_sums
 from torchtitan_magi.wording import quoted
 
 MODELS = {"llama3": llama3, "qwen3": qwen3, "gpt_oss": gpt_oss, "deepseek_v3": deepseek_v3}
@@ -134,7 +134,7 @@ def with_varlen(spec: ModelSpec) -> ModelSpec:
         spec,
         parallelize_fn=partial(_parallelize, spec.parallelize_fn),
         post_optimizer_build_fn=balance and partial(_balance, balance),
-        state_dict_adapter=partial(_adapter, adapter),
+        state_dict_adapter=partial(adapter_of_all_layouts, adapter),
     )
 
 
@@ -167,25 +167,15 @@ def _parallelize(stock: Any, model: Any, *, parallel_dims: Any, **options: Any) 
             torch._dynamo.config.automatic_dynamic_shapes &= not parallel_dims.tp_enabled
     model = stock(model, parallel_dims=_WithoutCP(parallel_dims), **options)
     if utils.device_type == "cpu":
-        reduce_by_plain_sums(model)
-        if parallel_dims.pp_enabled:
-            draw_whole_model(model, model.config.build, parallel_dims.get_mesh("pp").get_local_rank())
+        prepare_model(model, parallel_dims)
     return model
 
 
 def _arrived(experts: nn.Module, inputs: Any) -> Any:
-    """Tokens that are there: of those still on their way from tensor-parallel ranks, torch's ``local_map`` loses the
+    """Waits for tokens: of those still on their way from tensor-parallel ranks, torch's ``local_map`` loses the
     gradient, as it waits for them outside of autograd."""
     x_BLD, *others = inputs
     return (x_BLD.clone() if isinstance(x_BLD, DTensor) else x_BLD, *others)
-
-
-def _adapter(stock: Any, model_config: Any, hf_assets_path: str | None) -> Any:
-    """torchtitan's own, without its reading of the index, which fails for a single file, and reading all layouts."""
-    adapter = stock(model_config, None)
-    reads_all_layouts(adapter)
-    adapter.hf_assets_path = hf_assets_path
-    return adapter
 
 
 def model_of(config: ModelConfig) -> Any:

@@ -18,8 +18,6 @@ from torchtitan.tools.logging import init_logger
 from torchtitan.trainer import Trainer
 
 from torchtitan_magi.models.model_config import Experts, ModelConfig, read_model_config
-from torchtitan_magi.models.shapes import heads_of_rank
-from torchtitan_magi.titan.v03 import hooks
 from torchtitan_magi.titan.v03.attention import OVERRIDE, local_batch
 from torchtitan_magi.titan.v03.components import (
     MagiCheckpointManager,
@@ -31,40 +29,36 @@ from torchtitan_magi.titan.v03.components import (
 from torchtitan_magi.titan.v03.config import job_of, trainer_options
 from torchtitan_magi.titan.v03.models import config_of, temperature_of
 from torchtitan_magi.titan.v03.toml_sections import read_job_config
-from torchtitan_magi.training.batches.pack_loader import WithoutPositions, build_dataloader
-from torchtitan_magi.training.batches.planned_loader import PlannedLoader, with_plans
-from torchtitan_magi.training.batches.planner import MagiRuntime, WorkCount, attention_options
-from torchtitan_magi.training.batches.run_length import set_run_length
-from torchtitan_magi.training.checkpoints.export import Export
-from torchtitan_magi.training.checkpoints.exported_files import exported_files
-from torchtitan_magi.training.checkpoints.turn_end import add_turn_end
+from torchtitan_magi.training.batches.pack_loader import WithoutPositions
+from torchtitan_magi.training.batches.planned_loader import PlannedLoader
+from torchtitan_magi.training.batches.planner import WorkCount
 from torchtitan_magi.training.finite import StepGuard
 from torchtitan_magi.training.memory_log import MeasuredMemory, check_offload, predicted_memory
-from torchtitan_magi.training.objectives.dpo import Reference
 from torchtitan_magi.training.objectives.logprob_model import LogprobModel
 from torchtitan_magi.training.objectives.lora import PolicyWithoutAdapters
-from torchtitan_magi.training.objectives.objective import LossRecord
+from torchtitan_magi.training.objectives.objective import LossRecord, Reference
 from torchtitan_magi.training.objectives.pipeline import Pipeline
 from torchtitan_magi.training.objectives.reference_model import ReferenceModel
-from torchtitan_magi.training.process.groups import data_parallel_rank, group_of
+from torchtitan_magi.training.process.groups import data_parallel_place, group_of
 from torchtitan_magi.training.process.last_line import LAST_LINE
 from torchtitan_magi.training.process.launcher import config_file
-from torchtitan_magi.training.settings.checks import check_model, check_settings
+from torchtitan_magi.training.run_parts import RunParts
+from torchtitan_magi.training.settings.checks import check_settings
 from torchtitan_magi.training.settings.degrees import check_experts, check_parallelism, check_pipeline
-from torchtitan_magi.training.settings.model_folder import HF_FLAVOR, check_vocabulary
-from torchtitan_magi.training.settings.options import OUR_DATASETS, Magi
-from torchtitan_magi.training.settings.sections import ENTRY
+from torchtitan_magi.training.settings.model_folder import HF_FLAVOR
+from torchtitan_magi.training.settings.options import Magi
+from torchtitan_magi.training.settings.sections import check_launcher
 from torchtitan_magi.training.settings.values import check_finite
 from torchtitan_magi.training.trainer import ObjectiveTrainer
 
-hooks.install()
 
-
-class MagiTrainer(ObjectiveTrainer, Trainer):
+class MagiTrainer(RunParts, ObjectiveTrainer, Trainer):
     """torchtitan's Trainer with the loss of an ``Objective``."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Trainer.Config):
+        """torchtitan's options, the [magi] options, and our components."""
+
         magi: Magi = field(default_factory=Magi)
         tokenizer: MagiTokenizer.Config = field(default_factory=MagiTokenizer.Config)
         metrics: MagiMetricsProcessor.Config = field(default_factory=MagiMetricsProcessor.Config)
@@ -73,18 +67,17 @@ class MagiTrainer(ObjectiveTrainer, Trainer):
         loss: ObjectiveLoss.Config = field(default_factory=ObjectiveLoss.Config)
 
     def __init__(self, config: Config) -> None:
-        if "LOCAL_RANK" not in os.environ:
-            raise ValueError(f"LOCAL_RANK is not set, as torchrun sets it; start it with {ENTRY}")
+        check_launcher()
         self.job_config = job_of(config)
         self.model_facts = _facts(config)
         self.count = WorkCount()
         _make_room_for_positions(config)
         temperature = {"temperature": temperature_of(self.model_facts)}
         changed: dict[str, Any] = {
-            "dataloader": _Loader(config.dataloader, self._build_loader),
+            "dataloader": _StandIn(config.dataloader, partial(self._build_loader, config.dataloader)),
             "override": replace(config.override, imports=[*config.override.imports, (OVERRIDE, temperature)]),
             "training": replace(config.training, disable_cuda_graphs=True),
-            "lr_scheduler": _Schedule(config.lr_scheduler),
+            "lr_scheduler": _StandIn(config.lr_scheduler, lambda **_: None),  # built when the data have been counted
         }
         super().__init__(replace(config, **changed))
         if config.checkpoint.enable:
@@ -108,16 +101,11 @@ class MagiTrainer(ObjectiveTrainer, Trainer):
         check_parallelism(job.parallelism, int(os.environ["WORLD_SIZE"]))
         dims = super().init_distributed()
         check_settings(job, DATASETS, True, self._check_version)
-        self.export = Export(layout=check_model(job, lambda: facts)[1])
+        self.read_model(lambda: facts)
         check_experts(job, facts.experts, ranks_of_experts(job, dims, facts.experts))
-        heads = heads_of_rank(facts, dims.tp)
-        windows = facts.windows or (0,) * facts.num_layers
-        cp_group, data_rank = group_of(dims, "cp"), data_parallel_rank(dims)
-        facts_of_rank = attention_options(job), cp_group, heads, self.device, self.count, windows, data_rank
-        self.runtime = MagiRuntime(*facts_of_rank)
-        self.runtime.block_attn.check(
-            facts.head_dim, TORCH_DTYPE_MAP[job.training.mixed_precision_param], facts.value_dim
-        )
+        runtime = self.build_runtime(dims, facts, self.device, facts.windows or (0,) * facts.num_layers)
+        self.runtime, self.process = runtime, partial(local_batch, runtime)
+        runtime.block_attn.check(facts.head_dim, TORCH_DTYPE_MAP[job.training.mixed_precision_param], facts.value_dim)
         device = utils.device_type
         check_offload(job.training.enable_cpu_offload, device)
         self.memory = MeasuredMemory(predicted_memory(job, dims, facts, True, device), device)
@@ -131,33 +119,22 @@ class MagiTrainer(ObjectiveTrainer, Trainer):
     def _build_loader(
         self, stock: Any, *, dp_world_size: int, dp_rank: int, tokenizer: Any, local_batch_size: int, **options: Any
     ) -> PlannedLoader:
-        """The training data with plans made ahead; torchtitan asks for it with the tokenizer it has built."""
-        job = self.job_config
-        check_vocabulary(tokenizer, self.model_facts, job)
-        self.export.files = exported_files(job, self.model_facts, tokenizer)
-        self.eos_id = tokenizer.eos_id
-        self.process = partial(local_batch, self.runtime)
+        """The training data, see ``training_data``; torchtitan asks for it with the tokenizer it has built."""
+        job, place = self.job_config, (dp_world_size, dp_rank)
+        self.use_tokenizer(tokenizer)
         self.config.lr_scheduler = replace(self.config.lr_scheduler.stock)
-        loader: Any
-        if job.training.dataset in OUR_DATASETS:
-            packs = job.training.global_batch_size
-            if packs < 0:
-                packs = job.training.local_batch_size * dp_world_size
-            section = _changed(job.training, local_batch_size=local_batch_size, global_batch_size=packs)
-            loader = build_dataloader(section, dp_world_size, dp_rank, tokenizer, job, True)
-            set_run_length(self.config, job, loader)
-            add_turn_end(self.export.files, loader.dataset, bool(job.magi.lora.rank))
-        else:
-            world = {"dp_world_size": dp_world_size, "dp_rank": dp_rank, "local_batch_size": local_batch_size}
-            loader = WithoutPositions(stock.build(**world, tokenizer=tokenizer, **options))
+        packs = job.training.global_batch_size
+        if packs < 0:
+            packs = job.training.local_batch_size * dp_world_size
+        section = _changed(job.training, local_batch_size=local_batch_size, global_batch_size=packs)
+        build = partial(_stock_loader, stock, place, tokenizer, local_batch_size=local_batch_size, **options)
+        loader = self.training_data(section, place, self.config, build)
         self.lr_schedulers = self.build_lr_schedulers(self.optimizers, self.config.training.steps)
-        return self._planned(loader)
+        return loader
 
     def build_lr_schedulers(self, optimizers: Any, steps: int) -> Any:
+        """torchtitan's schedulers of the learning rate, for a run of so many steps."""
         return self.config.lr_scheduler.build(optimizers=optimizers, training_steps=steps)
-
-    def _planned(self, loader: Any) -> PlannedLoader:
-        return with_plans(loader, lambda: self.runtime, self.count, self.model_facts.vocab_size, self.eos_id)
 
     def _start_metrics(self) -> None:
         attention, seq_len = self.model_facts.attention_flops, self.config.training.seq_len
@@ -165,42 +142,41 @@ class MagiTrainer(ObjectiveTrainer, Trainer):
         self.metrics_processor.count_work(attention, self.count, LossRecord(self.num_microbatches), self.memory)
 
     def _start_validator(self) -> None:
-        job, mesh = self.job_config, self.parallel_dims.get_optional_mesh("batch")
-        size, rank = (1, 0) if mesh is None else (mesh.size(), mesh.get_local_rank())
+        job, place = self.job_config, data_parallel_place(self.parallel_dims)
         section: Any = job.validation
-        loader: Any
         self.validator.steps = section.steps
         if self.pipeline is not None:  # each pack is a microbatch
             self.validator.steps *= section.local_batch_size if section.steps != -1 else 1
             section = _changed(section, local_batch_size=1)
-        if section.dataset in OUR_DATASETS:
-            loader = build_dataloader(section, size, rank, self.tokenizer, job, False)
-        else:
-            options = {"seq_len": section.seq_len, "local_batch_size": section.local_batch_size, "dp_rank": rank}
-            stock = self.config.validator.dataloader
-            loader = WithoutPositions(stock.build(dp_world_size=size, tokenizer=self.tokenizer, **options))
-        self.validator.batches, self.validator.pipeline = self._planned(loader), self.pipeline
+        sizes = {"seq_len": section.seq_len, "local_batch_size": section.local_batch_size}
+        build = partial(_stock_loader, self.config.validator.dataloader, place, self.tokenizer, **sizes)
+        self.validator.batches = self.validation_data(section, place, build)
+        self.validator.pipeline = self.pipeline
         if self.pipeline is not None:
             self.validator.batches.at_once = self.pipeline.num_microbatches
         self.validator.process, self.validator.device = self.process, utils.device_type
 
     def close(self) -> None:
+        """Ends the run, and says where the model is."""
         super().close()
         LAST_LINE.tell()
 
     def make_reference(self) -> Reference:
+        """The model without its adapters, if it has some; else a frozen copy."""
         model = self.pipeline or self.model
         pp_group = group_of(self.parallel_dims, "pp")
         return PolicyWithoutAdapters(model, pp_group) if self.job_config.magi.lora.rank else ReferenceModel(self)
 
     def is_replicated_by_ddp(self) -> bool:
-        return False  # torchtitan 0.3 replicates by FSDP2
+        """Always False: torchtitan 0.3 replicates by FSDP2."""
+        return False
 
     def forward_context(self) -> AbstractContextManager[None]:
+        """Nothing: mixed precision is FSDP2's here."""
         return contextlib.nullcontext()
 
     def build_frozen_copy(self) -> LogprobModel | Pipeline:
-        """See ``ObjectiveTrainer``."""
+        """A model, or its parts in a pipeline, built as the Trainer builds its own, with weights of no meaning."""
         config, spec = self.config, self.config.model_spec
         with torch.device("meta"), utils.set_default_dtype(TORCH_DTYPE_MAP[config.training.dtype]):
             model: Any = self.model_config.build()
@@ -220,21 +196,17 @@ class MagiTrainer(ObjectiveTrainer, Trainer):
         return Pipeline(schedule, [self.with_memory(part) for part in parts], first, last, loss, self.compiled)
 
 
-class _Loader:
-    """Stands in for a data loader's Config: what torchtitan would build of it is built by us."""
+def _stock_loader(stock: Any, place: tuple[int, int], tokenizer: Any, **options: Any) -> WithoutPositions:
+    """torchtitan's own data loader, of its Config. place: the number of batches loaded at a time, and which is ours."""
+    size, rank = place
+    return WithoutPositions(stock.build(dp_world_size=size, dp_rank=rank, tokenizer=tokenizer, **options))
+
+
+class _StandIn:
+    """Stands in for a component's Config: what torchtitan would build of it is built by us."""
 
     def __init__(self, stock: Any, build: Callable[..., Any]) -> None:
-        self.build, self.to_dict = partial(build, stock), stock.to_dict
-
-
-class _Schedule:
-    """Stands in for the Config of the learning rate's schedulers, which are built when the data have been counted."""
-
-    def __init__(self, stock: Any) -> None:
-        self.stock, self.to_dict = stock, stock.to_dict
-
-    def build(self, **_: Any) -> None:
-        """Nothing yet."""
+        self.stock, self.build, self.to_dict = stock, build, stock.to_dict
 
 
 def _changed(section: Any, **values: Any) -> Any:
@@ -249,13 +221,16 @@ def _facts(config: Any) -> ModelConfig:
 
 
 def ranks_of_experts(job: Any, dims: ParallelDims, experts: Experts | None) -> int | None:
-    """See ``check_experts``. gpt-oss' files have all experts of a layer in one tensor."""
+    """How many ranks share the experts of a layer, for ``check_experts``.
+
+    None where FSDP shards each expert's rows, and for gpt-oss, whose files have all experts of a layer in one tensor.
+    """
     ranks = dims.dp_shard * dims.cp * (dims.tp if dims.ep > 1 else 1)
     return ranks if experts and job.model.name != "gpt_oss" and ranks <= experts.num_experts else None
 
 
 def _make_room_for_positions(config: Any) -> None:
-    """Rotary positions for packs longer than the model was trained on."""
+    """Gives the model rotary positions for packs longer than it was trained on."""
     for layer in config.model_spec.model.layers:
         rope = layer.attention.rope
         layer.attention.rope = replace(rope, max_seq_len=max(rope.max_seq_len, config.training.seq_len))

@@ -1,7 +1,7 @@
 """A microbatch: what its loader gave, what was planned for it, and what its objective counts in it."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,8 +56,8 @@ class Microbatch:
 
     @classmethod
     def of(cls, inputs: dict[str, Any], labels: Tensor | None, eos_id: int | None) -> "Microbatch":
-        """That of a loader's inputs: tokens as "input", boundaries as "documents" or "pairs"; without either, documents
-        end with EOS.
+        """A microbatch of a loader's inputs: tokens as "input", boundaries as "documents" or "pairs"; without either,
+        documents end with EOS.
 
         Raises:
             ValueError: neither boundaries nor an eos_id.
@@ -121,6 +121,27 @@ class Microbatch:
                     f"the data has {name} {smallest}; tokens are numbered from 0, and a token without a label has "
                     f"{IGNORE_INDEX}"
                 )
+
+
+@dataclass(frozen=True, eq=False)
+class LocalBatch:
+    """This rank's tokens of a microbatch, ready for the model.
+
+    Args:
+        tokens, labels: int64 [b, s].
+        labelled: int64 [n], numbers of the tokens that have a label, of b * s.
+        model_inputs: what else the model is called with.
+        take: x [b, s * cp] of the whole microbatch -> this rank's [b, s].
+    """
+
+    tokens: Tensor
+    labels: Tensor
+    labelled: Tensor
+    model_inputs: dict[str, Any]
+    take: Callable[[Tensor], Tensor]
+
+
+Process = Callable[[dict[str, Any], Tensor], LocalBatch]  # takes inputs and labels of a microbatch on the device
 
 
 def on_device(batch: Batch, device: torch.device | str) -> Batch:

@@ -15,7 +15,7 @@ from torchtitan_magi.data.packs.packed_dataset import PackedDataset, Sample, pad
 from torchtitan_magi.data.packs.window_plan import unreadable_state
 from torchtitan_magi.data.tokens.token_cache import default_folder
 from torchtitan_magi.machine import raise_open_files
-from torchtitan_magi.training.batches.first_look import check_findings
+from torchtitan_magi.training.batches.findings import check_findings
 from torchtitan_magi.training.batches.template_date import keep_template_date, template_date
 from torchtitan_magi.training.process.all_ranks import agreed, rank_and_size
 from torchtitan_magi.training.settings.options import DPO_DATASET
@@ -127,36 +127,6 @@ def _collate_with_state(items: list[tuple[Sample, str]], num_rows: int) -> tuple
     return collate_packs(samples, num_rows), states[-1]
 
 
-def agreed_dataset(
-    path: Any,
-    make: Callable[[], PackedDataset],
-    check_records: bool,
-    look: Callable[[PackedDataset], object] = lambda dataset: None,
-) -> PackedDataset:
-    """The data set that make() returns, once every rank has made one of the same records. A collective of all ranks.
-
-    Args:
-        path: where the records are, for error texts.
-        make: may raise ValueError.
-        check_records: whether to check all records, each rank its share.
-        look: called with the data set on rank 0; may raise ValueError.
-
-    Raises:
-        ValueError: on all ranks, for a records file that is missing, empty, malformed or not the same on each of them.
-    """
-
-    def make_checked() -> PackedDataset:
-        dataset = make()
-        rank, size = rank_and_size()
-        if check_records:
-            dataset.check(rank, size)
-        if rank == 0:
-            look(dataset)
-        return dataset
-
-    return agreed(path, make_checked, lambda dataset: dataset.records.fingerprint)
-
-
 def warn_of_shorter_packs(length: int, of_training: int) -> None:
     """Warns where documents that training has whole may be truncated in packs of this length, in tokens."""
     if length < of_training:
@@ -204,17 +174,19 @@ def build_dataloader(
             "check": False,
             "token_cache": magi.token_cache or default_folder(),
         }
-        if section.dataset == DPO_DATASET:
-            return PackedPairDataset(path, chat.pair, *shard, shared_prompt=magi.dpo.shared_prompt, **options)
-        return PackedSFTDataset(path, chat, *shard, long_documents=magi.long_documents, **options)
+        dataset: PackedDataset
+        if pairs := section.dataset == DPO_DATASET:
+            dataset = PackedPairDataset(path, chat.pair, *shard, shared_prompt=magi.dpo.shared_prompt, **options)
+        else:
+            dataset = PackedSFTDataset(path, chat, *shard, long_documents=magi.long_documents, **options)
+        rank, size = rank_and_size()
+        if magi.bad_records == "error":  # in all records, each rank in its share
+            dataset.check(rank, size)
+        if training and rank == 0:
+            check_findings(dataset.records, chat, pairs, job_config.model.hf_assets_path, magi.findings == "warn")
+        return dataset
 
-    def look(dataset: PackedDataset) -> None:
-        if training:
-            chat: Any = dataset.tokenizer
-            pairs, folder = section.dataset == DPO_DATASET, job_config.model.hf_assets_path
-            check_findings(dataset.records, chat, pairs, folder, magi.findings == "warn")
-
-    dataset = agreed_dataset(path, make, magi.bad_records == "error", look)
+    dataset = agreed(path, make, lambda dataset: dataset.records.fingerprint)
     packs_per_batch = section.local_batch_size * dp_world_size
     batches_per_step = max(1, section.global_batch_size // packs_per_batch) if training else 1
     logger.info(

@@ -11,6 +11,8 @@ from torch import Tensor
 from torchtitan_magi.training.batches.microbatch import MICROBATCH, Batch
 from torchtitan_magi.training.batches.planner import MagiRuntime, WorkCount
 
+Plan = Callable[[dict[str, Any], Tensor], dict[str, Any]]  # inputs and labels -> the inputs with what planning adds
+
 
 class PlannedLoader:
     """A data loader whose batches come with their plan.
@@ -21,7 +23,7 @@ class PlannedLoader:
     Args:
         loader: an iterable of batches with ``state_dict`` and ``load_state_dict``; the former may be called after each
             batch.
-        plan: inputs and labels of a batch -> the inputs with what planning adds; called in the thread.
+        plan: called for each batch, in the thread.
         waited: called with the seconds that the consumer waited for each batch's plan.
 
     Attributes:
@@ -31,12 +33,7 @@ class PlannedLoader:
 
     at_once = 1
 
-    def __init__(
-        self,
-        loader: Any,
-        plan: Callable[[dict[str, Any], Tensor], dict[str, Any]],
-        waited: Callable[[float], None],
-    ) -> None:
+    def __init__(self, loader: Any, plan: Plan, waited: Callable[[float], None]) -> None:
         self.loader, self.plan, self.waited = loader, plan, waited
         self.state: dict[str, Any] | None = None  # after the last batch given out; None: before the first
         self.longest = 0

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan_magi.attention.bound_plan import BoundPlan, bind_plan, index_data
@@ -21,6 +20,7 @@ from torchtitan_magi.planning.cost_model import H200, CostModel, Heads
 from torchtitan_magi.planning.plan import make_plans
 from torchtitan_magi.planning.summary import describe_plan
 from torchtitan_magi.training.batches.microbatch import Microbatch, positions_in
+from torchtitan_magi.training.process.groups import Group, size_and_rank
 from torchtitan_magi.training.settings.options import Magi
 
 logger = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ class MagiRuntime:
     def __init__(
         self,
         magi: Magi,
-        cp_group: dist.ProcessGroup | None,
+        cp_group: Group,
         heads: Heads,
         device: torch.device,
         count: WorkCount,
@@ -81,11 +81,9 @@ class MagiRuntime:
         self.magi, self.cp_group, self.heads, self.device, self.count = magi, cp_group, heads, device, count
         self.block_attn = choose_block_attn(magi.backend, device, magi.deterministic)
         self.num_heads = heads.num_heads_q, heads.num_heads_kv
-        self.cp_size, self.cp_rank, per_node = 1, 0, None
+        self.cp_size, self.cp_rank = size_and_rank(cp_group)
         self.agreement = agreement_of(cp_group, data_rank)
-        if cp_group is not None:
-            self.cp_size, self.cp_rank = dist.get_world_size(cp_group), dist.get_rank(cp_group)
-            per_node = ranks_per_node(cp_group)
+        per_node = None if cp_group is None else ranks_per_node(cp_group)
         cost = CostModel.load(magi.cost_model) if magi.cost_model else H200
         self.plan_options: dict[str, Any] = {"heads": heads, "cost": cost, "gpus_per_node": per_node}
         self.logged = False

@@ -50,8 +50,8 @@ class RunLength:
         self.packs_per_step = loader.batch_size * loader.batches_per_step * loader.dataset.dp_world_size
 
     def begin(self) -> None:
-        """For a run from the first pack on. With ``magi.epochs`` a collective of all ranks, which waits without a
-        time-out until each of them has the plans of all packs.
+        """Sets the length of a run from the first pack on. With ``magi.epochs`` a collective of all ranks, which waits
+        without a time-out until each of them has the plans of all packs.
 
         Raises:
             ValueError: on all ranks, for a bad record that is found meanwhile, or ranks that count differently.
@@ -68,8 +68,8 @@ class RunLength:
             self._say_warmup()
 
     def resume(self, step: int, schedulers: Any, build: Callable[[Any, int], Any]) -> None:
-        """For a run that continues after that step. With ``magi.epochs`` it has what is left of the data: a step may
-        take another number of packs than before.
+        """Sets the length of a run that continues after that step. With ``magi.epochs`` it has what is left of the
+        data: a step may take another number of packs than before.
 
         Args:
             schedulers: torchtitan's container of the schedulers of the learning rate, which go on by this run's length.
@@ -161,7 +161,7 @@ class RunLength:
         self._say_fewer(Passes(packs, packs, is_exact=True))
 
     def _estimate(self, counts: PackingCounts) -> Passes:
-        """By the tokens of what was read, of which some is not packed yet."""
+        """The packs of an epoch by the tokens of what was read, of which some is not packed yet."""
         dataset = self.loader.dataset
         tokens = counts.tokens_read - counts.truncated_tokens - counts.tokens_left_out
         packs = tokens / (dataset.seq_len * counts.fill)
@@ -184,7 +184,7 @@ class RunLength:
             logger.log(level, f"The data are {about}{per_epoch} per epoch; {run}")
 
     def _epochs(self, passes: Passes) -> float:
-        """Those of the run."""
+        """How many epochs the run has."""
         steps = self.sections.training.steps
         if passes.is_whole and steps * self.packs_per_step >= passes.packs:  # the last step may be filled up
             return self.epochs
@@ -199,7 +199,7 @@ def set_run_length(sections: Any, job_config: Any, loader: PackLoader) -> None:
 
 
 def resume(states: dict[str, Any], build: Callable[[Any, int], Any]) -> None:
-    """To be called when torchtitan has loaded a checkpoint, if there is one; see ``RunLength.resume``.
+    """See ``RunLength.resume``; to be called when torchtitan has loaded a checkpoint, if there is one.
 
     Args:
         states: the CheckpointManager's.
@@ -231,6 +231,6 @@ def _number(number: float, noun: str) -> str:
 
 
 def _bar(num_records: int) -> Any:
-    """On a terminal, once it has taken some seconds."""
+    """A progress bar on a terminal, once counting has taken some seconds."""
     shows = is_first_rank() and sys.stderr.isatty()
     return tqdm(total=num_records, desc="counting packs", unit=" records", leave=False, delay=2, disable=not shows)

@@ -6,7 +6,7 @@ import itertools
 import os
 import pickle
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from torchtitan_magi.machine import lack
 from torchtitan_magi.wording import one_line, quoted, shown
 
 METADATA = ".metadata"  # torch writes it last: a folder without it is no finished checkpoint
-DIGESTS = "SHA256SUMS"  # in the format of sha256sum, which can check it, too
+DIGESTS = "SHA256SUMS"  # in the format of sha256sum, which can check it, too; torchtitan by itself writes none
 ANOTHER = "load another checkpoint, or copy this one again from where it is whole"
 
 
@@ -40,26 +40,33 @@ class DigestWriter(_FileSystemWriter):
         self.fs = _DigestedFiles()
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """On rank 0, before any rank writes."""
+        """Removes what marks an earlier checkpoint there as finished; runs on rank 0, before any rank writes."""
         for name in (METADATA, DIGESTS):
             Path(self.path, name).unlink(missing_ok=True)
         return super().prepare_global_plan(plans)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[Any]]:
-        """The files of one rank. Also returns their digests."""
+        """Writes the files of one rank; its results end with their digests."""
         self.fs.digests.clear()
         results: Future[list[Any]] = Future()
         results.set_result([*super().write_data(plan, planner).value(), _Digests(self.fs.digests)])
         return results
 
     def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
-        """On rank 0, with what all ranks returned."""
+        """Writes the metadata and the digests that all ranks returned; runs on rank 0."""
         parts = list(itertools.chain(*results))
         digests = dict(itertools.chain(*(part.items() for part in parts if isinstance(part, _Digests))))
         super().finish(metadata, [[part for part in parts if isinstance(part, WriteResult)]])
         digests[METADATA] = self.fs.digests[f"{METADATA}.tmp"]
         lines = "".join(f"{digest}  {name}\n" for name, digest in sorted(digests.items()))
         write_whole(Path(self.path, DIGESTS), lines.encode())
+
+
+def save_with_digests(stock: Callable[..., Any], state_dict: dict[str, Any], **options: Any) -> Any:
+    """Calls torch's ``save`` or ``async_save`` with a ``DigestWriter`` where its caller names no writer."""
+    if options.get("storage_writer") is None and (folder := options.get("checkpoint_id")) is not None:
+        options["storage_writer"] = DigestWriter(folder)
+    return stock(state_dict, **options)
 
 
 class _Digests(dict[str, str]):
@@ -147,10 +154,14 @@ def read_metadata(folder: Path) -> Metadata:
         _check_content(metadata)
         return metadata
     except OSError as error:
-        other = f"{shown(path)} cannot be read ({_in_one_line(error)}); {ANOTHER}"
-        raise ValueError(lack(error, shown(path)) or other) from None
+        raise _unreadable(path, "cannot be read", error) from None
     except Exception as error:  # a broken pickle can raise anything, also for want of the memory that it asks for
         raise ValueError(f"{shown(path)} cannot be read ({_in_one_line(error)}); {ANOTHER}") from None
+
+
+def _unreadable(path: Path, what: str, error: BaseException) -> ValueError:
+    """The error for a file that the machine lacks something to read, else that is wrong itself."""
+    return ValueError(lack(error, shown(path)) or f"{shown(path)} {what} ({_in_one_line(error)}); {ANOTHER}")
 
 
 def _check_content(metadata: Any) -> None:
@@ -176,10 +187,7 @@ def check_sizes(folder: Path) -> None:
     Raises:
         ValueError: one line that names the file and the remedy.
     """
-    ends: dict[str, int] = {}
-    for item in read_metadata(folder).storage_data.values():
-        ends[item.relative_path] = max(ends.get(item.relative_path, 0), item.offset + item.length)
-    for name, end in sorted(ends.items()):
+    for name, end in sorted(_file_sizes(read_metadata(folder)).items()):
         path = folder / name
         if not path.is_file():
             raise ValueError(f"{shown(path)} is missing, which {METADATA} names; {ANOTHER}")
@@ -187,9 +195,12 @@ def check_sizes(folder: Path) -> None:
             raise ValueError(f"{shown(path)} has {size:,} bytes, but {end:,} were written; {ANOTHER}")
 
 
-def has_digests(folder: Path) -> bool:
-    """Whether a checkpoint was saved with digests; torchtitan by itself writes none."""
-    return (folder / DIGESTS).is_file()
+def _file_sizes(metadata: Metadata) -> dict[str, int]:
+    """The number of bytes of each file that a checkpoint consists of."""
+    ends: dict[str, int] = {}
+    for item in metadata.storage_data.values():
+        ends[item.relative_path] = max(ends.get(item.relative_path, 0), item.offset + item.length)
+    return ends
 
 
 def check_digests(folder: Path, rank: int = 0, world_size: int = 1) -> int:
@@ -216,10 +227,7 @@ def check_digests(folder: Path, rank: int = 0, world_size: int = 1) -> int:
             raise ValueError(f"{METADATA} is not among them")
         _check_names(set(digests))
     except (OSError, ValueError) as error:
-        raise ValueError(
-            lack(error, shown(path))
-            or f"{shown(path)} has no digests that can be read ({_in_one_line(error)}); {ANOTHER}"
-        ) from None
+        raise _unreadable(path, "has no digests that can be read", error) from None
     digests = {METADATA: digests[METADATA]} | digests  # rank 0 reads it first
     for name, digest in list(digests.items())[rank::world_size]:
         try:
@@ -228,14 +236,11 @@ def check_digests(folder: Path, rank: int = 0, world_size: int = 1) -> int:
                 found = hashlib.file_digest(file, "sha256").hexdigest()
                 num_bytes += file.tell()
         except OSError as error:
-            raise ValueError(
-                lack(error, shown(folder / name))
-                or f"{shown(folder / name)} cannot be read ({_in_one_line(error)}); {ANOTHER}"
-            ) from None
+            raise _unreadable(folder / name, "cannot be read", error) from None
         if found != digest:
             raise ValueError(f"{shown(folder / name)} is damaged: its bytes are not those that were written; {ANOTHER}")
     if rank == 0:  # other shards may lie there: an earlier save, by more ranks, was not finished
-        for name in sorted({item.relative_path for item in read_metadata(folder).storage_data.values()}):
+        for name in sorted(_file_sizes(read_metadata(folder))):
             if name not in digests:
                 raise ValueError(f"{shown(path)} has no digest of {shown(name)}, which {METADATA} names; {ANOTHER}")
     return num_bytes
@@ -271,8 +276,8 @@ def saving(folder: str | os.PathLike[str]) -> Iterator[None]:
         free = shutil.disk_usage(existing).free / 2**30
         raise OSError(
             f"{shown(folder)} could not be saved: {_first_failure(error)}; the disk of {shown(existing)} has "
-            f"{free:.1f} GiB free: "
-            "make room, or keep fewer checkpoints by checkpoint.keep_latest_k, and start the run again"
+            f"{free:.1f} GiB free: make room, or keep fewer checkpoints by checkpoint.keep_latest_k, and start the run "
+            "again"
         ) from None
 
 

@@ -12,9 +12,12 @@ from typing import Any
 
 import torch
 
+from torchtitan_magi.data.tokens.chat import default_template, load_chat_template
+from torchtitan_magi.models.model_config import ModelConfig
 from torchtitan_magi.training.checkpoints.hf_weights import INDEX, ExportLayout
 from torchtitan_magi.training.checkpoints.trained_length import keep_trained_length, trained_length
-from torchtitan_magi.training.process.all_ranks import on_first_rank
+from torchtitan_magi.training.process.all_ranks import agreed, on_first_rank
+from torchtitan_magi.training.settings.options import OUR_DATASETS
 from torchtitan_magi.wording import one_line, quoted_path, shown
 
 logger = logging.getLogger(__name__)
@@ -28,6 +31,47 @@ CONFIG, GENERATION_CONFIG, TOKENIZER_CONFIG = "config.json", "generation_config.
 SHARDED = "sharded"  # torch's name
 UNFINISHED = "unfinished"  # where all of an export is written first
 ORIGINAL = "original_max_position_embeddings"
+
+
+def exported_files(job_config: Any, config: ModelConfig, tokenizer: Any) -> dict[str, bytes]:
+    """Contents by path in the folder, read before the first step so that a run cannot end without them.
+
+    A collective of all ranks. What hf_assets_path lacks is what the run has: the model's configuration, and the chat
+    template of its conversations.
+
+    Raises:
+        ValueError: on all ranks, one line that names the value and the remedy.
+    """
+    folder, checkpoint = job_config.model.hf_assets_path, job_config.checkpoint
+    if not (checkpoint.enable and checkpoint.last_save_in_hf):
+        return {}
+    if not checkpoint.last_save_model_only:  # torchtitan would fail after the last step
+        raise ValueError(
+            "checkpoint.last_save_in_hf is true, but checkpoint.last_save_model_only is false; set that to true, too: "
+            "an export has weights only"
+        )
+
+    def read() -> dict[str, bytes]:
+        files = read_files(folder)
+        if CONFIG not in files:
+            ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
+            add_config(files, config.to_hf() | ids)
+        else:
+            files[CONFIG] = _of_whole_model(files[CONFIG])
+        if job_config.training.dataset in OUR_DATASETS and load_chat_template(folder) is None:
+            files["chat_template.jinja"] = default_template(tokenizer.tokenizer).encode()
+        return files
+
+    return agreed(folder, read, sorted)
+
+
+def _of_whole_model(content: bytes) -> bytes:
+    """config.json of the model with its output layer, also where that of the source is of the model without it."""
+    fields = parsed(content)
+    names = fields.get("architectures") or []
+    if not names or names[0].endswith("ForCausalLM"):
+        return content
+    return json_file(fields | {"architectures": [f"{names[0].removesuffix('Model')}ForCausalLM"]})
 
 
 def read_files(folder: str) -> dict[str, bytes]:
@@ -116,10 +160,8 @@ class Export:
             weights = weights | {
                 name: trained[name].float() for name in names if to_hf or trained[name].dtype != weights[name].dtype
             }
-        result = None
-        if dtype is None:
-            result = save(weights, folder)
-        else:
+        result = save(weights, folder) if dtype is None else None
+        if dtype is not None:
             export(folder, self.files, dtype, lambda place: save(weights, place), length)
         keep_trained_length(checkpointer, length)
         return result
@@ -184,7 +226,7 @@ def export(
 
 
 def _move_files(source: Path, target: Path) -> None:
-    """All but the first copy of the weights; the configuration and the index last."""
+    """Moves all but the first copy of the weights; the configuration and the index last."""
     found = [path.relative_to(source) for path in source.rglob("*") if path.is_file()]
     names = [name for name in found if name.parts[0] != SHARDED]
     for name in sorted(names, key=lambda name: (name == Path(INDEX), name == Path(CONFIG))):

@@ -1,6 +1,5 @@
 """Hugging Face safetensors: whether a folder holds the weights of a model, by the headers of its files."""
 
-import contextlib
 import json
 import math
 import re
@@ -18,7 +17,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torchtitan_magi.files import read_text, regular_file
 from torchtitan_magi.machine import lack
 from torchtitan_magi.models.model_config import Experts, ModelConfig
-from torchtitan_magi.training.checkpoints.hf_layouts import EMBEDDING, OUTPUT, Place, places_of
+from torchtitan_magi.training.checkpoints.hf_reader import EMBEDDING, OUTPUT, Place, places_of
 from torchtitan_magi.wording import one_line, shown
 
 INDEX = "model.safetensors.index.json"
@@ -149,8 +148,7 @@ def check_weights(folder: str | Path, config: ModelConfig) -> None:
             )
         if len({chunk.offsets for chunk in tensor.chunks}) != len(tensor.chunks):
             raise ValueError(f"{shown(folder)}: {name} is in several files; leave one set of safetensors there")
-        if tensor.properties.dtype not in DTYPES:
-            dtype = tensor.properties.dtype
+        if (dtype := tensor.properties.dtype) not in DTYPES:
             raise ValueError(f"{shown(folder)}: {name} is {dtype}; use the checkpoint from before its quantization")
     _check_no_others(folder, places, needed, headers)
     if config.tied and OUTPUT in stored and places[EMBEDDING].name != OUTPUT:
@@ -207,9 +205,8 @@ def _read_index(folder: Path) -> dict[str, str]:
         return {str(name): str(file) for name, file in weight_map.items()}
     except (ValueError, KeyError, TypeError, AttributeError, OSError, RecursionError) as error:
         reason = one_line(f"{type(error).__name__}: {error}")
-        raise ValueError(
-            lack(error, shown(path)) or f"{shown(path)} is no index of safetensors ({reason}); download it again"
-        ) from None
+        other = f"{shown(path)} is no index of safetensors ({reason}); download it again"
+        raise ValueError(lack(error, shown(path)) or other) from None
 
 
 def _places_by(index: dict[str, str], config: ModelConfig) -> dict[str, Place]:
@@ -285,16 +282,10 @@ def _check_tied(folder: Path, names: tuple[str, str], headers: Metadata) -> None
         names: of the two as they are stored.
     """
     paths = {index.fqn: info.relative_path for index, info in headers.storage_data.items()}
-    with contextlib.ExitStack() as stack:
-        files = [stack.enter_context(safe_open(paths[name], framework="pt")) for name in names]
-        one, other = (file.get_slice(name) for file, name in zip(files, names, strict=True))
-        shape = one.get_shape()
-        rows = range(0, shape[0], ROWS_COMPARED)
-        equal = shape == other.get_shape() and all(
-            torch.equal(one[row : row + ROWS_COMPARED].float(), other[row : row + ROWS_COMPARED].float())
-            for row in rows
-        )
-    if not equal:
+    one, other = (safe_open(paths[name], framework="pt").get_slice(name) for name in names)
+    shape = one.get_shape()
+    blocks = [slice(row, row + ROWS_COMPARED) for row in range(0, shape[0], ROWS_COMPARED)]
+    if shape != other.get_shape() or not all(torch.equal(one[rows].float(), other[rows].float()) for rows in blocks):
         raise ValueError(
             f"{shown(folder)} has another {OUTPUT} than {EMBEDDING}, but tie_word_embeddings is true in config.json; "
             f"set it to false to train both, or take {OUTPUT} out of the file"

@@ -39,7 +39,7 @@ def keep_trained_length(checkpointer: Any, length: int) -> None:
 
 
 def _kept(folder: Path) -> int:
-    """0 where there is none, as in a folder of an earlier program."""
+    """The length kept in a folder; 0 where there is none, as in one of an earlier version."""
     try:
         return int(read_text(folder / NAME))
     except (OSError, ValueError):

@@ -52,7 +52,7 @@ def learned_end(chat: ChatTokenizer) -> int | None:
 
 
 def _has_conversations(records: Corpus) -> bool:
-    """By the first record of each source; one that is malformed tells nothing."""
+    """Whether some source has conversations, by its first record; one that is malformed tells nothing."""
     return any("text" not in _record(records, source.first) for source in records.sources)
 
 

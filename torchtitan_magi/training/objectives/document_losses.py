@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -62,11 +63,11 @@ def mean_losses(kept: Iterable[DocumentLosses], where: Where | None, reader: int
     """
     places = (f"microbatch {number} of data-parallel rank {reader}" for number in itertools.count(1))
     mine = [part for batch, place in zip(kept, places, strict=False) for part in batch.parts(where, place)]
-    sums: dict[str, tuple[float, int]] = {}
+    sums, counts = defaultdict[str, float](float), Counter[str]()
     for name, losses, count in itertools.chain(*gathered(mine)):  # context-parallel ranks have parts of one document
-        before = sums.get(name, (0.0, 0))
-        sums[name] = before[0] + losses, before[1] + count
-    return {name: losses / count for name, (losses, count) in sums.items()}
+        sums[name] += losses
+        counts[name] += count
+    return {name: sums[name] / counts[name] for name in sums}
 
 
 def described(means: dict[str, float]) -> str:
@@ -74,12 +75,8 @@ def described(means: dict[str, float]) -> str:
     odd = [name for name, mean in means.items() if not math.isfinite(mean)]
     if odd:
         return f" in {len(odd):,} of {len(means):,} documents: {_named(odd)}"
-    highest = sorted(means, key=lambda name: -means[name])
-    return (
-        f"; the highest losses are those of {_named([f'{name} ({means[name]:.4g})' for name in highest])}"
-        if means
-        else ""
-    )
+    highest = [f"{name} ({means[name]:.4g})" for name in sorted(means, key=lambda name: -means[name])]
+    return f"; the highest losses are those of {_named(highest)}" if highest else ""
 
 
 def _named(names: list[str]) -> str:

@@ -1,22 +1,20 @@
 """Direct preference optimisation on packed pairs."""
 
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan_magi.losses.boundaries import branches, num_labels
 from torchtitan_magi.losses.preference import PREFERENCE_METRICS, branch_sums, preference_losses, preference_metrics
-from torchtitan_magi.training.batches.microbatch import MICROBATCH, Microbatch
+from torchtitan_magi.training.batches.microbatch import MICROBATCH, LocalBatch, Microbatch, Process
 from torchtitan_magi.training.objectives.document_losses import DocumentLosses
 from torchtitan_magi.training.objectives.logprob_model import LogprobModel
-from torchtitan_magi.training.objectives.objective import LocalBatch, Objective, Process, Resumable
+from torchtitan_magi.training.objectives.objective import Objective, Reference
 from torchtitan_magi.training.objectives.pipeline import Pipeline
+from torchtitan_magi.training.process.groups import Group, reduced, size_and_rank
 from torchtitan_magi.training.settings.options import DPO as DPOOptions
-
-Group: TypeAlias = dist.ProcessGroup | None  # None: a single rank
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,27 +30,19 @@ class PairBatch:
 
     def logprobs(self, model: LogprobModel) -> Tensor:
         """float64 [n, 2]: summed log-probabilities of chosen and rejected."""
-        batch = self.local
-        logprobs = model(batch.labels, batch.tokens, batch.labelled, **batch.model_inputs)
-        return branch_sums(logprobs.flatten(), self.branch.flatten(), len(self.pair_ids), self.cp_group)
+        return branch_sums(model(self.local).flatten(), self.branch.flatten(), len(self.pair_ids), self.cp_group)
 
 
-class PairReader:
-    """Makes a ``PairBatch`` of what the loader gave. cp_group: the context-parallel ranks."""
-
-    def __init__(self, cp_group: Group) -> None:
-        self.cp_group = cp_group
-
-    def read(self, inputs: dict[str, Any], labels: Tensor, process: Process) -> PairBatch:
-        """See ``Objective.read``."""
-        batch: Microbatch = inputs[MICROBATCH]
-        assert batch.labels is not None
-        pairs = batch.bounds
-        branch = branches(pairs, labels.numel()).reshape(labels.shape)
-        counts = num_labels(pairs[:, 1:3], pairs[:, 2:4], batch.labels.flatten().numpy())
-        branch, pair_ids, counts = (torch.from_numpy(x).to(labels.device) for x in (branch, batch.records, counts))
-        local = process(inputs, labels)
-        return PairBatch(local, local.take(branch), pair_ids, counts, self.cp_group)
+def read_pairs(inputs: dict[str, Any], labels: Tensor, process: Process, cp_group: Group) -> PairBatch:
+    """See ``Objective.read``. cp_group: the context-parallel ranks."""
+    batch: Microbatch = inputs[MICROBATCH]
+    assert batch.labels is not None
+    pairs = batch.bounds
+    branch = branches(pairs, labels.numel()).reshape(labels.shape)
+    counts = num_labels(pairs[:, 1:3], pairs[:, 2:4], batch.labels.flatten().numpy())
+    branch, pair_ids, counts = (torch.from_numpy(x).to(labels.device) for x in (branch, batch.records, counts))
+    local = process(inputs, labels)
+    return PairBatch(local, local.take(branch), pair_ids, counts, cp_group)
 
 
 def logprobs_by(model: LogprobModel | Pipeline, batches: list[PairBatch]) -> list[Tensor]:
@@ -60,14 +50,6 @@ def logprobs_by(model: LogprobModel | Pipeline, batches: list[PairBatch]) -> lis
     if isinstance(model, Pipeline):
         return model.run([batch.local for batch in batches], lambda last, number: batches[number].logprobs(last))
     return [batch.logprobs(model) for batch in batches]
-
-
-class Reference(Resumable):
-    """Gives the log-probabilities of the reference, the frozen policy."""
-
-    def logprobs(self, batches: list[PairBatch]) -> list[Tensor]:
-        """float64 [n, 2] of the pairs of each batch, without a gradient; none on ranks that a pipeline gives none."""
-        raise NotImplementedError
 
 
 class DPO(Objective):
@@ -82,21 +64,13 @@ class DPO(Objective):
     """
 
     def __init__(
-        self,
-        model: LogprobModel | None,
-        options: DPOOptions,
-        reference: Reference,
-        cp_group: Group,
-        batch_group: Group,
+        self, model: LogprobModel | None, options: DPOOptions, reference: Reference, cp_group: Group, batch_group: Group
     ) -> None:
         self.model, self.options, self.reference = model, options, reference
-        self.reader, self.batch_group = PairReader(cp_group), batch_group
-        self.num_loss_replicas = 1 if cp_group is None else dist.get_world_size(cp_group)
+        self.cp_group, self.batch_group = cp_group, batch_group
+        self.num_loss_replicas = size_and_rank(cp_group)[0]
         # by the pair_ids of a microbatch: float64 PREFERENCE_METRICS and the number of pairs
         self.sums: dict[Tensor, Tensor] = {}
-
-    def prepare(self, step: int) -> None:
-        self.reference.prepare(step)
 
     def start_step(self) -> None:
         super().start_step()
@@ -106,10 +80,7 @@ class DPO(Objective):
         return len(batch.bounds)
 
     def read(self, inputs: dict[str, Any], labels: Tensor, process: Process) -> PairBatch:
-        return replace(self.reader.read(inputs, labels, process), kept=self.keep(inputs[MICROBATCH]))
-
-    def reference_logprobs(self, batches: list[PairBatch]) -> list[Tensor]:
-        return self.reference.logprobs(batches)
+        return replace(read_pairs(inputs, labels, process, self.cp_group), kept=self.keep(inputs[MICROBATCH]))
 
     def loss_of(self, batch: PairBatch, model: Any, reference: Tensor) -> Tensor:
         options, policy = self.options, batch.logprobs(model)
@@ -125,15 +96,6 @@ class DPO(Objective):
     def metrics(self) -> dict[str, float]:
         if not self.sums:
             return {}
-        sums = torch.stack(list(self.sums.values())).sum(0)
-        if self.batch_group is not None:
-            dist.all_reduce(sums, group=self.batch_group)
+        sums = reduced(torch.stack(list(self.sums.values())).sum(0), self.batch_group)
         *values, num_pairs = sums.tolist()
-        means = [value / max(num_pairs, 1) for value in values]
-        return dict(zip(PREFERENCE_METRICS, means, strict=True))
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.reference.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.reference.load_state_dict(state_dict)
+        return {name: value / max(num_pairs, 1) for name, value in zip(PREFERENCE_METRICS, values, strict=True)}

@@ -1,10 +1,11 @@
 """Fingerprints of weights, by which a resumed run has the same reference as before."""
 
 import hashlib
+import itertools
 import logging
 import re
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,9 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from torchtitan_magi.models.names import plain_name
-from torchtitan_magi.training.objectives.dpo import Reference
-
-Group: TypeAlias = dist.ProcessGroup | None  # None: this rank alone
+from torchtitan_magi.training.objectives.objective import Reference
+from torchtitan_magi.training.process.groups import Group, gathered_in
 
 logger = logging.getLogger(__name__)
 
@@ -23,9 +23,7 @@ ADAPTERS = re.compile(r"[.]lora_[ab][.]")  # in names of parameters
 ENTRY = "reference_weights"  # of a checkpoint's train state
 
 
-def fingerprint_of_model(
-    parts: Sequence[nn.Module], precision: str = "", group: dist.ProcessGroup | None = None
-) -> str:
+def fingerprint_of_model(parts: Sequence[nn.Module], precision: str = "", group: Group = None) -> str:
     """Fingerprint of all parameters but those of adapters, and of the layers' precision; the same under every layout.
 
     Parameters enter by the sum of their bit patterns as integers, which is exact in any order. A collective of all
@@ -35,15 +33,10 @@ def fingerprint_of_model(
         parts: the parts of the model on this rank.
         group: the ranks that have the other parts.
     """
-    lines = {name: line for part in parts for name, line in _lines(part)}
-    if group is not None:
-        found: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(found, lines, group)
-        lines = {name: line for of_rank in found for name, line in of_rank.items()}
-    digest = hashlib.sha256(precision.encode())
-    for _, line in sorted(lines.items()):
-        digest.update(line.encode())
-    return digest.hexdigest()[:16]
+    found = gathered_in(group, [line for part in parts for line in _lines(part)])
+    lines = dict(itertools.chain(*found))
+    content = precision + "".join(lines[name] for name in sorted(lines))
+    return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
 def _lines(part: nn.Module) -> list[tuple[str, str]]:

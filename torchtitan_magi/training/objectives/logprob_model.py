@@ -3,14 +3,15 @@
 from collections.abc import Callable
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from torchtitan_magi.losses.logprobs import summed_logprobs, token_logprobs
+from torchtitan_magi.training.batches.microbatch import LocalBatch
+from torchtitan_magi.training.process.groups import Group
 
 # hidden [b * s, d], weight, the group that shares the vocabulary -> what the output layer returns
-OfOutput = Callable[[Tensor, Tensor, dist.ProcessGroup | None], Tensor]
+OfOutput = Callable[[Tensor, Tensor, Group], Tensor]
 
 
 class LogprobModel:
@@ -49,51 +50,35 @@ class LogprobModel:
         self.of_output: OfOutput | None = None
         output.forward = self._output
 
-    def __call__(self, targets: Tensor, tokens: Tensor, labelled: Tensor | None = None, **inputs: Any) -> Tensor:
-        """Log-probabilities of the targets.
+    def __call__(self, batch: LocalBatch) -> Tensor:
+        """float32 [b, s]: log p(label) of each token, 0 where there is none. The output layer runs for the labelled."""
+        targets, labelled = batch.labels, batch.labelled
 
-        Args:
-            targets, tokens: int64 [b, s].
-            labelled: int64 [n], numbers of the tokens that have a target, of b * s; None if nobody has counted them.
-                The output layer runs for these only.
+        def logprobs(hidden: Tensor, weight: Tensor, group: Group) -> Tensor:
+            hidden, some = hidden.index_select(0, labelled), targets.flatten().index_select(0, labelled)
+            values = token_logprobs(hidden, weight, some, group, compiled=self.compiled)
+            return values.new_zeros(targets.numel()).index_copy(0, labelled, values).view(targets.shape)
 
-        Returns:
-            float32 [b, s]: log p(target), 0 where there is none.
-        """
+        return self._run(logprobs, batch)
 
-        def logprobs(hidden: Tensor, weight: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-            some = _pick(targets.flatten(), labelled)
-            values = token_logprobs(_pick(hidden, labelled), weight, some, group, compiled=self.compiled)
-            if labelled is not None:
-                values = values.new_zeros(targets.numel()).index_copy(0, labelled, values)
-            return values.view(targets.shape)
-
-        return self._run(logprobs, tokens, inputs)
-
-    def summed(
-        self,
-        targets: Tensor,
-        tokens: Tensor,
-        labelled: Tensor | None,
-        scale: Tensor | None,
-        kept: Tensor | None = None,
-        **inputs: Any,
-    ) -> Tensor:
+    def summed(self, batch: LocalBatch, scale: Tensor | None, kept: Tensor | None = None) -> Tensor:
         """The sum of log-probabilities, each times its ``scale`` (float [b, s], no gradient) if given; float32, 0-d.
 
         kept: float32 [n], gets the log-probabilities of the labelled tokens.
         """
+        labelled = batch.labelled
 
-        def total(hidden: Tensor, weight: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-            some, scales = (None if x is None else _pick(x.flatten(), labelled) for x in (targets, scale))
-            return summed_logprobs(_pick(hidden, labelled), weight, some, scales, group, None, self.compiled, kept)
+        def total(hidden: Tensor, weight: Tensor, group: Group) -> Tensor:
+            hidden, targets = hidden.index_select(0, labelled), batch.labels.flatten().index_select(0, labelled)
+            scales = None if scale is None else scale.flatten().index_select(0, labelled)
+            return summed_logprobs(hidden, weight, targets, scales, group, None, self.compiled, kept)
 
-        return self._run(total, tokens, inputs)
+        return self._run(total, batch)
 
-    def _run(self, of_output: OfOutput, tokens: Tensor, inputs: dict[str, Any]) -> Tensor:
+    def _run(self, of_output: OfOutput, batch: LocalBatch) -> Tensor:
         self.of_output = of_output
         try:
-            result = self.model(tokens, **inputs)
+            result = self.model(batch.tokens, **batch.model_inputs)
             return result.to_local() if isinstance(result, DTensor) else result  # by torchtitan 0.2 it is local already
         finally:
             self.of_output = None
@@ -108,8 +93,3 @@ class LogprobModel:
             hidden, weight = hidden.to_local(grad_placements=[Partial()]), weight.to_local()
         result = self.of_output(hidden.flatten(0, 1), weight, None if mesh is None else mesh.get_group())
         return result if mesh is None else DTensor.from_local(result, mesh, [Replicate()], run_check=False)
-
-
-def _pick(x: Tensor, labelled: Tensor | None) -> Tensor:
-    """The rows of x that ``labelled`` names."""
-    return x if labelled is None else x.index_select(0, labelled)

@@ -90,20 +90,16 @@ def save_adapters(
         folder.mkdir(parents=True, exist_ok=True)
         present = {name.split(".")[-3] for name in tensors}  # not those of experts, which get none
         names = [name for kind in TARGETS.values() for path in kind if (name := path.rpartition(".")[2]) in present]
-        config: dict[str, Any] = {
-            "peft_type": "LORA",
-            "task_type": "CAUSAL_LM",
-            "base_model_name_or_path": base,
-            "bias": "none",
-        }
-        config |= {"r": lora.rank, "lora_alpha": lora.alpha, "lora_dropout": 0.0, "target_modules": names}
+        config: dict[str, Any] = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base}
+        config |= {"bias": "none", "r": lora.rank, "lora_alpha": lora.alpha, "lora_dropout": 0.0}
+        config["target_modules"] = names
         save_file(tensors, folder / "adapter_model.safetensors", {"format": "pt"})
         (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
     dist.barrier()
 
 
 def _gathered(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """On rank 0 those of all ranks, which have layers of their own in a pipeline; each from one rank."""
+    """The tensors of all ranks, on rank 0: in a pipeline they have layers of their own. Each comes from one rank."""
     rank, size = rank_and_size()
     names = gathered(list(tensors))
     mine = {name: tensors[name] for name in set(names[rank]).difference(*names[:rank])}

@@ -2,7 +2,6 @@
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -11,31 +10,23 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan_magi.losses import IGNORE_INDEX
 from torchtitan_magi.losses.boundaries import document_weights
-from torchtitan_magi.training.batches.microbatch import MICROBATCH, Microbatch
+from torchtitan_magi.training.batches.microbatch import MICROBATCH, LocalBatch, Microbatch, Process
 from torchtitan_magi.training.objectives.document_losses import DocumentLosses
 from torchtitan_magi.training.objectives.logprob_model import LogprobModel
 
-
-@dataclass(frozen=True, eq=False)
-class LocalBatch:
-    """This rank's tokens of a microbatch, ready for the model."""
-
-    tokens: Tensor  # int64 [b, s]
-    labels: Tensor  # int64 [b, s]
-    labelled: Tensor | None  # int64 [n], see LogprobModel
-    model_inputs: dict[str, Any]  # what else the model is called with
-    take: Callable[[Tensor], Tensor]  # x [b, s * cp] of the whole microbatch -> this rank's [b, s]
-
-
-Process = Callable[[dict[str, Any], Tensor], LocalBatch]  # takes inputs and labels of a microbatch on the device
 LossFunction = Callable[[Tensor, Tensor], Tensor]  # logits, labels -> the loss summed over tokens
 
 
-class Resumable:
-    """What is prepared before the first step, and kept in a checkpoint."""
+class Reference:
+    """The frozen policy that a loss compares the trained one with. This one stands for none."""
 
     def prepare(self, step: int) -> None:
         """Called once, with the weights loaded and before the first step. step: the checkpoint's, 0 in a new run."""
+
+    def logprobs(self, batches: list[Any]) -> list[Any]:
+        """Log-probabilities of what was read, without a gradient: float64 [n, 2] of the pairs of each batch. On ranks
+        that a pipeline gives none an empty list."""
+        return [None] * len(batches)
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps beside the trainer's own state; plain values."""
@@ -45,10 +36,11 @@ class Resumable:
         """Reads what ``state_dict`` returned, among other keys."""
 
 
-class Objective(Resumable):
+class Objective:
     """A sum over items (tokens, documents or pairs), divided by the number of items of all ranks and microbatches."""
 
     model: Any
+    reference = Reference()
     num_loss_replicas = 1  # how many context-parallel ranks return one and the same loss
     kept: tuple[DocumentLosses, ...] = ()  # of the microbatches of a step that have been read
 
@@ -61,21 +53,16 @@ class Objective(Resumable):
         """The loss summed over the items of a microbatch on the device, as far as this rank's tokens are in it."""
         batch = self.read(inputs, labels, process)
         with torch.no_grad():
-            (reference,) = self.reference_logprobs([batch])  # first: no activations of the policy are held yet
+            (reference,) = self.reference.logprobs([batch])  # first: no activations of the policy are held yet
         return self.loss_of(batch, self.model, reference)
 
     def read(self, inputs: dict[str, Any], labels: Tensor, process: Process) -> Any:
-        """After ``count_items``, with tokens and labels on the device: a ``LocalBatch`` as ``local``, and what else
-        ``loss_of`` needs of a microbatch."""
-
+        """What ``loss_of`` needs of a microbatch, among it a ``LocalBatch`` as ``local``. Called after ``count_items``,
+        with tokens and labels on the device."""
         raise NotImplementedError
 
-    def reference_logprobs(self, batches: list[Any]) -> list[Any]:
-        """What ``loss_of`` needs of microbatches besides, without a gradient."""
-        return [None] * len(batches)
-
     def loss_of(self, batch: Any, model: Any, reference: Any) -> Tensor:
-        """The loss of what was read, by a model that is called as a ``LogprobModel``."""
+        """The loss of what was read, by a model called as a ``LogprobModel``. reference: its log-probabilities."""
         raise NotImplementedError
 
     def start_step(self) -> None:
@@ -131,9 +118,8 @@ class SFT(Objective):
     def loss_of(self, batch: "WeightedBatch", model: Any, reference: None) -> Tensor:
         local, logprobs = batch.local, None
         if batch.kept is not None:
-            count = local.labels.numel() if local.labelled is None else len(local.labelled)
-            batch.kept.losses = logprobs = torch.zeros(count, device=local.labels.device)
-        total = model.summed(local.labels, local.tokens, local.labelled, batch.weights, logprobs, **local.model_inputs)
+            batch.kept.losses = logprobs = torch.zeros(len(local.labelled), device=local.labels.device)
+        total = model.summed(local, batch.weights, logprobs)
         if logprobs is not None:
             logprobs.neg_()
         return -total

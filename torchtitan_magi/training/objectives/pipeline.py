@@ -1,15 +1,16 @@
 """A model in the stages of a pipeline: passes of torch's schedule whose microbatches have plans of their own."""
 
-import functools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from torchtitan_magi.training.batches.microbatch import LocalBatch, Process
 from torchtitan_magi.training.experts import expert_counts_kept
 from torchtitan_magi.training.objectives.logprob_model import LogprobModel
-from torchtitan_magi.training.objectives.objective import LocalBatch, Objective, Process
+from torchtitan_magi.training.objectives.objective import Objective
 
 
 class Pipeline:
@@ -28,7 +29,8 @@ class Pipeline:
     ) -> None:
         self.schedule, self.parts, self.is_first, self.is_last, self.loss = schedule, parts, is_first, is_last, loss
         name = "_initialize_stages" if hasattr(schedule, "_initialize_stages") else "_initialize_stage"
-        setattr(schedule, name, _uncounted(getattr(schedule, name), parts))
+        uncounted = expert_counts_kept(parts)  # it runs the stages to look at them, which is no training of experts
+        setattr(schedule, name, uncounted(getattr(schedule, name)))
         if is_last:
             parts[-1]._skip_lm_head = True  # the loss calls the output layer, as torchtitan's chunked loss does
             self.last = LogprobModel(parts[-1], compiled)
@@ -86,7 +88,7 @@ class Pipeline:
         """
         read = [objective.read(batch, of, process) for batch, of in zip(inputs, labels, strict=True)]
         with torch.no_grad():
-            references = objective.reference_logprobs(read)
+            references = objective.reference.logprobs(read)
 
         def loss(model: Any, number: int) -> Tensor:
             of_one = objective.loss_of(read[number], model, references[number] if references else None)
@@ -96,33 +98,17 @@ class Pipeline:
         return [of_one.detach() for of_one in found]
 
 
-def _uncounted(initialize: Callable[..., Any], parts: Sequence[Any]) -> Callable[..., Any]:
-    """The schedule's first look at its stages, for which it runs them: that is no training of experts."""
-
-    @functools.wraps(initialize)
-    def initialize_uncounted(*args: Any, **kwargs: Any) -> Any:
-        with expert_counts_kept(parts):
-            return initialize(*args, **kwargs)
-
-    return initialize_uncounted
-
-
 class _OutputOnly:
     """Stands in for a ``LogprobModel`` whose hidden states are there already."""
 
     def __init__(self, last: LogprobModel, hidden: Tensor) -> None:
         self.last, self.hidden = last, hidden
 
-    def __call__(self, targets: Tensor, tokens: Tensor, labelled: Tensor | None = None, **inputs: Any) -> Tensor:
-        return self.last(targets, self.hidden, labelled)
+    def __call__(self, batch: LocalBatch) -> Tensor:
+        return self.last(self._after_layers(batch))
 
-    def summed(
-        self,
-        targets: Tensor,
-        tokens: Tensor,
-        labelled: Tensor | None,
-        scale: Tensor | None,
-        kept: Tensor | None = None,
-        **inputs: Any,
-    ) -> Tensor:
-        return self.last.summed(targets, self.hidden, labelled, scale, kept)
+    def summed(self, batch: LocalBatch, scale: Tensor | None, kept: Tensor | None = None) -> Tensor:
+        return self.last.summed(self._after_layers(batch), scale, kept)
+
+    def _after_layers(self, batch: LocalBatch) -> LocalBatch:
+        return replace(batch, tokens=self.hidden, model_inputs={})

@@ -5,29 +5,25 @@ import io
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan_magi.files import write_whole
 from torchtitan_magi.machine import cause
-from torchtitan_magi.training.batches.microbatch import Batch, on_device
 from torchtitan_magi.training.batches.pack_loader import PackLoader
-from torchtitan_magi.training.objectives.dpo import PairBatch, PairReader, Reference
+from torchtitan_magi.training.objectives.dpo import PairBatch
 from torchtitan_magi.training.objectives.fingerprint import fingerprint_of_model
-from torchtitan_magi.training.objectives.logprob_model import LogprobModel
-from torchtitan_magi.training.objectives.objective import Process
+from torchtitan_magi.training.objectives.objective import Reference
 from torchtitan_magi.training.objectives.reference_model import Policy
 from torchtitan_magi.training.process.all_ranks import on_first_rank
-from torchtitan_magi.training.process.groups import group_of
+from torchtitan_magi.training.process.groups import group_of, reduced
 from torchtitan_magi.wording import one_line, shown
 
 logger = logging.getLogger(__name__)
@@ -129,27 +125,15 @@ def reference_file(policy: Policy, section: Any) -> ReferenceFile:
             path = Path(f"{records.files[0].beside}{kind}.reference.npz")
         layout = f"{section.seq_len} tokens per pack, shared_prompt {job_config.magi.dpo.shared_prompt}"
         data = f"{records.fingerprint}, tokenizer {loader.dataset.identity()['tokenizer']}, {layout}"
-        return ReferenceData(path, data, loader.dataset.num_records, partial(compute, loader))
+        return ReferenceData(path, data, loader.dataset.num_records, lambda: compute(loader))
 
     def compute(loader: PackLoader) -> Tensor:
         logprobs = torch.zeros(loader.dataset.num_records, 2, dtype=torch.float64, device=policy.device)
         policy.fill_in_logprobs(logprobs, loader)
-        if (group := group_of(policy.parallel_dims, "batch")) is not None:
-            dist.all_reduce(logprobs, group=group)
-        return logprobs
+        return reduced(logprobs, group_of(policy.parallel_dims, "batch"))
 
     precision = job_config.training.mixed_precision_param
-    return ReferenceFile(partial(fingerprint_of_model, policy.model_parts, precision), open_data, policy.device)
-
-
-@torch.no_grad()
-def fill_in_logprobs(
-    logprobs: Tensor, batches: Iterable[Batch], model: LogprobModel, reader: PairReader, process: Process
-) -> None:
-    """Writes to logprobs, float64 [records, 2], those of the pairs in the batches."""
-    for inputs, labels in batches:
-        batch = reader.read(*on_device((inputs, labels), logprobs.device), process)
-        logprobs[batch.pair_ids] = batch.logprobs(model)
+    return ReferenceFile(lambda: fingerprint_of_model(policy.model_parts, precision), open_data, policy.device)
 
 
 def read_logprobs(
@@ -160,33 +144,31 @@ def read_logprobs(
     Raises:
         ValueError: it cannot be read, is damaged, or has other fingerprints. Ends with the remedy.
     """
+
+    def refused(why: str) -> ValueError:
+        return ValueError(f"reference file {shown(path)} {why}; {remedy}")
+
     if path.exists() and not path.is_file():  # a pipe would be waited for
-        raise ValueError(f"reference file {shown(path)} is no file but a folder, pipe or device; {remedy}")
+        raise refused("is no file but a folder, pipe or device")
     try:
         content = path.read_bytes()
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise ValueError(f"reference file {shown(path)} cannot be read ({cause(error)}); {remedy}") from None
+        raise refused(f"cannot be read ({cause(error)})") from None
     try:
         entries = _entries(content)
     except Exception as error:  # NumPy's reader and zipfile raise of all kinds when bytes are wrong
         reason = str(error).partition("\n")[0][:200] or type(error).__name__
-        raise ValueError(f"reference file {shown(path)} is damaged ({reason}); {remedy}") from None
+        raise refused(f"is damaged ({reason})") from None
     for name, now in fingerprints.items():
         if entries[name] != now:
-            raise ValueError(
-                f"reference file {shown(path)} was made with the {name} [{one_line(entries[name])}], this run has "
-                f"[{now}]; {remedy}"
-            )
+            raise refused(f"was made with the {name} [{one_line(entries[name])}], this run has [{now}]")
     logprobs = entries["logprobs"]
     if logprobs.shape != (num_records, 2):
-        raise ValueError(
-            f"reference file {shown(path)} is damaged (log-probabilities {logprobs.shape} for {num_records} pairs); "
-            f"{remedy}"
-        )
+        raise refused(f"is damaged (log-probabilities {logprobs.shape} for {num_records} pairs)")
     if not np.isfinite(logprobs).all():
-        raise ValueError(f"reference file {shown(path)} is damaged (log-probabilities that are not finite); {remedy}")
+        raise refused("is damaged (log-probabilities that are not finite)")
     return logprobs
 
 
@@ -234,8 +216,7 @@ def write_logprobs(path: Path, fingerprints: dict[str, str], logprobs: npt.NDArr
     if wrong.size:
         raise ValueError(
             f"reference file {shown(path)} is not made: the initial model has no finite log-probability for "
-            f"{wrong.size} of "
-            f"{len(logprobs)} pairs, the first of them pair {wrong[0]}; check its weights and that pair"
+            f"{wrong.size} of {len(logprobs)} pairs, the first of them pair {wrong[0]}; check its weights and that pair"
         )
     content = io.BytesIO()
     np.savez(content, logprobs=logprobs, digest=_digest(logprobs, fingerprints), **fingerprints)  # type: ignore[arg-type]
@@ -248,6 +229,5 @@ def write_logprobs(path: Path, fingerprints: dict[str, str], logprobs: npt.NDArr
 def _unwritable(path: Path, error: OSError) -> ValueError:
     return ValueError(
         f"reference file {shown(path)} cannot be written ({cause(error)}); set magi.dpo.reference_path to a file "
-        "that can "
-        'be, or magi.dpo.reference to "model"'
+        'that can be, or magi.dpo.reference to "model"'
     )

@@ -5,14 +5,14 @@ from itertools import islice
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 
-from torchtitan_magi.training.batches.microbatch import MICROBATCH, on_device
+from torchtitan_magi.training.batches.microbatch import MICROBATCH, Process, on_device
 from torchtitan_magi.training.experts import expert_counts_kept
-from torchtitan_magi.training.objectives.objective import Objective, Process
+from torchtitan_magi.training.objectives.objective import Objective
 from torchtitan_magi.training.objectives.pipeline import Pipeline
+from torchtitan_magi.training.process.groups import group_of, reduced
 
 
 @torch.no_grad()
@@ -56,11 +56,11 @@ def validate(
         for loss in losses:
             loss_sum += (loss.full_tensor() if isinstance(loss, DTensor) else loss) / objective.num_loss_replicas
     dims = metrics_processor.parallel_dims
-    _total(loss_sum, dims.get_optional_mesh("pp"))  # 0 on ranks without the last stage
-    total_loss = _total(loss_sum, dims.get_optional_mesh("loss"))
-    total_items = _total(num_items.to(device), dims.get_optional_mesh("batch"))
+    for axis in ("pp", "loss"):  # 0 on ranks without the last stage
+        reduced(loss_sum, group_of(dims, axis))
+    total_items = reduced(num_items.to(device), group_of(dims, "batch")).item()
     metrics = {f"validation_metrics/{name}": value for name, value in objective.metrics().items()}
-    metrics_processor.log_validation(total_loss / max(total_items, 1), step, metrics)
+    metrics_processor.log_validation(loss_sum.item() / max(total_items, 1), step, metrics)
     for model in models:
         model.train()
 
@@ -68,9 +68,3 @@ def validate(
 def limited(batches: Iterable[Any], steps: int) -> Iterable[Any]:
     """The first of the batches. steps: how many; -1: all."""
     return islice(batches, steps if steps != -1 else None)
-
-
-def _total(x: Tensor, mesh: Any) -> float:
-    if mesh is not None:
-        dist.all_reduce(x, group=mesh.get_group())
-    return x.item()

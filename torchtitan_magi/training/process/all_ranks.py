@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from torchtitan_magi.training.process.groups import gathered_in
 from torchtitan_magi.wording import quoted_path
 
 T = TypeVar("T")
@@ -27,10 +28,7 @@ def is_first_rank() -> bool:
 
 def gathered(mine: T) -> list[T]:
     """Every rank's value, by rank. A collective of all ranks."""
-    found: list[Any] = [mine] * rank_and_size()[1]
-    if len(found) > 1:
-        dist.all_gather_object(found, mine)
-    return found
+    return gathered_in(dist.group.WORLD if dist.is_initialized() else None, mine)
 
 
 def on_first_rank(function: Callable[[], T]) -> T:

@@ -3,9 +3,8 @@
 torchtitan's modules come as arguments: they are named alike in its versions, but lie in different places.
 """
 
-import contextlib
 import resource
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -58,20 +57,21 @@ def _keep_shard(out: DTensor, whole: Tensor) -> None:
     out.to_local().copy_(replicated.redistribute(placements=out.placements).to_local())
 
 
-def draw_whole_model(part: Any, build: Callable[[], Any], stage: int) -> None:
+def draw_whole_model(part: Any, build: Callable[[], Any], stage: int, default_dtype: Any) -> None:
     """Makes the random weights of a pipeline's part those that one process would draw: it draws the whole model.
 
     Args:
         part: a parallelized model, whose parameters are DTensors.
         build: makes the whole model.
         stage: this rank's number in the pipeline, which torchtitan has added to the seed.
+        default_dtype: torchtitan's ``set_default_dtype``.
     """
     init_weights = part.init_weights
 
     def init_with_whole(**options: Any) -> None:
         init_weights(**options)
         parameters = dict(part.named_parameters())
-        with torch.device("meta"), _default_dtype(next(iter(parameters.values())).dtype):
+        with torch.device("meta"), default_dtype(next(iter(parameters.values())).dtype):
             whole = build().to_empty(device="cpu")
         with torch.random.fork_rng([]):
             torch.manual_seed((torch.initial_seed() - stage) % 2**64)
@@ -83,18 +83,8 @@ def draw_whole_model(part: Any, build: Callable[[], Any], stage: int) -> None:
     part.init_weights = init_with_whole
 
 
-@contextlib.contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
 def reduce_by_plain_sums(model: nn.Module) -> None:
-    """For a parallelized model: gloo does not know the pre-multiplied sum that FSDP2 would use."""
+    """Has FSDP2 reduce a parallelized model's gradients by sums: gloo does not know its pre-multiplied ones."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)

@@ -26,9 +26,7 @@ class LastWords:
         file = os.environ.get("TORCHELASTIC_ERROR_FILE")
         self.has_torchrun, self.path = file is not None, Path(file or "")
         self.timeout = timeout
-        self.patience, self.ended = first_timeout / 2, "before the first step ended"
-        self.option = "init_timeout_seconds"
-        self.since = time.monotonic()
+        self._wait(first_timeout, "before the first step ended", "init_timeout_seconds")
         self.written = 0  # st_mtime_ns of our words; 0: there are none
         self.lock = threading.Lock()
         self.is_over = threading.Event()
@@ -46,9 +44,12 @@ class LastWords:
     def note_step(self, step: int) -> None:
         """A step ended."""
         with self.lock:
-            self.patience, self.ended = self.timeout / 2, f"after step {step} ended"
-            self.option, self.since = "train_timeout_seconds", time.monotonic()
+            self._wait(self.timeout, f"after step {step} ended", "train_timeout_seconds")
             self._take_back()
+
+    def _wait(self, timeout: float, ended: str, option: str) -> None:
+        """Begins to wait for the end of a step."""
+        self.patience, self.ended, self.option, self.since = timeout / 2, ended, option, time.monotonic()
 
     def _watch(self) -> None:
         while not self.is_over.wait(min(1.0, self.patience / 4)):

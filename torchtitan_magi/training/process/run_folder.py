@@ -45,7 +45,7 @@ def lock_folder(folder: str) -> None:
 
 
 def lock_checkpoints(folder: str) -> None:
-    """The same for the folder of checkpoints, which may be anywhere; checks that it can be written.
+    """Locks the folder of checkpoints, which may be anywhere, and checks that it can be written.
 
     Its lock lies beside it, as torchtitan loads initial weights only while that folder is not there; and inside where
     nothing can be written beside it, or another disk begins.

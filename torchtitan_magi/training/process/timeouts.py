@@ -10,11 +10,12 @@ from torchtitan_magi.exchange.mesh import process_group_transport
 
 
 def set_pg_timeouts(timeout: timedelta, parallel_dims: Any) -> None:
-    """In place of torchtitan's function of this name: of our communicators as well, and of all dimensions of meshes of
-    several (the "tp" beside "fsdp" is another group than the "tp" alone); without an accelerator too (gloo's barrier
-    takes no device ids), and on the torch that this package runs on (0.3 wants ``set_timeout`` of a newer one). Not of
-    groups that may wait for long, and that no step waits for: an asynchronous checkpoint's, that of plans. A collective
-    of all ranks.
+    """Sets the time-outs of collectives, in place of torchtitan's function of this name. A collective of all ranks.
+
+    It sets those of our communicators as well, and of all dimensions of meshes of several (the "tp" beside "fsdp" is
+    another group than the "tp" alone); without an accelerator too (gloo's barrier takes no device ids), and on the
+    torch that this package runs on (0.3 wants ``set_timeout`` of a newer one). Groups that may wait for long, and that
+    no step waits for, keep theirs: an asynchronous checkpoint's, that of plans.
 
     Args:
         parallel_dims: torchtitan's.

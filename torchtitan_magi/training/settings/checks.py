@@ -50,11 +50,9 @@ def check_model(job_config: Any, read: Callable[[], ModelConfig]) -> tuple[Model
         ValueError: on all ranks, one line that names the value and the remedy.
     """
 
-    def identity(found: tuple[ModelConfig, ExportLayout]) -> Any:
-        return found[0], zlib.crc32(repr(found[1]).encode())
-
     def checked() -> tuple[ModelConfig, ExportLayout]:
         config = read()
         return config, check_folders(job_config, config)
 
-    return agreed(job_config.model.hf_assets_path, checked, identity)
+    folder = job_config.model.hf_assets_path
+    return agreed(folder, checked, lambda found: (found[0], zlib.crc32(repr(found[1]).encode())))

@@ -27,14 +27,6 @@ def check_degrees(dims: Any) -> None:
         )
 
 
-def check_degrees_of(parallelism: Any, world_size: int) -> None:
-    """The same of the section [parallelism], before there are ``ParallelDims``."""
-    names = {"dp_replicate": "data_parallel_replicate", "dp_shard": "data_parallel_shard", "cp": "context_parallel"}
-    names |= {"tp": "tensor_parallel", "pp": "pipeline_parallel"}
-    degrees = {axis: getattr(parallelism, f"{name}_degree") for axis, name in names.items()}
-    check_degrees(SimpleNamespace(world_size=world_size, **degrees))
-
-
 def check_parallelism(parallelism: Any, world_size: int) -> None:
     """Checks the section [parallelism] of torchtitan 0.3 before meshes are built of it.
 
@@ -46,21 +38,26 @@ def check_parallelism(parallelism: Any, world_size: int) -> None:
             f"parallelism.spmd_backend is {quoted(parallelism.spmd_backend)}, which is not for the torch and the "
             f"layers of this package; use {quoted(SPMD_BACKEND)}"
         )
-    check_degrees_of(parallelism, world_size)
+    names = {"dp_replicate": "data_parallel_replicate", "dp_shard": "data_parallel_shard", "cp": "context_parallel"}
+    names |= {"tp": "tensor_parallel", "pp": "pipeline_parallel"}
+    degrees = {axis: getattr(parallelism, f"{name}_degree") for axis, name in names.items()}
+    check_degrees(SimpleNamespace(world_size=world_size, **degrees))
     ranks = world_size // (parallelism.data_parallel_replicate_degree * parallelism.pipeline_parallel_degree)
     lenders = "data_parallel_shard_degree, context_parallel_degree and tensor_parallel_degree"
     check_expert_ranks(parallelism.expert_parallel_degree, ranks, lenders)
 
 
-def check_expert_degree(degree: int, experts: Experts | None, flavor: str) -> None:
-    """Checks whether a model's experts can be spread over `degree` ranks.
+def check_experts(job_config: Any, experts: Experts | None, ranks: int | None) -> None:
+    """Checks whether the model's experts can be spread as the configuration says.
 
     Args:
         experts: None for a dense model.
+        ranks: how many share the experts of a layer, each some of them; None: FSDP shards each expert's rows.
 
     Raises:
         ValueError: one line that names the value and the remedy.
     """
+    degree, flavor = job_config.parallelism.expert_parallel_degree, job_config.model.flavor
     if degree > 1 and experts is None:
         raise ValueError(
             f"parallelism.expert_parallel_degree is {degree}, but model.flavor {quoted(flavor)} has no experts; set "
@@ -71,6 +68,8 @@ def check_expert_degree(degree: int, experts: Experts | None, flavor: str) -> No
             f"parallelism.expert_parallel_degree is {degree}, which does not divide the {experts.num_experts} experts "
             f"of model.flavor {quoted(flavor)}; use a degree that does"
         )
+    if experts is not None and ranks is not None:
+        _check_files_of_experts(job_config.checkpoint, experts.num_experts, ranks)
 
 
 def check_expert_ranks(degree: int, ranks: int, lenders: str) -> None:
@@ -89,16 +88,8 @@ def check_expert_ranks(degree: int, ranks: int, lenders: str) -> None:
         )
 
 
-def check_files_of_experts(checkpoint: Any, num_experts: int, ranks: int) -> None:
-    """Checks whether `ranks`, over which FSDP shards experts by number, have as many each: torchtitan reads and writes
-    whole experts.
-
-    Args:
-        checkpoint: the section [checkpoint].
-
-    Raises:
-        ValueError: one line that names the option and the remedy.
-    """
+def _check_files_of_experts(checkpoint: Any, num_experts: int, ranks: int) -> None:
+    """Raises ValueError for ranks that do not have as many experts each: torchtitan reads and writes whole experts."""
     for option in ("initial_load_in_hf", "last_save_in_hf"):
         if checkpoint.enable and getattr(checkpoint, option) and num_experts % ranks:
             remedy = "an expert_parallel_degree above 1" if ranks > num_experts else "a number of ranks that divides it"
@@ -106,21 +97,6 @@ def check_files_of_experts(checkpoint: Any, num_experts: int, ranks: int) -> Non
                 f"checkpoint.{option} is true, but {ranks} ranks share {num_experts} experts, not as many each; use "
                 f"{remedy}"
             )
-
-
-def check_experts(job_config: Any, experts: Experts | None, ranks: int | None) -> None:
-    """Checks whether the model's experts can be spread as the configuration says.
-
-    Args:
-        experts: None for a dense model.
-        ranks: how many share the experts of a layer, each some of them; None: FSDP shards each expert's rows.
-
-    Raises:
-        ValueError: one line that names the value and the remedy.
-    """
-    check_expert_degree(job_config.parallelism.expert_parallel_degree, experts, job_config.model.flavor)
-    if experts is not None and ranks is not None:
-        check_files_of_experts(job_config.checkpoint, experts.num_experts, ranks)
 
 
 def check_pipeline(job: Any, model: ModelConfig) -> None:

@@ -6,7 +6,12 @@ from typing import Any
 
 from torchtitan_magi.training.checkpoints.hf_weights import INDEX
 from torchtitan_magi.training.process.all_ranks import agreed, is_first_rank
-from torchtitan_magi.training.settings.resume import finished_steps
+from torchtitan_magi.training.settings.resume import (
+    finished_steps,
+    folder_of_checkpoints,
+    initial_weights,
+    step_to_load,
+)
 from torchtitan_magi.wording import quoted_path, shown
 
 logger = logging.getLogger(__name__)
@@ -75,18 +80,15 @@ def _loaded(job_config: Any) -> str:
     Raises:
         ValueError: a step is asked for, and there is none.
     """
-    checkpoint = job_config.checkpoint
-    folder = Path(job_config.job.dump_folder) / checkpoint.folder
-    steps = finished_steps(folder)
-    if steps:
-        step = steps[0] if checkpoint.load_step == -1 else checkpoint.load_step
-        return f"those of {shown(folder)}/step-{step}, where this run goes on"
+    checkpoint, folder = job_config.checkpoint, folder_of_checkpoints(job_config)
+    if steps := finished_steps(folder):
+        return f"those of {shown(folder)}/step-{step_to_load(checkpoint, steps)}, where this run goes on"
     if checkpoint.load_step != -1:
         raise ValueError(
             f"checkpoint.load_step is {checkpoint.load_step}, but {shown(folder)} has no finished checkpoint; set "
             "job.dump_folder to that of the run that has it, or load_step to -1"
         )
-    path = checkpoint.initial_load_path or (job_config.model.hf_assets_path if checkpoint.initial_load_in_hf else "")
+    path = initial_weights(job_config)
     return path and f"those of {shown(path)}{', in safetensors' if checkpoint.initial_load_in_hf else ''}"
 
 

@@ -6,11 +6,12 @@ import os
 from dataclasses import fields
 from datetime import date
 from pathlib import Path
-from typing import Literal, get_args, get_origin
+from typing import Literal, get_origin
 
 from torchtitan_magi.planning.cost_model import CostModel
 from torchtitan_magi.planning.plan import MAX_STAGES
 from torchtitan_magi.training.settings.options import LoRA, Magi
+from torchtitan_magi.training.settings.values import is_of, words_for
 from torchtitan_magi.wording import quoted, quoted_path
 
 
@@ -22,18 +23,10 @@ def check_options(magi: Magi) -> None:
     """
     for options, prefix in ((magi, "magi"), (magi.dpo, "magi.dpo"), (magi.lora, "magi.lora")):
         for option in fields(options):
-            choices = get_args(option.type) if get_origin(option.type) is Literal else ()
-            value = getattr(options, option.name)
-            if choices and value not in choices:
-                raise ValueError(
-                    f"{prefix}.{option.name} is {quoted(value)}; use one of {', '.join(map(repr, choices))}"
-                )
-            if option.type is bool and type(value) is not bool:
-                raise ValueError(f"{prefix}.{option.name} is {quoted(value)}; use true or false")
-            if option.type is float and type(value) not in (int, float):
-                raise ValueError(f"{prefix}.{option.name} is {quoted(value)}; use a number")
-            if option.type is str and type(value) is not str:
-                raise ValueError(f"{prefix}.{option.name} is {quoted(value)}; use text in quotes")
+            value, kind = getattr(options, option.name), option.type
+            if (get_origin(kind) is Literal or kind in (bool, float, str)) and not is_of(value, kind):
+                words = "text in quotes" if kind is str else words_for(kind)
+                raise ValueError(f"{prefix}.{option.name} is {quoted(value)}; use {words}")
     if type(magi.overlap_stages) is not int or not -1 <= magi.overlap_stages <= MAX_STAGES:
         raise ValueError(
             f"magi.overlap_stages is {quoted(magi.overlap_stages)}; use 0 for no overlap, the number of stages (at "
@@ -98,7 +91,8 @@ def import_modules(names: list[str]) -> None:
     Raises:
         ValueError: one line that names the value and the remedy: it is no list of module names, or a module is missing.
     """
-    if type(names) is not list or not all(type(name) is str and _is_module_name(name) for name in names):
+    is_list = type(names) is list and all(type(name) is str for name in names)
+    if not is_list or not all(part.isidentifier() for name in names for part in name.split(".")):
         raise ValueError(
             f'magi.imports is {quoted(names)}; use a list of module names, such as ["my_package.my_module"]'
         )
@@ -113,10 +107,6 @@ def import_modules(names: list[str]) -> None:
                 f"the run starts, {os.getcwd()}, in PYTHONPATH, {quoted_path(os.environ.get('PYTHONPATH', ''))}, or "
                 "among the installed packages; install it, or add the folder that holds it to PYTHONPATH"
             ) from None
-
-
-def _is_module_name(name: str) -> bool:
-    return all(part.isidentifier() for part in name.split("."))
 
 
 def check_targets(lora: LoRA) -> None:

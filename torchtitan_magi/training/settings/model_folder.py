@@ -8,6 +8,7 @@ from typing import Any
 from torchtitan_magi.models.model_config import ModelConfig, differences, read_model_config
 from torchtitan_magi.training.checkpoints.hf_weights import ExportLayout, check_weights, float32_names, shard_numbers
 from torchtitan_magi.training.settings.options import DPO_DATASET
+from torchtitan_magi.training.settings.resume import folder_of_checkpoints, initial_weights
 from torchtitan_magi.wording import quoted, quoted_path, shown
 
 logger = logging.getLogger(__name__)
@@ -50,14 +51,14 @@ def check_folders(job_config: Any, config: ModelConfig) -> ExportLayout:
     checkpoint, assets = job_config.checkpoint, job_config.model.hf_assets_path
     reads = checkpoint.enable and checkpoint.initial_load_in_hf
     exports = checkpoint.enable and checkpoint.last_save_in_hf
-    source = (checkpoint.initial_load_path or assets) if reads else None
+    source = initial_weights(job_config) if reads else None
     for folder in dict.fromkeys(filter(None, (assets, source))):
         problem = _problem(job_config.model, folder, config)
         if problem and (folder == source or (folder == assets and exports)):
             raise ValueError(problem)
         if problem:
             logger.warning(problem)
-    resumes = (Path(job_config.job.dump_folder) / checkpoint.folder).exists()
+    resumes = folder_of_checkpoints(job_config).exists()
     if source and (not resumes or job_config.training.dataset == DPO_DATASET):  # a reference always starts from there
         check_weights(source, config)
     _warn_of_positions(job_config.training.seq_len, config, exports and not job_config.magi.lora.rank)

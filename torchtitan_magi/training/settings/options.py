@@ -41,7 +41,7 @@ class LoRA:
     """Low-rank adapters (arXiv 2106.09685) beside frozen weights, by torchtitan 0.3."""
 
     rank: int = 0
-    """Of the adapters' matrices (a count). 0: none, all weights are trained."""
+    """Rank of the adapters' matrices (a count). 0: none, all weights are trained."""
 
     alpha: float = 16.0
     """Scale of what adapters add: alpha / rank (no unit)."""

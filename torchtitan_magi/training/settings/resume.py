@@ -6,13 +6,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from torchtitan_magi.training.checkpoints.digests import (
-    METADATA,
-    check_digests,
-    check_sizes,
-    has_digests,
-    read_metadata,
-)
+from torchtitan_magi.training.checkpoints import digests
+from torchtitan_magi.training.checkpoints.digests import METADATA
 from torchtitan_magi.training.checkpoints.hf_weights import INDEX
 from torchtitan_magi.training.process.all_ranks import agreed, rank_and_size
 from torchtitan_magi.training.process.run_folder import lock_checkpoints, lock_folder
@@ -41,28 +36,42 @@ def check_checkpoints(job_config: Any) -> None:
             lock_folder(job_config.job.dump_folder)
             lock_checkpoints(os.path.join(job_config.job.dump_folder, checkpoint.folder))
         folders = _loaded_folders(job_config)
-        for folder in folders:
-            if not job_config.magi.verify_checkpoint:
-                continue
-            if has_digests(folder):
-                check_digests(folder, rank, world_size)
+        for folder in folders if job_config.magi.verify_checkpoint else ():
+            if (folder / digests.DIGESTS).is_file():
+                digests.check_digests(folder, rank, world_size)
             elif rank == 0:
                 logger.warning(
                     f"{shown(folder)} has no digests: the sizes of its files are checked, their bytes are not"
                 )
         if rank == 0:  # of bytes that were compared, where they are
             for folder in folders:
-                check_sizes(folder)
+                digests.check_sizes(folder)
             _check_continues(job_config)
         return True
 
     agreed(job_config.job.dump_folder, check, bool)
 
 
+def folder_of_checkpoints(job_config: Any) -> Path:
+    """Where torchtitan saves a run's checkpoints."""
+    return Path(job_config.job.dump_folder) / job_config.checkpoint.folder
+
+
+def initial_weights(job_config: Any) -> str:
+    """The checkpoint or the folder of safetensors that a new run starts from; "" without one."""
+    checkpoint = job_config.checkpoint
+    return checkpoint.initial_load_path or (job_config.model.hf_assets_path if checkpoint.initial_load_in_hf else "")
+
+
 def finished_steps(folder: Path) -> list[int]:
     """Steps of the finished checkpoints in torchtitan's folder, the latest first."""
     finished = itertools.chain(folder.glob(f"step-*/{METADATA}"), folder.glob(f"step-*/{INDEX}"))
     return sorted({int(name) for path in finished if (name := path.parent.name[5:]).isdigit()}, reverse=True)
+
+
+def step_to_load(checkpoint: Any, steps: list[int]) -> int:
+    """The step from which a run goes on that has finished checkpoints of ``steps``; 0 without any."""
+    return checkpoint.load_step if checkpoint.load_step != -1 else max(steps, default=0)
 
 
 def _loaded_folders(job_config: Any) -> list[Path]:
@@ -72,9 +81,8 @@ def _loaded_folders(job_config: Any) -> list[Path]:
     Raises:
         ValueError: torchtitan would look for one that is not there.
     """
-    checkpoint, folders = job_config.checkpoint, []
-    saved = Path(job_config.job.dump_folder) / checkpoint.folder
-    initial = Path(checkpoint.initial_load_path) if checkpoint.initial_load_path else None
+    checkpoint, saved, folders = job_config.checkpoint, folder_of_checkpoints(job_config), []
+    initial = checkpoint.initial_load_path
     if saved.is_dir() or checkpoint.load_step != -1:
         steps = finished_steps(saved)
         if checkpoint.load_step != -1 and checkpoint.load_step not in steps:
@@ -84,25 +92,23 @@ def _loaded_folders(job_config: Any) -> list[Path]:
                 f"checkpoint.load_step is {checkpoint.load_step}, but {shown(saved)} {there}; use one of them, or -1 "
                 "for the latest"
             )
-        step = checkpoint.load_step if checkpoint.load_step != -1 else max(steps, default=None)
-        if step is not None and (saved / f"step-{step}" / METADATA).is_file():
-            folders.append(saved / f"step-{step}")
+        last = saved / f"step-{step_to_load(checkpoint, steps)}"
+        if (last / METADATA).is_file():
+            folders.append(last)
     needs_initial = not saved.is_dir() or job_config.training.dataset == DPO_DATASET
-    if initial is not None and needs_initial:
-        if not initial.is_dir():
+    if initial and needs_initial:
+        if not Path(initial).is_dir():
             raise ValueError(
-                f"checkpoint.initial_load_path is {quoted_path(checkpoint.initial_load_path)}, which is no folder; "
-                "give that of a checkpoint"
+                f"checkpoint.initial_load_path is {quoted_path(initial)}, which is no folder; give that of a checkpoint"
             )
         if not checkpoint.initial_load_in_hf:
-            folders.append(initial)
+            folders.append(Path(initial))
     return folders
 
 
 def _check_continues(job_config: Any) -> None:
     """Checks that a checkpoint from which the run would continue holds what it needs, more than weights."""
-    checkpoint = job_config.checkpoint
-    folder = Path(job_config.job.dump_folder) / checkpoint.folder
+    checkpoint, folder = job_config.checkpoint, folder_of_checkpoints(job_config)
     steps = finished_steps(folder)
     if folder.is_dir() and not steps and (checkpoint.initial_load_in_hf or checkpoint.initial_load_path):
         raise ValueError(  # torchtitan would begin with random weights, with a warning that it does not load these
@@ -111,7 +117,7 @@ def _check_continues(job_config: Any) -> None:
         )
     if checkpoint.load_only or checkpoint.exclude_from_loading:
         return
-    step = checkpoint.load_step if checkpoint.load_step != -1 else max(steps, default=0)
+    step = step_to_load(checkpoint, steps)
     if step == 0 or step not in steps:  # of step 0 torchtitan loads the weights only
         return
     if not _can_continue(folder, step):
@@ -139,4 +145,4 @@ def _can_continue(folder: Path, step: int) -> bool:
 def _names_in(folder: Path, step: int) -> list[str]:
     """Names of what a checkpoint holds; none for one in safetensors."""
     path = folder / f"step-{step}"
-    return list(read_metadata(path).state_dict_metadata) if (path / METADATA).is_file() else []
+    return list(digests.read_metadata(path).state_dict_metadata) if (path / METADATA).is_file() else []

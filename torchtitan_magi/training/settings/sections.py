@@ -1,5 +1,6 @@
 """Checks of the sections [training] and [validation]."""
 
+import os
 from collections.abc import Iterable
 from typing import Any
 
@@ -9,6 +10,12 @@ from torchtitan_magi.training.settings.options import DPO_DATASET, OUR_DATASETS,
 from torchtitan_magi.wording import quoted, quoted_path
 
 ENTRY = "torchrun -m torchtitan_magi.train"
+
+
+def check_launcher() -> None:
+    """Raises ValueError, one line, in a process that no torchrun has started."""
+    if "LOCAL_RANK" not in os.environ:
+        raise ValueError(f"LOCAL_RANK is not set, as torchrun sets it; start it with {ENTRY}")
 
 
 def check_sections(job_config: Any, titans: Iterable[str], has_objectives: bool) -> None:

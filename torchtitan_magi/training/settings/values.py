@@ -92,8 +92,8 @@ def check_toml(config: type, values: dict[str, Any], prefix: str = "") -> None:
             raise ValueError(f"{option} is {quoted(value)}; use a number of at most 64 bits")
         elif isinstance(value, str) and "\0" in value:  # of which the command line has none
             raise ValueError(f"{option} is {quoted(value)}; leave the NUL out, which no name of a file can have")
-        elif not issubclass(config, (Magi, DPO, LoRA)) and not _is_of(value, kind):
-            raise ValueError(f"{option} is {quoted(value)}; use {_words(kind)}")
+        elif not issubclass(config, (Magi, DPO, LoRA)) and not is_of(value, kind):
+            raise ValueError(f"{option} is {quoted(value)}; use {words_for(kind)}")
 
 
 def _unknown(option: str, name: str, known: list[str]) -> str:
@@ -106,29 +106,29 @@ def _unknown(option: str, name: str, known: list[str]) -> str:
     return f"{option} is no option of torchtitan {version('torchtitan')} with torchtitan_magi; {instead}"
 
 
-def _is_of(value: Any, kind: Any) -> bool:
+def is_of(value: Any, kind: Any) -> bool:
     """Whether a value of a TOML file has the type of a dataclass's field."""
     origin, arguments = get_origin(kind), get_args(kind)
     if origin is Literal:
         return value in arguments
     if origin in (Union, types.UnionType):
-        return any(_is_of(value, argument) for argument in arguments)
+        return any(is_of(value, argument) for argument in arguments)
     if origin is list:
-        return isinstance(value, list) and all(_is_of(item, arguments[0]) for item in value)
+        return isinstance(value, list) and all(is_of(item, arguments[0]) for item in value)
     if kind is float:
         return type(value) in (int, float)
     return type(value) is kind if kind in WORDS or kind is types.NoneType else True
 
 
-def _words(kind: Any) -> str:
-    """What a value of this type is to a user."""
+def words_for(kind: Any) -> str:
+    """The words for a value of this type, for a user: "a whole number or a string"."""
     origin, arguments = get_origin(kind), [argument for argument in get_args(kind) if argument is not type(None)]
     if origin is Literal:
         return f"one of {', '.join(map(repr, arguments))}"
     if origin in (Union, types.UnionType):
-        return " or ".join(dict.fromkeys(map(_words, arguments)))
+        return " or ".join(dict.fromkeys(map(words_for, arguments)))
     if origin is list:
-        return f"a list, each of it {_words(arguments[0])}"
+        return f"a list, each of it {words_for(arguments[0])}"
     return WORDS.get(kind, str(kind))
 
 
@@ -206,7 +206,7 @@ def usage_errors() -> Iterator[None]:
 
 
 def _in_box(printed: str) -> str:
-    """What is printed in a box: its parts one after the other, without the title, which the first repeats."""
+    """The text in a printed box: its parts one after the other, without the title, which the first repeats."""
     lines = (re.sub(r"\x1b\[[0-9;]*m", "", line).strip() for line in printed.splitlines())
     inside = [line.strip("│ ") for line in lines if not line.startswith(("╭", "╰"))]
     parts = groupby(inside, lambda line: bool(line) and not line.strip("─"))

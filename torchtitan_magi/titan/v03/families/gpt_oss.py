@@ -66,9 +66,11 @@ class GptOssAdapter(GptOssStateDictAdapter):
         self.from_hf_map = names
 
     def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """transformers' tensors of torchtitan's."""
         return _turned(super().to_hf(state_dict))
 
     def from_hf(self, hf_state_dict: dict[str, Any]) -> dict[str, Any]:
+        """torchtitan's tensors of transformers'."""
         return super().from_hf(_turned(hf_state_dict))
 
 
@@ -88,7 +90,11 @@ class GptOssExperts(GptOssGroupedExperts):
         pass
 
     def forward(self, x_RD: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:
-        """x_RD: rows by expert, and rows without one after them, whose result is 0."""
+        """The experts' results of x_RD [rows, dim]: rows by expert, then rows without one, whose result is 0.
+
+        Args:
+            num_tokens_per_expert_E: int [experts].
+        """
         if x_RD.dtype != torch.float32:
             return super().forward(x_RD, num_tokens_per_expert_E)
         *weights, b2 = local(self.mlp1_weight_EGD, self.mlp1_bias_EG, self.mlp2_weight_EDF, self.mlp2_bias_ED)
@@ -109,6 +115,7 @@ class RowwiseLinear(ScaledBiasRowwiseLinear):
         pass
 
     def forward(self, input: Tensor) -> Tensor:
+        """This rank's addend to the output: [..., out_features] of input [..., its columns]."""
         weight, bias = local(self.weight, self.bias)
         return F.linear(input, weight, _shared_out(bias, self.tp_degree))
 

@@ -41,7 +41,7 @@ def check_findings(corpus: Corpus, chat: ChatTokenizer, pairs: bool, folder: str
 
 
 def _some(warnings: list[Warning]) -> list[Warning]:
-    """Those that are not said elsewhere, of each kind only some."""
+    """The warnings that are not said elsewhere, of each kind only some."""
     kinds = [warning.kind for warning in warnings]
     return [
         warning

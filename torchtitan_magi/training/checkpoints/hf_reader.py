@@ -125,11 +125,18 @@ def _part(whole: TensorStorageMetadata, place: Place) -> TensorStorageMetadata:
     return replace(whole, size=size, chunks=[ChunkStorageMetadata(torch.Size([0] * len(size)), size)])
 
 
-def reads_all_layouts(adapter: Any) -> None:
-    """Lets torchtitan's StateDictAdapter read by a ``WeightsReader``, but from quantized checkpoints."""
-    stock: Callable[..., HuggingFaceStorageReader] = adapter.get_hf_storage_reader
+def adapter_of_all_layouts(stock: Callable[..., Any], model_config: Any, folder: str | None) -> Any:
+    """torchtitan's StateDictAdapter of a model, reading by a ``WeightsReader``, but from quantized checkpoints.
+
+    Args:
+        stock: makes it. Its own reading of the folder's index, which fails for a single file, is left out.
+        folder: of the model's files.
+    """
+    adapter = stock(model_config, None)
+    read_quantized: Callable[..., HuggingFaceStorageReader] = adapter.get_hf_storage_reader
 
     def reader(path: str, from_quantized: bool = False) -> HuggingFaceStorageReader:
-        return stock(path, from_quantized) if from_quantized else WeightsReader(path)
+        return read_quantized(path, from_quantized) if from_quantized else WeightsReader(path)
 
-    adapter.get_hf_storage_reader = reader
+    adapter.get_hf_storage_reader, adapter.hf_assets_path = reader, folder
+    return adapter

@@ -1,0 +1,97 @@
+"""What an adapter makes for a run whatever the torchtitan: the model's facts, an export, data with plans, a runtime."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from torchtitan_magi.models.model_config import ModelConfig
+from torchtitan_magi.models.shapes import heads_of_rank
+from torchtitan_magi.training.batches.pack_loader import build_dataloader
+from torchtitan_magi.training.batches.planned_loader import PlannedLoader, with_plans
+from torchtitan_magi.training.batches.planner import MagiRuntime, WorkCount, attention_options
+from torchtitan_magi.training.batches.run_length import set_run_length
+from torchtitan_magi.training.checkpoints.export import Export
+from torchtitan_magi.training.checkpoints.exported_files import exported_files
+from torchtitan_magi.training.checkpoints.turn_end import add_turn_end
+from torchtitan_magi.training.process.groups import data_parallel_rank, group_of
+from torchtitan_magi.training.settings.checks import check_model
+from torchtitan_magi.training.settings.model_folder import check_vocabulary
+from torchtitan_magi.training.settings.options import OUR_DATASETS
+
+
+class RunParts:
+    """Mixed into what builds a run: methods in the order in which a run needs them.
+
+    Attributes:
+        job_config: the sections of the run.
+        tokenizer: torchtitan's, once it is built.
+        model_facts: the run's model.
+        export: how the model is exported, and with which files.
+        runtime: what plans microbatches; there when the first of them is loaded.
+        count: the work of the microbatches.
+    """
+
+    job_config: Any
+    tokenizer: Any
+    model_facts: ModelConfig
+    export: Export
+    runtime: MagiRuntime | None
+    count: WorkCount
+
+    def read_model(self, read: Callable[[], ModelConfig]) -> None:
+        """Sets ``model_facts`` and ``export``. A collective of all ranks, which raises as ``check_model``."""
+        self.model_facts, layout = check_model(self.job_config, read)
+        self.export = Export(layout=layout)
+
+    def build_runtime(
+        self, dims: Any, facts: ModelConfig, device: torch.device, windows: Sequence[int] = (0,)
+    ) -> MagiRuntime:
+        """What plans microbatches for this rank. A collective of all ranks.
+
+        Args:
+            dims: torchtitan's ParallelDims.
+            windows: see ``MagiRuntime``.
+
+        Raises:
+            ValueError: the tensor-parallel degree does not divide the heads.
+        """
+        options, heads = attention_options(self.job_config), heads_of_rank(facts, dims.tp)
+        cp_group, data_rank = group_of(dims, "cp"), data_parallel_rank(dims)
+        return MagiRuntime(options, cp_group, heads, device, self.count, windows, data_rank)
+
+    def use_tokenizer(self, tokenizer: Any) -> None:
+        """Keeps it, and its files for the export. Raises ValueError where it has tokens that the model has not."""
+        self.tokenizer = tokenizer
+        check_vocabulary(tokenizer, self.model_facts, self.job_config)
+        self.export.files = exported_files(self.job_config, self.model_facts, tokenizer)
+
+    def training_data(
+        self, section: Any, place: tuple[int, int], sections: Any, stock: Callable[[], Any]
+    ) -> PlannedLoader:
+        """The training data with plans made ahead; also sets the number of steps. A collective of all ranks.
+
+        Args:
+            section: [training] as this rank is to load it.
+            place: the number of batches that are loaded at a time, and which of them is this rank's.
+            sections: where the number of steps is set, see ``RunLength``.
+            stock: makes torchtitan's own loader, for its own data sets.
+
+        Raises:
+            ValueError: see ``build_dataloader``.
+        """
+        if section.dataset not in OUR_DATASETS:
+            return self._planned(stock())
+        loader = build_dataloader(section, *place, self.tokenizer, self.job_config, True)
+        set_run_length(sections, self.job_config, loader)
+        add_turn_end(self.export.files, loader.dataset, bool(self.job_config.magi.lora.rank))
+        return self._planned(loader)
+
+    def validation_data(self, section: Any, place: tuple[int, int], stock: Callable[[], Any]) -> PlannedLoader:
+        """One pass over the data of [validation], likewise; sets nothing."""
+        if section.dataset not in OUR_DATASETS:
+            return self._planned(stock())
+        return self._planned(build_dataloader(section, *place, self.tokenizer, self.job_config, False))
+
+    def _planned(self, loader: Any) -> PlannedLoader:
+        return with_plans(loader, lambda: self.runtime, self.count, self.model_facts.vocab_size, self.tokenizer.eos_id)
