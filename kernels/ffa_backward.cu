@@ -576,8 +576,9 @@ ffa_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ Te
         for (int r = 0; r < 2; r++) {
           const int row = warp % 4 * 16 + lane / 4 + 8 * r, token = block.x + row / PACK;
           const bool valid = row < kTokens * PACK && token < params.num_q;
-          const u64 query = (u64)token * params.num_heads_q + block.y + row % PACK;
-          rows[r] = valid ? params.dq + query * params.head_dim + first : nullptr;
+          rows[r] = valid ? params.dq + ((u64)token * params.num_heads_q + block.y + row % PACK) * params.head_dim +
+                                first
+                          : nullptr;
         }
         int* turn = params.semaphores + words_of(params, block.x, block.y) + w;
         in_turn(turn, block.w, w, leader, [&]() {

@@ -107,13 +107,12 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32) sum_sinks(const __grid
   wait_for_kernel_before();
   const int heads = params.num_heads;
   auto first_of = [&](unsigned block) { return (int)((long long)params.num_tokens * block / gridDim.x); };
-  auto sink_grad = [&](int token, int head) {
-    const long long at = (long long)token * heads + head;
-    const float sink = params.sinks[head];
-    return sink == -kInfinity ? 0.f : -expf(sink - params.lse[at]) * params.delta[at];
-  };
-  const int first = first_of(blockIdx.x), end = first_of(blockIdx.x + 1);
-  sum_columns(first, end, heads, params.parts + blockIdx.x * heads, sink_grad);
+  sum_columns(first_of(blockIdx.x), first_of(blockIdx.x + 1), heads, params.parts + blockIdx.x * heads,
+              [&](int token, int head) {
+                const long long at = (long long)token * heads + head;
+                const float sink = params.sinks[head];
+                return sink == -kInfinity ? 0.f : -expf(sink - params.lse[at]) * params.delta[at];
+              });
   __shared__ bool is_last;
   __threadfence();
   __syncthreads();
@@ -122,8 +121,8 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32) sum_sinks(const __grid
   if (!is_last) return;
   __threadfence();
   if (threadIdx.x == 0) *params.blocks_done = 0;
-  auto part_of = [&](int block, int head) { return __ldcg(params.parts + block * heads + head); };
-  sum_columns(0, gridDim.x, heads, params.dsinks, part_of);
+  sum_columns(0, gridDim.x, heads, params.dsinks,
+              [&](int block, int head) { return __ldcg(params.parts + block * heads + head); });
 }
 
 // bands[layer][row]: the keys that a row sees, of the slices of a mask. The rows are counted through all layers.
@@ -167,11 +166,11 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32) gather_rows(const __gr
   let_next_kernel_begin();
   wait_for_kernel_before();
   if (blockIdx.x >= params.num_blocks) return sum_rows(params.sums, blockIdx.x - params.num_blocks);
-  const int keys = params.num_heads * params.key_units, values = params.num_heads * params.value_units;
-  const int lane = threadIdx.x % 32;
+  const int lane = threadIdx.x % 32, keys = params.num_heads * params.key_units,
+            values = params.num_heads * params.value_units;
   for (int n = blockIdx.x * kWarps + threadIdx.x / 32; n < params.num_rows; n += params.num_blocks * kWarps) {
-    const int from_begin = n + params.places.begin;
-    const int i = from_begin < params.num_rows ? from_begin : from_begin - params.num_rows;
+    const int i = n + params.places.begin < params.num_rows ? n + params.places.begin
+                                                            : n + params.places.begin - params.num_rows;
     const long long token = __ldg(params.rows + i);
     uint4* out = place_of(params.places, i) + (long long)i * (keys + values);
     for (int u = lane; u < max(keys, values); u += 32) {

@@ -3,7 +3,9 @@
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
-from torchtitan_magi.masks.geometry import Int64Array
+import numpy as np
+import numpy.typing as npt
+
 from torchtitan_magi.planning.stage import Exchange
 
 
@@ -25,7 +27,7 @@ class Flow:
         rank: this rank.
     """
 
-    between: Int64Array
+    between: npt.NDArray[np.int64]
     rank: int
 
     @classmethod
@@ -86,7 +88,7 @@ class Flow:
         )
 
 
-_Count = TypeVar("_Count", int, Int64Array)
+_Count = TypeVar("_Count", int, npt.NDArray[np.int64])
 
 
 def _rows_before(rows: _Count, piece: int, num_pieces: int) -> _Count:
