@@ -41,6 +41,7 @@ PACK_NAMES = [f"histogram {seed}" for seed in PACKS]
 DOCUMENTS = (0.31, 0.19, 0.14, 0.11, 0.09, 0.07, 0.05, 0.04)  # eight documents, as fractions of the length
 CLOSE = 2e-2  # relative difference of results: roundings to bf16
 K = 1024
+KINDS = ("full", "causal")
 
 
 @dataclass
@@ -87,60 +88,19 @@ def histogram_pack(tokens: int, seed: int) -> tuple[int, ...]:
     return (0, *fill_pack(lambda: draw_lengths(rng, 1), tokens).cumsum().tolist())
 
 
+def histogram_packs(tokens: int) -> list[Case]:
+    return [Case(name, histogram_pack(tokens, seed)) for seed, name in zip(PACKS, PACK_NAMES, strict=True)]
+
+
+def local(tokens: int) -> tuple[Case, Case]:
+    return Case("window 1024", one(tokens), "window"), Case("block causal 1024", one(tokens), "block")
+
+
 def lognormal_pack(tokens: int) -> tuple[int, ...]:
     """cu_seqlens of documents of lognormal lengths, a median of 1.5k, in the order in which they are drawn."""
     rng = np.random.default_rng(0)
     draw = lambda: np.maximum(rng.lognormal(np.log(1500), 1.2, 1).astype(np.int64), 16)  # noqa: E731
     return (0, *fill_pack(draw, tokens).cumsum().tolist())
-
-
-def cases(which: str) -> Iterator[Case]:
-    """Cases of one group."""
-    if which == "masks":
-        for n in (8 * K, 16 * K, 32 * K):
-            yield Case("causal", one(n))
-        for n in (8 * K, 16 * K):
-            yield Case("full", one(n), "full")
-        for n in (2 * K, 8 * K, 32 * K):
-            yield Case("varlen causal", eight_documents(n))
-        for n in (8 * K, 64 * K):
-            yield Case("histogram 0", histogram_pack(n, 0))
-        yield Case("lognormal", lognormal_pack(64 * K))
-        yield Case("window 1024", one(32 * K), "window")
-        yield Case("varlen causal", eight_documents(8 * K), heads=(8, 1))
-        yield Case("causal", one(16 * K), dims=(64, 64))
-    if which == "dense":
-        for kind in ("full", "causal"):
-            for n in (2 * K, 8 * K, 16 * K, 32 * K):
-                yield Case(kind, one(n), kind)
-    if which == "varlen":
-        for kind in ("full", "causal"):
-            for n in (2 * K, 4 * K, 8 * K, 16 * K, 32 * K):
-                yield Case(f"varlen {kind}", eight_documents(n), kind)
-    if which == "packs":
-        for n in (8 * K, 32 * K, 64 * K):
-            for seed, name in zip(PACKS, PACK_NAMES, strict=True):
-                yield Case(name, histogram_pack(n, seed))
-    if which == "window":
-        for n in (8 * K, 32 * K):
-            yield Case("window 1024", one(n), "window")
-            yield Case("block causal 1024", one(n), "block")
-    if which == "heads":
-        for heads in ((8, 1), (40, 8), (32, 32)):
-            for dim in (64, 128):
-                yield Case("varlen causal", eight_documents(8 * K), heads=heads, dims=(dim, dim))
-                yield Case("causal", one(16 * K), heads=heads, dims=(dim, dim))
-        for n in (8 * K, 16 * K):
-            yield Case("causal", one(n), dims=(64, 64))
-    if which == "long":
-        yield Case("causal", one(128 * K))
-        yield Case("varlen causal", eight_documents(128 * K))
-        yield Case("window 1024", one(128 * K), "window")
-        yield Case("block causal 1024", one(128 * K), "block")
-        for seed, name in zip(PACKS, PACK_NAMES, strict=True):
-            yield Case(name, histogram_pack(256 * K, seed))
-    if which == "variants":
-        yield from variants()
 
 
 def variants() -> Iterator[Case]:
@@ -157,7 +117,42 @@ def variants() -> Iterator[Case]:
 
 
 WITHOUT_SINKS = "ours without sinks"  # in the same turns, as clocks differ from case to case
-GROUPS = ("masks", "dense", "varlen", "packs", "window", "heads", "long", "variants")
+GROUPS: dict[str, tuple[Case, ...]] = {
+    "masks": (
+        *(Case("causal", one(n)) for n in (8 * K, 16 * K, 32 * K)),
+        *(Case("full", one(n), "full") for n in (8 * K, 16 * K)),
+        *(Case("varlen causal", eight_documents(n)) for n in (2 * K, 8 * K, 32 * K)),
+        *(Case("histogram 0", histogram_pack(n, 0)) for n in (8 * K, 64 * K)),
+        Case("lognormal", lognormal_pack(64 * K)),
+        Case("window 1024", one(32 * K), "window"),
+        Case("varlen causal", eight_documents(8 * K), heads=(8, 1)),
+        Case("causal", one(16 * K), dims=(64, 64)),
+    ),
+    "dense": tuple(Case(kind, one(n), kind) for kind in KINDS for n in (2 * K, 8 * K, 16 * K, 32 * K)),
+    "varlen": tuple(
+        Case(f"varlen {kind}", eight_documents(n), kind)
+        for kind in KINDS
+        for n in (2 * K, 4 * K, 8 * K, 16 * K, 32 * K)
+    ),
+    "packs": tuple(case for n in (8 * K, 32 * K, 64 * K) for case in histogram_packs(n)),
+    "window": tuple(case for n in (8 * K, 32 * K) for case in local(n)),
+    "heads": (
+        *(
+            Case(name, cu_seqlens, heads=heads, dims=(dim, dim))
+            for heads in ((8, 1), (40, 8), (32, 32))
+            for dim in (64, 128)
+            for name, cu_seqlens in (("varlen causal", eight_documents(8 * K)), ("causal", one(16 * K)))
+        ),
+        *(Case("causal", one(n), dims=(64, 64)) for n in (8 * K, 16 * K)),
+    ),
+    "long": (
+        Case("causal", one(128 * K)),
+        Case("varlen causal", eight_documents(128 * K)),
+        *local(128 * K),
+        *histogram_packs(256 * K),
+    ),
+    "variants": tuple(variants()),
+}
 BY_DEFAULT = ("dense", "varlen", "packs", "window", "heads", "long")
 
 
@@ -390,7 +385,7 @@ def main() -> None:
     facts = describe_run(arguments.commit) | {"lists": lists()}
     print(lists_table(facts))
     for group in arguments.groups:
-        for case in cases(group):
+        for case in GROUPS[group]:
             torch.manual_seed(0)
             try:
                 rows += measure(case, arguments.impls, arguments.ms, arguments.sustained)

@@ -11,9 +11,11 @@ keys, where torch's error is next to nothing). Uninitialised memory is NaN.
 
 import multiprocessing
 import random
+import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -30,21 +32,15 @@ from torchtitan_magi.exchange.in_flight import RowShape, RowSums
 from torchtitan_magi.masks.builders import block_causal, shared_prompt, sliding_window, varlen_causal, varlen_full
 from torchtitan_magi.masks.slices import AttnSlices
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))  # its dense reference
+from support.dense import dense_with_grads
+from support.masks import dense_mask
+
 HEADS = [(8, 1), (8, 8), (5, 1), (14, 2), (16, 1), (8, 2), (3, 3), (20, 5), (34, 1), (12, 2)]
 FEW_HEADS = [(8, 1), (14, 2), (3, 3), (12, 2)]  # for variants that are compiled besides
 HEAD_DIMS = [(128, 128), (64, 64), (128, 128), (64, 64), (96, 96), (32, 32), (40, 40), (8, 8)]
-WIDE_HEAD_DIMS = [
-    (192, 128),
-    (256, 256),
-    (192, 192),
-    (256, 256),
-    (192, 128),
-    (144, 96),
-    (208, 208),
-    (240, 128),
-    (96, 64),
-    (128, 64),
-]
+WIDE_HEAD_DIMS = [(192, 128), (256, 256), (192, 192), (256, 256), (192, 128)]
+WIDE_HEAD_DIMS += [(144, 96), (208, 208), (240, 128), (96, 64), (128, 64)]
 
 
 @dataclass
@@ -133,21 +129,6 @@ def named_cases() -> list[Case]:
     return cases
 
 
-def dense_mask(slices: AttnSlices, num_q: int, num_k: int) -> Tensor:
-    """bool [num_q, num_k] on the GPU, from the definition of the mask types."""
-    mask = torch.zeros(num_q, num_k, dtype=torch.bool, device="cuda")
-    for q_start, q_end, k_start, k_end, mask_type in slices.table.tolist():
-        q = torch.arange(q_start, q_end, device="cuda")[:, None]
-        k = torch.arange(k_start, k_end, device="cuda")[None]
-        seen = torch.ones(q_end - q_start, k_end - k_start, dtype=torch.bool, device="cuda")
-        if mask_type & 1:
-            seen &= k < k_end - (q_end - 1 - q)
-        if mask_type & 2:
-            seen &= k >= k_start + (q - q_start)
-        mask[q_start:q_end, k_start:k_end] |= seen
-    return mask
-
-
 @dataclass
 class Extras:
     """What changes the scores, and the gradient of lse; see `flex_flash_attn`."""
@@ -156,14 +137,11 @@ class Extras:
     sinks: Tensor | None
     dlse: Tensor | None
 
-    def to(self, dtype: torch.dtype) -> "Extras":
-        return Extras(self.softcap, *(None if x is None else x.to(dtype) for x in (self.sinks, self.dlse)))
 
-
-def dense_attention(
+def by_autograd(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, dout: Tensor, extras: Extras
 ) -> dict[str, Tensor]:
-    """out, lse, dq, dk, dv and dsinks of plain attention in the dtype of q; fp64 results."""
+    """out, lse, dq, dk, dv and dsinks of plain attention in the dtype of q, but for its softmax; fp64 results."""
     q, k, v = (x.detach().clone().requires_grad_() for x in (q, k, v))
     group = q.shape[1] // k.shape[1]
     keys, values = (x.repeat_interleave(group, 1).transpose(0, 1) for x in (k, v))
@@ -171,7 +149,7 @@ def dense_attention(
     if extras.softcap:
         scores = extras.softcap * torch.tanh(scores / extras.softcap)
     scores = scores.masked_fill(~mask, -torch.inf)
-    wide = scores.double() if q.dtype == torch.float64 else scores.float()
+    wide = scores.float()
     lse, sinks = wide.logsumexp(-1), None
     if extras.sinks is not None:
         sinks = extras.sinks.detach().to(wide.dtype).requires_grad_()
@@ -188,39 +166,6 @@ def dense_attention(
     if sinks is not None:
         results["dsinks"] = sinks.grad
     return {name: x.detach().double() for name, x in results.items()}
-
-
-def backward_from_rounded_out(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, dout: Tensor, out: Tensor, lse: Tensor, extras: Extras
-) -> dict[str, Tensor]:
-    """dq, dk in fp64 (arguments too) but for delta, which comes from `out`, already rounded to the input dtype.
-
-    Also dq_terms and dk_terms: the same sums over absolute values, the scale of what cancels.
-    """
-    group = q.shape[1] // k.shape[1]
-    queries, douts = q.transpose(0, 1), dout.transpose(0, 1)
-    keys, values = (x.repeat_interleave(group, 1).transpose(0, 1) for x in (k, v))
-    rows = lse.transpose(0, 1)[..., None]
-    scores, slope = (queries @ keys.transpose(1, 2)) * scale, 1.0
-    if extras.softcap:
-        tanh = torch.tanh(scores / extras.softcap)
-        scores, slope = extras.softcap * tanh, 1 - tanh**2
-    p = torch.where(mask & ~rows.isinf(), (scores - rows.masked_fill(rows.isinf(), 0.0)).exp(), 0.0)
-    delta = (out.transpose(0, 1) * douts).sum(-1, keepdim=True)
-    if extras.dlse is not None:
-        delta = delta - extras.dlse.T[..., None]
-    found = {}
-    if extras.sinks is not None:
-        found["dsinks"] = -((extras.sinks[:, None, None] - rows).exp() * delta).sum((1, 2))
-    dp = douts @ values.transpose(1, 2)
-
-    def through_scores(ds: Tensor, queries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
-        dk = (ds.transpose(1, 2) @ queries).transpose(0, 1).unflatten(1, (-1, group)).sum(2)
-        return (ds @ keys).transpose(0, 1) * scale, dk * scale
-
-    dq, dk = through_scores(p * (dp - delta) * slope, queries, keys)
-    dq_terms, dk_terms = through_scores(p * (dp.abs() + delta.abs()), queries.abs(), keys.abs())
-    return found | {"dq": dq, "dk": dk, "dq_terms": dq_terms, "dk_terms": dk_terms}
 
 
 def on_gpu(lists: WorkLists) -> DeviceLists:
@@ -278,27 +223,27 @@ def run_case(case: Case, seed: int) -> tuple[dict[str, float], list[str]]:
     kvs = [shape.split(torch.randn(n, shape.width, device="cuda").to(case.dtype)) for n in case.num_k]
     sinks = torch.randn(case.num_heads_q, device="cuda") if case.sinks else None
     extras = Extras(case.softcap, sinks, torch.randn(shape_q, device="cuda") if case.lse_grad else None)
-    mask = torch.cat([dense_mask(s, case.num_q, n) for s, n in zip(case.stages, case.num_k, strict=True)], 1)
+    tables = zip((slices.table for slices in case.stages), [case.num_q] * len(case.stages), case.num_k, strict=True)
+    mask = torch.cat([torch.from_numpy(dense_mask(*table)) for table in tables], 1).cuda()
     if extras.dlse is not None and sinks is None:
         extras.dlse[~mask.any(1)] = 0  # lse is -inf there
     ours, again = (run_ours(case, q, kvs, dout, extras) for _ in range(2))
     k, v = (torch.cat(x) for x in zip(*kvs, strict=True))
-    wide, wide_extras = [x.double() for x in (q, k, v)], extras.to(torch.float64)
-    plain = dense_attention(q, k, v, mask, case.softmax_scale, dout, extras)
-    exact = dense_attention(*wide, mask, case.softmax_scale, dout.double(), wide_extras)
-    out = exact["out"].to(case.dtype).double()
-    rounded = backward_from_rounded_out(*wide, mask, case.softmax_scale, dout.double(), out, exact["lse"], wide_extras)
+    plain = by_autograd(q, k, v, mask, case.softmax_scale, dout, extras)
+    options = q, k, v, dout, mask, case.softmax_scale, torch.float64, case.softcap, extras.sinks, extras.dlse
+    exact = dense_with_grads(*options)
+    rounded = dense_with_grads(*options, rounded=exact["out"].to(case.dtype).double())
     eps = torch.finfo(case.dtype).eps
     shares, problems = {}, []
-    for name, want in exact.items():
-        got = ours[name].double()
+    for name, got in ours.items():
+        got, want = got.double(), exact[name]
         infinite = want.isinf()
         if not torch.equal(infinite, got.isinf()) or got.isnan().any():
             problems.append(
                 f"{name}: {int(got.isnan().sum())} NaN, infinities differ {not torch.equal(infinite, got.isinf())}"
             )
             continue
-        lows = [plain[name], rounded[name]] if name in rounded else [plain[name]]
+        lows = [plain[name]] if name in ("out", "lse", "dv") else [plain[name], rounded[name]]
         want, got, *lows = (x.masked_fill(infinite, 0.0) for x in (want, got, *lows))
         size = want.abs().max() if want.numel() else want.new_zeros(())
         low_worst, low_norm = (max(f(low - want) for low in lows) for f in (lambda x: x.abs().max(), Tensor.norm))

@@ -11,7 +11,7 @@ is this tree's for both, so both must take the same parameters and work lists. K
 from pathlib import Path
 
 import torch
-from bench_kernel import GROUPS, cases
+from bench_kernel import GROUPS
 from figures import parser
 from rivals import Case
 from timing import Sustained, sustained, take_turns
@@ -79,7 +79,7 @@ def main() -> None:
     arguments = command.parse_args()
     folders = {"this": jit.kernel_dir(), "other": arguments.other}
     for group in arguments.groups:
-        for case in cases(group):
+        for case in GROUPS[group]:
             print(compare(case, folders, arguments.ms, arguments.sustained), flush=True)
 
 

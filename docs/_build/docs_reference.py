@@ -12,6 +12,7 @@ import runpy
 import subprocess
 import sys
 import textwrap
+import tomllib
 import types
 import warnings
 from collections.abc import Callable, Iterator
@@ -24,99 +25,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 # ------------------------------------------------------------------------------------------------------------- options
 
-# What torchtitan's options mean here. Types and defaults are read from its dataclasses.
-TORCHTITAN: dict[str, dict[str, str]] = {
-    "job": {
-        "custom_config_module": 'Set it to "torchtitan_magi.titan": it adds the [magi] section.',
-        "dump_folder": "Folder of the run: checkpoints, logs, the lock that keeps a second run out.",
-    },
-    "experimental": {
-        "custom_import": 'Set it to "torchtitan_magi.titan": it adds varlen context parallelism.',
-    },
-    "model": {
-        "name": '"llama3" or "qwen3", dense or with experts; with torchtitan 0.3 also "gpt_oss" and "deepseek_v3".',
-        "flavor": '"hf": sizes and positions from config.json in hf_assets_path. Flavors of torchtitan\'s own end in '
-        '``_varlen`` here, such as "8B_varlen".',
-        "hf_assets_path": "Folder of config.json, safetensors, tokenizer and chat template.",
-        "converters": "Changes of the model before it is sharded, by their registered names; see imports of [magi].",
-    },
-    "training": {
-        "dataset": '"sft": conversations and texts. "dpo": preference pairs. Datasets of torchtitan\'s own work too.',
-        "dataset_path": "Sources of the records: files, folders, patterns, hf://org/name, with weights.",
-        "seq_len": "Tokens per pack. A multiple of 2 x context_parallel_degree x tensor_parallel_degree.",
-        "local_batch_size": "Packs per data-parallel rank and microbatch. With long packs set it to 1.",
-        "global_batch_size": "Packs per step, over all ranks; more than a microbatch has means gradient accumulation. "
-        "-1: no accumulation.",
-        "steps": "Optimizer steps; left at the default, magi.epochs sets them, and it ends a run with more of them.",
-        "dtype": "Of parameters, gradients and optimizer states.",
-        "mixed_precision_param": "Of the computation, under FSDP2 or without any parallelism. TP without FSDP2 "
-        "computes in training.dtype. train.sh sets float32 on a CPU.",
-        "enable_cpu_offload": "Keep parameters, gradients and optimizer states in the host's memory. Needs GPUs and "
-        "FSDP2.",
-    },
-    "validation": {
-        "enable": "Validate during training.",
-        "dataset": 'As training.dataset: "dpo" if that is "dpo", else another one.',
-        "dataset_path": "As training.dataset_path.",
-        "seq_len": "Tokens per pack, at most training.seq_len. Set it to that, or longer documents are truncated.",
-        "local_batch_size": "Packs per data-parallel rank and step.",
-        "freq": "Steps of training between validations.",
-        "steps": "Steps of a validation. -1: one pass over all records.",
-    },
-    "parallelism": {
-        "context_parallel_degree": "Ranks that share a pack. FSDP2 shards the model over them, too.",
-        "tensor_parallel_degree": "Ranks that share each layer's matrices, inside a node.",
-        "data_parallel_shard_degree": "Ranks with packs of their own, over which FSDP2 shards the model. -1: what is "
-        "left over.",
-        "data_parallel_replicate_degree": "Copies of the sharded model (HSDP).",
-        "expert_parallel_degree": "Ranks that share the experts; they are taken from the other degrees.",
-        "expert_tensor_parallel_degree": "1, or tensor_parallel_degree: experts are split over those ranks, too.",
-        "pipeline_parallel_degree": "1 with torchtitan 0.2.2; [with 0.3](../how-to/torchtitan-0.3.md) more.",
-        "context_parallel_load_balancer": "No effect on packed documents: the plan balances.",
-        "context_parallel_rotate_method": "No effect: K/V travel as planned.",
-    },
-    "activation_checkpoint": {
-        "mode": "What is computed again in the backward: nothing, a part or whole blocks.",
-        "selective_ac_option": '"op": keep attention and every second matrix product. "2": every second block.',
-    },
-    "compile": {
-        "enable": "Compile each block by torch.compile; attention is an op that it does not look into.",
-    },
-    "checkpoint": {
-        "enable": "Save checkpoints, and load the last one or the initial weights.",
-        "folder": "Name of the checkpoints' folder in job.dump_folder.",
-        "interval": "Steps between checkpoints.",
-        "keep_latest_k": "Number of checkpoints to keep, at least 2. 0: all.",
-        "load_step": "Step of the checkpoint to continue from. -1: the latest.",
-        "initial_load_path": "Checkpoint or Hugging Face folder to start from, where this run has no checkpoint yet.",
-        "initial_load_in_hf": "The initial weights are safetensors: those of initial_load_path, else of "
-        "model.hf_assets_path.",
-        "last_save_model_only": "The last checkpoint has weights only, and a run cannot continue from it.",
-        "last_save_in_hf": "The last checkpoint is a Hugging Face model that transformers loads.",
-        "export_dtype": "Of the last checkpoint's weights, if it has weights only.",
-        "async_mode": '"async": write while training goes on; a failure is told when the next save begins.',
-        "load_only": "Load and never save.",
-    },
-    "comm": {
-        "init_timeout_seconds": "Seconds that a rank waits for others before and in the first step. Reading large "
-        "weights may need more.",
-        "train_timeout_seconds": "The same after the first step: when a rank hangs, the others end after so long.",
-    },
-    "optimizer": {
-        "lr": "Learning rate. The default is for pre-training; 1e-5 is usual for SFT, 5e-7 for DPO.",
-    },
-    "lr_scheduler": {
-        "warmup_steps": "Steps over which the learning rate rises. The default is for long runs.",
-    },
-    "metrics": {
-        "log_freq": "Steps between lines of the log.",
-        "enable_tensorboard": "Write metrics for TensorBoard into job.dump_folder.",
-    },
-    "debug": {
-        "seed": "Seeds weights and the order of the data; unset is 0 for the order.",
-        "moe_force_load_balance": "Send tokens to experts in turn, to see what balance would gain. No training.",
-    },
-}
+OPTIONS = Path(__file__).with_name("torchtitan_options.toml")  # what torchtitan's options mean here
+TORCHTITAN: dict[str, dict[str, str]] = tomllib.loads(OPTIONS.read_text())
 
 
 def option_docs(options: type) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Feeds mutated inputs to what reads people's files and arguments, and keeps those that end badly.
+"""Feeds inputs that hypothesis draws to what reads people's files and arguments, and keeps those that end badly.
 
     python tests/long/fuzz.py --minutes 10 --seed 0 --targets records toml
     python tests/long/fuzz.py --replay outputs/fuzz/records-1f0c2a7b
@@ -7,20 +7,18 @@ A target (`fuzz_targets.py`) is a function of bytes. It must return, or raise a 
 names a remedy. All else is a finding: another exception, a message of several lines, more CPU time or memory than an
 input may take, a process that dies or waits. The inputs of findings are kept in a folder, to be replayed.
 
-Each target runs in a process of its own. Mutations start from the target's seeds, and from inputs that were refused for
-a new reason. The same seed and number of cases give the same inputs.
+Each target runs in a process of its own. Inputs are the target's seeds, and these with some of their parts replaced.
+The same seed and number of cases give the same inputs.
 """
 
 import argparse
 import contextlib
-import copy
 import hashlib
 import itertools
 import json
 import logging
 import multiprocessing
 import os
-import random
 import re
 import resource
 import signal
@@ -35,12 +33,15 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import hypothesis
+from hypothesis import strategies as st
+
 CPU_SECONDS = 10  # that an input may take
 MEMORY_BYTES = 4 * 2**30  # of address space that a target's process may add
 WAIT_SECONDS = 300  # without an end, on any machine
 MAX_INPUT = 2**18  # bytes
-MAX_FOUND = 2**13  # bytes of an input that mutations start from
 MAX_MESSAGE = 2000  # characters
+CASES_OF_A_RUN = 1000  # of hypothesis, which remembers them all
 MAX_KINDS_SHOWN = 30
 
 Check = Callable[[bytes], None]
@@ -48,7 +49,7 @@ Check = Callable[[bytes], None]
 
 @dataclass(frozen=True)
 class Target:
-    """make: called once, with a folder for files -> the check of an input. words: what mutations may put in."""
+    """make: called once, with a folder for files -> the check of an input. words: what may be put in."""
 
     name: str
     make: Callable[[Path], Check]
@@ -82,7 +83,7 @@ class Report:
             self.findings[outcome.kind] = min(data, self.findings.get(outcome.kind, data), key=len)
 
 
-# ----------------------------------------------------------------------------------------------------------- mutations
+# -------------------------------------------------------------------------------------------------------------- inputs
 
 _TOKEN = re.compile(rb'"(?:[^"\\\n]|\\.)*"|[\w.+-]+|\s+|.', re.DOTALL)
 _CLOSING = {b"[": b"]", b"{": b"}", b"(": b")"}
@@ -95,121 +96,111 @@ _WORDS = (
     b'"\\u001b[31m\\u2028"',
 )
 
-Tokens = list[bytes]
 
-
-def mutated(rng: random.Random, seeds: tuple[bytes, ...], found: list[bytes], words: tuple[bytes, ...]) -> bytes:
-    """A seed or an input found later, after one or a few mutations."""
-    data = rng.choice(rng.choice((seeds, found)) or seeds)
-    for _ in range(1 + int(rng.expovariate(0.8))):
-        how = rng.random()
-        changed = None
-        if how < 0.5:
-            with contextlib.suppress(RecursionError):  # too deep for json and copy
-                changed = _mutated_json(rng, data, words)
-        if changed is not None:
-            data = changed
-        elif how < 0.6:
-            data = _mutated_bytes(rng, data)
-        else:
-            data = b"".join(_mutated_tokens(rng, _TOKEN.findall(data), _TOKEN.findall(rng.choice(seeds)), words))
+@st.composite
+def inputs(draw: st.DrawFn, target: Target) -> bytes:
+    """A seed after one or a few edits."""
+    data = draw(st.sampled_from(target.seeds))
+    for _ in range(draw(st.sampled_from((1, 1, 1, 2, 2, 3, 4)))):
+        edit = draw(st.sampled_from((edited_json, edited_json, edited_tokens)))
+        data = draw(edit(data, target))
     return data[:MAX_INPUT]
 
 
-def _mutated_bytes(rng: random.Random, data: bytes) -> bytes:
-    start, stop = sorted(rng.choices(range(len(data) + 1), k=2))
-    kind = rng.randrange(5)
-    if kind == 0:
-        return data[:start]
-    if kind == 1:
-        return data[:start] + data[stop:]
-    if kind == 2:
-        return data[:start] + rng.randbytes(rng.randint(1, 4)) + data[start:]
-    if kind == 3:
-        return data[:stop] + data[start:stop] + data[stop:]
-    flipped = bytearray(data)
-    if flipped:
-        flipped[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
-    return bytes(flipped)
-
-
-def _mutated_json(rng: random.Random, data: bytes, words: tuple[bytes, ...]) -> bytes | None:
-    """One line with one value or key of its JSON changed; None if it is no JSON or no container."""
+@st.composite
+def edited_json(draw: st.DrawFn, data: bytes, target: Target) -> bytes:
+    """One line with one value or key of its JSON changed; if it is no JSON or no container, a token."""
     rows = data.split(b"\n")
-    number = rng.randrange(len(rows))
-    places: list[tuple[Any, Any]] = []  # container, key
-    try:
+    number = draw(st.integers(0, len(rows) - 1))
+    with contextlib.suppress(ValueError, RecursionError):
         root = json.loads(rows[number])
-        _find_places(root, places)
-        words = (*_WORDS, *words)
-        new = [place[0][place[1]] for place in places] + [_value(rng.choice(words)) for _ in range(4)]
-        container, key = rng.choice(places)
-    except (ValueError, IndexError):
-        return None
-    kind = rng.randrange(4)
-    if kind == 0:
-        del container[key]
-    elif kind == 1 and isinstance(container, dict):
-        container[str(_value(rng.choice(words)))] = container.pop(key)
-    elif kind == 2 and isinstance(container, list):
-        container.insert(key, copy.deepcopy(rng.choice(new)))
-    else:
-        container[key] = copy.deepcopy(rng.choice(new))
-    rows[number] = json.dumps(root, ensure_ascii=rng.random() < 0.8).encode(errors="surrogatepass")
-    return b"\n".join(rows)
+        if not (places := list(places_in(root))):
+            return draw(edited_tokens(data, target))
+        container, key = draw(st.sampled_from(places))
+        kind = draw(st.sampled_from(("replace", "replace", "other key", "insert", "delete")))
+        if kind != "delete":
+            others = st.sampled_from([owner[name] for owner, name in places])
+            words = st.sampled_from((*_WORDS, *target.words)).map(value_of)
+            new = json.loads(json.dumps(draw(words | others)))  # a copy
+        if kind == "delete":
+            del container[key]
+        elif kind == "other key" and isinstance(container, dict):
+            container[str(new)] = container.pop(key)
+        elif kind == "insert" and isinstance(container, list):
+            container.insert(key, new)
+        else:
+            container[key] = new
+        rows[number] = json.dumps(root, ensure_ascii=draw(st.booleans())).encode(errors="surrogatepass")
+        return b"\n".join(rows)
+    return draw(edited_tokens(data, target))
 
 
-def _find_places(value: Any, places: list[tuple[Any, Any]]) -> None:
+def places_in(value: Any) -> Iterator[tuple[Any, Any]]:
+    """Containers and keys of all values in a value."""
     if isinstance(value, dict | list):
         for key in value if isinstance(value, dict) else range(len(value)):
-            places.append((value, key))
-            _find_places(value[key], places)
+            yield value, key
+            yield from places_in(value[key])
 
 
-def _value(word: bytes) -> Any:
+def value_of(word: bytes) -> Any:
     try:
         return json.loads(word)
     except ValueError:
         return word.decode(errors="replace")
 
 
-def _mutated_tokens(rng: random.Random, tokens: Tokens, others: Tokens, words: tuple[bytes, ...]) -> Tokens:
-    """One token, or all between two brackets, changed."""
-    start, stop = _span(rng, tokens)
-    before, span, after = tokens[:start], tokens[start:stop], tokens[stop:]
-    kind = rng.randrange(7)
-    if kind == 0:
-        return before + after
-    if kind == 1:
-        return before + span * rng.choice((2, 2, 3, 100)) + after
-    if kind == 2:
-        begin, end = _span(rng, others)
-        return before + others[begin:end] + after
-    if kind == 3:
-        opening = rng.choice(list(_CLOSING))
-        depth = rng.choice((1, 1, 1, 2, 2, 3, 1000, 50_000))
-        return [*before, opening * depth, *span, _CLOSING[opening] * depth, *after]
-    if kind == 4:
-        begin, end = _span(rng, tokens)
-        if begin >= stop:
-            return before + tokens[begin:end] + tokens[stop:begin] + span + tokens[end:]
-    return [*before, rng.choice(_WORDS + words), *(span if kind == 5 else []), *after]
+@st.composite
+def edited_tokens(draw: st.DrawFn, data: bytes, target: Target) -> bytes:
+    """A token, or all between two brackets, replaced."""
+    tokens, others = (_TOKEN.findall(text) for text in (data, draw(st.sampled_from(target.seeds))))
+    start, stop = draw(spans(tokens))
+    part = b"".join(tokens[start:stop])
+
+    def nested(opening: bytes, depth: int) -> bytes:
+        return opening * depth + part + _CLOSING[opening] * depth
+
+    new = draw(
+        st.sampled_from((b"", part * 2, part * 100, *_WORDS, *target.words))
+        | spans(others).map(lambda span: b"".join(others[slice(*span)]))
+        | spans(others).map(lambda span: part + b"".join(others[slice(*span)]))
+        | st.builds(nested, st.sampled_from(list(_CLOSING)), st.sampled_from((1, 2, 3, 1000, 50_000)))
+        | st.binary(max_size=4)
+    )
+    return b"".join([*tokens[:start], new, *tokens[stop:]])
 
 
-def _span(rng: random.Random, tokens: Tokens) -> tuple[int, int]:
-    """A token that is no space, or if it is an opening bracket all to its end."""
+@st.composite
+def spans(draw: st.DrawFn, tokens: list[bytes]) -> tuple[int, int]:
+    """A token that is no space, or if it is an opening bracket perhaps all to its end."""
     places = [i for i, token in enumerate(tokens) if not token.isspace()]
     if not places:
         return 0, len(tokens)
-    start = rng.choice(places)
+    start = draw(st.sampled_from(places))
     opening, depth = tokens[start], 0
-    if opening not in _CLOSING or rng.random() < 0.2:
-        return start, start + 1
-    for stop, token in enumerate(tokens[start:], start + 1):
-        depth += (token == opening) - (token == _CLOSING[opening])
-        if depth == 0:
-            return start, stop
+    if opening in _CLOSING and draw(st.booleans()):
+        for stop, token in enumerate(tokens[start:], start + 1):
+            depth += (token == opening) - (token == _CLOSING[opening])
+            if depth == 0:
+                return start, stop
     return start, start + 1
+
+
+def feed(target: Target, seed: str, cases: int, see: Callable[[bytes], None]) -> None:
+    """Calls see(input) with so many inputs, less those that came before."""
+    seen: set[bytes] = set()
+
+    def see_new(data: bytes) -> None:
+        if data not in seen:
+            seen.add(data)
+            see(data)
+
+    run = hypothesis.given(inputs(target))(see_new)
+    settings = hypothesis.settings(
+        max_examples=cases, deadline=None, database=None, derandomize=False, phases=[hypothesis.Phase.generate],
+        suppress_health_check=list(hypothesis.HealthCheck),
+    )  # fmt: skip
+    hypothesis.seed(seed)(settings(run))()
 
 
 # -------------------------------------------------------------------------------------------------------------- verdict
@@ -261,22 +252,14 @@ def _place(error: BaseException) -> str:
 # ------------------------------------------------------------------------------------------------------------ processes
 
 
-def inputs(target: Target, seed: int, first: int, found: list[bytes]) -> Iterator[bytes]:
-    """The target's inputs from number `first` on. found: what was refused for a new reason, which grows meanwhile."""
-    yield from target.seeds[first:]
-    number = max(first, len(target.seeds))
-    while True:
-        yield mutated(random.Random(f"{seed} {target.name} {number}"), target.seeds, found, target.words)
-        number += 1
-
-
 def _work(
     target: Target, folder: Path, seed: int, first: int, again: bytes | None, receiver: Connection, sender: Connection
 ) -> None:
     """Sends each input before it is checked, and then its outcome, until it is killed.
 
     Args:
-        again: checked before the inputs from number `first` on, if any.
+        first: the number of inputs before; what is drawn depends on it.
+        again: checked before these, if any.
     """
     receiver.close()  # the child's copy of it
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -288,18 +271,18 @@ def _work(
     check = target.make(folder)
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY_BYTES,) * 2)
-    found: list[bytes] = []
-    kinds: set[str] = set()
+
+    def see(data: bytes) -> None:
+        sender.send_bytes(data)
+        limit = int(time.process_time()) + CPU_SECONDS + 1
+        resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.RLIM_INFINITY))
+        sender.send(judged(check, data))
+
     with contextlib.suppress(BrokenPipeError, KeyboardInterrupt):
-        for data in itertools.chain([] if again is None else [again], inputs(target, seed, first, found)):
-            sender.send_bytes(data)
-            limit = int(time.process_time()) + CPU_SECONDS + 1
-            resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.RLIM_INFINITY))
-            outcome = judged(check, data)
-            if outcome.kind not in kinds and len(data) <= MAX_FOUND:
-                kinds.add(outcome.kind)
-                found.append(data)
-            sender.send(outcome)
+        for data in ([] if again is None else [again]) + list(target.seeds[first:]):
+            see(data)
+        for number in itertools.count(first):
+            feed(target, f"{seed} {target.name} {number}", CASES_OF_A_RUN, see)
 
 
 def fuzz(target: Target, seed: int, is_enough: Callable[[Report], bool]) -> Report:
@@ -395,19 +378,11 @@ def main() -> None:
     from fuzz_targets import TARGETS
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--targets",
-        nargs="+",
-        choices=TARGETS,
-        default=list(TARGETS),
-        help="readers to feed, see fuzz_targets.py (default: %(default)s)",
-    )
+    parser.add_argument("--targets", nargs="+", choices=TARGETS, default=TARGETS, help="readers to feed (default: all)")
     parser.add_argument("--minutes", type=float, default=1, help="for each target (default: %(default)s)")
     parser.add_argument("--cases", type=int, help="for each target, instead of minutes")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the mutations (default: %(default)s)")
-    parser.add_argument(
-        "--folder", type=Path, default=Path("outputs/fuzz"), help="for the inputs of findings (default: %(default)s)"
-    )
+    parser.add_argument("--seed", type=int, default=0, help="of what is drawn (default: %(default)s)")
+    parser.add_argument("--folder", type=Path, default=Path("outputs/fuzz"), help="of findings (default: %(default)s)")
     parser.add_argument("--replay", type=Path, metavar="FILE", help="run one kept input again, nothing else")
     arguments = parser.parse_args()
     if arguments.replay:

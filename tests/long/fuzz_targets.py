@@ -3,6 +3,7 @@
 Each is one small function over one entry of the package; seeds are sound inputs, words what a mutation may put in.
 """
 
+import functools
 import gzip
 import hashlib
 import io
@@ -10,6 +11,7 @@ import json
 import os
 import pickle
 import tempfile
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
@@ -21,6 +23,7 @@ import pyarrow.parquet as pq
 import safetensors.torch
 import torch
 from fuzz import Check, Target
+from runner import ROOT
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
@@ -57,12 +60,26 @@ from torchtitan_magi.training.checkpoints.digests import DIGESTS, METADATA, chec
 from torchtitan_magi.training.checkpoints.hf_weights import INDEX, check_weights, shard_numbers, tensor_shapes
 from torchtitan_magi.training.objectives.reference_file import read_logprobs, write_logprobs
 
-ROOT = Path(__file__).resolve().parents[2]
+from support.masks import dense_mask  # isort: skip
+
 SEQ_LEN = 64
 
 
 def words(text: str) -> tuple[bytes, ...]:
     return tuple(text.encode().split())
+
+
+def of_file(name: str, read: Callable[[Path], object]) -> Callable[[Path], Check]:
+    """A target that writes its inputs to a file of that name, and reads it."""
+
+    def make(folder: Path) -> Check:
+        def check(data: bytes) -> None:
+            (folder / name).write_bytes(data)
+            read(folder / name)
+
+        return check
+
+    return make
 
 
 def lines(*values: Any) -> bytes:
@@ -127,50 +144,40 @@ TOOL_TEMPLATE = """\
 """
 
 
-def read_documents(folder: Path) -> Check:
-    return _reader(folder / "documents.jsonl", PackedSFTDataset, chat_tokenizer(TOOL_TEMPLATE))
+@functools.cache
+def tool_tokenizer() -> ChatTokenizer:
+    return chat_tokenizer(TOOL_TEMPLATE)
 
 
-def read_pairs(folder: Path) -> Check:
-    return _reader(folder / "pairs.jsonl", PackedPairDataset, chat_tokenizer(TOOL_TEMPLATE).pair)
+def read_documents(path: Path) -> None:
+    read_packs(PackedSFTDataset, path, tool_tokenizer())
 
 
-def _reader(path: Path, kind: type[PackedDataset], tokenize: Any) -> Check:
-    def check(data: bytes) -> None:
-        """Half of the inputs are read with malformed records left out."""
-        path.write_bytes(data)
-        dataset = kind(path, tokenize, SEQ_LEN, epochs=1, bad_records="skip" if len(data) % 2 else "error")
-        for inputs, labels in dataset:
-            assert inputs["input"].shape == labels.shape == (SEQ_LEN,)
-        counts = dataset.counts
-        left_out = counts.unlabeled + counts.skipped + counts.equal + counts.long_prompts
-        assert counts.documents + counts.extra_pieces == counts.pieces + left_out
-        assert counts.tokens_read == counts.tokens + counts.truncated_tokens + counts.tokens_left_out
-
-    return check
+def read_pairs(path: Path) -> None:
+    read_packs(PackedPairDataset, path, tool_tokenizer().pair)
 
 
-def read_gzip(folder: Path) -> Check:
-    return _source(folder / "documents.jsonl.gz")
+def read_packs(kind: type[PackedDataset], path: Path, tokenize: Any) -> None:
+    """Half of the inputs are read with malformed records left out."""
+    bad_records = "skip" if path.stat().st_size % 2 else "error"
+    dataset = kind(path, tokenize, SEQ_LEN, epochs=1, bad_records=bad_records)
+    for inputs, labels in dataset:
+        assert inputs["input"].shape == labels.shape == (SEQ_LEN,)
+    counts = dataset.counts
+    left_out = counts.unlabeled + counts.skipped + counts.equal + counts.long_prompts
+    assert counts.documents + counts.extra_pieces == counts.pieces + left_out
+    assert counts.tokens_read == counts.tokens + counts.truncated_tokens + counts.tokens_left_out
 
 
-def read_parquet(folder: Path) -> Check:
-    return _source(folder / "documents.parquet")
-
-
-def _source(path: Path) -> Check:
-    def check(data: bytes) -> None:
-        """The file, and what is kept of it, are read twice."""
-        path.write_bytes(data)
-        with tempfile.TemporaryDirectory(dir=path.parent) as cache:
-            for _ in range(2):
-                corpus = Corpus(path, cache=cache)
-                for block in range(corpus.num_blocks):
-                    corpus.read(block)
-                    corpus.digest(block)
-                corpus.where(len(corpus) - 1)
-
-    return check
+def read_source(path: Path) -> None:
+    """The file, and what is kept of it, are read twice."""
+    with tempfile.TemporaryDirectory(dir=path.parent) as cache:
+        for _ in range(2):
+            corpus = Corpus(path, cache=cache)
+            for block in range(corpus.num_blocks):
+                corpus.read(block)
+                corpus.digest(block)
+            corpus.where(len(corpus) - 1)
 
 
 def _parquet() -> bytes:
@@ -179,20 +186,14 @@ def _parquet() -> bytes:
     return file.getvalue()
 
 
-def read_tokens(folder: Path) -> Check:
-    path = folder / "block.tokens"
-
-    def check(data: bytes) -> None:
-        path.write_bytes(data)
-        try:
-            block = TokenBlock.open(str(path))
-        except Damaged:
-            raise ValueError("the file is damaged; its tokens are made again") from None
-        if not block.are_sound(np.arange(len(block))):
-            raise ValueError("the tokens are damaged; they are made again")
-        assert data == BLOCK
-
-    return check
+def read_tokens(path: Path) -> None:
+    try:
+        block = TokenBlock.open(str(path))
+    except Damaged:
+        raise ValueError("the file is damaged; its tokens are made again") from None
+    if not block.are_sound(np.arange(len(block))):
+        raise ValueError("the tokens are damaged; they are made again")
+    assert path.read_bytes() == BLOCK
 
 
 def _block() -> bytes:
@@ -233,14 +234,10 @@ NAMED = {"name": "default", "template": CHATML_TEMPLATE}
 ASSETS = (lines({"chat_template": CHATML_TEMPLATE}), lines({"chat_template": [NAMED, NAMED | {"name": "tool_use"}]}))
 
 
-def read_assets(folder: Path) -> Check:
-    def check(data: bytes) -> None:
-        (folder / "tokenizer_config.json").write_bytes(data)
-        template = load_chat_template(folder)
-        if template is not None:
-            chat_tokenizer(template)
-
-    return check
+def read_assets(path: Path) -> None:
+    template = load_chat_template(path.parent)
+    if template is not None:
+        chat_tokenizer(template)
 
 
 # Files of a tokenizer's folder, one object of all of them.
@@ -320,20 +317,12 @@ def _check_mask(mask: AttnSlices) -> None:
     assert canonical.canonical() == canonical
     assert mask.row_cost(total).sum() == mask.area
     if total <= MAX_DENSE:
-        np.testing.assert_array_equal(_dense(canonical.table, total), _dense(mask.table, total) > 0)
+        pairs = dense_mask(mask.table, total, total)
+        np.testing.assert_array_equal(dense_mask(canonical.table, total, total), pairs)
+        assert canonical.area == pairs.sum()  # no pair twice
     for cp_size in (1, 2, 3):
         owned = np.concatenate([rank.tokens for rank in make_plan(mask, total, cp_size).ranks])
         assert len(np.unique(owned)) == len(owned) >= total
-
-
-def _dense(table: Any, total: int) -> Any:
-    """int [total, total]: how many slices let each pair through."""
-    query, key = np.ogrid[:total, :total]
-    count = np.zeros((total, total), int)
-    for q_start, q_end, k_start, k_end, kind in table:
-        low, high = k_start + (kind >> 1) * (query - q_start), k_end - (kind & 1) * (q_end - 1 - query)
-        count += (query >= q_start) & (query < q_end) & (key >= low) & (key < high)
-    return count
 
 
 # ------------------------------------------------------------------------------------------------------- configurations
@@ -388,30 +377,8 @@ MODELS = (MODEL, GPT_OSS, DEEPSEEK_V3)
 MODEL_WORDS = words(" ".join(map(json.dumps, [*PLAIN, *ROPE_FIELDS, "layer_types", "auto_map", "llama3", "linear"])))
 
 
-def read_cost_model(folder: Path) -> Check:
-    path = folder / "cost.json"
-
-    def check(data: bytes) -> None:
-        path.write_bytes(data)
-        make_plan(varlen_causal([0, 300, 1000]), 1000, 2, cost=CostModel.load(path)).predict(CostModel.load(path))
-
-    return check
-
-
-def read_hf_config(folder: Path) -> Check:
-    def check(data: bytes) -> None:
-        (folder / "config.json").write_bytes(data)
-        read_model_config(folder)
-
-    return check
-
-
-def read_hf_index(folder: Path) -> Check:
-    def check(data: bytes) -> None:
-        (folder / INDEX).write_bytes(data)
-        shard_numbers(folder, MODEL)
-
-    return check
+def read_cost_model(path: Path) -> None:
+    make_plan(varlen_causal([0, 300, 1000]), 1000, 2, cost=CostModel.load(path)).predict(CostModel.load(path))
 
 
 def read_weights(folder: Path) -> Check:
@@ -432,20 +399,8 @@ def _weights() -> tuple[bytes, bytes]:
     return file[8:end], file[end:]
 
 
-def read_text_lengths(folder: Path) -> Check:
-    return _lengths(folder / "lengths.txt")
-
-
-def read_array_lengths(folder: Path) -> Check:
-    return _lengths(folder / "lengths.npy")
-
-
-def _lengths(path: Path) -> Check:
-    def check(data: bytes) -> None:
-        path.write_bytes(data)
-        assert read_lengths(path).min() > 0
-
-    return check
+def check_lengths(path: Path) -> None:
+    assert read_lengths(path).min() > 0
 
 
 def _array() -> bytes:
@@ -454,38 +409,18 @@ def _array() -> bytes:
     return file.getvalue()
 
 
-def read_reference(folder: Path) -> Check:
-    path = folder / "reference.npz"
-
-    def check(data: bytes) -> None:
-        path.write_bytes(data)
-        read_logprobs(path, FINGERPRINTS, len(LOGPROBS), "delete it")
-
-    return check
-
-
-def read_checkpoint(folder: Path) -> Check:
+def read_checkpoint(path: Path) -> None:
     """Nothing that the list names is run but the classes that it consists of."""
-    (folder / "__0_0.distcp").write_bytes(bytes(16))
-
-    def check(data: bytes) -> None:
-        (folder / METADATA).write_bytes(data)
-        check_sizes(folder)
-
-    return check
+    (path.parent / "__0_0.distcp").write_bytes(bytes(16))
+    check_sizes(path.parent)
 
 
-def read_digests(folder: Path) -> Check:
+def read_digests(path: Path) -> None:
     """As ``python -m torchtitan_magi.verify`` does with SHA256SUMS beside a sound checkpoint."""
-    (folder / METADATA).write_bytes(_metadata())
-    (folder / "__0_0.distcp").write_bytes(bytes(16))
-
-    def check(data: bytes) -> None:
-        (folder / DIGESTS).write_bytes(data)
-        check_digests(folder)
-        check_sizes(folder)
-
-    return check
+    (path.parent / METADATA).write_bytes(_metadata())
+    (path.parent / "__0_0.distcp").write_bytes(bytes(16))
+    check_digests(path.parent)
+    check_sizes(path.parent)
 
 
 def _digests() -> bytes:
@@ -531,19 +466,14 @@ def _metadata() -> bytes:
 CODE = hashlib.sha256(b"code").digest() + b"code"
 
 
-def read_kernel(folder: Path) -> Check:
+def read_kernel(path: Path) -> None:
     """Nothing but what was written is ever loaded."""
-
-    def check(data: bytes) -> None:
-        (folder / "kernel.cubin").write_bytes(data)
-        (folder / "kernel.cubin").chmod(0o600)
-        with open_folder(folder) as descriptor:
-            code = read_entry(descriptor, "kernel.cubin")
-        if code is None:
-            raise ValueError("the entry is damaged; it is compiled again")
-        assert data == CODE
-
-    return check
+    path.chmod(0o600)
+    with open_folder(path.parent) as descriptor:
+        code = read_entry(descriptor, path.name)
+    if code is None:
+        raise ValueError("the entry is damaged; it is compiled again")
+    assert path.read_bytes() == CODE
 
 
 def _reference() -> bytes:
@@ -553,31 +483,45 @@ def _reference() -> bytes:
         return path.read_bytes()
 
 
-def _targets(*targets: Target) -> dict[str, Target]:
-    return {target.name: target for target in targets}
-
-
-TARGETS = _targets(
-    Target("records", read_documents, DOCUMENTS, RECORD_WORDS),
-    Target("pairs", read_pairs, PAIRS, RECORD_WORDS),
-    Target("gzip", read_gzip, tuple(map(gzip.compress, DOCUMENTS))),
-    Target("parquet", read_parquet, (_parquet(),)),
-    Target("tokens", read_tokens, (BLOCK,)),
-    Target("templates", render_template, tuple(text.encode() for text in TEMPLATES), TEMPLATE_WORDS),
-    Target("assets", read_assets, ASSETS),
-    Target("tokenizer", read_tokenizer, tuple(map(lines, FOLDERS)), TOKEN_WORDS),
-    Target("slices", plan_slices, tuple(map(lines, TABLES))),
-    Target("documents", plan_documents, (lines({"cu_seqlens": [0, 3, 9], "size": 2}), lines([[2, 3, 4], [1, 1, 1]]))),
-    Target("toml", read_toml, tuple(path.read_bytes() for path in CONFIGS), TOML_WORDS),
-    Target("cost_model", read_cost_model, (lines({"cost_model": asdict(H200)}),)),
-    Target("hf_config", read_hf_config, tuple(lines(model.to_hf()) for model in MODELS), MODEL_WORDS),
-    Target("checkpoint", read_checkpoint, (_metadata(),)),
-    Target("digests", read_digests, (_digests(),)),
-    Target("loader_state", read_loader_state, (_loader_state(),)),
-    Target("kernels", read_kernel, (CODE,)),
-    Target("reference", read_reference, (_reference(),)),
-    Target("hf_index", read_hf_index, (lines({"weight_map": {"model.norm.weight": "model-1.safetensors"}}),)),
-    Target("weights", read_weights, _weights()[:1]),
-    Target("lengths", read_text_lengths, (b"3 1, 4\n1024\n",)),
-    Target("lengths_npy", read_array_lengths, (_array(),)),
-)
+TARGETS = {
+    target.name: target
+    for target in (
+        Target("records", of_file("documents.jsonl", read_documents), DOCUMENTS, RECORD_WORDS),
+        Target("pairs", of_file("pairs.jsonl", read_pairs), PAIRS, RECORD_WORDS),
+        Target("gzip", of_file("documents.jsonl.gz", read_source), tuple(map(gzip.compress, DOCUMENTS))),
+        Target("parquet", of_file("documents.parquet", read_source), (_parquet(),)),
+        Target("tokens", of_file("block.tokens", read_tokens), (BLOCK,)),
+        Target("templates", render_template, tuple(text.encode() for text in TEMPLATES), TEMPLATE_WORDS),
+        Target("assets", of_file("tokenizer_config.json", read_assets), ASSETS),
+        Target("tokenizer", read_tokenizer, tuple(map(lines, FOLDERS)), TOKEN_WORDS),
+        Target("slices", plan_slices, tuple(map(lines, TABLES))),
+        Target(
+            "documents", plan_documents, (lines({"cu_seqlens": [0, 3, 9], "size": 2}), lines([[2, 3, 4], [1, 1, 1]]))
+        ),
+        Target("toml", read_toml, tuple(path.read_bytes() for path in CONFIGS), TOML_WORDS),
+        Target("cost_model", of_file("cost.json", read_cost_model), (lines({"cost_model": asdict(H200)}),)),
+        Target(
+            "hf_config",
+            of_file("config.json", lambda path: read_model_config(path.parent)),
+            tuple(lines(model.to_hf()) for model in MODELS),
+            MODEL_WORDS,
+        ),
+        Target("checkpoint", of_file(METADATA, read_checkpoint), (_metadata(),)),
+        Target("digests", of_file(DIGESTS, read_digests), (_digests(),)),
+        Target("loader_state", read_loader_state, (_loader_state(),)),
+        Target("kernels", of_file("kernel.cubin", read_kernel), (CODE,)),
+        Target(
+            "reference",
+            of_file("reference.npz", lambda path: read_logprobs(path, FINGERPRINTS, len(LOGPROBS), "delete it")),
+            (_reference(),),
+        ),
+        Target(
+            "hf_index",
+            of_file(INDEX, lambda path: shard_numbers(path.parent, MODEL)),
+            (lines({"weight_map": dict.fromkeys(tensor_shapes(MODEL), "a.safetensors")}),),
+        ),
+        Target("weights", read_weights, _weights()[:1]),
+        Target("lengths", of_file("lengths.txt", check_lengths), (b"3 1, 4\n1024\n",)),
+        Target("lengths_npy", of_file("lengths.npy", check_lengths), (_array(),)),
+    )
+}

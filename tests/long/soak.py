@@ -198,21 +198,20 @@ class Watcher:
         return self.max_steps is not None and len(self.steps) >= self.max_steps
 
     @property
+    def _logged(self) -> list[tuple[int, dict[str, float]]]:
+        return [event[1:] for event in self.events[0] if event[0] == "metrics"] if self.events else []
+
+    @property
     def steps(self) -> dict[int, tuple[float, float]]:
         """step -> loss and gradient norm, as far as rank 0 came."""
-        logged = [event[1:] for event in self.events[0] if event[0] == "metrics"] if self.events else []
-        return {
-            step: (metrics["loss_metrics/global_avg_loss"], metrics["grad_norm"])
-            for step, metrics in logged
-            if "grad_norm" in metrics
-        }
+        norms = {step: metrics for step, metrics in self._logged if "grad_norm" in metrics}
+        return {step: (found["loss_metrics/global_avg_loss"], found["grad_norm"]) for step, found in norms.items()}
 
     @property
     def validations(self) -> dict[int, float]:
         """step -> loss of the validation pass after it."""
         key = "validation_metrics/loss"
-        logged = [event[1:] for event in self.events[0] if event[0] == "metrics"] if self.events else []
-        return {step: metrics[key] for step, metrics in logged if key in metrics}
+        return {step: metrics[key] for step, metrics in self._logged if key in metrics}
 
 
 class Soak:

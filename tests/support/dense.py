@@ -18,10 +18,13 @@ def dense_attention(q, k, v, mask, softmax_scale, softcap=0.0, sinks=None):
     return torch.einsum("hqk,khd->qhd", probs, v), lse.transpose(0, 1)
 
 
-def dense_with_grads(q, k, v, dout, mask, softmax_scale, dtype, softcap=0.0, sinks=None, dlse=None):
+def dense_with_grads(q, k, v, dout, mask, softmax_scale, dtype, softcap=0.0, sinks=None, dlse=None, rounded=None):
     """dict of out, lse, dq, dk, dv and, with sinks [Hq], dsinks by the textbook formulas, every operation in ``dtype``.
 
     Also dq_terms and dk_terms: the same sums over absolute values, the scale of what cancels in dq and dk.
+
+    Args:
+        rounded: out as a kernel keeps it, from which delta = rowsum(out * dout) is taken; None: out itself.
     """
     q, k, v, dout = (x.detach().to(dtype) for x in (q, k, v, dout))
     out, lse = dense_attention(q, k, v, mask, softmax_scale, softcap, sinks)
@@ -33,7 +36,7 @@ def dense_with_grads(q, k, v, dout, mask, softmax_scale, dtype, softcap=0.0, sin
         scores, slope = softcap * tanh, 1 - tanh**2
     probs = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0.0).T[..., None]).masked_fill(~mask, 0.0)
     dprobs = torch.einsum("qhd,khd->hqk", dout, v_all)
-    delta = (out * dout).sum(-1)
+    delta = ((out if rounded is None else rounded) * dout).sum(-1)
     if dlse is not None:
         delta = delta - dlse.to(dtype)
     extra = {}
