@@ -40,6 +40,7 @@ from torchtitan_magi.data.tokens.sandbox import (
     unread,
 )
 from torchtitan_magi.data.tokens.turns import REMEDY, Frame, Trace, alike, beyond, marked_spans, next_header
+from torchtitan_magi.wording import one_line
 
 Kwargs = dict[str, Any]
 
@@ -314,7 +315,7 @@ class ChatTemplate:
         except MemoryError:
             raise
         except Exception as error:  # Python's compiler raises more than jinja2's
-            reason = " ".join(str(error).split())
+            reason = one_line(" ".join(str(error).split()), 1000)  # it may repeat a name of the template
             raise ValueError(f"the chat template is not valid ({reason}); correct it in the model's assets") from error
 
     def _check(self) -> None:
