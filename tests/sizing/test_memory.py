@@ -449,7 +449,7 @@ def test_the_log_warns_of_what_does_not_fit_and_says_once_what_was_measured():
 
 
 def offload_without_fsdp():
-    from torchtitan_magi.training.memory_log import check_offload
+    from torchtitan_magi.training.settings.degrees import check_offload
 
     check_offload(False, "cuda", fsdp_enabled=False)
     check_offload(True, "cuda", fsdp_enabled=True)

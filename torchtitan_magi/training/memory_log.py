@@ -62,25 +62,6 @@ def log_prediction(setup: Setup) -> Prediction:
     return prediction
 
 
-def check_offload(enabled: bool, device_type: str, fsdp_enabled: bool = True) -> None:
-    """Checks training.enable_cpu_offload, which torchtitan leaves to FSDP2.
-
-    Args:
-        device_type: that of torchtitan's tools, "cpu" once a run is to use the CPU.
-        fsdp_enabled: once that is known.
-
-    Raises:
-        ValueError: one line that names the value and the remedy.
-    """
-    if enabled and device_type == "cpu":
-        raise ValueError("training.enable_cpu_offload is true, but there is no GPU to relieve; set it to false")
-    if enabled and not fsdp_enabled:
-        raise ValueError(
-            "training.enable_cpu_offload is true, but FSDP is off, which does it; use a data_parallel_shard_degree or "
-            "context_parallel_degree above 1, or set it to false"
-        )
-
-
 class MeasuredMemory:
     """Measures what training takes of the GPUs' memory, and logs it once beside what was predicted.
 

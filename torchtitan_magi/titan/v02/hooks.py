@@ -46,12 +46,11 @@ from torchtitan_magi.training.checkpoints.digests import loading, save_with_dige
 from torchtitan_magi.training.checkpoints.export import Export
 from torchtitan_magi.training.experts import own_experts
 from torchtitan_magi.training.finite import StepGuard, check_state, clip_and_note
-from torchtitan_magi.training.memory_log import check_offload
 from torchtitan_magi.training.process.cpu import use_cpu
 from torchtitan_magi.training.process.last_line import LAST_LINE
 from torchtitan_magi.training.process.launcher import config_file_if_any
 from torchtitan_magi.training.process.timeouts import set_pg_timeouts
-from torchtitan_magi.training.settings.degrees import check_degrees
+from torchtitan_magi.training.settings.degrees import check_degrees, check_offload
 from torchtitan_magi.training.settings.magi_section import import_modules
 from torchtitan_magi.training.settings.options import Magi
 from torchtitan_magi.training.settings.values import check_toml, check_values, read_toml, usage_errors

@@ -37,10 +37,11 @@ from torchtitan_magi.titan.v02.models import (
 from torchtitan_magi.training.batches.planner import MagiRuntime, WorkCount
 from torchtitan_magi.training.checkpoints.export import Export
 from torchtitan_magi.training.checkpoints.hf_reader import adapter_of_all_layouts
-from torchtitan_magi.training.memory_log import MeasuredMemory, check_offload, predicted_memory
+from torchtitan_magi.training.memory_log import MeasuredMemory, predicted_memory
 from torchtitan_magi.training.objectives.objective import LossRecord
 from torchtitan_magi.training.process.launcher import end_with_launcher
 from torchtitan_magi.training.run_parts import RunParts
+from torchtitan_magi.training.settings.degrees import check_offload
 from torchtitan_magi.training.settings.model_folder import HF_FLAVOR, read_hf_config
 
 # A rank whose collective timed out waits four times this long, for itself and others to write torchtitan's flight

@@ -33,7 +33,7 @@ from torchtitan_magi.training.batches.pack_loader import WithoutPositions
 from torchtitan_magi.training.batches.planned_loader import PlannedLoader
 from torchtitan_magi.training.batches.planner import WorkCount
 from torchtitan_magi.training.finite import StepGuard
-from torchtitan_magi.training.memory_log import MeasuredMemory, check_offload, predicted_memory
+from torchtitan_magi.training.memory_log import MeasuredMemory, predicted_memory
 from torchtitan_magi.training.objectives.logprob_model import LogprobModel
 from torchtitan_magi.training.objectives.lora import PolicyWithoutAdapters
 from torchtitan_magi.training.objectives.objective import LossRecord, Reference
@@ -44,7 +44,7 @@ from torchtitan_magi.training.process.last_line import LAST_LINE
 from torchtitan_magi.training.process.launcher import config_file
 from torchtitan_magi.training.run_parts import RunParts
 from torchtitan_magi.training.settings.checks import check_settings
-from torchtitan_magi.training.settings.degrees import check_experts, check_parallelism, check_pipeline
+from torchtitan_magi.training.settings.degrees import check_experts, check_offload, check_parallelism, check_pipeline
 from torchtitan_magi.training.settings.model_folder import HF_FLAVOR
 from torchtitan_magi.training.settings.options import Magi
 from torchtitan_magi.training.settings.sections import check_launcher
