@@ -232,8 +232,8 @@ class PackStream:
                 if so_far.malformed:
                     record, what = so_far.malformed
                     remedy = f"the first malformed one read is {self.records.where(record)}: {what}"
-                paths = quoted_path(self.records.paths)
-                raise ValueError(f"no record of {paths} has a token to train on ({cursor.counts}); {remedy}")
+                sources = quoted_path(self.records.paths)
+                raise ValueError(f"no record of {sources} has a token to train on ({cursor.counts}); {remedy}")
             cursor = Cursor(cursor.epoch + 1, counts=cursor.counts)
 
     def _blocks_from(self, cursor: Cursor, order: EpochOrder, following: EpochOrder) -> list[int]:
