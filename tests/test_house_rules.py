@@ -237,3 +237,8 @@ def lines_of_code(path):
 def test_an_adapter_stays_small(adapter):
     """What is neutral stands once, in training/."""
     assert sum(map(lines_of_code, (PACKAGE / "titan" / adapter).rglob("*.py"))) <= 1250
+
+
+def test_no_folder_of_the_package_holds_more_than_a_dozen_files():
+    folders = [PACKAGE, *(path for path in PACKAGE.rglob("*") if path.is_dir())]
+    assert {folder.name: number for folder in folders if (number := len([*folder.glob("*.py")])) > 12} == {}

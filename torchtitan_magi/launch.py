@@ -14,11 +14,12 @@ import contextlib
 import math
 import os
 import re
+import signal
 import sys
 import tempfile
 import tomllib
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,14 @@ def shown(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
+def first_failure(failures: Iterable[Any]) -> Any:
+    """The one that the others follow from. torchrun dates a rank that was killed by when it looks, which may be after
+    another rank has missed it."""
+    failures = list(failures)
+    killed = [failure for failure in failures if failure.exitcode == -signal.SIGKILL]
+    return min(killed or failures, key=lambda failure: failure.timestamp)
+
+
 def reason(failure: Any) -> str:
     """What torchrun knows of a process's end, in one line: the exception, the signal, or no more than the exit code."""
     recorded = failure.error_file_data["message"] if os.path.exists(failure.error_file) else ""
@@ -154,7 +163,7 @@ def launch(options: list[str]) -> None:
     try:
         run.run(run.parse_args(options))
     except errors.ChildFailedError as error:
-        _, failure = error.get_first_failure()
+        failure = first_failure(error.failures.values())
         sys.exit(f"rank {failure.local_rank} failed: {reason(failure)}")
     except SignalException as error:
         sys.exit(f"ended by {error.sigval.name}")

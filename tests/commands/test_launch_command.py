@@ -1,5 +1,6 @@
 """torchtitan_magi.launch: as many processes as degrees ask for, one line of what went wrong; the Python of set-up."""
 
+import json
 import os
 import re
 import shutil
@@ -187,6 +188,20 @@ def test_an_error_file_of_any_shape_is_one_line(tmp_path, content, line):
     with mock.patch.object(torch.distributed.run, "run", run), pytest.raises(SystemExit) as caught:
         launch(["--standalone", "script.py"])
     assert re.fullmatch(line, caught.value.code)
+
+
+def test_a_killed_rank_is_the_reason_also_where_another_says_first_that_it_is_gone(tmp_path):
+    """torchrun dates what was killed by when it looks, to the second."""
+    extra = {"timestamp": "1", "py_callstack": ""}
+    (tmp_path / "error.json").write_text(json.dumps({"message": {"message": "peer is gone", "extraInfo": extra}}))
+
+    def run(_):
+        killed = ProcessFailure(1, 2, -signal.SIGKILL, str(tmp_path / "none.json"))
+        raise ChildFailedError("rank", {0: ProcessFailure(0, 1, 1, str(tmp_path / "error.json")), 1: killed})
+
+    with mock.patch.object(torch.distributed.run, "run", run), pytest.raises(SystemExit) as caught:
+        launch(["--standalone", "script.py"])
+    assert caught.value.code == "rank 1 failed: Signal 9 (SIGKILL) received by PID 2"
 
 
 def test_a_failing_import_of_a_rank_is_the_last_line(tmp_path):
