@@ -316,7 +316,6 @@ def main() -> None:
                         help="of activations; selective: by operation")  # fmt: skip
     parser.add_argument("--options", default="--compile.enable", help="torchtitan overrides for all")
     arguments = parser.parse_args()
-    subprocess.run([sys.executable, ROOT / "scripts" / "make_demo_data.py"], check=True, cwd=ROOT)
     options = {key: getattr(arguments, key) for key in ("model", "shapes", "layers", "options")}
     options |= {"num_gpus": arguments.gpus, "expert_parallel": arguments.expert_parallel, "rows": []}
     found: dict[str, Any] = facts_of_run(arguments.commit) | options

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from runner import DEBUG_TOML, Run, TrainingError, at_root, make_demo_data, save_nothing, take_gpus, train
+from runner import DEBUG_TOML, Run, TrainingError, at_root, save_nothing, take_gpus, train
 
 TOLERANCE = 1e-4
 
@@ -107,7 +107,6 @@ def main() -> None:
 
     layouts, names = dict(LAYOUTS), options.layouts.split(",")
     if options.config is None:
-        make_demo_data()
         overrides = ["--training.seq_len", "256", *overrides]
         layouts |= QWEN3_LAYOUTS
         if options.layouts == parser.get_default("layouts"):

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from loss_compare import Layout
-from runner import DEBUG_TOML, at_root, count_graphs, make_demo_data, runs, take_gpus, train
+from runner import DEBUG_TOML, at_root, count_graphs, runs, take_gpus, train
 
 from torchtitan_magi.calibrate import facts_of_run
 
@@ -116,7 +116,6 @@ def main() -> None:
     reordered = [name for name in REORDERED if name in fitting]
     against = [LAYOUTS[name].against or REFERENCE for name in chosen]
     names = list(dict.fromkeys([REFERENCE, *reordered, *against, *chosen]))
-    make_demo_data()
     take_gpus(1)
 
     with tempfile.TemporaryDirectory() as folder:

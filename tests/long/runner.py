@@ -63,13 +63,6 @@ def overrides_of(degrees: dict[str, int]) -> list[str]:
     return [f"--parallelism.{name}_degree={degree}" for name, degree in degrees.items()]
 
 
-def make_demo_data() -> None:
-    """What train_configs/debug.toml and dpo_debug.toml name."""
-    from make_demo_data import make_demo_data
-
-    make_demo_data(ROOT / "assets" / "demo")
-
-
 def at_root(report: Callable[..., None]) -> None:
     """A ``setup`` of runs: paths in a TOML file are relative to the checkout."""
     os.chdir(ROOT)

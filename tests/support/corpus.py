@@ -5,13 +5,16 @@ Documents have from three tokens to several packs. As in a natural language a fe
 
 import json
 import random
+import shutil
 from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from torchtitan_magi.data import ChatTokenizer
 from torchtitan_magi.data.tokens.assets import load_chat_tokenizer
 
-from make_demo_data import write_tokenizer  # isort: skip
-
+DEMO = Path(__file__).resolve().parents[2] / "assets" / "demo"
+SPECIAL = ["<|begin_of_text|>", "<|end_of_text|>", "<|pad|>", "<|im_start|>", "<|im_end|>"]
 SYLLABLES = [a + b for a in "bdfgklmnprstvz" for b in "aeiou"]
 
 
@@ -51,6 +54,18 @@ def make_corpus(folder: Path) -> Path:
         (folder / f"{name}.jsonl").write_text("".join(lines))
     write_tokenizer(folder / "tokenizer", [text(rng, 50_000), "user assistant system " * 1000])
     return folder
+
+
+def write_tokenizer(folder: Path, texts: list[str]) -> None:
+    """Byte-level BPE of 2,048 tokens, as torchtitan's debug models have; the demonstration data's chat template."""
+    tokenizer, alphabet = Tokenizer(models.BPE()), sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    how = {"vocab_size": 2048, "special_tokens": SPECIAL, "initial_alphabet": alphabet, "show_progress": False}
+    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(**how))
+    folder.mkdir()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    shutil.copy(DEMO / "tokenizer" / "tokenizer_config.json", folder)
 
 
 def chat_tokenizer(folder: Path | str) -> ChatTokenizer:
