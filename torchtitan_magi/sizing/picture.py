@@ -31,7 +31,7 @@ INK, QUIET, PAPER, LINE = "#22303c", "#6b7885", "#ffffff", "#d5dbe1"
 ATTENTION, CAST, REDUCE, REST = "#3d6fa5", "#dd8a3c", "#4c9a72", "#aab4be"
 HUES = ["#3d6fa5", "#dd8a3c", "#4c9a72", "#b8504f", "#7d68a6", "#8a6f5a", "#c77fa6", "#4f9aa8", "#a09a45", "#66717d"]
 ROWS_MAP = LinearSegmentedColormap.from_list("rows", ["#f4f7fa", "#c3d5e6", "#7fa6cb", "#3d6fa5", "#1c3c63"])
-_PAGE = Template(Path(__file__).with_name("page.html").read_text())
+_PAGE = Template(Path(__file__).with_name("page.html").read_text("utf-8"))
 PIXELS = 1400  # width and height of the mask
 STYLE: Any = {
     "font.size": 10, "font.family": "DejaVu Sans", "text.color": INK, "axes.edgecolor": LINE, "axes.labelcolor": QUIET,

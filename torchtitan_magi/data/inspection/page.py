@@ -12,7 +12,7 @@ from torchtitan_magi.data.inspection.spelling import Cell, shorten, visible
 from torchtitan_magi.data.inspection.summary import Inspection, Tally
 from torchtitan_magi.data.inspection.table import bin_name, notes, rows, shares
 
-_PAGE = Template(Path(__file__).with_name("page.html").read_text())
+_PAGE = Template(Path(__file__).with_name("page.html").read_text("utf-8"))
 _RUN, _RECORD = 1_500, 8_000  # tokens shown
 _MARKS: dict[Level, str] = {"wrong": "✗", "look": "!", "note": "·"}
 _BAR, _ROW = 420, 20  # pixels
