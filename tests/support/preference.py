@@ -10,7 +10,7 @@ from support.corpus import WORDS
 from support.degrees import degree_arguments
 from support.runs import ROOT, corpus, new_folder
 
-from loss_compare import COMMON  # isort: skip
+from layouts import COMMON  # isort: skip
 
 DPO_TOML = ROOT / "train_configs" / "dpo_debug.toml"
 NUM_PAIRS = 8
