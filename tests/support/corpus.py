@@ -8,7 +8,7 @@ import random
 import shutil
 from pathlib import Path
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from support.chat import byte_level_tokenizer
 
 from torchtitan_magi.data import ChatTokenizer
 from torchtitan_magi.data.tokens.assets import load_chat_tokenizer
@@ -58,13 +58,8 @@ def make_corpus(folder: Path) -> Path:
 
 def write_tokenizer(folder: Path, texts: list[str]) -> None:
     """Byte-level BPE of 2,048 tokens, as torchtitan's debug models have; the demonstration data's chat template."""
-    tokenizer, alphabet = Tokenizer(models.BPE()), sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    how = {"vocab_size": 2048, "special_tokens": SPECIAL, "initial_alphabet": alphabet, "show_progress": False}
-    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(**how))
     folder.mkdir()
-    tokenizer.save(str(folder / "tokenizer.json"))
+    byte_level_tokenizer(SPECIAL, vocab_size=2048, texts=texts).save(str(folder / "tokenizer.json"))
     shutil.copy(DEMO / "tokenizer" / "tokenizer_config.json", folder)
 
 

@@ -13,7 +13,7 @@ import torch
 from support.runs import DEBUG_TOML, ROOT, call, train, watch
 
 from torchtitan_magi.models.model_config import Experts, ModelConfig, Rope
-from torchtitan_magi.models.shapes import num_parameters
+from torchtitan_magi.models.shapes import parameters_of
 from torchtitan_magi.sizing.activations import ffn_saved, kept_and_recomputed
 from torchtitan_magi.sizing.memory import OUTSIDE_PYTORCH
 from torchtitan_magi.sizing.run_file import RunFile
@@ -40,7 +40,9 @@ def parameters_of_flavors():
             if args := spec.model_args.get(flavor):
                 with torch.device("meta"):
                     model = spec.model_cls(args)
-                found[name, flavor] = num_parameters(config_of(args)), sum(x.numel() for x in model.parameters())
+                ours = parameters_of(config := config_of(args))
+                theirs = sum(x.numel() for x in model.parameters())
+                found[name, flavor] = ours.dense + config.num_layers * ours.experts, theirs
     return found
 
 
