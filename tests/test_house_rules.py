@@ -20,10 +20,10 @@ OTHER_ADAPTER = "titan.v02" if version("torchtitan").startswith("0.3.") else "ti
 # `wording` and `machine`. The most specific row counts; one that is named stands for its rooms, too.
 # Dependencies run one way.
 MAY_IMPORT = {
-    **dict.fromkeys(["wording", "machine", "tiles", "files", "products", "masks"], ""),
+    **dict.fromkeys(["wording", "machine", "commands", "tiles", "files", "products", "masks"], ""),
     "losses": "products",
     "models": "files planning",
-    "data": "",
+    "data": "commands",
     "data.guard": "",
     "data.records": "files data.guard",
     "data.tokens": "files data.guard data.records",
@@ -34,7 +34,7 @@ MAY_IMPORT = {
     "exchange": "masks cuda planning",
     "backends": "tiles masks cuda planning exchange",
     "attention": "tiles products masks cuda planning exchange backends",
-    "sizing": "tiles files masks planning exchange losses models data",
+    "sizing": "commands tiles files masks planning exchange losses models data",
     "training.settings.options": "",
     "training.process": "files models exchange",
     "training.experts": "exchange training.process",
@@ -46,11 +46,11 @@ MAY_IMPORT = {
     "training.settings": "files models planning training.process training.checkpoints",
     "training": "models exchange sizing",
     "titan": "tiles masks data losses models cuda planning exchange backends attention training",
-    "calibrate": "tiles masks cuda planning exchange backends attention",
+    "calibrate": "commands tiles masks cuda planning exchange backends attention",
     "report": "sizing",
     "launch": "",
     "train": "titan",
-    "verify": "training.checkpoints",
+    "verify": "commands training.checkpoints",
     "__init__": "masks planning attention",
 }
 

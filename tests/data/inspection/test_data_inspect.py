@@ -488,7 +488,7 @@ def test_a_page_that_cannot_be_written_is_one_line(tmp_path, capsys):
         command.main([str(path), "--tokenizer", str(folder), "--html", "/dev/full"])
     printed = capsys.readouterr().err
     assert (exit_.value.code, printed.count("\n")) == (2, 1)
-    assert "cannot write /dev/full (No space left on device)" in printed
+    assert "cannot write /dev/full: No space left on device; make room there" in printed
 
 
 def test_a_reader_that_has_seen_enough_is_no_error(monkeypatch):
