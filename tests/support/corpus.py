@@ -3,12 +3,12 @@
 Documents have from three tokens to several packs. As in a natural language a few words make most of the text.
 """
 
-import json
 import random
 import shutil
 from pathlib import Path
 
 from support.chat import byte_level_tokenizer
+from support.jsonl import write_jsonl
 
 from torchtitan_magi.data import ChatTokenizer
 from torchtitan_magi.data.tokens.assets import load_chat_tokenizer
@@ -50,8 +50,7 @@ def make_corpus(folder: Path) -> Path:
     """Writes train.jsonl, validation.jsonl and tokenizer/."""
     rng = random.Random(2)
     for name, num_records in (("train", 600), ("validation", 60)):
-        lines = [json.dumps(record(rng)) + "\n" for _ in range(num_records)]
-        (folder / f"{name}.jsonl").write_text("".join(lines))
+        write_jsonl(folder / f"{name}.jsonl", [record(rng) for _ in range(num_records)])
     write_tokenizer(folder / "tokenizer", [text(rng, 50_000), "user assistant system " * 1000])
     return folder
 

@@ -1,11 +1,11 @@
 """A folder of documents and pairs, packed with kept tokens."""
 
-import json
 import random
 
 import numpy as np
 import pytest
 from support.corpus import chat_tokenizer, make_corpus, text
+from support.jsonl import write_jsonl
 
 from torchtitan_magi.data import PackedPairDataset, PackedSFTDataset
 
@@ -16,7 +16,7 @@ def make_folder(folder):
     """The corpus with pairs.jsonl beside its other files."""
     rng = random.Random(3)
     pairs = [{"prompt": text(rng, 20), "chosen": text(rng, 40), "rejected": text(rng, 30)} for _ in range(200)]
-    (folder / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    write_jsonl(folder / "pairs.jsonl", pairs)
     return make_corpus(folder)
 
 
