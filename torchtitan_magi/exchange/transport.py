@@ -90,7 +90,7 @@ class ProcessGroupTransport:
     def set_timeout(self, timeout: timedelta) -> None:
         """How long a collective may take before it ends the process."""
         for channel in self._groups:
-            dist.distributed_c10d._set_pg_timeout(timeout, self.group(channel))
+            self.group(channel).set_timeout(timeout)
 
     def pieces(
         self, shape: tuple[int, ...], dtype: torch.dtype, exchange: Exchange, back: bool
