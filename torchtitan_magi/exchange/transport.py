@@ -64,7 +64,7 @@ class ProcessGroupTransport:
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
         self.way = dist.get_backend(group)
-        self.device_types = {device.type for device in group._device_types}
+        self.device_types = {entry.partition(":")[0] for entry in dist.get_backend_config(group).split(",")}
         self._groups: dict[Channel, weakref.ref[dist.ProcessGroup]] = dict.fromkeys(
             ("cast", "reduce"), weakref.ref(group)
         )
