@@ -2,7 +2,7 @@
 """Notes what the suite said with the torch that is installed, from the reports that pytest wrote of it.
 
     python -m pytest -n 2 --dist loadfile --junitxml suite.xml
-    python tests/long/suite_by_torch.py suite.xml     # or the reports of its parts
+    python tests/long/suite_by_torch.py suite.xml     # or the reports of its parts, in their order
 
 Its entry in benchmarks/results/suite_TORCHTITAN.json is written anew, the others stay; exits with 1 if a test failed.
 """
@@ -23,12 +23,16 @@ from figures import RESULTS, result, save, table  # isort: skip
 
 
 def counted(reports: Iterable[Path]) -> dict[str, int]:
-    """How many tests passed, were skipped, and failed, in all reports together."""
-    suites = [suite for report in reports for suite in ElementTree.parse(report).iter("testsuite")]
-    tests, skipped, failures, errors = (
-        sum(int(suite.attrib[name]) for suite in suites) for name in ("tests", "skipped", "failures", "errors")
-    )
-    return {"passed": tests - skipped - failures - errors, "skipped": skipped, "failed": failures + errors}
+    """How many files of tests there were, and how many tests passed, were skipped, and failed, in all reports together.
+
+    A test counts once, by the last report that has it.
+    """
+    cases = [case for report in reports for case in ElementTree.parse(report).iter("testcase")]
+    ends = {(case.get("classname"), case.get("name")): {child.tag for child in case} for case in cases}
+    failed = sum(bool(end & {"failure", "error"}) for end in ends.values())
+    skipped = sum("skipped" in end for end in ends.values())
+    files = len({file for file, _ in ends})
+    return {"files": files, "passed": len(ends) - failed - skipped, "skipped": skipped, "failed": failed}
 
 
 def recorded() -> list[tuple[str, dict[str, Any]]]:
@@ -44,7 +48,7 @@ def recorded() -> list[tuple[str, dict[str, Any]]]:
 
 def by_torch() -> str:
     """When the suite ran last on a CPU with each torch, and what it said."""
-    columns = ("torch", "torchtitan", "passed", "skipped", "failed", "date", "commit")
+    columns = ("torch", "torchtitan", "files", "passed", "skipped", "failed", "date", "commit")
     return table(
         columns,
         (
