@@ -25,14 +25,22 @@ from figures import RESULTS, result, save, table  # isort: skip
 def counted(reports: Iterable[Path]) -> dict[str, int]:
     """How many files of tests there were, and how many tests passed, were skipped, and failed, in all reports together.
 
-    A test counts once, by the last report that has it.
+    A file counts once, by the last report that has it.
     """
-    cases = [case for report in reports for case in ElementTree.parse(report).iter("testcase")]
-    ends = {(case.get("classname"), case.get("name")): {child.tag for child in case} for case in cases}
-    failed = sum(bool(end & {"failure", "error"}) for end in ends.values())
-    skipped = sum("skipped" in end for end in ends.values())
-    files = len({file for file, _ in ends})
-    return {"files": files, "passed": len(ends) - failed - skipped, "skipped": skipped, "failed": failed}
+    files: dict[str, list[set[str]]] = {}
+    for report in reports:
+        files |= ends_by_file(ElementTree.parse(report).iter("testcase"))
+    ends = [end for of_file in files.values() for end in of_file]
+    failed, skipped = sum(bool(end & {"failure", "error"}) for end in ends), sum("skipped" in end for end in ends)
+    return {"files": len(files), "passed": len(ends) - failed - skipped, "skipped": skipped, "failed": failed}
+
+
+def ends_by_file(cases: Iterable[ElementTree.Element]) -> dict[str, list[set[str]]]:
+    """What the tests of each file ended with: nothing for those that passed."""
+    files: dict[str, list[set[str]]] = {}
+    for case in cases:
+        files.setdefault(case.attrib["classname"], []).append({child.tag for child in case})
+    return files
 
 
 def recorded() -> list[tuple[str, dict[str, Any]]]:
