@@ -66,7 +66,7 @@ class ProcessGroupTransport:
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
         self.way = dist.get_backend(group)
-        self.device_types = {device.type for device in group._device_types}
+        self.device_types = {entry.partition(":")[0] for entry in dist.get_backend_config(group).split(",")}
         self._groups: dict[Channel, weakref.ref[dist.ProcessGroup]] = dict.fromkeys(
             ("cast", "reduce"), weakref.ref(group)
         )
@@ -92,7 +92,7 @@ class ProcessGroupTransport:
     def set_timeout(self, timeout: timedelta) -> None:
         """How long a collective may take before it ends the process."""
         for channel in self._groups:
-            dist.distributed_c10d._set_pg_timeout(timeout, self.group(channel))
+            self.group(channel).set_timeout(timeout)
 
     def pieces(
         self, shape: tuple[int, ...], dtype: torch.dtype, exchange: Exchange, back: bool

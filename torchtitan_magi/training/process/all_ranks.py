@@ -85,7 +85,7 @@ def agreed(path: Any, make: Callable[[], T], identity: Callable[[T], Any], patie
 
 def _gathered_patiently(mine: Any) -> list[Any]:
     """As ``gathered``, by the store in which the ranks met: rank 0 collects, and the others wait for what it found."""
-    store, key = dist.distributed_c10d._get_default_store(), f"torchtitan_magi/agreed/{next(_numbers)}"
+    store, key = dist.group.WORLD.get_group_store(), f"torchtitan_magi/agreed/{next(_numbers)}"
     store.set(f"{key}/{dist.get_rank()}", pickle.dumps(mine))
     if dist.get_rank() == 0:
         found = [_awaited(store, f"{key}/{rank}") for rank in range(dist.get_world_size())]
