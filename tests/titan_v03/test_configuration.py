@@ -96,14 +96,15 @@ REFUSED = {
     "--activation_checkpoint.selective_ac_option 2": "selective_ac_option is '2', which has no counterpart",
     "--model.name llama4": "model.name is 'llama4', which has no varlen attention; use one of llama3, qwen3, gpt_oss,",
     "--model.name qwen3_5": "model.name is 'qwen3_5', which has no varlen attention; use one of llama3, qwen3",
-    "--model.name gpt_oss --magi.lora.rank 2": "magi.lora.rank is 2, but gpt_oss gets no adapters here; set it to 0",
+    "--model.name muse_glimmer --model.flavor 30B": "model.flavor '30B' is unknown; use one of hf",
+    "--model.name kimi_k2_7 --model.flavor Kimi-K2.5": "model.flavor 'Kimi-K2.5' is unknown; use one of hf",
     "--model.name gpt_oss --model.flavor 8B": "model.flavor '8B' is unknown; use one of hf, debugmodel, 20b, 120b",
     "--model.flavor 9B": "model.flavor '9B' is unknown; use one of hf, debugmodel, 1B, ",
     "--model.converters float8": "model.converters is ['float8']",
     "--training.seq_len 0": "training.seq_len is 0; use a whole number of at least 1",
     "--model.name mistral": "model.name is 'mistral', which has no varlen attention; use one of llama3, qwen3",
     "--training.no_such 1": "Unrecognized options: --training.no_such",
-    "--magi.lora.rank 4 --magi.lora.target_modules lm_head": "target_modules is ['lm_head']; use some of wqkv, wo, w1,",
+    "--magi.lora.rank 4 --magi.lora.target_modules lm_head": "target_modules is ['lm_head']; use some of wqkv, wq_a,",
 }
 
 

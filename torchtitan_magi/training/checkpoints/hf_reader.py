@@ -18,6 +18,8 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
 BASE = "model."
+BEGINNINGS = (BASE, "lm_head.", "mtp.", "language_model.")  # of published names
+KIMI = "language_model.model.blocks.", "language_model.model.layers."  # what transformers 5 writes, what is published
 EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 FUSED = re.compile(r"(.*\.mlp\.experts)\.(gate_up|down)_proj")
 
@@ -68,7 +70,7 @@ def places_of(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Place]:
 
 def _places_in(name: str, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, Place]]:
     """What a stored tensor holds."""
-    shape, full_name = shapes[name], name if name.startswith((BASE, "lm_head.", "mtp.")) else BASE + name
+    shape, full_name = shapes[name], name.replace(*KIMI) if name.startswith(BEGINNINGS) else BASE + name
     match = FUSED.fullmatch(full_name)
     if match is None or f"{name}_bias" in shapes or len(shape) != 3:  # gpt-oss has them so in its published checkpoints
         yield full_name, Place(name, shape)
