@@ -43,8 +43,6 @@ OWN: dict[str, dict[str, Any]] = {  # fields of some kinds
     },
     "muse_glimmer_text": {
         "sliding_window": 24,
-        "layer_types": ["sliding_attention", "full_attention"],
-        "layer_rope_theta": [10_000.0, 0.0],
         "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
         "qk_scale_factor": 1.7,
         "output_multiplier": 0.3,
