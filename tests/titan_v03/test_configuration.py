@@ -10,6 +10,10 @@ from support.published import CONFIGS as MODELS
 from support.published import SHIPPED
 from support.runs import DEBUG_TOML, call
 
+from torchtitan_magi.models.model_config import Experts
+from torchtitan_magi.training.settings.degrees import check_adapters_of_experts
+from torchtitan_magi.training.settings.options import LoRA
+
 CONFIGS = sorted((Path(__file__).parents[2] / "train_configs").glob("*.toml"))
 
 
@@ -193,6 +197,14 @@ def check_shares(name, num_experts, degrees, option):
     )
     experts = Experts(num_experts, 2, 48, True)
     check_experts(job, experts, ranks_of_experts(job, dims, experts))
+
+
+def test_adapters_of_experts_on_more_ranks_than_experts_are_refused():
+    lora, experts = LoRA(rank=4, target_modules=["wo", "experts"]), Experts(4, 2, 48, True)
+    check_adapters_of_experts(lora, experts, 4)
+    check_adapters_of_experts(LoRA(rank=4), experts, 5)
+    with pytest.raises(ValueError, match=r"target_modules has experts, but 5 ranks share 4 experts; leave it out, or"):
+        check_adapters_of_experts(lora, experts, 5)
 
 
 def test_experts_that_ranks_do_not_share_alike_are_named_before_files_are_read():

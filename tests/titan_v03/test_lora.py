@@ -1,5 +1,6 @@
 """Low-rank adapters: what is trained, the reference of DPO, and their files as peft reads them."""
 
+import functools
 import json
 import math
 import warnings
@@ -23,7 +24,7 @@ def arguments(folder, kind, dump, *options):
     return [*chosen, "--magi.lora.rank", "4", "--parallelism.context_parallel_degree", "2", *options]
 
 
-NO_DENSE_LAYERS = ("qwen3_moe", "gpt_oss")  # experts get no adapters
+NO_DENSE_LAYERS = ("qwen3_moe", "gpt_oss")
 LATENT = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
 GROUPED, FEED_FORWARD = ["q_proj", "k_proj", "v_proj", "o_proj"], ["gate_proj", "up_proj", "down_proj"]
 BESIDE_EXPERTS = [f"{parent}.{name}.weight" for parent in ("mlp", "shared_experts") for name in FEED_FORWARD]
@@ -33,49 +34,84 @@ TARGETS = {  # target_modules and target_parameters, where they are others than 
     "kimi_k25": ([f"self_attn.{name}" for name in LATENT], BESIDE_EXPERTS),
     "muse_glimmer": ([f"self_attn.{name}" for name in GROUPED] + [f"mlp.{name}" for name in FEED_FORWARD], []),
 }
-ALL, NEW_LAYERS = [*KINDS, *TEXT_PARTS], ["gpt_oss", "deepseek_v3", "muse_glimmer"]
+CP, TP = {"cp": 2}, {"cp": 1, "tp": 2}
 
 
-@pytest.mark.parametrize(
-    ("kind", "degrees"),
-    [
-        pytest.param(kind, degrees, id=f"{kind}-{num_processes(degrees)}")
-        for kinds, degrees in ((ALL, {"cp": 2}), (NEW_LAYERS, {"tp": 2, "cp": 2}))
-        for kind in kinds
-    ],
-)
-def test_peft_loads_the_adapters_and_computes_the_validation_loss(kind, degrees):
-    peft = pytest.importorskip("peft", reason="peft reads the adapters")
-    weights = (
-        {"initializer_range": 0.2} if kind in NO_DENSE_LAYERS else {}
-    )  # experts in bfloat16 would show in the loss
-    folder, dump = make_hf_folder(kind, **weights), new_folder()
+@functools.cache
+def folder_of(kind):
+    """Experts in bfloat16 would show in the loss."""
+    return make_hf_folder(kind, **({"initializer_range": 0.2} if kind in NO_DENSE_LAYERS else {}))
+
+
+@functools.cache
+def four_records():
     path = Path(new_folder(), "one.jsonl")
     path.write_text("\n".join(Path(f"{corpus()}/validation.jsonl").read_text().splitlines()[:4]) + "\n")
-    validation = ["--validation.enable", "--validation.dataset", "sft", "--validation.dataset_path", str(path)]
-    validation += ["--validation.seq_len", "256", "--validation.freq", "5", "--validation.local_batch_size", "1"]
-    options = [*validation, *degree_arguments(degrees)]
-    run = train(num_processes(degrees), arguments(folder, kind, dump, *options), layers=None)
+    return path
 
+
+def trained(kind, degrees, *options):
+    """A run with adapters, and where they are."""
+    dump, path = new_folder(), str(four_records())
+    validation = ["--validation.enable", "--validation.dataset", "sft", "--validation.dataset_path", path]
+    validation += ["--validation.seq_len", "256", "--validation.freq", "5", "--validation.local_batch_size", "1"]
+    packs = ["--training.local_batch_size", str(PACKS // degrees.get("dp", 1))]
+    chosen = [*validation, *packs, *degree_arguments(degrees), *options]
+    run = train(num_processes(degrees), arguments(folder_of(kind), kind, dump, *chosen), layers=None)
+    return run, f"{dump}/checkpoint/step-5"
+
+
+def check_with_peft(kind, run, adapters):
+    """Compares the validation loss; returns what adapter_config.json says."""
+    peft = pytest.importorskip("peft", reason="peft reads the adapters")
+    folder, path = folder_of(kind), four_records()
     first, last = run.validation_losses
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    base = load_hf(folder)
     assert first > last
-    adapters = f"{dump}/checkpoint/step-5"
-    automatic = "AutoModelForImageTextToText" if kind in TEXT_PARTS else "AutoModelForCausalLM"
-    assert run.output.splitlines()[-1].endswith(f'({automatic}.from_pretrained("{folder}"), "{adapters}")')
-    assert "Turns end with <|im_end|>, which is no EOS of the model: give generation eos_token_id=4" in run.output
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        adapted = peft.PeftModel.from_pretrained(base, adapters).eval()
+        adapted = peft.PeftModel.from_pretrained(load_hf(folder), adapters).eval()
+    assert not [str(warning.message) for warning in caught if "adapter keys" in str(warning.message)]
     assert loss_of(adapted, tokenizer, path) == pytest.approx(last, rel=1e-5)
     with adapted.disable_adapter():
         assert abs(loss_of(adapted, tokenizer, path) - last) > 100e-5 * last
-    found = json.loads(Path(adapters, "adapter_config.json").read_text())
+    return json.loads(Path(adapters, "adapter_config.json").read_text())
+
+
+@pytest.mark.parametrize("kind", [*KINDS, *TEXT_PARTS])
+def test_peft_loads_the_adapters_and_computes_the_validation_loss(kind):
+    run, adapters = trained(kind, CP)
+    automatic = "AutoModelForImageTextToText" if kind in TEXT_PARTS else "AutoModelForCausalLM"
+    assert run.output.splitlines()[-1].endswith(f'({automatic}.from_pretrained("{folder_of(kind)}"), "{adapters}")')
+    assert "Turns end with <|im_end|>, which is no EOS of the model: give generation eos_token_id=4" in run.output
+    found = check_with_peft(kind, run, adapters)
     modules, parameters = TARGETS.get(kind, ([*GROUPED, *FEED_FORWARD], []))
     assert sorted(found["target_modules"]) == sorted(modules)
     assert sorted(found.get("target_parameters", [])) == sorted(parameters)
-    assert not [str(warning.message) for warning in caught if "adapter keys" in str(warning.message)]
+
+
+@pytest.mark.parametrize("kind", ["gpt_oss", "deepseek_v3", "muse_glimmer"])
+def test_adapters_train_alike_under_tensor_parallelism(kind):
+    """Also where layers see this rank's tensors alone, or have no rows and columns to be split."""
+    alike = [trained(kind, degrees)[0] for degrees in (CP, TP)]
+    assert alike[1].losses == pytest.approx(alike[0].losses, rel=1e-5)
+    assert alike[1].validation_losses == pytest.approx(alike[0].validation_losses, rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss", "deepseek_v3", "kimi_k25"])
+def test_adapters_of_experts_are_those_of_peft(kind):
+    run, adapters = trained(kind, CP, "--magi.lora.target_modules", "experts")
+    found = check_with_peft(kind, run, adapters)
+    assert found["target_modules"] == []
+    assert found["target_parameters"] == ["experts.gate_up_proj", "experts.down_proj"]
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("degrees", [TP, {"cp": 1, "dp": 2, "ep": 2}])
+def test_adapters_of_experts_train_alike_under_every_layout(kind, degrees):
+    alike = [trained(kind, chosen, "--magi.lora.target_modules", "experts", "wo")[0] for chosen in (CP, degrees)]
+    assert alike[1].losses == pytest.approx(alike[0].losses, rel=1e-5)
+    assert alike[1].validation_losses == pytest.approx(alike[0].validation_losses, rel=1e-5)
 
 
 @torch.no_grad()

@@ -55,7 +55,6 @@ REPLACED: dict[Any, Any] = {
 }
 ADAPTERS = {  # of weights
     "gpt_oss": our_gpt_oss.GptOssAdapter,
-    "deepseek_v3": our_deepseek_v3.DeepSeekAdapter,
     "kimi_k2_7": our_kimi_k2_7.KimiAdapter,
 }
 COMPLEX = ("llama3", "deepseek_v3", "kimi_k2_7", "muse_glimmer")  # models that rotate adjacent elements

@@ -74,10 +74,11 @@ def save_adapters(
     """
     tensors: dict[str, Tensor] = {}
     for name, layer in adapted_layers(parts):
-        a, b = (_whole(part.weight).to(dtype) for part in (layer.lora_a, layer.lora_b))
-        for target, rows in _rows_by_target(name, b, adapter):
+        a, b = (_whole_parameters(part, dtype) for part in (layer.lora_a, layer.lora_b))
+        of_layer = _of_linear if "weight" in b else _of_experts
+        for target, rows_a, rows_b in of_layer(name, a, b, adapter):
             prefix = f"base_model.model.{target}"
-            tensors |= {f"{prefix}.lora_A.weight": a.clone(), f"{prefix}.lora_B.weight": rows.contiguous()}
+            tensors |= {f"{prefix}.lora_A.weight": rows_a.clone(), f"{prefix}.lora_B.weight": rows_b.contiguous()}
     tensors = _gathered(tensors)
     if dist.get_rank() == 0:
         folder.mkdir(parents=True, exist_ok=True)
@@ -91,6 +92,23 @@ def save_adapters(
     dist.barrier()
 
 
+def _of_experts(
+    name: str, a: dict[str, Tensor], b: dict[str, Tensor], adapter: Any
+) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """PEFT's names and matrices [experts * rank, in] and [out, rank * experts] of the adapters of a layer's experts.
+
+    Args:
+        a: [experts, rank, in] by input. b: [experts, out, rank] by weight, those of one input in transformers' order.
+    """
+    number = name.split(".")[1]
+    theirs = next(theirs for theirs, ours in adapter.from_hf_map.items() if ours and ".inner_experts." in ours)
+    path = theirs.partition(".mlp.experts")[0].format(number).replace(*IN_MEMORY)
+    up = [x for own, x in b.items() if own in ("w1_EFD", "w3_EFD", "mlp1_weight_EGD")]
+    (down,) = (x for own, x in b.items() if own in ("w2_EDF", "mlp2_weight_EDF"))
+    for place, first, second in ((".base_layer", a["up"], torch.cat(up, 1)), ("", a["down"], down)):
+        yield f"{path}.mlp.experts{place}", first.flatten(0, 1), second.permute(1, 2, 0).flatten(1)
+
+
 def _targets(layers: list[list[str]], has_experts: bool) -> dict[str, list[str]]:
     """What adapter_config.json says of the layers with adapters.
 
@@ -102,7 +120,9 @@ def _targets(layers: list[list[str]], has_experts: bool) -> dict[str, list[str]]
     """
     found: dict[str, list[str]] = {"target_modules": [], "target_parameters": []}
     for *_, parent, name in layers:
-        if has_experts and name in FEED_FORWARD:
+        if "experts" in (parent, name):
+            found["target_parameters"] += ["experts.gate_up_proj", "experts.down_proj"]
+        elif has_experts and name in FEED_FORWARD:
             found["target_parameters"].append(f"{parent}.{name}.weight")
         else:
             found["target_modules"].append(f"{parent}.{name}" if "language_model" in layers[0] else name)
@@ -120,22 +140,25 @@ def _gathered(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor for part in found if part for name, tensor in part.items()}
 
 
-def _whole(weight: Tensor) -> Tensor:
-    return (weight.full_tensor() if isinstance(weight, DTensor) else weight).detach().cpu()
+def _whole_parameters(part: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
+    whole = {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in part.named_parameters()}
+    return {name: x.detach().cpu().to(dtype) for name, x in whole.items()}
 
 
-def _rows_by_target(name: str, b: Tensor, adapter: Any) -> Iterator[tuple[str, Tensor]]:
-    """transformers' linear layers in one of torchtitan's, each with its rows of B as transformers has them."""
+def _of_linear(
+    name: str, a: dict[str, Tensor], b: dict[str, Tensor], adapter: Any
+) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """transformers' linear layers in one of torchtitan's, each with A and its rows of B as transformers has them."""
     attention = adapter.model_config.first_attention
     heads = {"wq": attention.n_heads, "wk": getattr(attention, "n_kv_heads", None) or attention.n_heads}
     names = {ours: theirs for theirs, ours in adapter.from_hf_map.items() if ours}
     path, _, last = name.rpartition(".")
-    for own, rows in (_split_qkv(b, *heads.values()) if last == "wqkv" else {last: b}).items():
+    for own, rows in (_split_qkv(b["weight"], *heads.values()) if last == "wqkv" else {last: b["weight"]}).items():
         if own in heads and hasattr(adapter, "_permute"):  # Llama's rows
             rows = adapter._permute(rows, heads[own], *rows.shape)
         number = path.split(".")[1]
         theirs = names[re.sub(r"[.][0-9]+[.]", ".{}.", f"{path}.{own}.weight", count=1)]
-        yield theirs.format(number).removesuffix(".weight").replace(*IN_MEMORY), rows
+        yield theirs.format(number).removesuffix(".weight").replace(*IN_MEMORY), a["weight"], rows
 
 
 def _split_qkv(b: Tensor, heads: int, heads_kv: int) -> dict[str, Tensor]:

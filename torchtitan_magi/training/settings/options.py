@@ -36,6 +36,9 @@ class DPO:
     prompt."""
 
 
+EXPERTS = "experts"  # in LoRA.target_modules
+
+
 @dataclass(frozen=True)
 class LoRA:
     """Low-rank adapters (arXiv 2106.09685) beside frozen weights, by torchtitan 0.3."""
@@ -51,7 +54,7 @@ class LoRA:
     )
     """torchtitan's names of the linear layers that get one, as far as the model has them: the projections of queries,
     keys and values, in one or apart, that of attention's output, and the three of a feed-forward, also of experts that
-    every token goes to."""
+    every token goes to. Besides, "experts": those that tokens are sent to, each with adapters of its own."""
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,9 @@ from torch.distributed.tensor import DTensor, Partial
 from torchtitan.models import deepseek_v3
 from torchtitan.models.common import Linear
 from torchtitan.models.deepseek_v3.model import Attention
-from torchtitan.models.deepseek_v3.state_dict_adapter import DeepSeekV3StateDictAdapter
 
 from torchtitan_magi.attention.op import PlanHandle
 from torchtitan_magi.models.model_config import LatentAttention, ModelConfig
-from torchtitan_magi.models.names import ADAPTERS
 
 LATENT_NORM_EPS = 1e-6  # transformers', whatever a config.json says of the other norms
 
@@ -52,14 +50,6 @@ class MagiLatentAttention(Attention):
             latents=(rows, weight.to(rows.dtype)),
         )
         return self.wo(out.contiguous().flatten(2))
-
-
-class DeepSeekAdapter(DeepSeekV3StateDictAdapter):
-    """torchtitan's, for models with low-rank adapters as well: these are no part of a checkpoint."""
-
-    def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """transformers' tensors of torchtitan's."""
-        return super().to_hf({name: x for name, x in state_dict.items() if not ADAPTERS.search(name)})
 
 
 REPLACED: dict[Any, Any] = {Attention.Config: MagiLatentAttention.Config}

@@ -2,11 +2,12 @@
 
 from typing import Any
 
+from torchtitan.models.deepseek_v3.state_dict_adapter import DeepSeekV3StateDictAdapter
+
 from torchtitan_magi.models.names import name_in_files
-from torchtitan_magi.titan.v03.families.deepseek_v3 import DeepSeekAdapter
 
 
-class KimiAdapter(DeepSeekAdapter):
+class KimiAdapter(DeepSeekV3StateDictAdapter):
     """DeepSeek V3's, with the names of files that also have the parts that see pictures."""
 
     from_hf_map: dict[str, Any]
