@@ -110,6 +110,8 @@ def _weight(name: str, experts: Any) -> Tensor:
         raise AttributeError(name)
     weight = experts._parameters[name]
     a, b = getattr(experts.lora_a, INPUT_OF[name]), getattr(experts.lora_b, name)
+    if isinstance(weight, DTensor) != isinstance(b, DTensor):  # while one is distributed after the other
+        return weight  # type: ignore[no-any-return]
     return weight + experts._lora_scaling * (b @ a)  # type: ignore[no-any-return]
 
 
