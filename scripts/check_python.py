@@ -2,7 +2,7 @@
 
     python scripts/check_python.py torch torchtitan ...
 
-torchtitan must be of the version that $TITAN names: 0.2.2, if it is not set.
+torchtitan must be of the version that $TITAN names: 0.3, if it is not set.
 
 Exit code 0: it has. 1: one does not import. 2: one has another version; the line printed says which. 3: the same, and
 it comes by PYTHONPATH, so that no other interpreter helps.
@@ -23,7 +23,7 @@ def main() -> None:
     for line in tomllib.loads(project.read_text())["project"]["dependencies"]:
         wanted = Requirement(line)
         if wanted.name == "torchtitan":
-            wanted = Requirement(f"torchtitan=={os.environ.get('TITAN', '0.2.2').replace('0.3', '0.3.*')}")
+            wanted = Requirement(f"torchtitan=={os.environ.get('TITAN', '0.3').replace('0.3', '0.3.*')}")
         found = next(iter(importlib.metadata.distributions(name=wanted.name)), None)
         if wanted.name not in needs or found is None or wanted.specifier.contains(found.version, prereleases=True):
             continue

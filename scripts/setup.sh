@@ -1,6 +1,6 @@
 # Sourced by train.sh, test.sh and test_gpu.sh. Sets `python` to an interpreter that imports the modules named in `needs`
 # in versions that pyproject.toml allows: the one on the PATH if it does, else that of .venv, made or repaired here with
-# the versions of constraints.txt. TITAN=0.3 wants torchtitan 0.3: in .venv-0.3, by constraints-0.3.txt.
+# the versions of constraints.txt. TITAN=0.2.2 wants that torchtitan: in .venv-0.2.2, by constraints-0.2.2.txt.
 
 case ${1:-} in # the caller's arguments; its text is the comment at its top
     -h | --help) sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0" && exit ;;
@@ -9,11 +9,11 @@ esac
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 
-export TITAN="${TITAN:-0.2.2}"
+export TITAN="${TITAN:-0.3}"
 case $TITAN in
-    0.2.2) venv=.venv constraints=scripts/constraints.txt ;;
-    0.3) venv=.venv-0.3 constraints=scripts/constraints-0.3.txt ;;
-    *) echo "TITAN is $TITAN; use 0.2.2 or 0.3" >&2 && exit 1 ;;
+    0.3) venv=.venv constraints=scripts/constraints.txt ;;
+    0.2.2) venv=.venv-0.2.2 constraints=scripts/constraints-0.2.2.txt ;;
+    *) echo "TITAN is $TITAN; use 0.3 or 0.2.2" >&2 && exit 1 ;;
 esac
 
 suits() { # interpreter: whether it does; `reason` is the version that does not fit, if it is for one
@@ -38,7 +38,6 @@ if ! suits "$python"; then
         "$python" -m pip install --quiet "$(grep '^torch==' "$constraints")"
         extras=dev
         "$python" -c 'import sys, torch; sys.exit(torch.version.cuda is None)' || extras=dev,compile
-        if [[ $TITAN == 0.3 ]]; then extras+=,lora; fi
         "$python" -m pip install --quiet --constraint "$constraints" --editable ".[$extras]"
         if ! suits "$python"; then
             echo "Set-up failed${reason:+: $venv has $reason}; delete $venv and try again" >&2

@@ -220,7 +220,7 @@ def test_the_first_failure_is_the_last_line():
 FAKE_PIP = """
 import pathlib, sys
 if "install" in sys.argv:
-    pathlib.Path(__file__).with_name("torchtitan.dist-info").joinpath("METADATA").write_text("Version: 0.2.2")
+    pathlib.Path(__file__).with_name("torchtitan.dist-info").joinpath("METADATA").write_text("Version: 0.3.1")
 """
 
 
@@ -241,10 +241,10 @@ def make_environment(folder, version):
     (site / "packaging").symlink_to(Path(packaging.__file__).parent)
 
 
-def set_up(folder, *, path="0.2.2", venv=None, python_path=None, titan=None):
+def set_up(folder, *, path="0.3.0", venv=None, python_path=None, titan=None):
     """Exit code, interpreter and messages of set-up where python3, .venv and PYTHONPATH have these torchtitans, and the
     environment names one by TITAN."""
-    for name in ("setup.sh", "check_python.py", "constraints.txt", "constraints-0.3.txt", "../pyproject.toml"):
+    for name in ("setup.sh", "check_python.py", "constraints.txt", "constraints-0.2.2.txt", "../pyproject.toml"):
         (folder / "scripts" / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / "scripts" / name, folder / "scripts" / name)
     make_environment(folder / "on_path", path)
@@ -260,27 +260,27 @@ def set_up(folder, *, path="0.2.2", venv=None, python_path=None, titan=None):
 
 def test_set_up_uses_an_interpreter_with_the_right_versions(tmp_path):
     assert set_up(tmp_path / "right") == (0, "python3", [])
-    assert set_up(tmp_path / "carried", path="0.3.0", python_path="0.2.2") == (0, "python3", [])
-    wrong = r"torchtitan 0\.3\.0 in \S+, but torchtitan==0\.2\.2 is needed"
-    code, python, lines = set_up(tmp_path / "wrong", path="0.3.0", venv="0.2.2")
+    assert set_up(tmp_path / "carried", path="0.2.2", python_path="0.3.0") == (0, "python3", [])
+    wrong = r"torchtitan 0\.2\.2 in \S+, but torchtitan==0\.3\.\* is needed"
+    code, python, lines = set_up(tmp_path / "wrong", path="0.2.2", venv="0.3.0")
     assert (code, python) == (0, ".venv/bin/python")
     assert re.fullmatch(f"python3 has {wrong}; using .venv", *lines)
-    code, python, lines = set_up(tmp_path / "both", path="0.3.0", venv="0.3.0")
+    code, python, lines = set_up(tmp_path / "both", path="0.2.2", venv="0.2.2")
     assert (code, python) == (0, ".venv/bin/python")
     assert re.fullmatch(rf"Setting up .venv \(once\) \.\.\. It has {wrong}\.", lines[1])
-    code, python, lines = set_up(tmp_path / "forced", python_path="0.3.0")
+    code, python, lines = set_up(tmp_path / "forced", python_path="0.2.2")
     assert (code, python) == (1, "")
     assert re.fullmatch(f"PYTHONPATH brings {wrong}; take that folder off PYTHONPATH", *lines)
 
 
 def test_set_up_uses_the_torchtitan_that_is_named(tmp_path):
-    assert set_up(tmp_path / "right", path="0.3.0", titan="0.3") == (0, "python3", [])
-    code, python, lines = set_up(tmp_path / "wrong", venv="0.3.1", titan="0.3")
-    assert (code, python) == (0, ".venv-0.3/bin/python")
+    assert set_up(tmp_path / "right", path="0.2.2", titan="0.2.2") == (0, "python3", [])
+    code, python, lines = set_up(tmp_path / "wrong", venv="0.2.2", titan="0.2.2")
+    assert (code, python) == (0, ".venv-0.2.2/bin/python")
     assert re.fullmatch(
-        r"python3 has torchtitan 0\.2\.2 in \S+, but torchtitan==0\.3\.\* is needed; using \.venv-0\.3", *lines
+        r"python3 has torchtitan 0\.3\.0 in \S+, but torchtitan==0\.2\.2 is needed; using \.venv-0\.2\.2", *lines
     )
-    assert set_up(tmp_path / "unknown", titan="0.4") == (1, "", ["TITAN is 0.4; use 0.2.2 or 0.3"])
+    assert set_up(tmp_path / "unknown", titan="0.4") == (1, "", ["TITAN is 0.4; use 0.3 or 0.2.2"])
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ def version(name, stock=metadata.version):
 
 metadata.version = version
 """
-REMEDY = "torchtitan_magi needs 0.2.2 or 0.3: pip install torchtitan==0.2.2"
+REMEDY = "torchtitan_magi needs 0.3 or 0.2.2: pip install torchtitan==0.3.0"
 # what is installed, by a file that Python finds before anything else -> what is said
 CASES = {
     "torchtitan-0.4.0.dist-info/METADATA": (METADATA, f"torchtitan 0.4.0 is installed, {REMEDY}"),

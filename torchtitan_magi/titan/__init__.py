@@ -6,7 +6,7 @@ Importing it raises ImportError, one line with the remedy, where no torchtitan i
 import importlib
 from importlib.metadata import PackageNotFoundError, version
 
-ADAPTERS = {"0.2.2": "v02", "0.3": "v03"}  # version, or its beginning -> folder
+ADAPTERS = {"0.3": "v03", "0.2.2": "v02"}  # version, or its beginning -> folder
 
 try:
     installed = version("torchtitan")
@@ -15,7 +15,7 @@ except PackageNotFoundError:
     installed, found = "", "torchtitan is not installed"
 folder = ADAPTERS.get(installed) or ADAPTERS.get(installed.rpartition(".")[0])
 if folder is None:
-    raise ImportError(f"{found}, torchtitan_magi needs 0.2.2 or 0.3: pip install torchtitan==0.2.2", name="torchtitan")
+    raise ImportError(f"{found}, torchtitan_magi needs 0.3 or 0.2.2: pip install torchtitan==0.3.0", name="torchtitan")
 
 adapter = importlib.import_module(f"torchtitan_magi.titan.{folder}")
 __all__ = list(adapter.__all__)
