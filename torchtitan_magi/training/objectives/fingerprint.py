@@ -3,7 +3,6 @@
 import hashlib
 import itertools
 import logging
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,14 +12,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from torchtitan_magi.exchange.transport import gathered
-from torchtitan_magi.models.names import plain_name
+from torchtitan_magi.models.names import ADAPTERS, plain_name
 from torchtitan_magi.training.objectives.objective import Reference
 from torchtitan_magi.training.process.groups import Group
 
 logger = logging.getLogger(__name__)
 
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
-ADAPTERS = re.compile(r"[.]lora_[ab][.]")  # in names of parameters
 ENTRY = "reference_weights"  # of a checkpoint's train state
 
 
