@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from support.corpus import text
 from support.hf_models import load_hf
+from support.jsonl import write_jsonl
 from support.runs import new_folder
 from torch.nn import functional
 from torch.optim import AdamW
@@ -134,7 +135,7 @@ def write_pairs(path: Path) -> None:
     for _ in range(2 * STEPS * PACKS * PAIRS_PER_PACK):
         pairs.append({"prompt": turn("user", 18, 26), "chosen": turn("assistant", 28, 38)})
         pairs[-1]["rejected"] = turn("assistant", 24, 36)
-    path.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    write_jsonl(path, pairs)
 
 
 @functools.cache

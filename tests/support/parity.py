@@ -1,11 +1,11 @@
-"""Runs of the layouts of tests/long/loss_compare.py from one seed checkpoint, with torchtitan 0.2.2."""
+"""Runs of the layouts of tests/long/layouts.py from one seed checkpoint, with torchtitan 0.2.2."""
 
 import functools
 from dataclasses import replace
 
 from support.runs import new_folder, train, watch
 
-from loss_compare import LAYOUTS, QWEN3_LAYOUTS, Layout, max_relative_difference  # isort: skip
+from layouts import LAYOUTS, QWEN3_LAYOUTS, Layout, max_relative_difference  # isort: skip
 
 ALL_LAYOUTS = LAYOUTS | QWEN3_LAYOUTS
 
