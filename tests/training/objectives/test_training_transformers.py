@@ -73,7 +73,7 @@ if IS_0_3:  # models that torchtitan 0.2.2 has not, or not under FSDP
         "gpt_oss": ({"cp": 2}, {"tp": 2, "cp": 2}, {"cp": 2, "ep": 2}),
         "deepseek_v3": ({"cp": 2}, {"tp": 2, "ep": 2}),
         "muse_glimmer": ({"cp": 2}, {"dp": 2}, {"tp": 2, "cp": 2}),
-        "kimi_k2_7": ({"cp": 2}, {"tp": 2, "cp": 2}),
+        "kimi_k2_7": ({"cp": 2}, {"tp": 2, "cp": 2}, {"tp": 2, "ep": 2}),
     }
     DPO |= {name: ({"cp": 2},) for name in ("gpt_oss", "deepseek_v3", "muse_glimmer", "kimi_k2_7")}
 
