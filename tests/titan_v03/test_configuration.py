@@ -42,19 +42,6 @@ def summary_of(toml, *overrides):
     }
 
 
-def defaults():
-    from torchtitan.components.optimizer import LRSchedulersContainer
-    from torchtitan.config.configs import TrainingConfig
-
-    return TrainingConfig().steps, LRSchedulersContainer.Config().warmup_steps
-
-
-def test_torchtitans_defaults_are_those_that_count_as_not_given():
-    from torchtitan_magi.training.batches.run_length import DEFAULT_STEPS, DEFAULT_WARMUP
-
-    assert call(defaults) == (DEFAULT_STEPS, DEFAULT_WARMUP)
-
-
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_every_shipped_configuration_is_one_of_torchtitan_0_3(path, tmp_path):
     values = tomllib.loads(path.read_text())

@@ -23,10 +23,10 @@ from torchtitan_magi.titan.v03.components import (
 )
 from torchtitan_magi.titan.v03.models import check_model, flavors, model_of, model_spec, stock_flavor
 from torchtitan_magi.titan.v03.toml_sections import Workers
-from torchtitan_magi.training.settings.magi_section import check_targets, import_modules
+from torchtitan_magi.training.settings.magi_section import check_rank, check_targets, import_modules
 from torchtitan_magi.training.settings.model_folder import HF_FLAVOR, read_hf_config
 from torchtitan_magi.training.settings.options import LoRA
-from torchtitan_magi.wording import quoted
+from torchtitan_magi.wording import one_line, quoted
 
 WITH_ADAPTERS = ("llama3", "qwen3")
 
@@ -69,7 +69,7 @@ def trainer_options(job: Any) -> dict[str, Any]:
             "override": OverrideConfig(),
         }
     except AssertionError as error:
-        raise ValueError(f"{error}") from None
+        raise ValueError(f"{one_line(error)}; correct the TOML file or the command line") from None
 
 
 def values_of(config: Any) -> dict[str, Any]:
@@ -172,6 +172,7 @@ def with_adapters(spec: ModelSpec, lora: LoRA) -> ModelSpec:
             f"the model has adapters of rank {found[0]} by a LoRAConverter of its own; leave that out, and set "
             f"magi.lora.rank to {found[0]}"
         )
+    check_rank(lora)
     if not lora.rank:
         return spec
     if spec.name not in WITH_ADAPTERS:
