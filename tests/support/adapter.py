@@ -1,5 +1,8 @@
 """What our entry point does before anything is built, with the adapter of the installed torchtitan."""
 
+from dataclasses import replace
+
+import torch
 from support.runs import IS_0_3
 
 
@@ -78,6 +81,41 @@ def start(path, *arguments):
     parts.read_model(lambda: facts)
     parts.use_tokenizer(config.tokenizer.build(tokenizer_path=config.hf_assets_path))
     return facts
+
+
+def there_and_back(config):
+    """A ``ModelConfig`` once through torchtitan's description of the model."""
+    if IS_0_3:
+        from torchtitan_magi.titan.v03.models import config_of, model_of
+
+        return config_of(model_of(config))
+    from torchtitan_magi.titan.v02.models import args_of, config_of
+
+    return config_of(args_of(config))
+
+
+def dense_model(config):
+    """torchtitan's model of a ``ModelConfig`` with causal attention over whole rows, and the adapter of its weights."""
+    if IS_0_3:
+        from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention
+
+        from torchtitan_magi.titan.v03.models import model_spec
+
+        spec = model_spec(config.model, "hf", config)
+        for _, _, layer, name in list(spec.model.traverse(FlexAttention.Config)):
+            setattr(layer, name, ScaledDotProductAttention.Config())
+        model, adapter = spec.model.build(), spec.state_dict_adapter(spec.model, None)
+    else:
+        from torchtitan.protocols.train_spec import get_train_spec
+
+        from torchtitan_magi.titan.v02.models import args_of
+
+        spec = get_train_spec(config.model)
+        args = replace(args_of(config), attn_type="sdpa", attn_mask_type="causal")
+        model, adapter = spec.model_cls(args), spec.state_dict_adapter(args, None)
+    with torch.no_grad():
+        model.init_weights()
+    return model, adapter
 
 
 def _check(job, has_objectives):
