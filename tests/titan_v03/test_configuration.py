@@ -81,6 +81,8 @@ REFUSED = {
     "--optimizer.early_step_in_backward": "early_step_in_backward is True, which has no counterpart in torchtitan 0.3",
     "--parallelism.context_parallel_rotate_method alltoall": "rotate_method is 'alltoall', which has no counterpart",
     "--activation_checkpoint.selective_ac_option 2": "selective_ac_option is '2', which has no counterpart",
+    "--job.custom_config_module mine": "custom_config_module is 'mine', which torchtitan 0.3 does not import; set it",
+    "--experimental.custom_import mine": "custom_import is 'mine', which torchtitan 0.3 does not import; set it to",
     "--model.name llama4": "model.name is 'llama4', which has no varlen attention; use one of llama3, qwen3, gpt_oss,",
     "--model.name qwen3_5": "model.name is 'qwen3_5', which has no varlen attention; use one of llama3, qwen3",
     "--model.name gpt_oss --magi.lora.rank 2": "magi.lora.rank is 2, but gpt_oss gets no adapters here; set it to 0",
