@@ -1,5 +1,6 @@
 """Parts of the docs about memory: predicted, and measured in benchmarks/results/train_*.json. See write_docs.py."""
 
+import importlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -16,12 +17,11 @@ STRATEGIES = ("ours", "ours, dp 2", "ours, tp 2", "flex")  # "flex" has torchtit
 
 
 def shapes_of(model: str, flavor: str) -> ModelConfig:
-    """The model of a flavor of torchtitan's."""
-    from torchtitan.protocols.train_spec import get_train_spec
+    """The model of a flavor of the installed torchtitan's."""
+    from torchtitan_magi.titan import adapter
 
-    from torchtitan_magi.titan.v02.models import config_of
-
-    return config_of(get_train_spec(model).model_args[flavor])
+    found: ModelConfig = importlib.import_module(f"{adapter.__name__}.models").named_config(model, flavor)
+    return found
 
 
 def checkpointing_predicted() -> str:

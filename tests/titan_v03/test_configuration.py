@@ -46,19 +46,6 @@ def summary_of(toml, *overrides):
     }
 
 
-def defaults():
-    from torchtitan.components.optimizer import LRSchedulersContainer
-    from torchtitan.config.configs import TrainingConfig
-
-    return TrainingConfig().steps, LRSchedulersContainer.Config().warmup_steps
-
-
-def test_torchtitans_defaults_are_those_that_count_as_not_given():
-    from torchtitan_magi.training.batches.run_length import DEFAULT_STEPS, DEFAULT_WARMUP
-
-    assert call(defaults) == (DEFAULT_STEPS, DEFAULT_WARMUP)
-
-
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_every_shipped_configuration_is_one_of_torchtitan_0_3(path, tmp_path):
     values = tomllib.loads(path.read_text())
@@ -98,6 +85,8 @@ REFUSED = {
     "--optimizer.early_step_in_backward": "early_step_in_backward is True, which has no counterpart in torchtitan 0.3",
     "--parallelism.context_parallel_rotate_method alltoall": "rotate_method is 'alltoall', which has no counterpart",
     "--activation_checkpoint.selective_ac_option 2": "selective_ac_option is '2', which has no counterpart",
+    "--job.custom_config_module mine": "custom_config_module is 'mine', which torchtitan 0.3 does not import; set it",
+    "--experimental.custom_import mine": "custom_import is 'mine', which torchtitan 0.3 does not import; set it to",
     "--model.name llama4": "model.name is 'llama4', which has no varlen attention; use one of llama3, qwen3, gpt_oss,",
     "--model.name qwen3_5": "model.name is 'qwen3_5', which has no varlen attention; use one of llama3, qwen3",
     "--model.name muse_glimmer --model.flavor 30B": "model.flavor '30B' is unknown; use one of hf",

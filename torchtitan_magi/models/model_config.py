@@ -429,8 +429,16 @@ def _flat(config: ModelConfig, other: ModelConfig) -> Iterator[tuple[str, Any]]:
         if isinstance(value, dict):
             some = value.items() if getattr(other, name) else list(value.items())[:1]
             yield from ((f"{name}.{inner}", inner_value) for inner, inner_value in some)
-        elif name not in ("max_positions", "left_out") and (name, value) != ("value_dim", config.head_dim):
+        elif name not in _unused(config) & _unused(other):
             yield name, value
+
+
+def _unused(config: ModelConfig) -> set[str]:
+    """Names of fields that say nothing more of what the model computes."""
+    as_wide = config.value_dim == config.head_dim
+    all_have_experts = config.experts is not None and not config.experts.num_dense_layers
+    names = {"max_positions": True, "left_out": True, "value_dim": as_wide, "hidden_dim": all_have_experts}
+    return {name for name, unused in names.items() if unused}
 
 
 def _rope_key(file: ConfigFile) -> str:

@@ -23,7 +23,7 @@ from torchtitan_magi.titan.v03.models import check_model, flavors, model_of, mod
 from torchtitan_magi.titan.v03.toml_sections import Workers
 from torchtitan_magi.training.settings.magi_section import import_modules
 from torchtitan_magi.training.settings.model_folder import HF_FLAVOR, read_hf_config
-from torchtitan_magi.wording import quoted
+from torchtitan_magi.wording import one_line, quoted
 
 CHECKPOINTING = {"selective": MagiSelectiveAC.Config, "full": FullAC.Config, "memory_budget": MemoryBudgetAC.Config}
 
@@ -64,7 +64,7 @@ def trainer_options(job: Any) -> dict[str, Any]:
             "override": OverrideConfig(),
         }
     except AssertionError as error:
-        raise ValueError(f"{error}") from None
+        raise ValueError(f"{one_line(error)}; correct the TOML file or the command line") from None
 
 
 def values_of(config: Any) -> dict[str, Any]:

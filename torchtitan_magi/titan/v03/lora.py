@@ -19,7 +19,7 @@ from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.module import Module
 from torchtitan.protocols.sharding import ShardingConfig
 
-from torchtitan_magi.training.settings.magi_section import check_targets
+from torchtitan_magi.training.settings.magi_section import check_rank, check_targets
 from torchtitan_magi.training.settings.options import EXPERTS, LoRA
 from torchtitan_magi.wording import quoted
 
@@ -41,6 +41,7 @@ def with_adapters(spec: ModelSpec, lora: LoRA) -> ModelSpec:
             f"the model has adapters of rank {found[0]} by a LoRAConverter of its own; leave that out, and set "
             f"magi.lora.rank to {found[0]}"
         )
+    check_rank(lora)
     if not lora.rank:
         return spec
     check_targets(lora)

@@ -105,6 +105,8 @@ class MagiTrainer(RunParts, ObjectiveTrainer, Trainer):
         """Also checks, as soon as ranks can agree, what a user can get wrong, and makes the runtime."""
         job, facts = self.job_config, self.model_facts
         check_parallelism(job.parallelism, int(os.environ["WORLD_SIZE"]))
+        device = utils.device_type
+        check_offload(job.training.enable_cpu_offload, device)
         dims = super().init_distributed()
         check_settings(job, DATASETS, True, self._check_version)
         self.read_model(lambda: facts)
@@ -113,8 +115,6 @@ class MagiTrainer(RunParts, ObjectiveTrainer, Trainer):
         runtime = self.build_runtime(dims, facts, self.device, facts.windows or (0,) * facts.num_layers)
         self.runtime, self.process = runtime, partial(local_batch, runtime)
         runtime.block_attn.check(facts.head_dim, TORCH_DTYPE_MAP[job.training.mixed_precision_param], facts.value_dim)
-        device = utils.device_type
-        check_offload(job.training.enable_cpu_offload, device)
         self.memory = MeasuredMemory(predicted_memory(job, dims, facts, True, device), device)
         return dims
 

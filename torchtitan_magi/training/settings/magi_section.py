@@ -36,8 +36,7 @@ def check_options(magi: Magi) -> None:
         raise ValueError(
             f"magi.epochs is {quoted(magi.epochs)}; use a number of passes over the data, or -1 for no end"
         )
-    if type(magi.lora.rank) is not int or magi.lora.rank < 0:
-        raise ValueError(f"magi.lora.rank is {quoted(magi.lora.rank)}; use a rank such as 16, or 0 for no adapters")
+    check_rank(magi.lora)
     _check_date(magi.template_date)
     if magi.cost_model:
         CostModel.load(magi.cost_model)
@@ -107,6 +106,12 @@ def import_modules(names: list[str]) -> None:
                 f"the run starts, {os.getcwd()}, in PYTHONPATH, {quoted_path(os.environ.get('PYTHONPATH', ''))}, or "
                 "among the installed packages; install it, or add the folder that holds it to PYTHONPATH"
             ) from None
+
+
+def check_rank(lora: LoRA) -> None:
+    """Raises ValueError, one line, for what is no rank of adapters."""
+    if type(lora.rank) is not int or lora.rank < 0:
+        raise ValueError(f"magi.lora.rank is {quoted(lora.rank)}; use a rank such as 16, or 0 for no adapters")
 
 
 def check_targets(lora: LoRA) -> None:

@@ -130,9 +130,9 @@ def test_stages_are_chosen_by_the_cost_model_that_is_named(tmp_path):
 
 def positions_all_zero(report):
     """Every token is the first of its document."""
-    from torchtitan.distributed import context_parallel
+    from torchtitan_magi.training.batches.planner import MagiRuntime
 
-    watch(context_parallel, "cp_shard", lambda sharded, *_: sharded[0][2].zero_())
+    watch(MagiRuntime, "bind", lambda bound, *_: bound[1]["positions"].zero_())
 
 
 @pytest.mark.parametrize("wrong", [one_document_per_batch, positions_all_zero])
