@@ -35,7 +35,7 @@ def checkpointing_predicted() -> str:
 
 
 def comparisons(facts: dict[str, Any]) -> Iterator[tuple[dict[str, Any], float]]:
-    """The rows of bench_train.py's file that can be predicted, and the GiB of PyTorch's allocator predicted for each."""
+    """Rows of bench_train.py's file that can be predicted, and the GiB of PyTorch's allocator predicted for each."""
     shapes = shapes_of(facts.get("model", "llama3"), facts.get("shapes", "8B"))
     model, compiled = replace(shapes, num_layers=facts["layers"]), "--compile.enable" in facts["options"]
     for row in facts["rows"]:

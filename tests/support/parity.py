@@ -1,10 +1,10 @@
-"""Runs of the layouts of tests/long/loss_compare.py from one seed checkpoint."""
+"""Runs of the layouts of tests/long/layouts.py from one seed checkpoint."""
 
 import functools
 
 from support.runs import new_folder, train, watch
 
-from loss_compare import LAYOUTS, QWEN3_LAYOUTS, Layout, max_relative_difference  # isort: skip
+from layouts import LAYOUTS, QWEN3_LAYOUTS, Layout, max_relative_difference  # isort: skip
 
 ALL_LAYOUTS = LAYOUTS | QWEN3_LAYOUTS
 

@@ -183,7 +183,7 @@ def _run(processes: int, target: Callable, arguments: tuple, until: Callable | N
             receive, send = multiprocessing.Pipe(duplex=False)
             log = f"{folder}/rank{rank}.log"
             process = (multiprocessing.get_context("spawn").Process if ON_GPUS else _Process)(
-                target=_child, args=(rank, processes, store.port, log, send, target, arguments), daemon=True
+                target=_child, args=(rank, processes, store.port, log, send, target, arguments, ON_GPUS), daemon=True
             )
             process.start()
             send.close()
@@ -252,13 +252,25 @@ class OnPath:
 
 
 def _child(
-    rank: int, processes: int, port: int, log: str, send: connection.Connection, target: Callable, arguments: tuple
+    rank: int,
+    processes: int,
+    port: int,
+    log: str,
+    send: connection.Connection,
+    target: Callable,
+    arguments: tuple,
+    on_gpus: bool,
 ) -> None:
     with open(log, "w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
+    local = rank
+    if on_gpus:
+        from support.gpus import take_gpu
+
+        local = take_gpu(rank, processes)
     os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(processes), LOCAL_WORLD_SIZE=str(processes),
+        RANK=str(rank), LOCAL_RANK=str(local), WORLD_SIZE=str(processes), LOCAL_WORLD_SIZE=str(processes),
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True", OMP_NUM_THREADS="1",
     )  # fmt: skip
     one_at_a_time = threading.Lock()  # a checkpoint may be written in a thread

@@ -9,7 +9,7 @@ from support.corpus import chat_tokenizer
 from support.parity import difference, feed, initial_weights, seed_checkpoint, trained_anew
 from support.runs import LAYERS, call, corpus, new_folder, on_corpus, train
 
-from loss_compare import TOLERANCE  # isort: skip
+from layouts import TOLERANCE  # isort: skip
 
 SEQ_LEN = 256
 STOCK = (

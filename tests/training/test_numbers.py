@@ -12,7 +12,7 @@ from support.corpus import WORDS, chat_tokenizer
 from support.parity import feed, trained_anew
 from support.runs import LAYERS, call, corpus, new_folder, train, watch
 
-from loss_compare import LAYOUTS  # isort: skip
+from layouts import LAYOUTS  # isort: skip
 
 OURS = "torchtitan_magi.train"
 SEQ_LEN = 256

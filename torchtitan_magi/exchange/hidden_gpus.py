@@ -154,7 +154,7 @@ def _mapped_in(group: dist.ProcessGroup) -> Callable[[Tensor], list[Tensor]]:
 @contextlib.contextmanager
 def _little_patience(group: dist.ProcessGroup) -> Iterator[None]:
     """Lets waits in the group's store end after _PATIENCE."""
-    store = dist.distributed_c10d._get_process_group_store(group)
+    store = group.get_group_store()
     before = store.timeout
     store.set_timeout(_PATIENCE)
     try:

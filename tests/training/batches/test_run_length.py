@@ -159,13 +159,13 @@ def agreements():
             raise ValueError("data.jsonl:7: not JSON")
         return 7 + (wrong == "number" and rank == 2)
 
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1), dist.group.WORLD)
+    dist.group.WORLD.set_timeout(timedelta(seconds=1))
     for wrong in ("", "number", "error"):
         try:
             found.append(agreed("data", lambda wrong=wrong: number(wrong), lambda n: f"{n} packs", patient=True))
         except ValueError as error:
             found.append(str(error))
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1800), dist.group.WORLD)
+    dist.group.WORLD.set_timeout(timedelta(seconds=1800))
     return found
 
 

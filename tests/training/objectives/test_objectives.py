@@ -9,7 +9,7 @@ from support.errors import assert_says, changed, value_errors
 from support.parity import difference, trained, trained_anew
 from support.runs import DEBUG_TOML, call, corpus, watch
 
-from loss_compare import TOLERANCE, max_relative_difference  # isort: skip
+from layouts import TOLERANCE, max_relative_difference  # isort: skip
 
 
 def ours(name, *options, entry="torchtitan_magi.train", **kwargs):

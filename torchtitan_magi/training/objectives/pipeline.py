@@ -1,5 +1,6 @@
 """A model in the stages of a pipeline: passes of torch's schedule whose microbatches have plans of their own."""
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -46,8 +47,6 @@ class Pipeline:
     ) -> list[Tensor]:
         """A pass of at most ``num_microbatches``: forward, with backward from the results too.
 
-        Torch's ``step`` makes microbatches itself of one batch, up to 2.13; newer ones take them by keyword.
-
         Args:
             result: what is wanted of the microbatch of that number, from a model that is called as a ``LogprobModel``.
                 It may be called several times.
@@ -55,21 +54,18 @@ class Pipeline:
         Returns:
             the results of all microbatches, on ranks with the last stage; none elsewhere.
         """
-        schedule, missing = self.schedule, self.num_microbatches - len(batches)
+        missing = self.num_microbatches - len(batches)
         results: list[Tensor] = []
         batches = [*batches, *[batches[-1]] * missing]  # every pass has as many
         numbers = torch.arange(len(batches)).clamp(max=len(batches) - missing - 1)  # on the CPU; targets are tensors
         self.loss.of_hidden = lambda hidden, number: result(_OutputOnly(self.last, hidden), int(number))
-        schedule._has_backward = backward
-        for stage in schedule._stages if hasattr(schedule, "_stages") else [schedule._stage]:
-            stage.has_backward = backward
-            stage.clear_runtime_states()
-        schedule._step_microbatches(
-            [(batch.tokens,) for batch in batches] if self.is_first else None,
-            [batch.model_inputs for batch in batches],
-            list(numbers) if self.is_last else None,
-            results if self.is_last else None,
-            return_outputs=False,
+        _run_microbatches(
+            self.schedule,
+            backward,
+            arg_mbs=[(batch.tokens,) for batch in batches] if self.is_first else None,
+            kwarg_mbs=[batch.model_inputs for batch in batches],
+            target_mbs=list(numbers) if self.is_last else None,
+            losses=results if self.is_last else None,
         )
         return results[: len(batches) - missing]
 
@@ -96,6 +92,18 @@ class Pipeline:
 
         found = self.run([batch.local for batch in read], loss, backward=divisor is not None)
         return [of_one.detach() for of_one in found]
+
+
+def _run_microbatches(schedule: Any, backward: bool, **given: Any) -> None:
+    """Passes microbatches that are made already. Before torch 2.14, ``step`` and ``eval`` make them of one batch."""
+    if "arg_mbs" in inspect.signature(schedule.step).parameters:
+        (schedule.step if backward else schedule.eval)(**given, return_outputs=False)
+        return
+    schedule._has_backward = backward
+    for stage in schedule._stages if hasattr(schedule, "_stages") else [schedule._stage]:
+        stage.has_backward = backward
+        stage.clear_runtime_states()
+    schedule._step_microbatches(**given, return_outputs=False)
 
 
 class _OutputOnly:

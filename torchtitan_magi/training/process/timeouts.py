@@ -13,9 +13,9 @@ def set_pg_timeouts(timeout: timedelta, parallel_dims: Any) -> None:
     """Sets the time-outs of collectives, in place of torchtitan's function of this name. A collective of all ranks.
 
     It sets those of our communicators as well, and of all dimensions of meshes of several (the "tp" beside "fsdp" is
-    another group than the "tp" alone); without an accelerator too (gloo's barrier takes no device ids), and on the
-    torch that this package runs on (0.3 wants ``set_timeout`` of a newer one). Groups that may wait for long, and that
-    no step waits for, keep theirs: an asynchronous checkpoint's, that of plans.
+    another group than the "tp" alone); without an accelerator too (gloo's barrier takes no device ids), and before
+    torch 2.14 (0.3 wants ``torch.distributed.set_timeout``). Groups that may wait for long, and that no step waits for,
+    keep theirs: an asynchronous checkpoint's, that of plans.
 
     Args:
         parallel_dims: torchtitan's.
@@ -29,6 +29,6 @@ def set_pg_timeouts(timeout: timedelta, parallel_dims: Any) -> None:
     groups = [dist.group.WORLD, *(group for mesh in meshes for group in mesh.get_all_groups())]
     for group in groups:
         if dist.get_backend(group) != "fake":  # of a dimension that is not used
-            dist.distributed_c10d._set_pg_timeout(timeout, group)
+            group.set_timeout(timeout)
     if parallel_dims.cp_enabled:
         process_group_transport(parallel_dims.get_mesh("cp").get_group()).set_timeout(timeout)

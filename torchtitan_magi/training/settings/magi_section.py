@@ -10,7 +10,7 @@ from typing import Literal, get_origin
 
 from torchtitan_magi.planning.cost_model import CostModel
 from torchtitan_magi.planning.plan import MAX_STAGES
-from torchtitan_magi.training.settings.options import LoRA, Magi
+from torchtitan_magi.training.settings.options import EXPERTS, LoRA, Magi
 from torchtitan_magi.training.settings.values import is_of, words_for
 from torchtitan_magi.wording import quoted, quoted_path
 
@@ -116,6 +116,6 @@ def check_rank(lora: LoRA) -> None:
 
 def check_targets(lora: LoRA) -> None:
     """Raises ValueError, one line, for layers that get no adapters here."""
-    known = LoRA().target_modules
+    known = [*LoRA().target_modules, EXPERTS]
     if not lora.target_modules or not set(lora.target_modules) <= set(known):
         raise ValueError(f"magi.lora.target_modules is {quoted(lora.target_modules)}; use some of {', '.join(known)}")
