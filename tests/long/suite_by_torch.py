@@ -57,10 +57,10 @@ def recorded() -> list[tuple[str, dict[str, Any]]]:
 def by_torch() -> str:
     """When the suite ran last on a CPU with each torch, and what it said."""
     columns = ("torch", "torchtitan", "files", "passed", "skipped", "failed", "date")
-    return table(
-        columns,
-        ((run["torch"], version, *(run[name] for name in columns[2:])) for version, run in recorded()),
-    )
+    rows = [(run["torch"], version, *(run[name] for name in columns[2:])) for version, run in recorded()]
+    names = sorted({f"suite_{version}.json" for version, _ in recorded()})
+    files = [f"- [{name}](../../benchmarks/results/{name})" for name in names]
+    return "\n".join([table(columns, rows), "", *files])
 
 
 PARTS = {"suite-by-torch": by_torch}  # of the docs
