@@ -38,11 +38,10 @@ from torchtitan_magi.planning.plan import PlanSpec, forget_plans, make_plans, pl
 from torchtitan_magi.planning.topology import Nodes
 from torchtitan_magi.sizing.command import count_of_tokens
 from torchtitan_magi.sizing.sample_packs import DISTRIBUTIONS, draw_pack, fill_pack
-from torchtitan_magi.sizing.strategies import Case, contiguous, min_heap, plan_outcome, tile_work, zigzag
+from torchtitan_magi.sizing.strategies import Case, Owned, contiguous, min_heap, plan_outcome, tile_work
 from torchtitan_magi.tiles import KEYS
 
 Int64Array = npt.NDArray[np.int64]
-Owned = tuple[Int64Array, ...]
 
 GPUS_PER_NODE = 8
 IMBALANCE = 1.02  # allowed by the lower bound
@@ -70,6 +69,12 @@ UNSEEN_HEADS = LLAMA_HEADS, Heads(num_heads_q=32, num_heads_kv=32, head_dim=128)
 
 def ours(slices: AttnSlices, num_tokens: int, cp_size: int) -> Owned:
     return place(slices, num_tokens, cp_size, Nodes.of(GPUS_PER_NODE, cp_size))
+
+
+def zigzag(slices: AttnSlices, num_tokens: int, cp_size: int) -> Owned:
+    """Rank r owns the r-th stretch from the front and the r-th from the back, of 2 cp_size stretches of the pack."""
+    edges = np.arange(2 * cp_size + 1) * num_tokens // (2 * cp_size)
+    return tuple(np.array([edges[r : r + 2], edges[2 * cp_size - r - 1 :][:2]]) for r in range(cp_size))
 
 
 PLANNERS: dict[str, Callable[[AttnSlices, int, int], Owned]] = {

@@ -307,7 +307,7 @@ def main() -> None:
     parser.add_argument("--gpus", type=int, default=4, help="number of GPUs")
     parser.add_argument("--tokens", type=int, nargs="+", default=[16384, 65536], help="per GPU and step")
     parser.add_argument("--strategies", nargs="+", default=STRATEGIES, choices=STRATEGIES, help="to time, see above")
-    parser.add_argument("--steps", type=int, default=25, help="of each run")
+    parser.add_argument("--steps", type=int, default=25, help="of each run, at least 11: the first ones are not timed")
     parser.add_argument("--layers", type=int, default=4, help="of the model")
     parser.add_argument("--model", default="llama3", choices=["llama3", "qwen3"], help="architecture")
     parser.add_argument("--shapes", default="8B", help="flavor of the model whose layers are trained")
@@ -316,7 +316,8 @@ def main() -> None:
                         help="of activations; selective: by operation")  # fmt: skip
     parser.add_argument("--options", default="--compile.enable", help="torchtitan overrides for all")
     arguments = parser.parse_args()
-    subprocess.run([sys.executable, ROOT / "scripts" / "make_demo_data.py"], check=True, cwd=ROOT)
+    if arguments.steps < WARM_UP + 6:  # times between steps, a fifth of which has a mean of its own
+        parser.error(f"--steps is {arguments.steps}; give at least {WARM_UP + 6}")
     options = {key: getattr(arguments, key) for key in ("model", "shapes", "layers", "options")}
     options |= {"num_gpus": arguments.gpus, "expert_parallel": arguments.expert_parallel, "rows": []}
     found: dict[str, Any] = facts_of_run(arguments.commit) | options

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from bench_train import documents
-from figures import recording_parser, save
+from figures import grouped, part, recording_parser, save, table, thousands
 
 from torchtitan_magi.calibrate import facts_of_run
 
@@ -107,6 +107,20 @@ def record_run() -> None:
     seconds = [after - before for before, after in itertools.pairwise(times)][WARM_UP:]
     if os.environ["RANK"] == "0":
         Path(path).write_text(json.dumps({"seconds": seconds, "losses": losses}))
+
+
+def versions_table(*files: dict[str, Any]) -> str:
+    """The median step of each version."""
+    lines = []
+    for found in files:
+        for (version,), rows in grouped(found["rows"], "torchtitan").items():
+            step = statistics.median(row["step_ms"] for row in rows)
+            speed = f"{1e3 * found['tokens_per_gpu'] / step:,.0f}"
+            lines.append([version, found["layers"], thousands(found["tokens_per_gpu"]), f"{step:.0f}", speed])
+    return table(["torchtitan", "layers", "tokens per GPU", "step, ms", "tokens/s per GPU"], lines)
+
+
+PARTS = {"training-versions": part(versions_table, "versions_train_h200")}  # of the docs
 
 
 def main() -> None:

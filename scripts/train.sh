@@ -24,7 +24,4 @@ if [[ ${1:-} == *.toml ]]; then
     config=$(cd "$caller" && realpath "$1")
     shift
 fi
-if grep -q assets/demo "$config"; then
-    "$python" scripts/make_demo_data.py
-fi
 exec "$python" -P torchtitan_magi/launch.py "$config" "$@"

@@ -13,9 +13,8 @@ if not torch.cuda.is_available():  # with GPUs, compiled kernels are kept from r
     CACHE = tempfile.TemporaryDirectory(prefix="magi-cache-")
     os.environ["TORCHTITAN_MAGI_CACHE"] = CACHE.name
 torch.set_num_threads(1)
-# Left out: the tests of the other torchtitan's adapter, and what sizing compares with models and runs of 0.2.2.
-OF_0_2_2, OF_0_3 = ["titan_v02", "sizing/test_memory.py"], ["titan_v03"]
-collect_ignore = OF_0_2_2 if importlib.metadata.version("torchtitan").startswith("0.3.") else OF_0_3
+# Left out: the tests of the other torchtitan's adapter.
+collect_ignore = ["titan_v02" if importlib.metadata.version("torchtitan").startswith("0.3.") else "titan_v03"]
 hypothesis.settings.register_profile("default", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("default")
 

@@ -2,21 +2,19 @@
 
 import errno
 import fcntl
-import multiprocessing
 import os
 import tempfile
-from pathlib import Path
 
 import pytest
 from support.compiler import note_compilations
-from support.corpus import chat_tokenizer
-from support.kept_tokens import dataset, flats, make_folder, num_files
+from support.kept_tokens import corpus_fixtures, dataset, flats, num_files
+from support.processes import keep_at_once
 
 from torchtitan_magi import files
 from torchtitan_magi.cuda import jit
 from torchtitan_magi.data.packs import stream
-from torchtitan_magi.data.records.kept_files import kept
 
+folder, tokenizer = corpus_fixtures()
 NUMBERS = [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP]
 
 
@@ -50,15 +48,9 @@ def test_kernels_are_kept(shared, monkeypatch, caplog):
     assert line.endswith("another folder is set by TORCHTITAN_MAGI_CACHE or magi.token_cache")
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return make_folder(tmp_path_factory.mktemp("corpus"))
-
-
 @pytest.mark.parametrize("kind", ["documents", "pairs"])
-def test_tokens_and_plans_are_kept(shared, folder, kind, monkeypatch, caplog):
+def test_tokens_and_plans_are_kept(shared, folder, tokenizer, kind, monkeypatch, caplog):
     monkeypatch.setattr(stream, "_FEWEST_KEPT", 1)
-    tokenizer = chat_tokenizer(folder)
     expected = flats(dataset(folder, tokenizer, None, kind))
     packs = dataset(folder, tokenizer, shared / "tokens", kind)
     assert flats(packs) == expected
@@ -68,29 +60,9 @@ def test_tokens_and_plans_are_kept(shared, folder, kind, monkeypatch, caplog):
     assert not any("cannot be kept" in line for line in caplog.messages)
 
 
-def use(cache, source, start, log):
-    def make(path):
-        with open(log, "a") as file:
-            file.write("made\n")
-        path.write_text("made of it")
-
-    start.wait()
-    assert kept(cache, str(source), "kind", make, Path.read_text) == "made of it"
-
-
 def test_processes_of_a_machine_make_a_file_once_if_it_has_locks(shared, tmp_path, request):
     (tmp_path / "source").write_text("content")
-    context = multiprocessing.get_context("fork")
-    start, log = context.Barrier(4), tmp_path / "log"
-    processes = [context.Process(target=use, args=(shared, tmp_path / "source", start, log)) for _ in range(4)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-    assert [process.exitcode for process in processes] == [0] * 4
-    if request.node.callspec.params["shared"]:
-        assert log.read_text() == "made\n"
-    assert [path.suffix for path in shared.iterdir()] == [".kind"]
+    assert keep_at_once(shared, tmp_path / "source") == 1 or not request.node.callspec.params["shared"]
 
 
 def test_a_lock_excludes_others_of_this_machine(tmp_path, monkeypatch):

@@ -20,10 +20,10 @@ OTHER_ADAPTER = "titan.v02" if version("torchtitan").startswith("0.3.") else "ti
 # `wording` and `machine`. The most specific row counts; one that is named stands for its rooms, too.
 # Dependencies run one way.
 MAY_IMPORT = {
-    **dict.fromkeys(["wording", "machine", "tiles", "files", "products", "masks"], ""),
+    **dict.fromkeys(["wording", "machine", "commands", "tiles", "files", "products", "masks"], ""),
     "losses": "products",
     "models": "files planning",
-    "data": "",
+    "data": "commands",
     "data.guard": "",
     "data.records": "files data.guard",
     "data.tokens": "files data.guard data.records",
@@ -34,23 +34,23 @@ MAY_IMPORT = {
     "exchange": "masks cuda planning",
     "backends": "tiles masks cuda planning exchange",
     "attention": "tiles products masks cuda planning exchange backends",
-    "sizing": "tiles files masks planning exchange losses models data",
+    "sizing": "commands tiles files masks planning exchange losses models data",
     "training.settings.options": "",
     "training.process": "files models exchange",
-    "training.experts": "training.process",
+    "training.experts": "exchange training.process",
     "training.batches": "files data losses masks models planning exchange backends attention "
     "training.settings.options training.process",
-    "training.objectives": "files losses models training.settings.options training.process training.experts "
+    "training.objectives": "files losses models exchange training.settings.options training.process training.experts "
     "training.batches",
     "training.checkpoints": "files data models training.settings.options training.process",
     "training.settings": "files models planning training.process training.checkpoints",
     "training": "models exchange sizing",
     "titan": "tiles masks data losses models cuda planning exchange backends attention training",
-    "calibrate": "tiles masks cuda planning exchange backends attention",
+    "calibrate": "commands tiles masks cuda planning exchange backends attention",
     "report": "sizing",
     "launch": "",
     "train": "titan",
-    "verify": "training.checkpoints",
+    "verify": "commands training.checkpoints",
     "__init__": "masks planning attention",
 }
 
@@ -204,7 +204,7 @@ def test_the_wheel_is_the_tracked_sources_and_all_of_it_imports(tmp_path):
     (wheel,) = tmp_path.glob("*.whl")
     archive = zipfile.ZipFile(wheel)
     shipped = {name for name in archive.namelist() if ".dist-info/" not in name}
-    sources = [name for name in tracked if name.endswith((".py", ".cu", ".cuh"))]
+    sources = [name for name in tracked if name.endswith((".py", ".cu", ".cuh", ".html"))]
     assert shipped == {re.sub("^kernels/", "torchtitan_magi/kernels/", name) for name in sources}
 
     archive.extractall(tmp_path / "wheel")
@@ -235,8 +235,10 @@ def lines_of_code(path):
 
 @pytest.mark.parametrize("adapter", sorted(ADAPTERS))
 def test_an_adapter_stays_small(adapter):
-    """What is neutral stands once, in training/."""
-    assert sum(map(lines_of_code, (PACKAGE / "titan" / adapter).rglob("*.py"))) <= 1250
+    """What is neutral stands once, in training/; a family of models is a short file."""
+    folder = PACKAGE / "titan" / adapter
+    assert sum(map(lines_of_code, folder.glob("*.py"))) <= 1150
+    assert all(lines_of_code(path) <= 100 for path in folder.glob("families/*.py"))
 
 
 def test_no_folder_of_the_package_holds_more_than_a_dozen_files():

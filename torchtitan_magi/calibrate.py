@@ -12,7 +12,6 @@ examples:
 
 # The scripts that time things take their clock, their start and the facts beside their figures from here.
 
-import argparse
 import datetime
 import json
 import os
@@ -34,6 +33,7 @@ from torchtitan_magi.attention.bound_plan import bind_slices
 from torchtitan_magi.attention.op import PlanHandle, attention_backward_op, attention_op
 from torchtitan_magi.backends.choose import choose_block_attn
 from torchtitan_magi.backends.interface import StageInputs
+from torchtitan_magi.commands import CommandParser
 from torchtitan_magi.exchange import peer_memory
 from torchtitan_magi.exchange.in_flight import Arrival, Places, RowShape
 from torchtitan_magi.exchange.mesh import process_group_transport
@@ -335,12 +335,8 @@ def main() -> None:
     Raises:
         ValueError: no torchrun started it.
     """
-    parser = argparse.ArgumentParser(
-        prog="python -m torchtitan_magi.calibrate",
-        usage="torchrun --nproc-per-node GPUS -m torchtitan_magi.calibrate [options]",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    usage = "torchrun --nproc-per-node GPUS -m torchtitan_magi.calibrate [options]"
+    parser = CommandParser("calibrate", usage, __doc__)
     add = parser.add_argument
     add("--output", type=Path, default=Path("cost.json"), metavar="FILE", help="JSON to write (default: %(default)s)")
     add("--commit", metavar="HASH", help="commit to note in the file (default: that of the checkout, if it is one)")

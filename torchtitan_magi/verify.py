@@ -7,23 +7,18 @@ example:
   python -m torchtitan_magi.verify outputs/checkpoint/step-*
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from torchtitan_magi.commands import CommandParser
 from torchtitan_magi.training.checkpoints.digests import check_digests, check_sizes
 from torchtitan_magi.wording import shown
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints one line for each folder; returns 1 if one of them is not whole, else 0."""
-    parser = argparse.ArgumentParser(
-        prog="python -m torchtitan_magi.verify",
-        usage="%(prog)s FOLDER [FOLDER ...]",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = CommandParser("verify", "%(prog)s FOLDER [FOLDER ...]", __doc__)
     parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="folder of one checkpoint: step-N")
     return max([_verify(folder) for folder in parser.parse_args(arguments).folders])
 

@@ -16,7 +16,16 @@ from figures import RESULTS, result, sources, table, total_ms  # noqa: E402
 
 __all__ = ["PARTS", "RESULTS", "result", "sources", "table"]
 
-OWNERS = ("bench_cp", "bench_data", "bench_kernel", "bench_plan", "bench_train", "check_kernel", "check_prediction")
+OWNERS = (
+    "bench_cp",
+    "bench_data",
+    "bench_kernel",
+    "bench_plan",
+    "bench_train",
+    "bench_versions",
+    "check_kernel",
+    "check_prediction",
+)
 OWNERS += ("compare_versions", "compatibility", "loss_curves", "start_configs", "suite_by_torch")
 
 

@@ -1,5 +1,6 @@
 """Parts of the docs about memory: predicted, and measured in benchmarks/results/train_*.json. See write_docs.py."""
 
+import importlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -16,12 +17,11 @@ STRATEGIES = ("ours", "ours, dp 2", "ours, tp 2", "flex")  # "flex" has torchtit
 
 
 def shapes_of(model: str, flavor: str) -> ModelConfig:
-    """The model of a flavor of torchtitan's."""
-    from torchtitan.protocols.train_spec import get_train_spec
+    """The model of a flavor of the installed torchtitan's."""
+    from torchtitan_magi.titan import adapter
 
-    from torchtitan_magi.titan.v02.models import config_of
-
-    return config_of(get_train_spec(model).model_args[flavor])
+    found: ModelConfig = importlib.import_module(f"{adapter.__name__}.models").named_config(model, flavor)
+    return found
 
 
 def checkpointing_predicted() -> str:
@@ -35,7 +35,7 @@ def checkpointing_predicted() -> str:
 
 
 def comparisons(facts: dict[str, Any]) -> Iterator[tuple[dict[str, Any], float]]:
-    """The rows of bench_train.py's file that can be predicted, and the GiB of PyTorch's allocator predicted for each."""
+    """Rows of bench_train.py's file that can be predicted, and the GiB of PyTorch's allocator predicted for each."""
     shapes = shapes_of(facts.get("model", "llama3"), facts.get("shapes", "8B"))
     model, compiled = replace(shapes, num_layers=facts["layers"]), "--compile.enable" in facts["options"]
     for row in facts["rows"]:

@@ -88,7 +88,7 @@ def magi_options(section: str) -> str:
 
 def torchtitan_options() -> str:
     """Tables of torchtitan's options that matter here, one for each section. Raises KeyError for one it has not."""
-    from torchtitan.config.job_config import JobConfig
+    from torchtitan_magi.titan.v03.toml_sections import JobConfig
 
     sections = {section.name: section.type for section in fields(JobConfig)}
     parts = []

@@ -1,5 +1,7 @@
 #!/usr/bin/env python3
-"""Draws the pictures of the concepts from masks and plans of the library: python docs/_build/draw_plans.py [--folder DIR]
+"""Draws the pictures of the concepts from masks and plans of the library.
+
+python docs/_build/draw_plans.py [--folder DIR]
 
 idea.png: a pack of documents over four GPUs, and the K/V that each receives. masks.png: five masks and their slices.
 ownership.png: which GPU computes which part of a mask, and which of it needs K/V of other GPUs.

@@ -52,7 +52,9 @@ def main() -> None:
     check = parser.parse_args().check
     stale = [(page, text) for page in pages() if (text := written(page.read_text())) != page.read_text()]
     for page, text in stale:
-        print(f"{page.relative_to(ROOT)} {'is out of date; run python docs/_build/write_docs.py' if check else 'written'}")
+        print(
+            f"{page.relative_to(ROOT)} {'is out of date; run python docs/_build/write_docs.py' if check else 'written'}"
+        )
         if not check:
             page.write_text(text)
     sys.exit(check and bool(stale))

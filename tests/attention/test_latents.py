@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from support.gpus import needs_hopper
+from support.gpus import needs_hopper, needs_two_gpus
 from support.loopback import Loopback
 from support.masks import dense_mask
 from support.pool import RankPool
@@ -155,7 +155,7 @@ def over_nccl(stages):
 
 
 @pytest.mark.gpu
-@needs_hopper
+@needs_two_gpus
 @pytest.mark.parametrize("stages", [-1, 3])
 def test_two_gpus_exchange_latent_rows(stages):
     with RankPool(2, "cuda") as pool:

@@ -143,9 +143,9 @@ def v03_gpu(name: str, on: str) -> str:
         [task, f"{max(abs(a - b) / abs(b) for a, b in zip(of['gpu'], of['cpu'], strict=True)):.1%}"]
         for task, of in found["losses"].items()
     ]
-    return (
-        f"{table(['run', f'{on}: largest difference from the CPU'], rows)}\n\n{found['date']}, torch {found['torch']}."
-    )
+    note = f"; {found['note']}" if "note" in found else ""
+    columns = ["run", f"{on}: largest difference from the CPU"]
+    return f"{table(columns, rows)}\n\n{found['date']}, torch {found['torch']}{note}."
 
 
 PARTS: dict[str, Callable[[], str]] = {  # of the docs

@@ -328,7 +328,6 @@ def _check_mask(mask: AttnSlices) -> None:
 # ------------------------------------------------------------------------------------------------------- configurations
 
 CONFIGS = [ROOT / "train_configs" / name for name in ("debug.toml", "dpo_debug.toml")]
-FLAVORS = {"debugmodel": "varlen", "debugmodel_varlen_attn": "varlen", "8B_varlen_attn": "varlen", "hf": "varlen"}
 TOML_WORDS = words(
     "[magi] [magi.dpo] [training] [parallelism] [validation] [checkpoint] [job] [metrics] true false -1 0 1.5 inf nan"
     ' 1979-05-27 [] {} \'\' "x" """ [[ ]] = steps seq_len local_batch_size global_batch_size freq interval enable'
@@ -339,11 +338,10 @@ TOML_WORDS = words(
 
 def read_toml(folder: Path) -> Check:
     """What the launcher and the Trainer do with the file before anything is built."""
-    from torchtitan.config import ConfigManager
+    from support import adapter
 
     import torchtitan_magi.titan  # noqa: F401  registers what the files name
     from torchtitan_magi import launch
-    from torchtitan_magi.titan.v02.config import check_job_config
 
     os.chdir(folder)  # the paths in a file may be written to
     path = folder / "config.toml"
@@ -357,8 +355,7 @@ def read_toml(folder: Path) -> Check:
         launch.check_file(config)
         launch.check_hooks(config, [])
         launch.num_processes(config, [], 8)
-        job_config = ConfigManager().parse_args(["--job.config_file", str(path)])
-        check_job_config(job_config, FLAVORS, True)
+        adapter.check(path)
 
     return check
 

@@ -11,6 +11,8 @@ first steps. Layouts that need more GPUs than there are, are left out; on a mach
 its CPU.
 """
 
+import importlib
+import os
 import sys
 import tempfile
 from collections.abc import Callable
@@ -19,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from loss_compare import Layout
-from runner import DEBUG_TOML, at_root, count_graphs, make_demo_data, runs, take_gpus, train
+from layouts import Layout
+from runner import DEBUG_TOML, ROOT, TITAN, runs, train
 
 from torchtitan_magi.calibrate import facts_of_run
 
@@ -45,6 +47,22 @@ LAYOUTS = {
     "cp2_ac_full": Layout({"cp": 2}, "dp2", "--activation_checkpoint.mode full"),
 }
 TRAINING = "--magi.backend auto --training.mixed_precision_param bfloat16 --lr_scheduler.warmup_steps 10"
+
+
+def at_root(report: Callable[..., None]) -> None:
+    """A ``setup`` of runs: paths in a TOML file are relative to the checkout."""
+    os.chdir(ROOT)
+
+
+def count_graphs(report: Callable[..., None]) -> None:
+    """The same; it saves nothing and reports at every step ("graphs", how many torch.compile has made so far)."""
+    from torch._dynamo.utils import counters
+    from torchtitan.components.metrics import MetricsProcessor
+
+    at_root(report)
+    name = "checkpoint" if TITAN.startswith("0.2.") else "checkpointer"
+    importlib.import_module(f"torchtitan.components.{name}").CheckpointManager.save = lambda *_, **__: None
+    runs.watch(MetricsProcessor, "log", lambda *_, **__: report("graphs", counters["stats"]["unique_graphs"]))
 
 
 def train_layout(config: str, layout: Layout, arguments: list[str]) -> list[dict[str, float]]:
@@ -116,8 +134,7 @@ def main() -> None:
     reordered = [name for name in REORDERED if name in fitting]
     against = [LAYOUTS[name].against or REFERENCE for name in chosen]
     names = list(dict.fromkeys([REFERENCE, *reordered, *against, *chosen]))
-    make_demo_data()
-    take_gpus(1)
+    runs.ON_GPUS, runs.TIMEOUT = torch.cuda.device_count() > 0, 24 * 3600
 
     with tempfile.TemporaryDirectory() as folder:
         start = ["--training.steps", str(options.steps), "--training.seq_len", str(options.seq_len)]

@@ -3,8 +3,6 @@
 Each check is a table of cases. `train` runs one and returns what its ranks reported: losses, gradient norms, metrics.
 """
 
-import importlib
-import os
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -22,13 +20,6 @@ VERSIONS = ("0.2.2", "0.3.0")
 TOMLS = {"SFT": DEBUG_TOML, "DPO": ROOT / "train_configs" / "dpo_debug.toml"}
 KINDS = {"llama3": "llama", "qwen3": "qwen3", "qwen3 MoE": "qwen3_moe"}  # of tests/support/hf_models.py
 train: Callable[..., Run] = partial(runs.train, defaults=(), layers=None, entry="torchtitan_magi.train")
-
-
-def take_gpus(processes: int) -> None:
-    """Runs are on GPUs where there are as many, and take as long as they do."""
-    import torch
-
-    runs.ON_GPUS, runs.TIMEOUT = torch.cuda.device_count() >= processes, 24 * 3600
 
 
 def write_models(folder: Path, fields: Callable[[str], dict[str, int]] = lambda model: {}) -> None:
@@ -61,31 +52,3 @@ def on_model(model: str, models: Path, task: str, seq_len: int, steps: int) -> l
 def overrides_of(degrees: dict[str, int]) -> list[str]:
     """degrees: by torchtitan's names, such as "context_parallel"."""
     return [f"--parallelism.{name}_degree={degree}" for name, degree in degrees.items()]
-
-
-def make_demo_data() -> None:
-    """What train_configs/debug.toml and dpo_debug.toml name."""
-    from make_demo_data import make_demo_data
-
-    make_demo_data(ROOT / "assets" / "demo")
-
-
-def at_root(report: Callable[..., None]) -> None:
-    """A ``setup`` of runs: paths in a TOML file are relative to the checkout."""
-    os.chdir(ROOT)
-
-
-def save_nothing(report: Callable[..., None]) -> None:
-    """The same, and no checkpoint is written."""
-    at_root(report)
-    name = "checkpoint" if TITAN.startswith("0.2.") else "checkpointer"
-    importlib.import_module(f"torchtitan.components.{name}").CheckpointManager.save = lambda *_, **__: None
-
-
-def count_graphs(report: Callable[..., None]) -> None:
-    """The same, and it reports ("graphs", how many torch.compile has made so far) at every step."""
-    from torch._dynamo.utils import counters
-    from torchtitan.components.metrics import MetricsProcessor
-
-    save_nothing(report)
-    runs.watch(MetricsProcessor, "log", lambda *_, **__: report("graphs", counters["stats"]["unique_graphs"]))

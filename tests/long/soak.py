@@ -14,7 +14,7 @@ Required:
   validation pass its loss;
 - an export that was cut off has no file that a loader of models would take; the next start makes it whole, with the
   bytes of the uninterrupted run's;
-- a run resumed at another layout has them within the bound of tests/long/loss_compare.py, over COMPARED steps;
+- a run resumed at another layout has them within the bound of tests/long/layouts.py, over COMPARED steps;
 - what is stopped for a moment goes on; what is stopped for good ends within a minute after the timeout, which is
   SLOWEST_STEPS steps of the uninterrupted run, so that little of a case is waiting;
 - memory, descriptors and threads of each rank of the uninterrupted run are flat once it has settled.
@@ -40,7 +40,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from loss_compare import COMMON, DEGREES, TOLERANCE, max_relative_difference
+from layouts import COMMON, DEGREES, TOLERANCE, max_relative_difference
 from runner import DEBUG_TOML, TrainingError, train
 
 METADATA, INDEX = ".metadata", "model.safetensors.index.json"  # written last: a folder without is no finished one

@@ -6,7 +6,7 @@ from support.errors import value_errors
 from support.processes import python
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchtitan_magi.losses.logprobs import _rounded_in_place, summed_logprobs, token_logprobs
+from torchtitan_magi.losses.logprobs import LogitCap, _rounded_in_place, summed_logprobs, token_logprobs
 
 VOCABULARY, WIDTH = 24, 5
 
@@ -19,8 +19,11 @@ def case(num_tokens, dtype=torch.float64):
     return hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_(), targets
 
 
-def plain(hidden, weight, targets):
-    logprobs = (hidden @ weight.T).log_softmax(1)
+def plain(hidden, weight, targets, cap=None):
+    logits = hidden @ weight.T
+    if cap is not None:
+        logits = cap.limit * torch.tanh(cap.scale * logits / cap.limit)
+    logprobs = logits.log_softmax(1)
     picked = logprobs.gather(1, targets.clamp(min=0)[:, None])[:, 0]
     return picked.where(targets != -100, 0)
 
@@ -30,8 +33,8 @@ def scale(targets):
     return torch.arange(1.0, len(targets) + 1)
 
 
-def plain_sum(hidden, weight, targets):
-    return (plain(hidden, weight, targets) * scale(targets)).sum()
+def plain_sum(hidden, weight, targets, **options):
+    return (plain(hidden, weight, targets, **options) * scale(targets)).sum()
 
 
 def scaled_sum(hidden, weight, targets, **options):
@@ -64,6 +67,15 @@ def test_the_sum_counts_tokens_alike_without_a_scale_and_needs_no_gradient():
 def test_it_is_log_softmax_whatever_the_chunk(chunk, compiled, function, reference):
     got = with_gradients(function, *case(10), chunk=chunk, compiled=compiled)
     for ours, exact in zip(got, with_gradients(reference, *case(10)), strict=True):
+        torch.testing.assert_close(ours, exact, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("function", "reference"), BOTH)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_capped_logits(compiled, function, reference):
+    cap = LogitCap(0.7, 1.5)  # of products up to about 5
+    got = with_gradients(function, *case(10), chunk=4, compiled=compiled, cap=cap)
+    for ours, exact in zip(got, with_gradients(reference, *case(10), cap=cap), strict=True):
         torch.testing.assert_close(ours, exact, rtol=1e-12, atol=1e-12)
 
 

@@ -10,6 +10,7 @@ from support.published import (
     DEEPSEEK_V3,
     LLAMA3_ROPE,
     OF_0_3,
+    WITH_PICTURES,
     YARN,
     gpt_oss,
     in_transformers,
@@ -19,7 +20,7 @@ from support.published import (
     small_qwen,
 )
 
-from torchtitan_magi.models.model_config import Experts, ModelConfig, Rope, differences, read_model_config
+from torchtitan_magi.models.model_config import Experts, ModelConfig, MuseGlimmer, Rope, differences, read_model_config
 
 MODELS = CONFIGS | OF_0_3
 MODELS |= {"linear positions": small_llama(rope_scaling={"rope_type": "linear", "factor": 4.0})}
@@ -37,6 +38,50 @@ def test_a_model_is_read_as_published_written_and_written_again_by_transformers(
         assert "rope_parameters" in written
         for again in (read_model_config(tmp_path), read(fields)):
             assert (again, again.max_positions) == (config, MODELS[name]["max_position_embeddings"])
+
+
+@pytest.mark.parametrize("name", WITH_PICTURES)
+def test_the_text_part_of_a_model_is_read_as_published_and_as_transformers_writes_it(name, tmp_path):
+    config = read(WITH_PICTURES[name])
+    in_transformers(WITH_PICTURES[name]).save_pretrained(tmp_path)
+    assert read_model_config(tmp_path) == config
+    assert "parts that see pictures are not trained" in config.left_out
+    with pytest.raises(ValueError, match=r"put the config\.json of the whole model in"):
+        config.to_hf()
+
+
+def test_what_muse_glimmer_has_of_its_own():
+    config = read(WITH_PICTURES["Muse Glimmer 30B"])
+    assert config.windows == (2048, 2048, 2048, 0) * 13
+    assert config.muse == MuseGlimmer(3.87, tuple(range(3, 52, 4)), 1e-8, 0.19611613513818404, 20.0)
+
+
+def with_text(name, **fields):
+    """A published config.json whose text part has other fields."""
+    whole = WITH_PICTURES[name]
+    return whole | {"text_config": whole["text_config"] | fields}
+
+
+MUSE, KIMI = "Muse Glimmer 30B", "Kimi K2.5"
+
+
+@pytest.mark.parametrize(
+    ("fields", "messages"),
+    [
+        (WITH_PICTURES[KIMI] | {"text_config": None}, ["text_config is None", "came with the weights"]),
+        (with_text(KIMI, model_type="qwen3"), ["text_config.model_type is 'qwen3'", "kimi_k2 or deepseek_v3"]),
+        (with_text(KIMI, quantization_config={"bits": 4}), ["text_config.quantization_config is", "a bf16 copy"]),
+        (with_text(KIMI, vocab_size=None), ["has no text_config.vocab_size"]),
+        (with_text(MUSE, hidden_activation="gelu"), ["text_config.hidden_activation is 'gelu'"]),
+        (with_text(MUSE, layer_types=None), ["text_config.layer_types is None"]),
+        (with_text(MUSE, layer_rope_theta=[1.0] * 52), ["layer_rope_theta is [1.0,", "rope_theta, 500000.0, for each"]),
+        (with_text(MUSE, layer_rope_theta=[0]), ["layer_rope_theta is [0]", "for each layer"]),
+    ],
+)
+def test_what_a_text_part_cannot_be_is_refused_by_name(fields, messages):
+    with pytest.raises(ValueError) as caught:
+        read(fields)
+    assert_says(caught.value, messages)
 
 
 def test_layers_with_windows_are_those_that_the_file_names():

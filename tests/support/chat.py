@@ -21,17 +21,18 @@ CHATML_UNMARKED = (
 # what ends a turn of the assistant
 TURN_ENDS = {CHATML_TEMPLATE: "<|im_end|>\n", CHATML_UNMARKED: "<|im_end|>\n", LLAMA3_TEMPLATE: "<|eot_id|>"}
 TOOL = {"role": "tool", "content": "42"}
+TEXTS = ["the cat and the hat,  a dog   and\n\n the end. assistant: user:"] * 3
 
 
-def byte_level_tokenizer(special=SPECIAL, trim_offsets=None) -> Tokenizer:
+def byte_level_tokenizer(special=SPECIAL, trim_offsets=None, vocab_size=400, texts=TEXTS) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     trainer = trainers.BpeTrainer(
-        vocab_size=400, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+        vocab_size=vocab_size, special_tokens=special, initial_alphabet=alphabet, show_progress=False
     )
-    tokenizer.train_from_iterator(["the cat and the hat,  a dog   and\n\n the end. assistant: user:"] * 3, trainer)
+    tokenizer.train_from_iterator(texts, trainer)
     if trim_offsets is not None:
         tokenizer.post_processor = processors.ByteLevel(trim_offsets=trim_offsets)
     return tokenizer

@@ -3,15 +3,18 @@
 Documents have from three tokens to several packs. As in a natural language a few words make most of the text.
 """
 
-import json
 import random
+import shutil
 from pathlib import Path
+
+from support.chat import byte_level_tokenizer
+from support.jsonl import write_jsonl
 
 from torchtitan_magi.data import ChatTokenizer
 from torchtitan_magi.data.tokens.assets import load_chat_tokenizer
 
-from make_demo_data import write_tokenizer  # isort: skip
-
+DEMO = Path(__file__).resolve().parents[2] / "assets" / "demo"
+SPECIAL = ["<|begin_of_text|>", "<|end_of_text|>", "<|pad|>", "<|im_start|>", "<|im_end|>"]
 SYLLABLES = [a + b for a in "bdfgklmnprstvz" for b in "aeiou"]
 
 
@@ -47,10 +50,16 @@ def make_corpus(folder: Path) -> Path:
     """Writes train.jsonl, validation.jsonl and tokenizer/."""
     rng = random.Random(2)
     for name, num_records in (("train", 600), ("validation", 60)):
-        lines = [json.dumps(record(rng)) + "\n" for _ in range(num_records)]
-        (folder / f"{name}.jsonl").write_text("".join(lines))
+        write_jsonl(folder / f"{name}.jsonl", [record(rng) for _ in range(num_records)])
     write_tokenizer(folder / "tokenizer", [text(rng, 50_000), "user assistant system " * 1000])
     return folder
+
+
+def write_tokenizer(folder: Path, texts: list[str]) -> None:
+    """Byte-level BPE of 2,048 tokens, as torchtitan's debug models have; the demonstration data's chat template."""
+    folder.mkdir()
+    byte_level_tokenizer(SPECIAL, vocab_size=2048, texts=texts).save(str(folder / "tokenizer.json"))
+    shutil.copy(DEMO / "tokenizer" / "tokenizer_config.json", folder)
 
 
 def chat_tokenizer(folder: Path | str) -> ChatTokenizer:

@@ -20,10 +20,3 @@ def take_gpu(rank, ranks):
     os.environ |= {"NCCL_HOSTID": f"rank{rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
     os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
     return 0
-
-
-def skip_unless_ranks_fit(ranks):
-    """Skips a test of so many ranks on GPUs that there are not, unless two can share one."""
-    count = torch.cuda.device_count()
-    if ranks > max(count, 2 * (count == 1)):
-        pytest.skip(f"needs {ranks} GPUs, there are {count}")

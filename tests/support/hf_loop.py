@@ -15,11 +15,13 @@ from typing import Any
 
 import torch
 from support.corpus import text
+from support.hf_models import load_hf
+from support.jsonl import write_jsonl
 from support.runs import new_folder
 from torch.nn import functional
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from torchtitan_magi.data import PackedPairDataset, PackedSFTDataset
 from torchtitan_magi.data.tokens.assets import load_chat_tokenizer
@@ -96,7 +98,7 @@ def document(tokenizer, record: dict) -> Document:
 
 def train_sft(folder: Path, path: Path) -> Training:
     """The loss: cross-entropy summed over all labels / number of labels."""
-    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), load_hf(folder)
     documents = [document(tokenizer, record) for record in records(path)]
     by_inputs = {tuple(tokens[:-1]): (tokens, mask) for tokens, mask in documents}
     optimizer, schedule = optimizer_of(model)
@@ -133,7 +135,7 @@ def write_pairs(path: Path) -> None:
     for _ in range(2 * STEPS * PACKS * PAIRS_PER_PACK):
         pairs.append({"prompt": turn("user", 18, 26), "chosen": turn("assistant", 28, 38)})
         pairs[-1]["rejected"] = turn("assistant", 24, 36)
-    path.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    write_jsonl(path, pairs)
 
 
 @functools.cache
@@ -162,7 +164,7 @@ def train_dpo(folder: Path, path: Path, loss: str, shared_prompt: bool) -> Train
     pack_ids = [[i for pack, _ in packs for i in pack["pair_ids"]] for packs in steps_of(iter(dataset))]
     assert {len(ids) for ids in pack_ids} == {PACKS * PAIRS_PER_PACK}
     pairs = records(path)
-    training = Training(AutoModelForCausalLM.from_pretrained(folder))
+    training = Training(load_hf(folder))
 
     class Trainer(DPOTrainer):
         def training_step(self, *args, **kwargs):
@@ -193,7 +195,7 @@ def train_dpo(folder: Path, path: Path, loss: str, shared_prompt: bool) -> Train
     )
     Trainer(
         training.model,
-        AutoModelForCausalLM.from_pretrained(folder),
+        load_hf(folder),
         options,
         train_dataset=Dataset.from_list([pairs[i] for ids in pack_ids for i in ids]),
         processing_class=AutoTokenizer.from_pretrained(folder),

@@ -7,8 +7,14 @@ from typing import Any
 
 from support.runs import corpus, new_folder
 
-TITAN_NAMES = {"llama": "llama3", "qwen3": "qwen3", "qwen3_moe": "qwen3"}  # in model.name, where another
+TITAN_NAMES = {
+    "llama": "llama3",
+    "qwen3": "qwen3",
+    "qwen3_moe": "qwen3",
+    "kimi_k25": "kimi_k2_7",
+}  # in model.name, where another
 KINDS = ("llama", "qwen3", "qwen3_moe", "gpt_oss", "deepseek_v3")
+TEXT_PARTS = {"muse_glimmer": "muse_glimmer_text", "kimi_k25": "deepseek_v3"}  # kinds that see pictures, too
 YARN = {"rope_type": "yarn", "factor": 4.0, "beta_fast": 32.0, "original_max_position_embeddings": 64}
 OWN: dict[str, dict[str, Any]] = {  # fields of some kinds
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True},
@@ -35,6 +41,27 @@ OWN: dict[str, dict[str, Any]] = {  # fields of some kinds
         "rope_parameters": YARN | {"rope_theta": 10_000.0, "mscale": 1.0, "mscale_all_dim": 1.0},
         "num_mtp_layers": 0,
     },
+    "muse_glimmer_text": {
+        "sliding_window": 24,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+        "qk_scale_factor": 1.7,
+        "output_multiplier": 0.3,
+        "final_logit_softcapping": 2.5,  # of logits of about 4
+        "post_norm_eps": 1e-3,
+    },
+}
+SEES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 2}
+OF_PICTURES: dict[str, dict[str, Any]] = {  # what such a kind has beside its text part
+    "muse_glimmer": {
+        "vision_config": SEES | {"pos_emb_height": 4, "pos_emb_width": 4},
+        "out_hidden_size": 128,
+        "projector_hidden_size": 32,
+    },
+    "kimi_k25": {
+        "vision_config": SEES | {"pos_emb_height": 4, "pos_emb_width": 4, "pos_emb_time": 2},
+        "projection_hidden_size": 32,
+        "tie_word_embeddings": False,
+    },
 }
 
 
@@ -55,7 +82,7 @@ def make_hf_folder(
     each token takes 2. No parameter is 0 in all its elements.
 
     Args:
-        kind: one of KINDS.
+        kind: one of KINDS, or of TEXT_PARTS.
         rope: rope_parameters; None: "default" with the model's usual theta.
         shards: number of safetensors files at least, with an index if more than one.
         layout: "published"; "fused": the experts of a layer in one tensor, as transformers has them in memory; "base":
@@ -83,18 +110,22 @@ def make_hf_folder(
         "eos_token_id": ids["<|end_of_text|>"],
         "initializer_range": 0.1,  # with the usual 0.02 attention is so even that positions hardly show in the logits
     }
+    text = TEXT_PARTS.get(kind, kind)
     if kind == "llama":
         sizes["rms_norm_eps"] = 1e-5
-    elif kind != "deepseek_v3":
+    elif text != "deepseek_v3":
         sizes["head_dim"] = 16
-    sizes.update(OWN.get(kind, {}))
-    config = transformers.AutoConfig.for_model(kind, **{**sizes, **fields})
+    sizes.update({**OWN.get(text, {}), **fields})
+    if kind in TEXT_PARTS:
+        sizes = {**OF_PICTURES[kind], "text_config": {"model_type": text, **sizes}}
+    config = transformers.AutoConfig.for_model(kind, **sizes)
     torch.manual_seed(seed)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    automatic = transformers.AutoModelForImageTextToText if kind in TEXT_PARTS else transformers.AutoModelForCausalLM
+    model = automatic.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for tensor in [*model.parameters(), *(x for name, x in model.named_buffers() if name.endswith("_bias"))]:
             if not tensor.any():  # biases
-                tensor.normal_(std=config.initializer_range)
+                tensor.normal_(std=sizes.get("initializer_range", 0.1))
     size = sum(tensor.numel() * tensor.element_size() for tensor in model.state_dict().values())
     saved = model.model if layout == "base" else model
     how = {"max_shard_size": size if shards == 1 else size // shards, "save_original_format": layout != "fused"}
@@ -102,6 +133,16 @@ def make_hf_folder(
     for path in (corpus() / "tokenizer").iterdir():
         shutil.copy(path, folder)
     return folder
+
+
+def load_hf(folder: str | Path) -> Any:
+    """The model of a folder, as transformers loads it."""
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(folder)
+    sees = config.model_type in TEXT_PARTS
+    automatic = transformers.AutoModelForImageTextToText if sees else transformers.AutoModelForCausalLM
+    return automatic.from_pretrained(folder)
 
 
 def hf_arguments(folder: str | Path, kind: str = "llama") -> list[str]:

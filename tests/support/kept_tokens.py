@@ -1,10 +1,11 @@
 """A folder of documents and pairs, packed with kept tokens."""
 
-import json
 import random
 
 import numpy as np
-from support.corpus import make_corpus, text
+import pytest
+from support.corpus import chat_tokenizer, make_corpus, text
+from support.jsonl import write_jsonl
 
 from torchtitan_magi.data import PackedPairDataset, PackedSFTDataset
 
@@ -15,8 +16,22 @@ def make_folder(folder):
     """The corpus with pairs.jsonl beside its other files."""
     rng = random.Random(3)
     pairs = [{"prompt": text(rng, 20), "chosen": text(rng, 40), "rejected": text(rng, 30)} for _ in range(200)]
-    (folder / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    write_jsonl(folder / "pairs.jsonl", pairs)
     return make_corpus(folder)
+
+
+def corpus_fixtures():
+    """Fixtures of a module: such a folder and its tokenizer."""
+
+    @pytest.fixture(scope="module")
+    def folder(tmp_path_factory):
+        return make_folder(tmp_path_factory.mktemp("corpus"))
+
+    @pytest.fixture(scope="module")
+    def tokenizer(folder):
+        return chat_tokenizer(folder)
+
+    return folder, tokenizer
 
 
 def dataset(folder, tokenizer, cache, kind="documents", **options):

@@ -1,8 +1,7 @@
 """Records whose tokens say which record and which place they are from."""
 
-import json
-
 import numpy as np
+from support.jsonl import write_jsonl
 
 from torchtitan_magi.data import PackedSFTDataset, TokenizedDocument
 
@@ -17,8 +16,7 @@ def tokenize(record):
 
 
 def write(path, documents):
-    path.write_text("".join(json.dumps({"text": " ".join(map(str, d))}) + "\n" for d in documents))
-    return path
+    return write_jsonl(path, ({"text": " ".join(map(str, d))} for d in documents))
 
 
 def dataset(path, **options):

@@ -1,11 +1,10 @@
-"""Runs of the layouts of tests/long/loss_compare.py from one seed checkpoint, with torchtitan 0.2.2."""
+"""Runs of the layouts of tests/long/layouts.py from one seed checkpoint."""
 
 import functools
-from dataclasses import replace
 
 from support.runs import new_folder, train, watch
 
-from loss_compare import LAYOUTS, QWEN3_LAYOUTS, Layout, max_relative_difference  # isort: skip
+from layouts import LAYOUTS, QWEN3_LAYOUTS, Layout, max_relative_difference  # isort: skip
 
 ALL_LAYOUTS = LAYOUTS | QWEN3_LAYOUTS
 
@@ -46,16 +45,25 @@ def report_graphs_and_gradients(report):
     watch(torchtitan.train.Trainer, "train_step", lambda *_: report("graphs", counters["stats"]["unique_graphs"]))
 
 
+class Fed:
+    """A loader of a generator's batches, which no checkpoint keeps."""
+
+    def __init__(self, batches):
+        self.batches, self.state_dict, self.load_state_dict = batches, dict, dict.fromkeys
+
+    def __iter__(self):
+        return self.batches
+
+
 def feed(batches):
-    """Trains llama3 on the generator batches(shape, dp_rank, dp_world_size) instead of a dataset."""
-    from torchtitan.protocols import train_spec
+    """Trains on the generator batches(shape, dp_rank, dp_world_size) instead of a dataset."""
+    from torchtitan_magi.training.run_parts import RunParts
 
-    def build_dataloader(dp_world_size, dp_rank, tokenizer, job_config):
-        shape = job_config.training.local_batch_size, job_config.training.seq_len
-        return batches(shape, dp_rank, dp_world_size)
+    def training_data(self, section, place, sections, stock):
+        size, rank = place
+        return self._planned(Fed(batches((section.local_batch_size, section.seq_len), rank, size)))
 
-    spec = train_spec.get_train_spec("llama3")
-    train_spec._extra_train_specs["llama3"] = replace(spec, build_dataloader_fn=build_dataloader)
+    RunParts.training_data = training_data
 
 
 def difference(run, reference):

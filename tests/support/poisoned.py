@@ -11,7 +11,7 @@ from typing import Any
 
 from torchtitan_magi.losses import logprobs
 
-LOSSES, GRADIENTS = "_statistics", "_grad_logits"  # the function whose result is not a number
+LOSSES, GRADIENTS = "_statistics", "_grad_products"  # the function whose result is not a number
 WORD = "#"  # of no other document
 
 

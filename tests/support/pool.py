@@ -7,7 +7,6 @@ import traceback
 
 import torch
 import torch.distributed as dist
-from support.gpus import take_gpu
 
 PRELOAD = ["torch", "torchtitan_magi"]
 if not torch.cuda.is_available():  # what might ask for a GPU must not be forked
@@ -17,7 +16,7 @@ if not torch.cuda.is_available():  # what might ask for a GPU must not be forked
 def _serve(rank, size, device, store, jobs, results):
     torch.set_num_threads(1)
     if device == "cuda":
-        torch.cuda.set_device(take_gpu(rank, size))
+        torch.cuda.set_device(rank)
     dist.init_process_group(
         "gloo" if device == "cpu" else "nccl", init_method=f"file://{store}", rank=rank, world_size=size
     )

@@ -1,16 +1,16 @@
 """A small set of preference pairs and what trains on it: one step takes all of them, however they are packed."""
 
 import functools
-import json
 import random
 import shutil
 from pathlib import Path
 
 from support.corpus import WORDS
 from support.degrees import degree_arguments
+from support.jsonl import write_jsonl
 from support.runs import ROOT, corpus, new_folder
 
-from loss_compare import COMMON  # isort: skip
+from layouts import COMMON  # isort: skip
 
 DPO_TOML = ROOT / "train_configs" / "dpo_debug.toml"
 NUM_PAIRS = 8
@@ -28,7 +28,7 @@ def write_pairs(path, num_pairs, seed):
         {"prompt": text("why", 29, 34), "chosen": text("yes", 12, 15), "rejected": text("no", 12, 15)}
         for _ in range(num_pairs)
     ]
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    write_jsonl(path, records)
 
 
 @functools.cache

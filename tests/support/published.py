@@ -147,6 +147,64 @@ _DEEPSEEK_V3 = {  # as published, but for its quantization_config: that of a bf1
     "vocab_size": 129280,
 }
 DEEPSEEK_V3 = published("DeepseekV3", "deepseek_v3", 7168, 18432, 61, 128, **_DEEPSEEK_V3)
+KIMI_K2 = {
+    name: value for name, value in DEEPSEEK_V3.items() if name not in ("ep_size", "num_nextn_predict_layers")
+} | {
+    "first_k_dense_replace": 1,
+    "max_position_embeddings": 262144,
+    "model_type": "kimi_k2",
+    "n_group": 1,
+    "n_routed_experts": 384,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 64,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": DEEPSEEK_V3["rope_scaling"] | {"factor": 64.0},
+    "rope_theta": 50000.0,
+    "routed_scaling_factor": 2.827,
+    "topk_group": 1,
+    "vocab_size": 163840,
+}
+LAYERS_OF_MUSE = [number % 4 == 3 for number in range(52)]  # those without window and positions
+MUSE_TEXT = {
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "final_logit_softcapping": 20.0,
+    "head_dim": 128,
+    "hidden_activation": "silu",
+    "hidden_size": 6656,
+    "intermediate_size": 19968,
+    "layer_rope_theta": [0 if full else 500000.0 for full in LAYERS_OF_MUSE],
+    "layer_types": ["full_attention" if full else "sliding_attention" for full in LAYERS_OF_MUSE],
+    "max_position_embeddings": 131072,
+    "model_type": "muse_glimmer_text",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 52,
+    "num_key_value_heads": 2,
+    "output_multiplier": 0.19611613513818404,
+    "post_norm_eps": 1e-08,
+    "qk_scale_factor": 3.87,
+    "rms_norm_eps": 1e-05,
+    "rope_parameters": {"rope_theta": 500000.0, "rope_type": "default"},
+    "sliding_window": 2048,
+    "tie_word_embeddings": False,
+    "vocab_size": 202048,
+}
+WITH_PICTURES = {  # of which the text part is trained, by torchtitan 0.3 only
+    "Muse Glimmer 30B": {
+        "architectures": ["MuseGlimmerForConditionalGeneration"],
+        "image_token_id": 200092,
+        "model_type": "muse_glimmer",
+        "out_hidden_size": 6144,
+        "text_config": MUSE_TEXT,
+    },
+    "Kimi K2.5": {
+        "architectures": ["KimiK25ForConditionalGeneration"],
+        "auto_map": {"AutoModelForCausalLM": "modeling_kimi_k25.KimiK25ForConditionalGeneration"},
+        "model_type": "kimi_k25",
+        "text_config": KIMI_K2,
+        "tie_word_embeddings": False,
+    },
+}
 OF_0_3 = {  # models of torchtitan 0.3 only
     "gpt-oss 20b": gpt_oss(24, 32),
     "gpt-oss 120b": gpt_oss(36, 128),

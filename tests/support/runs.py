@@ -241,6 +241,16 @@ def watch(owner: object, name: str, see: Callable = lambda *_, **__: None, befor
     setattr(owner, name, call_and_see)
 
 
+class OnPath:
+    """Makes a folder importable in the processes of a run."""
+
+    def __init__(self, folder):
+        self.folder = str(folder)
+
+    def __call__(self, report):
+        sys.path.insert(0, self.folder)
+
+
 def _child(
     rank: int,
     processes: int,

@@ -1,19 +1,15 @@
-"""The commands themselves: torchrun with torchtitan's module, and tests/long/loss_compare.py."""
+"""The commands themselves: torchrun with torchtitan's module and with ours."""
 
 import os
 import re
-import sys
 
 import pytest
 import torch
-from support import runs
-from support.processes import python, torchrun
+from support.processes import torchrun
 from support.runs import DEBUG_TOML, SMALL, TrainingError, new_folder, on_corpus, run_script, train
 from torch.distributed import checkpoint
 
 from torchtitan_magi.training.checkpoints.digests import DigestWriter
-
-import loss_compare  # isort: skip
 
 
 def test_torchrun_prints_the_losses_of_the_forked_processes():
@@ -66,60 +62,3 @@ def test_plain_torchrun_says_which_checkpoint_is_broken_and_what_to_do(tmp_path)
     *_, last = filter(None, (line.strip(" =") for line in result.stderr.splitlines()))
     assert last.startswith(f"ValueError: {folder}/__0_0.distcp is damaged: ")
     assert last.endswith("; load another checkpoint, or copy this one again from where it is whole")
-
-
-def test_loss_compare_prints_a_table(monkeypatch, capsys):
-    options = ["--layouts", "cp2", "--steps", "1", *on_corpus(), *SMALL[:2]]
-    monkeypatch.setattr(sys, "argv", ["loss_compare.py", str(DEBUG_TOML), *options])
-    monkeypatch.setattr(runs, "TIMEOUT", runs.TIMEOUT)  # which the command makes longer
-    with pytest.raises(SystemExit) as ended:
-        loss_compare.main()
-    assert ended.value.code == 0
-    *_, head, line, row = capsys.readouterr().out.splitlines()
-    assert head == "| layout | against | processes | max rel diff loss | max rel diff grad_norm | verdict |"
-    assert line == "| --- | --- | --- | --- | --- | --- |"
-    assert re.fullmatch(r"\| cp2 \| cp1 \| 2 \| \d\.\de[+-]\d\d \| \d\.\de[+-]\d\d \| equal \|", row)
-
-
-class Recorded:
-    """Stands in for the runs."""
-
-    def __init__(self, **runs):
-        self.runs = runs
-
-    def of(self, name, layout):
-        if name not in self.runs:
-            raise TrainingError("ValueError", "", "", f"{name} printed this")
-        loss, grad_norm = self.runs[name]
-        return {"loss": loss, "grad_norm": grad_norm}
-
-
-REFERENCE = [8.0, 7.0], [1.0, 2.0]
-
-
-@pytest.mark.parametrize(
-    ("ours", "row"),
-    [
-        (([8.0, 7.0005], [1.0, 2.0]), "| 7.1e-05 | 0.0e+00 | equal |"),
-        (([8.0, 7.0], [1.0, 2.0004]), "| 0.0e+00 | 2.0e-04 | DIFFERS |"),
-        (([8.0, 7.001], [1.0, 2.0]), "| 1.4e-04 | 0.0e+00 | DIFFERS |"),
-        (([8.0, float("nan")], [1.0, 2.0]), "| inf | 0.0e+00 | DIFFERS |"),
-        (([8.0], [1.0]), "| inf | inf | DIFFERS |"),
-        (([], []), "| inf | inf | DIFFERS |"),
-        (None, "| | | failed |"),
-    ],
-)
-def test_loss_compare_fails_for_anything_but_equal_numbers(ours, row, capsys):
-    layouts = loss_compare.LAYOUTS
-    runs = Recorded(cp1=REFERENCE) if ours is None else Recorded(cp1=REFERENCE, cp2=ours)
-    failed = loss_compare.print_table({"cp2": layouts["cp2"]}, layouts, runs, 1e-4)
-    printed = capsys.readouterr()
-    assert printed.out.splitlines()[-1] == f"| cp2 | cp1 | 2 {row}"
-    assert failed == ("equal" not in row)
-    assert ("cp2 printed this" in printed.err) == (ours is None)
-
-
-def test_loss_compare_names_unknown_layouts():
-    result = python("tests/long/loss_compare.py", DEBUG_TOML, "--layouts", "cp2,cp3")
-    assert result.returncode == 2
-    assert "unknown layouts cp3; use some of cp2, cp4" in result.stderr

@@ -18,7 +18,7 @@ from torchtitan_magi.data import PackedSFTDataset
 from torchtitan_magi.data.tokens.assets import load_chat_tokenizer
 from torchtitan_magi.models.model_config import read_model_config
 
-from loss_compare import LAYOUTS  # isort: skip
+from layouts import LAYOUTS  # isort: skip
 
 TEXT = "bada gogu <|im_start|>user\nBada  123\n"
 CHAT = [{"role": "user", "content": "bada gogu"}, {"role": "assistant", "content": "lo"}]

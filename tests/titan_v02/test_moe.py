@@ -15,7 +15,7 @@ from support.preference import DPO_TOML, copy_of_data
 from support.preference import arguments as dpo_arguments
 from support.runs import call, corpus, new_folder, train, watch
 
-from loss_compare import COMMON, max_relative_difference  # isort: skip
+from layouts import COMMON, max_relative_difference  # isort: skip
 
 LAYOUTS = {
     "one": {},

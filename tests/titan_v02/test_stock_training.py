@@ -9,7 +9,7 @@ from support.corpus import chat_tokenizer
 from support.parity import difference, feed, initial_weights, seed_checkpoint, trained_anew
 from support.runs import LAYERS, call, corpus, new_folder, on_corpus, train
 
-from loss_compare import TOLERANCE  # isort: skip
+from layouts import TOLERANCE  # isort: skip
 
 SEQ_LEN = 256
 STOCK = (
@@ -40,8 +40,13 @@ def feed_one_document_per_pack(report):
 def feed_stock_torchtitan(report):
     from torchtitan.protocols import train_spec
 
-    train_spec._extra_train_specs.clear()  # the plugin's, which the fork server has imported
-    feed_one_document_per_pack(report)
+    def build_dataloader(dp_world_size, dp_rank, tokenizer, job_config):
+        shape = job_config.training.local_batch_size, job_config.training.seq_len
+        return one_document_per_pack(shape, dp_rank, dp_world_size)
+
+    specs = train_spec._extra_train_specs
+    specs.clear()  # the plugin's, which the fork server has imported
+    specs["llama3"] = replace(train_spec.get_train_spec("llama3"), build_dataloader_fn=build_dataloader)
 
 
 def test_a_pack_of_one_document_trains_as_in_stock_torchtitan():

@@ -10,6 +10,10 @@ from support.published import CONFIGS as MODELS
 from support.published import SHIPPED
 from support.runs import DEBUG_TOML, call
 
+from torchtitan_magi.models.model_config import Experts
+from torchtitan_magi.training.settings.degrees import check_adapters_of_experts
+from torchtitan_magi.training.settings.options import LoRA
+
 CONFIGS = sorted((Path(__file__).parents[2] / "train_configs").glob("*.toml"))
 
 
@@ -40,19 +44,6 @@ def summary_of(toml, *overrides):
         **{f"training.{name}": value for name, value in vars(job.training).items()},
         **{f"validation.{name}": value for name, value in vars(job.validation).items()},
     }
-
-
-def defaults():
-    from torchtitan.components.optimizer import LRSchedulersContainer
-    from torchtitan.config.configs import TrainingConfig
-
-    return TrainingConfig().steps, LRSchedulersContainer.Config().warmup_steps
-
-
-def test_torchtitans_defaults_are_those_that_count_as_not_given():
-    from torchtitan_magi.training.batches.run_length import DEFAULT_STEPS, DEFAULT_WARMUP
-
-    assert call(defaults) == (DEFAULT_STEPS, DEFAULT_WARMUP)
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
@@ -94,16 +85,19 @@ REFUSED = {
     "--optimizer.early_step_in_backward": "early_step_in_backward is True, which has no counterpart in torchtitan 0.3",
     "--parallelism.context_parallel_rotate_method alltoall": "rotate_method is 'alltoall', which has no counterpart",
     "--activation_checkpoint.selective_ac_option 2": "selective_ac_option is '2', which has no counterpart",
+    "--job.custom_config_module mine": "custom_config_module is 'mine', which torchtitan 0.3 does not import; set it",
+    "--experimental.custom_import mine": "custom_import is 'mine', which torchtitan 0.3 does not import; set it to",
     "--model.name llama4": "model.name is 'llama4', which has no varlen attention; use one of llama3, qwen3, gpt_oss,",
     "--model.name qwen3_5": "model.name is 'qwen3_5', which has no varlen attention; use one of llama3, qwen3",
-    "--model.name gpt_oss --magi.lora.rank 2": "magi.lora.rank is 2, but gpt_oss gets no adapters here; set it to 0",
+    "--model.name muse_glimmer --model.flavor 30B": "model.flavor '30B' is unknown; use one of hf",
+    "--model.name kimi_k2_7 --model.flavor Kimi-K2.5": "model.flavor 'Kimi-K2.5' is unknown; use one of hf",
     "--model.name gpt_oss --model.flavor 8B": "model.flavor '8B' is unknown; use one of hf, debugmodel, 20b, 120b",
     "--model.flavor 9B": "model.flavor '9B' is unknown; use one of hf, debugmodel, 1B, ",
     "--model.converters float8": "model.converters is ['float8']",
     "--training.seq_len 0": "training.seq_len is 0; use a whole number of at least 1",
     "--model.name mistral": "model.name is 'mistral', which has no varlen attention; use one of llama3, qwen3",
     "--training.no_such 1": "Unrecognized options: --training.no_such",
-    "--magi.lora.rank 4 --magi.lora.target_modules lm_head": "target_modules is ['lm_head']; use some of wqkv, wo, w1,",
+    "--magi.lora.rank 4 --magi.lora.target_modules lm_head": "target_modules is ['lm_head']; use some of wqkv, wq_a,",
 }
 
 
@@ -192,6 +186,14 @@ def check_shares(name, num_experts, degrees, option):
     )
     experts = Experts(num_experts, 2, 48, True)
     check_experts(job, experts, ranks_of_experts(job, dims, experts))
+
+
+def test_adapters_of_experts_on_more_ranks_than_experts_are_refused():
+    lora, experts = LoRA(rank=4, target_modules=["wo", "experts"]), Experts(4, 2, 48, True)
+    check_adapters_of_experts(lora, experts, 4)
+    check_adapters_of_experts(LoRA(rank=4), experts, 5)
+    with pytest.raises(ValueError, match=r"target_modules has experts, but 5 ranks share 4 experts; leave it out, or"):
+        check_adapters_of_experts(lora, experts, 5)
 
 
 def test_experts_that_ranks_do_not_share_alike_are_named_before_files_are_read():

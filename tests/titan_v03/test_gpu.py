@@ -22,6 +22,7 @@ WIDE: dict[str, dict[str, int]] = {  # heads of 64, and those of DeepSeek V3
     "deepseek_v3": {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128},
 }
 ROUNDING = 2e-2  # relative
+CHOICE = 4e-2  # where experts are chosen: rounding sends a token to another one
 # DPO's loss is of differences between policy and reference, which round apart once their weights differ: on the CPU
 # too, bfloat16 moves it by 0.025 in these steps.
 MARGINS = 0.05
@@ -91,7 +92,8 @@ def test_losses_on_gpus_are_those_of_the_cpu(task):
     print(f"\n{task}: losses by step on GPUs {numbers(gpu)}, on the CPU {numbers(cpu)}")
     assert len(gpu) >= 5
     assert all(map(math.isfinite, gpu))
-    assert gpu == pytest.approx(cpu, rel=ROUNDING, abs=MARGINS if "DPO" in task else 0)
+    rounding = CHOICE if TASKS[task][0] in ("qwen3_moe", "gpt_oss", "deepseek_v3") else ROUNDING
+    assert gpu == pytest.approx(cpu, rel=rounding, abs=MARGINS if "DPO" in task else 0)
 
 
 def numbers(values):

@@ -1,15 +1,18 @@
 """Low-rank adapters: what is trained, the reference of DPO, and their files as peft reads them."""
 
+import functools
 import json
 import math
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
+from support.degrees import degree_arguments, num_processes
 from support.hf_loop import ARGUMENTS, PACKS, PAIRS_PER_PACK, document, pairs_file, records
-from support.hf_models import TITAN_NAMES, hf_arguments, make_hf_folder
+from support.hf_models import KINDS, TEXT_PARTS, hf_arguments, load_hf, make_hf_folder
 from support.runs import corpus, new_folder, train
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 STORED = ["--magi.dpo.reference", "file"]
 
@@ -21,31 +24,94 @@ def arguments(folder, kind, dump, *options):
     return [*chosen, "--magi.lora.rank", "4", "--parallelism.context_parallel_degree", "2", *options]
 
 
-@pytest.mark.parametrize("kind", TITAN_NAMES)
-def test_peft_loads_the_adapters_and_computes_the_validation_loss(kind):
-    peft = pytest.importorskip("peft", reason="peft reads the adapters")
-    weights = {"initializer_range": 0.2} if kind == "qwen3_moe" else {}  # experts in bfloat16 would show in the loss
-    folder, dump = make_hf_folder(kind, **weights), new_folder()
+NO_DENSE_LAYERS = ("qwen3_moe", "gpt_oss")
+LATENT = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
+GROUPED, FEED_FORWARD = ["q_proj", "k_proj", "v_proj", "o_proj"], ["gate_proj", "up_proj", "down_proj"]
+BESIDE_EXPERTS = [f"{parent}.{name}.weight" for parent in ("mlp", "shared_experts") for name in FEED_FORWARD]
+TARGETS = {  # target_modules and target_parameters, where they are others than those of a dense model
+    **dict.fromkeys(NO_DENSE_LAYERS, (GROUPED, [])),
+    "deepseek_v3": (LATENT, BESIDE_EXPERTS),
+    "kimi_k25": ([f"self_attn.{name}" for name in LATENT], BESIDE_EXPERTS),
+    "muse_glimmer": ([f"self_attn.{name}" for name in GROUPED] + [f"mlp.{name}" for name in FEED_FORWARD], []),
+}
+CP, TP = {"cp": 2}, {"cp": 1, "tp": 2}
+
+
+@functools.cache
+def folder_of(kind):
+    """Experts in bfloat16 would show in the loss."""
+    return make_hf_folder(kind, **({"initializer_range": 0.2} if kind in NO_DENSE_LAYERS else {}))
+
+
+@functools.cache
+def four_records():
     path = Path(new_folder(), "one.jsonl")
     path.write_text("\n".join(Path(f"{corpus()}/validation.jsonl").read_text().splitlines()[:4]) + "\n")
-    validation = ["--validation.enable", "--validation.dataset", "sft", "--validation.dataset_path", str(path)]
-    validation += ["--validation.seq_len", "256", "--validation.freq", "5", "--validation.local_batch_size", "1"]
-    run = train(2, arguments(folder, kind, dump, *validation), layers=None)
+    return path
 
+
+def trained(kind, degrees, *options):
+    """A run with adapters, and where they are."""
+    dump, path = new_folder(), str(four_records())
+    validation = ["--validation.enable", "--validation.dataset", "sft", "--validation.dataset_path", path]
+    validation += ["--validation.seq_len", "256", "--validation.freq", "5", "--validation.local_batch_size", "1"]
+    packs = ["--training.local_batch_size", str(PACKS // degrees.get("dp", 1))]
+    chosen = [*validation, *packs, *degree_arguments(degrees), *options]
+    run = train(num_processes(degrees), arguments(folder_of(kind), kind, dump, *chosen), layers=None)
+    return run, f"{dump}/checkpoint/step-5"
+
+
+def check_with_peft(kind, run, adapters):
+    """Compares the validation loss; returns what adapter_config.json says."""
+    peft = pytest.importorskip("peft", reason="peft reads the adapters")
+    folder, path = folder_of(kind), four_records()
     first, last = run.validation_losses
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    base = AutoModelForCausalLM.from_pretrained(folder)
     assert first > last
-    adapters = f"{dump}/checkpoint/step-5"
-    assert run.output.splitlines()[-1].endswith(f'(AutoModelForCausalLM.from_pretrained("{folder}"), "{adapters}")')
-    assert "Turns end with <|im_end|>, which is no EOS of the model: give generation eos_token_id=4" in run.output
-    adapted = peft.PeftModel.from_pretrained(base, adapters).eval()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        adapted = peft.PeftModel.from_pretrained(load_hf(folder), adapters).eval()
+    assert not [str(warning.message) for warning in caught if "adapter keys" in str(warning.message)]
     assert loss_of(adapted, tokenizer, path) == pytest.approx(last, rel=1e-5)
     with adapted.disable_adapter():
         assert abs(loss_of(adapted, tokenizer, path) - last) > 100e-5 * last
-    named = json.loads(Path(dump, "checkpoint/step-5/adapter_config.json").read_text())["target_modules"]
-    of_layers = ["gate_proj", "down_proj", "up_proj"] if kind != "qwen3_moe" else []  # experts get none
-    assert named == ["q_proj", "k_proj", "v_proj", "o_proj", *of_layers]
+    return json.loads(Path(adapters, "adapter_config.json").read_text())
+
+
+@pytest.mark.parametrize("kind", [*KINDS, *TEXT_PARTS])
+def test_peft_loads_the_adapters_and_computes_the_validation_loss(kind):
+    run, adapters = trained(kind, CP)
+    automatic = "AutoModelForImageTextToText" if kind in TEXT_PARTS else "AutoModelForCausalLM"
+    assert run.output.splitlines()[-1].endswith(f'({automatic}.from_pretrained("{folder_of(kind)}"), "{adapters}")')
+    assert "Turns end with <|im_end|>, which is no EOS of the model: give generation eos_token_id=4" in run.output
+    found = check_with_peft(kind, run, adapters)
+    modules, parameters = TARGETS.get(kind, ([*GROUPED, *FEED_FORWARD], []))
+    assert sorted(found["target_modules"]) == sorted(modules)
+    assert sorted(found.get("target_parameters", [])) == sorted(parameters)
+
+
+@pytest.mark.parametrize("kind", ["gpt_oss", "deepseek_v3", "muse_glimmer"])
+def test_adapters_train_alike_under_tensor_parallelism(kind):
+    """Also where layers see this rank's tensors alone, or have no rows and columns to be split."""
+    alike = [trained(kind, degrees)[0] for degrees in (CP, TP)]
+    assert alike[1].losses == pytest.approx(alike[0].losses, rel=1e-5)
+    assert alike[1].validation_losses == pytest.approx(alike[0].validation_losses, rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss", "deepseek_v3", "kimi_k25"])
+def test_adapters_of_experts_are_those_of_peft(kind):
+    run, adapters = trained(kind, CP, "--magi.lora.target_modules", "experts")
+    found = check_with_peft(kind, run, adapters)
+    assert found["target_modules"] == []
+    assert found["target_parameters"] == ["experts.gate_up_proj", "experts.down_proj"]
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("degrees", [TP, {"cp": 1, "dp": 2, "ep": 2}])
+def test_adapters_of_experts_train_alike_under_every_layout(kind, degrees):
+    alike = [trained(kind, chosen, "--magi.lora.target_modules", "experts", "wo")[0] for chosen in (CP, degrees)]
+    assert alike[1].losses == pytest.approx(alike[0].losses, rel=1e-5)
+    assert alike[1].validation_losses == pytest.approx(alike[0].validation_losses, rel=1e-5)
 
 
 @torch.no_grad()

@@ -62,7 +62,7 @@ def test_other_sizes_windows_and_positions(kind):
 
 
 def refusals():
-    from torchtitan.models import deepseek_v3, gpt_oss, kimi_k2_7
+    from torchtitan.models import deepseek_v3, gpt_oss, kimi_k2_7, muse_glimmer
 
     from torchtitan_magi.titan.v03.models import with_varlen
 
@@ -71,13 +71,15 @@ def refusals():
         gpt_oss.model_registry("debugmodel"),
         deepseek_v3.model_registry("debugmodel", num_mtp_layers=1),
     )
-    return value_errors(with_varlen, [(other,), (varlen,), (predicting,)])
+    sees = muse_glimmer.model_registry("debugmodel")
+    return value_errors(with_varlen, [(other,), (varlen,), (predicting,), (sees,)])
 
 
 def test_specs_that_are_not_served_are_refused_by_name():
-    other, varlen, predicting = call(refusals)
+    other, varlen, predicting, sees = call(refusals)
     assert "model.name is 'kimi_k2_5', which has no varlen attention; use one of" in other
     assert varlen == 'the attention of gpt_oss is VarlenAttention; make the model with attn_backend="flex"'
+    assert sees.startswith("muse_glimmer 'debugmodel' may see pictures, which is not trained here; train the text part")
     assert predicting == "deepseek_v3 has mtp_layers, which are not trained here; set num_mtp_layers to 0"
 
 
@@ -103,7 +105,7 @@ def layers_after_converters():
     from torchtitan.models import qwen3
     from torchtitan.models.common.moe import GroupedExperts
 
-    from torchtitan_magi.titan.v03.config import with_adapters
+    from torchtitan_magi.titan.v03.lora import with_adapters
     from torchtitan_magi.titan.v03.models import REPLACED, _check_layers, with_varlen
     from torchtitan_magi.training.settings.options import LoRA
 
@@ -156,7 +158,7 @@ def test_layers_are_ours_after_converters_or_refused():
     assert "layers.0.moe.routed_experts.inner_experts is " in own
     assert "Theirs, but MagiExperts is needed here; leave out the converter or override that makes it so" in own
     assert "the model has adapters of rank 4 by a LoRAConverter of its own; leave that out, and set" in twice
-    assert "target_modules is ['w1'], but the layers of qwen3 'debugmodel_moe' have none of these; add wqkv" in none
+    assert "target_modules is ['w1'], but the layers of qwen3 'debugmodel_moe' have none of these; add wo," in none
 
 
 def balanced_step():

@@ -13,13 +13,13 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
+from torchtitan_magi.commands import CommandParser, check_output, write_output
 from torchtitan_magi.data.inspection.page import html_page
 from torchtitan_magi.data.inspection.summary import inspect_data
 from torchtitan_magi.data.inspection.terminal import Painter, report
-from torchtitan_magi.machine import cause, raise_open_files, remedy
-from torchtitan_magi.wording import one_line, shown
+from torchtitan_magi.machine import raise_open_files
+from torchtitan_magi.wording import one_line
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             options.source, options.tokenizer, options.dataset == "dpo", options.seq_len, options.records, options.all
         )
         if options.html:
-            _write(options.html, html_page(inspection))
+            write_output(options.html, html_page(inspection).encode(errors="backslashreplace"))
     except ValueError as error:
         parser.error(one_line(error, 2000))
     except KeyboardInterrupt:
@@ -46,21 +46,8 @@ def _check(options: argparse.Namespace) -> None:
         value = getattr(options, name)
         if value is not None and value < least:
             raise ValueError(f"--{name.replace('_', '-')} is {value}; give at least {least}")
-    if options.html and not _is_writable(options.html):  # before the work
-        raise ValueError(f"cannot write {shown(options.html)}; give a file in a folder that exists")
-
-
-def _is_writable(path: Path) -> bool:
-    target = path if path.exists() else path.parent
-    return path.parent.is_dir() and not path.is_dir() and os.access(target, os.W_OK)
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8", errors="backslashreplace")
-    except OSError as error:
-        instead = remedy(error, disk=True) or "give a file in a folder that exists"
-        raise ValueError(f"cannot write {shown(path)} ({cause(error)}); {instead}") from None
+    if options.html:
+        check_output(options.html)
 
 
 def _has_color() -> bool:
@@ -77,19 +64,8 @@ def _print(text: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        """One line, without the usage."""
-        self.exit(2, f"{self.prog}: error: {message}\n")
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog="python -m torchtitan_magi.data",
-        usage="%(prog)s SOURCE --tokenizer DIR [options]",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = CommandParser("data", "%(prog)s SOURCE --tokenizer DIR [options]", __doc__)
     add = parser.add_argument
     add(
         "source",

@@ -34,7 +34,7 @@ def agreement_of(cp_group: dist.ProcessGroup | None, data_rank: int) -> "PlanAgr
     """The agreement of all ranks with this data-parallel rank; None if it has one rank. A collective of all ranks."""
     if not dist.is_initialized():
         return None
-    ranks = [rank for rank, its_data in enumerate(gathered(data_rank)) if its_data == data_rank]
+    ranks = [rank for rank, its_data in enumerate(gathered(data_rank, dist.group.WORLD)) if its_data == data_rank]
     cp_ranks = [dist.get_rank()] if cp_group is None else dist.get_process_group_ranks(cp_group)
     return PlanAgreement(ranks, cp_ranks) if len(ranks) > 1 else None
 

@@ -2,7 +2,7 @@
 
 import weakref
 from datetime import timedelta
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -11,13 +11,15 @@ from torch import Tensor
 from torchtitan_magi.exchange.in_flight import Arrival, Piece
 from torchtitan_magi.planning.stage import Exchange
 
+T = TypeVar("T")
 Channel = Literal["cast", "reduce"]
 
 
-def gathered(mine: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """What each rank of a group gives, by rank; None: of all ranks. A collective."""
-    found: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, mine, group)
+def gathered(mine: T, group: dist.ProcessGroup | None) -> list[T]:
+    """The value of each rank of a group, by rank; None: of this rank alone. A collective of these."""
+    found: list[Any] = [mine] * (1 if group is None else dist.get_world_size(group))
+    if len(found) > 1:
+        dist.all_gather_object(found, mine, group)
     return found
 
 

@@ -19,6 +19,13 @@ from torchtitan_magi.products import add_product
 CHUNK_LOGITS = 2**28  # logits per chunk: 1 GiB in float32, about three times that while they are worked on
 
 
+class LogitCap(NamedTuple):
+    """Logits y are limit * tanh(scale * x / limit) of products x: scaled, and between -limit and limit."""
+
+    scale: float
+    limit: float
+
+
 def token_logprobs(
     hidden_TD: Tensor,
     weight_VD: Tensor,
@@ -26,6 +33,7 @@ def token_logprobs(
     group: dist.ProcessGroup | None = None,
     chunk: int | None = None,
     compiled: bool = False,
+    cap: LogitCap | None = None,
 ) -> Tensor:
     """log p(target) under the softmax of ``hidden @ weight.T``, differentiable in both.
 
@@ -42,6 +50,7 @@ def token_logprobs(
         group: ranks that share the vocabulary.
         chunk: tokens per chunk; by default as many as CHUNK_LOGITS allows.
         compiled: whether torch.compile fuses what is done with the logits, so that they are read and written once.
+        cap: of the logits; None: they are the products.
 
     Returns:
         float32 [T] (float64 for float64 inputs), 0 where there is no target.
@@ -51,7 +60,7 @@ def token_logprobs(
             torch's cross_entropy do.
     """
     hidden_TD, weight_VD = _as_autocast_wants(hidden_TD, weight_VD)
-    options = _Options(group, chunk or max(1, CHUNK_LOGITS // len(weight_VD)), compiled)
+    options = _Options(group, chunk or max(1, CHUNK_LOGITS // len(weight_VD)), compiled, cap)
     return _TokenLogprobs.apply(hidden_TD, weight_VD, targets_T, options)
 
 
@@ -64,6 +73,7 @@ def summed_logprobs(
     chunk: int | None = None,
     compiled: bool = False,
     kept_T: Tensor | None = None,
+    cap: LogitCap | None = None,
 ) -> Tensor:
     """``(scale * token_logprobs(...)).sum()``, with its gradient computed on the way: logits are made only once.
 
@@ -76,7 +86,7 @@ def summed_logprobs(
         0-d, float32 (float64 for float64 inputs).
     """
     hidden_TD, weight_VD = _as_autocast_wants(hidden_TD, weight_VD)
-    options = _Options(group, chunk or max(1, CHUNK_LOGITS // len(weight_VD)), compiled, kept_T)
+    options = _Options(group, chunk or max(1, CHUNK_LOGITS // len(weight_VD)), compiled, cap, kept_T)
     if not torch.is_grad_enabled():
         hidden_TD, weight_VD = hidden_TD.detach(), weight_VD.detach()
     return _SummedLogprobs.apply(hidden_TD, weight_VD, targets_T, scale_T, options)
@@ -88,6 +98,7 @@ class _Options(NamedTuple):
     group: dist.ProcessGroup | None
     chunk: int
     compiled: bool
+    cap: LogitCap | None = None
     kept_T: Tensor | None = None
 
 
@@ -98,7 +109,7 @@ class _TokenLogprobs(torch.autograd.Function):
         row_T = _rows(targets_T, len(weight_VD), options.group)
         statistics = _maybe_compiled(_statistics, options.compiled)
         chunks = zip(hidden_TD.split(options.chunk), row_T.split(options.chunk), strict=True)
-        found = [statistics(hidden_CD @ weight_VD.T, row_C) for hidden_CD, row_C in chunks]
+        found = [statistics(hidden_CD @ weight_VD.T, row_C, options.cap) for hidden_CD, row_C in chunks]
         lse, picked = zip(*found, strict=True)
         lse_T, picked_T = _over_ranks(torch.cat(lse), torch.cat(picked), options.group)
         ctx.save_for_backward(hidden_TD, weight_VD, row_T, has_target_T, lse_T)
@@ -108,7 +119,7 @@ class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         hidden_TD, weight_VD, row_T, has_target_T, lse_T = ctx.saved_tensors
-        sums = _GradientSums(hidden_TD, weight_VD, lse_T.dtype, ctx.needs_input_grad, ctx.options.compiled)
+        sums = _GradientSums(hidden_TD, weight_VD, lse_T.dtype, ctx.needs_input_grad, ctx.options)
         grad_T = gradients[0] * has_target_T
         for at in _slices(len(hidden_TD), ctx.options.chunk):
             sums.add(at, hidden_TD[at] @ weight_VD.T, lse_T[at], row_T[at], grad_T[at])
@@ -126,17 +137,17 @@ class _SummedLogprobs(torch.autograd.Function):
             grad_T *= scale_T
         row_T = _rows(targets_T, len(weight_VD), options.group)
         statistics = _maybe_compiled(_statistics, options.compiled)
-        sums = _GradientSums(hidden_TD, weight_VD, dtype, ctx.needs_input_grad, options.compiled)
+        sums = _GradientSums(hidden_TD, weight_VD, dtype, ctx.needs_input_grad, options)
         total = grad_T.new_zeros(())
         for at in _slices(len(hidden_TD), options.chunk):
-            logits_CV = hidden_TD[at] @ weight_VD.T
-            lse_C, picked_C = statistics(logits_CV, row_T[at])
+            products_CV = hidden_TD[at] @ weight_VD.T
+            lse_C, picked_C = statistics(products_CV, row_T[at], options.cap)
             lse_C, picked_C = _over_ranks(lse_C, picked_C, options.group)
             logprobs_C = picked_C - lse_C
             total += (grad_T[at] * logprobs_C).sum()
             if options.kept_T is not None:
                 options.kept_T[at] = logprobs_C
-            sums.add(at, logits_CV, lse_C, row_T[at], grad_T[at])
+            sums.add(at, products_CV, lse_C, row_T[at], grad_T[at])
         ctx.sums = sums
         return total
 
@@ -157,24 +168,24 @@ class _GradientSums:
     """
 
     def __init__(
-        self, hidden_TD: Tensor, weight_VD: Tensor, dtype: torch.dtype, needed: tuple[bool, ...], compiled: bool
+        self, hidden_TD: Tensor, weight_VD: Tensor, dtype: torch.dtype, needed: tuple[bool, ...], options: _Options
     ) -> None:
         self.hidden_TD, self.weight_VD = hidden_TD, weight_VD
         grad_hidden_TD = torch.empty_like(hidden_TD) if needed[0] else None
         grad_weight_VD = torch.zeros_like(weight_VD, dtype=dtype) if needed[1] else None
         self.sums = grad_hidden_TD, grad_weight_VD
-        self.grad_logits = _maybe_compiled(_grad_logits, compiled)
+        self.grad_products, self.cap = _maybe_compiled(_grad_products, options.compiled), options.cap
 
-    def add(self, at: slice, logits_CV: Tensor, lse_C: Tensor, row_C: Tensor, grad_C: Tensor) -> None:
+    def add(self, at: slice, products_CV: Tensor, lse_C: Tensor, row_C: Tensor, grad_C: Tensor) -> None:
         """Adds what the tokens ``at`` contribute. grad_C: the gradient of the log-probabilities, 0 without a target."""
         grad_hidden_TD, grad_weight_VD = self.sums
         if grad_hidden_TD is None and grad_weight_VD is None:
             return
-        grad_logits_CV = self.grad_logits(logits_CV, lse_C, row_C, grad_C)
+        grad_CV = self.grad_products(products_CV, lse_C, row_C, grad_C, self.cap)
         if grad_hidden_TD is not None:
-            torch.mm(grad_logits_CV, self.weight_VD, out=grad_hidden_TD[at])
+            torch.mm(grad_CV, self.weight_VD, out=grad_hidden_TD[at])
         if grad_weight_VD is not None:
-            add_product(grad_weight_VD, grad_logits_CV.T, self.hidden_TD[at])
+            add_product(grad_weight_VD, grad_CV.T, self.hidden_TD[at])
 
     def rounded(self, scale: Tensor | None = None) -> tuple[Tensor | None, ...]:
         """Both, times ``scale``, in the dtype of the inputs; the sums are gone after this."""
@@ -216,18 +227,27 @@ def _maybe_compiled(function: Callable[..., Any], compiled: bool) -> Callable[..
     return torch.compile(function, dynamic=True) if compiled else function
 
 
-def _statistics(logits_CV: Tensor, row_C: Tensor) -> tuple[Tensor, Tensor]:
+def _logits(products: Tensor, cap: LogitCap | None) -> Tensor:
+    """The logits, at least float32."""
+    wide = products.to(torch.promote_types(products.dtype, torch.float32))
+    return wide if cap is None else cap.limit * (wide * (cap.scale / cap.limit)).tanh()
+
+
+def _statistics(products_CV: Tensor, row_C: Tensor, cap: LogitCap | None) -> tuple[Tensor, Tensor]:
     """logsumexp and the logit of the target's row, 0 where it is not here (row -1); at least float32."""
-    wide_CV = logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32))
-    picked_C = logits_CV.gather(1, row_C.clamp(min=0)[:, None])[:, 0].to(wide_CV.dtype)
-    return wide_CV.logsumexp(1), picked_C * (row_C >= 0)
+    picked_C = _logits(products_CV.gather(1, row_C.clamp(min=0)[:, None])[:, 0], cap)
+    return _logits(products_CV, cap).logsumexp(1), picked_C * (row_C >= 0)
 
 
-def _grad_logits(logits_CV: Tensor, lse_C: Tensor, row_C: Tensor, grad_C: Tensor) -> Tensor:
-    """Gradient of the logits for that of the log-probabilities: d log p(target) / d logit = [is target] - softmax."""
-    softmax_CV = (logits_CV.to(lse_C.dtype) - lse_C[:, None]).exp()
+def _grad_products(products_CV: Tensor, lse_C: Tensor, row_C: Tensor, grad_C: Tensor, cap: LogitCap | None) -> Tensor:
+    """Gradient of the products for that of the log-probabilities: d log p(target) / d logit = [is target] - softmax,
+    and d logit / d product = scale * (1 - (logit / limit) ** 2) under a cap."""
+    logits_CV = _logits(products_CV, cap)
     is_target_CV = torch.arange(logits_CV.shape[1], device=logits_CV.device) == row_C[:, None]
-    return ((is_target_CV.to(lse_C.dtype) - softmax_CV) * grad_C[:, None]).to(logits_CV.dtype)
+    grad_CV = (is_target_CV.to(lse_C.dtype) - (logits_CV - lse_C[:, None]).exp()) * grad_C[:, None]
+    if cap is not None:
+        grad_CV = grad_CV * cap.scale * (1 - (logits_CV / cap.limit) ** 2)
+    return grad_CV.to(products_CV.dtype)
 
 
 def _rows(targets_T: Tensor, rows: int, group: dist.ProcessGroup | None) -> Tensor:

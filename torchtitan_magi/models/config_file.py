@@ -40,16 +40,22 @@ PLAIN_OF: dict[str, dict[str, tuple[Any, str]]] = {
         "quantization_config": (None, f"{COPY} FP8 weights with FineGrainedFP8Config(dequantize=True)"),
     },
 }
+PLAIN_OF |= {
+    "kimi_k2": PLAIN_OF["deepseek_v3"] | {"quantization_config": (None, "use a bf16 copy of the checkpoint")},
+    "muse_glimmer_text": {"hidden_activation": ("silu", 'use a checkpoint with "silu"')},
+}
 # Code of its own that computes what transformers computes.
-OWN_CODE = ("modeling_deepseek.DeepseekV3ForCausalLM",)
+OWN_CODE = ("modeling_deepseek.DeepseekV3ForCausalLM", "modeling_kimi_k25.KimiK25ForConditionalGeneration")
+# Architectures that transformers' own files name otherwise than the published ones.
+IN_TRANSFORMERS = {"KimiK25ForConditionalGeneration": "Kimi_K25ForConditionalGeneration"}
 
 
 class ConfigFile:
     """A config.json; null is the same as missing."""
 
-    def __init__(self, path: Path, values: Any = None) -> None:
-        """values: read from the file unless given."""
-        self.path = path
+    def __init__(self, path: Path, values: Any = None, part: str = "") -> None:
+        """values: read from the file unless given. part: the field that they are in, with a dot behind it."""
+        self.path, self.part = path, part
         if values is None:
             try:
                 values = json.loads(read_text(path))
@@ -73,7 +79,9 @@ class ConfigFile:
         if value is None:
             value = default
         if value is None:
-            raise ValueError(f"{shown(self.path)} has no {name}; use the config.json that came with the weights")
+            raise ValueError(
+                f"{shown(self.path)} has no {self.part}{name}; use the config.json that came with the weights"
+            )
         if kind is float and type(value) is int and value.bit_length() <= 64:  # a float holds it
             value = float(value)
         usable = type(value) is kind
@@ -96,13 +104,21 @@ class ConfigFile:
         for name in PLAIN | PLAIN_OF.get(model_type, {}):
             self.check_field(name, model_type)
         base = f"{architecture.removesuffix('ForCausalLM')}Model"  # saved without the output layer
-        if (found := self.values.get("architectures") or [architecture]) not in ([architecture], [base]):
+        known = architecture, base, IN_TRANSFORMERS.get(architecture)
+        if (found := self.values.get("architectures") or [architecture]) not in [[name] for name in known]:
             raise self.refusal("architectures", found, f"use a checkpoint of {architecture}")
         found = self.values.get("auto_map")
         if "AutoModelForCausalLM" in str(found) and not (
             isinstance(found, dict) and found.get("AutoModelForCausalLM") in OWN_CODE
         ):
             raise self.refusal("auto_map", found, f"use a checkpoint of transformers' own {architecture}")
+
+    def text(self) -> "ConfigFile":
+        """What the config.json of a model of text and pictures says of its part for text."""
+        values = self.values.get("text_config")
+        if not isinstance(values, dict):
+            raise self.refusal("text_config", values, "use the config.json that came with the weights")
+        return ConfigFile(self.path, values, "text_config.")
 
     def layer_types(self, allowed: tuple[str, ...], remedy: str) -> list[str]:
         """The kind of each layer; empty if the file does not say.
@@ -126,4 +142,4 @@ class ConfigFile:
 
     def refusal(self, name: str, value: Any, remedy: str) -> ValueError:
         """The error that names the file, a field, its value and the remedy."""
-        return ValueError(f"{shown(self.path)}: {name} is {quoted(value)}; {remedy}")
+        return ValueError(f"{shown(self.path)}: {self.part}{name} is {quoted(value)}; {remedy}")

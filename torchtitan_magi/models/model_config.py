@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_magi.models.config_file import ConfigFile
+from torchtitan_magi.models.names import TEXT_PARTS
 from torchtitan_magi.wording import one_line
 
 # model_type in the file -> its class of language models, torchtitan's model.name
@@ -16,7 +17,10 @@ MODEL_TYPES = {
     "qwen3_moe": ("Qwen3MoeForCausalLM", "qwen3"),
     "gpt_oss": ("GptOssForCausalLM", "gpt_oss"),
     "deepseek_v3": ("DeepseekV3ForCausalLM", "deepseek_v3"),
+    "muse_glimmer": ("MuseGlimmerForConditionalGeneration", "muse_glimmer"),
+    "kimi_k25": ("KimiK25ForConditionalGeneration", "kimi_k2_7"),
 }
+TEXT_TYPES = {"muse_glimmer": ("muse_glimmer_text",), "kimi_k25": ("kimi_k2", "deepseek_v3")}  # of text_config
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 ROPE_FIELDS = {"rope_type", "type", "rope_theta", "factor", "low_freq_factor", "high_freq_factor"}
 ROPE_FIELDS |= {"original_max_position_embeddings", "partial_rotary_factor"}
@@ -111,12 +115,31 @@ class LatentAttention:
 
 
 @dataclass(frozen=True)
+class MuseGlimmer:
+    """What only Muse Glimmer computes, beside gates of attention and norms after both halves of a block.
+
+    Args:
+        query_scale: factor of normalized queries.
+        unrotated: numbers of the layers without rotary positions.
+        post_norm_eps: epsilon of the norms after the halves of a block.
+        logit_scale, logit_limit: logits are limit * tanh(scale * x / limit).
+    """
+
+    query_scale: float
+    unrotated: tuple[int, ...]
+    post_norm_eps: float
+    logit_scale: float
+    logit_limit: float
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """A decoder with RMSNorm, rotary positions, softmax attention and SwiGLU, in neutral terms.
 
     Args:
         model: torchtitan's name of the architecture: "llama3"; "qwen3" (normalized queries and keys); "gpt_oss" (sinks,
-            biases, a clamped SwiGLU); "deepseek_v3" (scores of experts by sigmoid, with a bias for their choice).
+            biases, a clamped SwiGLU); "deepseek_v3" (scores of experts by sigmoid, with a bias for their choice);
+            "kimi_k2_7" (the same, as the text part of a model that sees pictures); "muse_glimmer" (see there).
         dim: width of the residual stream.
         num_layers, num_heads_q, num_heads_kv, vocab_size: numbers of layers, of query and K/V heads, of tokens.
         head_dim: of queries and keys.
@@ -128,6 +151,7 @@ class ModelConfig:
         value_dim: of values; 0: head_dim.
         latent: None for grouped-query attention.
         windows: by layer, how many tokens a row sees at most; 0: all. Empty: all rows see all.
+        muse: None for other models.
         other: what else a flavor computes with, in words; no config.json can say it, so a file's model has none.
         max_positions: positions for which the model was trained; no part of the computation, so it is not compared.
         left_out: what the file has beside this model, in words; not compared.
@@ -148,6 +172,7 @@ class ModelConfig:
     value_dim: int = 0
     latent: LatentAttention | None = None
     windows: tuple[int, ...] = ()
+    muse: MuseGlimmer | None = None
     other: tuple[str, ...] = ()
     max_positions: int = field(default=0, compare=False)
     left_out: str = field(default="", compare=False)
@@ -173,6 +198,11 @@ class ModelConfig:
         Raises:
             ValueError: the model has what none can say; one line.
         """
+        if self.model in TEXT_PARTS:
+            raise ValueError(
+                f"{self.model} is a part of a model that sees pictures; put the config.json of the whole model in "
+                "model.hf_assets_path"
+            )
         if self.other:
             raise ValueError(
                 f"model.flavor has {', '.join(self.other)}, which no config.json can say; use a flavor of a published "
@@ -247,9 +277,26 @@ def read_model_config(folder: str | Path) -> ModelConfig:
         raise file.refusal("model_type", model_type, f"use a checkpoint of {', '.join(MODEL_TYPES)}")
     architecture, model = MODEL_TYPES[model_type]
     file.check_plain(model_type, architecture)
+    return _text_part(file, model_type) if model_type in TEXT_TYPES else _read(file, model_type, model)
+
+
+def _text_part(file: ConfigFile, model_type: str) -> ModelConfig:
+    """The text part of a model that sees pictures."""
+    text, model = file.text(), MODEL_TYPES[model_type][1]
+    if (found := text.get("model_type", str)) not in TEXT_TYPES[model_type]:
+        raise text.refusal("model_type", found, f"use a checkpoint with {' or '.join(TEXT_TYPES[model_type])}")
+    kind = TEXT_TYPES[model_type][0]
+    text.check_plain(kind, "DeepseekV3ForCausalLM" if kind == "kimi_k2" else MODEL_TYPES[model_type][0])
+    tied = file.get("tie_word_embeddings", bool, model_type == "kimi_k25")  # what transformers takes
+    pictures = "the parts that see pictures are not trained; an export has them as they were"
+    return replace(_read(text, kind, model), tied=tied, left_out=pictures)
+
+
+def _read(file: ConfigFile, model_type: str, model: str) -> ModelConfig:
+    """The model of a file, or of the text part of one, whose fields are plain."""
     num_heads_q, num_layers = file.get("num_attention_heads", int), file.get("num_hidden_layers", int)
     max_positions = file.get("max_position_embeddings", int)
-    of_model = {"gpt_oss": _gpt_oss, "deepseek_v3": _deepseek_v3}.get(model_type, _llama_or_qwen3)
+    of_model = READERS.get(model, _llama_or_qwen3)
     common = ModelConfig(
         model=model,
         dim=file.get("hidden_size", int),
@@ -295,6 +342,28 @@ def _gpt_oss(file: ConfigFile, model: ModelConfig) -> dict[str, Any]:
     }
 
 
+def _muse_glimmer(file: ConfigFile, model: ModelConfig) -> dict[str, Any]:
+    kinds = file.layer_types((FULL, WINDOW), f"use {FULL} or {WINDOW}, once for each layer")
+    thetas = file.values.get("layer_rope_theta")
+    of_all = {0, model.rope.theta}
+    if not kinds:
+        raise file.refusal("layer_types", None, "use the config.json that came with the weights")
+    if not isinstance(thetas, list) or len(thetas) != model.num_layers or not set(thetas) <= of_all:
+        raise file.refusal("layer_rope_theta", thetas, f"use 0 or rope_theta, {model.rope.theta}, for each layer")
+    window = file.get("sliding_window", int) if WINDOW in kinds else 0
+    return {
+        "head_dim": file.get("head_dim", int),
+        "windows": tuple(window if kind == WINDOW else 0 for kind in kinds) if window else (),
+        "muse": MuseGlimmer(
+            file.get("qk_scale_factor", float),
+            tuple(number for number, theta in enumerate(thetas) if not theta),
+            file.get("post_norm_eps", float),
+            file.get("output_multiplier", float),
+            file.get("final_logit_softcapping", float),
+        ),
+    }
+
+
 def _deepseek_v3(file: ConfigFile, model: ModelConfig) -> dict[str, Any]:
     if model.num_heads_kv != model.num_heads_q:
         remedy = f"use num_attention_heads, {model.num_heads_q}, as every head has keys of its own"
@@ -329,8 +398,18 @@ def _deepseek_v3(file: ConfigFile, model: ModelConfig) -> dict[str, Any]:
             0 if no_q_rank else file.get("q_lora_rank", int), file.get("kv_lora_rank", int), rope_dim, mscale
         ),
         "experts": experts,
-        "left_out": f"num_nextn_predict_layers is {predicted}; these layers are" if predicted else "",
+        "left_out": f"num_nextn_predict_layers is {predicted}; these layers are neither trained nor exported"
+        if predicted
+        else "",
     }
+
+
+READERS = {
+    "gpt_oss": _gpt_oss,
+    "deepseek_v3": _deepseek_v3,
+    "kimi_k2_7": _deepseek_v3,
+    "muse_glimmer": _muse_glimmer,
+}
 
 
 def differences(file: ModelConfig, flavor: ModelConfig) -> list[str]:
@@ -350,8 +429,16 @@ def _flat(config: ModelConfig, other: ModelConfig) -> Iterator[tuple[str, Any]]:
         if isinstance(value, dict):
             some = value.items() if getattr(other, name) else list(value.items())[:1]
             yield from ((f"{name}.{inner}", inner_value) for inner, inner_value in some)
-        elif name not in ("max_positions", "left_out") and (name, value) != ("value_dim", config.head_dim):
+        elif name not in _unused(config) & _unused(other):
             yield name, value
+
+
+def _unused(config: ModelConfig) -> set[str]:
+    """Names of fields that say nothing more of what the model computes."""
+    as_wide = config.value_dim == config.head_dim
+    all_have_experts = config.experts is not None and not config.experts.num_dense_layers
+    names = {"max_positions": True, "left_out": True, "value_dim": as_wide, "hidden_dim": all_have_experts}
+    return {name for name, unused in names.items() if unused}
 
 
 def _rope_key(file: ConfigFile) -> str:
@@ -374,7 +461,7 @@ def _rope(file: ConfigFile, model_type: str, max_positions: int) -> Rope:
         raise file.refusal(f"{key}.rope_type", kind, remedy)
     for name, value in parameters.items():
         known = ROPE_FIELDS | (YARN_FIELDS if kind == "yarn" else set())
-        known |= MSCALE_FIELDS if (kind, model_type) == ("yarn", "deepseek_v3") else set()
+        known |= MSCALE_FIELDS if kind == "yarn" and model_type in ("deepseek_v3", "kimi_k2") else set()
         if name not in known and value is not None:
             raise file.refusal(f"{key}.{one_line(name, 80)}", value, f"use a checkpoint with plain {kind!r} positions")
     rope.check_field("partial_rotary_factor")

@@ -44,12 +44,6 @@ def parameters_of(model: ModelConfig, tensor_parallel: int = 1, expert_ranks: in
     return Parameters(block, experts, vocabulary, dim, dense)
 
 
-def num_parameters(model: ModelConfig) -> int:
-    """Parameters of the whole model, as ``parameters_of`` counts them."""
-    each = parameters_of(model)
-    return each.dense + model.num_layers * each.experts
-
-
 def heads_of_rank(model: ModelConfig, tensor_parallel: int) -> Heads:
     """Shape of the attention layers on one rank.
 

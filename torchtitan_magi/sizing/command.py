@@ -19,14 +19,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from torchtitan_magi.machine import cause, lack, raise_open_files
+from torchtitan_magi.commands import CommandParser, check_output, write_output
+from torchtitan_magi.machine import raise_open_files
 from torchtitan_magi.planning.cost_model import H200, CostModel, Heads
 from torchtitan_magi.sizing.run_file import RunFile, options_of, setup_of_file
 from torchtitan_magi.sizing.run_setup import Setup
 from torchtitan_magi.sizing.sample_packs import DISTRIBUTIONS, make_packs
 from torchtitan_magi.sizing.size import Sizing, check_layout, size_run
 from torchtitan_magi.sizing.text import as_json, memory_lines, report_lines
-from torchtitan_magi.wording import one_line, quoted, shown
+from torchtitan_magi.wording import one_line, quoted
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -65,22 +66,14 @@ def _write(sizings: list[Sizing], options: argparse.Namespace) -> None:
     """Writes the files that are asked for."""
     if options.json:
         reports = [as_json(sizing) for sizing in sizings]
-        _write_file(options.json, (json.dumps(reports if len(reports) > 1 else reports[0], indent=1) + "\n").encode())
+        write_output(options.json, (json.dumps(reports if len(reports) > 1 else reports[0], indent=1) + "\n").encode())
     if options.html or options.png:
         from torchtitan_magi.sizing import picture
 
         if options.html:
-            _write_file(options.html, picture.html_page(sizings[0]).encode())
+            write_output(options.html, picture.html_page(sizings[0]).encode())
         if options.png:
-            _write_file(options.png, picture.png(sizings[0]))
-
-
-def _write_file(path: Path, content: bytes) -> None:
-    try:
-        path.write_bytes(content)
-    except OSError as error:
-        what = f"cannot write {shown(path)}"
-        raise ValueError(lack(error, what) or f"{what}: {cause(error)}; give another file") from None
+            write_output(options.png, picture.png(sizings[0]))
 
 
 def _setups(run: RunFile, options: argparse.Namespace) -> list[Setup]:
@@ -116,8 +109,7 @@ def gpus_in_node(options: argparse.Namespace, cp_size: int) -> int:
 
 def _check_outputs(options: argparse.Namespace) -> None:
     for path in filter(None, (options.json, options.html, options.png)):
-        if not path.parent.is_dir() or path.is_dir():
-            raise ValueError(f"cannot write {shown(path)}; give a file in a folder that exists")
+        check_output(path)
     if options.memory and (options.json or options.html or options.png):
         raise ValueError("--memory writes no file; leave out --json, --html and --png")
     if options.html or options.png:
@@ -147,12 +139,7 @@ def heads_of(text: str, head_dim: int, value_dim: int) -> Heads:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m torchtitan_magi.report",
-        usage="%(prog)s SOURCE [--total TOKENS] [--cp GPUS [GPUS ...]] [options]",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = CommandParser("report", "%(prog)s SOURCE [--total TOKENS] [--cp GPUS [GPUS ...]] [options]", __doc__)
     add = parser.add_argument
     add(
         "source",

@@ -4,6 +4,8 @@ import base64
 import html
 import io
 from collections.abc import Sequence
+from pathlib import Path
+from string import Template
 from typing import Any
 
 import matplotlib
@@ -29,6 +31,7 @@ INK, QUIET, PAPER, LINE = "#22303c", "#6b7885", "#ffffff", "#d5dbe1"
 ATTENTION, CAST, REDUCE, REST = "#3d6fa5", "#dd8a3c", "#4c9a72", "#aab4be"
 HUES = ["#3d6fa5", "#dd8a3c", "#4c9a72", "#b8504f", "#7d68a6", "#8a6f5a", "#c77fa6", "#4f9aa8", "#a09a45", "#66717d"]
 ROWS_MAP = LinearSegmentedColormap.from_list("rows", ["#f4f7fa", "#c3d5e6", "#7fa6cb", "#3d6fa5", "#1c3c63"])
+_PAGE = Template(Path(__file__).with_name("page.html").read_text("utf-8"))
 PIXELS = 1400  # width and height of the mask
 STYLE: Any = {
     "font.size": 10, "font.family": "DejaVu Sans", "text.color": INK, "axes.edgecolor": LINE, "axes.labelcolor": QUIET,
@@ -50,7 +53,7 @@ def png(sizing: Sizing) -> bytes:
 
 def html_page(sizing: Sizing) -> str:
     """A web page with table and pictures, in one file: no scripts, nothing fetched."""
-    return _PAGE.format(
+    return _PAGE.substitute(
         title=f"{sizing.first.cp_size} GPUs, {sizing.total:,} tokens per pack",
         headline=html.escape(headline(sizing)),
         setting="<br>".join(map(html.escape, setting(sizing))),
@@ -293,37 +296,3 @@ def _html_table(sizing: Sizing) -> str:
         cells = "".join(f"<td>{format(row[key], form)}</td>" for _, key, form in leaves)
         lines.append(f"<tr{' class=ours' if row['strategy'] == OURS else ''}><th>{row['strategy']}</th>{cells}</tr>")
     return f"<table><thead><tr><td></td>{above}</tr><tr><td></td>{below}</tr></thead>{''.join(lines)}</table>"
-
-
-_PAGE = """<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<title>{title}</title>
-<style>
- body {{ font: 15px/1.5 system-ui, sans-serif; color: #22303c; background: #fff; max-width: 1180px; margin: 2em auto;
-   padding: 0 1.5em }}
- h1 {{ font-size: 1.5em; margin-bottom: 0.2em }}
- .setting, li {{ color: #6b7885; font-size: 0.92em }}
- .headline {{ border-left: 4px solid #3d6fa5; padding: 0.4em 0 0.4em 1em; font-size: 1.08em }}
- table {{ border-collapse: collapse; font-size: 0.86em; font-variant-numeric: tabular-nums; margin: 1.5em 0;
-   width: 100% }}
- th, td {{ padding: 0.28em 0.55em; text-align: right; font-weight: normal; border-bottom: 1px solid #e6eaee }}
- thead th {{ color: #6b7885 }}
- thead tr:first-child th {{ text-align: center; border-bottom: 2px solid #d5dbe1 }}
- tbody th, tr th:first-child {{ text-align: left; white-space: nowrap }}
- tr.ours td, tr.ours th {{ font-weight: 600; background: #eef3f8 }}
- img {{ width: 100%; height: auto }}
-</style>
-</head>
-<body>
-<h1>{title}</h1>
-<p class="setting">{setting}</p>
-<p class="headline">{headline}</p>
-{table}
-<img alt="mask by owner, K/V rows between ranks, timeline of the slowest rank, time of all strategies, work per rank"
- src="data:image/png;base64,{picture}">
-<ul>{notes}</ul>
-</body>
-</html>
-"""

@@ -193,12 +193,6 @@ def contiguous(slices: AttnSlices, num_tokens: int, cp_size: int) -> Owned:
     return tuple(np.array([[r * tokens, (r + 1) * tokens]]) for r in range(cp_size))
 
 
-def zigzag(slices: AttnSlices, num_tokens: int, cp_size: int) -> Owned:
-    """Rank r owns the r-th stretch from the front and the r-th from the back, of 2 cp_size stretches of the pack."""
-    edges = np.arange(2 * cp_size + 1) * num_tokens // (2 * cp_size)
-    return tuple(np.array([edges[r : r + 2], edges[2 * cp_size - r - 1 :][:2]]) for r in range(cp_size))
-
-
 def min_heap(slices: AttnSlices, num_tokens: int, cp_size: int) -> Owned:
     """Equal chunks, heaviest first, each to the rank with the least area so far: MagiAttention's default idea."""
     per_rank = chunks_per_rank(num_tokens, cp_size)

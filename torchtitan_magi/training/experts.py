@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from torchtitan_magi.training.process.groups import Group, gathered_in, reduced
+from torchtitan_magi.exchange.transport import gathered
+from torchtitan_magi.training.process.groups import Group, reduced
 
 EXPERT_LOAD_METRICS = ("moe/expert_imbalance", "moe/worst_expert_imbalance", "moe/idle_experts")
 BIASES = ("expert_bias", "expert_bias_E")  # of a layer's router, which torchtitan moves beside its optimizers
@@ -82,7 +83,7 @@ def take_expert_load(models: Iterable[nn.Module], group: Group, stages: Group = 
         "moe/expert_imbalance": the mean over layers. "moe/worst_expert_imbalance": of the worst layer.
         "moe/idle_experts": how many experts of all layers got no token. Empty for a dense model.
     """
-    found = gathered_in(stages, _load_of_layers(expert_counts(models), group))
+    found = gathered(_load_of_layers(expert_counts(models), group), stages)
     imbalances = [imbalance for of_stage, _ in found for imbalance in of_stage]
     if not imbalances:
         return {}

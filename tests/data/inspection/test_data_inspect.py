@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.chat import CHATML_UNMARKED, LLAMA3_TEMPLATE, byte_level_tokenizer, chat, texts
 from support.conversations import assistant, user
+from support.jsonl import write_jsonl
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from torchtitan_magi.data import ChatTokenizer, PackedPairDataset, PackedSFTDataset
@@ -53,17 +54,12 @@ def write_folder(folder, template=CHATML_TEMPLATE, tokenizer=None, **config):
     return folder
 
 
-def write_records(path, records):
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return path
-
-
 @pytest.fixture
 def inspect(tmp_path):
     """Inspects records; the folder of the tokenizer is made of the arguments that are not options."""
 
     def inspect(records, template=CHATML_TEMPLATE, tokenizer=None, config=(), **options):
-        path = write_records(tmp_path / "data.jsonl", records)
+        path = write_jsonl(tmp_path / "data.jsonl", records)
         return inspect_data(path, write_folder(tmp_path / "tokenizer", template, tokenizer, **dict(config)), **options)
 
     return inspect
@@ -204,8 +200,8 @@ def test_figures_of_pairs_are_those_of_training(inspect, tmp_path):
 
 
 def test_sources_are_told_apart_and_joined(tmp_path):
-    first, second = (write_records(tmp_path / f"{n}.jsonl", GOOD[:n]) for n in (1, 3))
-    write_records(tmp_path / "third.jsonl", [{"messages": "x"}])
+    first, second = (write_jsonl(tmp_path / f"{n}.jsonl", GOOD[:n]) for n in (1, 3))
+    write_jsonl(tmp_path / "third.jsonl", [{"messages": "x"}])
     source = f"{first}, {second}=2, {tmp_path}/third.jsonl"
     inspection = inspect_data(source, write_folder(tmp_path / "tokenizer"), seq_len=64)
     assert [(t.path, t.records, t.read, len(t.tokens)) for t in inspection.tallies] == [
@@ -415,7 +411,7 @@ def test_the_page_has_everything_and_fetches_nothing(inspect):
 
 
 def test_the_command_writes_report_and_page(tmp_path, capsys):
-    path, folder = write_records(tmp_path / "data.jsonl", GOOD), write_folder(tmp_path / "tokenizer")
+    path, folder = write_jsonl(tmp_path / "data.jsonl", GOOD), write_folder(tmp_path / "tokenizer")
     command.main([str(path), "--tokenizer", str(folder), "--seq-len", "64", "--html", str(tmp_path / "page.html")])
     printed = capsys.readouterr().out
     assert f"{path}: all 3 records read" in printed
@@ -433,7 +429,7 @@ def test_colours_are_for_terminals_that_want_them(monkeypatch, term, no_color, c
 
 
 def test_a_real_terminal_gets_colours(tmp_path):
-    path, folder = write_records(tmp_path / "data.jsonl", GOOD), write_folder(tmp_path / "tokenizer")
+    path, folder = write_jsonl(tmp_path / "data.jsonl", GOOD), write_folder(tmp_path / "tokenizer")
     controller, terminal = pty.openpty()
     call = [sys.executable, "-m", "torchtitan_magi.data", path, "--tokenizer", folder, "--records", "0"]
     environment = {k: v for k, v in os.environ.items() if k != "NO_COLOR"} | {"TERM": "xterm"}
@@ -469,8 +465,8 @@ def test_a_real_terminal_gets_colours(tmp_path):
     ],
 )
 def test_what_is_wrong_is_one_line(tmp_path, monkeypatch, capsys, arguments, said):
-    write_records(tmp_path / "data.jsonl", GOOD)
-    write_records(tmp_path / "empty.jsonl", [])
+    write_jsonl(tmp_path / "data.jsonl", GOOD)
+    write_jsonl(tmp_path / "empty.jsonl", [])
     write_folder(tmp_path / "tokenizer")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as exit_:
@@ -483,12 +479,12 @@ def test_what_is_wrong_is_one_line(tmp_path, monkeypatch, capsys, arguments, sai
 
 
 def test_a_page_that_cannot_be_written_is_one_line(tmp_path, capsys):
-    path, folder = write_records(tmp_path / "data.jsonl", GOOD), write_folder(tmp_path / "tokenizer")
+    path, folder = write_jsonl(tmp_path / "data.jsonl", GOOD), write_folder(tmp_path / "tokenizer")
     with pytest.raises(SystemExit) as exit_:
         command.main([str(path), "--tokenizer", str(folder), "--html", "/dev/full"])
     printed = capsys.readouterr().err
     assert (exit_.value.code, printed.count("\n")) == (2, 1)
-    assert "cannot write /dev/full (No space left on device)" in printed
+    assert "cannot write /dev/full: No space left on device; make room there" in printed
 
 
 def test_a_reader_that_has_seen_enough_is_no_error(monkeypatch):

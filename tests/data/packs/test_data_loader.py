@@ -5,6 +5,7 @@ import re
 import shutil
 
 import pytest
+from support.jsonl import write_jsonl
 from support.runs import TrainingError, call, corpus, new_folder, train
 from support.streams import join, resume, take
 
@@ -48,9 +49,8 @@ def with_workers(case, *arguments):
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
-    path = tmp_path_factory.mktemp("loader") / "train.jsonl"
-    path.write_text("".join(json.dumps({"text": f"{i + 1} {5 + 11 * i % 40}"}) + "\n" for i in range(RECORDS)))
-    return path
+    records = ({"text": f"{i + 1} {5 + 11 * i % 40}"} for i in range(RECORDS))
+    return write_jsonl(tmp_path_factory.mktemp("loader") / "train.jsonl", records)
 
 
 def resume_at_another_degree(path, num_workers):
@@ -210,7 +210,7 @@ def test_a_state_that_is_none_is_refused_in_one_line(fault, tmp_path, monkeypatc
         "torchtitan_magi.data.records.record_file.BLOCK_BYTES", 200
     )  # as make_loader has it, undone at the end
     path = tmp_path / "data.jsonl"
-    path.write_text("".join(json.dumps({"text": f"{number} 30"}) + "\n" for number in range(8)))
+    write_jsonl(path, ({"text": f"{number} 30"} for number in range(8)))
     loader = make_loader(path)
     text = UNREADABLE[fault](json.loads(loader.state_dict()["state"]))
     with pytest.raises(ValueError, match=r"^the loader's saved state cannot be read \(.*\); load another checkpoint$"):

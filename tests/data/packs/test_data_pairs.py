@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.chat import CHATML_UNMARKED, LLAMA3_TEMPLATE, TOKENIZER, chat, learned
 from support.conversations import assistant, user
+from support.jsonl import write_jsonl
 from support.streams import assert_nothing_is_lost, join, resume, take, with_small_blocks
 from tokenizers import Tokenizer, models
 
@@ -48,9 +49,7 @@ def tokenize(record):
 
 def write(path, pairs):
     """Pairs of (name, prompt, chosen, rejected)."""
-    lines = (json.dumps({"prompt": " ".join(map(str, p)), "chosen": "c", "rejected": "r"}) + "\n" for p in pairs)
-    path.write_text("".join(lines))
-    return path
+    return write_jsonl(path, ({"prompt": " ".join(map(str, p)), "chosen": "c", "rejected": "r"} for p in pairs))
 
 
 def dataset(path, **options):
@@ -250,14 +249,13 @@ def test_counts_of_pairs_add_up(corpus, tmp_path, shared_prompt):
 
 
 def test_a_pair_without_a_preference_is_left_out_and_counted(tmp_path):
-    path = tmp_path / "pairs.jsonl"
     records = [
         {"prompt": "q", "chosen": "the cat", "rejected": "the cat"},
         {"prompt": "q", "chosen": "the cat" * 20, "rejected": "the cat" * 20 + "!"},  # equal once truncated
         {"prompt": "q", "chosen": "the cat", "rejected": "the hat"},
         {"prompt": "q" * 50, "chosen": "the cat", "rejected": "the hat"},
     ]
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    path = write_jsonl(tmp_path / "pairs.jsonl", records)
     packs = PackedPairDataset(path, chat(CHATML_TEMPLATE).pair, 40, epochs=1)
     assert [inputs["pair_ids"].tolist() for inputs, _ in packs] == [[2]]
     assert (packs.counts.equal, packs.counts.long_prompts, packs.counts.documents) == (2, 1, 4)

@@ -8,8 +8,7 @@ import time
 from unittest import mock
 
 import pytest
-from support.corpus import chat_tokenizer
-from support.kept_tokens import damage, dataset, flats, make_folder
+from support.kept_tokens import corpus_fixtures, damage, dataset, flats
 from support.streams import join, resume, take, with_small_blocks
 
 from torchtitan_magi.data.packs import stream
@@ -19,16 +18,7 @@ from torchtitan_magi.data.tokens.token_block import TokenBlock
 from torchtitan_magi.data.tokens.token_cache import Cancelled
 
 blocks = with_small_blocks(20_000)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return make_folder(tmp_path_factory.mktemp("corpus"))
-
-
-@pytest.fixture(scope="module")
-def tokenizer(folder):
-    return chat_tokenizer(folder)
+folder, tokenizer = corpus_fixtures()
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
+from support.jsonl import write_jsonl
 from support.numbered_records import dataset, flats
 from support.streams import in_a_process, resume, take
 
@@ -17,8 +18,7 @@ from torchtitan_magi.data.records import jsonl
 def write(path, names, length=9):
     """Documents that the tokenizer of test_data_sft understands."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps({"text": f"{name} {length} 0"}) + "\n" for name in names))
-    return path
+    return write_jsonl(path, ({"text": f"{name} {length} 0"} for name in names))
 
 
 @pytest.fixture
@@ -206,6 +206,7 @@ def test_windows_grow_to_their_size_and_hold_every_part_once(folder):
 GROWTH = """
 from support.streams import take
 from support.numbered_records import dataset
+from support.jsonl import write_jsonl
 from torchtitan_magi.data import Corpus
 
 corpus = Corpus(path)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from support.full_disk import full_disk
+from support.processes import keep_at_once
 
 from torchtitan_magi import files
 from torchtitan_magi.data import Corpus
@@ -22,27 +23,8 @@ def source(tmp_path):
     return tmp_path / "source"
 
 
-def use(cache, source, start, log):
-    def make(path):
-        with open(log, "a") as file:
-            file.write("made\n")
-        path.write_text("made of it")
-
-    start.wait()
-    assert kept(cache, str(source), "kind", make, Path.read_text) == "made of it"
-
-
 def test_one_process_makes_the_file_and_the_others_wait(source, tmp_path):
-    context = multiprocessing.get_context("fork")
-    start, cache = context.Barrier(4), tmp_path / "cache"
-    processes = [context.Process(target=use, args=(cache, source, start, tmp_path / "log")) for _ in range(4)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-    assert [process.exitcode for process in processes] == [0] * 4
-    assert (tmp_path / "log").read_text() == "made\n"
-    assert [path.suffix for path in cache.iterdir()] == [".kind"]
+    assert keep_at_once(tmp_path / "cache", source) == 1
 
 
 def test_a_changed_source_has_another_file(source, tmp_path):

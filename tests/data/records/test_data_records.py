@@ -11,6 +11,7 @@ import pickle
 from itertools import pairwise
 
 import pytest
+from support.jsonl import write_jsonl
 
 from torchtitan_magi.data import JsonlFile
 from torchtitan_magi.data.records import jsonl, record_file
@@ -42,16 +43,11 @@ def test_byte_order_mark_and_extra_keys_are_let_through(tmp_path):
     assert file[1] == {"text": "\U0001f600 \x00"}
 
 
-def write(path, *records):
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return path
-
-
 @pytest.fixture
 def texts(tmp_path, monkeypatch):
     """A file of nine records in five blocks."""
     monkeypatch.setattr(record_file, "BLOCK_BYTES", 60)
-    return write(tmp_path / "train.jsonl", *({"text": f"{i} " * 5} for i in range(8)), {"text": "x" * 100})
+    return write_jsonl(tmp_path / "train.jsonl", [*({"text": f"{i} " * 5} for i in range(8)), {"text": "x" * 100}])
 
 
 def test_blocks_are_consecutive_records_of_bounded_size(texts):

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from support.chat import byte_level_tokenizer
 from support.conversations import CONVERSATIONS, REASONING, TOOLS, Q, assistant, calling, system, thinking, tool, user
+from support.jsonl import write_jsonl
 from transformers import PreTrainedTokenizerFast
 
 from torchtitan_magi.data import ChatTokenizer, PackedSFTDataset, guard
@@ -566,8 +567,7 @@ def log_of(tmp_path, caplog):
     """Packs records by Qwen3's template; returns the path of their file and the lines of the log."""
 
     def log_of(records, weight="", **options):
-        path = tmp_path / "chat.jsonl"
-        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+        path = write_jsonl(tmp_path / "chat.jsonl", records)
         with caplog.at_level("INFO"):
             list(PackedSFTDataset(f"{path}{weight}", ChatTokenizer(TOKENIZER, 0, 1, SHIPPED["qwen3"]), 256, **options))
         return path, [record.getMessage() for record in caplog.records]

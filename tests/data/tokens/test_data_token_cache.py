@@ -18,8 +18,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from support.corpus import chat_tokenizer
-from support.kept_tokens import SEQ_LEN, damage, dataset, flats, make_folder, num_files
+from support.kept_tokens import SEQ_LEN, corpus_fixtures, damage, dataset, flats, num_files
 from support.odd_tokenizers import Deadly, Hungry, Probe, Slow
 from support.streams import abort, with_small_blocks
 
@@ -31,16 +30,7 @@ from torchtitan_magi.data.tokens.token_block import TokenBlock
 from torchtitan_magi.data.tokens.token_cache import TokenCache, default_folder
 
 blocks = with_small_blocks(20_000)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return make_folder(tmp_path_factory.mktemp("corpus"))
-
-
-@pytest.fixture(scope="module")
-def tokenizer(folder):
-    return chat_tokenizer(folder)
+folder, tokenizer = corpus_fixtures()
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ import pytest
 from support.chat import TOKENIZER, byte_level_tokenizer
 from support.conversations import assistant, user
 from support.errors import assert_one_line, error_of, one_line
+from support.jsonl import write_jsonl
 from support.runs import corpus, train
 from tokenizers import Tokenizer, models, pre_tokenizers
 
@@ -62,8 +63,7 @@ def look(tmp_path, caplog):
 
     def look(records, template=CHATML_TEMPLATE, tokenizer=TOKENIZER, goes_on=False, eos=1, pairs=False, name="data"):
         (assets / "chat_template.jinja").write_text(template)
-        path = tmp_path / f"{name}.jsonl"
-        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+        path = write_jsonl(tmp_path / f"{name}.jsonl", records)
         source = Corpus(path, parse_pair if pairs else parse_document)
         caplog.clear()
         tokenizer = ChatTokenizer(tokenizer, 0, eos, template, name=f"the chat template in {assets}")

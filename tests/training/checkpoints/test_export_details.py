@@ -8,18 +8,20 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.hf_models import make_hf_folder
+from support.hf_models import TEXT_PARTS, make_hf_folder, tensors_of
 from support.runs import corpus
 
 from torchtitan_magi.data import ChatTokenizer, PackedSFTDataset
 from torchtitan_magi.data.tokens.assets import load_tokenizer
 from torchtitan_magi.data.tokens.chat import CHATML_TEMPLATE
 from torchtitan_magi.models.model_config import read_model_config
+from torchtitan_magi.models.names import of_pictures
 from torchtitan_magi.training.batches.microbatch import Microbatch
 from torchtitan_magi.training.batches.planned_loader import PlannedLoader, with_plans
 from torchtitan_magi.training.batches.planner import WorkCount
 from torchtitan_magi.training.checkpoints.export import Export, export
-from torchtitan_magi.training.checkpoints.hf_weights import float32_names
+from torchtitan_magi.training.checkpoints.hf_weights import INDEX, float32_names
+from torchtitan_magi.training.checkpoints.pictures import copy_pictures
 from torchtitan_magi.training.checkpoints.trained_length import keep_trained_length, trained_length
 from torchtitan_magi.training.checkpoints.turn_end import add_turn_end, learned_end
 from torchtitan_magi.training.process.last_line import LastLine
@@ -48,6 +50,30 @@ def test_what_a_source_keeps_in_float32_stays_so(tmp_path):
     llama = make_hf_folder("llama", folder=tmp_path / "llama")
     in_dtypes(llama, lambda name, x: torch.bfloat16 if "norm" in name else torch.float32)
     assert float32_names(llama, read_model_config(llama)) == ()
+
+
+@pytest.mark.parametrize("kind", TEXT_PARTS)
+def test_what_sees_pictures_goes_with_the_text(kind, tmp_path):
+    """As it was, and named in the index; config.json names dtype and length of the text."""
+    source = make_hf_folder(kind, max_position_embeddings=8)
+    model, texts = read_model_config(source).model, {"lm_head.weight": torch.ones(2).bfloat16()}
+
+    def save(folder):
+        save_file(texts, folder / "model-00001-of-00001.safetensors")
+        index = {"metadata": {"total_size": 4}, "weight_map": dict.fromkeys(texts, "model-00001-of-00001.safetensors")}
+        (folder / INDEX).write_text(json.dumps(index))
+        copy_pictures(source, folder, model)
+
+    export(tmp_path, {"config.json": (source / "config.json").read_bytes()}, torch.bfloat16, save, length=16)
+    pictures = {name: x for name, x in tensors_of(source).items() if of_pictures(model, name)}
+    exported, index = tensors_of(tmp_path), json.loads((tmp_path / INDEX).read_text())
+    assert len(pictures) > 20
+    assert exported.keys() == index["weight_map"].keys() == pictures.keys() | texts.keys()
+    assert all(torch.equal(exported[name], x) for name, x in pictures.items())
+    assert index["metadata"]["total_size"] == sum(x.nbytes for x in exported.values())
+    config = json.loads((tmp_path / "config.json").read_text())  # Kimi's positions are YaRN's, a product
+    assert (config["dtype"], config["text_config"]["dtype"]) == ("bfloat16", "bfloat16")
+    assert config["text_config"]["max_position_embeddings"] == (16 if kind == "muse_glimmer" else 8)
 
 
 NAMES = {"model.layers.{}.gate.bias": "layers.{}.bias", "model.layers.{}.experts.{}.up": "layers.{}.up"}

@@ -9,7 +9,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from support.errors import one_line
-from support.hf_models import KINDS, edit, make_hf_folder, tensors_of
+from support.hf_models import KINDS, TEXT_PARTS, edit, make_hf_folder, tensors_of
 
 from torchtitan_magi.models.model_config import read_model_config
 from torchtitan_magi.training.checkpoints.hf_reader import WeightsReader
@@ -76,6 +76,29 @@ def test_names_without_their_prefix(kind, folder):
     assert_equal(loaded(changed), tensors)
     _, report = AutoModelForCausalLM.from_pretrained(changed, output_loading_info=True)
     assert not any(report.values())
+
+
+def test_kimis_names_as_published_and_as_transformers_writes_them(tmp_path):
+    folder = make_hf_folder("kimi_k25", folder=tmp_path, shards=3)
+    written, names = tensors_of(folder), shard_numbers(folder, read_model_config(folder))
+    published = {
+        name.replace("language_model.model.blocks.", "language_model.model.layers."): x for name, x in written.items()
+    }
+    assert published.keys() != written.keys()
+    text = {name: x for name, x in published.items() if name.startswith("language_model.")}
+    assert_equal(loaded(folder), text)
+    assert names.keys() == text.keys()
+    (folder / INDEX).unlink()
+    store(folder, published)
+    assert_equal(loaded(folder), text)
+
+
+@pytest.mark.parametrize("kind", TEXT_PARTS)
+def test_tensors_of_pictures_have_their_place_and_others_have_none(kind, tmp_path):
+    folder = make_hf_folder(kind, folder=tmp_path)
+    tensors = tensors_of(folder)
+    store(folder, tensors | {"sound.weight": torch.zeros(2)})
+    assert_refused(r"has sound.weight that the model has no place for", folder)
 
 
 def test_a_model_that_was_saved_without_its_output_layer(tmp_path):

@@ -7,7 +7,7 @@ import pytest
 from support.faults import report_saved
 from support.runs import IS_0_3, new_folder, train, watch
 
-from loss_compare import LAYOUTS, TOLERANCE, max_relative_difference  # isort: skip
+from layouts import LAYOUTS, TOLERANCE, max_relative_difference  # isort: skip
 
 STEPS, SAVED = 8, 4
 TIMEOUT, AT_START = 77, 300  # s

@@ -1,6 +1,5 @@
 """The stored reference of DPO: whole or not there, and never another's or a damaged one without a word."""
 
-import multiprocessing
 import os
 import random
 from pathlib import Path
@@ -10,6 +9,7 @@ import pytest
 import torch
 from support.errors import one_line
 from support.full_disk import full_disk
+from support.processes import at_once
 
 from torchtitan_magi.training.objectives import reference_file
 from torchtitan_magi.training.objectives.reference_file import (
@@ -145,13 +145,7 @@ def write_and_read(path, times, writer):
 
 def test_two_processes_write_the_same_file(path):
     """150 writes, of which with one temporary name 13 failed, and 16 files could not be read."""
-    context = multiprocessing.get_context("fork")
-    writers = [context.Process(target=write_and_read, args=(path, 75, writer)) for writer in range(2)]
-    for writer in writers:
-        writer.start()
-    for writer in writers:
-        writer.join()
-    assert [writer.exitcode for writer in writers] == [0, 0]
+    at_once(2, write_and_read, path, 75)
     assert read(path)[0, 0] in (74, 1074)
     assert os.listdir(path.parent) == [path.name]
 

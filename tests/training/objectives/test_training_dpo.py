@@ -16,7 +16,7 @@ from support.faults import report_saved
 from support.preference import DPO_TOML, NUM_PAIRS, STEPS, arguments, copy_of_data, write_pairs
 from support.runs import TrainingError, new_folder, train, watch
 
-from loss_compare import max_relative_difference  # isort: skip
+from layouts import max_relative_difference  # isort: skip
 
 METRICS = ["rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies"]
 METRICS += ["logps/chosen", "logps/rejected"]

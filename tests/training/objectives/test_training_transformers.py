@@ -19,7 +19,7 @@ from support.hf_loop import (
     train_dpo,
     train_sft,
 )
-from support.hf_models import hf_arguments, make_hf_folder
+from support.hf_models import TEXT_PARTS, hf_arguments, load_hf, make_hf_folder
 from support.runs import IS_0_3, corpus, new_folder, train
 from transformers import AutoModelForCausalLM
 
@@ -63,6 +63,8 @@ if IS_0_3:  # models that torchtitan 0.2.2 has not, or not under FSDP
         "linear_qwen3": {"kind": "qwen3", "rope": LINEAR_ROPE},
         "gpt_oss": {"kind": "gpt_oss"},
         "deepseek_v3": {"kind": "deepseek_v3", "layout": "fused"},
+        "muse_glimmer": {"kind": "muse_glimmer"},
+        "kimi_k2_7": {"kind": "kimi_k25"},
     }
     TIED = ({"cp": 2}, {"dp": 2}, {"tp": 2, "cp": 2})
     SFT |= {"tied_llama": TIED, "tied_qwen3": ({}, *TIED), "yarn_llama": ({"cp": 2},), "yarn_qwen3": ({}, {"cp": 2})}
@@ -70,8 +72,10 @@ if IS_0_3:  # models that torchtitan 0.2.2 has not, or not under FSDP
     SFT |= {
         "gpt_oss": ({"cp": 2}, {"tp": 2, "cp": 2}, {"cp": 2, "ep": 2}),
         "deepseek_v3": ({"cp": 2}, {"tp": 2, "ep": 2}),
+        "muse_glimmer": ({"cp": 2}, {"dp": 2}, {"tp": 2, "cp": 2}),
+        "kimi_k2_7": ({"cp": 2}, {"tp": 2, "cp": 2}, {"tp": 2, "ep": 2}),
     }
-    DPO |= {"gpt_oss": ({"cp": 2},), "deepseek_v3": ({"cp": 2},)}
+    DPO |= {name: ({"cp": 2},) for name in ("gpt_oss", "deepseek_v3", "muse_glimmer", "kimi_k2_7")}
 
 
 @functools.cache
@@ -118,8 +122,11 @@ def assert_trains_as(expected: Training, dataset: str, name: str, degrees: dict[
     run = train(num_processes(degrees), arguments, layers=None, entry="torchtitan_magi.train")
 
     exported_folder = f"{folder}/checkpoint/step-{len(expected.losses)}"
-    assert run.output.splitlines()[-1].endswith(f': AutoModelForCausalLM.from_pretrained("{exported_folder}")')
-    exported = AutoModelForCausalLM.from_pretrained(exported_folder)
+    exported = load_hf(exported_folder)
+    automatic = "AutoModelForImageTextToText" if MODELS[name]["kind"] in TEXT_PARTS else "AutoModelForCausalLM"
+    assert run.output.splitlines()[-1].endswith(f': {automatic}.from_pretrained("{exported_folder}")')
+    if MODELS[name]["kind"] in TEXT_PARTS:
+        assert_pictures_are_seen_as_before(exported, load_hf(folder_of(name)))
     assert exported.config.architectures == [type(exported).__name__]
     worst = largest_difference(run.losses, expected.losses)
     difference = difference_of_logits(exported, expected.model)
@@ -128,6 +135,12 @@ def assert_trains_as(expected: Training, dataset: str, name: str, degrees: dict[
     assert difference <= LOGITS_TOLERANCE
     if dataset == "dpo":
         assert_same_metrics(run.metrics, expected.metrics)
+
+
+def assert_pictures_are_seen_as_before(exported: torch.nn.Module, source: torch.nn.Module) -> None:
+    before = {name: x for name, x in source.named_parameters() if "vision" in name or "mm_projector" in name}
+    assert len(before) > 20
+    assert all(torch.equal(exported.get_parameter(name), x) for name, x in before.items())
 
 
 def assert_same_metrics(ours: list[dict[str, float]], trls: list[dict[str, float]]) -> None:

@@ -12,7 +12,7 @@ import pytest
 from support.gpus import needs_two_gpus
 from support.runs import DEBUG_TOML, ROOT, SMALL, new_folder, on_corpus, train
 
-from loss_compare import TOLERANCE, max_relative_difference  # isort: skip
+from layouts import TOLERANCE, max_relative_difference  # isort: skip
 
 LAUNCH = "import sys; from torchtitan_magi.launch import launch; launch(sys.argv[1:])"
 HUNG = r"rank 0 failed: this rank was killed \d+ s after step \d+ ended, without another: .* comm.train_timeout_seconds"

@@ -14,61 +14,44 @@ from torchtitan_magi.data.tokens.chat import ChatTokenizer
 Level = Literal["wrong", "look", "note"]
 Found = tuple[str, str]  # (kind, detail)
 
-# kind -> (level, what is said of {records}, with the {detail})
-KINDS: dict[str, tuple[Level, str]] = {
-    "default": (
-        "wrong",
-        "the folder has no chat template: conversations are written as {detail}, which the model may never have seen;"
-        " put its chat_template.jinja there",
-    ),
-    "set-up": ("wrong", "training refuses to start: {detail}"),
-    "probe": ("wrong", "a plain conversation of two rounds is refused: {detail}"),
-    "refused": ("wrong", "{records} refused: {detail}"),
-    "nothing": (
-        "wrong",
-        "nothing is learned in {records}: there is no text of the assistant, or the template marks none; add answers,"
-        " or let the template mark them",
-    ),
-    "everything": (
-        "wrong",
-        "everything is learned in {records}: the template marks the user's text, too, or does not write it; let it mark"
-        " answers only",
-    ),
-    "no end": (
-        "wrong",
-        "no end-of-turn token is learned in {records}: a model trained so does not learn to stop{detail}; let the"
-        " template end answers with EOS",
-    ),
-    "no EOS": ("wrong", "no EOS is learned in {records} of plain text: the tokenizer names none"),
-    "two BOS": (
-        "wrong",
-        "BOS {detail} comes twice at the beginning of {records}; take it out of the text or the template",
-    ),
-    "two EOS": (
-        "wrong",
-        "{detail}, which ends a turn or text, comes twice in a row in {records}; take it out of the text or the"
-        " template",
-    ),
-    "not a token": (
-        "wrong",
-        "the template writes {detail}, which is not one token of this tokenizer: the template is of another model; take"
-        " that of the model",
-    ),
-    "unknown": ("wrong", "the unknown token {detail} is in {records}: the tokenizer lacks their characters"),
-    "template": ("look", "{detail}: in {records}"),
-    "role": (
-        "look",
-        "the template writes {detail}, which is not one token of this tokenizer: right for models such as Zephyr and"
-        " Tulu, else the template is of another model",
-    ),
-    "text end": ("look", "turns end with the text {detail} in {records}: generation must stop at this text"),
-    "no BOS": ("look", "BOS {detail} is not at the beginning of {records}: the template does not write it"),
-    "special": ("look", "text of {records} spells the special token {detail}: it is read as the token"),
-    "key": ("note", 'the key "{detail}" of {records} is not used'),
-    "end": ("note", "turns end with {detail}, which is not the tokenizer's EOS: generation must stop at it, too"),
-    "text": ("note", "{records} plain text: all of it is learned"),
+# level -> kind -> what is said of {records}, with the {detail}
+_SAID: dict[Level, dict[str, str]] = {
+    "wrong": {
+        "default": "the folder has no chat template: conversations are written as {detail}, which the model may never"
+        " have seen; put its chat_template.jinja there",
+        "set-up": "training refuses to start: {detail}",
+        "probe": "a plain conversation of two rounds is refused: {detail}",
+        "refused": "{records} refused: {detail}",
+        "nothing": "nothing is learned in {records}: there is no text of the assistant, or the template marks none;"
+        " add answers, or let the template mark them",
+        "everything": "everything is learned in {records}: the template marks the user's text, too, or does not write"
+        " it; let it mark answers only",
+        "no end": "no end-of-turn token is learned in {records}: a model trained so does not learn to stop{detail};"
+        " let the template end answers with EOS",
+        "no EOS": "no EOS is learned in {records} of plain text: the tokenizer names none",
+        "two BOS": "BOS {detail} comes twice at the beginning of {records}; take it out of the text or the template",
+        "two EOS": "{detail}, which ends a turn or text, comes twice in a row in {records}; take it out of the text or"
+        " the template",
+        "not a token": "the template writes {detail}, which is not one token of this tokenizer: the template is of"
+        " another model; take that of the model",
+        "unknown": "the unknown token {detail} is in {records}: the tokenizer lacks their characters",
+    },
+    "look": {
+        "template": "{detail}: in {records}",
+        "role": "the template writes {detail}, which is not one token of this tokenizer: right for models such as"
+        " Zephyr and Tulu, else the template is of another model",
+        "text end": "turns end with the text {detail} in {records}: generation must stop at this text",
+        "no BOS": "BOS {detail} is not at the beginning of {records}: the template does not write it",
+        "special": "text of {records} spells the special token {detail}: it is read as the token",
+    },
+    "note": {
+        "key": 'the key "{detail}" of {records} is not used',
+        "end": "turns end with {detail}, which is not the tokenizer's EOS: generation must stop at it, too",
+        "text": "{records} plain text: all of it is learned",
+    },
 }
-LEVELS: tuple[Level, ...] = ("wrong", "look", "note")
+LEVELS = tuple(_SAID)
+KINDS = {kind: (level, said) for level, kinds in _SAID.items() for kind, said in kinds.items()}
 # Nobody wants these if the template or every record has them: a run with one of them does not start.
 SURE = {"nothing", "everything", "no end", "two BOS", "two EOS", "not a token"}
 

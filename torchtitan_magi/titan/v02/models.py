@@ -19,11 +19,25 @@ from torchtitan_magi.training.process.all_ranks import rank_and_size
 from torchtitan_magi.wording import quoted
 
 MODELS = ("llama3", "qwen3")
-OF_0_3 = ("gpt_oss", "deepseek_v3")  # models that only the adapter of torchtitan 0.3 serves
+OF_0_3 = (
+    "gpt_oss",
+    "deepseek_v3",
+    "muse_glimmer",
+    "kimi_k2_7",
+)  # which only torchtitan 0.3 has
 VARLEN = {"attn_type": "varlen", "attn_mask_type": "block_causal"}
 # torchtitan's llama3 always scales frequencies as Llama 3.1 does. No wavelength is above the first of these lengths, so
 # none is scaled; every one is above the second, so all are divided by the factor.
 NEVER_SCALED, ALWAYS_SCALED = 2**60, 0
+COMMON = {  # fields of a ModelConfig -> of the arguments of both models
+    "dim": "dim",
+    "num_layers": "n_layers",
+    "num_heads_q": "n_heads",
+    "num_heads_kv": "n_kv_heads",
+    "vocab_size": "vocab_size",
+    "norm_eps": "norm_eps",
+    "max_positions": "max_seq_len",
+}
 # How the experts of a Qwen3 checkpoint are chosen, as far as its config.json does not say it.
 QWEN3_ROUTING = {
     "num_shared_experts": 0,
@@ -92,6 +106,12 @@ def _check_rope(rope: Rope, kinds: tuple[str, ...], model: str) -> None:
         )
 
 
+def _common_args(config: ModelConfig) -> dict[str, Any]:
+    """What the arguments of both models have."""
+    common = {theirs: getattr(config, ours) for ours, theirs in COMMON.items()}
+    return common | {"rope_theta": config.rope.theta} | VARLEN
+
+
 def _llama3_args(config: ModelConfig) -> TransformerModelArgs:
     _check_rope(config.rope, ("default", "linear", "llama3"), "llama3")
     if config.tied:
@@ -113,36 +133,20 @@ def _llama3_args(config: ModelConfig) -> TransformerModelArgs:
         ),
     }
     return TransformerModelArgs(
-        dim=config.dim,
-        n_layers=config.num_layers,
-        n_heads=config.num_heads_q,
-        n_kv_heads=config.num_heads_kv,
-        vocab_size=config.vocab_size,
+        **_common_args(config),
         multiple_of=1,
         ffn_dim_multiplier=(config.hidden_dim + 0.5) / _llama3_hidden_dim(config.dim, None, 1),
-        norm_eps=config.norm_eps,
-        rope_theta=config.rope.theta,
         rope_scaling_args=scaling[rope.type],
-        max_seq_len=config.max_positions,
-        **VARLEN,
     )
 
 
 def _qwen3_args(config: ModelConfig) -> Qwen3ModelArgs:
     _check_rope(config.rope, ("default",), "qwen3")
     args = Qwen3ModelArgs(
-        dim=config.dim,
-        n_layers=config.num_layers,
-        n_heads=config.num_heads_q,
-        n_kv_heads=config.num_heads_kv,
-        vocab_size=config.vocab_size,
+        **_common_args(config),
         head_dim=config.head_dim,
         hidden_dim=config.hidden_dim,
-        norm_eps=config.norm_eps,
-        rope_theta=config.rope.theta,
-        max_seq_len=config.max_positions,
         enable_weight_tying=config.tied,
-        **VARLEN,
     )
     experts = config.experts
     if experts is None:
@@ -173,17 +177,15 @@ def check_tied(job_config: Any, config: ModelConfig) -> None:
         )
 
 
+def named_config(name: str, flavor: str) -> ModelConfig:
+    """The model of a flavor of torchtitan's."""
+    return config_of(get_train_spec(name).model_args[flavor])
+
+
 def config_of(args: Any) -> ModelConfig:
     """The model of torchtitan's arguments; a model whose scaling of frequencies scales none has "default" positions."""
-    common: dict[str, Any] = {
-        "dim": args.dim,
-        "num_layers": args.n_layers,
-        "num_heads_q": args.n_heads,
-        "num_heads_kv": args.n_kv_heads or args.n_heads,
-        "vocab_size": args.vocab_size,
-        "norm_eps": args.norm_eps,
-        "max_positions": args.max_seq_len,
-    }
+    common: dict[str, Any] = {ours: getattr(args, theirs) for ours, theirs in COMMON.items()}
+    common["num_heads_kv"] = args.n_kv_heads or args.n_heads
     if isinstance(args, TransformerModelArgs):
         return ModelConfig(
             **common,

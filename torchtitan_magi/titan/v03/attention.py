@@ -19,7 +19,6 @@ from torchtitan_magi.training.batches.microbatch import MICROBATCH, LocalBatch
 from torchtitan_magi.training.batches.planner import MagiRuntime
 
 OVERRIDE = "torchtitan_magi.titan.v03.attention.varlen"
-FULL, WINDOW = "basic_mask", "sliding_window_mask"  # gpt-oss' layers choose by these names
 
 
 class VarlenAttention(Module):
@@ -89,6 +88,11 @@ def varlen(config: FlexAttention.Config, temperature: float = 1.0) -> VarlenAtte
     return VarlenAttention.Config(temperature=temperature, sharding_config=sharding)
 
 
+def _mask_names(window: int) -> tuple[str, ...]:
+    """The names by which layers choose their mask: those of gpt-oss, those of Muse Glimmer. window: 0 for none."""
+    return ("sliding_window_mask", f"swa_{window}") if window else ("basic_mask", "global")
+
+
 def local_batch(runtime: MagiRuntime, inputs: dict[str, Any], labels: Tensor) -> LocalBatch:
     """This rank's tokens of a microbatch on the device. A collective of the context-parallel ranks.
 
@@ -102,8 +106,9 @@ def local_batch(runtime: MagiRuntime, inputs: dict[str, Any], labels: Tensor) ->
     if positions is None:
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
     take = next(iter(plans.values())).take
-    masks: Any = {WINDOW if kind else FULL: PlanHandle(bound) for kind, bound in plans.items()}
-    if len(masks) == 1:
-        (masks,) = masks.values()
+    handles = {window: PlanHandle(bound) for window, bound in plans.items()}
+    masks: Any = {name: handle for window, handle in handles.items() for name in _mask_names(window)}
+    if len(handles) == 1:
+        (masks,) = handles.values()
     model_inputs = {**for_model, "positions": take(positions), "attention_masks": masks}
     return LocalBatch(take(tokens), take(labels), batch.labelled.to(labels.device), model_inputs, take)

@@ -132,7 +132,7 @@ class MagiCheckpointManager(CheckpointManager):
         with saving(self.folder):
             is_saved = super()._save(curr_step, last_step)
         if is_saved and last_step:
-            LAST_LINE.note(self, curr_step, self._base if self.lora.rank else "")
+            LAST_LINE.note(self, curr_step, self._base if self.lora.rank else "", self.export.auto_class)
         return is_saved
 
     @property

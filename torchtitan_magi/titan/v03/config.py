@@ -1,18 +1,15 @@
 """From a TOML file to torchtitan 0.3's configuration of a Trainer, and from there to what our neutral parts read."""
 
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from torchtitan.components.lora import LoRAConverter
 from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer, ParamGroupConfig
 from torchtitan.config.configs import CommConfig, CompileConfig, DebugConfig, ParallelismConfig, TrainingConfig
 from torchtitan.config.override import OverrideConfig
 from torchtitan.distributed.activation_checkpoint import FullAC, MemoryBudgetAC
 from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader
-from torchtitan.models.common import Linear
-from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.tools.profiler import Profiler
 
 from torchtitan_magi.titan.v03.components import (
@@ -21,14 +18,12 @@ from torchtitan_magi.titan.v03.components import (
     MagiSelectiveAC,
     MagiValidator,
 )
+from torchtitan_magi.titan.v03.lora import with_adapters
 from torchtitan_magi.titan.v03.models import check_model, flavors, model_of, model_spec, stock_flavor
 from torchtitan_magi.titan.v03.toml_sections import Workers
-from torchtitan_magi.training.settings.magi_section import check_targets, import_modules
+from torchtitan_magi.training.settings.magi_section import import_modules
 from torchtitan_magi.training.settings.model_folder import HF_FLAVOR, read_hf_config
-from torchtitan_magi.training.settings.options import LoRA
-from torchtitan_magi.wording import quoted
-
-WITH_ADAPTERS = ("llama3", "qwen3")
+from torchtitan_magi.wording import one_line, quoted
 
 CHECKPOINTING = {"selective": MagiSelectiveAC.Config, "full": FullAC.Config, "memory_budget": MemoryBudgetAC.Config}
 
@@ -69,7 +64,7 @@ def trainer_options(job: Any) -> dict[str, Any]:
             "override": OverrideConfig(),
         }
     except AssertionError as error:
-        raise ValueError(f"{error}") from None
+        raise ValueError(f"{one_line(error)}; correct the TOML file or the command line") from None
 
 
 def values_of(config: Any) -> dict[str, Any]:
@@ -156,37 +151,3 @@ def _data(loader: Any) -> dict[str, Any]:
     values: dict[str, Any] = {field.name: getattr(loader, field.name, field.default) for field in fields(Workers)}
     workers = Workers(**values)
     return {"dataset": loader.dataset, "dataset_path": loader.dataset_path, "dataloader": workers}
-
-
-def with_adapters(spec: ModelSpec, lora: LoRA) -> ModelSpec:
-    """The same model with adapters beside weights that stay as they are, if the rank is not 0.
-
-    The bias by which experts are chosen stays, too. torchtitan moves it for balance, but it is part of the frozen
-    model, which is the reference of DPO and which an adapter is loaded onto.
-
-    Raises:
-        ValueError: the model gets no adapters here, or has some; one line.
-    """
-    if found := _ranks(spec.model):
-        raise ValueError(
-            f"the model has adapters of rank {found[0]} by a LoRAConverter of its own; leave that out, and set "
-            f"magi.lora.rank to {found[0]}"
-        )
-    if not lora.rank:
-        return spec
-    if spec.name not in WITH_ADAPTERS:
-        raise ValueError(f"magi.lora.rank is {lora.rank}, but {spec.name} gets no adapters here; set it to 0")
-    check_targets(lora)
-    converter: Any = LoRAConverter.Config(rank=lora.rank, alpha=lora.alpha, target_modules=list(lora.target_modules))
-    spec = replace(spec, model=converter.build().convert(spec.model), post_optimizer_build_fn=None)
-    if not _ranks(spec.model):
-        raise ValueError(
-            f"magi.lora.target_modules is {quoted(lora.target_modules)}, but the layers of {spec.name} "
-            f"{quoted(spec.flavor)} have none of these; add wqkv and wo, the layers of attention"
-        )
-    return spec
-
-
-def _ranks(model: Any) -> list[int]:
-    """The ranks of the adapters in a model's configuration."""
-    return [config.rank for _, config, _, _ in model.traverse(Linear.Config) if hasattr(config, "rank")]

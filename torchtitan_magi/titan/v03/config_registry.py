@@ -16,7 +16,8 @@ from torchtitan_magi.titan.v03.components import (
     MagiValidator,
     ObjectiveLoss,
 )
-from torchtitan_magi.titan.v03.config import copied, values_of, with_adapters
+from torchtitan_magi.titan.v03.config import copied, values_of
+from torchtitan_magi.titan.v03.lora import with_adapters
 from torchtitan_magi.titan.v03.models import with_varlen
 from torchtitan_magi.titan.v03.trainer import MagiTrainer
 from torchtitan_magi.training.settings.options import Magi

@@ -2,12 +2,13 @@
 
 import torch
 from torch.distributed import checkpoint
-from torchtitan.components import metrics
+from torchtitan.components import lora, metrics
 from torchtitan.distributed import parallel_dims
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.models.utils import MoEStateDictAdapter
 from torchtitan.tools import profiler, utils
 
+from torchtitan_magi.titan.v03.lora import sharding_of_adapter
 from torchtitan_magi.titan.wrap import wrap
 from torchtitan_magi.training.checkpoints.digests import save_with_digests
 from torchtitan_magi.training.experts import own_experts
@@ -25,6 +26,7 @@ def install() -> None:
         (checkpoint, "save", save_with_digests),  # to write digests beside the files
         (checkpoint, "async_save", save_with_digests),  # the same
         (MoEStateDictAdapter, "_caculate_indices_from_placements", own_experts),  # to have them under HSDP as well
+        (lora, "_lora_adapter_sharding", sharding_of_adapter),  # for DeepSeek's layers of latent vectors
     ):
         wrap(owner, name, replacement)
     dist_utils.set_pg_timeouts = set_pg_timeouts  # to reach our own communicators as well

@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torchtitan.models import deepseek_v3, gpt_oss, llama3, qwen3
+from torchtitan.models import deepseek_v3, gpt_oss, llama3, muse_glimmer, qwen3
 from torchtitan.models.common import ComplexRoPE, CosSinRoPE, Embedding, Linear
 from torchtitan.models.common.attention import FlexAttention
 from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
 from torchtitan.models.common.nn_modules import RMSNorm
 from torchtitan.models.common.rope import RoPE
+from torchtitan.models.llama3.parallelize import parallelize_llama
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.tools import utils
 
@@ -22,23 +23,41 @@ from torchtitan_magi.titan.v03.cpu import prepare_model
 from torchtitan_magi.titan.v03.experts import MagiExperts
 from torchtitan_magi.titan.v03.families import deepseek_v3 as our_deepseek_v3
 from torchtitan_magi.titan.v03.families import gpt_oss as our_gpt_oss
+from torchtitan_magi.titan.v03.families import kimi_k2_7 as our_kimi_k2_7
+from torchtitan_magi.titan.v03.families import muse_glimmer as our_muse_glimmer
+from torchtitan_magi.titan.v03.lora import join_local_layers
 from torchtitan_magi.training.checkpoints.hf_reader import adapter_of_all_layouts
 from torchtitan_magi.training.experts import note_expert_counts
+from torchtitan_magi.training.settings.model_folder import HF_FLAVOR
 from torchtitan_magi.wording import quoted
 
-MODELS = {"llama3": llama3, "qwen3": qwen3, "gpt_oss": gpt_oss, "deepseek_v3": deepseek_v3}
+MODELS = {
+    "llama3": llama3,
+    "qwen3": qwen3,
+    "gpt_oss": gpt_oss,
+    "deepseek_v3": deepseek_v3,
+    "muse_glimmer": muse_glimmer,
+    "kimi_k2_7": deepseek_v3,  # which torchtitan's kimi_k2_7 is without its vision encoder
+}
+BY_FILE = ("muse_glimmer", "kimi_k2_7")  # text parts, of a config.json only: flavors have parts that see pictures
 CONFIGS = {
     "llama3": llama3.Llama3Model.Config,
     "qwen3": qwen3.Qwen3Model.Config,
     "gpt_oss": gpt_oss.GptOssModel.Config,
     "deepseek_v3": deepseek_v3.DeepSeekV3Model.Config,
+    "kimi_k2_7": deepseek_v3.DeepSeekV3Model.Config,
 }
 REPLACED: dict[Any, Any] = {
     GroupedExperts.Config: MagiExperts.Config,
     **our_gpt_oss.REPLACED,
     **our_deepseek_v3.REPLACED,
+    **our_muse_glimmer.REPLACED,
 }
-COMPLEX = ("llama3", "deepseek_v3")  # models that rotate adjacent elements
+ADAPTERS = {  # of weights
+    "gpt_oss": our_gpt_oss.GptOssAdapter,
+    "kimi_k2_7": our_kimi_k2_7.KimiAdapter,
+}
+COMPLEX = ("llama3", "deepseek_v3", "kimi_k2_7", "muse_glimmer")  # models that rotate adjacent elements
 VARLEN_SUFFIXES = ("_varlen", "_varlen_attn")  # of 0.2.2's flavors; here every flavor has varlen attention
 
 
@@ -65,7 +84,7 @@ def stock_flavor(name: str, flavor: str) -> str | None:
 
 def flavors(name: str) -> list[str]:
     """torchtitan's flavors of a model."""
-    return list(getattr(MODELS[name], f"{name.replace('_', '')}_configs"))
+    return [] if name in BY_FILE else list(getattr(MODELS[name], f"{name.replace('_', '')}_configs"))
 
 
 def check_model(name: str) -> None:
@@ -82,7 +101,7 @@ def model_spec(name: str, flavor: str, config: ModelConfig | None) -> ModelSpec:
     """
     stock = stock_flavor(name, flavor) if config is None else "debugmodel"
     spec = MODELS[name].model_registry(stock, attn_backend="flex")
-    spec.flavor = flavor
+    spec.name, spec.flavor = name, flavor
     if config is not None:
         spec.model = model_of(config)
         spec.post_optimizer_build_fn = None  # a checkpoint's bias where experts are selected stays as it is
@@ -121,6 +140,11 @@ def with_varlen(spec: ModelSpec) -> ModelSpec:
         ValueError: no model that is served, or not as it is served; one line.
     """
     check_model(spec.name)
+    if spec.name in BY_FILE and spec.flavor != HF_FLAVOR:
+        raise ValueError(
+            f"{spec.name} {quoted(spec.flavor)} may see pictures, which is not trained here; train the text part of a "
+            'checkpoint with model.flavor = "hf"'
+        )
     attention = spec.model.first_attention.inner_attention
     if not isinstance(attention, FlexAttention.Config):
         kind = type(attention).__qualname__.removesuffix(".Config")
@@ -128,11 +152,13 @@ def with_varlen(spec: ModelSpec) -> ModelSpec:
     if getattr(spec.model, "mtp_layers", None):
         raise ValueError(f"{spec.name} has mtp_layers, which are not trained here; set num_mtp_layers to 0")
     _replace_layers(spec.model)
-    adapter = our_gpt_oss.GptOssAdapter if spec.name == "gpt_oss" else spec.state_dict_adapter
+    adapter = ADAPTERS.get(spec.name, spec.state_dict_adapter)
+    # torchtitan's own of Muse Glimmer wants a backend that is refused here; the text part needs no more than Llama.
+    parallelize: Any = parallelize_llama if spec.name == "muse_glimmer" else spec.parallelize_fn
     balance = spec.post_optimizer_build_fn
     return replace(
         spec,
-        parallelize_fn=partial(_parallelize, spec.parallelize_fn),
+        parallelize_fn=partial(_parallelize, parallelize),
         post_optimizer_build_fn=balance and partial(_balance, balance),
         state_dict_adapter=partial(adapter_of_all_layouts, adapter),
     )
@@ -160,6 +186,7 @@ class _WithoutCP:
 
 def _parallelize(stock: Any, model: Any, *, parallel_dims: Any, **options: Any) -> nn.Module:
     _check_layers(model)
+    join_local_layers(model)
     for module in model.modules():
         if isinstance(module, RoutedExperts):
             module.register_forward_pre_hook(_arrived)
@@ -185,9 +212,11 @@ def model_of(config: ModelConfig) -> Any:
         ValueError: torchtitan 0.3 has no such model; one line, to be put behind the path of the config.json.
     """
     name, stock = config.model, MODELS[config.model]
-    if config.tied and name in ("gpt_oss", "deepseek_v3"):
+    if config.tied and name not in ("llama3", "qwen3"):
         raise ValueError(f"tie_word_embeddings is True, which torchtitan's {name} has not; use a checkpoint without")
-    build = {"gpt_oss": our_gpt_oss.layers_of, "deepseek_v3": our_deepseek_v3.layers_of}.get(name, _layers_of)
+    if name == "muse_glimmer":
+        return our_muse_glimmer.model_of(config, _rope_of(config))
+    build = our_deepseek_v3.layers_of if config.latent else {"gpt_oss": our_gpt_oss.layers_of}.get(name, _layers_of)
     output = qwen3._LINEAR_INIT if stock is qwen3 else stock._output_linear_init(config.dim)
     size = {"in_features": config.dim, "out_features": config.vocab_size}
     embedding = stock._EMBEDDING_SKIP_INIT if config.tied else stock._EMBEDDING_INIT
@@ -273,6 +302,11 @@ def temperature_of(config: ModelConfig) -> float:
     """Factor of the scores that YaRN asks for, beside what torchtitan's model has of it."""
     has = yarn_factor(config.rope.factor) if config.model == "gpt_oss" and config.rope.type == "yarn" else 1.0
     return (config.rope.attention_factor / has) ** 2
+
+
+def named_config(name: str, flavor: str) -> ModelConfig:
+    """The model of a flavor of torchtitan's."""
+    return config_of(model_spec(name, flavor, None).model)
 
 
 def config_of(model: Any) -> ModelConfig:

@@ -36,11 +36,13 @@ WITHOUT_COUNTERPART: dict[str, tuple[Any, str]] = {
     "experimental.custom_args_module": ("", "leave it out"),
     "job.print_config": (False, "use debug.print_config"),
 }
+HOOK, HOOKS = "torchtitan_magi.titan", ("job.custom_config_module", "experimental.custom_import")  # for 0.2.2
 SECTIONS_WITHOUT_COUNTERPART = ("quantize", "fault_tolerance", "memory_estimation")
 
 
-def _section(base: type | None, **own: Any) -> Any:
-    """A dataclass of one section: the plain options of one of 0.3's, and more or other ones by (type, default)."""
+def _section(section: str, base: type | None = None, /, **own: Any) -> tuple[str, Any]:
+    """Name and dataclass of a section: the plain options of one of 0.3's, more or other ones by (type, default), and
+    those that can only have their default."""
     options: dict[str, Any] = {}
     hints = get_type_hints(base) if base is not None else {}
     for option in fields(base) if base is not None else ():
@@ -48,10 +50,10 @@ def _section(base: type | None, **own: Any) -> Any:
             is_made: Any = option.default_factory is not MISSING
             made = field(default_factory=option.default_factory) if is_made else field(default=option.default)
             options[option.name] = hints[option.name], made
-    for name, (kind, default) in own.items():
+    for name, (kind, default) in (own | _absent(section)).items():
         is_value = not is_dataclass(default) and not isinstance(default, list)
         options[name] = kind, field(default=default) if is_value else field(default_factory=partial(copy, default))
-    return make_dataclass("Section", [(name, kind, made) for name, (kind, made) in options.items()])
+    return section, make_dataclass("Section", [(name, kind, made) for name, (kind, made) in options.items()])
 
 
 @dataclass
@@ -69,32 +71,30 @@ def _data(dataset: str) -> dict[str, Any]:
 
 
 def _absent(section: str) -> dict[str, Any]:
-    """The options of a section that can only have their default."""
+    """Options that 0.2.2 has alone."""
     named = (name.split(".") for name in WITHOUT_COUNTERPART)
     defaults = {option: WITHOUT_COUNTERPART[f"{of}.{option}"][0] for of, option in named if of == section}
     return {option: (type(default), default) for option, default in defaults.items()}
 
 
-_SECTIONS = {
-    "job": _section(
-        None,
+_SECTIONS = [
+    _section(
+        "job",
         config_file=(str | None, None),
         dump_folder=(str, "./outputs"),
         description=(str, ""),
         save_config_file=(str | None, None),
         custom_config_module=(str, ""),
-        **_absent("job"),
     ),
-    "model": _section(
-        None,
+    _section(
+        "model",
         name=(str, "llama3"),
         flavor=(str, "debugmodel"),
         hf_assets_path=(str, "./tests/assets/tokenizer"),
         converters=(list[str], []),
-        **_absent("model"),
     ),
-    "optimizer": _section(
-        None,
+    _section(
+        "optimizer",
         name=(Literal["Adam", "AdamW"], "AdamW"),
         lr=(float, 8e-4),
         beta1=(float, 0.9),
@@ -102,19 +102,18 @@ _SECTIONS = {
         eps=(float, 1e-8),
         weight_decay=(float, 0.1),
         implementation=(Literal["for-loop", "foreach", "fused", "fused_opt_states_bf16"], "fused"),
-        **_absent("optimizer"),
     ),
-    "lr_scheduler": _section(LRSchedulersContainer.Config),
-    "training": _section(TrainingConfig, **_data("c4_test")),
-    "parallelism": _section(
+    _section("lr_scheduler", LRSchedulersContainer.Config),
+    _section("training", TrainingConfig, **_data("c4_test")),
+    _section(
+        "parallelism",
         ParallelismConfig,
         spmd_backend=(Literal["partial_dtensor", "full_dtensor", "spmd_types"], SPMD_BACKEND),
         enable_async_tensor_parallel=(bool, False),
-        **_absent("parallelism"),
     ),
-    "checkpoint": _section(CheckpointManager.Config, **_absent("checkpoint")),
-    "activation_checkpoint": _section(
-        None,
+    _section("checkpoint", CheckpointManager.Config),
+    _section(
+        "activation_checkpoint",
         mode=(Literal["selective", "full", "memory_budget", "none"], "selective"),
         memory_budget=(float, 0.5),
         visualize_memory_budget_pareto=(bool, False),
@@ -122,11 +121,10 @@ _SECTIONS = {
         preserve_rng_state=(bool, True),
         determinism_check=(str, "default"),
         debug=(bool, False),
-        **_absent("activation_checkpoint"),
     ),
-    "compile": _section(CompileConfig),
-    "validation": _section(
-        None,
+    _section("compile", CompileConfig),
+    _section(
+        "validation",
         enable=(bool, False),
         local_batch_size=(int, 8),
         seq_len=(int, 2048),
@@ -134,15 +132,15 @@ _SECTIONS = {
         steps=(int, -1),
         **_data("c4_validation"),
     ),
-    "metrics": _section(MetricsProcessor.Config),
-    "profiling": _section(Profiler.Config),
-    "comm": _section(CommConfig),
-    "debug": _section(DebugConfig),
-    "experimental": _section(None, custom_import=(str, ""), **_absent("experimental")),
-    "magi": Magi,
-}
+    _section("metrics", MetricsProcessor.Config),
+    _section("profiling", Profiler.Config),
+    _section("comm", CommConfig),
+    _section("debug", DebugConfig),
+    _section("experimental", custom_import=(str, "")),
+    ("magi", Magi),
+]
 JobConfig = make_dataclass(
-    "JobConfig", [(name, section, field(default_factory=section)) for name, section in _SECTIONS.items()]
+    "JobConfig", [(name, section, field(default_factory=section)) for name, section in _SECTIONS]
 )
 
 
@@ -160,12 +158,27 @@ def read_job_config(path: str, overrides: list[str]) -> Any:
     with usage_errors():
         default = _filled(JobConfig, values)
         job = tyro.cli(JobConfig, args=overrides, default=default, registry=custom_registry)
-    for option, (default, remedy) in WITHOUT_COUNTERPART.items():
-        section, name = option.split(".")
-        if (value := getattr(getattr(job, section), name)) != default:
-            raise ValueError(f"{option} is {quoted(value)}, which has no counterpart in torchtitan 0.3; {remedy}")
+    _check_counterparts(job)
     check_values(job)
     return job
+
+
+def _check_counterparts(job: Any) -> None:
+    """Raises ValueError, one line, for what would have no effect."""
+    for option, (default, remedy) in WITHOUT_COUNTERPART.items():
+        if (value := _value(job, option)) != default:
+            raise ValueError(f"{option} is {quoted(value)}, which has no counterpart in torchtitan 0.3; {remedy}")
+    for option in HOOKS:
+        if (value := _value(job, option)) not in ("", HOOK):
+            raise ValueError(
+                f'{option} is {quoted(value)}, which torchtitan 0.3 does not import; set it to "{HOOK}", and name '
+                "modules of your own in magi.imports"
+            )
+
+
+def _value(job: Any, option: str) -> Any:
+    section, name = option.split(".")
+    return getattr(getattr(job, section), name)
 
 
 def _filled(kind: Any, values: dict[str, Any]) -> Any:

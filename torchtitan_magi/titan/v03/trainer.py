@@ -44,7 +44,13 @@ from torchtitan_magi.training.process.last_line import LAST_LINE
 from torchtitan_magi.training.process.launcher import config_file
 from torchtitan_magi.training.run_parts import RunParts
 from torchtitan_magi.training.settings.checks import check_settings
-from torchtitan_magi.training.settings.degrees import check_experts, check_offload, check_parallelism, check_pipeline
+from torchtitan_magi.training.settings.degrees import (
+    check_adapters_of_experts,
+    check_experts,
+    check_offload,
+    check_parallelism,
+    check_pipeline,
+)
 from torchtitan_magi.training.settings.model_folder import HF_FLAVOR
 from torchtitan_magi.training.settings.options import Magi
 from torchtitan_magi.training.settings.sections import check_launcher
@@ -99,15 +105,16 @@ class MagiTrainer(RunParts, ObjectiveTrainer, Trainer):
         """Also checks, as soon as ranks can agree, what a user can get wrong, and makes the runtime."""
         job, facts = self.job_config, self.model_facts
         check_parallelism(job.parallelism, int(os.environ["WORLD_SIZE"]))
+        device = utils.device_type
+        check_offload(job.training.enable_cpu_offload, device)
         dims = super().init_distributed()
         check_settings(job, DATASETS, True, self._check_version)
         self.read_model(lambda: facts)
         check_experts(job, facts.experts, ranks_of_experts(job, dims, facts.experts))
+        check_adapters_of_experts(job.magi.lora, facts.experts, _expert_ranks(dims))
         runtime = self.build_runtime(dims, facts, self.device, facts.windows or (0,) * facts.num_layers)
         self.runtime, self.process = runtime, partial(local_batch, runtime)
         runtime.block_attn.check(facts.head_dim, TORCH_DTYPE_MAP[job.training.mixed_precision_param], facts.value_dim)
-        device = utils.device_type
-        check_offload(job.training.enable_cpu_offload, device)
         self.memory = MeasuredMemory(predicted_memory(job, dims, facts, True, device), device)
         return dims
 
@@ -225,8 +232,13 @@ def ranks_of_experts(job: Any, dims: ParallelDims, experts: Experts | None) -> i
 
     None where FSDP shards each expert's rows, and for gpt-oss, whose files have all experts of a layer in one tensor.
     """
-    ranks = dims.dp_shard * dims.cp * (dims.tp if dims.ep > 1 else 1)
+    ranks = _expert_ranks(dims)
     return ranks if experts and job.model.name != "gpt_oss" and ranks <= experts.num_experts else None
+
+
+def _expert_ranks(dims: ParallelDims) -> int:
+    """How many ranks share the experts of a layer."""
+    return dims.dp_shard * dims.cp * (dims.tp if dims.ep > 1 else 1)
 
 
 def _make_room_for_positions(config: Any) -> None:

@@ -20,7 +20,7 @@ from torchtitan_magi.planning.cost_model import H200, CostModel, Heads
 from torchtitan_magi.planning.plan import make_plans
 from torchtitan_magi.planning.summary import describe_plan
 from torchtitan_magi.training.batches.microbatch import Microbatch, positions_in
-from torchtitan_magi.training.process.groups import Group, size_and_rank
+from torchtitan_magi.training.process.groups import Group, rank_and_size_in
 from torchtitan_magi.training.settings.options import Magi
 
 logger = logging.getLogger(__name__)
@@ -81,7 +81,7 @@ class MagiRuntime:
         self.magi, self.cp_group, self.heads, self.device, self.count = magi, cp_group, heads, device, count
         self.block_attn = choose_block_attn(magi.backend, device, magi.deterministic)
         self.num_heads = heads.num_heads_q, heads.num_heads_kv
-        self.cp_size, self.cp_rank = size_and_rank(cp_group)
+        self.cp_rank, self.cp_size = rank_and_size_in(cp_group)
         self.agreement = agreement_of(cp_group, data_rank)
         per_node = None if cp_group is None else ranks_per_node(cp_group)
         cost = CostModel.load(magi.cost_model) if magi.cost_model else H200

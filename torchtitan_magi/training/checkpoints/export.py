@@ -15,6 +15,7 @@ import torch
 from torchtitan_magi.data.tokens.chat import default_template, load_chat_template
 from torchtitan_magi.models.model_config import ModelConfig
 from torchtitan_magi.training.checkpoints.hf_weights import INDEX, ExportLayout
+from torchtitan_magi.training.checkpoints.pictures import copy_pictures
 from torchtitan_magi.training.checkpoints.trained_length import keep_trained_length, trained_length
 from torchtitan_magi.training.process.all_ranks import agreed, on_first_rank
 from torchtitan_magi.training.settings.options import OUR_DATASETS
@@ -69,7 +70,7 @@ def _of_whole_model(content: bytes) -> bytes:
     """config.json of the model with its output layer, also where that of the source is of the model without it."""
     fields = parsed(content)
     names = fields.get("architectures") or []
-    if not names or names[0].endswith("ForCausalLM"):
+    if not names or names[0].endswith(("ForCausalLM", "ForConditionalGeneration")):
         return content
     return json_file(fields | {"architectures": [f"{names[0].removesuffix('Model')}ForCausalLM"]})
 
@@ -162,9 +163,22 @@ class Export:
             }
         result = save(weights, folder) if dtype is None else None
         if dtype is not None:
-            export(folder, self.files, dtype, lambda place: save(weights, place), length)
+            export(folder, self.files, dtype, lambda place: self._write(place, lambda: save(weights, place)), length)
         keep_trained_length(checkpointer, length)
         return result
+
+    def _write(self, folder: Path, save: Callable[[], Any]) -> None:
+        save()
+        if self.layout.pictures is not None:
+            model, source = self.layout.pictures
+            on_first_rank(lambda: copy_pictures(source, folder, model))
+
+    @property
+    def auto_class(self) -> str:
+        """transformers' class that loads the model."""
+        names = (parsed(self.files.get(CONFIG, b"")) or {}).get("architectures") or [""]
+        of_pictures = names[0].endswith("ForConditionalGeneration")
+        return "AutoModelForImageTextToText" if of_pictures else "AutoModelForCausalLM"
 
     def parameters(self, adapter: Any) -> set[str]:
         """torchtitan's names of what is saved in float32. adapter: its StateDictAdapter."""
@@ -238,7 +252,11 @@ def _finished(config: bytes, dtype: torch.dtype, length: int) -> bytes:
     """config.json with the dtype of the weights, under the name that it uses, and as many positions as were trained."""
     fields = parsed(config)
     names = {"dtype", "torch_dtype"} & fields.keys() or {"torch_dtype"}
-    return json_file(fields | dict.fromkeys(names, str(dtype).removeprefix("torch.")) | _positions(fields, length))
+    dtypes = dict.fromkeys(names, str(dtype).removeprefix("torch."))
+    text = fields.get("text_config")
+    if isinstance(text, dict):
+        return json_file(fields | dtypes | {"text_config": text | dtypes | _positions(text, length)})
+    return json_file(fields | dtypes | _positions(fields, length))
 
 
 def _positions(fields: dict[str, Any], length: int) -> dict[str, Any]:

@@ -17,7 +17,11 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
+from torchtitan_magi.models.names import ADAPTERS
+
 BASE = "model."
+BEGINNINGS = (BASE, "lm_head.", "mtp.", "language_model.")  # of published names
+KIMI = "language_model.model.blocks.", "language_model.model.layers."  # what transformers 5 writes, what is published
 EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 FUSED = re.compile(r"(.*\.mlp\.experts)\.(gate_up|down)_proj")
 
@@ -68,7 +72,7 @@ def places_of(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Place]:
 
 def _places_in(name: str, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, Place]]:
     """What a stored tensor holds."""
-    shape, full_name = shapes[name], name if name.startswith((BASE, "lm_head.", "mtp.")) else BASE + name
+    shape, full_name = shapes[name], name.replace(*KIMI) if name.startswith(BEGINNINGS) else BASE + name
     match = FUSED.fullmatch(full_name)
     if match is None or f"{name}_bias" in shapes or len(shape) != 3:  # gpt-oss has them so in its published checkpoints
         yield full_name, Place(name, shape)
@@ -127,6 +131,7 @@ def _part(whole: TensorStorageMetadata, place: Place) -> TensorStorageMetadata:
 
 def adapter_of_all_layouts(stock: Callable[..., Any], model_config: Any, folder: str | None) -> Any:
     """torchtitan's StateDictAdapter of a model, reading by a ``WeightsReader``, but from quantized checkpoints.
+    Low-rank adapters have no names in a checkpoint's files.
 
     Args:
         stock: makes it. Its own reading of the folder's index, which fails for a single file, is left out.
@@ -138,5 +143,11 @@ def adapter_of_all_layouts(stock: Callable[..., Any], model_config: Any, folder:
     def reader(path: str, from_quantized: bool = False) -> HuggingFaceStorageReader:
         return read_quantized(path, from_quantized) if from_quantized else WeightsReader(path)
 
+    to_hf: Callable[[dict[str, Any]], dict[str, Any]] = adapter.to_hf
+
+    def without_adapters(state_dict: dict[str, Any]) -> dict[str, Any]:
+        return to_hf({name: x for name, x in state_dict.items() if not ADAPTERS.search(name)})
+
     adapter.get_hf_storage_reader, adapter.hf_assets_path = reader, folder
+    adapter.to_hf = without_adapters
     return adapter

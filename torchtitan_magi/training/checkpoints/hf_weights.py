@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torchtitan_magi.files import read_text, regular_file
 from torchtitan_magi.machine import lack
 from torchtitan_magi.models.model_config import Experts, ModelConfig
+from torchtitan_magi.models.names import name_in_files, of_pictures
 from torchtitan_magi.training.checkpoints.hf_reader import EMBEDDING, OUTPUT, Place, places_of
 from torchtitan_magi.wording import one_line, shown
 
@@ -34,16 +35,18 @@ ALWAYS_FLOAT32 = "e_score_correction_bias"  # by which experts are chosen
 class ExportLayout:
     """How an export's weights are stored. The same on all ranks, and so is its ``repr``.
 
-    shards: the number of the file for each tensor, see ``shard_numbers``; float32: names, see ``float32_names``.
+    shards: the number of the file for each tensor, see ``shard_numbers``; float32: names, see ``float32_names``;
+    pictures: the model, and the folder of a checkpoint whose parts that see pictures go with it.
     """
 
     shards: dict[str, int] | None = None
     float32: tuple[str, ...] = ()
+    pictures: tuple[str, str] | None = None
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Name and shape of each tensor of the model's weights."""
-    return dict(_tensor_shapes(config))
+    return {name_in_files(config.model, name): shape for name, shape in _tensor_shapes(config)}
 
 
 def _tensor_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -59,8 +62,8 @@ def _tensor_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]
         else:
             mixture = _gpt_oss_experts if config.model == "gpt_oss" else _experts
             yield from ((f"{layer}.mlp.{name}", shape) for name, shape in mixture(config, experts))
-        yield f"{layer}.input_layernorm.weight", (dim,)
-        yield f"{layer}.post_attention_layernorm.weight", (dim,)
+        norms = ("input", "post_attention", *(("pre_feedforward", "post_feedforward") if config.muse else ()))
+        yield from ((f"{layer}.{place}_layernorm.weight", (dim,)) for place in norms)
     yield "model.norm.weight", (dim,)
     if not config.tied:
         yield "lm_head.weight", (config.vocab_size, dim)
@@ -69,6 +72,8 @@ def _tensor_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]
 def _grouped_attention(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
     rows_q, rows_kv = config.num_heads_q * config.head_dim, config.num_heads_kv * config.head_dim
     projections = {"q_proj": (rows_q, config.dim), "k_proj": (rows_kv, config.dim), "v_proj": (rows_kv, config.dim)}
+    if config.muse:
+        projections["gate_proj"] = (rows_q, config.dim)
     for name, shape in (projections | {"o_proj": (config.dim, rows_q)}).items():
         yield f"{name}.weight", shape
         if config.model == "gpt_oss":
@@ -99,7 +104,7 @@ def _experts(config: ModelConfig, experts: Experts) -> Iterator[tuple[str, tuple
     yield "gate.weight", (experts.num_experts, config.dim)
     for number in range(experts.num_experts):
         yield from _feed_forward(f"experts.{number}", config.dim, experts.hidden_dim)
-    if config.model == "deepseek_v3":
+    if config.latent:
         yield "gate.e_score_correction_bias", (experts.num_experts,)
         yield from _feed_forward("shared_experts", config.dim, experts.num_shared * experts.hidden_dim)
 
@@ -150,7 +155,8 @@ def check_weights(folder: str | Path, config: ModelConfig) -> None:
             raise ValueError(f"{shown(folder)}: {name} is in several files; leave one set of safetensors there")
         if (dtype := tensor.properties.dtype) not in DTYPES:
             raise ValueError(f"{shown(folder)}: {name} is {dtype}; use the checkpoint from before its quantization")
-    _check_no_others(folder, places, needed, headers)
+    of_text = {name: place for name, place in places.items() if not of_pictures(config.model, place.name)}
+    _check_no_others(folder, of_text, needed, headers)
     if config.tied and OUTPUT in stored and places[EMBEDDING].name != OUTPUT:
         _check_tied(folder, (places[EMBEDDING].name, OUTPUT), headers)
 
@@ -234,7 +240,7 @@ def _headers(folder: Path) -> Metadata:
 
 def _check_complete(where: Path, places: dict[str, Place], needed: dict[str, tuple[int, ...]]) -> None:
     missing = [name for name in needed if name not in places]
-    if OUTPUT in needed and EMBEDDING in places and places[EMBEDDING].name == OUTPUT:
+    if OUTPUT in needed and EMBEDDING in needed.keys() & places.keys() and places[EMBEDDING].name == OUTPUT:
         missing = [EMBEDDING, *missing]
     if missing == [OUTPUT]:
         raise ValueError(
@@ -257,6 +263,7 @@ def _check_no_others(folder: Path, places: dict[str, Place], needed: Container[s
         place.name if place.expert is None else name
         for name, place in places.items()
         if name not in needed
+        and (place.expert is not None or place.name not in needed)  # as the embedding, where it may be the output
         and place.name in read
         and not (name == OUTPUT or LEFT_OUT.fullmatch(name) or place.name.startswith(tuple(layers)))
     )

@@ -13,7 +13,7 @@ from torchtitan_magi.training.objectives.document_losses import DocumentLosses
 from torchtitan_magi.training.objectives.logprob_model import LogprobModel
 from torchtitan_magi.training.objectives.objective import Objective, Reference
 from torchtitan_magi.training.objectives.pipeline import Pipeline
-from torchtitan_magi.training.process.groups import Group, reduced, size_and_rank
+from torchtitan_magi.training.process.groups import Group, rank_and_size_in, reduced
 from torchtitan_magi.training.settings.options import DPO as DPOOptions
 
 
@@ -68,7 +68,7 @@ class DPO(Objective):
     ) -> None:
         self.model, self.options, self.reference = model, options, reference
         self.cp_group, self.batch_group = cp_group, batch_group
-        self.num_loss_replicas = size_and_rank(cp_group)[0]
+        self.num_loss_replicas = rank_and_size_in(cp_group)[1]
         # by the pair_ids of a microbatch: float64 PREFERENCE_METRICS and the number of pairs
         self.sums: dict[Tensor, Tensor] = {}
 

@@ -3,7 +3,6 @@
 import hashlib
 import itertools
 import logging
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,14 +11,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from torchtitan_magi.models.names import plain_name
+from torchtitan_magi.exchange.transport import gathered
+from torchtitan_magi.models.names import ADAPTERS, plain_name
 from torchtitan_magi.training.objectives.objective import Reference
-from torchtitan_magi.training.process.groups import Group, gathered_in
+from torchtitan_magi.training.process.groups import Group
 
 logger = logging.getLogger(__name__)
 
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
-ADAPTERS = re.compile(r"[.]lora_[ab][.]")  # in names of parameters
 ENTRY = "reference_weights"  # of a checkpoint's train state
 
 
@@ -33,7 +32,7 @@ def fingerprint_of_model(parts: Sequence[nn.Module], precision: str = "", group:
         parts: the parts of the model on this rank.
         group: the ranks that have the other parts.
     """
-    found = gathered_in(group, [line for part in parts for line in _lines(part)])
+    found = gathered([line for part in parts for line in _lines(part)], group)
     lines = dict(itertools.chain(*found))
     content = precision + "".join(lines[name] for name in sorted(lines))
     return hashlib.sha256(content.encode()).hexdigest()[:16]

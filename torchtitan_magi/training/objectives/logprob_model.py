@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from torchtitan_magi.losses.logprobs import summed_logprobs, token_logprobs
+from torchtitan_magi.losses.logprobs import LogitCap, summed_logprobs, token_logprobs
 from torchtitan_magi.training.batches.microbatch import LocalBatch
 from torchtitan_magi.training.process.groups import Group
 
@@ -27,12 +27,14 @@ class LogprobModel:
         compiled: as for ``token_logprobs``.
 
     Raises:
-        ValueError: the output layer is not a plain linear one, or its vocabulary does not divide by the TP degree.
+        ValueError: the output layer is neither a plain linear one nor has a ``logit_cap``, or its vocabulary does not
+            divide by the TP degree.
     """
 
     def __init__(self, model: Any, compiled: bool = False) -> None:
         output = model.output if hasattr(model, "output") else model.lm_head  # torchtitan 0.2, 0.3
-        if type(output).forward is not nn.Linear.forward or output.bias is not None:
+        cap: LogitCap | None = getattr(output, "logit_cap", None)
+        if (cap is None and type(output).forward is not nn.Linear.forward) or output.bias is not None:
             raise ValueError(
                 f"the model's output layer is {type(output).__name__}, but log-probabilities need a plain nn.Linear; "
                 'keep model.converters from it, for float8 by quantize.linear.float8.filter_fqns = ["output"]'
@@ -45,7 +47,7 @@ class LogprobModel:
                     f"parallelism.tensor_parallel_degree is {size}, which does not divide the vocabulary of "
                     f"{len(weight)} tokens; use a degree that does"
                 )
-        self.model, self.output, self.compiled = model, output, compiled
+        self.model, self.output, self.compiled, self.cap = model, output, compiled, cap
         self.parts = [model]
         self.of_output: OfOutput | None = None
         output.forward = self._output
@@ -56,7 +58,7 @@ class LogprobModel:
 
         def logprobs(hidden: Tensor, weight: Tensor, group: Group) -> Tensor:
             hidden, some = hidden.index_select(0, labelled), targets.flatten().index_select(0, labelled)
-            values = token_logprobs(hidden, weight, some, group, compiled=self.compiled)
+            values = token_logprobs(hidden, weight, some, group, compiled=self.compiled, cap=self.cap)
             return values.new_zeros(targets.numel()).index_copy(0, labelled, values).view(targets.shape)
 
         return self._run(logprobs, batch)
@@ -71,7 +73,7 @@ class LogprobModel:
         def total(hidden: Tensor, weight: Tensor, group: Group) -> Tensor:
             hidden, targets = hidden.index_select(0, labelled), batch.labels.flatten().index_select(0, labelled)
             scales = None if scale is None else scale.flatten().index_select(0, labelled)
-            return summed_logprobs(hidden, weight, targets, scales, group, None, self.compiled, kept)
+            return summed_logprobs(hidden, weight, targets, scales, group, None, self.compiled, kept, self.cap)
 
         return self._run(total, batch)
 

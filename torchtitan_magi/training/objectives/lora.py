@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,13 +22,8 @@ from torchtitan_magi.training.objectives.pipeline import Pipeline
 from torchtitan_magi.training.process.all_ranks import gathered, rank_and_size
 from torchtitan_magi.training.settings.options import LoRA
 
-TARGETS = {  # torchtitan's linear layers -> transformers' names
-    "attention.qkv_linear.wqkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "attention.wo": ("self_attn.o_proj",),
-    "feed_forward.w1": ("mlp.gate_proj",),
-    "feed_forward.w2": ("mlp.down_proj",),
-    "feed_forward.w3": ("mlp.up_proj",),
-}
+IN_MEMORY = "language_model.model.", "model.language_model."  # Kimi's names in files, and as transformers computes
+FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")
 
 
 def adapted_layers(parts: Sequence[nn.Module]) -> Iterator[tuple[str, Any]]:
@@ -78,46 +74,95 @@ def save_adapters(
     """
     tensors: dict[str, Tensor] = {}
     for name, layer in adapted_layers(parts):
-        a, b = (_whole(part.weight).to(dtype) for part in (layer.lora_a, layer.lora_b))
-        _, number, kind = name.split(".", 2)
-        targets = TARGETS[kind]
-        parts = [b] if len(targets) == 1 else _split_qkv(b, adapter)
-        for target, part in zip(targets, parts, strict=True):
-            prefix = f"base_model.model.model.layers.{number}.{target}"
-            tensors |= {f"{prefix}.lora_A.weight": a.clone(), f"{prefix}.lora_B.weight": part.contiguous()}
+        a, b = (_whole_parameters(part, dtype) for part in (layer.lora_a, layer.lora_b))
+        of_layer = _of_linear if "weight" in b else _of_experts
+        for target, rows_a, rows_b in of_layer(name, a, b, adapter):
+            prefix = f"base_model.model.{target}"
+            tensors |= {f"{prefix}.lora_A.weight": rows_a.clone(), f"{prefix}.lora_B.weight": rows_b.contiguous()}
     tensors = _gathered(tensors)
     if dist.get_rank() == 0:
         folder.mkdir(parents=True, exist_ok=True)
-        present = {name.split(".")[-3] for name in tensors}  # not those of experts, which get none
-        names = [name for kind in TARGETS.values() for path in kind if (name := path.rpartition(".")[2]) in present]
+        layers = list(dict.fromkeys(name.removesuffix(".lora_A.weight") for name in tensors if "lora_A" in name))
         config: dict[str, Any] = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base}
         config |= {"bias": "none", "r": lora.rank, "lora_alpha": lora.alpha, "lora_dropout": 0.0}
-        config["target_modules"] = names
+        has_experts = any(layer.moe is not None for layer in adapter.model_config.layers)
+        config |= _targets([layer.split(".") for layer in layers], has_experts)
         save_file(tensors, folder / "adapter_model.safetensors", {"format": "pt"})
         (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
     dist.barrier()
+
+
+def _of_experts(
+    name: str, a: dict[str, Tensor], b: dict[str, Tensor], adapter: Any
+) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """PEFT's names and matrices [experts * rank, in] and [out, rank * experts] of the adapters of a layer's experts.
+
+    Args:
+        a: [experts, rank, in] by input. b: [experts, out, rank] by weight, those of one input in transformers' order.
+    """
+    number = name.split(".")[1]
+    theirs = next(theirs for theirs, ours in adapter.from_hf_map.items() if ours and ".inner_experts." in ours)
+    path = theirs.partition(".mlp.experts")[0].format(number).replace(*IN_MEMORY)
+    up = [x for own, x in b.items() if own in ("w1_EFD", "w3_EFD", "mlp1_weight_EGD")]
+    (down,) = (x for own, x in b.items() if own in ("w2_EDF", "mlp2_weight_EDF"))
+    for place, first, second in ((".base_layer", a["up"], torch.cat(up, 1)), ("", a["down"], down)):
+        yield f"{path}.mlp.experts{place}", first.flatten(0, 1), second.permute(1, 2, 0).flatten(1)
+
+
+def _targets(layers: list[list[str]], has_experts: bool) -> dict[str, list[str]]:
+    """What adapter_config.json says of the layers with adapters.
+
+    PEFT takes names as ``gate_proj`` for those of experts where a model has some. Its ``target_parameters`` take them
+    for what they are. Where a model sees pictures, other layers have the same names but in ``self_attn`` and ``mlp``.
+
+    Args:
+        layers: their names, at the dots.
+    """
+    found: dict[str, list[str]] = {"target_modules": [], "target_parameters": []}
+    for *_, parent, name in layers:
+        if "experts" in (parent, name):
+            found["target_parameters"] += ["experts.gate_up_proj", "experts.down_proj"]
+        elif has_experts and name in FEED_FORWARD:
+            found["target_parameters"].append(f"{parent}.{name}.weight")
+        else:
+            found["target_modules"].append(f"{parent}.{name}" if "language_model" in layers[0] else name)
+    return {kind: list(dict.fromkeys(names)) for kind, names in found.items() if names or kind == "target_modules"}
 
 
 def _gathered(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """The tensors of all ranks, on rank 0: in a pipeline they have layers of their own. Each comes from one rank."""
     rank, size = rank_and_size()
     names = gathered(list(tensors))
-    mine = {name: tensors[name] for name in set(names[rank]).difference(*names[:rank])}
+    own = set(names[rank]).difference(*names[:rank])
+    mine = {name: tensor for name, tensor in tensors.items() if name in own}
     found: list[Any] = [None] * size
     dist.gather_object(mine, found if rank == 0 else None)
     return {name: tensor for part in found if part for name, tensor in part.items()}
 
 
-def _whole(weight: Tensor) -> Tensor:
-    return (weight.full_tensor() if isinstance(weight, DTensor) else weight).detach().cpu()
+def _whole_parameters(part: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
+    whole = {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in part.named_parameters()}
+    return {name: x.detach().cpu().to(dtype) for name, x in whole.items()}
 
 
-def _split_qkv(b: Tensor, adapter: Any) -> list[Tensor]:
-    """The rows of queries, keys and values of the fused projection's B, as transformers has them."""
+def _of_linear(
+    name: str, a: dict[str, Tensor], b: dict[str, Tensor], adapter: Any
+) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """transformers' linear layers in one of torchtitan's, each with A and its rows of B as transformers has them."""
     attention = adapter.model_config.first_attention
-    heads, heads_kv = attention.n_heads, attention.n_kv_heads or attention.n_heads
+    heads = {"wq": attention.n_heads, "wk": getattr(attention, "n_kv_heads", None) or attention.n_heads}
+    names = {ours: theirs for theirs, ours in adapter.from_hf_map.items() if ours}
+    path, _, last = name.rpartition(".")
+    for own, rows in (_split_qkv(b["weight"], *heads.values()) if last == "wqkv" else {last: b["weight"]}).items():
+        if own in heads and hasattr(adapter, "_permute"):  # Llama's rows
+            rows = adapter._permute(rows, heads[own], *rows.shape)
+        number = path.split(".")[1]
+        theirs = names[re.sub(r"[.][0-9]+[.]", ".{}.", f"{path}.{own}.weight", count=1)]
+        yield theirs.format(number).removesuffix(".weight").replace(*IN_MEMORY), a["weight"], rows
+
+
+def _split_qkv(b: Tensor, heads: int, heads_kv: int) -> dict[str, Tensor]:
+    """The rows of queries, keys and values of the fused projection's B."""
     per_group = b.view(heads_kv, heads // heads_kv + 2, -1, b.shape[1])
-    q, k, v = (x.flatten(0, 2) for x in (per_group[:, :-2], per_group[:, -2:-1], per_group[:, -1:]))
-    if hasattr(adapter, "_permute"):  # Llama's rows
-        q, k = adapter._permute(q, heads, *q.shape), adapter._permute(k, heads_kv, *k.shape)
-    return [q, k, v]
+    parts = per_group[:, :-2], per_group[:, -2:-1], per_group[:, -1:]
+    return {name: part.flatten(0, 2) for name, part in zip(("wq", "wk", "wv"), parts, strict=True)}

@@ -8,7 +8,8 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from torchtitan_magi.training.process.groups import gathered_in
+from torchtitan_magi.exchange import transport
+from torchtitan_magi.training.process.groups import rank_and_size_in
 from torchtitan_magi.wording import quoted_path
 
 T = TypeVar("T")
@@ -18,7 +19,7 @@ _numbers = itertools.count()  # of the calls of _gathered_patiently, the same on
 
 def rank_and_size() -> tuple[int, int]:
     """This rank and the number of ranks; (0, 1) in a process of its own."""
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    return rank_and_size_in(dist.group.WORLD)
 
 
 def is_first_rank() -> bool:
@@ -28,7 +29,7 @@ def is_first_rank() -> bool:
 
 def gathered(mine: T) -> list[T]:
     """Every rank's value, by rank. A collective of all ranks."""
-    return gathered_in(dist.group.WORLD if dist.is_initialized() else None, mine)
+    return transport.gathered(mine, dist.group.WORLD)
 
 
 def on_first_rank(function: Callable[[], T]) -> T:

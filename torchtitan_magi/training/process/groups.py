@@ -1,12 +1,11 @@
 """The ranks that this one works with, by the axes of torchtitan's meshes, and what they do together."""
 
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import torch.distributed as dist
 from torch import Tensor
 
 Group: TypeAlias = dist.ProcessGroup | None  # None: this rank alone
-T = TypeVar("T")
 
 
 def group_of(parallel_dims: Any, axis: str) -> Group:
@@ -15,14 +14,15 @@ def group_of(parallel_dims: Any, axis: str) -> Group:
     return None if mesh is None else mesh.get_group()
 
 
-def size_and_rank(group: Group) -> tuple[int, int]:
-    """The number of ranks of a group, and which of them this one is; (1, 0) for a rank alone."""
-    return (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
+def rank_and_size_in(group: Group) -> tuple[int, int]:
+    """Which rank of a group this one is, and the number of its ranks; (0, 1) for a rank alone."""
+    return (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
 
 
 def data_parallel_place(parallel_dims: Any) -> tuple[int, int]:
-    """The number of batches that are loaded at a time, and which of them is this rank's."""
-    return size_and_rank(group_of(parallel_dims, "batch"))
+    """The number of batches that are loaded at a time, and which of them is this rank's, as data loaders take them."""
+    rank, size = rank_and_size_in(group_of(parallel_dims, "batch"))
+    return size, rank
 
 
 def data_parallel_rank(parallel_dims: Any) -> int:
@@ -38,11 +38,3 @@ def reduced(x: Tensor, group: Group, op: Any = dist.ReduceOp.SUM) -> Tensor:
     if group is not None:
         dist.all_reduce(x, op, group=group)
     return x
-
-
-def gathered_in(group: Group, mine: T) -> list[T]:
-    """The value of every rank of a group, by rank. A collective of these."""
-    found: list[Any] = [mine] * size_and_rank(group)[0]
-    if len(found) > 1:
-        dist.all_gather_object(found, mine, group)
-    return found

@@ -16,18 +16,21 @@ class LastLine:
     def __init__(self) -> None:
         self.text = ""
 
-    def note(self, checkpointer: Any, step: int, adapters_of: str = "") -> None:
+    def note(
+        self, checkpointer: Any, step: int, adapters_of: str = "", auto_class: str = "AutoModelForCausalLM"
+    ) -> None:
         """Takes note of a last checkpoint.
 
         Args:
             checkpointer: torchtitan's CheckpointManager, which has saved it.
             adapters_of: the folder of the model whose adapters are exported; "": the whole model is.
+            auto_class: transformers' that loads it.
         """
         if not is_first_rank():
             return
         folder = checkpointer._create_checkpoint_id(step)
         quoted = _literal(folder)
-        load = "AutoModelForCausalLM.from_pretrained({})"
+        load = f"{auto_class}.from_pretrained({{}})"
         if checkpointer.last_save_in_hf and adapters_of:
             base = load.format(_literal(adapters_of))
             self.text = f"The adapters are in {shown(folder)}: PeftModel.from_pretrained({base}, {quoted})"

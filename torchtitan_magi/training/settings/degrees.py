@@ -4,7 +4,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from torchtitan_magi.models.model_config import Experts, ModelConfig
-from torchtitan_magi.training.settings.options import DPO_DATASET
+from torchtitan_magi.training.settings.options import DPO_DATASET, EXPERTS, LoRA
 from torchtitan_magi.wording import quoted
 
 SPMD_BACKEND = "partial_dtensor"  # of torchtitan 0.3; spmd_types needs a torch newer than those of this package
@@ -70,6 +70,19 @@ def check_experts(job_config: Any, experts: Experts | None, ranks: int | None) -
         )
     if experts is not None and ranks is not None:
         _check_files_of_experts(job_config.checkpoint, experts.num_experts, ranks)
+
+
+def check_adapters_of_experts(lora: LoRA, experts: Experts | None, ranks: int) -> None:
+    """Raises ValueError, one line, where FSDP has more ranks than experts, and would cut the adapters' own ranks.
+
+    Args:
+        ranks: how many share the experts of a layer.
+    """
+    if lora.rank and EXPERTS in lora.target_modules and experts is not None and ranks > experts.num_experts:
+        raise ValueError(
+            f"magi.lora.target_modules has {EXPERTS}, but {ranks} ranks share {experts.num_experts} experts; leave it "
+            "out, or use a data_parallel_replicate_degree, so that fewer ranks share them"
+        )
 
 
 def check_expert_ranks(degree: int, ranks: int, lenders: str) -> None:

@@ -10,7 +10,7 @@ from typing import Literal, get_origin
 
 from torchtitan_magi.planning.cost_model import CostModel
 from torchtitan_magi.planning.plan import MAX_STAGES
-from torchtitan_magi.training.settings.options import LoRA, Magi
+from torchtitan_magi.training.settings.options import EXPERTS, LoRA, Magi
 from torchtitan_magi.training.settings.values import is_of, words_for
 from torchtitan_magi.wording import quoted, quoted_path
 
@@ -36,8 +36,7 @@ def check_options(magi: Magi) -> None:
         raise ValueError(
             f"magi.epochs is {quoted(magi.epochs)}; use a number of passes over the data, or -1 for no end"
         )
-    if type(magi.lora.rank) is not int or magi.lora.rank < 0:
-        raise ValueError(f"magi.lora.rank is {quoted(magi.lora.rank)}; use a rank such as 16, or 0 for no adapters")
+    check_rank(magi.lora)
     _check_date(magi.template_date)
     if magi.cost_model:
         CostModel.load(magi.cost_model)
@@ -109,8 +108,14 @@ def import_modules(names: list[str]) -> None:
             ) from None
 
 
+def check_rank(lora: LoRA) -> None:
+    """Raises ValueError, one line, for what is no rank of adapters."""
+    if type(lora.rank) is not int or lora.rank < 0:
+        raise ValueError(f"magi.lora.rank is {quoted(lora.rank)}; use a rank such as 16, or 0 for no adapters")
+
+
 def check_targets(lora: LoRA) -> None:
     """Raises ValueError, one line, for layers that get no adapters here."""
-    known = LoRA().target_modules
+    known = [*LoRA().target_modules, EXPERTS]
     if not lora.target_modules or not set(lora.target_modules) <= set(known):
         raise ValueError(f"magi.lora.target_modules is {quoted(lora.target_modules)}; use some of {', '.join(known)}")

@@ -37,7 +37,7 @@ def read_hf_config(job_config: Any, check: Callable[[ModelConfig], object]) -> M
     except ValueError as error:
         raise ValueError(f"{shown(path)}: {error}") from None
     if config.left_out:
-        logger.warning(f"{shown(path)}: {config.left_out} neither trained nor exported")
+        logger.warning(f"{shown(path)}: {config.left_out}")
     return config
 
 
@@ -64,7 +64,9 @@ def check_folders(job_config: Any, config: ModelConfig) -> ExportLayout:
     _warn_of_positions(job_config.training.seq_len, config, exports and not job_config.magi.lora.rank)
     rounds = checkpoint.enable and checkpoint.last_save_model_only and checkpoint.export_dtype != "float32"
     return ExportLayout(
-        shard_numbers(assets, config) if exports else None, float32_names(source or assets, config) if rounds else ()
+        shard_numbers(assets, config) if exports else None,
+        float32_names(source or assets, config) if rounds else (),
+        (config.model, str(source or assets)) if exports else None,
     )
 
 

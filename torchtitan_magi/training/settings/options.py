@@ -36,6 +36,9 @@ class DPO:
     prompt."""
 
 
+EXPERTS = "experts"  # in LoRA.target_modules
+
+
 @dataclass(frozen=True)
 class LoRA:
     """Low-rank adapters (arXiv 2106.09685) beside frozen weights, by torchtitan 0.3."""
@@ -46,9 +49,12 @@ class LoRA:
     alpha: float = 16.0
     """Scale of what adapters add: alpha / rank (no unit)."""
 
-    target_modules: list[str] = field(default_factory=lambda: ["wqkv", "wo", "w1", "w2", "w3"])
-    """torchtitan's names of the linear layers that get one: the projection of queries, keys and values, that of
-    attention's output, and the three of the feed-forward."""
+    target_modules: list[str] = field(
+        default_factory=lambda: ["wqkv", "wq_a", "wq_b", "wq", "wkv_a", "wkv_b", "wkv", "wo", "w1", "w2", "w3"]
+    )
+    """torchtitan's names of the linear layers that get one, as far as the model has them: the projections of queries,
+    keys and values, in one or apart, that of attention's output, and the three of a feed-forward, also of experts that
+    every token goes to. Besides, "experts": those that tokens are sent to, each with adapters of its own."""
 
 
 @dataclass(frozen=True)

@@ -1,36 +1,28 @@
-"""What a user can get wrong is one line before the first step, through torchtitan's own entry; and what --help says."""
+"""What a user can get wrong is one line before the first step; and what --help says."""
 
 import shutil
 
 import pytest
 from support.errors import assert_one_line, changed, error_of
 from support.processes import python
-from support.runs import DEBUG_TOML, corpus
-
-HOOKS = ('custom_config_module = "torchtitan_magi.titan"', 'custom_import = "torchtitan_magi.titan"')
+from support.runs import DEBUG_TOML, IS_0_3, corpus
 
 
 @pytest.mark.parametrize(
-    ("arguments", "processes", "messages"),
+    ("arguments", "messages"),
     [
-        ("--parallelism.pipeline_parallel_degree 2", 2, ["pipeline_parallel_degree is 2", "set it to 1"]),
-        ("--model.flavor debugmodel", 1, ["'debugmodel' has sdpa attention", "use one", "debugmodel_varlen_attn"]),
-        ("--model.flavor debugmodel_flex_attn", 1, ["'debugmodel_flex_attn' has flex", "debugmodel_varlen_attn"]),
-        ("--model.flavor 9B", 1, ["'9B' is unknown", "use one with varlen attention", "8B_varlen"]),
-        ("--model.name llama4 --model.flavor debugmodel", 1, ["'llama4'", "no varlen attention", "llama3, qwen3"]),
-        ("--model.name gpt_oss --model.flavor hf", 1, ["'gpt_oss', which needs torchtitan 0.3", "TITAN=0.3"]),
-        ("--magi.lora.rank 4", 1, ["magi.lora.rank is 4", "set it to 0", "install torchtitan 0.3"]),
-        ("--magi.lora.rank -1", 1, ["magi.lora.rank is -1", "a rank such as 16"]),
-        ("--training.dataset c4_test --magi.epochs 2", 1, ["epochs is 2, but training.dataset 'c4_test' has none"]),
-        ("--magi.cost_model no.json", 1, ["no.json is no cost model", "No such file", "torchtitan_magi.calibrate"]),
-        ("--training.enable_cpu_offload", 1, ["training.enable_cpu_offload is true", "no GPU", "set it to false"]),
-        ("--training.dataset_path=", 1, ["training.dataset_path is ''", "give the JSONL file of dataset 'sft'"]),
-        ("--training.dataset_path no.jsonl", 1, ["'no.jsonl': No such file", "check the path"]),
-        ("--validation.enable --validation.dataset sft", 1, ["validation.dataset_path is None", "give the JSONL file"]),
+        ("--model.name llama4 --model.flavor debugmodel", ["'llama4'", "no varlen attention", "llama3, qwen3"]),
+        ("--magi.lora.rank -1", ["magi.lora.rank is -1", "a rank such as 16"]),
+        ("--training.dataset c4_test --magi.epochs 2", ["epochs is 2, but training.dataset 'c4_test' has none"]),
+        ("--magi.cost_model no.json", ["no.json is no cost model", "No such file", "torchtitan_magi.calibrate"]),
+        ("--training.enable_cpu_offload", ["training.enable_cpu_offload is true", "no GPU", "set it to false"]),
+        ("--training.dataset_path=", ["training.dataset_path is ''", "give the JSONL file of dataset 'sft'"]),
+        ("--training.dataset_path no.jsonl", ["'no.jsonl': No such file", "check the path"]),
+        ("--validation.enable --validation.dataset sft", ["validation.dataset_path is None", "give the JSONL file"]),
     ],
 )
-def test_a_wrong_value_on_the_command_line(arguments, processes, messages):
-    assert_one_line(error_of(arguments.split(), processes), messages)
+def test_a_wrong_value_on_the_command_line(arguments, messages):
+    assert_one_line(error_of(arguments.split()), messages)
 
 
 def test_a_wrong_option_in_the_file(tmp_path):
@@ -45,28 +37,14 @@ def test_an_unknown_backend_on_the_command_line_is_a_usage_error():
 
 
 @pytest.mark.parametrize(
-    ("missing", "messages"),
+    ("old", "new", "messages"),
     [
-        (HOOKS[1:], ["experimental.custom_import is ''", '"torchtitan_magi.titan"']),
-        ((HOOKS[0], "[magi]"), ["job.custom_config_module is ''", '"torchtitan_magi.titan"']),
-        (("dataset_path",), ["training.dataset_path is None", "give the JSONL file of dataset 'sft'"]),
+        ("dataset_path", "", ["training.dataset_path is None", "give the JSONL file of dataset 'sft'"]),
+        ("[magi]", "[magi]\noverlap = 2", ["magi.overlap is no option"]),
     ],
 )
-def test_a_missing_line_is_named(missing, messages, tmp_path):
-    assert_one_line(error_of([], toml=changed(tmp_path, *((line, "") for line in missing))), messages)
-
-
-@pytest.mark.parametrize(
-    ("replacements", "unknown"),
-    [
-        ([("[magi]", "[magi]\noverlap = 2")], "magi.overlap is no option"),
-        ([(HOOKS[0], "")], "[magi] is unknown; add custom_config_module"),
-        ([(hook, "") for hook in HOOKS], "[magi] is unknown; add custom_config_module"),
-    ],
-)
-def test_an_unknown_name_is_named(replacements, unknown, tmp_path):
-    """Without the hook of the configuration that is [magi], where our entry point reads the file."""
-    assert_one_line(error_of([], toml=changed(tmp_path, *replacements)), [unknown])
+def test_a_missing_line_and_an_unknown_name_are_named(old, new, messages, tmp_path):
+    assert_one_line(error_of([], toml=changed(tmp_path, (old, new))), messages)
 
 
 @pytest.mark.parametrize(
@@ -86,16 +64,17 @@ def test_a_wrong_records_file(text, messages, tmp_path):
     assert_one_line(error_of(["--training.dataset_path", f"{tmp_path}/records.jsonl"]), messages)
 
 
-def test_a_template_of_no_use_ends_the_run_before_the_model_is_built(tmp_path):
+def test_a_template_of_no_use_ends_the_run_before_the_first_step(tmp_path):
     assets = shutil.copytree(corpus() / "tokenizer", tmp_path / "assets")
     (assets / "chat_template.jinja").write_text("{{ raise_exception('no') }}")
     error = error_of(["--model.hf_assets_path", str(assets)])
     assert_one_line(error, [f"the chat template in {assets}: the chat template refuses the messages (no)"])
-    assert "Building" not in "".join(error.__notes__)  # as torchtitan says when it comes to the model
+    built = "Building" in "".join(error.__notes__)  # as torchtitan says when it comes to the model
+    assert built == IS_0_3  # which reads the data after that
 
 
 def test_help_shows_each_option_with_its_unit():
-    result = python("-m", "torchtitan.train", "--job.config_file", DEBUG_TOML, "--help")
+    result = python("-m", "torchtitan_magi.train", "--job.config_file", DEBUG_TOML, "--help")
     assert result.returncode == 0, result.stderr[-4000:]
     section = " ".join(result.stdout.split("magi options")[1].split("╰")[0].replace("│", " ").split())
     for option, text in {
@@ -121,7 +100,7 @@ def gloo_threads():
     return sum("gloo" in path.read_text() for path in Path("/proc/self/task").glob("*/comm"))
 
 atexit.register(lambda: print(gloo_threads()))  # what is registered first comes last
-import torchtitan_magi.titan.v02  # runs on the CPU
+import torchtitan_magi.titan  # runs on the CPU
 gc.disable()
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 while not gloo_threads():  # they name themselves once they run

@@ -1,4 +1,4 @@
-"""Training is the same under every layout: the rows of tests/long/loss_compare.py, on packs of real documents."""
+"""Training is the same under every layout: the rows of tests/long/layouts.py, on packs of real documents."""
 
 import math
 import os
@@ -10,7 +10,7 @@ from support.runs import train, watch
 
 from torchtitan_magi.planning.cost_model import H200, KernelCost, Link
 
-from loss_compare import LAYOUTS, TOLERANCE, max_relative_difference  # isort: skip
+from layouts import LAYOUTS, TOLERANCE, max_relative_difference  # isort: skip
 
 # Data-parallel ranks train on the packs of one rank; tensor parallelism leaves qwen3 as it is; rotary embeddings see
 # differences of positions only, and those within a document are the same over the pack.
@@ -23,6 +23,11 @@ def test_loss_and_gradient_norm_of_every_step(name):
     worst = difference(trained(name), trained(REFERENCES[name]))
     print(f"{name}: {worst:.1e}")
     assert worst <= TOLERANCE
+
+
+@pytest.mark.parametrize("losses", [[8.0, math.nan], [8.0], []])
+def test_runs_without_all_numbers_equal_nothing(losses):
+    assert max_relative_difference(losses, [8.0, 7.0]) == math.inf
 
 
 def test_random_weights_are_those_of_one_process():
@@ -125,9 +130,9 @@ def test_stages_are_chosen_by_the_cost_model_that_is_named(tmp_path):
 
 def positions_all_zero(report):
     """Every token is the first of its document."""
-    from torchtitan.distributed import context_parallel
+    from torchtitan_magi.training.batches.planner import MagiRuntime
 
-    watch(context_parallel, "cp_shard", lambda sharded, *_: sharded[0][2].zero_())
+    watch(MagiRuntime, "bind", lambda bound, *_: bound[1]["positions"].zero_())
 
 
 @pytest.mark.parametrize("wrong", [one_document_per_batch, positions_all_zero])

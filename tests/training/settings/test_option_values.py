@@ -1,29 +1,31 @@
 """A wrong value in a TOML file or on the command line is one line, told before any process group is made."""
 
+import importlib
 import os
 import re
 
 import pytest
+from support.adapter import check_layout, read_job, read_settings
 from support.errors import value_errors
-from support.runs import call
+from support.runs import ADAPTER, IS_0_3, TITAN, call
 
 HOOKS = '[job]\ncustom_config_module = "torchtitan_magi.titan"\n'
 
 
 def read(cases):
-    """What torchtitan says to each (TOML text, arguments): None, or the class and the text of an exception."""
-    from torchtitan.config import ConfigManager
-
+    """What is said to each (path, arguments): None, or the class and the text of an exception."""
     said = []
     for path, arguments in cases:
         try:
-            ConfigManager().parse_args(["--job.config_file", path, *arguments])
+            read_settings(path, *arguments)
             said.append(None)
         except BaseException as error:
             said.append((type(error).__name__, str(error)))
     return said
 
 
+NO_OPTION = f"is no option of torchtitan {TITAN} with torchtitan_magi"
+NO_MODEL = "has no varlen attention" if IS_0_3 else "is no model of torchtitan 0.2.2"
 IN_FILE = {
     "magi = 3": "magi is 3, but it is a section; write [magi] and its options below",
     "training = 3": "training is 3, but it is a section; write [training]",
@@ -36,11 +38,11 @@ IN_FILE = {
     "[magi]\nepochs = 9223372036854775808": "magi.epochs is 9223372036854775808; use a number of at most 64 bits",
     '[checkpoint]\nfolder = "a\\u0000b"': r"checkpoint.folder is 'a\x00b'; leave the NUL out",
     '[magi.dpo]\nreference_path = "a\\u0000b"': r"magi.dpo.reference_path is 'a\x00b'; leave the NUL out",
-    r'"a\n\u001b" = 3': r"'a\n\x1b' is no option of torchtitan 0.2.2 with torchtitan_magi; use one of",
-    f"[training]\n{'a' * 5000} = 3": f"'training.{'a' * 67}... is no option of torchtitan 0.2.2 with torchtitan_magi",
+    r'"a\n\u001b" = 3': rf"'a\n\x1b' {NO_OPTION}; use one of",
+    f"[training]\n{'a' * 5000} = 3": f"'training.{'a' * 67}... {NO_OPTION}",
     f"magi = '{'a' * 5000}'": f"magi is '{'a' * 76}..., but it is a section; write [magi] and its options below",
     f"a = {'[' * 5000}{']' * 5000}": ".toml', which cannot be read (maximum recursion depth exceeded",
-    '[model]\nname = "mistral"': "model.name is 'mistral', which is no model of torchtitan 0.2.2; use one of llama3",
+    '[model]\nname = "mistral"': f"model.name is 'mistral', which {NO_MODEL}; use one of llama3",
     "\ufeff[training]\nsteps = 2.5": "training.steps is 2.5; use a whole number",
     "[training]\nsteps = true": "training.steps is True; use a whole number",
     '[parallelism]\ncontext_parallel_degree = "2"': "parallelism.context_parallel_degree is '2'; use a whole number",
@@ -49,9 +51,9 @@ IN_FILE = {
     "[model]\nflavor = 8": "model.flavor is 8; use a string",
     '[model]\nconverters = ["a", 3]': "model.converters is ['a', 3]; use a list, each of it a string",
     '[debug]\nseed = "x"': "debug.seed is 'x'; use a whole number",
-    "[training]\nfoo = 3": "training.foo is no option of torchtitan 0.2.2 with torchtitan_magi; use one of dataset, ",
-    "[training]\nsequence_len = 3": "training.sequence_len is no option of torchtitan 0.2.2 with torchtitan_magi; did ",
-    "[trainning]\nsteps = 3": "trainning is no option of torchtitan 0.2.2 with torchtitan_magi; did you mean training?",
+    "[training]\nfoo = 3": f"training.foo {NO_OPTION}; use one of ",
+    "[training]\nsequence_len = 3": f"training.sequence_len {NO_OPTION}; did ",
+    "[trainning]\nsteps = 3": f"trainning {NO_OPTION}; did you mean training?",
 }
 ON_LINE = {
     "--validation.freq 0": "validation.freq is 0; use a whole number of at least 1",
@@ -150,22 +152,13 @@ def test_a_file_that_cannot_be_read_is_one_line(tmp_path):
         assert re.fullmatch(said, text)
 
 
-def build(arguments):
-    """What torchtitan does first, with six processes."""
-    from torchtitan.config import ConfigManager
-    from torchtitan.distributed import ParallelDims
-
+def lay_out(path, arguments):
+    """What is checked of the layout, with six processes."""
     from torchtitan_magi.training.settings.sections import check_sections
 
-    config = ConfigManager().parse_args([*ON_C4, *arguments])
-    replicate, shard, cp, tp, pp = (getattr(config.parallelism, f"{name}_degree") for name in DEGREES)
-    ParallelDims(replicate, shard, cp, tp, pp, 1, 1, world_size=6)
-    check_sections(config, ["c4"], False)
-
-
-DEGREES = ["data_parallel_replicate", "data_parallel_shard", "context_parallel", "tensor_parallel", "pipeline_parallel"]
-ON_C4 = ["--job.custom_config_module", "torchtitan_magi.titan", "--experimental.custom_import", "torchtitan_magi.titan"]
-ON_C4 += ["--training.dataset", "c4", "--comm.trace_buf_size", "0"]
+    job = read_job(path, *arguments, "--training.dataset", "c4", "--comm.trace_buf_size", "0")
+    check_layout(job.parallelism, 6)
+    check_sections(job, ["c4"], False)
 
 
 @pytest.mark.parametrize(
@@ -186,51 +179,15 @@ ON_C4 += ["--training.dataset", "c4", "--comm.trace_buf_size", "0"]
         ),
     ],
 )
-def test_a_layout_that_does_not_fit_the_processes_is_named(line, message):
-    (said,) = call(value_errors, build, [(line.split(),)])
+def test_a_layout_that_does_not_fit_the_processes_is_named(line, message, tmp_path):
+    (tmp_path / "config.toml").write_text(HOOKS)
+    (said,) = call(value_errors, lay_out, [(f"{tmp_path}/config.toml", line.split())])
     assert message in said
 
 
-def check_without_a_file():
-    from torchtitan.config import ConfigManager
-
-    from torchtitan_magi.titan.v02.config import check_job_config
-
-    config = ConfigManager().parse_args(["--comm.trace_buf_size", "0"])
-    check_job_config(config, {}, True)
-
-
-def test_a_missing_config_file_is_named():
-    (said,) = call(value_errors, check_without_a_file, [()])
-    assert said == "--job.config_file is missing; give the path of a TOML file"
-
-
-MODULES = {
-    '[job]\ncustom_config_module = "torchtitan_-agi"\n': "job.custom_config_module cannot be used (No module named",
-    "[job]\ncustom_config_module = 3\n": "job.custom_config_module cannot be used (",
-    '[job]\ncustom_config_module = "json"\n': "job.custom_config_module cannot be used (module 'json' has",
-    f'{HOOKS}[experimental]\ncustom_import = "no_such"\n': "experimental.custom_import cannot be used (No module named",
-    f'{HOOKS}[experimental]\ncustom_import = ".titan"\n': "experimental.custom_import cannot be used (",
-}
-
-
-def test_a_module_that_is_missing_is_one_line_with_the_remedy(tmp_path):
-    paths = [tmp_path / f"{number}.toml" for number in range(len(MODULES))]
-    for path, text in zip(paths, MODULES, strict=True):
-        path.write_text(text)
-    for (kind, text), start in zip(call(read, [(str(path), []) for path in paths]), MODULES.values(), strict=True):
-        assert kind == "ValueError"
-        assert text.startswith(start)
-        assert text.endswith('); set it to "torchtitan_magi.titan"')
-
-
 def start_without_torchrun():
-    import os
-
-    from torchtitan_magi.titan.v02.trainer import MagiTrainer
-
     del os.environ["LOCAL_RANK"]
-    MagiTrainer(None)
+    importlib.import_module(f"{ADAPTER}.trainer").MagiTrainer(None)
 
 
 def test_a_start_without_torchrun_is_named():

@@ -4,11 +4,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.adapter import check
 from support.errors import assert_says, changed, value_errors
 from support.parity import difference, trained, trained_anew
-from support.runs import DEBUG_TOML, call, corpus, on_corpus, watch
+from support.runs import DEBUG_TOML, call, corpus, watch
 
-from loss_compare import TOLERANCE, max_relative_difference  # isort: skip
+from layouts import TOLERANCE, max_relative_difference  # isort: skip
 
 
 def ours(name, *options, entry="torchtitan_magi.train", **kwargs):
@@ -123,59 +124,26 @@ IN_FILE = {
 }
 
 
-def check(arguments, has_objectives, toml=DEBUG_TOML):
-    from torchtitan.config import ConfigManager
-
-    from torchtitan_magi.titan.v02.config import check_job_config
-
-    config = ConfigManager().parse_args(["--job.config_file", str(toml), *arguments])
-    check_job_config(config, {config.model.flavor: "varlen"}, has_objectives)
-
-
-def errors_of(cases, has_objectives):
+def errors_of(cases):
     """What the check of the configuration says to each case of arguments."""
-    return value_errors(check, [(arguments, has_objectives) for arguments in cases])
+    return value_errors(check, [(DEBUG_TOML, *arguments) for arguments in cases])
 
 
 def test_a_wrong_option_is_one_line_that_names_the_remedy():
     cases = [[*DPO, *case.split()] for case in FOR_DPO] + [case.split() for case in FOR_SFT]
-    for said, messages in zip(call(errors_of, cases, True), [*FOR_DPO.values(), *FOR_SFT.values()], strict=True):
+    for said, messages in zip(call(errors_of, cases), [*FOR_DPO.values(), *FOR_SFT.values()], strict=True):
         assert said is not None
         assert_says(said, messages)
-    assert call(errors_of, [[], DPO, ["--magi.loss_per", "document"]], True) == [None] * 3
+    assert call(errors_of, [[], DPO, ["--magi.loss_per", "document"]]) == [None] * 3
 
 
 def test_a_wrong_option_in_the_file_is_one_line_that_names_the_remedy(tmp_path):
     files = [tmp_path / f"{number}.toml" for number in range(len(IN_FILE))]
     for file, option in zip(files, IN_FILE, strict=True):
         changed(tmp_path, ("[magi]", f"[magi]\n{option}")).rename(file)
-    found = call(value_errors, check, [([], True, file) for file in files])
+    found = call(value_errors, check, [(file,) for file in files])
     for said, messages in zip(found, IN_FILE.values(), strict=True):
         assert_says(said, messages)
-
-
-def trainers_in_turn():
-    """Whether the spec's functions knew of objectives while our Trainer was built, and after that."""
-    from unittest import mock
-
-    from torchtitan.config import ConfigManager
-    from torchtitan.train import Trainer
-
-    from torchtitan_magi.titan.v02.spec import MagiSpec
-    from torchtitan_magi.titan.v02.trainer import MagiTrainer
-
-    def built(self, job_config):
-        known.append(MagiSpec.has_objectives)
-        raise SystemExit
-
-    known = []
-    with mock.patch.object(Trainer, "__init__", built), pytest.raises(SystemExit):
-        MagiTrainer(ConfigManager().parse_args(["--job.config_file", str(DEBUG_TOML)]))
-    return [*known, MagiSpec.has_objectives]
-
-
-def test_a_stock_trainer_after_ours_in_one_process_is_stock():
-    assert call(trainers_in_turn) == [True, False]
 
 
 def errors_of_continuing(folder):
@@ -191,10 +159,10 @@ def errors_of_continuing(folder):
     continued = ["--job.dump_folder", folder, "--checkpoint.enable"]
     cases = [[], ["--checkpoint.load_step", "1"], ["--checkpoint.load_step", "2"], ["--checkpoint.load_step", "7"]]
     cases += [["--checkpoint.exclude_from_loading", "dataloader"], ["--checkpoint.load_only"]]
-    said = errors_of([continued + case for case in cases], True)
+    said = errors_of([continued + case for case in cases])
     new = ["--job.dump_folder", f"{folder}/new"]
     cases = [["--job.dump_folder", folder], new, [*new, "--checkpoint.enable", "--checkpoint.load_step", "1"]]
-    return [*said, *errors_of(cases, True)]
+    return [*said, *errors_of(cases)]
 
 
 def test_a_run_does_not_continue_from_weights_alone(tmp_path):
@@ -217,7 +185,7 @@ def errors_of_starting(folder):
     cases = [["--checkpoint.initial_load_path", f"{folder}/weights"], ["--checkpoint.initial_load_in_hf"]]
     refused = [started + case for case in [*cases, [*cases[0], "--checkpoint.load_only"]]]
     taken = [started, [*started, *cases[0], "--checkpoint.folder", "other"], [*started[:2], *cases[0]]]
-    return errors_of(refused + taken, True)
+    return errors_of(refused + taken)
 
 
 def test_a_run_does_not_start_from_random_weights_because_an_earlier_one_was_killed(tmp_path):
@@ -253,38 +221,6 @@ def test_validation_in_shorter_packs_is_warned_of(caplog):
         warn_of_shorter_packs(length, 1024)
     (warning,) = caplog.messages
     assert warning.startswith("Validation packs have 256 tokens, those of training 1024:")
-
-
-def what_a_second_trainer_finds():
-    """With one spec: what is left of the first run, and what heads that tensor parallelism cannot divide lead to."""
-    from types import SimpleNamespace
-
-    from torchtitan.config import ConfigManager
-    from torchtitan.protocols.train_spec import get_train_spec
-
-    spec = get_train_spec("llama3").build_tokenizer_fn.__self__
-    config = ConfigManager().parse_args(["--job.config_file", str(DEBUG_TOML), *on_corpus()])
-    spec.runtime, spec.count.tokens = "of the first run", 7
-    spec.build_tokenizer(config)
-    try:
-        spec.make_runtime(spec.model_args["8B_varlen"], SimpleNamespace(tp=3), config)
-    except ValueError as error:
-        return spec.runtime, spec.count.tokens, str(error)
-
-
-def test_a_second_trainer_begins_anew_and_heads_must_divide():
-    runtime, tokens, said = call(what_a_second_trainer_finds)
-    assert (runtime, tokens) == (None, 0)
-    assert said.startswith("parallelism.tensor_parallel_degree is 3, but the model has 32 query heads and 8 K/V heads")
-
-
-def test_the_stock_entry_point_names_ours():
-    sft, pairs, documents = call(errors_of, [[], DPO, ["--magi.loss_per", "document"]], False)
-    assert sft is None
-    remedy = "start it with torchrun -m torchtitan_magi.train"
-    assert pairs == f"training.dataset is 'dpo', which torchtitan's own entry point does not know; {remedy}"
-    assert documents.startswith('magi.loss_per is "document"')
-    assert documents.endswith(remedy)
 
 
 def convert_the_output_layer():

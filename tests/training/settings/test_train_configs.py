@@ -1,18 +1,17 @@
 """The ready configurations: torchtitan reads them, they fit their hardware, and a batch of them can be planned."""
 
-import importlib
 import json
 import re
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from support.adapter import check, read_job, read_model
 from support.published import CONFIGS as MODELS
 from support.published import SHIPPED
-from support.runs import ROOT
-from torchtitan.config import ConfigManager
-from torchtitan.protocols.train_spec import get_train_spec
+from support.runs import ROOT, call
 
 import torchtitan_magi as magi
 from torchtitan_magi.planning.cost_model import Heads
@@ -22,27 +21,24 @@ from torchtitan_magi.launch import num_processes  # isort: skip
 CONFIGS = sorted((ROOT / "train_configs").glob("*.toml"))
 
 
+def checked(path, overrides):
+    """[parallelism], the sizes in [training], and the model."""
+    check(path, *overrides)
+    job = read_job(path, *overrides)
+    sizes = SimpleNamespace(seq_len=job.training.seq_len, local_batch_size=job.training.local_batch_size)
+    return SimpleNamespace(**vars(job.parallelism)), sizes, read_model(path, *overrides)
+
+
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_a_configuration_is_complete_and_fits_its_hardware(path, tmp_path):
-    importlib.import_module("torchtitan_magi.titan")
-    from torchtitan_magi.titan.v02.config import check_job_config
-    from torchtitan_magi.titan.v02.models import args_of, config_of
-    from torchtitan_magi.training.settings.model_folder import HF_FLAVOR, read_hf_config
-
     text = path.read_text()
-    config = ConfigManager().parse_args(["--job.config_file", str(path)])
-    flavors = get_train_spec(config.model.name).model_args
-    attn_types = {name: args.attn_type for name, args in flavors.items()}
-    check_job_config(config, attn_types | {HF_FLAVOR: "varlen"}, True)
-    if config.model.flavor == HF_FLAVOR:
-        published = MODELS[SHIPPED[Path(config.model.hf_assets_path).name]]
+    overrides = ["--job.dump_folder", str(tmp_path)]
+    section = tomllib.loads(text)["model"]
+    if section["flavor"] == "hf":
+        published = MODELS[SHIPPED[Path(section["hf_assets_path"]).name]]
         (tmp_path / "config.json").write_text(json.dumps(published))
-        config.model.hf_assets_path = str(tmp_path)
-        model = read_hf_config(config, args_of)
-    else:
-        model = config_of(flavors[config.model.flavor])
-
-    parallelism, training = config.parallelism, config.training
+        overrides += ["--model.hf_assets_path", str(tmp_path)]
+    parallelism, training, model = call(checked, path, overrides)
     cp, tp = parallelism.context_parallel_degree, parallelism.tensor_parallel_degree
     assert model.num_heads_kv % tp == 0
     assert training.seq_len % (2 * cp * tp) == 0  # torchtitan's rule
@@ -61,11 +57,16 @@ def test_a_configuration_is_complete_and_fits_its_hardware(path, tmp_path):
     assert plan.areas.max() <= 1.1 * plan.areas.mean()
 
 
-def test_torchtitans_defaults_are_those_that_count_as_not_given():
+def defaults(path):
+    job = read_job(path)
+    return job.training.steps, job.lr_scheduler.warmup_steps
+
+
+def test_torchtitans_defaults_are_those_that_count_as_not_given(tmp_path):
     from torchtitan_magi.training.batches.run_length import DEFAULT_STEPS, DEFAULT_WARMUP
 
-    config = ConfigManager().parse_args([])
-    assert (config.training.steps, config.lr_scheduler.warmup_steps) == (DEFAULT_STEPS, DEFAULT_WARMUP)
+    (tmp_path / "empty.toml").touch()
+    assert call(defaults, tmp_path / "empty.toml") == (DEFAULT_STEPS, DEFAULT_WARMUP)
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)

@@ -39,6 +39,7 @@ from unittest import mock
 
 import pytest
 from packaging.requirements import Requirement
+from support.adapter import read_job
 from support.runs import DEBUG_TOML, ROOT, call
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -109,7 +110,7 @@ def check(block: Block) -> None:
     if block.mark:
         found = MARK.fullmatch(block.mark)
         if not found:
-            raise ValueError(f"{block.mark} is none of the marks in tests/titan_v02/test_snippets.py")
+            raise ValueError(f"{block.mark} is none of the marks in tests/docs/test_snippets.py")
         if found[1] and date.fromisoformat(found[1]) > date.today():
             raise ValueError(f"{block.mark} is in the future")
     match block.language:
@@ -129,7 +130,6 @@ def check(block: Block) -> None:
 
 
 def check_toml(text: str) -> None:
-    from torchtitan.config import ConfigManager
     from torchtitan.tools import utils
 
     from torchtitan_magi.training.settings.magi_section import check_options, check_options_for_pairs
@@ -139,8 +139,7 @@ def check_toml(text: str) -> None:
     with tempfile.TemporaryDirectory() as folder, mock.patch.object(utils, "device_type", "cuda"):
         path = Path(folder) / "page.toml"
         path.write_text(text)
-        arguments = ["--job.config_file", str(path), "--job.dump_folder", folder]
-        config = ConfigManager().parse_args([*arguments, *HOOKS])
+        config = read_job(path, "--job.dump_folder", folder, *HOOKS)
     check_options(replace(config.magi, cost_model=""))
     if config.model.flavor == "hf":
         check_what_becomes_of_the_weights(tomllib.loads(text))
@@ -282,17 +281,13 @@ def check_torchrun(arguments: list[str]) -> None:
 
 def check_training(path: str, overrides: list[str]) -> None:
     """Checks the overrides alone where the file is not in the repository."""
-    from torchtitan.config import ConfigManager
-
     from torchtitan_magi.launch import num_processes
 
     file = ROOT / path if path and (ROOT / path).is_file() else DEBUG_TOML
     num_processes(tomllib.loads(file.read_text()), overrides, 0)
     with contextlib.redirect_stdout(io.StringIO()), tempfile.TemporaryDirectory() as folder:
         try:
-            ConfigManager().parse_args(
-                ["--job.config_file", str(file), *HOOKS, *overrides, "--job.dump_folder", folder]
-            )
+            read_job(file, *HOOKS, *overrides, "--job.dump_folder", folder)
         except SystemExit as end:
             if end.code:
                 raise

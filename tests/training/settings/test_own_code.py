@@ -1,15 +1,30 @@
-"""`[magi] imports`: a user's module adds a flavor, a converter and a data set before they are looked up."""
-
-import sys
+"""`[magi] imports`: a user's module adds a flavor, with 0.2.2 a converter, and a data set before they are looked up."""
 
 import pytest
 from support.errors import assert_one_line, changed, error_of
 from support.processes import run
-from support.runs import ROOT, train
+from support.runs import IS_0_3, ROOT, OnPath, train
 
-MODULE = """
+DATA_SET = """
 from torchtitan.hf_datasets import DatasetConfig
 from torchtitan.hf_datasets.text_datasets import DATASETS
+
+DATASETS["words"] = DatasetConfig(path="", loader=None, sample_processor=None)
+"""
+OF_0_3 = """
+from torchtitan.models.llama3 import llama3_configs
+
+
+def mine(**options):
+    config = llama3_configs["debugmodel"](**options)
+    config.layers = config.layers[:1]
+    return config
+
+
+llama3_configs["mine"] = mine
+print("1 layer of 256 dimensions is mine")
+"""
+OF_0_2_2 = """
 from torchtitan.models.llama3 import TransformerModelArgs
 from torchtitan.protocols.model_converter import register_model_converter
 from torchtitan.protocols.train_spec import get_train_spec
@@ -32,10 +47,11 @@ class Frozen:
 
 
 register_model_converter(Frozen, "frozen")
-DATASETS["words"] = DatasetConfig(path="", loader=None, sample_processor=None)
 """
-USED = ["--model.flavor", "mine", "--model.converters", "frozen"]
-USED += ["--training.steps", "2", "--training.seq_len", "128"]
+MODULE = DATA_SET + (OF_0_3 if IS_0_3 else OF_0_2_2)
+USED = ["--model.flavor", "mine", "--training.steps", "2", "--training.seq_len", "128"]
+USED += [] if IS_0_3 else ["--model.converters", "frozen"]
+SAID = "1 layer of 256 dimensions is mine" if IS_0_3 else "64 embedding dimensions are frozen, cp "
 
 
 @pytest.fixture
@@ -46,21 +62,11 @@ def folder(tmp_path):
     return tmp_path
 
 
-class OnPath:
-    """Makes a folder importable in the processes of a run."""
-
-    def __init__(self, folder):
-        self.folder = str(folder)
-
-    def __call__(self, report):
-        sys.path.insert(0, self.folder)
-
-
-def test_an_own_flavor_and_converter_train_with_torchtitans_entry_point(folder):
+def test_an_own_flavor_trains(folder):
     arguments = [*USED, "--magi.imports", "my_package", "--parallelism.context_parallel_degree", "2"]
     trained = train(2, arguments, setup=OnPath(folder), layers=None)
     assert len(trained.losses) == 2
-    assert "64 embedding dimensions are frozen, cp 2" in trained.output
+    assert SAID + "2" * (not IS_0_3) in trained.output
 
 
 def test_train_sh_finds_the_module_in_the_folder_of_its_caller(folder):
@@ -68,7 +74,7 @@ def test_train_sh_finds_the_module_in_the_folder_of_its_caller(folder):
     command = ["bash", ROOT / "scripts" / "train.sh", path.name, *USED, "--job.dump_folder", folder / "run"]
     result = run(*command, cwd=folder, PYTHONPATH="")
     assert result.returncode == 0, result.stderr[-4000:]
-    assert "64 embedding dimensions are frozen, cp 1" in result.stdout
+    assert SAID in result.stdout
     assert "Training completed" in result.stdout + result.stderr
 
 
@@ -109,24 +115,3 @@ def test_what_a_module_raises_is_its_own(line, kind, message, folder):
     assert error.type == kind
     assert str(error).startswith(message)
     assert f'{folder}/my_package/__init__.py", line 1, in <module>' in "".join(error.__notes__)
-
-
-def test_what_no_module_registered_is_one_line():
-    error = error_of(["--model.converters", "frozen"])
-    assert_one_line(error, ["model.converters has 'frozen'", "quantize.linear.float8", "magi.imports"])
-
-
-PLAIN = """
-from dataclasses import replace
-from torchtitan.models import llama3
-from torchtitan.protocols.train_spec import register_train_spec
-
-register_train_spec("plain", replace(llama3.get_train_spec(), build_dataloader_fn=None))
-"""
-
-
-def test_a_train_spec_that_is_not_ours_is_left_to_torchtitan(folder):
-    (folder / "my_package" / "__init__.py").write_text(PLAIN)
-    arguments = ["--magi.imports", "my_package", "--model.name", "plain", "--model.flavor", "debugmodel"]
-    error = error_of(arguments, setup=OnPath(folder), entry="torchtitan_magi.train")
-    assert_one_line(error, ["model.name is 'plain'", "torchrun -m torchtitan.train", "add a flavor to llama3"])

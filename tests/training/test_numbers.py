@@ -12,8 +12,9 @@ from support.corpus import WORDS, chat_tokenizer
 from support.parity import feed, trained_anew
 from support.runs import LAYERS, call, corpus, new_folder, train, watch
 
-from loss_compare import LAYOUTS  # isort: skip
+from layouts import LAYOUTS  # isort: skip
 
+OURS = "torchtitan_magi.train"
 SEQ_LEN = 256
 TOKENS = 2 * SEQ_LEN  # of a step
 ATTENTION_FLOPS = 12 * LAYERS * 256  # per (query, key) pair: forward and backward, layers, width of the debug model
@@ -105,9 +106,9 @@ def test_the_largest_loss_of_a_data_parallel_rank(name, against):
 
 def report_labels(report):
     """How many labels this rank has in each microbatch after context parallelism has cut it."""
-    from torchtitan.distributed import context_parallel
+    from torchtitan_magi.training.objectives.objective import SFT
 
-    watch(context_parallel, "cp_shard", lambda sharded, *_: report("labels", int((sharded[0][1] != -100).sum())))
+    watch(SFT, "read", lambda batch, *_: report("labels", int((batch.local.labels != -100).sum())))
 
 
 def all_finite(run):
@@ -120,7 +121,7 @@ def test_a_context_parallel_rank_without_a_label(tmp_path):
     (tmp_path / "records.jsonl").write_text((json.dumps({"messages": messages}) + "\n") * 20)
     arguments = ["--training.dataset_path", f"{tmp_path}/records.jsonl", "--training.steps", "2"]
     arguments += ["--training.local_batch_size", "1", "--parallelism.context_parallel_degree", "4"]
-    run = train(4, arguments, setup=report_labels)
+    run = train(4, arguments, entry=OURS, setup=report_labels)
     labels = [count for rank in range(4) for (count,) in run.of("labels", rank)]
     assert 0 in labels
     assert sum(labels) > 0
@@ -143,7 +144,7 @@ def feed_every_other_pack_without_label(report):
 @pytest.mark.parametrize("name", ["dp2_cp2", "cp2_accumulation"])
 def test_a_microbatch_or_a_data_parallel_rank_without_a_label(name):
     arguments = ["--training.dataset", "c4_test", "--training.steps", "2"]
-    run = trained_anew(name, *arguments, setup=feed_every_other_pack_without_label)
+    run = trained_anew(name, *arguments, entry=OURS, setup=feed_every_other_pack_without_label)
     without = [count for rank in range(len(run.events)) for (count,) in run.of("labels", rank)].count(0)
     assert without == 2 * 2  # one of two microbatches of a step, on both context-parallel ranks
     assert all_finite(run)

@@ -1,0 +1,42 @@
+"""What ``python -m torchtitan_magi.NAME`` commands have in common: a parser, and files that they write at their end."""
+
+import argparse
+import os
+from pathlib import Path
+from typing import NoReturn
+
+from torchtitan_magi.machine import cause, lack
+from torchtitan_magi.wording import shown
+
+
+class CommandParser(argparse.ArgumentParser):
+    """The parser of a command, whose errors are one line.
+
+    Args:
+        name: NAME.
+        usage: its line, in which %(prog)s is the command. doc: the module's docstring.
+    """
+
+    def __init__(self, name: str, usage: str, doc: str | None) -> None:
+        form = argparse.RawDescriptionHelpFormatter
+        super().__init__(f"python -m torchtitan_magi.{name}", usage, doc, formatter_class=form)
+
+    def error(self, message: str) -> NoReturn:
+        """Ends the process with code 2 and the message, without the usage."""
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+
+def check_output(path: Path) -> None:
+    """Raises ValueError for a file that cannot be written: before the work is done."""
+    target = path if path.exists() else path.parent
+    if not path.parent.is_dir() or path.is_dir() or not os.access(target, os.W_OK):
+        raise ValueError(f"cannot write {shown(path)}; give a file in a folder that exists")
+
+
+def write_output(path: Path, content: bytes) -> None:
+    """Writes a file. Raises ValueError, one line with the remedy, where that fails."""
+    try:
+        path.write_bytes(content)
+    except OSError as error:
+        what = f"cannot write {shown(path)}"
+        raise ValueError(lack(error, what, disk=True) or f"{what}: {cause(error)}; give another file") from None
