@@ -177,11 +177,6 @@ def check_tied(job_config: Any, config: ModelConfig) -> None:
         )
 
 
-def named_config(name: str, flavor: str) -> ModelConfig:
-    """The model of a flavor of torchtitan's."""
-    return config_of(get_train_spec(name).model_args[flavor])
-
-
 def config_of(args: Any) -> ModelConfig:
     """The model of torchtitan's arguments; a model whose scaling of frequencies scales none has "default" positions."""
     common: dict[str, Any] = {ours: getattr(args, theirs) for ours, theirs in COMMON.items()}
