@@ -69,7 +69,9 @@ PARTS = {"suite-by-torch": by_torch}  # of the docs
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("reports", nargs="+", type=Path, metavar="REPORT", help="a file of pytest's --junitxml")
-    run = facts_of_run(None) | counted(parser.parse_args().reports) | {"command": "python -m pytest"}
+    parser.add_argument("--commit", help="commit of the tree that ran, if it is not this one")
+    arguments = parser.parse_args()
+    run = facts_of_run(arguments.commit) | counted(arguments.reports) | {"command": "python -m pytest"}
     path = RESULTS / f"suite_{TITAN}.json"
     runs = json.loads(path.read_text())["runs"] if path.exists() else []
     save({"runs": [*(other for other in runs if other["torch"] != run["torch"]), run]}, path)
