@@ -89,10 +89,7 @@ def check_name(name: str) -> None:
 def check_model(name: str) -> None:
     """Raises ValueError, one line with the remedy, for a model that is not served."""
     if name in OF_0_3:
-        raise ValueError(
-            f"model.name is {quoted(name)}, which needs torchtitan 0.3; install it, or start with "
-            "TITAN=0.3 ./scripts/train.sh"
-        )
+        raise ValueError(f"model.name is {quoted(name)}, which needs torchtitan 0.3; pip install torchtitan==0.3.0")
     if name not in MODELS:
         raise ValueError(f"model.name is {quoted(name)}, which has no varlen attention; use one of {', '.join(MODELS)}")
 
