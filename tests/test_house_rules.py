@@ -49,7 +49,7 @@ MAY_IMPORT = {
     "calibrate": "commands tiles masks cuda planning exchange backends attention",
     "report": "sizing",
     "launch": "",
-    "train": "titan",
+    "train": "titan training.process",
     "verify": "commands training.checkpoints",
     "__init__": "masks planning attention",
 }
