@@ -146,7 +146,7 @@ def layers_after_converters():
     with pytest.raises(ValueError) as twice:
         with_adapters(with_lora, LoRA())
     with pytest.raises(ValueError) as none:
-        with_adapters(with_varlen(spec()), LoRA(rank=4, target_modules=["w1"]))
+        with_adapters(with_varlen(spec()), LoRA(rank=4, target_modules=["wo", "w1"]))
     return frozen, derived, with_lora.post_optimizer_build_fn, [str(error.value) for error in (own, twice, none)]
 
 
@@ -158,7 +158,7 @@ def test_layers_are_ours_after_converters_or_refused():
     assert "layers.0.moe.routed_experts.inner_experts is " in own
     assert "Theirs, but MagiExperts is needed here; leave out the converter or override that makes it so" in own
     assert "the model has adapters of rank 4 by a LoRAConverter of its own; leave that out, and set" in twice
-    assert "target_modules is ['w1'], but the layers of qwen3 'debugmodel_moe' have none of these; add wo," in none
+    assert none == "magi.lora.target_modules names w1, which qwen3 'debugmodel_moe' has not; leave it out"
 
 
 def balanced_step():

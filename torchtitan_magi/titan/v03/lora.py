@@ -45,18 +45,19 @@ def with_adapters(spec: ModelSpec, lora: LoRA) -> ModelSpec:
     if not lora.rank:
         return spec
     check_targets(lora)
+    experts = list(spec.model.traverse(GroupedExperts.Config))
     there = {name.rpartition(".")[2] for name, *_ in spec.model.traverse(Linear.Config)}
+    absent = [name for name in lora.target_modules if name not in (there | {EXPERTS} if experts else there)]
+    if absent and lora.target_modules != LoRA().target_modules:  # which has the names of all models
+        raise ValueError(
+            f"magi.lora.target_modules names {', '.join(absent)}, which {spec.name} {quoted(spec.flavor)} has not; "
+            "leave it out"
+        )
     targets = [name for name in lora.target_modules if name in there]
     converter: Any = LoRAConverter.Config(rank=lora.rank, alpha=lora.alpha, target_modules=targets)
     spec = replace(spec, model=converter.build().convert(spec.model), post_optimizer_build_fn=None)
-    experts = list(spec.model.traverse(GroupedExperts.Config)) if EXPERTS in lora.target_modules else []
-    for _, config, parent, name in experts:
+    for _, config, parent, name in experts if EXPERTS in lora.target_modules else ():
         setattr(parent, name, _with_factors(config, lora))
-    if not (_ranks(spec.model) or experts):
-        raise ValueError(
-            f"magi.lora.target_modules is {quoted(lora.target_modules)}, but the layers of {spec.name} "
-            f"{quoted(spec.flavor)} have none of these; add wo, the output layer of attention"
-        )
     return spec
 
 

@@ -52,9 +52,9 @@ class LoRA:
     target_modules: list[str] = field(
         default_factory=lambda: ["wqkv", "wq_a", "wq_b", "wq", "wkv_a", "wkv_b", "wkv", "wo", "w1", "w2", "w3"]
     )
-    """torchtitan's names of the linear layers that get one, as far as the model has them: the projections of queries,
-    keys and values, in one or apart, that of attention's output, and the three of a feed-forward, also of experts that
-    every token goes to. Besides, "experts": those that tokens are sent to, each with adapters of its own."""
+    """torchtitan's names of the linear layers that get one; the default, as far as the model has them. Projections of
+    queries, keys and values, in one or apart, that of attention's output, and the three of a feed-forward, also of
+    experts that every token goes to. Besides, "experts": those that tokens are sent to, each with its own adapters."""
 
 
 @dataclass(frozen=True)
