@@ -148,7 +148,7 @@ def test_only_gpus_that_are_hidden_are_tried(monkeypatch, seen, machines, access
 
     def run(rank):
         here.rank = rank
-        return peer.can_reach_each_other(None)
+        return peer.can_reach_each_other("the group")
 
     assert ranks.run(run) == [result] * 2
     assert sorted(trials) == ([] if tried is None else [0, 1])
