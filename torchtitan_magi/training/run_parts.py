@@ -10,7 +10,7 @@ from torchtitan_magi.models.shapes import heads_of_rank
 from torchtitan_magi.training.batches.pack_loader import build_dataloader
 from torchtitan_magi.training.batches.planned_loader import PlannedLoader, with_plans
 from torchtitan_magi.training.batches.planner import MagiRuntime, WorkCount, attention_options
-from torchtitan_magi.training.batches.run_length import set_run_length
+from torchtitan_magi.training.batches.run_length import RunLength, set_run_length
 from torchtitan_magi.training.checkpoints.export import Export, exported_files
 from torchtitan_magi.training.checkpoints.turn_end import add_turn_end
 from torchtitan_magi.training.process.groups import data_parallel_rank, group_of
@@ -29,6 +29,7 @@ class RunParts:
         export: how the model is exported, and with which files.
         runtime: what plans microbatches; there when the first of them is loaded.
         count: the work of the microbatches.
+        run_length: how many steps and epochs it has, if the data are ours; there once they are.
     """
 
     job_config: Any
@@ -37,6 +38,7 @@ class RunParts:
     export: Export
     runtime: MagiRuntime | None
     count: WorkCount
+    run_length: RunLength | None = None
 
     def read_model(self, read: Callable[[], ModelConfig]) -> None:
         """Sets ``model_facts`` and ``export``. A collective of all ranks, which raises as ``check_model``."""
@@ -83,8 +85,13 @@ class RunParts:
             return self._planned(stock())
         loader = build_dataloader(section, *place, self.tokenizer, self.job_config, True)
         set_run_length(sections, self.job_config, loader)
+        self.run_length = loader.run_length
         add_turn_end(self.export.files, loader.dataset, bool(self.job_config.magi.lora.rank))
         return self._planned(loader)
+
+    def epoch_at(self, step: int) -> float | None:
+        """How often the training data have been gone through after a step; None where that is not known."""
+        return None if self.run_length is None else self.run_length.epoch_at(step)
 
     def validation_data(self, section: Any, place: tuple[int, int], stock: Callable[[], Any]) -> PlannedLoader:
         """One pass over the data of [validation], likewise; sets nothing."""

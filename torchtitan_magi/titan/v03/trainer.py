@@ -146,7 +146,8 @@ class MagiTrainer(RunParts, ObjectiveTrainer, Trainer):
     def _start_metrics(self) -> None:
         attention, seq_len = self.model_facts.attention_flops, self.config.training.seq_len
         self.metrics_processor.num_flops_per_token -= attention * seq_len  # torchtitan counts a dense pack
-        self.metrics_processor.count_work(attention, self.count, LossRecord(self.num_microbatches), self.memory)
+        losses, length = LossRecord(self.num_microbatches), (lambda: self.config.training.steps, self.epoch_at)
+        self.metrics_processor.count_work(attention, self.count, losses, self.memory, *length)
 
     def _start_validator(self) -> None:
         job, place = self.job_config, data_parallel_place(self.parallel_dims)
