@@ -13,6 +13,7 @@ from torchtitan_magi.training.experts import take_expert_load
 from torchtitan_magi.training.memory_log import MeasuredMemory
 from torchtitan_magi.training.objectives.objective import LossRecord
 from torchtitan_magi.training.process.groups import group_of, reduced
+from torchtitan_magi.training.run_parts import RunParts
 
 logger = logging.getLogger(__name__)
 
@@ -44,24 +45,10 @@ class PlanMetrics:
     time_last_log: float
     has_quantization = False
 
-    def count_work(
-        self,
-        attention_flops: int,
-        count: WorkCount,
-        losses: LossRecord,
-        memory: MeasuredMemory,
-        num_steps: Callable[[], int],
-        epoch_at: Callable[[int], float | None],
-    ) -> None:
-        """Begins to count.
-
-        Args:
-            attention_flops: per (query, key) pair, in all layers.
-            num_steps: the last step of the run, which may change when a checkpoint is loaded.
-            epoch_at: how often the data have been gone through after a step; None where that is not known.
-        """
-        self.attention_flops, self.count, self.losses, self.memory = attention_flops, count, losses, memory
-        self.num_steps, self.epoch_at = num_steps, epoch_at
+    def count_work(self, attention_flops: int, run: RunParts, losses: LossRecord, memory: MeasuredMemory) -> None:
+        """Begins to count. attention_flops: per (query, key) pair, in all layers."""
+        self.attention_flops, self.run, self.losses, self.memory = attention_flops, run, losses, memory
+        self.count = run.count
         self.objective_metrics: Callable[[], dict[str, float]] = dict
         self.tokens_seen: Callable[[], int] | None = None
         self.first_step: int | None = None  # of this process
@@ -71,7 +58,7 @@ class PlanMetrics:
         """Whether a step is logged: also the first of this process and the last of the run."""
         if self.first_step is None:
             self.first_step, self.last_logged = step, step - 1
-        return step in (self.first_step, self.num_steps()) or super().should_log(step)  # type: ignore[misc]
+        return step in (self.first_step, self.run.num_steps) or super().should_log(step)  # type: ignore[misc]
 
     def log(
         self, step: int, global_avg_loss: float, global_max_loss: float, grad_norm: float, extra_metrics: Any = None
@@ -95,7 +82,7 @@ class PlanMetrics:
             **own_metrics,
         }
         self.logger.log(metrics, step)
-        logger.info(step_line(step, self.num_steps(), metrics))
+        logger.info(step_line(step, self.run.num_steps, metrics))
         self._print("step", step, own_metrics)
         self._report_waiting(step, counted.waited)
         self.ntokens_since_last_log, self.last_logged = 0, step
@@ -137,7 +124,7 @@ class PlanMetrics:
 
     def _progress(self, step: int, seconds_per_step: float) -> dict[str, float]:
         """Epochs and the time to the end, where they are known: a process takes longer for its first step."""
-        epoch, left = self.epoch_at(step), self.num_steps() - step
+        epoch, left = self.run.epoch_at(step), self.run.num_steps - step
         known = {} if epoch is None else {"epoch": epoch}
         return known if step == self.first_step else known | {"time_metrics/eta(s)": left * seconds_per_step}
 

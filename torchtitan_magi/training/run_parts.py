@@ -14,6 +14,7 @@ from torchtitan_magi.training.batches.run_length import RunLength, set_run_lengt
 from torchtitan_magi.training.checkpoints.export import Export, exported_files
 from torchtitan_magi.training.checkpoints.turn_end import add_turn_end
 from torchtitan_magi.training.process.groups import data_parallel_rank, group_of
+from torchtitan_magi.training.process.run_folder import keep_log
 from torchtitan_magi.training.settings.checks import check_model
 from torchtitan_magi.training.settings.model_folder import check_vocabulary
 from torchtitan_magi.training.settings.options import OUR_DATASETS
@@ -29,6 +30,7 @@ class RunParts:
         export: how the model is exported, and with which files.
         runtime: what plans microbatches; there when the first of them is loaded.
         count: the work of the microbatches.
+        sections: where the number of steps is, see ``RunLength``; there once the data are.
         run_length: how many steps and epochs it has, if the data are ours; there once they are.
     """
 
@@ -38,10 +40,13 @@ class RunParts:
     export: Export
     runtime: MagiRuntime | None
     count: WorkCount
+    sections: Any
     run_length: RunLength | None = None
 
     def read_model(self, read: Callable[[], ModelConfig]) -> None:
-        """Sets ``model_facts`` and ``export``. A collective of all ranks, which raises as ``check_model``."""
+        """Sets ``model_facts`` and ``export``, and begins to keep the log. A collective of all ranks, which raises as
+        ``check_model``."""
+        keep_log(self.job_config.job.dump_folder)
         self.model_facts, layout = check_model(self.job_config, read)
         self.export = Export(layout=layout)
 
@@ -81,6 +86,7 @@ class RunParts:
         Raises:
             ValueError: see ``build_dataloader``.
         """
+        self.sections = sections
         if section.dataset not in OUR_DATASETS:
             return self._planned(stock())
         loader = build_dataloader(section, *place, self.tokenizer, self.job_config, True)
@@ -88,6 +94,11 @@ class RunParts:
         self.run_length = loader.run_length
         add_turn_end(self.export.files, loader.dataset, bool(self.job_config.magi.lora.rank))
         return self._planned(loader)
+
+    @property
+    def num_steps(self) -> int:
+        """The last step of the run, which may change when a checkpoint is loaded."""
+        return self.sections.training.steps
 
     def epoch_at(self, step: int) -> float | None:
         """How often the training data have been gone through after a step; None where that is not known."""
