@@ -51,7 +51,7 @@ MAY_IMPORT = {
     "report": "sizing",
     "__main__": "",
     "launch": "",
-    "train": "titan",
+    "train": "titan training.process",
     "verify": "commands training.checkpoints",
     "__init__": "masks planning attention",
 }

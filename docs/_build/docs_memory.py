@@ -1,6 +1,5 @@
 """Parts of the docs about memory: predicted, and measured in benchmarks/results/train_*.json. See write_docs.py."""
 
-import importlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -17,11 +16,10 @@ STRATEGIES = ("ours", "ours, dp 2", "ours, tp 2", "flex")  # "flex" has torchtit
 
 
 def shapes_of(model: str, flavor: str) -> ModelConfig:
-    """The model of a flavor of the installed torchtitan's."""
-    from torchtitan_magi.titan import adapter
+    """The model of a flavor of torchtitan's."""
+    from torchtitan_magi.titan.v03.models import config_of, model_spec
 
-    found: ModelConfig = importlib.import_module(f"{adapter.__name__}.models").named_config(model, flavor)
-    return found
+    return config_of(model_spec(model, flavor, None).model)
 
 
 def checkpointing_predicted() -> str:

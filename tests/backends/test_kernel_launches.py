@@ -17,21 +17,10 @@ from torchtitan_magi.backends.ffa.row_kernels import CudaRowMover
 from torchtitan_magi.backends.ffa.worklists import build_worklists
 from torchtitan_magi.backends.interface import Gradients, OutGrads, StageInputs, StageMask
 from torchtitan_magi.cuda import driver, jit, launch
-from torchtitan_magi.exchange.in_flight import (
-    Arrival,
-    Flag,
-    LateKeys,
-    LeftGrads,
-    Piece,
-    Places,
-    Returned,
-    RowShape,
-    RowSums,
-    Unsent,
-)
+from torchtitan_magi.exchange import in_flight
 
 TOKENS, HEADS_Q, HEADS, DIM = 256, 8, 2, 64
-SHAPE = RowShape(HEADS, DIM, DIM)
+SHAPE = in_flight.RowShape(HEADS, DIM, DIM)
 ROW = SHAPE.width
 SCALE = 0.125
 PARAMS = {
@@ -208,7 +197,7 @@ def test_sinks_softcap_and_the_gradient_of_lse_reach_the_kernels(recorder, mask)
     params = recorder.launches[-1].params
     assert (params.softmax_scale, params.scale_log2) == pytest.approx((SCALE, 5 / np.log(2)))
     for given, seen in ((dlse, dlse.data_ptr()), (None, None)):
-        MOVER.sum(RowSums(dout, dout, delta, (dq,), given))
+        MOVER.sum(in_flight.RowSums(dout, dout, delta, (dq,), given))
         assert recorder.launches[-1].params.sums.dlse == seen
 
 
@@ -236,7 +225,7 @@ def test_wide_heads_have_rows_of_their_own_widths(value_dim, launches, recorder)
     out, lse = ATTN.forward(StageInputs(q, k, v, mask, SCALE))
     assert out.shape == (TOKENS, HEADS_Q, value_dim)
     assert (recorder.launches[-1].params.out, recorder.launches[-1].params.value_dim) == (out.data_ptr(), value_dim)
-    shape, dq = RowShape.of(k, v), torch.zeros(TOKENS, HEADS_Q, 192)
+    shape, dq = in_flight.RowShape.of(k, v), torch.zeros(TOKENS, HEADS_Q, 192)
     dkv, before = torch.zeros(TOKENS, shape.width), len(recorder.launches)
     ATTN.backward(StageInputs(q, k, v, mask, SCALE), OutGrads(dout, lse, lse.clone()), Gradients(dq, dkv, zeroed=True))
     launched = recorder.launches[before:]
@@ -260,9 +249,9 @@ def test_late_keys_have_maps_and_a_flag(recorder):
     mask = mask_of(0, own, TOKENS, late_from=own)
     q, k, v = tensors(HEADS_Q, HEADS, HEADS)
     assert mask.sizes.forward.awaits
-    for flag in (Flag(4096, 7), None):
+    for flag in (in_flight.Flag(4096, 7), None):
         kv = torch.randn(TOKENS - own, ROW).bfloat16()
-        late = LateKeys(kv, Arrival(lambda: waits.append(1), lambda flag=flag: flag))
+        late = in_flight.LateKeys(kv, in_flight.Arrival(lambda: waits.append(1), lambda flag=flag: flag))
         ATTN.forward(StageInputs(q, k[:own], v[:own], mask, SCALE, late))
         last = recorder.launches[-1]
         assert [at[0] for at in last.maps[3:5]] == [part.data_ptr() for part in SHAPE.split(kv)]
@@ -308,13 +297,13 @@ MOVER = CudaRowMover()
 
 
 def places_of_two():
-    return Places([5, 12], [1 << 20, 2 << 20], 5, [64, 128])
+    return in_flight.Places([5, 12], [1 << 20, 2 << 20], 5, [64, 128])
 
 
 def sums_of(zeros=1):
     out, dout = torch.randn(2, TOKENS, HEADS_Q, DIM).bfloat16()
     memory = torch.empty(TOKENS, HEADS_Q, DIM), torch.empty(TOKENS, ROW)
-    return RowSums(out, dout, torch.empty(TOKENS, HEADS_Q), memory[:zeros])
+    return in_flight.RowSums(out, dout, torch.empty(TOKENS, HEADS_Q), memory[:zeros])
 
 
 def index_of(num_rows):
@@ -380,7 +369,8 @@ def test_a_piece_of_gradients_is_rounded_to_its_slot_before_it_is_counted(record
     grad = torch.randn(12, ROW)
     want = grad[[i for part in parts or () for i in range(part.start, part.stop)]] if parts is not None else grad
     slot = torch.full((len(want), ROW), torch.nan, dtype=wire)
-    MOVER.round_to(grad, Piece(parts, Places([len(want)], [slot.data_ptr()], 0, [64, 128]), slot, None))
+    places = in_flight.Places([len(want)], [slot.data_ptr()], 0, [64, 128])
+    MOVER.round_to(grad, in_flight.Piece(parts, places, slot, None))
     assert torch.equal(slot, want.to(wire))
     (launched,) = recorder.launches
     params = launched.params
@@ -395,12 +385,12 @@ def test_the_end_of_a_backward(recorder, wire):
     (index, exchange), places, waits = index_of(12), places_of_two(), []
     dq = torch.randn(TOKENS, HEADS_Q, DIM)
     first = 45  # rows before belong to this rank and to nobody
-    for flag in (Flag(64, 3), Flag(64, 4), None):
+    for flag in (in_flight.Flag(64, 3), in_flight.Flag(64, 4), None):
         dkv = torch.randn(first + 12, ROW)
         received = torch.empty(12, ROW, dtype=wire)
-        arrival = Arrival(lambda: waits.append(1), lambda flag=flag: flag)
-        returned = Returned(received, index, exchange, arrival, Unsent(dkv, first, places))
-        results = MOVER.finish(returned, LeftGrads(dq, dkv, SHAPE, 0.5, torch.bfloat16))
+        arrival = in_flight.Arrival(lambda: waits.append(1), lambda flag=flag: flag)
+        returned = in_flight.Returned(received, index, exchange, arrival, in_flight.Unsent(dkv, first, places))
+        results = MOVER.finish(returned, in_flight.LeftGrads(dq, dkv, SHAPE, 0.5, torch.bfloat16))
         params = recorder.launches[-1].params
         assert (params.dq_to, params.dk_to, params.dv_to) == tuple(x.data_ptr() for x in results)
         assert [x.shape for x in results] == [(TOKENS, HEADS_Q, DIM), *[(TOKENS, HEADS, DIM)] * 2]
@@ -421,8 +411,9 @@ def test_the_end_of_a_backward_that_rounded_its_gradients(recorder):
     (index, exchange), places = index_of(12), places_of_two()
     dq, received = torch.randn(TOKENS, HEADS_Q, DIM), torch.empty(12, ROW, dtype=torch.bfloat16)
     dk, dv = torch.randn(2, TOKENS + 12, HEADS, DIM).bfloat16()
-    returned = Returned(received, index, exchange, Arrival(lambda: None), Unsent((dk, dv), TOKENS, places))
-    results = MOVER.finish(returned, LeftGrads(dq, (dk, dv), SHAPE, 0.5, torch.bfloat16))
+    unsent = in_flight.Unsent((dk, dv), TOKENS, places)
+    returned = in_flight.Returned(received, index, exchange, in_flight.Arrival(lambda: None), unsent)
+    results = MOVER.finish(returned, in_flight.LeftGrads(dq, (dk, dv), SHAPE, 0.5, torch.bfloat16))
     params = recorder.launches[-1].params
     assert [x.data_ptr() for x in results[1:]] == [dk.data_ptr(), dv.data_ptr()] == [params.dk_to, params.dv_to]
     assert [x.shape for x in results[1:]] == [(TOKENS, HEADS, DIM)] * 2
@@ -449,11 +440,11 @@ def test_more_units_than_kernels_count_are_refused(recorder):
     """Gradients of 128 GiB, which take no memory on the meta device; `end` in add_rows would be 0."""
     half = torch.empty(1 << 31, 16, device="meta")
     with pytest.raises(ValueError, match=rf"gradient: {1 << 32}; the ffa kernels count to"):
-        MOVER.round_keys(half, RowShape(1, 8, 8), torch.bfloat16)
+        MOVER.round_keys(half, in_flight.RowShape(1, 8, 8), torch.bfloat16)
     with pytest.raises(ValueError, match="the ffa kernels count to"):
         MOVER.round(half.unflatten(1, (2, 8)), SHAPE, 1.0, half)
     index = [None, torch.empty((1 << 31) + 1, device="meta"), torch.empty(0, device="meta")]
-    returned = Returned(half.bfloat16(), index, None, Arrival(lambda: None))
+    returned = in_flight.Returned(half.bfloat16(), index, None, in_flight.Arrival(lambda: None))
     with pytest.raises(ValueError, match="the ffa kernels count to"):
         MOVER.add(returned, half)
     assert not recorder.launches

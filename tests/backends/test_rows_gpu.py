@@ -11,21 +11,11 @@ from torchtitan_magi import AttnSlices, shared_prompt, sliding_window, varlen_ca
 from torchtitan_magi.backends.ffa.row_kernels import CudaRowMover, write_bands
 from torchtitan_magi.backends.ffa.worklists import build_worklists
 from torchtitan_magi.backends.interface import StageMask
-from torchtitan_magi.exchange.in_flight import (
-    Arrival,
-    Flag,
-    LeftGrads,
-    Piece,
-    Places,
-    Returned,
-    RowShape,
-    RowSums,
-    Unsent,
-)
+from torchtitan_magi.exchange import in_flight
 
 pytestmark = [pytest.mark.gpu, needs_hopper]
 TOKENS, HEADS, DIM = 3000, 8, 128
-SHAPE = RowShape(HEADS, DIM, DIM)
+SHAPE = in_flight.RowShape(HEADS, DIM, DIM)
 ROW = SHAPE.width
 
 
@@ -36,7 +26,7 @@ def boxes(counts, row_bytes, flags, dtype, begin):
     starts = [end - count for end, count in zip(ends, counts, strict=True)]
     addresses = [x.data_ptr() - start * row_bytes for x, start in zip(targets, starts, strict=True)]
     words = [flags.data_ptr() + 4 * i for i in range(len(flags))]
-    return Places(ends, addresses, starts[begin], words), targets
+    return in_flight.Places(ends, addresses, starts[begin], words), targets
 
 
 @pytest.mark.parametrize(
@@ -75,7 +65,7 @@ def test_rows_are_written_to_each_place_and_then_counted(counts):
 def test_no_rows_are_counted_too():
     k = torch.randn(TOKENS, HEADS, DIM, device="cuda", dtype=torch.bfloat16)
     flags = torch.zeros(2, dtype=torch.int32, device="cuda")
-    places = Places([], [], 0, [flags.data_ptr(), flags.data_ptr() + 4])
+    places = in_flight.Places([], [], 0, [flags.data_ptr(), flags.data_ptr() + 4])
     CudaRowMover().gather(k, k, [torch.zeros(0, dtype=torch.int32, device="cuda")], places)
     assert flags.tolist() == [1, 1]
 
@@ -88,7 +78,7 @@ def test_row_sums_and_zeros_beside_packing(num_rows, head_dim, more):
     out, dout = torch.randn(2, TOKENS, 5, head_dim, device="cuda", dtype=torch.bfloat16)
     zeros = [torch.full((n,), torch.nan, device="cuda") for n in (out.numel(), more)[: 1 + bool(more)]]
     delta = torch.full((TOKENS, 5), torch.nan, device="cuda")
-    sums = RowSums(out, dout, delta, tuple(zeros))
+    sums = in_flight.RowSums(out, dout, delta, tuple(zeros))
     if num_rows is None:
         CudaRowMover().sum(sums)
     else:
@@ -119,8 +109,8 @@ def test_a_piece_of_gradients_is_rounded_to_its_slot_and_then_counted(wire, part
     chosen = numbers if parts is None else torch.cat([numbers[:0], *(numbers[part] for part in parts)])
     for turn in range(3):
         slot = torch.full((len(chosen), ROW), torch.nan, dtype=wire, device="cuda")
-        places = Places([len(chosen)], [slot.data_ptr()], 0, [flags.data_ptr(), flags.data_ptr() + 4])
-        CudaRowMover().round_to(grad, Piece(parts, places, slot, Arrival(lambda: None)))
+        places = in_flight.Places([len(chosen)], [slot.data_ptr()], 0, [flags.data_ptr(), flags.data_ptr() + 4])
+        CudaRowMover().round_to(grad, in_flight.Piece(parts, places, slot, in_flight.Arrival(lambda: None)))
         assert torch.equal(slot, grad[chosen].to(wire))
         assert flags.tolist() == [turn + 1] * 2
 
@@ -142,15 +132,15 @@ def test_the_end_of_a_backward_sends_before_it_waits(wire, is_rounded, unsent):
         received = torch.full((unsent, ROW), torch.nan, dtype=wire, device="cuda")
         ends = np.cumsum(counts).tolist()
         addresses = [received.data_ptr()] * len(counts)
-        places = Places(ends, addresses, 0, [flag.data_ptr()])
-        arrival = Arrival(lambda: None, lambda turn=turn: Flag(flag.data_ptr(), turn + 1))
+        places = in_flight.Places(ends, addresses, 0, [flag.data_ptr()])
+        arrival = in_flight.Arrival(lambda: None, lambda turn=turn: in_flight.Flag(flag.data_ptr(), turn + 1))
         if is_rounded:  # with the rows that are sent behind the rank's own
             found = tuple(x.bfloat16().contiguous() for x in SHAPE.split(torch.cat([dkv, grad])))
             first, to_send = TOKENS, found
         else:
             found, first, to_send = dkv, 0, grad
-        returned = Returned(received, index, exchange, arrival, Unsent(to_send, first, places))
-        rounded, dk, dv = CudaRowMover().finish(returned, LeftGrads(dq, found, SHAPE, 0.25, torch.bfloat16))
+        returned = in_flight.Returned(received, index, exchange, arrival, in_flight.Unsent(to_send, first, places))
+        rounded, dk, dv = CudaRowMover().finish(returned, in_flight.LeftGrads(dq, found, SHAPE, 0.25, torch.bfloat16))
         want = dkv.bfloat16().float() if is_rounded else dkv.clone()
         for rows, end in zip(sent, ends, strict=True):
             want.index_add_(0, rows.cuda(), grad[end - len(rows) : end].to(wire).float())

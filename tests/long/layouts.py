@@ -1,4 +1,4 @@
-"""Layouts that must train alike: the same few steps from one seed checkpoint, see tests/titan_v02/test_parity.py."""
+"""Layouts that must train alike: the same few steps from one seed checkpoint, see tests/training/test_parity.py."""
 
 import math
 from dataclasses import dataclass

@@ -56,14 +56,11 @@ def recorded() -> list[tuple[str, dict[str, Any]]]:
 
 def by_torch() -> str:
     """When the suite ran last on a CPU with each torch, and what it said."""
-    columns = ("torch", "torchtitan", "files", "passed", "skipped", "failed", "date", "commit")
-    return table(
-        columns,
-        (
-            (run["torch"], version, *(run[name] for name in columns[2:-1]), run["commit"][:7])
-            for version, run in recorded()
-        ),
-    )
+    columns = ("torch", "torchtitan", "files", "passed", "skipped", "failed", "date")
+    rows = [(run["torch"], version, *(run[name] for name in columns[2:])) for version, run in recorded()]
+    names = sorted({f"suite_{version}.json" for version, _ in recorded()})
+    files = [f"- [{name}](../../benchmarks/results/{name})" for name in names]
+    return "\n".join([table(columns, rows), "", *files])
 
 
 PARTS = {"suite-by-torch": by_torch}  # of the docs
@@ -72,7 +69,9 @@ PARTS = {"suite-by-torch": by_torch}  # of the docs
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("reports", nargs="+", type=Path, metavar="REPORT", help="a file of pytest's --junitxml")
-    run = facts_of_run(None) | counted(parser.parse_args().reports)
+    parser.add_argument("--commit", help="commit of the tree that ran, if it is not this one")
+    arguments = parser.parse_args()
+    run = facts_of_run(arguments.commit) | counted(arguments.reports) | {"command": "python -m pytest"}
     path = RESULTS / f"suite_{TITAN}.json"
     runs = json.loads(path.read_text())["runs"] if path.exists() else []
     save({"runs": [*(other for other in runs if other["torch"] != run["torch"]), run]}, path)

@@ -252,15 +252,9 @@ class OnPath:
 
 
 def _child(
-    rank: int,
-    processes: int,
-    port: int,
-    log: str,
-    send: connection.Connection,
-    target: Callable,
-    arguments: tuple,
+    rank: int, processes: int, port: int, log: str, send: connection.Connection, target: Callable, arguments: tuple,
     on_gpus: bool,
-) -> None:
+) -> None:  # fmt: skip
     with open(log, "w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)

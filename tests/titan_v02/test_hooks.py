@@ -107,7 +107,10 @@ def test_the_stock_entry_point_names_ours():
         ("--model.flavor debugmodel", ["'debugmodel' has sdpa attention", "use one", "debugmodel_varlen_attn"]),
         ("--model.flavor debugmodel_flex_attn", ["'debugmodel_flex_attn' has flex", "debugmodel_varlen_attn"]),
         ("--model.flavor 9B", ["'9B' is unknown", "use one with varlen attention", "8B_varlen"]),
-        ("--model.name gpt_oss --model.flavor hf", ["'gpt_oss', which needs torchtitan 0.3", "TITAN=0.3"]),
+        (
+            "--model.name gpt_oss --model.flavor hf",
+            ["'gpt_oss', which needs torchtitan 0.3; pip install torchtitan==0.3.0"],
+        ),
         ("--magi.lora.rank 4", ["magi.lora.rank is 4", "set it to 0", "install torchtitan 0.3"]),
     ],
 )

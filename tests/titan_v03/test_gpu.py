@@ -15,11 +15,14 @@ from support.hf_models import hf_arguments, make_hf_folder
 from torch.distributed.pipelining import PipelineStage
 
 pytestmark = [pytest.mark.gpu, needs_hopper]
+LATENT = {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 WIDE: dict[str, dict[str, int]] = {  # heads of 64, and those of DeepSeek V3
     "llama": {"intermediate_size": 1024},
     "qwen3": {"intermediate_size": 1024},
     "gpt_oss": {"head_dim": 64},
-    "deepseek_v3": {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128},
+    "deepseek_v3": LATENT,
+    "muse_glimmer": {"head_dim": 64},
+    "kimi_k25": LATENT,
 }
 ROUNDING = 2e-2  # relative
 CHOICE = 4e-2  # where experts are chosen: rounding sends a token to another one
@@ -43,8 +46,12 @@ TASKS = {  # name -> kind of model, options
     "experts": ("qwen3_moe", ""),
     "gpt-oss": ("gpt_oss", ""),
     "DeepSeek V3": ("deepseek_v3", ""),
+    "Muse Glimmer": ("muse_glimmer", ""),
+    "Kimi K2.7": ("kimi_k25", ""),
     "DPO": ("llama", DPO),
     "LoRA": ("llama", "--magi.lora.rank 4"),
+    "LoRA of gpt-oss": ("gpt_oss", "--magi.lora.rank 4"),
+    "LoRA of experts": ("qwen3_moe", "--magi.lora.rank 4 --magi.lora.target_modules experts wo"),
     "LoRA and DPO": ("llama", f"--magi.lora.rank 4 {DPO}"),
     "validation": ("llama", "--validation.enable --validation.dataset sft --validation.dataset_path VALIDATION"),
     "checkpoints": ("llama", "--checkpoint.interval 2 --checkpoint.last_save_in_hf"),
@@ -54,6 +61,9 @@ TASKS = {  # name -> kind of model, options
     "experts, CP 2": ("qwen3_moe", CP),
     "gpt-oss, CP 2": ("gpt_oss", CP),
     "DeepSeek V3, CP 2": ("deepseek_v3", CP),
+    "Muse Glimmer, CP 2": ("muse_glimmer", CP),
+    "Kimi K2.7, CP 2": ("kimi_k25", CP),
+    "LoRA of experts, CP 2": ("qwen3_moe", f"--magi.lora.rank 4 --magi.lora.target_modules experts wo {CP}"),
     "LoRA, CP 2": ("llama", f"--magi.lora.rank 4 {CP}"),
     "FSDP 2": ("llama", "--parallelism.data_parallel_shard_degree 2 --training.local_batch_size 1"),
     "TP 2": ("llama", "--parallelism.tensor_parallel_degree 2"),
@@ -92,7 +102,7 @@ def test_losses_on_gpus_are_those_of_the_cpu(task):
     print(f"\n{task}: losses by step on GPUs {numbers(gpu)}, on the CPU {numbers(cpu)}")
     assert len(gpu) >= 5
     assert all(map(math.isfinite, gpu))
-    rounding = CHOICE if TASKS[task][0] in ("qwen3_moe", "gpt_oss", "deepseek_v3") else ROUNDING
+    rounding = CHOICE if TASKS[task][0] in ("qwen3_moe", "gpt_oss", "deepseek_v3", "kimi_k25") else ROUNDING
     assert gpu == pytest.approx(cpu, rel=rounding, abs=MARGINS if "DPO" in task else 0)
 
 

@@ -14,21 +14,14 @@ from torch.distributed import checkpoint
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from torchtitan_magi import verify
-from torchtitan_magi.training.checkpoints.digests import (
-    DigestWriter,
-    check_digests,
-    check_sizes,
-    loading,
-    read_metadata,
-    saving,
-)
+from torchtitan_magi.training.checkpoints import digests
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 STATE = {"weight": torch.arange(5000.0), "bias": torch.ones(3), "step": 7}
 
 
 def save(folder, state=STATE):
-    checkpoint.save(dict(state), storage_writer=DigestWriter(folder), checkpoint_id=folder, no_dist=True)
+    checkpoint.save(dict(state), storage_writer=digests.DigestWriter(folder), checkpoint_id=folder, no_dist=True)
     return Path(folder)
 
 
@@ -44,10 +37,10 @@ def flip(path, where):
 
 
 def test_what_is_saved_is_whole_and_loads(folder, capsys):
-    check_sizes(folder)
+    digests.check_sizes(folder)
     files = [path for path in folder.iterdir() if path.name != "SHA256SUMS"]
-    assert check_digests(folder) == sum(path.stat().st_size for path in files)
-    assert sum(check_digests(folder, rank, 3) for rank in range(3)) == check_digests(folder)
+    assert digests.check_digests(folder) == sum(path.stat().st_size for path in files)
+    assert sum(digests.check_digests(folder, rank, 3) for rank in range(3)) == digests.check_digests(folder)
     subprocess.run(["sha256sum", "--check", "--strict", "SHA256SUMS"], cwd=folder, check=True)
     loaded = {"weight": torch.zeros(5000), "bias": torch.zeros(3), "step": 0}
     checkpoint.load(loaded, checkpoint_id=folder, no_dist=True)
@@ -61,7 +54,7 @@ def test_what_is_saved_is_whole_and_loads(folder, capsys):
 def test_a_flipped_bit_is_named(folder, name, where, capsys):
     flip(folder / name, where)
     with pytest.raises(ValueError, match=rf"^{folder}/{name} is damaged: .*; load another checkpoint, or copy .*$"):
-        check_digests(folder)
+        digests.check_digests(folder)
     assert verify.main([str(folder), str(save(folder.parent / "step-4"))]) == 1
     printed = capsys.readouterr()
     assert f"{name} is damaged" in printed.err
@@ -70,9 +63,9 @@ def test_a_flipped_bit_is_named(folder, name, where, capsys):
 
 def test_each_file_is_checked_by_one_rank(folder):
     flip(folder / "__0_0.distcp", 100)  # the second name
-    check_digests(folder, 0, 2)
+    digests.check_digests(folder, 0, 2)
     with pytest.raises(ValueError, match="is damaged"):
-        check_digests(folder, 1, 2)
+        digests.check_digests(folder, 1, 2)
 
 
 def test_a_shard_without_a_digest_is_named(folder, capsys):
@@ -109,13 +102,13 @@ def truncate(folder):
 def test_a_checkpoint_that_is_not_whole_is_one_line(folder, damage, message):
     damage(folder)
     with one_line(message):
-        check_sizes(folder)
+        digests.check_sizes(folder)
 
 
 def test_safetensors_without_metadata_name_the_option(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"")
     with pytest.raises(ValueError, match=r"has safetensors and no .metadata; set checkpoint.initial_load_in_hf"):
-        check_sizes(tmp_path)
+        digests.check_sizes(tmp_path)
 
 
 def test_the_command_names_an_export(tmp_path, capsys):
@@ -142,7 +135,7 @@ def test_digests_that_are_not_there(folder, text, capsys):
 )
 def test_another_model_is_one_line(folder, state, message):
     line = rf"^{folder} cannot be loaded into this run: {message}.*; use the model"
-    with pytest.raises(ValueError, match=line), loading(folder):
+    with pytest.raises(ValueError, match=line), digests.loading(folder):
         checkpoint.load(state, checkpoint_id=folder, no_dist=True)
 
 
@@ -155,7 +148,7 @@ def fill_disk(folder):
 def test_a_full_disk_is_one_line(tmp_path):
     fill_disk(tmp_path / "step-2")
     said = rf"^{tmp_path}/step-2 could not be saved: rank 0: .*GiB free: make room"
-    with one_line(said, OSError), saving(tmp_path / "step-2"):
+    with one_line(said, OSError), digests.saving(tmp_path / "step-2"):
         save(tmp_path / "step-2")
 
 
@@ -163,12 +156,12 @@ def test_a_checkpoint_that_is_written_over_is_unfinished_meanwhile(folder):
     """Otherwise the old list of contents would stand beside new files."""
     (folder / "__0_0.distcp").unlink()
     (folder / "__0_0.distcp").symlink_to("/dev/full")
-    with pytest.raises(OSError, match="could not be saved"), saving(folder):
+    with pytest.raises(OSError, match="could not be saved"), digests.saving(folder):
         save(folder)
     assert not (folder / ".metadata").exists()
     assert not (folder / "SHA256SUMS").exists()
     (folder / "__0_0.distcp").unlink()
-    check_digests(save(folder, STATE | {"bias": torch.zeros(3)}))
+    digests.check_digests(save(folder, STATE | {"bias": torch.zeros(3)}))
 
 
 ASYNC = """
@@ -176,10 +169,10 @@ import os, sys, torch
 import torch.distributed as dist
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
-from torchtitan_magi.training.checkpoints.digests import DigestWriter, saving
+from torchtitan_magi.training.checkpoints import digests
 
 def save(folder):
-    writer, kind = DigestWriter(folder), AsyncCheckpointerType.PROCESS
+    writer, kind = digests.DigestWriter(folder), AsyncCheckpointerType.PROCESS
     options = {"storage_writer": writer, "checkpoint_id": folder, "async_checkpointer_type": kind}
     checkpoint.async_save({"weight": torch.arange(100.0)}, **options).result()
 
@@ -187,7 +180,7 @@ if __name__ == "__main__":
     os.environ["MASTER_ADDR"] = "127.0.0.1"
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     save(sys.argv[1])
-    with saving(sys.argv[2]):
+    with digests.saving(sys.argv[2]):
         save(sys.argv[2])
 """
 
@@ -197,7 +190,7 @@ def test_a_save_in_another_process_has_digests_and_one_line(tmp_path):
     (tmp_path / "script.py").write_text(ASYNC)
     fill_disk(tmp_path / "full")
     result = python(tmp_path / "script.py", tmp_path / "step-2", tmp_path / "full")
-    assert check_digests(tmp_path / "step-2") > 400
+    assert digests.check_digests(tmp_path / "step-2") > 400
     lines = [line for line in result.stderr.splitlines() if " - INFO - " not in line]  # of the process that saves
     assert f"OSError: {tmp_path}/full could not be saved: rank 0: " in lines[-1]
 
@@ -223,7 +216,7 @@ def test_a_list_that_would_run_something_runs_nothing_and_is_one_line(folder, tm
     lines = [f"{digest}  .metadata" if line.endswith(".metadata") else line for line in lines]
     (folder / "SHA256SUMS").write_text("\n".join(lines))
     with pytest.raises(ValueError, match=r"\.metadata cannot be read \(UnpicklingError: it names posix\.mkdir, which "):
-        check_sizes(folder)
+        digests.check_sizes(folder)
     assert verify.main([str(folder)]) == 1
     assert "it names posix.mkdir" in capsys.readouterr().err
     assert not (tmp_path / "it ran").exists()
@@ -235,7 +228,7 @@ def test_a_list_that_names_files_outside_of_the_folder_is_refused(folder):
         item.relative_path = f"../{folder.name}/{item.relative_path}"
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(ValueError, match=r"it names '\.\./step-2/__0_0\.distcp', outside of the folder"):
-        check_sizes(folder)
+        digests.check_sizes(folder)
 
 
 @pytest.mark.parametrize("name", ["a\0b", "../step-1/x", "/etc/passwd"])
@@ -243,11 +236,12 @@ def test_digests_of_files_outside_of_the_folder_are_refused(name, folder):
     with (folder / "SHA256SUMS").open("a") as file:
         file.write(f"{'0' * 64}  {name}\n")
     with pytest.raises(ValueError, match=r"has no digests that can be read \(.*outside of the folder\); load another"):
-        check_digests(folder)
+        digests.check_digests(folder)
 
 
 def test_a_list_of_all_kinds_of_tensors_is_read(tmp_path):
     dtypes = [torch.bfloat16, torch.int8, torch.bool, torch.complex64, torch.float8_e4m3fn]
     state = {str(dtype): torch.zeros(2, dtype=dtype) for dtype in dtypes} | {"nested": {"list": [1, {"a": "b"}]}}
     folder = save(tmp_path / "step-1", state)
-    assert read_metadata(folder).state_dict_metadata == FileSystemReader(folder).read_metadata().state_dict_metadata
+    plain = FileSystemReader(folder).read_metadata()
+    assert digests.read_metadata(folder).state_dict_metadata == plain.state_dict_metadata

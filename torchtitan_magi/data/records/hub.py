@@ -31,7 +31,9 @@ def load_hub(name: str, subset: str | None, split: str) -> "Dataset":
     except (datasets.exceptions.DatasetGenerationError, UnicodeError, pyarrow.ArrowException) as error:
         remedy, reason = "correct its files", _line_of(_cause_of(error))
     except Exception as error:  # of many libraries
-        remedy, reason = "check its name, subset and split, as in hf://org/name?subset=x&split=train", _line_of(error)
+        # Also broken JSON: of it `datasets` 4 keeps neither the file nor a type of its own.
+        remedy = "check its name, subset and split, as in hf://org/name?subset=x&split=train, and its files"
+        reason = _line_of(error)
     of = f", subset {quoted(subset)}" if subset else ""
     raise ValueError(f"cannot load {quoted(name)}{of}, split {quoted(split)}: {reason}; {remedy}")
 

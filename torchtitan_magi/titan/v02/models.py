@@ -89,10 +89,7 @@ def check_name(name: str) -> None:
 def check_model(name: str) -> None:
     """Raises ValueError, one line with the remedy, for a model that is not served."""
     if name in OF_0_3:
-        raise ValueError(
-            f"model.name is {quoted(name)}, which needs torchtitan 0.3; install it, or start with "
-            "TITAN=0.3 ./scripts/train.sh"
-        )
+        raise ValueError(f"model.name is {quoted(name)}, which needs torchtitan 0.3; pip install torchtitan==0.3.0")
     if name not in MODELS:
         raise ValueError(f"model.name is {quoted(name)}, which has no varlen attention; use one of {', '.join(MODELS)}")
 
@@ -175,11 +172,6 @@ def check_tied(job_config: Any, config: ModelConfig) -> None:
             "tie_word_embeddings is True for this model, which FSDP2 of torchtitan 0.2.2, on which context parallelism "
             "runs too, cannot train; set parallelism.tensor_parallel_degree to 2"
         )
-
-
-def named_config(name: str, flavor: str) -> ModelConfig:
-    """The model of a flavor of torchtitan's."""
-    return config_of(get_train_spec(name).model_args[flavor])
 
 
 def config_of(args: Any) -> ModelConfig:

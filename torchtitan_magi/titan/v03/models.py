@@ -304,11 +304,6 @@ def temperature_of(config: ModelConfig) -> float:
     return (config.rope.attention_factor / has) ** 2
 
 
-def named_config(name: str, flavor: str) -> ModelConfig:
-    """The model of a flavor of torchtitan's."""
-    return config_of(model_spec(name, flavor, None).model)
-
-
 def config_of(model: Any) -> ModelConfig:
     """The model of torchtitan's configuration."""
     name = next(name for name, kind in CONFIGS.items() if isinstance(model, kind))

@@ -36,7 +36,8 @@ WITHOUT_COUNTERPART: dict[str, tuple[Any, str]] = {
     "experimental.custom_args_module": ("", "leave it out"),
     "job.print_config": (False, "use debug.print_config"),
 }
-HOOK, HOOKS = "torchtitan_magi.titan", ("job.custom_config_module", "experimental.custom_import")  # for 0.2.2
+HOOK = "torchtitan_magi.titan"  # by which 0.2.2 finds us
+HOOKS: Any = dict.fromkeys(("job.custom_config_module", "experimental.custom_import"), ("", f'set it to "{HOOK}"'))
 SECTIONS_WITHOUT_COUNTERPART = ("quantize", "fault_tolerance", "memory_estimation")
 
 
@@ -158,27 +159,12 @@ def read_job_config(path: str, overrides: list[str]) -> Any:
     with usage_errors():
         default = _filled(JobConfig, values)
         job = tyro.cli(JobConfig, args=overrides, default=default, registry=custom_registry)
-    _check_counterparts(job)
+    for option, (default, remedy) in (WITHOUT_COUNTERPART | HOOKS).items():
+        section, name = option.split(".")
+        if (value := getattr(getattr(job, section), name)) not in (default, HOOK):
+            raise ValueError(f"{option} is {quoted(value)}, which has no counterpart in torchtitan 0.3; {remedy}")
     check_values(job)
     return job
-
-
-def _check_counterparts(job: Any) -> None:
-    """Raises ValueError, one line, for what would have no effect."""
-    for option, (default, remedy) in WITHOUT_COUNTERPART.items():
-        if (value := _value(job, option)) != default:
-            raise ValueError(f"{option} is {quoted(value)}, which has no counterpart in torchtitan 0.3; {remedy}")
-    for option in HOOKS:
-        if (value := _value(job, option)) not in ("", HOOK):
-            raise ValueError(
-                f'{option} is {quoted(value)}, which torchtitan 0.3 does not import; set it to "{HOOK}", and name '
-                "modules of your own in magi.imports"
-            )
-
-
-def _value(job: Any, option: str) -> Any:
-    section, name = option.split(".")
-    return getattr(getattr(job, section), name)
 
 
 def _filled(kind: Any, values: dict[str, Any]) -> Any:

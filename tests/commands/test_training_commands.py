@@ -1,4 +1,4 @@
-"""The commands themselves: torchrun with torchtitan's module and with ours."""
+"""The commands themselves: torchrun with our module."""
 
 import os
 import re
@@ -13,15 +13,15 @@ from torchtitan_magi.training.checkpoints.digests import DigestWriter
 
 
 def test_torchrun_prints_the_losses_of_the_forked_processes():
-    """The harness of these tests runs what users run; of our own entry point, see test_training_killed.py."""
+    """The harness of these tests runs what users run."""
     arguments = [*on_corpus(), *SMALL, "--parallelism.context_parallel_degree", "2", "--magi.overlap_stages", "2"]
     arguments += ["--training.steps", "2", "--metrics.disable_color_printing"]
     files = ["--job.config_file", DEBUG_TOML, "--job.dump_folder", new_folder()]
     ranks = ["--nproc-per-node=2", "--local-ranks-filter=0"]
-    result = torchrun(*ranks, "-m", "torchtitan.train", *files, *arguments)
+    result = torchrun(*ranks, "-m", "torchtitan_magi.train", *files, *arguments)
     assert result.returncode == 0, result.stderr[-4000:]
     printed = re.findall(r"step: (\d+)/[\d,]+  loss: ([0-9.]+) ", result.stdout + result.stderr)
-    losses = train(2, arguments, layers=None).losses
+    losses = train(2, arguments, layers=None, entry="torchtitan_magi.train").losses
     assert printed == [(f"{step}", f"{loss:.5f}") for step, loss in enumerate(losses, 1)]
 
 

@@ -1,6 +1,7 @@
 """The folder of a run's last checkpoint is a model that transformers loads as it is."""
 
 import functools
+import importlib
 import itertools
 import json
 import shutil
@@ -11,8 +12,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.adapter import dense_model, read_model
 from support.hf_models import make_hf_folder, tensors_of
-from support.runs import LAYERS, corpus, new_folder, train, watch
+from support.runs import DEBUG_TOML, IS_0_3, LAYERS, corpus, new_folder, train, watch
 
 from torchtitan_magi.data import PackedSFTDataset
 from torchtitan_magi.data.tokens.assets import load_chat_tokenizer
@@ -27,15 +29,15 @@ CHAT = [{"role": "user", "content": "bada gogu"}, {"role": "assistant", "content
 def report_weights(report):
     """The weights as the run starts, and as they are when the last checkpoint has been written."""
     from torch.distributed.tensor import DTensor
-    from torchtitan.components.checkpoint import CheckpointManager
+    from torchtitan.train import Trainer
 
-    def report_now(_, checkpointer, step):
-        weights = checkpointer.states["model"].state_dict()
+    def report_now(_, trainer, *args):
+        weights = trainer.checkpointer.states["model"].state_dict()
         full = {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in weights.items()}
-        report("weights", step, {name: x.clone().numpy() for name, x in full.items()})
+        report("weights", trainer.step, {name: x.clone().numpy() for name, x in full.items()})
 
-    watch(CheckpointManager, "load", report_now)
-    watch(CheckpointManager, "_save_last_step", report_now)
+    watch(Trainer, "batch_generator", report_now)
+    watch(Trainer, "close", report_now)
 
 
 def trained(layout, assets, folder, *options):
@@ -49,17 +51,13 @@ def trained(layout, assets, folder, *options):
     return first, step, last, run.output
 
 
-def logits_of_torchtitan(args, weights, tokens):
-    from torchtitan.models import llama3, qwen3
-
-    spec = (qwen3 if hasattr(args, "head_dim") else llama3).get_train_spec()
-    model = spec.model_cls(replace(args, attn_type="sdpa", attn_mask_type="causal"))
-    model.init_weights()
+def logits_of_torchtitan(config, weights, tokens):
+    model, _ = dense_model(config)
     model.load_state_dict(weights, strict=True)
     return model(tokens)
 
 
-def assert_same_model(folder, args, weights, dtype):
+def assert_same_model(folder, config, weights, dtype):
     """transformers' model of a folder has the dtype, and the logits of torchtitan's with the weights in this dtype."""
     from transformers import AutoModelForCausalLM
 
@@ -69,7 +67,7 @@ def assert_same_model(folder, args, weights, dtype):
     tokens = torch.randint(0, 2048, (2, 100), generator=torch.Generator().manual_seed(0))
     rounded = {name: x.to(model.dtype).float() for name, x in weights.items()}
     with torch.no_grad():
-        difference = model.float()(tokens).logits - logits_of_torchtitan(args, rounded, tokens)
+        difference = model.float()(tokens).logits - logits_of_torchtitan(config, rounded, tokens)
     assert difference.abs().max() <= 5e-5
 
 
@@ -115,8 +113,6 @@ def test_transformers_loads_the_last_checkpoint(kind, layout, dtype, tmp_path):
     in float32 where others have 16 bits."""
     from transformers import AutoModelForCausalLM
 
-    from torchtitan_magi.titan.v02.models import args_of
-
     how = {"shards": 2, "tied": (kind, layout) == ("qwen3", "cp2_tp2"), "max_position_embeddings": 200}
     assets = make_hf_folder(kind, folder=tmp_path / "assets", **how)
     if dtype == "bfloat16":
@@ -131,8 +127,8 @@ def test_transformers_loads_the_last_checkpoint(kind, layout, dtype, tmp_path):
     options = [*model, "--training.steps", "2", "--checkpoint.export_dtype", dtype]
     loaded, step, weights, output = trained(layout, assets, f"{tmp_path}", *options)
     exported = tmp_path / "checkpoint" / f"step-{step}"
-    assert_same_model(assets, args_of(config), loaded, "float32")
-    assert_same_model(exported, args_of(config), weights, dtype)
+    assert_same_model(assets, config, loaded, "float32")
+    assert_same_model(exported, config, weights, dtype)
     assert_same_tokenizer(exported, assets)
     assert not torch.equal(loaded["norm.weight"], weights["norm.weight"])
     assert not list(exported.glob("*/*.safetensors"))
@@ -152,9 +148,6 @@ def test_transformers_loads_the_last_checkpoint(kind, layout, dtype, tmp_path):
 def test_a_bare_tokenizer_folder_and_data_that_end_early(tmp_path):
     """The configuration is made from the flavor, the default chat template is the one that the run trains with, and
     the checkpoint counts as finished."""
-    from torchtitan.components.checkpoint import CheckpointManager
-    from torchtitan.models.llama3 import llama3_args
-
     assets, folder = shutil.copytree(corpus() / "tokenizer", tmp_path / "assets"), new_folder()
     tokenizer_config = json.loads((assets / "tokenizer_config.json").read_text())
     (assets / "tokenizer_config.json").write_text(
@@ -168,9 +161,11 @@ def test_a_bare_tokenizer_folder_and_data_that_end_early(tmp_path):
     exported = Path(folder, "checkpoint", f"step-{step}")
     assert (exported / "chat_template.jinja").read_text().startswith("{{ bos_token }}")
     shutil.copy(exported / "chat_template.jinja", assets)
-    args = replace(llama3_args["debugmodel_varlen_attn"], n_layers=LAYERS)
-    assert_same_model(exported, args, weights, "float32")
+    config = replace(read_model(DEBUG_TOML), num_layers=LAYERS)
+    assert_same_model(exported, config, weights, "float32")
     assert_same_tokenizer(exported, assets)
     assert not (exported / "generation_config.json").exists()
     assert json.loads((exported / "config.json").read_text())["eos_token_id"] == [1, 4]
-    assert CheckpointManager._find_load_step(SimpleNamespace(folder=exported.parent)) == step
+    checkpoints = importlib.import_module(f"torchtitan.components.{'checkpointer' if IS_0_3 else 'checkpoint'}")
+    found = checkpoints.CheckpointManager._find_load_step(SimpleNamespace(folder=f"{exported.parent}"))
+    assert found == step

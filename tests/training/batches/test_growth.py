@@ -27,7 +27,6 @@ def train_tiny_model(checkpointing):
     from torchtitan_magi.attention import api
     from torchtitan_magi.attention import op as attention
     from torchtitan_magi.planning.cost_model import Heads
-    from torchtitan_magi.titan.v02.attention import attention_metadata
     from torchtitan_magi.training.batches.planner import MagiRuntime, WorkCount
     from torchtitan_magi.training.settings.options import Magi
 
@@ -39,9 +38,9 @@ def train_tiny_model(checkpointing):
     tokens = torch.zeros(1, TOKENS, dtype=torch.int64)
     rng = np.random.default_rng(0)
 
-    def block(x, metadata):
+    def block(x, handle):
         q, k, v = projection(x).view(TOKENS, 3, HEADS, HEAD_DIM).unbind(1)
-        return x + attention.attention_op(q, k, v, metadata.handle.tensor, 0.3)[0].flatten(1)
+        return x + attention.attention_op(q, k, v, handle.tensor, 0.3)[0].flatten(1)
 
     attend = functools.partial(checkpoint, block, use_reentrant=False) if checkpointing else block
 
@@ -51,13 +50,14 @@ def train_tiny_model(checkpointing):
     for step in range(STEPS):
         ends = np.append(np.sort(rng.choice(np.arange(1, TOKENS), rng.integers(1, 12), replace=False)), TOKENS)
         documents = np.stack([np.append(0, ends[:-1]), ends], 1).astype(np.int32)
-        metadata = attention_metadata(runtime, tokens, None, {"documents": documents})
-        y = attend(embedding, metadata)
+        bound, _ = runtime.bind(runtime.plan_ahead({"input": tokens, "documents": documents}, None, None))
+        handle = attention.PlanHandle(bound.pop(0))
+        y = attend(embedding, handle)
         y.square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
         assert attention.num_live_plans() == 1
-        del metadata, y
+        del handle, y
         assert attention.num_live_plans() == 0
         if step % GC_FREQ == 0:
             gc.collect()

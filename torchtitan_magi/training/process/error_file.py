@@ -1,0 +1,26 @@
+"""The file in which a rank tells torchrun why it failed."""
+
+import os
+from pathlib import Path
+
+from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
+
+
+class WholeErrorFile(ErrorHandler):
+    """Writes the file whole or not at all, for ``record``. When a rank fails, torchrun kills the others, perhaps while
+    they write, and reads what there is."""
+
+    def record_exception(self, e: BaseException) -> None:
+        """Writes the exception, of which torchrun shows the message. Raises OSError where it cannot be written."""
+        file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+        if file is None:
+            return super().record_exception(e)
+        os.environ["TORCHELASTIC_ERROR_FILE"] = part = f"{file}.part"
+        try:
+            super().record_exception(e)
+            os.replace(part, file)
+        except OSError:
+            Path(file).touch()  # an empty one tells torchrun that there was something to say
+            raise
+        finally:
+            os.environ["TORCHELASTIC_ERROR_FILE"] = file
