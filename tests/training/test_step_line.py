@@ -38,9 +38,10 @@ def test_a_line_has_what_is_known():
     assert step_line(3, 1000, metrics) == (
         "step: 3/1,000  loss: 2.12346  grad_norm: 0.5100  lr: 2.00e-05  per GPU: 9,100"
     )
-    metrics = {"epoch": 1.8, "throughput_of_all_gpus(tps)": 72803.0, "mfu(%)": 41.23, "time_metrics/eta(s)": 11100.0}
+    metrics = {"epoch": 1.8, "throughput_of_all_gpus(tps)": 72803.0, "mfu(%)": 41.23, "memory/max_reserved(GiB)": 48.1}
+    metrics |= {"memory/max_reserved(%)": 60.2, "time_metrics/eta(s)": 11100.0}
     assert step_line(1200, 10_000, metrics) == (
-        "step: 1,200/10,000  epoch: 1.80  tokens/s: 72,803  MFU: 41.2%  ETA: 3 h 05 min"
+        "step: 1,200/10,000  epoch: 1.80  tokens/s: 72,803  MFU: 41.2%  memory: 48.10 GiB (60%)  ETA: 3 h 05 min"
     )
 
 

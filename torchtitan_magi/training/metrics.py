@@ -161,20 +161,20 @@ class PlanMetrics:
 def step_line(step: int, num_steps: int, metrics: dict[str, float]) -> str:
     """The log's line of a step; what is not in its metrics is left out."""
     texts = {
-        "loss_metrics/global_avg_loss": "loss: {:.5f}",
-        "grad_norm": "grad_norm: {:.4f}",
-        "lr": "lr: {:.2e}",
-        "epoch": "epoch: {:.2f}",
-        "throughput_of_all_gpus(tps)": "tokens/s: {:,.0f}",
-        "throughput(tps)": "per GPU: {:,.0f}",
-        "mfu(%)": "MFU: {:.1f}%",
-        "memory/max_reserved(GiB)": "memory: {:.2f} GiB",
-        "memory/max_reserved(%)": "({:.0f}%)",
+        "loss_metrics/global_avg_loss": "  loss: {:.5f}",
+        "grad_norm": "  grad_norm: {:.4f}",
+        "lr": "  lr: {:.2e}",
+        "epoch": "  epoch: {:.2f}",
+        "throughput_of_all_gpus(tps)": "  tokens/s: {:,.0f}",
+        "throughput(tps)": "  per GPU: {:,.0f}",
+        "mfu(%)": "  MFU: {:.1f}%",
+        "memory/max_reserved(GiB)": "  memory: {:.2f} GiB",
+        "memory/max_reserved(%)": " ({:.0f}%)",
     }
     parts = [text.format(metrics[name]) for name, text in texts.items() if name in metrics]
     if "time_metrics/eta(s)" in metrics:
-        parts.append(f"ETA: {duration(metrics['time_metrics/eta(s)'])}")
-    return "  ".join([f"step: {step:,}/{num_steps:,}", *parts])
+        parts.append(f"  ETA: {duration(metrics['time_metrics/eta(s)'])}")
+    return f"step: {step:,}/{num_steps:,}{''.join(parts)}"
 
 
 def duration(seconds: float) -> str:
