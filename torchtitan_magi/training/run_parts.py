@@ -30,7 +30,7 @@ class RunParts:
         export: how the model is exported, and with which files.
         runtime: what plans microbatches; there when the first of them is loaded.
         count: the work of the microbatches.
-        sections: where the number of steps is, see ``RunLength``; there once the data are.
+        sections: where the data have set the number of steps, see ``RunLength``; None where they have not.
         run_length: how many steps and epochs it has, if the data are ours; there once they are.
     """
 
@@ -40,7 +40,7 @@ class RunParts:
     export: Export
     runtime: MagiRuntime | None
     count: WorkCount
-    sections: Any
+    sections: Any = None
     run_length: RunLength | None = None
 
     def read_model(self, read: Callable[[], ModelConfig]) -> None:
@@ -86,10 +86,10 @@ class RunParts:
         Raises:
             ValueError: see ``build_dataloader``.
         """
-        self.sections = sections
         if section.dataset not in OUR_DATASETS:
             return self._planned(stock())
         loader = build_dataloader(section, *place, self.tokenizer, self.job_config, True)
+        self.sections = sections
         set_run_length(sections, self.job_config, loader)
         self.run_length = loader.run_length
         add_turn_end(self.export.files, loader.dataset, bool(self.job_config.magi.lora.rank))
@@ -98,7 +98,7 @@ class RunParts:
     @property
     def num_steps(self) -> int:
         """The last step of the run, which may change when a checkpoint is loaded."""
-        return self.sections.training.steps
+        return (self.sections or self.job_config).training.steps
 
     def epoch_at(self, step: int) -> float | None:
         """How often the training data have been gone through after a step; None where that is not known."""
