@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 import zipfile
 from importlib.metadata import version
 from pathlib import Path
@@ -48,6 +49,7 @@ MAY_IMPORT = {
     "titan": "tiles masks data losses models cuda planning exchange backends attention training",
     "calibrate": "commands tiles masks cuda planning exchange backends attention",
     "report": "sizing",
+    "__main__": "",
     "launch": "",
     "train": "titan training.process",
     "verify": "commands training.checkpoints",
@@ -173,8 +175,9 @@ def test_flex_and_the_kernel_are_imported_only_by_the_choice_of_backend():
 
 def test_importing_the_package_pulls_in_neither_torchtitan_nor_cuda():
     code = (
-        "import sys, torch.distributed.tensor; before = set(sys.modules)  # torch itself looks for cuda.bindings\n"
-        "import torchtitan_magi; new = set(sys.modules) - before\n"
+        "import sys, torchtitan_magi; assert not {'torch', 'numpy'} & set(sys.modules)\n"
+        "import torch.distributed.tensor; before = set(sys.modules)  # torch itself looks for cuda.bindings\n"
+        "from torchtitan_magi import *; new = set(sys.modules) - before\n"
         "print([m for m in new if m.split('.')[0] in ('torchtitan', 'cuda') or m.endswith(('.block_attn', '.flex'))])"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
@@ -191,10 +194,19 @@ from torchtitan_magi.cuda import jit
 jit.expand_source("ffa_forward.cu")
 """
 
+COPY_CONFIG = """
+import sys
+sys.path.insert(0, sys.argv[1])
+sys.argv[1:] = ["configs", "copy", "debug"]
+from torchtitan_magi.__main__ import main
+main()
+"""
+
 
 def test_the_wheel_is_the_tracked_sources_and_all_of_it_imports(tmp_path):
     """Built from a copy of the tracked files, imported where the checkout is not on the path."""
-    listed = ["git", "ls-files", "torchtitan_magi", "kernels", "pyproject.toml", "README.md", "LICENSE"]
+    folders = ["torchtitan_magi", "kernels", "train_configs", "assets/demo"]
+    listed = ["git", "ls-files", *folders, "pyproject.toml", "README.md", "LICENSE"]
     tracked = subprocess.run(listed, cwd=ROOT, check=True, capture_output=True, text=True).stdout.split()
     for name in tracked:
         (tmp_path / "source" / name).parent.mkdir(parents=True, exist_ok=True)
@@ -204,8 +216,12 @@ def test_the_wheel_is_the_tracked_sources_and_all_of_it_imports(tmp_path):
     (wheel,) = tmp_path.glob("*.whl")
     archive = zipfile.ZipFile(wheel)
     shipped = {name for name in archive.namelist() if ".dist-info/" not in name}
-    sources = [name for name in tracked if name.endswith((".py", ".cu", ".cuh", ".html"))]
-    assert shipped == {re.sub("^kernels/", "torchtitan_magi/kernels/", name) for name in sources}
+    sources = {name for name in tracked if "/" in name}
+    moved = {"kernels/": "torchtitan_magi/kernels/", "train_configs/": "torchtitan_magi/train_configs/"}
+    moved |= {"assets/demo/": "torchtitan_magi/demo/"}
+    for old, new in moved.items():
+        sources = {re.sub(f"^{old}", new, name) for name in sources}
+    assert shipped == sources
 
     archive.extractall(tmp_path / "wheel")
     modules = [re.sub("(/__init__)?[.]py$", "", name).replace("/", ".") for name in shipped if name.endswith(".py")]
@@ -213,6 +229,12 @@ def test_the_wheel_is_the_tracked_sources_and_all_of_it_imports(tmp_path):
     command = [sys.executable, "-I", "-c", IMPORT_ALL, str(tmp_path / "wheel"), *sorted(modules)]
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert not result.returncode, result.stderr
+
+    command = [sys.executable, "-I", "-c", COPY_CONFIG, str(tmp_path / "wheel")]
+    subprocess.run(command, cwd=tmp_path, check=True)
+    copied = tomllib.loads((tmp_path / "debug.toml").read_text())
+    paths = copied["model"]["hf_assets_path"], copied["training"]["dataset_path"]
+    assert all(Path(path).exists() and Path(path).is_relative_to(tmp_path / "wheel") for path in paths)
 
 
 def test_every_public_name_has_a_docstring():

@@ -1,11 +1,15 @@
 """Varlen context parallelism for torchtitan: packed documents over the ranks of a context-parallel mesh."""
 
-from torchtitan_magi.attention.api import clear_caches, cp_varlen_attn, flex_flash_attn
-from torchtitan_magi.attention.dispatch import dispatch, undispatch
-from torchtitan_magi.masks.builders import block_causal, shared_prompt, sliding_window, varlen_causal, varlen_full
-from torchtitan_magi.masks.slices import AttnSlices
-from torchtitan_magi.planning.cost_model import CostModel, Heads
-from torchtitan_magi.planning.plan import AttnPlan, make_plan, make_plans
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torchtitan_magi.attention.api import clear_caches, cp_varlen_attn, flex_flash_attn
+    from torchtitan_magi.attention.dispatch import dispatch, undispatch
+    from torchtitan_magi.masks.builders import block_causal, shared_prompt, sliding_window, varlen_causal, varlen_full
+    from torchtitan_magi.masks.slices import AttnSlices
+    from torchtitan_magi.planning.cost_model import CostModel, Heads
+    from torchtitan_magi.planning.plan import AttnPlan, make_plan, make_plans
 
 __all__ = [
     "AttnPlan",
@@ -25,3 +29,25 @@ __all__ = [
     "varlen_causal",
     "varlen_full",
 ]
+
+_HOMES = (
+    "masks.builders",
+    "masks.slices",
+    "planning.cost_model",
+    "planning.plan",
+    "attention.dispatch",
+    "attention.api",
+)
+
+
+def __getattr__(name: str) -> Any:
+    """A public name, imported when it is first used: a command that needs no torch starts without it."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    homes = (importlib.import_module(f"{__name__}.{home}") for home in _HOMES)
+    globals()[name] = value = next(getattr(home, name) for home in homes if hasattr(home, name))
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

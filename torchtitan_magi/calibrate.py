@@ -33,7 +33,7 @@ from torchtitan_magi.attention.bound_plan import bind_slices
 from torchtitan_magi.attention.op import PlanHandle, attention_backward_op, attention_op
 from torchtitan_magi.backends.choose import choose_block_attn
 from torchtitan_magi.backends.interface import StageInputs
-from torchtitan_magi.commands import CommandParser
+from torchtitan_magi.commands.parser import CommandParser
 from torchtitan_magi.exchange import peer_memory
 from torchtitan_magi.exchange.in_flight import Arrival, Places, RowShape
 from torchtitan_magi.exchange.mesh import process_group_transport
@@ -330,11 +330,7 @@ def measure() -> CostModel:
 
 
 def main() -> None:
-    """The command.
-
-    Raises:
-        ValueError: no torchrun started it.
-    """
+    """The command; ends the process with one line if no torchrun started it."""
     usage = "torchrun --nproc-per-node GPUS -m torchtitan_magi.calibrate [options]"
     parser = CommandParser("calibrate", usage, __doc__)
     add = parser.add_argument
@@ -353,7 +349,7 @@ def main() -> None:
             print_fit(name, *fit_kernel(samples, np.array([getattr(sample, name) for sample in samples])))
         return
     if "LOCAL_RANK" not in os.environ:
-        raise ValueError(
+        parser.error(
             "calibrate measures communication; start it by torchrun --nproc-per-node GPUS -m torchtitan_magi.calibrate"
         )
     start_rank()

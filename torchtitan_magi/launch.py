@@ -1,9 +1,9 @@
 """Starts torchtitan for a TOML file with as many processes as its parallel degrees multiply to.
 
-    python -m torchtitan_magi.launch config.toml [torchtitan overrides ...]
+    torchtitan-magi train config.toml [torchtitan overrides ...]
 
 It does what ``torchrun -m torchtitan_magi.train`` does on this machine, and says last what went wrong first. For
-several machines call torchrun.
+several machines call torchrun. ``python -m torchtitan_magi.launch`` is the same.
 """
 
 # It imports nothing of the package, which imports torch: scripts/train.sh runs this file by its path, so that a torch
@@ -190,7 +190,8 @@ def start() -> None:
         print(__doc__.strip())
         return
     if len(sys.argv) < 2 or sys.argv[1].startswith("-"):
-        sys.exit("no TOML file; use launch.py CONFIG.toml [torchtitan overrides ...], as in train_configs/debug.toml")
+        program = Path(sys.argv[0]).name
+        sys.exit(f"no TOML file; use {program} CONFIG.toml [torchtitan overrides ...], as in train_configs/debug.toml")
     path, *arguments = sys.argv[1:]
     try:
         config = read(Path(path))

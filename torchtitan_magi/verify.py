@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from torchtitan_magi.commands import CommandParser
+from torchtitan_magi.commands.parser import CommandParser
 from torchtitan_magi.training.checkpoints.digests import check_digests, check_sizes
 from torchtitan_magi.wording import shown
 

@@ -108,7 +108,7 @@ def table(heads: list[str], rows: list[tuple[str, ...]]) -> str:
 
 # ------------------------------------------------------------------------------------------------------------ commands
 
-MODULES = ("train", "data", "report", "verify", "calibrate")
+MODULES = ("train", "data", "report", "verify", "calibrate", "commands.configs")
 SCRIPTS = ("scripts", "benchmarks", "docs/_build", "tests/long")
 SHELL = ("train.sh", "test.sh", "test_gpu.sh")
 COLUMNS = 100  # characters
@@ -116,7 +116,8 @@ COLUMNS = 100  # characters
 
 def commands() -> str:
     """What each command prints for --help."""
-    helps = {f"python -m torchtitan_magi.{name}": functools.partial(module_help, name) for name in MODULES}
+    helps = {"torchtitan-magi": functools.partial(module_help, "__main__")}
+    helps |= {f"python -m torchtitan_magi.{name}": functools.partial(module_help, name) for name in MODULES}
     helps |= {f"./scripts/{name}": functools.partial(shell_help, name) for name in SHELL}
     return "\n\n".join(f"## {command}\n\n```text\n{text().strip()}\n```" for command, text in helps.items())
 

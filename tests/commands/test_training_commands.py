@@ -20,7 +20,7 @@ def test_torchrun_prints_the_losses_of_the_forked_processes():
     ranks = ["--nproc-per-node=2", "--local-ranks-filter=0"]
     result = torchrun(*ranks, "-m", "torchtitan_magi.train", *files, *arguments)
     assert result.returncode == 0, result.stderr[-4000:]
-    printed = re.findall(r"step: +(\d+)  loss: +([0-9.]+) ", result.stdout + result.stderr)
+    printed = re.findall(r"step: (\d+)/[\d,]+  loss: ([0-9.]+) ", result.stdout + result.stderr)
     losses = train(2, arguments, layers=None, entry="torchtitan_magi.train").losses
     assert printed == [(f"{step}", f"{loss:.5f}") for step, loss in enumerate(losses, 1)]
 

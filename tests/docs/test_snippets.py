@@ -42,12 +42,14 @@ from packaging.requirements import Requirement
 from support.adapter import read_job
 from support.runs import DEBUG_TOML, ROOT, call
 
+from torchtitan_magi.__main__ import MODULES
+
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 MARK = re.compile(r"<!-- (?:ran: (\d{4}-\d\d-\d\d) on .+, torchtitan_magi \d+\.\d+\S*|not run: .+) -->")
 # A line of output, or inline code, that is a command of ours.
 OURS = re.compile(
     r"(?:\w+=\S+ )*(?:python3? (?:-m torchtitan_magi|(?:scripts|benchmarks|docs/_build|tests/long|examples)/)|"
-    r"torchrun |\./scripts/)"
+    r"torchrun |torchtitan-magi |\./scripts/)"
 )
 HARMLESS = {"cd", "source", "export", "mkdir", "ls", "cat", "cp", "mv", "rm", "head", "tail", "echo", "wc", "git"}
 HARMLESS |= {"sha256sum", "sbatch", "ruff", "mypy", "pytest", "for", "done", "fi"}
@@ -238,6 +240,10 @@ def check_command(words: list[str], marked: bool) -> None:
             pass  # of a heredoc
         case ["torchrun", *arguments]:
             check_torchrun(arguments)
+        case ["torchtitan-magi", "train", path, *arguments]:
+            check_training(path, arguments)
+        case ["torchtitan-magi", command, *arguments] if command in MODULES:
+            check_module(f"torchtitan_magi.{MODULES[command].removesuffix('.__main__')}", arguments)
         case ["./scripts/train.sh", *arguments]:
             is_file = bool(arguments) and arguments[0].endswith(".toml")
             check_training(arguments[0] if is_file else "", arguments[is_file:])
@@ -409,6 +415,9 @@ WRONG = {
     "```bash\npython -m torchtitan_magi.reprot\n```": "torchtitan_magi.reprot",
     "```bash\npython scripts/no_such.py\n```": "there is no scripts/no_such.py",
     "```bash\n./scripts/train.sh train_configs/debug.toml --training.stepz 3\n```": "--training.stepz",
+    "```bash\ntorchtitan-magi train my.toml --training.stepz 3\n```": "--training.stepz",
+    "```bash\ntorchtitan-magi size dense --totl 512k --cp 8\n```": "unrecognized arguments: --totl",
+    "```bash\ntorchtitan-magi sise\n```": "cannot be checked",
     "```bash\ncd x && torchrun --nnodes 2 -m torchtitan_magi.train --job.config_file my.toml --a.b 3\n```": "--a.b",
     "```bash\ntorchrun --nproc-per-nodes 2 --no-such -m torchtitan_magi.verify x\n```": "--no-such",
     "```bash\npip install torch==1.13.0\n```": "pyproject.toml wants torch",

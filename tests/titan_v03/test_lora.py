@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from support.degrees import degree_arguments, num_processes
 from support.hf_loop import ARGUMENTS, PACKS, PAIRS_PER_PACK, document, pairs_file, records
 from support.hf_models import KINDS, TEXT_PARTS, hf_arguments, load_hf, make_hf_folder
@@ -85,6 +86,9 @@ def test_peft_loads_the_adapters_and_computes_the_validation_loss(kind):
     assert run.output.splitlines()[-1].endswith(f'({automatic}.from_pretrained("{folder_of(kind)}"), "{adapters}")')
     assert "Turns end with <|im_end|>, which is no EOS of the model: give generation eos_token_id=4" in run.output
     found = check_with_peft(kind, run, adapters)
+    tensors = load_file(f"{adapters}/adapter_model.safetensors").values()
+    sizes = {tensor.view(torch.uint8).numpy().tobytes(): tensor.numel() for tensor in tensors}  # q, k, v may share one
+    assert f"LoRA trains {sum(sizes.values()):,} parameters, " in run.output
     modules, parameters = TARGETS.get(kind, ([*GROUPED, *FEED_FORWARD], []))
     assert sorted(found["target_modules"]) == sorted(modules)
     assert sorted(found.get("target_parameters", [])) == sorted(parameters)

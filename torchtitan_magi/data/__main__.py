@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from torchtitan_magi.commands import CommandParser, check_output, write_output
+from torchtitan_magi.commands.parser import CommandParser, check_output, write_output
 from torchtitan_magi.data.inspection.page import html_page
 from torchtitan_magi.data.inspection.summary import inspect_data
 from torchtitan_magi.data.inspection.terminal import Painter, report

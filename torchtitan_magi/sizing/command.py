@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from torchtitan_magi.commands import CommandParser, check_output, write_output
+from torchtitan_magi.commands.parser import CommandParser, check_output, write_output
 from torchtitan_magi.machine import raise_open_files
 from torchtitan_magi.planning.cost_model import H200, CostModel, Heads
 from torchtitan_magi.sizing.run_file import RunFile, options_of, setup_of_file

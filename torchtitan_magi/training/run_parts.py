@@ -10,10 +10,11 @@ from torchtitan_magi.models.shapes import heads_of_rank
 from torchtitan_magi.training.batches.pack_loader import build_dataloader
 from torchtitan_magi.training.batches.planned_loader import PlannedLoader, with_plans
 from torchtitan_magi.training.batches.planner import MagiRuntime, WorkCount, attention_options
-from torchtitan_magi.training.batches.run_length import set_run_length
+from torchtitan_magi.training.batches.run_length import RunLength, set_run_length
 from torchtitan_magi.training.checkpoints.export import Export, exported_files
 from torchtitan_magi.training.checkpoints.turn_end import add_turn_end
 from torchtitan_magi.training.process.groups import data_parallel_rank, group_of
+from torchtitan_magi.training.process.run_folder import keep_log
 from torchtitan_magi.training.settings.checks import check_model
 from torchtitan_magi.training.settings.model_folder import check_vocabulary
 from torchtitan_magi.training.settings.options import OUR_DATASETS
@@ -29,6 +30,8 @@ class RunParts:
         export: how the model is exported, and with which files.
         runtime: what plans microbatches; there when the first of them is loaded.
         count: the work of the microbatches.
+        sections: where the data have set the number of steps, see ``RunLength``; None where they have not.
+        run_length: how many steps and epochs it has, if the data are ours; there once they are.
     """
 
     job_config: Any
@@ -37,9 +40,13 @@ class RunParts:
     export: Export
     runtime: MagiRuntime | None
     count: WorkCount
+    sections: Any = None
+    run_length: RunLength | None = None
 
     def read_model(self, read: Callable[[], ModelConfig]) -> None:
-        """Sets ``model_facts`` and ``export``. A collective of all ranks, which raises as ``check_model``."""
+        """Sets ``model_facts`` and ``export``, and begins to keep the log. A collective of all ranks, which raises as
+        ``check_model``."""
+        keep_log(self.job_config.job.dump_folder)
         self.model_facts, layout = check_model(self.job_config, read)
         self.export = Export(layout=layout)
 
@@ -82,9 +89,20 @@ class RunParts:
         if section.dataset not in OUR_DATASETS:
             return self._planned(stock())
         loader = build_dataloader(section, *place, self.tokenizer, self.job_config, True)
+        self.sections = sections
         set_run_length(sections, self.job_config, loader)
+        self.run_length = loader.run_length
         add_turn_end(self.export.files, loader.dataset, bool(self.job_config.magi.lora.rank))
         return self._planned(loader)
+
+    @property
+    def num_steps(self) -> int:
+        """The last step of the run, which may change when a checkpoint is loaded."""
+        return (self.sections or self.job_config).training.steps
+
+    def epoch_at(self, step: int) -> float | None:
+        """How often the training data have been gone through after a step; None where that is not known."""
+        return None if self.run_length is None else self.run_length.epoch_at(step)
 
     def validation_data(self, section: Any, place: tuple[int, int], stock: Callable[[], Any]) -> PlannedLoader:
         """One pass over the data of [validation], likewise; sets nothing."""

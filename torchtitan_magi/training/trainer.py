@@ -19,11 +19,13 @@ from torchtitan_magi.training.checkpoints.digests import read_metadata
 from torchtitan_magi.training.experts import expert_counts_kept
 from torchtitan_magi.training.objectives.dpo import DPO, read_pairs
 from torchtitan_magi.training.objectives.logprob_model import LogprobModel
+from torchtitan_magi.training.objectives.lora import log_trainable
 from torchtitan_magi.training.objectives.objective import SFT, Objective, Reference
 from torchtitan_magi.training.objectives.pipeline import Pipeline
 from torchtitan_magi.training.objectives.reference_file import reference_file
 from torchtitan_magi.training.objectives.reference_model import ReferenceModel
 from torchtitan_magi.training.process.groups import data_parallel_place, group_of
+from torchtitan_magi.training.process.last_line import stopped, told_on_signal
 from torchtitan_magi.training.process.last_words import LastWords
 from torchtitan_magi.training.process.timeouts import set_pg_timeouts
 from torchtitan_magi.training.settings.options import DPO_DATASET
@@ -46,6 +48,7 @@ class ObjectiveTrainer:
     dataloader: PlannedLoader
     device: torch.device
     step: int
+    steps_done = 0
     gradient_accumulation_steps: int
     num_pipeline_parallel_microbatches = 1
     pipeline: Pipeline | None = None  # where the model is in parts
@@ -115,6 +118,8 @@ class ObjectiveTrainer:
         # DDP takes the mean of the ranks' gradients, while torchtitan tells FSDP2 to add them.
         self.gradient_factor = dims.dp_replicate if self.is_replicated_by_ddp() else 1
         self.model: Any = model
+        if self.job_config.magi.lora.rank:
+            log_trainable(self.model_parts, group_of(dims, "pp"), self.device)
         self.reference_model = self.make_reference()
         self.objective = self._make_objective(self.job_config.training)
         self.objectives = [self.objective]
@@ -144,6 +149,7 @@ class ObjectiveTrainer:
 
     def batch_generator(self, data_iterable: Iterable[Batch]) -> Iterator[Batch]:
         """torchtitan calls this once, between loading the checkpoint and the first step."""
+        self.steps_done = self.step
         for objective in self.objectives:
             objective.reference.prepare(self.step)
         self.dataloader.at_once = self.num_microbatches
@@ -153,8 +159,13 @@ class ObjectiveTrainer:
         """torchtitan's, with the reason of a rank that waits too long."""
         comm = self.job_config.comm
         set_pg_timeouts(timedelta(seconds=comm.init_timeout_seconds), self.parallel_dims)  # else those of torch
-        with LastWords(comm.init_timeout_seconds, comm.train_timeout_seconds) as self.last_words:
+        words = LastWords(comm.init_timeout_seconds, comm.train_timeout_seconds)
+        with words as self.last_words, told_on_signal(self._stopped):
             super().train()  # type: ignore[misc]
+
+    def _stopped(self) -> str:
+        checkpointer = self.checkpointer
+        return stopped(self.steps_done, checkpointer._find_load_step() if checkpointer.enable else -1)
 
     def train_step(self, data_iterator: Iterator[Batch]) -> None:
         """A step of torchtitan's, with the items of all its microbatches counted before the first."""
@@ -171,6 +182,7 @@ class ObjectiveTrainer:
         self.num_tokens_seen += of_all[1]
         super().train_step(iter(microbatches))  # type: ignore[misc]
         self.last_words.note_step(self.step)
+        self.steps_done = self.step
 
     def forward_backward_step(
         self, *, input_dict: dict[str, Any], labels: Tensor, global_valid_tokens: Tensor | float

@@ -159,7 +159,7 @@ class MagiSpec(RunParts):
         predicted = predicted_memory(job_config, parallel_dims, config, self.has_objectives, device)
         memory = MeasuredMemory(predicted, device)
         processor = MagiMetricsProcessor(job_config, parallel_dims)
-        processor.count_work(config.attention_flops, self.count, self.losses, memory)
+        processor.count_work(config.attention_flops, self, self.losses, memory)
         return processor
 
     def build_loss(self, job_config: Any, **kwargs: Any) -> Any:

@@ -16,6 +16,7 @@ from torchtitan_magi.titan.v02.components import MagiMetricsProcessor
 from torchtitan_magi.titan.v02.spec import MagiSpec
 from torchtitan_magi.training.objectives.logprob_model import LogprobModel
 from torchtitan_magi.training.process.last_line import LAST_LINE
+from torchtitan_magi.training.process.run_folder import save_config
 from torchtitan_magi.training.settings.sections import check_launcher
 from torchtitan_magi.training.trainer import ObjectiveTrainer
 from torchtitan_magi.wording import quoted
@@ -36,6 +37,7 @@ class MagiTrainer(ObjectiveTrainer, Trainer):
                 f"model.name is {quoted(job_config.model.name)}, whose train spec is not ours; train it with "
                 "torchtitan's entry point, torchrun -m torchtitan.train, or add a flavor to llama3 or qwen3 instead"
             )
+        save_config(job_config)
         self.process = local_batches(self.post_dataloading_process)
         compile_config = self.job_config.compile
         compiled = compile_config.enable and "loss" in compile_config.components

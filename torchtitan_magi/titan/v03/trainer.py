@@ -42,6 +42,7 @@ from torchtitan_magi.training.objectives.reference_model import ReferenceModel
 from torchtitan_magi.training.process.groups import data_parallel_place, group_of
 from torchtitan_magi.training.process.last_line import LAST_LINE
 from torchtitan_magi.training.process.launcher import config_file
+from torchtitan_magi.training.process.run_folder import save_config
 from torchtitan_magi.training.run_parts import RunParts
 from torchtitan_magi.training.settings.checks import check_settings
 from torchtitan_magi.training.settings.degrees import (
@@ -146,7 +147,7 @@ class MagiTrainer(RunParts, ObjectiveTrainer, Trainer):
     def _start_metrics(self) -> None:
         attention, seq_len = self.model_facts.attention_flops, self.config.training.seq_len
         self.metrics_processor.num_flops_per_token -= attention * seq_len  # torchtitan counts a dense pack
-        self.metrics_processor.count_work(attention, self.count, LossRecord(self.num_microbatches), self.memory)
+        self.metrics_processor.count_work(attention, self, LossRecord(self.num_microbatches), self.memory)
 
     def _start_validator(self) -> None:
         job, place = self.job_config, data_parallel_place(self.parallel_dims)
@@ -205,8 +206,7 @@ class MagiTrainer(RunParts, ObjectiveTrainer, Trainer):
 
 def _stock_loader(stock: Any, place: tuple[int, int], tokenizer: Any, **options: Any) -> WithoutPositions:
     """torchtitan's own data loader, of its Config. place: the number of batches loaded at a time, and which is ours."""
-    size, rank = place
-    return WithoutPositions(stock.build(dp_world_size=size, dp_rank=rank, tokenizer=tokenizer, **options))
+    return WithoutPositions(stock.build(dp_world_size=place[0], dp_rank=place[1], tokenizer=tokenizer, **options))
 
 
 class _StandIn:
@@ -222,9 +222,8 @@ def _changed(section: Any, **values: Any) -> Any:
 
 def _facts(config: Any) -> ModelConfig:
     """The model of the run."""
-    if config.model_spec.flavor == HF_FLAVOR:
-        return read_model_config(config.hf_assets_path)
-    return config_of(config.model_spec.model)
+    spec = config.model_spec
+    return read_model_config(config.hf_assets_path) if spec.flavor == HF_FLAVOR else config_of(spec.model)
 
 
 def ranks_of_experts(job: Any, dims: ParallelDims, experts: Experts | None) -> int | None:
@@ -252,8 +251,10 @@ def main(arguments: list[str] | None = None) -> None:
     """Trains as the command line says, with the TOML file of ``--job.config_file``."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     init_logger()
-    trainer = MagiTrainer.Config(**trainer_options(read_job_config(config_file(arguments), arguments))).build()
+    job = read_job_config(config_file(arguments), arguments)
+    trainer = MagiTrainer.Config(**trainer_options(job)).build()
     try:
+        save_config(job)
         if trainer.config.checkpoint.create_seed_checkpoint:
             trainer.checkpointer.save(0, last_step=True)
         else:

@@ -48,6 +48,11 @@ class RunLength:
         self.sections, self.epochs, self.loader = sections, epochs, loader
         self.steps_given, self.warmup_given = sections.training.steps, sections.lr_scheduler.warmup_steps
         self.packs_per_step = loader.batch_size * loader.batches_per_step * loader.dataset.dp_world_size
+        self.packs_per_epoch = 0.0  # where they have not been counted
+
+    def epoch_at(self, step: int) -> float | None:
+        """How often the data have been gone through after a step; None where their packs have not been counted."""
+        return step * self.packs_per_step / self.packs_per_epoch if self.packs_per_epoch else None
 
     def begin(self) -> None:
         """Sets the length of a run from the first pack on. With ``magi.epochs`` a collective of all ranks, which waits
@@ -174,7 +179,7 @@ class RunLength:
             self._say(passes, "")
 
     def _say(self, passes: Passes, text: str, level: int = logging.INFO) -> None:
-        steps = self.sections.training.steps
+        steps, self.packs_per_epoch = self.sections.training.steps, passes.per_epoch
         about = "" if passes.is_exact else "about "
         epoch = (round(passes.per_epoch), "pack"), (passes.per_epoch / self.packs_per_step, "step")
         per_epoch = " and ".join(_number(number, noun) for number, noun in epoch)

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import logging
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -20,7 +21,10 @@ from torchtitan_magi.training.objectives.fingerprint import KnownWeights, finger
 from torchtitan_magi.training.objectives.logprob_model import LogprobModel
 from torchtitan_magi.training.objectives.pipeline import Pipeline
 from torchtitan_magi.training.process.all_ranks import gathered, rank_and_size
+from torchtitan_magi.training.process.groups import Group, reduced
 from torchtitan_magi.training.settings.options import LoRA
+
+logger = logging.getLogger(__name__)
 
 IN_MEMORY = "language_model.model.", "model.language_model."  # Kimi's names in files, and as transformers computes
 FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")
@@ -32,6 +36,14 @@ def adapted_layers(parts: Sequence[nn.Module]) -> Iterator[tuple[str, Any]]:
         for name, module in part.named_modules():
             if hasattr(module, "lora_a"):
                 yield plain_name(name), module
+
+
+def log_trainable(parts: Sequence[nn.Module], pp_group: Group, device: torch.device) -> None:
+    """Logs how many parameters are trained. A collective of the pipeline's ranks; this one has the parts."""
+    sizes = [(parameter.numel(), parameter.requires_grad) for part in parts for parameter in part.parameters()]
+    own = [sum(size for size, _ in sizes), sum(size for size, is_trained in sizes if is_trained)]
+    whole, trained = reduced(torch.tensor(own, device=device), pp_group).tolist()
+    logger.info(f"LoRA trains {trained:,} parameters, {100 * trained / whole:.2g}% of the model's {whole:,}")
 
 
 @contextlib.contextmanager

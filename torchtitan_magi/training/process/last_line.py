@@ -1,7 +1,12 @@
-"""The last line of a run: where its model lies, and how to go on from there."""
+"""The last line of a run: where its model lies, and how to go on from there, also where a signal ends it."""
 
+import contextlib
 import json
 import logging
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torchtitan_magi.training.process.all_ranks import is_first_rank
@@ -53,6 +58,37 @@ class LastLine:
         if self.text:
             logger.info(self.text)
         self.text = ""
+
+
+@contextlib.contextmanager
+def told_on_signal(text: Callable[[], str]) -> Iterator[None]:
+    """Lets rank 0 log a text when SIGINT or SIGTERM ends it. All ranks end by the signal itself, without traceback."""
+
+    def end(number: int, _: object) -> None:
+        with contextlib.suppress(RuntimeError):  # the signal came while another line was being written
+            logger.info(text())
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+    if threading.current_thread() is not threading.main_thread():  # signals are the main thread's
+        yield
+        return
+    own: dict[int, Any] = (
+        {signal.SIGINT: end, signal.SIGTERM: end} if is_first_rank() else {signal.SIGINT: signal.SIG_DFL}
+    )
+    before = {number: signal.signal(number, handler) for number, handler in own.items()}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def stopped(step: int, saved: int) -> str:
+    """What a run that was stopped says. saved: the step of its last checkpoint; -1: there is none."""
+    if saved == -1:
+        return f"Stopped after step {step:,}; no checkpoint was saved: the same command begins anew"
+    return f"Stopped after step {step:,}; the same command goes on from step-{saved}"
 
 
 def _literal(path: str) -> str:

@@ -1,18 +1,26 @@
-"""The folders that a run writes to: they can be written, and one run at a time saves checkpoints there."""
+"""The folders that a run writes to: they can be written, one run at a time saves checkpoints there, and what was run
+and logged is kept there."""
 
 import errno
 import fcntl
+import json
 import logging
 import os
+import re
+from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
-from torchtitan_magi.files import NO_LOCKS, holder_of, open_lock, sign_lock
+from torchtitan_magi.files import NO_LOCKS, holder_of, open_lock, sign_lock, write_whole
 from torchtitan_magi.machine import cause, lack
+from torchtitan_magi.training.process.all_ranks import is_first_rank, on_first_rank
 from torchtitan_magi.wording import one_line, quoted_path, shown
 
 logger = logging.getLogger(__name__)
 
-LOCK = "run.lock"
+LOCK, LOG, CONFIG = "run.lock", "run.log", "run_config.toml"
+COLOR = re.compile(r"\x1b\[[\d;]*m")
 HELD = (errno.EACCES, errno.EAGAIN)
 
 
@@ -82,3 +90,46 @@ def _lock(path: Path, option: str, folder: str) -> None:
             f"{option} is {quoted_path(folder)}, but its lock {shown(path)} cannot be written ({cause(error)}); "
             "make room there, or give another folder"
         ) from None
+
+
+class PlainFormatter(logging.Formatter):
+    """Lines without the colours of a terminal."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return COLOR.sub("", super().format(record))
+
+
+def keep_log(folder: str) -> None:
+    """Also writes what rank 0 logs from now on to the end of ``run.log``. A collective of all ranks.
+
+    Raises:
+        OSError: on all ranks, if it cannot be written.
+    """
+
+    def open_log() -> None:
+        file = logging.FileHandler(Path(folder) / LOG, encoding="utf-8", errors="backslashreplace")
+        file.setFormatter(PlainFormatter("%(asctime)s %(levelname)s %(message)s"))
+        logging.getLogger().addHandler(file)
+
+    on_first_rank(open_log)
+
+
+def save_config(job_config: Any) -> None:
+    """Rank 0 writes all options as they are used, a dataclass of sections, to ``run_config.toml``: another run can be
+    started with it."""
+    if is_first_rank():
+        text = "\n".join(toml_lines(asdict(job_config))) + "\n"
+        write_whole(Path(job_config.job.dump_folder) / CONFIG, text.encode(errors="backslashreplace"))
+
+
+def toml_lines(options: dict[str, Any], section: str = "") -> Iterator[str]:
+    """TOML of nested options; what is None is left out, as TOML has no word for it."""
+    plain = {name: value for name, value in options.items() if value is not None and not isinstance(value, dict)}
+    if plain and section:
+        yield f"[{section}]"
+    for name, value in plain.items():
+        text = repr(value) if isinstance(value, float) else json.dumps(value, ensure_ascii=False)
+        yield f"{name} = {text}"
+    for name, value in options.items():
+        if isinstance(value, dict):
+            yield from toml_lines(value, f"{section}.{name}".lstrip("."))

@@ -1,7 +1,8 @@
-"""What ``python -m torchtitan_magi.NAME`` commands have in common: a parser, and files that they write at their end."""
+"""What commands have in common: a parser, and files that they write at their end."""
 
 import argparse
 import os
+import sys
 from pathlib import Path
 from typing import NoReturn
 
@@ -13,13 +14,15 @@ class CommandParser(argparse.ArgumentParser):
     """The parser of a command, whose errors are one line.
 
     Args:
-        name: NAME.
+        name: NAME of ``torchtitan-magi NAME``, which is told by the program's name, and of ``python -m
+            torchtitan_magi.NAME``.
         usage: its line, in which %(prog)s is the command. doc: the module's docstring.
     """
 
     def __init__(self, name: str, usage: str, doc: str | None) -> None:
         form = argparse.RawDescriptionHelpFormatter
-        super().__init__(f"python -m torchtitan_magi.{name}", usage, doc, formatter_class=form)
+        program = sys.argv[0] if sys.argv[0].startswith("torchtitan-magi ") else f"python -m torchtitan_magi.{name}"
+        super().__init__(program, usage, doc, formatter_class=form)
 
     def error(self, message: str) -> NoReturn:
         """Ends the process with code 2 and the message, without the usage."""

@@ -1,0 +1,63 @@
+"""What a run leaves in its folder: the log of rank 0, and all options, with which it can be started again."""
+
+import tomllib
+from dataclasses import asdict
+from pathlib import Path
+
+from support.adapter import read_job
+from support.parity import trained_anew
+from support.runs import DEBUG_TOML, call, new_folder
+
+from torchtitan_magi.training.process.run_folder import CONFIG, LOG, save_config, toml_lines
+
+OPTIONS = [
+    "--training.steps",
+    "7",
+    "--magi.imports",
+    "json",
+    "--optimizer.lr",
+    "1e-5",
+    "--job.description",
+    'a "b" \\é',
+]
+
+
+def saved_and_read(folder):
+    """The options of a command line, and those that are read from what was saved of them."""
+    job = read_job(DEBUG_TOML, *OPTIONS, "--job.dump_folder", folder)
+    save_config(job)
+    again = read_job(Path(folder) / CONFIG)
+    found = [asdict(options) for options in (job, again)]
+    for options in found:
+        options["job"].pop("config_file")
+    return found
+
+
+def test_a_run_can_be_started_with_the_options_that_it_saved():
+    first, again = call(saved_and_read, new_folder())
+    assert first == again
+    assert first["job"]["description"] == 'a "b" \\é'
+
+
+def test_toml_of_nested_options():
+    options = {
+        "a": {"x": 1e-08, "n": None, "inner": {"y": ["p", "q"]}, "z": True},
+        "empty": {},
+        "f": {"g": float("inf")},
+    }
+    lines = list(toml_lines(options))
+    assert tomllib.loads("\n".join(lines)) == {
+        "a": {"x": 1e-08, "z": True, "inner": {"y": ["p", "q"]}},
+        "f": {"g": float("inf")},
+    }
+
+
+def test_the_log_of_rank_0_is_kept_and_continued():
+    folder = new_folder()
+    for _ in range(2):
+        arguments = ["--training.steps", "2", "--job.dump_folder", folder]
+        trained_anew("dp2", *arguments, entry="torchtitan_magi.train")
+    text = (Path(folder) / LOG).read_text()
+    assert text.count("INFO step: 1/2  loss: ") == text.count("INFO step: 2/2  loss: ") == 2
+    assert "\x1b" not in text
+    assert tomllib.loads((Path(folder) / CONFIG).read_text())["training"]["steps"] == 2

@@ -1,0 +1,48 @@
+"""A signal ends a run with a line that says after which step, and from which the same command goes on."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from support.processes import environment_of
+from support.runs import DEBUG_TOML, ROOT, SMALL, new_folder, on_corpus
+
+from torchtitan_magi.training.process.last_line import stopped
+
+STEPS = ["--training.steps", "1000000", "--lr_scheduler.decay_ratio", "0", "--parallelism.context_parallel_degree", "2"]
+
+
+@pytest.mark.parametrize(("number", "saves"), [(signal.SIGINT, True), (signal.SIGTERM, False)])
+def test_a_run_that_is_stopped_says_how_it_goes_on(number, saves):
+    folder = new_folder()
+    options = [*on_corpus(), *SMALL, *STEPS, "--metrics.log_freq", "1", "--job.dump_folder", folder]
+    options += ["--checkpoint.enable", "--checkpoint.interval", "2"] if saves else ["--checkpoint.no-enable"]
+    command = [sys.executable, "-m", "torchtitan_magi", "train", DEBUG_TOML, *options]
+    with open(f"{folder}/printed", "w") as file:
+        job = subprocess.Popen(
+            list(map(str, command)), stdout=file, stderr=subprocess.STDOUT, cwd=ROOT, env=environment_of()
+        )
+        printed, log = Path(file.name), Path(folder) / "run.log"
+        while not (log.exists() and "step: 3/" in log.read_text()):
+            assert job.poll() is None, printed.read_text()[-4000:]
+            time.sleep(0.1)
+        os.kill(job.pid, number)
+        assert job.wait(300) == 1
+    assert printed.read_text().splitlines()[-1] == f"ended by {number.name}"
+    (line,) = re.findall(r"Stopped .*", log.read_text())
+    assert line in printed.read_text()
+    step = int(re.match(r"Stopped after step (\d+); ", line)[1])
+    finished = [int(path.parent.name[5:]) for path in Path(folder).glob("checkpoint/step-*/.metadata")]
+    assert step >= 3
+    assert line == stopped(step, max(finished, default=-1))
+    assert bool(finished) == saves
+
+
+def test_the_line_of_a_stopped_run():
+    assert stopped(1050, 1000) == "Stopped after step 1,050; the same command goes on from step-1000"
+    assert stopped(7, -1) == "Stopped after step 7; no checkpoint was saved: the same command begins anew"

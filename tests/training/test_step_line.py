@@ -1,0 +1,56 @@
+"""The log says where a run is: which steps it names, what it says of them, by the same names with any torchtitan."""
+
+import pytest
+from support.parity import trained_anew
+
+from torchtitan_magi.training.metrics import duration, step_line
+
+TOKENS = 512  # of a step
+NAMES = {
+    "loss_metrics/global_avg_loss", "loss_metrics/global_max_loss", "grad_norm", "lr", "epoch", "n_tokens_seen",
+    "throughput(tps)", "throughput_of_all_gpus(tps)", "tflops", "mfu(%)",
+    "time_metrics/end_to_end(s)", "time_metrics/data_loading(s)", "time_metrics/data_loading(%)",
+    "time_metrics/plan_wait(s)", "time_metrics/eta(s)",
+    "memory/max_active(GiB)", "memory/max_active(%)", "memory/max_reserved(GiB)", "memory/max_reserved(%)",
+    "memory/num_alloc_retries", "memory/num_ooms",
+}  # fmt: skip
+
+
+def test_the_first_and_the_last_step_are_logged_by_the_same_names():
+    arguments = ["--training.steps", "5", "--metrics.log_freq", "2", "--lr_scheduler.warmup_steps", "2"]
+    run = trained_anew("dp2", *arguments, entry="torchtitan_magi.train")
+    assert [metrics["step"] for metrics in run.metrics] == [1, 2, 4, 5]
+    first, *others = [metrics.keys() - {"step", "memory/outside_pytorch(GiB)"} for metrics in run.metrics]
+    assert first == NAMES - {"time_metrics/eta(s)"}
+    assert all(names == NAMES for names in others)
+    assert run.metrics[-1]["time_metrics/eta(s)"] == 0
+    for metrics in run.metrics:
+        assert metrics["throughput_of_all_gpus(tps)"] == pytest.approx(2 * metrics["throughput(tps)"])
+        assert metrics["epoch"] == pytest.approx(metrics["step"] * run.metrics[0]["epoch"])
+    for metrics, steps in zip(run.metrics, [1, 1, 2, 1], strict=True):  # since the line before
+        seconds = metrics["time_metrics/end_to_end(s)"] * steps
+        assert metrics["throughput_of_all_gpus(tps)"] * seconds == pytest.approx(TOKENS * steps)
+    assert run.metrics[1]["lr"] > run.metrics[0]["lr"] > 0
+
+
+def test_a_line_has_what_is_known():
+    metrics = {"loss_metrics/global_avg_loss": 2.1234567, "grad_norm": 0.51, "lr": 2e-5, "throughput(tps)": 9100.4}
+    assert step_line(3, 1000, metrics) == (
+        "step: 3/1,000  loss: 2.12346  grad_norm: 0.5100  lr: 2.00e-05  per GPU: 9,100"
+    )
+    metrics = {"epoch": 1.8, "throughput_of_all_gpus(tps)": 72803.0, "mfu(%)": 41.23, "memory/max_reserved(GiB)": 48.1}
+    metrics |= {"memory/max_reserved(%)": 60.2, "time_metrics/eta(s)": 11100.0}
+    assert step_line(1200, 10_000, metrics) == (
+        "step: 1,200/10,000  epoch: 1.80  tokens/s: 72,803  MFU: 41.2%  memory: 48.10 GiB (60%)  ETA: 3 h 05 min"
+    )
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, "0 s"), (59.4, "59 s"), (59.6, "1 min"), (754, "13 min"), (3599, "1 h 00 min"), (172_700, "47 h 58 min"),
+        (172_800, "2 d 00 h"),
+    ],
+)  # fmt: skip
+def test_a_duration_is_short(seconds, text):
+    assert duration(seconds) == text

@@ -1,0 +1,1 @@
+"""What commands have in common, and those that are of no other wing."""
