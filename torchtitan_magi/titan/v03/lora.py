@@ -45,19 +45,20 @@ def with_adapters(spec: ModelSpec, lora: LoRA) -> ModelSpec:
     if not lora.rank:
         return spec
     check_targets(lora)
-    experts = list(spec.model.traverse(GroupedExperts.Config))
     there = {name.rpartition(".")[2] for name, *_ in spec.model.traverse(Linear.Config)}
-    absent = [name for name in lora.target_modules if name not in (there | {EXPERTS} if experts else there)]
+    there |= {EXPERTS for _ in spec.model.traverse(GroupedExperts.Config)}
+    absent = [name for name in lora.target_modules if name not in there]
     if absent and lora.target_modules != LoRA().target_modules:  # which has the names of all models
         raise ValueError(
             f"magi.lora.target_modules names {', '.join(absent)}, which {spec.name} {quoted(spec.flavor)} has not; "
             "leave it out"
         )
-    targets = [name for name in lora.target_modules if name in there]
+    targets = [name for name in lora.target_modules if name in there - {EXPERTS}]
     converter: Any = LoRAConverter.Config(rank=lora.rank, alpha=lora.alpha, target_modules=targets)
     spec = replace(spec, model=converter.build().convert(spec.model), post_optimizer_build_fn=None)
-    for _, config, parent, name in experts if EXPERTS in lora.target_modules else ():
-        setattr(parent, name, _with_factors(config, lora))
+    if EXPERTS in lora.target_modules:
+        for _, config, parent, name in list(spec.model.traverse(GroupedExperts.Config)):
+            setattr(parent, name, _with_factors(config, lora))
     return spec
 
 
