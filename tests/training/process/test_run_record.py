@@ -1,14 +1,16 @@
 """What a run leaves in its folder: the log of rank 0, and all options, with which it can be started again."""
 
+import logging
 import tomllib
 from dataclasses import asdict
 from pathlib import Path
 
+import pytest
 from support.adapter import read_job
 from support.parity import trained_anew
 from support.runs import DEBUG_TOML, call, new_folder
 
-from torchtitan_magi.training.process.run_folder import CONFIG, LOG, save_config, toml_lines
+from torchtitan_magi.training.process.run_folder import CONFIG, LOG, keep_log, save_config, toml_lines
 
 OPTIONS = [
     "--training.steps",
@@ -61,3 +63,13 @@ def test_the_log_of_rank_0_is_kept_and_continued():
     assert text.count("INFO step: 1/2  loss: ") == text.count("INFO step: 2/2  loss: ") == 2
     assert "\x1b" not in text
     assert tomllib.loads((Path(folder) / CONFIG).read_text())["training"]["steps"] == 2
+
+
+def test_the_log_of_a_new_folder_and_one_that_cannot_be_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    keep_log(str(tmp_path / "new" / "run"))
+    logging.getLogger("x").warning("a line")
+    assert (tmp_path / "new" / "run" / LOG).read_text().endswith("WARNING a line\n")
+    (tmp_path / LOG).mkdir()
+    with pytest.raises(ValueError, match=r"^job.dump_folder is '.*', but its run.log cannot be written .*; make room"):
+        keep_log(str(tmp_path))

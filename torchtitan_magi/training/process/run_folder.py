@@ -100,14 +100,21 @@ class PlainFormatter(logging.Formatter):
 
 
 def keep_log(folder: str) -> None:
-    """Also writes what rank 0 logs from now on to the end of ``run.log``. A collective of all ranks.
+    """Also writes what rank 0 logs from now on to the end of ``run.log``; makes the folder. A collective of all ranks.
 
     Raises:
-        OSError: on all ranks, if it cannot be written.
+        ValueError: on all ranks, if it cannot be written; one line with the remedy.
     """
 
     def open_log() -> None:
-        file = logging.FileHandler(Path(folder) / LOG, encoding="utf-8", errors="backslashreplace")
+        check_writable(folder)
+        try:
+            file = logging.FileHandler(Path(folder) / LOG, encoding="utf-8", errors="backslashreplace")
+        except OSError as error:
+            raise ValueError(
+                f"job.dump_folder is {quoted_path(folder)}, but its {LOG} cannot be written ({cause(error)}); make "
+                "room there, or give another folder"
+            ) from None
         file.setFormatter(PlainFormatter("%(asctime)s %(levelname)s %(message)s"))
         logging.getLogger().addHandler(file)
 
