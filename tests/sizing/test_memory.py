@@ -1,5 +1,6 @@
 """Predicted memory: what layouts and options change, which remedies help, what the log says."""
 
+import json
 import logging
 import re
 from dataclasses import replace
@@ -8,7 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
-from support.runs import call
+from support.runs import ROOT, call
 
 from torchtitan_magi.models.model_config import Experts, ModelConfig, Rope
 from torchtitan_magi.planning.choose_stages import MOST_BYTES
@@ -19,6 +20,7 @@ from torchtitan_magi.sizing.run_setup import Setup
 
 LLAMA_8B = ModelConfig("llama3", 4096, 32, 32, 8, 128, 14336, 128256, 1e-5, Rope(5e5))
 QWEN_30B = ModelConfig("qwen3", 2048, 48, 32, 4, 128, 6144, 151936, 1e-6, Rope(1e6), False, Experts(128, 8, 768, True))
+MEASURED = sorted((ROOT / "benchmarks" / "results").glob("train_*.json"))
 SETUP = Setup(LLAMA_8B, 131072, cp=4, compiled=True, compiled_loss=True)
 
 
@@ -182,3 +184,21 @@ def offload_without_fsdp():
 
 def test_offload_without_fsdp_is_refused():
     assert "enable_cpu_offload is true, but FSDP is off" in str(call(offload_without_fsdp))
+
+
+# ------------------------------------------------------------------------------------------- against measured GPU runs
+
+
+def compared():
+    """File -> GiB per GPU of its runs, measured and predicted."""
+    from docs_memory import comparisons
+
+    results = {path.stem: json.loads(path.read_text()) for path in MEASURED}
+    return {name: [(row["peak_memory_gib"], gib) for row, gib in comparisons(facts)] for name, facts in results.items()}
+
+
+def test_runs_took_what_is_predicted():
+    for name, found in call(compared).items():
+        assert found, name
+        for measured, predicted in found:
+            assert predicted == pytest.approx(measured, rel=0.05 if "_8b_" in name else 0.1), name

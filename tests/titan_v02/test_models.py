@@ -112,5 +112,5 @@ def test_what_torchtitan_has_not_is_refused_by_name(fields, messages):
 
 @pytest.mark.parametrize("name", OF_0_3)
 def test_models_of_torchtitan_0_3_are_refused(name):
-    with pytest.raises(ValueError, match=r"model.name is '\w+', which needs torchtitan 0.3; install it"):
+    with pytest.raises(ValueError, match=r"model.name is '\w+', which needs torchtitan 0.3; pip install torch"):
         args_of(read(OF_0_3[name]))

@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
-from support.runs import DEBUG_TOML, ROOT, call, train, watch
+from support.runs import DEBUG_TOML, call, train, watch
 
 from torchtitan_magi.models.model_config import Experts, ModelConfig, Rope
 from torchtitan_magi.models.shapes import parameters_of
@@ -20,7 +20,6 @@ from torchtitan_magi.sizing.run_file import RunFile
 from torchtitan_magi.sizing.run_setup import Setup, setup_of, unpredicted
 from torchtitan_magi.training.settings.options import Magi
 
-MEASURED = sorted((ROOT / "benchmarks" / "results").glob("train_*.json"))
 ANY_MODEL = ModelConfig("llama3", 4096, 32, 32, 8, 128, 14336, 128256, 1e-5, Rope(5e5))
 
 
@@ -277,21 +276,3 @@ def test_what_a_file_leaves_out_is_as_torchtitan_has_it():
     found = call(defaults_of_options)
     assert len(found) == 19
     assert {option for option, (ours, theirs) in found.items() if ours != theirs} == set()
-
-
-# ------------------------------------------------------------------------------------------- against measured GPU runs
-
-
-def compared():
-    """File -> GiB per GPU of its runs, measured and predicted."""
-    from docs_memory import comparisons
-
-    results = {path.stem: json.loads(path.read_text()) for path in MEASURED}
-    return {name: [(row["peak_memory_gib"], gib) for row, gib in comparisons(facts)] for name, facts in results.items()}
-
-
-def test_runs_took_what_is_predicted():
-    for name, found in call(compared).items():
-        assert found, name
-        for measured, predicted in found:
-            assert predicted == pytest.approx(measured, rel=0.05 if "_8b_" in name else 0.1), name

@@ -49,10 +49,8 @@ def with_adapters(spec: ModelSpec, lora: LoRA) -> ModelSpec:
     there |= {EXPERTS for _ in spec.model.traverse(GroupedExperts.Config)}
     absent = [name for name in lora.target_modules if name not in there]
     if absent and lora.target_modules != LoRA().target_modules:  # which has the names of all models
-        raise ValueError(
-            f"magi.lora.target_modules names {', '.join(absent)}, which {spec.name} {quoted(spec.flavor)} has not; "
-            "leave it out"
-        )
+        named = f"magi.lora.target_modules names {', '.join(absent)}"
+        raise ValueError(f"{named}, which {spec.name} {quoted(spec.flavor)} has not; leave it out")
     targets = [name for name in lora.target_modules if name in there - {EXPERTS}]
     converter: Any = LoRAConverter.Config(rank=lora.rank, alpha=lora.alpha, target_modules=targets)
     spec = replace(spec, model=converter.build().convert(spec.model), post_optimizer_build_fn=None)
