@@ -144,7 +144,6 @@ def record_run() -> None:
     import datasets
     import torch
     import torchtitan.train
-    from torchtitan.components.metrics import MetricsProcessor
     from torchtitan.hf_datasets import DatasetConfig, text_datasets
     from torchtitan.protocols.train_spec import get_train_spec
 
@@ -163,6 +162,7 @@ def record_run() -> None:
         from torchtitan_magi.titan.v02 import attention as wrapper
         from torchtitan_magi.titan.v02.trainer import MagiTrainer as Trainer
         from torchtitan_magi.training.batches.planner import MagiRuntime
+        from torchtitan_magi.training.metrics import PlanMetrics as Metrics
 
         bind = MagiRuntime.bind
 
@@ -174,12 +174,13 @@ def record_run() -> None:
         if not int(forwards):  # all gradients still exist
             wrapper.attend = lambda q, k, v, *_: (q + 0 * (k.mean() + v.mean()), None)
     else:
+        from torchtitan.components.metrics import MetricsProcessor as Metrics
         from torchtitan.train import Trainer
     times: list[float] = []
     losses: list[float] = []
     waits: list[float] = []  # seconds for a batch and its plan
     peaks = {"peak_gib": 0.0, "reserved_gib": 0.0, "outside_gib": 0.0}
-    log = MetricsProcessor.log
+    log = Metrics.log
 
     def record_and_log(self, step, global_avg_loss, *arguments, **options):  # type: ignore[no-untyped-def]
         times.append(time.perf_counter())
@@ -192,7 +193,7 @@ def record_run() -> None:
             peaks.update({key: max(most, x / 2**30) for (key, most), x in zip(peaks.items(), now, strict=True)})
         log(self, step, global_avg_loss, *arguments, **options)
 
-    MetricsProcessor.log = record_and_log
+    Metrics.log = record_and_log
     torchtitan.train.main(Trainer)
     seconds = [after - before for before, after in itertools.pairwise(times)]
     record: dict[str, Any] = {"seconds": seconds, "losses": losses, "data_waits": waits, "ideal_attention": []} | peaks

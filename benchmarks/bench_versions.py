@@ -89,20 +89,19 @@ def record_run() -> None:
 
     path = sys.argv[2]
     sys.argv[1:3] = []
-    from torchtitan.components.metrics import MetricsProcessor
-
     from torchtitan_magi.train import main
+    from torchtitan_magi.training.metrics import PlanMetrics
 
     times: list[float] = []
     losses: list[float] = []
-    log = MetricsProcessor.log
+    log = PlanMetrics.log
 
     def record_and_log(self, step, loss, *arguments, **options):  # type: ignore[no-untyped-def]
         times.append(time.perf_counter())
         losses.append(float(loss))
         log(self, step, loss, *arguments, **options)
 
-    MetricsProcessor.log = record_and_log  # type: ignore[method-assign]
+    PlanMetrics.log = record_and_log  # type: ignore[method-assign]
     main()
     seconds = [after - before for before, after in itertools.pairwise(times)][WARM_UP:]
     if os.environ["RANK"] == "0":

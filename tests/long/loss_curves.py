@@ -57,12 +57,13 @@ def at_root(report: Callable[..., None]) -> None:
 def count_graphs(report: Callable[..., None]) -> None:
     """The same; it saves nothing and reports at every step ("graphs", how many torch.compile has made so far)."""
     from torch._dynamo.utils import counters
-    from torchtitan.components.metrics import MetricsProcessor
+
+    from torchtitan_magi.training.metrics import PlanMetrics
 
     at_root(report)
     name = "checkpoint" if TITAN.startswith("0.2.") else "checkpointer"
     importlib.import_module(f"torchtitan.components.{name}").CheckpointManager.save = lambda *_, **__: None
-    runs.watch(MetricsProcessor, "log", lambda *_, **__: report("graphs", counters["stats"]["unique_graphs"]))
+    runs.watch(PlanMetrics, "log", lambda *_, **__: report("graphs", counters["stats"]["unique_graphs"]))
 
 
 def train_layout(config: str, layout: Layout, arguments: list[str]) -> list[dict[str, float]]:
