@@ -153,8 +153,7 @@ def check_values(job_config: Any) -> None:
         raise ValueError(
             "metrics.enable_wandb is true, but the package wandb is not installed; install it, or set it to false"
         )
-    if _writes(job_config):
-        check_writable(job_config.job.dump_folder)
+    check_writable(job_config.job.dump_folder)
 
 
 def check_finite(option: str, value: float) -> None:
@@ -171,19 +170,6 @@ def _numbers(section: Any, prefix: str) -> Iterator[tuple[str, float]]:
             yield f"{prefix}{field.name}", value
         elif is_dataclass(value) and not isinstance(value, DPO):
             yield from _numbers(value, f"{prefix}{field.name}.")
-
-
-def _writes(job_config: Any) -> bool:
-    """Whether the run writes to its dump folder."""
-    checkpoint, metrics, profiling = job_config.checkpoint, job_config.metrics, job_config.profiling
-    return (
-        (checkpoint.enable and not checkpoint.load_only)
-        or metrics.enable_tensorboard
-        or metrics.enable_wandb
-        or profiling.enable_profiling
-        or profiling.enable_memory_snapshot
-        or job_config.comm.trace_buf_size > 0
-    )
 
 
 @contextlib.contextmanager
