@@ -23,15 +23,12 @@ import importlib
 import json
 import os
 import sys
-from functools import partial
 from pathlib import Path
 
-from torch.distributed.elastic.multiprocessing.errors import record
-
-from torchtitan_magi.training.process.error_file import WholeErrorFile
+from torchtitan_magi.training.process.error_file import recorded
 
 
-@partial(record, error_handler=WholeErrorFile())  # so that torchrun says last what went wrong, whatever it is
+@recorded  # so that torchrun says last what went wrong, whatever it is
 def main() -> None:
     """Trains as the command line says."""
     from torchtitan_magi.titan import adapter

@@ -12,7 +12,6 @@ import torch
 import tyro
 from torch import Tensor
 from torch.distributed import checkpoint
-from torch.distributed.elastic.multiprocessing.errors import get_error_handler, record
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.ops import profiler
@@ -47,6 +46,7 @@ from torchtitan_magi.training.checkpoints.export import Export
 from torchtitan_magi.training.experts import own_experts
 from torchtitan_magi.training.finite import StepGuard, check_state, clip_and_note
 from torchtitan_magi.training.process.cpu import use_cpu
+from torchtitan_magi.training.process.error_file import ERROR_FILE, recorded
 from torchtitan_magi.training.process.last_line import LAST_LINE
 from torchtitan_magi.training.process.launcher import config_file_if_any
 from torchtitan_magi.training.process.timeouts import set_pg_timeouts
@@ -113,19 +113,19 @@ def _use_cpu() -> None:
     moe_utils.generate_permute_indices = partial(kernels.generate_permute_indices, use_cpu=True)  # a CUDA kernel's work
 
 
-@record  # so that torchrun says last what went wrong; the same below
+@recorded  # so that torchrun says last what went wrong; the same below
 def _maybe_load_toml(stock: Any, manager: ConfigManager, arguments: list[str]) -> Any:
     path = config_file_if_any(arguments)
     return stock(manager, arguments) if path is None else read_toml(path)
 
 
-@record
+@recorded
 def _maybe_add_custom_config(stock: Any, manager: ConfigManager, *args: Any) -> type:
     with _usable("job.custom_config_module", ImportError, AttributeError, TypeError):  # or a module that is no config
         return stock(manager, *args)
 
 
-@record
+@recorded
 def _dict_to_dataclass(stock: Any, manager: ConfigManager, config: type, values: dict[str, Any]) -> Any:
     """Checks the whole file first. torchtitan calls this for the file, and for each section of it."""
     if issubclass(config, JobConfig):
@@ -138,12 +138,12 @@ def _cli(stock: Any, *args: Any, **kwargs: Any) -> Any:
     try:
         with usage_errors():
             return stock(*args, **kwargs)
-    except ValueError as error:  # as ``record`` does, which would go on after --help
-        get_error_handler().record_exception(error)
+    except ValueError as error:  # as ``recorded`` does, which would go on after --help
+        ERROR_FILE.record_exception(error)
         raise
 
 
-@record
+@recorded
 def _validate_config(stock: Any, manager: ConfigManager) -> None:
     """Also checks values and what would stop torchtitan before it comes to our checks, and imports the modules of
     ``magi.imports``."""

@@ -1,9 +1,10 @@
 """The file in which a rank tells torchrun why it failed."""
 
 import os
+from functools import partial
 from pathlib import Path
 
-from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
+from torch.distributed.elastic.multiprocessing.errors import ErrorHandler, record
 
 
 class WholeErrorFile(ErrorHandler):
@@ -24,3 +25,8 @@ class WholeErrorFile(ErrorHandler):
             raise
         finally:
             os.environ["TORCHELASTIC_ERROR_FILE"] = file
+
+
+ERROR_FILE = WholeErrorFile()
+# A decorator of functions whose exceptions torchrun is told of, as they end the run.
+recorded = partial(record, error_handler=ERROR_FILE)
