@@ -69,7 +69,10 @@ def test_the_log_of_a_new_folder_and_one_that_cannot_be_written(tmp_path, monkey
     monkeypatch.setattr(logging.getLogger(), "handlers", [])
     keep_log(str(tmp_path / "new" / "run"))
     logging.getLogger("x").warning("a line")
+    keep_log(str(tmp_path / "second"))
+    logging.getLogger("x").warning("another line")
     assert (tmp_path / "new" / "run" / LOG).read_text().endswith("WARNING a line\n")
+    assert (tmp_path / "second" / LOG).read_text().endswith("WARNING another line\n")
     (tmp_path / LOG).mkdir()
     with pytest.raises(ValueError, match=r"^job.dump_folder is '.*', but its run.log cannot be written .*; make room"):
         keep_log(str(tmp_path))

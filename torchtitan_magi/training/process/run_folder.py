@@ -116,7 +116,11 @@ def keep_log(folder: str) -> None:
                 "room there, or give another folder"
             ) from None
         file.setFormatter(PlainFormatter("%(asctime)s %(levelname)s %(message)s"))
-        logging.getLogger().addHandler(file)
+        root = logging.getLogger()
+        for earlier in [handler for handler in root.handlers if isinstance(handler.formatter, PlainFormatter)]:
+            root.removeHandler(earlier)  # of another run in this process
+            earlier.close()
+        root.addHandler(file)
 
     on_first_rank(open_log)
 
