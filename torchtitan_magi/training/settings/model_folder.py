@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_magi.models.model_config import ModelConfig, differences, read_model_config
+from torchtitan_magi.models.names import PICTURES
 from torchtitan_magi.training.checkpoints.hf_weights import ExportLayout, check_weights, float32_names, shard_numbers
 from torchtitan_magi.training.settings.options import DPO_DATASET
 from torchtitan_magi.training.settings.resume import folder_of_checkpoints, initial_weights
@@ -66,7 +67,7 @@ def check_folders(job_config: Any, config: ModelConfig) -> ExportLayout:
     return ExportLayout(
         shard_numbers(assets, config) if exports else None,
         float32_names(source or assets, config) if rounds else (),
-        (config.model, str(source or assets)) if exports else None,
+        (config.model, str(source or assets)) if exports and config.model in PICTURES else None,
     )
 
 
