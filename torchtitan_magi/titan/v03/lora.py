@@ -116,6 +116,14 @@ def _weight(name: str, experts: Any) -> Tensor:
     return weight + experts._lora_scaling * (b @ a)  # type: ignore[no-any-return]
 
 
+def check_factors(model: nn.Module) -> None:
+    """Asserts of a model that has been distributed what ``_weight`` relies on: no adapter was left behind."""
+    for experts in model.modules():
+        if isinstance(getattr(experts, "lora_b", None), Factors):
+            distributed = {isinstance(parameter, DTensor) for parameter in experts.parameters()}
+            assert len(distributed) == 1, "weights and adapters of experts are not distributed alike"
+
+
 def _layout(layouts: dict[str, Any], weight: str, dim: int) -> Any:
     """How a factor is split, for that of a weight [experts, out, in]: as this, whole in the dimension of the rank."""
     layout = layouts.get(weight)

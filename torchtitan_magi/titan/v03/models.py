@@ -25,7 +25,7 @@ from torchtitan_magi.titan.v03.families import deepseek_v3 as our_deepseek_v3
 from torchtitan_magi.titan.v03.families import gpt_oss as our_gpt_oss
 from torchtitan_magi.titan.v03.families import kimi_k2_7 as our_kimi_k2_7
 from torchtitan_magi.titan.v03.families import muse_glimmer as our_muse_glimmer
-from torchtitan_magi.titan.v03.lora import join_local_layers
+from torchtitan_magi.titan.v03.lora import check_factors, join_local_layers
 from torchtitan_magi.training.checkpoints.hf_reader import adapter_of_all_layouts
 from torchtitan_magi.training.experts import note_expert_counts
 from torchtitan_magi.training.settings.model_folder import HF_FLAVOR
@@ -193,6 +193,7 @@ def _parallelize(stock: Any, model: Any, *, parallel_dims: Any, **options: Any) 
             # DTensor cannot view tokens of a number of packs that torch.compile takes for variable, as validation's.
             torch._dynamo.config.automatic_dynamic_shapes &= not parallel_dims.tp_enabled
     model = stock(model, parallel_dims=_WithoutCP(parallel_dims), **options)
+    check_factors(model)
     if utils.device_type == "cpu":
         prepare_model(model, parallel_dims)
     return model

@@ -44,14 +44,8 @@ from torchtitan_magi.training.process.last_line import LAST_LINE
 from torchtitan_magi.training.process.launcher import config_file
 from torchtitan_magi.training.process.run_folder import save_config
 from torchtitan_magi.training.run_parts import RunParts
+from torchtitan_magi.training.settings import degrees
 from torchtitan_magi.training.settings.checks import check_settings
-from torchtitan_magi.training.settings.degrees import (
-    check_adapters_of_experts,
-    check_experts,
-    check_offload,
-    check_parallelism,
-    check_pipeline,
-)
 from torchtitan_magi.training.settings.model_folder import HF_FLAVOR
 from torchtitan_magi.training.settings.options import Magi
 from torchtitan_magi.training.settings.sections import check_launcher
@@ -105,14 +99,14 @@ class MagiTrainer(RunParts, ObjectiveTrainer, Trainer):
     def init_distributed(self) -> ParallelDims:
         """Also checks, as soon as ranks can agree, what a user can get wrong, and makes the runtime."""
         job, facts = self.job_config, self.model_facts
-        check_parallelism(job.parallelism, int(os.environ["WORLD_SIZE"]))
+        degrees.check_parallelism(job.parallelism, int(os.environ["WORLD_SIZE"]))
         device = utils.device_type
-        check_offload(job.training.enable_cpu_offload, device)
+        degrees.check_offload(job.training.enable_cpu_offload, device)
         dims = super().init_distributed()
         check_settings(job, DATASETS, True, self._check_version)
         self.read_model(lambda: facts)
-        check_experts(job, facts.experts, ranks_of_experts(job, dims, facts.experts))
-        check_adapters_of_experts(job.magi.lora, facts.experts, _expert_ranks(dims))
+        degrees.check_experts(job, facts.experts, ranks_of_experts(job, dims, facts.experts))
+        degrees.check_adapters_of_experts(job.magi.lora, facts.experts, _expert_ranks(dims))
         runtime = self.build_runtime(dims, facts, self.device, facts.windows or (0,) * facts.num_layers)
         self.runtime, self.process = runtime, partial(local_batch, runtime)
         runtime.block_attn.check(facts.head_dim, TORCH_DTYPE_MAP[job.training.mixed_precision_param], facts.value_dim)
@@ -122,7 +116,7 @@ class MagiTrainer(RunParts, ObjectiveTrainer, Trainer):
     def _check_version(self, job: Any) -> None:
         for group in self.config.optimizer.param_groups:
             check_finite("optimizer.lr", group.optimizer_kwargs.get("lr", 0.0))
-        check_pipeline(job, self.model_facts)
+        degrees.check_pipeline(job, self.model_facts)
 
     def _build_loader(
         self, stock: Any, *, dp_world_size: int, dp_rank: int, tokenizer: Any, local_batch_size: int, **options: Any
