@@ -6,9 +6,8 @@ It does what ``torchrun -m torchtitan_magi.train`` does on this machine, and say
 several machines call torchrun. ``python -m torchtitan_magi.launch`` is the same.
 """
 
-# It imports nothing of the package, which imports torch: scripts/train.sh runs this file by its path, so that a torch
-# that cannot be imported ends in one line, too. Of texts of ranks it keeps the first line, and of that both ends, where
-# `wording` joins the lines and keeps the beginning.
+# It imports nothing of the package: scripts/train.sh runs this file by its path. Of texts of ranks it keeps the first
+# line, and of that both ends, where `wording` joins the lines and keeps the beginning.
 
 import contextlib
 import math

@@ -69,10 +69,11 @@ class PlanMetrics:
         groups = group_of(self.parallel_dims, "loss"), group_of(self.parallel_dims, "pp")
         own_metrics = self.objective_metrics() | take_expert_load(self.model_parts, *groups)
         metrics = {
+            **{name: value for name, value in extra.items() if not _is_rate(name)},
             "loss_metrics/global_avg_loss": global_avg_loss,
             "loss_metrics/global_max_loss": self._max_loss(),
             "grad_norm": grad_norm,
-            "lr": next((value for name, value in extra.items() if name.partition("/")[0] == "lr"), 0.0),
+            "lr": next((value for name, value in extra.items() if _is_rate(name)), 0.0),
             "n_tokens_seen": self._tokens_seen(extra),
             **self._speed(seconds, counted),
             **self._times(seconds, num_steps, counted),
@@ -156,6 +157,11 @@ class PlanMetrics:
         loss, count = reduced(self.losses.sum_and_count(), group_of(self.parallel_dims, "cp"))
         mean = torch.where(count > 0, loss / count.clamp(min=1), -torch.inf)
         return reduced(mean, group_of(self.parallel_dims, "batch"), dist.ReduceOp.MAX).item()
+
+
+def _is_rate(name: str) -> bool:
+    """Whether a metric of torchtitan is the learning rate: "lr", or "lr/" and a group's name."""
+    return name.partition("/")[0] == "lr"
 
 
 def step_line(step: int, num_steps: int, metrics: dict[str, float]) -> str:
