@@ -23,9 +23,13 @@ Strategies
   flex          torchtitan's flex_attention with context parallelism and the load balancer for it ("ptrr")
   no CP         torchtitan's varlen attention, one pack of `tokens` per GPU, data parallelism (FSDP)
   no CP, flex   the same with its flex_attention
+  flex_flash    flex on the kernels of FlashAttention-4, as torchtitan 0.3's attn_backend = "flex_flash" has it; needs
+                the packages flash-attn-4 and nvidia-cutlass-dsl
+  no CP, flex_flash  the same without context parallelism
 """
 
 import argparse
+import functools
 import itertools
 import json
 import os
@@ -55,7 +59,8 @@ TIMEOUT = 300  # seconds per run
 PACKS = 40  # packs until documents repeat
 CHARACTERS = 3  # per token, about, by the demo tokenizer
 NAMES = {"ours": "ours", "flex": "torchtitan's flex_attention CP", "no attention": "ours without attention",
-         "no CP": "no CP, ours", "no CP, flex": "no CP, torchtitan's flex_attention"}  # fmt: skip
+         "no CP": "no CP, torchtitan's varlen", "no CP, flex": "no CP, torchtitan's flex_attention",
+         "flex_flash": "torchtitan's flex_flash CP", "no CP, flex_flash": "no CP, torchtitan's flex_flash"}  # fmt: skip
 HOOKS = "--job.custom_config_module torchtitan_magi.titan --experimental.custom_import torchtitan_magi.titan"
 
 
@@ -81,8 +86,10 @@ STRATEGIES = {
     "ours, tp 2": Strategy("varlen", cp=0, tp=2, options=HOOKS),
     "no attention": Strategy("varlen", cp=0, options=HOOKS),
     "flex": Strategy("flex", cp=0, options="--parallelism.context_parallel_load_balancer ptrr"),
+    "flex_flash": Strategy("flex_flash", cp=0, options="--parallelism.context_parallel_load_balancer ptrr"),
     "no CP": Strategy("varlen", dp=0),
     "no CP, flex": Strategy("flex", dp=0),
+    "no CP, flex_flash": Strategy("flex_flash", dp=0),
 }
 
 
@@ -148,10 +155,13 @@ def record_run() -> None:
     from torchtitan.protocols.train_spec import get_train_spec
 
     flavors: Any = get_train_spec(model).model_args
-    for attention in ("flex", "varlen"):
+    for attention in ("flex", "flex_flash", "varlen"):
+        kind = attention.removesuffix("_flash")
         flavors[f"bench_{attention}"] = replace(
-            flavors[shapes], n_layers=int(layers), attn_type=attention, attn_mask_type="block_causal"
+            flavors[shapes], n_layers=int(layers), attn_type=kind, attn_mask_type="block_causal"
         )
+    if "bench_flex_flash" in sys.argv:
+        use_flex_flash()
     text_datasets.DATASETS["documents"] = DatasetConfig(
         path="",
         loader=lambda _: datasets.Dataset.from_list(documents(int(pack))),
@@ -201,6 +211,16 @@ def record_run() -> None:
         steps = packs[1 : len(times)]  # those of `seconds`
         record["ideal_attention"] = [int(layers) * ideal_seconds(plan, heads, int(forwards)) for plan, heads in steps]
     Path(folder, f"rank{os.environ['RANK']}.json").write_text(json.dumps(record))
+
+
+def use_flex_flash() -> None:
+    """Gives torchtitan 0.2.2's flex_attention the kernels and blocks of 0.3's "flex_flash"."""
+    from torchtitan.models import attention
+
+    flex: Any = attention.FlexAttentionWrapper
+    flex._compiled_flex_attn = functools.partial(flex._compiled_flex_attn, kernel_options={"BACKEND": "FLASH"})
+    create = attention._compiled_create_block_mask
+    attention._compiled_create_block_mask = functools.partial(create, BLOCK_SIZE=(128, 128))
 
 
 def ideal_seconds(plan: Any, heads: Any, forwards: int) -> float:
