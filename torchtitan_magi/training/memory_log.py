@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torchtitan_magi.exchange.mesh import ranks_per_node
 from torchtitan_magi.models.model_config import ModelConfig
 from torchtitan_magi.sizing.memory import GIB, Prediction, describe, predict, remedies
-from torchtitan_magi.sizing.run_setup import Setup, setup_of, unpredicted
+from torchtitan_magi.sizing.run_setup import Setup, setup_of
 
 logger = logging.getLogger(__name__)
 
@@ -35,9 +35,6 @@ def predicted_memory(
         section, name = option.rsplit(".", 1)
         return getattr(operator.attrgetter(section)(job_config), name, default)  # 0.3 lacks some options of 0.2.2
 
-    if what := unpredicted(read, model):
-        logger.info(f"Memory per GPU is not predicted for {what}")
-        return None
     cp_mesh = dims.get_optional_mesh("cp")
     machines = None if cp_mesh is None else ranks_per_node(cp_mesh.get_group())
     setup = replace(
