@@ -221,8 +221,9 @@ def predicted(case: Case, gpu: str) -> PredictedRun:
     packs = sample("histogram", case.tokens, 5)
     if case.dataset == "dpo":
         packs = pairs_of(packs)
+    place = Place(GPUS[gpu], 1, tuple(packs.packs), packs.learned)
     with tempfile.TemporaryDirectory() as folder:
-        return predict_run(setup_of_file(case.write(Path(folder))), Place(GPUS[gpu], 1, tuple(packs.packs)))
+        return predict_run(setup_of_file(case.write(Path(folder))), place)
 
 
 def models_table(*files: dict[str, Any]) -> str:

@@ -67,7 +67,7 @@ def _attention(model: ModelConfig) -> tuple[int, int]:
         whole = dim * (latent.q_rank + latent.kv_rank + latent.rope_dim) + latent.q_rank + latent.kv_rank
         return split, whole
     split, whole = dim * (queries + keys + values + out), 0
-    if model.model in ("qwen3", "muse_glimmer"):
+    if model.model == "qwen3":
         whole += 2 * model.head_dim
     if model.model == "gpt_oss":
         split += queries + keys + values + dim + model.num_heads_q  # biases and sinks
@@ -103,6 +103,8 @@ def adapters_of(model: ModelConfig, rank: int, targets: Collection[str]) -> int:
         sides |= {"wkv_a": model.dim + latent.kv_rank + latent.rope_dim, "wkv_b": latent.kv_rank + expanded}
         of_q = {"wq_a": model.dim + latent.q_rank, "wq_b": latent.q_rank + queries}
         sides |= of_q if latent.q_rank else {"wq": model.dim + queries}
+    elif model.muse:  # keys and values have a matrix each
+        sides |= {"wq": model.dim + queries, "wkv": 2 * model.dim + rows}
     else:
         sides["wqkv"] = model.dim + queries + rows
     each = model.num_layers * sum(size for name, size in sides.items() if name in targets)

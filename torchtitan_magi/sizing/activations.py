@@ -31,7 +31,7 @@ def ffn_saved(setup: Setup) -> int:
 
     Dense: input and output of the norm, w1's and w3's outputs, w2's input; the activation's output only where it is not
     compiled, as a compiler computes it again. Experts: for each of a token's top_k experts the routed input, the same
-    three or four widths, and the output in float32, by which the router's gradient is computed; the router's scores.
+    three or four widths, and the output, by which the router's gradient is computed; the router's scores.
     This takes every rank to get its share of the tokens: the busiest rank of an expert-parallel group takes more.
     """
     model, kept = setup.model, 3 if setup.compiled else 4
@@ -42,7 +42,8 @@ def ffn_saved(setup: Setup) -> int:
     routed = model.dim // split + kept * model.experts.hidden_dim // setup.tp
     scores = 2 * model.experts.num_experts * FLOAT32
     norm += kept * model.experts.num_shared * model.experts.hidden_dim // setup.tp * setup.compute_bytes
-    return norm + model.experts.top_k * (routed * setup.compute_bytes + model.dim * FLOAT32) + scores
+    out = model.dim * (FLOAT32 if setup.float32_experts else setup.compute_bytes)
+    return norm + model.experts.top_k * (routed * setup.compute_bytes + out) + scores
 
 
 def block_input(setup: Setup) -> int:
@@ -78,7 +79,9 @@ def kept_and_recomputed(setup: Setup) -> tuple[int, int]:
         "selective": min(whole, _selected(setup)),
         "memory_budget": least + int(setup.budget * (whole - least)),
     }.get(setup.checkpointing, whole)
-    return int(setup.in_flight * layers * kept), whole - kept
+    sums = 0 if setup.model.experts or not setup.lora_rank else 4 * setup.model.hidden_dim // setup.tp
+    again = whole - kept + (setup.tokens * sums * setup.compute_bytes if kept == least else 0)
+    return int(setup.in_flight * layers * kept), again
 
 
 def attention_gradients(setup: Setup) -> int:
@@ -96,12 +99,13 @@ def ffn_gradients(setup: Setup) -> int:
     """Bytes of gradients at the largest moment of a feed-forward's backward, beside all that the block has saved.
 
     Dense: those of the block's output and of w1's and w3's outputs; w2's input is gone by then, and its gradient is
-    there. Experts: of their outputs, in float32 and then, sorted by token and by expert, in the dtype of computation.
+    there. Experts: of their outputs, sorted by token and by expert, and perhaps in float32 before.
     """
     model, compute = setup.model, setup.compute_bytes
     if model.experts is None:
-        return setup.tokens * (setup.local_dim + 2 * model.hidden_dim // setup.tp) * compute
-    experts = model.experts.top_k * model.dim * (FLOAT32 + 2 * compute)
+        adapters = 2 * model.hidden_dim // setup.tp if setup.lora_rank else 0  # what goes to them, scaled
+        return setup.tokens * (setup.local_dim + 2 * model.hidden_dim // setup.tp + adapters) * compute
+    experts = model.experts.top_k * model.dim * ((FLOAT32 if setup.float32_experts else 0) + 2 * compute)
     return setup.tokens * (setup.local_dim * compute + experts)
 
 

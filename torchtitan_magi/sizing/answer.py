@@ -1,14 +1,16 @@
 """Whether a run fits and how long it takes, in words: a verdict, memory and time by part, what would be faster."""
 
+import html
 import math
 import textwrap
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from torchtitan_magi.sizing.memory import GIB, remedies
-from torchtitan_magi.sizing.predicted_run import PredictedRun
-from torchtitan_magi.sizing.text import counted
+from torchtitan_magi.sizing.memory import GIB, describe, predict, remedies
+from torchtitan_magi.sizing.predicted_run import MODES, PredictedRun
+from torchtitan_magi.sizing.run_setup import Setup
+from torchtitan_magi.sizing.strategies.table import counted
 
 WIDTH = 120
 
@@ -128,6 +130,28 @@ def _beside(left: list[str], right: list[str]) -> list[str]:
     height = max(len(left), len(right))
     padded = [[*table[:-2], *[" " * len(table[0])] * (height - len(table)), *table[-2:]] for table in (left, right)]
     return [f"{one}    {two}".rstrip() for one, two in zip(*padded, strict=True)]
+
+
+def memory_lines(setups: list[Setup]) -> list[str]:
+    """Predicted memory under several layouts: a table by activation checkpointing, and the parts for the run's own."""
+    title = "GiB on each GPU as predicted, by activation_checkpoint.mode (selective: by operation)"
+    lines = [title, "", f"GPUs  T, tokens  {'  '.join(MODES)}"]
+    for setup in setups:
+        by_mode = (predict(replace(setup, checkpointing=mode, every=0)).total / GIB for mode in MODES)
+        cells = "  ".join(f"{gib:{len(mode)}.0f}" for mode, gib in zip(MODES, by_mode, strict=True))
+        lines.append(f"{setup.cp:4}  {setup.tokens:9,}  {cells}")
+    own = (f"{counted(setup.cp, 'GPU')}: {describe(predict(setup))}" for setup in setups)
+    return [*lines, "", *(textwrap.fill(text, WIDTH) for text in own)]
+
+
+def answer_html(answer: Answer) -> str:
+    """The answer as a part of a web page."""
+    first, *others = verdict(answer)
+    lines, paragraphs = answer_lines(answer), "".join(f"<p>{html.escape(text)}</p>" for text in others)
+    tables = html.escape("\n".join(lines[lines.index("") + 1 :]))
+    notes = "".join(f"<p>Note: {html.escape(said)}.</p>" for said in answer.stand_ins)
+    kind = "fits" if answer.run.fits else "large"
+    return f'<div class="answer {kind}"><h2>{html.escape(first)}</h2>{paragraphs}{notes}<pre>{tables}</pre></div>'
 
 
 def answer_json(answer: Answer) -> dict[str, Any]:

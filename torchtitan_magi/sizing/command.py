@@ -25,7 +25,7 @@ from torchtitan_magi.commands.parser import CommandParser, check_output, write_o
 from torchtitan_magi.machine import raise_open_files
 from torchtitan_magi.masks.geometry import Int64Array
 from torchtitan_magi.planning.cost_model import H200, CostModel, Heads
-from torchtitan_magi.sizing.answer import Answer, answer_json, answer_lines, packs_per_step
+from torchtitan_magi.sizing.answer import Answer, answer_html, answer_json, answer_lines, memory_lines, packs_per_step
 from torchtitan_magi.sizing.gpus import GPUS, gpu_named
 from torchtitan_magi.sizing.predicted_run import Place, faster, predict_run
 from torchtitan_magi.sizing.run_file import (
@@ -39,8 +39,8 @@ from torchtitan_magi.sizing.run_file import (
 )
 from torchtitan_magi.sizing.run_setup import Setup
 from torchtitan_magi.sizing.sample_packs import DISTRIBUTIONS, Sample, pairs_of, sample
-from torchtitan_magi.sizing.size import Sizing, check_layout, size_run
-from torchtitan_magi.sizing.text import as_json, memory_lines, report_lines
+from torchtitan_magi.sizing.strategies.size import Sizing, check_layout, size_run
+from torchtitan_magi.sizing.strategies.table import as_json, report_lines
 from torchtitan_magi.wording import one_line, quoted
 
 
@@ -54,11 +54,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     raise_open_files()
     try:
-        path, run = options.source, None
+        path, run, from_heads = options.source, None, None
         if path.endswith(".toml"):
             run = RunFile(path)
             from_file = options_of(run, with_heads=options.heads is None and not options.memory)
             parser.set_defaults(**from_file)
+            from_heads = from_file.get("heads")
             options = parser.parse_args(arguments)
             options.source = NO_DATA if missing_data(run) else from_file["source"]
         if options.total is None or options.cp is None:
@@ -69,22 +70,31 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 raise ValueError(f"--memory is of a run's TOML file, but SOURCE is {quoted(path)}")
             print("\n".join(memory_lines(_setups(run, options))))
             return
-        packs = _packs(options)
-        answers = [] if run is None else [_answer(run, cp_size, packs, options) for cp_size in options.cp]
-        for answer in answers:
-            print("\n".join([*answer_lines(answer), ""]), flush=True)
-        if run is not None:  # the strategies are of the same GPUs
-            options.gpus_per_node = max(1, options.gpus_per_node // run.read("parallelism.tensor_parallel_degree", 1))
-        sizings = _sizings(packs.packs, None if run is None else gpu_named(options.gpu).cost, options)
-        print("\n".join(report_lines(sizings)))
-        _write(sizings, answers, options)
+        _report(run, options.heads == from_heads, options)  # heads of one's own are of no run
     except ValueError as error:
         parser.error(one_line(error, 2000))
 
 
-def _packs(options: argparse.Namespace) -> Sample:
+def _report(run: RunFile | None, has_answer: bool, options: argparse.Namespace) -> None:
+    """Prints and writes the answers of a run, if there is one, and the table of strategies."""
+    packs, cost, answers = _packs(options, run), None, []
+    if run is not None:
+        cost = gpu_named(options.gpu).cost
+        answers = [_answer(run, cp_size, packs, options) for cp_size in options.cp if has_answer]
+        for answer in answers:
+            print("\n".join([*answer_lines(answer), ""]), flush=True)
+        if answers and (windows := answers[0].run.setup.model.windows):
+            print(f"Strategies for a layer without a window, {windows.count(0)} of {len(windows)}:")
+        # tensor-parallel ranks take their share of a node
+        options.gpus_per_node = max(1, options.gpus_per_node // run.read("parallelism.tensor_parallel_degree", 1))
+    sizings = _sizings(packs.packs, cost, options)
+    print("\n".join(report_lines(sizings)))
+    _write(sizings, answers, options)
+
+
+def _packs(options: argparse.Namespace, run: RunFile | None) -> Sample:
     total, pairs = count_of_tokens(options.total), options.dataset == "dpo"
-    if options.source in DISTRIBUTIONS and pairs:
+    if options.source in DISTRIBUTIONS and pairs and run is not None:
         return pairs_of(sample(options.source, total, options.packs, options.seed))
     return sample(options.source, total, options.packs, options.seed, options.tokenizer, pairs)
 
@@ -94,11 +104,13 @@ def _answer(run: RunFile, cp_size: int, packs: Sample, options: argparse.Namespa
     total, num_gpus = count_of_tokens(options.total), options.gpus
     run.set("parallelism.context_parallel_degree", cp_size)
     run.set("training.seq_len", total)
+    if num_gpus is not None and num_gpus < 1:
+        raise ValueError(f"--gpus is {num_gpus}; give at least 1")
     if num_gpus is None:  # whole nodes, if the degrees leave it open
         least = setup_of_file(run).world_size
         num_gpus = max(least, options.gpus_per_node // least * least)
     cost = None if options.cost is None else CostModel.load(options.cost)
-    place = Place(gpu_named(options.gpu), options.gpus_per_node, tuple(packs.packs), cost)
+    place = Place(gpu_named(options.gpu), options.gpus_per_node, tuple(packs.packs), packs.learned, cost)
     found = predict_run(setup_of_file(run, num_gpus), place)
     steps = steps_of(run, packs_per_step(found), packs.per_epoch)
     return Answer(found, faster(found), steps, packs.per_epoch, list(stand_ins(run)))
@@ -112,10 +124,11 @@ def _write(sizings: list[Sizing], answers: list[Answer], options: argparse.Names
             report["run"] = answer_json(answer)
         write_output(options.json, (json.dumps(reports if len(reports) > 1 else reports[0], indent=1) + "\n").encode())
     if options.html or options.png:
-        from torchtitan_magi.sizing import picture
+        from torchtitan_magi.sizing.strategies import picture
 
         if options.html:
-            write_output(options.html, picture.html_page(sizings[0], answers[0] if answers else None).encode())
+            begin = answer_html(answers[0]) if answers else ""
+            write_output(options.html, picture.html_page(sizings[0], begin).encode())
         if options.png:
             write_output(options.png, picture.png(sizings[0]))
 

@@ -72,10 +72,11 @@ def _moments(setup: Setup) -> Iterator[Prediction]:
     attention = activations.attention_gradients(setup)
     attention -= setup.tokens * activations.ffn_saved(setup)  # which is gone by then
     work, rows = max((activations.ffn_gradients(setup), 0), (attention, rows_and_sums(setup)), key=sum)
+    of_first = -(-(block + each.vocabulary * setup.has_embedding) // setup.fsdp) * gradient * (not setup.lora_rank)
     of_output = -(-each.vocabulary // setup.fsdp) * gradient * (setup.has_output and not setup.lora_rank)
     for name, first, saved, reducing in (
         ("the last block's backward", before or of_output, kept, each.vocabulary),
-        ("the first block's backward", gradients, _left(setup, kept), block),
+        ("the first block's backward", before or gradients - of_first, _left(setup, kept), block),
     ):
         reduced = _reduced(setup, reducing)
         yield moment(name, first, saved + again + work, of_block + reduced, **{"K/V and their gradients": rows})
@@ -96,9 +97,9 @@ def _lasting(setup: Setup) -> dict[str, int]:
     model, copies = setup.model, 0
     stored = (setup.stored + setup.adapters) * setup.param_bytes
     on_gpu = stored * (not setup.offload)
-    if setup.fsdp == 1:  # autocast's rounded parameters, and DDP's buckets of gradients
+    if _by_ddp(setup):  # autocast's rounded parameters, and DDP's buckets of gradients
         copies = setup.stored * setup.compute_bytes if setup.compute_bytes < setup.param_bytes else 0
-        copies += setup.trained * setup.param_bytes if setup.dp_replicate > 1 else 0
+        copies += setup.trained * setup.param_bytes
     elif setup.pp > 1:
         copies = setup.whole * setup.compute_bytes  # kept from one microbatch to the next
     return {
@@ -114,14 +115,19 @@ def _lasting(setup: Setup) -> dict[str, int]:
 
 def _gathered(setup: Setup, parameters: int) -> int:
     """Bytes of FSDP2 for a group of so many parameters in its backward: gathered, the next group's, and gradients."""
-    if setup.fsdp == 1 or setup.pp > 1:
+    if _by_ddp(setup) or setup.pp > 1:
         return 0
     return parameters * (2 if setup.lora_rank else 3) * setup.compute_bytes
 
 
 def _reduced(setup: Setup, parameters: int) -> int:
     """Bytes of gradients that FSDP2 is reducing, held until the next group's."""
-    return parameters * setup.reduce_bytes if setup.fsdp > 1 and not setup.lora_rank else 0
+    return 0 if _by_ddp(setup) or setup.lora_rank else parameters * setup.reduce_bytes
+
+
+def _by_ddp(setup: Setup) -> bool:
+    """Whether DDP replicates the model, as torchtitan 0.2.2 does; else FSDP2 casts parameters, of one GPU too."""
+    return setup.fsdp == 1 and setup.dp_replicate > 1
 
 
 # ------------------------------------------------------------------------------------------------------------- in words

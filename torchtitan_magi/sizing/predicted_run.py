@@ -16,7 +16,7 @@ from torchtitan_magi.sizing.gpus import Gpu
 from torchtitan_magi.sizing.memory import Prediction, predict
 from torchtitan_magi.sizing.run_setup import Setup
 from torchtitan_magi.sizing.step_time import StepTime, time_of_step
-from torchtitan_magi.sizing.strategies import Case, plan_outcome
+from torchtitan_magi.sizing.strategies.outcomes import Case, plan_outcome
 
 MODES = ("none", "selective", "full")  # of activation checkpointing, selective by operation
 ROOM = 0.95  # of a GPU's memory that is taken without care: PyTorch's allocator loses some between blocks
@@ -28,13 +28,14 @@ class Place:
     """Where a run trains, and on what.
 
     Attributes:
-        packs: lengths of the documents in sampled packs, see ``sample_packs``.
+        packs: lengths of the documents in sampled packs. learned: share of their tokens that have a label.
         cost: of attention and exchanges; None: that of the GPU.
     """
 
     gpu: Gpu
     gpus_per_node: int
     packs: tuple[Int64Array, ...]
+    learned: float = 1.0
     cost: CostModel | None = None
 
     def __hash__(self) -> int:
@@ -93,7 +94,7 @@ def predict_run(setup: Setup, place: Place) -> PredictedRun:
     Raises:
         ValueError: a tensor-parallel degree that does not divide the heads.
     """
-    heads = heads_of_rank(setup.model, setup.tp)
+    setup, heads = replace(setup, learned=place.learned), heads_of_rank(setup.model, setup.tp)
     seconds = place.attention(setup.seq_len, setup.cp, setup.tp, heads)
     windows, areas = setup.model.windows or (0,) * setup.model.num_layers, np.zeros(len(place.packs))
     attends, ideal = np.zeros((len(place.packs), 2)), 0.0

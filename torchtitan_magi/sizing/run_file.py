@@ -95,7 +95,10 @@ def model_of(run: RunFile) -> ModelConfig:
     published = published_sizes(folder)
     if published is not None and not os.path.exists(Path(folder) / "config.json"):
         return published
-    return read_model_config(folder)
+    try:
+        return read_model_config(folder)
+    except ValueError as error:
+        raise ValueError(f"{error}, or give --heads and --head-dim") from None
 
 
 def stand_ins(run: RunFile) -> Iterator[str]:

@@ -44,6 +44,8 @@ class Setup:
         overlap_stages: magi.overlap_stages.
         has_embedding, has_output: whether the first and the last layer are there. in_flight: microbatches whose
             activations are kept at once; of a stage of a pipeline, see ``stages``.
+        learned: share of the tokens that have a label.
+        float32_experts: whether what experts put out is weighed in float32, as torchtitan 0.2.2 does.
     """
 
     model: ModelConfig
@@ -79,6 +81,8 @@ class Setup:
     has_embedding: bool = True
     has_output: bool = True
     in_flight: float = 1.0
+    learned: float = 1.0
+    float32_experts: bool = False
 
     @property
     def world_size(self) -> int:

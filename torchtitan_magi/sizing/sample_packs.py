@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from torchtitan_magi.data import PackedPairDataset, PackedSFTDataset, pack_best_fit
-from torchtitan_magi.data.packs.packed_dataset import PackedDataset
+from torchtitan_magi.data.packs.packed_dataset import IGNORE_INDEX, PackedDataset
 from torchtitan_magi.data.tokens.assets import load_chat_tokenizer
 from torchtitan_magi.data.tokens.token_cache import default_folder
 from torchtitan_magi.files import regular_file
@@ -34,10 +34,12 @@ class Sample:
     Attributes:
         packs: lengths of the documents of each: int64 [n]; of preference pairs [n, 3]: prompt, chosen, rejected.
         per_epoch: how many packs an epoch has, about; None for a distribution.
+        learned: share of their tokens that have a label.
     """
 
     packs: list[Int64Array]
     per_epoch: float | None = None
+    learned: float = 1.0
 
 
 DISTRIBUTIONS = {
@@ -99,7 +101,7 @@ def sample(
 def pairs_of(documents: Sample) -> Sample:
     """The same documents as preference pairs: half of one is the prompt, a quarter each answer."""
     packs = [pack[pack >= 4, None] // np.array([2, 4, 4]) for pack in documents.packs]
-    return Sample(packs, documents.per_epoch)
+    return Sample(packs, documents.per_epoch, 0.5)
 
 
 def draw_pack(distribution: str, total: int, seed: int, batch: int = 1024) -> Int64Array:
@@ -194,8 +196,11 @@ def read_data_set(paths: str, tokenizer: Path, total: int, count: int, seed: int
     options: dict[str, Any] = {"seed": seed, "epochs": 1, "check": False, "token_cache": default_folder()}
     if pairs:
         dataset: PackedDataset = PackedPairDataset(paths, chat.pair, total, **options)
-        packs = [np.diff(inputs["pairs"]) for inputs, _ in itertools.islice(dataset, count)]
     else:
         dataset = PackedSFTDataset(paths, chat, total, **options)
-        packs = [np.diff(inputs["documents"])[:, 0] for inputs, _ in itertools.islice(dataset, count)]
-    return Sample([pack.astype(np.int64) for pack in packs], dataset.packs_per_epoch(dataset.counts))
+    items = list(itertools.islice(dataset, count))
+    learned = sum(int((labels != IGNORE_INDEX).sum()) for _, labels in items)
+    packs = [np.diff(inputs[dataset.bounds_name]).astype(np.int64) for inputs, _ in items]
+    packs = packs if pairs else [pack[:, 0] for pack in packs]
+    share = learned / max(1, sum(int(pack.sum()) for pack in packs))
+    return Sample(packs, dataset.packs_per_epoch(dataset.counts), share)

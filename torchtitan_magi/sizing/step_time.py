@@ -6,6 +6,7 @@ Matrix products run at one speed, element-wise passes at that of the memory; bot
 
 from dataclasses import dataclass
 
+from torchtitan_magi.losses.logprobs import CHUNK_LOGITS
 from torchtitan_magi.models.shapes import Parameters, block_of, num_moe_layers, parameters_of
 from torchtitan_magi.sizing.gpus import Gpu
 from torchtitan_magi.sizing.run_setup import LOOPS, Setup
@@ -48,15 +49,16 @@ def time_of_step(setup: Setup, gpu: Gpu, gpus_per_node: int, attention: tuple[fl
     again = _recomputed(setup)
     weights = 1 if setup.lora_rank else GRADIENTS  # frozen weights have no gradients
     products = 2 * used * setup.tokens
-    output = 2 * setup.on_rank.vocabulary * setup.tokens
+    output = 2 * setup.on_rank.vocabulary * setup.tokens * setup.learned
+    times = 1 + weights + setup.reference  # a loss of pairs makes logits again for its backward
+    logits = output * times / gpu.products + _loss_passes(setup) / gpu.passes
     forward, backward = attention
     parts = {
         "matrix products": products * (1 + weights) / gpu.products,
         "element-wise passes": layers * _passes(setup) * (3 + again) / gpu.passes,
         "attention": (forward + backward) / setup.pp,
         "recomputation": again * (products * _kept_out(setup) / gpu.products + forward / setup.pp * _attends(setup)),
-        # logits are computed again for the backward
-        "output layer and loss": (output * (2 + weights) / gpu.products + _loss_passes(setup) / gpu.passes) / setup.pp,
+        "output layer and loss": logits / setup.pp,
         "moving tokens to experts": _experts(setup, gpu, gpus_per_node) * (1 + again / 3),
         "tensor parallelism": _tensor_parallel(setup, gpu) * layers * (1 + again / 2),
     }
@@ -109,9 +111,11 @@ def _passes(setup: Setup) -> float:
 
 
 def _loss_passes(setup: Setup) -> float:
-    """Bytes of logits that are read and written: twice in 16 bits where compiled, else in float32 as well."""
-    logits = setup.tokens * setup.model.vocab_size / setup.tp
-    return logits * (8 if setup.compiled_loss else 40)
+    """Bytes of logits that are read and written, twice in 16 bits where compiled, else in float32 as well; and of the
+    weight's gradient, to which each chunk adds in float32."""
+    logits = setup.tokens * setup.learned * setup.model.vocab_size / setup.tp
+    sums = 0 if setup.lora_rank else logits / CHUNK_LOGITS * setup.on_rank.vocabulary * 8
+    return logits * (8 if setup.compiled_loss else 40) + sums
 
 
 def _experts(setup: Setup, gpu: Gpu, gpus_per_node: int) -> float:

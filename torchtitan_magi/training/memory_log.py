@@ -3,6 +3,7 @@
 import logging
 import operator
 from dataclasses import replace
+from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -20,8 +21,8 @@ SETTLED = 5  # step from which on all memory has been taken: compilers are done 
 
 def predicted_memory(
     job_config: Any, dims: Any, model: ModelConfig, has_objectives: bool, device_type: str
-) -> Prediction | None:
-    """Logs what a run will take; None, with a line that says so, for what is not predicted.
+) -> Prediction:
+    """Logs what a run will take.
 
     A collective of the context-parallel ranks.
 
@@ -41,6 +42,7 @@ def predicted_memory(
         setup_of(read, model, dims.dp_shard),
         whole_logits=not has_objectives,
         gpu=device_type == "cuda",
+        float32_experts=version("torchtitan").startswith("0.2."),
         cp_per_machine=tuple(machines) if machines else None,
     )
     return log_prediction(setup)
@@ -63,11 +65,10 @@ class MeasuredMemory:
     """Measures what training takes of the GPUs' memory, and logs it once beside what was predicted.
 
     Args:
-        predicted: None where nothing was.
         device_type: of the ranks' collectives.
     """
 
-    def __init__(self, predicted: Prediction | None, device_type: str) -> None:
+    def __init__(self, predicted: Prediction, device_type: str) -> None:
         self.predicted, self.device_type = predicted, device_type
         self.allocated = self.reserved = 0  # most bytes that PyTorch's allocator has given out, and has had
         self.said = False
@@ -85,9 +86,8 @@ class MeasuredMemory:
             most = torch.tensor([self.allocated, self.reserved, outside], device=self.device_type)
             dist.all_reduce(most, dist.ReduceOp.MAX)
             allocated, reserved, around = (most / GIB).tolist()
-            predicted = "" if self.predicted is None else f"; predicted {self.predicted.total / GIB:.1f} in all"
             logger.info(
                 f"Measured memory per GPU: at most {allocated:.1f} GiB allocated by PyTorch ({reserved:.1f} reserved) "
-                f"and {around:.1f} GiB outside it{predicted}"
+                f"and {around:.1f} GiB outside it; predicted {self.predicted.total / GIB:.1f} in all"
             )
         return {"memory/outside_pytorch(GiB)": outside / GIB}

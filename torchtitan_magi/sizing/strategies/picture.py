@@ -20,10 +20,9 @@ from matplotlib.ticker import MaxNLocator
 from torchtitan_magi.planning.needs import parts_of
 from torchtitan_magi.planning.plan import AttnPlan
 from torchtitan_magi.planning.timeline import Timeline
-from torchtitan_magi.sizing.answer import Answer, answer_lines, verdict
-from torchtitan_magi.sizing.size import OURS, SizedPack, Sizing
-from torchtitan_magi.sizing.strategies import transfer_matrix
-from torchtitan_magi.sizing.text import COLUMNS, counted, headline, notes, setting
+from torchtitan_magi.sizing.strategies.outcomes import transfer_matrix
+from torchtitan_magi.sizing.strategies.size import OURS, SizedPack, Sizing
+from torchtitan_magi.sizing.strategies.table import COLUMNS, counted, headline, notes, setting
 from torchtitan_magi.wording import shown
 
 Image = npt.NDArray[np.float64]
@@ -52,25 +51,17 @@ def png(sizing: Sizing) -> bytes:
     return target.getvalue()
 
 
-def html_page(sizing: Sizing, answer: Answer | None = None) -> str:
-    """A web page with a run's answer, if there is one, table and pictures, in one file: no scripts, nothing fetched."""
+def html_page(sizing: Sizing, answer: str = "") -> str:
+    """A web page with table and pictures, in one file: no scripts, nothing fetched. answer: HTML to begin with."""
     return _PAGE.substitute(
         title=f"{sizing.first.cp_size} GPUs, {sizing.total:,} tokens per pack",
-        answer="" if answer is None else _html_answer(answer),
+        answer=answer,
         headline=html.escape(headline(sizing)),
         setting="<br>".join(map(html.escape, setting(sizing))),
         table=_html_table(sizing),
         picture=base64.b64encode(png(sizing)).decode(),
         notes="".join(f"<li>{html.escape(note)}</li>" for note in notes(sizing)),
     )
-
-
-def _html_answer(answer: Answer) -> str:
-    first, *others = verdict(answer)
-    lines, paragraphs = answer_lines(answer), "".join(f"<p>{html.escape(text)}</p>" for text in others)
-    tables = html.escape("\n".join(lines[lines.index("") + 1 :]))
-    kind = "fits" if answer.run.fits else "large"
-    return f'<div class="answer {kind}"><h2>{html.escape(first)}</h2>{paragraphs}<pre>{tables}</pre></div>'
 
 
 @matplotlib.rc_context(STYLE)
