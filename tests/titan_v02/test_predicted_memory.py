@@ -198,7 +198,7 @@ FACTS = [  # options of a run -> fields of its Setup
     ({"parallelism.data_parallel_replicate_degree": 2, "parallelism.expert_parallel_degree": 4},
      {"dp_replicate": 2, "ep": 4}),
     ({"training.seq_len": 512, "training.local_batch_size": 3, "training.global_batch_size": 24},
-     {"seq_len": 512, "packs": 3, "microbatches": 2}),
+     {"seq_len": 512, "packs": 3, "microbatches": 4}),
     ({"training.dataset": "dpo", "training.enable_cpu_offload": True}, {"reference": True, "offload": True}),
     ({"training.dataset": "dpo", "magi.dpo.reference": "file"}, {"reference": False}),
     ({"compile.enable": True, "compile.components": ["model"]}, {"compiled": True, "compiled_loss": False}),
