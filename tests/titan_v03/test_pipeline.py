@@ -136,7 +136,7 @@ def ranks_in_nodes_of_their_own(report):
     [
         ({"cp": 2}, "--magi.overlap_stages 2"),
         ({"tp": 2, "cp": 2}, "--activation_checkpoint.mode full"),
-        ({"cp": 2, "dp": 2}, "--compile.enable --compile.backend aot_eager"),
+        pytest.param({"cp": 2, "dp": 2}, "--compile.enable --compile.backend aot_eager", marks=pytest.mark.long),
     ],
 )
 def test_latent_vectors_that_travel_between_nodes_train_alike(degrees, options):
@@ -151,7 +151,11 @@ def test_latent_vectors_that_travel_between_nodes_train_alike(degrees, options):
     ("degrees", "options"),
     [
         ({"ddp": 2, "dp": 2}, ""),
-        ({"tp": 2, "dp": 2, "ep": 2}, "--compile.enable --compile.backend aot_eager --validation.local_batch_size 2"),
+        pytest.param(
+            {"tp": 2, "dp": 2, "ep": 2},
+            "--compile.enable --compile.backend aot_eager --validation.local_batch_size 2",
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_experts_are_read_under_hsdp_and_compile_for_packs_of_training_and_of_validation(degrees, options):
