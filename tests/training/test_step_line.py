@@ -2,7 +2,7 @@
 
 import pytest
 from support.parity import trained_anew
-from support.runs import watch
+from support.runs import ROOT, watch
 
 from torchtitan_magi.training.metrics import duration, step_line
 
@@ -33,6 +33,11 @@ def test_the_first_and_the_last_step_are_logged_by_the_same_names():
         seconds = metrics["time_metrics/end_to_end(s)"] * steps
         assert metrics["throughput_of_all_gpus(tps)"] * seconds == pytest.approx(TOKENS * steps)
     assert run.metrics[1]["lr"] > run.metrics[0]["lr"] > 0
+
+
+def test_the_page_on_metrics_has_all_of_them():
+    page = (ROOT / "docs" / "how-to" / "metrics.md").read_text()
+    assert [name for name in sorted(NAMES) if f"`{name}`" not in page] == []
 
 
 def report_labels(report):
