@@ -36,9 +36,11 @@ def answer_of(folder: Path, question: str) -> str:
         ValueError: a package is missing, or the folder or the chat template is of no use; one line.
     """
     try:
-        loaded = _load_adapters(folder) if (folder / ADAPTER_CONFIG).exists() else _load(folder)
-        has_turns = bool(loaded.tokenizer.chat_template)
-        prompt = _chat_prompt(loaded.tokenizer, question) if has_turns else loaded.tokenizer(question).input_ids
+        base = _base_of(folder)
+        tokenizer = _tokenizer_of(base)
+        has_turns = bool(tokenizer.chat_template)
+        prompt = _chat_prompt(tokenizer, question) if has_turns else tokenizer(question).input_ids
+        loaded = Model(_load(base, folder), tokenizer)
         tokens = _generated(loaded, prompt)
     except ModuleNotFoundError as error:
         raise ValueError(f"--generate needs {error.name} for {shown(folder)}; pip install {error.name}") from None
@@ -50,30 +52,38 @@ def answer_of(folder: Path, question: str) -> str:
     return said + _how_it_ended(loaded, tokens, has_turns)
 
 
-def _load(folder: Path) -> Model:
-    transformers: Any = importlib.import_module("transformers")
-    transformers.utils.logging.set_verbosity_error()
-    if not (folder / "config.json").is_file():
-        raise ValueError("it has no config.json; give the folder that a run with checkpoint.last_save_in_hf ended with")
-    classes = transformers.AutoConfig.from_pretrained(folder).architectures or [""]
-    kind = "ImageTextToText" if classes[0].endswith(SEES) else "CausalLM"
-    automatic = getattr(transformers, f"AutoModelFor{kind}")
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    model = automatic.from_pretrained(folder, dtype="auto", device_map=_devices())
-    return Model(model.eval(), tokenizer)
-
-
-def _load_adapters(folder: Path) -> Model:
-    """Adapters over their base model, whose folder adapter_config.json names."""
-    peft = importlib.import_module("peft")
+def _base_of(folder: Path) -> Path:
+    """The folder of the whole model: that of adapters' base, which adapter_config.json names, or the same."""
+    if not (folder / ADAPTER_CONFIG).exists():
+        return folder
+    importlib.import_module("peft")
     base = json.loads((folder / ADAPTER_CONFIG).read_text()).get("base_model_name_or_path") or ""
     if not Path(base).is_dir():
         raise ValueError(
             f"its base model is {quoted_path(base)}, which is no folder here; start where it is, or set "
             f"base_model_name_or_path in {ADAPTER_CONFIG}"
         )
-    model, tokenizer = _load(Path(base))
-    return Model(peft.PeftModel.from_pretrained(model, folder).eval(), tokenizer)
+    return Path(base)
+
+
+def _tokenizer_of(base: Path) -> Any:
+    transformers: Any = importlib.import_module("transformers")
+    transformers.utils.logging.set_verbosity_error()
+    if not (base / "config.json").is_file():
+        raise ValueError("it has no config.json; give the folder that a run with checkpoint.last_save_in_hf ended with")
+    return transformers.AutoTokenizer.from_pretrained(base)
+
+
+def _load(base: Path, folder: Path) -> Any:
+    """The model of base, with the adapters of folder if that is another."""
+    import transformers
+
+    classes = transformers.AutoConfig.from_pretrained(base).architectures or [""]
+    kind = "ImageTextToText" if classes[0].endswith(SEES) else "CausalLM"
+    model = getattr(transformers, f"AutoModelFor{kind}").from_pretrained(base, dtype="auto", device_map=_devices())
+    if folder != base:
+        model = importlib.import_module("peft").PeftModel.from_pretrained(model, folder)
+    return model.eval()
 
 
 def _devices() -> str | None:
