@@ -66,7 +66,12 @@ def place(path: Path) -> str:
 
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
-    """The page with links as they are in the site, and with what stands in comments for it."""
+    """The page with links as they are in the site, and with what stands in comments for it.
+
+    A page without neighbours in the menu has its room.
+    """
+    if page.parent is None:
+        page.meta["hide"] = ["navigation"]
     here = posixpath.dirname(page.file.src_uri) or "."
 
     def linked(found: re.Match[str]) -> str:

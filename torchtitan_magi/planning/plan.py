@@ -36,7 +36,8 @@ class AttnPlan:
         routes: who owns which tokens, and which way K/V rows travel.
         ranks: per rank its share (``ranges``, ``tokens``, ``forward`` and ``backward`` stages).
         areas: (query, key) pairs that each rank computes, int64 [cp_size].
-        forward, backward: the span of the remote K/V that each stage brings.
+        forward: the span of the remote K/V that each stage of the forward brings.
+        backward: the same of the backward.
         work: what each rank has to do, in the terms of the cost model.
         heads: shape of the layers for which the plan was made; with ``latent`` where latent vectors travel.
         cost: what the plan takes exchanges and kernels to cost.
