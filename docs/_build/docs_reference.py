@@ -15,7 +15,7 @@ import textwrap
 import tomllib
 import types
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import MISSING, Field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -174,80 +174,18 @@ def scripts() -> str:
 
 
 def public_names(module_name: str) -> str:
-    """Signature and docstring of each name in a module's __all__."""
-    module, paragraphs = importlib.import_module(module_name), []
-    for name in sorted(module.__all__, key=str.lower):
-        paragraphs += [f"### {name}", *described(getattr(module, name), name)]
-    return "\n\n".join(paragraphs)
+    """A table of the names in a module's __all__, each with the first sentence of its docstring."""
+    module = importlib.import_module(module_name)
+    rows = [(f"`{name}`", first_sentence(getattr(module, name))) for name in sorted(module.__all__, key=str.lower)]
+    return table(["name", "what it is or does"], rows)
 
 
-def described(thing: Any, name: str) -> Iterator[str]:
-    """Markdown paragraphs."""
-    if not (inspect.isclass(thing) or inspect.isfunction(thing)):
-        yield f"```python\n{name} = {thing!r}\n```"
-        return
-    source = textwrap.dedent(inspect.getsource(thing))
-    (definition,) = ast.parse(source).body
-    assert isinstance(definition, ast.ClassDef | ast.FunctionDef)
-    yield f"```python\n{signature(definition, source)}\n```"
-    yield markdown(inspect.getdoc(thing) or "")
-    if isinstance(definition, ast.ClassDef) and (members := list(members_of(definition))):
-        yield "Members:"
-        yield "\n".join(members)
-
-
-def signature(definition: ast.ClassDef | ast.FunctionDef, source: str) -> str:
-    """Python code: a function's line, or a class with what makes it: its constructor, or its fields with comments."""
-    if isinstance(definition, ast.FunctionDef):
-        return def_line(definition, source)
-    made = [m for m in definition.body if isinstance(m, ast.FunctionDef) and m.name == "__init__"]
-    fields_of = [source.splitlines()[m.lineno - 1] for m in definition.body if isinstance(m, ast.AnnAssign)]
-    lines = [def_line(made[0], source)] if made else [re.sub(r" = field\(.*\)", "", line) for line in fields_of]
-    bases = f"({', '.join(map(ast.unparse, definition.bases))})" if definition.bases else ""
-    return "\n".join([f"class {definition.name}{bases}:", *lines])
-
-
-def def_line(function: ast.FunctionDef, source: str) -> str:
-    """As in the source, up to the body."""
-    lines = source.splitlines()[function.lineno - 1 : function.body[0].lineno - 1]
-    return "\n".join(lines) + " ..."
-
-
-def parameters(arguments: ast.arguments) -> str:
-    """Without the first one, self or cls."""
-    return re.sub(r"(?<=\S)=(?=\S)", " = ", ", ".join(ast.unparse(arguments).split(", ")[1:]))
-
-
-def members_of(definition: ast.ClassDef) -> Iterator[str]:
-    """A list of the public methods and properties that have a docstring."""
-    for member in definition.body:
-        if not isinstance(member, ast.FunctionDef) or member.name.startswith("_"):
-            continue
-        decorators = {ast.unparse(decorator) for decorator in member.decorator_list}
-        if (doc := ast.get_docstring(member)) and "abstractmethod" not in decorators:
-            is_value = decorators & {"property", "functools.cached_property"}
-            name = member.name if is_value else f"{member.name}({parameters(member.args)})"
-            yield f"- `{name}`: {' '.join(doc.split(chr(10) * 2)[0].split())}".replace("``", "`")
-
-
-SECTIONS = {"Args:": "Arguments:", **{f"{name}:": f"{name}:" for name in ("Returns", "Raises", "Attributes")}}
-
-
-def markdown(docstring: str) -> str:
-    """A docstring whose sections (arguments, errors, attributes) are lists."""
-    lines, section = [], ""
-    for line in docstring.replace("``", "`").splitlines():
-        if line in SECTIONS:
-            section = line
-            lines += [SECTIONS[line], ""]
-            continue
-        section = section if line.startswith(" ") or not line else ""
-        entry = re.match(r"    ([\w, ]+): (.*)", line) if section in ("Args:", "Raises:", "Attributes:") else None
-        if entry:
-            lines.append(f"- {', '.join(f'`{name}`' for name in entry[1].split(', '))}: {entry[2]}")
-        else:
-            lines.append(line.removeprefix("    ") if section == "Returns:" else line.removeprefix("      "))
-    return "\n".join(lines)
+def first_sentence(thing: Any) -> str:
+    """Of the docstring of a function or class; a value of another kind is shown."""
+    if not callable(thing):
+        return f"the constant {thing!r}"
+    paragraph = " ".join((inspect.getdoc(thing) or "").split("\n\n")[0].split())
+    return re.split(r"(?<=[\w)])\. ", paragraph)[0].rstrip(".")
 
 
 PARTS: dict[str, Callable[[], str]] = {

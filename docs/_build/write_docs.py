@@ -3,33 +3,50 @@
 
 A part stands between `<!-- generated: NAME -->` and `<!-- end -->` in README.md or a page of docs/. Its text is made by
 the function of that name in docs_reference.py (options, commands, functions), docs_figures.py (figures, from
-benchmarks/results/*.json), docs_memory.py (memory, predicted and measured) or here (the table of contents). `--check`
-writes nothing and names the pages that are older than what they are made from; it exits with 1 if there are any.
+benchmarks/results/*.json), docs_memory.py (memory, predicted and measured) or here (the list of pages, by mkdocs.yml).
+`--check` writes nothing and names the pages that are older than what they are made from; it exits with 1 if there are
+any.
 """
 
 import argparse
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import docs_figures
 import docs_memory
 import docs_reference
+import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 PART = re.compile(r"(<!-- generated: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
-FOLDERS = {"concepts": "Concepts", "reference": "Reference", "performance": "Performance", "internals": "Internals"}
+SITE = Path(__file__).with_name("mkdocs.yml")
 
 
 def contents() -> str:
-    """A list of the pages of each folder of docs/, by their titles; docs/README.md has that of how-to/ by hand."""
-    sections = []
-    for folder, title in FOLDERS.items():
-        found = sorted((ROOT / "docs" / folder).glob("*.md"))
-        links = [f"- [{page.read_text().partition(chr(10))[0].strip('# ')}]({folder}/{page.name})" for page in found]
-        sections.append("\n".join([f"## {title}\n", *links]) if links else "")
-    return "\n\n".join(filter(None, sections))
+    """The pages in the order of the site, each with its first sentence."""
+    return "\n".join(listed(yaml.safe_load(SITE.read_text())["nav"], "##"))
+
+
+def listed(nav: list[Any], level: str) -> Iterator[str]:
+    """Lines of Markdown for a part of mkdocs.yml's nav: pages first, then each section under a heading."""
+    entries = [next(iter(entry.items())) if isinstance(entry, dict) else ("", entry) for entry in nav]
+    pages_here = [ROOT / "docs" / content for _, content in entries if isinstance(content, str)]
+    yield from (item(page) for page in pages_here if page.is_file())  # others are made of files elsewhere
+    for title, content in entries:
+        if isinstance(content, list):
+            yield f"\n{level} {title}\n"
+            yield from listed(content, f"{level}#")
+
+
+def item(page: Path) -> str:
+    """A page's title, and the first sentence below it."""
+    title, paragraph = page.read_text().split("\n\n")[:2]
+    plain = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", " ".join(paragraph.split()))
+    sentence = re.split(r"(?<=[\w)`])\. ", plain)[0].rstrip(".")
+    return f"- [{title.strip('# ')}]({page.relative_to(ROOT / 'docs')}): {sentence}."
 
 
 PARTS: dict[str, Callable[[], str]] = {

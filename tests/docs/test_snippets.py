@@ -97,8 +97,13 @@ def blocks_of(page: Path) -> Iterator[Block]:
         yield replace(opened, language="a fence without an end")
     for number, line in prose:
         for code in re.findall(r"`([^`]+)`", line):
-            if OURS.match(code) and len(code.split()) > (3 if "-m" in code.split() else 1):
+            if OURS.match(code) and len(code.split()) > words_of_a_name(code):
                 yield Block(f"{name}:{number}", "inline", code)
+
+
+def words_of_a_name(command: str) -> int:
+    """How many words name a command without its arguments: `torchtitan-magi data`, `python -m torchtitan_magi.data`."""
+    return 3 if "-m" in command.split() else 2 if command.startswith("torchtitan-magi ") else 1
 
 
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
@@ -417,6 +422,7 @@ WRONG = {
     "```bash\n./scripts/train.sh train_configs/debug.toml --training.stepz 3\n```": "--training.stepz",
     "```bash\ntorchtitan-magi train my.toml --training.stepz 3\n```": "--training.stepz",
     "```bash\ntorchtitan-magi size dense --totl 512k --cp 8\n```": "unrecognized arguments: --totl",
+    "see `torchtitan-magi verify --al x`": "unrecognized arguments: --al",
     "```bash\ntorchtitan-magi sise\n```": "cannot be checked",
     "```bash\ncd x && torchrun --nnodes 2 -m torchtitan_magi.train --job.config_file my.toml --a.b 3\n```": "--a.b",
     "```bash\ntorchrun --nproc-per-nodes 2 --no-such -m torchtitan_magi.verify x\n```": "--no-such",

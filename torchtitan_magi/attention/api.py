@@ -142,10 +142,13 @@ def flex_flash_attn(
 ) -> tuple[Tensor, Tensor]:
     """Attention under any list of AttnSlices, on one device. ``out`` and ``lse`` are differentiable.
 
+    Arguments that are not named below are those of ``cp_varlen_attn``.
+
     Args:
-        q: [Tq, Hq, D]. k: [Tk, H, D], v: [Tk, H, Dv], Hq a multiple of H.
+        q: [Tq, Hq, D].
+        k: [Tk, H, D], Hq a multiple of H.
+        v: [Tk, H, Dv].
         slices: the mask; queries in rows of q, keys in rows of k.
-        softmax_scale, softcap, sinks, backend, deterministic: as in ``cp_varlen_attn``.
 
     Returns:
         out [Tq, Hq, Dv] in the dtype of q and lse [Tq, Hq], natural logarithms in float32 or wider; rows that no slice

@@ -36,7 +36,8 @@ class AttnPlan:
         routes: who owns which tokens, and which way K/V rows travel.
         ranks: per rank its share (``ranges``, ``tokens``, ``forward`` and ``backward`` stages).
         areas: (query, key) pairs that each rank computes, int64 [cp_size].
-        forward, backward: the span of the remote K/V that each stage brings.
+        forward: the span of the remote K/V that each stage of the forward brings.
+        backward: the same of the backward.
         work: what each rank has to do, in the terms of the cost model.
         heads: shape of the layers for which the plan was made; with ``latent`` where latent vectors travel.
         cost: what the plan takes exchanges and kernels to cost.
@@ -223,12 +224,11 @@ def make_plans(
 
     Tokens are placed once, so that the work of all layers together is balanced. Each mask has a plan of its own over
     this placement: its layers exchange the K/V rows that it needs, a window's layers only those of the window. Any of
-    the plans dispatches tokens.
+    the plans dispatches tokens. Arguments that are not named below are those of ``make_plan``.
 
     Args:
         masks: one for each kind of layer.
         layers: how many layers of each kind there are; one each by default.
-        total_tokens, cp_size, overlap_stages, heads, gpus_per_node, cost: as in ``make_plan``.
 
     Returns:
         a plan for each of `masks`.
@@ -236,7 +236,7 @@ def make_plans(
     Raises:
         ValueError: as ``make_plan``; no masks; not a number of layers, at least 1, for each.
 
-    Example:
+    Examples:
         >>> cu = [0, 300, 1000]
         >>> full, window = make_plans([varlen_causal(cu), sliding_window(cu, 128)], 1000, 2, layers=[12, 12])
         >>> [len(full.ranks[0].tokens), len(window.ranks[0].tokens)]

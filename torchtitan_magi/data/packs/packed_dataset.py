@@ -25,7 +25,8 @@ from torchtitan_magi.wording import quoted
 
 Sample = tuple[dict[str, Any], torch.Tensor]
 
-IGNORE_INDEX = -100  # label of a position that does not count in the loss
+IGNORE_INDEX = -100
+"""Label of a position that does not count in the loss."""
 CHECKED_BYTES = 2**30  # so much is parsed before the first step to find malformed records
 
 
@@ -51,7 +52,8 @@ class PackedDataset(IterableDataset, Stateful):
             raises ValueError for a record that it refuses. Pure, and picklable for workers. A state is loaded only if
             the tokenizer's `fingerprint` is equal.
         seq_len: tokens per pack.
-        dp_rank, dp_world_size: this shard, and the number of shards.
+        dp_rank: this shard.
+        dp_world_size: the number of shards.
         check: whether the constructor calls `check` if bad_records is "error".
         token_cache: folder that keeps tokens, made by processes on all cores, for a `ChatTokenizer`; all ranks and
             later runs read them there. None: tokens are made in this process, where templates have no limits, and not

@@ -43,7 +43,8 @@ class JsonlFile(RecordFile):
 
     Args:
         path: JSONL file, compressed if it ends in `.gz` or `.zst`.
-        parse, columns: see `RecordFile`.
+        parse: see `RecordFile`.
+        columns: see `RecordFile`.
         cache: folder that keeps the index, and the content of a compressed file; None: the index is made each time,
             and a compressed file is refused. What is damaged there is made again.
     """

@@ -70,7 +70,8 @@ class ChatTokenizer:
 
     Args:
         tokenizer: a `tokenizers.Tokenizer`; its truncation and padding, if any, are not applied.
-        bos_id, eos_id: token ids or None; the template sees their text as `bos_token` and `eos_token`.
+        bos_id: token id or None; the template sees its text as `bos_token`.
+        eos_id: token id or None; the template sees its text as `eos_token`.
         template: jinja2 source, run in a sandbox; see `load_chat_template`.
         day: what a template that prints the date takes for today. None: today.
         name: of the template, for messages.
