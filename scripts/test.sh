@@ -12,7 +12,7 @@
 #
 # Tests marked gpu skip themselves, with a reason, where there is no Hopper GPU.
 set -euo pipefail
-needs="torch torchtitan pytest xdist hypothesis ruff mypy transformers trl"
+needs="torch torchtitan pytest xdist hypothesis ruff mypy transformers trl mkdocs"
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 
 "$python" -m ruff check .
