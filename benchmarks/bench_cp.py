@@ -58,8 +58,8 @@ from torchtitan_magi.planning.cost_model import Heads
 from torchtitan_magi.planning.plan import AttnPlan, plan_ownership
 from torchtitan_magi.planning.relays import Routes, Spans
 from torchtitan_magi.planning.stage import RankShare
-from torchtitan_magi.sizing import strategies as baselines
 from torchtitan_magi.sizing.sample_packs import draw_pack
+from torchtitan_magi.sizing.strategies import outcomes as baselines
 
 HEAD_DIM = 128
 LAYERS = 8  # called one after another for a host time, or of a stack

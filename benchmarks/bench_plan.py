@@ -38,7 +38,7 @@ from torchtitan_magi.planning.plan import PlanSpec, forget_plans, make_plans, pl
 from torchtitan_magi.planning.topology import Nodes
 from torchtitan_magi.sizing.command import count_of_tokens
 from torchtitan_magi.sizing.sample_packs import DISTRIBUTIONS, draw_pack, fill_pack
-from torchtitan_magi.sizing.strategies import Case, Owned, contiguous, min_heap, plan_outcome, tile_work
+from torchtitan_magi.sizing.strategies.outcomes import Case, Owned, contiguous, min_heap, plan_outcome, tile_work
 from torchtitan_magi.tiles import KEYS
 
 Int64Array = npt.NDArray[np.int64]

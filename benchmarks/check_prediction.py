@@ -19,8 +19,8 @@ from figures import RESULTS, Row, parser, result, side_by_side, sources, table, 
 from torchtitan_magi import make_plan
 from torchtitan_magi.calibrate import recorded_samples
 from torchtitan_magi.planning.cost_model import H200, CostModel, Heads
-from torchtitan_magi.sizing.size import size_pack
-from torchtitan_magi.sizing.strategies import Case
+from torchtitan_magi.sizing.strategies.outcomes import Case
+from torchtitan_magi.sizing.strategies.size import size_pack
 
 # Name in bench_cp -> name in the report; bench_cp's other strategies have no counterpart there.
 STRATEGIES = {"ours": "ours", "all-gather": "all-gather", "ulysses": "Ulysses"}

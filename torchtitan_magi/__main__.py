@@ -10,6 +10,7 @@ commands:
   train FILE.toml [--SECTION.OPTION VALUE ...]
                                         trains on the GPUs of this machine
   verify FOLDER [FOLDER ...]            whether checkpoints are whole
+  verify FOLDER --generate [TEXT]       what an export answers, and whether it stops
   calibrate                             measures your GPUs for planning and size
 
 Each command has its own --help. Several machines train by torchrun

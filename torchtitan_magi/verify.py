@@ -3,35 +3,50 @@
 Prints one line for each checkpoint; the exit code is 1 if one is not whole.
 Nothing is unpickled before its bytes are known to be right.
 
-example:
+With --generate the folders are exports, or adapters of LoRA: each model is
+loaded by transformers, asked the question, and says whether it stops by itself.
+
+examples:
   python -m torchtitan_magi.verify outputs/checkpoint/step-*
+  python -m torchtitan_magi.verify outputs/checkpoint/step-1000 --generate
+  python -m torchtitan_magi.verify outputs/checkpoint/step-1000 --generate "Why is the sky blue?"
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
+from torchtitan_magi.commands.generation import MAX_NEW_TOKENS, QUESTION, answer_of
 from torchtitan_magi.commands.parser import CommandParser
 from torchtitan_magi.training.checkpoints.digests import check_digests, check_sizes
 from torchtitan_magi.wording import shown
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints one line for each folder; returns 1 if one of them is not whole, else 0."""
-    parser = CommandParser("verify", "%(prog)s FOLDER [FOLDER ...]", __doc__)
+    """Prints what each folder is, or what its model answers; returns 1 where one is not whole or gives no answer."""
+    parser = CommandParser("verify", "%(prog)s FOLDER [FOLDER ...] [--generate [TEXT]]", __doc__)
     parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="folder of one checkpoint: step-N")
-    return max([_verify(folder) for folder in parser.parse_args(arguments).folders])
+    asked = f'question to the model of an export, answered in at most {MAX_NEW_TOKENS} tokens (default: "{QUESTION}")'
+    parser.add_argument("--generate", nargs="?", const=QUESTION, metavar="TEXT", help=asked)
+    options = parser.parse_args(arguments)
+    said = _whole if options.generate is None else partial(answer_of, question=options.generate)
+    return max([_told(said, folder) for folder in options.folders])
 
 
-def _verify(folder: Path) -> int:
+def _told(said: Callable[[Path], str], folder: Path) -> int:
     try:
-        num_bytes = check_digests(folder)  # first, as what does not match is not unpickled
-        check_sizes(folder)
+        print(said(folder))
     except ValueError as error:
         print(error, file=sys.stderr)
         return 1
-    print(f"{shown(folder)} is whole: {num_bytes / 2**30:.2f} GiB")
     return 0
+
+
+def _whole(folder: Path) -> str:
+    num_bytes = check_digests(folder)  # first, as what does not match is not unpickled
+    check_sizes(folder)
+    return f"{shown(folder)} is whole: {num_bytes / 2**30:.2f} GiB"
 
 
 if __name__ == "__main__":

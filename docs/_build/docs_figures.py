@@ -21,6 +21,7 @@ OWNERS = (
     "bench_cp",
     "bench_data",
     "bench_kernel",
+    "bench_models",
     "bench_plan",
     "bench_train",
     "bench_versions",

@@ -8,8 +8,8 @@ from docs_figures import RESULTS, result, table
 
 from torchtitan_magi.models.model_config import ModelConfig
 from torchtitan_magi.sizing.memory import GIB, predict
+from torchtitan_magi.sizing.predicted_run import MODES
 from torchtitan_magi.sizing.run_setup import Setup
-from torchtitan_magi.sizing.text import CHECKPOINTING
 
 LAYOUTS = [(gpus, tokens) for gpus in (2, 8) for tokens in (16384, 32768, 65536, 131072)]  # GPUs, tokens on each
 STRATEGIES = ("ours", "ours, dp 2", "ours, tp 2", "flex")  # "flex" has torchtitan's own loss, over all logits
@@ -27,9 +27,9 @@ def checkpointing_predicted() -> str:
     setup = Setup(shapes_of("llama3", "8B"), 1, compiled=True, compiled_loss=True)
     rows = []
     for gpus, tokens in LAYOUTS:
-        setups = [replace(setup, seq_len=gpus * tokens, cp=gpus, checkpointing=mode) for mode in CHECKPOINTING]
+        setups = [replace(setup, seq_len=gpus * tokens, cp=gpus, checkpointing=mode) for mode in MODES]
         rows.append((gpus, f"{tokens:,}", *(f"{predict(each).total / GIB:.0f}" for each in setups)))
-    return table(("GPUs", "tokens per GPU", *CHECKPOINTING), rows)
+    return table(("GPUs", "tokens per GPU", *MODES), rows)
 
 
 def comparisons(facts: dict[str, Any]) -> Iterator[tuple[dict[str, Any], float]]:
@@ -50,6 +50,7 @@ def comparisons(facts: dict[str, Any]) -> Iterator[tuple[dict[str, Any], float]]
             compiled=compiled,
             compiled_loss=compiled,
             whole_logits=row["strategy"] == "flex",
+            float32_experts=True,  # all are runs of torchtitan 0.2.2
         )
         yield row, predict(setup).allocated / GIB
 

@@ -106,6 +106,24 @@ def table(heads: list[str], rows: list[tuple[str, ...]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
+# ----------------------------------------------------------------------------------------------------------- run files
+
+
+def recipes() -> str:
+    """What the files of train_configs/ that train a published model take."""
+    from torchtitan_magi.launch import num_processes
+
+    rows = []
+    for path in sorted((ROOT / "train_configs").glob("*.toml")):
+        run = tomllib.loads(path.read_text())
+        if run["model"]["flavor"] == "hf":
+            training, rate = run["training"], f"{run['optimizer']['lr']:.0e}".replace("e-0", "e-")
+            tokens, warmup = training["seq_len"], run["lr_scheduler"]["warmup_steps"]
+            counts = training["global_batch_size"] * tokens, tokens, warmup
+            rows.append((f"`{path.name}`", str(num_processes(run, [], 0)), rate, *(f"{count:,}" for count in counts)))
+    return table(["file", "GPUs", "lr", "tokens per step", "tokens per pack", "steps of warm-up"], rows)
+
+
 # ------------------------------------------------------------------------------------------------------------ commands
 
 MODULES = ("train", "data", "report", "verify", "calibrate", "commands.configs")
@@ -175,6 +193,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "options-dpo": functools.partial(magi_options, "magi.dpo"),
     "options-lora": functools.partial(magi_options, "magi.lora"),
     "options-torchtitan": torchtitan_options,
+    "recipes": recipes,
     "commands": commands,
     "scripts": scripts,
     "api-core": functools.partial(public_names, "torchtitan_magi"),

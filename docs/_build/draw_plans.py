@@ -27,8 +27,8 @@ from torchtitan_magi import (
     varlen_causal,
 )
 from torchtitan_magi.masks.geometry import BI_CAUSAL, CAUSAL, INV_CAUSAL
-from torchtitan_magi.sizing.picture import HUES, INK, LINE, QUIET, STYLE, owner_of, rank_colors
 from torchtitan_magi.sizing.sample_packs import draw_pack
+from torchtitan_magi.sizing.strategies.picture import HUES, INK, LINE, QUIET, STYLE, owner_of, rank_colors
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKENS, GPUS, SEED = 131072, 4, 2

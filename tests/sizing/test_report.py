@@ -16,20 +16,23 @@ from support.masks import dense_mask
 from support.published import OF_0_3, llama
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from torchtitan_magi.data import PackedSFTDataset
+from torchtitan_magi.data.tokens.assets import load_chat_tokenizer
 from torchtitan_magi.masks.builders import shared_prompt, varlen_causal
 from torchtitan_magi.models.model_config import read_model_config
 from torchtitan_magi.planning.cost_model import H200, LLAMA_HEADS, CostModel, Heads, KernelCost, Link
 from torchtitan_magi.planning.plan import make_plan
 from torchtitan_magi.planning.summary import describe_plan
 from torchtitan_magi.sizing import command as report
-from torchtitan_magi.sizing import sample_packs, strategies
-from torchtitan_magi.sizing import text as report_text
+from torchtitan_magi.sizing import sample_packs
 from torchtitan_magi.sizing.memory import describe, predict
 from torchtitan_magi.sizing.run_file import RunFile
 from torchtitan_magi.sizing.run_setup import setup_of
 from torchtitan_magi.sizing.sample_packs import HISTOGRAM
-from torchtitan_magi.sizing.size import size_pack, size_run
-from torchtitan_magi.sizing.strategies import FREE, Case
+from torchtitan_magi.sizing.strategies import outcomes as strategies
+from torchtitan_magi.sizing.strategies import table as report_text
+from torchtitan_magi.sizing.strategies.outcomes import FREE, Case
+from torchtitan_magi.sizing.strategies.size import size_pack, size_run
 
 NAMES = ["all-gather", "all-gather zigzag", "ring", "Ulysses", "min-heap"]
 FREE_KERNEL = KernelCost(0.0, 0.0, 0.0, 0.0, 0.0)
@@ -514,18 +517,32 @@ def test_a_runs_file_says_pack_layout_data_and_heads(run_file, size):
     assert "2 GPUs, 2 per node; packs of 128 tokens" in size(run_file(), "--cp", "2", "--total", "128")[0]
 
 
-def test_a_runs_file_of_another_model_is_sized_by_its_heads_or_refused_by_name(run_file, size, tmp_path, capsys):
+def test_a_run_with_its_data_says_how_many_epochs_its_steps_are(run_file, size, tmp_path):
+    out, figures = size(run_file("seq_len = 64", "seq_len = 64\nlocal_batch_size = 1\nsteps = 12"))
+    dataset = PackedSFTDataset("records.jsonl", load_chat_tokenizer(tmp_path / "model"), 64, epochs=1)
+    per_epoch = sum(1 for _ in dataset)
+    run = figures["run"]
+    assert (run["gpus"], run["steps"]) == (8, 12)
+    assert run["epochs"] == pytest.approx(12 / per_epoch, rel=0.2)  # an estimate
+    assert f"12 steps = {60 * run['hours']:.0f} min; {run['epochs']:.3g} epochs." in out
+    steps = size(run_file("seq_len = 64", "seq_len = 64\nlocal_batch_size = 1\n[magi]\nepochs = 3\n[training.x]"))[1]
+    assert steps["run"]["steps"] == pytest.approx(3 * per_epoch, abs=2)
+
+
+def test_a_runs_file_of_another_model_is_sized_by_its_heads(run_file, size, tmp_path):
     def use(name):
         (tmp_path / "model" / "config.json").write_text(json.dumps(OF_0_3[name]))
 
     use("DeepSeek V3")
     assert "heads 64:64, head_dim 192/128" in size(run_file())[0]
     use("gpt-oss 20b")
-    with pytest.raises(SystemExit):
-        report.main([run_file()])
-    error = capsys.readouterr().err.strip().splitlines()[-1]
-    assert "is of a gpt_oss with windows of 128 tokens, which the report does not size; give --heads and" in error
-    assert "heads 32:4, head_dim 64" in size(run_file(), "--heads", "32:4", "--head-dim", "64")[0]
+    printed, figures = size(run_file())
+    assert "Strategies for a layer without a window, 12 of 24:" in printed
+    assert figures["heads"] == "32:4"
+    assert figures["run"]["gpus"] == 8
+    by_hand, figures = size(run_file(), "--heads", "32:4", "--head-dim", "64")
+    assert "heads 32:4, head_dim 64" in by_hand
+    assert "run" not in figures  # heads of one's own are of no run
 
 
 def test_a_runs_file_says_the_memory_without_data_and_torchtitan(run_file, tmp_path):
@@ -544,7 +561,7 @@ def test_a_runs_file_says_the_memory_without_data_and_torchtitan(run_file, tmp_p
         assert line == [str(cp_size), f"{setup.tokens:,}", *gib]
 
 
-LORA, NO_LIST = "[magi.lora]\nrank = 8\n[training]", "[compile]\nenable = true\ncomponents = 'model'\n[training]"
+NO_LIST = "[compile]\nenable = true\ncomponents = 'model'\n[training]"
 
 
 @pytest.mark.parametrize(
@@ -553,8 +570,8 @@ LORA, NO_LIST = "[magi.lora]\nrank = 8\n[training]", "[compile]\nenable = true\n
         ("seq_len = 64", "seq_len = 72", "", "seq_len is 72; use a multiple of 16, twice context_parallel_degree"),
         ("seq_len = 64", "", "", "run.toml has no training.seq_len; set it"),
         ("seq_len = 64", 'seq_len = "64"', "", "run.toml has a wrong training.seq_len"),
-        ('"sft"', '"c4"', "", "training.dataset is 'c4'; the report reads 'sft' and 'dpo'"),
-        ("degree = 4", "degree = 0", "", "parallel degrees 0 and 2; use at least 1"),
+        ('"sft"', '"c4"', "", "training.dataset is 'c4'; sizing reads 'sft' and 'dpo'"),
+        ("degree = 4", "degree = 0", "", "parallelism.context_parallel_degree is 0; use at least 1"),
         ("degree = 2", "degree = 0", "", "parallelism.tensor_parallel_degree is 0; use at least 1"),
         (
             "degree = 2",
@@ -568,12 +585,10 @@ LORA, NO_LIST = "[magi.lora]\nrank = 8\n[training]", "[compile]\nenable = true\n
             "",
             "models/config.json: .*; put the config.json of the weights there, or give --heads",
         ),
-        ("records.jsonl", "record.jsonl", "", "record.jsonl"),
         ("[training]", "[training", "", "cannot read 'run.toml' .*; give a run's TOML file"),
-        ('"model"', '"models"', "--memory", "put the config.json of the weights there$"),
+        ('"model"', '"models"', "--memory", "put the config.json of the weights there, or give"),
         ("", "", "--memory --json x.json", "--memory writes no file; leave out --json"),
         ("", "", "--memory --cp 0", "0 GPUs, 8 per node; both must be at least 1"),
-        ("[training]", LORA, "--memory", "memory is not predicted for LoRA; leave out --memory"),
         (
             "[training]",
             "[training]\nlocal_batch_size = 0",
@@ -631,7 +646,7 @@ def test_predictions_are_compared_with_measurements_of_the_same_packs(tmp_path, 
 
 @pytest.fixture
 def picture():
-    return pytest.importorskip("torchtitan_magi.sizing.picture")
+    return pytest.importorskip("torchtitan_magi.sizing.strategies.picture")
 
 
 def test_the_page_is_self_contained_and_has_the_parts(sizing, picture):

@@ -17,7 +17,7 @@ from torchtitan_magi.models.shapes import parameters_of
 from torchtitan_magi.sizing.activations import ffn_saved, kept_and_recomputed
 from torchtitan_magi.sizing.memory import OUTSIDE_PYTORCH
 from torchtitan_magi.sizing.run_file import RunFile
-from torchtitan_magi.sizing.run_setup import Setup, setup_of, unpredicted
+from torchtitan_magi.sizing.run_setup import Setup, setup_of
 from torchtitan_magi.training.settings.options import Magi
 
 ANY_MODEL = ModelConfig("llama3", 4096, 32, 32, 8, 128, 14336, 128256, 1e-5, Rope(5e5))
@@ -146,7 +146,7 @@ def saved_by_experts():
 
     with mock.patch.object(torch, "histc", histc):
         theirs = bytes_saved(moe, (x,), moe.parameters())
-    setup = Setup(config, tokens)
+    setup = Setup(config, tokens, float32_experts=True)
     input_of_norm = config.dim * setup.compute_bytes
     return tokens * (ffn_saved(setup) - input_of_norm), theirs
 
@@ -198,7 +198,7 @@ FACTS = [  # options of a run -> fields of its Setup
     ({"parallelism.data_parallel_replicate_degree": 2, "parallelism.expert_parallel_degree": 4},
      {"dp_replicate": 2, "ep": 4}),
     ({"training.seq_len": 512, "training.local_batch_size": 3, "training.global_batch_size": 24},
-     {"seq_len": 512, "packs": 3, "accumulates": True}),
+     {"seq_len": 512, "packs": 3, "microbatches": 4}),
     ({"training.dataset": "dpo", "training.enable_cpu_offload": True}, {"reference": True, "offload": True}),
     ({"training.dataset": "dpo", "magi.dpo.reference": "file"}, {"reference": False}),
     ({"compile.enable": True, "compile.components": ["model"]}, {"compiled": True, "compiled_loss": False}),
@@ -223,7 +223,7 @@ def facts_of(changes):
     from torchtitan.tools import utils
 
     sections = tomllib.loads(DEBUG_TOML.read_text())
-    for name, value in changes.items():
+    for name, value in ({"activation_checkpoint.selective_ac_option": "2"} | changes).items():
         section, _, option = name.rpartition(".")
         sections.setdefault(section, {})[option] = value
     with tempfile.NamedTemporaryFile("w", suffix=".toml") as file:
@@ -268,11 +268,11 @@ def defaults_of_options():
         return True if option == "compile.enable" else value
 
     setup_of(read, ANY_MODEL, 1)
-    unpredicted(read, ANY_MODEL)
     return found
 
 
 def test_what_a_file_leaves_out_is_as_torchtitan_has_it():
     found = call(defaults_of_options)
-    assert len(found) == 19
-    assert {option for option, (ours, theirs) in found.items() if ours != theirs} == set()
+    assert len(found) == 21
+    of_0_3 = {"activation_checkpoint.selective_ac_option": ("op", "2")}  # a file alone is read as by torchtitan 0.3
+    assert {option: both for option, both in found.items() if both[0] != both[1]} == of_0_3

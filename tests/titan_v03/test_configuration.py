@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 from support.errors import assert_says, value_errors
-from support.published import CONFIGS as MODELS
-from support.published import SHIPPED
+from support.published import shipped_model
 from support.runs import DEBUG_TOML, call
 
 from torchtitan_magi.models.model_config import Experts
@@ -50,8 +49,7 @@ def summary_of(toml, *overrides):
 def test_every_shipped_configuration_is_one_of_torchtitan_0_3(path, tmp_path):
     values = tomllib.loads(path.read_text())
     overrides = ["--job.dump_folder", str(tmp_path)]
-    if values["model"]["flavor"] == "hf":
-        published = MODELS[SHIPPED[Path(values["model"]["hf_assets_path"]).name]]
+    if published := shipped_model(values):
         (tmp_path / "config.json").write_text(json.dumps(published))
         overrides += ["--model.hf_assets_path", str(tmp_path)]
     found = call(summary_of, path, *overrides)

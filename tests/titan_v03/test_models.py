@@ -6,10 +6,11 @@ import pytest
 import torch
 from support.errors import value_errors
 from support.hf_models import KINDS, make_hf_folder
-from support.published import CONFIGS, OF_0_3, read
+from support.published import CONFIGS, OF_0_3, WITH_PICTURES, read
 from support.runs import call
 
 from torchtitan_magi.models.model_config import Rope, differences, read_model_config
+from torchtitan_magi.models.shapes import adapters_of, num_moe_layers, parameters_of
 from torchtitan_magi.training.checkpoints.hf_weights import tensor_shapes
 
 FLAVORS = {"gpt-oss 20b": "20b", "gpt-oss 120b": "120b", "DeepSeek V3": "671B"}
@@ -43,6 +44,31 @@ def test_a_published_model_is_one_of_torchtitan(name):
     found = differences(config, call(named_flavor, config.model, FLAVORS[name]))
     bias = "other () in the file, ('a bias by which experts are chosen',) in the flavor"
     assert found == [{"gpt_oss": bias}.get(config.model, "norm_eps 1e-06 in the file, 1e-05 in the flavor")]
+
+
+def numbers_of_parameters(config, targets):
+    """Of the model in torchtitan, and of its adapters of rank 8."""
+    from torchtitan_magi.titan.v03 import lora, models
+    from torchtitan_magi.training.settings.options import LoRA
+
+    options = LoRA(rank=8, target_modules=targets or LoRA().target_modules)
+    adapted = lora.with_adapters(models.model_spec(config.model, "hf", config), options).model
+    with torch.device("meta"):
+        named = dict(adapted.build().named_parameters())
+    adapters = sum(x.numel() for name, x in named.items() if ".lora_" in name)
+    return sum(x.numel() for x in named.values()) - adapters, adapters, adapters_of(config, 8, options.target_modules)
+
+
+@pytest.mark.parametrize("targets", [None, ["wo", "experts"]], ids=["default", "experts"])
+@pytest.mark.parametrize("name", ["Llama 3.1 8B", "Qwen3 8B", "Qwen3 4B", "Qwen3 30B-A3B", *OF_0_3, *WITH_PICTURES])
+def test_sizing_counts_every_parameter(name, targets):
+    config = read((CONFIGS | OF_0_3 | WITH_PICTURES)[name])
+    if targets and config.experts is None:
+        targets = ["wo", "w2"]
+    whole, adapters, counted = call(numbers_of_parameters, config, targets)
+    of_model = parameters_of(config)
+    assert whole == of_model.dense + of_model.experts * num_moe_layers(config)
+    assert adapters == counted
 
 
 @pytest.mark.parametrize("kind", ["gpt_oss", "deepseek_v3"])

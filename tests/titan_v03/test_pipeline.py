@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from support.degrees import degree_arguments, num_processes
 from support.errors import run_ends
 from support.hf_loop import EPS, pairs_file
-from support.hf_models import TITAN_NAMES, hf_arguments, make_hf_folder
+from support.hf_models import hf_arguments, make_hf_folder
 from support.runs import TrainingError, corpus, new_folder, train, watch
 
 from torchtitan_magi.training.experts import EXPERT_LOAD_METRICS
@@ -39,7 +39,6 @@ class Result:
 
 def run(degrees, *options, kind="llama", tied=False, setup=None, expanded=None):
     """Two steps. expanded: gets how often each rank has made K and V of latent rows."""
-    name = TITAN_NAMES.get(kind, kind)
     local = PACKS // degrees.get("dp", 1) if "pp" in degrees else 1
     processes = num_processes(degrees)
     arguments = [*hf_arguments(folder(kind, tied), kind), "--training.dataset_path", f"{corpus()}/train.jsonl"]
@@ -50,10 +49,7 @@ def run(degrees, *options, kind="llama", tied=False, setup=None, expanded=None):
     found = train(processes, arguments, layers=None, setup=setup)
     if expanded is not None:
         expanded += [len(found.of("expanded", rank)) for rank in range(processes)]
-    unknown = [name] * (name not in ("llama3", "qwen3")) + ["pipelines"] * ("pp" in degrees)
-    unknown += ["LoRA"] * ("--magi.lora.rank" in options)
-    refused = f"Memory per GPU is not predicted for {' and '.join(unknown)}"
-    assert (refused if unknown else "Predicted memory per GPU: at most ") in found.output
+    assert "Predicted memory per GPU: at most " in found.output
     logged = [values for _, values in found.of("metrics", rank=processes - 1)]
     keys = "loss_metrics/global_avg_loss", "grad_norm", "rewards/accuracies", "validation_metrics/loss", "n_tokens_seen"
     load = [tuple(values[key] for key in EXPERT_LOAD_METRICS if key in values) for values in logged]
@@ -140,7 +136,7 @@ def ranks_in_nodes_of_their_own(report):
     [
         ({"cp": 2}, "--magi.overlap_stages 2"),
         ({"tp": 2, "cp": 2}, "--activation_checkpoint.mode full"),
-        ({"cp": 2, "dp": 2}, "--compile.enable --compile.backend aot_eager"),
+        pytest.param({"cp": 2, "dp": 2}, "--compile.enable --compile.backend aot_eager", marks=pytest.mark.long),
     ],
 )
 def test_latent_vectors_that_travel_between_nodes_train_alike(degrees, options):
@@ -155,7 +151,11 @@ def test_latent_vectors_that_travel_between_nodes_train_alike(degrees, options):
     ("degrees", "options"),
     [
         ({"ddp": 2, "dp": 2}, ""),
-        ({"tp": 2, "dp": 2, "ep": 2}, "--compile.enable --compile.backend aot_eager --validation.local_batch_size 2"),
+        pytest.param(
+            {"tp": 2, "dp": 2, "ep": 2},
+            "--compile.enable --compile.backend aot_eager --validation.local_batch_size 2",
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_experts_are_read_under_hsdp_and_compile_for_packs_of_training_and_of_validation(degrees, options):

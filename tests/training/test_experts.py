@@ -13,6 +13,7 @@ import torch
 from support.degrees import degree_arguments, num_processes
 from support.errors import assert_one_line, error_of
 from support.hf_models import hf_arguments, make_hf_folder, tensors_of
+from support.marks import marked_long
 from support.preference import DPO_TOML, copy_of_data
 from support.preference import arguments as dpo_arguments
 from support.runs import IS_0_3, call, corpus, new_folder, train, watch
@@ -87,7 +88,7 @@ def expert_load(run):
     return [[value for name, value in metrics.items() if name.startswith("moe/")] for metrics in run.metrics]
 
 
-@pytest.mark.parametrize("name", [name for name in LAYOUTS if name != "one"])
+@pytest.mark.parametrize("name", marked_long(list(LAYOUTS)[1:], {"ddp2", "tp2", "tp2_ep2", "cp2_ep2"}))
 def test_it_is_the_training_of_one_process(name):
     """Each gradient by itself, as the router's and those of the norms before it are small parts of the whole."""
     ours, one = trained(name), trained("one")

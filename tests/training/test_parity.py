@@ -5,6 +5,7 @@ import os
 from dataclasses import replace
 
 import pytest
+from support.marks import marked_long
 from support.parity import ALL_LAYOUTS, difference, trained, trained_anew
 from support.runs import train, watch
 
@@ -18,7 +19,10 @@ REFERENCES = {"dp2": "cp1", "qwen3_tp2": "qwen3_cp1", "cp1_positions_pack": "cp1
 REFERENCES |= {name: layout.against for name, layout in ALL_LAYOUTS.items() if layout.against}
 
 
-@pytest.mark.parametrize("name", REFERENCES)
+LONG = {"cp2_ac_none", "cp2_ac_op", "cp2_no_overlap", "cp4_overlap_2", "cp2_positions_pack"}
+
+
+@pytest.mark.parametrize("name", marked_long(REFERENCES, LONG))
 def test_loss_and_gradient_norm_of_every_step(name):
     worst = difference(trained(name), trained(REFERENCES[name]))
     print(f"{name}: {worst:.1e}")

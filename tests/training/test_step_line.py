@@ -2,12 +2,14 @@
 
 import pytest
 from support.parity import trained_anew
+from support.runs import ROOT, watch
 
 from torchtitan_magi.training.metrics import duration, step_line
 
 TOKENS = 512  # of a step
 NAMES = {
     "loss_metrics/global_avg_loss", "loss_metrics/global_max_loss", "grad_norm", "lr", "epoch", "n_tokens_seen",
+    "learned_tokens(%)",
     "throughput(tps)", "throughput_of_all_gpus(tps)", "tflops", "mfu(%)",
     "time_metrics/end_to_end(s)", "time_metrics/data_loading(s)", "time_metrics/data_loading(%)",
     "time_metrics/plan_wait(s)", "time_metrics/eta(s)",
@@ -33,15 +35,38 @@ def test_the_first_and_the_last_step_are_logged_by_the_same_names():
     assert run.metrics[1]["lr"] > run.metrics[0]["lr"] > 0
 
 
+def test_the_page_on_metrics_has_all_of_them():
+    page = (ROOT / "docs" / "how-to" / "metrics.md").read_text()
+    assert [name for name in sorted(NAMES) if f"`{name}`" not in page] == []
+
+
+def report_labels(report):
+    from torchtitan_magi.training.batches.planner import MagiRuntime
+
+    watch(MagiRuntime, "plan_ahead", lambda batch, *_: report("labels", batch.labels.tolist(), batch.ranges.tolist()))
+
+
+def test_the_share_of_learned_tokens_is_that_of_the_documents_with_any_layout():
+    options = {"entry": "torchtitan_magi.train", "setup": report_labels}
+    runs = {name: trained_anew(name, **options) for name in ("cp1", "cp2", "cp2_accumulation")}
+    shares = {name: [metrics["learned_tokens(%)"] for metrics in run.metrics] for name, run in runs.items()}
+    assert shares["cp1"] == shares["cp2"] == shares["cp2_accumulation"]
+    for share, (labels, ranges) in zip(shares["cp1"], runs["cp1"].of("labels"), strict=False):
+        learned = sum(label != -100 for row in labels for label in row)
+        assert share == pytest.approx(100 * learned / sum(end - start for start, end in ranges))
+        assert 0 < share < 100
+
+
 def test_a_line_has_what_is_known():
     metrics = {"loss_metrics/global_avg_loss": 2.1234567, "grad_norm": 0.51, "lr": 2e-5, "throughput(tps)": 9100.4}
     assert step_line(3, 1000, metrics) == (
         "step: 3/1,000  loss: 2.12346  grad_norm: 0.5100  lr: 2.00e-05  per GPU: 9,100"
     )
-    metrics = {"epoch": 1.8, "throughput_of_all_gpus(tps)": 72803.0, "mfu(%)": 41.23, "memory/max_reserved(GiB)": 48.1}
-    metrics |= {"memory/max_reserved(%)": 60.2, "time_metrics/eta(s)": 11100.0}
+    metrics = {"epoch": 1.8, "learned_tokens(%)": 36.7, "throughput_of_all_gpus(tps)": 72803.0, "mfu(%)": 41.23}
+    metrics |= {"memory/max_reserved(GiB)": 48.1, "memory/max_reserved(%)": 60.2, "time_metrics/eta(s)": 11100.0}
     assert step_line(1200, 10_000, metrics) == (
-        "step: 1,200/10,000  epoch: 1.80  tokens/s: 72,803  MFU: 41.2%  memory: 48.10 GiB (60%)  ETA: 3 h 05 min"
+        "step: 1,200/10,000  epoch: 1.80  learned: 37%  tokens/s: 72,803  MFU: 41.2%  memory: 48.10 GiB (60%)  "
+        "ETA: 3 h 05 min"
     )
 
 

@@ -1,5 +1,6 @@
 """How large a model is, as a whole and on one rank: numbers of parameters, heads of attention."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from torchtitan_magi.models.model_config import ModelConfig
@@ -8,11 +9,11 @@ from torchtitan_magi.planning.cost_model import Heads
 
 @dataclass(frozen=True)
 class Parameters:
-    """Numbers of parameters of a model without biases, or of what one rank holds of it.
+    """Numbers of parameters of a model, or of what one rank holds of it.
 
     Attributes:
-        block: one block without its experts.
-        experts: all experts of one block.
+        block: the largest block without its experts.
+        experts: all experts of one block, but those that every token goes to.
         vocabulary: the embedding; the output layer has as many.
         norm: the norm after the last block.
         dense: all that is not an expert.
@@ -25,23 +26,101 @@ class Parameters:
     dense: int
 
 
+@dataclass(frozen=True)
+class Block:
+    """Numbers of parameters of one block.
+
+    Attributes:
+        split, whole: without its experts, what tensor parallelism splits and what each rank has.
+        expert: one of its experts; 0 where there are none.
+        used: those that a token's products go through.
+    """
+
+    split: int
+    whole: int
+    expert: int
+    used: int
+
+
+def block_of(model: ModelConfig, number: int) -> Block:
+    """The parameters of a model's block of that number."""
+    split, whole = _attention(model)
+    whole += (4 if model.muse else 2) * model.dim  # norms
+    experts = model.experts
+    if experts is None or number < experts.num_dense_layers:
+        dense = 3 * model.dim * model.hidden_dim
+        return Block(split + dense, whole, 0, split + dense + whole)
+    has_biases = model.model == "gpt_oss"
+    expert = 3 * (model.dim * experts.hidden_dim) + has_biases * (2 * experts.hidden_dim + model.dim)
+    split += experts.num_shared * 3 * model.dim * experts.hidden_dim
+    whole += (model.dim + has_biases) * experts.num_experts
+    return Block(split, whole, expert, split + whole + experts.top_k * expert)
+
+
+def _attention(model: ModelConfig) -> tuple[int, int]:
+    """Parameters of a block's attention that tensor parallelism splits, and those that it does not."""
+    dim, queries, keys = model.dim, model.num_heads_q * model.head_dim, model.num_heads_kv * model.head_dim
+    values, out = model.num_heads_kv * model.value_dim, model.num_heads_q * model.value_dim
+    if (latent := model.latent) is not None:
+        expanded = model.num_heads_kv * (model.head_dim - latent.rope_dim + model.value_dim)
+        split = (latent.q_rank or dim) * queries + latent.kv_rank * expanded + out * dim
+        whole = dim * (latent.q_rank + latent.kv_rank + latent.rope_dim) + latent.q_rank + latent.kv_rank
+        return split, whole
+    split, whole = dim * (queries + keys + values + out), 0
+    if model.model == "qwen3":
+        whole += 2 * model.head_dim
+    if model.model == "gpt_oss":
+        split += queries + keys + values + dim + model.num_heads_q  # biases and sinks
+    if model.muse is not None:
+        split += dim * out  # the gate of the output
+    return split, whole
+
+
 def parameters_of(model: ModelConfig, tensor_parallel: int = 1, expert_ranks: int = 1) -> Parameters:
-    """Parameters of torchtitan's llama3 or qwen3 on a rank: tensor parallelism splits all but norms and gate.
+    """Parameters of torchtitan's model on a rank: tensor parallelism splits all but norms, router and latent vectors.
 
     Args:
         expert_ranks: ranks that share out each block's experts.
     """
-    heads, dim = 2 * (model.num_heads_q + model.num_heads_kv), model.dim
-    split, block, experts = dim * heads * model.head_dim, 2 * dim, 0
-    if model.experts is None:
-        split += 3 * dim * model.hidden_dim
+    kinds = [block_of(model, number) for number in range(model.num_layers)]
+    blocks = [kind.split // tensor_parallel + kind.whole for kind in kinds]
+    experts = max(kind.expert for kind in kinds) * (model.experts.num_experts if model.experts else 0) // expert_ranks
+    vocabulary = model.vocab_size * model.dim // tensor_parallel
+    dense = sum(blocks) + vocabulary * (1 if model.tied else 2) + model.dim
+    return Parameters(max(blocks), experts, vocabulary, model.dim, dense)
+
+
+def adapters_of(model: ModelConfig, rank: int, targets: Collection[str]) -> int:
+    """Parameters of low-rank adapters beside the layers that ``magi.lora.target_modules`` names, as far as the model
+    has them."""
+    if not rank:
+        return 0
+    queries, out = model.num_heads_q * model.head_dim, model.num_heads_q * model.value_dim
+    rows = model.num_heads_kv * (model.head_dim + model.value_dim)
+    sides = {"wo": out + model.dim}  # rows and columns of each matrix
+    if (latent := model.latent) is not None:
+        expanded = rows - model.num_heads_kv * latent.rope_dim
+        sides |= {"wkv_a": model.dim + latent.kv_rank + latent.rope_dim, "wkv_b": latent.kv_rank + expanded}
+        of_q = {"wq_a": model.dim + latent.q_rank, "wq_b": latent.q_rank + queries}
+        sides |= of_q if latent.q_rank else {"wq": model.dim + queries}
+    elif model.muse:  # keys and values have a matrix each
+        sides |= {"wq": model.dim + queries, "wkv": 2 * model.dim + rows}
     else:
-        block += dim * model.experts.num_experts
-        experts = 3 * dim * model.experts.hidden_dim * model.experts.num_experts // expert_ranks
-    block += split // tensor_parallel + (2 * model.head_dim if model.model == "qwen3" else 0)
-    vocabulary = model.vocab_size * dim // tensor_parallel
-    dense = model.num_layers * block + vocabulary * (1 if model.tied else 2) + dim
-    return Parameters(block, experts, vocabulary, dim, dense)
+        sides["wqkv"] = model.dim + queries + rows
+    each = model.num_layers * sum(size for name, size in sides.items() if name in targets)
+    experts, of_experts = model.experts, num_moe_layers(model)
+    widths = [model.hidden_dim] * (model.num_layers - of_experts)  # of feed-forwards that every token goes through
+    if experts is not None:
+        widths += [experts.num_shared * experts.hidden_dim] * (of_experts if experts.num_shared else 0)
+        routed = 2 * model.dim + 3 * experts.hidden_dim  # both products of the input share the first matrix
+        each += of_experts * experts.num_experts * routed * ("experts" in targets)
+    names = [name in targets for name in ("w1", "w2", "w3")]
+    return rank * (each + sum(names) * sum(model.dim + width for width in widths))
+
+
+def num_moe_layers(model: ModelConfig) -> int:
+    """How many layers have experts."""
+    return model.num_layers - model.experts.num_dense_layers if model.experts else 0
 
 
 def heads_of_rank(model: ModelConfig, tensor_parallel: int) -> Heads:

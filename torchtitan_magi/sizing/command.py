@@ -1,14 +1,16 @@
-"""Predicts what attention over your documents costs on GPUs that you do not have yet.
+"""Answers of a run whether it fits and how long it takes, on GPUs that you do not have yet.
 
-Plans packs of documents for the context-parallel GPUs of --cp and prints the
-balance, the bytes that travel, the stages and the time of one layer, beside
-other strategies. No GPU is needed.
+Of a run's TOML file it predicts memory and the time of a step, by part, and
+says what would be faster. Of documents alone it plans packs for the
+context-parallel GPUs of --cp: the balance, the bytes that travel, the stages
+and the time of one layer's attention, beside other strategies. No GPU is
+needed.
 
 examples:
-  python -m torchtitan_magi.report my.toml
-  python -m torchtitan_magi.report my.toml --memory --cp 8 16
-  python -m torchtitan_magi.report histogram --total 512k --cp 8 16 32 64
-  python -m torchtitan_magi.report data/conversations.jsonl --total 128k --cp 8 \\
+  torchtitan-magi size my.toml
+  torchtitan-magi size my.toml --gpu H200 --gpus 16 --cp 4 8 16
+  torchtitan-magi size histogram --total 512k --cp 8 16 32 64
+  torchtitan-magi size data/conversations.jsonl --total 128k --cp 8 \\
       --tokenizer assets/hf/Llama-3.1-8B-Instruct --heads 32:8
 """
 
@@ -21,12 +23,24 @@ from pathlib import Path
 
 from torchtitan_magi.commands.parser import CommandParser, check_output, write_output
 from torchtitan_magi.machine import raise_open_files
+from torchtitan_magi.masks.geometry import Int64Array
 from torchtitan_magi.planning.cost_model import H200, CostModel, Heads
-from torchtitan_magi.sizing.run_file import RunFile, options_of, setup_of_file
+from torchtitan_magi.sizing.answer import Answer, answer_html, answer_json, answer_lines, memory_lines, packs_per_step
+from torchtitan_magi.sizing.gpus import GPUS, gpu_named
+from torchtitan_magi.sizing.predicted_run import Place, faster, predict_run
+from torchtitan_magi.sizing.run_file import (
+    NO_DATA,
+    RunFile,
+    missing_data,
+    options_of,
+    setup_of_file,
+    stand_ins,
+    steps_of,
+)
 from torchtitan_magi.sizing.run_setup import Setup
-from torchtitan_magi.sizing.sample_packs import DISTRIBUTIONS, make_packs
-from torchtitan_magi.sizing.size import Sizing, check_layout, size_run
-from torchtitan_magi.sizing.text import as_json, memory_lines, report_lines
+from torchtitan_magi.sizing.sample_packs import DISTRIBUTIONS, Sample, pairs_of, sample
+from torchtitan_magi.sizing.strategies.size import Sizing, check_layout, size_run
+from torchtitan_magi.sizing.strategies.table import as_json, report_lines
 from torchtitan_magi.wording import one_line, quoted
 
 
@@ -40,13 +54,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     raise_open_files()
     try:
-        path, run = options.source, None
+        path, run, from_heads = options.source, None, None
         if path.endswith(".toml"):
             run = RunFile(path)
             from_file = options_of(run, with_heads=options.heads is None and not options.memory)
             parser.set_defaults(**from_file)
+            from_heads = from_file.get("heads")
             options = parser.parse_args(arguments)
-            options.source = from_file["source"]
+            options.source = NO_DATA if missing_data(run) else from_file["source"]
         if options.total is None or options.cp is None:
             raise ValueError("--total and --cp are missing; give both, or a run's TOML file")
         _check_outputs(options)
@@ -55,23 +70,65 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 raise ValueError(f"--memory is of a run's TOML file, but SOURCE is {quoted(path)}")
             print("\n".join(memory_lines(_setups(run, options))))
             return
-        sizings = _sizings(options)
-        print("\n".join(report_lines(sizings)))
-        _write(sizings, options)
+        _report(run, options.heads == from_heads, options)  # heads of one's own are of no run
     except ValueError as error:
         parser.error(one_line(error, 2000))
 
 
-def _write(sizings: list[Sizing], options: argparse.Namespace) -> None:
+def _report(run: RunFile | None, has_answer: bool, options: argparse.Namespace) -> None:
+    """Prints and writes the answers of a run, if there is one, and the table of strategies."""
+    packs, cost, answers = _packs(options, run), None, []
+    if run is not None:
+        cost = gpu_named(options.gpu).cost
+        answers = [_answer(run, cp_size, packs, options) for cp_size in options.cp if has_answer]
+        for answer in answers:
+            print("\n".join([*answer_lines(answer), ""]), flush=True)
+        if answers and (windows := answers[0].run.setup.model.windows):
+            print(f"Strategies for a layer without a window, {windows.count(0)} of {len(windows)}:")
+        # tensor-parallel ranks take their share of a node
+        options.gpus_per_node = max(1, options.gpus_per_node // run.read("parallelism.tensor_parallel_degree", 1))
+    sizings = _sizings(packs.packs, cost, options)
+    print("\n".join(report_lines(sizings)))
+    _write(sizings, answers, options)
+
+
+def _packs(options: argparse.Namespace, run: RunFile | None) -> Sample:
+    total, pairs = count_of_tokens(options.total), options.dataset == "dpo"
+    if options.source in DISTRIBUTIONS and pairs and run is not None:
+        return pairs_of(sample(options.source, total, options.packs, options.seed))
+    return sample(options.source, total, options.packs, options.seed, options.tokenizer, pairs)
+
+
+def _answer(run: RunFile, cp_size: int, packs: Sample, options: argparse.Namespace) -> Answer:
+    """Whether a run with that many context-parallel GPUs fits, and how long it takes."""
+    total, num_gpus = count_of_tokens(options.total), options.gpus
+    run.set("parallelism.context_parallel_degree", cp_size)
+    run.set("training.seq_len", total)
+    if num_gpus is not None and num_gpus < 1:
+        raise ValueError(f"--gpus is {num_gpus}; give at least 1")
+    if num_gpus is None:  # whole nodes, if the degrees leave it open
+        least = setup_of_file(run).world_size
+        num_gpus = max(least, options.gpus_per_node // least * least)
+    cost = None if options.cost is None else CostModel.load(options.cost)
+    place = Place(gpu_named(options.gpu), options.gpus_per_node, tuple(packs.packs), packs.learned, cost)
+    found = predict_run(setup_of_file(run, num_gpus), place)
+    steps = steps_of(run, packs_per_step(found), packs.per_epoch)
+    return Answer(found, faster(found), steps, packs.per_epoch, list(stand_ins(run)))
+
+
+def _write(sizings: list[Sizing], answers: list[Answer], options: argparse.Namespace) -> None:
     """Writes the files that are asked for."""
     if options.json:
         reports = [as_json(sizing) for sizing in sizings]
+        for report, answer in zip(reports, answers, strict=False):
+            report["run"] = answer_json(answer)
         write_output(options.json, (json.dumps(reports if len(reports) > 1 else reports[0], indent=1) + "\n").encode())
     if options.html or options.png:
-        from torchtitan_magi.sizing import picture
+        from torchtitan_magi.sizing.strategies import picture
 
         if options.html:
-            write_output(options.html, picture.html_page(sizings[0]).encode())
+            begin = answer_html(answers[0]) if answers else ""
+            write_output(options.html, picture.html_page(sizings[0], begin).encode())
         if options.png:
             write_output(options.png, picture.png(sizings[0]))
 
@@ -87,13 +144,12 @@ def _setups(run: RunFile, options: argparse.Namespace) -> list[Setup]:
     return found
 
 
-def _sizings(options: argparse.Namespace) -> list[Sizing]:
-    """A sizing for each number of GPUs, all of the same packs."""
+def _sizings(packs: list[Int64Array], of_gpu: CostModel | None, options: argparse.Namespace) -> list[Sizing]:
+    """A sizing for each number of GPUs, all of the same packs. of_gpu: what a layer costs where no file says it."""
     heads = heads_of(options.heads or "64:8", options.head_dim, options.value_dim)
-    cost = H200 if options.cost is None else CostModel.load(options.cost)
+    cost = (of_gpu or H200) if options.cost is None else CostModel.load(options.cost)
     total = count_of_tokens(options.total)
     nodes = [gpus_in_node(options, cp_size) for cp_size in options.cp]
-    packs = make_packs(options.source, total, options.packs, options.seed, options.tokenizer, options.dataset == "dpo")
     layouts = zip(options.cp, nodes, strict=True)
     return [size_run(options.source, packs, total, *layout, heads, cost) for layout in layouts]
 
@@ -156,6 +212,8 @@ def _parser() -> argparse.ArgumentParser:
         metavar="GPUS",
         help="number of GPUs that share a pack; several numbers are compared",
     )
+    add("--gpu", default="H100", metavar="NAME", help=f"kind of GPU of a run: {', '.join(GPUS)} (default: %(default)s)")
+    add("--gpus", type=int, metavar="N", help="GPUs of a run in all (default: whole nodes, or what its degrees need)")
     where = parser.add_mutually_exclusive_group()
     where.add_argument(
         "--gpus-per-node", type=int, default=8, metavar="N", help="GPUs in each node (default: %(default)s)"

@@ -1,7 +1,8 @@
 """Predicts what training takes of a GPU's memory, by part, from the model, its layout and the tokens on each rank.
 
 A step takes the most memory at one of a few moments; the prediction is the largest of these, with all parts that are
-live then. It is meant for SwiGLU decoders as torchtitan's llama3 and qwen3 run them, on packs that one document fills.
+live then, on whichever stage of a pipeline. It is meant for SwiGLU decoders as torchtitan's llama3 and qwen3 run them,
+on packs that one document fills; what other models keep is counted by the same operations.
 """
 
 from collections.abc import Iterator
@@ -45,11 +46,18 @@ def predict(setup: Setup) -> Prediction:
 
 
 def moments(setup: Setup) -> Iterator[Prediction]:
-    """The moments of a step that may take the most memory."""
+    """The moments of a step that may take the most memory; of the first and the last stage of a pipeline."""
+    for stage in setup.stages():
+        yield from _moments(stage)
+
+
+def _moments(setup: Setup) -> Iterator[Prediction]:
     each, lasting = setup.on_rank, _lasting(setup)
     block, gradient = each.block + each.experts, setup.param_bytes * (not setup.offload)
-    gradients = setup.stored * gradient
+    gradients = setup.trained * gradient
     before = gradients if setup.accumulates else 0
+    if setup.pp > 1 and setup.accumulates and not setup.lora_rank:  # a pipeline adds them up whole
+        before = gradients = setup.whole * setup.reduce_bytes
     kept, again = activations.kept_and_recomputed(setup)
 
     def moment(name: str, gradients: int, held: int, gathered: int = 0, **others: int) -> Prediction:
@@ -59,34 +67,45 @@ def moments(setup: Setup) -> Iterator[Prediction]:
 
     of_block = _gathered(setup, block)
     logits = {"logits": activations.output_layer(setup)}
-    yield moment("the output layer", before, kept + activations.block_input(setup), of_block // 3, **logits)
+    if setup.has_output:
+        yield moment("the output layer", before, kept + activations.block_input(setup), of_block // 3, **logits)
     attention = activations.attention_gradients(setup)
     attention -= setup.tokens * activations.ffn_saved(setup)  # which is gone by then
     work, rows = max((activations.ffn_gradients(setup), 0), (attention, rows_and_sums(setup)), key=sum)
-    of_output = -(-each.vocabulary // setup.fsdp) * gradient
+    of_first = -(-(block + each.vocabulary * setup.has_embedding) // setup.fsdp) * gradient * (not setup.lora_rank)
+    of_output = -(-each.vocabulary // setup.fsdp) * gradient * (setup.has_output and not setup.lora_rank)
     for name, first, saved, reducing in (
         ("the last block's backward", before or of_output, kept, each.vocabulary),
-        ("the first block's backward", gradients, kept // setup.model.num_layers, block),
+        ("the first block's backward", before or gradients - of_first, _left(setup, kept), block),
     ):
         reduced = _reduced(setup, reducing)
         yield moment(name, first, saved + again + work, of_block + reduced, **{"K/V and their gradients": rows})
-    of_embedding = _gathered(setup, each.vocabulary) + _reduced(setup, each.vocabulary + block)
-    yield moment("the embedding's backward", gradients, activations.block_input(setup), of_embedding)
+    if setup.has_embedding and not setup.lora_rank:
+        of_embedding = _gathered(setup, each.vocabulary) + _reduced(setup, each.vocabulary + block)
+        yield moment("the embedding's backward", gradients, activations.block_input(setup), of_embedding)
     yield moment("the optimizer's step", gradients, 0, **{"square roots": gradients * setup.foreach})
+
+
+def _left(setup: Setup, kept: int) -> int:
+    """Bytes of ``kept`` that are still there when the first of a stage's blocks has its backward."""
+    layers = setup.model.num_layers
+    return int(kept * (1 / layers + max(0.0, setup.in_flight - 1)) / max(1.0, setup.in_flight))
 
 
 def _lasting(setup: Setup) -> dict[str, int]:
     """Bytes that are taken at every moment, by part."""
     model, copies = setup.model, 0
-    stored = setup.stored * setup.param_bytes
+    stored = (setup.stored + setup.adapters) * setup.param_bytes
     on_gpu = stored * (not setup.offload)
-    if setup.fsdp == 1:  # autocast's rounded parameters, and DDP's buckets of gradients
+    if _by_ddp(setup):  # autocast's rounded parameters, and DDP's buckets of gradients
         copies = setup.stored * setup.compute_bytes if setup.compute_bytes < setup.param_bytes else 0
-        copies += stored if setup.dp_replicate > 1 else 0
+        copies += setup.trained * setup.param_bytes
+    elif setup.pp > 1:
+        copies = setup.whole * setup.compute_bytes  # kept from one microbatch to the next
     return {
         "parameters": on_gpu,
-        "optimizer states": 2 * on_gpu,
-        "reference": on_gpu * setup.reference,
+        "optimizer states": 2 * setup.trained * setup.param_bytes * (not setup.offload),
+        "reference": on_gpu * (setup.reference and not setup.lora_rank),
         "gathered parameters": copies,
         "rotary positions": setup.seq_len * model.head_dim * (8 if model.model == "qwen3" else 4),
         "rows in flight": rows_in_flight(setup),
@@ -96,12 +115,19 @@ def _lasting(setup: Setup) -> dict[str, int]:
 
 def _gathered(setup: Setup, parameters: int) -> int:
     """Bytes of FSDP2 for a group of so many parameters in its backward: gathered, the next group's, and gradients."""
-    return parameters * 3 * setup.compute_bytes if setup.fsdp > 1 else 0
+    if _by_ddp(setup) or setup.pp > 1:
+        return 0
+    return parameters * (2 if setup.lora_rank else 3) * setup.compute_bytes
 
 
 def _reduced(setup: Setup, parameters: int) -> int:
     """Bytes of gradients that FSDP2 is reducing, held until the next group's."""
-    return parameters * setup.reduce_bytes if setup.fsdp > 1 else 0
+    return 0 if _by_ddp(setup) or setup.lora_rank else parameters * setup.reduce_bytes
+
+
+def _by_ddp(setup: Setup) -> bool:
+    """Whether DDP replicates the model, as torchtitan 0.2.2 does; else FSDP2 casts parameters, of one GPU too."""
+    return setup.fsdp == 1 and setup.dp_replicate > 1
 
 
 # ------------------------------------------------------------------------------------------------------------- in words

@@ -1,14 +1,17 @@
-"""What a run's TOML file says of its packs, its layout and its memory."""
+"""What a run's TOML file says of its packs, its model and its layout."""
 
 import functools
+import os
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from torchtitan_magi.files import read_text
-from torchtitan_magi.models.model_config import read_model_config
+from torchtitan_magi.models.model_config import ModelConfig, read_model_config
+from torchtitan_magi.models.published import published_sizes
 from torchtitan_magi.models.shapes import heads_of_rank
-from torchtitan_magi.sizing.run_setup import Setup, setup_of, unpredicted
+from torchtitan_magi.sizing.run_setup import Setup, setup_of
 from torchtitan_magi.wording import one_line, quoted, quoted_path, shown
 
 
@@ -25,6 +28,11 @@ class RunFile:
             self.sections = tomllib.loads(read_text(path, "utf-8-sig"))  # a byte order mark is let in
         except (OSError, ValueError, RecursionError) as error:  # also UnicodeDecodeError, TOMLDecodeError
             raise ValueError(f"cannot read {quoted_path(path)} ({one_line(error)}); give a run's TOML file") from None
+
+    def set(self, name: str, value: Any) -> None:
+        """Sets "section.option" in place of what the file has."""
+        section, option = name.split(".")
+        self.sections[section] = self.sections.get(section, {}) | {option: value}
 
     def read(self, name: str, default: Any) -> Any:
         """The value of "section.option", see ``run_setup.Read``.
@@ -50,54 +58,99 @@ class RunFile:
         return value
 
 
+NO_DATA = "histogram"  # whose documents stand for those of a data set that is not there yet
+DEFAULT_STEPS = 10_000  # torchtitan's
+
+
 def options_of(run: RunFile, *, with_heads: bool) -> dict[str, Any]:
-    """Values of the report's options for a run; ``with_heads`` reads the model's config.json, too.
+    """Values of the command's options for a run; ``with_heads`` reads the model's config.json, too.
 
     Raises:
         ValueError: an option that is missing or that training refuses.
     """
     total = run.read("training.seq_len", int)
-    cp_size = run.read("parallelism.context_parallel_degree", int)
+    cp_size = run.read("parallelism.context_parallel_degree", 1)
     tp_size = run.read("parallelism.tensor_parallel_degree", 1)
-    if cp_size < 1:
-        raise ValueError(f"{run.name} has parallel degrees {cp_size} and {tp_size}; use at least 1")
     if total < 1 or total % (2 * cp_size * tp_size):
         multiple = f"a multiple of {2 * cp_size * tp_size}, twice context_parallel_degree times tensor_parallel_degree"
         raise ValueError(f"training.seq_len is {total}; use {multiple}")
     dataset = run.read("training.dataset", str)
     if dataset not in ("sft", "dpo"):
-        raise ValueError(f"training.dataset is {quoted(dataset)}; the report reads 'sft' and 'dpo'")
+        raise ValueError(f"training.dataset is {quoted(dataset)}; sizing reads 'sft' and 'dpo'")
     folder, cost = run.read("model.hf_assets_path", str), run.read("magi.cost_model", "")
     return {
         "source": run.read("training.dataset_path", str), "dataset": dataset, "tokenizer": folder,
         "total": str(total), "cp": [cp_size], "cost": Path(cost) if cost else None,
-        **(_heads(folder, tp_size) if with_heads else {}),
+        **(_heads(model_of(run), tp_size) if with_heads else {}),
     }  # fmt: skip
 
 
-def setup_of_file(run: RunFile) -> Setup:
-    """The facts of a run that decide about its memory, with one rank for a data_parallel_shard_degree of -1.
+def model_of(run: RunFile) -> ModelConfig:
+    """The run's model: of its config.json, or the published one that the folder is named after.
 
     Raises:
-        ValueError: an option that is missing or wrong; a model or a layout whose memory is not predicted.
+        ValueError: the file is broken, or is not there and the folder's name is not known.
     """
-    model = read_model_config(run.read("model.hf_assets_path", str))
-    if what := unpredicted(run.read, model):
-        raise ValueError(f"memory is not predicted for {what}; leave out --memory")
-    return setup_of(run.read, model, max(1, run.read("parallelism.data_parallel_shard_degree", -1)))
-
-
-def _heads(folder: str, tp_size: int) -> dict[str, Any]:
-    """Heads of a layer on one GPU, of the folder's config.json."""
+    folder = run.read("model.hf_assets_path", str)
+    published = published_sizes(folder)
+    if published is not None and not os.path.exists(Path(folder) / "config.json"):
+        return published
     try:
-        model = read_model_config(folder)
+        return read_model_config(folder)
     except ValueError as error:
         raise ValueError(f"{error}, or give --heads and --head-dim") from None
-    if model.windows:
-        raise ValueError(
-            f"{shown(folder)}/config.json is of a {model.model} with windows of {max(model.windows)} tokens, which "
-            f"the report does not size; give --heads and --head-dim for its layers without, {model.windows.count(0)} "
-            f"of {model.num_layers}"
+
+
+def stand_ins(run: RunFile) -> Iterator[str]:
+    """Says what is not there yet, and what it was sized by instead."""
+    folder = run.read("model.hf_assets_path", str)
+    if not os.path.exists(Path(folder) / "config.json"):
+        yield f"{shown(folder)} has no config.json yet; the model is the published {Path(folder).name}"
+    if missing := missing_data(run):
+        yield (
+            f"{shown(missing)} is not there yet; documents are those of the histogram, and their lengths decide what "
+            "attention takes"
         )
+
+
+def missing_data(run: RunFile) -> str | None:
+    """What is not there of a run's data and its tokenizer; None where they can be read."""
+    path, folder = run.read("training.dataset_path", str), run.read("model.hf_assets_path", str)
+    is_one = "://" not in path and not any(mark in path for mark in ",*=[")
+    tokenizer = os.path.join(folder, "tokenizer.json")
+    return next((each for each in (path, tokenizer) if not os.path.exists(each) and (each != path or is_one)), None)
+
+
+def setup_of_file(run: RunFile, num_gpus: int = 0) -> Setup:
+    """The facts of a run that decide about its memory and time.
+
+    Args:
+        num_gpus: of the run, for a data_parallel_shard_degree of -1; 0: as few as its degrees multiply to.
+
+    Raises:
+        ValueError: an option that is missing or wrong; GPUs that the degrees do not divide.
+    """
+    model, shard = model_of(run), run.read("parallelism.data_parallel_shard_degree", -1)
+    others = setup_of(run.read, model, 1).world_size
+    if shard > 0 and num_gpus not in (0, others * shard):
+        raise ValueError(f"--gpus is {num_gpus}, but the degrees of {run.name} multiply to {others * shard}; give that")
+    if num_gpus % others:
+        raise ValueError(f"--gpus is {num_gpus}, but the degrees of {run.name} multiply to {others}; give a multiple")
+    return setup_of(run.read, model, shard if shard > 0 else max(1, num_gpus // others))
+
+
+def steps_of(run: RunFile, packs_per_step: float, per_epoch: float | None) -> int | None:
+    """Steps of the run; None where magi.epochs sets them and the data are not there."""
+    steps, epochs = run.read("training.steps", DEFAULT_STEPS), run.read("magi.epochs", -1)
+    if epochs == -1:
+        return steps
+    if per_epoch is None:
+        return None if steps == DEFAULT_STEPS else steps
+    counted = -int(-epochs * per_epoch // packs_per_step)
+    return counted if steps == DEFAULT_STEPS else min(steps, counted)
+
+
+def _heads(model: ModelConfig, tp_size: int) -> dict[str, Any]:
+    """Heads of a layer on one GPU."""
     heads = heads_of_rank(model, tp_size)
     return {"heads": "{}:{}".format(*heads.counts), "head_dim": heads.head_dim, "value_dim": heads.value_dim}

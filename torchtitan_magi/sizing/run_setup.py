@@ -1,12 +1,12 @@
 """The facts of a run that decide about its memory, from torchtitan's job config or from a TOML file alone."""
 
 import functools
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torchtitan_magi.models.model_config import ModelConfig
-from torchtitan_magi.models.shapes import Parameters, heads_of_rank, parameters_of
+from torchtitan_magi.models.shapes import Parameters, adapters_of, heads_of_rank, num_moe_layers, parameters_of
 from torchtitan_magi.planning.cost_model import Heads
 
 # Gives the value of an option "section.option" of a run. It is also told torchtitan 0.2.2's default, or all values with
@@ -15,8 +15,10 @@ Read = Callable[[str, Any], Any]
 
 FLOAT32 = 4  # bytes
 DTYPES = ("float32", "bfloat16")
+# torchtitan's names of the linear layers that get adapters, where none are chosen
+LORA_TARGETS = ("wqkv", "wq_a", "wq_b", "wq", "wkv_a", "wkv_b", "wkv", "wo", "w1", "w2", "w3")
 BYTES = dict(zip(DTYPES, (FLOAT32, 2), strict=True))  # of an element
-PREDICTED = ("llama3", "qwen3")  # models
+LOOPS = 2  # stages of a rank under "Interleaved1F1B"
 
 
 @dataclass(frozen=True)
@@ -24,7 +26,7 @@ class Setup:
     """What of a run decides about its memory.
 
     Args:
-        dp_replicate, dp_shard, cp, tp, ep, etp: parallel degrees; experts of ``ep`` above 1 are shared out over it.
+        dp_replicate, dp_shard, cp, tp, ep, etp, pp: parallel degrees; experts of ``ep`` above 1 are shared out over it.
         seq_len: tokens of a pack. packs: of a microbatch on a data-parallel rank.
         checkpointing: torchtitan's activation_checkpoint.mode. every: full checkpointing of every so many-th block, for
             "selective"; 0: by operation. budget: fraction of the activations to keep, for "memory_budget".
@@ -32,13 +34,18 @@ class Setup:
         param_bytes, compute_bytes, reduce_bytes: bytes per element of stored parameters, of what is computed with, and
             of the gradients that are reduced.
         foreach: whether the optimizer, Adam or AdamW, steps all parameters at once by operations on lists of tensors.
-        accumulates: whether a step has several microbatches.
+        microbatches: of a step. schedule: in which order a pipeline computes them, ``at_once`` at a time.
+        lora_rank, lora_targets: of adapters, where only these are trained.
         reference: whether a frozen copy of the model is there for preference training.
         offload: whether parameters, gradients and states are in the host's memory.
         whole_logits: whether the logits of all tokens exist at once, as with torchtitan's own loss.
         gpu: whether training runs on GPUs.
         cp_per_machine: context-parallel ranks of a pack in each machine, one number if alike; None: all are in one.
         overlap_stages: magi.overlap_stages.
+        has_embedding, has_output: whether the first and the last layer are there. in_flight: microbatches whose
+            activations are kept at once; of a stage of a pipeline, see ``stages``.
+        learned: share of the tokens that have a label.
+        float32_experts: whether what experts put out is weighed in float32, as torchtitan 0.2.2 does.
     """
 
     model: ModelConfig
@@ -50,6 +57,7 @@ class Setup:
     tp: int = 1
     ep: int = 1
     etp: int = 1
+    pp: int = 1
     checkpointing: str = "none"
     every: int = 0
     budget: float = 1.0
@@ -59,13 +67,27 @@ class Setup:
     compute_bytes: int = 2
     reduce_bytes: int = FLOAT32
     foreach: bool = False
-    accumulates: bool = False
+    microbatches: int = 1
+    schedule: str = "1F1B"
+    at_once: int = 1
+    lora_rank: int = 0
+    lora_targets: tuple[str, ...] = ()
     reference: bool = False
     offload: bool = False
     whole_logits: bool = False
     gpu: bool = True
     cp_per_machine: int | tuple[int, ...] | None = None
     overlap_stages: int = -1
+    has_embedding: bool = True
+    has_output: bool = True
+    in_flight: float = 1.0
+    learned: float = 1.0
+    float32_experts: bool = False
+
+    @property
+    def world_size(self) -> int:
+        """GPUs of the run."""
+        return self.dp_replicate * self.dp_shard * self.cp * self.tp * self.pp
 
     @property
     def tokens(self) -> int:
@@ -94,19 +116,69 @@ class Setup:
 
     @functools.cached_property
     def stored(self) -> int:
-        """Number of parameters that a rank stores: its tensor- and expert-parallel part, sharded by FSDP2."""
-        experts = parameters_of(self.model).experts * self.model.num_layers
-        return -(-self.on_rank.dense // self.fsdp) + -(-experts // (self.fsdp * self.tp))
+        """Number of the model's parameters that a rank stores: its tensor- and expert-parallel part, sharded."""
+        missing = 0 if self.model.tied else 2 - self.has_embedding - self.has_output
+        dense = self.on_rank.dense - missing * self.on_rank.vocabulary
+        return -(-dense // self.fsdp) + -(-self._experts // (self.fsdp * self.tp))
+
+    @property
+    def _experts(self) -> int:
+        return parameters_of(self.model).experts * num_moe_layers(self.model)
+
+    @functools.cached_property
+    def whole(self) -> int:
+        """Number of the model's parameters that a rank's GPU holds while a pipeline keeps them gathered."""
+        dense = self.stored - -(-self._experts // (self.fsdp * self.tp))
+        return dense * self.fsdp + self.on_rank.experts * num_moe_layers(self.model)
+
+    @functools.cached_property
+    def adapters(self) -> int:
+        """Number of parameters of low-rank adapters that a rank stores."""
+        return -(-adapters_of(self.model, self.lora_rank, self.lora_targets) // (self.fsdp * self.tp))
+
+    @property
+    def trained(self) -> int:
+        """Number of parameters that a rank stores and trains."""
+        return self.adapters if self.lora_rank else self.stored
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether a step has several microbatches."""
+        return self.microbatches > 1
+
+    def stages(self) -> "Iterator[Setup]":
+        """The first and the last stage of a pipeline, as setups of their own; without one the setup as it is."""
+        if self.pp == 1:
+            yield self
+            return
+        experts, layers = self.model.experts, -(-self.model.num_layers // self.pp)
+        for first in (True, False):
+            moe = experts and replace(experts, num_dense_layers=min(experts.num_dense_layers, layers) if first else 0)
+            model = replace(self.model, num_layers=layers, windows=self.model.windows[:layers], experts=moe)
+            waiting = self._in_flight(0 if first else self.pp - 1)
+            yield replace(self, model=model, has_embedding=first, has_output=not first, in_flight=waiting)
+
+    def _in_flight(self, rank: int) -> float:
+        """Microbatches whose activations a rank of the pipeline keeps at once, in units of its whole stage."""
+        most, behind = self.at_once, self.pp - rank
+        if self.schedule == "GPipe":
+            return most
+        if self.schedule == "Interleaved1F1B":
+            return min(most, ((LOOPS - 1) * self.pp + 2 * behind - 1) / LOOPS)
+        return min(most, behind)
 
 
 def setup_of(read: Read, model: ModelConfig, dp_shard: int) -> Setup:
     """The facts of a run that its options say; the others are as in ``Setup``."""
     mode = read("activation_checkpoint.mode", ("selective", "full", "memory_budget", "none"))
-    option = read("activation_checkpoint.selective_ac_option", "2")
+    option = read("activation_checkpoint.selective_ac_option", "op")
     every = int(option) if mode == "selective" and option.isdigit() else None
     components = read("compile.components", ["model", "loss"]) if read("compile.enable", False) else []
-    packs, copies = read("training.local_batch_size", 8), read("parallelism.data_parallel_replicate_degree", 1)
-    cp, tp = read("parallelism.context_parallel_degree", int), read("parallelism.tensor_parallel_degree", 1)
+    batch, copies = read("training.local_batch_size", 8), read("parallelism.data_parallel_replicate_degree", 1)
+    pp, cp, tp = (read(f"parallelism.{kind}_parallel_degree", 1) for kind in ("pipeline", "context", "tensor"))
+    packs = batch if pp == 1 else 1  # a pipeline takes one after the other
+    steps_of_batches = -(-max(read("training.global_batch_size", -1), 1) // (batch * copies * dp_shard))
+    rank = read("magi.lora.rank", 0)
     mixed = dp_shard * cp > 1 or tp == 1  # tensor parallelism alone computes in the training dtype
     stored, computed = read("training.dtype", DTYPES), read("training.mixed_precision_param", DTYPES[::-1])
     return Setup(
@@ -119,6 +191,7 @@ def setup_of(read: Read, model: ModelConfig, dp_shard: int) -> Setup:
         tp,
         read("parallelism.expert_parallel_degree", 1),
         read("parallelism.expert_tensor_parallel_degree", 1),
+        pp,
         checkpointing="full" if every == 0 else mode,  # as torchtitan takes "every 0th block"
         every=every or 0,
         budget=read("activation_checkpoint.memory_budget", 0.5),
@@ -128,18 +201,12 @@ def setup_of(read: Read, model: ModelConfig, dp_shard: int) -> Setup:
         compute_bytes=BYTES[computed if mixed else stored],
         reduce_bytes=BYTES[read("training.mixed_precision_reduce", DTYPES)],
         foreach=read("optimizer.implementation", "fused") == "foreach",
-        accumulates=read("training.global_batch_size", -1) > packs * copies * dp_shard,
+        microbatches=steps_of_batches * batch // packs,
+        schedule=read("parallelism.pipeline_parallel_schedule", "1F1B"),
+        at_once=batch // packs,
+        lora_rank=rank,
+        lora_targets=tuple(read("magi.lora.target_modules", [*LORA_TARGETS])) if rank else (),
         reference=read("training.dataset", str) == "dpo" and read("magi.dpo.reference", "model") == "model",
         offload=read("training.enable_cpu_offload", False),
         overlap_stages=read("magi.overlap_stages", -1),
     )
-
-
-def unpredicted(read: Read, model: ModelConfig) -> str:
-    """Names what of a run has memory that is not predicted, "" if all of it is."""
-    is_there = {
-        model.model: model.model not in PREDICTED,
-        "pipelines": read("parallelism.pipeline_parallel_degree", 1) > 1,
-        "LoRA": read("magi.lora.rank", 0) > 0,
-    }
-    return " and ".join(name for name, there in is_there.items() if there)

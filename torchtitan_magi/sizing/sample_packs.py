@@ -3,12 +3,14 @@
 import itertools
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from torchtitan_magi.data import PackedPairDataset, PackedSFTDataset, pack_best_fit
+from torchtitan_magi.data.packs.packed_dataset import IGNORE_INDEX, PackedDataset
 from torchtitan_magi.data.tokens.assets import load_chat_tokenizer
 from torchtitan_magi.data.tokens.token_cache import default_folder
 from torchtitan_magi.files import regular_file
@@ -24,6 +26,22 @@ HISTOGRAM = {
 
 RECORDS = (".jsonl", ".parquet", ".gz", ".zst")  # how the names of files of records end
 
+
+@dataclass(frozen=True)
+class Sample:
+    """Packs of a source.
+
+    Attributes:
+        packs: lengths of the documents of each: int64 [n]; of preference pairs [n, 3]: prompt, chosen, rejected.
+        per_epoch: how many packs an epoch has, about; None for a distribution.
+        learned: share of their tokens that have a label.
+    """
+
+    packs: list[Int64Array]
+    per_epoch: float | None = None
+    learned: float = 1.0
+
+
 DISTRIBUTIONS = {
     "histogram": "lengths of a real corpus: median 570, mean 1,800, up to a quarter of the pack",
     "lognormal": "lognormal lengths of 1,024 to 8,192, mean 3,250",
@@ -35,6 +53,13 @@ DISTRIBUTIONS = {
 def make_packs(
     source: str, total: int, count: int, seed: int = 0, tokenizer: str | Path | None = None, pairs: bool = False
 ) -> list[Int64Array]:
+    """The packs of ``sample``."""
+    return sample(source, total, count, seed, tokenizer, pairs).packs
+
+
+def sample(
+    source: str, total: int, count: int, seed: int = 0, tokenizer: str | Path | None = None, pairs: bool = False
+) -> Sample:
     """Document lengths of each of up to ``count`` packs of at most ``total`` tokens.
 
     Args:
@@ -43,9 +68,6 @@ def make_packs(
             set as training takes it, packed by training's own code.
         tokenizer: a data set's: directory with tokenizer.json, tokenizer_config.json and perhaps a chat template.
         pairs: the data set has preference pairs, for DPO with shared prompts.
-
-    Returns:
-        int64 [n] each; of pairs [n, 3]: prompt, chosen, rejected.
 
     Raises:
         ValueError: a number out of range, an unknown name, a file that cannot be read or holds no lengths, a data set
@@ -62,9 +84,10 @@ def make_packs(
         raise ValueError(f"{shown(source)} has no preference pairs; give a .jsonl data set of them, or --dataset sft")
     if source in DISTRIBUTIONS:
         count = 1 if source == "dense" else count  # they would all be the same
-        return [draw_pack(source, total, seed + number) for number in range(count)]
+        return Sample([draw_pack(source, total, seed + number) for number in range(count)])
     if is_file_of_lengths:
-        return pack_lengths(read_lengths(path), total, count, seed)
+        lengths = read_lengths(path)
+        return Sample(pack_lengths(lengths, total, count, seed), max(1.0, np.minimum(lengths, total).sum() / total))
     if not exists and tokenizer is None and "://" not in source and not any(suffix in source for suffix in RECORDS):
         names = ", ".join(DISTRIBUTIONS)
         raise ValueError(
@@ -73,6 +96,12 @@ def make_packs(
     if tokenizer is None:
         raise ValueError(f"{shown(source)} is a data set; give --tokenizer, the directory that holds tokenizer.json")
     return read_data_set(source, Path(tokenizer), total, count, seed, pairs)
+
+
+def pairs_of(documents: Sample) -> Sample:
+    """The same documents as preference pairs: half of one is the prompt, a quarter each answer."""
+    packs = [pack[pack >= 4, None] // np.array([2, 4, 4]) for pack in documents.packs]
+    return Sample(packs, documents.per_epoch, 0.5)
 
 
 def draw_pack(distribution: str, total: int, seed: int, batch: int = 1024) -> Int64Array:
@@ -161,12 +190,17 @@ def pack_lengths(lengths: Int64Array, total: int, count: int, seed: int) -> list
     return [packs[i] for i in rng.permutation(len(packs))[:count]]
 
 
-def read_data_set(paths: str, tokenizer: Path, total: int, count: int, seed: int, pairs: bool) -> list[Int64Array]:
+def read_data_set(paths: str, tokenizer: Path, total: int, count: int, seed: int, pairs: bool) -> Sample:
     """Packs as training makes them of records, whose tokens are kept. Raises ValueError for bad records and assets."""
     chat = load_chat_tokenizer(tokenizer)
     options: dict[str, Any] = {"seed": seed, "epochs": 1, "check": False, "token_cache": default_folder()}
     if pairs:
-        of_pairs = itertools.islice(PackedPairDataset(paths, chat.pair, total, **options), count)
-        return [np.diff(inputs["pairs"]).astype(np.int64) for inputs, _ in of_pairs]
-    of_documents = itertools.islice(PackedSFTDataset(paths, chat, total, **options), count)
-    return [np.diff(inputs["documents"])[:, 0].astype(np.int64) for inputs, _ in of_documents]
+        dataset: PackedDataset = PackedPairDataset(paths, chat.pair, total, **options)
+    else:
+        dataset = PackedSFTDataset(paths, chat, total, **options)
+    items = list(itertools.islice(dataset, count))
+    learned = sum(int((labels != IGNORE_INDEX).sum()) for _, labels in items)
+    packs = [np.diff(inputs[dataset.bounds_name]).astype(np.int64) for inputs, _ in items]
+    packs = packs if pairs else [pack[:, 0] for pack in packs]
+    share = learned / max(1, sum(int(pack.sum()) for pack in packs))
+    return Sample(packs, dataset.packs_per_epoch(dataset.counts), share)

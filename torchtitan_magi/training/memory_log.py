@@ -3,6 +3,7 @@
 import logging
 import operator
 from dataclasses import replace
+from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from torchtitan_magi.exchange.mesh import ranks_per_node
 from torchtitan_magi.models.model_config import ModelConfig
 from torchtitan_magi.sizing.memory import GIB, Prediction, describe, predict, remedies
-from torchtitan_magi.sizing.run_setup import Setup, setup_of, unpredicted
+from torchtitan_magi.sizing.run_setup import Setup, setup_of
 
 logger = logging.getLogger(__name__)
 
@@ -20,8 +21,8 @@ SETTLED = 5  # step from which on all memory has been taken: compilers are done 
 
 def predicted_memory(
     job_config: Any, dims: Any, model: ModelConfig, has_objectives: bool, device_type: str
-) -> Prediction | None:
-    """Logs what a run will take; None, with a line that says so, for what is not predicted.
+) -> Prediction:
+    """Logs what a run will take.
 
     A collective of the context-parallel ranks.
 
@@ -35,15 +36,13 @@ def predicted_memory(
         section, name = option.rsplit(".", 1)
         return getattr(operator.attrgetter(section)(job_config), name, default)  # 0.3 lacks some options of 0.2.2
 
-    if what := unpredicted(read, model):
-        logger.info(f"Memory per GPU is not predicted for {what}")
-        return None
     cp_mesh = dims.get_optional_mesh("cp")
     machines = None if cp_mesh is None else ranks_per_node(cp_mesh.get_group())
     setup = replace(
         setup_of(read, model, dims.dp_shard),
         whole_logits=not has_objectives,
         gpu=device_type == "cuda",
+        float32_experts=version("torchtitan").startswith("0.2."),
         cp_per_machine=tuple(machines) if machines else None,
     )
     return log_prediction(setup)
@@ -66,11 +65,10 @@ class MeasuredMemory:
     """Measures what training takes of the GPUs' memory, and logs it once beside what was predicted.
 
     Args:
-        predicted: None where nothing was.
         device_type: of the ranks' collectives.
     """
 
-    def __init__(self, predicted: Prediction | None, device_type: str) -> None:
+    def __init__(self, predicted: Prediction, device_type: str) -> None:
         self.predicted, self.device_type = predicted, device_type
         self.allocated = self.reserved = 0  # most bytes that PyTorch's allocator has given out, and has had
         self.said = False
@@ -88,9 +86,8 @@ class MeasuredMemory:
             most = torch.tensor([self.allocated, self.reserved, outside], device=self.device_type)
             dist.all_reduce(most, dist.ReduceOp.MAX)
             allocated, reserved, around = (most / GIB).tolist()
-            predicted = "" if self.predicted is None else f"; predicted {self.predicted.total / GIB:.1f} in all"
             logger.info(
                 f"Measured memory per GPU: at most {allocated:.1f} GiB allocated by PyTorch ({reserved:.1f} reserved) "
-                f"and {around:.1f} GiB outside it{predicted}"
+                f"and {around:.1f} GiB outside it; predicted {self.predicted.total / GIB:.1f} in all"
             )
         return {"memory/outside_pytorch(GiB)": outside / GIB}

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from torchtitan_magi.training.batches.planner import WorkCount
 from torchtitan_magi.training.experts import take_expert_load
@@ -28,6 +29,7 @@ class PlanMetrics:
       pack.
     - global_max_loss is the largest mean loss of a data-parallel rank, also when its tokens are on several ranks and
       some of these have no label.
+    - learned_tokens(%) is the share of the documents' tokens that have a label, and so a loss.
     - n_tokens_seen is what ``tokens_seen`` returns, which our Trainer sets: the tokens of documents, each once. Without
       it, torchtitan's number, with padding, less what it counts once for each context-parallel rank.
 
@@ -51,6 +53,7 @@ class PlanMetrics:
         self.count = run.count
         self.objective_metrics: Callable[[], dict[str, float]] = dict
         self.tokens_seen: Callable[[], int] | None = None
+        self.tokens_and_labels: Tensor | None = None  # of all ranks since the last line, which our Trainer counts
         self.first_step: int | None = None  # of this process
         self.last_logged = 0  # step
 
@@ -75,6 +78,7 @@ class PlanMetrics:
             "grad_norm": grad_norm,
             "lr": next((value for name, value in extra.items() if _is_rate(name)), 0.0),
             "n_tokens_seen": self._tokens_seen(extra),
+            **self._learned(),
             **self._speed(seconds, counted),
             **self._times(seconds, num_steps, counted),
             **self._peak_memory(),
@@ -134,6 +138,14 @@ class PlanMetrics:
             return self.tokens_seen()
         return float(extra_metrics.get("n_tokens_seen", 0)) / self.parallel_dims.cp
 
+    def _learned(self) -> dict[str, float]:
+        """The share of the documents' tokens that have a label, of the steps since the last line."""
+        if self.tokens_and_labels is None:
+            return {}
+        tokens, labels = self.tokens_and_labels.tolist()
+        self.tokens_and_labels.zero_()
+        return {"learned_tokens(%)": 100 * labels / max(tokens, 1)}
+
     def log_validation(self, loss: float, step: int, extra_metrics: dict[str, Any] | None = None) -> None:
         """Logs a validation pass."""
         super().log_validation(loss, step, extra_metrics)  # type: ignore[misc]
@@ -171,6 +183,7 @@ def step_line(step: int, num_steps: int, metrics: dict[str, float]) -> str:
         "grad_norm": "  grad_norm: {:.4f}",
         "lr": "  lr: {:.2e}",
         "epoch": "  epoch: {:.2f}",
+        "learned_tokens(%)": "  learned: {:.0f}%",
         "throughput_of_all_gpus(tps)": "  tokens/s: {:,.0f}",
         "throughput(tps)": "  per GPU: {:,.0f}",
         "mfu(%)": "  MFU: {:.1f}%",

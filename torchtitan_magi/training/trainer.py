@@ -126,6 +126,7 @@ class ObjectiveTrainer:
         self.metrics_processor.objective_metrics = self.objective.metrics
         self.num_tokens_seen = torch.zeros((), dtype=torch.int64, device=self.device)  # of documents, on all ranks
         self.metrics_processor.tokens_seen = lambda: int(self.num_tokens_seen)
+        self.metrics_processor.tokens_and_labels = torch.zeros(2, dtype=torch.int64, device=self.device)
         if self.job_config.validation.enable:
             self.validator: Any
             self.validator.objective = self._make_objective(self.job_config.validation)
@@ -174,12 +175,13 @@ class ObjectiveTrainer:
         batches: list[Microbatch] = [inputs[MICROBATCH] for inputs, _ in microbatches]
         for batch in batches:
             batch.num_items = self.objective.count_items(batch)
-        counts = sum(batch.num_items for batch in batches), sum(batch.num_tokens for batch in batches)
-        of_all = torch.stack([torch.full((), count, device=self.device) for count in counts])
+        counts = zip(*((batch.num_items, batch.num_tokens, batch.num_labels) for batch in batches), strict=True)
+        of_all = torch.stack([torch.full((), sum(count), device=self.device) for count in counts])
         if self.parallel_dims.dp_enabled:
             dist.all_reduce(of_all, group=group_of(self.parallel_dims, "batch"))
         self.num_items = of_all[0].clamp(min=1)  # a step without any item has no loss
         self.num_tokens_seen += of_all[1]
+        self.metrics_processor.tokens_and_labels += of_all[1:]
         super().train_step(iter(microbatches))  # type: ignore[misc]
         self.last_words.note_step(self.step)
         self.steps_done = self.step

@@ -121,6 +121,8 @@ def test_its_metrics_are_those_of_one_process(name):
         assert [key.removeprefix("validation_metrics/") for key in keys] == METRICS
         for key in keys:
             assert step[key] == pytest.approx(reference[key], rel=1e-4, abs=1e-5), key
+        assert step.get("learned_tokens(%)") == reference.get("learned_tokens(%)")
+    assert 0 < one[0]["learned_tokens(%)"] < 100
     assert one[0]["rewards/accuracies"] == 0  # a tie is no success
     if "dp" not in name:
         largest = [values["loss_metrics/global_max_loss"] for values in trained(name).metrics]

@@ -3,22 +3,21 @@
 import json
 import re
 import tomllib
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from support.adapter import check, read_job, read_model
-from support.published import CONFIGS as MODELS
-from support.published import SHIPPED
-from support.runs import ROOT, call
+from support.published import needs_0_3, shipped_model
+from support.runs import IS_0_3, ROOT, call
 
 import torchtitan_magi as magi
 from torchtitan_magi.planning.cost_model import Heads
 
 from torchtitan_magi.launch import num_processes  # isort: skip
 
-CONFIGS = sorted((ROOT / "train_configs").glob("*.toml"))
+FILES = sorted((ROOT / "train_configs").glob("*.toml"))
+CONFIGS = [path for path in FILES if IS_0_3 or not needs_0_3(tomllib.loads(path.read_text()))]
 
 
 def checked(path, overrides):
@@ -33,15 +32,15 @@ def checked(path, overrides):
 def test_a_configuration_is_complete_and_fits_its_hardware(path, tmp_path):
     text = path.read_text()
     overrides = ["--job.dump_folder", str(tmp_path)]
-    section = tomllib.loads(text)["model"]
-    if section["flavor"] == "hf":
-        published = MODELS[SHIPPED[Path(section["hf_assets_path"]).name]]
+    if published := shipped_model(tomllib.loads(text)):
         (tmp_path / "config.json").write_text(json.dumps(published))
         overrides += ["--model.hf_assets_path", str(tmp_path)]
     parallelism, training, model = call(checked, path, overrides)
     cp, tp = parallelism.context_parallel_degree, parallelism.tensor_parallel_degree
     assert model.num_heads_kv % tp == 0
     assert training.seq_len % (2 * cp * tp) == 0  # torchtitan's rule
+    experts, ranks = model.experts, parallelism.expert_parallel_degree
+    assert ranks == 1 or (experts.num_experts % ranks == 0 and 8 % ranks == 0)  # inside a node
     named = re.search(r"(\d+) GPUs|two GPUs", text.partition("[job]")[0])
     assert num_processes(tomllib.loads(text), [], 0) == int(named[1] or 2)
 
@@ -69,7 +68,7 @@ def test_torchtitans_defaults_are_those_that_count_as_not_given(tmp_path):
     assert call(defaults, tmp_path / "empty.toml") == (DEFAULT_STEPS, DEFAULT_WARMUP)
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_every_line_that_is_not_a_default_says_why(path):
     plain = {"description", "name", "flavor", "seq_len", "steps", "seed", "enable", "freq", "log_freq"}
     plain.add("enable_tensorboard")

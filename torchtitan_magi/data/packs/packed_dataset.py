@@ -158,6 +158,12 @@ class PackedDataset(IterableDataset, Stateful):
         parts = self._stream.order_of(0).parts
         return int((parts[:, 3] - parts[:, 2]).sum())
 
+    def packs_per_epoch(self, counts: PackingCounts) -> float:
+        """An estimate from the counts of what was read so far, by its tokens: some of it may not be packed yet."""
+        tokens = counts.tokens_read - counts.truncated_tokens - counts.tokens_left_out
+        packs = tokens / (self.seq_len * counts.fill)
+        return max(1.0, packs / counts.documents * self.records_per_epoch)
+
     @property
     def has_tokens(self) -> bool:
         """Whether no token that the first epoch needs has to be made."""

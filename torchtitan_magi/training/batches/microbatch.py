@@ -80,6 +80,12 @@ class Microbatch:
         return int(np.diff(self.ranges, axis=1).sum())
 
     @property
+    def num_labels(self) -> int:
+        """Tokens that have a label."""
+        assert self.labels is not None
+        return int((self.labels != IGNORE_INDEX).sum())
+
+    @property
     def num_positions(self) -> int:
         """Rotary positions that the model needs. Without any given they run over the whole pack."""
         positions = self.model_inputs.get("positions")

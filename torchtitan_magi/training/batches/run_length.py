@@ -166,11 +166,7 @@ class RunLength:
         self._say_fewer(Passes(packs, packs, is_exact=True))
 
     def _estimate(self, counts: PackingCounts) -> Passes:
-        """The packs of an epoch by the tokens of what was read, of which some is not packed yet."""
-        dataset = self.loader.dataset
-        tokens = counts.tokens_read - counts.truncated_tokens - counts.tokens_left_out
-        packs = tokens / (dataset.seq_len * counts.fill)
-        return Passes(counts.packs, max(1.0, packs / counts.documents * dataset.records_per_epoch))
+        return Passes(counts.packs, self.loader.dataset.packs_per_epoch(counts))
 
     def _say_fewer(self, passes: Passes) -> None:
         if self._epochs(passes) > MANY_EPOCHS:

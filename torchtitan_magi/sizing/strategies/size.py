@@ -9,7 +9,7 @@ import numpy as np
 from torchtitan_magi.masks.geometry import Int64Array
 from torchtitan_magi.planning.cost_model import H200, CostModel, Heads
 from torchtitan_magi.planning.plan import AttnPlan, PlanSpec, plan_afresh
-from torchtitan_magi.sizing.strategies import Case, Outcome, compare, plan_outcome
+from torchtitan_magi.sizing.strategies.outcomes import Case, Outcome, compare, plan_outcome
 
 OURS = "ours"
 MIB = 2**20

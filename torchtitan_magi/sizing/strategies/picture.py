@@ -20,9 +20,9 @@ from matplotlib.ticker import MaxNLocator
 from torchtitan_magi.planning.needs import parts_of
 from torchtitan_magi.planning.plan import AttnPlan
 from torchtitan_magi.planning.timeline import Timeline
-from torchtitan_magi.sizing.size import OURS, SizedPack, Sizing
-from torchtitan_magi.sizing.strategies import transfer_matrix
-from torchtitan_magi.sizing.text import COLUMNS, counted, headline, notes, setting
+from torchtitan_magi.sizing.strategies.outcomes import transfer_matrix
+from torchtitan_magi.sizing.strategies.size import OURS, SizedPack, Sizing
+from torchtitan_magi.sizing.strategies.table import COLUMNS, counted, headline, notes, setting
 from torchtitan_magi.wording import shown
 
 Image = npt.NDArray[np.float64]
@@ -51,10 +51,11 @@ def png(sizing: Sizing) -> bytes:
     return target.getvalue()
 
 
-def html_page(sizing: Sizing) -> str:
-    """A web page with table and pictures, in one file: no scripts, nothing fetched."""
+def html_page(sizing: Sizing, answer: str = "") -> str:
+    """A web page with table and pictures, in one file: no scripts, nothing fetched. answer: HTML to begin with."""
     return _PAGE.substitute(
         title=f"{sizing.first.cp_size} GPUs, {sizing.total:,} tokens per pack",
+        answer=answer,
         headline=html.escape(headline(sizing)),
         setting="<br>".join(map(html.escape, setting(sizing))),
         table=_html_table(sizing),

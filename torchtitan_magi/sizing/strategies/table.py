@@ -1,20 +1,16 @@
 """A report in words, as tables and as JSON."""
 
 import textwrap
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from torchtitan_magi.planning.cost_model import FloatArray
-from torchtitan_magi.sizing.memory import GIB, describe, predict
-from torchtitan_magi.sizing.run_setup import Setup
 from torchtitan_magi.sizing.sample_packs import DISTRIBUTIONS
-from torchtitan_magi.sizing.size import OURS, SizedPack, Sizing
-from torchtitan_magi.sizing.strategies import DESCRIPTIONS, why_not
+from torchtitan_magi.sizing.strategies.outcomes import DESCRIPTIONS, why_not
+from torchtitan_magi.sizing.strategies.size import OURS, SizedPack, Sizing
 from torchtitan_magi.wording import shown
 
-CHECKPOINTING = ("none", "selective", "full")  # selective: by operation
 HIDDEN = 0.02  # communication counts as hidden if no more than this fraction of the time is exposed
 
 
@@ -25,18 +21,6 @@ def report_lines(sizings: list[Sizing]) -> list[str]:
         return [*map(_wrapped, setting(first)[1:]), "", scan_table(sizings), "", SCAN_NOTE]
     words = map(_wrapped, (headline(first), rank_line(first)))
     return [*map(_wrapped, setting(first)), "", text_table(first), "", *words, "", *notes(first)]
-
-
-def memory_lines(setups: list[Setup]) -> list[str]:
-    """Predicted memory under several layouts: a table by activation checkpointing, and the parts for the run's own."""
-    title = "GiB on each GPU as predicted, by activation_checkpoint.mode (selective: by operation)"
-    lines = [title, "", f"GPUs  T, tokens  {'  '.join(CHECKPOINTING)}"]
-    for setup in setups:
-        by_mode = (predict(replace(setup, checkpointing=mode, every=0)).total / GIB for mode in CHECKPOINTING)
-        cells = "  ".join(f"{gib:{len(mode)}.0f}" for mode, gib in zip(CHECKPOINTING, by_mode, strict=True))
-        lines.append(f"{setup.cp:4}  {setup.tokens:9,}  {cells}")
-    own = (f"{counted(setup.cp, 'GPU')}: {describe(predict(setup))}" for setup in setups)
-    return [*lines, "", *map(_wrapped, own)]
 
 
 def _wrapped(text: str) -> str:

@@ -1,0 +1,177 @@
+"""Whether a run fits and how long it takes, in words: a verdict, memory and time by part, what would be faster."""
+
+import html
+import math
+import textwrap
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torchtitan_magi.sizing.memory import GIB, describe, predict, remedies
+from torchtitan_magi.sizing.predicted_run import MODES, PredictedRun
+from torchtitan_magi.sizing.run_setup import Setup
+from torchtitan_magi.sizing.strategies.table import counted
+
+WIDTH = 120
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A predicted run and how long it is.
+
+    Attributes:
+        faster: options to set, and the run with them.
+        steps: None where they are not known.
+        per_epoch: packs of an epoch; None where the data are not there.
+        stand_ins: what was not there, and what it was sized by instead.
+    """
+
+    run: PredictedRun
+    faster: list[tuple[str, PredictedRun]]
+    steps: int | None
+    per_epoch: float | None
+    stand_ins: list[str]
+
+    @property
+    def packs_per_step(self) -> int:
+        """Over all data-parallel ranks."""
+        return packs_per_step(self.run)
+
+    @property
+    def hours(self) -> float | None:
+        """Of the whole run, without checkpoints and validation."""
+        return None if self.steps is None else self.steps * self.run.time.total / 3600
+
+    @property
+    def epochs(self) -> float | None:
+        """Passes over the data."""
+        return self.steps * self.packs_per_step / self.per_epoch if self.steps and self.per_epoch else None
+
+
+def packs_per_step(run: PredictedRun) -> int:
+    """Packs that a step takes, over all data-parallel ranks."""
+    setup = run.setup
+    return setup.packs * setup.microbatches * setup.dp_shard * setup.dp_replicate
+
+
+def answer_lines(answer: Answer) -> list[str]:
+    """The answer for a terminal."""
+    run = answer.run
+    lines = [*(f"Note: {said}." for said in answer.stand_ins), *verdict(answer)]
+    lines = [line for text in lines for line in textwrap.wrap(text, WIDTH)]
+    memory = [(part, f"{size / GIB:.1f}") for part, size in run.memory.parts.items()]
+    memory.append((f"in {run.memory.moment}", f"{run.memory.total / GIB:.1f}"))
+    times = [(part, _seconds(size), f"{size / run.time.total:.0%}") for part, size in run.time.parts.items()]
+    times.append(("a step", _seconds(run.time.total), ""))
+    lines += ["", *_beside(_table("memory of a GPU, GiB", memory), _table("time of a step, s", times))]
+    return [*lines, "", *_faster_lines(answer)]
+
+
+def verdict(answer: Answer) -> list[str]:
+    """Two sentences or three: whether it fits, how fast it is, how long it takes."""
+    run, setup, gpu = answer.run, answer.run.setup, answer.run.place.gpu
+    taken = f"{run.memory.total / GIB:.0f} of {gpu.capacity / GIB:.0f} GiB"
+    where = f"one {gpu.name}" if setup.world_size == 1 else f"each of {setup.world_size:,} {gpu.name}"
+    if run.fits:
+        fits = f"Fits: {taken} on {where}."
+    elif run.memory.total <= gpu.capacity:
+        fits = f"Just fits: {taken} on {where}; set PYTORCH_ALLOC_CONF=expandable_segments:True."
+    else:
+        fits = f"Does not fit: {taken} on {where}."
+    packs = counted(answer.packs_per_step, "pack")
+    step = f"A step of {packs} ({run.tokens:,.0f} tokens) takes {_seconds(run.time.total)} s: "
+    step += (
+        f"{run.tokens_per_second:,.0f} tokens/s per GPU, MFU {run.mfu:.0%}, attention at {run.efficiency:.0%} of ideal."
+    )
+    return [fits, step, _length(answer)]
+
+
+def _length(answer: Answer) -> str:
+    if answer.steps is None or answer.hours is None:
+        return "How many steps magi.epochs comes to, the data will say."
+    text = f"{counted(answer.steps, 'step')} = {_hours(answer.hours)}"
+    return text + (f"; {answer.epochs:.3g} epochs." if answer.epochs else ".")
+
+
+def _hours(hours: float) -> str:
+    if hours < 1:
+        return f"{60 * hours:.0f} min"
+    return f"{hours:.1f} h" if hours < 100 else f"{hours / 24:.1f} days"
+
+
+def _seconds(seconds: float) -> str:
+    """With three digits."""
+    return f"{seconds:.{max(0, 2 - math.floor(math.log10(max(seconds, 1e-3))))}f}"
+
+
+def _faster_lines(answer: Answer) -> Iterator[str]:
+    run = answer.run
+    if not run.fits:
+        yield from textwrap.wrap(f"Takes less memory: {remedies(run.setup)}.", WIDTH)
+    if answer.faster:
+        yield "Faster on the same GPUs:" if run.fits else "Would fit on the same GPUs:"
+    elif run.fits:
+        yield "No other degrees or checkpointing are faster on the same GPUs."
+    for words, other in answer.faster:
+        gain = f"{1 - other.time.total / run.time.total:.0%} less time, " if run.fits else ""
+        yield f"  {words}: {gain}{_seconds(other.time.total)} s a step, {other.memory.total / GIB:.0f} GiB"
+
+
+def _table(title: str, rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """Lines of equal width: a title, and rows whose last is a sum."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]
+    width = max(map(len, [title, *lines]))
+    return [title.ljust(width), *(line.ljust(width) for line in [*lines[:-1], "-" * len(lines[0]), lines[-1]])]
+
+
+def _beside(left: list[str], right: list[str]) -> list[str]:
+    """Two tables side by side, both with their sums at the bottom."""
+    height = max(len(left), len(right))
+    padded = [[*table[:-2], *[" " * len(table[0])] * (height - len(table)), *table[-2:]] for table in (left, right)]
+    return [f"{one}    {two}".rstrip() for one, two in zip(*padded, strict=True)]
+
+
+def memory_lines(setups: list[Setup]) -> list[str]:
+    """Predicted memory under several layouts: a table by activation checkpointing, and the parts for the run's own."""
+    title = "GiB on each GPU as predicted, by activation_checkpoint.mode (selective: by operation)"
+    lines = [title, "", f"GPUs  T, tokens  {'  '.join(MODES)}"]
+    for setup in setups:
+        by_mode = (predict(replace(setup, checkpointing=mode, every=0)).total / GIB for mode in MODES)
+        cells = "  ".join(f"{gib:{len(mode)}.0f}" for mode, gib in zip(MODES, by_mode, strict=True))
+        lines.append(f"{setup.cp:4}  {setup.tokens:9,}  {cells}")
+    own = (f"{counted(setup.cp, 'GPU')}: {describe(predict(setup))}" for setup in setups)
+    return [*lines, "", *(textwrap.fill(text, WIDTH) for text in own)]
+
+
+def answer_html(answer: Answer) -> str:
+    """The answer as a part of a web page."""
+    first, *others = verdict(answer)
+    lines, paragraphs = answer_lines(answer), "".join(f"<p>{html.escape(text)}</p>" for text in others)
+    tables = html.escape("\n".join(lines[lines.index("") + 1 :]))
+    notes = "".join(f"<p>Note: {html.escape(said)}.</p>" for said in answer.stand_ins)
+    kind = "fits" if answer.run.fits else "large"
+    return f'<div class="answer {kind}"><h2>{html.escape(first)}</h2>{paragraphs}{notes}<pre>{tables}</pre></div>'
+
+
+def answer_json(answer: Answer) -> dict[str, Any]:
+    """The answer as JSON has it: bytes, seconds."""
+    run = answer.run
+    return {
+        "gpu": run.place.gpu.name,
+        "gpus": run.setup.world_size,
+        "fits": run.fits,
+        "memory": run.memory.parts,
+        "memory_total": run.memory.total,
+        "capacity": run.place.gpu.capacity,
+        "step": run.time.parts,
+        "step_total": run.time.total,
+        "tokens_per_step": run.tokens,
+        "tokens_per_second_per_gpu": run.tokens_per_second,
+        "mfu": run.mfu,
+        "attention_efficiency": run.efficiency,
+        "steps": answer.steps,
+        "hours": answer.hours,
+        "epochs": answer.epochs,
+        "faster": [{"options": words, "step_total": other.time.total} for words, other in answer.faster],
+    }

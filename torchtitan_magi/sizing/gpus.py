@@ -1,0 +1,83 @@
+"""GPUs by name: how much memory they have, and how fast they are at what a step does."""
+
+from dataclasses import dataclass, replace
+
+from torchtitan_magi.planning.cost_model import H200 as H200_COST
+from torchtitan_magi.planning.cost_model import CostModel, KernelCost
+from torchtitan_magi.wording import quoted
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A kind of GPU, in nodes of eight.
+
+    Attributes:
+        gigabytes: in its name. capacity: bytes that a process can have.
+        peak: operations per second of matrix products in bfloat16 by the data sheet, by which MFU is counted.
+        bandwidth: bytes per second of its memory by the data sheet.
+        link: bytes per second that it sends to others of its node, and receives, by the data sheet.
+        adapter: bytes per second of its share of the node's network adapters, as usual machines have them.
+        attention: time of an attention call, by the backend that serves it, over that of our kernel on an H200.
+        is_measured: whether steps on it were measured; else its speed follows the data sheet.
+    """
+
+    name: str
+    gigabytes: int
+    capacity: int
+    peak: float
+    bandwidth: float
+    link: float
+    adapter: float
+    attention: float = 1.0
+    is_measured: bool = False
+
+    @property
+    def products(self) -> float:
+        """Operations per second of the large matrix products of a step."""
+        return self.peak * PRODUCTS / H200.peak
+
+    @property
+    def passes(self) -> float:
+        """Bytes per second of element-wise passes."""
+        return H200_COST.memory * self.bandwidth / H200.bandwidth
+
+    @property
+    def cost(self) -> CostModel:
+        """What a layer's attention and its exchanges cost."""
+        links = self.link / H200.link, self.adapter / H200.adapter
+        inside, across = (
+            replace(link, bandwidth=link.bandwidth * ratio)
+            for link, ratio in zip((H200_COST.inside, H200_COST.across), links, strict=True)
+        )
+        kernels = (_slower(kernel, self.attention) for kernel in (H200_COST.forward, H200_COST.backward))
+        forward, backward = kernels
+        return replace(H200_COST, forward=forward, backward=backward, memory=self.passes, inside=inside, across=across)
+
+
+def _slower(kernel: KernelCost, factor: float) -> KernelCost:
+    times = {name: factor * getattr(kernel, name) for name in ("pair", "pair_dim", "row", "row_dim")}
+    return replace(kernel, **times)
+
+
+# Operations per second of a step's matrix products on an H200, fitted to the steps of train_*.json and models_h200.json
+# in benchmarks/results; with it they are predicted to 13%.
+PRODUCTS = 6.1e14
+# flex_attention over our kernel, time of the same packs on one H200: train_rivals_h200.json.
+FLEX = 1.45
+
+# Data sheets: nvidia.com/en-us/data-center/{h200,h100,a100,dgx-b200}. Dense operations, the SXM modules. Capacities:
+# torch's total_memory, for the B200 192 GB less what the others have less.
+H200 = Gpu("H200", 141, int(139.8 * GIB), 9.895e14, 4.8e12, 4.5e11, 5e10, is_measured=True)
+H100 = Gpu("H100", 80, int(79.1 * GIB), 9.895e14, 3.35e12, 4.5e11, 5e10)
+A100 = Gpu("A100", 80, int(79.2 * GIB), 3.12e14, 2.04e12, 3.0e11, 2.5e10, attention=FLEX * 9.895 / 3.12)
+B200 = Gpu("B200", 180, int(178 * GIB), 2.25e15, 8e12, 9.0e11, 5e10, attention=FLEX * 9.895 / 22.5)
+GPUS = {gpu.name: gpu for gpu in (H100, H200, A100, B200)}
+
+
+def gpu_named(name: str) -> Gpu:
+    """Raises ValueError for a GPU that is not known; one line with those that are."""
+    if name.upper() not in GPUS:
+        raise ValueError(f"--gpu is {quoted(name)}; use one of {', '.join(GPUS)}")
+    return GPUS[name.upper()]

@@ -1,0 +1,180 @@
+"""What a run takes on a kind of GPU: memory, the time of a step and of the whole, and what would be faster."""
+
+import functools
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from torchtitan_magi.masks.geometry import Int64Array
+from torchtitan_magi.models.shapes import heads_of_rank
+from torchtitan_magi.planning.cost_model import CostModel, FloatArray, Heads
+from torchtitan_magi.planning.plan import PlanSpec, plan_afresh
+from torchtitan_magi.sizing.gpus import Gpu
+from torchtitan_magi.sizing.memory import Prediction, predict
+from torchtitan_magi.sizing.run_setup import Setup
+from torchtitan_magi.sizing.step_time import StepTime, time_of_step
+from torchtitan_magi.sizing.strategies.outcomes import Case, plan_outcome
+
+MODES = ("none", "selective", "full")  # of activation checkpointing, selective by operation
+ROOM = 0.95  # of a GPU's memory that is taken without care: PyTorch's allocator loses some between blocks
+WORTH = 0.01  # a change that saves less of a step is not named
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a run trains, and on what.
+
+    Attributes:
+        packs: lengths of the documents in sampled packs. learned: share of their tokens that have a label.
+        cost: of attention and exchanges; None: that of the GPU.
+    """
+
+    gpu: Gpu
+    gpus_per_node: int
+    packs: tuple[Int64Array, ...]
+    learned: float = 1.0
+    cost: CostModel | None = None
+
+    def __hash__(self) -> int:
+        return id(self.packs)
+
+    @functools.lru_cache(maxsize=64)  # noqa: B019 - lives as long as a command
+    def attention(self, total: int, cp_size: int, tp_size: int, heads: Heads) -> FloatArray:
+        """Seconds of a layer's forward and backward on a full mask, as planned and on one GPU divided by the GPUs:
+        [packs, 2, 2]."""
+        node = max(1, min(self.gpus_per_node // tp_size, cp_size))
+        cases = [Case(pack, total, cp_size, node, heads, self.cost or self.gpu.cost) for pack in self.packs]
+        return np.array([[_planned(case), case.ideal_seconds] for case in cases])
+
+
+def _planned(case: Case) -> FloatArray:
+    plan = plan_afresh(case.slices, PlanSpec(case.total, case.cp_size, -1, case.heads, case.nodes, case.cost))
+    return plan_outcome(case, plan).seconds
+
+
+@dataclass(frozen=True)
+class PredictedRun:
+    """A run on its GPUs.
+
+    Attributes:
+        tokens: of a step, without padding.
+        efficiency: of attention: our kernel on the whole packs on one GPU, its time over the GPUs', over what is
+            planned.
+    """
+
+    setup: Setup
+    place: Place
+    memory: Prediction
+    time: StepTime
+    tokens: float
+    efficiency: float
+
+    @property
+    def fits(self) -> bool:
+        """Whether the memory is enough, with room for what an allocator loses."""
+        return self.memory.total <= ROOM * self.place.gpu.capacity
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of one GPU."""
+        return self.tokens / self.time.total / self.setup.world_size
+
+    @property
+    def mfu(self) -> float:
+        """Operations that the step needs over what the GPU's data sheet promises, 0 to 1."""
+        return self.time.flops / self.time.total / self.place.gpu.peak
+
+
+def predict_run(setup: Setup, place: Place) -> PredictedRun:
+    """Predicts a run. In each microbatch data-parallel ranks wait for the slowest of their packs.
+
+    Raises:
+        ValueError: a tensor-parallel degree that does not divide the heads.
+    """
+    setup, heads = replace(setup, learned=place.learned), heads_of_rank(setup.model, setup.tp)
+    seconds = place.attention(setup.seq_len, setup.cp, setup.tp, heads)
+    windows, areas = setup.model.windows or (0,) * setup.model.num_layers, np.zeros(len(place.packs))
+    attends, ideal = np.zeros((len(place.packs), 2)), 0.0
+    for window in set(windows):
+        count = windows.count(window)
+        area, share = (np.array(found) for found in zip(*(_area(pack, window) for pack in place.packs), strict=True))
+        attends += count * share[:, None] * seconds[:, 0]
+        ideal += float((count * share[:, None] * seconds[:, 1]).sum())
+        areas += area * count / len(windows)
+    ranks, batch = setup.dp_shard * setup.dp_replicate, setup.packs
+    forward, backward = (batch * expected_largest(attends[:, way], ranks) for way in (0, 1))
+    pairs = batch * float(areas.mean()) / setup.cp
+    time = time_of_step(setup, place.gpu, place.gpus_per_node, (forward, backward), pairs)
+    mean_tokens = float(np.mean([pack.sum() for pack in place.packs]))
+    tokens = mean_tokens * batch * ranks * setup.microbatches
+    cp_in_node = max(1, min(place.gpus_per_node // setup.tp, setup.cp))
+    memory = predict(replace(setup, cp_per_machine=cp_in_node))
+    return PredictedRun(setup, place, memory, time, tokens, ideal / float(attends.sum()))
+
+
+def _area(pack: Int64Array, window: int) -> tuple[float, float]:
+    """(query, key) pairs of a pack where rows see at most ``window`` tokens, 0: all; and their share of all pairs."""
+    lengths = pack.astype(float)
+    if lengths.ndim == 2:  # preference pairs: both answers see the prompt
+        prompts, answers = lengths[:, 0], lengths[:, 1:].sum(1)
+        rows = np.concatenate([prompts, lengths[:, 1:].ravel()])
+        whole = float((rows * (rows + 1) / 2).sum() + (prompts * answers).sum())
+        lengths = lengths.sum(1)
+    else:
+        whole = float((lengths * (lengths + 1) / 2).sum())
+    if not window:
+        return whole, 1.0
+    outside = np.maximum(lengths - window, 0)
+    seen = max(whole - float((outside * (outside + 1) / 2).sum()), float(lengths.sum()))
+    return seen, seen / whole
+
+
+def expected_largest(values: FloatArray, count: int) -> float:
+    """The mean of the largest of ``count`` draws from values."""
+    steps = np.arange(len(values) + 1) / len(values)
+    return float((np.sort(values) * np.diff(steps**count)).sum())
+
+
+# ------------------------------------------------------------------------------------------------- what would be faster
+
+
+def faster(run: PredictedRun, most: int = 3) -> list[tuple[str, PredictedRun]]:
+    """Other degrees and checkpointing on the same GPUs, with as many packs a step, that fit and take less time, or that
+    fit where the run does not: the options to set, and the run with them. The fastest first."""
+    found = [(_changed(run.setup, setup), predict_run(setup, run.place)) for setup in _others(run.setup, run.place)]
+    worth = (1 - WORTH) * run.time.total if run.fits else math.inf
+    fitting = [(words, other) for words, other in found if other.fits and other.time.total < worth]
+    return sorted(fitting, key=lambda each: each[1].time.total)[:most]
+
+
+def _others(setup: Setup, place: Place) -> Iterator[Setup]:
+    share = setup.cp * setup.tp * setup.dp_shard
+    packs = setup.microbatches * setup.packs * setup.dp_shard
+    heads, experts = math.gcd(setup.model.num_heads_q, setup.model.num_heads_kv), setup.model.experts
+    for cp, tp, mode in itertools.product(_powers(share), _powers(place.gpus_per_node), MODES):
+        shard, rest = divmod(share, cp * tp)
+        batches, uneven = divmod(packs, max(1, shard * setup.packs))
+        if rest or uneven or heads % tp or setup.model.vocab_size % tp or setup.seq_len % (2 * cp * tp):
+            continue
+        if experts and tp != setup.tp:  # how experts are split changes with it
+            continue
+        other = replace(setup, cp=cp, tp=tp, dp_shard=shard, microbatches=batches, checkpointing=mode, every=0)
+        if other != replace(setup, every=0) or setup.every:
+            yield other
+
+
+def _powers(most: int) -> list[int]:
+    return [1 << bit for bit in range(most.bit_length())]
+
+
+def _changed(before: Setup, after: Setup) -> str:
+    """The options that make one setup the other."""
+    degrees = {"context_parallel": "cp", "tensor_parallel": "tp", "data_parallel_shard": "dp_shard"}
+    values = [(kind, getattr(before, name), getattr(after, name)) for kind, name in degrees.items()]
+    options = [f"{kind}_degree = {now}" for kind, then, now in values if now != then]
+    if (after.checkpointing, after.every) != (before.checkpointing, before.every):
+        options.append(f'activation_checkpoint.mode = "{after.checkpointing}"')
+    return ", ".join(options)

@@ -1,0 +1,163 @@
+"""Predicts what a training step takes, by part, from the model, its layout and the time of its attention.
+
+Matrix products run at one speed, element-wise passes at that of the memory; both are fitted to measured steps, see
+``gpus``. Communication of FSDP2 hides behind a block's products, that of tensor and expert parallelism does not.
+"""
+
+from dataclasses import dataclass
+
+from torchtitan_magi.losses.logprobs import CHUNK_LOGITS
+from torchtitan_magi.models.shapes import Parameters, block_of, num_moe_layers, parameters_of
+from torchtitan_magi.sizing.gpus import Gpu
+from torchtitan_magi.sizing.run_setup import LOOPS, Setup
+
+GRADIENTS = 2  # a backward takes twice the products of its forward
+OPTIMIZER_BYTES = 36  # read and written of a float32 parameter by fused AdamW (28) and by clipping (8)
+SHARDING_PASSES = 8  # copies of FSDP2 in and out of its collectives, in elements of 16 bits
+ROUTED_PASSES = 88  # over an expert's input and output by what moves, sorts, weighs and adds up tokens
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of one step on a GPU, by part.
+
+    Attributes:
+        parts: name -> seconds; they add up to ``total``.
+        flops: operations of matrix products and attention that the step needs once, on a GPU, by which MFU is counted.
+    """
+
+    parts: dict[str, float]
+    flops: float
+
+    @property
+    def total(self) -> float:
+        """Seconds in all."""
+        return sum(self.parts.values())
+
+
+def time_of_step(setup: Setup, gpu: Gpu, gpus_per_node: int, attention: tuple[float, float], pairs: float) -> StepTime:
+    """The time of one step.
+
+    Args:
+        gpus_per_node: GPUs in each node.
+        attention: seconds of the forward and backward of all layers for one microbatch.
+        pairs: (query, key) pairs of one microbatch on a context-parallel rank, the mean over layers.
+    """
+    model, layers = setup.model, setup.model.num_layers / setup.pp
+    blocks = [block_of(model, number) for number in range(model.num_layers)]
+    used = sum(block.used for block in blocks) / setup.pp / setup.tp
+    again = _recomputed(setup)
+    weights = 1 if setup.lora_rank else GRADIENTS  # frozen weights have no gradients
+    products = 2 * used * setup.tokens
+    output = 2 * setup.on_rank.vocabulary * setup.tokens * setup.learned
+    times = 1 + weights + setup.reference  # a loss of pairs makes logits again for its backward
+    logits = output * times / gpu.products + _loss_passes(setup) / gpu.passes
+    forward, backward = attention
+    parts = {
+        "matrix products": products * (1 + weights) / gpu.products,
+        "element-wise passes": layers * _passes(setup) * (3 + again) / gpu.passes,
+        "attention": (forward + backward) / setup.pp,
+        "recomputation": again * (products * _kept_out(setup) / gpu.products + forward / setup.pp * _attends(setup)),
+        "output layer and loss": logits / setup.pp,
+        "moving tokens to experts": _experts(setup, gpu, gpus_per_node) * (1 + again / 3),
+        "tensor parallelism": _tensor_parallel(setup, gpu) * layers * (1 + again / 2),
+    }
+    busy = sum(parts.values())
+    parts["FSDP that nothing hides"] = max(0.0, _sharding(setup, gpu, gpus_per_node) - busy)
+    parts["FSDP's copies"] = _copies(setup, gpu)
+    if setup.pp > 1:
+        loops = LOOPS if setup.schedule == "Interleaved1F1B" else 1
+        parts["idle in the pipeline"] = sum(parts.values()) * (setup.pp - 1) / (loops * setup.at_once)
+    parts = {name: seconds * setup.microbatches for name, seconds in parts.items()}
+    if setup.reference:
+        parts["reference"] = setup.microbatches * (products / gpu.products + forward / setup.pp + output / gpu.products)
+    parts["optimizer"] = setup.trained * OPTIMIZER_BYTES * (setup.param_bytes / 4) / gpu.passes
+    once = (products + output / setup.pp) * 3 + model.attention_flops * pairs / setup.tp / setup.pp
+    return StepTime({name: seconds for name, seconds in parts.items() if seconds}, once * setup.microbatches)
+
+
+def _recomputed(setup: Setup) -> float:
+    """Which share of a block's forward is computed again for the backward."""
+    if setup.checkpointing == "selective":
+        return 1 / setup.every if setup.every else 1.0
+    return {"full": 1.0, "memory_budget": 1 - setup.budget}.get(setup.checkpointing, 0.0)
+
+
+def _kept_out(setup: Setup) -> float:
+    """Which share of a block's products is computed again where it is: all but the last of a dense block, as nothing
+    waits for it; by operation every other one."""
+    if setup.checkpointing == "selective" and not setup.every:
+        return 0.5
+    if setup.model.experts:
+        return 1.0
+    return 1 - setup.model.dim * setup.model.hidden_dim / block_of(setup.model, 0).used
+
+
+def _attends(setup: Setup) -> bool:
+    """Whether attention is computed again."""
+    return setup.checkpointing != "selective" or setup.every > 0
+
+
+def _passes(setup: Setup) -> float:
+    """Bytes that a block's forward reads and writes beside its products: two norms and residuals, rotary positions,
+    SwiGLU."""
+    model, heads = setup.model, setup.heads
+    width = model.hidden_dim // setup.tp
+    if model.experts is not None:
+        width = (model.experts.top_k + model.experts.num_shared) * model.experts.hidden_dim // setup.tp
+    rotated = heads.query_elements + heads.num_heads_kv * heads.head_dim
+    compiled = 1 if setup.compiled else 2
+    return setup.tokens * (10 * setup.local_dim + 2 * rotated + 3 * width) * setup.compute_bytes * compiled
+
+
+def _loss_passes(setup: Setup) -> float:
+    """Bytes of logits that are read and written, twice in 16 bits where compiled, else in float32 as well; and of the
+    weight's gradient, to which each chunk adds in float32."""
+    logits = setup.tokens * setup.learned * setup.model.vocab_size / setup.tp
+    sums = 0 if setup.lora_rank else logits / CHUNK_LOGITS * setup.on_rank.vocabulary * 8
+    return logits * (8 if setup.compiled_loss else 40) + sums
+
+
+def _experts(setup: Setup, gpu: Gpu, gpus_per_node: int) -> float:
+    """Seconds of a microbatch to bring tokens to their experts and back, forward and backward."""
+    experts = setup.model.experts
+    if experts is None:
+        return 0.0
+    layers = num_moe_layers(setup.model) / setup.pp
+    routed = setup.tokens / setup.tp * experts.top_k * setup.model.dim * setup.compute_bytes  # bytes
+    passes = ROUTED_PASSES * routed / gpu.passes
+    link = gpu.cost.inside if setup.ep * setup.tp <= gpus_per_node else gpu.cost.across
+    exchanged = 4 * (routed * (setup.ep - 1) / setup.ep / link.bandwidth + link.latency) if setup.ep > 1 else 0.0
+    return layers * (passes + exchanged)
+
+
+def _tensor_parallel(setup: Setup, gpu: Gpu) -> float:
+    """Seconds of a block's eight collectives of hidden states under tensor parallelism, forward and backward."""
+    if setup.tp == 1:
+        return 0.0
+    sent = setup.tokens * setup.model.dim * setup.compute_bytes * (setup.tp - 1) / setup.tp
+    return 8 * (gpu.cost.inside.latency + sent / gpu.cost.inside.bandwidth)
+
+
+def _sharding(setup: Setup, gpu: Gpu, gpus_per_node: int) -> float:
+    """Seconds of a microbatch to gather parameters and reduce gradients over FSDP2's ranks, and over its replicas."""
+    if setup.fsdp == 1:
+        return 0.0
+    each: Parameters = parameters_of(setup.model, setup.tp, setup.ep if setup.ep > 1 else 1)
+    held = (each.dense + each.experts * num_moe_layers(setup.model)) / setup.pp
+    reduced = 0 if setup.lora_rank else setup.reduce_bytes
+    num_bytes = held * (2 * setup.compute_bytes + reduced)
+    ranks_in_node = max(1, min(setup.fsdp, gpus_per_node // setup.tp))
+    nodes = setup.fsdp / ranks_in_node
+    inside = num_bytes * (ranks_in_node - 1) / ranks_in_node / gpu.cost.inside.bandwidth
+    across = num_bytes * (nodes - 1) / nodes / (ranks_in_node * gpu.cost.across.bandwidth)
+    return inside + across
+
+
+def _copies(setup: Setup, gpu: Gpu) -> float:
+    """Seconds of a microbatch for FSDP2's copies in and out of its collectives."""
+    if setup.fsdp == 1:
+        return 0.0
+    each = parameters_of(setup.model, setup.tp, setup.ep if setup.ep > 1 else 1)
+    held = (each.dense + each.experts * num_moe_layers(setup.model)) / setup.pp
+    return held * SHARDING_PASSES * setup.compute_bytes / gpu.passes
