@@ -113,7 +113,7 @@ def test_the_text_on_stages_has_their_greatest_number():
 def test_a_page_begins_with_a_title_and_a_sentence_that_says_what_it_gives(page):
     title, paragraph = page.read_text().split("\n\n")[:2]
     assert re.fullmatch(r"# .+", title)
-    assert re.match(r"[A-Z\[]", paragraph)
+    assert re.match(r"[A-Z[`]", paragraph)
     assert not re.match(r"(After|On|In)? ?[Tt]his page", paragraph)
 
 
