@@ -181,7 +181,7 @@ def public_names(module_name: str) -> str:
 
 
 def first_sentence(thing: Any) -> str:
-    """Of the docstring of a function or class; a value of another kind is shown."""
+    """The first sentence of the docstring of a function or class; a value of another kind is shown."""
     if not callable(thing):
         return f"the constant {thing!r}"
     paragraph = " ".join((inspect.getdoc(thing) or "").split("\n\n")[0].split())

@@ -27,7 +27,7 @@ SITE = Path(__file__).with_name("mkdocs.yml")
 
 def contents() -> str:
     """The pages in the order of the site, each with its first sentence."""
-    return "\n".join(listed(yaml.safe_load(SITE.read_text())["nav"], "##"))
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(listed(yaml.safe_load(SITE.read_text())["nav"], "##")))
 
 
 def listed(nav: list[Any], level: str) -> Iterator[str]:

@@ -109,6 +109,14 @@ def test_the_text_on_stages_has_their_greatest_number():
     assert f"0 to {MAX_STAGES};" in docs_reference.option_docs(Magi)["overlap_stages"]
 
 
+@pytest.mark.parametrize("page", (ROOT / "docs").rglob("*.md"), ids=lambda page: page.name)
+def test_a_page_begins_with_a_title_and_a_sentence_that_says_what_it_gives(page):
+    title, paragraph = page.read_text().split("\n\n")[:2]
+    assert re.fullmatch(r"# .+", title)
+    assert re.match(r"[A-Z[`]", paragraph)
+    assert not re.match(r"(After|On|In)? ?[Tt]his page", paragraph)
+
+
 def test_the_table_of_contents_has_every_page():
     folder = ROOT / "docs"
     listed = set(re.findall(r"\]\(([^)\s]+\.md)\)", (folder / "README.md").read_text()))
