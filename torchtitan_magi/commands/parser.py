@@ -29,6 +29,16 @@ class CommandParser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message}\n")
 
 
+def print_text(text: str) -> None:
+    """Prints, whatever the terminal's encoding is, until the reader of a pipe has seen enough."""
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="backslashreplace")
+    try:
+        print(text, end="", flush=True)
+    except BrokenPipeError:  # of head, say
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def check_output(path: Path) -> None:
     """Raises ValueError for a file that cannot be written: before the work is done."""
     target = path if path.exists() else path.parent

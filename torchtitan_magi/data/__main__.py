@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from torchtitan_magi.commands.parser import CommandParser, check_output, write_output
+from torchtitan_magi.commands.parser import CommandParser, check_output, print_text, write_output
 from torchtitan_magi.data.inspection.page import html_page
 from torchtitan_magi.data.inspection.summary import inspect_data
 from torchtitan_magi.data.inspection.terminal import Painter, report
@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error(one_line(error, 2000))
     except KeyboardInterrupt:
         parser.exit(130)
-    _print(report(inspection, Painter(_has_color(), options.boundaries)))
+    print_text(report(inspection, Painter(_has_color(), options.boundaries)))
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -53,15 +53,6 @@ def _check(options: argparse.Namespace) -> None:
 def _has_color() -> bool:
     """Whether the output is a terminal and colours are not unwanted: no-color.org."""
     return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-
-
-def _print(text: str) -> None:
-    if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="backslashreplace")
-    try:
-        print(text, end="", flush=True)
-    except BrokenPipeError:  # the reader, such as head, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _parser() -> argparse.ArgumentParser:

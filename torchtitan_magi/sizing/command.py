@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from torchtitan_magi.commands.parser import CommandParser, check_output, write_output
+from torchtitan_magi.commands.parser import CommandParser, check_output, print_text, write_output
 from torchtitan_magi.machine import raise_open_files
 from torchtitan_magi.masks.geometry import Int64Array
 from torchtitan_magi.planning.cost_model import H200, CostModel, Heads
@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if options.memory:
             if run is None:
                 raise ValueError(f"--memory is of a run's TOML file, but SOURCE is {quoted(path)}")
-            print("\n".join(memory_lines(_setups(run, options))))
+            _print(memory_lines(_setups(run, options)))
             return
         _report(run, options.heads == from_heads, options)  # heads of one's own are of no run
     except ValueError as error:
@@ -82,14 +82,18 @@ def _report(run: RunFile | None, has_answer: bool, options: argparse.Namespace) 
         cost = gpu_named(options.gpu).cost
         answers = [_answer(run, cp_size, packs, options) for cp_size in options.cp if has_answer]
         for answer in answers:
-            print("\n".join([*answer_lines(answer), ""]), flush=True)
+            _print([*answer_lines(answer), ""])
         if answers and (windows := answers[0].run.setup.model.windows):
-            print(f"Strategies for a layer without a window, {windows.count(0)} of {len(windows)}:")
+            _print([f"Strategies for a layer without a window, {windows.count(0)} of {len(windows)}:"])
         # tensor-parallel ranks take their share of a node
         options.gpus_per_node = max(1, options.gpus_per_node // run.read("parallelism.tensor_parallel_degree", 1))
     sizings = _sizings(packs.packs, cost, options)
-    print("\n".join(report_lines(sizings)))
+    _print(report_lines(sizings))
     _write(sizings, answers, options)
+
+
+def _print(lines: list[str]) -> None:
+    print_text("\n".join([*lines, ""]))
 
 
 def _packs(options: argparse.Namespace, run: RunFile | None) -> Sample:

@@ -180,7 +180,7 @@ def test_figures_are_those_of_training(inspect, tmp_path):
     assert tally.learned == sum(int(document.loss_mask.sum()) for document in documents)
     assert sum(count for _, count in tally.histogram()) == len(documents)
     assert all(sum(2**b <= n < 2 ** (b + 1) for n in tally.tokens) == count for b, count in tally.histogram())
-    assert tally.fill(200) == pytest.approx(counts.fill, abs=0.03)
+    assert tally.fill(200) == pytest.approx(counts.fill, rel=1e-9)
 
 
 def test_figures_of_pairs_are_those_of_training(inspect, tmp_path):

@@ -67,10 +67,12 @@ class Tally:
         return [(b, int((powers == b).sum())) for b in range(int(powers.min()), int(powers.max()) + 1)]
 
     def fill(self, seq_len: int) -> float:
-        """Fraction of the packs' positions that is filled, 0 to 1; the emptiest of several packs does not count."""
+        """Fraction of the packs' positions that is filled, 0 to 1. Of a part of the records the emptiest of several
+        packs does not count: further records would fill it."""
         kept = np.array(self.kept, dtype=np.int64)
         fills = sorted((int(kept[pack].sum()) for pack in pack_best_fit(kept, seq_len)), reverse=True)
-        fills = fills[:-1] or fills
+        if self.read < self.records:
+            fills = fills[:-1] or fills
         return sum(fills) / max(1, len(fills) * seq_len)
 
 
