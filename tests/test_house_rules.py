@@ -35,6 +35,7 @@ MAY_IMPORT = {
     "exchange": "masks cuda planning",
     "backends": "tiles masks cuda planning exchange",
     "attention": "tiles products masks cuda planning exchange backends",
+    "linear": "masks planning exchange attention",
     "sizing": "commands tiles files masks planning exchange losses models data",
     "training.settings.options": "",
     "training.process": "files models exchange",
@@ -53,7 +54,7 @@ MAY_IMPORT = {
     "launch": "",
     "train": "titan training.process",
     "verify": "commands training.checkpoints",
-    "__init__": "masks planning attention",
+    "__init__": "masks planning attention linear",
 }
 
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torchtitan_magi.attention.api import clear_caches, cp_varlen_attn, flex_flash_attn
     from torchtitan_magi.attention.dispatch import dispatch, undispatch
+    from torchtitan_magi.linear.api import cp_causal_conv1d, cp_gated_delta_rule, gated_delta_rule
     from torchtitan_magi.masks.builders import block_causal, shared_prompt, sliding_window, varlen_causal, varlen_full
     from torchtitan_magi.masks.slices import AttnSlices
     from torchtitan_magi.planning.cost_model import CostModel, Heads
@@ -18,9 +19,12 @@ __all__ = [
     "Heads",
     "block_causal",
     "clear_caches",
+    "cp_causal_conv1d",
+    "cp_gated_delta_rule",
     "cp_varlen_attn",
     "dispatch",
     "flex_flash_attn",
+    "gated_delta_rule",
     "make_plan",
     "make_plans",
     "shared_prompt",
@@ -37,6 +41,7 @@ _HOMES = (
     "planning.plan",
     "attention.dispatch",
     "attention.api",
+    "linear.api",
 )
 
 

@@ -15,6 +15,7 @@ from torchtitan_magi.masks.geometry import Int64Array, first_true, frozen, slice
 from torchtitan_magi.masks.slices import MAX_TOKENS, AttnSlices, check_slices, is_integer
 from torchtitan_magi.planning.choose_stages import choose_rows
 from torchtitan_magi.planning.cost_model import H200, LLAMA_HEADS, CostModel, Heads
+from torchtitan_magi.planning.document_parts import DocumentParts
 from torchtitan_magi.planning.needs import cut_at_parts, key_needs, parts_of, sums, transfers_of
 from torchtitan_magi.planning.placement.place import place
 from torchtitan_magi.planning.relays import Routes, Spans, first_hops
@@ -98,6 +99,15 @@ class AttnPlan:
         numbers = self.total_tokens, self.cp_size, self.nodes.sizes, self.forward, self.backward, self.heads.latent
         digest.update(repr(numbers).encode())
         return int.from_bytes(digest.digest()) >> 1
+
+    @functools.cached_property
+    def document_parts(self) -> DocumentParts:
+        """The parts of documents on ranks, for layers that recur.
+
+        Raises:
+            ValueError: the mask is not causal attention inside documents.
+        """
+        return DocumentParts.of(self.slices, self.routes.owned)
 
     @property
     def received_rows(self) -> Int64Array:

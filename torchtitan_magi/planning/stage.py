@@ -121,15 +121,15 @@ class RankShare:
 def make_stage(slices: AttnSlices, routes: Routes, rank: int, holds_local: bool, span: Span) -> Stage:
     """One rank's stage, from the mask over the whole pack."""
     own = routes.owned[rank]
-    exchanges, received = _exchanges(routes, rank, span)
-    rows = _numbered(np.concatenate([own if holds_local else own[:0], *received]))
+    exchanges, received = exchanges_of(routes, rank, span)
+    rows = numbered(np.concatenate([own if holds_local else own[:0], *received]))
     num_rows = int((rows[:, 1] - rows[:, 0]).sum())
     num_own = int((own[:, 1] - own[:, 0]).sum()) if holds_local else 0
-    table = _join_keys(_renumbered(slices, _numbered(own), rows), num_own)
+    table = _join_keys(_renumbered(slices, numbered(own), rows), num_own)
     return Stage(AttnSlices._trusted(table), holds_local, num_rows, tuple(exchanges))
 
 
-def _numbered(ranges: Int64Array) -> Int64Array:
+def numbered(ranges: Int64Array) -> Int64Array:
     """Token ranges [n, 2] that follow each other in a buffer, in ascending order with the buffer row of each.
 
     Returns:
@@ -140,7 +140,7 @@ def _numbered(ranges: Int64Array) -> Int64Array:
     return table[np.argsort(table[:, 0])]
 
 
-def _exchanges(routes: Routes, rank: int, span: Span) -> tuple[list[Exchange], list[Int64Array]]:
+def exchanges_of(routes: Routes, rank: int, span: Span) -> tuple[list[Exchange], list[Int64Array]]:
     """A rank's exchanges of one stage, and the token ranges [n, 2] that each brings, in the order of the rows.
 
     From rank to rank rows travel in ascending order, so sender and receiver agree without talking.
@@ -168,7 +168,7 @@ def _sent_and_received(
         held: the token ranges [m, 2] that the rank can send, in the order of its rows.
     """
     sent, received = hops[hops[:, 1] == rank], hops[hops[:, 0] == rank]
-    rows = _numbered(held)
+    rows = numbered(held)
     which = np.searchsorted(rows[:, 0], sent[:, 2], side="right") - 1
     shift = rows[which, 2] - rows[which, 0]
     send_rows = frozen(expand(sent[:, 2] + shift, sent[:, 3] + shift))
@@ -183,7 +183,7 @@ def _renumbered(slices: AttnSlices, queries: Int64Array, keys: Int64Array) -> In
     """A mask over tokens restricted to queries and keys, with rows of their buffers in place of tokens.
 
     Args:
-        queries, keys: from ``_numbered``.
+        queries, keys: from ``numbered``.
 
     Returns:
         a slice table sorted by q_start, then k_start.

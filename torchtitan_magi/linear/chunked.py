@@ -1,0 +1,155 @@
+"""The gated delta rule in plain torch, chunk by chunk, on any device and in float64, too.
+
+A head's state S [K, V] takes in a token by (Gated Delta Networks, arXiv 2412.06464, equation 10, transposed)
+
+    S_t = exp(g_t) (I - beta_t k_t k_t^T) S_{t-1} + beta_t k_t v_t^T,      out_t = scale * S_t^T q_t.
+
+Inside a chunk that begins with the state S, with b_i the sum of g up to token i, each token adds one outer product:
+S_i = exp(b_i) S + sum_{j <= i} exp(b_i - b_j) k_j u_j^T. What it adds follows from those before it (the WY form of
+arXiv 2406.06484, section 3, with gates):
+
+    (I + L) U = beta (v - exp(b) k S),      L_ij = beta_i exp(b_i - b_j) k_i^T k_j for j < i.
+
+Shapes: N chunks of C tokens, H value heads, D documents; the rest as in ``delta_rule``.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+CHUNK = 64  # tokens
+
+
+class Tokens(NamedTuple):
+    """The inputs of a layer: q, k [T, HK, K], v [T, H, V], g, beta [T, H]."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor
+
+    @property
+    def wide(self) -> torch.dtype:
+        """The dtype of states: float32, or float64 if any input has it."""
+        return torch.float64 if any(x.dtype == torch.float64 for x in self) else torch.float32
+
+    @property
+    def state_shape(self) -> tuple[int, int, int]:
+        """[H, K, V], of a document's state."""
+        return self.v.shape[1], self.k.shape[2], self.v.shape[2]
+
+    def select(self, rows: Tensor) -> "Tokens":
+        """Those of some rows."""
+        return Tokens(*(x.index_select(0, rows) for x in self))
+
+
+@dataclass(frozen=True, eq=False)
+class _Layout:
+    """Documents as chunks, step by step: the first chunks of all documents, then the second ones of those that go on.
+
+    Attributes:
+        rows: token of each place of a chunk, int64 [N, C]; the number of tokens where there is none.
+        places: place of each token, int64 [T].
+        order: documents, the longest first, int64 [D].
+        steps: how many documents have a chunk in each step.
+    """
+
+    rows: np.ndarray
+    places: np.ndarray
+    order: np.ndarray
+    steps: list[int]
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], size: int) -> "_Layout":
+        """That of documents of these lengths, at least one token each, in chunks of `size` tokens."""
+        length = np.asarray(lengths, np.int64)
+        start = length.cumsum() - length
+        chunks = -(-length // size)
+        order = np.argsort(-chunks, kind="stable")
+        steps = [int((chunks > step).sum()) for step in range(chunks.max())]
+        document = np.concatenate([order[:count] for count in steps])
+        first = size * np.repeat(np.arange(len(steps)), steps)
+        inside = first[:, None] + np.arange(size)
+        is_token = inside < length[document, None]
+        rows = np.where(is_token, start[document, None] + inside, length.sum())
+        places = np.empty(length.sum(), np.int64)
+        places[rows[is_token]] = np.flatnonzero(is_token)
+        return cls(rows, places, order, steps)
+
+
+def run(
+    tokens: Tokens, lengths: Sequence[int], scale: float, states: Tensor | None = None, with_out: bool = True
+) -> tuple[Tensor, Tensor]:
+    """The rule over documents one after another. Differentiable by autograd.
+
+    Args:
+        lengths: tokens of each document, at least one.
+        states: [D, H, K, V], of ``tokens.wide``: what each begins with; None: zeros.
+        with_out: whether to compute out; else it is empty.
+
+    Returns:
+        out [T, H, V] and the last states [D, H, K, V], of ``tokens.wide``.
+    """
+    device = tokens.v.device
+    if states is None:
+        states = tokens.v.new_zeros(len(lengths), *tokens.state_shape, dtype=tokens.wide)
+    layout = _Layout.of(lengths, min(CHUNK, max(lengths)))
+    order = torch.from_numpy(layout.order).to(device)
+    outs, ends = _scan(_chunks(tokens, layout), layout.steps, states.index_select(0, order), scale, with_out)
+    ends = ends.index_select(0, torch.from_numpy(np.argsort(layout.order)).to(device))
+    if not with_out:
+        return ends.new_empty(0), ends
+    places = torch.from_numpy(layout.places).to(device)
+    return outs.transpose(1, 2).flatten(0, 1).index_select(0, places), ends
+
+
+def _chunks(tokens: Tokens, layout: _Layout) -> Tokens:
+    """Tokens as [N, H, C, ...]; a place without a token has zeros, which leave the state as it is."""
+    rows = torch.from_numpy(layout.rows.ravel()).to(tokens.v.device)
+    num_heads = tokens.v.shape[1]
+
+    def chunked(x: Tensor) -> Tensor:
+        x = x.to(tokens.wide).repeat_interleave(num_heads // x.shape[1], 1)
+        padded = torch.cat([x, x.new_zeros(1, *x.shape[1:])])
+        return padded.index_select(0, rows).unflatten(0, layout.rows.shape).transpose(1, 2)
+
+    return Tokens(*map(chunked, tokens))
+
+
+def _scan(
+    chunks: Tokens, steps: list[int], states: Tensor, scale: float, with_out: bool
+) -> tuple[Tensor, Tensor]:
+    """out [N, H, C, V] and the last states; documents are ordered as in the layout."""
+    q, k, v, g, beta = chunks
+    gate = g.cumsum(-1)
+    decay = (gate[..., :, None] - gate[..., None, :]).masked_fill(_above(gate, 1), -torch.inf).exp()
+    unit = (beta[..., None] * decay * (k @ k.mT)).masked_fill(_above(gate, 0), 0.0)  # L; the solver takes I + L
+    of_state = (beta * gate.exp())[..., None] * k
+    both = torch.linalg.solve_triangular(unit, torch.cat([beta[..., None] * v, of_state], -1), upper=False,
+                                         unitriangular=True)  # fmt: skip
+    own, from_state = both.split([v.shape[-1], k.shape[-1]], -1)
+    kept = (gate[..., -1:] - gate).exp()[..., None] * k  # of what a token adds, what the chunk's end has
+    whole = gate[..., -1].exp()[..., None, None]
+    scores, reads = decay * (q @ k.mT), gate.exp()[..., None] * q
+    outs, ended, first = [], [], 0
+    for i, count in enumerate(steps):
+        here = slice(first, first + count)
+        first += count
+        added = own[here] - from_state[here] @ states
+        if with_out:
+            outs.append(scale * (reads[here] @ states + scores[here] @ added))
+        states = whole[here] * states + kept[here].mT @ added
+        going_on = steps[i + 1] if i + 1 < len(steps) else 0
+        ended.append(states[going_on:])
+        states = states[:going_on]
+    return torch.cat(outs) if with_out else own.new_empty(0), torch.cat(ended[::-1])
+
+
+def _above(gate: Tensor, diagonal: int) -> Tensor:
+    """Places (i, j) of a chunk with j >= i + diagonal, bool [C, C]."""
+    return torch.ones(gate.shape[-1], gate.shape[-1], dtype=torch.bool, device=gate.device).triu(diagonal)

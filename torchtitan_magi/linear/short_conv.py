@@ -1,0 +1,160 @@
+"""The causal short convolution of a rank's tokens: parts of documents need the few rows before them, wherever they are.
+
+Shapes: T local tokens, C channels, W width of the kernel.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from torchtitan_magi.exchange.in_flight import Arrival
+from torchtitan_magi.exchange.transport import Transport
+from torchtitan_magi.masks.geometry import Int64Array, expand, union
+from torchtitan_magi.planning.document_parts import DocumentParts
+from torchtitan_magi.planning.needs import parts_of, transfers_of
+from torchtitan_magi.planning.relays import ALL, NONE, Routes, first_hops
+from torchtitan_magi.planning.stage import Exchange, exchanges_of, numbered
+from torchtitan_magi.planning.topology import Nodes
+
+@dataclass(frozen=True, eq=False)
+class ConvRows:
+    """Which rows the tokens of a rank need besides those that lie before them in their part.
+
+    Such rows are called history here: first those of the rank's own other parts, then those of other ranks.
+
+    Attributes:
+        exchange: of the rows of other ranks; None if no rank of the plan needs any.
+        sent: local numbers of the rows that it takes, in its order.
+        offset: how many tokens of the same part come before each token, int64 [T]; -1 for tokens of no document.
+        own: local numbers of the rank's own rows that are history.
+        taps: for each distance from 1 to W - 1, tokens whose row at this distance is history, and which one it is.
+    """
+
+    exchange: Exchange | None
+    sent: Tensor
+    offset: Tensor
+    own: Tensor
+    taps: list[tuple[Tensor, Tensor]]
+
+    @classmethod
+    def of(cls, parts: DocumentParts, rank: int, width: int, device: torch.device) -> "ConvRows":
+        """Those of a rank, on its device."""
+        mine = parts.ranks[rank]
+        document_start = parts.ranges[parts.begins, 0][np.cumsum(parts.begins) - 1]
+        routes = _routes(parts, document_start, width)
+        (exchange,), received = exchanges_of(routes, rank, (NONE, ALL))
+        num_tokens = int((parts.owned[rank][:, 1] - parts.owned[rank][:, 0]).sum())
+        offset = np.full(num_tokens, -1)
+        first, end = mine.rows[mine.numbers].T
+        offset[mine.tokens_of(mine.numbers)] = expand(np.zeros_like(first), end - first)
+
+        held = numbered(np.concatenate([parts.owned[rank], *received]))
+        taps = [_tap(parts, rank, document_start, distance, held) for distance in range(1, width)]
+        sources = np.concatenate([np.zeros(0, np.int64), *(source for _, source in taps)])
+        own = np.unique(sources[sources < num_tokens])
+        places = [np.where(s < num_tokens, np.searchsorted(own, s), s - num_tokens + len(own)) for _, s in taps]
+        tokens = [token for token, _ in taps]
+        sent, before, own_rows, *both = (
+            torch.tensor(x).to(device, non_blocking=True) for x in (exchange.send_rows, offset, own, *tokens, *places)
+        )
+        pairs = list(zip(both[: width - 1], both[width - 1 :], strict=True))
+        return cls(exchange if len(routes.hops) else None, sent, before, own_rows, pairs)
+
+
+def _routes(parts: DocumentParts, document_start: Int64Array, width: int) -> Routes:
+    """The rows of other ranks that parts need: the last W - 1 of their document before them."""
+    cp_size, start = len(parts.owned), parts.ranges[:, 0]
+    first = np.maximum(document_start, start - (width - 1))
+    some = first < start
+    limit = int(parts.ranges[:, 1].max(initial=0))
+    transfers = transfers_of(union(parts.rank[some], first[some], start[some], limit), parts_of(parts.owned))
+    nodes = Nodes((cp_size,))
+    return Routes(parts.owned, nodes, transfers, first_hops(transfers, cp_size, nodes))
+
+
+def _tap(
+    parts: DocumentParts, rank: int, document_start: Int64Array, distance: int, held: Int64Array
+) -> tuple[Int64Array, Int64Array]:
+    """A rank's tokens whose row at this distance is not in their part, and this row's place in what the rank holds.
+
+    Args:
+        held: from ``numbered``: the rank's own tokens, then those that it received.
+    """
+    mine = parts.ranks[rank]
+    start, end = parts.ranges[mine.numbers].T
+    first = np.minimum(np.maximum(start, document_start[mine.numbers] + distance), end)
+    last = np.clip(start + distance, first, end)
+    token = expand(first, last)
+    shift = np.repeat(mine.rows[mine.numbers, 0] - start, last - first)
+    which = np.searchsorted(held[:, 0], token - distance, side="right") - 1
+    return token + shift, token - distance + held[which, 2] - held[which, 0]
+
+
+def _convolved(
+    x: Tensor, weight: Tensor, rows: ConvRows, activation: str | None, history: Callable[[], Tensor]
+) -> Tensor:
+    """out [T, C], in the dtype of x; taps inside parts first, then those that need the rows [R, C] of other ranks."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    taps = weight.to(wide).flip(1).unbind(1)  # by distance
+    values = x.to(wide)
+    out = torch.where(rows.offset[:, None] >= 0, values * taps[0], 0.0)
+    for distance, tap in enumerate(taps[1:], 1):
+        shifted = F.pad(values, (0, 0, distance, 0))[: len(x)]
+        out = out + torch.where(rows.offset[:, None] >= distance, shifted * tap, 0.0)
+    before = torch.cat([values.index_select(0, rows.own), history().to(wide)])
+    for (tokens, sources), tap in zip(rows.taps, taps[1:], strict=True):
+        out = out.index_add(0, tokens, before.index_select(0, sources) * tap)  # each token once: no order of sums
+    return (F.silu(out) if activation == "silu" else out).to(x.dtype)
+
+
+class _ShortConv(torch.autograd.Function):
+    """One op in both directions: so every rank comes to every exchange, whatever of it depends on what."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, rows: ConvRows, transport: Transport, activation: str | None
+    ) -> Tensor:
+        received, arrival = x.new_empty(0, x.shape[1]), Arrival(lambda: None)
+        if rows.exchange is not None:
+            received = x.new_empty(sum(rows.exchange.recv_splits), x.shape[1])
+            sent = x.index_select(0, rows.sent)
+            arrival = transport.all_to_all(received, sent, rows.exchange, back=False)
+
+        def arrived() -> Tensor:
+            arrival.wait()
+            return received
+
+        out = _convolved(x, weight, rows, activation, arrived)
+        ctx.save_for_backward(x, weight, received)
+        ctx.rest = rows, transport, activation
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        rows, transport, activation = ctx.rest
+        x, weight, received = leaves = [x.detach().requires_grad_() for x in ctx.saved_tensors]
+        with torch.enable_grad():
+            out = _convolved(x, weight, rows, activation, lambda: received)
+        if rows.exchange is None:
+            dx, dweight, _ = torch.autograd.grad(out, leaves, dout)
+            return dx, dweight, None, None, None
+        (sent,) = torch.autograd.grad(out, received, dout, retain_graph=True)
+        returned = x.new_empty(len(rows.sent), x.shape[1])
+        arrival = transport.all_to_all(returned, sent.contiguous(), rows.exchange, back=True)
+        dx, dweight = torch.autograd.grad(out, (x, weight), dout)
+        arrival.wait()
+        splits = rows.exchange.send_splits
+        for numbers, grads in zip(rows.sent.split(splits), returned.split(splits), strict=True):
+            dx.index_add_(0, numbers, grads)  # of one rank after the other, each row once
+        return dx, dweight, None, None, None
+
+
+short_conv = _ShortConv.apply
+"""out [T, C] of x, weight, the rank's rows on the device, the transport, the activation. Differentiable once."""
